@@ -1,0 +1,31 @@
+"""cutex: a workbench for writing, checking and timing CuTe DSL kernels for Hopper and Blackwell.
+
+Public names are imported on first use, so that `import cutex` loads neither torch nor the DSL.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cutex.sim import simulate
+
+__version__ = "0.1.0"
+
+_HOMES = {"simulate": "cutex.sim"}
+
+__all__ = ["__version__", "simulate"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'cutex' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

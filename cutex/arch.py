@@ -1,0 +1,76 @@
+"""Frozen facts per GPU: what a kernel may use, and the stated peaks a time is held against.
+
+Peaks are the vendor's dense figures, never sparse, of the SXM boards: H200 (700 W) and
+B200 (1000 W). Where each figure comes from stands in docs/facts.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Arch:
+    """One GPU architecture as the DSL names it, with the facts of its reference board."""
+
+    name: str  # what the DSL and ptxas call it: "sm_90a"
+    title: str  # "Hopper"
+    board: str  # the board that the figures below belong to
+    capability: tuple[int, int]
+    num_sms: int
+    smem_per_cta: int  # bytes of shared memory that one CTA may opt in to
+    tmem_columns: int  # 128-lane columns of tensor memory per SM; 0 where there is none
+    l2_bytes: int
+    hbm_gbs: float  # GB/s
+    dense_tflops: dict[str, float]  # by input dtype, fp32 accumulation
+
+
+ARCHS: dict[str, Arch] = {
+    a.name: a
+    for a in (
+        Arch(
+            name="sm_90a",
+            title="Hopper",
+            board="H200",
+            capability=(9, 0),
+            num_sms=132,
+            smem_per_cta=232448,
+            tmem_columns=0,
+            l2_bytes=60 << 20,
+            hbm_gbs=4800.0,
+            dense_tflops={"bf16": 989.0, "fp16": 989.0},
+        ),
+        Arch(
+            name="sm_100a",
+            title="Blackwell",
+            board="B200",
+            capability=(10, 0),
+            num_sms=148,
+            smem_per_cta=232448,
+            tmem_columns=512,
+            l2_bytes=126 << 20,
+            hbm_gbs=8000.0,
+            dense_tflops={"bf16": 2250.0, "fp16": 2250.0},
+        ),
+    )
+}
+
+
+def arch(name: str) -> Arch:
+    """The facts of `name`; ValueError if cutex has no kernels for it."""
+    try:
+        return ARCHS[name]
+    except KeyError:
+        raise ValueError(f"arch {name!r} is not one of {', '.join(ARCHS)}") from None
+
+
+def local_arch() -> Arch | None:
+    """The arch of this process's CUDA device; None without one, or if cutex does not know it."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    if not torch.cuda.is_available():
+        return None
+    capability = torch.cuda.get_device_capability()
+    return next((a for a in ARCHS.values() if a.capability == capability), None)
