@@ -1,0 +1,334 @@
+"""The command line: one vocabulary of problem, stage, arch, device, comparison and output.
+
+Exit codes: 0 all right; 1 a wrong result or a simulator finding; 2 bad input, with one sentence on
+stderr. Neither torch nor the DSL is imported before there is something to run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from cutex import results, timing
+from cutex.arch import ARCHS, arch, local_arch
+from cutex.problem import DTYPES, INITS, GemmProblem
+from cutex.results import Result, Timing
+from cutex.run import (
+    DEVICES,
+    PEERS,
+    Missing,
+    Options,
+    admit,
+    choose_device,
+    compile_stage,
+    run_stages,
+)
+
+if TYPE_CHECKING:
+    from cutex.kernels.gemm import Stage
+
+DEFAULT_MNK = {"cuda": (8192, 8192, 4096), "sim": (512, 512, 256)}
+DEFAULT_ARCH = "sm_100a"  # what is simulated where there is no GPU
+EMITS = ("ptx", "sass", "resources")
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that leaves bad input to main, to be answered with one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def parser() -> Parser:
+    p = Parser(
+        prog="python -m cutex.gemm",
+        description="Run stages of the GEMM ladder, C = A @ B^T, on a GPU or in the simulator; "
+        "check them, and on a GPU time them.",
+    )
+    what = p.add_argument_group("what to run")
+    what.add_argument("--stage", default="all", metavar="N|all|list", help="default: all")
+    what.add_argument("--arch", metavar="|".join(ARCHS), help="default: this GPU's, else sm_100a")
+    what.add_argument(
+        "--device",
+        default="auto",
+        metavar="|".join(DEVICES),
+        help="default: auto, which is cuda if the GPU here is of the arch, else sim",
+    )
+    what.add_argument(
+        "--mnk",
+        action="append",
+        metavar="M,N,K",
+        help="sizes, may be given several times; default: 8192,8192,4096, simulated 512,512,256",
+    )
+    what.add_argument("--dtype", default="bf16", metavar="|".join(DTYPES), help="default: bf16")
+    what.add_argument("--init", default="normal", metavar="|".join(INITS), help="default: normal")
+    what.add_argument("--seed", type=int, default=0, help="of the data and of random orders")
+    sim = p.add_argument_group("in the simulator")
+    sim.add_argument("--order", choices=("fifo", "random"), help="of the warps; default: fifo")
+    sim.add_argument("--seeds", type=int, metavar="N", help="run N random orders")
+    gpu = p.add_argument_group("on a GPU")
+    gpu.add_argument("--compare", metavar="PEER,PEER", help=f"out of {', '.join(PEERS)}")
+    gpu.add_argument("--cache-state", choices=timing.CACHE_STATES, help="of the L2; default: cold")
+    out = p.add_argument_group("output")
+    out.add_argument("--emit", choices=EMITS, help="print what was compiled, and run nothing")
+    out.add_argument("--out", default="results", metavar="DIR", help="ledger; default: results")
+    out.add_argument("--json", action="store_true", help="print JSON lines instead of a table")
+    return p
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command line, validated."""
+
+    stages: list[Stage]
+    problems: list[GemmProblem]
+    device: str
+    options: Options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv`; returns the exit code."""
+    try:
+        args = parser().parse_args(_join_sizes(sys.argv[1:] if argv is None else argv))
+        if args.stage == "list":
+            list_stages(args.arch)
+            return 0
+        job = plan(args)
+    except ValueError as error:
+        return _refuse(str(error))
+    try:
+        if args.emit:
+            for stage in job.stages:
+                emit(stage, args.dtype, args.emit)
+            return 0
+        return run(job, Path(args.out), as_json=args.json)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("torch", "cutlass", "tvm_ffi"):
+            raise
+        return _refuse(f"{error.name} is not installed; pip install cutex installs it")
+    except Missing as error:
+        return _refuse(str(error))
+
+
+def _refuse(sentence: str) -> int:
+    print(f"cutex: {sentence}", file=sys.stderr)
+    return 2
+
+
+def _join_sizes(argv: Sequence[str]) -> list[str]:
+    """Turn `--mnk -8,8,8` into `--mnk=-8,8,8`: argparse would take the sizes for an option."""
+    joined: list[str] = []
+    for word in argv:
+        if joined and joined[-1] == "--mnk":
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+def plan(args: argparse.Namespace) -> Job:
+    """Make sense of the arguments; ValueError in one sentence where there is none to make."""
+    from cutex.kernels.gemm import stage, stages
+
+    if args.device not in DEVICES:
+        raise ValueError(f"--device {args.device!r} is not one of {', '.join(DEVICES)}")
+    here = local_arch() if args.arch is None and args.device != "sim" else None
+    target = arch(args.arch or (here.name if here else DEFAULT_ARCH))
+    if args.stage == "all":
+        wanted = stages(target.name)
+    elif args.stage.removeprefix("-").isdecimal():
+        wanted = [stage(target.name, int(args.stage))]
+    else:
+        raise ValueError(f"--stage {args.stage!r} is neither a number nor all nor list")
+    device = "sim" if args.emit else choose_device(args.device, target)
+    problems = [
+        GemmProblem(*mnk, dtype=args.dtype, init=args.init, seed=args.seed)
+        for mnk in map(_sizes, args.mnk or [",".join(map(str, DEFAULT_MNK[device]))])
+    ]
+    for problem in problems:
+        admit(problem, wanted)
+    return Job(wanted, problems, device, _options(args, device))
+
+
+def _sizes(text: str) -> tuple[int, int, int]:
+    try:
+        m, n, k = (int(size) for size in text.split(","))
+    except ValueError:
+        raise ValueError(f"--mnk {text}: three whole numbers M,N,K are needed") from None
+    return m, n, k
+
+
+def _options(args: argparse.Namespace, device: str) -> Options:
+    given = {name for name in ("order", "seeds", "compare", "cache_state") if getattr(args, name)}
+    for name in sorted(given & ({"order", "seeds"} if device == "cuda" else set())):
+        raise ValueError(f"--{name} is for the simulator, and this runs on device cuda")
+    for name in sorted(given & ({"compare", "cache_state"} if device == "sim" else set())):
+        raise ValueError(
+            f"--{name.replace('_', '-')} is for timing on a GPU, and this runs on device sim"
+        )
+    if args.seeds is not None and (args.seeds < 1 or args.order == "fifo"):
+        raise ValueError(f"--seeds {args.seeds}: takes a number from 1, of random orders")
+    compare = tuple(args.compare.split(",")) if args.compare else ()
+    for name in compare:
+        if name not in PEERS:
+            raise ValueError(f"--compare {name!r} is not one of {', '.join(PEERS)}")
+    return Options(
+        order="random" if args.seeds else args.order or "fifo",
+        seeds=args.seeds or 1,
+        compare=compare,
+        cache_state=args.cache_state or "cold",
+    )
+
+
+def list_stages(only: str | None) -> None:
+    """Print the ladder of every arch, or of one."""
+    from cutex.kernels.gemm import stages
+
+    for target in [arch(only)] if only else ARCHS.values():
+        print(f"{target.name}  {target.title} ({target.board})")
+        for s in stages(target.name):
+            print(f"{s.number:5}  {s.title:<24}  {s.idea}")
+
+
+def emit(stage: Stage, dtype: str, what: str) -> None:
+    """Print the PTX, the SASS or the resources of one stage as compiled."""
+    from cutex.resources import resources, sass
+
+    compiled = compile_stage(stage, dtype)
+    print(f"// stage {stage.number} of {stage.arch}, {dtype}: {compiled.symbol}")
+    match what:
+        case "ptx":
+            print(compiled.ptx)
+        case "sass":
+            print(sass(compiled))
+        case "resources":
+            print(resources(compiled))
+
+
+# ---- running and printing
+
+
+def run(job: Job, out: Path, as_json: bool) -> int:
+    """Run a job, print a line and append a line to the ledger per result; returns the exit code."""
+    console = Lines(job.device, job.options.compare, as_json)
+    code = 0
+    # NOTE: on a GPU the stages of one problem take turns, so they finish together.
+    turns = [job.stages] if job.device == "cuda" else [[s] for s in job.stages]
+    for problem in job.problems:
+        for stages in turns:
+            numbers = ", ".join(str(s.number) for s in stages)
+            with console.status(f"stage {numbers} of {stages[0].arch} on {job.device}"):
+                found = run_stages(problem, stages, job.device, job.options)
+            for result in found:
+                results.append(results.ledger(out, result), result)
+                console.result(result)
+                code = code if result.ok else 1
+            console.peers(found[-1])
+    if job.device == "sim" and not as_json:
+        console.note("simulated on the CPU: the time is the simulator's, and there is no TFLOPS")
+    return code
+
+
+COMMON = (("stage", -8), ("arch", -8), ("device", -12), ("problem", -34), ("max error", 9))
+TIMED = (
+    ("time us", 10),
+    ("p20-p80", 19),
+    ("cache", 5),
+    ("launch us", 9),
+    ("GB/s", 7),
+    ("TFLOPS", 7),
+    ("% peak", 6),
+)
+SIMULATED = (("time s", 8), ("TFLOPS", -15))
+
+
+class Lines:
+    """The output of a run: a header with units, then one line per result; or JSON lines.
+
+    On a terminal there is colour, and a spinner while something runs.
+    """
+
+    def __init__(self, device: str, peers: tuple[str, ...], as_json: bool) -> None:
+        timed = (*TIMED, *((f"x {name}", max(8, len(name) + 2)) for name in peers))
+        self.columns = (*COMMON, *(SIMULATED if device == "sim" else timed))
+        self.compare = peers
+        self.as_json = as_json
+        self.headed = False
+
+    def status(self, text: str) -> AbstractContextManager[object]:
+        if not sys.stderr.isatty():
+            return nullcontext()
+        from rich.console import Console
+
+        return Console(stderr=True).status(text)
+
+    def result(self, result: Result) -> None:
+        if self.as_json:
+            print(result.to_json(), flush=True)
+            return
+        error = "WRONG" if not result.ok else f"{result.max_error:.3g}"
+        cells = [*self._what(str(result.stage), result), error]
+        if result.device == "sim":
+            cells += [f"{result.sim_seconds:.2f}", "none: simulated"]
+        elif result.timing is not None:
+            cells += self._timed(result, result.timing)
+            cells += [_ratio(result.ratio(name)) for name in self.compare]
+        self._line(cells, style=None if result.ok else "red")
+        if not result.ok:
+            print(result.message, file=sys.stderr)
+
+    def peers(self, result: Result) -> None:
+        for peer in () if self.as_json else result.peers:
+            self._line([*self._what(peer.name, result), "", *self._timed(result, peer.timing)])
+
+    def note(self, text: str) -> None:
+        self._print(text, style="dim")
+
+    def _what(self, stage: str, result: Result) -> list[str]:
+        problem = result.problem
+        sizes = "x".join(map(str, result.mnk))
+        kind = f"{sizes} {problem['dtype']} {problem['init']}"
+        return [stage, result.arch, result.device_name, kind]
+
+    def _timed(self, result: Result, took: Timing) -> list[str]:
+        problem = GemmProblem(**result.problem)
+        rate = timing.tflops(problem.flops, took.median_us)
+        return [
+            f"{took.median_us:.1f}",
+            f"{took.p20_us:.1f}-{took.p80_us:.1f}",
+            took.cache_state,
+            f"{took.launch_us:.1f}",
+            f"{timing.gbs(problem.bytes, took.median_us):.0f}",
+            f"{rate:.1f}",
+            f"{100 * rate / arch(result.arch).dense_tflops[problem.dtype]:.1f}",
+        ]
+
+    def _line(self, cells: list[str], style: str | None = None) -> None:
+        if not self.headed:
+            self._print(self._align([title for title, _ in self.columns]), style="bold")
+            self.headed = True
+        self._print(self._align(cells), style)
+
+    def _align(self, cells: list[str]) -> str:
+        padded = (
+            cell.ljust(-width) if width < 0 else cell.rjust(width)
+            for cell, (_, width) in zip(cells, self.columns, strict=False)
+        )
+        return "  ".join(padded).rstrip()
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        if not sys.stdout.isatty():
+            print(text, flush=True)
+            return
+        from rich.console import Console
+
+        Console(soft_wrap=True).print(text, style=style, markup=False, highlight=False)
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

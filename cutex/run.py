@@ -1,0 +1,344 @@
+"""The one path: problem, stage and device in; compile, launch, check and time; Result out."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cutex import timing
+from cutex.arch import Arch, arch, local_arch
+from cutex.problem import Check, GemmProblem
+from cutex.results import Peer, Result
+
+if TYPE_CHECKING:
+    from cutex.compile import Compiled
+    from cutex.kernels.gemm import Stage
+
+DEVICES = ("auto", "cuda", "sim")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run, as opposed to what: everything here leaves the numbers of C alone."""
+
+    order: str = "fifo"  # simulator: "fifo" | "random"
+    seeds: int = 1  # simulator: how many random orders
+    compare: tuple[str, ...] = ()  # names out of PEERS
+    cache_state: str = "cold"
+    notice: Callable[[str], None] = lambda sentence: print(sentence, file=sys.stderr)
+
+
+class Missing(RuntimeError):
+    """Something that a run needs is not installed on this machine; says what, in one sentence."""
+
+
+def choose_device(name: str, target: Arch) -> str:
+    """Resolve `name` to "cuda" or "sim"; ValueError for "cuda" where no GPU of `target` is."""
+    if name not in DEVICES:
+        raise ValueError(f"device {name!r} is not one of {', '.join(DEVICES)}")
+    if name == "sim":
+        return "sim"
+    here = local_arch()
+    if here is not None and here.name == target.name:
+        return "cuda"
+    if name == "auto":
+        return "sim"
+    found = f"the GPU here is {here.name}" if here else "there is no GPU here that cutex knows"
+    raise ValueError(f"device cuda cannot run {target.name}: {found}; use device sim")
+
+
+def admit(problem: GemmProblem, stages: Sequence[Stage]) -> Arch:
+    """The one arch of `stages`; ValueError if it is not one, or a stage cannot take the problem."""
+    target = arch(stages[0].arch)
+    for stage in stages:
+        if stage.arch != target.name:
+            raise ValueError(f"stages of {target.name} and {stage.arch} cannot run together")
+        why = stage.config().why_not(problem, target)
+        if why is not None:
+            raise ValueError(f"stage {stage.number} of {stage.arch} cannot run this: {why}")
+    return target
+
+
+def run(
+    problem: GemmProblem, stage: Stage, device: str = "auto", options: Options | None = None
+) -> Result:
+    """Run one stage on one problem: see run_stages."""
+    return run_stages(problem, [stage], device, options)[0]
+
+
+def run_stages(
+    problem: GemmProblem,
+    stages: Sequence[Stage],
+    device: str = "auto",
+    options: Options | None = None,
+) -> list[Result]:
+    """Compile, launch, check and, on a GPU, time `stages` of one arch; one Result each, in order.
+
+    On a GPU all stages and peers take turns in one timing loop. A wrong output is a Result with
+    ok=False, and is not timed. Raises ValueError for a problem that a stage cannot take or a device
+    that is not here, Missing where the simulator finds no C compiler.
+    """
+    options = options or Options()
+    target = admit(problem, stages)
+    device = choose_device(device, target)
+    if device == "sim":
+        return [_simulate(problem, stage, options) for stage in stages]
+    return _run_cuda(problem, stages, target, options)
+
+
+def compile_stage(stage: Stage, dtype: str) -> Compiled:
+    from cutex.compile import compile
+
+    return compile(stage.kernel(), dtype, stage.arch)
+
+
+def _result(
+    problem: GemmProblem, stage: Stage, compiled: Compiled, check: Check, **device_facts: Any
+) -> Result:
+    return Result(
+        op="gemm",
+        stage=stage.number,
+        title=stage.title,
+        arch=stage.arch,
+        problem=asdict(problem),
+        config=asdict(stage.config()),
+        ok=check.ok,
+        max_error=check.max_error,
+        tolerance=check.tolerance,
+        message=check.message,
+        run=run_time(),
+        environment=environment(),
+        compile_seconds=compiled.compile_seconds,
+        from_cache=compiled.from_cache,
+        **device_facts,
+    )
+
+
+def _tile(stage: Stage) -> tuple[int, int]:
+    config = stage.config()
+    return config.tile_m, config.tile_n
+
+
+# ---- simulator
+
+
+def _simulate(problem: GemmProblem, stage: Stage, options: Options) -> Result:
+    """One Result over all orders; the first order that fails ends it."""
+    from cutex.sim import NoCompiler, SimError, simulate
+
+    compiled = compile_stage(stage, problem.dtype)
+    a, b = problem.inputs()
+    orders = [("fifo", 0)]
+    if options.order == "random":
+        orders = [("random", problem.seed + i) for i in range(options.seeds)]
+    seconds, instructions, done = 0.0, 0, []
+    for order, seed in orders:
+        name = order if order == "fifo" else f"{order}:{seed}"
+        c = problem.output()
+        try:
+            report = simulate(compiled, a, b, c, order=order, seed=seed)
+        except NoCompiler as error:
+            raise Missing(str(error)) from error
+        except SimError as error:
+            done.append(name)
+            check = Check(False, float("nan"), 0.0, f"order {name}: {error}")
+            break
+        done.append(name)
+        seconds += report.seconds
+        instructions += report.instructions
+        check = problem.check(a, b, c, _tile(stage))
+        if check.ok and report.findings:
+            check = replace(check, ok=False, message="\n".join(str(f) for f in report.findings))
+        if not check.ok:
+            check = replace(check, message=f"order {name}: {check.message}")
+            break
+    return _result(
+        problem,
+        stage,
+        compiled,
+        check,
+        device="sim",
+        device_name="simulator",
+        sim_seconds=seconds / len(done),
+        sim_instructions=instructions // len(done),
+        sim_orders=done,
+    )
+
+
+# ---- GPU
+
+
+def _run_cuda(
+    problem: GemmProblem, stages: Sequence[Stage], target: Arch, options: Options
+) -> list[Result]:
+    import torch
+
+    compiled = {s.number: compile_stage(s, problem.dtype) for s in stages}
+    checks = {s.number: _check_on_gpu(problem, s, compiled[s.number]) for s in stages}
+    variants: dict[str, timing.Launch] = {
+        f"stage {number}": compiled[number] for number, check in checks.items() if check.ok
+    }
+    versions = {}
+    for name in options.compare if variants else ():
+        try:
+            launch, versions[name] = PEERS[name]()
+            check = _check_launch(problem, launch)
+            if not check.ok:
+                raise RuntimeError(check.message)
+        except Exception as error:  # a peer's failure is its own, and must not cost our figures
+            first_line = str(error).partition("\n")[0]
+            options.notice(f"peer {name} is skipped: {type(error).__name__}: {first_line}")
+        else:
+            variants[name] = launch
+
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    measured = timing.Measured({}, None, None, {})
+    if variants:
+        copies = timing.copies_to_rotate(
+            problem.bytes, properties.L2_cache_size, options.cache_state
+        )
+        operands = [
+            (*problem.inputs("cuda", copy=i), problem.output("cuda")) for i in range(copies)
+        ]
+        measured = timing.time_variants(variants, operands, options.cache_state, problem.seed)
+        for stage in stages:
+            if f"stage {stage.number}" in variants:
+                again = _check_again(problem, stage, operands[0], measured)
+                if not again.ok:
+                    checks[stage.number] = again
+    peers = [
+        Peer(name, versions[name], measured.timings[name])
+        for name in options.compare
+        if name in variants
+    ]
+    results = []
+    for stage in stages:
+        facts: dict[str, Any] = {}
+        if checks[stage.number].ok:
+            took = measured.timings[f"stage {stage.number}"]
+            rate = timing.tflops(problem.flops, took.median_us)
+            facts = {
+                "timing": took,
+                "tflops": rate,
+                "gbs": timing.gbs(problem.bytes, took.median_us),
+                "percent_of_peak": 100 * rate / target.dense_tflops[problem.dtype],
+                "peers": peers,
+                "gpu_before": measured.gpu_before,
+                "gpu_after": measured.gpu_after,
+            }
+        results.append(
+            _result(
+                problem,
+                stage,
+                compiled[stage.number],
+                checks[stage.number],
+                device="cuda",
+                device_name=properties.name,
+                **facts,
+            )
+        )
+    return results
+
+
+def _check_launch(
+    problem: GemmProblem, launch: timing.Launch, tile: tuple[int, int] | None = None
+) -> Check:
+    a, b = problem.inputs("cuda")
+    c = problem.output("cuda")
+    launch(a, b, c)
+    return problem.check(a, b, c, tile)
+
+
+def _check_on_gpu(problem: GemmProblem, stage: Stage, compiled: Compiled) -> Check:
+    """Small integers first, where the check is exact, then the problem's own data."""
+    if problem.init != "int":
+        exact = _check_launch(replace(problem, init="int"), compiled, _tile(stage))
+        if not exact.ok:
+            return replace(exact, message=f"on small integers: {exact.message}")
+    return _check_launch(problem, compiled, _tile(stage))
+
+
+def _check_again(
+    problem: GemmProblem, stage: Stage, operands: timing.Operands, measured: timing.Measured
+) -> Check:
+    """Check what the timed graph itself writes: a figure counts only for a right result."""
+    a, b, c = operands
+    c.fill_(float("nan"))
+    measured.replay[f"stage {stage.number}"]()
+    check = problem.check(a, b, c, _tile(stage))
+    return check if check.ok else replace(check, message=f"after timing: {check.message}")
+
+
+# ---- peers: each returns its launch(a, b, c) and its version, and may raise ImportError
+
+
+def _cublas() -> tuple[timing.Launch, str]:
+    import torch
+
+    return lambda a, b, c: torch.mm(a, b.T, out=c), f"torch {torch.__version__}"
+
+
+def _quack(tuned: bool) -> tuple[timing.Launch, str]:
+    from quack.gemm_interface import gemm
+
+    version = metadata.version("quack-kernels")
+    return lambda a, b, c: gemm(a, b.T, out=c, tuned=tuned), f"quack-kernels {version}"
+
+
+PEERS: dict[str, Callable[[], tuple[timing.Launch, str]]] = {
+    "cublas": _cublas,
+    "quack": lambda: _quack(tuned=False),
+    "quack-tuned": lambda: _quack(tuned=True),  # tries all its configs first: minutes
+}
+
+
+# ---- where and with what
+
+
+@cache
+def run_time() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+@cache
+def environment() -> dict[str, Any]:
+    """Versions and commit that a figure belongs to."""
+    import torch
+
+    found: dict[str, Any] = {"python": sys.version.partition(" ")[0], "torch": torch.__version__}
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    found["commit"] = commit()
+    return found
+
+
+def commit() -> str | None:
+    """CUTEX_COMMIT, or the commit of the clone this package lies in, marked if it was edited."""
+    told = os.environ.get("CUTEX_COMMIT")
+    root = Path(__file__).resolve().parent.parent
+    if told or not (root / ".git").exists():
+        return told or None
+
+    def git(*args: str) -> str:
+        ran = subprocess.run(("git", "-C", root, *args), capture_output=True, text=True, check=True)
+        return ran.stdout.strip()
+
+    try:
+        head = git("rev-parse", "--short=12", "HEAD")
+        edited = git("status", "--porcelain", "--untracked-files=no", "--", "cutex", "kernels")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return f"{head}+edited" if edited else head

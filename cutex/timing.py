@@ -1,0 +1,220 @@
+"""How a kernel is timed: variants interleaved, inputs rotated, launch cost out.
+
+Each variant is captured once into a CUDA graph that launches it several times; a sample is one
+replay of that graph, divided by its launches. Variants take turns in an order drawn anew for each
+round, so that a drift of clock or temperature falls on all alike. The first part of this file is
+plain arithmetic and runs anywhere; the second needs a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cutex.results import Timing
+
+if TYPE_CHECKING:
+    import torch
+
+    Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # A, B, C
+    Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
+
+CACHE_STATES = ("cold", "hot")
+ROTATE_L2 = 3  # times the L2 that the operands between two uses of a line must fill
+
+ROUNDS = 50
+WARM_UP_SECONDS = 1.0
+SAMPLE_US = 5000.0  # aimed length of one graph replay
+MAX_LAUNCHES = 1024  # in one graph
+EAGER_CALLS = 50  # for the launch cost; well under the depth of the launch queue
+
+
+def quantile(samples: Sequence[float], q: float) -> float:
+    """The q-quantile (0 to 1), linear between the two nearest samples."""
+    ordered = sorted(samples)
+    at = q * (len(ordered) - 1)
+    low = math.floor(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
+
+
+def copies_to_rotate(operand_bytes: int, l2_bytes: int, cache_state: str) -> int:
+    """How many sets of operands to take turns with.
+
+    cold: together at least ROTATE_L2 times the L2, and never fewer than two, so that no launch
+    finds its own operands where the launch before left them. hot: one.
+    """
+    if cache_state == "hot":
+        return 1
+    return max(2, math.ceil(ROTATE_L2 * l2_bytes / operand_bytes))
+
+
+def launches_per_sample(launch_us: float, copies: int) -> int:
+    """How many launches one graph holds: whole turns through the copies, about SAMPLE_US long."""
+    turns = SAMPLE_US / (launch_us * copies)
+    return copies * max(1, min(round(turns), MAX_LAUNCHES // copies))
+
+
+def interleave(names: Sequence[str], rounds: int, seed: int = 0) -> Iterator[list[str]]:
+    """`rounds` orders of `names`, each drawn anew."""
+    draw = random.Random(seed)
+    for _ in range(rounds):
+        yield draw.sample(names, len(names))
+
+
+def summarise(
+    samples: Sequence[float], launches: int, cache_state: str, launch_us: float
+) -> Timing:
+    return Timing(
+        median_us=quantile(samples, 0.5),
+        p20_us=quantile(samples, 0.2),
+        p80_us=quantile(samples, 0.8),
+        n=len(samples),
+        launches=launches,
+        cache_state=cache_state,
+        launch_us=launch_us,
+    )
+
+
+def tflops(flops: int, microseconds: float) -> float:
+    return flops / microseconds / 1e6
+
+
+def gbs(num_bytes: int, microseconds: float) -> float:
+    return num_bytes / microseconds / 1e3
+
+
+# ---- on a GPU
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What time_variants found."""
+
+    timings: dict[str, Timing]
+    gpu_before: dict[str, float] | None  # under load, in the first timed round
+    gpu_after: dict[str, float] | None  # under load, in the last
+    replay: dict[str, Callable[[], None]]  # runs what was timed once more
+
+
+def time_variants(
+    variants: Mapping[str, Launch], operands: Sequence[Operands], cache_state: str, seed: int = 0
+) -> Measured:
+    """Time every variant on the same rotating `operands` (see copies_to_rotate).
+
+    Raises whatever a variant raises on its first, eager call; correctness is the caller's business.
+    """
+    import torch
+
+    launch_us = {name: _launch_cost(launch, operands[0]) for name, launch in variants.items()}
+    graphs, launches = {}, {}
+    for name, launch in variants.items():
+        estimate = _estimate(launch, operands)
+        launches[name] = launches_per_sample(estimate, len(operands))
+        graphs[name] = _capture(launch, operands, launches[name])
+
+    def enqueue(order: list[str]) -> dict[str, tuple[torch.cuda.Event, torch.cuda.Event]]:
+        events = {}
+        for name in order:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            # NOTE: keeps the GPU busy while the host submits the graph: without it the first
+            # sample of a round would include the submission.
+            torch.cuda._sleep(200_000)
+            start.record()
+            graphs[name].replay()
+            end.record()
+            events[name] = start, end
+        return events
+
+    names = list(variants)
+    until = time.monotonic() + WARM_UP_SECONDS
+    while time.monotonic() < until:
+        enqueue(names)
+        torch.cuda.synchronize()
+
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    gpu_before = gpu_after = gpu_state()
+    for i, order in enumerate(interleave(names, ROUNDS, seed)):
+        events = enqueue(order)
+        if i == 0:
+            gpu_before = gpu_state()
+        elif i == ROUNDS - 1:
+            gpu_after = gpu_state()
+        torch.cuda.synchronize()
+        for name, (start, end) in events.items():
+            samples[name].append(start.elapsed_time(end) * 1e3 / launches[name])
+    timings = {
+        name: summarise(samples[name], launches[name], cache_state, launch_us[name])
+        for name in names
+    }
+    return Measured(timings, gpu_before, gpu_after, {name: graphs[name].replay for name in names})
+
+
+def _launch_cost(launch: Launch, operands: Operands) -> float:
+    """Microseconds of host time that one eager call takes, median; warms the variant up."""
+    import torch
+
+    for _ in range(3):
+        launch(*operands)
+    torch.cuda.synchronize()
+    samples = []
+    for _ in range(EAGER_CALLS):
+        start = time.perf_counter_ns()
+        launch(*operands)
+        samples.append((time.perf_counter_ns() - start) / 1e3)
+    torch.cuda.synchronize()
+    return quantile(samples, 0.5)
+
+
+def _estimate(launch: Launch, operands: Sequence[Operands]) -> float:
+    """Microseconds of GPU time per launch, roughly, eager."""
+    import torch
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    repeats = 10
+    torch.cuda._sleep(2_000_000)
+    start.record()
+    for i in range(repeats):
+        launch(*operands[i % len(operands)])
+    end.record()
+    torch.cuda.synchronize()
+    return max(1.0, start.elapsed_time(end) * 1e3 / repeats)
+
+
+def _capture(launch: Launch, operands: Sequence[Operands], launches: int) -> torch.cuda.CUDAGraph:
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(launches):
+            launch(*operands[i % len(operands)])
+    return graph
+
+
+def gpu_state() -> dict[str, float] | None:
+    """Clock, power and temperature of the CUDA device at this moment, from NVML; None without."""
+    import torch
+
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    device = ctypes.c_void_p()
+    uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}".encode()
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(device)):
+        return None
+    state = {}
+    value = ctypes.c_uint()
+    sm_clock, gpu_sensor = 1, 0  # NVML_CLOCK_SM, NVML_TEMPERATURE_GPU
+    if not nvml.nvmlDeviceGetClockInfo(device, sm_clock, ctypes.byref(value)):
+        state["clock_mhz"] = float(value.value)
+    if not nvml.nvmlDeviceGetPowerUsage(device, ctypes.byref(value)):
+        state["power_w"] = value.value / 1e3
+    if not nvml.nvmlDeviceGetTemperature(device, gpu_sensor, ctypes.byref(value)):
+        state["temperature_c"] = float(value.value)
+    return state or None
