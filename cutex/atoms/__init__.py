@@ -1,0 +1,1 @@
+"""The hardware instructions as CuTe atoms, with their shapes."""

@@ -1,0 +1,142 @@
+"""The tensor core instructions, with the shared memory layouts that they read.
+
+wgmma (Hopper): four warps compute 64 rows, accumulators in registers.
+tcgen05.mma (Blackwell): one thread starts 128 rows, accumulators in tensor memory.
+Both read A and B from shared memory, K-major, through the same layouts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import OperandMajorMode, tcgen05, warpgroup
+from cutlass.memory import SmemAllocator
+
+WARPGROUP = 128  # threads that execute one wgmma together
+INST_K = 16  # elements of K in one instruction: 32 bytes
+CORE_ROWS, CORE_BYTES = 8, 16  # a core matrix: 8 rows of 16 bytes, the unit of all layouts
+SMEM_ALIGN = 1024  # bytes: 8 rows of 128 bytes, the period of the widest swizzle
+
+
+def slots_layout(
+    dtype: type[cutlass.Numeric], rows: int, k: int, num_slots: int, swizzle: int
+) -> cute.ComposedLayout:
+    """(bRows, bK, SLOT) K-major, in atoms of 8 rows of `swizzle` bytes: 16 (none), 32, 64 or 128.
+
+    Within an atom, the 16-byte units of row r are permuted by XOR with r, so that the 8 rows of a
+    core matrix lie in different banks (PTX ISA, "Shared Memory Matrix Layout").
+    """
+    bits = {16: 0, 32: 1, 64: 2, 128: 3}[swizzle]
+    width = swizzle * 8 // dtype.width  # elements in a row of the atom
+    atom = cute.make_composed_layout(
+        cute.make_swizzle(bits, 4, 3), 0, cute.make_layout((CORE_ROWS, width), stride=(width, 1))
+    )
+    return cute.tile_to_shape(atom, (rows, k, num_slots), order=(0, 1, 2))
+
+
+def allocate_slots(
+    smem: SmemAllocator, dtype: type[cutlass.Numeric], layout: cute.ComposedLayout
+) -> cute.Tensor:
+    return smem.allocate_tensor(dtype, layout.outer, SMEM_ALIGN, swizzle=layout.inner)
+
+
+class Wgmma(NamedTuple):
+    """A CTA's wgmma: each warpgroup its own 64 rows, all columns."""
+
+    tiled_mma: cute.TiledMma
+    tCrA: cute.Tensor  # (MMA, MMA_M, MMA_K, SLOT) descriptors
+    tCrB: cute.Tensor  # (MMA, MMA_N, MMA_K, SLOT) descriptors
+    tCrAcc: cute.Tensor  # (MMA, MMA_M, MMA_N) fp32 registers
+
+    @cute.jit
+    def issue(self, slot: Int32, k_tile: Int32) -> None:
+        """Start acc (+)= A[slot] @ B[slot]^T as one group; the first k_tile overwrites acc."""
+        tiled_mma = self.tiled_mma
+        warpgroup.fence()
+        for k_block in cutlass.range_constexpr(cute.size(self.tCrA, mode=[2])):
+            tiled_mma.set(warpgroup.Field.ACCUMULATE, k_tile > 0 if k_block == 0 else True)
+            tCrA, tCrB = self.tCrA[None, None, k_block, slot], self.tCrB[None, None, k_block, slot]
+            cute.gemm(tiled_mma, self.tCrAcc, tCrA, tCrB, self.tCrAcc)
+        warpgroup.commit_group()
+
+
+def make_wgmma(tile_m: int, tile_n: int, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
+    """One warpgroup for each 64 rows of the tile."""
+    op = warpgroup.MmaF16BF16Op(
+        dtype,
+        Float32,
+        (64, tile_n, INST_K),
+        warpgroup.OperandSource.SMEM,
+        OperandMajorMode.K,
+        OperandMajorMode.K,
+    )
+    return cute.make_tiled_mma(op, (tile_m // 64, 1, 1))
+
+
+@cute.jit
+def wgmma(tiled_mma: cute.TiledMma, sA: cute.Tensor, sB: cute.Tensor) -> Wgmma:
+    """This thread's part of the CTA's MMA on sA (bM, bK, SLOT) and sB (bN, bK, SLOT)."""
+    thread, _, _ = cute.arch.thread_idx()
+    # NOTE: uniform in the warpgroup, so that descriptors are computed in uniform registers
+    first = cute.arch.make_warp_uniform(thread // WARPGROUP) * WARPGROUP
+    thr_mma = tiled_mma.get_slice(first)
+    tile_mn = (cute.size(sA, mode=[0]), cute.size(sB, mode=[0]))
+    return Wgmma(
+        tiled_mma,
+        tiled_mma.make_fragment_A(thr_mma.partition_A(sA)),
+        tiled_mma.make_fragment_B(thr_mma.partition_B(sB)),
+        tiled_mma.make_fragment_C(tiled_mma.partition_shape_C(tile_mn)),
+    )
+
+
+class Umma(NamedTuple):
+    """A CTA's tcgen05.mma, accumulator in tensor memory."""
+
+    tiled_mma: cute.TiledMma
+    tCrA: cute.Tensor  # (MMA, MMA_M, MMA_K, SLOT) descriptors
+    tCrB: cute.Tensor  # (MMA, MMA_N, MMA_K, SLOT) descriptors
+    tCtAcc: cute.Tensor  # (MMA, MMA_M, MMA_N) fp32 in tensor memory
+
+    @cute.jit
+    def issue(self, slot: Int32, k_tile: Int32) -> None:
+        """Start acc (+)= A[slot] @ B[slot]^T; the first k_tile overwrites acc. One whole warp."""
+        tiled_mma = self.tiled_mma
+        for k_block in cutlass.range_constexpr(cute.size(self.tCrA, mode=[2])):
+            tiled_mma.set(tcgen05.Field.ACCUMULATE, k_tile > 0 if k_block == 0 else True)
+            tCrA, tCrB = self.tCrA[None, None, k_block, slot], self.tCrB[None, None, k_block, slot]
+            cute.gemm(tiled_mma, self.tCtAcc, tCrA, tCrB, self.tCtAcc)
+
+    @cute.jit
+    def commit(self, barrier: cute.Pointer) -> None:
+        """One arrival on `barrier` when every MMA started so far is complete. One whole warp."""
+        with cute.arch.elect_one():
+            tcgen05.commit(barrier)
+
+
+def make_umma(tile_m: int, tile_n: int, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
+    op = tcgen05.MmaF16BF16Op(
+        dtype,
+        Float32,
+        (tile_m, tile_n, INST_K),
+        tcgen05.CtaGroup.ONE,
+        tcgen05.OperandSource.SMEM,
+        OperandMajorMode.K,
+        OperandMajorMode.K,
+    )
+    return cute.make_tiled_mma(op)
+
+
+@cute.jit
+def umma(tiled_mma: cute.TiledMma, sA: cute.Tensor, sB: cute.Tensor, tmem: cute.Pointer) -> Umma:
+    """The CTA's MMA on sA (bM, bK, SLOT) and sB (bN, bK, SLOT), accumulator at `tmem`."""
+    thr_mma = tiled_mma.get_slice(0)
+    tile_mn = (cute.size(sA, mode=[0]), cute.size(sB, mode=[0]))
+    acc = tiled_mma.make_fragment_C(tiled_mma.partition_shape_C(tile_mn))
+    return Umma(
+        tiled_mma,
+        tiled_mma.make_fragment_A(thr_mma.partition_A(sA)),
+        tiled_mma.make_fragment_B(thr_mma.partition_B(sB)),
+        cute.make_tensor(tmem, acc.layout),
+    )

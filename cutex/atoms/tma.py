@@ -1,0 +1,56 @@
+"""TMA: tiles of a matrix in global memory to slots in shared memory, by one elected thread."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cutlass import Int32, cute
+from cutlass.cute.nvgpu import cpasync
+
+
+@cute.jit
+def load_operand(mX: cute.Tensor, smem_layout: cute.ComposedLayout) -> cpasync.TmaInfo:
+    """What loads tiles of `mX` (rows, K) into slots of `smem_layout` (bRows, bK, SLOT)."""
+    rows, k = cute.size(smem_layout, mode=[0]), cute.size(smem_layout, mode=[1])
+    op = cpasync.CopyBulkTensorTileG2SOp()
+    return cpasync.make_tiled_tma_atom(op, mX, smem_layout, (rows, k))
+
+
+class TileLoads(NamedTuple):
+    """One CTA's row of tiles of an operand, and the slots that they go to."""
+
+    atom: cute.CopyAtom
+    gmem: cute.Tensor  # (TMA, RestK)
+    smem: cute.Tensor  # (TMA, SLOT)
+
+    @cute.jit
+    def load(self, k_tile: Int32, slot: Int32, full: cute.Pointer) -> None:
+        """Start the load of tile `k_tile` into `slot`; its bytes arrive on `full`. A whole warp."""
+        cute.copy(self.atom, self.gmem[None, k_tile], self.smem[None, slot], tma_bar_ptr=full)
+
+
+@cute.jit
+def tile_loads(operand: cpasync.TmaInfo, sX: cute.Tensor, row_tile: Int32) -> TileLoads:
+    """`row_tile` picks the rows; `sX` is (bRows, bK, SLOT)."""
+    tile = (cute.size(sX, mode=[0]), cute.size(sX, mode=[1]))
+    gX = cute.local_tile(operand.tma_tensor, tile, (row_tile, None))  # (bRows, bK, RestK)
+    tXsX, tXgX = cpasync.tma_partition(
+        operand.atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+    )  # (TMA, SLOT), (TMA, RestK)
+    return TileLoads(operand.atom, tXgX, tXsX)
+
+
+class AbLoads(NamedTuple):
+    """The loads of A and B that one CTA's tile of C needs."""
+
+    a: TileLoads
+    b: TileLoads
+
+    @property
+    def num_k_tiles(self) -> Int32:
+        return cute.size(self.a.gmem, mode=[1])
+
+    @cute.jit
+    def load(self, k_tile: Int32, slot: Int32, full: cute.Pointer) -> None:
+        self.a.load(k_tile, slot, full)
+        self.b.load(k_tile, slot, full)

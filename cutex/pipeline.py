@@ -1,0 +1,155 @@
+"""Rings and barriers: who waits for whom, with index and phase kept in one place.
+
+A barrier is named for its event. How many arrivals complete a phase is computed from the roles
+that arrive and checked here, on the host, when the kernel is traced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Int32, Int64, cute
+from cutlass.memory import SmemAllocator
+
+MAX_COUNT = 2**20 - 1  # of pending arrivals, and of expected bytes (PTX ISA, mbarrier object)
+
+
+@dataclass(frozen=True)
+class Warps:
+    """The warps of one role, consecutive from `first`."""
+
+    first: int
+    count: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.count
+
+    @property
+    def end(self) -> int:
+        return self.first + self.count
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """The mbarriers of one event: one, or one for each slot of a ring."""
+
+    event: str
+    arrivals: int  # that complete a phase
+    slots: int
+    ptr: cute.Pointer
+
+    @staticmethod
+    def allocate(smem: SmemAllocator, event: str, arrivals: int, slots: int = 1) -> Barrier:
+        if not 1 <= arrivals <= MAX_COUNT:
+            raise ValueError(f"{event}: {arrivals} arrivals, an mbarrier counts 1 to {MAX_COUNT}")
+        return Barrier(event, arrivals, slots, smem.allocate_array(Int64, slots))
+
+    def __getitem__(self, slot: Int32 | int) -> cute.Pointer:
+        return self.ptr + slot
+
+    def init(self) -> None:
+        """By one thread; a fence and a CTA barrier must follow before anyone else uses it."""
+        for slot in range(self.slots):
+            cute.arch.mbarrier_init(self[slot], self.arrivals)
+
+    def wait(self, phase: Int32 | int, slot: Int32 | int = 0) -> None:
+        cute.arch.mbarrier_wait(self[slot], phase)
+
+    def arrive(self, slot: Int32 | int = 0) -> None:
+        """One arrival for each thread that executes this."""
+        cute.arch.mbarrier_arrive(self[slot])
+
+    def arrive_expecting(self, num_bytes: int, slot: Int32 | int = 0) -> None:
+        """One arrival, and `num_bytes` that asynchronous copies have yet to bring."""
+        if not 1 <= num_bytes <= MAX_COUNT:
+            raise ValueError(f"{self.event}: {num_bytes} bytes, an mbarrier counts to {MAX_COUNT}")
+        cute.arch.mbarrier_arrive_and_expect_tx(self[slot], num_bytes)
+
+
+class Place:
+    """Where one agent stands on its way around a ring: the slot, and the parity to wait for."""
+
+    def __init__(self, num_slots: int, slot: Int32, phase: Int32) -> None:
+        self.num_slots = num_slots
+        self.slot = slot
+        self.phase = phase
+
+    @cute.jit
+    def advance(self) -> None:
+        self.slot += 1
+        if self.slot == self.num_slots:
+            self.slot = Int32(0)
+            self.phase ^= 1
+
+    # NOTE: the two methods that let the DSL carry a Place through a loop or a branch.
+    def __extract_mlir_values__(self) -> list:
+        return [self.slot.ir_value(), self.phase.ir_value()]
+
+    def __new_from_mlir_values__(self, values: list) -> Place:
+        return Place(self.num_slots, Int32(values[0]), Int32(values[1]))
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Slots that TMA fills and an MMA role empties, in turn.
+
+    full[slot]:  1 arrival, of the thread that starts the loads, and `slot_bytes` from TMA.
+    empty[slot]: `consumers` arrivals, when no read of the slot is outstanding.
+    """
+
+    num_slots: int
+    slot_bytes: int
+    full: Barrier
+    empty: Barrier
+
+    @staticmethod
+    def allocate(
+        smem: SmemAllocator, name: str, num_slots: int, slot_bytes: int, consumers: int
+    ) -> Ring:
+        full = Barrier.allocate(smem, f"{name} full", arrivals=1, slots=num_slots)
+        empty = Barrier.allocate(smem, f"{name} empty", arrivals=consumers, slots=num_slots)
+        return Ring(num_slots, slot_bytes, full, empty)
+
+    def init(self) -> None:
+        self.full.init()
+        self.empty.init()
+
+    def producer(self) -> Place:
+        # NOTE: a wait for parity 1 on a fresh barrier returns at once: every slot starts empty.
+        return Place(self.num_slots, Int32(0), Int32(1))
+
+    def consumer(self) -> Place:
+        return Place(self.num_slots, Int32(0), Int32(0))
+
+    def acquire(self, place: Place) -> cute.Pointer:
+        """Wait until the slot is empty and arm its barrier, which is returned. One whole warp."""
+        self.empty.wait(place.phase, place.slot)
+        with cute.arch.elect_one():
+            self.full.arrive_expecting(self.slot_bytes, place.slot)
+        return self.full[place.slot]
+
+    def wait_full(self, place: Place) -> None:
+        self.full.wait(place.phase, place.slot)
+
+    def release(self, place: Place) -> None:
+        """One arrival of this warp: its reads of the slot are over."""
+        with cute.arch.elect_one():
+            self.empty.arrive(place.slot)
+
+
+def publish_barriers(*barriers: Barrier | Ring) -> None:
+    """Initialise barriers by one thread, and make them known to all threads and to TMA."""
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    _init_by_warp_0(warp, barriers)
+    cute.arch.sync_threads()
+
+
+@cute.jit
+def _init_by_warp_0(warp: Int32, barriers: cutlass.Constexpr) -> None:
+    if warp == 0:
+        with cute.arch.elect_one():
+            for barrier in barriers:
+                barrier.init()
+        cute.arch.mbarrier_init_fence()

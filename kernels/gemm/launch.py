@@ -1,0 +1,51 @@
+"""What every GEMM stage shares on the host: operands, tensor maps, grid, launch."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import cutlass
+from cutlass import cute
+
+from cutex.arch import arch as arch_named
+from cutex.atoms import tma
+from cutex.atoms.mma import slots_layout
+from cutex.compile import Operand
+from cutex.kernels.gemm.config import GemmConfig
+from cutex.schedulers.one_tile import OneTilePerCta
+
+
+class Gemm:
+    """C[M,N] = A[M,K] @ B[N,K]^T. A stage adds `kernel`, `num_threads` and what it changes."""
+
+    arch: ClassVar[str]
+    number: ClassVar[int]
+    swizzle: ClassVar[int]  # bytes of an smem row that are permuted; 16: none
+    num_threads: int  # of a CTA
+
+    def __init__(self, config: GemmConfig) -> None:
+        if reason := config.why_not(None, arch_named(self.arch)):
+            raise ValueError(reason)
+        self.config = config
+
+    @property
+    def name(self) -> str:
+        return f"{self.arch.rstrip('a').replace('_', '')}_gemm_stage{self.number}"
+
+    def operands(self, dtype: str) -> tuple[Operand, ...]:
+        """mA (M, K), mB (N, K), mC (M, N), all row-major."""
+        shapes = (("mA", ("m", "k")), ("mB", ("n", "k")), ("mC", ("m", "n")))
+        return tuple(Operand(name, sizes, dtype) for name, sizes in shapes)
+
+    def slots(self, dtype: type[cutlass.Numeric], rows: int) -> cute.ComposedLayout:
+        """The ring of tiles of one operand in smem: (bRows, bK, SLOT)."""
+        c = self.config
+        return slots_layout(dtype, rows, c.tile_k, c.num_stages, self.swizzle)
+
+    @cute.jit
+    def __call__(self, mA: cute.Tensor, mB: cute.Tensor, mC: cute.Tensor, stream) -> None:
+        c = self.config
+        a = tma.load_operand(mA, self.slots(mA.element_type, c.tile_m))
+        b = tma.load_operand(mB, self.slots(mB.element_type, c.tile_n))
+        grid = OneTilePerCta.grid(mC, (c.tile_m, c.tile_n))
+        self.kernel(a, b, mC).launch(grid=grid, block=(self.num_threads, 1, 1), stream=stream)

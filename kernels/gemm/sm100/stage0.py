@@ -1,0 +1,86 @@
+"""Stage 0: the least that works. TMA brings a tile, tcgen05 eats it, one after the other.
+
+Idea: one CTA computes 128x128 of C; the accumulator lives in tensor memory. For each 64 of K, one
+warp starts the TMA loads of A and B, waits for them, starts the MMA, and waits for it before the
+next load may overwrite the buffer. Then four warps carry the accumulator out, a row a thread.
+
+The buffer is not swizzled: core matrices of 8 rows x 16 bytes lie one after the other down the
+rows, so one TMA box is 16 bytes wide and a tile takes eight of them, and the tensor core is idle
+while they fly. Expect a tenth of the peak; everything that follows is about the waiting.
+"""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Int32, cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from cutex import epilogue
+from cutex.atoms import tma
+from cutex.atoms.mma import Umma, allocate_slots, make_umma, umma
+from cutex.atoms.tmem import LANES, Tmem, fence_after_sync
+from cutex.kernels.gemm.launch import Gemm
+from cutex.pipeline import Barrier, publish_barriers
+from cutex.schedulers.one_tile import OneTilePerCta
+
+
+class Stage0(Gemm):
+    """
+    barrier   arrives                           waits
+    loaded    1: warp 0, and the bytes by TMA   warp 0, before the MMA
+    mma_done  1: tcgen05.commit of warp 0       warp 0, before the next load
+    (CTA)     all threads                       all threads, before the epilogue
+
+    smem      bytes                                    tmem   columns
+    sA        tile_m * tile_k * 2                      acc    tile_n
+    sB        tile_n * tile_k * 2
+    barriers  16, and 4 for the address of tmem
+    """
+
+    arch = "sm_100a"
+    number = 0
+    swizzle = 16
+    num_threads = LANES
+
+    @cute.kernel
+    def kernel(self, a: cpasync.TmaInfo, b: cpasync.TmaInfo, mC: cute.Tensor) -> None:
+        c = self.config
+        dtype = mC.element_type
+        smem = SmemAllocator()
+        sA = allocate_slots(smem, dtype, a.smem_layout)  # (bM, bK, SLOT)
+        sB = allocate_slots(smem, dtype, b.smem_layout)  # (bN, bK, SLOT)
+        loaded = Barrier.allocate(smem, "loaded", arrivals=1)
+        mma_done = Barrier.allocate(smem, "mma done", arrivals=1)
+        tmem = Tmem.allocate(smem, columns=c.tile_n)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            tmem.acquire()
+        publish_barriers(loaded, mma_done)
+        acc = tmem.pointer()
+
+        tile = OneTilePerCta.work_tile()
+        loads = tma.AbLoads(tma.tile_loads(a, sA, tile.m), tma.tile_loads(b, sB, tile.n))
+        mma = umma(make_umma(c.tile_m, c.tile_n, dtype), sA, sB, acc)
+        if warp == 0:
+            self.mainloop(loads, mma, loaded, mma_done)
+        cute.arch.sync_threads()
+        fence_after_sync()
+        thread, _, _ = cute.arch.thread_idx()
+        epilogue.store_tmem(mma, mC, tile, thread)
+        cute.arch.sync_threads()
+        if warp == 0:
+            tmem.free(acc)
+
+    @cute.jit
+    def mainloop(self, loads: tma.AbLoads, mma: Umma, loaded: Barrier, mma_done: Barrier) -> None:
+        phase = Int32(0)
+        for k_tile in cutlass.range(loads.num_k_tiles, unroll=1):
+            with cute.arch.elect_one():
+                loaded.arrive_expecting(self.config.stage_bytes)
+            loads.load(k_tile, 0, loaded[0])
+            loaded.wait(phase)
+            mma.issue(0, k_tile)
+            mma.commit(mma_done[0])
+            mma_done.wait(phase)
+            phase ^= 1

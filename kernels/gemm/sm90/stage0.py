@@ -1,0 +1,77 @@
+"""Stage 0: the least that works. TMA brings a tile, wgmma eats it, one after the other.
+
+Idea: one CTA computes 128x128 of C with two warpgroups of 64 rows each. For each 64 of K, one warp
+starts the TMA loads of A and B, all wait for them, all run wgmma, all wait for it, and only then
+may the next load overwrite the buffer.
+
+The buffer is not swizzled: core matrices of 8 rows x 16 bytes lie one after the other down the
+rows, so one TMA box is 16 bytes wide and a tile takes eight of them, and the tensor core is idle
+while they fly. Expect a tenth of the peak; everything that follows is about the waiting.
+"""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Int32, cute
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+
+from cutex import epilogue
+from cutex.atoms import tma
+from cutex.atoms.mma import WARPGROUP, Wgmma, allocate_slots, make_wgmma, wgmma
+from cutex.kernels.gemm.launch import Gemm
+from cutex.pipeline import Barrier, publish_barriers
+from cutex.schedulers.one_tile import OneTilePerCta
+
+
+class Stage0(Gemm):
+    """
+    barrier   arrives                           waits
+    loaded    1: warp 0, and the bytes by TMA   all threads, before wgmma
+    (CTA)     all threads                       all threads, before the next load
+
+    smem      bytes
+    sA        tile_m * tile_k * 2               16384
+    sB        tile_n * tile_k * 2               16384
+    loaded    8
+    """
+
+    arch = "sm_90a"
+    number = 0
+    swizzle = 16
+
+    @property
+    def num_threads(self) -> int:
+        return self.config.tile_m // 64 * WARPGROUP
+
+    @cute.kernel
+    def kernel(self, a: cpasync.TmaInfo, b: cpasync.TmaInfo, mC: cute.Tensor) -> None:
+        c = self.config
+        dtype = mC.element_type
+        smem = SmemAllocator()
+        sA = allocate_slots(smem, dtype, a.smem_layout)  # (bM, bK, SLOT)
+        sB = allocate_slots(smem, dtype, b.smem_layout)  # (bN, bK, SLOT)
+        loaded = Barrier.allocate(smem, "loaded", arrivals=1)
+        publish_barriers(loaded)
+
+        tile = OneTilePerCta.work_tile()
+        loads = tma.AbLoads(tma.tile_loads(a, sA, tile.m), tma.tile_loads(b, sB, tile.n))
+        mma = wgmma(make_wgmma(c.tile_m, c.tile_n, dtype), sA, sB)
+        self.mainloop(loads, mma, loaded)
+        thread, _, _ = cute.arch.thread_idx()
+        epilogue.store_registers(mma, mC, tile, thread)
+
+    @cute.jit
+    def mainloop(self, loads: tma.AbLoads, mma: Wgmma, loaded: Barrier) -> None:
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        phase = Int32(0)
+        for k_tile in cutlass.range(loads.num_k_tiles, unroll=1):
+            if warp == 0:
+                with cute.arch.elect_one():
+                    loaded.arrive_expecting(self.config.stage_bytes)
+                loads.load(k_tile, 0, loaded[0])
+            loaded.wait(phase)
+            phase ^= 1
+            mma.issue(0, k_tile)
+            warpgroup.wait_group(0)
+            cute.arch.sync_threads()
