@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+from cutex.results import Peer, Result, Timing, append, ledger, read
+
+
+def timing(median: float) -> Timing:
+    return Timing(median, median - 1, median + 1, 50, 6, "cold", 3.5)
+
+
+RESULT = Result(
+    op="gemm",
+    stage=3,
+    title="warp specialisation",
+    arch="sm_90a",
+    device="cuda",
+    device_name="NVIDIA H200",
+    problem={"m": 512, "n": 256, "k": 64, "dtype": "bf16", "init": "normal", "seed": 0},
+    config={"tile_m": 128},
+    ok=True,
+    max_error=0.25,
+    tolerance=0.5,
+    message="within 0.5",
+    run="2026-01-01T00:00:00+00:00",
+    environment={"commit": "abc"},
+    timing=timing(100.0),
+    peers=[Peer("cublas", "torch 2", timing(90.0))],
+    gpu_before={"clock_mhz": 1980.0},
+)
+
+
+def test_a_result_survives_its_line():
+    line = RESULT.to_json()
+    assert "\n" not in line
+    assert Result.from_json(line) == RESULT
+
+
+def test_a_line_is_strict_json_even_with_nan():
+    line = replace(RESULT, max_error=math.nan).to_json()
+    assert "NaN" not in line
+    assert Result.from_json(line).max_error is None
+
+
+def test_a_field_of_a_later_version_is_passed_over():
+    data = {**json.loads(RESULT.to_json()), "later": 1}
+    assert Result.from_json(json.dumps(data)) == RESULT
+
+
+def test_the_ratio_is_above_one_where_the_peer_is_slower():
+    assert RESULT.ratio("cublas") == 0.9
+    assert RESULT.ratio("quack") is None
+
+
+def test_appending_keeps_what_was_there(tmp_path):
+    path = tmp_path / "deep" / "gemm.jsonl"
+    for stage in range(3):
+        append(path, replace(RESULT, stage=stage))
+    assert [r.stage for r in read(path)] == [0, 1, 2]
+
+
+def test_a_torn_last_line_costs_only_itself(tmp_path):
+    path = tmp_path / "gemm.jsonl"
+    append(path, replace(RESULT, stage=0))
+    append(path, replace(RESULT, stage=1))
+    path.write_text(path.read_text()[:-40])
+    assert [r.stage for r in read(path)] == [0]
+    append(path, replace(RESULT, stage=2))
+    assert [r.stage for r in read(path)] == [0, 2]
+
+
+def test_a_ledger_is_named_for_the_device(tmp_path):
+    assert ledger(tmp_path, RESULT).name == "gemm-nvidia-h200.jsonl"
+    simulated = replace(RESULT, device="sim", device_name="simulator")
+    assert ledger(tmp_path, simulated).name == "gemm-sim.jsonl"

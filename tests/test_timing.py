@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cutex import timing
+from cutex.timing import (
+    ROTATE_L2,
+    copies_to_rotate,
+    interleave,
+    launches_per_sample,
+    quantile,
+    summarise,
+)
+
+positive = st.floats(0.1, 1e6)
+
+
+@given(st.lists(positive, min_size=1, max_size=60), st.sampled_from([0.0, 0.2, 0.5, 0.8, 1.0]))
+def test_quantiles_are_those_of_numpy(samples, q):
+    assert quantile(samples, q) == pytest.approx(np.quantile(samples, q))
+
+
+@given(st.integers(1, 1 << 33), st.integers(1, 1 << 28))
+def test_cold_operands_fill_the_l2_three_times_and_never_repeat_at_once(operand_bytes, l2):
+    copies = copies_to_rotate(operand_bytes, l2, "cold")
+    assert copies * operand_bytes >= ROTATE_L2 * l2
+    assert copies >= 2
+    assert copies == 2 or (copies - 1) * operand_bytes < ROTATE_L2 * l2
+
+
+def test_hot_operands_are_the_same_each_time():
+    assert copies_to_rotate(1, 1 << 26, "hot") == 1
+
+
+@given(positive, st.integers(1, 2000))
+def test_a_sample_takes_every_copy_equally_often(launch_us, copies):
+    launches = launches_per_sample(launch_us, copies)
+    assert launches >= copies
+    assert launches % copies == 0
+
+
+def test_a_sample_of_a_short_kernel_is_long_enough_to_time():
+    assert launches_per_sample(30.0, 2) * 30 == pytest.approx(timing.SAMPLE_US, rel=0.05)
+
+
+@given(st.lists(st.text(), min_size=1, max_size=6, unique=True), st.integers(1, 20), st.integers())
+def test_every_round_runs_each_variant_once(names, rounds, seed):
+    orders = list(interleave(names, rounds, seed))
+    assert len(orders) == rounds
+    assert all(Counter(order) == Counter(names) for order in orders)
+    assert orders == list(interleave(names, rounds, seed))
+
+
+def test_variants_do_not_keep_their_order():
+    orders = {tuple(order) for order in interleave(["a", "b", "c"], 50)}
+    assert len(orders) == 6
+
+
+def test_a_summary_holds_median_p20_p80_and_n():
+    t = summarise([5.0, 1.0, 2.0, 3.0, 4.0], 8, "hot", 3.5)
+    assert (t.median_us, t.p20_us, t.p80_us, t.n) == pytest.approx((3.0, 1.8, 4.2, 5))
+    assert (t.launches, t.cache_state, t.launch_us) == (8, "hot", 3.5)
+
+
+def test_rates_have_their_units():
+    assert timing.tflops(10**12, 1e6) == pytest.approx(1.0)
+    assert timing.gbs(10**9, 1e6) == pytest.approx(1.0)
+
+
+class FakeGpu:
+    """Stands in for torch.cuda: a launch advances a clock, a graph repeats what it captured."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_us = 0.0
+        self.log: list[str] = []
+        self.capturing: list[tuple[str, float]] | None = None
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at = gpu.now_us
+
+            def elapsed_time(self, end: Event) -> float:
+                return (end.at - self.at) / 1e3
+
+        class Graph:
+            def replay(self) -> None:
+                for name, us in self.work:
+                    gpu.launch(name, us)
+
+        @contextmanager
+        def graph(g: Graph):
+            gpu.capturing = []
+            yield
+            g.work, gpu.capturing = gpu.capturing, None
+
+        for name, value in {
+            "Event": Event,
+            "CUDAGraph": Graph,
+            "graph": graph,
+            "synchronize": lambda: None,
+            "_sleep": lambda cycles: gpu.launch("sleep", cycles / 2000),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(timing, "gpu_state", lambda: {"clock_mhz": 1980.0})
+        monkeypatch.setattr(timing, "WARM_UP_SECONDS", 0.0)
+
+    def launch(self, name: str, us: float) -> None:
+        if self.capturing is not None:
+            self.capturing.append((name, us))
+            return
+        self.now_us += us
+        if not self.log or self.log[-1] != name:
+            self.log.append(name)
+
+    def variant(self, name: str, us: float):
+        return lambda a, b, c: self.launch(name, us)
+
+
+def test_each_variant_gets_its_own_samples_without_the_fillers(monkeypatch):
+    gpu = FakeGpu(monkeypatch)
+    variants = {"fast": gpu.variant("fast", 100.0), "slow": gpu.variant("slow", 700.0)}
+    a = torch.zeros(1)
+    measured = timing.time_variants(variants, [(a, a, a)] * 3, "cold")
+    assert measured.timings["fast"].median_us == pytest.approx(100.0)
+    assert measured.timings["slow"].median_us == pytest.approx(700.0)
+    assert measured.timings["fast"].n == timing.ROUNDS
+    assert measured.timings["fast"].launches == 51
+    assert measured.timings["slow"].launches == 6
+    assert measured.gpu_before == measured.gpu_after == {"clock_mhz": 1980.0}
+    replays = [name for name in gpu.log if name != "sleep"]
+    assert Counter(replays)["fast"] >= timing.ROUNDS
+    gpu.log.clear()
+    measured.replay["slow"]()
+    assert gpu.log == ["slow"]
+
+
+@pytest.mark.gpu
+def test_a_variant_is_as_fast_as_itself():
+    a, b = (torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    c = torch.empty_like(a)
+    one, other = (lambda a, b, c: torch.mm(a, b.T, out=c) for _ in range(2))
+    measured = timing.time_variants({"one": one, "other": other}, [(a, b, c)], "hot")
+    times = [t.median_us for t in measured.timings.values()]
+    assert times[0] == pytest.approx(times[1], rel=0.02)
+    assert 5 < times[0] < 200
