@@ -51,12 +51,12 @@ class Wgmma(NamedTuple):
     tCrAcc: cute.Tensor  # (MMA, MMA_M, MMA_N) fp32 registers
 
     @cute.jit
-    def issue(self, slot: Int32, k_tile: Int32) -> None:
-        """Start acc (+)= A[slot] @ B[slot]^T as one group; the first k_tile overwrites acc."""
+    def issue(self, slot: Int32, accumulate: cutlass.Boolean) -> None:
+        """Start acc = A[slot] @ B[slot]^T, plus acc if `accumulate`, as one group."""
         tiled_mma = self.tiled_mma
         warpgroup.fence()
         for k_block in cutlass.range_constexpr(cute.size(self.tCrA, mode=[2])):
-            tiled_mma.set(warpgroup.Field.ACCUMULATE, k_tile > 0 if k_block == 0 else True)
+            tiled_mma.set(warpgroup.Field.ACCUMULATE, accumulate if k_block == 0 else True)
             tCrA, tCrB = self.tCrA[None, None, k_block, slot], self.tCrB[None, None, k_block, slot]
             cute.gemm(tiled_mma, self.tCrAcc, tCrA, tCrB, self.tCrAcc)
         warpgroup.commit_group()
@@ -100,17 +100,17 @@ class Umma(NamedTuple):
     tCtAcc: cute.Tensor  # (MMA, MMA_M, MMA_N) fp32 in tensor memory
 
     @cute.jit
-    def issue(self, slot: Int32, k_tile: Int32) -> None:
-        """Start acc (+)= A[slot] @ B[slot]^T; the first k_tile overwrites acc. One whole warp."""
+    def issue(self, slot: Int32, accumulate: cutlass.Boolean) -> None:
+        """Start acc = A[slot] @ B[slot]^T, plus acc if `accumulate`. A whole warp."""
         tiled_mma = self.tiled_mma
         for k_block in cutlass.range_constexpr(cute.size(self.tCrA, mode=[2])):
-            tiled_mma.set(tcgen05.Field.ACCUMULATE, k_tile > 0 if k_block == 0 else True)
+            tiled_mma.set(tcgen05.Field.ACCUMULATE, accumulate if k_block == 0 else True)
             tCrA, tCrB = self.tCrA[None, None, k_block, slot], self.tCrB[None, None, k_block, slot]
             cute.gemm(tiled_mma, self.tCtAcc, tCrA, tCrB, self.tCtAcc)
 
     @cute.jit
     def commit(self, barrier: cute.Pointer) -> None:
-        """One arrival on `barrier` when every MMA started so far is complete. One whole warp."""
+        """One arrival on `barrier` when every MMA started so far is complete. A whole warp."""
         with cute.arch.elect_one():
             tcgen05.commit(barrier)
 

@@ -32,21 +32,19 @@ class Stage:
         return cls(config or self.default)
 
 
+_NARROW = GemmConfig(tile_n=128)
+_WIDE = GemmConfig(tile_n=256)
+_RING = GemmConfig(tile_n=256, num_stages=4)  # 4 slots of 48 KB fill the smem of an SM
+
 _STAGES = (
-    Stage(
-        number=0,
-        arch="sm_90a",
-        title="TMA, in order",
-        idea="TMA feeds wgmma through one unswizzled buffer; every step waits for the last",
-        default=GemmConfig(tile_n=128),
-    ),
-    Stage(
-        number=0,
-        arch="sm_100a",
-        title="TMA, in order",
-        idea="TMA feeds tcgen05 through one unswizzled buffer; every step waits for the last",
-        default=GemmConfig(tile_n=128),
-    ),
+    Stage(0, "sm_90a", "in order", "TMA, one unswizzled buffer, wgmma, each waits", _NARROW),
+    Stage(1, "sm_90a", "swizzle", "128-byte swizzle and a 128x256 tile", _WIDE),
+    Stage(2, "sm_90a", "ring", "loads run ahead through a ring of smem slots", _RING),
+    Stage(3, "sm_90a", "warp roles", "one warp loads, two warpgroups only run wgmma", _RING),
+    Stage(0, "sm_100a", "in order", "TMA, one unswizzled buffer, tcgen05, each waits", _NARROW),
+    Stage(1, "sm_100a", "swizzle", "128-byte swizzle and a 128x256 tile", _WIDE),
+    Stage(2, "sm_100a", "ring", "loads run ahead through a ring of smem slots", _RING),
+    Stage(3, "sm_100a", "warp roles", "one warp loads, one runs the MMA, four the epilogue", _RING),
 )
 
 

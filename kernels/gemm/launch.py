@@ -21,11 +21,16 @@ class Gemm:
     arch: ClassVar[str]
     number: ClassVar[int]
     swizzle: ClassVar[int]  # bytes of an smem row that are permuted; 16: none
+    min_stages: ClassVar[int] = 1  # slots that the ring needs to turn
     num_threads: int  # of a CTA
 
     def __init__(self, config: GemmConfig) -> None:
         if reason := config.why_not(None, arch_named(self.arch)):
             raise ValueError(reason)
+        if config.num_stages < self.min_stages:
+            raise ValueError(
+                f"num_stages={config.num_stages}: {self.name} needs at least {self.min_stages}"
+            )
         self.config = config
 
     @property

@@ -5,11 +5,14 @@ warp starts the TMA loads of A and B, waits for them, starts the MMA, and waits 
 next load may overwrite the buffer. Then four warps carry the accumulator out, a row a thread.
 
 The buffer is not swizzled: core matrices of 8 rows x 16 bytes lie one after the other down the
-rows, so one TMA box is 16 bytes wide and a tile takes eight of them, and the tensor core is idle
-while they fly. Expect a tenth of the peak; everything that follows is about the waiting.
+rows, so a TMA box is 16 bytes wide, a tile takes eight boxes, and each row of a box is a
+transaction of half an L2 sector. Expect a tenth of the peak: the MMA needs 256 cycles for such a
+tile, and its load alone takes several times that.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Int32, cute
@@ -17,24 +20,30 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cutex import epilogue
-from cutex.atoms import tma
 from cutex.atoms.mma import Umma, allocate_slots, make_umma, umma
-from cutex.atoms.tmem import LANES, Tmem, fence_after_sync
+from cutex.atoms.tma import AbLoads, tile_loads
+from cutex.atoms.tmem import LANES, Tmem, fence_after_sync, fence_before_sync
 from cutex.kernels.gemm.launch import Gemm
 from cutex.pipeline import Barrier, publish_barriers
 from cutex.schedulers.one_tile import OneTilePerCta
+
+
+class Barriers(NamedTuple):
+    loaded: Barrier
+    mma_done: Barrier
 
 
 class Stage0(Gemm):
     """
     barrier   arrives                           waits
     loaded    1: warp 0, and the bytes by TMA   warp 0, before the MMA
-    mma_done  1: tcgen05.commit of warp 0       warp 0, before the next load
+    mma_done  1: the commit of warp 0           warp 0, before the next load
     (CTA)     all threads                       all threads, before the epilogue
+    (CTA)     all threads                       all threads, before tensor memory is freed
 
-    smem      bytes                                    tmem   columns
-    sA        tile_m * tile_k * 2                      acc    tile_n
-    sB        tile_n * tile_k * 2
+    smem      bytes                                       tmem   columns
+    sA        tile_m * tile_k * 2               16384     acc    tile_n    128
+    sB        tile_n * tile_k * 2               16384
     barriers  16, and 4 for the address of tmem
     """
 
@@ -43,44 +52,53 @@ class Stage0(Gemm):
     swizzle = 16
     num_threads = LANES
 
+    def barriers(self, smem: SmemAllocator) -> Barriers:
+        return Barriers(
+            loaded=Barrier.allocate(smem, "loaded", arrivals=1),
+            mma_done=Barrier.allocate(smem, "mma done", arrivals=1),
+        )
+
     @cute.kernel
     def kernel(self, a: cpasync.TmaInfo, b: cpasync.TmaInfo, mC: cute.Tensor) -> None:
         c = self.config
         dtype = mC.element_type
+        warp = cute.arch.warp_idx()
         smem = SmemAllocator()
         sA = allocate_slots(smem, dtype, a.smem_layout)  # (bM, bK, SLOT)
         sB = allocate_slots(smem, dtype, b.smem_layout)  # (bN, bK, SLOT)
-        loaded = Barrier.allocate(smem, "loaded", arrivals=1)
-        mma_done = Barrier.allocate(smem, "mma done", arrivals=1)
+        barriers = self.barriers(smem)
         tmem = Tmem.allocate(smem, columns=c.tile_n)
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             tmem.acquire()
-        publish_barriers(loaded, mma_done)
+        publish_barriers(*barriers)
         acc = tmem.pointer()
 
         tile = OneTilePerCta.work_tile()
-        loads = tma.AbLoads(tma.tile_loads(a, sA, tile.m), tma.tile_loads(b, sB, tile.n))
+        loads = AbLoads(tile_loads(a, sA, tile.m), tile_loads(b, sB, tile.n))
         mma = umma(make_umma(c.tile_m, c.tile_n, dtype), sA, sB, acc)
         if warp == 0:
-            self.mainloop(loads, mma, loaded, mma_done)
+            self.mainloop(loads, mma, barriers)
         cute.arch.sync_threads()
         fence_after_sync()
         thread, _, _ = cute.arch.thread_idx()
         epilogue.store_tmem(mma, mC, tile, thread)
+        fence_before_sync()
         cute.arch.sync_threads()
         if warp == 0:
+            fence_after_sync()
             tmem.free(acc)
 
     @cute.jit
-    def mainloop(self, loads: tma.AbLoads, mma: Umma, loaded: Barrier, mma_done: Barrier) -> None:
+    def mainloop(self, loads: AbLoads, mma: Umma, barriers: Barriers) -> None:
+        """By warp 0 alone; returns when the accumulator is complete."""
+        loaded, mma_done = barriers.loaded, barriers.mma_done
         phase = Int32(0)
         for k_tile in cutlass.range(loads.num_k_tiles, unroll=1):
             with cute.arch.elect_one():
                 loaded.arrive_expecting(self.config.stage_bytes)
             loads.load(k_tile, 0, loaded[0])
             loaded.wait(phase)
-            mma.issue(0, k_tile)
+            mma.issue(0, accumulate=k_tile > 0)
             mma.commit(mma_done[0])
             mma_done.wait(phase)
             phase ^= 1

@@ -5,11 +5,14 @@ starts the TMA loads of A and B, all wait for them, all run wgmma, all wait for 
 may the next load overwrite the buffer.
 
 The buffer is not swizzled: core matrices of 8 rows x 16 bytes lie one after the other down the
-rows, so one TMA box is 16 bytes wide and a tile takes eight of them, and the tensor core is idle
-while they fly. Expect a tenth of the peak; everything that follows is about the waiting.
+rows, so a TMA box is 16 bytes wide, a tile takes eight boxes, and each row of a box is a
+transaction of half an L2 sector. Expect a tenth of the peak: wgmma needs 512 cycles for such a
+tile, and its load alone takes more than twice that.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Int32, cute
@@ -17,11 +20,15 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from cutex import epilogue
-from cutex.atoms import tma
 from cutex.atoms.mma import WARPGROUP, Wgmma, allocate_slots, make_wgmma, wgmma
+from cutex.atoms.tma import AbLoads, tile_loads
 from cutex.kernels.gemm.launch import Gemm
 from cutex.pipeline import Barrier, publish_barriers
 from cutex.schedulers.one_tile import OneTilePerCta
+
+
+class Barriers(NamedTuple):
+    loaded: Barrier
 
 
 class Stage0(Gemm):
@@ -44,6 +51,9 @@ class Stage0(Gemm):
     def num_threads(self) -> int:
         return self.config.tile_m // 64 * WARPGROUP
 
+    def barriers(self, smem: SmemAllocator) -> Barriers:
+        return Barriers(loaded=Barrier.allocate(smem, "loaded", arrivals=1))
+
     @cute.kernel
     def kernel(self, a: cpasync.TmaInfo, b: cpasync.TmaInfo, mC: cute.Tensor) -> None:
         c = self.config
@@ -51,19 +61,20 @@ class Stage0(Gemm):
         smem = SmemAllocator()
         sA = allocate_slots(smem, dtype, a.smem_layout)  # (bM, bK, SLOT)
         sB = allocate_slots(smem, dtype, b.smem_layout)  # (bN, bK, SLOT)
-        loaded = Barrier.allocate(smem, "loaded", arrivals=1)
-        publish_barriers(loaded)
+        barriers = self.barriers(smem)
+        publish_barriers(*barriers)
 
         tile = OneTilePerCta.work_tile()
-        loads = tma.AbLoads(tma.tile_loads(a, sA, tile.m), tma.tile_loads(b, sB, tile.n))
+        loads = AbLoads(tile_loads(a, sA, tile.m), tile_loads(b, sB, tile.n))
         mma = wgmma(make_wgmma(c.tile_m, c.tile_n, dtype), sA, sB)
-        self.mainloop(loads, mma, loaded)
+        self.mainloop(loads, mma, barriers)
         thread, _, _ = cute.arch.thread_idx()
         epilogue.store_registers(mma, mC, tile, thread)
 
     @cute.jit
-    def mainloop(self, loads: tma.AbLoads, mma: Wgmma, loaded: Barrier) -> None:
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    def mainloop(self, loads: AbLoads, mma: Wgmma, barriers: Barriers) -> None:
+        loaded = barriers.loaded
+        warp = cute.arch.warp_idx()
         phase = Int32(0)
         for k_tile in cutlass.range(loads.num_k_tiles, unroll=1):
             if warp == 0:
@@ -72,6 +83,6 @@ class Stage0(Gemm):
                 loads.load(k_tile, 0, loaded[0])
             loaded.wait(phase)
             phase ^= 1
-            mma.issue(0, k_tile)
+            mma.issue(0, accumulate=k_tile > 0)
             warpgroup.wait_group(0)
             cute.arch.sync_threads()

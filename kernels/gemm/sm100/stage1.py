@@ -1,0 +1,28 @@
+"""Stage 1: 128-byte swizzle, and a tile twice as wide.
+
+Idea: let a row of the smem tile be 128 bytes and permute its eight 16-byte units by the row's
+number. The eight rows of a core matrix still lie in different banks, and now a TMA box is the
+whole tile: two TMA instructions for each 64 of K instead of sixteen, each row a full 128-byte line.
+
+Changed since stage 0: `swizzle`, and the default tile, 128x256: 85 FLOP for each byte that comes
+through L2 instead of 64, and at N = 256 the tensor core reads no more than the 128 bytes of smem
+that a cycle gives.
+
+Expect two to three times stage 0. Load and MMA, 512 cycles, still take turns.
+"""
+
+from __future__ import annotations
+
+from cutex.kernels.gemm.sm100.stage0 import Stage0
+
+
+class Stage1(Stage0):
+    """
+    smem      bytes                                       tmem   columns
+    sA        tile_m * tile_k * 2               16384     acc    tile_n    256
+    sB        tile_n * tile_k * 2               32768
+    barriers  16, and 4 for the address of tmem
+    """
+
+    number = 1
+    swizzle = 128
