@@ -3,10 +3,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from cutex import timing
 from cutex.arch import arch, local_arch
 from cutex.run import choose_device
 
@@ -53,3 +58,65 @@ def python():
         )
 
     return run
+
+
+class FakeGpu:
+    """Stands in for an H200 under torch.cuda: launches advance a clock, graphs repeat theirs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_us = 0.0
+        self.log: list[str] = []  # what ran, repeats of one name told once
+        self.capturing: list[tuple[str, float, Callable[[], object]]] | None = None
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at = gpu.now_us
+
+            def elapsed_time(self, end: Event) -> float:
+                return (end.at - self.at) / 1e3
+
+        class Graph:
+            def replay(self) -> None:
+                for work in self.work:
+                    gpu.launch(*work)
+
+        @contextmanager
+        def graph(g: Graph):
+            gpu.capturing = []
+            yield
+            g.work, gpu.capturing = gpu.capturing, None
+
+        properties = SimpleNamespace(name="NVIDIA H200", L2_cache_size=60 << 20)
+        for name, value in {
+            "is_available": lambda: True,
+            "current_device": lambda: 0,
+            "get_device_capability": lambda device=None: (9, 0),
+            "get_device_properties": lambda device=None: properties,
+            "Event": Event,
+            "CUDAGraph": Graph,
+            "graph": graph,
+            "synchronize": lambda: None,
+            "_sleep": lambda cycles: gpu.launch("sleep", cycles / 2000),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(timing, "gpu_state", lambda: {"clock_mhz": 1980.0})
+        monkeypatch.setattr(timing, "WARM_UP_SECONDS", 0.0)
+        monkeypatch.setattr(timing, "ROUNDS", 5)
+
+    def launch(self, name: str, us: float, work: Callable[[], object] = lambda: None) -> None:
+        if self.capturing is not None:
+            self.capturing.append((name, us, work))
+            return
+        work()
+        self.now_us += us
+        if not self.log or self.log[-1] != name:
+            self.log.append(name)
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    return FakeGpu(monkeypatch)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -74,62 +73,11 @@ def test_rates_have_their_units():
     assert timing.gbs(10**9, 1e6) == pytest.approx(1.0)
 
 
-class FakeGpu:
-    """Stands in for torch.cuda: a launch advances a clock, a graph repeats what it captured."""
+def test_each_variant_gets_its_own_samples_without_the_fillers(fake_gpu):
+    def variant(name: str, us: float):
+        return lambda a, b, c: fake_gpu.launch(name, us)
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_us = 0.0
-        self.log: list[str] = []
-        self.capturing: list[tuple[str, float]] | None = None
-        gpu = self
-
-        class Event:
-            def __init__(self, enable_timing: bool) -> None:
-                assert enable_timing
-
-            def record(self) -> None:
-                self.at = gpu.now_us
-
-            def elapsed_time(self, end: Event) -> float:
-                return (end.at - self.at) / 1e3
-
-        class Graph:
-            def replay(self) -> None:
-                for name, us in self.work:
-                    gpu.launch(name, us)
-
-        @contextmanager
-        def graph(g: Graph):
-            gpu.capturing = []
-            yield
-            g.work, gpu.capturing = gpu.capturing, None
-
-        for name, value in {
-            "Event": Event,
-            "CUDAGraph": Graph,
-            "graph": graph,
-            "synchronize": lambda: None,
-            "_sleep": lambda cycles: gpu.launch("sleep", cycles / 2000),
-        }.items():
-            monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(timing, "gpu_state", lambda: {"clock_mhz": 1980.0})
-        monkeypatch.setattr(timing, "WARM_UP_SECONDS", 0.0)
-
-    def launch(self, name: str, us: float) -> None:
-        if self.capturing is not None:
-            self.capturing.append((name, us))
-            return
-        self.now_us += us
-        if not self.log or self.log[-1] != name:
-            self.log.append(name)
-
-    def variant(self, name: str, us: float):
-        return lambda a, b, c: self.launch(name, us)
-
-
-def test_each_variant_gets_its_own_samples_without_the_fillers(monkeypatch):
-    gpu = FakeGpu(monkeypatch)
-    variants = {"fast": gpu.variant("fast", 100.0), "slow": gpu.variant("slow", 700.0)}
+    variants = {"fast": variant("fast", 100.0), "slow": variant("slow", 700.0)}
     a = torch.zeros(1)
     measured = timing.time_variants(variants, [(a, a, a)] * 3, "cold")
     assert measured.timings["fast"].median_us == pytest.approx(100.0)
@@ -138,11 +86,11 @@ def test_each_variant_gets_its_own_samples_without_the_fillers(monkeypatch):
     assert measured.timings["fast"].launches == 51
     assert measured.timings["slow"].launches == 6
     assert measured.gpu_before == measured.gpu_after == {"clock_mhz": 1980.0}
-    replays = [name for name in gpu.log if name != "sleep"]
+    replays = [name for name in fake_gpu.log if name != "sleep"]
     assert Counter(replays)["fast"] >= timing.ROUNDS
-    gpu.log.clear()
+    fake_gpu.log.clear()
     measured.replay["slow"]()
-    assert gpu.log == ["slow"]
+    assert fake_gpu.log == ["slow"]
 
 
 @pytest.mark.gpu

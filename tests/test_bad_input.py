@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cutex.cli import main
+
+SIM = ["--device", "sim"]
+
+
+def refused(capsys, argv: list[str]) -> str:
+    """The one sentence that `argv` is answered with."""
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (sentence,) = captured.err.splitlines()
+    assert sentence.startswith("cutex: ")
+    return sentence
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--stage", "99"], "stage 99 is not in the ladder of sm_100a"),
+        (["--stage", "-1"], "stage -1 is not in the ladder"),
+        (["--stage", "fast"], "--stage 'fast' is neither a number nor all nor list"),
+        (["--arch", "sm_80"], "arch 'sm_80' is not one of sm_90a, sm_100a"),
+        (["--arch", "sm_80", "--stage", "list"], "arch 'sm_80' is not one of"),
+        (["--mnk", "128,128,100"], "K=100: must be a multiple of 8"),
+        (["--mnk", "128,100,128"], "N=100: must be a multiple of 8"),
+        (["--mnk", "0,128,128"], "M=0: every size must be at least 1"),
+        (["--mnk", "128,128,0"], "K=0: every size must be at least 1"),
+        (["--mnk", "-128,128,128"], "M=-128: every size must be at least 1"),
+        (["--mnk", "128,-128,128"], "N=-128: every size must be at least 1"),
+        (["--mnk", "128,128"], "--mnk 128,128: three whole numbers"),
+        (["--mnk", "128,128,x"], "--mnk 128,128,x: three whole numbers"),
+        (["--mnk", "128,128,1.5"], "three whole numbers"),
+        (["--mnk", "99999999999,8,8"], "M=99999999999"),
+        (["--dtype", "fp8"], "dtype 'fp8' is not one of bf16, fp16"),
+        (["--init", "ones"], "init 'ones' is not one of int, normal, uniform, zeros"),
+        (["--order", "lifo"], "--order"),
+        (["--seeds", "0"], "--seeds 0"),
+        (["--seeds", "3", "--order", "fifo"], "--seeds 3"),
+        (["--seed", "x"], "--seed"),
+        (["--compare", "cublas"], "--compare is for timing on a GPU"),
+        (["--cache-state", "hot"], "--cache-state is for timing on a GPU"),
+        (["--emit", "llvm"], "--emit"),
+        (["--fast"], "--fast"),
+    ],
+)
+def test_bad_input_is_answered_with_one_sentence(capsys, argv, says):
+    assert says in refused(capsys, [*SIM, *argv])
+
+
+def test_an_unknown_device_is_refused(capsys):
+    assert "'tpu' is not one of auto, cuda, sim" in refused(capsys, ["--device", "tpu"])
+
+
+def test_device_cuda_without_a_gpu_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    sentence = refused(capsys, ["--device", "cuda"])
+    assert "there is no GPU here that cutex knows; use device sim" in sentence
+
+
+def test_an_arch_that_this_gpu_is_not_is_refused(capsys, fake_gpu):
+    sentence = refused(capsys, ["--device", "cuda", "--arch", "sm_100a"])
+    assert "device cuda cannot run sm_100a: the GPU here is sm_90a; use device sim" in sentence
+
+
+@pytest.mark.parametrize("option", [["--order", "random"], ["--seeds", "2"]])
+def test_simulator_options_are_refused_on_a_gpu(capsys, fake_gpu, option):
+    sentence = refused(capsys, ["--device", "cuda", "--arch", "sm_90a", *option])
+    assert f"{option[0]} is for the simulator" in sentence
+
+
+def test_an_unknown_peer_is_refused(capsys, fake_gpu):
+    sentence = refused(capsys, ["--arch", "sm_90a", "--compare", "cublas,mkl"])
+    assert "--compare 'mkl' is not one of cublas, quack" in sentence
+
+
+def test_no_c_compiler_is_one_sentence(python, tmp_path):
+    ran = python(
+        *("-m", "cutex.gemm", "--stage", "0", "--device", "sim", "--mnk", "64,64,64"),
+        *("--out", str(tmp_path / "out")),
+        PATH=str(tmp_path),
+        CC="",
+        CUTEX_CACHE=str(tmp_path / "cache"),  # where no shim lies ready
+    )
+    assert ran.returncode == 2, ran.stderr
+    (sentence,) = ran.stderr.splitlines()
+    assert "compiler" in sentence
+    assert "Traceback" not in ran.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_traceback_reaches_a_shell(python):
+    ran = python("-m", "cutex.gemm", "--mnk", "8,8,7", "--device", "sim")
+    assert ran.returncode == 2
+    assert ran.stderr.count("\n") == 1

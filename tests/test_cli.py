@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import cutex.run
+import cutex.sim
+from cutex.cli import main
+from cutex.kernels.gemm import stages
+from cutex.problem import GemmProblem
+from cutex.results import read
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["-c", "import cutex"],
+        ["-m", "cutex.gemm", "--help"],
+        ["-m", "cutex.gemm", "--stage", "list"],
+    ],
+)
+def test_it_starts_fast_and_without_torch(python, argv):
+    took = []
+    for _ in range(5):
+        start = time.perf_counter()
+        ran = python("-X", "importtime", *argv)
+        took.append(time.perf_counter() - start)
+        assert ran.returncode == 0, ran.stderr
+    assert min(took) < 0.5
+    loaded = {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines()}
+    assert "cutex" in loaded
+    assert not loaded & {"torch", "cutlass", "numpy", "rich"}
+
+
+def test_the_list_names_every_stage_of_every_arch(capsys):
+    assert main(["--stage", "list"]) == 0
+    out = capsys.readouterr().out
+    for name in ("sm_90a", "sm_100a"):
+        assert name in out
+        for stage in stages(name):
+            assert stage.idea in out
+
+
+def test_the_list_can_be_of_one_arch(capsys):
+    assert main(["--stage", "list", "--arch", "sm_90a"]) == 0
+    assert "sm_100a" not in capsys.readouterr().out
+
+
+@dataclass
+class Kernel:
+    """Stands in for a compiled stage: torch does the work, `fault` spoils it."""
+
+    name: str
+    us: float
+    launch_on: object = None
+    fault: object = None
+    compile_seconds: float = 1.0
+    from_cache: bool = False
+
+    def __call__(self, a, b, c) -> None:
+        def work() -> None:
+            c.copy_(torch.mm(a, b.T))
+            if self.fault is not None:
+                self.fault(c)
+
+        if self.launch_on is None:
+            work()
+        else:
+            self.launch_on.launch(self.name, self.us, work)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Stages compile to torch's product; the dict holds the faults by stage number."""
+    faults: dict[int, object] = {}
+    gpu = SimpleNamespace(device=None)
+
+    def compile_stage(stage, dtype):
+        return Kernel(f"stage{stage.number}", 100.0, gpu.device, faults.get(stage.number))
+
+    def simulate(compiled, a, b, c, order, seed):
+        compiled(a, b, c)
+        return SimpleNamespace(seconds=0.5, instructions=1000, findings=[])
+
+    monkeypatch.setattr(cutex.run, "compile_stage", compile_stage)
+    monkeypatch.setattr(cutex.sim, "simulate", simulate)
+    return SimpleNamespace(faults=faults, gpu=gpu)
+
+
+def spoil(c) -> None:
+    c[0, 1] += 8
+
+
+SIM = ["--device", "sim", "--mnk", "64,32,16"]
+
+
+def lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def test_a_simulated_run_prints_one_aligned_line_per_result(kernels, capsys, tmp_path):
+    sizes = ["--mnk", "64,32,16", "--mnk", "128,256,512"]
+    argv = ["--device", "sim", "--stage", "0", *sizes, "--out", str(tmp_path)]
+    assert main(argv) == 0
+    head, first, second, note = lines(capsys.readouterr().out)
+    for title in ("stage", "arch", "device", "problem", "max error", "time s", "TFLOPS"):
+        assert title in head
+    assert "64x32x16 bf16 normal" in first
+    assert "128x256x512 bf16 normal" in second
+    assert first.index("none: simulated") == second.index("none: simulated") == head.index("TFLOPS")
+    assert "no TFLOPS" in note
+
+
+def test_a_run_is_appended_to_the_ledger(kernels, tmp_path):
+    for _ in range(2):
+        assert main([*SIM, "--stage", "0", "--out", str(tmp_path), "--seed", "7"]) == 0
+    found = read(tmp_path / "gemm-sim.jsonl")
+    assert len(found) == 2
+    assert found[0].problem["seed"] == 7
+    assert found[0].tflops is None
+    assert found[0].environment["torch"] == torch.__version__
+
+
+def test_json_lines_can_be_printed(kernels, capsys, tmp_path):
+    assert main([*SIM, "--stage", "0", "--out", str(tmp_path), "--json"]) == 0
+    (line,) = lines(capsys.readouterr().out)
+    assert json.loads(line)["arch"] == "sm_100a"
+
+
+def test_random_orders_are_run_and_recorded(kernels, tmp_path):
+    assert main([*SIM, "--stage", "0", "--out", str(tmp_path), "--seeds", "3", "--seed", "5"]) == 0
+    (found,) = read(tmp_path / "gemm-sim.jsonl")
+    assert found.sim_orders == ["random:5", "random:6", "random:7"]
+
+
+def test_a_wrong_result_is_exit_code_1_and_named(kernels, capsys, tmp_path):
+    kernels.faults[0] = spoil
+    assert main([*SIM, "--stage", "0", "--out", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert "WRONG" in captured.out
+    assert "C[0, 1] (tile 0, 0)" in captured.err
+
+
+def test_a_finding_is_exit_code_1_even_with_the_right_numbers(
+    kernels, capsys, tmp_path, monkeypatch
+):
+    def simulate(compiled, a, b, c, order, seed):
+        compiled(a, b, c)
+        return SimpleNamespace(seconds=0.5, instructions=1000, findings=["race: two writers"])
+
+    monkeypatch.setattr(cutex.sim, "simulate", simulate)
+    assert main([*SIM, "--stage", "0", "--out", str(tmp_path)]) == 1
+    assert "race: two writers" in capsys.readouterr().err
+
+
+def test_an_error_of_the_simulator_is_exit_code_1_with_its_report(
+    kernels, capsys, tmp_path, monkeypatch
+):
+    def simulate(*_, **__):
+        raise cutex.sim.Deadlock("warp 3 waits for full[0]")
+
+    monkeypatch.setattr(cutex.sim, "simulate", simulate)
+    assert main([*SIM, "--stage", "0", "--out", str(tmp_path)]) == 1
+    assert "warp 3 waits for full[0]" in capsys.readouterr().err
+
+
+# ---- on a GPU, which the fake one stands in for
+
+
+@pytest.fixture
+def gpu_run(kernels, fake_gpu, monkeypatch):
+    """Run stage 0 through the CUDA path on CPU tensors."""
+    inputs, output = GemmProblem.inputs, GemmProblem.output
+    monkeypatch.setattr(GemmProblem, "inputs", lambda p, device="", copy=0: inputs(p, "cpu", copy))
+    monkeypatch.setattr(GemmProblem, "output", lambda p, device="": output(p))
+
+    def cublas():
+        return Kernel("cublas", 80.0, fake_gpu), "torch 0"
+
+    def absent():
+        raise ModuleNotFoundError("No module named 'quack'")
+
+    monkeypatch.setitem(cutex.run.PEERS, "cublas", cublas)
+    monkeypatch.setitem(cutex.run.PEERS, "quack", absent)
+    kernels.gpu.device = fake_gpu
+    kernels.timed = fake_gpu
+    return kernels
+
+
+BIG = ["--arch", "sm_90a", "--device", "cuda", "--mnk", "2048,1024,8", "--stage", "0"]
+
+
+def test_a_timed_run_compares_with_the_peers_that_are_there(gpu_run, capsys, tmp_path):
+    assert main([*BIG, "--compare", "cublas,quack", "--out", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert "peer quack is skipped" in captured.err
+    head, ours, peer = lines(captured.out)
+    assert head.split()[-4:] == ["x", "cublas", "x", "quack"]
+    assert ours.split()[-2:] == ["0.800", "-"]
+    assert peer.startswith("cublas")
+    (found,) = read(tmp_path / "gemm-nvidia-h200.jsonl")
+    assert found.timing.median_us == pytest.approx(100.0)
+    assert found.timing.cache_state == "cold"
+    assert found.tflops == pytest.approx(2 * 2048 * 1024 * 8 / 100e-6 / 1e12)
+    assert found.percent_of_peak == pytest.approx(100 * found.tflops / 989)
+    assert found.ratio("cublas") == pytest.approx(0.8)
+    assert found.gpu_before == {"clock_mhz": 1980.0}
+
+
+def test_a_wrong_kernel_is_not_timed(gpu_run, capsys, tmp_path):
+    gpu_run.faults[0] = spoil
+    assert main([*BIG, "--out", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert "on small integers: C[0, 1]" in captured.err
+    assert "sleep" not in gpu_run.timed.log
+    (found,) = read(tmp_path / "gemm-nvidia-h200.jsonl")
+    assert found.timing is None
+
+
+def test_a_kernel_that_goes_wrong_while_timed_gets_no_figure(gpu_run, capsys, tmp_path):
+    calls = []
+
+    def later(c) -> None:
+        calls.append(c)
+        if len(calls) > 2:  # the two checks before timing
+            spoil(c)
+
+    gpu_run.faults[0] = later
+    assert main([*BIG, "--out", str(tmp_path)]) == 1
+    assert "after timing: C[0, 1]" in capsys.readouterr().err
+    (found,) = read(tmp_path / "gemm-nvidia-h200.jsonl")
+    assert found.timing is None
+
+
+def test_stages_of_two_archs_do_not_run_together():
+    mixed = [stages("sm_90a")[0], stages("sm_100a")[0]]
+    with pytest.raises(ValueError, match="cannot run together"):
+        cutex.run.admit(GemmProblem(64, 64, 64), mixed)
+
+
+def test_a_config_that_does_not_fit_is_refused():
+    stage = stages("sm_90a")[0]
+    deep = replace(stage, default=replace(stage.config(), num_stages=100))
+    with pytest.raises(ValueError, match="stage 0 of sm_90a cannot run this: num_stages=100"):
+        cutex.run.admit(GemmProblem(64, 64, 64), [deep])

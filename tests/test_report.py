@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import pytest
+
+from cutex.kernels.gemm import stages
+from cutex.report import BEGIN, END, ladders, main, rewrite
+from cutex.results import Peer, Result, Timing, append
+
+FIRST = stages("sm_90a")[0].idea
+README = f"before\n{BEGIN}\nold\n{END}\nafter\n"
+
+
+def result(us: float, *, stage: int = 0, run: str = "2026-01-01", m: int = 8192, ok: bool = True):
+    def took(us: float) -> Timing:
+        return Timing(us, us, us, 50, 6, "cold", 3.0)
+
+    return Result(
+        op="gemm",
+        stage=stage,
+        title="",
+        arch="sm_90a",
+        device="cuda",
+        device_name="NVIDIA H200",
+        problem={"m": m, "n": 8192, "k": 4096, "dtype": "bf16", "init": "normal", "seed": 0},
+        config={},
+        ok=ok,
+        max_error=0.0,
+        tolerance=1.0,
+        message="",
+        run=run,
+        environment={},
+        timing=took(us) if ok else None,
+        tflops=2 * m * 8192 * 4096 / us / 1e6 if ok else None,
+        peers=[Peer("cublas", "torch 2", took(800.0))] if ok else [],
+    )
+
+
+def row(text: str, start: str) -> str:
+    (line,) = (line for line in text.splitlines() if line.startswith(start))
+    return line
+
+
+def test_without_results_the_ladder_says_that_it_is_untimed():
+    text = ladders([])
+    assert text.count("Not timed yet") == 2
+    for name in ("sm_90a", "sm_100a"):
+        assert all(s.idea in text for s in stages(name))
+
+
+def test_a_timed_stage_shows_tflops_and_its_ratio_to_cublas():
+    text = ladders([result(1000.0)])
+    assert row(text, f"| 0 | {FIRST}").endswith("| 550 (0.80) |")
+    assert row(text, "|  | cuBLAS").endswith("| 687 |")
+    assert "one NVIDIA H200: bf16, Gaussian data, cold L2, 2026-01-01" in text
+    assert text.count("Not timed yet") == 1
+
+
+def test_the_newest_run_counts_whatever_the_order_of_lines():
+    text = ladders([result(500.0, run="2026-01-02"), result(1000.0)])
+    assert row(text, f"| 0 | {FIRST}").endswith("| 1100 (1.60) |")
+
+
+def test_a_wrong_result_is_no_figure():
+    assert ladders([result(0.0, ok=False)]) == ladders([])
+
+
+def test_each_size_has_its_column():
+    text = ladders([result(1000.0), result(500.0, m=4096)])
+    assert "| 8192x8192x4096 | 4096x8192x4096 |" in text
+
+
+def test_only_what_stands_between_the_marks_is_rewritten():
+    text = rewrite(README, [])
+    assert text.startswith(f"before\n{BEGIN}\n")
+    assert text.endswith(f"{END}\nafter\n")
+    assert "old" not in text
+    assert rewrite(text, []) == text
+
+
+def test_a_readme_without_marks_is_refused():
+    with pytest.raises(ValueError, match="to write between"):
+        rewrite("nothing here", [])
+
+
+def test_the_command_writes_the_file(tmp_path, capsys):
+    readme = tmp_path / "README.md"
+    readme.write_text(README)
+    append(tmp_path / "results" / "gemm.jsonl", result(1000.0))
+    argv = ["--results", str(tmp_path / "results"), "--readme", str(readme)]
+    assert main(argv) == 0
+    assert "550 (0.80)" in readme.read_text()
+    readme.write_text("nothing here")
+    assert main(argv) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
