@@ -173,7 +173,7 @@ def _options(args: argparse.Namespace, device: str) -> Options:
         )
     if args.seeds is not None and (args.seeds < 1 or args.order == "fifo"):
         raise ValueError(f"--seeds {args.seeds}: takes a number from 1, of random orders")
-    compare = tuple(args.compare.split(",")) if args.compare else ()
+    compare = tuple(dict.fromkeys(args.compare.split(","))) if args.compare else ()
     for name in compare:
         if name not in PEERS:
             raise ValueError(f"--compare {name!r} is not one of {', '.join(PEERS)}")

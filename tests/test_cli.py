@@ -237,6 +237,20 @@ def test_a_kernel_that_goes_wrong_while_timed_gets_no_figure(gpu_run, capsys, tm
     assert found.timing is None
 
 
+def test_the_stages_of_one_problem_take_turns_and_a_wrong_one_stays_out(gpu_run, capsys, tmp_path):
+    gpu_run.faults[1] = spoil
+    argv = ["--arch", "sm_90a", "--mnk", "64,64,8", "--mnk", "128,64,8", "--cache-state", "hot"]
+    assert main([*argv, "--out", str(tmp_path)]) == 1
+    found = read(tmp_path / "gemm-nvidia-h200.jsonl")
+    ladder = stages("sm_90a")
+    assert [r.stage for r in found] == 2 * [s.number for s in ladder]
+    assert [r.ok for r in found] == 2 * [s.number != 1 for s in ladder]
+    timed = {r.stage for r in found if r.timing is not None}
+    assert timed == {s.number for s in ladder} - {1}
+    assert {r.timing.cache_state for r in found if r.timing is not None} == {"hot"}
+    assert len({r.run for r in found}) == 1
+
+
 def test_stages_of_two_archs_do_not_run_together():
     mixed = [stages("sm_90a")[0], stages("sm_100a")[0]]
     with pytest.raises(ValueError, match="cannot run together"):
