@@ -7,6 +7,7 @@ stderr. Neither torch nor the DSL is imported before there is something to run.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -113,6 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(f"{error.name} is not installed; pip install cutex installs it")
     except Missing as error:
         return _refuse(str(error))
+    except BrokenPipeError:  # as in --emit ptx | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _refuse(sentence: str) -> int:
@@ -197,17 +201,20 @@ def list_stages(only: str | None) -> None:
 
 def emit(stage: Stage, dtype: str, what: str) -> None:
     """Print the PTX, the SASS or the resources of one stage as compiled."""
-    from cutex.resources import resources, sass
+    from cutex.resources import NoDisassembler, resources, sass
 
     compiled = compile_stage(stage, dtype)
     print(f"// stage {stage.number} of {stage.arch}, {dtype}: {compiled.symbol}")
-    match what:
-        case "ptx":
-            print(compiled.ptx)
-        case "sass":
-            print(sass(compiled))
-        case "resources":
-            print(resources(compiled))
+    try:
+        match what:
+            case "ptx":
+                print(compiled.ptx)
+            case "sass":
+                print(sass(compiled))
+            case "resources":
+                print(resources(compiled))
+    except NoDisassembler as error:
+        raise Missing(str(error)) from error
 
 
 # ---- running and printing

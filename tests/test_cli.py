@@ -96,6 +96,21 @@ def spoil(c) -> None:
     c[0, 1] += 8
 
 
+@pytest.mark.parametrize(
+    ("what", "holds"),
+    [
+        ("ptx", [".target sm_90a", "wgmma.mma_async"]),
+        ("sass", ["HGMMA"]),
+        ("resources", ["registers", "spills", "smem", "tmem", "tma load"]),
+    ],
+)
+def test_what_was_compiled_can_be_printed(what, holds, capsys):
+    assert main(["--arch", "sm_90a", "--stage", "3", "--emit", what]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("// stage 3 of sm_90a, bf16: sm90_gemm_bf16")
+    assert all(word in out for word in holds)
+
+
 SIM = ["--device", "sim", "--mnk", "64,32,16"]
 
 
