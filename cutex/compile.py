@@ -20,6 +20,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import sys
 import tempfile
@@ -67,6 +68,7 @@ class Compiled:
     ptx: str
     cubin: bytes
     object_path: Path
+    dynamic_smem: int  # bytes that the launch asks for, beside what the cubin declares
     key: str
     compile_seconds: float  # of the compilation, whoever did it
     from_cache: bool
@@ -227,6 +229,7 @@ def _read(entry: Path, key: str, operands: tuple[Operand, ...]) -> Compiled | No
         ptx=data["ptx"].decode(),
         cubin=data["cubin"],
         object_path=entry / FILES["object"],
+        dynamic_smem=meta["dynamic_smem"],
         key=key,
         compile_seconds=meta["compile_seconds"],
         from_cache=True,
@@ -268,11 +271,32 @@ def _build(
     (folder / FILES["cubin"]).write_bytes(function.__cubin__)
     meta = {
         **ingredients,
+        "dynamic_smem": _launched_smem(str(function.ir_module)),
         "compile_seconds": round(time.perf_counter() - start, 3),
         "checksums": {kind: _digest((folder / n).read_bytes()) for kind, n in FILES.items()},
     }
     meta["checksum"] = _digest(_canonical(meta))
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+
+
+_LAUNCH_CONFIG = r"!llvm.struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>"
+
+
+def _launched_smem(host_ir: str) -> int:
+    """The dynamic smem of the first launch: member 2 of its cudaLaunchConfig_t, a constant.
+
+    The DSL works it out while it compiles and keeps it nowhere else.
+    """
+    member = re.search(
+        r"(%\w+) = llvm.getelementptr %\w+\[0, 2\] : .*" + re.escape(_LAUNCH_CONFIG), host_ir
+    )
+    stored = member and re.search(rf"llvm.store (%\w+), {member[1]} : i64", host_ir[member.end() :])
+    value = stored and re.findall(
+        rf"{stored[1]} = llvm.mlir.constant\((\d+) : i64\)", host_ir[: member.start()]
+    )
+    if not value:
+        raise RuntimeError("no launch with a constant amount of smem in the host code of the DSL")
+    return int(value[-1])  # the nearest definition above: names repeat from function to function
 
 
 def _fake_tensors(operands: tuple[Operand, ...], dtypes: dict[str, Any]) -> list[Any]:
