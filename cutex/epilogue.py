@@ -27,7 +27,7 @@ def store_vectors(
     store = cute.make_copy_atom(
         CopyUniversalOp(), gX.element_type, num_bits_per_copy=width * gX.element_type.width
     )
-    for v in cutlass.range_constexpr(cute.size(rX, mode=[1])):
+    for v in cutlass.range(cute.size(rX, mode=[1]), unroll_full=True):
         if cute.elem_less(cX[0, v], bounds):
             cute.copy(store, rX[None, v], gX[None, v])
 
