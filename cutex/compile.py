@@ -75,6 +75,10 @@ class Compiled:
     _function: Callable[..., None] | None = dataclasses.field(default=None, repr=False)
     _folder: tempfile.TemporaryDirectory[str] | None = dataclasses.field(default=None, repr=False)
 
+    @property
+    def argument_names(self) -> tuple[str, ...]:
+        return tuple(operand.name for operand in self.operands)
+
     def __call__(self, *tensors: torch.Tensor) -> None:
         """Launch on torch's current stream. TypeError or ValueError, in one sentence, if not."""
         try:
@@ -89,7 +93,7 @@ class Compiled:
 
     def check(self, *tensors: torch.Tensor) -> None:
         """TypeError or ValueError, in one sentence, if `tensors` are not what this kernel takes."""
-        names = ", ".join(o.name for o in self.operands)
+        names = ", ".join(self.argument_names)
         if len(tensors) != len(self.operands):
             raise TypeError(f"{self.symbol} takes {names}, got {len(tensors)} arguments")
         sizes: dict[str, tuple[int, str]] = {}

@@ -6,8 +6,8 @@ next load may overwrite the buffer. Then four warps carry the accumulator out, a
 
 The buffer is not swizzled: core matrices of 8 rows x 16 bytes lie one after the other down the
 rows, so a TMA box is 16 bytes wide, a tile takes eight boxes, and each row of a box is a
-transaction of half an L2 sector. Expect a tenth of the peak: the MMA needs 256 cycles for such a
-tile, and its load alone takes several times that.
+request for half an L2 sector. Expect a tenth of the peak: the MMA needs 256 cycles for such a tile,
+and waits for 2048 such requests before it.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@ number. The eight rows of a core matrix still lie in different banks, and now a 
 whole tile: two TMA instructions for each 64 of K instead of sixteen, each row a full 128-byte line.
 
 Changed since stage 0: `swizzle`, and the default tile, 128x256: 85 FLOP for each byte that comes
-through L2 instead of 64, and at N = 256 the tensor core reads no more than the 128 bytes of smem
-that a cycle gives.
+through L2 instead of 64, and 96 bytes of smem that the MMA reads in a cycle instead of all 128 that
+there are.
 
-Expect two to three times stage 0. Load and MMA, 512 cycles, still take turns.
+Expect two to three times stage 0: 48 KB come in some 900 cycles from L2, the MMA takes 512. They
+still take turns.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ accumulator is undefined, and for its sake move the rounding of the accumulator 
 wait_group. ptxas then makes every wgmma wait for the one before.
 
 The tensor core no longer waits for memory latency, only for bandwidth, and for warp 0, which issues
-the loads between its own MMAs. Expect half as much again: the 700 of 1700 cycles that stage 1
-spends waiting for a load are gone.
+the loads between its own MMAs. Expect 1.5 times stage 1 or more: of the 900 cycles that a load
+takes, and stage 1 waits for, few remain in the open.
 """
 
 from __future__ import annotations

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cutex.arch import ARCHS
+from cutex.compile import Compiled, compile
+from cutex.kernels.gemm import Stage, stages
+from cutex.problem import DTYPES, Check, GemmProblem
+
+LADDERS = [s for name in ARCHS for s in stages(name)]
+each_stage = pytest.mark.parametrize(
+    "stage", LADDERS, ids=[f"{s.arch}-{s.number}" for s in LADDERS]
+)
+
+
+def launch(
+    compiled: Compiled, device: str, *tensors: torch.Tensor, order: str = "fifo", seed: int = 0
+) -> None:
+    """Run on `device` and leave the results in the CPU tensors given."""
+    if device == "sim":
+        from cutex.sim import simulate
+
+        report = simulate(compiled, *tensors, order=order, seed=seed)
+        assert not report.findings, "\n".join(str(finding) for finding in report.findings)
+        return
+    there = [x.untyped_storage().cuda() for x in tensors]
+    views = [
+        torch.empty(0, dtype=x.dtype, device="cuda").set_(
+            storage, x.storage_offset(), x.shape, x.stride()
+        )
+        for x, storage in zip(tensors, there, strict=True)
+    ]
+    compiled(*views)
+    for x, storage in zip(tensors, there, strict=True):
+        x.untyped_storage().copy_(storage)
+
+
+def check(stage: Stage, device: str, problem: GemmProblem, **orders) -> Check:
+    compiled = compile(stage.kernel(), problem.dtype, stage.arch)
+    a, b = problem.inputs()
+    c = problem.output()
+    launch(compiled, device, a, b, c, **orders)
+    config = stage.config()
+    return problem.check(a, b, c, (config.tile_m, config.tile_n))
+
+
+EXACT = {
+    "one tile": (128, 256, 64),
+    "one tile, a ring and more of K": (128, 256, 64 * 6),
+    "several tiles": (256, 512, 128),
+    "odd in M, N and K": (200, 136, 72),
+    "less than a tile": (72, 24, 40),
+    "one row, eight columns": (1, 8, 8),
+    "odd, several tiles, two rounds of the ring": (300, 520, 64 * 8 + 24),
+}
+
+
+@pytest.mark.parametrize("mnk", EXACT.values(), ids=EXACT.keys())
+@each_stage
+def test_integers_come_out_exact(stage: Stage, device: str, mnk: tuple[int, int, int]) -> None:
+    found = check(stage, device, GemmProblem(*mnk, init="int"))
+    assert found.ok, found.message
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@each_stage
+def test_normal_data_is_within_twice_torchs_error(stage: Stage, device: str, dtype: str) -> None:
+    found = check(stage, device, GemmProblem(200, 264, 328, dtype=dtype, init="normal"))
+    assert found.ok, found.message
+
+
+@pytest.mark.parametrize("seed", range(5))
+@each_stage
+def test_the_order_of_events_does_not_matter(stage: Stage, seed: int) -> None:
+    problem = GemmProblem(200, 136, 64 * 6 + 8, init="int")
+    found = check(stage, "sim", problem, order="random", seed=seed)
+    assert found.ok, found.message
+
+
+@each_stage
+def test_rows_may_be_further_apart_than_they_are_long(stage: Stage, device: str) -> None:
+    """A, B and C are parts of wider matrices, and nothing outside C is written."""
+    problem = GemmProblem(200, 136, 72, init="int")
+    a, b = problem.inputs()
+    wide_a, wide_b = torch.full((200, 96), torch.nan), torch.full((136, 80), torch.nan)
+    wide_a, wide_b = wide_a.to(a.dtype), wide_b.to(b.dtype)
+    wide_a[:, 8:80], wide_b[:, :72] = a, b
+    wide_c = torch.full((202, 160), 7.0, dtype=a.dtype)
+    c = wide_c[1:201, 16:152]
+    c.fill_(torch.nan)
+    compiled = compile(stage.kernel(), problem.dtype, stage.arch)
+    launch(compiled, device, wide_a[:, 8:80], wide_b[:, :72], c)
+    found = problem.check(a, b, c)
+    assert found.ok, found.message
+    outside = wide_c.clone()
+    outside[1:201, 16:152] = 7.0
+    assert (outside == 7.0).all(), "the kernel wrote outside C"
