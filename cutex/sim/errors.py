@@ -1,0 +1,80 @@
+"""What a simulated run can report: findings, and the errors that end it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that the simulator holds against a kernel.
+
+    ``rule`` is a short name ("race", "tx-count", "uninitialised", ...), ``message`` one sentence that says
+    who did what to which memory, ``where`` the PTX and Python lines that did it.
+    """
+
+    rule: str
+    message: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.message}\n    at {self.where}"
+
+
+class SimError(Exception):
+    """A simulated run that cannot go on, or that ended with findings."""
+
+    rule = "error"
+
+
+class Deadlock(SimError):
+    """Nothing can run, nothing is in flight, and not every warp has returned."""
+
+    rule = "deadlock"
+
+
+class BadAddress(SimError):
+    """An access outside every tensor, outside shared or tensor memory, or misaligned."""
+
+    rule = "bad address"
+
+
+class BarrierMisuse(SimError):
+    """An mbarrier or named barrier used in a way that the PTX ISA leaves undefined."""
+
+    rule = "barrier misuse"
+
+
+class BadOperand(SimError):
+    """An instruction with an operand that the hardware would trap on or leave undefined."""
+
+    rule = "bad operand"
+
+
+class UnknownInstruction(SimError):
+    """PTX that this simulator does not define; running on would give a wrong result."""
+
+    rule = "unknown instruction"
+
+
+class Hazards(SimError):
+    """The run finished, but broke a rule of the memory model; ``findings`` lists each case."""
+
+    rule = "hazard"
+
+    def __init__(self, findings: list[Finding]) -> None:
+        self.findings = findings
+        head = f"{len(findings)} hazard{'s' if len(findings) > 1 else ''} found"
+        super().__init__("\n".join([head, *map(str, findings)]))
+
+
+class NoCompiler(SimError):
+    """The host half of a captured kernel needs a C compiler to be linked."""
+
+    rule = "no compiler"
+
+
+class LaunchError(SimError):
+    """The kernel's own host code refused the arguments, before anything was launched."""
+
+    rule = "launch"

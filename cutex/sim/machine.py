@@ -1,0 +1,257 @@
+"""The state of a simulated grid: CTAs, warps, registers, shared and tensor memory, and batches of warps.
+
+Registers of all resident warps lie in one array per bank, (register, warp, lane), so that one numpy call executes an
+instruction for every warp that stands at the same place in the program. Warps are numbered ``warp * num_ctas + cta``:
+the same warp of all resident CTAs is a contiguous range.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cutex.sim.errors import BadAddress, Finding
+from cutex.sim.flight import Flight
+from cutex.sim.mbarrier import MBarriers
+from cutex.sim.memory import POISON16, POISON32, POISON64, GlobalMemory
+from cutex.sim.ptx import Instruction, Program
+
+SYSTEM_SMEM = 1024  # reserved at the start of the shared window on sm_90 and later
+TMEM_LANES, TMEM_COLUMNS = 128, 512
+RUNNING, BLOCKED, DONE = 0, 1, 2
+
+# What an instruction says of each warp of its batch, where not all go on:
+GO, RETRY, ARRIVED = 0, 1, 2  # next instruction; blocked, executes again; blocked, has executed
+
+
+class Batch:
+    """Warps that execute the same instruction together.
+
+    ``idx`` (n,) warp numbers, ascending; ``sel`` the same as a slice where they are contiguous; ``mask`` (n, 32) the
+    active lanes, None when all are.
+    """
+
+    __slots__ = ("idx", "mask", "n", "sel")
+
+    def __init__(self, idx: np.ndarray, mask: np.ndarray | None) -> None:
+        self.idx, self.mask, self.n = idx, mask, len(idx)
+        contiguous = self.n and int(idx[-1]) - int(idx[0]) + 1 == self.n
+        self.sel: Any = slice(int(idx[0]), int(idx[-1]) + 1) if contiguous else idx
+
+    def active(self) -> np.ndarray:
+        return np.ones((self.n, 32), bool) if self.mask is None else self.mask
+
+    def any_active(self) -> np.ndarray:
+        """(n,) whether the warp has an active lane."""
+        return np.ones(self.n, bool) if self.mask is None else self.mask.any(1)
+
+    def first_lane(self) -> np.ndarray:
+        """(n,) the lowest active lane; 0 where there is none."""
+        return np.zeros(self.n, int) if self.mask is None else self.mask.argmax(1)
+
+    def one(self, values: Any) -> np.ndarray:
+        """(n,) the value that the lowest active lane holds."""
+        v = np.broadcast_to(values, (self.n, 32))
+        return v[:, 0] if self.mask is None else v[np.arange(self.n), self.first_lane()]
+
+
+class Wait:
+    """Why a warp is blocked, for wake-ups and for the deadlock report."""
+
+    __slots__ = ("instruction", "key", "kind", "tell")
+
+    def __init__(self, kind: str, key: Any, instruction: Instruction, tell: Callable[[], str]) -> None:
+        self.kind, self.key, self.instruction, self.tell = kind, key, instruction, tell
+
+
+class Machine:
+    """Everything that instructions read and write while a set of CTAs is resident."""
+
+    def __init__(
+        self,
+        program: Program,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        cluster: tuple[int, int, int],
+        smem_bytes: int,
+        memory: GlobalMemory,
+        params: np.ndarray,
+        num_ctas: int,
+        seed: int | None,
+    ) -> None:
+        self.program, self.grid, self.block, self.cluster = program, grid, block, cluster
+        self.memory, self.params = memory, params
+        self.random = random.Random(seed)
+        # NOTE: elect.sync may choose any lane, but the same one for the same mask (PTX ISA 9.7.14.14)
+        self.elected = 0 if seed is None else self.random.randrange(32)
+        self.num_threads = block[0] * block[1] * block[2]
+        self.warps_per_cta = -(-self.num_threads // 32)
+        self.cluster_size = cluster[0] * cluster[1] * cluster[2]
+        self.num_ctas = num_ctas
+        self.num_warps = num_ctas * self.warps_per_cta
+        self.static_smem = self._place_variables()
+        self.smem_bytes = -(-(SYSTEM_SMEM + self.static_smem + smem_bytes) // 128) * 128
+
+        self.findings: dict[tuple[str, int], Finding] = {}
+        self.progress = 0  # grows with every visible effect; tells a spin loop from work
+        self.counts: dict[str, int] = defaultdict(int)
+        warps = np.arange(self.num_warps)
+        self.warp_cta = warps % num_ctas
+        self.warp_in_cta = warps // num_ctas
+        self.lanes = np.arange(32, dtype=np.uint32)
+        banks = {1: bool, 16: np.uint16, 32: np.uint32, 64: np.uint64, 128: np.uint64}
+        self.registers = {
+            bank: np.empty((count, self.num_warps, 32), banks[bank])
+            for bank, count in program.registers.items()
+        }
+        self.smem = np.empty((num_ctas, self.smem_bytes), np.uint8)
+        self.mbarriers = MBarriers(self)
+        self.flight = Flight(self)
+        self.bulk_groups: Any = None
+        self.warpgroups: Any = None
+        self.tmem: np.ndarray | None = None
+
+    # -- residency ------------------------------------------------------------------------------------------------
+
+    def load_ctas(self, first: int, count: int) -> None:
+        """Makes CTAs ``first .. first+count`` of the grid resident, in cluster order, with fresh poisoned state."""
+        from cutex.sim.tma import BulkGroups
+        from cutex.sim.wgmma import WarpgroupMma
+
+        assert count <= self.num_ctas
+        self.present = count
+        self.cta_coord = np.zeros((self.num_ctas, 3), np.uint32)
+        self.cta_rank = np.arange(self.num_ctas) % self.cluster_size
+        for i in range(count):
+            self.cta_coord[i] = self._coordinates(first + i)
+        for bank, registers in self.registers.items():
+            registers[...] = {1: True, 16: POISON16, 32: POISON32, 64: POISON64, 128: POISON64}[bank]
+        self.smem.view(np.uint32)[...] = POISON32
+        self.mbarriers.clear()
+        self.flight.clear()
+        self.bulk_groups = BulkGroups(self)
+        self.warpgroups = WarpgroupMma(self)
+        self.tmem = None
+        self.tmem_owner: dict[int, np.ndarray] = {}  # cta -> (512,) instruction line that allocated, 0 free
+        self.tmem_permit: dict[int, bool] = {}
+        self.local = None
+        self.state = np.where(self.warp_cta < count, RUNNING, DONE).astype(np.uint8)
+        threads = self.warp_in_cta[:, None] * 32 + np.arange(32)
+        self.live = (threads < self.num_threads) & (self.warp_cta[:, None] < count)
+        self.pc = np.zeros(self.num_warps, np.int64)
+        self.lane_pc = np.zeros((self.num_warps, 32), np.int64)
+        self.diverged = np.zeros(self.num_warps, bool)
+        self.waits: dict[int, Wait] = {}
+        self.sleepers: dict[Any, set[int]] = defaultdict(set)
+        self.timed_out = np.zeros(self.num_warps, bool)
+        self.named: dict[tuple[int, int], dict[str, Any]] = {}
+        self.cluster_arrivals: dict[int, dict[str, Any]] = {}
+        self.cluster_phase = np.zeros(self.num_warps, np.int64)
+        self.last_wait: dict[int, dict[tuple[int, int], tuple[int, int, Instruction]]] = defaultdict(dict)
+        self.register_pool: dict[int, dict[str, Any]] = {}
+
+    def _coordinates(self, linear: int) -> tuple[int, int, int]:
+        """Grid coordinates of the ``linear``-th CTA in cluster order: clusters by x, y, z; ranks within, likewise."""
+        cx, cy, cz = self.cluster
+        gx, gy = self.grid[0] // cx, self.grid[1] // cy
+        which, rank = divmod(linear, self.cluster_size)
+        x, y, z = which % gx, which // gx % gy, which // (gx * gy)
+        rx, ry, rz = rank % cx, rank // cx % cy, rank // (cx * cy)
+        return x * cx + rx, y * cy + ry, z * cz + rz
+
+    def _place_variables(self) -> int:
+        """Offsets of shared, local and module variables. Returns the bytes of static shared memory."""
+        self.offsets: dict[str, int] = {}
+        sizes = {"shared": 0, "local": 0, "global": 0, "const": 0}
+        dynamic = []
+        for v in self.program.variables.values():
+            if v.space == "shared" and v.size == 0:
+                dynamic.append(v)
+                continue
+            space = "global" if v.space == "const" else v.space
+            at = -(-sizes[space] // v.align) * v.align
+            self.offsets[v.name] = at + (SYSTEM_SMEM if space == "shared" else 0)
+            sizes[space] = at + v.size
+        static = sizes["shared"]
+        for v in dynamic:
+            static = -(-static // v.align) * v.align if static else 0
+            self.offsets[v.name] = SYSTEM_SMEM + static
+        self.local_bytes = sizes["local"]
+        return static
+
+    # -- names for reports ----------------------------------------------------------------------------------------
+
+    def name_warp(self, warp: int) -> str:
+        cta = int(self.warp_cta[warp])
+        x, y, z = self.cta_coord[cta]
+        rank = f" (rank {self.cta_rank[cta]} of its cluster)" if self.cluster_size > 1 else ""
+        return f"CTA ({x},{y},{z}){rank} warp {self.warp_in_cta[warp]}"
+
+    def name_cta(self, cta: int) -> str:
+        x, y, z = self.cta_coord[cta]
+        return f"CTA ({x},{y},{z})"
+
+    def find(self, rule: str, message: str, instruction: Instruction) -> None:
+        """Records a finding, once per rule and instruction."""
+        self.findings.setdefault((rule, instruction.line), Finding(rule, message, instruction.where()))
+
+    # -- blocking and waking --------------------------------------------------------------------------------------
+
+    def sleep(self, warp: int, wait: Wait) -> None:
+        self.waits[warp] = wait
+        self.sleepers[wait.key].add(warp)
+        self.state[warp] = BLOCKED
+
+    def wake(self, key: Any) -> None:
+        for warp in self.sleepers.pop(key, ()):
+            self.waits.pop(warp, None)
+            self.state[warp] = RUNNING
+
+    # -- shared memory --------------------------------------------------------------------------------------------
+
+    def shared_location(self, warps: np.ndarray, addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Shared-window addresses (rank in bits 24 and up) -> (cta, byte offset), for each of ``warps``."""
+        own = self.warp_cta[warps]
+        rank = (addresses >> np.uint64(24)).astype(np.int64)
+        return own - self.cta_rank[own] + rank, (addresses & np.uint64(0xFFFFFF)).astype(np.int64)
+
+    def check_shared(
+        self, warps: np.ndarray, lanes: np.ndarray, cta: np.ndarray, offset: np.ndarray, size: int, ins: Instruction
+    ) -> None:
+        """Bounds and alignment of ``size``-byte accesses; raises BadAddress for the first that breaks them."""
+        first = self.warp_cta[warps] - self.cta_rank[self.warp_cta[warps]]
+        bad = (cta < first) | (cta >= first + self.cluster_size) | (offset < 0) | (offset + size > self.smem_bytes)
+        bad |= (offset & (size - 1)) != 0
+        if bad.any():
+            k = int(np.nonzero(bad)[0][0])
+            why = "not aligned" if offset[k] & (size - 1) else "outside the CTA's shared memory"
+            raise BadAddress(
+                f"bad address: {self.name_warp(int(warps[k]))} lane {lanes[k]} accesses {size} bytes at shared 0x{int(offset[k]):x}, "
+                f"{why} ({self.smem_bytes} bytes)\n    at {ins.where()}"
+            )
+
+    def smem_words(self, size: int) -> np.ndarray:
+        """All resident shared memory as (ctas * smem_bytes / size,) unsigned words."""
+        kind = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[size]
+        return self.smem.reshape(-1).view(kind)
+
+    # -- tensor memory --------------------------------------------------------------------------------------------
+
+    def tensor_memory(self) -> np.ndarray:
+        """(ctas, 128 lanes, 512 columns) uint32, poisoned when first used."""
+        if self.tmem is None:
+            self.tmem = np.full((self.num_ctas, TMEM_LANES, TMEM_COLUMNS), POISON32, np.uint32)
+        return self.tmem
+
+    def check_tmem_columns(self, cta: int, first: int, count: int, who: str, ins: Instruction) -> None:
+        owner = self.tmem_owner.get(cta)
+        if first < 0 or first + count > TMEM_COLUMNS or owner is None or not owner[first : first + count].all():
+            allocated = np.nonzero(owner)[0] if owner is not None else []
+            have = f"columns {allocated[0]}..{allocated[-1]} are allocated" if len(allocated) else "none is allocated"
+            raise BadAddress(
+                f"bad address: {who} uses tensor memory columns {first}..{first + count - 1}, but {have}\n    at {ins.where()}"
+            )

@@ -1,0 +1,110 @@
+"""Operands of tensor-core instructions in shared memory: matrix descriptors, layouts, element types.
+
+Layouts (PTX ISA 9.7.16.3, in units of 16-byte chunks; T elements per chunk, W = 1, 2, 4, 8 chunks per swizzle row):
+K-major: row r, chunk c of K at  (r % 8) * W + (r // 8) * SBO + c          (without swizzle: c * LBO)
+MN-major: chunk c along MN, k at  (k % 8) * W + (k // 8) * SBO + c % W + (c // W) * LBO
+          (without swizzle: c * SBO + k % 8 + (k // 8) * LBO)
+The swizzle then XORs the absolute chunk number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from cutex.sim.errors import BadOperand
+from cutex.sim.floating import bf16_to_f32
+from cutex.sim.flight import Span
+from cutex.sim.memory import POISON64
+from cutex.sim.ptx import Instruction
+from cutex.sim.tensormap import swizzle_chunks
+
+_NAMES = {0: "no", 1: "32-byte", 2: "64-byte", 3: "128-byte"}
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """Byte offsets; ``bits`` of swizzle: 0 none, 1, 2, 3 for 32, 64, 128 bytes."""
+
+    start: int
+    leading: int
+    stride: int
+    bits: int
+
+    def __str__(self) -> str:
+        return f"start 0x{self.start:x}, leading {self.leading}, stride {self.stride}, {_NAMES[self.bits]} swizzle"
+
+
+def read_descriptor(value: int, blackwell: bool, ins: Instruction) -> Descriptor:
+    """Decodes a 64-bit shared memory descriptor (9.7.16.4.1; wgmma 9.7.15.5.1). Raises BadOperand."""
+    if blackwell:
+        mode, fixed = value >> 61 & 7, value >> 46 & 7
+        if fixed != 1:
+            raise BadOperand(f"bad operand: bits 46-48 of the descriptor 0x{value:016x} are {fixed}, not 1\n    at {ins.where()}")
+        bits = {0: 0, 2: 3, 4: 2, 6: 1}.get(mode)
+        base = value >> 49 & 7
+    else:
+        bits = {0: 0, 1: 3, 2: 2, 3: 1}[value >> 62 & 3]
+        base = value >> 49 & 7
+    if bits is None or base:
+        raise BadOperand(f"bad operand: descriptor 0x{value:016x} with a layout or base offset that the simulator does not define\n    at {ins.where()}")
+    return Descriptor((value & 0x3FFF) << 4, (value >> 16 & 0x3FFF) << 4, (value >> 32 & 0x3FFF) << 4, bits)
+
+
+@lru_cache(maxsize=4096)
+def operand_chunks(desc: Descriptor, rows: int, k_bytes: int, mn_major: bool, itemsize: int) -> np.ndarray:
+    """Absolute 16-byte chunk numbers: (rows, k_bytes / 16) K-major, (K, rows * itemsize / 16) MN-major."""
+    width = 1 << desc.bits
+    lead, stride, start = desc.leading >> 4, desc.stride >> 4, desc.start >> 4
+    if not mn_major:
+        r, c = np.arange(rows)[:, None], np.arange(k_bytes // 16)[None, :]
+        at = r % 8 * width + r // 8 * stride + (c if desc.bits else c * lead)
+    else:
+        k, c = np.arange(k_bytes // itemsize)[:, None], np.arange(rows * itemsize // 16)[None, :]
+        if desc.bits:
+            at = k % 8 * width + k // 8 * stride + c % width + c // width * lead
+        else:
+            at = c * stride + k % 8 + k // 8 * lead
+    return swizzle_chunks(start + at, desc.bits)
+
+
+ELEMENTS: dict[str, Any] = {
+    "f16": lambda raw: raw.view(np.float16).astype(np.float32),
+    "bf16": lambda raw: bf16_to_f32(raw.view(np.uint16)),
+    "tf32": lambda raw: (raw.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32),
+    "e4m3": lambda raw: raw.view(ml_dtypes.float8_e4m3fn).astype(np.float32),
+    "e5m2": lambda raw: raw.view(ml_dtypes.float8_e5m2).astype(np.float32),
+    "s8": lambda raw: raw.view(np.int8).astype(np.float32),
+    "u8": lambda raw: raw.view(np.uint8).astype(np.float32),
+}
+ITEMSIZE = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}
+
+
+class SharedOperand:
+    """An A or B operand in shared memory: (rows, K) of ``kind``, 32 bytes of K per instruction."""
+
+    def __init__(self, m: Any, cta: int, desc: Descriptor, rows: int, kind: str, mn_major: bool, what: str, ins: Instruction) -> None:
+        self.m, self.cta, self.desc, self.kind, self.mn_major, self.ins = m, cta, desc, kind, mn_major, ins
+        self.what = what
+        if mn_major and ITEMSIZE[kind] != 2:
+            raise BadOperand(f"bad operand: MN-major operands of {kind} are not defined in the simulator\n    at {ins.where()}")
+        self.chunks = operand_chunks(desc, rows, 32, mn_major, ITEMSIZE[kind])
+        if int(self.chunks.max()) * 16 + 16 > m.smem_bytes:
+            raise BadOperand(
+                f"bad operand: {what} ({desc}) reaches shared 0x{int(self.chunks.max()) * 16 + 16:x}, past the CTA's {m.smem_bytes} bytes\n    at {ins.where()}"
+            )
+
+    def span(self) -> Span:
+        return Span(self.cta, int(self.chunks.min()) * 16, int(self.chunks.max()) * 16 + 16, self.chunks)
+
+    def values(self) -> np.ndarray:
+        """(rows, K) float32."""
+        raw = self.m.smem[self.cta].view(np.uint64).reshape(-1, 2)[self.chunks]
+        if (raw[..., 0] == POISON64).any() and ((raw == POISON64).all(-1)).any():
+            self.m.find("uninitialised", f"{self.what} ({self.desc}) holds shared memory that nothing has written", self.ins)
+        values = ELEMENTS[self.kind](np.ascontiguousarray(raw).reshape(raw.shape[0], -1))
+        return values.T if self.mn_major else values

@@ -1,0 +1,139 @@
+"""mbarrier objects (PTX ISA 9.7.13.15): arrival counts, transaction counts and phases.
+
+The 64-bit object in shared memory is opaque, so the state is kept beside it, by (cta, byte offset).
+A phase completes when its pending arrivals and its tx-count are both zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cutex.sim.errors import BarrierMisuse
+from cutex.sim.ptx import Instruction
+
+if TYPE_CHECKING:
+    from cutex.sim.machine import Machine
+
+MAX_COUNT = (1 << 20) - 1
+
+
+@dataclass
+class MBarrier:
+    expected: int  # arrivals per phase
+    pending: int
+    made: Instruction
+    tx: int = 0
+    phases: int = 0  # completed
+    tx_expected: int = 0  # bytes announced in this phase, and bytes that came
+    tx_arrived: int = 0
+    last: str = "nobody"
+
+
+class MBarriers:
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.clear()
+
+    def clear(self) -> None:
+        self.barriers: dict[tuple[int, int], MBarrier] = {}
+
+    def init(self, cta: int, offset: int, count: int, warp: int, ins: Instruction) -> None:
+        if not 1 <= count <= MAX_COUNT:
+            raise BarrierMisuse(f"barrier misuse: mbarrier.init with count {count}; it takes 1..{MAX_COUNT}\n    at {ins.where()}")
+        old = self.barriers.get((cta, offset))
+        if old is not None and (old.pending != old.expected or old.tx or (cta, offset) in self.machine.sleepers):
+            raise BarrierMisuse(
+                f"barrier misuse: {self.machine.name_warp(warp)} initialises {self.name(cta, offset)} again while it is in use\n"
+                f"    at {ins.where()}"
+            )
+        self.barriers[cta, offset] = MBarrier(count, count, ins)
+        self.machine.progress += 1
+
+    def invalidate(self, cta: int, offset: int, ins: Instruction) -> None:
+        self.get(cta, offset, ins)
+        del self.barriers[cta, offset]
+
+    def get(self, cta: int, offset: int, ins: Instruction) -> MBarrier:
+        barrier = self.barriers.get((cta, offset))
+        if barrier is None:
+            raise BarrierMisuse(
+                f"barrier misuse: no mbarrier was initialised at shared 0x{offset:x} of {self.machine.name_cta(cta)}\n    at {ins.where()}"
+            )
+        return barrier
+
+    def arrive(self, cta: int, offset: int, count: int, who: str, ins: Instruction, drop: bool = False) -> None:
+        barrier = self.get(cta, offset, ins)
+        barrier.last = f"{who} at {ins.where()}"
+        if count > barrier.pending:
+            raise BarrierMisuse(
+                f"barrier misuse: {who} arrives {count} time{'s' if count > 1 else ''} on {self.name(cta, offset)}, "
+                f"which expects only {barrier.pending} more of {barrier.expected} in phase {barrier.phases}\n    at {ins.where()}"
+            )
+        barrier.pending -= count
+        if drop:
+            barrier.expected -= count
+        self._advance(cta, offset, barrier)
+
+    def expect_tx(self, cta: int, offset: int, size: int, who: str, ins: Instruction) -> None:
+        barrier = self.get(cta, offset, ins)
+        barrier.tx += size
+        barrier.tx_expected += size
+        barrier.last = f"{who} at {ins.where()}"
+        if abs(barrier.tx) > MAX_COUNT:
+            raise BarrierMisuse(
+                f"barrier misuse: tx-count {barrier.tx} of {self.name(cta, offset)} leaves its range of +-{MAX_COUNT}\n    at {ins.where()}"
+            )
+        self._advance(cta, offset, barrier)
+
+    def complete_tx(self, cta: int, offset: int, size: int, who: str, ins: Instruction) -> None:
+        barrier = self.get(cta, offset, ins)
+        barrier.tx -= size
+        barrier.tx_arrived += size
+        barrier.last = f"{who} at {ins.where()}"
+        self._advance(cta, offset, barrier)
+
+    def _advance(self, cta: int, offset: int, barrier: MBarrier) -> None:
+        self.machine.progress += 1
+        if barrier.pending == 0 and barrier.tx == 0:
+            barrier.phases += 1
+            barrier.pending = barrier.expected
+            barrier.tx_expected = barrier.tx_arrived = 0
+            self.machine.wake((cta, offset))
+
+    def passed(self, cta: int, offset: int, parity: int, ins: Instruction) -> bool:
+        """try_wait.parity: has the phase with this parity completed? On a fresh barrier, parity 1 has."""
+        return (self.get(cta, offset, ins).phases & 1) != parity
+
+    def phases(self, cta: int, offset: int) -> int:
+        barrier = self.barriers.get((cta, offset))
+        return barrier.phases if barrier else 0
+
+    def name(self, cta: int, offset: int) -> str:
+        barrier = self.barriers.get((cta, offset))
+        made = ""
+        if barrier is not None:
+            source = barrier.made.source
+            made = f" (initialised at {source[0]}:{source[1]})" if source else f" (initialised at PTX line {barrier.made.line})"
+        return f"mbarrier 0x{offset:x} of {self.machine.name_cta(cta)}{made}"
+
+    def describe(self, cta: int, offset: int) -> str:
+        """State for the deadlock report, with what is wrong with the bytes if something is."""
+        b = self.barriers[cta, offset]
+        text = (
+            f"{self.name(cta, offset)}: {b.phases} phase{'s' if b.phases != 1 else ''} complete, "
+            f"{b.pending} of {b.expected} arrivals pending, tx-count {b.tx}"
+        )
+        if b.tx > 0 and not any(op.signals == (cta, offset) for op in self.machine.flight):
+            text += f" (expect_tx announced {b.tx_expected} bytes, {b.tx_arrived} came and no copy is in flight)"
+        elif b.tx < 0:
+            text += f" ({b.tx_arrived} bytes came, expect_tx announced only {b.tx_expected})"
+        return f"{text}, last touched by {b.last}"
+
+    def leftovers(self) -> list[tuple[str, Instruction]]:
+        """Barriers whose transaction bytes never came out even, for the end of a run."""
+        out = []
+        for (cta, offset), b in self.barriers.items():
+            if b.tx:
+                out.append((f"at the end {self.describe(cta, offset)}", b.made))
+        return out

@@ -1,0 +1,218 @@
+"""The public entry: run a compiled kernel, or any @cute.jit function, on CPU tensors."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from threadpoolctl import ThreadpoolController
+
+from cutex.sim.capture import HostFunction, HostTensor, Launch, c_compiler
+from cutex.sim.errors import Finding, Hazards, SimError
+from cutex.sim.machine import Machine
+from cutex.sim.memory import MODULE_WINDOW, GlobalMemory, Region
+from cutex.sim.ptx import Program, parse
+from cutex.sim.scheduler import ORDERS, Scheduler
+
+_STATE_BYTES = 256 << 20  # registers and shared memory that may be resident at once
+
+
+@dataclass
+class SimReport:
+    """What a simulated run did. ``instructions`` counts warp-instructions, ``counts`` them by opcode."""
+
+    findings: list[Finding] = field(default_factory=list)
+    instructions: int = 0
+    launches: int = 0
+    ctas: int = 0
+    seconds: float = 0.0
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+def simulate(
+    compiled: Any,
+    *tensors: Any,
+    order: str = "fifo",
+    seed: int = 0,
+    arch: str = "sm_100a",
+    raise_findings: bool = True,
+) -> SimReport:
+    """Runs a kernel on the CPU: its real host code, its real PTX, every warp, barrier, TMA copy and MMA.
+
+    compiled: a `cutex.compile.Compiled`; or what ``cute.compile`` returned with TVM-FFI and KeepPTX on; or a
+        ``@cute.jit`` function (or an object with a jitted ``__call__``), which is compiled for ``arch`` first.
+    tensors: CPU torch tensors or numpy arrays of any shape and strides, written in place; also int, float, None.
+    order: "fifo" (deterministic; copies and MMAs complete as late as the program allows) or "random", from ``seed``.
+
+    Returns a SimReport. Raises Deadlock, BadAddress, BarrierMisuse, BadOperand, UnknownInstruction, each with a report;
+    Hazards after a run with findings (unless ``raise_findings`` is False: then they are in the report); NoCompiler
+    without a C compiler; TypeError or ValueError when the host code refuses the arguments.
+    """
+    if order not in ORDERS:
+        raise ValueError(f"order {order!r}: takes one of {', '.join(ORDERS)}")
+    c_compiler()
+    started = time.perf_counter()
+    host, programs = _load(compiled, tensors, arch)
+    names = getattr(compiled, "argument_names", None) or _names(len(tensors))
+    arguments = [HostTensor.of(t, n) or t for t, n in zip(tensors, names, strict=False)]
+    report = SimReport()
+    counts: Counter[str] = Counter()
+    findings: dict[tuple[str, str], Finding] = {}
+
+    def launch(what: Launch) -> None:
+        memory = GlobalMemory()
+        for a in arguments:
+            if isinstance(a, HostTensor):
+                memory.add_tensor(a)
+        _run_launch(programs, what, memory, order, seed + report.launches, report, counts, findings)
+
+    # NOTE: products are small here; one BLAS thread is faster than several that wait for each other
+    with _blas().limit(limits=1, user_api="blas"):
+        host([a for a in arguments if not _is_stream(a)], launch)
+    report.counts = dict(counts.most_common())
+    report.findings = list(findings.values())
+    report.seconds = time.perf_counter() - started
+    if report.findings and raise_findings:
+        raise Hazards(report.findings)
+    return report
+
+
+@cache
+def _blas() -> ThreadpoolController:
+    return ThreadpoolController()
+
+
+def _run_launch(
+    programs: dict[str, Program],
+    what: Launch,
+    memory: GlobalMemory,
+    order: str,
+    seed: int,
+    report: SimReport,
+    counts: Counter[str],
+    findings: dict[tuple[str, str], Finding],
+) -> None:
+    program = programs.get(what.kernel)
+    if program is None:
+        raise SimError(f"the host code launches {what.kernel}, which is not in the PTX ({', '.join(programs)})")
+    params = np.zeros(-(-program.param_bytes // 64) * 64 + 64, np.uint8)
+    for p, raw in zip(program.params, what.param_bytes([p.size for p in program.params]), strict=True):
+        params[p.offset : p.offset + p.size] = np.frombuffer(raw, np.uint8)
+    total = what.grid[0] * what.grid[1] * what.grid[2]
+    _check_launch(program, what)
+    cluster = what.cluster[0] * what.cluster[1] * what.cluster[2]
+    num_ctas = _resident(program, what, total, cluster)
+    machine = Machine(
+        program, what.grid, what.block, what.cluster, what.smem, memory, params, num_ctas, seed if order == "random" else None
+    )
+    _add_module_variables(machine)
+    scheduler = Scheduler(machine, order)
+    starts = list(range(0, total, num_ctas))
+    if order == "random":
+        machine.random.shuffle(starts)
+    for first in starts:
+        machine.load_ctas(first, min(num_ctas, total - first))
+        scheduler.run()
+        scheduler.leftovers()
+    report.launches += 1
+    report.ctas += total
+    report.instructions += int(scheduler.executed.sum())
+    for ins, n in zip(program.code, scheduler.executed.tolist(), strict=True):
+        if n:
+            counts[ins.op] += n
+    for finding in machine.findings.values():
+        findings.setdefault((finding.rule, finding.where), finding)
+
+
+def _check_launch(program: Program, what: Launch) -> None:
+    """What a driver refuses: empty or oversized dimensions, clusters that do not divide the grid."""
+    threads = what.block[0] * what.block[1] * what.block[2]
+    if min(what.grid) < 1 or threads < 1 or threads > 1024:
+        raise ValueError(f"launch of {what.kernel}: grid {what.grid} or block {what.block} is not a valid size")
+    if program.max_threads and threads > program.max_threads:
+        raise ValueError(f"launch of {what.kernel}: {threads} threads, compiled for at most {program.max_threads}")
+    if any(g % c for g, c in zip(what.grid, what.cluster, strict=True)):
+        raise ValueError(f"launch of {what.kernel}: grid {what.grid} is no multiple of the cluster {what.cluster}")
+    if what.smem > 232448:
+        raise ValueError(f"launch of {what.kernel}: {what.smem} bytes of shared memory, an SM gives a CTA at most 232448")
+
+
+def _resident(program: Program, what: Launch, total: int, cluster: int) -> int:
+    """CTAs that run side by side: whole clusters, as many as the state budget holds."""
+    warps = -(-what.block[0] * what.block[1] * what.block[2] // 32)
+    registers = sum(count * 32 * max(bank // 8, 1) for bank, count in program.registers.items())
+    per_cta = warps * registers + what.smem + 2048
+    per_cta += 4 * 128 * 512 if "sm_10" in program.target else 0
+    return min(total, max(1, min(_STATE_BYTES // per_cta, 160) // cluster) * cluster)
+
+
+def _add_module_variables(machine: Machine) -> None:
+    variables = [v for v in machine.program.variables.values() if v.space in ("global", "const")]
+    if variables:
+        data = np.zeros(max(machine.offsets[v.name] + v.size for v in variables), np.uint8)
+        for v in variables:
+            if v.init:
+                at = machine.offsets[v.name]
+                data[at : at + v.size] = np.frombuffer(v.init, np.uint8)
+        machine.memory.add(Region("module variables", MODULE_WINDOW, data))
+
+
+def _names(count: int) -> Sequence[str]:
+    return [f"argument {i}" for i in range(count)]
+
+
+def _is_stream(argument: Any) -> bool:
+    return type(argument).__name__ in ("CUstream", "_FakeStream")
+
+
+def _load(compiled: Any, tensors: Sequence[Any], arch: str) -> tuple[HostFunction, dict[str, Program]]:
+    """The linked host half and the parsed PTX of whatever the caller has."""
+    cached = getattr(compiled, "_cutex_sim", None)
+    if cached is not None:
+        return cached
+    if hasattr(compiled, "object_path") and hasattr(compiled, "symbol"):
+        loaded = HostFunction(Path(compiled.object_path), compiled.symbol), parse(compiled.ptx)
+    else:
+        if not hasattr(compiled, "export_to_c"):
+            compiled = _compile(compiled, tensors, arch)
+        ptx = getattr(compiled, "__ptx__", None)
+        if not ptx:
+            raise TypeError("the compiled function carries no PTX: compile it with cute.KeepPTX(True), or pass the @cute.jit function")
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "kernel.o"
+            compiled.export_to_c(str(path), "kernel")
+            loaded = HostFunction(path, "kernel"), parse(ptx)
+    try:
+        compiled._cutex_sim = loaded
+    except (AttributeError, TypeError):
+        pass
+    return loaded
+
+
+def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:
+    """Compiles a jitted function for ``arch`` with the layouts of ``tensors``; needs no GPU."""
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import from_dlpack, make_fake_stream
+
+    if not callable(function):
+        raise TypeError(f"simulate takes a compiled kernel or a @cute.jit function, got {type(function).__name__}")
+    arguments = []
+    for i, t in enumerate(tensors):
+        host = HostTensor.of(t, f"argument {i}")
+        if host is not None:
+            align = next(a for a in (128, 64, 32, 16, 8, 4, 2, 1) if host.address % a == 0)
+            arguments.append(from_dlpack(t, assumed_align=max(min(align, 32), host.itemsize), enable_tvm_ffi=True))
+        elif _is_stream(t):
+            arguments.append(make_fake_stream(use_tvm_ffi_env_stream=True))
+        else:
+            arguments.append(t)
+    with tempfile.TemporaryDirectory() as folder:
+        options = (cute.GPUArch(arch), cute.EnableTVMFFI(True), cute.KeepPTX(True), cute.GenerateLineInfo(True), cute.DumpDir(folder))
+        return cute.compile[options](function, *arguments)

@@ -1,0 +1,395 @@
+"""Synchronisation (PTX ISA 9.7.13): bar, barrier.cluster, fences, mbarrier, mapa, setmaxnreg, griddepcontrol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from cutex.sim.decode import Decoder, Execute, instruction
+from cutex.sim.errors import BarrierMisuse
+from cutex.sim.machine import ARRIVED, RETRY, Batch, Machine, Wait
+from cutex.sim.memory import SHARED_WINDOW
+from cutex.sim.ptx import Address
+
+
+def require_whole_warp(d: Decoder, b: Batch) -> None:
+    """Instructions marked .aligned: all live lanes of the warp, or BarrierMisuse."""
+    if b.mask is None:
+        return
+    live = d.m.live[b.idx]
+    partial = (live & ~b.mask).any(1) & b.mask.any(1)
+    if partial.any():
+        row = int(np.nonzero(partial)[0][0])
+        here = ",".join(map(str, np.nonzero(b.mask[row])[0]))
+        raise BarrierMisuse(
+            f"barrier misuse: {d.m.name_warp(int(b.idx[row]))} executes {d.ins.op} with lanes {here} only, "
+            f"but it is .aligned: all lanes must\n    at {d.ins.where()}"
+        )
+
+
+# -- named barriers ---------------------------------------------------------------------------------------------------
+
+
+@instruction("bar", "barrier.sync", "barrier.arrive", "barrier.cta")
+def bar(d: Decoder) -> Execute:
+    """9.7.13.1: barrier ``id`` completes when ``count`` threads (all that live, if not given) have arrived."""
+    if d.parts[1] == "warp":
+        return lambda b: None  # NOTE: lanes of a warp run together here, so bar.warp.sync has nothing to wait for
+    d.only("sync", "arrive", "cta", "aligned")
+    arrive_only = "arrive" in d.mods
+    number = d.src(0, "u32")
+    count = d.src(1, "u32") if len(d) > 1 else None
+    m, ins = d.m, d.ins
+
+    def execute(b: Batch) -> np.ndarray | None:
+        require_whole_warp(d, b)
+        ids = b.one(number(b))
+        counts = b.one(count(b)) if count else None
+        active = b.any_active()
+        out = np.zeros(b.n, np.int8)
+        m.progress += 1
+        for row in np.nonzero(active)[0]:
+            warp = int(b.idx[row])
+            key = (int(m.warp_cta[warp]), int(ids[row]))
+            expected = int(counts[row]) if counts is not None else 0
+            if not _arrive(d, warp, key, expected) and not arrive_only:
+                out[row] = ARRIVED
+                tell = _teller(m, key)
+                m.sleep(warp, Wait("barrier", ("bar", *key), ins, tell))
+        return out
+
+    return execute
+
+
+def _teller(m: Machine, key: tuple[int, int]) -> Callable[[], str]:
+    def tell() -> str:
+        state = m.named[key]
+        expected = state["expected"] or _live_threads(m, key[0])
+        return f"named barrier {key[1]} of {m.name_cta(key[0])}: {state['arrived']} of {expected} threads have arrived"
+
+    return tell
+
+
+def _live_threads(m: Machine, cta: int) -> int:
+    return 32 * int(m.live[(m.warp_cta == cta)].any(1).sum())
+
+
+def _arrive(d: Decoder, warp: int, key: tuple[int, int], expected: int) -> bool:
+    """One warp arrives; True if that completes the barrier (everybody else is then woken)."""
+    m = d.m
+    if key[1] > 15:
+        raise BarrierMisuse(f"barrier misuse: barrier {key[1]} does not exist (0..15)\n    at {d.ins.where()}")
+    if expected % 32:
+        raise BarrierMisuse(
+            f"barrier misuse: a thread count of {expected} is no multiple of the warp size\n    at {d.ins.where()}"
+        )
+    state = m.named.setdefault(key, {"arrived": 0, "expected": 0})
+    if state["arrived"] and state["expected"] != expected:
+        raise BarrierMisuse(
+            f"barrier misuse: {m.name_warp(warp)} arrives at barrier {key[1]} with a count of {expected or 'all'} threads, "
+            f"others with {state['expected'] or 'all'}\n    at {d.ins.where()}"
+        )
+    state["expected"] = expected
+    state["arrived"] += 32
+    return release_if_full(m, key)
+
+
+def release_if_full(m: Machine, key: tuple[int, int]) -> bool:
+    state = m.named[key]
+    if state["arrived"] < (state["expected"] or _live_threads(m, key[0])):
+        return False
+    state["arrived"] = 0
+    m.wake(("bar", *key))
+    return True
+
+
+# -- clusters -----------------------------------------------------------------------------------------------------------
+
+
+@instruction("barrier.cluster")
+def barrier_cluster(d: Decoder) -> Execute:
+    """9.7.13.4: all threads of the cluster arrive; each warp waits for the phase in which it arrived."""
+    d.only("cluster", "arrive", "wait", "release", "relaxed", "acquire", "aligned")
+    m, ins = d.m, d.ins
+    arrive = "arrive" in d.mods
+
+    def execute(b: Batch) -> np.ndarray | None:
+        require_whole_warp(d, b)
+        out = np.zeros(b.n, np.int8)
+        for row in np.nonzero(b.any_active())[0]:
+            warp = int(b.idx[row])
+            which = int(m.warp_cta[warp]) // m.cluster_size
+            state = m.cluster_arrivals.setdefault(which, {"arrived": set(), "phase": 0})
+            if arrive:
+                m.progress += 1
+                state["arrived"].add(warp)
+                m.cluster_phase[warp] = state["phase"]
+                release_cluster(m, which)
+            elif state["phase"] == m.cluster_phase[warp]:
+                out[row] = RETRY
+                m.sleep(warp, Wait("cluster barrier", ("cluster", which), ins, _cluster_teller(m, which)))
+        return out
+
+    return execute
+
+
+def release_cluster(m: Machine, which: int) -> None:
+    """Completes the phase when every live warp of the cluster has arrived."""
+    state = m.cluster_arrivals[which]
+    warps = np.nonzero((m.warp_cta // m.cluster_size == which) & m.live.any(1))[0]
+    if state["arrived"] and set(map(int, warps)) <= state["arrived"]:
+        state["arrived"] = set()
+        state["phase"] += 1
+        m.wake(("cluster", which))
+
+
+def _cluster_teller(m: Machine, which: int) -> Callable[[], str]:
+    def tell() -> str:
+        warps = np.nonzero((m.warp_cta // m.cluster_size == which) & m.live.any(1))[0]
+        absent = [w for w in map(int, warps) if w not in m.cluster_arrivals[which]["arrived"]]
+        return f"the cluster barrier, at which {', '.join(m.name_warp(w) for w in absent[:4])} has not arrived"
+
+    return tell
+
+
+@instruction("mapa")
+def mapa(d: Decoder) -> Execute:
+    """9.7.9.23: the same offset in CTA ``rank`` of the cluster."""
+    a, rank, write = d.src(1), d.src(2, "u32"), d.dst()
+    wide = d.type == "u64"
+
+    def execute(b: Batch) -> None:
+        x = np.asarray(a(b)).astype(np.uint64) & np.uint64(0xFFFFFF)
+        out = x | np.asarray(rank(b)).astype(np.uint64) << np.uint64(24)
+        write(b, (out | np.uint64(SHARED_WINDOW)) if wide and "shared" not in d.mods else out)
+
+    return execute
+
+
+@instruction("getctarank")
+def getctarank(d: Decoder) -> Execute:
+    """9.7.9.24"""
+    a, write = d.src(1), d.dst(0, "u32")
+    return lambda b: write(b, np.asarray(a(b)).astype(np.uint64) >> np.uint64(24) & np.uint64(0xF))
+
+
+@instruction("fence", "membar")
+def fence(d: Decoder) -> Execute:
+    """9.7.13.5: memory is sequentially consistent here, so fences change no value."""
+    return lambda b: None
+
+
+@instruction("griddepcontrol")
+def griddepcontrol(d: Decoder) -> Execute:
+    """9.7.13.13: launches run one after another, so the grids before are complete."""
+    return lambda b: None
+
+
+@instruction("nanosleep", "pmevent")
+def nanosleep(d: Decoder) -> Execute:
+    """9.7.19"""
+    return lambda b: None
+
+
+@instruction("setmaxnreg")
+def setmaxnreg(d: Decoder) -> Execute:
+    """9.7.19.5: .inc waits until the CTA's pool has the registers that .dec gave back.
+
+    A CTA starts with 65536 / threads registers per thread, rounded down to 8, as ptxas allots with one CTA per SM.
+    """
+    d.only("inc", "dec", "sync", "aligned")
+    count, m, ins = d.ins.operands[0], d.m, d.ins
+    wanted = int(count.value)  # type: ignore[union-attr]
+    if wanted % 8 or not 24 <= wanted <= 256:
+        raise BarrierMisuse(f"barrier misuse: setmaxnreg {wanted}: takes 24..256 in steps of 8\n    at {ins.where()}")
+    start = min(65536 // (m.warps_per_cta * 32) // 8 * 8, 248)
+
+    def execute(b: Batch) -> np.ndarray | None:
+        require_whole_warp(d, b)
+        out = np.zeros(b.n, np.int8)
+        for row in np.nonzero(b.any_active())[0]:
+            warp = int(b.idx[row])
+            cta = int(m.warp_cta[warp])
+            pool = m.register_pool.setdefault(cta, {"free": 65536 - start * 32 * m.warps_per_cta, "has": {}})
+            has = pool["has"].get(warp, start)
+            need = 32 * (wanted - has)
+            if need > pool["free"]:
+                out[row] = RETRY
+                m.sleep(warp, Wait("registers", ("registers", cta), ins, lambda p=pool, n=need: f"setmaxnreg.inc: {n} registers wanted, {p['free']} free in the CTA's pool"))
+                continue
+            pool["free"] -= need
+            pool["has"][warp] = wanted
+            if need < 0:
+                m.progress += 1
+                m.wake(("registers", cta))
+        return out
+
+    return execute
+
+
+# -- mbarrier -----------------------------------------------------------------------------------------------------------
+
+
+class _Barrier:
+    """The mbarrier operand: per active lane of each warp, (row, lane, cta, offset)."""
+
+    def __init__(self, d: Decoder, operand: int) -> None:
+        self.d, self.address = d, d.address(operand)
+
+    def by_warp(self, b: Batch, values: np.ndarray) -> Iterator[tuple[int, np.ndarray, int, int]]:
+        """Groups the active lanes of each warp that name the same barrier and value: (row, lanes, cta, offset)."""
+        addresses = np.broadcast_to(self.address(b), (b.n, 32)) & np.uint64(SHARED_WINDOW - 1)
+        active = b.active()
+        first = b.first_lane()
+        row = np.arange(b.n)
+        lead, value = addresses[row, first], values[row, first]
+        same = ((addresses == lead[:, None]) & (values == value[:, None])) | ~active
+        rows = np.nonzero(active.any(1))[0]
+        cta, offset = self.d.m.shared_location(b.idx, lead)
+        self.d.m.check_shared(b.idx[rows], first[rows], cta[rows], offset[rows], 8, self.d.ins)
+        for r in rows.tolist():
+            if same[r].all():
+                yield r, np.nonzero(active[r])[0], int(cta[r]), int(offset[r])
+            else:
+                raise self.d.unknown("lanes of one warp wait on different barriers")
+
+    def each(self, b: Batch) -> Iterator[tuple[int, int, int, int]]:
+        addresses = np.broadcast_to(self.address(b), (b.n, 32)) & np.uint64(SHARED_WINDOW - 1)
+        rows, lanes = np.nonzero(b.active())
+        if not len(rows):
+            return
+        warps = b.idx[rows]
+        flat = addresses[rows, lanes]
+        cta, offset = self.d.m.shared_location(warps, flat)
+        self.d.m.check_shared(warps, lanes, cta, offset, 8, self.d.ins)
+        yield from zip(rows.tolist(), lanes.tolist(), cta.tolist(), offset.tolist(), strict=True)
+
+
+_MBARRIER_MODS = (
+    "shared", "cta", "cluster", "release", "acquire", "relaxed", "parity", "expect_tx", "noComplete", "init", "inval", "arrive",
+    "arrive_drop", "test_wait", "try_wait", "complete_tx", "bytes", "gpu",
+)  # fmt: skip
+
+
+@instruction("mbarrier.init")
+def mbarrier_init(d: Decoder) -> Execute:
+    """9.7.13.15.9"""
+    barrier, count = _Barrier(d, 0), d.src(1, "u32")
+
+    def execute(b: Batch) -> None:
+        counts = np.broadcast_to(count(b), (b.n, 32))
+        for row, lane, cta, offset in barrier.each(b):
+            d.m.mbarriers.init(cta, offset, int(counts[row, lane]), int(b.idx[row]), d.ins)
+
+    return execute
+
+
+@instruction("mbarrier.inval")
+def mbarrier_inval(d: Decoder) -> Execute:
+    """9.7.13.15.10"""
+    barrier = _Barrier(d, 0)
+
+    def execute(b: Batch) -> None:
+        for _, _, cta, offset in barrier.each(b):
+            d.m.mbarriers.invalidate(cta, offset, d.ins)
+
+    return execute
+
+
+@instruction("mbarrier.arrive", "mbarrier.arrive_drop")
+def mbarrier_arrive(d: Decoder) -> Execute:
+    """9.7.13.15.13, 9.7.13.15.14: .expect_tx raises the tx-count first, then arrives once."""
+    d.only(*_MBARRIER_MODS)
+    operands = d.ins.operands
+    at = next(i for i, o in enumerate(operands) if isinstance(o, Address))
+    barrier = _Barrier(d, at)
+    amount = d.src(at + 1, "u32") if len(operands) > at + 1 else None
+    state = d.dst(0, "b64") if at == 1 else None
+    expect, drop = "expect_tx" in d.mods, "arrive_drop" in d.mods
+
+    def execute(b: Batch) -> None:
+        amounts = np.broadcast_to(amount(b), (b.n, 32)) if amount else None
+        tokens = np.zeros((b.n, 32), np.uint64)
+        for row, lane, cta, offset in barrier.each(b):
+            who = f"{d.m.name_warp(int(b.idx[row]))} lane {lane}"
+            n = int(amounts[row, lane]) if amounts is not None else 1
+            tokens[row, lane] = d.m.mbarriers.phases(cta, offset)
+            if expect:
+                # NOTE: tx first, or a phase whose bytes have come could complete on the arrival alone
+                d.m.mbarriers.get(cta, offset, d.ins)
+                d.m.mbarriers.expect_tx(cta, offset, n, who, d.ins)
+                n = 1
+            d.m.mbarriers.arrive(cta, offset, n, who, d.ins, drop)
+        if state:
+            state(b, tokens)
+
+    return execute
+
+
+@instruction("mbarrier.expect_tx", "mbarrier.complete_tx")
+def mbarrier_tx(d: Decoder) -> Execute:
+    """9.7.13.15.11, 9.7.13.15.12"""
+    d.only(*_MBARRIER_MODS)
+    barrier, size = _Barrier(d, 0), d.src(1, "u32")
+    change = d.m.mbarriers.expect_tx if d.parts[1] == "expect_tx" else d.m.mbarriers.complete_tx
+
+    def execute(b: Batch) -> None:
+        sizes = np.broadcast_to(size(b), (b.n, 32))
+        for row, lane, cta, offset in barrier.each(b):
+            change(cta, offset, int(sizes[row, lane]), d.m.name_warp(int(b.idx[row])), d.ins)
+
+    return execute
+
+
+@instruction("mbarrier.try_wait", "mbarrier.test_wait")
+def mbarrier_wait(d: Decoder) -> Execute:
+    """9.7.13.15.16: true if the phase of that parity (or token) has completed; try_wait may sleep until then."""
+    d.only(*_MBARRIER_MODS)
+    barrier, write = _Barrier(d, 1), d.dst(0, "pred")
+    by_parity = "parity" in d.mods
+    expected = d.src(2, "u32" if by_parity else "b64")
+    may_sleep = d.parts[1] == "try_wait"
+    m, ins = d.m, d.ins
+
+    def passed(cta: int, offset: int, value: int) -> bool:
+        if by_parity:
+            return m.mbarriers.passed(cta, offset, value & 1, ins)
+        return m.mbarriers.get(cta, offset, ins).phases > value
+
+    def execute(b: Batch) -> np.ndarray | None:
+        values = np.broadcast_to(expected(b), (b.n, 32))
+        result = np.zeros((b.n, 32), bool)
+        out = np.zeros(b.n, np.int8)
+        failed = False
+        for row, lanes, cta, offset in barrier.by_warp(b, values):
+            warp, value = int(b.idx[row]), int(values[row, lanes[0]])
+            if passed(cta, offset, value):
+                result[row, lanes] = True
+                if by_parity:
+                    m.last_wait[warp][cta, offset] = (value & 1, m.mbarriers.phases(cta, offset), ins)
+            elif may_sleep and not m.timed_out[warp]:
+                out[row] = RETRY
+                failed = True
+                m.sleep(warp, Wait("mbarrier", (cta, offset), ins, _mbarrier_teller(m, cta, offset, value, by_parity)))
+            else:
+                m.timed_out[warp] = False
+        if failed:
+            keep = out == 0
+            write(Batch(b.idx[keep], None if b.mask is None else b.mask[keep]), result[keep])
+            return out
+        write(b, result)
+        return None
+
+    return execute
+
+
+def _mbarrier_teller(m: Machine, cta: int, offset: int, value: int, by_parity: bool) -> Callable[[], str]:
+    what = f"parity {value & 1}" if by_parity else f"phase {value}"
+    return lambda: f"waits for {what} of {m.mbarriers.describe(cta, offset)}"
+
+
+@instruction("mbarrier.pending_count")
+def mbarrier_pending(d: Decoder) -> Execute:
+    """9.7.13.15.17"""
+    raise d.unknown()

@@ -1,0 +1,120 @@
+"""The 128-byte CUtensorMap, decoded, and the addresses of a box.
+
+NVIDIA documents the tensor map as opaque. The layout here was established from descriptors made by the DSL and the
+driver, from the immediates of ``tensormap.replace``, and by loading hand-made descriptors on an H200; only the first
+64 bytes are used in tiled mode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from cutex.sim.errors import BadOperand
+
+MAP_BYTES = 128
+_TYPE_BYTES = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 4, 9: 8, 10: 2}
+_F32, _F32_FTZ = 7, 8
+_TYPE_NAMES = {0: "u8", 1: "u16", 2: "u32", 3: "s32", 4: "u64", 5: "s64", 6: "f16", 7: "f32", 8: "f32.ftz", 9: "f64", 10: "bf16"}
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """Dimensions, strides and box, innermost first; strides in bytes, ``strides[0]`` the element's size."""
+
+    address: int
+    kind: int
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    steps: tuple[int, ...]  # element strides
+    swizzle: int  # 0 none, 1 32 B, 2 64 B, 3 128 B
+    nan_fill: bool
+    tf32: bool
+
+    @property
+    def itemsize(self) -> int:
+        return self.strides[0]
+
+    @property
+    def rank(self) -> int:
+        return len(self.dims)
+
+    @property
+    def traversed(self) -> tuple[int, ...]:
+        """Elements that a copy moves along each dimension; the innermost element stride is ignored by hardware."""
+        return (self.box[0], *(-(-b // s) for b, s in zip(self.box[1:], self.steps[1:], strict=True)))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one box in shared memory, out-of-bounds elements included: what complete_tx counts."""
+        n = self.itemsize
+        for b in self.traversed:
+            n *= b
+        return n
+
+    def __str__(self) -> str:
+        return f"{_TYPE_NAMES[self.kind]} tensor {'x'.join(map(str, reversed(self.dims)))}, box {'x'.join(map(str, reversed(self.box)))}"
+
+
+@lru_cache(maxsize=4096)
+def decode_map(raw: bytes) -> TensorMap:
+    """Decodes a tiled-mode tensor map. Raises BadOperand for what is not one."""
+    w = np.frombuffer(raw[:64], np.uint32).astype(np.int64)
+    flags = int(w[2])
+    rank, kind = (flags >> 4 & 7) + 1, flags >> 7 & 15
+    if flags >> 11 & 3:
+        raise BadOperand("bad operand: tensor map with interleave, which the simulator does not define")
+    if kind not in _TYPE_BYTES or rank > 5 or flags >> 22 & 1:
+        raise BadOperand(f"bad operand: not a tensor map that the simulator knows (type {kind}, rank {rank})")
+    if flags >> 13 & 3 == 3 and flags >> 19 & 3:
+        raise BadOperand("bad operand: tensor map with a 128-byte swizzle of 32 or 64 byte atoms, which the simulator does not define")
+    itemsize = _TYPE_BYTES[kind]
+    strides = [itemsize]
+    for i in range(rank - 1):
+        strides.append((int(w[3 + i]) | (int(w[7]) >> (4 * i) & 15) << 32) << 4)
+    box = [(int(w[13]) >> 24 & 255) + 1] + [(int(w[14]) >> 8 * i & 255) + 1 for i in range(rank - 1)]
+    return TensorMap(
+        address=int(w[0]) | int(w[1]) << 32,
+        kind=kind,
+        dims=tuple(int(w[8 + i]) + 1 for i in range(rank)),
+        strides=tuple(strides),
+        box=tuple(box),
+        steps=tuple((int(w[13]) >> 3 * i & 7) + 1 for i in range(rank)),
+        swizzle=flags >> 13 & 3,
+        nan_fill=bool(flags >> 15 & 1),
+        tf32=bool(flags >> 16 & 1),
+    )
+
+
+def swizzle_chunks(chunks: np.ndarray, bits: int) -> np.ndarray:
+    """XOR of the swizzle on 16-byte chunk numbers (byte address / 16): 3 bits for 128 B, 2 for 64 B, 1 for 32 B."""
+    if bits == 0:
+        return chunks
+    return chunks ^ (chunks >> 3 & ((1 << bits) - 1))
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """The part of a box that lies inside the tensor: slices of the box, innermost first, and where it starts."""
+
+    slices: tuple[slice, ...]
+    offset: int  # bytes from the tensor's address
+
+    @property
+    def empty(self) -> bool:
+        return any(s.start >= s.stop for s in self.slices)
+
+
+def overlap(tmap: TensorMap, at: tuple[int, ...]) -> Overlap:
+    slices, offset = [], 0
+    for i in range(tmap.rank):
+        step = tmap.steps[i] if i else 1
+        count = tmap.traversed[i]
+        first = max(0, -(at[i] // step)) if at[i] < 0 else 0
+        last = min(count, max(0, -(-(tmap.dims[i] - at[i]) // step)))
+        slices.append(slice(first, last))
+        offset += (at[i] + first * step) * tmap.strides[i]
+    return Overlap(tuple(slices), offset)

@@ -1,0 +1,385 @@
+"""The tensor memory accelerator (PTX ISA 9.7.9.25-27): bulk and bulk-tensor copies, bulk groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cutex.sim.decode import Decoder, Execute, instruction
+from cutex.sim.errors import BadOperand
+from cutex.sim.flight import Operation, Span
+from cutex.sim.machine import RETRY, Batch, Machine, Wait
+from cutex.sim.memory import PARAM_WINDOW, SHARED_WINDOW
+from cutex.sim.ptx import Address
+from cutex.sim.tensormap import MAP_BYTES, Overlap, TensorMap, decode_map, overlap, swizzle_chunks
+
+_MODS = (
+    "async", "bulk", "tensor", "1d", "2d", "3d", "4d", "5d", "shared", "cta", "cluster", "global", "tile", "mbarrier", "complete_tx",
+    "bytes", "L2", "cache_hint", "bulk_group", "multicast", "reduce", "add", "min", "max", "inc", "dec", "and", "or", "xor",
+)  # fmt: skip
+
+
+def read_map(d: Decoder, address: int) -> TensorMap:
+    m = d.m
+    if address & (63):
+        raise BadOperand(f"bad operand: tensor map at 0x{address:x} is not 64-byte aligned\n    at {d.ins.where()}")
+    if address & PARAM_WINDOW:
+        at = address & (PARAM_WINDOW - 1)
+        raw = m.params[at : at + MAP_BYTES].tobytes()
+    else:
+        raw = m.memory.view(address, MAP_BYTES, f"the tensor map of {d.ins.op}").tobytes()
+    return decode_map(raw)
+
+
+def _lanes(b: Batch) -> list[tuple[int, int]]:
+    rows, lanes = np.nonzero(b.active())
+    return list(zip(rows.tolist(), lanes.tolist(), strict=True))
+
+
+class _Value:
+    """One operand, read per lane."""
+
+    def __init__(self, read: Any) -> None:
+        self.read = read
+
+    def __call__(self, b: Batch) -> np.ndarray:
+        return np.broadcast_to(self.read(b), (b.n, 32))
+
+
+@instruction("cp.async")
+def bulk_copy(d: Decoder) -> Execute:
+    """9.7.9.25.4, 9.7.9.27: routes to the form at hand."""
+    if "bulk" not in d.mods:
+        raise d.unknown("non-bulk cp.async")
+    if "commit_group" in d.mods:
+        return _commit_group(d)
+    if "wait_group" in d.mods:
+        return _wait_group(d)
+    if "prefetch" in d.mods:
+        return lambda b: None
+    d.only(*_MODS)
+    to_shared = d.ins.op.split("global")[0].find("shared") >= 0
+    if "tensor" in d.mods:
+        return _tensor_load(d) if to_shared else _tensor_store(d, None)
+    return _plain_load(d) if to_shared else _plain_store(d)
+
+
+@instruction("cp.reduce")
+def bulk_reduce(d: Decoder) -> Execute:
+    """9.7.9.27.3: a tensor store that combines element by element."""
+    d.only(*_MODS, "reduce")
+    if "tensor" not in d.mods:
+        raise d.unknown()
+    name = next(n for n in ("add", "min", "max", "and", "or", "xor") if n in d.mods)
+    return _tensor_store(d, name)
+
+
+def _shared(d: Decoder, b: Batch, row: int, lane: int, address: int, size: int, align: int) -> tuple[int, int]:
+    """(cta, offset) of ``size`` bytes; raises BadAddress outside shared memory and BadOperand where misaligned."""
+    warp = np.array([b.idx[row]])
+    cta, offset = d.m.shared_location(warp, np.array([address & (SHARED_WINDOW - 1)], np.uint64))
+    d.m.check_shared(warp, np.array([lane]), cta, offset, 1, d.ins)
+    if size:
+        d.m.check_shared(warp, np.array([lane]), cta, offset + size - 1, 1, d.ins)
+    if int(offset[0]) % align:
+        raise BadOperand(
+            f"bad operand: {d.m.name_warp(int(warp[0]))} copies to shared 0x{int(offset[0]):x}, which is not {align}-byte aligned\n    at {d.ins.where()}"
+        )
+    return int(cta[0]), int(offset[0])
+
+
+def _targets(d: Decoder, cta: int, mask: int | None) -> list[int]:
+    """CTAs that a (multicast) copy writes."""
+    if mask is None:
+        return [cta]
+    first = cta - int(d.m.cta_rank[cta])
+    return [first + r for r in range(d.m.cluster_size) if mask >> r & 1]
+
+
+def _multicast(d: Decoder) -> Callable[[Batch], np.ndarray] | None:
+    if "multicast" not in d.mods:
+        return None
+    last = len(d) - (2 if "cache_hint" in d.mods else 1)
+    return _Value(d.src(last, "u16"))
+
+
+def _tensor_load(d: Decoder) -> Execute:
+    """Global to shared, completing on an mbarrier with the bytes of the whole box."""
+    m, ins = d.m, d.ins
+    to, tmap_at, barrier = _Value(d.address(0)), _Value(d.address(1)), _Value(d.address(2))
+    coordinates = [_Value(c) for c in d.coordinates(1)]
+    multicast = _multicast(d)
+
+    def execute(b: Batch) -> None:
+        t, maps, bars, cs = to(b), tmap_at(b), barrier(b), [c(b) for c in coordinates]
+        masks = multicast(b) if multicast else None
+        for row, lane in _lanes(b):
+            tmap = read_map(d, int(maps[row, lane]))
+            at = tuple(int(c[row, lane]) for c in cs)
+            _check_coordinates(d, tmap, at)
+            align = 128 if tmap.swizzle else 16
+            cta, offset = _shared(d, b, row, lane, int(t[row, lane]), tmap.bytes, 16)
+            if offset % align and tmap.swizzle:
+                m.find("bad operand", f"a swizzled box starts at shared 0x{offset:x}, which is not 128-byte aligned", ins)
+            bar_cta, bar = _shared(d, b, row, lane, int(bars[row, lane]), 8, 8)
+            mask = int(masks[row, lane]) if masks is not None else None
+            for target in _targets(d, cta, mask):
+                signal = (bar_cta if mask is None else target, bar)
+                m.mbarriers.get(*signal, ins)
+                op = Operation(
+                    f"the TMA load of a {tmap}", int(b.idx[row]), ins, ("tma", m.flight.issued, target),
+                    _loader(m, tmap, at, target, offset, signal, ins),
+                    writes=[Span(target, offset, offset + tmap.bytes)], signals=signal,
+                )  # fmt: skip
+                m.flight.issue(op)
+
+    return execute
+
+
+def _check_coordinates(d: Decoder, tmap: TensorMap, at: tuple[int, ...]) -> None:
+    if len(at) != tmap.rank:
+        raise BadOperand(f"bad operand: {len(at)} coordinates for a tensor map of rank {tmap.rank}\n    at {d.ins.where()}")
+    # Seen on an H200: an inner coordinate that is not a multiple of 16 bytes traps.
+    if at[0] * tmap.itemsize % 16:
+        raise BadOperand(
+            f"bad operand: inner coordinate {at[0]} of a {tmap} is not a multiple of 16 bytes: the hardware traps\n    at {d.ins.where()}"
+        )
+
+
+def _window(m: Machine, tmap: TensorMap, part: Overlap, why: str) -> np.ndarray:
+    """The tensor's elements under the box, as a strided view (outermost first) of unsigned words."""
+    counts = [s.stop - s.start for s in part.slices]
+    step = [1, *tmap.steps[1:]]
+    strides = [st * s for st, s in zip(tmap.strides, step, strict=True)]
+    extent = sum((n - 1) * s for n, s in zip(counts, strides, strict=True)) + tmap.itemsize
+    raw = m.memory.view(tmap.address + part.offset, extent, why)
+    kind = np.dtype(f"u{tmap.itemsize}")
+    return np.lib.stride_tricks.as_strided(raw[: tmap.itemsize].view(kind), counts[::-1], strides[::-1])
+
+
+def _loader(
+    m: Machine, tmap: TensorMap, at: tuple[int, ...], cta: int, offset: int, signal: tuple[int, int], ins: Any
+) -> Callable[[], None]:
+    def complete() -> None:
+        kind = np.dtype(f"u{tmap.itemsize}")
+        fill = 0
+        if tmap.nan_fill:
+            fill = {2: 0x7FF7, 4: 0x7FF77FF7}.get(tmap.itemsize, 0)
+        box = np.full(tmap.traversed[::-1], fill, kind)
+        part = overlap(tmap, at)
+        if not part.empty:
+            box[part.slices[::-1]] = _window(m, tmap, part, f"the TMA load at {ins.where()}")
+        if tmap.tf32:
+            box &= np.uint32(0xFFFFE000)
+        chunks = box.reshape(-1).view(np.uint64).reshape(-1, 2)
+        where = swizzle_chunks((offset >> 4) + np.arange(len(chunks)), tmap.swizzle)
+        m.smem[cta].view(np.uint64).reshape(-1, 2)[where] = chunks
+        m.mbarriers.complete_tx(*signal, tmap.bytes, "a TMA load", ins)
+
+    return complete
+
+
+_COMBINE: dict[str, Any] = {
+    "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+}  # fmt: skip
+
+
+def _combined(tmap: TensorMap, name: str, old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Element-wise reduction in the map's type."""
+    from cutex.sim.floating import narrow, widen
+
+    kind = {6: "f16", 10: "bf16", 7: "f32", 8: "f32", 9: "f64"}.get(tmap.kind)
+    f = _COMBINE[name]
+    if kind is None:
+        signed = np.dtype(f"i{tmap.itemsize}") if tmap.kind in (3, 5) else old.dtype
+        return f(old.view(signed), new.view(signed)).view(old.dtype)
+    value = {"f16": np.uint16, "bf16": np.uint16, "f32": np.float32, "f64": np.float64}[kind]
+    out = f(widen(old.view(value), kind), widen(new.view(value), kind))
+    return narrow(out, kind).view(old.dtype)
+
+
+def _tensor_store(d: Decoder, combine: str | None) -> Execute:
+    """Shared to global; elements outside the tensor are not written."""
+    m, ins = d.m, d.ins
+    tmap_at, frm = _Value(d.address(0)), _Value(d.address(1))
+    coordinates = [_Value(c) for c in d.coordinates(0)]
+
+    def execute(b: Batch) -> None:
+        maps, f, cs = tmap_at(b), frm(b), [c(b) for c in coordinates]
+        same: dict[tuple[int, ...], list[int]] = {}
+        for row, lane in _lanes(b):
+            key = (row, int(maps[row, lane]), int(f[row, lane]), *(int(c[row, lane]) for c in cs))
+            # NOTE: lanes of a warp that ask for the same store cause it once, as the hardware's uniform instruction does
+            same.setdefault(key, []).append(lane)
+        for (row, address, source, *at), lanes in same.items():
+            tmap = read_map(d, address)
+            _check_coordinates(d, tmap, tuple(at))
+            cta, offset = _shared(d, b, row, lanes[0], source, tmap.bytes, 16)
+            warp = int(b.idx[row])
+            groups = [_groups(m).joined((warp, lane)) for lane in lanes]
+            op = Operation(
+                f"the TMA store of a {tmap}", warp, ins, ("store", m.flight.issued),
+                _storer(m, tmap, tuple(at), cta, offset, combine, groups, ins),
+                reads=[Span(cta, offset, offset + tmap.bytes)],
+            )  # fmt: skip
+            m.flight.issue(op)
+
+    return execute
+
+
+def _storer(
+    m: Machine, tmap: TensorMap, at: tuple[int, ...], cta: int, offset: int, combine: str | None, groups: list[Group], ins: Any
+) -> Callable[[], None]:
+    def complete() -> None:
+        kind = np.dtype(f"u{tmap.itemsize}")
+        n = tmap.bytes // 16
+        where = swizzle_chunks((offset >> 4) + np.arange(n), tmap.swizzle)
+        chunks = m.smem[cta].view(np.uint64).reshape(-1, 2)[where]
+        box = np.ascontiguousarray(chunks).reshape(-1).view(kind).reshape(tmap.traversed[::-1])
+        part = overlap(tmap, at)
+        if not part.empty:
+            target = _window(m, tmap, part, f"the TMA store at {ins.where()}")
+            new = box[part.slices[::-1]]
+            target[...] = new if combine is None else _combined(tmap, combine, np.ascontiguousarray(target), np.ascontiguousarray(new))
+        for group in groups:
+            group.finished()
+
+    return complete
+
+
+def _plain_load(d: Decoder) -> Execute:
+    """9.7.9.25.4.1: contiguous bytes, a multiple of 16, global to shared."""
+    m, ins = d.m, d.ins
+    to, frm, size, barrier = _Value(d.address(0)), _Value(d.address(1)), _Value(d.src(2, "u32")), _Value(d.address(3))
+    if "shared" in d.ins.op.split("global")[-1] and "global" not in d.ins.op:
+        raise d.unknown("shared to shared")
+    multicast = _multicast(d)
+
+    def execute(b: Batch) -> None:
+        t, f, s, bars = to(b), frm(b), size(b), barrier(b)
+        masks = multicast(b) if multicast else None
+        for row, lane in _lanes(b):
+            n, source = int(s[row, lane]), int(f[row, lane])
+            _check_plain(d, n, source)
+            cta, offset = _shared(d, b, row, lane, int(t[row, lane]), n, 16)
+            bar_cta, bar = _shared(d, b, row, lane, int(bars[row, lane]), 8, 8)
+            mask = int(masks[row, lane]) if masks is not None else None
+            for target in _targets(d, cta, mask):
+                signal = (bar_cta if mask is None else target, bar)
+                m.mbarriers.get(*signal, ins)
+
+                def complete(target: int = target, offset: int = offset, n: int = n, source: int = source, signal: Any = signal) -> None:
+                    m.smem[target, offset : offset + n] = m.memory.view(source, n, f"the bulk copy at {ins.where()}")
+                    m.mbarriers.complete_tx(*signal, n, "a bulk copy", ins)
+
+                m.flight.issue(
+                    Operation("the bulk copy", int(b.idx[row]), ins, ("tma", m.flight.issued, target), complete,
+                              writes=[Span(target, offset, offset + n)], signals=signal)
+                )  # fmt: skip
+
+    return execute
+
+
+def _plain_store(d: Decoder) -> Execute:
+    m, ins = d.m, d.ins
+    to, frm, size = _Value(d.address(0)), _Value(d.address(1)), _Value(d.src(2, "u32"))
+
+    def execute(b: Batch) -> None:
+        t, f, s = to(b), frm(b), size(b)
+        for row, lane in _lanes(b):
+            n, target = int(s[row, lane]), int(t[row, lane])
+            _check_plain(d, n, target)
+            cta, offset = _shared(d, b, row, lane, int(f[row, lane]), n, 16)
+            thread = (int(b.idx[row]), lane)
+
+            group = _groups(m).joined(thread)
+
+            def complete(cta: int = cta, offset: int = offset, n: int = n, target: int = target, group: Group = group) -> None:
+                m.memory.view(target, n, f"the bulk store at {ins.where()}")[:] = m.smem[cta, offset : offset + n]
+                group.finished()
+
+            m.flight.issue(
+                Operation("the bulk store", thread[0], ins, ("store", m.flight.issued), complete, reads=[Span(cta, offset, offset + n)])
+            )
+
+    return execute
+
+
+def _check_plain(d: Decoder, size: int, address: int) -> None:
+    if size % 16 or address % 16:
+        raise BadOperand(
+            f"bad operand: a bulk copy of {size} bytes at global 0x{address:x}: size and address must be multiples of 16\n    at {d.ins.where()}"
+        )
+
+
+# -- bulk groups ------------------------------------------------------------------------------------------------------
+
+
+class Group:
+    """Bulk copies of one thread that were (or will be) committed together."""
+
+    def __init__(self, machine: Machine, thread: tuple[int, int]) -> None:
+        self.m, self.thread, self.in_flight = machine, thread, 0
+
+    def finished(self) -> None:
+        self.in_flight -= 1
+        self.m.wake(("bulk", *self.thread))
+
+
+class BulkGroups:
+    """Per thread: the group that is still open, and the committed ones."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.m = machine
+        self.open: dict[tuple[int, int], Group] = {}
+        self.committed: dict[tuple[int, int], list[Group]] = {}
+
+    def joined(self, thread: tuple[int, int]) -> Group:
+        group = self.open.setdefault(thread, Group(self.m, thread))
+        group.in_flight += 1
+        return group
+
+    def commit(self, thread: tuple[int, int]) -> None:
+        self.committed.setdefault(thread, []).append(self.open.pop(thread, None) or Group(self.m, thread))
+
+    def overdue(self, thread: tuple[int, int], allowed: int) -> bool:
+        """Whether a group older than the ``allowed`` most recent ones is still in flight."""
+        groups = self.committed.setdefault(thread, [])
+        while groups and not groups[0].in_flight:
+            groups.pop(0)
+        return any(g.in_flight for g in groups[: max(0, len(groups) - allowed)])
+
+
+def _groups(m: Machine) -> BulkGroups:
+    return m.bulk_groups
+
+
+def _commit_group(d: Decoder) -> Execute:
+    """9.7.9.25.4.5"""
+
+    def execute(b: Batch) -> None:
+        for row, lane in _lanes(b):
+            _groups(d.m).commit((int(b.idx[row]), lane))
+
+    return execute
+
+
+def _wait_group(d: Decoder) -> Execute:
+    """9.7.9.25.4.6: until at most N of this thread's groups are pending; .read and full completion coincide here."""
+    m, ins = d.m, d.ins
+    allowed = int(d.ins.operands[0].value)  # type: ignore[union-attr]
+
+    def execute(b: Batch) -> np.ndarray | None:
+        out = np.zeros(b.n, np.int8)
+        for row, lane in _lanes(b):
+            thread = (int(b.idx[row]), lane)
+            if not out[row] and _groups(m).overdue(thread, allowed):
+                out[row] = RETRY
+                m.sleep(thread[0], Wait("bulk group", ("bulk", *thread), ins, lambda: "waits for its bulk stores"))
+        return out if out.any() else None
+
+    return execute
+
+
