@@ -75,6 +75,7 @@ def parser() -> Parser:
     gpu = p.add_argument_group("on a GPU")
     gpu.add_argument("--compare", metavar="PEER,PEER", help=f"out of {', '.join(PEERS)}")
     gpu.add_argument("--cache-state", choices=timing.CACHE_STATES, help="of the L2; default: cold")
+    gpu.add_argument("--check-only", action="store_true", help="take no times")
     out = p.add_argument_group("output")
     out.add_argument("--emit", choices=EMITS, help="print what was compiled, and run nothing")
     out.add_argument("--out", default="results", metavar="DIR", help="ledger; default: results")
@@ -154,9 +155,10 @@ def plan(args: argparse.Namespace) -> Job:
         GemmProblem(*mnk, dtype=args.dtype, init=args.init, seed=args.seed)
         for mnk in map(_sizes, args.mnk or [",".join(map(str, DEFAULT_MNK[device]))])
     ]
+    options = _options(args, device)
     for problem in problems:
-        admit(problem, wanted)
-    return Job(wanted, problems, device, _options(args, device))
+        admit(problem, wanted, device, options)
+    return Job(wanted, problems, device, options)
 
 
 def _sizes(text: str) -> tuple[int, int, int]:
@@ -168,13 +170,12 @@ def _sizes(text: str) -> tuple[int, int, int]:
 
 
 def _options(args: argparse.Namespace, device: str) -> Options:
-    given = {name for name in ("order", "seeds", "compare", "cache_state") if getattr(args, name)}
-    for name in sorted(given & ({"order", "seeds"} if device == "cuda" else set())):
-        raise ValueError(f"--{name} is for the simulator, and this runs on device cuda")
-    for name in sorted(given & ({"compare", "cache_state"} if device == "sim" else set())):
-        raise ValueError(
-            f"--{name.replace('_', '-')} is for timing on a GPU, and this runs on device sim"
-        )
+    groups = {"sim": ("order", "seeds"), "cuda": ("compare", "cache_state", "check_only")}
+    for group, names in groups.items():
+        for name in names if group != device else ():
+            if getattr(args, name) is not None and getattr(args, name) is not False:
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} is for device {group}, and this runs on {device}")
     if args.seeds is not None and (args.seeds < 1 or args.order == "fifo"):
         raise ValueError(f"--seeds {args.seeds}: takes a number from 1, of random orders")
     compare = tuple(dict.fromkeys(args.compare.split(","))) if args.compare else ()
@@ -186,6 +187,7 @@ def _options(args: argparse.Namespace, device: str) -> Options:
         seeds=args.seeds or 1,
         compare=compare,
         cache_state=args.cache_state or "cold",
+        check_only=args.check_only,
     )
 
 

@@ -33,6 +33,7 @@ class Options:
     seeds: int = 1  # simulator: how many random orders
     compare: tuple[str, ...] = ()  # names out of PEERS
     cache_state: str = "cold"
+    check_only: bool = False  # leave out the timing
     notice: Callable[[str], None] = lambda sentence: print(sentence, file=sys.stderr)
 
 
@@ -55,8 +56,8 @@ def choose_device(name: str, target: Arch) -> str:
     raise ValueError(f"device cuda cannot run {target.name}: {found}; use device sim")
 
 
-def admit(problem: GemmProblem, stages: Sequence[Stage]) -> Arch:
-    """The one arch of `stages`; ValueError if it is not one, or a stage cannot take the problem."""
+def admit(problem: GemmProblem, stages: Sequence[Stage], device: str, options: Options) -> Arch:
+    """The one arch of `stages`; ValueError if they have two, or if this cannot be run or timed."""
     target = arch(stages[0].arch)
     for stage in stages:
         if stage.arch != target.name:
@@ -64,6 +65,8 @@ def admit(problem: GemmProblem, stages: Sequence[Stage]) -> Arch:
         why = stage.config().why_not(problem, target)
         if why is not None:
             raise ValueError(f"stage {stage.number} of {stage.arch} cannot run this: {why}")
+    if device == "cuda" and not options.check_only:
+        timing.copies_to_rotate(problem.bytes, target.l2_bytes, options.cache_state)
     return target
 
 
@@ -87,8 +90,8 @@ def run_stages(
     that is not here, Missing where the simulator finds no C compiler.
     """
     options = options or Options()
-    target = admit(problem, stages)
-    device = choose_device(device, target)
+    device = choose_device(device, arch(stages[0].arch))
+    target = admit(problem, stages, device, options)
     if device == "sim":
         return [_simulate(problem, stage, options) for stage in stages]
     return _run_cuda(problem, stages, target, options)
@@ -184,7 +187,9 @@ def _run_cuda(
     compiled = {s.number: compile_stage(s, problem.dtype) for s in stages}
     checks = {s.number: _check_on_gpu(problem, s, compiled[s.number]) for s in stages}
     variants: dict[str, timing.Launch] = {
-        f"stage {number}": compiled[number] for number, check in checks.items() if check.ok
+        f"stage {number}": compiled[number]
+        for number, check in checks.items()
+        if check.ok and not options.check_only
     }
     versions = {}
     for name in options.compare if variants else ():
@@ -199,12 +204,9 @@ def _run_cuda(
         else:
             variants[name] = launch
 
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     measured = timing.Measured({}, None, None, {})
     if variants:
-        copies = timing.copies_to_rotate(
-            problem.bytes, properties.L2_cache_size, options.cache_state
-        )
+        copies = timing.copies_to_rotate(problem.bytes, target.l2_bytes, options.cache_state)
         operands = [
             (*problem.inputs("cuda", copy=i), problem.output("cuda")) for i in range(copies)
         ]
@@ -222,8 +224,8 @@ def _run_cuda(
     results = []
     for stage in stages:
         facts: dict[str, Any] = {}
-        if checks[stage.number].ok:
-            took = measured.timings[f"stage {stage.number}"]
+        took = measured.timings.get(f"stage {stage.number}")
+        if took is not None and checks[stage.number].ok:
             rate = timing.tflops(problem.flops, took.median_us)
             facts = {
                 "timing": took,
@@ -241,7 +243,7 @@ def _run_cuda(
                 compiled[stage.number],
                 checks[stage.number],
                 device="cuda",
-                device_name=properties.name,
+                device_name=torch.cuda.get_device_name(),
                 **facts,
             )
         )

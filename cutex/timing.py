@@ -30,7 +30,8 @@ ROTATE_L2 = 3  # times the L2 that the operands between two uses of a line must 
 ROUNDS = 50
 WARM_UP_SECONDS = 1.0
 SAMPLE_US = 5000.0  # aimed length of one graph replay
-MAX_LAUNCHES = 1024  # in one graph
+MAX_LAUNCHES = 1024  # in one graph, unless there are more copies
+MAX_COPIES = 4096
 EAGER_CALLS = 50  # for the launch cost; well under the depth of the launch queue
 
 
@@ -47,11 +48,18 @@ def copies_to_rotate(operand_bytes: int, l2_bytes: int, cache_state: str) -> int
     """How many sets of operands to take turns with.
 
     cold: together at least ROTATE_L2 times the L2, and never fewer than two, so that no launch
-    finds its own operands where the launch before left them. hot: one.
+    finds its own operands where the launch before left them. hot: one. ValueError for operands so
+    small that it would take more than MAX_COPIES.
     """
     if cache_state == "hot":
         return 1
-    return max(2, math.ceil(ROTATE_L2 * l2_bytes / operand_bytes))
+    copies = max(2, math.ceil(ROTATE_L2 * l2_bytes / operand_bytes))
+    if copies > MAX_COPIES:
+        raise ValueError(
+            f"cache state cold needs operands of at least {ROTATE_L2 * l2_bytes // MAX_COPIES} "
+            f"bytes to fill the L2 with, these have {operand_bytes}; take hot, or check only"
+        )
+    return copies
 
 
 def launches_per_sample(launch_us: float, copies: int) -> int:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,12 +89,11 @@ class FakeGpu:
             yield
             g.work, gpu.capturing = gpu.capturing, None
 
-        properties = SimpleNamespace(name="NVIDIA H200", L2_cache_size=60 << 20)
         for name, value in {
             "is_available": lambda: True,
             "current_device": lambda: 0,
             "get_device_capability": lambda device=None: (9, 0),
-            "get_device_properties": lambda device=None: properties,
+            "get_device_name": lambda device=None: "NVIDIA H200",
             "Event": Event,
             "CUDAGraph": Graph,
             "graph": graph,

@@ -42,8 +42,9 @@ def refused(capsys, argv: list[str]) -> str:
         (["--seeds", "0"], "--seeds 0"),
         (["--seeds", "3", "--order", "fifo"], "--seeds 3"),
         (["--seed", "x"], "--seed"),
-        (["--compare", "cublas"], "--compare is for timing on a GPU"),
-        (["--cache-state", "hot"], "--cache-state is for timing on a GPU"),
+        (["--compare", "cublas"], "--compare is for device cuda, and this runs on sim"),
+        (["--cache-state", "hot"], "--cache-state is for device cuda"),
+        (["--check-only"], "--check-only is for device cuda"),
         (["--emit", "llvm"], "--emit"),
         (["--fast"], "--fast"),
     ],
@@ -70,7 +71,12 @@ def test_an_arch_that_this_gpu_is_not_is_refused(capsys, fake_gpu):
 @pytest.mark.parametrize("option", [["--order", "random"], ["--seeds", "2"]])
 def test_simulator_options_are_refused_on_a_gpu(capsys, fake_gpu, option):
     sentence = refused(capsys, ["--device", "cuda", "--arch", "sm_90a", *option])
-    assert f"{option[0]} is for the simulator" in sentence
+    assert f"{option[0]} is for device sim, and this runs on cuda" in sentence
+
+
+def test_a_problem_too_small_to_be_timed_cold_is_refused(capsys, fake_gpu):
+    sentence = refused(capsys, ["--arch", "sm_90a", "--mnk", "8,8,8"])
+    assert "cache state cold needs operands of at least 46080 bytes" in sentence
 
 
 def test_an_unknown_peer_is_refused(capsys, fake_gpu):

@@ -14,6 +14,7 @@ from cutex.cli import main
 from cutex.kernels.gemm import stages
 from cutex.problem import GemmProblem
 from cutex.results import read
+from cutex.run import Options
 
 
 @pytest.mark.parametrize(
@@ -266,14 +267,32 @@ def test_the_stages_of_one_problem_take_turns_and_a_wrong_one_stays_out(gpu_run,
     assert len({r.run for r in found}) == 1
 
 
+def test_a_run_can_only_check(gpu_run, capsys, tmp_path):
+    argv = ["--arch", "sm_90a", "--stage", "0", "--mnk", "8,8,8", "--check-only"]
+    assert main([*argv, "--out", str(tmp_path)]) == 0
+    assert "sleep" not in gpu_run.timed.log
+    (found,) = read(tmp_path / "gemm-nvidia-h200.jsonl")
+    assert (found.ok, found.timing) == (True, None)
+
+
 def test_stages_of_two_archs_do_not_run_together():
     mixed = [stages("sm_90a")[0], stages("sm_100a")[0]]
     with pytest.raises(ValueError, match="cannot run together"):
-        cutex.run.admit(GemmProblem(64, 64, 64), mixed)
+        cutex.run.admit(GemmProblem(64, 64, 64), mixed, "sim", Options())
 
 
 def test_a_config_that_does_not_fit_is_refused():
     stage = stages("sm_90a")[0]
     deep = replace(stage, default=replace(stage.config(), num_stages=100))
     with pytest.raises(ValueError, match="stage 0 of sm_90a cannot run this: num_stages=100"):
-        cutex.run.admit(GemmProblem(64, 64, 64), [deep])
+        cutex.run.admit(GemmProblem(64, 64, 64), [deep], "sim", Options())
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_the_main_command_compiles_simulates_and_checks(arch, capsys, tmp_path):
+    argv = ["--arch", arch, "--stage", "3", "--device", "sim", "--mnk", "200,136,72"]
+    assert main([*argv, "--out", str(tmp_path)]) == 0
+    assert f"{arch:8}  simulator" in capsys.readouterr().out
+    (found,) = read(tmp_path / "gemm-sim.jsonl")
+    assert found.sim_instructions > 100
+    assert 0 < found.max_error <= found.tolerance

@@ -26,12 +26,17 @@ def test_quantiles_are_those_of_numpy(samples, q):
     assert quantile(samples, q) == pytest.approx(np.quantile(samples, q))
 
 
-@given(st.integers(1, 1 << 33), st.integers(1, 1 << 28))
+@given(st.integers(1 << 18, 1 << 33), st.integers(1, 1 << 28))
 def test_cold_operands_fill_the_l2_three_times_and_never_repeat_at_once(operand_bytes, l2):
     copies = copies_to_rotate(operand_bytes, l2, "cold")
     assert copies * operand_bytes >= ROTATE_L2 * l2
     assert copies >= 2
     assert copies == 2 or (copies - 1) * operand_bytes < ROTATE_L2 * l2
+
+
+def test_operands_too_small_to_fill_the_l2_are_refused_when_cold():
+    with pytest.raises(ValueError, match="needs operands of at least 46080 bytes"):
+        copies_to_rotate(1024, 60 << 20, "cold")
 
 
 def test_hot_operands_are_the_same_each_time():
