@@ -246,7 +246,7 @@ def _build(
     """Trace, compile and write one entry into `folder`."""
     import cutlass
     from cutlass import cute
-    from cutlass.base_dsl.compiler import DumpDir, OptLevel
+    from cutlass.base_dsl.compiler import DumpDir, GenerateLineInfo, OptLevel
     from cutlass.cute.runtime import make_fake_stream
 
     start = time.perf_counter()
@@ -256,6 +256,7 @@ def _build(
         cute.KeepPTX(True),
         cute.KeepCUBIN(True),
         OptLevel(OPT_LEVEL),
+        GenerateLineInfo(True),  # changes no instruction; the simulator's reports name Python lines
         DumpDir(str(folder)),  # NOTE: PTX and cubin would otherwise land in the working directory
     )
     dtypes = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
@@ -291,16 +292,15 @@ def _launched_smem(host_ir: str) -> int:
 
     The DSL works it out while it compiles and keeps it nowhere else.
     """
-    member = re.search(
+    for member in re.finditer(
         r"(%\w+) = llvm.getelementptr %\w+\[0, 2\] : .*" + re.escape(_LAUNCH_CONFIG), host_ir
-    )
-    stored = member and re.search(rf"llvm.store (%\w+), {member[1]} : i64", host_ir[member.end() :])
-    value = stored and re.findall(
-        rf"{stored[1]} = llvm.mlir.constant\((\d+) : i64\)", host_ir[: member.start()]
-    )
-    if not value:
-        raise RuntimeError("no launch with a constant amount of smem in the host code of the DSL")
-    return int(value[-1])  # the nearest definition above: names repeat from function to function
+    ):
+        before, after = host_ir[: member.start()], host_ir[member.end() :]
+        stored = re.search(rf"llvm.store (%\w+), {member[1]} : i64", after)
+        values = stored and re.findall(rf"{stored[1]} = llvm.mlir.constant\((\d+) : i64\)", before)
+        if values:
+            return int(values[-1])  # the nearest above: names repeat from function to function
+    raise RuntimeError("no launch with a constant amount of smem in the host code of the DSL")
 
 
 def _fake_tensors(operands: tuple[Operand, ...], dtypes: dict[str, Any]) -> list[Any]:

@@ -139,8 +139,8 @@ def _nvdisasm() -> Path:
         for name in ("cu*/bin/nvdisasm", "cuda_nvdisasm/bin/nvdisasm"):
             for found in sorted(Path(folder or ".").glob(f"nvidia/{name}")):
                 return found
-    if found := shutil.which("nvdisasm"):
-        return Path(found)
+    if in_path := shutil.which("nvdisasm"):
+        return Path(in_path)
     raise NoDisassembler("nvdisasm is not here, pip install nvidia-cuda-nvdisasm brings it")
 
 

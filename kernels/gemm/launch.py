@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import cutlass
 from cutlass import cute
@@ -23,6 +23,7 @@ class Gemm:
     swizzle: ClassVar[int]  # bytes of an smem row that are permuted; 16: none
     min_stages: ClassVar[int] = 1  # slots that the ring needs to turn
     num_threads: int  # of a CTA
+    kernel: Any  # the device function: (a: TmaInfo, b: TmaInfo, mC)
 
     def __init__(self, config: GemmConfig) -> None:
         if reason := config.why_not(None, arch_named(self.arch)):
