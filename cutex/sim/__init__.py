@@ -1,8 +1,9 @@
 """Runs compiled sm_90a and sm_100a kernels on a CPU: values, races, deadlocks, bad addresses.
 
-    from cutex.sim import simulate
-    report = simulate(compiled, a, b, c, order="random", seed=3)
+from cutex.sim import simulate
+report = simulate(compiled, a, b, c, order="random", seed=3)
 """
+from __future__ import annotations
 
 from cutex.sim.errors import (
     BadAddress,

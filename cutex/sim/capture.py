@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes as C
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -156,7 +157,9 @@ def link(object_file: Path) -> Path:
             capture_output=True, text=True,
         )  # fmt: skip
         if done.returncode:
-            raise SimError(f"the host code of {object_file.name} does not link with the simulator's shim:\n{done.stderr}")
+            raise SimError(
+                f"the host code of {object_file.name} does not link with the simulator's shim:\n{done.stderr}"
+            )
         os.replace(fresh, library)
     return library
 
@@ -165,10 +168,13 @@ class HostFunction:
     """The linked host half of one compiled kernel."""
 
     def __init__(self, object_file: Path, symbol: str) -> None:
-        self.library = C.CDLL(str(link(object_file)), mode=getattr(os, "RTLD_LOCAL", 0) | os.RTLD_NOW)
+        self.library = C.CDLL(
+            str(link(object_file)), mode=getattr(os, "RTLD_LOCAL", 0) | os.RTLD_NOW
+        )
         self.function = getattr(self.library, f"__tvm_ffi_{symbol}")
         self.function.restype = C.c_int
         self.function.argtypes = [C.c_void_p, C.POINTER(_Any), C.c_int32, C.POINTER(_Any)]
+        self.argument_names = _argument_names(object_file)
 
     def __call__(self, arguments: Sequence[Any], on_launch: Callable[[Launch], None]) -> None:
         """Runs the host code; ``on_launch`` is called for each launch, in order.
@@ -183,9 +189,16 @@ class HostFunction:
             c = config.contents
             try:
                 on_launch(
-                    Launch(kernel.decode(), tuple(c.grid), tuple(c.block), _cluster(c), int(c.smem), params)
+                    Launch(
+                        kernel.decode(),
+                        tuple(c.grid),
+                        tuple(c.block),
+                        _cluster(c),
+                        int(c.smem),
+                        params,
+                    )
                 )
-            except BaseException as error:  # noqa: BLE001 - must not cross the C frames
+            except BaseException as error:
                 raised.append(error)
                 return 1
             return 0
@@ -209,6 +222,12 @@ class HostFunction:
             raise LaunchError(f"the host code returned {code}")
 
 
+def _argument_names(object_file: Path) -> list[str]:
+    """Names of the host function's parameters, from the signature that it keeps for its own error messages."""
+    m = re.search(rb"when calling: `\w+\((.*?)\)`", object_file.read_bytes())
+    return re.findall(r"(\w+): ", re.sub(r"\([^()]*\)", "", m.group(1).decode())) if m else []
+
+
 def _cluster(config: _Config) -> tuple[int, int, int]:
     for i in range(config.num_attributes):
         at = config.attributes + i * _ATTRIBUTE_BYTES
@@ -223,7 +242,9 @@ def _pack(argument: Any, keep: list[Any]) -> _Any:
         return _Any(_NONE)
     if isinstance(argument, HostTensor):
         if argument.dtype not in _DLPACK_TYPE:
-            raise TypeError(f"{argument.name} has dtype {argument.dtype}, which the simulator cannot pass on")
+            raise TypeError(
+                f"{argument.name} has dtype {argument.dtype}, which the simulator cannot pass on"
+            )
         code, bits = _DLPACK_TYPE[argument.dtype]
         n = len(argument.shape)
         shape, strides = (C.c_int64 * n)(*argument.shape), (C.c_int64 * n)(*argument.strides)
@@ -236,4 +257,6 @@ def _pack(argument: Any, keep: list[Any]) -> _Any:
         return _Any(_INT, 0, _Value(i=int(argument)))
     if isinstance(argument, float):
         return _Any(_FLOAT, 0, _Value(f=argument))
-    raise TypeError(f"the simulator cannot pass {type(argument).__name__} to a kernel: tensors, int, float and None only")
+    raise TypeError(
+        f"the simulator cannot pass {type(argument).__name__} to a kernel: tensors, int, float and None only"
+    )

@@ -73,7 +73,11 @@ class Access:
         self.d, self.m, self.size, self.count = d, d.m, size, count
         self.space = next((s for s in _SPACES if s in d.mods), None)
         address = d.ins.operands[operand]
-        if self.space == "param" and isinstance(address, Address) and isinstance(address.base, Symbol):
+        if (
+            self.space == "param"
+            and isinstance(address, Address)
+            and isinstance(address.base, Symbol)
+        ):
             self.space = "kernel parameter"
         self.address = d.address(operand)
 
@@ -81,7 +85,11 @@ class Access:
         """(warps, lanes, addresses) of the active lanes, flattened."""
         addresses = np.broadcast_to(self.address(b), (b.n, 32))
         if b.mask is None:
-            return np.repeat(b.idx, 32), np.tile(np.arange(32), b.n), np.ascontiguousarray(addresses).reshape(-1)
+            return (
+                np.repeat(b.idx, 32),
+                np.tile(np.arange(32), b.n),
+                np.ascontiguousarray(addresses).reshape(-1),
+            )
         row, lane = np.nonzero(b.mask)
         return b.idx[row], lane, addresses[row, lane]
 
@@ -95,7 +103,9 @@ class Access:
         out[b.mask] = got
         return out
 
-    def fetch(self, b: Batch, warps: np.ndarray, lanes: np.ndarray, addresses: np.ndarray) -> np.ndarray:
+    def fetch(
+        self, b: Batch, warps: np.ndarray, lanes: np.ndarray, addresses: np.ndarray
+    ) -> np.ndarray:
         width = self.size * self.count
         if not len(addresses):
             return np.zeros((0, width), np.uint8)
@@ -115,7 +125,9 @@ class Access:
             memory = local_memory(self.m)
             at = (addresses & np.uint64(LOCAL_WINDOW - 1)).astype(np.int64)
             return memory[warps[:, None], lanes[:, None], at[:, None] + np.arange(width)]
-        return self.m.memory.load(addresses, width, self.d.complain(b, warps, lanes, addresses, "loads"))
+        return self.m.memory.load(
+            addresses, width, self.d.complain(b, warps, lanes, addresses, "loads")
+        )
 
     def store(self, b: Batch, data: np.ndarray) -> None:
         """``data`` (n, 32, count * size) bytes."""
@@ -126,7 +138,14 @@ class Access:
         self.m.progress += 1
         self.put(b, warps, lanes, addresses, values)
 
-    def put(self, b: Batch, warps: np.ndarray, lanes: np.ndarray, addresses: np.ndarray, values: np.ndarray) -> None:
+    def put(
+        self,
+        b: Batch,
+        warps: np.ndarray,
+        lanes: np.ndarray,
+        addresses: np.ndarray,
+        values: np.ndarray,
+    ) -> None:
         width = values.shape[1]
         space = self._space(addresses)
         if space == "shared":
@@ -137,6 +156,7 @@ class Access:
             first = (cta * self.m.smem_bytes + offset) // word
             words = np.ascontiguousarray(values).view(self.m.smem_words(word).dtype)
             self.m.smem_words(word)[first[:, None] + np.arange(width // word)] = words
+            self.m.box_swizzle[cta, offset >> 4] = 0
         elif space == "local":
             memory = local_memory(self.m)
             at = (addresses & np.uint64(LOCAL_WINDOW - 1)).astype(np.int64)
@@ -144,18 +164,26 @@ class Access:
         elif space in ("param", "kernel parameter", "const"):
             raise self.d.unknown("a store to read-only memory")
         else:
-            self.m.memory.store(addresses, values, self.d.complain(b, warps, lanes, addresses, "stores"))
+            self.m.memory.store(
+                addresses, values, self.d.complain(b, warps, lanes, addresses, "stores")
+            )
 
     def _space(self, addresses: np.ndarray) -> str:
         if self.space is not None:
             return self.space
         top = int(addresses[0])
-        for window, name in ((LOCAL_WINDOW, "local"), (SHARED_WINDOW, "shared"), (PARAM_WINDOW, "param")):
+        for window, name in (
+            (LOCAL_WINDOW, "local"),
+            (SHARED_WINDOW, "shared"),
+            (PARAM_WINDOW, "param"),
+        ):
             if top & window:
                 return name
         return "global"
 
-    def _conflict(self, warps: np.ndarray, cta: np.ndarray, offset: np.ndarray, width: int, write: bool) -> None:
+    def _conflict(
+        self, warps: np.ndarray, cta: np.ndarray, offset: np.ndarray, width: int, write: bool
+    ) -> None:
         """Reports a race with whatever is in flight on these bytes."""
         m = self.m
         if not m.flight.count:
@@ -263,7 +291,9 @@ def atomic(d: Decoder) -> Execute:
         d.m.progress += 1
         for k in range(len(addresses)):
             one = slice(k, k + 1)
-            old = as_words(access.fetch(b, warps[one], lanes[one], addresses[one]), size).view(kind)[0]
+            old = as_words(access.fetch(b, warps[one], lanes[one], addresses[one]), size).view(
+                kind
+            )[0]
             if ys is not None:
                 new = ys[k] if old == xs[k] else old
             else:
@@ -281,9 +311,13 @@ def atomic(d: Decoder) -> Execute:
 # -- matrix loads and stores ------------------------------------------------------------------------------------------
 
 
-def _matrix_addresses(d: Decoder, operand: int, b: Batch, count: int) -> tuple[np.ndarray, np.ndarray]:
+def _matrix_addresses(
+    d: Decoder, operand: int, b: Batch, count: int
+) -> tuple[np.ndarray, np.ndarray]:
     """(cta, offset), each (n, 8 * count): row r of matrix i is at the address that lane 8 i + r holds."""
-    addresses = np.broadcast_to(d.address(operand)(b), (b.n, 32))[:, : 8 * count] & np.uint64(SHARED_WINDOW - 1)
+    addresses = np.broadcast_to(d.address(operand)(b), (b.n, 32))[:, : 8 * count] & np.uint64(
+        SHARED_WINDOW - 1
+    )
     warps = np.repeat(b.idx, 8 * count)
     cta, offset = d.m.shared_location(warps, addresses.reshape(-1))
     lanes = np.tile(np.arange(8 * count), b.n)
@@ -309,7 +343,9 @@ def ldmatrix(d: Decoder) -> Execute:
 
     def execute(b: Batch) -> None:
         cta, offset = _matrix_addresses(d, 1, b, count)
-        access._conflict(np.repeat(b.idx, 8 * count), cta.reshape(-1), offset.reshape(-1), 16, False)
+        access._conflict(
+            np.repeat(b.idx, 8 * count), cta.reshape(-1), offset.reshape(-1), 16, False
+        )
         first = (cta * d.m.smem_bytes + offset) // 2
         rows = d.m.smem_words(2)[first[..., None] + np.arange(8)].reshape(b.n, count, 8, 8)
         if transposed:

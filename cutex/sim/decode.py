@@ -47,7 +47,9 @@ UNSIGNED = {1: bool, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64, 1
 _DEFINITIONS: dict[str, Callable[[Decoder], Execute]] = {}
 
 
-def instruction(*names: str) -> Callable[[Callable[[Decoder], Execute]], Callable[[Decoder], Execute]]:
+def instruction(
+    *names: str,
+) -> Callable[[Callable[[Decoder], Execute]], Callable[[Decoder], Execute]]:
     """Registers a definition for opcodes whose first part (or first two, dotted) is one of ``names``."""
 
     def register(define: Callable[[Decoder], Execute]) -> Callable[[Decoder], Execute]:
@@ -64,7 +66,9 @@ def decode(ins: Instruction, machine: Machine) -> Execute:
     two = ".".join(ins.parts[:2])
     define = _DEFINITIONS.get(two) or _DEFINITIONS.get(ins.name)
     if define is None:
-        raise UnknownInstruction(f"unknown instruction {ins.op}: the simulator does not define it\n    at {ins.where()}")
+        raise UnknownInstruction(
+            f"unknown instruction {ins.op}: the simulator does not define it\n    at {ins.where()}"
+        )
     return define(Decoder(ins, machine))
 
 
@@ -188,7 +192,9 @@ class Decoder:
             if v.dtype.kind == "f":
                 v = v.astype(TYPES[kind], copy=False).view(unsigned)
             elif wide:  # a narrow value in a wide register: sign-extended for signed types, else zero-extended
-                v = v.astype(TYPES[kind] if signed else unsigned).astype(np.int64 if signed else np.uint64)
+                v = v.astype(TYPES[kind] if signed else unsigned).astype(
+                    np.int64 if signed else np.uint64
+                )
             if b.mask is None:
                 array[b.sel] = v
             elif isinstance(b.sel, slice):
@@ -242,7 +248,9 @@ class Decoder:
         assert isinstance(operand, Address) and operand.coords is not None
         return [self.read(c, "s32") for c in operand.coords]
 
-    def complain(self, b: Batch, warps: np.ndarray, lanes: np.ndarray, addresses: np.ndarray, verb: str) -> Any:
+    def complain(
+        self, b: Batch, warps: np.ndarray, lanes: np.ndarray, addresses: np.ndarray, verb: str
+    ) -> Any:
         """A callback that raises BadAddress for the k-th access."""
         m, ins = self.m, self.ins
 
@@ -277,7 +285,9 @@ def _cta(m: Machine, b: Any) -> np.ndarray:
 
 def _lane_mask(compare: Any) -> Any:
     lane = np.arange(32)
-    return np.array([sum(1 << int(j) for j in lane if compare(j, i)) for i in lane], np.uint64)[None, :]
+    return np.array([sum(1 << int(j) for j in lane if compare(j, i)) for i in lane], np.uint64)[
+        None, :
+    ]
 
 
 _SPECIAL: dict[str, Any] = {

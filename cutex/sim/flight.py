@@ -37,7 +37,11 @@ class Span:
         return bool(np.isin(self._pieces(), other._pieces()).any())
 
     def _pieces(self) -> np.ndarray:
-        return np.arange(self.low >> 4, (self.high + 15) >> 4) if self.chunks is None else self.chunks.reshape(-1)
+        return (
+            np.arange(self.low >> 4, (self.high + 15) >> 4)
+            if self.chunks is None
+            else self.chunks.reshape(-1)
+        )
 
 
 @dataclass
@@ -93,7 +97,9 @@ class Flight:
         self.queues: dict[Hashable, deque[Operation]] = {}
         self.count = 0
         self.issued = 0
-        self.at: dict[tuple[type, int], dict[int, Operation]] = {}  # those that touch a CTA's shared or tensor memory
+        self.at: dict[
+            tuple[type, int], dict[int, Operation]
+        ] = {}  # those that touch a CTA's shared or tensor memory
 
     def __iter__(self) -> Iterator[Operation]:
         for queue in self.queues.values():
@@ -131,16 +137,36 @@ class Flight:
                         self._race(op.what, verb, op.warp, op.instruction, a, other, kind)
                         return
 
-    def touch(self, place: Place, write: bool, what: str, warp: int, instruction: Instruction) -> None:
+    def touch(
+        self, place: Place, write: bool, what: str, warp: int, instruction: Instruction
+    ) -> None:
         """A synchronous access by a warp: races with what is in flight on the same place."""
         for other in list(self.at.get((type(place), place.cta), {}).values()):
-            for kind, theirs in (("write", other.writes), *([("read", other.reads)] if write else [])):
+            for kind, theirs in (
+                ("write", other.writes),
+                *([("read", other.reads)] if write else []),
+            ):
                 if any(_meet(place, b) for b in theirs):
-                    self._race(what, "overwrites" if write else "reads", warp, instruction, place, other, kind)
+                    self._race(
+                        what,
+                        "overwrites" if write else "reads",
+                        warp,
+                        instruction,
+                        place,
+                        other,
+                        kind,
+                    )
                     return
 
     def _race(
-        self, what: str, verb: str, warp: int, ins: Instruction, place: Place, other: Operation, kind: str
+        self,
+        what: str,
+        verb: str,
+        warp: int,
+        ins: Instruction,
+        place: Place,
+        other: Operation,
+        kind: str,
     ) -> None:
         m = self.machine
         if isinstance(place, Span):

@@ -14,7 +14,20 @@ import numpy as np
 
 from cutex.sim.decode import TYPES, Decoder, Execute, Read, Write, instruction
 
-_ROUNDING = ("rn", "rz", "rm", "rp", "ftz", "sat", "approx", "full", "NaN", "xorsign", "abs", "relu")
+_ROUNDING = (
+    "rn",
+    "rz",
+    "rm",
+    "rp",
+    "ftz",
+    "sat",
+    "approx",
+    "full",
+    "NaN",
+    "xorsign",
+    "abs",
+    "relu",
+)
 _PACKED = {"f16x2": ("f16", 2), "bf16x2": ("bf16", 2), "f32x2": ("f32", 2)}
 
 
@@ -41,7 +54,11 @@ def widen(bits: Any, kind: str) -> Any:
     if kind == "bf16":
         return bf16_to_f32(bits)
     if kind == "f16":
-        return np.asarray(bits).view(np.float16).astype(np.float32) if np.asarray(bits).dtype != np.float16 else bits.astype(np.float32)
+        return (
+            np.asarray(bits).view(np.float16).astype(np.float32)
+            if np.asarray(bits).dtype != np.float16
+            else bits.astype(np.float32)
+        )
     return bits
 
 
@@ -82,7 +99,12 @@ def write_float(d: Decoder, k: int = 0) -> Write:
         return lambda b, v: put(b, narrow(v, kind))
     word = np.uint64 if kind == "f32" else np.uint32
     put = d.dst(k, "b64" if kind == "f32" else "b32")
-    return lambda b, v: put(b, np.ascontiguousarray(np.broadcast_to(narrow(v, kind), (b.n, 32, 2))).view(word).reshape(b.n, 32))
+    return lambda b, v: put(
+        b,
+        np.ascontiguousarray(np.broadcast_to(narrow(v, kind), (b.n, 32, 2)))
+        .view(word)
+        .reshape(b.n, 32),
+    )
 
 
 def _finish(d: Decoder) -> Any:
@@ -138,7 +160,13 @@ def float_binary(d: Decoder, f: Any) -> Execute:
 def fma(d: Decoder) -> Execute:
     """9.7.3.7: one rounding; the product of two float32 is exact in float64."""
     d.only(*_ROUNDING)
-    x, y, z, write, finish = read_float(d, 1), read_float(d, 2), read_float(d, 3), write_float(d), _finish(d)
+    x, y, z, write, finish = (
+        read_float(d, 1),
+        read_float(d, 2),
+        read_float(d, 3),
+        write_float(d),
+        _finish(d),
+    )
     g = _directed(d, lambda a, b, c: np.asarray(a, np.float64) * b + c)
     kind = np.float64 if d.type == "f64" else np.float32
 
@@ -231,7 +259,9 @@ def cvt(d: Decoder) -> Execute:
         if mode not in ("rn", "rz") or (mode == "rz" and to != "bf16"):
             raise d.unknown(f"rounding .{mode}")
         write = d.dst(0, "b16" if to in ("f16", "bf16") else to)
-        rounding = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil, None: None}[integral]
+        rounding = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil, None: None}[
+            integral
+        ]
 
         def to_float(b: Any) -> None:
             x = np.asarray(raw(b))
@@ -239,7 +269,11 @@ def cvt(d: Decoder) -> Execute:
             if rounding is not None:
                 x = rounding(x)
             if to != "f64":
-                x = x.astype(np.float32) if x.dtype != np.float64 or to == "f32" else x.astype(np.float32)
+                x = (
+                    x.astype(np.float32)
+                    if x.dtype != np.float64 or to == "f32"
+                    else x.astype(np.float32)
+                )
             if saturate:
                 x = np.where(np.isnan(x), 0, np.clip(x, 0, 1)).astype(x.dtype)
             if "relu" in d.mods:
@@ -253,7 +287,9 @@ def cvt(d: Decoder) -> Execute:
         return lambda b: write(b, _to_integer(widen(np.asarray(raw(b)), frm), to, mode))
     if saturate:
         info = np.iinfo(TYPES[to])
-        return lambda b: write(b, np.clip(np.asarray(raw(b)).astype(object), info.min, info.max).astype(TYPES[to]))
+        return lambda b: write(
+            b, np.clip(np.asarray(raw(b)).astype(object), info.min, info.max).astype(TYPES[to])
+        )
     return lambda b: write(b, np.asarray(raw(b)).astype(TYPES[to]))
 
 
@@ -270,7 +306,11 @@ def _cvt_pack(d: Decoder, to: str) -> Execute:
         if "satfinite" in d.mods:
             top = np.float32(65504 if to == "f16x2" else 3.3895314e38)
             x = np.clip(x, -top, top)
-        return f32_to_bf16(x, mode) if to == "bf16x2" else np.asarray(x).astype(np.float16).view(np.uint16)
+        return (
+            f32_to_bf16(x, mode)
+            if to == "bf16x2"
+            else np.asarray(x).astype(np.float16).view(np.uint16)
+        )
 
     def execute(b: Any) -> None:
         upper = np.asarray(half(high(b))).astype(np.uint32) << np.uint32(16)
@@ -299,7 +339,11 @@ def _cvt_fp8(d: Decoder, to: str, frm: str) -> Execute:
         small = _SMALL[frm[:4]]
 
         def unpack(b: Any) -> None:
-            two = np.ascontiguousarray(np.broadcast_to(raw(b), (b.n, 32))).view(np.uint8).reshape(b.n, 32, 2)
+            two = (
+                np.ascontiguousarray(np.broadcast_to(raw(b), (b.n, 32)))
+                .view(np.uint8)
+                .reshape(b.n, 32, 2)
+            )
             write(b, two.view(small).astype(np.float16).view(np.uint32).reshape(b.n, 32))
 
         return unpack

@@ -47,7 +47,9 @@ def _product(d: Decoder) -> Any:
     if WIDTH[d.type] < 64:
         big, small = (np.int64 if d.type[0] == "s" else np.uint64), TYPES[d.type]
         bits = WIDTH[d.type]
-        return lambda x, y: ((np.asarray(x).astype(big) * np.asarray(y).astype(big)) >> big(bits)).astype(small)
+        return lambda x, y: (
+            (np.asarray(x).astype(big) * np.asarray(y).astype(big)) >> big(bits)
+        ).astype(small)
     return _high_64_signed if d.type[0] == "s" else _high_64
 
 
@@ -63,7 +65,11 @@ def _high_64(x: Any, y: Any) -> Any:
 def _high_64_signed(x: Any, y: Any) -> Any:
     x, y = np.asarray(x, np.int64), np.asarray(y, np.int64)
     high = _high_64(x.view(np.uint64), y.view(np.uint64))
-    high = high - np.where(x < 0, y.view(np.uint64), np.uint64(0)) - np.where(y < 0, x.view(np.uint64), np.uint64(0))
+    high = (
+        high
+        - np.where(x < 0, y.view(np.uint64), np.uint64(0))
+        - np.where(y < 0, x.view(np.uint64), np.uint64(0))
+    )
     return high.view(np.int64)
 
 
@@ -111,7 +117,9 @@ def rem(d: Decoder) -> Execute:
 def logic(d: Decoder) -> Execute:
     """9.7.8.1-3, also on predicates."""
     d.only()
-    return _apply(d, {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[d.ins.name], 2)
+    return _apply(
+        d, {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[d.ins.name], 2
+    )
 
 
 @instruction("not")
@@ -171,7 +179,9 @@ def funnel_shift(d: Decoder) -> Execute:
     def execute(b: Any) -> None:
         n = np.asarray(amount(b))
         n = ((n & np.uint32(31)) if wrap else np.minimum(n, np.uint32(32))).astype(np.uint64)
-        both = np.asarray(b2(b)).astype(np.uint64) << np.uint64(32) | np.asarray(a(b)).astype(np.uint64)
+        both = np.asarray(b2(b)).astype(np.uint64) << np.uint64(32) | np.asarray(a(b)).astype(
+            np.uint64
+        )
         out = (both << n) >> np.uint64(32) if left else both >> n
         write(b, out.astype(np.uint32))
 
@@ -183,7 +193,12 @@ def minimum(d: Decoder) -> Execute:
     """9.7.1.12, 9.7.1.13; floats as IEEE minimumNumber unless .NaN (9.7.3.11)."""
     if is_float(d):
         nan = "NaN" in d.mods
-        pick = {("min", 0): np.fmin, ("min", 1): np.minimum, ("max", 0): np.fmax, ("max", 1): np.maximum}
+        pick = {
+            ("min", 0): np.fmin,
+            ("min", 1): np.minimum,
+            ("max", 0): np.fmax,
+            ("max", 1): np.maximum,
+        }
         f = pick[d.ins.name, nan]
         if len(d) == 4:
             return _three(d, f)
@@ -204,7 +219,12 @@ def _three(d: Decoder, f: Any) -> Execute:
 def negate(d: Decoder) -> Execute:
     """9.7.1.10, 9.7.1.11 and 9.7.3.9, 9.7.3.10"""
     if d.type in ("bf16", "bf16x2", "f16x2", "f32x2"):
-        sign = {"bf16": 0x8000, "bf16x2": 0x80008000, "f16x2": 0x80008000, "f32x2": 0x8000000080000000}[d.type]
+        sign = {
+            "bf16": 0x8000,
+            "bf16x2": 0x80008000,
+            "f16x2": 0x80008000,
+            "f32x2": 0x8000000080000000,
+        }[d.type]
         word = TYPES[d.type](sign)
         return _apply(d, (lambda x: x ^ word) if d.ins.name == "neg" else (lambda x: x & ~word), 1)
     d.only("ftz")
@@ -247,7 +267,14 @@ def bfind(d: Decoder) -> Execute:
         x = np.asarray(a(b))
         x = np.where(x < 0, ~x, x).view(unsigned) if x.dtype.kind == "i" else x
         at = np.uint32(bits - 1) - _leading_zeros(x, bits)
-        write(b, np.where(x == 0, np.uint32(0xFFFFFFFF), np.uint32(bits - 1) - at if "shiftamt" in d.mods else at))
+        write(
+            b,
+            np.where(
+                x == 0,
+                np.uint32(0xFFFFFFFF),
+                np.uint32(bits - 1) - at if "shiftamt" in d.mods else at,
+            ),
+        )
 
     return execute
 
@@ -278,11 +305,19 @@ def bfe(d: Decoder) -> Execute:
         n = (np.asarray(length(b)) & np.uint32(255)).astype(np.int64)
         x = np.asarray(a(b))
         sign_at = np.minimum(p + n - 1, bits - 1)
-        field = np.where(p < bits, x.astype(np.uint64) >> np.minimum(p, bits - 1).astype(np.uint64), np.uint64(0))
-        keep = np.where(n >= 64, np.uint64(2**64 - 1), (np.uint64(1) << np.minimum(n, 63).astype(np.uint64)) - np.uint64(1))
+        field = np.where(
+            p < bits, x.astype(np.uint64) >> np.minimum(p, bits - 1).astype(np.uint64), np.uint64(0)
+        )
+        keep = np.where(
+            n >= 64,
+            np.uint64(2**64 - 1),
+            (np.uint64(1) << np.minimum(n, 63).astype(np.uint64)) - np.uint64(1),
+        )
         out = field & keep
         if signed:
-            negative = (x.astype(np.uint64) >> np.maximum(sign_at, 0).astype(np.uint64) & np.uint64(1)).astype(bool) & (n > 0)
+            negative = (
+                x.astype(np.uint64) >> np.maximum(sign_at, 0).astype(np.uint64) & np.uint64(1)
+            ).astype(bool) & (n > 0)
             out = np.where(negative, out | ~keep, out)
         write(b, out.astype(TYPES[f"u{bits}"]).view(dtype))
 
@@ -298,7 +333,9 @@ def bfi(d: Decoder) -> Execute:
     def execute(b: Any) -> None:
         p = (np.asarray(pos(b)) & np.uint32(255)).astype(np.uint64)
         n = (np.asarray(length(b)) & np.uint32(255)).astype(np.uint64)
-        ones = np.where(n >= 64, np.uint64(2**64 - 1), (np.uint64(1) << np.minimum(n, 63)) - np.uint64(1))
+        ones = np.where(
+            n >= 64, np.uint64(2**64 - 1), (np.uint64(1) << np.minimum(n, 63)) - np.uint64(1)
+        )
         mask = np.where(p >= bits, np.uint64(0), ones << np.minimum(p, 63))
         x = np.asarray(a(b)).astype(np.uint64) << np.minimum(p, 63)
         y = np.asarray(into(b)).astype(np.uint64)
@@ -314,7 +351,9 @@ def prmt(d: Decoder) -> Execute:
     a, b2, selector, write = d.src(1), d.src(2), d.src(3), d.dst()
 
     def execute(b: Any) -> None:
-        both = np.asarray(b2(b)).astype(np.uint64) << np.uint64(32) | np.asarray(a(b)).astype(np.uint64)
+        both = np.asarray(b2(b)).astype(np.uint64) << np.uint64(32) | np.asarray(a(b)).astype(
+            np.uint64
+        )
         s = np.asarray(selector(b)).astype(np.uint64)
         out = np.zeros((b.n, 32), np.uint64)
         for i in range(4):
@@ -367,10 +406,14 @@ def _comparands(d: Decoder) -> tuple[Any, Any]:
 @instruction("setp")
 def setp(d: Decoder) -> Execute:
     """9.7.7.2: p = compare [boolop c]; p|q also writes the complement of the comparison, combined likewise."""
-    d.only(*_COMPARE, "and", "or", "xor", "ftz", "num", "nan", "equ", "neu", "ltu", "leu", "gtu", "geu")
+    d.only(
+        *_COMPARE, "and", "or", "xor", "ftz", "num", "nan", "equ", "neu", "ltu", "leu", "gtu", "geu"
+    )
     compare = _comparison(d)
     combine = next((c for c in ("and", "or", "xor") if c in d.mods), None)
-    f = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor, None: lambda x, y: x}[combine]
+    f = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor, None: lambda x, y: x}[
+        combine
+    ]
     x, y = _comparands(d)
     c = d.src(3, "pred") if combine else (lambda b: True)
     first, second = d.pair(0)
@@ -395,7 +438,9 @@ def set_(d: Decoder) -> Execute:
     x, y = _comparands(d)
     result = d.parts[-2]
     write = d.dst(0, result)
-    true = np.float32(1) if result == "f32" else TYPES[result](-1 if result[0] == "s" else 0xFFFFFFFF)
+    true = (
+        np.float32(1) if result == "f32" else TYPES[result](-1 if result[0] == "s" else 0xFFFFFFFF)
+    )
     return lambda b: write(b, np.where(compare(x(b), y(b)), true, type(true)(0)))
 
 

@@ -64,7 +64,9 @@ class Wait:
 
     __slots__ = ("instruction", "key", "kind", "tell")
 
-    def __init__(self, kind: str, key: Any, instruction: Instruction, tell: Callable[[], str]) -> None:
+    def __init__(
+        self, kind: str, key: Any, instruction: Instruction, tell: Callable[[], str]
+    ) -> None:
         self.kind, self.key, self.instruction, self.tell = kind, key, instruction, tell
 
 
@@ -129,14 +131,22 @@ class Machine:
         for i in range(count):
             self.cta_coord[i] = self._coordinates(first + i)
         for bank, registers in self.registers.items():
-            registers[...] = {1: True, 16: POISON16, 32: POISON32, 64: POISON64, 128: POISON64}[bank]
+            registers[...] = {1: True, 16: POISON16, 32: POISON32, 64: POISON64, 128: POISON64}[
+                bank
+            ]
         self.smem.view(np.uint32)[...] = POISON32
+        self.box_swizzle = np.zeros(
+            (self.num_ctas, self.smem_bytes // 16), np.int8
+        )  # 1 + mode, 0: no TMA load
+        self.box_line = np.zeros((self.num_ctas, self.smem_bytes // 16), np.int32)
         self.mbarriers.clear()
         self.flight.clear()
         self.bulk_groups = BulkGroups(self)
         self.warpgroups = WarpgroupMma(self)
         self.tmem = None
-        self.tmem_owner: dict[int, np.ndarray] = {}  # cta -> (512,) instruction line that allocated, 0 free
+        self.tmem_owner: dict[
+            int, np.ndarray
+        ] = {}  # cta -> (512,) instruction line that allocated, 0 free
         self.tmem_permit: dict[int, bool] = {}
         self.local = None
         self.state = np.where(self.warp_cta < count, RUNNING, DONE).astype(np.uint8)
@@ -151,7 +161,9 @@ class Machine:
         self.named: dict[tuple[int, int], dict[str, Any]] = {}
         self.cluster_arrivals: dict[int, dict[str, Any]] = {}
         self.cluster_phase = np.zeros(self.num_warps, np.int64)
-        self.last_wait: dict[int, dict[tuple[int, int], tuple[int, int, Instruction]]] = defaultdict(dict)
+        self.last_wait: dict[int, dict[tuple[int, int], tuple[int, int, Instruction]]] = (
+            defaultdict(dict)
+        )
         self.register_pool: dict[int, dict[str, Any]] = {}
 
     def _coordinates(self, linear: int) -> tuple[int, int, int]:
@@ -197,7 +209,9 @@ class Machine:
 
     def find(self, rule: str, message: str, instruction: Instruction) -> None:
         """Records a finding, once per rule and instruction."""
-        self.findings.setdefault((rule, instruction.line), Finding(rule, message, instruction.where()))
+        self.findings.setdefault(
+            (rule, instruction.line), Finding(rule, message, instruction.where())
+        )
 
     # -- blocking and waking --------------------------------------------------------------------------------------
 
@@ -213,18 +227,31 @@ class Machine:
 
     # -- shared memory --------------------------------------------------------------------------------------------
 
-    def shared_location(self, warps: np.ndarray, addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def shared_location(
+        self, warps: np.ndarray, addresses: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Shared-window addresses (rank in bits 24 and up) -> (cta, byte offset), for each of ``warps``."""
         own = self.warp_cta[warps]
         rank = (addresses >> np.uint64(24)).astype(np.int64)
         return own - self.cta_rank[own] + rank, (addresses & np.uint64(0xFFFFFF)).astype(np.int64)
 
     def check_shared(
-        self, warps: np.ndarray, lanes: np.ndarray, cta: np.ndarray, offset: np.ndarray, size: int, ins: Instruction
+        self,
+        warps: np.ndarray,
+        lanes: np.ndarray,
+        cta: np.ndarray,
+        offset: np.ndarray,
+        size: int,
+        ins: Instruction,
     ) -> None:
         """Bounds and alignment of ``size``-byte accesses; raises BadAddress for the first that breaks them."""
         first = self.warp_cta[warps] - self.cta_rank[self.warp_cta[warps]]
-        bad = (cta < first) | (cta >= first + self.cluster_size) | (offset < 0) | (offset + size > self.smem_bytes)
+        bad = (
+            (cta < first)
+            | (cta >= first + self.cluster_size)
+            | (offset < 0)
+            | (offset + size > self.smem_bytes)
+        )
         bad |= (offset & (size - 1)) != 0
         if bad.any():
             k = int(np.nonzero(bad)[0][0])
@@ -247,11 +274,22 @@ class Machine:
             self.tmem = np.full((self.num_ctas, TMEM_LANES, TMEM_COLUMNS), POISON32, np.uint32)
         return self.tmem
 
-    def check_tmem_columns(self, cta: int, first: int, count: int, who: str, ins: Instruction) -> None:
+    def check_tmem_columns(
+        self, cta: int, first: int, count: int, who: str, ins: Instruction
+    ) -> None:
         owner = self.tmem_owner.get(cta)
-        if first < 0 or first + count > TMEM_COLUMNS or owner is None or not owner[first : first + count].all():
+        if (
+            first < 0
+            or first + count > TMEM_COLUMNS
+            or owner is None
+            or not owner[first : first + count].all()
+        ):
             allocated = np.nonzero(owner)[0] if owner is not None else []
-            have = f"columns {allocated[0]}..{allocated[-1]} are allocated" if len(allocated) else "none is allocated"
+            have = (
+                f"columns {allocated[0]}..{allocated[-1]} are allocated"
+                if len(allocated)
+                else "none is allocated"
+            )
             raise BadAddress(
                 f"bad address: {who} uses tensor memory columns {first}..{first + count - 1}, but {have}\n    at {ins.where()}"
             )

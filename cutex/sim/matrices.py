@@ -17,8 +17,8 @@ import ml_dtypes
 import numpy as np
 
 from cutex.sim.errors import BadOperand
-from cutex.sim.floating import bf16_to_f32
 from cutex.sim.flight import Span
+from cutex.sim.floating import bf16_to_f32
 from cutex.sim.memory import POISON64
 from cutex.sim.ptx import Instruction
 from cutex.sim.tensormap import swizzle_chunks
@@ -44,19 +44,27 @@ def read_descriptor(value: int, blackwell: bool, ins: Instruction) -> Descriptor
     if blackwell:
         mode, fixed = value >> 61 & 7, value >> 46 & 7
         if fixed != 1:
-            raise BadOperand(f"bad operand: bits 46-48 of the descriptor 0x{value:016x} are {fixed}, not 1\n    at {ins.where()}")
+            raise BadOperand(
+                f"bad operand: bits 46-48 of the descriptor 0x{value:016x} are {fixed}, not 1\n    at {ins.where()}"
+            )
         bits = {0: 0, 2: 3, 4: 2, 6: 1}.get(mode)
         base = value >> 49 & 7
     else:
         bits = {0: 0, 1: 3, 2: 2, 3: 1}[value >> 62 & 3]
         base = value >> 49 & 7
     if bits is None or base:
-        raise BadOperand(f"bad operand: descriptor 0x{value:016x} with a layout or base offset that the simulator does not define\n    at {ins.where()}")
-    return Descriptor((value & 0x3FFF) << 4, (value >> 16 & 0x3FFF) << 4, (value >> 32 & 0x3FFF) << 4, bits)
+        raise BadOperand(
+            f"bad operand: descriptor 0x{value:016x} with a layout or base offset that the simulator does not define\n    at {ins.where()}"
+        )
+    return Descriptor(
+        (value & 0x3FFF) << 4, (value >> 16 & 0x3FFF) << 4, (value >> 32 & 0x3FFF) << 4, bits
+    )
 
 
 @lru_cache(maxsize=4096)
-def operand_chunks(desc: Descriptor, rows: int, k_bytes: int, mn_major: bool, itemsize: int) -> np.ndarray:
+def operand_chunks(
+    desc: Descriptor, rows: int, k_bytes: int, mn_major: bool, itemsize: int
+) -> np.ndarray:
     """Absolute 16-byte chunk numbers: (rows, k_bytes / 16) K-major, (K, rows * itemsize / 16) MN-major."""
     width = 1 << desc.bits
     lead, stride, start = desc.leading >> 4, desc.stride >> 4, desc.start >> 4
@@ -87,11 +95,30 @@ ITEMSIZE = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "s8": 1, "u8":
 class SharedOperand:
     """An A or B operand in shared memory: (rows, K) of ``kind``, 32 bytes of K per instruction."""
 
-    def __init__(self, m: Any, cta: int, desc: Descriptor, rows: int, kind: str, mn_major: bool, what: str, ins: Instruction) -> None:
-        self.m, self.cta, self.desc, self.kind, self.mn_major, self.ins = m, cta, desc, kind, mn_major, ins
+    def __init__(
+        self,
+        m: Any,
+        cta: int,
+        desc: Descriptor,
+        rows: int,
+        kind: str,
+        mn_major: bool,
+        what: str,
+        ins: Instruction,
+    ) -> None:
+        self.m, self.cta, self.desc, self.kind, self.mn_major, self.ins = (
+            m,
+            cta,
+            desc,
+            kind,
+            mn_major,
+            ins,
+        )
         self.what = what
         if mn_major and ITEMSIZE[kind] != 2:
-            raise BadOperand(f"bad operand: MN-major operands of {kind} are not defined in the simulator\n    at {ins.where()}")
+            raise BadOperand(
+                f"bad operand: MN-major operands of {kind} are not defined in the simulator\n    at {ins.where()}"
+            )
         self.chunks = operand_chunks(desc, rows, 32, mn_major, ITEMSIZE[kind])
         if int(self.chunks.max()) * 16 + 16 > m.smem_bytes:
             raise BadOperand(
@@ -99,12 +126,32 @@ class SharedOperand:
             )
 
     def span(self) -> Span:
-        return Span(self.cta, int(self.chunks.min()) * 16, int(self.chunks.max()) * 16 + 16, self.chunks)
+        return Span(
+            self.cta, int(self.chunks.min()) * 16, int(self.chunks.max()) * 16 + 16, self.chunks
+        )
 
     def values(self) -> np.ndarray:
         """(rows, K) float32."""
+        self._check_swizzle()
         raw = self.m.smem[self.cta].view(np.uint64).reshape(-1, 2)[self.chunks]
         if (raw[..., 0] == POISON64).any() and ((raw == POISON64).all(-1)).any():
-            self.m.find("uninitialised", f"{self.what} ({self.desc}) holds shared memory that nothing has written", self.ins)
+            self.m.find(
+                "uninitialised",
+                f"{self.what} ({self.desc}) holds shared memory that nothing has written",
+                self.ins,
+            )
         values = ELEMENTS[self.kind](np.ascontiguousarray(raw).reshape(raw.shape[0], -1))
         return values.T if self.mn_major else values
+
+    def _check_swizzle(self) -> None:
+        """An operand that TMA wrote with one swizzle and that the descriptor reads with another is scrambled."""
+        modes = self.m.box_swizzle[self.cta, self.chunks]
+        wrong = (modes != 0) & (modes != self.desc.bits + 1)
+        if wrong.any():
+            at = tuple(v[0] for v in np.nonzero(wrong))
+            line = int(self.m.box_line[self.cta, self.chunks[at]])
+            self.m.find(
+                "swizzle",
+                f"{self.what} ({self.desc}) was written by the TMA load at PTX line {line} with {_NAMES[int(modes[at]) - 1]} swizzle",
+                self.ins,
+            )

@@ -40,9 +40,13 @@ class MBarriers:
 
     def init(self, cta: int, offset: int, count: int, warp: int, ins: Instruction) -> None:
         if not 1 <= count <= MAX_COUNT:
-            raise BarrierMisuse(f"barrier misuse: mbarrier.init with count {count}; it takes 1..{MAX_COUNT}\n    at {ins.where()}")
+            raise BarrierMisuse(
+                f"barrier misuse: mbarrier.init with count {count}; it takes 1..{MAX_COUNT}\n    at {ins.where()}"
+            )
         old = self.barriers.get((cta, offset))
-        if old is not None and (old.pending != old.expected or old.tx or (cta, offset) in self.machine.sleepers):
+        if old is not None and (
+            old.pending != old.expected or old.tx or (cta, offset) in self.machine.sleepers
+        ):
             raise BarrierMisuse(
                 f"barrier misuse: {self.machine.name_warp(warp)} initialises {self.name(cta, offset)} again while it is in use\n"
                 f"    at {ins.where()}"
@@ -62,7 +66,9 @@ class MBarriers:
             )
         return barrier
 
-    def arrive(self, cta: int, offset: int, count: int, who: str, ins: Instruction, drop: bool = False) -> None:
+    def arrive(
+        self, cta: int, offset: int, count: int, who: str, ins: Instruction, drop: bool = False
+    ) -> None:
         barrier = self.get(cta, offset, ins)
         barrier.last = f"{who} at {ins.where()}"
         if count > barrier.pending:
@@ -113,8 +119,7 @@ class MBarriers:
         barrier = self.barriers.get((cta, offset))
         made = ""
         if barrier is not None:
-            source = barrier.made.source
-            made = f" (initialised at {source[0]}:{source[1]})" if source else f" (initialised at PTX line {barrier.made.line})"
+            made = f" (initialised at {barrier.made.source_line()})"
         return f"mbarrier 0x{offset:x} of {self.machine.name_cta(cta)}{made}"
 
     def describe(self, cta: int, offset: int) -> str:

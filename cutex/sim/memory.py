@@ -67,7 +67,9 @@ class GlobalMemory:
         if any(s == 0 for s in tensor.shape):
             return
         low = sum(min(0, (n - 1) * s) for n, s in zip(tensor.shape, tensor.strides, strict=True))
-        high = sum(max(0, (n - 1) * s) for n, s in zip(tensor.shape, tensor.strides, strict=True)) + 1
+        high = (
+            sum(max(0, (n - 1) * s) for n, s in zip(tensor.shape, tensor.strides, strict=True)) + 1
+        )
         size, count = tensor.itemsize, high - low
         base = tensor.address + low * size
         data = np.ctypeslib.as_array((ctypes.c_uint8 * (count * size)).from_address(base))
@@ -137,7 +139,9 @@ class GlobalMemory:
             offsets = (addresses[members] - np.uint64(region.base)).astype(np.int64)
             region.data[offsets[:, None] + np.arange(size)] = values[members]
 
-    def _by_region(self, addresses: np.ndarray, size: int, complain: Any) -> list[tuple[Region, Any]]:
+    def _by_region(
+        self, addresses: np.ndarray, size: int, complain: Any
+    ) -> list[tuple[Region, Any]]:
         if not len(addresses):
             return []
         first = self.find(int(addresses.min()))
@@ -172,7 +176,11 @@ def _union(parts: list[Region]) -> Region:
     data = np.ctypeslib.as_array((ctypes.c_uint8 * (end - base)).from_address(base))
     names = dict.fromkeys(r.description or r.name for r in parts)
     return Region(
-        "/".join(dict.fromkeys(r.name for r in parts)), base, data, None if valid.all() else valid, " and ".join(names)
+        "/".join(dict.fromkeys(r.name for r in parts)),
+        base,
+        data,
+        None if valid.all() else valid,
+        " and ".join(names),
     )
 
 

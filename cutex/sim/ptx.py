@@ -6,6 +6,7 @@ registers of their own, vector operands, predicates, ``_`` sinks and ``a|b`` pai
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field
 
@@ -98,8 +99,16 @@ class Instruction:
     def where(self) -> str:
         """One line for reports: the PTX line and its text, and the Python line if known."""
         text = self.text if len(self.text) <= 110 else self.text[:107] + "..."
-        source = f" ({self.source[0]}:{self.source[1]})" if self.source else ""
+        source = f" ({self.source_line()})" if self.source else ""
         return f"PTX line {self.line}: {text}{source}"
+
+    def source_line(self) -> str:
+        """'kernels/gemm/sm90/stage2.py:74', relative to the working directory where the file lies below it."""
+        if self.source is None:
+            return f"PTX line {self.line}"
+        path, line = self.source
+        here = os.getcwd() + os.sep
+        return f"{path.removeprefix(here)}:{line}"
 
 
 @dataclass
@@ -146,7 +155,9 @@ def parse(text: str) -> dict[str, Program]:
     module = _module_variables(text)
     programs = {}
     for entry in re.finditer(r"\.entry\s+([\w$]+)\s*(\()?", text):
-        body_at = text.index("{", _skip_parens(text, entry.end() - 1) if entry.group(2) else entry.end())
+        body_at = text.index(
+            "{", _skip_parens(text, entry.end() - 1) if entry.group(2) else entry.end()
+        )
         header = text[entry.start() : body_at]
         reader = _Body(text, body_at, files, dict(module))
         params, size = _params(header)
@@ -227,10 +238,14 @@ def _module_variables(text: str) -> dict[str, Variable]:
 class _Body:
     """Reads one function body: statements, scopes, labels; then resolves names."""
 
-    def __init__(self, text: str, at: int, files: dict[int, str], variables: dict[str, Variable]) -> None:
+    def __init__(
+        self, text: str, at: int, files: dict[int, str], variables: dict[str, Variable]
+    ) -> None:
         self.files, self.variables = files, variables
         self.banks: dict[int, dict[str, int]] = {1: {}, 16: {}, 32: {}, 64: {}, 128: {}}
-        self.declared: list[dict[str, tuple[int, str]]] = [{}]  # per scope: name -> (bank, unique name)
+        self.declared: list[dict[str, tuple[int, str]]] = [
+            {}
+        ]  # per scope: name -> (bank, unique name)
         self.ranges: list[tuple[str, int, int]] = []  # "%r<100>": prefix, count, bank
         self.labels: dict[tuple[int, str], int] = {}
         self.all_labels: dict[str, int] = {}
@@ -267,7 +282,12 @@ class _Body:
                 if scope == 0:
                     break
                 scope, piece = self._parents[scope], ""
-            elif char == ":" and text[at + 1] != ":" and text[at - 1] != ":" and re.fullmatch(r"\s*[$\w]+", piece):
+            elif (
+                char == ":"
+                and text[at + 1] != ":"
+                and text[at - 1] != ":"
+                and re.fullmatch(r"\s*[$\w]+", piece)
+            ):
                 self.labels[scope, piece.strip()] = len(pending)
                 self.all_labels[piece.strip()] = len(pending)
                 piece = ""
@@ -300,7 +320,10 @@ class _Body:
             ranged = re.fullmatch(r"([%\w$]+)<(\d+)>", name)
             if ranged:
                 for i in range(int(ranged.group(2))):
-                    self._scopes_of[scope][f"{ranged.group(1)}{i}"] = (bank, f"{ranged.group(1)}{i}")
+                    self._scopes_of[scope][f"{ranged.group(1)}{i}"] = (
+                        bank,
+                        f"{ranged.group(1)}{i}",
+                    )
             else:
                 self._scopes_of[scope][name] = (bank, name if scope == 0 else f"{name}@{scope}")
 
@@ -332,7 +355,9 @@ class _Body:
         if guard:
             guard_reg = self._register(guard, scope)
             if guard_reg is None:
-                raise UnknownInstruction(f"PTX line {line}: predicate {guard} is not declared: {text}")
+                raise UnknownInstruction(
+                    f"PTX line {line}: predicate {guard} is not declared: {text}"
+                )
         target = None
         operands: list[Operand] = []
         if op.split(".")[0] == "bra":

@@ -60,7 +60,10 @@ def simulate(
     c_compiler()
     started = time.perf_counter()
     host, programs = _load(compiled, tensors, arch)
-    names = getattr(compiled, "argument_names", None) or _names(len(tensors))
+    names = [
+        *host.argument_names,
+        *(f"argument {i}" for i in range(len(host.argument_names), len(tensors))),
+    ]
     arguments = [HostTensor.of(t, n) or t for t, n in zip(tensors, names, strict=False)]
     report = SimReport()
     counts: Counter[str] = Counter()
@@ -101,16 +104,28 @@ def _run_launch(
 ) -> None:
     program = programs.get(what.kernel)
     if program is None:
-        raise SimError(f"the host code launches {what.kernel}, which is not in the PTX ({', '.join(programs)})")
+        raise SimError(
+            f"the host code launches {what.kernel}, which is not in the PTX ({', '.join(programs)})"
+        )
     params = np.zeros(-(-program.param_bytes // 64) * 64 + 64, np.uint8)
-    for p, raw in zip(program.params, what.param_bytes([p.size for p in program.params]), strict=True):
+    for p, raw in zip(
+        program.params, what.param_bytes([p.size for p in program.params]), strict=True
+    ):
         params[p.offset : p.offset + p.size] = np.frombuffer(raw, np.uint8)
     total = what.grid[0] * what.grid[1] * what.grid[2]
     _check_launch(program, what)
     cluster = what.cluster[0] * what.cluster[1] * what.cluster[2]
     num_ctas = _resident(program, what, total, cluster)
     machine = Machine(
-        program, what.grid, what.block, what.cluster, what.smem, memory, params, num_ctas, seed if order == "random" else None
+        program,
+        what.grid,
+        what.block,
+        what.cluster,
+        what.smem,
+        memory,
+        params,
+        num_ctas,
+        seed if order == "random" else None,
     )
     _add_module_variables(machine)
     scheduler = Scheduler(machine, order)
@@ -135,13 +150,21 @@ def _check_launch(program: Program, what: Launch) -> None:
     """What a driver refuses: empty or oversized dimensions, clusters that do not divide the grid."""
     threads = what.block[0] * what.block[1] * what.block[2]
     if min(what.grid) < 1 or threads < 1 or threads > 1024:
-        raise ValueError(f"launch of {what.kernel}: grid {what.grid} or block {what.block} is not a valid size")
+        raise ValueError(
+            f"launch of {what.kernel}: grid {what.grid} or block {what.block} is not a valid size"
+        )
     if program.max_threads and threads > program.max_threads:
-        raise ValueError(f"launch of {what.kernel}: {threads} threads, compiled for at most {program.max_threads}")
+        raise ValueError(
+            f"launch of {what.kernel}: {threads} threads, compiled for at most {program.max_threads}"
+        )
     if any(g % c for g, c in zip(what.grid, what.cluster, strict=True)):
-        raise ValueError(f"launch of {what.kernel}: grid {what.grid} is no multiple of the cluster {what.cluster}")
+        raise ValueError(
+            f"launch of {what.kernel}: grid {what.grid} is no multiple of the cluster {what.cluster}"
+        )
     if what.smem > 232448:
-        raise ValueError(f"launch of {what.kernel}: {what.smem} bytes of shared memory, an SM gives a CTA at most 232448")
+        raise ValueError(
+            f"launch of {what.kernel}: {what.smem} bytes of shared memory, an SM gives a CTA at most 232448"
+        )
 
 
 def _resident(program: Program, what: Launch, total: int, cluster: int) -> int:
@@ -164,15 +187,13 @@ def _add_module_variables(machine: Machine) -> None:
         machine.memory.add(Region("module variables", MODULE_WINDOW, data))
 
 
-def _names(count: int) -> Sequence[str]:
-    return [f"argument {i}" for i in range(count)]
-
-
 def _is_stream(argument: Any) -> bool:
     return type(argument).__name__ in ("CUstream", "_FakeStream")
 
 
-def _load(compiled: Any, tensors: Sequence[Any], arch: str) -> tuple[HostFunction, dict[str, Program]]:
+def _load(
+    compiled: Any, tensors: Sequence[Any], arch: str
+) -> tuple[HostFunction, dict[str, Program]]:
     """The linked host half and the parsed PTX of whatever the caller has."""
     cached = getattr(compiled, "_cutex_sim", None)
     if cached is not None:
@@ -184,7 +205,9 @@ def _load(compiled: Any, tensors: Sequence[Any], arch: str) -> tuple[HostFunctio
             compiled = _compile(compiled, tensors, arch)
         ptx = getattr(compiled, "__ptx__", None)
         if not ptx:
-            raise TypeError("the compiled function carries no PTX: compile it with cute.KeepPTX(True), or pass the @cute.jit function")
+            raise TypeError(
+                "the compiled function carries no PTX: compile it with cute.KeepPTX(True), or pass the @cute.jit function"
+            )
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "kernel.o"
             compiled.export_to_c(str(path), "kernel")
@@ -202,17 +225,29 @@ def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:
     from cutlass.cute.runtime import from_dlpack, make_fake_stream
 
     if not callable(function):
-        raise TypeError(f"simulate takes a compiled kernel or a @cute.jit function, got {type(function).__name__}")
+        raise TypeError(
+            f"simulate takes a compiled kernel or a @cute.jit function, got {type(function).__name__}"
+        )
     arguments = []
     for i, t in enumerate(tensors):
         host = HostTensor.of(t, f"argument {i}")
         if host is not None:
             align = next(a for a in (128, 64, 32, 16, 8, 4, 2, 1) if host.address % a == 0)
-            arguments.append(from_dlpack(t, assumed_align=max(min(align, 32), host.itemsize), enable_tvm_ffi=True))
+            arguments.append(
+                from_dlpack(
+                    t, assumed_align=max(min(align, 32), host.itemsize), enable_tvm_ffi=True
+                )
+            )
         elif _is_stream(t):
             arguments.append(make_fake_stream(use_tvm_ffi_env_stream=True))
         else:
             arguments.append(t)
     with tempfile.TemporaryDirectory() as folder:
-        options = (cute.GPUArch(arch), cute.EnableTVMFFI(True), cute.KeepPTX(True), cute.GenerateLineInfo(True), cute.DumpDir(folder))
+        options = (
+            cute.GPUArch(arch),
+            cute.EnableTVMFFI(True),
+            cute.KeepPTX(True),
+            cute.GenerateLineInfo(True),
+            cute.DumpDir(folder),
+        )
         return cute.compile[options](function, *arguments)

@@ -35,7 +35,9 @@ class Scheduler:
         self.code = machine.program.code
         self.decoded: list[Execute | None] = [None] * len(self.code)
         self.watched = _watched(machine.program)
-        self.guards = [None if i.guard is None else machine.registers[1][i.guard.index] for i in self.code]
+        self.guards = [
+            None if i.guard is None else machine.registers[1][i.guard.index] for i in self.code
+        ]
         self.executed = np.zeros(len(self.code), np.int64)  # warp-instructions
         self.turn = np.zeros(machine.num_warps, np.int64)
         self.stalled_at = -1
@@ -92,7 +94,9 @@ class Scheduler:
         if self.random:
             limit = m.random.randint(1, 200)
             if len(idx) > 1 and m.random.random() < 0.5:
-                idx = np.sort(np.array(m.random.sample(idx.tolist(), m.random.randint(1, len(idx)))))
+                idx = np.sort(
+                    np.array(m.random.sample(idx.tolist(), m.random.randint(1, len(idx))))
+                )
         others = places[places > place]
         stop = int(others.min()) if len(others) and not self.random else len(self.code) + 1
         mask = None
@@ -120,7 +124,9 @@ class Scheduler:
             if name == "bra" or name in ("ret", "exit", "trap"):
                 taken = self._guarded(batch, base, guard, ins.negated)
                 if name == "trap":
-                    raise SimError(f"trap: {m.name_warp(int(batch.idx[0]))} executes trap\n    at {ins.where()}")
+                    raise SimError(
+                        f"trap: {m.name_warp(int(batch.idx[0]))} executes trap\n    at {ins.where()}"
+                    )
                 if name != "bra":
                     self._exit(batch, base, taken, pc)
                     return
@@ -163,7 +169,9 @@ class Scheduler:
         batch.mask = base
         self._settle(batch, np.full(batch.n, pc))
 
-    def _guarded(self, batch: Batch, base: np.ndarray | None, guard: np.ndarray | None, negated: bool) -> np.ndarray | None:
+    def _guarded(
+        self, batch: Batch, base: np.ndarray | None, guard: np.ndarray | None, negated: bool
+    ) -> np.ndarray | None:
         """Lanes for which the instruction's predicate holds; None for all of a full batch."""
         if guard is None:
             return base
@@ -214,7 +222,9 @@ class Scheduler:
         m.pc[idx] = low
         m.diverged[idx] = ((lanes != low[:, None]) & m.live[idx]).any(1)
 
-    def _branch(self, batch: Batch, here: np.ndarray, taken: np.ndarray, pc: int, target: int) -> None:
+    def _branch(
+        self, batch: Batch, here: np.ndarray, taken: np.ndarray, pc: int, target: int
+    ) -> None:
         """Warps, or lanes of a warp, part ways."""
         m = self.m
         some, every = taken.any(1), (taken == here).all(1)
@@ -232,7 +242,9 @@ class Scheduler:
             m.diverged[idx] = True
             self._merge(idx)
 
-    def _exit(self, batch: Batch, base: np.ndarray | None, leaving: np.ndarray | None, pc: int) -> None:
+    def _exit(
+        self, batch: Batch, base: np.ndarray | None, leaving: np.ndarray | None, pc: int
+    ) -> None:
         m = self.m
         leaving = batch.active() if leaving is None else leaving
         batch.mask = base
@@ -267,9 +279,14 @@ class Scheduler:
         for _, warps in list(same.items())[:12]:
             wait = m.waits[warps[0]]
             more = f" (and {len(warps) - 1} more like it)" if len(warps) > 1 else ""
-            lines.append(f"  {m.name_warp(warps[0])}{more} {wait.tell()}\n    at {wait.instruction.where()}")
+            lines.append(
+                f"  {m.name_warp(warps[0])}{more} {wait.tell()}\n    at {wait.instruction.where()}"
+            )
         done = int((m.state == DONE).sum()) - int((m.warp_cta >= m.present).sum())
         lines.append(f"  {len(m.waits)} warps are blocked, {done} have returned")
+        if m.findings:
+            lines.append("found before that:")
+            lines += [f"  {f}" for f in m.findings.values()]
         return "\n".join(lines)
 
     def leftovers(self) -> None:
@@ -281,13 +298,19 @@ class Scheduler:
             if owner.any():
                 line = int(owner[owner != 0][0])
                 ins = next(i for i in self.code if i.line == line)
-                m.find("tensor memory", f"{m.name_cta(cta)} returns without tcgen05.dealloc of {int((owner != 0).sum())} columns", ins)
+                m.find(
+                    "tensor memory",
+                    f"{m.name_cta(cta)} returns without tcgen05.dealloc of {int((owner != 0).sum())} columns",
+                    ins,
+                )
 
 
 def _without_place(text: str) -> str:
     import re
 
-    return re.sub(r"CTA \([\d,]+\)( \(rank \d+ of its cluster\))?( warp \d+)?( lane \d+)?", "CTA", text)
+    return re.sub(
+        r"CTA \([\d,]+\)( \(rank \d+ of its cluster\))?( warp \d+)?( lane \d+)?", "CTA", text
+    )
 
 
 def _watched(program: Program) -> dict[int, tuple[set[int], set[int]]]:

@@ -35,7 +35,9 @@ def require_whole_warp(d: Decoder, b: Batch) -> None:
 def bar(d: Decoder) -> Execute:
     """9.7.13.1: barrier ``id`` completes when ``count`` threads (all that live, if not given) have arrived."""
     if d.parts[1] == "warp":
-        return lambda b: None  # NOTE: lanes of a warp run together here, so bar.warp.sync has nothing to wait for
+        return lambda b: (
+            None
+        )  # NOTE: lanes of a warp run together here, so bar.warp.sync has nothing to wait for
     d.only("sync", "arrive", "cta", "aligned")
     arrive_only = "arrive" in d.mods
     number = d.src(0, "u32")
@@ -79,7 +81,9 @@ def _arrive(d: Decoder, warp: int, key: tuple[int, int], expected: int) -> bool:
     """One warp arrives; True if that completes the barrier (everybody else is then woken)."""
     m = d.m
     if key[1] > 15:
-        raise BarrierMisuse(f"barrier misuse: barrier {key[1]} does not exist (0..15)\n    at {d.ins.where()}")
+        raise BarrierMisuse(
+            f"barrier misuse: barrier {key[1]} does not exist (0..15)\n    at {d.ins.where()}"
+        )
     if expected % 32:
         raise BarrierMisuse(
             f"barrier misuse: a thread count of {expected} is no multiple of the warp size\n    at {d.ins.where()}"
@@ -128,7 +132,10 @@ def barrier_cluster(d: Decoder) -> Execute:
                 release_cluster(m, which)
             elif state["phase"] == m.cluster_phase[warp]:
                 out[row] = RETRY
-                m.sleep(warp, Wait("cluster barrier", ("cluster", which), ins, _cluster_teller(m, which)))
+                m.sleep(
+                    warp,
+                    Wait("cluster barrier", ("cluster", which), ins, _cluster_teller(m, which)),
+                )
         return out
 
     return execute
@@ -202,7 +209,9 @@ def setmaxnreg(d: Decoder) -> Execute:
     count, m, ins = d.ins.operands[0], d.m, d.ins
     wanted = int(count.value)  # type: ignore[union-attr]
     if wanted % 8 or not 24 <= wanted <= 256:
-        raise BarrierMisuse(f"barrier misuse: setmaxnreg {wanted}: takes 24..256 in steps of 8\n    at {ins.where()}")
+        raise BarrierMisuse(
+            f"barrier misuse: setmaxnreg {wanted}: takes 24..256 in steps of 8\n    at {ins.where()}"
+        )
     start = min(65536 // (m.warps_per_cta * 32) // 8 * 8, 248)
 
     def execute(b: Batch) -> np.ndarray | None:
@@ -211,12 +220,24 @@ def setmaxnreg(d: Decoder) -> Execute:
         for row in np.nonzero(b.any_active())[0]:
             warp = int(b.idx[row])
             cta = int(m.warp_cta[warp])
-            pool = m.register_pool.setdefault(cta, {"free": 65536 - start * 32 * m.warps_per_cta, "has": {}})
+            pool = m.register_pool.setdefault(
+                cta, {"free": 65536 - start * 32 * m.warps_per_cta, "has": {}}
+            )
             has = pool["has"].get(warp, start)
             need = 32 * (wanted - has)
             if need > pool["free"]:
                 out[row] = RETRY
-                m.sleep(warp, Wait("registers", ("registers", cta), ins, lambda p=pool, n=need: f"setmaxnreg.inc: {n} registers wanted, {p['free']} free in the CTA's pool"))
+                m.sleep(
+                    warp,
+                    Wait(
+                        "registers",
+                        ("registers", cta),
+                        ins,
+                        lambda p=pool, n=need: (
+                            f"setmaxnreg.inc: {n} registers wanted, {p['free']} free in the CTA's pool"
+                        ),
+                    ),
+                )
                 continue
             pool["free"] -= need
             pool["has"][warp] = wanted
@@ -367,11 +388,23 @@ def mbarrier_wait(d: Decoder) -> Execute:
             if passed(cta, offset, value):
                 result[row, lanes] = True
                 if by_parity:
-                    m.last_wait[warp][cta, offset] = (value & 1, m.mbarriers.phases(cta, offset), ins)
+                    m.last_wait[warp][cta, offset] = (
+                        value & 1,
+                        m.mbarriers.phases(cta, offset),
+                        ins,
+                    )
             elif may_sleep and not m.timed_out[warp]:
                 out[row] = RETRY
                 failed = True
-                m.sleep(warp, Wait("mbarrier", (cta, offset), ins, _mbarrier_teller(m, cta, offset, value, by_parity)))
+                m.sleep(
+                    warp,
+                    Wait(
+                        "mbarrier",
+                        (cta, offset),
+                        ins,
+                        _mbarrier_teller(m, cta, offset, value, by_parity),
+                    ),
+                )
             else:
                 m.timed_out[warp] = False
         if failed:
@@ -384,9 +417,18 @@ def mbarrier_wait(d: Decoder) -> Execute:
     return execute
 
 
-def _mbarrier_teller(m: Machine, cta: int, offset: int, value: int, by_parity: bool) -> Callable[[], str]:
-    what = f"parity {value & 1}" if by_parity else f"phase {value}"
-    return lambda: f"waits for {what} of {m.mbarriers.describe(cta, offset)}"
+def _mbarrier_teller(
+    m: Machine, cta: int, offset: int, value: int, by_parity: bool
+) -> Callable[[], str]:
+    def tell() -> str:
+        done = m.mbarriers.phases(cta, offset)
+        if by_parity:
+            what = f"parity {value & 1} (that is for phase {done}; a wait for parity {1 - (value & 1)} would pass)"
+        else:
+            what = f"phase {value}"
+        return f"waits for {what} of {m.mbarriers.describe(cta, offset)}"
+
+    return tell
 
 
 @instruction("mbarrier.pending_count")

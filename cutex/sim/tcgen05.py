@@ -64,19 +64,35 @@ def _alloc(d: Decoder) -> Execute:
             warp, n = int(b.idx[row]), int(counts[row])
             cta = int(m.warp_cta[warp])
             if n < 32 or n > TMEM_COLUMNS or n & (n - 1):
-                raise BadOperand(f"bad operand: tcgen05.alloc of {n} columns: takes 32, 64, 128, 256 or 512\n    at {ins.where()}")
+                raise BadOperand(
+                    f"bad operand: tcgen05.alloc of {n} columns: takes 32, 64, 128, 256 or 512\n    at {ins.where()}"
+                )
             if m.tmem_permit.get(cta) is False:
-                raise BarrierMisuse(f"barrier misuse: tcgen05.alloc after relinquish_alloc_permit\n    at {ins.where()}")
+                raise BarrierMisuse(
+                    f"barrier misuse: tcgen05.alloc after relinquish_alloc_permit\n    at {ins.where()}"
+                )
             owner = m.tmem_owner.setdefault(cta, np.zeros(TMEM_COLUMNS, np.int32))
             free = [c for c in range(0, TMEM_COLUMNS, n) if not owner[c : c + n].any()]
             if not free:
                 out[row] = RETRY
-                m.sleep(warp, Wait("tensor memory", ("tmem", cta), ins, lambda n=n, o=owner: f"tcgen05.alloc: {n} columns wanted, {int((o == 0).sum())} free"))
+                m.sleep(
+                    warp,
+                    Wait(
+                        "tensor memory",
+                        ("tmem", cta),
+                        ins,
+                        lambda n=n, o=owner: (
+                            f"tcgen05.alloc: {n} columns wanted, {int((o == 0).sum())} free"
+                        ),
+                    ),
+                )
                 continue
             owner[free[0] : free[0] + n] = ins.line
             target, offset = m.shared_location(b.idx[row : row + 1], where[row : row + 1])
             m.check_shared(b.idx[row : row + 1], np.zeros(1, int), target, offset, 4, ins)
-            m.smem[int(target[0]), int(offset[0]) : int(offset[0]) + 4] = as_bytes(np.array([free[0]], np.uint32))[0]
+            m.smem[int(target[0]), int(offset[0]) : int(offset[0]) + 4] = as_bytes(
+                np.array([free[0]], np.uint32)
+            )[0]
             m.tensor_memory()
             m.progress += 1
         return out if out.any() else None
@@ -95,7 +111,9 @@ def _dealloc(d: Decoder) -> Execute:
             warp = int(b.idx[row])
             cta, first, n = int(m.warp_cta[warp]), int(firsts[row]) & 0xFFFF, int(counts[row])
             m.check_tmem_columns(cta, first, n, m.name_warp(warp), ins)
-            m.flight.touch(Rectangle(cta, 0, 128, first, first + n), True, "tcgen05.dealloc", warp, ins)
+            m.flight.touch(
+                Rectangle(cta, 0, 128, first, first + n), True, "tcgen05.dealloc", warp, ins
+            )
             m.tmem_owner[cta][first : first + n] = 0
             m.progress += 1
             m.wake(("tmem", cta))
@@ -143,7 +161,17 @@ class _TmemAccess:
     """The address operand and fragment of one ld or st."""
 
     def __init__(self, d: Decoder, address: int) -> None:
-        d.only("ld", "st", "sync", "aligned", *_SHAPES, *(f"x{1 << i}" for i in range(8)), "pack", "unpack", "16b")
+        d.only(
+            "ld",
+            "st",
+            "sync",
+            "aligned",
+            *_SHAPES,
+            *(f"x{1 << i}" for i in range(8)),
+            "pack",
+            "unpack",
+            "16b",
+        )
         self.d, self.m = d, d.m
         self.shape = next(s for s in _SHAPES if s in d.mods)
         repeats = next(int(p[1:]) for p in d.parts if p[0] == "x" and p[1:].isdigit())
@@ -152,7 +180,9 @@ class _TmemAccess:
         lanes, columns = fragment(self.shape, repeats * (2 if self.packed else 1), split)
         self.lanes, self.columns = lanes, columns
         operand = d.ins.operands[address]
-        self.address = d.address(address) if isinstance(operand, Address) else d.read(operand, "u32")
+        self.address = (
+            d.address(address) if isinstance(operand, Address) else d.read(operand, "u32")
+        )
 
     def places(self, b: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Rows of the batch that take part, and cta, lane, column of every register: (rows, registers, 32)."""
@@ -172,15 +202,34 @@ class _TmemAccess:
         cta = self.m.warp_cta[b.idx[rows]]
         width = int(self.columns.max()) + 1
         for k, row in enumerate(rows.tolist()):
-            self.m.check_tmem_columns(int(cta[k]), int(column[k]), width, self.m.name_warp(int(b.idx[row])), self.d.ins)
-        return rows, cta[:, None, None], lane[:, None, None] + self.lanes, column[:, None, None] + self.columns
+            self.m.check_tmem_columns(
+                int(cta[k]), int(column[k]), width, self.m.name_warp(int(b.idx[row])), self.d.ins
+            )
+        return (
+            rows,
+            cta[:, None, None],
+            lane[:, None, None] + self.lanes,
+            column[:, None, None] + self.columns,
+        )
 
-    def conflicts(self, b: Batch, rows: np.ndarray, cta: np.ndarray, lane: np.ndarray, column: np.ndarray, write: bool) -> None:
+    def conflicts(
+        self,
+        b: Batch,
+        rows: np.ndarray,
+        cta: np.ndarray,
+        lane: np.ndarray,
+        column: np.ndarray,
+        write: bool,
+    ) -> None:
         if not self.m.flight.count:
             return
         for k, row in enumerate(rows.tolist()):
             place = Rectangle(
-                int(cta[k, 0, 0]), int(lane[k].min()), int(lane[k].max()) + 1, int(column[k].min()), int(column[k].max()) + 1
+                int(cta[k, 0, 0]),
+                int(lane[k].min()),
+                int(lane[k].max()) + 1,
+                int(column[k].min()),
+                int(column[k].max()) + 1,
             )
             name = "tcgen05.st" if write else "tcgen05.ld"
             self.m.flight.touch(place, write, name, int(b.idx[row]), self.d.ins)
@@ -199,7 +248,9 @@ def _ld(d: Decoder) -> Execute:
         got = d.m.tensor_memory()[cta, lane, column]  # (rows, registers, 32)
         if access.packed:
             got = got[:, ::2] & np.uint32(0xFFFF) | got[:, 1::2] << np.uint32(16)
-        part = b if len(rows) == b.n else Batch(b.idx[rows], None if b.mask is None else b.mask[rows])
+        part = (
+            b if len(rows) == b.n else Batch(b.idx[rows], None if b.mask is None else b.mask[rows])
+        )
         for i, write in enumerate(writes):
             write(part, got[:, i])
 
@@ -218,7 +269,9 @@ def _st(d: Decoder) -> Execute:
         access.conflicts(b, rows, cta, lane, column, True)
         values = np.stack([np.broadcast_to(r(b), (b.n, 32)) for r in reads], 1)[rows]
         if access.packed:
-            values = np.stack([values & np.uint32(0xFFFF), values >> np.uint32(16)], 2).reshape(len(rows), -1, 32)
+            values = np.stack([values & np.uint32(0xFFFF), values >> np.uint32(16)], 2).reshape(
+                len(rows), -1, 32
+            )
         d.m.tensor_memory()[cta, lane, column] = values
         d.m.progress += 1
 
@@ -251,7 +304,11 @@ class InstructionDescriptor:
 
 def _check_shape(desc: InstructionDescriptor, group: int, ins: Instruction) -> None:
     """Table 39: M 64 or 128 (one CTA), 128 or 256 (pair); N in steps of 8 or 16."""
-    ms, step = ((64, 128), 8 if desc.m == 64 else 16) if group == 1 else ((128, 256), 32 if desc.m == 256 else 16)
+    ms, step = (
+        ((64, 128), 8 if desc.m == 64 else 16)
+        if group == 1
+        else ((128, 256), 32 if desc.m == 256 else 16)
+    )
     step = min(step, 16)
     if desc.m not in ms or desc.n % step or not step <= desc.n <= 256:
         raise BadOperand(
@@ -290,7 +347,12 @@ def _mma(d: Decoder) -> Execute:
     m, ins = d.m, d.ins
 
     def execute(b: Batch) -> None:
-        t, a_s, b_s, i_s = target(b), np.broadcast_to(a_read(b), (b.n, 32)), np.broadcast_to(b_read(b), (b.n, 32)), np.broadcast_to(idesc(b), (b.n, 32))
+        t, a_s, b_s, i_s = (
+            target(b),
+            np.broadcast_to(a_read(b), (b.n, 32)),
+            np.broadcast_to(b_read(b), (b.n, 32)),
+            np.broadcast_to(idesc(b), (b.n, 32)),
+        )
         enabled = np.broadcast_to(enable(b), (b.n, 32))
         masks = [np.broadcast_to(r(b), (b.n, 32)) for r in disable_reads]
         rows, lanes = np.nonzero(b.active())
@@ -304,14 +366,32 @@ def _mma(d: Decoder) -> Execute:
             leader = own if group == 1 else own - int(m.cta_rank[own]) % 2
             ctas = [leader + r for r in range(group)]
             _issue_mma(
-                m, ins, warp, ctas, int(t[row, lane]), int(a_s[row, lane]), int(b_s[row, lane]), desc, bool(enabled[row, lane]), from_tmem
+                m,
+                ins,
+                warp,
+                ctas,
+                int(t[row, lane]),
+                int(a_s[row, lane]),
+                int(b_s[row, lane]),
+                desc,
+                bool(enabled[row, lane]),
+                from_tmem,
             )
 
     return execute
 
 
 def _issue_mma(
-    m: Machine, ins: Instruction, warp: int, ctas: list[int], to: int, a: int, b: int, desc: InstructionDescriptor, keep: bool, from_tmem: bool
+    m: Machine,
+    ins: Instruction,
+    warp: int,
+    ctas: list[int],
+    to: int,
+    a: int,
+    b: int,
+    desc: InstructionDescriptor,
+    keep: bool,
+    from_tmem: bool,
 ) -> None:
     group = len(ctas)
     base_lane, column = to >> 16, to & 0xFFFF
@@ -320,7 +400,16 @@ def _issue_mma(
     for cta in ctas:
         m.check_tmem_columns(cta, column, width, m.name_warp(warp), ins)
     bs = [
-        SharedOperand(m, c, read_descriptor(b, True, ins), desc.n // group, desc.b, desc.b_mn, "operand B of tcgen05.mma", ins)
+        SharedOperand(
+            m,
+            c,
+            read_descriptor(b, True, ins),
+            desc.n // group,
+            desc.b,
+            desc.b_mn,
+            "operand B of tcgen05.mma",
+            ins,
+        )
         for c in ctas
     ]
     reads: list[Any] = [x.span() for x in bs]
@@ -333,7 +422,16 @@ def _issue_mma(
             reads.append(Rectangle(cta, 0, 128, a & 0xFFFF, (a & 0xFFFF) + k_columns))
             a_values.append(_a_in_tmem(m, cta, a, rows, desc, group))
         else:
-            operand = SharedOperand(m, cta, read_descriptor(a, True, ins), rows, desc.a, desc.a_mn, "operand A of tcgen05.mma", ins)
+            operand = SharedOperand(
+                m,
+                cta,
+                read_descriptor(a, True, ins),
+                rows,
+                desc.a,
+                desc.a_mn,
+                "operand A of tcgen05.mma",
+                ins,
+            )
             reads.append(operand.span())
             a_values.append(operand.values)
     writes: list[Any] = [Rectangle(c, 0, 128, column, column + width) for c in ctas]
@@ -346,7 +444,11 @@ def _issue_mma(
             if desc.negate:
                 product = -product
             tmem = m.tensor_memory()[cta].view(np.float32)
-            pieces = [(lanes, product)] if not half else [(lanes, product[:, :width]), (lanes + 64, product[:, width:])]
+            pieces = (
+                [(lanes, product)]
+                if not half
+                else [(lanes, product[:, :width]), (lanes + 64, product[:, width:])]
+            )
             for where, value in pieces:
                 if len(where) == 128:
                     window = tmem[:, column : column + width]
@@ -355,24 +457,43 @@ def _issue_mma(
                     now = tmem[where, column : column + width]
                     tmem[where, column : column + width] = now + value if keep else value
 
-    m.flight.issue(Operation("the tcgen05.mma", warp, ins, ("tcgen05", ctas[0]), complete, reads=reads, writes=writes))
+    m.flight.issue(
+        Operation(
+            "the tcgen05.mma", warp, ins, ("tcgen05", ctas[0]), complete, reads=reads, writes=writes
+        )
+    )
 
 
-def _a_in_tmem(m: Machine, cta: int, address: int, rows: int, desc: InstructionDescriptor, group: int) -> Callable[[], np.ndarray]:
+def _a_in_tmem(
+    m: Machine, cta: int, address: int, rows: int, desc: InstructionDescriptor, group: int
+) -> Callable[[], np.ndarray]:
     """A from tensor memory: row per lane, packed elements along 8 columns (9.7.16.10.5)."""
     lanes = accumulator_lanes(desc.m, group, address >> 16 & 31)
     column = address & 0xFFFF
 
     def values() -> np.ndarray:
         raw = np.ascontiguousarray(m.tensor_memory()[cta][lanes, column : column + 8])
-        return ELEMENTS[desc.a](raw.view(np.uint8).reshape(rows, -1)).reshape(rows, 32 // ITEMSIZE[desc.a])
+        return ELEMENTS[desc.a](raw.view(np.uint8).reshape(rows, -1)).reshape(
+            rows, 32 // ITEMSIZE[desc.a]
+        )
 
     return values
 
 
 def _commit(d: Decoder) -> Execute:
     """9.7.16.10.11.1: arrives once on the mbarrier when all earlier mma and cp of this thread are complete."""
-    d.only("commit", "cta_group", "1", "2", "mbarrier", "arrive", "one", "shared", "cluster", "multicast")
+    d.only(
+        "commit",
+        "cta_group",
+        "1",
+        "2",
+        "mbarrier",
+        "arrive",
+        "one",
+        "shared",
+        "cluster",
+        "multicast",
+    )
     group = _cta_group(d)
     address, m, ins = d.address(0), d.m, d.ins
     mask = d.src(1, "u16") if "multicast" in d.mods else None
@@ -387,18 +508,30 @@ def _commit(d: Decoder) -> Execute:
             cta, offset = m.shared_location(b.idx[row : row + 1], a[row, lane : lane + 1])
             m.check_shared(b.idx[row : row + 1], np.array([lane]), cta, offset, 8, ins)
             first = own - int(m.cta_rank[own])
-            targets = [int(cta[0])] if masks is None else [first + r for r in range(m.cluster_size) if int(masks[row, lane]) >> r & 1]
+            targets = (
+                [int(cta[0])]
+                if masks is None
+                else [first + r for r in range(m.cluster_size) if int(masks[row, lane]) >> r & 1]
+            )
             leader = own if group == 1 else own - int(m.cta_rank[own]) % 2
             for target in targets:
                 m.mbarriers.get(target, int(offset[0]), ins)
             m.flight.issue(
-                Operation("the tcgen05.commit", warp, ins, ("tcgen05", leader), _arriver(m, targets, int(offset[0]), warp, ins))
+                Operation(
+                    "the tcgen05.commit",
+                    warp,
+                    ins,
+                    ("tcgen05", leader),
+                    _arriver(m, targets, int(offset[0]), warp, ins),
+                )
             )
 
     return execute
 
 
-def _arriver(m: Machine, targets: list[int], offset: int, warp: int, ins: Instruction) -> Callable[[], None]:
+def _arriver(
+    m: Machine, targets: list[int], offset: int, warp: int, ins: Instruction
+) -> Callable[[], None]:
     def complete() -> None:
         for target in targets:
             m.mbarriers.arrive(target, offset, 1, f"tcgen05.commit of {m.name_warp(warp)}", ins)

@@ -17,7 +17,19 @@ from cutex.sim.errors import BadOperand
 MAP_BYTES = 128
 _TYPE_BYTES = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 4, 9: 8, 10: 2}
 _F32, _F32_FTZ = 7, 8
-_TYPE_NAMES = {0: "u8", 1: "u16", 2: "u32", 3: "s32", 4: "u64", 5: "s64", 6: "f16", 7: "f32", 8: "f32.ftz", 9: "f64", 10: "bf16"}
+_TYPE_NAMES = {
+    0: "u8",
+    1: "u16",
+    2: "u32",
+    3: "s32",
+    4: "u64",
+    5: "s64",
+    6: "f16",
+    7: "f32",
+    8: "f32.ftz",
+    9: "f64",
+    10: "bf16",
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +57,10 @@ class TensorMap:
     @property
     def traversed(self) -> tuple[int, ...]:
         """Elements that a copy moves along each dimension; the innermost element stride is ignored by hardware."""
-        return (self.box[0], *(-(-b // s) for b, s in zip(self.box[1:], self.steps[1:], strict=True)))
+        return (
+            self.box[0],
+            *(-(-b // s) for b, s in zip(self.box[1:], self.steps[1:], strict=True)),
+        )
 
     @property
     def bytes(self) -> int:
@@ -66,16 +81,24 @@ def decode_map(raw: bytes) -> TensorMap:
     flags = int(w[2])
     rank, kind = (flags >> 4 & 7) + 1, flags >> 7 & 15
     if flags >> 11 & 3:
-        raise BadOperand("bad operand: tensor map with interleave, which the simulator does not define")
+        raise BadOperand(
+            "bad operand: tensor map with interleave, which the simulator does not define"
+        )
     if kind not in _TYPE_BYTES or rank > 5 or flags >> 22 & 1:
-        raise BadOperand(f"bad operand: not a tensor map that the simulator knows (type {kind}, rank {rank})")
+        raise BadOperand(
+            f"bad operand: not a tensor map that the simulator knows (type {kind}, rank {rank})"
+        )
     if flags >> 13 & 3 == 3 and flags >> 19 & 3:
-        raise BadOperand("bad operand: tensor map with a 128-byte swizzle of 32 or 64 byte atoms, which the simulator does not define")
+        raise BadOperand(
+            "bad operand: tensor map with a 128-byte swizzle of 32 or 64 byte atoms, which the simulator does not define"
+        )
     itemsize = _TYPE_BYTES[kind]
     strides = [itemsize]
     for i in range(rank - 1):
         strides.append((int(w[3 + i]) | (int(w[7]) >> (4 * i) & 15) << 32) << 4)
-    box = [(int(w[13]) >> 24 & 255) + 1] + [(int(w[14]) >> 8 * i & 255) + 1 for i in range(rank - 1)]
+    box = [(int(w[13]) >> 24 & 255) + 1] + [
+        (int(w[14]) >> 8 * i & 255) + 1 for i in range(rank - 1)
+    ]
     return TensorMap(
         address=int(w[0]) | int(w[1]) << 32,
         kind=kind,

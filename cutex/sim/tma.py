@@ -12,7 +12,6 @@ from cutex.sim.errors import BadOperand
 from cutex.sim.flight import Operation, Span
 from cutex.sim.machine import RETRY, Batch, Machine, Wait
 from cutex.sim.memory import PARAM_WINDOW, SHARED_WINDOW
-from cutex.sim.ptx import Address
 from cutex.sim.tensormap import MAP_BYTES, Overlap, TensorMap, decode_map, overlap, swizzle_chunks
 
 _MODS = (
@@ -24,7 +23,9 @@ _MODS = (
 def read_map(d: Decoder, address: int) -> TensorMap:
     m = d.m
     if address & (63):
-        raise BadOperand(f"bad operand: tensor map at 0x{address:x} is not 64-byte aligned\n    at {d.ins.where()}")
+        raise BadOperand(
+            f"bad operand: tensor map at 0x{address:x} is not 64-byte aligned\n    at {d.ins.where()}"
+        )
     if address & PARAM_WINDOW:
         at = address & (PARAM_WINDOW - 1)
         raw = m.params[at : at + MAP_BYTES].tobytes()
@@ -76,7 +77,9 @@ def bulk_reduce(d: Decoder) -> Execute:
     return _tensor_store(d, name)
 
 
-def _shared(d: Decoder, b: Batch, row: int, lane: int, address: int, size: int, align: int) -> tuple[int, int]:
+def _shared(
+    d: Decoder, b: Batch, row: int, lane: int, address: int, size: int, align: int
+) -> tuple[int, int]:
     """(cta, offset) of ``size`` bytes; raises BadAddress outside shared memory and BadOperand where misaligned."""
     warp = np.array([b.idx[row]])
     cta, offset = d.m.shared_location(warp, np.array([address & (SHARED_WINDOW - 1)], np.uint64))
@@ -122,7 +125,11 @@ def _tensor_load(d: Decoder) -> Execute:
             align = 128 if tmap.swizzle else 16
             cta, offset = _shared(d, b, row, lane, int(t[row, lane]), tmap.bytes, 16)
             if offset % align and tmap.swizzle:
-                m.find("bad operand", f"a swizzled box starts at shared 0x{offset:x}, which is not 128-byte aligned", ins)
+                m.find(
+                    "bad operand",
+                    f"a swizzled box starts at shared 0x{offset:x}, which is not 128-byte aligned",
+                    ins,
+                )
             bar_cta, bar = _shared(d, b, row, lane, int(bars[row, lane]), 8, 8)
             mask = int(masks[row, lane]) if masks is not None else None
             for target in _targets(d, cta, mask):
@@ -140,7 +147,9 @@ def _tensor_load(d: Decoder) -> Execute:
 
 def _check_coordinates(d: Decoder, tmap: TensorMap, at: tuple[int, ...]) -> None:
     if len(at) != tmap.rank:
-        raise BadOperand(f"bad operand: {len(at)} coordinates for a tensor map of rank {tmap.rank}\n    at {d.ins.where()}")
+        raise BadOperand(
+            f"bad operand: {len(at)} coordinates for a tensor map of rank {tmap.rank}\n    at {d.ins.where()}"
+        )
     # Seen on an H200: an inner coordinate that is not a multiple of 16 bytes traps.
     if at[0] * tmap.itemsize % 16:
         raise BadOperand(
@@ -156,11 +165,19 @@ def _window(m: Machine, tmap: TensorMap, part: Overlap, why: str) -> np.ndarray:
     extent = sum((n - 1) * s for n, s in zip(counts, strides, strict=True)) + tmap.itemsize
     raw = m.memory.view(tmap.address + part.offset, extent, why)
     kind = np.dtype(f"u{tmap.itemsize}")
-    return np.lib.stride_tricks.as_strided(raw[: tmap.itemsize].view(kind), counts[::-1], strides[::-1])
+    return np.lib.stride_tricks.as_strided(
+        raw[: tmap.itemsize].view(kind), counts[::-1], strides[::-1]
+    )
 
 
 def _loader(
-    m: Machine, tmap: TensorMap, at: tuple[int, ...], cta: int, offset: int, signal: tuple[int, int], ins: Any
+    m: Machine,
+    tmap: TensorMap,
+    at: tuple[int, ...],
+    cta: int,
+    offset: int,
+    signal: tuple[int, int],
+    ins: Any,
 ) -> Callable[[], None]:
     def complete() -> None:
         kind = np.dtype(f"u{tmap.itemsize}")
@@ -176,6 +193,8 @@ def _loader(
         chunks = box.reshape(-1).view(np.uint64).reshape(-1, 2)
         where = swizzle_chunks((offset >> 4) + np.arange(len(chunks)), tmap.swizzle)
         m.smem[cta].view(np.uint64).reshape(-1, 2)[where] = chunks
+        m.box_swizzle[cta, where] = tmap.swizzle + 1
+        m.box_line[cta, where] = ins.line
         m.mbarriers.complete_tx(*signal, tmap.bytes, "a TMA load", ins)
 
     return complete
@@ -230,7 +249,14 @@ def _tensor_store(d: Decoder, combine: str | None) -> Execute:
 
 
 def _storer(
-    m: Machine, tmap: TensorMap, at: tuple[int, ...], cta: int, offset: int, combine: str | None, groups: list[Group], ins: Any
+    m: Machine,
+    tmap: TensorMap,
+    at: tuple[int, ...],
+    cta: int,
+    offset: int,
+    combine: str | None,
+    groups: list[Group],
+    ins: Any,
 ) -> Callable[[], None]:
     def complete() -> None:
         kind = np.dtype(f"u{tmap.itemsize}")
@@ -242,7 +268,13 @@ def _storer(
         if not part.empty:
             target = _window(m, tmap, part, f"the TMA store at {ins.where()}")
             new = box[part.slices[::-1]]
-            target[...] = new if combine is None else _combined(tmap, combine, np.ascontiguousarray(target), np.ascontiguousarray(new))
+            target[...] = (
+                new
+                if combine is None
+                else _combined(
+                    tmap, combine, np.ascontiguousarray(target), np.ascontiguousarray(new)
+                )
+            )
         for group in groups:
             group.finished()
 
@@ -252,7 +284,12 @@ def _storer(
 def _plain_load(d: Decoder) -> Execute:
     """9.7.9.25.4.1: contiguous bytes, a multiple of 16, global to shared."""
     m, ins = d.m, d.ins
-    to, frm, size, barrier = _Value(d.address(0)), _Value(d.address(1)), _Value(d.src(2, "u32")), _Value(d.address(3))
+    to, frm, size, barrier = (
+        _Value(d.address(0)),
+        _Value(d.address(1)),
+        _Value(d.src(2, "u32")),
+        _Value(d.address(3)),
+    )
     if "shared" in d.ins.op.split("global")[-1] and "global" not in d.ins.op:
         raise d.unknown("shared to shared")
     multicast = _multicast(d)
@@ -270,8 +307,16 @@ def _plain_load(d: Decoder) -> Execute:
                 signal = (bar_cta if mask is None else target, bar)
                 m.mbarriers.get(*signal, ins)
 
-                def complete(target: int = target, offset: int = offset, n: int = n, source: int = source, signal: Any = signal) -> None:
-                    m.smem[target, offset : offset + n] = m.memory.view(source, n, f"the bulk copy at {ins.where()}")
+                def complete(
+                    target: int = target,
+                    offset: int = offset,
+                    n: int = n,
+                    source: int = source,
+                    signal: Any = signal,
+                ) -> None:
+                    m.smem[target, offset : offset + n] = m.memory.view(
+                        source, n, f"the bulk copy at {ins.where()}"
+                    )
                     m.mbarriers.complete_tx(*signal, n, "a bulk copy", ins)
 
                 m.flight.issue(
@@ -296,12 +341,27 @@ def _plain_store(d: Decoder) -> Execute:
 
             group = _groups(m).joined(thread)
 
-            def complete(cta: int = cta, offset: int = offset, n: int = n, target: int = target, group: Group = group) -> None:
-                m.memory.view(target, n, f"the bulk store at {ins.where()}")[:] = m.smem[cta, offset : offset + n]
+            def complete(
+                cta: int = cta,
+                offset: int = offset,
+                n: int = n,
+                target: int = target,
+                group: Group = group,
+            ) -> None:
+                m.memory.view(target, n, f"the bulk store at {ins.where()}")[:] = m.smem[
+                    cta, offset : offset + n
+                ]
                 group.finished()
 
             m.flight.issue(
-                Operation("the bulk store", thread[0], ins, ("store", m.flight.issued), complete, reads=[Span(cta, offset, offset + n)])
+                Operation(
+                    "the bulk store",
+                    thread[0],
+                    ins,
+                    ("store", m.flight.issued),
+                    complete,
+                    reads=[Span(cta, offset, offset + n)],
+                )
             )
 
     return execute
@@ -342,7 +402,9 @@ class BulkGroups:
         return group
 
     def commit(self, thread: tuple[int, int]) -> None:
-        self.committed.setdefault(thread, []).append(self.open.pop(thread, None) or Group(self.m, thread))
+        self.committed.setdefault(thread, []).append(
+            self.open.pop(thread, None) or Group(self.m, thread)
+        )
 
     def overdue(self, thread: tuple[int, int], allowed: int) -> bool:
         """Whether a group older than the ``allowed`` most recent ones is still in flight."""
@@ -377,9 +439,10 @@ def _wait_group(d: Decoder) -> Execute:
             thread = (int(b.idx[row]), lane)
             if not out[row] and _groups(m).overdue(thread, allowed):
                 out[row] = RETRY
-                m.sleep(thread[0], Wait("bulk group", ("bulk", *thread), ins, lambda: "waits for its bulk stores"))
+                m.sleep(
+                    thread[0],
+                    Wait("bulk group", ("bulk", *thread), ins, lambda: "waits for its bulk stores"),
+                )
         return out if out.any() else None
 
     return execute
-
-

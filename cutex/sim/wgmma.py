@@ -28,7 +28,9 @@ class Accumulator:
     registers: tuple[int, ...]  # indices in the 32-bit bank, in fragment order
     values: np.ndarray  # (4 warps, 16 rows, N) float32
     by: Instruction
-    in_flight: np.ndarray = field(default_factory=lambda: np.zeros(4, np.int64))  # operations, per warp
+    in_flight: np.ndarray = field(
+        default_factory=lambda: np.zeros(4, np.int64)
+    )  # operations, per warp
     loaded: np.ndarray = field(default_factory=lambda: np.zeros(4, bool))
 
 
@@ -42,7 +44,9 @@ class _WarpState:
     open: _Group = field(default_factory=_Group)
     committed: list[_Group] = field(default_factory=list)
     issued: int = 0
-    sources: list[tuple[set[int], _Group, Instruction]] = field(default_factory=list)  # A registers in flight
+    sources: list[tuple[set[int], _Group, Instruction]] = field(
+        default_factory=list
+    )  # A registers in flight
 
 
 @dataclass
@@ -55,7 +59,9 @@ class _Rendezvous:
     keep: bool
     acc: Accumulator
     groups: list[tuple[int, _Group]] = field(default_factory=list)
-    fragments: dict[int, np.ndarray] = field(default_factory=dict)  # A in registers: warp of the group -> (16, K)
+    fragments: dict[int, np.ndarray] = field(
+        default_factory=dict
+    )  # A in registers: warp of the group -> (16, K)
 
 
 def fragment_coordinates(n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -80,7 +86,14 @@ class WarpgroupMma:
         """Number of warp ``inside`` (0..3) of a warpgroup."""
         return (key[1] * 4 + inside) * self.m.num_ctas + key[0]
 
-    def take(self, key: tuple[int, int], inside: list[int], registers: tuple[int, ...], n: int, ins: Instruction) -> Accumulator:
+    def take(
+        self,
+        key: tuple[int, int],
+        inside: list[int],
+        registers: tuple[int, ...],
+        n: int,
+        ins: Instruction,
+    ) -> Accumulator:
         """The accumulator in these registers: the one in flight, or a new one, loaded for the warps ``inside``.
 
         While it is in flight, the registers hold poison: what reads them before wgmma.wait_group reads NaN.
@@ -92,7 +105,11 @@ class WarpgroupMma:
                 acc = other
             elif set(other.registers) & set(registers):
                 who = self.m.name_warp(self.warp(key, inside[0]))
-                self.m.find("race", f"wgmma of {who} accumulates in registers that {other.by.where()} still writes", ins)
+                self.m.find(
+                    "race",
+                    f"wgmma of {who} accumulates in registers that {other.by.where()} still writes",
+                    ins,
+                )
         if acc is None:
             acc = Accumulator(registers, np.empty((4, 16, n), np.float32), ins)
             accumulators.append(acc)
@@ -122,7 +139,9 @@ class WarpgroupMma:
         if not acc.loaded.any():
             self.accumulators[key].remove(acc)
 
-    def check_registers(self, b: Batch, read: set[int], written: set[int], ins: Instruction) -> None:
+    def check_registers(
+        self, b: Batch, read: set[int], written: set[int], ins: Instruction
+    ) -> None:
         """Finds an instruction that touches registers of a wgmma in flight (9.7.15.7.1: undefined)."""
         for warp in map(int, b.idx):
             state = self.warps.get(warp)
@@ -140,7 +159,9 @@ class WarpgroupMma:
             for registers, group, by in state.sources:
                 if group.in_flight and written & registers:
                     self.m.find(
-                        "race", f"{self.m.name_warp(warp)} writes an A register that the wgmma issued at {by.where()} may still read", ins
+                        "race",
+                        f"{self.m.name_warp(warp)} writes an A register that the wgmma issued at {by.where()} may still read",
+                        ins,
                     )
 
 
@@ -203,7 +224,10 @@ def _wait(d: Decoder) -> Execute:
             state.sources = [s for s in state.sources if s[1].in_flight]
             if any(g.in_flight for g in groups[: max(0, len(groups) - n)]):
                 out[row] = RETRY
-                m.sleep(warp, Wait("wgmma group", ("wgmma", warp), ins, lambda: "waits for its wgmma groups"))
+                m.sleep(
+                    warp,
+                    Wait("wgmma group", ("wgmma", warp), ins, lambda: "waits for its wgmma groups"),
+                )
         return out if out.any() else None
 
     return execute
@@ -226,14 +250,20 @@ def _mma_async(d: Decoder) -> Execute:
     registers = tuple(r.index for r in ops[0].items if isinstance(r, Reg))
     if len(registers) != n // 2:
         raise d.unknown("size of D")
-    a_registers = tuple(r.index for r in ops[1].items if isinstance(r, Reg)) if isinstance(ops[1], Vector) else None
+    a_registers = (
+        tuple(r.index for r in ops[1].items if isinstance(r, Reg))
+        if isinstance(ops[1], Vector)
+        else None
+    )
     a_desc = None if a_registers else d.src(1, "b64")
     b_desc = d.src(2, "b64")
     scale = d.src(3, "pred") if not isinstance(ops[3], Imm) else (lambda b, v=bool(ops[3].value): v)
     immediates = [int(o.value) for o in ops[4:] if isinstance(o, Imm)]
     negate_a, negate_b = (v == -1 for v in immediates[:2])
     majors = [*immediates[2:], 0, 0]
-    a_mn, b_mn = (bool(majors[0]), bool(majors[1])) if a_registers is None else (False, bool(majors[0]))
+    a_mn, b_mn = (
+        (bool(majors[0]), bool(majors[1])) if a_registers is None else (False, bool(majors[0]))
+    )
     m, ins = d.m, d.ins
 
     def execute(b: Batch) -> None:
@@ -245,17 +275,25 @@ def _mma_async(d: Decoder) -> Execute:
         for row in np.nonzero(b.any_active())[0].tolist():
             warp = int(b.idx[row])
             state = m.warpgroups.state(warp)
-            parts.setdefault((int(m.warp_cta[warp]), int(m.warp_in_cta[warp]) // 4, state.issued), []).append(row)
+            parts.setdefault(
+                (int(m.warp_cta[warp]), int(m.warp_in_cta[warp]) // 4, state.issued), []
+            ).append(row)
             state.issued += 1
         for where, rows in parts.items():
             key = where[:2]
             inside = [int(m.warp_in_cta[b.idx[r]]) % 4 for r in rows]
             acc = m.warpgroups.take(key, inside, registers, n, ins)
             a = None if a_s is None else int(a_s[rows[0]])
-            meeting = m.warpgroups.meeting.setdefault(where, _Rendezvous(ins, a, int(bs[rows[0]]), bool(use_d[rows[0]]), acc))
+            meeting = m.warpgroups.meeting.setdefault(
+                where, _Rendezvous(ins, a, int(bs[rows[0]]), bool(use_d[rows[0]]), acc)
+            )
             for row, i in zip(rows, inside, strict=True):
                 warp = int(b.idx[row])
-                same = (None if a_s is None else int(a_s[row]), int(bs[row]), ins) == (meeting.a, meeting.b, meeting.ins)
+                same = (None if a_s is None else int(a_s[row]), int(bs[row]), ins) == (
+                    meeting.a,
+                    meeting.b,
+                    meeting.ins,
+                )
                 if not same:
                     raise BadOperand(
                         f"bad operand: {m.name_warp(warp)} executes another wgmma, or other descriptors, than its warpgroup\n    at {ins.where()}"
@@ -266,7 +304,9 @@ def _mma_async(d: Decoder) -> Execute:
                 if a_registers is not None:
                     state.sources.append((set(a_registers), state.open, ins))
             if a_registers is not None:
-                held = _a_fragment(m.registers[32][np.ix_(a_registers, [int(b.idx[r]) for r in rows])], a_kind)
+                held = _a_fragment(
+                    m.registers[32][np.ix_(a_registers, [int(b.idx[r]) for r in rows])], a_kind
+                )
                 meeting.fragments.update(zip(inside, held, strict=True))
             if len(meeting.groups) == 4:
                 del m.warpgroups.meeting[where]
@@ -274,14 +314,32 @@ def _mma_async(d: Decoder) -> Execute:
 
     def issue(key: tuple[int, int], meeting: _Rendezvous) -> None:
         cta = key[0]
-        b_op = SharedOperand(m, cta, read_descriptor(meeting.b, False, ins), n, b_kind, b_mn, "operand B of wgmma", ins)
+        b_op = SharedOperand(
+            m,
+            cta,
+            read_descriptor(meeting.b, False, ins),
+            n,
+            b_kind,
+            b_mn,
+            "operand B of wgmma",
+            ins,
+        )
         reads: list[Any] = [b_op.span()]
         if meeting.a is not None:
-            a_op = SharedOperand(m, cta, read_descriptor(meeting.a, False, ins), 64, a_kind, a_mn, "operand A of wgmma", ins)
+            a_op = SharedOperand(
+                m,
+                cta,
+                read_descriptor(meeting.a, False, ins),
+                64,
+                a_kind,
+                a_mn,
+                "operand A of wgmma",
+                ins,
+            )
             reads.append(a_op.span())
             a_values: Callable[[], np.ndarray] = a_op.values
         else:
-            a_values = lambda: np.concatenate([meeting.fragments[i] for i in range(4)])  # noqa: E731
+            a_values = lambda: np.concatenate([meeting.fragments[i] for i in range(4)])
 
         def complete() -> None:
             product = a_values() @ b_op.values().T  # (64, N)
@@ -314,5 +372,7 @@ def _a_fragment(words: np.ndarray, kind: str) -> np.ndarray:
     t = np.arange(32)
     for i in range(4):
         for e in range(per):
-            out[:, t // 4 + 8 * (i % 2), per * (t % 4) + e + per * 4 * (i // 2)] = values[i, :, :, e]
+            out[:, t // 4 + 8 * (i % 2), per * (t % 4) + e + per * 4 * (i // 2)] = values[
+                i, :, :, e
+            ]
     return out
