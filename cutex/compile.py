@@ -86,8 +86,8 @@ class Compiled:
                 self._function = self._load(*tensors)
             self._function(*tensors)
         except Exception:
-            # NOTE: the launcher checks every argument itself before it launches; the Python check
-            # is slower and only there to say in one sentence what the launcher refused.
+            # NOTE: the launcher itself checks every argument before it launches; this check is
+            # slower, and here to say in one sentence what the launcher refused.
             self.check(*tensors)
             raise
 
@@ -137,8 +137,12 @@ def _check_operand(operand: Operand, x: torch.Tensor, sizes: dict[str, tuple[int
             raise ValueError(f"{name} has {letter.upper()}={size}, but {owner} has {known}")
     if x.stride(1) != 1:
         raise ValueError(f"{name} must have contiguous rows, got strides {tuple(x.stride())}")
+    unit = ALIGN // x.element_size()
+    if x.shape[1] % unit:
+        letter = operand.sizes[1].upper()
+        raise ValueError(f"{name} has {letter}={x.shape[1]}, which must be a multiple of {unit}")
     row = x.stride(0) * x.element_size()
-    if row % ALIGN or x.data_ptr() % ALIGN:
+    if (row % ALIGN and x.shape[0] > 1) or x.data_ptr() % ALIGN:
         raise ValueError(
             f"{name} must start at, and step its rows by, a multiple of {ALIGN} bytes, "
             f"got address {x.data_ptr():#x} and {row} bytes"

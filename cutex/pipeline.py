@@ -124,7 +124,7 @@ class Ring:
         return Place(self.num_slots, Int32(0), Int32(0))
 
     def acquire(self, place: Place) -> cute.Pointer:
-        """Wait until the slot is empty and arm its barrier, which is returned. One whole warp."""
+        """Wait until the slot is empty and arm its barrier, which is returned. A whole warp."""
         self.empty.wait(place.phase, place.slot)
         with cute.arch.elect_one():
             self.full.arrive_expecting(self.slot_bytes, place.slot)
@@ -139,17 +139,12 @@ class Ring:
             self.empty.arrive(place.slot)
 
 
-def publish_barriers(*barriers: Barrier | Ring) -> None:
-    """Initialise barriers by one thread, and make them known to all threads and to TMA."""
-    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    _init_by_warp_0(warp, barriers)
-    cute.arch.sync_threads()
-
-
 @cute.jit
-def _init_by_warp_0(warp: Int32, barriers: cutlass.Constexpr) -> None:
-    if warp == 0:
+def publish_barriers(barriers: cutlass.Constexpr[tuple[Barrier | Ring, ...]]) -> None:
+    """Initialise barriers by one thread, and make them known to all threads and to TMA."""
+    if cute.arch.warp_idx() == 0:
         with cute.arch.elect_one():
             for barrier in barriers:
                 barrier.init()
         cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()

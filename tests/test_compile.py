@@ -168,6 +168,7 @@ def test_wrong_arguments_are_refused_in_one_sentence(
         (matrix(0, 8), matrix(8, 8), "mA has M=0, every size must be at least 1"),
         (matrix(8, 8), matrix(8, 16), "mB has K=16, but mA has 8"),
         (matrix(8, 16).T, matrix(8, 8), "mA must have contiguous rows, got strides (1, 16)"),
+        (matrix(8, 16)[:, :12], matrix(8, 12), "mA has K=12, which must be a multiple of 8"),
         (matrix(8, 12)[:, :8], matrix(8, 8), "mA must start at, and step its rows by, a multiple"),
         (
             matrix(8, 16)[:, 4:12],

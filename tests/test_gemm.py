@@ -5,7 +5,8 @@ import torch
 
 from cutex.arch import ARCHS
 from cutex.compile import Compiled, compile
-from cutex.kernels.gemm import Stage, stages
+from cutex.kernels.gemm import Stage, stage, stages
+from cutex.kernels.gemm.config import GemmConfig
 from cutex.problem import DTYPES, Check, GemmProblem
 
 LADDERS = [s for name in ARCHS for s in stages(name)]
@@ -36,12 +37,14 @@ def launch(
         x.untyped_storage().copy_(storage)
 
 
-def check(stage: Stage, device: str, problem: GemmProblem, **orders) -> Check:
-    compiled = compile(stage.kernel(), problem.dtype, stage.arch)
+def check(
+    stage: Stage, device: str, problem: GemmProblem, config: GemmConfig | None = None, **orders
+) -> Check:
+    config = config or stage.config()
+    compiled = compile(stage.kernel(config), problem.dtype, stage.arch)
     a, b = problem.inputs()
     c = problem.output()
     launch(compiled, device, a, b, c, **orders)
-    config = stage.config()
     return problem.check(a, b, c, (config.tile_m, config.tile_n))
 
 
@@ -60,6 +63,22 @@ EXACT = {
 @each_stage
 def test_integers_come_out_exact(stage: Stage, device: str, mnk: tuple[int, int, int]) -> None:
     found = check(stage, device, GemmProblem(*mnk, init="int"))
+    assert found.ok, found.message
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GemmConfig(tile_n=16, num_stages=8),
+        GemmConfig(tile_n=144, num_stages=2),
+        GemmConfig(tile_n=240, num_stages=4),
+        GemmConfig(tile_n=192, tile_k=128, num_stages=2),
+    ],
+    ids=lambda c: f"{c.tile_m}x{c.tile_n}x{c.tile_k}-{c.num_stages}",
+)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_other_tiles_and_rings_are_as_exact(arch: str, device: str, config: GemmConfig) -> None:
+    found = check(stage(arch, 3), device, GemmProblem(200, 264, 456, init="int"), config)
     assert found.ok, found.message
 
 

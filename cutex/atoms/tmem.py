@@ -35,7 +35,7 @@ class Tmem:
         return Tmem(power, smem.allocate_array(Int32, 1))
 
     def acquire(self) -> None:
-        """One whole warp, the one that frees; a CTA barrier must follow before `pointer`."""
+        """A whole warp, the one that frees; a CTA barrier must follow before `pointer`."""
         cute.arch.alloc_tmem(self.columns, self.address)
         cute.arch.relinquish_tmem_alloc_permit()
 

@@ -70,7 +70,7 @@ class Stage0(Gemm):
         tmem = Tmem.allocate(smem, columns=c.tile_n)
         if warp == 0:
             tmem.acquire()
-        publish_barriers(*barriers)
+        publish_barriers(barriers)
         acc = tmem.pointer()
 
         tile = OneTilePerCta.work_tile()

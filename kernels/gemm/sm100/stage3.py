@@ -66,7 +66,7 @@ class Stage3(Stage2):
         tmem = Tmem.allocate(smem, columns=c.tile_n)
         if warp == Warp.MMA:
             tmem.acquire()
-        publish_barriers(ab, acc_full)
+        publish_barriers((ab, acc_full))
         acc = tmem.pointer()
 
         tile = OneTilePerCta.work_tile()

@@ -62,7 +62,7 @@ class Stage0(Gemm):
         sA = allocate_slots(smem, dtype, a.smem_layout)  # (bM, bK, SLOT)
         sB = allocate_slots(smem, dtype, b.smem_layout)  # (bN, bK, SLOT)
         barriers = self.barriers(smem)
-        publish_barriers(*barriers)
+        publish_barriers(barriers)
 
         tile = OneTilePerCta.work_tile()
         loads = AbLoads(tile_loads(a, sA, tile.m), tile_loads(b, sB, tile.n))

@@ -57,7 +57,7 @@ class Stage3(Stage2):
         sA = allocate_slots(smem, dtype, a.smem_layout)  # (bM, bK, SLOT)
         sB = allocate_slots(smem, dtype, b.smem_layout)  # (bN, bK, SLOT)
         ab = Ring.allocate(smem, "ab", c.num_stages, c.stage_bytes, consumers=self.mma_warps.count)
-        publish_barriers(ab)
+        publish_barriers((ab,))
 
         tile = OneTilePerCta.work_tile()
         loads = AbLoads(tile_loads(a, sA, tile.m), tile_loads(b, sB, tile.n))
