@@ -199,7 +199,14 @@ def _from_disk(
 
     if found := _read(entry, key, operands):
         return found
-    entry.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        entry.with_suffix(".lock").touch()
+    except OSError as error:
+        raise ValueError(
+            f"the cache {entry.parent} cannot be written ({error.strerror}): "
+            "set CUTEX_CACHE to a folder that can"
+        ) from None
     with FileLock(entry.with_suffix(".lock")):
         if found := _read(entry, key, operands):  # another process built it while this one waited
             return found
@@ -346,6 +353,7 @@ def _ingredients(kernel: Kernel, dtype: str, arch: str) -> dict[str, Any]:
         "opt_level": OPT_LEVEL,
         "dsl": importlib.metadata.version("nvidia-cutlass-dsl"),
         "tvm_ffi": importlib.metadata.version("apache-tvm-ffi"),
+        "dsl_environment": {k: v for k, v in os.environ.items() if k.startswith("CUTE_DSL_")},
         "host": platform.machine(),
         "sources": _sources_digest(),
     }

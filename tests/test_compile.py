@@ -280,6 +280,23 @@ def test_everything_that_matters_is_in_the_key(fresh_cache: Path) -> None:
     assert len(keys) == 5
 
 
+def test_a_setting_of_the_dsl_is_in_the_key(
+    fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = compile_again(monkeypatch).key
+    monkeypatch.setenv("CUTE_DSL_LOG_LEVEL", "40")
+    assert compile_again(monkeypatch).key != key
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUTEX_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(ValueError, match="cannot be written .*: set CUTEX_CACHE to a folder"):
+        compile_again(monkeypatch)
+
+
 COMPILE_STAGE_0 = """
 from cutex.compile import compile
 from cutex.kernels.gemm import stage
