@@ -293,7 +293,7 @@ def test_a_cache_that_cannot_be_written_is_named(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("CUTEX_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(ValueError, match="cannot be written .*: set CUTEX_CACHE to a folder"):
+    with pytest.raises(ValueError, match=r"cannot be written .*: set CUTEX_CACHE to a folder"):
         compile_again(monkeypatch)
 
 
