@@ -3,6 +3,7 @@
 from cutex.sim import simulate
 report = simulate(compiled, a, b, c, order="random", seed=3)
 """
+
 from __future__ import annotations
 
 from cutex.sim.errors import (
@@ -20,6 +21,6 @@ from cutex.sim.errors import (
 from cutex.sim.run import SimReport, simulate
 
 __all__ = [
-    "BadAddress", "BadOperand", "BarrierMisuse", "Deadlock", "Finding", "Hazards", "LaunchError", "NoCompiler", "SimError",
-    "SimReport", "UnknownInstruction", "simulate",
+    "BadAddress", "BadOperand", "BarrierMisuse", "Deadlock", "Finding", "Hazards", "LaunchError",
+    "NoCompiler", "SimError", "SimReport", "UnknownInstruction", "simulate",
 ]  # fmt: skip

@@ -1,8 +1,9 @@
 """From a compiled kernel to its launches: the real host code runs, and each launch calls back.
 
-The kernel's exported object (a TVM-FFI function) is linked with ``shim.c`` in place of the DSL's runtime, loaded, and
-called with CPU tensors that are described as if they lay on the GPU. The host code computes grids, tensor maps and
-parameters exactly as on a machine with a GPU; `Launch` holds what it asked for.
+The kernel's exported object (a TVM-FFI function) is linked with ``shim.c`` in place of the DSL's
+runtime, loaded, and called with CPU tensors that are described as if they lay on the GPU. The host
+code computes grids, tensor maps and parameters exactly as on a machine with a GPU; `Launch` holds
+what it asked for.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class _DataType(C.Structure):
 class _DLTensor(C.Structure):
     _fields_ = [
         ("data", C.c_void_p), ("device", _Device), ("ndim", C.c_int32), ("dtype", _DataType),
-        ("shape", C.POINTER(C.c_int64)), ("strides", C.POINTER(C.c_int64)), ("byte_offset", C.c_uint64),
+        ("shape", C.POINTER(C.c_int64)), ("strides", C.POINTER(C.c_int64)),
+        ("byte_offset", C.c_uint64),
     ]  # fmt: skip
 
 
@@ -76,17 +78,17 @@ _NONE, _INT, _FLOAT, _POINTER, _TENSOR = 0, 1, 3, 4, 7  # TVMFFITypeIndex
 _CUDA = 2  # DLDeviceType
 
 _DLPACK_TYPE = {  # name -> (code, bits), DLPack 1.1
-    "int8": (0, 8), "int16": (0, 16), "int32": (0, 32), "int64": (0, 64),
-    "uint8": (1, 8), "uint16": (1, 16), "uint32": (1, 32), "uint64": (1, 64),
-    "float16": (2, 16), "float32": (2, 32), "float64": (2, 64), "bfloat16": (4, 16), "bool": (6, 8),
-    "float8_e4m3fn": (10, 8), "float8_e4m3fnuz": (11, 8), "float8_e5m2": (12, 8), "float8_e5m2fnuz": (13, 8),
+    "int8": (0, 8), "int16": (0, 16), "int32": (0, 32), "int64": (0, 64), "uint8": (1, 8),
+    "uint16": (1, 16), "uint32": (1, 32), "uint64": (1, 64), "float16": (2, 16), "float32": (2, 32),
+    "float64": (2, 64), "bfloat16": (4, 16), "bool": (6, 8), "float8_e4m3fn": (10, 8),
+    "float8_e4m3fnuz": (11, 8), "float8_e5m2": (12, 8), "float8_e5m2fnuz": (13, 8),
     "float8_e8m0fnu": (14, 8),
 }  # fmt: skip
 
 
 @dataclass
 class HostTensor:
-    """A CPU tensor as the launcher sees it: address, shape and strides (in elements), dtype name."""
+    """A CPU tensor as the launcher sees it; strides in elements, ``dtype`` by name."""
 
     address: int
     shape: tuple[int, ...]
@@ -122,8 +124,8 @@ def c_compiler() -> str:
         if path:
             return path
     raise NoCompiler(
-        "the simulator needs a C compiler to link a kernel's host code, and found none of $CC, cc, gcc, clang on PATH: "
-        "install one (for instance the package gcc) or set CC"
+        "the simulator needs a C compiler to link a kernel's host code, and found none of $CC, "
+        "cc, gcc, clang on PATH: install one (for instance the package gcc) or set CC"
     )
 
 
@@ -150,15 +152,21 @@ def link(object_file: Path) -> Path:
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         fresh = Path(folder) / "kernel.so"
-        # NOTE: -Bsymbolic keeps the shim's symbols from being taken from a real runtime that the process has loaded
+        # NOTE: -Bsymbolic keeps the shim's symbols from being taken from a real runtime that the
+        # process has loaded
         done = subprocess.run(
-            [compiler, "-shared", "-fPIC", "-O1", "-o", fresh, str(shim), "-x", "none", str(object_file),
-             "-Wl,-Bsymbolic", "-Wl,-z,defs"],
-            capture_output=True, text=True,
-        )  # fmt: skip
+            [
+                *(compiler, "-shared", "-fPIC", "-O1", "-o", fresh),
+                *(str(shim), "-x", "none", str(object_file)),
+                *("-Wl,-Bsymbolic", "-Wl,-z,defs"),
+            ],
+            capture_output=True,
+            text=True,
+        )
         if done.returncode:
             raise SimError(
-                f"the host code of {object_file.name} does not link with the simulator's shim:\n{done.stderr}"
+                f"the host code of {object_file.name} does not link with the simulator's "
+                f"shim:\n{done.stderr}"
             )
         os.replace(fresh, library)
     return library
@@ -179,8 +187,8 @@ class HostFunction:
     def __call__(self, arguments: Sequence[Any], on_launch: Callable[[Launch], None]) -> None:
         """Runs the host code; ``on_launch`` is called for each launch, in order.
 
-        ``arguments``: `HostTensor`, int, float or None. Raises TypeError, ValueError or LaunchError with the
-        host code's own words when it refuses them, and whatever ``on_launch`` raised.
+        ``arguments``: `HostTensor`, int, float or None. Raises TypeError, ValueError or LaunchError
+        with the host code's own words when it refuses them, and whatever ``on_launch`` raised.
         """
         raised: list[BaseException] = []
         refused: list[tuple[str, str]] = []
@@ -223,7 +231,9 @@ class HostFunction:
 
 
 def _argument_names(object_file: Path) -> list[str]:
-    """Names of the host function's parameters, from the signature that it keeps for its own error messages."""
+    """Names of the host function's parameters, from the signature that it keeps for its own error
+    messages.
+    """
     m = re.search(rb"when calling: `\w+\((.*?)\)`", object_file.read_bytes())
     return re.findall(r"(\w+): ", re.sub(r"\([^()]*\)", "", m.group(1).decode())) if m else []
 
@@ -258,5 +268,6 @@ def _pack(argument: Any, keep: list[Any]) -> _Any:
     if isinstance(argument, float):
         return _Any(_FLOAT, 0, _Value(f=argument))
     raise TypeError(
-        f"the simulator cannot pass {type(argument).__name__} to a kernel: tensors, int, float and None only"
+        f"the simulator cannot pass {type(argument).__name__} to a kernel: tensors, int, float and "
+        "None only"
     )

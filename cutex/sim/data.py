@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from cutex.sim.machine import Batch, Machine
 
 _HINTS = {
-    "nc", "weak", "relaxed", "acquire", "release", "volatile", "cta", "cluster", "gpu", "sys", "L1", "L2",
-    "no_allocate", "evict_first", "evict_last", "evict_normal", "evict_unchanged", "cache_hint", "64B", "128B", "256B",
-    "ca", "cg", "cs", "lu", "cv", "wb", "wt", "entry", "func", "unified",
+    "nc", "weak", "relaxed", "acquire", "release", "volatile", "cta", "cluster", "gpu", "sys", "L1",
+    "L2", "no_allocate", "evict_first", "evict_last", "evict_normal", "evict_unchanged",
+    "cache_hint", "64B", "128B", "256B", "ca", "cg", "cs", "lu", "cv", "wb", "wt", "entry", "func",
+    "unified",
 }  # fmt: skip
 _SPACES = ("param", "global", "shared", "local", "const")
 
@@ -63,7 +64,7 @@ def isspacep(d: Decoder) -> Execute:
     return lambda b: write(b, (np.asarray(read(b)) & window) != 0)
 
 
-# -- loads and stores -------------------------------------------------------------------------------------------------
+# -- loads and stores ------------------------------------------------------------------------------
 
 
 class Access:
@@ -259,8 +260,8 @@ def st(d: Decoder) -> Execute:
 
 
 _ATOMIC: dict[str, Any] = {
-    "add": lambda old, x: old + x, "min": min, "max": max, "and": lambda old, x: old & x, "or": lambda old, x: old | x,
-    "xor": lambda old, x: old ^ x, "exch": lambda old, x: x,
+    "add": lambda old, x: old + x, "min": min, "max": max, "and": lambda old, x: old & x,
+    "or": lambda old, x: old | x, "xor": lambda old, x: old ^ x, "exch": lambda old, x: x,
     "inc": lambda old, x: old * 0 if old >= x else old + 1,
     "dec": lambda old, x: x if old == 0 or old > x else old - 1,
 }  # fmt: skip
@@ -308,13 +309,15 @@ def atomic(d: Decoder) -> Execute:
     return execute
 
 
-# -- matrix loads and stores ------------------------------------------------------------------------------------------
+# -- matrix loads and stores -----------------------------------------------------------------------
 
 
 def _matrix_addresses(
     d: Decoder, operand: int, b: Batch, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(cta, offset), each (n, 8 * count): row r of matrix i is at the address that lane 8 i + r holds."""
+    """(cta, offset), each (n, 8 * count): row r of matrix i is at the address that lane 8 i + r
+    holds.
+    """
     addresses = np.broadcast_to(d.address(operand)(b), (b.n, 32))[:, : 8 * count] & np.uint64(
         SHARED_WINDOW - 1
     )

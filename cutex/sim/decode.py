@@ -1,8 +1,9 @@
-"""From an instruction to a function of a batch: operand access by type, and the table of definitions.
+"""From an instruction to a function of a batch: operand access by type, and the table of
+definitions.
 
-A definition is registered with ``@instruction("add", ...)`` under the first part of the opcode. It receives a
-`Decoder` and returns ``execute(batch)``. ``execute`` returns None where every warp goes on, else (n,) of GO, RETRY or
-ARRIVED per warp.
+A definition is registered with ``@instruction("add", ...)`` under the first part of the opcode. It
+receives a `Decoder` and returns ``execute(batch)``. ``execute`` returns None where every warp goes
+on, else (n,) of GO, RETRY or ARRIVED per warp.
 """
 
 from __future__ import annotations
@@ -37,12 +38,20 @@ Read = Callable[["Batch"], Any]
 Write = Callable[["Batch", Any], None]
 
 TYPES: dict[str, Any] = {
-    "b8": np.uint8, "u8": np.uint8, "s8": np.int8, "b16": np.uint16, "u16": np.uint16, "s16": np.int16,
-    "f16": np.float16, "bf16": np.uint16, "b32": np.uint32, "u32": np.uint32, "s32": np.int32, "f32": np.float32,
-    "f16x2": np.uint32, "bf16x2": np.uint32, "b64": np.uint64, "u64": np.uint64, "s64": np.int64, "f64": np.float64,
-    "f32x2": np.uint64, "pred": bool, "tf32": np.uint32, "b128": np.uint64,
+    "b8": np.uint8, "u8": np.uint8, "s8": np.int8, "b16": np.uint16, "u16": np.uint16,
+    "s16": np.int16, "f16": np.float16, "bf16": np.uint16, "b32": np.uint32, "u32": np.uint32,
+    "s32": np.int32, "f32": np.float32, "f16x2": np.uint32, "bf16x2": np.uint32, "b64": np.uint64,
+    "u64": np.uint64, "s64": np.int64, "f64": np.float64, "f32x2": np.uint64, "pred": bool,
+    "tf32": np.uint32, "b128": np.uint64,
 }  # fmt: skip
-UNSIGNED = {1: bool, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64, 128: np.uint64}
+UNSIGNED: dict[int, Any] = {
+    1: bool,
+    8: np.uint8,
+    16: np.uint16,
+    32: np.uint32,
+    64: np.uint64,
+    128: np.uint64,
+}
 
 _DEFINITIONS: dict[str, Callable[[Decoder], Execute]] = {}
 
@@ -50,7 +59,9 @@ _DEFINITIONS: dict[str, Callable[[Decoder], Execute]] = {}
 def instruction(
     *names: str,
 ) -> Callable[[Callable[[Decoder], Execute]], Callable[[Decoder], Execute]]:
-    """Registers a definition for opcodes whose first part (or first two, dotted) is one of ``names``."""
+    """Registers a definition for opcodes whose first part (or first two, dotted) is one of
+    ``names``.
+    """
 
     def register(define: Callable[[Decoder], Execute]) -> Callable[[Decoder], Execute]:
         for name in names:
@@ -62,7 +73,9 @@ def instruction(
 
 
 def decode(ins: Instruction, machine: Machine) -> Execute:
-    """The function that executes ``ins``. Raises UnknownInstruction, naming the instruction and its line."""
+    """The function that executes ``ins``. Raises UnknownInstruction, naming the instruction and its
+    line.
+    """
     two = ".".join(ins.parts[:2])
     define = _DEFINITIONS.get(two) or _DEFINITIONS.get(ins.name)
     if define is None:
@@ -84,11 +97,14 @@ class Decoder:
     def unknown(self, why: str = "") -> UnknownInstruction:
         detail = f" ({why})" if why else ""
         return UnknownInstruction(
-            f"unknown instruction {self.ins.op}: the simulator does not define this form{detail}\n    at {self.ins.where()}"
+            f"unknown instruction {self.ins.op}: the simulator does not define this form{detail}\n"
+            f"    at {self.ins.where()}"
         )
 
     def only(self, *allowed: str) -> None:
-        """Raises for a modifier that this definition does not know: a wrong result is worse than an error."""
+        """Raises for a modifier that this definition does not know: a wrong result is worse than an
+        error.
+        """
         extra = self.mods - set(allowed) - set(WIDTH)
         if extra:
             raise self.unknown(f"modifier .{sorted(extra)[0]}")
@@ -96,13 +112,15 @@ class Decoder:
     def __len__(self) -> int:
         return len(self.ins.operands)
 
-    # -- sources ----------------------------------------------------------------------------------------------------
+    # -- sources -----------------------------------------------------------------------------------
 
     def src(self, k: int, kind: str | None = None) -> Read:
         return self.read(self.ins.operands[k], kind or self.type)
 
     def read(self, operand: Operand, kind: str) -> Read:
-        """Reads ``operand`` as ``kind``: (n, 32) of the numpy type, or something that broadcasts to it."""
+        """Reads ``operand`` as ``kind``: (n, 32) of the numpy type, or something that broadcasts to
+        it.
+        """
         bits, dtype = WIDTH[kind], TYPES[kind]
         if isinstance(operand, Reg):
             return self._read_register(operand, bits, dtype)
@@ -167,7 +185,7 @@ class Decoder:
 
         return read
 
-    # -- destinations -------------------------------------------------------------------------------------------------
+    # -- destinations ------------------------------------------------------------------------------
 
     def dst(self, k: int = 0, kind: str | None = None) -> Write:
         return self.write(self.ins.operands[k], kind or self.type)
@@ -191,7 +209,7 @@ class Decoder:
             v = np.asarray(v)
             if v.dtype.kind == "f":
                 v = v.astype(TYPES[kind], copy=False).view(unsigned)
-            elif wide:  # a narrow value in a wide register: sign-extended for signed types, else zero-extended
+            elif wide:  # sign-extended for signed types, else zero-extended
                 v = v.astype(TYPES[kind] if signed else unsigned).astype(
                     np.int64 if signed else np.uint64
                 )
@@ -219,11 +237,17 @@ class Decoder:
 
         return write
 
+    def immediate(self, k: int) -> int:
+        operand = self.ins.operands[k]
+        if not isinstance(operand, Imm):
+            raise self.unknown(f"operand {operand}, where a constant belongs")
+        return int(operand.value)
+
     def pair(self, k: int = 0) -> tuple[Operand, Operand | None]:
         operand = self.ins.operands[k]
         return (operand.first, operand.second) if isinstance(operand, Pair) else (operand, None)
 
-    # -- addresses ----------------------------------------------------------------------------------------------------
+    # -- addresses ---------------------------------------------------------------------------------
 
     def address(self, k: int) -> Read:
         """(n, 32) uint64 of ``[base+offset]``; 32-bit bases are zero-extended."""
@@ -239,9 +263,12 @@ class Decoder:
 
             return read
         inner = self.read(base, "u64")
-        return lambda b: np.broadcast_to(
-            (np.asarray(inner(b)).astype(np.int64) + offset).astype(np.uint64), (b.n, 32)
-        )
+
+        def read_other(b: Batch) -> Any:
+            value = np.asarray(inner(b)).astype(np.int64) + offset
+            return np.broadcast_to(value.astype(np.uint64), (b.n, 32))
+
+        return read_other
 
     def coordinates(self, k: int) -> list[Read]:
         operand = self.ins.operands[k]
@@ -255,8 +282,10 @@ class Decoder:
         m, ins = self.m, self.ins
 
         def raise_for(k: int, why: str) -> None:
-            raise BadAddress(
-                f"bad address: {m.name_warp(int(warps[k]))} lane {int(lanes[k])} {verb} 0x{int(addresses[k]):x}, {why}\n    at {ins.where()}"
+            raise BadAddress.at(
+                ins,
+                f"{m.name_warp(int(warps[k]))} lane {int(lanes[k])} {verb} "
+                f"0x{int(addresses[k]):x}, {why}",
             )
 
         return raise_for

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from cutex.sim.ptx import Instruction
 
 
 @dataclass(frozen=True)
 class Finding:
     """One thing that the simulator holds against a kernel.
 
-    ``rule`` is a short name ("race", "tx-count", "uninitialised", ...), ``message`` one sentence that says
-    who did what to which memory, ``where`` the PTX and Python lines that did it.
+    ``rule`` is a short name ("race", "tx-count", "uninitialised", ...), ``message`` one sentence
+    that says who did what to which memory, ``where`` the PTX and Python lines that did it.
     """
 
     rule: str
@@ -25,6 +29,11 @@ class SimError(Exception):
     """A simulated run that cannot go on, or that ended with findings."""
 
     rule = "error"
+
+    @classmethod
+    def at(cls, ins: Instruction, message: str) -> Self:
+        """``message`` under the rule's name, and the PTX and Python lines of ``ins``."""
+        return cls(f"{cls.rule}: {message}\n    at {ins.where()}")
 
 
 class Deadlock(SimError):

@@ -1,8 +1,9 @@
 """Operations in flight: TMA copies, tensor-core operations, bulk stores.
 
-An asynchronous operation takes effect when the scheduler completes it, at any moment between its issue and the time
-when something waits for it. While it is in flight, whoever touches what it reads or writes races with it.
-Operations of one queue complete in order (tcgen05 of a CTA, wgmma of a warpgroup); queues are unordered.
+An asynchronous operation takes effect when the scheduler completes it, at any moment between its
+issue and the time when something waits for it. While it is in flight, whoever touches what it reads
+or writes races with it. Operations of one queue complete in order (tcgen05 of a CTA, wgmma of a
+warpgroup); queues are unordered.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Span:
-    """Bytes ``[low, high)`` of a CTA's shared memory; ``chunks`` the exact 16-byte pieces where they have gaps."""
+    """Bytes ``[low, high)`` of a CTA's shared memory; ``chunks`` the exact 16-byte pieces where
+    they have gaps.
+    """
 
     cta: int
     low: int
@@ -68,12 +71,16 @@ Place = Span | Rectangle
 
 
 def _meet(a: Place, b: Place) -> bool:
-    return type(a) is type(b) and a.meets(b)  # type: ignore[arg-type]
+    if isinstance(a, Span):
+        return isinstance(b, Span) and a.meets(b)
+    return isinstance(b, Rectangle) and a.meets(b)
 
 
 @dataclass
 class Operation:
-    """One asynchronous operation; ``signals`` is the (cta, offset) of the mbarrier that it completes on, if any."""
+    """One asynchronous operation; ``signals`` is the (cta, offset) of the mbarrier that it
+    completes on, if any.
+    """
 
     what: str
     warp: int
@@ -106,7 +113,7 @@ class Flight:
             yield from queue
 
     def issue(self, op: Operation) -> None:
-        """Puts ``op`` in flight, after checking it against everything that it is not ordered with."""
+        """Puts ``op`` in flight; compares it with everything that it is not ordered with."""
         self.machine.progress += 1
         self.issued += 1
         op.number = self.issued
@@ -121,7 +128,7 @@ class Flight:
         self.count += 1
 
     def busy(self, kind: type, cta: int) -> bool:
-        """Whether anything in flight touches this CTA's shared (Span) or tensor (Rectangle) memory."""
+        """Whether anything in flight is on the CTA's shared (Span) or tensor (Rectangle) memory."""
         return bool(self.at.get((kind, cta)))
 
     def _compare(self, op: Operation, other: Operation) -> None:
@@ -191,9 +198,9 @@ class Flight:
             return f"it completes on {name}, on which this warp never waited"
         parity, phases, ins = seen
         return (
-            f"it completes on {name}, on which this warp last waited with parity {parity} at {ins.where()}: "
-            f"that passed after {phases} completed phase{'s' if phases != 1 else ''}, "
-            f"{m.mbarriers.phases(*barrier)} are complete now"
+            f"it completes on {name}, on which this warp last waited with parity {parity} at "
+            f"{ins.where()}: that passed after {phases} completed "
+            f"phase{'s' if phases != 1 else ''}, {m.mbarriers.phases(*barrier)} are complete now"
         )
 
     def heads(self) -> list[Operation]:

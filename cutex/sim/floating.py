@@ -1,8 +1,8 @@
 """Floating point (PTX ISA 9.7.3-9.7.5), and the conversions of bf16 and fp8 that numpy lacks.
 
-Half types compute in float32 and round once, which is exact for +, -, * and correct for fma up to double rounding
-(computed in float64 where that matters). Approximate functions (ex2.approx, ...) are computed correctly rounded:
-the hardware's differ by about 2 ulp.
+Half types compute in float32 and round once, which is exact for +, -, * and correct for fma up to
+double rounding (computed in float64 where that matters). Approximate functions (ex2.approx, ...)
+are computed correctly rounded: the hardware's differ by about 2 ulp.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def bf16_to_f32(x: Any) -> Any:
 
 
 def f32_to_bf16(x: Any, mode: str = "rn") -> Any:
-    """float32 -> bf16 bits; rn to nearest even, rz truncated. NaN becomes 0x7fff, as the hardware's."""
+    """float32 -> bf16 bits; rn to nearest even, rz truncated. NaN becomes 0x7fff, as the
+    hardware's.
+    """
     x = np.ascontiguousarray(x, np.float32)
     u = x.view(np.uint32)
     if mode == "rn":
@@ -63,7 +65,9 @@ def widen(bits: Any, kind: str) -> Any:
 
 
 def narrow(values: Any, kind: str) -> Any:
-    """The inverse of `widen`, rounding to nearest even; gives values for f32 and f64, bits for halves."""
+    """The inverse of `widen`, rounding to nearest even; gives values for f32 and f64, bits for
+    halves.
+    """
     if kind == "bf16":
         return f32_to_bf16(values)
     if kind == "f16":
@@ -124,7 +128,9 @@ def _finish(d: Decoder) -> Any:
 
 
 def _directed(d: Decoder, f: Any) -> Any:
-    """``f`` rounded as the instruction says, through float64 (whose error is far below half an ulp of float32)."""
+    """``f`` rounded as the instruction says, through float64 (whose error is far below half an ulp
+    of float32).
+    """
     mode = next((m for m in ("rz", "rm", "rp") if m in d.mods), "rn")
     if mode == "rn" or d.type == "f64":
         if mode != "rn":
@@ -178,8 +184,8 @@ def fma(d: Decoder) -> Execute:
 
 
 _UNARY = {
-    "sqrt": np.sqrt, "rcp": lambda x: 1 / x, "rsqrt": lambda x: 1 / np.sqrt(x), "ex2": np.exp2, "lg2": np.log2,
-    "sin": np.sin, "cos": np.cos, "tanh": np.tanh,
+    "sqrt": np.sqrt, "rcp": lambda x: 1 / x, "rsqrt": lambda x: 1 / np.sqrt(x), "ex2": np.exp2,
+    "lg2": np.log2, "sin": np.sin, "cos": np.cos, "tanh": np.tanh,
 }  # fmt: skip
 
 
@@ -213,8 +219,9 @@ def copysign(d: Decoder) -> Execute:
 @instruction("testp")
 def testp(d: Decoder) -> Execute:
     """9.7.3.1"""
-    tests = {
-        "finite": np.isfinite, "infinite": np.isinf, "number": lambda x: ~np.isnan(x), "notanumber": np.isnan,
+    tests: dict[str, Any] = {
+        "finite": np.isfinite, "infinite": np.isinf, "number": lambda x: ~np.isnan(x),
+        "notanumber": np.isnan,
         "normal": lambda x: np.isfinite(x) & (np.abs(x) >= np.finfo(x.dtype).tiny),
         "subnormal": lambda x: (np.abs(x) < np.finfo(x.dtype).tiny) & (x != 0),
     }  # fmt: skip
@@ -269,11 +276,7 @@ def cvt(d: Decoder) -> Execute:
             if rounding is not None:
                 x = rounding(x)
             if to != "f64":
-                x = (
-                    x.astype(np.float32)
-                    if x.dtype != np.float64 or to == "f32"
-                    else x.astype(np.float32)
-                )
+                x = x.astype(np.float32)
             if saturate:
                 x = np.where(np.isnan(x), 0, np.clip(x, 0, 1)).astype(x.dtype)
             if "relu" in d.mods:

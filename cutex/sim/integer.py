@@ -1,4 +1,6 @@
-"""Integer, logic and shift instructions (PTX ISA 9.7.1, 9.7.2, 9.7.6, 9.7.8), and set-predicate (9.7.7)."""
+"""Integer, logic and shift instructions (PTX ISA 9.7.1, 9.7.2, 9.7.6, 9.7.8), and set-predicate
+(9.7.7).
+"""
 
 from __future__ import annotations
 
@@ -133,14 +135,13 @@ def not_(d: Decoder) -> Execute:
 def lop3(d: Decoder) -> Execute:
     """9.7.8.6: any function of three bits, by its truth table."""
     d.only()
-    a, b2, c, table, write = d.src(1), d.src(2), d.src(3), d.ins.operands[4], d.dst()
-    bits = table.value  # type: ignore[union-attr]
+    a, b2, c, table, write = d.src(1), d.src(2), d.src(3), d.immediate(4), d.dst()
 
     def execute(b: Any) -> None:
         x, y, z = a(b), b2(b), c(b)
         out = np.zeros((b.n, 32), np.uint32)
         for i in range(8):
-            if int(bits) >> i & 1:
+            if table >> i & 1:
                 out |= (x if i & 4 else ~x) & (y if i & 2 else ~y) & (z if i & 1 else ~z)
         write(b, out)
 
@@ -258,7 +259,7 @@ def clz(d: Decoder) -> Execute:
 
 @instruction("bfind")
 def bfind(d: Decoder) -> Execute:
-    """9.7.1.18: the most significant set bit (for negative numbers, clear bit); all ones if none."""
+    """9.7.1.18: the most significant set (of negative numbers: clear) bit; all ones if none."""
     d.only("shiftamt")
     a, write, bits = d.src(1), d.dst(0, "u32"), WIDTH[d.type]
     unsigned = TYPES[f"u{bits}"]
@@ -346,7 +347,9 @@ def bfi(d: Decoder) -> Execute:
 
 @instruction("prmt")
 def prmt(d: Decoder) -> Execute:
-    """9.7.8.9, default mode: each nibble of the selector picks a byte of {b, a}, bit 3 replicates its sign."""
+    """9.7.8.9, default mode: each nibble of the selector picks a byte of {b, a}, bit 3 replicates
+    its sign.
+    """
     d.only()
     a, b2, selector, write = d.src(1), d.src(2), d.src(3), d.dst()
 
@@ -372,9 +375,15 @@ def sad(d: Decoder) -> Execute:
     return _apply(d, lambda x, y, z: z + np.where(x > y, x - y, y - x), 3)
 
 
-_COMPARE = {
-    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
-    "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
+_COMPARE: dict[str, Any] = {
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+    "ge": np.greater_equal, "lo": np.less, "ls": np.less_equal, "hi": np.greater,
+    "hs": np.greater_equal,
+}  # fmt: skip
+
+
+_COMBINE: dict[str | None, Any] = {
+    "and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor, None: lambda x, y: x,
 }  # fmt: skip
 
 
@@ -405,15 +414,15 @@ def _comparands(d: Decoder) -> tuple[Any, Any]:
 
 @instruction("setp")
 def setp(d: Decoder) -> Execute:
-    """9.7.7.2: p = compare [boolop c]; p|q also writes the complement of the comparison, combined likewise."""
+    """9.7.7.2: p = compare [boolop c]; p|q also writes the complement of the comparison, combined
+    likewise.
+    """
     d.only(
         *_COMPARE, "and", "or", "xor", "ftz", "num", "nan", "equ", "neu", "ltu", "leu", "gtu", "geu"
     )
     compare = _comparison(d)
     combine = next((c for c in ("and", "or", "xor") if c in d.mods), None)
-    f = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor, None: lambda x, y: x}[
-        combine
-    ]
+    f = _COMBINE[combine]
     x, y = _comparands(d)
     c = d.src(3, "pred") if combine else (lambda b: True)
     first, second = d.pair(0)

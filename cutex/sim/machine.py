@@ -1,8 +1,9 @@
-"""The state of a simulated grid: CTAs, warps, registers, shared and tensor memory, and batches of warps.
+"""The state of a simulated grid: CTAs, warps, registers, shared and tensor memory, and batches of
+warps.
 
-Registers of all resident warps lie in one array per bank, (register, warp, lane), so that one numpy call executes an
-instruction for every warp that stands at the same place in the program. Warps are numbered ``warp * num_ctas + cta``:
-the same warp of all resident CTAs is a contiguous range.
+Registers of all resident warps lie in one array per bank, (register, warp, lane), so that one numpy
+call executes an instruction for every warp that stands at the same place in the program. Warps are
+numbered ``warp * num_ctas + cta``: the same warp of all resident CTAs is a contiguous range.
 """
 
 from __future__ import annotations
@@ -10,19 +11,24 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from cutex.sim.barriers import ClusterBarriers, NamedBarriers
+from cutex.sim.bulk_groups import BulkGroups
 from cutex.sim.errors import BadAddress, Finding
 from cutex.sim.flight import Flight
 from cutex.sim.mbarrier import MBarriers
 from cutex.sim.memory import POISON16, POISON32, POISON64, GlobalMemory
 from cutex.sim.ptx import Instruction, Program
+from cutex.sim.tmem import TensorMemory
+from cutex.sim.warpgroup import WarpgroupMma
 
 SYSTEM_SMEM = 1024  # reserved at the start of the shared window on sm_90 and later
-TMEM_LANES, TMEM_COLUMNS = 128, 512
 RUNNING, BLOCKED, DONE = 0, 1, 2
+_POISON = {1: True, 16: POISON16, 32: POISON32, 64: POISON64, 128: POISON64}  # by bank
 
 # What an instruction says of each warp of its batch, where not all go on:
 GO, RETRY, ARRIVED = 0, 1, 2  # next instruction; blocked, executes again; blocked, has executed
@@ -31,8 +37,8 @@ GO, RETRY, ARRIVED = 0, 1, 2  # next instruction; blocked, executes again; block
 class Batch:
     """Warps that execute the same instruction together.
 
-    ``idx`` (n,) warp numbers, ascending; ``sel`` the same as a slice where they are contiguous; ``mask`` (n, 32) the
-    active lanes, None when all are.
+    ``idx`` (n,) warp numbers, ascending; ``sel`` the same as a slice where they are contiguous;
+    ``mask`` (n, 32) the active lanes, None when all are.
     """
 
     __slots__ = ("idx", "mask", "n", "sel")
@@ -47,7 +53,7 @@ class Batch:
 
     def any_active(self) -> np.ndarray:
         """(n,) whether the warp has an active lane."""
-        return np.ones(self.n, bool) if self.mask is None else self.mask.any(1)
+        return np.ones(self.n, bool) if self.mask is None else np.any(self.mask, axis=1)
 
     def first_lane(self) -> np.ndarray:
         """(n,) the lowest active lane; 0 where there is none."""
@@ -59,15 +65,30 @@ class Batch:
         return v[:, 0] if self.mask is None else v[np.arange(self.n), self.first_lane()]
 
 
+@dataclass(slots=True)
 class Wait:
     """Why a warp is blocked, for wake-ups and for the deadlock report."""
 
-    __slots__ = ("instruction", "key", "kind", "tell")
+    kind: str
+    key: Any  # what `Machine.wake` is called with
+    instruction: Instruction
+    tell: Callable[[], str]
 
-    def __init__(
-        self, kind: str, key: Any, instruction: Instruction, tell: Callable[[], str]
-    ) -> None:
-        self.kind, self.key, self.instruction, self.tell = kind, key, instruction, tell
+
+class PassedWait(NamedTuple):
+    """A wait by parity that let a warp pass: what the warp then knew of the barrier."""
+
+    parity: int
+    phases: int  # completed
+    instruction: Instruction
+
+
+@dataclass
+class RegisterPool:
+    """Registers of a CTA that setmaxnreg moves: free ones, and per thread of each warp."""
+
+    free: int
+    held: dict[int, int] = field(default_factory=dict)
 
 
 class Machine:
@@ -88,7 +109,8 @@ class Machine:
         self.program, self.grid, self.block, self.cluster = program, grid, block, cluster
         self.memory, self.params = memory, params
         self.random = random.Random(seed)
-        # NOTE: elect.sync may choose any lane, but the same one for the same mask (PTX ISA 9.7.14.14)
+        # NOTE: elect.sync may choose any lane, but the same one for the same mask (PTX ISA
+        # 9.7.14.14)
         self.elected = 0 if seed is None else self.random.randrange(32)
         self.num_threads = block[0] * block[1] * block[2]
         self.warps_per_cta = -(-self.num_threads // 32)
@@ -113,17 +135,18 @@ class Machine:
         self.smem = np.empty((num_ctas, self.smem_bytes), np.uint8)
         self.mbarriers = MBarriers(self)
         self.flight = Flight(self)
-        self.bulk_groups: Any = None
-        self.warpgroups: Any = None
-        self.tmem: np.ndarray | None = None
+        self.bulk_groups = BulkGroups(self)
+        self.warpgroups = WarpgroupMma(self)
+        self.named = NamedBarriers(self)
+        self.clusters = ClusterBarriers(self)
+        self.tmem = TensorMemory(self)
 
-    # -- residency ------------------------------------------------------------------------------------------------
+    # -- residency ---------------------------------------------------------------------------------
 
     def load_ctas(self, first: int, count: int) -> None:
-        """Makes CTAs ``first .. first+count`` of the grid resident, in cluster order, with fresh poisoned state."""
-        from cutex.sim.tma import BulkGroups
-        from cutex.sim.wgmma import WarpgroupMma
-
+        """Makes CTAs ``first .. first+count`` of the grid resident, in cluster order, with fresh
+        poisoned state.
+        """
         assert count <= self.num_ctas
         self.present = count
         self.cta_coord = np.zeros((self.num_ctas, 3), np.uint32)
@@ -131,24 +154,17 @@ class Machine:
         for i in range(count):
             self.cta_coord[i] = self._coordinates(first + i)
         for bank, registers in self.registers.items():
-            registers[...] = {1: True, 16: POISON16, 32: POISON32, 64: POISON64, 128: POISON64}[
-                bank
-            ]
+            registers[...] = _POISON[bank]
         self.smem.view(np.uint32)[...] = POISON32
-        self.box_swizzle = np.zeros(
-            (self.num_ctas, self.smem_bytes // 16), np.int8
-        )  # 1 + mode, 0: no TMA load
+        # per 16 bytes: 1 + swizzle of the TMA load that wrote them (0: none did), and its PTX line
+        self.box_swizzle = np.zeros((self.num_ctas, self.smem_bytes // 16), np.int8)
         self.box_line = np.zeros((self.num_ctas, self.smem_bytes // 16), np.int32)
         self.mbarriers.clear()
         self.flight.clear()
-        self.bulk_groups = BulkGroups(self)
-        self.warpgroups = WarpgroupMma(self)
-        self.tmem = None
-        self.tmem_owner: dict[
-            int, np.ndarray
-        ] = {}  # cta -> (512,) instruction line that allocated, 0 free
-        self.tmem_permit: dict[int, bool] = {}
-        self.local = None
+        self.bulk_groups.clear()
+        self.warpgroups.clear()
+        self.tmem.clear()
+        self.local: np.ndarray | None = None
         self.state = np.where(self.warp_cta < count, RUNNING, DONE).astype(np.uint8)
         threads = self.warp_in_cta[:, None] * 32 + np.arange(32)
         self.live = (threads < self.num_threads) & (self.warp_cta[:, None] < count)
@@ -158,16 +174,15 @@ class Machine:
         self.waits: dict[int, Wait] = {}
         self.sleepers: dict[Any, set[int]] = defaultdict(set)
         self.timed_out = np.zeros(self.num_warps, bool)
-        self.named: dict[tuple[int, int], dict[str, Any]] = {}
-        self.cluster_arrivals: dict[int, dict[str, Any]] = {}
-        self.cluster_phase = np.zeros(self.num_warps, np.int64)
-        self.last_wait: dict[int, dict[tuple[int, int], tuple[int, int, Instruction]]] = (
-            defaultdict(dict)
-        )
-        self.register_pool: dict[int, dict[str, Any]] = {}
+        self.named.clear()
+        self.clusters.clear()
+        self.last_wait: dict[int, dict[tuple[int, int], PassedWait]] = defaultdict(dict)
+        self.register_pools: dict[int, RegisterPool] = {}  # by cta
 
     def _coordinates(self, linear: int) -> tuple[int, int, int]:
-        """Grid coordinates of the ``linear``-th CTA in cluster order: clusters by x, y, z; ranks within, likewise."""
+        """Grid coordinates of the ``linear``-th CTA in cluster order: clusters by x, y, z; ranks
+        within, likewise.
+        """
         cx, cy, cz = self.cluster
         gx, gy = self.grid[0] // cx, self.grid[1] // cy
         which, rank = divmod(linear, self.cluster_size)
@@ -176,7 +191,7 @@ class Machine:
         return x * cx + rx, y * cy + ry, z * cz + rz
 
     def _place_variables(self) -> int:
-        """Offsets of shared, local and module variables. Returns the bytes of static shared memory."""
+        """Offsets of shared, local and module variables; returns the bytes of static smem."""
         self.offsets: dict[str, int] = {}
         sizes = {"shared": 0, "local": 0, "global": 0, "const": 0}
         dynamic = []
@@ -195,7 +210,7 @@ class Machine:
         self.local_bytes = sizes["local"]
         return static
 
-    # -- names for reports ----------------------------------------------------------------------------------------
+    # -- names for reports -------------------------------------------------------------------------
 
     def name_warp(self, warp: int) -> str:
         cta = int(self.warp_cta[warp])
@@ -213,7 +228,7 @@ class Machine:
             (rule, instruction.line), Finding(rule, message, instruction.where())
         )
 
-    # -- blocking and waking --------------------------------------------------------------------------------------
+    # -- blocking and waking -----------------------------------------------------------------------
 
     def sleep(self, warp: int, wait: Wait) -> None:
         self.waits[warp] = wait
@@ -225,12 +240,14 @@ class Machine:
             self.waits.pop(warp, None)
             self.state[warp] = RUNNING
 
-    # -- shared memory --------------------------------------------------------------------------------------------
+    # -- shared memory -----------------------------------------------------------------------------
 
     def shared_location(
         self, warps: np.ndarray, addresses: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Shared-window addresses (rank in bits 24 and up) -> (cta, byte offset), for each of ``warps``."""
+        """Shared-window addresses (rank in bits 24 and up) -> (cta, byte offset), for each of
+        ``warps``.
+        """
         own = self.warp_cta[warps]
         rank = (addresses >> np.uint64(24)).astype(np.int64)
         return own - self.cta_rank[own] + rank, (addresses & np.uint64(0xFFFFFF)).astype(np.int64)
@@ -244,7 +261,9 @@ class Machine:
         size: int,
         ins: Instruction,
     ) -> None:
-        """Bounds and alignment of ``size``-byte accesses; raises BadAddress for the first that breaks them."""
+        """Bounds and alignment of ``size``-byte accesses; raises BadAddress for the first that
+        breaks them.
+        """
         first = self.warp_cta[warps] - self.cta_rank[self.warp_cta[warps]]
         bad = (
             (cta < first)
@@ -256,40 +275,13 @@ class Machine:
         if bad.any():
             k = int(np.nonzero(bad)[0][0])
             why = "not aligned" if offset[k] & (size - 1) else "outside the CTA's shared memory"
-            raise BadAddress(
-                f"bad address: {self.name_warp(int(warps[k]))} lane {lanes[k]} accesses {size} bytes at shared 0x{int(offset[k]):x}, "
-                f"{why} ({self.smem_bytes} bytes)\n    at {ins.where()}"
+            raise BadAddress.at(
+                ins,
+                f"{self.name_warp(int(warps[k]))} lane {lanes[k]} accesses {size} bytes at shared "
+                f"0x{int(offset[k]):x}, {why} ({self.smem_bytes} bytes)",
             )
 
     def smem_words(self, size: int) -> np.ndarray:
         """All resident shared memory as (ctas * smem_bytes / size,) unsigned words."""
         kind = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[size]
         return self.smem.reshape(-1).view(kind)
-
-    # -- tensor memory --------------------------------------------------------------------------------------------
-
-    def tensor_memory(self) -> np.ndarray:
-        """(ctas, 128 lanes, 512 columns) uint32, poisoned when first used."""
-        if self.tmem is None:
-            self.tmem = np.full((self.num_ctas, TMEM_LANES, TMEM_COLUMNS), POISON32, np.uint32)
-        return self.tmem
-
-    def check_tmem_columns(
-        self, cta: int, first: int, count: int, who: str, ins: Instruction
-    ) -> None:
-        owner = self.tmem_owner.get(cta)
-        if (
-            first < 0
-            or first + count > TMEM_COLUMNS
-            or owner is None
-            or not owner[first : first + count].all()
-        ):
-            allocated = np.nonzero(owner)[0] if owner is not None else []
-            have = (
-                f"columns {allocated[0]}..{allocated[-1]} are allocated"
-                if len(allocated)
-                else "none is allocated"
-            )
-            raise BadAddress(
-                f"bad address: {who} uses tensor memory columns {first}..{first + count - 1}, but {have}\n    at {ins.where()}"
-            )

@@ -1,9 +1,10 @@
-"""Operands of tensor-core instructions in shared memory: matrix descriptors, layouts, element types.
+"""Operands of tensor-core instructions in shared memory: descriptors, layouts, element types.
 
-Layouts (PTX ISA 9.7.16.3, in units of 16-byte chunks; T elements per chunk, W = 1, 2, 4, 8 chunks per swizzle row):
-K-major: row r, chunk c of K at  (r % 8) * W + (r // 8) * SBO + c          (without swizzle: c * LBO)
-MN-major: chunk c along MN, k at  (k % 8) * W + (k // 8) * SBO + c % W + (c // W) * LBO
-          (without swizzle: c * SBO + k % 8 + (k // 8) * LBO)
+Layouts (PTX ISA 9.7.16.3), in chunks of 16 bytes, with W = 1, 2, 4, 8 chunks per swizzle row:
+K-major, row r, chunk c of K:      (r % 8) * W + (r // 8) * SBO + c
+    without swizzle:               (r % 8) * W + (r // 8) * SBO + c * LBO
+MN-major, chunk c along MN, k:     (k % 8) * W + (k // 8) * SBO + c % W + (c // W) * LBO
+    without swizzle:               c * SBO + k % 8 + (k // 8) * LBO
 The swizzle then XORs the absolute chunk number.
 """
 
@@ -36,16 +37,19 @@ class Descriptor:
     bits: int
 
     def __str__(self) -> str:
-        return f"start 0x{self.start:x}, leading {self.leading}, stride {self.stride}, {_NAMES[self.bits]} swizzle"
+        return (
+            f"start 0x{self.start:x}, leading {self.leading}, stride {self.stride}, "
+            f"{_NAMES[self.bits]} swizzle"
+        )
 
 
 def read_descriptor(value: int, blackwell: bool, ins: Instruction) -> Descriptor:
-    """Decodes a 64-bit shared memory descriptor (9.7.16.4.1; wgmma 9.7.15.5.1). Raises BadOperand."""
+    """Decodes a 64-bit matrix descriptor (9.7.16.4.1; wgmma 9.7.15.5.1). Raises BadOperand."""
     if blackwell:
         mode, fixed = value >> 61 & 7, value >> 46 & 7
         if fixed != 1:
-            raise BadOperand(
-                f"bad operand: bits 46-48 of the descriptor 0x{value:016x} are {fixed}, not 1\n    at {ins.where()}"
+            raise BadOperand.at(
+                ins, f"bits 46-48 of the descriptor 0x{value:016x} are {fixed}, not 1"
             )
         bits = {0: 0, 2: 3, 4: 2, 6: 1}.get(mode)
         base = value >> 49 & 7
@@ -53,8 +57,10 @@ def read_descriptor(value: int, blackwell: bool, ins: Instruction) -> Descriptor
         bits = {0: 0, 1: 3, 2: 2, 3: 1}[value >> 62 & 3]
         base = value >> 49 & 7
     if bits is None or base:
-        raise BadOperand(
-            f"bad operand: descriptor 0x{value:016x} with a layout or base offset that the simulator does not define\n    at {ins.where()}"
+        raise BadOperand.at(
+            ins,
+            f"descriptor 0x{value:016x} with a layout or base offset that the simulator does not "
+            "define",
         )
     return Descriptor(
         (value & 0x3FFF) << 4, (value >> 16 & 0x3FFF) << 4, (value >> 32 & 0x3FFF) << 4, bits
@@ -65,7 +71,7 @@ def read_descriptor(value: int, blackwell: bool, ins: Instruction) -> Descriptor
 def operand_chunks(
     desc: Descriptor, rows: int, k_bytes: int, mn_major: bool, itemsize: int
 ) -> np.ndarray:
-    """Absolute 16-byte chunk numbers: (rows, k_bytes / 16) K-major, (K, rows * itemsize / 16) MN-major."""
+    """Absolute chunk numbers: K-major (rows, k_bytes / 16), MN-major (K, rows * itemsize / 16)."""
     width = 1 << desc.bits
     lead, stride, start = desc.leading >> 4, desc.stride >> 4, desc.start >> 4
     if not mn_major:
@@ -116,13 +122,15 @@ class SharedOperand:
         )
         self.what = what
         if mn_major and ITEMSIZE[kind] != 2:
-            raise BadOperand(
-                f"bad operand: MN-major operands of {kind} are not defined in the simulator\n    at {ins.where()}"
+            raise BadOperand.at(
+                ins, f"MN-major operands of {kind} are not defined in the simulator"
             )
         self.chunks = operand_chunks(desc, rows, 32, mn_major, ITEMSIZE[kind])
         if int(self.chunks.max()) * 16 + 16 > m.smem_bytes:
-            raise BadOperand(
-                f"bad operand: {what} ({desc}) reaches shared 0x{int(self.chunks.max()) * 16 + 16:x}, past the CTA's {m.smem_bytes} bytes\n    at {ins.where()}"
+            raise BadOperand.at(
+                ins,
+                f"{what} ({desc}) reaches shared 0x{int(self.chunks.max()) * 16 + 16:x}, past the "
+                f"CTA's {m.smem_bytes} bytes",
             )
 
     def span(self) -> Span:
@@ -144,7 +152,7 @@ class SharedOperand:
         return values.T if self.mn_major else values
 
     def _check_swizzle(self) -> None:
-        """An operand that TMA wrote with one swizzle and that the descriptor reads with another is scrambled."""
+        """What TMA wrote with one swizzle and the descriptor reads with another is scrambled."""
         modes = self.m.box_swizzle[self.cta, self.chunks]
         wrong = (modes != 0) & (modes != self.desc.bits + 1)
         if wrong.any():
@@ -152,6 +160,7 @@ class SharedOperand:
             line = int(self.m.box_line[self.cta, self.chunks[at]])
             self.m.find(
                 "swizzle",
-                f"{self.what} ({self.desc}) was written by the TMA load at PTX line {line} with {_NAMES[int(modes[at]) - 1]} swizzle",
+                f"{self.what} ({self.desc}) was written by the TMA load at PTX line {line} with "
+                f"{_NAMES[int(modes[at]) - 1]} swizzle",
                 self.ins,
             )

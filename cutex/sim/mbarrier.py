@@ -40,16 +40,17 @@ class MBarriers:
 
     def init(self, cta: int, offset: int, count: int, warp: int, ins: Instruction) -> None:
         if not 1 <= count <= MAX_COUNT:
-            raise BarrierMisuse(
-                f"barrier misuse: mbarrier.init with count {count}; it takes 1..{MAX_COUNT}\n    at {ins.where()}"
+            raise BarrierMisuse.at(
+                ins, f"mbarrier.init with count {count}; it takes 1..{MAX_COUNT}"
             )
         old = self.barriers.get((cta, offset))
         if old is not None and (
             old.pending != old.expected or old.tx or (cta, offset) in self.machine.sleepers
         ):
-            raise BarrierMisuse(
-                f"barrier misuse: {self.machine.name_warp(warp)} initialises {self.name(cta, offset)} again while it is in use\n"
-                f"    at {ins.where()}"
+            raise BarrierMisuse.at(
+                ins,
+                f"{self.machine.name_warp(warp)} initialises {self.name(cta, offset)} again while "
+                "it is in use",
             )
         self.barriers[cta, offset] = MBarrier(count, count, ins)
         self.machine.progress += 1
@@ -61,8 +62,10 @@ class MBarriers:
     def get(self, cta: int, offset: int, ins: Instruction) -> MBarrier:
         barrier = self.barriers.get((cta, offset))
         if barrier is None:
-            raise BarrierMisuse(
-                f"barrier misuse: no mbarrier was initialised at shared 0x{offset:x} of {self.machine.name_cta(cta)}\n    at {ins.where()}"
+            raise BarrierMisuse.at(
+                ins,
+                f"no mbarrier was initialised at shared 0x{offset:x} of "
+                f"{self.machine.name_cta(cta)}",
             )
         return barrier
 
@@ -72,9 +75,11 @@ class MBarriers:
         barrier = self.get(cta, offset, ins)
         barrier.last = f"{who} at {ins.where()}"
         if count > barrier.pending:
-            raise BarrierMisuse(
-                f"barrier misuse: {who} arrives {count} time{'s' if count > 1 else ''} on {self.name(cta, offset)}, "
-                f"which expects only {barrier.pending} more of {barrier.expected} in phase {barrier.phases}\n    at {ins.where()}"
+            raise BarrierMisuse.at(
+                ins,
+                f"{who} arrives {count} time{'s' if count > 1 else ''} on "
+                f"{self.name(cta, offset)}, which expects only {barrier.pending} more of "
+                f"{barrier.expected} in phase {barrier.phases}",
             )
         barrier.pending -= count
         if drop:
@@ -87,8 +92,10 @@ class MBarriers:
         barrier.tx_expected += size
         barrier.last = f"{who} at {ins.where()}"
         if abs(barrier.tx) > MAX_COUNT:
-            raise BarrierMisuse(
-                f"barrier misuse: tx-count {barrier.tx} of {self.name(cta, offset)} leaves its range of +-{MAX_COUNT}\n    at {ins.where()}"
+            raise BarrierMisuse.at(
+                ins,
+                f"tx-count {barrier.tx} of {self.name(cta, offset)} leaves its range of "
+                f"+-{MAX_COUNT}",
             )
         self._advance(cta, offset, barrier)
 
@@ -108,7 +115,9 @@ class MBarriers:
             self.machine.wake((cta, offset))
 
     def passed(self, cta: int, offset: int, parity: int, ins: Instruction) -> bool:
-        """try_wait.parity: has the phase with this parity completed? On a fresh barrier, parity 1 has."""
+        """try_wait.parity: has the phase with this parity completed? On a fresh barrier, parity 1
+        has.
+        """
         return (self.get(cta, offset, ins).phases & 1) != parity
 
     def phases(self, cta: int, offset: int) -> int:
@@ -130,7 +139,10 @@ class MBarriers:
             f"{b.pending} of {b.expected} arrivals pending, tx-count {b.tx}"
         )
         if b.tx > 0 and not any(op.signals == (cta, offset) for op in self.machine.flight):
-            text += f" (expect_tx announced {b.tx_expected} bytes, {b.tx_arrived} came and no copy is in flight)"
+            text += (
+                f" (expect_tx announced {b.tx_expected} bytes, {b.tx_arrived} came and no copy is "
+                "in flight)"
+            )
         elif b.tx < 0:
             text += f" ({b.tx_arrived} bytes came, expect_tx announced only {b.tx_expected})"
         return f"{text}, last touched by {b.last}"

@@ -1,10 +1,11 @@
 """Address spaces of a simulated launch: global, parameters, constants, shared and local windows.
 
-Global memory is the tensors of the launch and nothing else: an access outside every tensor, in the padding of a
-strided view, or misaligned, raises BadAddress with lane, warp, address and the nearest tensor.
+Global memory is the tensors of the launch and nothing else: an access outside every tensor, in the
+padding of a strided view, or misaligned, raises BadAddress with lane, warp, address and the nearest
+tensor.
 
-Generic addresses (PTX ISA 5.1.1): a global address is the host address of the tensor's bytes; the shared, local and
-parameter windows lie far above any host address.
+Generic addresses (PTX ISA 5.1.1): a global address is the host address of the tensor's bytes; the
+shared, local and parameter windows lie far above any host address.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 @dataclass
 class Region:
-    """A range of addresses backed by bytes; ``valid`` marks the bytes that belong to the tensor, None for all."""
+    """A range of addresses backed by bytes; ``valid`` marks the bytes that belong to the tensor,
+    None for all.
+    """
 
     name: str
     base: int

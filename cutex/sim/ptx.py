@@ -1,7 +1,7 @@
 """PTX text -> Program: instructions with resolved registers, labels, scopes and source lines.
 
-Grammar: PTX ISA chapters 4 and 5. Handles what the DSL and inline assembly emit: scoped braces with labels and
-registers of their own, vector operands, predicates, ``_`` sinks and ``a|b`` pairs.
+Grammar: PTX ISA chapters 4 and 5. Handles what the DSL and inline assembly emit: scoped braces with
+labels and registers of their own, vector operands, predicates, ``_`` sinks and ``a|b`` pairs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ WIDTH = {  # bits of a fundamental type (PTX ISA 5.2.1)
 
 @dataclass(frozen=True)
 class Reg:
-    """A virtual register: ``bank`` is its width in bits (1 for predicates), ``index`` its place in that bank."""
+    """A virtual register: ``bank`` is its width in bits (1 for predicates), ``index`` its place in
+    that bank.
+    """
 
     bank: int
     index: int
@@ -86,7 +88,7 @@ class Instruction:
     line: int  # in the PTX text, from 1
     text: str
     source: tuple[str, int] | None = None  # (file, line) of the DSL program
-    target: int | None = None  # of a branch: index into Program.code
+    target: int = 0  # of a branch: index into Program.code
     parts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -103,7 +105,9 @@ class Instruction:
         return f"PTX line {self.line}: {text}{source}"
 
     def source_line(self) -> str:
-        """'kernels/gemm/sm90/stage2.py:74', relative to the working directory where the file lies below it."""
+        """'kernels/gemm/sm90/stage2.py:74', relative to the working directory where the file lies
+        below it.
+        """
         if self.source is None:
             return f"PTX line {self.line}"
         path, line = self.source
@@ -149,9 +153,7 @@ def parse(text: str) -> dict[str, Program]:
     """Every ``.entry`` of a PTX module, by name."""
     text = text.rstrip("\0")
     target = re.search(r"\.target\s+(\w+)", text)
-    files = dict(
-        (int(n), path) for n, path in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.M)
-    )
+    files = {int(n): path for n, path in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.M)}
     module = _module_variables(text)
     programs = {}
     for entry in re.finditer(r"\.entry\s+([\w$]+)\s*(\()?", text):
@@ -169,7 +171,8 @@ def parse(text: str) -> dict[str, Program]:
                 limit *= int(n)
         programs[entry.group(1)] = Program(
             entry.group(1), target.group(1) if target else "", reader.code, params, size,
-            reader.variables, {b: len(r) for b, r in reader.banks.items()}, limit, reader.all_labels,
+            reader.variables, {b: len(r) for b, r in reader.banks.items()}, limit,
+            reader.all_labels,
         )  # fmt: skip
     return programs
 
@@ -178,10 +181,15 @@ def _skip_parens(text: str, at: int) -> int:
     return text.index(")", at) + 1
 
 
+_PARAM = re.compile(
+    r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\b[^,\n]*?\s)?"
+    r"([\w$]+)(?:\[(\d+)\])?\s*(?=,|\n|\))"
+)
+
+
 def _params(header: str) -> tuple[list[Param], int]:
     params, offset = [], 0
-    pattern = r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\b[^,\n]*?\s)?([\w$]+)(?:\[(\d+)\])?\s*(?=,|\n|\))"
-    for align, kind, name, count in re.findall(pattern, header):
+    for align, kind, name, count in _PARAM.findall(header):
         unit = WIDTH[kind] // 8
         size = unit * int(count or 1)
         align_bytes = int(align or unit)
@@ -226,7 +234,8 @@ def _module_variables(text: str) -> dict[str, Variable]:
             if depth == 0 and ";" not in clean[at : at + 3]:
                 start = at + 1
         elif char == ";" and depth == 0:
-            # NOTE: directives without a semicolon (.version, .target) may stand before the declaration
+            # NOTE: directives without a semicolon (.version, .target) may stand before the
+            # declaration
             for piece in re.split(r"\n(?=\s*\.)", clean[start:at]):
                 v = _variable(" ".join(piece.split("\n")).strip())
                 if v:
@@ -358,7 +367,7 @@ class _Body:
                 raise UnknownInstruction(
                     f"PTX line {line}: predicate {guard} is not declared: {text}"
                 )
-        target = None
+        target: int | None = None
         operands: list[Operand] = []
         if op.split(".")[0] == "bra":
             target = self._label(rest.strip(), scope)
@@ -366,7 +375,7 @@ class _Body:
                 raise UnknownInstruction(f"PTX line {line}: label {rest.strip()} is not defined")
         else:
             operands = [self._operand(o, scope, line) for o in _split(rest)]
-        return Instruction(op, operands, guard_reg, negated == "!", line, text, source, target)
+        return Instruction(op, operands, guard_reg, negated == "!", line, text, source, target or 0)
 
     def _operand(self, text: str, scope: int, line: int) -> Operand:
         if text == "_":

@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -26,7 +27,9 @@ _STATE_BYTES = 256 << 20  # registers and shared memory that may be resident at 
 
 @dataclass
 class SimReport:
-    """What a simulated run did. ``instructions`` counts warp-instructions, ``counts`` them by opcode."""
+    """What a simulated run did. ``instructions`` counts warp-instructions, ``counts`` them by
+    opcode.
+    """
 
     findings: list[Finding] = field(default_factory=list)
     instructions: int = 0
@@ -44,16 +47,20 @@ def simulate(
     arch: str = "sm_100a",
     raise_findings: bool = True,
 ) -> SimReport:
-    """Runs a kernel on the CPU: its real host code, its real PTX, every warp, barrier, TMA copy and MMA.
+    """Runs a kernel on the CPU: its real host code and PTX, every warp, barrier, TMA copy and MMA.
 
-    compiled: a `cutex.compile.Compiled`; or what ``cute.compile`` returned with TVM-FFI and KeepPTX on; or a
-        ``@cute.jit`` function (or an object with a jitted ``__call__``), which is compiled for ``arch`` first.
-    tensors: CPU torch tensors or numpy arrays of any shape and strides, written in place; also int, float, None.
-    order: "fifo" (deterministic; copies and MMAs complete as late as the program allows) or "random", from ``seed``.
+    compiled: a `cutex.compile.Compiled`; or what ``cute.compile`` returned with TVM-FFI and KeepPTX
+        on; or a ``@cute.jit`` function (or an object with a jitted ``__call__``), which is compiled
+        for ``arch`` first.
+    tensors: CPU torch tensors or numpy arrays of any shape and strides, written in place; also int,
+        float, None.
+    order: "fifo" (deterministic; copies and MMAs complete as late as the program allows) or
+        "random", from ``seed``.
 
-    Returns a SimReport. Raises Deadlock, BadAddress, BarrierMisuse, BadOperand, UnknownInstruction, each with a report;
-    Hazards after a run with findings (unless ``raise_findings`` is False: then they are in the report); NoCompiler
-    without a C compiler; TypeError or ValueError when the host code refuses the arguments.
+    Returns a SimReport. Raises Deadlock, BadAddress, BarrierMisuse, BadOperand, UnknownInstruction,
+    each with a report; Hazards after a run with findings (unless ``raise_findings`` is False: then
+    they are in the report); NoCompiler without a C compiler; TypeError or ValueError when the host
+    code refuses the arguments.
     """
     if order not in ORDERS:
         raise ValueError(f"order {order!r}: takes one of {', '.join(ORDERS)}")
@@ -147,7 +154,7 @@ def _run_launch(
 
 
 def _check_launch(program: Program, what: Launch) -> None:
-    """What a driver refuses: empty or oversized dimensions, clusters that do not divide the grid."""
+    """What a driver refuses: empty or oversized dimensions, clusters that do not fit the grid."""
     threads = what.block[0] * what.block[1] * what.block[2]
     if min(what.grid) < 1 or threads < 1 or threads > 1024:
         raise ValueError(
@@ -155,15 +162,18 @@ def _check_launch(program: Program, what: Launch) -> None:
         )
     if program.max_threads and threads > program.max_threads:
         raise ValueError(
-            f"launch of {what.kernel}: {threads} threads, compiled for at most {program.max_threads}"
+            f"launch of {what.kernel}: {threads} threads, compiled for at most "
+            f"{program.max_threads}"
         )
     if any(g % c for g, c in zip(what.grid, what.cluster, strict=True)):
         raise ValueError(
-            f"launch of {what.kernel}: grid {what.grid} is no multiple of the cluster {what.cluster}"
+            f"launch of {what.kernel}: grid {what.grid} is no multiple of the cluster "
+            f"{what.cluster}"
         )
     if what.smem > 232448:
         raise ValueError(
-            f"launch of {what.kernel}: {what.smem} bytes of shared memory, an SM gives a CTA at most 232448"
+            f"launch of {what.kernel}: {what.smem} bytes of shared memory, an SM gives a CTA at "
+            "most 232448"
         )
 
 
@@ -206,16 +216,15 @@ def _load(
         ptx = getattr(compiled, "__ptx__", None)
         if not ptx:
             raise TypeError(
-                "the compiled function carries no PTX: compile it with cute.KeepPTX(True), or pass the @cute.jit function"
+                "the compiled function carries no PTX: compile it with cute.KeepPTX(True), or "
+                "pass the @cute.jit function"
             )
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "kernel.o"
             compiled.export_to_c(str(path), "kernel")
             loaded = HostFunction(path, "kernel"), parse(ptx)
-    try:
+    with suppress(AttributeError, TypeError):
         compiled._cutex_sim = loaded
-    except (AttributeError, TypeError):
-        pass
     return loaded
 
 
@@ -226,7 +235,8 @@ def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:
 
     if not callable(function):
         raise TypeError(
-            f"simulate takes a compiled kernel or a @cute.jit function, got {type(function).__name__}"
+            "simulate takes a compiled kernel or a @cute.jit function, got "
+            f"{type(function).__name__}"
         )
     arguments = []
     for i, t in enumerate(tensors):

@@ -1,18 +1,20 @@
 """Who runs next: batches of warps, asynchronous operations, time-outs; and the deadlock report.
 
-Order "fifo": warps run until they wait, the one at the lowest program position first, so that warps at the same place
-run as one batch; operations in flight complete only when no warp can run, all together, in order of issue. That is as
-late as the program allows, so whoever does not wait for an operation meets it still in flight.
+Order "fifo": warps run until they wait, the one at the lowest program position first, so that warps
+at the same place run as one batch; operations in flight complete only when no warp can run, all
+together, in order of issue. That is as late as the program allows, so whoever does not wait for an
+operation meets it still in flight.
 Order "random": a seed decides which warps run, for how long, and which operation completes when.
 """
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cutex.sim import data, floating, integer, sync, tcgen05, tma, warp, wgmma  # noqa: F401 - they register definitions
+from cutex.sim import data, floating, integer, sync, tcgen05, tcgen05_mma, tma, warp, wgmma  # noqa: F401 - they register definitions
 from cutex.sim.decode import Execute, decode
 from cutex.sim.errors import Deadlock, SimError, UnknownInstruction
 from cutex.sim.machine import ARRIVED, BLOCKED, DONE, GO, RETRY, RUNNING, Batch
@@ -68,7 +70,9 @@ class Scheduler:
             self.m.flight.complete_all()
 
     def _time_out(self) -> None:
-        """Nothing can run: sleeping try_waits return false once; if that leads to nothing new, it is a deadlock."""
+        """Nothing can run: sleeping try_waits return false once; if that leads to nothing new, it
+        is a deadlock.
+        """
         m = self.m
         sleepers = [w for w, wait in m.waits.items() if wait.kind == "mbarrier"]
         if not sleepers or self.stalled_at == m.progress:
@@ -80,7 +84,7 @@ class Scheduler:
             m.state[w] = RUNNING
             m.timed_out[w] = True
 
-    # -- choosing -----------------------------------------------------------------------------------------------------
+    # -- choosing ----------------------------------------------------------------------------------
 
     def _step(self, ready: np.ndarray) -> None:
         m = self.m
@@ -109,10 +113,12 @@ class Scheduler:
                 stop = min(stop, int(above.min()))
         self._run(Batch(idx, mask), place, stop, limit)
 
-    # -- executing ----------------------------------------------------------------------------------------------------
+    # -- executing ---------------------------------------------------------------------------------
 
     def _run(self, batch: Batch, pc: int, stop: int, limit: int) -> None:
-        """Executes from ``pc`` until the batch reaches ``stop`` (where others wait to join), splits, blocks or ends."""
+        """Executes from ``pc`` until the batch reaches ``stop`` (where others wait to join),
+        splits, blocks or ends.
+        """
         m, code, guards, decoded = self.m, self.code, self.guards, self.decoded
         base = batch.mask
         for _ in range(limit):
@@ -125,7 +131,8 @@ class Scheduler:
                 taken = self._guarded(batch, base, guard, ins.negated)
                 if name == "trap":
                     raise SimError(
-                        f"trap: {m.name_warp(int(batch.idx[0]))} executes trap\n    at {ins.where()}"
+                        f"trap: {m.name_warp(int(batch.idx[0]))} executes trap\n    at "
+                        f"{ins.where()}"
                     )
                 if name != "bra":
                     self._exit(batch, base, taken, pc)
@@ -136,7 +143,7 @@ class Scheduler:
                 elif not taken.any():
                     pc += 1
                 else:
-                    self._branch(batch, here, taken, pc, int(ins.target))  # type: ignore[arg-type]
+                    self._branch(batch, here, taken, pc, ins.target)
                     return
                 if pc >= stop or pc <= 0:
                     break
@@ -197,7 +204,7 @@ class Scheduler:
         return Batch(batch.idx[on], None if batch.mask is None else batch.mask[on])
 
     def _settle(self, batch: Batch, place: np.ndarray) -> None:
-        """Stores where the batch's lanes stand, and merges warps whose lanes stand together again."""
+        """Stores where the batch's lanes stand; merges warps whose lanes stand together again."""
         m = self.m
         if batch.mask is None:
             m.pc[batch.idx] = place
@@ -260,14 +267,10 @@ class Scheduler:
         m.state[batch.idx[gone]] = DONE
         m.progress += 1
         for cta in np.unique(m.warp_cta[batch.idx[gone]]).tolist():
-            for key in [k for k in m.named if k[0] == cta and m.named[k]["arrived"]]:
-                if not m.named[key]["expected"]:
-                    sync.release_if_full(m, key)
-            which = cta // m.cluster_size
-            if which in m.cluster_arrivals:
-                sync.release_cluster(m, which)
+            m.named.warps_left(cta)
+            m.clusters.warps_left(cta)
 
-    # -- the report -----------------------------------------------------------------------------------------------------
+    # -- the report --------------------------------------------------------------------------------
 
     def _report(self) -> str:
         m = self.m
@@ -294,20 +297,11 @@ class Scheduler:
         m = self.m
         for message, ins in m.mbarriers.leftovers():
             m.find("tx-count", message, ins)
-        for cta, owner in m.tmem_owner.items():
-            if owner.any():
-                line = int(owner[owner != 0][0])
-                ins = next(i for i in self.code if i.line == line)
-                m.find(
-                    "tensor memory",
-                    f"{m.name_cta(cta)} returns without tcgen05.dealloc of {int((owner != 0).sum())} columns",
-                    ins,
-                )
+        for message, line in m.tmem.leftovers():
+            m.find("tensor memory", message, next(i for i in self.code if i.line == line))
 
 
 def _without_place(text: str) -> str:
-    import re
-
     return re.sub(
         r"CTA \([\d,]+\)( \(rank \d+ of its cluster\))?( warp \d+)?( lane \d+)?", "CTA", text
     )
@@ -341,7 +335,9 @@ def _indices(operand: object) -> set[int]:
 
 
 def check_known(machine: Machine) -> None:
-    """Decodes the whole program up front, so that an unknown instruction is reported before anything runs."""
+    """Decodes the whole program up front, so that an unknown instruction is reported before
+    anything runs.
+    """
     for ins in machine.program.code:
         if ins.name not in ("bra", "ret", "exit", "trap"):
             decode(ins, machine)

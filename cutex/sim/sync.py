@@ -1,4 +1,6 @@
-"""Synchronisation (PTX ISA 9.7.13): bar, barrier.cluster, fences, mbarrier, mapa, setmaxnreg, griddepcontrol."""
+"""Synchronisation (PTX ISA 9.7.13): bar, barrier.cluster, fences, mbarrier, mapa, setmaxnreg,
+griddepcontrol.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import numpy as np
 
 from cutex.sim.decode import Decoder, Execute, instruction
 from cutex.sim.errors import BarrierMisuse
-from cutex.sim.machine import ARRIVED, RETRY, Batch, Machine, Wait
+from cutex.sim.machine import ARRIVED, RETRY, Batch, Machine, PassedWait, RegisterPool, Wait
 from cutex.sim.memory import SHARED_WINDOW
 from cutex.sim.ptx import Address
 
@@ -22,18 +24,21 @@ def require_whole_warp(d: Decoder, b: Batch) -> None:
     if partial.any():
         row = int(np.nonzero(partial)[0][0])
         here = ",".join(map(str, np.nonzero(b.mask[row])[0]))
-        raise BarrierMisuse(
-            f"barrier misuse: {d.m.name_warp(int(b.idx[row]))} executes {d.ins.op} with lanes {here} only, "
-            f"but it is .aligned: all lanes must\n    at {d.ins.where()}"
+        raise BarrierMisuse.at(
+            d.ins,
+            f"{d.m.name_warp(int(b.idx[row]))} executes {d.ins.op} with lanes {here} only, but it "
+            "is .aligned: all lanes must",
         )
 
 
-# -- named barriers ---------------------------------------------------------------------------------------------------
+# -- named barriers --------------------------------------------------------------------------------
 
 
 @instruction("bar", "barrier.sync", "barrier.arrive", "barrier.cta")
 def bar(d: Decoder) -> Execute:
-    """9.7.13.1: barrier ``id`` completes when ``count`` threads (all that live, if not given) have arrived."""
+    """9.7.13.1: barrier ``id`` completes when ``count`` threads (all that live, if not given) have
+    arrived.
+    """
     if d.parts[1] == "warp":
         return lambda b: (
             None
@@ -47,73 +52,29 @@ def bar(d: Decoder) -> Execute:
     def execute(b: Batch) -> np.ndarray | None:
         require_whole_warp(d, b)
         ids = b.one(number(b))
-        counts = b.one(count(b)) if count else None
-        active = b.any_active()
+        counts = b.one(count(b)) if count else np.zeros(b.n, int)
         out = np.zeros(b.n, np.int8)
         m.progress += 1
-        for row in np.nonzero(active)[0]:
-            warp = int(b.idx[row])
-            key = (int(m.warp_cta[warp]), int(ids[row]))
-            expected = int(counts[row]) if counts is not None else 0
-            if not _arrive(d, warp, key, expected) and not arrive_only:
+        for row in np.nonzero(b.any_active())[0].tolist():
+            warp, which = int(b.idx[row]), int(ids[row])
+            if not m.named.arrive(warp, which, int(counts[row]), ins) and not arrive_only:
                 out[row] = ARRIVED
-                tell = _teller(m, key)
+                key = (int(m.warp_cta[warp]), which)
+                tell = lambda key=key: m.named.describe(*key)
                 m.sleep(warp, Wait("barrier", ("bar", *key), ins, tell))
         return out
 
     return execute
 
 
-def _teller(m: Machine, key: tuple[int, int]) -> Callable[[], str]:
-    def tell() -> str:
-        state = m.named[key]
-        expected = state["expected"] or _live_threads(m, key[0])
-        return f"named barrier {key[1]} of {m.name_cta(key[0])}: {state['arrived']} of {expected} threads have arrived"
-
-    return tell
-
-
-def _live_threads(m: Machine, cta: int) -> int:
-    return 32 * int(m.live[(m.warp_cta == cta)].any(1).sum())
-
-
-def _arrive(d: Decoder, warp: int, key: tuple[int, int], expected: int) -> bool:
-    """One warp arrives; True if that completes the barrier (everybody else is then woken)."""
-    m = d.m
-    if key[1] > 15:
-        raise BarrierMisuse(
-            f"barrier misuse: barrier {key[1]} does not exist (0..15)\n    at {d.ins.where()}"
-        )
-    if expected % 32:
-        raise BarrierMisuse(
-            f"barrier misuse: a thread count of {expected} is no multiple of the warp size\n    at {d.ins.where()}"
-        )
-    state = m.named.setdefault(key, {"arrived": 0, "expected": 0})
-    if state["arrived"] and state["expected"] != expected:
-        raise BarrierMisuse(
-            f"barrier misuse: {m.name_warp(warp)} arrives at barrier {key[1]} with a count of {expected or 'all'} threads, "
-            f"others with {state['expected'] or 'all'}\n    at {d.ins.where()}"
-        )
-    state["expected"] = expected
-    state["arrived"] += 32
-    return release_if_full(m, key)
-
-
-def release_if_full(m: Machine, key: tuple[int, int]) -> bool:
-    state = m.named[key]
-    if state["arrived"] < (state["expected"] or _live_threads(m, key[0])):
-        return False
-    state["arrived"] = 0
-    m.wake(("bar", *key))
-    return True
-
-
-# -- clusters -----------------------------------------------------------------------------------------------------------
+# -- clusters --------------------------------------------------------------------------------------
 
 
 @instruction("barrier.cluster")
 def barrier_cluster(d: Decoder) -> Execute:
-    """9.7.13.4: all threads of the cluster arrive; each warp waits for the phase in which it arrived."""
+    """9.7.13.4: all threads of the cluster arrive; each warp waits for the phase in which it
+    arrived.
+    """
     d.only("cluster", "arrive", "wait", "release", "relaxed", "acquire", "aligned")
     m, ins = d.m, d.ins
     arrive = "arrive" in d.mods
@@ -121,43 +82,18 @@ def barrier_cluster(d: Decoder) -> Execute:
     def execute(b: Batch) -> np.ndarray | None:
         require_whole_warp(d, b)
         out = np.zeros(b.n, np.int8)
-        for row in np.nonzero(b.any_active())[0]:
+        for row in np.nonzero(b.any_active())[0].tolist():
             warp = int(b.idx[row])
-            which = int(m.warp_cta[warp]) // m.cluster_size
-            state = m.cluster_arrivals.setdefault(which, {"arrived": set(), "phase": 0})
             if arrive:
-                m.progress += 1
-                state["arrived"].add(warp)
-                m.cluster_phase[warp] = state["phase"]
-                release_cluster(m, which)
-            elif state["phase"] == m.cluster_phase[warp]:
+                m.clusters.arrive(warp)
+            elif not m.clusters.passed(warp):
                 out[row] = RETRY
-                m.sleep(
-                    warp,
-                    Wait("cluster barrier", ("cluster", which), ins, _cluster_teller(m, which)),
-                )
+                which = m.clusters.of(warp)
+                tell = lambda which=which: m.clusters.describe(which)
+                m.sleep(warp, Wait("cluster barrier", ("cluster", which), ins, tell))
         return out
 
     return execute
-
-
-def release_cluster(m: Machine, which: int) -> None:
-    """Completes the phase when every live warp of the cluster has arrived."""
-    state = m.cluster_arrivals[which]
-    warps = np.nonzero((m.warp_cta // m.cluster_size == which) & m.live.any(1))[0]
-    if state["arrived"] and set(map(int, warps)) <= state["arrived"]:
-        state["arrived"] = set()
-        state["phase"] += 1
-        m.wake(("cluster", which))
-
-
-def _cluster_teller(m: Machine, which: int) -> Callable[[], str]:
-    def tell() -> str:
-        warps = np.nonzero((m.warp_cta // m.cluster_size == which) & m.live.any(1))[0]
-        absent = [w for w in map(int, warps) if w not in m.cluster_arrivals[which]["arrived"]]
-        return f"the cluster barrier, at which {', '.join(m.name_warp(w) for w in absent[:4])} has not arrived"
-
-    return tell
 
 
 @instruction("mapa")
@@ -203,15 +139,13 @@ def nanosleep(d: Decoder) -> Execute:
 def setmaxnreg(d: Decoder) -> Execute:
     """9.7.19.5: .inc waits until the CTA's pool has the registers that .dec gave back.
 
-    A CTA starts with 65536 / threads registers per thread, rounded down to 8, as ptxas allots with one CTA per SM.
+    A CTA starts with 65536 / threads registers per thread, rounded down to 8, as ptxas allots with
+    one CTA per SM.
     """
     d.only("inc", "dec", "sync", "aligned")
-    count, m, ins = d.ins.operands[0], d.m, d.ins
-    wanted = int(count.value)  # type: ignore[union-attr]
+    wanted, m, ins = d.immediate(0), d.m, d.ins
     if wanted % 8 or not 24 <= wanted <= 256:
-        raise BarrierMisuse(
-            f"barrier misuse: setmaxnreg {wanted}: takes 24..256 in steps of 8\n    at {ins.where()}"
-        )
+        raise BarrierMisuse.at(ins, f"setmaxnreg {wanted}: takes 24..256 in steps of 8")
     start = min(65536 // (m.warps_per_cta * 32) // 8 * 8, 248)
 
     def execute(b: Batch) -> np.ndarray | None:
@@ -220,27 +154,19 @@ def setmaxnreg(d: Decoder) -> Execute:
         for row in np.nonzero(b.any_active())[0]:
             warp = int(b.idx[row])
             cta = int(m.warp_cta[warp])
-            pool = m.register_pool.setdefault(
-                cta, {"free": 65536 - start * 32 * m.warps_per_cta, "has": {}}
+            pool = m.register_pools.setdefault(
+                cta, RegisterPool(65536 - start * 32 * m.warps_per_cta)
             )
-            has = pool["has"].get(warp, start)
-            need = 32 * (wanted - has)
-            if need > pool["free"]:
+            need = 32 * (wanted - pool.held.get(warp, start))
+            if need > pool.free:
                 out[row] = RETRY
-                m.sleep(
-                    warp,
-                    Wait(
-                        "registers",
-                        ("registers", cta),
-                        ins,
-                        lambda p=pool, n=need: (
-                            f"setmaxnreg.inc: {n} registers wanted, {p['free']} free in the CTA's pool"
-                        ),
-                    ),
+                tell = lambda p=pool, n=need: (
+                    f"setmaxnreg.inc: {n} registers wanted, {p.free} free in the CTA's pool"
                 )
+                m.sleep(warp, Wait("registers", ("registers", cta), ins, tell))
                 continue
-            pool["free"] -= need
-            pool["has"][warp] = wanted
+            pool.free -= need
+            pool.held[warp] = wanted
             if need < 0:
                 m.progress += 1
                 m.wake(("registers", cta))
@@ -249,7 +175,7 @@ def setmaxnreg(d: Decoder) -> Execute:
     return execute
 
 
-# -- mbarrier -----------------------------------------------------------------------------------------------------------
+# -- mbarrier --------------------------------------------------------------------------------------
 
 
 class _Barrier:
@@ -259,7 +185,9 @@ class _Barrier:
         self.d, self.address = d, d.address(operand)
 
     def by_warp(self, b: Batch, values: np.ndarray) -> Iterator[tuple[int, np.ndarray, int, int]]:
-        """Groups the active lanes of each warp that name the same barrier and value: (row, lanes, cta, offset)."""
+        """Groups the active lanes of each warp that name the same barrier and value: (row, lanes,
+        cta, offset).
+        """
         addresses = np.broadcast_to(self.address(b), (b.n, 32)) & np.uint64(SHARED_WINDOW - 1)
         active = b.active()
         first = b.first_lane()
@@ -288,8 +216,9 @@ class _Barrier:
 
 
 _MBARRIER_MODS = (
-    "shared", "cta", "cluster", "release", "acquire", "relaxed", "parity", "expect_tx", "noComplete", "init", "inval", "arrive",
-    "arrive_drop", "test_wait", "try_wait", "complete_tx", "bytes", "gpu",
+    "shared", "cta", "cluster", "release", "acquire", "relaxed", "parity", "expect_tx",
+    "noComplete", "init", "inval", "arrive", "arrive_drop", "test_wait", "try_wait", "complete_tx",
+    "bytes", "gpu",
 )  # fmt: skip
 
 
@@ -337,7 +266,8 @@ def mbarrier_arrive(d: Decoder) -> Execute:
             n = int(amounts[row, lane]) if amounts is not None else 1
             tokens[row, lane] = d.m.mbarriers.phases(cta, offset)
             if expect:
-                # NOTE: tx first, or a phase whose bytes have come could complete on the arrival alone
+                # NOTE: tx first, or a phase whose bytes have come could complete on the arrival
+                # alone
                 d.m.mbarriers.get(cta, offset, d.ins)
                 d.m.mbarriers.expect_tx(cta, offset, n, who, d.ins)
                 n = 1
@@ -365,7 +295,9 @@ def mbarrier_tx(d: Decoder) -> Execute:
 
 @instruction("mbarrier.try_wait", "mbarrier.test_wait")
 def mbarrier_wait(d: Decoder) -> Execute:
-    """9.7.13.15.16: true if the phase of that parity (or token) has completed; try_wait may sleep until then."""
+    """9.7.13.15.16: true if the phase of that parity (or token) has completed; try_wait may sleep
+    until then.
+    """
     d.only(*_MBARRIER_MODS)
     barrier, write = _Barrier(d, 1), d.dst(0, "pred")
     by_parity = "parity" in d.mods
@@ -388,11 +320,8 @@ def mbarrier_wait(d: Decoder) -> Execute:
             if passed(cta, offset, value):
                 result[row, lanes] = True
                 if by_parity:
-                    m.last_wait[warp][cta, offset] = (
-                        value & 1,
-                        m.mbarriers.phases(cta, offset),
-                        ins,
-                    )
+                    phases = m.mbarriers.phases(cta, offset)
+                    m.last_wait[warp][cta, offset] = PassedWait(value & 1, phases, ins)
             elif may_sleep and not m.timed_out[warp]:
                 out[row] = RETRY
                 failed = True
@@ -423,7 +352,10 @@ def _mbarrier_teller(
     def tell() -> str:
         done = m.mbarriers.phases(cta, offset)
         if by_parity:
-            what = f"parity {value & 1} (that is for phase {done}; a wait for parity {1 - (value & 1)} would pass)"
+            what = (
+                f"parity {value & 1} (that is for phase {done}; a wait for parity "
+                f"{1 - (value & 1)} would pass)"
+            )
         else:
             what = f"phase {value}"
         return f"waits for {what} of {m.mbarriers.describe(cta, offset)}"

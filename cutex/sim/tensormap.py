@@ -1,8 +1,8 @@
 """The 128-byte CUtensorMap, decoded, and the addresses of a box.
 
-NVIDIA documents the tensor map as opaque. The layout here was established from descriptors made by the DSL and the
-driver, from the immediates of ``tensormap.replace``, and by loading hand-made descriptors on an H200; only the first
-64 bytes are used in tiled mode.
+NVIDIA documents the tensor map as opaque. The layout here was established from descriptors made by
+the DSL and the driver, from the immediates of ``tensormap.replace``, and by loading hand-made
+descriptors on an H200; only the first 64 bytes are used in tiled mode.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _TYPE_NAMES = {
 
 @dataclass(frozen=True)
 class TensorMap:
-    """Dimensions, strides and box, innermost first; strides in bytes, ``strides[0]`` the element's size."""
+    """Dimensions, strides and box, innermost first; strides in bytes, ``strides[0]`` the element's
+    size.
+    """
 
     address: int
     kind: int
@@ -56,7 +58,9 @@ class TensorMap:
 
     @property
     def traversed(self) -> tuple[int, ...]:
-        """Elements that a copy moves along each dimension; the innermost element stride is ignored by hardware."""
+        """Elements that a copy moves along each dimension; the innermost element stride is ignored
+        by hardware.
+        """
         return (
             self.box[0],
             *(-(-b // s) for b, s in zip(self.box[1:], self.steps[1:], strict=True)),
@@ -64,14 +68,19 @@ class TensorMap:
 
     @property
     def bytes(self) -> int:
-        """Bytes of one box in shared memory, out-of-bounds elements included: what complete_tx counts."""
+        """Bytes of one box in shared memory, out-of-bounds elements included: what complete_tx
+        counts.
+        """
         n = self.itemsize
         for b in self.traversed:
             n *= b
         return n
 
     def __str__(self) -> str:
-        return f"{_TYPE_NAMES[self.kind]} tensor {'x'.join(map(str, reversed(self.dims)))}, box {'x'.join(map(str, reversed(self.box)))}"
+        return (
+            f"{_TYPE_NAMES[self.kind]} tensor {'x'.join(map(str, reversed(self.dims)))}, box "
+            f"{'x'.join(map(str, reversed(self.box)))}"
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -90,7 +99,8 @@ def decode_map(raw: bytes) -> TensorMap:
         )
     if flags >> 13 & 3 == 3 and flags >> 19 & 3:
         raise BadOperand(
-            "bad operand: tensor map with a 128-byte swizzle of 32 or 64 byte atoms, which the simulator does not define"
+            "bad operand: tensor map with a 128-byte swizzle of 32 or 64 byte atoms, which the "
+            "simulator does not define"
         )
     itemsize = _TYPE_BYTES[kind]
     strides = [itemsize]
@@ -113,7 +123,9 @@ def decode_map(raw: bytes) -> TensorMap:
 
 
 def swizzle_chunks(chunks: np.ndarray, bits: int) -> np.ndarray:
-    """XOR of the swizzle on 16-byte chunk numbers (byte address / 16): 3 bits for 128 B, 2 for 64 B, 1 for 32 B."""
+    """XOR of the swizzle on 16-byte chunk numbers (byte address / 16): 3 bits for 128 B, 2 for 64
+    B, 1 for 32 B.
+    """
     if bits == 0:
         return chunks
     return chunks ^ (chunks >> 3 & ((1 << bits) - 1))
@@ -121,7 +133,9 @@ def swizzle_chunks(chunks: np.ndarray, bits: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Overlap:
-    """The part of a box that lies inside the tensor: slices of the box, innermost first, and where it starts."""
+    """The part of a box that lies inside the tensor: slices of the box, innermost first, and where
+    it starts.
+    """
 
     slices: tuple[slice, ...]
     offset: int  # bytes from the tensor's address

@@ -7,25 +7,26 @@ from typing import Any
 
 import numpy as np
 
+from cutex.sim.bulk_groups import BulkGroup
 from cutex.sim.decode import Decoder, Execute, instruction
 from cutex.sim.errors import BadOperand
 from cutex.sim.flight import Operation, Span
+from cutex.sim.floating import narrow, widen
 from cutex.sim.machine import RETRY, Batch, Machine, Wait
 from cutex.sim.memory import PARAM_WINDOW, SHARED_WINDOW
 from cutex.sim.tensormap import MAP_BYTES, Overlap, TensorMap, decode_map, overlap, swizzle_chunks
 
 _MODS = (
-    "async", "bulk", "tensor", "1d", "2d", "3d", "4d", "5d", "shared", "cta", "cluster", "global", "tile", "mbarrier", "complete_tx",
-    "bytes", "L2", "cache_hint", "bulk_group", "multicast", "reduce", "add", "min", "max", "inc", "dec", "and", "or", "xor",
+    "async", "bulk", "tensor", "1d", "2d", "3d", "4d", "5d", "shared", "cta", "cluster", "global",
+    "tile", "mbarrier", "complete_tx", "bytes", "L2", "cache_hint", "bulk_group", "multicast",
+    "reduce", "add", "min", "max", "inc", "dec", "and", "or", "xor",
 )  # fmt: skip
 
 
 def read_map(d: Decoder, address: int) -> TensorMap:
     m = d.m
     if address & (63):
-        raise BadOperand(
-            f"bad operand: tensor map at 0x{address:x} is not 64-byte aligned\n    at {d.ins.where()}"
-        )
+        raise BadOperand.at(d.ins, f"tensor map at 0x{address:x} is not 64-byte aligned")
     if address & PARAM_WINDOW:
         at = address & (PARAM_WINDOW - 1)
         raw = m.params[at : at + MAP_BYTES].tobytes()
@@ -80,15 +81,19 @@ def bulk_reduce(d: Decoder) -> Execute:
 def _shared(
     d: Decoder, b: Batch, row: int, lane: int, address: int, size: int, align: int
 ) -> tuple[int, int]:
-    """(cta, offset) of ``size`` bytes; raises BadAddress outside shared memory and BadOperand where misaligned."""
+    """(cta, offset) of ``size`` bytes; raises BadAddress outside shared memory and BadOperand where
+    misaligned.
+    """
     warp = np.array([b.idx[row]])
     cta, offset = d.m.shared_location(warp, np.array([address & (SHARED_WINDOW - 1)], np.uint64))
     d.m.check_shared(warp, np.array([lane]), cta, offset, 1, d.ins)
     if size:
         d.m.check_shared(warp, np.array([lane]), cta, offset + size - 1, 1, d.ins)
     if int(offset[0]) % align:
-        raise BadOperand(
-            f"bad operand: {d.m.name_warp(int(warp[0]))} copies to shared 0x{int(offset[0]):x}, which is not {align}-byte aligned\n    at {d.ins.where()}"
+        raise BadOperand.at(
+            d.ins,
+            f"{d.m.name_warp(int(warp[0]))} copies to shared 0x{int(offset[0]):x}, which is not "
+            f"{align}-byte aligned",
         )
     return int(cta[0]), int(offset[0])
 
@@ -136,7 +141,8 @@ def _tensor_load(d: Decoder) -> Execute:
                 signal = (bar_cta if mask is None else target, bar)
                 m.mbarriers.get(*signal, ins)
                 op = Operation(
-                    f"the TMA load of a {tmap}", int(b.idx[row]), ins, ("tma", m.flight.issued, target),
+                    f"the TMA load of a {tmap}", int(b.idx[row]), ins,
+                    ("tma", m.flight.issued, target),
                     _loader(m, tmap, at, target, offset, signal, ins),
                     writes=[Span(target, offset, offset + tmap.bytes)], signals=signal,
                 )  # fmt: skip
@@ -147,18 +153,18 @@ def _tensor_load(d: Decoder) -> Execute:
 
 def _check_coordinates(d: Decoder, tmap: TensorMap, at: tuple[int, ...]) -> None:
     if len(at) != tmap.rank:
-        raise BadOperand(
-            f"bad operand: {len(at)} coordinates for a tensor map of rank {tmap.rank}\n    at {d.ins.where()}"
-        )
+        raise BadOperand.at(d.ins, f"{len(at)} coordinates for a tensor map of rank {tmap.rank}")
     # Seen on an H200: an inner coordinate that is not a multiple of 16 bytes traps.
     if at[0] * tmap.itemsize % 16:
-        raise BadOperand(
-            f"bad operand: inner coordinate {at[0]} of a {tmap} is not a multiple of 16 bytes: the hardware traps\n    at {d.ins.where()}"
+        raise BadOperand.at(
+            d.ins,
+            f"inner coordinate {at[0]} of a {tmap} is not a multiple of 16 bytes: the hardware "
+            "traps",
         )
 
 
 def _window(m: Machine, tmap: TensorMap, part: Overlap, why: str) -> np.ndarray:
-    """The tensor's elements under the box, as a strided view (outermost first) of unsigned words."""
+    """The tensor's elements under the box, a strided view (outermost first) of unsigned words."""
     counts = [s.stop - s.start for s in part.slices]
     step = [1, *tmap.steps[1:]]
     strides = [st * s for st, s in zip(tmap.strides, step, strict=True)]
@@ -201,14 +207,13 @@ def _loader(
 
 
 _COMBINE: dict[str, Any] = {
-    "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+    "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
 }  # fmt: skip
 
 
 def _combined(tmap: TensorMap, name: str, old: np.ndarray, new: np.ndarray) -> np.ndarray:
     """Element-wise reduction in the map's type."""
-    from cutex.sim.floating import narrow, widen
-
     kind = {6: "f16", 10: "bf16", 7: "f32", 8: "f32", 9: "f64"}.get(tmap.kind)
     f = _COMBINE[name]
     if kind is None:
@@ -230,14 +235,15 @@ def _tensor_store(d: Decoder, combine: str | None) -> Execute:
         same: dict[tuple[int, ...], list[int]] = {}
         for row, lane in _lanes(b):
             key = (row, int(maps[row, lane]), int(f[row, lane]), *(int(c[row, lane]) for c in cs))
-            # NOTE: lanes of a warp that ask for the same store cause it once, as the hardware's uniform instruction does
+            # NOTE: lanes of a warp that ask for the same store cause it once, as the hardware's
+            # uniform instruction does
             same.setdefault(key, []).append(lane)
         for (row, address, source, *at), lanes in same.items():
             tmap = read_map(d, address)
             _check_coordinates(d, tmap, tuple(at))
             cta, offset = _shared(d, b, row, lanes[0], source, tmap.bytes, 16)
             warp = int(b.idx[row])
-            groups = [_groups(m).joined((warp, lane)) for lane in lanes]
+            groups = [m.bulk_groups.joined((warp, lane)) for lane in lanes]
             op = Operation(
                 f"the TMA store of a {tmap}", warp, ins, ("store", m.flight.issued),
                 _storer(m, tmap, tuple(at), cta, offset, combine, groups, ins),
@@ -255,7 +261,7 @@ def _storer(
     cta: int,
     offset: int,
     combine: str | None,
-    groups: list[Group],
+    groups: list[BulkGroup],
     ins: Any,
 ) -> Callable[[], None]:
     def complete() -> None:
@@ -307,24 +313,26 @@ def _plain_load(d: Decoder) -> Execute:
                 signal = (bar_cta if mask is None else target, bar)
                 m.mbarriers.get(*signal, ins)
 
-                def complete(
-                    target: int = target,
-                    offset: int = offset,
-                    n: int = n,
-                    source: int = source,
-                    signal: Any = signal,
-                ) -> None:
-                    m.smem[target, offset : offset + n] = m.memory.view(
-                        source, n, f"the bulk copy at {ins.where()}"
-                    )
-                    m.mbarriers.complete_tx(*signal, n, "a bulk copy", ins)
-
-                m.flight.issue(
-                    Operation("the bulk copy", int(b.idx[row]), ins, ("tma", m.flight.issued, target), complete,
-                              writes=[Span(target, offset, offset + n)], signals=signal)
+                op = Operation(
+                    "the bulk copy", int(b.idx[row]), ins, ("tma", m.flight.issued, target),
+                    _bulk_loader(m, source, target, offset, n, signal, ins),
+                    writes=[Span(target, offset, offset + n)], signals=signal,
                 )  # fmt: skip
+                m.flight.issue(op)
 
     return execute
+
+
+def _bulk_loader(
+    m: Machine, source: int, cta: int, offset: int, n: int, signal: tuple[int, int], ins: Any
+) -> Callable[[], None]:
+    def complete() -> None:
+        m.smem[cta, offset : offset + n] = m.memory.view(
+            source, n, f"the bulk copy at {ins.where()}"
+        )
+        m.mbarriers.complete_tx(*signal, n, "a bulk copy", ins)
+
+    return complete
 
 
 def _plain_store(d: Decoder) -> Execute:
@@ -338,84 +346,37 @@ def _plain_store(d: Decoder) -> Execute:
             _check_plain(d, n, target)
             cta, offset = _shared(d, b, row, lane, int(f[row, lane]), n, 16)
             thread = (int(b.idx[row]), lane)
-
-            group = _groups(m).joined(thread)
-
-            def complete(
-                cta: int = cta,
-                offset: int = offset,
-                n: int = n,
-                target: int = target,
-                group: Group = group,
-            ) -> None:
-                m.memory.view(target, n, f"the bulk store at {ins.where()}")[:] = m.smem[
-                    cta, offset : offset + n
-                ]
-                group.finished()
-
-            m.flight.issue(
-                Operation(
-                    "the bulk store",
-                    thread[0],
-                    ins,
-                    ("store", m.flight.issued),
-                    complete,
-                    reads=[Span(cta, offset, offset + n)],
-                )
-            )
+            op = Operation(
+                "the bulk store", thread[0], ins, ("store", m.flight.issued),
+                _bulk_storer(m, target, cta, offset, n, m.bulk_groups.joined(thread), ins),
+                reads=[Span(cta, offset, offset + n)],
+            )  # fmt: skip
+            m.flight.issue(op)
 
     return execute
 
 
+def _bulk_storer(
+    m: Machine, target: int, cta: int, offset: int, n: int, group: BulkGroup, ins: Any
+) -> Callable[[], None]:
+    def complete() -> None:
+        data = m.smem[cta, offset : offset + n]
+        m.memory.view(target, n, f"the bulk store at {ins.where()}")[:] = data
+        group.finished()
+
+    return complete
+
+
 def _check_plain(d: Decoder, size: int, address: int) -> None:
     if size % 16 or address % 16:
-        raise BadOperand(
-            f"bad operand: a bulk copy of {size} bytes at global 0x{address:x}: size and address must be multiples of 16\n    at {d.ins.where()}"
+        raise BadOperand.at(
+            d.ins,
+            f"a bulk copy of {size} bytes at global 0x{address:x}: size and address must be "
+            "multiples of 16",
         )
 
 
-# -- bulk groups ------------------------------------------------------------------------------------------------------
-
-
-class Group:
-    """Bulk copies of one thread that were (or will be) committed together."""
-
-    def __init__(self, machine: Machine, thread: tuple[int, int]) -> None:
-        self.m, self.thread, self.in_flight = machine, thread, 0
-
-    def finished(self) -> None:
-        self.in_flight -= 1
-        self.m.wake(("bulk", *self.thread))
-
-
-class BulkGroups:
-    """Per thread: the group that is still open, and the committed ones."""
-
-    def __init__(self, machine: Machine) -> None:
-        self.m = machine
-        self.open: dict[tuple[int, int], Group] = {}
-        self.committed: dict[tuple[int, int], list[Group]] = {}
-
-    def joined(self, thread: tuple[int, int]) -> Group:
-        group = self.open.setdefault(thread, Group(self.m, thread))
-        group.in_flight += 1
-        return group
-
-    def commit(self, thread: tuple[int, int]) -> None:
-        self.committed.setdefault(thread, []).append(
-            self.open.pop(thread, None) or Group(self.m, thread)
-        )
-
-    def overdue(self, thread: tuple[int, int], allowed: int) -> bool:
-        """Whether a group older than the ``allowed`` most recent ones is still in flight."""
-        groups = self.committed.setdefault(thread, [])
-        while groups and not groups[0].in_flight:
-            groups.pop(0)
-        return any(g.in_flight for g in groups[: max(0, len(groups) - allowed)])
-
-
-def _groups(m: Machine) -> BulkGroups:
-    return m.bulk_groups
+# -- bulk groups -----------------------------------------------------------------------------------
 
 
 def _commit_group(d: Decoder) -> Execute:
@@ -423,21 +384,23 @@ def _commit_group(d: Decoder) -> Execute:
 
     def execute(b: Batch) -> None:
         for row, lane in _lanes(b):
-            _groups(d.m).commit((int(b.idx[row]), lane))
+            d.m.bulk_groups.commit((int(b.idx[row]), lane))
 
     return execute
 
 
 def _wait_group(d: Decoder) -> Execute:
-    """9.7.9.25.4.6: until at most N of this thread's groups are pending; .read and full completion coincide here."""
+    """9.7.9.25.4.6: until at most N of this thread's groups are pending; .read and full completion
+    coincide here.
+    """
     m, ins = d.m, d.ins
-    allowed = int(d.ins.operands[0].value)  # type: ignore[union-attr]
+    allowed = d.immediate(0)
 
     def execute(b: Batch) -> np.ndarray | None:
         out = np.zeros(b.n, np.int8)
         for row, lane in _lanes(b):
             thread = (int(b.idx[row]), lane)
-            if not out[row] and _groups(m).overdue(thread, allowed):
+            if not out[row] and m.bulk_groups.overdue(thread, allowed):
                 out[row] = RETRY
                 m.sleep(
                     thread[0],

@@ -1,4 +1,6 @@
-"""Warp-wide instructions (PTX ISA 9.7.9.6, 9.7.13.8 and on): shfl, vote, elect, match, redux, activemask."""
+"""Warp-wide instructions (PTX ISA 9.7.9.6, 9.7.13.8 and on): shfl, vote, elect, match, redux,
+activemask.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,19 @@ class _Members:
         self.d, self.read = d, d.read(operand, "u32")
 
     def __call__(self, b: Batch) -> np.ndarray:
-        """(n, 32) bool: lanes that take part. Raises BadOperand if one is elsewhere or not named."""
+        """(n, 32) bool: lanes that take part. Raises BadOperand if a named one is elsewhere."""
         mask = np.broadcast_to(self.read(b), (b.n, 32))
         active = b.active()
         named = (b.one(mask)[:, None] >> np.arange(32, dtype=np.uint32) & np.uint32(1)).astype(bool)
         named &= self.d.m.live[b.idx]
-        missing = (named & ~active) & active.any(1)[:, None]
+        missing = (named & ~active) & b.any_active()[:, None]
         if missing.any():
             row, lane = (int(v[0]) for v in np.nonzero(missing))
-            raise BadOperand(
-                f"bad operand: the membermask of {self.d.ins.op} names lane {lane} of {self.d.m.name_warp(int(b.idx[row]))}, "
-                f"which is not here (only lanes {_lanes(active[row])} are)\n    at {self.d.ins.where()}"
+            raise BadOperand.at(
+                self.d.ins,
+                f"the membermask of {self.d.ins.op} names lane {lane} of "
+                f"{self.d.m.name_warp(int(b.idx[row]))}, which is not here (only lanes "
+                f"{_lanes(active[row])} are)",
             )
         return active
 
@@ -142,8 +146,9 @@ def redux(d: Decoder) -> Execute:
     name = next(m for m in ("add", "min", "max", "and", "or", "xor") if m in d.mods)
     read, members, write = d.src(1), _Members(d, d.ins.operands[2]), d.dst()
     reduce: Any = {
-        "add": np.add, "min": np.minimum if "NaN" in d.mods else np.fmin, "max": np.maximum if "NaN" in d.mods else np.fmax,
-        "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+        "add": np.add, "min": np.minimum if "NaN" in d.mods else np.fmin,
+        "max": np.maximum if "NaN" in d.mods else np.fmax, "and": np.bitwise_and,
+        "or": np.bitwise_or, "xor": np.bitwise_xor,
     }[name]  # fmt: skip
 
     def execute(b: Batch) -> None:

@@ -4,165 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from cutex.sim.decode import Decoder, Execute, instruction
 from cutex.sim.errors import BadOperand
 from cutex.sim.flight import Operation
+from cutex.sim.machine import RETRY, Batch, Wait
 from cutex.sim.matrices import ELEMENTS, ITEMSIZE, SharedOperand, read_descriptor
-from cutex.sim.memory import POISON32
 from cutex.sim.ptx import Imm, Instruction, Reg, Vector
 from cutex.sim.sync import require_whole_warp
-
-if TYPE_CHECKING:
-    from cutex.sim.machine import Batch, Machine
-
-
-@dataclass
-class Accumulator:
-    """The D registers of a warpgroup while wgmma works on them; warps load and leave one by one."""
-
-    registers: tuple[int, ...]  # indices in the 32-bit bank, in fragment order
-    values: np.ndarray  # (4 warps, 16 rows, N) float32
-    by: Instruction
-    in_flight: np.ndarray = field(
-        default_factory=lambda: np.zeros(4, np.int64)
-    )  # operations, per warp
-    loaded: np.ndarray = field(default_factory=lambda: np.zeros(4, bool))
-
-
-@dataclass
-class _Group:
-    in_flight: int = 0
-
-
-@dataclass
-class _WarpState:
-    open: _Group = field(default_factory=_Group)
-    committed: list[_Group] = field(default_factory=list)
-    issued: int = 0
-    sources: list[tuple[set[int], _Group, Instruction]] = field(
-        default_factory=list
-    )  # A registers in flight
-
-
-@dataclass
-class _Rendezvous:
-    """One wgmma of a warpgroup: it is issued when its four warps have come."""
-
-    ins: Instruction
-    a: int | None  # descriptors
-    b: int
-    keep: bool
-    acc: Accumulator
-    groups: list[tuple[int, _Group]] = field(default_factory=list)
-    fragments: dict[int, np.ndarray] = field(
-        default_factory=dict
-    )  # A in registers: warp of the group -> (16, K)
-
-
-def fragment_coordinates(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row (of 16) and column of register i in lane t of an m64nNk16 D fragment: two (N/2, 32) arrays (9.7.15.5.2)."""
-    i, t = np.arange(n // 2)[:, None], np.arange(32)[None, :]
-    return t // 4 + 8 * (i // 2 % 2) + 0 * i, 8 * (i // 4) + 2 * (t % 4) + i % 2
-
-
-class WarpgroupMma:
-    """wgmma groups and accumulators of the resident warps."""
-
-    def __init__(self, machine: Machine) -> None:
-        self.m = machine
-        self.warps: dict[int, _WarpState] = {}
-        self.accumulators: dict[tuple[int, int], list[Accumulator]] = {}  # by (cta, warpgroup)
-        self.meeting: dict[tuple[int, int, int], _Rendezvous] = {}  # by (cta, warpgroup, number)
-
-    def state(self, warp: int) -> _WarpState:
-        return self.warps.setdefault(warp, _WarpState())
-
-    def warp(self, key: tuple[int, int], inside: int) -> int:
-        """Number of warp ``inside`` (0..3) of a warpgroup."""
-        return (key[1] * 4 + inside) * self.m.num_ctas + key[0]
-
-    def take(
-        self,
-        key: tuple[int, int],
-        inside: list[int],
-        registers: tuple[int, ...],
-        n: int,
-        ins: Instruction,
-    ) -> Accumulator:
-        """The accumulator in these registers: the one in flight, or a new one, loaded for the warps ``inside``.
-
-        While it is in flight, the registers hold poison: what reads them before wgmma.wait_group reads NaN.
-        """
-        accumulators = self.accumulators.setdefault(key, [])
-        acc = None
-        for other in accumulators:
-            if other.registers == registers:
-                acc = other
-            elif set(other.registers) & set(registers):
-                who = self.m.name_warp(self.warp(key, inside[0]))
-                self.m.find(
-                    "race",
-                    f"wgmma of {who} accumulates in registers that {other.by.where()} still writes",
-                    ins,
-                )
-        if acc is None:
-            acc = Accumulator(registers, np.empty((4, 16, n), np.float32), ins)
-            accumulators.append(acc)
-        fresh = [i for i in inside if not acc.loaded[i]]
-        if fresh:
-            bank, row, column = self.m.registers[32], *fragment_coordinates(n)
-            warps = [self.warp(key, i) for i in fresh]
-            fragments = bank[np.ix_(registers, warps)].view(np.float32)  # (N/2, warps, 32)
-            for j, i in enumerate(fresh):
-                acc.values[i][row, column] = fragments[:, j]
-            bank[np.ix_(registers, warps)] = POISON32
-            acc.loaded[fresh] = True
-        acc.in_flight[inside] += 1
-        return acc
-
-    def release(self, key: tuple[int, int], acc: Accumulator) -> None:
-        """One operation of all four warps is complete: registers come back where it was the last."""
-        acc.in_flight -= 1
-        done = np.nonzero(acc.loaded & (acc.in_flight == 0))[0]
-        if not len(done):
-            return
-        row, column = fragment_coordinates(acc.values.shape[2])
-        fragments = np.stack([acc.values[i][row, column] for i in done], 1)
-        warps = [self.warp(key, int(i)) for i in done]
-        self.m.registers[32][np.ix_(acc.registers, warps)] = fragments.view(np.uint32)
-        acc.loaded[done] = False
-        if not acc.loaded.any():
-            self.accumulators[key].remove(acc)
-
-    def check_registers(
-        self, b: Batch, read: set[int], written: set[int], ins: Instruction
-    ) -> None:
-        """Finds an instruction that touches registers of a wgmma in flight (9.7.15.7.1: undefined)."""
-        for warp in map(int, b.idx):
-            state = self.warps.get(warp)
-            if state is None:
-                continue
-            inside = int(self.m.warp_in_cta[warp])
-            for acc in self.accumulators.get((int(self.m.warp_cta[warp]), inside // 4), ()):
-                if acc.in_flight[inside % 4] and (read | written) & set(acc.registers):
-                    verb = "reads" if read & set(acc.registers) else "writes"
-                    self.m.find(
-                        "race",
-                        f"{self.m.name_warp(warp)} {verb} an accumulator register before wgmma.wait_group; it is in flight since {acc.by.where()}",
-                        ins,
-                    )
-            for registers, group, by in state.sources:
-                if group.in_flight and written & registers:
-                    self.m.find(
-                        "race",
-                        f"{self.m.name_warp(warp)} writes an A register that the wgmma issued at {by.where()} may still read",
-                        ins,
-                    )
+from cutex.sim.warpgroup import Group, Rendezvous
 
 
 def accumulator_registers(code: list[Instruction]) -> set[int]:
@@ -176,22 +29,14 @@ def accumulator_registers(code: list[Instruction]) -> set[int]:
     return found
 
 
-@instruction("wgmma")
-def wgmma(d: Decoder) -> Execute:
-    """9.7.15: routes to fence, mma_async, commit_group and wait_group."""
-    what = d.parts[1]
-    if what == "fence":
-        return lambda b: None  # NOTE: registers are written in program order here
-    if what == "mma_async":
-        return _mma_async(d)
-    if what == "commit_group":
-        return _commit(d)
-    if what == "wait_group":
-        return _wait(d)
-    raise d.unknown()
+@instruction("wgmma.fence")
+def fence(d: Decoder) -> Execute:
+    """9.7.15.7.1: registers are written in program order here, so it has nothing to order."""
+    return lambda b: None
 
 
-def _commit(d: Decoder) -> Execute:
+@instruction("wgmma.commit_group")
+def commit(d: Decoder) -> Execute:
     """9.7.15.7.2"""
 
     def execute(b: Batch) -> None:
@@ -199,18 +44,15 @@ def _commit(d: Decoder) -> Execute:
         for warp in b.idx[b.any_active()].tolist():
             state = d.m.warpgroups.state(warp)
             state.committed.append(state.open)
-            state.open = _Group()
+            state.open = Group()
 
     return execute
 
 
-def _wait(d: Decoder) -> Execute:
+@instruction("wgmma.wait_group")
+def wait(d: Decoder) -> Execute:
     """9.7.15.7.3: until at most N groups of this warp are pending."""
-    from cutex.sim.machine import RETRY, Wait
-
-    allowed = d.ins.operands[0]
-    assert isinstance(allowed, Imm)
-    n, m, ins = int(allowed.value), d.m, d.ins
+    n, m, ins = d.immediate(0), d.m, d.ins
 
     def execute(b: Batch) -> np.ndarray | None:
         require_whole_warp(d, b)
@@ -236,8 +78,11 @@ def _wait(d: Decoder) -> Execute:
 _KINDS = ("f16", "bf16", "tf32", "e4m3", "e5m2")
 
 
-def _mma_async(d: Decoder) -> Execute:
-    """9.7.15.5: D (64 x N, registers) = A (shared memory or registers) * B (shared memory) + D * scale-d."""
+@instruction("wgmma.mma_async")
+def mma_async(d: Decoder) -> Execute:
+    """9.7.15.5: D (64 x N, registers) = A (shared memory or registers) * B (shared memory) + D *
+    scale-d.
+    """
     shape = re.search(r"m64n(\d+)k(\d+)", d.ins.op)
     assert shape
     n = int(shape.group(1))
@@ -285,9 +130,9 @@ def _mma_async(d: Decoder) -> Execute:
             acc = m.warpgroups.take(key, inside, registers, n, ins)
             a = None if a_s is None else int(a_s[rows[0]])
             meeting = m.warpgroups.meeting.setdefault(
-                where, _Rendezvous(ins, a, int(bs[rows[0]]), bool(use_d[rows[0]]), acc)
+                where, Rendezvous(ins, a, int(bs[rows[0]]), bool(use_d[rows[0]]), acc)
             )
-            for row, i in zip(rows, inside, strict=True):
+            for row in rows:
                 warp = int(b.idx[row])
                 same = (None if a_s is None else int(a_s[row]), int(bs[row]), ins) == (
                     meeting.a,
@@ -295,8 +140,10 @@ def _mma_async(d: Decoder) -> Execute:
                     meeting.ins,
                 )
                 if not same:
-                    raise BadOperand(
-                        f"bad operand: {m.name_warp(warp)} executes another wgmma, or other descriptors, than its warpgroup\n    at {ins.where()}"
+                    raise BadOperand.at(
+                        ins,
+                        f"{m.name_warp(warp)} executes another wgmma, or other descriptors, than "
+                        "its warpgroup",
                     )
                 state = m.warpgroups.state(warp)
                 state.open.in_flight += 1
@@ -312,7 +159,7 @@ def _mma_async(d: Decoder) -> Execute:
                 del m.warpgroups.meeting[where]
                 issue(key, meeting)
 
-    def issue(key: tuple[int, int], meeting: _Rendezvous) -> None:
+    def issue(key: tuple[int, int], meeting: Rendezvous) -> None:
         cta = key[0]
         b_op = SharedOperand(
             m,

@@ -59,7 +59,9 @@ def test_too_small_expect_tx_names_the_surplus(kernels, key, order):
 
 
 def test_expect_tx_without_one_operand_lets_the_mma_read_too_early(kernels):
-    """16384 bytes are exactly A's box: the phase can complete before B has come, and an MMA then reads B in flight."""
+    """16384 bytes are exactly A's box: the phase can complete before B has come, and an MMA then
+    reads B in flight.
+    """
     found = set()
     for seed in range(6):
         try:
@@ -88,7 +90,9 @@ def test_a_dropped_arrive_is_a_deadlock_on_the_empty_barrier(kernels, number, or
 
 @pytest.mark.parametrize("number", [2, 3])
 def test_a_consumer_that_waits_with_the_wrong_parity_reads_what_tma_still_writes(kernels, number):
-    """The first full-barrier wait with parity 1 passes on a fresh barrier: the report says which wait let it through."""
+    """The first full-barrier wait with parity 1 passes on a fresh barrier: the report says which
+    wait let it through.
+    """
     with pytest.raises((Hazards, Deadlock)) as report:
         run(flipped_parity(kernels["sm_90a", number], 1))
     text = str(report.value)
@@ -108,24 +112,24 @@ def test_every_flipped_parity_is_found(kernels, key, which):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("key", RINGS)
 def test_a_wrong_swizzle_names_both_swizzles(kernels, key, order):
-    with pytest.raises(
-        Hazards,
-        match=r"64-byte swizzle\) was written by the TMA load at PTX line \d+ with 128-byte swizzle",
-    ):
+    written = r"was written by the TMA load at PTX line \d+ with 128-byte swizzle"
+    with pytest.raises(Hazards, match=rf"64-byte swizzle\) {written}"):
         run(other_swizzle(kernels[key], key[0]), **order)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("key", RINGS)
 def test_a_store_past_the_end_names_lane_warp_address_and_tensor(kernels, key, order):
-    pattern = r"warp \d+ lane \d+ stores 0x[0-9a-f]+, (\d+ bytes (past the end of|before) m[ABC]|in the padding of)"
-    with pytest.raises(BadAddress, match=pattern):
+    where = r"(\d+ bytes (past the end of|before) m[ABC]|in the padding of)"
+    with pytest.raises(BadAddress, match=rf"warp \d+ lane \d+ stores 0x[0-9a-f]+, {where}"):
         run(store_past_the_end(kernels[key], 1 << 24), **order)
 
 
 @pytest.mark.parametrize("number", [2, 3])
 def test_registers_read_before_wait_group(kernels, number):
-    """Without any wait_group the epilogue reads accumulators in flight, and smem is overwritten under the wgmma."""
+    """Without any wait_group the epilogue reads accumulators in flight, and smem is overwritten
+    under the wgmma.
+    """
     mutant = without(kernels["sm_90a", number], "wgmma.wait_group")
     with pytest.raises(
         Hazards, match=r"still being read by the wgmma|accumulator register before wgmma.wait_group"

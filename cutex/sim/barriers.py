@@ -1,0 +1,137 @@
+"""Named barriers of a CTA and the barrier of a cluster (PTX ISA 9.7.13.1, 9.7.13.4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cutex.sim.errors import BarrierMisuse
+from cutex.sim.ptx import Instruction
+
+if TYPE_CHECKING:
+    from cutex.sim.machine import Machine
+
+NUM_NAMED_BARRIERS = 16
+
+
+@dataclass
+class NamedBarrier:
+    arrived: int = 0  # threads
+    expected: int = 0  # threads; 0 for all that live
+
+
+class NamedBarriers:
+    """The barriers of all resident CTAs, by (cta, number)."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.clear()
+
+    def clear(self) -> None:
+        self.barriers: dict[tuple[int, int], NamedBarrier] = {}
+
+    def arrive(self, warp: int, number: int, expected: int, ins: Instruction) -> bool:
+        """One warp arrives; True if that completes the barrier (everybody else is then woken)."""
+        m = self.machine
+        if number >= NUM_NAMED_BARRIERS:
+            raise BarrierMisuse.at(ins, f"barrier {number} does not exist (0..15)")
+        if expected % 32:
+            raise BarrierMisuse.at(
+                ins, f"a thread count of {expected} is no multiple of the warp size"
+            )
+        key = (int(m.warp_cta[warp]), number)
+        barrier = self.barriers.setdefault(key, NamedBarrier())
+        if barrier.arrived and barrier.expected != expected:
+            raise BarrierMisuse.at(
+                ins,
+                f"{m.name_warp(warp)} arrives at barrier {number} with a count of "
+                f"{expected or 'all'} threads, others with {barrier.expected or 'all'}",
+            )
+        barrier.expected = expected
+        barrier.arrived += 32
+        return self._release_if_full(key)
+
+    def warps_left(self, cta: int) -> None:
+        """Warps of ``cta`` have returned: barriers that wait for all threads wait for fewer."""
+        for key, barrier in self.barriers.items():
+            if key[0] == cta and barrier.arrived and not barrier.expected:
+                self._release_if_full(key)
+
+    def describe(self, cta: int, number: int) -> str:
+        barrier = self.barriers[cta, number]
+        return (
+            f"named barrier {number} of {self.machine.name_cta(cta)}: {barrier.arrived} of "
+            f"{self._wanted(cta, barrier)} threads have arrived"
+        )
+
+    def _wanted(self, cta: int, barrier: NamedBarrier) -> int:
+        m = self.machine
+        return barrier.expected or 32 * int(m.live[m.warp_cta == cta].any(1).sum())
+
+    def _release_if_full(self, key: tuple[int, int]) -> bool:
+        barrier = self.barriers[key]
+        if barrier.arrived < self._wanted(key[0], barrier):
+            return False
+        barrier.arrived = 0
+        self.machine.wake(("bar", *key))
+        return True
+
+
+@dataclass
+class ClusterBarrier:
+    arrived: set[int] = field(default_factory=set)  # warps
+    phase: int = 0
+
+
+class ClusterBarriers:
+    """The barrier of each resident cluster."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.clear()
+
+    def clear(self) -> None:
+        self.barriers: dict[int, ClusterBarrier] = {}
+        self.arrived_in: dict[int, int] = {}  # warp -> the phase of its last arrival
+
+    def of(self, warp: int) -> int:
+        """Number of the warp's cluster."""
+        return int(self.machine.warp_cta[warp]) // self.machine.cluster_size
+
+    def arrive(self, warp: int) -> None:
+        which = self.of(warp)
+        barrier = self.barriers.setdefault(which, ClusterBarrier())
+        barrier.arrived.add(warp)
+        self.arrived_in[warp] = barrier.phase
+        self.machine.progress += 1
+        self._release_if_full(which)
+
+    def passed(self, warp: int) -> bool:
+        """Whether the phase in which the warp arrived is complete."""
+        barrier = self.barriers.setdefault(self.of(warp), ClusterBarrier())
+        return barrier.phase != self.arrived_in.get(warp, 0)
+
+    def warps_left(self, cta: int) -> None:
+        """Warps of ``cta`` have returned: nobody waits for them any more."""
+        which = cta // self.machine.cluster_size
+        if which in self.barriers:
+            self._release_if_full(which)
+
+    def describe(self, which: int) -> str:
+        m = self.machine
+        absent = [w for w in self._live(which) if w not in self.barriers[which].arrived]
+        names = ", ".join(m.name_warp(w) for w in absent[:4])
+        return f"the cluster barrier, at which {names} has not arrived"
+
+    def _live(self, which: int) -> list[int]:
+        m = self.machine
+        return np.nonzero((m.warp_cta // m.cluster_size == which) & m.live.any(1))[0].tolist()
+
+    def _release_if_full(self, which: int) -> None:
+        barrier = self.barriers[which]
+        if barrier.arrived and set(self._live(which)) <= barrier.arrived:
+            barrier.arrived = set()
+            barrier.phase += 1
+            self.machine.wake(("cluster", which))
