@@ -1,6 +1,8 @@
-"""Accumulator -> registers -> global memory."""
+"""Accumulator -> registers -> global memory, on Blackwell also by way of smem and TMA."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Int32, cute
@@ -8,7 +10,10 @@ from cutlass.cute.nvgpu import CopyUniversalOp
 
 from cutex.atoms import tmem
 from cutex.atoms.mma import Umma, Wgmma
+from cutex.atoms.tma import TileStores
 from cutex.schedulers.one_tile import WorkTile
+
+SUB_TILE_BARRIER = 1  # the named barrier of the four epilogue warps; 0 is the whole CTA's
 
 
 @cute.jit
@@ -75,3 +80,64 @@ def store_tmem(mma: Umma, mC: cute.Tensor, tile: WorkTile, thread: Int32) -> Non
         tTR_rC.store(tTR_rAcc.load().to(mC.element_type))
         out, coord = tTR_gC[None, None, None, i], tTR_cC[None, None, None, i]
         store_vectors(tTR_rC, out, coord, mC.shape, width=128 // mC.element_type.width)
+
+
+class SubTiles(NamedTuple):
+    """One epilogue thread's row of C on its way out, a sub-tile of columns at a time:
+    tensor memory -> registers -> a slot of smem -> TMA. Threads 0 to 127, each one row.
+
+    NOTE: one barrier a sub-tile orders both ways. Behind it lie all warps' writes of this slot,
+    fenced for TMA to read; and warp 0, which starts the stores, goes through it only when the
+    store before last has read the slot that comes next.
+    """
+
+    copy: cute.TiledCopy
+    tTR_tAcc: cute.Tensor  # (T2R, T2R_M, T2R_N, NumParts)
+    tTR_sC: cute.Tensor  # (T2R, T2R_M, T2R_N, SLOT)
+
+    @property
+    def num_parts(self) -> int:
+        return cute.size(self.tTR_tAcc, mode=[3])
+
+    @cute.jit
+    def load(self, part: cutlass.Constexpr[int]) -> cute.Tensor:
+        """Sub-tile `part` of the accumulator, in registers when this returns."""
+        tTR_rAcc = cute.make_rmem_tensor(self.tTR_sC[None, None, None, 0].shape, cutlass.Float32)
+        cute.copy(self.copy, self.tTR_tAcc[None, None, None, part], tTR_rAcc)
+        cute.arch.fence_view_async_tmem_load()
+        return tTR_rAcc
+
+    @cute.jit
+    def store(
+        self, tTR_rAcc: cute.Tensor, stores: TileStores, column_tile: Int32, slot: Int32
+    ) -> Int32:
+        """Round a sub-tile, put it into `slot` and start its store; returns the next slot."""
+        tTR_sC = self.tTR_sC[None, None, None, slot]
+        tTR_rC = cute.make_rmem_tensor_like(tTR_rAcc, tTR_sC.element_type)
+        tTR_rC.store(tTR_rAcc.load().to(tTR_sC.element_type))
+        cute.autovec_copy(tTR_rC, tTR_sC)
+        cute.arch.fence_view_async_shared()
+        num_slots = cute.size(self.tTR_sC, mode=[3])
+        warp = cute.arch.warp_idx()
+        if warp == 0:
+            cute.arch.cp_async_bulk_wait_group(num_slots - 2, read=True)
+        cute.arch.barrier(barrier_id=SUB_TILE_BARRIER, number_of_threads=tmem.LANES)
+        if warp == 0:
+            stores.store(slot, column_tile)
+        return (slot + 1) % num_slots
+
+    @cute.jit
+    def drain(self) -> None:
+        """Wait until TMA has read every slot: smem may then go."""
+        if cute.arch.warp_idx() == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
+def sub_tiles(tAcc: cute.Tensor, sC: cute.Tensor, thread: Int32) -> SubTiles:
+    """`thread`'s part of tAcc (bM, bN) in tensor memory and of sC (bM, epiN, SLOT)."""
+    part = (cute.size(sC, mode=[0]), cute.size(sC, mode=[1]))
+    tAcc = cute.flat_divide(tAcc, part)[None, None, 0, None]  # (bM, epiN, NumParts)
+    load = tmem.make_load(tAcc[None, None, 0])
+    thr_load = load.get_slice(thread)
+    return SubTiles(load, thr_load.partition_S(tAcc), thr_load.partition_D(sC))

@@ -1,4 +1,4 @@
-"""TMA: tiles of a matrix in global memory to slots in shared memory, by one elected thread."""
+"""TMA: tiles of a matrix, between global memory and slots of smem, by one elected thread."""
 
 from __future__ import annotations
 
@@ -54,3 +54,38 @@ class AbLoads(NamedTuple):
     def load(self, k_tile: Int32, slot: Int32, full: cute.Pointer) -> None:
         self.a.load(k_tile, slot, full)
         self.b.load(k_tile, slot, full)
+
+
+@cute.jit
+def store_operand(mX: cute.Tensor, smem_layout: cute.ComposedLayout) -> cpasync.TmaInfo:
+    """What stores slots of `smem_layout` (bRows, bCols, SLOT) to tiles of `mX` (rows, cols).
+
+    TMA leaves out what lies outside of mX.
+    """
+    tile = (cute.size(smem_layout, mode=[0]), cute.size(smem_layout, mode=[1]))
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mX, smem_layout, tile)
+
+
+class TileStores(NamedTuple):
+    """One CTA's row of tiles of an operand, and the slots that they come from."""
+
+    atom: cute.CopyAtom
+    smem: cute.Tensor  # (TMA, SLOT)
+    gmem: cute.Tensor  # (TMA, RestCols)
+
+    @cute.jit
+    def store(self, slot: Int32, column_tile: Int32) -> None:
+        """Start the store of `slot`, as a bulk group of its own. A whole warp, always the same."""
+        cute.copy(self.atom, self.smem[None, slot], self.gmem[None, column_tile])
+        cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def tile_stores(operand: cpasync.TmaInfo, sX: cute.Tensor, row_tile: Int32) -> TileStores:
+    """`row_tile` picks the rows; `sX` is (bRows, bCols, SLOT)."""
+    tile = (cute.size(sX, mode=[0]), cute.size(sX, mode=[1]))
+    gX = cute.local_tile(operand.tma_tensor, tile, (row_tile, None))  # (bRows, bCols, RestCols)
+    tXsX, tXgX = cpasync.tma_partition(
+        operand.atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+    )  # (TMA, SLOT), (TMA, RestCols)
+    return TileStores(operand.atom, tXsX, tXgX)

@@ -35,6 +35,7 @@ class Stage:
 _NARROW = GemmConfig(tile_n=128)
 _WIDE = GemmConfig(tile_n=256)
 _RING = GemmConfig(tile_n=256, num_stages=4)  # 4 slots of 48 KB fill the smem of an SM
+_SUB_TILES = GemmConfig(tile_n=256, num_stages=4, epi_n=32, epi_stages=4)
 
 _STAGES = (
     Stage(0, "sm_90a", "in order", "TMA, one unswizzled buffer, wgmma, each waits", _NARROW),
@@ -45,6 +46,7 @@ _STAGES = (
     Stage(1, "sm_100a", "swizzle", "128-byte swizzle and a 128x256 tile", _WIDE),
     Stage(2, "sm_100a", "ring", "loads run ahead through a ring of smem slots", _RING),
     Stage(3, "sm_100a", "warp roles", "one warp loads, one runs the MMA, four the epilogue", _RING),
+    Stage(4, "sm_100a", "TMA store", "the result leaves in sub-tiles, through smem", _SUB_TILES),
 )
 
 

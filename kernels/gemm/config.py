@@ -17,35 +17,56 @@ MAX_GRID = 65535  # CTAs along grid y
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """One CTA computes tile_m x tile_n of C, tile_k of K at a time, from a ring of num_stages."""
+    """One CTA, or a pair, computes tile_m x tile_n of C, tile_k of K at a time, from a ring of
+    num_stages."""
 
     tile_m: int = 128
     tile_n: int = 128
     tile_k: int = 64
     num_stages: int = 1
+    epi_n: int = 0  # columns of C that leave through smem at a time; 0: C leaves from registers
+    epi_stages: int = 0  # slots of smem for that
+    pair: bool = False  # two CTAs run one MMA together (sm_100a)
+
+    @property
+    def ctas(self) -> int:
+        """That compute one tile."""
+        return 2 if self.pair else 1
 
     @property
     def stage_bytes(self) -> int:
-        """Of A and B in one slot of the ring; what one full barrier expects."""
+        """Of A and B in one slot of the ring, of all `ctas`; what one full barrier expects."""
         return (self.tile_m + self.tile_n) * self.tile_k * ELEMENT
 
     @property
+    def epi_bytes(self) -> int:
+        """Of one CTA's slots for C."""
+        return self.epi_stages * self.tile_m // self.ctas * self.epi_n * ELEMENT
+
+    @property
     def smem_bytes(self) -> int:
-        return self.num_stages * self.stage_bytes
+        """Of one CTA."""
+        return self.num_stages * self.stage_bytes // self.ctas + self.epi_bytes
 
     def why_not(self, problem: GemmProblem | None, arch: Arch) -> str | None:
         """Why this config cannot run `problem` (or, for None, anything) on `arch`."""
-        if self.tile_m != 128:
-            return f"tile_m={self.tile_m}: these kernels take 128"
+        if self.pair and not arch.tmem_columns:
+            return f"pair={self.pair}: {arch.name} has no MMA of two CTAs"
+        if self.tile_m != 128 * self.ctas:
+            return f"tile_m={self.tile_m}: these kernels take 128 a CTA"
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             return f"tile_n={self.tile_n}: one MMA takes a multiple of 16 from 16 to 256"
+        if self.epi_n not in (0, 32, 64) or (self.epi_n and self.tile_n % self.epi_n):
+            return f"epi_n={self.epi_n}: a sub-tile has 32 or 64 columns, and divides tile_n"
+        if self.epi_n and self.epi_stages < 2:
+            return f"epi_stages={self.epi_stages}: one is written while another is stored"
         if self.tile_k % 64 or self.tile_k < 64:
             return f"tile_k={self.tile_k}: a 128-byte swizzle takes a multiple of 64"
         if self.num_stages < 1:
             return f"num_stages={self.num_stages}: a ring has at least 1"
         if self.smem_bytes + BARRIERS > arch.smem_per_cta:
             return (
-                f"num_stages={self.num_stages}: {self.smem_bytes} bytes of A and B and {BARRIERS} "
+                f"num_stages={self.num_stages}: {self.smem_bytes} bytes of tiles and {BARRIERS} "
                 f"of barriers are more than the {arch.smem_per_cta} that a CTA has on {arch.name}"
             )
         return None if problem is None else self._why_not_problem(problem)
