@@ -37,6 +37,10 @@ class Launch:
     smem: int
     params: Any  # pointer to pointers, valid only inside the callback
 
+    @property
+    def num_ctas(self) -> int:
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
     def param_bytes(self, sizes: Sequence[int]) -> list[bytes]:
         return [C.string_at(self.params[i], size) for i, size in enumerate(sizes)]
 

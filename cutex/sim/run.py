@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 import time
 from collections import Counter
@@ -21,6 +22,7 @@ from cutex.sim.machine import Machine
 from cutex.sim.memory import MODULE_WINDOW, GlobalMemory, Region
 from cutex.sim.ptx import Program, parse
 from cutex.sim.scheduler import ORDERS, Scheduler
+from cutex.sim.waiting import Waiting
 
 _STATE_BYTES = 256 << 20  # registers and shared memory that may be resident at once
 
@@ -67,31 +69,26 @@ def simulate(
     c_compiler()
     started = time.perf_counter()
     host, programs = _load(compiled, tensors, arch)
-    names = [
-        *host.argument_names,
-        *(f"argument {i}" for i in range(len(host.argument_names), len(tensors))),
-    ]
-    arguments = [HostTensor.of(t, n) or t for t, n in zip(tensors, names, strict=False)]
-    report = SimReport()
-    counts: Counter[str] = Counter()
-    findings: dict[tuple[str, str], Finding] = {}
-
-    def launch(what: Launch) -> None:
-        memory = GlobalMemory()
-        for a in arguments:
-            if isinstance(a, HostTensor):
-                memory.add_tensor(a)
-        _run_launch(programs, what, memory, order, seed + report.launches, report, counts, findings)
-
-    # NOTE: products are small here; one BLAS thread is faster than several that wait for each other
-    with _blas().limit(limits=1, user_api="blas"):
-        host([a for a in arguments if not _is_stream(a)], launch)
-    report.counts = dict(counts.most_common())
-    report.findings = list(findings.values())
+    arguments = _arguments(compiled, host, tensors)
+    run = Simulation(
+        programs, [a for a in arguments if isinstance(a, HostTensor)], order=order, seed=seed
+    )
+    host(arguments, run.launch)
+    report = run.report
     report.seconds = time.perf_counter() - started
     if report.findings and raise_findings:
         raise Hazards(report.findings)
     return report
+
+
+def _arguments(compiled: Any, host: HostFunction, values: Sequence[Any]) -> list[Any]:
+    """What the host code takes: streams are its own, and constants were compiled in."""
+    if not hasattr(compiled, "export_to_c") and not hasattr(compiled, "object_path"):
+        named = zip(_parameter_names(compiled), values, strict=False)
+        values = [v for name, v in named if name in host.argument_names]
+    values = [v for v in values if not _is_stream(v)]
+    names = [*host.argument_names, *(f"argument {i}" for i in range(len(values)))][: len(values)]
+    return [HostTensor.of(v, n) or v for v, n in zip(values, names, strict=True)]
 
 
 @cache
@@ -99,58 +96,84 @@ def _blas() -> ThreadpoolController:
     return ThreadpoolController()
 
 
-def _run_launch(
-    programs: dict[str, Program],
-    what: Launch,
-    memory: GlobalMemory,
-    order: str,
-    seed: int,
-    report: SimReport,
-    counts: Counter[str],
-    findings: dict[tuple[str, str], Finding],
-) -> None:
-    program = programs.get(what.kernel)
-    if program is None:
-        raise SimError(
-            f"the host code launches {what.kernel}, which is not in the PTX ({', '.join(programs)})"
+class Simulation:
+    """The launches of one call, run one after another; ``report`` adds up what they did."""
+
+    def __init__(
+        self,
+        programs: dict[str, Program],
+        tensors: Sequence[HostTensor],
+        *,
+        order: str = "fifo",
+        seed: int = 0,
+    ) -> None:
+        self.programs, self.tensors, self.order, self.seed = programs, tensors, order, seed
+        self.report = SimReport()
+        self._findings: dict[tuple[str, str], Finding] = {}
+
+    def launch(self, what: Launch) -> None:
+        """Runs every CTA of ``what`` to its end. Raises SimError for what cannot go on."""
+        program = self.programs.get(what.kernel)
+        if program is None:
+            raise SimError(
+                f"the host code launches {what.kernel}, which is not in the PTX "
+                f"({', '.join(self.programs)})"
+            )
+        _check_launch(program, what)
+        scheduler = self._scheduler(program, what)
+        # NOTE: products are small here; one BLAS thread is faster than several that wait for each
+        # other
+        with _blas().limit(limits=1, user_api="blas"):
+            self._run(scheduler, what)
+        self._add_up(scheduler, what)
+
+    def _scheduler(self, program: Program, what: Launch) -> Scheduler:
+        memory = GlobalMemory()
+        for tensor in self.tensors:
+            memory.add_tensor(tensor)
+        params = np.zeros(-(-program.param_bytes // 64) * 64 + 64, np.uint8)
+        for p, raw in zip(
+            program.params, what.param_bytes([p.size for p in program.params]), strict=True
+        ):
+            params[p.offset : p.offset + p.size] = np.frombuffer(raw, np.uint8)
+        machine = Machine(
+            program,
+            what.grid,
+            what.block,
+            what.cluster,
+            what.smem,
+            memory,
+            params,
+            _resident(program, what),
+            self.seed + self.report.launches if self.order == "random" else None,
         )
-    params = np.zeros(-(-program.param_bytes // 64) * 64 + 64, np.uint8)
-    for p, raw in zip(
-        program.params, what.param_bytes([p.size for p in program.params]), strict=True
-    ):
-        params[p.offset : p.offset + p.size] = np.frombuffer(raw, np.uint8)
-    total = what.grid[0] * what.grid[1] * what.grid[2]
-    _check_launch(program, what)
-    cluster = what.cluster[0] * what.cluster[1] * what.cluster[2]
-    num_ctas = _resident(program, what, total, cluster)
-    machine = Machine(
-        program,
-        what.grid,
-        what.block,
-        what.cluster,
-        what.smem,
-        memory,
-        params,
-        num_ctas,
-        seed if order == "random" else None,
-    )
-    _add_module_variables(machine)
-    scheduler = Scheduler(machine, order)
-    starts = list(range(0, total, num_ctas))
-    if order == "random":
-        machine.random.shuffle(starts)
-    for first in starts:
-        machine.load_ctas(first, min(num_ctas, total - first))
-        scheduler.run()
-        scheduler.leftovers()
-    report.launches += 1
-    report.ctas += total
-    report.instructions += int(scheduler.executed.sum())
-    for ins, n in zip(program.code, scheduler.executed.tolist(), strict=True):
-        if n:
-            counts[ins.op] += n
-    for finding in machine.findings.values():
-        findings.setdefault((finding.rule, finding.where), finding)
+        _add_module_variables(machine)
+        return Scheduler(machine, self.order)
+
+    def _run(self, scheduler: Scheduler, what: Launch) -> None:
+        machine = scheduler.m
+        clusters = list(range(what.num_ctas // machine.cluster_size))
+        if self.order == "random":
+            machine.random.shuffle(clusters)
+        machine.waiting = Waiting(clusters)
+        while machine.waiting:
+            machine.load_clusters(machine.waiting.start(machine.num_ctas // machine.cluster_size))
+            scheduler.run()
+            scheduler.leftovers()
+
+    def _add_up(self, scheduler: Scheduler, what: Launch) -> None:
+        report, machine = self.report, scheduler.m
+        report.launches += 1
+        report.ctas += what.num_ctas
+        report.instructions += int(scheduler.executed.sum())
+        counts = Counter(report.counts)
+        for ins, n in zip(machine.program.code, scheduler.executed.tolist(), strict=True):
+            if n:
+                counts[ins.op] += n
+        report.counts = dict(counts.most_common())
+        for finding in machine.findings.values():
+            self._findings.setdefault((finding.rule, finding.where), finding)
+        report.findings = list(self._findings.values())
 
 
 def _check_launch(program: Program, what: Launch) -> None:
@@ -177,13 +200,18 @@ def _check_launch(program: Program, what: Launch) -> None:
         )
 
 
-def _resident(program: Program, what: Launch, total: int, cluster: int) -> int:
+def _resident(program: Program, what: Launch) -> int:
     """CTAs that run side by side: whole clusters, as many as the state budget holds."""
+    cluster = what.cluster[0] * what.cluster[1] * what.cluster[2]
     warps = -(-what.block[0] * what.block[1] * what.block[2] // 32)
     registers = sum(count * 32 * max(bank // 8, 1) for bank, count in program.registers.items())
     per_cta = warps * registers + what.smem + 2048
     per_cta += 4 * 128 * 512 if "sm_10" in program.target else 0
-    return min(total, max(1, min(_STATE_BYTES // per_cta, 160) // cluster) * cluster)
+    clusters = max(1, min(_STATE_BYTES // per_cta, 160) // cluster)
+    if any(i.name == "clusterlaunchcontrol" for i in program.code):
+        # NOTE: with all clusters resident there would be none left to take over
+        clusters = min(clusters, max(1, what.num_ctas // cluster // 3))
+    return min(what.num_ctas, clusters * cluster)
 
 
 def _add_module_variables(machine: Machine) -> None:
@@ -231,7 +259,8 @@ def _load(
 def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:
     """Compiles a jitted function for ``arch`` with the layouts of ``tensors``; needs no GPU."""
     import cutlass.cute as cute
-    from cutlass.cute.runtime import from_dlpack, make_fake_stream
+    from cutlass.base_dsl.compiler import DumpDir
+    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
     if not callable(function):
         raise TypeError(
@@ -242,10 +271,13 @@ def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:
     for i, t in enumerate(tensors):
         host = HostTensor.of(t, f"argument {i}")
         if host is not None:
-            align = next(a for a in (128, 64, 32, 16, 8, 4, 2, 1) if host.address % a == 0)
+            align = next(a for a in (32, 16, 8, 4, 2, 1) if host.address % a == 0)
             arguments.append(
-                from_dlpack(
-                    t, assumed_align=max(min(align, 32), host.itemsize), enable_tvm_ffi=True
+                make_fake_tensor(
+                    _element_type(host),
+                    host.shape,
+                    host.strides,
+                    assumed_align=max(align, host.itemsize),
                 )
             )
         elif _is_stream(t):
@@ -258,6 +290,31 @@ def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:
             cute.EnableTVMFFI(True),
             cute.KeepPTX(True),
             cute.GenerateLineInfo(True),
-            cute.DumpDir(folder),
+            DumpDir(folder),
         )
         return cute.compile[options](function, *arguments)
+
+
+def _element_type(tensor: HostTensor) -> Any:
+    """The DSL's type of a tensor's elements."""
+    import cutlass
+
+    name = {
+        "float8_e4m3fn": "Float8E4M3FN",
+        "float8_e5m2": "Float8E5M2",
+        "float8_e8m0fnu": "Float8E8M0FNU",
+    }.get(tensor.dtype) or tensor.dtype.replace("bfloat", "BFloat").replace(
+        "uint", "Uint"
+    ).capitalize()
+    name = {"Bfloat16": "BFloat16", "Bool": "Boolean"}.get(name, name)
+    found = getattr(cutlass, name, None)
+    if found is None:
+        raise TypeError(f"{tensor.name} has dtype {tensor.dtype}, for which the DSL has no type")
+    return found
+
+
+def _parameter_names(function: Any) -> list[str]:
+    """Names of a jitted function's parameters, without self."""
+    target = function if inspect.isroutine(function) else type(function).__call__
+    names = list(inspect.signature(target).parameters)
+    return [n for n in names if n != "self"]
