@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from cutex import results, timing
-from cutex.arch import ARCHS, arch, local_arch
+from cutex.arch import ARCHS, Arch, arch, local_arch
 from cutex.problem import DTYPES, INITS, GemmProblem
 from cutex.results import Result, Timing
 from cutex.run import (
@@ -60,6 +60,18 @@ def parser() -> Parser:
         metavar="|".join(DEVICES),
         help="default: auto, which is cuda if the GPU here is of the arch, else sim",
     )
+    add_problem(what)
+    sim = p.add_argument_group("in the simulator")
+    sim.add_argument("--order", choices=("fifo", "random"), help="of the warps; default: fifo")
+    sim.add_argument("--seeds", type=int, metavar="N", help="run N random orders")
+    add_timing(p.add_argument_group("on a GPU"))
+    out = p.add_argument_group("output")
+    out.add_argument("--emit", choices=EMITS, help="print what was compiled, and run nothing")
+    add_output(out)
+    return p
+
+
+def add_problem(what: argparse._ArgumentGroup) -> None:
     what.add_argument(
         "--mnk",
         action="append",
@@ -69,18 +81,18 @@ def parser() -> Parser:
     what.add_argument("--dtype", default="bf16", metavar="|".join(DTYPES), help="default: bf16")
     what.add_argument("--init", default="normal", metavar="|".join(INITS), help="default: normal")
     what.add_argument("--seed", type=int, default=0, help="of the data and of random orders")
-    sim = p.add_argument_group("in the simulator")
-    sim.add_argument("--order", choices=("fifo", "random"), help="of the warps; default: fifo")
-    sim.add_argument("--seeds", type=int, metavar="N", help="run N random orders")
-    gpu = p.add_argument_group("on a GPU")
+
+
+def add_timing(gpu: argparse._ArgumentGroup) -> None:
     gpu.add_argument("--compare", metavar="PEER,PEER", help=f"out of {', '.join(PEERS)}")
     gpu.add_argument("--cache-state", choices=timing.CACHE_STATES, help="of the L2; default: cold")
     gpu.add_argument("--check-only", action="store_true", help="take no times")
-    out = p.add_argument_group("output")
-    out.add_argument("--emit", choices=EMITS, help="print what was compiled, and run nothing")
+
+
+def add_output(out: argparse._ArgumentGroup) -> None:
+    out.add_argument("--expect", default="", metavar="NOTE", help='as "1.05x: raster saves L2"')
     out.add_argument("--out", default="results", metavar="DIR", help="ledger; default: results")
     out.add_argument("--json", action="store_true", help="print JSON lines instead of a table")
-    return p
 
 
 @dataclass(frozen=True)
@@ -96,13 +108,13 @@ class Job:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`; returns the exit code."""
     try:
-        args = parser().parse_args(_join_sizes(sys.argv[1:] if argv is None else argv))
+        args = parser().parse_args(join_sizes(sys.argv[1:] if argv is None else argv))
         if args.stage == "list":
             list_stages(args.arch)
             return 0
         job = plan(args)
     except ValueError as error:
-        return _refuse(str(error))
+        return refuse(str(error))
     try:
         if args.emit:
             for stage in job.stages:
@@ -112,20 +124,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("torch", "cutlass", "tvm_ffi"):
             raise
-        return _refuse(f"{error.name} is not installed; pip install cutex installs it")
+        return refuse(f"{error.name} is not installed; pip install cutex installs it")
     except Missing as error:
-        return _refuse(str(error))
+        return refuse(str(error))
     except BrokenPipeError:  # as in --emit ptx | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
-def _refuse(sentence: str) -> int:
+def refuse(sentence: str) -> int:
     print(f"cutex: {sentence}", file=sys.stderr)
     return 2
 
 
-def _join_sizes(argv: Sequence[str]) -> list[str]:
+def join_sizes(argv: Sequence[str]) -> list[str]:
     """Turn `--mnk -8,8,8` into `--mnk=-8,8,8`: argparse would take the sizes for an option."""
     joined: list[str] = []
     for word in argv:
@@ -138,19 +150,26 @@ def _join_sizes(argv: Sequence[str]) -> list[str]:
 
 def plan(args: argparse.Namespace) -> Job:
     """Make sense of the arguments; ValueError in one sentence where there is none to make."""
-    from cutex.kernels.gemm import stage, stages
-
     if args.device not in DEVICES:
         raise ValueError(f"--device {args.device!r} is not one of {', '.join(DEVICES)}")
     here = local_arch() if args.arch is None and args.device != "sim" else None
     target = arch(args.arch or (here.name if here else DEFAULT_ARCH))
-    if args.stage == "all":
-        wanted = stages(target.name)
-    elif args.stage.removeprefix("-").isdecimal():
-        wanted = [stage(target.name, int(args.stage))]
-    else:
-        raise ValueError(f"--stage {args.stage!r} is neither a number nor all nor list")
-    device = "sim" if args.emit else choose_device(args.device, target)
+    wanted = choose_stages(args.stage, target)
+    return job(args, wanted, "sim" if args.emit else choose_device(args.device, target))
+
+
+def choose_stages(text: str, target: Arch) -> list[Stage]:
+    from cutex.kernels.gemm import stage, stages
+
+    if text == "all":
+        return stages(target.name)
+    if text.removeprefix("-").isdecimal():
+        return [stage(target.name, int(text))]
+    raise ValueError(f"--stage {text!r} is neither a number nor all nor list")
+
+
+def job(args: argparse.Namespace, wanted: list[Stage], device: str) -> Job:
+    """What `args` ask for of these stages on this device, "cuda" or "sim"."""
     problems = [
         GemmProblem(*mnk, dtype=args.dtype, init=args.init, seed=args.seed)
         for mnk in map(_sizes, args.mnk or [",".join(map(str, DEFAULT_MNK[device]))])
@@ -173,7 +192,7 @@ def _options(args: argparse.Namespace, device: str) -> Options:
     groups = {"sim": ("order", "seeds"), "cuda": ("compare", "cache_state", "check_only")}
     for group, names in groups.items():
         for name in names if group != device else ():
-            if getattr(args, name) is not None and getattr(args, name) is not False:
+            if getattr(args, name) not in (None, False):
                 option = name.replace("_", "-")
                 raise ValueError(f"--{option} is for device {group}, and this runs on {device}")
     if args.seeds is not None and (args.seeds < 1 or args.order == "fifo"):
@@ -188,6 +207,7 @@ def _options(args: argparse.Namespace, device: str) -> Options:
         compare=compare,
         cache_state=args.cache_state or "cold",
         check_only=args.check_only,
+        expect=args.expect,
     )
 
 

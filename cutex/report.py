@@ -10,7 +10,7 @@ from pathlib import Path
 from cutex import timing
 from cutex.arch import ARCHS, Arch
 from cutex.problem import GemmProblem
-from cutex.results import Result, read
+from cutex.results import Result, read_all
 
 BEGIN = "<!-- ladders: written by python -m cutex.report from results/ -->"
 END = "<!-- end of ladders -->"
@@ -114,11 +114,6 @@ def rewrite(readme: str, results: Iterable[Result]) -> str:
     if not begin or not end:
         raise ValueError(f"there is no {BEGIN} with {END} after it to write between")
     return f"{before}{BEGIN}\n\n{ladders(results)}\n\n{END}{after}"
-
-
-def read_all(folder: Path) -> list[Result]:
-    """Every result of every ledger in `folder`, by file name, then oldest first."""
-    return [r for path in sorted(folder.glob("*.jsonl")) for r in read(path)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from cutex import timing
 from cutex.arch import Arch, arch, local_arch
@@ -34,6 +35,8 @@ class Options:
     compare: tuple[str, ...] = ()  # names out of PEERS
     cache_state: str = "cold"
     check_only: bool = False  # leave out the timing
+    expect: str = ""  # a note: what the run is expected to give, and why
+    id: str = field(default_factory=lambda: uuid4().hex[:12])  # of the run, in the ledger
     notice: Callable[[str], None] = lambda sentence: print(sentence, file=sys.stderr)
 
 
@@ -93,8 +96,10 @@ def run_stages(
     device = choose_device(device, arch(stages[0].arch))
     target = admit(problem, stages, device, options)
     if device == "sim":
-        return [_simulate(problem, stage, options) for stage in stages]
-    return _run_cuda(problem, stages, target, options)
+        found = [_simulate(problem, stage, options) for stage in stages]
+    else:
+        found = _run_cuda(problem, stages, target, options)
+    return [replace(result, id=options.id, expect=options.expect) for result in found]
 
 
 def compile_stage(stage: Stage, dtype: str) -> Compiled:

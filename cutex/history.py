@@ -1,0 +1,314 @@
+"""python -m cutex.results list|compare|best: what was tried, and what it gave, from the ledger."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cutex.results import Result, Timing, read_all
+
+Sizes = tuple[int, int, int]
+Table = list[list[str]]
+
+FIELDS: dict[str, Callable[[Result], str | None]] = {  # what `compare --by` may tell apart
+    "commit": lambda r: r.environment.get("commit"),
+    "dsl": lambda r: r.environment.get("nvidia-cutlass-dsl"),
+    "torch": lambda r: r.environment.get("torch"),
+    "run": lambda r: r.id or r.run,
+    "gpu": lambda r: r.device_name,
+}
+
+
+def kind(r: Result) -> tuple[Any, ...]:
+    """Figures compare only within one kind: same GPU, same data, same state of the L2."""
+    cache_state = r.timing.cache_state if r.timing is not None else ""
+    return r.op, r.arch, r.device_name, r.problem["dtype"], r.problem["init"], cache_state
+
+
+def timed(results: Iterable[Result]) -> list[Result]:
+    """Those with a figure: right, and measured on a GPU; oldest first."""
+    right = (r for r in results if r.ok and r.timing is not None and r.tflops is not None)
+    return sorted(right, key=lambda r: r.run)
+
+
+def best(results: Iterable[Result]) -> list[Result]:
+    """The fastest of each problem and kind, by kind and size."""
+    fastest: dict[tuple[Any, ...], Result] = {}
+    for r in timed(results):
+        held = fastest.setdefault((kind(r), r.mnk), r)
+        if _median(r) < _median(held):
+            fastest[kind(r), r.mnk] = r
+    return sorted(fastest.values(), key=lambda r: (kind(r), *_by_size(r.mnk)))
+
+
+def _by_size(mnk: Sizes) -> tuple[int, Sizes]:
+    return mnk[0] * mnk[1] * mnk[2], mnk
+
+
+def _took(r: Result) -> Timing:
+    assert r.timing is not None
+    return r.timing
+
+
+def _median(r: Result) -> float:
+    return _took(r).median_us
+
+
+@dataclass(frozen=True)
+class Change:
+    """The same stage on the same problem, in two places of the history."""
+
+    before: Result
+    after: Result
+
+    @property
+    def speedup(self) -> float:
+        """Above 1 is faster. Beside a peer that both runs timed, the GPU's own drift cancels."""
+        plain = _median(self.before) / _median(self.after)
+        peer = self.peer
+        if peer is None:
+            return plain
+        old, new = self.before.ratio(peer), self.after.ratio(peer)
+        assert old is not None and new is not None
+        return new / old
+
+    @property
+    def peer(self) -> str | None:
+        """The peer that both were timed beside, in the same version."""
+        versions = {p.name: p.version for p in self.after.peers}
+        for p in self.before.peers:
+            if versions.get(p.name) == p.version:
+                return p.name
+        return None
+
+    @property
+    def noise(self) -> float:
+        """Half the p20-p80 bands, as shares of the medians, added up: a change below it is none."""
+        return sum((_took(r).p80_us - _took(r).p20_us) / 2 / _median(r) for r in self._both)
+
+    @property
+    def _both(self) -> tuple[Result, Result]:
+        return self.before, self.after
+
+    @property
+    def verdict(self) -> str:
+        if abs(self.speedup - 1) <= self.noise:
+            return "same"
+        return "faster" if self.speedup > 1 else "SLOWER"
+
+
+def changes(results: Iterable[Result], by: str, before: str, after: str) -> list[Change]:
+    """What both `before` and `after` timed: the newest row of each, paired."""
+    newest: dict[str, dict[tuple[Any, ...], Result]] = {before: {}, after: {}}
+    for r in timed(results):
+        name = FIELDS[by](r)
+        for wanted, rows in newest.items():
+            if name is not None and (name == wanted or (by == "commit" and _is(name, wanted))):
+                what = kind(r)
+                if by == "gpu":
+                    what = what[:2] + what[3:]
+                rows[(*what, r.mnk, r.stage)] = r
+    old, new = newest[before], newest[after]
+    return [Change(old[key], new[key]) for key in old if key in new]
+
+
+def _is(commit: str, wanted: str) -> bool:
+    """A commit may be abbreviated; one marked as edited is another."""
+    commit, _, edited = commit.partition("+")
+    wanted, _, wanted_edited = wanted.partition("+")
+    shortest = min(len(commit), len(wanted))
+    return edited == wanted_edited and shortest >= 4 and commit[:shortest] == wanted[:shortest]
+
+
+# ---- the command
+
+
+def _parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m cutex.results", description="Read the ledgers in results/."
+    )
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--results", type=Path, default=Path("results"), metavar="DIR")
+    common.add_argument("--stage", type=int, metavar="N")
+    common.add_argument("--arch", help="such as sm_90a")
+    common.add_argument("--mnk", metavar="M,N,K")
+    common.add_argument("--device", metavar="NAME", help="part of the device's name, such as h200")
+    sub = p.add_subparsers(dest="what", required=True)
+    listing = sub.add_parser("list", parents=[common], help="the last rows, with their notes")
+    listing.add_argument("--last", type=int, default=30, metavar="N", help="default: 30")
+    sub.add_parser("best", parents=[common], help="the fastest of each problem")
+    compare = sub.add_parser(
+        "compare",
+        parents=[common],
+        help="two commits (or DSL versions, ...) side by side; exit code 1 if any is slower",
+    )
+    compare.add_argument("before", nargs="?", help="default: the last but one")
+    compare.add_argument("after", nargs="?", help="default: the last")
+    compare.add_argument("--by", choices=FIELDS, default="commit", help="default: commit")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        rows = _chosen(read_all(_folder(args.results)), args)
+        match args.what:
+            case "list":
+                _print(_listed(rows[-args.last :] if args.last > 0 else []))
+            case "best":
+                _print(_best_table(best(rows)))
+            case _:
+                return _compare(rows, args)
+    except ValueError as error:
+        print(f"cutex: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # as in ... | head
+        sys.stdout = None  # type: ignore[assignment]
+    return 0
+
+
+def _folder(path: Path) -> Path:
+    if not path.is_dir():
+        raise ValueError(f"--results {path}: there is no such folder; a run makes it")
+    return path
+
+
+def _chosen(rows: list[Result], args: argparse.Namespace) -> list[Result]:
+    if args.mnk is not None:
+        try:
+            m, n, k = map(int, args.mnk.split(","))
+        except ValueError:
+            raise ValueError(f"--mnk {args.mnk}: three whole numbers M,N,K are needed") from None
+        rows = [r for r in rows if r.mnk == (m, n, k)]
+    if args.stage is not None:
+        rows = [r for r in rows if r.stage == args.stage]
+    if args.arch is not None:
+        rows = [r for r in rows if r.arch == args.arch]
+    if args.device is not None:
+        rows = [r for r in rows if args.device.lower() in r.device_name.lower()]
+    return sorted(rows, key=lambda r: r.run)
+
+
+def _compare(rows: list[Result], args: argparse.Namespace) -> int:
+    names = dict.fromkeys(FIELDS[args.by](r) for r in timed(rows))
+    known = [name for name in names if name is not None]
+    before, after = args.before, args.after
+    if after is None:
+        if len(known) < 2 and before is None:
+            raise ValueError(f"there are {len(known)} of --by {args.by} with timed rows, not two")
+        before, after = (before or known[-2]), known[-1] if known else ""
+    for name in (before, after):
+        same = (lambda k, n=name: _is(k, n)) if args.by == "commit" else (lambda k, n=name: k == n)
+        if not any(map(same, known)):
+            some = ", ".join(known[-5:]) or "none"
+            raise ValueError(f"no timed row of {args.by} {name!r}; the last are {some}")
+    found = changes(rows, args.by, before, after)
+    if not found:
+        raise ValueError(f"{before} and {after} timed no stage on the same problem and GPU")
+    print(f"{args.by} {before} -> {after}")
+    _print(_changes_table(found))
+    return 1 if any(c.verdict == "SLOWER" for c in found) else 0
+
+
+def _listed(rows: list[Result]) -> Table:
+    head = [
+        "when",
+        "commit",
+        "stage",
+        "device",
+        "problem",
+        "us",
+        "p20-p80",
+        "TFLOPS",
+        "x peers",
+        "$",
+        "note",
+    ]
+    return [head, *([r.run[:16], _commit(r), f"{r.arch} {r.stage}", *_figures(r)] for r in rows)]
+
+
+def _commit(r: Result) -> str:
+    return str(r.environment.get("commit") or "-")[:19]
+
+
+def _figures(r: Result) -> list[str]:
+    cells = [r.device_name, problem(r)]
+    if not r.ok:
+        cells += ["WRONG", "", "", ""]
+    elif r.timing is None:
+        cells += ["", "", "none" if r.device == "sim" else "", ""]
+    else:
+        band = f"{r.timing.p20_us:.1f}-{r.timing.p80_us:.1f}"
+        cells += [f"{r.timing.median_us:.1f}", band, f"{r.tflops:.0f}", _ratios(r)]
+    cost = "" if r.cost_usd is None else f"{r.cost_usd:.3f}"
+    return [*cells, cost, r.expect]
+
+
+def problem(r: Result) -> str:
+    return f"{'x'.join(map(str, r.mnk))} {r.problem['dtype']} {r.problem['init']}"
+
+
+def _ratios(r: Result) -> str:
+    return " ".join(f"{p.name} {r.ratio(p.name):.2f}" for p in r.peers)
+
+
+def _best_table(rows: list[Result]) -> Table:
+    head = [
+        "device",
+        "problem",
+        "cache",
+        "stage",
+        "us",
+        "p20-p80",
+        "TFLOPS",
+        "% peak",
+        "x peers",
+        "commit",
+        "when",
+    ]
+    table = [head]
+    for r in rows:
+        t = _took(r)
+        table.append(
+            [
+                *(r.device_name, problem(r), t.cache_state, f"{r.arch} {r.stage}"),
+                *(f"{t.median_us:.1f}", f"{t.p20_us:.1f}-{t.p80_us:.1f}", f"{r.tflops:.0f}"),
+                *(f"{r.percent_of_peak or 0:.1f}", _ratios(r), _commit(r), r.run[:10]),
+            ]
+        )
+    return table
+
+
+def _changes_table(found: list[Change]) -> Table:
+    head = [
+        "device",
+        "problem",
+        "stage",
+        "us",
+        "p20-p80",
+        "us after",
+        "p20-p80",
+        "speed",
+        "noise",
+        "beside",
+        "verdict",
+    ]
+    table = [head]
+    for c in found:
+        cells = [c.after.device_name, problem(c.after), f"{c.after.arch} {c.after.stage}"]
+        for t in (_took(c.before), _took(c.after)):
+            cells += [f"{t.median_us:.1f}", f"{t.p20_us:.1f}-{t.p80_us:.1f}"]
+        cells += [f"{c.speedup:.3f}", f"{c.noise:.3f}", c.peer or "-", c.verdict]
+        table.append(cells)
+    return table
+
+
+def _print(table: Table) -> None:
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    for row in table:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())
