@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Boolean, Int32, Int64, cute
 from cutlass.memory import SmemAllocator
 
 MAX_COUNT = 2**20 - 1  # of pending arrivals, and of expected bytes (PTX ISA, mbarrier object)
@@ -104,13 +104,13 @@ class Ring:
     full: Barrier
     empty: Barrier
 
-    @staticmethod
+    @classmethod
     def allocate(
-        smem: SmemAllocator, name: str, num_slots: int, slot_bytes: int, consumers: int
+        cls, smem: SmemAllocator, name: str, num_slots: int, slot_bytes: int, consumers: int
     ) -> Ring:
         full = Barrier.allocate(smem, f"{name} full", arrivals=1, slots=num_slots)
         empty = Barrier.allocate(smem, f"{name} empty", arrivals=consumers, slots=num_slots)
-        return Ring(num_slots, slot_bytes, full, empty)
+        return cls(num_slots, slot_bytes, full, empty)
 
     def init(self) -> None:
         self.full.init()
@@ -139,12 +139,48 @@ class Ring:
             self.empty.arrive(place.slot)
 
 
+@dataclass(frozen=True)
+class PairRing(Ring):
+    """The ring of a pair of CTAs: each fills slots of its own, and one MMA reads both.
+
+    full[slot]:  the leader's counts: 1 arrival, the leader's, and `slot_bytes`, of both CTAs.
+    empty[slot]: each CTA has its own, and the commit of the MMA arrives on both.
+    """
+
+    @cute.jit
+    def acquire(self, place: Place) -> cute.Pointer:
+        self.empty.wait(place.phase, place.slot)
+        if is_leader():
+            with cute.arch.elect_one():
+                self.full.arrive_expecting(self.slot_bytes, place.slot)
+        return self.full[place.slot]  # NOTE: a load of a pair finds the leader's of that place
+
+
+def is_leader() -> Boolean:
+    """Whether this CTA is the one of its pair that starts the MMAs."""
+    return cute.arch.block_idx_in_cluster() % 2 == 0
+
+
 @cute.jit
-def publish_barriers(barriers: cutlass.Constexpr[tuple[Barrier | Ring, ...]]) -> None:
-    """Initialise barriers by one thread, and make them known to all threads and to TMA."""
+def sync_cluster() -> None:
+    """All threads of all CTAs of the cluster."""
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
+
+
+@cute.jit
+def publish_barriers(
+    barriers: cutlass.Constexpr[tuple[Barrier | Ring, ...]],
+    cluster: cutlass.Constexpr[bool] = False,
+) -> None:
+    """Initialise barriers by one thread, and make them known to all threads and to TMA; where CTAs
+    signal each other, to the whole `cluster`."""
     if cute.arch.warp_idx() == 0:
         with cute.arch.elect_one():
             for barrier in barriers:
                 barrier.init()
         cute.arch.mbarrier_init_fence()
-    cute.arch.sync_threads()
+    if cutlass.const_expr(cluster):
+        sync_cluster()
+    else:
+        cute.arch.sync_threads()

@@ -1,7 +1,8 @@
 """The tensor core instructions, with the shared memory layouts that they read.
 
 wgmma (Hopper): four warps compute 64 rows, accumulators in registers.
-tcgen05.mma (Blackwell): one thread starts 128 rows, accumulators in tensor memory.
+tcgen05.mma (Blackwell): one thread starts 128 rows, accumulators in tensor memory; or 256, of which
+two CTAs hold half each.
 Both read A and B from shared memory, K-major, through the same layouts.
 """
 
@@ -17,6 +18,7 @@ from cutlass.memory import SmemAllocator
 WARPGROUP = 128  # threads that execute one wgmma together
 INST_K = 16  # elements of K in one instruction: 32 bytes
 CORE_ROWS, CORE_BYTES = 8, 16  # a core matrix: 8 rows of 16 bytes, the unit of all layouts
+PAIR_MASK = 0b11  # the CTAs of a cluster of two
 SMEM_ALIGN = 1024  # bytes: 8 rows of 128 bytes, the period of the widest swizzle
 
 
@@ -92,7 +94,7 @@ def wgmma(tiled_mma: cute.TiledMma, sA: cute.Tensor, sB: cute.Tensor) -> Wgmma:
 
 
 class Umma(NamedTuple):
-    """A CTA's tcgen05.mma, accumulator in tensor memory."""
+    """The tcgen05.mma of a CTA, or of a pair by its leader; accumulator in tensor memory."""
 
     tiled_mma: cute.TiledMma
     tCrA: cute.Tensor  # (MMA, MMA_M, MMA_K, SLOT) descriptors
@@ -110,17 +112,25 @@ class Umma(NamedTuple):
 
     @cute.jit
     def commit(self, barrier: cute.Pointer) -> None:
-        """One arrival on `barrier` when every MMA started so far is complete. A whole warp."""
+        """One arrival on `barrier` when every MMA started so far is complete. A whole warp.
+
+        Of a pair's MMA: on that barrier in both CTAs.
+        """
         with cute.arch.elect_one():
-            tcgen05.commit(barrier)
+            if cutlass.const_expr(cute.size(self.tiled_mma.thr_id) == 2):
+                tcgen05.commit(barrier, PAIR_MASK, tcgen05.CtaGroup.TWO)
+            else:
+                tcgen05.commit(barrier)
 
 
-def make_umma(tile_m: int, tile_n: int, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
+def make_umma(
+    tile_m: int, tile_n: int, dtype: type[cutlass.Numeric], pair: bool = False
+) -> cute.TiledMma:
     op = tcgen05.MmaF16BF16Op(
         dtype,
         Float32,
         (tile_m, tile_n, INST_K),
-        tcgen05.CtaGroup.ONE,
+        tcgen05.CtaGroup.TWO if pair else tcgen05.CtaGroup.ONE,
         tcgen05.OperandSource.SMEM,
         OperandMajorMode.K,
         OperandMajorMode.K,
@@ -130,13 +140,23 @@ def make_umma(tile_m: int, tile_n: int, dtype: type[cutlass.Numeric]) -> cute.Ti
 
 @cute.jit
 def umma(tiled_mma: cute.TiledMma, sA: cute.Tensor, sB: cute.Tensor, tmem: cute.Pointer) -> Umma:
-    """The CTA's MMA on sA (bM, bK, SLOT) and sB (bN, bK, SLOT), accumulator at `tmem`."""
-    thr_mma = tiled_mma.get_slice(0)
-    tile_mn = (cute.size(sA, mode=[0]), cute.size(sB, mode=[0]))
+    """The MMA on this CTA's sA (bM, bK, SLOT) and sB (bN, bK, SLOT), accumulator at `tmem`.
+
+    Of a pair, each CTA holds half the rows of A, of B and of the accumulator.
+    """
+    ctas = cute.size(tiled_mma.thr_id)
+    tile_mn = (ctas * cute.size(sA, mode=[0]), ctas * cute.size(sB, mode=[0]))
     acc = tiled_mma.make_fragment_C(tiled_mma.partition_shape_C(tile_mn))
     return Umma(
         tiled_mma,
-        tiled_mma.make_fragment_A(thr_mma.partition_A(sA)),
-        tiled_mma.make_fragment_B(thr_mma.partition_B(sB)),
+        tiled_mma.make_fragment_A(instruction_tiles(sA)),
+        tiled_mma.make_fragment_B(instruction_tiles(sB)),
         cute.make_tensor(tmem, acc.layout),
     )
+
+
+@cute.jit
+def instruction_tiles(sX: cute.Tensor) -> cute.Tensor:
+    """(MMA, 1, MMA_K, SLOT) of sX (bRows, bK, SLOT): all rows, and 32 bytes of K at a time."""
+    tile = (cute.size(sX, mode=[0]), INST_K)
+    return cute.group_modes(cute.flat_divide(sX, tile), 0, 2)

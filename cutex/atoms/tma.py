@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import cutlass
 from cutlass import Int32, cute
-from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu import cpasync, tcgen05
 
 
 @cute.jit
-def load_operand(mX: cute.Tensor, smem_layout: cute.ComposedLayout) -> cpasync.TmaInfo:
-    """What loads tiles of `mX` (rows, K) into slots of `smem_layout` (bRows, bK, SLOT)."""
+def load_operand(
+    mX: cute.Tensor, smem_layout: cute.ComposedLayout, pair: cutlass.Constexpr[bool] = False
+) -> cpasync.TmaInfo:
+    """What loads tiles of `mX` (rows, K) into slots of `smem_layout` (bRows, bK, SLOT).
+
+    Of a `pair` of CTAs each loads its own tiles, and all bytes arrive on the leader's barrier.
+    """
     rows, k = cute.size(smem_layout, mode=[0]), cute.size(smem_layout, mode=[1])
-    op = cpasync.CopyBulkTensorTileG2SOp()
+    group = tcgen05.CtaGroup.TWO if pair else tcgen05.CtaGroup.ONE
+    op = cpasync.CopyBulkTensorTileG2SOp(group)
     return cpasync.make_tiled_tma_atom(op, mX, smem_layout, (rows, k))
 
 

@@ -21,30 +21,34 @@ WIDEST_LOAD = 64  # columns in one tcgen05.ld: 64 registers in flight
 
 @dataclass(frozen=True)
 class Tmem:
-    """An allocation of tensor memory, held by the CTA from `acquire` to `free`."""
+    """An allocation of tensor memory, held by the CTA from `acquire` to `free`.
+
+    A `pair` of CTAs allocates and frees together, each its own, the same columns.
+    """
 
     columns: int
+    pair: bool
     address: cute.Pointer  # in smem: where the hardware writes what it gave
 
     @staticmethod
-    def allocate(smem: SmemAllocator, columns: int) -> Tmem:
+    def allocate(smem: SmemAllocator, columns: int, pair: bool = False) -> Tmem:
         if columns > COLUMNS:
             raise ValueError(f"{columns} columns of tensor memory, there are {COLUMNS}")
         # a power of two, at least 32 (PTX ISA, tcgen05.alloc)
         power = max(32, 1 << (columns - 1).bit_length())
-        return Tmem(power, smem.allocate_array(Int32, 1))
+        return Tmem(power, pair, smem.allocate_array(Int32, 1))
 
     def acquire(self) -> None:
         """A whole warp, the one that frees; a CTA barrier must follow before `pointer`."""
-        cute.arch.alloc_tmem(self.columns, self.address)
-        cute.arch.relinquish_tmem_alloc_permit()
+        cute.arch.alloc_tmem(self.columns, self.address, is_two_cta=self.pair)
+        cute.arch.relinquish_tmem_alloc_permit(is_two_cta=self.pair)
 
     def pointer(self) -> cute.Pointer:
         return cute.arch.retrieve_tmem_ptr(Float32, 16, self.address)
 
     def free(self, pointer: cute.Pointer) -> None:
         """The warp that acquired it; after every other warp's last read."""
-        cute.arch.dealloc_tmem(pointer, self.columns)
+        cute.arch.dealloc_tmem(pointer, self.columns, is_two_cta=self.pair)
 
 
 @dsl_user_op

@@ -36,6 +36,7 @@ _NARROW = GemmConfig(tile_n=128)
 _WIDE = GemmConfig(tile_n=256)
 _RING = GemmConfig(tile_n=256, num_stages=4)  # 4 slots of 48 KB fill the smem of an SM
 _SUB_TILES = GemmConfig(tile_n=256, num_stages=4, epi_n=32, epi_stages=4)
+_PAIR = GemmConfig(256, 256, num_stages=6, epi_n=32, epi_stages=4, pair=True)
 
 _STAGES = (
     Stage(0, "sm_90a", "in order", "TMA, one unswizzled buffer, wgmma, each waits", _NARROW),
@@ -47,6 +48,7 @@ _STAGES = (
     Stage(2, "sm_100a", "ring", "loads run ahead through a ring of smem slots", _RING),
     Stage(3, "sm_100a", "warp roles", "one warp loads, one runs the MMA, four the epilogue", _RING),
     Stage(4, "sm_100a", "TMA store", "the result leaves in sub-tiles, through smem", _SUB_TILES),
+    Stage(5, "sm_100a", "pair MMA", "two CTAs run one MMA and share what they load", _PAIR),
 )
 
 
