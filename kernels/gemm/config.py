@@ -27,6 +27,13 @@ class GemmConfig:
     epi_n: int = 0  # columns of C that leave through smem at a time; 0: C leaves from registers
     epi_stages: int = 0  # slots of smem for that
     pair: bool = False  # two CTAs run one MMA together (sm_100a)
+    warpgroups: int = 0  # that run wgmma (sm_90a); 0: one for each 64 rows of the tile
+    pingpong: bool = False  # they work on tiles of their own in turn, not on parts of one
+    cluster_m: int = 1  # CTAs along M that share tiles of B by multicast
+    cluster_n: int = 1  # CTAs along N that share tiles of A
+    raster_group: int = 8  # clusters across a band of the raster order (schedulers/raster.py)
+    raster_along: str = "m"  # the side that a band takes raster_group of
+    num_ctas: int = 0  # of a persistent grid; 0: as many as the arch has SMs
 
     @property
     def ctas(self) -> int:
@@ -39,9 +46,24 @@ class GemmConfig:
         return (self.tile_m + self.tile_n) * self.tile_k * ELEMENT
 
     @property
+    def mma_warpgroups(self) -> int:
+        return self.warpgroups or self.tile_m // 64
+
+    @property
+    def warpgroup_rows(self) -> int:
+        """Rows of a tile that one warpgroup computes."""
+        return self.tile_m if self.pingpong else self.tile_m // self.mma_warpgroups
+
+    @property
+    def accumulators(self) -> int:
+        """Registers a thread that hold the warpgroup's part of C."""
+        return self.warpgroup_rows * self.tile_n // 128
+
+    @property
     def epi_bytes(self) -> int:
-        """Of one CTA's slots for C."""
-        return self.epi_stages * self.tile_m // self.ctas * self.epi_n * ELEMENT
+        """Of one CTA's slots for C: on sm_90a each warpgroup has its own, of 64 rows."""
+        rows = 64 * self.warpgroups or self.tile_m // self.ctas
+        return self.epi_stages * rows * self.epi_n * ELEMENT
 
     @property
     def smem_bytes(self) -> int:
@@ -52,16 +74,24 @@ class GemmConfig:
         """Why this config cannot run `problem` (or, for None, anything) on `arch`."""
         if self.pair and not arch.tmem_columns:
             return f"pair={self.pair}: {arch.name} has no MMA of two CTAs"
-        if self.tile_m != 128 * self.ctas:
+        if self.warpgroups and arch.tmem_columns:
+            return f"warpgroups={self.warpgroups}: {arch.name} runs its MMA from one thread"
+        if not self.warpgroups and self.tile_m != 128 * self.ctas:
             return f"tile_m={self.tile_m}: these kernels take 128 a CTA"
+        if self.warpgroups and (reason := self._why_not_warpgroups()):
+            return reason
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             return f"tile_n={self.tile_n}: one MMA takes a multiple of 16 from 16 to 256"
-        if self.epi_n not in (0, 32, 64) or (self.epi_n and self.tile_n % self.epi_n):
-            return f"epi_n={self.epi_n}: a sub-tile has 32 or 64 columns, and divides tile_n"
-        if self.epi_n and self.epi_stages < 2:
+        if self.epi_n not in (0, 16, 32, 64) or (self.epi_n and self.tile_n % self.epi_n):
+            return f"epi_n={self.epi_n}: a sub-tile has 16, 32 or 64 columns, and divides tile_n"
+        if self.epi_n and self.epi_stages < (1 if self.warpgroups else 2):
             return f"epi_stages={self.epi_stages}: one is written while another is stored"
         if self.tile_k % 64 or self.tile_k < 64:
             return f"tile_k={self.tile_k}: a 128-byte swizzle takes a multiple of 64"
+        if self.cluster_m * self.cluster_n not in (1, 2, 4, 8):
+            return f"cluster {self.cluster_m}x{self.cluster_n}: 1, 2, 4 or 8 CTAs"
+        if self.raster_along not in ("m", "n") or self.raster_group < 1:
+            return f"raster_group={self.raster_group}, raster_along={self.raster_along}: m or n"
         if self.num_stages < 1:
             return f"num_stages={self.num_stages}: a ring has at least 1"
         if self.smem_bytes + BARRIERS > arch.smem_per_cta:
@@ -70,6 +100,23 @@ class GemmConfig:
                 f"of barriers are more than the {arch.smem_per_cta} that a CTA has on {arch.name}"
             )
         return None if problem is None else self._why_not_problem(problem)
+
+    def _why_not_warpgroups(self) -> str | None:
+        if self.tile_m % 64 or not 64 <= self.tile_m <= 256:
+            return f"tile_m={self.tile_m}: wgmma takes rows by 64, here up to 256"
+        if self.warpgroups > 3 or (self.pingpong and self.warpgroups != 2):
+            return f"warpgroups={self.warpgroups}: 1 to 3, and 2 to play ping-pong"
+        if not self.pingpong and self.tile_m % (64 * self.warpgroups):
+            return f"tile_m={self.tile_m}: {self.warpgroups} warpgroups take 64 rows each at a time"
+        limit = {1: 224, 2: 208, 3: 128}[self.warpgroups]
+        if self.accumulators > limit:
+            return (
+                f"tile_m={self.tile_m}, tile_n={self.tile_n}: {self.accumulators} accumulators a "
+                f"thread, {self.warpgroups} warpgroups have registers for {limit}"
+            )
+        if self.tile_n % (8 * self.cluster_m) or self.tile_m % (8 * self.cluster_n):
+            return f"cluster {self.cluster_m}x{self.cluster_n}: each CTA loads whole rows by 8"
+        return None
 
     def _why_not_problem(self, problem: GemmProblem) -> str | None:
         for name, size in (("M", problem.m), ("N", problem.n), ("K", problem.k)):

@@ -1,0 +1,65 @@
+"""One CTA per SM, which walks its share of the tiles: static, in equal steps.
+
+Cluster c of G takes the indices c, c + G, c + 2 G, ... of the raster order, so at any time the grid
+works on neighbours in that order. All roles of a CTA walk alike and need not talk about it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Int32, cute
+
+from cutex.schedulers.one_tile import WorkTile
+from cutex.schedulers.raster import Raster, clusters
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The indices `first`, `first + step`, ... below `end`, and the tile of this CTA at each."""
+
+    raster: Raster
+    cluster: tuple[int, int]  # CTAs along M and N
+    clusters_m: Int32
+    clusters_n: Int32
+    first: Int32
+    end: Int32
+    step: Int32
+
+    @cute.jit
+    def tile(self, index: Int32) -> WorkTile:
+        m, n = self.raster.cluster(index, self.clusters_m, self.clusters_n)
+        rank_m, rank_n, _ = cute.arch.block_in_cluster_idx()
+        if cutlass.const_expr(self.cluster == (1, 1)):
+            return WorkTile(m, n)
+        return WorkTile(m * self.cluster[0] + rank_m, n * self.cluster[1] + rank_n)
+
+
+@dataclass(frozen=True)
+class StaticPersistent:
+    """How a grid of clusters (x along M, y along N, z counts them) walks the tiles of C."""
+
+    raster: Raster
+    tile: tuple[int, int]
+    cluster: tuple[int, int]
+    num_ctas: int  # that run at one time
+
+    def counts(self, mC: cute.Tensor) -> tuple[Int32, Int32]:
+        """Clusters along M and N that cover mC (M, N)."""
+        tiles = cute.ceil_div(mC.shape, self.tile)
+        return tuple(clusters(t, c) for t, c in zip(tiles, self.cluster, strict=True))
+
+    def grid(self, mC: cute.Tensor) -> tuple[int, int, Int32]:
+        clusters_m, clusters_n = self.counts(mC)
+        across, down = self.cluster
+        at_once = max(1, self.num_ctas // (across * down))
+        return across, down, cutlass.min(at_once, clusters_m * clusters_n)
+
+    def walk(self, mC: cute.Tensor) -> Walk:
+        """Of the cluster that this CTA belongs to."""
+        clusters_m, clusters_n = self.counts(mC)
+        _, _, first = cute.arch.block_idx()
+        _, _, step = cute.arch.grid_dim()
+        end = clusters_m * clusters_n
+        return Walk(self.raster, self.cluster, clusters_m, clusters_n, first, end, step)

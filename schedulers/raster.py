@@ -1,0 +1,48 @@
+"""In which order the tiles of C are worked on: a pure bijection from index to tile.
+
+The CTAs that run at one time hold consecutive indices, and what they share of A and B comes from
+L2. Rows of tiles one after the other would share one row of A and all of B; a block that is as
+high as it is wide shares the most. So the tiles are cut into bands, `group` clusters across; within
+a band the order goes across first, then one step along. Every second band runs backwards, and so
+begins with the operand that the band before has just used.
+
+Plain operators only: Python ints run it, and the same code traces in the DSL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import cutlass
+
+Index = TypeVar("Index", int, cutlass.Int32)
+
+ALONG = ("m", "n")
+
+
+@dataclass(frozen=True)
+class Raster:
+    """Bands of `group` clusters of rows ("m") or columns ("n"), each walked along the other side."""
+
+    group: int = 8
+    along: str = "m"  # the side that a band takes `group` of, which changes fastest
+    serpentine: bool = True
+
+    def cluster(self, index: Index, clusters_m: Index, clusters_n: Index) -> tuple[Index, Index]:
+        """(m, n) of cluster `index` out of clusters_m * clusters_n."""
+        across, length = (clusters_m, clusters_n) if self.along == "m" else (clusters_n, clusters_m)
+        band = index // (self.group * length)
+        place = index - band * (self.group * length)
+        width = cutlass.min(self.group, across - band * self.group)  # the last band is what is left
+        step = place // width
+        fast = band * self.group + place - step * width
+        slow = step
+        if self.serpentine:
+            slow = step + (band & 1) * (length - 1 - 2 * step)
+        return (fast, slow) if self.along == "m" else (slow, fast)
+
+
+def clusters(tiles: Index, cluster: int) -> Index:
+    """How many clusters of `cluster` cover `tiles`; the last may reach over the edge."""
+    return (tiles + (cluster - 1)) // cluster
