@@ -20,6 +20,8 @@ NUM_NAMED_BARRIERS = 16
 class NamedBarrier:
     arrived: int = 0  # threads
     expected: int = 0  # threads; 0 for all that live
+    given: np.ndarray | None = None  # what the arrived warps release (see clocks)
+    released: np.ndarray | None = None  # that of the last completed phase
 
 
 class NamedBarriers:
@@ -51,6 +53,7 @@ class NamedBarriers:
             )
         barrier.expected = expected
         barrier.arrived += 32
+        barrier.given = m.clocks.join(barrier.given, m.clocks.give(warp))
         return self._release_if_full(key)
 
     def warps_left(self, cta: int) -> None:
@@ -75,6 +78,9 @@ class NamedBarriers:
         if barrier.arrived < self._wanted(key[0], barrier):
             return False
         barrier.arrived = 0
+        barrier.released, barrier.given = barrier.given, None
+        for warp in self.machine.sleepers.get(("bar", *key), ()):
+            self.machine.clocks.take(warp, barrier.released)
         self.machine.wake(("bar", *key))
         return True
 
@@ -83,6 +89,8 @@ class NamedBarriers:
 class ClusterBarrier:
     arrived: set[int] = field(default_factory=set)  # warps
     phase: int = 0
+    given: np.ndarray | None = None
+    released: np.ndarray | None = None
 
 
 class ClusterBarriers:
@@ -104,6 +112,7 @@ class ClusterBarriers:
         which = self.of(warp)
         barrier = self.barriers.setdefault(which, ClusterBarrier())
         barrier.arrived.add(warp)
+        barrier.given = self.machine.clocks.join(barrier.given, self.machine.clocks.give(warp))
         self.arrived_in[warp] = barrier.phase
         self.machine.progress += 1
         self._release_if_full(which)
@@ -111,7 +120,10 @@ class ClusterBarriers:
     def passed(self, warp: int) -> bool:
         """Whether the phase in which the warp arrived is complete."""
         barrier = self.barriers.setdefault(self.of(warp), ClusterBarrier())
-        return barrier.phase != self.arrived_in.get(warp, 0)
+        if barrier.phase == self.arrived_in.get(warp, 0):
+            return False
+        self.machine.clocks.take(warp, barrier.released)
+        return True
 
     def warps_left(self, cta: int) -> None:
         """Warps of ``cta`` have returned: nobody waits for them any more."""
@@ -134,4 +146,5 @@ class ClusterBarriers:
         if barrier.arrived and set(self._live(which)) <= barrier.arrived:
             barrier.arrived = set()
             barrier.phase += 1
+            barrier.released, barrier.given = barrier.given, None
             self.machine.wake(("cluster", which))

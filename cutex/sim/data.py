@@ -16,7 +16,7 @@ from cutex.sim.memory import (
     as_bytes,
     as_words,
 )
-from cutex.sim.ptx import WIDTH, Address, Symbol, Vector
+from cutex.sim.ptx import WIDTH, Address, Operand, Reg, Symbol, Vector
 
 if TYPE_CHECKING:
     from cutex.sim.machine import Batch, Machine
@@ -27,6 +27,7 @@ _HINTS = {
     "cache_hint", "64B", "128B", "256B", "ca", "cg", "cs", "lu", "cv", "wb", "wt", "entry", "func",
     "unified",
 }  # fmt: skip
+_SYNCHRONISES = {"volatile", "relaxed", "acquire", "release"}
 _SPACES = ("param", "global", "shared", "local", "const")
 
 
@@ -34,9 +35,40 @@ _SPACES = ("param", "global", "shared", "local", "const")
 def mov(d: Decoder) -> Execute:
     """9.7.9.5: also packs and unpacks vectors, and takes the address of a variable."""
     d.only()
+    if d.type == "b128":
+        return _mov_128(d)
     kind = d.type if d.type == "pred" else f"b{WIDTH[d.type]}"
     read, write = d.src(1, kind), d.dst(0, kind)
     return lambda b: write(b, read(b))
+
+
+def _mov_128(d: Decoder) -> Execute:
+    """Between a 128-bit register and another, or two of 64 bits."""
+    halves = [_halves(d, o) for o in d.ins.operands]
+
+    def execute(b: Batch) -> None:
+        for (_, write), (read, _) in zip(halves[0], halves[1], strict=True):
+            write(b, np.array(read(b)))
+
+    return execute
+
+
+def _halves(d: Decoder, operand: Operand) -> list[tuple[Any, Any]]:
+    """(read, write) of the low and the high 64 bits of an operand."""
+    if isinstance(operand, Vector):
+        return [(d.read(o, "b64"), d.write(o, "b64")) for o in operand.items]
+    assert isinstance(operand, Reg)
+    whole = d.m.registers[128][operand.index]  # (warps, 32, 2)
+
+    def half(i: int) -> tuple[Any, Any]:
+        def write(b: Batch, v: Any) -> None:
+            now = whole[b.sel]
+            now[..., i] = np.where(b.active(), v, now[..., i])
+            whole[b.sel] = now
+
+        return lambda b: whole[b.sel][..., i], write
+
+    return [half(0), half(1)]
 
 
 _WINDOW = {"shared": SHARED_WINDOW, "local": LOCAL_WINDOW, "param": 0, "global": 0, "const": 0}
@@ -73,6 +105,7 @@ class Access:
     def __init__(self, d: Decoder, operand: int, size: int, count: int) -> None:
         self.d, self.m, self.size, self.count = d, d.m, size, count
         self.space = next((s for s in _SPACES if s in d.mods), None)
+        self.synchronises = d.ins.name in ("atom", "red") or bool(_SYNCHRONISES & d.mods)
         address = d.ins.operands[operand]
         if (
             self.space == "param"
@@ -114,7 +147,7 @@ class Access:
         if space == "shared":
             cta, offset = self.m.shared_location(warps, addresses & np.uint64(SHARED_WINDOW - 1))
             self.m.check_shared(warps, lanes, cta, offset, width, self.d.ins)
-            self._conflict(warps, cta, offset, width, False)
+            self.observe(warps, cta, offset, width, False)
             word = min(width, 8)
             flat = self.m.smem_words(word)
             first = (cta * self.m.smem_bytes + offset) // word
@@ -152,7 +185,7 @@ class Access:
         if space == "shared":
             cta, offset = self.m.shared_location(warps, addresses & np.uint64(SHARED_WINDOW - 1))
             self.m.check_shared(warps, lanes, cta, offset, width, self.d.ins)
-            self._conflict(warps, cta, offset, width, True)
+            self.observe(warps, cta, offset, width, True)
             word = min(width, 8)
             first = (cta * self.m.smem_bytes + offset) // word
             words = np.ascontiguousarray(values).view(self.m.smem_words(word).dtype)
@@ -182,11 +215,13 @@ class Access:
                 return name
         return "global"
 
-    def _conflict(
+    def observe(
         self, warps: np.ndarray, cta: np.ndarray, offset: np.ndarray, width: int, write: bool
     ) -> None:
-        """Reports a race with whatever is in flight on these bytes."""
+        """Reports a race with other warps' accesses, and with what is in flight on these bytes."""
         m = self.m
+        if not self.synchronises:
+            m.clocks.generic(warps, cta, offset, width, write, self.d.ins)
         if not m.flight.count:
             return
         for c in np.unique(cta):
@@ -223,7 +258,7 @@ def ld(d: Decoder) -> Execute:
     operand = d.ins.operands[0]
     targets = operand.items if count > 1 and isinstance(operand, Vector) else (operand,)
     if d.type == "b128":
-        return _ld_128(d, access)
+        return _ld_128(d)
     writes = [d.write(t, d.type) for t in targets]
     kind = TYPES[d.type]
 
@@ -235,8 +270,15 @@ def ld(d: Decoder) -> Execute:
     return execute
 
 
-def _ld_128(d: Decoder, access: Access) -> Execute:
-    raise d.unknown("128-bit scalar load")
+def _ld_128(d: Decoder) -> Execute:
+    access, writes = Access(d, 1, 8, 2), [w for _, w in _halves(d, d.ins.operands[0])]
+
+    def execute(b: Batch) -> None:
+        values = np.ascontiguousarray(access.load(b)).view(np.uint64).reshape(b.n, 32, 2)
+        for j, write in enumerate(writes):
+            write(b, values[:, :, j])
+
+    return execute
 
 
 @instruction("st")
@@ -346,9 +388,7 @@ def ldmatrix(d: Decoder) -> Execute:
 
     def execute(b: Batch) -> None:
         cta, offset = _matrix_addresses(d, 1, b, count)
-        access._conflict(
-            np.repeat(b.idx, 8 * count), cta.reshape(-1), offset.reshape(-1), 16, False
-        )
+        access.observe(np.repeat(b.idx, 8 * count), cta.reshape(-1), offset.reshape(-1), 16, False)
         first = (cta * d.m.smem_bytes + offset) // 2
         rows = d.m.smem_words(2)[first[..., None] + np.arange(8)].reshape(b.n, count, 8, 8)
         if transposed:
@@ -371,7 +411,7 @@ def stmatrix(d: Decoder) -> Execute:
 
     def execute(b: Batch) -> None:
         cta, offset = _matrix_addresses(d, 0, b, count)
-        access._conflict(np.repeat(b.idx, 8 * count), cta.reshape(-1), offset.reshape(-1), 16, True)
+        access.observe(np.repeat(b.idx, 8 * count), cta.reshape(-1), offset.reshape(-1), 16, True)
         words = np.stack([np.broadcast_to(r(b), (b.n, 32)) for r in reads], 1)  # (n, count, 32)
         rows = np.ascontiguousarray(words).view(np.uint16).reshape(b.n, count, 8, 8)
         if transposed:

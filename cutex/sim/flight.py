@@ -118,6 +118,10 @@ class Flight:
         self.issued += 1
         op.number = self.issued
         places = {(type(p), p.cta) for p in (*op.reads, *op.writes)}
+        for kind, mine in ((False, op.reads), (True, op.writes)):
+            for span in mine:
+                if isinstance(span, Span):
+                    self.machine.clocks.asynchronous(op.warp, span, kind, op.what, op.instruction)
         for place in places:
             for other in self.at.get(place, {}).values():
                 if other.queue != op.queue:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,12 +18,14 @@ import numpy as np
 
 from cutex.sim.barriers import ClusterBarriers, NamedBarriers
 from cutex.sim.bulk_groups import BulkGroups
+from cutex.sim.clocks import Clocks
 from cutex.sim.errors import BadAddress, Finding
 from cutex.sim.flight import Flight
 from cutex.sim.mbarrier import MBarriers
 from cutex.sim.memory import POISON16, POISON32, POISON64, GlobalMemory
 from cutex.sim.ptx import Instruction, Program
 from cutex.sim.tmem import TensorMemory
+from cutex.sim.waiting import Waiting
 from cutex.sim.warpgroup import WarpgroupMma
 
 SYSTEM_SMEM = 1024  # reserved at the start of the shared window on sm_90 and later
@@ -104,14 +106,17 @@ class Machine:
         memory: GlobalMemory,
         params: np.ndarray,
         num_ctas: int,
-        seed: int | None,
+        seed: int = 0,
+        drawn: bool = False,
     ) -> None:
         self.program, self.grid, self.block, self.cluster = program, grid, block, cluster
         self.memory, self.params = memory, params
-        self.random = random.Random(seed)
+        self.random, self.seed = random.Random(seed), seed
+        self.drawn = drawn  # whether chance decides what hardware leaves open
+        self.waiting = Waiting([])  # clusters of the grid that have not started
         # NOTE: elect.sync may choose any lane, but the same one for the same mask (PTX ISA
         # 9.7.14.14)
-        self.elected = 0 if seed is None else self.random.randrange(32)
+        self.elected = self.random.randrange(32) if drawn else 0
         self.num_threads = block[0] * block[1] * block[2]
         self.warps_per_cta = -(-self.num_threads // 32)
         self.cluster_size = cluster[0] * cluster[1] * cluster[2]
@@ -129,7 +134,7 @@ class Machine:
         self.lanes = np.arange(32, dtype=np.uint32)
         banks = {1: bool, 16: np.uint16, 32: np.uint32, 64: np.uint64, 128: np.uint64}
         self.registers = {
-            bank: np.empty((count, self.num_warps, 32), banks[bank])
+            bank: np.empty((count, self.num_warps, 32, *((2,) if bank == 128 else ())), banks[bank])
             for bank, count in program.registers.items()
         }
         self.smem = np.empty((num_ctas, self.smem_bytes), np.uint8)
@@ -143,16 +148,17 @@ class Machine:
 
     # -- residency ---------------------------------------------------------------------------------
 
-    def load_ctas(self, first: int, count: int) -> None:
-        """Makes CTAs ``first .. first+count`` of the grid resident, in cluster order, with fresh
+    def load_clusters(self, clusters: Sequence[int]) -> None:
+        """Makes these clusters of the grid (numbered by x, then y, then z) resident, with fresh,
         poisoned state.
         """
+        self.present = count = len(clusters) * self.cluster_size
         assert count <= self.num_ctas
-        self.present = count
         self.cta_coord = np.zeros((self.num_ctas, 3), np.uint32)
         self.cta_rank = np.arange(self.num_ctas) % self.cluster_size
         for i in range(count):
-            self.cta_coord[i] = self._coordinates(first + i)
+            which, rank = divmod(i, self.cluster_size)
+            self.cta_coord[i] = self.coordinates(clusters[which] * self.cluster_size + rank)
         for bank, registers in self.registers.items():
             registers[...] = _POISON[bank]
         self.smem.view(np.uint32)[...] = POISON32
@@ -178,8 +184,9 @@ class Machine:
         self.clusters.clear()
         self.last_wait: dict[int, dict[tuple[int, int], PassedWait]] = defaultdict(dict)
         self.register_pools: dict[int, RegisterPool] = {}  # by cta
+        self.clocks = Clocks(self)
 
-    def _coordinates(self, linear: int) -> tuple[int, int, int]:
+    def coordinates(self, linear: int) -> tuple[int, int, int]:
         """Grid coordinates of the ``linear``-th CTA in cluster order: clusters by x, y, z; ranks
         within, likewise.
         """

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from cutex.sim.errors import BarrierMisuse
 from cutex.sim.ptx import Instruction
 
@@ -28,6 +30,8 @@ class MBarrier:
     tx_expected: int = 0  # bytes announced in this phase, and bytes that came
     tx_arrived: int = 0
     last: str = "nobody"
+    given: np.ndarray | None = None  # what the arrivals of this phase release (see clocks)
+    released: np.ndarray | None = None  # that of the last completed phase
 
 
 class MBarriers:
@@ -54,6 +58,11 @@ class MBarriers:
             )
         self.barriers[cta, offset] = MBarrier(count, count, ins)
         self.machine.progress += 1
+
+    def give(self, cta: int, offset: int, given: np.ndarray, ins: Instruction) -> None:
+        """What an arriver releases to whoever waits for this phase; before it arrives."""
+        barrier = self.get(cta, offset, ins)
+        barrier.given = self.machine.clocks.join(barrier.given, given)
 
     def invalidate(self, cta: int, offset: int, ins: Instruction) -> None:
         self.get(cta, offset, ins)
@@ -112,6 +121,7 @@ class MBarriers:
             barrier.phases += 1
             barrier.pending = barrier.expected
             barrier.tx_expected = barrier.tx_arrived = 0
+            barrier.released, barrier.given = barrier.given, None
             self.machine.wake((cta, offset))
 
     def passed(self, cta: int, offset: int, parity: int, ins: Instruction) -> bool:

@@ -56,8 +56,9 @@ def simulate(
         for ``arch`` first.
     tensors: CPU torch tensors or numpy arrays of any shape and strides, written in place; also int,
         float, None.
-    order: "fifo" (deterministic; copies and MMAs complete as late as the program allows) or
-        "random", from ``seed``.
+    order: "fifo" (deterministic; copies and MMAs complete as late as the program allows), "eager"
+        (they complete at once), "starved" (one warp runs last), "peer-late" (so do all CTAs of a
+        cluster but one) or "random"; ``seed`` picks the warp, the CTA, the order.
 
     Returns a SimReport. Raises Deadlock, BadAddress, BarrierMisuse, BadOperand, UnknownInstruction,
     each with a report; Hazards after a run with findings (unless ``raise_findings`` is False: then
@@ -145,7 +146,8 @@ class Simulation:
             memory,
             params,
             _resident(program, what),
-            self.seed + self.report.launches if self.order == "random" else None,
+            self.seed + self.report.launches,
+            self.order == "random",
         )
         _add_module_variables(machine)
         return Scheduler(machine, self.order)

@@ -4,6 +4,9 @@ Order "fifo": warps run until they wait, the one at the lowest program position 
 at the same place run as one batch; operations in flight complete only when no warp can run, all
 together, in order of issue. That is as late as the program allows, so whoever does not wait for an
 operation meets it still in flight.
+Order "eager": the same, but an operation completes as soon as it may, before any warp runs on.
+Order "starved": one warp of each CTA, picked by the seed, runs only when nothing else can.
+Order "peer-late": likewise all CTAs of a cluster but one, which is picked by the seed.
 Order "random": a seed decides which warps run, for how long, and which operation completes when.
 """
 
@@ -14,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cutex.sim import data, floating, integer, sync, tcgen05, tcgen05_mma, tma, warp, wgmma  # noqa: F401 - they register definitions
+from cutex.sim import clc, data, floating, integer, sync, tcgen05, tcgen05_mma, tma, warp, wgmma  # noqa: F401 - they register definitions
 from cutex.sim.decode import Execute, decode
 from cutex.sim.errors import Deadlock, SimError, UnknownInstruction
 from cutex.sim.machine import ARRIVED, BLOCKED, DONE, GO, RETRY, RUNNING, Batch
@@ -23,7 +26,7 @@ from cutex.sim.ptx import Program, Reg, Vector
 if TYPE_CHECKING:
     from cutex.sim.machine import Machine
 
-ORDERS = ("fifo", "random")
+ORDERS = ("fifo", "eager", "starved", "peer-late", "random")
 _TURN = 4096  # instructions a batch may run before others at higher positions get their turn
 
 
@@ -33,7 +36,8 @@ class Scheduler:
     def __init__(self, machine: Machine, order: str) -> None:
         if order not in ORDERS:
             raise ValueError(f"order {order!r}: takes one of {', '.join(ORDERS)}")
-        self.m, self.random = machine, order == "random"
+        self.m, self.random, self.eager = machine, order == "random", order == "eager"
+        self.late = _late_warps(machine, order)
         self.code = machine.program.code
         self.decoded: list[Execute | None] = [None] * len(self.code)
         self.watched = _watched(machine.program)
@@ -54,8 +58,9 @@ class Scheduler:
                 if self.random and m.flight.count and m.random.random() < 0.3:
                     m.flight.complete(m.random.choice(m.flight.heads()))
                     continue
-                if len(ready):
-                    self._step(ready)
+                first = ready[~self.late[ready]]
+                if len(first) or (len(ready) and not m.flight.count):
+                    self._step(first if len(first) else ready)
                 elif m.flight.count:
                     self._complete()
                 elif (m.state == DONE).all():
@@ -161,6 +166,8 @@ class Scheduler:
             if pc in self.watched and m.warpgroups.warps:
                 m.warpgroups.check_registers(batch, *self.watched[pc], ins)
             verdict = execute(batch)
+            if self.eager and m.flight.count:
+                m.flight.complete_all()
             if verdict is not None and verdict.any():
                 batch.mask = base
                 going = self._park(batch, verdict, pc)
@@ -299,6 +306,16 @@ class Scheduler:
             m.find("tx-count", message, ins)
         for message, line in m.tmem.leftovers():
             m.find("tensor memory", message, next(i for i in self.code if i.line == line))
+
+
+def _late_warps(machine: Machine, order: str) -> np.ndarray:
+    """(warps,) those that run only when nothing else can."""
+    if order == "starved":
+        return machine.warp_in_cta == machine.seed % machine.warps_per_cta
+    rank = machine.warp_cta % machine.cluster_size
+    if order == "peer-late" and machine.cluster_size > 1:
+        return rank != machine.seed % machine.cluster_size
+    return np.zeros(machine.num_warps, bool)
 
 
 def _without_place(text: str) -> str:

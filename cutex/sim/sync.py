@@ -57,9 +57,12 @@ def bar(d: Decoder) -> Execute:
         m.progress += 1
         for row in np.nonzero(b.any_active())[0].tolist():
             warp, which = int(b.idx[row]), int(ids[row])
-            if not m.named.arrive(warp, which, int(counts[row]), ins) and not arrive_only:
+            key = (int(m.warp_cta[warp]), which)
+            if m.named.arrive(warp, which, int(counts[row]), ins):
+                if not arrive_only:
+                    m.clocks.take(warp, m.named.barriers[key].released)
+            elif not arrive_only:
                 out[row] = ARRIVED
-                key = (int(m.warp_cta[warp]), which)
                 tell = lambda key=key: m.named.describe(*key)
                 m.sleep(warp, Wait("barrier", ("bar", *key), ins, tell))
         return out
@@ -119,7 +122,12 @@ def getctarank(d: Decoder) -> Execute:
 
 @instruction("fence", "membar")
 def fence(d: Decoder) -> Execute:
-    """9.7.13.5: memory is sequentially consistent here, so fences change no value."""
+    """9.7.13.5: memory is sequentially consistent here, so fences change no value; that of the
+    async proxy is remembered (see clocks).
+    """
+    m = d.m
+    if "proxy" in d.mods and "async" in d.mods and "global" not in d.mods:
+        return lambda b: m.clocks.fence_proxy(b.idx[b.any_active()])
     return lambda b: None
 
 
@@ -261,7 +269,9 @@ def mbarrier_arrive(d: Decoder) -> Execute:
     def execute(b: Batch) -> None:
         amounts = np.broadcast_to(amount(b), (b.n, 32)) if amount else None
         tokens = np.zeros((b.n, 32), np.uint64)
+        given = {int(w): d.m.clocks.give(int(w)) for w in b.idx[b.any_active()]}
         for row, lane, cta, offset in barrier.each(b):
+            d.m.mbarriers.give(cta, offset, given[int(b.idx[row])], d.ins)
             who = f"{d.m.name_warp(int(b.idx[row]))} lane {lane}"
             n = int(amounts[row, lane]) if amounts is not None else 1
             tokens[row, lane] = d.m.mbarriers.phases(cta, offset)
@@ -318,6 +328,7 @@ def mbarrier_wait(d: Decoder) -> Execute:
         for row, lanes, cta, offset in barrier.by_warp(b, values):
             warp, value = int(b.idx[row]), int(values[row, lanes[0]])
             if passed(cta, offset, value):
+                m.clocks.take(warp, m.mbarriers.barriers[cta, offset].released)
                 result[row, lanes] = True
                 if by_parity:
                     phases = m.mbarriers.phases(cta, offset)

@@ -39,10 +39,12 @@ def cta_group(d: Decoder) -> int:
 @instruction("tcgen05.alloc")
 def alloc(d: Decoder) -> Execute:
     """9.7.16.7.1: a power of two of columns, at least 32; waits until they are free, writes their
-    address to shared memory.
+    address to shared memory. With cta_group::2 the pair allocates together, so each waits for the
+    other.
     """
     d.only("alloc", "cta_group", "1", "2", "sync", "aligned", "shared", "cta")
     address, columns, m, ins = d.address(0), d.src(1, "u32"), d.m, d.ins
+    pair = cta_group(d) == 2
 
     def execute(b: Batch) -> np.ndarray | None:
         require_whole_warp(d, b)
@@ -57,12 +59,10 @@ def alloc(d: Decoder) -> Execute:
                 )
             if cta in m.tmem.relinquished:
                 raise BarrierMisuse.at(ins, "tcgen05.alloc after relinquish_alloc_permit")
-            first = m.tmem.allocate(cta, n, ins)
+            first = m.tmem.request(cta, pair, n, ins)
             if first is None:
                 out[row] = RETRY
-                tell = lambda n=n, cta=cta: (
-                    f"tcgen05.alloc: {n} columns wanted, {m.tmem.num_free(cta)} free"
-                )
+                tell = lambda n=n, cta=cta: f"tcgen05.alloc: {m.tmem.why_not(cta, n)}"
                 m.sleep(warp, Wait("tensor memory", ("tmem", cta), ins, tell))
                 continue
             target, offset = m.shared_location(b.idx[row : row + 1], where[row : row + 1])
@@ -320,8 +320,11 @@ def commit(d: Decoder) -> Execute:
 def _arriver(
     m: Machine, targets: list[int], offset: int, warp: int, ins: Instruction
 ) -> Callable[[], None]:
+    given = m.clocks.give(warp)
+
     def complete() -> None:
         for target in targets:
+            m.mbarriers.give(target, offset, given, ins)
             m.mbarriers.arrive(target, offset, 1, f"tcgen05.commit of {m.name_warp(warp)}", ins)
 
     return complete

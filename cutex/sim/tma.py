@@ -19,6 +19,7 @@ from cutex.sim.tensormap import MAP_BYTES, Overlap, TensorMap, decode_map, overl
 _MODS = (
     "async", "bulk", "tensor", "1d", "2d", "3d", "4d", "5d", "shared", "cta", "cluster", "global",
     "tile", "mbarrier", "complete_tx", "bytes", "L2", "cache_hint", "bulk_group", "multicast",
+    "cta_group", "1", "2",
     "reduce", "add", "min", "max", "inc", "dec", "and", "or", "xor",
 )  # fmt: skip
 
@@ -106,10 +107,21 @@ def _targets(d: Decoder, cta: int, mask: int | None) -> list[int]:
     return [first + r for r in range(d.m.cluster_size) if mask >> r & 1]
 
 
+def _signalled(m: Machine, target: int, barrier_cta: int, pair: bool) -> int:
+    """The CTA whose mbarrier a multicast copy into ``target`` completes on.
+
+    Its own; with cta_group::2, that of its pair with the same parity of rank as the barrier's.
+    """
+    if not pair:
+        return target
+    rank = int(m.cta_rank[target])
+    return target - rank + (rank & ~1 | int(m.cta_rank[barrier_cta]) & 1)
+
+
 def _multicast(d: Decoder) -> Callable[[Batch], np.ndarray] | None:
     if "multicast" not in d.mods:
         return None
-    last = len(d) - (2 if "cache_hint" in d.mods else 1)
+    last = len(d) - (2 if "cache_hint" in d.mods else 1)  # the mask stands before the cache policy
     return _Value(d.src(last, "u16"))
 
 
@@ -119,6 +131,7 @@ def _tensor_load(d: Decoder) -> Execute:
     to, tmap_at, barrier = _Value(d.address(0)), _Value(d.address(1)), _Value(d.address(2))
     coordinates = [_Value(c) for c in d.coordinates(1)]
     multicast = _multicast(d)
+    pair = "cta_group::2" in ins.op
 
     def execute(b: Batch) -> None:
         t, maps, bars, cs = to(b), tmap_at(b), barrier(b), [c(b) for c in coordinates]
@@ -138,7 +151,7 @@ def _tensor_load(d: Decoder) -> Execute:
             bar_cta, bar = _shared(d, b, row, lane, int(bars[row, lane]), 8, 8)
             mask = int(masks[row, lane]) if masks is not None else None
             for target in _targets(d, cta, mask):
-                signal = (bar_cta if mask is None else target, bar)
+                signal = (bar_cta if mask is None else _signalled(m, target, bar_cta, pair), bar)
                 m.mbarriers.get(*signal, ins)
                 op = Operation(
                     f"the TMA load of a {tmap}", int(b.idx[row]), ins,

@@ -28,6 +28,8 @@ class TensorMemory:
         # cta -> (512,) PTX line of the tcgen05.alloc that took the column, 0 where it is free
         self.owner: dict[int, np.ndarray] = {}
         self.relinquished: set[int] = set()  # CTAs that allocate no more
+        self.asked: dict[int, int] = {}  # cta of a pair -> columns that it waits for
+        self.granted: dict[int, int] = {}  # cta of a pair -> first column, not yet picked up
 
     @property
     def cells(self) -> np.ndarray:
@@ -37,14 +39,42 @@ class TensorMemory:
             self._cells = np.full(shape, POISON32, np.uint32)
         return self._cells
 
-    def allocate(self, cta: int, count: int, ins: Instruction) -> int | None:
-        """First of ``count`` columns that now belong to the CTA, None if there is no room."""
-        owner = self.owner.setdefault(cta, np.zeros(COLUMNS, np.int32))
-        for first in range(0, COLUMNS, count):
-            if not owner[first : first + count].any():
-                owner[first : first + count] = ins.line
-                return first
+    def request(self, cta: int, pair: bool, count: int, ins: Instruction) -> int | None:
+        """First of ``count`` columns that now belong to the CTA; None if it must wait, for room or,
+        in a pair, for the other CTA to ask as well.
+        """
+        if not pair:
+            return self._allocate(cta, count, ins)
+        if cta in self.granted:
+            return self.granted.pop(cta)
+        self.asked[cta] = count
+        peer = cta ^ 1  # NOTE: resident clusters start at even CTAs where there are pairs
+        if peer not in self.asked:
+            return None
+        if min(self._room(c, self.asked[c]) is not None for c in (cta, peer)):
+            for c in (cta, peer):
+                first = self._allocate(c, self.asked.pop(c), ins)
+                assert first is not None
+                self.granted[c] = first
+            self.machine.wake(("tmem", peer))
+            return self.granted.pop(cta)
         return None
+
+    def why_not(self, cta: int, count: int) -> str:
+        if cta in self.asked and cta ^ 1 not in self.asked:
+            return f"the other CTA of the pair, {self.machine.name_cta(cta ^ 1)}, has not asked"
+        return f"{count} columns wanted, {self.num_free(cta)} free"
+
+    def _room(self, cta: int, count: int) -> int | None:
+        owner = self.owner.setdefault(cta, np.zeros(COLUMNS, np.int32))
+        free = (c for c in range(0, COLUMNS, count) if not owner[c : c + count].any())
+        return next(free, None)
+
+    def _allocate(self, cta: int, count: int, ins: Instruction) -> int | None:
+        first = self._room(cta, count)
+        if first is not None:
+            self.owner[cta][first : first + count] = ins.line
+        return first
 
     def free(self, cta: int, first: int, count: int) -> None:
         self.owner[cta][first : first + count] = 0

@@ -1,0 +1,172 @@
+"""Who knows of whose shared memory accesses: vector clocks, and the proxy fence on the way.
+
+Each warp counts its synchronisations; ``known[w, v]`` is how far warp w knows what warp v did,
+through barriers, and ``visible[w, v]`` how far the async proxy sees it too, because a
+``fence.proxy.async`` stood on the way. Shadow memory remembers, for each 4 bytes, the last warp
+that wrote them with ordinary stores and the last that read them, with their counts. An access is
+ordered after another iff its warp knows the other's count; this does not depend on the order in
+which the simulator happened to run them. The method is that of happens-before race detectors
+(FastTrack, with one reader per place); the rules are PTX ISA chapter 8 and 9.7.13.5.
+
+Asynchronous operations meet each other, and later ordinary accesses, while they are in flight: see
+flight. Atomics, volatile, acquire and release accesses synchronise by themselves, and are left out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cutex.sim.ptx import Instruction
+
+if TYPE_CHECKING:
+    from cutex.sim.flight import Span
+    from cutex.sim.machine import Machine
+
+WORD = 4  # bytes of shadow memory's unit
+
+
+class Clocks:
+    """Vector clocks of the resident warps; a warp's slot is its number within its cluster."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.m = machine
+        width = machine.warps_per_cta * machine.cluster_size
+        warps = np.arange(machine.num_warps)
+        rank = machine.cta_rank[machine.warp_cta]
+        self.slot = rank * machine.warps_per_cta + machine.warp_in_cta
+        self.known = np.zeros((machine.num_warps, width), np.int32)
+        self.visible = np.zeros((machine.num_warps, width), np.int32)
+        self.known[warps, self.slot] = 1
+        shape = (machine.num_ctas, machine.smem_bytes // WORD)
+        self.writer, self.reader = np.zeros(shape, np.int16), np.zeros(shape, np.int16)  # slots
+        self.written, self.read = np.zeros(shape, np.int32), np.zeros(shape, np.int32)  # 0: none
+        self.written_line = np.zeros(shape, np.int32)  # in the PTX
+        # words that ordinary accesses have touched: most spans of TMA and MMA lie elsewhere
+        self.low = np.full(machine.num_ctas, shape[1])
+        self.high = np.full(machine.num_ctas, -1)
+
+    # -- synchronisation ---------------------------------------------------------------------------
+
+    def give(self, warp: int) -> np.ndarray:
+        """What ``warp`` releases, (2, slots); what it does from now on counts as later."""
+        given = np.stack([self.known[warp], self.visible[warp]])
+        self.known[warp, self.slot[warp]] += 1
+        return given
+
+    def take(self, warp: int, given: np.ndarray | None) -> None:
+        """``warp`` acquires what others gave."""
+        if given is not None:
+            np.maximum(self.known[warp], given[0], out=self.known[warp])
+            np.maximum(self.visible[warp], given[1], out=self.visible[warp])
+
+    @staticmethod
+    def join(a: np.ndarray | None, b: np.ndarray) -> np.ndarray:
+        return b if a is None else np.maximum(a, b)
+
+    def fence_proxy(self, warps: np.ndarray) -> None:
+        """fence.proxy.async: all that these warps know becomes visible to the async proxy."""
+        self.visible[warps] = np.maximum(self.visible[warps], self.known[warps])
+        self.known[warps, self.slot[warps]] += 1
+
+    # -- accesses ----------------------------------------------------------------------------------
+
+    def generic(
+        self,
+        warps: np.ndarray,
+        cta: np.ndarray,
+        offset: np.ndarray,
+        width: int,
+        write: bool,
+        ins: Instruction,
+    ) -> None:
+        """Ordinary loads or stores of ``width`` bytes each, by flat arrays of warp, CTA, offset."""
+        words = max(width // WORD, 1)
+        word = (offset // WORD)[:, None] + np.arange(words)
+        warps, cta = (np.broadcast_to(x[:, None], word.shape).reshape(-1) for x in (warps, cta))
+        word = word.reshape(-1)
+        self._check(warps, cta, word, write, "", ins)
+        np.minimum.at(self.low, cta, word)
+        np.maximum.at(self.high, cta, word)
+        slot = self.slot[warps]
+        count = self.known[warps, slot]
+        if write:
+            self.writer[cta, word], self.written[cta, word] = slot, count
+            self.written_line[cta, word] = ins.line
+        else:
+            self.reader[cta, word], self.read[cta, word] = slot, count
+
+    def asynchronous(self, warp: int, span: Span, write: bool, what: str, ins: Instruction) -> None:
+        """An operation of the async proxy by ``warp``; ``write``: it overwrites the span."""
+        if span.high <= self.low[span.cta] * WORD or span.low > self.high[span.cta] * WORD:
+            return
+        if span.chunks is None:
+            word = np.arange(span.low // WORD, -(-span.high // WORD))
+        else:
+            word = (span.chunks.reshape(-1, 1) * (16 // WORD) + np.arange(16 // WORD)).reshape(-1)
+        warps, cta = np.full(len(word), warp), np.full(len(word), span.cta)
+        self._check(warps, cta, word, write, what, ins)
+        if write:
+            self.written[span.cta, word] = self.read[span.cta, word] = 0
+        else:
+            self._check_proxy(warp, span.cta, word, what, ins)
+
+    def _check(
+        self,
+        warps: np.ndarray,
+        cta: np.ndarray,
+        word: np.ndarray,
+        write: bool,
+        what: str,
+        ins: Instruction,
+    ) -> None:
+        own = self.slot[warps]
+        others = [(self.writer, self.written, "wrote")]
+        if write:
+            others.append((self.reader, self.read, "read"))
+        for who, when, did in others:
+            other, count = who[cta, word], when[cta, word]
+            unknown = (count > self.known[warps, other]) & (other != own)
+            if unknown.any():
+                k = int(unknown.argmax())
+                place = int(cta[k]), int(word[k])
+                self._race(int(warps[k]), int(other[k]), place, write, did, what, ins)
+
+    def _race(
+        self,
+        warp: int,
+        other: int,
+        place: tuple[int, int],
+        write: bool,
+        did: str,
+        what: str,
+        ins: Instruction,
+    ) -> None:
+        m = self.m
+        who = f"{what} of {m.name_warp(warp)}" if what else m.name_warp(warp)
+        rank, inside = divmod(other, m.warps_per_cta)
+        own = int(m.warp_cta[warp])
+        peer = inside * m.num_ctas + own - int(m.cta_rank[own]) + rank
+        line = f" at PTX line {self.written_line[place]}" if did == "wrote" else ""
+        m.find(
+            "race",
+            f"{who} {'overwrites' if write else 'reads'} shared memory 0x{place[1] * WORD:x}, "
+            f"which {m.name_warp(peer)} {did}{line}: no barrier orders the two",
+            ins,
+        )
+
+    def _check_proxy(
+        self, warp: int, cta: int, word: np.ndarray, what: str, ins: Instruction
+    ) -> None:
+        writer, count = self.writer[cta, word], self.written[cta, word]
+        unseen = (count > self.visible[warp, writer]) & (count <= self.known[warp, writer])
+        if unseen.any():
+            k = int(unseen.argmax())
+            self.m.find(
+                "proxy",
+                f"{what} of {self.m.name_warp(warp)} reads shared memory "
+                f"0x{int(word[k]) * WORD:x}, which ordinary stores wrote at PTX line "
+                f"{self.written_line[cta, word[k]]}, with no fence.proxy.async in between",
+                ins,
+            )
