@@ -126,11 +126,12 @@ class SubTiles(NamedTuple):
             stores.store(slot, column_tile)
         return (slot + 1) % num_slots
 
-    @cute.jit
-    def drain(self) -> None:
-        """Wait until TMA has read every slot: smem may then go."""
-        if cute.arch.warp_idx() == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+@cute.jit
+def drain_stores() -> None:
+    """Wait until TMA has read every slot that warp 0 stores from: smem may then go."""
+    if cute.arch.warp_idx() == 0:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
 @cute.jit

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
+from cutlass._mlir.dialects import nvvm
 from cutlass.memory import SmemAllocator
 
+LEADER = 0  # the rank, in a cluster of two, of the CTA that starts the pair's MMAs
 MAX_COUNT = 2**20 - 1  # of pending arrivals, and of expected bytes (PTX ISA, mbarrier object)
 
 
@@ -60,6 +62,11 @@ class Barrier:
     def arrive(self, slot: Int32 | int = 0) -> None:
         """One arrival for each thread that executes this."""
         cute.arch.mbarrier_arrive(self[slot])
+
+    def arrive_at_leader(self, slot: Int32 | int = 0) -> None:
+        """The same on the barrier of the pair's leader, and for what it then reads of this CTA."""
+        scope = nvvm.MemScopeKind.CLUSTER
+        cute.arch.mbarrier_arrive(self[slot], LEADER, scope=scope)
 
     def arrive_expecting(self, num_bytes: int, slot: Int32 | int = 0) -> None:
         """One arrival, and `num_bytes` that asynchronous copies have yet to bring."""
@@ -156,9 +163,31 @@ class PairRing(Ring):
         return self.full[place.slot]  # NOTE: a load of a pair finds the leader's of that place
 
 
+@dataclass(frozen=True)
+class AccRing(Ring):
+    """Accumulators of a pair that the MMA fills and the epilogue warps of both CTAs empty, in turn.
+
+    full[slot]:  each CTA has its own, and the commit of the last MMA arrives on both.
+    empty[slot]: the leader's counts: 1 arrival of each epilogue warp of the pair.
+    """
+
+    @staticmethod
+    def of(smem: SmemAllocator, num_slots: int, readers: int) -> AccRing:
+        return AccRing.allocate(smem, "acc", num_slots, slot_bytes=0, consumers=readers)
+
+    def acquire(self, place: Place) -> cute.Pointer:
+        """Wait until the accumulator has been read; returns the barrier to commit to."""
+        self.empty.wait(place.phase, place.slot)
+        return self.full[place.slot]
+
+    def release(self, place: Place) -> None:
+        with cute.arch.elect_one():
+            self.empty.arrive_at_leader(place.slot)
+
+
 def is_leader() -> Boolean:
     """Whether this CTA is the one of its pair that starts the MMAs."""
-    return cute.arch.block_idx_in_cluster() % 2 == 0
+    return cute.arch.block_idx_in_cluster() == LEADER
 
 
 @cute.jit

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -79,6 +81,19 @@ def test_integers_come_out_exact(stage: Stage, device: str, mnk: tuple[int, int,
 @pytest.mark.parametrize("arch", ARCHS)
 def test_other_tiles_and_rings_are_as_exact(arch: str, device: str, config: GemmConfig) -> None:
     found = check(stage(arch, 3), device, GemmProblem(200, 264, 456, init="int"), config)
+    assert found.ok, found.message
+
+
+PERSISTENT = [s for s in LADDERS if s.config().num_acc > 1]  # on sm_100a
+
+
+@pytest.mark.parametrize("mnk", [(1100, 1104, 136), (256, 2048, 64)], ids=["odd", "K of one tile"])
+@pytest.mark.parametrize("stage", PERSISTENT, ids=[f"{s.arch}-{s.number}" for s in PERSISTENT])
+def test_a_cta_may_work_through_many_tiles(
+    stage: Stage, device: str, mnk: tuple[int, int, int]
+) -> None:
+    config = replace(stage.config(), num_ctas=4)
+    found = check(stage, device, GemmProblem(*mnk, init="int"), config)
     assert found.ok, found.message
 
 

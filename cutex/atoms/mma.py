@@ -99,7 +99,11 @@ class Umma(NamedTuple):
     tiled_mma: cute.TiledMma
     tCrA: cute.Tensor  # (MMA, MMA_M, MMA_K, SLOT) descriptors
     tCrB: cute.Tensor  # (MMA, MMA_N, MMA_K, SLOT) descriptors
-    tCtAcc: cute.Tensor  # (MMA, MMA_M, MMA_N) fp32 in tensor memory
+    tCtAcc: cute.Tensor  # (MMA, MMA_M, MMA_N) fp32 in tensor memory, here maybe with a mode ACC
+
+    def into(self, acc: Int32) -> Umma:
+        """The same MMA into accumulator `acc` of several."""
+        return self._replace(tCtAcc=self.tCtAcc[None, None, None, acc])
 
     @cute.jit
     def issue(self, slot: Int32, accumulate: cutlass.Boolean) -> None:
@@ -139,14 +143,24 @@ def make_umma(
 
 
 @cute.jit
-def umma(tiled_mma: cute.TiledMma, sA: cute.Tensor, sB: cute.Tensor, tmem: cute.Pointer) -> Umma:
+def umma(
+    tiled_mma: cute.TiledMma,
+    sA: cute.Tensor,
+    sB: cute.Tensor,
+    tmem: cute.Pointer,
+    num_acc: cutlass.Constexpr[int] = 0,
+) -> Umma:
     """The MMA on this CTA's sA (bM, bK, SLOT) and sB (bN, bK, SLOT), accumulator at `tmem`.
 
-    Of a pair, each CTA holds half the rows of A, of B and of the accumulator.
+    Of a pair, each CTA holds half the rows of A, of B and of the accumulator. With `num_acc` there
+    are so many accumulators side by side, in a mode of its own.
     """
     ctas = cute.size(tiled_mma.thr_id)
     tile_mn = (ctas * cute.size(sA, mode=[0]), ctas * cute.size(sB, mode=[0]))
-    acc = tiled_mma.make_fragment_C(tiled_mma.partition_shape_C(tile_mn))
+    shape = tiled_mma.partition_shape_C(tile_mn)
+    if cutlass.const_expr(num_acc > 0):
+        shape = cute.append(shape, num_acc)
+    acc = tiled_mma.make_fragment_C(shape)
     return Umma(
         tiled_mma,
         tiled_mma.make_fragment_A(instruction_tiles(sA)),

@@ -27,6 +27,7 @@ class GemmConfig:
     epi_n: int = 0  # columns of C that leave through smem at a time; 0: C leaves from registers
     epi_stages: int = 0  # slots of smem for that
     pair: bool = False  # two CTAs run one MMA together (sm_100a)
+    num_acc: int = 1  # accumulators in tensor memory (sm_100a)
     warpgroups: int = 0  # that run wgmma (sm_90a); 0: one for each 64 rows of the tile
     pingpong: bool = False  # they work on tiles of their own in turn, not on parts of one
     cluster_m: int = 1  # CTAs along M that share tiles of B by multicast

@@ -31,7 +31,7 @@ from cutex.atoms.tma import (
     tile_stores,
 )
 from cutex.atoms.tmem import Tmem, fence_after_sync, fence_before_sync
-from cutex.epilogue import SubTiles, sub_tiles
+from cutex.epilogue import SubTiles, drain_stores, sub_tiles
 from cutex.kernels.gemm.config import ELEMENT
 from cutex.kernels.gemm.sm100.stage3 import Stage3, Warp
 from cutex.pipeline import Barrier, publish_barriers
@@ -112,4 +112,4 @@ class Stage4(Stage3):
             tTR_rAcc = parts.load(part)
             slot = parts.store(tTR_rAcc, stores, n_tile * parts.num_parts + part, slot)
         fence_before_sync()
-        parts.drain()
+        drain_stores()

@@ -1,0 +1,59 @@
+"""The sequence of tiles that one role works through, whoever hands them out.
+
+A role of a persistent kernel is a loop:
+
+    ticket = queue.first()
+    while ticket.valid:
+        tile = queue.tile(ticket)
+        ...
+        ticket = queue.next(ticket)
+
+Every role of a CTA sees the same sequence, each at its own pace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cutlass import Boolean, Int32, cute
+
+from cutex.schedulers.one_tile import WorkTile
+from cutex.schedulers.persistent import Walk
+
+
+class Ticket:
+    """Where a role stands: an index of the raster order, and whether there is such a tile.
+
+    `slot` and `phase` say where the next tile will be announced, if somebody announces it.
+    """
+
+    def __init__(self, index: Int32, valid: Boolean, slot: Int32, phase: Int32) -> None:
+        self.index = index
+        self.valid = valid
+        self.slot = slot
+        self.phase = phase
+
+    # NOTE: the two methods that let the DSL carry a Ticket through a loop.
+    def __extract_mlir_values__(self) -> list:
+        return [x.ir_value() for x in (self.index, self.valid, self.slot, self.phase)]
+
+    def __new_from_mlir_values__(self, values: list) -> Ticket:
+        return Ticket(Int32(values[0]), Boolean(values[1]), Int32(values[2]), Int32(values[3]))
+
+
+@dataclass(frozen=True)
+class StaticQueue:
+    """Every tile follows from the one before: nobody needs to be asked."""
+
+    walk: Walk
+
+    def first(self) -> Ticket:
+        return Ticket(self.walk.first, self.walk.first < self.walk.end, Int32(0), Int32(0))
+
+    @cute.jit
+    def next(self, ticket: Ticket) -> Ticket:
+        index = ticket.index + self.walk.step
+        return Ticket(index, index < self.walk.end, ticket.slot, ticket.phase)
+
+    def tile(self, ticket: Ticket) -> WorkTile:
+        return self.walk.tile(ticket.index)
