@@ -6,14 +6,16 @@ from typing import NamedTuple
 
 import cutlass
 from cutlass import Int32, cute
-from cutlass.cute.nvgpu import CopyUniversalOp
+from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
+from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 
 from cutex.atoms import tmem
-from cutex.atoms.mma import Umma, Wgmma
+from cutex.atoms.mma import WARPGROUP, Umma, Wgmma, make_wgmma
 from cutex.atoms.tma import TileStores
 from cutex.schedulers.one_tile import WorkTile
 
 SUB_TILE_BARRIER = 1  # the named barrier of the four epilogue warps; 0 is the whole CTA's
+FIRST_WARPGROUP_BARRIER = 1  # on sm_90a each warpgroup has one
 
 
 @cute.jit
@@ -38,14 +40,15 @@ def store_vectors(
 
 
 @cute.jit
-def store_registers(mma: Wgmma, mC: cute.Tensor, tile: WorkTile, thread: Int32) -> None:
-    """Round this thread's accumulators and store them to its tile of mC (M, N).
+def store_registers(
+    mma: Wgmma, mC: cute.Tensor, tile: WorkTile, tile_mn: cutlass.Constexpr, thread: Int32
+) -> None:
+    """Round this thread's accumulators and store them to its tile, (bM, bN), of mC (M, N).
 
     A wgmma accumulator holds 2 neighbours of a row in one thread, 4 bytes; 4 threads fill a row of
     8 columns.
     """
     thr_mma = mma.tiled_mma.get_slice(thread)
-    tile_mn = (mma.tiled_mma.get_tile_size(0), mma.tiled_mma.get_tile_size(1))
     gC = cute.local_tile(mC, tile_mn, (tile.m, tile.n))  # (bM, bN)
     cC = cute.local_tile(cute.make_identity_tensor(mC.shape), tile_mn, (tile.m, tile.n))
     tCgC = thr_mma.partition_C(gC)  # (MMA, MMA_M, MMA_N)
@@ -142,3 +145,84 @@ def sub_tiles(tAcc: cute.Tensor, sC: cute.Tensor, thread: Int32) -> SubTiles:
     load = tmem.make_load(tAcc[None, None, 0])
     thr_load = load.get_slice(thread)
     return SubTiles(load, thr_load.partition_S(tAcc), thr_load.partition_D(sC))
+
+
+class WarpgroupStores(NamedTuple):
+    """One warpgroup's way out: accumulators -> registers -> slots of its own in smem -> TMA, 64
+    rows by epiN columns at a time.
+
+    stmatrix writes 8 rows of 16 bytes at once, which the swizzle puts into different banks; TMA
+    leaves out what lies outside of C. The store of one part runs while the next is rounded.
+    """
+
+    r2s: cute.TiledCopy
+    tRS_sC: cute.Tensor  # (R2S, R2S_M, R2S_N, SLOT)
+    atom: cute.CopyAtom
+    bSG_sC: cute.Tensor  # (TMA, SLOT)
+    bSG_gC: cute.Tensor  # (TMA, RestM, RestN)
+    barrier: Int32  # the named barrier of this warpgroup
+    stores: cutlass.Boolean  # whether this warp starts the stores
+
+    @cute.jit
+    def store(self, acc: cute.Tensor, row_tile: Int32, row_step: Int32, column_tile: Int32) -> None:
+        """`acc` holds blocks of 64 rows, `row_step` blocks apart from block `row_tile` on; its
+        columns begin at `column_tile`. Both count in parts, 64 x epiN."""
+        num_slots = cute.size(self.tRS_sC, mode=[3])
+        size = cute.size(self.tRS_sC[None, None, None, 0])
+        parts = cute.make_tensor(acc.iterator, cute.make_layout((size, cute.size(acc) // size)))
+        per_row = cute.size(parts, mode=[1]) // cute.size(acc, mode=[1])
+        for part in cutlass.range_constexpr(cute.size(parts, mode=[1])):
+            if cutlass.const_expr(part == 0 or num_slots == 1):
+                self.wait(0)
+            slot = part % num_slots
+            tRS_rC = cute.make_rmem_tensor(self.tRS_sC[None, None, None, 0].shape, self.dtype)
+            flat = cute.make_tensor(tRS_rC.iterator, cute.make_layout(size))
+            flat.store(parts[None, part].load().to(self.dtype))
+            cute.copy(self.r2s, tRS_rC, self.tRS_sC[None, None, None, slot])
+            cute.arch.fence_view_async_shared()
+            # NOTE: the slot that comes next must be free, too, when this barrier is passed
+            self.wait(max(0, num_slots - 2), pending=num_slots > 1)
+            row, column = row_tile + part // per_row * row_step, column_tile + part % per_row
+            if self.stores:
+                cute.copy(self.atom, self.bSG_sC[None, slot], self.bSG_gC[None, row, column])
+                cute.arch.cp_async_bulk_commit_group()
+
+    @property
+    def dtype(self) -> type[cutlass.Numeric]:
+        return self.tRS_sC.element_type
+
+    @cute.jit
+    def wait(self, groups: cutlass.Constexpr[int], pending: cutlass.Constexpr[bool] = True) -> None:
+        """A barrier of the warpgroup, passed when all but the last `groups` stores are read."""
+        if cutlass.const_expr(pending):  # noqa: SIM102 - known when tracing, the next is not
+            if self.stores:
+                cute.arch.cp_async_bulk_wait_group(groups, read=True)
+        cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP)
+
+    @cute.jit
+    def drain(self) -> None:
+        """Wait until TMA has read every slot: smem may then go."""
+        if self.stores:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
+def warpgroup_stores(
+    operand: cpasync.TmaInfo, sC: cute.Tensor, num_slots: cutlass.Constexpr[int]
+) -> WarpgroupStores:
+    """Of this thread's warpgroup; sC is (64, epiN, SLOT), each warpgroup has `num_slots`."""
+    thread, _, _ = cute.arch.thread_idx()
+    warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP)
+    part = cute.size(sC, mode=[0]), cute.size(sC, mode=[1])
+    sC = cute.logical_divide(sC, (None, None, num_slots))  # (64, epiN, (SLOT, WARPGROUP))
+    sC = sC[None, None, (None, warpgroup)]  # (64, epiN, SLOT)
+    gC = cute.flat_divide(operand.tma_tensor, part)  # (64, epiN, RestM, RestN)
+    bSG_sC, bSG_gC = cpasync.tma_partition(
+        operand.atom, 0, cute.make_layout(1), cute.group_modes(sC, 0, 2), cute.group_modes(gC, 0, 2)
+    )  # (TMA, SLOT), (TMA, RestM, RestN)
+    stmatrix = cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), sC.element_type)
+    r2s = cute.make_tiled_copy_C(stmatrix, make_wgmma(1, part[1], sC.element_type))
+    tRS_sC = r2s.get_slice(thread % WARPGROUP).partition_D(sC)  # (R2S, R2S_M, R2S_N, SLOT)
+    stores = cute.arch.warp_idx() % 4 == 0
+    barrier = FIRST_WARPGROUP_BARRIER + warpgroup
+    return WarpgroupStores(r2s, tRS_sC, operand.atom, bSG_sC, bSG_gC, barrier, stores)

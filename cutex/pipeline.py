@@ -90,6 +90,12 @@ class Place:
             self.slot = Int32(0)
             self.phase ^= 1
 
+    def skip(self, steps: Int32) -> None:
+        """Advance `steps` times at once."""
+        ahead = self.slot + steps
+        self.slot = ahead % self.num_slots
+        self.phase ^= (ahead // self.num_slots) & 1
+
     # NOTE: the two methods that let the DSL carry a Place through a loop or a branch.
     def __extract_mlir_values__(self) -> list:
         return [self.slot.ir_value(), self.phase.ir_value()]
@@ -213,3 +219,20 @@ def publish_barriers(
         sync_cluster()
     else:
         cute.arch.sync_threads()
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Two warpgroups take turns: each waits until the other passes the turn on.
+
+    One named barrier for each; a turn is complete when the 128 that pass it and the 128 that take
+    it have come.
+    """
+
+    first_barrier: int
+
+    def take(self, warpgroup: Int32) -> None:
+        cute.arch.barrier(barrier_id=self.first_barrier + warpgroup, number_of_threads=256)
+
+    def pass_to(self, warpgroup: Int32) -> None:
+        cute.arch.barrier_arrive(barrier_id=self.first_barrier + warpgroup, number_of_threads=256)

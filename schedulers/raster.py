@@ -23,7 +23,7 @@ ALONG = ("m", "n")
 
 @dataclass(frozen=True)
 class Raster:
-    """Bands of `group` clusters of rows ("m") or columns ("n"), each walked along the other side."""
+    """Bands of `group` clusters of rows ("m") or columns ("n"), walked along the other side."""
 
     group: int = 8
     along: str = "m"  # the side that a band takes `group` of, which changes fastest

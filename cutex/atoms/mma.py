@@ -45,7 +45,7 @@ def allocate_slots(
 
 
 class Wgmma(NamedTuple):
-    """A CTA's wgmma: each warpgroup its own 64 rows, all columns."""
+    """A CTA's wgmma: each warpgroup its own rows, by 64, and all columns."""
 
     tiled_mma: cute.TiledMma
     tCrA: cute.Tensor  # (MMA, MMA_M, MMA_K, SLOT) descriptors
@@ -64,8 +64,8 @@ class Wgmma(NamedTuple):
         warpgroup.commit_group()
 
 
-def make_wgmma(tile_m: int, tile_n: int, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
-    """One warpgroup for each 64 rows of the tile."""
+def make_wgmma(warpgroups: int, tile_n: int, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
+    """`warpgroups` side by side along M, 64 rows of `tile_n` columns each at a time."""
     op = warpgroup.MmaF16BF16Op(
         dtype,
         Float32,
@@ -74,15 +74,18 @@ def make_wgmma(tile_m: int, tile_n: int, dtype: type[cutlass.Numeric]) -> cute.T
         OperandMajorMode.K,
         OperandMajorMode.K,
     )
-    return cute.make_tiled_mma(op, (tile_m // 64, 1, 1))
+    return cute.make_tiled_mma(op, (warpgroups, 1, 1))
 
 
 @cute.jit
 def wgmma(tiled_mma: cute.TiledMma, sA: cute.Tensor, sB: cute.Tensor) -> Wgmma:
-    """This thread's part of the CTA's MMA on sA (bM, bK, SLOT) and sB (bN, bK, SLOT)."""
+    """This thread's part of the CTA's MMA on sA (bM, bK, SLOT) and sB (bN, bK, SLOT).
+
+    Every `tiled_mma.size` threads, from thread 0 on, can run it.
+    """
     thread, _, _ = cute.arch.thread_idx()
     # NOTE: uniform in the warpgroup, so that descriptors are computed in uniform registers
-    first = cute.arch.make_warp_uniform(thread // WARPGROUP) * WARPGROUP
+    first = cute.arch.make_warp_uniform(thread % tiled_mma.size // WARPGROUP) * WARPGROUP
     thr_mma = tiled_mma.get_slice(first)
     tile_mn = (cute.size(sA, mode=[0]), cute.size(sB, mode=[0]))
     return Wgmma(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -48,7 +48,7 @@ _STAGES = (
     Stage(1, "sm_90a", "swizzle", "128-byte swizzle and a 128x256 tile", _WIDE),
     Stage(2, "sm_90a", "ring", "loads run ahead through a ring of smem slots", _RING),
     Stage(3, "sm_90a", "warp roles", "one warp loads, two warpgroups only run wgmma", _RING),
-    Stage(4, "sm_90a", "register split", "a 256x192 tile in the registers of the load warps", _COOP),
+    Stage(4, "sm_90a", "register split", "a larger tile, in registers of the load warps", _COOP),
     Stage(5, "sm_90a", "TMA store", "C leaves through stmatrix, smem and TMA", _TMA_STORE),
     Stage(6, "sm_90a", "multicast", "two CTAs load their common tiles of B once", _CLUSTER),
     Stage(7, "sm_90a", "persistent", "one CTA per SM walks the tiles in L2 raster order", _CLUSTER),

@@ -54,4 +54,6 @@ class Gemm:
         a = tma.load_operand(mA, self.slots(mA.element_type, c.tile_m))
         b = tma.load_operand(mB, self.slots(mB.element_type, c.tile_n))
         grid = OneTilePerCta.grid(mC, (c.tile_m, c.tile_n))
-        self.kernel(a, b, mC).launch(grid=grid, block=(self.num_threads, 1, 1), stream=stream)
+        self.kernel(a, b, mC).launch(
+            grid=grid, block=(self.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream
+        )

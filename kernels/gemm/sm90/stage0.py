@@ -66,10 +66,10 @@ class Stage0(Gemm):
 
         tile = OneTilePerCta.work_tile()
         loads = AbLoads(tile_loads(a, sA, tile.m), tile_loads(b, sB, tile.n))
-        mma = wgmma(make_wgmma(c.tile_m, c.tile_n, dtype), sA, sB)
+        mma = wgmma(make_wgmma(c.mma_warpgroups, c.tile_n, dtype), sA, sB)
         self.mainloop(loads, mma, barriers)
         thread, _, _ = cute.arch.thread_idx()
-        epilogue.store_registers(mma, mC, tile, thread)
+        epilogue.store_registers(mma, mC, tile, (c.tile_m, c.tile_n), thread)
 
     @cute.jit
     def mainloop(self, loads: AbLoads, mma: Wgmma, barriers: Barriers) -> None:

@@ -65,10 +65,10 @@ class Stage3(Stage2):
         if warp == self.load_warp.first:
             self.load(loads, ab)
         else:
-            mma = wgmma(make_wgmma(c.tile_m, c.tile_n, dtype), sA, sB)
+            mma = wgmma(make_wgmma(c.mma_warpgroups, c.tile_n, dtype), sA, sB)
             self.mma(mma, ab, loads.num_k_tiles)
             thread, _, _ = cute.arch.thread_idx()
-            epilogue.store_registers(mma, mC, tile, thread)
+            epilogue.store_registers(mma, mC, tile, (c.tile_m, c.tile_n), thread)
 
     @cute.jit
     def load(self, loads: AbLoads, ab: Ring) -> None:

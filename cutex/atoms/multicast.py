@@ -1,0 +1,179 @@
+"""TMA multicast: the CTAs of a cluster share the tiles that they have in common.
+
+In a cluster of (m, n) CTAs, those in one row of it work on the same rows of C, and so on the same
+tiles of A; those in one column on the same tiles of B. Each loads an equal part of a shared tile
+and TMA writes it into the smem of all, at the same place, and counts its bytes on each one's own
+barrier.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Int16, Int32, cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from cutex.atoms.tma import AbLoads, TileLoads, load_operand, tile_loads
+from cutex.pipeline import Barrier, Place, Ring
+from cutex.schedulers.one_tile import WorkTile
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Its shape, (m, n) CTAs, and where in it this CTA is. Rank m + n * size_m."""
+
+    size_m: int
+    size_n: int
+
+    @property
+    def size(self) -> int:
+        return self.size_m * self.size_n
+
+    @property
+    def neighbours(self) -> int:
+        """CTAs in this one's row or column, itself counted once."""
+        return self.size_m + self.size_n - 1
+
+    def place(self) -> tuple[Int32, Int32]:
+        m, n, _ = cute.arch.block_in_cluster_idx()
+        return m, n
+
+    def row_mask(self) -> Int16:
+        """A bit for each CTA with the same m: they share A."""
+        m, _ = self.place()
+        return Int16(sum(1 << (j * self.size_m) for j in range(self.size_n)) << m)
+
+    def column_mask(self) -> Int16:
+        """A bit for each CTA with the same n: they share B."""
+        _, n = self.place()
+        return Int16(((1 << self.size_m) - 1) << (n * self.size_m))
+
+    def neighbour(self, number: Int32) -> Int32:
+        """Rank of one of the `neighbours`, numbered from 0: first the column, then the row."""
+        m, n = self.place()
+        if cutlass.const_expr(self.size_n == 1):
+            return number
+        if cutlass.const_expr(self.size_m == 1):
+            return number
+        return self._of_both(number, m, n)
+
+    @cute.jit
+    def _of_both(self, number: Int32, m: Int32, n: Int32) -> Int32:
+        rank = number + n * self.size_m
+        if number >= self.size_m:
+            other = number - self.size_m
+            if other >= n:
+                other += 1
+            rank = m + other * self.size_m
+        return rank
+
+
+@cute.jit
+def shared_operand(
+    mX: cute.Tensor, smem_layout: cute.ComposedLayout, sharers: cutlass.Constexpr[int]
+) -> cpasync.TmaInfo:
+    """What loads tiles of `mX` (rows, K) for `sharers` CTAs, each one its part of the rows."""
+    if cutlass.const_expr(sharers == 1):
+        return load_operand(mX, smem_layout)
+    tile = cute.size(smem_layout, mode=[0]), cute.size(smem_layout, mode=[1])
+    op = cpasync.CopyBulkTensorTileG2SMulticastOp()
+    return cpasync.make_tiled_tma_atom(op, mX, smem_layout, tile, num_multicast=sharers)
+
+
+class SharedTileLoads(NamedTuple):
+    """TileLoads of this CTA's part of each tile, into the smem of all CTAs of `mask`."""
+
+    atom: cute.CopyAtom
+    gmem: cute.Tensor  # (TMA, RestK)
+    smem: cute.Tensor  # (TMA, SLOT)
+    mask: Int16
+
+    @cute.jit
+    def load(self, k_tile: Int32, slot: Int32, full: cute.Pointer) -> None:
+        gX, sX = self.gmem[None, k_tile], self.smem[None, slot]
+        cute.copy(self.atom, gX, sX, tma_bar_ptr=full, mcast_mask=self.mask)
+
+
+@cute.jit
+def shared_tile_loads(
+    operand: cpasync.TmaInfo,
+    sX: cute.Tensor,
+    row_tile: Int32,
+    part: Int32,
+    sharers: cutlass.Constexpr[int],
+    mask: Int16,
+) -> TileLoads | SharedTileLoads:
+    """`part` of `sharers` of the row of tiles that `row_tile` picks; `sX` is (bRows, bK, SLOT)."""
+    if cutlass.const_expr(sharers == 1):
+        return tile_loads(operand, sX, row_tile)
+    tile = cute.size(sX, mode=[0]), cute.size(sX, mode=[1])
+    gX = cute.local_tile(operand.tma_tensor, tile, (row_tile, None))  # (bRows, bK, RestK)
+    sX, gX = cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+    tXsX, tXgX = cpasync.tma_partition(operand.atom, part, cute.make_layout(sharers), sX, gX)
+    return SharedTileLoads(operand.atom, tXgX, tXsX, mask)
+
+
+class AbOperands(NamedTuple):
+    """What loads A and B, and the slots that they go to."""
+
+    a: cpasync.TmaInfo
+    b: cpasync.TmaInfo
+    sA: cute.Tensor  # (bM, bK, SLOT)
+    sB: cute.Tensor  # (bN, bK, SLOT)
+
+    @cute.jit
+    def loads(self, tile: WorkTile, cluster: cutlass.Constexpr[Cluster]) -> AbLoads:
+        m, n = cluster.place()
+        return AbLoads(
+            shared_tile_loads(self.a, self.sA, tile.m, n, cluster.size_n, cluster.row_mask()),
+            shared_tile_loads(self.b, self.sB, tile.n, m, cluster.size_m, cluster.column_mask()),
+        )
+
+
+@dataclass(frozen=True)
+class SharedRing(Ring):
+    """The ring of a CTA whose slots its neighbours fill too.
+
+    full[slot]:  1 arrival, of this CTA's load warp, and `slot_bytes`, whoever loaded them.
+    empty[slot]: the MMA warps of all neighbours: this CTA may then write into the smem of each.
+    """
+
+    cluster: Cluster = Cluster(1, 1)
+
+    @staticmethod
+    def of_cluster(
+        smem: SmemAllocator,
+        name: str,
+        num_slots: int,
+        slot_bytes: int,
+        warps: int,
+        cluster: Cluster,
+    ) -> SharedRing:
+        """`warps` of each CTA empty a slot."""
+        full = Barrier.allocate(smem, f"{name} full", arrivals=1, slots=num_slots)
+        arrivals = warps * cluster.neighbours
+        empty = Barrier.allocate(smem, f"{name} empty", arrivals=arrivals, slots=num_slots)
+        return SharedRing(num_slots, slot_bytes, full, empty, cluster)
+
+    @cute.jit
+    def release(self, place: Place) -> None:
+        """One arrival of this warp at each neighbour: its reads of the slot are over."""
+        if cutlass.const_expr(self.cluster.size == 1):
+            with cute.arch.elect_one():
+                self.empty.arrive(place.slot)
+        else:
+            lane = cute.arch.lane_idx()
+            if lane < self.cluster.neighbours:
+                peer = self.cluster.neighbour(lane)
+                cute.arch.mbarrier_arrive(self.empty[place.slot], peer)
+
+    @cute.jit
+    def drain(self, place: Place) -> None:
+        """By the load warp, after its last load: wait until every slot is empty. No neighbour then
+        has anything left to write here or to signal, so this CTA may end."""
+        for _ in cutlass.range(self.num_slots, unroll=1):
+            self.empty.wait(place.phase, place.slot)
+            place.advance()

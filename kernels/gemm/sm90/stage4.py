@@ -1,0 +1,92 @@
+"""Stage 4: registers move from the load warp to the MMA warps, so that a tile can be larger.
+
+Idea: an SM has 64K registers. The ninth warp of stage 3 needs few, but the compiler gives all nine
+the same, and with a warpgroup of its own for the loads it could give none more than 168. setmaxnreg
+lets warpgroups trade: the load warpgroup keeps 40 a thread, each of the two MMA warpgroups gets
+232, enough for 192 accumulators: a tile of 256x192, four wgmma of 64x192 for each 16 of K.
+
+Changed since stage 3: the load role has a warpgroup, because setmaxnreg counts by warpgroups (three
+of its warps only wait for the end), `kernel` trades registers, and the tile.
+
+A tile of 256x192 makes 110 FLOP of each byte that comes through L2, 128x256 made 85.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cutlass import cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from cutex import epilogue
+from cutex.atoms.mma import allocate_slots, make_wgmma, wgmma
+from cutex.atoms.tma import AbLoads, tile_loads
+from cutex.kernels.gemm.sm90.stage3 import Stage3
+from cutex.pipeline import Ring, Warps, publish_barriers
+from cutex.schedulers.one_tile import OneTilePerCta
+
+
+class Registers(NamedTuple):
+    """Of a thread, by role. All roles together have 65536."""
+
+    load: int
+    mma: int
+
+
+class Stage4(Stage3):
+    """
+    barriers and smem: as in stage 3.
+
+    registers   threads                   of each
+    LOAD        128                       40      24 where the MMA needs more than 208 accumulators
+    MMA         128 * warpgroups (2)      232     240
+    """
+
+    number = 4
+
+    @property
+    def mma_warps(self) -> Warps:
+        return Warps(first=0, count=4 * self.config.mma_warpgroups)
+
+    @property
+    def load_warps(self) -> Warps:
+        """A warpgroup, of which the first warp works."""
+        return Warps(first=self.mma_warps.end, count=4)
+
+    @property
+    def num_threads(self) -> int:
+        return self.mma_warps.threads + self.load_warps.threads
+
+    @property
+    def registers(self) -> Registers:
+        heavy = self.config.accumulators >= 208
+        return {
+            1: Registers(40, 240),
+            2: Registers(24, 240) if heavy else Registers(40, 232),
+            3: Registers(32, 160),
+        }[self.config.mma_warpgroups]
+
+    @cute.kernel
+    def kernel(self, a: cpasync.TmaInfo, b: cpasync.TmaInfo, mC: cute.Tensor) -> None:
+        c = self.config
+        dtype = mC.element_type
+        smem = SmemAllocator()
+        sA = allocate_slots(smem, dtype, a.smem_layout)  # (bM, bK, SLOT)
+        sB = allocate_slots(smem, dtype, b.smem_layout)  # (bN, bK, SLOT)
+        ab = Ring.allocate(smem, "ab", c.num_stages, c.stage_bytes, consumers=self.mma_warps.count)
+        publish_barriers((ab,))
+
+        tile = OneTilePerCta.work_tile()
+        loads = AbLoads(tile_loads(a, sA, tile.m), tile_loads(b, sB, tile.n))
+        warp = cute.arch.warp_idx()
+        if warp >= self.load_warps.first:
+            cute.arch.setmaxregister_decrease(self.registers.load)
+            if warp == self.load_warps.first:
+                self.load(loads, ab)
+        else:
+            cute.arch.setmaxregister_increase(self.registers.mma)
+            mma = wgmma(make_wgmma(c.mma_warpgroups, c.tile_n, dtype), sA, sB)
+            self.mma(mma, ab, loads.num_k_tiles)
+            thread, _, _ = cute.arch.thread_idx()
+            epilogue.store_registers(mma, mC, tile, (c.tile_m, c.tile_n), thread)

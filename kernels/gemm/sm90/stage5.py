@@ -1,0 +1,117 @@
+"""Stage 5: the result leaves through smem and TMA.
+
+Idea: a wgmma accumulator holds 2 neighbours of a row in a thread, so stage 4's stores write 4 bytes
+a thread, 16 bytes of a row at a time, half an L2 sector. stmatrix turns fragments into rows of
+smem, four 8x8 matrices with one instruction, and TMA writes boxes of 64 rows by 128 bytes, whole
+lines, checks the bounds itself, and runs while the next box is rounded.
+
+Changed since stage 4: C is a TMA operand with slots in smem, of each warpgroup its own, so that the
+two need not wait for each other; `compute` ends in `WarpgroupStores`. The kernel splits into the
+roles `load_tiles` and `compute_tiles`, which the stages after this one replace.
+
+The slots take 32 KB, so the ring holds 3 slots of 256x192, or 4 of 128x256.
+"""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from cutex.atoms.mma import Wgmma, allocate_slots, make_wgmma, slots_layout, wgmma
+from cutex.atoms.multicast import AbOperands, Cluster
+from cutex.atoms.tma import load_operand, store_operand
+from cutex.epilogue import WarpgroupStores, warpgroup_stores
+from cutex.kernels.gemm.config import ELEMENT
+from cutex.kernels.gemm.sm90.stage4 import Stage4
+from cutex.pipeline import Ring, publish_barriers
+from cutex.schedulers.one_tile import OneTilePerCta
+
+
+class Stage5(Stage4):
+    """
+    barrier         arrives                           waits
+    (warpgroup)     its threads, having written       the same, before TMA stores a slot
+                    a slot                            and before they write the next
+    others as in stage 3
+
+    smem      bytes
+    sA        tile_m * tile_k * 2 * num_stages             98304
+    sB        tile_n * tile_k * 2 * num_stages             73728
+    sC        64 * epi_n * 2 * epi_stages * warpgroups     32768
+    ab        16 * num_stages                              48
+    """
+
+    number = 5
+
+    @property
+    def cluster(self) -> Cluster:
+        return Cluster(1, 1)
+
+    @cute.jit
+    def __call__(self, mA: cute.Tensor, mB: cute.Tensor, mC: cute.Tensor, stream) -> None:
+        c = self.config
+        a = load_operand(mA, self.slots(mA.element_type, c.tile_m))
+        b = load_operand(mB, self.slots(mB.element_type, c.tile_n))
+        out = store_operand(mC, self.epilogue_slots(mC.element_type))
+        grid = OneTilePerCta.grid(mC, (c.tile_m, c.tile_n))
+        self.kernel(a, b, out).launch(
+            grid=grid, block=(self.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream
+        )
+
+    def epilogue_slots(self, dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
+        """Parts of C on their way out: (64, epiN, SLOT), each warpgroup's slots together."""
+        c = self.config
+        return slots_layout(
+            dtype, 64, c.epi_n, c.epi_stages * c.mma_warpgroups, swizzle=c.epi_n * ELEMENT
+        )
+
+    def ring(self, smem: SmemAllocator) -> Ring:
+        c = self.config
+        return Ring.allocate(smem, "ab", c.num_stages, c.stage_bytes, self.mma_warps.count)
+
+    @cute.kernel
+    def kernel(self, a: cpasync.TmaInfo, b: cpasync.TmaInfo, out: cpasync.TmaInfo) -> None:
+        c = self.config
+        dtype = out.atom.value_type
+        smem = SmemAllocator()
+        sA = allocate_slots(smem, dtype, a.smem_layout)  # (bM, bK, SLOT)
+        sB = allocate_slots(smem, dtype, b.smem_layout)  # (bN, bK, SLOT)
+        sC = allocate_slots(smem, dtype, out.smem_layout)  # (64, epiN, SLOT)
+        ab = self.ring(smem)
+        publish_barriers((ab,), cluster=self.cluster.size > 1)
+
+        warp = cute.arch.warp_idx()
+        if warp >= self.load_warps.first:
+            cute.arch.setmaxregister_decrease(self.registers.load)
+            if warp == self.load_warps.first:
+                self.load_tiles(AbOperands(a, b, sA, sB), ab, out.tma_tensor)
+        else:
+            cute.arch.setmaxregister_increase(self.registers.mma)
+            warpgroups = 1 if c.pingpong else c.mma_warpgroups
+            mma = wgmma(make_wgmma(warpgroups, c.tile_n, dtype), sA, sB)
+            stores = warpgroup_stores(out, sC, c.epi_stages)
+            num_k_tiles = cute.ceil_div(cute.size(a.tma_tensor, mode=[1]), c.tile_k)
+            self.compute_tiles(mma, ab, stores, num_k_tiles, out.tma_tensor)
+            stores.drain()
+
+    @cute.jit
+    def load_tiles(self, ab_operands: AbOperands, ab: Ring, mC: cute.Tensor) -> None:
+        self.load(ab_operands.loads(OneTilePerCta.work_tile(), self.cluster), ab)
+
+    @cute.jit
+    def compute_tiles(
+        self, mma: Wgmma, ab: Ring, stores: WarpgroupStores, num_k_tiles: cutlass.Int32, mC
+    ) -> None:
+        self.mma(mma, ab, num_k_tiles)
+        self.store(mma, stores, OneTilePerCta.work_tile())
+
+    @cute.jit
+    def store(self, mma: Wgmma, stores: WarpgroupStores, tile) -> None:
+        """This warpgroup's rows of a tile: of the tile's blocks of 64, every `step`-th."""
+        c = self.config
+        step = 1 if c.pingpong else c.mma_warpgroups
+        first = cute.arch.warp_idx() // 4 % step
+        row, column = tile.m * (c.tile_m // 64) + first, tile.n * (c.tile_n // c.epi_n)
+        stores.store(mma.tCrAcc, row, step, column)

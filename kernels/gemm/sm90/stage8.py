@@ -1,0 +1,66 @@
+"""Stage 8: ping-pong. One warpgroup stores its tile while the other computes.
+
+Idea: in stage 7 both MMA warpgroups store at the same time, and the tensor cores wait. Let each
+have tiles of its own, in turn: while one rounds and stores, the other's wgmma run. One warpgroup
+keeps the tensor cores busy by itself, because the next group of wgmma is issued before the last is
+done.
+
+Changed since stage 7: the tile, 128x192 by one warpgroup (192 accumulators a thread, like 256x192
+by two), and `compute_tiles`: each warpgroup walks every second tile, skips the other's part of the
+ring, and takes its turn to issue when the other has issued its last wgmma.
+
+NOTE: the turn is what makes it right, too. A wait on a slot's barrier tells odd phases from even
+ones only, so a warpgroup may wait for a slot only when no more than one phase lies before it.
+"""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Int32, cute
+from cutlass.cute.nvgpu import warpgroup
+
+from cutex.atoms.mma import Wgmma
+from cutex.atoms.multicast import SharedRing
+from cutex.epilogue import WarpgroupStores
+from cutex.kernels.gemm.sm90.stage7 import Stage7
+from cutex.pipeline import Turns
+
+
+class Stage8(Stage7):
+    """
+    barrier         arrives                                      waits
+    ab.empty[slot]  1 a warp of the warpgroup whose tile it is,  LOAD
+                    in each CTA that this CTA's loads write to
+    (turn)          the warpgroup that has issued its tile       the other, before it issues its own
+    others as in stage 6
+
+    smem      bytes
+    sA        tile_m * tile_k * 2 * num_stages             81920
+    sB        tile_n * tile_k * 2 * num_stages             122880
+    sC        64 * epi_n * 2 * epi_stages * warpgroups     16384
+    ab        16 * num_stages                              80
+    """
+
+    number = 8
+
+    @cute.jit
+    def compute_tiles(
+        self, mma: Wgmma, ab: SharedRing, stores: WarpgroupStores, num_k_tiles: Int32, mC
+    ) -> None:
+        walk = self.tiles.walk(mC)
+        turns = Turns(first_barrier=3)  # behind those of the warpgroups
+        mine = cute.arch.warp_idx() // 4
+        take = ab.consumer()
+        if mine == 1:
+            turns.pass_to(0)
+            take.skip(num_k_tiles)
+        first = walk.first + mine * walk.step
+        for index in cutlass.range(first, walk.end, 2 * walk.step, unroll=1):
+            turns.take(mine)
+            done, take = self.issue(mma, ab, take, num_k_tiles)
+            if index + walk.step < walk.end:
+                turns.pass_to(1 - mine)
+            warpgroup.wait_group(0)
+            ab.release(done)
+            take.skip(num_k_tiles)
+            self.store(mma, stores, walk.tile(index))
