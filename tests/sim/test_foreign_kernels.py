@@ -1,0 +1,104 @@
+"""Kernels that we did not write run unmodified: CUTLASS's CuTe DSL examples, from a clone of it.
+
+    CUTEX_CUTLASS=path/to/cutlass pytest tests/sim/test_foreign_kernels.py
+
+Nothing of them is in this repository, so without a clone these tests are skipped; see docs/simulator.md.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cutex.sim import BadAddress, simulate
+
+CLONE = os.environ.get("CUTEX_CUTLASS", "")
+EXAMPLES = Path(CLONE) / "examples/python/CuTeDSL/cute"
+pytestmark = pytest.mark.skipif(
+    not CLONE, reason="needs a clone of CUTLASS's examples: set CUTEX_CUTLASS to it"
+)
+ORDERS = [
+    {},
+    {"order": "random", "seed": 1},
+    {"order": "starved", "seed": 4},
+    {"order": "peer-late"},
+]
+CLUSTERS = 4  # that the persistent examples believe to be active at once
+TUTORIALS = [f"fp16_gemm_{i}" for i in range(6)]
+
+
+def example(folder: str, name: str):
+    """The example as a module, from where it lies."""
+    path = EXAMPLES / folder / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # the DSL looks the source up by module
+    spec.loader.exec_module(module)
+    return module
+
+
+def operands(m: int, n: int, k: int, dtype: torch.dtype, batch: bool = False):
+    a, b = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
+    c = torch.full((m, n), float("nan")).to(dtype)
+    reference = a.double() @ b.double().T
+    if batch:
+        a, b, c = a[:, :, None], b[:, :, None], c[:, :, None]
+    return a, b, c, reference
+
+
+def assert_close(c: torch.Tensor, reference: torch.Tensor) -> None:
+    """Within twice the error of rounding the exact product to the output's type."""
+    rounding = (reference.to(c.dtype).double() - reference).abs().max()
+    assert (c.reshape(reference.shape).double() - reference).abs().max() <= 2 * rounding
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_tutorial_gemms_of_blackwell(name, order):
+    """One CTA; a pair with multicast; warp roles; persistent; CLC, two cluster sizes; prefetch."""
+    module = example("blackwell/tutorial/tutorial_gemm", name)
+    a, b, c, reference = operands(1024, 512, 256, torch.float16)
+    constants = {"fp16_gemm_3": 1, "fp16_gemm_4": 2, "fp16_gemm_5": 1}.get(name, 0)
+    report = simulate(module.host_function, a, b, c, *[CLUSTERS] * constants, **order)
+    assert not report.findings
+    assert_close(c, reference)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("pair, tile", [(False, (128, 128)), (True, (256, 256))])
+def test_persistent_gemm_of_blackwell_with_tma_store(pair, tile, order):
+    import cutlass
+    from cuda.bindings.driver import CUstream
+
+    module = example("blackwell/kernel/dense_gemm", "dense_gemm_persistent")
+    cluster = (2, 1) if pair else (1, 1)
+    gemm = module.PersistentDenseGemmKernel(cutlass.Float32, pair, tile, cluster, True)
+    a, b, c, reference = operands(512, 384, 320, torch.bfloat16, batch=True)
+    simulate(gemm, a, b, c, CLUSTERS, CUstream(0), **order)
+    assert_close(c, reference)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_gemm_of_hopper_with_stmatrix_and_tma_store(order):
+    import cutlass
+    from cuda.bindings.driver import CUstream
+
+    module = example("hopper/kernel/dense_gemm", "dense_gemm")
+    gemm = module.HopperWgmmaGemmKernel(cutlass.Float32, (128, 128), (1, 1))
+    a, b, c, reference = operands(384, 264, 200, torch.float16, batch=True)
+    simulate(gemm, a, b, c, CUstream(0), arch="sm_90a", **order)
+    assert_close(c, reference)
+
+
+def test_the_tutorials_write_past_the_end_when_m_is_no_multiple_of_the_tile():
+    """They ask for whole tiles; the simulator says what happens otherwise."""
+    module = example("blackwell/tutorial/tutorial_gemm", "fp16_gemm_1")
+    a, b, c, _ = operands(640, 512, 192, torch.float16)
+    with pytest.raises(BadAddress, match=r"bytes past the end of c \(640x512 float16\)"):
+        simulate(module.host_function, a, b, c)
