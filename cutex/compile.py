@@ -355,12 +355,12 @@ def _ingredients(kernel: Kernel, dtype: str, arch: str) -> dict[str, Any]:
         "tvm_ffi": importlib.metadata.version("apache-tvm-ffi"),
         "dsl_environment": {k: v for k, v in os.environ.items() if k.startswith("CUTE_DSL_")},
         "host": platform.machine(),
-        "sources": _sources_digest(),
+        "sources": sources_digest(),
     }
 
 
 @once
-def _sources_digest() -> str:
+def sources_digest() -> str:
     """Of every file that a kernel may be built from."""
     here = Path(__file__).parent
     files = [here / name for name in ("compile.py", "pipeline.py", "epilogue.py")]
