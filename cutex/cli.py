@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from cutex import results, timing
 from cutex.arch import ARCHS, Arch, arch, local_arch
+from cutex.orders import ORDERS
 from cutex.problem import DTYPES, INITS, GemmProblem
 from cutex.results import Result, Timing
 from cutex.run import (
@@ -62,8 +63,10 @@ def parser() -> Parser:
     )
     add_problem(what)
     sim = p.add_argument_group("in the simulator")
-    sim.add_argument("--order", choices=("fifo", "random"), help="of the warps; default: fifo")
-    sim.add_argument("--seeds", type=int, metavar="N", help="run N random orders")
+    sim.add_argument("--order", choices=ORDERS, help="of events; default: fifo")
+    sim.add_argument(
+        "--seeds", type=int, metavar="N", help="run N orders of that kind; default kind: random"
+    )
     add_timing(p.add_argument_group("on a GPU"))
     out = p.add_argument_group("output")
     out.add_argument("--emit", choices=EMITS, help="print what was compiled, and run nothing")
@@ -196,13 +199,13 @@ def _options(args: argparse.Namespace, device: str) -> Options:
                 option = name.replace("_", "-")
                 raise ValueError(f"--{option} is for device {group}, and this runs on {device}")
     if args.seeds is not None and (args.seeds < 1 or args.order == "fifo"):
-        raise ValueError(f"--seeds {args.seeds}: takes a number from 1, of random orders")
+        raise ValueError(f"--seeds {args.seeds}: takes a number from 1, of orders other than fifo")
     compare = tuple(dict.fromkeys(args.compare.split(","))) if args.compare else ()
     for name in compare:
         if name not in PEERS:
             raise ValueError(f"--compare {name!r} is not one of {', '.join(PEERS)}")
     return Options(
-        order="random" if args.seeds else args.order or "fifo",
+        order=args.order or ("random" if args.seeds else "fifo"),
         seeds=args.seeds or 1,
         compare=compare,
         cache_state=args.cache_state or "cold",

@@ -30,8 +30,8 @@ DEVICES = ("auto", "cuda", "sim")
 class Options:
     """How to run, as opposed to what: everything here leaves the numbers of C alone."""
 
-    order: str = "fifo"  # simulator: "fifo" | "random"
-    seeds: int = 1  # simulator: how many random orders
+    order: str = "fifo"  # simulator: out of cutex.orders.ORDERS
+    seeds: int = 1  # simulator: how many orders of that kind, where there is more than one
     compare: tuple[str, ...] = ()  # names out of PEERS
     cache_state: str = "cold"
     check_only: bool = False  # leave out the timing
@@ -145,8 +145,8 @@ def _simulate(problem: GemmProblem, stage: Stage, options: Options) -> Result:
     compiled = compile_stage(stage, problem.dtype)
     a, b = problem.inputs()
     orders = [("fifo", 0)]
-    if options.order == "random":
-        orders = [("random", problem.seed + i) for i in range(options.seeds)]
+    if options.order != "fifo":
+        orders = [(options.order, problem.seed + i) for i in range(options.seeds)]
     seconds, instructions, done = 0.0, 0, []
     for order, seed in orders:
         name = order if order == "fifo" else f"{order}:{seed}"

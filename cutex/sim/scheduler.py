@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cutex.orders import ORDERS
 from cutex.sim import clc, data, floating, integer, sync, tcgen05, tcgen05_mma, tma, warp, wgmma  # noqa: F401 - they register definitions
 from cutex.sim.decode import Execute, decode
 from cutex.sim.errors import Deadlock, SimError, UnknownInstruction
@@ -26,7 +27,6 @@ from cutex.sim.ptx import Program, Reg, Vector
 if TYPE_CHECKING:
     from cutex.sim.machine import Machine
 
-ORDERS = ("fifo", "eager", "starved", "peer-late", "random")
 _TURN = 4096  # instructions a batch may run before others at higher positions get their turn
 
 

@@ -2,7 +2,7 @@
 
     CUTEX_CUTLASS=path/to/cutlass pytest tests/sim/test_foreign_kernels.py
 
-Nothing of them is in this repository, so without a clone these tests are skipped (docs/simulator.md).
+Nothing of them is in this repository: without a clone these tests are skipped (docs/simulator.md).
 """
 
 from __future__ import annotations
