@@ -112,22 +112,35 @@ class SubTiles(NamedTuple):
 
     @cute.jit
     def store(
-        self, tTR_rAcc: cute.Tensor, stores: TileStores, column_tile: Int32, slot: Int32
-    ) -> Int32:
-        """Round a sub-tile, put it into `slot` and start its store; returns the next slot."""
+        self,
+        tTR_rAcc: cute.Tensor,
+        stores: TileStores,
+        part: cutlass.Constexpr[int],
+        column_tile: Int32,
+    ) -> None:
+        """Round sub-tile `part`, put it into its slot and start its store to `column_tile`."""
+        num_slots = cute.size(self.tTR_sC, mode=[3])
+        slot = part % num_slots
         tTR_sC = self.tTR_sC[None, None, None, slot]
         tTR_rC = cute.make_rmem_tensor_like(tTR_rAcc, tTR_sC.element_type)
         tTR_rC.store(tTR_rAcc.load().to(tTR_sC.element_type))
         cute.autovec_copy(tTR_rC, tTR_sC)
         cute.arch.fence_view_async_shared()
-        num_slots = cute.size(self.tTR_sC, mode=[3])
         warp = cute.arch.warp_idx()
         if warp == 0:
-            cute.arch.cp_async_bulk_wait_group(num_slots - 2, read=True)
+            pending = stores_until_reuse((part + 1) % self.num_parts, self.num_parts, num_slots) - 2
+            cute.arch.cp_async_bulk_wait_group(pending, read=True)
         cute.arch.barrier(barrier_id=SUB_TILE_BARRIER, number_of_threads=tmem.LANES)
         if warp == 0:
             stores.store(slot, column_tile)
-        return (slot + 1) % num_slots
+
+
+def stores_until_reuse(part: int, num_parts: int, num_slots: int) -> int:
+    """How many stores after the last use of its slot the store of `part` comes, tile upon tile."""
+    if part >= num_slots:
+        return num_slots
+    last_use = part + (num_parts - 1 - part) // num_slots * num_slots  # in the tile before
+    return part + num_parts - last_use
 
 
 @cute.jit

@@ -64,9 +64,16 @@ class Barrier:
         cute.arch.mbarrier_arrive(self[slot])
 
     def arrive_at_leader(self, slot: Int32 | int = 0) -> None:
-        """The same on the barrier of the pair's leader, and for what it then reads of this CTA."""
-        scope = nvvm.MemScopeKind.CLUSTER
-        cute.arch.mbarrier_arrive(self[slot], LEADER, scope=scope)
+        """The same on the barrier of the pair's leader.
+
+        NOTE: a release of CTA scope, as in CUTLASS. It says that this warp's reads are over, and
+        no data goes to the leader with it; cluster scope would wait for a fence of the whole GPU.
+        """
+        cute.arch.mbarrier_arrive(self[slot], LEADER)
+
+    def arrive_expecting_at(self, rank: Int32, num_bytes: int, slot: Int32 | int = 0) -> None:
+        """The same on the barrier of CTA `rank` of the cluster, by one thread."""
+        cute.arch.mbarrier_arrive_and_expect_tx(self[slot], num_bytes, rank)
 
     def arrive_expecting(self, num_bytes: int, slot: Int32 | int = 0) -> None:
         """One arrival, and `num_bytes` that asynchronous copies have yet to bring."""

@@ -46,6 +46,7 @@ class StaticQueue:
     """Every tile follows from the one before: nobody needs to be asked."""
 
     walk: Walk
+    barriers: tuple[()] = ()
 
     def first(self) -> Ticket:
         return Ticket(self.walk.first, self.walk.first < self.walk.end, Int32(0), Int32(0))

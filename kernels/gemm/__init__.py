@@ -61,6 +61,7 @@ _STAGES = (
     Stage(5, "sm_100a", "pair MMA", "two CTAs run one MMA and share what they load", _PAIR),
     Stage(6, "sm_100a", "persistent", "the epilogue runs under the next tile's mainloop", _LOOP),
     Stage(7, "sm_100a", "raster order", "tiles in bands, so that more of them share L2", _LOOP),
+    Stage(8, "sm_100a", "CLC", "the hardware hands out the tiles while the kernel runs", _LOOP),
 )
 
 

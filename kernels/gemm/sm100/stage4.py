@@ -107,9 +107,8 @@ class Stage4(Stage3):
     ) -> None:
         acc_full.wait(0)
         fence_after_sync()
-        slot = Int32(0)
         for part in cutlass.range_constexpr(parts.num_parts):
             tTR_rAcc = parts.load(part)
-            slot = parts.store(tTR_rAcc, stores, n_tile * parts.num_parts + part, slot)
+            parts.store(tTR_rAcc, stores, part, n_tile * parts.num_parts + part)
         fence_before_sync()
         drain_stores()

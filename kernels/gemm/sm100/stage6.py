@@ -81,6 +81,7 @@ class Stage6(Stage5):
             grid=self.scheduler().grid(mC),
             block=(self.num_threads, 1, 1),
             cluster=(2, 1, 1),
+            min_blocks_per_mp=1,  # smem takes a whole SM: ptxas need not save registers
             stream=stream,
         )
 
@@ -103,7 +104,7 @@ class Stage6(Stage5):
         tmem = Tmem.allocate(smem, columns=c.tile_n * c.num_acc, pair=True)
         if warp == Warp.MMA:
             tmem.acquire()
-        publish_barriers((ab, acc), cluster=True)
+        publish_barriers((ab, acc, *queue.barriers), cluster=True)
         pointer = tmem.pointer()
 
         mma = umma(make_umma(256, c.tile_n, dtype, pair=True), sA, sB, pointer, c.num_acc)
@@ -113,12 +114,17 @@ class Stage6(Stage5):
             if is_leader():
                 num_k_tiles = cute.ceil_div(cute.size(a.tma_tensor, mode=[1]), c.tile_k)
                 self.mma(mma, ab, acc, num_k_tiles, queue)
-        else:
+        elif warp < Warp.LOAD:
             self.epilogue(mma.tCtAcc, out, sC, acc, queue)
+        else:
+            self.schedule(queue)
         sync_cluster()
         if warp == Warp.MMA:
             fence_after_sync()
             tmem.free(pointer)
+
+    def schedule(self, queue: Any) -> None:
+        """No warp does this: in a static queue nobody needs to be asked (stage 8)."""
 
     @cute.jit
     def load(
@@ -176,7 +182,6 @@ class Stage6(Stage5):
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         take = acc.consumer()
-        slot = Int32(0)
         ticket = queue.first()
         while ticket.valid:
             tile = queue.tile(ticket)
@@ -189,7 +194,7 @@ class Stage6(Stage5):
                 if cutlass.const_expr(part == parts.num_parts - 1):
                     fence_before_sync()
                     acc.release(take)
-                slot = parts.store(tTR_rAcc, stores, tile.n * parts.num_parts + part, slot)
+                parts.store(tTR_rAcc, stores, part, tile.n * parts.num_parts + part)
             take.advance()
             ticket = queue.next(ticket)
         drain_stores()

@@ -1,0 +1,94 @@
+"""Cluster launch control: the hardware hands out the tiles while the kernel runs (sm_100a).
+
+The grid has a cluster of two CTAs for every tile. Those that fit run; a running cluster that wants
+more work takes over one that has not started (PTX ISA, clusterlaunchcontrol.try_cancel). So an SM
+that another kernel holds, or that was late, takes fewer tiles, and none waits for it.
+
+One warp of the leader asks ahead, through a ring of replies. The hardware writes each reply into
+the smem of both CTAs, where every role reads it. A refusal ends the sequence, for whatever reason
+it came: clusters that were not taken over start on their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cutlass import Boolean, Int32, Int128, cute
+from cutlass.memory import SmemAllocator
+
+from cutex.pipeline import Barrier, Place
+from cutex.schedulers.one_tile import WorkTile
+from cutex.schedulers.queue import Ticket
+from cutex.schedulers.raster import Raster
+
+REPLY_BYTES = 16
+CTAS = 2  # of a cluster, along M
+DEPTH = 2  # replies that may be unread
+
+
+@dataclass(frozen=True)
+class ClcQueue:
+    """
+    barrier        arrives                                  waits
+    asked[slot]    1: the asking warp, on both CTAs', and   every role of its CTA
+                   the reply, 16 bytes, by the hardware
+    read[slot]     1 a warp that has read the reply, of     the asking warp
+                   both CTAs, at the leader's
+    """
+
+    raster: Raster
+    clusters_m: Int32
+    clusters_n: Int32
+    replies: cute.Pointer  # in smem, 16 bytes a slot
+    asked: Barrier
+    read: Barrier
+
+    @staticmethod
+    def allocate(
+        smem: SmemAllocator, raster: Raster, clusters: tuple[Int32, Int32], readers: int
+    ) -> ClcQueue:
+        """`readers`: warps of both CTAs that walk the queue, the one that asks among them."""
+        replies = smem.allocate_array(Int128, DEPTH)
+        asked = Barrier.allocate(smem, "tile asked for", arrivals=1, slots=DEPTH)
+        read = Barrier.allocate(smem, "tile read", arrivals=readers, slots=DEPTH)
+        return ClcQueue(raster, *clusters, replies, asked, read)
+
+    @property
+    def barriers(self) -> tuple[Barrier, ...]:
+        return self.asked, self.read
+
+    def first(self) -> Ticket:
+        x, _, _ = cute.arch.block_idx()
+        return Ticket(x // CTAS, Boolean(True), Int32(0), Int32(0))
+
+    @cute.jit
+    def next(self, ticket: Ticket) -> Ticket:
+        """Wait for the reply and read it. A whole warp."""
+        self.asked.wait(ticket.phase, ticket.slot)
+        x, _, _, taken = cute.arch.clc_response(self.replies + ticket.slot)
+        cute.arch.fence_view_async_shared()  # NOTE: the next reply comes through the async proxy
+        with cute.arch.elect_one():
+            self.read.arrive_at_leader(ticket.slot)
+        place = Place(DEPTH, ticket.slot, ticket.phase)
+        place.advance()
+        return Ticket(x // CTAS, taken != 0, place.slot, place.phase)
+
+    @cute.jit
+    def ask(self) -> None:
+        """Ask for one tile after the other, until there is none. One warp, of the leader."""
+        lane = cute.arch.lane_idx()
+        place = Place(DEPTH, Int32(0), Int32(1))
+        ticket = self.first()
+        while ticket.valid:
+            self.read.wait(place.phase, place.slot)
+            if lane < CTAS:
+                self.asked.arrive_expecting_at(lane, REPLY_BYTES, place.slot)
+            with cute.arch.elect_one():
+                cute.arch.issue_clc_query(self.asked[place.slot], self.replies + place.slot)
+            place.advance()
+            ticket = self.next(ticket)
+
+    def tile(self, ticket: Ticket) -> WorkTile:
+        """In rows of a CTA and columns of a pair."""
+        m, n = self.raster.cluster(ticket.index, self.clusters_m, self.clusters_n)
+        return WorkTile(CTAS * m + cute.arch.block_idx_in_cluster(), n)
