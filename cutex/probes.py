@@ -1,0 +1,131 @@
+"""The times of single instructions that the simulator's timing model needs and only a GPU tells.
+
+Run by `modal run modal_app.py --op confirm`. In the simulator a clock counts instructions, so there
+the probes only prove that they run.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cutex import run
+from cutex.arch import arch
+from cutex.compile import compile
+
+if TYPE_CHECKING:
+    from cutex.compile import Compiled
+
+DTYPE = "bf16"  # of the output row, which holds 32-bit words in truth
+SUSTAINED_SECONDS = 10
+
+
+def _probes(name: str) -> list[Any]:
+    if name != "sm_100a":
+        raise ValueError(f"arch {name!r} has no probes, sm_100a has")
+    from cutex.kernels.probes.sm100 import probes
+
+    return probes()
+
+
+def compile_all(name: str) -> list[Compiled]:
+    return [compile(probe, DTYPE, name) for probe in _probes(name)]
+
+
+def measure(name: str, device: str) -> list[dict[str, Any]]:
+    """Run every probe on "cuda" or "sim"; one row each, with cycles and whether it was right.
+
+    On a GPU a last row holds the clock and power of the top of the ladder under sustained load.
+    """
+    rows = [_measure_one(probe, compile(probe, DTYPE, name), device) for probe in _probes(name)]
+    if run.choose_device(device, arch(name)) == "cuda":
+        rows.append(_sustained(name))
+    return rows
+
+
+def _measure_one(probe: Any, compiled: Compiled, device: str) -> dict[str, Any]:
+    import torch
+
+    from cutex.kernels.probes.sm100 import REPEATS, WIDTH
+
+    out = torch.zeros((1, WIDTH), dtype=torch.bfloat16)
+    device = run.choose_device(device, arch(compiled.arch))
+    if device == "cuda":
+        out = out.cuda()
+        compiled(out)
+    else:
+        from cutex.sim import simulate
+
+        simulate(compiled, out)
+    found = out.cpu().view(torch.int32)[0].tolist()
+    cycles = found[1:REPEATS]  # the first is a warm-up
+    row: dict[str, Any] = {"probe": probe.title, "ok": True}
+    if device == "cuda":
+        row.update(cycles=min(cycles), all=cycles, ok=all(c > 0 for c in cycles))
+    columns, batch = probe.config.columns, probe.config.batch
+    if columns:
+        row.update(columns=columns, batch=batch, bytes=probe.bytes)
+        # NOTE: the registers are stored as 0, 1, 2, ... and must come back as they were
+        count = columns * batch
+        row["ok"] &= found[REPEATS] == (REPEATS + 1) * count * (count - 1) // 2
+    return row
+
+
+def _sustained(name: str) -> dict[str, Any]:
+    """The clock after some seconds of GEMM, which says where the power limit lies."""
+    import time
+
+    import torch
+
+    from cutex.kernels.gemm import stages
+    from cutex.problem import GemmProblem
+    from cutex.timing import gpu_state, tflops
+
+    problem = GemmProblem(8192, 8192, 4096)
+    top = stages(name)[-1]
+    launch = run.compile_stage(top, problem.dtype)
+    a, b = problem.inputs("cuda")
+    c = problem.output("cuda")
+    launches, states, start = 0, [], time.monotonic()
+    while (took := time.monotonic() - start) < SUSTAINED_SECONDS:
+        for _ in range(200):
+            launch(a, b, c)
+        states.append(gpu_state())
+        torch.cuda.synchronize()
+        launches += 200
+    title = f"stage {top.number} sustained, 8192x8192x4096, Gaussian data"
+    rate = tflops(problem.flops, took * 1e6 / launches)
+    ok = problem.check(a, b, c).ok
+    return {"probe": title, "seconds": took, "tflops": rate, "states": states[::5], "ok": ok}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """One line per probe."""
+    return "\n".join(f"{_titled(row):<48} {_told(row)}" for row in rows)
+
+
+def _titled(row: dict[str, Any]) -> str:
+    several = f", {row['batch']} x {row['columns']} columns" if "bytes" in row else ""
+    return row["probe"] + several
+
+
+def _told(row: dict[str, Any]) -> str:
+    if not row["ok"]:
+        return "WRONG"
+    if "tflops" in row:
+        clocks = [s["clock_mhz"] for s in row["states"] if s and "clock_mhz" in s]
+        span = f"{max(clocks):.0f} -> {clocks[-1]:.0f} MHz" if clocks else "clock unknown"
+        return f"{row['tflops']:8.0f} TFLOPS  {span}"
+    if "cycles" not in row:
+        return "runs, and is not timed: simulated"
+    rate = f"  {row['bytes'] / row['cycles']:.0f} B/clk" if "bytes" in row else ""
+    return f"{row['cycles']:8} cycles{rate}"
+
+
+def record(rows: list[dict[str, Any]], when: str, folder: Path) -> Path:
+    """Keep the rows of one run; a run recorded again replaces itself."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"probes-sm100-{when[:19].replace(':', '')}.json"
+    path.write_text(json.dumps(rows, indent=1) + "\n")
+    return path

@@ -1,0 +1,165 @@
+"""What happens in the rented container: the same `run` as everywhere else, on its GPU.
+
+A request and a reply are plain data. A container may be taken away and its input given to another:
+a request changes nothing outside but the volume of compiled kernels, and the ledger is written
+where the request came from.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+VOLUME = "/cache"  # where Modal mounts the volume of compiled kernels
+
+
+def execute(request: dict[str, Any]) -> dict[str, Any]:
+    """Answer one request of cutex.rental; runs in the container."""
+    os.environ["CUTEX_COMMIT"] = request["commit"] or ""
+    unpack(request["kernels"])
+    notices: list[str] = []
+    reply: dict[str, Any] = {
+        "index": request["index"],
+        "results": [],
+        "notices": notices,
+        "code": 0,
+    }
+    if request["pytest"] is not None:
+        reply.update(_tests(request["pytest"]))
+    elif request["probes"]:
+        reply["probes"] = _probes(request)
+    else:
+        with _Volume():
+            reply["results"] = _run(request, notices)
+    reply["seconds"] = _clock.lap()
+    return reply
+
+
+def _run(request: dict[str, Any], notices: list[str]) -> list[str]:
+    from cutex.kernels.gemm import stage
+    from cutex.problem import GemmProblem
+    from cutex.run import Options, run_stages
+
+    stages = [stage(request["arch"], number) for number in request["stages"]]
+    options = Options(**request["options"], notice=notices.append)
+    found = run_stages(GemmProblem(**request["problem"]), stages, "cuda", options)
+    rented = {"rented": request["gpu"], "container": os.environ.get("MODAL_TASK_ID")}
+    return [
+        replace(r, run=request["run"], environment={**r.environment, **rented}).to_json()
+        for r in found
+    ]
+
+
+def _probes(request: dict[str, Any]) -> list[dict[str, Any]]:
+    from cutex.probes import measure
+
+    return measure(request["arch"], "cuda")
+
+
+def _tests(arguments: list[str]) -> dict[str, Any]:
+    """Run pytest on the mounted tests; its report, and its exit code as ours."""
+    import cutex
+
+    root = Path(cutex.__file__).resolve().parent.parent
+    with tempfile.TemporaryDirectory() as folder:
+        junit = Path(folder) / "junit.xml"
+        command = (sys.executable, "-m", "pytest", *arguments, "--junitxml", str(junit))
+        # NOTE: its output goes to the container's log, which Modal shows while it runs
+        ran = subprocess.run(command, cwd=root, check=False)
+        text = junit.read_text() if junit.exists() else ""
+    return {"code": ran.returncode, "junit": text}
+
+
+class _Clock:
+    """Seconds of rent since the last lap; the first began with the process."""
+
+    def __init__(self) -> None:
+        self._from = time.time() - _process_seconds()
+
+    def lap(self) -> float:
+        now = time.time()
+        seconds, self._from = now - self._from, now
+        return seconds
+
+
+def _process_seconds() -> float:
+    """How long this process has been running; 0 where the kernel does not tell."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        up = float(Path("/proc/uptime").read_text().split()[0])
+        return max(0.0, up - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+_clock = _Clock()
+
+
+# ---- compiled kernels, which travel with a request so that no GPU waits for a compiler
+
+
+def pack(entries: Iterable[Path]) -> bytes:
+    """Entries of the kernel cache (cutex/compile.py) as one compressed archive."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:xz") as archive:
+        for entry in sorted(set(entries)):
+            for file in sorted(entry.iterdir()):
+                archive.add(file, f"{entry.name}/{file.name}")
+    return buffer.getvalue()
+
+
+def unpack(archive: bytes) -> None:
+    """Put packed entries into this machine's kernel cache, beside what is there."""
+    if not archive:
+        return
+    from cutex.compile import cache_dir
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tarfile.open(fileobj=io.BytesIO(archive), mode="r:xz") as packed,
+    ):
+        packed.extractall(folder, filter="data")
+        _add_entries(Path(folder), cache_dir() / "kernels")
+
+
+def _add_entries(source: Path, target: Path) -> None:
+    """Copy what `target` lacks; each entry appears there whole."""
+    for entry in source.iterdir() if source.is_dir() else ():
+        if entry.is_dir() and not entry.name.startswith(".") and not (target / entry.name).exists():
+            target.mkdir(parents=True, exist_ok=True)
+            scratch = Path(tempfile.mkdtemp(prefix=f".{entry.name}-", dir=target))
+            shutil.copytree(entry, scratch, dirs_exist_ok=True)
+            try:
+                scratch.rename(target / entry.name)
+            except OSError:  # another process was first
+                shutil.rmtree(scratch)
+
+
+class _Volume:
+    """Kernels kept on the volume between runs: those of these very sources, taken and given back.
+
+    NOTE: the cache itself lies on the container's own disk, because it needs locks and renames,
+    which a network volume may not have. An entry that did not arrive whole is built anew.
+    """
+
+    def __enter__(self) -> None:
+        from cutex.compile import cache_dir, sources_digest
+
+        self.here = cache_dir() / "kernels"
+        self.there = Path(VOLUME) / "kernels" / sources_digest()[:16]
+        if Path(VOLUME).is_dir():
+            _add_entries(self.there, self.here)
+
+    def __exit__(self, *_: object) -> None:
+        if Path(VOLUME).is_dir():
+            _add_entries(self.here, self.there)

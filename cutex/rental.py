@@ -1,0 +1,424 @@
+"""Renting a GPU for a run: preflight, plan and price first; replies into the ledger as they come.
+
+What rents is given from outside (modal_app.py), so all of this runs, and is tested, without Modal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shlex
+import sys
+import traceback
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cutex import cli, prices, remote, results
+from cutex.arch import arch
+from cutex.prices import Rental
+from cutex.problem import GemmProblem
+from cutex.results import Result
+from cutex.run import Missing, Options, commit, compile_stage, run_stages, run_time
+
+if TYPE_CHECKING:
+    from cutex.kernels.gemm import Stage
+
+Reply = dict[str, Any] | BaseException
+Rent = Callable[[str, list[dict[str, Any]], int], AsyncIterator[Reply]]
+
+OPS = ("gemm", "tests", "sweep", "confirm")
+DEFAULT_GPU = "B200"
+DEFAULT_TESTS = "tests/test_gemm.py -q"
+SWEEP = (
+    *((size, size, size) for size in (1024, 2048, 4096, 8192, 16384)),
+    *((m, 8192, 8192) for m in (16, 64, 256, 1024)),
+)
+CONFIRM = ((8192, 8192, 4096), (4096, 4096, 4096))
+
+# What a call takes, in seconds. Estimates, with room: the price afterwards is by measured seconds.
+START = 40.0  # a container starts, imports torch and the DSL; once per GPU
+CHECK = 6.0  # per problem: inputs, reference, check
+VARIANT = 2.0  # per stage or peer: warm-up and 50 rounds
+TUNED_PEER = 150.0  # quack-tuned tries all its configs first
+TESTS = 300.0
+PROBES = 60.0
+SLACK = 4.0  # times the estimate, after which a call is ended
+SHORTEST_LIMIT = 120
+INTERRUPTED = 130  # exit code of what Ctrl-C ended
+
+
+def parser() -> cli.Parser:
+    p = cli.Parser(
+        prog="modal run modal_app.py",
+        description="Run cutex on a GPU rented from Modal. Every request is first compiled and "
+        "simulated here; then its price is told.",
+    )
+    what = p.add_argument_group("what to run")
+    what.add_argument(
+        "--op",
+        choices=OPS,
+        default="gemm",
+        help="gemm: as python -m cutex.gemm; tests: pytest there; sweep: many problems and GPUs; "
+        "confirm: all that only a B200 can tell; default: gemm",
+    )
+    what.add_argument(
+        "--gpu",
+        default=DEFAULT_GPU,
+        metavar="|".join(prices.RENTALS),
+        help="default: B200; for sweep several, as B200,H200",
+    )
+    what.add_argument("--stage", default="all", metavar="N|all", help="default: all")
+    cli.add_problem(what)
+    what.add_argument(
+        "--tests",
+        default=DEFAULT_TESTS,
+        metavar="ARGS",
+        help=f"of pytest; default: {DEFAULT_TESTS}",
+    )
+    cli.add_timing(p.add_argument_group("timing"))
+    money = p.add_argument_group("money")
+    money.add_argument("--dry-run", action="store_true", help="tell the plan, and rent nothing")
+    money.add_argument(
+        "--max-cost", type=float, metavar="USD", help="never rent for more than this"
+    )
+    money.add_argument(
+        "--rate",
+        action="append",
+        default=[],
+        metavar="GPU=USD",
+        help="dollars per hour, as B200=6.25",
+    )
+    money.add_argument("--no-preflight", action="store_true", help="rent without simulating first")
+    cli.add_output(p.add_argument_group("output"))
+    return p
+
+
+# ---- what is asked for
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call in one container; what `remote.execute` is given, as a dict."""
+
+    index: int
+    run: str  # UTC time, alike for all that one command asks for
+    gpu: str
+    arch: str
+    seconds: float  # estimate
+    stages: list[int] = field(default_factory=list)
+    problem: dict[str, Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    probes: bool = False
+    pytest: list[str] | None = None
+    commit: str | None = None
+    kernels: bytes = b""
+
+    def __str__(self) -> str:
+        if self.pytest is not None:
+            return f"pytest {shlex.join(self.pytest)}"
+        if self.problem is None:
+            return "timing probes"
+        p = self.problem
+        stages = ",".join(map(str, self.stages))
+        peers = " ".join(("beside", *self.options["compare"])) if self.options["compare"] else ""
+        return f"stage {stages} on {p['m']}x{p['n']}x{p['k']} {p['dtype']} {peers}".rstrip()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that one command asks for, by GPU, and what it costs."""
+
+    rentals: list[Rental]
+    requests: list[Request]
+    max_cost: float | None
+
+    def on(self, gpu: str) -> list[Request]:
+        return [r for r in self.requests if r.gpu == gpu]
+
+    def seconds(self, rental: Rental) -> float:
+        return START + sum(r.seconds for r in self.on(rental.gpu))
+
+    @property
+    def usd(self) -> float:
+        return sum(r.usd(self.seconds(r)) for r in self.rentals)
+
+    def limit(self, rental: Rental) -> int:
+        """Seconds after which Modal ends a call: generous, yet within --max-cost in all."""
+        longest = max(r.seconds for r in self.on(rental.gpu))
+        limit = max(SHORTEST_LIMIT, SLACK * longest)
+        if self.max_cost is not None:
+            share = self.max_cost / self.usd * self.seconds(rental) - START
+            limit = min(limit, share / len(self.on(rental.gpu)))
+        return max(1, int(limit))
+
+    @property
+    def most(self) -> float:
+        """Dollars, if every call ran into its limit."""
+        return sum(r.usd(START + len(self.on(r.gpu)) * self.limit(r)) for r in self.rentals)
+
+    def __str__(self) -> str:
+        lines = []
+        for rental in self.rentals:
+            seconds = self.seconds(rental)
+            lines.append(
+                f"{rental.gpu}: {seconds:.0f} s, about ${rental.usd(seconds):.2f} at "
+                f"${rental.usd_per_second * 3600:.2f} an hour (rates of {prices.AS_OF})"
+            )
+            lines += [f"  {request.seconds:4.0f} s  {request}" for request in self.on(rental.gpu)]
+        return "\n".join([*lines, f"in all about ${self.usd:.2f}, at most ${self.most:.2f}"])
+
+
+def plan(args: argparse.Namespace) -> Plan:
+    """ValueError, in one sentence, for what makes no sense."""
+    rentals = prices.overridden([prices.rental(name) for name in args.gpu.split(",")], args.rate)
+    rentals = list({r.gpu: r for r in rentals}.values())
+    if len(rentals) > 1 and args.op != "sweep":
+        raise ValueError(f"--gpu {args.gpu}: --op {args.op} takes one GPU; sweep takes several")
+    if args.max_cost is not None and not args.max_cost > 0:
+        raise ValueError(f"--max-cost {args.max_cost}: dollars above 0 are needed")
+    requests: list[Request] = []
+    for r in rentals:
+        requests += _requests(args, r)
+    requests = [replace(request, index=i) for i, request in enumerate(requests)]
+    made = Plan(rentals, requests, args.max_cost)
+    if args.max_cost is not None and made.usd > args.max_cost:
+        raise ValueError(
+            f"--max-cost {args.max_cost:g}: this would cost about ${made.usd:.2f}; "
+            "ask for fewer problems, stages or GPUs, or allow more"
+        )
+    return made
+
+
+def _requests(args: argparse.Namespace, rental: Rental) -> list[Request]:
+    shared: dict[str, Any] = {"index": 0, "run": run_time(), "commit": commit()}
+    shared.update(gpu=rental.gpu, arch=rental.arch)
+    if args.op == "tests":
+        return [Request(**shared, seconds=TESTS, pytest=shlex.split(args.tests))]
+    sizes = {"sweep": SWEEP, "confirm": CONFIRM}.get(args.op)
+    defaults: dict[str, Any] = {}
+    if sizes and not args.mnk:
+        defaults["mnk"] = [",".join(map(str, mnk)) for mnk in sizes]
+    if args.op == "confirm":
+        if rental.arch != "sm_100a":
+            raise ValueError(f"--gpu {rental.gpu}: --op confirm asks what only a B200 can tell")
+        defaults["compare"] = args.compare or "cublas"
+    args = argparse.Namespace(**{**vars(args), **defaults, "seeds": None, "order": None})
+    job = cli.job(args, cli.choose_stages(args.stage, arch(rental.arch)), "cuda")
+    requests = [
+        Request(
+            **shared,
+            seconds=_estimate(job.stages, job.options),
+            stages=[s.number for s in job.stages],
+            problem=asdict(problem),
+            options=_plain(job.options),
+        )
+        for problem in job.problems
+    ]
+    if args.op == "confirm":
+        requests.append(Request(**shared, seconds=PROBES, probes=True))
+    return requests
+
+
+def _plain(options: Options) -> dict[str, Any]:
+    return {name: value for name, value in vars(options).items() if name != "notice"}
+
+
+def _estimate(stages: Sequence[Stage], options: Options) -> float:
+    if options.check_only:
+        return CHECK
+    tuned = TUNED_PEER * sum("tuned" in name for name in options.compare)
+    return CHECK + VARIANT * (len(stages) + len(options.compare)) + tuned
+
+
+# ---- before anything is rented
+
+
+def preflight(made: Plan, say: Callable[[str], None]) -> tuple[bool, dict[str, bytes]]:
+    """Compile every kernel asked for, and run it in the simulator on less.
+
+    Returns whether all was right, and by arch the compiled kernels, packed to travel.
+    """
+    entries: dict[str, set[Path]] = {}
+    right, seen = True, set()
+    for request in made.requests:
+        folders = entries.setdefault(request.arch, set())
+        if request.probes:
+            right &= _preflight_probes(request.arch, folders, say)
+        if request.problem is None:
+            continue
+        problem = GemmProblem(**request.problem)
+        stages = [
+            s for s in cli.choose_stages("all", arch(request.arch)) if s.number in request.stages
+        ]
+        for stage in stages:
+            small = reduced(problem)
+            folders.add(compile_stage(stage, problem.dtype).object_path.parent)
+            if (stage, small) in seen:
+                continue
+            seen.add((stage, small))
+            result = run_stages(small, [stage], "sim")[0]
+            right &= result.ok
+            if not result.ok:
+                size = "x".join(map(str, small.mnk))
+                say(f"preflight: stage {stage.number} of {stage.arch} on {size}: {result.message}")
+    return right, {name: remote.pack(folders) for name, folders in entries.items()}
+
+
+def _preflight_probes(target: str, folders: set[Path], say: Callable[[str], None]) -> bool:
+    from cutex.probes import compile_all, measure
+
+    folders |= {compiled.object_path.parent for compiled in compile_all(target)}
+    try:
+        measure(target, "sim")
+    except RuntimeError as error:
+        say(f"preflight: probes: {error}")
+        return False
+    return True
+
+
+def reduced(problem: GemmProblem) -> GemmProblem:
+    """What the simulator runs instead: a few tiles, the same remainders, exact integers."""
+
+    def less(size: int, most: int) -> int:
+        return size if size <= most else most + size % most
+
+    m, n, k = less(problem.m, 512), less(problem.n, 512), less(problem.k, 256)
+    return replace(problem, m=m, n=n, k=k, init="int")
+
+
+# ---- the command
+
+
+def main(
+    argv: Sequence[str],
+    rent: Rent,
+    session: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> int:
+    """Run the command line `argv`, renting through `rent` in a `session`; the exit code."""
+    try:
+        args = parser().parse_args(cli.join_sizes(argv))
+        made = plan(args)
+    except ValueError as error:
+        return cli.refuse(str(error))
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
+
+    kernels: dict[str, bytes] = {}
+    if not args.no_preflight and args.op != "tests":
+        try:
+            right, kernels = preflight(made, say)
+        except (Missing, ModuleNotFoundError) as error:
+            return cli.refuse(f"no preflight here: {error}; --no-preflight rents without")
+        if not right:
+            say("nothing was rented; --no-preflight rents all the same")
+            return 1
+        size = sum(map(len, kernels.values())) / 1024
+        say(f"preflight: right in the simulator; {size:.0f} KB of compiled kernels travel along")
+    say(str(made))
+    if args.dry_run:
+        return 0
+    requests = [
+        replace(request, kernels=kernels.get(request.arch, b"")) for request in made.requests
+    ]
+    with session():
+        try:
+            return asyncio.run(collect(replace(made, requests=requests), args, rent, say))
+        except KeyboardInterrupt:
+            # NOTE: leaving the session ends the app and with it every call that still runs; Modal's
+            # own handling of Ctrl-C would do that too, but with exit code 0.
+            print("cutex: interrupted; what runs remotely is ended", file=sys.stderr)
+            return INTERRUPTED
+
+
+async def collect(
+    made: Plan, args: argparse.Namespace, rent: Rent, say: Callable[[str], None]
+) -> int:
+    """Rent all GPUs at once, and record each reply as it arrives; the exit code."""
+    ledger = Ledger(made, args, say)
+
+    async def fetch(rental: Rental) -> None:
+        requests = [vars(request) for request in made.on(rental.gpu)]
+        try:
+            async for reply in rent(rental.gpu, requests, made.limit(rental)):
+                ledger.take(rental, reply)
+        except Exception as error:
+            ledger.take(rental, error)
+
+    async with asyncio.TaskGroup() as group:
+        for rental in made.rentals:
+            group.create_task(fetch(rental))
+    ledger.account()
+    return ledger.code
+
+
+class Ledger:
+    """What has arrived: recorded, printed, and added up."""
+
+    def __init__(self, made: Plan, args: argparse.Namespace, say: Callable[[str], None]) -> None:
+        self.made, self.say = made, say
+        self.out, self.as_json = Path(args.out), args.json
+        self.compare = next((r.options["compare"] for r in made.requests if r.options), ())
+        self.lines: cli.Lines | None = None
+        self.seconds = dict.fromkeys((r.gpu for r in made.rentals), 0.0)
+        self.code = 0
+
+    def take(self, rental: Rental, reply: Reply) -> None:
+        if isinstance(reply, BaseException):
+            self._fails()
+            print(f"cutex: a call on {rental.gpu} failed: {_told(reply)}", file=sys.stderr)
+            traceback.print_exception(reply, file=sys.stderr)
+            return
+        self.seconds[rental.gpu] += reply["seconds"]
+        for notice in reply["notices"]:
+            print(f"cutex: {notice}", file=sys.stderr)
+        rows = [Result.from_json(line) for line in reply["results"]]
+        for row in rows:
+            self._take_row(replace(row, cost_usd=rental.usd(reply["seconds"]) / len(rows)))
+        if rows and self.lines is not None:
+            self.lines.peers(rows[-1])
+        if "probes" in reply:
+            self._take_probes(reply["probes"])
+        if "junit" in reply:
+            self._fails(reply["code"])
+            self._keep_junit(reply["junit"])
+
+    def account(self) -> None:
+        for rental in self.made.rentals:
+            spent = self.seconds[rental.gpu]
+            self.say(f"{rental.gpu}: {spent:.0f} s measured, about ${rental.usd(spent):.2f}")
+
+    def _fails(self, code: int = 1) -> None:
+        self.code = self.code or code
+
+    def _take_row(self, row: Result) -> None:
+        results.append(results.ledger(self.out, row), row)
+        self.lines = self.lines or cli.Lines(row.device, self.compare, self.as_json)
+        self.lines.result(row)
+        if not row.ok:
+            self._fails()
+
+    def _take_probes(self, found: list[dict[str, Any]]) -> None:
+        from cutex import probes
+
+        probes.record(found, self.made.requests[0].run, self.out)
+        self.say(probes.table(found))
+        if not all(row["ok"] for row in found):
+            self._fails()
+
+    def _keep_junit(self, junit: str) -> None:
+        if not junit:
+            self.say("pytest wrote no report")
+            return
+        self.out.mkdir(parents=True, exist_ok=True)
+        path = self.out / f"junit-{self.made.requests[0].run[:19].replace(':', '')}.xml"
+        path.write_text(junit)
+        self.say(f"pytest's report is in {path}")
+
+
+def _told(error: BaseException) -> str:
+    first_line = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__

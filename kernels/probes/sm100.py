@@ -1,0 +1,226 @@
+"""What an sm_100a instruction takes, in cycles of its SM: one small kernel per question.
+
+Each writes its cycles, REPEATS times, as 32-bit words into mOut, an untyped row; the first time is
+a warm-up. What was loaded is written behind them, so that no load can be left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass._mlir.dialects import llvm
+from cutlass.cute.nvgpu import tcgen05
+from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.memory import SmemAllocator
+
+from cutex.atoms.tmem import COLUMNS, LANES, Tmem
+from cutex.compile import Operand
+from cutex.pipeline import Barrier, publish_barriers, sync_cluster
+
+REPEATS = 4
+WIDTH = 512  # 16-bit elements of mOut's row
+
+
+@dataclass(frozen=True)
+class ProbeConfig:
+    columns: int = 0  # of tensor memory that one instruction moves, per warp 32 lanes
+    batch: int = 0  # instructions before one wait
+
+
+class Probe:
+    """Launches `kernel` on one row of mOut (1, WIDTH)."""
+
+    arch: ClassVar[str] = "sm_100a"
+    title: ClassVar[str]
+    cluster: ClassVar[int] = 1
+    num_threads: ClassVar[int] = 32
+    kernel: Any
+
+    def __init__(self, config: ProbeConfig | None = None) -> None:
+        self.config = config or ProbeConfig()
+
+    @property
+    def name(self) -> str:
+        c = self.config
+        return f"sm100_probe_{type(self).__name__.lower()}_{c.columns}x{c.batch}"
+
+    def operands(self, dtype: str) -> tuple[Operand, ...]:
+        return (Operand("mOut", ("m", "n"), dtype),)
+
+    @cute.jit
+    def __call__(self, mOut: cute.Tensor, stream) -> None:
+        self.kernel(mOut).launch(
+            grid=(self.cluster, 1, 1),
+            block=(self.num_threads, 1, 1),
+            cluster=(self.cluster, 1, 1),
+            stream=stream,
+        )
+
+
+@dsl_user_op
+def clock(*, loc=None, ip=None) -> Int32:
+    """Cycles of this SM. NOTE: as inline assembly that claims all of memory, because the DSL's own
+    clock may move past the instructions that it is to time."""
+    reading = llvm.inline_asm(
+        T.i32(), [], "mov.u32 $0, %clock;", "=r,~{memory}", has_side_effects=True, loc=loc, ip=ip
+    )
+    return Int32(reading)
+
+
+@cute.jit
+def words(mOut: cute.Tensor) -> cute.Tensor:
+    """mOut's row as 32-bit words."""
+    return cute.make_tensor(
+        cute.recast_ptr(mOut.iterator, dtype=Int32), cute.make_layout(WIDTH // 2)
+    )
+
+
+class TmemAccess(Probe):
+    """Four warps move columns of tensor memory to or from registers, 32 bits of each lane."""
+
+    num_threads = LANES
+    loads: ClassVar[bool]
+
+    @property
+    def bytes(self) -> int:
+        """Moved between two readings of the clock."""
+        return LANES * 4 * self.config.columns * self.config.batch
+
+    @cute.kernel
+    def kernel(self, mOut: cute.Tensor) -> None:
+        c = self.config
+        warp = cute.arch.warp_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        tmem = Tmem.allocate(SmemAllocator(), COLUMNS)
+        if warp == 0:
+            tmem.acquire()
+        cute.arch.sync_threads()
+        base = tmem.pointer()
+        out = words(mOut)
+
+        layout = cute.make_layout((LANES, c.columns), stride=(1 << 16, 1))
+        tX = [cute.make_tensor(base + i * c.columns, layout) for i in range(c.batch)]
+        load, store = (
+            tcgen05.make_tmem_copy(
+                cute.make_copy_atom(op(tcgen05.Repetition(c.columns)), Float32), tX[0]
+            )
+            for op in (tcgen05.Ld32x32bOp, tcgen05.St32x32bOp)
+        )
+        tSrc = [load.get_slice(thread).partition_S(x) for x in tX]  # (T2R, T2R_M, T2R_N)
+        tDst = [store.get_slice(thread).partition_D(x) for x in tX]  # (R2T, R2T_M, R2T_N)
+        cX = cute.make_identity_tensor((LANES, c.columns))
+        shape = load.get_slice(thread).partition_D(cX).shape
+        rX = [cute.make_rmem_tensor(shape, Float32) for _ in tX]
+        for i in cutlass.range_constexpr(c.batch):
+            for j in cutlass.range(c.columns, unroll_full=True):
+                rX[i][j] = Float32(i * c.columns + j)
+            cute.copy(store, rX[i], tDst[i])
+        cute.arch.fence_view_async_tmem_store()
+        total = Float32(0.0)
+        for repeat in cutlass.range_constexpr(REPEATS):
+            cute.arch.sync_threads()
+            start = clock()
+            for i in cutlass.range_constexpr(c.batch):
+                if cutlass.const_expr(self.loads):
+                    cute.copy(load, tSrc[i], rX[i])
+                else:
+                    cute.copy(store, rX[i], tDst[i])
+            if cutlass.const_expr(self.loads):
+                cute.arch.fence_view_async_tmem_load()
+            else:
+                cute.arch.fence_view_async_tmem_store()
+            cycles = clock() - start
+            # NOTE: a load whose registers nobody reads is left out by ptxas, unless all are summed
+            for i in cutlass.range_constexpr(c.batch):
+                for j in cutlass.range(c.columns, unroll_full=True):
+                    total += rX[i][j]
+            if thread == 0:
+                out[repeat] = cycles
+        for i in cutlass.range_constexpr(c.batch):
+            cute.copy(load, tSrc[i], rX[i])
+        cute.arch.fence_view_async_tmem_load()
+        for i in cutlass.range_constexpr(c.batch):
+            for j in cutlass.range(c.columns, unroll_full=True):
+                total += rX[i][j]
+        if thread == 0:
+            out[REPEATS] = Int32(total)
+        cute.arch.sync_threads()
+        if warp == 0:
+            tmem.free(base)
+
+
+class TmemLoad(TmemAccess):
+    title = "tcgen05.ld 32x32b, 4 warps"
+    loads = True
+
+
+class TmemStore(TmemAccess):
+    title = "tcgen05.st 32x32b, 4 warps"
+    loads = False
+
+
+class PeerBarrier(Probe):
+    """A barrier's way to the other CTA of a pair and back: each waits for the other's arrival."""
+
+    title = "mbarrier arrive at the peer CTA and back"
+    cluster = 2
+
+    @cute.kernel
+    def kernel(self, mOut: cute.Tensor) -> None:
+        rank = cute.arch.block_idx_in_cluster()
+        barrier = Barrier.allocate(SmemAllocator(), "other came", arrivals=1)
+        publish_barriers((barrier,), cluster=True)
+        out = words(mOut)
+        peer = 1 - rank
+        for repeat in cutlass.range_constexpr(REPEATS):
+            if rank == 0:
+                start = clock()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(barrier[0], peer)
+                barrier.wait(repeat & 1)
+                cycles = clock() - start
+                thread, _, _ = cute.arch.thread_idx()
+                if thread == 0:
+                    out[repeat] = cycles
+            else:
+                barrier.wait(repeat & 1)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(barrier[0], peer)
+        sync_cluster()
+
+
+class ClcReply(Probe):
+    """From asking for another cluster's work to the reply's arrival, none being left."""
+
+    title = "clusterlaunchcontrol.try_cancel to its reply"
+
+    @cute.kernel
+    def kernel(self, mOut: cute.Tensor) -> None:
+        smem = SmemAllocator()
+        barrier = Barrier.allocate(smem, "reply", arrivals=1)
+        reply = smem.allocate_array(Int32, 4, byte_alignment=16)
+        publish_barriers((barrier,))
+        out = words(mOut)
+        for repeat in cutlass.range_constexpr(REPEATS):
+            start = clock()
+            with cute.arch.elect_one():
+                barrier.arrive_expecting(16)
+                cute.arch.issue_clc_query(barrier[0], reply, multicast=False)
+            barrier.wait(repeat & 1)
+            cycles = clock() - start
+            thread, _, _ = cute.arch.thread_idx()
+            if thread == 0:
+                out[repeat] = cycles
+            cute.arch.sync_threads()
+
+
+def probes() -> list[Probe]:
+    """One instruction for the latency, several in flight for the bandwidth."""
+    found: list[Probe] = []
+    for kind in (TmemLoad, TmemStore):
+        for columns, batch in ((1, 1), (32, 1), (64, 1), (32, 4), (64, 2)):
+            found.append(kind(ProbeConfig(columns, batch)))
+    return [*found, PeerBarrier(), ClcReply()]

@@ -1,0 +1,91 @@
+"""cutex on a rented GPU: the command line of python -m cutex.gemm, run by Modal.
+
+modal run modal_app.py --op gemm --stage all --mnk 8192,8192,4096 --gpu B200 --compare cublas,quack
+modal run modal_app.py --op tests --gpu B200
+modal run modal_app.py --op sweep --gpu B200,H200,H100! --compare cublas
+modal run modal_app.py --op confirm --gpu B200
+
+python modal_app.py takes the same options, needs no token for --help and --dry-run, and starts
+nothing on Modal, not even an image, before the preflight has passed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import modal
+
+from cutex import prices, remote, rental
+
+HERE = Path(__file__).resolve().parent
+WHEELS = (  # as in constraints.txt; the DSL needs no CUDA toolkit
+    "torch==2.13.0",
+    "nvidia-cutlass-dsl[cu13]==4.8.1",
+    "apache-tvm-ffi==0.1.15.post2",
+    "nvidia-cuda-nvdisasm==13.5.37",
+    "numpy==2.4.6",
+    "ml-dtypes==0.6.0",
+    "filelock==4.2.11",
+    "rich==15.0.0",
+    "threadpoolctl==3.8.0",
+    "quack-kernels==0.6.5",
+    "pytest==9.2.0",
+    "pytest-timeout==2.4.0",
+    "hypothesis==6.170.15",
+)
+
+image = (
+    modal.Image.debian_slim(python_version="3.12")
+    .apt_install("gcc", "libc6-dev")  # the simulator's shim, which the tests use
+    .uv_pip_install(*WHEELS)
+    .env({"CUTEX_CACHE": "/tmp/cutex"})
+    .add_local_python_source("cutex", "cutex.kernels", "cutex.schedulers")
+    .add_local_dir(HERE / "tests", "/root/tests", ignore=["**/__pycache__", "**/.*"])
+    .add_local_file(HERE / "pyproject.toml", "/root/pyproject.toml")
+)
+app = modal.App("cutex", image=image)
+kernels = modal.Volume.from_name("cutex-kernels", create_if_missing=True)
+
+
+@app.function(
+    gpu="B200",
+    cpu=prices.CORES,
+    memory=prices.GIB * 1024,
+    timeout=600,
+    retries=0,
+    max_containers=1,
+    scaledown_window=2,
+    volumes={remote.VOLUME: kernels},
+)
+def run(request: dict) -> dict:
+    return remote.execute(request)
+
+
+async def rent(gpu: str, requests: list[dict], timeout: int) -> AsyncIterator[rental.Reply]:
+    """One reply or exception per request, as they arrive."""
+    replies = run.with_options(gpu=gpu, timeout=timeout).starmap.aio(
+        [(request,) for request in requests],
+        order_outputs=False,
+        return_exceptions=True,
+        wrap_returned_exceptions=False,
+    )
+    async for reply in replies:
+        yield reply
+
+
+@app.local_entrypoint()
+def main(*argv: str) -> None:
+    raise SystemExit(rental.main(argv, rent))
+
+
+@contextmanager
+def session() -> Iterator[None]:
+    with modal.enable_output(), app.run():
+        yield
+
+
+if __name__ == "__main__":
+    raise SystemExit(rental.main(sys.argv[1:], rent, session))

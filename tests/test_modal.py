@@ -1,0 +1,269 @@
+"""`modal run` itself, the stock client, against a control plane on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import cutex.run
+from cutex import compile, results
+from cutex.kernels.gemm import stages
+
+modal = pytest.importorskip("modal", reason="modal is not installed: pip install 'cutex[modal]'")
+if modal.__version__.split(".")[:2] != ["1", "6"]:
+    pytest.skip(
+        f"modal {modal.__version__}: the control plane offline speaks the protocol of 1.6",
+        allow_module_level=True,
+    )
+pytestmark = [
+    pytest.mark.modal,
+    pytest.mark.filterwarnings("ignore:The run function is executing locally"),
+]
+SMALL = ("--mnk", "64,64,64", "--check-only")
+
+
+def load(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def modal_app():
+    return load(Path(__file__).resolve().parent.parent / "modal_app.py")
+
+
+@pytest.fixture
+def cloud(root, modal_app, monkeypatch, tmp_path):
+    """Modal as `modal run` sees it; its GPUs are the simulator, its disk is `tmp_path`."""
+    offline = load(root / "tests" / "modal_offline.py")
+    monkeypatch.setattr(cutex.run, "choose_device", lambda name, target: "sim")
+    monkeypatch.setenv("CUTEX_CACHE", str(tmp_path / "container"))
+    monkeypatch.setenv("CUTEX_COMMIT", "")
+    monkeypatch.setattr(compile, "_in_process", {})
+    with offline.ControlPlane({"run": modal_app.run.local}) as plane:
+        plane.faults = monkeypatch
+        yield plane
+
+
+@pytest.fixture
+def modal_run(cloud, root, tmp_path):
+    """Run `modal run modal_app.py` with these options to its end."""
+
+    def start(*args: str, **env: str) -> subprocess.Popen[str]:
+        mine = {
+            "MODAL_SERVER_URL": f"http://127.0.0.1:{cloud.port}",
+            "MODAL_TOKEN_ID": "ak-offline",
+            "MODAL_TOKEN_SECRET": "as-offline",
+            "MODAL_CONFIG_PATH": os.devnull,
+            "CUTEX_CACHE": str(compile_cache),
+            "CUTEX_COMMIT": "abc1234",
+            **env,
+        }
+        out = ("--out", str(tmp_path / "results"))
+        return subprocess.Popen(
+            [sys.executable, "-m", "modal", "run", "modal_app.py", *args, *out],
+            cwd=root,
+            env={k: v for k, v in {**os.environ, **mine}.items() if v},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(*args: str, **env: str) -> SimpleNamespace:
+        process = start(*args, **env)
+        out, err = process.communicate(timeout=200)
+        return SimpleNamespace(code=process.returncode, out=out, err=err)
+
+    compile_cache = Path(os.environ.get("CUTEX_TEST_CACHE") or tmp_path / "here")
+    run.start = start
+    return run
+
+
+def rows(tmp_path: Path) -> list[results.Result]:
+    return results.read_all(tmp_path / "results")
+
+
+# ---- end to end
+
+
+def test_gemm_is_preflighted_priced_run_and_recorded_once(cloud, modal_run, tmp_path):
+    cloud.preempt = 1  # the first input runs twice, as on a preempted container
+    ran = modal_run("--gpu", "b200", "--stage", "3", *SMALL, "--expect", "right: it was simulated")
+    assert ran.code == 0, ran.out + ran.err
+    assert "preflight: right in the simulator" in ran.out
+    assert re.search(r"in all about \$\d+\.\d\d, at most \$\d+\.\d\d", ran.out)
+    assert re.search(r"B200: \d+ s measured, about \$", ran.out)
+    assert [gpu for gpu, _ in cloud.runs] == ["B200", "B200"]
+    (row,) = rows(tmp_path)
+    assert (row.ok, row.stage, row.arch, row.mnk) == (True, 3, "sm_100a", (64, 64, 64))
+    assert row.expect == "right: it was simulated"
+    assert row.environment["commit"] == "abc1234"
+    assert row.environment["rented"] == "B200"
+    assert row.from_cache, "the kernel travelled with the request, and was compiled all the same"
+    assert row.cost_usd > 0
+    assert row.id == cloud.runs[0][1][0]["options"]["id"]
+
+
+def test_sweep_goes_over_problems_and_gpus(cloud, modal_run, tmp_path):
+    sizes = ("--mnk", "64,64,64", "--mnk", "64,128,64", "--check-only")
+    gpus = ("--gpu", "B200,H200,H100!")
+    ran = modal_run("--op", "sweep", *gpus, "--stage", "0", *sizes, "--no-preflight")
+    assert ran.code == 0, ran.out + ran.err
+    assert sorted(gpu for gpu, _ in cloud.runs) == 2 * ["B200"] + 2 * ["H100!"] + 2 * ["H200"]
+    bound = cloud.asked("FunctionBindParams")
+    assert {r.function_options.resources.gpu_config.gpu_type for r in bound} == {
+        *("B200", "H200", "H100!")
+    }
+    found = {(r.environment["rented"], r.mnk[1]) for r in rows(tmp_path)}
+    assert found == {(gpu, n) for gpu in ("B200", "H200", "H100!") for n in (64, 128)}
+
+
+def test_tests_bring_back_the_report_and_the_exit_code(cloud, modal_run, tmp_path):
+    ran = modal_run("--op", "tests", "--tests", "tests/test_arch.py -q -p no:cacheprovider")
+    assert ran.code == 0, ran.out + ran.err
+    (report,) = (tmp_path / "results").glob("junit-*.xml")
+    assert 'failures="0"' in report.read_text()
+    none = modal_run("--op", "tests", "--tests", "tests/test_arch.py -q -k no_such_test")
+    assert none.code == 5  # pytest's: no tests were run
+    assert len(cloud.runs) == 2
+
+
+def test_confirm_checks_every_blackwell_stage_and_measures_what_is_open(cloud, modal_run, tmp_path):
+    ran = modal_run("--op", "confirm", *SMALL, "--no-preflight")
+    assert ran.code == 0, ran.out + ran.err
+    gemms = [r for r in rows(tmp_path) if r.op == "gemm"]
+    assert [r.stage for r in gemms] == [s.number for s in stages("sm_100a")]
+    assert all(r.ok for r in gemms)
+    assert "tcgen05.ld" in ran.out
+    (path,) = (tmp_path / "results").glob("probes-*.json")
+    assert all(row["ok"] for row in json.loads(path.read_text()))
+
+
+def test_a_wrong_result_there_is_exit_code_1_here(cloud, modal_run, tmp_path):
+    def wrong(problem, *_, **__):
+        return cutex.run.Check(False, 1.0, 0.0, "C[0, 0] is 1, exactly 0 was due")
+
+    cloud.faults.setattr(cutex.problem.GemmProblem, "check", wrong)
+    ran = modal_run("--stage", "0", *SMALL, "--no-preflight")
+    assert ran.code == 1
+    assert "WRONG" in ran.out
+    assert "C[0, 0] is 1, exactly 0 was due" in ran.err
+    assert [r.ok for r in rows(tmp_path)] == [False]
+
+
+def test_an_exception_there_is_told_here(cloud, modal_run, tmp_path):
+    def broken(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    cloud.faults.setattr(cutex.run, "compile_stage", broken)
+    ran = modal_run("--stage", "0", *SMALL, "--no-preflight")
+    assert ran.code == 1
+    assert "cutex: a call on B200 failed: RuntimeError: CUDA error: an illegal memory" in ran.err
+    assert rows(tmp_path) == []
+
+
+def test_ctrl_c_ends_the_remote_call(cloud, modal_run, tmp_path):
+    began, go_on = threading.Event(), threading.Event()
+
+    def slow(*_):
+        began.set()
+        go_on.wait(60)
+        raise RuntimeError("too late")
+
+    cloud.faults.setattr(cutex.run, "compile_stage", slow)
+    process = modal_run.start("--stage", "0", *SMALL, "--no-preflight")
+    assert began.wait(60)
+    pressed = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    took = time.monotonic() - pressed
+    go_on.set()
+    assert process.returncode == 130
+    assert took < 20
+    assert len(cloud.asked("AppClientDisconnect")) == 1  # which ends an app that is not detached
+    assert "cutex: interrupted; what runs remotely is ended" in err
+    assert "Traceback" not in err
+    assert rows(tmp_path) == []
+
+
+def test_everything_that_runs_there_is_sent(cloud, modal_run):
+    ran = modal_run("--op", "tests", "--tests=--version")
+    assert ran.code == 0, ran.out + ran.err
+    sent = {f.filename for r in cloud.asked("MountGetOrCreate") for f in r.files}
+    for path in (
+        "cutex/run.py",
+        "cutex/sim/machine.py",
+        "cutex/kernels/gemm/__init__.py",
+        "cutex/kernels/gemm/sm100/stage3.py",
+        "cutex/schedulers/one_tile.py",
+        "tests/conftest.py",
+        "pyproject.toml",
+    ):
+        assert f"/root/{path}" in sent
+    assert not [path for path in sent if "__pycache__" in path]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--gpu", "A100"], "--gpu 'A100' is not one of B200, H200, H100!"),
+        (["--gpu", "H100"], "may be answered with an H200"),
+        (["--max-cost", "0.01"], "--max-cost 0.01: this would cost about $0."),
+    ],
+)
+def test_bad_input_rents_nothing(cloud, modal_run, argv, says):
+    ran = modal_run(*argv)
+    assert ran.code == 2
+    assert says in ran.err
+    assert "Traceback" not in ran.err
+    assert cloud.runs == []
+
+
+def test_without_a_token_the_message_says_what_to_do(modal_run):
+    ran = modal_run("--dry-run", MODAL_TOKEN_ID="", MODAL_TOKEN_SECRET="", MODAL_SERVER_URL="")
+    assert ran.code == 1
+    assert "modal token new" in re.sub(r"\s+", " ", ran.out + ran.err)
+    assert "Traceback" not in ran.err
+
+
+# ---- without the client
+
+
+def test_the_plan_needs_no_token(root):
+    ran = subprocess.run(
+        [sys.executable, "modal_app.py", "--dry-run", "--no-preflight", "--compare", "cublas"],
+        cwd=root,
+        env={k: v for k, v in os.environ.items() if not k.startswith("MODAL_")}
+        | {"MODAL_CONFIG_PATH": os.devnull},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "8192x8192x4096 bf16 beside cublas" in ran.stdout
+    assert "in all about $" in ran.stdout
+
+
+def test_the_function_asks_for_what_is_priced(modal_app):
+    info = modal_app.run.info()
+    assert info.gpus == [("B200", 1)]
+    assert info.timeout == 600
+
+
+def test_the_image_holds_what_the_constraints_pin(root, modal_app):
+    pinned = set((root / "constraints.txt").read_text().splitlines())
+    assert {re.sub(r"\[.*]", "", wheel) for wheel in modal_app.WHEELS} <= pinned
