@@ -180,25 +180,38 @@ class WarpgroupStores(NamedTuple):
     def store(self, acc: cute.Tensor, row_tile: Int32, row_step: Int32, column_tile: Int32) -> None:
         """`acc` holds blocks of 64 rows, `row_step` blocks apart from block `row_tile` on; its
         columns begin at `column_tile`. Both count in parts, 64 x epiN."""
-        num_slots = cute.size(self.tRS_sC, mode=[3])
-        size = cute.size(self.tRS_sC[None, None, None, 0])
-        parts = cute.make_tensor(acc.iterator, cute.make_layout((size, cute.size(acc) // size)))
+        parts = self.parts(acc)  # (V, PART)
         per_row = cute.size(parts, mode=[1]) // cute.size(acc, mode=[1])
         for part in cutlass.range_constexpr(cute.size(parts, mode=[1])):
-            if cutlass.const_expr(part == 0 or num_slots == 1):
+            if cutlass.const_expr(part == 0 or self.num_slots == 1):
                 self.wait(0)
-            slot = part % num_slots
-            tRS_rC = cute.make_rmem_tensor(self.tRS_sC[None, None, None, 0].shape, self.dtype)
-            flat = cute.make_tensor(tRS_rC.iterator, cute.make_layout(size))
-            flat.store(parts[None, part].load().to(self.dtype))
-            cute.copy(self.r2s, tRS_rC, self.tRS_sC[None, None, None, slot])
-            cute.arch.fence_view_async_shared()
-            # NOTE: the slot that comes next must be free, too, when this barrier is passed
-            self.wait(max(0, num_slots - 2), pending=num_slots > 1)
             row, column = row_tile + part // per_row * row_step, column_tile + part % per_row
-            if self.stores:
-                cute.copy(self.atom, self.bSG_sC[None, slot], self.bSG_gC[None, row, column])
-                cute.arch.cp_async_bulk_commit_group()
+            self.store_part(parts[None, part], part % self.num_slots, row, column)
+
+    @property
+    def num_slots(self) -> int:
+        return cute.size(self.tRS_sC, mode=[3])
+
+    def parts(self, acc: cute.Tensor) -> cute.Tensor:
+        """A thread's accumulators by parts, 64 x epiN, columns first: (V, PART)."""
+        size = cute.size(self.tRS_sC[None, None, None, 0])
+        return cute.make_tensor(acc.iterator, cute.make_layout((size, cute.size(acc) // size)))
+
+    @cute.jit
+    def store_part(
+        self, values: cute.Tensor, slot: cutlass.Constexpr[int], row: Int32, column: Int32
+    ) -> None:
+        """Round a part's `values` (V), put them into `slot`, which is free, start its store, and
+        see to it that the slot after is free."""
+        tRS_rC = cute.make_rmem_tensor(self.tRS_sC[None, None, None, 0].shape, self.dtype)
+        flat = cute.make_tensor(tRS_rC.iterator, cute.make_layout(cute.size(tRS_rC)))
+        flat.store(values.load().to(self.dtype))
+        cute.copy(self.r2s, tRS_rC, self.tRS_sC[None, None, None, slot])
+        cute.arch.fence_view_async_shared()
+        self.wait(max(0, self.num_slots - 2), pending=self.num_slots > 1)
+        if self.stores:
+            cute.copy(self.atom, self.bSG_sC[None, slot], self.bSG_gC[None, row, column])
+            cute.arch.cp_async_bulk_commit_group()
 
     @property
     def dtype(self) -> type[cutlass.Numeric]:
@@ -221,9 +234,13 @@ class WarpgroupStores(NamedTuple):
 
 @cute.jit
 def warpgroup_stores(
-    operand: cpasync.TmaInfo, sC: cute.Tensor, num_slots: cutlass.Constexpr[int]
+    operand: cpasync.TmaInfo,
+    sC: cute.Tensor,
+    num_slots: cutlass.Constexpr[int],
+    transpose: cutlass.Constexpr[bool] = False,
 ) -> WarpgroupStores:
-    """Of this thread's warpgroup; sC is (64, epiN, SLOT), each warpgroup has `num_slots`."""
+    """Of this thread's warpgroup; sC is (64, epiN, SLOT), each warpgroup has `num_slots`. With
+    `transpose`, the 64 rows are what is contiguous in sC and in global memory."""
     thread, _, _ = cute.arch.thread_idx()
     warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP)
     part = cute.size(sC, mode=[0]), cute.size(sC, mode=[1])
@@ -233,7 +250,7 @@ def warpgroup_stores(
     bSG_sC, bSG_gC = cpasync.tma_partition(
         operand.atom, 0, cute.make_layout(1), cute.group_modes(sC, 0, 2), cute.group_modes(gC, 0, 2)
     )  # (TMA, SLOT), (TMA, RestM, RestN)
-    stmatrix = cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), sC.element_type)
+    stmatrix = cute.make_copy_atom(StMatrix8x8x16bOp(transpose, 4), sC.element_type)
     r2s = cute.make_tiled_copy_C(stmatrix, make_wgmma(1, part[1], sC.element_type))
     tRS_sC = r2s.get_slice(thread % WARPGROUP).partition_D(sC)  # (R2S, R2S_M, R2S_N, SLOT)
     stores = cute.arch.warp_idx() % 4 == 0

@@ -17,7 +17,9 @@ from cutex.schedulers.raster import Raster, clusters
 
 @dataclass(frozen=True)
 class Walk:
-    """The indices `first`, `first + step`, ... below `end`, and the tile of this CTA at each."""
+    """The indices `first`, `first + step`, ... below `end`, and the tile of this CTA at each.
+
+    Where tiles are split along K, `share` says which part of it is this CTA's."""
 
     raster: Raster
     cluster: tuple[int, int]  # CTAs along M and N
@@ -26,6 +28,7 @@ class Walk:
     first: Int32
     end: Int32
     step: Int32
+    share: Int32
 
     @cute.jit
     def tile(self, index: Int32) -> WorkTile:
@@ -38,12 +41,17 @@ class Walk:
 
 @dataclass(frozen=True)
 class StaticPersistent:
-    """How a grid of clusters (x along M, y along N, z counts them) walks the tiles of C."""
+    """How a grid of clusters (x along M, y along N, z counts them) walks the tiles of C.
+
+    With `split_k` > 1 a cluster is as many CTAs deep along z, which share the K of one tile; the
+    grid then covers all tiles at once.
+    """
 
     raster: Raster
     tile: tuple[int, int]
     cluster: tuple[int, int]
     num_ctas: int  # that run at one time
+    split_k: int = 1
 
     def counts(self, mC: cute.Tensor) -> tuple[Int32, Int32]:
         """Clusters along M and N that cover mC (M, N)."""
@@ -53,6 +61,8 @@ class StaticPersistent:
     def grid(self, mC: cute.Tensor) -> tuple[int, int, Int32]:
         clusters_m, clusters_n = self.counts(mC)
         across, down = self.cluster
+        if self.split_k > 1:
+            return across, down, clusters_m * clusters_n * self.split_k
         at_once = max(1, self.num_ctas // (across * down))
         return across, down, cutlass.min(at_once, clusters_m * clusters_n)
 
@@ -61,5 +71,6 @@ class StaticPersistent:
         clusters_m, clusters_n = self.counts(mC)
         _, _, first = cute.arch.block_idx()
         _, _, step = cute.arch.grid_dim()
-        end = clusters_m * clusters_n
-        return Walk(self.raster, self.cluster, clusters_m, clusters_n, first, end, step)
+        share = first % self.split_k
+        first, step, end = first // self.split_k, step // self.split_k, clusters_m * clusters_n
+        return Walk(self.raster, self.cluster, clusters_m, clusters_n, first, end, step, share)

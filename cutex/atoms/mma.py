@@ -38,6 +38,17 @@ def slots_layout(
     return cute.tile_to_shape(atom, (rows, k, num_slots), order=(0, 1, 2))
 
 
+def transposed_slots_layout(
+    dtype: type[cutlass.Numeric], rows: int, columns: int, num_slots: int
+) -> cute.ComposedLayout:
+    """(bRows, bCols, SLOT), contiguous along the rows, swizzled by 128 bytes."""
+    width = 128 * 8 // dtype.width
+    atom = cute.make_composed_layout(
+        cute.make_swizzle(3, 4, 3), 0, cute.make_layout((width, CORE_ROWS), stride=(1, width))
+    )
+    return cute.tile_to_shape(atom, (rows, columns, num_slots), order=(0, 1, 2))
+
+
 def allocate_slots(
     smem: SmemAllocator, dtype: type[cutlass.Numeric], layout: cute.ComposedLayout
 ) -> cute.Tensor:
@@ -51,6 +62,7 @@ class Wgmma(NamedTuple):
     tCrA: cute.Tensor  # (MMA, MMA_M, MMA_K, SLOT) descriptors
     tCrB: cute.Tensor  # (MMA, MMA_N, MMA_K, SLOT) descriptors
     tCrAcc: cute.Tensor  # (MMA, MMA_M, MMA_N) fp32 registers
+    sA: cute.Tensor  # (bM, bK, SLOT)
 
     @cute.jit
     def issue(self, slot: Int32, accumulate: cutlass.Boolean) -> None:
@@ -93,6 +105,7 @@ def wgmma(tiled_mma: cute.TiledMma, sA: cute.Tensor, sB: cute.Tensor) -> Wgmma:
         tiled_mma.make_fragment_A(thr_mma.partition_A(sA)),
         tiled_mma.make_fragment_B(thr_mma.partition_B(sB)),
         tiled_mma.make_fragment_C(tiled_mma.partition_shape_C(tile_mn)),
+        sA,
     )
 
 
@@ -104,9 +117,13 @@ class Umma(NamedTuple):
     tCrB: cute.Tensor  # (MMA, MMA_N, MMA_K, SLOT) descriptors
     tCtAcc: cute.Tensor  # (MMA, MMA_M, MMA_N) fp32 in tensor memory, here maybe with a mode ACC
 
-    def into(self, acc: Int32) -> Umma:
-        """The same MMA into accumulator `acc` of several."""
-        return self._replace(tCtAcc=self.tCtAcc[None, None, None, acc])
+    def into(self, acc: Int32, block: int = 0) -> Umma:
+        """The same MMA of one block of A's rows into accumulator `acc` of several."""
+        one = (None, (None, block), None, None)  # (MMA, (1, MMA_M), MMA_K, SLOT)
+        return self._replace(
+            tCrA=cute.logical_divide(self.tCrA, (None, 1, None, None))[one],
+            tCtAcc=self.tCtAcc[None, None, None, acc],
+        )
 
     @cute.jit
     def issue(self, slot: Int32, accumulate: cutlass.Boolean) -> None:
@@ -155,25 +172,25 @@ def umma(
 ) -> Umma:
     """The MMA on this CTA's sA (bM, bK, SLOT) and sB (bN, bK, SLOT), accumulator at `tmem`.
 
-    Of a pair, each CTA holds half the rows of A, of B and of the accumulator. With `num_acc` there
+    Of a pair, each CTA holds half the rows of A, of B and of the accumulator; sA may hold several
+    blocks of the rows that one instruction takes. With `num_acc` there
     are so many accumulators side by side, in a mode of its own.
     """
     ctas = cute.size(tiled_mma.thr_id)
-    tile_mn = (ctas * cute.size(sA, mode=[0]), ctas * cute.size(sB, mode=[0]))
-    shape = tiled_mma.partition_shape_C(tile_mn)
+    m, n, _ = tiled_mma.shape_mnk
+    shape = tiled_mma.partition_shape_C((m, n))
     if cutlass.const_expr(num_acc > 0):
         shape = cute.append(shape, num_acc)
     acc = tiled_mma.make_fragment_C(shape)
     return Umma(
         tiled_mma,
-        tiled_mma.make_fragment_A(instruction_tiles(sA)),
-        tiled_mma.make_fragment_B(instruction_tiles(sB)),
+        tiled_mma.make_fragment_A(instruction_tiles(sA, m // ctas)),
+        tiled_mma.make_fragment_B(instruction_tiles(sB, n // ctas)),
         cute.make_tensor(tmem, acc.layout),
     )
 
 
 @cute.jit
-def instruction_tiles(sX: cute.Tensor) -> cute.Tensor:
-    """(MMA, 1, MMA_K, SLOT) of sX (bRows, bK, SLOT): all rows, and 32 bytes of K at a time."""
-    tile = (cute.size(sX, mode=[0]), INST_K)
-    return cute.group_modes(cute.flat_divide(sX, tile), 0, 2)
+def instruction_tiles(sX: cute.Tensor, rows: cutlass.Constexpr[int]) -> cute.Tensor:
+    """(MMA, MMA_ROWS, MMA_K, SLOT) of sX (bRows, bK, SLOT): `rows` and 32 bytes of K at a time."""
+    return cute.group_modes(cute.flat_divide(sX, (rows, INST_K)), 0, 2)

@@ -35,13 +35,16 @@ class Stage:
 _NARROW = GemmConfig(tile_n=128)
 _WIDE = GemmConfig(tile_n=256)
 _RING = GemmConfig(tile_n=256, num_stages=4)  # 4 slots of 48 KB fill the smem of an SM
-_COOP = GemmConfig(tile_m=256, tile_n=192, num_stages=4, warpgroups=2)
-_TMA_STORE = replace(_COOP, num_stages=3, epi_n=64, epi_stages=2)
-_CLUSTER = replace(_TMA_STORE, cluster_m=2)
-_PINGPONG = replace(_CLUSTER, tile_m=128, num_stages=5, epi_stages=1, pingpong=True)
+_COOP = GemmConfig(tile_n=256, num_stages=4, warpgroups=2)
+_TMA_STORE = replace(_COOP, epi_n=64, epi_stages=2)
+_CLUSTER = replace(_TMA_STORE, cluster_n=2)
+_PINGPONG = GemmConfig(
+    tile_n=192, num_stages=5, epi_n=64, epi_stages=1, warpgroups=2, pingpong=True, cluster_m=2
+)
 _SUB_TILES = GemmConfig(tile_n=256, num_stages=4, epi_n=32, epi_stages=4)
 _PAIR = GemmConfig(256, 256, num_stages=6, epi_n=32, epi_stages=4, pair=True)
 _LOOP = replace(_PAIR, num_acc=2)
+_BIG = replace(_LOOP, tile_m=512, num_stages=4)  # two accumulators that share B
 
 _STAGES = (
     Stage(0, "sm_90a", "in order", "TMA, one unswizzled buffer, wgmma, each waits", _NARROW),
@@ -53,6 +56,7 @@ _STAGES = (
     Stage(6, "sm_90a", "multicast", "two CTAs load their common tiles of B once", _CLUSTER),
     Stage(7, "sm_90a", "persistent", "one CTA per SM walks the tiles in L2 raster order", _CLUSTER),
     Stage(8, "sm_90a", "ping-pong", "one warpgroup stores while the other computes", _PINGPONG),
+    Stage(9, "sm_90a", "chosen", "tile, order, split K and operands for each problem", _PINGPONG),
     Stage(0, "sm_100a", "in order", "TMA, one unswizzled buffer, tcgen05, each waits", _NARROW),
     Stage(1, "sm_100a", "swizzle", "128-byte swizzle and a 128x256 tile", _WIDE),
     Stage(2, "sm_100a", "ring", "loads run ahead through a ring of smem slots", _RING),
@@ -62,6 +66,7 @@ _STAGES = (
     Stage(6, "sm_100a", "persistent", "the epilogue runs under the next tile's mainloop", _LOOP),
     Stage(7, "sm_100a", "raster order", "tiles in bands, so that more of them share L2", _LOOP),
     Stage(8, "sm_100a", "CLC", "the hardware hands out the tiles while the kernel runs", _LOOP),
+    Stage(9, "sm_100a", "chosen", "tile, order and side chosen per problem; 512x256 tiles", _BIG),
 )
 
 

@@ -35,6 +35,8 @@ class GemmConfig:
     raster_group: int = 8  # clusters across a band of the raster order (schedulers/raster.py)
     raster_along: str = "m"  # the side that a band takes raster_group of
     num_ctas: int = 0  # of a persistent grid; 0: as many as the arch has SMs
+    split_k: int = 1  # CTAs that share the K of one tile (sm_90a: a cluster of them)
+    swap_ab: bool = False  # compute C^T = B A^T: tile_m then cuts N, tile_n cuts M
 
     @property
     def ctas(self) -> int:
@@ -45,6 +47,16 @@ class GemmConfig:
     def stage_bytes(self) -> int:
         """Of A and B in one slot of the ring, of all `ctas`; what one full barrier expects."""
         return (self.tile_m + self.tile_n) * self.tile_k * ELEMENT
+
+    @property
+    def a_bytes(self) -> int:
+        """Of A in the whole ring."""
+        return self.num_stages * self.tile_m * self.tile_k * ELEMENT
+
+    @property
+    def partial_bytes(self) -> int:
+        """Of one tile's fp32 sums."""
+        return 4 * self.tile_m * self.tile_n
 
     @property
     def mma_warpgroups(self) -> int:
@@ -63,7 +75,7 @@ class GemmConfig:
     @property
     def epi_bytes(self) -> int:
         """Of one CTA's slots for C: on sm_90a each warpgroup has its own, of 64 rows."""
-        rows = 64 * self.warpgroups or self.tile_m // self.ctas
+        rows = 64 * self.warpgroups or 128
         return self.epi_stages * rows * self.epi_n * ELEMENT
 
     @property
@@ -77,7 +89,9 @@ class GemmConfig:
             return f"pair={self.pair}: {arch.name} has no MMA of two CTAs"
         if self.warpgroups and arch.tmem_columns:
             return f"warpgroups={self.warpgroups}: {arch.name} runs its MMA from one thread"
-        if not self.warpgroups and self.tile_m != 128 * self.ctas:
+        if arch.tmem_columns and (reason := self._why_not_tmem(arch)):
+            return reason
+        if not self.warpgroups and not self.pair and self.tile_m != 128:
             return f"tile_m={self.tile_m}: these kernels take 128 a CTA"
         if self.warpgroups and (reason := self._why_not_warpgroups()):
             return reason
@@ -102,6 +116,23 @@ class GemmConfig:
             )
         return None if problem is None else self._why_not_problem(problem)
 
+    def _why_not_tmem(self, arch: Arch) -> str | None:
+        if self.pair and self.tile_m not in (256, 512):
+            return f"tile_m={self.tile_m}: a pair takes 256 rows, or two times 256 that share B"
+        if self.pair and self.tile_n % 32:
+            return f"tile_n={self.tile_n}: a pair's epilogue takes columns by 32"
+        if self.pair and self.num_acc % (self.tile_m // 256):
+            return f"num_acc={self.num_acc}: a tile of {self.tile_m} rows has {self.tile_m // 256}"
+        if self.num_acc * self.tile_n > arch.tmem_columns:
+            return (
+                f"num_acc={self.num_acc}: {self.num_acc * self.tile_n} columns of tensor memory, "
+                f"there are {arch.tmem_columns}"
+            )
+        parts = self.tile_n // self.epi_n if self.epi_n else 0
+        if parts > self.epi_stages and parts % self.epi_stages == 1:
+            return f"epi_stages={self.epi_stages}: of {parts} sub-tiles, two in turn share a slot"
+        return None
+
     def _why_not_warpgroups(self) -> str | None:
         if self.tile_m % 64 or not 64 <= self.tile_m <= 256:
             return f"tile_m={self.tile_m}: wgmma takes rows by 64, here up to 256"
@@ -117,6 +148,15 @@ class GemmConfig:
             )
         if self.tile_n % (8 * self.cluster_m) or self.tile_m % (8 * self.cluster_n):
             return f"cluster {self.cluster_m}x{self.cluster_n}: each CTA loads whole rows by 8"
+        if self.split_k > 1 and self.cluster_m * self.cluster_n > 1:
+            return f"split_k={self.split_k}: these CTAs are a cluster, which takes no other"
+        if self.split_k not in (1, 2, 4, 8):
+            return f"split_k={self.split_k}: 1, 2, 4 or 8 CTAs"
+        if self.split_k > 1 and (self.pingpong or self.partial_bytes > self.a_bytes):
+            return (
+                f"split_k={self.split_k}: the ring's {self.a_bytes} bytes of A must hold "
+                f"{self.partial_bytes} of sums, and its warpgroups work on one tile"
+            )
         return None
 
     def _why_not_problem(self, problem: GemmProblem) -> str | None:

@@ -15,7 +15,7 @@ The slots take 32 KB, so the ring holds 3 slots of 256x192, or 4 of 128x256.
 from __future__ import annotations
 
 import cutlass
-from cutlass import cute
+from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -26,7 +26,7 @@ from cutex.epilogue import WarpgroupStores, warpgroup_stores
 from cutex.kernels.gemm.config import ELEMENT
 from cutex.kernels.gemm.sm90.stage4 import Stage4
 from cutex.pipeline import Ring, publish_barriers
-from cutex.schedulers.one_tile import OneTilePerCta
+from cutex.schedulers.one_tile import OneTilePerCta, WorkTile
 
 
 class Stage5(Stage4):
@@ -91,7 +91,7 @@ class Stage5(Stage4):
             cute.arch.setmaxregister_increase(self.registers.mma)
             warpgroups = 1 if c.pingpong else c.mma_warpgroups
             mma = wgmma(make_wgmma(warpgroups, c.tile_n, dtype), sA, sB)
-            stores = warpgroup_stores(out, sC, c.epi_stages)
+            stores = warpgroup_stores(out, sC, c.epi_stages, transpose=c.swap_ab)
             num_k_tiles = cute.ceil_div(cute.size(a.tma_tensor, mode=[1]), c.tile_k)
             self.compute_tiles(mma, ab, stores, num_k_tiles, out.tma_tensor)
             stores.drain()
@@ -102,16 +102,20 @@ class Stage5(Stage4):
 
     @cute.jit
     def compute_tiles(
-        self, mma: Wgmma, ab: Ring, stores: WarpgroupStores, num_k_tiles: cutlass.Int32, mC
+        self, mma: Wgmma, ab: Ring, stores: WarpgroupStores, num_k_tiles: Int32, mC
     ) -> None:
         self.mma(mma, ab, num_k_tiles)
         self.store(mma, stores, OneTilePerCta.work_tile())
 
     @cute.jit
-    def store(self, mma: Wgmma, stores: WarpgroupStores, tile) -> None:
-        """This warpgroup's rows of a tile: of the tile's blocks of 64, every `step`-th."""
+    def store(self, mma: Wgmma, stores: WarpgroupStores, tile: WorkTile) -> None:
+        row, step, column = self.origin(tile)
+        stores.store(mma.tCrAcc, row, step, column)
+
+    def origin(self, tile: WorkTile) -> tuple[Int32, int, Int32]:
+        """Where this warpgroup's rows of a tile begin, in parts of C, 64 x epiN: row, the step to
+        its next, column."""
         c = self.config
         step = 1 if c.pingpong else c.mma_warpgroups
         first = cute.arch.warp_idx() // 4 % step
-        row, column = tile.m * (c.tile_m // 64) + first, tile.n * (c.tile_n // c.epi_n)
-        stores.store(mma.tCrAcc, row, step, column)
+        return tile.m * (c.tile_m // 64) + first, step, tile.n * (c.tile_n // c.epi_n)

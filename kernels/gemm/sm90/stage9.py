@@ -1,0 +1,163 @@
+"""Stage 9: chosen per problem.
+
+Idea: no tile is the best for all. One kernel takes what the stages before have built, cooperative
+or ping-pong, any tile, cluster and order, and a config for each problem (kernels/gemm/choose.py
+proposes, cutex/autotune.py confirms). Three things are new, and small problems need them:
+
+- `swap_ab`: wgmma computes at least 64 rows, so with M = 16 three quarters of it were for nothing.
+  C^T = B A^T has N rows and M columns, which may be as few as 16. stmatrix transposes on the way
+  out, so C is written as before.
+- `split_k`: where there are fewer tiles than SMs, a cluster of CTAs shares the K of one tile. Each
+  leaves its fp32 sums in its own smem, and each adds up an equal part of the tile from all of them,
+  through distributed shared memory and always in the same order: no workspace, no second kernel,
+  and the same bits in every run.
+- The next kernel in the stream may start its CTAs when this one's end (programmatic dependent
+  launch): its barriers are ready when the memory that it waits for is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
+
+from cutex.atoms.mma import Wgmma, transposed_slots_layout
+from cutex.atoms.multicast import AbOperands, SharedRing, shared_operand
+from cutex.atoms.tma import store_operand
+from cutex.epilogue import WarpgroupStores
+from cutex.kernels.gemm.sm90.stage7 import Stage7
+from cutex.kernels.gemm.sm90.stage8 import Stage8
+from cutex.pipeline import sync_cluster
+from cutex.schedulers.persistent import StaticPersistent, Walk
+
+SUMS_BARRIER = 5  # all MMA warps of a CTA: 1 to 4 are the warpgroups' own and their turns
+VECTOR = 4  # fp32 sums that move at a time: 16 bytes
+
+
+class Stage9(Stage8):
+    """
+    barrier     arrives                                       waits
+    (sums)      the MMA warps, their wgmma being done         the same, before sums overwrite A
+    (cluster)   the MMA warps of all CTAs, having left their  the same, before they add up
+                sums; and again when they have read them      the same, before the smem may go
+    others as in stages 7 and 8
+
+    smem: as in stages 7 and 8; with split_k the sums, tile_m * tile_n * 4, lie over the ring's A.
+    """
+
+    number = 9
+
+    @property
+    def tiles(self) -> StaticPersistent:
+        return replace(super().tiles, split_k=self.config.split_k)
+
+    def epilogue_slots(self, dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
+        c = self.config
+        if not c.swap_ab:
+            return super().epilogue_slots(dtype)
+        return transposed_slots_layout(dtype, 64, c.epi_n, c.epi_stages * c.mma_warpgroups)
+
+    @cute.jit
+    def __call__(self, mA: cute.Tensor, mB: cute.Tensor, mC: cute.Tensor, stream) -> None:
+        c = self.config
+        if cutlass.const_expr(c.swap_ab):
+            mA, mB = mB, mA
+            mC = cute.make_tensor(mC.iterator, cute.select(mC.layout, mode=[1, 0]))  # (N, M)
+        a = shared_operand(mA, self.slots(mA.element_type, c.tile_m), c.cluster_n)
+        b = shared_operand(mB, self.slots(mB.element_type, c.tile_n), c.cluster_m)
+        out = store_operand(mC, self.epilogue_slots(mC.element_type))
+        self.kernel(a, b, out).launch(
+            grid=self.grid(mC),
+            block=(self.num_threads, 1, 1),
+            cluster=(c.cluster_m, c.cluster_n, c.split_k),
+            min_blocks_per_mp=1,
+            use_pdl=True,
+            stream=stream,
+        )
+
+    @cute.jit
+    def load_tiles(self, ab_operands: AbOperands, ab: SharedRing, mC: cute.Tensor) -> None:
+        cpasync.prefetch_descriptor(ab_operands.a.atom)
+        cpasync.prefetch_descriptor(ab_operands.b.atom)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        walk = self.tiles.walk(mC)
+        fill = ab.producer()
+        for index in cutlass.range(walk.first, walk.end, walk.step, unroll=1):
+            loads = ab_operands.loads(walk.tile(index), self.cluster)
+            count = self.share(loads.num_k_tiles)
+            first = walk.share * count
+            # NOTE: a share may reach past K, where TMA fills in zeros
+            for k_tile in cutlass.range(first, first + count, unroll=1):
+                loads.load(k_tile, fill.slot, ab.acquire(fill))
+                fill.advance()
+        ab.drain(fill)
+
+    def share(self, num_k_tiles: Int32) -> Int32:
+        """K tiles of one of the split_k CTAs."""
+        return (num_k_tiles + (self.config.split_k - 1)) // self.config.split_k
+
+    @cute.jit
+    def compute_tiles(
+        self, mma: Wgmma, ab: SharedRing, stores: WarpgroupStores, num_k_tiles: Int32, mC
+    ) -> None:
+        c = self.config
+        if cutlass.const_expr(c.split_k > 1):
+            self.compute_share(mma, ab, stores, self.share(num_k_tiles), mC)
+        elif cutlass.const_expr(c.pingpong):
+            Stage8.compute_tiles(self, mma, ab, stores, num_k_tiles, mC)
+        else:
+            Stage7.compute_tiles(self, mma, ab, stores, num_k_tiles, mC)
+
+    @cute.jit
+    def compute_share(
+        self, mma: Wgmma, ab: SharedRing, stores: WarpgroupStores, num_k_tiles: Int32, mC
+    ) -> None:
+        """A share of the K of one tile, and a share of its sums."""
+        walk = self.tiles.walk(mC)
+        self.mainloop(mma, ab, ab.consumer(), num_k_tiles)
+        threads = self.mma_warps.threads
+        cute.arch.barrier(barrier_id=SUMS_BARRIER, number_of_threads=threads)
+        first = cute.recast_ptr(mma.sA.iterator, dtype=Float32)
+        sums = self.sums(mma, first)  # (VECTOR, NumVectors)
+        cute.autovec_copy(cute.make_tensor(mma.tCrAcc.iterator, cute.make_layout(sums.shape)), sums)
+        sync_cluster()
+        self.store_share(mma, stores, first, walk)
+        sync_cluster()
+
+    def sums(self, mma: Wgmma, first: cute.Pointer) -> cute.Tensor:
+        """Where this thread leaves its accumulators, in the smem from `first` on: (VECTOR,
+        NumVectors), the vectors of all threads side by side."""
+        thread, _, _ = cute.arch.thread_idx()
+        threads, count = self.mma_warps.threads, cute.size(mma.tCrAcc) // VECTOR
+        layout = cute.make_layout(
+            (VECTOR, count, threads), stride=(1, VECTOR * threads, VECTOR)
+        )  # (VECTOR, NumVectors, THREAD)
+        return cute.make_tensor(first, layout)[None, None, thread]
+
+    @cute.jit
+    def store_share(
+        self, mma: Wgmma, stores: WarpgroupStores, first: cute.Pointer, walk: Walk
+    ) -> None:
+        """Add up and store every split_k-th part of the tile, beginning with this CTA's share."""
+        c = self.config
+        row, step, column = self.origin(walk.tile(walk.first))
+        parts = stores.parts(mma.tCrAcc)  # (V, PART)
+        vectors = cute.size(parts, mode=[0]) // VECTOR
+        per_row = c.tile_n // c.epi_n
+        vector = cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=32 * VECTOR)
+        for part in cutlass.range_constexpr(cute.size(parts, mode=[1])):
+            if part % c.split_k == walk.share:
+                total = cute.make_rmem_tensor((VECTOR, vectors), Float32)
+                total.fill(0.0)
+                for peer in cutlass.range_constexpr(c.split_k):
+                    theirs = self.sums(mma, cute.arch.map_dsmem_ptr(first, peer))
+                    theirs = cute.logical_divide(theirs, (None, vectors))[None, (None, part)]
+                    values = cute.make_rmem_tensor_like(total)
+                    cute.copy(vector, theirs, values)
+                    total.store(total.load() + values.load())
+                stores.wait(0)
+                flat = cute.make_tensor(total.iterator, cute.make_layout(cute.size(total)))
+                stores.store_part(flat, 0, row + part // per_row * step, column + part % per_row)
