@@ -237,6 +237,11 @@ class Decoder:
 
         return write
 
+    def map(self, f: Callable[..., Any], sources: int) -> Execute:
+        """``f`` of the first ``sources`` operands, lane by lane, in the instruction's type."""
+        reads, write = [self.src(k + 1) for k in range(sources)], self.dst()
+        return lambda b: write(b, f(*(r(b) for r in reads)))
+
     def immediate(self, k: int) -> int:
         operand = self.ins.operands[k]
         if not isinstance(operand, Imm):
@@ -294,6 +299,10 @@ class Decoder:
 def _immediate(value: int | float, bits: int, dtype: Any) -> Any:
     if dtype is bool:
         return bool(value)
+    if isinstance(value, float):
+        return np.array(value, {16: np.float16, 32: np.float32, 64: np.float64}[bits]).view(dtype)[
+            ()
+        ]
     bits_only = int(value) & ((1 << bits) - 1)
     return np.array([bits_only], UNSIGNED[bits]).view(dtype)[0]
 

@@ -1,212 +1,185 @@
-"""Floating point (PTX ISA 9.7.3-9.7.5), and the conversions of bf16 and fp8 that numpy lacks.
+"""Floating-point arithmetic (PTX ISA 9.7.3 to 9.7.5).
 
-Half types compute in float32 and round once, which is exact for +, -, * and correct for fma up to
-double rounding (computed in float64 where that matters). Approximate functions (ex2.approx, ...)
-are computed correctly rounded: the hardware's differ by about 2 ulp.
+Halves compute in float64 and round once. Approximate functions (ex2.approx, ...) are computed as
+exactly as float64 allows and rounded: the hardware's differ by about 2 ulp.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from cutex.sim.decode import TYPES, Decoder, Execute, Read, Write, instruction
+from cutex.sim.decode import Decoder, Execute, Read, Write, instruction
+from cutex.sim.rounding import MODES, SMALLEST_NORMAL, add_exactly, in_fractions, narrow, widen
 
-_ROUNDING = (
-    "rn",
-    "rz",
-    "rm",
-    "rp",
-    "ftz",
-    "sat",
-    "approx",
-    "full",
-    "NaN",
-    "xorsign",
-    "abs",
-    "relu",
-)
+FLOATS = ("f16", "bf16", "f32", "f64")
 _PACKED = {"f16x2": ("f16", 2), "bf16x2": ("bf16", 2), "f32x2": ("f32", 2)}
+_SIGN = {
+    "f16": 0x8000, "bf16": 0x8000, "f32": 1 << 31, "f64": 1 << 63, "f16x2": 0x80008000,
+    "bf16x2": 0x80008000, "f32x2": 1 << 63 | 1 << 31,
+}  # fmt: skip
 
 
 def is_float(d: Decoder) -> bool:
-    return d.type in ("f16", "bf16", "f32", "f64", "f16x2", "bf16x2", "f32x2")
+    return d.type in FLOATS or d.type in _PACKED
 
 
-def bf16_to_f32(x: Any) -> Any:
-    return (np.asarray(x).astype(np.uint32) << np.uint32(16)).view(np.float32)
+def rounding_mode(d: Decoder) -> str:
+    return next((m for m in MODES if m in d.mods), "rn")
 
 
-def f32_to_bf16(x: Any, mode: str = "rn") -> Any:
-    """float32 -> bf16 bits; rn to nearest even, rz truncated. NaN becomes 0x7fff, as the
-    hardware's.
-    """
-    x = np.ascontiguousarray(x, np.float32)
-    u = x.view(np.uint32)
-    if mode == "rn":
-        u = u + np.uint32(0x7FFF) + (u >> np.uint32(16) & np.uint32(1))
-    out = (u >> np.uint32(16)).astype(np.uint16)
-    return np.where(np.isnan(x), np.uint16(0x7FFF), out)
+def flush(values: Any, kind: str) -> Any:
+    """.ftz: subnormal numbers become zeros of their sign."""
+    small = np.abs(values) < SMALLEST_NORMAL[kind]
+    return np.where(small, np.copysign(np.zeros_like(values), values), values)
 
 
-def widen(bits: Any, kind: str) -> Any:
-    """Bits or values of a float type -> an array to compute with (float32, float64 for f64)."""
-    if kind == "bf16":
-        return bf16_to_f32(bits)
-    if kind == "f16":
-        return (
-            np.asarray(bits).view(np.float16).astype(np.float32)
-            if np.asarray(bits).dtype != np.float16
-            else bits.astype(np.float32)
-        )
-    return bits
-
-
-def narrow(values: Any, kind: str) -> Any:
-    """The inverse of `widen`, rounding to nearest even; gives values for f32 and f64, bits for
-    halves.
-    """
-    if kind == "bf16":
-        return f32_to_bf16(values)
-    if kind == "f16":
-        return np.asarray(values).astype(np.float16).view(np.uint16)
-    return np.asarray(values, TYPES[kind])
-
-
-def _lanes(kind: str) -> tuple[str, int]:
-    return _PACKED.get(kind, (kind, 1))
-
-
-def read_float(d: Decoder, k: int) -> Read:
+def read_float(d: Decoder, k: int, type_: str = "") -> Read:
     """Reads operand ``k`` ready to compute with: (n, 32), or (n, 32, 2) for packed types."""
-    kind, count = _lanes(d.type)
+    type_ = type_ or d.type
+    kind, count = _PACKED.get(type_, (type_, 1))
     if count == 1:
-        raw = d.src(k)
-        return lambda b: widen(raw(b), kind)
-    raw = d.src(k, "b64" if kind == "f32" else "b32")
-    part = np.float32 if kind == "f32" else np.uint16
+        raw = d.src(k, type_)
+        read = lambda b: widen(raw(b), kind)
+    else:
+        raw = d.src(k, "b64" if kind == "f32" else "b32")
+        part = np.float32 if kind == "f32" else np.uint16
 
-    def read(b: Any) -> Any:
-        words = np.broadcast_to(raw(b), (b.n, 32))
-        return widen(np.ascontiguousarray(words).view(part).reshape(b.n, 32, 2), kind)
+        def read(b: Any) -> Any:
+            words = np.ascontiguousarray(np.broadcast_to(raw(b), (b.n, 32)))
+            return widen(words.view(part).reshape(b.n, 32, 2), kind)
 
-    return read
+    return (lambda b: flush(read(b), kind)) if "ftz" in d.mods else read
 
 
-def write_float(d: Decoder, k: int = 0) -> Write:
-    kind, count = _lanes(d.type)
+def write_float(d: Decoder) -> Write:
+    """Writes results in the type, rounding, and with the .sat, .relu and .ftz, of ``d``."""
+    kind, count = _PACKED.get(d.type, (d.type, 1))
+    finish, mode = _finish(d, kind), rounding_mode(d)
     if count == 1:
-        half = kind in ("f16", "bf16")
-        put = d.dst(k, "b16" if half else kind)
-        return lambda b, v: put(b, narrow(v, kind))
+        put = d.dst(0, "b16" if kind in ("f16", "bf16") else kind)
+        return lambda b, v: put(b, narrow(finish(v), kind, mode))
     word = np.uint64 if kind == "f32" else np.uint32
-    put = d.dst(k, "b64" if kind == "f32" else "b32")
-    return lambda b, v: put(
-        b,
-        np.ascontiguousarray(np.broadcast_to(narrow(v, kind), (b.n, 32, 2)))
-        .view(word)
-        .reshape(b.n, 32),
-    )
+    put = d.dst(0, "b64" if kind == "f32" else "b32")
+
+    def write(b: Any, v: Any) -> None:
+        parts = np.broadcast_to(narrow(finish(v), kind, mode), (b.n, 32, 2))
+        put(b, np.ascontiguousarray(parts).view(word).reshape(b.n, 32))
+
+    return write
 
 
-def _finish(d: Decoder) -> Any:
-    """.ftz and .sat of a result."""
-    flush, saturate, relu = "ftz" in d.mods, "sat" in d.mods, "relu" in d.mods
+def _finish(d: Decoder, kind: str) -> Callable[[Any], Any]:
+    saturate, relu, ftz = "sat" in d.mods, "relu" in d.mods, "ftz" in d.mods
+    if not (saturate or relu or ftz):
+        return lambda v: v
 
     def finish(v: Any) -> Any:
-        if flush:
-            v = np.where(np.abs(v) < np.float32(1.1754944e-38), np.copysign(np.float32(0), v), v)
         if saturate:
-            v = np.where(np.isnan(v), np.float32(0), np.clip(v, np.float32(0), np.float32(1)))
+            v = np.where(np.isnan(v), np.zeros_like(v), np.clip(v, 0, 1))
         if relu:
-            v = np.maximum(v, np.float32(0))
-        return v
+            v = np.where(v < 0, np.zeros_like(v), v)
+        return flush(v, kind) if ftz else v
 
-    return finish if flush or saturate or relu else None
-
-
-def _directed(d: Decoder, f: Any) -> Any:
-    """``f`` rounded as the instruction says, through float64 (whose error is far below half an ulp
-    of float32).
-    """
-    mode = next((m for m in ("rz", "rm", "rp") if m in d.mods), "rn")
-    if mode == "rn" or d.type == "f64":
-        if mode != "rn":
-            raise d.unknown(f".{mode}.f64")
-        return f
-
-    def rounded(*args: Any) -> Any:
-        exact = f(*(np.asarray(a, np.float64) for a in args))
-        near = exact.astype(np.float32)
-        up, down = np.nextafter(near, np.float32(np.inf)), np.nextafter(near, np.float32(-np.inf))
-        above, below = near.astype(np.float64) > exact, near.astype(np.float64) < exact
-        floor, ceiling = np.where(above, down, near), np.where(below, up, near)
-        if mode == "rm":
-            return floor
-        if mode == "rp":
-            return ceiling
-        return np.where(exact < 0, ceiling, floor)
-
-    return rounded
+    return finish
 
 
-def float_binary(d: Decoder, f: Any) -> Execute:
-    """add, sub, mul, div, min, max (9.7.3.3 and on)."""
-    d.only(*_ROUNDING)
-    x, y, write, finish = read_float(d, 1), read_float(d, 2), write_float(d), _finish(d)
-    g = _directed(d, f)
-    if finish is None:
-        return lambda b: write(b, g(x(b), y(b)))
-    return lambda b: write(b, finish(g(x(b), y(b))))
+# -- add, sub, mul, div, fma -----------------------------------------------------------------------
+
+_NATIVE = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
+
+
+def _wide(name: str, mode: str) -> Callable[..., Any]:
+    """In float64, such that one more rounding gives the result of a single one."""
+    if name in ("add", "sub"):
+        sign = 1.0 if name == "add" else -1.0
+        return lambda x, y: add_exactly(x, sign * np.asarray(y, np.float64), mode)
+    if name == "fma":  # NOTE: the product of two float32 is exact in float64
+        return lambda x, y, z: add_exactly(np.asarray(x, np.float64) * y, z, mode)
+    f = _NATIVE[name]  # NOTE: a quotient of float32 is never so near to another that it misleads
+    return lambda x, y: f(np.asarray(x, np.float64), np.asarray(y, np.float64))
+
+
+def arithmetic(d: Decoder, name: str) -> Execute:
+    """9.7.3.3 to 9.7.3.8, 9.7.4 and 9.7.5; mixed precision: the last operand is f32."""
+    d.only(*MODES, "ftz", "sat", "relu", "approx", "full")
+    types = [p for p in d.parts[1:] if p in FLOATS or p in _PACKED]
+    count = 3 if name == "fma" else 2
+    if len(types) == 2 and types[0] == "f32" and types[1] in ("f16", "bf16"):
+        d.type, inner = "f32", types[1]
+    elif len(types) == 1:
+        inner = d.type
+    else:
+        raise d.unknown("operand types")
+    kinds = [inner] * (count - 1) + [d.type]
+    reads = [read_float(d, k + 1, kind) for k, kind in enumerate(kinds)]
+    mode, write = rounding_mode(d), write_float(d)
+    if d.type == "f64":
+        if mode == "rn" and name != "fma":
+            f: Any = _NATIVE[name]
+        else:
+            f = lambda *operands: in_fractions(name, mode, *operands)
+    elif d.type in ("f32", "f32x2") and mode == "rn" and name != "fma":
+        f = _NATIVE[name]
+    else:
+        f = _wide(name, mode)
+    return lambda b: write(b, f(*(read(b) for read in reads)))
 
 
 @instruction("fma")
 def fma(d: Decoder) -> Execute:
-    """9.7.3.7: one rounding; the product of two float32 is exact in float64."""
-    d.only(*_ROUNDING)
-    x, y, z, write, finish = (
-        read_float(d, 1),
-        read_float(d, 2),
-        read_float(d, 3),
-        write_float(d),
-        _finish(d),
-    )
-    g = _directed(d, lambda a, b, c: np.asarray(a, np.float64) * b + c)
-    kind = np.float64 if d.type == "f64" else np.float32
+    """9.7.3.7: one rounding."""
+    return arithmetic(d, "fma")
+
+
+# -- min, max, neg, abs ----------------------------------------------------------------------------
+
+
+def extremum(d: Decoder) -> Execute:
+    """min and max (9.7.3.11, 9.7.3.12): numbers before NaN unless .NaN; -0 lies below +0."""
+    d.only("ftz", "NaN", "xorsign", "abs")
+    count = len(d) - 1
+    lower, propagate, absolute = d.ins.name == "min", "NaN" in d.mods, "abs" in d.mods
+    signed = "xorsign" in d.mods
+    if signed and count == 3:
+        raise d.unknown("three operands with .xorsign")
+    reads, write = [read_float(d, k + 1) for k in range(count)], write_float(d)
+    pick: Any = {
+        (True, False): np.fmin, (True, True): np.minimum,
+        (False, False): np.fmax, (False, True): np.maximum,
+    }[lower, propagate]  # fmt: skip
+
+    def choose(x: Any, y: Any) -> Any:
+        negative = np.signbit(x)
+        zeros = np.where(negative, x, y) if lower else np.where(negative, y, x)
+        return np.where(x == y, zeros, pick(x, y))
 
     def execute(b: Any) -> None:
-        v = np.asarray(g(x(b), y(b), z(b))).astype(kind)
-        write(b, finish(v) if finish else v)
+        values = [np.asarray(r(b)) for r in reads]
+        sign = np.signbit(values[0]) ^ np.signbit(values[1])
+        out, *others = [np.abs(v) for v in values] if absolute else values
+        for other in others:
+            out = choose(out, other)
+        write(b, np.where(sign, -out, out) if signed else out)
 
     return execute
 
 
-_UNARY = {
-    "sqrt": np.sqrt, "rcp": lambda x: 1 / x, "rsqrt": lambda x: 1 / np.sqrt(x), "ex2": np.exp2,
-    "lg2": np.log2, "sin": np.sin, "cos": np.cos, "tanh": np.tanh,
-}  # fmt: skip
-
-
-@instruction(*_UNARY)
-def unary(d: Decoder) -> Execute:
-    """9.7.3.12 to 9.7.3.21"""
-    d.only(*_ROUNDING)
-    x, write, finish = read_float(d, 1), write_float(d), _finish(d)
-    f = _directed(d, _UNARY[d.ins.name])
-    flush = "ftz" in d.mods
-    single = d.type != "f64"
-
-    def execute(b: Any) -> None:
-        v = np.asarray(x(b))
-        if flush:
-            v = np.where(np.abs(v) < np.float32(1.1754944e-38), np.copysign(np.float32(0), v), v)
-        out = f(v.astype(np.float64))
-        out = out.astype(np.float32) if single else out
-        write(b, finish(out) if finish else out)
-
-    return execute
+def change_sign(d: Decoder) -> Execute:
+    """neg and abs (9.7.3.9, 9.7.3.10): of the sign bit alone."""
+    d.only("ftz")
+    kind = f"b{64 if _SIGN[d.type] >> 32 else 32 if _SIGN[d.type] >> 16 else 16}"
+    if "ftz" in d.mods:
+        x, write = read_float(d, 1), write_float(d)
+        f = np.negative if d.ins.name == "neg" else np.abs
+        return lambda b: write(b, f(x(b)))
+    bits, put = d.src(1, kind), d.dst(0, kind)
+    sign = {"b16": np.uint16, "b32": np.uint32, "b64": np.uint64}[kind](_SIGN[d.type])
+    if d.ins.name == "neg":
+        return lambda b: put(b, bits(b) ^ sign)
+    return lambda b: put(b, bits(b) & ~sign)
 
 
 @instruction("copysign")
@@ -216,154 +189,33 @@ def copysign(d: Decoder) -> Execute:
     return lambda b: write(b, np.copysign(y(b), x(b)))
 
 
+# -- functions of one operand ----------------------------------------------------------------------
+
+_UNARY: dict[str, Any] = {
+    "sqrt": np.sqrt, "rcp": lambda x: 1 / x, "rsqrt": lambda x: 1 / np.sqrt(x), "ex2": np.exp2,
+    "lg2": np.log2, "sin": np.sin, "cos": np.cos, "tanh": np.tanh,
+}  # fmt: skip
+
+
+@instruction(*_UNARY)
+def unary(d: Decoder) -> Execute:
+    """9.7.3.13 to 9.7.3.22"""
+    d.only(*MODES, "ftz", "approx")
+    if d.type == "f64" and rounding_mode(d) != "rn":
+        raise d.unknown(f".{rounding_mode(d)}.f64")
+    x, write, f = read_float(d, 1), write_float(d), _UNARY[d.ins.name]
+    return lambda b: write(b, f(np.asarray(x(b), np.float64)))
+
+
 @instruction("testp")
 def testp(d: Decoder) -> Execute:
     """9.7.3.1"""
-    tests: dict[str, Any] = {
+    smallest = SMALLEST_NORMAL[d.type]
+    test: Any = {
         "finite": np.isfinite, "infinite": np.isinf, "number": lambda x: ~np.isnan(x),
         "notanumber": np.isnan,
-        "normal": lambda x: np.isfinite(x) & (np.abs(x) >= np.finfo(x.dtype).tiny),
-        "subnormal": lambda x: (np.abs(x) < np.finfo(x.dtype).tiny) & (x != 0),
-    }  # fmt: skip
-    test, x, write = tests[d.parts[1]], d.src(1), d.dst(0, "pred")
+        "normal": lambda x: np.isfinite(x) & (np.abs(x) >= smallest),
+        "subnormal": lambda x: (np.abs(x) < smallest) & (x != 0),
+    }[d.parts[1]]  # fmt: skip
+    x, write = d.src(1), d.dst(0, "pred")
     return lambda b: write(b, test(x(b)))
-
-
-_SMALL: dict[str, Any] = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
-
-
-def _to_integer(x: Any, kind: str, mode: str) -> Any:
-    """cvt from float: rounded as said, clamped to the range, NaN to 0."""
-    rounding = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[mode]
-    info = np.iinfo(TYPES[kind])
-    x = rounding(np.asarray(x, np.float64))
-    low = x <= float(info.min)
-    high = x >= float(info.max)
-    safe = np.where(low | high | np.isnan(x), 0, x).astype(TYPES[kind])
-    out = np.where(high, info.max, np.where(low, info.min, safe))
-    return np.where(np.isnan(x), 0, out).astype(TYPES[kind])
-
-
-@instruction("cvt")
-def cvt(d: Decoder) -> Execute:
-    """9.7.9.21: conversions between integers and floats; packed halves and fp8 from two float32."""
-    kinds = [p for p in d.parts[1:] if p in TYPES or p in ("e4m3x2", "e5m2x2")]
-    if len(kinds) != 2:
-        raise d.unknown()
-    to, frm = kinds
-    if to in ("f16x2", "bf16x2") and frm == "f32":
-        return _cvt_pack(d, to)
-    if to in ("e4m3x2", "e5m2x2") or frm in ("e4m3x2", "e5m2x2"):
-        return _cvt_fp8(d, to, frm)
-    if to == "tf32" and frm == "f32":
-        return _cvt_tf32(d)
-    d.only("rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi", "ftz", "sat", "relu", "rna")
-    floats = ("f16", "bf16", "f32", "f64")
-    raw, saturate = d.src(1, frm), "sat" in d.mods
-    if to in floats:
-        mode = next((m for m in ("rn", "rz", "rm", "rp") if m in d.mods), "rn")
-        integral = next((m for m in ("rni", "rzi", "rmi", "rpi") if m in d.mods), None)
-        if mode not in ("rn", "rz") or (mode == "rz" and to != "bf16"):
-            raise d.unknown(f"rounding .{mode}")
-        write = d.dst(0, "b16" if to in ("f16", "bf16") else to)
-        rounding = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil, None: None}[
-            integral
-        ]
-
-        def to_float(b: Any) -> None:
-            x = np.asarray(raw(b))
-            x = widen(x, frm) if frm in floats else x
-            if rounding is not None:
-                x = rounding(x)
-            if to != "f64":
-                x = x.astype(np.float32)
-            if saturate:
-                x = np.where(np.isnan(x), 0, np.clip(x, 0, 1)).astype(x.dtype)
-            if "relu" in d.mods:
-                x = np.maximum(x, 0)
-            write(b, f32_to_bf16(x, mode) if to == "bf16" else narrow(x, to))
-
-        return to_float
-    write = d.dst(0, to)
-    if frm in floats:
-        mode = next(m for m in ("rni", "rzi", "rmi", "rpi") if m in d.mods)
-        return lambda b: write(b, _to_integer(widen(np.asarray(raw(b)), frm), to, mode))
-    if saturate:
-        info = np.iinfo(TYPES[to])
-        return lambda b: write(
-            b, np.clip(np.asarray(raw(b)).astype(object), info.min, info.max).astype(TYPES[to])
-        )
-    return lambda b: write(b, np.asarray(raw(b)).astype(TYPES[to]))
-
-
-def _cvt_pack(d: Decoder, to: str) -> Execute:
-    """Two float32 into one packed word, the first source in the upper half."""
-    d.only("rn", "rz", "relu", "satfinite")
-    high, low, write = d.src(1, "f32"), d.src(2, "f32"), d.dst(0, "b32")
-    mode = "rz" if "rz" in d.mods else "rn"
-    if mode == "rz" and to == "f16x2":
-        raise d.unknown(".rz.f16x2")
-
-    def half(x: Any) -> Any:
-        x = np.maximum(x, np.float32(0)) if "relu" in d.mods else x
-        if "satfinite" in d.mods:
-            top = np.float32(65504 if to == "f16x2" else 3.3895314e38)
-            x = np.clip(x, -top, top)
-        return (
-            f32_to_bf16(x, mode)
-            if to == "bf16x2"
-            else np.asarray(x).astype(np.float16).view(np.uint16)
-        )
-
-    def execute(b: Any) -> None:
-        upper = np.asarray(half(high(b))).astype(np.uint32) << np.uint32(16)
-        write(b, upper | np.asarray(half(low(b))).astype(np.uint32))
-
-    return execute
-
-
-def _cvt_fp8(d: Decoder, to: str, frm: str) -> Execute:
-    d.only("rn", "satfinite", "relu", "e4m3x2", "e5m2x2")
-    if frm == "f32" and len(d) == 3:
-        high, low, write = d.src(1, "f32"), d.src(2, "f32"), d.dst(0, "b16")
-        small = _SMALL[to[:4]]
-        top = float(ml_dtypes.finfo(small).max)
-
-        def pack(b: Any) -> None:
-            h, lo = (
-                np.clip(v, -top, top).astype(small).view(np.uint8).astype(np.uint16)
-                for v in (np.asarray(high(b)), np.asarray(low(b)))
-            )
-            write(b, h << np.uint16(8) | lo)
-
-        return pack
-    if to == "f16x2":
-        raw, write = d.src(1, "b16"), d.dst(0, "b32")
-        small = _SMALL[frm[:4]]
-
-        def unpack(b: Any) -> None:
-            two = (
-                np.ascontiguousarray(np.broadcast_to(raw(b), (b.n, 32)))
-                .view(np.uint8)
-                .reshape(b.n, 32, 2)
-            )
-            write(b, two.view(small).astype(np.float16).view(np.uint32).reshape(b.n, 32))
-
-        return unpack
-    raise d.unknown()
-
-
-def _cvt_tf32(d: Decoder) -> Execute:
-    """tf32 keeps 10 mantissa bits: .rna to nearest, ties away; .rn ties to even."""
-    d.only("rna", "rn", "rz", "satfinite", "relu")
-    x, write = d.src(1, "b32"), d.dst(0, "b32")
-
-    def execute(b: Any) -> None:
-        u = np.asarray(x(b))
-        if "rna" in d.mods:
-            u = u + np.uint32(0x1000)
-        elif "rn" in d.mods:
-            u = u + np.uint32(0xFFF) + (u >> np.uint32(13) & np.uint32(1))
-        write(b, u & np.uint32(0xFFFFE000))
-
-    return execute

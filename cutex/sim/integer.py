@@ -1,6 +1,4 @@
-"""Integer, logic and shift instructions (PTX ISA 9.7.1, 9.7.2, 9.7.6, 9.7.8), and set-predicate
-(9.7.7).
-"""
+"""Integer arithmetic (PTX ISA 9.7.1, 9.7.2); the float forms of its opcodes go to floating."""
 
 from __future__ import annotations
 
@@ -8,32 +6,63 @@ from typing import Any
 
 import numpy as np
 
-from cutex.sim.decode import TYPES, Decoder, Execute, instruction
-from cutex.sim.floating import float_binary, fma, is_float, read_float
+from cutex.sim.decode import TYPES, UNSIGNED, Decoder, Execute, instruction
+from cutex.sim.floating import arithmetic, change_sign, extremum, is_float
 from cutex.sim.ptx import WIDTH
 
 _WIDE = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
 
 
-def _apply(d: Decoder, f: Any, sources: int) -> Execute:
-    reads, write = [d.src(k + 1) for k in range(sources)], d.dst()
-    return lambda b: write(b, f(*(r(b) for r in reads)))
-
-
 @instruction("add", "sub")
 def add_sub(d: Decoder) -> Execute:
-    """9.7.1.1, 9.7.1.2: modulo 2^n."""
+    """9.7.1.1, 9.7.1.2: modulo 2^n, or saturated; 9.7.2: .cc keeps the carry (or borrow)."""
     if is_float(d):
-        return float_binary(d, np.add if d.ins.name == "add" else np.subtract)
-    d.only()
-    return _apply(d, np.add if d.ins.name == "add" else np.subtract, 2)
+        return arithmetic(d, d.ins.name)
+    d.only("sat", "cc")
+    if "cc" in d.mods:
+        return _with_carry(d, lambda x, y: (x, y), False)
+    f = np.add if d.ins.name == "add" else np.subtract
+    if "sat" not in d.mods:
+        return d.map(f, 2)
+    info = np.iinfo(np.int32)
+    return d.map(lambda x, y: np.clip(f(x, y, dtype=np.int64), info.min, info.max), 2)
+
+
+@instruction("addc", "subc")
+def add_sub_carried(d: Decoder) -> Execute:
+    """9.7.2.2, 9.7.2.4: with the carry that the instruction before kept."""
+    d.only("cc")
+    return _with_carry(d, lambda x, y: (x, y), True)
+
+
+def _with_carry(d: Decoder, terms: Any, carried: bool) -> Execute:
+    """x +- y +- carry of the two ``terms`` made of the operands."""
+    reads, write = [d.src(k + 1) for k in range(len(d) - 1)], d.dst()
+    bits, keeps, subtract = WIDTH[d.type], "cc" in d.mods, d.ins.name.startswith("sub")
+    unsigned, carry = UNSIGNED[bits], d.m.carry
+
+    def execute(b: Any) -> None:
+        x, y = terms(*(np.broadcast_to(r(b), (b.n, 32)) for r in reads))
+        x, y = x.view(unsigned), y.view(unsigned)
+        c = (carry[b.idx] if carried else np.zeros((b.n, 32), bool)).astype(unsigned)
+        if subtract:
+            out = x - y - c
+            over = (x < y) | ((x == y) & (c == 1))
+        else:
+            out = x + y + c
+            over = (out < x) | ((out == x) & (c == 1))
+        write(b, out.view(TYPES[d.type]))
+        if keeps:
+            carry[b.idx] = np.where(b.active(), over, carry[b.idx])
+
+    return execute
 
 
 @instruction("mul")
 def mul(d: Decoder) -> Execute:
     """9.7.1.3: .lo low half, .hi high half, .wide twice the width."""
     if is_float(d):
-        return float_binary(d, np.multiply)
+        return arithmetic(d, "mul")
     d.only("lo", "hi", "wide")
     product = _product(d)
     a, b2, write = d.src(1), d.src(2), d.dst(0, _WIDE[d.type] if "wide" in d.mods else d.type)
@@ -75,16 +104,63 @@ def _high_64_signed(x: Any, y: Any) -> Any:
     return high.view(np.int64)
 
 
-@instruction("mad")
+@instruction("mad", "madc")
 def mad(d: Decoder) -> Execute:
-    """9.7.1.4: a * b + c, halves as in mul."""
+    """9.7.1.4, 9.7.2.5, 9.7.2.6: a * b + c, halves as in mul."""
     if is_float(d):
-        return fma(d)
-    d.only("lo", "hi", "wide")
+        return arithmetic(d, "fma")
+    d.only("lo", "hi", "wide", "cc")
     product = _product(d)
+    if "cc" in d.mods or d.ins.name == "madc":
+        return _with_carry(d, lambda x, y, z: (z, product(x, y)), d.ins.name == "madc")
     kind = _WIDE[d.type] if "wide" in d.mods else d.type
     a, b2, c, write = d.src(1), d.src(2), d.src(3, kind), d.dst(0, kind)
     return lambda b: write(b, product(a(b), b2(b)) + c(b))
+
+
+@instruction("mul24", "mad24")
+def mul24(d: Decoder) -> Execute:
+    """9.7.1.5, 9.7.1.6: of the low 24 bits, the low or high 32 of the 48."""
+    d.only("lo", "hi")
+    shift = np.int64(16 if "hi" in d.mods else 0)
+    kind = TYPES[d.type]
+
+    def product(x: Any, y: Any) -> Any:
+        x, y = (_extend(np.asarray(v).astype(np.int64), 24, d.type[0] == "s") for v in (x, y))
+        return ((x * y) >> shift).astype(kind)
+
+    if d.ins.name == "mul24":
+        return d.map(product, 2)
+    return d.map(lambda x, y, z: product(x, y) + z, 3)
+
+
+def _extend(x: Any, bits: int, signed: bool) -> Any:
+    """The low ``bits`` of int64 values, sign- or zero-extended."""
+    x = x & np.int64((1 << bits) - 1)
+    return np.where(x >> (bits - 1) != 0, x - (1 << bits), x) if signed else x
+
+
+@instruction("dp4a", "dp2a")
+def dot_product(d: Decoder) -> Execute:
+    """9.7.1.24, 9.7.1.25: c + the products of 4 bytes, or of 2 halves with 2 bytes of b."""
+    d.only("lo", "hi")
+    kinds = [p for p in d.parts[1:] if p in ("u32", "s32")]
+    a, b2, c = (d.src(k + 1, "u32") for k in range(3))
+    write = d.dst(0, "u32")
+    width, count = (8, 4) if d.ins.name == "dp4a" else (16, 2)
+    first = 2 if "hi" in d.mods else 0
+
+    def part(x: Any, bits: int, i: int, kind: str) -> Any:
+        return _extend(np.asarray(x).astype(np.int64) >> (bits * i), bits, kind == "s32")
+
+    def execute(b: Any) -> None:
+        x, y = a(b), b2(b)
+        terms = (
+            part(x, width, i, kinds[0]) * part(y, 8, first + i, kinds[1]) for i in range(count)
+        )
+        write(b, (np.asarray(c(b)).astype(np.int64) + sum(terms)).astype(np.uint32))
+
+    return execute
 
 
 def _divide(x: Any, y: Any, remainder: bool) -> Any:
@@ -103,360 +179,40 @@ def _divide(x: Any, y: Any, remainder: bool) -> Any:
 def div(d: Decoder) -> Execute:
     """9.7.1.8"""
     if is_float(d):
-        return float_binary(d, np.divide)
+        return arithmetic(d, "div")
     d.only()
-    return _apply(d, lambda x, y: _divide(x, y, False), 2)
+    return d.map(lambda x, y: _divide(x, y, False), 2)
 
 
 @instruction("rem")
 def rem(d: Decoder) -> Execute:
     """9.7.1.9: the sign of the dividend."""
     d.only()
-    return _apply(d, lambda x, y: _divide(x, y, True), 2)
-
-
-@instruction("and", "or", "xor")
-def logic(d: Decoder) -> Execute:
-    """9.7.8.1-3, also on predicates."""
-    d.only()
-    return _apply(
-        d, {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[d.ins.name], 2
-    )
-
-
-@instruction("not")
-def not_(d: Decoder) -> Execute:
-    """9.7.8.4"""
-    d.only()
-    return _apply(d, np.invert, 1)
-
-
-@instruction("lop3")
-def lop3(d: Decoder) -> Execute:
-    """9.7.8.6: any function of three bits, by its truth table."""
-    d.only()
-    a, b2, c, table, write = d.src(1), d.src(2), d.src(3), d.immediate(4), d.dst()
-
-    def execute(b: Any) -> None:
-        x, y, z = a(b), b2(b), c(b)
-        out = np.zeros((b.n, 32), np.uint32)
-        for i in range(8):
-            if table >> i & 1:
-                out |= (x if i & 4 else ~x) & (y if i & 2 else ~y) & (z if i & 1 else ~z)
-        write(b, out)
-
-    return execute
-
-
-@instruction("shl", "shr")
-def shift(d: Decoder) -> Execute:
-    """9.7.8.7, 9.7.8.8: amounts above the width are clamped to it."""
-    d.only()
-    a, amount, write = d.src(1), d.src(2, "u32"), d.dst()
-    bits, left, dtype = WIDTH[d.type], d.ins.name == "shl", TYPES[d.type]
-    signed = d.type[0] == "s"
-
-    def execute(b: Any) -> None:
-        x, n = np.asarray(a(b)), np.asarray(amount(b))
-        over = n >= bits
-        n = np.where(over, np.uint32(bits - 1), n).astype(dtype)
-        if left:
-            write(b, np.where(over, dtype(0), x << n))
-        elif signed:
-            write(b, x >> n)
-        else:
-            write(b, np.where(over, dtype(0), x >> n))
-
-    return execute
-
-
-@instruction("shf")
-def funnel_shift(d: Decoder) -> Execute:
-    """9.7.8.5: the upper (left) or lower (right) word of the shifted pair {b, a}."""
-    d.only("l", "r", "wrap", "clamp")
-    a, b2, amount, write = d.src(1), d.src(2), d.src(3), d.dst()
-    wrap, left = "wrap" in d.mods, "l" in d.mods
-
-    def execute(b: Any) -> None:
-        n = np.asarray(amount(b))
-        n = ((n & np.uint32(31)) if wrap else np.minimum(n, np.uint32(32))).astype(np.uint64)
-        both = np.asarray(b2(b)).astype(np.uint64) << np.uint64(32) | np.asarray(a(b)).astype(
-            np.uint64
-        )
-        out = (both << n) >> np.uint64(32) if left else both >> n
-        write(b, out.astype(np.uint32))
-
-    return execute
+    return d.map(lambda x, y: _divide(x, y, True), 2)
 
 
 @instruction("min", "max")
 def minimum(d: Decoder) -> Execute:
-    """9.7.1.12, 9.7.1.13; floats as IEEE minimumNumber unless .NaN (9.7.3.11)."""
+    """9.7.1.12, 9.7.1.13"""
     if is_float(d):
-        nan = "NaN" in d.mods
-        pick = {
-            ("min", 0): np.fmin,
-            ("min", 1): np.minimum,
-            ("max", 0): np.fmax,
-            ("max", 1): np.maximum,
-        }
-        f = pick[d.ins.name, nan]
-        if len(d) == 4:
-            return _three(d, f)
-        return float_binary(d, f)
+        return extremum(d)
     d.only("relu")
     f = np.minimum if d.ins.name == "min" else np.maximum
     if "relu" in d.mods:
-        return _apply(d, lambda x, y: np.maximum(f(x, y), 0), 2)
-    return _apply(d, f, 2)
-
-
-def _three(d: Decoder, f: Any) -> Execute:
-    d.only("NaN", "ftz")
-    return _apply(d, lambda x, y, z: f(f(x, y), z), 3)
+        return d.map(lambda x, y: np.maximum(f(x, y), 0), 2)
+    return d.map(f, 2)
 
 
 @instruction("neg", "abs")
 def negate(d: Decoder) -> Execute:
-    """9.7.1.10, 9.7.1.11 and 9.7.3.9, 9.7.3.10"""
-    if d.type in ("bf16", "bf16x2", "f16x2", "f32x2"):
-        sign = {
-            "bf16": 0x8000,
-            "bf16x2": 0x80008000,
-            "f16x2": 0x80008000,
-            "f32x2": 0x8000000080000000,
-        }[d.type]
-        word = TYPES[d.type](sign)
-        return _apply(d, (lambda x: x ^ word) if d.ins.name == "neg" else (lambda x: x & ~word), 1)
-    d.only("ftz")
-    return _apply(d, np.negative if d.ins.name == "neg" else np.abs, 1)
-
-
-def _count_bits(x: Any) -> Any:
-    return np.bitwise_count(x).astype(np.uint32)
-
-
-def _leading_zeros(x: Any, bits: int) -> Any:
-    x = np.asarray(x).astype(np.uint64)
-    for s in (1, 2, 4, 8, 16, 32):
-        x = x | x >> np.uint64(s)
-    return (np.uint32(bits) - np.bitwise_count(x)).astype(np.uint32)
-
-
-@instruction("popc")
-def popc(d: Decoder) -> Execute:
-    """9.7.1.16"""
-    a, write = d.src(1), d.dst(0, "u32")
-    return lambda b: write(b, _count_bits(a(b)))
-
-
-@instruction("clz")
-def clz(d: Decoder) -> Execute:
-    """9.7.1.17"""
-    a, write, bits = d.src(1), d.dst(0, "u32"), WIDTH[d.type]
-    return lambda b: write(b, _leading_zeros(a(b), bits))
-
-
-@instruction("bfind")
-def bfind(d: Decoder) -> Execute:
-    """9.7.1.18: the most significant set (of negative numbers: clear) bit; all ones if none."""
-    d.only("shiftamt")
-    a, write, bits = d.src(1), d.dst(0, "u32"), WIDTH[d.type]
-    unsigned = TYPES[f"u{bits}"]
-
-    def execute(b: Any) -> None:
-        x = np.asarray(a(b))
-        x = np.where(x < 0, ~x, x).view(unsigned) if x.dtype.kind == "i" else x
-        at = np.uint32(bits - 1) - _leading_zeros(x, bits)
-        write(
-            b,
-            np.where(
-                x == 0,
-                np.uint32(0xFFFFFFFF),
-                np.uint32(bits - 1) - at if "shiftamt" in d.mods else at,
-            ),
-        )
-
-    return execute
-
-
-@instruction("brev")
-def brev(d: Decoder) -> Execute:
-    """9.7.1.19"""
-    a, write, bits, dtype = d.src(1), d.dst(), WIDTH[d.type], TYPES[d.type]
-
-    def execute(b: Any) -> None:
-        x = np.asarray(a(b))
-        out = np.zeros_like(x)
-        for i in range(bits):
-            out |= (x >> dtype(i) & dtype(1)) << dtype(bits - 1 - i)
-        write(b, out)
-
-    return execute
-
-
-@instruction("bfe")
-def bfe(d: Decoder) -> Execute:
-    """9.7.1.20: bits [pos, pos+len), sign-extended for signed types."""
-    a, pos, length, write = d.src(1), d.src(2, "u32"), d.src(3, "u32"), d.dst()
-    bits, dtype, signed = WIDTH[d.type], TYPES[d.type], d.type[0] == "s"
-
-    def execute(b: Any) -> None:
-        p = (np.asarray(pos(b)) & np.uint32(255)).astype(np.int64)
-        n = (np.asarray(length(b)) & np.uint32(255)).astype(np.int64)
-        x = np.asarray(a(b))
-        sign_at = np.minimum(p + n - 1, bits - 1)
-        field = np.where(
-            p < bits, x.astype(np.uint64) >> np.minimum(p, bits - 1).astype(np.uint64), np.uint64(0)
-        )
-        keep = np.where(
-            n >= 64,
-            np.uint64(2**64 - 1),
-            (np.uint64(1) << np.minimum(n, 63).astype(np.uint64)) - np.uint64(1),
-        )
-        out = field & keep
-        if signed:
-            negative = (
-                x.astype(np.uint64) >> np.maximum(sign_at, 0).astype(np.uint64) & np.uint64(1)
-            ).astype(bool) & (n > 0)
-            out = np.where(negative, out | ~keep, out)
-        write(b, out.astype(TYPES[f"u{bits}"]).view(dtype))
-
-    return execute
-
-
-@instruction("bfi")
-def bfi(d: Decoder) -> Execute:
-    """9.7.1.21: inserts the low ``len`` bits of a into b at ``pos``."""
-    a, into, pos, length, write = d.src(1), d.src(2), d.src(3, "u32"), d.src(4, "u32"), d.dst()
-    bits, dtype = WIDTH[d.type], TYPES[d.type]
-
-    def execute(b: Any) -> None:
-        p = (np.asarray(pos(b)) & np.uint32(255)).astype(np.uint64)
-        n = (np.asarray(length(b)) & np.uint32(255)).astype(np.uint64)
-        ones = np.where(
-            n >= 64, np.uint64(2**64 - 1), (np.uint64(1) << np.minimum(n, 63)) - np.uint64(1)
-        )
-        mask = np.where(p >= bits, np.uint64(0), ones << np.minimum(p, 63))
-        x = np.asarray(a(b)).astype(np.uint64) << np.minimum(p, 63)
-        y = np.asarray(into(b)).astype(np.uint64)
-        write(b, ((y & ~mask) | (x & mask)).astype(dtype))
-
-    return execute
-
-
-@instruction("prmt")
-def prmt(d: Decoder) -> Execute:
-    """9.7.8.9, default mode: each nibble of the selector picks a byte of {b, a}, bit 3 replicates
-    its sign.
-    """
+    """9.7.1.10, 9.7.1.11"""
+    if is_float(d):
+        return change_sign(d)
     d.only()
-    a, b2, selector, write = d.src(1), d.src(2), d.src(3), d.dst()
-
-    def execute(b: Any) -> None:
-        both = np.asarray(b2(b)).astype(np.uint64) << np.uint64(32) | np.asarray(a(b)).astype(
-            np.uint64
-        )
-        s = np.asarray(selector(b)).astype(np.uint64)
-        out = np.zeros((b.n, 32), np.uint64)
-        for i in range(4):
-            nibble = s >> np.uint64(4 * i) & np.uint64(15)
-            byte = both >> ((nibble & np.uint64(7)) * np.uint64(8)) & np.uint64(255)
-            sign = np.where(byte & np.uint64(128), np.uint64(255), np.uint64(0))
-            out |= np.where(nibble & np.uint64(8), sign, byte) << np.uint64(8 * i)
-        write(b, out.astype(np.uint32))
-
-    return execute
+    return d.map(np.negative if d.ins.name == "neg" else np.abs, 1)
 
 
 @instruction("sad")
 def sad(d: Decoder) -> Execute:
     """9.7.1.7: c + |a - b|"""
-    return _apply(d, lambda x, y, z: z + np.where(x > y, x - y, y - x), 3)
-
-
-_COMPARE: dict[str, Any] = {
-    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
-    "ge": np.greater_equal, "lo": np.less, "ls": np.less_equal, "hi": np.greater,
-    "hs": np.greater_equal,
-}  # fmt: skip
-
-
-_COMBINE: dict[str | None, Any] = {
-    "and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor, None: lambda x, y: x,
-}  # fmt: skip
-
-
-def _comparison(d: Decoder) -> Any:
-    name = d.parts[1]
-    if name in _COMPARE:
-        compare = _COMPARE[name]
-        if not is_float(d):
-            return compare
-        if name == "ne":  # ordered
-            return lambda x, y: np.not_equal(x, y) & ~np.isnan(x) & ~np.isnan(y)
-        return compare
-    if name == "num":
-        return lambda x, y: ~np.isnan(x) & ~np.isnan(y)
-    if name == "nan":
-        return lambda x, y: np.isnan(x) | np.isnan(y)
-    if name.endswith("u") and name[:-1] in _COMPARE:  # unordered: true where either is NaN
-        compare = _COMPARE[name[:-1]]
-        return lambda x, y: compare(x, y) | np.isnan(x) | np.isnan(y)
-    raise d.unknown(f"comparison .{name}")
-
-
-def _comparands(d: Decoder) -> tuple[Any, Any]:
-    if is_float(d):
-        return read_float(d, 1), read_float(d, 2)
-    return d.src(1), d.src(2)
-
-
-@instruction("setp")
-def setp(d: Decoder) -> Execute:
-    """9.7.7.2: p = compare [boolop c]; p|q also writes the complement of the comparison, combined
-    likewise.
-    """
-    d.only(
-        *_COMPARE, "and", "or", "xor", "ftz", "num", "nan", "equ", "neu", "ltu", "leu", "gtu", "geu"
-    )
-    compare = _comparison(d)
-    combine = next((c for c in ("and", "or", "xor") if c in d.mods), None)
-    f = _COMBINE[combine]
-    x, y = _comparands(d)
-    c = d.src(3, "pred") if combine else (lambda b: True)
-    first, second = d.pair(0)
-    p = d.write(first, "pred")
-    q = d.write(second, "pred") if second is not None else None
-
-    def execute(b: Any) -> None:
-        t = np.broadcast_to(compare(x(b), y(b)), (b.n, 32))
-        other = c(b)
-        p(b, f(t, other))
-        if q:
-            q(b, f(~t, other))
-
-    return execute
-
-
-@instruction("set")
-def set_(d: Decoder) -> Execute:
-    """9.7.7.1: all ones (or 1.0) where the comparison holds."""
-    d.only(*_COMPARE, "ftz")
-    compare = _comparison(d)
-    x, y = _comparands(d)
-    result = d.parts[-2]
-    write = d.dst(0, result)
-    true = (
-        np.float32(1) if result == "f32" else TYPES[result](-1 if result[0] == "s" else 0xFFFFFFFF)
-    )
-    return lambda b: write(b, np.where(compare(x(b), y(b)), true, type(true)(0)))
-
-
-@instruction("selp")
-def selp(d: Decoder) -> Execute:
-    """9.7.7.3: c ? a : b"""
-    d.only()
-    kind = f"b{WIDTH[d.type]}"
-    a, b2, c, write = d.src(1, kind), d.src(2, kind), d.src(3, "pred"), d.dst(0, kind)
-    return lambda b: write(b, np.where(c(b), a(b), b2(b)))
+    return d.map(lambda x, y, z: z + np.where(x > y, x - y, y - x), 3)

@@ -137,6 +137,7 @@ class Machine:
             bank: np.empty((count, self.num_warps, 32, *((2,) if bank == 128 else ())), banks[bank])
             for bank, count in program.registers.items()
         }
+        self.carry = np.zeros((self.num_warps, 32), bool)  # of add.cc and its kin
         self.smem = np.empty((num_ctas, self.smem_bytes), np.uint8)
         self.mbarriers = MBarriers(self)
         self.flight = Flight(self)

@@ -19,9 +19,9 @@ import numpy as np
 
 from cutex.sim.errors import BadOperand
 from cutex.sim.flight import Span
-from cutex.sim.floating import bf16_to_f32
 from cutex.sim.memory import POISON64
 from cutex.sim.ptx import Instruction
+from cutex.sim.rounding import bf16_to_f32
 from cutex.sim.tensormap import swizzle_chunks
 
 _NAMES = {0: "no", 1: "32-byte", 2: "64-byte", 3: "128-byte"}

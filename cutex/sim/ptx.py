@@ -146,6 +146,7 @@ class Program:
 
 
 _STATEMENT = re.compile(r"\s*(?:@(!?)([\w$%.]+)\s+)?([\w.:]+)\s*(.*)", re.S)
+_FLOAT = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?$")
 _INT = re.compile(r"[+-]?(0[xX][0-9a-fA-F]+|\d+)U?$")
 
 
@@ -393,6 +394,8 @@ class _Body:
             return Imm(int(text[2:], 16))  # the bits; read by type
         if re.match(r"0[dD][0-9a-fA-F]{16}$", text):
             return Imm(int(text[2:], 16))
+        if _FLOAT.match(text):
+            return Imm(float(text))
         if text[0] == "!":
             reg = self._register(text[1:], scope)
             if reg:

@@ -11,9 +11,9 @@ from cutex.sim.bulk_groups import BulkGroup
 from cutex.sim.decode import Decoder, Execute, instruction
 from cutex.sim.errors import BadOperand
 from cutex.sim.flight import Operation, Span
-from cutex.sim.floating import narrow, widen
 from cutex.sim.machine import RETRY, Batch, Machine, Wait
 from cutex.sim.memory import PARAM_WINDOW, SHARED_WINDOW
+from cutex.sim.rounding import narrow, widen
 from cutex.sim.tensormap import MAP_BYTES, Overlap, TensorMap, decode_map, overlap, swizzle_chunks
 
 _MODS = (
