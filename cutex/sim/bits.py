@@ -156,9 +156,10 @@ def brev(d: Decoder) -> Execute:
     return execute
 
 
-def _field(pos: Any, length: Any) -> tuple[Any, Any]:
+def _field(pos: Any, length: Any) -> Any:
     """Position and length of a bit field: only 8 bits of each count."""
-    return tuple((np.asarray(v) & np.uint32(255)).astype(np.uint64) for v in (pos, length))
+    byte = np.uint32(255)
+    return tuple((np.asarray(v) & byte).astype(np.uint64) for v in (pos, length))
 
 
 def _low_bits(n: Any) -> Any:

@@ -10,7 +10,6 @@ from cutex.sim.decode import TYPES, Decoder, Execute, instruction
 from cutex.sim.floating import is_float, read_float
 from cutex.sim.ptx import WIDTH
 
-
 _COMPARE: dict[str, Any] = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
     "ge": np.greater_equal, "lo": np.less, "ls": np.less_equal, "hi": np.greater,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cutex.sim.decode import Decoder, Execute, Read, Write, instruction
+from cutex.sim.decode import TYPES, Decoder, Execute, Read, Write, instruction
 from cutex.sim.rounding import MODES, SMALLEST_NORMAL, add_exactly, in_fractions, narrow, widen
 
 FLOATS = ("f16", "bf16", "f32", "f64")
@@ -176,7 +176,7 @@ def change_sign(d: Decoder) -> Execute:
         f = np.negative if d.ins.name == "neg" else np.abs
         return lambda b: write(b, f(x(b)))
     bits, put = d.src(1, kind), d.dst(0, kind)
-    sign = {"b16": np.uint16, "b32": np.uint32, "b64": np.uint64}[kind](_SIGN[d.type])
+    sign = TYPES[kind](_SIGN[d.type])
     if d.ins.name == "neg":
         return lambda b: put(b, bits(b) ^ sign)
     return lambda b: put(b, bits(b) & ~sign)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cutex.orders import ORDERS
-from cutex.sim import clc, data, floating, integer, sync, tcgen05, tcgen05_mma, tma, warp, wgmma  # noqa: F401 - they register definitions
+from cutex.sim import definitions, wgmma  # noqa: F401 - the first registers instructions
 from cutex.sim.decode import Execute, decode
 from cutex.sim.errors import Deadlock, SimError, UnknownInstruction
 from cutex.sim.machine import ARRIVED, BLOCKED, DONE, GO, RETRY, RUNNING, Batch

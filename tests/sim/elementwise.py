@@ -21,22 +21,22 @@ def apply(execute, code: str, out, *inputs: np.ndarray, also=None, head: str = "
     padded = -(-n // BLOCK) * BLOCK
     arrays, lines, names = {}, [], {}
     for k, (name, x) in enumerate(zip("abcf", inputs, strict=False)):
-        stored = x.astype(np.uint8) if x.dtype == bool else x
+        stored = x.astype(np.uint8) if x.dtype.kind == "b" else x
         arrays[name] = np.resize(stored, padded)
         register = f"{_REGISTER[stored.itemsize]}{k}"
         lines.append(f"ld.global.{_kind(stored.dtype)} {register}, [%{name}_i];")
-        if x.dtype == bool:
+        if x.dtype.kind == "b":
             lines.append(f"setp.ne.u16 %p{k}, {register}, 0;")
             register = f"%p{k}"
         names[name] = register
     results = [("d", np.dtype(out), 10)] + ([("e", np.dtype(also), 11)] if also else [])
     after = []
     for name, dtype, k in results:
-        size = 1 if dtype == bool else dtype.itemsize
-        arrays[name] = np.zeros(padded, np.uint8 if dtype == bool else dtype)
-        register = f"{_REGISTER[size]}{k}"
-        names[name] = f"%p{k}" if dtype == bool else register
-        if dtype == bool:
+        predicate = dtype.kind == "b"
+        arrays[name] = np.zeros(padded, np.uint8 if predicate else dtype)
+        register = f"{_REGISTER[dtype.itemsize]}{k}"
+        names[name] = f"%p{k}" if predicate else register
+        if predicate:
             after.append(f"selp.u16 {register}, 1, 0, %p{k};")
         after.append(f"st.global.{_kind(arrays[name].dtype)} [%{name}_i], {register};")
     body = "\n".join([*lines, code.format(**names), *after])
@@ -84,7 +84,7 @@ def crossed(*columns: np.ndarray, limit: int = 2048, seed: int = 1) -> list[np.n
 def expect_equal(got: np.ndarray, want: np.ndarray, *inputs: np.ndarray) -> None:
     """Bits equal, where both are not NaN; names the first operands that differ."""
     want = np.asarray(want, got.dtype)
-    raw = np.uint8 if got.dtype == bool else f"u{got.itemsize}"
+    raw = f"u{got.itemsize}"
     same = got.view(raw) == want.view(raw)
     if got.dtype.kind == "f":
         same |= np.isnan(got) & np.isnan(want)

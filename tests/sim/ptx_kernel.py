@@ -1,4 +1,4 @@
-"""Snippets of PTX as kernels: a body of instructions becomes an entry that takes pointers to arrays.
+"""Snippets of PTX as kernels: a body of instructions becomes an entry over arrays.
 
 The same text runs in the simulator and, where the machine has a Hopper GPU, on it.
 In the body stand, declared: predicates %p0.., 16-bit %h0.., 32-bit %r0.., 64-bit %d0..; and set:
@@ -21,7 +21,7 @@ import numpy as np
 from cutex.sim.capture import HostTensor, Launch
 from cutex.sim.errors import Hazards
 from cutex.sim.ptx import parse
-from cutex.sim.run import Simulation, SimReport
+from cutex.sim.run import SimReport, Simulation
 
 VERSION = "8.6"
 
@@ -59,9 +59,9 @@ def module(body: str, arrays: Mapping[str, np.ndarray], shape: Shape, arch: str,
         lines.append(".extern .shared .align 1024 .b8 smem[];")
     lines += [f".visible .entry snippet({params})", "{"]
     lines += [".reg .pred %p<16>;", ".reg .b16 %h<64>;", ".reg .b32 %r<512>;", ".reg .b64 %d<128>;"]
-    lines += [".reg .b32 %i, %lane, %cta;", "mov.u32 %i, %tid.x;", "mov.u32 %cta, %ctaid.x;"]
-    lines += [".reg .b32 %threads;", "mov.u32 %threads, %ntid.x;", "mad.lo.u32 %i, %cta, %threads, %i;"]
-    lines += ["mov.u32 %lane, %laneid;"]
+    lines += [".reg .b32 %i, %lane, %cta, %threads;", "mov.u32 %lane, %laneid;"]
+    lines += ["mov.u32 %i, %tid.x;", "mov.u32 %cta, %ctaid.x;", "mov.u32 %threads, %ntid.x;"]
+    lines += ["mad.lo.u32 %i, %cta, %threads, %i;"]
     for name, array in arrays.items():
         step = array.strides[0] if array.ndim else 0
         lines += [f".reg .b64 %{name}, %{name}_i;", f"ld.param.u64 %{name}, [p_{name}];"]

@@ -83,9 +83,7 @@ def test_mad_halves(execute, kind, half):
 @pytest.mark.parametrize("kind", ["u16", "s16", "u32", "s32"])
 def test_mad_wide(execute, kind):
     wide = f"{kind[0]}{2 * bits_of(kind)}"
-    check(
-        execute, f"mad.wide.{kind}", kind, lambda a, b, c: a * b + c, kind, kind, wide, out=wide
-    )
+    check(execute, f"mad.wide.{kind}", kind, lambda a, b, c: a * b + c, kind, kind, wide, out=wide)
 
 
 @pytest.mark.parametrize("kind", ["u32", "s32"])
@@ -103,9 +101,7 @@ def test_div_rounds_to_zero_and_rem_has_the_sign_of_the_dividend(execute, kind):
     divisors = integers(DTYPES[kind], seed=1)
     columns = [integers(DTYPES[kind]), divisors[divisors != 0]]
     check(execute, f"div.{kind}", kind, truncated, columns=columns)
-    check(
-        execute, f"rem.{kind}", kind, lambda a, b: a - b * truncated(a, b), columns=columns
-    )
+    check(execute, f"rem.{kind}", kind, lambda a, b: a - b * truncated(a, b), columns=columns)
 
 
 @pytest.mark.parametrize("kind", INTEGERS)
@@ -226,8 +222,8 @@ def test_bfe(execute, kind):
             sign = 0
         else:
             sign = raw >> min(pos + length - 1, bits - 1) & 1
-        field = [raw >> (pos + i) & 1 if i < length and pos + i < bits else sign for i in range(bits)]
-        return sum(bit << i for i, bit in enumerate(field))
+        held = [i < length and pos + i < bits for i in range(bits)]
+        return sum((raw >> (pos + i) & 1 if held[i] else sign) << i for i in range(bits))
 
     columns = [integers(DTYPES[kind], count=10), FIELDS, FIELDS]
     check(execute, f"bfe.{kind}", kind, reference, columns=columns)
@@ -418,7 +414,8 @@ def test_slct_chooses_by_the_sign(execute):
 
 def test_immediates_are_read_in_the_type_of_the_instruction(execute):
     a = integers(np.int64)
-    for text, value in [("-1", -1), ("0x7fffffff", 0x7FFFFFFF), ("0xFFFFFFFFFFFFFFFF", -1), ("12U", 12)]:
+    texts = {"-1": -1, "0x7fffffff": 0x7FFFFFFF, "0xFFFFFFFFFFFFFFFF": -1, "12U": 12}
+    for text, value in texts.items():
         got = apply(execute, f"xor.b64 {{d}}, {{a}}, {text};", np.int64, a)
         expect_equal(got, a ^ np.int64(value), a)
     b = integers(np.int16)
