@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from cutex.sim.decode import TYPES, Decoder, Execute, instruction
-from cutex.sim.floating import is_float, read_float
+from cutex.sim.decode import Decoder, Execute, instruction
+from cutex.sim.floating import PACKED, is_float, read_float
 from cutex.sim.ptx import WIDTH
 
 _COMPARE: dict[str, Any] = {
@@ -47,29 +47,46 @@ def _comparands(d: Decoder) -> tuple[Any, Any]:
     return d.src(1), d.src(2)
 
 
+_NAMES = (
+    *_COMPARE,
+    "and",
+    "or",
+    "xor",
+    "ftz",
+    "num",
+    "nan",
+    "equ",
+    "neu",
+    "ltu",
+    "leu",
+    "gtu",
+    "geu",
+)
+
+
 @instruction("setp")
 def setp(d: Decoder) -> Execute:
-    """9.7.7.2: p = compare [boolop c]; p|q also writes the complement of the comparison, combined
-    likewise.
+    """9.7.7.2: p = compare [boolop c]; q, in p|q, has the complement of the comparison, combined
+    likewise. Packed types write p of the lower and q of the upper element.
     """
-    d.only(
-        *_COMPARE, "and", "or", "xor", "ftz", "num", "nan", "equ", "neu", "ltu", "leu", "gtu", "geu"
-    )
+    d.only(*_NAMES)
     compare = _comparison(d)
-    combine = next((c for c in ("and", "or", "xor") if c in d.mods), None)
-    f = _COMBINE[combine]
+    f = _COMBINE[next((c for c in ("and", "or", "xor") if c in d.mods), None)]
     x, y = _comparands(d)
-    c = d.src(3, "pred") if combine else (lambda b: True)
+    c = d.src(3, "pred") if len(d) > 3 else (lambda b: True)
+    packed = d.type in PACKED
     first, second = d.pair(0)
     p = d.write(first, "pred")
     q = d.write(second, "pred") if second is not None else None
 
     def execute(b: Any) -> None:
-        t = np.broadcast_to(compare(x(b), y(b)), (b.n, 32))
-        other = c(b)
-        p(b, f(t, other))
+        t = np.broadcast_to(compare(x(b), y(b)), (b.n, 32, 2) if packed else (b.n, 32))
+        one, other = (t[..., 0], t[..., 1]) if packed else (t, ~t)
+        condition = c(b)
+        results = f(one, condition), f(other, condition)  # NOTE: c may be p itself
+        p(b, results[0])
         if q:
-            q(b, f(~t, other))
+            q(b, results[1])
 
     return execute
 
@@ -77,15 +94,17 @@ def setp(d: Decoder) -> Execute:
 @instruction("set")
 def set_(d: Decoder) -> Execute:
     """9.7.7.1: all ones (or 1.0) where the comparison holds."""
-    d.only(*_COMPARE, "ftz")
+    d.only(*_NAMES)
+    if d.type in PACKED or len(d) > 3:
+        raise d.unknown()
     compare = _comparison(d)
     x, y = _comparands(d)
     result = d.parts[-2]
+    if result not in ("u32", "s32", "f32"):
+        raise d.unknown(f"result .{result}")
     write = d.dst(0, result)
-    true = (
-        np.float32(1) if result == "f32" else TYPES[result](-1 if result[0] == "s" else 0xFFFFFFFF)
-    )
-    return lambda b: write(b, np.where(compare(x(b), y(b)), true, type(true)(0)))
+    true = {"u32": np.uint32(0xFFFFFFFF), "s32": np.int32(-1), "f32": np.float32(1)}[result]
+    return lambda b: write(b, np.where(compare(x(b), y(b)), true, true.dtype.type(0)))
 
 
 @instruction("selp")

@@ -115,7 +115,7 @@ def _limited(d: Decoder, x: Any, to: str) -> Any:
     if "sat" in d.mods:
         x = np.where(np.isnan(x), np.zeros_like(x), np.clip(x, 0, 1))
     if "relu" in d.mods:
-        x = np.where(x < 0, np.zeros_like(x), x)
+        x = np.where(x <= 0, np.zeros_like(x), x)
     if "satfinite" in d.mods:
         x = np.clip(x, -_LARGEST[to], _LARGEST[to])
     return flush(x, to) if "ftz" in d.mods and to == "f32" else x
@@ -185,7 +185,7 @@ def _to_tf32(d: Decoder) -> Execute:
         if "satfinite" in d.mods:
             out = np.clip(out, -largest, largest)
         if "relu" in d.mods:
-            out = np.where(out < 0, np.float32(0), out)
+            out = np.where(out <= 0, np.float32(0), out)
         write(b, np.where(np.isnan(value), np.uint32(0x7FFFFFFF), out.view(np.uint32)))
 
     return execute

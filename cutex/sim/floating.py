@@ -15,7 +15,7 @@ from cutex.sim.decode import TYPES, Decoder, Execute, Read, Write, instruction
 from cutex.sim.rounding import MODES, SMALLEST_NORMAL, add_exactly, in_fractions, narrow, widen
 
 FLOATS = ("f16", "bf16", "f32", "f64")
-_PACKED = {"f16x2": ("f16", 2), "bf16x2": ("bf16", 2), "f32x2": ("f32", 2)}
+PACKED = {"f16x2": ("f16", 2), "bf16x2": ("bf16", 2), "f32x2": ("f32", 2)}
 _SIGN = {
     "f16": 0x8000, "bf16": 0x8000, "f32": 1 << 31, "f64": 1 << 63, "f16x2": 0x80008000,
     "bf16x2": 0x80008000, "f32x2": 1 << 63 | 1 << 31,
@@ -23,7 +23,7 @@ _SIGN = {
 
 
 def is_float(d: Decoder) -> bool:
-    return d.type in FLOATS or d.type in _PACKED
+    return d.type in FLOATS or d.type in PACKED
 
 
 def rounding_mode(d: Decoder) -> str:
@@ -39,7 +39,7 @@ def flush(values: Any, kind: str) -> Any:
 def read_float(d: Decoder, k: int, type_: str = "") -> Read:
     """Reads operand ``k`` ready to compute with: (n, 32), or (n, 32, 2) for packed types."""
     type_ = type_ or d.type
-    kind, count = _PACKED.get(type_, (type_, 1))
+    kind, count = PACKED.get(type_, (type_, 1))
     if count == 1:
         raw = d.src(k, type_)
         read = lambda b: widen(raw(b), kind)
@@ -56,7 +56,7 @@ def read_float(d: Decoder, k: int, type_: str = "") -> Read:
 
 def write_float(d: Decoder) -> Write:
     """Writes results in the type, rounding, and with the .sat, .relu and .ftz, of ``d``."""
-    kind, count = _PACKED.get(d.type, (d.type, 1))
+    kind, count = PACKED.get(d.type, (d.type, 1))
     finish, mode = _finish(d, kind), rounding_mode(d)
     if count == 1:
         put = d.dst(0, "b16" if kind in ("f16", "bf16") else kind)
@@ -80,7 +80,7 @@ def _finish(d: Decoder, kind: str) -> Callable[[Any], Any]:
         if saturate:
             v = np.where(np.isnan(v), np.zeros_like(v), np.clip(v, 0, 1))
         if relu:
-            v = np.where(v < 0, np.zeros_like(v), v)
+            v = np.where(v <= 0, np.zeros_like(v), v)
         return flush(v, kind) if ftz else v
 
     return finish
@@ -105,7 +105,7 @@ def _wide(name: str, mode: str) -> Callable[..., Any]:
 def arithmetic(d: Decoder, name: str) -> Execute:
     """9.7.3.3 to 9.7.3.8, 9.7.4 and 9.7.5; mixed precision: the last operand is f32."""
     d.only(*MODES, "ftz", "sat", "relu", "approx", "full")
-    types = [p for p in d.parts[1:] if p in FLOATS or p in _PACKED]
+    types = [p for p in d.parts[1:] if p in FLOATS or p in PACKED]
     count = 3 if name == "fma" else 2
     if len(types) == 2 and types[0] == "f32" and types[1] in ("f16", "bf16"):
         d.type, inner = "f32", types[1]

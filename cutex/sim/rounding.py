@@ -49,7 +49,8 @@ def narrow(values: Any, kind: str, mode: str = "rn") -> Any:
     if kind == "bf16":
         return f32_to_bf16(_odd_f32(values) if values.dtype == np.float64 else values, mode)
     if kind == "f16":
-        return _to_type(values, np.float16, mode).view(np.uint16)
+        bits = _to_type(values, np.float16, mode).view(np.uint16)
+        return np.where(np.isnan(values), np.uint16(0x7FFF), bits)
     return values if kind == "f64" else _to_type(values, np.float32, mode)
 
 

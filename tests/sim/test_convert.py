@@ -1,0 +1,262 @@
+"""Conversions against integers and exact fractions."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from elementwise import apply, expect_equal, integers
+from softfloat import BF16, E4M3, E5M2, F16, F32, FORMATS, TF32, Format, decode, sample
+
+INTEGERS = {
+    "u8": np.uint8, "s8": np.int8, "u16": np.uint16, "s16": np.int16, "u32": np.uint32,
+    "s32": np.int32, "u64": np.uint64, "s64": np.int64,
+}  # fmt: skip
+STORED = {"f16": np.uint16, "bf16": np.uint16, "f32": np.uint32, "f64": np.uint64}
+MODES = ("rn", "rz", "rm", "rp")
+INTEGRAL = {"rni": round, "rzi": math.trunc, "rmi": math.floor, "rpi": math.ceil}
+
+
+def same(form: Format, bits: int, want: float) -> bool:
+    got = form.decode(bits)
+    if math.isnan(want):
+        return math.isnan(got)
+    return got == want and math.copysign(1, got) == math.copysign(1, want)
+
+
+def expect(form: Format, got: np.ndarray, want: list[float], *sources: object) -> None:
+    for k, (bits, value) in enumerate(zip(got.tolist(), want, strict=True)):
+        assert same(form, bits, value), (
+            f"{[s[k] for s in sources]}: got {form.decode(bits)!r}, want {value!r}"
+        )
+
+
+# -- integers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", INTEGERS)
+@pytest.mark.parametrize("frm", INTEGERS)
+def test_integers_are_truncated_or_extended(execute, frm, to):
+    x = integers(INTEGERS[frm])
+    got = apply(execute, f"cvt.{to}.{frm} {{d}}, {{a}};", INTEGERS[to], x)
+    expect_equal(got, x.astype(INTEGERS[to]), x)
+    info, source = np.iinfo(INTEGERS[to]), np.iinfo(INTEGERS[frm])
+    if source.min < info.min or source.max > info.max:
+        got = apply(execute, f"cvt.sat.{to}.{frm} {{d}}, {{a}};", INTEGERS[to], x)
+        want = [max(info.min, min(info.max, int(v))) for v in x]
+        expect_equal(got, np.array(want, INTEGERS[to]), x)
+
+
+@pytest.mark.parametrize("to", ["s8", "u8", "s16", "u16"])
+def test_a_narrow_result_is_extended_into_its_wide_register(execute, to):
+    x = integers(np.int32)
+    got = apply(execute, f"cvt.{to}.s32 {{d}}, {{a}};", np.int32, x)
+    expect_equal(got, x.astype(INTEGERS[to]).astype(np.int32), x)
+    code = f"{{{{ .reg .b64 t; cvt.u64.u32 t, {{a}}; cvt.{to}.u64 {{d}}, t; }}}}"
+    got = apply(execute, code, np.int32, x)
+    expect_equal(got, x.astype(INTEGERS[to]).astype(np.int32), x)
+
+
+def test_a_narrow_source_is_read_from_the_low_bits_of_its_register(execute):
+    x = integers(np.uint32)
+    expect_equal(apply(execute, "cvt.s32.s8 {d}, {a};", np.int32, x), x.astype(np.int8), x)
+    expect_equal(apply(execute, "cvt.u32.u16 {d}, {a};", np.uint32, x), x.astype(np.uint16), x)
+
+
+# -- integers and floats ---------------------------------------------------------------------------
+
+
+ABSENT = {("u8", "bf16"), ("bf16", "u8"), ("bf16", "s8")}  # conversions that PTX does not have
+FROM_INTEGER = {*product(["u8", "s16", "u32", "s32", "u64", "s64"], FORMATS)} - ABSENT
+TO_INTEGER = {*product(FORMATS, ["u8", "s8", "u16", "s32", "u32", "s64", "u64"])} - ABSENT
+
+
+@pytest.mark.parametrize(("frm", "to"), sorted(FROM_INTEGER))
+def test_integers_to_floats_round_once(execute, frm, to):
+    x = integers(INTEGERS[frm], count=200)
+    form = FORMATS[to]
+    for mode in MODES if to != "bf16" else ("rn",):
+        got = apply(execute, f"cvt.{mode}.{to}.{frm} {{d}}, {{a}};", STORED[to], x)
+        expect(form, got, [form.round(Fraction(int(v)), mode) for v in x], x)
+
+
+@pytest.mark.parametrize(("frm", "to"), sorted(TO_INTEGER))
+def test_floats_to_integers_clamp(execute, frm, to):
+    form, info = FORMATS[frm], np.iinfo(INTEGERS[to])
+    bits = np.concatenate([sample(form, 100), _near_integers(form)])
+    values = decode(form, bits)
+    numbers = [v for v in values if not math.isnan(v)]
+    bits = bits[[not math.isnan(v) for v in values]]
+    for mode, f in INTEGRAL.items():
+        got = apply(execute, f"cvt.{mode}.{to}.{frm} {{d}}, {{a}};", INTEGERS[to], bits)
+        want = []
+        for v in numbers:
+            whole = f(v) if math.isfinite(v) else (info.max if v > 0 else info.min)
+            want.append(max(info.min, min(info.max, whole)))
+        expect_equal(got, np.array(want, INTEGERS[to]), np.array(numbers))
+
+
+def _near_integers(form: Format) -> np.ndarray:
+    values = [
+        v + d for v in (0, 1, 2, 3, 100, 127, 128, 255, 256) for d in (-0.5, -0.25, 0.25, 0.5)
+    ]
+    values += [s * 2.0**k for k in (7, 15, 16, 31, 32, 63, 64) for s in (-1, 1)]
+    return np.array([_encode(form, v * s) for v in values for s in (1, -1)], STORED[form.name])
+
+
+def _encode(form: Format, value: float) -> int:
+    if form is BF16:
+        return int(np.float32(value).view(np.uint32) >> 16)
+    with np.errstate(over="ignore"):
+        return int({"f16": np.float16, "f32": np.float32, "f64": np.float64}[form.name](value)
+                   .view(STORED[form.name]))  # fmt: skip
+
+
+def test_nan_to_integer_is_zero_but_the_indefinite_value_where_64_bits_are_involved(execute):
+    f32, f64 = np.array([0x7FC00000], np.uint32), np.array([0x7FF8000000000000], np.uint64)
+    for to, frm, want in [
+        ("s32", "f32", 0), ("u32", "f32", 0), ("s32", "f64", -(1 << 31)), ("u32", "f64", 1 << 31),
+        ("s64", "f32", -(1 << 63)), ("u64", "f32", 1 << 63), ("s64", "f64", -(1 << 63)),
+    ]:  # fmt: skip
+        x = f32 if frm == "f32" else f64
+        got = apply(execute, f"cvt.rzi.{to}.{frm} {{d}}, {{a}};", INTEGERS[to], x)
+        assert got[0] == INTEGERS[to](want), (to, frm, got[0])
+
+
+def test_ftz_flushes_before_rounding_to_an_integer(execute):
+    x = np.array([1e-40, -1e-40, 1e-30], np.float32)
+    assert apply(execute, "cvt.rpi.s32.f32 {d}, {a};", np.int32, x).tolist() == [1, 0, 1]
+    assert apply(execute, "cvt.rpi.ftz.s32.f32 {d}, {a};", np.int32, x).tolist() == [0, 0, 1]
+
+
+# -- floats ----------------------------------------------------------------------------------------
+
+NARROWING = [
+    ("f32", "f64", MODES), ("f16", "f32", MODES), ("bf16", "f32", ("rn", "rz")),
+    ("f16", "f64", MODES),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("to", "frm", "modes"), NARROWING)
+def test_narrowing_rounds_in_every_direction(execute, to, frm, modes):
+    source, form = FORMATS[frm], FORMATS[to]
+    bits = np.concatenate([sample(source, 200), _around(source, form)])
+    values = decode(source, bits)
+    for mode in modes:
+        got = apply(execute, f"cvt.{mode}.{to}.{frm} {{d}}, {{a}};", STORED[to], bits)
+        expect(form, got, [form.round(v, mode) for v in values], values)
+
+
+def _around(source: Format, form: Format) -> np.ndarray:
+    """Numbers of ``source`` near ties, subnormal numbers and the top of ``form``."""
+    random = np.random.default_rng(5)
+    out = []
+    for low in decode(form, sample(form, 60)):
+        if math.isfinite(low):
+            for part in (0.25, 0.5, 0.75):
+                unit = Fraction(2) ** (max(math.frexp(low)[1], 2 - form.bias) - form.precision)
+                value = float(Fraction(low) + Fraction(part) * unit)
+                out += [value, value * (1 + 2.0 ** (2 - source.precision))]
+    picked = random.permutation(out)[:200]
+    return np.array([_encode(source, v) for v in picked], STORED[source.name])
+
+
+@pytest.mark.parametrize(("to", "frm"), [("f32", "f16"), ("f64", "f32"), ("f64", "f16"),
+                                         ("f32", "bf16"), ("f64", "bf16")])  # fmt: skip
+def test_widening_is_exact(execute, to, frm):
+    bits = sample(FORMATS[frm], 200)
+    got = apply(execute, f"cvt.{to}.{frm} {{d}}, {{a}};", STORED[to], bits)
+    expect(FORMATS[to], got, decode(FORMATS[frm], bits), bits)
+
+
+@pytest.mark.parametrize("kind", ["f16", "f32", "f64"])
+def test_rounding_to_an_integral_float_keeps_the_sign_of_zero(execute, kind):
+    form = FORMATS[kind]
+    bits = np.concatenate([sample(form, 100), _near_integers(form)])
+    for mode, f in INTEGRAL.items():
+        got = apply(execute, f"cvt.{mode}.{kind}.{kind} {{d}}, {{a}};", STORED[kind], bits)
+        want = [math.copysign(f(v), v) if math.isfinite(v) else v for v in decode(form, bits)]
+        expect(form, got, want, decode(form, bits))
+
+
+def test_sat_and_relu(execute):
+    bits = sample(F32, 100)
+    values = decode(F32, bits)
+    got = apply(execute, "cvt.sat.f32.f32 {d}, {a};", np.float32, bits)
+    assert (got == [0.0 if math.isnan(v) else min(max(v, 0.0), 1.0) for v in values]).all()
+    got = apply(execute, "cvt.rn.relu.bf16.f32 {d}, {a};", np.uint16, bits)
+    want = [v if math.isnan(v) else BF16.round(v if v > 0 else 0.0) for v in values]
+    expect(BF16, got, want, values)
+
+
+# -- packed ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [F16, BF16], ids=lambda f: f.name)
+@pytest.mark.parametrize("mode", ["rn", "rz"])
+@pytest.mark.parametrize("relu", ["", ".relu"])
+def test_two_floats_into_halves_the_first_on_top(execute, form, mode, relu):
+    a = np.concatenate([sample(F32, 200), _around(F32, form)])
+    b = a[::-1].copy()
+    code = f"cvt.{mode}{relu}.{form.name}x2.f32 {{d}}, {{a}}, {{b}};"
+    got = apply(execute, code, np.uint32, a, b)
+    for half, source in ((got >> 16, a), (got & 0xFFFF, b)):
+        values = decode(F32, source)
+        if relu:
+            values = [v if math.isnan(v) or v > 0 else 0.0 for v in values]
+        expect(form, half, [form.round(v, mode) for v in values], values)
+
+
+@pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda f: f.name)
+def test_fp8_saturates(execute, form):
+    a = np.concatenate([sample(F32, 200), _fp8_neighbours(form)])
+    b = a[::-1].copy()
+    code = f"cvt.rn.satfinite.{form.name}x2.f32 {{d}}, {{a}}, {{b}};"
+    got = apply(execute, code, np.uint16, a, b)
+    for byte, source in ((got >> 8, a), (got & 0xFF, b)):
+        expect(form, byte, [_saturated(form, v) for v in decode(F32, source)], decode(F32, source))
+
+
+def _saturated(form: Format, value: float) -> float:
+    if math.isnan(value):
+        return value
+    return max(-form.top, min(form.top, form.round(value)))
+
+
+def _fp8_neighbours(form: Format) -> np.ndarray:
+    values = [v for v in (form.decode(b) for b in range(256)) if math.isfinite(v)]
+    values += [(a + b) / 2 for a, b in pairwise(values)]
+    values += [form.top * s for s in (1.01, 1.05, 1.07, 1.1, 2, -1.1)]
+    return np.array(values, np.float32).view(np.uint32)
+
+
+@pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda f: f.name)
+def test_fp8_to_halves_is_exact_and_back(execute, form):
+    pairs = np.arange(256, dtype=np.uint16) * 257
+    halves = apply(execute, f"cvt.rn.f16x2.{form.name}x2 {{d}}, {{a}};", np.uint32, pairs)
+    want = [form.decode(b) for b in range(256)]
+    for half in (halves >> 16, halves & 0xFFFF):
+        expect(F16, half, want, want)
+    code = f"cvt.rn.satfinite.{form.name}x2.f16x2 {{d}}, {{a}};"
+    back = apply(execute, code, np.uint16, halves)
+    expect(form, back >> 8, [_saturated(form, v) for v in want], want)
+
+
+@pytest.mark.parametrize("mode", ["rna", "rn", "rz"])
+def test_tf32(execute, mode):
+    bits = np.concatenate([sample(F32, 200), _around(F32, TF32_AS_F32)])
+    values = decode(F32, bits)
+    got = apply(execute, f"cvt.{mode}.tf32.f32 {{d}}, {{a}};", np.uint32, bits)
+    expect(TF32, got >> 13, [TF32.round(v, mode) for v in values], values)
+
+
+TF32_AS_F32 = Format("f32", 32, 8, 11)
+
+
+def test_a_canonical_nan_comes_out_of_conversions_to_halves(execute):
+    x = np.array([0x7FC01234, 0xFFC00001, 0x7F800001], np.uint32)
+    assert apply(execute, "cvt.rn.bf16.f32 {d}, {a};", np.uint16, x).tolist() == [0x7FFF] * 3
+    assert apply(execute, "cvt.rn.f16.f32 {d}, {a};", np.uint16, x).tolist() == [0x7FFF] * 3
