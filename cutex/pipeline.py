@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
-from cutlass._mlir.dialects import nvvm
 from cutlass.memory import SmemAllocator
 
 LEADER = 0  # the rank, in a cluster of two, of the CTA that starts the pair's MMAs

@@ -97,6 +97,23 @@ def test_a_cta_may_work_through_many_tiles(
     assert found.ok, found.message
 
 
+CHOICES = {
+    "C transposed": {"swap_ab": True},
+    "narrow": {"tile_m": 256, "tile_n": 64, "epi_stages": 2, "num_acc": 8},
+    "slots that do not divide a tile": {"tile_m": 256, "tile_n": 224, "num_stages": 6},
+    "two blocks, overlapped": {"tile_n": 96, "epi_stages": 3, "num_acc": 4},
+}
+
+
+@pytest.mark.parametrize("changes", CHOICES.values(), ids=CHOICES.keys())
+def test_every_choice_of_stage_9_is_as_exact(changes: dict[str, int]) -> None:
+    chosen = stage("sm_100a", 9)
+    config = replace(chosen.config(), **changes)
+    problem = GemmProblem(600, 552, 200, init="int")
+    found = check(chosen, "sim", problem, config, order="random", seed=1)
+    assert found.ok, found.message
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @each_stage
 def test_normal_data_is_within_twice_torchs_error(stage: Stage, device: str, dtype: str) -> None:

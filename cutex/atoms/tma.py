@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, tcgen05
+
+EVICT_FIRST = 0x12F0_0000_0000_0000  # an L2 policy, as createpolicy.fractional makes it for all
 
 
 @cute.jit
@@ -88,11 +90,19 @@ class TileStores(NamedTuple):
 
 
 @cute.jit
-def tile_stores(operand: cpasync.TmaInfo, sX: cute.Tensor, row_tile: Int32) -> TileStores:
-    """`row_tile` picks the rows; `sX` is (bRows, bCols, SLOT)."""
+def tile_stores(
+    operand: cpasync.TmaInfo,
+    sX: cute.Tensor,
+    row_tile: Int32,
+    policy: cutlass.Constexpr[int | None] = None,
+) -> TileStores:
+    """`row_tile` picks the rows; `sX` is (bRows, bCols, SLOT); `policy` says what L2 keeps."""
     tile = (cute.size(sX, mode=[0]), cute.size(sX, mode=[1]))
     gX = cute.local_tile(operand.tma_tensor, tile, (row_tile, None))  # (bRows, bCols, RestCols)
     tXsX, tXgX = cpasync.tma_partition(
         operand.atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
     )  # (TMA, SLOT), (TMA, RestCols)
-    return TileStores(operand.atom, tXsX, tXgX)
+    atom = operand.atom
+    if cutlass.const_expr(policy is not None):
+        atom = atom.with_(cache_policy=Int64(policy))
+    return TileStores(atom, tXsX, tXgX)
