@@ -19,7 +19,7 @@ from cutex.sim.scheduler import ORDERS
 
 PROBLEM = GemmProblem(300, 264, 200, dtype="fp16", init="int")
 ALL = [stage for arch in ("sm_90a", "sm_100a") for stage in stages(arch)]
-STORES = [s for s in ALL if s.number >= 4]  # their epilogue goes through shared memory
+STORES = [s for s in ALL if s.config().epi_n]  # their epilogue goes through shared memory
 
 
 def run(kernel, **order):
@@ -34,9 +34,8 @@ def run(kernel, **order):
 @pytest.mark.parametrize("stage", ALL, ids=lambda s: f"{s.arch}-{s.number}")
 def test_every_stage_is_exact_under_adversarial_orders(stage, order):
     kernel = compile(stage.kernel(), "fp16", stage.arch)
-    for seed in (0, 3):
-        check = run(kernel, order=order, seed=seed)
-        assert check.ok, check.message
+    check = run(kernel, order=order, seed=stage.number)  # another late warp for each stage
+    assert check.ok, check.message
 
 
 def mutants(kernel, pattern: str) -> list[Mutant]:
@@ -59,8 +58,6 @@ def findings(kernel, **order) -> str:
 def test_a_missing_proxy_fence_is_found_in_fifo_order(stage):
     kernel = compile(stage.kernel(), "fp16", stage.arch)
     without = mutants(kernel, r"fence\.proxy\.async[^;]*;")
-    if not without:
-        pytest.skip("this stage stores from registers")
     assert any("no fence.proxy.async in between" in findings(m) for m in without)
 
 
@@ -68,8 +65,6 @@ def test_a_missing_proxy_fence_is_found_in_fifo_order(stage):
 def test_a_store_issued_before_all_warps_wrote_their_part_is_found_in_fifo_order(stage):
     """The bug of a public ladder: no barrier between the writes of four warps and the TMA store."""
     kernel = compile(stage.kernel(), "fp16", stage.arch)
-    if "bulk_group" not in kernel.ptx:
-        pytest.skip("this stage stores from registers")
     without = mutants(kernel, r"(?<=\n)\s*(bar\.sync|barrier\.sync\S*)\s[^;]*;")
     reports = [findings(m) for m in without]
     assert any(re.search("the TMA store .* reads .*no barrier orders the two", r) for r in reports)
