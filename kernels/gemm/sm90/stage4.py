@@ -59,13 +59,24 @@ class Stage4(Stage3):
         return self.mma_warps.threads + self.load_warps.threads
 
     @property
-    def registers(self) -> Registers:
+    def registers(self) -> Registers | None:
+        """None: one MMA warpgroup gets all it can use without a trade."""
         heavy = self.config.accumulators >= 208
         return {
-            1: Registers(40, 240),
+            1: None,
             2: Registers(24, 240) if heavy else Registers(40, 232),
             3: Registers(32, 160),
         }[self.config.mma_warpgroups]
+
+    def give_registers(self) -> None:
+        """By the load warpgroup."""
+        if self.registers is not None:
+            cute.arch.setmaxregister_decrease(self.registers.load)
+
+    def take_registers(self) -> None:
+        """By the MMA warpgroups; waits until the load warpgroup has given."""
+        if self.registers is not None:
+            cute.arch.setmaxregister_increase(self.registers.mma)
 
     @cute.kernel
     def kernel(self, a: cpasync.TmaInfo, b: cpasync.TmaInfo, mC: cute.Tensor) -> None:
@@ -81,11 +92,11 @@ class Stage4(Stage3):
         loads = AbLoads(tile_loads(a, sA, tile.m), tile_loads(b, sB, tile.n))
         warp = cute.arch.warp_idx()
         if warp >= self.load_warps.first:
-            cute.arch.setmaxregister_decrease(self.registers.load)
+            self.give_registers()
             if warp == self.load_warps.first:
                 self.load(loads, ab)
         else:
-            cute.arch.setmaxregister_increase(self.registers.mma)
+            self.take_registers()
             mma = wgmma(make_wgmma(c.mma_warpgroups, c.tile_n, dtype), sA, sB)
             self.mma(mma, ab, loads.num_k_tiles)
             thread, _, _ = cute.arch.thread_idx()

@@ -84,11 +84,11 @@ class Stage5(Stage4):
 
         warp = cute.arch.warp_idx()
         if warp >= self.load_warps.first:
-            cute.arch.setmaxregister_decrease(self.registers.load)
+            self.give_registers()
             if warp == self.load_warps.first:
                 self.load_tiles(AbOperands(a, b, sA, sB), ab, out.tma_tensor)
         else:
-            cute.arch.setmaxregister_increase(self.registers.mma)
+            self.take_registers()
             warpgroups = 1 if c.pingpong else c.mma_warpgroups
             mma = wgmma(make_wgmma(warpgroups, c.tile_n, dtype), sA, sB)
             stores = warpgroup_stores(out, sC, c.epi_stages, transpose=c.swap_ab)
