@@ -1,4 +1,4 @@
-"""python -m cutex.report: write the ladder tables into README.md, from the ledgers in results/."""
+"""python -m cutex.report: a page of all results, and the ladders in README.md, from results/."""
 
 from __future__ import annotations
 
@@ -7,26 +7,17 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from cutex import timing
+from cutex import charts, timing
 from cutex.arch import ARCHS, Arch
+from cutex.history import kind as kind_of
+from cutex.page import CACHE, DATA, PEER_TITLES, caption, kinds, ladder_bars, main_sizes, page, size
 from cutex.problem import GemmProblem
 from cutex.results import Result, read_all
 
 BEGIN = "<!-- ladders: written by python -m cutex.report from results/ -->"
 END = "<!-- end of ladders -->"
 
-DATA = {
-    "normal": "Gaussian data",
-    "uniform": "uniform data",
-    "int": "small integers",
-    "zeros": "zeros",
-}
-CACHE = {"cold": "cold L2", "hot": "hot L2"}
-PEER_TITLES = {
-    "cublas": "cuBLAS",
-    "quack": "quack, default config",
-    "quack-tuned": "quack, tuned",
-}
+PICTURES = "docs"  # beside the README
 
 Mnk = tuple[int, int, int]
 
@@ -41,6 +32,8 @@ def ladders(results: Iterable[Result]) -> str:
     parts = []
     for target in ARCHS.values():
         parts.append(f"### {target.title} ({target.name})")
+        if timed[target.name]:
+            parts.append(f"![The ladder as bars]({PICTURES}/{_picture(target)})")
         for kind, found in timed[target.name].items():
             parts += _timed_table(target, kind, found)
         if not timed[target.name]:
@@ -116,19 +109,48 @@ def rewrite(readme: str, results: Iterable[Result]) -> str:
     return f"{before}{BEGIN}\n\n{ladders(results)}\n\n{END}{after}"
 
 
+def pictures(results: Iterable[Result]) -> dict[str, str]:
+    """The ladder of each arch that was timed, as SVG by file name: its main kind and size."""
+    rows = list(results)
+    drawn = {}
+    for target in ARCHS.values():
+        of_arch = [found for kind, found in kinds(rows).items() if kind[1] == target.name]
+        if of_arch:
+            found = max(of_arch, key=len)
+            (mnk, *_) = main_sizes(found)
+            title = f"{target.title}: TFLOPS at {size(mnk)}, {caption(kind_of(found[0]))}"
+            bars = ladder_bars(target, found, mnk)
+            top = max(bar.value or 0.0 for bar in bars)
+            drawn[_picture(target)] = charts.alone(charts.bars(title, bars, top))
+    return drawn
+
+
+def _picture(target: Arch) -> str:
+    return f"ladder-{target.name}.svg"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(
-        prog="python -m cutex.report", description="Write the ladder tables into README.md."
+        prog="python -m cutex.report",
+        description="Write report.html, and the ladders into README.md, from the ledgers.",
     )
     p.add_argument("--results", type=Path, default=Path("results"), metavar="DIR")
     p.add_argument("--readme", type=Path, default=Path("README.md"), metavar="FILE")
+    p.add_argument("--html", type=Path, default=Path("report.html"), metavar="FILE")
     args = p.parse_args(argv)
+    rows = read_all(args.results)
     try:
-        text = rewrite(args.readme.read_text(), read_all(args.results))
+        text = rewrite(args.readme.read_text(), rows)
+        for name, svg in pictures(rows).items():
+            picture = args.readme.parent / PICTURES / name
+            picture.parent.mkdir(exist_ok=True)
+            picture.write_text(svg)
+        args.readme.write_text(text)
+        args.html.write_text(page(rows))
     except (OSError, ValueError) as error:
         print(f"cutex: {args.readme}: {error}", file=sys.stderr)
         return 2
-    args.readme.write_text(text)
+    print(f"wrote {args.readme} and {args.html}")
     return 0
 
 

@@ -1,0 +1,499 @@
+"""The report as one HTML page: nothing to fetch, a little script to sort and choose, two themes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+from cutex import charts, history, roofline, timing
+from cutex.arch import ARCHS, Arch
+from cutex.problem import GemmProblem
+from cutex.results import Peer, Result, Timing
+
+DATA = {
+    "normal": "Gaussian data",
+    "uniform": "uniform data",
+    "int": "small integers",
+    "zeros": "zeros",
+}
+CACHE = {"cold": "cold L2", "hot": "hot L2"}
+PEER_TITLES = {
+    "cublas": "cuBLAS",
+    "quack": "quack, default config",
+    "quack-tuned": "quack, tuned",
+}
+PEER_HUES = {name: hue for hue, name in enumerate(PEER_TITLES, start=1)}
+NEWEST = 300  # rows of history; more would make the page heavy
+WIDTHS = (("wide", 860), ("narrow", 360))  # each chart is drawn for two kinds of screen
+
+Mnk = tuple[int, int, int]
+Rows = Sequence[Result]
+
+
+def page(results: Iterable[Result]) -> str:
+    """The whole page, as text."""
+    rows = sorted(results, key=lambda r: r.run)
+    sections = {
+        "ladders": ("Ladders", _ladders(rows)),
+        "roofline": ("Roofline", _rooflines(rows)),
+        "sweeps": ("Sizes", _sweeps(rows)),
+        "peers": ("Beside peers", _peers(rows)),
+        "history": ("History", _history(rows)),
+        "environment": ("Environment", _environments(rows)),
+    }
+    links = "".join(f'<a href="#{name}">{title}</a>' for name, (title, _) in sections.items())
+    body = "".join(
+        f'<section id="{name}"><h2>{title}</h2>{text}</section>'
+        for name, (title, text) in sections.items()
+    )
+    span = f"{len(rows)} results" + (f", {rows[0].run[:10]} to {rows[-1].run[:10]}" if rows else "")
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>cutex</title>'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
+        f"<style>{_style()}</style></head><body><header><h1>cutex</h1><p>{span}</p>"
+        f'<nav>{links}</nav><button id="theme" type="button">Light or dark</button></header>'
+        f"<main>{body}</main><script>{SCRIPT}</script></body></html>\n"
+    )
+
+
+def said(text: object) -> str:
+    return escape(str(text))
+
+
+def size(mnk: Mnk) -> str:
+    return "x".join(map(str, mnk))
+
+
+def kinds(rows: Rows) -> dict[tuple[Any, ...], list[Result]]:
+    """Timed rows by what makes figures comparable."""
+    found: dict[tuple[Any, ...], list[Result]] = {}
+    for r in history.timed(rows):
+        found.setdefault(history.kind(r), []).append(r)
+    return found
+
+
+def caption(kind: tuple[Any, ...]) -> str:
+    _, _, device_name, dtype, init, cache_state = kind
+    return f"{device_name}, {dtype}, {DATA[init]}, {CACHE[cache_state]}"
+
+
+def rate(row: Result, took: Timing) -> float:
+    return timing.tflops(GemmProblem(**row.problem).flops, took.median_us)
+
+
+# ---- ladders
+
+
+def newest(rows: Rows) -> dict[tuple[int, Mnk], Result]:
+    """By stage and size."""
+    return {(r.stage, r.mnk): r for r in sorted(rows, key=lambda r: r.run)}
+
+
+def main_sizes(rows: Rows) -> list[Mnk]:
+    """Those with the most stages first, the larger first among them."""
+    stages: dict[Mnk, set[int]] = {}
+    for r in rows:
+        stages.setdefault(r.mnk, set()).add(r.stage)
+    return sorted(stages, key=lambda mnk: (-len(stages[mnk]), -math.prod(mnk), mnk))
+
+
+def ladder_bars(target: Arch, rows: Rows, mnk: Mnk) -> list[charts.Bar]:
+    """A bar for each stage of the ladder, then one for each peer of its last run."""
+    from cutex.kernels.gemm import stages
+
+    found = newest([r for r in rows if r.mnk == mnk])
+    bars = []
+    for s in stages(target.name):
+        r = found.get((s.number, mnk))
+        label = f"{s.number} {s.title}"
+        if r is None or r.tflops is None:
+            bars.append(charts.Bar(label, s.idea, None, "not timed"))
+            continue
+        ratio = r.ratio("cublas")
+        told = f"{r.tflops:.0f}" + (f" ({ratio:.2f}x)" if ratio is not None else "")
+        bars.append(charts.Bar(label, s.idea, r.tflops, told))
+    for row, peer in last_peers(list(found.values())):
+        value = rate(row, peer.timing)
+        title = PEER_TITLES.get(peer.name, peer.name)
+        hue = _hue(peer.name)
+        bars.append(charts.Bar(title, peer.version, value, f"{value:.0f}", hue))
+    return bars
+
+
+def last_peers(rows: Rows) -> list[tuple[Result, Peer]]:
+    """Each peer as last timed, with the row it was timed beside."""
+    found = {p.name: (r, p) for r in sorted(rows, key=lambda r: (r.run, r.stage)) for p in r.peers}
+    return [found[name] for name in sorted(found)]
+
+
+def _ladders(rows: Rows) -> str:
+    from cutex.kernels.gemm import stages
+
+    parts = []
+    for target in ARCHS.values():
+        parts.append(f"<h3>{target.title} <small>{target.name}</small></h3>")
+        of_arch = {kind: found for kind, found in kinds(rows).items() if kind[1] == target.name}
+        if not of_arch:
+            items = "".join(
+                f"<li value={s.number}><b>{said(s.title)}</b> {said(s.idea)}</li>"
+                for s in stages(target.name)
+            )
+            parts.append(f"<p>Not timed yet: no {target.board} has run it.</p><ol>{items}</ol>")
+        for kind, found in of_arch.items():
+            parts.append(_ladder(target, kind, found))
+    return "".join(parts)
+
+
+def _ladder(target: Arch, kind: tuple[Any, ...], rows: Rows) -> str:
+    sizes = main_sizes(rows)[:12]
+    peak = target.dense_tflops[kind[3]]
+    options = "".join(f"<option>{size(mnk)}</option>" for mnk in sizes)
+    blocks = "".join(
+        f'<div data-size="{size(mnk)}"><p class="size">{size(mnk)}</p>'
+        f"{''.join(_bar(bar, peak) for bar in ladder_bars(target, rows, mnk))}</div>"
+        for mnk in sizes
+    )
+    return (
+        f'<figure class="ladder"><figcaption>{said(caption(kind))}: TFLOPS, median, and speed '
+        f"relative to cuBLAS in the same run. A full bar is the stated dense peak, {peak:.0f}. "
+        f"<label>Size <select>{options}</select></label></figcaption>{blocks}</figure>"
+    )
+
+
+def _bar(bar: charts.Bar, top: float) -> str:
+    share = 0.0 if bar.value is None else min(100.0, 100 * bar.value / top)
+    return (
+        f'<div class="bar"><span class="what"><b>{said(bar.label)}</b> {said(bar.note)}</span>'
+        f'<span class="track"><i style="width:{share:.1f}%;background:{charts.colour(bar.hue)}">'
+        f'</i></span><span class="told">{said(bar.told)}</span></div>'
+    )
+
+
+# ---- roofline
+
+
+def _rooflines(rows: Rows) -> str:
+    parts = []
+    timed = [r for r in history.timed(rows) if r.problem["init"] == "normal"]
+    for on in roofline.GPUS.values():
+        mine = [r for r in timed if roofline.of_device(r.device_name) == on]
+        if mine:
+            parts.append(_roofline(on, mine))
+    return "".join(parts) or "<p>No timed result on a GPU yet.</p>"
+
+
+def _roofline(on: roofline.Gpu, rows: Rows) -> str:
+    roofs = [charts.Roof("stated", on.dense_tflops, on.hbm_gbs, True)]
+    best = roofline.reached(on, rows)
+    if best is not None:
+        slope = on.reached_gbs.rate if on.reached_gbs else None
+        roofs.append(charts.Roof("reached", best.rate, slope, False))
+    points = []
+    fastest: dict[tuple[str, Mnk], tuple[float, Result]] = {}
+    for r in rows:
+        assert r.timing is not None
+        told = [("ours", r.timing.median_us), *((p.name, p.timing.median_us) for p in r.peers)]
+        for who, us in told:
+            if (who, r.mnk) not in fastest or us < fastest[who, r.mnk][0]:
+                fastest[who, r.mnk] = us, r
+    for (who, mnk), (us, r) in sorted(fastest.items(), key=lambda item: item[0][0] == "ours"):
+        problem = GemmProblem(**r.problem)
+        reached = timing.tflops(problem.flops, us)
+        name = f"stage {r.stage}" if who == "ours" else PEER_TITLES.get(who, who)
+        points.append(
+            charts.Point(
+                intensity=problem.flops / problem.bytes,
+                tflops=reached,
+                tip=f"{name}, {size(mnk)}: {reached:.0f} TFLOPS",
+                hue=_hue(who),
+                hollow=who != "ours",
+            )
+        )
+    names = ["ours", *dict.fromkeys(who for who, _ in fastest if who != "ours")]
+    copy = f"; memory reached: {on.reached_gbs.rate:.0f} GB/s, {on.reached_gbs.how}" if (
+        on.reached_gbs) else ""  # fmt: skip
+    ceiling = f"; tensor cores reached: {best.rate:.0f} TFLOPS, {best.how}" if best else ""
+    text = (
+        f"{on.name}: the fastest of each problem. Stated: {on.dense_tflops:.0f} TFLOPS dense, "
+        f"{on.hbm_gbs:.0f} GB/s{ceiling}{copy}."
+    )
+    drawn = {
+        name: charts.roofline(f"Roofline of {on.name}", roofs, points, width)
+        for name, width in WIDTHS
+    }
+    return _figure(text, drawn, names)
+
+
+def _figure(text: str, drawn: dict[str, str], names: Sequence[str]) -> str:
+    both = "".join(f'<div class="{name}">{svg}</div>' for name, svg in drawn.items())
+    return f"<figure><figcaption>{said(text)}{_legend(names)}</figcaption>{both}</figure>"
+
+
+def _hue(who: str) -> int:
+    return 0 if who == "ours" else PEER_HUES.get(who, 4)
+
+
+def _legend(names: Sequence[str]) -> str:
+    entries = "".join(
+        f'<span><i style="background:{charts.colour(_hue(name))}"></i>'
+        f"{said(PEER_TITLES.get(name, name))}</span>"
+        for name in names
+    )
+    return f'<span class="legend">{entries}</span>'
+
+
+# ---- sizes
+
+
+def _sweeps(rows: Rows) -> str:
+    parts = []
+    for kind, found in kinds(rows).items():
+        best = history.best(found)
+        families: dict[str, list[Result]] = {}
+        for r in best:
+            m, n, k = r.mnk
+            if m == n == k:
+                families.setdefault("M = N = K", []).append(r)
+            families.setdefault(f"M, with N = {n} and K = {k}", []).append(r)
+        for title, members in families.items():
+            if len(members) >= 2:
+                parts.append(_sweep(kind, title, members))
+    return "".join(parts) or (
+        "<p>No sweep yet: two problems of one kind, such as 4096,4096,4096 and 8192,8192,8192, "
+        "make a line.</p>"
+    )
+
+
+def _sweep(kind: tuple[Any, ...], title: str, rows: Rows) -> str:
+    def sample(r: Result, took: Timing, who: str) -> charts.Sample:
+        flops = GemmProblem(**r.problem).flops
+        low, value, high = (
+            timing.tflops(flops, us) for us in (took.p80_us, took.median_us, took.p20_us)
+        )
+        return charts.Sample(
+            r.mnk[0], low, value, high, f"{who}, {size(r.mnk)}: {value:.0f} TFLOPS"
+        )
+
+    rows = sorted(rows, key=lambda r: r.mnk)
+    ours = [sample(r, r.timing, f"stage {r.stage}") for r in rows if r.timing is not None]
+    lines = [charts.Series("ours", 0, ours)]
+    for name in sorted({p.name for r in rows for p in r.peers}):
+        samples = [
+            sample(r, p.timing, PEER_TITLES.get(name, name))
+            for r in rows
+            for p in r.peers
+            if p.name == name
+        ]
+        lines.append(charts.Series(name, _hue(name), samples))
+    text = f"{caption(kind)}: the fastest stage at each size; bands are p20 to p80."
+    drawn = {name: charts.sweep(f"TFLOPS over {title}", lines, title, w) for name, w in WIDTHS}
+    return _figure(text, drawn, [line.name for line in lines])
+
+
+# ---- tables
+
+
+def table(name: str, head: Sequence[str], rows: Sequence[Sequence[tuple[str, Any]]]) -> str:
+    """A table that sorts: each cell is its HTML and what it sorts by; numbers stand right."""
+    titles = "".join(f'<th><button type="button">{said(title)}</button></th>' for title in head)
+    lines = []
+    for row in rows:
+        cells = []
+        for text, key in row:
+            kind = ' class="n"' if isinstance(key, int | float) else ""
+            cells.append(f'<td{kind} data-v="{said("" if key is None else key)}">{text}</td>')
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return (
+        f'<div class="scroll" tabindex="0"><table id="{name}"><thead><tr>{titles}</tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
+    )
+
+
+def _text(value: object) -> tuple[str, Any]:
+    return said(value), str(value)
+
+
+def _number(value: float | None, form: str) -> tuple[str, Any]:
+    return ("–", -1.0) if value is None else (format(value, form), round(value, 6))
+
+
+def _peers(rows: Rows) -> str:
+    best = history.best(rows)
+    if not best:
+        return "<p>No timed result on a GPU yet.</p>"
+    names = sorted({p.name for r in best for p in r.peers})
+    head = ["device", "problem", "L2", "stage", "us", "TFLOPS", "% of peak"]
+    head += [f"x {PEER_TITLES.get(name, name)}" for name in names]
+    lines = []
+    for r in best[:NEWEST]:
+        assert r.timing is not None
+        line = [_text(r.device_name), (said(history.problem(r)), history.problem(r).rjust(60))]
+        line += [_text(r.timing.cache_state), (f"{r.arch} {r.stage}", f"{r.arch} {r.stage:3}")]
+        line += [_number(r.timing.median_us, ".1f"), _number(r.tflops, ".0f")]
+        line += [_number(r.percent_of_peak, ".1f"), *(_number(r.ratio(n), ".3f") for n in names)]
+        lines.append(line)
+    return f"<p>{_means(best, names)}</p>{table('best', head, lines)}"
+
+
+def _means(best: Rows, names: Sequence[str]) -> str:
+    told = []
+    for device in dict.fromkeys(r.device_name for r in best):
+        for name in names:
+            ratios = [x for r in best if r.device_name == device and (x := r.ratio(name))]
+            if ratios:
+                mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+                title = PEER_TITLES.get(name, name)
+                told.append(f"{mean:.3f} x {title} over {len(ratios)} problems on {device}")
+    return "The fastest stage of each problem. Geometric means: " + said("; ".join(told)) + "."
+
+
+def _history(rows: Rows) -> str:
+    head = ["when", "commit", "device", "stage", "problem", "us", "p20-p80", "TFLOPS", "x peers",
+            "$", "expected"]  # fmt: skip
+    lines = []
+    shown = [r for r in rows if r.timing is not None or not r.ok or r.expect or r.cost_usd]
+    for r in shown[: -NEWEST - 1 : -1]:
+        took = r.timing
+        ratios = [(p.name, r.ratio(p.name)) for p in r.peers]
+        lines.append(
+            [
+                _text(r.run[:16].replace("T", " ")),
+                _text(r.environment.get("commit") or "–"),
+                _text(r.device_name),
+                (f"{r.arch} {r.stage}", f"{r.arch} {r.stage:3}"),
+                (said(history.problem(r)), history.problem(r).rjust(60)),
+                _number(took.median_us if took else None, ".1f") if r.ok else ("WRONG", -1.0),
+                _text(f"{took.p20_us:.1f}-{took.p80_us:.1f}" if took else "–"),
+                _number(r.tflops, ".0f"),
+                ("<br>".join(f"{said(n)} {x:.2f}" for n, x in ratios if x), ratios[0][1] or 0.0)
+                if ratios
+                else ("–", -1.0),
+                _number(r.cost_usd, ".3f"),
+                _text(r.expect),
+            ]
+        )
+    if not lines:
+        return "<p>Nothing was timed or noted yet.</p>"
+    left = len(shown) - len(lines)
+    note = f"<p>The newest {len(lines)}; {left} older ones are in the ledger.</p>" if left else ""
+    search = '<p><label>Show only <input type="search" data-filters="rows"></label></p>'
+    return note + search + table("rows", head, lines)
+
+
+def _environments(rows: Rows) -> str:
+    """Each set of versions that figures were taken with, newest first."""
+    found: dict[tuple[Any, ...], Result] = {}
+    for r in rows:
+        if r.timing is not None:
+            versions = {k: v for k, v in r.environment.items() if k not in ("commit", "container")}
+            found[(r.device_name, *sorted((k, str(v)) for k, v in versions.items()))] = r
+    parts = []
+    for r in sorted(found.values(), key=lambda r: r.run, reverse=True)[:20]:
+        facts = {"device": r.device_name, **r.environment, "last run": r.run}
+        for when, state in (("first round", r.gpu_before), ("last round", r.gpu_after)):
+            if state:
+                facts[when] = ", ".join(f"{name} {value:.0f}" for name, value in state.items())
+        items = "".join(
+            f"<dt>{said(k)}</dt><dd>{said('–' if v is None else v)}</dd>" for k, v in facts.items()
+        )
+        parts.append(f"<dl>{items}</dl>")
+    method = (
+        "<p>Correctness first, on small integers exactly and on the timed data within twice "
+        "torch's own error. Then all variants in random turns, each sample one replay of a CUDA "
+        "graph of several launches; cold: operands rotated over three times the L2. The data "
+        "moves the clock, so every figure names its data.</p>"
+    )
+    return method + ("".join(parts) or "<p>No timed result on a GPU yet.</p>")
+
+
+# ---- style and script
+
+
+def _style() -> str:
+    dark = charts.variables(charts.DARK)
+    return (
+        f":root{{{charts.variables(charts.LIGHT)}color-scheme:light}}"
+        "@media (prefers-color-scheme:dark)"
+        f"{{:root:not([data-theme=light]){{{dark}color-scheme:dark}}}}"
+        f":root[data-theme=dark]{{{dark}color-scheme:dark}}" + STYLE
+    )
+
+
+STYLE = """
+*{box-sizing:border-box}
+body{margin:0 auto;max-width:60rem;padding:1rem 1.25rem 4rem;background:var(--page);
+color:var(--ink);font:15px/1.5 system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif}
+header{display:flex;flex-wrap:wrap;align-items:baseline;gap:.25rem 1.25rem}
+h1{font-size:1.6rem;margin:0}h2{font-size:1.25rem;margin:2.5rem 0 .5rem}
+h3{font-size:1.05rem;margin:1.5rem 0 .25rem}small,figcaption,header p{color:var(--soft)}
+nav{display:flex;flex-wrap:wrap;gap:.25rem 1rem;flex-basis:100%}
+a{color:var(--c0)}button,select,input{font:inherit;color:inherit;background:none;
+border:1px solid var(--grid);border-radius:4px;padding:.1rem .5rem}
+select option{background:var(--page)}
+figure{margin:.75rem 0 1.5rem}figcaption{font-size:.9rem;margin-bottom:.75rem}
+figure svg{display:block;max-width:100%;height:auto}
+.narrow{display:none}.size{font-weight:600;margin:1rem 0 .25rem}
+.bar{display:grid;grid-template-columns:minmax(0,19rem) minmax(0,1fr) 6.5rem;gap:0 .75rem;
+align-items:center;padding:.25rem 0;font-size:.9rem;line-height:1.3}
+.what{color:var(--soft)}.what b{color:var(--ink)}
+.track{background:var(--grid);border-radius:3px;height:.9rem;overflow:hidden}
+.track i{display:block;height:100%}.told{font-variant-numeric:tabular-nums;white-space:nowrap}
+.legend{display:flex;flex-wrap:wrap;gap:.1rem 1rem;margin-top:.25rem;color:var(--ink)}
+.legend i{display:inline-block;width:.7rem;height:.7rem;border-radius:50%;margin-right:.35rem}
+.scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.85rem;width:100%}
+th,td{padding:.3rem .6rem;text-align:left;border-bottom:1px solid var(--grid);white-space:nowrap;
+vertical-align:top}td:last-child{white-space:normal;min-width:8rem}
+th button{border:0;padding:0;font-weight:600;cursor:pointer;text-align:left}
+th[aria-sort=ascending] button::after{content:" \\2191"}
+th[aria-sort=descending] button::after{content:" \\2193"}
+.n{text-align:right;font-variant-numeric:tabular-nums}
+#best td:last-child{min-width:0}
+dl{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:.1rem 1rem;font-size:.9rem;
+padding:.75rem 0;border-top:1px solid var(--grid);margin:0}dt{color:var(--soft)}
+dd{margin:0;overflow-wrap:anywhere}
+@media (max-width:44rem){body{padding:.75rem .75rem 3rem}.wide{display:none}.narrow{display:block}
+.bar{grid-template-columns:minmax(0,1fr) 6rem}.what{grid-column:1/-1}}
+"""
+
+SCRIPT = """
+"use strict";
+for (const table of document.querySelectorAll("table")) {
+  const heads = [...table.tHead.rows[0].cells];
+  heads.forEach((head, column) => head.firstChild.addEventListener("click", () => {
+    const down = head.getAttribute("aria-sort") === "ascending";
+    for (const other of heads) other.removeAttribute("aria-sort");
+    head.setAttribute("aria-sort", down ? "descending" : "ascending");
+    const value = row => row.cells[column].dataset.v;
+    const rows = [...table.tBodies[0].rows];
+    const numeric = rows.every(row => value(row) !== "" && !isNaN(value(row)));
+    rows.sort((a, b) => (numeric ? value(a) - value(b) : value(a).localeCompare(value(b)))
+      * (down ? -1 : 1));
+    table.tBodies[0].append(...rows);
+  }));
+}
+for (const input of document.querySelectorAll("input[data-filters]")) {
+  const rows = [...document.getElementById(input.dataset.filters).tBodies[0].rows];
+  input.addEventListener("input", () => {
+    const wanted = input.value.toLowerCase();
+    for (const row of rows) row.hidden = !row.textContent.toLowerCase().includes(wanted);
+  });
+}
+for (const ladder of document.querySelectorAll(".ladder")) {
+  const choice = ladder.querySelector("select");
+  const show = () => {
+    for (const block of ladder.querySelectorAll("[data-size]"))
+      block.hidden = block.dataset.size !== choice.value;
+  };
+  choice.addEventListener("change", show);
+  show();
+}
+document.getElementById("theme").addEventListener("click", () => {
+  const root = document.documentElement;
+  const dark = root.dataset.theme ? root.dataset.theme === "dark"
+    : matchMedia("(prefers-color-scheme: dark)").matches;
+  root.dataset.theme = dark ? "light" : "dark";
+});
+"""
