@@ -225,7 +225,7 @@ def roofline(title: str, roofs: Sequence[Roof], points: Sequence[Point], width: 
         canvas.path([(x(a), y(b)) for a, b in line], hue, stroke_width="1.5", **dash)
         above = -5 if roof.stated else 14
         told = f"{roof.name} {roof.tflops:.0f}"
-        canvas.text(width - 12, y(roof.tflops) + above, told, hue, 11.5, text_anchor="end")
+        canvas.text(x(max(knee, left)) + 8, y(roof.tflops) + above, told, hue, 11.5)
     for p in points:
         canvas.dot(x(p.intensity), y(p.tflops), p.hue, p.tip, p.hollow)
     return canvas.svg()

@@ -26,7 +26,7 @@ PEER_TITLES = {
 }
 PEER_HUES = {name: hue for hue, name in enumerate(PEER_TITLES, start=1)}
 NEWEST = 300  # rows of history; more would make the page heavy
-WIDTHS = (("wide", 860), ("narrow", 360))  # each chart is drawn for two kinds of screen
+WIDTHS = (("wide", 1000), ("narrow", 360))  # each chart is drawn for two kinds of screen
 
 Mnk = tuple[int, int, int]
 Rows = Sequence[Result]
@@ -298,7 +298,11 @@ def _sweep(kind: tuple[Any, ...], title: str, rows: Rows) -> str:
 
 def table(name: str, head: Sequence[str], rows: Sequence[Sequence[tuple[str, Any]]]) -> str:
     """A table that sorts: each cell is its HTML and what it sorts by; numbers stand right."""
-    titles = "".join(f'<th><button type="button">{said(title)}</button></th>' for title in head)
+    numeric = [isinstance(key, int | float) for _, key in rows[0]]
+    titles = "".join(
+        f'<th{" class=n" if n else ""}><button type="button">{said(title)}</button></th>'
+        for title, n in zip(head, numeric, strict=True)
+    )
     lines = []
     for row in rows:
         cells = []
@@ -326,7 +330,7 @@ def _peers(rows: Rows) -> str:
         return "<p>No timed result on a GPU yet.</p>"
     names = sorted({p.name for r in best for p in r.peers})
     head = ["device", "problem", "L2", "stage", "us", "TFLOPS", "% of peak"]
-    head += [f"x {PEER_TITLES.get(name, name)}" for name in names]
+    head += [f"x {name}" for name in names]
     lines = []
     for r in best[:NEWEST]:
         assert r.timing is not None
@@ -368,7 +372,7 @@ def _history(rows: Rows) -> str:
                 _number(took.median_us if took else None, ".1f") if r.ok else ("WRONG", -1.0),
                 _text(f"{took.p20_us:.1f}-{took.p80_us:.1f}" if took else "–"),
                 _number(r.tflops, ".0f"),
-                ("<br>".join(f"{said(n)} {x:.2f}" for n, x in ratios if x), ratios[0][1] or 0.0)
+                (", ".join(f"{said(n)} {x:.2f}" for n, x in ratios if x), ratios[0][1] or 0.0)
                 if ratios
                 else ("–", -1.0),
                 _number(r.cost_usd, ".3f"),
@@ -424,7 +428,7 @@ def _style() -> str:
 
 STYLE = """
 *{box-sizing:border-box}
-body{margin:0 auto;max-width:60rem;padding:1rem 1.25rem 4rem;background:var(--page);
+body{margin:0 auto;max-width:72rem;padding:1rem 1.25rem 4rem;background:var(--page);
 color:var(--ink);font:15px/1.5 system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif}
 header{display:flex;flex-wrap:wrap;align-items:baseline;gap:.25rem 1.25rem}
 h1{font-size:1.6rem;margin:0}h2{font-size:1.25rem;margin:2.5rem 0 .5rem}
@@ -443,14 +447,14 @@ align-items:center;padding:.25rem 0;font-size:.9rem;line-height:1.3}
 .track i{display:block;height:100%}.told{font-variant-numeric:tabular-nums;white-space:nowrap}
 .legend{display:flex;flex-wrap:wrap;gap:.1rem 1rem;margin-top:.25rem;color:var(--ink)}
 .legend i{display:inline-block;width:.7rem;height:.7rem;border-radius:50%;margin-right:.35rem}
-.scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.85rem;width:100%}
+.scroll{overflow:auto;max-height:38rem}table{border-collapse:collapse;font-size:.85rem;width:100%}
 th,td{padding:.3rem .6rem;text-align:left;border-bottom:1px solid var(--grid);white-space:nowrap;
-vertical-align:top}td:last-child{white-space:normal;min-width:8rem}
+vertical-align:top}#rows td:last-child{white-space:normal;min-width:12rem}
+th{position:sticky;top:0;background:var(--page)}
 th button{border:0;padding:0;font-weight:600;cursor:pointer;text-align:left}
 th[aria-sort=ascending] button::after{content:" \\2191"}
 th[aria-sort=descending] button::after{content:" \\2193"}
-.n{text-align:right;font-variant-numeric:tabular-nums}
-#best td:last-child{min-width:0}
+th.n,.n{text-align:right;font-variant-numeric:tabular-nums}
 dl{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:.1rem 1rem;font-size:.9rem;
 padding:.75rem 0;border-top:1px solid var(--grid);margin:0}dt{color:var(--soft)}
 dd{margin:0;overflow-wrap:anywhere}

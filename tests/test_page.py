@@ -35,7 +35,7 @@ def ledger(runs: int = 1) -> list[Result]:
     for run in range(runs):
         for mnk in SIZES:
             problem = GemmProblem(*mnk)
-            ideal = max(problem.flops / 740e6, problem.bytes / 4.2e3)
+            ideal = max(problem.flops / 740e6, problem.bytes / 4.2e6)
             peers = [
                 Peer("cublas", "torch 2.13.0", took(1.1 * ideal + 2)),
                 Peer("quack", "quack-kernels 0.6.5", took(1.05 * ideal + 3)),
