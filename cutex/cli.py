@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MNK = {"cuda": (8192, 8192, 4096), "sim": (512, 512, 256)}
 DEFAULT_ARCH = "sm_100a"  # what is simulated where there is no GPU
-EMITS = ("ptx", "sass", "resources")
+EMITS = ("ptx", "sass", "resources", "bounds")
 
 
 class Parser(argparse.ArgumentParser):
@@ -238,6 +238,10 @@ def emit(stage: Stage, dtype: str, what: str) -> None:
                 print(sass(compiled))
             case "resources":
                 print(resources(compiled))
+            case "bounds":
+                from cutex import bounds
+
+                print(bounds.table([bounds.stage_row(stage, dtype)]))
     except NoDisassembler as error:
         raise Missing(str(error)) from error
 

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cutex import bounds
+from cutex.arch import arch
+from cutex.kernels.gemm import Stage, stages
+from cutex.problem import GemmProblem
+
+GPU = arch(bounds.ARCH)
+LADDER = stages(bounds.ARCH)
+
+
+@pytest.mark.parametrize("stage", LADDER, ids=lambda s: str(s.number))
+def test_the_code_does_what_the_config_says(stage: Stage) -> None:
+    """What was read from PTX and SASS covers one tile by one tile_k, and loads it once."""
+    c, row = stage.config(), bounds.stage_row(stage)
+    assert row.step_flops == 2 * c.tile_m * c.tile_n * c.tile_k
+    assert row.step_bytes == c.stage_bytes
+    assert row.ctas == c.ctas
+    assert row.spill_bytes == 0
+    assert c.smem_bytes <= row.smem_bytes <= GPU.smem_per_cta
+
+
+def test_the_page_is_what_the_rows_render(root) -> None:
+    rows = bounds.in_order(bounds.read(root / bounds.FOLDER))
+    assert (root / bounds.PAGE).read_text() == bounds.page(rows)
+
+
+ROW = bounds.Row(
+    kernel="a pair",
+    title="by hand",
+    registers=0,
+    spill_bytes=0,
+    smem_bytes=0,
+    tmem_columns=256,
+    tile=(256, 256),
+    ctas=2,
+    mma=(256, 256, 16),
+    step_mmas=4,
+    step_bytes=65536,
+    ring_bytes=0,
+)
+
+
+def test_bounds_are_those_of_the_arithmetic() -> None:
+    assert (ROW.mma_cycles, ROW.mma_smem_bytes, ROW.flops_per_byte) == (128, 8192, 128)
+    assert ROW.smem_share == 0.5
+    problem = GemmProblem(74 * 256, 256, 64)
+    assert ROW.waves(problem, GPU) == (1, 1.0)
+    found = ROW.bounds(problem, GPU)
+    assert found["tensor"] == 4 * 128
+    assert found["smem"] == 4 * 64
+    assert found["L2"] == pytest.approx(74 * 65536 / bounds.L2_BYTES)
+
+
+def test_a_tile_more_than_fits_is_a_second_wave() -> None:
+    waves, used = ROW.waves(GemmProblem(75 * 256, 256, 64), GPU)
+    assert (waves, used) == (2, pytest.approx(75 / 148))
+
+
+def test_a_narrow_mma_is_bound_by_shared_memory() -> None:
+    narrow = replace(ROW, mma=(128, 64, 16), ctas=1, tile=(128, 64))
+    assert (narrow.mma_cycles, narrow.mma_smem_bytes / bounds.SMEM_BYTES) == (32, 48)
+
+
+def test_a_descriptor_may_be_put_together_from_constants() -> None:
+    ptx = """
+        mov.b32 %r1, 272630928;
+        selp.b32 %r2, 16384, 0, %p1;
+        or.b32 %r3, %r1, %r2;
+        tcgen05.mma.cta_group::2.kind::f16 [%r9], %rd1, %rd2, %r3, {%r4}, %p2;
+    """
+    assert bounds.mma_shape(ptx) == (256, 256, 2)
+
+
+def test_a_clone_without_the_example_is_refused_in_one_sentence(tmp_path, python) -> None:
+    done = python("-m", "cutex.bounds", "--cutlass", str(tmp_path / "none"))
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "takes a clone of CUTLASS" in done.stderr
