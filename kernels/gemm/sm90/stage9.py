@@ -25,7 +25,7 @@ from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
 
 from cutex.atoms.mma import Wgmma, transposed_slots_layout
 from cutex.atoms.multicast import AbOperands, SharedRing, shared_operand
-from cutex.atoms.tma import store_operand
+from cutex.atoms.tma import AbLoads, store_operand
 from cutex.epilogue import WarpgroupStores
 from cutex.kernels.gemm.sm90.stage7 import Stage7
 from cutex.kernels.gemm.sm90.stage8 import Stage8
@@ -81,9 +81,10 @@ class Stage9(Stage8):
     def load_tiles(self, ab_operands: AbOperands, ab: SharedRing, mC: cute.Tensor) -> None:
         cpasync.prefetch_descriptor(ab_operands.a.atom)
         cpasync.prefetch_descriptor(ab_operands.b.atom)
-        cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         walk = self.tiles.walk(mC)
+        self.prefetch(ab_operands.loads(walk.tile(walk.first), self.cluster), walk)
+        cute.arch.griddepcontrol_wait()
         fill = ab.producer()
         for index in cutlass.range(walk.first, walk.end, walk.step, unroll=1):
             loads = ab_operands.loads(walk.tile(index), self.cluster)
@@ -94,6 +95,20 @@ class Stage9(Stage8):
                 loads.load(k_tile, fill.slot, ab.acquire(fill))
                 fill.advance()
         ab.drain(fill)
+
+    @cute.jit
+    def prefetch(self, loads: AbLoads, walk: Walk) -> None:
+        """Bring the first round of the ring into L2, while the kernel before this one still runs.
+
+        NOTE: should that kernel yet write A or B, then into L2, where the loads look.
+        """
+        count = self.share(loads.num_k_tiles)
+        first = walk.share * count
+        for k_tile in cutlass.range(
+            first, first + cutlass.min(count, self.config.num_stages), unroll=1
+        ):
+            cute.prefetch(loads.a.atom, loads.a.gmem[None, k_tile])
+            cute.prefetch(loads.b.atom, loads.b.gmem[None, k_tile])
 
     def share(self, num_k_tiles: Int32) -> Int32:
         """K tiles of one of the split_k CTAs."""
