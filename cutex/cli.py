@@ -157,6 +157,8 @@ def plan(args: argparse.Namespace) -> Job:
         raise ValueError(f"--device {args.device!r} is not one of {', '.join(DEVICES)}")
     here = local_arch() if args.arch is None and args.device != "sim" else None
     target = arch(args.arch or (here.name if here else DEFAULT_ARCH))
+    if args.emit == "bounds" and not target.tmem_columns:
+        raise ValueError(f"--emit bounds reads tcgen05 code, which {target.name} has not")
     wanted = choose_stages(args.stage, target)
     return job(args, wanted, "sim" if args.emit else choose_device(args.device, target))
 

@@ -7,6 +7,7 @@ that arrive and checked here, on the host, when the kernel is traced.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
@@ -126,7 +127,7 @@ class Ring:
     @classmethod
     def allocate(
         cls, smem: SmemAllocator, name: str, num_slots: int, slot_bytes: int, consumers: int
-    ) -> Ring:
+    ) -> Self:
         full = Barrier.allocate(smem, f"{name} full", arrivals=1, slots=num_slots)
         empty = Barrier.allocate(smem, f"{name} empty", arrivals=consumers, slots=num_slots)
         return cls(num_slots, slot_bytes, full, empty)

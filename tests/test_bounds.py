@@ -80,3 +80,9 @@ def test_a_clone_without_the_example_is_refused_in_one_sentence(tmp_path, python
     done = python("-m", "cutex.bounds", "--cutlass", str(tmp_path / "none"))
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1 and "takes a clone of CUTLASS" in done.stderr
+
+
+def test_bounds_of_hopper_are_refused_in_one_sentence(python) -> None:
+    done = python("-m", "cutex.gemm", "--stage", "3", "--arch", "sm_90a", "--emit", "bounds")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "sm_90a has not" in done.stderr
