@@ -122,9 +122,12 @@ def bars(title: str, rows: Sequence[Bar], top: float, width: float = 760) -> str
     scale = (width - margin - told) / top
     for i, row in enumerate(rows):
         y = 4 + pitch * i
-        canvas.text(margin, y + 12, row.label, "ink", 13, font_weight="600")
-        x = margin + len(row.label) * 13 * 0.62 + 10
-        canvas.text(x, y + 12, fits(row.note, width - x, 12.5), "soft", 12.5)
+        room = width - 14 - len(row.label) * 13 * 0.62
+        canvas.marks.append(
+            f'<text x="{margin:g}" y="{y + 12:g}" font-size="13" fill="{colour("ink")}">'
+            f'<tspan font-weight="600">{escape(row.label)}</tspan> <tspan dx="5" '
+            f'fill="{colour("soft")}">{escape(fits(row.note, room, 13))}</tspan></text>'
+        )
         if row.value is None:
             canvas.text(margin, y + 30, row.told, "soft", 12.5)
             continue

@@ -1,0 +1,589 @@
+"""python -m cutex.layout: pictures of layouts and instructions, from the objects the kernels use.
+
+layout   a CuTe layout: the offset of every coordinate
+tv       a thread-value layout: who holds what of a tile
+swizzle  the shared memory layout of an operand, with the banks that its units lie in
+mma      what one tensor core instruction reads and writes, and who holds its accumulator
+tma      the box that one TMA instruction moves, and where its rows land
+tmem     tensor memory: where an accumulator lies, and which warp reads what of it
+
+Each picture is drawn from offsets that the DSL computes while it traces; no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cutex.arch import arch
+from cutex.charts import Canvas, alone
+from cutex.problem import DTYPES
+
+CELL = 26.0
+MOST_CELLS = 4096
+BANKS, BANK_BYTES, UNIT = 32, 4, 16  # of shared memory; a unit is what swizzles permute
+PASTEL = ("#cfe0f7", "#f9dcc9", "#cdebd9", "#f3e2b3", "#e0d4f3", "#f6cfd9", "#cfeaea", "#e4e4d8")
+MMAS = {"wgmma": "sm_90a", "tcgen05": "sm_100a", "tcgen05-pair": "sm_100a"}
+
+Shape = Any  # an int, or a tuple of shapes
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One square of a grid: its text, and which of the pastel colours it has."""
+
+    text: str
+    tone: int
+
+
+Grid = Sequence[Sequence[Cell]]
+
+
+# ---- what the DSL says
+
+
+def traced(arch_name: str, body: Callable[..., Any], *fake: Any) -> Any:
+    """What `body` returns when the DSL traces it for an arch: Python values, where static."""
+    from cutlass import cute
+
+    returned: list[Any] = []
+
+    def traced_body(*arguments: Any) -> None:
+        returned.append(body(*arguments))
+
+    cute.compile[cute.GPUArch(arch_name)](cute.jit(traced_body), *fake)
+    return returned[0]
+
+
+def parse_layout(text: str) -> tuple[Shape, Shape]:
+    """ "(4,8):(8,1)" as a shape and a stride of the same profile; ValueError if it is none."""
+    shape_text, colon, stride_text = text.replace(" ", "").partition(":")
+    try:
+        shape, stride = ast.literal_eval(shape_text), ast.literal_eval(stride_text)
+    except (ValueError, SyntaxError):
+        raise ValueError(f"layout {text!r}: a layout is shape:stride, as (4,8):(8,1)") from None
+    if not colon or not _alike(shape, stride, positive=True):
+        raise ValueError(f"layout {text!r}: shape and stride must be whole numbers, nested alike")
+    return shape, stride
+
+
+def _alike(shape: Shape, stride: Shape, positive: bool) -> bool:
+    if isinstance(shape, tuple) and isinstance(stride, tuple):
+        pairs = list(zip(shape, stride, strict=False))
+        return (
+            bool(shape) and len(shape) == len(stride) and all(_alike(*p, positive) for p in pairs)
+        )
+    return type(shape) is int and type(stride) is int and shape > 0
+
+
+def offsets(shape: Shape, stride: Shape, swizzle: tuple[int, int, int] | None) -> list[list[int]]:
+    """The offset of each coordinate of a layout, as rows and columns; modes beyond two join the
+    columns."""
+
+    def body() -> list[list[int]]:
+        from cutlass import cute
+
+        layout = cute.make_layout(shape, stride=stride)
+        if cute.rank(layout) == 1:
+            layout = cute.append(cute.make_layout(1), layout, up_to_rank=2)
+            layout = cute.make_layout((1, shape), stride=(0, stride))
+        elif cute.rank(layout) > 2:
+            layout = cute.group_modes(layout, 1, cute.rank(layout))
+        rows, columns = cute.size(layout, mode=[0]), cute.size(layout, mode=[1])
+        _fits(rows, columns)
+        if swizzle is not None:
+            layout = cute.make_composed_layout(cute.make_swizzle(*swizzle), 0, layout)
+        return [[int(layout((i, j))) for j in range(columns)] for i in range(rows)]
+
+    return traced("sm_90a", body)
+
+
+def _fits(rows: int, columns: int) -> None:
+    if rows * columns > MOST_CELLS:
+        raise ValueError(f"{rows} x {columns} cells cannot be read, at most {MOST_CELLS} are drawn")
+
+
+def owners(tv: Any, tile: tuple[int, int]) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """Who holds each (row, column) of a tile: (thread, value) of a traced TV layout, whose offsets
+    count down the columns of the tile."""
+    from cutlass import cute
+
+    found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for thread in range(cute.size(tv, mode=[0])):
+        for value in range(cute.size(tv, mode=[1])):
+            at = int(tv((thread, value)))
+            found.setdefault((at % tile[0], at // tile[0]), []).append((thread, value))
+    return found
+
+
+def tv_owners(
+    shape: Shape, stride: Shape, tile: tuple[int, int]
+) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    _fits(*tile)
+    if not isinstance(shape, tuple) or len(shape) != 2:
+        raise ValueError(f"tv: a TV layout has two modes, threads and values, not {shape}")
+
+    def body() -> Any:
+        from cutlass import cute
+
+        return owners(cute.make_layout(shape, stride=stride), tile)
+
+    found = traced("sm_90a", body)
+    outside = [at for at in found if at[1] >= tile[1]]
+    if outside:
+        raise ValueError(f"tv: the layout reaches {outside[0]}, outside of a tile of {tile}")
+    return found
+
+
+def smem_addresses(swizzle: int, dtype: str, rows: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Byte addresses of the 16-byte units of `rows` rows, without and with the swizzle, in the
+    layout that operands have in shared memory (cutex/atoms/mma.py).
+
+    NOTE: the swizzle permutes bits of byte addresses; the DSL puts it on the pointer, so a composed
+    layout must be recast to bytes before its offsets mean anything.
+    """
+
+    def body() -> tuple[list[list[int]], list[list[int]]]:
+        from cutlass import cute
+
+        from cutex.atoms.mma import slots_layout
+
+        kind = _dtype(dtype)
+        layout = slots_layout(kind, rows, swizzle * 8 // kind.width, 1, swizzle)
+        plain = cute.recast_layout(8, kind.width, layout.outer)
+        permuted = cute.make_composed_layout(layout.inner, 0, plain)
+        units = range(0, swizzle, UNIT)
+        return tuple(  # type: ignore[return-value]
+            [[int(x((row, unit, 0))) for unit in units] for row in range(rows)]
+            for x in (plain, permuted)
+        )
+
+    return traced("sm_90a", body)
+
+
+def _dtype(name: str) -> Any:
+    import cutlass
+
+    return {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[name]
+
+
+def bank_conflict(addresses: Sequence[int]) -> int:
+    """How many turns a warp's access to these 16-byte units takes, eight units being one turn."""
+    groups = [address // UNIT % (BANKS * BANK_BYTES // UNIT) for address in addresses]
+    return max(groups.count(group) for group in groups)
+
+
+@dataclass(frozen=True)
+class Mma:
+    """One tensor core instruction, and who holds its accumulator."""
+
+    name: str
+    shape: tuple[int, int, int]
+    ctas: int
+    threads: int
+    corner: dict[tuple[int, int], list[tuple[int, int]]]  # owners of C, wgmma only
+    lanes: list[int]  # tensor memory lane of each row of C, tcgen05 only
+    columns: list[int]  # tensor memory column of each column of C
+
+
+def mma(name: str, tile: tuple[int, int], dtype: str) -> Mma:
+    """The instruction that the kernels of this arch use on a tile (rows, columns) of C."""
+    if name not in MMAS:
+        raise ValueError(f"mma {name!r} is not one of {', '.join(MMAS)}")
+    m, n = tile
+    rows = {"wgmma": 64, "tcgen05": 128, "tcgen05-pair": 256}[name]
+    if m != rows:
+        raise ValueError(f"--tile {m},{n}: one {name} instruction computes {rows} rows of C")
+    if n % 16 or not 16 <= n <= 256:
+        raise ValueError(f"--tile {m},{n}: one instruction takes 16 to 256 columns, in steps of 16")
+
+    def body() -> Mma:
+        from cutlass import cute
+
+        from cutex.atoms import mma as atoms
+
+        if name == "wgmma":
+            tiled = atoms.make_wgmma(m, n, _dtype(dtype))
+            corner = owners(tiled.tv_layout_C, (m, n))
+            lanes, columns = [], []
+        else:
+            pair = name == "tcgen05-pair"
+            tiled = atoms.make_umma(m, n, _dtype(dtype), pair) if pair else atoms.make_umma(
+                m, n, _dtype(dtype)
+            )  # fmt: skip
+            acc = tiled.make_fragment_C(tiled.partition_shape_C((m, n)))
+            layout, corner = acc.layout, {}
+            per_cta = cute.size(layout, mode=[0, 0])
+            lanes = [int(layout(((i, 0), 0, 0))) >> 16 for i in range(per_cta)]
+            columns = [int(layout(((0, j), 0, 0))) & 0xFFFF for j in range(n)]
+        shape = tuple(int(size) for size in tiled.shape_mnk)
+        threads = int(cute.size(tiled.thr_id))
+        ctas = threads if name != "wgmma" else 1
+        return Mma(name, shape, ctas, threads, corner, lanes, columns)  # type: ignore[arg-type]
+
+    return traced(MMAS[name], body)
+
+
+@dataclass(frozen=True)
+class Box:
+    """What one TMA load moves of an operand's tile, and the layout it is moved to."""
+
+    rows: int
+    elements: int  # of a row
+    instructions: int  # for the whole tile
+    bytes: int
+    smem: str
+
+
+def tma(tile: tuple[int, int], swizzle: int, dtype: str) -> Box:
+    rows, k = tile
+    kind_bits = 16
+    if k * kind_bits // 8 % swizzle:
+        raise ValueError(
+            f"--tile {rows},{k}: rows must be a multiple of the {swizzle}-byte swizzle"
+        )
+    if rows % 8 or not 8 <= rows <= 256:
+        raise ValueError(f"--tile {rows},{k}: a box has 8 to 256 rows, in steps of 8")
+
+    def body(mX: Any) -> Box:
+        from cutlass import cute
+
+        from cutex.atoms.mma import slots_layout
+        from cutex.atoms.tma import load_operand
+
+        info = load_operand(mX, slots_layout(_dtype(dtype), rows, k, 1, swizzle))
+        moved = int(cute.size(info.atom.layout_dst_tv, mode=[1]))
+        elements = moved // rows
+        text = str(info.smem_layout)
+        return Box(rows, elements, k // elements, moved * kind_bits // 8, text)
+
+    return traced("sm_90a", body, _fake_matrix(dtype))
+
+
+def _fake_matrix(dtype: str) -> Any:
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    shape = cute.sym_int(), cute.sym_int(divisibility=8)
+    stride = cute.sym_int64(divisibility=8), 1
+    return make_fake_tensor(_dtype(dtype), shape, stride, assumed_align=16)
+
+
+def tmem_reads(tile: tuple[int, int], dtype: str) -> tuple[list[int], list[int], list[list[int]]]:
+    """Lanes and columns of an accumulator, and for each load of the epilogue the lane that each of
+    its threads reads."""
+    m, n = tile
+
+    def body() -> tuple[list[int], list[int], list[list[int]]]:
+        from cutlass import cute
+
+        from cutex.atoms import mma as atoms
+        from cutex.atoms import tmem
+
+        tiled = atoms.make_umma(m, n, _dtype(dtype))
+        acc = tiled.make_fragment_C(tiled.partition_shape_C((m, n)))[(None, None), 0, 0]
+        width = tmem.load_columns(n)
+        part = cute.flat_divide(acc, (tmem.LANES, width))[None, None, 0, 0]
+        load = tmem.make_load(part)
+        tv = load.layout_dst_tv_tiled  # offsets count down the tiler's columns
+        threads = int(cute.size(tv, mode=[0]))
+        tiler = load.tiler_mn[0]  # the tile's rows in the order that tv counts them in
+        rows = [int(tiler(int(tv((thread, 0))) % tmem.LANES)) for thread in range(threads)]
+        layout = acc.layout
+        lanes = [int(layout((i, 0))) >> 16 for i in range(m)]
+        columns = [int(layout((0, j))) & 0xFFFF for j in range(n)]
+        return lanes, columns, [rows for _ in range(n // width)]
+
+    return traced("sm_100a", body)
+
+
+# ---- drawing
+
+
+def draw_grid(title: str, grid: Grid, corner: str = "", cell: float = CELL) -> str:
+    """Cells with their row and column numbers."""
+    widest = max(len(c.text) for row in grid for c in row)
+    wide = max(cell, 7.2 * widest + 6)
+    left, top = 34.0, 58.0 if corner else 44.0
+    width = max(left + wide * len(grid[0]) + 8, 14 + 8.0 * len(title))
+    canvas = Canvas(width, top + cell * len(grid) + 8, title)
+    canvas.text(4, 14, title, "ink", 13, font_weight="600")
+    canvas.text(4, 32, corner, size=11)
+    _cells(canvas, left, top, wide, cell, grid)
+    return canvas.svg()
+
+
+def _cells(canvas: Canvas, left: float, top: float, wide: float, high: float, grid: Grid) -> None:
+    for j in range(len(grid[0])):
+        canvas.text(left + wide * (j + 0.5), top - 6, str(j), size=10, text_anchor="middle")
+    for i, row in enumerate(grid):
+        canvas.text(left - 6, top + high * (i + 0.65), str(i), size=10, text_anchor="end")
+        for j, c in enumerate(row):
+            _square(canvas, left + wide * j, top + high * i, wide, high, c)
+
+
+def _square(canvas: Canvas, x: float, y: float, w: float, h: float, cell: Cell) -> None:
+    fill = PASTEL[cell.tone % len(PASTEL)]
+    canvas.marks.append(
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" fill="{fill}" '
+        'stroke="#8a8a82" stroke-width=".5"/>'
+    )
+    if cell.text:  # dark on pastel in either theme
+        canvas.marks.append(
+            f'<text x="{x + w / 2:.1f}" y="{y + h / 2 + 4:.1f}" fill="#1c1c1a" font-size="11" '
+            f'text-anchor="middle">{cell.text}</text>'
+        )
+
+
+def draw_layout(text: str, swizzle: tuple[int, int, int] | None = None) -> str:
+    found = offsets(*parse_layout(text), swizzle)
+    step = max(1, len(found[0]))
+    name = f"S<{','.join(map(str, swizzle))}> o {text}" if swizzle else text
+    grid = [[Cell(str(at), at // step) for at in row] for row in found]
+    return draw_grid(name, grid)
+
+
+def draw_tv(text: str, tile: tuple[int, int]) -> str:
+    return _draw_owners(
+        f"{text} on {tile[0]}x{tile[1]}", tv_owners(*parse_layout(text), tile), tile
+    )
+
+
+def _draw_owners(
+    title: str, found: dict[tuple[int, int], list[tuple[int, int]]], tile: tuple[int, int]
+) -> str:
+    return draw_grid(title, _owner_grid(found, tile), "T thread, V value")
+
+
+def _owner_grid(
+    found: dict[tuple[int, int], list[tuple[int, int]]], tile: tuple[int, int]
+) -> list[list[Cell]]:
+    def cell(i: int, j: int) -> Cell:
+        who = found.get((i, j))
+        if not who:
+            return Cell("", 7)
+        thread, value = who[0]
+        more = "+" if len(who) > 1 else ""
+        return Cell(f"T{thread}V{value}{more}", thread)
+
+    return [[cell(i, j) for j in range(tile[1])] for i in range(tile[0])]
+
+
+def draw_swizzle(swizzle: int, dtype: str, rows: int = 8) -> str:
+    """Two bank maps side by side: the same rows without and with the swizzle."""
+    plain, permuted = smem_addresses(swizzle, dtype, rows)
+    wide, high, left, top = 44.0, CELL, 34.0, 76.0
+    units = len(plain[0])
+    gap = left + wide * units + 40
+    canvas = Canvas(max(2 * gap, 560), top + high * rows + 44, f"{swizzle}-byte swizzle")
+    name = f"{swizzle}-byte swizzle, {dtype}: banks of the 16-byte units of {rows} rows"
+    canvas.text(4, 16, name, "ink", 13, font_weight="600")
+    canvas.text(4, 34, "column: unit of a row; in each cell the first of its four banks", size=11)
+    for k, (title, found) in enumerate((("rows as they are", plain), ("as stored", permuted))):
+        x = left + gap * k
+        canvas.text(x, 56, title, "ink", 12)
+        grid = [
+            [Cell(str(at // BANK_BYTES % BANKS), at // UNIT % 8) for at in row] for row in found
+        ]
+        _cells(canvas, x, top, wide, high, grid)
+        turns = max(bank_conflict([row[u] for row in found[:8]]) for u in range(units))
+        told = "no conflict" if turns == 1 else f"{turns} turns"
+        canvas.text(x, top + high * rows + 18, f"8 rows of one unit: {told}", "ink", 12)
+    return canvas.svg()
+
+
+def draw_mma(name: str, tile: tuple[int, int], dtype: str) -> str:
+    """A left, B above, C between; below, who holds the corner of C."""
+    found = mma(name, tile, dtype)
+    m, n, k = found.shape
+    scale, deep = max(0.9, 230 / max(m, n)), 5.0
+    left, top = 60 + k * deep, 70 + k * deep
+    corner = (16, 16) if found.corner else (0, 0)
+    below = CELL * (corner[0] + 3) if found.corner else 40
+    width = max(left + n * scale + 40, 34 + 62.0 * corner[1] + 20, 640)
+    canvas = Canvas(width, top + m * scale + below + 20, name)
+    who = f"{found.threads} threads" if name == "wgmma" else "one thread"
+    pair = ", for a pair of CTAs" if found.ctas > 1 else ""
+    title = f"{name} {m}x{n}x{k}, {dtype}: {2 * m * n * k} FLOP, started by {who}{pair}"
+    canvas.text(4, 16, title, "ink", 13, font_weight="600")
+    canvas.rect(left - 8 - k * deep, top, k * deep, m * scale, 1, fill_opacity=".25")
+    canvas.text(left - 10 - k * deep, top - 6, f"A {m}x{k}, smem", "ink", 12)
+    canvas.rect(left, top - 22 - k * deep, n * scale, k * deep, 2, fill_opacity=".25")
+    canvas.text(left + 4, top - 6 - k * deep, f"B {n}x{k}, smem", "ink", 12)
+    for cta in range(found.ctas if found.ctas > 1 else 0):
+        at = left + n * scale * cta / found.ctas
+        canvas.line(at, top - 22 - k * deep, at, top - 22, "soft", stroke_dasharray="3 3")
+        canvas.text(at + 4, top - 28, f"in CTA {cta}", size=11)
+    canvas.rect(left, top, n * scale, m * scale, 0, fill_opacity=".25")
+    where = "registers" if found.corner else "tensor memory"
+    canvas.text(left + 4, top + 16, f"C {m}x{n}, fp32, {where}", "ink", 12)
+    parts = 4 if found.corner else found.ctas
+    for part in range(parts):
+        y = top + m * scale * part / parts
+        canvas.line(left, y, left + n * scale, y, "soft", stroke_dasharray="3 3")
+        owner = f"warp {part}" if found.corner else f"CTA {part}: lanes 0-{max(found.lanes)}"
+        canvas.text(left + 4, y + m * scale / parts - 4, owner, size=11)
+    y = top + m * scale + 26
+    if found.corner:
+        canvas.text(4, y, "who holds the first 16x16 of C: T thread, V value", size=11)
+        _cells(canvas, 34, y + 22, 62, CELL, _owner_grid(found.corner, corner))
+    else:
+        told = f"row r of each CTA in lane r, column c in column c: {max(found.columns) + 1} in all"
+        canvas.text(4, y, told, size=11)
+    return canvas.svg()
+
+
+def draw_tma(tile: tuple[int, int], swizzle: int, dtype: str) -> str:
+    box = tma(tile, swizzle, dtype)
+    _, permuted = smem_addresses(swizzle, dtype, 8)
+    rows, k = tile
+    canvas = Canvas(620, 264, "TMA box")
+    title = f"TMA load of a {rows}x{k} tile, {dtype}, {swizzle}-byte swizzle"
+    canvas.text(4, 16, title, "ink", 13, font_weight="600")
+    many = "s" if box.instructions > 1 else ""
+    told = f"{box.instructions} instruction{many} of {box.rows}x{box.elements}"
+    canvas.text(4, 34, f"{told}, {box.bytes} bytes each", size=11)
+    high, wide = 150.0, 200.0 / box.instructions
+    for i in range(box.instructions):
+        canvas.rect(70 + wide * i, 60, wide - 3, high, i, fill_opacity=".3")
+        canvas.text(74 + wide * i, 76, f"box {i}" if wide > 40 else str(i), "ink", 11)
+    canvas.text(70, 226, f"{k} elements of K, {2 * k} bytes", size=11)
+    canvas.text(4, 136, f"{rows} rows", size=11)
+    canvas.path([(285, 135), (330, 135)], "soft", stroke_width="1.5")
+    canvas.path([(323, 130), (330, 135), (323, 140)], "soft", stroke_width="1.5")
+    for i in range(8):
+        canvas.rect(345, 62 + 18 * i, 260, 15, i, fill_opacity=".3")
+        first = permuted[i][0] % swizzle // UNIT
+        words = f"row {i}: {swizzle} bytes, unit u at u ^ {first}"
+        canvas.text(350, 73 + 18 * i, words, "ink", 10.5)
+    canvas.text(345, 226, f"{swizzle * 8} bytes: the pattern's period", size=11)
+    canvas.text(4, 250, f"smem layout {box.smem}", size=11)
+    return canvas.svg()
+
+
+def draw_tmem(tile: tuple[int, int], dtype: str) -> str:
+    """128 lanes by 512 columns: the accumulator, the quarters that warps may read, the loads."""
+    columns_here = arch("sm_100a").tmem_columns
+    m, n = tile
+    if m != 128 or n % 16 or not 16 <= n <= 256:
+        raise ValueError(
+            f"--tile {m},{n}: an accumulator has 128 rows, and 16 to 256 columns by 16"
+        )
+    lanes, columns, loads = tmem_reads(tile, dtype)
+    scale, high, left, top = 1.2, 220.0, 64.0, 64.0
+    canvas = Canvas(left + columns_here * scale + 20, top + high + 40, "tensor memory")
+    title = f"tensor memory: a {m}x{n} accumulator, {len(loads)} loads of {n // len(loads)} columns"
+    canvas.text(4, 16, title, "ink", 13, font_weight="600")
+    whole = f"128 lanes x {columns_here} columns of 32 bits; lanes {lanes[0]}-{lanes[-1]}, "
+    canvas.text(4, 34, f"{whole}columns {columns[0]}-{columns[-1]} are taken", size=11)
+    canvas.rect(left, top, columns_here * scale, high, "grid")
+    step = n // len(loads)
+    for i, threads in enumerate(loads):
+        for warp in range(4):
+            mine = threads[32 * warp : 32 * warp + 32]
+            y = top + high * min(mine) / 128
+            x = left + scale * columns[i * step]
+            h = high * (max(mine) - min(mine) + 1) / 128
+            canvas.rect(x, y, scale * step - 2, h - 2, warp, fill_opacity=".35")
+            if scale * step > 60:
+                canvas.text(x + 4, y + 16, f"warp {warp}", "ink", 11)
+    for warp in range(4):
+        canvas.text(4, top + high * (warp + 0.55) / 4, f"{32 * warp}-{32 * warp + 31}", size=11)
+    for column in range(0, columns_here + 1, 64):
+        x = left + scale * column
+        canvas.text(x, top + high + 16, str(column), size=10.5, text_anchor="middle")
+    canvas.text(left, top + high + 32, "column", size=11)
+    return canvas.svg()
+
+
+# ---- the command
+
+
+def _parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m cutex.layout", description="Draw layouts and instructions as SVG."
+    )
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--out", metavar="FILE", help="default: KIND.svg; - prints it")
+    common.add_argument("--dtype", default="bf16", choices=DTYPES)
+    sub = p.add_subparsers(dest="kind", required=True)
+    one = sub.add_parser("layout", parents=[common], help="offsets of a CuTe layout")
+    one.add_argument("layout", help='as "(4,8):(8,1)"')
+    one.add_argument("--swizzle", metavar="B,M,S", help="composed with a swizzle of offsets")
+    one = sub.add_parser("tv", parents=[common], help="who holds what of a tile")
+    one.add_argument("layout", help='threads and values, as "((4,8),(2,2)):((32,1),(16,8))"')
+    one.add_argument("--tile", default="16,8", metavar="M,N")
+    one = sub.add_parser("swizzle", parents=[common], help="bank map of an operand in smem")
+    one.add_argument("bytes", type=int, choices=(16, 32, 64, 128))
+    one.add_argument("--rows", type=int, default=8)
+    one = sub.add_parser("mma", parents=[common], help="a tensor core instruction")
+    one.add_argument("name", choices=MMAS)
+    one.add_argument("--tile", metavar="M,N", help="default: its rows, 64 columns")
+    one = sub.add_parser("tma", parents=[common], help="the box of a TMA load")
+    one.add_argument("--tile", default="128,64", metavar="ROWS,K")
+    one.add_argument("--swizzle", type=int, default=128, choices=(32, 64, 128))
+    one = sub.add_parser("tmem", parents=[common], help="an accumulator in tensor memory")
+    one.add_argument("--tile", default="128,256", metavar="M,N")
+    return p
+
+
+def _numbers(option: str, text: str, count: int) -> tuple[int, ...]:
+    try:
+        found = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        found = ()
+    if len(found) != count or min(found) < 0:
+        raise ValueError(f"{option} {text}: {count} whole numbers are needed")
+    return found
+
+
+def draw(args: argparse.Namespace) -> str:
+    """The picture that the command line asks for; ValueError in one sentence if there is none."""
+
+    def tile() -> tuple[int, int]:
+        m, n = _numbers("--tile", args.tile, 2)
+        return m, n
+
+    match args.kind:
+        case "layout":
+            swizzle = _numbers("--swizzle", args.swizzle, 3) if args.swizzle else None
+            return draw_layout(args.layout, swizzle)  # type: ignore[arg-type]
+        case "tv":
+            return draw_tv(args.layout, tile())
+        case "swizzle":
+            if args.rows < 8 or args.rows % 8:
+                raise ValueError(f"--rows {args.rows}: a multiple of 8 is needed")
+            return draw_swizzle(args.bytes, args.dtype, args.rows)
+        case "mma":
+            rows = {"wgmma": 64, "tcgen05": 128, "tcgen05-pair": 256}[args.name]
+            args.tile = args.tile or f"{rows},64"
+            return draw_mma(args.name, tile(), args.dtype)
+        case "tma":
+            return draw_tma(tile(), args.swizzle, args.dtype)
+        case _:
+            return draw_tmem(tile(), args.dtype)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        picture = alone(draw(args))
+    except ValueError as error:
+        print(f"cutex: {error}", file=sys.stderr)
+        return 2
+    if args.out == "-":
+        print(picture, end="")
+        return 0
+    path = Path(args.out or f"{args.kind}.svg")
+    path.write_text(picture)
+    print(f"wrote {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
