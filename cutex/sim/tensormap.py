@@ -16,7 +16,8 @@ from cutex.sim.errors import BadOperand
 
 MAP_BYTES = 128
 _TYPE_BYTES = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 4, 9: 8, 10: 2}
-_F32, _F32_FTZ = 7, 8
+_F32_FTZ = 8
+_NAN_FILL = {6: 0x7FF7, 10: 0x7FF7, 7: 0x7FF77FF7}  # f16, bf16, f32
 _TYPE_NAMES = {
     0: "u8",
     1: "u16",
@@ -75,6 +76,27 @@ class TensorMap:
         for b in self.traversed:
             n *= b
         return n
+
+    def why_not(self) -> str | None:
+        """Why no copy takes this map: what traps, or what the simulator does not define."""
+        row, span = self.box[0] * self.itemsize, 16 << self.swizzle
+        if self.address % 16:
+            return f"its tensor at 0x{self.address:x} is not 16-byte aligned"
+        if row % 16:
+            return f"box rows of {row} bytes are not a multiple of 16"
+        if self.swizzle and row > span:
+            return f"box rows of {row} bytes are wider than the {span}-byte swizzle"
+        if self.kind == _F32_FTZ:
+            return "the simulator does not define copies of f32.ftz"
+        if self.nan_fill and self.kind not in _NAN_FILL:
+            # NOTE: seen on an H200: NaN fill of integers traps
+            return f"NaN fill of a {_TYPE_NAMES[self.kind]} tensor is not defined"
+        return None
+
+    @property
+    def fill(self) -> int:
+        """What elements outside the tensor read as; the NaN was read from an H200."""
+        return _NAN_FILL[self.kind] if self.nan_fill else 0
 
     def __str__(self) -> str:
         return (

@@ -20,7 +20,7 @@ _MODS = (
     "async", "bulk", "tensor", "1d", "2d", "3d", "4d", "5d", "shared", "cta", "cluster", "global",
     "tile", "mbarrier", "complete_tx", "bytes", "L2", "cache_hint", "bulk_group", "multicast",
     "cta_group", "1", "2",
-    "reduce", "add", "min", "max", "inc", "dec", "and", "or", "xor",
+    "reduce", "add", "min", "max", "and", "or", "xor",
 )  # fmt: skip
 
 
@@ -33,7 +33,11 @@ def read_map(d: Decoder, address: int) -> TensorMap:
         raw = m.params[at : at + MAP_BYTES].tobytes()
     else:
         raw = m.memory.view(address, MAP_BYTES, f"the tensor map of {d.ins.op}").tobytes()
-    return decode_map(raw)
+    tmap = decode_map(raw)
+    why = tmap.why_not()
+    if why:
+        raise BadOperand.at(d.ins, f"tensor map at 0x{address:x}: {why}")
+    return tmap
 
 
 def _lanes(b: Batch) -> list[tuple[int, int]]:
@@ -75,7 +79,9 @@ def bulk_reduce(d: Decoder) -> Execute:
     d.only(*_MODS, "reduce")
     if "tensor" not in d.mods:
         raise d.unknown()
-    name = next(n for n in ("add", "min", "max", "and", "or", "xor") if n in d.mods)
+    name = next((p for p in d.parts if p in _COMBINE), None)
+    if name is None:
+        raise d.unknown("reduction")
     return _tensor_store(d, name)
 
 
@@ -200,10 +206,7 @@ def _loader(
 ) -> Callable[[], None]:
     def complete() -> None:
         kind = np.dtype(f"u{tmap.itemsize}")
-        fill = 0
-        if tmap.nan_fill:
-            fill = {2: 0x7FF7, 4: 0x7FF77FF7}.get(tmap.itemsize, 0)
-        box = np.full(tmap.traversed[::-1], fill, kind)
+        box = np.full(tmap.traversed[::-1], tmap.fill, kind)
         part = overlap(tmap, at)
         if not part.empty:
             box[part.slices[::-1]] = _window(m, tmap, part, f"the TMA load at {ins.where()}")

@@ -55,3 +55,20 @@ def encode(
     for i, b in enumerate(box[1:]):
         words[14] |= (b - 1) << 8 * i
     return np.array(words, "<u4").tobytes() + rest
+
+
+def aligned(array: np.ndarray, to: int = 128) -> np.ndarray:
+    """A contiguous copy that starts at a multiple of ``to`` bytes."""
+    raw = np.zeros(array.nbytes + to, np.uint8)
+    start = -raw.ctypes.data % to
+    out = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    out[...] = array
+    return out
+
+
+def swizzled(address: np.ndarray, swizzle: int) -> np.ndarray:
+    """Where the hardware puts the byte of shared memory at ``address``: bits 4.. are XORed with
+    bits 7.., one, two or three of them for 32, 64 and 128 bytes.
+    """
+    bits = {0: 0, 32: 1, 64: 2, 128: 3}[swizzle]
+    return address ^ ((address >> 7) & ((1 << bits) - 1)) << 4
