@@ -36,17 +36,36 @@ if TYPE_CHECKING:
 
 OPT_LEVEL = 3
 FILES = {"object": "kernel.o", "ptx": "kernel.ptx", "cubin": "kernel.cubin"}
-TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16"}
+TORCH_NAMES = {  # of everything that an operand may be
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "e4m3": "float8_e4m3fn",
+    "e5m2": "float8_e5m2",
+}
 ALIGN = 16  # bytes: TMA takes base addresses and row strides that are multiples of 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """A row-major matrix argument: names of its sizes, e.g. ("m", "k"), contiguous in the last."""
+    """A tensor argument: names of its sizes, e.g. ("m", "k"), and what its strides promise."""
 
     name: str
-    sizes: tuple[str, str]
+    sizes: tuple[str, ...]
     dtype: str
+    contiguous: int | None = -1  # the mode of stride 1; None: no stride is known
+    aligned: bool = True  # base and other strides are multiples of 16 bytes, as TMA takes them
+    whole: bool = True  # so is the contiguous size
+
+
+@dataclasses.dataclass(frozen=True)
+class Scalar:
+    """A host number, passed as fp32."""
+
+    name: str
+
+
+Argument = Operand | Scalar
 
 
 class Kernel(Protocol):
@@ -55,7 +74,7 @@ class Kernel(Protocol):
 
     @property
     def name(self) -> str: ...
-    def operands(self, dtype: str) -> tuple[Operand, ...]: ...
+    def operands(self, dtype: str) -> tuple[Argument, ...]: ...
 
 
 @dataclasses.dataclass
@@ -64,7 +83,7 @@ class Compiled:
 
     symbol: str  # the object exports `__tvm_ffi_{symbol}`
     arch: str
-    operands: tuple[Operand, ...]
+    operands: tuple[Argument, ...]
     ptx: str
     cubin: bytes
     object_path: Path
@@ -79,29 +98,36 @@ class Compiled:
     def argument_names(self) -> tuple[str, ...]:
         return tuple(operand.name for operand in self.operands)
 
-    def __call__(self, *tensors: torch.Tensor) -> None:
+    def __call__(self, *tensors: torch.Tensor | float) -> None:
         """Launch on torch's current stream. TypeError or ValueError, in one sentence, if not."""
         try:
-            if self._function is None:
-                self._function = self._load(*tensors)
-            self._function(*tensors)
+            self.function(*tensors)(*tensors)
         except Exception:
             # NOTE: the launcher itself checks every argument before it launches; this check is
             # slower, and here to say in one sentence what the launcher refused.
             self.check(*tensors)
             raise
 
-    def check(self, *tensors: torch.Tensor) -> None:
+    def function(self, *tensors: torch.Tensor | float) -> Callable[..., None]:
+        """The launcher itself, once `tensors` are known to be what it takes."""
+        if self._function is None:
+            self._function = self._load(*tensors)
+        return self._function
+
+    def check(self, *tensors: torch.Tensor | float) -> None:
         """TypeError or ValueError, in one sentence, if `tensors` are not what this kernel takes."""
         names = ", ".join(self.argument_names)
         if len(tensors) != len(self.operands):
             raise TypeError(f"{self.symbol} takes {names}, got {len(tensors)} arguments")
         sizes: dict[str, tuple[int, str]] = {}
         for operand, x in zip(self.operands, tensors, strict=True):
-            _check_operand(operand, x, sizes)
+            if isinstance(operand, Operand):
+                _check_operand(operand, x, sizes)
+            elif not isinstance(x, float):
+                raise TypeError(f"{operand.name} must be a float, got {type(x).__name__}")
         self._check_device(tensors[0])
 
-    def _check_device(self, x: torch.Tensor) -> None:
+    def _check_device(self, x: Any) -> None:
         import torch
 
         capability = torch.cuda.get_device_capability(x.device)
@@ -109,14 +135,14 @@ class Compiled:
         if name != self.arch.rstrip("af"):
             raise ValueError(f"{self.symbol} is compiled for {self.arch}, this GPU is {name}")
 
-    def _load(self, *tensors: torch.Tensor) -> Callable[..., None]:
+    def _load(self, *tensors: torch.Tensor | float) -> Callable[..., None]:
         self.check(*tensors)
         from cutlass.cute.runtime import load_module
 
         return load_module(str(self.object_path), enable_tvm_ffi=True)[self.symbol]
 
 
-def _check_operand(operand: Operand, x: torch.Tensor, sizes: dict[str, tuple[int, str]]) -> None:
+def _check_operand(operand: Operand, x: Any, sizes: dict[str, tuple[int, str]]) -> None:
     import torch
 
     name = operand.name
@@ -127,25 +153,37 @@ def _check_operand(operand: Operand, x: torch.Tensor, sizes: dict[str, tuple[int
         raise TypeError(f"{name} must be {dtype}, got {x.dtype}")
     if not x.is_cuda:
         raise ValueError(f"{name} must be on a CUDA device, got {x.device}")
-    if x.dim() != 2:
-        raise ValueError(f"{name} must be a matrix, got {x.dim()} dimensions")
+    rank = len(operand.sizes)
+    if x.dim() != rank:
+        shape = "a matrix" if rank == 2 else f"a tensor of {rank} dimensions"
+        raise ValueError(f"{name} must be {shape}, got {x.dim()} dimensions")
     for letter, size in zip(operand.sizes, x.shape, strict=True):
         if size < 1:
             raise ValueError(f"{name} has {letter.upper()}={size}, every size must be at least 1")
         known, owner = sizes.setdefault(letter, (size, name))
         if known != size:
             raise ValueError(f"{name} has {letter.upper()}={size}, but {owner} has {known}")
-    if x.stride(1) != 1:
-        raise ValueError(f"{name} must have contiguous rows, got strides {tuple(x.stride())}")
-    unit = ALIGN // x.element_size()
-    if x.shape[1] % unit:
-        letter = operand.sizes[1].upper()
-        raise ValueError(f"{name} has {letter}={x.shape[1]}, which must be a multiple of {unit}")
-    row = x.stride(0) * x.element_size()
-    if (row % ALIGN and x.shape[0] > 1) or x.data_ptr() % ALIGN:
+    _check_strides(operand, x)
+
+
+def _check_strides(operand: Operand, x: torch.Tensor) -> None:
+    name, itemsize = operand.name, x.element_size()
+    if operand.contiguous is None:
+        return
+    last = operand.contiguous % x.dim()
+    if x.stride(last) != 1:
+        what = "rows" if last == x.dim() - 1 else "columns"
+        raise ValueError(f"{name} must have contiguous {what}, got strides {tuple(x.stride())}")
+    unit = ALIGN // itemsize
+    if operand.whole and x.shape[last] % unit:
+        letter = operand.sizes[last].upper()
+        raise ValueError(f"{name} has {letter}={x.shape[last]}, which must be a multiple of {unit}")
+    steps = [x.stride(d) * itemsize for d in range(x.dim()) if d != last and x.shape[d] > 1]
+    if operand.aligned and (any(s % ALIGN for s in steps) or x.data_ptr() % ALIGN):
+        step = steps[-1] if steps else 0
         raise ValueError(
             f"{name} must start at, and step its rows by, a multiple of {ALIGN} bytes, "
-            f"got address {x.data_ptr():#x} and {row} bytes"
+            f"got address {x.data_ptr():#x} and {step} bytes"
         )
 
 
@@ -154,13 +192,13 @@ _tracing = threading.Lock()  # the DSL traces one kernel at a time
 
 
 def compile(kernel: Kernel, dtype: str, arch: str, *, cache: bool = True) -> Compiled:
-    """Compile `kernel` for inputs of `dtype` ("bf16" or "fp16") and `arch` ("sm_90a", ...).
+    """Compile `kernel` for inputs of `dtype` ("bf16", "fp16", ...) and `arch` ("sm_90a", ...).
 
     With `cache` the result is kept in this process and on disk (see `cache_dir`), and taken from
     there where it is; two processes that want the same kernel compile it once.
     """
-    if dtype not in TORCH_NAMES:
-        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(TORCH_NAMES)}")
+    if dtype not in (known := getattr(kernel, "dtypes", ("bf16", "fp16"))):
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(known)}")
     if kernel.arch != arch:
         raise ValueError(f"{kernel.name} is a kernel for {kernel.arch}, not for {arch}")
     ingredients = _ingredients(kernel, dtype, arch)
@@ -193,7 +231,7 @@ def cache_dir() -> Path:
 
 
 def _from_disk(
-    entry: Path, key: str, operands: tuple[Operand, ...], build: Callable[[Path], None]
+    entry: Path, key: str, operands: tuple[Argument, ...], build: Callable[[Path], None]
 ) -> Compiled:
     from filelock import FileLock
 
@@ -223,7 +261,7 @@ def _from_disk(
         return compiled
 
 
-def _read(entry: Path, key: str, operands: tuple[Operand, ...]) -> Compiled | None:
+def _read(entry: Path, key: str, operands: tuple[Argument, ...]) -> Compiled | None:
     """The entry, if it is all there and every checksum holds."""
     try:
         meta = json.loads((entry / "meta.json").read_bytes())
@@ -255,7 +293,6 @@ def _build(
     kernel: Kernel, dtype: str, arch: str, folder: Path, ingredients: dict[str, Any]
 ) -> None:
     """Trace, compile and write one entry into `folder`."""
-    import cutlass
     from cutlass import cute
     from cutlass.base_dsl.compiler import DumpDir, GenerateLineInfo, OptLevel
     from cutlass.cute.runtime import make_fake_stream
@@ -270,8 +307,7 @@ def _build(
         GenerateLineInfo(True),  # changes no instruction; the simulator's reports name Python lines
         DumpDir(str(folder)),  # NOTE: PTX and cubin would otherwise land in the working directory
     )
-    dtypes = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
-    tensors = _fake_tensors(kernel.operands(dtype), dtypes)
+    arguments = _fake_arguments(kernel.operands(dtype))
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     with _tracing:
         # NOTE: "cutlass" in a kernel's name makes ptxas choose registers by other rules
@@ -279,7 +315,7 @@ def _build(
         type(kernel).kernel.set_name_prefix(  # type: ignore[attr-defined]
             _device_name(kernel, dtype), remove_cutlass_symbol=True, keep_mangled_name=False
         )
-        function = cute.compile[options](kernel, *tensors, stream)
+        function = cute.compile[options](kernel, *arguments, stream)
         function.export_to_c(str(folder / FILES["object"]), ingredients["symbol"])
     for dump in (*folder.glob("*.ptx"), *folder.glob("*.cubin")):
         dump.unlink()
@@ -314,26 +350,53 @@ def _launched_smem(host_ir: str) -> int:
     raise RuntimeError("no launch with a constant amount of smem in the host code of the DSL")
 
 
-def _fake_tensors(operands: tuple[Operand, ...], dtypes: dict[str, Any]) -> list[Any]:
-    """Stand-ins of symbolic size: 32-bit sizes, 64-bit row strides, rows of whole 16-byte units."""
-    from cutlass import cute
-    from cutlass.cute.runtime import make_fake_tensor
+def dsl_type(dtype: str) -> Any:
+    import cutlass
 
+    return {
+        "bf16": cutlass.BFloat16,
+        "fp16": cutlass.Float16,
+        "fp32": cutlass.Float32,
+        "e4m3": cutlass.Float8E4M3FN,
+        "e5m2": cutlass.Float8E5M2,
+    }[dtype]
+
+
+def _fake_arguments(arguments: tuple[Argument, ...]) -> list[Any]:
+    """Stand-ins of symbolic size: 32-bit sizes, 64-bit strides; scalars."""
+    import cutlass
+    from cutlass import cute
+
+    operands = [o for o in arguments if isinstance(o, Operand)]
     # a size that is somewhere the contiguous one is a multiple of the unit everywhere
-    unit = {o.sizes[-1]: ALIGN * 8 // dtypes[o.dtype].width for o in operands}
+    unit = {o.sizes[-1]: _unit(o) for o in operands if o.whole}
     size: dict[str, Any] = {}
     for letter in (letter for o in operands for letter in o.sizes):
         if letter not in size:
             size[letter] = cute.sym_int(divisibility=unit.get(letter, 1), symbol=letter)
     return [
-        make_fake_tensor(
-            dtypes[o.dtype],
-            tuple(size[letter] for letter in o.sizes),
-            (cute.sym_int64(divisibility=unit[o.sizes[-1]], symbol=f"ld_{o.name}"), 1),
-            assumed_align=ALIGN,
-        )
-        for o in operands
+        _fake_tensor(o, [size[letter] for letter in o.sizes])
+        if isinstance(o, Operand)
+        else cutlass.Float32(1.0)
+        for o in arguments
     ]
+
+
+def _unit(o: Operand) -> int:
+    return ALIGN * 8 // dsl_type(o.dtype).width if o.aligned else 1
+
+
+def _fake_tensor(o: Operand, sizes: list[Any]) -> Any:
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    last = None if o.contiguous is None else o.contiguous % len(sizes)
+    strides = tuple(
+        1 if mode == last else cute.sym_int64(divisibility=_unit(o), symbol=f"ld{mode}_{o.name}")
+        for mode in range(len(sizes))
+    )
+    align = {"assumed_align": ALIGN} if o.aligned else {}
+    return make_fake_tensor(dsl_type(o.dtype), tuple(sizes), strides, **align)
 
 
 def _device_name(kernel: Kernel, dtype: str) -> str:
@@ -347,7 +410,7 @@ def _ingredients(kernel: Kernel, dtype: str, arch: str) -> dict[str, Any]:
     return {
         "kernel": f"{cls.__module__}.{cls.__qualname__}",
         "name": kernel.name,
-        "config": dataclasses.asdict(kernel.config),
+        "config": repr(kernel.config),
         "dtype": dtype,
         "arch": arch,
         "opt_level": OPT_LEVEL,
@@ -363,7 +426,7 @@ def _ingredients(kernel: Kernel, dtype: str, arch: str) -> dict[str, Any]:
 def sources_digest() -> str:
     """Of every file that a kernel may be built from."""
     here = Path(__file__).parent
-    files = [here / name for name in ("compile.py", "pipeline.py", "epilogue.py")]
+    files = [here / name for name in ("compile.py", "pipeline.py", "epilogue.py", "fusion.py")]
     for folder in ("atoms", "kernels", "schedulers"):
         files += sorted((here / folder).resolve().rglob("*.py"))
     digest = hashlib.sha256()

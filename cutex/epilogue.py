@@ -238,9 +238,11 @@ def warpgroup_stores(
     sC: cute.Tensor,
     num_slots: cutlass.Constexpr[int],
     transpose: cutlass.Constexpr[bool] = False,
+    words: cutlass.Constexpr[int] = 0,
 ) -> WarpgroupStores:
     """Of this thread's warpgroup; sC is (64, epiN, SLOT), each warpgroup has `num_slots`. With
-    `transpose`, the 64 rows are what is contiguous in sC and in global memory."""
+    `transpose`, the 64 rows are what is contiguous in sC and in global memory. Elements of 32 bits,
+    which stmatrix does not take, go to smem `words` at a time."""
     thread, _, _ = cute.arch.thread_idx()
     warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP)
     part = cute.size(sC, mode=[0]), cute.size(sC, mode=[1])
@@ -250,8 +252,14 @@ def warpgroup_stores(
     bSG_sC, bSG_gC = cpasync.tma_partition(
         operand.atom, 0, cute.make_layout(1), cute.group_modes(sC, 0, 2), cute.group_modes(gC, 0, 2)
     )  # (TMA, SLOT), (TMA, RestM, RestN)
-    stmatrix = cute.make_copy_atom(StMatrix8x8x16bOp(transpose, 4), sC.element_type)
-    r2s = cute.make_tiled_copy_C(stmatrix, make_wgmma(1, part[1], sC.element_type))
+    if cutlass.const_expr(words > 0):
+        to_smem = cute.make_copy_atom(
+            CopyUniversalOp(), sC.element_type, num_bits_per_copy=32 * words
+        )
+    else:
+        to_smem = cute.make_copy_atom(StMatrix8x8x16bOp(transpose, 4), sC.element_type)
+    # NOTE: every wgmma of fp32 accumulators lays them out alike, whatever it multiplies
+    r2s = cute.make_tiled_copy_C(to_smem, make_wgmma(1, part[1], cutlass.BFloat16))
     tRS_sC = r2s.get_slice(thread % WARPGROUP).partition_D(sC)  # (R2S, R2S_M, R2S_N, SLOT)
     stores = cute.arch.warp_idx() % 4 == 0
     barrier = FIRST_WARPGROUP_BARRIER + warpgroup

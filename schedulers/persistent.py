@@ -7,6 +7,7 @@ works on neighbours in that order. All roles of a CTA walk alike and need not ta
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Int32, cute
@@ -39,9 +40,30 @@ class Walk:
         return WorkTile(m * self.cluster[0] + rank_m, n * self.cluster[1] + rank_n)
 
 
+class BatchTile(NamedTuple):
+    """A tile of one entry of a batch."""
+
+    m: Int32
+    n: Int32
+    entry: Int32
+
+
+@dataclass(frozen=True)
+class BatchWalk(Walk):
+    """One entry of a batch after the other, each in raster order."""
+
+    @cute.jit
+    def tile(self, index: Int32) -> BatchTile:
+        per_entry = self.clusters_m * self.clusters_n
+        entry = index // per_entry
+        tile = Walk.tile(self, index - entry * per_entry)
+        return BatchTile(tile.m, tile.n, entry)
+
+
 @dataclass(frozen=True)
 class StaticPersistent:
-    """How a grid of clusters (x along M, y along N, z counts them) walks the tiles of C.
+    """How a grid of clusters (x along M, y along N, z counts them) walks the tiles of C, which is
+    (M, N) or, with a batch, (M, N, L).
 
     With `split_k` > 1 a cluster is as many CTAs deep along z, which share the K of one tile; the
     grid then covers all tiles at once.
@@ -54,17 +76,23 @@ class StaticPersistent:
     split_k: int = 1
 
     def counts(self, mC: cute.Tensor) -> tuple[Int32, Int32]:
-        """Clusters along M and N that cover mC (M, N)."""
-        tiles = cute.ceil_div(mC.shape, self.tile)
+        """Clusters along M and N that cover one matrix of mC."""
+        tiles = cute.ceil_div(mC.shape[:2], self.tile)
         return tuple(clusters(t, c) for t, c in zip(tiles, self.cluster, strict=True))
 
-    def grid(self, mC: cute.Tensor) -> tuple[int, int, Int32]:
+    def total(self, mC: cute.Tensor) -> Int32:
+        """Clusters that cover all of mC."""
         clusters_m, clusters_n = self.counts(mC)
+        total = clusters_m * clusters_n
+        return total * cute.size(mC, mode=[2]) if cute.rank(mC) == 3 else total
+
+    def grid(self, mC: cute.Tensor) -> tuple[int, int, Int32]:
+        total = self.total(mC)
         across, down = self.cluster
         if self.split_k > 1:
-            return across, down, clusters_m * clusters_n * self.split_k
+            return across, down, total * self.split_k
         at_once = max(1, self.num_ctas // (across * down))
-        return across, down, cutlass.min(at_once, clusters_m * clusters_n)
+        return across, down, cutlass.min(at_once, total)
 
     def walk(self, mC: cute.Tensor) -> Walk:
         """Of the cluster that this CTA belongs to."""
@@ -72,5 +100,6 @@ class StaticPersistent:
         _, _, first = cute.arch.block_idx()
         _, _, step = cute.arch.grid_dim()
         share = first % self.split_k
-        first, step, end = first // self.split_k, step // self.split_k, clusters_m * clusters_n
-        return Walk(self.raster, self.cluster, clusters_m, clusters_n, first, end, step, share)
+        first, step, end = first // self.split_k, step // self.split_k, self.total(mC)
+        walk = BatchWalk if cute.rank(mC) == 3 else Walk
+        return walk(self.raster, self.cluster, clusters_m, clusters_n, first, end, step, share)

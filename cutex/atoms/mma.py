@@ -18,7 +18,7 @@ from cutlass.memory import SmemAllocator
 WARPGROUP = 128  # threads that execute one wgmma together
 INST_K = 16  # elements of K in one instruction: 32 bytes
 CORE_ROWS, CORE_BYTES = 8, 16  # a core matrix: 8 rows of 16 bytes, the unit of all layouts
-PAIR_MASK = 0b11  # the CTAs of a cluster of two
+PAIR_MASK = 0b11  # the CTAs of a pair, from the leader's rank on
 SMEM_ALIGN = 1024  # bytes: 8 rows of 128 bytes, the period of the widest swizzle
 
 
@@ -49,6 +49,21 @@ def transposed_slots_layout(
     return cute.tile_to_shape(atom, (rows, columns, num_slots), order=(0, 1, 2))
 
 
+def contiguous_rows_layout(
+    dtype: type[cutlass.Numeric], rows: int, k: int, num_slots: int
+) -> cute.ComposedLayout:
+    """(bRows, bK, SLOT) contiguous along the rows, which wgmma reads for 16-bit elements.
+
+    In atoms of 8 of K by as many bytes of rows, up to 128, as cut them evenly.
+    """
+    unit = next(u for u in (128, 64, 32) if rows * dtype.width % (8 * u) == 0)
+    width, bits = unit * 8 // dtype.width, {32: 1, 64: 2, 128: 3}[unit]
+    atom = cute.make_composed_layout(
+        cute.make_swizzle(bits, 4, 3), 0, cute.make_layout((width, CORE_ROWS), stride=(1, width))
+    )
+    return cute.tile_to_shape(atom, (rows, k, num_slots), order=(1, 0, 2))
+
+
 def allocate_slots(
     smem: SmemAllocator, dtype: type[cutlass.Numeric], layout: cute.ComposedLayout
 ) -> cute.Tensor:
@@ -76,16 +91,22 @@ class Wgmma(NamedTuple):
         warpgroup.commit_group()
 
 
-def make_wgmma(warpgroups: int, tile_n: int, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
+def make_wgmma(
+    warpgroups: int,
+    tile_n: int,
+    dtype: type[cutlass.Numeric],
+    b_dtype: type[cutlass.Numeric] | None = None,
+    a_major: OperandMajorMode = OperandMajorMode.K,
+    b_major: OperandMajorMode = OperandMajorMode.K,
+) -> cute.TiledMma:
     """`warpgroups` side by side along M, 64 rows of `tile_n` columns each at a time."""
-    op = warpgroup.MmaF16BF16Op(
-        dtype,
-        Float32,
-        (64, tile_n, INST_K),
-        warpgroup.OperandSource.SMEM,
-        OperandMajorMode.K,
-        OperandMajorMode.K,
-    )
+    shape = (64, tile_n, 32 * 8 // dtype.width)
+    source = warpgroup.OperandSource.SMEM
+    if dtype.width == 8:  # its B may be of another 8-bit type
+        both = dtype, b_dtype or dtype
+        op = warpgroup.MmaF8Op(*both, Float32, shape, source, a_major, b_major)
+    else:
+        op = warpgroup.MmaF16BF16Op(dtype, Float32, shape, source, a_major, b_major)
     return cute.make_tiled_mma(op, (warpgroups, 1, 1))
 
 
@@ -142,7 +163,8 @@ class Umma(NamedTuple):
         """
         with cute.arch.elect_one():
             if cutlass.const_expr(cute.size(self.tiled_mma.thr_id) == 2):
-                tcgen05.commit(barrier, PAIR_MASK, tcgen05.CtaGroup.TWO)
+                mask = Int32(PAIR_MASK) << (cute.arch.block_idx_in_cluster() // 2 * 2)
+                tcgen05.commit(barrier, mask, tcgen05.CtaGroup.TWO)
             else:
                 tcgen05.commit(barrier)
 

@@ -116,6 +116,46 @@ def shared_tile_loads(
     return SharedTileLoads(operand.atom, tXgX, tXsX, mask)
 
 
+@cute.jit
+def k_shared_operand(
+    mX: cute.Tensor,
+    smem_layout: cute.ComposedLayout,
+    part_layout: cute.ComposedLayout,
+    sharers: cutlass.Constexpr[int],
+) -> cpasync.TmaInfo:
+    """As shared_operand, but each CTA loads its part of a tile's K, laid out as `part_layout`:
+    where the rows are what is contiguous, TMA boxes of whole swizzle atoms would not divide them.
+    """
+    if cutlass.const_expr(sharers == 1):
+        return load_operand(mX, smem_layout)
+    part = cute.size(part_layout, mode=[0]), cute.size(part_layout, mode=[1])
+    op = cpasync.CopyBulkTensorTileG2SMulticastOp()
+    info = cpasync.make_tiled_tma_atom(op, mX, part_layout, part)
+    return cpasync.TmaInfo(info.atom, info.tma_tensor, smem_layout)
+
+
+@cute.jit
+def k_shared_tile_loads(
+    operand: cpasync.TmaInfo,
+    sX: cute.Tensor,
+    row_tile: Int32,
+    part: Int32,
+    sharers: cutlass.Constexpr[int],
+    mask: Int16,
+) -> TileLoads | SharedTileLoads:
+    """As shared_tile_loads, of `part` of `sharers` of each tile's K."""
+    if cutlass.const_expr(sharers == 1):
+        return tile_loads(operand, sX, row_tile)
+    tile = cute.size(sX, mode=[0]), cute.size(sX, mode=[1]) // sharers
+    gX = cute.local_tile(operand.tma_tensor, tile, (row_tile, None))  # (bRows, partK, RestPartK)
+    gX = cute.logical_divide(gX, (None, None, sharers))[None, None, (part, None)]
+    sX = cute.logical_divide(sX, (None, tile[1], None))[None, (None, part), None]
+    tXsX, tXgX = cpasync.tma_partition(
+        operand.atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+    )  # (TMA, SLOT), (TMA, RestK)
+    return SharedTileLoads(operand.atom, tXgX, tXsX, mask)
+
+
 class AbOperands(NamedTuple):
     """What loads A and B, and the slots that they go to."""
 

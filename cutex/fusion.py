@@ -1,0 +1,258 @@
+"""What an epilogue does to the product before it is stored, composed from small pieces.
+
+A piece is a frozen dataclass, part of the compile key. `arguments` says what it wants passed to the
+kernel; `apply` changes a fragment, fp32 in registers, whose coordinates are known. Pieces run in
+the order given:
+
+    (Alpha(), Bias("column", "bf16"), Activation("gelu"), Add("residual", "bf16"))
+
+Loads are clamped to the matrix instead of guarded: what lies outside is never stored. A kernel that
+plays ping-pong runs them under the other warpgroup's MMAs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from cutex.compile import Argument, Operand, Scalar
+
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+GATES = ("silu", "gelu")
+
+
+class Fragment(NamedTuple):
+    """A thread's values of a tile, in R rows and C columns that need not be neighbours."""
+
+    values: cute.Tensor  # (R, C) fp32 in registers
+    rows: tuple[Int32, ...]  # R of M
+    columns: tuple[Int32, ...]  # C of N
+    batch: Int32 | int
+    bounds: tuple[Int32, Int32]  # (M, N)
+    paired: bool  # columns come two by two, an even one and its neighbour
+
+    @property
+    def safe_rows(self) -> tuple[Int32, ...]:
+        return tuple(cutlass.min(r, self.bounds[0] - 1) for r in self.rows)
+
+    @property
+    def safe_columns(self) -> tuple[Int32, ...]:
+        return tuple(cutlass.min(c, self.bounds[1] - 1) for c in self.columns)
+
+    def map(self, function: Callable[[Float32], Float32]) -> None:
+        for r in range(len(self.rows)):
+            for c in range(len(self.columns)):
+                self.values[r, c] = function(self.values[r, c])
+
+
+@dataclass(frozen=True)
+class Alpha:
+    """x * alpha, a number of the host."""
+
+    def arguments(self) -> tuple[Argument, ...]:
+        return (Scalar("alpha"),)
+
+    def apply(self, x: Fragment, alpha: Float32) -> None:
+        x.map(lambda v: v * alpha)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """x * scale: fp32 on the device, one for each "row", "column" or the whole "tensor"."""
+
+    name: str
+    by: str = "tensor"
+
+    def arguments(self) -> tuple[Argument, ...]:
+        size = {"row": "m", "column": "n", "tensor": "one"}[self.by]
+        operand = Operand(self.name, (size,), "fp32", contiguous=None, aligned=False, whole=False)
+        return (operand,)
+
+    def apply(self, x: Fragment, scale: cute.Tensor) -> None:
+        if self.by == "tensor":
+            one = scale[0]
+            x.map(lambda v: v * one)
+        else:
+            _combine(x, scale, self.by, lambda v, s: v * s)
+
+
+@dataclass(frozen=True)
+class Bias:
+    """x + bias, which holds one number for each "row" or each "column"."""
+
+    by: str = "column"
+    dtype: str = "bf16"
+
+    def arguments(self) -> tuple[Argument, ...]:
+        size = ("m",) if self.by == "row" else ("n",)
+        return (Operand("bias", size, self.dtype, contiguous=None, aligned=False, whole=False),)
+
+    def apply(self, x: Fragment, bias: cute.Tensor) -> None:
+        _combine(x, bias, self.by, lambda v, b: v + b)
+
+
+@dataclass(frozen=True)
+class Add:
+    """x + factor * a matrix as large as the output; `beta`: whether a factor is passed.
+
+    pairs: its rows are contiguous, N and the other strides are even, so two neighbours come with
+    one load.
+    """
+
+    name: str
+    dtype: str
+    batched: bool = False
+    beta: bool = False
+    pairs: bool = False
+
+    def arguments(self) -> tuple[Argument, ...]:
+        sizes = ("l", "m", "n") if self.batched else ("m", "n")
+        last = -1 if self.pairs else None
+        matrix = Operand(self.name, sizes, self.dtype, last, aligned=self.pairs, whole=self.pairs)
+        return (matrix, Scalar("beta")) if self.beta else (matrix,)
+
+    def apply(self, x: Fragment, matrix: cute.Tensor, *beta: Float32) -> None:
+        if self.batched:
+            matrix = matrix[x.batch, None, None]
+        step = 2 if self.pairs and x.paired else 1
+        columns = x.safe_columns
+        for r, row in enumerate(x.safe_rows):
+            for c in range(0, len(columns), step):
+                for e, value in enumerate(_load(matrix, row, columns[c], step)):
+                    value = value * beta[0] if beta else value
+                    x.values[r, c + e] = x.values[r, c + e] + value
+
+
+@dataclass(frozen=True)
+class Activation:
+    """relu, gelu (by erf), gelu_tanh or silu."""
+
+    kind: str
+
+    def arguments(self) -> tuple[Argument, ...]:
+        return ()
+
+    def apply(self, x: Fragment) -> None:
+        x.map(_FUNCTIONS[self.kind])
+
+
+@dataclass(frozen=True, repr=False)
+class Elementwise:
+    """function(x), or function(x, m, n) with the coordinates: the user's own, on DSL numbers.
+
+    NOTE: the compile key holds the function's source and what it closes over, not its identity.
+    """
+
+    function: Callable[..., Float32]
+
+    def __repr__(self) -> str:
+        f = self.function
+        cells = [repr(cell.cell_contents) for cell in f.__closure__ or ()]
+        digest = hashlib.sha256(
+            "\0".join([inspect.getsource(f), repr(f.__defaults__), *cells]).encode()
+        )
+        return f"Elementwise({f.__module__}.{f.__qualname__}, {digest.hexdigest()[:16]})"
+
+    def arguments(self) -> tuple[Argument, ...]:
+        return ()
+
+    def apply(self, x: Fragment) -> None:
+        takes = len(inspect.signature(self.function).parameters)
+        for r, m in enumerate(x.rows):
+            for c, n in enumerate(x.columns):
+                where = (m, n)[: takes - 1]
+                x.values[r, c] = Float32(self.function(x.values[r, c], *where))
+
+
+@dataclass(frozen=True)
+class Amax:
+    """The largest |x| so far, into one fp32 on the device, which must hold 0 before."""
+
+    def arguments(self) -> tuple[Argument, ...]:
+        return (Operand("amax", ("one",), "fp32", contiguous=None, aligned=False, whole=False),)
+
+    @cute.jit
+    def apply(self, x: Fragment, amax: cute.Tensor) -> None:
+        largest = Float32(0.0)
+        for r in cutlass.range_constexpr(len(x.rows)):
+            for c in cutlass.range_constexpr(len(x.columns)):
+                inside = x.rows[r] < x.bounds[0] and x.columns[c] < x.bounds[1]
+                value = x.values[r, c]
+                value = cute.arch.fmax(value, -value)
+                largest = cute.arch.fmax(largest, value if inside else Float32(0.0))
+        largest = cute.arch.warp_reduction_max(largest)
+        with cute.arch.elect_one():
+            # NOTE: numbers of one sign order like their bits
+            cute.arch.atomic_max(
+                cute.recast_ptr(amax.iterator, dtype=Int32), largest.bitcast(Int32)
+            )
+
+
+Piece = Alpha | Scale | Bias | Add | Activation | Elementwise | Amax
+
+
+def arguments(pieces: tuple[Piece, ...]) -> tuple[Argument, ...]:
+    """What the kernel takes beside its matrices, in order."""
+    return tuple(a for piece in pieces for a in piece.arguments())
+
+
+def apply(pieces: tuple[Piece, ...], x: Fragment, passed: tuple[Any, ...]) -> None:
+    """Run all pieces; `passed` are the values of `arguments(pieces)`."""
+    at = 0
+    for piece in pieces:
+        takes = len(piece.arguments())
+        piece.apply(x, *passed[at : at + takes])
+        at += takes
+
+
+def _combine(
+    x: Fragment,
+    vector: cute.Tensor,
+    by: str,
+    function: Callable[[Float32, Float32], Float32],
+) -> None:
+    places = x.safe_rows if by == "row" else x.safe_columns
+    loaded = [vector[p].to(Float32) for p in places]
+    for r in range(len(x.rows)):
+        for c in range(len(x.columns)):
+            x.values[r, c] = function(x.values[r, c], loaded[r if by == "row" else c])
+
+
+def _load(matrix: cute.Tensor, row: Int32, column: Int32, count: int) -> list[Float32]:
+    """`count` neighbours in a row, with one load."""
+    if count == 1:
+        return [matrix[row, column].to(Float32)]
+    start = matrix.iterator + cute.crd2idx((row, column & ~1), matrix.layout)  # clamped: odd
+    start = start.align(count * matrix.element_type.width // 8)
+    pair = cute.make_tensor(start, cute.make_layout(count)).load().to(Float32)
+    return [pair[e] for e in range(count)]
+
+
+def _sigmoid(x: Float32) -> Float32:
+    return cute.arch.rcp_approx(1.0 + cute.math.exp(-x, fastmath=True))
+
+
+def _relu(x: Float32) -> Float32:
+    return cute.arch.fmax(x, 0.0)
+
+
+def _silu(x: Float32) -> Float32:
+    return x * _sigmoid(x)
+
+
+def _gelu_tanh(x: Float32) -> Float32:
+    """x/2 (1 + tanh u) = x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3)."""
+    return x * _sigmoid(x * (1.5957691216057308 + 0.07135481627159498 * x * x))
+
+
+def _gelu(x: Float32) -> Float32:
+    return 0.5 * x * (1.0 + cute.math.erf(x * 0.7071067811865476))
+
+
+_FUNCTIONS = {"relu": _relu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "silu": _silu}
