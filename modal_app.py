@@ -21,6 +21,7 @@ import modal
 from cutex import prices, remote, rental
 
 HERE = Path(__file__).resolve().parent
+THERE = "/root"  # where Modal puts Python sources
 WHEELS = (  # as in constraints.txt; the DSL needs no CUDA toolkit
     "torch==2.13.0",
     "nvidia-cutlass-dsl[cu13]==4.8.1",
@@ -43,8 +44,8 @@ image = (
     .uv_pip_install(*WHEELS)
     .env({"CUTEX_CACHE": "/tmp/cutex"})
     .add_local_python_source("cutex", "cutex.kernels", "cutex.schedulers")
-    .add_local_dir(HERE / "tests", "/root/tests", ignore=["**/__pycache__", "**/.*"])
-    .add_local_file(HERE / "pyproject.toml", "/root/pyproject.toml")
+    .add_local_dir(HERE / "tests", f"{THERE}/tests", ignore=["**/__pycache__", "**/.*"])
+    .add_local_file(HERE / "pyproject.toml", f"{THERE}/pyproject.toml")
 )
 app = modal.App("cutex", image=image)
 kernels = modal.Volume.from_name("cutex-kernels", create_if_missing=True)

@@ -127,7 +127,7 @@ def _is(commit: str, wanted: str) -> bool:
 # ---- the command
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m cutex.results", description="Read the ledgers in results/."
     )
@@ -153,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     try:
         rows = _chosen(read_all(_folder(args.results)), args)
         match args.what:

@@ -504,7 +504,7 @@ def draw_tmem(tile: tuple[int, int], dtype: str) -> str:
 # ---- the command
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m cutex.layout", description="Draw layouts and instructions as SVG."
     )
@@ -570,7 +570,7 @@ def draw(args: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     try:
         picture = alone(draw(args))
     except ValueError as error:

@@ -129,7 +129,7 @@ def _picture(target: Arch) -> str:
     return f"ladder-{target.name}.svg"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m cutex.report",
         description="Write report.html, and the ladders into README.md, from the ledgers.",
@@ -137,7 +137,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--results", type=Path, default=Path("results"), metavar="DIR")
     p.add_argument("--readme", type=Path, default=Path("README.md"), metavar="FILE")
     p.add_argument("--html", type=Path, default=Path("report.html"), metavar="FILE")
-    args = p.parse_args(argv)
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
     rows = read_all(args.results)
     try:
         text = rewrite(args.readme.read_text(), rows)

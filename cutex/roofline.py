@@ -197,7 +197,7 @@ def _measured(
     ]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m cutex.roofline",
         description="Say which limit binds a problem on a GPU, and what the best time could be.",
@@ -207,7 +207,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--dtype", default="bf16", metavar="|".join(DTYPES))
     p.add_argument("--gpu", default="b200", metavar="|".join(GPUS), help="default: b200")
     p.add_argument("--results", type=Path, default=Path("results"), metavar="DIR")
-    args = p.parse_args(argv)
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
     try:
         on = gpu(args.gpu)
         texts = []

@@ -200,7 +200,7 @@ def test_ctrl_c_ends_the_remote_call(cloud, modal_run, tmp_path):
     assert rows(tmp_path) == []
 
 
-def test_everything_that_runs_there_is_sent(cloud, modal_run):
+def test_everything_that_runs_there_is_sent(cloud, modal_run, modal_app):
     ran = modal_run("--op", "tests", "--tests=--version")
     assert ran.code == 0, ran.out + ran.err
     sent = {f.filename for r in cloud.asked("MountGetOrCreate") for f in r.files}
@@ -213,7 +213,7 @@ def test_everything_that_runs_there_is_sent(cloud, modal_run):
         "tests/conftest.py",
         "pyproject.toml",
     ):
-        assert f"/root/{path}" in sent
+        assert f"{modal_app.THERE}/{path}" in sent
     assert not [path for path in sent if "__pycache__" in path]
 
 

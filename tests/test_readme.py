@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 
 import pytest
 
-from cutex import cli, report
+from cutex import cli, history, layout, rental, report, roofline
 
 SETUP = "python3 -m venv .venv && .venv/bin/pip install"
 
@@ -30,11 +31,31 @@ def test_ci_runs_the_two_commands_of_the_readme(root, readme):
     assert test in ci
 
 
-def test_every_other_command_is_one_that_the_parser_takes(readme):
-    ours = [line for line in commands(readme) if line.startswith("python -m cutex.gemm")]
-    assert len(ours) >= 3
-    for line in ours:
-        cli.parser().parse_args(line.split()[3:])
+PARSERS = {
+    "python -m cutex.gemm": cli.parser,
+    "python modal_app.py": rental.parser,
+    "modal run modal_app.py": rental.parser,
+    "python -m cutex.results": history.parser,
+    "python -m cutex.roofline": roofline.parser,
+    "python -m cutex.report": report.parser,
+    "python -m cutex.layout": layout.parser,
+}
+
+
+def test_every_other_command_is_one_that_its_parser_takes(readme):
+    others = [line for line in commands(readme) if not line.startswith(SETUP)]
+    assert len(others) >= 12
+    for line in others:
+        (start,) = (start for start in PARSERS if line.startswith(start))
+        PARSERS[start]().parse_args(shlex.split(line.removeprefix(start)))
+
+
+def test_the_pictures_are_those_that_the_ledgers_render(root, readme):
+    drawn = report.pictures(report.read_all(root / "results"))
+    assert drawn
+    for name, svg in drawn.items():
+        assert f"](docs/{name})" in readme
+        assert (root / "docs" / name).read_text() == svg
 
 
 def test_the_tables_are_those_that_the_ledgers_render(root, readme):
