@@ -13,7 +13,6 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 from cutlass.memory import SmemAllocator
 
-LEADER = 0  # the rank, in a cluster of two, of the CTA that starts the pair's MMAs
 MAX_COUNT = 2**20 - 1  # of pending arrivals, and of expected bytes (PTX ISA, mbarrier object)
 
 
@@ -69,7 +68,7 @@ class Barrier:
         NOTE: a release of CTA scope, as in CUTLASS. It says that this warp's reads are over, and
         no data goes to the leader with it; cluster scope would wait for a fence of the whole GPU.
         """
-        cute.arch.mbarrier_arrive(self[slot], LEADER)
+        cute.arch.mbarrier_arrive(self[slot], leader_rank())
 
     def arrive_expecting_at(self, rank: Int32, num_bytes: int, slot: Int32 | int = 0) -> None:
         """The same on the barrier of CTA `rank` of the cluster, by one thread."""
@@ -200,7 +199,12 @@ class AccRing(Ring):
 
 def is_leader() -> Boolean:
     """Whether this CTA is the one of its pair that starts the MMAs."""
-    return cute.arch.block_idx_in_cluster() == LEADER
+    return cute.arch.block_idx_in_cluster() == leader_rank()
+
+
+def leader_rank() -> Int32:
+    """Of this CTA's pair: CTAs of rank 0 and 1 are a pair, 2 and 3, ..."""
+    return cute.arch.block_idx_in_cluster() // 2 * 2
 
 
 @cute.jit

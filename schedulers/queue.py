@@ -19,6 +19,7 @@ from cutlass import Boolean, Int32, cute
 
 from cutex.schedulers.one_tile import WorkTile
 from cutex.schedulers.persistent import Walk
+from cutex.schedulers.raster import Raster
 
 
 class Ticket:
@@ -58,3 +59,26 @@ class StaticQueue:
 
     def tile(self, ticket: Ticket) -> WorkTile:
         return self.walk.tile(ticket.index)
+
+
+@dataclass(frozen=True)
+class OneTileQueue:
+    """One tile for each cluster of `ctas` along x, pairs of which share it."""
+
+    raster: Raster
+    clusters_m: Int32
+    clusters_n: Int32
+    ctas: int
+    barriers: tuple[()] = ()
+
+    def first(self) -> Ticket:
+        x, _, _ = cute.arch.block_idx()
+        return Ticket(x // self.ctas, Boolean(True), Int32(0), Int32(0))
+
+    def next(self, ticket: Ticket) -> Ticket:
+        return Ticket(ticket.index, Boolean(False), ticket.slot, ticket.phase)
+
+    def tile(self, ticket: Ticket) -> WorkTile:
+        """In rows of a CTA and columns of a pair."""
+        m, n = self.raster.cluster(ticket.index, self.clusters_m, self.clusters_n)
+        return WorkTile(2 * m + cute.arch.block_idx_in_cluster() % 2, n)

@@ -102,6 +102,11 @@ CHOICES = {
     "narrow": {"tile_m": 256, "tile_n": 64, "epi_stages": 2, "num_acc": 8},
     "slots that do not divide a tile": {"tile_m": 256, "tile_n": 224, "num_stages": 6},
     "two blocks, overlapped": {"tile_n": 96, "epi_stages": 3, "num_acc": 4},
+    "K split in two": {"tile_m": 256, "tile_n": 96, "epi_stages": 3, "num_acc": 1, "split_k": 2},
+    "K split in four, C transposed": {
+        **{"tile_m": 256, "tile_n": 64, "epi_stages": 2, "num_acc": 1},
+        **{"split_k": 4, "swap_ab": True},
+    },
 }
 
 

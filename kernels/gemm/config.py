@@ -80,8 +80,9 @@ class GemmConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Of one CTA."""
-        return self.num_stages * self.stage_bytes // self.ctas + self.epi_bytes
+        """Of one CTA. The sums of a split lie over the ring's A, a pair's in their own place."""
+        sums = self.partial_bytes // self.ctas if self.pair and self.split_k > 1 else 0
+        return self.num_stages * self.stage_bytes // self.ctas + self.epi_bytes + sums
 
     def why_not(self, problem: GemmProblem | None, arch: Arch) -> str | None:
         """Why this config cannot run `problem` (or, for None, anything) on `arch`."""
@@ -123,6 +124,10 @@ class GemmConfig:
             return f"tile_n={self.tile_n}: a pair's epilogue takes columns by 32"
         if self.pair and self.num_acc % (self.tile_m // 256):
             return f"num_acc={self.num_acc}: a tile of {self.tile_m} rows has {self.tile_m // 256}"
+        if self.split_k not in (1, 2, 4) or (self.split_k > 1 and not self.pair):
+            return f"split_k={self.split_k}: 1, 2 or 4 pairs of CTAs"
+        if self.split_k > 1 and (self.tile_m, self.num_acc) != (256, 1):
+            return f"split_k={self.split_k}: takes tile_m=256 and num_acc=1"
         if self.num_acc * self.tile_n > arch.tmem_columns:
             return (
                 f"num_acc={self.num_acc}: {self.num_acc * self.tile_n} columns of tensor memory, "

@@ -112,8 +112,10 @@ class Stage6(Stage5):
             self.load(a, b, sA, sB, ab, queue)
         elif warp == Warp.MMA:
             if is_leader():
-                num_k_tiles = cute.ceil_div(cute.size(a.tma_tensor, mode=[1]), c.tile_k)
-                self.mma(mma, ab, acc, num_k_tiles, queue)
+                first, end = self.k_tiles(
+                    cute.ceil_div(cute.size(a.tma_tensor, mode=[1]), c.tile_k)
+                )
+                self.mma(mma, ab, acc, end - first, queue)
         elif warp < Warp.LOAD:
             self.epilogue(mma.tCtAcc, out, sC, acc, queue)
         else:
@@ -122,6 +124,10 @@ class Stage6(Stage5):
         if warp == Warp.MMA:
             fence_after_sync()
             tmem.free(pointer)
+
+    def k_tiles(self, num_k_tiles: Int32) -> tuple[Int32, Int32]:
+        """The first of those that this pair computes, and the one past the last."""
+        return Int32(0), num_k_tiles
 
     def schedule(self, queue: Any) -> None:
         """No warp does this: in a static queue nobody needs to be asked (stage 8)."""
@@ -136,13 +142,14 @@ class Stage6(Stage5):
         ab: Ring,
         queue: cutlass.Constexpr[Any],
     ) -> None:
-        rank = cute.arch.block_idx_in_cluster()
+        rank = cute.arch.block_idx_in_cluster() % 2
         fill = ab.producer()
         ticket = queue.first()
         while ticket.valid:
             tile = queue.tile(ticket)
             loads = AbLoads(tile_loads(a, sA, tile.m), tile_loads(b, sB, 2 * tile.n + rank))
-            for k_tile in cutlass.range(loads.num_k_tiles, unroll=1):
+            first, end = self.k_tiles(loads.num_k_tiles)
+            for k_tile in cutlass.range(first, end, unroll=1):
                 loads.load(k_tile, fill.slot, ab.acquire(fill))
                 fill.advance()
             ticket = queue.next(ticket)

@@ -9,6 +9,9 @@ and choose by the problem (kernels/gemm/choose.py).
 - tile_m = 256, two accumulators, tile_n from 64 to 256 by 32: stage 8's overlap, and a width that
   fills the last wave. 512x8192x5376 takes 64 tiles of 256x256, 64 of 74 pairs; or 74 of 256x224.
 - swap_ab: where M is small, compute C^T = B A^T: the 256 rows of a tile come from N.
+- split_k: where there are too few tiles, pairs of one cluster share the K of a tile. Each leaves
+  its sums in smem, and each adds up a share of the columns from all of them, always in the same
+  order: no workspace, no second kernel, the same bits in every run.
 
 Changed since stage 8: `mma` and `epilogue` loop over the accumulators of a tile, and the first step
 of K stands before the loop; C may leave transposed, and leaves L2 first, for A and B to stay; and
@@ -24,16 +27,21 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Int32, cute
-from cutlass.cute.nvgpu import cpasync
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
+from cutlass.memory import SmemAllocator
 
-from cutex.atoms.mma import Umma, slots_layout
+from cutex.atoms.mma import Umma, allocate_slots, make_umma, slots_layout, umma
 from cutex.atoms.tma import EVICT_FIRST, load_operand, store_operand, tile_stores
-from cutex.atoms.tmem import fence_after_sync, fence_before_sync
+from cutex.atoms.tmem import LANES, Tmem, fence_after_sync, fence_before_sync
 from cutex.epilogue import drain_stores, sub_tiles
+from cutex.kernels.gemm.sm100.stage3 import Warp
 from cutex.kernels.gemm.sm100.stage8 import Stage8
-from cutex.pipeline import AccRing, Ring
+from cutex.pipeline import AccRing, PairRing, Ring, is_leader, publish_barriers, sync_cluster
 from cutex.schedulers.clc import CTAS
+from cutex.schedulers.queue import OneTileQueue
+
+VECTOR = 4  # fp32 sums that move at a time: 16 bytes
 
 
 class Stage9(Stage8):
@@ -44,6 +52,10 @@ class Stage9(Stage8):
     sB              tile_n / 2 * tile_k * 2 * num_stages  65536
     sC              128 * epi_n * 2 * epi_stages          32768
     barriers        as in stage 8
+    sums            128 * tile_n * 4, where split_k > 1
+
+    With split_k there is one tile a cluster, nobody asks for tiles, and
+    (cluster)       all threads, the sums being in smem       the epilogue warps, to add up
     """
 
     number = 9
@@ -63,14 +75,84 @@ class Stage9(Stage8):
         b = load_operand(mB, self.slots(mB.element_type, c.tile_n // 2), pair=True)
         out = store_operand(mC, self.epilogue_slots(mC.element_type))
         m, n = self.clusters(mC)
+        cluster = (CTAS * c.split_k, 1, 1)
         self.kernel(a, b, out).launch(
-            grid=(CTAS * m * n, 1, 1),
+            grid=(cluster[0] * m * n, 1, 1),
             block=(self.num_threads, 1, 1),
-            cluster=(CTAS, 1, 1),
+            cluster=cluster,
             min_blocks_per_mp=1,
             use_pdl=True,
             stream=stream,
         )
+
+    @cute.kernel
+    def kernel(self, a: cpasync.TmaInfo, b: cpasync.TmaInfo, out: cpasync.TmaInfo) -> None:
+        c = self.config
+        dtype = out.atom.value_type
+        warp = cute.arch.warp_idx()
+        smem = SmemAllocator()
+        sA = allocate_slots(smem, dtype, a.smem_layout)  # (bM / 2, bK, SLOT)
+        sB = allocate_slots(smem, dtype, b.smem_layout)  # (bN / 2, bK, SLOT)
+        sC = allocate_slots(smem, dtype, out.smem_layout)  # (128, epiN, SLOT)
+        sums = self.allocate_sums(smem)
+        ab = PairRing.allocate(smem, "ab", c.num_stages, c.stage_bytes, consumers=1)
+        acc = AccRing.of(smem, c.num_acc, readers=CTAS * self.num_epilogue_warps)
+        queue = self.make_queue(smem, out)
+        tmem = Tmem.allocate(smem, columns=c.tile_n * c.num_acc, pair=True)
+        if warp == Warp.MMA:
+            tmem.acquire()
+        publish_barriers((ab, acc, *queue.barriers), cluster=True)
+        pointer = tmem.pointer()
+
+        mma = umma(make_umma(256, c.tile_n, dtype, pair=True), sA, sB, pointer, c.num_acc)
+        if warp == Warp.LOAD:
+            self.load(a, b, sA, sB, ab, queue)
+        elif warp == Warp.MMA:
+            if is_leader():
+                first, end = self.k_tiles(
+                    cute.ceil_div(cute.size(a.tma_tensor, mode=[1]), c.tile_k)
+                )
+                self.mma(mma, ab, acc, end - first, queue)
+        elif warp < Warp.LOAD:
+            if cutlass.const_expr(c.split_k > 1):
+                self.leave_sums(mma.tCtAcc, sums, sC, acc)
+            else:
+                self.epilogue(mma.tCtAcc, out, sC, acc, queue)
+        else:
+            self.schedule(queue)
+        sync_cluster()
+        if cutlass.const_expr(c.split_k > 1):
+            if warp < Warp.LOAD:
+                self.add_up(mma.tCtAcc, sums, out, sC, queue)
+            sync_cluster()
+        if warp == Warp.MMA:
+            fence_after_sync()
+            tmem.free(pointer)
+
+    def k_tiles(self, num_k_tiles: Int32) -> tuple[Int32, Int32]:
+        """NOTE: a share may reach past K, where TMA fills in zeros."""
+        split = self.config.split_k
+        if split == 1:
+            return super().k_tiles(num_k_tiles)
+        count = (num_k_tiles + (split - 1)) // split
+        first = self.share * count
+        return first, first + count
+
+    @property
+    def share(self) -> Int32:
+        """Which of the pairs of a cluster this CTA belongs to."""
+        return cute.arch.block_idx_in_cluster() // CTAS
+
+    def make_queue(self, smem: SmemAllocator, out: cpasync.TmaInfo) -> Any:
+        split = self.config.split_k
+        if split == 1:
+            return super().make_queue(smem, out)
+        return OneTileQueue(self.raster, *self.clusters(out.tma_tensor), CTAS * split)
+
+    @cute.jit
+    def schedule(self, queue: cutlass.Constexpr[Any]) -> None:
+        if cutlass.const_expr(self.config.split_k == 1):
+            Stage8.schedule(self, queue)
 
     def epilogue_slots(self, dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
         """Sub-tiles of C, or of C^T, whose columns are then contiguous: (128, epiN, SLOT)."""
@@ -153,4 +235,66 @@ class Stage9(Stage8):
                     parts.store(tTR_rAcc, stores, part, tile.n * parts.num_parts + part)
                 take.advance()
             ticket = queue.next(ticket)
+        drain_stores()
+
+    def allocate_sums(self, smem: SmemAllocator) -> cute.Tensor | None:
+        """(VECTOR, NumVectors, THREAD): a row of sums a thread; one vector of all, side by side."""
+        if self.config.split_k == 1:
+            return None
+        vectors = self.config.tile_n // VECTOR
+        layout = cute.make_layout((VECTOR, vectors, LANES), stride=(1, VECTOR * LANES, VECTOR))
+        return smem.allocate_tensor(Float32, layout, byte_alignment=128)
+
+    @cute.jit
+    def leave_sums(
+        self, tCtAcc: cute.Tensor, sums: cute.Tensor, sC: cute.Tensor, acc: AccRing
+    ) -> None:
+        """This CTA's rows of the accumulator, to smem."""
+        thread, _, _ = cute.arch.thread_idx()
+        parts = sub_tiles(tCtAcc[(None, None), 0, 0, 0], sC, thread)
+        vectors = self.config.epi_n // VECTOR
+        mine = cute.logical_divide(sums[None, None, thread], (None, vectors))
+        acc.wait_full(acc.consumer())
+        fence_after_sync()
+        for part in cutlass.range_constexpr(parts.num_parts):
+            tTR_rAcc = parts.load(part)
+            flat = cute.make_tensor(tTR_rAcc.iterator, cute.make_layout((VECTOR, vectors)))
+            cute.autovec_copy(flat, mine[None, (None, part)])
+        fence_before_sync()
+
+    @cute.jit
+    def add_up(
+        self,
+        tCtAcc: cute.Tensor,
+        sums: cute.Tensor,
+        out: cpasync.TmaInfo,
+        sC: cute.Tensor,
+        queue: cutlass.Constexpr[Any],
+    ) -> None:
+        """Every split_k-th sub-tile of this CTA's rows, from its share on, of all pairs."""
+        c = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        cute.arch.griddepcontrol_wait()
+        tile = queue.tile(queue.first())
+        stores = tile_stores(out, sC, tile.m, EVICT_FIRST)
+        parts = sub_tiles(tCtAcc[(None, None), 0, 0, 0], sC, thread)
+        vectors = c.epi_n // VECTOR
+        load = cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=32 * VECTOR)
+        for turn in cutlass.range_constexpr(-(-parts.num_parts // c.split_k)):
+            part = turn * c.split_k + self.share
+            if part < parts.num_parts:
+                total = cute.make_rmem_tensor((VECTOR, vectors), Float32)
+                total.fill(0.0)
+                for pair in cutlass.range_constexpr(c.split_k):
+                    rank = CTAS * pair + cute.arch.block_idx_in_cluster() % CTAS
+                    theirs = cute.make_tensor(
+                        cute.arch.map_dsmem_ptr(sums.iterator, rank), sums.layout
+                    )
+                    theirs = cute.logical_divide(theirs[None, None, thread], (None, vectors))
+                    values = cute.make_rmem_tensor_like(total)
+                    cute.copy(load, theirs[None, (None, part)], values)
+                    total.store(total.load() + values.load())
+                shape = parts.tTR_sC[None, None, None, 0].shape
+                tTR_rAcc = cute.make_tensor(total.iterator, cute.make_layout(shape))
+                parts.store(tTR_rAcc, stores, turn, tile.n * parts.num_parts + part)
         drain_stores()
