@@ -78,7 +78,7 @@ class _Any(C.Structure):  # TVMFFIAny
 
 _LAUNCH_HOOK = C.CFUNCTYPE(C.c_int, C.c_char_p, C.POINTER(_Config), C.POINTER(C.c_void_p))
 _ERROR_HOOK = C.CFUNCTYPE(None, C.c_char_p, C.c_char_p)
-_NONE, _INT, _FLOAT, _POINTER, _TENSOR = 0, 1, 3, 4, 7  # TVMFFITypeIndex
+_NONE, _INT, _FLOAT, _POINTER, _TENSOR, _ARRAY = 0, 1, 3, 4, 7, 71  # TVMFFITypeIndex
 _CUDA = 2  # DLDeviceType
 
 _DLPACK_TYPE = {  # name -> (code, bits), DLPack 1.1
@@ -271,7 +271,15 @@ def _pack(argument: Any, keep: list[Any]) -> _Any:
         return _Any(_INT, 0, _Value(i=int(argument)))
     if isinstance(argument, float):
         return _Any(_FLOAT, 0, _Value(f=argument))
+    if isinstance(argument, tuple | list) and all(
+        a is None or isinstance(a, bool | int | float) for a in argument
+    ):
+        import tvm_ffi
+
+        array = tvm_ffi.convert(tuple(argument))
+        keep.append(array)
+        return _Any(_ARRAY, 0, _Value(p=array.__chandle__()))
     raise TypeError(
-        f"the simulator cannot pass {type(argument).__name__} to a kernel: tensors, int, float and "
-        "None only"
+        f"the simulator cannot pass {type(argument).__name__} to a kernel: tensors, int, float, "
+        "None, and tuples of numbers and None only"
     )
