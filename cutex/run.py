@@ -94,12 +94,23 @@ def run_stages(
     """
     options = options or Options()
     device = choose_device(device, arch(stages[0].arch))
+    timed = device == "cuda" and not options.check_only
+    stages = [settle(stage, problem, timed) if stage.chooses else stage for stage in stages]
     target = admit(problem, stages, device, options)
     if device == "sim":
         found = [_simulate(problem, stage, options) for stage in stages]
     else:
         found = _run_cuda(problem, stages, target, options)
     return [replace(result, id=options.id, expect=options.expect) for result in found]
+
+
+def settle(stage: Stage, problem: GemmProblem, timed: bool) -> Stage:
+    """A stage that chooses, with its config for `problem`: on a GPU the fastest, if `timed`."""
+    from cutex.autotune import tuned
+    from cutex.kernels.gemm.choose import choose
+
+    chosen = tuned(stage, problem) if timed else choose(problem, arch(stage.arch))
+    return replace(stage, default=chosen)
 
 
 def compile_stage(stage: Stage, dtype: str) -> Compiled:

@@ -111,9 +111,16 @@ class Measured:
 
 
 def time_variants(
-    variants: Mapping[str, Launch], operands: Sequence[Operands], cache_state: str, seed: int = 0
+    variants: Mapping[str, Launch],
+    operands: Sequence[Operands],
+    cache_state: str,
+    seed: int = 0,
+    rounds: int | None = None,
+    warm_up_seconds: float | None = None,
 ) -> Measured:
     """Time every variant on the same rotating `operands` (see copies_to_rotate).
+
+    `rounds` and `warm_up_seconds` are ROUNDS and WARM_UP_SECONDS unless told.
 
     Raises whatever a variant raises on its first, eager call; correctness is the caller's business.
     """
@@ -140,18 +147,19 @@ def time_variants(
         return events
 
     names = list(variants)
-    until = time.monotonic() + WARM_UP_SECONDS
+    rounds = ROUNDS if rounds is None else rounds
+    until = time.monotonic() + (WARM_UP_SECONDS if warm_up_seconds is None else warm_up_seconds)
     while time.monotonic() < until:
         enqueue(names)
         torch.cuda.synchronize()
 
     samples: dict[str, list[float]] = {name: [] for name in names}
     gpu_before = gpu_after = gpu_state()
-    for i, order in enumerate(interleave(names, ROUNDS, seed)):
+    for i, order in enumerate(interleave(names, rounds, seed)):
         events = enqueue(order)
         if i == 0:
             gpu_before = gpu_state()
-        elif i == ROUNDS - 1:
+        elif i == rounds - 1:
             gpu_after = gpu_state()
         torch.cuda.synchronize()
         for name, (start, end) in events.items():

@@ -18,6 +18,7 @@ class Stage:
     title: str
     idea: str
     default: GemmConfig
+    chooses: bool = False  # a config for each problem: kernels/gemm/choose.py, cutex/autotune.py
 
     @property
     def module(self) -> str:
@@ -51,12 +52,14 @@ _STAGES = (
     Stage(1, "sm_90a", "swizzle", "128-byte swizzle and a 128x256 tile", _WIDE),
     Stage(2, "sm_90a", "ring", "loads run ahead through a ring of smem slots", _RING),
     Stage(3, "sm_90a", "warp roles", "one warp loads, two warpgroups only run wgmma", _RING),
-    Stage(4, "sm_90a", "register split", "a larger tile, in registers of the load warps", _COOP),
+    Stage(
+        4, "sm_90a", "register split", "registers move from the load warps to the MMA warps", _COOP
+    ),
     Stage(5, "sm_90a", "TMA store", "C leaves through stmatrix, smem and TMA", _TMA_STORE),
     Stage(6, "sm_90a", "multicast", "two CTAs load their common tiles of B once", _CLUSTER),
     Stage(7, "sm_90a", "persistent", "one CTA per SM walks the tiles in L2 raster order", _CLUSTER),
     Stage(8, "sm_90a", "ping-pong", "one warpgroup stores while the other computes", _PINGPONG),
-    Stage(9, "sm_90a", "chosen", "tile, order, split K and operands for each problem", _PINGPONG),
+    Stage(9, "sm_90a", "chosen", "tile, order, split K, operands per problem", _PINGPONG, True),
     Stage(0, "sm_100a", "in order", "TMA, one unswizzled buffer, tcgen05, each waits", _NARROW),
     Stage(1, "sm_100a", "swizzle", "128-byte swizzle and a 128x256 tile", _WIDE),
     Stage(2, "sm_100a", "ring", "loads run ahead through a ring of smem slots", _RING),
@@ -66,7 +69,7 @@ _STAGES = (
     Stage(6, "sm_100a", "persistent", "the epilogue runs under the next tile's mainloop", _LOOP),
     Stage(7, "sm_100a", "raster order", "tiles in bands, so that more of them share L2", _LOOP),
     Stage(8, "sm_100a", "CLC", "the hardware hands out the tiles while the kernel runs", _LOOP),
-    Stage(9, "sm_100a", "chosen", "tile, order and side chosen per problem; 512x256 tiles", _BIG),
+    Stage(9, "sm_100a", "chosen", "tile, order, split K, operands per problem", _BIG, True),
 )
 
 

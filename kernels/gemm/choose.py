@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from cutex.arch import arch as arch_named
 from cutex.kernels.gemm.config import BARRIERS, ELEMENT, GemmConfig
+from cutex.kernels.gemm.sm100 import space
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
@@ -106,6 +107,8 @@ def candidates(arch_name: str, small: bool) -> tuple[GemmConfig, ...]:
 
 def predict(config: GemmConfig, problem: GemmProblem, arch: Arch) -> float:
     """Microseconds that the model expects."""
+    if arch.tmem_columns:
+        return space.predict(config, problem, arch)
     c, machine = config, MACHINE
     m, n = (problem.n, problem.m) if c.swap_ab else (problem.m, problem.n)
     ctas_m = _up(_up(m, c.tile_m), c.cluster_m) * c.cluster_m
@@ -132,9 +135,11 @@ def predict(config: GemmConfig, problem: GemmProblem, arch: Arch) -> float:
 
 
 def ranked(problem: GemmProblem, arch: Arch) -> list[GemmConfig]:
-    """All candidates that can run `problem`, by the model, best first."""
+    """All candidates that can run `problem`, by the model of `arch`, best first."""
     small = min(problem.m, problem.n) <= 128
-    fits = [c for c in candidates(arch.name, small) if c.why_not(problem, arch) is None]
+    pairs = arch.tmem_columns > 0
+    space_of = space.candidates(arch.name) if pairs else candidates(arch.name, small)
+    fits = [c for c in space_of if c.why_not(problem, arch) is None]
     return sorted(fits, key=lambda c: predict(c, problem, arch))
 
 
