@@ -1,0 +1,124 @@
+"""The configs of stage 9 on sm_100a, and a model that ranks them (kernels/gemm/choose.py).
+
+No B200 was at hand: the model counts cycles by published figures (docs/facts.md), and its one free
+constant, what loads cost beside their bandwidth, is set so that it agrees with the tiles that
+ThunderKittens chose on a B200 for squares of 1024 to 16384. Imports neither torch nor the DSL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from cutex.arch import arch as arch_named
+from cutex.kernels.gemm.config import BARRIERS, ELEMENT, GemmConfig
+
+if TYPE_CHECKING:
+    from cutex.arch import Arch
+    from cutex.problem import GemmProblem
+
+TILE_NS = range(64, 257, 32)
+SPLITS = (1, 2, 4)
+GROUPS = (8, 4)  # clusters across a band of the raster order
+EPI_N = 32
+DEEPEST = 12  # slots: more only cost barriers
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Cycles and bytes a cycle of a B200; see docs/facts.md for who measured what."""
+
+    mma_flops: int = 8192  # a cycle and SM
+    smem_bytes: int = 128  # a cycle and SM
+    l2_bytes: int = 10_200  # a cycle, of all SMs: a public model's figure
+    load_cost: float = 0.2  # of the cycles that loads take at l2_bytes, even where MMAs take more
+    fill: int = 3000  # launch, barriers, tensor memory, first loads
+    sub_tile: int = 150  # of an epilogue: 32 columns out of tensor memory and into smem
+    exchange: int = 2500  # two cluster barriers and the sums of the other pairs
+
+
+MACHINE = Machine()
+
+
+def _epi_stages(parts: int) -> int:
+    """Slots of sub-tiles, up to 4, of which none is used twice in a row from tile to tile."""
+    return next(s for s in (4, 3, 2) if parts % s == 0 or (parts > s and parts % s > 1))
+
+
+@lru_cache
+def candidates(arch_name: str) -> tuple[GemmConfig, ...]:
+    arch = arch_named(arch_name)
+    found: list[GemmConfig] = []
+    for tile_m in (256, 512):
+        for tile_n in TILE_NS:
+            for split_k in SPLITS if tile_m == 256 else (1,):
+                blocks = tile_m // 256
+                num_acc = 1 if split_k > 1 else min(2, arch.tmem_columns // (blocks * tile_n))
+                config = GemmConfig(
+                    tile_m=tile_m,
+                    tile_n=tile_n,
+                    epi_n=EPI_N,
+                    epi_stages=_epi_stages(tile_n // EPI_N),
+                    pair=True,
+                    num_acc=blocks * num_acc,
+                    split_k=split_k,
+                )
+                config = deepest(config, arch)
+                for swap_ab in (False, True):
+                    for group in GROUPS:
+                        c = replace(config, raster_group=group, swap_ab=swap_ab)
+                        if c.why_not(None, arch) is None:
+                            found.append(c)
+    return tuple(found)
+
+
+def deepest(config: GemmConfig, arch: Arch) -> GemmConfig:
+    """With as many slots as smem has room for."""
+    room = arch.smem_per_cta - BARRIERS - replace(config, num_stages=0).smem_bytes
+    slot = config.stage_bytes // config.ctas
+    return replace(config, num_stages=min(DEEPEST, room // slot))
+
+
+def predict(config: GemmConfig, problem: GemmProblem, arch: Arch) -> float:
+    """Microseconds that the model expects."""
+    c, machine = config, MACHINE
+    m, n = (problem.n, problem.m) if c.swap_ab else (problem.m, problem.n)
+    tiles_m, tiles_n = _up(m, c.tile_m), _up(n, c.tile_n)
+    at_once = min(tiles_m * tiles_n, arch.num_sms // (c.ctas * c.split_k))  # clusters
+    waves = _up(tiles_m * tiles_n, at_once)
+    blocks = c.tile_m // 256
+
+    # one step of K: MMAs, of which each reads 32 bytes of every row, against loads through L2
+    mma = 2 * 256 * c.tile_n * 16 / (machine.mma_flops * c.ctas)
+    port = 32 * (256 + c.tile_n) / c.ctas / machine.smem_bytes
+    compute = blocks * c.tile_k / 16 * max(mma, port)
+    load = c.stage_bytes * at_once * c.split_k / machine.l2_bytes
+    step = max(compute, load) + machine.load_cost * load
+    mainloop = _up(_up(problem.k, c.tile_k), c.split_k) * step
+
+    # the way out of a tile: hidden with two tiles' accumulators; else all but the first block's
+    drain = c.tile_n // EPI_N * machine.sub_tile
+    shown = 0 if c.num_acc >= 2 * blocks else drain
+    cycles = waves * max(mainloop + shown, blocks * drain)
+    ends = machine.fill + blocks * drain
+    if c.split_k > 1:  # every wave is of new CTAs
+        cycles = waves * (mainloop + drain + machine.exchange + machine.fill) - ends
+
+    # what a wave of tiles takes from memory: strips of A and B that it does not share
+    across = min(c.raster_group, tiles_m, at_once)
+    strips = across * c.tile_m + min(_up(at_once, across), tiles_n) * c.tile_n
+    wave_bytes = strips * problem.k * ELEMENT
+    moved = max(problem.bytes, 0 if problem.bytes < arch.l2_bytes else waves * wave_bytes)
+    asking = min(1.0, at_once * c.ctas * c.split_k / arch.num_sms)  # few SMs cannot ask for all
+    memory = moved / (arch.hbm_gbs * 0.9 * 1e9 * min(1.0, asking / 0.8) / clock(arch))
+    return (max(cycles, memory) + ends) / clock(arch) * 1e6
+
+
+def clock(arch: Arch) -> float:
+    """Hz at which the stated dense peak holds."""
+    return arch.dense_tflops["bf16"] * 1e12 / (MACHINE.mma_flops * arch.num_sms)
+
+
+def _up(a: int, b: int) -> int:
+    return -(-a // b)
