@@ -25,7 +25,6 @@ VOLUME = "/cache"  # where Modal mounts the volume of compiled kernels
 
 def execute(request: dict[str, Any]) -> dict[str, Any]:
     """Answer one request of cutex.rental; runs in the container."""
-    os.environ["CUTEX_COMMIT"] = request["commit"] or ""
     unpack(request["kernels"])
     notices: list[str] = []
     reply: dict[str, Any] = {
@@ -53,9 +52,13 @@ def _run(request: dict[str, Any], notices: list[str]) -> list[str]:
     stages = [stage(request["arch"], number) for number in request["stages"]]
     options = Options(**request["options"], notice=notices.append)
     found = run_stages(GemmProblem(**request["problem"]), stages, "cuda", options)
-    rented = {"rented": request["gpu"], "container": os.environ.get("MODAL_TASK_ID")}
+    here = {
+        "commit": request["commit"],  # the sources came without their history
+        "rented": request["gpu"],
+        "container": os.environ.get("MODAL_TASK_ID"),
+    }
     return [
-        replace(r, run=request["run"], environment={**r.environment, **rented}).to_json()
+        replace(r, run=request["run"], environment={**r.environment, **here}).to_json()
         for r in found
     ]
 

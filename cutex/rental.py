@@ -70,7 +70,7 @@ def parser() -> cli.Parser:
         metavar="|".join(prices.RENTALS),
         help="default: B200; for sweep several, as B200,H200",
     )
-    what.add_argument("--stage", default="all", metavar="N|all", help="default: all")
+    what.add_argument("--stage", default="all", metavar="N|all|list", help="default: all")
     cli.add_problem(what)
     what.add_argument(
         "--tests",
@@ -269,14 +269,16 @@ def preflight(made: Plan, say: Callable[[str], None]) -> tuple[bool, dict[str, b
 
 def _preflight_probes(target: str, folders: set[Path], say: Callable[[str], None]) -> bool:
     from cutex.probes import compile_all, measure
+    from cutex.sim import SimError
 
     folders |= {compiled.object_path.parent for compiled in compile_all(target)}
     try:
-        measure(target, "sim")
-    except RuntimeError as error:
-        say(f"preflight: probes: {error}")
-        return False
-    return True
+        wrong = [row["probe"] for row in measure(target, "sim") if not row["ok"]]
+    except SimError as error:
+        wrong = [str(error)]
+    for told in wrong:
+        say(f"preflight: probe: {told}")
+    return not wrong
 
 
 def reduced(problem: GemmProblem) -> GemmProblem:
@@ -300,6 +302,9 @@ def main(
     """Run the command line `argv`, renting through `rent` in a `session`; the exit code."""
     try:
         args = parser().parse_args(cli.join_sizes(argv))
+        if args.stage == "list":
+            cli.list_stages(prices.rental(args.gpu.partition(",")[0]).arch)
+            return 0
         made = plan(args)
     except ValueError as error:
         return cli.refuse(str(error))

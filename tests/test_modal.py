@@ -63,7 +63,9 @@ def cloud(root, modal_app, monkeypatch, tmp_path):
 def modal_run(cloud, root, tmp_path):
     """Run `modal run modal_app.py` with these options to its end."""
 
-    def start(*args: str, **env: str) -> subprocess.Popen[str]:
+    def start(
+        *args: str, via: tuple[str, ...] = ("-m", "modal", "run"), **env: str
+    ) -> subprocess.Popen[str]:
         mine = {
             "MODAL_SERVER_URL": f"http://127.0.0.1:{cloud.port}",
             "MODAL_TOKEN_ID": "ak-offline",
@@ -75,7 +77,7 @@ def modal_run(cloud, root, tmp_path):
         }
         out = ("--out", str(tmp_path / "results"))
         return subprocess.Popen(
-            [sys.executable, "-m", "modal", "run", "modal_app.py", *args, *out],
+            [sys.executable, *via, "modal_app.py", *args, *out],
             cwd=root,
             env={k: v for k, v in {**os.environ, **mine}.items() if v},
             stdout=subprocess.PIPE,
@@ -83,8 +85,8 @@ def modal_run(cloud, root, tmp_path):
             text=True,
         )
 
-    def run(*args: str, **env: str) -> SimpleNamespace:
-        process = start(*args, **env)
+    def run(*args: str, **more) -> SimpleNamespace:
+        process = start(*args, **more)
         out, err = process.communicate(timeout=200)
         return SimpleNamespace(code=process.returncode, out=out, err=err)
 
@@ -116,6 +118,12 @@ def test_gemm_is_preflighted_priced_run_and_recorded_once(cloud, modal_run, tmp_
     assert row.from_cache, "the kernel travelled with the request, and was compiled all the same"
     assert row.cost_usd > 0
     assert row.id == cloud.runs[0][1][0]["options"]["id"]
+
+
+def test_python_can_run_it_too(cloud, modal_run, tmp_path):
+    ran = modal_run("--stage", "0", *SMALL, "--no-preflight", via=())
+    assert ran.code == 0, ran.out + ran.err
+    assert [r.ok for r in rows(tmp_path)] == [True]
 
 
 def test_sweep_goes_over_problems_and_gpus(cloud, modal_run, tmp_path):

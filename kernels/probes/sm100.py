@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, Int128, cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import tcgen05
 from cutlass.cutlass_dsl import T, dsl_user_op
@@ -31,12 +31,13 @@ class ProbeConfig:
 
 
 class Probe:
-    """Launches `kernel` on one row of mOut (1, WIDTH)."""
+    """Launches `kernel` on mOut (rows, WIDTH), whose first row it writes."""
 
     arch: ClassVar[str] = "sm_100a"
     title: ClassVar[str]
     cluster: ClassVar[int] = 1
     num_threads: ClassVar[int] = 32
+    rows: ClassVar[int] = 1  # of mOut
     kernel: Any
 
     def __init__(self, config: ProbeConfig | None = None) -> None:
@@ -193,28 +194,44 @@ class PeerBarrier(Probe):
 
 
 class ClcReply(Probe):
-    """From asking for another cluster's work to the reply's arrival, none being left."""
+    """From asking for another cluster's work to the reply's arrival. One CTA for each row of mOut;
+    the first asks, until nothing is left.
+
+    NOTE: to ask again after a reply that nothing is left is undefined (PTX ISA,
+    clusterlaunchcontrol.try_cancel), so many more CTAs than run at once are launched.
+    """
 
     title = "clusterlaunchcontrol.try_cancel to its reply"
+    rows = 16384
+
+    @cute.jit
+    def __call__(self, mOut: cute.Tensor, stream) -> None:
+        grid = (cute.size(mOut, mode=[0]), 1, 1)
+        self.kernel(mOut).launch(grid=grid, block=(self.num_threads, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(self, mOut: cute.Tensor) -> None:
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
         smem = SmemAllocator()
         barrier = Barrier.allocate(smem, "reply", arrivals=1)
-        reply = smem.allocate_array(Int32, 4, byte_alignment=16)
+        reply = smem.allocate_array(Int128, 1)
         publish_barriers((barrier,))
         out = words(mOut)
+        taken = Int32(1)
         for repeat in cutlass.range_constexpr(REPEATS):
-            start = clock()
-            with cute.arch.elect_one():
-                barrier.arrive_expecting(16)
-                cute.arch.issue_clc_query(barrier[0], reply, multicast=False)
-            barrier.wait(repeat & 1)
-            cycles = clock() - start
-            thread, _, _ = cute.arch.thread_idx()
-            if thread == 0:
-                out[repeat] = cycles
-            cute.arch.sync_threads()
+            if block == 0 and taken != 0:
+                start = clock()
+                with cute.arch.elect_one():
+                    barrier.arrive_expecting(16)
+                    cute.arch.issue_clc_query(barrier[0], reply, multicast=False)
+                barrier.wait(repeat & 1)
+                cycles = clock() - start
+                _, _, _, taken = cute.arch.clc_response(reply)
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+                if thread == 0:
+                    out[repeat] = cycles
 
 
 def probes() -> list[Probe]:

@@ -1,0 +1,225 @@
+"""Renting, with somebody else than Modal to rent from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from cutex import compile, prices, remote, rental, results
+from cutex.kernels.gemm import stages
+from cutex.problem import GemmProblem
+from cutex.results import Result, Timing
+
+BIG = ["--mnk", "8192,8192,4096"]
+
+
+def args(*argv: str):
+    return rental.parser().parse_args(argv)
+
+
+class Cloud:
+    """Answers every request with one right result per stage; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict, int]] = []
+        self.times = 1  # how often each reply is delivered
+        self.error: BaseException | None = None
+
+    async def rent(self, gpu: str, requests: list[dict], timeout: int):
+        for request in requests:
+            self.asked.append((gpu, request, timeout))
+            if self.error is not None:
+                yield self.error
+                continue
+            rows = [self.row(request, number).to_json() for number in request["stages"]]
+            reply = {"index": request["index"], "results": rows, "notices": [], "seconds": 36.0}
+            for _ in range(self.times):
+                yield {**reply, "code": 0}
+
+    def row(self, request: dict, stage: int) -> Result:
+        return Result(
+            op="gemm",
+            stage=stage,
+            title="",
+            arch=request["arch"],
+            device="cuda",
+            device_name=f"NVIDIA {request['gpu']}",
+            problem=request["problem"],
+            config={},
+            ok=True,
+            max_error=0.0,
+            tolerance=1.0,
+            message="",
+            run=request["run"],
+            environment={"commit": request["commit"]},
+            timing=Timing(100.0, 99.0, 101.0, 50, 8, "cold", 3.0),
+            tflops=1.0,
+            gbs=1.0,
+            percent_of_peak=1.0,
+            id=request["options"]["id"],
+            expect=request["options"]["expect"],
+        )
+
+
+@pytest.fixture
+def cloud() -> Cloud:
+    return Cloud()
+
+
+@pytest.fixture
+def run(cloud, tmp_path, capsys):
+    def run(*argv: str, preflight: bool = False) -> SimpleNamespace:
+        more = [] if preflight else ["--no-preflight"]
+        code = rental.main([*argv, *more, "--out", str(tmp_path / "results")], cloud.rent)
+        captured = capsys.readouterr()
+        return SimpleNamespace(code=code, out=captured.out, err=captured.err)
+
+    return run
+
+
+def rows(tmp_path) -> list[Result]:
+    return results.read_all(tmp_path / "results")
+
+
+def test_a_run_is_recorded_with_its_note_and_its_share_of_the_cost(cloud, run, tmp_path):
+    assert run("--gpu", "H200", *BIG, "--expect", "faster").code == 0
+    found = rows(tmp_path)
+    assert [r.stage for r in found] == [s.number for s in stages("sm_90a")]
+    assert {r.expect for r in found} == {"faster"}
+    total = sum(r.cost_usd for r in found)
+    assert total == pytest.approx(prices.RENTALS["H200"].usd(36.0), rel=1e-4)
+
+
+def test_a_reply_that_arrives_twice_is_recorded_once(cloud, run, tmp_path):
+    cloud.times = 2
+    assert run("--stage", "0", *BIG).code == 0
+    assert len(rows(tmp_path)) == 1
+
+
+def test_two_runs_are_two(cloud, run, tmp_path):
+    for _ in range(2):
+        assert run("--stage", "0", *BIG).code == 0
+    assert len(rows(tmp_path)) == 2
+
+
+def test_each_problem_is_a_call_of_its_own(cloud, run):
+    assert run("--stage", "0", *BIG, "--mnk", "4096,4096,4096", "--compare", "cublas").code == 0
+    assert [(gpu, r["problem"]["m"]) for gpu, r, _ in cloud.asked] == [
+        ("B200", 8192),
+        ("B200", 4096),
+    ]
+    assert {r["options"]["compare"] for _, r, _ in cloud.asked} == {("cublas",)}
+
+
+def test_what_fails_does_not_take_the_others_with_it(cloud, run, tmp_path):
+    cloud.error = TimeoutError("the call ran into its limit")
+    ran = run("--stage", "0", *BIG)
+    assert ran.code == 1
+    assert "a call on B200 failed: TimeoutError: the call ran into its limit" in ran.err
+    assert rows(tmp_path) == []
+
+
+def test_the_sweep_has_its_own_problems_on_every_gpu(cloud, run):
+    assert run("--op", "sweep", "--gpu", "B200,H200,B200", "--stage", "0").code == 0
+    asked = [(gpu, r["problem"]["m"], r["problem"]["n"]) for gpu, r, _ in cloud.asked]
+    assert len(asked) == len(set(asked)) == 2 * len(rental.SWEEP)
+
+
+# ---- preflight
+
+
+def test_a_wrong_preflight_rents_nothing(cloud, run, monkeypatch):
+    honest = rental.run_stages
+
+    def wrong(*given):
+        return [replace(r, ok=False, message="C[0, 0] is NaN") for r in honest(*given)]
+
+    monkeypatch.setattr(rental, "run_stages", wrong)
+    ran = run("--stage", "0", "--mnk", "64,64,64", "--check-only", preflight=True)
+    assert ran.code == 1
+    assert "preflight: stage 0 of sm_100a on 64x64x64: C[0, 0] is NaN" in ran.out
+    assert "nothing was rented" in ran.out
+    assert cloud.asked == []
+
+
+def test_compiled_kernels_travel_and_are_found_there(cloud, run, monkeypatch, tmp_path):
+    assert run("--stage", "0", "--mnk", "64,64,64", "--check-only", preflight=True).code == 0
+    ((_, request, _),) = cloud.asked
+    assert len(request["kernels"]) > 1000
+    monkeypatch.setenv("CUTEX_CACHE", str(tmp_path / "container"))
+    monkeypatch.setattr(compile, "_in_process", {})
+    remote.unpack(request["kernels"])
+    stage = stages("sm_100a")[0]
+    assert rental.compile_stage(stage, "bf16").from_cache
+    remote.unpack(request["kernels"])  # again, as on a container that is kept warm
+
+
+def test_the_simulator_is_given_a_few_tiles_with_the_same_remainders():
+    small = rental.reduced(GemmProblem(8200, 1000, 4104, init="normal"))
+    assert small.mnk == (512 + 8200 % 512, 512 + 1000 % 512, 256 + 4104 % 256)
+    assert small.init == "int"
+    assert rental.reduced(GemmProblem(16, 8192, 64)).mnk == (16, 512, 64)
+
+
+# ---- plan and price
+
+
+def test_the_plan_tells_what_it_costs_and_rents_nothing(cloud, run):
+    ran = run("--dry-run", "--stage", "3", *BIG, "--compare", "cublas", "--rate", "B200=3600")
+    assert ran.code == 0
+    assert "stage 3 on 8192x8192x4096 bf16 beside cublas" in ran.out
+    assert f"at ${3600 + 4 * 0.047 + 32 * 0.008:.2f} an hour" in ran.out
+    assert cloud.asked == []
+
+
+def test_the_limits_of_all_calls_stay_within_the_most_that_it_may_cost():
+    made = rental.plan(args("--op", "sweep", "--gpu", "B200,H200", "--max-cost", "2"))
+    assert made.usd < 2
+    assert made.most <= 2.001
+    free = rental.plan(args("--op", "sweep", "--gpu", "B200,H200"))
+    assert free.most > made.most
+
+
+def test_the_ladder_of_a_gpu_can_be_listed(cloud, run):
+    ran = run("--gpu", "H200", "--stage", "list")
+    assert ran.code == 0
+    assert ran.out.startswith("sm_90a")
+    assert cloud.asked == []
+
+
+def test_a_name_may_be_written_small():
+    assert rental.plan(args("--gpu", "h100!", *BIG)).rentals == [prices.RENTALS["H100!"]]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--gpu", "A100"], "--gpu 'A100' is not one of B200, H200, H100!"),
+        (["--gpu", "h100"], "--gpu 'h100' may be answered with an H200; take H100! or H200"),
+        (["--gpu", "B200+"], "may be answered with a B300"),
+        (["--gpu", "B200:2"], "--gpu 'B200:2' is not one of"),
+        (["--gpu", ""], "--gpu '' is not one of"),
+        (["--gpu", "B200,H200"], "--op gemm takes one GPU; sweep takes several"),
+        (["--op", "confirm", "--gpu", "H200"], "asks what only a B200 can tell"),
+        (["--op", "attention"], "--op"),
+        (["--max-cost", "0.001"], "--max-cost 0.001: this would cost about $0."),
+        (["--max-cost", "-1"], "--max-cost -1.0: dollars above 0"),
+        (["--max-cost", "nan"], "--max-cost nan: dollars above 0"),
+        (["--rate", "B200"], "--rate 'B200': GPU=dollars per hour"),
+        (["--rate", "A100=1"], "--rate 'A100=1'"),
+        (["--stage", "99"], "stage 99 is not in the ladder of sm_100a"),
+        (["--stage", "fast"], "neither a number nor all"),
+        (["--mnk", "8,8,7"], "K=7: must be a multiple of 8"),
+        (["--mnk", "8,8,8"], "cache state cold needs operands"),
+        (["--compare", "mkl"], "--compare 'mkl' is not one of"),
+    ],
+)
+def test_bad_input_is_answered_with_one_sentence(cloud, run, argv, says):
+    ran = run(*argv)
+    assert ran.code == 2
+    (sentence,) = ran.err.splitlines()
+    assert sentence.startswith("cutex: ")
+    assert says in sentence
+    assert cloud.asked == []
