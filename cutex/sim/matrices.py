@@ -98,6 +98,19 @@ ELEMENTS: dict[str, Any] = {
 ITEMSIZE = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}
 
 
+def accumulate(old: np.ndarray | None, product: np.ndarray, kind: str, saturate: bool) -> Any:
+    """``product`` (float32; exact for integers) + ``old``, in the type of D: float32 for f32 and
+    f16, the latter rounded; int32 for s32, which wraps unless it saturates.
+    """
+    if kind == "s32":
+        total = product.astype(np.int64) + (0 if old is None else old)
+        if saturate:
+            total = total.clip(-(1 << 31), (1 << 31) - 1)
+        return total.astype(np.int32)
+    total = product if old is None else old + product
+    return total.astype(np.float16).astype(np.float32) if kind == "f16" else total
+
+
 class SharedOperand:
     """An A or B operand in shared memory: (rows, K) of ``kind``, 32 bytes of K per instruction."""
 
@@ -121,7 +134,7 @@ class SharedOperand:
             ins,
         )
         self.what = what
-        if mn_major and ITEMSIZE[kind] != 2:
+        if mn_major and ITEMSIZE[kind] > 2:
             raise BadOperand.at(
                 ins, f"MN-major operands of {kind} are not defined in the simulator"
             )

@@ -111,7 +111,7 @@ def relinquish(d: Decoder) -> Execute:
 
 
 @lru_cache(maxsize=256)
-def fragment(shape: str, repeats: int, half_split: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def fragment(shape: str, repeats: int) -> tuple[np.ndarray, np.ndarray]:
     """(lane, column) of register i in thread t, relative to the address: two (registers, 32)
     arrays.
     """
@@ -128,8 +128,8 @@ def fragment(shape: str, repeats: int, half_split: int = 0) -> tuple[np.ndarray,
     if shape == "16x256b":
         i = np.arange(4 * repeats)[:, None]
         return t // 4 + 8 * (i // 2 % 2), 2 * (t % 4) + i % 2 + 8 * (i // 4)
-    i = np.arange(repeats)[:, None]  # 16x32bx2
-    return t % 16 + 0 * i, i + half_split * (t // 16)
+    i = np.arange(repeats)[:, None]  # 16x32bx2: lanes 16.. add the immediate to their columns
+    return t % 16 + 0 * i, i + 0 * t
 
 
 _SHAPES = ("32x32b", "16x64b", "16x128b", "16x256b", "16x32bx2")
@@ -155,8 +155,14 @@ class _TmemAccess:
         repeats = next(int(p[1:]) for p in d.parts if p[0] == "x" and p[1:].isdigit())
         self.packed = "16b" in d.mods
         split = next((int(o.value) for o in d.ins.operands if isinstance(o, Imm)), 0)
-        lanes, columns = fragment(self.shape, repeats * (2 if self.packed else 1), split)
-        self.lanes, self.columns = lanes, columns
+        self.lanes, self.columns = fragment(self.shape, repeats)
+        if self.packed:
+            # NOTE: the shape says where 16-bit elements lie in registers, one per column: the two
+            # halves of a register are neighbouring columns (CUTLASS's _16b atoms)
+            self.lanes = np.repeat(self.lanes, 2, 0)
+            self.columns = np.stack([2 * self.columns, 2 * self.columns + 1], 1).reshape(-1, 32)
+        if split:
+            self.columns = self.columns + split * (np.arange(32) // 16)
         operand = d.ins.operands[address]
         self.address = (
             d.address(address) if isinstance(operand, Address) else d.read(operand, "u32")
@@ -172,7 +178,7 @@ class _TmemAccess:
         lane, column = base >> 16, base & 0xFFFF
         quarter = self.m.warp_in_cta[b.idx[rows]] % 4 * 32
         high = int(self.lanes.max())
-        bad = (lane < quarter) | (lane + high >= quarter + 32)
+        bad = (lane < quarter) | (lane + high >= quarter + 32) | (lane % 16 != 0)
         if bad.any():
             k = int(np.nonzero(bad)[0][0])
             raise BadAddress.at(

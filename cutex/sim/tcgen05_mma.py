@@ -12,42 +12,55 @@ from cutex.sim.decode import Decoder, Execute, instruction
 from cutex.sim.errors import BadOperand
 from cutex.sim.flight import Operation, Rectangle
 from cutex.sim.machine import Batch, Machine
-from cutex.sim.matrices import ELEMENTS, ITEMSIZE, SharedOperand, read_descriptor
+from cutex.sim.matrices import ELEMENTS, ITEMSIZE, SharedOperand, accumulate, read_descriptor
+from cutex.sim.memory import POISON32
 from cutex.sim.ptx import Address, Instruction, Vector
 from cutex.sim.tcgen05 import cta_group
 
 _TYPES: dict[str, dict[int, str]] = {  # of A and B, by kind and code
     "f16": {0: "f16", 1: "bf16"}, "tf32": {2: "tf32"}, "f8f6f4": {0: "e4m3", 1: "e5m2"},
+    "i8": {0: "u8", 1: "s8"},
 }  # fmt: skip
+_RESULTS: dict[str, dict[int, str]] = {  # of D
+    "f16": {0: "f16", 1: "f32"}, "tf32": {1: "f32"}, "f8f6f4": {0: "f16", 1: "f32"},
+    "i8": {2: "s32"},
+}  # fmt: skip
+_UPPER_POISON = np.uint32(POISON32 & 0xFFFF0000)  # of a column that holds a 16-bit accumulator
 
 
 class InstructionDescriptor:
-    """The 32-bit instruction descriptor (9.7.16.4.2) of kinds f16, tf32 and f8f6f4, dense."""
+    """The 32-bit instruction descriptor (9.7.16.4.2) of kinds f16, tf32, f8f6f4 and i8, dense."""
 
     def __init__(self, bits: int, kind: str, ins: Instruction) -> None:
-        names = _TYPES[kind]
+        names, results = _TYPES[kind], _RESULTS[kind]
         a, b, out = bits >> 7 & 7, bits >> 10 & 7, bits >> 4 & 3
-        if a not in names or b not in names or out != 1 or bits & 0b1111 or bits >> 30:
+        odd = bits & (0b0111 if kind == "i8" else 0b1111) or bits >> 29 or bits >> 23 & 1
+        if a not in names or b not in names or out not in results or odd:
             raise BadOperand.at(
                 ins,
                 f"instruction descriptor 0x{bits:08x} asks for a sparse form, a type or an "
                 f"accumulator that the simulator does not define for kind::{kind}",
             )
-        self.a, self.b = names[a], names[b]
+        self.a, self.b, self.out = names[a], names[b], results[out]
+        self.integer = kind == "i8"
+        self.saturate = bool(bits >> 3 & 1)
         self.negate = bool(bits >> 13 & 1) != bool(bits >> 14 & 1)
+        if self.integer and bits >> 13 & 3:
+            raise BadOperand.at(ins, f"instruction descriptor 0x{bits:08x} negates integers")
         self.a_mn, self.b_mn = bool(bits >> 15 & 1), bool(bits >> 16 & 1)
         self.n, self.m = (bits >> 17 & 63) << 3, (bits >> 24 & 31) << 4
 
 
 def _check_shape(desc: InstructionDescriptor, group: int, ins: Instruction) -> None:
-    """Table 39: M 64 or 128 (one CTA), 128 or 256 (pair); N in steps of 8 or 16."""
-    ms, step = (
-        ((64, 128), 8 if desc.m == 64 else 16)
-        if group == 1
-        else ((128, 256), 32 if desc.m == 256 else 16)
-    )
-    step = min(step, 16)
-    if desc.m not in ms or desc.n % step or not step <= desc.n <= 256:
+    """Table 39: M 64 or 128 (one CTA), 128 or 256 (pair); N in steps of 8 or 16, of integers 16
+    (besides 8 and 24) or 32.
+    """
+    ms = (64, 128) if group == 1 else (128, 256)
+    step = 8 if desc.m == 64 else 16
+    if desc.integer:
+        step = 32 if group == 2 else 16
+    small = desc.integer and desc.m == 64 and desc.n in (8, 24)
+    if desc.m not in ms or (desc.n % step and not small) or not 8 <= desc.n <= 256:
         raise BadOperand.at(
             ins,
             f"tcgen05.mma of M={desc.m}, N={desc.n} with cta_group::{group}: takes M in {ms}, N in "
@@ -74,7 +87,7 @@ def mma(d: Decoder) -> Execute:
     enabled.
     """
     d.only(
-        "mma", "cta_group", "1", "2", "kind", "f16", "tf32", "f8f6f4", "collector", "a", "discard",
+        "mma", "cta_group", "1", "2", "kind", *_TYPES, "collector", "a", "discard",
         "fill", "use", "lastuse", "buffer", "b0",
     )  # fmt: skip
     group = cta_group(d)
@@ -85,7 +98,9 @@ def mma(d: Decoder) -> Execute:
     a_read = d.address(1) if from_tmem else d.src(1, "b64")
     b_read, idesc = d.src(2, "b64"), d.src(3, "b32")
     disable = ops[4].items if isinstance(ops[4], Vector) else ()
-    enable = d.read(ops[5] if disable else ops[4], "pred")
+    at = 5 if disable else 4
+    enable = d.read(ops[at], "pred")
+    scale = 0.5 ** d.immediate(at + 1) if len(ops) > at + 1 else 1.0  # of D
     disable_reads = [d.read(o, "b32") for o in disable]
     m, ins = d.m, d.ins
 
@@ -98,12 +113,13 @@ def mma(d: Decoder) -> Execute:
         )
         enabled = np.broadcast_to(enable(b), (b.n, 32))
         masks = [np.broadcast_to(r(b), (b.n, 32)) for r in disable_reads]
+        if masks and len(masks) != 4 * group:
+            raise d.unknown(f"{len(masks)} words of disabled lanes")
         rows, lanes = np.nonzero(b.active())
         for row, lane in zip(rows.tolist(), lanes.tolist(), strict=True):
             warp = int(b.idx[row])
             own = int(m.warp_cta[warp])
-            if any(int(x[row, lane]) for x in masks):
-                raise d.unknown("disable-output-lane")
+            off = [int(x[row, lane]) for x in masks]
             desc = InstructionDescriptor(int(i_s[row, lane]), kind, ins)
             _check_shape(desc, group, ins)
             leader = own if group == 1 else own - int(m.cta_rank[own]) % 2
@@ -117,11 +133,20 @@ def mma(d: Decoder) -> Execute:
                 int(a_s[row, lane]),
                 int(b_s[row, lane]),
                 desc,
-                bool(enabled[row, lane]),
+                scale if enabled[row, lane] else None,
                 from_tmem,
+                _enabled_lanes(off, group),
             )
 
     return execute
+
+
+def _enabled_lanes(off: list[int], group: int) -> np.ndarray:
+    """(group, 128): whether D is written to the lane; bit i of word w is lane 32 w + i."""
+    if not any(off):
+        return np.ones((group, 128), bool)
+    bits = np.array(off, np.uint32).reshape(group, 4, 1) >> np.arange(32, dtype=np.uint32) & 1
+    return (bits == 0).reshape(group, 128)
 
 
 def _issue_mma(
@@ -133,11 +158,16 @@ def _issue_mma(
     a: int,
     b: int,
     desc: InstructionDescriptor,
-    keep: bool,
+    scale: float | None,
     from_tmem: bool,
+    enabled: np.ndarray,
 ) -> None:
+    """``scale`` is what D is multiplied with before A * B is added, None where it is not read."""
     group = len(ctas)
     base_lane, column = to >> 16, to & 0xFFFF
+    for lane in (base_lane, a >> 16 if from_tmem else 0):
+        if lane and (lane != 16 or desc.m != 64):
+            raise BadOperand.at(ins, f"tcgen05.mma of M={desc.m} in tensor memory from lane {lane}")
     half = group == 2 and desc.m == 128  # layout B: N in two halves, the second 64 lanes up
     width = desc.n // 2 if half else desc.n
     for cta in ctas:
@@ -178,27 +208,23 @@ def _issue_mma(
             reads.append(operand.span())
             a_values.append(operand.values)
     writes: list[Any] = [Rectangle(c, 0, 128, column, column + width) for c in ctas]
-    lanes = accumulator_lanes(desc.m, group, base_lane & 31)
+    lanes = accumulator_lanes(desc.m, group, base_lane)
 
     def complete() -> None:
         b_all = np.concatenate([x.values() for x in bs], 0)
-        for cta, a_of in zip(ctas, a_values, strict=True):
-            product = a_of() @ b_all.T
-            if desc.negate:
-                product = -product
-            tmem = m.tmem.cells[cta].view(np.float32)
-            pieces = (
-                [(lanes, product)]
-                if not half
-                else [(lanes, product[:, :width]), (lanes + 64, product[:, width:])]
-            )
+        for cta, a_of, on in zip(ctas, a_values, enabled, strict=True):
+            a_rows = a_of()
+            pieces = [(lanes, a_rows @ b_all.T)] if not half else [
+                # NOTE: of A in tensor memory, the upper lanes hold what the second half of N takes
+                (lanes, a_rows[: len(lanes)] @ b_all[:width].T),
+                (lanes + 64, a_rows[-len(lanes) :] @ b_all[width:].T),
+            ]  # fmt: skip
             for where, value in pieces:
-                if len(where) == 128:
-                    window = tmem[:, column : column + width]
-                    np.add(window, value, out=window) if keep else np.copyto(window, value)
-                else:
-                    now = tmem[where, column : column + width]
-                    tmem[where, column : column + width] = now + value if keep else value
+                value = -value if desc.negate else value
+                rows = slice(None) if len(where) == 128 and on.all() else where[on[where]]
+                value = value if isinstance(rows, slice) else value[on[where]]
+                cells = m.tmem.cells[cta][:, column : column + width]
+                _add(cells, rows, value, desc, scale)
 
     m.flight.issue(
         Operation(
@@ -207,17 +233,42 @@ def _issue_mma(
     )
 
 
+def _add(
+    cells: np.ndarray, rows: Any, value: np.ndarray, desc: InstructionDescriptor, scale: Any
+) -> None:
+    """D in ``rows`` of ``cells``; a 16-bit accumulator is the low half of a column."""
+    if desc.out == "f32":
+        old = cells.view(np.float32)[rows] if scale is not None else None
+        cells.view(np.float32)[rows] = _sum(old, value, desc, scale)
+    elif desc.out == "s32":
+        old = cells.view(np.int32)[rows] if scale is not None else None
+        cells.view(np.int32)[rows] = _sum(old, value, desc, scale)
+    else:
+        half = (cells[rows] & np.uint32(0xFFFF)).astype(np.uint16).view(np.float16)
+        old = half.astype(np.float32) if scale is not None else None
+        bits = _sum(old, value, desc, scale).astype(np.float16).view(np.uint16)
+        cells[rows] = bits.astype(np.uint32) | _UPPER_POISON
+
+
+def _sum(old: Any, value: np.ndarray, desc: InstructionDescriptor, scale: float | None) -> Any:
+    if scale not in (None, 1.0):
+        old = old * np.float32(scale)
+    return accumulate(old, value, desc.out, desc.saturate)
+
+
 def _a_in_tmem(
     m: Machine, cta: int, address: int, rows: int, desc: InstructionDescriptor, group: int
 ) -> Callable[[], np.ndarray]:
     """A from tensor memory: row per lane, packed elements along 8 columns (9.7.16.10.5)."""
-    lanes = accumulator_lanes(desc.m, group, address >> 16 & 31)
+    lanes = accumulator_lanes(desc.m, group, address >> 16)
+    if group == 2 and rows == 64:
+        lanes = np.arange(128)  # twice the rows: the halves of N read their own
     column = address & 0xFFFF
 
     def values() -> np.ndarray:
         raw = np.ascontiguousarray(m.tmem.cells[cta][lanes, column : column + 8])
-        return ELEMENTS[desc.a](raw.view(np.uint8).reshape(rows, -1)).reshape(
-            rows, 32 // ITEMSIZE[desc.a]
+        return ELEMENTS[desc.a](raw.view(np.uint8).reshape(len(lanes), -1)).reshape(
+            len(lanes), 32 // ITEMSIZE[desc.a]
         )
 
     return values

@@ -19,8 +19,9 @@ class Accumulator:
     """The D registers of a warpgroup while wgmma works on them; warps load and leave one by one."""
 
     registers: tuple[int, ...]  # indices in the 32-bit bank, in fragment order
-    values: np.ndarray  # (4 warps, 16 rows, N) float32
+    values: np.ndarray  # (4 warps, 16 rows, N); int32 where kind is s32, else float32
     by: Instruction
+    kind: str = "f32"
     # per warp: operations in flight, and whether its registers are loaded
     in_flight: np.ndarray = field(default_factory=lambda: np.zeros(4, np.int64))
     loaded: np.ndarray = field(default_factory=lambda: np.zeros(4, bool))
@@ -62,6 +63,22 @@ def fragment_coordinates(n: int) -> tuple[np.ndarray, np.ndarray]:
     return t // 4 + 8 * (i // 2 % 2) + 0 * i, 8 * (i // 4) + 2 * (t % 4) + i % 2
 
 
+def _unpack(words: np.ndarray, kind: str) -> np.ndarray:
+    """(registers, warps, 32) words -> (values, warps, 32): two values per register for f16."""
+    if kind == "f16":
+        halves = np.ascontiguousarray(words).view(np.float16).reshape(*words.shape, 2)
+        return np.moveaxis(halves, 3, 1).reshape(-1, *words.shape[1:]).astype(np.float32)
+    return words.view(np.int32 if kind == "s32" else np.float32)
+
+
+def _pack(values: np.ndarray, kind: str) -> np.ndarray:
+    """The inverse of `_unpack`."""
+    if kind == "f16":
+        halves = values.astype(np.float16).reshape(-1, 2, *values.shape[1:])
+        return np.ascontiguousarray(np.moveaxis(halves, 1, 3)).view(np.uint32)[..., 0]
+    return values.view(np.uint32)
+
+
 class WarpgroupMma:
     """wgmma groups and accumulators of the resident warps."""
 
@@ -87,6 +104,7 @@ class WarpgroupMma:
         inside: list[int],
         registers: tuple[int, ...],
         n: int,
+        kind: str,
         ins: Instruction,
     ) -> Accumulator:
         """The accumulator in these registers: the one in flight, or a new one, loaded for the warps
@@ -108,13 +126,14 @@ class WarpgroupMma:
                     ins,
                 )
         if acc is None:
-            acc = Accumulator(registers, np.empty((4, 16, n), np.float32), ins)
+            dtype = np.int32 if kind == "s32" else np.float32
+            acc = Accumulator(registers, np.empty((4, 16, n), dtype), ins, kind)
             accumulators.append(acc)
         fresh = [i for i in inside if not acc.loaded[i]]
         if fresh:
             bank, row, column = self.m.registers[32], *fragment_coordinates(n)
             warps = [self.warp(key, i) for i in fresh]
-            fragments = bank[np.ix_(registers, warps)].view(np.float32)  # (N/2, warps, 32)
+            fragments = _unpack(bank[np.ix_(registers, warps)], kind)  # (N/2, warps, 32)
             for j, i in enumerate(fresh):
                 acc.values[i][row, column] = fragments[:, j]
             bank[np.ix_(registers, warps)] = POISON32
@@ -131,7 +150,7 @@ class WarpgroupMma:
         row, column = fragment_coordinates(acc.values.shape[2])
         fragments = np.stack([acc.values[i][row, column] for i in done], 1)
         warps = [self.warp(key, int(i)) for i in done]
-        self.m.registers[32][np.ix_(acc.registers, warps)] = fragments.view(np.uint32)
+        self.m.registers[32][np.ix_(acc.registers, warps)] = _pack(fragments, acc.kind)
         acc.loaded[done] = False
         if not acc.loaded.any():
             self.accumulators[key].remove(acc)

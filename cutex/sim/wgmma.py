@@ -12,7 +12,7 @@ from cutex.sim.decode import Decoder, Execute, instruction
 from cutex.sim.errors import BadOperand
 from cutex.sim.flight import Operation
 from cutex.sim.machine import RETRY, Batch, Wait
-from cutex.sim.matrices import ELEMENTS, ITEMSIZE, SharedOperand, read_descriptor
+from cutex.sim.matrices import ELEMENTS, ITEMSIZE, SharedOperand, accumulate, read_descriptor
 from cutex.sim.ptx import Imm, Instruction, Reg, Vector
 from cutex.sim.sync import require_whole_warp
 from cutex.sim.warpgroup import Group, Rendezvous
@@ -75,7 +75,11 @@ def wait(d: Decoder) -> Execute:
     return execute
 
 
-_KINDS = ("f16", "bf16", "tf32", "e4m3", "e5m2")
+_OPERANDS = {  # types of A and B that go with a type of D
+    "f32": ("f16", "bf16", "tf32", "e4m3", "e5m2"), "f16": ("f16", "e4m3", "e5m2"),
+    "s32": ("s8", "u8"),
+}  # fmt: skip
+_KINDS = (*_OPERANDS, "bf16", "tf32", "e4m3", "e5m2", "s8", "u8")
 
 
 @instruction("wgmma.mma_async")
@@ -85,15 +89,19 @@ def mma_async(d: Decoder) -> Execute:
     """
     shape = re.search(r"m64n(\d+)k(\d+)", d.ins.op)
     assert shape
-    n = int(shape.group(1))
-    kinds = [p for p in d.parts if p in (*_KINDS, "f32", "s32", "s8", "u8")]
-    if kinds[0] != "f32" or any(k not in _KINDS for k in kinds[1:]):
+    d.only("mma_async", "sync", "aligned", "satfinite", shape.group(), *_KINDS)
+    n, k = int(shape.group(1)), int(shape.group(2))
+    kinds = [p for p in d.parts if p in _KINDS]
+    if len(kinds) != 3 or any(kind not in _OPERANDS.get(kinds[0], ()) for kind in kinds[1:]):
         raise d.unknown("accumulator or operand type")
-    a_kind, b_kind = kinds[1], kinds[2]
+    d_kind, a_kind, b_kind = kinds
+    if k * ITEMSIZE[a_kind] != 32:
+        raise d.unknown(f"k{k} of {a_kind}")
+    saturate = "satfinite" in d.mods
     ops = d.ins.operands
     assert isinstance(ops[0], Vector)
     registers = tuple(r.index for r in ops[0].items if isinstance(r, Reg))
-    if len(registers) != n // 2:
+    if len(registers) != n // (4 if d_kind == "f16" else 2):
         raise d.unknown("size of D")
     a_registers = (
         tuple(r.index for r in ops[1].items if isinstance(r, Reg))
@@ -104,7 +112,7 @@ def mma_async(d: Decoder) -> Execute:
     b_desc = d.src(2, "b64")
     scale = d.src(3, "pred") if not isinstance(ops[3], Imm) else (lambda b, v=bool(ops[3].value): v)
     immediates = [int(o.value) for o in ops[4:] if isinstance(o, Imm)]
-    negate_a, negate_b = (v == -1 for v in immediates[:2])
+    negate_a, negate_b = (v == -1 for v in [*immediates, 1, 1][:2])
     majors = [*immediates[2:], 0, 0]
     a_mn, b_mn = (
         (bool(majors[0]), bool(majors[1])) if a_registers is None else (False, bool(majors[0]))
@@ -127,7 +135,7 @@ def mma_async(d: Decoder) -> Execute:
         for where, rows in parts.items():
             key = where[:2]
             inside = [int(m.warp_in_cta[b.idx[r]]) % 4 for r in rows]
-            acc = m.warpgroups.take(key, inside, registers, n, ins)
+            acc = m.warpgroups.take(key, inside, registers, n, d_kind, ins)
             a = None if a_s is None else int(a_s[rows[0]])
             meeting = m.warpgroups.meeting.setdefault(
                 where, Rendezvous(ins, a, int(bs[rows[0]]), bool(use_d[rows[0]]), acc)
@@ -193,10 +201,8 @@ def mma_async(d: Decoder) -> Execute:
             if negate_a != negate_b:
                 product = -product
             product = product.reshape(4, 16, n)
-            if meeting.keep:
-                meeting.acc.values += product
-            else:
-                meeting.acc.values[...] = product
+            old = meeting.acc.values if meeting.keep else None
+            meeting.acc.values[...] = accumulate(old, product, d_kind, saturate)
             m.warpgroups.release(key, meeting.acc)
             for warp, group in meeting.groups:
                 group.in_flight -= 1

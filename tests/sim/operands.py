@@ -1,0 +1,97 @@
+"""Matrices as the operands of tensor cores: element formats, and their places in shared memory.
+
+The places are PTX's canonical layouts, written per byte; the simulator has its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+from tensor_maps import swizzled
+
+FORMATS = {
+    "f16": np.float16, "bf16": ml_dtypes.bfloat16, "tf32": np.float32,
+    "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "s8": np.int8, "u8": np.uint8,
+}  # fmt: skip
+MODES = {"sm_90a": {0: 0, 128: 1, 64: 2, 32: 3}, "sm_100a": {0: 0, 128: 2, 64: 4, 32: 6}}
+
+
+def size_of(kind: str) -> int:
+    return np.dtype(FORMATS[kind]).itemsize
+
+
+def k_of(kind: str) -> int:
+    """Of one instruction: 32 bytes."""
+    return 32 // size_of(kind)
+
+
+def small_integers(kind: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Values that the format holds exactly, with sums that every accumulator holds."""
+    low, high = {"e5m2": (-4, 5), "u8": (0, 256), "s8": (-128, 128)}.get(kind, (-8, 9))
+    return np.random.default_rng(seed).integers(low, high, shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """An operand's place in shared memory; strides, offset and swizzle in bytes.
+
+    ``lbo`` and ``sbo`` are what the descriptor says; 0 where the layout does not use it.
+    """
+
+    kind: str
+    swizzle: int = 0
+    mn_major: bool = False
+    lbo: int = 0
+    sbo: int = 0
+    start: int = 0
+
+    def places(self, rows: int, k: int) -> np.ndarray:
+        """(rows, k) byte offsets of elements, before the swizzle and without the start."""
+        row, col = np.arange(rows)[:, None], np.arange(k)[None, :]
+        size, width = size_of(self.kind), self.swizzle or 16  # bytes of an atom's row
+        if not self.mn_major:
+            byte = col * size
+            at = row % 8 * width + row // 8 * self.sbo
+            if self.swizzle:
+                assert k * size <= width
+                return at + byte
+            return at + byte % 16 + byte // 16 * self.lbo
+        byte = row * size
+        if self.swizzle:
+            at = byte % width + byte // width * self.lbo
+            return at + col % 8 * width + col // 8 * self.sbo
+        return byte % 16 + byte // 16 * self.sbo + col % 8 * 16 + col // 8 * self.lbo
+
+    def put(self, smem: np.ndarray, values: np.ndarray) -> None:
+        """Writes ``values`` (rows, K) into an image of shared memory whose byte 0 lies at a
+        multiple of 1024.
+        """
+        raw = np.ascontiguousarray(values.astype(FORMATS[self.kind])).view(np.uint8)
+        raw = raw.reshape(*values.shape, -1)
+        at = self.start + self.places(*values.shape)
+        for i in range(raw.shape[2]):
+            smem[swizzled(at + i, self.swizzle)] = raw[..., i]
+
+    def descriptor(self, arch: str) -> int:
+        """Without the address."""
+        mode = MODES[arch][self.swizzle]
+        value = (self.lbo >> 4) << 16 | (self.sbo >> 4) << 32
+        return value | (mode << 62 if arch == "sm_90a" else mode << 61 | 1 << 46)
+
+
+def packed(kind: str, swizzle: int = 0, mn_major: bool = False, start: int = 0, rows: int = 256,
+           gap: int = 0, k_atoms: int = 4) -> Layout:  # fmt: skip
+    """A layout without overlap, with ``gap`` bytes between its pieces (a multiple of 1024 where
+    swizzled).
+    """
+    width = swizzle or 16
+    atom = 8 * width + gap
+    if not mn_major:
+        lbo, sbo = (0, atom) if swizzle else (atom * (rows // 8), atom)
+    elif swizzle:  # atoms of 8 k by `width` bytes of MN
+        lbo, sbo = atom * k_atoms, atom
+    else:
+        lbo, sbo = atom, atom * k_atoms
+    return Layout(kind, swizzle, mn_major, lbo, sbo, start)
