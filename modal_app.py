@@ -84,8 +84,11 @@ def main(*argv: str) -> None:
 
 @contextmanager
 def session() -> Iterator[None]:
-    with modal.enable_output(), app.run():
-        yield
+    try:
+        with modal.enable_output(), app.run():
+            yield
+    except modal.exception.AuthError as error:  # says how to get a token
+        raise SystemExit(f"cutex: {error}") from None
 
 
 if __name__ == "__main__":

@@ -199,7 +199,8 @@ def _compare(rows: list[Result], args: argparse.Namespace) -> int:
     before, after = args.before, args.after
     if after is None:
         if len(known) < 2 and before is None:
-            raise ValueError(f"there are {len(known)} of --by {args.by} with timed rows, not two")
+            told = f"only {known[0]} has" if known else "none has"
+            raise ValueError(f"--by {args.by}: {told} timed rows, and two are needed")
         before, after = (before or known[-2]), known[-1] if known else ""
     for name in (before, after):
         same = (lambda k, n=name: _is(k, n)) if args.by == "commit" else (lambda k, n=name: k == n)

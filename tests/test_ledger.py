@@ -177,7 +177,7 @@ def test_rows_can_be_chosen(tmp_path, capsys):
         (["list", "--mnk", "1,2"], "--mnk 1,2: three whole numbers"),
         (["list", "--results", "nowhere"], "--results nowhere: there is no such folder"),
         (["compare", "aaaa111", "cccc"], "no timed row of commit 'cccc'"),
-        (["compare"], "there are 1 of --by commit with timed rows, not two"),
+        (["compare"], "--by commit: only aaaa111 has timed rows, and two are needed"),
     ],
 )
 def test_bad_input_is_answered_with_one_sentence(argv, says, tmp_path, capsys):

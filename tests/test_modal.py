@@ -241,8 +241,10 @@ def test_bad_input_rents_nothing(cloud, modal_run, argv, says):
     assert cloud.runs == []
 
 
-def test_without_a_token_the_message_says_what_to_do(modal_run):
-    ran = modal_run("--dry-run", MODAL_TOKEN_ID="", MODAL_TOKEN_SECRET="", MODAL_SERVER_URL="")
+@pytest.mark.parametrize("via", [("-m", "modal", "run"), ()], ids=["modal run", "python"])
+def test_without_a_token_the_message_says_what_to_do(modal_run, via):
+    none = {"MODAL_TOKEN_ID": "", "MODAL_TOKEN_SECRET": "", "MODAL_SERVER_URL": ""}
+    ran = modal_run("--no-preflight", via=via, **none)
     assert ran.code == 1
     assert "modal token new" in re.sub(r"\s+", " ", ran.out + ran.err)
     assert "Traceback" not in ran.err
