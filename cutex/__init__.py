@@ -9,13 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cutex.ops import matmul
     from cutex.sim import simulate
 
 __version__ = "0.1.0"
 
-_HOMES = {"simulate": "cutex.sim"}
+_HOMES = {"matmul": "cutex.ops", "simulate": "cutex.sim"}
 
-__all__ = ["__version__", "simulate"]
+__all__ = ["__version__", "matmul", "simulate"]
 
 
 def __getattr__(name: str) -> Any:
