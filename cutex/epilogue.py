@@ -105,10 +105,19 @@ class SubTiles(NamedTuple):
     @cute.jit
     def load(self, part: cutlass.Constexpr[int]) -> cute.Tensor:
         """Sub-tile `part` of the accumulator, in registers when this returns."""
+        tTR_rAcc = self.start_load(part)
+        self.wait_loads()
+        return tTR_rAcc
+
+    @cute.jit
+    def start_load(self, part: cutlass.Constexpr[int]) -> cute.Tensor:
+        """The registers that sub-tile `part` of the accumulator is on its way to."""
         tTR_rAcc = cute.make_rmem_tensor(self.tTR_sC[None, None, None, 0].shape, cutlass.Float32)
         cute.copy(self.copy, self.tTR_tAcc[None, None, None, part], tTR_rAcc)
-        cute.arch.fence_view_async_tmem_load()
         return tTR_rAcc
+
+    def wait_loads(self) -> None:
+        cute.arch.fence_view_async_tmem_load()
 
     @cute.jit
     def store(
