@@ -77,7 +77,8 @@ def kinds(rows: Rows) -> dict[tuple[Any, ...], list[Result]]:
 
 def caption(kind: tuple[Any, ...]) -> str:
     _, _, device_name, dtype, init, cache_state = kind
-    return f"{device_name}, {dtype}, {DATA[init]}, {CACHE[cache_state]}"
+    data, cache = DATA.get(init, init), CACHE.get(cache_state, cache_state)
+    return f"{device_name}, {dtype}, {data}, {cache}"
 
 
 def rate(row: Result, took: Timing) -> float:
@@ -135,7 +136,11 @@ def _ladders(rows: Rows) -> str:
     parts = []
     for target in ARCHS.values():
         parts.append(f"<h3>{target.title} <small>{target.name}</small></h3>")
-        of_arch = {kind: found for kind, found in kinds(rows).items() if kind[1] == target.name}
+        of_arch = {
+            kind: found
+            for kind, found in kinds(rows).items()
+            if kind[:2] == ("gemm", target.name) and kind[3] in target.dense_tflops
+        }
         if not of_arch:
             items = "".join(
                 f"<li value={s.number}><b>{said(s.title)}</b> {said(s.idea)}</li>"

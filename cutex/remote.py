@@ -38,7 +38,7 @@ def execute(request: dict[str, Any]) -> dict[str, Any]:
     elif request["probes"]:
         reply["probes"] = _probes(request)
     else:
-        with _Volume():
+        with Volume():
             reply["results"] = _run(request, notices)
     reply["seconds"] = _clock.lap()
     return reply
@@ -148,21 +148,29 @@ def _add_entries(source: Path, target: Path) -> None:
                 shutil.rmtree(scratch)
 
 
-class _Volume:
-    """Kernels kept on the volume between runs: those of these very sources, taken and given back.
+class Volume:
+    """What is kept between runs, for these very sources: kernels, and configs chosen by time.
 
     NOTE: the cache itself lies on the container's own disk, because it needs locks and renames,
-    which a network volume may not have. An entry that did not arrive whole is built anew.
+    which a network volume may not have. An entry that did not arrive whole is made anew.
     """
 
-    def __enter__(self) -> None:
+    def __init__(self, mounted: str = VOLUME) -> None:
         from cutex.compile import cache_dir, sources_digest
 
-        self.here = cache_dir() / "kernels"
-        self.there = Path(VOLUME) / "kernels" / sources_digest()[:16]
-        if Path(VOLUME).is_dir():
-            _add_entries(self.there, self.here)
+        self.mounted = Path(mounted)
+        self.here, self.there = cache_dir(), self.mounted / sources_digest()[:16]
+
+    def __enter__(self) -> None:
+        self._copy(self.there, self.here)
 
     def __exit__(self, *_: object) -> None:
-        if Path(VOLUME).is_dir():
-            _add_entries(self.here, self.there)
+        self._copy(self.here, self.there)
+
+    def _copy(self, source: Path, target: Path) -> None:
+        if not self.mounted.is_dir():  # nothing is mounted where this runs
+            return
+        _add_entries(source / "kernels", target / "kernels")
+        for file in (source / "tuned").glob("*.json"):
+            (target / "tuned").mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target / "tuned" / file.name)

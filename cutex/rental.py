@@ -25,6 +25,7 @@ from cutex.run import Missing, Options, commit, compile_stage, run_stages, run_t
 
 if TYPE_CHECKING:
     from cutex.kernels.gemm import Stage
+    from cutex.kernels.gemm.config import GemmConfig
 
 Reply = dict[str, Any] | BaseException
 Rent = Callable[[str, list[dict[str, Any]], int], AsyncIterator[Reply]]
@@ -42,6 +43,8 @@ CONFIRM = ((8192, 8192, 4096), (4096, 4096, 4096))
 START = 40.0  # a container starts, imports torch and the DSL; once per GPU
 CHECK = 6.0  # per problem: inputs, reference, check
 VARIANT = 2.0  # per stage or peer: warm-up and 50 rounds
+TUNE = 10.0  # a stage that chooses its config by time
+OTHERS_COMPILER = 15.0  # quack compiles there, for each kind of problem
 TUNED_PEER = 150.0  # quack-tuned tries all its configs first
 TESTS = 300.0
 PROBES = 60.0
@@ -229,8 +232,10 @@ def _plain(options: Options) -> dict[str, Any]:
 def _estimate(stages: Sequence[Stage], options: Options) -> float:
     if options.check_only:
         return CHECK
-    tuned = TUNED_PEER * sum("tuned" in name for name in options.compare)
-    return CHECK + VARIANT * (len(stages) + len(options.compare)) + tuned
+    extra = TUNE * sum(stage.chooses for stage in stages)
+    for name in options.compare:
+        extra += TUNED_PEER if "tuned" in name else OTHERS_COMPILER * (name != "cublas")
+    return CHECK + VARIANT * (len(stages) + len(options.compare)) + extra
 
 
 # ---- before anything is rented
@@ -255,7 +260,9 @@ def preflight(made: Plan, say: Callable[[str], None]) -> tuple[bool, dict[str, b
         ]
         for stage in stages:
             small = reduced(problem)
-            folders.add(compile_stage(stage, problem.dtype).object_path.parent)
+            for config in _configs(stage, problem):
+                compiled = compile_stage(replace(stage, default=config), problem.dtype)
+                folders.add(compiled.object_path.parent)
             if (stage, small) in seen:
                 continue
             seen.add((stage, small))
@@ -265,6 +272,16 @@ def preflight(made: Plan, say: Callable[[str], None]) -> tuple[bool, dict[str, b
                 size = "x".join(map(str, small.mnk))
                 say(f"preflight: stage {stage.number} of {stage.arch} on {size}: {result.message}")
     return right, {name: remote.pack(folders) for name, folders in entries.items()}
+
+
+def _configs(stage: Stage, problem: GemmProblem) -> list[GemmConfig]:
+    """All that `stage` may run there: of one that chooses by time, every candidate."""
+    if not stage.chooses:
+        return [stage.config()]
+    from cutex.autotune import CANDIDATES
+    from cutex.kernels.gemm.choose import ranked
+
+    return ranked(problem, arch(stage.arch))[:CANDIDATES]
 
 
 def _preflight_probes(target: str, folders: set[Path], say: Callable[[str], None]) -> bool:

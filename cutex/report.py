@@ -114,7 +114,9 @@ def pictures(results: Iterable[Result]) -> dict[str, str]:
     rows = list(results)
     drawn = {}
     for target in ARCHS.values():
-        of_arch = [found for kind, found in kinds(rows).items() if kind[1] == target.name]
+        of_arch = [
+            found for kind, found in kinds(rows).items() if kind[:2] == ("gemm", target.name)
+        ]
         if of_arch:
             found = max(of_arch, key=len)
             (mnk, *_) = main_sizes(found)

@@ -156,6 +156,28 @@ def test_compiled_kernels_travel_and_are_found_there(cloud, run, monkeypatch, tm
     remote.unpack(request["kernels"])  # again, as on a container that is kept warm
 
 
+def test_what_one_container_made_the_next_one_finds(monkeypatch, tmp_path):
+    volume, stage = tmp_path / "volume", stages("sm_100a")[0]
+    volume.mkdir()
+    for container in ("first", "second"):
+        monkeypatch.setenv("CUTEX_CACHE", str(tmp_path / container))
+        monkeypatch.setattr(compile, "_in_process", {})
+        with remote.Volume(str(volume)):
+            assert rental.compile_stage(stage, "bf16").from_cache == (container == "second")
+            choice = tmp_path / container / "tuned" / "choice.json"
+            assert choice.exists() == (container == "second")
+            choice.parent.mkdir(exist_ok=True)
+            choice.write_text("{}")
+
+
+def test_all_that_a_choosing_stage_may_run_travels(cloud, run):
+    (stage,) = (s for s in stages("sm_90a") if s.chooses)
+    made = rental.plan(args("--gpu", "H200", "--stage", str(stage.number), *BIG))
+    configs = rental._configs(stage, GemmProblem(8192, 8192, 4096))
+    assert len(configs) == len(set(configs)) > 4
+    assert made.requests[0].seconds > rental.TUNE
+
+
 def test_the_simulator_is_given_a_few_tiles_with_the_same_remainders():
     small = rental.reduced(GemmProblem(8200, 1000, 4104, init="normal"))
     assert small.mnk == (512 + 8200 % 512, 512 + 1000 % 512, 256 + 4104 % 256)
