@@ -144,7 +144,8 @@ class Activation:
 
 @dataclass(frozen=True, repr=False)
 class Elementwise:
-    """function(x), or function(x, m, n) with the coordinates: the user's own, on DSL numbers.
+    """function(x), or function(x, m, n) with the coordinates: the user's own, on DSL numbers; with
+    control flow on them it must be a @cute.jit function.
 
     NOTE: the compile key holds the function's source and what it closes over, not its identity.
     """
@@ -152,7 +153,7 @@ class Elementwise:
     function: Callable[..., Float32]
 
     def __repr__(self) -> str:
-        f = self.function
+        f = inspect.unwrap(self.function)
         cells = [repr(cell.cell_contents) for cell in f.__closure__ or ()]
         digest = hashlib.sha256(
             "\0".join([inspect.getsource(f), repr(f.__defaults__), *cells]).encode()
@@ -163,7 +164,7 @@ class Elementwise:
         return ()
 
     def apply(self, x: Fragment) -> None:
-        takes = len(inspect.signature(self.function).parameters)
+        takes = len(inspect.signature(inspect.unwrap(self.function)).parameters)
         for r, m in enumerate(x.rows):
             for c, n in enumerate(x.columns):
                 where = (m, n)[: takes - 1]

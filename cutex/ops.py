@@ -44,7 +44,7 @@ def matmul(
     stride that is no multiple of 16 bytes; fp8 whose K is not contiguous) is copied first.
     bias: (N,) or (1, N), or (M, 1). residual: broadcasts to the result. Both of any float dtype.
     activation: "relu", "gelu", "gelu_tanh", "silu", or a function of one DSL Float32, or of it and
-        its row and column.
+        its row and column (@cute.jit if it branches).
     out: where to write; of any strides. beta: factor of what it held before.
     out_dtype: bfloat16, float16 or float32; by default that of a, bfloat16 for fp8.
     scale_a, scale_b: float32, one number each, or one for each row of a and each column of b.

@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cutlass import cute
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import cutex
+from cutex import fusion, ops
+from cutex.matmul_problem import draw
+
+ARCH = ["sm_90a"]
+each_arch = pytest.mark.parametrize("arch", ARCH)
+bf16 = torch.bfloat16
+
+
+@pytest.fixture
+def place(device: str) -> Iterator[str]:
+    """Where torch's tensors live: on the GPU, or on the CPU within the simulator."""
+    with ops.simulated() if device == "sim" else nullcontext():
+        yield "cpu" if device == "sim" else "cuda"
+
+
+def normal(place: str, *shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(bf16).to(place)
+
+
+def close(c: Tensor, want: Tensor, by: float = 0.02) -> bool:
+    return c.shape == want.shape and bool(((c - want).abs() <= by * (1 + want.abs())).all())
+
+
+# ---- numbers
+
+
+@pytest.mark.parametrize("seed", range(14))
+@each_arch
+def test_drawn_problems_are_within_twice_torchs_error(arch: str, place: str, seed: int) -> None:
+    problem = draw(seed)
+    wrong = problem.run(place)
+    assert wrong is None, f"{wrong}: {problem}"
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("tenth", range(10))
+def test_hundreds_of_drawn_problems_are_within_twice_torchs_error(tenth: int) -> None:
+    for seed in range(1000 + 36 * tenth, 1036 + 36 * tenth):
+        problem = draw(seed, largest=11, most_work=2**31)
+        wrong = problem.run("cuda")
+        assert wrong is None, f"{wrong}: {problem}"
+
+
+@each_arch
+def test_k_of_zero_leaves_what_the_epilogue_adds(arch: str, place: str) -> None:
+    a, b, bias = normal(place, 24, 0), normal(place, 0, 40), normal(place, 40)
+    out = normal(place, 24, 40, seed=1)
+    want = 0.5 * out.float() + bias.float()
+    assert close(cutex.matmul(a, b, bias=bias, out=out, beta=0.5).float(), want)
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 16), (8, 0, 16)])
+def test_an_empty_result_needs_no_launch(shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    with ops.simulated():
+        assert cutex.matmul(normal("cpu", m, k), normal("cpu", k, n)).shape == (m, n)
+
+
+@each_arch
+def test_a_function_of_ones_own_runs_in_the_epilogue(arch: str, place: str) -> None:
+    @cute.jit
+    def lower_triangle(x, m, n):
+        y = x * x
+        if m < n:
+            y = y * 0.0
+        return y
+
+    a, b = normal(place, 40, 24), normal(place, 24, 48)
+    want = (a.float() @ b.float()).square().tril()
+    c = cutex.matmul(a, b, activation=lower_triangle, out_dtype=torch.float32)
+    assert close(c, want, by=1e-4)
+
+
+def test_two_functions_of_one_name_are_two_kernels() -> None:
+    def scaled(by: float) -> fusion.Elementwise:
+        return fusion.Elementwise(lambda x: x * by)
+
+    assert repr(scaled(2.0)) != repr(scaled(3.0))
+    assert repr(scaled(2.0)) == repr(scaled(2.0))
+
+
+@each_arch
+def test_amax_is_the_largest_magnitude_before_rounding(arch: str, place: str) -> None:
+    a, b = normal(place, 40, 24), normal(place, 24, 48)
+    amax = torch.zeros(1, device=place)
+    cutex.matmul(a, b, amax=amax)
+    want = (a.float() @ b.float()).abs().max()
+    assert close(amax[0], want, by=1e-5)
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements() -> None:
+    m, n, k = 70_000, 32_768, 64
+    a, b = normal("cuda", m, k), normal("cuda", k, n)
+    c = cutex.matmul(a, b)
+    for rows in (slice(0, 100), slice(m // 2, m // 2 + 100), slice(m - 100, m)):
+        assert close(c[rows].float(), a[rows].float() @ b.float())
+    wide = torch.randn(k, 2**25 + 8, device="cuda", dtype=bf16)  # B past 2^31
+    c = cutex.matmul(a[:64], wide)
+    assert close(c[:, -100:].float(), a[:64].float() @ wide[:, -100:].float())
+
+
+# ---- torch
+
+
+@each_arch
+def test_gradients_are_those_of_torch(arch: str, place: str) -> None:
+    leaves = [normal(place, 2, 24, 40), normal(place, 40, 32, seed=1), normal(place, 32, seed=2)]
+    ours = [x.clone().requires_grad_() for x in leaves]
+    torchs = [x.float().requires_grad_() for x in leaves]
+    a, b, bias = ours
+    cutex.matmul(
+        a, b, bias=bias, activation="gelu", residual=a.sum(-1, keepdim=True)
+    ).sum().backward()
+    x, y, z = torchs
+    (F.gelu(x @ y + z) + x.sum(-1, keepdim=True)).sum().backward()
+    for got, want in zip(ours, torchs, strict=True):
+        assert close(got.grad.float(), want.grad, by=0.05)
+
+
+@each_arch
+def test_opcheck_finds_nothing(arch: str, place: str) -> None:
+    a, b, bias = normal(place, 24, 40), normal(place, 40, 32, seed=1), normal(place, 32)
+    arguments = (a.requires_grad_(), b.requires_grad_(), bias.requires_grad_())
+    torch.library.opcheck(torch.ops.cutex.matmul.default, arguments)
+    out = torch.empty(24, 32, dtype=bf16, device=place)
+    with torch.no_grad():
+        torch.library.opcheck(
+            torch.ops.cutex.matmul_out.default, (out, *(x.detach() for x in arguments))
+        )
+
+
+@each_arch
+def test_torch_compile_makes_one_graph(arch: str, place: str) -> None:
+    a, b, bias = normal(place, 24, 40), normal(place, 40, 32, seed=1), normal(place, 32)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def layer(a: Tensor, b: Tensor) -> Tensor:
+        return 2 * cutex.matmul(a, b, bias=bias, activation="relu")
+
+    assert close(layer(a, b).float(), 2 * F.relu(a.float() @ b.float() + bias.float()))
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_repeats_the_call() -> None:
+    a, b = normal("cuda", 256, 128), normal("cuda", 128, 512, seed=1)
+    c = cutex.matmul(a, b)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cutex.matmul(a, b, out=c)
+    a.mul_(2)
+    c.zero_()
+    graph.replay()
+    assert close(c.float(), a.float() @ b.float())
+
+
+def test_fake_tensors_give_the_shape_and_launch_nothing() -> None:
+    with FakeTensorMode():
+        a, b = torch.empty(3, 5, 7, dtype=bf16), torch.empty(7, 9, dtype=bf16)
+        c = torch.ops.cutex.matmul(a, b, out_dtype=torch.float32)
+    assert c.shape == (3, 5, 9) and c.dtype is torch.float32
+
+
+# ---- bad input
+
+
+A, B = torch.zeros(4, 8, dtype=bf16), torch.zeros(8, 16, dtype=bf16)
+BAD: dict[str, tuple[Callable[[], Tensor], type[Exception], str]] = {
+    "no tensor": (lambda: cutex.matmul(3, B), TypeError, "a must be a torch.Tensor, got int"),
+    "a vector": (lambda: cutex.matmul(A[0], B), ValueError, "a must have at least 2 dimensions"),
+    "other K": (lambda: cutex.matmul(A, A), ValueError, "b has K=4"),
+    "other dtype": (lambda: cutex.matmul(A, B.half()), TypeError, "b has dtype torch.float16"),
+    "integers": (lambda: cutex.matmul(A.int(), B.int()), TypeError, "a has dtype torch.int32"),
+    "batches": (
+        lambda: cutex.matmul(A.expand(2, 4, 8), B.expand(3, 8, 16)),
+        ValueError,
+        "b has batch sizes",
+    ),
+    "bias": (lambda: cutex.matmul(A, B, bias=A), ValueError, "bias has shape"),
+    "residual": (lambda: cutex.matmul(A, B, residual=A), ValueError, "residual has shape"),
+    "activation": (lambda: cutex.matmul(A, B, activation="tanh"), ValueError, "activation 'tanh'"),
+    "out": (lambda: cutex.matmul(A, B, out=A), ValueError, "out has shape"),
+    "out_dtype": (lambda: cutex.matmul(A, B, out_dtype=torch.int8), TypeError, "out_dtype"),
+    "overlap": (
+        lambda: cutex.matmul(A, B, out=torch.zeros(1, 16, dtype=bf16).expand(4, 16)),
+        ValueError,
+        "out has strides",
+    ),
+    "beta": (lambda: cutex.matmul(A, B, beta=1.0), ValueError, "out must be given"),
+    "scale": (lambda: cutex.matmul(A, B, scale_a=A), TypeError, "scale_a must be float32"),
+    "no GPU": (lambda: cutex.matmul(A, B), ValueError, "with cutex.ops.simulated()"),
+}
+
+
+@pytest.mark.parametrize(("call", "kind", "sentence"), BAD.values(), ids=BAD.keys())
+def test_bad_input_is_told_in_one_sentence(call, kind: type[Exception], sentence: str) -> None:
+    with pytest.raises(kind) as error:
+        call()
+    assert sentence in str(error.value) and "\n" not in str(error.value)
