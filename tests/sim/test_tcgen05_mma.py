@@ -14,8 +14,8 @@ from tensor_maps import aligned
 
 from cutex.sim.errors import BadAddress, BadOperand, Hazards, SimError, UnknownInstruction
 
-LANES, WIDTH = 128, 288  # of tensor memory that is set and looked at
-IDLE = 0x3C5A0000  # what it holds, plus lane and column
+LANES = 128
+IDLE = 0x3C5A0000  # what tensor memory holds before, plus lane and column
 SMEM = 65536
 B_AT = 32768
 OUT = {"f32": (1, np.float32), "f16": (0, np.float16), "s32": (2, np.int32)}
@@ -24,8 +24,10 @@ KINDS = {"f16": "f16", "bf16": "f16", "tf32": "tf32", "e4m3": "f8f6f4", "e5m2": 
          "u8": "i8", "s8": "i8"}  # fmt: skip
 
 
-def kernel(mma: str, group: int) -> str:
-    """Four warps per CTA: shared memory from s, tensor memory from t, one MMA, t back."""
+def kernel(mma: str, group: int, width: int) -> str:
+    """Four warps per CTA: shared memory from s, ``width`` columns of tensor memory from t, one
+    MMA, t back.
+    """
     fence = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" * (group == 2)
     return f"""
         mov.u32 %r0, smem;
@@ -57,6 +59,7 @@ def kernel(mma: str, group: int) -> str:
         add.u32 %r13, %r13, %r12;                    // this warp's lanes
         {
         _each_32_columns(
+            width,
             "ld.global.v4.u32 {four}, [%t_i+{to}];",
             "tcgen05.st.sync.aligned.32x32b.x32.b32 [%r13+{at}], {regs};",
         )
@@ -75,6 +78,7 @@ def kernel(mma: str, group: int) -> str:
         tcgen05.fence::after_thread_sync;
         {
         _each_32_columns(
+            width,
             "tcgen05.ld.sync.aligned.32x32b.x32.b32 {regs}, [%r13+{at}];",
             "st.global.v4.u32 [%t_i+{to}], {four};",
         )
@@ -90,10 +94,10 @@ _REGS = "{" + ", ".join(f"%r{64 + i}" for i in range(32)) + "}"
 _FOURS = ["{" + ", ".join(f"%r{64 + 4 * i + j}" for j in range(4)) + "}" for i in range(8)]
 
 
-def _each_32_columns(*texts: str) -> str:
+def _each_32_columns(width: int, *texts: str) -> str:
     """The texts for every 32 columns; what moves four registers stands eight times."""
     out = []
-    for at in range(0, WIDTH, 32):
+    for at in range(0, width, 32):
         for text in texts:
             if "{four}" in text:
                 out += [text.format(four=f, to=4 * at + 16 * i) for i, f in enumerate(_FOURS)]
@@ -134,6 +138,11 @@ class Mma:
         if not isinstance(self.a, str):
             value |= self.a.mn_major << 15
         return value | self.n >> 3 << 17 | self.m >> 4 << 24
+
+    @property
+    def width(self) -> int:
+        """Columns of tensor memory that are set and looked at: D, and some more."""
+        return min(512, -(-(self.column + self.n + 16) // 32) * 32)
 
     def values(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         k = k_of(self.b.kind) * self.steps
@@ -213,8 +222,8 @@ class Mma:
 
     def tensor_memory(self) -> np.ndarray:
         """(ctas, lanes, columns) words before the MMA."""
-        lane, column = np.arange(LANES)[:, None], np.arange(WIDTH)[None, :]
-        t = np.broadcast_to(IDLE + lane * 512 + column, (self.group, LANES, WIDTH)).copy()
+        lane, column = np.arange(LANES)[:, None], np.arange(self.width)[None, :]
+        t = np.broadcast_to(IDLE + lane * 512 + column, (self.group, LANES, self.width)).copy()
         t = t.astype(np.uint32)
         a, _, c = self.values()
         t[self.places()] = self.encoded(c)
@@ -245,9 +254,11 @@ class Mma:
     def run(self, t: np.ndarray | None = None, **how) -> np.ndarray:
         """Tensor memory afterwards."""
         t = aligned(self.tensor_memory() if t is None else t)
-        arrays = {"s": aligned(self.shared()), "t": t.reshape(-1, WIDTH)}
+        arrays = {"s": aligned(self.shared()), "t": t.reshape(-1, self.width)}
         shape = Shape(grid=self.group, block=128, cluster=self.group, smem=SMEM + 64)
-        simulate_ptx(kernel(self.text(), self.group), arrays, shape, arch="sm_100a", **how)
+        simulate_ptx(
+            kernel(self.text(), self.group, self.width), arrays, shape, arch="sm_100a", **how
+        )
         return t
 
     def check(self, **how) -> None:
@@ -411,7 +422,7 @@ def test_products_of_normal_numbers_are_near_float64():
         ({"n": 40}, BadOperand, "M=128, N=40 .* steps of 16"),
         ({"m": 64, "group": 2}, BadOperand, r"M=64, N=64 .* takes M in \(128, 256\)"),
         ({"m": 256}, BadOperand, r"M=256, N=64 .* takes M in \(64, 128\)"),
-        ({"column": 480}, BadAddress, "columns 480..543"),
+        ({"column": 480, "n": 48}, BadAddress, "columns 480..527"),
         ({"lane": 16}, BadOperand, "M=128 in tensor memory from lane 16"),
         ({"saturate": True}, BadOperand, "does not define for kind::f16"),
         ({"d": "s32"}, BadOperand, "does not define for kind::f16"),
@@ -421,7 +432,7 @@ def test_products_of_normal_numbers_are_near_float64():
 def test_what_hardware_does_not_take(change, error, sentence):
     values = {"a": operand("f16"), "b": operand("f16", start=B_AT), "m": 128, "n": 64}
     case = Mma(**{**values, **change})
-    case.tensor_memory = lambda: np.zeros((case.group, LANES, WIDTH), np.uint32)  # type: ignore
+    case.tensor_memory = lambda: np.zeros((case.group, LANES, case.width), np.uint32)  # type: ignore
     case.shared = lambda: np.zeros((case.group, SMEM), np.uint8)  # type: ignore[method-assign]
     with pytest.raises(error, match=sentence):
         case.run()
@@ -442,9 +453,12 @@ def test_tf32_that_is_mn_major_is_refused():
 
 def test_reading_an_accumulator_before_the_commit_is_a_race():
     case = Mma(operand("f16"), operand("f16", start=B_AT), 128, 64)
-    text = kernel(case.text(), 1)
+    text = kernel(case.text(), 1, case.width)
     wait = text[text.index("WAITS:") : text.index("@!%p2 bra WAITS;") + 16]
-    arrays = {"s": aligned(case.shared()), "t": aligned(case.tensor_memory()).reshape(-1, WIDTH)}
+    arrays = {
+        "s": aligned(case.shared()),
+        "t": aligned(case.tensor_memory()).reshape(-1, case.width),
+    }
     with pytest.raises(Hazards, match=r"reads tensor memory .* still being written by the tcgen05"):
         simulate_ptx(text.replace(wait, ""), arrays, Shape(block=128, smem=SMEM + 64),
                      arch="sm_100a")  # fmt: skip
@@ -457,7 +471,7 @@ def test_forms_that_the_simulator_does_not_define_are_named(form):
     if form == "sp.":
         text = text.replace("%d3, %r23", "%d3, [%r12], %r23")
     with pytest.raises(SimError) as report:
-        simulate_ptx(kernel(text, 1), {"s": aligned(case.shared()), "t": aligned(
-            case.tensor_memory()).reshape(-1, WIDTH)}, Shape(block=128, smem=SMEM + 64),
+        simulate_ptx(kernel(text, 1, case.width), {"s": aligned(case.shared()), "t": aligned(
+            case.tensor_memory()).reshape(-1, case.width)}, Shape(block=128, smem=SMEM + 64),
             arch="sm_100a")  # fmt: skip
     assert isinstance(report.value, UnknownInstruction) and form[:2] in str(report.value)
