@@ -28,7 +28,7 @@ SMALL_ROWS = (64, 128)  # of a tile where the other side has at most 128
 SMALL_COLUMNS = (16, 32, 64, 128)
 CLUSTERS = [(1, 1), (2, 1), (1, 2)]
 SPLITS = (1, 2)
-SHALLOW = 100 * 1024  # bytes of ring that leave room for the next kernel's CTA on the same SM
+SHALLOW = 124 * 1024  # bytes of ring that leave room for the next kernel's CTA on the same SM
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,10 @@ class Machine:
 
     pingpong_tflops: float = 706.0  # with every SM at work, at the clock that the power limit gives
     cooperative_tflops: float = 695.0  # beside its way out
-    l2_gbs: float = 72.0  # that one SM gets through L2
+    l2_gbs: float = 85.0  # that one SM gets through L2
     smem_gbs: float = 25.0  # at which a tile leaves where nothing hides it, of one SM
     memory_gbs: float = 4350.0
+    step_us: float = 0.002  # to hand over one slot of the ring
     launch_us: float = 1.5  # way in and out of a kernel that no other work hides
     exchange_us: float = 2.0  # of sums between the CTAs of a split
 
@@ -131,7 +132,8 @@ def predict(config: GemmConfig, problem: GemmProblem, arch: Arch) -> float:
     asking = min(1.0, tiles * c.split_k / arch.num_sms)  # SMs: few cannot ask for all of it
     memory /= min(1.0, asking / 0.9)
     split = machine.exchange_us if c.split_k > 1 else 0.0
-    return max(compute, memory) + split + machine.launch_us
+    handing = rounds * k_tiles * machine.step_us
+    return max(compute, memory) + handing + split + machine.launch_us
 
 
 def ranked(problem: GemmProblem, arch: Arch) -> list[GemmConfig]:

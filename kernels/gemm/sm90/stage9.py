@@ -104,9 +104,8 @@ class Stage9(Stage8):
         """
         count = self.share(loads.num_k_tiles)
         first = walk.share * count
-        for k_tile in cutlass.range(
-            first, first + cutlass.min(count, self.config.num_stages), unroll=1
-        ):
+        ahead = cutlass.min(count, self.config.num_stages)
+        for k_tile in cutlass.range(first, first + ahead, unroll=1):
             cute.prefetch(loads.a.atom, loads.a.gmem[None, k_tile])
             cute.prefetch(loads.b.atom, loads.b.gmem[None, k_tile])
 
@@ -136,8 +135,7 @@ class Stage9(Stage8):
         threads = self.mma_warps.threads
         cute.arch.barrier(barrier_id=SUMS_BARRIER, number_of_threads=threads)
         first = cute.recast_ptr(mma.sA.iterator, dtype=Float32)
-        sums = self.sums(mma, first)  # (VECTOR, NumVectors)
-        cute.autovec_copy(cute.make_tensor(mma.tCrAcc.iterator, cute.make_layout(sums.shape)), sums)
+        self.leave_sums(mma, stores, first, walk)
         sync_cluster()
         self.store_share(mma, stores, first, walk)
         sync_cluster()
@@ -153,25 +151,46 @@ class Stage9(Stage8):
         return cute.make_tensor(first, layout)[None, None, thread]
 
     @cute.jit
+    def leave_sums(
+        self, mma: Wgmma, stores: WarpgroupStores, first: cute.Pointer, walk: Walk
+    ) -> None:
+        """Put into smem what the other CTAs of the cluster add up."""
+        parts = self.vectors(stores.parts(mma.tCrAcc))  # (VECTOR, NumVectors, PART)
+        sums = cute.logical_divide(
+            self.sums(mma, first), (None, cute.size(parts, mode=[1]))
+        )  # (VECTOR, (NumVectors, PART))
+        for part in cutlass.range_constexpr(cute.size(parts, mode=[2])):
+            if part % self.config.split_k != walk.share:
+                cute.autovec_copy(parts[None, None, part], sums[None, (None, part)])
+
+    def vectors(self, parts: cute.Tensor) -> cute.Tensor:
+        """(V, PART) as (VECTOR, NumVectors, PART)."""
+        size, count = cute.size(parts, mode=[0]), cute.size(parts, mode=[1])
+        return cute.make_tensor(parts.iterator, cute.make_layout((VECTOR, size // VECTOR, count)))
+
+    @cute.jit
     def store_share(
         self, mma: Wgmma, stores: WarpgroupStores, first: cute.Pointer, walk: Walk
     ) -> None:
         """Add up and store every split_k-th part of the tile, beginning with this CTA's share."""
         c = self.config
         row, step, column = self.origin(walk.tile(walk.first))
-        parts = stores.parts(mma.tCrAcc)  # (V, PART)
-        vectors = cute.size(parts, mode=[0]) // VECTOR
+        parts = self.vectors(stores.parts(mma.tCrAcc))  # (VECTOR, NumVectors, PART)
+        vectors = cute.size(parts, mode=[1])
         per_row = c.tile_n // c.epi_n
         vector = cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=32 * VECTOR)
-        for part in cutlass.range_constexpr(cute.size(parts, mode=[1])):
+        for part in cutlass.range_constexpr(cute.size(parts, mode=[2])):
             if part % c.split_k == walk.share:
                 total = cute.make_rmem_tensor((VECTOR, vectors), Float32)
                 total.fill(0.0)
                 for peer in cutlass.range_constexpr(c.split_k):
-                    theirs = self.sums(mma, cute.arch.map_dsmem_ptr(first, peer))
-                    theirs = cute.logical_divide(theirs, (None, vectors))[None, (None, part)]
                     values = cute.make_rmem_tensor_like(total)
-                    cute.copy(vector, theirs, values)
+                    if peer == part % c.split_k:  # this CTA
+                        values.store(parts[None, None, part].load())
+                    else:
+                        theirs = self.sums(mma, cute.arch.map_dsmem_ptr(first, peer))
+                        theirs = cute.logical_divide(theirs, (None, vectors))[None, (None, part)]
+                        cute.copy(vector, theirs, values)
                     total.store(total.load() + values.load())
                 stores.wait(0)
                 flat = cute.make_tensor(total.iterator, cute.make_layout(cute.size(total)))
