@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cutex.sim.errors import BadAddress, UnknownInstruction
+from cutex.sim.errors import UnknownInstruction
 from cutex.sim.memory import MODULE_WINDOW, PARAM_WINDOW
 from cutex.sim.ptx import (
     WIDTH,
@@ -279,21 +279,6 @@ class Decoder:
         operand = self.ins.operands[k]
         assert isinstance(operand, Address) and operand.coords is not None
         return [self.read(c, "s32") for c in operand.coords]
-
-    def complain(
-        self, b: Batch, warps: np.ndarray, lanes: np.ndarray, addresses: np.ndarray, verb: str
-    ) -> Any:
-        """A callback that raises BadAddress for the k-th access."""
-        m, ins = self.m, self.ins
-
-        def raise_for(k: int, why: str) -> None:
-            raise BadAddress.at(
-                ins,
-                f"{m.name_warp(int(warps[k]))} lane {int(lanes[k])} {verb} "
-                f"0x{int(addresses[k]):x}, {why}",
-            )
-
-        return raise_for
 
 
 def _immediate(value: int | float, bits: int, dtype: Any) -> Any:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from cutex.sim import (
+    atomics,
     bits,
     clc,
     compare,
     convert,
     data,
     floating,
+    fragments,
     integer,
     sync,
     tcgen05,
@@ -19,6 +21,6 @@ from cutex.sim import (
 )
 
 ARITHMETIC = (bits, compare, convert, floating, integer)
-MEMORY = (data, tma, tcgen05)
+MEMORY = (data, atomics, fragments, tma, tcgen05)
 CONTROL = (warp, sync, clc)
 MATRICES = (wgmma, tcgen05_mma)

@@ -123,7 +123,8 @@ class Machine:
         self.num_ctas = num_ctas
         self.num_warps = num_ctas * self.warps_per_cta
         self.static_smem = self._place_variables()
-        self.smem_bytes = -(-(SYSTEM_SMEM + self.static_smem + smem_bytes) // 128) * 128
+        self.smem_end = SYSTEM_SMEM + self.static_smem + smem_bytes
+        self.smem_bytes = -(-self.smem_end // 128) * 128
 
         self.findings: dict[tuple[str, int], Finding] = {}
         self.progress = 0  # grows with every visible effect; tells a spin loop from work
@@ -171,7 +172,8 @@ class Machine:
         self.bulk_groups.clear()
         self.warpgroups.clear()
         self.tmem.clear()
-        self.local: np.ndarray | None = None
+        self.local = np.full((self.num_warps, 32, self.local_bytes), 0xFF, np.uint8)
+        self.local[..., ::2] = 0x7F
         self.state = np.where(self.warp_cta < count, RUNNING, DONE).astype(np.uint8)
         threads = self.warp_in_cta[:, None] * 32 + np.arange(32)
         self.live = (threads < self.num_threads) & (self.warp_cta[:, None] < count)
@@ -276,8 +278,8 @@ class Machine:
         bad = (
             (cta < first)
             | (cta >= first + self.cluster_size)
-            | (offset < 0)
-            | (offset + size > self.smem_bytes)
+            | (offset < SYSTEM_SMEM)
+            | (offset + size > self.smem_end)
         )
         bad |= (offset & (size - 1)) != 0
         if bad.any():
@@ -286,7 +288,7 @@ class Machine:
             raise BadAddress.at(
                 ins,
                 f"{self.name_warp(int(warps[k]))} lane {lanes[k]} accesses {size} bytes at shared "
-                f"0x{int(offset[k]):x}, {why} ({self.smem_bytes} bytes)",
+                f"0x{int(offset[k]):x}, {why} (0x{SYSTEM_SMEM:x}..0x{self.smem_end:x})",
             )
 
     def smem_words(self, size: int) -> np.ndarray:

@@ -23,12 +23,11 @@ PARAM_WINDOW = 1 << 60
 SHARED_WINDOW = 1 << 61
 LOCAL_WINDOW = 1 << 62
 MODULE_WINDOW = 1 << 59  # .global and .const variables of the module
+WINDOWS = ("global", "param", "shared", "local")
 
 POISON32 = np.uint32(0x7FFF7FFF)  # a NaN as f32, as two f16 and as two bf16
 POISON64 = np.uint64(0x7FFF7FFF7FFF7FFF)
 POISON16 = np.uint16(0x7FFF)
-
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 @dataclass
@@ -46,6 +45,14 @@ class Region:
     @property
     def end(self) -> int:
         return self.base + len(self.data)
+
+    def holds(self, offsets: np.ndarray, size: int) -> np.ndarray:
+        """(n,) whether every byte of ``size`` at each offset belongs to the tensor."""
+        inside = offsets + size <= len(self.data)
+        if self.valid is None:
+            return inside
+        last = len(self.data) - 1
+        return inside & self.valid[np.minimum(offsets[:, None] + np.arange(size), last)].all(1)
 
 
 class GlobalMemory:
@@ -91,8 +98,10 @@ class GlobalMemory:
             return self.regions[i]
         return None
 
-    def nearest(self, address: int) -> str:
-        """'12 bytes past the end of c (200x136 bfloat16)' for reports."""
+    def why_not(self, address: int, size: int) -> str:
+        """What is wrong with an access: '12 bytes past the end of c (200x136 bfloat16)'."""
+        if abs(address - int(POISON64)) < 1 << 32:
+            return "which comes from a register that nothing has written"
         if not self.regions:
             return "the launch has no tensors"
         region = min(self.regions, key=lambda r: max(r.base - address, address - r.end + 1, 0))
@@ -101,72 +110,62 @@ class GlobalMemory:
             return f"{region.base - address} bytes before {what}"
         if address >= region.end:
             return f"{address - region.end} bytes past the end of {what}"
+        if address + size > region.end:
+            return f"and its last {address + size - region.end} bytes lie past the end of {what}"
         return f"in the padding of {what}, {address - region.base} bytes from its start"
 
-    def region_of(self, addresses: np.ndarray, size: int, complain: Any) -> Region:
-        """The one region that holds every ``size``-byte access of ``addresses`` (1-D, uint64).
+    def load(self, addresses: np.ndarray, size: int, complain: Any) -> np.ndarray:
+        """(n,) addresses -> (n, size) bytes; accesses may lie in different regions.
 
         ``complain(k, why)`` must raise for the k-th address.
         """
-        low = int(addresses.min())
-        region = self.find(low)
-        if region is None:
-            complain(int(addresses.argmin()), self.nearest(low))
-        assert region is not None
-        high = int(addresses.max())
-        if high + size > region.end:
-            complain(int(addresses.argmax()), self.nearest(max(high, region.end)))
-        offsets = (addresses - np.uint64(region.base)).astype(np.int64)
-        if np.bitwise_and(addresses, np.uint64(size - 1)).any():
-            bad = int(np.nonzero(addresses & np.uint64(size - 1))[0][0])
-            complain(bad, f"not aligned to {size} bytes")
-        if region.valid is not None:
-            ok = region.valid[offsets] & region.valid[offsets + size - 1]
-            if not ok.all():
-                k = int(np.nonzero(~ok)[0][0])
-                complain(k, self.nearest(int(addresses[k])))
-        return region
-
-    def load(self, addresses: np.ndarray, size: int, complain: Any) -> np.ndarray:
-        """(n,) addresses -> (n, size) bytes; accesses may lie in different regions."""
         out = np.empty((len(addresses), size), np.uint8)
-        for region, members in self._by_region(addresses, size, complain):
-            offsets = (addresses[members] - np.uint64(region.base)).astype(np.int64)
+        for region, members, offsets in self._by_region(addresses, size, complain):
             out[members] = region.data[offsets[:, None] + np.arange(size)]
         return out
 
     def store(self, addresses: np.ndarray, values: np.ndarray, complain: Any) -> None:
         """``values`` (n, size) bytes; where addresses repeat, the last lane wins."""
         size = values.shape[1]
-        for region, members in self._by_region(addresses, size, complain):
-            offsets = (addresses[members] - np.uint64(region.base)).astype(np.int64)
+        for region, members, offsets in self._by_region(addresses, size, complain):
             region.data[offsets[:, None] + np.arange(size)] = values[members]
 
     def _by_region(
         self, addresses: np.ndarray, size: int, complain: Any
-    ) -> list[tuple[Region, Any]]:
+    ) -> list[tuple[Region, Any, np.ndarray]]:
+        """(region, which addresses lie in it, their offsets), all of them within bounds."""
         if not len(addresses):
             return []
-        first = self.find(int(addresses.min()))
-        last = self.find(int(addresses.max()))
-        if first is last and first is not None:
-            return [(self.region_of(addresses, size, complain), slice(None))]
-        which = np.searchsorted(self._bases, addresses, side="right")
-        out = []
-        for i in np.unique(which):
-            members = np.nonzero(which == i)[0]
+        parts: list[tuple[Region, Any, np.ndarray]] = []
+        region = self.find(int(addresses.min()))
+        if region is not None and int(addresses.max()) + size <= region.end:
+            parts.append((region, slice(None), self._offsets(region, addresses)))
+        else:
+            which = np.searchsorted(self._bases, addresses, side="right") - 1
+            for i in np.unique(which[which >= 0]).tolist():
+                members = np.nonzero(which == i)[0]
+                offsets = self._offsets(self.regions[i], addresses[members])
+                parts.append((self.regions[i], members, offsets))
+        bad = np.ones(len(addresses), bool)
+        for region, members, offsets in parts:
+            bad[members] = ~region.holds(offsets, size)
+        if bad.any():
+            k = int(bad.argmax())
+            complain(k, self.why_not(int(addresses[k]), size))
+        misaligned = np.bitwise_and(addresses, np.uint64(size - 1)) != 0
+        if misaligned.any():
+            complain(int(misaligned.argmax()), f"not aligned to {size} bytes")
+        return parts
 
-            def complain_member(k: int, why: str, members: np.ndarray = members) -> None:
-                complain(int(members[k]), why)
-
-            out.append((self.region_of(addresses[members], size, complain_member), members))
-        return out
+    @staticmethod
+    def _offsets(region: Region, addresses: np.ndarray) -> np.ndarray:
+        return (addresses - np.uint64(region.base)).astype(np.int64)
 
     def view(self, address: int, size: int, why: str) -> np.ndarray:
         """(size,) bytes at ``address``, writable, for bulk copies. Raises BadAddress."""
         region = self.find(address)
         if region is None or address + size > region.end:
-            raise BadAddress(f"{why}: 0x{address:x}..+{size} is {self.nearest(address)}")
+            raise BadAddress(f"{why}: 0x{address:x}..+{size}, {self.why_not(address, size)}")
         at = address - region.base
         return region.data[at : at + size]
 
@@ -187,9 +186,11 @@ def _union(parts: list[Region]) -> Region:
     )
 
 
-def as_words(data: np.ndarray, size: int) -> np.ndarray:
-    """(n, size) bytes -> (n,) unsigned words."""
-    return np.ascontiguousarray(data).view(_UNSIGNED[size]).reshape(-1)
+def window_of(addresses: np.ndarray) -> np.ndarray:
+    """Which of WINDOWS each generic address lies in; each window is 4 GB long."""
+    high = addresses >> np.uint64(32)
+    places = (PARAM_WINDOW, SHARED_WINDOW, LOCAL_WINDOW)
+    return sum((high == np.uint64(w >> 32)) * (i + 1) for i, w in enumerate(places))
 
 
 def as_bytes(words: np.ndarray) -> np.ndarray:

@@ -217,14 +217,13 @@ def _resident(program: Program, what: Launch) -> int:
 
 
 def _add_module_variables(machine: Machine) -> None:
-    variables = [v for v in machine.program.variables.values() if v.space in ("global", "const")]
-    if variables:
-        data = np.zeros(max(machine.offsets[v.name] + v.size for v in variables), np.uint8)
-        for v in variables:
+    for v in machine.program.variables.values():
+        if v.space in ("global", "const") and v.size:
+            data = np.zeros(v.size, np.uint8)
             if v.init:
-                at = machine.offsets[v.name]
-                data[at : at + v.size] = np.frombuffer(v.init, np.uint8)
-        machine.memory.add(Region("module variables", MODULE_WINDOW, data))
+                data[: len(v.init)] = np.frombuffer(v.init, np.uint8)
+            at = MODULE_WINDOW + machine.offsets[v.name]
+            machine.memory.add(Region(v.name, at, data, description=f"the variable {v.name}"))
 
 
 def _is_stream(argument: Any) -> bool:

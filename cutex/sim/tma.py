@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from cutex.sim import atomics
 from cutex.sim.bulk_groups import BulkGroup
 from cutex.sim.decode import Decoder, Execute, instruction
 from cutex.sim.errors import BadOperand
 from cutex.sim.flight import Operation, Span
 from cutex.sim.machine import RETRY, Batch, Machine, Wait
 from cutex.sim.memory import PARAM_WINDOW, SHARED_WINDOW
-from cutex.sim.rounding import narrow, widen
 from cutex.sim.tensormap import MAP_BYTES, Overlap, TensorMap, decode_map, overlap, swizzle_chunks
 
 _MODS = (
@@ -222,22 +222,10 @@ def _loader(
     return complete
 
 
-_COMBINE: dict[str, Any] = {
-    "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
+_KINDS = {  # of a tensor map's elements, for reductions
+    0: "u8", 1: "u16", 2: "u32", 3: "s32", 4: "u64", 5: "s64", 6: "f16", 7: "f32", 8: "f32",
+    9: "f64", 10: "bf16",
 }  # fmt: skip
-
-
-def _combined(tmap: TensorMap, name: str, old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Element-wise reduction in the map's type."""
-    kind = {6: "f16", 10: "bf16", 7: "f32", 8: "f32", 9: "f64"}.get(tmap.kind)
-    f = _COMBINE[name]
-    if kind is None:
-        signed = np.dtype(f"i{tmap.itemsize}") if tmap.kind in (3, 5) else old.dtype
-        return f(old.view(signed), new.view(signed)).view(old.dtype)
-    value = {"f16": np.uint16, "bf16": np.uint16, "f32": np.float32, "f64": np.float64}[kind]
-    out = f(widen(old.view(value), kind), widen(new.view(value), kind))
-    return narrow(out, kind).view(old.dtype)
 
 
 def _tensor_store(d: Decoder, combine: str | None) -> Execute:
@@ -290,13 +278,10 @@ def _storer(
         if not part.empty:
             target = _window(m, tmap, part, f"the TMA store at {ins.where()}")
             new = box[part.slices[::-1]]
-            target[...] = (
-                new
-                if combine is None
-                else _combined(
-                    tmap, combine, np.ascontiguousarray(target), np.ascontiguousarray(new)
-                )
-            )
+            if combine is not None:
+                old, new = np.ascontiguousarray(target), np.ascontiguousarray(new)
+                new = atomics.combine(combine, _KINDS[tmap.kind], old, new)
+            target[...] = new
         for group in groups:
             group.finished()
 
