@@ -73,13 +73,16 @@ def bulk_copy(d: Decoder) -> Execute:
     return _plain_load(d) if to_shared else _plain_store(d)
 
 
+_REDUCTIONS = ("add", "min", "max", "and", "or", "xor")
+
+
 @instruction("cp.reduce")
 def bulk_reduce(d: Decoder) -> Execute:
     """9.7.9.27.3: a tensor store that combines element by element."""
     d.only(*_MODS, "reduce")
     if "tensor" not in d.mods:
         raise d.unknown()
-    name = next((p for p in d.parts if p in _COMBINE), None)
+    name = next((p for p in d.parts if p in _REDUCTIONS), None)
     if name is None:
         raise d.unknown("reduction")
     return _tensor_store(d, name)
