@@ -213,11 +213,12 @@ def roofline(title: str, roofs: Sequence[Roof], points: Sequence[Point], width: 
     left = min([p.intensity for p in points] + [20.0]) / 2
     right = max([p.intensity for p in points] + [2000.0]) * 2
     lowest = min([p.tflops for p in points] + [left * min(slopes) / 1e3]) / 1.5
-    x = Axis(left, right, 50, width - 10, log=True)
+    x = Axis(left, right, 50, width - 84, log=True)
     y = Axis(lowest, highest, height - 40, 12, log=True)
+    label = -math.inf  # where the last ceiling's name stands
     canvas = Canvas(width, height, title)
     _grid(canvas, x, y, "FLOP per byte of memory traffic", "TFLOPS")
-    for roof in roofs:
+    for roof in sorted(roofs, key=lambda roof: -roof.tflops):
         dash = {} if roof.stated else {"stroke_dasharray": "5 4"}
         hue = "ink" if roof.stated else "soft"
         knee = roof.tflops * 1e3 / roof.gbs if roof.gbs else left
@@ -226,9 +227,8 @@ def roofline(title: str, roofs: Sequence[Roof], points: Sequence[Point], width: 
             start = max(left, lowest * 1e3 / roof.gbs)
             line.insert(0, (start, start * roof.gbs / 1e3))
         canvas.path([(x(a), y(b)) for a, b in line], hue, stroke_width="1.5", **dash)
-        above = -5 if roof.stated else 14
-        told = f"{roof.name} {roof.tflops:.0f}"
-        canvas.text(x(max(knee, left)) + 8, y(roof.tflops) + above, told, hue, 11.5)
+        label = max(y(roof.tflops) + 4, label + 14)
+        canvas.text(x.end + 5, label, f"{roof.tflops:.0f} {roof.name}", hue, 11.5)
     for p in points:
         canvas.dot(x(p.intensity), y(p.tflops), p.hue, p.tip, p.hollow)
     return canvas.svg()

@@ -331,6 +331,7 @@ def main(
 
     kernels: dict[str, bytes] = {}
     if not args.no_preflight and args.op != "tests":
+        say("preflight: compiles, and simulates a reduced size, before anything is rented")
         try:
             right, kernels = preflight(made, say)
         except (Missing, ModuleNotFoundError) as error:

@@ -121,8 +121,8 @@ def _plain(value: Any) -> Any:
 def _made(cls: type) -> Any:
     """What makes a `cls` out of a dict: as cls(**data) would, but unknown fields are dropped.
 
-    NOTE: a frozen dataclass sets its fields one by one, through object.__setattr__; filling its
-    __dict__ makes reading a ledger of 100,000 rows three times as fast.
+    NOTE: a frozen dataclass sets its fields one by one, through object.__setattr__; giving it the
+    dict whole makes reading a ledger of 100,000 rows three times as fast.
     """
     names = frozenset(f.name for f in fields(cls))
     needed = {f.name for f in fields(cls) if f.default is f.default_factory is MISSING}
@@ -138,7 +138,7 @@ def _made(cls: type) -> Any:
                     fresh = f.default_factory
                     data[f.name] = f.default if fresh is MISSING else fresh()
         made: Any = object.__new__(cls)
-        made.__dict__.update(data)
+        object.__setattr__(made, "__dict__", data)
         return made
 
     return make
