@@ -114,7 +114,7 @@ CHOICES = {
 def test_every_choice_of_stage_9_is_as_exact(changes: dict[str, int]) -> None:
     chosen = stage("sm_100a", 9)
     config = replace(chosen.config(), **changes)
-    problem = GemmProblem(600, 552, 200, init="int")
+    problem = GemmProblem(600, 296, 200, init="int")
     found = check(chosen, "sim", problem, config, order="random", seed=1)
     assert found.ok, found.message
 
