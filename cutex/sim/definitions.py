@@ -12,8 +12,10 @@ from cutex.sim import (
     floating,
     fragments,
     integer,
+    remote,
     sync,
     tcgen05,
+    tcgen05_copy,
     tcgen05_mma,
     tma,
     warp,
@@ -21,6 +23,6 @@ from cutex.sim import (
 )
 
 ARITHMETIC = (bits, compare, convert, floating, integer)
-MEMORY = (data, atomics, fragments, tma, tcgen05)
+MEMORY = (data, atomics, fragments, tma, remote, tcgen05, tcgen05_copy)
 CONTROL = (warp, sync, clc)
 MATRICES = (wgmma, tcgen05_mma)

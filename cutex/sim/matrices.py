@@ -124,6 +124,7 @@ class SharedOperand:
         mn_major: bool,
         what: str,
         ins: Instruction,
+        k_bytes: int = 32,
     ) -> None:
         self.m, self.cta, self.desc, self.kind, self.mn_major, self.ins = (
             m,
@@ -138,7 +139,7 @@ class SharedOperand:
             raise BadOperand.at(
                 ins, f"MN-major operands of {kind} are not defined in the simulator"
             )
-        self.chunks = operand_chunks(desc, rows, 32, mn_major, ITEMSIZE[kind])
+        self.chunks = operand_chunks(desc, rows, k_bytes, mn_major, ITEMSIZE[kind])
         if int(self.chunks.max()) * 16 + 16 > m.smem_bytes:
             raise BadOperand.at(
                 ins,
@@ -153,6 +154,12 @@ class SharedOperand:
 
     def values(self) -> np.ndarray:
         """(rows, K) float32."""
+        raw = self.raw()
+        values = ELEMENTS[self.kind](raw.reshape(raw.shape[0], -1))
+        return values.T if self.mn_major else values
+
+    def raw(self) -> np.ndarray:
+        """The chunks, as pairs of 64-bit words, in the order of `operand_chunks`."""
         self._check_swizzle()
         raw = self.m.smem[self.cta].view(np.uint64).reshape(-1, 2)[self.chunks]
         if (raw[..., 0] == POISON64).any() and ((raw == POISON64).all(-1)).any():
@@ -161,8 +168,7 @@ class SharedOperand:
                 f"{self.what} ({self.desc}) holds shared memory that nothing has written",
                 self.ins,
             )
-        values = ELEMENTS[self.kind](np.ascontiguousarray(raw).reshape(raw.shape[0], -1))
-        return values.T if self.mn_major else values
+        return np.ascontiguousarray(raw)
 
     def _check_swizzle(self) -> None:
         """What TMA wrote with one swizzle and the descriptor reads with another is scrambled."""

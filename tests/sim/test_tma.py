@@ -522,6 +522,92 @@ def test_reading_what_a_load_still_writes_is_a_race():
         run(simulate_ptx, copy, load_text(copy) + "ld.shared.u32 %r9, [%r0];" + WAIT)
 
 
+# -- stores that complete on an mbarrier -----------------------------------------------------------
+
+ASYNC = "async{}.shared::cluster.mbarrier::complete_tx::bytes"
+
+
+def remote(text: str, size: int, offset: int = 0) -> str:
+    """Rank 1 of two CTAs runs the text for rank 0, all lanes: %r12 its shared memory, %r13 its
+    mbarrier; rank 0 waits for ``size`` bytes.
+    """
+    return f"""
+        mov.u32 %r10, %cluster_ctarank;
+        setp.eq.u32 %p2, %r10, 1;
+        setp.eq.and.u32 %p3, %r10, 0, %p0;
+        mapa.shared::cluster.u32 %r12, %r0, 0;
+        mapa.shared::cluster.u32 %r13, %r1, 0;
+        shl.b32 %r14, %lane, 4;
+        add.u32 %r12, %r12, %r14;
+        mad.lo.u32 %r20, %lane, 100, 7;
+        add.u32 %r21, %r20, 1;
+        cvt.u64.u32 %d4, %r20;
+        @%p3 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], {size};
+        {CLUSTER}
+        {text}
+        @%p2 bra LATER;
+        {WAIT}
+        LATER: {CLUSTER}
+        {DUMP}
+    """
+
+
+def lanes_words(smem: np.ndarray) -> np.ndarray:
+    """(32 lanes, 4 words), 16 bytes per lane."""
+    return smem[:512].view(np.uint32).reshape(32, 4)
+
+
+STORES = [("b32", "%r20", 1), ("v2.u32", "{%r20, %r21}", 2), ("v4.b32", "{%r20, %r21, %r20, %r21}", 4),
+          ("b64", "%d4", 2), ("v2.b64", "{%d4, %d4}", 4)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "value", "words"), STORES)
+def test_st_async_writes_and_counts_in_the_other_cta(execute, kind, value, words):
+    op = "st." + ASYNC.format(".weak")
+    got = run(
+        execute, ANY, remote(f"@%p2 {op}.{kind} [%r12], {value}, [%r13];", 128 * words), ctas=2
+    )
+    low = 7 + 100 * np.arange(32)
+    want = {"b32": [low], "v2.u32": [low, low + 1], "v4.b32": [low, low + 1] * 2,
+            "b64": [low, 0 * low], "v2.b64": [low, 0 * low] * 2}[kind]  # fmt: skip
+    np.testing.assert_array_equal(lanes_words(got[0])[:, :words], np.stack(want, 1))
+    assert (lanes_words(got[0])[:, words:] == 0xEEEEEEEE).all()
+    assert (got[1] == FILL).all() and (got[0, 512:] == FILL).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "function"),
+    [("u32", "add", np.add), ("s32", "min", np.minimum), ("u32", "max", np.maximum),
+     ("b32", "and", np.bitwise_and), ("b32", "xor", np.bitwise_xor), ("u64", "add", np.add)],
+)  # fmt: skip
+def test_red_async_combines_in_the_other_cta(execute, kind, name, function):
+    value = "%d4" if kind == "u64" else "%r20"
+    size = int(kind[1:]) // 8
+    op = "red." + ASYNC.format(".relaxed.cluster") + f".{name}.{kind}"
+    twice = f"@%p2 {op} [%r12], {value}, [%r13];" * 2
+    got = run(execute, ANY, remote(twice, 64 * size), ctas=2)
+    dtype = np.dtype(f"{'i' if kind[0] == 's' else 'u'}{size}")
+    x = (7 + 100 * np.arange(32)).astype(dtype)
+    old = np.full(size, FILL, np.uint8).view(dtype)
+    want = function(function(old, x), x)
+    np.testing.assert_array_equal(
+        got[0, :512].reshape(32, 16)[:, :size].copy().view(dtype)[:, 0], want
+    )
+
+
+def test_st_async_and_its_mbarrier_lie_in_one_cta():
+    text = f"@%p2 st.{ASYNC.format('.weak')}.b32 [%r12], %r20, [%r1];"
+    with pytest.raises(BadOperand, match="they must lie in the same CTA"):
+        run(simulate_ptx, ANY, remote(text, 128), ctas=2)
+
+
+def test_reading_what_st_async_still_writes_is_a_race():
+    text = f"@%p2 st.{ASYNC.format('.weak')}.b32 [%r12], %r20, [%r13]; {CLUSTER} "
+    text += "ld.shared.u32 %r9, [%r0];"
+    with pytest.raises(Hazards, match=r"a load .* still being written by the st\.async"):
+        run(simulate_ptx, ANY, remote(text, 128), ctas=2)
+
+
 # -- what hardware refuses -------------------------------------------------------------------------
 
 

@@ -1,0 +1,77 @@
+"""Copies from shared to tensor memory (PTX ISA 9.7.16.9)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from cutex.sim.decode import Decoder, Execute, instruction
+from cutex.sim.flight import Operation, Rectangle
+from cutex.sim.machine import Batch, Machine
+from cutex.sim.matrices import SharedOperand, read_descriptor
+from cutex.sim.tcgen05 import cta_group
+
+# lanes that row r of the source goes to, by form: CUTLASS's atoms (the PTX ISA gives figures)
+_LANES: dict[str, Callable[[np.ndarray], list[np.ndarray]]] = {
+    "": lambda r: [r],
+    "02_13": lambda r: [r, r + 64],  # 64 rows to warps 0 and 1, and again to 2 and 3
+    "01_23": lambda r: [r % 32 + 64 * (r // 32) + 32 * i for i in range(2)],
+    "warpx4": lambda r: [r + 32 * i for i in range(4)],
+}
+_FORMS = {"128x256b": ("",), "128x128b": ("",), "64x128b": ("02_13", "01_23"),
+          "32x128b": ("warpx4",)}  # fmt: skip
+
+
+@instruction("tcgen05.cp")
+def copy(d: Decoder) -> Execute:
+    """9.7.16.9.1: rows of 128 or 256 bits of K-major core matrices, one lane each or repeated; in
+    order with the MMAs that follow. With cta_group::2 each CTA of the pair copies its own.
+    """
+    d.only("cp", "cta_group", "1", "2", "warpx2", "warpx4", "02_13", "01_23", *_FORMS)
+    shape = next(s for s in _FORMS if s in d.mods)
+    form = next((f for f in _FORMS[shape] if f in d.mods or not f), None)
+    if form is None:
+        raise d.unknown("rows to lanes")
+    count, bits = (int(x) for x in shape.removesuffix("b").split("x"))
+    lanes = _LANES[form](np.arange(count))
+    group, m, ins = cta_group(d), d.m, d.ins
+    target, source = d.address(0), d.src(1, "b64")
+
+    def execute(b: Batch) -> None:
+        to, descriptors = target(b), np.broadcast_to(source(b), (b.n, 32))
+        rows, active = np.nonzero(b.active())
+        for row, lane in zip(rows.tolist(), active.tolist(), strict=True):
+            warp, column = int(b.idx[row]), int(to[row, lane]) & 0xFFFF
+            own = int(m.warp_cta[warp])
+            leader = own if group == 1 else own - int(m.cta_rank[own]) % 2
+            ctas = [leader + r for r in range(group)]
+            desc = read_descriptor(int(descriptors[row, lane]), True, ins)
+            for cta in ctas:
+                m.tmem.check(cta, column, bits // 32, m.name_warp(warp), ins)
+            operands = [
+                SharedOperand(m, c, desc, count, "u8", False, "the source of tcgen05.cp", ins,
+                              bits // 8)
+                for c in ctas
+            ]  # fmt: skip
+            op = Operation(
+                "the tcgen05.cp", warp, ins, ("tcgen05", leader),
+                _copier(m, operands, lanes, column), reads=[o.span() for o in operands],
+                writes=[Rectangle(c, 0, 128, column, column + bits // 32) for c in ctas],
+            )  # fmt: skip
+            m.flight.issue(op)
+
+    return execute
+
+
+def _copier(
+    m: Machine, operands: list[SharedOperand], lanes: list[np.ndarray], column: int
+) -> Callable[[], None]:
+    def complete() -> None:
+        for operand in operands:
+            raw = operand.raw()
+            words = raw.reshape(len(raw), -1).view(np.uint32)
+            for where in lanes:
+                m.tmem.cells[operand.cta][where, column : column + words.shape[1]] = words
+
+    return complete
