@@ -232,7 +232,7 @@ def peer_row(clone: Path) -> Row:
     from cutlass import cute
     from cutlass.cute.runtime import make_fake_tensor
 
-    from cutex.compile import _launched_smem
+    from cutex.compile import launched_smem
 
     m, n, k = PROBLEM.m, PROBLEM.n, PROBLEM.k
     tensors = [
@@ -246,7 +246,7 @@ def peer_row(clone: Path) -> Row:
     compiled = SimpleNamespace(
         ptx=function.__ptx__.rstrip("\0"),
         cubin=function.__cubin__,
-        dynamic_smem=_launched_smem(str(function.ir_module)),
+        dynamic_smem=launched_smem(str(function.ir_module)),
     )
     found = row(compiled, "CUTLASS", "its persistent example", tile=(256, 256), ring_bytes=0)
     return replace(found, ring_bytes=gemm.num_ab_stage * found.step_bytes // found.ctas)

@@ -323,7 +323,7 @@ def _build(
     (folder / FILES["cubin"]).write_bytes(function.__cubin__)
     meta = {
         **ingredients,
-        "dynamic_smem": _launched_smem(str(function.ir_module)),
+        "dynamic_smem": launched_smem(str(function.ir_module)),
         "compile_seconds": round(time.perf_counter() - start, 3),
         "checksums": {kind: _digest((folder / n).read_bytes()) for kind, n in FILES.items()},
     }
@@ -334,7 +334,7 @@ def _build(
 _LAUNCH_CONFIG = r"!llvm.struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>"
 
 
-def _launched_smem(host_ir: str) -> int:
+def launched_smem(host_ir: str) -> int:
     """The dynamic smem of the first launch: member 2 of its cudaLaunchConfig_t, a constant.
 
     The DSL works it out while it compiles and keeps it nowhere else.

@@ -19,7 +19,7 @@ stored; C may leave transposed, and leaves L2 first, for A and B to stay; and th
 while the one before it ends (griddepcontrol): barriers and tensor memory are ready when its results
 are.
 
-Public figures: 512x256 gives about 1.1 times at 4096 and above (ThunderKittens), wave fit 1.15
+Public figures: 512x256 gives about 1.1 times at 4096 and above, wave fit 1.15
 times where it applies, the early start up to 1.16 times on the smallest problems.
 """
 
