@@ -48,20 +48,22 @@ def measure(name: str, device: str) -> list[dict[str, Any]]:
 def _measure_one(probe: Any, compiled: Compiled, device: str) -> dict[str, Any]:
     import torch
 
-    from cutex.kernels.probes.sm100 import REPEATS, WIDTH
+    from cutex.kernels.probes.sm100 import BOX, REPEATS, WIDTH
 
     device = run.choose_device(device, arch(compiled.arch))
     rows = probe.rows if device == "cuda" else min(probe.rows, SIMULATED_ROWS)
     out = torch.zeros((rows, WIDTH), dtype=torch.bfloat16)
+    source = torch.zeros((2 * BOX[0], BOX[1]), dtype=torch.bfloat16)
+    tensors = [source, out] if "mX" in compiled.argument_names else [out]
     findings: list[Any] = []
     if device == "cuda":
-        out = out.cuda()
-        compiled(out)
+        tensors = [x.cuda() for x in tensors]
+        compiled(*tensors)
     else:
         from cutex.sim import simulate
 
-        findings = simulate(compiled, out).findings
-    found = out.cpu().view(torch.int32)[0].tolist()
+        findings = simulate(compiled, *tensors).findings
+    found = tensors[-1].cpu().view(torch.int32)[0].tolist()
     cycles = [c for c in found[1:REPEATS] if c]  # the first is a warm-up; 0: not run
     row: dict[str, Any] = {"probe": probe.title, "ok": not findings}
     if device == "cuda":

@@ -12,16 +12,20 @@ from typing import Any, ClassVar
 import cutlass
 from cutlass import Float32, Int32, Int128, cute
 from cutlass._mlir.dialects import llvm
-from cutlass.cute.nvgpu import tcgen05
+from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.memory import SmemAllocator
 
+from cutex.atoms.mma import allocate_slots, slots_layout
+from cutex.atoms.tma import load_operand, tile_loads
 from cutex.atoms.tmem import COLUMNS, LANES, Tmem
 from cutex.compile import Operand
 from cutex.pipeline import Barrier, publish_barriers, sync_cluster
 
 REPEATS = 4
 WIDTH = 512  # 16-bit elements of mOut's row
+BOX = 128, 64  # of a TMA load: rows, and elements of 16 bits
+BOX_BYTES = BOX[0] * BOX[1] * 2
 
 
 @dataclass(frozen=True)
@@ -193,6 +197,57 @@ class PeerBarrier(Probe):
         sync_cluster()
 
 
+class TmaLoad(Probe):
+    """One TMA load of a box that L2 holds, from its issue to the wait's end."""
+
+    title = "TMA load of 16 KB from L2, one CTA"
+    pair = False
+
+    def operands(self, dtype: str) -> tuple[Operand, ...]:
+        return Operand("mX", ("r", "k"), dtype), Operand("mOut", ("m", "n"), dtype)
+
+    @cute.jit
+    def __call__(self, mX: cute.Tensor, mOut: cute.Tensor, stream) -> None:
+        layout = slots_layout(mX.element_type, BOX[0], BOX[1], 1, 128)
+        self.kernel(load_operand(mX, layout, self.pair), mOut).launch(
+            grid=(self.cluster, 1, 1), block=(32, 1, 1), cluster=(self.cluster, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, x: cpasync.TmaInfo, mOut: cute.Tensor) -> None:
+        rank = cute.arch.block_idx_in_cluster()
+        thread, _, _ = cute.arch.thread_idx()
+        smem = SmemAllocator()
+        sX = allocate_slots(smem, mOut.element_type, x.smem_layout)  # (bRows, bK, SLOT)
+        barrier = Barrier.allocate(smem, "loaded", arrivals=1)
+        publish_barriers((barrier,), cluster=self.pair)
+        out = words(mOut)
+        loads = tile_loads(x, sX, rank)
+        for repeat in cutlass.range_constexpr(REPEATS):
+            if cutlass.const_expr(self.pair):
+                sync_cluster()
+            start = clock()
+            if rank == 0:
+                with cute.arch.elect_one():
+                    barrier.arrive_expecting(BOX_BYTES * self.cluster)
+            loads.load(Int32(0), Int32(0), barrier[0])
+            if rank == 0:
+                barrier.wait(repeat & 1)
+                cycles = clock() - start
+                if thread == 0:
+                    out[repeat] = cycles
+        if cutlass.const_expr(self.pair):
+            sync_cluster()
+
+
+class PairTmaLoad(TmaLoad):
+    """Each CTA of a pair loads a box, and all bytes arrive on the leader's barrier."""
+
+    title = "TMA load of 2 x 16 KB from L2, a pair of CTAs"
+    pair = True
+    cluster = 2
+
+
 class ClcReply(Probe):
     """From asking for another cluster's work to the reply's arrival. One CTA for each row of mOut;
     the first asks, until nothing is left.
@@ -240,4 +295,4 @@ def probes() -> list[Probe]:
     for kind in (TmemLoad, TmemStore):
         for columns, batch in ((1, 1), (32, 1), (64, 1), (32, 4), (64, 2)):
             found.append(kind(ProbeConfig(columns, batch)))
-    return [*found, PeerBarrier(), ClcReply()]
+    return [*found, TmaLoad(), PairTmaLoad(), PeerBarrier(), ClcReply()]
