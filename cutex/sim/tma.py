@@ -14,6 +14,7 @@ from cutex.sim.errors import BadOperand
 from cutex.sim.flight import Operation, Span
 from cutex.sim.machine import RETRY, Batch, Machine, Wait
 from cutex.sim.memory import PARAM_WINDOW, SHARED_WINDOW
+from cutex.sim.ptx import WIDTH
 from cutex.sim.tensormap import MAP_BYTES, Overlap, TensorMap, decode_map, overlap, swizzle_chunks
 
 _MODS = (
@@ -70,22 +71,25 @@ def bulk_copy(d: Decoder) -> Execute:
     to_shared = d.ins.op.split("global")[0].find("shared") >= 0
     if "tensor" in d.mods:
         return _tensor_load(d) if to_shared else _tensor_store(d, None)
-    return _plain_load(d) if to_shared else _plain_store(d)
+    if "global" not in d.mods:
+        return _shared_copy(d, None)
+    return _plain_load(d) if to_shared else _plain_store(d, None)
 
 
-_REDUCTIONS = ("add", "min", "max", "and", "or", "xor")
+_REDUCTIONS, _COUNTERS = ("add", "min", "max", "and", "or", "xor"), ("inc", "dec")
 
 
 @instruction("cp.reduce")
 def bulk_reduce(d: Decoder) -> Execute:
-    """9.7.9.27.3: a tensor store that combines element by element."""
-    d.only(*_MODS, "reduce")
-    if "tensor" not in d.mods:
-        raise d.unknown()
-    name = next((p for p in d.parts if p in _REDUCTIONS), None)
+    """9.7.9.25.4.2, 9.7.9.27.3: a store that combines element by element."""
+    d.only(*_MODS, "reduce", "noftz", *_COUNTERS)
+    plain = (*_REDUCTIONS, *_COUNTERS)
+    name = next((p for p in d.parts if p in (_REDUCTIONS if "tensor" in d.mods else plain)), None)
     if name is None:
         raise d.unknown("reduction")
-    return _tensor_store(d, name)
+    if "tensor" in d.mods:
+        return _tensor_store(d, name)
+    return _plain_store(d, name) if "global" in d.mods else _shared_copy(d, name)
 
 
 def _shared(
@@ -300,8 +304,6 @@ def _plain_load(d: Decoder) -> Execute:
         _Value(d.src(2, "u32")),
         _Value(d.address(3)),
     )
-    if "shared" in d.ins.op.split("global")[-1] and "global" not in d.ins.op:
-        raise d.unknown("shared to shared")
     multicast = _multicast(d)
 
     def execute(b: Batch) -> None:
@@ -334,12 +336,73 @@ def _bulk_loader(
         m.smem[cta, offset : offset + n] = m.memory.view(
             source, n, f"the bulk copy at {ins.where()}"
         )
+        m.box_swizzle[cta, offset >> 4 : offset + n >> 4] = 0
         m.mbarriers.complete_tx(*signal, n, "a bulk copy", ins)
 
     return complete
 
 
-def _plain_store(d: Decoder) -> Execute:
+def _shared_copy(d: Decoder, reduction: str | None) -> Execute:
+    """9.7.9.25.4.1: own shared memory to that of a CTA of the cluster, whose mbarrier completes."""
+    m, ins = d.m, d.ins
+    to, frm, barrier = _Value(d.address(0)), _Value(d.address(1)), _Value(d.address(3))
+    size = _Value(d.src(2, "u32"))
+
+    def execute(b: Batch) -> None:
+        t, f, s, bars = to(b), frm(b), size(b), barrier(b)
+        for row, lane in _lanes(b):
+            n = int(s[row, lane])
+            _check_plain(d, n, 0)
+            cta, offset = _shared(d, b, row, lane, int(t[row, lane]), n, 16)
+            source = _shared(d, b, row, lane, int(f[row, lane]), n, 16)
+            signal = _shared(d, b, row, lane, int(bars[row, lane]), 8, 8)
+            if signal[0] != cta:
+                raise BadOperand.at(
+                    ins,
+                    f"a copy to {m.name_cta(cta)} completes on an mbarrier of "
+                    f"{m.name_cta(signal[0])}: they must lie in the same CTA",
+                )
+            m.mbarriers.get(*signal, ins)
+            op = Operation(
+                "the bulk copy", int(b.idx[row]), ins, ("tma", m.flight.issued, cta),
+                _mover(d, reduction, source, (cta, offset), n, signal),
+                reads=[Span(source[0], source[1], source[1] + n)],
+                writes=[Span(cta, offset, offset + n)], signals=signal,
+            )  # fmt: skip
+            m.flight.issue(op)
+
+    return execute
+
+
+def _mover(
+    d: Decoder,
+    reduction: str | None,
+    source: tuple[int, int],
+    target: tuple[int, int],
+    n: int,
+    signal: tuple[int, int],
+) -> Callable[[], None]:
+    m = d.m
+
+    def complete() -> None:
+        old = m.smem[target[0], target[1] : target[1] + n]
+        old[:] = _combined(d, reduction, old, m.smem[source[0], source[1] : source[1] + n])
+        m.box_swizzle[target[0], target[1] >> 4 : target[1] + n >> 4] = 0
+        m.mbarriers.complete_tx(*signal, n, "a bulk copy", d.ins)
+
+    return complete
+
+
+def _combined(d: Decoder, reduction: str | None, old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Bytes, combined in the instruction's type."""
+    if reduction is None:
+        return new
+    word = np.dtype(f"u{WIDTH[d.type] // 8}")
+    old, new = (np.ascontiguousarray(x).view(word) for x in (old, new))
+    return atomics.combine(reduction, d.type, old, new).view(np.uint8)
+
+
+def _plain_store(d: Decoder, reduction: str | None) -> Execute:
     m, ins = d.m, d.ins
     to, frm, size = _Value(d.address(0)), _Value(d.address(1)), _Value(d.src(2, "u32"))
 
@@ -352,7 +415,9 @@ def _plain_store(d: Decoder) -> Execute:
             thread = (int(b.idx[row]), lane)
             op = Operation(
                 "the bulk store", thread[0], ins, ("store", m.flight.issued),
-                _bulk_storer(m, target, cta, offset, n, m.bulk_groups.joined(thread), ins),
+                _bulk_storer(
+                    d, reduction, target, (cta, offset), n, m.bulk_groups.joined(thread)
+                ),
                 reads=[Span(cta, offset, offset + n)],
             )  # fmt: skip
             m.flight.issue(op)
@@ -361,11 +426,18 @@ def _plain_store(d: Decoder) -> Execute:
 
 
 def _bulk_storer(
-    m: Machine, target: int, cta: int, offset: int, n: int, group: BulkGroup, ins: Any
+    d: Decoder,
+    reduction: str | None,
+    target: int,
+    source: tuple[int, int],
+    n: int,
+    group: BulkGroup,
 ) -> Callable[[], None]:
+    m = d.m
+
     def complete() -> None:
-        data = m.smem[cta, offset : offset + n]
-        m.memory.view(target, n, f"the bulk store at {ins.where()}")[:] = data
+        old = m.memory.view(target, n, f"the bulk store at {d.ins.where()}")
+        old[:] = _combined(d, reduction, old, m.smem[source[0], source[1] : source[1] + n])
         group.finished()
 
     return complete

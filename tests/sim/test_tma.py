@@ -443,6 +443,62 @@ def test_bulk_stores_move_bytes(execute):
     np.testing.assert_array_equal(copy.tensor.data, want)
 
 
+PLAIN_REDUCTIONS = [
+    ("add.f32", np.float32, np.add), ("add.noftz.f16", np.float16, np.add),
+    ("add.noftz.bf16", ml_dtypes.bfloat16, np.add), ("add.f64", np.float64, np.add),
+    ("min.f16", np.float16, np.minimum), ("max.bf16", ml_dtypes.bfloat16, np.maximum),
+    ("add.s32", np.int32, np.add), ("min.s32", np.int32, np.minimum),
+    ("max.u32", np.uint32, np.maximum), ("add.u64", np.uint64, np.add),
+    ("and.b32", np.uint32, np.bitwise_and), ("xor.b64", np.uint64, np.bitwise_xor),
+    ("inc.u32", np.uint32, lambda a, b: np.where(a >= b, 0, a + np.uint32(1))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "dtype", "function"), PLAIN_REDUCTIONS)
+def test_bulk_reductions_combine_with_what_is_there(execute, op, dtype, function):
+    draw, count = np.random.default_rng(2), 256 // np.dtype(dtype).itemsize
+    floats = op.split(".")[-1] in ("f16", "bf16", "f32", "f64")
+    values = draw.normal if floats else lambda size: draw.integers(0, 1000, size)
+    old, new = (values(size=count).astype(dtype) for _ in range(2))
+    copy = Copy(Tensor("u8", (4096,)), (16,), (0,))
+    copy.tensor.data[512:768] = old.view(np.uint8)
+    smem = np.full((1, BYTES), FILL, np.uint8)
+    smem[0, 64:320] = new.view(np.uint8)
+    text = f"@%p0 cp.reduce.async.bulk.global.shared::cta.bulk_group.{op} [%x+512], [%r0+64], 256;"
+    run(execute, copy, text + DONE, smem)
+    want = np.asarray(function(old, new)).astype(dtype)
+    np.testing.assert_array_equal(copy.tensor.data[512:768].view(dtype), want)
+
+
+@pytest.mark.parametrize("reduction", ["", "add"])
+def test_bulk_copies_to_another_cta(execute, reduction):
+    """Rank 1 sends 256 bytes of its shared memory to rank 0, which waits for them."""
+    op = "shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+    op = f"cp.reduce.async.bulk.{op}.add.u32" if reduction else f"cp.async.bulk.{op}"
+    body = f"""
+        mov.u32 %r10, %cluster_ctarank;
+        setp.eq.u32 %p2, %r10, 1;
+        setp.eq.and.u32 %p3, %r10, 0, %p0;
+        and.pred %p4, %p2, %p0;
+        mapa.shared::cluster.u32 %r12, %r0, 0;
+        mapa.shared::cluster.u32 %r13, %r1, 0;
+        @%p3 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], 256;
+        {CLUSTER}
+        @%p4 {op} [%r12+1024], [%r0+64], 256, [%r13];
+        @%p2 bra LATER;
+        {WAIT}
+        LATER: {CLUSTER}
+        {DUMP}
+    """
+    smem = np.random.default_rng(4).integers(0, 256, (2, BYTES), np.uint8)
+    got = run(execute, ANY, body, smem, ctas=2)
+    want = smem.copy()
+    words = want[0, 1024:1280].view(np.uint32)
+    sent = smem[1, 64:320].view(np.uint32)
+    words[:] = words + sent if reduction else sent
+    np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize(("size", "at"), [(24, 0), (8, 0), (32, 8)])
 def test_bulk_copies_of_other_than_16_bytes_are_refused(size, at):
     refused = pytest.raises(BadOperand, match="size and address must be multiples of 16")
@@ -557,8 +613,8 @@ def lanes_words(smem: np.ndarray) -> np.ndarray:
     return smem[:512].view(np.uint32).reshape(32, 4)
 
 
-STORES = [("b32", "%r20", 1), ("v2.u32", "{%r20, %r21}", 2), ("v4.b32", "{%r20, %r21, %r20, %r21}", 4),
-          ("b64", "%d4", 2), ("v2.b64", "{%d4, %d4}", 4)]  # fmt: skip
+STORES = [("b32", "%r20", 1), ("v2.u32", "{%r20, %r21}", 2), 
+          ("v4.b32", "{%r20, %r21, %r20, %r21}", 4), ("b64", "%d4", 2), ("v2.b64", "{%d4, %d4}", 4)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "value", "words"), STORES)
