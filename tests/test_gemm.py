@@ -119,6 +119,18 @@ def test_every_choice_of_stage_9_is_as_exact(changes: dict[str, int]) -> None:
     assert found.ok, found.message
 
 
+def test_a_split_of_k_gives_the_same_bits_in_any_order() -> None:
+    chosen = stage("sm_100a", 9)
+    config = replace(chosen.config(), **CHOICES["K split in two"])
+    compiled = compile(chosen.kernel(config), "bf16", "sm_100a")
+    problem = GemmProblem(200, 264, 328)
+    a, b = problem.inputs()
+    outputs = [problem.output() for _ in range(3)]
+    for seed, c in enumerate(outputs):
+        launch(compiled, "sim", a, b, c, order="random", seed=seed)
+    assert all(torch.equal(c, outputs[0]) for c in outputs)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @each_stage
 def test_normal_data_is_within_twice_torchs_error(stage: Stage, device: str, dtype: str) -> None:
