@@ -27,7 +27,7 @@ ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": F.silu,
 }
-DTYPES = (torch.bfloat16, torch.bfloat16, torch.float16, *FLOAT8)
+DTYPES = (torch.bfloat16, torch.bfloat16, torch.float16, *FLOAT8, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,8 @@ class MatmulProblem:
     ) -> Tensor:
         """In `dtype`, after a product in float64 or float32 that is rounded to it."""
         wide = torch.float64 if dtype is torch.float64 else torch.float32
+        if self.dtype is torch.float32 and wide is torch.float32:
+            a, b = as_tf32(a), as_tf32(b)
         x = a.to(wide) @ b.to(wide)
         if self.scales:
             x = x * options["scale_a"].to(wide).view(-1, 1) * options["scale_b"].to(wide)
@@ -168,9 +170,14 @@ class MatmulProblem:
     def truncation(self, a: Tensor, b: Tensor) -> float:
         """What tensor cores may lose in adding up K products, 32 bytes at a time."""
         eight = self.dtype in FLOAT8
-        steps = -(-self.k // (32 if eight else 16))
+        steps = -(-self.k * self.dtype.itemsize // 32)
         largest = 6 * max(self.k, 1) ** 0.5 * abs(self.alpha) * (2.25 if self.scales else 1)
         return steps * 2.0 ** (-14 if eight else -23) * largest
+
+
+def as_tf32(x: Tensor) -> Tensor:
+    """fp32 without its 13 low bits, which is what a tensor core reads."""
+    return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
 def draw(seed: int, largest: float = 7, most_work: int = 2**21) -> MatmulProblem:

@@ -39,9 +39,10 @@ def matmul(
 ) -> Tensor:
     """activation(alpha * scale_a * scale_b * (a @ b) + beta * out + bias) + residual.
 
-    a (.., M, K) and b (.., K, N): bfloat16 or float16, both alike, or float8_e4m3fn / float8_e5m2;
-    accumulated in fp32. Batch sizes broadcast. Any strides; what TMA cannot step through (a base or
-    stride that is no multiple of 16 bytes; fp8 whose K is not contiguous) is copied first.
+    a (.., M, K) and b (.., K, N): bfloat16, float16 or float32 (read as tf32), both alike, or
+    float8_e4m3fn / float8_e5m2; accumulated in fp32. Batch sizes broadcast. Any strides; what TMA
+    cannot step through (a base or stride that is no multiple of 16 bytes; fp8 and float32 whose K
+    is not contiguous) is copied first.
     bias: (N,) or (1, N), or (M, 1). residual: broadcasts to the result. Both of any float dtype.
     activation: "relu", "gelu", "gelu_tanh", "silu", or a function of one DSL Float32, or of it and
         its row and column (@cute.jit if it branches).

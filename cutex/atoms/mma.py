@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, TFloat32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05, warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -91,6 +91,18 @@ class Wgmma(NamedTuple):
         warpgroup.commit_group()
 
 
+class MmaTF32Op(warpgroup.MmaF8Op):
+    """wgmma of fp32 read as tf32 (PTX ISA, wgmma.mma_async .tf32), which the DSL has no name for.
+
+    The tensor core leaves out the 13 low bits of each element.
+    """
+
+    descriptive_name = "warpgroup TF32 MMA Operation"
+
+    def _verify(self) -> None:
+        object.__setattr__(self, "shape_mnk", (*self.shape_mnk[:2], 8))
+
+
 def make_wgmma(
     warpgroups: int,
     tile_n: int,
@@ -105,9 +117,17 @@ def make_wgmma(
     if dtype.width == 8:  # its B may be of another 8-bit type
         both = dtype, b_dtype or dtype
         op = warpgroup.MmaF8Op(*both, Float32, shape, source, a_major, b_major)
+    elif dtype.width == 32:
+        op = MmaTF32Op(TFloat32, TFloat32, Float32, shape, source, a_major, b_major)
     else:
         op = warpgroup.MmaF16BF16Op(dtype, Float32, shape, source, a_major, b_major)
     return cute.make_tiled_mma(op, (warpgroups, 1, 1))
+
+
+def as_tf32(sX: cute.Tensor) -> cute.Tensor:
+    """The same slots of fp32, swizzled by 128 bytes, for an MMA that reads them as tf32."""
+    pointer = cute.recast_ptr(sX.iterator, cute.make_swizzle(3, 4, 3), TFloat32)
+    return cute.make_tensor(pointer, sX.layout)
 
 
 @cute.jit
@@ -120,6 +140,8 @@ def wgmma(tiled_mma: cute.TiledMma, sA: cute.Tensor, sB: cute.Tensor) -> Wgmma:
     # NOTE: uniform in the warpgroup, so that descriptors are computed in uniform registers
     first = cute.arch.make_warp_uniform(thread % tiled_mma.size // WARPGROUP) * WARPGROUP
     thr_mma = tiled_mma.get_slice(first)
+    if cutlass.const_expr(sA.element_type is Float32):
+        sA, sB = as_tf32(sA), as_tf32(sB)
     tile_mn = (cute.size(sA, mode=[0]), cute.size(sB, mode=[0]))
     return Wgmma(
         tiled_mma,

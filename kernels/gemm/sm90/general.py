@@ -138,7 +138,7 @@ class General(Stage9):
     """Barriers, registers and smem: as in stage 9."""
 
     config: GeneralConfig
-    dtypes = ("bf16", "fp16", "e4m3", "e5m2")
+    dtypes = ("bf16", "fp16", "e4m3", "e5m2", "fp32")  # fp32 is read as tf32
 
     @property
     def name(self) -> str:
