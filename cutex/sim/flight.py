@@ -90,6 +90,7 @@ class Operation:
     reads: list[Place] = field(default_factory=list)
     writes: list[Place] = field(default_factory=list)
     signals: tuple[int, int] | None = None
+    is_store: bool = False  # from shared to global memory, which bulk groups wait for
     number: int = 0
 
 
@@ -226,4 +227,18 @@ class Flight:
     def complete_all(self) -> None:
         """Everything in flight, in order of issue."""
         for op in sorted(self, key=lambda op: op.number):
+            self.complete(op)
+
+    def complete_late(self) -> None:
+        """Everything in flight but bulk stores; once only these are left, the oldest of each warp,
+        so that whoever waits for fewer of them than it must meets the others in flight.
+        """
+        ops = sorted(self, key=lambda op: op.number)
+        now = [op for op in ops if not op.is_store]
+        if not now:
+            oldest: dict[int, Operation] = {}
+            for op in ops:
+                oldest.setdefault(op.warp, op)
+            now = list(oldest.values())
+        for op in now:
             self.complete(op)

@@ -258,7 +258,7 @@ def _tensor_store(d: Decoder, combine: str | None) -> Execute:
             op = Operation(
                 f"the TMA store of a {tmap}", warp, ins, ("store", m.flight.issued),
                 _storer(m, tmap, tuple(at), cta, offset, combine, groups, ins),
-                reads=[Span(cta, offset, offset + tmap.bytes)],
+                reads=[Span(cta, offset, offset + tmap.bytes)], is_store=True,
             )  # fmt: skip
             m.flight.issue(op)
 
@@ -418,7 +418,7 @@ def _plain_store(d: Decoder, reduction: str | None) -> Execute:
                 _bulk_storer(
                     d, reduction, target, (cta, offset), n, m.bulk_groups.joined(thread)
                 ),
-                reads=[Span(cta, offset, offset + n)],
+                reads=[Span(cta, offset, offset + n)], is_store=True,
             )  # fmt: skip
             m.flight.issue(op)
 
