@@ -83,7 +83,7 @@ def main(*argv: str) -> None:
 
 
 @contextmanager
-def session() -> Iterator[None]:
+def running() -> Iterator[None]:
     try:
         with modal.enable_output(), app.run():
             yield
@@ -92,4 +92,4 @@ def session() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(rental.main(sys.argv[1:], rent, session))
+    raise SystemExit(rental.main(sys.argv[1:], rent, running))

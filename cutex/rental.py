@@ -314,9 +314,9 @@ def reduced(problem: GemmProblem) -> GemmProblem:
 def main(
     argv: Sequence[str],
     rent: Rent,
-    session: Callable[[], AbstractContextManager[None]] = nullcontext,
+    running: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> int:
-    """Run the command line `argv`, renting through `rent` in a `session`; the exit code."""
+    """Run the command line `argv`, renting through `rent` while `running`; the exit code."""
     try:
         args = parser().parse_args(cli.join_sizes(argv))
         if args.stage == "list":
@@ -347,11 +347,11 @@ def main(
     requests = [
         replace(request, kernels=kernels.get(request.arch, b"")) for request in made.requests
     ]
-    with session():
+    with running():
         try:
             return asyncio.run(collect(replace(made, requests=requests), args, rent, say))
         except KeyboardInterrupt:
-            # NOTE: leaving the session ends the app and with it every call that still runs; Modal's
+            # NOTE: leaving `running` ends the app and with it every call that still runs; Modal's
             # own handling of Ctrl-C would do that too, but with exit code 0.
             print("cutex: interrupted; what runs remotely is ended", file=sys.stderr)
             return INTERRUPTED

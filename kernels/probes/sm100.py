@@ -18,7 +18,14 @@ from cutlass.memory import SmemAllocator
 
 from cutex.atoms.mma import allocate_slots, slots_layout
 from cutex.atoms.tma import load_operand, tile_loads
-from cutex.atoms.tmem import COLUMNS, LANES, Tmem
+from cutex.atoms.tmem import (
+    COLUMNS,
+    LANES,
+    Tmem,
+    fence_after_sync,
+    fence_before_sync,
+    make_load,
+)
 from cutex.compile import Operand
 from cutex.pipeline import Barrier, publish_barriers, sync_cluster
 
@@ -94,6 +101,12 @@ class TmemAccess(Probe):
         """Moved between two readings of the clock."""
         return LANES * 4 * self.config.columns * self.config.batch
 
+    @property
+    def total(self) -> int:
+        """Of a thread's registers, which hold 0, 1, 2, ..., after each turn and at the end."""
+        count = self.config.columns * self.config.batch
+        return (REPEATS + 1) * count * (count - 1) // 2
+
     @cute.kernel
     def kernel(self, mOut: cute.Tensor) -> None:
         c = self.config
@@ -165,6 +178,90 @@ class TmemLoad(TmemAccess):
 class TmemStore(TmemAccess):
     title = "tcgen05.st 32x32b, 4 warps"
     loads = False
+
+
+class SmemCopy(Probe):
+    """Copies from smem to tensor memory, 128 lanes of 8 columns, until their commit arrives."""
+
+    title = "tcgen05.cp 128x256b"
+    num_threads = LANES
+
+    @property
+    def bytes(self) -> int:
+        return LANES * 4 * self.config.columns * self.config.batch
+
+    @property
+    def total(self) -> int:
+        """What the last lane holds of all columns: its number, counted from 1, in each."""
+        return LANES * self.config.columns * self.config.batch
+
+    @cute.kernel
+    def kernel(self, mOut: cute.Tensor) -> None:
+        c = self.config
+        warp = cute.arch.warp_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        smem = SmemAllocator()
+        layout = slots_layout(Float32, LANES, c.columns, 1, 16)
+        sX = allocate_slots(smem, Float32, layout)[None, None, 0]  # (LANES, Columns)
+        tmem = Tmem.allocate(smem, COLUMNS)
+        barrier = Barrier.allocate(smem, "copied", arrivals=1)
+        if warp == 0:
+            tmem.acquire()
+        for j in cutlass.range(c.columns, unroll_full=True):
+            sX[thread, j] = Float32(thread + 1)
+        cute.arch.fence_view_async_shared()
+        publish_barriers((barrier,))
+        base = tmem.pointer()
+        out = words(mOut)
+        for repeat in cutlass.range_constexpr(REPEATS):
+            if warp == 0:
+                cycles = self.timed(base, sX, barrier, repeat)
+                if thread == 0:
+                    out[repeat] = cycles
+            cute.arch.sync_threads()
+        fence_after_sync()
+        count = c.columns * c.batch
+        tX = cute.make_tensor(base, cute.make_layout((LANES, count), stride=(1 << 16, 1)))
+        load = make_load(tX)
+        tSrc = load.get_slice(thread).partition_S(tX)  # (T2R, T2R_M, T2R_N)
+        cX = cute.make_identity_tensor((LANES, count))
+        rX = cute.make_rmem_tensor(load.get_slice(thread).partition_D(cX).shape, Float32)
+        cute.copy(load, tSrc, rX)
+        cute.arch.fence_view_async_tmem_load()
+        total = Float32(0.0)
+        for j in cutlass.range(count, unroll_full=True):
+            total += rX[j]
+        if thread == LANES - 1:
+            out[REPEATS] = Int32(total)
+        fence_before_sync()
+        cute.arch.sync_threads()
+        if warp == 0:
+            fence_after_sync()
+            tmem.free(base)
+
+    @cute.jit
+    def timed(
+        self,
+        base: cute.Pointer,
+        sX: cute.Tensor,
+        barrier: cutlass.Constexpr[Barrier],
+        repeat: cutlass.Constexpr[int],
+    ) -> Int32:
+        """By one warp."""
+        c = self.config
+        op = tcgen05.Cp128x256bOp(tcgen05.CtaGroup.ONE)
+        tile = cute.make_layout((LANES, c.columns), stride=(1 << 16, 1))
+        tX = [cute.make_tensor(base + c.columns * i, tile) for i in range(c.batch)]
+        copy = tcgen05.make_s2t_copy(cute.make_copy_atom(op, Float32), tX[0])
+        thr_copy = copy.get_slice(0)
+        source = tcgen05.get_s2t_smem_desc_tensor(copy, thr_copy.partition_S(sX))
+        start = clock()
+        for i in cutlass.range_constexpr(c.batch):
+            cute.copy(copy, source, thr_copy.partition_D(tX[i]))
+        with cute.arch.elect_one():
+            tcgen05.commit(barrier[0])
+        barrier.wait(repeat & 1)
+        return clock() - start
 
 
 class PeerBarrier(Probe):
@@ -295,4 +392,5 @@ def probes() -> list[Probe]:
     for kind in (TmemLoad, TmemStore):
         for columns, batch in ((1, 1), (32, 1), (64, 1), (32, 4), (64, 2)):
             found.append(kind(ProbeConfig(columns, batch)))
+    found += [SmemCopy(ProbeConfig(8, batch)) for batch in (2, 8)]
     return [*found, TmaLoad(), PairTmaLoad(), PeerBarrier(), ClcReply()]

@@ -1,0 +1,61 @@
+"""Probes measure what they say: the timed instructions are there, and do their work."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cutex import probes
+from cutex.compile import compile
+from cutex.kernels.probes.sm100 import REPEATS
+from cutex.kernels.probes.sm100 import probes as all_probes
+from cutex.resources import NoDisassembler, opcodes, sass
+
+TIMED = {  # opcode of the timed instruction, and how often it stands outside of the timing
+    "TmemLoad": ("LDTM", lambda c: c.batch),
+    "TmemStore": ("STTM", lambda c: c.batch),
+    "SmemCopy": ("UTCCP", lambda c: 0),
+    "TmaLoad": ("UTMALDG", lambda c: 0),
+    "PairTmaLoad": ("UTMALDG", lambda c: 0),
+}
+
+
+@pytest.mark.parametrize("probe", all_probes(), ids=lambda probe: probe.name)
+def test_a_probe_runs_right_in_the_simulator_and_times_what_it_names(probe):
+    compiled = compile(probe, probes.DTYPE, "sm_100a")
+    row = probes._measure_one(probe, compiled, "sim")
+    assert row["ok"]
+    assert "cycles" not in row
+    kind = type(probe).__name__
+    if kind in TIMED:
+        opcode, outside = TIMED[kind]
+        try:
+            found = [o for o in opcodes(sass(compiled)) if o.split(".")[0] == opcode]
+        except NoDisassembler as missing:
+            pytest.skip(str(missing))
+        batch = max(1, probe.config.batch)
+        assert len(found) == REPEATS * batch + outside(probe.config)
+
+
+def test_only_blackwell_has_probes():
+    with pytest.raises(ValueError, match="'sm_90a' has no probes"):
+        probes.measure("sm_90a", "sim")
+
+
+def test_the_table_tells_cycles_rates_and_clocks(tmp_path):
+    rows = [
+        {"probe": "ld", "ok": True, "cycles": 64, "columns": 32, "batch": 1, "bytes": 16384},
+        {"probe": "reply", "ok": True, "cycles": 500},
+        {"probe": "wrong", "ok": False},
+        {"probe": "gemm", "ok": True, "tflops": 1500.4,
+         "states": [{"clock_mhz": 1965.0}, {"clock_mhz": 1400.0}]},
+    ]  # fmt: skip
+    first, second, third, fourth = probes.table(rows).splitlines()
+    assert first.split()[-4:] == ["64", "cycles", "256", "B/clk"]
+    assert second.split()[-2:] == ["500", "cycles"]
+    assert third.endswith("WRONG")
+    assert fourth.endswith("1500 TFLOPS  1965 -> 1400 MHz")
+    path = probes.record(rows, "2026-01-01T00:00:00+00:00", tmp_path)
+    assert probes.record(rows, "2026-01-01T00:00:00+00:00", tmp_path) == path
+    assert json.loads(path.read_text()) == rows
