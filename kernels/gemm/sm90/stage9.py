@@ -81,10 +81,14 @@ class Stage9(Stage8):
     def load_tiles(self, ab_operands: AbOperands, ab: SharedRing, mC: cute.Tensor) -> None:
         cpasync.prefetch_descriptor(ab_operands.a.atom)
         cpasync.prefetch_descriptor(ab_operands.b.atom)
-        cute.arch.griddepcontrol_launch_dependents()
         walk = self.tiles.walk(mC)
-        self.prefetch(ab_operands.loads(walk.tile(walk.first), self.cluster), walk)
-        cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(self.config.swap_ab):
+            cute.arch.griddepcontrol_launch_dependents()
+            self.prefetch(ab_operands.loads(walk.tile(walk.first), self.cluster), walk)
+            cute.arch.griddepcontrol_wait()
+        else:
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         fill = ab.producer()
         for index in cutlass.range(walk.first, walk.end, walk.step, unroll=1):
             loads = ab_operands.loads(walk.tile(index), self.cluster)
@@ -98,16 +102,16 @@ class Stage9(Stage8):
 
     @cute.jit
     def prefetch(self, loads: AbLoads, walk: Walk) -> None:
-        """Bring the first round of the ring into L2, while the kernel before this one still runs.
+        """Bring the first round of A into L2, while the kernel before this one still runs.
 
-        NOTE: should that kernel yet write A or B, then into L2, where the loads look.
+        NOTE: should that kernel yet write A, then into L2, where the loads look. Only where a row
+        of tiles is one CTA's own: what CTAs share, each would ask L2 for once more than needed.
         """
         count = self.share(loads.num_k_tiles)
         first = walk.share * count
         ahead = cutlass.min(count, self.config.num_stages)
         for k_tile in cutlass.range(first, first + ahead, unroll=1):
             cute.prefetch(loads.a.atom, loads.a.gmem[None, k_tile])
-            cute.prefetch(loads.b.atom, loads.b.gmem[None, k_tile])
 
     def share(self, num_k_tiles: Int32) -> Int32:
         """K tiles of one of the split_k CTAs."""
