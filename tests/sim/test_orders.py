@@ -70,6 +70,15 @@ def test_a_store_issued_before_all_warps_wrote_their_part_is_found_in_fifo_order
     assert any(re.search("the TMA store .* reads .*no barrier orders the two", r) for r in reports)
 
 
+@pytest.mark.parametrize("stage", STORES, ids=lambda s: f"{s.arch}-{s.number}")
+def test_a_slot_reused_while_one_store_too_many_may_be_pending_is_found_in_fifo_order(stage):
+    kernel = compile(stage.kernel(), "fp16", stage.arch)
+    wait = r"(cp\.async\.bulk\.wait_group\.read\s+)(\d+)"
+    ptx = re.sub(wait, lambda m: f"{m.group(1)}{int(m.group(2)) + 1}", kernel.ptx)
+    report = findings(Mutant(kernel.object_path, kernel.symbol, ptx))
+    assert re.search("a store .* overwrites .* still being read by the TMA store", report)
+
+
 def test_ordinary_stores_and_loads_of_two_warps_need_a_barrier():
     """A kernel whose warp 1 reads what warp 0 wrote: with bar.sync nothing, without it a race."""
 
