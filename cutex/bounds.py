@@ -184,21 +184,29 @@ def mma_shape(ptx: str) -> tuple[int, int, int]:
 
 
 def step_mmas(code: str) -> int:
-    """MMAs for each commit in the innermost loop of the SASS that starts any."""
+    """MMAs for each commit in the mainloop: of the innermost loops in the SASS that start any, the
+    one with most (others may take the first or the last steps of a tile)."""
     lines = code.splitlines()
     labels = {m[1]: i for i, line in enumerate(lines) if (m := re.match(r"(\.L_x_\d+):", line))}
-    bodies = []
+    loops = []
     for i, line in enumerate(lines):
         to = re.search(r"\bBRA\S*\s.*`\((\.L_x_\d+)\)", line)
-        if to and labels.get(to[1], i) < i:
-            body = "\n".join(lines[labels[to[1]] : i])
-            if "UTCHMMA" in body:
-                bodies.append(body)
-    if not bodies:
+        if to and labels.get(to[1], i) < i and _count("UTCHMMA", lines[labels[to[1]] : i]):
+            loops.append((labels[to[1]], i))
+    innermost = [
+        (a, b)
+        for a, b in loops
+        if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)
+    ]
+    if not innermost:
         raise ValueError("no loop in the SASS starts MMAs")
-    body = min(bodies, key=len)
-    mmas, commits = (len(re.findall(rf"\b{op}\b", body)) for op in ("UTCHMMA", "UTCBAR"))
-    return mmas // max(1, commits)
+    return max(
+        _count("UTCHMMA", lines[a:b]) // max(1, _count("UTCBAR", lines[a:b])) for a, b in innermost
+    )
+
+
+def _count(opcode: str, lines: Sequence[str]) -> int:
+    return sum(bool(re.search(rf"\b{opcode}\b", line)) for line in lines)
 
 
 def stage_row(stage: Stage, dtype: str = "bf16") -> Row:

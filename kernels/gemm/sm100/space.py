@@ -97,9 +97,11 @@ def predict(config: GemmConfig, problem: GemmProblem, arch: Arch) -> float:
     step = max(compute, load) + machine.load_cost * load
     mainloop = _up(_up(problem.k, c.tile_k), c.split_k) * step
 
-    # the way out of a tile: hidden with two tiles' accumulators; else all but the first block's
+    # the way out of a tile: hidden with two tiles' accumulators; else, of two blocks, under the
+    # steps that the other takes alone (Stage9.skew)
     drain = c.tile_n // EPI_N * machine.sub_tile
-    shown = 0 if c.num_acc >= 2 * blocks else drain
+    alone = c.num_stages // 2 * compute / blocks if blocks > 1 else 0
+    shown = 0 if c.num_acc >= 2 * blocks else max(0, drain - alone)
     cycles = waves * max(mainloop + shown, blocks * drain)
     ends = machine.fill + blocks * drain
     if c.split_k > 1:  # every wave is of new CTAs

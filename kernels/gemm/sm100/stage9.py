@@ -5,7 +5,8 @@ and choose by the problem (kernels/gemm/choose.py).
 
 - tile_m = 512: a pair computes two accumulators that share B. A CTA loads 48 KB for 1024 cycles of
   MMA instead of 64: 171 FLOP a byte instead of 128, a quarter less through L2. All of tensor memory
-  is one tile, so only half of the epilogue hides: the accumulators are given back one by one.
+  is one tile. So at its end one accumulator takes its last steps before the other, and at the
+  beginning of the next its first ones: while one is read out, the other computes.
 - tile_m = 256, two accumulators, tile_n from 64 to 256 by 32: stage 8's overlap, and a width that
   fills the last wave. 512x8192x5376 takes 64 tiles of 256x256, 64 of 74 pairs; or 74 of 256x224.
 - swap_ab: where M is small, compute C^T = B A^T: the 256 rows of a tile come from N.
@@ -13,11 +14,10 @@ and choose by the problem (kernels/gemm/choose.py).
   its sums in smem, and each adds up a share of the columns from all of them, always in the same
   order: no workspace, no second kernel, the same bits in every run.
 
-Changed since stage 8: `mma` and `epilogue` loop over the accumulators of a tile, and the first step
-of K stands before the loop; a sub-tile is on its way out of tensor memory while the one before is
-stored; C may leave transposed, and leaves L2 first, for A and B to stay; and the kernel starts
-while the one before it ends (griddepcontrol): barriers and tensor memory are ready when its results
-are.
+Changed since stage 8: `mma` and `epilogue` loop over the accumulators of a tile; a sub-tile is on
+its way out of tensor memory while the one before is stored; C may leave transposed, and leaves L2
+first, for A and B to stay; and the kernel starts while the one before it ends (griddepcontrol):
+barriers and tensor memory are ready when its results are.
 
 Public figures: 512x256 gives about 1.1 times at 4096 and above, wave fit 1.15
 times where it applies, the early start up to 1.16 times on the smallest problems.
@@ -38,7 +38,15 @@ from cutex.atoms.tmem import LANES, Tmem, fence_after_sync, fence_before_sync
 from cutex.epilogue import drain_stores, sub_tiles
 from cutex.kernels.gemm.sm100.stage3 import Warp
 from cutex.kernels.gemm.sm100.stage8 import Stage8
-from cutex.pipeline import AccRing, PairRing, Ring, is_leader, publish_barriers, sync_cluster
+from cutex.pipeline import (
+    AccRing,
+    PairRing,
+    Place,
+    Ring,
+    is_leader,
+    publish_barriers,
+    sync_cluster,
+)
 from cutex.schedulers.clc import CTAS
 from cutex.schedulers.queue import OneTileQueue
 
@@ -192,23 +200,52 @@ class Stage9(Stage8):
         ticket = queue.first()
         while ticket.valid:
             first = fill.slot
-            ab.wait_full(take)
+            head = cutlass.min(self.skew, num_k_tiles)
+            tail = cutlass.min(self.skew, num_k_tiles - head)
             for block in cutlass.range_constexpr(self.num_blocks):
                 acc.acquire(fill)
                 fence_after_sync()
-                mma.into(first + block, block).issue(take.slot, accumulate=False)
+                self.steps(mma.into(first + block, block), ab, take, head, block, fresh=True)
                 fill.advance()
-            mma.commit(ab.empty[take.slot])
-            take.advance()
-            for _ in cutlass.range(1, num_k_tiles, unroll=1):
+            take.skip(head)
+            for _ in cutlass.range(num_k_tiles - head - tail, unroll=1):
                 ab.wait_full(take)
                 for block in cutlass.range_constexpr(self.num_blocks):
                     mma.into(first + block, block).issue(take.slot, accumulate=True)
                 mma.commit(ab.empty[take.slot])
                 take.advance()
             for block in cutlass.range_constexpr(self.num_blocks):
+                self.steps(mma.into(first + block, block), ab, take, tail, block, fresh=False)
                 mma.commit(acc.full[first + block])
+            take.skip(tail)
             ticket = queue.next(ticket)
+
+    @property
+    def skew(self) -> int:
+        """Steps at either end of a tile that one block takes before the other: the first is then
+        complete, and read, while the second still computes. Where tensor memory holds two tiles
+        nothing needs that."""
+        c = self.config
+        return 1 if c.num_acc > self.num_blocks else max(1, c.num_stages // 2)
+
+    @cute.jit
+    def steps(
+        self,
+        mma: Umma,
+        ab: Ring,
+        take: Place,
+        count: Int32,
+        block: cutlass.Constexpr[int],
+        fresh: cutlass.Constexpr[bool],
+    ) -> None:
+        """`count` steps of one block, from the slot of `take` on; the last block empties them."""
+        place = Place(take.num_slots, take.slot, take.phase)
+        for step in cutlass.range(count, unroll=1):
+            ab.wait_full(place)
+            mma.issue(place.slot, accumulate=step > 0 if fresh else True)
+            if cutlass.const_expr(block == self.num_blocks - 1):
+                mma.commit(ab.empty[place.slot])
+            place.advance()
 
     @cute.jit
     def epilogue(
