@@ -44,7 +44,8 @@ def matmul(
     cannot step through (a base or stride that is no multiple of 16 bytes; fp8 and float32 whose K
     is not contiguous) is copied first.
     bias: (N,) or (1, N), or (M, 1). residual: broadcasts to the result. Both of any float dtype.
-    activation: "relu", "gelu", "gelu_tanh", "silu", or a function of one DSL Float32, or of it and
+    activation: "relu", "gelu", "gelu_tanh", "silu"; "gated_silu" or "gated_gelu", act(even columns)
+        * odd columns, which leaves (.., M, N / 2); or a function of one DSL Float32, or of it and
         its row and column (@cute.jit if it branches).
     out: where to write; of any strides. beta: factor of what it held before.
     out_dtype: bfloat16, float16 or float32; by default that of a, bfloat16 for fp8.
@@ -60,19 +61,24 @@ def matmul(
             Call(a, b, bias, residual, out, scale_a, scale_b, amax, activation, out_dtype,
                  alpha, beta)
         )  # fmt: skip
+    key: tuple[Any, ...] | None
     try:
-        key: tuple | None = (
+        key = (
             a.__class__, a.dtype, a.shape, a.stride(), b.__class__, b.dtype, b.shape, b.stride(),
             out_dtype, activation, alpha, beta,
         )  # fmt: skip
-        if not (bias is residual is out is scale_a is scale_b is amax is None):
+        if out is not None:
+            key += ("out", out.__class__, out.dtype, out.shape, out.stride())
+        if bias is not None:
+            key += ("bias", bias.__class__, bias.dtype, bias.shape, bias.stride())
+        if not (residual is scale_a is scale_b is amax is None):
             key += tuple(
                 x if x is None else (x.__class__, x.dtype, x.shape, x.stride())
-                for x in (bias, residual, out, scale_a, scale_b, amax)
-            )  # type: ignore[operator]
+                for x in (residual, scale_a, scale_b, amax)
+            )
         if _several_gpus:
-            key += (a.get_device(),)  # type: ignore[operator]
-        plan = _plans.get(key)  # type: ignore[arg-type]
+            key += (a.get_device(),)
+        plan = _plans.get(key)
     except (AttributeError, TypeError, RuntimeError):
         key = plan = None  # not a tensor, or not a plain one: the checks will say
     if plan is not None and not (_grad_enabled() and _wants_gradient(a, b, bias, residual)):
@@ -349,6 +355,8 @@ def _fake_out(
 
 def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
     a, b, bias, residual, scale_a, scale_b, activation, _, alpha = inputs
+    if activation is not None and activation not in _ACTIVATION_GRADIENTS:
+        raise ValueError(f"activation {activation!r} cannot be given where a gradient is wanted")
     if any(x is not None for x in (scale_a, scale_b)):
         raise ValueError("scale_a and scale_b cannot be given where a gradient is wanted")
     ctx.save_for_backward(a, b, bias)

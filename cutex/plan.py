@@ -5,13 +5,14 @@ step through are passed as they are; what it costs where it cannot, the plan's n
 
 - a and b need one side contiguous, and the base and all other strides a multiple of 16 bytes; fp8
   and tf32 also K contiguous. Else each call copies the operand first.
-- out, where its base or strides are no such multiples, is stored element by element.
+- out, where its base, strides or contiguous side are no such multiples, is stored element by
+  element.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ NAMES = {
 BYTES = {"bf16": 2, "fp16": 2, "e4m3": 1, "e5m2": 1, "fp32": 4}
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "gated_silu", "gated_gelu")
 
 
 @dataclass
@@ -77,7 +78,14 @@ class Call:
     def shape(self) -> tuple[int, ...]:
         """Of the result."""
         batch = torch.broadcast_shapes(self.a.shape[:-2], self.b.shape[:-2])
-        return (*batch, self.a.shape[-2], self.b.shape[-1])
+        columns = self.b.shape[-1] // 2 if self.gate else self.b.shape[-1]
+        return (*batch, self.a.shape[-2], columns)
+
+    @property
+    def gate(self) -> str | None:
+        """What the even columns go through, before they multiply the odd ones."""
+        name = self.activation if isinstance(self.activation, str) else ""
+        return name.removeprefix("gated_") if name.startswith("gated_") else None
 
 
 def check(call: Call) -> None:
@@ -138,7 +146,13 @@ def _check_result(call: Call) -> None:
 
 
 def _check_fused(call: Call) -> None:
-    *_, m, n = call.shape
+    m, n = call.a.shape[-2], call.b.shape[-1]
+    if call.gate and (n % 2 or (call.bias is not None and by_row(call.bias, call))):
+        raise ValueError(
+            f"activation {call.activation!r} takes an even N, got {n}, and no row bias"
+        )
+    if call.gate and call.beta:
+        raise ValueError(f"beta={call.beta} cannot be given with activation {call.activation!r}")
     if isinstance(call.activation, str):
         if call.activation not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
@@ -222,12 +236,16 @@ def operand(x: Tensor, k_side: int, k_only: bool) -> tuple[Tensor, Matrix, str]:
 
 
 def result(x: Tensor) -> tuple[Tensor, Matrix, str]:
-    """The same of out, which is never copied."""
+    """The same of out, which is never copied.
+
+    NOTE: a TMA store writes units of 16 bytes whole: on an H200, rows that end within one had what
+    lies behind them overwritten.
+    """
     from cutex.kernels.gemm.sm90.general import Matrix
 
     name, batched = NAMES[x.dtype], x.dim() == 3
     for side, major in ((-1, "row"), (-2, "column")):
-        if aligned(x, side):
+        if aligned(x, side) and x.shape[side] * x.element_size() % ALIGN == 0:
             return normal(x, side), Matrix(name, major, batched), ""
     note = "stored by element: TMA cannot step through it"
     return x, Matrix(name, "row", batched, tma=False), note
@@ -282,8 +300,11 @@ def arrange(call: Call, out: Tensor) -> Arranged:
     b, b_lies, notes["b"] = operand(b, -2, k_only)
     before = out
     out, out_lies, notes["out"] = result(out)
+    if call.gate:
+        out, out_lies = before, replace(out_lies, major="row", tma=False)
+        notes["out"] = "stored by element: gates leave single columns"
     pieces, passed = fused(call, before, residual)
-    m, n = out.shape[-2:]
+    m, n = out.shape[-2], b.shape[-1]
     sizes = m, n, a.shape[-1], out.shape[0] if out.dim() == 3 else 1
     tensors = [a, b, out, *(x for _, x in passed)]
     names = tuple(name for name, _ in passed)
@@ -329,7 +350,7 @@ def fused(
 
     def matrix(name: str, x: Tensor, beta: bool = False) -> Piece:
         pairs = aligned(x, -1) and x.shape[-1] * x.element_size() % ALIGN == 0 and min(x.shape) > 1
-        return fusion.Add(name, NAMES[x.dtype], x.dim() == 3, beta, pairs)
+        return fusion.Add(name, NAMES[x.dtype], x.dim() == 3, beta, pairs, call.gate is not None)
 
     for name, by in (("scale_a", "row"), ("scale_b", "column")):
         scale = getattr(call, name)
@@ -342,8 +363,13 @@ def fused(
         add(matrix("c", out, beta=True), ("out", out), ("beta", float(call.beta)))
     if call.bias is not None:
         by = "row" if by_row(call.bias, call) else "column"
-        add(fusion.Bias(by, NAMES[call.bias.dtype]), ("bias", flat(call.bias)))
-    if isinstance(call.activation, str):
+        bias = flat(call.bias)
+        bias = bias if bias.is_contiguous() else bias.contiguous()
+        whole = bias.data_ptr() % ALIGN == 0 and bias.nbytes % ALIGN == 0
+        add(fusion.Bias(by, NAMES[bias.dtype], by == "column" and whole), ("bias", bias))
+    if call.gate:
+        add(fusion.Gate(call.gate))
+    elif isinstance(call.activation, str):
         add(fusion.Activation(call.activation))
     elif call.activation is not None:
         add(fusion.Elementwise(call.activation))
@@ -374,11 +400,16 @@ def config_for(
     m, n, k, batch = sizes
     a, b, out = lies
     k = k * BYTES[a.dtype] // 2  # tiles are cut in units of 2 bytes
-    problem = GemmProblem(m, -(-n // 8) * 8, max(8, -(-k // 8) * 8))
+    # whole units, and no larger than makes a difference
+    m, n, k = (min(max(8, -(-size // 8) * 8), 1 << 20) for size in (m, n, k))
+    problem = GemmProblem(m, n, k)
     whole = batch == 1 and out.dtype != "fp32"  # NOTE: a split tile leaves in parts of 16 bits
+    gated = any(type(piece).__name__ == "Gate" for piece in pieces)  # of neighbouring columns
     for tiles in ranked(problem, arch(arch_name)):
-        if tiles.split_k == 1 or whole:
+        if (tiles.split_k == 1 or whole) and not (gated and tiles.swap_ab):
             chosen = {f.name: getattr(tiles, f.name) for f in fields(tiles)}
+            if pieces and tiles.epi_n == 64 and tiles.epi_stages == 1:
+                chosen.update(epi_n=32, epi_stages=2)  # fewer registers in use at a time
             return GeneralConfig(**chosen, a=a, b=b, out=out, pieces=pieces)
     raise ValueError(f"M={m}, N={n}, K={k}: no config takes these sizes")
 

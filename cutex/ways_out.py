@@ -51,8 +51,7 @@ class Fusion:
             layout = cute.make_layout((across[0], along[0]), stride=(across[1], along[1]))
         rX = cute.make_tensor(rX.iterator, layout)  # (R, C)
         x = fusion.Fragment(rX, rows, columns, batch, self.bounds, not self.transposed)
-        fusion.apply(self.pieces, x, self.passed)
-        return x
+        return fusion.apply(self.pieces, x, self.passed)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import cutex
 from cutex import fusion, ops
 from cutex.matmul_problem import draw
+from cutex.plan import result
 
 ARCH = ["sm_90a"]
 each_arch = pytest.mark.parametrize("arch", ARCH)
@@ -91,6 +92,24 @@ def test_two_functions_of_one_name_are_two_kernels() -> None:
 
     assert repr(scaled(2.0)) != repr(scaled(3.0))
     assert repr(scaled(2.0)) == repr(scaled(2.0))
+
+
+@pytest.mark.parametrize("name", ["gated_silu", "gated_gelu"])
+@each_arch
+def test_gates_leave_half_the_columns(arch: str, place: str, name: str) -> None:
+    a, b, bias = normal(place, 40, 24), normal(place, 24, 48, seed=1), normal(place, 48, seed=2)
+    x = a.float() @ b.float() + bias.float()
+    gate = F.silu if name == "gated_silu" else F.gelu
+    want = gate(x[:, 0::2]) * x[:, 1::2]
+    c = cutex.matmul(a, b, bias=bias, activation=name, out_dtype=torch.float32)
+    assert close(c, want, by=1e-4)
+
+
+def test_tma_stores_only_rows_of_whole_units() -> None:
+    """It writes 16 bytes at a time, whatever lies there: seen on an H200."""
+    memory = torch.zeros(8, 32, dtype=bf16)
+    assert result(memory[:, :24])[1].tma
+    assert not result(memory[:, :21])[1].tma
 
 
 @each_arch
@@ -189,6 +208,11 @@ BAD: dict[str, tuple[Callable[[], Tensor], type[Exception], str]] = {
         lambda: cutex.matmul(A.expand(2, 4, 8), B.expand(3, 8, 16)),
         ValueError,
         "b has batch sizes",
+    ),
+    "gate": (
+        lambda: cutex.matmul(A, B[:, :15], activation="gated_silu"),
+        ValueError,
+        "takes an even N",
     ),
     "bias": (lambda: cutex.matmul(A, B, bias=A), ValueError, "bias has shape"),
     "residual": (lambda: cutex.matmul(A, B, residual=A), ValueError, "residual has shape"),

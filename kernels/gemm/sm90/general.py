@@ -147,10 +147,11 @@ class General(Stage9):
     def operands(self, dtype: str) -> tuple[Argument, ...]:
         """a (M, K), b (K, N), out (M, N), each with L before where batched; then the pieces'."""
         c = self.config
+        gated = fusion.gated(c.pieces)  # then out has half the columns of b
         return (
             c.a.argument("a", "m", "k", "la"),
             c.b.argument("b", "k", "n", "lb"),
-            c.out.argument("out", "m", "n", "l"),
+            c.out.argument("out", "m", "half" if gated else "n", "l"),
             *fusion.arguments(c.pieces),
         )
 
@@ -175,7 +176,7 @@ class General(Stage9):
         if cutlass.const_expr(c.out.tma):
             out = store_operand(mOut, self.epilogue_slots(mOut.element_type))
         self.kernel(a, b, out, passed).launch(
-            grid=self.grid(mOut),
+            grid=self.grid(self.product(mOut)),
             block=(self.num_threads, 1, 1),
             cluster=(c.cluster_m, c.cluster_n, c.split_k),
             min_blocks_per_mp=1,
@@ -210,9 +211,9 @@ class General(Stage9):
         smem = SmemAllocator()
         sA = allocate_slots(smem, kinds[0], a.smem_layout)  # (bM, bK, SLOT)
         sB = allocate_slots(smem, kinds[1], b.smem_layout)  # (bN, bK, SLOT)
-        mOut, sC = out, None
+        mProduct, sC = self.product(out), None
         if cutlass.const_expr(c.out.tma):
-            mOut = out.tma_tensor
+            mProduct = out.tma_tensor
             sC = allocate_slots(smem, out.atom.value_type, out.smem_layout)  # (64, epiN, SLOT)
         ab = self.ring(smem)
         publish_barriers((ab,), cluster=self.cluster.size * c.split_k > 1)
@@ -221,19 +222,27 @@ class General(Stage9):
         if warp >= self.load_warps.first:
             self.give_registers()
             if warp == self.load_warps.first:
-                self.load_tiles(GeneralOperands(a, b, sA, sB, self.k_major), ab, mOut)
+                self.load_tiles(GeneralOperands(a, b, sA, sB, self.k_major), ab, mProduct)
         else:
             self.take_registers()
             majors = tuple(OperandMajorMode.K if k else OperandMajorMode.MN for k in self.k_major)
             warpgroups = 1 if c.pingpong else c.mma_warpgroups
             mma = wgmma(make_wgmma(warpgroups, c.tile_n, *kinds, *majors), sA, sB)
-            stores = self.stores(out, sC, self.fusion(mOut, passed))
+            stores = self.stores(out, sC, self.fusion(mProduct, passed))
             num_k_tiles = cute.ceil_div(cute.size(a.tma_tensor, mode=[1]), c.k_elements)
-            self.compute_tiles(mma, ab, stores, num_k_tiles, mOut)
+            self.compute_tiles(mma, ab, stores, num_k_tiles, mProduct)
             stores.drain()
 
-    def fusion(self, mOut: cute.Tensor, passed: tuple[Any, ...]) -> Fusion:
-        bounds = cute.size(mOut, mode=[0]), cute.size(mOut, mode=[1])
+    def product(self, mOut: Any) -> Any:
+        """What the tiles cover: out, or twice its columns, of which gates leave half."""
+        if not fusion.gated(self.config.pieces):
+            return mOut
+        m, n, *batch = mOut.shape
+        return cute.make_tensor(mOut.iterator, cute.make_layout((m, 2 * n, *batch)))
+
+    def fusion(self, mProduct: cute.Tensor, passed: tuple[Any, ...]) -> Fusion:
+        """The bounds are those of the product."""
+        bounds = cute.size(mProduct, mode=[0]), cute.size(mProduct, mode=[1])
         swapped = self.config.swap_ab
         return Fusion(self.config.pieces, passed, bounds[::-1] if swapped else bounds, swapped)
 
