@@ -68,10 +68,7 @@ def run(request: dict) -> dict:
 async def rent(gpu: str, requests: list[dict], timeout: int) -> AsyncIterator[rental.Reply]:
     """One reply or exception per request, as they arrive."""
     replies = run.with_options(gpu=gpu, timeout=timeout).starmap.aio(
-        [(request,) for request in requests],
-        order_outputs=False,
-        return_exceptions=True,
-        wrap_returned_exceptions=False,
+        [(request,) for request in requests], order_outputs=False, return_exceptions=True
     )
     async for reply in replies:
         yield reply

@@ -248,7 +248,6 @@ def preflight(made: Plan, say: Callable[[str], None]) -> tuple[bool, dict[str, b
     """
     entries: dict[str, set[Path]] = {}
     right, seen = True, set()
-    spinner = cli.Lines("sim", (), False)
     for request in made.requests:
         folders = entries.setdefault(request.arch, set())
         if request.probes:
@@ -260,16 +259,14 @@ def preflight(made: Plan, say: Callable[[str], None]) -> tuple[bool, dict[str, b
             s for s in cli.choose_stages("all", arch(request.arch)) if s.number in request.stages
         ]
         for stage in stages:
-            size = "x".join(map(str, problem.mnk))
-            with spinner.status(f"preflight: stage {stage.number} of {stage.arch} for {size}"):
-                for config in _configs(stage, problem):
-                    compiled = compile_stage(replace(stage, default=config), problem.dtype)
-                    folders.add(compiled.object_path.parent)
-                small = reduced(problem)
-                if (stage, small) in seen:
-                    continue
-                seen.add((stage, small))
-                result = run_stages(small, [stage], "sim")[0]
+            for config in _configs(stage, problem):
+                compiled = compile_stage(replace(stage, default=config), problem.dtype)
+                folders.add(compiled.object_path.parent)
+            small = reduced(problem)
+            if (stage, small) in seen:
+                continue
+            seen.add((stage, small))
+            result = run_stages(small, [stage], "sim")[0]
             if not result.ok:
                 right = False
                 size = "x".join(map(str, small.mnk))
