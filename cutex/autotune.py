@@ -84,6 +84,14 @@ def tuned(stage: Stage, problem: GemmProblem, time: Timer | None = None) -> Gemm
     return best
 
 
+def remembered(stage: Stage, problem: GemmProblem) -> GemmConfig | None:
+    """What `tuned` has chosen for the class of `problem` before; None if it never did."""
+    if not enabled():
+        return None
+    key = _key(stage, problem)
+    return _read(cache_dir() / "tuned" / f"{_digest(key)}.json", key)
+
+
 def compete(problem: GemmProblem, target: Arch, time: Timer) -> dict[GemmConfig, float]:
     """Microseconds of the finalists: the best of the model's best."""
     first = ranked(problem, target)[:CANDIDATES]

@@ -11,7 +11,7 @@ step through are passed as they are; what it costs where it cannot, the plan's n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from cutex.problem import GemmProblem
 if TYPE_CHECKING:
     from cutex.compile import Compiled
     from cutex.fusion import Piece
+    from cutex.kernels.gemm.config import GemmConfig
     from cutex.kernels.gemm.sm90.general import GeneralConfig, Matrix
 
 ALIGN = 16  # bytes
@@ -387,6 +388,18 @@ def flat(x: Tensor) -> Tensor:
 # ---- the kernel
 
 
+def proposals(problem: GemmProblem, arch_name: str) -> Iterator[GemmConfig]:
+    """What an autotuner run chose, where there was one on this GPU, then the model's ranking."""
+    from cutex import autotune
+    from cutex.kernels.gemm import stages
+
+    if torch.cuda.is_available():
+        found = autotune.remembered(stages(arch_name)[-1], problem)
+        if found is not None:
+            yield found
+    yield from ranked(problem, arch(arch_name))
+
+
 @lru_cache(maxsize=4096)
 def config_for(
     sizes: tuple[int, int, int, int],
@@ -394,7 +407,7 @@ def config_for(
     pieces: tuple[Piece, ...],
     arch_name: str,
 ) -> GeneralConfig:
-    """What the model of choose.py proposes, of what the general kernel can do."""
+    """The first of `proposals` that the general kernel can do."""
     from cutex.kernels.gemm.sm90.general import GeneralConfig
 
     m, n, k, batch = sizes
@@ -402,10 +415,11 @@ def config_for(
     k = k * BYTES[a.dtype] // 2  # tiles are cut in units of 2 bytes
     # whole units, and no larger than makes a difference
     m, n, k = (min(max(8, -(-size // 8) * 8), 1 << 20) for size in (m, n, k))
-    problem = GemmProblem(m, n, k)
+    name = a.dtype if a.dtype in ("bf16", "fp16") else "bf16"
+    problem = GemmProblem(m, n, k, name)
     whole = batch == 1 and out.dtype != "fp32"  # NOTE: a split tile leaves in parts of 16 bits
     gated = any(type(piece).__name__ == "Gate" for piece in pieces)  # of neighbouring columns
-    for tiles in ranked(problem, arch(arch_name)):
+    for tiles in proposals(problem, arch_name):
         if (tiles.split_k == 1 or whole) and not (gated and tiles.swap_ab):
             chosen = {f.name: getattr(tiles, f.name) for f in fields(tiles)}
             if pieces and tiles.epi_n == 64 and tiles.epi_stages == 1:
