@@ -192,7 +192,7 @@ def _issue_mma(
         if from_tmem:
             k_columns = 8
             m.tmem.check(cta, a & 0xFFFF, k_columns, m.name_warp(warp), ins)
-            reads.append(Rectangle(cta, 0, 128, a & 0xFFFF, (a & 0xFFFF) + k_columns))
+            reads += _rectangles(cta, desc, a, k_columns)
             a_values.append(_a_in_tmem(m, cta, a, rows, desc, group))
         else:
             operand = SharedOperand(
@@ -207,7 +207,7 @@ def _issue_mma(
             )
             reads.append(operand.span())
             a_values.append(operand.values)
-    writes: list[Any] = [Rectangle(c, 0, 128, column, column + width) for c in ctas]
+    writes: list[Any] = [r for c in ctas for r in _rectangles(c, desc, to, width)]
     lanes = accumulator_lanes(desc.m, group, base_lane)
 
     def complete() -> None:
@@ -231,6 +231,16 @@ def _issue_mma(
             "the tcgen05.mma", warp, ins, ("tcgen05", ctas[0]), complete, reads=reads, writes=writes
         )
     )
+
+
+def _rectangles(cta: int, desc: InstructionDescriptor, address: int, width: int) -> list[Rectangle]:
+    """The lanes that an accumulator, or A, takes: with M = 64, half of each quarter."""
+    lane, low = address >> 16, address & 0xFFFF
+    if desc.m == 64:
+        halves = [(32 * q + lane, 32 * q + lane + 16) for q in range(4)]
+    else:
+        halves = [(0, 128)]
+    return [Rectangle(cta, first, last, low, low + width) for first, last in halves]
 
 
 def _add(

@@ -86,6 +86,9 @@ class TensorMap:
             return f"box rows of {row} bytes are not a multiple of 16"
         if self.swizzle and row > span:
             return f"box rows of {row} bytes are wider than the {span}-byte swizzle"
+        if self.swizzle and row < span:
+            # NOTE: CUDA asks for room for whole swizzle rows there, without saying what lies where
+            return f"box rows of {row} bytes are narrower than the {span}-byte swizzle: not defined"
         if self.kind == _F32_FTZ:
             return "the simulator does not define copies of f32.ftz"
         if self.nan_fill and self.kind not in _NAN_FILL:

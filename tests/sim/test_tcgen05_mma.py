@@ -526,6 +526,23 @@ def test_reading_an_accumulator_before_the_commit_is_a_race():
                      arch="sm_100a")  # fmt: skip
 
 
+@pytest.mark.parametrize("lane", [0, 16])
+def test_m_64_leaves_the_other_half_of_each_quarter_alone(lane):
+    """While the MMA is in flight the other 16 lanes may be read, but not its own."""
+    case = Mma(operand("f16"), operand("f16", start=B_AT), 64, 32, lane=lane)
+    text = case.text()
+
+    def with_load_from(half: int) -> None:
+        load = f"add.u32 %r30, %r13, {half << 16 | case.column};"
+        load += "tcgen05.ld.sync.aligned.16x64b.x1.b32 {%r31}, [%r30];"
+        case.text = lambda: text + load  # type: ignore[method-assign]
+        case.run()
+
+    with_load_from(16 - lane)
+    with pytest.raises(Hazards, match="still being written by the tcgen05"):
+        with_load_from(lane)
+
+
 @pytest.mark.parametrize("form", ["sp.", "ws."])
 def test_forms_that_the_simulator_does_not_define_are_named(form):
     case = Mma(operand("f16"), operand("f16", start=B_AT), 128, 64)

@@ -311,6 +311,7 @@ def test_a_map_that_reaches_past_its_tensor_is_found():
         ({"box": (4, 8)}, "box rows of 8 bytes are not a multiple of 16"),
         ({"box": (128, 8), "swizzle": 128}, "box rows of 256 bytes are wider than the 128-byte"),
         ({"box": (64, 8), "swizzle": 32}, "box rows of 128 bytes are wider than the 32-byte"),
+        ({"box": (16, 8), "swizzle": 64}, "box rows of 32 bytes are narrower than the 64-byte"),
         ({"tensor": Tensor("u16", (64, 16)), "nan": True}, "NaN fill of a u16 tensor"),
         ({"tensor": Tensor("f64", (64, 16)), "nan": True}, "NaN fill of a f64 tensor"),
         ({"tensor": Tensor("f32.ftz", (64, 16))}, "f32.ftz"),
