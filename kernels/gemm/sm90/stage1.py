@@ -7,8 +7,9 @@ whole tile: two TMA instructions for each 64 of K instead of sixteen, each row a
 Changed since stage 0: `swizzle`, and the default tile, 128x256: 85 FLOP for each byte that comes
 through L2 instead of 64. Two warpgroups of 64x256 keep it at 128 accumulator registers a thread.
 
-Expect two to three times stage 0: 48 KB come in some 900 cycles from L2, wgmma takes 1024. They
-still take turns.
+48 KB come in some 900 cycles from L2, wgmma takes 1024, and they still take turns.
+
+Measured: 254 TFLOPS, 1.57 times stage 0.
 """
 
 from __future__ import annotations

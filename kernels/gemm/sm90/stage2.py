@@ -11,8 +11,10 @@ accumulator is undefined, and for its sake move the rounding of the accumulator 
 wait_group. ptxas then makes every wgmma wait for the one before.
 
 The tensor core no longer waits for memory latency, only for bandwidth, and for warp 0, which issues
-the loads between its own MMAs. Expect 1.5 times stage 1 or more: of the 900 cycles that a load
-takes, and stage 1 waits for, few remain in the open.
+the loads between its own MMAs. Of the 900 cycles that a load takes, and stage 1 waits for, few
+remain in the open.
+
+Measured: 606 TFLOPS, 2.39 times stage 1: the largest step of the ladder.
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@ way: in bands of `raster_group` clusters, so that the tiles in work at one time 
 as high as it is wide, and share the most of A and B in L2 (schedulers/raster.py).
 
 Changed since stage 6: the grid, and both roles loop over the tiles.
+
+Measured: 679 TFLOPS, 1.05 times stage 6. Bands of 4, 8 and 16, along M or N, differ by less than
+1 %: all of them keep what a wave reads within L2.
 """
 
 from __future__ import annotations

@@ -9,6 +9,10 @@ Changed since stage 7: the tile, 128x192 by one warpgroup (192 accumulators a th
 by two), and `compute_tiles`: each warpgroup walks every second tile, skips the other's part of the
 ring, and takes its turn to issue when the other has issued its last wgmma.
 
+Measured: 717 TFLOPS, 1.06 times stage 7, and as much as a cooperative kernel could gain by
+hiding its way out. At 4096x4096x4096 it loses (0.90): 704 tiles of 128x192 are 5.3 rounds of 132
+SMs, that is six. Which tile suits which problem is stage 9's business.
+
 NOTE: the turn is what makes it right, too. A wait on a slot's barrier tells odd phases from even
 ones only, so a warpgroup may wait for a slot only when no more than one phase lies before it.
 """

@@ -1,0 +1,82 @@
+"""What stages 4 to 9 of sm_90a can be configured to, beside their defaults."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cutex.compile import compile
+from cutex.kernels.gemm import stage
+from cutex.problem import GemmProblem
+from cutex.sim import simulate
+
+PERSISTENT = {"num_ctas": 4}
+COOPERATIVE = {
+    "128x256": {"tile_n": 256, "num_stages": 4, "epi_stages": 2},
+    "256x128, 1x2": {"tile_m": 256, "tile_n": 128, "num_stages": 4, "cluster_n": 2},
+    "256x208, 240 registers": {"tile_m": 256, "tile_n": 208, "num_stages": 3, "epi_n": 16},
+    "192x128, three warpgroups": {
+        "tile_m": 192, "tile_n": 128, "num_stages": 4, "warpgroups": 3
+    },
+    "64x224, one warpgroup": {
+        "tile_m": 64, "tile_n": 224, "num_stages": 3, "warpgroups": 1, "epi_n": 32
+    },
+    "bands along n": {"tile_n": 128, "raster_along": "n", "raster_group": 3},
+    "2x2": {"tile_n": 128, "cluster_m": 2, "cluster_n": 2},
+}  # fmt: skip
+PINGPONG = {
+    "128x192, 1x2": {"cluster_m": 1, "cluster_n": 2},
+    "192x128": {"tile_m": 192, "tile_n": 128},
+    "64x256": {"tile_m": 64, "tile_n": 256},
+    "128x208": {"tile_n": 208, "epi_n": 16},
+    "128x128, two slots of C": {"tile_n": 128, "num_stages": 6, "epi_stages": 2},
+}
+SMALL = {
+    "pingpong": False, "cluster_m": 1, "swap_ab": True, "num_stages": 6, "epi_n": 16
+}  # fmt: skip
+SWAPPED = {
+    "64x16": {**SMALL, "tile_m": 64, "tile_n": 16, "warpgroups": 1, "tile_k": 128},
+    "128x64, split in two": {**SMALL, "tile_n": 64, "epi_n": 64, "split_k": 2},
+    "128x64, split in four": {**SMALL, "tile_n": 64, "epi_n": 32, "split_k": 4},
+}
+
+
+def check(number: int, mnk: tuple[int, int, int], changes: dict, order: str, seed: int) -> None:
+    ninth = stage("sm_90a", number)
+    config = replace(ninth.config(), **changes)
+    problem = GemmProblem(*mnk, init="int")
+    a, b = problem.inputs()
+    c = problem.output()
+    report = simulate(
+        compile(ninth.kernel(config), problem.dtype, ninth.arch), a, b, c, order=order, seed=seed
+    )
+    assert not report.findings, "\n".join(map(str, report.findings))
+    found = problem.check(a, b, c, (config.tile_m, config.tile_n))
+    assert found.ok, found.message
+
+
+@pytest.mark.parametrize("changes", COOPERATIVE.values(), ids=COOPERATIVE.keys())
+def test_cooperative_tiles_come_out_exact_when_few_ctas_walk_many(changes: dict) -> None:
+    check(7, (600, 800, 200), {**PERSISTENT, "cluster_n": 1, **changes}, "random", 1)
+
+
+@pytest.mark.parametrize("changes", PINGPONG.values(), ids=PINGPONG.keys())
+def test_pingpong_tiles_come_out_exact_when_few_ctas_walk_many(changes: dict) -> None:
+    check(8, (600, 800, 200), {**PERSISTENT, **changes}, "random", 2)
+
+
+@pytest.mark.parametrize("k", [64, 200, 1032])
+@pytest.mark.parametrize("changes", SWAPPED.values(), ids=SWAPPED.keys())
+@pytest.mark.parametrize("m", [1, 16, 100])
+def test_swapped_and_split_come_out_exact(m: int, changes: dict, k: int) -> None:
+    """k=64 is less than one step for each of a split, which then adds zeros."""
+    check(9, (m, 264, k), changes, "random", 3)
+
+
+@pytest.mark.parametrize("number", [7, 8, 9])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_walk_of_several_tiles_does_not_depend_on_the_order_of_events(
+    number: int, seed: int
+) -> None:
+    check(number, (600, 800, 64 * 7), {"num_ctas": 2}, "random", seed)
