@@ -58,7 +58,6 @@ class Access:
         """``data`` (n, 32, width) bytes."""
         where = self.lanes(b)
         if len(where.addresses):
-            self.m.progress += 1
             self.put(where, data.reshape(-1, self.width) if b.mask is None else data[b.mask])
 
     def fetch(self, where: Lanes) -> np.ndarray:
@@ -97,6 +96,7 @@ class Access:
         return self.m.memory.load(where.addresses, self.width, self._refuse(where, "loads"))
 
     def _put(self, space: str, where: Lanes, values: np.ndarray) -> None:
+        self.m.progress += space != "local"  # which nobody else sees
         if space == "shared":
             words, first = self._shared(where, write=True)
             values = np.ascontiguousarray(values).view(words.dtype)

@@ -54,13 +54,12 @@ def atomic(d: Decoder) -> Execute:
         row = np.searchsorted(b.idx, where.warps)
         x, y = (_by_lane(b, reads, dtype)[row, where.lanes] for reads in (xs, ys or xs))
         olds = np.zeros((b.n, 32, count), dtype)
-        d.m.progress += 1
         for k in range(len(row)):
             one = where.pick(slice(k, k + 1))
             old = access.fetch(one).view(dtype)  # (1, count)
-            access.put(
-                one, np.ascontiguousarray(updated(old, x[k : k + 1], y[k : k + 1])).view("u1")
-            )
+            new = np.ascontiguousarray(updated(old, x[k : k + 1], y[k : k + 1]))
+            if not (new == old).all():  # NOTE: who fails to change anything may spin
+                access.put(one, new.view(np.uint8))
             olds[row[k], where.lanes[k]] = old[0]
         for i, write in enumerate(writes):
             write(b, olds[:, :, i])

@@ -34,8 +34,8 @@ class NamedBarriers:
     def clear(self) -> None:
         self.barriers: dict[tuple[int, int], NamedBarrier] = {}
 
-    def arrive(self, warp: int, number: int, expected: int, ins: Instruction) -> bool:
-        """One warp arrives; True if that completes the barrier (everybody else is then woken)."""
+    def arrive(self, warp: int, number: int, threads: int, expected: int, ins: Instruction) -> bool:
+        """Threads of a warp arrive; True if that completes the barrier (the others then wake)."""
         m = self.machine
         if number >= NUM_NAMED_BARRIERS:
             raise BarrierMisuse.at(ins, f"barrier {number} does not exist (0..15)")
@@ -52,7 +52,7 @@ class NamedBarriers:
                 f"{expected or 'all'} threads, others with {barrier.expected or 'all'}",
             )
         barrier.expected = expected
-        barrier.arrived += 32
+        barrier.arrived += threads
         barrier.given = m.clocks.join(barrier.given, m.clocks.give(warp))
         return self._release_if_full(key)
 
@@ -79,7 +79,7 @@ class NamedBarriers:
             return False
         barrier.arrived = 0
         barrier.released, barrier.given = barrier.given, None
-        for warp in self.machine.sleepers.get(("bar", *key), ()):
+        for warp, _ in self.machine.sleepers.get(("bar", *key), ()):
             self.machine.clocks.take(warp, barrier.released)
         self.machine.wake(("bar", *key))
         return True

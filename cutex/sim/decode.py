@@ -337,9 +337,9 @@ _SPECIAL: dict[str, Any] = {
     "lanemask_le": lambda m, b: _lane_mask(lambda j, i: j <= i),
     "lanemask_gt": lambda m, b: _lane_mask(lambda j, i: j > i),
     "lanemask_ge": lambda m, b: _lane_mask(lambda j, i: j >= i),
-    # clocks count instructions: they grow, and mean nothing else
-    "clock": lambda m, b: m.progress & 0xFFFFFFFF,
-    "clock64": lambda m, b: m.progress,
-    "globaltimer": lambda m, b: m.progress,
-    "globaltimer_lo": lambda m, b: m.progress & 0xFFFFFFFF,
+    "clock": lambda m, b: m.clock() & 0xFFFFFFFF,
+    "clock64": lambda m, b: m.clock(),
+    "globaltimer": lambda m, b: m.clock(),
+    "globaltimer_lo": lambda m, b: m.clock() & 0xFFFFFFFF,
+    "globaltimer_hi": lambda m, b: m.clock() >> 32,
 }

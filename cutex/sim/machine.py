@@ -19,6 +19,7 @@ import numpy as np
 from cutex.sim.barriers import ClusterBarriers, NamedBarriers
 from cutex.sim.bulk_groups import BulkGroups
 from cutex.sim.clocks import Clocks
+from cutex.sim.divergence import BLOCKED, Divergence
 from cutex.sim.errors import BadAddress, Finding
 from cutex.sim.flight import Flight
 from cutex.sim.mbarrier import MBarriers
@@ -29,7 +30,6 @@ from cutex.sim.waiting import Waiting
 from cutex.sim.warpgroup import WarpgroupMma
 
 SYSTEM_SMEM = 1024  # reserved at the start of the shared window on sm_90 and later
-RUNNING, BLOCKED, DONE = 0, 1, 2
 _POISON = {1: True, 16: POISON16, 32: POISON32, 64: POISON64, 128: POISON64}  # by bank
 
 # What an instruction says of each warp of its batch, where not all go on:
@@ -61,13 +61,17 @@ class Batch:
         """(n,) the lowest active lane; 0 where there is none."""
         return np.zeros(self.n, int) if self.mask is None else self.mask.argmax(1)
 
+    def pick(self, rows: np.ndarray) -> Batch:
+        """Some of its warps."""
+        return Batch(self.idx[rows], None if self.mask is None else self.mask[rows])
+
     def one(self, values: Any) -> np.ndarray:
         """(n,) the value that the lowest active lane holds."""
         v = np.broadcast_to(values, (self.n, 32))
         return v[:, 0] if self.mask is None else v[np.arange(self.n), self.first_lane()]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Wait:
     """Why a warp is blocked, for wake-ups and for the deadlock report."""
 
@@ -75,6 +79,7 @@ class Wait:
     key: Any  # what `Machine.wake` is called with
     instruction: Instruction
     tell: Callable[[], str]
+    lanes: np.ndarray | None = None  # of a warp whose lanes are apart; None for all
 
 
 class PassedWait(NamedTuple):
@@ -138,6 +143,9 @@ class Machine:
             bank: np.empty((count, self.num_warps, 32, *((2,) if bank == 128 else ())), banks[bank])
             for bank, count in program.registers.items()
         }
+        self.lanes_of = Divergence(self)
+        self.sleepers: dict[Any, list[tuple[int, Wait]]] = {}  # by key
+        self.ticks = 0
         self.carry = np.zeros((self.num_warps, 32), bool)  # of add.cc and its kin
         self.smem = np.empty((num_ctas, self.smem_bytes), np.uint8)
         self.mbarriers = MBarriers(self)
@@ -147,6 +155,11 @@ class Machine:
         self.named = NamedBarriers(self)
         self.clusters = ClusterBarriers(self)
         self.tmem = TensorMemory(self)
+
+    @property
+    def live(self) -> np.ndarray:
+        """(warps, 32) lanes that have not returned."""
+        return self.lanes_of.live
 
     # -- residency ---------------------------------------------------------------------------------
 
@@ -172,17 +185,14 @@ class Machine:
         self.bulk_groups.clear()
         self.warpgroups.clear()
         self.tmem.clear()
-        self.local = np.full((self.num_warps, 32, self.local_bytes), 0xFF, np.uint8)
-        self.local[..., ::2] = 0x7F
-        self.state = np.where(self.warp_cta < count, RUNNING, DONE).astype(np.uint8)
+        self.local = np.full((self.num_warps, 32, self.local_bytes), 0x7F, np.uint8)
+        self.local[..., ::2] = 0xFF
         threads = self.warp_in_cta[:, None] * 32 + np.arange(32)
-        self.live = (threads < self.num_threads) & (self.warp_cta[:, None] < count)
-        self.pc = np.zeros(self.num_warps, np.int64)
-        self.lane_pc = np.zeros((self.num_warps, 32), np.int64)
-        self.diverged = np.zeros(self.num_warps, bool)
-        self.waits: dict[int, Wait] = {}
-        self.sleepers: dict[Any, set[int]] = defaultdict(set)
-        self.timed_out = np.zeros(self.num_warps, bool)
+        live = (threads < self.num_threads) & (self.warp_cta[:, None] < count)
+        self.lanes_of.clear(live)
+        self.sleepers.clear()
+        self.waits: dict[int, list[Wait]] = {}  # by warp
+        self.timed_out = np.zeros((self.num_warps, 32), bool)
         self.named.clear()
         self.clusters.clear()
         self.last_wait: dict[int, dict[tuple[int, int], PassedWait]] = defaultdict(dict)
@@ -238,17 +248,37 @@ class Machine:
             (rule, instruction.line), Finding(rule, message, instruction.where())
         )
 
+    def clock(self) -> int:
+        """What clocks show: it grows whenever it is read, and means nothing else."""
+        self.ticks += 256
+        return self.ticks
+
     # -- blocking and waking -----------------------------------------------------------------------
 
     def sleep(self, warp: int, wait: Wait) -> None:
-        self.waits[warp] = wait
-        self.sleepers[wait.key].add(warp)
-        self.state[warp] = BLOCKED
+        """The lanes of ``warp`` that execute now sleep until ``wait.key`` wakes them."""
+        self.waits.setdefault(warp, []).append(wait)
+        self.sleepers.setdefault(wait.key, []).append((warp, wait))
+        self.lanes_of.state[warp] = BLOCKED
 
     def wake(self, key: Any) -> None:
-        for warp in self.sleepers.pop(key, ()):
-            self.waits.pop(warp, None)
-            self.state[warp] = RUNNING
+        for warp, wait in self.sleepers.pop(key, ()):
+            self._forget(warp, wait)
+            self.lanes_of.wake(warp, wait.lanes)
+
+    def time_out(self, warp: int, wait: Wait) -> None:
+        """A try_wait gives up once."""
+        self.sleepers[wait.key].remove((warp, wait))
+        if not self.sleepers[wait.key]:
+            del self.sleepers[wait.key]
+        self._forget(warp, wait)
+        self.timed_out[warp, slice(None) if wait.lanes is None else wait.lanes] = True
+        self.lanes_of.wake(warp, wait.lanes)
+
+    def _forget(self, warp: int, wait: Wait) -> None:
+        self.waits[warp].remove(wait)
+        if not self.waits[warp]:
+            del self.waits[warp]
 
     # -- shared memory -----------------------------------------------------------------------------
 

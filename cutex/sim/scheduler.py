@@ -20,14 +20,20 @@ import numpy as np
 from cutex.orders import ORDERS
 from cutex.sim import definitions, wgmma  # noqa: F401 - the first registers instructions
 from cutex.sim.decode import Execute, decode
-from cutex.sim.errors import Deadlock, SimError, UnknownInstruction
-from cutex.sim.machine import ARRIVED, BLOCKED, DONE, GO, RETRY, RUNNING, Batch
-from cutex.sim.ptx import Program, Reg, Vector
+from cutex.sim.divergence import BLOCKED, DONE, RUNNING, YIELDED
+from cutex.sim.errors import Deadlock, SimError
+from cutex.sim.flow import LEAVES
+from cutex.sim.machine import ARRIVED, RETRY, Batch
+from cutex.sim.ptx import Instruction, Program, Reg, Vector
 
 if TYPE_CHECKING:
-    from cutex.sim.machine import Machine
+    from cutex.sim.machine import Machine, Wait
 
 _TURN = 4096  # instructions a batch may run before others at higher positions get their turn
+# Rounds of a loop, while nothing happens anywhere, after which a warp lets others run: of one that
+# reads what others may write, and of any other.
+_SPINS, _LONG_LOOP = 16, 4096
+_PATIENCE = 512  # times that all who spin may look again in vain before it is called a deadlock
 
 
 class Scheduler:
@@ -37,6 +43,7 @@ class Scheduler:
         if order not in ORDERS:
             raise ValueError(f"order {order!r}: takes one of {', '.join(ORDERS)}")
         self.m, self.random, self.eager = machine, order == "random", order == "eager"
+        self.lanes = machine.lanes_of
         self.late = _late_warps(machine, order)
         self.code = machine.program.code
         self.decoded: list[Execute | None] = [None] * len(self.code)
@@ -44,17 +51,23 @@ class Scheduler:
         self.guards = [
             None if i.guard is None else machine.registers[1][i.guard.index] for i in self.code
         ]
+        self.polls = [_polls(i) for i in self.code]
+        self.whole = [_needs_whole_warp(i) for i in self.code]
         self.executed = np.zeros(len(self.code), np.int64)  # warp-instructions
         self.turn = np.zeros(machine.num_warps, np.int64)
-        self.stalled_at = -1
+        self.idle = np.zeros(machine.num_warps, np.int64)  # loops since anything happened
 
     def run(self) -> None:
         m = self.m
-        self.turn[:] = 0
-        self.stalled_at = -1
+        self.turn[:] = self.idle[:] = 0
+        self.seen = self.resumed = m.progress
+        self.patience = _PATIENCE
+        self.before: bytes = b""
         with np.errstate(all="ignore"):
             while True:
-                ready = np.nonzero(m.state == RUNNING)[0]
+                if m.progress != self.resumed:
+                    self._resume()
+                ready = np.nonzero(self.lanes.state == RUNNING)[0]
                 if self.random and m.flight.count and m.random.random() < 0.3:
                     m.flight.complete(m.random.choice(m.flight.heads()))
                     continue
@@ -63,9 +76,9 @@ class Scheduler:
                     self._step(first if len(first) else ready)
                 elif m.flight.count:
                     self._complete()
-                elif (m.state == DONE).all():
+                elif (self.lanes.state == DONE).all():
                     break
-                else:
+                elif not self.lanes.go_on_alone():
                     self._time_out()
 
     def _complete(self) -> None:
@@ -74,20 +87,32 @@ class Scheduler:
         else:
             self.m.flight.complete_late()
 
+    def _resume(self) -> None:
+        """Something has happened: warps that spin look again."""
+        self.resumed, self.patience = self.m.progress, _PATIENCE
+        self.lanes.state[self.lanes.state == YIELDED] = RUNNING
+
     def _time_out(self) -> None:
-        """Nothing can run: sleeping try_waits return false once; if that leads to nothing new, it
-        is a deadlock.
+        """Nothing can run: sleeping try_waits return false once, and warps that spin look again. If
+        that leads to nothing new, however often, it is a deadlock.
         """
         m = self.m
-        sleepers = [w for w, wait in m.waits.items() if wait.kind == "mbarrier"]
-        if not sleepers or self.stalled_at == m.progress:
+        spinning = self.lanes.state == YIELDED
+        sleepers = [(w, s) for w, all_ in m.waits.items() for s in all_ if s.kind == "mbarrier"]
+        self.patience -= 1
+        now = self._registers(spinning | [w in m.waits for w in range(m.num_warps)])
+        if not (sleepers or spinning.any()) or now == self.before or not self.patience:
             raise Deadlock(self._report())
-        self.stalled_at = m.progress
-        for w in sleepers:
-            wait = m.waits.pop(w)
-            m.sleepers[wait.key].discard(w)
-            m.state[w] = RUNNING
-            m.timed_out[w] = True
+        self.before = now
+        self.lanes.state[spinning] = RUNNING
+        for warp, wait in sleepers:
+            m.time_out(warp, wait)
+
+    def _registers(self, which: np.ndarray) -> bytes:
+        """Everything that decides what these warps do next, while memory does not change."""
+        state = [self.m.progress.to_bytes(8, "little"), self.lanes.pc[which].tobytes()]
+        state += [r[:, which].tobytes() for r in self.m.registers.values()]
+        return b"".join(state)
 
     # -- choosing ----------------------------------------------------------------------------------
 
@@ -96,7 +121,7 @@ class Scheduler:
         turn = self.turn[ready]
         first = turn.min()
         mine = ready[turn == first]
-        places = m.pc[mine]
+        places = self.lanes.pc[mine]
         place = int(m.random.choice(places.tolist())) if self.random else int(places.min())
         idx = mine[places == place]
         limit = _TURN
@@ -108,56 +133,63 @@ class Scheduler:
                 )
         others = places[places > place]
         stop = int(others.min()) if len(others) and not self.random else len(self.code) + 1
-        mask = None
-        apart = m.diverged[idx]
-        live = m.live[idx]
-        if apart.any() or not live.all():
-            mask = live & ((m.lane_pc[idx] == place) | ~apart[:, None])
-            above = m.lane_pc[idx][live & apart[:, None] & ~mask]
-            if len(above):
-                stop = min(stop, int(above.min()))
-        self._run(Batch(idx, mask), place, stop, limit)
+        batch, waits = Batch(idx, self.lanes.running(idx, place)), frozenset[int]()
+        if batch.mask is not None:
+            above, waits = self.lanes.meeting_places(idx, batch.mask, place)
+            stop = min(stop, above)
+        self._run(batch, place, stop, waits, limit)
 
     # -- executing ---------------------------------------------------------------------------------
 
-    def _run(self, batch: Batch, pc: int, stop: int, limit: int) -> None:
-        """Executes from ``pc`` until the batch reaches ``stop`` (where others wait to join),
-        splits, blocks or ends.
+    def _run(self, batch: Batch, pc: int, stop: int, waits: frozenset[int], limit: int) -> None:
+        """Executes from ``pc`` until the batch reaches ``stop`` (where others wait to join) or one
+        of ``waits`` (where it waits for others), splits, blocks, spins or ends.
         """
         m, code, guards, decoded = self.m, self.code, self.guards, self.decoded
         base = batch.mask
+        polled = False
         for _ in range(limit):
             ins = code[pc]
             name = ins.name
             batch.mask = base
             guard = guards[pc]
-            self.executed[pc] += batch.n
-            if name == "bra" or name in ("ret", "exit", "trap"):
+            if name == "bra" or name in LEAVES:
+                self.executed[pc] += batch.n
                 taken = self._guarded(batch, base, guard, ins.negated)
+                here = batch.active()
                 if name == "trap":
-                    raise SimError(
-                        f"trap: {m.name_warp(int(batch.idx[0]))} executes trap\n    at "
-                        f"{ins.where()}"
-                    )
-                if name != "bra":
+                    self._trap(batch, here if taken is None else taken, ins)
+                elif name != "bra":
                     self._exit(batch, base, taken, pc)
                     return
-                here = batch.active()
-                if taken is None or (taken == here).all():
-                    pc = ins.target
-                elif not taken.any():
+                if name == "trap" or not (taken is None or taken.any()):
                     pc += 1
+                elif taken is None or (taken == here).all():
+                    back = ins.target <= pc
+                    pc = ins.target
+                    if back and self._spins(batch, polled):
+                        self.lanes.settle(batch, np.full(batch.n, pc))
+                        self.lanes.give_way(batch)
+                        return
                 else:
-                    self._branch(batch, here, taken, pc, ins.target)
+                    if ins.target <= pc:
+                        self._spins(batch, polled)
+                    self.lanes.branch(batch, here, taken, pc, ins.target)
                     return
-                if pc >= stop or pc <= 0:
+                if pc >= stop or pc <= 0 or pc in waits:
                     break
                 continue
+            if base is not None and self.whole[pc]:
+                staying = self.lanes.hold(batch)
+                if staying is None:
+                    return
+                batch, base = staying, staying.mask
+            self.executed[pc] += batch.n
             if guard is not None:
                 batch.mask = self._guarded(batch, base, guard, ins.negated)
                 if batch.mask is not None and not batch.mask.any():
                     pc += 1
-                    if pc >= stop:
+                    if pc >= stop or pc in waits:
                         break
                     continue
             execute = decoded[pc]
@@ -166,6 +198,7 @@ class Scheduler:
             if pc in self.watched and m.warpgroups.warps:
                 m.warpgroups.check_registers(batch, *self.watched[pc], ins)
             verdict = execute(batch)
+            polled = polled or self.polls[pc]
             if self.eager and m.flight.count:
                 m.flight.complete_all()
             if verdict is not None and verdict.any():
@@ -176,12 +209,18 @@ class Scheduler:
                 batch = going
                 base = batch.mask
             pc += 1
-            if pc >= stop:
+            if pc >= stop or pc in waits:
                 break
         else:
             self.turn[batch.idx] += 1
         batch.mask = base
-        self._settle(batch, np.full(batch.n, pc))
+        self.lanes.settle(batch, np.full(batch.n, pc))
+
+    def _trap(self, batch: Batch, trapped: np.ndarray, ins: Instruction) -> None:
+        if trapped.any():
+            row, lane = (int(v[0]) for v in np.nonzero(trapped))
+            who = f"{self.m.name_warp(int(batch.idx[row]))} lane {lane}"
+            raise SimError(f"trap: {who} executes trap\n    at {ins.where()}")
 
     def _guarded(
         self, batch: Batch, base: np.ndarray | None, guard: np.ndarray | None, negated: bool
@@ -195,66 +234,35 @@ class Scheduler:
             return holds & base
         return None if holds.all() else holds
 
+    def _spins(self, batch: Batch, polled: bool) -> bool:
+        """At the end of a loop: whether it has gone round often while nothing happened anywhere."""
+        if self.m.progress != self.seen:
+            self.seen = self.m.progress
+            self.idle[:] = 0
+        self.idle[batch.idx] += _LONG_LOOP // _SPINS if polled else 1
+        if self.idle[batch.idx[0]] < _LONG_LOOP:
+            return False
+        self.idle[batch.idx] = 0
+        return True
+
     def _park(self, batch: Batch, verdict: np.ndarray, pc: int) -> Batch | None:
         """Puts blocked warps to sleep; the batch of those that go on."""
-        m = self.m
-        asleep = m.state[batch.idx] == BLOCKED
+        asleep = self.lanes.state[batch.idx] == BLOCKED
         retry = verdict == RETRY
         arrived = (verdict == ARRIVED) & asleep
         for which, place in ((retry, pc), (arrived, pc + 1)):
             if which.any():
-                part = Batch(batch.idx[which], None if batch.mask is None else batch.mask[which])
-                self._settle(part, np.full(part.n, place))
+                self._sleep(batch.pick(which), asleep[which], place)
         on = ~retry & ~arrived
-        if not on.any():
-            return None
-        return Batch(batch.idx[on], None if batch.mask is None else batch.mask[on])
+        return batch.pick(on) if on.any() else None
 
-    def _settle(self, batch: Batch, place: np.ndarray) -> None:
-        """Stores where the batch's lanes stand; merges warps whose lanes stand together again."""
-        m = self.m
-        if batch.mask is None:
-            m.pc[batch.idx] = place
-            return
-        apart = m.diverged[batch.idx]
-        if not apart.any():
-            m.pc[batch.idx] = place
-            return
-        m.pc[batch.idx[~apart]] = place[~apart]
-        idx = batch.idx[apart]
-        lanes = m.lane_pc[idx]
-        lanes[batch.mask[apart]] = np.repeat(place[apart], batch.mask[apart].sum(1))
-        m.lane_pc[idx] = lanes
-        self._merge(idx)
-
-    def _merge(self, idx: np.ndarray) -> None:
-        """The lowest lanes of a warp run; when all live lanes stand together, it is whole again."""
-        m = self.m
-        far = len(self.code) + 1
-        lanes = np.where(m.live[idx], m.lane_pc[idx], far)
-        low = lanes.min(1)
-        m.pc[idx] = low
-        m.diverged[idx] = ((lanes != low[:, None]) & m.live[idx]).any(1)
-
-    def _branch(
-        self, batch: Batch, here: np.ndarray, taken: np.ndarray, pc: int, target: int
-    ) -> None:
-        """Warps, or lanes of a warp, part ways."""
-        m = self.m
-        some, every = taken.any(1), (taken == here).all(1)
-        split = some & ~every
-        place = np.where(every, target, pc + 1)
-        whole = Batch(batch.idx[~split], None if batch.mask is None else batch.mask[~split])
-        if whole.n:
-            self._settle(whole, place[~split])
-        idx = batch.idx[split]
-        if len(idx):
-            lanes = np.where(m.diverged[idx][:, None], m.lane_pc[idx], m.pc[idx][:, None])
-            lanes[here[split]] = pc + 1
-            lanes[taken[split]] = target
-            m.lane_pc[idx] = lanes
-            m.diverged[idx] = True
-            self._merge(idx)
+    def _sleep(self, batch: Batch, asleep: np.ndarray, place: int) -> None:
+        apart = self.lanes.apart[batch.idx] & asleep
+        self.lanes.settle(batch, np.full(batch.n, place))
+        for row in np.nonzero(apart)[0].tolist():
+            warp, mask = int(batch.idx[row]), batch.active()[row]
+            self.m.waits[warp][-1].lanes = mask
+            self.lanes.sleep(warp, mask)
 
     def _exit(
         self, batch: Batch, base: np.ndarray | None, leaving: np.ndarray | None, pc: int
@@ -262,18 +270,9 @@ class Scheduler:
         m = self.m
         leaving = batch.active() if leaving is None else leaving
         batch.mask = base
-        here = batch.active()
-        staying = here & ~leaving
-        lanes = np.where(m.diverged[batch.idx][:, None], m.lane_pc[batch.idx], pc)
-        lanes[staying] = pc + 1
-        m.lane_pc[batch.idx] = lanes
-        m.live[batch.idx] &= ~leaving
-        m.diverged[batch.idx] = True
-        self._merge(batch.idx)
-        gone = ~m.live[batch.idx].any(1)
-        m.state[batch.idx[gone]] = DONE
+        gone = self.lanes.leave(batch, leaving, pc)
         m.progress += 1
-        for cta in np.unique(m.warp_cta[batch.idx[gone]]).tolist():
+        for cta in np.unique(m.warp_cta[gone]).tolist():
             m.named.warps_left(cta)
             m.clusters.warps_left(cta)
 
@@ -282,18 +281,29 @@ class Scheduler:
     def _report(self) -> str:
         m = self.m
         lines = ["deadlock: no warp can run and nothing is in flight"]
-        same: dict[tuple[int, str], list[int]] = {}
-        for w in sorted(m.waits, key=lambda w: (int(m.warp_cta[w]), int(m.warp_in_cta[w]))):
-            wait = m.waits[w]
-            same.setdefault((wait.instruction.line, _without_place(wait.tell())), []).append(w)
-        for _, warps in list(same.items())[:12]:
-            wait = m.waits[warps[0]]
+        same: dict[tuple[int, str], list[tuple[int, Wait]]] = {}
+        for warp in sorted(m.waits, key=lambda w: (int(m.warp_cta[w]), int(m.warp_in_cta[w]))):
+            for wait in m.waits[warp]:
+                like = same.setdefault((wait.instruction.line, _without_place(wait.tell())), [])
+                like.append((warp, wait))
+        for _, waits in list(same.items())[:12]:
+            warp, wait = waits[0]
+            more = f" (and {len(waits) - 1} more like it)" if len(waits) > 1 else ""
+            lines.append(
+                f"  {m.name_warp(warp)}{_lanes(wait.lanes)}{more} {wait.tell()}\n"
+                f"    at {wait.instruction.where()}"
+            )
+        spinning = np.nonzero(self.lanes.state == YIELDED)[0]
+        for pc in np.unique(self.lanes.pc[spinning])[:12].tolist():
+            warps = spinning[self.lanes.pc[spinning] == pc]
             more = f" (and {len(warps) - 1} more like it)" if len(warps) > 1 else ""
             lines.append(
-                f"  {m.name_warp(warps[0])}{more} {wait.tell()}\n    at {wait.instruction.where()}"
+                f"  {m.name_warp(int(warps[0]))}{more} goes round a loop in which nothing changes"
+                f"\n    at {self.code[pc].where()}"
             )
-        done = int((m.state == DONE).sum()) - int((m.warp_cta >= m.present).sum())
-        lines.append(f"  {len(m.waits)} warps are blocked, {done} have returned")
+        done = int((self.lanes.state == DONE).sum()) - int((m.warp_cta >= m.present).sum())
+        blocked = len(m.waits) + len(spinning)
+        lines.append(f"  {blocked} warps are blocked, {done} have returned")
         if m.findings:
             lines.append("found before that:")
             lines += [f"  {f}" for f in m.findings.values()]
@@ -306,6 +316,24 @@ class Scheduler:
             m.find("tx-count", message, ins)
         for message, line in m.tmem.leftovers():
             m.find("tensor memory", message, next(i for i in self.code if i.line == line))
+
+
+def _lanes(lanes: np.ndarray | None) -> str:
+    if lanes is None:
+        return ""
+    numbers = np.nonzero(lanes)[0].tolist()
+    return f" lane{'s' if len(numbers) > 1 else ''} {','.join(map(str, numbers))}"
+
+
+def _needs_whole_warp(ins: Instruction) -> bool:
+    return "aligned" in ins.parts or (ins.name == "bar" and ins.parts[1] != "warp")
+
+
+def _polls(ins: Instruction) -> bool:
+    """Whether it reads what other threads may write at any time."""
+    if ins.name in ("atom", "mbarrier"):
+        return True
+    return ins.name == "ld" and bool({"volatile", "relaxed", "acquire", "cv"} & set(ins.parts))
 
 
 def _late_warps(machine: Machine, order: str) -> np.ndarray:
@@ -358,6 +386,3 @@ def check_known(machine: Machine) -> None:
     for ins in machine.program.code:
         if ins.name not in ("bra", "ret", "exit", "trap"):
             decode(ins, machine)
-
-
-__all__ = ["GO", "ORDERS", "Scheduler", "UnknownInstruction", "check_known"]

@@ -40,17 +40,18 @@ def bar(d: Decoder) -> Execute:
     arrived.
     """
     if d.parts[1] == "warp":
-        return lambda b: (
-            None
-        )  # NOTE: lanes of a warp run together here, so bar.warp.sync has nothing to wait for
+        return _warp_sync(d)
     d.only("sync", "arrive", "cta", "aligned")
     arrive_only = "arrive" in d.mods
+    aligned = d.ins.name == "bar" or "aligned" in d.mods
     number = d.src(0, "u32")
     count = d.src(1, "u32") if len(d) > 1 else None
     m, ins = d.m, d.ins
 
     def execute(b: Batch) -> np.ndarray | None:
-        require_whole_warp(d, b)
+        if aligned:
+            require_whole_warp(d, b)
+        threads = np.full(b.n, 32) if aligned or b.mask is None else b.mask.sum(1)
         ids = b.one(number(b))
         counts = b.one(count(b)) if count else np.zeros(b.n, int)
         out = np.zeros(b.n, np.int8)
@@ -58,7 +59,7 @@ def bar(d: Decoder) -> Execute:
         for row in np.nonzero(b.any_active())[0].tolist():
             warp, which = int(b.idx[row]), int(ids[row])
             key = (int(m.warp_cta[warp]), which)
-            if m.named.arrive(warp, which, int(counts[row]), ins):
+            if m.named.arrive(warp, which, int(threads[row]), int(counts[row]), ins):
                 if not arrive_only:
                     m.clocks.take(warp, m.named.barriers[key].released)
             elif not arrive_only:
@@ -66,6 +67,33 @@ def bar(d: Decoder) -> Execute:
                 tell = lambda key=key: m.named.describe(*key)
                 m.sleep(warp, Wait("barrier", ("bar", *key), ins, tell))
         return out
+
+    return execute
+
+
+def _warp_sync(d: Decoder) -> Execute:
+    """9.7.13.2: the lanes that the mask names wait for each other."""
+    d.only("warp", "sync")
+    mask, m, ins = d.src(0, "b32"), d.m, d.ins
+
+    def execute(b: Batch) -> np.ndarray | None:
+        if b.mask is None:
+            return None
+        masks, out = b.one(mask(b)), np.zeros(b.n, np.int8)
+        for row in np.nonzero(b.any_active())[0].tolist():
+            warp, named = int(b.idx[row]), int(masks[row])
+            key = ("warp", warp, named)
+            wanted = (named >> np.arange(32) & 1).astype(bool) & m.live[warp]
+            waiting = [s.lanes for _, s in m.sleepers.get(key, ()) if s.lanes is not None]
+            here = b.mask[row] | np.any([*waiting, np.zeros(32, bool)], axis=0)
+            if (wanted & ~here).any():
+                out[row] = ARRIVED
+                tell = lambda named=named: f"waits for the lanes of its warp that 0x{named:x} names"
+                m.sleep(warp, Wait("warp", key, ins, tell))
+            else:
+                m.progress += 1
+                m.wake(key)
+        return out if out.any() else None
 
     return execute
 
@@ -192,24 +220,32 @@ class _Barrier:
     def __init__(self, d: Decoder, operand: int) -> None:
         self.d, self.address = d, d.address(operand)
 
-    def by_warp(self, b: Batch, values: np.ndarray) -> Iterator[tuple[int, np.ndarray, int, int]]:
-        """Groups the active lanes of each warp that name the same barrier and value: (row, lanes,
+    def by_warp(
+        self, b: Batch, values: np.ndarray
+    ) -> Iterator[tuple[int, list[tuple[np.ndarray, int, int]]]]:
+        """For each warp, its row and groups of lanes that name the same barrier and value: (lanes,
         cta, offset).
         """
         addresses = np.broadcast_to(self.address(b), (b.n, 32)) & np.uint64(SHARED_WINDOW - 1)
-        active = b.active()
-        first = b.first_lane()
-        row = np.arange(b.n)
+        active, first, row = b.active(), b.first_lane(), np.arange(b.n)
         lead, value = addresses[row, first], values[row, first]
         same = ((addresses == lead[:, None]) & (values == value[:, None])) | ~active
         rows = np.nonzero(active.any(1))[0]
-        cta, offset = self.d.m.shared_location(b.idx, lead)
-        self.d.m.check_shared(b.idx[rows], first[rows], cta[rows], offset[rows], 8, self.d.ins)
         for r in rows.tolist():
-            if same[r].all():
-                yield r, np.nonzero(active[r])[0], int(cta[r]), int(offset[r])
-            else:
-                raise self.d.unknown("lanes of one warp wait on different barriers")
+            groups = [np.nonzero(active[r])[0]]
+            if not same[r].all():
+                keys = {(int(addresses[r, i]), int(values[r, i])) for i in groups[0]}
+                named = [
+                    (addresses[r] == a) & (values[r] == v) & active[r] for a, v in sorted(keys)
+                ]
+                groups = [np.nonzero(g)[0] for g in named]
+            found = []
+            for lanes in groups:
+                warp, one = b.idx[r : r + 1], lanes[:1]
+                cta, offset = self.d.m.shared_location(warp, addresses[r, one])
+                self.d.m.check_shared(warp, one, cta, offset, 8, self.d.ins)
+                found.append((lanes, int(cta[0]), int(offset[0])))
+            yield r, found
 
     def each(self, b: Batch) -> Iterator[tuple[int, int, int, int]]:
         addresses = np.broadcast_to(self.address(b), (b.n, 32)) & np.uint64(SHARED_WINDOW - 1)
@@ -325,28 +361,27 @@ def mbarrier_wait(d: Decoder) -> Execute:
         result = np.zeros((b.n, 32), bool)
         out = np.zeros(b.n, np.int8)
         failed = False
-        for row, lanes, cta, offset in barrier.by_warp(b, values):
-            warp, value = int(b.idx[row]), int(values[row, lanes[0]])
-            if passed(cta, offset, value):
+        for row, groups in barrier.by_warp(b, values):
+            warp = int(b.idx[row])
+            for lanes, cta, offset in groups:
+                value = int(values[row, lanes[0]])
+                if not passed(cta, offset, value):
+                    continue
                 m.clocks.take(warp, m.mbarriers.barriers[cta, offset].released)
                 result[row, lanes] = True
                 if by_parity:
                     phases = m.mbarriers.phases(cta, offset)
                     m.last_wait[warp][cta, offset] = PassedWait(value & 1, phases, ins)
-            elif may_sleep and not m.timed_out[warp]:
+            # NOTE: where lanes wait for several barriers, those that have to get false at once
+            if result[row].any() or len(groups) > 1:
+                continue
+            lanes, cta, offset = groups[0]
+            if may_sleep and not m.timed_out[warp, lanes].all():
                 out[row] = RETRY
                 failed = True
-                m.sleep(
-                    warp,
-                    Wait(
-                        "mbarrier",
-                        (cta, offset),
-                        ins,
-                        _mbarrier_teller(m, cta, offset, value, by_parity),
-                    ),
-                )
-            else:
-                m.timed_out[warp] = False
+                tell = _mbarrier_teller(m, cta, offset, int(values[row, lanes[0]]), by_parity)
+                m.sleep(warp, Wait("mbarrier", (cta, offset), ins, tell))
+            m.timed_out[warp, lanes] = False
         if failed:
             keep = out == 0
             write(Batch(b.idx[keep], None if b.mask is None else b.mask[keep]), result[keep])

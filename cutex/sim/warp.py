@@ -28,6 +28,15 @@ class _Members:
         active = b.active()
         named = (b.one(mask)[:, None] >> np.arange(32, dtype=np.uint32) & np.uint32(1)).astype(bool)
         named &= self.d.m.live[b.idx]
+        strangers = active & ~named
+        if strangers.any():
+            row, lane = (int(v[0]) for v in np.nonzero(strangers))
+            who = self.d.m.name_warp(int(b.idx[row]))
+            raise BadOperand.at(
+                self.d.ins,
+                f"the membermask of {self.d.ins.op} does not name lane {lane} of {who}, which "
+                "executes it",
+            )
         missing = (named & ~active) & b.any_active()[:, None]
         if missing.any():
             row, lane = (int(v[0]) for v in np.nonzero(missing))

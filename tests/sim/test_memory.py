@@ -207,7 +207,6 @@ def test_compare_and_swap(execute):
     assert a.tolist() == [0, 77] * 16 and out.tolist() == [0, 1] * 16
 
 
-@pytest.mark.skip(reason="lanes of a warp do not yet yield to each other")
 def test_a_lock_made_of_compare_and_swap_lets_one_lane_in_at_a_time(execute):
     state = np.zeros(2, np.uint32)
     body = """
