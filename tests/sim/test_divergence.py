@@ -78,7 +78,8 @@ def test_lanes_that_return_early_are_not_waited_for(execute):
     body = """
     setp.ge.u32 %p0, %lane, 10; @%p0 ret;
     setp.lt.u32 %p1, %lane, 5; @%p1 bra FEW; bra JOIN; FEW: setp.eq.u32 %p2, %lane, 2; @%p2 exit;
-    JOIN: activemask.b32 %r2; vote.sync.ballot.b32 %r0, %p1, %r2; redux.sync.add.u32 %r1, %lane, %r2;
+    JOIN: activemask.b32 %r2; vote.sync.ballot.b32 %r0, %p1, %r2;
+    redux.sync.add.u32 %r1, %lane, %r2;
     st.global.v2.b32 [%out_i], {%r0, %r1};
     """
     execute(body, {"out": out}, Shape(block=64))

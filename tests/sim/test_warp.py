@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 from ptx_kernel import Shape, simulate_ptx
@@ -198,8 +196,8 @@ def test_every_lane_may_be_elected_but_always_the_same():
                                   "redux.sync.add.u32 %r0, %r1, -1;"])  # fmt: skip
 def test_a_mask_that_names_absent_lanes_is_found(what):
     body = f"mov.b32 %r1, 0; setp.lt.u32 %p0, %lane, 4; @%p0 {what}"
-    with pytest.raises(BadOperand, match=r"the membermask of .* names lane 4 of CTA \(0,0,0\) warp 0, "
-                       + re.escape("which is not here (only lanes 0,1,2,3 are)")):  # fmt: skip
+    sentence = r"names lane 4 of CTA \(0,0,0\) warp 0, which is not here \(only lanes 0,1,2,3 are"
+    with pytest.raises(BadOperand, match=sentence):
         simulate_ptx(body, {})
 
 
