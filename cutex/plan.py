@@ -312,7 +312,11 @@ def arrange(call: Call, out: Tensor) -> Arranged:
     notes = {name: note for name, note in notes.items() if note}
     others = [x for x in (call.bias, call.scale_a, call.scale_b, call.amax) if x is not None]
     as_given = (
-        all(any(x is y for y in (*given, *others)) for x in tensors if isinstance(x, Tensor))
+        all(
+            name == "c" or any(x is y for y in (*given, *others))
+            for name, x in zip(("a", "b", "out", *names), tensors, strict=True)
+            if isinstance(x, Tensor)
+        )
         and before.data_ptr() % ALIGN == 0
         and call.a.shape[-1] > 0
         and not expanded
@@ -361,7 +365,10 @@ def fused(
     if call.alpha != 1.0:
         add(fusion.Alpha(), ("alpha", float(call.alpha)))
     if call.beta != 0.0:
-        add(matrix("c", out, beta=True), ("out", out), ("beta", float(call.beta)))
+        # NOTE: a copy, because a kernel that reads what it overwrites takes 1.8 times as long: the
+        # same instructions on another matrix take 1.03 (H200, 8192x8192x4096; docs/facts.md)
+        held = out.clone()
+        add(matrix("c", held, beta=True), ("c", held), ("beta", float(call.beta)))
     if call.bias is not None:
         by = "row" if by_row(call.bias, call) else "column"
         bias = flat(call.bias)
@@ -413,6 +420,8 @@ def config_for(
     m, n, k, batch = sizes
     a, b, out = lies
     k = k * BYTES[a.dtype] // 2  # tiles are cut in units of 2 bytes
+    if min(m, n) > 128:  # the tiles of all entries fill the SMs together
+        m *= batch
     # whole units, and no larger than makes a difference
     m, n, k = (min(max(8, -(-size // 8) * 8), 1 << 20) for size in (m, n, k))
     name = a.dtype if a.dtype in ("bf16", "fp16") else "bf16"
