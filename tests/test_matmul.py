@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cutex
 from cutex import fusion, ops
+from cutex.compile import compile
+from cutex.kernels.gemm import stage
+from cutex.kernels.gemm.sm90.general import General, GeneralConfig, Matrix
 from cutex.matmul_problem import draw
 from cutex.plan import result
 
@@ -54,6 +58,25 @@ def test_hundreds_of_drawn_problems_are_within_twice_torchs_error(tenth: int) ->
         problem = draw(seed, largest=11, most_work=2**31)
         wrong = problem.run("cuda")
         assert wrong is None, f"{wrong}: {problem}"
+
+
+@pytest.mark.parametrize("order", ["eager", "starved", "peer-late", "random"])
+def test_the_order_of_events_does_not_matter(order: str) -> None:
+    """Few CTAs, many tiles, a batch, ping-pong, a cluster, and B shared by parts of K."""
+    gemm = asdict(stage("sm_90a", 8).config())
+    config = GeneralConfig(
+        **{**gemm, "num_stages": 4, "num_ctas": 4},
+        a=Matrix(batched=True),
+        b=Matrix(batched=True),
+        out=Matrix("fp32", batched=True),
+        pieces=(fusion.Activation("relu"),),
+    )
+    compiled = compile(General(config), "bf16", "sm_90a")
+    a, b = normal("cpu", 2, 200, 136).round(), normal("cpu", 2, 136, 264, seed=1).round()
+    out = torch.full((2, 200, 264), torch.nan)
+    for seed in range(2):
+        cutex.simulate(compiled, a, b, out, order=order, seed=seed)
+        assert torch.equal(out, F.relu(a.float() @ b.float()))
 
 
 @each_arch
