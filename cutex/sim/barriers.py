@@ -20,6 +20,8 @@ NUM_NAMED_BARRIERS = 16
 class NamedBarrier:
     arrived: int = 0  # threads
     expected: int = 0  # threads; 0 for all that live
+    votes: int = 0  # of bar.red: threads whose predicate holds
+    result: tuple[int, int] = (0, 0)  # votes and threads of the phase that completed last
     given: np.ndarray | None = None  # what the arrived warps release (see clocks)
     released: np.ndarray | None = None  # that of the last completed phase
 
@@ -34,7 +36,9 @@ class NamedBarriers:
     def clear(self) -> None:
         self.barriers: dict[tuple[int, int], NamedBarrier] = {}
 
-    def arrive(self, warp: int, number: int, threads: int, expected: int, ins: Instruction) -> bool:
+    def arrive(
+        self, warp: int, number: int, threads: int, votes: int, expected: int, ins: Instruction
+    ) -> bool:
         """Threads of a warp arrive; True if that completes the barrier (the others then wake)."""
         m = self.machine
         if number >= NUM_NAMED_BARRIERS:
@@ -53,6 +57,7 @@ class NamedBarriers:
             )
         barrier.expected = expected
         barrier.arrived += threads
+        barrier.votes += votes
         barrier.given = m.clocks.join(barrier.given, m.clocks.give(warp))
         return self._release_if_full(key)
 
@@ -77,7 +82,8 @@ class NamedBarriers:
         barrier = self.barriers[key]
         if barrier.arrived < self._wanted(key[0], barrier):
             return False
-        barrier.arrived = 0
+        barrier.result = barrier.votes, barrier.arrived
+        barrier.arrived = barrier.votes = 0
         barrier.released, barrier.given = barrier.given, None
         for warp, _ in self.machine.sleepers.get(("bar", *key), ()):
             self.machine.clocks.take(warp, barrier.released)

@@ -80,6 +80,7 @@ class Wait:
     instruction: Instruction
     tell: Callable[[], str]
     lanes: np.ndarray | None = None  # of a warp whose lanes are apart; None for all
+    on_wake: Callable[[], None] | None = None  # what it was waiting for is there
 
 
 class PassedWait(NamedTuple):
@@ -264,6 +265,8 @@ class Machine:
     def wake(self, key: Any) -> None:
         for warp, wait in self.sleepers.pop(key, ()):
             self._forget(warp, wait)
+            if wait.on_wake is not None:
+                wait.on_wake()
             self.lanes_of.wake(warp, wait.lanes)
 
     def time_out(self, warp: int, wait: Wait) -> None:

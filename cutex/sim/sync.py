@@ -34,24 +34,29 @@ def require_whole_warp(d: Decoder, b: Batch) -> None:
 # -- named barriers --------------------------------------------------------------------------------
 
 
-@instruction("bar", "barrier.sync", "barrier.arrive", "barrier.cta")
+@instruction("bar", "barrier.sync", "barrier.arrive", "barrier.red", "barrier.cta")
 def bar(d: Decoder) -> Execute:
     """9.7.13.1: barrier ``id`` completes when ``count`` threads (all that live, if not given) have
     arrived.
     """
     if d.parts[1] == "warp":
         return _warp_sync(d)
-    d.only("sync", "arrive", "cta", "aligned")
-    arrive_only = "arrive" in d.mods
+    d.only("sync", "arrive", "red", "popc", "and", "or", "cta", "aligned")
+    arrive_only, reduces = "arrive" in d.mods, "red" in d.mods
     aligned = d.ins.name == "bar" or "aligned" in d.mods
-    number = d.src(0, "u32")
-    count = d.src(1, "u32") if len(d) > 1 else None
+    first = 1 if reduces else 0
+    number = d.src(first, "u32")
+    count = d.src(first + 1, "u32") if len(d) > first + 1 + reduces else None
+    vote = d.src(len(d) - 1, "pred") if reduces else None
+    tell_all = _reduction(d) if reduces else None
     m, ins = d.m, d.ins
 
     def execute(b: Batch) -> np.ndarray | None:
         if aligned:
             require_whole_warp(d, b)
-        threads = np.full(b.n, 32) if aligned or b.mask is None else b.mask.sum(1)
+        here = b.active() & m.live[b.idx]
+        threads = np.full(b.n, 32) if aligned or b.mask is None else here.sum(1)
+        votes = (np.broadcast_to(vote(b), (b.n, 32)) & here).sum(1) if vote else 0 * threads
         ids = b.one(number(b))
         counts = b.one(count(b)) if count else np.zeros(b.n, int)
         out = np.zeros(b.n, np.int8)
@@ -59,16 +64,37 @@ def bar(d: Decoder) -> Execute:
         for row in np.nonzero(b.any_active())[0].tolist():
             warp, which = int(b.idx[row]), int(ids[row])
             key = (int(m.warp_cta[warp]), which)
-            if m.named.arrive(warp, which, int(threads[row]), int(counts[row]), ins):
-                if not arrive_only:
-                    m.clocks.take(warp, m.named.barriers[key].released)
-            elif not arrive_only:
+            arriving = int(threads[row]), int(votes[row])
+            done = m.named.arrive(warp, which, *arriving, int(counts[row]), ins)
+            if arrive_only:
+                continue
+            one = Batch(b.idx[row : row + 1], here[row : row + 1])
+            on_wake = (lambda one=one, key=key: tell_all(one, key)) if tell_all else None
+            if done:
+                m.clocks.take(warp, m.named.barriers[key].released)
+                if on_wake:
+                    on_wake()
+            else:
                 out[row] = ARRIVED
                 tell = lambda key=key: m.named.describe(*key)
-                m.sleep(warp, Wait("barrier", ("bar", *key), ins, tell))
+                m.sleep(warp, Wait("barrier", ("bar", *key), ins, tell, on_wake=on_wake))
         return out
 
     return execute
+
+
+def _reduction(d: Decoder) -> Callable[[Batch, tuple[int, int]], None]:
+    """bar.red: writes what all threads voted, once they have."""
+    kind = next((k for k in ("popc", "and", "or") if k in d.mods), "")
+    if not kind:
+        raise d.unknown("reduction")
+    write = d.dst(0, "u32" if kind == "popc" else "pred")
+
+    def tell_all(one: Batch, key: tuple[int, int]) -> None:
+        votes, threads = d.m.named.barriers[key].result
+        write(one, {"popc": np.uint32(votes), "and": votes == threads, "or": votes > 0}[kind])
+
+    return tell_all
 
 
 def _warp_sync(d: Decoder) -> Execute:

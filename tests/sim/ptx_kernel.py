@@ -79,11 +79,16 @@ def simulate_ptx(
     arch: str = "sm_90a",
     order: str = "fifo",
     seed: int = 0,
+    assembles: bool = True,
 ) -> SimReport:
-    """Runs the snippet in the simulator; ``arrays`` are written in place. Raises Hazards too."""
+    """Runs the snippet in the simulator; ``arrays`` are written in place. Raises Hazards too.
+
+    ``assembles``: whether NVIDIA's assembler takes it.
+    """
     shape = shape or Shape()
     text = module(body, arrays, shape, arch, head)
-    _assemble(text, arch)
+    if assembles:
+        _assemble(text, arch)
     tensors = [HostTensor.of(array, name) for name, array in arrays.items()]
     values = [ctypes.c_uint64(t.address) for t in tensors]
     params = (ctypes.c_void_p * len(values))(*[ctypes.addressof(v) for v in values])

@@ -1,0 +1,46 @@
+"""PTX with which the tests of synchronisation begin."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cutex.orders import ORDERS
+
+LIMIT = "add.u32 %r99, %r99, 1; setp.gt.u32 %p15, %r99, 100000000; @%p15 trap;"
+EVERY_ORDER = [{"order": o} for o in ORDERS if o != "random"]
+EVERY_ORDER += [{"order": "random", "seed": s} for s in range(3)]
+
+
+def wait(bar: str, parity: object, name: str, space: str = "shared::cta") -> str:
+    """Waits for a phase; gives up on a GPU rather than hang."""
+    return f"""
+    mov.b32 %r99, 0;
+    {name}: mbarrier.try_wait.parity.{space}.b64 %p14, [{bar}], {parity}; {LIMIT} @!%p14 bra {name};
+    """
+
+
+INIT = """
+    .reg .b32 bar; mov.u32 bar, smem; setp.eq.u32 %p0, %i, 0;
+    @%p0 mbarrier.init.shared.b64 [bar], COUNT; bar.sync 0;
+"""
+
+
+def init(count: int) -> str:
+    return INIT.replace("COUNT", str(count))
+
+
+def copy(to: str, frm: str, size: int) -> str:
+    name = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+    return f"{name} [{to}], [{frm}], {size}, [bar];"
+
+
+def rows(rows: int, columns: int) -> np.ndarray:
+    """Random numbers at a multiple of 16 bytes, for bulk copies."""
+    raw = np.zeros(rows * columns * 4 + 16, np.uint8)
+    start = -raw.ctypes.data % 16
+    array = raw[start : start + rows * columns * 4].view(np.uint32).reshape(rows, columns)
+    array[...] = np.random.default_rng(2).integers(0, 1 << 20, (rows, columns))
+    return array
+
+
+CLUSTER_SYNC = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"

@@ -1,0 +1,161 @@
+"""What waits for ever is reported as a deadlock that says who waits for what."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from barriers import CLUSTER_SYNC, EVERY_ORDER, copy, init, rows
+from ptx_kernel import Shape, simulate_ptx
+
+from cutex.sim import BarrierMisuse, Deadlock
+
+SLEEP = "W: mbarrier.try_wait.parity.shared::cta.b64 %p1, [bar], PARITY; @!%p1 bra W;"
+
+
+def deadlock(body: str, arrays: dict, shape: Shape, **order) -> str:
+    with pytest.raises(Deadlock) as report:
+        simulate_ptx(body, arrays, shape, **order)
+    text = str(report.value)
+    assert text.startswith("deadlock: no warp can run and nothing is in flight\n")
+    return text
+
+
+@pytest.mark.parametrize("order", EVERY_ORDER, ids=lambda o: "-".join(map(str, o.values())))
+def test_a_wait_for_an_arrival_that_never_comes(order):
+    body = init(3) + "@%p0 mbarrier.arrive.shared.b64 _, [bar];" + SLEEP.replace("PARITY", "0")
+    text = deadlock(body, {}, Shape(block=96, smem=64), **order)
+    assert re.search(r"CTA \(0,0,0\) warp \d \(and 2 more like it\) waits for parity 0", text)
+    assert "(that is for phase 0; a wait for parity 1 would pass) of mbarrier 0x400" in text
+    assert "0 phases complete, 2 of 3 arrivals pending, tx-count 0" in text
+    assert "last touched by CTA (0,0,0) warp 0 lane 0 at PTX line" in text
+    assert re.search(r"at PTX line \d+: mbarrier.try_wait.parity", text)
+    assert "3 warps are blocked, 0 have returned" in text
+
+
+def test_bytes_that_never_come():
+    body = f"""{init(1)} .reg .b32 data; add.u32 data, bar, 128;
+    @%p0 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 96; @%p0 {copy("data", "%a", 64)}
+    {SLEEP.replace("PARITY", "0")}"""
+    text = deadlock(body, {"a": rows(1, 64)}, Shape(smem=1024))
+    assert "tx-count 32 (expect_tx announced 96 bytes, 64 came and no copy is in flight)" in text
+
+
+def test_more_bytes_than_were_announced():
+    body = f"""{init(1)} .reg .b32 data; add.u32 data, bar, 128;
+    @%p0 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 32; @%p0 {copy("data", "%a", 64)}
+    {SLEEP.replace("PARITY", "0")}"""
+    text = deadlock(body, {"a": rows(1, 64)}, Shape(smem=1024))
+    assert "tx-count -32 (64 bytes came, expect_tx announced only 32)" in text
+
+
+def test_a_wait_one_phase_too_far():
+    body = init(1) + "@%p0 mbarrier.arrive.shared.b64 _, [bar];" + SLEEP.replace("PARITY", "1")
+    text = deadlock(body, {}, Shape(smem=64))
+    assert "1 phase complete" in text and "a wait for parity 0 would pass" in text
+
+
+def test_a_named_barrier_that_too_few_reach():
+    text = deadlock("setp.lt.u32 %p0, %i, 64; @%p0 bar.sync 7, 96;", {}, Shape(block=96))
+    assert "waits at named barrier 7" in text or "named barrier 7 of CTA (0,0,0)" in text
+    assert (
+        "64 of 96 threads have arrived" in text and "2 warps are blocked, 1 have returned" in text
+    )
+
+
+def test_two_named_barriers_in_opposite_order():
+    body = """
+    setp.lt.u32 %p0, %i, 32; @%p0 bar.sync 1, 64; @%p0 bar.sync 2, 64;
+    @!%p0 bar.sync 2, 64; @!%p0 bar.sync 1, 64;
+    """
+    text = deadlock(body, {}, Shape(block=64))
+    for number in (1, 2):
+        assert f"named barrier {number} of CTA (0,0,0): 32 of 64 threads have arrived" in text
+
+
+def test_a_cluster_barrier_names_who_is_missing():
+    body = f"""
+    mov.u32 %r0, %cluster_ctarank; setp.eq.u32 %p0, %r0, 1; @%p0 bra STAY; {CLUSTER_SYNC} bra END;
+    STAY: bar.sync 1, 64; END:
+    """
+    text = deadlock(body, {}, Shape(grid=2, cluster=2))
+    assert (
+        "the cluster barrier, at which CTA (1,0,0) (rank 1 of its cluster) warp 0 has not arrived"
+        in text
+    )
+    assert "named barrier 1 of CTA (1,0,0): 32 of 64" in text
+
+
+@pytest.mark.parametrize("order", EVERY_ORDER, ids=lambda o: "-".join(map(str, o.values())))
+def test_a_spin_on_memory_that_nobody_writes(order):
+    flag = np.zeros(1, np.uint32)
+    body = """
+    setp.lt.u32 %p0, %i, 32; @%p0 ret;
+    L: ld.volatile.global.b32 %r0, [%flag]; setp.eq.u32 %p1, %r0, 0; @%p1 bra L;
+    """
+    text = deadlock(body, {"flag": flag}, Shape(block=96), **order)
+    assert re.search(
+        r"warp \d \(and 1 more like it\) goes round a loop in which nothing changes", text
+    )
+    assert "2 warps are blocked, 1 have returned" in text
+
+
+def test_a_spin_that_counts_its_rounds_is_a_deadlock_too():
+    flag = np.zeros(1, np.uint32)
+    body = """
+    mov.b32 %r1, 0; L: add.u32 %r1, %r1, 1; ld.acquire.gpu.global.b32 %r0, [%flag];
+    setp.eq.u32 %p1, %r0, 0; @%p1 bra L;
+    """
+    assert "goes round a loop" in deadlock(body, {"flag": flag}, Shape(block=32))
+
+
+def test_a_spin_with_atomics_that_change_nothing():
+    lock = np.ones(1, np.uint32)
+    body = "L: atom.global.cas.b32 %r0, [%lock], 0, 1; setp.ne.u32 %p0, %r0, 0; @%p0 bra L;"
+    assert "goes round a loop" in deadlock(body, {"lock": lock}, Shape(block=64))
+
+
+def test_a_loop_that_can_never_end():
+    assert "goes round a loop" in deadlock("L: mov.b32 %r0, 1; bra L;", {}, Shape(block=64))
+
+
+def test_long_loops_of_work_are_no_deadlock():
+    a, out = np.arange(9000, dtype=np.uint32), np.zeros(32, np.uint32)
+    body = """
+    mov.b32 %r1, 0; mov.b32 %r2, 0; mov.u64 %d0, %a;
+    L: ld.global.b32 %r0, [%d0]; add.u32 %r1, %r1, %r0; add.u64 %d0, %d0, 4; add.u32 %r2, %r2, 1;
+    setp.lt.u32 %p0, %r2, 9000; @%p0 bra L; st.global.b32 [%out_i], %r1;
+    """
+    simulate_ptx(body, {"a": a, "out": out})
+    assert (out == a.sum()).all()
+
+
+# -- setmaxnreg ------------------------------------------------------------------------------------
+
+ROLES = """
+    setp.lt.u32 %p0, %i, 128; @!%p0 bra MORE; LESS bra END;
+    MORE: setmaxnreg.inc.sync.aligned.u32 232;
+    END: st.global.b32 [%out_i], 1;
+"""
+
+
+def test_setmaxnreg_waits_for_registers_that_others_give_back():
+    """3 warpgroups have 168 each: 24 for one leaves 240 for each of the others."""
+    body = ROLES.replace("LESS", "bar.sync 1, 128; setmaxnreg.dec.sync.aligned.u32 24;")
+    for order in EVERY_ORDER:
+        out = np.zeros(384, np.uint32)
+        simulate_ptx(body, {"out": out}, Shape(block=384), **order)
+        assert out.all()
+
+
+def test_setmaxnreg_that_can_never_have_its_registers_is_a_deadlock():
+    out = np.zeros(384, np.uint32)
+    text = deadlock(ROLES.replace("LESS", ""), {"out": out}, Shape(block=384))
+    assert re.search(r"setmaxnreg.inc: \d+ registers wanted, \d+ free in the CTA's pool", text)
+
+
+def test_setmaxnreg_takes_steps_of_8():
+    with pytest.raises(BarrierMisuse, match=r"setmaxnreg 20: takes 24..256 in steps of 8"):
+        body = "setmaxnreg.dec.sync.aligned.u32 20;"
+        simulate_ptx(body, {}, Shape(block=128), assembles=False)
