@@ -1,0 +1,264 @@
+"""simulate() as others call it: any jitted function, torch or numpy, and what it says no to."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import cutlass
+import numpy as np
+import pytest
+import torch
+from cutlass import cute
+from cutlass.cute.runtime import make_fake_stream
+from mutations import mutate
+from ptx_kernel import Shape, simulate_ptx
+
+from cutex.compile import compile
+from cutex.kernels.gemm import stage
+from cutex.problem import GemmProblem
+from cutex.sim import BadAddress, NoCompiler, UnknownInstruction, simulate
+
+THREADS = 64
+
+
+@cute.kernel
+def scale_kernel(x: cute.Tensor, y: cute.Tensor, factor, shift: cutlass.Constexpr):
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    i = block * THREADS + thread
+    if i < cute.size(x):
+        y[i] = x[i] * factor + shift
+
+
+@cute.jit
+def scale(x: cute.Tensor, y: cute.Tensor, factor: cutlass.Int32, shift: cutlass.Constexpr):
+    grid = cute.ceil_div(cute.size(x), THREADS)
+    scale_kernel(x, y, factor, shift).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1])
+
+
+@cute.jit
+def scale_on_stream(x: cute.Tensor, y: cute.Tensor, factor: cutlass.Int32, stream):
+    grid = cute.ceil_div(cute.size(x), THREADS)
+    scale_kernel(x, y, factor, 0).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], stream=stream)
+
+
+@cute.jit
+def scale_twice(x: cute.Tensor, y: cute.Tensor, factor: cutlass.Int32):
+    grid = cute.ceil_div(cute.size(x), THREADS)
+    scale_kernel(x, y, factor, 0).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1])
+    scale_kernel(y, y, factor, 1).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1])
+
+
+class Scale:
+    """A kernel object, as in CUTLASS's examples."""
+
+    def __init__(self, shift: int) -> None:
+        self.shift = shift
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, y: cute.Tensor, factor: cutlass.Int32):
+        grid = cute.ceil_div(cute.size(x), THREADS)
+        scale_kernel(x, y, factor, self.shift).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1])
+
+
+def numbers(n: int = 150) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(n, dtype=torch.int32), torch.full((n,), -1, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_a_jitted_function_with_tensors_a_number_and_a_constant(arch):
+    x, y = numbers()
+    report = simulate(scale, x, y, 3, 7, arch=arch)
+    assert torch.equal(y, x * 3 + 7)
+    assert (report.launches, report.ctas, report.findings) == (1, 3, [])
+    assert report.instructions == sum(report.counts.values()) > 0 < report.seconds
+    assert list(report.counts.values()) == sorted(report.counts.values(), reverse=True)
+
+
+def test_a_stream_is_taken_and_ignored():
+    x, y = numbers()
+    simulate(scale_on_stream, x, y, 3, make_fake_stream())
+    assert torch.equal(y, x * 3)
+
+
+def test_two_launches_run_one_after_the_other():
+    x, y = numbers()
+    assert simulate(scale_twice, x, y, 3).launches == 2
+    assert torch.equal(y, (x * 3) * 3 + 1)
+
+
+def test_a_kernel_object():
+    x, y = numbers()
+    simulate(Scale(5), x, y, 2)
+    assert torch.equal(y, x * 2 + 5)
+
+
+def test_numpy_arrays():
+    x, y = np.arange(150, dtype=np.float32), np.zeros(150, np.float32)
+    simulate(scale, x, y, 2, 0)
+    assert (y == x * 2).all()
+
+
+def test_views_with_strides_are_written_in_place():
+    whole = torch.zeros(300, dtype=torch.int32)
+    x, y = torch.arange(150, dtype=torch.int32), whole[::2]
+    simulate(scale, x, y, 2, 1)
+    assert torch.equal(whole[::2], x * 2 + 1) and not whole[1::2].any()
+
+
+def test_an_exported_kernel_serves_sizes_that_it_was_not_compiled_for():
+    kernel = compile(stage("sm_90a", 0).kernel(), "bf16", "sm_90a")
+    for m, n, k in ((64, 64, 64), (200, 136, 72)):
+        problem = GemmProblem(m, n, k, init="int")
+        a, b = problem.inputs()
+        c = problem.output()
+        simulate(kernel, a, b, c)
+        assert problem.check(a, b, c).ok
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def gemm_arguments(m: int = 64) -> tuple[object, list[torch.Tensor]]:
+    problem = GemmProblem(m, 64, 64, init="int")
+    kernel = compile(stage("sm_90a", 0).kernel(), "bf16", "sm_90a")
+    return kernel, [*problem.inputs(), problem.output()]
+
+
+def one_sentence(error: BaseException) -> str:
+    text = str(error)
+    assert text and "\n" not in text.strip() and "Traceback" not in text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda a, b, c: (a.float(), b, c), (TypeError, ValueError)),
+        (lambda a, b, c: (a, b, c[:, :-8]), ValueError),
+        (lambda a, b, c: (a[0], b, c), (TypeError, ValueError)),
+        (lambda a, b, c: (a, b), TypeError),
+        (lambda a, b, c: (a, b, "c"), TypeError),
+        (lambda a, b, c: (a, b, None), TypeError),
+        (lambda a, b, c: (a, b, c, c), TypeError),
+    ],
+    ids=["dtype", "shape", "rank", "too few", "a string", "None", "too many"],
+)
+def test_wrong_arguments_are_refused_by_the_kernels_own_host_code(change, kind):
+    kernel, arguments = gemm_arguments()
+    with pytest.raises(kind) as error:
+        simulate(kernel, *change(*arguments))
+    one_sentence(error.value)
+
+
+def test_a_tensor_on_a_gpu_is_named():
+    class OnGpu(torch.Tensor):
+        device = torch.device("cuda:0")
+
+    kernel, (a, b, c) = gemm_arguments()
+    with pytest.raises(TypeError, match=r"lies on cuda:0: the simulator takes CPU tensors"):
+        simulate(kernel, a.as_subclass(OnGpu), b, c)
+
+
+def test_what_is_no_kernel_is_refused():
+    with pytest.raises(
+        TypeError, match=r"takes a compiled kernel or a @cute\.jit function, got int"
+    ):
+        simulate(3, *numbers())
+
+
+def test_an_unknown_order_is_refused_before_anything_else():
+    with pytest.raises(ValueError, match="order 'backwards': takes one of fifo") as error:
+        simulate(None, order="backwards")
+    one_sentence(error.value)
+
+
+def test_an_unknown_instruction_names_itself_and_its_line():
+    kernel, arguments = gemm_arguments()
+    odd = mutate(
+        kernel, r"^(\s*)mov\.u32(\s+%r\d+, %tid\.x;)", r"\1mov.u32\2 frob.nicate.b32 %r1, %r2;"
+    )
+    line = next(i for i, t in enumerate(odd.ptx.split("\n"), 1) if "frob.nicate" in t)
+    with pytest.raises(UnknownInstruction) as error:
+        simulate(odd, *arguments)
+    text = str(error.value)
+    assert text.startswith("unknown instruction frob.nicate.b32: the simulator does not define it")
+    assert f"PTX line {line}: frob.nicate.b32 %r1, %r2" in text
+
+
+def test_a_known_instruction_with_an_unknown_modifier_is_no_guess():
+    with pytest.raises(
+        UnknownInstruction, match=r"add.odd.u32.*\(modifier .odd\)\n    at PTX line"
+    ):
+        simulate_ptx("add.odd.u32 %r0, %r1, %r2;", {}, assembles=False)
+
+
+@pytest.mark.parametrize(
+    "shape", [Shape(block=1056), Shape(smem=1 << 20), Shape(grid=3, cluster=2)]
+)
+def test_a_launch_that_the_driver_would_refuse(shape):
+    with pytest.raises(ValueError, match="launch of snippet: ") as error:
+        simulate_ptx("mov.b32 %r0, 1;", {}, shape)
+    one_sentence(error.value)
+
+
+def test_without_a_c_compiler_the_sentence_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(NoCompiler, match=r"needs a C compiler .* install one") as error:
+        simulate(*gemm_arguments())
+    one_sentence(error.value)
+
+
+def test_no_gpu_is_looked_for():
+    """Simulating imports neither a CUDA driver nor what would need one."""
+    code = """
+import numpy as np, sys
+from cutex.sim import simulate
+assert not any(m.startswith(("torch", "cuda.bindings.driver", "cutlass")) for m in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_error_inside_a_launch_comes_out_and_the_kernel_can_be_run_again():
+    kernel, (a, b, c) = gemm_arguments()
+    with pytest.raises(BadAddress):
+        simulate(
+            mutate(kernel, r"(st\.global[.\w]*\s+\[%rd\d+)(\+\d+)?\]", r"\g<1>+16777216]"), a, b, c
+        )
+    simulate(kernel, a, b, c)
+    assert GemmProblem(64, 64, 64, init="int").check(a, b, c).ok
+
+
+# -- poison ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "read", ["mov.b32 %r0, %r77;", "ld.shared.b32 %r0, [smem+16];",
+             ".local .align 4 .b32 mine; ld.local.b32 %r0, [mine];"],
+    ids=["register", "shared memory", "local memory"],
+)  # fmt: skip
+def test_what_nothing_has_written_comes_out_as_nan(read):
+    out = np.zeros(32, np.float32)
+    simulate_ptx(f"{read} st.global.b32 [%out_i], %r0;", {"out": out}, Shape(smem=64))
+    assert np.isnan(out).all()
+
+
+def test_registers_of_every_width_begin_as_nan():
+    halves, double = np.zeros(32, np.uint16), np.zeros(32)
+    body = """
+    mov.b16 %h0, %h40; st.global.b16 [%halves_i], %h0; add.f64 %d0, %d40, %d40;
+    st.global.b64 [%double_i], %d0;
+    """
+    simulate_ptx(body, {"halves": halves, "double": double})
+    assert np.isnan(halves.view(np.float16)).all() and np.isnan(double).all()
+
+
+def test_poison_that_reaches_the_result_fails_the_check():
+    """A product that is computed and never stored."""
+    problem = GemmProblem(64, 64, 64, init="int")
+    kernel, (a, b, c) = gemm_arguments()
+    simulate(mutate(kernel, r"^\s*(@%p\d+ )?st\.global[^;]*;", ""), a, b, c)
+    check = problem.check(a, b, c)
+    assert not check.ok and "nan" in check.message.lower()
