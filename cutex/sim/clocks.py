@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cutex.sim.machine import Machine
 
 WORD = 4  # bytes of shadow memory's unit
+_WHOLE = np.uint8(0b1111)  # all bytes of it
 
 
 class Clocks:
@@ -43,6 +44,8 @@ class Clocks:
         self.writer, self.reader = np.zeros(shape, np.int16), np.zeros(shape, np.int16)  # slots
         self.written, self.read = np.zeros(shape, np.int32), np.zeros(shape, np.int32)  # 0: none
         self.written_line = np.zeros(shape, np.int32)  # in the PTX
+        # a bit for each byte of the word that the last writer, or reader, touched
+        self.written_bytes, self.read_bytes = np.zeros(shape, np.uint8), np.zeros(shape, np.uint8)
         # words that ordinary accesses have touched: most spans of TMA and MMA lie elsewhere
         self.low = np.full(machine.num_ctas, shape[1])
         self.high = np.full(machine.num_ctas, -1)
@@ -86,16 +89,37 @@ class Clocks:
         word = (offset // WORD)[:, None] + np.arange(words)
         warps, cta = (np.broadcast_to(x[:, None], word.shape).reshape(-1) for x in (warps, cta))
         word = word.reshape(-1)
-        self._check(warps, cta, word, write, "", ins)
+        part = _WHOLE if width >= WORD else (((1 << width) - 1) << offset % WORD).astype(np.uint8)
+        self._check(warps, cta, word, part, write, "", ins)
         np.minimum.at(self.low, cta, word)
         np.maximum.at(self.high, cta, word)
         slot = self.slot[warps]
         count = self.known[warps, slot]
         if write:
-            self.writer[cta, word], self.written[cta, word] = slot, count
+            self._touch(self.writer, self.written, self.written_bytes, cta, word, slot, count, part)
             self.written_line[cta, word] = ins.line
         else:
-            self.reader[cta, word], self.read[cta, word] = slot, count
+            self._touch(self.reader, self.read, self.read_bytes, cta, word, slot, count, part)
+
+    @staticmethod
+    def _touch(
+        who: np.ndarray,
+        when: np.ndarray,
+        parts: np.ndarray,
+        cta: np.ndarray,
+        word: np.ndarray,
+        slot: np.ndarray,
+        count: np.ndarray,
+        part: np.ndarray | np.uint8,
+    ) -> None:
+        """Remembers the last to touch each word; bytes add up while it is the same warp."""
+        if part is _WHOLE:
+            parts[cta, word] = part
+        else:
+            same = (who[cta, word] == slot) & (when[cta, word] == count)
+            parts[cta, word] = np.where(same, parts[cta, word], 0)
+            np.bitwise_or.at(parts, (cta, word), part)
+        who[cta, word], when[cta, word] = slot, count
 
     def asynchronous(self, warp: int, span: Span, write: bool, what: str, ins: Instruction) -> None:
         """An operation of the async proxy by ``warp``; ``write``: it overwrites the span."""
@@ -106,7 +130,7 @@ class Clocks:
         else:
             word = (span.chunks.reshape(-1, 1) * (16 // WORD) + np.arange(16 // WORD)).reshape(-1)
         warps, cta = np.full(len(word), warp), np.full(len(word), span.cta)
-        self._check(warps, cta, word, write, what, ins)
+        self._check(warps, cta, word, _WHOLE, write, what, ins)
         if write:
             self.written[span.cta, word] = self.read[span.cta, word] = 0
         else:
@@ -117,17 +141,20 @@ class Clocks:
         warps: np.ndarray,
         cta: np.ndarray,
         word: np.ndarray,
+        part: np.ndarray | np.uint8,
         write: bool,
         what: str,
         ins: Instruction,
     ) -> None:
         own = self.slot[warps]
-        others = [(self.writer, self.written, "wrote")]
+        others = [(self.writer, self.written, self.written_bytes, "wrote")]
         if write:
-            others.append((self.reader, self.read, "read"))
-        for who, when, did in others:
+            others.append((self.reader, self.read, self.read_bytes, "read"))
+        for who, when, parts, did in others:
             other, count = who[cta, word], when[cta, word]
             unknown = (count > self.known[warps, other]) & (other != own)
+            if unknown.any():
+                unknown &= (parts[cta, word] & part) != 0
             if unknown.any():
                 k = int(unknown.argmax())
                 place = int(cta[k]), int(word[k])

@@ -56,6 +56,22 @@ def test_a_barrier_over_half_of_the_warps_orders_only_them():
                      Shape(block=128, smem=512))  # fmt: skip
 
 
+@pytest.mark.parametrize(("bits", "step"), [(8, 1), (16, 2)])
+def test_warps_may_write_neighbouring_bytes_of_a_word(bits, step):
+    """Warp 0 the even and warp 1 the odd ones; where both write the same, it is a race."""
+    body = f"""
+    .reg .b32 at, w; mov.u32 at, smem; shr.u32 w, %i, 5; mad.lo.u32 w, %lane, 2, w;
+    mad.lo.u32 at, w, {step}, at; cvt.u16.u32 %h0, %i; st.shared.b{bits} [at], %h0; bar.sync 0;
+    ld.shared.b{bits} %h1, [at]; cvt.u32.u16 %r0, %h1; st.global.b32 [%out_i], %r0;
+    """
+    shape = Shape(block=64, smem=256)
+    assert each_order(body, {"out": np.zeros(64, np.uint32)}, shape).tolist() == list(range(64))
+    both = body.replace("mad.lo.u32 w, %lane, 2, w;", "mad.lo.u32 w, %lane, 2, 0;")
+    with pytest.raises(Hazards, match="race: .* overwrites shared memory"):
+        for order in EVERY_ORDER:
+            simulate_ptx(both, {"out": np.zeros(64, np.uint32)}, shape, **order)
+
+
 HANDOVER = """
     .reg .b32 base, v; mov.u32 base, smem; setp.lt.u32 %p0, %i, 32; mov.b32 %r5, 0; mov.b32 v, 0;
     mad.lo.u32 base, %lane, 4, base;
