@@ -121,7 +121,7 @@ def arithmetic(d: Decoder, name: str) -> Execute:
             f: Any = _NATIVE[name]
         else:
             f = lambda *operands: in_fractions(name, mode, *operands)
-    elif d.type in ("f32", "f32x2") and mode == "rn" and name != "fma":
+    elif d.type in ("f32", "f32x2") and mode == "rn" and name != "fma" and "ftz" not in d.mods:
         f = _NATIVE[name]
     else:
         f = _wide(name, mode)
@@ -214,7 +214,8 @@ def testp(d: Decoder) -> Execute:
     test: Any = {
         "finite": np.isfinite, "infinite": np.isinf, "number": lambda x: ~np.isnan(x),
         "notanumber": np.isnan,
-        "normal": lambda x: np.isfinite(x) & (np.abs(x) >= smallest),
+        # NOTE: a zero counts as normal, as the ISA says and an H200 does
+        "normal": lambda x: np.isfinite(x) & ((np.abs(x) >= smallest) | (x == 0)),
         "subnormal": lambda x: (np.abs(x) < smallest) & (x != 0),
     }[d.parts[1]]  # fmt: skip
     x, write = d.src(1), d.dst(0, "pred")

@@ -252,6 +252,7 @@ def _tensor_store(d: Decoder, combine: str | None) -> Execute:
         for (row, address, source, *at), lanes in same.items():
             tmap = read_map(d, address)
             _check_coordinates(d, tmap, tuple(at))
+            _check_stored_rows(d, tmap, tuple(at))
             cta, offset = _shared(d, b, row, lanes[0], source, tmap.bytes, 16)
             warp = int(b.idx[row])
             groups = [m.bulk_groups.joined((warp, lane)) for lane in lanes]
@@ -263,6 +264,26 @@ def _tensor_store(d: Decoder, combine: str | None) -> Execute:
             m.flight.issue(op)
 
     return execute
+
+
+def _check_stored_rows(d: Decoder, tmap: TensorMap, at: tuple[int, ...]) -> None:
+    """What a store does otherwise than a load, seen on an H200: it traps on a negative coordinate,
+    and bounds a row in whole units of 16 bytes.
+    """
+    if min(at) < 0:
+        raise BadOperand.at(
+            d.ins,
+            f"a TMA store of a {tmap} starts at coordinates {at}: the hardware traps on negative "
+            "ones (a load would fill with zeros)",
+        )
+    row = tmap.dims[0] * tmap.itemsize
+    if row % 16 and at[0] < tmap.dims[0] < at[0] + tmap.box[0]:
+        d.m.find(
+            "overwrite",
+            f"a TMA store of a {tmap} writes whole units of 16 bytes: it overwrites the "
+            f"{16 - row % 16} bytes behind the end of each row, of {row} bytes",
+            d.ins,
+        )
 
 
 def _storer(

@@ -54,6 +54,7 @@ BOXES = {  # rank: dims, box, and coordinates inside, over each end, and outside
     5: ((16, 3, 2, 3, 4), (8, 2, 2, 2, 3), [(8, 1, 0, 1, 1), (-8, -1, 1, 2, 3), (8, 2, 0, -1, -2)]),
 }  # fmt: skip
 CASES = [(dims, box, at) for dims, box, places in BOXES.values() for at in places]
+STORED = [case for case in CASES if min(case[2]) >= 0]  # an H200 traps on the others
 
 
 @pytest.mark.parametrize(("dims", "box", "at"), CASES)
@@ -61,9 +62,21 @@ def test_loads_of_one_to_five_dimensions_over_every_side(execute, dims, box, at)
     check_load(execute, Copy(Tensor("f16", dims, pad=16), box, at))
 
 
-@pytest.mark.parametrize(("dims", "box", "at"), CASES)
+@pytest.mark.parametrize(("dims", "box", "at"), STORED)
 def test_stores_of_one_to_five_dimensions_write_only_inside(execute, dims, box, at):
     check_store(execute, Copy(Tensor("bf16", dims, pad=16), box, at))
+
+
+@pytest.mark.parametrize(("dims", "box", "at"), [case for case in CASES if case not in STORED])
+def test_stores_at_negative_coordinates_are_refused(dims, box, at):
+    with pytest.raises(BadOperand, match="the hardware traps on negative ones"):
+        check_store(simulate_ptx, Copy(Tensor("f16", dims, pad=16), box, at))
+
+
+def test_a_store_over_a_row_that_ends_inside_16_bytes_is_found():
+    copy = Copy(Tensor("f16", (20, 9)), (16, 4), (8, 3))
+    with pytest.raises(Hazards, match="overwrites the 8 bytes behind the end of each row"):
+        check_store(simulate_ptx, copy)
 
 
 @pytest.mark.parametrize("offset", [0, 128, 640])
@@ -92,7 +105,8 @@ def test_loads_through_a_tf32_map_clear_the_low_bits(execute):
 def test_element_strides_skip_rows_but_not_elements_of_a_row(execute, steps, at):
     copy = Copy(Tensor("f16", (16, 11, 6)), (8, 5, 4), at, steps)
     check_load(execute, copy)
-    check_store(execute, copy)
+    if min(at) >= 0:
+        check_store(execute, copy)
 
 
 def test_a_box_of_256_rows(execute):
