@@ -6,16 +6,23 @@ import numpy as np
 
 from cutex.orders import ORDERS
 
-LIMIT = "add.u32 %r99, %r99, 1; setp.gt.u32 %p15, %r99, 100000000; @%p15 trap;"
+START = "mov.b32 %r99, 0;"  # the rounds of a loop that waits
 EVERY_ORDER = [{"order": o} for o in ORDERS if o != "random"]
 EVERY_ORDER += [{"order": "random", "seed": s} for s in range(3)]
 
 
+def again(label: str, predicate: str) -> str:
+    """Back to ``label`` while ``predicate`` holds; but a GPU does not hang: then it goes on."""
+    return (
+        "add.u32 %r99, %r99, 1; setp.lt.and.u32 %p15, %r99, 200000, "
+        f"{predicate}; @%p15 bra {label};"
+    )
+
+
 def wait(bar: str, parity: object, name: str, space: str = "shared::cta") -> str:
-    """Waits for a phase; gives up on a GPU rather than hang."""
-    return f"""
-    mov.b32 %r99, 0;
-    {name}: mbarrier.try_wait.parity.{space}.b64 %p14, [{bar}], {parity}; {LIMIT} @!%p14 bra {name};
+    """Waits for a phase."""
+    return f"""{START}
+    {name}: mbarrier.try_wait.parity.{space}.b64 %p14, [{bar}], {parity}; {again(name, "!%p14")}
     """
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from barriers import CLUSTER_SYNC, EVERY_ORDER, LIMIT, copy, init, rows, wait
+from barriers import CLUSTER_SYNC, EVERY_ORDER, START, again, copy, init, rows, wait
 from ptx_kernel import Shape, simulate_ptx
 
 from cutex.sim import BarrierMisuse, Hazards
@@ -359,8 +359,8 @@ REMOTE = f"""
     mapa.shared::cluster.u32 there, data, peer; mad.lo.u32 %r0, rank, 1000, %r5;
     st.shared::cluster.b32 [there], %r0; mapa.shared::cluster.u32 there, bar, peer;
     mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];
-    mov.b32 %r99, 0;
-    W: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p1, [bar], 0; {LIMIT} @!%p1 bra W;
+    {START} W: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p1, [bar], 0;
+    {again("W", "!%p1")}
     ld.shared.b32 %r1, [data]; st.global.b32 [%out_i], %r1; {CLUSTER_SYNC}
 """
 
@@ -422,9 +422,10 @@ def test_a_cluster_barrier_can_be_used_again_and_again(execute):
 
 CHAIN = f"""
     .reg .b64 flag; .reg .b32 got; mul.wide.u32 flag, %cta, 4; add.u64 flag, flag, %flags;
-    setp.eq.u32 %p0, %i, 0; setp.eq.u32 %p1, %cta, LAST; mov.b32 %r99, 0; mov.b32 got, 1;
+    setp.eq.u32 %p0, %i, 0; setp.eq.u32 %p1, %cta, LAST; {START} mov.b32 got, 1;
     @%p1 bra GO;
-    SPIN: ld.acquire.gpu.global.b32 got, [flag+4]; setp.eq.u32 %p2, got, 0; {LIMIT} @%p2 bra SPIN;
+    SPIN: ld.acquire.gpu.global.b32 got, [flag+4]; setp.eq.u32 %p2, got, 0;
+    {again("SPIN", "%p2")}
     GO: bar.sync 0; mov.u32 %r5, %tid.x; setp.eq.u32 %p3, %r5, 0; add.u32 got, got, 1;
     @%p3 st.release.gpu.global.b32 [flag], got;
 """
@@ -444,9 +445,9 @@ def test_an_atomic_ticket_serialises_ctas_in_any_order(execute):
     state = np.zeros(2, np.uint32)
     body = f"""
     .reg .b32 mine, now, v; mov.u32 %r5, %tid.x; setp.ne.u32 %p0, %r5, 0; @%p0 bra END;
-    mov.b32 %r99, 0; mov.u32 mine, %cta;
-    SPIN: atom.acquire.gpu.global.add.u32 now, [%state], 0; setp.ne.u32 %p1, now, mine; {LIMIT}
-    @%p1 bra SPIN;
+    {START} mov.u32 mine, %cta;
+    SPIN: atom.acquire.gpu.global.add.u32 now, [%state], 0; setp.ne.u32 %p1, now, mine;
+    {again("SPIN", "%p1")}
     ld.global.b32 v, [%state+4]; mad.lo.u32 v, v, 3, mine; st.global.b32 [%state+4], v;
     atom.release.gpu.global.add.u32 now, [%state], 1;
     END:
@@ -463,8 +464,7 @@ def test_a_spin_on_test_wait_lets_the_copy_complete(execute):
     a, out = rows(1, 64), np.zeros(64, np.uint32)
     body = f"""{init(1)} .reg .b32 data; add.u32 data, bar, 128;
     @%p0 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 256; @%p0 {copy("data", "%a", 256)}
-    mov.b32 %r99, 0;
-    SPIN: mbarrier.test_wait.parity.shared.b64 %p1, [bar], 0; {LIMIT} @!%p1 bra SPIN;
+    {START} SPIN: mbarrier.test_wait.parity.shared.b64 %p1, [bar], 0; {again("SPIN", "!%p1")}
     mad.lo.u32 data, %i, 4, data; ld.shared.b32 %r0, [data]; st.global.b32 [%out_i], %r0;
     """
     execute(body, {"a": a, "out": out}, Shape(block=64, smem=1024))
