@@ -42,6 +42,13 @@ class Tensor:
         return sum(x * s for x, s in zip(position, strides, strict=True))
 
 
+def _tf32(bits: int) -> bytes:
+    """To the nearest with 10 bits of mantissa; infinities and NaNs are cut."""
+    if bits >> 23 & 0xFF != 0xFF:
+        bits += 0x1000
+    return (bits & 0xFFFFE000).to_bytes(4, "little")
+
+
 @dataclass
 class Copy:
     """One box of a tensor: its map, its coordinates, and where in shared memory it lies."""
@@ -96,7 +103,7 @@ class Copy:
             if byte is not None:
                 value = self.tensor.data[byte : byte + size]
             if self.tf32:
-                value = (value.view(np.uint32) & ~np.uint32(0x1FFF)).view(np.uint8)
+                value = np.frombuffer(_tf32(int(value.view(np.uint32)[0])), np.uint8)
             smem[where] = value
         return smem
 

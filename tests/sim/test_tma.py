@@ -96,7 +96,7 @@ def test_elements_outside_are_nan_where_the_map_says_so(execute, kind):
     assert (copy.loaded()[:32].view(np.uint16) == 0x7FF7).any()
 
 
-def test_loads_through_a_tf32_map_clear_the_low_bits(execute):
+def test_loads_through_a_tf32_map_round_to_the_nearest(execute):
     check_load(execute, Copy(Tensor("f32", (16, 6)), (8, 4), (4, 1), tf32=True))
 
 
