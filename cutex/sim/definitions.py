@@ -5,6 +5,7 @@ from __future__ import annotations
 from cutex.sim import (
     atomics,
     bits,
+    bulk,
     clc,
     compare,
     convert,
@@ -17,12 +18,11 @@ from cutex.sim import (
     tcgen05,
     tcgen05_copy,
     tcgen05_mma,
-    tma,
     warp,
     wgmma,
 )
 
 ARITHMETIC = (bits, compare, convert, floating, integer)
-MEMORY = (data, atomics, fragments, tma, remote, tcgen05, tcgen05_copy)
+MEMORY = (data, atomics, fragments, bulk, remote, tcgen05, tcgen05_copy)
 CONTROL = (warp, sync, clc)
 MATRICES = (wgmma, tcgen05_mma)

@@ -134,17 +134,15 @@ class Machine:
 
         self.findings: dict[tuple[str, int], Finding] = {}
         self.progress = 0  # grows with every visible effect; tells a spin loop from work
-        self.counts: dict[str, int] = defaultdict(int)
         warps = np.arange(self.num_warps)
         self.warp_cta = warps % num_ctas
         self.warp_in_cta = warps // num_ctas
-        self.lanes = np.arange(32, dtype=np.uint32)
         banks = {1: bool, 16: np.uint16, 32: np.uint32, 64: np.uint64, 128: np.uint64}
         self.registers = {
             bank: np.empty((count, self.num_warps, 32, *((2,) if bank == 128 else ())), banks[bank])
             for bank, count in program.registers.items()
         }
-        self.lanes_of = Divergence(self)
+        self.lanes = Divergence(self)
         self.sleepers: dict[Any, list[tuple[int, Wait]]] = {}  # by key
         self.ticks = 0
         self.carry = np.zeros((self.num_warps, 32), bool)  # of add.cc and its kin
@@ -160,7 +158,7 @@ class Machine:
     @property
     def live(self) -> np.ndarray:
         """(warps, 32) lanes that have not returned."""
-        return self.lanes_of.live
+        return self.lanes.live
 
     # -- residency ---------------------------------------------------------------------------------
 
@@ -190,7 +188,7 @@ class Machine:
         self.local[..., ::2] = 0xFF
         threads = self.warp_in_cta[:, None] * 32 + np.arange(32)
         live = (threads < self.num_threads) & (self.warp_cta[:, None] < count)
-        self.lanes_of.clear(live)
+        self.lanes.clear(live)
         self.sleepers.clear()
         self.waits: dict[int, list[Wait]] = {}  # by warp
         self.timed_out = np.zeros((self.num_warps, 32), bool)
@@ -260,14 +258,14 @@ class Machine:
         """The lanes of ``warp`` that execute now sleep until ``wait.key`` wakes them."""
         self.waits.setdefault(warp, []).append(wait)
         self.sleepers.setdefault(wait.key, []).append((warp, wait))
-        self.lanes_of.state[warp] = BLOCKED
+        self.lanes.state[warp] = BLOCKED
 
     def wake(self, key: Any) -> None:
         for warp, wait in self.sleepers.pop(key, ()):
             self._forget(warp, wait)
             if wait.on_wake is not None:
                 wait.on_wake()
-            self.lanes_of.wake(warp, wait.lanes)
+            self.lanes.wake(warp, wait.lanes)
 
     def time_out(self, warp: int, wait: Wait) -> None:
         """A try_wait gives up once."""
@@ -276,7 +274,7 @@ class Machine:
             del self.sleepers[wait.key]
         self._forget(warp, wait)
         self.timed_out[warp, slice(None) if wait.lanes is None else wait.lanes] = True
-        self.lanes_of.wake(warp, wait.lanes)
+        self.lanes.wake(warp, wait.lanes)
 
     def _forget(self, warp: int, wait: Wait) -> None:
         self.waits[warp].remove(wait)

@@ -43,7 +43,7 @@ class Scheduler:
         if order not in ORDERS:
             raise ValueError(f"order {order!r}: takes one of {', '.join(ORDERS)}")
         self.m, self.random, self.eager = machine, order == "random", order == "eager"
-        self.lanes = machine.lanes_of
+        self.lanes = machine.lanes
         self.late = _late_warps(machine, order)
         self.code = machine.program.code
         self.decoded: list[Execute | None] = [None] * len(self.code)
@@ -377,12 +377,3 @@ def _indices(operand: object) -> set[int]:
         return set().union(*map(_indices, operand.items)) if operand.items else set()
     base = getattr(operand, "base", None)
     return _indices(base) if base is not None else set()
-
-
-def check_known(machine: Machine) -> None:
-    """Decodes the whole program up front, so that an unknown instruction is reported before
-    anything runs.
-    """
-    for ins in machine.program.code:
-        if ins.name not in ("bra", "ret", "exit", "trap"):
-            decode(ins, machine)
