@@ -304,6 +304,11 @@ class Scheduler:
         done = int((self.lanes.state == DONE).sum()) - int((m.warp_cta >= m.present).sum())
         blocked = len(m.waits) + len(spinning)
         lines.append(f"  {blocked} warps are blocked, {done} have returned")
+        if len(m.waiting):
+            lines.append(
+                f"  {len(m.waiting)} clusters have not started: at most {m.num_ctas} CTAs run side "
+                "by side here"
+            )
         if m.findings:
             lines.append("found before that:")
             lines += [f"  {f}" for f in m.findings.values()]

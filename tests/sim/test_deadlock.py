@@ -110,6 +110,16 @@ def test_a_spin_that_counts_its_rounds_is_a_deadlock_too():
     assert "goes round a loop" in deadlock(body, {"flag": flag}, Shape(block=32))
 
 
+def test_a_wait_for_a_cta_that_has_not_started_says_so():
+    flag = np.zeros(1, np.uint32)
+    body = """
+    setp.eq.u32 %p0, %cta, 199; @%p0 st.release.gpu.global.b32 [%flag], 1;
+    L: ld.acquire.gpu.global.b32 %r0, [%flag]; setp.eq.u32 %p1, %r0, 0; @%p1 bra L;
+    """
+    text = deadlock(body, {"flag": flag}, Shape(grid=200))
+    assert "40 clusters have not started: at most 160 CTAs run side by side here" in text
+
+
 def test_a_spin_with_atomics_that_change_nothing():
     lock = np.ones(1, np.uint32)
     body = "L: atom.global.cas.b32 %r0, [%lock], 0, 1; setp.ne.u32 %p0, %r0, 0; @%p0 bra L;"
