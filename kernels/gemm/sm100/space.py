@@ -1,8 +1,9 @@
 """The configs of stage 9 on sm_100a, and a model that ranks them (kernels/gemm/choose.py).
 
 No B200 was at hand: the model counts cycles by published figures (docs/facts.md), and its one free
-constant, what loads cost beside their bandwidth, is set so that it agrees with the tiles that
-ThunderKittens chose on a B200 for squares of 1024 to 16384. Imports neither torch nor the DSL.
+constant, what loads cost beside their bandwidth, is set by the tiles that ThunderKittens chose on a
+B200. It agrees with them at 2048 and from 8192 up, not at 1024 cubed (256x96 here, 256x64 there)
+nor at 4096 cubed (512x160, 512x256). Imports neither torch nor the DSL.
 """
 
 from __future__ import annotations
