@@ -34,7 +34,7 @@ class Fragment(NamedTuple):
     columns: tuple[Int32, ...]  # C of N
     batch: Int32 | int
     bounds: tuple[Int32, Int32]  # (M, N)
-    paired: bool  # columns come two by two, an even one and its neighbour
+    run: int  # of columns that are neighbours, the first a multiple of it: a power of two, or 1
 
     @property
     def safe_rows(self) -> tuple[Int32, ...]:
@@ -47,6 +47,10 @@ class Fragment(NamedTuple):
     @property
     def shape(self) -> tuple[int, int]:
         return len(self.rows), len(self.columns)
+
+    def load_width(self, dtype: type[cutlass.Numeric]) -> int:
+        """Neighbours that one load, of up to 16 bytes, brings."""
+        return min(self.run, 128 // dtype.width)
 
     def map(self, function: Callable[[Float32], Float32]) -> None:
         for r in range(len(self.rows)):
@@ -89,24 +93,25 @@ class Scale:
 class Bias:
     """x + bias, which holds one number for each "row" or each "column".
 
-    pairs: base and length are multiples of 16 bytes, so two neighbours come with one load.
+    whole: base and length are multiples of 16 bytes, so neighbours come with one load.
     """
 
     by: str = "column"
     dtype: str = "bf16"
-    pairs: bool = False
+    whole: bool = False
 
     def arguments(self) -> tuple[Argument, ...]:
         size = ("m",) if self.by == "row" else ("n",)
-        return (Operand("bias", size, self.dtype, aligned=self.pairs, whole=self.pairs),)
+        return (Operand("bias", size, self.dtype, aligned=self.whole, whole=self.whole),)
 
     def apply(self, x: Fragment, bias: cute.Tensor) -> None:
-        if not (self.pairs and x.paired):
+        width = x.load_width(bias.element_type) if self.whole else 1
+        if width == 1:
             _combine(x, bias, self.by, lambda v, b: v + b)
             return
         columns = x.safe_columns
-        for c in range(0, len(columns), 2):
-            for e, value in enumerate(_neighbours(bias, columns[c], 2)):
+        for c in range(0, len(columns), width):
+            for e, value in enumerate(_neighbours(bias, columns[c], width)):
                 for r in range(len(x.rows)):
                     x.values[r, c + e] = x.values[r, c + e] + value
 
@@ -115,28 +120,28 @@ class Bias:
 class Add:
     """x + factor * a matrix as large as the output; `beta`: whether a factor is passed.
 
-    pairs: its rows are contiguous, N and the other strides are even, so two neighbours come with
-    one load.
+    whole: its rows are contiguous, N, base and the other strides are multiples of 16 bytes, so
+    neighbours come with one load.
     """
 
     name: str
     dtype: str
     batched: bool = False
     beta: bool = False
-    pairs: bool = False
+    whole: bool = False
     gated: bool = False  # added behind a Gate
 
     def arguments(self) -> tuple[Argument, ...]:
         n = "half" if self.gated else "n"
         sizes = ("l", "m", n) if self.batched else ("m", n)
-        last = -1 if self.pairs else None
-        matrix = Operand(self.name, sizes, self.dtype, last, aligned=self.pairs, whole=self.pairs)
+        last = -1 if self.whole else None
+        matrix = Operand(self.name, sizes, self.dtype, last, aligned=self.whole, whole=self.whole)
         return (matrix, Scalar("beta")) if self.beta else (matrix,)
 
     def apply(self, x: Fragment, matrix: cute.Tensor, *beta: Float32) -> None:
         if self.batched:
             matrix = matrix[x.batch, None, None]
-        step = 2 if self.pairs and x.paired else 1
+        step = x.load_width(matrix.element_type) if self.whole else 1
         columns = x.safe_columns
         for r, row in enumerate(x.safe_rows):
             for c in range(0, len(columns), step):
@@ -176,7 +181,7 @@ class Gate:
                 values[r, c] = gate * x.values[r, 2 * c + 1]
         halves = tuple(c // 2 for c in x.columns[::2])
         bounds = x.bounds[0], x.bounds[1] // 2
-        return x._replace(values=values, columns=halves, bounds=bounds, paired=False)
+        return x._replace(values=values, columns=halves, bounds=bounds, run=x.run // 2)
 
 
 @dataclass(frozen=True, repr=False)

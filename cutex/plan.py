@@ -354,8 +354,8 @@ def fused(
         passed.extend(values)
 
     def matrix(name: str, x: Tensor, beta: bool = False) -> Piece:
-        pairs = aligned(x, -1) and x.shape[-1] * x.element_size() % ALIGN == 0 and min(x.shape) > 1
-        return fusion.Add(name, NAMES[x.dtype], x.dim() == 3, beta, pairs, call.gate is not None)
+        whole = aligned(x, -1) and x.shape[-1] * x.element_size() % ALIGN == 0 and min(x.shape) > 1
+        return fusion.Add(name, NAMES[x.dtype], x.dim() == 3, beta, whole, call.gate is not None)
 
     for name, by in (("scale_a", "row"), ("scale_b", "column")):
         scale = getattr(call, name)

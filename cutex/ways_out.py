@@ -50,7 +50,7 @@ class Fusion:
         else:
             layout = cute.make_layout((across[0], along[0]), stride=(across[1], along[1]))
         rX = cute.make_tensor(rX.iterator, layout)  # (R, C)
-        x = fusion.Fragment(rX, rows, columns, batch, self.bounds, not self.transposed)
+        x = fusion.Fragment(rX, rows, columns, batch, self.bounds, run=1 if self.transposed else 2)
         return fusion.apply(self.pieces, x, self.passed)
 
 
