@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cutex.compile import Compiled
     from cutex.fusion import Piece
     from cutex.kernels.gemm.config import GemmConfig
-    from cutex.kernels.gemm.sm90.general import GeneralConfig, Matrix
+    from cutex.kernels.gemm.general import GeneralConfig, Matrix
 
 ALIGN = 16  # bytes
 NAMES = {
@@ -224,7 +224,7 @@ def repacked(x: Tensor, contiguous: int) -> Tensor:
 
 def operand(x: Tensor, k_side: int, k_only: bool) -> tuple[Tensor, Matrix, str]:
     """x (R, C) or (L, R, C) as the kernel takes it, how it lies, and a note if that took a copy."""
-    from cutex.kernels.gemm.sm90.general import Matrix
+    from cutex.kernels.gemm.general import Matrix
 
     note = ""
     side = next((s for s in ((k_side,) if k_only else (-1, -2)) if aligned(x, s)), None)
@@ -242,7 +242,7 @@ def result(x: Tensor) -> tuple[Tensor, Matrix, str]:
     NOTE: a TMA store writes units of 16 bytes whole: on an H200, rows that end within one had what
     lies behind them overwritten.
     """
-    from cutex.kernels.gemm.sm90.general import Matrix
+    from cutex.kernels.gemm.general import Matrix
 
     name, batched = NAMES[x.dtype], x.dim() == 3
     for side, major in ((-1, "row"), (-2, "column")):
@@ -415,7 +415,7 @@ def config_for(
     arch_name: str,
 ) -> GeneralConfig:
     """The first of `proposals` that the general kernel can do."""
-    from cutex.kernels.gemm.sm90.general import GeneralConfig
+    from cutex.kernels.gemm.general import GeneralConfig
 
     m, n, k, batch = sizes
     a, b, out = lies

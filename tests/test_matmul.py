@@ -15,7 +15,8 @@ import cutex
 from cutex import fusion, ops
 from cutex.compile import compile
 from cutex.kernels.gemm import stage
-from cutex.kernels.gemm.sm90.general import General, GeneralConfig, Matrix
+from cutex.kernels.gemm.general import GeneralConfig, Matrix
+from cutex.kernels.gemm.sm90.general import General
 from cutex.matmul_problem import draw
 from cutex.plan import result
 

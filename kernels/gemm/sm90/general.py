@@ -1,21 +1,18 @@
-"""The general GEMM: out = pieces(A @ B), for every layout, dtype and batch that stage 9 can tile.
+"""The general GEMM on Hopper: every layout, dtype and batch that stage 9 can tile.
 
-A (L, M, K), B (L, K, N) and out (L, M, N) are passed as torch holds them, L where there is one, and
-oriented here. What stage 9 does is inherited; this class changes what the roles are given:
+What stage 9 does is inherited, what arguments there are comes from kernels/gemm/general.py; this
+class changes what the roles are given:
 
 - wgmma reads 16-bit operands with either side contiguous in smem. Where K is not, the CTAs that
   share a tile load parts of its K instead of its rows, so that any tile can be shared.
 - A tile has a batch entry. An operand with one entry for all (L = 1) is read again for each.
 - The way out runs the pieces (cutex/fusion.py) on each part of the accumulator, in fp32, then
   rounds it and stores it by TMA; or element by element, where TMA cannot step through out.
-
-Sizes in the config are in units of 2 bytes: tile_k = 64 is 128 elements of fp8, epi_n = 64 is 32
-columns of fp32.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -23,7 +20,6 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex import fusion
 from cutex.atoms.mma import (
     Wgmma,
     allocate_slots,
@@ -41,58 +37,13 @@ from cutex.atoms.multicast import (
     shared_tile_loads,
 )
 from cutex.atoms.tma import AbLoads, store_operand
-from cutex.compile import Argument, Operand
-from cutex.kernels.gemm.config import ELEMENT, GemmConfig
+from cutex.kernels.gemm.config import ELEMENT
+from cutex.kernels.gemm.general import GeneralGemm, matrix, modes
 from cutex.kernels.gemm.sm90.stage9 import Stage9
 from cutex.pipeline import publish_barriers
 from cutex.schedulers.one_tile import WorkTile
 from cutex.schedulers.persistent import BatchTile
 from cutex.ways_out import DirectStores, FusedStores, Fusion, fused_stores
-
-BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "e4m3": 8, "e5m2": 8}
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """How an argument lies in memory: `major` says what is contiguous, its "row"s or "column"s.
-
-    tma: base and strides are multiples of 16 bytes; without it any strides will do.
-    """
-
-    dtype: str = "bf16"
-    major: str = "row"
-    batched: bool = False
-    tma: bool = True
-
-    def argument(self, name: str, rows: str, columns: str, batch: str) -> Operand:
-        sizes = (batch, rows, columns) if self.batched else (rows, columns)
-        contiguous = None if not self.tma else -1 if self.major == "row" else -2
-        return Operand(name, sizes, self.dtype, contiguous, aligned=self.tma, whole=False)
-
-
-@dataclass(frozen=True)
-class GeneralConfig(GemmConfig):
-    """A config of stage 9, and what is computed with it."""
-
-    a: Matrix = field(default_factory=Matrix)
-    b: Matrix = field(default_factory=Matrix)
-    out: Matrix = field(default_factory=Matrix)
-    pieces: tuple[fusion.Piece, ...] = ()
-
-    @property
-    def k_elements(self) -> int:
-        """Of K in a tile."""
-        return self.tile_k * 16 // BITS[self.a.dtype]
-
-    @property
-    def epi_columns(self) -> int:
-        """Of out that leave at a time."""
-        return self.epi_n * 16 // BITS[self.out.dtype]
-
-    @property
-    def columns_contiguous(self) -> bool:
-        """In what the kernel computes, which with swap_ab is out transposed."""
-        return (self.out.major == "row") != self.swap_ab
 
 
 @dataclass(frozen=True)
@@ -117,50 +68,12 @@ class GeneralOperands:
         )
 
 
-def matrix(operand: cpasync.TmaInfo, tile: WorkTile | BatchTile) -> cpasync.TmaInfo:
-    """Of the tile's batch entry; one that is alone serves all."""
-    mX = operand.tma_tensor
-    if cute.rank(mX) == 3:
-        entry = cutlass.min(tile.entry, cute.size(mX, mode=[2]) - 1)
-        mX = mX[None, None, entry]
-    return cpasync.TmaInfo(operand.atom, mX, operand.smem_layout)
-
-
-def modes(mX: cute.Tensor, columns_first: bool) -> cute.Tensor:
-    """(rows, columns) or, of (L, rows, columns), (rows, columns, L); maybe columns first."""
-    order = [1, 0] if columns_first else [0, 1]
-    if cute.rank(mX) == 3:
-        order = [order[0] + 1, order[1] + 1, 0]
-    return cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=order))
-
-
-class General(Stage9):
+class General(GeneralGemm, Stage9):
     """Barriers, registers and smem: as in stage 9."""
-
-    config: GeneralConfig
-    dtypes = ("bf16", "fp16", "e4m3", "e5m2", "fp32")  # fp32 is read as tf32
 
     @property
     def name(self) -> str:
         return "sm90_gemm_general"
-
-    def operands(self, dtype: str) -> tuple[Argument, ...]:
-        """a (M, K), b (K, N), out (M, N), each with L before where batched; then the pieces'."""
-        c = self.config
-        gated = fusion.gated(c.pieces)  # then out has half the columns of b
-        return (
-            c.a.argument("a", "m", "k", "la"),
-            c.b.argument("b", "k", "n", "lb"),
-            c.out.argument("out", "m", "half" if gated else "n", "l"),
-            *fusion.arguments(c.pieces),
-        )
-
-    @property
-    def k_major(self) -> tuple[bool, bool]:
-        """Whether K is contiguous in the first and in the second operand of the MMA."""
-        c = self.config
-        a, b = c.a.major == "row", c.b.major == "column"
-        return (b, a) if c.swap_ab else (a, b)
 
     @cute.jit
     def __call__(self, mA: cute.Tensor, mB: cute.Tensor, mOut: cute.Tensor, *rest) -> None:
@@ -232,19 +145,6 @@ class General(Stage9):
             num_k_tiles = cute.ceil_div(cute.size(a.tma_tensor, mode=[1]), c.k_elements)
             self.compute_tiles(mma, ab, stores, num_k_tiles, mProduct)
             stores.drain()
-
-    def product(self, mOut: Any) -> Any:
-        """What the tiles cover: out, or twice its columns, of which gates leave half."""
-        if not fusion.gated(self.config.pieces):
-            return mOut
-        m, n, *batch = mOut.shape
-        return cute.make_tensor(mOut.iterator, cute.make_layout((m, 2 * n, *batch)))
-
-    def fusion(self, mProduct: cute.Tensor, passed: tuple[Any, ...]) -> Fusion:
-        """The bounds are those of the product."""
-        bounds = cute.size(mProduct, mode=[0]), cute.size(mProduct, mode=[1])
-        swapped = self.config.swap_ab
-        return Fusion(self.config.pieces, passed, bounds[::-1] if swapped else bounds, swapped)
 
     def stores(
         self, out: Any, sC: cute.Tensor | None, pieces: Fusion

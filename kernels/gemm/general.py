@@ -1,0 +1,124 @@
+"""What the general GEMM is on both archs: its config, and out = pieces(A @ B) in the host's terms.
+
+A (L, M, K), B (L, K, N) and out (L, M, N) are passed as torch holds them, L where there is one, and
+oriented by the kernels (sm90/general.py, sm100/general.py).
+
+Sizes in the config are in units of 2 bytes: tile_k = 64 is 128 elements of fp8, epi_n = 64 is 32
+columns of fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import cpasync
+
+from cutex import fusion
+from cutex.compile import Argument, Operand
+from cutex.kernels.gemm.config import GemmConfig
+from cutex.schedulers.one_tile import WorkTile
+from cutex.schedulers.persistent import BatchTile
+from cutex.ways_out import Fusion
+
+BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "e4m3": 8, "e5m2": 8}
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """How an argument lies in memory: `major` says what is contiguous, its "row"s or "column"s.
+
+    tma: base and strides are multiples of 16 bytes; without it any strides will do.
+    """
+
+    dtype: str = "bf16"
+    major: str = "row"
+    batched: bool = False
+    tma: bool = True
+
+    def argument(self, name: str, rows: str, columns: str, batch: str) -> Operand:
+        sizes = (batch, rows, columns) if self.batched else (rows, columns)
+        contiguous = None if not self.tma else -1 if self.major == "row" else -2
+        return Operand(name, sizes, self.dtype, contiguous, aligned=self.tma, whole=False)
+
+
+@dataclass(frozen=True)
+class GeneralConfig(GemmConfig):
+    """A config of stage 9, and what is computed with it."""
+
+    a: Matrix = field(default_factory=Matrix)
+    b: Matrix = field(default_factory=Matrix)
+    out: Matrix = field(default_factory=Matrix)
+    pieces: tuple[fusion.Piece, ...] = ()
+
+    @property
+    def k_elements(self) -> int:
+        """Of K in a tile."""
+        return self.tile_k * 16 // BITS[self.a.dtype]
+
+    @property
+    def epi_columns(self) -> int:
+        """Of out that leave at a time."""
+        return self.epi_n * 16 // BITS[self.out.dtype]
+
+    @property
+    def columns_contiguous(self) -> bool:
+        """In what the kernel computes, which with swap_ab is out transposed."""
+        return (self.out.major == "row") != self.swap_ab
+
+
+def matrix(operand: cpasync.TmaInfo, tile: WorkTile | BatchTile) -> cpasync.TmaInfo:
+    """Of the tile's batch entry; one that is alone serves all."""
+    mX = operand.tma_tensor
+    if cute.rank(mX) == 3:
+        entry = cutlass.min(tile.entry, cute.size(mX, mode=[2]) - 1)
+        mX = mX[None, None, entry]
+    return cpasync.TmaInfo(operand.atom, mX, operand.smem_layout)
+
+
+def modes(mX: cute.Tensor, columns_first: bool) -> cute.Tensor:
+    """(rows, columns) or, of (L, rows, columns), (rows, columns, L); maybe columns first."""
+    order = [1, 0] if columns_first else [0, 1]
+    if cute.rank(mX) == 3:
+        order = [order[0] + 1, order[1] + 1, 0]
+    return cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=order))
+
+
+class GeneralGemm:
+    """Beside a stage 9, which it is mixed into: arguments, and what they mean."""
+
+    config: GeneralConfig
+    dtypes = ("bf16", "fp16", "e4m3", "e5m2", "fp32")  # fp32 is read as tf32
+
+    def operands(self, dtype: str) -> tuple[Argument, ...]:
+        """a (M, K), b (K, N), out (M, N), each with L before where batched; then the pieces'."""
+        c = self.config
+        gated = fusion.gated(c.pieces)  # then out has half the columns of b
+        return (
+            c.a.argument("a", "m", "k", "la"),
+            c.b.argument("b", "k", "n", "lb"),
+            c.out.argument("out", "m", "half" if gated else "n", "l"),
+            *fusion.arguments(c.pieces),
+        )
+
+    @property
+    def k_major(self) -> tuple[bool, bool]:
+        """Whether K is contiguous in the first and in the second operand of the MMA."""
+        c = self.config
+        a, b = c.a.major == "row", c.b.major == "column"
+        return (b, a) if c.swap_ab else (a, b)
+
+    def product(self, mOut: Any) -> Any:
+        """What the tiles cover: out, or twice its columns, of which gates leave half."""
+        if not fusion.gated(self.config.pieces):
+            return mOut
+        m, n, *batch = mOut.shape
+        return cute.make_tensor(mOut.iterator, cute.make_layout((m, 2 * n, *batch)))
+
+    def fusion(self, mProduct: cute.Tensor, passed: tuple[Any, ...]) -> Fusion:
+        """The bounds are those of the product."""
+        bounds = cute.size(mProduct, mode=[0]), cute.size(mProduct, mode=[1])
+        swapped = self.config.swap_ab
+        return Fusion(self.config.pieces, passed, bounds[::-1] if swapped else bounds, swapped)
