@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 
 from cutex.atoms import tmem
 from cutex.atoms.mma import WARPGROUP, Umma, Wgmma, make_wgmma
-from cutex.atoms.tma import TileStores
+from cutex.atoms.tma import EVICT_FIRST, TileStores, tile_stores
 from cutex.schedulers.one_tile import WorkTile
 
 SUB_TILE_BARRIER = 1  # the named barrier of the four epilogue warps; 0 is the whole CTA's
@@ -127,12 +127,15 @@ class SubTiles(NamedTuple):
         part: cutlass.Constexpr[int],
         column_tile: Int32,
     ) -> None:
-        """Round sub-tile `part`, put it into its slot and start its store to `column_tile`."""
+        """Round sub-tile `part`, of any shape, put it into its slot and start its store to
+        `column_tile`."""
         num_slots = cute.size(self.tTR_sC, mode=[3])
         slot = part % num_slots
         tTR_sC = self.tTR_sC[None, None, None, slot]
-        tTR_rC = cute.make_rmem_tensor_like(tTR_rAcc, tTR_sC.element_type)
-        tTR_rC.store(tTR_rAcc.load().to(tTR_sC.element_type))
+        tTR_rC = cute.make_rmem_tensor(tTR_sC.shape, tTR_sC.element_type)
+        flat = cute.make_layout(cute.size(tTR_rC))
+        rounded = cute.make_tensor(tTR_rAcc.iterator, flat).load().to(tTR_sC.element_type)
+        cute.make_tensor(tTR_rC.iterator, flat).store(rounded)
         cute.autovec_copy(tTR_rC, tTR_sC)
         cute.arch.fence_view_async_shared()
         warp = cute.arch.warp_idx()
@@ -167,6 +170,47 @@ def sub_tiles(tAcc: cute.Tensor, sC: cute.Tensor, thread: Int32) -> SubTiles:
     load = tmem.make_load(tAcc[None, None, 0])
     thr_load = load.get_slice(thread)
     return SubTiles(load, thr_load.partition_S(tAcc), thr_load.partition_D(sC))
+
+
+class TileOut(NamedTuple):
+    """SubTiles, and where in C they go."""
+
+    parts: SubTiles
+    stores: TileStores
+    first_column: Int32  # of the tile, in sub-tiles
+
+    @property
+    def num_parts(self) -> int:
+        return self.parts.num_parts
+
+    def start_load(self, part: int) -> cute.Tensor:
+        return self.parts.start_load(part)
+
+    def wait_loads(self) -> None:
+        self.parts.wait_loads()
+
+    @cute.jit
+    def store(self, tTR_rAcc: cute.Tensor, turn: cutlass.Constexpr[int], part: Int32) -> None:
+        """Sub-tile `part`, as the `turn`-th of this tile to leave."""
+        self.parts.store(tTR_rAcc, self.stores, turn, self.first_column + part)
+
+
+class WayOut(NamedTuple):
+    """What C leaves through: a tensor map and slots of smem."""
+
+    out: cpasync.TmaInfo
+    sC: cute.Tensor  # (128, epiN, SLOT)
+
+    def prefetch(self) -> None:
+        cpasync.prefetch_descriptor(self.out.atom)
+
+    @cute.jit
+    def of(self, tAcc: cute.Tensor, tile: WorkTile, row_tile: Int32) -> TileOut:
+        """Of this thread's row of tAcc (128, bN), which is row_tile's, by 128, of the tile."""
+        thread, _, _ = cute.arch.thread_idx()
+        parts = sub_tiles(tAcc, self.sC, thread)
+        stores = tile_stores(self.out, self.sC, row_tile, EVICT_FIRST)
+        return TileOut(parts, stores, tile.n * parts.num_parts)
 
 
 class WarpgroupStores(NamedTuple):

@@ -8,6 +8,8 @@ import cutlass
 from cutlass import Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
+from cutex.schedulers.one_tile import WorkTile
+
 EVICT_FIRST = 0x12F0_0000_0000_0000  # an L2 policy, as createpolicy.fractional makes it for all
 
 
@@ -63,6 +65,32 @@ class AbLoads(NamedTuple):
     def load(self, k_tile: Int32, slot: Int32, full: cute.Pointer) -> None:
         self.a.load(k_tile, slot, full)
         self.b.load(k_tile, slot, full)
+
+
+class PairOperands(NamedTuple):
+    """What loads A and B for a pair of CTAs, and the slots of this one that they go to."""
+
+    a: cpasync.TmaInfo
+    b: cpasync.TmaInfo
+    sA: cute.Tensor  # (bM / 2, bK, SLOT)
+    sB: cute.Tensor  # (bN / 2, bK, SLOT)
+
+    @property
+    def k(self) -> Int32:
+        return cute.size(self.a.tma_tensor, mode=[1])
+
+    def prefetch(self) -> None:
+        for operand in (self.a, self.b):
+            cpasync.prefetch_descriptor(operand.atom)
+
+    @cute.jit
+    def loads(self, tile: WorkTile) -> AbLoads:
+        """Of this CTA's half of the rows of A and of B; `tile` counts rows of a CTA, columns of a
+        pair."""
+        rank = cute.arch.block_idx_in_cluster() % 2
+        return AbLoads(
+            tile_loads(self.a, self.sA, tile.m), tile_loads(self.b, self.sB, 2 * tile.n + rank)
+        )
 
 
 @cute.jit

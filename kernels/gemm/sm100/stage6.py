@@ -25,7 +25,7 @@ from cutlass.memory import SmemAllocator
 
 from cutex.arch import arch as arch_named
 from cutex.atoms.mma import Umma, allocate_slots, make_umma, umma
-from cutex.atoms.tma import AbLoads, load_operand, store_operand, tile_loads, tile_stores
+from cutex.atoms.tma import PairOperands, load_operand, store_operand, tile_stores
 from cutex.atoms.tmem import LANES, Tmem, fence_after_sync, fence_before_sync
 from cutex.epilogue import drain_stores, sub_tiles
 from cutex.kernels.gemm.sm100.stage3 import Warp
@@ -85,9 +85,9 @@ class Stage6(Stage5):
             stream=stream,
         )
 
-    def make_queue(self, smem: SmemAllocator, out: cpasync.TmaInfo) -> StaticQueue:
-        """Where the roles learn which tile comes next."""
-        return StaticQueue(self.scheduler().walk(out.tma_tensor))
+    def make_queue(self, smem: SmemAllocator, mC: cute.Tensor) -> StaticQueue:
+        """Where the roles learn which tile of mC (M, N) comes next."""
+        return StaticQueue(self.scheduler().walk(mC))
 
     @cute.kernel
     def kernel(self, a: cpasync.TmaInfo, b: cpasync.TmaInfo, out: cpasync.TmaInfo) -> None:
@@ -100,7 +100,7 @@ class Stage6(Stage5):
         sC = allocate_slots(smem, dtype, out.smem_layout)  # (128, epiN, SLOT)
         ab = PairRing.allocate(smem, "ab", c.num_stages, c.stage_bytes, consumers=1)
         acc = AccRing.of(smem, c.num_acc, readers=2 * self.num_epilogue_warps)
-        queue = self.make_queue(smem, out)
+        queue = self.make_queue(smem, out.tma_tensor)
         tmem = Tmem.allocate(smem, columns=c.tile_n * c.num_acc, pair=True)
         if warp == Warp.MMA:
             tmem.acquire()
@@ -108,13 +108,12 @@ class Stage6(Stage5):
         pointer = tmem.pointer()
 
         mma = umma(make_umma(256, c.tile_n, dtype, pair=True), sA, sB, pointer, c.num_acc)
+        operands = PairOperands(a, b, sA, sB)
         if warp == Warp.LOAD:
-            self.load(a, b, sA, sB, ab, queue)
+            self.load(operands, ab, queue)
         elif warp == Warp.MMA:
             if is_leader():
-                first, end = self.k_tiles(
-                    cute.ceil_div(cute.size(a.tma_tensor, mode=[1]), c.tile_k)
-                )
+                first, end = self.k_tiles(cute.ceil_div(operands.k, c.tile_k))
                 self.mma(mma, ab, acc, end - first, queue)
         elif warp < Warp.LOAD:
             self.epilogue(mma.tCtAcc, out, sC, acc, queue)
@@ -133,21 +132,11 @@ class Stage6(Stage5):
         """No warp does this: in a static queue nobody needs to be asked (stage 8)."""
 
     @cute.jit
-    def load(
-        self,
-        a: cpasync.TmaInfo,
-        b: cpasync.TmaInfo,
-        sA: cute.Tensor,
-        sB: cute.Tensor,
-        ab: Ring,
-        queue: cutlass.Constexpr[Any],
-    ) -> None:
-        rank = cute.arch.block_idx_in_cluster() % 2
+    def load(self, operands: PairOperands, ab: Ring, queue: cutlass.Constexpr[Any]) -> None:
         fill = ab.producer()
         ticket = queue.first()
         while ticket.valid:
-            tile = queue.tile(ticket)
-            loads = AbLoads(tile_loads(a, sA, tile.m), tile_loads(b, sB, 2 * tile.n + rank))
+            loads = operands.loads(queue.tile(ticket))
             first, end = self.k_tiles(loads.num_k_tiles)
             for k_tile in cutlass.range(first, end, unroll=1):
                 loads.load(k_tile, fill.slot, ab.acquire(fill))

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import cutlass
 from cutlass import Int32, cute
-from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cutex.atoms.tma import load_operand, store_operand
@@ -52,10 +51,10 @@ class Stage8(Stage7):
         """Along M and N, that cover mC (M, N)."""
         return cute.ceil_div(mC.shape, (self.config.tile_m, self.config.tile_n))
 
-    def make_queue(self, smem: SmemAllocator, out: cpasync.TmaInfo) -> ClcQueue:
+    def make_queue(self, smem: SmemAllocator, mC: cute.Tensor) -> ClcQueue:
         load, mma, schedule = 1, 1, 1  # warps
         readers = CTAS * (load + self.num_epilogue_warps) + mma + schedule
-        return ClcQueue.allocate(smem, self.raster, self.clusters(out.tma_tensor), readers)
+        return ClcQueue.allocate(smem, self.raster, self.clusters(mC), readers)
 
     @cute.jit
     def schedule(self, queue: cutlass.Constexpr[ClcQueue]) -> None:

@@ -33,9 +33,9 @@ from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
 from cutlass.memory import SmemAllocator
 
 from cutex.atoms.mma import Umma, allocate_slots, make_umma, slots_layout, umma
-from cutex.atoms.tma import EVICT_FIRST, load_operand, store_operand, tile_stores
+from cutex.atoms.tma import PairOperands, load_operand, store_operand
 from cutex.atoms.tmem import LANES, Tmem, fence_after_sync, fence_before_sync
-from cutex.epilogue import drain_stores, sub_tiles
+from cutex.epilogue import TileOut, WayOut, drain_stores
 from cutex.kernels.gemm.sm100.stage3 import Warp
 from cutex.kernels.gemm.sm100.stage8 import Stage8
 from cutex.pipeline import (
@@ -96,43 +96,56 @@ class Stage9(Stage8):
 
     @cute.kernel
     def kernel(self, a: cpasync.TmaInfo, b: cpasync.TmaInfo, out: cpasync.TmaInfo) -> None:
-        c = self.config
         dtype = out.atom.value_type
-        warp = cute.arch.warp_idx()
         smem = SmemAllocator()
         sA = allocate_slots(smem, dtype, a.smem_layout)  # (bM / 2, bK, SLOT)
         sB = allocate_slots(smem, dtype, b.smem_layout)  # (bN / 2, bK, SLOT)
         sC = allocate_slots(smem, dtype, out.smem_layout)  # (128, epiN, SLOT)
+        mma = make_umma(256, self.config.tile_n, dtype, pair=True)
+        operands, way_out = PairOperands(a, b, sA, sB), WayOut(out, sC)
+        self.run(mma, operands, way_out, out.tma_tensor, smem)
+
+    @cute.jit
+    def run(
+        self,
+        tiled_mma: cute.TiledMma,
+        operands: PairOperands,
+        way_out: WayOut,
+        mC: cute.Tensor,
+        smem: cutlass.Constexpr[SmemAllocator],
+    ) -> None:
+        """The kernel, once the slots of A, B and C are allocated; mC (M, N) is what tiles cover."""
+        c = self.config
+        warp = cute.arch.warp_idx()
         sums = self.allocate_sums(smem)
         ab = PairRing.allocate(smem, "ab", c.num_stages, c.stage_bytes, consumers=1)
         acc = AccRing.of(smem, c.num_acc, readers=CTAS * self.num_epilogue_warps)
-        queue = self.make_queue(smem, out)
+        queue = self.make_queue(smem, mC)
         tmem = Tmem.allocate(smem, columns=c.tile_n * c.num_acc, pair=True)
         if warp == Warp.MMA:
             tmem.acquire()
         publish_barriers((ab, acc, *queue.barriers), cluster=True)
         pointer = tmem.pointer()
 
-        mma = umma(make_umma(256, c.tile_n, dtype, pair=True), sA, sB, pointer, c.num_acc)
+        mma = umma(tiled_mma, operands.sA, operands.sB, pointer, c.num_acc)
         if warp == Warp.LOAD:
-            self.load(a, b, sA, sB, ab, queue)
+            self.load(operands, ab, queue)
         elif warp == Warp.MMA:
             if is_leader():
-                first, end = self.k_tiles(
-                    cute.ceil_div(cute.size(a.tma_tensor, mode=[1]), c.tile_k)
-                )
+                tile_k = cute.size(operands.sA, mode=[1])
+                first, end = self.k_tiles(cute.ceil_div(operands.k, tile_k))
                 self.mma(mma, ab, acc, end - first, queue)
         elif warp < Warp.LOAD:
             if cutlass.const_expr(c.split_k > 1):
-                self.leave_sums(mma.tCtAcc, sums, sC, acc)
+                self.leave_sums(mma.tCtAcc, sums, way_out, acc, queue)
             else:
-                self.epilogue(mma.tCtAcc, out, sC, acc, queue)
+                self.epilogue(mma.tCtAcc, way_out, acc, queue)
         else:
             self.schedule(queue)
         sync_cluster()
         if cutlass.const_expr(c.split_k > 1):
             if warp < Warp.LOAD:
-                self.add_up(mma.tCtAcc, sums, out, sC, queue)
+                self.add_up(mma.tCtAcc, sums, way_out, queue)
             sync_cluster()
         if warp == Warp.MMA:
             fence_after_sync()
@@ -152,11 +165,11 @@ class Stage9(Stage8):
         """Which of the pairs of a cluster this CTA belongs to."""
         return cute.arch.block_idx_in_cluster() // CTAS
 
-    def make_queue(self, smem: SmemAllocator, out: cpasync.TmaInfo) -> Any:
+    def make_queue(self, smem: SmemAllocator, mC: cute.Tensor) -> Any:
         split = self.config.split_k
         if split == 1:
-            return super().make_queue(smem, out)
-        return OneTileQueue(self.raster, *self.clusters(out.tma_tensor), CTAS * split)
+            return super().make_queue(smem, mC)
+        return OneTileQueue(self.raster, *self.clusters(mC), CTAS * split)
 
     @cute.jit
     def schedule(self, queue: cutlass.Constexpr[Any]) -> None:
@@ -172,19 +185,10 @@ class Stage9(Stage8):
         return cute.make_composed_layout(cute.make_swizzle(0, 4, 3), 0, columns)
 
     @cute.jit
-    def load(
-        self,
-        a: cpasync.TmaInfo,
-        b: cpasync.TmaInfo,
-        sA: cute.Tensor,
-        sB: cute.Tensor,
-        ab: Ring,
-        queue: cutlass.Constexpr[Any],
-    ) -> None:
-        for operand in (a, b):
-            cpasync.prefetch_descriptor(operand.atom)
+    def load(self, operands: PairOperands, ab: Ring, queue: cutlass.Constexpr[Any]) -> None:
+        operands.prefetch()
         cute.arch.griddepcontrol_wait()
-        Stage8.load(self, a, b, sA, sB, ab, queue)
+        Stage8.load(self, operands, ab, queue)
         cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
@@ -251,21 +255,19 @@ class Stage9(Stage8):
     def epilogue(
         self,
         tCtAcc: cute.Tensor,
-        out: cpasync.TmaInfo,
-        sC: cute.Tensor,
+        way_out: WayOut,
         acc: AccRing,
         queue: cutlass.Constexpr[Any],
     ) -> None:
-        thread, _, _ = cute.arch.thread_idx()
         take = acc.consumer()
-        cpasync.prefetch_descriptor(out.atom)
+        way_out.prefetch()
         cute.arch.griddepcontrol_wait()
         ticket = queue.first()
         while ticket.valid:
             tile = queue.tile(ticket)
             for block in cutlass.range_constexpr(self.num_blocks):
-                stores = tile_stores(out, sC, tile.m * self.num_blocks + block, EVICT_FIRST)
-                parts = sub_tiles(tCtAcc[(None, None), 0, 0, take.slot], sC, thread)
+                row_tile = tile.m * self.num_blocks + block
+                parts = way_out.of(tCtAcc[(None, None), 0, 0, take.slot], tile, row_tile)
                 acc.wait_full(take)
                 fence_after_sync()
                 following = parts.start_load(0)
@@ -277,7 +279,7 @@ class Stage9(Stage8):
                     else:
                         fence_before_sync()
                         acc.release(take)
-                    parts.store(tTR_rAcc, stores, part, tile.n * parts.num_parts + part)
+                    parts.store(tTR_rAcc, part, part)
                 take.advance()
             ticket = queue.next(ticket)
         drain_stores()
@@ -292,28 +294,38 @@ class Stage9(Stage8):
 
     @cute.jit
     def leave_sums(
-        self, tCtAcc: cute.Tensor, sums: cute.Tensor, sC: cute.Tensor, acc: AccRing
+        self,
+        tCtAcc: cute.Tensor,
+        sums: cute.Tensor,
+        way_out: WayOut,
+        acc: AccRing,
+        queue: cutlass.Constexpr[Any],
     ) -> None:
         """This CTA's rows of the accumulator, to smem."""
         thread, _, _ = cute.arch.thread_idx()
-        parts = sub_tiles(tCtAcc[(None, None), 0, 0, 0], sC, thread)
-        vectors = self.config.epi_n // VECTOR
+        tile = queue.tile(queue.first())
+        parts = way_out.of(tCtAcc[(None, None), 0, 0, 0], tile, tile.m)
+        vectors = self.vectors(parts)
         mine = cute.logical_divide(sums[None, None, thread], (None, vectors))
         acc.wait_full(acc.consumer())
         fence_after_sync()
         for part in cutlass.range_constexpr(parts.num_parts):
-            tTR_rAcc = parts.load(part)
+            tTR_rAcc = parts.start_load(part)
+            parts.wait_loads()
             flat = cute.make_tensor(tTR_rAcc.iterator, cute.make_layout((VECTOR, vectors)))
             cute.autovec_copy(flat, mine[None, (None, part)])
         fence_before_sync()
+
+    def vectors(self, parts: TileOut) -> int:
+        """Of sums in a thread's row of a sub-tile."""
+        return self.config.tile_n // parts.num_parts // VECTOR
 
     @cute.jit
     def add_up(
         self,
         tCtAcc: cute.Tensor,
         sums: cute.Tensor,
-        out: cpasync.TmaInfo,
-        sC: cute.Tensor,
+        way_out: WayOut,
         queue: cutlass.Constexpr[Any],
     ) -> None:
         """Every split_k-th sub-tile of this CTA's rows, from its share on, of all pairs."""
@@ -321,9 +333,8 @@ class Stage9(Stage8):
         thread, _, _ = cute.arch.thread_idx()
         cute.arch.griddepcontrol_wait()
         tile = queue.tile(queue.first())
-        stores = tile_stores(out, sC, tile.m, EVICT_FIRST)
-        parts = sub_tiles(tCtAcc[(None, None), 0, 0, 0], sC, thread)
-        vectors = c.epi_n // VECTOR
+        parts = way_out.of(tCtAcc[(None, None), 0, 0, 0], tile, tile.m)
+        vectors = self.vectors(parts)
         load = cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=32 * VECTOR)
         for turn in cutlass.range_constexpr(-(-parts.num_parts // c.split_k)):
             part = turn * c.split_k + self.share
@@ -339,7 +350,5 @@ class Stage9(Stage8):
                     values = cute.make_rmem_tensor_like(total)
                     cute.copy(load, theirs[None, (None, part)], values)
                     total.store(total.load() + values.load())
-                shape = parts.tTR_sC[None, None, None, 0].shape
-                tTR_rAcc = cute.make_tensor(total.iterator, cute.make_layout(shape))
-                parts.store(tTR_rAcc, stores, turn, tile.n * parts.num_parts + part)
+                parts.store(total, turn, part)
         drain_stores()
