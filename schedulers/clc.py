@@ -18,11 +18,10 @@ from cutlass.memory import SmemAllocator
 
 from cutex.pipeline import Barrier, Place
 from cutex.schedulers.one_tile import WorkTile
-from cutex.schedulers.queue import Ticket
-from cutex.schedulers.raster import Raster
+from cutex.schedulers.persistent import BatchTile
+from cutex.schedulers.queue import CTAS, PairTiles, Ticket
 
 REPLY_BYTES = 16
-CTAS = 2  # of a cluster, along M
 DEPTH = 2  # replies that may be unread
 
 
@@ -36,22 +35,18 @@ class ClcQueue:
                    both CTAs, at the leader's
     """
 
-    raster: Raster
-    clusters_m: Int32
-    clusters_n: Int32
+    tiles: PairTiles
     replies: cute.Pointer  # in smem, 16 bytes a slot
     asked: Barrier
     read: Barrier
 
     @staticmethod
-    def allocate(
-        smem: SmemAllocator, raster: Raster, clusters: tuple[Int32, Int32], readers: int
-    ) -> ClcQueue:
+    def allocate(smem: SmemAllocator, tiles: PairTiles, readers: int) -> ClcQueue:
         """`readers`: warps of both CTAs that walk the queue, the one that asks among them."""
         replies = smem.allocate_array(Int128, DEPTH)
         asked = Barrier.allocate(smem, "tile asked for", arrivals=1, slots=DEPTH)
         read = Barrier.allocate(smem, "tile read", arrivals=readers, slots=DEPTH)
-        return ClcQueue(raster, *clusters, replies, asked, read)
+        return ClcQueue(tiles, replies, asked, read)
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
@@ -88,7 +83,5 @@ class ClcQueue:
             place.advance()
             ticket = self.next(ticket)
 
-    def tile(self, ticket: Ticket) -> WorkTile:
-        """In rows of a CTA and columns of a pair."""
-        m, n = self.raster.cluster(ticket.index, self.clusters_m, self.clusters_n)
-        return WorkTile(CTAS * m + cute.arch.block_idx_in_cluster(), n)
+    def tile(self, ticket: Ticket) -> WorkTile | BatchTile:
+        return self.tiles.tile(ticket.index)

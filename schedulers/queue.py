@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from cutlass import Boolean, Int32, cute
 
 from cutex.schedulers.one_tile import WorkTile
-from cutex.schedulers.persistent import Walk
+from cutex.schedulers.persistent import BatchTile, Walk
 from cutex.schedulers.raster import Raster
+
+CTAS = 2  # of a pair, along M
 
 
 class Ticket:
@@ -62,12 +64,29 @@ class StaticQueue:
 
 
 @dataclass(frozen=True)
-class OneTileQueue:
-    """One tile for each cluster of `ctas` along x, pairs of which share it."""
+class PairTiles:
+    """Which tile of C an index of the raster order is, for clusters that hold pairs of CTAs along
+    M; with `batched`, of one entry of a batch after the other."""
 
     raster: Raster
     clusters_m: Int32
     clusters_n: Int32
+    batched: bool = False
+
+    def tile(self, index: Int32) -> WorkTile | BatchTile:
+        """In rows of a CTA and columns of a pair."""
+        per_entry = self.clusters_m * self.clusters_n
+        entry = index // per_entry if self.batched else 0
+        m, n = self.raster.cluster(index - entry * per_entry, self.clusters_m, self.clusters_n)
+        row = CTAS * m + cute.arch.block_idx_in_cluster() % CTAS
+        return BatchTile(row, n, entry) if self.batched else WorkTile(row, n)
+
+
+@dataclass(frozen=True)
+class OneTileQueue:
+    """One tile for each cluster of `ctas` along x, pairs of which share it."""
+
+    tiles: PairTiles
     ctas: int
     barriers: tuple[()] = ()
 
@@ -78,7 +97,5 @@ class OneTileQueue:
     def next(self, ticket: Ticket) -> Ticket:
         return Ticket(ticket.index, Boolean(False), ticket.slot, ticket.phase)
 
-    def tile(self, ticket: Ticket) -> WorkTile:
-        """In rows of a CTA and columns of a pair."""
-        m, n = self.raster.cluster(ticket.index, self.clusters_m, self.clusters_n)
-        return WorkTile(2 * m + cute.arch.block_idx_in_cluster() % 2, n)
+    def tile(self, ticket: Ticket) -> WorkTile | BatchTile:
+        return self.tiles.tile(ticket.index)

@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, tcgen05, warpgroup
 from cutlass.memory import SmemAllocator
 
 WARPGROUP = 128  # threads that execute one wgmma together
-INST_K = 16  # elements of K in one instruction: 32 bytes
+INST_BYTES = 32  # of K in one instruction: 16 elements of 16 bits
 CORE_ROWS, CORE_BYTES = 8, 16  # a core matrix: 8 rows of 16 bytes, the unit of all layouts
 PAIR_MASK = 0b11  # the CTAs of a pair, from the leader's rank on
 SMEM_ALIGN = 1024  # bytes: 8 rows of 128 bytes, the period of the widest swizzle
@@ -112,7 +112,7 @@ def make_wgmma(
     b_major: OperandMajorMode = OperandMajorMode.K,
 ) -> cute.TiledMma:
     """`warpgroups` side by side along M, 64 rows of `tile_n` columns each at a time."""
-    shape = (64, tile_n, 32 * 8 // dtype.width)
+    shape = (64, tile_n, 8 * INST_BYTES // dtype.width)
     source = warpgroup.OperandSource.SMEM
     if dtype.width == 8:  # its B may be of another 8-bit type
         both = dtype, b_dtype or dtype
@@ -192,18 +192,22 @@ class Umma(NamedTuple):
 
 
 def make_umma(
-    tile_m: int, tile_n: int, dtype: type[cutlass.Numeric], pair: bool = False
+    tile_m: int,
+    tile_n: int,
+    dtype: type[cutlass.Numeric],
+    b_dtype: type[cutlass.Numeric] | None = None,
+    majors: tuple[OperandMajorMode, OperandMajorMode] = (OperandMajorMode.K, OperandMajorMode.K),
+    pair: bool = False,
 ) -> cute.TiledMma:
-    op = tcgen05.MmaF16BF16Op(
-        dtype,
-        Float32,
-        (tile_m, tile_n, INST_K),
-        tcgen05.CtaGroup.TWO if pair else tcgen05.CtaGroup.ONE,
-        tcgen05.OperandSource.SMEM,
-        OperandMajorMode.K,
-        OperandMajorMode.K,
-    )
-    return cute.make_tiled_mma(op)
+    """Of 16-bit elements, of 8-bit ones, whose B may be of another type, or of fp32 as tf32."""
+    shape = (tile_m, tile_n, 8 * INST_BYTES // dtype.width)
+    group = tcgen05.CtaGroup.TWO if pair else tcgen05.CtaGroup.ONE
+    how = shape, group, tcgen05.OperandSource.SMEM, *majors
+    if dtype.width == 8:
+        return cute.make_tiled_mma(tcgen05.MmaF8F6F4Op(dtype, b_dtype or dtype, Float32, *how))
+    if dtype.width == 32:
+        return cute.make_tiled_mma(tcgen05.MmaTF32Op(*how))
+    return cute.make_tiled_mma(tcgen05.MmaF16BF16Op(dtype, Float32, *how))
 
 
 @cute.jit
@@ -222,6 +226,8 @@ def umma(
     """
     ctas = cute.size(tiled_mma.thr_id)
     m, n, _ = tiled_mma.shape_mnk
+    if cutlass.const_expr(sA.element_type is Float32):
+        sA, sB = as_tf32(sA), as_tf32(sB)
     shape = tiled_mma.partition_shape_C((m, n))
     if cutlass.const_expr(num_acc > 0):
         shape = cute.append(shape, num_acc)
@@ -237,4 +243,5 @@ def umma(
 @cute.jit
 def instruction_tiles(sX: cute.Tensor, rows: cutlass.Constexpr[int]) -> cute.Tensor:
     """(MMA, MMA_ROWS, MMA_K, SLOT) of sX (bRows, bK, SLOT): `rows` and 32 bytes of K at a time."""
-    return cute.group_modes(cute.flat_divide(sX, (rows, INST_K)), 0, 2)
+    k = 8 * INST_BYTES // sX.element_type.width
+    return cute.group_modes(cute.flat_divide(sX, (rows, k)), 0, 2)

@@ -23,7 +23,8 @@ from cutex.atoms.tma import load_operand, store_operand
 from cutex.kernels.gemm.sm100.stage3 import Warp
 from cutex.kernels.gemm.sm100.stage7 import Stage7
 from cutex.pipeline import is_leader
-from cutex.schedulers.clc import CTAS, ClcQueue
+from cutex.schedulers.clc import ClcQueue
+from cutex.schedulers.queue import CTAS, PairTiles
 
 
 class Stage8(Stage7):
@@ -38,9 +39,8 @@ class Stage8(Stage7):
         a = load_operand(mA, self.slots(mA.element_type, c.tile_m // 2), pair=True)
         b = load_operand(mB, self.slots(mB.element_type, c.tile_n // 2), pair=True)
         out = store_operand(mC, self.epilogue_slots(mC.element_type))
-        m, n = self.clusters(mC)
         self.kernel(a, b, out).launch(
-            grid=(CTAS * m * n, 1, 1),
+            grid=(CTAS * self.num_tiles(mC), 1, 1),
             block=(self.num_threads, 1, 1),
             cluster=(CTAS, 1, 1),
             min_blocks_per_mp=1,  # smem takes a whole SM: ptxas need not save registers
@@ -48,13 +48,20 @@ class Stage8(Stage7):
         )
 
     def clusters(self, mC: cute.Tensor) -> tuple[Int32, Int32]:
-        """Along M and N, that cover mC (M, N)."""
-        return cute.ceil_div(mC.shape, (self.config.tile_m, self.config.tile_n))
+        """Along M and N, that cover mC (M, N), or each entry of mC (M, N, L)."""
+        return cute.ceil_div(mC.shape[:2], (self.config.tile_m, self.config.tile_n))
+
+    def num_tiles(self, mC: cute.Tensor) -> Int32:
+        m, n = self.clusters(mC)
+        return m * n * cute.size(mC, mode=[2]) if cute.rank(mC) == 3 else m * n
+
+    def pair_tiles(self, mC: cute.Tensor) -> PairTiles:
+        return PairTiles(self.raster, *self.clusters(mC), batched=cute.rank(mC) == 3)
 
     def make_queue(self, smem: SmemAllocator, mC: cute.Tensor) -> ClcQueue:
         load, mma, schedule = 1, 1, 1  # warps
         readers = CTAS * (load + self.num_epilogue_warps) + mma + schedule
-        return ClcQueue.allocate(smem, self.raster, self.clusters(mC), readers)
+        return ClcQueue.allocate(smem, self.pair_tiles(mC), readers)
 
     @cute.jit
     def schedule(self, queue: cutlass.Constexpr[ClcQueue]) -> None:

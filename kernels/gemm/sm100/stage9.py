@@ -47,8 +47,7 @@ from cutex.pipeline import (
     publish_barriers,
     sync_cluster,
 )
-from cutex.schedulers.clc import CTAS
-from cutex.schedulers.queue import OneTileQueue
+from cutex.schedulers.queue import CTAS, OneTileQueue
 
 VECTOR = 4  # fp32 sums that move at a time: 16 bytes
 
@@ -83,10 +82,9 @@ class Stage9(Stage8):
         a = load_operand(mA, self.slots(mA.element_type, c.tile_m // 2), pair=True)
         b = load_operand(mB, self.slots(mB.element_type, c.tile_n // 2), pair=True)
         out = store_operand(mC, self.epilogue_slots(mC.element_type))
-        m, n = self.clusters(mC)
         cluster = (CTAS * c.split_k, 1, 1)
         self.kernel(a, b, out).launch(
-            grid=(cluster[0] * m * n, 1, 1),
+            grid=(cluster[0] * self.num_tiles(mC), 1, 1),
             block=(self.num_threads, 1, 1),
             cluster=cluster,
             min_blocks_per_mp=1,
@@ -169,7 +167,7 @@ class Stage9(Stage8):
         split = self.config.split_k
         if split == 1:
             return super().make_queue(smem, mC)
-        return OneTileQueue(self.raster, *self.clusters(mC), CTAS * split)
+        return OneTileQueue(self.pair_tiles(mC), CTAS * split)
 
     @cute.jit
     def schedule(self, queue: cutlass.Constexpr[Any]) -> None:
