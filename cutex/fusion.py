@@ -58,6 +58,12 @@ class Fragment(NamedTuple):
                 self.values[r, c] = function(self.values[r, c])
 
 
+class Held(NamedTuple):
+    """What Add takes in a matrix's place, where its values already lie in registers."""
+
+    values: cute.Tensor  # (R, C), as of the fragment
+
+
 @dataclass(frozen=True)
 class Alpha:
     """x * alpha, a number of the host."""
@@ -138,7 +144,14 @@ class Add:
         matrix = Operand(self.name, sizes, self.dtype, last, aligned=self.whole, whole=self.whole)
         return (matrix, Scalar("beta")) if self.beta else (matrix,)
 
-    def apply(self, x: Fragment, matrix: cute.Tensor, *beta: Float32) -> None:
+    def apply(self, x: Fragment, matrix: cute.Tensor | Held, *beta: Float32) -> None:
+        if isinstance(matrix, Held):
+            for r in range(len(x.rows)):
+                for c in range(len(x.columns)):
+                    value = matrix.values[r, c].to(Float32)
+                    value = value * beta[0] if beta else value
+                    x.values[r, c] = x.values[r, c] + value
+            return
         if self.batched:
             matrix = matrix[x.batch, None, None]
         step = x.load_width(matrix.element_type) if self.whole else 1

@@ -301,7 +301,7 @@ def arrange(call: Call, out: Tensor) -> Arranged:
     b, b_lies, notes["b"] = operand(b, -2, k_only)
     before = out
     out, out_lies, notes["out"] = result(out)
-    if call.gate:
+    if call.gate and out.dtype is torch.float32:
         out, out_lies = before, replace(out_lies, major="row", tma=False)
         notes["out"] = "stored by element: gates leave single columns"
     pieces, passed = fused(call, before, residual)
@@ -365,10 +365,7 @@ def fused(
     if call.alpha != 1.0:
         add(fusion.Alpha(), ("alpha", float(call.alpha)))
     if call.beta != 0.0:
-        # NOTE: a copy, because a kernel that reads what it overwrites takes 1.8 times as long: the
-        # same instructions on another matrix take 1.03 (H200, 8192x8192x4096; docs/facts.md)
-        held = out.clone()
-        add(matrix("c", held, beta=True), ("c", held), ("beta", float(call.beta)))
+        add(matrix("c", out, beta=True), ("c", out), ("beta", float(call.beta)))
     if call.bias is not None:
         by = "row" if by_row(call.bias, call) else "column"
         bias = flat(call.bias)
@@ -429,12 +426,23 @@ def config_for(
     whole = batch == 1 and out.dtype != "fp32"  # NOTE: a split tile leaves in parts of 16 bits
     gated = any(type(piece).__name__ == "Gate" for piece in pieces)  # of neighbouring columns
     for tiles in proposals(problem, arch_name):
-        if (tiles.split_k == 1 or whole) and not (gated and tiles.swap_ab):
+        if gated and (tiles.swap_ab or tiles.epi_n < 32):
+            continue
+        if tiles.split_k == 1 or whole:
+            if pieces and tiles.warpgroups:
+                tiles = with_slots(tiles, arch_name)
             chosen = {f.name: getattr(tiles, f.name) for f in fields(tiles)}
-            if pieces and tiles.epi_n == 64 and tiles.epi_stages == 1:
-                chosen.update(epi_n=32, epi_stages=2)  # fewer registers in use at a time
             return GeneralConfig(**chosen, a=a, b=b, out=out, pieces=pieces)
     raise ValueError(f"M={m}, N={n}, K={k}: no config takes these sizes")
+
+
+def with_slots(tiles: GemmConfig, arch_name: str) -> GemmConfig:
+    """With smaller parts, so that fewer registers are in use at a time, and as many slots for them
+    as smem has room for: what comes in through them is on its way early."""
+    if tiles.epi_n == 64 and tiles.epi_stages == 1:
+        tiles = replace(tiles, epi_n=32)
+    more = (replace(tiles, epi_stages=n) for n in (4, 3, 2))
+    return next((x for x in more if x.why_not(None, arch(arch_name)) is None), tiles)
 
 
 @lru_cache(maxsize=4096)

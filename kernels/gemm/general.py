@@ -12,15 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import cutlass
 from cutlass import cute
-from cutlass.cute.nvgpu import cpasync
 
 from cutex import fusion
 from cutex.compile import Argument, Operand
 from cutex.kernels.gemm.config import GemmConfig
-from cutex.schedulers.one_tile import WorkTile
-from cutex.schedulers.persistent import BatchTile
 from cutex.ways_out import Fusion
 
 BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "e4m3": 8, "e5m2": 8}
@@ -64,18 +60,13 @@ class GeneralConfig(GemmConfig):
         return self.epi_n * 16 // BITS[self.out.dtype]
 
     @property
+    def epi_parts(self) -> int:
+        return self.tile_n // self.epi_columns if self.epi_n else 0
+
+    @property
     def columns_contiguous(self) -> bool:
         """In what the kernel computes, which with swap_ab is out transposed."""
         return (self.out.major == "row") != self.swap_ab
-
-
-def matrix(operand: cpasync.TmaInfo, tile: WorkTile | BatchTile) -> cpasync.TmaInfo:
-    """Of the tile's batch entry; one that is alone serves all."""
-    mX = operand.tma_tensor
-    if cute.rank(mX) == 3:
-        entry = cutlass.min(tile.entry, cute.size(mX, mode=[2]) - 1)
-        mX = mX[None, None, entry]
-    return cpasync.TmaInfo(operand.atom, mX, operand.smem_layout)
 
 
 def modes(mX: cute.Tensor, columns_first: bool) -> cute.Tensor:
@@ -115,7 +106,7 @@ class GeneralGemm:
         if not fusion.gated(self.config.pieces):
             return mOut
         m, n, *batch = mOut.shape
-        return cute.make_tensor(mOut.iterator, cute.make_layout((m, 2 * n, *batch)))
+        return cute.make_identity_tensor((m, 2 * n, *batch))
 
     def fusion(self, mProduct: cute.Tensor, passed: tuple[Any, ...]) -> Fusion:
         """The bounds are those of the product."""

@@ -20,6 +20,7 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 
+from cutex import fusion
 from cutex.atoms.mma import (
     Wgmma,
     allocate_slots,
@@ -36,11 +37,11 @@ from cutex.atoms.multicast import (
     shared_operand,
     shared_tile_loads,
 )
-from cutex.atoms.tma import AbLoads, store_operand
+from cutex.atoms.tma import AbLoads, load_operand, store_operand
 from cutex.kernels.gemm.config import ELEMENT
-from cutex.kernels.gemm.general import GeneralGemm, matrix, modes
+from cutex.kernels.gemm.general import GeneralGemm, modes
 from cutex.kernels.gemm.sm90.stage9 import Stage9
-from cutex.pipeline import publish_barriers
+from cutex.pipeline import Barrier, publish_barriers
 from cutex.schedulers.one_tile import WorkTile
 from cutex.schedulers.persistent import BatchTile
 from cutex.ways_out import DirectStores, FusedStores, Fusion, fused_stores
@@ -69,11 +70,33 @@ class GeneralOperands:
 
 
 class General(GeneralGemm, Stage9):
-    """Barriers, registers and smem: as in stage 9."""
+    """
+    barrier       arrives and waits
+    held[slot]    as PartLoads says, where a matrix comes in through the slots of out
+    others, registers and smem: as in stage 9
+    """
 
     @property
     def name(self) -> str:
         return "sm90_gemm_general"
+
+    @property
+    def gated(self) -> bool:
+        return fusion.gated(self.config.pieces)
+
+    @property
+    def staged(self) -> int | None:
+        """Which of what the pieces are passed comes in by TMA through the slots of out: the first
+        matrix to add, if it lies like out and is of its dtype."""
+        c, at = self.config, 0
+        if not c.out.tma or c.epi_stages < 2 or c.split_k > 1 or self.gated:
+            return None
+        for piece in c.pieces:
+            if isinstance(piece, fusion.Add):
+                alike = piece.whole and piece.dtype == c.out.dtype and c.out.major == "row"
+                return at if alike else None
+            at += len(piece.arguments())
+        return None
 
     @cute.jit
     def __call__(self, mA: cute.Tensor, mB: cute.Tensor, mOut: cute.Tensor, *rest) -> None:
@@ -87,7 +110,12 @@ class General(GeneralGemm, Stage9):
         b = self.load_operand(mB, c.tile_n, c.cluster_m, self.k_major[1])
         out = mOut
         if cutlass.const_expr(c.out.tma):
-            out = store_operand(mOut, self.epilogue_slots(mOut.element_type))
+            slots = self.epilogue_slots(mOut.element_type)
+            out = store_operand(mOut, slots)
+            if cutlass.const_expr(self.staged is not None):
+                at = self.staged
+                staged = load_operand(modes(passed[at], columns_first=c.swap_ab), slots)
+                passed = (*passed[:at], staged, *passed[at + 1 :])
         self.kernel(a, b, out, passed).launch(
             grid=self.grid(self.product(mOut)),
             block=(self.num_threads, 1, 1),
@@ -110,10 +138,11 @@ class General(GeneralGemm, Stage9):
 
     def epilogue_slots(self, dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
         c = self.config
-        num_slots = c.epi_stages * c.mma_warpgroups
+        num_slots, halves = c.epi_stages * c.mma_warpgroups, 2 if self.gated else 1
+        columns = c.epi_columns // halves
         if c.columns_contiguous:
-            return slots_layout(dtype, 64, c.epi_columns, num_slots, swizzle=c.epi_n * ELEMENT)
-        return transposed_slots_layout(dtype, 64, c.epi_columns, num_slots)
+            return slots_layout(dtype, 64, columns, num_slots, swizzle=c.epi_n * ELEMENT // halves)
+        return transposed_slots_layout(dtype, 64, columns, num_slots)
 
     @cute.kernel
     def kernel(
@@ -124,12 +153,14 @@ class General(GeneralGemm, Stage9):
         smem = SmemAllocator()
         sA = allocate_slots(smem, kinds[0], a.smem_layout)  # (bM, bK, SLOT)
         sB = allocate_slots(smem, kinds[1], b.smem_layout)  # (bN, bK, SLOT)
-        mProduct, sC = self.product(out), None
+        mOut, sC = out, None
         if cutlass.const_expr(c.out.tma):
-            mProduct = out.tma_tensor
+            mOut = out.tma_tensor
             sC = allocate_slots(smem, out.atom.value_type, out.smem_layout)  # (64, epiN, SLOT)
-        ab = self.ring(smem)
-        publish_barriers((ab,), cluster=self.cluster.size * c.split_k > 1)
+        mProduct = self.product(mOut)
+        ab, held = self.ring(smem), self.held(smem)
+        barriers = (ab,) if held is None else (ab, held)
+        publish_barriers(barriers, cluster=self.cluster.size * c.split_k > 1)
 
         warp = cute.arch.warp_idx()
         if warp >= self.load_warps.first:
@@ -141,18 +172,26 @@ class General(GeneralGemm, Stage9):
             majors = tuple(OperandMajorMode.K if k else OperandMajorMode.MN for k in self.k_major)
             warpgroups = 1 if c.pingpong else c.mma_warpgroups
             mma = wgmma(make_wgmma(warpgroups, c.tile_n, *kinds, *majors), sA, sB)
-            stores = self.stores(out, sC, self.fusion(mProduct, passed))
+            stores = self.stores(out, sC, self.fusion(mProduct, passed), held)
             num_k_tiles = cute.ceil_div(cute.size(a.tma_tensor, mode=[1]), c.k_elements)
             self.compute_tiles(mma, ab, stores, num_k_tiles, mProduct)
             stores.drain()
 
+    def held(self, smem: SmemAllocator) -> Barrier | None:
+        """The barriers of what comes in through the slots of out."""
+        c = self.config
+        if self.staged is None:
+            return None
+        return Barrier.allocate(smem, "held", arrivals=1, slots=c.epi_stages * c.mma_warpgroups)
+
     def stores(
-        self, out: Any, sC: cute.Tensor | None, pieces: Fusion
+        self, out: Any, sC: cute.Tensor | None, pieces: Fusion, held: Barrier | None
     ) -> FusedStores | DirectStores:
         c = self.config
         if sC is None:
             return DirectStores(out, c.epi_columns, pieces)
-        return fused_stores(out, sC, c.epi_stages, c.columns_contiguous, pieces)
+        pieces = replace(pieces, staged=self.staged)
+        return fused_stores(out, sC, c.epi_stages, c.columns_contiguous, pieces, held)
 
     @cute.jit
     def store(
