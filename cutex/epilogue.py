@@ -96,7 +96,8 @@ class SubTiles(NamedTuple):
 
     copy: cute.TiledCopy
     tTR_tAcc: cute.Tensor  # (T2R, T2R_M, T2R_N, NumParts)
-    tTR_sC: cute.Tensor  # (T2R, T2R_M, T2R_N, SLOT)
+    tTR_cAcc: cute.Tensor  # (T2R, T2R_M, T2R_N) coordinates in a sub-tile
+    tTR_sC: cute.Tensor | None  # (T2R, T2R_M, T2R_N, SLOT); None: C leaves from registers
 
     @property
     def num_parts(self) -> int:
@@ -112,7 +113,7 @@ class SubTiles(NamedTuple):
     @cute.jit
     def start_load(self, part: cutlass.Constexpr[int]) -> cute.Tensor:
         """The registers that sub-tile `part` of the accumulator is on its way to."""
-        tTR_rAcc = cute.make_rmem_tensor(self.tTR_sC[None, None, None, 0].shape, cutlass.Float32)
+        tTR_rAcc = cute.make_rmem_tensor(self.tTR_cAcc.shape, cutlass.Float32)
         cute.copy(self.copy, self.tTR_tAcc[None, None, None, part], tTR_rAcc)
         return tTR_rAcc
 
@@ -163,13 +164,26 @@ def drain_stores() -> None:
 
 
 @cute.jit
-def sub_tiles(tAcc: cute.Tensor, sC: cute.Tensor, thread: Int32) -> SubTiles:
-    """`thread`'s part of tAcc (bM, bN) in tensor memory and of sC (bM, epiN, SLOT)."""
-    part = (cute.size(sC, mode=[0]), cute.size(sC, mode=[1]))
-    tAcc = cute.flat_divide(tAcc, part)[None, None, 0, None]  # (bM, epiN, NumParts)
-    load = tmem.make_load(tAcc[None, None, 0])
+def sub_tiles(
+    tAcc: cute.Tensor,
+    sC: cute.Tensor | None,
+    thread: Int32,
+    columns: cutlass.Constexpr[int] = 0,
+) -> SubTiles:
+    """`thread`'s part of tAcc (128, bN) in tensor memory and of sC (128, epiN, SLOT); of tAcc it
+    takes `columns` at a time, if that is not epiN."""
+    if cutlass.const_expr(columns == 0):
+        columns = cute.size(sC, mode=[1])
+    parts = cute.flat_divide(tAcc, (tmem.LANES, columns))[None, None, 0, None]
+    load = tmem.make_load(parts[None, None, 0])  # of (128, columns, NumParts)
     thr_load = load.get_slice(thread)
-    return SubTiles(load, thr_load.partition_S(tAcc), thr_load.partition_D(sC))
+    tTR_cAcc = thr_load.partition_D(cute.make_identity_tensor((tmem.LANES, columns)))
+    tTR_sC = None
+    if cutlass.const_expr(sC is not None):
+        narrow = cute.flat_divide(tAcc, (tmem.LANES, cute.size(sC, mode=[1])))
+        row = tmem.make_load(narrow[None, None, 0, 0]).get_slice(thread)
+        tTR_sC = row.partition_D(sC)  # (T2R, T2R_M, T2R_N, SLOT)
+    return SubTiles(load, thr_load.partition_S(parts), tTR_cAcc, tTR_sC)
 
 
 class TileOut(NamedTuple):

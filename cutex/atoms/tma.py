@@ -9,6 +9,7 @@ from cutlass import Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from cutex.schedulers.one_tile import WorkTile
+from cutex.schedulers.persistent import BatchTile
 
 EVICT_FIRST = 0x12F0_0000_0000_0000  # an L2 policy, as createpolicy.fractional makes it for all
 
@@ -25,6 +26,15 @@ def load_operand(
     group = tcgen05.CtaGroup.TWO if pair else tcgen05.CtaGroup.ONE
     op = cpasync.CopyBulkTensorTileG2SOp(group)
     return cpasync.make_tiled_tma_atom(op, mX, smem_layout, (rows, k))
+
+
+def matrix(operand: cpasync.TmaInfo, tile: WorkTile | BatchTile) -> cpasync.TmaInfo:
+    """Of the tile's batch entry; one that is alone serves all."""
+    mX = operand.tma_tensor
+    if cute.rank(mX) == 3:
+        entry = cutlass.min(tile.entry, cute.size(mX, mode=[2]) - 1)
+        mX = mX[None, None, entry]
+    return cpasync.TmaInfo(operand.atom, mX, operand.smem_layout)
 
 
 class TileLoads(NamedTuple):

@@ -79,6 +79,11 @@ class GemmConfig:
         return self.epi_stages * rows * self.epi_n * ELEMENT
 
     @property
+    def epi_parts(self) -> int:
+        """Sub-tiles of a tile's columns."""
+        return self.tile_n // self.epi_n if self.epi_n else 0
+
+    @property
     def smem_bytes(self) -> int:
         """Of one CTA. The sums of a split lie over the ring's A, a pair's in their own place."""
         sums = self.partial_bytes // self.ctas if self.pair and self.split_k > 1 else 0
@@ -133,7 +138,7 @@ class GemmConfig:
                 f"num_acc={self.num_acc}: {self.num_acc * self.tile_n} columns of tensor memory, "
                 f"there are {arch.tmem_columns}"
             )
-        parts = self.tile_n // self.epi_n if self.epi_n else 0
+        parts = self.epi_parts
         if parts > self.epi_stages and parts % self.epi_stages == 1:
             return f"epi_stages={self.epi_stages}: of {parts} sub-tiles, two in turn share a slot"
         return None
