@@ -64,6 +64,13 @@ def contiguous_rows_layout(
     return cute.tile_to_shape(atom, (rows, k, num_slots), order=(1, 0, 2))
 
 
+def contiguous_lanes_layout(columns: int, num_slots: int) -> cute.ComposedLayout:
+    """(128, bCols, SLOT) contiguous along the rows, without a swizzle: the threads of a warp, each
+    one row, write neighbours."""
+    layout = cute.make_layout((128, columns, num_slots), stride=(1, 128, 128 * columns))
+    return cute.make_composed_layout(cute.make_swizzle(0, 4, 3), 0, layout)
+
+
 def allocate_slots(
     smem: SmemAllocator, dtype: type[cutlass.Numeric], layout: cute.ComposedLayout
 ) -> cute.Tensor:

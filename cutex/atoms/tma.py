@@ -94,13 +94,12 @@ class PairOperands(NamedTuple):
             cpasync.prefetch_descriptor(operand.atom)
 
     @cute.jit
-    def loads(self, tile: WorkTile) -> AbLoads:
+    def loads(self, tile: WorkTile | BatchTile) -> AbLoads:
         """Of this CTA's half of the rows of A and of B; `tile` counts rows of a CTA, columns of a
         pair."""
         rank = cute.arch.block_idx_in_cluster() % 2
-        return AbLoads(
-            tile_loads(self.a, self.sA, tile.m), tile_loads(self.b, self.sB, 2 * tile.n + rank)
-        )
+        a, b = matrix(self.a, tile), matrix(self.b, tile)
+        return AbLoads(tile_loads(a, self.sA, tile.m), tile_loads(b, self.sB, 2 * tile.n + rank))
 
 
 @cute.jit

@@ -32,7 +32,14 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex.atoms.mma import Umma, allocate_slots, make_umma, slots_layout, umma
+from cutex.atoms.mma import (
+    Umma,
+    allocate_slots,
+    contiguous_lanes_layout,
+    make_umma,
+    slots_layout,
+    umma,
+)
 from cutex.atoms.tma import PairOperands, load_operand, store_operand
 from cutex.atoms.tmem import LANES, Tmem, fence_after_sync, fence_before_sync
 from cutex.epilogue import TileOut, WayOut, drain_stores
@@ -179,8 +186,7 @@ class Stage9(Stage8):
         c = self.config
         if not c.swap_ab:
             return slots_layout(dtype, 128, c.epi_n, c.epi_stages, swizzle=c.epi_n * 2)
-        columns = cute.make_layout((128, c.epi_n, c.epi_stages), stride=(1, 128, 128 * c.epi_n))
-        return cute.make_composed_layout(cute.make_swizzle(0, 4, 3), 0, columns)
+        return contiguous_lanes_layout(c.epi_n, c.epi_stages)
 
     @cute.jit
     def load(self, operands: PairOperands, ab: Ring, queue: cutlass.Constexpr[Any]) -> None:
