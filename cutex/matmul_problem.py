@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from cutlass import cute
 from torch import Tensor
 
 import cutex
@@ -26,7 +27,17 @@ ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": F.silu,
+    "gated_silu": lambda x: F.silu(x[..., 0::2]) * x[..., 1::2],
+    "gated_gelu": lambda x: F.gelu(x[..., 0::2]) * x[..., 1::2],
+    "leaky": lambda x: F.leaky_relu(x, 0.125),
 }
+
+
+def leaky(x):
+    """A function of a user's own, on DSL numbers; ACTIVATIONS holds the same of torch."""
+    return cute.arch.fmax(x, 0.125 * x, nan=True)
+
+
 DTYPES = (torch.bfloat16, torch.bfloat16, torch.float16, *FLOAT8, torch.float32)
 
 
@@ -75,6 +86,7 @@ class MatmulProblem:
     alpha: float = 1.0
     beta: float = 0.0
     scales: str | None = None  # "tensor", "each"
+    amax: bool = False
     seed: int = 0
 
     @property
@@ -82,8 +94,12 @@ class MatmulProblem:
         return torch.broadcast_shapes(self.batch_a, self.batch_b)
 
     @property
+    def gated(self) -> bool:
+        return (self.activation or "").startswith("gated")
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        return (*self.batch, self.m, self.n)
+        return (*self.batch, self.m, self.n // 2 if self.gated else self.n)
 
     def operands(self, device: str) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """a, b and the options of cutex.matmul, but for out."""
@@ -99,7 +115,8 @@ class MatmulProblem:
 
         a = matrix(self.a, self.batch_a, (self.m, self.k), self.dtype)
         b = matrix(self.b, self.batch_b, (self.k, self.n), self.dtype_b)
-        options: dict[str, Any] = {"activation": self.activation, "alpha": self.alpha}
+        activation: Any = leaky if self.activation == "leaky" else self.activation
+        options: dict[str, Any] = {"activation": activation, "alpha": self.alpha}
         if self.bias:
             shape = (self.n,) if self.bias == "column" else (self.m, 1)
             options["bias"] = uniform(*shape, low=-0.5, dtype=self.out_dtype)
@@ -109,6 +126,8 @@ class MatmulProblem:
             each = self.scales == "each"
             options["scale_a"] = uniform(self.m if each else 1, low=0.5)
             options["scale_b"] = uniform(self.n if each else 1, low=0.5)
+        if self.amax:
+            options["amax"] = torch.zeros(1, device=device)
         return a, b, options
 
     def run(self, device: str) -> str | None:
@@ -142,12 +161,14 @@ class MatmulProblem:
         want = self.reference(a, b, options, held, torch.float64)
         torchs = self.reference(a, b, options, held, self.out_dtype)
         error, torch_error = (c.double() - want).abs(), (torchs.double() - want).abs()
-        limit = 2 * float(torch_error.max()) + self.truncation(a, b)
+        limit = 2 * float(torch_error.max()) + self.truncation()
         worst = float(error.max())
-        if worst <= limit:
-            return None
-        where = tuple(int(i) for i in (error > limit).nonzero()[0])
-        return f"{where} is off by {worst:.3g}, torch by {float(torch_error.max()):.3g}"
+        if worst > limit:
+            where = tuple(int(i) for i in (error > limit).nonzero()[0])
+            return f"{where} is off by {worst:.3g}, torch by {float(torch_error.max()):.3g}"
+        if self.amax and abs(float(options["amax"]) - float(want.abs().max())) > limit:
+            return f"amax is {float(options['amax']):.6g}, not {float(want.abs().max()):.6g}"
+        return None
 
     def reference(
         self, a: Tensor, b: Tensor, options: dict[str, Any], held: Tensor | None, dtype: torch.dtype
@@ -167,12 +188,13 @@ class MatmulProblem:
         x = ACTIVATIONS[self.activation](x)
         return x + options["residual"].to(dtype) if self.residual else x
 
-    def truncation(self, a: Tensor, b: Tensor) -> float:
+    def truncation(self) -> float:
         """What tensor cores may lose in adding up K products, 32 bytes at a time."""
         eight = self.dtype in FLOAT8
         steps = -(-self.k * self.dtype.itemsize // 32)
         largest = 6 * max(self.k, 1) ** 0.5 * abs(self.alpha) * (2.25 if self.scales else 1)
-        return steps * 2.0 ** (-13 if eight else -23) * largest
+        lost = steps * 2.0 ** (-13 if eight else -23) * largest
+        return lost * 2.1 * largest if self.gated else lost  # each factor's error times the other
 
 
 def as_tf32(x: Tensor) -> Tensor:
@@ -208,6 +230,11 @@ def draw(seed: int, largest: float = 7, most_work: int = 2**21) -> MatmulProblem
     dtype = r.choice(DTYPES)
     eight = dtype in FLOAT8
     out = view() if r.random() < 0.5 else None
+    activation = r.choice((None, None, *ACTIVATIONS))
+    gated = activation is not None and activation.startswith("gated")
+    if gated:
+        n += n % 2
+    half = torch.float16 if not gated or k <= 64 else torch.bfloat16  # products would overflow
     return MatmulProblem(
         m=m,
         n=n,
@@ -216,15 +243,16 @@ def draw(seed: int, largest: float = 7, most_work: int = 2**21) -> MatmulProblem
         batch_b=batch_b,
         dtype=dtype,
         dtype_b=r.choice(FLOAT8) if eight else dtype,
-        out_dtype=r.choice((torch.bfloat16, torch.float16, torch.float32)),
+        out_dtype=r.choice((torch.bfloat16, half, torch.float32)),
         a=view(repeat=bool(batch)),
         b=view(repeat=bool(batch_b)),
         out=out,
-        bias=r.choice((None, None, "column", "row")),
-        activation=r.choice((None, None, "relu", "gelu", "gelu_tanh", "silu")),
+        bias=r.choice((None, None, "column", "column" if gated else "row")),
+        activation=activation,
         residual=r.random() < 0.3,
         alpha=r.choice((1.0, 1.0, 0.5)),
-        beta=r.choice((0.0, 0.75)) if out is not None else 0.0,
+        beta=r.choice((0.0, 0.75)) if out is not None and not gated else 0.0,
         scales=r.choice(("tensor", "each")) if eight else None,
+        amax=r.random() < 0.1,
         seed=seed,
     )

@@ -356,8 +356,6 @@ def _fake_out(
 
 def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
     a, b, bias, residual, scale_a, scale_b, activation, _, alpha = inputs
-    if activation is not None and activation not in _ACTIVATION_GRADIENTS:
-        raise ValueError(f"activation {activation!r} cannot be given where a gradient is wanted")
     if any(x is not None for x in (scale_a, scale_b)):
         raise ValueError("scale_a and scale_b cannot be given where a gradient is wanted")
     ctx.save_for_backward(a, b, bias)
@@ -378,7 +376,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple:
     product = torch.ops.cutex.matmul
     if ctx.activation is not None:
         before = product(a, b, bias, None, None, None, None, torch.float32, ctx.alpha)
-        grad = _ACTIVATION_GRADIENTS[ctx.activation](grad.float(), before)
+        grad = _activation_gradient(ctx.activation, grad.float(), before)
     if needs_bias:
         grads[2] = grad.float().sum_to_size(bias.shape).to(bias.dtype)
     grad = grad.to(a.dtype)
@@ -391,6 +389,20 @@ def _backward(ctx: Any, grad: Tensor) -> tuple:
     return tuple(grads[: len(ctx.needs_input_grad)])
 
 
+def _activation_gradient(name: str, grad: Tensor, x: Tensor) -> Tensor:
+    """Of x, the activation's input, both in float32; a gate's takes both of its columns."""
+    if not name.startswith("gated_"):
+        return _ACTIVATION_GRADIENTS[name](grad, x)
+    name = name.removeprefix("gated_")
+    gate, gated = x[..., 0::2], x[..., 1::2]
+    of_gate = _ACTIVATION_GRADIENTS[name](grad * gated, gate)
+    return torch.stack((of_gate, grad * _ACTIVATIONS[name](gate)), -1).flatten(-2)
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # of gates
+    "gelu": torch.ops.aten.gelu,
+    "silu": torch.ops.aten.silu,
+}
 _ACTIVATION_GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "relu": lambda g, x: torch.ops.aten.threshold_backward(g, x, 0),
     "gelu": lambda g, x: torch.ops.aten.gelu_backward(g, x),

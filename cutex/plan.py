@@ -3,8 +3,8 @@
 A plan holds for every call with the same dtypes, shapes, strides and options. Operands that TMA can
 step through are passed as they are; what it costs where it cannot, the plan's notes say:
 
-- a and b need one side contiguous, and the base and all other strides a multiple of 16 bytes; fp8
-  and tf32 also K contiguous. Else each call copies the operand first.
+- a and b need one side contiguous, and the base and all other strides a multiple of 16 bytes; tf32,
+  and fp8 on Hopper, also K contiguous. Else each call copies the operand first.
 - out, where its base, strides or contiguous side are no such multiples, is stored element by
   element.
 """
@@ -40,6 +40,8 @@ NAMES = {
 BYTES = {"bf16": 2, "fp16": 2, "e4m3": 1, "e5m2": 1, "fp32": 4}
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+# bytes of the elements that an MMA reads only with K contiguous
+K_ONLY = {"sm_90a": (1, 4), "sm_100a": (4,)}
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "gated_silu", "gated_gelu")
 
 
@@ -268,7 +270,7 @@ class Arranged:
     tall: bool  # but for a, out and residual, which are seen as one matrix
 
 
-def arrange(call: Call, out: Tensor) -> Arranged:
+def arrange(call: Call, out: Tensor, arch_name: str) -> Arranged:
     """The kernel's arguments for `call`, whose result is `out`."""
     notes: dict[str, str] = {}
     a, b, residual = call.a, call.b, call.residual
@@ -296,12 +298,12 @@ def arrange(call: Call, out: Tensor) -> Arranged:
         out = out.view(-1, *out.shape[-2:])
     a, b = (x[:1] if x.dim() == 3 and x.stride(0) == 0 else x for x in (a, b))
 
-    k_only = a.dtype.itemsize != 2
+    k_only = a.dtype.itemsize in K_ONLY[arch_name]
     a, a_lies, notes["a"] = operand(a, -1, k_only)
     b, b_lies, notes["b"] = operand(b, -2, k_only)
     before = out
     out, out_lies, notes["out"] = result(out)
-    if call.gate and out.dtype is torch.float32:
+    if call.gate and out.dtype is torch.float32 and not arch(arch_name).tmem_columns:
         out, out_lies = before, replace(out_lies, major="row", tma=False)
         notes["out"] = "stored by element: gates leave single columns"
     pieces, passed = fused(call, before, residual)
@@ -392,16 +394,16 @@ def flat(x: Tensor) -> Tensor:
 # ---- the kernel
 
 
-def proposals(problem: GemmProblem, arch_name: str) -> Iterator[GemmConfig]:
+def proposals(problem: GemmProblem, arch_name: str, batch: int = 1) -> Iterator[GemmConfig]:
     """What an autotuner run chose, where there was one on this GPU, then the model's ranking."""
     from cutex import autotune
     from cutex.kernels.gemm import stages
 
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and batch == 1:
         found = autotune.remembered(stages(arch_name)[-1], problem)
         if found is not None:
             yield found
-    yield from ranked(problem, arch(arch_name))
+    yield from ranked(problem, arch(arch_name), batch)
 
 
 @lru_cache(maxsize=4096)
@@ -417,15 +419,13 @@ def config_for(
     m, n, k, batch = sizes
     a, b, out = lies
     k = k * BYTES[a.dtype] // 2  # tiles are cut in units of 2 bytes
-    if min(m, n) > 128:  # the tiles of all entries fill the SMs together
-        m *= batch
     # whole units, and no larger than makes a difference
     m, n, k = (min(max(8, -(-size // 8) * 8), 1 << 20) for size in (m, n, k))
     name = a.dtype if a.dtype in ("bf16", "fp16") else "bf16"
     problem = GemmProblem(m, n, k, name)
     whole = batch == 1 and out.dtype != "fp32"  # NOTE: a split tile leaves in parts of 16 bits
     gated = any(type(piece).__name__ == "Gate" for piece in pieces)  # of neighbouring columns
-    for tiles in proposals(problem, arch_name):
+    for tiles in proposals(problem, arch_name, batch):
         if gated and (tiles.swap_ab or tiles.epi_n < 32):
             continue
         if tiles.split_k == 1 or whole:

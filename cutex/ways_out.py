@@ -183,18 +183,21 @@ class FusedStores:
                     self.wait(0)
                 self.store_part(parts[None, part], part % self.num_slots, *where[part])
         else:
-            self.store_staged(parts, where)
+            self.store_staged(self.loads, parts, where)
 
     @cute.jit
     def store_staged(
-        self, parts: cute.Tensor, where: cutlass.Constexpr[list[tuple[Int32, Int32]]]
+        self,
+        loads: PartLoads,
+        parts: cute.Tensor,
+        where: cutlass.Constexpr[list[tuple[Int32, Int32]]],
     ) -> None:
         """Each slot goes round: a part comes in, is read, the result written over it and stored.
 
         NOTE: when a part is to be stored, all stores before it have been read, so the slot of the
         one before takes the next load: the more slots, the more loads on their way.
         """
-        loads, slots, count = self.loads, self.num_slots, len(where)
+        slots, count = self.num_slots, len(where)
         if self.ways.stores:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             for part in cutlass.range_constexpr(min(slots, count)):

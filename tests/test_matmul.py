@@ -17,7 +17,7 @@ from cutex.compile import compile
 from cutex.kernels.gemm import stage
 from cutex.kernels.gemm.general import GeneralConfig, Matrix
 from cutex.kernels.gemm.sm90.general import General
-from cutex.matmul_problem import draw
+from cutex.matmul_problem import MatmulProblem, draw
 from cutex.plan import result
 
 ARCH = ["sm_90a"]
@@ -61,6 +61,19 @@ def test_hundreds_of_drawn_problems_are_within_twice_torchs_error(tenth: int) ->
         assert wrong is None, f"{wrong}: {problem}"
 
 
+@pytest.mark.parametrize("dtype", [bf16, torch.float8_e4m3fn, torch.float32])
+def test_a_step_of_k_left_out_is_off_by_more_than_the_tolerance(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_the_last_step(a: Tensor, b: Tensor, out_dtype: torch.dtype, **_) -> Tensor:
+        k = a.shape[-1] - 32 // a.dtype.itemsize
+        return (a[..., :k].double() @ b[..., :k, :].double()).to(out_dtype)
+
+    monkeypatch.setattr(cutex, "matmul", without_the_last_step)
+    problem = MatmulProblem(64, 64, 2048, dtype=dtype, dtype_b=dtype, out_dtype=torch.float32)
+    assert "is off by" in (problem.run("cpu") or "")
+
+
 @pytest.mark.parametrize("order", ["eager", "starved", "peer-late", "random"])
 def test_the_order_of_events_does_not_matter(order: str) -> None:
     """Few CTAs, many tiles, a batch, ping-pong, a cluster, and B shared by parts of K."""
@@ -78,6 +91,30 @@ def test_the_order_of_events_does_not_matter(order: str) -> None:
     for seed in range(2):
         cutex.simulate(compiled, a, b, out, order=order, seed=seed)
         assert torch.equal(out, F.relu(a.float() @ b.float()))
+
+
+SLOTS = {  # of a ping-pong kernel on few CTAs, with an even and an odd number of parts a slot
+    "even": {"epi_n": 32, "epi_stages": 3},
+    "odd": {"epi_n": 32, "epi_stages": 2, "tile_n": 160},
+    "mixed": {"epi_n": 16, "epi_stages": 4, "tile_n": 144, "cluster_m": 1},
+}
+
+
+@pytest.mark.parametrize("order", ["fifo", "eager", "starved", "peer-late", "random"])
+@pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS.keys())
+def test_a_matrix_comes_in_through_the_slots_that_out_leaves_by(slots: dict, order: str) -> None:
+    gemm = {**asdict(stage("sm_90a", 8).config()), "num_stages": 3, "num_ctas": 4, **slots}
+    matrices = {name: Matrix(batched=True) for name in ("a", "b", "out")}
+    add = fusion.Add("residual", "bf16", batched=True, whole=True)
+    compiled = compile(General(GeneralConfig(**gemm, **matrices, pieces=(add,))), "bf16", "sm_90a")
+    a, b = normal("cpu", 2, 200, 136).round(), normal("cpu", 2, 136, 512, seed=1).round()
+    held = normal("cpu", 2, 200, 512, seed=2)
+    want = (a.float() @ b.float() + held.float()).to(bf16)
+    out = torch.full_like(want, torch.nan)
+    cutex.simulate(compiled, a, b, out, held, order=order, seed=1)
+    assert torch.equal(out, want)
+    cutex.simulate(compiled, a, b, held, held, order=order, seed=2)  # over itself
+    assert torch.equal(held, want)
 
 
 @each_arch
@@ -175,11 +212,33 @@ def test_gradients_are_those_of_torch(arch: str, place: str) -> None:
         assert close(got.grad.float(), want.grad, by=0.05)
 
 
+@pytest.mark.parametrize("name", ["gated_silu", "gated_gelu"])
+@each_arch
+def test_gates_have_the_gradients_of_torch(arch: str, place: str, name: str) -> None:
+    leaves = [normal(place, 24, 40), normal(place, 40, 32, seed=1), normal(place, 32, seed=2)]
+    ours = [x.clone().requires_grad_() for x in leaves]
+    torchs = [x.float().requires_grad_() for x in leaves]
+    weights = torch.linspace(-1, 1, 24 * 16, device=place).view(24, 16)
+    a, b, bias = ours
+    (
+        cutex.matmul(a, b, bias=bias, activation=name, out_dtype=torch.float32) * weights
+    ).sum().backward()
+    x, y, z = torchs
+    before = x @ y + z
+    gate = F.silu if name == "gated_silu" else F.gelu
+    (gate(before[:, 0::2]) * before[:, 1::2] * weights).sum().backward()
+    for got, want in zip(ours, torchs, strict=True):
+        size = want.grad.abs().max()
+        assert close(got.grad.float() / size, want.grad / size, by=0.01)
+
+
 @each_arch
 def test_opcheck_finds_nothing(arch: str, place: str) -> None:
     a, b, bias = normal(place, 24, 40), normal(place, 40, 32, seed=1), normal(place, 32)
     arguments = (a.requires_grad_(), b.requires_grad_(), bias.requires_grad_())
     torch.library.opcheck(torch.ops.cutex.matmul.default, arguments)
+    gate = {"activation": "gated_silu", "out_dtype": torch.float32}
+    torch.library.opcheck(torch.ops.cutex.matmul.default, arguments, gate)
     out = torch.empty(24, 32, dtype=bf16, device=place)
     with torch.no_grad():
         torch.library.opcheck(
@@ -209,6 +268,37 @@ def test_a_cuda_graph_repeats_the_call() -> None:
     c.zero_()
     graph.replay()
     assert close(c.float(), a.float() @ b.float())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_call_runs_on_the_gpu_and_stream_of_its_tensors() -> None:
+    """Called twice, since the second call takes the plan of the first."""
+    stream = torch.cuda.Stream("cuda:1")
+    for dtype in (bf16, torch.float16):
+        for device in ("cuda:1", "cuda:0", "cuda:1"):
+            a, b = (normal(device, *shape).to(dtype) for shape in ((256, 128), (128, 512)))
+            bias, out = (
+                normal(device, 512).to(dtype),
+                torch.empty(256, 512, device=device).to(dtype),
+            )
+            want = a.float() @ b.float()
+            with torch.cuda.device(0):
+                for _ in range(2):
+                    assert close(cutex.matmul(a, b).float(), want)
+                    assert close(cutex.matmul(a, b, bias=bias).float(), want + bias.float())
+                    assert close(cutex.matmul(a, b, out=out).float(), want)
+                    assert torch.cuda.current_device() == 0
+    a, b = normal("cuda:1", 2048, 2048), normal("cuda:1", 2048, 2048)
+    want = 2 * (a.float() @ b.float())
+    torch.cuda.synchronize("cuda:1")
+    with torch.cuda.stream(stream):  # which makes cuda:1 the current GPU, too
+        torch.cuda._sleep(50_000_000)
+        a.mul_(2)
+        with torch.cuda.device(0):
+            c = cutex.matmul(a, b)
+    stream.synchronize()
+    assert close(c.float(), want)
 
 
 def test_fake_tensors_give_the_shape_and_launch_nothing() -> None:

@@ -106,15 +106,15 @@ def candidates(arch_name: str, small: bool) -> tuple[GemmConfig, ...]:
     return tuple(found)
 
 
-def predict(config: GemmConfig, problem: GemmProblem, arch: Arch) -> float:
-    """Microseconds that the model expects."""
+def predict(config: GemmConfig, problem: GemmProblem, arch: Arch, batch: int = 1) -> float:
+    """Microseconds that the model expects of `batch` such problems in one launch."""
     if arch.tmem_columns:
-        return space.predict(config, problem, arch)
+        return space.predict(config, replace(problem, m=problem.m * batch), arch)
     c, machine = config, MACHINE
     m, n = (problem.n, problem.m) if c.swap_ab else (problem.m, problem.n)
     ctas_m = _up(_up(m, c.tile_m), c.cluster_m) * c.cluster_m
     ctas_n = _up(_up(n, c.tile_n), c.cluster_n) * c.cluster_n
-    tiles = ctas_m * ctas_n
+    tiles = ctas_m * ctas_n * batch
     k_tiles = _up(_up(problem.k, c.tile_k), c.split_k)
     rounds = _up(tiles * c.split_k, arch.num_sms)
 
@@ -128,7 +128,7 @@ def predict(config: GemmConfig, problem: GemmProblem, arch: Arch) -> float:
     out = 0.0 if c.pingpong else c.tile_m * c.tile_n * ELEMENT / machine.smem_gbs / 1e3
     compute = rounds * (k_tiles * step + out)
 
-    memory = problem.bytes / machine.memory_gbs / 1e3
+    memory = problem.bytes * batch / machine.memory_gbs / 1e3
     asking = min(1.0, tiles * c.split_k / arch.num_sms)  # SMs: few cannot ask for all of it
     memory /= min(1.0, asking / 0.9)
     split = machine.exchange_us if c.split_k > 1 else 0.0
@@ -136,13 +136,13 @@ def predict(config: GemmConfig, problem: GemmProblem, arch: Arch) -> float:
     return max(compute, memory) + handing + split + machine.launch_us
 
 
-def ranked(problem: GemmProblem, arch: Arch) -> list[GemmConfig]:
-    """All candidates that can run `problem`, by the model of `arch`, best first."""
+def ranked(problem: GemmProblem, arch: Arch, batch: int = 1) -> list[GemmConfig]:
+    """All candidates that can run `batch` of `problem`, by the model of `arch`, best first."""
     small = min(problem.m, problem.n) <= 128
     pairs = arch.tmem_columns > 0
     space_of = space.candidates(arch.name) if pairs else candidates(arch.name, small)
     fits = [c for c in space_of if c.why_not(problem, arch) is None]
-    return sorted(fits, key=lambda c: predict(c, problem, arch))
+    return sorted(fits, key=lambda c: predict(c, problem, arch, batch))
 
 
 def choose(problem: GemmProblem, arch: Arch) -> GemmConfig:
