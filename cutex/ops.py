@@ -41,8 +41,8 @@ def matmul(
 
     a (.., M, K) and b (.., K, N): bfloat16, float16 or float32 (read as tf32), both alike, or
     float8_e4m3fn / float8_e5m2; accumulated in fp32. Batch sizes broadcast. Any strides; what TMA
-    cannot step through (a base or stride that is no multiple of 16 bytes; fp8 and float32 whose K
-    is not contiguous) is copied first.
+    cannot step through (a base or stride that is no multiple of 16 bytes; float32, and fp8 on
+    Hopper, whose K is not contiguous) is copied first.
     bias: (N,) or (1, N), or (M, 1). residual: broadcasts to the result. Both of any float dtype.
     activation: "relu", "gelu", "gelu_tanh", "silu"; "gated_silu" or "gated_gelu", act(even columns)
         * odd columns, which leaves (.., M, N / 2); or a function of one DSL Float32, or of it and
@@ -54,7 +54,7 @@ def matmul(
 
     Differentiable in a, b, bias and residual, except where out, a scale, amax or a function of the
     user's is given. Raises TypeError or ValueError, in one sentence that names the argument, for
-    what does not fit, and where there is no Hopper GPU.
+    what does not fit, and where there is no Hopper or Blackwell GPU.
     """
     if _is_compiling():
         return _through_operator(
@@ -185,7 +185,7 @@ def _run(call: Call, key: tuple | None) -> Tensor:
         packed = out.contiguous()
         _run(replace(call, out=packed), None)
         return out.copy_(packed)
-    arranged = arrange(call, out)
+    arranged = arrange(call, out, arch)
     lies = arranged.a, arranged.b, arranged.out
     compiled = kernel_for(config_for(arranged.sizes, lies, arranged.pieces, arch), arch)
     with _device(call.a.device):
@@ -229,15 +229,15 @@ def _arch(device: torch.device) -> str:
         return _simulator["arch"]
     if device.type != "cuda":
         raise ValueError(
-            f"a is on {device}: cutex.matmul runs on a Hopper GPU; move its tensors there, "
-            "or run them in the simulator with `with cutex.ops.simulated():`"
+            f"a is on {device}: cutex.matmul runs on a Hopper or Blackwell GPU; move its tensors "
+            "there, or run them in the simulator with `with cutex.ops.simulated():`"
         )
     capability = torch.cuda.get_device_capability(device)
     arch = next((x for x in ARCHS.values() if x.capability == capability), None)
-    if arch is None or arch.name != "sm_90a":
+    if arch is None:
         raise ValueError(
             f"a is on {device}, a GPU of compute capability {capability[0]}.{capability[1]}: "
-            "cutex.matmul has kernels for 9.0 (Hopper) only; use torch.matmul there"
+            "cutex.matmul has kernels for 9.0 (Hopper) and 10.0 (Blackwell); use torch.matmul there"
         )
     return arch.name
 
@@ -245,8 +245,9 @@ def _arch(device: torch.device) -> str:
 @contextmanager
 def simulated(arch: str = "sm_90a", **orders: Any) -> Iterator[None]:
     """Within, tensors on the CPU run in the simulator (see cutex.sim.simulate for `orders`)."""
-    if arch != "sm_90a":
-        raise ValueError(f"arch {arch!r}: cutex.matmul has kernels for sm_90a only")
+    if arch not in ARCHS:
+        known = " and ".join(ARCHS)
+        raise ValueError(f"arch {arch!r}: cutex.matmul has kernels for {known} only")
     _plans.clear()
     _simulator.update(arch=arch, **orders)
     try:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -423,16 +424,15 @@ def config_for(
     m, n, k = (min(max(8, -(-size // 8) * 8), 1 << 20) for size in (m, n, k))
     name = a.dtype if a.dtype in ("bf16", "fp16") else "bf16"
     problem = GemmProblem(m, n, k, name)
-    whole = batch == 1 and out.dtype != "fp32"  # NOTE: a split tile leaves in parts of 16 bits
-    gated = any(type(piece).__name__ == "Gate" for piece in pieces)  # of neighbouring columns
     for tiles in proposals(problem, arch_name, batch):
-        if gated and (tiles.swap_ab or tiles.epi_n < 32):
-            continue
-        if tiles.split_k == 1 or whole:
-            if pieces and tiles.warpgroups:
-                tiles = with_slots(tiles, arch_name)
-            chosen = {f.name: getattr(tiles, f.name) for f in fields(tiles)}
-            return GeneralConfig(**chosen, a=a, b=b, out=out, pieces=pieces)
+        if pieces and tiles.warpgroups:
+            tiles = with_slots(tiles, arch_name)
+        chosen = {f.name: getattr(tiles, f.name) for f in fields(tiles)}
+        config = GeneralConfig(**chosen, a=a, b=b, out=out, pieces=pieces)
+        for slots in range(config.epi_stages, 0, -1):
+            config = replace(config, epi_stages=slots)
+            if config.why_not(None, arch(arch_name)) is None:
+                return config
     raise ValueError(f"M={m}, N={n}, K={k}: no config takes these sizes")
 
 
@@ -448,7 +448,7 @@ def with_slots(tiles: GemmConfig, arch_name: str) -> GemmConfig:
 @lru_cache(maxsize=4096)
 def kernel_for(config: GeneralConfig, arch_name: str) -> Compiled:
     from cutex.compile import compile
-    from cutex.kernels.gemm.sm90.general import General
 
-    kernel: Any = General(config)
+    folder = arch_name.rstrip("a").replace("_", "")
+    kernel = import_module(f"cutex.kernels.gemm.{folder}.general").General(config)
     return compile(kernel, config.a.dtype, arch_name)

@@ -20,15 +20,15 @@ from cutex.kernels.gemm.sm90.general import General
 from cutex.matmul_problem import MatmulProblem, draw
 from cutex.plan import result
 
-ARCH = ["sm_90a"]
+ARCH = ["sm_90a", "sm_100a"]
 each_arch = pytest.mark.parametrize("arch", ARCH)
 bf16 = torch.bfloat16
 
 
 @pytest.fixture
-def place(device: str) -> Iterator[str]:
+def place(device: str, arch: str) -> Iterator[str]:
     """Where torch's tensors live: on the GPU, or on the CPU within the simulator."""
-    with ops.simulated() if device == "sim" else nullcontext():
+    with ops.simulated(arch) if device == "sim" else nullcontext():
         yield "cpu" if device == "sim" else "cuda"
 
 

@@ -10,7 +10,7 @@ columns of fp32.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cutlass import cute
 
@@ -18,6 +18,10 @@ from cutex import fusion
 from cutex.compile import Argument, Operand
 from cutex.kernels.gemm.config import GemmConfig
 from cutex.ways_out import Fusion
+
+if TYPE_CHECKING:
+    from cutex.arch import Arch
+    from cutex.problem import GemmProblem
 
 BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "e4m3": 8, "e5m2": 8}
 
@@ -67,6 +71,25 @@ class GeneralConfig(GemmConfig):
     def columns_contiguous(self) -> bool:
         """In what the kernel computes, which with swap_ab is out transposed."""
         return (self.out.major == "row") != self.swap_ab
+
+    def why_not(self, problem: GemmProblem | None, arch: Arch) -> str | None:
+        if reason := super().why_not(problem, arch):
+            return reason
+        if fusion.gated(self.pieces) and (self.swap_ab or self.epi_n < 32):
+            return f"swap_ab={self.swap_ab}, epi_n={self.epi_n}: a gate takes neighbouring columns"
+        if arch.tmem_columns:
+            return self._why_not_pair()
+        if self.split_k > 1 and (self.out.batched or self.out.dtype == "fp32"):
+            return f"split_k={self.split_k}: such a tile leaves in parts of 16 bits, of no batch"
+        return None
+
+    def _why_not_pair(self) -> str | None:
+        b = self.a if self.swap_ab else self.b
+        k_major = b.major == ("row" if self.swap_ab else "column")
+        row_bytes = self.tile_n // 2 * BITS[b.dtype] // 8
+        if not k_major and row_bytes % 64:
+            return f"tile_n={self.tile_n}: {row_bytes} bytes of N, smem rows have 64 or 128"
+        return None
 
 
 def modes(mX: cute.Tensor, columns_first: bool) -> cute.Tensor:

@@ -37,7 +37,7 @@ from cutex.atoms.multicast import (
     shared_operand,
     shared_tile_loads,
 )
-from cutex.atoms.tma import AbLoads, load_operand, store_operand
+from cutex.atoms.tma import AbLoads, load_operand, matrix, store_operand
 from cutex.kernels.gemm.config import ELEMENT
 from cutex.kernels.gemm.general import GeneralGemm, modes
 from cutex.kernels.gemm.sm90.stage9 import Stage9
