@@ -109,7 +109,7 @@ def candidates(arch_name: str, small: bool) -> tuple[GemmConfig, ...]:
 def predict(config: GemmConfig, problem: GemmProblem, arch: Arch, batch: int = 1) -> float:
     """Microseconds that the model expects of `batch` such problems in one launch."""
     if arch.tmem_columns:
-        return space.predict(config, replace(problem, m=problem.m * batch), arch)
+        return space.predict(config, problem, arch, batch)
     c, machine = config, MACHINE
     m, n = (problem.n, problem.m) if c.swap_ab else (problem.m, problem.n)
     ctas_m = _up(_up(m, c.tile_m), c.cluster_m) * c.cluster_m

@@ -81,13 +81,14 @@ def deepest(config: GemmConfig, arch: Arch) -> GemmConfig:
     return replace(config, num_stages=min(DEEPEST, room // slot))
 
 
-def predict(config: GemmConfig, problem: GemmProblem, arch: Arch) -> float:
-    """Microseconds that the model expects."""
+def predict(config: GemmConfig, problem: GemmProblem, arch: Arch, batch: int = 1) -> float:
+    """Microseconds that the model expects of `batch` such problems in one launch."""
     c, machine = config, MACHINE
     m, n = (problem.n, problem.m) if c.swap_ab else (problem.m, problem.n)
     tiles_m, tiles_n = _up(m, c.tile_m), _up(n, c.tile_n)
-    at_once = min(tiles_m * tiles_n, arch.num_sms // (c.ctas * c.split_k))  # clusters
-    waves = _up(tiles_m * tiles_n, at_once)
+    tiles = tiles_m * tiles_n * batch
+    at_once = min(tiles, arch.num_sms // (c.ctas * c.split_k))  # clusters
+    waves = _up(tiles, at_once)
     blocks = c.tile_m // 256
 
     # one step of K: MMAs, of which each reads 32 bytes of every row, against loads through L2
@@ -109,10 +110,13 @@ def predict(config: GemmConfig, problem: GemmProblem, arch: Arch) -> float:
         cycles = waves * (mainloop + drain + machine.exchange + machine.fill) - ends
 
     # what a wave of tiles takes from memory: strips of A and B that it does not share
-    across = min(c.raster_group, tiles_m, at_once)
-    strips = across * c.tile_m + min(_up(at_once, across), tiles_n) * c.tile_n
-    wave_bytes = strips * problem.k * ELEMENT
-    moved = max(problem.bytes, 0 if problem.bytes < arch.l2_bytes else waves * wave_bytes)
+    entries = _up(at_once, tiles_m * tiles_n)  # of the batch
+    of_one = min(at_once, tiles_m * tiles_n)
+    across = min(c.raster_group, tiles_m, of_one)
+    strips = across * c.tile_m + min(_up(of_one, across), tiles_n) * c.tile_n
+    wave_bytes = entries * strips * problem.k * ELEMENT
+    all_bytes = problem.bytes * batch
+    moved = max(all_bytes, 0 if all_bytes < arch.l2_bytes else waves * wave_bytes)
     asking = min(1.0, at_once * c.ctas * c.split_k / arch.num_sms)  # few SMs cannot ask for all
     memory = moved / (arch.hbm_gbs * 0.9 * 1e9 * min(1.0, asking / 0.8) / clock(arch))
     return (max(cycles, memory) + ends) / clock(arch) * 1e6
