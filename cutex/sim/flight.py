@@ -92,6 +92,8 @@ class Operation:
     signals: tuple[int, int] | None = None
     is_store: bool = False  # from shared to global memory, which bulk groups wait for
     number: int = 0
+    done: bool = False
+    then: list[Callable[[], None]] = field(default_factory=list)  # what its completion sets off
 
 
 class Flight:
@@ -105,6 +107,9 @@ class Flight:
         self.queues: dict[Hashable, deque[Operation]] = {}
         self.count = 0
         self.issued = 0
+        # what a thread (warp, lane, cta_group) issued to the tensor cores since its last commit;
+        # where that is nothing, the last before it
+        self.latest: dict[tuple[int, int, int], list[Operation]] = {}
         self.at: dict[
             tuple[type, int], dict[int, Operation]
         ] = {}  # those that touch a CTA's shared or tensor memory
@@ -219,10 +224,13 @@ class Flight:
         if not queue:
             del self.queues[op.queue]
         self.count -= 1
+        op.done = True
         for place in (*op.reads, *op.writes):
             self.at[type(place), place.cta].pop(op.number, None)
         self.machine.progress += 1
         op.complete()
+        for consequence in op.then:
+            consequence()
 
     def complete_all(self) -> None:
         """Everything in flight, in order of issue."""
@@ -230,15 +238,12 @@ class Flight:
             self.complete(op)
 
     def complete_late(self) -> None:
-        """Everything in flight but bulk stores; once only these are left, the oldest of each warp,
-        so that whoever waits for fewer of them than it must meets the others in flight.
+        """The oldest operation of each cluster, and no more: whoever waits for one but needs
+        another meets that one in flight. Bulk stores only when nothing else is.
         """
-        ops = sorted(self, key=lambda op: op.number)
-        now = [op for op in ops if not op.is_store]
-        if not now:
-            oldest: dict[int, Operation] = {}
-            for op in ops:
-                oldest.setdefault(op.warp, op)
-            now = list(oldest.values())
-        for op in now:
+        heads = self.heads()
+        oldest: dict[int, Operation] = {}
+        for op in [op for op in heads if not op.is_store] or heads:
+            oldest.setdefault(self.machine.clusters.of(op.warp), op)
+        for op in oldest.values():
             self.complete(op)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -23,6 +23,9 @@ from cutex.sim.memory import POISON64
 from cutex.sim.ptx import Instruction
 from cutex.sim.rounding import bf16_to_f32
 from cutex.sim.tensormap import swizzle_chunks
+
+if TYPE_CHECKING:
+    from cutex.sim.machine import Machine
 
 _NAMES = {0: "no", 1: "32-byte", 2: "64-byte", 3: "128-byte"}
 
@@ -111,40 +114,35 @@ def accumulate(old: np.ndarray | None, product: np.ndarray, kind: str, saturate:
     return total.astype(np.float16).astype(np.float32) if kind == "f16" else total
 
 
+@dataclass(frozen=True)
+class Form:
+    """What an operand in shared memory is taken for: (rows, k_bytes of K) of ``kind``."""
+
+    what: str  # for reports
+    kind: str
+    rows: int
+    mn_major: bool = False
+    k_bytes: int = 32
+
+
 class SharedOperand:
-    """An A or B operand in shared memory: (rows, K) of ``kind``, 32 bytes of K per instruction."""
+    """A matrix in the shared memory of a CTA, where a descriptor says."""
 
     def __init__(
-        self,
-        m: Any,
-        cta: int,
-        desc: Descriptor,
-        rows: int,
-        kind: str,
-        mn_major: bool,
-        what: str,
-        ins: Instruction,
-        k_bytes: int = 32,
+        self, m: Machine, cta: int, desc: Descriptor, form: Form, ins: Instruction
     ) -> None:
-        self.m, self.cta, self.desc, self.kind, self.mn_major, self.ins = (
-            m,
-            cta,
-            desc,
-            kind,
-            mn_major,
-            ins,
-        )
-        self.what = what
-        if mn_major and ITEMSIZE[kind] > 2:
+        self.m, self.cta, self.desc, self.form, self.ins = m, cta, desc, form, ins
+        kind = form.kind
+        if form.mn_major and ITEMSIZE[kind] > 2:
             raise BadOperand.at(
                 ins, f"MN-major operands of {kind} are not defined in the simulator"
             )
-        self.chunks = operand_chunks(desc, rows, k_bytes, mn_major, ITEMSIZE[kind])
+        self.chunks = operand_chunks(desc, form.rows, form.k_bytes, form.mn_major, ITEMSIZE[kind])
         if int(self.chunks.max()) * 16 + 16 > m.smem_bytes:
             raise BadOperand.at(
                 ins,
-                f"{what} ({desc}) reaches shared 0x{int(self.chunks.max()) * 16 + 16:x}, past the "
-                f"CTA's {m.smem_bytes} bytes",
+                f"{form.what} ({desc}) reaches shared 0x{int(self.chunks.max()) * 16 + 16:x}, "
+                f"past the CTA's {m.smem_bytes} bytes",
             )
 
     def span(self) -> Span:
@@ -155,8 +153,8 @@ class SharedOperand:
     def values(self) -> np.ndarray:
         """(rows, K) float32."""
         raw = self.raw()
-        values = ELEMENTS[self.kind](raw.reshape(raw.shape[0], -1))
-        return values.T if self.mn_major else values
+        values = ELEMENTS[self.form.kind](raw.reshape(raw.shape[0], -1))
+        return values.T if self.form.mn_major else values
 
     def raw(self) -> np.ndarray:
         """The chunks, as pairs of 64-bit words, in the order of `operand_chunks`."""
@@ -165,7 +163,7 @@ class SharedOperand:
         if (raw[..., 0] == POISON64).any() and ((raw == POISON64).all(-1)).any():
             self.m.find(
                 "uninitialised",
-                f"{self.what} ({self.desc}) holds shared memory that nothing has written",
+                f"{self.form.what} ({self.desc}) holds shared memory that nothing has written",
                 self.ins,
             )
         return np.ascontiguousarray(raw)
@@ -179,7 +177,7 @@ class SharedOperand:
             line = int(self.m.box_line[self.cta, self.chunks[at]])
             self.m.find(
                 "swizzle",
-                f"{self.what} ({self.desc}) was written by the TMA load at PTX line {line} with "
-                f"{_NAMES[int(modes[at]) - 1]} swizzle",
+                f"{self.form.what} ({self.desc}) was written by the TMA load at PTX line {line} "
+                f"with {_NAMES[int(modes[at]) - 1]} swizzle",
                 self.ins,
             )

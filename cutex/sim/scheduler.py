@@ -1,9 +1,9 @@
 """Who runs next: batches of warps, asynchronous operations, time-outs; and the deadlock report.
 
 Order "fifo": warps run until they wait, the one at the lowest program position first, so that warps
-at the same place run as one batch; operations in flight complete only when no warp can run, in
-order of issue: all but bulk stores together, these one by one for each warp. That is late, so
-whoever does not wait for an operation meets it still in flight.
+at the same place run as one batch; operations in flight complete only when no warp can run, the
+oldest of each cluster, bulk stores last. That is late and one by one, so whoever does not wait for
+an operation, or waits for another, meets it still in flight.
 Order "eager": the same, but an operation completes as soon as it may, before any warp runs on.
 Order "starved": one warp of each CTA, picked by the seed, runs only when nothing else can.
 Order "peer-late": likewise all CTAs of a cluster but one, which is picked by the seed.

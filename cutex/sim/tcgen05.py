@@ -8,13 +8,14 @@ functions here are those of CUTLASS's atoms, which the kernels use.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
 from cutex.sim.decode import Decoder, Execute, instruction
 from cutex.sim.errors import BadAddress, BadOperand, BarrierMisuse
-from cutex.sim.flight import Operation, Rectangle
+from cutex.sim.flight import Operation, Place, Rectangle
 from cutex.sim.machine import RETRY, Batch, Machine, Wait
 from cutex.sim.memory import SHARED_WINDOW, as_bytes
 from cutex.sim.ptx import Address, Imm, Instruction, Vector
@@ -31,6 +32,67 @@ def nothing(d: Decoder) -> Execute:
 def cta_group(d: Decoder) -> int:
     at = d.parts.index("cta_group")
     return int(d.parts[at + 1])
+
+
+@dataclass(frozen=True)
+class Issuer:
+    """The thread that issues an mma, cp or commit, and the CTAs that carry it out (9.7.16.5): its
+    own, or with cta_group::2 its pair, even CTA first. Any thread of either CTA may issue for both.
+    """
+
+    m: Machine
+    warp: int
+    lane: int
+    group: int
+    ins: Instruction
+
+    @property
+    def ctas(self) -> list[int]:
+        own = int(self.m.warp_cta[self.warp])
+        first = own if self.group == 1 else own - int(self.m.cta_rank[own]) % 2
+        return [first + r for r in range(self.group)]
+
+    def require_peer(self) -> None:
+        """9.7.16.5: the other CTA of the pair must be there, and not have exited."""
+        m = self.m
+        if self.group == 1:
+            return
+        who, what = m.name_warp(self.warp), f"executes {self.ins.op}"
+        if m.cluster_size % 2:
+            raise BadOperand.at(
+                self.ins, f"{who} {what}, but clusters of {m.cluster_size} have no pairs"
+            )
+        peer = int(m.warp_cta[self.warp]) ^ 1  # NOTE: resident clusters start at even CTAs
+        if not m.live[peer :: m.num_ctas].any():
+            raise BarrierMisuse.at(
+                self.ins, f"{who} {what}, but {m.name_cta(peer)}, its peer, has exited"
+            )
+
+    @property
+    def _thread(self) -> tuple[int, int, int]:
+        return self.warp, self.lane, self.group
+
+    def issue(
+        self, what: str, complete: Callable[[], None], reads: list[Place], writes: list[Place]
+    ) -> None:
+        """An mma or cp: those of one CTA, or pair, are carried out in order."""
+        self.require_peer()
+        queue = ("tcgen05", self.ctas[0])
+        op = Operation(what, self.warp, self.ins, queue, complete, reads=reads, writes=writes)
+        self.m.flight.issue(op)
+        self.m.flight.latest.setdefault(self._thread, []).append(op)
+
+    def commit(self, barrier: tuple[int, int], arrive: Callable[[], None]) -> None:
+        """Arrives when what this thread issued before is complete: nobody else's work counts."""
+        self.require_peer()
+        tracked = self.m.flight.latest.get(self._thread)
+        if not tracked or tracked[-1].done:
+            arrive()
+            return
+        for op in tracked:
+            op.signals = op.signals or barrier
+        tracked[-1].then.append(arrive)
+        self.m.flight.latest[self._thread] = tracked[-1:]
 
 
 # -- allocation ------------------------------------------------------------------------------------
@@ -273,8 +335,8 @@ def st(d: Decoder) -> Execute:
 
 @instruction("tcgen05.commit")
 def commit(d: Decoder) -> Execute:
-    """9.7.16.10.11.1: arrives once on the mbarrier when all earlier mma and cp of this thread are
-    complete.
+    """9.7.16.12.1: arrives once on the mbarrier when all earlier mma and cp of this thread, with
+    the same cta_group, are complete.
     """
     d.only(
         "commit",
@@ -307,18 +369,11 @@ def commit(d: Decoder) -> Execute:
                 if masks is None
                 else [first + r for r in range(m.cluster_size) if int(masks[row, lane]) >> r & 1]
             )
-            leader = own if group == 1 else own - int(m.cta_rank[own]) % 2
             for target in targets:
                 m.mbarriers.get(target, int(offset[0]), ins)
-            m.flight.issue(
-                Operation(
-                    "the tcgen05.commit",
-                    warp,
-                    ins,
-                    ("tcgen05", leader),
-                    _arriver(m, targets, int(offset[0]), warp, ins),
-                )
-            )
+            barrier = own if own in targets else min(targets, default=own), int(offset[0])
+            arrive = _arriver(m, targets, int(offset[0]), warp, ins)
+            Issuer(m, warp, lane, group, ins).commit(barrier, arrive)
 
     return execute
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 
 from cutex.sim.decode import Decoder, Execute, instruction
-from cutex.sim.flight import Operation, Rectangle
+from cutex.sim.flight import Rectangle
 from cutex.sim.machine import Batch, Machine
-from cutex.sim.matrices import SharedOperand, read_descriptor
-from cutex.sim.tcgen05 import cta_group
+from cutex.sim.matrices import Form, SharedOperand, read_descriptor
+from cutex.sim.tcgen05 import Issuer, cta_group
 
 # lanes that row r of the source goes to, by form: CUTLASS's atoms (the PTX ISA gives figures)
 _LANES: dict[str, Callable[[np.ndarray], list[np.ndarray]]] = {
@@ -30,11 +30,12 @@ def copy(d: Decoder) -> Execute:
     """
     d.only("cp", "cta_group", "1", "2", "warpx2", "warpx4", "02_13", "01_23", *_FORMS)
     shape = next(s for s in _FORMS if s in d.mods)
-    form = next((f for f in _FORMS[shape] if f in d.mods or not f), None)
-    if form is None:
+    spread = next((f for f in _FORMS[shape] if f in d.mods or not f), None)
+    if spread is None:
         raise d.unknown("rows to lanes")
     count, bits = (int(x) for x in shape.removesuffix("b").split("x"))
-    lanes = _LANES[form](np.arange(count))
+    lanes = _LANES[spread](np.arange(count))
+    form = Form("the source of tcgen05.cp", "u8", count, k_bytes=bits // 8)
     group, m, ins = cta_group(d), d.m, d.ins
     target, source = d.address(0), d.src(1, "b64")
 
@@ -43,23 +44,18 @@ def copy(d: Decoder) -> Execute:
         rows, active = np.nonzero(b.active())
         for row, lane in zip(rows.tolist(), active.tolist(), strict=True):
             warp, column = int(b.idx[row]), int(to[row, lane]) & 0xFFFF
-            own = int(m.warp_cta[warp])
-            leader = own if group == 1 else own - int(m.cta_rank[own]) % 2
-            ctas = [leader + r for r in range(group)]
+            issuer = Issuer(m, warp, lane, group, ins)
+            ctas = issuer.ctas
             desc = read_descriptor(int(descriptors[row, lane]), True, ins)
             for cta in ctas:
                 m.tmem.check(cta, column, bits // 32, m.name_warp(warp), ins)
-            operands = [
-                SharedOperand(m, c, desc, count, "u8", False, "the source of tcgen05.cp", ins,
-                              bits // 8)
-                for c in ctas
-            ]  # fmt: skip
-            op = Operation(
-                "the tcgen05.cp", warp, ins, ("tcgen05", leader),
-                _copier(m, operands, lanes, column), reads=[o.span() for o in operands],
+            operands = [SharedOperand(m, cta, desc, form, ins) for cta in ctas]
+            issuer.issue(
+                "the tcgen05.cp",
+                _copier(m, operands, lanes, column),
+                reads=[o.span() for o in operands],
                 writes=[Rectangle(c, 0, 128, column, column + bits // 32) for c in ctas],
-            )  # fmt: skip
-            m.flight.issue(op)
+            )
 
     return execute
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -10,12 +11,19 @@ import numpy as np
 
 from cutex.sim.decode import Decoder, Execute, instruction
 from cutex.sim.errors import BadOperand
-from cutex.sim.flight import Operation, Rectangle
-from cutex.sim.machine import Batch, Machine
-from cutex.sim.matrices import ELEMENTS, ITEMSIZE, SharedOperand, accumulate, read_descriptor
+from cutex.sim.flight import Place, Rectangle
+from cutex.sim.machine import Batch
+from cutex.sim.matrices import (
+    ELEMENTS,
+    ITEMSIZE,
+    Form,
+    SharedOperand,
+    accumulate,
+    read_descriptor,
+)
 from cutex.sim.memory import POISON32
 from cutex.sim.ptx import Address, Instruction, Vector
-from cutex.sim.tcgen05 import cta_group
+from cutex.sim.tcgen05 import Issuer, cta_group
 
 _TYPES: dict[str, dict[int, str]] = {  # of A and B, by kind and code
     "f16": {0: "f16", 1: "bf16"}, "tf32": {2: "tf32"}, "f8f6f4": {0: "e4m3", 1: "e5m2"},
@@ -25,6 +33,7 @@ _RESULTS: dict[str, dict[int, str]] = {  # of D
     "f16": {0: "f16", 1: "f32"}, "tf32": {1: "f32"}, "f8f6f4": {0: "f16", 1: "f32"},
     "i8": {2: "s32"},
 }  # fmt: skip
+A_COLUMNS = 8  # of tensor memory: 32 bytes of K
 _UPPER_POISON = np.uint32(POISON32 & 0xFFFF0000)  # of a column that holds a 16-bit accumulator
 
 
@@ -105,38 +114,26 @@ def mma(d: Decoder) -> Execute:
     m, ins = d.m, d.ins
 
     def execute(b: Batch) -> None:
-        t, a_s, b_s, i_s = (
-            target(b),
-            np.broadcast_to(a_read(b), (b.n, 32)),
-            np.broadcast_to(b_read(b), (b.n, 32)),
-            np.broadcast_to(idesc(b), (b.n, 32)),
-        )
-        enabled = np.broadcast_to(enable(b), (b.n, 32))
+        t, enabled = target(b), np.broadcast_to(enable(b), (b.n, 32))
+        a_s, b_s, i_s = (np.broadcast_to(r(b), (b.n, 32)) for r in (a_read, b_read, idesc))
         masks = [np.broadcast_to(r(b), (b.n, 32)) for r in disable_reads]
         if masks and len(masks) != 4 * group:
             raise d.unknown(f"{len(masks)} words of disabled lanes")
         rows, lanes = np.nonzero(b.active())
-        for row, lane in zip(rows.tolist(), lanes.tolist(), strict=True):
-            warp = int(b.idx[row])
-            own = int(m.warp_cta[warp])
-            off = [int(x[row, lane]) for x in masks]
-            desc = InstructionDescriptor(int(i_s[row, lane]), kind, ins)
+        for at in zip(rows.tolist(), lanes.tolist(), strict=True):
+            desc = InstructionDescriptor(int(i_s[at]), kind, ins)
             _check_shape(desc, group, ins)
-            leader = own if group == 1 else own - int(m.cta_rank[own]) % 2
-            ctas = [leader + r for r in range(group)]
-            _issue_mma(
-                m,
-                ins,
-                warp,
-                ctas,
-                int(t[row, lane]),
-                int(a_s[row, lane]),
-                int(b_s[row, lane]),
+            off = [int(x[at]) for x in masks]
+            Mma(
+                Issuer(m, int(b.idx[at[0]]), at[1], group, ins),
                 desc,
-                scale if enabled[row, lane] else None,
+                int(t[at]),
+                int(a_s[at]),
+                int(b_s[at]),
                 from_tmem,
+                scale if enabled[at] else None,
                 _enabled_lanes(off, group),
-            )
+            ).issue()
 
     return execute
 
@@ -149,88 +146,99 @@ def _enabled_lanes(off: list[int], group: int) -> np.ndarray:
     return (bits == 0).reshape(group, 128)
 
 
-def _issue_mma(
-    m: Machine,
-    ins: Instruction,
-    warp: int,
-    ctas: list[int],
-    to: int,
-    a: int,
-    b: int,
-    desc: InstructionDescriptor,
-    scale: float | None,
-    from_tmem: bool,
-    enabled: np.ndarray,
-) -> None:
-    """``scale`` is what D is multiplied with before A * B is added, None where it is not read."""
-    group = len(ctas)
-    base_lane, column = to >> 16, to & 0xFFFF
-    for lane in (base_lane, a >> 16 if from_tmem else 0):
-        if lane and (lane != 16 or desc.m != 64):
-            raise BadOperand.at(ins, f"tcgen05.mma of M={desc.m} in tensor memory from lane {lane}")
-    half = group == 2 and desc.m == 128  # layout B: N in two halves, the second 64 lanes up
-    width = desc.n // 2 if half else desc.n
-    for cta in ctas:
-        m.tmem.check(cta, column, width, m.name_warp(warp), ins)
-    bs = [
-        SharedOperand(
-            m,
-            c,
-            read_descriptor(b, True, ins),
-            desc.n // group,
-            desc.b,
-            desc.b_mn,
-            "operand B of tcgen05.mma",
-            ins,
-        )
-        for c in ctas
-    ]
-    reads: list[Any] = [x.span() for x in bs]
-    rows = desc.m // group
-    a_values: list[Callable[[], np.ndarray]] = []
-    for cta in ctas:
-        if from_tmem:
-            k_columns = 8
-            m.tmem.check(cta, a & 0xFFFF, k_columns, m.name_warp(warp), ins)
-            reads += _rectangles(cta, desc, a, k_columns)
-            a_values.append(_a_in_tmem(m, cta, a, rows, desc, group))
-        else:
-            operand = SharedOperand(
-                m,
-                cta,
-                read_descriptor(a, True, ins),
-                rows,
-                desc.a,
-                desc.a_mn,
-                "operand A of tcgen05.mma",
-                ins,
-            )
-            reads.append(operand.span())
-            a_values.append(operand.values)
-    writes: list[Any] = [r for c in ctas for r in _rectangles(c, desc, to, width)]
-    lanes = accumulator_lanes(desc.m, group, base_lane)
+@dataclass
+class Mma:
+    """One multiplication: D = A * B + D * scale, by one CTA or by a pair, each with its own rows of
+    A and D, and its share of B's columns.
+    """
 
-    def complete() -> None:
-        b_all = np.concatenate([x.values() for x in bs], 0)
-        for cta, a_of, on in zip(ctas, a_values, enabled, strict=True):
-            a_rows = a_of()
-            pieces = [(lanes, a_rows @ b_all.T)] if not half else [
-                # NOTE: of A in tensor memory, the upper lanes hold what the second half of N takes
-                (lanes, a_rows[: len(lanes)] @ b_all[:width].T),
-                (lanes + 64, a_rows[-len(lanes) :] @ b_all[width:].T),
-            ]  # fmt: skip
-            for where, value in pieces:
-                value = -value if desc.negate else value
+    issuer: Issuer
+    desc: InstructionDescriptor
+    d: int  # address in tensor memory
+    a: int  # descriptor of shared memory, or address in tensor memory
+    b: int  # descriptor of shared memory
+    a_in_tmem: bool
+    scale: float | None  # None: D is not read
+    enabled: np.ndarray  # (ctas, 128) lanes that are written
+
+    def __post_init__(self) -> None:
+        self.m, self.ins, self.ctas = self.issuer.m, self.issuer.ins, self.issuer.ctas
+        self.rows = self.desc.m // len(self.ctas)
+        # layout B: N in two halves, the second 64 lanes up
+        self.halved = len(self.ctas) == 2 and self.desc.m == 128
+        self.width = self.desc.n // 2 if self.halved else self.desc.n
+        self.base_lane, self.column = self.d >> 16, self.d & 0xFFFF
+
+    def issue(self) -> None:
+        desc, ins = self.desc, self.ins
+        for lane in (self.base_lane, self.a >> 16 if self.a_in_tmem else 0):
+            if lane and (lane != 16 or desc.m != 64):
+                raise BadOperand.at(
+                    ins, f"tcgen05.mma of M={desc.m} in tensor memory from lane {lane}"
+                )
+        self._check_columns(self.column, self.width)
+        b_form = Form("operand B of tcgen05.mma", desc.b, desc.n // len(self.ctas), desc.b_mn)
+        self.bs = self._shared(self.b, b_form)
+        reads: list[Place] = [x.span() for x in self.bs]
+        if self.a_in_tmem:
+            self._check_columns(self.a & 0xFFFF, A_COLUMNS)
+            self.a_values = [self._a_in_tmem(cta) for cta in self.ctas]
+            reads += [r for c in self.ctas for r in _rectangles(c, desc, self.a, A_COLUMNS)]
+        else:
+            a_form = Form("operand A of tcgen05.mma", desc.a, self.rows, desc.a_mn)
+            operands = self._shared(self.a, a_form)
+            self.a_values = [x.values for x in operands]
+            reads += [x.span() for x in operands]
+        writes: list[Place] = [
+            r for c in self.ctas for r in _rectangles(c, desc, self.d, self.width)
+        ]
+        self.lanes = accumulator_lanes(desc.m, len(self.ctas), self.base_lane)
+        self.issuer.issue("the tcgen05.mma", self.complete, reads, writes)
+
+    def complete(self) -> None:
+        b_all = np.concatenate([x.values() for x in self.bs], 0)
+        for cta, a_of, on in zip(self.ctas, self.a_values, self.enabled, strict=True):
+            for where, value in self._products(a_of(), b_all):
+                value = -value if self.desc.negate else value
                 rows = slice(None) if len(where) == 128 and on.all() else where[on[where]]
                 value = value if isinstance(rows, slice) else value[on[where]]
-                cells = m.tmem.cells[cta][:, column : column + width]
-                _add(cells, rows, value, desc, scale)
+                cells = self.m.tmem.cells[cta][:, self.column : self.column + self.width]
+                _add(cells, rows, value, self.desc, self.scale)
 
-    m.flight.issue(
-        Operation(
-            "the tcgen05.mma", warp, ins, ("tcgen05", ctas[0]), complete, reads=reads, writes=writes
-        )
-    )
+    def _products(
+        self, a_rows: np.ndarray, b_all: np.ndarray
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Lanes, and what they add."""
+        if not self.halved:
+            return [(self.lanes, a_rows @ b_all.T)]
+        n = len(self.lanes)
+        # NOTE: of A in tensor memory, the upper lanes hold what the second half of N takes
+        return [
+            (self.lanes, a_rows[:n] @ b_all[: self.width].T),
+            (self.lanes + 64, a_rows[-n:] @ b_all[self.width :].T),
+        ]
+
+    def _check_columns(self, first: int, count: int) -> None:
+        for cta in self.ctas:
+            self.m.tmem.check(cta, first, count, self.m.name_warp(self.issuer.warp), self.ins)
+
+    def _shared(self, descriptor: int, form: Form) -> list[SharedOperand]:
+        desc = read_descriptor(descriptor, True, self.ins)
+        return [SharedOperand(self.m, cta, desc, form, self.ins) for cta in self.ctas]
+
+    def _a_in_tmem(self, cta: int) -> Callable[[], np.ndarray]:
+        """A from tensor memory: row per lane, packed elements along 8 columns (9.7.16.10.5)."""
+        kind, column = self.desc.a, self.a & 0xFFFF
+        lanes = accumulator_lanes(self.desc.m, len(self.ctas), self.a >> 16)
+        if self.halved:
+            lanes = np.arange(128)  # twice the rows: the halves of N read their own
+
+        def values() -> np.ndarray:
+            cells = self.m.tmem.cells[cta][lanes, column : column + A_COLUMNS]
+            raw = np.ascontiguousarray(cells).view(np.uint8).reshape(len(lanes), -1)
+            return ELEMENTS[kind](raw).reshape(len(lanes), 32 // ITEMSIZE[kind])
+
+        return values
 
 
 def _rectangles(cta: int, desc: InstructionDescriptor, address: int, width: int) -> list[Rectangle]:
@@ -264,21 +272,3 @@ def _sum(old: Any, value: np.ndarray, desc: InstructionDescriptor, scale: float 
     if scale not in (None, 1.0):
         old = old * np.float32(scale)
     return accumulate(old, value, desc.out, desc.saturate)
-
-
-def _a_in_tmem(
-    m: Machine, cta: int, address: int, rows: int, desc: InstructionDescriptor, group: int
-) -> Callable[[], np.ndarray]:
-    """A from tensor memory: row per lane, packed elements along 8 columns (9.7.16.10.5)."""
-    lanes = accumulator_lanes(desc.m, group, address >> 16)
-    if group == 2 and rows == 64:
-        lanes = np.arange(128)  # twice the rows: the halves of N read their own
-    column = address & 0xFFFF
-
-    def values() -> np.ndarray:
-        raw = np.ascontiguousarray(m.tmem.cells[cta][lanes, column : column + 8])
-        return ELEMENTS[desc.a](raw.view(np.uint8).reshape(len(lanes), -1)).reshape(
-            len(lanes), 32 // ITEMSIZE[desc.a]
-        )
-
-    return values

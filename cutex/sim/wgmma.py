@@ -12,7 +12,7 @@ from cutex.sim.decode import Decoder, Execute, instruction
 from cutex.sim.errors import BadOperand
 from cutex.sim.flight import Operation
 from cutex.sim.machine import RETRY, Batch, Wait
-from cutex.sim.matrices import ELEMENTS, ITEMSIZE, SharedOperand, accumulate, read_descriptor
+from cutex.sim.matrices import ELEMENTS, ITEMSIZE, Form, SharedOperand, accumulate, read_descriptor
 from cutex.sim.ptx import Imm, Instruction, Reg, Vector
 from cutex.sim.sync import require_whole_warp
 from cutex.sim.warpgroup import Group, Rendezvous
@@ -117,6 +117,8 @@ def mma_async(d: Decoder) -> Execute:
     a_mn, b_mn = (
         (bool(majors[0]), bool(majors[1])) if a_registers is None else (False, bool(majors[0]))
     )
+    a_form = Form("operand A of wgmma", a_kind, 64, a_mn)
+    b_form = Form("operand B of wgmma", b_kind, n, b_mn)
     m, ins = d.m, d.ins
 
     def execute(b: Batch) -> None:
@@ -167,30 +169,15 @@ def mma_async(d: Decoder) -> Execute:
                 del m.warpgroups.meeting[where]
                 issue(key, meeting)
 
+    def shared(cta: int, descriptor: int, form: Form) -> SharedOperand:
+        return SharedOperand(m, cta, read_descriptor(descriptor, False, ins), form, ins)
+
     def issue(key: tuple[int, int], meeting: Rendezvous) -> None:
         cta = key[0]
-        b_op = SharedOperand(
-            m,
-            cta,
-            read_descriptor(meeting.b, False, ins),
-            n,
-            b_kind,
-            b_mn,
-            "operand B of wgmma",
-            ins,
-        )
+        b_op = shared(cta, meeting.b, b_form)
         reads: list[Any] = [b_op.span()]
         if meeting.a is not None:
-            a_op = SharedOperand(
-                m,
-                cta,
-                read_descriptor(meeting.a, False, ins),
-                64,
-                a_kind,
-                a_mn,
-                "operand A of wgmma",
-                ins,
-            )
+            a_op = shared(cta, meeting.a, a_form)
             reads.append(a_op.span())
             a_values: Callable[[], np.ndarray] = a_op.values
         else:

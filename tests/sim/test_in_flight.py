@@ -1,0 +1,130 @@
+"""Who waits for one asynchronous operation and uses another is found out in the default order."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from barriers import CLUSTER_SYNC, copy, init, rows, wait
+from ptx_kernel import Shape, simulate_ptx
+from tensor_maps import aligned
+from test_tcgen05_mma import B_AT, SMEM, Mma, kernel, operand
+
+from cutex.sim import BarrierMisuse, Hazards, SimError
+
+# -- copies ----------------------------------------------------------------------------------------
+
+TWO_LOADS = f"""{init(1)}
+    .reg .b32 other, data, mine; add.u32 other, bar, 8; add.u32 data, bar, 128;
+    @%p0 mbarrier.init.shared.b64 [other], 1; bar.sync 0; FIRST SECOND
+    {wait("WAITED", 0, "W0")}
+    add.u32 mine, data, 256; mad.lo.u32 mine, %lane, 4, mine;
+    ld.shared.b32 %r0, [mine]; st.global.b32 [%out_i], %r0;
+    {wait("bar", 0, "W1")} {wait("other", 0, "W2")}
+"""
+
+
+def two_loads(waited: str, second_by: str) -> np.ndarray:
+    """Rows 0 and 1 on two barriers, by one thread or by two of different warps; row 1 is read."""
+    a, out = rows(2, 64), np.zeros(64, np.uint32)
+    load = "@{p} mbarrier.arrive.expect_tx.shared.b64 _, [{bar}], 256; @{p} "
+    first = load.format(p="%p0", bar="bar") + copy("data", "%a", 256)
+    second = load.format(p=second_by, bar="other") + copy("data+256", "%a+256", 256)
+    second = second.replace("[bar];", "[other];").replace("[%a+256]", "[%d9]")
+    second = f"add.u64 %d9, %a, 256; setp.eq.u32 %p7, %i, 32; {second}"
+    body = TWO_LOADS.replace("FIRST", first).replace("SECOND", second).replace("WAITED", waited)
+    simulate_ptx(body, {"a": a, "out": out}, Shape(block=64, smem=1024))
+    assert (out == np.tile(a[1, :32], 2)).all()
+    return out
+
+
+@pytest.mark.parametrize("second_by", ["%p0", "%p7"], ids=["one thread", "two warps"])
+def test_a_wait_for_one_copy_is_none_for_the_next(second_by):
+    two_loads("other", second_by)
+    with pytest.raises(Hazards, match=r"still being written by the bulk copy .* never waited"):
+        two_loads("bar", second_by)
+
+
+# -- tcgen05.commit --------------------------------------------------------------------------------
+
+
+def run(case: Mma, text: str, **order) -> None:
+    tensors = {"s": aligned(case.shared()), "t": aligned(case.tensor_memory())}
+    tensors["t"] = tensors["t"].reshape(-1, case.width)
+    shape = Shape(grid=case.group, block=128, cluster=case.group, smem=SMEM + 64)
+    simulate_ptx(kernel(text, case.group, case.width), tensors, shape, arch="sm_100a", **order)
+
+
+def multiplication(group: int) -> Mma:
+    m = 128 * group
+    return Mma(operand("f16"), operand("f16", start=B_AT), m, 64, group, steps=4)
+
+
+COMMITTERS = {  # predicates of the thread that commits
+    "another lane": "setp.eq.u32 %p5, %r10, 1;",
+    "another warp": "setp.eq.u32 %p5, %r10, 32;",
+}
+
+
+@pytest.mark.parametrize("order", ["fifo", "starved", "peer-late"])
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("committer", COMMITTERS)
+def test_a_commit_does_not_wait_for_what_another_thread_issued(committer, group, order):
+    """PTX ISA 9.7.16.12.1: it tracks what the executing thread has initiated."""
+    case = multiplication(group)
+    text = case.text()
+    run(case, text, order=order)
+    commit = text[text.index("@%p3 tcgen05.commit") :]
+    mine = "setp.eq.u32 %p6, %r14, 0; and.pred %p5, %p5, %p6;"
+    by_other = COMMITTERS[committer] + mine + commit.replace("@%p3", "@%p5")
+    by_other = "bar.sync 0;" + by_other  # ordered, but that is not enough
+    text = text.replace(commit, "")
+    head, _, tail = commit.partition("@%p3")
+    assert not head and tail
+    setup = "mov.u16 %h0, 3;" if group == 2 else ""
+    with pytest.raises(Hazards, match=r"tensor memory .* still being written by the tcgen05.mma"):
+        run(case, text + setup + by_other, order=order)
+
+
+def test_a_commit_does_not_wait_for_another_threads_later_work():
+    """The committer has issued an MMA of its own before; the other's come after it."""
+    case = multiplication(1)
+    text = case.text()
+    places = [m.start() for m in re.finditer("@%p3 tcgen05.mma", text)]
+    at = places[0]
+    first = text[at : text.index(";", at) + 1]
+    other = "setp.eq.u32 %p5, %r10, 1;" + first.replace("@%p3", "@%p5")
+    commit = text[text.index("@%p3 tcgen05.commit") :]
+    text = text[:at] + other + text[at:].replace(commit, commit.replace("@%p3", "@%p5"))
+    with pytest.raises(Hazards, match=r"still being written by the tcgen05.mma"):
+        run(case, text)
+
+
+# -- pairs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_either_cta_of_a_pair_may_issue_for_both(rank):
+    """PTX ISA 9.7.16.5: a single thread of the pair issues; A, B and D are the same ones."""
+    case = multiplication(2)
+    text = f"setp.eq.u32 %p3, %r14, {rank}; and.pred %p3, %p3, %p0;" + case.text()
+    case.text = lambda: text  # type: ignore[method-assign]
+    case.check()
+    case.check(order="peer-late", seed=1)
+
+
+def test_a_pair_cannot_multiply_when_one_has_gone():
+    case = multiplication(2)
+    gone = "setp.eq.u32 %p5, %r14, 1; @%p5 ret; nanosleep.u32 100; bar.sync 0;"
+    with pytest.raises(
+        BarrierMisuse, match=r"tcgen05.mma.* but CTA \(1,0,0\), its peer, has exited"
+    ):
+        run(case, gone + case.text(), order="peer-late", seed=1)
+
+
+def test_pairs_need_clusters_of_even_size():
+    text = "mov.u16 %h0, 1; tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster"
+    body = f"""{init(1)} {CLUSTER_SYNC} @%p0 {text}.multicast::cluster.b64 [bar], %h0;"""
+    with pytest.raises(SimError, match=r"clusters of 1 have no pairs"):
+        simulate_ptx(body, {}, Shape(smem=64), arch="sm_100a")
