@@ -114,8 +114,12 @@ class SubTiles(NamedTuple):
     def start_load(self, part: cutlass.Constexpr[int]) -> cute.Tensor:
         """The registers that sub-tile `part` of the accumulator is on its way to."""
         tTR_rAcc = cute.make_rmem_tensor(self.tTR_cAcc.shape, cutlass.Float32)
-        cute.copy(self.copy, self.tTR_tAcc[None, None, None, part], tTR_rAcc)
+        self.start_load_into(tTR_rAcc, part)
         return tTR_rAcc
+
+    @cute.jit
+    def start_load_into(self, tTR_rAcc: cute.Tensor, part: Int32) -> None:
+        cute.copy(self.copy, self.tTR_tAcc[None, None, None, part], tTR_rAcc)
 
     def wait_loads(self) -> None:
         cute.arch.fence_view_async_tmem_load()
@@ -131,7 +135,28 @@ class SubTiles(NamedTuple):
         """Round sub-tile `part`, of any shape, put it into its slot and start its store to
         `column_tile`."""
         num_slots = cute.size(self.tTR_sC, mode=[3])
-        slot = part % num_slots
+        pending = stores_until_reuse((part + 1) % self.num_parts, self.num_parts, num_slots) - 2
+        self.leave(tTR_rAcc, stores, part % num_slots, column_tile, pending)
+
+    @cute.jit
+    def store_next(
+        self, tTR_rAcc: cute.Tensor, stores: TileStores, part: Int32, column_tile: Int32
+    ) -> None:
+        """The same in a loop that is not unrolled, over all parts of a tile."""
+        num_slots = cute.size(self.tTR_sC, mode=[3])
+        counts = [stores_until_reuse(p, self.num_parts, num_slots) for p in range(self.num_parts)]
+        self.leave(tTR_rAcc, stores, part % num_slots, column_tile, min(counts) - 2)
+
+    @cute.jit
+    def leave(
+        self,
+        tTR_rAcc: cute.Tensor,
+        stores: TileStores,
+        slot: Int32,
+        column_tile: Int32,
+        pending: cutlass.Constexpr[int],
+    ) -> None:
+        """By way of `slot`; `pending` stores may be unread when the next slot is written."""
         tTR_sC = self.tTR_sC[None, None, None, slot]
         tTR_rC = cute.make_rmem_tensor(tTR_sC.shape, tTR_sC.element_type)
         flat = cute.make_layout(cute.size(tTR_rC))
@@ -141,7 +166,6 @@ class SubTiles(NamedTuple):
         cute.arch.fence_view_async_shared()
         warp = cute.arch.warp_idx()
         if warp == 0:
-            pending = stores_until_reuse((part + 1) % self.num_parts, self.num_parts, num_slots) - 2
             cute.arch.cp_async_bulk_wait_group(pending, read=True)
         cute.arch.barrier(barrier_id=SUB_TILE_BARRIER, number_of_threads=tmem.LANES)
         if warp == 0:

@@ -42,6 +42,9 @@ class FusedTileOut:
     def start_load(self, part: int) -> cute.Tensor:
         return self.parts.start_load(part)
 
+    def start_load_into(self, tTR_rAcc: cute.Tensor, part: Int32) -> None:
+        self.parts.start_load_into(tTR_rAcc, part)
+
     def wait_loads(self) -> None:
         self.parts.wait_loads()
 
@@ -54,6 +57,16 @@ class FusedTileOut:
             self.store_elements(x)
         else:
             self.parts.store(x.values, self.target, turn, column_tile)
+
+    @cute.jit
+    def store_next(self, tTR_rAcc: cute.Tensor, part: Int32) -> None:
+        """Sub-tile `part`, in a loop over all of them that is not unrolled."""
+        column_tile = self.first_column + part
+        x = self.fragment(tTR_rAcc, column_tile * self.columns)
+        if cutlass.const_expr(isinstance(self.target, cute.Tensor)):
+            self.store_elements(x)
+        else:
+            self.parts.store_next(x.values, self.target, part, column_tile)
 
     def fragment(self, tTR_rAcc: cute.Tensor, column: Int32) -> fusion.Fragment:
         """What the pieces leave of the columns from `column` on."""

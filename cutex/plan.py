@@ -427,6 +427,9 @@ def config_for(
     for tiles in proposals(problem, arch_name, batch):
         if pieces and tiles.warpgroups:
             tiles = with_slots(tiles, arch_name)
+        if tiles.pair and tiles.swap_ab and (pieces or not out.tma):
+            # NOTE: a thread then has a column of out, and an address for each row of it
+            tiles = replace(tiles, epi_n=16)
         chosen = {f.name: getattr(tiles, f.name) for f in fields(tiles)}
         config = GeneralConfig(**chosen, a=a, b=b, out=out, pieces=pieces)
         for slots in range(config.epi_stages, 0, -1):

@@ -28,10 +28,12 @@ from cutex.atoms.mma import (
     slots_layout,
 )
 from cutex.atoms.tma import PairOperands, load_operand, store_operand
-from cutex.atoms.tmem import LANES
+from cutex.atoms.tmem import LANES, fence_after_sync, fence_before_sync
+from cutex.epilogue import drain_stores
 from cutex.fused_rows import FusedWayOut
 from cutex.kernels.gemm.general import GeneralGemm, modes
 from cutex.kernels.gemm.sm100.stage9 import Stage9
+from cutex.pipeline import AccRing
 from cutex.schedulers.queue import CTAS
 
 
@@ -106,3 +108,55 @@ class General(GeneralGemm, Stage9):
         mma = make_umma(256, c.tile_n, *kinds, majors, pair=True)
         way_out = FusedWayOut(out, sC, c.epi_columns, self.fusion(mProduct, passed))
         self.run(mma, PairOperands(a, b, sA, sB), way_out, mProduct, smem)
+
+    @cute.jit
+    def epilogue(
+        self,
+        tCtAcc: cute.Tensor,
+        way_out: FusedWayOut,
+        acc: AccRing,
+        queue: cutlass.Constexpr[Any],
+    ) -> None:
+        if cutlass.const_expr(self.config.pieces == () and self.config.out.tma):
+            Stage9.epilogue(self, tCtAcc, way_out, acc, queue)
+        else:
+            self.fused_epilogue(tCtAcc, way_out, acc, queue)
+
+    @cute.jit
+    def fused_epilogue(
+        self,
+        tCtAcc: cute.Tensor,
+        way_out: FusedWayOut,
+        acc: AccRing,
+        queue: cutlass.Constexpr[Any],
+    ) -> None:
+        """Stage 9's, with a loop over sub-tiles.
+
+        NOTE: unrolled, with bias, residual and scales, the sub-tiles of both blocks would be one
+        piece of code of which ptxas keeps what they share: 255 registers and 2 KB of spills.
+        """
+        take = acc.consumer()
+        way_out.prefetch()
+        cute.arch.griddepcontrol_wait()
+        ticket = queue.first()
+        while ticket.valid:
+            tile = queue.tile(ticket)
+            for block in cutlass.range_constexpr(self.num_blocks):
+                row_tile = tile.m * self.num_blocks + block
+                parts = way_out.of(tCtAcc[(None, None), 0, 0, take.slot], tile, row_tile)
+                acc.wait_full(take)
+                fence_after_sync()
+                following = parts.start_load(0)
+                for part in cutlass.range(parts.num_parts, unroll=1):
+                    parts.wait_loads()
+                    tTR_rAcc = cute.make_rmem_tensor_like(following)
+                    tTR_rAcc.store(following.load())
+                    if part < parts.num_parts - 1:
+                        parts.start_load_into(following, part + 1)
+                    else:
+                        fence_before_sync()
+                        acc.release(take)
+                    parts.store_next(tTR_rAcc, part)
+                take.advance()
+            ticket = queue.next(ticket)
+        drain_stores()
