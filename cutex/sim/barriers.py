@@ -114,11 +114,13 @@ class ClusterBarriers:
         """Number of the warp's cluster."""
         return int(self.machine.warp_cta[warp]) // self.machine.cluster_size
 
-    def arrive(self, warp: int) -> None:
+    def arrive(self, warp: int, relaxed: bool) -> None:
         which = self.of(warp)
         barrier = self.barriers.setdefault(which, ClusterBarrier())
         barrier.arrived.add(warp)
-        barrier.given = self.machine.clocks.join(barrier.given, self.machine.clocks.give(warp))
+        barrier.given = self.machine.clocks.join(
+            barrier.given, self.machine.clocks.give(warp, relaxed)
+        )
         self.arrived_in[warp] = barrier.phase
         self.machine.progress += 1
         self._release_if_full(which)

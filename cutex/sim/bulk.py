@@ -83,7 +83,7 @@ def _plain_load(d: Decoder) -> Execute:
             mask = int(masks[row, lane]) if masks is not None else None
             for target in targets(d, cta, mask):
                 signal = (bar_cta if mask is None else target, bar)
-                m.mbarriers.get(*signal, ins)
+                m.mbarriers.use(*signal, int(b.idx[row]), ins)
 
                 op = Operation(
                     "the bulk copy", int(b.idx[row]), ins, ("tma", m.flight.issued, target),
@@ -128,7 +128,7 @@ def _shared_copy(d: Decoder, reduction: str | None) -> Execute:
                     f"a copy to {m.name_cta(cta)} completes on an mbarrier of "
                     f"{m.name_cta(signal[0])}: they must lie in the same CTA",
                 )
-            m.mbarriers.get(*signal, ins)
+            m.mbarriers.use(*signal, int(b.idx[row]), ins)
             op = Operation(
                 "the bulk copy", int(b.idx[row]), ins, ("tma", m.flight.issued, cta),
                 _mover(d, reduction, source, (cta, offset), n, signal),

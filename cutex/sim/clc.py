@@ -57,7 +57,7 @@ def _try_cancel(d: Decoder) -> Execute:
                 b.idx[row : row + 1], np.array([lane]), here, np.array([offset]), 16, ins
             )
             for cta in ctas:
-                m.mbarriers.get(cta, bar, ins)
+                m.mbarriers.use(cta, bar, warp, ins)
             op = Operation(
                 "the cluster launch request", warp, ins, ("clc", m.flight.issued),
                 _reply(m, ctas, offset, bar, ins),

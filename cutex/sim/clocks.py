@@ -2,7 +2,9 @@
 
 Each warp counts its synchronisations; ``known[w, v]`` is how far warp w knows what warp v did,
 through barriers, and ``visible[w, v]`` how far the async proxy sees it too, because a
-``fence.proxy.async`` stood on the way. Shadow memory remembers, for each 4 bytes, the last warp
+``fence.proxy.async`` stood on the way. ``follows[w, v]`` is how far w only runs after v: a
+``barrier.cluster.arrive.relaxed`` orders execution, but of memory it releases just what a fence
+released before it. Shadow memory remembers, for each 4 bytes, the last warp
 that wrote them with ordinary stores and the last that read them, with their counts. An access is
 ordered after another iff its warp knows the other's count; this does not depend on the order in
 which the simulator happened to run them. The method is that of happens-before race detectors
@@ -23,6 +25,7 @@ from cutex.sim.ptx import Instruction
 if TYPE_CHECKING:
     from cutex.sim.flight import Span
     from cutex.sim.machine import Machine
+    from cutex.sim.mbarrier import Made
 
 WORD = 4  # bytes of shadow memory's unit
 _WHOLE = np.uint8(0b1111)  # all bytes of it
@@ -37,9 +40,10 @@ class Clocks:
         warps = np.arange(machine.num_warps)
         rank = machine.cta_rank[machine.warp_cta]
         self.slot = rank * machine.warps_per_cta + machine.warp_in_cta
-        self.known = np.zeros((machine.num_warps, width), np.int32)
-        self.visible = np.zeros((machine.num_warps, width), np.int32)
-        self.known[warps, self.slot] = 1
+        self.rows = np.zeros((3, machine.num_warps, width), np.int32)
+        self.known, self.visible, self.follows = self.rows
+        self.fenced = np.zeros_like(self.rows)  # what a fence of the warp released
+        self.known[warps, self.slot] = self.follows[warps, self.slot] = 1
         shape = (machine.num_ctas, machine.smem_bytes // WORD)
         self.writer, self.reader = np.zeros(shape, np.int16), np.zeros(shape, np.int16)  # slots
         self.written, self.read = np.zeros(shape, np.int32), np.zeros(shape, np.int32)  # 0: none
@@ -52,17 +56,21 @@ class Clocks:
 
     # -- synchronisation ---------------------------------------------------------------------------
 
-    def give(self, warp: int) -> np.ndarray:
-        """What ``warp`` releases, (2, slots); what it does from now on counts as later."""
-        given = np.stack([self.known[warp], self.visible[warp]])
-        self.known[warp, self.slot[warp]] += 1
+    def give(self, warp: int, relaxed: bool = False) -> np.ndarray:
+        """What ``warp`` releases, (3, slots); what it does from now on counts as later."""
+        given = (self.fenced if relaxed else self.rows)[:, warp].copy()
+        given[2] = self.follows[warp]
+        self._count(warp)
         return given
 
     def take(self, warp: int, given: np.ndarray | None) -> None:
         """``warp`` acquires what others gave."""
         if given is not None:
-            np.maximum(self.known[warp], given[0], out=self.known[warp])
-            np.maximum(self.visible[warp], given[1], out=self.visible[warp])
+            np.maximum(self.rows[:, warp], given, out=self.rows[:, warp])
+
+    def _count(self, warps: int | np.ndarray) -> None:
+        self.known[warps, self.slot[warps]] += 1
+        self.follows[warps, self.slot[warps]] += 1
 
     @staticmethod
     def join(a: np.ndarray | None, b: np.ndarray) -> np.ndarray:
@@ -71,7 +79,25 @@ class Clocks:
     def fence_proxy(self, warps: np.ndarray) -> None:
         """fence.proxy.async: all that these warps know becomes visible to the async proxy."""
         self.visible[warps] = np.maximum(self.visible[warps], self.known[warps])
-        self.known[warps, self.slot[warps]] += 1
+        self._count(warps)
+
+    def fence_release(self, warps: np.ndarray) -> None:
+        """A fence that releases to the cluster: relaxed arrivals after it carry what is known."""
+        self.fenced[:, warps] = self.rows[:, warps]
+        self._count(warps)
+
+    # -- mbarriers ---------------------------------------------------------------------------------
+
+    def now(self, warp: int) -> int:
+        """The warp's own count."""
+        return int(self.known[warp, self.slot[warp]])
+
+    def knows(self, warp: int, made: Made) -> bool:
+        """Whether the initialisation of an mbarrier comes before what ``warp`` does now."""
+        slot = self.slot[made.warp]
+        if made.warp == warp or self.known[warp, slot] >= made.count:
+            return True
+        return made.fenced is not None and self.follows[warp, slot] >= made.fenced
 
     # -- accesses ----------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ A phase completes when its pending arrivals and its tx-count are both zero.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,10 +21,22 @@ MAX_COUNT = (1 << 20) - 1
 
 
 @dataclass
+class Made:
+    """The initialisation of an mbarrier: by which thread, and when (see clocks)."""
+
+    warp: int
+    lane: int
+    count: int
+    instruction: Instruction
+    fenced: int | None = None  # when its thread executed fence.mbarrier_init
+
+
+@dataclass
 class MBarrier:
     expected: int  # arrivals per phase
     pending: int
-    made: Instruction
+    made: Made
+    known_to: set[int] = field(default_factory=set)  # warps that come after its initialisation
     tx: int = 0
     phases: int = 0  # completed
     tx_expected: int = 0  # bytes announced in this phase, and bytes that came
@@ -42,7 +54,8 @@ class MBarriers:
     def clear(self) -> None:
         self.barriers: dict[tuple[int, int], MBarrier] = {}
 
-    def init(self, cta: int, offset: int, count: int, warp: int, ins: Instruction) -> None:
+    def init(self, cta: int, offset: int, count: int, made: Made) -> None:
+        ins, warp = made.instruction, made.warp
         if not 1 <= count <= MAX_COUNT:
             raise BarrierMisuse.at(
                 ins, f"mbarrier.init with count {count}; it takes 1..{MAX_COUNT}"
@@ -56,8 +69,42 @@ class MBarriers:
                 f"{self.machine.name_warp(warp)} initialises {self.name(cta, offset)} again while "
                 "it is in use",
             )
-        self.barriers[cta, offset] = MBarrier(count, count, ins)
+        self.barriers[cta, offset] = MBarrier(count, count, made)
         self.machine.progress += 1
+
+    def fence_init(self, warp: int, lanes: np.ndarray) -> None:
+        """fence.mbarrier_init by ``lanes`` (32,) of a warp: for what these threads initialised."""
+        now = self.machine.clocks.now(warp)
+        for barrier in self.barriers.values():
+            if barrier.made.warp == warp and lanes[barrier.made.lane]:
+                barrier.made.fenced = barrier.made.fenced or now
+
+    def use(self, cta: int, offset: int, warp: int, ins: Instruction) -> MBarrier:
+        """The mbarrier that a warp uses: its initialisation must come before (9.7.13.15.1), which
+        needs a barrier in between; across CTAs, one that releases it to the cluster. No fence of
+        the async proxy: copies and commits use theirs by the generic one (9.7.9.25.4.1).
+        """
+        barrier = self.get(cta, offset, ins)
+        if warp not in barrier.known_to:
+            if not self.machine.clocks.knows(warp, barrier.made):
+                self._unordered(cta, offset, barrier.made, warp, ins)
+            barrier.known_to.add(warp)
+        return barrier
+
+    def _unordered(self, cta: int, offset: int, made: Made, warp: int, ins: Instruction) -> None:
+        m = self.machine
+        why = "no barrier orders the two"
+        if m.clocks.follows[warp, m.clocks.slot[made.warp]] >= made.count:
+            why = (
+                "barrier.cluster.arrive.relaxed does not release it without a "
+                "fence.mbarrier_init.release.cluster of that thread before it"
+            )
+        m.find(
+            "race",
+            f"{m.name_warp(warp)} uses {self.name(cta, offset)}, which {m.name_warp(made.warp)} "
+            f"lane {made.lane} initialised: {why}",
+            ins,
+        )
 
     def give(self, cta: int, offset: int, given: np.ndarray, ins: Instruction) -> None:
         """What an arriver releases to whoever waits for this phase; before it arrives."""
@@ -124,12 +171,6 @@ class MBarriers:
             barrier.released, barrier.given = barrier.given, None
             self.machine.wake((cta, offset))
 
-    def passed(self, cta: int, offset: int, parity: int, ins: Instruction) -> bool:
-        """try_wait.parity: has the phase with this parity completed? On a fresh barrier, parity 1
-        has.
-        """
-        return (self.get(cta, offset, ins).phases & 1) != parity
-
     def phases(self, cta: int, offset: int) -> int:
         barrier = self.barriers.get((cta, offset))
         return barrier.phases if barrier else 0
@@ -138,7 +179,7 @@ class MBarriers:
         barrier = self.barriers.get((cta, offset))
         made = ""
         if barrier is not None:
-            made = f" (initialised at {barrier.made.source_line()})"
+            made = f" (initialised at {barrier.made.instruction.source_line()})"
         return f"mbarrier 0x{offset:x} of {self.machine.name_cta(cta)}{made}"
 
     def describe(self, cta: int, offset: int) -> str:
@@ -164,5 +205,5 @@ class MBarriers:
             # NOTE: bytes announced in a last phase for which no copy is issued and nobody waits, as
             # some pipelines do when they drain, harm nothing
             if b.tx and b.tx_arrived:
-                out.append((f"at the end {self.describe(cta, offset)}", b.made))
+                out.append((f"at the end {self.describe(cta, offset)}", b.made.instruction))
         return out

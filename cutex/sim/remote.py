@@ -75,7 +75,7 @@ def _remote(d: Decoder, reduction: str | None) -> Execute:
                     f"{m.name_warp(warp)} stores to {m.name_cta(target)} and completes on an "
                     f"mbarrier of {m.name_cta(bar[0])}: they must lie in the same CTA",
                 )
-            m.mbarriers.get(bar[0], bar[1], ins)
+            m.mbarriers.use(*bar, warp, ins)
             new = np.ascontiguousarray(values[rows[k], lanes[k]])
             op = Operation(
                 f"the {ins.name}.async", warp, ins,

@@ -11,6 +11,7 @@ import numpy as np
 from cutex.sim.decode import Decoder, Execute, instruction
 from cutex.sim.errors import BarrierMisuse
 from cutex.sim.machine import ARRIVED, RETRY, Batch, Machine, PassedWait, RegisterPool, Wait
+from cutex.sim.mbarrier import Made
 from cutex.sim.memory import SHARED_WINDOW
 from cutex.sim.ptx import Address
 
@@ -142,7 +143,7 @@ def barrier_cluster(d: Decoder) -> Execute:
         for row in np.nonzero(b.any_active())[0].tolist():
             warp = int(b.idx[row])
             if arrive:
-                m.clusters.arrive(warp)
+                m.clusters.arrive(warp, "relaxed" in d.mods)
             elif not m.clusters.passed(warp):
                 out[row] = RETRY
                 which = m.clusters.of(warp)
@@ -176,13 +177,25 @@ def getctarank(d: Decoder) -> Execute:
 
 @instruction("fence", "membar")
 def fence(d: Decoder) -> Execute:
-    """9.7.13.5: memory is sequentially consistent here, so fences change no value; that of the
-    async proxy is remembered (see clocks).
+    """9.7.13.4: memory is sequentially consistent here, so fences change no value; what they order
+    is remembered (see clocks).
     """
     m = d.m
-    if "proxy" in d.mods and "async" in d.mods and "global" not in d.mods:
-        return lambda b: m.clocks.fence_proxy(b.idx[b.any_active()])
-    return lambda b: None
+    if "mbarrier_init" in d.mods:
+        return lambda b: _fence_init(m, b)
+    if "proxy" in d.mods:
+        if "async" in d.mods and "global" not in d.mods:
+            return lambda b: m.clocks.fence_proxy(b.idx[b.any_active()])
+        return lambda b: None
+    if "acquire" in d.mods or not {"cluster", "gpu", "sys", "gl"} & d.mods:
+        return lambda b: None
+    return lambda b: m.clocks.fence_release(b.idx[b.any_active()])
+
+
+def _fence_init(m: Machine, b: Batch) -> None:
+    active = b.active()
+    for row in np.nonzero(active.any(1))[0].tolist():
+        m.mbarriers.fence_init(int(b.idx[row]), active[row])
 
 
 @instruction("griddepcontrol")
@@ -300,7 +313,9 @@ def mbarrier_init(d: Decoder) -> Execute:
     def execute(b: Batch) -> None:
         counts = np.broadcast_to(count(b), (b.n, 32))
         for row, lane, cta, offset in barrier.each(b):
-            d.m.mbarriers.init(cta, offset, int(counts[row, lane]), int(b.idx[row]), d.ins)
+            warp = int(b.idx[row])
+            made = Made(warp, lane, d.m.clocks.now(warp), d.ins)
+            d.m.mbarriers.init(cta, offset, int(counts[row, lane]), made)
 
     return execute
 
@@ -311,7 +326,8 @@ def mbarrier_inval(d: Decoder) -> Execute:
     barrier = _Barrier(d, 0)
 
     def execute(b: Batch) -> None:
-        for _, _, cta, offset in barrier.each(b):
+        for row, _, cta, offset in barrier.each(b):
+            d.m.mbarriers.use(cta, offset, int(b.idx[row]), d.ins)
             d.m.mbarriers.invalidate(cta, offset, d.ins)
 
     return execute
@@ -333,6 +349,7 @@ def mbarrier_arrive(d: Decoder) -> Execute:
         tokens = np.zeros((b.n, 32), np.uint64)
         given = {int(w): d.m.clocks.give(int(w)) for w in b.idx[b.any_active()]}
         for row, lane, cta, offset in barrier.each(b):
+            d.m.mbarriers.use(cta, offset, int(b.idx[row]), d.ins)
             d.m.mbarriers.give(cta, offset, given[int(b.idx[row])], d.ins)
             who = f"{d.m.name_warp(int(b.idx[row]))} lane {lane}"
             n = int(amounts[row, lane]) if amounts is not None else 1
@@ -340,7 +357,6 @@ def mbarrier_arrive(d: Decoder) -> Execute:
             if expect:
                 # NOTE: tx first, or a phase whose bytes have come could complete on the arrival
                 # alone
-                d.m.mbarriers.get(cta, offset, d.ins)
                 d.m.mbarriers.expect_tx(cta, offset, n, who, d.ins)
                 n = 1
             d.m.mbarriers.arrive(cta, offset, n, who, d.ins, drop)
@@ -360,7 +376,9 @@ def mbarrier_tx(d: Decoder) -> Execute:
     def execute(b: Batch) -> None:
         sizes = np.broadcast_to(size(b), (b.n, 32))
         for row, lane, cta, offset in barrier.each(b):
-            change(cta, offset, int(sizes[row, lane]), d.m.name_warp(int(b.idx[row])), d.ins)
+            warp = int(b.idx[row])
+            d.m.mbarriers.use(cta, offset, warp, d.ins)
+            change(cta, offset, int(sizes[row, lane]), d.m.name_warp(warp), d.ins)
 
     return execute
 
@@ -377,10 +395,9 @@ def mbarrier_wait(d: Decoder) -> Execute:
     may_sleep = d.parts[1] == "try_wait"
     m, ins = d.m, d.ins
 
-    def passed(cta: int, offset: int, value: int) -> bool:
-        if by_parity:
-            return m.mbarriers.passed(cta, offset, value & 1, ins)
-        return m.mbarriers.get(cta, offset, ins).phases > value
+    def passed(phases: int, value: int) -> bool:
+        # NOTE: on a fresh barrier, the wait for parity 1 passes
+        return (phases & 1) != value & 1 if by_parity else phases > value
 
     def execute(b: Batch) -> np.ndarray | None:
         values = np.broadcast_to(expected(b), (b.n, 32))
@@ -391,13 +408,13 @@ def mbarrier_wait(d: Decoder) -> Execute:
             warp = int(b.idx[row])
             for lanes, cta, offset in groups:
                 value = int(values[row, lanes[0]])
-                if not passed(cta, offset, value):
+                waited = m.mbarriers.use(cta, offset, warp, ins)
+                if not passed(waited.phases, value):
                     continue
-                m.clocks.take(warp, m.mbarriers.barriers[cta, offset].released)
+                m.clocks.take(warp, waited.released)
                 result[row, lanes] = True
                 if by_parity:
-                    phases = m.mbarriers.phases(cta, offset)
-                    m.last_wait[warp][cta, offset] = PassedWait(value & 1, phases, ins)
+                    m.last_wait[warp][cta, offset] = PassedWait(value & 1, waited.phases, ins)
             # NOTE: where lanes wait for several barriers, those that have to get false at once
             if result[row].any() or len(groups) > 1:
                 continue

@@ -370,7 +370,7 @@ def commit(d: Decoder) -> Execute:
                 else [first + r for r in range(m.cluster_size) if int(masks[row, lane]) >> r & 1]
             )
             for target in targets:
-                m.mbarriers.get(target, int(offset[0]), ins)
+                m.mbarriers.use(target, int(offset[0]), warp, ins)
             barrier = own if own in targets else min(targets, default=own), int(offset[0])
             arrive = _arriver(m, targets, int(offset[0]), warp, ins)
             Issuer(m, warp, lane, group, ins).commit(barrier, arrive)

@@ -68,7 +68,7 @@ def tensor_load(d: Decoder) -> Execute:
             mask = int(masks[row, lane]) if masks is not None else None
             for target in targets(d, cta, mask):
                 signal = (bar_cta if mask is None else signalled(m, target, bar_cta, pair), bar)
-                m.mbarriers.get(*signal, ins)
+                m.mbarriers.use(*signal, int(b.idx[row]), ins)
                 op = Operation(
                     f"the TMA load of a {tmap}", int(b.idx[row]), ins,
                     ("tma", m.flight.issued, target),
