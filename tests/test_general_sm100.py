@@ -1,0 +1,141 @@
+"""The general GEMM on Blackwell, config by config: exact on small integers, in the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import cutex
+from cutex import fusion, ops
+from cutex.compile import compile
+from cutex.kernels.gemm.general import GeneralConfig, Matrix
+from cutex.kernels.gemm.sm100 import space
+from cutex.kernels.gemm.sm100.general import General
+from cutex.matmul_problem import draw
+from cutex.resources import resources
+from cutex.sim import Hazards
+
+ORDERS = ["fifo", "eager", "starved", "peer-late", "random"]
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "fp32": torch.float32,
+}
+TILES = {  # tile_m, tile_n, split_k, swap_ab
+    "two accumulators": (256, 128, 1, False),
+    "one tile fills tensor memory": (512, 256, 1, False),
+    "split": (256, 128, 2, False),
+    "swapped": (256, 128, 1, True),
+    "split and swapped": (256, 128, 4, True),
+}
+LAYOUTS = {
+    "rows": ({}, {}, {}),
+    "columns": ({"major": "column"}, {"major": "column"}, {"major": "column"}),
+    "N contiguous": ({"dtype": "fp16"}, {"dtype": "fp16"}, {"dtype": "fp32"}),
+    "fp8": ({"dtype": "e4m3"}, {"dtype": "e5m2", "major": "column"}, {"dtype": "fp32"}),
+    "fp8, K strided": ({"dtype": "e5m2", "major": "column"}, {"dtype": "e4m3"}, {}),
+    "tf32": ({"dtype": "fp32"}, {"dtype": "fp32", "major": "column"}, {"major": "column"}),
+    "batch": ({"batched": True}, {"batched": True}, {"batched": True}),
+    "one B, by element": ({"batched": True}, {}, {"batched": True, "tma": False}),
+}
+EVERYTHING = (
+    fusion.Scale("scale_a", "row"),
+    fusion.Scale("scale_b", "column"),
+    fusion.Alpha(),
+    fusion.Add("c", "bf16", beta=True, whole=True),
+    fusion.Bias("column", "bf16", whole=True),
+    fusion.Activation("gelu"),
+    fusion.Add("residual", "bf16", whole=True),
+    fusion.Amax(),
+)
+
+
+def config(tile: str, pieces: tuple[fusion.Piece, ...] = (), **lies: Matrix) -> GeneralConfig:
+    """As cutex.plan makes it of a candidate with that tile."""
+    m, n, split_k, swap_ab = TILES[tile]
+    tiles = next(
+        c
+        for c in space.candidates("sm_100a")
+        if (c.tile_m, c.tile_n, c.split_k, c.swap_ab) == (m, n, split_k, swap_ab)
+    )
+    if swap_ab and (pieces or not lies.get("out", Matrix()).tma):
+        tiles = replace(tiles, epi_n=16)
+    chosen = {f.name: getattr(tiles, f.name) for f in fields(tiles)}
+    return GeneralConfig(**chosen, **lies, pieces=pieces)
+
+
+def integers(lies: Matrix, batch: int, rows: int, columns: int, seed: int) -> Tensor:
+    shape = (batch, rows, columns) if lies.batched else (rows, columns)
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randint(-2, 3, shape, generator=g).float().to(DTYPES[lies.dtype])
+    return x.mT.contiguous().mT if lies.major == "column" else x
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tile", TILES)
+def test_every_layout_is_exact_in_every_kind_of_tile(tile: str, layout: str) -> None:
+    a, b, out = (Matrix(**lies) for lies in LAYOUTS[layout])
+    kernel = compile(General(config(tile, a=a, b=b, out=out)), a.dtype, "sm_100a")
+    x, y = integers(a, 3, 272, 144, seed=1), integers(b, 3, 144, 304, seed=2)
+    want = (x.float() @ y.float()).to(DTYPES[out.dtype])
+    z = torch.full_like(want, torch.nan)
+    if out.major == "column":
+        z = z.mT.contiguous().mT
+    order = ORDERS[list(LAYOUTS).index(layout) % len(ORDERS)]
+    cutex.simulate(kernel, x, y, z, order=order, seed=7)
+    assert torch.equal(z, want)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("tile", ["two accumulators", "one tile fills tensor memory"])
+def test_gates_leave_by_tma_half_as_wide(tile: str, order: str) -> None:
+    kernel = compile(General(config(tile, (fusion.Gate("relu"),))), "bf16", "sm_100a")
+    x, y = integers(Matrix(), 1, 600, 72, seed=1), integers(Matrix(), 1, 72, 560, seed=2)
+    product = x.float() @ y.float()
+    want = (product[:, 0::2].relu() * product[:, 1::2]).bfloat16()
+    z = torch.full_like(want, torch.nan)
+    cutex.simulate(kernel, x, y, z, order=order, seed=3)
+    assert torch.equal(z, want)
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_no_epilogue_spills(tile: str) -> None:
+    for out in (Matrix(), Matrix(tma=False)):
+        r = resources(compile(General(config(tile, EVERYTHING, out=out)), "bf16", "sm_100a"))
+        assert r.spill_bytes == 0
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_missing_barrier_in_the_fused_epilogue_is_a_race(
+    order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TMA then reads a slot of which other warps have yet to write their rows."""
+    from cutex import epilogue
+
+    class WithoutBarrier:
+        def __getattr__(self, name: str):
+            return getattr(real, name) if name != "barrier" else lambda **_: None
+
+    real, arch = epilogue.cute.arch, WithoutBarrier()
+    monkeypatch.setattr(epilogue.cute, "arch", arch)
+    pieces = (fusion.Activation("relu"),)
+    kernel = compile(General(config("two accumulators", pieces)), "bf16", "sm_100a", cache=False)
+    monkeypatch.undo()
+    x, y = integers(Matrix(), 1, 256, 64, seed=1), integers(Matrix(), 1, 64, 256, seed=2)
+    with pytest.raises(Hazards, match="race"):
+        cutex.simulate(kernel, x, y, torch.zeros(256, 256).bfloat16(), order=order, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tenth", range(10))
+def test_drawn_problems_of_several_tiles_in_every_order(tenth: int) -> None:
+    for seed in range(2000 + 15 * tenth, 2015 + 15 * tenth):
+        problem = draw(seed, largest=9, most_work=2**24)
+        with ops.simulated("sm_100a", order=ORDERS[seed % 5], seed=seed):
+            wrong = problem.run("cpu")
+        assert wrong is None, f"{wrong}: {problem}"
