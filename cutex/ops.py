@@ -133,6 +133,8 @@ class _Plan:
         self.device = call.a.device
         self.tall = arranged.tall
         self.names = arranged.names  # of the arguments beside a, b and out
+        given = dict(zip(self.names, arranged.tensors[3:], strict=True))
+        self.copies_out = "c" in given and given["c"].data_ptr() != arranged.tensors[2].data_ptr()
         self.numbers = {"alpha": float(call.alpha), "beta": float(call.beta)}
 
     def __call__(
@@ -155,7 +157,7 @@ class _Plan:
         elif self.names:
             given = {
                 "bias": bias, "residual": residual, "amax": amax,
-                "c": out,
+                "c": out.clone() if self.copies_out else out,
                 "scale_a": scale_a, "scale_b": scale_b, **self.numbers,
             }  # fmt: skip
             passed = [given[name] for name in self.names]
