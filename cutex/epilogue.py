@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Int32, cute
@@ -97,7 +97,7 @@ class SubTiles(NamedTuple):
     copy: cute.TiledCopy
     tTR_tAcc: cute.Tensor  # (T2R, T2R_M, T2R_N, NumParts)
     tTR_cAcc: cute.Tensor  # (T2R, T2R_M, T2R_N) coordinates in a sub-tile
-    tTR_sC: cute.Tensor | None  # (T2R, T2R_M, T2R_N, SLOT); None: C leaves from registers
+    tTR_sC: Any  # (T2R, T2R_M, T2R_N, SLOT); None where C leaves from registers
 
     @property
     def num_parts(self) -> int:

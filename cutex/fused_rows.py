@@ -15,7 +15,7 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
 from cutex import fusion
-from cutex.atoms.tma import EVICT_FIRST, TileStores, matrix, tile_stores
+from cutex.atoms.tma import EVICT_FIRST, matrix, tile_stores
 from cutex.atoms.tmem import LANES
 from cutex.epilogue import SubTiles, sub_tiles
 from cutex.schedulers.one_tile import WorkTile
@@ -28,8 +28,8 @@ class FusedTileOut:
     """A TileOut with pieces: one thread's row, a sub-tile of `columns` at a time."""
 
     parts: SubTiles
-    target: TileStores | cute.Tensor  # or out (M, N), for single elements
-    fusion: Fusion
+    target: Any  # TileStores, or out (M, N) for single elements
+    fused: Fusion
     row: Int32  # of the product
     first_column: Int32  # of the tile, in sub-tiles
     columns: int
@@ -72,14 +72,14 @@ class FusedTileOut:
         """What the pieces leave of the columns from `column` on."""
         count = self.columns
         fixed, run = (self.row,), tuple(column + i for i in range(count))
-        if self.fusion.transposed:  # the accumulator's rows are out's columns
+        if self.fused.transposed:  # the accumulator's rows are out's columns
             values = cute.make_tensor(tTR_rAcc.iterator, cute.make_layout((count, 1)))
-            x = fusion.Fragment(values, run, fixed, self.batch, self.fusion.bounds, run=1)
+            x = fusion.Fragment(values, run, fixed, self.batch, self.fused.bounds, run=1)
         else:
             layout = cute.make_layout((1, count), stride=(count, 1))
             values = cute.make_tensor(tTR_rAcc.iterator, layout)
-            x = fusion.Fragment(values, fixed, run, self.batch, self.fusion.bounds, run=count)
-        return fusion.apply(self.fusion.pieces, x, self.fusion.passed)
+            x = fusion.Fragment(values, fixed, run, self.batch, self.fused.bounds, run=count)
+        return fusion.apply(self.fused.pieces, x, self.fused.passed)
 
     @cute.jit
     def store_elements(self, x: fusion.Fragment) -> None:
@@ -88,7 +88,7 @@ class FusedTileOut:
             for c in cutlass.range_constexpr(len(x.columns)):
                 if x.rows[r] < x.bounds[0] and x.columns[c] < x.bounds[1]:
                     where = x.rows[r], x.columns[c]
-                    if cutlass.const_expr(self.fusion.transposed):
+                    if cutlass.const_expr(self.fused.transposed):
                         where = x.columns[c], x.rows[r]
                     out[where] = x.values[r, c].to(out.element_type)
 
@@ -100,7 +100,7 @@ class FusedWayOut:
     out: cpasync.TmaInfo | cute.Tensor  # or out (M, N) or (M, N, L), for single elements
     sC: cute.Tensor | None  # (128, epiN, SLOT)
     columns: int  # of the product in a sub-tile; epiN, or twice that before a gate
-    fusion: Fusion
+    fused: Fusion
 
     def prefetch(self) -> None:
         if self.sC is not None:
@@ -118,4 +118,4 @@ class FusedWayOut:
         elif cutlass.const_expr(cute.rank(self.out) == 3):
             target = self.out[None, None, batch]  # (M, N)
         row, first = row_tile * LANES + thread, tile.n * parts.num_parts
-        return FusedTileOut(parts, target, self.fusion, row, first, self.columns, batch)
+        return FusedTileOut(parts, target, self.fused, row, first, self.columns, batch)

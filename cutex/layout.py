@@ -213,9 +213,7 @@ def mma(name: str, tile: tuple[int, int], dtype: str) -> Mma:
             lanes, columns = [], []
         else:
             pair = name == "tcgen05-pair"
-            tiled = atoms.make_umma(m, n, _dtype(dtype), pair) if pair else atoms.make_umma(
-                m, n, _dtype(dtype)
-            )  # fmt: skip
+            tiled = atoms.make_umma(m, n, _dtype(dtype), pair=pair)
             acc = tiled.make_fragment_C(tiled.partition_shape_C((m, n)))
             layout, corner = acc.layout, {}
             per_cta = cute.size(layout, mode=[0, 0])
