@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
@@ -11,7 +12,7 @@ from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 
 from cutex.atoms import tmem
 from cutex.atoms.mma import WARPGROUP, Umma, Wgmma, make_wgmma
-from cutex.atoms.tma import EVICT_FIRST, TileStores, tile_stores
+from cutex.atoms.tma import TileStores, tile_stores
 from cutex.schedulers.one_tile import WorkTile
 
 SUB_TILE_BARRIER = 1  # the named barrier of the four epilogue warps; 0 is the whole CTA's
@@ -221,6 +222,9 @@ class TileOut(NamedTuple):
     def num_parts(self) -> int:
         return self.parts.num_parts
 
+    def load(self, part: int) -> cute.Tensor:
+        return self.parts.load(part)
+
     def start_load(self, part: int) -> cute.Tensor:
         return self.parts.start_load(part)
 
@@ -233,11 +237,14 @@ class TileOut(NamedTuple):
         self.parts.store(tTR_rAcc, self.stores, turn, self.first_column + part)
 
 
-class WayOut(NamedTuple):
+@dataclass(frozen=True)
+class WayOut:
     """What C leaves through: a tensor map and slots of smem."""
 
     out: cpasync.TmaInfo
     sC: cute.Tensor  # (128, epiN, SLOT)
+    policy: int | None = None  # what L2 keeps of C
+    sums: cute.Tensor | None = None  # smem for those of a tile whose K is shared (stage 9)
 
     def prefetch(self) -> None:
         cpasync.prefetch_descriptor(self.out.atom)
@@ -247,7 +254,7 @@ class WayOut(NamedTuple):
         """Of this thread's row of tAcc (128, bN), which is row_tile's, by 128, of the tile."""
         thread, _, _ = cute.arch.thread_idx()
         parts = sub_tiles(tAcc, self.sC, thread)
-        stores = tile_stores(self.out, self.sC, row_tile, EVICT_FIRST)
+        stores = tile_stores(self.out, self.sC, row_tile, self.policy)
         return TileOut(parts, stores, tile.n * parts.num_parts)
 
 

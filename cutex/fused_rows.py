@@ -39,6 +39,9 @@ class FusedTileOut:
     def num_parts(self) -> int:
         return self.parts.num_parts
 
+    def load(self, part: int) -> cute.Tensor:
+        return self.parts.load(part)
+
     def start_load(self, part: int) -> cute.Tensor:
         return self.parts.start_load(part)
 
@@ -101,6 +104,7 @@ class FusedWayOut:
     sC: cute.Tensor | None  # (128, epiN, SLOT)
     columns: int  # of the product in a sub-tile; epiN, or twice that before a gate
     fused: Fusion
+    sums: cute.Tensor | None  # as of WayOut
 
     def prefetch(self) -> None:
         if self.sC is not None:

@@ -106,11 +106,12 @@ class General(GeneralGemm, Stage9):
         mProduct = self.product(mOut)
         majors = tuple(OperandMajorMode.K if k else OperandMajorMode.MN for k in self.k_major)
         mma = make_umma(256, c.tile_n, *kinds, majors, pair=True)
-        way_out = FusedWayOut(out, sC, c.epi_columns, self.fusion(mProduct, passed))
+        fused, sums = self.fusion(mProduct, passed), self.allocate_sums(smem)
+        way_out = FusedWayOut(out, sC, c.epi_columns, fused, sums)
         self.run(mma, PairOperands(a, b, sA, sB), way_out, mProduct, smem)
 
     @cute.jit
-    def epilogue(
+    def store_tiles(
         self,
         tCtAcc: cute.Tensor,
         way_out: FusedWayOut,
@@ -118,12 +119,12 @@ class General(GeneralGemm, Stage9):
         queue: cutlass.Constexpr[Any],
     ) -> None:
         if cutlass.const_expr(self.config.pieces == () and self.config.out.tma):
-            Stage9.epilogue(self, tCtAcc, way_out, acc, queue)
+            Stage9.store_tiles(self, tCtAcc, way_out, acc, queue)
         else:
-            self.fused_epilogue(tCtAcc, way_out, acc, queue)
+            self.store_fused(tCtAcc, way_out, acc, queue)
 
     @cute.jit
-    def fused_epilogue(
+    def store_fused(
         self,
         tCtAcc: cute.Tensor,
         way_out: FusedWayOut,

@@ -25,14 +25,14 @@ from cutlass.memory import SmemAllocator
 
 from cutex.arch import arch as arch_named
 from cutex.atoms.mma import Umma, allocate_slots, make_umma, umma
-from cutex.atoms.tma import PairOperands, load_operand, store_operand, tile_stores
+from cutex.atoms.tma import PairOperands, load_operand, store_operand
 from cutex.atoms.tmem import LANES, Tmem, fence_after_sync, fence_before_sync
-from cutex.epilogue import drain_stores, sub_tiles
+from cutex.epilogue import WayOut, drain_stores
 from cutex.kernels.gemm.sm100.stage3 import Warp
 from cutex.kernels.gemm.sm100.stage5 import Stage5
 from cutex.pipeline import AccRing, PairRing, Ring, is_leader, publish_barriers, sync_cluster
 from cutex.schedulers.persistent import StaticPersistent
-from cutex.schedulers.queue import StaticQueue
+from cutex.schedulers.queue import CTAS, StaticQueue
 from cutex.schedulers.raster import Raster
 
 
@@ -91,38 +91,59 @@ class Stage6(Stage5):
 
     @cute.kernel
     def kernel(self, a: cpasync.TmaInfo, b: cpasync.TmaInfo, out: cpasync.TmaInfo) -> None:
-        c = self.config
         dtype = out.atom.value_type
-        warp = cute.arch.warp_idx()
         smem = SmemAllocator()
         sA = allocate_slots(smem, dtype, a.smem_layout)  # (bM / 2, bK, SLOT)
         sB = allocate_slots(smem, dtype, b.smem_layout)  # (bN / 2, bK, SLOT)
         sC = allocate_slots(smem, dtype, out.smem_layout)  # (128, epiN, SLOT)
+        mma = make_umma(256, self.config.tile_n, dtype, pair=True)
+        way_out = self.way_out(out, sC, smem)
+        self.run(mma, PairOperands(a, b, sA, sB), way_out, out.tma_tensor, smem)
+
+    def way_out(self, out: cpasync.TmaInfo, sC: cute.Tensor, smem: SmemAllocator) -> WayOut:
+        return WayOut(out, sC)
+
+    @cute.jit
+    def run(
+        self,
+        tiled_mma: cute.TiledMma,
+        operands: PairOperands,
+        way_out: WayOut,
+        mC: cute.Tensor,
+        smem: cutlass.Constexpr[SmemAllocator],
+    ) -> None:
+        """The kernel, once the slots of A, B and C are allocated; mC (M, N) is what tiles cover."""
+        c = self.config
+        warp = cute.arch.warp_idx()
         ab = PairRing.allocate(smem, "ab", c.num_stages, c.stage_bytes, consumers=1)
-        acc = AccRing.of(smem, c.num_acc, readers=2 * self.num_epilogue_warps)
-        queue = self.make_queue(smem, out.tma_tensor)
+        acc = AccRing.of(smem, c.num_acc, readers=CTAS * self.num_epilogue_warps)
+        queue = self.make_queue(smem, mC)
         tmem = Tmem.allocate(smem, columns=c.tile_n * c.num_acc, pair=True)
         if warp == Warp.MMA:
             tmem.acquire()
         publish_barriers((ab, acc, *queue.barriers), cluster=True)
         pointer = tmem.pointer()
 
-        mma = umma(make_umma(256, c.tile_n, dtype, pair=True), sA, sB, pointer, c.num_acc)
-        operands = PairOperands(a, b, sA, sB)
+        mma = umma(tiled_mma, operands.sA, operands.sB, pointer, c.num_acc)
         if warp == Warp.LOAD:
             self.load(operands, ab, queue)
         elif warp == Warp.MMA:
             if is_leader():
-                first, end = self.k_tiles(cute.ceil_div(operands.k, c.tile_k))
+                tile_k = cute.size(operands.sA, mode=[1])
+                first, end = self.k_tiles(cute.ceil_div(operands.k, tile_k))
                 self.mma(mma, ab, acc, end - first, queue)
         elif warp < Warp.LOAD:
-            self.epilogue(mma.tCtAcc, out, sC, acc, queue)
+            self.epilogue(mma.tCtAcc, way_out, acc, queue)
         else:
             self.schedule(queue)
         sync_cluster()
+        self.finish(mma.tCtAcc, way_out, queue)
         if warp == Warp.MMA:
             fence_after_sync()
             tmem.free(pointer)
+
+    def finish(self, tCtAcc: cute.Tensor, way_out: WayOut, queue: Any) -> None:
+        """Nothing is left to do when the whole cluster has computed its tiles (stage 9)."""
 
     def k_tiles(self, num_k_tiles: Int32) -> tuple[Int32, Int32]:
         """The first of those that this pair computes, and the one past the last."""
@@ -171,18 +192,15 @@ class Stage6(Stage5):
     def epilogue(
         self,
         tCtAcc: cute.Tensor,
-        out: cpasync.TmaInfo,
-        sC: cute.Tensor,
+        way_out: WayOut,
         acc: AccRing,
         queue: cutlass.Constexpr[Any],
     ) -> None:
-        thread, _, _ = cute.arch.thread_idx()
         take = acc.consumer()
         ticket = queue.first()
         while ticket.valid:
             tile = queue.tile(ticket)
-            stores = tile_stores(out, sC, tile.m)
-            parts = sub_tiles(tCtAcc[(None, None), 0, 0, take.slot], sC, thread)
+            parts = way_out.of(tCtAcc[(None, None), 0, 0, take.slot], tile, tile.m)
             acc.wait_full(take)
             fence_after_sync()
             for part in cutlass.range_constexpr(parts.num_parts):
@@ -190,7 +208,7 @@ class Stage6(Stage5):
                 if cutlass.const_expr(part == parts.num_parts - 1):
                     fence_before_sync()
                     acc.release(take)
-                parts.store(tTR_rAcc, stores, part, tile.n * parts.num_parts + part)
+                parts.store(tTR_rAcc, part, part)
             take.advance()
             ticket = queue.next(ticket)
         drain_stores()

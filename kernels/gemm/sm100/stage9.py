@@ -34,24 +34,18 @@ from cutlass.memory import SmemAllocator
 
 from cutex.atoms.mma import (
     Umma,
-    allocate_slots,
     contiguous_lanes_layout,
-    make_umma,
     slots_layout,
-    umma,
 )
-from cutex.atoms.tma import PairOperands, load_operand, store_operand
-from cutex.atoms.tmem import LANES, Tmem, fence_after_sync, fence_before_sync
+from cutex.atoms.tma import EVICT_FIRST, PairOperands, load_operand, store_operand
+from cutex.atoms.tmem import LANES, fence_after_sync, fence_before_sync
 from cutex.epilogue import TileOut, WayOut, drain_stores
 from cutex.kernels.gemm.sm100.stage3 import Warp
 from cutex.kernels.gemm.sm100.stage8 import Stage8
 from cutex.pipeline import (
     AccRing,
-    PairRing,
     Place,
     Ring,
-    is_leader,
-    publish_barriers,
     sync_cluster,
 )
 from cutex.schedulers.queue import CTAS, OneTileQueue
@@ -99,62 +93,15 @@ class Stage9(Stage8):
             stream=stream,
         )
 
-    @cute.kernel
-    def kernel(self, a: cpasync.TmaInfo, b: cpasync.TmaInfo, out: cpasync.TmaInfo) -> None:
-        dtype = out.atom.value_type
-        smem = SmemAllocator()
-        sA = allocate_slots(smem, dtype, a.smem_layout)  # (bM / 2, bK, SLOT)
-        sB = allocate_slots(smem, dtype, b.smem_layout)  # (bN / 2, bK, SLOT)
-        sC = allocate_slots(smem, dtype, out.smem_layout)  # (128, epiN, SLOT)
-        mma = make_umma(256, self.config.tile_n, dtype, pair=True)
-        operands, way_out = PairOperands(a, b, sA, sB), WayOut(out, sC)
-        self.run(mma, operands, way_out, out.tma_tensor, smem)
+    def way_out(self, out: cpasync.TmaInfo, sC: cute.Tensor, smem: SmemAllocator) -> WayOut:
+        return WayOut(out, sC, EVICT_FIRST, self.allocate_sums(smem))
 
     @cute.jit
-    def run(
-        self,
-        tiled_mma: cute.TiledMma,
-        operands: PairOperands,
-        way_out: WayOut,
-        mC: cute.Tensor,
-        smem: cutlass.Constexpr[SmemAllocator],
-    ) -> None:
-        """The kernel, once the slots of A, B and C are allocated; mC (M, N) is what tiles cover."""
-        c = self.config
-        warp = cute.arch.warp_idx()
-        sums = self.allocate_sums(smem)
-        ab = PairRing.allocate(smem, "ab", c.num_stages, c.stage_bytes, consumers=1)
-        acc = AccRing.of(smem, c.num_acc, readers=CTAS * self.num_epilogue_warps)
-        queue = self.make_queue(smem, mC)
-        tmem = Tmem.allocate(smem, columns=c.tile_n * c.num_acc, pair=True)
-        if warp == Warp.MMA:
-            tmem.acquire()
-        publish_barriers((ab, acc, *queue.barriers), cluster=True)
-        pointer = tmem.pointer()
-
-        mma = umma(tiled_mma, operands.sA, operands.sB, pointer, c.num_acc)
-        if warp == Warp.LOAD:
-            self.load(operands, ab, queue)
-        elif warp == Warp.MMA:
-            if is_leader():
-                tile_k = cute.size(operands.sA, mode=[1])
-                first, end = self.k_tiles(cute.ceil_div(operands.k, tile_k))
-                self.mma(mma, ab, acc, end - first, queue)
-        elif warp < Warp.LOAD:
-            if cutlass.const_expr(c.split_k > 1):
-                self.leave_sums(mma.tCtAcc, sums, way_out, acc, queue)
-            else:
-                self.epilogue(mma.tCtAcc, way_out, acc, queue)
-        else:
-            self.schedule(queue)
-        sync_cluster()
-        if cutlass.const_expr(c.split_k > 1):
-            if warp < Warp.LOAD:
-                self.add_up(mma.tCtAcc, sums, way_out, queue)
+    def finish(self, tCtAcc: cute.Tensor, way_out: WayOut, queue: cutlass.Constexpr[Any]) -> None:
+        if cutlass.const_expr(self.config.split_k > 1):
+            if cute.arch.warp_idx() < Warp.LOAD:
+                self.add_up(tCtAcc, way_out, queue)
             sync_cluster()
-        if warp == Warp.MMA:
-            fence_after_sync()
-            tmem.free(pointer)
 
     def k_tiles(self, num_k_tiles: Int32) -> tuple[Int32, Int32]:
         """NOTE: a share may reach past K, where TMA fills in zeros."""
@@ -263,6 +210,19 @@ class Stage9(Stage8):
         acc: AccRing,
         queue: cutlass.Constexpr[Any],
     ) -> None:
+        if cutlass.const_expr(self.config.split_k > 1):
+            self.leave_sums(tCtAcc, way_out, acc, queue)
+        else:
+            self.store_tiles(tCtAcc, way_out, acc, queue)
+
+    @cute.jit
+    def store_tiles(
+        self,
+        tCtAcc: cute.Tensor,
+        way_out: WayOut,
+        acc: AccRing,
+        queue: cutlass.Constexpr[Any],
+    ) -> None:
         take = acc.consumer()
         way_out.prefetch()
         cute.arch.griddepcontrol_wait()
@@ -300,7 +260,6 @@ class Stage9(Stage8):
     def leave_sums(
         self,
         tCtAcc: cute.Tensor,
-        sums: cute.Tensor,
         way_out: WayOut,
         acc: AccRing,
         queue: cutlass.Constexpr[Any],
@@ -310,7 +269,7 @@ class Stage9(Stage8):
         tile = queue.tile(queue.first())
         parts = way_out.of(tCtAcc[(None, None), 0, 0, 0], tile, tile.m)
         vectors = self.vectors(parts)
-        mine = cute.logical_divide(sums[None, None, thread], (None, vectors))
+        mine = cute.logical_divide(way_out.sums[None, None, thread], (None, vectors))
         acc.wait_full(acc.consumer())
         fence_after_sync()
         for part in cutlass.range_constexpr(parts.num_parts):
@@ -325,15 +284,9 @@ class Stage9(Stage8):
         return self.config.tile_n // parts.num_parts // VECTOR
 
     @cute.jit
-    def add_up(
-        self,
-        tCtAcc: cute.Tensor,
-        sums: cute.Tensor,
-        way_out: WayOut,
-        queue: cutlass.Constexpr[Any],
-    ) -> None:
+    def add_up(self, tCtAcc: cute.Tensor, way_out: WayOut, queue: cutlass.Constexpr[Any]) -> None:
         """Every split_k-th sub-tile of this CTA's rows, from its share on, of all pairs."""
-        c = self.config
+        c, sums = self.config, way_out.sums
         thread, _, _ = cute.arch.thread_idx()
         cute.arch.griddepcontrol_wait()
         tile = queue.tile(queue.first())
