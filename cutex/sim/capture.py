@@ -41,6 +41,18 @@ class Launch:
     def num_ctas(self) -> int:
         return self.grid[0] * self.grid[1] * self.grid[2]
 
+    @property
+    def cluster_size(self) -> int:
+        return self.cluster[0] * self.cluster[1] * self.cluster[2]
+
+    @property
+    def num_threads(self) -> int:
+        return self.block[0] * self.block[1] * self.block[2]
+
+    @property
+    def warps_per_cta(self) -> int:
+        return -(-self.num_threads // 32)
+
     def param_bytes(self, sizes: Sequence[int]) -> list[bytes]:
         return [C.string_at(self.params[i], size) for i, size in enumerate(sizes)]
 

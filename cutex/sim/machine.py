@@ -18,18 +18,19 @@ import numpy as np
 
 from cutex.sim.barriers import ClusterBarriers, NamedBarriers
 from cutex.sim.bulk_groups import BulkGroups
+from cutex.sim.capture import Launch
 from cutex.sim.clocks import Clocks
 from cutex.sim.divergence import BLOCKED, Divergence
 from cutex.sim.errors import BadAddress, Finding
 from cutex.sim.flight import Flight
 from cutex.sim.mbarrier import MBarriers
-from cutex.sim.memory import POISON16, POISON32, POISON64, GlobalMemory
+from cutex.sim.memory import POISON16, POISON32, POISON64, SYSTEM_SMEM, GlobalMemory
 from cutex.sim.ptx import Instruction, Program
+from cutex.sim.residency import Residency
 from cutex.sim.tmem import TensorMemory
 from cutex.sim.waiting import Waiting
 from cutex.sim.warpgroup import WarpgroupMma
 
-SYSTEM_SMEM = 1024  # reserved at the start of the shared window on sm_90 and later
 _POISON = {1: True, 16: POISON16, 32: POISON32, 64: POISON64, 128: POISON64}  # by bank
 
 # What an instruction says of each warp of its batch, where not all go on:
@@ -91,6 +92,13 @@ class PassedWait(NamedTuple):
     instruction: Instruction
 
 
+class Chance(NamedTuple):
+    """``drawn``: whether chance, from the seed, decides what hardware leaves open."""
+
+    seed: int = 0
+    drawn: bool = False
+
+
 @dataclass
 class RegisterPool:
     """Registers of a CTA that setmaxnreg moves: free ones, and per thread of each warp."""
@@ -105,31 +113,26 @@ class Machine:
     def __init__(
         self,
         program: Program,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        cluster: tuple[int, int, int],
-        smem_bytes: int,
+        launch: Launch,
         memory: GlobalMemory,
         params: np.ndarray,
-        num_ctas: int,
-        seed: int = 0,
-        drawn: bool = False,
+        residency: Residency,
+        chance: Chance,
     ) -> None:
-        self.program, self.grid, self.block, self.cluster = program, grid, block, cluster
-        self.memory, self.params = memory, params
-        self.random, self.seed = random.Random(seed), seed
-        self.drawn = drawn  # whether chance decides what hardware leaves open
+        self.program, self.memory, self.params = program, memory, params
+        self.grid, self.block, self.cluster = launch.grid, launch.block, launch.cluster
+        self.seed, self.drawn, self.random = chance.seed, chance.drawn, random.Random(chance.seed)
+        self.residency = residency
         self.waiting = Waiting([])  # clusters of the grid that have not started
         # NOTE: elect.sync may choose any lane, but the same one for the same mask (PTX ISA
         # 9.7.14.14)
-        self.elected = self.random.randrange(32) if drawn else 0
-        self.num_threads = block[0] * block[1] * block[2]
-        self.warps_per_cta = -(-self.num_threads // 32)
-        self.cluster_size = cluster[0] * cluster[1] * cluster[2]
-        self.num_ctas = num_ctas
+        self.elected = self.random.randrange(32) if self.drawn else 0
+        self.num_threads, self.warps_per_cta = launch.num_threads, launch.warps_per_cta
+        self.cluster_size = launch.cluster_size
+        self.num_ctas = num_ctas = residency.ctas
         self.num_warps = num_ctas * self.warps_per_cta
         self.static_smem = self._place_variables()
-        self.smem_end = SYSTEM_SMEM + self.static_smem + smem_bytes
+        self.smem_end = SYSTEM_SMEM + self.static_smem + launch.smem
         self.smem_bytes = -(-self.smem_end // 128) * 128
 
         self.findings: dict[tuple[str, int], Finding] = {}

@@ -23,6 +23,7 @@ PARAM_WINDOW = 1 << 60
 SHARED_WINDOW = 1 << 61
 LOCAL_WINDOW = 1 << 62
 MODULE_WINDOW = 1 << 59  # .global and .const variables of the module
+SYSTEM_SMEM = 1024  # reserved at the start of the shared window on sm_90 and later
 WINDOWS = ("global", "param", "shared", "local")
 
 POISON32 = np.uint32(0x7FFF7FFF)  # a NaN as f32, as two f16 and as two bf16

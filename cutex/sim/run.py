@@ -18,13 +18,12 @@ from threadpoolctl import ThreadpoolController
 
 from cutex.sim.capture import HostFunction, HostTensor, Launch, c_compiler
 from cutex.sim.errors import Finding, Hazards, SimError
-from cutex.sim.machine import Machine
+from cutex.sim.machine import Chance, Machine
 from cutex.sim.memory import MODULE_WINDOW, GlobalMemory, Region
 from cutex.sim.ptx import Program, parse
+from cutex.sim.residency import residency
 from cutex.sim.scheduler import ORDERS, Scheduler
 from cutex.sim.waiting import Waiting
-
-_STATE_BYTES = 256 << 20  # registers and shared memory that may be resident at once
 
 
 @dataclass
@@ -137,18 +136,8 @@ class Simulation:
             program.params, what.param_bytes([p.size for p in program.params]), strict=True
         ):
             params[p.offset : p.offset + p.size] = np.frombuffer(raw, np.uint8)
-        machine = Machine(
-            program,
-            what.grid,
-            what.block,
-            what.cluster,
-            what.smem,
-            memory,
-            params,
-            _resident(program, what),
-            self.seed + self.report.launches,
-            self.order == "random",
-        )
+        chance = Chance(self.seed + self.report.launches, self.order == "random")
+        machine = Machine(program, what, memory, params, residency(program, what), chance)
         _add_module_variables(machine)
         return Scheduler(machine, self.order)
 
@@ -200,20 +189,6 @@ def _check_launch(program: Program, what: Launch) -> None:
             f"launch of {what.kernel}: {what.smem} bytes of shared memory, an SM gives a CTA at "
             "most 232448"
         )
-
-
-def _resident(program: Program, what: Launch) -> int:
-    """CTAs that run side by side: whole clusters, as many as the state budget holds."""
-    cluster = what.cluster[0] * what.cluster[1] * what.cluster[2]
-    warps = -(-what.block[0] * what.block[1] * what.block[2] // 32)
-    registers = sum(count * 32 * max(bank // 8, 1) for bank, count in program.registers.items())
-    per_cta = warps * registers + what.smem + 2048
-    per_cta += 4 * 128 * 512 if "sm_10" in program.target else 0
-    clusters = max(1, min(_STATE_BYTES // per_cta, 160) // cluster)
-    if any(i.name == "clusterlaunchcontrol" for i in program.code):
-        # NOTE: with all clusters resident there would be none left to take over
-        clusters = min(clusters, max(1, what.num_ctas // cluster // 3))
-    return min(what.num_ctas, clusters * cluster)
 
 
 def _add_module_variables(machine: Machine) -> None:

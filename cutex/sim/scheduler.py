@@ -306,8 +306,8 @@ class Scheduler:
         lines.append(f"  {blocked} warps are blocked, {done} have returned")
         if len(m.waiting):
             lines.append(
-                f"  {len(m.waiting)} clusters have not started: at most {m.num_ctas} CTAs run side "
-                "by side here"
+                f"  {len(m.waiting)} of the grid's clusters have not started: {m.num_ctas} CTAs "
+                f"run side by side, {m.residency.why}"
             )
         if m.findings:
             lines.append("found before that:")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -110,14 +111,29 @@ def test_a_spin_that_counts_its_rounds_is_a_deadlock_too():
     assert "goes round a loop" in deadlock(body, {"flag": flag}, Shape(block=32))
 
 
-def test_a_wait_for_a_cta_that_has_not_started_says_so():
-    flag = np.zeros(1, np.uint32)
-    body = """
-    setp.eq.u32 %p0, %cta, 199; @%p0 st.release.gpu.global.b32 [%flag], 1;
+WAIT_FOR_THE_LAST = """
+    .reg .b32 last; mov.u32 last, %nctaid.x; sub.u32 last, last, 1; setp.eq.u32 %p0, %cta, last;
+    @%p0 st.release.gpu.global.b32 [%flag], 1;
     L: ld.acquire.gpu.global.b32 %r0, [%flag]; setp.eq.u32 %p1, %r0, 0; @%p1 bra L;
-    """
-    text = deadlock(body, {"flag": flag}, Shape(grid=200))
-    assert "40 clusters have not started: at most 160 CTAs run side by side here" in text
+"""
+RESIDENT = {  # by threads, shared memory, CTAs of an SM
+    "one CTA for each SM": (Shape(grid=132, block=1024, smem=200 << 10), 1),
+    "two by shared memory": (Shape(grid=264, block=64, smem=100 << 10), 2),
+    "two by threads": (Shape(grid=264, block=1024), 2),
+    "sixteen by threads": (Shape(grid=2112, block=128), 16),
+    "32 at most": (Shape(grid=4224, block=32), 32),
+}
+
+
+@pytest.mark.parametrize(("shape", "per_sm"), RESIDENT.values(), ids=RESIDENT)
+def test_ctas_may_wait_for_each_other_as_far_as_the_gpu_holds_them(shape, per_sm):
+    simulate_ptx(WAIT_FOR_THE_LAST, {"flag": np.zeros(1, np.uint32)}, shape)
+    more = replace(shape, grid=shape.grid + 1)
+    text = deadlock(WAIT_FOR_THE_LAST, {"flag": np.zeros(1, np.uint32)}, more)
+    assert (
+        f"1 of the grid's clusters have not started: {shape.grid} CTAs run side by side, {per_sm} "
+        "on each of the 132 SMs of one H200" in text
+    )
 
 
 def test_a_spin_with_atomics_that_change_nothing():
