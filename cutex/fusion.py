@@ -317,9 +317,9 @@ def _silu(x: Float32) -> Float32:
 
 
 def _gelu_tanh(x: Float32) -> Float32:
-    """x/2 (1 + tanh u) = x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3); here u is -2 log2(e) u."""
+    """x/2 (1 + tanh u) = x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3)."""
     u = x * (-0.1029432397 * (x * x) - 2.302208198)
-    return x * cute.arch.rcp_approx(1.0 + cute.math.exp2(u, fastmath=True))
+    return x * cute.arch.rcp_approx(1.0 + cute.math.exp2(u, fastmath=True))  # u: times -2 log2 e
 
 
 def _gelu(x: Float32) -> Float32:
