@@ -9,7 +9,7 @@ import numpy as np
 
 from cutex.sim.decode import Decoder
 from cutex.sim.errors import BadAddress
-from cutex.sim.flight import Span
+from cutex.sim.flight import WORD, Span
 from cutex.sim.machine import Batch
 from cutex.sim.memory import PARAM_WINDOW, SHARED_WINDOW, WINDOWS, window_of
 
@@ -93,7 +93,7 @@ class Access:
         if space == "param":
             where = where._replace(addresses=where.addresses & np.uint64(PARAM_WINDOW - 1))
             return self.m.params[self._private(where, "parameter", len(self.m.params))]
-        return self.m.memory.load(where.addresses, self.width, self._refuse(where, "loads"))
+        return self.m.memory.load(where.addresses, self.width, self.refuse(where, "loads"))
 
     def _put(self, space: str, where: Lanes, values: np.ndarray) -> None:
         self.m.progress += space != "local"  # which nobody else sees
@@ -105,7 +105,7 @@ class Access:
             at = self._private(where, "local", self.m.local_bytes)
             self.m.local[where.warps[:, None], where.lanes[:, None], at] = values
         elif space == "global":
-            self.m.memory.store(where.addresses, values, self._refuse(where, "stores"))
+            self.m.memory.store(where.addresses, values, self.refuse(where, "stores"))
         else:
             raise self.d.unknown("a store to read-only memory")
 
@@ -137,7 +137,7 @@ class Access:
                 )
         return at[:, None] + np.arange(self.width)
 
-    def _refuse(self, where: Lanes, verb: str) -> Any:
+    def refuse(self, where: Lanes, verb: str) -> Any:
         """Raises BadAddress for the k-th access to global memory."""
 
         def refuse(k: int, why: str) -> None:
@@ -160,8 +160,8 @@ class Access:
             if m.flight.busy(Span, int(c)):
                 mine = cta == c
                 at = offset[mine]
-                pieces = np.unique(at >> 4)
-                span = Span(int(c), int(at.min()), int(at.max()) + width, pieces)
+                words = at[:, None] // WORD + np.arange(max(width // WORD, 1))
+                span = Span.of_words(int(c), words)
                 what = "a store" if write else "a load"
                 m.flight.touch(span, write, what, int(warps[mine][0]), self.d.ins)
 

@@ -17,6 +17,7 @@ from cutex.sim.bulk_operands import (
     shared_place,
     targets,
 )
+from cutex.sim.cp_async import copy_async
 from cutex.sim.decode import Decoder, Execute, instruction
 from cutex.sim.errors import BadOperand
 from cutex.sim.flight import Operation, Span
@@ -29,7 +30,7 @@ from cutex.sim.tma import tensor_load, tensor_store
 def bulk_copy(d: Decoder) -> Execute:
     """9.7.9.25.4, 9.7.9.27: routes to the form at hand."""
     if "bulk" not in d.mods:
-        raise d.unknown("non-bulk cp.async")
+        return copy_async(d)
     if "commit_group" in d.mods:
         return _commit_group(d)
     if "wait_group" in d.mods:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cutex.sim.flight import WORD
 from cutex.sim.ptx import Instruction
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     from cutex.sim.machine import Machine
     from cutex.sim.mbarrier import Made
 
-WORD = 4  # bytes of shadow memory's unit
-_WHOLE = np.uint8(0b1111)  # all bytes of it
+_WHOLE = np.uint8(0b1111)  # all bytes of a word
+_COPIED = np.uint8(0b10000)  # by cp.async: see there why the async proxy may read it
 
 
 class Clocks:
@@ -151,7 +152,9 @@ class Clocks:
         """An operation of the async proxy by ``warp``; ``write``: it overwrites the span."""
         if span.high <= self.low[span.cta] * WORD or span.low > self.high[span.cta] * WORD:
             return
-        if span.chunks is None:
+        if span.words is not None:
+            word = span.words
+        elif span.chunks is None:
             word = np.arange(span.low // WORD, -(-span.high // WORD))
         else:
             word = (span.chunks.reshape(-1, 1) * (16 // WORD) + np.arange(16 // WORD)).reshape(-1)
@@ -161,6 +164,16 @@ class Clocks:
             self.written[span.cta, word] = self.read[span.cta, word] = 0
         else:
             self._check_proxy(warp, span.cta, word, what, ins)
+
+    def copied(self, warp: int, span: Span, ins: Instruction) -> None:
+        """A cp.async of ``warp`` completes: written now, by whom the others must know."""
+        assert span.words is not None
+        cta, word = span.cta, span.words
+        self.writer[cta, word], self.written[cta, word] = self.slot[warp], self.now(warp)
+        self.written_bytes[cta, word] = _WHOLE | _COPIED
+        self.written_line[cta, word] = ins.line
+        self.low[cta] = min(self.low[cta], int(word.min()))
+        self.high[cta] = max(self.high[cta], int(word.max()))
 
     def _check(
         self,
@@ -214,6 +227,7 @@ class Clocks:
     ) -> None:
         writer, count = self.writer[cta, word], self.written[cta, word]
         unseen = (count > self.visible[warp, writer]) & (count <= self.known[warp, writer])
+        unseen &= self.written_bytes[cta, word] < _COPIED
         if unseen.any():
             k = int(unseen.argmax())
             self.m.find(

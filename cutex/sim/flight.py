@@ -21,20 +21,31 @@ if TYPE_CHECKING:
     from cutex.sim.machine import Machine
 
 
+WORD = 4  # bytes, the unit of shadow memory
+
+
 @dataclass
 class Span:
     """Bytes ``[low, high)`` of a CTA's shared memory; ``chunks`` the exact 16-byte pieces where
-    they have gaps.
+    they have gaps, ``words`` the exact 4-byte ones where those are not whole.
     """
 
     cta: int
     low: int
     high: int
     chunks: np.ndarray | None = None
+    words: np.ndarray | None = None
+
+    @classmethod
+    def of_words(cls, cta: int, words: np.ndarray) -> Span:
+        low, high = int(words.min()) * WORD, int(words.max()) * WORD + WORD
+        return cls(cta, low, high, np.unique(words // (16 // WORD)), words.reshape(-1))
 
     def meets(self, other: Span) -> bool:
         if self.cta != other.cta or self.low >= other.high or other.low >= self.high:
             return False
+        if self.words is not None and other.words is not None:
+            return bool(np.isin(self.words, other.words).any())
         if self.chunks is None and other.chunks is None:
             return True
         return bool(np.isin(self._pieces(), other._pieces()).any())
@@ -123,34 +134,45 @@ class Flight:
         self.machine.progress += 1
         self.issued += 1
         op.number = self.issued
-        places = {(type(p), p.cta) for p in (*op.reads, *op.writes)}
-        for kind, mine in ((False, op.reads), (True, op.writes)):
+        self._take_place(op, op.reads, op.writes)
+        self.queues.setdefault(op.queue, deque()).append(op)
+        self.count += 1
+
+    def extend(self, op: Operation, span: Span) -> None:
+        """``op``, still in flight, writes ``span`` too."""
+        self.machine.progress += 1
+        self._take_place(op, [], [span])
+        op.writes.append(span)
+
+    def _take_place(self, op: Operation, reads: list[Place], writes: list[Place]) -> None:
+        places = {(type(p), p.cta) for p in (*reads, *writes)}
+        for kind, mine in ((False, reads), (True, writes)):
             for span in mine:
                 if isinstance(span, Span):
                     self.machine.clocks.asynchronous(op.warp, span, kind, op.what, op.instruction)
         for place in places:
             for other in self.at.get(place, {}).values():
                 if other.queue != op.queue:
-                    self._compare(op, other)
+                    self._compare(op, reads, writes, other)
         for place in places:
             self.at.setdefault(place, {})[op.number] = op
-        self.queues.setdefault(op.queue, deque()).append(op)
-        self.count += 1
 
     def busy(self, kind: type, cta: int) -> bool:
         """Whether anything in flight is on the CTA's shared (Span) or tensor (Rectangle) memory."""
         return bool(self.at.get((kind, cta)))
 
-    def _compare(self, op: Operation, other: Operation) -> None:
+    def _compare(
+        self, op: Operation, reads: list[Place], writes: list[Place], other: Operation
+    ) -> None:
         for kind, mine, theirs in (
-            ("write", op.reads, other.writes),
-            ("read", op.writes, other.reads),
-            ("write", op.writes, other.writes),
+            ("write", reads, other.writes),
+            ("read", writes, other.reads),
+            ("write", writes, other.writes),
         ):
             for a in mine:
                 for b in theirs:
                     if _meet(a, b):
-                        verb = "reads" if mine is op.reads else "overwrites"
+                        verb = "reads" if mine is reads else "overwrites"
                         self._race(op.what, verb, op.warp, op.instruction, a, other, kind)
                         return
 

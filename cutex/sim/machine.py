@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cutex.sim.async_copies import AsyncCopies
 from cutex.sim.barriers import ClusterBarriers, NamedBarriers
 from cutex.sim.bulk_groups import BulkGroups
 from cutex.sim.capture import Launch
@@ -120,7 +121,9 @@ class Machine:
         chance: Chance,
     ) -> None:
         self.program, self.memory, self.params = program, memory, params
-        self.grid, self.block, self.cluster = launch.grid, launch.block, launch.cluster
+        self.grid: tuple[int, int, int] = launch.grid
+        self.block: tuple[int, int, int] = launch.block
+        self.cluster: tuple[int, int, int] = launch.cluster
         self.seed, self.drawn, self.random = chance.seed, chance.drawn, random.Random(chance.seed)
         self.residency = residency
         self.waiting = Waiting([])  # clusters of the grid that have not started
@@ -153,6 +156,7 @@ class Machine:
         self.mbarriers = MBarriers(self)
         self.flight = Flight(self)
         self.bulk_groups = BulkGroups(self)
+        self.async_copies = AsyncCopies(self)
         self.warpgroups = WarpgroupMma(self)
         self.named = NamedBarriers(self)
         self.clusters = ClusterBarriers(self)
@@ -185,6 +189,7 @@ class Machine:
         self.mbarriers.clear()
         self.flight.clear()
         self.bulk_groups.clear()
+        self.async_copies.clear()
         self.warpgroups.clear()
         self.tmem.clear()
         self.local = np.full((self.num_warps, 32, self.local_bytes), 0x7F, np.uint8)

@@ -253,7 +253,7 @@ def setmaxnreg(d: Decoder) -> Execute:
 # -- mbarrier --------------------------------------------------------------------------------------
 
 
-class _Barrier:
+class BarrierOperand:
     """The mbarrier operand: per active lane of each warp, (row, lane, cta, offset)."""
 
     def __init__(self, d: Decoder, operand: int) -> None:
@@ -308,7 +308,7 @@ _MBARRIER_MODS = (
 @instruction("mbarrier.init")
 def mbarrier_init(d: Decoder) -> Execute:
     """9.7.13.15.9"""
-    barrier, count = _Barrier(d, 0), d.src(1, "u32")
+    barrier, count = BarrierOperand(d, 0), d.src(1, "u32")
 
     def execute(b: Batch) -> None:
         counts = np.broadcast_to(count(b), (b.n, 32))
@@ -323,7 +323,7 @@ def mbarrier_init(d: Decoder) -> Execute:
 @instruction("mbarrier.inval")
 def mbarrier_inval(d: Decoder) -> Execute:
     """9.7.13.15.10"""
-    barrier = _Barrier(d, 0)
+    barrier = BarrierOperand(d, 0)
 
     def execute(b: Batch) -> None:
         for row, _, cta, offset in barrier.each(b):
@@ -339,7 +339,7 @@ def mbarrier_arrive(d: Decoder) -> Execute:
     d.only(*_MBARRIER_MODS)
     operands = d.ins.operands
     at = next(i for i, o in enumerate(operands) if isinstance(o, Address))
-    barrier = _Barrier(d, at)
+    barrier = BarrierOperand(d, at)
     amount = d.src(at + 1, "u32") if len(operands) > at + 1 else None
     state = d.dst(0, "b64") if at == 1 else None
     expect, drop = "expect_tx" in d.mods, "arrive_drop" in d.mods
@@ -370,7 +370,7 @@ def mbarrier_arrive(d: Decoder) -> Execute:
 def mbarrier_tx(d: Decoder) -> Execute:
     """9.7.13.15.11, 9.7.13.15.12"""
     d.only(*_MBARRIER_MODS)
-    barrier, size = _Barrier(d, 0), d.src(1, "u32")
+    barrier, size = BarrierOperand(d, 0), d.src(1, "u32")
     change = d.m.mbarriers.expect_tx if d.parts[1] == "expect_tx" else d.m.mbarriers.complete_tx
 
     def execute(b: Batch) -> None:
@@ -389,7 +389,7 @@ def mbarrier_wait(d: Decoder) -> Execute:
     until then.
     """
     d.only(*_MBARRIER_MODS)
-    barrier, write = _Barrier(d, 1), d.dst(0, "pred")
+    barrier, write = BarrierOperand(d, 1), d.dst(0, "pred")
     by_parity = "parity" in d.mods
     expected = d.src(2, "u32" if by_parity else "b64")
     may_sleep = d.parts[1] == "try_wait"
