@@ -12,13 +12,17 @@ import os
 import sys
 from pathlib import Path
 
+import cutlass
 import pytest
 import torch
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, cute
 
 from cutex.sim import BadAddress, simulate
 
 CLONE = os.environ.get("CUTEX_CUTLASS", "")
-EXAMPLES = Path(CLONE) / "examples/python/CuTeDSL/cute"
+ALL_EXAMPLES = Path(CLONE) / "examples/python/CuTeDSL"
+EXAMPLES = ALL_EXAMPLES / "cute"
 pytestmark = pytest.mark.skipif(
     not CLONE, reason="needs a clone of CUTLASS's examples: set CUTEX_CUTLASS to it"
 )
@@ -34,7 +38,7 @@ TUTORIALS = [f"fp16_gemm_{i}" for i in range(6)]
 
 def example(folder: str, name: str):
     """The example as a module, from where it lies."""
-    path = EXAMPLES / folder / f"{name}.py"
+    path = ALL_EXAMPLES / folder / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -62,7 +66,7 @@ def assert_close(c: torch.Tensor, reference: torch.Tensor) -> None:
 @pytest.mark.parametrize("name", TUTORIALS)
 def test_tutorial_gemms_of_blackwell(name, order):
     """One CTA; a pair with multicast; warp roles; persistent; CLC, two cluster sizes; prefetch."""
-    module = example("blackwell/tutorial/tutorial_gemm", name)
+    module = example("cute/blackwell/tutorial/tutorial_gemm", name)
     a, b, c, reference = operands(1024, 512, 256, torch.float16)
     constants = {"fp16_gemm_3": 1, "fp16_gemm_4": 2, "fp16_gemm_5": 1}.get(name, 0)
     report = simulate(module.host_function, a, b, c, *[CLUSTERS] * constants, **order)
@@ -73,10 +77,7 @@ def test_tutorial_gemms_of_blackwell(name, order):
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize("pair, tile", [(False, (128, 128)), (True, (256, 256))])
 def test_persistent_gemm_of_blackwell_with_tma_store(pair, tile, order):
-    import cutlass
-    from cuda.bindings.driver import CUstream
-
-    module = example("blackwell/kernel/dense_gemm", "dense_gemm_persistent")
+    module = example("cute/blackwell/kernel/dense_gemm", "dense_gemm_persistent")
     cluster = (2, 1) if pair else (1, 1)
     gemm = module.PersistentDenseGemmKernel(cutlass.Float32, pair, tile, cluster, True)
     a, b, c, reference = operands(512, 384, 320, torch.bfloat16, batch=True)
@@ -86,19 +87,44 @@ def test_persistent_gemm_of_blackwell_with_tma_store(pair, tile, order):
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_gemm_of_hopper_with_stmatrix_and_tma_store(order):
-    import cutlass
-    from cuda.bindings.driver import CUstream
-
-    module = example("hopper/kernel/dense_gemm", "dense_gemm")
+    module = example("cute/hopper/kernel/dense_gemm", "dense_gemm")
     gemm = module.HopperWgmmaGemmKernel(cutlass.Float32, (128, 128), (1, 1))
     a, b, c, reference = operands(384, 264, 200, torch.float16, batch=True)
     simulate(gemm, a, b, c, CUstream(0), arch="sm_90a", **order)
     assert_close(c, reference)
 
 
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("columns", [1024, 32768])
+def test_rms_norm_of_blackwell_with_groups_of_cp_async(columns, order, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)  # it imports another example
+    norm = example("cute/blackwell/kernel/rmsnorm", "rmsnorm").RMSNormKernel(
+        cutlass.Float16, columns
+    )
+
+    @cute.jit
+    def host(x: cute.Tensor, w: cute.Tensor, out: cute.Tensor, stream: CUstream):
+        norm(x.iterator, w.iterator, out.iterator, Int32(x.shape[0]), Float32(1e-5), stream)
+
+    x, w = torch.randn(6, columns).half(), torch.randn(columns).half()
+    out = torch.full_like(x, float("nan"))
+    report = simulate(host, x, w, out, CUstream(0), **order)
+    assert any(op.startswith("cp.async.ca") for op in report.counts)
+    mean = (x.double() ** 2).mean(1, keepdim=True)
+    assert_close(out, x.double() * torch.rsqrt(mean + 1e-5) * w.double())
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_cp_async_that_arrives_on_an_mbarrier_in_a_cluster(order):
+    module = example("experimental/primitives", "cp_async_mbarrier_arrive_cluster")
+    source, out = torch.arange(256.0), torch.full((8,), -1.0)
+    simulate(module.host, source, out, **order)
+    assert out.tolist() == [0, 1, 2, 3, 128, 129, 130, 131]
+
+
 def test_the_tutorials_write_past_the_end_when_m_is_no_multiple_of_the_tile():
     """They ask for whole tiles; the simulator says what happens otherwise."""
-    module = example("blackwell/tutorial/tutorial_gemm", "fp16_gemm_1")
+    module = example("cute/blackwell/tutorial/tutorial_gemm", "fp16_gemm_1")
     a, b, c, _ = operands(640, 512, 192, torch.float16)
     with pytest.raises(BadAddress, match=r"bytes past the end of c \(640x512 float16\)"):
         simulate(module.host_function, a, b, c)
