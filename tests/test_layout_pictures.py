@@ -4,8 +4,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from cutex import layout
-from cutex.layout import bank_conflict, main, mma, offsets, smem_addresses, tma, tmem_reads
+from cutex.layout import main
+from cutex.traced import MMAS, bank_conflict, mma, offsets, smem_addresses, tma, tmem_reads
 
 
 def test_the_offsets_are_those_of_the_layout():
@@ -116,4 +116,4 @@ def test_bad_input_is_answered_with_one_sentence(argv, says, capsys):
 def test_the_picture_can_be_printed(capsys):
     assert main(["layout", "(2,2):(2,1)", "--out", "-"]) == 0
     assert capsys.readouterr().out.startswith("<svg ")
-    assert layout.MMAS.keys() == {"wgmma", "tcgen05", "tcgen05-pair"}
+    assert MMAS.keys() == {"wgmma", "tcgen05", "tcgen05-pair"}
