@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -41,14 +41,20 @@ class WarpState:
     sources: list[tuple[set[int], Group, Instruction]] = field(default_factory=list)
 
 
+class Descriptors(NamedTuple):
+    """What the warps of a warpgroup must agree on."""
+
+    a: int | None  # None: A lies in registers
+    b: int
+    keep: bool  # D is added to
+
+
 @dataclass
 class Rendezvous:
     """One wgmma of a warpgroup: it is issued when its four warps have come."""
 
     ins: Instruction
-    a: int | None  # descriptors
-    b: int
-    keep: bool
+    descriptors: Descriptors
     acc: Accumulator
     groups: list[tuple[int, Group]] = field(default_factory=list)
     # A in registers: warp of the group -> (16, K)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from cutex.sim.decode import Decoder, Execute, instruction
 from cutex.sim.errors import BadOperand
-from cutex.sim.flight import Operation
+from cutex.sim.flight import Operation, Place
 from cutex.sim.machine import RETRY, Batch, Wait
 from cutex.sim.matrices import ELEMENTS, ITEMSIZE, Form, SharedOperand, accumulate, read_descriptor
-from cutex.sim.ptx import Imm, Instruction, Reg, Vector
+from cutex.sim.ptx import Imm, Instruction, Operand, Reg, Vector
 from cutex.sim.sync import require_whole_warp
-from cutex.sim.warpgroup import Group, Rendezvous
+from cutex.sim.warpgroup import Descriptors, Group, Rendezvous
 
 
 def accumulator_registers(code: list[Instruction]) -> set[int]:
@@ -87,119 +86,124 @@ def mma_async(d: Decoder) -> Execute:
     """9.7.15.5: D (64 x N, registers) = A (shared memory or registers) * B (shared memory) + D *
     scale-d.
     """
-    shape = re.search(r"m64n(\d+)k(\d+)", d.ins.op)
-    assert shape
-    d.only("mma_async", "sync", "aligned", "satfinite", shape.group(), *_KINDS)
-    n, k = int(shape.group(1)), int(shape.group(2))
-    kinds = [p for p in d.parts if p in _KINDS]
-    if len(kinds) != 3 or any(kind not in _OPERANDS.get(kinds[0], ()) for kind in kinds[1:]):
-        raise d.unknown("accumulator or operand type")
-    d_kind, a_kind, b_kind = kinds
-    if k * ITEMSIZE[a_kind] != 32:
-        raise d.unknown(f"k{k} of {a_kind}")
-    saturate = "satfinite" in d.mods
-    ops = d.ins.operands
-    assert isinstance(ops[0], Vector)
-    registers = tuple(r.index for r in ops[0].items if isinstance(r, Reg))
-    if len(registers) != n // (4 if d_kind == "f16" else 2):
-        raise d.unknown("size of D")
-    a_registers = (
-        tuple(r.index for r in ops[1].items if isinstance(r, Reg))
-        if isinstance(ops[1], Vector)
-        else None
-    )
-    a_desc = None if a_registers else d.src(1, "b64")
-    b_desc = d.src(2, "b64")
-    scale = d.src(3, "pred") if not isinstance(ops[3], Imm) else (lambda b, v=bool(ops[3].value): v)
-    immediates = [int(o.value) for o in ops[4:] if isinstance(o, Imm)]
-    negate_a, negate_b = (v == -1 for v in [*immediates, 1, 1][:2])
-    majors = [*immediates[2:], 0, 0]
-    a_mn, b_mn = (
-        (bool(majors[0]), bool(majors[1])) if a_registers is None else (False, bool(majors[0]))
-    )
-    a_form = Form("operand A of wgmma", a_kind, 64, a_mn)
-    b_form = Form("operand B of wgmma", b_kind, n, b_mn)
-    m, ins = d.m, d.ins
+    return Wgmma(d).execute
 
-    def execute(b: Batch) -> None:
-        require_whole_warp(d, b)
-        use_d = b.one(np.broadcast_to(scale(b), (b.n, 32)))
-        bs = b.one(b_desc(b))
-        a_s = b.one(a_desc(b)) if a_desc else None
-        parts: dict[tuple[int, int, int], list[int]] = {}
+
+class Wgmma:
+    """One wgmma of the program, which the warps of a warpgroup execute together."""
+
+    def __init__(self, d: Decoder) -> None:
+        self.d, self.m, self.ins = d, d.m, d.ins
+        shape = re.search(r"m64n(\d+)k(\d+)", d.ins.op)
+        assert shape
+        d.only("mma_async", "sync", "aligned", "satfinite", shape.group(), *_KINDS)
+        self.n, k = int(shape.group(1)), int(shape.group(2))
+        self.d_kind, a_kind, b_kind = self._kinds()
+        if k * ITEMSIZE[a_kind] != 32:
+            raise d.unknown(f"k{k} of {a_kind}")
+        self.saturate = "satfinite" in d.mods
+        ops = d.ins.operands
+        self.registers = _indices(ops[0])
+        if len(self.registers) != self.n // (4 if self.d_kind == "f16" else 2):
+            raise d.unknown("size of D")
+        self.a_registers = _indices(ops[1])  # none where A lies in shared memory
+        self.a_desc = None if self.a_registers else d.src(1, "b64")
+        self.b_desc = d.src(2, "b64")
+        keep = ops[3]
+        self.keep = d.src(3, "pred") if not isinstance(keep, Imm) else (lambda b: bool(keep.value))
+        immediates = [int(o.value) for o in ops[4:] if isinstance(o, Imm)]
+        signs, majors = [*immediates[:2], 1, 1], [*immediates[2:], 0, 0]
+        self.negate = (signs[0] == -1) != (signs[1] == -1)
+        if self.a_registers:
+            majors.insert(0, 0)  # registers have no major mode
+        self.a_form = Form("operand A of wgmma", a_kind, 64, bool(majors[0]))
+        self.b_form = Form("operand B of wgmma", b_kind, self.n, bool(majors[1]))
+
+    def _kinds(self) -> list[str]:
+        """Types of D, A and B."""
+        kinds = [p for p in self.d.parts if p in _KINDS]
+        if len(kinds) != 3 or any(kind not in _OPERANDS.get(kinds[0], ()) for kind in kinds[1:]):
+            raise self.d.unknown("accumulator or operand type")
+        return kinds
+
+    def execute(self, b: Batch) -> None:
+        require_whole_warp(self.d, b)
+        keep = b.one(np.broadcast_to(self.keep(b), (b.n, 32)))
+        bs = b.one(self.b_desc(b))
+        a_s = b.one(self.a_desc(b)) if self.a_desc else None
+        m = self.m
+        parts: dict[tuple[int, int, int], dict[int, Descriptors]] = {}
         for row in np.nonzero(b.any_active())[0].tolist():
             warp = int(b.idx[row])
             state = m.warpgroups.state(warp)
-            parts.setdefault(
-                (int(m.warp_cta[warp]), int(m.warp_in_cta[warp]) // 4, state.issued), []
-            ).append(row)
+            where = int(m.warp_cta[warp]), int(m.warp_in_cta[warp]) // 4, state.issued
+            a = None if a_s is None else int(a_s[row])
+            parts.setdefault(where, {})[warp] = Descriptors(a, int(bs[row]), bool(keep[row]))
             state.issued += 1
-        for where, rows in parts.items():
-            key = where[:2]
-            inside = [int(m.warp_in_cta[b.idx[r]]) % 4 for r in rows]
-            acc = m.warpgroups.take(key, inside, registers, n, d_kind, ins)
-            a = None if a_s is None else int(a_s[rows[0]])
-            meeting = m.warpgroups.meeting.setdefault(
-                where, Rendezvous(ins, a, int(bs[rows[0]]), bool(use_d[rows[0]]), acc)
-            )
-            for row in rows:
-                warp = int(b.idx[row])
-                same = (None if a_s is None else int(a_s[row]), int(bs[row]), ins) == (
-                    meeting.a,
-                    meeting.b,
-                    meeting.ins,
-                )
-                if not same:
-                    raise BadOperand.at(
-                        ins,
-                        f"{m.name_warp(warp)} executes another wgmma, or other descriptors, than "
-                        "its warpgroup",
-                    )
-                state = m.warpgroups.state(warp)
-                state.open.in_flight += 1
-                meeting.groups.append((warp, state.open))
-                if a_registers is not None:
-                    state.sources.append((set(a_registers), state.open, ins))
-            if a_registers is not None:
-                held = _a_fragment(
-                    m.registers[32][np.ix_(a_registers, [int(b.idx[r]) for r in rows])], a_kind
-                )
-                meeting.fragments.update(zip(inside, held, strict=True))
-            if len(meeting.groups) == 4:
-                del m.warpgroups.meeting[where]
-                issue(key, meeting)
+        for where, by_warp in parts.items():
+            self._join(where, by_warp)
 
-    def shared(cta: int, descriptor: int, form: Form) -> SharedOperand:
-        return SharedOperand(m, cta, read_descriptor(descriptor, False, ins), form, ins)
+    def _join(self, where: tuple[int, int, int], by_warp: dict[int, Descriptors]) -> None:
+        """Some warps of a warpgroup, which may be all of it, come to their wgmma."""
+        m, key = self.m, where[:2]
+        inside = [int(m.warp_in_cta[warp]) % 4 for warp in by_warp]
+        acc = m.warpgroups.take(key, inside, self.registers, self.n, self.d_kind, self.ins)
+        first = next(iter(by_warp.values()))
+        meeting = m.warpgroups.meeting.setdefault(where, Rendezvous(self.ins, first, acc))
+        for warp, descriptors in by_warp.items():
+            if (descriptors, self.ins) != (meeting.descriptors, meeting.ins):
+                raise BadOperand.at(
+                    self.ins,
+                    f"{m.name_warp(warp)} executes another wgmma, or other descriptors, than its "
+                    "warpgroup",
+                )
+            state = m.warpgroups.state(warp)
+            state.open.in_flight += 1
+            meeting.groups.append((warp, state.open))
+            if self.a_registers:
+                state.sources.append((set(self.a_registers), state.open, self.ins))
+        if self.a_registers:
+            words = m.registers[32][np.ix_(self.a_registers, list(by_warp))]
+            fragments = _a_fragment(words, self.a_form.kind)
+            meeting.fragments.update(zip(inside, fragments, strict=True))
+        if len(meeting.groups) == 4:
+            del m.warpgroups.meeting[where]
+            self._issue(key, meeting)
 
-    def issue(key: tuple[int, int], meeting: Rendezvous) -> None:
-        cta = key[0]
-        b_op = shared(cta, meeting.b, b_form)
-        reads: list[Any] = [b_op.span()]
-        if meeting.a is not None:
-            a_op = shared(cta, meeting.a, a_form)
+    def _issue(self, key: tuple[int, int], meeting: Rendezvous) -> None:
+        b_op = self._shared(key[0], meeting.descriptors.b, self.b_form)
+        reads: list[Place] = [b_op.span()]
+        if meeting.descriptors.a is not None:
+            a_op = self._shared(key[0], meeting.descriptors.a, self.a_form)
             reads.append(a_op.span())
             a_values: Callable[[], np.ndarray] = a_op.values
         else:
             a_values = lambda: np.concatenate([meeting.fragments[i] for i in range(4)])
+        complete = lambda: self._complete(key, meeting, a_values() @ b_op.values().T)
+        warp, queue = self.m.warpgroups.warp(key, 0), ("wgmma", *key)
+        self.m.flight.issue(Operation("the wgmma", warp, self.ins, queue, complete, reads=reads))
 
-        def complete() -> None:
-            product = a_values() @ b_op.values().T  # (64, N)
-            if negate_a != negate_b:
-                product = -product
-            product = product.reshape(4, 16, n)
-            old = meeting.acc.values if meeting.keep else None
-            meeting.acc.values[...] = accumulate(old, product, d_kind, saturate)
-            m.warpgroups.release(key, meeting.acc)
-            for warp, group in meeting.groups:
-                group.in_flight -= 1
-                if not group.in_flight:
-                    m.wake(("wgmma", warp))
+    def _shared(self, cta: int, descriptor: int, form: Form) -> SharedOperand:
+        desc = read_descriptor(descriptor, False, self.ins)
+        return SharedOperand(self.m, cta, desc, form, self.ins)
 
-        warp = m.warpgroups.warp(key, 0)
-        m.flight.issue(Operation("the wgmma", warp, ins, ("wgmma", *key), complete, reads=reads))
+    def _complete(self, key: tuple[int, int], meeting: Rendezvous, product: np.ndarray) -> None:
+        """``product`` (64, N)"""
+        m, values = self.m, meeting.acc.values
+        product = (-product if self.negate else product).reshape(4, 16, self.n)
+        old = values if meeting.descriptors.keep else None
+        values[...] = accumulate(old, product, self.d_kind, self.saturate)
+        m.warpgroups.release(key, meeting.acc)
+        for warp, group in meeting.groups:
+            group.in_flight -= 1
+            if not group.in_flight:
+                m.wake(("wgmma", warp))
 
-    return execute
+
+def _indices(operand: Operand) -> tuple[int, ...]:
+    """Of the registers in a vector; none of another operand."""
+    items = operand.items if isinstance(operand, Vector) else ()
+    return tuple(r.index for r in items if isinstance(r, Reg))
 
 
 def _a_fragment(words: np.ndarray, kind: str) -> np.ndarray:
