@@ -59,6 +59,11 @@ def cloud(root, modal_app, monkeypatch, tmp_path):
         yield plane
 
 
+def heed_ctrl_c() -> None:
+    """A shell that starts the tests in the background has them ignore it, and all their children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture
 def modal_run(cloud, root, tmp_path):
     """Run `modal run modal_app.py` with these options to its end."""
@@ -83,6 +88,7 @@ def modal_run(cloud, root, tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=heed_ctrl_c,
         )
 
     def run(*args: str, **more) -> SimpleNamespace:
