@@ -60,7 +60,7 @@ def cloud(root, modal_app, monkeypatch, tmp_path):
 
 
 def heed_ctrl_c() -> None:
-    """A shell that starts the tests in the background has them ignore it, and all their children."""
+    """A shell that starts tests in the background has them and their children ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
