@@ -406,7 +406,7 @@ def proposals(problem: GemmProblem, arch_name: str, batch: int = 1) -> Iterator[
 
     if torch.cuda.is_available() and batch == 1:
         found = autotune.remembered(stages(arch_name)[-1], problem)
-        if found is not None:
+        if found is not None and found.why_not(problem, arch(arch_name)) is None:
             yield found
     yield from ranked(problem, arch(arch_name), batch)
 

@@ -42,6 +42,12 @@ SWAPPED = {
 }
 
 
+SPREAD = {
+    "64x16 on 5": {**SMALL, "tile_m": 64, "tile_n": 16, "warpgroups": 1, "num_ctas": 5},
+    "128x32 on 3": {**SMALL, "tile_n": 32, "num_ctas": 3, "epi_n": 32},
+}
+
+
 def check(number: int, mnk: tuple[int, int, int], changes: dict, order: str, seed: int) -> None:
     ninth = stage("sm_90a", number)
     config = replace(ninth.config(), **changes)
@@ -72,6 +78,12 @@ def test_pingpong_tiles_come_out_exact_when_few_ctas_walk_many(changes: dict) ->
 def test_swapped_and_split_come_out_exact(m: int, changes: dict, k: int) -> None:
     """k=64 is less than one step for each of a split, which then adds zeros."""
     check(9, (m, 264, k), changes, "random", 3)
+
+
+@pytest.mark.parametrize("order", ["eager", "random"])
+@pytest.mark.parametrize("changes", SPREAD.values(), ids=SPREAD.keys())
+def test_spread_tiles_overlap_and_come_out_exact(changes: dict, order: str) -> None:
+    check(9, (13, 312, 200), {**changes, "spread": True}, order, 4)
 
 
 @pytest.mark.parametrize("number", [7, 8, 9])

@@ -18,7 +18,7 @@ from cutex.kernels.gemm import stage
 from cutex.kernels.gemm.general import GeneralConfig, Matrix
 from cutex.kernels.gemm.sm90.general import General
 from cutex.matmul_problem import MatmulProblem, draw
-from cutex.plan import result
+from cutex.plan import NAMES, config_for, result
 
 ARCH = ["sm_90a", "sm_100a"]
 each_arch = pytest.mark.parametrize("arch", ARCH)
@@ -115,6 +115,16 @@ def test_a_matrix_comes_in_through_the_slots_that_out_leaves_by(slots: dict, ord
     assert torch.equal(out, want)
     cutex.simulate(compiled, a, b, held, held, order=order, seed=2)  # over itself
     assert torch.equal(held, want)
+
+
+@pytest.mark.parametrize("dtype", [bf16, torch.float8_e4m3fn])
+def test_tiles_of_few_rows_are_spread_over_all_sms(dtype: torch.dtype) -> None:
+    a, b = normal("cpu", 13, 128).to(dtype), normal("cpu", 8192, 128, seed=1).to(dtype).mT
+    sizes, lies = (13, 8192, 128, 1), [Matrix(NAMES[dtype]), Matrix(NAMES[dtype], "column")]
+    assert config_for(sizes, (*lies, Matrix()), (), "sm_90a").spread
+    assert not config_for(sizes, (*lies, Matrix()), (fusion.Alpha(),), "sm_90a").spread
+    with ops.simulated():
+        assert close(cutex.matmul(a, b).float(), a.float() @ b.float())
 
 
 @each_arch

@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from cutex.arch import arch
+from cutex.kernels.gemm.config import GemmConfig
+from cutex.problem import GemmProblem
 from cutex.schedulers.raster import ALONG, Raster, clusters
+from cutex.schedulers.spread import first_row
 
 CLUSTERS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
 
@@ -52,6 +58,19 @@ def test_along_n_is_along_m_with_the_sides_exchanged() -> None:
     for i in range(35):
         m, n = Raster(group=3, along="m").cluster(i, 5, 7)
         assert Raster(group=3, along="n").cluster(i, 7, 5) == (n, m)
+
+
+def test_spread_tiles_cover_all_rows_wherever_the_config_says_they_do() -> None:
+    gpu = replace(arch("sm_90a"), num_sms=6)
+    config = GemmConfig(tile_m=64, tile_n=16, warpgroups=1, swap_ab=True, spread=True)
+    spread = 0
+    for rows in range(8, 600, 8):
+        if config.why_not(GemmProblem(16, rows, 64), gpu) is None:
+            first = [first_row(i, rows, 6) for i in range(6)]
+            assert {r for f in first for r in range(f, f + 64)} >= set(range(rows)), rows
+            assert all(f % 8 == 0 for f in first)
+            spread += 1
+    assert spread == 7, "from seven eighths of 6 tiles on"
 
 
 def test_a_wave_of_a_square_raster_reads_less_than_rows_in_turn() -> None:

@@ -101,8 +101,10 @@ def candidates(arch_name: str, small: bool) -> tuple[GemmConfig, ...]:
                         split_k=split_k,
                     )
                     for swap_ab in (True, False):  # the better one where the model sees none
-                        add(replace(config, swap_ab=swap_ab))
-                        add(replace(config, swap_ab=swap_ab), SHALLOW)
+                        for spread in (swap_ab, False):
+                            swapped = replace(config, swap_ab=swap_ab, spread=spread)
+                            add(swapped)
+                            add(swapped, SHALLOW)
     return tuple(found)
 
 

@@ -37,6 +37,7 @@ class GemmConfig:
     num_ctas: int = 0  # of a persistent grid; 0: as many as the arch has SMs
     split_k: int = 1  # CTAs that share the K of one tile (sm_90a: a cluster of them)
     swap_ab: bool = False  # compute C^T = B A^T: tile_m then cuts N, tile_n cuts M
+    spread: bool = False  # one tile on each SM, overlapping (schedulers/spread.py; sm_90a)
 
     @property
     def ctas(self) -> int:
@@ -120,7 +121,9 @@ class GemmConfig:
                 f"num_stages={self.num_stages}: {self.smem_bytes} bytes of tiles and {BARRIERS} "
                 f"of barriers are more than the {arch.smem_per_cta} that a CTA has on {arch.name}"
             )
-        return None if problem is None else self._why_not_problem(problem)
+        if problem is None:
+            return None
+        return self._why_not_problem(problem) or self._why_not_spread(problem, arch)
 
     def _why_not_tmem(self, arch: Arch) -> str | None:
         if self.pair and self.tile_m not in (256, 512):
@@ -160,6 +163,9 @@ class GemmConfig:
             return f"cluster {self.cluster_m}x{self.cluster_n}: each CTA loads whole rows by 8"
         if self.split_k > 1 and self.cluster_m * self.cluster_n > 1:
             return f"split_k={self.split_k}: these CTAs are a cluster, which takes no other"
+        alone = self.split_k * self.cluster_m * self.cluster_n == 1 and not self.pingpong
+        if self.spread and not alone:
+            return f"spread={self.spread}: each CTA has a tile to itself"
         if self.split_k not in (1, 2, 4, 8):
             return f"split_k={self.split_k}: 1, 2, 4 or 8 CTAs"
         if self.split_k > 1 and (self.pingpong or self.partial_bytes > self.a_bytes):
@@ -167,6 +173,18 @@ class GemmConfig:
                 f"split_k={self.split_k}: the ring's {self.a_bytes} bytes of A must hold "
                 f"{self.partial_bytes} of sums, and its warpgroups work on one tile"
             )
+        return None
+
+    def _why_not_spread(self, problem: GemmProblem, arch: Arch) -> str | None:
+        rows, columns = (problem.n, problem.m) if self.swap_ab else (problem.m, problem.n)
+        num_ctas = self.num_ctas or arch.num_sms
+        if not self.spread:
+            return None
+        apart = -(-rows // (8 * num_ctas)) * 8  # they begin so many rows apart, or 8 less
+        if columns > self.tile_n or apart > self.tile_m:
+            return f"spread={self.spread}: {num_ctas} tiles do not cover {rows}x{columns}"
+        if 8 * rows < 7 * num_ctas * self.tile_m:
+            return f"spread={self.spread}: {num_ctas} tiles overlap by more than an eighth"
         return None
 
     def _why_not_problem(self, problem: GemmProblem) -> str | None:

@@ -161,6 +161,7 @@ class General(GeneralGemm, Stage9):
         ab, held = self.ring(smem), self.held(smem)
         barriers = (ab,) if held is None else (ab, held)
         publish_barriers(barriers, cluster=self.cluster.size * c.split_k > 1)
+        a, out = self.place(a, out)
 
         warp = cute.arch.warp_idx()
         if warp >= self.load_warps.first:

@@ -2,7 +2,7 @@
 
 Idea: no tile is the best for all. One kernel takes what the stages before have built, cooperative
 or ping-pong, any tile, cluster and order, and a config for each problem (kernels/gemm/choose.py
-proposes, cutex/autotune.py confirms). Three things are new, and small problems need them:
+proposes, cutex/autotune.py confirms). Four things are new, and small problems need them:
 
 - `swap_ab`: wgmma computes at least 64 rows, so with M = 16 three quarters of it were for nothing.
   C^T = B A^T has N rows and M columns, which may be as few as 16. stmatrix transposes on the way
@@ -11,6 +11,8 @@ proposes, cutex/autotune.py confirms). Three things are new, and small problems 
   leaves its fp32 sums in its own smem, and each adds up an equal part of the tile from all of them,
   through distributed shared memory and always in the same order: no workspace, no second kernel,
   and the same bits in every run.
+- `spread`: where the tiles nearly fill the SMs once, as many as there are SMs, which overlap
+  (schedulers/spread.py).
 - The next kernel in the stream may start its CTAs when this one's end (programmatic dependent
   launch): its barriers are ready when the memory that it waits for is, and with swapped operands
   the first of A is in L2.
@@ -42,6 +44,7 @@ from cutex.kernels.gemm.sm90.stage7 import Stage7
 from cutex.kernels.gemm.sm90.stage8 import Stage8
 from cutex.pipeline import sync_cluster
 from cutex.schedulers.persistent import StaticPersistent, Walk
+from cutex.schedulers.spread import Spread
 
 SUMS_BARRIER = 5  # all MMA warps of a CTA: 1 to 4 are the warpgroups' own and their turns
 VECTOR = 4  # fp32 sums that move at a time: 16 bytes
@@ -61,8 +64,21 @@ class Stage9(Stage8):
     number = 9
 
     @property
-    def tiles(self) -> StaticPersistent:
-        return replace(super().tiles, split_k=self.config.split_k)
+    def tiles(self) -> StaticPersistent | Spread:
+        tiles = super().tiles
+        if self.config.spread:
+            return Spread(tiles.num_ctas)
+        return replace(tiles, split_k=self.config.split_k)
+
+    def place(self, a: cpasync.TmaInfo, out: cpasync.TmaInfo) -> tuple[cpasync.TmaInfo, ...]:
+        """With `spread`, from the first row of this CTA's tile on."""
+        if not self.config.spread:
+            return a, out
+        first = self.tiles.first_row(out.tma_tensor)
+        return tuple(
+            cpasync.TmaInfo(x.atom, cute.domain_offset((first, 0), x.tma_tensor), x.smem_layout)
+            for x in (a, out)
+        )
 
     def epilogue_slots(self, dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
         c = self.config
@@ -95,7 +111,8 @@ class Stage9(Stage8):
         walk = self.tiles.walk(mC)
         if cutlass.const_expr(self.config.swap_ab):
             cute.arch.griddepcontrol_launch_dependents()
-            self.prefetch(ab_operands.loads(walk.tile(walk.first), self.cluster), walk)
+            if cutlass.const_expr(not self.config.spread):
+                self.prefetch(ab_operands.loads(walk.tile(walk.first), self.cluster), walk)
             cute.arch.griddepcontrol_wait()
         else:
             cute.arch.griddepcontrol_wait()

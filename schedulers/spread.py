@@ -1,0 +1,52 @@
+"""One tile a CTA, on every SM, though the rows do not divide so: neighbouring tiles overlap.
+
+128 tiles of 64 rows leave 4 of 132 SMs without work. Spread evenly, 132 tiles begin 56 or 64 rows
+apart; the rows that two of them share are computed twice, alike, and stored twice. Worth it where
+memory limits and the tiles nearly fill the GPU: the rows that are read twice come from L2.
+
+Plain operators only: Python ints run it, and the same code traces in the DSL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cutlass import Int32, cute
+
+from cutex.schedulers.one_tile import WorkTile
+
+UNIT = 8  # rows: 16 bytes of what is contiguous, which a TMA store writes whole
+
+
+def first_row(cta: Int32 | int, rows: Int32 | int, num_ctas: int) -> Int32 | int:
+    """Of this CTA's tile: from its share of the rows, in whole units, on."""
+    return cta * ((rows + UNIT - 1) // UNIT) // num_ctas * UNIT
+
+
+class OneStep(NamedTuple):
+    """The walk of a CTA that has one tile, counted from its own first row."""
+
+    first: int = 0
+    end: int = 1
+    step: int = 1
+    share: int = 0
+
+    def tile(self, index: Int32) -> WorkTile:
+        return WorkTile(Int32(0), Int32(0))
+
+
+@dataclass(frozen=True)
+class Spread:
+    num_ctas: int
+
+    def grid(self, mC: cute.Tensor) -> tuple[int, int, int]:
+        return 1, 1, self.num_ctas
+
+    def walk(self, mC: cute.Tensor) -> OneStep:
+        return OneStep()
+
+    def first_row(self, mC: cute.Tensor) -> Int32:
+        """Of this CTA's tile of mC (M, N)."""
+        _, _, cta = cute.arch.block_idx()
+        return first_row(cta, cute.size(mC, mode=[0]), self.num_ctas)
