@@ -101,6 +101,8 @@ def candidates(arch_name: str, small: bool) -> tuple[GemmConfig, ...]:
                         split_k=split_k,
                     )
                     for swap_ab in (True, False):  # the better one where the model sees none
+                        if m == 128 and swap_ab:  # what memory must bring is asked of L2 once
+                            add(replace(config, swap_ab=True, cluster_n=2))
                         for spread in (swap_ab, False):
                             swapped = replace(config, swap_ab=swap_ab, spread=spread)
                             add(swapped)

@@ -111,7 +111,7 @@ class Stage9(Stage8):
         walk = self.tiles.walk(mC)
         if cutlass.const_expr(self.config.swap_ab):
             cute.arch.griddepcontrol_launch_dependents()
-            if cutlass.const_expr(not self.config.spread):
+            if cutlass.const_expr(not self.config.spread and self.config.cluster_n == 1):
                 self.prefetch(ab_operands.loads(walk.tile(walk.first), self.cluster), walk)
             cute.arch.griddepcontrol_wait()
         else:
