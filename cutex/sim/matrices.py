@@ -97,8 +97,17 @@ ELEMENTS: dict[str, Any] = {
     "e5m2": lambda raw: raw.view(ml_dtypes.float8_e5m2).astype(np.float32),
     "s8": lambda raw: raw.view(np.int8).astype(np.float32),
     "u8": lambda raw: raw.view(np.uint8).astype(np.float32),
+    "e2m1": lambda raw: (
+        _nibbles(raw.view(np.uint8)).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    ),
 }
-ITEMSIZE = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}
+# bytes; two of e2m1 share one, which is always K-major
+ITEMSIZE = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1, "e2m1": 1}
+
+
+def _nibbles(raw: np.ndarray) -> np.ndarray:
+    """(..., n) bytes -> (..., 2 n) of their halves, the lower first."""
+    return np.stack([raw & 15, raw >> 4], -1).reshape(*raw.shape[:-1], -1)
 
 
 def accumulate(old: np.ndarray | None, product: np.ndarray, kind: str, saturate: bool) -> Any:

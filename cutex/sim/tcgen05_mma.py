@@ -15,66 +15,24 @@ from cutex.sim.flight import Place, Rectangle
 from cutex.sim.machine import Batch
 from cutex.sim.matrices import (
     ELEMENTS,
-    ITEMSIZE,
     Form,
     SharedOperand,
     accumulate,
     read_descriptor,
 )
 from cutex.sim.memory import POISON32
-from cutex.sim.ptx import Address, Instruction, Vector
+from cutex.sim.ptx import Address, Vector
 from cutex.sim.tcgen05 import Issuer, cta_group
+from cutex.sim.tcgen05_descriptor import (
+    TYPES,
+    InstructionDescriptor,
+    check_shape,
+    read_instruction,
+)
+from cutex.sim.tcgen05_scale import SIZES, BlockScales, factors_per_row
 
-_TYPES: dict[str, dict[int, str]] = {  # of A and B, by kind and code
-    "f16": {0: "f16", 1: "bf16"}, "tf32": {2: "tf32"}, "f8f6f4": {0: "e4m3", 1: "e5m2"},
-    "i8": {0: "u8", 1: "s8"},
-}  # fmt: skip
-_RESULTS: dict[str, dict[int, str]] = {  # of D
-    "f16": {0: "f16", 1: "f32"}, "tf32": {1: "f32"}, "f8f6f4": {0: "f16", 1: "f32"},
-    "i8": {2: "s32"},
-}  # fmt: skip
 A_COLUMNS = 8  # of tensor memory: 32 bytes of K
 _UPPER_POISON = np.uint32(POISON32 & 0xFFFF0000)  # of a column that holds a 16-bit accumulator
-
-
-class InstructionDescriptor:
-    """The 32-bit instruction descriptor (9.7.16.4.2) of kinds f16, tf32, f8f6f4 and i8, dense."""
-
-    def __init__(self, bits: int, kind: str, ins: Instruction) -> None:
-        names, results = _TYPES[kind], _RESULTS[kind]
-        a, b, out = bits >> 7 & 7, bits >> 10 & 7, bits >> 4 & 3
-        odd = bits & (0b0111 if kind == "i8" else 0b1111) or bits >> 29 or bits >> 23 & 1
-        if a not in names or b not in names or out not in results or odd:
-            raise BadOperand.at(
-                ins,
-                f"instruction descriptor 0x{bits:08x} asks for a sparse form, a type or an "
-                f"accumulator that the simulator does not define for kind::{kind}",
-            )
-        self.a, self.b, self.out = names[a], names[b], results[out]
-        self.integer = kind == "i8"
-        self.saturate = bool(bits >> 3 & 1)
-        self.negate = bool(bits >> 13 & 1) != bool(bits >> 14 & 1)
-        if self.integer and bits >> 13 & 3:
-            raise BadOperand.at(ins, f"instruction descriptor 0x{bits:08x} negates integers")
-        self.a_mn, self.b_mn = bool(bits >> 15 & 1), bool(bits >> 16 & 1)
-        self.n, self.m = (bits >> 17 & 63) << 3, (bits >> 24 & 31) << 4
-
-
-def _check_shape(desc: InstructionDescriptor, group: int, ins: Instruction) -> None:
-    """Table 39: M 64 or 128 (one CTA), 128 or 256 (pair); N in steps of 8 or 16, of integers 16
-    (besides 8 and 24) or 32.
-    """
-    ms = (64, 128) if group == 1 else (128, 256)
-    step = 8 if desc.m == 64 else 16
-    if desc.integer:
-        step = 32 if group == 2 else 16
-    small = desc.integer and desc.m == 64 and desc.n in (8, 24)
-    if desc.m not in ms or (desc.n % step and not small) or not 8 <= desc.n <= 256:
-        raise BadOperand.at(
-            ins,
-            f"tcgen05.mma of M={desc.m}, N={desc.n} with cta_group::{group}: takes M in {ms}, N in "
-            f"steps of {step} up to 256",
-        )
 
 
 @lru_cache(maxsize=64)
@@ -96,20 +54,24 @@ def mma(d: Decoder) -> Execute:
     enabled.
     """
     d.only(
-        "mma", "cta_group", "1", "2", "kind", *_TYPES, "collector", "a", "discard",
-        "fill", "use", "lastuse", "buffer", "b0",
+        "mma", "cta_group", "1", "2", "kind", *TYPES, "collector", "a", "discard",
+        "fill", "use", "lastuse", "buffer", "b0", "block_scale", *SIZES,
     )  # fmt: skip
     group = cta_group(d)
     kind = d.parts[d.parts.index("kind") + 1]
+    if kind.startswith("mx") != ("block_scale" in d.mods):
+        raise d.unknown("block scaling")
     ops = d.ins.operands
     from_tmem = isinstance(ops[1], Address)
     target = d.address(0)
     a_read = d.address(1) if from_tmem else d.src(1, "b64")
     b_read, idesc = d.src(2, "b64"), d.src(3, "b32")
     disable = ops[4].items if isinstance(ops[4], Vector) else ()
-    at = 5 if disable else 4
-    enable = d.read(ops[at], "pred")
-    scale = 0.5 ** d.immediate(at + 1) if len(ops) > at + 1 else 1.0  # of D
+    factors = factors_per_row(d, kind) if "block_scale" in d.mods else 0
+    factors_at = [d.address(4), d.address(5)] if factors else []
+    after = 6 if factors else 5 if disable else 4
+    enable = d.read(ops[after], "pred")
+    scale = 0.5 ** d.immediate(after + 1) if len(ops) > after + 1 else 1.0  # of D
     disable_reads = [d.read(o, "b32") for o in disable]
     m, ins = d.m, d.ins
 
@@ -121,11 +83,13 @@ def mma(d: Decoder) -> Execute:
             raise d.unknown(f"{len(masks)} words of disabled lanes")
         rows, lanes = np.nonzero(b.active())
         for at in zip(rows.tolist(), lanes.tolist(), strict=True):
-            desc = InstructionDescriptor(int(i_s[at]), kind, ins)
-            _check_shape(desc, group, ins)
+            desc = read_instruction(int(i_s[at]), kind, ins)
+            check_shape(desc, group, ins)
             off = [int(x[at]) for x in masks]
+            issuer = Issuer(m, int(b.idx[at[0]]), at[1], group, ins)
+            scale_at = [int(np.broadcast_to(r(b), (b.n, 32))[at]) for r in factors_at]
             Mma(
-                Issuer(m, int(b.idx[at[0]]), at[1], group, ins),
+                issuer,
                 desc,
                 int(t[at]),
                 int(a_s[at]),
@@ -133,6 +97,7 @@ def mma(d: Decoder) -> Execute:
                 from_tmem,
                 scale if enabled[at] else None,
                 _enabled_lanes(off, group),
+                BlockScales(issuer, desc, factors, *scale_at) if factors else None,
             ).issue()
 
     return execute
@@ -160,6 +125,7 @@ class Mma:
     a_in_tmem: bool
     scale: float | None  # None: D is not read
     enabled: np.ndarray  # (ctas, 128) lanes that are written
+    scales: BlockScales | None = None
 
     def __post_init__(self) -> None:
         self.m, self.ins, self.ctas = self.issuer.m, self.issuer.ins, self.issuer.ctas
@@ -189,6 +155,7 @@ class Mma:
             operands = self._shared(self.a, a_form)
             self.a_values = [x.values for x in operands]
             reads += [x.span() for x in operands]
+        reads += self.scales.places() if self.scales else []
         writes: list[Place] = [
             r for c in self.ctas for r in _rectangles(c, desc, self.d, self.width)
         ]
@@ -198,7 +165,10 @@ class Mma:
     def complete(self) -> None:
         b_all = np.concatenate([x.values() for x in self.bs], 0)
         for cta, a_of, on in zip(self.ctas, self.a_values, self.enabled, strict=True):
-            for where, value in self._products(a_of(), b_all):
+            a, b = a_of(), b_all
+            if self.scales:
+                a, b = self.scales.of_a(cta, a), self.scales.of_b(cta, b)
+            for where, value in self._products(a, b):
                 value = -value if self.desc.negate else value
                 rows = slice(None) if len(where) == 128 and on.all() else where[on[where]]
                 value = value if isinstance(rows, slice) else value[on[where]]
@@ -236,7 +206,7 @@ class Mma:
         def values() -> np.ndarray:
             cells = self.m.tmem.cells[cta][lanes, column : column + A_COLUMNS]
             raw = np.ascontiguousarray(cells).view(np.uint8).reshape(len(lanes), -1)
-            return ELEMENTS[kind](raw).reshape(len(lanes), 32 // ITEMSIZE[kind])
+            return ELEMENTS[kind](raw).reshape(len(lanes), -1)
 
         return values
 

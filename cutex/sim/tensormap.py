@@ -15,7 +15,8 @@ import numpy as np
 from cutex.sim.errors import BadOperand
 
 MAP_BYTES = 128
-_TYPE_BYTES = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 4, 9: 8, 10: 2}
+_B4X16 = 11  # packed 4-bit elements: copied as bytes
+_TYPE_BYTES = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 4, 9: 8, 10: 2, _B4X16: 1}
 _F32_FTZ = 8
 _NAN_FILL = {6: 0x7FF7, 10: 0x7FF7, 7: 0x7FF77FF7}  # f16, bf16, f32
 _TYPE_NAMES = {
@@ -30,13 +31,14 @@ _TYPE_NAMES = {
     8: "f32.ftz",
     9: "f64",
     10: "bf16",
+    _B4X16: "b4x16",
 }
 
 
 @dataclass(frozen=True)
 class TensorMap:
     """Dimensions, strides and box, innermost first; strides in bytes, ``strides[0]`` the element's
-    size.
+    size. Of packed 4-bit elements, two are one element here: a byte.
     """
 
     address: int
@@ -56,6 +58,12 @@ class TensorMap:
     @property
     def rank(self) -> int:
         return len(self.dims)
+
+    def place(self, at: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Coordinates of an instruction in this map's elements; None if they lie within one."""
+        if self.kind != _B4X16:
+            return at
+        return None if at[0] % 2 else (at[0] // 2, *at[1:])
 
     @property
     def traversed(self) -> tuple[int, ...]:
@@ -134,10 +142,15 @@ def decode_map(raw: bytes) -> TensorMap:
     box = [(int(w[13]) >> 24 & 255) + 1] + [
         (int(w[14]) >> 8 * i & 255) + 1 for i in range(rank - 1)
     ]
+    dims = [int(w[8 + i]) + 1 for i in range(rank)]
+    if kind == _B4X16:
+        if dims[0] % 2 or box[0] % 2:
+            raise BadOperand(f"bad operand: tensor map of {dims[0]} 4-bit elements, box {box[0]}")
+        dims[0], box[0] = dims[0] // 2, box[0] // 2
     return TensorMap(
         address=int(w[0]) | int(w[1]) << 32,
         kind=kind,
-        dims=tuple(int(w[8 + i]) + 1 for i in range(rank)),
+        dims=tuple(dims),
         strides=tuple(strides),
         box=tuple(box),
         steps=tuple((int(w[13]) >> 3 * i & 7) + 1 for i in range(rank)),

@@ -54,8 +54,7 @@ def tensor_load(d: Decoder) -> Execute:
         masks = multicast(b) if multicast else None
         for row, lane in active_lanes(b):
             tmap = read_map(d, int(maps[row, lane]))
-            at = tuple(int(c[row, lane]) for c in cs)
-            _check_coordinates(d, tmap, at)
+            at = _place(d, tmap, tuple(int(c[row, lane]) for c in cs))
             align = 128 if tmap.swizzle else 16
             cta, offset = shared_place(d, b, row, lane, int(t[row, lane]), tmap.bytes, 16)
             if offset % align and tmap.swizzle:
@@ -80,16 +79,19 @@ def tensor_load(d: Decoder) -> Execute:
     return execute
 
 
-def _check_coordinates(d: Decoder, tmap: TensorMap, at: tuple[int, ...]) -> None:
+def _place(d: Decoder, tmap: TensorMap, at: tuple[int, ...]) -> tuple[int, ...]:
+    """Coordinates in the map's elements."""
     if len(at) != tmap.rank:
         raise BadOperand.at(d.ins, f"{len(at)} coordinates for a tensor map of rank {tmap.rank}")
     # Seen on an H200: an inner coordinate that is not a multiple of 16 bytes traps.
-    if at[0] * tmap.itemsize % 16:
+    place = tmap.place(at)
+    if place is None or place[0] * tmap.itemsize % 16:
         raise BadOperand.at(
             d.ins,
             f"inner coordinate {at[0]} of a {tmap} is not a multiple of 16 bytes: the hardware "
             "traps",
         )
+    return place
 
 
 def _window(m: Machine, tmap: TensorMap, part: Overlap, why: str) -> np.ndarray:
@@ -157,14 +159,16 @@ def tensor_store(d: Decoder, combine: str | None) -> Execute:
             same.setdefault(key, []).append(lane)
         for (row, address, source, *at), lanes in same.items():
             tmap = read_map(d, address)
-            _check_coordinates(d, tmap, tuple(at))
-            _check_stored_rows(d, tmap, tuple(at))
+            if combine and tmap.kind not in _KINDS:
+                raise BadOperand.at(ins, f"a reduction into a {tmap} is not defined")
+            where = _place(d, tmap, tuple(at))
+            _check_stored_rows(d, tmap, where)
             cta, offset = shared_place(d, b, row, lanes[0], source, tmap.bytes, 16)
             warp = int(b.idx[row])
             groups = [m.bulk_groups.joined((warp, lane)) for lane in lanes]
             op = Operation(
                 f"the TMA store of a {tmap}", warp, ins, ("store", m.flight.issued),
-                _storer(m, tmap, tuple(at), cta, offset, combine, groups, ins),
+                _storer(m, tmap, where, cta, offset, combine, groups, ins),
                 reads=[Span(cta, offset, offset + tmap.bytes)], is_store=True,
             )  # fmt: skip
             m.flight.issue(op)

@@ -72,7 +72,8 @@ def test_the_largest_dimension_is_2_to_the_32():
         ({"interleave": 2}, "tensor map with interleave"),
         ({"flags": 1 << 22}, "not a tensor map that the simulator knows"),  # 96-byte swizzle
         ({"flags": 7 << 4}, "rank 8"),
-        *(({"kind": k}, f"type {k}") for k in range(11, 16)),
+        *(({"kind": k}, f"type {k}") for k in range(12, 16)),
+        ({"kind": 11, "dims": [63, 64]}, "tensor map of 63 4-bit elements"),
         *(({"swizzle": 128, "atomicity": a}, "128-byte swizzle of 32 or 64") for a in (1, 2, 3)),
     ],
 )

@@ -25,11 +25,12 @@ from copies import (
     store_text,
 )  # fmt: skip
 from ptx_kernel import simulate_ptx
-from tensor_maps import size_of
+from tensor_maps import aligned, encode, size_of
 
 from cutex.sim.errors import BadOperand, Hazards, SimError, UnknownInstruction
 
 REFUSED = (BadOperand, Hazards)
+B4X16 = 11  # packed 4-bit elements: a type that only the map knows
 
 
 def check_load(execute, copy: Copy) -> None:
@@ -349,3 +350,43 @@ def test_reductions_that_the_simulator_does_not_define_are_named(name):
     text = store_text(copy).replace("cp.async", "cp.reduce.async")
     with pytest.raises(UnknownInstruction, match=name):
         run(simulate_ptx, copy, text.replace("shared::cta.tile", f"shared::cta.{name}.tile"))
+
+
+# -- packed 4-bit elements -------------------------------------------------------------------------
+
+
+class Packed(Copy):
+    """A copy of bytes whose map and coordinates speak of two 4-bit elements in each."""
+
+    @property
+    def map(self) -> np.ndarray:
+        t, (box, *rows) = self.tensor, self.box
+        raw = encode(0, B4X16, (2 * t.dims[0], *t.dims[1:]), t.strides, (2 * box, *rows),
+                     swizzle=self.swizzle)  # fmt: skip
+        return aligned(np.frombuffer(raw, np.uint8))
+
+    @property
+    def coordinates(self) -> str:
+        return "{" + ", ".join(map(str, (2 * self.at[0], *self.at[1:]))) + "}"
+
+
+@pytest.mark.parametrize(("swizzle", "wide"), [(0, 16), (32, 32), (64, 64), (128, 128)])
+@pytest.mark.parametrize("at", [(0, 0), (32, 3), (-16, -2), (96, 7)])
+def test_packed_4_bit_elements_are_copied_as_bytes(swizzle, wide, at):
+    check_load(simulate_ptx, Packed(Tensor("u8", (112, 9)), (wide, 8), at, swizzle=swizzle))
+    if min(at) >= 0:
+        check_store(simulate_ptx, Packed(Tensor("u8", (112, 9)), (wide, 8), at, swizzle=swizzle))
+
+
+def test_a_packed_copy_starts_at_a_multiple_of_16_bytes():
+    copy = Packed(Tensor("u8", (112, 9)), (32, 8), (8, 0))
+    with pytest.raises(BadOperand, match=r"inner coordinate 16 of a b4x16 tensor .* traps"):
+        check_load(simulate_ptx, copy)
+
+
+def test_packed_elements_have_no_sums():
+    copy = Packed(Tensor("u8", (112, 9)), (32, 8), (0, 0))
+    text = store_text(copy).replace("cp.async.bulk", "cp.reduce.async.bulk")
+    text = text.replace(".tile.bulk_group", ".add.tile.bulk_group")
+    with pytest.raises(BadOperand, match=r"a reduction into a b4x16 tensor .* is not defined"):
+        run(simulate_ptx, copy, text + DONE)
