@@ -28,7 +28,7 @@ SMALL_ROWS = (64, 128)  # of a tile where the other side has at most 128
 SMALL_COLUMNS = (16, 32, 64, 128)
 CLUSTERS = [(1, 1), (2, 1), (1, 2)]
 SPLITS = (1, 2)
-SHALLOW = 124 * 1024  # bytes of a ring that small problems fill sooner
+SHALLOW = 164 * 1024  # bytes of a ring that small problems fill sooner
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,15 @@ def candidates(arch_name: str, small: bool) -> tuple[GemmConfig, ...]:
                     )
                     for swap_ab in (True, False):  # the better one where the model sees none
                         if m == 128 and swap_ab:  # what memory must bring is asked of L2 once
-                            add(replace(config, swap_ab=True, cluster_n=2))
+                            shared = replace(config, swap_ab=True, cluster_n=2, epi_n=min(32, n))
+                            add(shared)
+                            add(replace(shared, l2_ahead=16))
                         for spread in (swap_ab, False):
                             swapped = replace(config, swap_ab=swap_ab, spread=spread)
                             add(swapped)
                             add(swapped, SHALLOW)
+                            if spread and n >= 64:
+                                add(replace(swapped, l2_ahead=16))
     return tuple(found)
 
 
@@ -135,7 +139,8 @@ def predict(config: GemmConfig, problem: GemmProblem, arch: Arch, batch: int = 1
     compute = rounds * max(k_tiles * step + out, leaving)
 
     memory = problem.bytes * batch / machine.memory_gbs / 1e3
-    asking = min(1.0, tiles * c.split_k / arch.num_sms)  # SMs: few cannot ask for all of it
+    useful = _up(m, c.tile_m) * _up(n, c.tile_n) * batch * c.split_k
+    asking = min(1.0, useful / arch.num_sms)  # SMs: few cannot ask for all of it
     memory /= min(1.0, asking / 0.9)
     split = machine.exchange_us if c.split_k > 1 else 0.0
     handing = rounds * k_tiles * machine.step_us

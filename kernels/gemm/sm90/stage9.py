@@ -124,9 +124,18 @@ class Stage9(Stage8):
             first = walk.share * count
             # NOTE: a share may reach past K, where TMA fills in zeros
             for k_tile in cutlass.range(first, first + count, unroll=1):
+                if cutlass.const_expr(self.config.l2_ahead > 0):
+                    self.ask_l2(loads, k_tile + self.config.l2_ahead, first + count)
                 loads.load(k_tile, fill.slot, ab.acquire(fill))
                 fill.advance()
         ab.drain(fill)
+
+    @cute.jit
+    def ask_l2(self, loads: AbLoads, k_tile: Int32, end: Int32) -> None:
+        """For a tile of A, or this CTA's part of it, that the ring has no room for yet: so memory
+        has more to do at a time than the ring holds."""
+        if k_tile < end:
+            cute.prefetch(loads.a.atom, loads.a.gmem[None, k_tile])
 
     @cute.jit
     def prefetch(self, loads: AbLoads, walk: Walk) -> None:
