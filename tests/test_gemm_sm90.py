@@ -37,7 +37,7 @@ SMALL = {
 }  # fmt: skip
 SWAPPED = {
     "64x16": {**SMALL, "tile_m": 64, "tile_n": 16, "warpgroups": 1, "tile_k": 128},
-    "128x64, 1x2": {**SMALL, "tile_n": 64, "epi_n": 64, "cluster_n": 2, "l2_ahead": 8},
+    "128x64, 1x2": {**SMALL, "tile_n": 64, "epi_n": 64, "cluster_n": 2},
     "128x64, split in two": {**SMALL, "tile_n": 64, "epi_n": 64, "split_k": 2},
     "128x64, split in four": {**SMALL, "tile_n": 64, "epi_n": 32, "split_k": 4},
 }

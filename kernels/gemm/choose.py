@@ -28,7 +28,7 @@ SMALL_ROWS = (64, 128)  # of a tile where the other side has at most 128
 SMALL_COLUMNS = (16, 32, 64, 128)
 CLUSTERS = [(1, 1), (2, 1), (1, 2)]
 SPLITS = (1, 2)
-SHALLOW = 164 * 1024  # bytes of a ring that small problems fill sooner
+SHALLOW = 164 * 1024  # bytes of another ring to try: small problems fill it sooner
 
 
 @dataclass(frozen=True)
@@ -102,15 +102,11 @@ def candidates(arch_name: str, small: bool) -> tuple[GemmConfig, ...]:
                     )
                     for swap_ab in (True, False):  # the better one where the model sees none
                         if m == 128 and swap_ab:  # what memory must bring is asked of L2 once
-                            shared = replace(config, swap_ab=True, cluster_n=2, epi_n=min(32, n))
-                            add(shared)
-                            add(replace(shared, l2_ahead=16))
+                            add(replace(config, swap_ab=True, cluster_n=2))
                         for spread in (swap_ab, False):
                             swapped = replace(config, swap_ab=swap_ab, spread=spread)
                             add(swapped)
                             add(swapped, SHALLOW)
-                            if spread and n >= 64:
-                                add(replace(swapped, l2_ahead=16))
     return tuple(found)
 
 

@@ -37,7 +37,6 @@ class GemmConfig:
     num_ctas: int = 0  # of a persistent grid; 0: as many as the arch has SMs
     split_k: int = 1  # CTAs that share the K of one tile (sm_90a: a cluster of them)
     swap_ab: bool = False  # compute C^T = B A^T: tile_m then cuts N, tile_n cuts M
-    l2_ahead: int = 0  # K tiles of A that are asked into L2 before the ring has room (sm_90a)
     spread: bool = False  # one tile on each SM, overlapping (schedulers/spread.py; sm_90a)
 
     @property

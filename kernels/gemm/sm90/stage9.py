@@ -2,7 +2,7 @@
 
 Idea: no tile is the best for all. One kernel takes what the stages before have built, cooperative
 or ping-pong, any tile, cluster and order, and a config for each problem (kernels/gemm/choose.py
-proposes, cutex/autotune.py confirms). Four things are new, and small problems need them:
+proposes, cutex/autotune.py confirms). Five things are new, and small problems need them:
 
 - `swap_ab`: wgmma computes at least 64 rows, so with M = 16 three quarters of it were for nothing.
   C^T = B A^T has N rows and M columns, which may be as few as 16. stmatrix transposes on the way
@@ -13,6 +13,8 @@ proposes, cutex/autotune.py confirms). Four things are new, and small problems n
   and the same bits in every run.
 - `spread`: where the tiles nearly fill the SMs once, as many as there are SMs, which overlap
   (schedulers/spread.py).
+- Swapped, two CTAs may share a tile of the weights (`cluster_n`), each with half of the columns: L2
+  is asked for 2 MB for each, not 3, at M = 128.
 - The next kernel in the stream may start its CTAs when this one's end (programmatic dependent
   launch): its barriers are ready when the memory that it waits for is, and with swapped operands
   the first of A is in L2.
@@ -20,12 +22,15 @@ proposes, cutex/autotune.py confirms). Four things are new, and small problems n
 Measured, times stage 8: 1.00 at 8192x8192x4096, where the choice is stage 8's own tile, 1.15 at
 4096x4096x4096 (128x128), 1.5 at 2048x2048x2048, 2.4 with M = 16, 1.6 with M = 128. Beside the best
 of cuBLAS and quack: 1.02 in the mean of seven large problems, 0.995 to 1.047. With N = K = 8192 and
-M = 1, 16, 64: 1.055, 1.03, 1.05, at 97, 97 and 90 % of what a plain read of memory reaches; 0.98
-with M = 128, where power and the way through L2 limit, too.
+M = 1, 16, 64, 128: 1.06, 1.04, 1.07, 1.005, at 4.26, 4.25, 4.0 and 3.74 TB/s, where torch reads a
+large tensor at 4.2 to 4.3. Of the 32 us with M = 16, 2 pass between one kernel's last load and the
+next one's first, and the rest runs at 4.5 TB/s.
 
 Tried, and left out: evicting the streamed operand from L2 first looks like 5 % at small M, but with
 12 copies of the operands in turn instead of 2 it is nothing: it leaves parts of the copy before
 last in L2, which the timing then finds. Starting CTAs at different places of K loses up to 10 %.
+Asking L2 for more than the ring holds loses 8 to 50 %, rings that leave room for the next kernel's
+CTA on the same SM 2 to 20 %; letting it start late instead of early changes nothing.
 """
 
 from __future__ import annotations
@@ -124,18 +129,9 @@ class Stage9(Stage8):
             first = walk.share * count
             # NOTE: a share may reach past K, where TMA fills in zeros
             for k_tile in cutlass.range(first, first + count, unroll=1):
-                if cutlass.const_expr(self.config.l2_ahead > 0):
-                    self.ask_l2(loads, k_tile + self.config.l2_ahead, first + count)
                 loads.load(k_tile, fill.slot, ab.acquire(fill))
                 fill.advance()
         ab.drain(fill)
-
-    @cute.jit
-    def ask_l2(self, loads: AbLoads, k_tile: Int32, end: Int32) -> None:
-        """For a tile of A, or this CTA's part of it, that the ring has no room for yet: so memory
-        has more to do at a time than the ring holds."""
-        if k_tile < end:
-            cute.prefetch(loads.a.atom, loads.a.gmem[None, k_tile])
 
     @cute.jit
     def prefetch(self, loads: AbLoads, walk: Walk) -> None:
