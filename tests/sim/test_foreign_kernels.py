@@ -94,6 +94,60 @@ def test_gemm_of_hopper_with_stmatrix_and_tma_store(order):
     assert_close(c, reference)
 
 
+@pytest.mark.parametrize("order", ORDERS[:2], ids=str)
+@pytest.mark.parametrize("name", ["dense_gemm", "dense_gemm_software_pipeline"])
+@pytest.mark.parametrize(
+    "pair, tile, tma_store",
+    [(False, (128, 128), True), (True, (256, 128), False), (True, (128, 128), True)],
+)
+def test_gemms_of_blackwell(name, pair, tile, tma_store, order):
+    module = example("cute/blackwell/kernel/dense_gemm", name)
+    cluster = (2, 1) if pair else (1, 1)
+    gemm = module.DenseGemmKernel(cutlass.Float32, pair, tile, cluster, tma_store)
+    a, b, c, reference = operands(512, 384, 200, torch.bfloat16, batch=True)
+    simulate(gemm, a, b, c, CUstream(0), **order)
+    assert_close(c, reference)
+
+
+@pytest.mark.parametrize("order", ORDERS[:2], ids=str)
+def test_gemm_of_blackwell_with_cluster_launch_control(order):
+    module = example("cute/blackwell/kernel/dense_gemm", "dense_gemm_persistent_dynamic")
+    gemm = module.PersistentDenseGemmKernel(cutlass.Float32, True, (256, 128), (2, 1), True)
+    a, b, c, reference = operands(512, 384, 256, torch.bfloat16, batch=True)
+    simulate(gemm, a, b, c, CUstream(0), **order)
+    assert_close(c, reference)
+
+
+@pytest.mark.parametrize("order", ORDERS[:2], ids=str)
+@pytest.mark.parametrize("tile, cluster", [((128, 256), (2, 1)), ((64, 128), (1, 2))])
+def test_persistent_gemm_of_hopper(tile, cluster, order):
+    module = example("cute/hopper/kernel/dense_gemm", "dense_gemm_persistent")
+    gemm = module.HopperWgmmaGemmPersistentKernel(cutlass.Float32, tile, cluster, 1, True)
+    a, b, c, reference = operands(384, 512, 200, torch.float16, batch=True)
+    simulate(gemm, a, b, c, CLUSTERS, CUstream(0), arch="sm_90a", **order)
+    assert_close(c, reference)
+
+
+@pytest.mark.parametrize("order", ORDERS[:2], ids=str)
+@pytest.mark.parametrize("pair", [False, True])
+def test_blockwise_gemm_of_blackwell_with_scales_by_cp_async(pair, order):
+    """Factors of 1x128 of A and 128x128 of B, applied to the accumulator."""
+    module = example("cute/blackwell/kernel/blockwise_gemm", "blockwise_gemm")
+    m, n, k = 256, 256, 512
+    a, b = (torch.randint(-3, 4, (rows, k)).double() for rows in (m, n))
+    sa, sb = torch.randint(1, 4, (k // 128, m)).T, torch.randint(1, 4, (n // 128, k // 128))
+    reference = (a * sa.repeat_interleave(128, 1)) @ (
+        b * sb.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    ).T
+    c = torch.full((m, n, 1), float("nan")).bfloat16()
+    tile, cluster = ((256, 128), (2, 1)) if pair else ((128, 128), (1, 1))
+    gemm = module.BlockwiseGemmKernel(cutlass.Float32, pair, tile, cluster)
+    eights = [x.float().to(torch.float8_e4m3fn)[:, :, None] for x in (a, b)]
+    factors = [x.float()[:, :, None] for x in (sa, sb)]
+    simulate(gemm, *eights, c, *factors, CLUSTERS, CUstream(0), **order)
+    assert_close(c, reference)
+
+
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize("columns", [1024, 32768])
 def test_rms_norm_of_blackwell_with_groups_of_cp_async(columns, order, monkeypatch):
