@@ -47,7 +47,7 @@ def matmul(
     activation: "relu", "gelu", "gelu_tanh", "silu"; "gated_silu" or "gated_gelu", act(even columns)
         * odd columns, which leaves (.., M, N / 2); or a function of one DSL Float32, or of it and
         its row and column (@cute.jit if it branches).
-    out: where to write; of any strides. beta: factor of what it held before, which is copied first.
+    out: where to write; of any strides. beta: factor of what it held before.
     out_dtype: bfloat16, float16 or float32; by default that of a, bfloat16 for fp8.
     scale_a, scale_b: float32, one number each, or one for each row of a and each column of b.
     amax: float32 of one element, raised to the largest magnitude of the result before rounding.
