@@ -135,6 +135,18 @@ def test_k_of_zero_leaves_what_the_epilogue_adds(arch: str, place: str) -> None:
     assert close(cutex.matmul(a, b, bias=bias, out=out, beta=0.5).float(), want)
 
 
+@pytest.mark.parametrize("n", [40, 37], ids=["by TMA", "from a copy"])
+@each_arch
+def test_beta_reads_what_out_holds_at_each_call(arch: str, place: str, n: int) -> None:
+    """The second call takes the plan of the first."""
+    a, b, out = normal(place, 24, 16), normal(place, 16, n), normal(place, 24, n, seed=1)
+    want = out.float()
+    for _ in range(2):
+        want = a.float() @ b.float() + 0.5 * want
+        cutex.matmul(a, b, out=out, beta=0.5)
+        assert close(out.float(), want)
+
+
 @pytest.mark.parametrize("shape", [(0, 8, 16), (8, 0, 16)])
 def test_an_empty_result_needs_no_launch(shape: tuple[int, int, int]) -> None:
     m, n, k = shape
