@@ -93,6 +93,13 @@ class Clocks:
         """The warp's own count."""
         return int(self.known[warp, self.slot[warp]])
 
+    def peer(self, warp: int, slot: int) -> int:
+        """The warp that has this slot in the cluster of ``warp``."""
+        m = self.m
+        rank, inside = divmod(slot, m.warps_per_cta)
+        own = int(m.warp_cta[warp])
+        return inside * m.num_ctas + own - int(m.cta_rank[own]) + rank
+
     def knows(self, warp: int, made: Made) -> bool:
         """Whether the initialisation of an mbarrier comes before what ``warp`` does now."""
         slot = self.slot[made.warp]
@@ -211,9 +218,7 @@ class Clocks:
     ) -> None:
         m = self.m
         who = f"{what} of {m.name_warp(warp)}" if what else m.name_warp(warp)
-        rank, inside = divmod(other, m.warps_per_cta)
-        own = int(m.warp_cta[warp])
-        peer = inside * m.num_ctas + own - int(m.cta_rank[own]) + rank
+        peer = self.peer(warp, other)
         line = f" at PTX line {self.written_line[place]}" if did == "wrote" else ""
         m.find(
             "race",

@@ -146,10 +146,13 @@ class Flight:
 
     def _take_place(self, op: Operation, reads: list[Place], writes: list[Place]) -> None:
         places = {(type(p), p.cta) for p in (*reads, *writes)}
-        for kind, mine in ((False, reads), (True, writes)):
-            for span in mine:
-                if isinstance(span, Span):
-                    self.machine.clocks.asynchronous(op.warp, span, kind, op.what, op.instruction)
+        m = self.machine
+        for write, mine in ((False, reads), (True, writes)):
+            for p in mine:
+                if isinstance(p, Span):
+                    m.clocks.asynchronous(op.warp, p, write, op.what, op.instruction)
+                else:
+                    m.tmem.shadow.issue(op.warp, p, write, op.what, op.instruction)
         for place in places:
             for other in self.at.get(place, {}).values():
                 if other.queue != op.queue:

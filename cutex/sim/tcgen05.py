@@ -148,9 +148,9 @@ def dealloc(d: Decoder) -> Execute:
             warp = int(b.idx[row])
             cta, first, n = int(m.warp_cta[warp]), int(firsts[row]) & 0xFFFF, int(counts[row])
             m.tmem.check(cta, first, n, m.name_warp(warp), ins)
-            m.flight.touch(
-                Rectangle(cta, 0, 128, first, first + n), True, "tcgen05.dealloc", warp, ins
-            )
+            place = Rectangle(cta, 0, 128, first, first + n)
+            m.flight.touch(place, True, "tcgen05.dealloc", warp, ins)
+            m.tmem.shadow.forget(place)
             m.tmem.free(cta, first, n)
             m.progress += 1
             m.wake(("tmem", cta))
@@ -271,8 +271,6 @@ class _TmemAccess:
         column: np.ndarray,
         write: bool,
     ) -> None:
-        if not self.m.flight.count:
-            return
         for k, row in enumerate(rows.tolist()):
             place = Rectangle(
                 int(cta[k, 0, 0]),
@@ -281,8 +279,10 @@ class _TmemAccess:
                 int(column[k].min()),
                 int(column[k].max()) + 1,
             )
-            name = "tcgen05.st" if write else "tcgen05.ld"
-            self.m.flight.touch(place, write, name, int(b.idx[row]), self.d.ins)
+            name, warp = "tcgen05.st" if write else "tcgen05.ld", int(b.idx[row])
+            self.m.tmem.shadow.access(warp, place, write, name, self.d.ins)
+            if self.m.flight.count:
+                self.m.flight.touch(place, write, name, warp, self.d.ins)
 
 
 @instruction("tcgen05.ld")

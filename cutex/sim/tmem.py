@@ -9,6 +9,7 @@ import numpy as np
 from cutex.sim.errors import BadAddress
 from cutex.sim.memory import POISON32
 from cutex.sim.ptx import Instruction
+from cutex.sim.tmem_shadow import TmemShadow
 
 if TYPE_CHECKING:
     from cutex.sim.machine import Machine
@@ -25,6 +26,7 @@ class TensorMemory:
 
     def clear(self) -> None:
         self._cells: np.ndarray | None = None
+        self._shadow: TmemShadow | None = None
         # cta -> (512,) PTX line of the tcgen05.alloc that took the column, 0 where it is free
         self.owner: dict[int, np.ndarray] = {}
         self.relinquished: set[int] = set()  # CTAs that allocate no more
@@ -38,6 +40,13 @@ class TensorMemory:
             shape = (self.machine.num_ctas, LANES, COLUMNS)
             self._cells = np.full(shape, POISON32, np.uint32)
         return self._cells
+
+    @property
+    def shadow(self) -> TmemShadow:
+        """Made when first used: it knows of no earlier access."""
+        if self._shadow is None:
+            self._shadow = TmemShadow(self.machine)
+        return self._shadow
 
     def request(self, cta: int, pair: bool, count: int, ins: Instruction) -> int | None:
         """First of ``count`` columns that now belong to the CTA; None if it must wait, for room or,

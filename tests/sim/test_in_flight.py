@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from barriers import CLUSTER_SYNC, copy, init, rows, wait
+from barriers import CLUSTER_SYNC, EVERY_ORDER, copy, init, rows, wait
 from ptx_kernel import Shape, simulate_ptx
 from tensor_maps import aligned
 from test_tcgen05_mma import B_AT, SMEM, Mma, kernel, operand
@@ -128,3 +128,73 @@ def test_pairs_need_clusters_of_even_size():
     body = f"""{init(1)} {CLUSTER_SYNC} @%p0 {text}.multicast::cluster.b64 [bar], %h0;"""
     with pytest.raises(SimError, match=r"clusters of 1 have no pairs"):
         simulate_ptx(body, {}, Shape(smem=64), arch="sm_100a")
+
+
+# -- tensor memory between warps -------------------------------------------------------------------
+
+each_order = pytest.mark.parametrize(
+    "order", EVERY_ORDER, ids=lambda o: "-".join(map(str, o.values()))
+)
+
+
+MET = (
+    r"tcgen05\.(st|ld) of .* while it is still being written"  # in orders that start the MMA first
+)
+
+
+def simulate_text(case: Mma, text: str, **order) -> None:
+    tensors = {"s": aligned(case.shared()), "t": aligned(case.tensor_memory())}
+    tensors["t"] = tensors["t"].reshape(-1, case.width)
+    simulate_ptx(text, tensors, Shape(block=128, smem=SMEM + 64), arch="sm_100a", **order)
+
+
+@each_order
+@pytest.mark.parametrize("a", ["shared", "tensor"])
+def test_an_mma_comes_after_the_stores_of_other_warps(a, order):
+    """To its accumulator, or to A: whatever the order of events, a barrier must say so."""
+    source = operand("f16") if a == "shared" else "f16"
+    case = Mma(source, operand("f16", start=B_AT), 128, 64, column=32, a_column=8)
+    text = kernel(case.text(), 1, case.width)
+    simulate_text(case, text, **order)
+    barrier = re.compile(r"(tcgen05\.fence::before_thread_sync;\s*)bar\.sync 0;")
+    without, count = barrier.subn(r"\1", text)
+    assert count == 1
+    race = r"tcgen05\.mma of .* tensor memory column \d+, which .* stored at PTX line \d+: no barr"
+    with pytest.raises(Hazards, match=f"{race}|{MET}"):
+        simulate_text(case, without, **order)
+
+
+@each_order
+def test_an_mma_comes_after_the_loads_of_other_warps(order):
+    """As of an accumulator that the epilogue still reads."""
+    case = Mma(operand("f16"), operand("f16", start=B_AT), 128, 64)
+    text = kernel(case.text(), 1, case.width)
+    again = case.text() + wait("%r1", 1, "AGAIN")
+    loaded = re.compile(r"(tcgen05\.wait::ld\.sync\.aligned;\s*)bar\.sync 0;")
+
+    def with_another(before: str) -> str:
+        changed, count = loaded.subn(rf"\1{before}{again} bar.sync 0;", text)
+        assert count == 1
+        return changed
+
+    simulate_text(case, with_another("bar.sync 0;"), **order)
+    race = r"tcgen05\.mma of .* overwrites tensor memory column \d+, which .* loaded: no barrier"
+    with pytest.raises(Hazards, match=f"{race}|{MET}"):
+        simulate_text(case, with_another(""), **order)
+
+
+@each_order
+def test_columns_that_were_given_back_are_nobodys(order):
+    """Another warp may store to them at once where they are allocated anew."""
+    body = """
+        .reg .b32 at, t; mov.u32 at, smem; setp.lt.u32 %p1, %i, 32; @!%p1 bra OTHER;
+        tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [at], 32; ld.shared.b32 t, [at];
+        tcgen05.st.sync.aligned.32x32b.x1.b32 [t], {%lane}; tcgen05.wait::st.sync.aligned;
+        tcgen05.dealloc.cta_group::1.sync.aligned.b32 t, 32; bar.sync 0; bra END;
+        OTHER: bar.sync 0;
+        tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [at], 32; ld.shared.b32 t, [at];
+        add.u32 t, t, 2097152; tcgen05.st.sync.aligned.32x32b.x1.b32 [t], {%lane};
+        tcgen05.wait::st.sync.aligned; tcgen05.dealloc.cta_group::1.sync.aligned.b32 t, 32;
+        END:
+    """
+    simulate_ptx(body, {}, Shape(block=64, smem=64), arch="sm_100a", **order)
