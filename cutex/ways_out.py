@@ -348,8 +348,8 @@ class DirectStores:
         out = self.out
         if cutlass.const_expr(cute.rank(out) == 3):
             out = out[None, None, self.batch]  # (M, N)
-        for r in cutlass.range_constexpr(len(x.rows)):
-            for c in cutlass.range_constexpr(len(x.columns)):
+        for c in cutlass.range_constexpr(len(x.columns)):
+            for r in cutlass.range_constexpr(len(x.rows)):
                 if x.rows[r] < x.bounds[0] and x.columns[c] < x.bounds[1]:
                     where = x.rows[r], x.columns[c]
                     if cutlass.const_expr(self.fusion.transposed):
