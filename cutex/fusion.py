@@ -165,16 +165,15 @@ class Add:
 
 @dataclass(frozen=True)
 class Activation:
-    """relu, gelu (by erf), gelu_tanh or silu; `rounded`: to 16 bits, so a shorter gelu will do."""
+    """relu, gelu (by erf), gelu_tanh or silu."""
 
     kind: str
-    rounded: bool = False
 
     def arguments(self) -> tuple[Argument, ...]:
         return ()
 
     def apply(self, x: Fragment) -> None:
-        x.map(_function(self.kind, self.rounded))
+        x.map(_FUNCTIONS[self.kind])
 
 
 @dataclass(frozen=True)
@@ -182,14 +181,13 @@ class Gate:
     """act(x[:, 0::2]) * x[:, 1::2], half as many columns: each gate stands before what it gates."""
 
     kind: str
-    rounded: bool = False  # as of Activation
 
     def arguments(self) -> tuple[Argument, ...]:
         return ()
 
     def apply(self, x: Fragment) -> Fragment:
         rows, columns = x.shape
-        function = _function(self.kind, self.rounded)
+        function = _FUNCTIONS[self.kind]
         values = cute.make_rmem_tensor((rows, columns // 2), Float32)
         for r in range(rows):
             for c in range(columns // 2):
@@ -333,21 +331,6 @@ def _gelu(x: Float32) -> Float32:
     tail = tail * t + 0.1274148
     tail = tail * t * cute.math.exp2(x * x * -0.7213475204444817, fastmath=True)
     return _relu(x) - size * tail
-
-
-def _gelu_rounded(x: Float32) -> Float32:
-    """x sigmoid(x P(x^2)), with P fitted so that the largest error is 3.3e-6: ten instructions,
-    where `_gelu` takes fourteen; P's coefficients are multiplied by -log2 e."""
-    square = x * x
-    p = -3.1561542e-06 * square + 8.6660333e-05
-    p = p * square + 0.00037029339
-    p = p * square - 0.10524793
-    p = p * square - 2.3020337
-    return x * cute.arch.rcp_approx(1.0 + cute.math.exp2(x * p, fastmath=True))
-
-
-def _function(kind: str, rounded: bool) -> Callable[[Float32], Float32]:
-    return _gelu_rounded if rounded and kind == "gelu" else _FUNCTIONS[kind]
 
 
 _FUNCTIONS = {"relu": _relu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "silu": _silu}

@@ -190,10 +190,8 @@ class MatmulProblem:
 
     @property
     def approximation(self) -> float:
-        """The largest error of the polynomial in cutex/fusion.py, that of 16 bits or of fp32."""
-        if "gelu" not in (self.activation or ""):
-            return 0.0
-        return 3e-7 if self.out_dtype is torch.float32 else 4e-6
+        """The largest error of the polynomial in cutex/fusion.py."""
+        return 3e-7 if "gelu" in (self.activation or "") else 0.0
 
     def truncation(self) -> float:
         """What tensor cores may lose in adding up K products, 32 bytes at a time.

@@ -349,7 +349,6 @@ def fused(
     """The pieces of the epilogue, and the arguments that they take, by name."""
     from cutex import fusion
 
-    rounded = call.dtype is not torch.float32  # to 16 bits
     pieces: list[Piece] = []
     passed: list[tuple[str, Any]] = []
 
@@ -380,9 +379,9 @@ def fused(
         whole = bias.data_ptr() % ALIGN == 0 and bias.nbytes % ALIGN == 0
         add(fusion.Bias(by, NAMES[bias.dtype], by == "column" and whole), ("bias", bias))
     if call.gate:
-        add(fusion.Gate(call.gate, rounded))
+        add(fusion.Gate(call.gate))
     elif isinstance(call.activation, str):
-        add(fusion.Activation(call.activation, rounded))
+        add(fusion.Activation(call.activation))
     elif call.activation is not None:
         add(fusion.Elementwise(call.activation))
     if residual is not None:
