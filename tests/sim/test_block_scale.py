@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 import pytest
+from multiplications import B_AT, SMEM, Mma, operand
 from operands import FORMATS, Layout, packed, small_integers
-from test_tcgen05_mma import B_AT, SMEM, Mma, operand
 
 from cutex.sim import BadOperand, Hazards, UnknownInstruction
 

@@ -7,9 +7,9 @@ import re
 import numpy as np
 import pytest
 from barriers import CLUSTER_SYNC, EVERY_ORDER, copy, init, rows, wait
+from multiplications import B_AT, SMEM, Mma, kernel, operand
 from ptx_kernel import Shape, simulate_ptx
 from tensor_maps import aligned
-from test_tcgen05_mma import B_AT, SMEM, Mma, kernel, operand
 
 from cutex.sim import BarrierMisuse, Hazards, SimError
 
