@@ -10,6 +10,7 @@ import numpy as np
 from cutex.sim.decode import Decoder, Execute, instruction
 from cutex.sim.errors import BadOperand
 from cutex.sim.flight import Operation, Place
+from cutex.sim.fp8_sum import add_products
 from cutex.sim.machine import RETRY, Batch, Wait
 from cutex.sim.matrices import ELEMENTS, ITEMSIZE, Form, SharedOperand, accumulate, read_descriptor
 from cutex.sim.ptx import Imm, Instruction, Operand, Reg, Vector
@@ -179,7 +180,7 @@ class Wgmma:
             a_values: Callable[[], np.ndarray] = a_op.values
         else:
             a_values = lambda: np.concatenate([meeting.fragments[i] for i in range(4)])
-        complete = lambda: self._complete(key, meeting, a_values() @ b_op.values().T)
+        complete = lambda: self._complete(key, meeting, a_values(), b_op.values())
         warp, queue = self.m.warpgroups.warp(key, 0), ("wgmma", *key)
         self.m.flight.issue(Operation("the wgmma", warp, self.ins, queue, complete, reads=reads))
 
@@ -187,12 +188,18 @@ class Wgmma:
         desc = read_descriptor(descriptor, False, self.ins)
         return SharedOperand(self.m, cta, desc, form, self.ins)
 
-    def _complete(self, key: tuple[int, int], meeting: Rendezvous, product: np.ndarray) -> None:
-        """``product`` (64, N)"""
+    def _complete(
+        self, key: tuple[int, int], meeting: Rendezvous, a: np.ndarray, b: np.ndarray
+    ) -> None:
+        """``a`` (64, K), ``b`` (N, K)"""
         m, values = self.m, meeting.acc.values
-        product = (-product if self.negate else product).reshape(4, 16, self.n)
-        old = values if meeting.descriptors.keep else None
-        values[...] = accumulate(old, product, self.d_kind, self.saturate)
+        a = -a if self.negate else a
+        old = values.reshape(64, self.n) if meeting.descriptors.keep else None
+        if self.a_form.kind in ("e4m3", "e5m2") and self.d_kind == "f32":
+            total = add_products(np.zeros((64, self.n), np.float32) if old is None else old, a, b)
+        else:
+            total = accumulate(old, a @ b.T, self.d_kind, self.saturate)
+        values[...] = total.reshape(values.shape)
         m.warpgroups.release(key, meeting.acc)
         for warp, group in meeting.groups:
             group.in_flight -= 1
