@@ -105,7 +105,8 @@ class Access:
             at = self._private(where, "local", self.m.local_bytes)
             self.m.local[where.warps[:, None], where.lanes[:, None], at] = values
         elif space == "global":
-            self.m.memory.store(where.addresses, values, self.refuse(where, "stores"))
+            refuse = self.refuse(where, "stores")
+            self.m.overwrites.store(where.addresses, values, refuse, where.warps, self.d.ins)
         else:
             raise self.d.unknown("a store to read-only memory")
 

@@ -201,10 +201,15 @@ def _bulk_storer(
     group: BulkGroup,
 ) -> Callable[[], None]:
     m = d.m
+    owner = m.cta_cluster[[source[0]]]
 
     def complete() -> None:
         old = m.memory.view(target, n, f"the bulk store at {d.ins.where()}")
-        old[:] = _combined(d, reduction, old, m.smem[source[0], source[1] : source[1] + n])
+        new = _combined(d, reduction, old, m.smem[source[0], source[1] : source[1] + n])
+        region = m.memory.find(target)
+        if reduction is None and region is not None:
+            m.overwrites.note(region, np.array([target - region.base]), new[None], owner, d.ins)
+        old[:] = new
         group.finished()
 
     return complete

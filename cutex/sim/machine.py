@@ -26,6 +26,7 @@ from cutex.sim.errors import BadAddress, Finding
 from cutex.sim.flight import Flight
 from cutex.sim.mbarrier import MBarriers
 from cutex.sim.memory import POISON16, POISON32, POISON64, SYSTEM_SMEM, GlobalMemory
+from cutex.sim.overwrites import Overwrites
 from cutex.sim.ptx import Instruction, Program
 from cutex.sim.residency import Residency
 from cutex.sim.tmem import TensorMemory
@@ -161,6 +162,7 @@ class Machine:
         self.named = NamedBarriers(self)
         self.clusters = ClusterBarriers(self)
         self.tmem = TensorMemory(self)
+        self.overwrites = Overwrites(self)
 
     @property
     def live(self) -> np.ndarray:
@@ -177,9 +179,11 @@ class Machine:
         assert count <= self.num_ctas
         self.cta_coord = np.zeros((self.num_ctas, 3), np.uint32)
         self.cta_rank = np.arange(self.num_ctas) % self.cluster_size
+        self.cta_cluster = np.zeros(self.num_ctas, np.int64)  # its number in the grid
         for i in range(count):
             which, rank = divmod(i, self.cluster_size)
             self.cta_coord[i] = self.coordinates(clusters[which] * self.cluster_size + rank)
+            self.cta_cluster[i] = clusters[which]
         for bank, registers in self.registers.items():
             registers[...] = _POISON[bank]
         self.smem.view(np.uint32)[...] = POISON32

@@ -121,20 +121,21 @@ class GlobalMemory:
         ``complain(k, why)`` must raise for the k-th address.
         """
         out = np.empty((len(addresses), size), np.uint8)
-        for region, members, offsets in self._by_region(addresses, size, complain):
+        for region, members, offsets in self.by_region(addresses, size, complain):
             out[members] = region.data[offsets[:, None] + np.arange(size)]
         return out
 
     def store(self, addresses: np.ndarray, values: np.ndarray, complain: Any) -> None:
         """``values`` (n, size) bytes; where addresses repeat, the last lane wins."""
         size = values.shape[1]
-        for region, members, offsets in self._by_region(addresses, size, complain):
+        for region, members, offsets in self.by_region(addresses, size, complain):
             region.data[offsets[:, None] + np.arange(size)] = values[members]
 
-    def _by_region(
+    def by_region(
         self, addresses: np.ndarray, size: int, complain: Any
     ) -> list[tuple[Region, Any, np.ndarray]]:
-        """(region, which addresses lie in it, their offsets), all of them within bounds."""
+        """(region, which addresses lie in it, their offsets), all of them within bounds; else it
+        complains as `load` does."""
         if not len(addresses):
             return []
         parts: list[tuple[Region, Any, np.ndarray]] = []

@@ -21,7 +21,7 @@ from cutex.sim.decode import Decoder, Execute
 from cutex.sim.errors import BadOperand
 from cutex.sim.flight import Operation, Span
 from cutex.sim.machine import Batch, Machine
-from cutex.sim.memory import PARAM_WINDOW
+from cutex.sim.memory import PARAM_WINDOW, Region
 from cutex.sim.tensormap import MAP_BYTES, Overlap, TensorMap, decode_map, overlap, swizzle_chunks
 
 
@@ -105,6 +105,19 @@ def _window(m: Machine, tmap: TensorMap, part: Overlap, why: str) -> np.ndarray:
     return np.lib.stride_tricks.as_strided(
         raw[: tmap.itemsize].view(kind), counts[::-1], strides[::-1]
     )
+
+
+def _places(
+    m: Machine, tmap: TensorMap, part: Overlap, window: np.ndarray
+) -> tuple[Region, np.ndarray]:
+    """The tensor that `window` of it lies in, and the offset of each of its elements, in order."""
+    address = tmap.address + part.offset
+    region = m.memory.find(address)
+    assert region is not None
+    places = np.array(address - region.base)
+    for count, stride in zip(window.shape, window.strides, strict=True):
+        places = places[..., None] + np.arange(count) * stride
+    return region, places.reshape(-1)
 
 
 def _loader(
@@ -206,6 +219,8 @@ def _storer(
     groups: list[BulkGroup],
     ins: Any,
 ) -> Callable[[], None]:
+    owner = m.cta_cluster[[cta]]
+
     def complete() -> None:
         kind = np.dtype(f"u{tmap.itemsize}")
         n = tmap.bytes // 16
@@ -215,10 +230,14 @@ def _storer(
         part = overlap(tmap, at)
         if not part.empty:
             target = _window(m, tmap, part, f"the TMA store at {ins.where()}")
-            new = box[part.slices[::-1]]
+            new = np.ascontiguousarray(box[part.slices[::-1]])
             if combine is not None:
-                old, new = np.ascontiguousarray(target), np.ascontiguousarray(new)
+                old = np.ascontiguousarray(target)
                 new = atomics.combine(combine, _KINDS[tmap.kind], old, new)
+            else:
+                region, places = _places(m, tmap, part, target)
+                words = new.reshape(-1, 1).view(np.uint8)
+                m.overwrites.note(region, places, words, owner, ins)
             target[...] = new
         for group in groups:
             group.finished()
