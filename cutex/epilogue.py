@@ -218,19 +218,6 @@ class TileOut(NamedTuple):
     stores: TileStores
     first_column: Int32  # of the tile, in sub-tiles
 
-    @property
-    def num_parts(self) -> int:
-        return self.parts.num_parts
-
-    def load(self, part: int) -> cute.Tensor:
-        return self.parts.load(part)
-
-    def start_load(self, part: int) -> cute.Tensor:
-        return self.parts.start_load(part)
-
-    def wait_loads(self) -> None:
-        self.parts.wait_loads()
-
     @cute.jit
     def store(self, tTR_rAcc: cute.Tensor, turn: cutlass.Constexpr[int], part: Int32) -> None:
         """Sub-tile `part`, as the `turn`-th of this tile to leave."""

@@ -35,29 +35,13 @@ class FusedTileOut:
     columns: int
     batch: Int32 | int
 
-    @property
-    def num_parts(self) -> int:
-        return self.parts.num_parts
-
-    def load(self, part: int) -> cute.Tensor:
-        return self.parts.load(part)
-
-    def start_load(self, part: int) -> cute.Tensor:
-        return self.parts.start_load(part)
-
-    def start_load_into(self, tTR_rAcc: cute.Tensor, part: Int32) -> None:
-        self.parts.start_load_into(tTR_rAcc, part)
-
-    def wait_loads(self) -> None:
-        self.parts.wait_loads()
-
     @cute.jit
     def store(self, tTR_rAcc: cute.Tensor, turn: cutlass.Constexpr[int], part: Int32) -> None:
         """Sub-tile `part`, as the `turn`-th of this tile to leave."""
         column_tile = self.first_column + part
         x = self.fragment(tTR_rAcc, column_tile * self.columns)
         if cutlass.const_expr(isinstance(self.target, cute.Tensor)):
-            self.store_elements(x)
+            self.fused.store_elements(x, self.target)
         else:
             self.parts.store(x.values, self.target, turn, column_tile)
 
@@ -67,7 +51,7 @@ class FusedTileOut:
         column_tile = self.first_column + part
         x = self.fragment(tTR_rAcc, column_tile * self.columns)
         if cutlass.const_expr(isinstance(self.target, cute.Tensor)):
-            self.store_elements(x)
+            self.fused.store_elements(x, self.target)
         else:
             self.parts.store_next(x.values, self.target, part, column_tile)
 
@@ -83,17 +67,6 @@ class FusedTileOut:
             values = cute.make_tensor(tTR_rAcc.iterator, layout)
             x = fusion.Fragment(values, fixed, run, self.batch, self.fused.bounds, run=count)
         return fusion.apply(self.fused.pieces, x, self.fused.passed)
-
-    @cute.jit
-    def store_elements(self, x: fusion.Fragment) -> None:
-        out = self.target
-        for r in cutlass.range_constexpr(len(x.rows)):
-            for c in cutlass.range_constexpr(len(x.columns)):
-                if x.rows[r] < x.bounds[0] and x.columns[c] < x.bounds[1]:
-                    where = x.rows[r], x.columns[c]
-                    if cutlass.const_expr(self.fused.transposed):
-                        where = x.columns[c], x.rows[r]
-                    out[where] = x.values[r, c].to(out.element_type)
 
 
 @dataclass(frozen=True)

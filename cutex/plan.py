@@ -307,7 +307,7 @@ def arrange(call: Call, out: Tensor, arch_name: str) -> Arranged:
     if call.gate and out.dtype is torch.float32 and not arch(arch_name).tmem_columns:
         out, out_lies = before, replace(out_lies, major="row", tma=False)
         notes["out"] = "stored by element: gates leave single columns"
-    pieces, passed = fused(call, before, residual)
+    pieces, passed = fused(call, before, residual, arch_name)
     m, n = out.shape[-2], b.shape[-1]
     sizes = m, n, a.shape[-1], out.shape[0] if out.dim() == 3 else 1
     tensors = [a, b, out, *(x for _, x in passed)]
@@ -344,7 +344,7 @@ def as_one(x: Tensor) -> Tensor | None:
 
 
 def fused(
-    call: Call, out: Tensor, residual: Tensor | None
+    call: Call, out: Tensor, residual: Tensor | None, arch_name: str
 ) -> tuple[tuple[Piece, ...], list[tuple[str, Any]]]:
     """The pieces of the epilogue, and the arguments that they take, by name."""
     from cutex import fusion
@@ -369,9 +369,10 @@ def fused(
         add(fusion.Alpha(), ("alpha", float(call.alpha)))
     if call.beta != 0.0:
         piece = matrix("c", out, beta=True)
-        # NOTE: whole rows come in by TMA. What threads load from the matrix that TMA then stores
-        # to takes 1.9 to 5.8 times as long, from a copy 1.05 (H200; docs/facts.md)
-        add(piece, ("c", out if piece.whole else out.clone()), ("beta", float(call.beta)))
+        # NOTE: on Hopper, whole rows come in by TMA. What threads load from the matrix that TMA
+        # then stores to takes 1.9 to 5.8 times as long, from a copy 1.05 (H200; docs/facts.md)
+        in_place = piece.whole and not arch(arch_name).tmem_columns
+        add(piece, ("c", out if in_place else out.clone()), ("beta", float(call.beta)))
     if call.bias is not None:
         by = "row" if by_row(call.bias, call) else "column"
         bias = flat(call.bias)

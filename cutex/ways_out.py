@@ -69,6 +69,20 @@ class Fusion:
         x = fusion.Fragment(rX, rows, columns, batch, self.bounds, run=1 if self.transposed else 2)
         return fusion.apply(self.pieces, x, passed)
 
+    @cute.jit
+    def store_elements(self, x: fusion.Fragment, out: cute.Tensor) -> None:
+        """Each within bounds by itself, to out, which lies as the accumulator does.
+
+        NOTE: columns first: a thread has few rows, and keeps their addresses.
+        """
+        for c in cutlass.range_constexpr(len(x.columns)):
+            for r in cutlass.range_constexpr(len(x.rows)):
+                if x.rows[r] < x.bounds[0] and x.columns[c] < x.bounds[1]:
+                    where = x.rows[r], x.columns[c]
+                    if cutlass.const_expr(self.transposed):
+                        where = x.columns[c], x.rows[r]
+                    out[where] = x.values[r, c].to(out.element_type)
+
 
 @dataclass(frozen=True)
 class PartLoads:
@@ -348,10 +362,4 @@ class DirectStores:
         out = self.out
         if cutlass.const_expr(cute.rank(out) == 3):
             out = out[None, None, self.batch]  # (M, N)
-        for c in cutlass.range_constexpr(len(x.columns)):
-            for r in cutlass.range_constexpr(len(x.rows)):
-                if x.rows[r] < x.bounds[0] and x.columns[c] < x.bounds[1]:
-                    where = x.rows[r], x.columns[c]
-                    if cutlass.const_expr(self.fusion.transposed):
-                        where = x.columns[c], x.rows[r]
-                    out[where] = x.values[r, c].to(out.element_type)
+        self.fusion.store_elements(x, out)

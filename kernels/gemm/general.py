@@ -126,6 +126,14 @@ class GeneralGemm:
         a, b = c.a.major == "row", c.b.major == "column"
         return (b, a) if c.swap_ab else (a, b)
 
+    def oriented(self, mA: cute.Tensor, mB: cute.Tensor, mOut: cute.Tensor) -> tuple:
+        """What the MMA multiplies, (M, K) and (N, K), and (M, N), each with L behind where batched;
+        with swap_ab, M and N are out's columns and rows."""
+        swapped = self.config.swap_ab
+        mA, mB = modes(mA, columns_first=False), modes(mB, columns_first=True)
+        mOut = modes(mOut, columns_first=swapped)
+        return (mB, mA, mOut) if swapped else (mA, mB, mOut)
+
     def product(self, mOut: Any) -> Any:
         """What the tiles cover: out, or twice its columns, of which gates leave half."""
         if not fusion.gated(self.config.pieces):

@@ -28,12 +28,11 @@ from cutex.atoms.mma import (
     slots_layout,
 )
 from cutex.atoms.tma import PairOperands, load_operand, store_operand
-from cutex.atoms.tmem import LANES, fence_after_sync, fence_before_sync
-from cutex.epilogue import drain_stores
-from cutex.fused_rows import FusedWayOut
-from cutex.kernels.gemm.general import GeneralGemm, modes
+from cutex.atoms.tmem import LANES, fence_before_sync
+from cutex.fused_rows import FusedTileOut, FusedWayOut
+from cutex.kernels.gemm.general import GeneralGemm
 from cutex.kernels.gemm.sm100.stage9 import Stage9
-from cutex.pipeline import AccRing
+from cutex.pipeline import AccRing, Place
 from cutex.schedulers.queue import CTAS
 
 
@@ -49,10 +48,7 @@ class General(GeneralGemm, Stage9):
     def __call__(self, mA: cute.Tensor, mB: cute.Tensor, mOut: cute.Tensor, *rest) -> None:
         c = self.config
         passed, stream = rest[:-1], rest[-1]
-        mA, mB = modes(mA, columns_first=False), modes(mB, columns_first=True)
-        mOut = modes(mOut, columns_first=c.swap_ab)
-        if cutlass.const_expr(c.swap_ab):
-            mA, mB = mB, mA
+        mA, mB, mOut = self.oriented(mA, mB, mOut)
         a = load_operand(mA, self.load_slots(mA.element_type, c.tile_m, self.k_major[0]), pair=True)
         b = load_operand(mB, self.load_slots(mB.element_type, c.tile_n, self.k_major[1]), pair=True)
         out = mOut
@@ -111,53 +107,24 @@ class General(GeneralGemm, Stage9):
         self.run(mma, PairOperands(a, b, sA, sB), way_out, mProduct, smem)
 
     @cute.jit
-    def store_tiles(
-        self,
-        tCtAcc: cute.Tensor,
-        way_out: FusedWayOut,
-        acc: AccRing,
-        queue: cutlass.Constexpr[Any],
-    ) -> None:
-        if cutlass.const_expr(self.config.pieces == () and self.config.out.tma):
-            Stage9.store_tiles(self, tCtAcc, way_out, acc, queue)
-        else:
-            self.store_fused(tCtAcc, way_out, acc, queue)
-
-    @cute.jit
-    def store_fused(
-        self,
-        tCtAcc: cute.Tensor,
-        way_out: FusedWayOut,
-        acc: AccRing,
-        queue: cutlass.Constexpr[Any],
-    ) -> None:
-        """Stage 9's, with a loop over sub-tiles.
+    def store_block(self, leaving: FusedTileOut, acc: AccRing, take: Place) -> None:
+        """With pieces, or element by element, in a loop.
 
         NOTE: unrolled, with bias, residual and scales, the sub-tiles of both blocks would be one
         piece of code of which ptxas keeps what they share: 255 registers and 2 KB of spills.
         """
-        take = acc.consumer()
-        way_out.prefetch()
-        cute.arch.griddepcontrol_wait()
-        ticket = queue.first()
-        while ticket.valid:
-            tile = queue.tile(ticket)
-            for block in cutlass.range_constexpr(self.num_blocks):
-                row_tile = tile.m * self.num_blocks + block
-                parts = way_out.of(tCtAcc[(None, None), 0, 0, take.slot], tile, row_tile)
-                acc.wait_full(take)
-                fence_after_sync()
-                following = parts.start_load(0)
-                for part in cutlass.range(parts.num_parts, unroll=1):
-                    parts.wait_loads()
-                    tTR_rAcc = cute.make_rmem_tensor_like(following)
-                    tTR_rAcc.store(following.load())
-                    if part < parts.num_parts - 1:
-                        parts.start_load_into(following, part + 1)
-                    else:
-                        fence_before_sync()
-                        acc.release(take)
-                    parts.store_next(tTR_rAcc, part)
-                take.advance()
-            ticket = queue.next(ticket)
-        drain_stores()
+        if cutlass.const_expr(self.config.pieces == () and self.config.out.tma):
+            Stage9.store_block(self, leaving, acc, take)
+        else:
+            parts = leaving.parts
+            following = parts.start_load(0)
+            for part in cutlass.range(parts.num_parts, unroll=1):
+                parts.wait_loads()
+                tTR_rAcc = cute.make_rmem_tensor_like(following)
+                tTR_rAcc.store(following.load())
+                if part < parts.num_parts - 1:
+                    parts.start_load_into(following, part + 1)
+                else:
+                    fence_before_sync()
+                    acc.release(take)
+                leaving.store_next(tTR_rAcc, part)

@@ -200,7 +200,8 @@ class Stage6(Stage5):
         ticket = queue.first()
         while ticket.valid:
             tile = queue.tile(ticket)
-            parts = way_out.of(tCtAcc[(None, None), 0, 0, take.slot], tile, tile.m)
+            leaving = way_out.of(tCtAcc[(None, None), 0, 0, take.slot], tile, tile.m)
+            parts = leaving.parts
             acc.wait_full(take)
             fence_after_sync()
             for part in cutlass.range_constexpr(parts.num_parts):
@@ -208,7 +209,7 @@ class Stage6(Stage5):
                 if cutlass.const_expr(part == parts.num_parts - 1):
                     fence_before_sync()
                     acc.release(take)
-                parts.store(tTR_rAcc, part, part)
+                leaving.store(tTR_rAcc, part, part)
             take.advance()
             ticket = queue.next(ticket)
         drain_stores()

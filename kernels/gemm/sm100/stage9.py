@@ -39,7 +39,7 @@ from cutex.atoms.mma import (
 )
 from cutex.atoms.tma import EVICT_FIRST, PairOperands, load_operand, store_operand
 from cutex.atoms.tmem import LANES, fence_after_sync, fence_before_sync
-from cutex.epilogue import TileOut, WayOut, drain_stores
+from cutex.epilogue import SubTiles, TileOut, WayOut, drain_stores
 from cutex.kernels.gemm.sm100.stage3 import Warp
 from cutex.kernels.gemm.sm100.stage8 import Stage8
 from cutex.pipeline import (
@@ -231,22 +231,29 @@ class Stage9(Stage8):
             tile = queue.tile(ticket)
             for block in cutlass.range_constexpr(self.num_blocks):
                 row_tile = tile.m * self.num_blocks + block
-                parts = way_out.of(tCtAcc[(None, None), 0, 0, take.slot], tile, row_tile)
+                leaving = way_out.of(tCtAcc[(None, None), 0, 0, take.slot], tile, row_tile)
                 acc.wait_full(take)
                 fence_after_sync()
-                following = parts.start_load(0)
-                for part in cutlass.range_constexpr(parts.num_parts):
-                    tTR_rAcc = following
-                    parts.wait_loads()
-                    if cutlass.const_expr(part < parts.num_parts - 1):
-                        following = parts.start_load(part + 1)
-                    else:
-                        fence_before_sync()
-                        acc.release(take)
-                    parts.store(tTR_rAcc, part, part)
+                self.store_block(leaving, acc, take)
                 take.advance()
             ticket = queue.next(ticket)
         drain_stores()
+
+    @cute.jit
+    def store_block(self, leaving: TileOut, acc: AccRing, take: Place) -> None:
+        """One accumulator: a sub-tile is on its way out of tensor memory while the one before is
+        stored."""
+        parts = leaving.parts
+        following = parts.start_load(0)
+        for part in cutlass.range_constexpr(parts.num_parts):
+            tTR_rAcc = following
+            parts.wait_loads()
+            if cutlass.const_expr(part < parts.num_parts - 1):
+                following = parts.start_load(part + 1)
+            else:
+                fence_before_sync()
+                acc.release(take)
+            leaving.store(tTR_rAcc, part, part)
 
     def allocate_sums(self, smem: SmemAllocator) -> cute.Tensor | None:
         """(VECTOR, NumVectors, THREAD): a row of sums a thread; one vector of all, side by side."""
@@ -267,19 +274,18 @@ class Stage9(Stage8):
         """This CTA's rows of the accumulator, to smem."""
         thread, _, _ = cute.arch.thread_idx()
         tile = queue.tile(queue.first())
-        parts = way_out.of(tCtAcc[(None, None), 0, 0, 0], tile, tile.m)
+        parts = way_out.of(tCtAcc[(None, None), 0, 0, 0], tile, tile.m).parts
         vectors = self.vectors(parts)
         mine = cute.logical_divide(way_out.sums[None, None, thread], (None, vectors))
         acc.wait_full(acc.consumer())
         fence_after_sync()
         for part in cutlass.range_constexpr(parts.num_parts):
-            tTR_rAcc = parts.start_load(part)
-            parts.wait_loads()
+            tTR_rAcc = parts.load(part)
             flat = cute.make_tensor(tTR_rAcc.iterator, cute.make_layout((VECTOR, vectors)))
             cute.autovec_copy(flat, mine[None, (None, part)])
         fence_before_sync()
 
-    def vectors(self, parts: TileOut) -> int:
+    def vectors(self, parts: SubTiles) -> int:
         """Of sums in a thread's row of a sub-tile."""
         return self.config.tile_n // parts.num_parts // VECTOR
 
@@ -290,7 +296,8 @@ class Stage9(Stage8):
         thread, _, _ = cute.arch.thread_idx()
         cute.arch.griddepcontrol_wait()
         tile = queue.tile(queue.first())
-        parts = way_out.of(tCtAcc[(None, None), 0, 0, 0], tile, tile.m)
+        leaving = way_out.of(tCtAcc[(None, None), 0, 0, 0], tile, tile.m)
+        parts = leaving.parts
         vectors = self.vectors(parts)
         load = cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=32 * VECTOR)
         for turn in cutlass.range_constexpr(-(-parts.num_parts // c.split_k)):
@@ -307,5 +314,5 @@ class Stage9(Stage8):
                     values = cute.make_rmem_tensor_like(total)
                     cute.copy(load, theirs[None, (None, part)], values)
                     total.store(total.load() + values.load())
-                parts.store(total, turn, part)
+                leaving.store(total, turn, part)
         drain_stores()

@@ -102,10 +102,7 @@ class General(GeneralGemm, Stage9):
     def __call__(self, mA: cute.Tensor, mB: cute.Tensor, mOut: cute.Tensor, *rest) -> None:
         c = self.config
         passed, stream = rest[:-1], rest[-1]
-        mA, mB = modes(mA, columns_first=False), modes(mB, columns_first=True)
-        mOut = modes(mOut, columns_first=c.swap_ab)
-        if cutlass.const_expr(c.swap_ab):
-            mA, mB = mB, mA
+        mA, mB, mOut = self.oriented(mA, mB, mOut)
         a = self.load_operand(mA, c.tile_m, c.cluster_n, self.k_major[0])
         b = self.load_operand(mB, c.tile_n, c.cluster_m, self.k_major[1])
         out = mOut
