@@ -31,7 +31,7 @@ from cutex import timing
 from cutex.arch import Arch
 from cutex.arch import arch as arch_named
 from cutex.compile import cache_dir, compile, sources_digest
-from cutex.kernels.gemm.choose import choose, ranked
+from cutex.kernels.gemm.choose import choose, shortlist
 from cutex.kernels.gemm.config import GemmConfig
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def remembered(stage: Stage, problem: GemmProblem) -> GemmConfig | None:
 
 def compete(problem: GemmProblem, target: Arch, time: Timer) -> dict[GemmConfig, float]:
     """Microseconds of the finalists: the best of the model's best."""
-    first = ranked(problem, target)[:CANDIDATES]
+    first = shortlist(problem, target, CANDIDATES)
     times = time(first, ROUNDS)
     finalists = sorted(times, key=times.__getitem__)[:FINALISTS]
     return time(finalists, FINAL_ROUNDS)

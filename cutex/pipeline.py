@@ -218,16 +218,22 @@ def sync_cluster() -> None:
 def publish_barriers(
     barriers: cutlass.Constexpr[tuple[Barrier | Ring, ...]],
     cluster: cutlass.Constexpr[bool] = False,
+    with_data: cutlass.Constexpr[bool] = False,
 ) -> None:
     """Initialise barriers by one thread, and make them known to all threads and to TMA; where CTAs
-    signal each other, to the whole `cluster`."""
+    signal each other, to the whole `cluster`, and `with_data` what else was written to smem."""
     if cute.arch.warp_idx() == 0:
         with cute.arch.elect_one():
             for barrier in barriers:
                 barrier.init()
         cute.arch.mbarrier_init_fence()
-    if cutlass.const_expr(cluster):
+    if cutlass.const_expr(cluster and with_data):
         sync_cluster()
+    elif cutlass.const_expr(cluster):
+        # NOTE: the fence has published what was initialised; a release by every thread here would
+        # wait for the memory of the whole GPU.
+        cute.arch.cluster_arrive_relaxed()
+        cute.arch.cluster_wait()
     else:
         cute.arch.sync_threads()
 

@@ -279,9 +279,9 @@ def _configs(stage: Stage, problem: GemmProblem) -> list[GemmConfig]:
     if not stage.chooses:
         return [stage.config()]
     from cutex.autotune import CANDIDATES
-    from cutex.kernels.gemm.choose import ranked
+    from cutex.kernels.gemm.choose import shortlist
 
-    return ranked(problem, arch(stage.arch))[:CANDIDATES]
+    return shortlist(problem, arch(stage.arch), CANDIDATES)
 
 
 def _preflight_probes(target: str, folders: set[Path], say: Callable[[str], None]) -> bool:

@@ -14,6 +14,22 @@ class WorkTile(NamedTuple):
     n: Int32
 
 
+def place_in_cluster(size_m: int, size_n: int) -> tuple[Int32, Int32]:
+    """(m, n) of this CTA in a cluster of (size_m, size_n); its rank is m + n * size_m.
+
+    NOTE: from the rank, which is one register to read. A CTA's index in each mode of its cluster is
+    none, and costs divisions where every cycle shows: before the first load, after the last MMA.
+    """
+    if size_m * size_n == 1:
+        return Int32(0), Int32(0)
+    rank = cute.arch.block_idx_in_cluster()
+    if size_n == 1:
+        return rank, Int32(0)
+    if size_m == 1:
+        return Int32(0), rank
+    return rank % size_m, rank // size_m
+
+
 class OneTilePerCta:
     """The hardware hands out the tiles: a grid of them."""
 

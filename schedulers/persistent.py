@@ -12,7 +12,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Int32, cute
 
-from cutex.schedulers.one_tile import WorkTile
+from cutex.schedulers.one_tile import WorkTile, place_in_cluster
 from cutex.schedulers.raster import Raster, clusters
 
 
@@ -34,9 +34,9 @@ class Walk:
     @cute.jit
     def tile(self, index: Int32) -> WorkTile:
         m, n = self.raster.cluster(index, self.clusters_m, self.clusters_n)
-        rank_m, rank_n, _ = cute.arch.block_in_cluster_idx()
         if cutlass.const_expr(self.cluster == (1, 1)):
             return WorkTile(m, n)
+        rank_m, rank_n = place_in_cluster(*self.cluster)
         return WorkTile(m * self.cluster[0] + rank_m, n * self.cluster[1] + rank_n)
 
 

@@ -10,11 +10,10 @@ Plain operators only: Python ints run it, and the same code traces in the DSL.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from cutlass import Int32, cute
 
-from cutex.schedulers.one_tile import WorkTile
+from cutex.schedulers.one_column import OneStep
 
 UNIT = 8  # rows: 16 bytes of what is contiguous, which a TMA store writes whole
 
@@ -22,18 +21,6 @@ UNIT = 8  # rows: 16 bytes of what is contiguous, which a TMA store writes whole
 def first_row(cta: Int32 | int, rows: Int32 | int, num_ctas: int) -> Int32 | int:
     """Of this CTA's tile: from its share of the rows, in whole units, on."""
     return cta * ((rows + UNIT - 1) // UNIT) // num_ctas * UNIT
-
-
-class OneStep(NamedTuple):
-    """The walk of a CTA that has one tile, counted from its own first row."""
-
-    first: int = 0
-    end: int = 1
-    step: int = 1
-    share: int = 0
-
-    def tile(self, index: Int32) -> WorkTile:
-        return WorkTile(Int32(0), Int32(0))
 
 
 @dataclass(frozen=True)
@@ -44,7 +31,8 @@ class Spread:
         return 1, 1, self.num_ctas
 
     def walk(self, mC: cute.Tensor) -> OneStep:
-        return OneStep()
+        """Counted from its own first row."""
+        return OneStep(Int32(0), Int32(0))
 
     def first_row(self, mC: cute.Tensor) -> Int32:
         """Of this CTA's tile of mC (M, N)."""

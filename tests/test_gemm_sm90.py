@@ -49,6 +49,14 @@ SPREAD = {
 }
 
 
+COLUMN = {
+    "64x16": {**SMALL, "tile_m": 64, "tile_n": 16, "warpgroups": 1, "tile_k": 128},
+    "128x16, 1x2": {**SMALL, "tile_n": 16, "cluster_n": 2},
+    "128x32, 2x1": {**SMALL, "tile_n": 32, "cluster_m": 2, "epi_n": 32},
+    "128x16, 2x2": {**SMALL, "tile_n": 16, "cluster_m": 2, "cluster_n": 2},
+}
+
+
 def check(number: int, mnk: tuple[int, int, int], changes: dict, order: str, seed: int) -> None:
     ninth = stage("sm_90a", number)
     config = replace(ninth.config(), **changes)
@@ -85,6 +93,14 @@ def test_swapped_and_split_come_out_exact(m: int, changes: dict, k: int) -> None
 @pytest.mark.parametrize("changes", SPREAD.values(), ids=SPREAD.keys())
 def test_spread_tiles_overlap_and_come_out_exact(changes: dict, order: str) -> None:
     check(9, (13, 312, 200), {**changes, "spread": True}, order, 4)
+
+
+@pytest.mark.parametrize("order", ["eager", "random"])
+@pytest.mark.parametrize("swap_ab", [True, False])
+@pytest.mark.parametrize("changes", COLUMN.values(), ids=COLUMN.keys())
+def test_a_column_of_tiles_comes_out_exact(changes: dict, swap_ab: bool, order: str) -> None:
+    mnk = (13, 712, 1032) if swap_ab else (712, 16, 1032)
+    check(9, mnk, {**changes, "swap_ab": swap_ab, "column": True}, order, 4)
 
 
 @pytest.mark.parametrize("number", [7, 8, 9])

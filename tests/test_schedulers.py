@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cutex.arch import arch
+from cutex.kernels.gemm.choose import choose, ranked, shortlist
 from cutex.kernels.gemm.config import GemmConfig
 from cutex.problem import GemmProblem
 from cutex.schedulers.raster import ALONG, Raster, clusters
@@ -58,6 +59,34 @@ def test_along_n_is_along_m_with_the_sides_exchanged() -> None:
     for i in range(35):
         m, n = Raster(group=3, along="m").cluster(i, 5, 7)
         assert Raster(group=3, along="n").cluster(i, 7, 5) == (n, m)
+
+
+def test_a_column_is_refused_where_a_cluster_or_the_gpu_is_too_small_for_it() -> None:
+    h200 = arch("sm_90a")
+    config = GemmConfig(tile_m=128, tile_n=64, warpgroups=2, cluster_n=2, swap_ab=True, column=True)
+
+    def why(m: int, n: int, **changes: object) -> str:
+        return replace(config, **changes).why_not(GemmProblem(m, n, 512), h200) or ""
+
+    assert not why(128, 66 * 128) and not why(1, 8)
+    assert "128 columns" in why(136, 8192)
+    assert "more than 132 CTAs" in why(128, 66 * 128 + 8)
+    assert not why(8192, 128, swap_ab=False), "of what is computed, not of C"
+    assert "split_k" in why(128, 8192, split_k=2, cluster_n=1)
+    assert "pingpong" in why(128, 8192, pingpong=True)
+    assert "not on sm_100a" in str(GemmConfig(column=True).why_not(None, arch("sm_100a")))
+
+
+def test_a_shortlist_has_no_two_that_differ_in_how_a_cta_knows_its_tile() -> None:
+    for m, n in ((1, 8192), (16, 8192), (128, 8192), (100, 504), (4096, 4096)):
+        problem = GemmProblem(m, n, 4096)
+        short = shortlist(problem, arch("sm_90a"), 1000)
+        plain = [replace(c, spread=False, column=False) for c in short]
+        assert len(set(plain)) == len(plain)
+        every = ranked(problem, arch("sm_90a"))
+        assert {replace(c, spread=False, column=False) for c in every} == set(plain)
+    assert choose(GemmProblem(128, 8192, 8192), arch("sm_90a")).column
+    assert choose(GemmProblem(16, 8192, 8192), arch("sm_90a")).spread
 
 
 def test_spread_tiles_cover_all_rows_wherever_the_config_says_they_do() -> None:

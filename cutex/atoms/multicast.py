@@ -18,7 +18,7 @@ from cutlass.memory import SmemAllocator
 
 from cutex.atoms.tma import AbLoads, TileLoads, load_operand, tile_loads
 from cutex.pipeline import Barrier, Place, Ring
-from cutex.schedulers.one_tile import WorkTile
+from cutex.schedulers.one_tile import WorkTile, place_in_cluster
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,7 @@ class Cluster:
         return self.size_m + self.size_n - 1
 
     def place(self) -> tuple[Int32, Int32]:
-        m, n, _ = cute.arch.block_in_cluster_idx()
-        return m, n
+        return place_in_cluster(self.size_m, self.size_n)
 
     def row_mask(self) -> Int16:
         """A bit for each CTA with the same m: they share A."""

@@ -28,6 +28,7 @@ SMALL_ROWS = (64, 128)  # of a tile where the other side has at most 128
 SMALL_COLUMNS = (16, 32, 64, 128)
 CLUSTERS = [(1, 1), (2, 1), (1, 2)]
 SPLITS = (1, 2)
+FEW_SLOTS = {2: 1.6, 3: 1.2, 4: 1.06}  # what memory takes longer: M = 16 and 64, 64 to 160 KB
 SHALLOW = 164 * 1024  # bytes of another ring to try: small problems fill it sooner
 
 
@@ -52,6 +53,12 @@ def _deepest(config: GemmConfig, arch: Arch, limit: int | None = None) -> GemmCo
     """With as many slots as smem, or `limit` bytes, hold."""
     room = min(arch.smem_per_cta - BARRIERS - config.epi_bytes, limit or arch.smem_per_cta)
     return replace(config, num_stages=max(2, min(24, room // config.stage_bytes)))
+
+
+def _ways_to_a_tile(config: GemmConfig) -> tuple[GemmConfig, ...]:
+    """`config` in each way that its CTAs may know their tiles, best first."""
+    plain = replace(config, spread=False, column=False)
+    return replace(plain, spread=True), replace(plain, column=True), plain
 
 
 def _epilogue(tile_n: int) -> int:
@@ -102,11 +109,11 @@ def candidates(arch_name: str, small: bool) -> tuple[GemmConfig, ...]:
                     )
                     for swap_ab in (True, False):  # the better one where the model sees none
                         if m == 128 and swap_ab:  # what memory must bring is asked of L2 once
-                            add(replace(config, swap_ab=True, cluster_n=2))
-                        for spread in (swap_ab, False):
-                            swapped = replace(config, swap_ab=swap_ab, spread=spread)
-                            add(swapped)
-                            add(swapped, SHALLOW)
+                            for way in _ways_to_a_tile(replace(config, swap_ab=True, cluster_n=2)):
+                                add(way)
+                        for way in _ways_to_a_tile(replace(config, swap_ab=swap_ab)):
+                            add(way)
+                            add(way, SHALLOW)
     return tuple(found)
 
 
@@ -138,6 +145,7 @@ def predict(config: GemmConfig, problem: GemmProblem, arch: Arch, batch: int = 1
     useful = _up(m, c.tile_m) * _up(n, c.tile_n) * batch * c.split_k
     asking = min(1.0, useful / arch.num_sms)  # SMs: few cannot ask for all of it
     memory /= min(1.0, asking / 0.9)
+    memory *= FEW_SLOTS.get(c.num_stages, 1.0)
     split = machine.exchange_us if c.split_k > 1 else 0.0
     handing = rounds * k_tiles * machine.step_us
     hidden = 0.1 * min(compute, memory)  # what is the less is not quite for nothing
@@ -151,6 +159,15 @@ def ranked(problem: GemmProblem, arch: Arch, batch: int = 1) -> list[GemmConfig]
     space_of = space.candidates(arch.name) if pairs else candidates(arch.name, small)
     fits = [c for c in space_of if c.why_not(problem, arch) is None]
     return sorted(fits, key=lambda c: predict(c, problem, arch, batch))
+
+
+def shortlist(problem: GemmProblem, arch: Arch, count: int) -> list[GemmConfig]:
+    """The first `count` of the ranking that are worth a try: of those that differ only in how a CTA
+    knows its tile, the first."""
+    fits = ranked(problem, arch)
+    known = set(fits)
+    best = [next(way for way in _ways_to_a_tile(c) if way in known) for c in fits]
+    return list(dict.fromkeys(best))[:count]
 
 
 def choose(problem: GemmProblem, arch: Arch) -> GemmConfig:

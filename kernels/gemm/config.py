@@ -37,6 +37,7 @@ class GemmConfig:
     num_ctas: int = 0  # of a persistent grid; 0: as many as the arch has SMs
     split_k: int = 1  # CTAs that share the K of one tile (sm_90a: a cluster of them)
     swap_ab: bool = False  # compute C^T = B A^T: tile_m then cuts N, tile_n cuts M
+    column: bool = False  # one tile a cluster, in one column (schedulers/one_column.py; sm_90a)
     spread: bool = False  # one tile on each SM, overlapping (schedulers/spread.py; sm_90a)
 
     @property
@@ -92,6 +93,8 @@ class GemmConfig:
 
     def why_not(self, problem: GemmProblem | None, arch: Arch) -> str | None:
         """Why this config cannot run `problem` (or, for None, anything) on `arch`."""
+        if arch.tmem_columns and (self.column or self.spread):
+            return f"column={self.column}, spread={self.spread}: not on {arch.name}"
         if self.pair and not arch.tmem_columns:
             return f"pair={self.pair}: {arch.name} has no MMA of two CTAs"
         if self.warpgroups and arch.tmem_columns:
@@ -123,7 +126,11 @@ class GemmConfig:
             )
         if problem is None:
             return None
-        return self._why_not_problem(problem) or self._why_not_spread(problem, arch)
+        return (
+            self._why_not_problem(problem)
+            or self._why_not_column(problem, arch)
+            or self._why_not_spread(problem, arch)
+        )
 
     def _why_not_tmem(self, arch: Arch) -> str | None:
         if self.pair and self.tile_m not in (256, 512):
@@ -166,6 +173,8 @@ class GemmConfig:
         alone = self.split_k * self.cluster_m * self.cluster_n == 1 and not self.pingpong
         if self.spread and not alone:
             return f"spread={self.spread}: each CTA has a tile to itself"
+        if self.column and (self.spread or self.split_k > 1 or self.pingpong):
+            return f"column={self.column}: takes no spread, split_k or pingpong beside it"
         if self.split_k not in (1, 2, 4, 8):
             return f"split_k={self.split_k}: 1, 2, 4 or 8 CTAs"
         if self.split_k > 1 and (self.pingpong or self.partial_bytes > self.a_bytes):
@@ -175,8 +184,24 @@ class GemmConfig:
             )
         return None
 
+    def computed(self, problem: GemmProblem) -> tuple[int, int]:
+        """Rows and columns of what the MMA computes."""
+        return (problem.n, problem.m) if self.swap_ab else (problem.m, problem.n)
+
+    def _why_not_column(self, problem: GemmProblem, arch: Arch) -> str | None:
+        if not self.column:
+            return None
+        rows, columns = self.computed(problem)
+        if columns > self.tile_n * self.cluster_n:
+            return f"column={self.column}: a cluster has {self.tile_n * self.cluster_n} columns"
+        num_ctas = self.num_ctas or arch.num_sms
+        height = self.tile_m * self.cluster_m
+        if -(-rows // height) * self.cluster_m * self.cluster_n > num_ctas:
+            return f"column={self.column}: {rows} rows are more than {num_ctas} CTAs have"
+        return None
+
     def _why_not_spread(self, problem: GemmProblem, arch: Arch) -> str | None:
-        rows, columns = (problem.n, problem.m) if self.swap_ab else (problem.m, problem.n)
+        rows, columns = self.computed(problem)
         num_ctas = self.num_ctas or arch.num_sms
         if not self.spread:
             return None

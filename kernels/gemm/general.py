@@ -79,6 +79,8 @@ class GeneralConfig(GemmConfig):
             return f"swap_ab={self.swap_ab}, epi_n={self.epi_n}: a gate takes neighbouring columns"
         if self.spread and (self.pieces or self.out.batched or not self.out.tma):
             return f"spread={self.spread}: out's places count from the tile's, and rows twice"
+        if self.column and self.out.batched:
+            return f"column={self.column}: the tiles of a batch are no column"
         if arch.tmem_columns:
             return self._why_not_pair()
         if self.split_k > 1 and (self.out.batched or self.out.dtype == "fp32"):

@@ -317,7 +317,7 @@ class TmaLoad(Probe):
         smem = SmemAllocator()
         sX = allocate_slots(smem, mOut.element_type, x.smem_layout)  # (bRows, bK, SLOT)
         barrier = Barrier.allocate(smem, "loaded", arrivals=1)
-        publish_barriers((barrier,), cluster=self.pair)
+        publish_barriers((barrier,), cluster=self.pair, with_data=True)
         out = words(mOut)
         loads = tile_loads(x, sX, rank)
         for repeat in cutlass.range_constexpr(REPEATS):

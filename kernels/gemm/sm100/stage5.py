@@ -86,7 +86,7 @@ class Stage5(Stage4):
         tmem = Tmem.allocate(smem, columns=c.tile_n, pair=True)
         if warp == Warp.MMA:
             tmem.acquire()
-        publish_barriers((ab, acc_full), cluster=True)
+        publish_barriers((ab, acc_full), cluster=True, with_data=True)
         acc = tmem.pointer()
 
         tile = OneTilePerCta.work_tile()  # tile.m counts the rows of a CTA, tile.n those of a pair

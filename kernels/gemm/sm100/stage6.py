@@ -121,7 +121,7 @@ class Stage6(Stage5):
         tmem = Tmem.allocate(smem, columns=c.tile_n * c.num_acc, pair=True)
         if warp == Warp.MMA:
             tmem.acquire()
-        publish_barriers((ab, acc, *queue.barriers), cluster=True)
+        publish_barriers((ab, acc, *queue.barriers), cluster=True, with_data=True)
         pointer = tmem.pointer()
 
         mma = umma(tiled_mma, operands.sA, operands.sB, pointer, c.num_acc)

@@ -156,15 +156,18 @@ class General(GeneralGemm, Stage9):
             sC = allocate_slots(smem, out.atom.value_type, out.smem_layout)  # (64, epiN, SLOT)
         mProduct = self.product(mOut)
         ab, held = self.ring(smem), self.held(smem)
+        a, out = self.place(a, out)
+        ab_operands = GeneralOperands(a, b, sA, sB, self.k_major)
+        warp = cute.arch.warp_idx()
+        if warp == self.load_warps.first:
+            self.load_ahead(ab_operands, mProduct)
         barriers = (ab,) if held is None else (ab, held)
         publish_barriers(barriers, cluster=self.cluster.size * c.split_k > 1)
-        a, out = self.place(a, out)
 
-        warp = cute.arch.warp_idx()
         if warp >= self.load_warps.first:
             self.give_registers()
             if warp == self.load_warps.first:
-                self.load_tiles(GeneralOperands(a, b, sA, sB, self.k_major), ab, mProduct)
+                self.load_tiles(ab_operands, ab, mProduct)
         else:
             self.take_registers()
             majors = tuple(OperandMajorMode.K if k else OperandMajorMode.MN for k in self.k_major)

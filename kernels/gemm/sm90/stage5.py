@@ -82,14 +82,17 @@ class Stage5(Stage4):
         sB = allocate_slots(smem, dtype, b.smem_layout)  # (bN, bK, SLOT)
         sC = allocate_slots(smem, dtype, out.smem_layout)  # (64, epiN, SLOT)
         ab = self.ring(smem)
-        publish_barriers((ab,), cluster=self.cluster.size > 1)
         a, out = self.place(a, out)
-
+        ab_operands = AbOperands(a, b, sA, sB)
         warp = cute.arch.warp_idx()
+        if warp == self.load_warps.first:
+            self.load_ahead(ab_operands, out.tma_tensor)
+        publish_barriers((ab,), cluster=self.cluster.size > 1)
+
         if warp >= self.load_warps.first:
             self.give_registers()
             if warp == self.load_warps.first:
-                self.load_tiles(AbOperands(a, b, sA, sB), ab, out.tma_tensor)
+                self.load_tiles(ab_operands, ab, out.tma_tensor)
         else:
             self.take_registers()
             warpgroups = 1 if c.pingpong else c.mma_warpgroups
@@ -102,6 +105,9 @@ class Stage5(Stage4):
     def place(self, a: cpasync.TmaInfo, out: cpasync.TmaInfo) -> tuple[cpasync.TmaInfo, ...]:
         """A and C as this CTA counts their tiles: from the first row on."""
         return a, out
+
+    def load_ahead(self, ab_operands: AbOperands, mC: cute.Tensor) -> None:
+        """What the load warp can do before there are barriers."""
 
     @cute.jit
     def load_tiles(self, ab_operands: AbOperands, ab: Ring, mC: cute.Tensor) -> None:

@@ -12,25 +12,27 @@ proposes, cutex/autotune.py confirms). Five things are new, and small problems n
   through distributed shared memory and always in the same order: no workspace, no second kernel,
   and the same bits in every run.
 - `spread`: where the tiles nearly fill the SMs once, as many as there are SMs, which overlap
-  (schedulers/spread.py).
+  (schedulers/spread.py). `column`: where all columns lie in one cluster, a tile for each, and no
+  raster to look it up in (schedulers/one_column.py).
 - Swapped, two CTAs may share a tile of the weights (`cluster_n`), each with half of the columns: L2
   is asked for 2 MB for each, not 3, at M = 128.
 - The next kernel in the stream may start its CTAs when this one's end (programmatic dependent
-  launch): its barriers are ready when the memory that it waits for is, and with swapped operands
-  the first of A is in L2.
+  launch). Such a CTA asks at once, before its barriers, for the first 32 KB of what it streams, so
+  that memory has work while one kernel ends and the other is not allowed to begin.
 
 Measured, times stage 8: 1.00 at 8192x8192x4096, where the choice is stage 8's own tile, 1.15 at
 4096x4096x4096 (128x128), 1.5 at 2048x2048x2048, 2.4 with M = 16, 1.6 with M = 128. Beside the best
-of cuBLAS and quack: 1.02 in the mean of seven large problems, 0.995 to 1.047. With N = K = 8192 and
-M = 1, 16, 64, 128: 1.06, 1.04, 1.07, 1.005, at 4.26, 4.25, 4.0 and 3.74 TB/s, where torch reads a
-large tensor at 4.2 to 4.3. Of the 32 us with M = 16, 2 pass between one kernel's last load and the
-next one's first, and the rest runs at 4.5 TB/s.
+of cuBLAS and quack: 1.02 in the mean of seven large problems, 0.995 to 1.047; for few rows see
+docs/facts.md. Of the 32 us with M = 16, N = K = 8192, memory is idle for 2, between one kernel's
+last load and the next one's first, and gives 4.5 TB/s in the rest.
 
 Tried, and left out: evicting the streamed operand from L2 first looks like 5 % at small M, but with
 12 copies of the operands in turn instead of 2 it is nothing: it leaves parts of the copy before
 last in L2, which the timing then finds. Starting CTAs at different places of K loses up to 10 %.
-Asking L2 for more than the ring holds loses 8 to 50 %, rings that leave room for the next kernel's
-CTA on the same SM 2 to 20 %; letting it start late instead of early changes nothing.
+Asking L2 for more than 32 KB ahead loses: it delays the CTAs that have yet to end. Two CTAs an SM,
+the second waiting in the next kernel, gain nothing: of what its wait costs, the launch is no part.
+Loading the weights before that wait, which only weights that nobody writes would allow, gains 1 %
+more with M = 16 and nothing with M = 64 and 128.
 """
 
 from __future__ import annotations
@@ -43,15 +45,19 @@ from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
 
 from cutex.atoms.mma import Wgmma, transposed_slots_layout
 from cutex.atoms.multicast import AbOperands, SharedRing, shared_operand
-from cutex.atoms.tma import AbLoads, store_operand
+from cutex.atoms.tma import store_operand
 from cutex.epilogue import WarpgroupStores
+from cutex.kernels.gemm.config import ELEMENT
 from cutex.kernels.gemm.sm90.stage7 import Stage7
 from cutex.kernels.gemm.sm90.stage8 import Stage8
 from cutex.pipeline import sync_cluster
+from cutex.schedulers.one_column import OneColumn
 from cutex.schedulers.persistent import StaticPersistent, Walk
 from cutex.schedulers.spread import Spread
 
 SUMS_BARRIER = 5  # all MMA warps of a CTA: 1 to 4 are the warpgroups' own and their turns
+# of A, that each CTA asks for before its kernel may begin: more delays the one that still runs
+BYTES_AHEAD = 32 * 1024
 VECTOR = 4  # fp32 sums that move at a time: 16 bytes
 
 
@@ -69,11 +75,13 @@ class Stage9(Stage8):
     number = 9
 
     @property
-    def tiles(self) -> StaticPersistent | Spread:
-        tiles = super().tiles
-        if self.config.spread:
+    def tiles(self) -> StaticPersistent | OneColumn | Spread:
+        c, tiles = self.config, super().tiles
+        if c.spread:
             return Spread(tiles.num_ctas)
-        return replace(tiles, split_k=self.config.split_k)
+        if c.column:
+            return OneColumn(c.tile_m, (c.cluster_m, c.cluster_n))
+        return replace(tiles, split_k=c.split_k)
 
     def place(self, a: cpasync.TmaInfo, out: cpasync.TmaInfo) -> tuple[cpasync.TmaInfo, ...]:
         """With `spread`, from the first row of this CTA's tile on."""
@@ -110,17 +118,40 @@ class Stage9(Stage8):
         )
 
     @cute.jit
-    def load_tiles(self, ab_operands: AbOperands, ab: SharedRing, mC: cute.Tensor) -> None:
+    def load_ahead(self, ab_operands: AbOperands, mC: cute.Tensor) -> None:
+        """Let the next kernel start its CTAs, and ask for this tile's first A, as far as it can be
+        done while the kernel before this one still runs.
+
+        NOTE: should that kernel yet write A, then into L2, where the loads look.
+        """
         cpasync.prefetch_descriptor(ab_operands.a.atom)
         cpasync.prefetch_descriptor(ab_operands.b.atom)
-        walk = self.tiles.walk(mC)
-        if cutlass.const_expr(self.config.swap_ab):
+        if cutlass.const_expr(self.long_rows):
             cute.arch.griddepcontrol_launch_dependents()
-            if cutlass.const_expr(not self.config.spread and self.config.cluster_n == 1):
-                self.prefetch(ab_operands.loads(walk.tile(walk.first), self.cluster), walk)
-            cute.arch.griddepcontrol_wait()
-        else:
-            cute.arch.griddepcontrol_wait()
+            walk = self.tiles.walk(mC)
+            loads = ab_operands.loads(walk.tile(walk.first), self.cluster)
+            count = self.share(loads.num_k_tiles)
+            first = walk.share * count
+            for k_tile in cutlass.range(
+                first, first + cutlass.min(count, self.tiles_ahead), unroll=1
+            ):
+                cute.prefetch(loads.a.atom, loads.a.gmem[None, k_tile])
+
+    @property
+    def long_rows(self) -> bool:
+        """Whether A is what takes the time: tiles of few columns."""
+        return self.config.swap_ab or self.config.column or self.config.spread
+
+    @property
+    def tiles_ahead(self) -> int:
+        c = self.config
+        return max(1, BYTES_AHEAD // (c.tile_m // c.cluster_n * c.tile_k * ELEMENT))
+
+    @cute.jit
+    def load_tiles(self, ab_operands: AbOperands, ab: SharedRing, mC: cute.Tensor) -> None:
+        walk = self.tiles.walk(mC)
+        cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(not self.long_rows):
             cute.arch.griddepcontrol_launch_dependents()
         fill = ab.producer()
         for index in cutlass.range(walk.first, walk.end, walk.step, unroll=1):
@@ -132,19 +163,6 @@ class Stage9(Stage8):
                 loads.load(k_tile, fill.slot, ab.acquire(fill))
                 fill.advance()
         ab.drain(fill)
-
-    @cute.jit
-    def prefetch(self, loads: AbLoads, walk: Walk) -> None:
-        """Bring the first round of A into L2, while the kernel before this one still runs.
-
-        NOTE: should that kernel yet write A, then into L2, where the loads look. Only where a row
-        of tiles is one CTA's own: what CTAs share, each would ask L2 for once more than needed.
-        """
-        count = self.share(loads.num_k_tiles)
-        first = walk.share * count
-        ahead = cutlass.min(count, self.config.num_stages)
-        for k_tile in cutlass.range(first, first + ahead, unroll=1):
-            cute.prefetch(loads.a.atom, loads.a.gmem[None, k_tile])
 
     def share(self, num_k_tiles: Int32) -> Int32:
         """K tiles of one of the split_k CTAs."""
