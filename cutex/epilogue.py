@@ -317,6 +317,103 @@ class WarpgroupStores(NamedTuple):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
+class WarpStores(NamedTuple):
+    """One warp's way out, transposed: accumulators -> registers -> smem of its own, where stmatrix
+    turns them -> registers -> global memory, whole sectors of 32 bytes at a time.
+
+    For a CTA with one tile, whose last instructions nothing hides: no warp waits for another, nor
+    for TMA to begin.
+    """
+
+    r2s: cute.TiledCopy
+    tRS_sC: cute.Tensor  # (R2S, R2S_M, R2S_N, SLOT)
+    sC: cute.Tensor  # (64, epiN, SLOT) of this warpgroup
+    mC: cute.Tensor  # (M, N), its rows contiguous and of a multiple of 16 bytes
+    first_row: Int32  # of mC, from which tiles are counted
+
+    @cute.jit
+    def store(self, acc: cute.Tensor, row_tile: Int32, row_step: Int32, column_tile: Int32) -> None:
+        """As WarpgroupStores.store."""
+        rows, columns, num_slots = (cute.size(self.sC, mode=[i]) for i in range(3))
+        size = cute.size(self.tRS_sC[None, None, None, 0])
+        parts = cute.make_tensor(acc.iterator, cute.make_layout((size, cute.size(acc) // size)))
+        per_row = cute.size(parts, mode=[1]) // cute.size(acc, mode=[1])
+        for part in cutlass.range_constexpr(cute.size(parts, mode=[1])):
+            slot = part % num_slots
+            if cutlass.const_expr(part >= num_slots):
+                cute.arch.sync_warp()  # the last part's lanes have read it
+            self.to_smem(parts[None, part], slot)
+            cute.arch.sync_warp()
+            row = self.first_row + (row_tile + part // per_row * row_step) * rows
+            self.to_global(slot, row, (column_tile + part % per_row) * columns)
+
+    @cute.jit
+    def to_smem(self, values: cute.Tensor, slot: cutlass.Constexpr[int]) -> None:
+        tRS_rC = cute.make_rmem_tensor(self.tRS_sC[None, None, None, 0].shape, self.mC.element_type)
+        flat = cute.make_tensor(tRS_rC.iterator, cute.make_layout(cute.size(tRS_rC)))
+        flat.store(values.load().to(self.mC.element_type))
+        cute.copy(self.r2s, tRS_rC, self.tRS_sC[None, None, None, slot])
+
+    @cute.jit
+    def to_global(self, slot: cutlass.Constexpr[int], row: Int32, column: Int32) -> None:
+        """The 16 rows of this warp: 2 lanes have a column's, 16 bytes each."""
+        width = 128 // self.mC.element_type.width
+        vector = cute.make_copy_atom(CopyUniversalOp(), self.mC.element_type, num_bits_per_copy=128)
+        warp, lane = cute.arch.warp_idx() % 4, cute.arch.lane_idx()
+        of_warp, columns_at_once = 16 // width, 32 * width // 16
+        place, lane_column = warp * of_warp + lane % of_warp, lane // of_warp
+        vectors = cute.logical_divide(self.sC[None, None, slot], (width, 1))  # ((V, ROW), (1, COL))
+        passes = cute.size(self.sC, mode=[1]) // columns_at_once
+        values = cute.make_rmem_tensor((width, passes), self.mC.element_type)
+        for i in cutlass.range_constexpr(passes):
+            here = lane_column + i * columns_at_once
+            cute.copy(vector, vectors[(None, place), (0, here)], values[None, i])
+        row, column = row + place * width, column + lane_column
+        here = cute.domain_offset((row, column), self.mC)
+        address = here.iterator.toint()
+        for i in cutlass.range_constexpr(passes):
+            if cute.elem_less((row, column + i * columns_at_once), self.mC.shape):
+                elements = cute.crd2idx((0, i * columns_at_once), here.layout)
+                to = cute.make_ptr(
+                    self.mC.element_type,
+                    address + elements * (16 // width),
+                    cute.AddressSpace.gmem,
+                    assumed_align=16,
+                )
+                cute.copy(vector, values[None, i], cute.make_tensor(to, (width,)))
+
+    def drain(self) -> None:
+        """Nothing reads smem when its lanes are through."""
+
+
+@cute.jit
+def warp_stores(
+    mC: cute.Tensor, sC: cute.Tensor, num_slots: cutlass.Constexpr[int], first_row: Int32
+) -> WarpStores:
+    """Of this thread's warp; sC is (64, epiN, SLOT), each warpgroup has `num_slots`."""
+    r2s, tRS_sC, sC = warpgroup_slots(sC, num_slots, StMatrix8x8x16bOp(True, 4))
+    return WarpStores(r2s, tRS_sC, sC, mC, first_row)
+
+
+@cute.jit
+def warpgroup_slots(
+    sC: cute.Tensor, num_slots: cutlass.Constexpr[int], op: Any, bits: cutlass.Constexpr[int] = 0
+) -> tuple[cute.TiledCopy, cute.Tensor, cute.Tensor]:
+    """What writes a wgmma's accumulators to smem with `op`, `bits` at a time where it leaves that
+    open, where it writes them, (R2S, R2S_M, R2S_N, SLOT), and the `num_slots` of this thread's
+    warpgroup, (64, epiN, SLOT)."""
+    thread, _, _ = cute.arch.thread_idx()
+    warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP)
+    sC = cute.logical_divide(sC, (None, None, num_slots))  # (64, epiN, (SLOT, WARPGROUP))
+    sC = sC[None, None, (None, warpgroup)]  # (64, epiN, SLOT)
+    how = {"num_bits_per_copy": bits} if bits else {}
+    to_smem = cute.make_copy_atom(op, sC.element_type, **how)
+    # NOTE: every wgmma of fp32 accumulators lays them out alike, whatever it multiplies
+    mma = make_wgmma(1, cute.size(sC, mode=[1]), cutlass.BFloat16)
+    r2s = cute.make_tiled_copy_C(to_smem, mma)
+    return r2s, r2s.get_slice(thread % WARPGROUP).partition_D(sC), sC
+
+
 @cute.jit
 def warpgroup_stores(
     operand: cpasync.TmaInfo,
@@ -328,24 +425,15 @@ def warpgroup_stores(
     """Of this thread's warpgroup; sC is (64, epiN, SLOT), each warpgroup has `num_slots`. With
     `transpose`, the 64 rows are what is contiguous in sC and in global memory. Elements of 32 bits,
     which stmatrix does not take, go to smem `words` at a time."""
-    thread, _, _ = cute.arch.thread_idx()
-    warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP)
     part = cute.size(sC, mode=[0]), cute.size(sC, mode=[1])
-    sC = cute.logical_divide(sC, (None, None, num_slots))  # (64, epiN, (SLOT, WARPGROUP))
-    sC = sC[None, None, (None, warpgroup)]  # (64, epiN, SLOT)
+    op, bits = StMatrix8x8x16bOp(transpose, 4), 0
+    if cutlass.const_expr(words > 0):
+        op, bits = CopyUniversalOp(), 32 * words
+    r2s, tRS_sC, sC = warpgroup_slots(sC, num_slots, op, bits)
     gC = cute.flat_divide(operand.tma_tensor, part)  # (64, epiN, RestM, RestN)
     bSG_sC, bSG_gC = cpasync.tma_partition(
         operand.atom, 0, cute.make_layout(1), cute.group_modes(sC, 0, 2), cute.group_modes(gC, 0, 2)
     )  # (TMA, SLOT), (TMA, RestM, RestN)
-    if cutlass.const_expr(words > 0):
-        to_smem = cute.make_copy_atom(
-            CopyUniversalOp(), sC.element_type, num_bits_per_copy=32 * words
-        )
-    else:
-        to_smem = cute.make_copy_atom(StMatrix8x8x16bOp(transpose, 4), sC.element_type)
-    # NOTE: every wgmma of fp32 accumulators lays them out alike, whatever it multiplies
-    r2s = cute.make_tiled_copy_C(to_smem, make_wgmma(1, part[1], cutlass.BFloat16))
-    tRS_sC = r2s.get_slice(thread % WARPGROUP).partition_D(sC)  # (R2S, R2S_M, R2S_N, SLOT)
-    stores = cute.arch.warp_idx() % 4 == 0
-    barrier = FIRST_WARPGROUP_BARRIER + warpgroup
-    return WarpgroupStores(r2s, tRS_sC, operand.atom, bSG_sC, bSG_gC, barrier, stores)
+    warp = cute.arch.warp_idx()
+    barrier = FIRST_WARPGROUP_BARRIER + warp // 4
+    return WarpgroupStores(r2s, tRS_sC, operand.atom, bSG_sC, bSG_gC, barrier, warp % 4 == 0)

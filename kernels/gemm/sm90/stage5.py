@@ -58,7 +58,7 @@ class Stage5(Stage4):
         b = load_operand(mB, self.slots(mB.element_type, c.tile_n))
         out = store_operand(mC, self.epilogue_slots(mC.element_type))
         grid = OneTilePerCta.grid(mC, (c.tile_m, c.tile_n))
-        self.kernel(a, b, out).launch(
+        self.kernel(a, b, out, mC).launch(
             grid=grid, block=(self.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )
 
@@ -74,7 +74,9 @@ class Stage5(Stage4):
         return Ring.allocate(smem, "ab", c.num_stages, c.stage_bytes, self.mma_warps.count)
 
     @cute.kernel
-    def kernel(self, a: cpasync.TmaInfo, b: cpasync.TmaInfo, out: cpasync.TmaInfo) -> None:
+    def kernel(
+        self, a: cpasync.TmaInfo, b: cpasync.TmaInfo, out: cpasync.TmaInfo, mC: cute.Tensor
+    ) -> None:
         c = self.config
         dtype = out.atom.value_type
         smem = SmemAllocator()
@@ -97,10 +99,13 @@ class Stage5(Stage4):
             self.take_registers()
             warpgroups = 1 if c.pingpong else c.mma_warpgroups
             mma = wgmma(make_wgmma(warpgroups, c.tile_n, dtype), sA, sB)
-            stores = warpgroup_stores(out, sC, c.epi_stages, transpose=c.swap_ab)
+            stores = self.stores(out, sC, mC)
             num_k_tiles = cute.ceil_div(cute.size(a.tma_tensor, mode=[1]), c.tile_k)
             self.compute_tiles(mma, ab, stores, num_k_tiles, out.tma_tensor)
             stores.drain()
+
+    def stores(self, out: cpasync.TmaInfo, sC: cute.Tensor, mC: cute.Tensor) -> WarpgroupStores:
+        return warpgroup_stores(out, sC, self.config.epi_stages)
 
     def place(self, a: cpasync.TmaInfo, out: cpasync.TmaInfo) -> tuple[cpasync.TmaInfo, ...]:
         """A and C as this CTA counts their tiles: from the first row on."""

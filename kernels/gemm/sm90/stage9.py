@@ -46,7 +46,7 @@ from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
 from cutex.atoms.mma import Wgmma, transposed_slots_layout
 from cutex.atoms.multicast import AbOperands, SharedRing, shared_operand
 from cutex.atoms.tma import store_operand
-from cutex.epilogue import WarpgroupStores
+from cutex.epilogue import WarpgroupStores, WarpStores, warp_stores, warpgroup_stores
 from cutex.kernels.gemm.config import ELEMENT
 from cutex.kernels.gemm.sm90.stage7 import Stage7
 from cutex.kernels.gemm.sm90.stage8 import Stage8
@@ -93,6 +93,15 @@ class Stage9(Stage8):
             for x in (a, out)
         )
 
+    def stores(
+        self, out: cpasync.TmaInfo, sC: cute.Tensor, mC: cute.Tensor
+    ) -> WarpgroupStores | WarpStores:
+        c = self.config
+        if c.swap_ab and (c.column or c.spread):
+            first_row = self.tiles.first_row(mC) if c.spread else Int32(0)
+            return warp_stores(mC, sC, c.epi_stages, first_row)
+        return warpgroup_stores(out, sC, c.epi_stages, transpose=c.swap_ab)
+
     def epilogue_slots(self, dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
         c = self.config
         if not c.swap_ab:
@@ -108,7 +117,7 @@ class Stage9(Stage8):
         a = shared_operand(mA, self.slots(mA.element_type, c.tile_m), c.cluster_n)
         b = shared_operand(mB, self.slots(mB.element_type, c.tile_n), c.cluster_m)
         out = store_operand(mC, self.epilogue_slots(mC.element_type))
-        self.kernel(a, b, out).launch(
+        self.kernel(a, b, out, mC).launch(
             grid=self.grid(mC),
             block=(self.num_threads, 1, 1),
             cluster=(c.cluster_m, c.cluster_n, c.split_k),
