@@ -54,3 +54,18 @@ def test_a_wait_for_the_other_phase_is_found(kernel) -> None:
     for which in range(waits):
         with pytest.raises(SimError):
             run(flipped_parity(kernel, which))
+
+
+@pytest.mark.parametrize("order", ["fifo", "eager", "peer-late"])
+def test_an_arrival_that_does_not_release_the_address_of_tensor_memory_is_found(
+    kernel, order: str
+) -> None:
+    """fence.mbarrier_init releases the barriers before it, but not what tcgen05.alloc wrote."""
+    first = re.search(r"barrier\.cluster\.arrive(?!\.relaxed)[\w.]*;", kernel.ptx)
+    assert first
+    relaxed = "barrier.cluster.arrive.relaxed.aligned;"
+    ptx = kernel.ptx[: first.start()] + relaxed + kernel.ptx[first.end() :]
+    a, b = PROBLEM.inputs()
+    with pytest.raises(SimError, match="race"):
+        mutant = Mutant(kernel.object_path, kernel.symbol, ptx)
+        simulate(mutant, a, b, PROBLEM.output(), order=order, seed=1)
