@@ -19,8 +19,9 @@ typedef struct {
 typedef int (*LaunchHook)(const char *kernel, const LaunchConfig *config, void **params);
 typedef void (*ErrorHook)(const char *kind, const char *message);
 
-static LaunchHook on_launch;
-static ErrorHook on_error;
+/* of each thread: the host code runs in the one that calls it */
+static _Thread_local LaunchHook on_launch;
+static _Thread_local ErrorHook on_error;
 
 void cutex_sim_hooks(LaunchHook launch, ErrorHook error) {
   on_launch = launch;

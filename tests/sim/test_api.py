@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import cutlass
 import numpy as np
@@ -18,6 +20,7 @@ from cutex.compile import compile
 from cutex.kernels.gemm import stage
 from cutex.problem import GemmProblem
 from cutex.sim import BadAddress, NoCompiler, UnknownInstruction, simulate
+from cutex.sim.capture import HostFunction, HostTensor
 
 THREADS = 64
 
@@ -262,3 +265,25 @@ def test_poison_that_reaches_the_result_fails_the_check():
     simulate(mutate(kernel, r"^\s*(@%p\d+ )?st\.global[^;]*;", ""), a, b, c)
     check = problem.check(a, b, c)
     assert not check.ok and "nan" in check.message.lower()
+
+
+def test_threads_may_call_the_same_kernels_host_code_at_one_time() -> None:
+    """Both are one library, and each launch is told to the thread that it comes from."""
+    kernel = compile(stage("sm_90a", 0).kernel(), "bf16", "sm_90a")
+    host = HostFunction(kernel.object_path, kernel.symbol)
+    ready = Barrier(2)
+
+    class Together(list):
+        def __iter__(self):
+            ready.wait(60)  # until the other has said whom to call back, too
+            return super().__iter__()
+
+    def launched(m: int) -> list[int]:
+        problem, rows = GemmProblem(m, 128, 64), []
+        tensors = zip("abc", (*problem.inputs(), problem.output()), strict=True)
+        arguments = Together(HostTensor.of(tensor, name) for name, tensor in tensors)
+        host(arguments, lambda launch: rows.append(launch.grid[0]))
+        return rows
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(launched, (128, 512))) == [[1], [4]]

@@ -2,7 +2,7 @@
 
 Idea: no tile is the best for all. One kernel takes what the stages before have built, cooperative
 or ping-pong, any tile, cluster and order, and a config for each problem (kernels/gemm/choose.py
-proposes, cutex/autotune.py confirms). Five things are new, and small problems need them:
+proposes, cutex/autotune.py confirms). Six things are new, and small problems need them:
 
 - `swap_ab`: wgmma computes at least 64 rows, so with M = 16 three quarters of it were for nothing.
   C^T = B A^T has N rows and M columns, which may be as few as 16. stmatrix transposes on the way
@@ -13,7 +13,8 @@ proposes, cutex/autotune.py confirms). Five things are new, and small problems n
   and the same bits in every run.
 - `spread`: where the tiles nearly fill the SMs once, as many as there are SMs, which overlap
   (schedulers/spread.py). `column`: where all columns lie in one cluster, a tile for each, and no
-  raster to look it up in (schedulers/one_column.py).
+  raster to look it up in (schedulers/one_column.py). With one tile a CTA nothing hides its way out,
+  so each warp stores its own rows, and waits for no other and for no TMA (`WarpStores`).
 - Swapped, two CTAs may share a tile of the weights (`cluster_n`), each with half of the columns: L2
   is asked for 2 MB for each, not 3, at M = 128.
 - The next kernel in the stream may start its CTAs when this one's end (programmatic dependent
@@ -21,7 +22,7 @@ proposes, cutex/autotune.py confirms). Five things are new, and small problems n
   that memory has work while one kernel ends and the other is not allowed to begin.
 
 Measured, times stage 8: 1.00 at 8192x8192x4096, where the choice is stage 8's own tile, 1.15 at
-4096x4096x4096 (128x128), 1.5 at 2048x2048x2048, 2.4 with M = 16, 1.6 with M = 128. Beside the best
+4096x4096x4096 (128x128), 1.5 at 2048x2048x2048, 2.5 with M = 16, 1.7 with M = 128. Beside the best
 of cuBLAS and quack: 1.02 in the mean of seven large problems, 0.995 to 1.047; for few rows see
 docs/facts.md. Of the 32 us with M = 16, N = K = 8192, memory is idle for 2, between one kernel's
 last load and the next one's first, and gives 4.5 TB/s in the rest.
