@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 
@@ -67,8 +68,6 @@ def test_rows_from_before_run_ids_all_count(tmp_path):
 
 
 def test_a_row_reads_the_same_however_its_fields_are_ordered(tmp_path):
-    import json
-
     path = tmp_path / "gemm.jsonl"
     data = json.loads(row(peers=[Peer("cublas", "torch 2", took(90.0))]).to_json())
     path.write_text(json.dumps(dict(reversed(data.items()))) + "\n" + json.dumps(data) + "\n")
@@ -97,7 +96,13 @@ def test_a_large_ledger_with_a_torn_line_and_a_duplicate_is_read_right_and_fast(
     assert len(found) == rows
     assert found[-1].stage == 9
     assert found[-1].peers[1] == Peer("quack", "1.0", took(100.0 + rows // stages - 1))
-    assert min(seconds) < 2.0
+    # 2 s where json alone takes about one; some machines are slower at everything
+    with path.open() as file:
+        fifth = [next(file) for _ in range(rows // 5)]
+    start = time.process_time()
+    for line in fifth:
+        json.loads(line)
+    assert min(seconds) < max(2.0, 2 * 5 * (time.process_time() - start))
     assert not append(path, found[123])
 
 

@@ -14,7 +14,8 @@ proposes, cutex/autotune.py confirms). Six things are new, and small problems ne
 - `spread`: where the tiles nearly fill the SMs once, as many as there are SMs, which overlap
   (schedulers/spread.py). `column`: where all columns lie in one cluster, a tile for each, and no
   raster to look it up in (schedulers/one_column.py). With one tile a CTA nothing hides its way out,
-  so each warp stores its own rows, and waits for no other and for no TMA (`WarpStores`).
+  so up to 32 columns each warp stores its own rows, and waits for no other warp and for no TMA
+  (`WarpStores`).
 - Swapped, two CTAs may share a tile of the weights (`cluster_n`), each with half of the columns: L2
   is asked for 2 MB for each, not 3, at M = 128.
 - The next kernel in the stream may start its CTAs when this one's end (programmatic dependent
@@ -59,6 +60,9 @@ from cutex.schedulers.spread import Spread
 SUMS_BARRIER = 5  # all MMA warps of a CTA: 1 to 4 are the warpgroups' own and their turns
 # of A, that each CTA asks for before its kernel may begin: more delays the one that still runs
 BYTES_AHEAD = 32 * 1024
+WARP_COLUMNS = (
+    32  # up to which warps store sooner than TMA: they write 32 bytes where it writes 128
+)
 VECTOR = 4  # fp32 sums that move at a time: 16 bytes
 
 
@@ -98,7 +102,7 @@ class Stage9(Stage8):
         self, out: cpasync.TmaInfo, sC: cute.Tensor, mC: cute.Tensor
     ) -> WarpgroupStores | WarpStores:
         c = self.config
-        if c.swap_ab and (c.column or c.spread):
+        if c.swap_ab and (c.column or c.spread) and c.tile_n <= WARP_COLUMNS:
             first_row = self.tiles.first_row(mC) if c.spread else Int32(0)
             return warp_stores(mC, sC, c.epi_stages, first_row)
         return warpgroup_stores(out, sC, c.epi_stages, transpose=c.swap_ab)
