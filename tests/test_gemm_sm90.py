@@ -54,6 +54,8 @@ COLUMN = {
     "128x16, 1x2": {**SMALL, "tile_n": 16, "cluster_n": 2},
     "128x32, 2x1": {**SMALL, "tile_n": 32, "cluster_m": 2, "epi_n": 32},
     "128x16, 2x2": {**SMALL, "tile_n": 16, "cluster_m": 2, "cluster_n": 2},
+    "64x32 in parts of 16": {**SMALL, "tile_m": 64, "tile_n": 32, "warpgroups": 1},
+    "128x64, 1x2": {**SMALL, "tile_n": 64, "cluster_n": 2, "epi_n": 64},
 }
 
 
