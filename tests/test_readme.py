@@ -25,7 +25,7 @@ def commands(readme: str) -> list[str]:
 def test_ci_runs_the_two_commands_of_the_readme(root, readme):
     run, test = (line for line in commands(readme) if line.startswith(SETUP))
     assert run.endswith("-m cutex.gemm --stage 3")
-    assert test.endswith("-m pytest -q")
+    assert test.endswith("-m pytest -q -n 2")
     ci = (root / ".ci" / "run").read_text().splitlines()
     assert run in ci
     assert test in ci
