@@ -16,6 +16,7 @@ from cutex.atoms.tma import TileStores, tile_stores
 from cutex.schedulers.one_tile import WorkTile
 
 SUB_TILE_BARRIER = 1  # the named barrier of the four epilogue warps; 0 is the whole CTA's
+WARP_ROWS = 16  # of a wgmma's 64, that each of its warps holds
 FIRST_WARPGROUP_BARRIER = 1  # on sm_90a each warpgroup has one
 
 
@@ -245,6 +246,22 @@ class WayOut:
         return TileOut(parts, stores, tile.n * parts.num_parts)
 
 
+def accumulator_parts(acc: cute.Tensor, tRS_sC: cute.Tensor) -> cute.Tensor:
+    """A thread's accumulators by parts, each as large as a slot of tRS_sC (R2S, R2S_M, R2S_N,
+    SLOT), columns first: (V, PART)."""
+    size = cute.size(tRS_sC[None, None, None, 0])
+    return cute.make_tensor(acc.iterator, cute.make_layout((size, cute.size(acc) // size)))
+
+
+@cute.jit
+def round_to_smem(r2s: cute.TiledCopy, values: cute.Tensor, tRS_sC: cute.Tensor) -> None:
+    """Round a part's `values` (V) and put them into a slot, (R2S, R2S_M, R2S_N)."""
+    tRS_rC = cute.make_rmem_tensor(tRS_sC.shape, tRS_sC.element_type)
+    flat = cute.make_tensor(tRS_rC.iterator, cute.make_layout(cute.size(tRS_rC)))
+    flat.store(values.load().to(tRS_sC.element_type))
+    cute.copy(r2s, tRS_rC, tRS_sC)
+
+
 class WarpgroupStores(NamedTuple):
     """One warpgroup's way out: accumulators -> registers -> slots of its own in smem -> TMA, 64
     rows by epiN columns at a time.
@@ -279,8 +296,7 @@ class WarpgroupStores(NamedTuple):
 
     def parts(self, acc: cute.Tensor) -> cute.Tensor:
         """A thread's accumulators by parts, 64 x epiN, columns first: (V, PART)."""
-        size = cute.size(self.tRS_sC[None, None, None, 0])
-        return cute.make_tensor(acc.iterator, cute.make_layout((size, cute.size(acc) // size)))
+        return accumulator_parts(acc, self.tRS_sC)
 
     @cute.jit
     def store_part(
@@ -288,10 +304,7 @@ class WarpgroupStores(NamedTuple):
     ) -> None:
         """Round a part's `values` (V), put them into `slot`, which is free, start its store, and
         see to it that the slot after is free."""
-        tRS_rC = cute.make_rmem_tensor(self.tRS_sC[None, None, None, 0].shape, self.dtype)
-        flat = cute.make_tensor(tRS_rC.iterator, cute.make_layout(cute.size(tRS_rC)))
-        flat.store(values.load().to(self.dtype))
-        cute.copy(self.r2s, tRS_rC, self.tRS_sC[None, None, None, slot])
+        round_to_smem(self.r2s, values, self.tRS_sC[None, None, None, slot])
         cute.arch.fence_view_async_shared()
         self.wait(max(0, self.num_slots - 2), pending=self.num_slots > 1)
         if self.stores:
@@ -335,32 +348,25 @@ class WarpStores(NamedTuple):
     def store(self, acc: cute.Tensor, row_tile: Int32, row_step: Int32, column_tile: Int32) -> None:
         """As WarpgroupStores.store."""
         rows, columns, num_slots = (cute.size(self.sC, mode=[i]) for i in range(3))
-        size = cute.size(self.tRS_sC[None, None, None, 0])
-        parts = cute.make_tensor(acc.iterator, cute.make_layout((size, cute.size(acc) // size)))
+        parts = accumulator_parts(acc, self.tRS_sC)  # (V, PART)
         per_row = cute.size(parts, mode=[1]) // cute.size(acc, mode=[1])
         for part in cutlass.range_constexpr(cute.size(parts, mode=[1])):
             slot = part % num_slots
             if cutlass.const_expr(part >= num_slots):
                 cute.arch.sync_warp()  # the last part's lanes have read it
-            self.to_smem(parts[None, part], slot)
+            round_to_smem(self.r2s, parts[None, part], self.tRS_sC[None, None, None, slot])
             cute.arch.sync_warp()
             row = self.first_row + (row_tile + part // per_row * row_step) * rows
             self.to_global(slot, row, (column_tile + part % per_row) * columns)
 
     @cute.jit
-    def to_smem(self, values: cute.Tensor, slot: cutlass.Constexpr[int]) -> None:
-        tRS_rC = cute.make_rmem_tensor(self.tRS_sC[None, None, None, 0].shape, self.mC.element_type)
-        flat = cute.make_tensor(tRS_rC.iterator, cute.make_layout(cute.size(tRS_rC)))
-        flat.store(values.load().to(self.mC.element_type))
-        cute.copy(self.r2s, tRS_rC, self.tRS_sC[None, None, None, slot])
-
-    @cute.jit
     def to_global(self, slot: cutlass.Constexpr[int], row: Int32, column: Int32) -> None:
-        """The 16 rows of this warp: 2 lanes have a column's, 16 bytes each."""
+        """The rows of this warp: 2 lanes have a column's, 16 bytes each."""
         width = 128 // self.mC.element_type.width
         vector = cute.make_copy_atom(CopyUniversalOp(), self.mC.element_type, num_bits_per_copy=128)
         warp, lane = cute.arch.warp_idx() % 4, cute.arch.lane_idx()
-        of_warp, columns_at_once = 16 // width, 32 * width // 16
+        of_warp = WARP_ROWS // width  # vectors in a column
+        columns_at_once = 32 // of_warp
         place, lane_column = warp * of_warp + lane % of_warp, lane // of_warp
         vectors = cute.logical_divide(self.sC[None, None, slot], (width, 1))  # ((V, ROW), (1, COL))
         passes = cute.size(self.sC, mode=[1]) // columns_at_once
@@ -376,7 +382,7 @@ class WarpStores(NamedTuple):
                 elements = cute.crd2idx((0, i * columns_at_once), here.layout)
                 to = cute.make_ptr(
                     self.mC.element_type,
-                    address + elements * (16 // width),
+                    address + elements * (self.mC.element_type.width // 8),
                     cute.AddressSpace.gmem,
                     assumed_align=16,
                 )

@@ -60,9 +60,8 @@ from cutex.schedulers.spread import Spread
 SUMS_BARRIER = 5  # all MMA warps of a CTA: 1 to 4 are the warpgroups' own and their turns
 # of A, that each CTA asks for before its kernel may begin: more delays the one that still runs
 BYTES_AHEAD = 32 * 1024
-WARP_COLUMNS = (
-    32  # up to which warps store sooner than TMA: they write 32 bytes where it writes 128
-)
+# up to which warps store sooner than TMA: they write 32 bytes where it writes 128
+WARP_COLUMNS = 32
 VECTOR = 4  # fp32 sums that move at a time: 16 bytes
 
 
@@ -140,7 +139,7 @@ class Stage9(Stage8):
         """
         cpasync.prefetch_descriptor(ab_operands.a.atom)
         cpasync.prefetch_descriptor(ab_operands.b.atom)
-        if cutlass.const_expr(self.long_rows):
+        if cutlass.const_expr(self.streams_a):
             cute.arch.griddepcontrol_launch_dependents()
             walk = self.tiles.walk(mC)
             loads = ab_operands.loads(walk.tile(walk.first), self.cluster)
@@ -152,7 +151,7 @@ class Stage9(Stage8):
                 cute.prefetch(loads.a.atom, loads.a.gmem[None, k_tile])
 
     @property
-    def long_rows(self) -> bool:
+    def streams_a(self) -> bool:
         """Whether A is what takes the time: tiles of few columns."""
         return self.config.swap_ab or self.config.column or self.config.spread
 
@@ -165,7 +164,7 @@ class Stage9(Stage8):
     def load_tiles(self, ab_operands: AbOperands, ab: SharedRing, mC: cute.Tensor) -> None:
         walk = self.tiles.walk(mC)
         cute.arch.griddepcontrol_wait()
-        if cutlass.const_expr(not self.long_rows):
+        if cutlass.const_expr(not self.streams_a):
             cute.arch.griddepcontrol_launch_dependents()
         fill = ab.producer()
         for index in cutlass.range(walk.first, walk.end, walk.step, unroll=1):
