@@ -152,6 +152,11 @@ class Ring:
     def wait_full(self, place: Place) -> None:
         self.full.wait(place.phase, place.slot)
 
+    def is_full(self, place: Place) -> Boolean:
+        """Whether all lanes of this warp see it full: then none has to wait. A whole warp."""
+        seen = cute.arch.mbarrier_test_wait(self.full[place.slot], place.phase)
+        return cute.arch.vote_all_sync(seen)
+
     def release(self, place: Place) -> None:
         """One arrival of this warp: its reads of the slot are over."""
         with cute.arch.elect_one():
