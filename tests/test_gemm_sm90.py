@@ -8,8 +8,11 @@ import pytest
 
 from cutex.compile import compile
 from cutex.kernels.gemm import stage
+from cutex.kernels.gemm.sm90.stage9 import Stage9
 from cutex.problem import GemmProblem
+from cutex.schedulers.pace import Pace
 from cutex.sim import simulate
+from cutex.sim.machine import Machine
 
 PERSISTENT = {"num_ctas": 4}
 COOPERATIVE = {
@@ -111,3 +114,33 @@ def test_a_walk_of_several_tiles_does_not_depend_on_the_order_of_events(
     number: int, seed: int
 ) -> None:
     check(number, (600, 800, 64 * 7), {"num_ctas": 2}, "random", seed)
+
+
+class Paced(Stage9):
+    """Keeps a pace however little it reads: steps of 1248 ns for 312 rows."""
+
+    @property
+    def name(self) -> str:
+        return "sm90_gemm_paced"
+
+    @property
+    def pace(self) -> Pace:
+        return Pace(bytes_per_ns=64, least_bytes=0)
+
+
+@pytest.mark.parametrize("clock", ["goes on", "stands still"])
+@pytest.mark.parametrize("order", ["eager", "random"])
+@pytest.mark.parametrize("changes", [{"spread": True, "num_ctas": 5}, {"column": True}])
+def test_a_pace_changes_no_result_and_a_clock_that_stands_still_no_end(
+    changes: dict, order: str, clock: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if clock == "stands still":
+        monkeypatch.setattr(Machine, "clock", lambda machine: 1)
+    ninth = stage("sm_90a", 9)
+    config = replace(ninth.config(), **{**SWAPPED["64x16"], **changes})
+    problem = GemmProblem(13, 312, 128 * 16, init="int")
+    a, b = problem.inputs()
+    c = problem.output()
+    report = simulate(compile(Paced(config), problem.dtype, ninth.arch), a, b, c, order=order)
+    assert not report.findings, "\n".join(map(str, report.findings))
+    assert problem.check(a, b, c, (config.tile_m, config.tile_n)).ok

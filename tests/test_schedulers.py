@@ -8,6 +8,7 @@ from cutex.arch import arch
 from cutex.kernels.gemm.choose import choose, ranked, shortlist
 from cutex.kernels.gemm.config import GemmConfig
 from cutex.problem import GemmProblem
+from cutex.schedulers.pace import Pace
 from cutex.schedulers.raster import ALONG, Raster, clusters
 from cutex.schedulers.spread import first_row
 
@@ -100,6 +101,18 @@ def test_spread_tiles_cover_all_rows_wherever_the_config_says_they_do() -> None:
             assert all(f % 8 == 0 for f in first)
             spread += 1
     assert spread == 7, "from seven eighths of 6 tiles on"
+
+
+def test_a_pace_is_what_memory_gives_and_only_for_what_l2_does_not_hold() -> None:
+    pace = Pace(bytes_per_ns=4000, least_bytes=90_000_000)
+    rows, k_tile = 8192, 128
+    step_bytes = rows * k_tile * 2
+    assert pace.step_ns(step_bytes, 64) == 524, "2 MB at 4 TB/s"
+    assert pace.step_ns(step_bytes, 90_000_000 // step_bytes) == 0
+    assert pace.step_ns(step_bytes, 90_000_000 // step_bytes + 1) == 524
+    hopper = Pace.of(arch("sm_90a"))
+    assert 0.9 * 4800 < hopper.bytes_per_ns < 4800
+    assert hopper.least_bytes > arch("sm_90a").l2_bytes
 
 
 def test_a_wave_of_a_square_raster_reads_less_than_rows_in_turn() -> None:

@@ -47,6 +47,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import CopyUniversalOp, cpasync, warpgroup
 
+from cutex.arch import arch as arch_named
 from cutex.atoms.mma import Wgmma, transposed_slots_layout
 from cutex.atoms.multicast import AbOperands, SharedRing, shared_operand
 from cutex.atoms.tma import AbLoads, store_operand
@@ -56,15 +57,15 @@ from cutex.kernels.gemm.sm90.stage7 import Stage7
 from cutex.kernels.gemm.sm90.stage8 import Stage8
 from cutex.pipeline import Place, sync_cluster
 from cutex.schedulers.one_column import OneColumn
+from cutex.schedulers.pace import Pace, now, wait_until
 from cutex.schedulers.persistent import StaticPersistent, Walk
 from cutex.schedulers.spread import Spread
 
 SUMS_BARRIER = 5  # all MMA warps of a CTA: 1 to 4 are the warpgroups' own and their turns
 # of A, that each CTA asks for before its kernel may begin: more delays the one that still runs
 BYTES_AHEAD = 32 * 1024
-FIRST_LOADS = 4  # K tiles, before a CTA asks for its share of B: A is what memory is slower with
 # of a tile: up to so many, warps store sooner than TMA, though they write 32 bytes where it writes
-# 128; what comes of B is worth asking for ahead; and an MMA takes less than to look for the next
+# 128; memory is all that limits, so CTAs keep a pace; and no MMA is long enough to look ahead
 FEW_COLUMNS = 32
 VECTOR = 4  # fp32 sums that move at a time: 16 bytes
 
@@ -180,25 +181,60 @@ class Stage9(Stage8):
         if cutlass.const_expr(not self.streams_a):
             cute.arch.griddepcontrol_launch_dependents()
         fill = ab.producer()
-        for index in cutlass.range(walk.first, walk.end, walk.step, unroll=1):
-            loads = ab_operands.loads(walk.tile(index), self.cluster)
-            count = self.share(loads.num_k_tiles)
-            first = walk.share * count
-            # NOTE: a share may reach past K, where TMA fills in zeros
-            for k_tile in cutlass.range(first, first + count, unroll=1):
-                loads.load(k_tile, fill.slot, ab.acquire(fill))
-                fill.advance()
-                if cutlass.const_expr(self.one_tile and self.few_columns):  # noqa: SIM102
-                    if k_tile == FIRST_LOADS:
-                        self.ask_for_b(loads)
+        if cutlass.const_expr(self.one_tile):
+            loads = ab_operands.loads(walk.tile(walk.first), self.cluster)
+            fill = self.load_at_pace(loads, ab, fill, mC)
+        else:
+            for index in cutlass.range(walk.first, walk.end, walk.step, unroll=1):
+                loads = ab_operands.loads(walk.tile(index), self.cluster)
+                count = self.share(loads.num_k_tiles)
+                first = walk.share * count
+                # NOTE: a share may reach past K, where TMA fills in zeros
+                fill = self.load_k(loads, ab, fill, first, first + count)
         ab.drain(fill)
 
     @cute.jit
+    def load_k(
+        self, loads: AbLoads, ab: SharedRing, fill: Place, first: Int32, end: Int32
+    ) -> Place:
+        """Load K tiles `first` to `end`, from place `fill` on; returns the place after."""
+        for k_tile in cutlass.range(first, end, unroll=1):
+            loads.load(k_tile, fill.slot, ab.acquire(fill))
+            fill.advance()
+        return fill
+
+    @cute.jit
+    def load_at_pace(self, loads: AbLoads, ab: SharedRing, fill: Place, mC: cute.Tensor) -> Place:
+        """Load all of K: a ring of it at once, the rest no sooner than memory can bring it to all
+        CTAs alike (schedulers/pace.py)."""
+        c = self.config
+        start = now()
+        ring = cutlass.min(loads.num_k_tiles, c.num_stages)
+        fill = self.load_k(loads, ab, fill, Int32(0), ring)
+        if cutlass.const_expr(c.tile_n * c.cluster_n <= FEW_COLUMNS):
+            self.ask_for_b(loads)
+        step_bytes = cute.size(mC, mode=[0]) * (c.tile_k * ELEMENT)
+        step = self.pace.step_ns(step_bytes, loads.num_k_tiles)
+        due = start + self.pace.lead_ns(step, c.num_stages)
+        for k_tile in cutlass.range(ring, loads.num_k_tiles, unroll=1):
+            full = ab.acquire(fill)
+            if step > 0:
+                wait_until(due)
+                due += step
+            loads.load(k_tile, fill.slot, full)
+            fill.advance()
+        return fill
+
+    @cute.jit
     def ask_for_b(self, loads: AbLoads) -> None:
-        """Ask for the K tile that is this cluster's share into L2, before all load it at once."""
-        _, _, k_tile = cute.arch.block_idx()
-        if k_tile < loads.num_k_tiles:
-            cute.prefetch(loads.b.atom, loads.b.gmem[None, k_tile])
+        """Ask for this cluster's share of B into L2, before all load it: a K tile."""
+        _, _, share = cute.arch.block_idx()
+        if share < loads.num_k_tiles:
+            cute.prefetch(loads.b.atom, loads.b.gmem[None, share])
+
+    @property
+    def pace(self) -> Pace:
+        return Pace.of(arch_named(self.arch))
 
     def share(self, num_k_tiles: Int32) -> Int32:
         """K tiles of one of the split_k CTAs."""

@@ -1,0 +1,59 @@
+"""When a CTA may ask memory for its next K tile, where memory limits and each CTA has one tile.
+
+SMs that memory answers sooner ask for more, and end up to 8 us of 30 before the others. That gains
+nothing, for memory is busy all the time, and it costs: what CTAs share they ask for at different
+times, and the last ones are alone in the end. When none is faster than memory could serve them all,
+they stay together: 1.012 times as fast with M = 16, N = K = 8192 (docs/facts.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cutlass import Int32, Int64, cute
+
+from cutex.arch import Arch
+
+MEMORY_SHARE = 0.93  # of its peak, that memory gives a long read
+FIRST_NS = 1000  # until the first load has come
+LOOKS = 256  # at the clock
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Of CTAs that read an operand together, step by step. Memory that is slower than the one it
+    is made for is not held back by it."""
+
+    bytes_per_ns: int
+    least_bytes: int  # of the operand: L2 may hold a good part of a smaller one, and needs no pace
+
+    @staticmethod
+    def of(arch: Arch) -> Pace:
+        return Pace(int(arch.hbm_gbs * MEMORY_SHARE), arch.l2_bytes * 3 // 2)
+
+    def step_ns(self, step_bytes: Int32 | int, num_steps: Int32 | int) -> Int32 | int:
+        """From step to step, of which all CTAs together read `step_bytes`; 0 for no pace.
+
+        Plain operators only: Python ints run it, and the same code traces in the DSL.
+        """
+        return step_bytes // self.bytes_per_ns * (num_steps > self.least_bytes // step_bytes)
+
+    def lead_ns(self, step_ns: Int32 | int, ring: int) -> Int32 | int:
+        """From the first loads, a `ring` of them, to the one after."""
+        return FIRST_NS + ring * step_ns // 4
+
+
+@cute.jit
+def wait_until(due: Int64) -> None:
+    """`due` as of `now`.
+
+    NOTE: so many looks at the clock and no more: a clock that stops must stop no kernel.
+    """
+    looks = Int32(0)
+    while looks < LOOKS and now() < due:
+        looks += 1
+
+
+def now() -> Int64:
+    """Nanoseconds, the same for all SMs."""
+    return Int64(cute.arch.globaltimer())
