@@ -14,18 +14,18 @@ from cutlass import Int32, Int64, cute
 
 from cutex.arch import Arch
 
-MEMORY_SHARE = 0.93  # of its peak, that memory gives a long read
+MEMORY_SHARE = 0.92  # of its peak, that memory gives a long read
 FIRST_NS = 1000  # until the first load has come
 LOOKS = 256  # at the clock
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Of CTAs that read an operand together, step by step. Memory that is slower than the one it
+    """Of CTAs that read operands together, step by step. Memory that is slower than the one it
     is made for is not held back by it."""
 
     bytes_per_ns: int
-    least_bytes: int  # of the operand: L2 may hold a good part of a smaller one, and needs no pace
+    least_bytes: int  # in all: L2 may hold a good part of less, and needs no pace
 
     @staticmethod
     def of(arch: Arch) -> Pace:
