@@ -14,7 +14,6 @@ from cutlass import Int32, Int64, cute
 
 from cutex.arch import Arch
 
-MEMORY_SHARE = 0.92  # of its peak, that memory gives a long read
 FIRST_NS = 1000  # until the first load has come
 LOOKS = 256  # at the clock
 
@@ -28,8 +27,9 @@ class Pace:
     least_bytes: int  # in all: L2 may hold a good part of less, and needs no pace
 
     @staticmethod
-    def of(arch: Arch) -> Pace:
-        return Pace(int(arch.hbm_gbs * MEMORY_SHARE), arch.l2_bytes * 3 // 2)
+    def of(arch: Arch, share: float) -> Pace:
+        """Of CTAs that together get `share` of the memory's peak."""
+        return Pace(int(arch.hbm_gbs * share), arch.l2_bytes * 3 // 2)
 
     def step_ns(self, step_bytes: Int32 | int, num_steps: Int32 | int) -> Int32 | int:
         """From step to step, of which all CTAs together read `step_bytes`; 0 for no pace.

@@ -110,8 +110,9 @@ def test_a_pace_is_what_memory_gives_and_only_for_what_l2_does_not_hold() -> Non
     assert pace.step_ns(step_bytes, 64) == 524, "2 MB at 4 TB/s"
     assert pace.step_ns(step_bytes, 90_000_000 // step_bytes) == 0
     assert pace.step_ns(step_bytes, 90_000_000 // step_bytes + 1) == 524
-    hopper = Pace.of(arch("sm_90a"))
-    assert 0.9 * 4800 < hopper.bytes_per_ns < 4800
+    hopper = Pace.of(arch("sm_90a"), 0.9)
+    assert hopper.bytes_per_ns == 0.9 * 4800
+    assert hopper.lead_ns(step_ns=200, ring=8) == 1400
     assert hopper.least_bytes > arch("sm_90a").l2_bytes
 
 

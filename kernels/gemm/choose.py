@@ -110,9 +110,7 @@ def candidates(arch_name: str, small: bool) -> tuple[GemmConfig, ...]:
                     for swap_ab in (True, False):  # the better one where the model sees none
                         if m == 128 and swap_ab:  # what memory must bring is asked of L2 once
                             for way in _ways_to_a_tile(replace(config, swap_ab=True, cluster_n=2)):
-                                slots = _deepest(way, arch).num_stages
                                 add(way)
-                                add(way, (slots - 1) * way.stage_bytes)  # at M = 64, 9 beat 10
                         for way in _ways_to_a_tile(replace(config, swap_ab=swap_ab)):
                             add(way)
                             add(way, SHALLOW)

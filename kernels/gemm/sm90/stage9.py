@@ -170,6 +170,10 @@ class Stage9(Stage8):
         return self.config.tile_n <= FEW_COLUMNS
 
     @property
+    def cluster_columns(self) -> int:
+        return self.config.tile_n * self.config.cluster_n
+
+    @property
     def tiles_ahead(self) -> int:
         c = self.config
         return max(1, BYTES_AHEAD // (c.tile_m // c.cluster_n * c.tile_k * ELEMENT))
@@ -208,19 +212,20 @@ class Stage9(Stage8):
         """Load all of K: a ring of it at once, the rest no sooner than memory can bring it to all
         CTAs alike (schedulers/pace.py)."""
         c = self.config
+        start = now()
         ring = cutlass.min(loads.num_k_tiles, c.num_stages)
         fill = self.load_k(loads, ab, fill, Int32(0), ring)
-        start = now()
-        if cutlass.const_expr(c.tile_n * c.cluster_n <= FEW_COLUMNS):
+        if cutlass.const_expr(self.cluster_columns <= FEW_COLUMNS):
             self.ask_for_b(loads)
-        step_bytes = (cute.size(mC, mode=[0]) + cute.size(mC, mode=[1])) * (c.tile_k * ELEMENT)
+        step_bytes = cute.size(mC, mode=[0]) * (c.tile_k * ELEMENT)
         step = self.pace.step_ns(step_bytes, loads.num_k_tiles)
         due = start + self.pace.lead_ns(step, c.num_stages)
         for k_tile in cutlass.range(ring, loads.num_k_tiles, unroll=1):
+            full = ab.acquire(fill)
             if step > 0:
                 wait_until(due)
                 due += step
-            loads.load(k_tile, fill.slot, ab.acquire(fill))
+            loads.load(k_tile, fill.slot, full)
             fill.advance()
         return fill
 
@@ -233,7 +238,7 @@ class Stage9(Stage8):
 
     @property
     def pace(self) -> Pace:
-        return Pace.of(arch_named(self.arch))
+        return Pace.of(arch_named(self.arch), 0.93 if self.cluster_columns <= FEW_COLUMNS else 0.89)
 
     def share(self, num_k_tiles: Int32) -> Int32:
         """K tiles of one of the split_k CTAs."""
