@@ -1,9 +1,9 @@
 """When a CTA may ask memory for its next K tile, where memory limits and each CTA has one tile.
 
 SMs that memory answers sooner ask for more, and end up to 8 us of 30 before the others. That gains
-nothing, for memory is busy all the time, and it costs: what CTAs share they ask for at different
-times, and the last ones are alone in the end. When none is faster than memory could serve them all,
-they stay together: 1.012 times as fast with M = 16, N = K = 8192 (docs/facts.md).
+nothing, for memory is busy all the time, and it costs: requests that come together for what all
+CTAs share are merged on their way to L2, and those that come apart are not. When none is faster
+than memory could serve them all, they stay together: 1.01 to 1.03 times as fast (docs/facts.md).
 """
 
 from __future__ import annotations

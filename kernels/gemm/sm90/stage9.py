@@ -2,7 +2,7 @@
 
 Idea: no tile is the best for all. One kernel takes what the stages before have built, cooperative
 or ping-pong, any tile, cluster and order, and a config for each problem (kernels/gemm/choose.py
-proposes, cutex/autotune.py confirms). Six things are new, and small problems need them:
+proposes, cutex/autotune.py confirms). Seven things are new, and small problems need them:
 
 - `swap_ab`: wgmma computes at least 64 rows, so with M = 16 three quarters of it were for nothing.
   C^T = B A^T has N rows and M columns, which may be as few as 16. stmatrix transposes on the way
@@ -20,19 +20,22 @@ proposes, cutex/autotune.py confirms). Six things are new, and small problems ne
   is asked for 2 MB for each, not 3, at M = 128.
 - The next kernel in the stream may start its CTAs when this one's end (programmatic dependent
   launch). Such a CTA asks at once, before its barriers, for the first 32 KB of what it streams, so
-  that memory has work while one kernel ends and the other is not allowed to begin. The few columns
-  of B all CTAs want at one time, and each K tile anew from memory: so each CTA asks for another
-  K tile of B into L2, as soon as its own first loads are on their way.
+  that memory has work while one kernel ends and the other is not allowed to begin.
+- With one tile a CTA, none loads faster than memory could serve all (schedulers/pace.py): SMs that
+  get their answers sooner would go ahead, and what two ask of B at one time comes from L2 but once.
+  Up to 32 columns each cluster asks for another K tile of B into L2, once its first loads are on
+  their way. With more, a slot whose MMA is done may be loaded before the next slot is full.
 
 Measured, times stage 8: 1.00 at 8192x8192x4096, where the choice is stage 8's own tile, 1.15 at
 4096x4096x4096 (128x128), 1.5 at 2048x2048x2048, 2.5 with M = 16, 1.7 with M = 128. Beside the best
 of cuBLAS and quack: 1.02 in the mean of seven large problems, 0.995 to 1.047; for few rows see
-docs/facts.md. Of the 32 us with M = 16, N = K = 8192, memory is idle for 2, between one kernel's
-last load and the next one's first, and gives 4.5 TB/s in the rest.
+docs/facts.md. The pace gives 1.01 to 1.02 of it, 1.05 with N = 7168. Of the 31 us with M = 16,
+N = K = 8192, memory is idle for 2, between one kernel's last load and the next one's first.
 
 Tried, and left out: evicting the streamed operand from L2 first looks like 5 % at small M, but with
 12 copies of the operands in turn instead of 2 it is nothing: it leaves parts of the copy before
-last in L2, which the timing then finds. Starting CTAs at different places of K loses up to 10 %.
+last in L2, which the timing then finds. Starting CTAs at different places of K loses up to 10 %,
+within windows of 8 K tiles 3 %: their requests of B are no longer merged on the way to L2.
 Asking L2 for more than 32 KB ahead loses: it delays the CTAs that have yet to end. Two CTAs an SM,
 the second waiting in the next kernel, gain nothing: of what its wait costs, the launch is no part.
 Loading the weights before that wait, which only weights that nobody writes would allow, gains 1 %
@@ -64,8 +67,8 @@ from cutex.schedulers.spread import Spread
 SUMS_BARRIER = 5  # all MMA warps of a CTA: 1 to 4 are the warpgroups' own and their turns
 # of A, that each CTA asks for before its kernel may begin: more delays the one that still runs
 BYTES_AHEAD = 32 * 1024
-# of a tile: up to so many, warps store sooner than TMA, though they write 32 bytes where it writes
-# 128; memory is all that limits, so CTAs keep a pace; and no MMA is long enough to look ahead
+# up to which warps store sooner than TMA, though they write 32 bytes where it writes 128, memory is
+# all that limits, and no MMA is worth looking ahead for
 FEW_COLUMNS = 32
 VECTOR = 4  # fp32 sums that move at a time: 16 bytes
 
@@ -238,7 +241,9 @@ class Stage9(Stage8):
 
     @property
     def pace(self) -> Pace:
-        return Pace.of(arch_named(self.arch), 0.93 if self.cluster_columns <= FEW_COLUMNS else 0.89)
+        """Measured: with more columns L2 and the tensor cores take their part of the time."""
+        share = 0.93 if self.cluster_columns <= FEW_COLUMNS else 0.89
+        return Pace.of(arch_named(self.arch), share)
 
     def share(self, num_k_tiles: Int32) -> Int32:
         """K tiles of one of the split_k CTAs."""
