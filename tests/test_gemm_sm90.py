@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from cutlass.cute.nvgpu import warpgroup
 
 from cutex.compile import compile
 from cutex.kernels.gemm import stage
+from cutex.kernels.gemm.sm90 import stage9
 from cutex.kernels.gemm.sm90.stage9 import Stage9
 from cutex.problem import GemmProblem
 from cutex.schedulers.pace import Pace
 from cutex.sim import simulate
+from cutex.sim.errors import Hazards
 from cutex.sim.machine import Machine
 
 PERSISTENT = {"num_ctas": 4}
@@ -144,3 +148,23 @@ def test_a_pace_changes_no_result_and_a_clock_that_stands_still_no_end(
     report = simulate(compile(Paced(config), problem.dtype, ninth.arch), a, b, c, order=order)
     assert not report.findings, "\n".join(map(str, report.findings))
     assert problem.check(a, b, c, (config.tile_m, config.tile_n)).ok
+
+
+class Hasty(Stage9):
+    """Does not wait for the MMA before it releases a slot, for want of a full one."""
+
+    @property
+    def name(self) -> str:
+        return "sm90_gemm_hasty"
+
+
+def test_a_slot_released_before_its_mma_is_done_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_group = warpgroup.wait_group
+    hasty = SimpleNamespace(wait_group=lambda groups: wait_group(max(groups, 1)))
+    monkeypatch.setattr(stage9, "warpgroup", hasty)
+    ninth = stage("sm_90a", 9)
+    config = replace(ninth.config(), **{**COLUMN["128x64, 1x2"], "column": True})
+    problem = GemmProblem(13, 712, 1032, init="int")
+    a, b = problem.inputs()
+    with pytest.raises(Hazards, match="while it is still being read by the wgmma"):
+        simulate(compile(Hasty(config), problem.dtype, ninth.arch), a, b, problem.output())
