@@ -294,68 +294,30 @@ def _through_operator(call: Call) -> Tensor:
     return call.out
 
 
-def _operator(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None,
-    activation: str | None = None,
-    out_dtype: torch.dtype | None = None,
-    alpha: float = 1.0,
-) -> Tensor:
-    with torch.no_grad():
-        return matmul(a, b, bias=bias, residual=residual, scale_a=scale_a, scale_b=scale_b,
-                      activation=activation, out_dtype=out_dtype, alpha=alpha)  # fmt: skip
+def _named(args: tuple, kwargs: dict[str, Any], *rest: str) -> dict[str, Any]:
+    """What torch passes to an operator, all but what the caller left out, by name."""
+    names = ("a", "b", "bias", "residual", "scale_a", "scale_b", "activation", *rest)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _operator_out(
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None,
-    activation: str | None = None,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-) -> None:
-    with torch.no_grad():
-        matmul(a, b, bias=bias, residual=residual, scale_a=scale_a, scale_b=scale_b, out=out,
-               activation=activation, alpha=alpha, beta=beta)  # fmt: skip
+@torch.no_grad()
+def _operator(*args: Any, **kwargs: Any) -> Tensor:
+    return matmul(**_named(args, kwargs, "out_dtype", "alpha"))
 
 
-def _fake(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None,
-    activation: str | None = None,
-    out_dtype: torch.dtype | None = None,
-    alpha: float = 1.0,
-) -> Tensor:
-    call = Call(a, b, bias, residual, None, scale_a, scale_b, None, activation, out_dtype, alpha)
+@torch.no_grad()
+def _operator_out(out: Tensor, *args: Any, **kwargs: Any) -> None:
+    matmul(out=out, **_named(args, kwargs, "alpha", "beta"))
+
+
+def _fake(*args: Any, **kwargs: Any) -> Tensor:
+    call = Call(**_named(args, kwargs, "out_dtype", "alpha"))
     check(call)
-    return a.new_empty(call.shape, dtype=call.dtype)
+    return call.a.new_empty(call.shape, dtype=call.dtype)
 
 
-def _fake_out(
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None,
-    activation: str | None = None,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-) -> None:
-    check(Call(a, b, bias, residual, out, scale_a, scale_b, None, activation, None, alpha, beta))
+def _fake_out(out: Tensor, *args: Any, **kwargs: Any) -> None:
+    check(Call(out=out, **_named(args, kwargs, "alpha", "beta")))
 
 
 def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
