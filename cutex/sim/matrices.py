@@ -5,7 +5,9 @@ K-major, row r, chunk c of K:      (r % 8) * W + (r // 8) * SBO + c
     without swizzle:               (r % 8) * W + (r // 8) * SBO + c * LBO
 MN-major, chunk c along MN, k:     (k % 8) * W + (k // 8) * SBO + c % W + (c // W) * LBO
     without swizzle:               c * SBO + k % 8 + (k // 8) * LBO
-The swizzle then XORs the absolute chunk number.
+    128 bytes of 32-byte atoms:    (k % 4) * 8 + (k // 4) * SBO + c % 8 + (c // 8) * LBO
+The swizzle then XORs the absolute chunk number. The last is of Blackwell, and the only one for tf32
+that is MN-major (CUTLASS: SWIZZLE_128B_BASE32B).
 """
 
 from __future__ import annotations
@@ -22,17 +24,17 @@ from cutex.sim.flight import Span
 from cutex.sim.memory import POISON64
 from cutex.sim.ptx import Instruction
 from cutex.sim.rounding import bf16_to_f32
-from cutex.sim.tensormap import swizzle_chunks
+from cutex.sim.tensormap import ATOMS_OF_32, swizzle_chunks
 
 if TYPE_CHECKING:
     from cutex.sim.machine import Machine
 
-_NAMES = {0: "no", 1: "32-byte", 2: "64-byte", 3: "128-byte"}
+_NAMES = {0: "no", 1: "32-byte", 2: "64-byte", 3: "128-byte", 4: "128-byte (atoms of 32)"}
 
 
 @dataclass(frozen=True)
 class Descriptor:
-    """Byte offsets; ``bits`` of swizzle: 0 none, 1, 2, 3 for 32, 64, 128 bytes."""
+    """Byte offsets; ``bits`` of swizzle: 0 none, 1, 2, 3 for 32, 64, 128 bytes, ATOMS_OF_32."""
 
     start: int
     leading: int
@@ -54,7 +56,7 @@ def read_descriptor(value: int, blackwell: bool, ins: Instruction) -> Descriptor
             raise BadOperand.at(
                 ins, f"bits 46-48 of the descriptor 0x{value:016x} are {fixed}, not 1"
             )
-        bits = {0: 0, 2: 3, 4: 2, 6: 1}.get(mode)
+        bits = {0: 0, 1: ATOMS_OF_32, 2: 3, 4: 2, 6: 1}.get(mode)
         base = value >> 49 & 7
     else:
         bits = {0: 0, 1: 3, 2: 2, 3: 1}[value >> 62 & 3]
@@ -75,7 +77,7 @@ def operand_chunks(
     desc: Descriptor, rows: int, k_bytes: int, mn_major: bool, itemsize: int
 ) -> np.ndarray:
     """Absolute chunk numbers: K-major (rows, k_bytes / 16), MN-major (K, rows * itemsize / 16)."""
-    width = 1 << desc.bits
+    width, steps = (8, 4) if desc.bits == ATOMS_OF_32 else (1 << desc.bits, 8)
     lead, stride, start = desc.leading >> 4, desc.stride >> 4, desc.start >> 4
     if not mn_major:
         r, c = np.arange(rows)[:, None], np.arange(k_bytes // 16)[None, :]
@@ -83,7 +85,7 @@ def operand_chunks(
     else:
         k, c = np.arange(k_bytes // itemsize)[:, None], np.arange(rows * itemsize // 16)[None, :]
         if desc.bits:
-            at = k % 8 * width + k // 8 * stride + c % width + c // width * lead
+            at = k % steps * width + k // steps * stride + c % width + c // width * lead
         else:
             at = c * stride + k % 8 + k // 8 * lead
     return swizzle_chunks(start + at, desc.bits)
@@ -142,9 +144,11 @@ class SharedOperand:
     ) -> None:
         self.m, self.cta, self.desc, self.form, self.ins = m, cta, desc, form, ins
         kind = form.kind
-        if form.mn_major and ITEMSIZE[kind] > 2:
+        if (desc.bits == ATOMS_OF_32) != (form.mn_major and kind == "tf32"):
             raise BadOperand.at(
-                ins, f"MN-major operands of {kind} are not defined in the simulator"
+                ins,
+                f"{form.what} ({desc}): MN-major tf32 takes the 128-byte swizzle with atoms of 32 "
+                "bytes, and nothing else does",
             )
         self.chunks = operand_chunks(desc, form.rows, form.k_bytes, form.mn_major, ITEMSIZE[kind])
         if int(self.chunks.max()) * 16 + 16 > m.smem_bytes:

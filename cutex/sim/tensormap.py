@@ -15,6 +15,7 @@ import numpy as np
 from cutex.sim.errors import BadOperand
 
 MAP_BYTES = 128
+ATOMS_OF_32 = 4  # a swizzle of 128 bytes that leaves 32 bytes together, not 16
 _B4X16 = 11  # packed 4-bit elements: copied as bytes
 _TYPE_BYTES = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 4, 9: 8, 10: 2, _B4X16: 1}
 _F32_FTZ = 8
@@ -47,7 +48,7 @@ class TensorMap:
     strides: tuple[int, ...]
     box: tuple[int, ...]
     steps: tuple[int, ...]  # element strides
-    swizzle: int  # 0 none, 1 32 B, 2 64 B, 3 128 B
+    swizzle: int  # 0 none, 1 32 B, 2 64 B, 3 128 B, 4 128 B of 32-byte atoms
     nan_fill: bool
     tf32: bool
 
@@ -87,7 +88,7 @@ class TensorMap:
 
     def why_not(self) -> str | None:
         """Why no copy takes this map: what traps, or what the simulator does not define."""
-        row, span = self.box[0] * self.itemsize, 16 << self.swizzle
+        row, span = self.box[0] * self.itemsize, 16 << min(self.swizzle, 3)
         if self.address % 16:
             return f"its tensor at 0x{self.address:x} is not 16-byte aligned"
         if row % 16:
@@ -130,11 +131,14 @@ def decode_map(raw: bytes) -> TensorMap:
         raise BadOperand(
             f"bad operand: not a tensor map that the simulator knows (type {kind}, rank {rank})"
         )
-    if flags >> 13 & 3 == 3 and flags >> 19 & 3:
-        raise BadOperand(
-            "bad operand: tensor map with a 128-byte swizzle of 32 or 64 byte atoms, which the "
-            "simulator does not define"
-        )
+    swizzle, atom = flags >> 13 & 3, flags >> 19 & 3
+    if swizzle == 3 and atom:
+        if atom != 1:
+            raise BadOperand(
+                "bad operand: tensor map with a 128-byte swizzle of 64-byte atoms, or of 32-byte "
+                "ones in exchanged halves, which the simulator does not define"
+            )
+        swizzle = ATOMS_OF_32
     itemsize = _TYPE_BYTES[kind]
     strides = [itemsize]
     for i in range(rank - 1):
@@ -154,7 +158,7 @@ def decode_map(raw: bytes) -> TensorMap:
         strides=tuple(strides),
         box=tuple(box),
         steps=tuple((int(w[13]) >> 3 * i & 7) + 1 for i in range(rank)),
-        swizzle=flags >> 13 & 3,
+        swizzle=swizzle,
         nan_fill=bool(flags >> 15 & 1),
         tf32=bool(flags >> 16 & 1),
     )
@@ -162,10 +166,12 @@ def decode_map(raw: bytes) -> TensorMap:
 
 def swizzle_chunks(chunks: np.ndarray, bits: int) -> np.ndarray:
     """XOR of the swizzle on 16-byte chunk numbers (byte address / 16): 3 bits for 128 B, 2 for 64
-    B, 1 for 32 B.
+    B, 1 for 32 B; for ATOMS_OF_32 2 bits, of pairs of chunks.
     """
     if bits == 0:
         return chunks
+    if bits == ATOMS_OF_32:
+        return chunks ^ (chunks >> 3 & 3) << 1
     return chunks ^ (chunks >> 3 & ((1 << bits) - 1))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from operands import FORMATS, Layout, k_of, packed, size_of, small_integers
+from operands import FORMATS, Layout, atom_rows, k_of, packed, size_of, small_integers
 from ptx_kernel import Shape, simulate_ptx
 from tensor_maps import aligned
 
@@ -278,4 +278,5 @@ class Mma:
 def operand(kind: str, swizzle: int = 128, mn_major: bool = False, rows: int = 128, start: int = 0):
     """With gaps between its atoms, which the strides of the descriptor jump over."""
     gap = (1024 if swizzle == 128 else 512) if rows * size_of(kind) <= 256 else 0
-    return packed(kind, swizzle, mn_major, start, rows, gap, 32 // size_of(kind) // 8)
+    k_atoms = 32 // size_of(kind) // atom_rows(swizzle)
+    return packed(kind, swizzle, mn_major, start, rows, gap, k_atoms)

@@ -9,13 +9,16 @@ from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
-from tensor_maps import swizzled
+from tensor_maps import ATOMS_OF_32, swizzled
 
 FORMATS = {
     "f16": np.float16, "bf16": ml_dtypes.bfloat16, "tf32": np.float32,
     "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "s8": np.int8, "u8": np.uint8,
 }  # fmt: skip
-MODES = {"sm_90a": {0: 0, 128: 1, 64: 2, 32: 3}, "sm_100a": {0: 0, 128: 2, 64: 4, 32: 6}}
+MODES = {
+    "sm_90a": {0: 0, 128: 1, 64: 2, 32: 3},
+    "sm_100a": {0: 0, ATOMS_OF_32: 1, 128: 2, 64: 4, 32: 6},
+}
 
 
 def size_of(kind: str) -> int:
@@ -25,6 +28,11 @@ def size_of(kind: str) -> int:
 def k_of(kind: str) -> int:
     """Of one instruction: 32 bytes."""
     return 32 // size_of(kind)
+
+
+def atom_rows(swizzle: int) -> int:
+    """Of an atom's `width` bytes; the swizzle repeats after as many."""
+    return 4 if swizzle == ATOMS_OF_32 else 8
 
 
 def small_integers(kind: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -50,7 +58,7 @@ class Layout:
     def places(self, rows: int, k: int) -> np.ndarray:
         """(rows, k) byte offsets of elements, before the swizzle and without the start."""
         row, col = np.arange(rows)[:, None], np.arange(k)[None, :]
-        size, width = size_of(self.kind), self.swizzle or 16  # bytes of an atom's row
+        size, width = size_of(self.kind), abs(self.swizzle) or 16  # bytes of an atom's row
         if not self.mn_major:
             byte = col * size
             at = row % 8 * width + row // 8 * self.sbo
@@ -61,7 +69,8 @@ class Layout:
         byte = row * size
         if self.swizzle:
             at = byte % width + byte // width * self.lbo
-            return at + col % 8 * width + col // 8 * self.sbo
+            steps = atom_rows(self.swizzle)
+            return at + col % steps * width + col // steps * self.sbo
         return byte % 16 + byte // 16 * self.sbo + col % 8 * 16 + col // 8 * self.lbo
 
     def put(self, smem: np.ndarray, values: np.ndarray) -> None:
@@ -86,8 +95,8 @@ def packed(kind: str, swizzle: int = 0, mn_major: bool = False, start: int = 0, 
     """A layout without overlap, with ``gap`` bytes between its pieces (a multiple of 1024 where
     swizzled).
     """
-    width = swizzle or 16
-    atom = 8 * width + gap
+    width = abs(swizzle) or 16
+    atom = atom_rows(swizzle) * width + gap
     if not mn_major:
         lbo, sbo = (0, atom) if swizzle else (atom * (rows // 8), atom)
     elif swizzle:  # atoms of 8 k by `width` bytes of MN

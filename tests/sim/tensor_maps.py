@@ -11,7 +11,8 @@ KINDS = {
     "f64": 9, "bf16": 10,
 }  # fmt: skip
 SIZES = {"u8": 1, "u16": 2, "f16": 2, "bf16": 2, "u64": 8, "s64": 8, "f64": 8}  # others: 4 bytes
-SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # by bytes
+ATOMS_OF_32 = -128  # a swizzle of 128 bytes which leaves 32 of them together
+SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3, ATOMS_OF_32: 3}  # by bytes
 
 
 def size_of(kind: str) -> int:
@@ -42,7 +43,7 @@ def encode(
     words[0], words[1] = address & 0xFFFFFFFF, address >> 32
     words[2] = (rank - 1) << 4 | (KINDS[kind] if isinstance(kind, str) else kind) << 7
     words[2] |= interleave << 11 | SWIZZLES[swizzle] << 13 | nan << 15 | tf32 << 16
-    words[2] |= atomicity << 19 | flags
+    words[2] |= (1 if swizzle == ATOMS_OF_32 else atomicity) << 19 | flags
     for i, stride in enumerate(strides):
         assert stride % 16 == 0 and stride < 1 << 40
         words[3 + i] = stride >> 4 & 0xFFFFFFFF
@@ -68,7 +69,10 @@ def aligned(array: np.ndarray, to: int = 128) -> np.ndarray:
 
 def swizzled(address: np.ndarray, swizzle: int) -> np.ndarray:
     """Where the hardware puts the byte of shared memory at ``address``: bits 4.. are XORed with
-    bits 7.., one, two or three of them for 32, 64 and 128 bytes.
+    bits 7.., one, two or three of them for 32, 64 and 128 bytes; with atoms of 32 bytes, bits 5 and
+    6 with 7 and 8.
     """
+    if swizzle == ATOMS_OF_32:
+        return address ^ ((address >> 7) & 3) << 5
     bits = {0: 0, 32: 1, 64: 2, 128: 3}[swizzle]
     return address ^ ((address >> 7) & ((1 << bits) - 1)) << 4

@@ -110,6 +110,24 @@ def test_gemms_of_blackwell(name, pair, tile, tma_store, order):
 
 
 @pytest.mark.parametrize("order", ORDERS[:2], ids=str)
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("majors", ["mk", "kn", "mn"])
+def test_gemms_of_blackwell_in_tf32_of_every_major(majors, pair, order):
+    """Of A and B; what is contiguous along M or N comes in 32-byte atoms of a 128-byte swizzle."""
+    module = example("cute/blackwell/kernel/dense_gemm", "dense_gemm")
+    tile, cluster = ((256, 128), (2, 1)) if pair else ((128, 128), (1, 1))
+    gemm = module.DenseGemmKernel(cutlass.Float32, pair, tile, cluster, True)
+    a, b = (torch.randint(-8, 9, (rows, 200)).float() for rows in (512, 384))
+    c = torch.full((512, 384, 1), float("nan"))
+    given = [
+        (x if major == "k" else x.T.contiguous().T)[:, :, None]
+        for x, major in zip((a, b), majors, strict=True)
+    ]
+    simulate(gemm, *given, c, CUstream(0), **order)
+    assert torch.equal(c[:, :, 0], a @ b.T)
+
+
+@pytest.mark.parametrize("order", ORDERS[:2], ids=str)
 def test_gemm_of_blackwell_with_cluster_launch_control(order):
     module = example("cute/blackwell/kernel/dense_gemm", "dense_gemm_persistent_dynamic")
     gemm = module.PersistentDenseGemmKernel(cutlass.Float32, True, (256, 128), (2, 1), True)

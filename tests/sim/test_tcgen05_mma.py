@@ -7,7 +7,7 @@ import pytest
 from multiplications import B_AT, LANES, SMEM, Mma, kernel, operand
 from operands import FORMATS, Layout
 from ptx_kernel import Shape, simulate_ptx
-from tensor_maps import aligned
+from tensor_maps import ATOMS_OF_32, aligned
 
 from cutex.sim.errors import BadAddress, BadOperand, Hazards, SimError, UnknownInstruction
 
@@ -41,6 +41,14 @@ def test_mn_major_operands(kind, swizzle, a_mn, b_mn):
     a = operand(kind, swizzle, a_mn)
     b = operand(kind, swizzle, b_mn, rows=64, start=B_AT)
     Mma(a, b, 128, 64, d=d).check()
+
+
+@pytest.mark.parametrize(("m", "group"), SHAPES)
+@pytest.mark.parametrize(("a_mn", "b_mn"), [(False, True), (True, False), (True, True)])
+def test_mn_major_tf32(m, group, a_mn, b_mn):
+    a = operand("tf32", ATOMS_OF_32 if a_mn else 128, a_mn)
+    b = operand("tf32", ATOMS_OF_32 if b_mn else 128, b_mn, rows=64, start=B_AT)
+    Mma(a, b, m, 64, group).check()
 
 
 @pytest.mark.parametrize(("m", "group"), SHAPES)
@@ -233,10 +241,20 @@ def test_integers_of_a_pair_take_n_in_steps_of_32():
         case.run()
 
 
-def test_tf32_that_is_mn_major_is_refused():
-    case = Mma(operand("tf32"), operand("tf32", mn_major=True, rows=32, start=B_AT), 128, 32)
+@pytest.mark.parametrize(("kind", "mn_major"), [("tf32", False), ("f16", True)])
+def test_atoms_of_32_bytes_are_for_tf32_that_is_mn_major_alone(kind, mn_major):
+    refused(operand(kind), operand(kind, ATOMS_OF_32, mn_major, 32, B_AT))
+
+
+@pytest.mark.parametrize("swizzle", [0, 128])
+def test_tf32_that_is_mn_major_takes_atoms_of_32_bytes_alone(swizzle):
+    refused(operand("tf32"), operand("tf32", swizzle, True, 32, B_AT))
+
+
+def refused(a: Layout, b: Layout) -> None:
+    case = Mma(a, b, 128, 32)
     case.shared = lambda: np.zeros((1, SMEM), np.uint8)  # type: ignore[method-assign]
-    with pytest.raises(BadOperand, match="MN-major operands of tf32"):
+    with pytest.raises(BadOperand, match="MN-major tf32 takes the 128-byte swizzle with atoms of"):
         case.run()
 
 

@@ -25,7 +25,7 @@ from copies import (
     store_text,
 )  # fmt: skip
 from ptx_kernel import simulate_ptx
-from tensor_maps import aligned, encode, size_of
+from tensor_maps import ATOMS_OF_32, aligned, encode, size_of
 
 from cutex.sim.errors import BadOperand, Hazards, SimError, UnknownInstruction
 
@@ -81,9 +81,11 @@ def test_a_store_over_a_row_that_ends_inside_16_bytes_is_found():
 
 
 @pytest.mark.parametrize("offset", [0, 128, 640])
-@pytest.mark.parametrize(("swizzle", "kind"), [(32, "u8"), (64, "f16"), (128, "f32"), (0, "u64")])
+@pytest.mark.parametrize(
+    ("swizzle", "kind"), [(32, "u8"), (64, "f16"), (128, "f32"), (ATOMS_OF_32, "f32"), (0, "u64")]
+)
 def test_swizzles_are_of_the_absolute_address(execute, swizzle, kind, offset):
-    inner = (swizzle or 64) // size_of(kind)
+    inner = (abs(swizzle) or 64) // size_of(kind)
     tensor = Tensor(kind, (3 * inner, 40))
     copy = Copy(tensor, (inner, 24), (inner, 20), swizzle=swizzle, offset=offset)
     check_load(execute, copy)
