@@ -41,8 +41,8 @@ def matmul(
 
     a (.., M, K) and b (.., K, N): bfloat16, float16 or float32 (read as tf32), both alike, or
     float8_e4m3fn / float8_e5m2; accumulated in fp32. Batch sizes broadcast. Any strides; what TMA
-    cannot step through (a base or stride that is no multiple of 16 bytes; float32, and fp8 on
-    Hopper, whose K is not contiguous) is copied first.
+    cannot step through (a base or stride that is no multiple of 16 bytes; on Hopper float32 and fp8
+    whose K is not contiguous) is copied first.
     bias: (N,) or (1, N), or (M, 1). residual: broadcasts to the result. Both of any float dtype.
     activation: "relu", "gelu", "gelu_tanh", "silu"; "gated_silu" or "gated_gelu", act(even columns)
         * odd columns, which leaves (.., M, N / 2); or a function of one DSL Float32, or of it and

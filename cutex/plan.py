@@ -3,8 +3,8 @@
 A plan holds for every call with the same dtypes, shapes, strides and options. Operands that TMA can
 step through are passed as they are; what it costs where it cannot, the plan's notes say:
 
-- a and b need one side contiguous, and the base and all other strides a multiple of 16 bytes; tf32,
-  and fp8 on Hopper, also K contiguous. Else each call copies the operand first.
+- a and b need one side contiguous, and the base and all other strides a multiple of 16 bytes; tf32
+  and fp8 on Hopper also K contiguous. Else each call copies the operand first.
 - out, where its base, strides or contiguous side are no such multiples, is stored element by
   element.
 """
@@ -42,7 +42,7 @@ BYTES = {"bf16": 2, "fp16": 2, "e4m3": 1, "e5m2": 1, "fp32": 4}
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # bytes of the elements that an MMA reads only with K contiguous
-K_ONLY = {"sm_90a": (1, 4), "sm_100a": (4,)}
+K_ONLY = {"sm_90a": (1, 4), "sm_100a": ()}
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "gated_silu", "gated_gelu")
 
 

@@ -15,6 +15,7 @@ from cutex.kernels.gemm.general import GeneralConfig, Matrix
 from cutex.kernels.gemm.sm100 import space
 from cutex.kernels.gemm.sm100.general import General
 from cutex.matmul_problem import draw
+from cutex.plan import Call, arrange
 from cutex.resources import resources
 from cutex.sim import Hazards
 
@@ -40,6 +41,7 @@ LAYOUTS = {
     "fp8": ({"dtype": "e4m3"}, {"dtype": "e5m2", "major": "column"}, {"dtype": "fp32"}),
     "fp8, K strided": ({"dtype": "e5m2", "major": "column"}, {"dtype": "e4m3"}, {}),
     "tf32": ({"dtype": "fp32"}, {"dtype": "fp32", "major": "column"}, {"major": "column"}),
+    "tf32, K strided": ({"dtype": "fp32", "major": "column"}, {"dtype": "fp32"}, {}),
     "batch": ({"batched": True}, {"batched": True}, {"batched": True}),
     "one B, by element": ({"batched": True}, {}, {"batched": True, "tma": False}),
 }
@@ -139,3 +141,25 @@ def test_drawn_problems_of_several_tiles_in_every_order(tenth: int) -> None:
         with ops.simulated("sm_100a", order=ORDERS[seed % 5], seed=seed):
             wrong = problem.run("cpu")
         assert wrong is None, f"{wrong}: {problem}"
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float32])
+def test_what_k_lies_across_is_copied_on_hopper_unless_of_16_bits(
+    arch: str, dtype: torch.dtype
+) -> None:
+    a, b = torch.zeros(64, 32).to(dtype).mT, torch.zeros(64, 96).to(dtype)  # K = 64
+    notes = arrange(Call(a, b), torch.empty(32, 96).bfloat16(), arch).notes
+    copied = arch == "sm_90a" and dtype is not torch.bfloat16
+    assert ("a" in notes) == ("b" in notes) == copied
+
+
+@pytest.mark.parametrize("m, n", [(1, 256), (40, 8), (256, 72), (16, 516)])
+def test_tf32_of_every_major_is_exact_on_small_tiles(m: int, n: int) -> None:
+    """A tile of few columns has too few bytes of N for the swizzle, and is not proposed."""
+    g = torch.Generator().manual_seed(m)
+    a, b = (torch.randint(-8, 9, s, generator=g).float() for s in ((m, 44), (44, n)))
+    with ops.simulated("sm_100a", order="random", seed=n):
+        for x in (a, a.mT.contiguous().mT):
+            for y in (b, b.mT.contiguous().mT):
+                assert torch.equal(cutex.matmul(x, y), a @ b)

@@ -18,6 +18,7 @@ from cutlass.memory import SmemAllocator
 WARPGROUP = 128  # threads that execute one wgmma together
 INST_BYTES = 32  # of K in one instruction: 16 elements of 16 bits
 CORE_ROWS, CORE_BYTES = 8, 16  # a core matrix: 8 rows of 16 bytes, the unit of all layouts
+TF32_ROWS = (2, 5, 2)  # the swizzle of fp32 that is contiguous along its rows, not along K
 PAIR_MASK = 0b11  # the CTAs of a pair, from the leader's rank on
 SMEM_ALIGN = 1024  # bytes: 8 rows of 128 bytes, the period of the widest swizzle
 
@@ -52,14 +53,17 @@ def transposed_slots_layout(
 def contiguous_rows_layout(
     dtype: type[cutlass.Numeric], rows: int, k: int, num_slots: int
 ) -> cute.ComposedLayout:
-    """(bRows, bK, SLOT) contiguous along the rows, which wgmma reads for 16-bit elements.
+    """(bRows, bK, SLOT) contiguous along the rows, which wgmma reads for 16-bit elements, and
+    tcgen05.mma for all.
 
-    In atoms of 8 of K by as many bytes of rows, up to 128, as cut them evenly.
+    In atoms of 8 of K by as many bytes of rows, up to 128, as cut them evenly; of fp32 always 128,
+    of which the swizzle leaves 32 together (PTX ISA, "Shared Memory Layout and Swizzling").
     """
     unit = next(u for u in (128, 64, 32) if rows * dtype.width % (8 * u) == 0)
     width, bits = unit * 8 // dtype.width, {32: 1, 64: 2, 128: 3}[unit]
+    swizzle = TF32_ROWS if dtype.width == 32 else (bits, 4, 3)
     atom = cute.make_composed_layout(
-        cute.make_swizzle(bits, 4, 3), 0, cute.make_layout((width, CORE_ROWS), stride=(1, width))
+        cute.make_swizzle(*swizzle), 0, cute.make_layout((width, CORE_ROWS), stride=(1, width))
     )
     return cute.tile_to_shape(atom, (rows, k, num_slots), order=(1, 0, 2))
 
@@ -132,9 +136,13 @@ def make_wgmma(
 
 
 def as_tf32(sX: cute.Tensor) -> cute.Tensor:
-    """The same slots of fp32, swizzled by 128 bytes, for an MMA that reads them as tf32."""
-    pointer = cute.recast_ptr(sX.iterator, cute.make_swizzle(3, 4, 3), TFloat32)
-    return cute.make_tensor(pointer, sX.layout)
+    """The same slots of fp32, (bRows, bK, SLOT) swizzled by 128 bytes, for an MMA that reads them
+    as tf32."""
+    first = sX.stride[0]
+    while isinstance(first, tuple):
+        first = first[0]
+    swizzle = cute.make_swizzle(*(TF32_ROWS if first == 1 else (3, 4, 3)))
+    return cute.make_tensor(cute.recast_ptr(sX.iterator, swizzle, TFloat32), sX.layout)
 
 
 @cute.jit

@@ -91,8 +91,9 @@ class GeneralConfig(GemmConfig):
         b = self.a if self.swap_ab else self.b
         k_major = b.major == ("row" if self.swap_ab else "column")
         row_bytes = self.tile_n // 2 * BITS[b.dtype] // 8
-        if not k_major and row_bytes % 64:
-            return f"tile_n={self.tile_n}: {row_bytes} bytes of N, smem rows have 64 or 128"
+        unit = 128 if b.dtype == "fp32" else 64
+        if not k_major and row_bytes % unit:
+            return f"tile_n={self.tile_n}: {row_bytes} bytes of N, smem rows have {unit} or 128"
         return None
 
 

@@ -3,8 +3,8 @@
 What stage 9 does is inherited, what arguments there are comes from kernels/gemm/general.py; this
 class changes what the roles are given:
 
-- tcgen05.mma reads operands of 8 and 16 bits with either side contiguous in smem, fp32 (as tf32)
-  with K. A CTA loads the same rows of A and of B either way.
+- tcgen05.mma reads operands with either side contiguous in smem, fp32 (as tf32) too, in a swizzle
+  of its own. A CTA loads the same rows of A and of B either way.
 - A tile has a batch entry. An operand with one entry for all (L = 1) is read again for each.
 - The way out runs the pieces (cutex/fused_rows.py) on each sub-tile, in fp32, then rounds it and
   stores it by TMA; or element by element, where TMA cannot step through out.
