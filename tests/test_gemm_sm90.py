@@ -13,7 +13,7 @@ from cutex.kernels.gemm import stage
 from cutex.kernels.gemm.sm90 import stage9
 from cutex.kernels.gemm.sm90.stage9 import Stage9
 from cutex.problem import GemmProblem
-from cutex.schedulers.pace import Pace
+from cutex.schedulers.pace import LOOKS, Pace
 from cutex.sim import simulate
 from cutex.sim.errors import Hazards
 from cutex.sim.machine import Machine
@@ -138,8 +138,14 @@ class Paced(Stage9):
 def test_a_pace_changes_no_result_and_a_clock_that_stands_still_no_end(
     changes: dict, order: str, clock: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    looks = []
+
+    def stopped(machine: Machine) -> int:
+        looks.append(machine)
+        return 1
+
     if clock == "stands still":
-        monkeypatch.setattr(Machine, "clock", lambda machine: 1)
+        monkeypatch.setattr(Machine, "clock", stopped)
     ninth = stage("sm_90a", 9)
     config = replace(ninth.config(), **{**SWAPPED["64x16"], **changes})
     problem = GemmProblem(13, 312, 128 * 16, init="int")
@@ -148,6 +154,8 @@ def test_a_pace_changes_no_result_and_a_clock_that_stands_still_no_end(
     report = simulate(compile(Paced(config), problem.dtype, ninth.arch), a, b, c, order=order)
     assert not report.findings, "\n".join(map(str, report.findings))
     assert problem.check(a, b, c, (config.tile_m, config.tile_n)).ok
+    if clock == "stands still":
+        assert len(looks) > 10 * LOOKS, "for each of 10 K tiles beside a ring of 6"
 
 
 class Hasty(Stage9):

@@ -59,9 +59,13 @@ def contiguous_rows_layout(
     In atoms of 8 of K by as many bytes of rows, up to 128, as cut them evenly; of fp32 always 128,
     of which the swizzle leaves 32 together (PTX ISA, "Shared Memory Layout and Swizzling").
     """
-    unit = next(u for u in (128, 64, 32) if rows * dtype.width % (8 * u) == 0)
+    fp32 = dtype.width == 32
+    units = (128,) if fp32 else (128, 64, 32)
+    unit = next((u for u in units if rows * dtype.width % (8 * u) == 0), None)
+    if unit is None:
+        raise ValueError(f"{rows} rows of {dtype.width} bits are no multiple of {units[-1]} bytes")
     width, bits = unit * 8 // dtype.width, {32: 1, 64: 2, 128: 3}[unit]
-    swizzle = TF32_ROWS if dtype.width == 32 else (bits, 4, 3)
+    swizzle = TF32_ROWS if fp32 else (bits, 4, 3)
     atom = cute.make_composed_layout(
         cute.make_swizzle(*swizzle), 0, cute.make_layout((width, CORE_ROWS), stride=(1, width))
     )

@@ -91,9 +91,9 @@ class GeneralConfig(GemmConfig):
         b = self.a if self.swap_ab else self.b
         k_major = b.major == ("row" if self.swap_ab else "column")
         row_bytes = self.tile_n // 2 * BITS[b.dtype] // 8
-        unit = 128 if b.dtype == "fp32" else 64
-        if not k_major and row_bytes % unit:
-            return f"tile_n={self.tile_n}: {row_bytes} bytes of N, smem rows have {unit} or 128"
+        least, rows = (128, "128") if b.dtype == "fp32" else (64, "64 or 128")
+        if not k_major and row_bytes % least:
+            return f"tile_n={self.tile_n}: {row_bytes} bytes of N, smem rows have {rows}"
         return None
 
 

@@ -89,9 +89,19 @@ class Stage6(Stage5):
         self.store(mma, stores, OneTilePerCta.work_tile())
 
     @cute.jit
-    def fill(self, loads: AbLoads, ab: SharedRing, fill: Place) -> Place:
-        """Load all of a tile's K, from place `fill` on; returns the place after."""
-        for k_tile in cutlass.range(loads.num_k_tiles, unroll=1):
+    def fill(
+        self,
+        loads: AbLoads,
+        ab: SharedRing,
+        fill: Place,
+        first: Int32 | int = 0,
+        end: Int32 | None = None,
+    ) -> Place:
+        """Load a tile's K, or its K tiles `first` to `end`, from place `fill` on; returns the place
+        after."""
+        if cutlass.const_expr(end is None):
+            end = loads.num_k_tiles
+        for k_tile in cutlass.range(first, end, unroll=1):
             loads.load(k_tile, fill.slot, ab.acquire(fill))
             fill.advance()
         return fill

@@ -197,18 +197,8 @@ class Stage9(Stage8):
                 count = self.share(loads.num_k_tiles)
                 first = walk.share * count
                 # NOTE: a share may reach past K, where TMA fills in zeros
-                fill = self.load_k(loads, ab, fill, first, first + count)
+                fill = self.fill(loads, ab, fill, first, first + count)
         ab.drain(fill)
-
-    @cute.jit
-    def load_k(
-        self, loads: AbLoads, ab: SharedRing, fill: Place, first: Int32, end: Int32
-    ) -> Place:
-        """Load K tiles `first` to `end`, from place `fill` on; returns the place after."""
-        for k_tile in cutlass.range(first, end, unroll=1):
-            loads.load(k_tile, fill.slot, ab.acquire(fill))
-            fill.advance()
-        return fill
 
     @cute.jit
     def load_at_pace(self, loads: AbLoads, ab: SharedRing, fill: Place, mC: cute.Tensor) -> Place:
@@ -217,7 +207,7 @@ class Stage9(Stage8):
         c = self.config
         start = now()
         ring = cutlass.min(loads.num_k_tiles, c.num_stages)
-        fill = self.load_k(loads, ab, fill, Int32(0), ring)
+        fill = self.fill(loads, ab, fill, end=ring)
         if cutlass.const_expr(self.cluster_columns <= FEW_COLUMNS):
             self.ask_for_b(loads)
         step_bytes = cute.size(mC, mode=[0]) * (c.tile_k * ELEMENT)
