@@ -165,8 +165,9 @@ class _Lines:
     """Parses lines of a ledger, and what many lines share only once.
 
     All stages of a run carry the same environment, peers and GPU states, and every run the same
-    problems and configs: the text between two marks, once parsed, is remembered. A line that does
-    not have the marks where `to_json` puts them is parsed whole.
+    problems, configs and verdicts: the text between two marks, once parsed, is remembered. What was
+    timed is each line's own. A line that does not have the marks where `to_json` puts them is
+    parsed whole.
     """
 
     def __init__(self) -> None:
@@ -176,26 +177,28 @@ class _Lines:
         what, a, rest = line.partition(',"ok":')
         check, b, rest = rest.partition(',"environment":')
         where, c, rest = rest.partition(',"compile_seconds":')
-        took, d, rest = rest.partition(',"peers":')
-        beside, e, last = rest.partition(',"sim_seconds":')
-        if not (a and b and c and d and e):
+        took, d, beside = rest.partition(',"peers":')
+        if not (a and b and c and d):
             return _result(json.loads(line))
+        known = self._known.get
         try:
-            data = json.loads(f'{{"ok":{check}{c}{took}{e}{last}')
-            data.update(self._shared(what + "}"))
-            data.update(self._shared(f'{{"environment":{where}}}'))
-            data.update(self._shared(f'{{"peers":{beside}}}'))
+            data = {
+                **(known(what) or self._learn(what, "", "}")),
+                **(known(check) or self._learn(check, '{"ok":', "}")),
+                **(known(where) or self._learn(where, '{"environment":', "}")),
+                **json.loads(f'{{"compile_seconds":{took}}}'),
+                **(known(beside) or self._learn(beside, '{"peers":', "")),
+            }
         except ValueError:  # the marks stood elsewhere
             data = json.loads(line)
         return _result(data)
 
-    def _shared(self, text: str) -> dict[str, Any]:
-        found = self._known.get(text)
-        if found is None:
-            found = json.loads(text)
-            if "peers" in found:
-                found["peers"] = [_peer_of(p) for p in found["peers"]]
-            self._known[text] = found
+    def _learn(self, text: str, before: str, after: str) -> dict[str, Any]:
+        """The fields of `text`, which is an object between `before` and `after`."""
+        found = json.loads(before + text + after)
+        if "peers" in found:
+            found["peers"] = [_peer_of(p) for p in found["peers"]]
+        self._known[text] = found
         return found
 
 

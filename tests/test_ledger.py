@@ -88,21 +88,23 @@ def test_a_large_ledger_with_a_torn_line_and_a_duplicate_is_read_right_and_fast(
         line = mine
         file.write(line + "\n")
         file.write(line[:-40])
-    seconds = []
-    for _ in range(3):
-        start = time.process_time()  # of this process: the machine may be busy with others
+    text = path.read_text().splitlines()[:-1]
+    ratios = []
+    for _ in range(5):  # of this process's time: the machine may be busy with others
+        start = time.process_time()
         found = read(path)
-        seconds.append(time.process_time() - start)
+        took_by_read = time.process_time() - start
+        start = time.process_time()
+        for line in text:
+            json.loads(line)
+        # 2 s where json alone takes one; some machines are slower at everything
+        ratios.append(took_by_read / max(1.0, time.process_time() - start))
+        if ratios[-1] < 2:
+            break
+    assert min(ratios) < 2
     assert len(found) == rows
     assert found[-1].stage == 9
     assert found[-1].peers[1] == Peer("quack", "1.0", took(100.0 + rows // stages - 1))
-    # 2 s where json alone takes about one; some machines are slower at everything
-    with path.open() as file:
-        fifth = [next(file) for _ in range(rows // 5)]
-    start = time.process_time()
-    for line in fifth:
-        json.loads(line)
-    assert min(seconds) < max(2.0, 2 * 5 * (time.process_time() - start))
     assert not append(path, found[123])
 
 
