@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cutex.sim.encode_map import encode_tiled
 from cutex.sim.errors import LaunchError, NoCompiler, SimError
 
 _CLUSTER_DIMENSION, _PROGRAMMATIC_LAUNCH = 4, 6  # cudaLaunchAttributeID
@@ -90,6 +91,10 @@ class _Any(C.Structure):  # TVMFFIAny
 
 _LAUNCH_HOOK = C.CFUNCTYPE(C.c_int, C.c_char_p, C.POINTER(_Config), C.POINTER(C.c_void_p))
 _ERROR_HOOK = C.CFUNCTYPE(None, C.c_char_p, C.c_char_p)
+_ENCODE_HOOK = C.CFUNCTYPE(
+    C.c_int, C.c_void_p, C.c_int, C.c_uint32, C.c_void_p, *[C.POINTER(C.c_uint64)] * 2,
+    *[C.POINTER(C.c_uint32)] * 2, *[C.c_int] * 4,
+)  # fmt: skip
 _NONE, _INT, _FLOAT, _POINTER, _TENSOR, _ARRAY = 0, 1, 3, 4, 7, 71  # TVMFFITypeIndex
 _CUDA = 2  # DLDeviceType
 
@@ -209,7 +214,17 @@ class HostFunction:
         raised: list[BaseException] = []
         refused: list[tuple[str, str]] = []
 
+        def encode(*arguments: Any) -> int:
+            try:
+                encode_tiled(*arguments)
+            except BaseException as error:
+                raised.append(error)
+                return 1
+            return 0
+
         def launch(kernel: bytes, config: Any, params: Any) -> int:
+            if raised:
+                return 1
             c = config.contents
             try:
                 on_launch(
@@ -230,12 +245,13 @@ class HostFunction:
         hooks = (
             _LAUNCH_HOOK(launch),
             _ERROR_HOOK(lambda kind, message: refused.append((kind.decode(), message.decode()))),
+            _ENCODE_HOOK(encode),
         )
         self.library.cutex_sim_hooks(*hooks)
         keep: list[Any] = []
         packed = (_Any * max(1, len(arguments)))(*[_pack(a, keep) for a in arguments])
         code = self.function(None, packed, len(arguments), C.byref(_Any()))
-        self.library.cutex_sim_hooks(None, None)
+        self.library.cutex_sim_hooks(None, None, None)
         if raised:
             raise raised[0]
         if refused:

@@ -18,19 +18,33 @@ typedef struct {
 
 typedef int (*LaunchHook)(const char *kernel, const LaunchConfig *config, void **params);
 typedef void (*ErrorHook)(const char *kind, const char *message);
+typedef int (*EncodeHook)(void *map, int type, uint32_t rank, void *address, const uint64_t *dims, const uint64_t *strides,
+                          const uint32_t *box, const uint32_t *steps, int interleave, int swizzle, int l2_promotion, int fill);
 
 /* of each thread: the host code runs in the one that calls it */
 static _Thread_local LaunchHook on_launch;
 static _Thread_local ErrorHook on_error;
+static _Thread_local EncodeHook on_encode;
 
-void cutex_sim_hooks(LaunchHook launch, ErrorHook error) {
+void cutex_sim_hooks(LaunchHook launch, ErrorHook error, EncodeHook encode) {
   on_launch = launch;
   on_error = error;
+  on_encode = encode;
 }
 
 int _cudaLaunchKernelEx(LaunchConfig *config, void *kernel, void **params) {
   return on_launch ? on_launch((const char *)kernel, config, params) : 1;
 }
+
+/* The driver's function, for kernels that leave the encoding of their tensor maps to it. */
+int _cuTensorMapEncodeTiled(void *map, int type, uint32_t rank, void *address, const uint64_t *dims, const uint64_t *strides,
+                            const uint32_t *box, const uint32_t *steps, int interleave, int swizzle, int l2_promotion,
+                            int fill) {
+  return on_encode ? on_encode(map, type, rank, address, dims, strides, box, steps, interleave, swizzle, l2_promotion, fill)
+                   : 1;
+}
+/* The DSL's runtime aborts here. What the hook refused, it keeps, and refuses the launch that follows. */
+void cuda_dialect_assert_success(int error) { (void)error; }
 
 /* A kernel handle is its name. */
 int _cudaLibraryGetKernel(void **kernel, void *library, const char *name) {
