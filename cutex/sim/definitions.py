@@ -6,6 +6,7 @@ from cutex.sim import (
     atomics,
     bits,
     bulk,
+    calls,
     clc,
     compare,
     convert,
@@ -24,5 +25,5 @@ from cutex.sim import (
 
 ARITHMETIC = (bits, compare, convert, floating, integer)
 MEMORY = (data, atomics, fragments, bulk, remote, tcgen05, tcgen05_copy)
-CONTROL = (warp, sync, clc)
+CONTROL = (warp, sync, clc, calls)
 MATRICES = (wgmma, tcgen05_mma)

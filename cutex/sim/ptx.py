@@ -260,6 +260,7 @@ class _Body:
         self.labels: dict[tuple[int, str], int] = {}
         self.all_labels: dict[str, int] = {}
         self.code: list[Instruction] = []
+        self.call_params: set[str] = set()  # .param variables of the body: what calls pass
         self._parents: dict[int, int] = {0: -1}
         self._scopes_of: dict[int, dict[str, tuple[int, str]]] = {0: {}}
         self._read(text, at + 1)
@@ -306,6 +307,8 @@ class _Body:
                 piece = ""
                 if statement.startswith(".reg"):
                     self._declare(statement, scope)
+                elif statement.startswith(".param"):
+                    self._declare_param(statement, scope)
                 elif statement.startswith("."):
                     v = _variable(statement)
                     if v:
@@ -336,6 +339,14 @@ class _Body:
                     )
             else:
                 self._scopes_of[scope][name] = (bank, name if scope == 0 else f"{name}@{scope}")
+
+    def _declare_param(self, statement: str, scope: int) -> None:
+        """What passes one scalar to a call or back (PTX ISA 5.1.6.4) is a register here."""
+        m = re.fullmatch(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+([\w$]+)", statement)
+        if m:
+            unique = f"{m.group(2)}@{scope}"
+            self._scopes_of[scope][m.group(2)] = max(WIDTH[m.group(1)], 16), unique
+            self.call_params.add(unique)
 
     def _register(self, name: str, scope: int) -> Reg | None:
         while scope >= 0:
@@ -376,12 +387,27 @@ class _Body:
                 raise UnknownInstruction(f"PTX line {line}: label {rest.strip()} is not defined")
         else:
             operands = [self._operand(o, scope, line) for o in _split(rest)]
+            op, operands = self._passed(op, operands)
         return Instruction(op, operands, guard_reg, negated == "!", line, text, source, target or 0)
+
+    def _passed(self, op: str, operands: list[Operand]) -> tuple[str, list[Operand]]:
+        """A store to what a call passes, or a load from it, as the move that it is."""
+        if op.startswith(("st.param.", "ld.param.")):
+            for i, o in enumerate(operands):
+                if (
+                    isinstance(o, Address)
+                    and isinstance(o.base, Reg)
+                    and o.base.name in self.call_params
+                    and not o.offset
+                ):
+                    kind = op.rpartition(".")[2]
+                    return f"mov.{kind}", [*operands[:i], o.base, *operands[i + 1 :]]
+        return op, operands
 
     def _operand(self, text: str, scope: int, line: int) -> Operand:
         if text == "_":
             return Sink()
-        if text[0] == "{":
+        if text[0] in "{(":
             return Vector(tuple(self._operand(t, scope, line) for t in _split(text[1:-1])))
         if text[0] == "[":
             return self._address(text[1:-1].strip(), scope, line)
