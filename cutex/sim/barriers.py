@@ -20,8 +20,9 @@ NUM_NAMED_BARRIERS = 16
 class NamedBarrier:
     arrived: int = 0  # threads
     expected: int = 0  # threads; 0 for all that live
-    votes: int = 0  # of bar.red: threads whose predicate holds
-    result: tuple[int, int] = (0, 0)  # votes and threads of the phase that completed last
+    voters: int = 0  # of bar.red: threads that arrived, and of those
+    votes: int = 0  # the ones whose predicate holds
+    result: tuple[int, int] = (0, 0)  # votes and voters of the phase that completed last
     given: np.ndarray | None = None  # what the arrived warps release (see clocks)
     released: np.ndarray | None = None  # that of the last completed phase
 
@@ -39,7 +40,11 @@ class NamedBarriers:
     def arrive(
         self, warp: int, number: int, threads: int, votes: int, expected: int, ins: Instruction
     ) -> bool:
-        """Threads of a warp arrive; True if that completes the barrier (the others then wake)."""
+        """Threads of a warp arrive; True if that completes the barrier (the others then wake).
+
+        Against an ``expected`` number a whole warp counts 32, however many of its threads there
+        are: a CTA need not be a multiple of 32.
+        """
         m = self.machine
         if number >= NUM_NAMED_BARRIERS:
             raise BarrierMisuse.at(ins, f"barrier {number} does not exist (0..15)")
@@ -56,13 +61,15 @@ class NamedBarriers:
                 f"{expected or 'all'} threads, others with {barrier.expected or 'all'}",
             )
         barrier.expected = expected
-        barrier.arrived += threads
+        whole = threads == int(m.live[warp].sum())
+        barrier.arrived += 32 if expected and whole else threads
+        barrier.voters += threads
         barrier.votes += votes
         barrier.given = m.clocks.join(barrier.given, m.clocks.give(warp))
         return self._release_if_full(key)
 
-    def warps_left(self, cta: int) -> None:
-        """Warps of ``cta`` have returned: barriers that wait for all threads wait for fewer."""
+    def threads_left(self, cta: int) -> None:
+        """Threads of ``cta`` have returned: barriers that wait for all wait for fewer."""
         for key, barrier in self.barriers.items():
             if key[0] == cta and barrier.arrived and not barrier.expected:
                 self._release_if_full(key)
@@ -76,14 +83,14 @@ class NamedBarriers:
 
     def _wanted(self, cta: int, barrier: NamedBarrier) -> int:
         m = self.machine
-        return barrier.expected or 32 * int(m.live[m.warp_cta == cta].any(1).sum())
+        return barrier.expected or int(m.live[m.warp_cta == cta].sum())
 
     def _release_if_full(self, key: tuple[int, int]) -> bool:
         barrier = self.barriers[key]
         if barrier.arrived < self._wanted(key[0], barrier):
             return False
-        barrier.result = barrier.votes, barrier.arrived
-        barrier.arrived = barrier.votes = 0
+        barrier.result = barrier.votes, barrier.voters
+        barrier.arrived = barrier.voters = barrier.votes = 0
         barrier.released, barrier.given = barrier.given, None
         for warp, _ in self.machine.sleepers.get(("bar", *key), ()):
             self.machine.clocks.take(warp, barrier.released)

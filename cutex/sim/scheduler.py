@@ -272,8 +272,9 @@ class Scheduler:
         batch.mask = base
         gone = self.lanes.leave(batch, leaving, pc)
         m.progress += 1
+        for cta in np.unique(m.warp_cta[batch.idx]).tolist():
+            m.named.threads_left(cta)
         for cta in np.unique(m.warp_cta[gone]).tolist():
-            m.named.warps_left(cta)
             m.clusters.warps_left(cta)
 
     # -- the report --------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def bar(d: Decoder) -> Execute:
         if aligned:
             require_whole_warp(d, b)
         here = b.active() & m.live[b.idx]
-        threads = np.full(b.n, 32) if aligned or b.mask is None else here.sum(1)
+        threads = here.sum(1)
         votes = (np.broadcast_to(vote(b), (b.n, 32)) & here).sum(1) if vote else 0 * threads
         ids = b.one(number(b))
         counts = b.one(count(b)) if count else np.zeros(b.n, int)
@@ -92,8 +92,8 @@ def _reduction(d: Decoder) -> Callable[[Batch, tuple[int, int]], None]:
     write = d.dst(0, "u32" if kind == "popc" else "pred")
 
     def tell_all(one: Batch, key: tuple[int, int]) -> None:
-        votes, threads = d.m.named.barriers[key].result
-        write(one, {"popc": np.uint32(votes), "and": votes == threads, "or": votes > 0}[kind])
+        votes, voters = d.m.named.barriers[key].result
+        write(one, {"popc": np.uint32(votes), "and": votes == voters, "or": votes > 0}[kind])
 
     return tell_all
 

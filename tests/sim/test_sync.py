@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 from barriers import CLUSTER_SYNC, EVERY_ORDER, START, again, copy, init, rows, wait
@@ -90,6 +92,31 @@ HANDOVER = """
 """
 
 
+@pytest.mark.parametrize("threads", [1, 16, 48, 97])
+@pytest.mark.parametrize(
+    "barrier", ["bar.sync 0", "barrier.sync 1", "bar.sync 2, ALL", "barrier.cta.sync 3, ALL"]
+)
+def test_the_last_warp_need_not_be_whole(execute, barrier, threads):
+    out = np.zeros(threads, np.uint32)
+    barrier = barrier.replace("ALL", str(-(-threads // 32) * 32))
+    body = NEIGHBOURS.replace("BARRIER", f"{barrier};")
+    execute(body, {"out": out}, Shape(block=threads, smem=512))
+    assert (out == (np.arange(threads) + 33) % threads).all()
+
+
+def test_lanes_that_have_returned_are_not_waited_for(execute):
+    """Nor are the rest of a warp kept by those that return while they wait."""
+    out = np.zeros(64, np.uint32)
+    body = """
+    setp.ge.u32 %p0, %lane, 20; @%p0 ret; setp.ge.u32 %p0, %lane, 10; @%p0 bra LATER;
+    barrier.sync 0; st.global.b32 [%out_i], 1; ret;
+    LATER: ret;
+    """
+    execute(body, {"out": out}, Shape(block=64))
+    assert out.tolist() == ([1] * 10 + [0] * 22) * 2
+    each_order(body, {"out": out}, Shape(block=64))
+
+
 def test_producer_and_consumer_warps_hand_over_by_arrive_and_sync(execute):
     out = np.zeros(64, np.uint32)
     execute(HANDOVER, {"out": out}, Shape(block=64, smem=256))
@@ -113,15 +140,16 @@ def test_warps_that_have_returned_are_not_waited_for(execute):
     ("op", "name"), [("popc.u32", "count"), ("and.pred", "all"), ("or.pred", "any")]
 )
 def test_bar_red_gives_everyone_the_votes_of_all(execute, op, name):
-    for limit in (0, 1, 40, 96):
-        out = np.zeros(96, np.uint32)
+    for limit, threads in product((0, 1, 40, 96), (96, 81)):
+        out = np.zeros(threads, np.uint32)
         result = "%r0" if name == "count" else "%p1"
         body = f"""
         setp.lt.u32 %p0, %i, {limit}; bar.red.{op} {result}, 3, %p0;
         {"" if name == "count" else "selp.b32 %r0, 1, 0, %p1;"} st.global.b32 [%out_i], %r0;
         """
-        execute(body, {"out": out}, Shape(block=96))
-        assert (out == {"count": limit, "all": limit == 96, "any": limit > 0}[name]).all()
+        execute(body, {"out": out}, Shape(block=threads))
+        count = min(limit, threads)
+        assert (out == {"count": count, "all": count == threads, "any": count > 0}[name]).all()
 
 
 @pytest.mark.parametrize(
