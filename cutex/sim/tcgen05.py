@@ -234,12 +234,17 @@ class _TmemAccess:
     def places(self, b: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Rows of the batch that take part, and cta, lane, column of every register: (rows,
         registers, 32).
+
+        NOTE: hardware ignores the bits of an address that name a warp's quarter, and DeepGEMM's
+        kernels leave them zero (sm100_bf16_gemm.cuh, 54e2261), as does an example of CUTLASS
+        (1cta_mma_a_from_tmem.py). Whoever names the quarter of another warp expects its lanes.
         """
         require_whole_warp(self.d, b)
         rows = np.nonzero(b.any_active())[0]
         base = b.one(self.address(b))[rows].astype(np.int64)
         lane, column = base >> 16, base & 0xFFFF
         quarter = self.m.warp_in_cta[b.idx[rows]] % 4 * 32
+        lane = np.where(lane < 32, quarter + lane, lane)
         high = int(self.lanes.max())
         bad = (lane < quarter) | (lane + high >= quarter + 32) | (lane % 16 != 0)
         if bad.any():

@@ -158,17 +158,28 @@ def run(body: str, warps: int = 4, ctas: int = 1, **how) -> np.ndarray:
     ("move", "sentence"),
     [
         (1 << 21, r"warp 0 accesses tensor memory lanes 32\.\.63, .* only lanes 0\.\.31"),
-        (-(1 << 21), r"warp 1 accesses tensor memory lanes 0\.\.31, .* only lanes 32\.\.63"),
+        (-(1 << 21), r"warp 2 accesses tensor memory lanes 32\.\.63, .* only lanes 64\.\.95"),
         (16 << 16, r"warp 0 accesses tensor memory lanes 16\.\.47"),
     ],
 )
 def test_lanes_of_another_warp_are_refused(move, sentence):
-    skip = "" if move > 0 else "@%p1 bra PAST;"
+    skip = "" if move > 0 else "setp.lt.u32 %p2, %r11, 2; @%p2 bra PAST;"
     body = START + skip + f"add.u32 %r14, %r13, {move & 0xFFFFFFFF};"
     for op in ("ld.sync.aligned.32x32b.x1.b32 {%r15}, [%r14]", "st.sync.aligned.32x32b.x1.b32 "
                "[%r14], {%r15}"):  # fmt: skip
         with pytest.raises(BadAddress, match=sentence):
             run(body + f"tcgen05.{op}; PAST: " + END)
+
+
+@pytest.mark.parametrize("lane", [0, 16])
+def test_an_address_need_not_name_the_quarter_of_the_warp(lane):
+    shape = "16x64b" if lane else "32x32b"
+    body = f"""{START}
+    add.u32 %r14, %r12, {lane << 16}; add.u32 %r15, %r13, {lane << 16}; mov.u32 %r16, 0;
+    tcgen05.st.sync.aligned.{shape}.x1.b32 [%r14], {{%r10}}; tcgen05.wait::st.sync.aligned;
+    tcgen05.ld.sync.aligned.{shape}.x1.b32 {{%r16}}, [%r15]; tcgen05.wait::ld.sync.aligned;
+    st.global.b32 [%out_i], %r16; {END}"""
+    assert run(body).tolist() == list(range(128))
 
 
 def test_a_16_lane_form_starts_at_a_multiple_of_16():
