@@ -1,4 +1,8 @@
-"""Matrix fragments between registers and shared memory (PTX ISA 9.7.14.5.15, 9.7.14.5.16)."""
+"""Matrix fragments between registers and shared memory (PTX ISA 9.7.14.5.15, 9.7.14.5.16).
+
+The PTX ISA shows the fragments of 8-bit elements as figures; the layouts here are those of CUTLASS's
+atoms (copy_traits_sm100.hpp: SM100_U8x8_LDSM_T, SM100_U8x4_STSM_T).
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,19 @@ from cutex.sim.sync import require_whole_warp
 
 
 class _Matrices:
-    """1, 2 or 4 matrices of 8 rows of 16 bytes: row r of matrix i lies where lane 8 i + r says."""
+    """1, 2 or 4 matrices, each of 8 or 16 rows of 16 bytes: where they lie, the lanes say in order.
 
-    def __init__(self, d: Decoder, operand: int) -> None:
-        d.only("sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "cta")
-        if d.type != "b16":
-            raise d.unknown()
+    16-bit elements come as 8x8 matrices, 8-bit ones as the transposed ``narrow`` shape.
+    """
+
+    def __init__(self, d: Decoder, operand: int, narrow: str) -> None:
+        d.only("sync", "aligned", "m8n8", narrow, "x1", "x2", "x4", "trans", "shared", "cta")
         self.d, self.count = d, next(n for n in (1, 2, 4) if f"x{n}" in d.mods)
-        self.transposed = "trans" in d.mods
+        self.transposed, self.narrow = "trans" in d.mods, narrow in d.mods
+        self.lanes = self.count * (16 if narrow == "m16n16" and self.narrow else 8)
+        wanted = ("b8", True) if self.narrow else ("b16", self.transposed)
+        if (d.type, self.transposed) != wanted or self.lanes > 32:
+            raise d.unknown()
         self.access = Access(d, operand, 16)
 
     def rows(self, b: Batch) -> Batch:
@@ -28,9 +37,9 @@ class _Matrices:
         require_whole_warp(self.d, b)
         return b if b.mask is None else Batch(b.idx[b.any_active()], None)
 
-    def words(self, b: Batch, write: bool) -> np.ndarray:
-        """(n, count, 8, 8): which 16-bit word of all shared memory each element is."""
-        n, m = 8 * self.count, self.d.m
+    def elements(self, b: Batch, write: bool) -> np.ndarray:
+        """(n, lanes, 8 or 16): which element of all shared memory each one of a row is."""
+        n, m = self.lanes, self.d.m
         addresses = np.broadcast_to(self.access.address(b), (b.n, 32))[:, :n]
         warps, lanes = np.repeat(b.idx, n), np.tile(np.arange(n), b.n)
         own = addresses.reshape(-1) & np.uint64(SHARED_WINDOW - 1)
@@ -39,24 +48,35 @@ class _Matrices:
         self.access.observe(warps, cta, offset, 16, write)
         if write:
             m.box_swizzle[cta, offset >> 4] = 0
-        first = ((cta * m.smem_bytes + offset) // 2).reshape(b.n, self.count, 8, 1)
-        return first + np.arange(8)
+        first = (cta * m.smem_bytes + offset).reshape(b.n, n, 1) // self.itemsize
+        return first + np.arange(16 // self.itemsize)
+
+    @property
+    def itemsize(self) -> int:
+        return 1 if self.narrow else 2
 
 
 @instruction("ldmatrix")
 def ldmatrix(d: Decoder) -> Execute:
-    """8x8 matrices of 16-bit elements; lane t holds row t/4, columns 2(t%4)+{0,1}."""
-    matrices = _Matrices(d, 1)
+    """8x8 matrices of 16-bit elements; lane t holds row t/4, columns 2(t%4)+{0,1}.
+
+    Of 8-bit elements 16x16 ones, transposed: lane t holds, of each row 4(t%4)+i, i < 4, the
+    elements t/4 and t/4 + 8.
+    """
+    matrices = _Matrices(d, 1, "m16n16")
     writes = [d.write(t, "b32") for t in elements(d, 0, 4)]
 
     def execute(b: Batch) -> None:
         b = matrices.rows(b)
         if not b.n:
             return
-        rows = d.m.smem_words(2)[matrices.words(b, False)]
-        if matrices.transposed:
-            rows = rows.swapaxes(2, 3)
-        words = np.ascontiguousarray(rows).view(np.uint32).reshape(b.n, -1, 32)
+        rows = d.m.smem_words(matrices.itemsize)[matrices.elements(b, False)]
+        if matrices.narrow:  # rows are (t % 4, register, low bit), columns (high bit, t / 4)
+            rows = rows.reshape(b.n, -1, 4, 2, 2, 2, 8).transpose(0, 1, 3, 6, 2, 5, 4)
+        else:
+            rows = rows.reshape(b.n, -1, 8, 8)
+            rows = rows.swapaxes(2, 3) if matrices.transposed else rows
+        words = np.ascontiguousarray(rows).reshape(b.n, -1).view(np.uint32).reshape(b.n, -1, 32)
         for i, write in enumerate(writes):
             write(b, words[:, i])
 
@@ -65,8 +85,8 @@ def ldmatrix(d: Decoder) -> Execute:
 
 @instruction("stmatrix")
 def stmatrix(d: Decoder) -> Execute:
-    """The inverse of ldmatrix."""
-    matrices = _Matrices(d, 0)
+    """The inverse of ldmatrix, for 8-bit elements of 16x8 matrices: of the rows 2(t%4)+{0,1}."""
+    matrices = _Matrices(d, 0, "m16n8")
     reads = [d.read(s, "b32") for s in elements(d, 1, 4)]
 
     def execute(b: Batch) -> None:
@@ -74,10 +94,14 @@ def stmatrix(d: Decoder) -> Execute:
         if not b.n:
             return
         words = np.stack([np.broadcast_to(r(b), (b.n, 32)) for r in reads], 1)  # (n, count, 32)
-        rows = np.ascontiguousarray(words).view(np.uint16).reshape(b.n, -1, 8, 8)
-        if matrices.transposed:
-            rows = rows.swapaxes(2, 3)
-        d.m.smem_words(2)[matrices.words(b, True)] = rows
+        if matrices.narrow:  # (t / 4, t % 4, high bit, low bit): see ldmatrix
+            rows = np.ascontiguousarray(words).view(np.uint8).reshape(b.n, -1, 8, 4, 2, 2)
+            rows = rows.transpose(0, 1, 3, 5, 4, 2)
+        else:
+            rows = np.ascontiguousarray(words).view(np.uint16).reshape(b.n, -1, 8, 8)
+            rows = rows.swapaxes(2, 3) if matrices.transposed else rows
+        where = matrices.elements(b, True)
+        d.m.smem_words(matrices.itemsize)[where] = rows.reshape(where.shape)
         d.m.progress += 1
 
     return execute
