@@ -19,11 +19,12 @@ from cutex.sim import (
     tcgen05,
     tcgen05_copy,
     tcgen05_mma,
+    tensormap_replace,
     warp,
     wgmma,
 )
 
 ARITHMETIC = (bits, compare, convert, floating, integer)
 MEMORY = (data, atomics, fragments, bulk, remote, tcgen05, tcgen05_copy)
-CONTROL = (warp, sync, clc, calls)
+CONTROL = (warp, sync, clc, calls, tensormap_replace)
 MATRICES = (wgmma, tcgen05_mma)

@@ -1,7 +1,7 @@
 """Matrix fragments between registers and shared memory (PTX ISA 9.7.14.5.15, 9.7.14.5.16).
 
-The PTX ISA shows the fragments of 8-bit elements as figures; the layouts here are those of CUTLASS's
-atoms (copy_traits_sm100.hpp: SM100_U8x8_LDSM_T, SM100_U8x4_STSM_T).
+The PTX ISA shows the fragments of 8-bit elements as figures; the layouts here are those of
+CUTLASS's atoms (copy_traits_sm100.hpp: SM100_U8x8_LDSM_T, SM100_U8x4_STSM_T).
 """
 
 from __future__ import annotations
@@ -94,11 +94,11 @@ def stmatrix(d: Decoder) -> Execute:
         if not b.n:
             return
         words = np.stack([np.broadcast_to(r(b), (b.n, 32)) for r in reads], 1)  # (n, count, 32)
+        rows: np.ndarray = np.ascontiguousarray(words)
         if matrices.narrow:  # (t / 4, t % 4, high bit, low bit): see ldmatrix
-            rows = np.ascontiguousarray(words).view(np.uint8).reshape(b.n, -1, 8, 4, 2, 2)
-            rows = rows.transpose(0, 1, 3, 5, 4, 2)
+            rows = rows.view(np.uint8).reshape(b.n, -1, 8, 4, 2, 2).transpose(0, 1, 3, 5, 4, 2)
         else:
-            rows = np.ascontiguousarray(words).view(np.uint16).reshape(b.n, -1, 8, 8)
+            rows = rows.view(np.uint16).reshape(b.n, -1, 8, 8)
             rows = rows.swapaxes(2, 3) if matrices.transposed else rows
         where = matrices.elements(b, True)
         d.m.smem_words(matrices.itemsize)[where] = rows.reshape(where.shape)

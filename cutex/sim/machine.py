@@ -24,6 +24,7 @@ from cutex.sim.clocks import Clocks
 from cutex.sim.divergence import BLOCKED, Divergence
 from cutex.sim.errors import BadAddress, Finding
 from cutex.sim.flight import Flight
+from cutex.sim.map_changes import TensorMapChanges
 from cutex.sim.mbarrier import MBarriers
 from cutex.sim.memory import POISON16, POISON32, POISON64, SYSTEM_SMEM, GlobalMemory
 from cutex.sim.overwrites import Overwrites
@@ -163,6 +164,7 @@ class Machine:
         self.clusters = ClusterBarriers(self)
         self.tmem = TensorMemory(self)
         self.overwrites = Overwrites(self)
+        self.tensor_maps = TensorMapChanges(self)
 
     @property
     def live(self) -> np.ndarray:

@@ -184,12 +184,26 @@ def fence(d: Decoder) -> Execute:
     if "mbarrier_init" in d.mods:
         return lambda b: _fence_init(m, b)
     if "proxy" in d.mods:
+        if {"tensormap", "acquire"} <= d.mods:
+            return _fence_map(d)
         if "async" in d.mods and "global" not in d.mods:
             return lambda b: m.clocks.fence_proxy(b.idx[b.any_active()])
         return lambda b: None
     if "acquire" in d.mods or not {"cluster", "gpu", "sys", "gl"} & d.mods:
         return lambda b: None
     return lambda b: m.clocks.fence_release(b.idx[b.any_active()])
+
+
+def _fence_map(d: Decoder) -> Execute:
+    """Makes changes of one tensor map known to the TMA operations of this CTA that follow."""
+    m, address = d.m, d.address(0)
+
+    def execute(b: Batch) -> None:
+        addresses = np.broadcast_to(address(b), (b.n, 32))
+        for row, lane in np.argwhere(b.active()).tolist():
+            m.tensor_maps.acquire(int(b.idx[row]), int(addresses[row, lane]))
+
+    return execute
 
 
 def _fence_init(m: Machine, b: Batch) -> None:

@@ -25,7 +25,8 @@ from cutex.sim.memory import PARAM_WINDOW, Region
 from cutex.sim.tensormap import MAP_BYTES, Overlap, TensorMap, decode_map, overlap, swizzle_chunks
 
 
-def read_map(d: Decoder, address: int) -> TensorMap:
+def read_map(d: Decoder, warp: int, address: int) -> TensorMap:
+    """The map that an operation of ``warp`` takes."""
     m = d.m
     if address & (63):
         raise BadOperand.at(d.ins, f"tensor map at 0x{address:x} is not 64-byte aligned")
@@ -33,6 +34,7 @@ def read_map(d: Decoder, address: int) -> TensorMap:
         at = address & (PARAM_WINDOW - 1)
         raw = m.params[at : at + MAP_BYTES].tobytes()
     else:
+        m.tensor_maps.use(warp, address, d.ins)
         raw = m.memory.view(address, MAP_BYTES, f"the tensor map of {d.ins.op}").tobytes()
     tmap = decode_map(raw)
     why = tmap.why_not()
@@ -53,7 +55,7 @@ def tensor_load(d: Decoder) -> Execute:
         t, maps, bars, cs = to(b), tmap_at(b), barrier(b), [c(b) for c in coordinates]
         masks = multicast(b) if multicast else None
         for row, lane in active_lanes(b):
-            tmap = read_map(d, int(maps[row, lane]))
+            tmap = read_map(d, int(b.idx[row]), int(maps[row, lane]))
             at = _place(d, tmap, tuple(int(c[row, lane]) for c in cs))
             align = 128 if tmap.swizzle else 16
             cta, offset = shared_place(d, b, row, lane, int(t[row, lane]), tmap.bytes, 16)
@@ -171,7 +173,7 @@ def tensor_store(d: Decoder, combine: str | None) -> Execute:
             # uniform instruction does
             same.setdefault(key, []).append(lane)
         for (row, address, source, *at), lanes in same.items():
-            tmap = read_map(d, address)
+            tmap = read_map(d, int(b.idx[row]), address)
             if combine and tmap.kind not in _KINDS:
                 raise BadOperand.at(ins, f"a reduction into a {tmap} is not defined")
             where = _place(d, tmap, tuple(at))

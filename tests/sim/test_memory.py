@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from ptx_kernel import Shape, simulate_ptx
 
-from cutex.sim import BarrierMisuse
+from cutex.sim import BarrierMisuse, UnknownInstruction
 
 REGISTER = {8: "%h", 16: "%h", 32: "%r", 64: "%d"}
 VECTORS = [(b, n) for b in (8, 16, 32, 64) for n in (1, 2, 4) if b * n <= 128]
@@ -294,6 +294,69 @@ def test_stmatrix_is_its_inverse(execute, count, trans):
     {stores}"""
     execute(body, {"a": a, "out": out}, Shape(smem=32 * 48))
     assert (out[:, :count] == a[:, :count]).all()
+
+
+def _bytes_of_lane(t: int, rows: np.ndarray) -> bytes:
+    """What lane t holds of 8 rows of 16 bytes: bits of the matrix by CUTLASS's SM100_U8x4_STSM_T,
+    Shape ((4, 8), (8, 2, 2)), Stride ((256, 8), (1, 128, 64)).
+    """
+    bits = [t % 4 * 256 + t // 4 * 8 + low * 128 + high * 64 for high in (0, 1) for low in (0, 1)]
+    return bytes(int(rows.reshape(-1)[bit // 8]) for bit in bits)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_stmatrix_of_8_bit_elements(count):
+    a = np.random.default_rng(count).integers(0, 256, (32, 16), dtype=np.uint8)
+    out = np.zeros((32, 16), np.uint8)
+    names = ", ".join(f"%r{i}" for i in range(count))
+    body = f"""{ADDRESS}
+    ld.global.v4.b32 {{%r0, %r1, %r2, %r3}}, [%a_i];
+    stmatrix.sync.aligned.m16n8.x{count}.trans.shared.b8 [here], {{{names}}};
+    bar.sync 0;
+    ld.shared.v4.b32 {{%r0, %r1, %r2, %r3}}, [here];
+    st.global.v4.b32 [%out_i], {{%r0, %r1, %r2, %r3}};"""
+    simulate_ptx(body, {"a": a, "out": out}, Shape(smem=32 * 48), arch="sm_100a")
+    for i in range(count):
+        for t in range(32):
+            got = _bytes_of_lane(t, out[8 * i : 8 * i + 8])
+            assert got == a[t, 4 * i : 4 * i + 4].tobytes()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_ldmatrix_of_8_bit_elements(count):
+    """Two matrices of 8 rows each, in the order of SM100_U8x8_LDSM_T: lane l gives the row with
+    the bits l0, l2, l3, l1."""
+    a = np.random.default_rng(count).integers(0, 256, (32, 16), dtype=np.uint8)
+    out = np.zeros((32, 4), np.uint32)
+    names = ", ".join(f"%r{4 + i}" for i in range(2 * count))
+    stores = " ".join(f"st.global.b32 [%out_i+{4 * i}], %r{4 + i};" for i in range(2 * count))
+    body = f"""{ADDRESS}
+    ld.global.v4.b32 {{%r0, %r1, %r2, %r3}}, [%a_i];
+    st.shared.v4.b32 [here], {{%r0, %r1, %r2, %r3}};
+    bar.sync 0;
+    ldmatrix.sync.aligned.m16n16.x{count}.trans.shared.b8 {{{names}}}, [here];
+    {stores}"""
+    simulate_ptx(body, {"a": a, "out": out}, Shape(smem=32 * 48), arch="sm_100a")
+    for i in range(count):
+        rows = np.zeros((16, 16), np.uint8)
+        for lane in range(16):
+            row = (lane & 1) + 2 * (lane >> 2 & 1) + 4 * (lane >> 3) + 8 * (lane >> 1 & 1)
+            rows[row] = a[16 * i + lane]
+        for t in range(32):
+            for j in range(2):
+                want = _bytes_of_lane(t, rows[8 * j : 8 * j + 8])
+                assert out[t, 2 * i + j].tobytes() == want
+
+
+@pytest.mark.parametrize(
+    "op", ["m16n16.x4.trans.shared.b8", "m16n16.x1.shared.b8", "m8n8.x1.shared.b8"]
+)
+def test_other_fragments_of_8_bit_elements_do_not_exist(op):
+    with pytest.raises(UnknownInstruction, match="does not define this form"):
+        simulate_ptx(
+            f"{ADDRESS} ldmatrix.sync.aligned.{op} {{%r0, %r1}}, [here];", {}, Shape(smem=2048),
+            arch="sm_100a", assembles=False,
+        )  # fmt: skip
 
 
 def test_only_the_warps_that_execute_a_fragment_move_take_part():
