@@ -98,18 +98,21 @@ _ENCODE_HOOK = C.CFUNCTYPE(
 _NONE, _INT, _FLOAT, _POINTER, _TENSOR, _ARRAY = 0, 1, 3, 4, 7, 71  # TVMFFITypeIndex
 _CUDA = 2  # DLDeviceType
 
-_DLPACK_TYPE = {  # name -> (code, bits), DLPack 1.1
+_DLPACK_TYPE = {  # name -> (code, bits), DLPack 1.1; two lanes where PACKED
     "int8": (0, 8), "int16": (0, 16), "int32": (0, 32), "int64": (0, 64), "uint8": (1, 8),
     "uint16": (1, 16), "uint32": (1, 32), "uint64": (1, 64), "float16": (2, 16), "float32": (2, 32),
     "float64": (2, 64), "bfloat16": (4, 16), "bool": (6, 8), "float8_e4m3fn": (10, 8),
     "float8_e4m3fnuz": (11, 8), "float8_e5m2": (12, 8), "float8_e5m2fnuz": (13, 8),
-    "float8_e8m0fnu": (14, 8),
+    "float8_e8m0fnu": (14, 8), "float4_e2m1fn_x2": (17, 4),
 }  # fmt: skip
+PACKED = ("float4_e2m1fn_x2",)  # two elements a byte
 
 
 @dataclass
 class HostTensor:
-    """A CPU tensor as the launcher sees it; strides in elements, ``dtype`` by name."""
+    """A CPU tensor as the launcher sees it; strides in elements, ``dtype`` by name. An element of a
+    PACKED type is two.
+    """
 
     address: int
     shape: tuple[int, ...]
@@ -288,10 +291,10 @@ def _pack(argument: Any, keep: list[Any]) -> _Any:
                 f"{argument.name} has dtype {argument.dtype}, which the simulator cannot pass on"
             )
         code, bits = _DLPACK_TYPE[argument.dtype]
-        n = len(argument.shape)
+        n, lanes = len(argument.shape), 1 + (argument.dtype in PACKED)
         shape, strides = (C.c_int64 * n)(*argument.shape), (C.c_int64 * n)(*argument.strides)
         tensor = _DLTensor(
-            argument.address, _Device(_CUDA, 0), n, _DataType(code, bits, 1), shape, strides, 0
+            argument.address, _Device(_CUDA, 0), n, _DataType(code, bits, lanes), shape, strides, 0
         )
         keep += [shape, strides, tensor, argument.owner]
         return _Any(_TENSOR, 0, _Value(p=C.addressof(tensor)))

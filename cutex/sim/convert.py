@@ -1,37 +1,38 @@
-"""Conversions (PTX ISA 9.7.9.21): between integers and floats, packed halves, fp8 and tf32."""
+"""Conversions (PTX ISA 9.7.9.21): between integers and floats, packed halves and tf32; those of 8
+bits and fewer in `small_floats`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from cutex.sim.decode import TYPES, Decoder, Execute, instruction
 from cutex.sim.floating import FLOATS, flush, read_float, rounding_mode
 from cutex.sim.rounding import MODES, add_exactly, narrow
+from cutex.sim.small_floats import POWERS, SMALL, from_powers, from_small, to_powers, to_small
 
 _TO_INTEGRAL = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
-_FP8: dict[str, Any] = {
-    "e4m3x2": ml_dtypes.float8_e4m3fn, "e5m2x2": ml_dtypes.float8_e5m2,
-}  # fmt: skip
-_FP8_NAN = {"e4m3x2": 0x7F, "e5m2x2": 0x7F}
-_LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38, "e4m3x2": 448.0, "e5m2x2": 57344.0}
+_LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38}
 
 
 @instruction("cvt")
 def cvt(d: Decoder) -> Execute:
     """Routes by the two types."""
-    kinds = [p for p in d.parts[1:] if p in TYPES or p in _FP8]
+    kinds = [p for p in d.parts[1:] if p in TYPES or p in SMALL or p == POWERS]
     if len(kinds) != 2:
         raise d.unknown()
     to, frm = kinds
     if to in ("f16x2", "bf16x2") and frm == "f32":
         return _pack(d, to.removesuffix("x2"))
-    if to in _FP8:
-        return _to_fp8(d, to, frm)
-    if frm in _FP8:
-        return _from_fp8(d, frm, to)
+    if to in SMALL:
+        return to_small(d, to, frm)
+    if frm in SMALL:
+        return from_small(d, frm, to)
+    if to == POWERS:
+        return to_powers(d, frm)
+    if frm == POWERS:
+        return from_powers(d, to)
     if to == "tf32" and frm == "f32":
         return _to_tf32(d)
     if to in FLOATS:
@@ -131,41 +132,6 @@ def _pack(d: Decoder, half: str) -> Execute:
         return np.asarray(narrow(_limited(d, np.asarray(x), half), half, mode)).astype(np.uint32)
 
     return lambda b: write(b, rounded(high(b)) << np.uint32(16) | rounded(low(b)))
-
-
-def _to_fp8(d: Decoder, to: str, frm: str) -> Execute:
-    """Pairs of float32, or the halves of a word, saturated; the first source in the upper byte."""
-    d.only("rn", "satfinite", "relu", *_FP8)
-    if frm == "f32":
-        upper, lower = read_float(d, 1, "f32"), read_float(d, 2, "f32")
-    elif frm in ("f16x2", "bf16x2"):
-        both = read_float(d, 1, frm)
-        upper, lower = (lambda b: both(b)[..., 1]), (lambda b: both(b)[..., 0])
-    else:
-        raise d.unknown()
-    write, kind = d.dst(0, "b16"), _FP8[to]
-
-    def byte(x: Any) -> Any:
-        x = np.asarray(x)
-        rounded = _limited(d, x, to).astype(kind).view(np.uint8)
-        return np.where(np.isnan(x), np.uint8(_FP8_NAN[to]), rounded).astype(np.uint16)
-
-    return lambda b: write(b, byte(upper(b)) << np.uint16(8) | byte(lower(b)))
-
-
-def _from_fp8(d: Decoder, frm: str, to: str) -> Execute:
-    """Two fp8 into two halves: exact."""
-    d.only("rn", "relu", *_FP8)
-    if to != "f16x2":
-        raise d.unknown()
-    raw, write, kind = d.src(1, "b16"), d.dst(0, "b32"), _FP8[frm]
-
-    def execute(b: Any) -> None:
-        words = np.ascontiguousarray(np.broadcast_to(raw(b), (b.n, 32)))
-        pairs = words.view(kind).reshape(b.n, 32, 2).astype(np.float32)
-        write(b, narrow(_limited(d, pairs, "f16"), "f16").view(np.uint32).reshape(b.n, 32))
-
-    return execute
 
 
 def _to_tf32(d: Decoder) -> Execute:

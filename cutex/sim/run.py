@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-from cutex.sim.capture import HostFunction, HostTensor, Launch, c_compiler
+from cutex.sim.capture import PACKED, HostFunction, HostTensor, Launch, c_compiler
 from cutex.sim.errors import Finding, Hazards, SimError
 from cutex.sim.machine import Chance, Machine
 from cutex.sim.memory import MODULE_WINDOW, GlobalMemory, Region
@@ -248,12 +248,10 @@ def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:
         host = HostTensor.of(t, f"argument {i}")
         if host is not None:
             align = next(a for a in (32, 16, 8, 4, 2, 1) if host.address % a == 0)
+            shape, strides = _layout(host)
             arguments.append(
                 make_fake_tensor(
-                    _element_type(host),
-                    host.shape,
-                    host.strides,
-                    assumed_align=max(align, host.itemsize),
+                    _element_type(host), shape, strides, assumed_align=max(align, host.itemsize)
                 )
             )
         elif _is_stream(t):
@@ -271,6 +269,17 @@ def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:
         return cute.compile[options](function, *arguments)
 
 
+def _layout(tensor: HostTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides as the kernel sees them: of single elements, where two are packed."""
+    if tensor.dtype not in PACKED:
+        return tensor.shape, tensor.strides
+    if 1 not in tensor.strides:
+        raise ValueError(f"{tensor.name}: {tensor.dtype} needs a dimension that is contiguous")
+    at = tensor.strides.index(1)
+    shape = tuple(n * 2 if i == at else n for i, n in enumerate(tensor.shape))
+    return shape, tuple(s if i == at else s * 2 for i, s in enumerate(tensor.strides))
+
+
 def _element_type(tensor: HostTensor) -> Any:
     """The DSL's type of a tensor's elements."""
     import cutlass
@@ -279,6 +288,7 @@ def _element_type(tensor: HostTensor) -> Any:
         "float8_e4m3fn": "Float8E4M3FN",
         "float8_e5m2": "Float8E5M2",
         "float8_e8m0fnu": "Float8E8M0FNU",
+        "float4_e2m1fn_x2": "Float4E2M1FN",
     }.get(tensor.dtype) or tensor.dtype.replace("bfloat", "BFloat").replace(
         "uint", "Uint"
     ).capitalize()

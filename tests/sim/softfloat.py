@@ -21,6 +21,7 @@ class Format:
     exponent_bits: int
     precision: int
     largest: float | None = None
+    finite: bool = False  # neither infinities nor NaN
 
     @property
     def bias(self) -> int:
@@ -41,7 +42,7 @@ class Format:
         sign = -1.0 if bits >> (self.width - 1) else 1.0
         exponent = bits >> fraction_bits & ((1 << self.exponent_bits) - 1)
         fraction = bits & ((1 << fraction_bits) - 1)
-        if exponent == (1 << self.exponent_bits) - 1:
+        if exponent == (1 << self.exponent_bits) - 1 and not self.finite:
             if self.largest is None:
                 return sign * math.inf if fraction == 0 else math.nan
             if fraction == (1 << fraction_bits) - 1:  # e4m3fn: one NaN, no infinity
@@ -91,6 +92,9 @@ F64 = Format("f64", 64, 11, 53)
 TF32 = Format("tf32", 19, 8, 11)
 E4M3 = Format("e4m3", 8, 4, 4, 448.0)
 E5M2 = Format("e5m2", 8, 5, 3)
+E2M3 = Format("e2m3", 6, 2, 4, 7.5, finite=True)
+E3M2 = Format("e3m2", 6, 3, 3, 28.0, finite=True)
+E2M1 = Format("e2m1", 4, 2, 2, 6.0, finite=True)
 FORMATS = {f.name: f for f in (F16, BF16, F32, F64)}
 
 

@@ -287,3 +287,35 @@ def test_threads_may_call_the_same_kernels_host_code_at_one_time() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(launched, (128, 512))) == [[1], [4]]
+
+
+# -- what a kernel is given ------------------------------------------------------------------------
+
+
+@cute.kernel
+def layout_kernel(x: cute.Tensor, out: cute.Tensor):
+    thread, _, _ = cute.arch.thread_idx()
+    packed = cute.make_tensor(
+        cute.recast_ptr(x.iterator, dtype=cutlass.Uint8), cute.make_layout(cute.size(x) // 2)
+    )
+    out[thread] = packed[thread].to(cutlass.Int32)
+    if thread == 0:
+        out[32], out[33] = cute.size(x, mode=[0]), cute.size(x, mode=[1])
+
+
+@cute.jit
+def layout_of(x: cute.Tensor, out: cute.Tensor):
+    layout_kernel(x, out).launch(grid=[1, 1, 1], block=[32, 1, 1])
+
+
+def test_packed_4_bit_elements_are_single_ones_to_the_kernel():
+    codes = torch.arange(32, dtype=torch.uint8).reshape(4, 8)
+    out = torch.zeros(34, dtype=torch.int32)
+    simulate(layout_of, codes.view(torch.float4_e2m1fn_x2), out)
+    assert out.tolist() == [*range(32), 4, 16]
+
+
+def test_packed_elements_lie_side_by_side():
+    codes = torch.zeros(4, 8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    with pytest.raises(ValueError, match="needs a dimension that is contiguous"):
+        simulate(layout_of, codes.as_strided((2, 2), (8, 2)), torch.zeros(34, dtype=torch.int32))

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from functools import partial
 from itertools import pairwise, product
 
 import numpy as np
 import pytest
 from elementwise import apply, expect_equal, integers
-from softfloat import BF16, E4M3, E5M2, F16, F32, FORMATS, TF32, Format, decode, sample
+from ptx_kernel import simulate_ptx
+from softfloat import (
+    BF16,
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E5M2,
+    F16,
+    F32,
+    FORMATS,
+    TF32,
+    Format,
+    decode,
+    sample,
+)
 
 INTEGERS = {
     "u8": np.uint8, "s8": np.int8, "u16": np.uint16, "s16": np.int16, "u32": np.uint32,
@@ -243,6 +259,91 @@ def test_fp8_to_halves_is_exact_and_back(execute, form):
     code = f"cvt.rn.satfinite.{form.name}x2.f16x2 {{d}}, {{a}};"
     back = apply(execute, code, np.uint16, halves)
     expect(form, back >> 8, [_saturated(form, v) for v in want], want)
+
+
+SMALLER = [E2M3, E3M2, E2M1]  # Blackwell's
+
+
+on_blackwell = partial(simulate_ptx, arch="sm_100a")
+
+
+@pytest.mark.parametrize("relu", ["", ".relu"])
+@pytest.mark.parametrize("form", SMALLER, ids=lambda f: f.name)
+def test_smaller_floats_saturate_and_a_nan_is_the_largest(form, relu):
+    a = np.concatenate([sample(F32, 200), _neighbours(form)])
+    b = a[::-1].copy()
+    convert = f"cvt.rn.satfinite{relu}.{form.name}x2.f32"
+    code = f"{convert} {{d}}, {{a}}, {{b}};"
+    if form is E2M1:
+        code = "{{ .reg .b8 t; " + f"{convert} t, {{a}}, {{b}};" + " cvt.u16.u8 {d}, t; }}"
+    got = apply(on_blackwell, code, np.uint16, a, b)
+    place = 4 if form is E2M1 else 8
+    for part, source in ((got >> place, a), (got & (1 << place) - 1, b)):
+        values = decode(F32, source)
+        want = [form.top if math.isnan(v) else _saturated(form, v) for v in values]
+        if relu:
+            want = [max(v, 0.0) if v != 0 else 0.0 for v in want]
+        expect(form, part, want, values)
+
+
+def _neighbours(form: Format) -> np.ndarray:
+    values = [form.decode(b) for b in range(1 << form.width)]
+    values += [(a + b) / 2 for a, b in pairwise(values)]
+    values += [form.top * s for s in (1.01, 1.05, 1.1, 2, -1.1)]
+    return np.array(values, np.float32).view(np.uint32)
+
+
+@pytest.mark.parametrize("form", SMALLER, ids=lambda f: f.name)
+def test_smaller_floats_to_halves_are_exact(form):
+    codes = np.arange(1 << form.width, dtype=np.uint16)
+    pairs = codes << (4 if form is E2M1 else 8) | codes[::-1]
+    code = f"cvt.rn.f16x2.{form.name}x2 {{d}}, {{a}};"
+    if form is E2M1:
+        code = "{{ .reg .b8 t; cvt.u8.u16 t, {a}; cvt.rn.f16x2.e2m1x2 {d}, t; }}"
+    got = apply(on_blackwell, code, np.uint32, pairs)
+    for half, source in ((got >> 16, codes), (got & 0xFFFF, codes[::-1])):
+        expect(F16, half, [form.decode(int(c)) for c in source], source)
+
+
+@pytest.mark.parametrize("finite", ["", ".satfinite"])
+@pytest.mark.parametrize("mode", ["rz", "rp"])
+@pytest.mark.parametrize("source", ["f32", "bf16x2"])
+def test_powers_of_two_around_the_size_of_a_number(source, mode, finite):
+    edges = [0.0, 2.0**-149, 2.0**-127, 1.5 * 2.0**-127, 2.0**-126, 1.0, 1.25, 2.0**127,
+             1.5 * 2.0**127, math.inf]  # fmt: skip
+    edges = np.array([*edges, *(-e for e in edges)], np.float32).view(np.uint32)
+    a = np.concatenate([sample(F32, 200), edges])
+    a = a & 0xFFFF0000 if source == "bf16x2" else a
+    b = a[::-1].copy()
+    convert = f"cvt.{mode}{finite}.ue8m0x2.{source}"
+    if source == "f32":
+        got = apply(on_blackwell, f"{convert} {{d}}, {{a}}, {{b}};", np.uint16, a, b)
+    else:
+        got = apply(on_blackwell, f"{convert} {{d}}, {{a}};", np.uint16, a | b >> 16)
+    for byte, bits in ((got >> 8, a), (got & 255, b)):
+        assert byte.tolist() == [_power(v, mode == "rp", bool(finite)) for v in decode(F32, bits)]
+
+
+def _power(value: float, above: bool, finite: bool) -> int:
+    """The code of 2^(code - 127), by trying all of them."""
+    if math.isnan(value):
+        return 255
+    size = Fraction(abs(value)) if math.isfinite(value) else Fraction(2) ** 200
+    powers = [Fraction(2) ** (code - 127) for code in range(255)]
+    if above:
+        fitting = [code for code, p in enumerate(powers) if p >= size]
+        return min(fitting, default=254 if finite else 255)
+    below = [code for code, p in enumerate(powers) if p <= size]
+    return max(below, default=0) if math.isfinite(value) or finite else 255
+
+
+def test_powers_of_two_to_bf16_are_exact():
+    codes = np.arange(256, dtype=np.uint16)
+    got = apply(on_blackwell, "cvt.rn.bf16x2.ue8m0x2 {d}, {a};", np.uint32,
+                codes << 8 | codes[::-1])  # fmt: skip
+    for half, source in ((got >> 16, codes), (got & 0xFFFF, codes[::-1])):
+        want = [math.nan if c == 255 else 2.0 ** (int(c) - 127) for c in source]
+        expect(BF16, half, want, source)
 
 
 @pytest.mark.parametrize("mode", ["rna", "rn", "rz"])
