@@ -46,6 +46,7 @@ def simulate(
     order: str = "fifo",
     seed: int = 0,
     arch: str = "sm_100a",
+    memory: Sequence[Any] = (),
     raise_findings: bool = True,
 ) -> SimReport:
     """Runs a kernel on the CPU: its real host code and PTX, every warp, barrier, TMA copy and MMA.
@@ -58,6 +59,8 @@ def simulate(
     order: "fifo" (deterministic; copies and MMAs complete as late as the program allows), "eager"
         (they complete at once), "starved" (one warp runs last), "peer-late" (so do all CTAs of a
         cluster but one) or "random"; ``seed`` picks the warp, the CTA, the order.
+    memory: further CPU tensors, which the kernel reaches by addresses that it reads from others, as
+        grouped GEMMs do.
 
     Returns a SimReport. Raises Deadlock, BadAddress, BarrierMisuse, BadOperand, UnknownInstruction,
     each with a report; Hazards after a run with findings (unless ``raise_findings`` is False: then
@@ -70,9 +73,13 @@ def simulate(
     started = time.perf_counter()
     host, programs = _load(compiled, tensors, arch)
     arguments = _arguments(compiled, host, tensors)
-    run = Simulation(
-        programs, [a for a in arguments if isinstance(a, HostTensor)], order=order, seed=seed
-    )
+    reached = [a for a in arguments if isinstance(a, HostTensor)]
+    for i, more in enumerate(memory):
+        tensor = HostTensor.of(more, f"memory {i}")
+        if tensor is None:
+            raise TypeError(f"memory takes CPU tensors, got {type(more).__name__}")
+        reached.append(tensor)
+    run = Simulation(programs, reached, order=order, seed=seed)
     host(arguments, run.launch)
     report = run.report
     report.seconds = time.perf_counter() - started

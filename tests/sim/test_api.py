@@ -293,6 +293,31 @@ def test_threads_may_call_the_same_kernels_host_code_at_one_time() -> None:
 
 
 @cute.kernel
+def pointers_kernel(addresses: cute.Tensor, out: cute.Tensor):
+    thread, _, _ = cute.arch.thread_idx()
+    for i in cutlass.range_constexpr(2):
+        there = cute.make_ptr(cutlass.Float32, addresses[i], cute.AddressSpace.gmem)
+        out[i, thread] = cute.make_tensor(there, cute.make_layout(32))[thread]
+
+
+@cute.jit
+def by_pointers(addresses: cute.Tensor, out: cute.Tensor):
+    pointers_kernel(addresses, out).launch(grid=[1, 1, 1], block=[32, 1, 1])
+
+
+def test_tensors_that_a_kernel_reaches_by_address_are_named_as_memory():
+    parts = [torch.randn(32), torch.randn(32)]
+    addresses = torch.tensor([p.data_ptr() for p in parts])
+    out = torch.zeros(2, 32)
+    simulate(by_pointers, addresses, out, memory=parts)
+    assert torch.equal(out, torch.stack(parts))
+    with pytest.raises(BadAddress, match="loads 0x"):
+        simulate(by_pointers, addresses, out, memory=parts[:1])
+    with pytest.raises(TypeError, match="memory takes CPU tensors, got int"):
+        simulate(by_pointers, addresses, out, memory=[3])
+
+
+@cute.kernel
 def layout_kernel(x: cute.Tensor, out: cute.Tensor):
     thread, _, _ = cute.arch.thread_idx()
     packed = cute.make_tensor(
