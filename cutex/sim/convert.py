@@ -10,7 +10,16 @@ import numpy as np
 from cutex.sim.decode import TYPES, Decoder, Execute, instruction
 from cutex.sim.floating import FLOATS, flush, read_float, rounding_mode
 from cutex.sim.rounding import MODES, add_exactly, narrow
-from cutex.sim.small_floats import POWERS, SMALL, from_powers, from_small, to_powers, to_small
+from cutex.sim.small_floats import (
+    FIXED,
+    POWERS,
+    SMALL,
+    from_fixed,
+    from_powers,
+    from_small,
+    to_powers,
+    to_small,
+)
 
 _TO_INTEGRAL = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 _LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38}
@@ -19,7 +28,7 @@ _LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38}
 @instruction("cvt")
 def cvt(d: Decoder) -> Execute:
     """Routes by the two types."""
-    kinds = [p for p in d.parts[1:] if p in TYPES or p in SMALL or p == POWERS]
+    kinds = [p for p in d.parts[1:] if p in TYPES or p in SMALL or p in (POWERS, FIXED)]
     if len(kinds) != 2:
         raise d.unknown()
     to, frm = kinds
@@ -33,6 +42,8 @@ def cvt(d: Decoder) -> Execute:
         return to_powers(d, frm)
     if frm == POWERS:
         return from_powers(d, to)
+    if frm == FIXED:
+        return from_fixed(d, to)
     if to == "tf32" and frm == "f32":
         return _to_tf32(d)
     if to in FLOATS:

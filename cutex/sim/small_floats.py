@@ -35,6 +35,7 @@ SMALL = {
     "e2m1x2": Small(ml_dtypes.float4_e2m1fn, 6.0, 0x7, place=4),
 }
 POWERS = "ue8m0x2"  # unsigned: 2^(code - 127), 255 for a NaN
+FIXED = "s2f6x2"  # signed, two bits before the point and six behind it
 
 
 def _pair(d: Decoder, frm: str) -> tuple[Any, Any]:
@@ -112,5 +113,31 @@ def from_powers(d: Decoder, to: str) -> Execute:
     def execute(b: Any) -> None:
         words = np.broadcast_to(raw(b), (b.n, 32)).astype(np.uint32)
         write(b, half(words >> np.uint32(8)) << np.uint32(16) | half(words & np.uint32(255)))
+
+    return execute
+
+
+def from_fixed(d: Decoder, to: str) -> Execute:
+    """Two fixed-point numbers, each times a power of two, into two bf16.
+
+    The DSL converts int8 to bf16 by it: a scale of 2^6, 0x85, makes the bytes whole numbers.
+    """
+    d.only("rn", "satfinite", "relu", "scaled", "n2", "ue8m0", FIXED)
+    if to != "bf16x2":
+        raise d.unknown()
+    raw, write, relu = d.src(1, "b16"), d.dst(0, "b32"), "relu" in d.mods
+    scale = d.src(2, "b16") if "scaled" in d.mods else lambda b: np.uint16(0x7F7F)
+    most = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max) if "satfinite" in d.mods else np.inf
+
+    def half(byte: Any, code: Any) -> Any:
+        power = np.ldexp(1.0, code.astype(np.int32) - 127)
+        x = byte.astype(np.uint8).view(np.int8) / 64.0 * np.where(code == 255, np.nan, power)
+        x = np.where(x <= 0, 0.0, x) if relu else x
+        return narrow(np.clip(x, -most, most), "bf16").astype(np.uint32)
+
+    def execute(b: Any) -> None:
+        words, codes = (np.broadcast_to(r(b), (b.n, 32)).astype(np.uint16) for r in (raw, scale))
+        upper = half(words >> np.uint16(8), codes >> np.uint16(8))
+        write(b, upper << np.uint32(16) | half(words & np.uint16(255), codes & np.uint16(255)))
 
     return execute

@@ -265,6 +265,7 @@ SMALLER = [E2M3, E3M2, E2M1]  # Blackwell's
 
 
 on_blackwell = partial(simulate_ptx, arch="sm_100a")
+of_ptx_9_1 = partial(on_blackwell, assembles=False)  # of later than the tests' other PTX
 
 
 @pytest.mark.parametrize("relu", ["", ".relu"])
@@ -344,6 +345,33 @@ def test_powers_of_two_to_bf16_are_exact():
     for half, source in ((got >> 16, codes), (got & 0xFFFF, codes[::-1])):
         want = [math.nan if c == 255 else 2.0 ** (int(c) - 127) for c in source]
         expect(BF16, half, want, source)
+
+
+@pytest.mark.parametrize("scale", [0, 0x70, 0x7F, 0x85, 0xF0, 0xFE, 0xFF])
+@pytest.mark.parametrize("form", ["rn", "rn.satfinite", "rn.satfinite.relu"])
+def test_fixed_point_to_bf16_with_a_scale(form, scale):
+    codes = np.arange(256, dtype=np.uint16)
+    code = f"""{{{{ .reg .b16 scale; mov.b16 scale, {scale << 8 | 0x85};
+    cvt.{form}.scaled::n2::ue8m0.bf16x2.s2f6x2 {{d}}, {{a}}, scale; }}}}"""
+    got = apply(of_ptx_9_1, code, np.uint32, codes << 8 | codes[::-1])
+    for half, source, power in ((got >> 16, codes, scale), (got & 0xFFFF, codes[::-1], 0x85)):
+        values = [math.ldexp(int(np.uint8(c).view(np.int8)), power - 127 - 6) for c in source]
+        want = [BF16.round(v) if v else 0.0 for v in values]
+        if "satfinite" in form:
+            want = [max(-BF16.top, min(BF16.top, v)) for v in want]
+        if "relu" in form:
+            want = [max(0.0, v) for v in want]
+        expect(BF16, half, [math.nan if power == 255 else v for v in want], source)
+
+
+def test_the_dsl_converts_int8_to_bf16_by_it():
+    """A scale of 0x8585 makes whole numbers of bytes (cutlass.cute.arch.cvt_i8x2_to_bf16x2)."""
+    bytes_ = np.arange(-128, 128, dtype=np.int8)
+    pairs = bytes_.view(np.uint8).astype(np.uint16)
+    code = """{{ .reg .b16 scale; mov.b16 scale, 0x8585;
+    cvt.rn.satfinite.scaled::n2::ue8m0.bf16x2.s2f6x2 {d}, {a}, scale; }}"""
+    got = apply(of_ptx_9_1, code, np.uint32, pairs << 8 | pairs)
+    expect(BF16, got >> 16, [float(v) for v in bytes_], bytes_)
 
 
 @pytest.mark.parametrize("mode", ["rna", "rn", "rz"])
