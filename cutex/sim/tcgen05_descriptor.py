@@ -50,7 +50,9 @@ class InstructionDescriptor:
 def read_instruction(bits: int, kind: str, ins: Instruction) -> InstructionDescriptor:
     """Tables 42, 43 and 44."""
     scaled = kind in _FACTORS
-    a, b, out = (bits >> 7 & 7, bits >> 10 & 7, bits >> 4 & 3)
+    # NOTE: with 4-bit operands, bit 12 is of sparse ones ("version", which the DSL's builder sets)
+    wide = 3 if kind.startswith("mxf4") else 7
+    a, b, out = (bits >> 7 & 7, bits >> 10 & wide, bits >> 4 & 3)
     reserved = bits >> 24 & 7 | bits >> 31 if scaled else bits >> 29 | bits >> 23 & 1
     odd = bits & (0b0111 if kind == "i8" else 0b1111) or bits >> 6 & 1 or reserved
     names, results = TYPES[kind], _RESULTS.get(kind, {out: "f32"})
@@ -83,17 +85,18 @@ def read_instruction(bits: int, kind: str, ins: Instruction) -> InstructionDescr
 
 def check_shape(desc: InstructionDescriptor, group: int, ins: Instruction) -> None:
     """Table 39: M 64 or 128 (one CTA), 128 or 256 (pair); N in steps of 8 or 16, of integers 16
-    (besides 8 and 24) or 32. NOTE: of M = 128 without block scaling the table says steps of 8,
-    CUTLASS 16.
+    (besides 8 and 24) or 32; twice that where B has 8 bits and is N-major (the DSL's own check).
     """
     ms: tuple[int, ...] = (64, 128) if group == 1 else (128, 256)
-    step = 8 if desc.m == 64 else 16
+    step = 8 * group
+    if desc.b_mn and desc.b in ("e4m3", "e5m2"):
+        step = 16 * group
     if desc.factors:
         # NOTE: of a pair with M = 128, no public kernel shows where the factors lie
         ms, step = ((128,), 8) if group == 1 else ((256,), 16)
     if desc.integer:
         step = 32 if group == 2 else 16
-    small = desc.integer and desc.m == 64 and desc.n in (8, 24)
+    small = desc.integer and group == 1 and desc.n in (8, 24)
     if desc.m not in ms or (desc.n % step and not small) or not 8 <= desc.n <= 256:
         raise BadOperand.at(
             ins,

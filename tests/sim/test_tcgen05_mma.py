@@ -21,9 +21,10 @@ def test_shapes(m, group, n):
     Mma(operand("f16"), operand("bf16", start=B_AT, rows=n // group), m, n, group, seed=n).check()
 
 
+@pytest.mark.parametrize("m", [64, 128])
 @pytest.mark.parametrize("n", [8, 24, 248])
-def test_m_64_takes_n_in_steps_of_8(n):
-    Mma(operand("f16"), operand("f16", rows=n, start=B_AT), 64, n).check()
+def test_one_cta_takes_n_in_steps_of_8(m, n):
+    Mma(operand("f16"), operand("f16", rows=n, start=B_AT), m, n).check()
 
 
 @pytest.mark.parametrize("kind", FLOAT_KINDS)
@@ -56,6 +57,12 @@ def test_mn_major_tf32(m, group, a_mn, b_mn):
 def test_integers_accumulate_in_s32(m, group, kinds):
     a, b = operand(kinds[0]), operand(kinds[1], start=B_AT)
     Mma(a, b, m, 64, group, "s32").check()
+
+
+@pytest.mark.parametrize("m", [64, 128])
+@pytest.mark.parametrize("n", [8, 24])
+def test_integers_of_few_columns(m, n):
+    Mma(operand("s8"), operand("s8", start=B_AT, rows=n), m, n, d="s32").check()
 
 
 @pytest.mark.parametrize("saturate", [False, True])
@@ -216,7 +223,12 @@ def test_the_4_lane_copy_is_named():
 @pytest.mark.parametrize(
     ("change", "error", "sentence"),
     [
-        ({"n": 40}, BadOperand, "M=128, N=40 .* steps of 16"),
+        ({"m": 256, "n": 40, "group": 2}, BadOperand, "M=256, N=40 .* steps of 16"),
+        (
+            {"a": operand("e4m3"), "b": operand("e4m3", 128, True, 40, B_AT), "n": 40},
+            BadOperand,
+            "M=128, N=40 .* steps of 16",
+        ),
         ({"m": 64, "group": 2}, BadOperand, r"M=64, N=64 .* takes M in \(128, 256\)"),
         ({"m": 256}, BadOperand, r"M=256, N=64 .* takes M in \(64, 128\)"),
         ({"column": 480, "n": 48}, BadAddress, "columns 480..527"),
@@ -232,6 +244,13 @@ def test_what_hardware_does_not_take(change, error, sentence):
     case.tensor_memory = lambda: np.zeros((case.group, LANES, case.width), np.uint32)  # type: ignore
     case.shared = lambda: np.zeros((case.group, SMEM), np.uint8)  # type: ignore[method-assign]
     with pytest.raises(error, match=sentence):
+        case.run()
+
+
+@pytest.mark.parametrize("n", [40, 56])
+def test_integers_take_n_in_steps_of_16_beyond_24(n):
+    case = Mma(operand("s8"), operand("s8", start=B_AT), 128, n, d="s32")
+    with pytest.raises(BadOperand, match=f"N={n} .* steps of 16"):
         case.run()
 
 
