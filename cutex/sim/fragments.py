@@ -1,7 +1,7 @@
 """Matrix fragments between registers and shared memory (PTX ISA 9.7.14.5.15, 9.7.14.5.16).
 
-The PTX ISA shows the fragments of 8-bit elements as figures; the layouts here are those of
-CUTLASS's atoms (copy_traits_sm100.hpp: SM100_U8x8_LDSM_T, SM100_U8x4_STSM_T).
+The PTX ISA shows the fragments of 8-bit elements as figures; the layouts here are those of the
+DSL's copy atoms (LdMatrix16x16x8bOp, StMatrix16x8x8bOp), and what CUTLASS's examples rely on.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class _Matrices:
 def ldmatrix(d: Decoder) -> Execute:
     """8x8 matrices of 16-bit elements; lane t holds row t/4, columns 2(t%4)+{0,1}.
 
-    Of 8-bit elements 16x16 ones, transposed: lane t holds, of each row 4(t%4)+i, i < 4, the
-    elements t/4 and t/4 + 8.
+    Of 8-bit elements 16x16 ones, transposed: lane t holds of the rows 4(t%4)+{0..3} the elements
+    t/4 in one register, t/4 + 8 in the next.
     """
     matrices = _Matrices(d, 1, "m16n16")
     writes = [d.write(t, "b32") for t in elements(d, 0, 4)]
@@ -71,8 +71,8 @@ def ldmatrix(d: Decoder) -> Execute:
         if not b.n:
             return
         rows = d.m.smem_words(matrices.itemsize)[matrices.elements(b, False)]
-        if matrices.narrow:  # rows are (t % 4, register, low bit), columns (high bit, t / 4)
-            rows = rows.reshape(b.n, -1, 4, 2, 2, 2, 8).transpose(0, 1, 3, 6, 2, 5, 4)
+        if matrices.narrow:  # rows are (t % 4, byte), columns (register, t / 4)
+            rows = rows.reshape(b.n, -1, 4, 4, 2, 8).transpose(0, 1, 4, 5, 2, 3)
         else:
             rows = rows.reshape(b.n, -1, 8, 8)
             rows = rows.swapaxes(2, 3) if matrices.transposed else rows
@@ -95,7 +95,7 @@ def stmatrix(d: Decoder) -> Execute:
             return
         words = np.stack([np.broadcast_to(r(b), (b.n, 32)) for r in reads], 1)  # (n, count, 32)
         rows: np.ndarray = np.ascontiguousarray(words)
-        if matrices.narrow:  # (t / 4, t % 4, high bit, low bit): see ldmatrix
+        if matrices.narrow:  # of (t / 4, t % 4, column's high bit, row's low bit)
             rows = rows.view(np.uint8).reshape(b.n, -1, 8, 4, 2, 2).transpose(0, 1, 3, 5, 4, 2)
         else:
             rows = rows.view(np.uint16).reshape(b.n, -1, 8, 8)

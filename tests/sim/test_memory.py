@@ -296,16 +296,18 @@ def test_stmatrix_is_its_inverse(execute, count, trans):
     assert (out[:, :count] == a[:, :count]).all()
 
 
-def _bytes_of_lane(t: int, rows: np.ndarray) -> bytes:
-    """What lane t holds of 8 rows of 16 bytes: bits of the matrix by CUTLASS's SM100_U8x4_STSM_T,
-    Shape ((4, 8), (8, 2, 2)), Stride ((256, 8), (1, 128, 64)).
-    """
-    bits = [t % 4 * 256 + t // 4 * 8 + low * 128 + high * 64 for high in (0, 1) for low in (0, 1)]
-    return bytes(int(rows.reshape(-1)[bit // 8]) for bit in bits)
+def _place(t: int, value: int, modes: tuple, values: tuple) -> int:
+    """Which byte of a matrix of 16-byte rows a value of lane t is: DSL layouts, (count, stride)."""
+    place = t % 4 * modes[0] + t // 4 * modes[1]
+    for count, stride in values:
+        place += value % count * stride
+        value //= count
+    return place
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_stmatrix_of_8_bit_elements(count):
+    """StMatrix16x8x8bOp: ((4,8),(1,2,2)):((32,1),(1,16,8)), a matrix 128 bytes on."""
     a = np.random.default_rng(count).integers(0, 256, (32, 16), dtype=np.uint8)
     out = np.zeros((32, 16), np.uint8)
     names = ", ".join(f"%r{i}" for i in range(count))
@@ -316,18 +318,18 @@ def test_stmatrix_of_8_bit_elements(count):
     ld.shared.v4.b32 {{%r0, %r1, %r2, %r3}}, [here];
     st.global.v4.b32 [%out_i], {{%r0, %r1, %r2, %r3}};"""
     simulate_ptx(body, {"a": a, "out": out}, Shape(smem=32 * 48), arch="sm_100a")
-    for i in range(count):
-        for t in range(32):
-            got = _bytes_of_lane(t, out[8 * i : 8 * i + 8])
-            assert got == a[t, 4 * i : 4 * i + 4].tobytes()
+    got = out.reshape(-1)
+    for t in range(32):
+        for v in range(4 * count):
+            assert got[_place(t, v, (32, 1), ((2, 16), (2, 8), (4, 128)))] == a[t, v]
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_ldmatrix_of_8_bit_elements(count):
-    """Two matrices of 8 rows each, in the order of SM100_U8x8_LDSM_T: lane l gives the row with
-    the bits l0, l2, l3, l1."""
+    """LdMatrix16x16x8bOp: ((4,8),(1,4,2)):((64,1),(1,16,8)), a matrix 256 bytes on; lane l gives
+    the address of row l."""
     a = np.random.default_rng(count).integers(0, 256, (32, 16), dtype=np.uint8)
-    out = np.zeros((32, 4), np.uint32)
+    out = np.zeros((32, 16), np.uint8)
     names = ", ".join(f"%r{4 + i}" for i in range(2 * count))
     stores = " ".join(f"st.global.b32 [%out_i+{4 * i}], %r{4 + i};" for i in range(2 * count))
     body = f"""{ADDRESS}
@@ -337,15 +339,10 @@ def test_ldmatrix_of_8_bit_elements(count):
     ldmatrix.sync.aligned.m16n16.x{count}.trans.shared.b8 {{{names}}}, [here];
     {stores}"""
     simulate_ptx(body, {"a": a, "out": out}, Shape(smem=32 * 48), arch="sm_100a")
-    for i in range(count):
-        rows = np.zeros((16, 16), np.uint8)
-        for lane in range(16):
-            row = (lane & 1) + 2 * (lane >> 2 & 1) + 4 * (lane >> 3) + 8 * (lane >> 1 & 1)
-            rows[row] = a[16 * i + lane]
-        for t in range(32):
-            for j in range(2):
-                want = _bytes_of_lane(t, rows[8 * j : 8 * j + 8])
-                assert out[t, 2 * i + j].tobytes() == want
+    source = a.reshape(-1)
+    for t in range(32):
+        for v in range(8 * count):
+            assert out[t, v] == source[_place(t, v, (64, 1), ((4, 16), (2, 8), (2, 256)))]
 
 
 @pytest.mark.parametrize(
