@@ -302,6 +302,8 @@ def _pack(argument: Any, keep: list[Any]) -> _Any:
         return _Any(_INT, 0, _Value(i=int(argument)))
     if isinstance(argument, float):
         return _Any(_FLOAT, 0, _Value(f=argument))
+    if isinstance(argument, C.c_void_p):
+        return _Any(_POINTER, 0, _Value(p=argument.value))
     if isinstance(argument, tuple | list) and all(
         a is None or isinstance(a, bool | int | float) for a in argument
     ):

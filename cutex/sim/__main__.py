@@ -1,0 +1,85 @@
+"""python -m cutex.sim script.py: run a script that asks for a GPU, with the simulator in its place.
+
+The script is not changed. What it puts on "cuda" lies in host memory, what it compiles with the
+CuTe DSL is compiled for the GPU that it is told it has, and what it launches is simulated: every
+warp, barrier, copy and MMA. Exit codes: the script's own; 1 for a finding or an error of the
+simulator; 2 for bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from cutex.arch import ARCHS, arch
+from cutex.orders import ORDERS
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m cutex.sim",
+        description="Run a script that asks for a GPU, with the simulator in its place.",
+        epilog="Exit codes: the script's own; 1 for a finding; 2 for bad input.",
+    )
+    parser.add_argument("--arch", default="sm_100a", choices=ARCHS, help="default: %(default)s")
+    parser.add_argument("--order", default="fifo", choices=ORDERS, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("script", help="a Python script that compiles and launches kernels")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="those of the script")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    script = Path(options.script)
+    if not script.is_file():
+        print(f"cutex: {script} is not a file", file=sys.stderr)
+        return 2
+    if options.seed < 0:
+        print(f"cutex: --seed {options.seed}: takes a number from 0", file=sys.stderr)
+        return 2
+    os.environ["CUTE_DSL_ARCH"] = options.arch  # which the DSL reads once, when it is imported
+    from cutex.sim.dsl_stand_in import Calls, dsl_on_cpu, warn
+    from cutex.sim.errors import SimError
+    from cutex.sim.torch_stand_in import torch_on_cpu
+
+    gpu = arch(options.arch)
+    sys.argv = [options.script, *options.arguments]
+    sys.path[0] = str(script.resolve().parent)  # as if Python had been given the script
+    with torch_on_cpu(gpu) as memory:
+        calls = Calls(options.order, options.seed, memory, warn)
+        code = 0
+        try:
+            with dsl_on_cpu(gpu, calls):
+                runpy.run_path(options.script, run_name="__main__")
+        except SystemExit as left:
+            code = left.code if isinstance(left.code, int) else int(left.code is not None)
+            if isinstance(left.code, str):
+                print(left.code, file=sys.stderr)
+        except SimError as error:
+            print(f"cutex: {error}", file=sys.stderr)
+            code = 1
+        finally:
+            print(_summary(calls), file=sys.stderr)
+    return code or int(bool(calls.report.findings))
+
+
+def _summary(calls: object) -> str:
+    from cutex.sim.dsl_stand_in import Calls
+
+    assert isinstance(calls, Calls)
+    report, found = calls.report, len(calls.report.findings)
+    return (
+        f"cutex: {report.launches} launch{'es' * (report.launches != 1)} of "
+        f"{len(calls.launches)} kernel{'s' * (len(calls.launches) != 1)} in order {calls.order}, "
+        f"{report.instructions} warp-instructions, {report.seconds:.1f} s, "
+        f"{found or 'no'} finding{'s' * (found != 1)}"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

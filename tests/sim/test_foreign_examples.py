@@ -1,0 +1,105 @@
+"""CUTLASS's CuTe DSL examples as they are, each by its own command line and held to its own check.
+
+    CUTEX_CUTLASS=path/to/cutlass pytest -n 8 tests/sim/test_foreign_examples.py
+
+Nothing of them is in this repository: without a clone these tests are skipped (docs/simulator.md).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CLONE = os.environ.get("CUTEX_CUTLASS", "")
+EXAMPLES = Path(CLONE) / "examples/python/CuTeDSL"
+pytestmark = pytest.mark.skipif(
+    not CLONE, reason="needs a clone of CUTLASS's examples: set CUTEX_CUTLASS to it"
+)
+
+FINDINGS = {  # what is wrong with them
+    "experimental/primitives/reduction/cluster_tmem_reduce.py": (
+        "the tcgen05.cp issued by", "overwrites tensor memory", "no barrier orders the two"),
+    "experimental/primitives/tma/tma_pipeline_single_warp.py": (
+        "the TMA load of a f16 tensor", "overwrites shared memory", "no barrier orders the two"),
+    "experimental/primitives/tutorial/06_softmax.py": (
+        "overwrites shared memory", "no barrier orders the two"),
+    "experimental/primitives/tutorial/gemm_M128_N128_Kany_TN_warpspec_multistage.py": (
+        "reads shared memory", "no barrier orders the two"),
+    "experimental/task_scheduling/blackwell/tutorial/02_gemm_simple_ts/01_fp16_bf16_gemm_3.py": (
+        "uses mbarrier", "no barrier orders the two"),
+    "cute/blackwell/kernel/blockwise_gemm/masked_grouped_gemm.py": (
+        "bad address", "0 bytes past the end of"),
+}  # fmt: skip
+LEFT_OUT = {
+    "tutorial/03_gemm_tiled_smem.py": "a million threads: takes minutes",
+    "tcgen05/2cta_mma_blockscale_m128.py": "a pair with M = 128 and scale factors: not defined",
+    "tcgen05/cp_narrow_a_to_tmem_mma.py": "4-bit elements padded by TMA: not defined",
+}
+KERNELS = {  # with the arguments that they need
+    "cute/blackwell/kernel": {
+        "attention/fmha/fmha": "--q_shape 1,256,4,64 --k_shape 1,256,4,64",
+        "attention/mixed_input_fmha/mixed_input_fmha_decode": "",
+        "attention/mixed_input_fmha/mixed_input_fmha_prefill_d256": "",
+        "attention/mla/mla_decode_fp16": "",
+        "attention/mla/mla_decode_fp8": "",
+        "blockscaled_gemm/dense_blockscaled_gemm_persistent_amax": "",
+        "blockscaled_gemm/dense_blockscaled_gemm_persistent_prefetch": "",
+        "blockscaled_grouped_gemm/grouped_blockscaled_gemm": "",
+        "blockwise_gemm/blockwise_gemm": "",
+        "blockwise_gemm/contiguous_grouped_gemm": "",
+        "dense_gemm/dense_gemm": "",
+        "dense_gemm/dense_gemm_alpha_beta_persistent": "--alpha 2 --beta 0.5",
+        "dense_gemm/dense_gemm_persistent": "",
+        "dense_gemm/dense_gemm_persistent_prefetch": "",
+        "dense_gemm/dense_gemm_software_pipeline": "",
+        "grouped_gemm/grouped_gemm": "",
+        "mixed_input_gemm/grouped_mixed_input_gemm": "",
+        "mixed_input_gemm/grouped_mixed_input_gemm_acc_scale": "",
+        "mixed_input_gemm/mixed_input_gemm": "",
+        "reduce/reduce": "",
+    },
+    "cute/blackwell/tutorial/tutorial_tma": {"tma_v0": "", "tma_v1": "", "tma_v2": ""},
+    "cute_ext/blackwell": {
+        "dense_block_scaled_gemm": "", "dense_gemm": "", "dense_gemm_2sm": "",
+        "dense_gemm_cute_pipeline": "",
+    },
+}  # fmt: skip
+
+
+def simulated(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "cutex.sim", script, *arguments],
+        cwd=EXAMPLES, capture_output=True, text=True, timeout=600,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+
+
+def primitives() -> list[str]:
+    """Scripts of experimental/primitives, of which each is about one instruction or two."""
+    found = sorted((EXAMPLES / "experimental/primitives").rglob("*.py"))
+    names = [str(p.relative_to(EXAMPLES)) for p in found]
+    return [n for n in names if n not in FINDINGS and not n.endswith(tuple(LEFT_OUT))]
+
+
+CASES = [(name, "") for name in (primitives() if CLONE else ["none"])]
+CASES += [(f"{folder}/{name}.py", how) for folder, names in KERNELS.items()
+          for name, how in names.items()]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "arguments"), CASES)
+def test_an_example_is_right_and_has_no_finding(script, arguments):
+    ran = simulated(script, *arguments.split())
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
+    assert "no findings" in ran.stderr
+
+
+@pytest.mark.parametrize("script", FINDINGS)
+def test_an_example_that_is_wrong_is_found(script):
+    ran = simulated(script)
+    assert ran.returncode == 1
+    for sentence in FINDINGS[script]:
+        assert sentence in ran.stderr

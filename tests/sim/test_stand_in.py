@@ -1,0 +1,197 @@
+"""Scripts written for a GPU run unchanged: python -m cutex.sim script.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAD = """
+import sys
+import cutlass
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import cute
+from cutlass.cute.runtime import from_dlpack, make_ptr
+
+
+@cute.kernel
+def add_kernel(a: cute.Tensor, b: cute.Tensor, c: cute.Tensor, scale: cutlass.Float32):
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    i = block * 64 + thread
+    if i < cute.size(a):
+        c[i] = a[i] + b[i] * scale
+    if i == 65:
+        cute.printf("a[65] is %.1f\\\\n", a[i])
+
+
+@cute.jit
+def add(a: cute.Tensor, b: cute.Tensor, c: cute.Tensor, scale: cutlass.Float32,
+        stream: CUstream):
+    grid = [cute.ceil_div(cute.size(a), 64), 1, 1]
+    add_kernel(a, b, c, scale).launch(grid=grid, block=[64, 1, 1], stream=stream)
+
+
+assert torch.cuda.is_available()
+torch.manual_seed(0)
+a = torch.arange(150.0, device="cuda")
+b = torch.randn(150).cuda()
+c = torch.empty_like(a)
+stream = CUstream(torch.cuda.current_stream().cuda_stream)
+"""
+CHECK = """
+torch.cuda.synchronize()
+torch.testing.assert_close(c.cpu(), a.cpu() + 2 * b.cpu())
+print("right", *sys.argv[1:], torch.cuda.get_device_capability())
+"""
+
+
+def run(tmp_path: Path, text: str, *options: str, script: tuple[str, ...] = ()):
+    path = tmp_path / "script.py"
+    path.write_text(text)
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "cutex.sim", *options, str(path), *script],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+
+
+CALLS = {
+    "compiled": """
+tensors = [from_dlpack(x).mark_layout_dynamic() for x in (a, b, c)]
+compiled = cute.compile(add, *tensors, 2.0, stream)
+compiled(*tensors, 2.0, stream)
+""",
+    "by TVM-FFI": """
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+n = cute.sym_int()
+fakes = [make_fake_compact_tensor(cutlass.Float32, (n,)) for _ in range(3)]
+fake_stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+compiled = cute.compile(add, *fakes, 2.0, fake_stream, options="--enable-tvm-ffi")
+compiled(a, b, c, 2.0)
+""",
+    "named": """
+compiled = cute.compile(add, *[from_dlpack(x) for x in (a, b, c)], 2.0, stream)
+compiled(from_dlpack(a), b=from_dlpack(b), c=from_dlpack(c), scale=cutlass.Float32(2.0),
+         stream=stream)
+""",
+    "jitted": "add(from_dlpack(a), from_dlpack(b), from_dlpack(c), 2.0, stream)",
+    "benchmarked": """
+compiled = cute.compile(add, *[from_dlpack(x) for x in (a, b, c)], 2.0, stream)
+took = cute.testing.benchmark(compiled, kernel_arguments=cute.testing.JitArguments(
+    from_dlpack(a), from_dlpack(b), from_dlpack(c), 2.0, stream))
+assert took != took  # there is no time here
+""",
+    "by addresses": """
+@cute.jit
+def by_addresses(pa: cute.Pointer, pb: cute.Pointer, pc: cute.Pointer, n: cutlass.Int32,
+                 stream: CUstream):
+    layout = cute.make_layout(n)
+    add(cute.make_tensor(pa, layout), cute.make_tensor(pb, layout), cute.make_tensor(pc, layout),
+        cutlass.Float32(2.0), stream)
+pointers = [make_ptr(cutlass.Float32, x.data_ptr(), cute.AddressSpace.gmem) for x in (a, b, c)]
+cute.compile(by_addresses, *pointers, 150, stream)(*pointers, 150, stream)
+""",
+}  # fmt: skip
+
+
+def test_a_script_runs_as_on_a_gpu(tmp_path):
+    """However it compiles and calls: one script for all, since each takes seconds to start."""
+    each = [f"c.fill_(float('nan'))\n{call}\n{CHECK}print('done', {name!r})"
+            for name, call in CALLS.items()]  # fmt: skip
+    ran = run(tmp_path, HEAD + "\n".join(each), script=("--mine", "3"))
+    assert ran.returncode == 0, ran.stderr
+    for name in CALLS:
+        assert f"done {name}" in ran.stdout
+    assert ran.stdout.count("a[65] is 65.0") == len(CALLS)
+    assert ran.stdout.count("right --mine 3 (10, 0)") == len(CALLS)
+    assert f"cutex: {len(CALLS)} launches of " in ran.stderr
+    assert ran.stderr.rstrip().endswith("no findings")
+
+
+def test_the_gpu_the_order_and_the_seed_can_be_told(tmp_path):
+    how = ("--arch", "sm_90a", "--order", "random", "--seed", "3")
+    ran = run(tmp_path, HEAD + CALLS["jitted"] + CHECK, *how)
+    assert ran.returncode == 0, ran.stderr
+    assert "right (9, 0)" in ran.stdout
+    assert "in order random" in ran.stderr
+
+
+RACE = HEAD.replace("c[i] = a[i] + b[i] * scale", """
+        there = cute.make_tensor(cute.arch.alloc_smem(cutlass.Float32, 64), cute.make_layout(64))
+        there[thread] = a[i]
+        c[i] = there[(thread + 33) % 64]
+""")  # fmt: skip
+
+
+def test_a_finding_is_told_and_is_exit_code_1(tmp_path):
+    ran = run(tmp_path, RACE + CALLS["jitted"])
+    assert ran.returncode == 1
+    assert "cutex: race: CTA (0,0,0) warp" in ran.stderr
+    assert "no barrier orders the two" in ran.stderr
+    assert ran.stderr.rstrip().endswith("1 finding")
+
+
+def test_an_access_out_of_bounds_ends_it_with_the_name_of_the_tensor(tmp_path):
+    beyond = HEAD.replace("if i < cute.size(a):", "if True:")
+    ran = run(tmp_path, beyond + CALLS["jitted"])
+    assert ran.returncode == 1
+    assert "0 bytes past the end of" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("raise SystemExit(3)", 3), ("sys.exit('no')", 1), ("assert torch.equal(a, c)", 1)],
+)
+def test_the_script_has_the_last_word(tmp_path, end, code):
+    ran = run(tmp_path, f"{HEAD}{CALLS['jitted']}\n{end}")
+    assert ran.returncode == code
+    assert ("no\n" in ran.stderr) == ("'no'" in end)
+    assert ("AssertionError" in ran.stderr) == ("assert" in end)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [(("none.py",), "none.py is not a file"), (("--seed", "-1", __file__), "--seed -1: takes"),
+     (("--arch", "sm_80", "x.py"), "invalid choice: 'sm_80'"),
+     (("--order", "new", "x.py"), "invalid choice: 'new'"), ((), "script")],
+)  # fmt: skip
+def test_bad_input_is_one_sentence(options, sentence):
+    ran = subprocess.run(
+        [sys.executable, "-m", "cutex.sim", *options], cwd=ROOT, capture_output=True, text=True
+    )
+    assert ran.returncode == 2
+    assert sentence in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_what_the_script_has_on_the_gpu_is_what_lives():
+    import torch
+
+    from cutex.arch import arch
+    from cutex.sim.torch_stand_in import ALIGNMENT, torch_on_cpu
+
+    with torch_on_cpu(arch("sm_100a")) as memory:
+        kept = torch.zeros(3, 5, device="cuda:0").T
+        view = torch.arange(64.0).cuda()[8:]
+        torch.ones(1000, device=torch.device("cuda"))  # gone at once
+        host = torch.zeros(4)
+        same = host.to("cuda")
+        same += 1
+        assert host.sum() == 0 and same.is_cuda
+        assert kept.data_ptr() % ALIGNMENT == 0 and view.data_ptr() % ALIGNMENT == 32
+        places = {r.address: r.shape[0] for r in memory.regions([])}
+        assert len(places) == 3
+        assert any(at <= view.data_ptr() < at + size for at, size in places.items())
+    assert not torch.cuda.is_available() or torch.cuda.device_count() > 0
+    with pytest.raises((RuntimeError, AssertionError)):
+        if not torch.cuda.is_available():
+            torch.zeros(1, device="cuda")
+        else:
+            raise RuntimeError
