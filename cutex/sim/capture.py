@@ -103,7 +103,8 @@ _DLPACK_TYPE = {  # name -> (code, bits), DLPack 1.1; two lanes where PACKED
     "uint16": (1, 16), "uint32": (1, 32), "uint64": (1, 64), "float16": (2, 16), "float32": (2, 32),
     "float64": (2, 64), "bfloat16": (4, 16), "bool": (6, 8), "float8_e4m3fn": (10, 8),
     "float8_e4m3fnuz": (11, 8), "float8_e5m2": (12, 8), "float8_e5m2fnuz": (13, 8),
-    "float8_e8m0fnu": (14, 8), "float4_e2m1fn_x2": (17, 4),
+    "float8_e8m0fnu": (14, 8), "float4_e2m1fn_x2": (17, 4), "float6_e2m3fn": (15, 6),
+    "float6_e3m2fn": (16, 6), "int4": (0, 4),
 }  # fmt: skip
 PACKED = ("float4_e2m1fn_x2",)  # two elements a byte
 

@@ -19,13 +19,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import cuda.bindings.driver as driver
-import cutlass
+import cutlass.cute.testing
+import cutlass.testing
 import torch
 from cutlass import cute
 from cutlass._mlir import ir
 from cutlass.base_dsl import compiler
 from cutlass.base_dsl.dsl import BaseDSL
-from cutlass.cute import runtime, testing
+from cutlass.cute import runtime
 
 from cutex.arch import Arch
 from cutex.sim.capture import HostTensor, Launch
@@ -244,7 +245,8 @@ def dsl_on_cpu(arch: Arch, calls: Calls) -> Iterator[None]:
     with ExitStack() as stack:
         for target, values in (
             (BaseDSL, {"_func": lambda dsl, body, *a, **k: compile(dsl, body, *a, **k)}),
-            (testing, {"benchmark": _benchmark}),
+            (cutlass.testing, {"benchmark": _benchmark}),
+            (cutlass.cute.testing, {"benchmark": _benchmark}),
             (HardwareInfo, {
                 "__init__": lambda self, *_: None,
                 "get_max_active_clusters": lambda self, size, *_, **__: arch.num_sms // size,

@@ -102,14 +102,38 @@ ELEMENTS: dict[str, Any] = {
     "e2m1": lambda raw: (
         _nibbles(raw.view(np.uint8)).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
     ),
+    "padded e2m1": lambda raw: spread(raw, 4).view(ml_dtypes.float4_e2m1fn).astype(np.float32),
+    "padded e2m3": lambda raw: spread(raw, 6).view(ml_dtypes.float6_e2m3fn).astype(np.float32),
+    "padded e3m2": lambda raw: spread(raw, 6).view(ml_dtypes.float6_e3m2fn).astype(np.float32),
+    # a byte each, in tensor memory: 00xxxx00 and 00xxxxxx
+    "byte e2m1": lambda raw: (
+        (raw.view(np.uint8) >> 2 & 15).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    ),
+    "byte e2m3": lambda raw: (
+        (raw.view(np.uint8) & 63).view(ml_dtypes.float6_e2m3fn).astype(np.float32)
+    ),
+    "byte e3m2": lambda raw: (
+        (raw.view(np.uint8) & 63).view(ml_dtypes.float6_e3m2fn).astype(np.float32)
+    ),
 }
-# bytes; two of e2m1 share one, which is always K-major
-ITEMSIZE = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1, "e2m1": 1}
+# bytes; two of e2m1 share one, which is always K-major, as are padded ones
+ITEMSIZE = {
+    "f16": 2, "bf16": 2, "tf32": 4, **dict.fromkeys(
+        ("e4m3", "e5m2", "s8", "u8", "e2m1", "padded e2m1", "padded e2m3", "padded e3m2"), 1),
+}  # fmt: skip
 
 
 def _nibbles(raw: np.ndarray) -> np.ndarray:
     """(..., n) bytes -> (..., 2 n) of their halves, the lower first."""
     return np.stack([raw & 15, raw >> 4], -1).reshape(*raw.shape[:-1], -1)
+
+
+def spread(raw: np.ndarray, bits: int) -> np.ndarray:
+    """(..., 16 n) bytes, of which each 16 begin with 16 elements of ``bits`` -> a byte for each."""
+    units = np.ascontiguousarray(raw).view(np.uint8).reshape(-1, 16)[:, : 2 * bits]
+    each = np.unpackbits(units, axis=1, bitorder="little").reshape(-1, bits)
+    out = np.packbits(each, axis=1, bitorder="little")  # bits above are zero
+    return out.reshape(*raw.shape[:-1], -1)
 
 
 def accumulate(old: np.ndarray | None, product: np.ndarray, kind: str, saturate: bool) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 from cutex.sim.decode import Decoder, Execute, instruction
 from cutex.sim.flight import Rectangle
 from cutex.sim.machine import Batch, Machine
-from cutex.sim.matrices import Form, SharedOperand, read_descriptor
+from cutex.sim.matrices import Form, SharedOperand, read_descriptor, spread
 from cutex.sim.tcgen05 import Issuer, cta_group
 
 # lanes that row r of the source goes to, by form: CUTLASS's atoms (the PTX ISA gives figures)
@@ -21,14 +21,18 @@ _LANES: dict[str, Callable[[np.ndarray], list[np.ndarray]]] = {
 }
 _FORMS = {"128x256b": ("",), "128x128b": ("",), "64x128b": ("02_13", "01_23"),
           "32x128b": ("warpx4",)}  # fmt: skip
+_PADDED = {"b4x16_p64": (4, 2), "b6x16_p32": (6, 0)}  # bits of an element; its place in a byte
 
 
 @instruction("tcgen05.cp")
 def copy(d: Decoder) -> Execute:
     """9.7.16.9.1: rows of 128 or 256 bits of K-major core matrices, one lane each or repeated; in
-    order with the MMAs that follow. With cta_group::2 each CTA of the pair copies its own.
+    order with the MMAs that follow. With cta_group::2 each CTA of the pair copies its own. Of
+    elements of 4 or 6 bits, padded to 16 bytes for 16 of them, each may come into a byte.
     """
-    d.only("cp", "cta_group", "1", "2", "warpx2", "warpx4", "02_13", "01_23", *_FORMS)
+    d.only("cp", "cta_group", "1", "2", "warpx2", "warpx4", "02_13", "01_23", *_FORMS, *_PADDED,
+           "b8x16")  # fmt: skip
+    padded = next((_PADDED[p] for p in _PADDED if p in d.mods), None)
     shape = next(s for s in _FORMS if s in d.mods)
     spread = next((f for f in _FORMS[shape] if f in d.mods or not f), None)
     if spread is None:
@@ -52,7 +56,7 @@ def copy(d: Decoder) -> Execute:
             operands = [SharedOperand(m, cta, desc, form, ins) for cta in ctas]
             issuer.issue(
                 "the tcgen05.cp",
-                _copier(m, operands, lanes, column),
+                _copier(m, operands, lanes, column, padded),
                 reads=[o.span() for o in operands],
                 writes=[Rectangle(c, 0, 128, column, column + bits // 32) for c in ctas],
             )
@@ -61,11 +65,17 @@ def copy(d: Decoder) -> Execute:
 
 
 def _copier(
-    m: Machine, operands: list[SharedOperand], lanes: list[np.ndarray], column: int
+    m: Machine,
+    operands: list[SharedOperand],
+    lanes: list[np.ndarray],
+    column: int,
+    padded: tuple[int, int] | None,
 ) -> Callable[[], None]:
     def complete() -> None:
         for operand in operands:
             raw = operand.raw()
+            if padded is not None:
+                raw = spread(raw.reshape(len(raw), -1), padded[0]) << padded[1]
             words = raw.reshape(len(raw), -1).view(np.uint32)
             for where in lanes:
                 m.tmem.cells[operand.cta][where, column : column + words.shape[1]] = words

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from cutex.sim.errors import BadOperand
 from cutex.sim.ptx import Instruction
 
+_NARROW = {0: "e4m3", 1: "e5m2", 3: "padded e2m3", 4: "padded e3m2", 5: "padded e2m1"}
 TYPES: dict[str, dict[int, str]] = {  # of A and B, by kind and code
-    "f16": {0: "f16", 1: "bf16"}, "tf32": {2: "tf32"}, "f8f6f4": {0: "e4m3", 1: "e5m2"},
-    "i8": {0: "u8", 1: "s8"}, "mxf8f6f4": {0: "e4m3", 1: "e5m2"}, "mxf4": {1: "e2m1"},
-    "mxf4nvf4": {1: "e2m1"},
+    "f16": {0: "f16", 1: "bf16"}, "tf32": {2: "tf32"}, "i8": {0: "u8", 1: "s8"},
+    "f8f6f4": _NARROW, "mxf8f6f4": _NARROW, "mxf4": {1: "e2m1"}, "mxf4nvf4": {1: "e2m1"},
 }  # fmt: skip
 _RESULTS: dict[str, dict[int, str]] = {  # of D
     "f16": {0: "f16", 1: "f32"}, "tf32": {1: "f32"}, "f8f6f4": {0: "f16", 1: "f32"},
@@ -65,8 +65,13 @@ def read_instruction(bits: int, kind: str, ins: Instruction) -> InstructionDescr
         )
     if kind == "i8" and bits >> 13 & 3:
         raise BadOperand.at(ins, f"instruction descriptor 0x{bits:08x} negates integers")
-    if names[a] == "e2m1" and bits >> 15 & 3:
-        raise BadOperand.at(ins, f"instruction descriptor 0x{bits:08x} transposes 4-bit operands")
+    for name, transposed in ((names[a], bits >> 15 & 1), (names[b], bits >> 16 & 1)):
+        if transposed and name.removeprefix("padded ") in ("e2m1", "e2m3", "e3m2"):
+            raise BadOperand.at(
+                ins,
+                f"instruction descriptor 0x{bits:08x} transposes operands of 4 or 6 bits, which "
+                "the simulator does not define",
+            )
     return InstructionDescriptor(
         a=names[a],
         b=names[b],

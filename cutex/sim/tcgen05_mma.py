@@ -197,8 +197,10 @@ class Mma:
         return [SharedOperand(self.m, cta, desc, form, self.ins) for cta in self.ctas]
 
     def _a_in_tmem(self, cta: int) -> Callable[[], np.ndarray]:
-        """A from tensor memory: row per lane, packed elements along 8 columns (9.7.16.10.5)."""
-        kind, column = self.desc.a, self.a & 0xFFFF
+        """A from tensor memory: row per lane, packed elements along 8 columns (9.7.16.10.5); those
+        of 4 and 6 bits in a byte each.
+        """
+        kind, column = self.desc.a.replace("padded", "byte"), self.a & 0xFFFF
         lanes = accumulator_lanes(self.desc.m, len(self.ctas), self.a >> 16)
         if self.halved:
             lanes = np.arange(128)  # twice the rows: the halves of N read their own

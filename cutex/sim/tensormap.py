@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 import numpy as np
 
@@ -17,7 +18,10 @@ from cutex.sim.errors import BadOperand
 MAP_BYTES = 128
 ATOMS_OF_32 = 4  # a swizzle of 128 bytes that leaves 32 bytes together, not 16
 _B4X16 = 11  # packed 4-bit elements: copied as bytes
-_TYPE_BYTES = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 4, 9: 8, 10: 2, _B4X16: 1}
+_PADDED = {12: 8, 13: 12}  # 16 elements of 4 or 6 bits: bytes in global memory; 16 in shared
+_TYPE_BYTES = {
+    0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 4, 9: 8, 10: 2, _B4X16: 1, **_PADDED,
+}  # fmt: skip
 _F32_FTZ = 8
 _NAN_FILL = {6: 0x7FF7, 10: 0x7FF7, 7: 0x7FF77FF7}  # f16, bf16, f32
 _TYPE_NAMES = {
@@ -33,13 +37,16 @@ _TYPE_NAMES = {
     9: "f64",
     10: "bf16",
     _B4X16: "b4x16",
+    12: "b4x16_p64",
+    13: "b6x16_p32",
 }
 
 
 @dataclass(frozen=True)
 class TensorMap:
     """Dimensions, strides and box, innermost first; strides in bytes, ``strides[0]`` the element's
-    size. Of packed 4-bit elements, two are one element here: a byte.
+    size. Of packed 4-bit elements, two are one element here: a byte; of padded 4- or 6-bit ones 16,
+    which take 16 bytes in shared memory.
     """
 
     address: int
@@ -57,11 +64,21 @@ class TensorMap:
         return self.strides[0]
 
     @property
+    def shared_itemsize(self) -> int:
+        return 16 if self.padded else self.itemsize
+
+    @property
+    def padded(self) -> bool:
+        return self.kind in _PADDED
+
+    @property
     def rank(self) -> int:
         return len(self.dims)
 
     def place(self, at: tuple[int, ...]) -> tuple[int, ...] | None:
         """Coordinates of an instruction in this map's elements; None if they lie within one."""
+        if self.padded:  # in whole boxes of 128 elements
+            return None if at[0] % 128 else (at[0] // 16, *at[1:])
         if self.kind != _B4X16:
             return at
         return None if at[0] % 2 else (at[0] // 2, *at[1:])
@@ -78,19 +95,22 @@ class TensorMap:
 
     @property
     def bytes(self) -> int:
-        """Bytes of one box in shared memory, out-of-bounds elements included: what complete_tx
-        counts.
-        """
-        n = self.itemsize
-        for b in self.traversed:
-            n *= b
-        return n
+        """Bytes of one box in shared memory, out-of-bounds elements included."""
+        return self.shared_itemsize * prod(self.traversed)
+
+    @property
+    def tx_bytes(self) -> int:
+        """What complete_tx counts of a load: without padding, as CUTLASS's examples announce."""
+        return self.itemsize * prod(self.traversed)
 
     def why_not(self) -> str | None:
         """Why no copy takes this map: what traps, or what the simulator does not define."""
-        row, span = self.box[0] * self.itemsize, 16 << min(self.swizzle, 3)
-        if self.address % 16:
-            return f"its tensor at 0x{self.address:x} is not 16-byte aligned"
+        row, span = self.box[0] * self.shared_itemsize, 16 << min(self.swizzle, 3)
+        align = 32 if self.padded else 16
+        if self.address % align:
+            return f"its tensor at 0x{self.address:x} is not {align}-byte aligned"
+        if self.padded and (self.swizzle not in (0, 3) or row != 128):
+            return f"a box of {self.box[0] * 16} padded elements, with swizzle {self.swizzle}"
         if row % 16:
             return f"box rows of {row} bytes are not a multiple of 16"
         if self.swizzle and row > span:
@@ -147,10 +167,13 @@ def decode_map(raw: bytes) -> TensorMap:
         (int(w[14]) >> 8 * i & 255) + 1 for i in range(rank - 1)
     ]
     dims = [int(w[8 + i]) + 1 for i in range(rank)]
-    if kind == _B4X16:
-        if dims[0] % 2 or box[0] % 2:
-            raise BadOperand(f"bad operand: tensor map of {dims[0]} 4-bit elements, box {box[0]}")
-        dims[0], box[0] = dims[0] // 2, box[0] // 2
+    if kind == _B4X16 or kind in _PADDED:
+        count = 2 if kind == _B4X16 else 16
+        if dims[0] % count or box[0] % count:
+            raise BadOperand(
+                f"bad operand: tensor map of {dims[0]} {_TYPE_NAMES[kind]} elements, box {box[0]}"
+            )
+        dims[0], box[0] = dims[0] // count, box[0] // count
     return TensorMap(
         address=int(w[0]) | int(w[1]) << 32,
         kind=kind,

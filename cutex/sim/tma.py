@@ -88,10 +88,10 @@ def _place(d: Decoder, tmap: TensorMap, at: tuple[int, ...]) -> tuple[int, ...]:
     # Seen on an H200: an inner coordinate that is not a multiple of 16 bytes traps.
     place = tmap.place(at)
     if place is None or place[0] * tmap.itemsize % 16:
+        unit = "128 elements" if tmap.padded else "16 bytes"
         raise BadOperand.at(
             d.ins,
-            f"inner coordinate {at[0]} of a {tmap} is not a multiple of 16 bytes: the hardware "
-            "traps",
+            f"inner coordinate {at[0]} of a {tmap} is not a multiple of {unit}: the hardware traps",
         )
     return place
 
@@ -103,10 +103,22 @@ def _window(m: Machine, tmap: TensorMap, part: Overlap, why: str) -> np.ndarray:
     strides = [st * s for st, s in zip(tmap.strides, step, strict=True)]
     extent = sum((n - 1) * s for n, s in zip(counts, strides, strict=True)) + tmap.itemsize
     raw = m.memory.view(tmap.address + part.offset, extent, why)
-    kind = np.dtype(f"u{tmap.itemsize}")
     return np.lib.stride_tricks.as_strided(
-        raw[: tmap.itemsize].view(kind), counts[::-1], strides[::-1]
+        raw[: tmap.itemsize].view(_word(tmap)), counts[::-1], strides[::-1]
     )
+
+
+def _word(tmap: TensorMap) -> np.dtype:
+    """What one element of the map is in global memory."""
+    return np.dtype(f"V{tmap.itemsize}" if tmap.padded else f"u{tmap.itemsize}")
+
+
+def _padded(box: np.ndarray) -> np.ndarray:
+    """Each element with as many bytes behind it as make 16; which, nothing says: NaNs of fp8."""
+    packed = np.ascontiguousarray(box).view(np.uint8).reshape(-1, box.dtype.itemsize)
+    out = np.full((len(packed), 16), 0x7F, np.uint8)
+    out[:, : packed.shape[1]] = packed
+    return out
 
 
 def _places(
@@ -132,8 +144,9 @@ def _loader(
     ins: Any,
 ) -> Callable[[], None]:
     def complete() -> None:
-        kind = np.dtype(f"u{tmap.itemsize}")
-        box = np.full(tmap.traversed[::-1], tmap.fill, kind)
+        box = np.zeros(tmap.traversed[::-1], _word(tmap))
+        if tmap.nan_fill:
+            box[...] = tmap.fill
         part = overlap(tmap, at)
         if not part.empty:
             box[part.slices[::-1]] = _window(m, tmap, part, f"the TMA load at {ins.where()}")
@@ -142,12 +155,14 @@ def _loader(
             finite = (box & np.uint32(0x7F800000)) != np.uint32(0x7F800000)
             box += np.where(finite, np.uint32(0x1000), np.uint32(0))
             box &= np.uint32(0xFFFFE000)
+        if tmap.padded:
+            box = _padded(box)
         chunks = box.reshape(-1).view(np.uint64).reshape(-1, 2)
         where = swizzle_chunks((offset >> 4) + np.arange(len(chunks)), tmap.swizzle)
         m.smem[cta].view(np.uint64).reshape(-1, 2)[where] = chunks
         m.box_swizzle[cta, where] = tmap.swizzle + 1
         m.box_line[cta, where] = ins.line
-        m.mbarriers.complete_tx(*signal, tmap.bytes, "a TMA load", ins)
+        m.mbarriers.complete_tx(*signal, tmap.tx_bytes, "a TMA load", ins)
 
     return complete
 
@@ -174,6 +189,8 @@ def tensor_store(d: Decoder, combine: str | None) -> Execute:
             same.setdefault(key, []).append(lane)
         for (row, address, source, *at), lanes in same.items():
             tmap = read_map(d, int(b.idx[row]), address)
+            if tmap.padded:
+                raise BadOperand.at(ins, f"a store of a {tmap} is not defined")
             if combine and tmap.kind not in _KINDS:
                 raise BadOperand.at(ins, f"a reduction into a {tmap} is not defined")
             where = _place(d, tmap, tuple(at))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -23,49 +23,65 @@ CPU = torch.device("cpu")
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 
 
+class Allocation(NamedTuple):
+    """What a tensor takes of its storage, which may be longer so that it is aligned."""
+
+    storage: StorageWeakRef
+    address: int
+    size: int  # bytes
+
+
 class DeviceMemory:
-    """The storages that the script holds on its GPU."""
+    """What the script holds on its GPU."""
 
     def __init__(self) -> None:
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}  # by address: and its bytes
+        self._held: dict[int, Allocation] = {}  # by the address of the storage
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.nbytes():
-            self._storages[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        if tensor.numel():
+            storage = tensor.untyped_storage()
+            new = Allocation(StorageWeakRef(storage), tensor.data_ptr(), span(tensor))
+            self._held[storage.data_ptr()] = new
         return tensor
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         if tensor.layout is not torch.strided:
             return False
-        held = self._storages.get(tensor.untyped_storage().data_ptr())
-        return held is not None and not held[0].expired()
+        held = self._held.get(tensor.untyped_storage().data_ptr())
+        return held is not None and not held.storage.expired()
 
     def regions(self, named: list[HostTensor]) -> list[HostTensor]:
         """All that is alive, as bytes; and those of ``named`` that lie elsewhere."""
-        alive = {at: size for at, (ref, size) in self._storages.items() if not ref.expired()}
-        self._storages = {at: self._storages[at] for at in alive}
-        inside: dict[int, list[str]] = {at: [] for at in alive}
+        self._held = {at: a for at, a in self._held.items() if not a.storage.expired()}
+        names: dict[int, list[str]] = {a.address: [] for a in self._held.values()}
         others = []
         for tensor in named:
-            home = next((a for a, n in alive.items() if a <= tensor.address < a + n), None)
+            homes = (a for a in self._held.values() if 0 <= tensor.address - a.address < a.size)
+            home = next(homes, None)
             if home is None:
                 others.append(tensor)
             else:
-                inside[home].append(tensor.name)
-        names = {at: "/".join(dict.fromkeys(found)) or "a tensor" for at, found in inside.items()}
+                names[home.address].append(tensor.name)
         return others + [
-            HostTensor(at, (size,), (1,), "uint8", 1, self._storages[at], names[at])
-            for at, size in alive.items()
-        ]
+            HostTensor(
+                a.address, (a.size,), (1,), "uint8", 1, a.storage,
+                "/".join(dict.fromkeys(names[a.address])) or "a tensor",
+            )
+            for a in self._held.values()
+        ]  # fmt: skip
+
+
+def span(tensor: torch.Tensor) -> int:
+    """Bytes from its first element to behind its last."""
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """The same values and strides, at a multiple of ALIGNMENT."""
     if not tensor.numel() or tensor.data_ptr() % ALIGNMENT == 0:
         return tensor
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    size = (last + 1) * tensor.element_size()
+    size = span(tensor)
     raw = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
     start = -raw.data_ptr() % ALIGNMENT
     flat = raw[start : start + size].view(tensor.dtype)

@@ -16,9 +16,10 @@ IDLE = 0x3C5A0000  # what tensor memory holds before, plus lane and column
 SMEM = 65536
 B_AT = 32768
 OUT = {"f32": (1, np.float32), "f16": (0, np.float16), "s32": (2, np.int32)}
-CODES = {"f16": 0, "bf16": 1, "tf32": 2, "e4m3": 0, "e5m2": 1, "u8": 0, "s8": 1}
-KINDS = {"f16": "f16", "bf16": "f16", "tf32": "tf32", "e4m3": "f8f6f4", "e5m2": "f8f6f4",
-         "u8": "i8", "s8": "i8"}  # fmt: skip
+CODES = {"f16": 0, "bf16": 1, "tf32": 2, "e4m3": 0, "e5m2": 1, "e2m3": 3, "e3m2": 4, "e2m1": 5,
+         "u8": 0, "s8": 1}  # fmt: skip
+KINDS = {"f16": "f16", "bf16": "f16", "tf32": "tf32", "u8": "i8", "s8": "i8",
+         **dict.fromkeys(("e4m3", "e5m2", "e2m3", "e3m2", "e2m1"), "f8f6f4")}  # fmt: skip
 
 
 def kernel(mma: str, group: int, width: int) -> str:
@@ -225,7 +226,8 @@ class Mma:
         a, _, c = self.values()
         t[self.places()] = self.encoded(c)
         if isinstance(self.a, str):
-            raw = np.ascontiguousarray(a.astype(FORMATS[self.a])).view(np.uint32)  # (m, words)
+            raw = np.ascontiguousarray(a.astype(FORMATS[self.a])).view(np.uint8)
+            raw = (raw << 2 if self.a == "e2m1" else raw).view(np.uint32)  # (m, words)
             at = slice(self.a_column, self.a_column + raw.shape[1])
             half = self.m // self.group
             rows = np.arange(half)

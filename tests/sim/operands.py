@@ -14,7 +14,10 @@ from tensor_maps import ATOMS_OF_32, swizzled
 FORMATS = {
     "f16": np.float16, "bf16": ml_dtypes.bfloat16, "tf32": np.float32,
     "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "s8": np.int8, "u8": np.uint8,
+    "e2m1": ml_dtypes.float4_e2m1fn, "e2m3": ml_dtypes.float6_e2m3fn,
+    "e3m2": ml_dtypes.float6_e3m2fn,
 }  # fmt: skip
+PADDED = {"e2m1": 4, "e2m3": 6, "e3m2": 6}  # bits; 16 elements at the start of 16 bytes
 MODES = {
     "sm_90a": {0: 0, 128: 1, 64: 2, 32: 3},
     "sm_100a": {0: 0, ATOMS_OF_32: 1, 128: 2, 64: 4, 32: 6},
@@ -37,7 +40,10 @@ def atom_rows(swizzle: int) -> int:
 
 def small_integers(kind: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     """Values that the format holds exactly, with sums that every accumulator holds."""
-    low, high = {"e5m2": (-4, 5), "u8": (0, 256), "s8": (-128, 128)}.get(kind, (-8, 9))
+    low, high = {
+        "e5m2": (-4, 5), "u8": (0, 256), "s8": (-128, 128), "e2m1": (-4, 5), "e2m3": (-7, 8),
+        "e3m2": (-8, 9),
+    }.get(kind, (-8, 9))  # fmt: skip
     return np.random.default_rng(seed).integers(low, high, shape)
 
 
@@ -78,6 +84,8 @@ class Layout:
         multiple of 1024.
         """
         raw = np.ascontiguousarray(values.astype(FORMATS[self.kind])).view(np.uint8)
+        if self.kind in PADDED:
+            raw = padded(raw, PADDED[self.kind])
         raw = raw.reshape(*values.shape, -1)
         at = self.start + self.places(*values.shape)
         for i in range(raw.shape[2]):
@@ -88,6 +96,16 @@ class Layout:
         mode = MODES[arch][self.swizzle]
         value = (self.lbo >> 4) << 16 | (self.sbo >> 4) << 32
         return value | (mode << 62 if arch == "sm_90a" else mode << 61 | 1 << 46)
+
+
+def padded(codes: np.ndarray, bits: int) -> np.ndarray:
+    """(..., 16 n) codes, a byte each -> as many bytes: 16 codes side by side, then a filling."""
+    units = codes.reshape(-1, 16)
+    out = np.full_like(units, 0x7E)
+    for row, unit in zip(out, units.tolist(), strict=True):
+        whole = sum(code << bits * i for i, code in enumerate(unit))
+        row[: 2 * bits] = np.frombuffer(whole.to_bytes(2 * bits, "little"), np.uint8)
+    return out.reshape(codes.shape)
 
 
 def packed(kind: str, swizzle: int = 0, mn_major: bool = False, start: int = 0, rows: int = 256,

@@ -37,7 +37,6 @@ FINDINGS = {  # what is wrong with them
 LEFT_OUT = {
     "tutorial/03_gemm_tiled_smem.py": "a million threads: takes minutes",
     "tcgen05/2cta_mma_blockscale_m128.py": "a pair with M = 128 and scale factors: not defined",
-    "tcgen05/cp_narrow_a_to_tmem_mma.py": "4-bit elements padded by TMA: not defined",
 }
 KERNELS = {  # with the arguments that they need
     "cute/blackwell/kernel": {
@@ -46,6 +45,9 @@ KERNELS = {  # with the arguments that they need
         "attention/mixed_input_fmha/mixed_input_fmha_prefill_d256": "",
         "attention/mla/mla_decode_fp16": "",
         "attention/mla/mla_decode_fp8": "",
+        "blockscaled_gemm/dense_blockscaled_gemm_persistent": (
+            "--a_dtype Float8E4M3FN --b_dtype Float4E2M1FN --sf_dtype Float8E8M0FNU "
+            "--sf_vec_size 32"),
         "blockscaled_gemm/dense_blockscaled_gemm_persistent_amax": "",
         "blockscaled_gemm/dense_blockscaled_gemm_persistent_prefetch": "",
         "blockscaled_grouped_gemm/grouped_blockscaled_gemm": "",

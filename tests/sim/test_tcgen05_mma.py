@@ -65,6 +65,46 @@ def test_integers_of_few_columns(m, n):
     Mma(operand("s8"), operand("s8", start=B_AT, rows=n), m, n, d="s32").check()
 
 
+@pytest.mark.parametrize("swizzle", [0, 128])
+@pytest.mark.parametrize("kinds", [("e4m3", "e2m1"), ("e2m1", "e5m2"), ("e2m3", "e3m2"),
+                                   ("e3m2", "e2m1"), ("e2m1", "e2m3")])  # fmt: skip
+def test_elements_of_4_and_6_bits_lie_16_in_16_bytes(kinds, swizzle):
+    a, b = (operand(kind, swizzle, rows=r, start=s) for kind, r, s in
+            zip(kinds, (128, 64), (0, B_AT), strict=True))  # fmt: skip
+    Mma(a, b, 128, 64).check()
+
+
+@pytest.mark.parametrize(("m", "group"), SHAPES)
+def test_steps_of_k_of_elements_of_4_bits(m, group):
+    a, b = operand("e4m3"), operand("e2m1", rows=64, start=B_AT)
+    Mma(a, b, m, 64, group, steps=4).check()
+
+
+@pytest.mark.parametrize("swizzle", [0, 128])
+@pytest.mark.parametrize(
+    ("kind", "form"), [("e2m1", "b4x16_p64"), ("e2m3", "b6x16_p32"), ("e3m2", "b6x16_p32")]
+)
+def test_cp_takes_elements_of_4_and_6_bits_to_a_byte_each(kind, form, swizzle):
+    """And an MMA takes them from there."""
+    source = operand(kind, swizzle)
+    case = Mma(kind, operand("e4m3", start=B_AT), 128, 64, column=32, a_column=8)
+    a, _, _ = case.values()
+    images, before = case.shared(), case.tensor_memory()
+    source.put(images[0], a)
+    before[0, :, 8:16] = 0xFFFFFFFF
+    copy = Mma(source, case.b, 128, 64).text()
+    setup = copy[copy.index("add.u32 %r21, %r0, 0;") : copy.index("mov.u32 %r23")]
+    setup += f"@%p3 tcgen05.cp.cta_group::1.128x256b.b8x16.{form} [%r22], %d2;"
+    text = case.text()
+    at = text.index("@%p3 tcgen05.mma")
+    case.text = lambda: text[:at] + setup + text[at:]  # type: ignore[method-assign]
+    case.shared = lambda: images  # type: ignore[method-assign]
+    got = case.run(before)
+    np.testing.assert_array_equal(got[case.places()].view(np.float32), case.want())
+    codes = a.astype(FORMATS[kind]).view(np.uint8) << (2 if kind == "e2m1" else 0)
+    np.testing.assert_array_equal(got[0, :, 8:16].copy().view(np.uint8), codes)
+
+
 @pytest.mark.parametrize("saturate", [False, True])
 def test_s32_wraps_or_saturates(saturate):
     case = Mma(operand("s8"), operand("s8", start=B_AT), 128, 32, d="s32", saturate=saturate)
@@ -234,6 +274,11 @@ def test_the_4_lane_copy_is_named():
         ({"column": 480, "n": 48}, BadAddress, "columns 480..527"),
         ({"lane": 16}, BadOperand, "M=128 in tensor memory from lane 16"),
         ({"saturate": True}, BadOperand, "does not define for kind::f16"),
+        (
+            {"a": operand("e4m3"), "b": operand("e2m1", 128, True, 64, B_AT)},
+            BadOperand,
+            "transposes operands of 4 or 6 bits",
+        ),
         ({"d": "s32"}, BadOperand, "does not define for kind::f16"),
         ({"b": Layout("f16", 128, sbo=65536 - 1024, start=B_AT)}, BadOperand, "past the CTA's"),
     ],

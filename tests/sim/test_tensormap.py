@@ -73,8 +73,9 @@ def test_the_largest_dimension_is_2_to_the_32():
         ({"interleave": 2}, "tensor map with interleave"),
         ({"flags": 1 << 22}, "not a tensor map that the simulator knows"),  # 96-byte swizzle
         ({"flags": 7 << 4}, "rank 8"),
-        *(({"kind": k}, f"type {k}") for k in range(12, 16)),
-        ({"kind": 11, "dims": [63, 64]}, "tensor map of 63 4-bit elements"),
+        *(({"kind": k}, f"type {k}") for k in (14, 15)),
+        ({"kind": 11, "dims": [63, 64]}, "tensor map of 63 b4x16 elements"),
+        ({"kind": 13, "dims": [120, 64], "box": [128, 8]}, "tensor map of 120 b6x16_p32 elements"),
         *(({"swizzle": 128, "atomicity": a}, "128-byte swizzle of 64-byte") for a in (2, 3)),
     ],
 )

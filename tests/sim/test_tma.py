@@ -25,7 +25,7 @@ from copies import (
     store_text,
 )  # fmt: skip
 from ptx_kernel import simulate_ptx
-from tensor_maps import ATOMS_OF_32, aligned, encode, size_of
+from tensor_maps import ATOMS_OF_32, aligned, encode, size_of, swizzled
 
 from cutex.sim.errors import BadOperand, Hazards, SimError, UnknownInstruction
 
@@ -392,3 +392,67 @@ def test_packed_elements_have_no_sums():
     text = text.replace(".tile.bulk_group", ".add.tile.bulk_group")
     with pytest.raises(BadOperand, match=r"a reduction into a b4x16 tensor .* is not defined"):
         run(simulate_ptx, copy, text + DONE)
+
+
+# -- padded 4- and 6-bit elements ------------------------------------------------------------------
+
+PADDED = {"b4x16_p64": (12, 8), "b6x16_p32": (13, 12)}  # the map's type; bytes of 16 elements
+
+
+class Padded(Copy):
+    """A copy of bytes whose map speaks of 16 elements in 8 or 12 of them; coordinates too."""
+
+    size = 8
+    kind = 12
+
+    @property
+    def map(self) -> np.ndarray:
+        t = self.tensor
+        dims = (t.dims[0] // self.size * 16, *t.dims[1:])
+        raw = encode(0, self.kind, dims, t.strides, (128, *self.box[1:]), swizzle=self.swizzle)
+        return aligned(np.frombuffer(raw, np.uint8))
+
+    @property
+    def bytes(self) -> int:
+        """Of the transaction: those in global memory."""
+        return 8 * self.size * self.box[1]
+
+
+@pytest.mark.parametrize("name", PADDED)
+@pytest.mark.parametrize("swizzle", [0, 128])
+@pytest.mark.parametrize("at", [(0, 0), (128, 3), (128, -2), (256, 5), (-128, 0), (0, 9)])
+def test_padded_elements_lie_16_in_16_bytes(name, swizzle, at):
+    kind, size = PADDED[name]
+    rows, tensor = 8, Tensor("u8", (24 * size, 9), pad=32)  # 384 elements a row
+    copy = Padded(tensor, (8 * size, rows), at, swizzle=swizzle, offset=1024)
+    copy.kind, copy.size = kind, size
+    got = run(simulate_ptx, copy, load_text(copy) + WAIT + DUMP, arch="sm_100a")[0]
+    written = np.zeros(BYTES, bool)
+    for row, unit in product(range(rows), range(8)):
+        where = swizzled(1024 + row * 128 + unit * 16 + np.arange(16), swizzle)
+        written[where] = True
+        byte = tensor.byte_at((at[0] // 16 * size + unit * size, at[1] + row))
+        want = bytes(size) if byte is None else tensor.data[byte : byte + size].tobytes()
+        assert got[where[:size]].tobytes() == want
+    assert (got[~written] == FILL).all()
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_a_padded_copy_starts_at_a_multiple_of_128_elements(name):
+    copy = Padded(Tensor("u8", (192, 9)), (64, 8), (64, 0))
+    copy.kind, copy.size = PADDED[name]
+    with pytest.raises(BadOperand, match=r"inner coordinate 64 of .* multiple of 128 elements"):
+        run(simulate_ptx, copy, load_text(copy) + WAIT + DUMP, arch="sm_100a")
+
+
+def test_padded_elements_are_not_stored():
+    copy = Padded(Tensor("u8", (192, 9)), (64, 8), (0, 0))
+    with pytest.raises(BadOperand, match=r"a store of a b4x16_p64 tensor .* is not defined"):
+        run(simulate_ptx, copy, store_text(copy) + DONE, arch="sm_100a")
+
+
+@pytest.mark.parametrize("swizzle", [32, 64])
+def test_padded_elements_take_a_swizzle_of_128_bytes_or_none(swizzle):
+    copy = Padded(Tensor("u8", (192, 9)), (64, 8), (0, 0), swizzle=swizzle)
+    with pytest.raises(BadOperand, match="a box of 128 padded elements, with swizzle"):
+        run(simulate_ptx, copy, load_text(copy) + WAIT + DUMP, arch="sm_100a")
