@@ -97,8 +97,9 @@ def check_shape(desc: InstructionDescriptor, group: int, ins: Instruction) -> No
     if desc.b_mn and desc.b in ("e4m3", "e5m2"):
         step = 16 * group
     if desc.factors:
-        # NOTE: of a pair with M = 128, no public kernel shows where the factors lie
-        ms, step = ((128,), 8) if group == 1 else ((256,), 16)
+        ms, step = ((128,), 8) if group == 1 else ((128, 256), 16)
+        if group == 2 and desc.m == 128:
+            step = 64  # NOTE: where the factors of a half that is not whole words lie is unknown
     if desc.integer:
         step = 32 if group == 2 else 16
     small = desc.integer and group == 1 and desc.n in (8, 24)

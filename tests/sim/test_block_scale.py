@@ -99,15 +99,21 @@ class Scaled(Mma):
         rows = self.m // self.group
         for cta in range(self.group):
             self.put(t[cta], self.a_factors_at, self.a_byte, a[cta * rows :][:rows])
-            self.put(t[cta], self.b_factors_at, self.b_byte, b)
+            self.put(t[cta], self.b_factors_at, self.b_byte, b, self.group == 2 and rows == 64)
         return t
 
-    def put(self, t: np.ndarray, column: int, byte: int, factors: np.ndarray) -> None:
-        """In all four quarters of the lanes of ``t`` (128, columns)."""
+    def put(
+        self, t: np.ndarray, column: int, byte: int, factors: np.ndarray, halves: bool = False
+    ) -> None:
+        """In all four quarters of the lanes of ``t`` (128, columns); of a pair with M = 128 the
+        first half of B in the first two, the second in the others.
+        """
         raw = factors.astype(FACTOR_TYPES[self.factors]).view(np.uint8).astype(np.uint32)
+        below = self.n // 2 if halves else len(factors)
         for row, mine in enumerate(raw):
-            for quarter in range(4):
-                at = row % 32 + 32 * quarter, column + row // 32
+            first = row // below * 2
+            for quarter in range(first, first + 2 if halves else 4):
+                at = row % below % 32 + 32 * quarter, column + row % below // 32
                 for g, value in enumerate(mine.tolist()):
                     shift = 8 * (byte + g)
                     t[at] = int(t[at]) & ~(0xFF << shift) & 0xFFFFFFFF | value << shift
@@ -133,19 +139,27 @@ class Scaled(Mma):
 def eight(n: int, group: int = 1, kind: str = "e4m3", **how) -> Scaled:
     a = operand(kind, mn_major=how.pop("a_mn", False))
     b = packed(kind, 128, how.pop("b_mn", False), B_AT, n // group)
-    return Scaled(a, b, 128 * group, n, group, seed=n, **how)
+    return Scaled(a, b, how.pop("m", 128 * group), n, group, seed=n, **how)
 
 
 def four(kind: str, count: int, n: int, group: int = 1, **how) -> Scaled:
     a, b = operand("u8"), packed("u8", 128, start=B_AT, rows=n // group)
     how = {"vector": f".scale_vec::{count}X", **how}
-    return Scaled(a, b, 128 * group, n, group, kind=kind, count=count, seed=n, **how)
+    m = how.pop("m", 128 * group)
+    return Scaled(a, b, m, n, group, kind=kind, count=count, seed=n, **how)
 
 
 @pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
 @pytest.mark.parametrize(("n", "group"), [(8, 1), (72, 1), (256, 1), (64, 2), (256, 2)])
 def test_8_bit_operands_have_a_factor_per_row(kind, n, group):
     eight(n, group, kind).check()
+
+
+@pytest.mark.parametrize("n", [64, 192, 256])
+def test_a_pair_with_m_128_has_the_factors_of_each_half_of_b_in_half_of_the_lanes(n):
+    eight(n, 2, m=128).check()
+    four("mxf4nvf4", 4, n, 2, m=128, factors="ue4m3").check()
+    four("mxf4", 2, n, 2, m=128, b_byte=2).check()
 
 
 @pytest.mark.parametrize(("a_byte", "b_byte"), [(1, 0), (0, 2), (3, 3)])
@@ -186,6 +200,14 @@ def test_without_accumulation_and_with_negation(how):
     four("mxf4nvf4", 4, 64, **how).check()
 
 
+def test_factors_that_are_not_in_both_quarters_of_their_half_are_found():
+    case = four("mxf4nvf4", 4, 128, 2, m=128)
+    t = case.tensor_memory()
+    t[1, 102, case.b_factors_at + 1] ^= 0x100  # of the second half of B
+    with pytest.raises(Hazards, match=r"of row 102, .* differ between the two quarters"):
+        case.run(t)
+
+
 def test_factors_that_are_not_in_every_quarter_of_the_lanes_are_found():
     case = four("mxf4nvf4", 4, 64)
     t = case.tensor_memory()
@@ -224,7 +246,8 @@ def test_a_copy_of_factors_is_in_order_with_the_mma_that_takes_them():
         (four("mxf4", 2, 64, factors="ue4m3"), BadOperand, "does not define for kind::mxf4"),
         (eight(64, vector=".scale_vec::2X"), UnknownInstruction, "scale vector size"),
         (four("mxf4nvf4", 2, 64, vector=""), UnknownInstruction, "scale vector size"),
-        (eight(24, 2), BadOperand, r"M=256, N=24 .* takes M in \(256,\), N in steps of 16"),
+        (eight(24, 2), BadOperand, r"M=256, N=24 .* takes M in \(128, 256\), N in steps of 16"),
+        (eight(96, 2, m=128), BadOperand, r"M=128, N=96 .* N in steps of 64"),
     ],
 )  # fmt: skip
 def test_what_hardware_does_not_take(case, error, sentence):
