@@ -64,21 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"cutex: {error}", file=sys.stderr)
             code = 1
         finally:
-            print(_summary(calls), file=sys.stderr)
+            print(f"cutex: {calls}", file=sys.stderr)
     return code or int(bool(calls.report.findings))
-
-
-def _summary(calls: object) -> str:
-    from cutex.sim.dsl_stand_in import Calls
-
-    assert isinstance(calls, Calls)
-    report, found = calls.report, len(calls.report.findings)
-    return (
-        f"cutex: {report.launches} launch{'es' * (report.launches != 1)} of "
-        f"{len(calls.launches)} kernel{'s' * (len(calls.launches) != 1)} in order {calls.order}, "
-        f"{report.instructions} warp-instructions, {report.seconds:.1f} s, "
-        f"{found or 'no'} finding{'s' * (found != 1)}"
-    )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from cutlass.cute import runtime
 from cutex.arch import Arch
 from cutex.sim.capture import HostTensor, Launch
 from cutex.sim.errors import Finding
-from cutex.sim.run import SimReport, Simulation, _element_type, _layout, _load
+from cutex.sim.run import SimReport, Simulation, element_type, layout_of, load
 from cutex.sim.torch_stand_in import DeviceMemory, patched
 
 
@@ -61,6 +61,14 @@ class Calls:
             sim.report.seconds = time.perf_counter() - started
             self._add(sim.report)
 
+    def __str__(self) -> str:
+        done, kernels, found = self.report, len(self.launches), len(self.report.findings)
+        return (
+            f"{done.launches} launch{'es' * (done.launches != 1)} of {kernels} "
+            f"kernel{'s' * (kernels != 1)} in order {self.order}, {done.instructions} "
+            f"warp-instructions, {done.seconds:.1f} s, {found or 'no'} finding{'s' * (found != 1)}"
+        )
+
     def _add(self, new: SimReport) -> None:
         total = self.report
         total.launches += new.launches
@@ -79,7 +87,7 @@ class Simulated:
 
     def __init__(self, compiled: Any, parameters: list[str], calls: Calls) -> None:
         self.compiled, self.parameters, self.calls = compiled, parameters, calls
-        self.host, self.programs = _load(compiled, (), "")
+        self.host, self.programs = load(compiled, (), "")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.compiled, name)
@@ -191,9 +199,9 @@ def _fake(value: Any, own_stream: bool) -> Any:
     if isinstance(value, torch.Tensor):
         host = HostTensor.of(value, "tensor")
         assert host is not None
-        shape, strides = _layout(host)
+        shape, strides = layout_of(host)
         align = 16 if host.address % 16 == 0 else host.itemsize
-        return runtime.make_fake_tensor(_element_type(host), shape, strides, assumed_align=align)
+        return runtime.make_fake_tensor(element_type(host), shape, strides, assumed_align=align)
     if hasattr(value, "_dltensor_wrapper"):
         return _fake_of_dsl(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -71,7 +71,7 @@ def simulate(
         raise ValueError(f"order {order!r}: takes one of {', '.join(ORDERS)}")
     c_compiler()
     started = time.perf_counter()
-    host, programs = _load(compiled, tensors, arch)
+    host, programs = load(compiled, tensors, arch)
     arguments = _arguments(compiled, host, tensors)
     reached = [a for a in arguments if isinstance(a, HostTensor)]
     for i, more in enumerate(memory):
@@ -212,7 +212,7 @@ def _is_stream(argument: Any) -> bool:
     return type(argument).__name__ in ("CUstream", "_FakeStream")
 
 
-def _load(
+def load(
     compiled: Any, tensors: Sequence[Any], arch: str
 ) -> tuple[HostFunction, dict[str, Program]]:
     """The linked host half and the parsed PTX of whatever the caller has."""
@@ -255,10 +255,10 @@ def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:
         host = HostTensor.of(t, f"argument {i}")
         if host is not None:
             align = next(a for a in (32, 16, 8, 4, 2, 1) if host.address % a == 0)
-            shape, strides = _layout(host)
+            shape, strides = layout_of(host)
             arguments.append(
                 make_fake_tensor(
-                    _element_type(host), shape, strides, assumed_align=max(align, host.itemsize)
+                    element_type(host), shape, strides, assumed_align=max(align, host.itemsize)
                 )
             )
         elif _is_stream(t):
@@ -276,7 +276,7 @@ def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:
         return cute.compile[options](function, *arguments)
 
 
-def _layout(tensor: HostTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def layout_of(tensor: HostTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides as the kernel sees them: of single elements, where two are packed."""
     if tensor.dtype not in PACKED:
         return tensor.shape, tensor.strides
@@ -287,7 +287,7 @@ def _layout(tensor: HostTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return shape, tuple(s if i == at else s * 2 for i, s in enumerate(tensor.strides))
 
 
-def _element_type(tensor: HostTensor) -> Any:
+def element_type(tensor: HostTensor) -> Any:
     """The DSL's type of a tensor's elements."""
     import cutlass
 
