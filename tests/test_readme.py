@@ -7,6 +7,7 @@ import subprocess
 import pytest
 
 from cutex import cli, history, layout, rental, report, roofline
+from cutex.sim import __main__ as sim
 
 SETUP = "python3 -m venv .venv && .venv/bin/pip install"
 
@@ -39,6 +40,7 @@ PARSERS = {
     "python -m cutex.roofline": roofline.parser,
     "python -m cutex.report": report.parser,
     "python -m cutex.layout": layout.parser,
+    "python -m cutex.sim": sim.parser,
 }
 
 

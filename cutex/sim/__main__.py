@@ -19,22 +19,22 @@ from cutex.arch import ARCHS, arch
 from cutex.orders import ORDERS
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(
         prog="python -m cutex.sim",
         description="Run a script that asks for a GPU, with the simulator in its place.",
         epilog="Exit codes: the script's own; 1 for a finding; 2 for bad input.",
     )
-    parser.add_argument("--arch", default="sm_100a", choices=ARCHS, help="default: %(default)s")
-    parser.add_argument("--order", default="fifo", choices=ORDERS, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument("script", help="a Python script that compiles and launches kernels")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="those of the script")
-    return parser
+    out.add_argument("--arch", default="sm_100a", choices=ARCHS, help="default: %(default)s")
+    out.add_argument("--order", default="fifo", choices=ORDERS, help="default: %(default)s")
+    out.add_argument("--seed", type=int, default=0, metavar="N")
+    out.add_argument("script", help="a Python script that compiles and launches kernels")
+    out.add_argument("arguments", nargs=argparse.REMAINDER, help="those of the script")
+    return out
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     script = Path(options.script)
     if not script.is_file():
         print(f"cutex: {script} is not a file", file=sys.stderr)

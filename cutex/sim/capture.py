@@ -283,6 +283,13 @@ def _cluster(config: _Config) -> tuple[int, int, int]:
     return (1, 1, 1)
 
 
+def _of_numbers(values: Sequence[Any]) -> bool:
+    return all(
+        _of_numbers(v) if isinstance(v, tuple | list) else v is None or isinstance(v, int | float)
+        for v in values
+    )
+
+
 def _pack(argument: Any, keep: list[Any]) -> _Any:
     if argument is None:
         return _Any(_NONE)
@@ -305,9 +312,7 @@ def _pack(argument: Any, keep: list[Any]) -> _Any:
         return _Any(_FLOAT, 0, _Value(f=argument))
     if isinstance(argument, C.c_void_p):
         return _Any(_POINTER, 0, _Value(p=argument.value))
-    if isinstance(argument, tuple | list) and all(
-        a is None or isinstance(a, bool | int | float) for a in argument
-    ):
+    if isinstance(argument, tuple | list) and _of_numbers(argument):
         import tvm_ffi
 
         array = tvm_ffi.convert(tuple(argument))

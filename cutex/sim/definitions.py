@@ -14,6 +14,7 @@ from cutex.sim import (
     floating,
     fragments,
     integer,
+    mma_sync,
     remote,
     sync,
     tcgen05,
@@ -27,4 +28,4 @@ from cutex.sim import (
 ARITHMETIC = (bits, compare, convert, floating, integer)
 MEMORY = (data, atomics, fragments, bulk, remote, tcgen05, tcgen05_copy)
 CONTROL = (warp, sync, clc, calls, tensormap_replace)
-MATRICES = (wgmma, tcgen05_mma)
+MATRICES = (wgmma, tcgen05_mma, mma_sync)

@@ -10,6 +10,7 @@ import ctypes
 import inspect
 import math
 import os
+import re
 import sys
 import tempfile
 import time
@@ -212,21 +213,27 @@ def _fake(value: Any, own_stream: bool) -> Any:
 
 
 def _fake_of_dsl(tensor: Any) -> Any:
-    """Dynamic where the tensor is; elements of 4 bits come in pairs."""
+    """Dynamic where the tensor is, and divisible as it says; elements of 4 bits come in pairs."""
     tensor.load_dltensor()
     kind = tensor.element_type
     pairs = 2 if kind.width == 4 else 1
-    layout = zip(
-        tensor.shape, tensor.stride, tensor.dynamic_shapes_mask, tensor.dynamic_strides_mask,
-        strict=True,
-    )  # fmt: skip
+    layout = str(tensor)[:-1].partition(" o ")[2]  # "(?,?{div=8}):(?{i64 div=8},1)"
+    by_n, by_stride = (_divisibilities(part) for part in layout.split(":"))
     shape, strides = [], []
-    for n, stride, dynamic_n, dynamic_stride in layout:
-        among = pairs if stride == 1 else 1
-        shape.append(cute.sym_int(divisibility=among) if dynamic_n else n)
-        strides.append(cute.sym_int64(divisibility=pairs) if dynamic_stride else stride)
+    for i, (n, stride) in enumerate(zip(tensor.shape, tensor.stride, strict=True)):
+        among = max(by_n[i], pairs if stride == 1 else 1)
+        shape.append(cute.sym_int(divisibility=among) if tensor.dynamic_shapes_mask[i] else n)
+        among = max(by_stride[i], pairs)
+        dynamic = tensor.dynamic_strides_mask[i]
+        strides.append(cute.sym_int64(divisibility=among) if dynamic else stride)
     align = tensor._assumed_align or max(1, kind.width // 8)
     return runtime.make_fake_tensor(kind, tuple(shape), tuple(strides), assumed_align=align)
+
+
+def _divisibilities(modes: str) -> list[int]:
+    """What each mode of a flat layout, as the DSL writes it, is known to be a multiple of."""
+    found = (re.search(r"div=(\d+)", mode) for mode in modes.strip("()").split(","))
+    return [int(m[1]) if m else 1 for m in found]
 
 
 def _benchmark(callable: Any, **how: Any) -> float:
