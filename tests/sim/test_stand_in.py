@@ -166,10 +166,10 @@ def test_an_access_out_of_bounds_ends_it_with_the_name_of_the_tensor(tmp_path):
 
 @pytest.mark.parametrize(
     ("end", "code"),
-    [("raise SystemExit(3)", 3), ("sys.exit('no')", 1), ("assert torch.equal(a, c)", 1)],
+    [("raise SystemExit(3)", 3), ("import sys; sys.exit('no')", 1), ("assert False", 1)],
 )
 def test_the_script_has_the_last_word(tmp_path, end, code):
-    ran = run(tmp_path, f"{HEAD}{CALLS['jitted']}\n{end}")
+    ran = run(tmp_path, end)
     assert ran.returncode == code
     assert ("no\n" in ran.stderr) == ("'no'" in end)
     assert ("AssertionError" in ran.stderr) == ("assert" in end)
