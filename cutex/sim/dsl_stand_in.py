@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import inspect
 import math
-import os
 import re
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from cutlass.cute import runtime
 from cutex.arch import Arch
 from cutex.sim.capture import HostTensor, Launch
 from cutex.sim.errors import Finding
-from cutex.sim.run import SimReport, Simulation, element_type, layout_of, load
+from cutex.sim.run import SimReport, Simulation, is_stream, load
 from cutex.sim.torch_stand_in import DeviceMemory, patched
 
 
@@ -98,13 +97,9 @@ class Simulated:
         given = list(arguments)
         given += [named[n] for n in self.parameters[len(given) :] if n in named]
         wanted = self.host.argument_names
-        given = [g for g in given if not (_is_stream(g) and not _takes_stream(given))]
+        given = [g for g in given if not (is_stream(g) and not _takes_stream(given))]
         names = [*wanted, *(f"argument {i}" for i in range(len(given)))]
         self.calls.run(self, [_value(g, n) for g, n in zip(given, names, strict=False)])
-
-
-def _is_stream(value: Any) -> bool:
-    return isinstance(value, driver.CUstream) or type(value).__name__ == "_FakeStream"
 
 
 def _is_tensor(value: Any) -> bool:
@@ -124,7 +119,7 @@ def _value(given: Any, name: str) -> Any:
         return _of_dsl(given, name)
     if hasattr(given, "_pointer"):
         return ctypes.c_void_p(int(given._pointer))
-    if _is_stream(given):
+    if is_stream(given):
         return ctypes.c_void_p()  # the default stream
     if isinstance(given, cutlass.Numeric):
         return given.value
@@ -195,14 +190,10 @@ class Compiler:
 
 def _fake(value: Any, own_stream: bool) -> Any:
     """What stands for an argument when a function is compiled: its type and layout."""
-    if _is_stream(value):
+    if is_stream(value):
         return runtime.make_fake_stream(use_tvm_ffi_env_stream=own_stream)
-    if isinstance(value, torch.Tensor):
-        host = HostTensor.of(value, "tensor")
-        assert host is not None
-        shape, strides = layout_of(host)
-        align = 16 if host.address % 16 == 0 else host.itemsize
-        return runtime.make_fake_tensor(element_type(host), shape, strides, assumed_align=align)
+    if isinstance(value, torch.Tensor):  # as the DSL's own TensorAdapter takes it
+        value = runtime.from_dlpack(value).mark_layout_dynamic()
     if hasattr(value, "_dltensor_wrapper"):
         return _fake_of_dsl(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -255,8 +246,6 @@ def dsl_on_cpu(arch: Arch, calls: Calls) -> Iterator[None]:
 
     compile = Compiler(arch, calls)
     ok = (driver.CUresult.CUDA_SUCCESS,)
-    own_arch = os.environ.get("CUTE_DSL_ARCH")
-    os.environ["CUTE_DSL_ARCH"] = arch.name
     with ExitStack() as stack:
         for target, values in (
             (BaseDSL, {"_func": lambda dsl, body, *a, **k: compile(dsl, body, *a, **k)}),
@@ -276,13 +265,7 @@ def dsl_on_cpu(arch: Arch, calls: Calls) -> Iterator[None]:
             (cutlass.cuda, {"initialize_cuda_context": lambda *_, **__: None}),
         ):  # fmt: skip
             stack.enter_context(patched(target, **values))
-        try:
-            yield
-        finally:
-            if own_arch is None:
-                del os.environ["CUTE_DSL_ARCH"]
-            else:
-                os.environ["CUTE_DSL_ARCH"] = own_arch
+        yield
 
 
 def warn(finding: Finding) -> None:

@@ -21,7 +21,7 @@ _K = {2: (8, 16), 4: (4, 8), 1: (16, 32)}  # of one instruction, by bytes of an 
 _G, _Q = np.arange(32) // 4, np.arange(32) % 4
 
 
-def along_k(registers: int, per: int) -> np.ndarray:
+def _along_k(registers: int, per: int) -> np.ndarray:
     """(registers, 32, per): which element of K each one of a register is."""
     r, i = np.arange(registers)[:, None, None], np.arange(per)
     return 4 * per * r + per * _Q[:, None] + i
@@ -52,9 +52,9 @@ def mma(d: Decoder) -> Execute:
     writes = [d.write(o, "b32") for o in vectors[0]]
 
     pairs = k // (4 * per)  # registers along K
-    a_k = along_k(pairs, per).repeat(2, 0)  # rows g and g + 8 take turns
+    a_k = _along_k(pairs, per).repeat(2, 0)  # rows g and g + 8 take turns
     a_row = np.broadcast_to((_G + 8 * (np.arange(2 * pairs) % 2)[:, None])[:, :, None], a_k.shape)
-    b_k = along_k(pairs, per)
+    b_k = _along_k(pairs, per)
     b_column = np.broadcast_to(_G[:, None], b_k.shape)
     row, column = _G + 8 * np.arange(2)[:, None], 2 * _Q[:, None] + np.arange(2)  # of C and D
     row, column = np.broadcast_arrays(row[:, :, None], column)  # (2, 32, 2)

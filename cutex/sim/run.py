@@ -93,7 +93,7 @@ def _arguments(compiled: Any, host: HostFunction, values: Sequence[Any]) -> list
     if not hasattr(compiled, "export_to_c") and not hasattr(compiled, "object_path"):
         named = zip(_parameter_names(compiled), values, strict=False)
         values = [v for name, v in named if name in host.argument_names]
-    values = [v for v in values if not _is_stream(v)]
+    values = [v for v in values if not is_stream(v)]
     names = [*host.argument_names, *(f"argument {i}" for i in range(len(values)))][: len(values)]
     return [HostTensor.of(v, n) or v for v, n in zip(values, names, strict=True)]
 
@@ -208,7 +208,7 @@ def _add_module_variables(machine: Machine) -> None:
             machine.memory.add(Region(v.name, at, data, description=f"the variable {v.name}"))
 
 
-def _is_stream(argument: Any) -> bool:
+def is_stream(argument: Any) -> bool:
     return type(argument).__name__ in ("CUstream", "_FakeStream")
 
 
@@ -255,13 +255,13 @@ def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:
         host = HostTensor.of(t, f"argument {i}")
         if host is not None:
             align = next(a for a in (32, 16, 8, 4, 2, 1) if host.address % a == 0)
-            shape, strides = layout_of(host)
+            shape, strides = _layout(host)
             arguments.append(
                 make_fake_tensor(
-                    element_type(host), shape, strides, assumed_align=max(align, host.itemsize)
+                    _element_type(host), shape, strides, assumed_align=max(align, host.itemsize)
                 )
             )
-        elif _is_stream(t):
+        elif is_stream(t):
             arguments.append(make_fake_stream(use_tvm_ffi_env_stream=True))
         else:
             arguments.append(t)
@@ -276,7 +276,7 @@ def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:
         return cute.compile[options](function, *arguments)
 
 
-def layout_of(tensor: HostTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _layout(tensor: HostTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides as the kernel sees them: of single elements, where two are packed."""
     if tensor.dtype not in PACKED:
         return tensor.shape, tensor.strides
@@ -287,7 +287,7 @@ def layout_of(tensor: HostTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return shape, tuple(s if i == at else s * 2 for i, s in enumerate(tensor.strides))
 
 
-def element_type(tensor: HostTensor) -> Any:
+def _element_type(tensor: HostTensor) -> Any:
     """The DSL's type of a tensor's elements."""
     import cutlass
 

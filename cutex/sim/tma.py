@@ -241,11 +241,12 @@ def _storer(
     owner = m.cta_cluster[[cta]]
 
     def complete() -> None:
-        kind = np.dtype(f"u{tmap.itemsize}")
         n = tmap.bytes // 16
         where = swizzle_chunks((offset >> 4) + np.arange(n), tmap.swizzle)
         chunks = m.smem[cta].view(np.uint64).reshape(-1, 2)[where]
-        box = np.ascontiguousarray(chunks).reshape(-1).view(kind).reshape(tmap.traversed[::-1])
+        box = (
+            np.ascontiguousarray(chunks).reshape(-1).view(_word(tmap)).reshape(tmap.traversed[::-1])
+        )
         part = overlap(tmap, at)
         if not part.empty:
             target = _window(m, tmap, part, f"the TMA store at {ins.where()}")

@@ -134,7 +134,8 @@ class OnCpu(TorchFunctionMode):
 
     def _comes_from_gpu(self, out: torch.Tensor, args: tuple[Any, ...]) -> bool:
         """Whether ``out`` was made of a tensor on the GPU, and is no view of one there."""
-        made_of = any(isinstance(a, torch.Tensor) and a in self.memory for a in args)
+        flat = [b for a in args for b in (a if isinstance(a, tuple | list) else [a])]
+        made_of = any(isinstance(a, torch.Tensor) and a in self.memory for a in flat)
         return made_of and out not in self.memory
 
 
