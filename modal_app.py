@@ -18,7 +18,7 @@ from pathlib import Path
 
 import modal
 
-from cutex import prices, remote, rental
+from cutex.cloud import prices, remote, rental
 
 HERE = Path(__file__).resolve().parent
 THERE = "/root"  # where Modal puts Python sources

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cutex.cli import main
+from cutex.bench.cli import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

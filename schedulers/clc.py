@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from cutlass import Boolean, Int32, Int128, cute
 from cutlass.memory import SmemAllocator
 
-from cutex.pipeline import Barrier, Place
+from cutex.device.pipeline import Barrier, Place
 from cutex.schedulers.one_tile import WorkTile
 from cutex.schedulers.persistent import BatchTile
 from cutex.schedulers.queue import CTAS, PairTiles, Ticket

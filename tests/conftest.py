@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cutex import timing
 from cutex.arch import arch, local_arch
-from cutex.run import choose_device
+from cutex.bench import timing
+from cutex.bench.run import choose_device
 
 ROOT = Path(__file__).resolve().parent.parent
 

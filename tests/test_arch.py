@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cutex.arch import ARCHS, arch, local_arch
-from cutex.problem import DTYPES
+from cutex.problem.gemm import DTYPES
 
 
 @pytest.mark.parametrize("name", ARCHS)

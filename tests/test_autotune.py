@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from cutex import autotune
 from cutex.arch import arch
+from cutex.bench import autotune
 from cutex.kernels.gemm import stage
 from cutex.kernels.gemm.choose import candidates, choose, predict, ranked
 from cutex.kernels.gemm.config import GemmConfig
-from cutex.problem import GemmProblem
+from cutex.problem.gemm import GemmProblem
 
 H200 = arch("sm_90a")
 PROBLEM = GemmProblem(4096, 4096, 4096)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cutex.cli import main
+from cutex.bench.cli import main
 
 SIM = ["--device", "sim"]
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from cutex import bounds
+from cutex.analysis import bounds
 from cutex.arch import arch
 from cutex.kernels.gemm import Stage, stages
-from cutex.problem import GemmProblem
+from cutex.problem.gemm import GemmProblem
 
 GPU = arch(bounds.ARCH)
 LADDER = stages(bounds.ARCH)

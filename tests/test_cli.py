@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import cutex.run
+import cutex.bench.run
 import cutex.sim
-from cutex.cli import main
+from cutex.bench.cli import main
+from cutex.bench.run import Options
 from cutex.kernels.gemm import stages
-from cutex.problem import GemmProblem
+from cutex.problem.gemm import GemmProblem
 from cutex.results import read
-from cutex.run import Options
 
 BARE_SECONDS = 0.05  # of `python -c pass` where the half second was set; machines differ
 
@@ -95,7 +95,7 @@ def kernels(monkeypatch):
         compiled(a, b, c)
         return SimpleNamespace(seconds=0.5, instructions=1000, findings=[])
 
-    monkeypatch.setattr(cutex.run, "compile_stage", compile_stage)
+    monkeypatch.setattr(cutex.bench.run, "compile_stage", compile_stage)
     monkeypatch.setattr(cutex.sim, "simulate", simulate)
     return SimpleNamespace(faults=faults, gpu=gpu)
 
@@ -208,8 +208,8 @@ def gpu_run(kernels, fake_gpu, monkeypatch):
     def absent():
         raise ModuleNotFoundError("No module named 'quack'")
 
-    monkeypatch.setitem(cutex.run.PEERS, "cublas", cublas)
-    monkeypatch.setitem(cutex.run.PEERS, "quack", absent)
+    monkeypatch.setitem(cutex.bench.run.PEERS, "cublas", cublas)
+    monkeypatch.setitem(cutex.bench.run.PEERS, "quack", absent)
     kernels.gpu.device = fake_gpu
     kernels.timed = fake_gpu
     return kernels
@@ -285,14 +285,14 @@ def test_a_run_can_only_check(gpu_run, capsys, tmp_path):
 def test_stages_of_two_archs_do_not_run_together():
     mixed = [stages("sm_90a")[0], stages("sm_100a")[0]]
     with pytest.raises(ValueError, match="cannot run together"):
-        cutex.run.admit(GemmProblem(64, 64, 64), mixed, "sim", Options())
+        cutex.bench.run.admit(GemmProblem(64, 64, 64), mixed, "sim", Options())
 
 
 def test_a_config_that_does_not_fit_is_refused():
     stage = stages("sm_90a")[0]
     deep = replace(stage, default=replace(stage.config(), num_stages=100))
     with pytest.raises(ValueError, match="stage 0 of sm_90a cannot run this: num_stages=100"):
-        cutex.run.admit(GemmProblem(64, 64, 64), [deep], "sim", Options())
+        cutex.bench.run.admit(GemmProblem(64, 64, 64), [deep], "sim", Options())
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

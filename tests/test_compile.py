@@ -12,10 +12,10 @@ import torch
 
 from cutex.arch import ARCHS, arch
 from cutex.compile import FILES, Compiled, cache_dir, compile
+from cutex.compile.resources import NoDisassembler, count_instructions, opcodes, resources, sass
 from cutex.kernels.gemm import Stage, stage, stages
 from cutex.kernels.gemm.config import GemmConfig
-from cutex.problem import DTYPES, GemmProblem
-from cutex.resources import NoDisassembler, count_instructions, opcodes, resources, sass
+from cutex.problem.gemm import DTYPES, GemmProblem
 from cutex.sim import simulate
 
 LADDERS = [s for name in ARCHS for s in stages(name)]

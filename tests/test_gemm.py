@@ -9,7 +9,7 @@ from cutex.arch import ARCHS
 from cutex.compile import Compiled, compile
 from cutex.kernels.gemm import Stage, stage, stages
 from cutex.kernels.gemm.config import GemmConfig
-from cutex.problem import DTYPES, Check, GemmProblem
+from cutex.problem.gemm import DTYPES, Check, GemmProblem
 
 LADDERS = [s for name in ARCHS for s in stages(name)]
 each_stage = pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from cutex.compile import compile
 from cutex.kernels.gemm import stage
 from cutex.kernels.gemm.sm90 import stage9
 from cutex.kernels.gemm.sm90.stage9 import Stage9
-from cutex.problem import GemmProblem
+from cutex.problem.gemm import GemmProblem
 from cutex.schedulers.pace import LOOKS, Pace
 from cutex.sim import simulate
 from cutex.sim.errors import Hazards

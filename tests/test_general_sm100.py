@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 import cutex
-from cutex import fusion, ops
+from cutex import ops
 from cutex.compile import compile
+from cutex.compile.resources import resources
+from cutex.device.epilogue import epilogue_ops as fusion
 from cutex.kernels.gemm.general import GeneralConfig, Matrix
 from cutex.kernels.gemm.sm100 import space
 from cutex.kernels.gemm.sm100.general import General
-from cutex.matmul_problem import draw
-from cutex.plan import Call, arrange
-from cutex.resources import resources
+from cutex.ops.plan import Call, arrange
+from cutex.problem.matmul import draw
 from cutex.sim import Hazards
 
 ORDERS = ["fifo", "eager", "starved", "peer-late", "random"]
@@ -123,7 +124,7 @@ def test_a_missing_barrier_in_the_fused_epilogue_is_a_race(
     order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TMA then reads a slot of which other warps have yet to write their rows."""
-    from cutex import epilogue
+    from cutex.device.epilogue import stores as epilogue
 
     class WithoutBarrier:
         def __getattr__(self, name: str):

@@ -4,8 +4,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from cutex.layout import main
-from cutex.traced import MMAS, bank_conflict, mma, offsets, smem_addresses, tma, tmem_reads
+from cutex.analysis.layout import main
+from cutex.analysis.traced import MMAS, bank_conflict, mma, offsets, smem_addresses, tma, tmem_reads
 
 
 def test_the_offsets_are_those_of_the_layout():

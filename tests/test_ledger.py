@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from cutex.history import best, changes, main
 from cutex.results import Peer, Result, Timing, append, read
+from cutex.results.history import best, changes, main
 
 
 def took(us: float, band: float = 2.0) -> Timing:

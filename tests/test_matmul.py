@@ -12,13 +12,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cutex
-from cutex import fusion, ops
+from cutex import ops
 from cutex.compile import compile
+from cutex.device.epilogue import epilogue_ops as fusion
 from cutex.kernels.gemm import stage
 from cutex.kernels.gemm.general import GeneralConfig, Matrix
 from cutex.kernels.gemm.sm90.general import General
-from cutex.matmul_problem import MatmulProblem, draw
-from cutex.plan import NAMES, config_for, result
+from cutex.ops.plan import NAMES, config_for, result
+from cutex.problem.matmul import MatmulProblem, draw
 
 ARCH = ["sm_90a", "sm_100a"]
 each_arch = pytest.mark.parametrize("arch", ARCH)

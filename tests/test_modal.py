@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-import cutex.run
+import cutex.bench.run
 from cutex import compile, results
 from cutex.kernels.gemm import stages
 
@@ -50,7 +50,7 @@ def modal_app():
 def cloud(root, modal_app, monkeypatch, tmp_path):
     """Modal as `modal run` sees it; its GPUs are the simulator, its disk is `tmp_path`."""
     offline = load(root / "tests" / "modal_offline.py")
-    monkeypatch.setattr(cutex.run, "choose_device", lambda name, target: "sim")
+    monkeypatch.setattr(cutex.bench.run, "choose_device", lambda name, target: "sim")
     monkeypatch.setenv("CUTEX_CACHE", str(tmp_path / "container"))
     monkeypatch.setenv("CUTEX_COMMIT", "")
     monkeypatch.setattr(compile, "_in_process", {})
@@ -169,9 +169,9 @@ def test_confirm_checks_every_blackwell_stage_and_measures_what_is_open(cloud, m
 
 def test_a_wrong_result_there_is_exit_code_1_here(cloud, modal_run, tmp_path):
     def wrong(problem, *_, **__):
-        return cutex.run.Check(False, 1.0, 0.0, "C[0, 0] is 1, exactly 0 was due")
+        return cutex.bench.run.Check(False, 1.0, 0.0, "C[0, 0] is 1, exactly 0 was due")
 
-    cloud.faults.setattr(cutex.problem.GemmProblem, "check", wrong)
+    cloud.faults.setattr(cutex.problem.gemm.GemmProblem, "check", wrong)
     ran = modal_run("--stage", "0", *SMALL, "--no-preflight")
     assert ran.code == 1
     assert "WRONG" in ran.out
@@ -183,7 +183,7 @@ def test_an_exception_there_is_told_here(cloud, modal_run, tmp_path):
     def broken(*_):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    cloud.faults.setattr(cutex.run, "compile_stage", broken)
+    cloud.faults.setattr(cutex.bench.run, "compile_stage", broken)
     ran = modal_run("--stage", "0", *SMALL, "--no-preflight")
     assert ran.code == 1
     assert "cutex: a call on B200 failed: RuntimeError: CUDA error: an illegal memory" in ran.err
@@ -198,7 +198,7 @@ def test_ctrl_c_ends_the_remote_call(cloud, modal_run, tmp_path):
         go_on.wait(60)
         raise RuntimeError("too late")
 
-    cloud.faults.setattr(cutex.run, "compile_stage", slow)
+    cloud.faults.setattr(cutex.bench.run, "compile_stage", slow)
     process = modal_run.start("--stage", "0", *SMALL, "--no-preflight")
     assert began.wait(60)
     pressed = time.monotonic()
@@ -219,7 +219,7 @@ def test_everything_that_runs_there_is_sent(cloud, modal_run, modal_app):
     assert ran.code == 0, ran.out + ran.err
     sent = {f.filename for r in cloud.asked("MountGetOrCreate") for f in r.files}
     for path in (
-        "cutex/run.py",
+        "cutex/bench/run.py",
         "cutex/sim/machine.py",
         "cutex/kernels/gemm/__init__.py",
         "cutex/kernels/gemm/sm100/stage3.py",

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from cutex.kernels.gemm import stages
-from cutex.page import page
-from cutex.problem import GemmProblem
+from cutex.problem.gemm import GemmProblem
 from cutex.report import pictures
+from cutex.report.page import page
 from cutex.results import Peer, Result, Timing
 
 SIZES = (

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from cutex import probes
+from cutex.bench import probes
 from cutex.compile import compile
+from cutex.compile.resources import NoDisassembler, opcodes, sass
 from cutex.kernels.probes.sm100 import REPEATS
 from cutex.kernels.probes.sm100 import probes as all_probes
-from cutex.resources import NoDisassembler, opcodes, sass
 
 TIMED = {  # opcode of the timed instruction, and how often it stands outside of the timing
     "TmemLoad": ("LDTM", lambda c: c.batch),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cutex.problem import DTYPES, INITS, GemmProblem
+from cutex.problem.gemm import DTYPES, INITS, GemmProblem
 
 SMALL = {"m": 200, "n": 136, "k": 72}
 

@@ -6,7 +6,11 @@ import subprocess
 
 import pytest
 
-from cutex import cli, history, layout, rental, report, roofline
+from cutex import report
+from cutex.analysis import layout, roofline
+from cutex.bench import cli
+from cutex.cloud import rental
+from cutex.results import history
 from cutex.sim import __main__ as sim
 
 SETUP = "python3 -m venv .venv && .venv/bin/pip install"

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from cutex import compile, prices, remote, rental, results
+from cutex import compile, results
+from cutex.cloud import prices, remote, rental
 from cutex.kernels.gemm import stages
-from cutex.problem import GemmProblem
+from cutex.problem.gemm import GemmProblem
 from cutex.results import Result, Timing
 
 BIG = ["--mnk", "8192,8192,4096"]

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from cutex.problem import GemmProblem
+from cutex.analysis.roofline import binding, gpu, limits, main, of_device, reached
+from cutex.problem.gemm import GemmProblem
 from cutex.results import Result, Timing, append
-from cutex.roofline import binding, gpu, limits, main, of_device, reached
 
 
 def result(us: float, mnk=(8192, 8192, 4096), init: str = "normal") -> Result:

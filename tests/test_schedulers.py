@@ -7,7 +7,7 @@ import pytest
 from cutex.arch import arch
 from cutex.kernels.gemm.choose import choose, ranked, shortlist
 from cutex.kernels.gemm.config import GemmConfig
-from cutex.problem import GemmProblem
+from cutex.problem.gemm import GemmProblem
 from cutex.schedulers.pace import Pace
 from cutex.schedulers.raster import ALONG, Raster, clusters
 from cutex.schedulers.spread import first_row

@@ -7,7 +7,7 @@ import pytest
 from cutex.arch import arch
 from cutex.kernels.gemm.choose import choose, ranked
 from cutex.kernels.gemm.sm100 import space
-from cutex.problem import GemmProblem
+from cutex.problem.gemm import GemmProblem
 
 B200 = arch("sm_100a")
 

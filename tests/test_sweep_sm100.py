@@ -16,7 +16,7 @@ from cutex.compile import compile
 from cutex.kernels.gemm import Stage, stages
 from cutex.kernels.gemm.config import GemmConfig
 from cutex.kernels.gemm.sm100 import space
-from cutex.problem import DTYPES, GemmProblem
+from cutex.problem.gemm import DTYPES, GemmProblem
 from cutex.sim import simulate
 
 B200 = arch("sm_100a")

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cutex import timing
-from cutex.timing import (
+from cutex.bench import timing
+from cutex.bench.timing import (
     ROTATE_L2,
     copies_to_rotate,
     interleave,

@@ -20,7 +20,7 @@ from cutex.kernels.gemm.sm100 import space
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
-    from cutex.problem import GemmProblem
+    from cutex.problem.gemm import GemmProblem
 
 PINGPONG = [(128, n) for n in (128, 144, 160, 176, 192, 208)] + [(192, 128), (64, 256), (64, 224)]
 COOPERATIVE = [(128, 256), (256, 128), (256, 112), (256, 152), (256, 160), (256, 192), (128, 224)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
-    from cutex.problem import GemmProblem
+    from cutex.problem.gemm import GemmProblem
 
 ELEMENT = 2  # bytes of bf16 and fp16
 BARRIERS = 1024  # bytes of smem kept for barriers and the like

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from cutlass import cute
 
-from cutex import fusion
 from cutex.compile import Argument, Operand
+from cutex.device.epilogue import epilogue_ops as fusion
+from cutex.device.epilogue.sm90 import Fusion
 from cutex.kernels.gemm.config import GemmConfig
-from cutex.ways_out import Fusion
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
-    from cutex.problem import GemmProblem
+    from cutex.problem.gemm import GemmProblem
 
 BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "e4m3": 8, "e5m2": 8}
 

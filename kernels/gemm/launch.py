@@ -8,9 +8,9 @@ import cutlass
 from cutlass import cute
 
 from cutex.arch import arch as arch_named
-from cutex.atoms import tma
-from cutex.atoms.mma import slots_layout
 from cutex.compile import Operand
+from cutex.device.atoms import tma
+from cutex.device.atoms.mma import slots_layout
 from cutex.kernels.gemm.config import GemmConfig
 from cutex.schedulers.one_tile import OneTilePerCta
 

@@ -16,9 +16,10 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.memory import SmemAllocator
 
-from cutex.atoms.mma import allocate_slots, slots_layout
-from cutex.atoms.tma import load_operand, tile_loads
-from cutex.atoms.tmem import (
+from cutex.compile import Operand
+from cutex.device.atoms.mma import allocate_slots, slots_layout
+from cutex.device.atoms.tma import load_operand, tile_loads
+from cutex.device.atoms.tmem import (
     COLUMNS,
     LANES,
     Tmem,
@@ -26,8 +27,7 @@ from cutex.atoms.tmem import (
     fence_before_sync,
     make_load,
 )
-from cutex.compile import Operand
-from cutex.pipeline import Barrier, publish_barriers, sync_cluster
+from cutex.device.pipeline import Barrier, publish_barriers, sync_cluster
 
 REPEATS = 4
 WIDTH = 512  # 16-bit elements of mOut's row

@@ -18,7 +18,7 @@ from ptx_kernel import Shape, simulate_ptx
 
 from cutex.compile import compile
 from cutex.kernels.gemm import stage
-from cutex.problem import GemmProblem
+from cutex.problem.gemm import GemmProblem
 from cutex.sim import BadAddress, NoCompiler, UnknownInstruction, simulate
 from cutex.sim.capture import HostFunction, HostTensor
 

@@ -15,7 +15,7 @@ from ptx_kernel import Shape, simulate_ptx
 
 from cutex.compile import compile
 from cutex.kernels.gemm import stage
-from cutex.problem import GemmProblem
+from cutex.problem.gemm import GemmProblem
 from cutex.sim import BarrierMisuse, Hazards, simulate
 
 each_order = pytest.mark.parametrize(

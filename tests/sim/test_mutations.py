@@ -13,7 +13,7 @@ from mutations import (
 
 from cutex.compile import compile
 from cutex.kernels.gemm import stage
-from cutex.problem import GemmProblem
+from cutex.problem.gemm import GemmProblem
 from cutex.sim import BadAddress, BarrierMisuse, Deadlock, Hazards, simulate
 
 ARCHS = ("sm_90a", "sm_100a")

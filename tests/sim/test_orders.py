@@ -13,7 +13,7 @@ from mutations import Mutant
 
 from cutex.compile import compile
 from cutex.kernels.gemm import stages
-from cutex.problem import GemmProblem
+from cutex.problem.gemm import GemmProblem
 from cutex.sim import Hazards, SimError, simulate
 from cutex.sim.scheduler import ORDERS
 

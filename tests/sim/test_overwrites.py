@@ -12,7 +12,7 @@ from ptx_kernel import Shape, simulate_ptx
 
 from cutex.compile import compile
 from cutex.kernels.gemm import stage
-from cutex.problem import GemmProblem
+from cutex.problem.gemm import GemmProblem
 from cutex.sim import Hazards, simulate
 
 ORDERS = ["fifo", "eager", "starved", "peer-late", "random"]

@@ -9,7 +9,7 @@ from mutations import Mutant, flipped_parity
 
 from cutex.compile import compile
 from cutex.kernels.gemm import stage
-from cutex.problem import GemmProblem
+from cutex.problem.gemm import GemmProblem
 from cutex.sim import SimError, simulate
 
 PROBLEM = GemmProblem(1024, 512, 200, init="int")

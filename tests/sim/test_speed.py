@@ -12,7 +12,7 @@ import pytest
 
 from cutex.compile import compile
 from cutex.kernels.gemm import stages
-from cutex.problem import GemmProblem
+from cutex.problem.gemm import GemmProblem
 from cutex.sim import simulate
 
 PROBLEM = GemmProblem(512, 512, 512, dtype="bf16", init="int")

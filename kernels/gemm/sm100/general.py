@@ -19,20 +19,20 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex import fusion
-from cutex.atoms.mma import (
+from cutex.device.atoms.mma import (
     allocate_slots,
     contiguous_lanes_layout,
     contiguous_rows_layout,
     make_umma,
     slots_layout,
 )
-from cutex.atoms.tma import PairOperands, load_operand, store_operand
-from cutex.atoms.tmem import LANES, fence_before_sync
-from cutex.fused_rows import FusedTileOut, FusedWayOut
+from cutex.device.atoms.tma import PairOperands, load_operand, store_operand
+from cutex.device.atoms.tmem import LANES, fence_before_sync
+from cutex.device.epilogue import epilogue_ops as fusion
+from cutex.device.epilogue.sm100 import FusedTileOut, FusedWayOut
+from cutex.device.pipeline import AccRing, Place
 from cutex.kernels.gemm.general import GeneralGemm
 from cutex.kernels.gemm.sm100.stage9 import Stage9
-from cutex.pipeline import AccRing, Place
 from cutex.schedulers.queue import CTAS
 
 

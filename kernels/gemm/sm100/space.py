@@ -17,7 +17,7 @@ from cutex.kernels.gemm.config import BARRIERS, ELEMENT, GemmConfig
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
-    from cutex.problem import GemmProblem
+    from cutex.problem.gemm import GemmProblem
 
 TILE_NS = range(64, 257, 32)
 SPLITS = (1, 2, 4)

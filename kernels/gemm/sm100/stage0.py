@@ -19,12 +19,12 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex import epilogue
-from cutex.atoms.mma import Umma, allocate_slots, make_umma, umma
-from cutex.atoms.tma import AbLoads, tile_loads
-from cutex.atoms.tmem import LANES, Tmem, fence_after_sync, fence_before_sync
+from cutex.device.atoms.mma import Umma, allocate_slots, make_umma, umma
+from cutex.device.atoms.tma import AbLoads, tile_loads
+from cutex.device.atoms.tmem import LANES, Tmem, fence_after_sync, fence_before_sync
+from cutex.device.epilogue import stores as epilogue
+from cutex.device.pipeline import Barrier, publish_barriers
 from cutex.kernels.gemm.launch import Gemm
-from cutex.pipeline import Barrier, publish_barriers
 from cutex.schedulers.one_tile import OneTilePerCta
 
 

@@ -18,10 +18,10 @@ import cutlass
 from cutlass import cute
 from cutlass.memory import SmemAllocator
 
-from cutex.atoms.mma import Umma
-from cutex.atoms.tma import AbLoads
+from cutex.device.atoms.mma import Umma
+from cutex.device.atoms.tma import AbLoads
+from cutex.device.pipeline import Barrier, Ring
 from cutex.kernels.gemm.sm100.stage1 import Stage1
-from cutex.pipeline import Barrier, Ring
 
 
 class Barriers(NamedTuple):

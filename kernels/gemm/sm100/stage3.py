@@ -20,13 +20,13 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex import epilogue
-from cutex.atoms.mma import Umma, allocate_slots, make_umma, umma
-from cutex.atoms.tma import AbLoads, tile_loads
-from cutex.atoms.tmem import LANES, Tmem, fence_after_sync, fence_before_sync
+from cutex.device.atoms.mma import Umma, allocate_slots, make_umma, umma
+from cutex.device.atoms.tma import AbLoads, tile_loads
+from cutex.device.atoms.tmem import LANES, Tmem, fence_after_sync, fence_before_sync
+from cutex.device.epilogue import stores as epilogue
+from cutex.device.pipeline import Barrier, Ring, publish_barriers
 from cutex.kernels.gemm.sm90.stage3 import Stage3 as HopperStage3
 from cutex.kernels.gemm.sm100.stage2 import Stage2
-from cutex.pipeline import Barrier, Ring, publish_barriers
 from cutex.schedulers.one_tile import OneTilePerCta
 
 

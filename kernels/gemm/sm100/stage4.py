@@ -21,8 +21,8 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex.atoms.mma import allocate_slots, make_umma, slots_layout, umma
-from cutex.atoms.tma import (
+from cutex.device.atoms.mma import allocate_slots, make_umma, slots_layout, umma
+from cutex.device.atoms.tma import (
     AbLoads,
     TileStores,
     load_operand,
@@ -30,11 +30,11 @@ from cutex.atoms.tma import (
     tile_loads,
     tile_stores,
 )
-from cutex.atoms.tmem import Tmem, fence_after_sync, fence_before_sync
-from cutex.epilogue import SubTiles, drain_stores, sub_tiles
+from cutex.device.atoms.tmem import Tmem, fence_after_sync, fence_before_sync
+from cutex.device.epilogue.stores import SubTiles, drain_stores, sub_tiles
+from cutex.device.pipeline import Barrier, publish_barriers
 from cutex.kernels.gemm.config import ELEMENT
 from cutex.kernels.gemm.sm100.stage3 import Stage3, Warp
-from cutex.pipeline import Barrier, publish_barriers
 from cutex.schedulers.one_tile import OneTilePerCta
 
 

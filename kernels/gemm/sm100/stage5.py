@@ -22,14 +22,14 @@ from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex.atoms.mma import allocate_slots, make_umma, umma
-from cutex.atoms.tma import AbLoads, load_operand, store_operand, tile_loads, tile_stores
-from cutex.atoms.tmem import Tmem, fence_after_sync
-from cutex.epilogue import sub_tiles
+from cutex.device.atoms.mma import allocate_slots, make_umma, umma
+from cutex.device.atoms.tma import AbLoads, load_operand, store_operand, tile_loads, tile_stores
+from cutex.device.atoms.tmem import Tmem, fence_after_sync
+from cutex.device.epilogue.stores import sub_tiles
+from cutex.device.pipeline import Barrier, PairRing, is_leader, publish_barriers, sync_cluster
 from cutex.kernels.gemm.sm100.stage2 import Barriers
 from cutex.kernels.gemm.sm100.stage3 import Warp
 from cutex.kernels.gemm.sm100.stage4 import Stage4
-from cutex.pipeline import Barrier, PairRing, is_leader, publish_barriers, sync_cluster
 from cutex.schedulers.one_tile import OneTilePerCta
 
 

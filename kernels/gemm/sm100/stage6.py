@@ -24,13 +24,13 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cutex.arch import arch as arch_named
-from cutex.atoms.mma import Umma, allocate_slots, make_umma, umma
-from cutex.atoms.tma import PairOperands, load_operand, store_operand
-from cutex.atoms.tmem import LANES, Tmem, fence_after_sync, fence_before_sync
-from cutex.epilogue import WayOut, drain_stores
+from cutex.device.atoms.mma import Umma, allocate_slots, make_umma, umma
+from cutex.device.atoms.tma import PairOperands, load_operand, store_operand
+from cutex.device.atoms.tmem import LANES, Tmem, fence_after_sync, fence_before_sync
+from cutex.device.epilogue.stores import WayOut, drain_stores
+from cutex.device.pipeline import AccRing, PairRing, Ring, is_leader, publish_barriers, sync_cluster
 from cutex.kernels.gemm.sm100.stage3 import Warp
 from cutex.kernels.gemm.sm100.stage5 import Stage5
-from cutex.pipeline import AccRing, PairRing, Ring, is_leader, publish_barriers, sync_cluster
 from cutex.schedulers.persistent import StaticPersistent
 from cutex.schedulers.queue import CTAS, StaticQueue
 from cutex.schedulers.raster import Raster

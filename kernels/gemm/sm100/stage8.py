@@ -19,10 +19,10 @@ import cutlass
 from cutlass import Int32, cute
 from cutlass.memory import SmemAllocator
 
-from cutex.atoms.tma import load_operand, store_operand
+from cutex.device.atoms.tma import load_operand, store_operand
+from cutex.device.pipeline import is_leader
 from cutex.kernels.gemm.sm100.stage3 import Warp
 from cutex.kernels.gemm.sm100.stage7 import Stage7
-from cutex.pipeline import is_leader
 from cutex.schedulers.clc import ClcQueue
 from cutex.schedulers.queue import CTAS, PairTiles
 

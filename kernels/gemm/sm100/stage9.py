@@ -32,22 +32,22 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex.atoms.mma import (
+from cutex.device.atoms.mma import (
     Umma,
     contiguous_lanes_layout,
     slots_layout,
 )
-from cutex.atoms.tma import EVICT_FIRST, PairOperands, load_operand, store_operand
-from cutex.atoms.tmem import LANES, fence_after_sync, fence_before_sync
-from cutex.epilogue import SubTiles, TileOut, WayOut, drain_stores
-from cutex.kernels.gemm.sm100.stage3 import Warp
-from cutex.kernels.gemm.sm100.stage8 import Stage8
-from cutex.pipeline import (
+from cutex.device.atoms.tma import EVICT_FIRST, PairOperands, load_operand, store_operand
+from cutex.device.atoms.tmem import LANES, fence_after_sync, fence_before_sync
+from cutex.device.epilogue.stores import SubTiles, TileOut, WayOut, drain_stores
+from cutex.device.pipeline import (
     AccRing,
     Place,
     Ring,
     sync_cluster,
 )
+from cutex.kernels.gemm.sm100.stage3 import Warp
+from cutex.kernels.gemm.sm100.stage8 import Stage8
 from cutex.schedulers.queue import CTAS, OneTileQueue
 
 VECTOR = 4  # fp32 sums that move at a time: 16 bytes

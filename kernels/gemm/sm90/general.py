@@ -6,8 +6,7 @@ class changes what the roles are given:
 - wgmma reads 16-bit operands with either side contiguous in smem. Where K is not, the CTAs that
   share a tile load parts of its K instead of its rows, so that any tile can be shared.
 - A tile has a batch entry. An operand with one entry for all (L = 1) is read again for each.
-- The way out runs the pieces (cutex/fusion.py) on each part of the accumulator, in fp32, then
-  rounds it and stores it by TMA; or element by element, where TMA cannot step through out.
+- The epilogue runs its operations on each part of the accumulator, in fp32, then rounds it and stores it by TMA; or element by element, where TMA cannot step through out.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex import fusion
-from cutex.atoms.mma import (
+from cutex.device.atoms.mma import (
     Wgmma,
     allocate_slots,
     contiguous_rows_layout,
@@ -30,21 +28,22 @@ from cutex.atoms.mma import (
     transposed_slots_layout,
     wgmma,
 )
-from cutex.atoms.multicast import (
+from cutex.device.atoms.multicast import (
     Cluster,
     k_shared_operand,
     k_shared_tile_loads,
     shared_operand,
     shared_tile_loads,
 )
-from cutex.atoms.tma import AbLoads, load_operand, matrix, store_operand
+from cutex.device.atoms.tma import AbLoads, load_operand, matrix, store_operand
+from cutex.device.epilogue import epilogue_ops as fusion
+from cutex.device.epilogue.sm90 import DirectStores, FusedStores, Fusion, fused_stores
+from cutex.device.pipeline import Barrier, publish_barriers
 from cutex.kernels.gemm.config import ELEMENT
 from cutex.kernels.gemm.general import GeneralGemm, modes
 from cutex.kernels.gemm.sm90.stage9 import Stage9
-from cutex.pipeline import Barrier, publish_barriers
 from cutex.schedulers.one_tile import WorkTile
 from cutex.schedulers.persistent import BatchTile
-from cutex.ways_out import DirectStores, FusedStores, Fusion, fused_stores
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ from cutlass import cute
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
-from cutex.atoms.mma import Wgmma
-from cutex.atoms.tma import AbLoads
+from cutex.device.atoms.mma import Wgmma
+from cutex.device.atoms.tma import AbLoads
+from cutex.device.pipeline import Ring
 from cutex.kernels.gemm.sm90.stage1 import Stage1
-from cutex.pipeline import Ring
 
 
 class Barriers(NamedTuple):

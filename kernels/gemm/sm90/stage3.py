@@ -22,11 +22,11 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from cutex import epilogue
-from cutex.atoms.mma import WARPGROUP, Wgmma, allocate_slots, make_wgmma, wgmma
-from cutex.atoms.tma import AbLoads, tile_loads
+from cutex.device.atoms.mma import WARPGROUP, Wgmma, allocate_slots, make_wgmma, wgmma
+from cutex.device.atoms.tma import AbLoads, tile_loads
+from cutex.device.epilogue import stores as epilogue
+from cutex.device.pipeline import Ring, Warps, publish_barriers
 from cutex.kernels.gemm.sm90.stage2 import Stage2
-from cutex.pipeline import Ring, Warps, publish_barriers
 from cutex.schedulers.one_tile import OneTilePerCta
 
 

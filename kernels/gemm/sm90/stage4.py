@@ -21,11 +21,11 @@ from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex import epilogue
-from cutex.atoms.mma import allocate_slots, make_wgmma, wgmma
-from cutex.atoms.tma import AbLoads, tile_loads
+from cutex.device.atoms.mma import allocate_slots, make_wgmma, wgmma
+from cutex.device.atoms.tma import AbLoads, tile_loads
+from cutex.device.epilogue import stores as epilogue
+from cutex.device.pipeline import Ring, Warps, publish_barriers
 from cutex.kernels.gemm.sm90.stage3 import Stage3
-from cutex.pipeline import Ring, Warps, publish_barriers
 from cutex.schedulers.one_tile import OneTilePerCta
 
 

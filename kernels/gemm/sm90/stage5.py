@@ -21,13 +21,13 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex.atoms.mma import Wgmma, allocate_slots, make_wgmma, slots_layout, wgmma
-from cutex.atoms.multicast import AbOperands, Cluster
-from cutex.atoms.tma import load_operand, store_operand
-from cutex.epilogue import WarpgroupStores, warpgroup_stores
+from cutex.device.atoms.mma import Wgmma, allocate_slots, make_wgmma, slots_layout, wgmma
+from cutex.device.atoms.multicast import AbOperands, Cluster
+from cutex.device.atoms.tma import load_operand, store_operand
+from cutex.device.epilogue.stores import WarpgroupStores, warpgroup_stores
+from cutex.device.pipeline import Ring, publish_barriers
 from cutex.kernels.gemm.config import ELEMENT
 from cutex.kernels.gemm.sm90.stage4 import Stage4
-from cutex.pipeline import Ring, publish_barriers
 from cutex.schedulers.one_tile import OneTilePerCta, WorkTile
 
 

@@ -23,12 +23,12 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
-from cutex.atoms.mma import Wgmma
-from cutex.atoms.multicast import AbOperands, Cluster, SharedRing, shared_operand
-from cutex.atoms.tma import AbLoads, store_operand
-from cutex.epilogue import WarpgroupStores
+from cutex.device.atoms.mma import Wgmma
+from cutex.device.atoms.multicast import AbOperands, Cluster, SharedRing, shared_operand
+from cutex.device.atoms.tma import AbLoads, store_operand
+from cutex.device.epilogue.stores import WarpgroupStores
+from cutex.device.pipeline import Place
 from cutex.kernels.gemm.sm90.stage5 import Stage5
-from cutex.pipeline import Place
 from cutex.schedulers.one_tile import OneTilePerCta
 from cutex.schedulers.raster import clusters
 

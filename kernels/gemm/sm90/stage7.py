@@ -18,9 +18,9 @@ import cutlass
 from cutlass import Int32, cute
 
 from cutex.arch import arch as arch_named
-from cutex.atoms.mma import Wgmma
-from cutex.atoms.multicast import AbOperands, SharedRing
-from cutex.epilogue import WarpgroupStores
+from cutex.device.atoms.mma import Wgmma
+from cutex.device.atoms.multicast import AbOperands, SharedRing
+from cutex.device.epilogue.stores import WarpgroupStores
 from cutex.kernels.gemm.sm90.stage6 import Stage6
 from cutex.schedulers.persistent import StaticPersistent
 from cutex.schedulers.raster import Raster

@@ -23,11 +23,11 @@ import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from cutex.atoms.mma import Wgmma
-from cutex.atoms.multicast import SharedRing
-from cutex.epilogue import WarpgroupStores
+from cutex.device.atoms.mma import Wgmma
+from cutex.device.atoms.multicast import SharedRing
+from cutex.device.epilogue.stores import WarpgroupStores
+from cutex.device.pipeline import Turns
 from cutex.kernels.gemm.sm90.stage7 import Stage7
-from cutex.pipeline import Turns
 
 
 class Stage8(Stage7):

@@ -51,14 +51,14 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import CopyUniversalOp, cpasync, warpgroup
 
 from cutex.arch import arch as arch_named
-from cutex.atoms.mma import Wgmma, transposed_slots_layout
-from cutex.atoms.multicast import AbOperands, SharedRing, shared_operand
-from cutex.atoms.tma import AbLoads, store_operand
-from cutex.epilogue import WarpgroupStores, WarpStores, warp_stores, warpgroup_stores
+from cutex.device.atoms.mma import Wgmma, transposed_slots_layout
+from cutex.device.atoms.multicast import AbOperands, SharedRing, shared_operand
+from cutex.device.atoms.tma import AbLoads, store_operand
+from cutex.device.epilogue.stores import WarpgroupStores, WarpStores, warp_stores, warpgroup_stores
+from cutex.device.pipeline import Place, sync_cluster
 from cutex.kernels.gemm.config import ELEMENT
 from cutex.kernels.gemm.sm90.stage7 import Stage7
 from cutex.kernels.gemm.sm90.stage8 import Stage8
-from cutex.pipeline import Place, sync_cluster
 from cutex.schedulers.one_column import OneColumn
 from cutex.schedulers.pace import Pace, now, wait_until
 from cutex.schedulers.persistent import StaticPersistent, Walk

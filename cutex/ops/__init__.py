@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cutex.arch import ARCHS
-from cutex.plan import Arranged, Call, arrange, check, config_for, kernel_for
+from cutex.ops.plan import Arranged, Call, arrange, check, config_for, kernel_for
 
 Activation = str | Callable[..., Any] | None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cutex import charts
+from cutex.report import charts
 
 STYLE = """
 *{box-sizing:border-box}

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from cutex import timing
 from cutex.arch import Arch, arch, local_arch
-from cutex.problem import Check, GemmProblem
+from cutex.bench import timing
+from cutex.problem.gemm import Check, GemmProblem
 from cutex.results import Peer, Result
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def run_stages(
 
 def settle(stage: Stage, problem: GemmProblem, timed: bool) -> Stage:
     """A stage that chooses, with its config for `problem`: on a GPU the fastest, if `timed`."""
-    from cutex.autotune import tuned
+    from cutex.bench.autotune import tuned
     from cutex.kernels.gemm.choose import choose
 
     chosen = tuned(stage, problem) if timed else choose(problem, arch(stage.arch))
@@ -346,7 +346,7 @@ def environment() -> dict[str, Any]:
 def commit() -> str | None:
     """CUTEX_COMMIT, or the commit of the clone this package lies in, marked if it was edited."""
     told = os.environ.get("CUTEX_COMMIT")
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     if told or not (root / ".git").exists():
         return told or None
 

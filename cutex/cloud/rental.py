@@ -16,12 +16,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cutex import cli, prices, remote, results
+from cutex import results
 from cutex.arch import arch
-from cutex.prices import Rental
-from cutex.problem import GemmProblem
+from cutex.bench import cli
+from cutex.bench.run import Missing, Options, commit, compile_stage, run_stages, run_time
+from cutex.cloud import prices, remote
+from cutex.cloud.prices import Rental
+from cutex.problem.gemm import GemmProblem
 from cutex.results import Result
-from cutex.run import Missing, Options, commit, compile_stage, run_stages, run_time
 
 if TYPE_CHECKING:
     from cutex.kernels.gemm import Stage
@@ -278,14 +280,14 @@ def _configs(stage: Stage, problem: GemmProblem) -> list[GemmConfig]:
     """All that `stage` may run there: of one that chooses by time, every candidate."""
     if not stage.chooses:
         return [stage.config()]
-    from cutex.autotune import CANDIDATES
+    from cutex.bench.autotune import CANDIDATES
     from cutex.kernels.gemm.choose import shortlist
 
     return shortlist(problem, arch(stage.arch), CANDIDATES)
 
 
 def _preflight_probes(target: str, folders: set[Path], say: Callable[[str], None]) -> bool:
-    from cutex.probes import compile_all, measure
+    from cutex.bench.probes import compile_all, measure
     from cutex.sim import SimError
 
     folders |= {compiled.object_path.parent for compiled in compile_all(target)}
@@ -425,7 +427,7 @@ class Ledger:
             self._fails()
 
     def _take_probes(self, found: list[dict[str, Any]]) -> None:
-        from cutex import probes
+        from cutex.bench import probes
 
         probes.record(found, self.made.requests[0].run, self.out)
         self.say(probes.table(found))

@@ -1,4 +1,4 @@
-"""A warpgroup's accumulators on their way out of an SM90 kernel, through pieces of cutex/fusion.py.
+"""A warpgroup's accumulators on their way out of an SM90 kernel, through the epilogue's operations.
 
 The accumulators go part by part, 64 rows by epiN columns: pieces, rounding, then by TMA
 (FusedStores) or element by element to any strides (DirectStores). A matrix that a piece adds may
@@ -15,10 +15,10 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp
 
-from cutex import fusion
-from cutex.atoms.mma import WARPGROUP, make_wgmma
-from cutex.epilogue import WarpgroupStores, warpgroup_stores
-from cutex.pipeline import Barrier
+from cutex.device.atoms.mma import WARPGROUP, make_wgmma
+from cutex.device.epilogue import epilogue_ops as fusion
+from cutex.device.epilogue.stores import WarpgroupStores, warpgroup_stores
+from cutex.device.pipeline import Barrier
 
 QUAD = 0x1C1F  # of a shuffle: lanes count within their four (PTX ISA, shfl.sync)
 

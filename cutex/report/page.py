@@ -7,11 +7,13 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from cutex import charts, history, roofline, timing
+from cutex.analysis import roofline
 from cutex.arch import ARCHS, Arch
-from cutex.look import SCRIPT, style
-from cutex.problem import GemmProblem
-from cutex.results import Peer, Result, Timing
+from cutex.bench import timing
+from cutex.problem.gemm import GemmProblem
+from cutex.report import charts
+from cutex.report.look import SCRIPT, style
+from cutex.results import Peer, Result, Timing, history
 
 DATA = {
     "normal": "Gaussian data",

@@ -1,8 +1,8 @@
 """Choose a config by time: the model proposes, this GPU decides, the disk remembers.
 
 The candidates that the model ranks first (kernels/gemm/choose.py) are compiled and timed with the
-project's own protocol (cutex/timing.py: graphs, cold L2, turns in random order), the best few of
-them once more and longer. The winner is kept in
+project's own protocol (cutex/bench/timing.py: graphs, cold L2, turns in random order), the best few
+of them once more and longer. The winner is kept in
 
     <cache>/tuned/<key>.json
 
@@ -27,16 +27,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cutex import timing
 from cutex.arch import Arch
 from cutex.arch import arch as arch_named
+from cutex.bench import timing
 from cutex.compile import cache_dir, compile, sources_digest
 from cutex.kernels.gemm.choose import choose, shortlist
 from cutex.kernels.gemm.config import GemmConfig
 
 if TYPE_CHECKING:
     from cutex.kernels.gemm import Stage
-    from cutex.problem import GemmProblem
+    from cutex.problem.gemm import GemmProblem
 
 Timer = Callable[[Sequence[GemmConfig], int], dict[GemmConfig, float]]  # configs, rounds -> us
 

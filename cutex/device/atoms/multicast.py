@@ -16,8 +16,8 @@ from cutlass import Int16, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex.atoms.tma import AbLoads, TileLoads, load_operand, tile_loads
-from cutex.pipeline import Barrier, Place, Ring
+from cutex.device.atoms.tma import AbLoads, TileLoads, load_operand, tile_loads
+from cutex.device.pipeline import Barrier, Place, Ring
 from cutex.schedulers.one_tile import WorkTile, place_in_cluster
 
 

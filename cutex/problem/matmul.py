@@ -18,7 +18,7 @@ from cutlass import cute
 from torch import Tensor
 
 import cutex
-from cutex.plan import FLOAT8
+from cutex.ops.plan import FLOAT8
 
 GUARD = 5.0  # what memory around an operand holds
 ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
@@ -190,7 +190,7 @@ class MatmulProblem:
 
     @property
     def approximation(self) -> float:
-        """The largest error of the polynomial in cutex/fusion.py."""
+        """The largest error of the polynomial in cutex/device/epilogue/epilogue_ops.py."""
         return 3e-7 if "gelu" in (self.activation or "") else 0.0
 
     def truncation(self) -> float:

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from cutex.arch import arch
 from cutex.kernels.gemm.choose import ranked
-from cutex.problem import GemmProblem
+from cutex.problem.gemm import GemmProblem
 
 if TYPE_CHECKING:
     from cutex.compile import Compiled
-    from cutex.fusion import Piece
+    from cutex.device.epilogue.epilogue_ops import Piece
     from cutex.kernels.gemm.config import GemmConfig
     from cutex.kernels.gemm.general import GeneralConfig, Matrix
 
@@ -347,7 +347,7 @@ def fused(
     call: Call, out: Tensor, residual: Tensor | None, arch_name: str
 ) -> tuple[tuple[Piece, ...], list[tuple[str, Any]]]:
     """The pieces of the epilogue, and the arguments that they take, by name."""
-    from cutex import fusion
+    from cutex.device.epilogue import epilogue_ops as fusion
 
     pieces: list[Piece] = []
     passed: list[tuple[str, Any]] = []
@@ -401,7 +401,7 @@ def flat(x: Tensor) -> Tensor:
 
 def proposals(problem: GemmProblem, arch_name: str, batch: int = 1) -> Iterator[GemmConfig]:
     """What an autotuner run chose, where there was one on this GPU, then the model's ranking."""
-    from cutex import autotune
+    from cutex.bench import autotune
     from cutex.kernels.gemm import stages
 
     if torch.cuda.is_available() and batch == 1:

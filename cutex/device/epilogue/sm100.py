@@ -1,4 +1,4 @@
-"""An SM100 accumulator's rows on their way out, through pieces of cutex/fusion.py.
+"""An SM100 accumulator's rows on their way out, through the epilogue's operations.
 
 A thread holds one row of a sub-tile, so its columns are neighbours: pieces load 16 bytes at a time,
 and a gate finds what it multiplies in the next register. Then the sub-tile is rounded and leaves by
@@ -14,13 +14,13 @@ import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
-from cutex import fusion
-from cutex.atoms.tma import EVICT_FIRST, matrix, tile_stores
-from cutex.atoms.tmem import LANES
-from cutex.epilogue import SubTiles, sub_tiles
+from cutex.device.atoms.tma import EVICT_FIRST, matrix, tile_stores
+from cutex.device.atoms.tmem import LANES
+from cutex.device.epilogue import epilogue_ops as fusion
+from cutex.device.epilogue.sm90 import Fusion
+from cutex.device.epilogue.stores import SubTiles, sub_tiles
 from cutex.schedulers.one_tile import WorkTile
 from cutex.schedulers.persistent import BatchTile
-from cutex.ways_out import Fusion
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 
-from cutex.atoms import tmem
-from cutex.atoms.mma import WARPGROUP, Umma, Wgmma, make_wgmma
-from cutex.atoms.tma import TileStores, tile_stores
+from cutex.device.atoms import tmem
+from cutex.device.atoms.mma import WARPGROUP, Umma, Wgmma, make_wgmma
+from cutex.device.atoms.tma import TileStores, tile_stores
 from cutex.schedulers.one_tile import WorkTile
 
 SUB_TILE_BARRIER = 1  # the named barrier of the four epilogue warps; 0 is the whole CTA's

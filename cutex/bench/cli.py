@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from cutex import results, timing
+from cutex import results
 from cutex.arch import ARCHS, Arch, arch, local_arch
-from cutex.orders import ORDERS
-from cutex.problem import DTYPES, INITS, GemmProblem
-from cutex.results import Result, Timing
-from cutex.run import (
+from cutex.bench import timing
+from cutex.bench.run import (
     DEVICES,
     PEERS,
     Missing,
@@ -30,6 +28,9 @@ from cutex.run import (
     compile_stage,
     run_stages,
 )
+from cutex.orders import ORDERS
+from cutex.problem.gemm import DTYPES, INITS, GemmProblem
+from cutex.results import Result, Timing
 
 if TYPE_CHECKING:
     from cutex.kernels.gemm import Stage
@@ -228,7 +229,7 @@ def list_stages(only: str | None) -> None:
 
 def emit(stage: Stage, dtype: str, what: str) -> None:
     """Print the PTX, the SASS or the resources of one stage as compiled."""
-    from cutex.resources import NoDisassembler, resources, sass
+    from cutex.compile.resources import NoDisassembler, resources, sass
 
     compiled = compile_stage(stage, dtype)
     print(f"// stage {stage.number} of {stage.arch}, {dtype}: {compiled.symbol}")
@@ -241,7 +242,7 @@ def emit(stage: Stage, dtype: str, what: str) -> None:
             case "resources":
                 print(resources(compiled))
             case "bounds":
-                from cutex import bounds
+                from cutex.analysis import bounds
 
                 print(bounds.table([bounds.stage_row(stage, dtype)]))
     except NoDisassembler as error:

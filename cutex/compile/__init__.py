@@ -425,12 +425,9 @@ def _ingredients(kernel: Kernel, dtype: str, arch: str) -> dict[str, Any]:
 @once
 def sources_digest() -> str:
     """Of every file that a kernel may be built from."""
-    here = Path(__file__).parent
-    files = [
-        here / name
-        for name in ("compile.py", "pipeline.py", "epilogue.py", "fusion.py", "ways_out.py")
-    ]
-    for folder in ("atoms", "kernels", "schedulers"):
+    here = Path(__file__).resolve().parent.parent
+    files = [here / "arch.py"]
+    for folder in ("compile", "device", "kernels", "schedulers"):
         files += sorted((here / folder).resolve().rglob("*.py"))
     digest = hashlib.sha256()
     for file in files:

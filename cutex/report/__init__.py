@@ -7,12 +7,23 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from cutex import charts, timing
 from cutex.arch import ARCHS, Arch
-from cutex.history import kind as kind_of
-from cutex.page import CACHE, DATA, PEER_TITLES, caption, kinds, ladder_bars, main_sizes, page, size
-from cutex.problem import GemmProblem
+from cutex.bench import timing
+from cutex.problem.gemm import GemmProblem
+from cutex.report import charts
+from cutex.report.page import (
+    CACHE,
+    DATA,
+    PEER_TITLES,
+    caption,
+    kinds,
+    ladder_bars,
+    main_sizes,
+    page,
+    size,
+)
 from cutex.results import Result, read_all
+from cutex.results.history import kind as kind_of
 
 BEGIN = "<!-- ladders: written by python -m cutex.report from results/ -->"
 END = "<!-- end of ladders -->"
@@ -158,7 +169,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(f"wrote {args.readme} and {args.html}")
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

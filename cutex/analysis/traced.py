@@ -112,7 +112,7 @@ def tv_owners(
 
 def smem_addresses(swizzle: int, dtype: str, rows: int) -> tuple[list[list[int]], list[list[int]]]:
     """Byte addresses of the 16-byte units of `rows` rows, without and with the swizzle, in the
-    layout that operands have in shared memory (cutex/atoms/mma.py).
+    layout that operands have in shared memory (cutex/device/atoms/mma.py).
 
     NOTE: the swizzle permutes bits of byte addresses; the DSL puts it on the pointer, so a composed
     layout must be recast to bytes before its offsets mean anything.
@@ -121,7 +121,7 @@ def smem_addresses(swizzle: int, dtype: str, rows: int) -> tuple[list[list[int]]
     def body() -> tuple[list[list[int]], list[list[int]]]:
         from cutlass import cute
 
-        from cutex.atoms.mma import slots_layout
+        from cutex.device.atoms.mma import slots_layout
 
         kind = _dtype(dtype)
         layout = slots_layout(kind, rows, swizzle * 8 // kind.width, 1, swizzle)
@@ -175,7 +175,7 @@ def mma(name: str, tile: tuple[int, int], dtype: str) -> Mma:
     def body() -> Mma:
         from cutlass import cute
 
-        from cutex.atoms import mma as atoms
+        from cutex.device.atoms import mma as atoms
 
         if name == "wgmma":
             tiled = atoms.make_wgmma(m, n, _dtype(dtype))
@@ -221,8 +221,8 @@ def tma(tile: tuple[int, int], swizzle: int, dtype: str) -> Box:
     def body(mX: Any) -> Box:
         from cutlass import cute
 
-        from cutex.atoms.mma import slots_layout
-        from cutex.atoms.tma import load_operand
+        from cutex.device.atoms.mma import slots_layout
+        from cutex.device.atoms.tma import load_operand
 
         info = load_operand(mX, slots_layout(_dtype(dtype), rows, k, 1, swizzle))
         moved = int(cute.size(info.atom.layout_dst_tv, mode=[1]))
@@ -250,8 +250,8 @@ def tmem_reads(tile: tuple[int, int], dtype: str) -> tuple[list[int], list[int],
     def body() -> tuple[list[int], list[int], list[list[int]]]:
         from cutlass import cute
 
-        from cutex.atoms import mma as atoms
-        from cutex.atoms import tmem
+        from cutex.device.atoms import mma as atoms
+        from cutex.device.atoms import tmem
 
         tiled = atoms.make_umma(m, n, _dtype(dtype))
         acc = tiled.make_fragment_C(tiled.partition_shape_C((m, n)))[(None, None), 0, 0]

@@ -276,9 +276,3 @@ def _no_garbage_collection() -> Iterator[None]:
 def read_all(folder: Path) -> list[Result]:
     """Every result of every ledger in `folder`, by file name, then oldest first."""
     return [r for path in sorted(folder.glob("*.jsonl")) for r in read(path)]
-
-
-if __name__ == "__main__":
-    from cutex.history import main
-
-    raise SystemExit(main())

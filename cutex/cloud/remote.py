@@ -45,9 +45,9 @@ def execute(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(request: dict[str, Any], notices: list[str]) -> list[str]:
+    from cutex.bench.run import Options, run_stages
     from cutex.kernels.gemm import stage
-    from cutex.problem import GemmProblem
-    from cutex.run import Options, run_stages
+    from cutex.problem.gemm import GemmProblem
 
     stages = [stage(request["arch"], number) for number in request["stages"]]
     options = Options(**request["options"], notice=notices.append)
@@ -64,7 +64,7 @@ def _run(request: dict[str, Any], notices: list[str]) -> list[str]:
 
 
 def _probes(request: dict[str, Any]) -> list[dict[str, Any]]:
-    from cutex.probes import measure
+    from cutex.bench.probes import measure
 
     return measure(request["arch"], "cuda")
 
@@ -112,7 +112,7 @@ _clock = _Clock()
 
 
 def pack(entries: Iterable[Path]) -> bytes:
-    """Entries of the kernel cache (cutex/compile.py) as one compressed archive."""
+    """Entries of the kernel cache (cutex/compile/) as one compressed archive."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:xz") as archive:
         for entry in sorted(set(entries)):

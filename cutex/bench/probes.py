@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cutex import run
 from cutex.arch import arch
+from cutex.bench import run
 from cutex.compile import compile
 
 if TYPE_CHECKING:
@@ -81,9 +81,9 @@ def _sustained(name: str) -> dict[str, Any]:
 
     import torch
 
+    from cutex.bench.timing import gpu_state, tflops
     from cutex.kernels.gemm import stages
-    from cutex.problem import GemmProblem
-    from cutex.timing import gpu_state, tflops
+    from cutex.problem.gemm import GemmProblem
 
     problem = GemmProblem(8192, 8192, 4096)
     top = stages(name)[-1]

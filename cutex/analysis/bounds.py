@@ -1,0 +1,373 @@
+"""python -m cutex.bounds: what can be known of a GEMM kernel for a GPU that is not here.
+
+Registers, memory and the mainloop are read from the compiled code: which MMA (its instruction
+descriptor in the PTX), how many of them between two waits (the innermost loop of the SASS that
+starts MMAs), how many bytes a step of it loads (expect_tx in the PTX). Tile, ring and who shares
+what come from the config. From these follow bounds on the time of one problem, by each unit alone:
+
+    tensor   MMAs back to back in every wave; an MMA takes N/2 cycles
+    smem     what an MMA reads of its operands, at 128 bytes a cycle of each SM
+    L2       what all CTAs load, at L2_BYTES a cycle
+    HBM      A, B and C once, at the stated rate
+
+A bound is not a prediction. It leaves out the way into and out of a kernel, and of a tile where the
+kernel does not overlap it, and any wait for latency. The cycles of an MMA are a fit to published
+measurements, max(N/2, smem bytes / 128) to within 11 % (docs/facts.md).
+
+Rows are kept in results/bounds/*.jsonl, and docs/bounds.md is rendered from them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from cutex.arch import Arch, arch
+from cutex.compile.resources import resources, sass
+from cutex.problem.gemm import GemmProblem
+
+if TYPE_CHECKING:
+    from cutex.kernels.gemm import Stage
+
+ARCH = "sm_100a"
+PROBLEM = GemmProblem(8192, 8192, 4096)
+FOLDER, PAGE = Path("results/bounds"), Path("docs/bounds.md")
+INST_BYTES = 32  # of each row of A and of B that one MMA reads: 16 elements
+SMEM_BYTES = 128  # a cycle and SM
+L2_BYTES = 10_200  # a cycle: 20 TB/s at 1.96 GHz, a public model's figure, not measured
+MMA_FLOPS = 8192  # a cycle and SM, dense, 16-bit
+PEER = "examples/python/CuTeDSL/cute/blackwell/kernel/dense_gemm/dense_gemm_persistent.py"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compiled kernel. Bytes of memory are per CTA; a step is one turn of the mainloop."""
+
+    kernel: str
+    title: str
+    registers: int
+    spill_bytes: int
+    smem_bytes: int
+    tmem_columns: int
+    tile: tuple[int, int]  # of C, computed by `ctas` together
+    ctas: int
+    mma: tuple[int, int, int]  # M, N, K of one instruction
+    step_mmas: int
+    step_bytes: int  # loaded by all `ctas`
+    ring_bytes: int  # of A and B that one CTA can have in flight
+
+    @property
+    def mma_cycles(self) -> float:
+        """Of the tensor cores alone."""
+        m, n, k = self.mma
+        return 2 * m * n * k / (MMA_FLOPS * self.ctas)
+
+    @property
+    def mma_smem_bytes(self) -> int:
+        """That one SM reads for its part of one MMA."""
+        m, n, _ = self.mma
+        return INST_BYTES * (m + n) // self.ctas
+
+    @property
+    def step_flops(self) -> int:
+        m, n, k = self.mma
+        return self.step_mmas * 2 * m * n * k
+
+    @property
+    def flops_per_byte(self) -> float:
+        """Of what comes through L2."""
+        return self.step_flops / self.step_bytes
+
+    @property
+    def smem_share(self) -> float:
+        """Of the smem port's cycles, while MMAs run back to back at the tensor cores' pace."""
+        return self.mma_smem_bytes / SMEM_BYTES / self.mma_cycles
+
+    def waves(self, problem: GemmProblem, gpu: Arch) -> tuple[int, float]:
+        """How many, and the share of the SMs' time in them that has a tile."""
+        tiles = self._tiles(problem)
+        at_once = gpu.num_sms // self.ctas
+        waves = -(-tiles // at_once)
+        return waves, tiles * self.ctas / (waves * gpu.num_sms)
+
+    def bounds(self, problem: GemmProblem, gpu: Arch) -> dict[str, float]:
+        """Cycles that each unit needs at least."""
+        per_tile = self._steps(problem) * self.step_mmas
+        waves, _ = self.waves(problem, gpu)
+        loaded = self._tiles(problem) * self._steps(problem) * self.step_bytes
+        return {
+            "tensor": waves * per_tile * self.mma_cycles,
+            "smem": waves * per_tile * self.mma_smem_bytes / SMEM_BYTES,
+            "L2": loaded / L2_BYTES,
+            "HBM": problem.bytes / (gpu.hbm_gbs * 1e9 / clock(gpu)),
+        }
+
+    def _tiles(self, problem: GemmProblem) -> int:
+        return -(-problem.m // self.tile[0]) * -(-problem.n // self.tile[1])
+
+    def _steps(self, problem: GemmProblem) -> int:
+        step_k = self.step_flops // (2 * self.tile[0] * self.tile[1])
+        return -(-problem.k // step_k)
+
+
+def clock(gpu: Arch) -> float:
+    """Hz at which the stated dense peak holds."""
+    return gpu.dense_tflops["bf16"] * 1e12 / (MMA_FLOPS * gpu.num_sms)
+
+
+# ---- read from code
+
+
+def row(compiled: Any, kernel: str, title: str, **config: Any) -> Row:
+    """Of a Compiled, or of anything with its `ptx`, `cubin` and `dynamic_smem`."""
+    found = resources(compiled)
+    m, n, ctas = mma_shape(compiled.ptx)
+    return Row(
+        kernel=kernel,
+        title=title,
+        registers=found.registers,
+        spill_bytes=found.spill_bytes,
+        smem_bytes=found.smem_bytes,
+        tmem_columns=found.tmem_columns,
+        ctas=ctas,
+        mma=(m, n, 16),
+        step_mmas=step_mmas(sass(compiled)),
+        step_bytes=max(constants(compiled.ptx, r"mbarrier\.arrive\.expect_tx\S*\s+\S+ \[\S+\], ")),
+        **config,
+    )
+
+
+def constants(ptx: str, before: str) -> set[int]:
+    """The values that the operand after `before` can have; ValueError where they are no constants.
+
+    Followed back through mov, selp and or, which is how the DSL builds instruction descriptors.
+    """
+    values: set[int] = set()
+    for use in re.finditer(rf"{before}(%r\d+|\d+)", ptx):
+        values |= _possible(ptx[: use.start()], use[1])
+    if not values:
+        raise ValueError(f"nothing that matches {before} in the PTX")
+    return values
+
+
+def _possible(ptx: str, operand: str) -> set[int]:
+    if operand.isdecimal():
+        return {int(operand)}
+    definitions = [*re.finditer(rf"\b(mov|selp|or)\.b32\s+{operand}, ([^;]*);", ptx)]
+    if not definitions:
+        raise ValueError(f"{operand} is no constant in the PTX")
+    last = definitions[-1]
+    sources = [_possible(ptx[: last.start()], x) for x in last[2].split(", ")[:2]]
+    if last[1] == "or":
+        return {x | y for x in sources[0] for y in sources[1]}
+    return set().union(*sources)
+
+
+def mma_shape(ptx: str) -> tuple[int, int, int]:
+    """M, N and CTAs of the one kind of tcgen05.mma in `ptx` (PTX ISA, instruction descriptor)."""
+    found = {
+        ((d >> 24 & 0x1F) * 16, (d >> 17 & 0x3F) * 8, int(group))
+        for group in re.findall(r"tcgen05\.mma\.cta_group::(\d)", ptx)
+        for d in constants(ptx, r"tcgen05\.mma\S+ \[\S+\], %rd\d+, %rd\d+, ")
+    }
+    if len(found) != 1:
+        raise ValueError(f"MMAs of one shape were due, these are {found}")
+    return found.pop()
+
+
+def step_mmas(code: str) -> int:
+    """MMAs for each commit in the mainloop: of the innermost loops in the SASS that start any, the
+    one with most (others may take the first or the last steps of a tile)."""
+    lines = code.splitlines()
+    labels = {m[1]: i for i, line in enumerate(lines) if (m := re.match(r"(\.L_x_\d+):", line))}
+    loops = []
+    for i, line in enumerate(lines):
+        to = re.search(r"\bBRA\S*\s.*`\((\.L_x_\d+)\)", line)
+        if to and labels.get(to[1], i) < i and _count("UTCHMMA", lines[labels[to[1]] : i]):
+            loops.append((labels[to[1]], i))
+    innermost = [
+        (a, b)
+        for a, b in loops
+        if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)
+    ]
+    if not innermost:
+        raise ValueError("no loop in the SASS starts MMAs")
+    return max(
+        _count("UTCHMMA", lines[a:b]) // max(1, _count("UTCBAR", lines[a:b])) for a, b in innermost
+    )
+
+
+def _count(opcode: str, lines: Sequence[str]) -> int:
+    return sum(bool(re.search(rf"\b{opcode}\b", line)) for line in lines)
+
+
+def stage_row(stage: Stage, dtype: str = "bf16") -> Row:
+    from cutex.compile import compile
+
+    c = stage.config()
+    return row(
+        compile(stage.kernel(), dtype, stage.arch),
+        f"stage {stage.number}",
+        stage.title,
+        tile=(c.tile_m, c.tile_n),
+        ring_bytes=c.num_stages * c.stage_bytes // c.ctas,
+    )
+
+
+def peer_row(clone: Path) -> Row:
+    """CUTLASS's persistent GEMM of CTA pairs, 256x256, compiled from a clone of CUTLASS."""
+    import importlib.util
+
+    path = clone / PEER
+    if not path.exists():
+        raise ValueError(f"{path} is not there: --cutlass takes a clone of CUTLASS")
+    spec = importlib.util.spec_from_file_location("dense_gemm_persistent", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["dense_gemm_persistent"] = module  # the DSL looks the source up by module
+    spec.loader.exec_module(module)
+
+    import cutlass
+    from cuda.bindings.driver import CUstream
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    from cutex.compile import launched_smem
+
+    m, n, k = PROBLEM.m, PROBLEM.n, PROBLEM.k
+    tensors = [
+        make_fake_tensor(cutlass.BFloat16, (*s, 1), (s[1], 1, s[0] * s[1]), assumed_align=16)
+        for s in ((m, k), (n, k), (m, n))
+    ]
+    gemm = module.PersistentDenseGemmKernel(cutlass.Float32, True, (256, 256), (2, 1), True)
+    options = (cute.GPUArch(ARCH), cute.KeepPTX(True), cute.KeepCUBIN(True))
+    at_once = arch(ARCH).num_sms // 2
+    function = cute.compile[options](gemm, *tensors, at_once, CUstream(0))
+    compiled = SimpleNamespace(
+        ptx=function.__ptx__.rstrip("\0"),
+        cubin=function.__cubin__,
+        dynamic_smem=launched_smem(str(function.ir_module)),
+    )
+    found = row(compiled, "CUTLASS", "its persistent example", tile=(256, 256), ring_bytes=0)
+    return replace(found, ring_bytes=gemm.num_ab_stage * found.step_bytes // found.ctas)
+
+
+# ---- kept and rendered
+
+COLUMNS = (
+    ("kernel", "what it is"),
+    ("registers", "a thread"),
+    ("spills", "bytes a thread"),
+    ("smem", "KB a CTA"),
+    ("TMEM", "columns"),
+    ("MMA", "shape, CTAs"),
+    ("MMAs", "a step"),
+    ("MFLOP", "a step"),
+    ("ring", "KB a CTA"),
+    ("L2", "FLOP/byte"),
+    ("smem port", "% busy"),
+    ("waves", "% of SMs"),
+    *((unit, "us") for unit in ("tensor", "smem", "L2", "HBM")),
+    ("bound", "TFLOPS"),
+)
+
+
+def cells(r: Row, problem: GemmProblem, gpu: Arch) -> list[str]:
+    waves, used = r.waves(problem, gpu)
+    needs = {unit: cycles / clock(gpu) * 1e6 for unit, cycles in r.bounds(problem, gpu).items()}
+    unit = max(needs, key=lambda u: needs[u])
+    return [
+        f"{r.kernel}: {r.title}",
+        f"{r.registers}",
+        f"{r.spill_bytes}",
+        f"{r.smem_bytes / 1024:.0f}",
+        f"{r.tmem_columns}",
+        "{}x{}x{}, {}".format(*r.mma, r.ctas),
+        f"{r.step_mmas}",
+        f"{r.step_flops / 1e6:.1f}",
+        f"{r.ring_bytes / 1024:.0f}",
+        f"{r.flops_per_byte:.0f}",
+        f"{100 * r.smem_share:.0f}",
+        f"{waves}, {100 * used:.0f}",
+        *(f"{us:.0f}" for us in needs.values()),
+        f"{unit} {problem.flops / needs[unit] / 1e6:.0f}",
+    ]
+
+
+def table(rows: Iterable[Row], problem: GemmProblem = PROBLEM, gpu: str = ARCH) -> str:
+    """Markdown."""
+    head = [f"{name}<br>{unit}" for name, unit in COLUMNS]
+    rule = ["---", *("---:" for _ in COLUMNS[1:])]
+    body = [cells(r, problem, arch(gpu)) for r in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *body))
+
+
+def page(rows: Sequence[Row]) -> str:
+    gpu, p = arch(ARCH), PROBLEM
+    return f"""# What is known of the {gpu.title} ladder without a {gpu.board}
+
+`python -m cutex.bounds` writes this page from `results/bounds/`. Nothing in it was timed.
+
+{table(rows)}
+
+Times are bounds for {p.m}x{p.n}x{p.k} in bf16 on {gpu.num_sms} SMs at {clock(gpu) / 1e9:.2f} GHz,
+the clock at which the stated {gpu.dense_tflops["bf16"]:.0f} TFLOPS hold; each unit by itself, as
+`cutex/bounds.py` says. They leave out what a kernel does not overlap: stages 0 and 1 load and
+compute in turn, stages 0 to 5 store after they have computed. The rate of L2 is a public model's
+figure; the cycles of an MMA are a fit to published measurements. CUTLASS's example is compiled from
+a clone of CUTLASS that the user names, for the same problem, 256x256 tiles and clusters of 2x1.
+"""
+
+
+def read(folder: Path) -> list[Row]:
+    rows = []
+    for file in sorted(folder.glob("*.jsonl")):
+        for line in file.read_text().splitlines():
+            values = json.loads(line)
+            values["tile"], values["mma"] = tuple(values["tile"]), tuple(values["mma"])
+            rows.append(Row(**values))
+    return rows
+
+
+def in_order(rows: Iterable[Row]) -> list[Row]:
+    """Stages first, then what stands beside them."""
+    return sorted(rows, key=lambda r: (not r.kernel.startswith("stage"), r.kernel))
+
+
+def write(rows: Iterable[Row], file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(asdict(r)) + "\n" for r in rows))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    from cutex.kernels.gemm import stages
+
+    p = argparse.ArgumentParser(
+        prog="python -m cutex.bounds", description="Write results/bounds/ and docs/bounds.md."
+    )
+    p.add_argument(
+        "--cutlass",
+        default=os.environ.get("CUTEX_CUTLASS", ""),
+        metavar="DIR",
+        help="a clone of CUTLASS, whose example then stands beside the stages; or CUTEX_CUTLASS",
+    )
+    args = p.parse_args(argv)
+    try:
+        if args.cutlass:
+            write([peer_row(Path(args.cutlass))], FOLDER / f"{ARCH}-cutlass.jsonl")
+        write((stage_row(s) for s in stages(ARCH)), FOLDER / f"{ARCH}.jsonl")
+    except ValueError as error:
+        print(f"cutex: {error}", file=sys.stderr)
+        return 2
+    rows = in_order(read(FOLDER))
+    PAGE.write_text(page(rows))
+    print(table(rows))
+    return 0

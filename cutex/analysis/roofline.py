@@ -1,0 +1,229 @@
+"""python -m cutex.roofline: which limit binds a problem on a GPU, and how fast it could be at best.
+
+A limit is stated (the vendor's data sheet) or reached (somebody measured it). A kernel is at best
+as fast as its slowest limit allows; what it lacks to that is its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cutex.arch import Arch, arch
+from cutex.problem.gemm import DTYPES, GemmProblem
+from cutex.results import Result, read_all
+
+OPS = ("gemm",)
+TILE = (256, 128)  # of C, one SM's share of a wave in large kernels on both archs
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """A rate that something reached, and what."""
+
+    rate: float
+    how: str
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A board: what is stated of it, and what has been reached on it. TFLOPS and GB/s."""
+
+    name: str
+    arch: str
+    num_sms: int
+    hbm_gbs: float
+    dense_tflops: float  # bf16 and fp16
+    reached_tflops: Ceiling | None = None  # on Gaussian data
+    reached_gbs: Ceiling | None = None
+
+
+def _gpu(name: str, facts: Arch, tflops: Ceiling | None, gbs: Ceiling | None) -> Gpu:
+    peak = facts.dense_tflops["bf16"]
+    return Gpu(name, facts.name, facts.num_sms, facts.hbm_gbs, peak, tflops, gbs)
+
+
+GPUS = {
+    gpu.name.lower(): gpu
+    for gpu in (
+        _gpu(
+            "B200",
+            arch("sm_100a"),
+            Ceiling(1723, "published, a B200 on Modal"),
+            Ceiling(5982, "a copy, published, a B200 on Modal"),
+        ),
+        _gpu("H200", arch("sm_90a"), None, Ceiling(4270, "a copy, one H200")),
+        Gpu("H100", "sm_90a", 132, 3350.0, 989.0),
+    )
+}
+
+
+def gpu(name: str) -> Gpu:
+    """ValueError, in one sentence, for a GPU that cutex knows nothing of."""
+    try:
+        return GPUS[name.lower().rstrip("!")]
+    except KeyError:
+        known = ", ".join(g.name for g in GPUS.values())
+        raise ValueError(f"--gpu {name!r} is not one of {known}") from None
+
+
+def of_device(device_name: str) -> Gpu | None:
+    """The GPU that a driver's name such as "NVIDIA H200" means."""
+    return next((g for g in GPUS.values() if g.name in device_name.upper().split()), None)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What one resource allows."""
+
+    resource: str  # "tensor cores" | "memory"
+    rate: float
+    unit: str  # "TFLOPS" | "GB/s"
+    us: float
+    how: str
+    stated: bool
+
+
+def limits(problem: GemmProblem, on: Gpu, results: Iterable[Result] = ()) -> list[Limit]:
+    """Stated first. What the ledger has seen, by whatever kernel, counts as reached."""
+    flops, traffic = problem.flops, problem.bytes
+
+    def tensor(rate: float, how: str, stated: bool) -> Limit:
+        return Limit("tensor cores", rate, "TFLOPS", flops / rate / 1e6, how, stated)
+
+    def memory(rate: float, how: str, stated: bool) -> Limit:
+        return Limit("memory", rate, "GB/s", traffic / rate / 1e3, how, stated)
+
+    found = [
+        tensor(on.dense_tflops, "stated dense peak", True),
+        memory(on.hbm_gbs, "stated", True),
+    ]
+    best = reached(on, results)
+    if best is not None:
+        found.append(tensor(best.rate, best.how, False))
+    if on.reached_gbs is not None:
+        found.append(memory(on.reached_gbs.rate, on.reached_gbs.how, False))
+    return found
+
+
+def reached(on: Gpu, results: Iterable[Result]) -> Ceiling | None:
+    """The highest rate that any kernel reached on Gaussian data, ours, a peer's or published."""
+    best = on.reached_tflops
+    for r in results:
+        if r.timing is None or not r.ok or of_device(r.device_name) != on:
+            continue
+        if r.problem["init"] != "normal" or r.op != "gemm":
+            continue
+        flops = GemmProblem(**r.problem).flops
+        told = [(r.timing.median_us, f"stage {r.stage}")]
+        told += [(p.timing.median_us, p.name) for p in r.peers]
+        for us, who in told:
+            rate = flops / us / 1e6
+            if best is None or rate > best.rate:
+                best = Ceiling(rate, f"{who}, {'x'.join(map(str, r.mnk))}, in the ledger")
+    return best
+
+
+def binding(found: Sequence[Limit]) -> Limit:
+    return max(found, key=lambda limit: limit.us)
+
+
+def waves(problem: GemmProblem, on: Gpu) -> tuple[int, float]:
+    """Tiles of C, and how many turns all SMs take over them: a fraction costs a whole turn."""
+    tiles = -(-problem.m // TILE[0]) * -(-problem.n // TILE[1])
+    return tiles, tiles / on.num_sms
+
+
+# ---- the command
+
+
+def describe(problem: GemmProblem, on: Gpu, results: Sequence[Result] = ()) -> str:
+    found = limits(problem, on, results)
+    size = "x".join(map(str, problem.mnk))
+    lines = [
+        f"gemm {size} {problem.dtype} on {on.name}: {problem.flops / 1e9:.4g} GFLOP, "
+        f"{problem.bytes / 1e6:.4g} MB, {problem.flops / problem.bytes:.0f} FLOP per byte",
+        "",
+        f"{'limit':<14}{'rate':>14}{'at best us':>12}  from",
+    ]
+    bound = {binding([x for x in found if x.stated == stated]) for stated in (True, False) if
+             any(x.stated == stated for x in found)}  # fmt: skip
+    for x in found:
+        mark = "   <- binds" if x in bound else ""
+        rate = f"{x.rate:.0f} {x.unit}"
+        lines.append(f"{x.resource:<14}{rate:>14}{x.us:>12.1f}  {x.how}{mark}")
+    stated = binding([x for x in found if x.stated])
+    tiles, turns = waves(problem, on)
+    filled = turns / -(-tiles // on.num_sms)
+    lines += [
+        "",
+        f"bound by {stated.resource}: at best {stated.us:.1f} us, "
+        f"{problem.flops / stated.us / 1e6:.0f} TFLOPS, {problem.bytes / stated.us / 1e3:.0f} GB/s"
+        + _practice(problem, found),
+        f"{tiles} tiles of {TILE[0]}x{TILE[1]} on {on.num_sms} SMs are {turns:.2f} waves: "
+        f"{100 * filled:.0f} % of the SMs' turns are filled",
+    ]
+    return "\n".join([*lines, *_measured(problem, on, results, stated.us)])
+
+
+def _practice(problem: GemmProblem, found: Sequence[Limit]) -> str:
+    known = [x for x in found if not x.stated]
+    if {x.resource for x in known} != {"tensor cores", "memory"}:
+        return ""
+    us = binding(known).us
+    return f"; by what has been reached, {us:.1f} us, {problem.flops / us / 1e6:.0f} TFLOPS"
+
+
+def _measured(
+    problem: GemmProblem, on: Gpu, results: Sequence[Result], best_us: float
+) -> Sequence[str]:
+    mine = [
+        r
+        for r in results
+        if r.ok and r.timing and r.mnk == problem.mnk and of_device(r.device_name) == on
+        and (r.problem["dtype"], r.problem["init"]) == (problem.dtype, "normal")
+    ]  # fmt: skip
+    if not mine:
+        return ["the ledger has no time of this problem on this GPU"]
+    fastest = min(mine, key=lambda r: r.timing.median_us if r.timing else 0.0)
+    assert fastest.timing is not None
+    us = fastest.timing.median_us
+    return [
+        f"measured: stage {fastest.stage}, {us:.1f} us, {100 * best_us / us:.0f} % of the limit "
+        f"({fastest.run[:10]}, commit {fastest.environment.get('commit')})"
+    ]
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m cutex.roofline",
+        description="Say which limit binds a problem on a GPU, and what the best time could be.",
+    )
+    p.add_argument("--op", choices=OPS, default="gemm")
+    p.add_argument("--mnk", action="append", metavar="M,N,K", help="default: 8192,8192,4096")
+    p.add_argument("--dtype", default="bf16", metavar="|".join(DTYPES))
+    p.add_argument("--gpu", default="b200", metavar="|".join(GPUS), help="default: b200")
+    p.add_argument("--results", type=Path, default=Path("results"), metavar="DIR")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        on = gpu(args.gpu)
+        texts = []
+        for mnk in args.mnk or ["8192,8192,4096"]:
+            try:
+                m, n, k = map(int, mnk.split(","))
+            except ValueError:
+                raise ValueError(f"--mnk {mnk}: three whole numbers M,N,K are needed") from None
+            problem = GemmProblem(m, n, k, dtype=args.dtype)
+            texts.append(describe(problem, on, read_all(args.results)))
+    except ValueError as error:
+        print(f"cutex: {error}", file=sys.stderr)
+        return 2
+    print("\n\n".join(texts))
+    return 0

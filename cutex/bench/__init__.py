@@ -1,0 +1,1 @@
+"""Running a stage: the command line, peers, timing, autotuning, probes."""

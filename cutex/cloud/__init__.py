@@ -1,0 +1,1 @@
+"""Renting a GPU: prices, preflight, what runs in the container."""

@@ -1,0 +1,1 @@
+"""Traced code that kernels share: instructions, barriers, epilogues."""

@@ -1,0 +1,1 @@
+"""What happens to an accumulator on its way to global memory."""

@@ -1,0 +1,1 @@
+"""Problems: what is computed, its data, its reference and its tolerance, per operator."""
