@@ -6,7 +6,8 @@ class changes what the roles are given:
 - wgmma reads 16-bit operands with either side contiguous in smem. Where K is not, the CTAs that
   share a tile load parts of its K instead of its rows, so that any tile can be shared.
 - A tile has a batch entry. An operand with one entry for all (L = 1) is read again for each.
-- The epilogue runs its operations on each part of the accumulator, in fp32, then rounds it and stores it by TMA; or element by element, where TMA cannot step through out.
+- The epilogue runs its operations on each part of the accumulator, in fp32, then rounds
+  it and stores it by TMA; or element by element, where TMA cannot step through out.
 """
 
 from __future__ import annotations
