@@ -163,7 +163,7 @@ def test_what_one_container_made_the_next_one_finds(monkeypatch, tmp_path):
     for container in ("first", "second"):
         monkeypatch.setenv("CUTEX_CACHE", str(tmp_path / container))
         monkeypatch.setattr(compile, "_in_process", {})
-        with remote.Volume(str(volume)):
+        with remote.Volume("digest of the sources", str(volume)):
             assert rental.compile_stage(stage, "bf16").from_cache == (container == "second")
             choice = tmp_path / container / "tuned" / "choice.json"
             assert choice.exists() == (container == "second")

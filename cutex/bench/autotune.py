@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING, Any
 from cutex.arch import Arch
 from cutex.arch import arch as arch_named
 from cutex.bench import timing
-from cutex.compile import cache_dir, compile, sources_digest
+from cutex.compile import cache_dir, compile
+from cutex.compile.sources import sources_digest
 from cutex.kernels.gemm.choose import choose, shortlist
 from cutex.kernels.gemm.config import GemmConfig
 
@@ -155,7 +156,7 @@ def _key(stage: Stage, problem: GemmProblem) -> dict[str, Any]:
         "class": [size_class(s) for s in problem.mnk],
         "dtype": problem.dtype,
         "versions": {name: metadata.version(name) for name in ("nvidia-cutlass-dsl", "torch")},
-        "sources": sources_digest(),
+        "sources": sources_digest([stage.module, choose.__module__]),
     }
 
 

@@ -344,11 +344,14 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """CUTEX_COMMIT, or the commit of the clone this package lies in, marked if it was edited."""
-    told = os.environ.get("CUTEX_COMMIT")
-    root = Path(__file__).resolve().parents[2]
-    if told or not (root / ".git").exists():
-        return told or None
+    """CUTEX_COMMIT, or the commit of the clone that holds this package; "+edited" behind it if any
+    file that the package consists of was edited or added since."""
+    given = os.environ.get("CUTEX_COMMIT")
+    package = Path(__file__).resolve().parents[1]
+    root = package.parent
+    if given or not (root / ".git").exists():
+        return given or None
+    parts = [package, *(link.resolve() for link in package.iterdir() if link.is_symlink())]
 
     def git(*args: str) -> str:
         ran = subprocess.run(("git", "-C", root, *args), capture_output=True, text=True, check=True)
@@ -356,7 +359,7 @@ def commit() -> str | None:
 
     try:
         head = git("rev-parse", "--short=12", "HEAD")
-        edited = git("status", "--porcelain", "--untracked-files=no", "--", "cutex", "kernels")
+        edited = git("status", "--porcelain", "--", *map(str, parts))
     except (OSError, subprocess.CalledProcessError):
         return None
     return f"{head}+edited" if edited else head

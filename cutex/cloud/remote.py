@@ -38,20 +38,21 @@ def execute(request: dict[str, Any]) -> dict[str, Any]:
     elif request["probes"]:
         reply["probes"] = _probes(request)
     else:
-        with Volume():
-            reply["results"] = _run(request, notices)
+        reply["results"] = _run(request, notices)
     reply["seconds"] = _clock.lap()
     return reply
 
 
 def _run(request: dict[str, Any], notices: list[str]) -> list[str]:
     from cutex.bench.run import Options, run_stages
+    from cutex.compile.sources import sources_digest
     from cutex.kernels.gemm import stage
     from cutex.problem.gemm import GemmProblem
 
     stages = [stage(request["arch"], number) for number in request["stages"]]
     options = Options(**request["options"], notice=notices.append)
-    found = run_stages(GemmProblem(**request["problem"]), stages, "cuda", options)
+    with Volume(sources_digest(s.module for s in stages)):
+        found = run_stages(GemmProblem(**request["problem"]), stages, "cuda", options)
     here = {
         "commit": request["commit"],  # the sources came without their history
         "rented": request["gpu"],
@@ -149,17 +150,17 @@ def _add_entries(source: Path, target: Path) -> None:
 
 
 class Volume:
-    """What is kept between runs, for these very sources: kernels, and configs chosen by time.
+    """What is kept between runs of the same sources: kernels, and configs chosen by time.
 
     NOTE: the cache itself lies on the container's own disk, because it needs locks and renames,
     which a network volume may not have. An entry that did not arrive whole is made anew.
     """
 
-    def __init__(self, mounted: str = VOLUME) -> None:
-        from cutex.compile import cache_dir, sources_digest
+    def __init__(self, sources: str, mounted: str = VOLUME) -> None:
+        from cutex.compile import cache_dir
 
         self.mounted = Path(mounted)
-        self.here, self.there = cache_dir(), self.mounted / sources_digest()[:16]
+        self.here, self.there = cache_dir(), self.mounted / sources[:16]
 
     def __enter__(self) -> None:
         self._copy(self.there, self.here)

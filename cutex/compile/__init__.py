@@ -27,9 +27,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from functools import cache as once
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+from cutex.compile.sources import modules_of, sources_digest
 
 if TYPE_CHECKING:
     import torch
@@ -418,21 +419,8 @@ def _ingredients(kernel: Kernel, dtype: str, arch: str) -> dict[str, Any]:
         "tvm_ffi": importlib.metadata.version("apache-tvm-ffi"),
         "dsl_environment": {k: v for k, v in os.environ.items() if k.startswith("CUTE_DSL_")},
         "host": platform.machine(),
-        "sources": sources_digest(),
+        "sources": sources_digest(modules_of(kernel, kernel.config)),
     }
-
-
-@once
-def sources_digest() -> str:
-    """Of every file that a kernel may be built from."""
-    here = Path(__file__).resolve().parent.parent
-    files = [here / "arch.py"]
-    for folder in ("compile", "device", "kernels", "schedulers"):
-        files += sorted((here / folder).resolve().rglob("*.py"))
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(f"{file.parent.name}/{file.name}\0".encode() + file.read_bytes() + b"\0")
-    return digest.hexdigest()
 
 
 def _canonical(value: dict[str, Any]) -> bytes:
