@@ -111,7 +111,7 @@ def python(code: str, root: Path, *more: Path) -> str:
 def test_every_module_that_tracing_a_kernel_loads_is_in_its_key(body, root, users, monkeypatch):
     code = TRACED.format(body=textwrap.dedent(body))
     module, loaded = json.loads(python(code, root, users).splitlines()[-1])
-    assert f"{root}/cutex/arch.py" in loaded.values()
+    assert f"{root}/cutex/device/pipeline.py" in loaded.values()
     monkeypatch.syspath_prepend(users)
     known = {source.module: str(source.file) for source in closure([module])}
     assert loaded.items() <= known.items()
