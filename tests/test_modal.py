@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 import cutex.bench.run
-from cutex import compile, results
+from cutex import results
 from cutex.kernels.gemm import stages
 
 modal = pytest.importorskip("modal", reason="modal is not installed: pip install 'cutex[modal]'")
@@ -53,7 +53,7 @@ def cloud(root, modal_app, monkeypatch, tmp_path):
     monkeypatch.setattr(cutex.bench.run, "choose_device", lambda name, target: "sim")
     monkeypatch.setenv("CUTEX_CACHE", str(tmp_path / "container"))
     monkeypatch.setenv("CUTEX_COMMIT", "")
-    monkeypatch.setattr(compile, "_in_process", {})
+    monkeypatch.setattr("cutex.compile.compiling._in_process", {})
     with offline.ControlPlane({"run": modal_app.run.local}) as plane:
         plane.faults = monkeypatch
         yield plane

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cutex import compile, results
+from cutex import results
 from cutex.cloud import prices, remote, rental
 from cutex.kernels.gemm import stages
 from cutex.problem.gemm import GemmProblem
@@ -150,7 +150,7 @@ def test_compiled_kernels_travel_and_are_found_there(cloud, run, monkeypatch, tm
     ((_, request, _),) = cloud.asked
     assert len(request["kernels"]) > 1000
     monkeypatch.setenv("CUTEX_CACHE", str(tmp_path / "container"))
-    monkeypatch.setattr(compile, "_in_process", {})
+    monkeypatch.setattr("cutex.compile.compiling._in_process", {})
     remote.unpack(request["kernels"])
     stage = stages("sm_100a")[0]
     assert rental.compile_stage(stage, "bf16").from_cache
@@ -162,7 +162,7 @@ def test_what_one_container_made_the_next_one_finds(monkeypatch, tmp_path):
     volume.mkdir()
     for container in ("first", "second"):
         monkeypatch.setenv("CUTEX_CACHE", str(tmp_path / container))
-        monkeypatch.setattr(compile, "_in_process", {})
+        monkeypatch.setattr("cutex.compile.compiling._in_process", {})
         with remote.Volume("digest of the sources", str(volume)):
             assert rental.compile_stage(stage, "bf16").from_cache == (container == "second")
             choice = tmp_path / container / "tuned" / "choice.json"

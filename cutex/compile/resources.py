@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cutex.errors import NoDisassembler
+
 if TYPE_CHECKING:
     from cutex.compile import Compiled
 
@@ -37,10 +39,6 @@ CLASSES = {
     "spill load": ("LDL",),
     "spill store": ("STL",),
 }
-
-
-class NoDisassembler(RuntimeError):
-    """nvdisasm is not here."""
 
 
 @dataclass(frozen=True)
