@@ -24,7 +24,7 @@ VOLUME = "/cache"  # where Modal mounts the volume of compiled kernels
 
 
 def execute(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer one request of cutex.rental; runs in the container."""
+    """Answer one request of cutex.cloud.rental; runs in the container."""
     unpack(request["kernels"])
     notices: list[str] = []
     reply: dict[str, Any] = {
@@ -46,13 +46,14 @@ def execute(request: dict[str, Any]) -> dict[str, Any]:
 def _run(request: dict[str, Any], notices: list[str]) -> list[str]:
     from cutex.bench.run import Options, run_stages
     from cutex.compile.sources import sources_digest
-    from cutex.kernels.gemm import stage
-    from cutex.problem.gemm import GemmProblem
+    from cutex.problem import problem_class
+    from cutex.problem.stage import stage
 
-    stages = [stage(request["arch"], number) for number in request["stages"]]
+    op, problem = request["op"], request["problem"]
+    stages = [stage(op, request["arch"], number) for number in request["stages"]]
     options = Options(**request["options"], notice=notices.append)
     with Volume(sources_digest(s.module for s in stages)):
-        found = run_stages(GemmProblem(**request["problem"]), stages, "cuda", options)
+        found = run_stages(problem_class(op)(**problem), stages, "cuda", options)
     here = {
         "commit": request["commit"],  # the sources came without their history
         "rented": request["gpu"],
@@ -71,7 +72,7 @@ def _probes(request: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _tests(arguments: list[str]) -> dict[str, Any]:
-    """Run pytest on the mounted tests; its report, and its exit code as ours."""
+    """Run pytest on the mounted tests; returns its report and its exit code."""
     import cutex
 
     root = Path(cutex.__file__).resolve().parent.parent
@@ -85,7 +86,7 @@ def _tests(arguments: list[str]) -> dict[str, Any]:
 
 
 class _Clock:
-    """Seconds of rent since the last lap; the first began with the process."""
+    """A clock of the seconds of rent since the last lap; the first lap began with the process."""
 
     def __init__(self) -> None:
         self._from = time.time() - _process_seconds()
@@ -97,7 +98,7 @@ class _Clock:
 
 
 def _process_seconds() -> float:
-    """How long this process has been running; 0 where the kernel does not tell."""
+    """How long this process has been running; 0 where the kernel does not say."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         up = float(Path("/proc/uptime").read_text().split()[0])
@@ -152,7 +153,7 @@ def _add_entries(source: Path, target: Path) -> None:
 class Volume:
     """What is kept between runs of the same sources: kernels, and configs chosen by time.
 
-    NOTE: the cache itself lies on the container's own disk, because it needs locks and renames,
+    NOTE: the cache itself is on the container's own disk, because it needs locks and renames,
     which a network volume may not have. An entry that did not arrive whole is made anew.
     """
 
