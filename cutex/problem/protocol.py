@@ -42,8 +42,36 @@ class PeerKernel:
     setup_seconds: float = 0.0  # on a rented GPU: its own compilation and tuning
 
 
-class Problem(ABC):
-    """One computation: sizes, data, reference and tolerance, alike for every device and caller.
+class Computation(ABC):
+    """Data, and the judgement of what was computed from it."""
+
+    @property
+    @abstractmethod
+    def flops(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def bytes(self) -> int:
+        """The least traffic with global memory: inputs read once, outputs written once."""
+
+    @abstractmethod
+    def inputs(self, device: str | torch.device = "cpu", copy: int = 0) -> tuple[torch.Tensor, ...]:
+        """The inputs, drawn on `device` from the seed; `copy` numbers independent draws."""
+
+    @abstractmethod
+    def outputs(self, device: str | torch.device = "cpu") -> tuple[torch.Tensor, ...]:
+        """The outputs, every element NaN until a kernel writes it."""
+
+    @abstractmethod
+    def check(self, *tensors: torch.Tensor, tile: tuple[int, ...] | None = None) -> Check:
+        """Compare the outputs among `tensors` (inputs, then outputs) with the reference.
+
+        `tile`, the extents of a CTA's part of the output, lets a failure name its tile.
+        """
+
+
+class Problem(Computation):
+    """What a ladder computes: sizes, data, reference and tolerance, alike for every caller.
 
     A subclass is a frozen dataclass of numbers and names: its sizes first, then dtype, init and
     seed. Its fields are what a ledger keeps of it. It raises ValueError, in one sentence, for what
@@ -66,16 +94,7 @@ class Problem(ABC):
     init: str
     seed: int
 
-    # ---- what it costs
-
-    @property
-    @abstractmethod
-    def flops(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def bytes(self) -> int:
-        """The least traffic with global memory: inputs read once, outputs written once."""
+    # ---- parts of the work
 
     @abstractmethod
     def grid(self, tile: Sequence[int]) -> int:
@@ -85,22 +104,7 @@ class Problem(ABC):
     def steps(self, tile: Sequence[int], step_flops: int) -> int:
         """How many steps of so many FLOPs the mainloop takes over one tile."""
 
-    # ---- data and reference
-
-    @abstractmethod
-    def inputs(self, device: str | torch.device = "cpu", copy: int = 0) -> tuple[torch.Tensor, ...]:
-        """The inputs, drawn on `device` from the seed; `copy` numbers independent draws."""
-
-    @abstractmethod
-    def outputs(self, device: str | torch.device = "cpu") -> tuple[torch.Tensor, ...]:
-        """The outputs, every element NaN until a kernel writes it."""
-
-    @abstractmethod
-    def check(self, *tensors: torch.Tensor, tile: tuple[int, ...] | None = None) -> Check:
-        """Compare the outputs among `tensors` (inputs, then outputs) with the reference.
-
-        `tile`, the extents of a CTA's part of the output, lets a failure name its tile.
-        """
+    # ---- other data and sizes
 
     def exact(self) -> Self:
         """The same on data for which the check is exact: small integers."""
