@@ -73,9 +73,7 @@ def _probes(request: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _tests(arguments: list[str]) -> dict[str, Any]:
     """Run pytest on the mounted tests; returns its report and its exit code."""
-    import cutex
-
-    root = Path(cutex.__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "junit.xml"
         command = (sys.executable, "-m", "pytest", *arguments, "--junitxml", str(junit))

@@ -34,7 +34,7 @@ Rent = Callable[[str, list[dict[str, Any]], int], AsyncIterator[Reply]]
 KINDS = [problem_class(op) for op in OPS]
 SIZE_OPTIONS = [option for kind in KINDS for option in kind.size_options]
 DEFAULT_GPU = "B200"
-DEFAULT_TESTS = "tests/test_gemm.py -q"
+DEFAULT_TESTS = f"tests/test_{DEFAULT_OP}.py -q"
 
 # What a call takes, in seconds. Estimates, with room: the price afterwards is by measured seconds.
 START = 40.0  # a container starts, imports torch and the DSL; once per GPU
