@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from cutlass import Boolean, Int32, Int128, cute
 from cutlass.memory import SmemAllocator
 
-from cutex.device.pipeline import Barrier, Place
+from cutex.device.pipeline import Barrier, PipelineState
 from cutex.schedulers.one_tile import WorkTile
 from cutex.schedulers.persistent import BatchTile
 from cutex.schedulers.queue import CTAS, PairTiles, Ticket
@@ -64,23 +64,23 @@ class ClcQueue:
         cute.arch.fence_view_async_shared()  # NOTE: the next reply comes through the async proxy
         with cute.arch.elect_one():
             self.read.arrive_at_leader(ticket.slot)
-        place = Place(DEPTH, ticket.slot, ticket.phase)
-        place.advance()
-        return Ticket(x // CTAS, taken != 0, place.slot, place.phase)
+        state = PipelineState(DEPTH, ticket.slot, ticket.phase)
+        state.advance()
+        return Ticket(x // CTAS, taken != 0, state.slot, state.phase)
 
     @cute.jit
     def ask(self) -> None:
         """Ask for one tile after the other, until there is none. One warp, of the leader."""
         lane = cute.arch.lane_idx()
-        place = Place(DEPTH, Int32(0), Int32(1))
+        state = PipelineState(DEPTH, Int32(0), Int32(1))
         ticket = self.first()
         while ticket.valid:
-            self.read.wait(place.phase, place.slot)
+            self.read.wait(state.phase, state.slot)
             if lane < CTAS:
-                self.asked.arrive_expecting_at(lane, REPLY_BYTES, place.slot)
+                self.asked.arrive_expecting_at(lane, REPLY_BYTES, state.slot)
             with cute.arch.elect_one():
-                cute.arch.issue_clc_query(self.asked[place.slot], self.replies + place.slot)
-            place.advance()
+                cute.arch.issue_clc_query(self.asked[state.slot], self.replies + state.slot)
+            state.advance()
             ticket = self.next(ticket)
 
     def tile(self, ticket: Ticket) -> WorkTile | BatchTile:

@@ -81,8 +81,8 @@ class Barrier:
         cute.arch.mbarrier_arrive_and_expect_tx(self[slot], num_bytes)
 
 
-class Place:
-    """Where one agent stands on its way around a ring: the slot, and the parity to wait for."""
+class PipelineState:
+    """One agent's position in a ring: the slot, and the parity of the phase to wait for."""
 
     def __init__(self, num_slots: int, slot: Int32, phase: Int32) -> None:
         self.num_slots = num_slots
@@ -102,12 +102,12 @@ class Place:
         self.slot = ahead % self.num_slots
         self.phase ^= (ahead // self.num_slots) & 1
 
-    # NOTE: the two methods that let the DSL carry a Place through a loop or a branch.
+    # NOTE: the two methods that let the DSL carry a PipelineState through a loop or a branch.
     def __extract_mlir_values__(self) -> list:
         return [self.slot.ir_value(), self.phase.ir_value()]
 
-    def __new_from_mlir_values__(self, values: list) -> Place:
-        return Place(self.num_slots, Int32(values[0]), Int32(values[1]))
+    def __new_from_mlir_values__(self, values: list) -> PipelineState:
+        return PipelineState(self.num_slots, Int32(values[0]), Int32(values[1]))
 
 
 @dataclass(frozen=True)
@@ -135,32 +135,32 @@ class Ring:
         self.full.init()
         self.empty.init()
 
-    def producer(self) -> Place:
+    def producer(self) -> PipelineState:
         # NOTE: a wait for parity 1 on a fresh barrier returns at once: every slot starts empty.
-        return Place(self.num_slots, Int32(0), Int32(1))
+        return PipelineState(self.num_slots, Int32(0), Int32(1))
 
-    def consumer(self) -> Place:
-        return Place(self.num_slots, Int32(0), Int32(0))
+    def consumer(self) -> PipelineState:
+        return PipelineState(self.num_slots, Int32(0), Int32(0))
 
-    def acquire(self, place: Place) -> cute.Pointer:
+    def acquire(self, state: PipelineState) -> cute.Pointer:
         """Wait until the slot is empty and arm its barrier, which is returned. A whole warp."""
-        self.empty.wait(place.phase, place.slot)
+        self.empty.wait(state.phase, state.slot)
         with cute.arch.elect_one():
-            self.full.arrive_expecting(self.slot_bytes, place.slot)
-        return self.full[place.slot]
+            self.full.arrive_expecting(self.slot_bytes, state.slot)
+        return self.full[state.slot]
 
-    def wait_full(self, place: Place) -> None:
-        self.full.wait(place.phase, place.slot)
+    def wait_full(self, state: PipelineState) -> None:
+        self.full.wait(state.phase, state.slot)
 
-    def is_full(self, place: Place) -> Boolean:
+    def is_full(self, state: PipelineState) -> Boolean:
         """Whether all lanes of this warp see it full: then none has to wait. A whole warp."""
-        seen = cute.arch.mbarrier_test_wait(self.full[place.slot], place.phase)
+        seen = cute.arch.mbarrier_test_wait(self.full[state.slot], state.phase)
         return cute.arch.vote_all_sync(seen)
 
-    def release(self, place: Place) -> None:
+    def release(self, state: PipelineState) -> None:
         """One arrival of this warp: its reads of the slot are over."""
         with cute.arch.elect_one():
-            self.empty.arrive(place.slot)
+            self.empty.arrive(state.slot)
 
 
 @dataclass(frozen=True)
@@ -172,12 +172,14 @@ class PairRing(Ring):
     """
 
     @cute.jit
-    def acquire(self, place: Place) -> cute.Pointer:
-        self.empty.wait(place.phase, place.slot)
+    def acquire(self, state: PipelineState) -> cute.Pointer:
+        self.empty.wait(state.phase, state.slot)
         if is_leader():
             with cute.arch.elect_one():
-                self.full.arrive_expecting(self.slot_bytes, place.slot)
-        return self.full[place.slot]  # NOTE: a load of a pair finds the leader's of that place
+                self.full.arrive_expecting(self.slot_bytes, state.slot)
+        return self.full[
+            state.slot
+        ]  # NOTE: a pair's load arrives on the leader's barrier at this offset
 
 
 @dataclass(frozen=True)
@@ -192,14 +194,14 @@ class AccRing(Ring):
     def of(smem: SmemAllocator, num_slots: int, readers: int) -> AccRing:
         return AccRing.allocate(smem, "acc", num_slots, slot_bytes=0, consumers=readers)
 
-    def acquire(self, place: Place) -> cute.Pointer:
+    def acquire(self, state: PipelineState) -> cute.Pointer:
         """Wait until the accumulator has been read; returns the barrier to commit to."""
-        self.empty.wait(place.phase, place.slot)
-        return self.full[place.slot]
+        self.empty.wait(state.phase, state.slot)
+        return self.full[state.slot]
 
-    def release(self, place: Place) -> None:
+    def release(self, state: PipelineState) -> None:
         with cute.arch.elect_one():
-            self.empty.arrive_at_leader(place.slot)
+            self.empty.arrive_at_leader(state.slot)
 
 
 def is_leader() -> Boolean:
@@ -244,17 +246,19 @@ def publish_barriers(
 
 
 @dataclass(frozen=True)
-class Turns:
-    """Two warpgroups take turns: each waits until the other passes the turn on.
+class OrderedBarrier:
+    """Two warpgroups enter a section in alternation: each waits for the other's signal.
 
-    One named barrier for each; a turn is complete when the 128 that pass it and the 128 that take
-    it have come.
+    Each warpgroup has one named barrier, `first_barrier` + its number; a phase is complete when the
+    128 threads that signal and the 128 that wait have arrived.
     """
 
     first_barrier: int
 
-    def take(self, warpgroup: Int32) -> None:
+    def wait(self, warpgroup: Int32) -> None:
+        """Until the other warpgroup has signalled; by all threads of `warpgroup`."""
         cute.arch.barrier(barrier_id=self.first_barrier + warpgroup, number_of_threads=256)
 
-    def pass_to(self, warpgroup: Int32) -> None:
+    def signal(self, warpgroup: Int32) -> None:
+        """Let `warpgroup` enter next; by all threads of the other one."""
         cute.arch.barrier_arrive(barrier_id=self.first_barrier + warpgroup, number_of_threads=256)

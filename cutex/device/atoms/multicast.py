@@ -17,7 +17,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cutex.device.atoms.tma import AbLoads, TileLoads, load_operand, tile_loads
-from cutex.device.pipeline import Barrier, Place, Ring
+from cutex.device.pipeline import Barrier, PipelineState, Ring
 from cutex.schedulers.one_tile import WorkTile, place_in_cluster
 
 
@@ -198,21 +198,21 @@ class SharedRing(Ring):
         return SharedRing(num_slots, slot_bytes, full, empty, cluster)
 
     @cute.jit
-    def release(self, place: Place) -> None:
+    def release(self, state: PipelineState) -> None:
         """One arrival of this warp at each neighbour: its reads of the slot are over."""
         if cutlass.const_expr(self.cluster.size == 1):
             with cute.arch.elect_one():
-                self.empty.arrive(place.slot)
+                self.empty.arrive(state.slot)
         else:
             lane = cute.arch.lane_idx()
             if lane < self.cluster.neighbours:
                 peer = self.cluster.neighbour(lane)
-                cute.arch.mbarrier_arrive(self.empty[place.slot], peer)
+                cute.arch.mbarrier_arrive(self.empty[state.slot], peer)
 
     @cute.jit
-    def drain(self, place: Place) -> None:
+    def drain(self, state: PipelineState) -> None:
         """By the load warp, after its last load: wait until every slot is empty. No neighbour then
         has anything left to write here or to signal, so this CTA may end."""
         for _ in cutlass.range(self.num_slots, unroll=1):
-            self.empty.wait(place.phase, place.slot)
-            place.advance()
+            self.empty.wait(state.phase, state.slot)
+            state.advance()

@@ -30,7 +30,7 @@ from cutex.device.atoms.tma import PairOperands, load_operand, store_operand
 from cutex.device.atoms.tmem import LANES, fence_before_sync
 from cutex.device.epilogue import epilogue_ops as fusion
 from cutex.device.epilogue.sm100 import FusedTileOut, FusedWayOut
-from cutex.device.pipeline import AccRing, Place
+from cutex.device.pipeline import AccRing, PipelineState
 from cutex.kernels.gemm.general import GeneralGemm
 from cutex.kernels.gemm.sm100.stage9 import Stage9
 from cutex.schedulers.queue import CTAS
@@ -107,7 +107,7 @@ class General(GeneralGemm, Stage9):
         self.run(mma, PairOperands(a, b, sA, sB), way_out, mProduct, smem)
 
     @cute.jit
-    def store_block(self, leaving: FusedTileOut, acc: AccRing, take: Place) -> None:
+    def store_block(self, leaving: FusedTileOut, acc: AccRing, take: PipelineState) -> None:
         """With pieces, or element by element, in a loop.
 
         NOTE: unrolled, with bias, residual and scales, the sub-tiles of both blocks would be one

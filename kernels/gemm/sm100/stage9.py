@@ -42,7 +42,7 @@ from cutex.device.atoms.tmem import LANES, fence_after_sync, fence_before_sync
 from cutex.device.epilogue.stores import SubTiles, TileOut, WayOut, drain_stores
 from cutex.device.pipeline import (
     AccRing,
-    Place,
+    PipelineState,
     Ring,
     sync_cluster,
 )
@@ -188,19 +188,19 @@ class Stage9(Stage8):
         self,
         mma: Umma,
         ab: Ring,
-        take: Place,
+        take: PipelineState,
         count: Int32,
         block: cutlass.Constexpr[int],
         fresh: cutlass.Constexpr[bool],
     ) -> None:
         """`count` steps of one block, from the slot of `take` on; the last block empties them."""
-        place = Place(take.num_slots, take.slot, take.phase)
+        state = PipelineState(take.num_slots, take.slot, take.phase)
         for step in cutlass.range(count, unroll=1):
-            ab.wait_full(place)
-            mma.issue(place.slot, accumulate=step > 0 if fresh else True)
+            ab.wait_full(state)
+            mma.issue(state.slot, accumulate=step > 0 if fresh else True)
             if cutlass.const_expr(block == self.num_blocks - 1):
-                mma.commit(ab.empty[place.slot])
-            place.advance()
+                mma.commit(ab.empty[state.slot])
+            state.advance()
 
     @cute.jit
     def epilogue(
@@ -240,7 +240,7 @@ class Stage9(Stage8):
         drain_stores()
 
     @cute.jit
-    def store_block(self, leaving: TileOut, acc: AccRing, take: Place) -> None:
+    def store_block(self, leaving: TileOut, acc: AccRing, take: PipelineState) -> None:
         """One accumulator: a sub-tile is on its way out of tensor memory while the one before is
         stored."""
         parts = leaving.parts

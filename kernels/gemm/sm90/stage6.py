@@ -27,7 +27,7 @@ from cutex.device.atoms.mma import Wgmma
 from cutex.device.atoms.multicast import AbOperands, Cluster, SharedRing, shared_operand
 from cutex.device.atoms.tma import AbLoads, store_operand
 from cutex.device.epilogue.stores import WarpgroupStores
-from cutex.device.pipeline import Place
+from cutex.device.pipeline import PipelineState
 from cutex.kernels.gemm.sm90.stage5 import Stage5
 from cutex.schedulers.one_tile import OneTilePerCta
 from cutex.schedulers.raster import clusters
@@ -93,10 +93,10 @@ class Stage6(Stage5):
         self,
         loads: AbLoads,
         ab: SharedRing,
-        fill: Place,
+        fill: PipelineState,
         first: Int32 | int = 0,
         end: Int32 | None = None,
-    ) -> Place:
+    ) -> PipelineState:
         """Load a tile's K, or its K tiles `first` to `end`, from place `fill` on; returns the place
         after."""
         if cutlass.const_expr(end is None):
@@ -107,7 +107,9 @@ class Stage6(Stage5):
         return fill
 
     @cute.jit
-    def mainloop(self, mma: Wgmma, ab: SharedRing, take: Place, num_k_tiles: Int32) -> Place:
+    def mainloop(
+        self, mma: Wgmma, ab: SharedRing, take: PipelineState, num_k_tiles: Int32
+    ) -> PipelineState:
         """The MMA over all of K, from place `take` on; returns the place after. All slots are
         released when this returns, and the accumulators are there."""
         done, take = self.issue(mma, ab, take, num_k_tiles)
@@ -117,10 +119,10 @@ class Stage6(Stage5):
 
     @cute.jit
     def issue(
-        self, mma: Wgmma, ab: SharedRing, take: Place, num_k_tiles: Int32
-    ) -> tuple[Place, Place]:
+        self, mma: Wgmma, ab: SharedRing, take: PipelineState, num_k_tiles: Int32
+    ) -> tuple[PipelineState, PipelineState]:
         """Start all MMAs, and release all slots but the last: returns its place and the next."""
-        done = Place(take.num_slots, take.slot, take.phase)
+        done = PipelineState(take.num_slots, take.slot, take.phase)
         ab.wait_full(take)
         mma.issue(take.slot, accumulate=False)
         take.advance()

@@ -26,7 +26,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutex.device.atoms.mma import Wgmma
 from cutex.device.atoms.multicast import SharedRing
 from cutex.device.epilogue.stores import WarpgroupStores
-from cutex.device.pipeline import Turns
+from cutex.device.pipeline import OrderedBarrier
 from cutex.kernels.gemm.sm90.stage7 import Stage7
 
 
@@ -52,18 +52,18 @@ class Stage8(Stage7):
         self, mma: Wgmma, ab: SharedRing, stores: WarpgroupStores, num_k_tiles: Int32, mC
     ) -> None:
         walk = self.tiles.walk(mC)
-        turns = Turns(first_barrier=3)  # behind those of the warpgroups
+        order = OrderedBarrier(first_barrier=3)  # behind those of the warpgroups
         mine = cute.arch.warp_idx() // 4
         take = ab.consumer()
         if mine == 1:
-            turns.pass_to(0)
+            order.signal(0)
             take.skip(num_k_tiles)
         first = walk.first + mine * walk.step
         for index in cutlass.range(first, walk.end, 2 * walk.step, unroll=1):
-            turns.take(mine)
+            order.wait(mine)
             done, take = self.issue(mma, ab, take, num_k_tiles)
             if index + walk.step < walk.end:
-                turns.pass_to(1 - mine)
+                order.signal(1 - mine)
             warpgroup.wait_group(0)
             ab.release(done)
             take.skip(num_k_tiles)

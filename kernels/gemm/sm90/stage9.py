@@ -55,7 +55,7 @@ from cutex.device.atoms.mma import Wgmma, transposed_slots_layout
 from cutex.device.atoms.multicast import AbOperands, SharedRing, shared_operand
 from cutex.device.atoms.tma import AbLoads, store_operand
 from cutex.device.epilogue.stores import WarpgroupStores, WarpStores, warp_stores, warpgroup_stores
-from cutex.device.pipeline import Place, sync_cluster
+from cutex.device.pipeline import PipelineState, sync_cluster
 from cutex.kernels.gemm.config import ELEMENT
 from cutex.kernels.gemm.sm90.stage7 import Stage7
 from cutex.kernels.gemm.sm90.stage8 import Stage8
@@ -201,7 +201,9 @@ class Stage9(Stage8):
         ab.drain(fill)
 
     @cute.jit
-    def load_at_pace(self, loads: AbLoads, ab: SharedRing, fill: Place, mC: cute.Tensor) -> Place:
+    def load_at_pace(
+        self, loads: AbLoads, ab: SharedRing, fill: PipelineState, mC: cute.Tensor
+    ) -> PipelineState:
         """Load all of K: a ring of it at once, the rest no sooner than memory can bring it to all
         CTAs alike (schedulers/pace.py)."""
         c = self.config
@@ -253,8 +255,8 @@ class Stage9(Stage8):
 
     @cute.jit
     def issue(
-        self, mma: Wgmma, ab: SharedRing, take: Place, num_k_tiles: Int32
-    ) -> tuple[Place, Place]:
+        self, mma: Wgmma, ab: SharedRing, take: PipelineState, num_k_tiles: Int32
+    ) -> tuple[PipelineState, PipelineState]:
         """As in stage 6; but where memory limits, a slot is not kept until the next is full.
 
         An MMA is followed by another, if that one's slot is full, so that the tensor cores go on;
@@ -262,7 +264,7 @@ class Stage9(Stage8):
         """
         if cutlass.const_expr(not self.one_tile or self.few_columns):
             return Stage8.issue(self, mma, ab, take, num_k_tiles)
-        done = Place(take.num_slots, take.slot, take.phase)
+        done = PipelineState(take.num_slots, take.slot, take.phase)
         ab.wait_full(take)
         mma.issue(take.slot, accumulate=False)
         take.advance()
