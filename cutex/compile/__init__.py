@@ -42,6 +42,7 @@ TORCH_NAMES = {  # of everything that an operand may be
     "fp32": "float32",
     "e4m3": "float8_e4m3fn",
     "e5m2": "float8_e5m2",
+    "int32": "int32",
 }
 ALIGN = 16  # bytes: TMA takes base addresses and row strides that are multiples of 16
 
@@ -60,9 +61,10 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class Scalar:
-    """A host number, passed as fp32."""
+    """A host number, passed as fp32 or, with dtype "int32", as a 32-bit integer."""
 
     name: str
+    dtype: str = "fp32"
 
 
 Argument = Operand | Scalar
@@ -123,8 +125,9 @@ class Compiled:
         for operand, x in zip(self.operands, tensors, strict=True):
             if isinstance(operand, Operand):
                 _check_operand(operand, x, sizes)
-            elif not isinstance(x, float):
-                raise TypeError(f"{operand.name} must be a float, got {type(x).__name__}")
+            elif not isinstance(x, float if operand.dtype == "fp32" else int):
+                kind = "a float" if operand.dtype == "fp32" else "an int"
+                raise TypeError(f"{operand.name} must be {kind}, got {type(x).__name__}")
         self._check_device(tensors[0])
 
     def _check_device(self, x: Any) -> None:
@@ -359,6 +362,7 @@ def dsl_type(dtype: str) -> Any:
         "fp32": cutlass.Float32,
         "e4m3": cutlass.Float8E4M3FN,
         "e5m2": cutlass.Float8E5M2,
+        "int32": cutlass.Int32,
     }[dtype]
 
 
@@ -377,7 +381,7 @@ def _fake_arguments(arguments: tuple[Argument, ...]) -> list[Any]:
     return [
         _fake_tensor(o, [size[letter] for letter in o.sizes])
         if isinstance(o, Operand)
-        else cutlass.Float32(1.0)
+        else dsl_type(o.dtype)(1)
         for o in arguments
     ]
 

@@ -47,7 +47,8 @@ class Product(NamedTuple):
     ) -> None:
         """Start acc = A @ B[slot]^T, plus acc if `accumulate`, as one group; A is (MMA, MMA_M,
         MMA_K), registers or descriptors."""
-        tiled_mma = self.tiled_mma
+        # NOTE: setting a field changes the object, which must not outlive the loop it is set in
+        tiled_mma = cute.make_tiled_mma(self.tiled_mma.op, self.tiled_mma.thr_layout_vmnk.shape[1:])
         warpgroup.fence()
         for k_block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
             tiled_mma.set(warpgroup.Field.ACCUMULATE, accumulate if k_block == 0 else True)
@@ -94,6 +95,9 @@ def a_registers(columns: cutlass.Constexpr[int], dtype: type[cutlass.Numeric]) -
 @cute.jit
 def round_to(tCrA: cute.Tensor, acc: cute.Tensor) -> None:
     """Round an accumulator, ((2, 2, N / 8), 1, 1), into an operand A, ((2, 2, 2), 1, N / 16)."""
-    flat = cute.make_layout(cute.size(acc))
-    rounded = cute.make_tensor(acc.iterator, flat).load().to(tCrA.element_type)
-    cute.make_tensor(tCrA.iterator, flat).store(rounded)
+    # NOTE: 16 columns at a time: vectors of other lengths than powers of two are packed one by one
+    layout = cute.make_layout((8, cute.size(acc) // 8))
+    wide = cute.make_tensor(acc.iterator, layout)
+    narrow = cute.make_tensor(tCrA.iterator, layout)
+    for k_block in cutlass.range_constexpr(cute.size(acc) // 8):
+        narrow[None, k_block].store(wide[None, k_block].load().to(tCrA.element_type))

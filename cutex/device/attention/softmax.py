@@ -106,6 +106,7 @@ class Softmax(NamedTuple):
         return a + b
 
     @staticmethod
+    @cute.jit
     def _finite(x: Float32) -> Float32:
         return Float32(0.0) if x == -Float32.inf else x
 
