@@ -41,6 +41,7 @@ class ForwardConfig:
     overlap: bool = True  # the next QK runs under the softmax
     pingpong: str = "gemm"  # what the warpgroups take turns at: "", "gemm", "exp"
     slack: float = 8.0  # powers of two before sums and outputs are scaled down
+    optimistic: bool = True
     dispatch: str = "dynamic"  # "one", "static", "dynamic"
     num_ctas: int = 132
     l2_bytes: int = 50 * 2**20

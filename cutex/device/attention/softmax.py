@@ -93,6 +93,12 @@ class Softmax(NamedTuple):
         return rescale
 
     @cute.jit
+    def add(self, scores: cute.Tensor) -> None:
+        """Turn a further block of scores into exponentials, references being what they are."""
+        for r in cutlass.range_constexpr(2):
+            self.sums[r] += self._exponentials(scores, r)
+
+    @cute.jit
     def _exponentials(self, scores: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
         """Turn row r into exponentials; returns their sum."""
         shift = self._finite(self.reference[r]) * self.scale_log2

@@ -310,7 +310,6 @@ class Forward:
         lane = cute.arch.lane_idx()
         while index < total:
             work = self.work_of(index, sizes)
-            upcoming = self.next_index(index, grid, total, passed)
             seq_q, seq_k = lens[0].of(work.batch), lens[1].of(work.batch)
             if work.m_block * c.tile_m < seq_q.length * c.pack:
                 blocks = info.n_blocks(work.m_block, seq_q.length, seq_k.length)
@@ -342,7 +341,7 @@ class Forward:
                         v_fill.advance()
                     gV.load(blocks.first, v_fill.slot, v_ring.acquire(v_fill))
                     v_fill.advance()
-            index = upcoming
+            index = self.next_index(index, grid, total, passed)
         q_ring.empty.wait(q_fill.phase, q_fill.slot)
         with cute.arch.elect_one():
             sWork[3, q_fill.slot] = Int32(0)
@@ -500,64 +499,26 @@ class Forward:
         round_to(tOrP, acc_s)
         acc_o.fill(0.0)
         n_block -= 1
-        masked_until = cutlass.min(blocks.clean_end, blocks.end - 1)
-        state = (n_block, k_take, v_take)
-        if cutlass.const_expr(mask.band.hi is not None):
-            for _ in cutlass.range(masked_until, blocks.end - 1, unroll=1):
-                k_take, v_take = self.step(
-                    qk,
-                    pv,
-                    tSrQ,
-                    accs,
-                    rings,
-                    (k_take, v_take),
-                    n_block,
-                    mask,
-                    True,
-                    softmax,
-                    factors,
-                    turns,
-                    wg,
-                )
-                n_block -= 1
+        what = (qk, pv, tSrQ, accs, rings, mask, softmax, factors, turns, wg)
+        state = (k_take, v_take)
         clean_from = blocks.first
+        if cutlass.const_expr(mask.band.hi is not None):
+            masked = cutlass.max(blocks.end - 1 - blocks.clean_end, 0)
+            state = self.steps(what, state, n_block, masked, "masked")
+            n_block -= masked
         if cutlass.const_expr(mask.band.lo is not None):
-            clean_from = cutlass.min(cutlass.max(blocks.clean_first, blocks.first), n_block + 1)
-        for _ in cutlass.range(clean_from, n_block + 1, unroll=1):
-            k_take, v_take = self.step(
-                qk,
-                pv,
-                tSrQ,
-                accs,
-                rings,
-                (k_take, v_take),
-                n_block,
-                mask,
-                False,
-                softmax,
-                factors,
-                turns,
-                wg,
-            )
-            n_block -= 1
+            clean_from = cutlass.min(blocks.clean_first, n_block + 1)
+        clean = n_block + 1 - clean_from
+        if cutlass.const_expr(c.optimistic and mask.band.hi is not None):
+            safe = cutlass.min(clean, 1)
+            state = self.steps(what, state, n_block, safe, "safe")
+            n_block -= safe
+            clean -= safe
+        state = self.steps(what, state, n_block, clean, "fast" if c.optimistic else "safe")
+        n_block -= clean
         if cutlass.const_expr(mask.band.lo is not None):
-            for _ in cutlass.range(blocks.first, n_block + 1, unroll=1):
-                k_take, v_take = self.step(
-                    qk,
-                    pv,
-                    tSrQ,
-                    accs,
-                    rings,
-                    (k_take, v_take),
-                    n_block,
-                    mask,
-                    True,
-                    softmax,
-                    factors,
-                    turns,
-                    wg,
-                )
-                n_block -= 1
+            state = self.steps(what, state, n_block, n_block + 1 - blocks.first, "masked")
+        k_take, v_take = state
         v_ring.wait_full(v_take)
         pv.issue(acc_o, tOrP, v_take.slot, True)
         warpgroup.wait_group(0)
@@ -566,24 +527,18 @@ class Forward:
         return k_take, v_take
 
     @cute.jit
-    def step(
-        self,
-        qk,
-        pv,
-        tSrQ,
-        accs,
-        rings,
-        takes,
-        n_block,
-        mask,
-        masked: cutlass.Constexpr[bool],
-        softmax,
-        factors,
-        turns,
-        wg,
-    ):
+    def steps(self, what, state, n_block: Int32, count: Int32, kind: cutlass.Constexpr[str]):
+        k_take, v_take = state
+        for _ in cutlass.range(count, unroll=1):
+            k_take, v_take = self.step(what, (k_take, v_take), n_block, kind)
+            n_block -= 1
+        return k_take, v_take
+
+    @cute.jit
+    def step(self, what, takes, n_block: Int32, kind: cutlass.Constexpr[str]):
         """One block of keys: QK of it, and PV of the one before under its softmax."""
         c = self.config
+        qk, pv, tSrQ, accs, rings, mask, softmax, factors, turns, wg = what
         acc_o, tOrP = accs
         k_ring, v_ring = rings
         k_take, v_take = takes
@@ -600,19 +555,28 @@ class Forward:
         warpgroup.wait_group(1)
         k_ring.release(k_take)
         k_take.advance()
-        if cutlass.const_expr(masked):
+        if cutlass.const_expr(kind == "masked"):
             mask.apply(rS, n_block)
-        rescale = softmax.next(rS, factors)
+        rescale = Boolean(False)
+        if cutlass.const_expr(kind == "fast"):
+            softmax.add(rS)
+        else:
+            rescale = softmax.next(rS, factors)
         warpgroup.wait_group(0)
         v_ring.release(v_take)
         v_take.advance()
         round_to(tOrP, acc_s)
-        if rescale:
+        if cutlass.const_expr(kind != "fast"):
+            self.rescale(rescale, acc_o, factors)
+        return k_take, v_take
+
+    @cute.jit
+    def rescale(self, when: Boolean, acc_o, factors) -> None:
+        if when:
             rO = rows_of(acc_o)
             for r in cutlass.range_constexpr(2):
                 for col in cutlass.range_constexpr(cute.size(rO, mode=[1])):
                     rO[r, col] *= factors[r]
-        return k_take, v_take
 
     @cute.jit
     def store(self, o, sO, slot, acc_o, lse, work, seq_q, passed, row, wg) -> None:
