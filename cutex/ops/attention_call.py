@@ -232,5 +232,7 @@ def _check_numbers(call: AttentionCall) -> None:
             raise TypeError(f"{name} must be a number, got {type(x).__name__}")
         if not isinstance(x, torch.SymFloat) and not -3e38 < x < 3e38:
             raise ValueError(f"{name}={x}: must be finite")
+    if call.softmax_scale is not None and not call.softmax_scale > 0:
+        raise ValueError(f"softmax_scale={call.softmax_scale}: must be positive")
     if call.softcap < 0:
         raise ValueError(f"softcap={call.softcap}: must be positive, or 0 for none")

@@ -107,6 +107,11 @@ class AttentionProblem:
         for name, known in (("dtype", DTYPES), ("init", INITS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(known)}")
+        if self.softmax_scale <= 0 or self.softcap < 0:
+            raise ValueError(
+                f"scale={self.scale}, softcap={self.softcap}: the one must be positive, the other "
+                "positive or 0 for none"
+            )
         for view in self.views:
             if view not in VIEWS:
                 raise ValueError(f"view {view!r} is not one of {', '.join(VIEWS)}")

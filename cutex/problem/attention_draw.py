@@ -16,36 +16,52 @@ def draw(
     seed: int,
     largest: float = 8,
     most_work: int = 2**24,
+    kernel: int | None = None,
     head_dims: tuple[tuple[int, int], ...] = HEAD_DIMS,
 ) -> AttentionProblem:
     """One problem, of sequences up to 2^largest.
 
     most_work: pairs of a query and a key, seen or not, times heads and head_dim + head_dim_v.
+    kernel: seed of what a kernel is compiled for (head dims, dtype, band, options, how sequences
+    are told apart), by default `seed`; sizes, views and data are drawn from `seed`.
     """
     r = random.Random(seed)
-    head_dim, head_dim_v = r.choice((*head_dims[:2], *head_dims))  # the common ones twice
+    of_kernel = random.Random(f"kernel {seed if kernel is None else kernel}")
+    what, kind = _what(of_kernel, head_dims)
     heads_q, heads_kv = r.choice(HEADS)
     batch = r.choice((1, 1, 2, 3))
+    width = what["head_dim"] + what["head_dim_v"]
     lengths = _lengths(r, batch, largest)
-    while sum(q * k for q, k in lengths) * heads_q * (head_dim + head_dim_v) > most_work:
+    while sum(q * k for q, k in lengths) * heads_q * width > most_work:
         lengths = _lengths(r, batch, largest)
         heads_q, heads_kv = r.choice(HEADS[:5])
+    longest = max(max(x) for x in lengths)
     return AttentionProblem(
+        **{**what, "window": tuple(side and _window(r, longest) for side in what["window"])},
         heads_q=heads_q,
         heads_kv=heads_kv,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        dtype=r.choice(("bf16", "bf16", "fp16")),
-        causal=r.random() < 0.4,
-        window=_window(r, lengths) if r.random() < 0.35 else (None, None),
-        softcap=r.choice((5.0, 30.0)) if r.random() < 0.15 else 0.0,
-        sink=r.random() < 0.15,
-        scale=r.choice((0.03, 0.5, -0.1)) if r.random() < 0.15 else None,
+        scale=r.choice((0.03, 0.5)) if r.random() < 0.15 else None,
         views=_views(r),
         init=r.choice(INITS) if r.random() < 0.5 else "normal",
         seed=seed,
-        **_sizes(r, lengths),
+        **_sizes(r, kind, lengths),
     )
+
+
+def _what(r: random.Random, head_dims: tuple[tuple[int, int], ...]) -> tuple[dict[str, Any], str]:
+    """What is compiled, and how sequences are told apart; a bounded side of the window is True."""
+    head_dim, head_dim_v = r.choice((*head_dims[:2], *head_dims))  # the common ones twice
+    windows = ((True, None), (True, None), (None, True), (True, True))
+    what = {
+        "head_dim": head_dim,
+        "head_dim_v": head_dim_v,
+        "dtype": r.choice(("bf16", "bf16", "fp16")),
+        "causal": r.random() < 0.4,
+        "window": r.choice(windows) if r.random() < 0.35 else (None, None),
+        "softcap": r.choice((5.0, 30.0)) if r.random() < 0.15 else 0.0,
+        "sink": r.random() < 0.15,
+    }
+    return what, r.choice(("dense",) * 5 + ("packed",) * 3 + ("used", "packed used", "packed q"))
 
 
 def _lengths(r: random.Random, batch: int, largest: float) -> list[tuple[int, int]]:
@@ -74,11 +90,10 @@ def _lengths(r: random.Random, batch: int, largest: float) -> list[tuple[int, in
     return pairs
 
 
-def _sizes(r: random.Random, lengths: list[tuple[int, int]]) -> dict[str, Any]:
+def _sizes(r: random.Random, kind: str, lengths: list[tuple[int, int]]) -> dict[str, Any]:
     """How the sequences are told apart: not at all, by cu_seqlens, by seqused."""
     batch = len(lengths)
     q, k = (tuple(x) for x in zip(*lengths, strict=True))
-    kind = r.choice(("dense",) * 5 + ("packed",) * 3 + ("used", "packed used", "packed q"))
     if kind == "dense":
         return {"batch": batch, "seqlen_q": q[0], "seqlen_k": k[0]}
     spare = r.choice((1, 3, 70))
@@ -101,16 +116,10 @@ def _sizes(r: random.Random, lengths: list[tuple[int, int]]) -> dict[str, Any]:
     }
 
 
-def _window(r: random.Random, lengths: list[tuple[int, int]]) -> tuple[int | None, int | None]:
-    longest = max(max(x) for x in lengths)
-
-    def side() -> int | None:
-        kind = r.random()
-        if kind < 0.25:
-            return None
-        return r.choice((0, 1, 63, 64, 65, 127, 128, 129)) if kind < 0.6 else r.randint(0, longest)
-
-    return side(), side()
+def _window(r: random.Random, longest: int) -> int:
+    """One side, around the edges of tiles or anywhere."""
+    edges = (0, 1, 63, 64, 65, 127, 128, 129)
+    return r.choice(edges) if r.random() < 0.5 else r.randint(0, longest)
 
 
 def _views(r: random.Random) -> tuple[str, str, str]:
