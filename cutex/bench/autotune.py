@@ -31,6 +31,7 @@ from cutex.arch import Arch
 from cutex.arch import arch as arch_named
 from cutex.bench import timing
 from cutex.compile import cache_dir, compile, sources_digest
+from cutex.kernels.gemm import config_from_row
 from cutex.kernels.gemm.choose import choose, shortlist
 from cutex.kernels.gemm.config import GemmConfig
 
@@ -167,7 +168,7 @@ def _read(file: Path, key: dict[str, Any]) -> GemmConfig | None:
     """None if it is not there, not whole, or not of this key."""
     try:
         entry = json.loads(file.read_text())
-        return GemmConfig(**entry["config"]) if entry["key"] == key else None
+        return config_from_row(key["stage"][0], entry["config"]) if entry["key"] == key else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

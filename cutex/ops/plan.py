@@ -21,14 +21,17 @@ import torch
 from torch import Tensor
 
 from cutex.arch import arch
+from cutex.kernels.gemm import package
 from cutex.kernels.gemm.choose import ranked
+from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.kernels.gemm.sm100.config import Sm100Config
 from cutex.problem.gemm import GemmProblem
 
 if TYPE_CHECKING:
     from cutex.compile import Compiled
-    from cutex.device.epilogue.epilogue_ops import Piece
+    from cutex.device.epilogue.epilogue_ops import EpilogueOp
     from cutex.kernels.gemm.config import GemmConfig
-    from cutex.kernels.gemm.general import GeneralConfig, Matrix
+    from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
 
 ALIGN = 16  # bytes
 NAMES = {
@@ -225,9 +228,9 @@ def repacked(x: Tensor, contiguous: int) -> Tensor:
     return y.copy_(x)
 
 
-def operand(x: Tensor, k_side: int, k_only: bool) -> tuple[Tensor, Matrix, str]:
+def operand(x: Tensor, k_side: int, k_only: bool) -> tuple[Tensor, OperandLayout, str]:
     """x (R, C) or (L, R, C) as the kernel takes it, how it lies, and a note if that took a copy."""
-    from cutex.kernels.gemm.general import Matrix
+    from cutex.kernels.gemm.signature import OperandLayout
 
     note = ""
     side = next((s for s in ((k_side,) if k_only else (-1, -2)) if aligned(x, s)), None)
@@ -236,23 +239,23 @@ def operand(x: Tensor, k_side: int, k_only: bool) -> tuple[Tensor, Matrix, str]:
         note = "copied: TMA cannot step through it" if not k_only else "copied: K is not contiguous"
         x = repacked(x, side)
     major = "row" if side == -1 else "column"
-    return normal(x, side), Matrix(NAMES[x.dtype], major, x.dim() == 3), note
+    return normal(x, side), OperandLayout(NAMES[x.dtype], major, x.dim() == 3), note
 
 
-def result(x: Tensor) -> tuple[Tensor, Matrix, str]:
+def result(x: Tensor) -> tuple[Tensor, OperandLayout, str]:
     """The same of out, which is never copied.
 
     NOTE: a TMA store writes units of 16 bytes whole: on an H200, rows that end within one had what
     lies behind them overwritten.
     """
-    from cutex.kernels.gemm.general import Matrix
+    from cutex.kernels.gemm.signature import OperandLayout
 
     name, batched = NAMES[x.dtype], x.dim() == 3
     for side, major in ((-1, "row"), (-2, "column")):
         if aligned(x, side) and x.shape[side] * x.element_size() % ALIGN == 0:
-            return normal(x, side), Matrix(name, major, batched), ""
+            return normal(x, side), OperandLayout(name, major, batched), ""
     note = "stored by element: TMA cannot step through it"
-    return x, Matrix(name, "row", batched, tma=False), note
+    return x, OperandLayout(name, "row", batched, tma=False), note
 
 
 @dataclass
@@ -260,10 +263,10 @@ class Arranged:
     """A call in the kernel's terms: one matrix or a batch of them."""
 
     tensors: list[Any]  # a, b, out and what the pieces take
-    a: Matrix
-    b: Matrix
-    out: Matrix
-    pieces: tuple[Piece, ...]
+    a: OperandLayout
+    b: OperandLayout
+    out: OperandLayout
+    pieces: tuple[EpilogueOp, ...]
     names: tuple[str, ...]  # of what the pieces take
     notes: dict[str, str]  # by operand: what makes the call slower than it could be
     sizes: tuple[int, int, int, int]  # M, N, K, L
@@ -345,14 +348,14 @@ def as_one(x: Tensor) -> Tensor | None:
 
 def fused(
     call: Call, out: Tensor, residual: Tensor | None, arch_name: str
-) -> tuple[tuple[Piece, ...], list[tuple[str, Any]]]:
+) -> tuple[tuple[EpilogueOp, ...], list[tuple[str, Any]]]:
     """The pieces of the epilogue, and the arguments that they take, by name."""
     from cutex.device.epilogue import epilogue_ops as fusion
 
-    pieces: list[Piece] = []
+    pieces: list[EpilogueOp] = []
     passed: list[tuple[str, Any]] = []
 
-    def add(piece: Piece, *values: tuple[str, Any]) -> None:
+    def add(piece: EpilogueOp, *values: tuple[str, Any]) -> None:
         pieces.append(piece)
         passed.extend(values)
 
@@ -414,12 +417,12 @@ def proposals(problem: GemmProblem, arch_name: str, batch: int = 1) -> Iterator[
 @lru_cache(maxsize=4096)
 def config_for(
     sizes: tuple[int, int, int, int],
-    lies: tuple[Matrix, Matrix, Matrix],
-    pieces: tuple[Piece, ...],
+    lies: tuple[OperandLayout, OperandLayout, OperandLayout],
+    pieces: tuple[EpilogueOp, ...],
     arch_name: str,
 ) -> GeneralConfig:
     """The first of `proposals` that the general kernel can do."""
-    from cutex.kernels.gemm.general import GeneralConfig
+    from cutex.kernels.gemm.signature import GeneralConfig
 
     m, n, k, batch = sizes
     a, b, out = lies
@@ -429,21 +432,19 @@ def config_for(
     name = a.dtype if a.dtype in ("bf16", "fp16") else "bf16"
     problem = GemmProblem(m, n, k, name)
     for tiles in proposals(problem, arch_name, batch):
-        if pieces and tiles.warpgroups:
+        if pieces and isinstance(tiles, Sm90Config):
             tiles = with_slots(tiles, arch_name)
-        if tiles.pair and tiles.swap_ab and (pieces or not out.tma):
+        if isinstance(tiles, Sm100Config) and tiles.swap_ab and (pieces or not out.tma):
             # NOTE: a thread then has a column of out, and an address for each row of it
             tiles = replace(tiles, epi_n=16)
-        chosen = {f.name: getattr(tiles, f.name) for f in fields(tiles)}
-        config = GeneralConfig(**chosen, a=a, b=b, out=out, pieces=pieces)
-        for slots in range(config.epi_stages, 0, -1):
-            config = replace(config, epi_stages=slots)
+        for slots in range(tiles.epi_stages, 0, -1):
+            config = GeneralConfig(replace(tiles, epi_stages=slots), a, b, out, pieces)
             if config.why_not(None, arch(arch_name)) is None:
                 return config
     raise ValueError(f"M={m}, N={n}, K={k}: no config takes these sizes")
 
 
-def with_slots(tiles: GemmConfig, arch_name: str) -> GemmConfig:
+def with_slots(tiles: Sm90Config, arch_name: str) -> Sm90Config:
     """With smaller parts, so that fewer registers are in use at a time, and as many slots for them
     as smem has room for: what comes in through them is on its way early."""
     if tiles.epi_n == 64 and tiles.epi_stages == 1:
@@ -456,6 +457,5 @@ def with_slots(tiles: GemmConfig, arch_name: str) -> GemmConfig:
 def kernel_for(config: GeneralConfig, arch_name: str) -> Compiled:
     from cutex.compile import compile
 
-    folder = arch_name.rstrip("a").replace("_", "")
-    kernel = import_module(f"cutex.kernels.gemm.{folder}.general").General(config)
+    kernel = import_module(f"{package(arch_name)}.general").General(config)
     return compile(kernel, config.a.dtype, arch_name)

@@ -26,7 +26,7 @@ from cutlass.memory import SmemAllocator
 from cutex.device.atoms.mma import Wgmma
 from cutex.device.atoms.multicast import AbOperands, Cluster, SharedRing, shared_operand
 from cutex.device.atoms.tma import AbLoads, store_operand
-from cutex.device.epilogue.stores import WarpgroupStores
+from cutex.device.epilogue.sm90.tma_store import WarpgroupStore
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.gemm.sm90.stage5 import Stage5
 from cutex.schedulers.one_tile import OneTilePerCta
@@ -83,10 +83,15 @@ class Stage6(Stage5):
 
     @cute.jit
     def compute_tiles(
-        self, mma: Wgmma, ab: SharedRing, stores: WarpgroupStores, num_k_tiles: Int32, mC
+        self,
+        mma: Wgmma,
+        ab: SharedRing,
+        epilogue: WarpgroupStore,
+        num_k_tiles: Int32,
+        mC: cute.Tensor,
     ) -> None:
         self.mainloop(mma, ab, ab.consumer(), num_k_tiles)
-        self.store(mma, stores, OneTilePerCta.work_tile())
+        self.store(mma, epilogue, OneTilePerCta.work_tile())
 
     @cute.jit
     def fill(
