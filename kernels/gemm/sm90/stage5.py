@@ -59,7 +59,7 @@ class Stage5(Stage4):
         b = load_operand(mB, self.slots(mB.element_type, c.tile_n))
         out = store_operand(mC, self.epilogue_slots(mC.element_type))
         grid = OneTilePerCta.grid(mC, (c.tile_m, c.tile_n))
-        self.kernel(a, b, out, mC).launch(
+        self.kernel(a, b, out).launch(
             grid=grid, block=(self.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )
 
@@ -75,9 +75,7 @@ class Stage5(Stage4):
         return Ring.allocate(smem, "ab", c.num_stages, c.stage_bytes, self.mma_warps.count)
 
     @cute.kernel
-    def kernel(
-        self, a: cpasync.TmaInfo, b: cpasync.TmaInfo, out: cpasync.TmaInfo, mC: cute.Tensor
-    ) -> None:
+    def kernel(self, a: cpasync.TmaInfo, b: cpasync.TmaInfo, out: cpasync.TmaInfo) -> None:
         c = self.config
         dtype = out.atom.value_type
         smem = SmemAllocator()

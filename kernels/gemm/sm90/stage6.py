@@ -63,7 +63,7 @@ class Stage6(Stage5):
         a = shared_operand(mA, self.slots(mA.element_type, c.tile_m), c.cluster_n)
         b = shared_operand(mB, self.slots(mB.element_type, c.tile_n), c.cluster_m)
         out = store_operand(mC, self.epilogue_slots(mC.element_type))
-        self.kernel(a, b, out, mC).launch(
+        self.kernel(a, b, out).launch(
             grid=self.grid(mC),
             block=(self.num_threads, 1, 1),
             cluster=(c.cluster_m, c.cluster_n, 1),
