@@ -5,6 +5,7 @@ an index to a work tile, which Python ints run too. A dispatcher hands out indic
 
     one_tile.py    every cluster has one, its own number
     persistent.py  as many clusters as run at one time take equal steps
+    counter.py     CTAs take them from a counter while the kernel runs
     clc.py         the hardware hands them out while the kernel runs (sm_100a)
 
 A role of a persistent kernel is a loop, and every role of a CTA sees the same sequence, each at its
@@ -45,6 +46,12 @@ class Ticket:
 
     def __new_from_mlir_values__(self, values: list) -> Ticket:
         return Ticket(Int32(values[0]), Boolean(values[1]), Int32(values[2]), Int32(values[3]))
+
+
+class Order(Protocol):
+    """A bijection from the indices 0, 1, ... to the work tiles of a problem."""
+
+    def tile(self, index: Int32) -> WorkTile: ...
 
 
 class Dispatcher(Protocol):

@@ -22,8 +22,9 @@ new, and small problems need them:
   launch). Such a CTA asks at once, before its barriers, for the first 32 KB of what it streams, so
   that memory has work while one kernel ends and the other is not allowed to begin.
 - With one tile a CTA, none loads faster than memory could serve all (pace.py): SMs that get their
-  answers sooner would go ahead, and what two ask of B at one time comes from L2 but once. Up to 32 columns each cluster asks for another K tile of B into L2, once its first loads are on
-  their way. With more, a slot whose MMA is done may be loaded before the next slot is full.
+  answers sooner would go ahead, and what two ask of B at one time comes from L2 but once. Up to 32
+  columns each cluster asks L2 for another K tile of B, once its first loads are started. With more,
+  a slot whose MMA is done may be loaded before the next slot is full.
 
 Measured, times stage 8: 1.00 at 8192x8192x4096, where the choice is stage 8's own tile, 1.15 at
 4096x4096x4096 (128x128), 1.5 at 2048x2048x2048, 2.5 with M = 16, 1.7 with M = 128. Beside the best
