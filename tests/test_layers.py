@@ -31,6 +31,7 @@ SIM_KNOWS = {"sim", "errors", "orders", "arch"}
 OPERATORS = ("problem", "ops", "kernels")  # the rest speaks of no one operator
 STRANGERS = {  # names of others' that hold the word
     "cutex/device/atoms/mma.py": "cute.gemm",
+    "cutex/device/attention/products.py": "cute.gemm",
 }
 
 

@@ -157,7 +157,7 @@ def _read(file: Path, key: dict[str, Any], stage: Stage) -> Any | None:
     """The config in `file`; None if it is not there, not whole, or not of this key."""
     try:
         entry = json.loads(file.read_text())
-        return type(stage.default)(**entry["config"]) if entry["key"] == key else None
+        return stage.config_from_row(entry["config"]) if entry["key"] == key else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -183,7 +183,7 @@ def _run(call: Call, key: tuple | None) -> Tensor:
         return out.copy_(packed)
     arranged = arrange(call, out, arch)
     layouts = arranged.a, arranged.b, arranged.out
-    compiled = kernel_for(config_for(arranged.sizes, layouts, arranged.pieces, arch), arch)
+    compiled = kernel_for(config_for(arranged.sizes, layouts, arranged.ops, arch), arch)
     with current(call.a.device):
         function = launcher(compiled, arranged.tensors)
         function(*arranged.tensors)

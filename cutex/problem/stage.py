@@ -39,11 +39,14 @@ class Stage:
 
     @property
     def module(self) -> str:
-        folder = self.arch.rstrip("a").replace("_", "")
-        return f"cutex.kernels.{self.op}.{folder}.stage{self.number}"
+        return f"{package(self.op, self.arch)}.stage{self.number}"
 
     def config(self) -> Any:
         return self.default
+
+    def config_from_row(self, row: dict[str, Any]) -> Any:
+        """The config that a row of a ledger or a cache holds; TypeError or ValueError if none."""
+        return type(self.default)(**row)
 
     def kernel(self, config: Any = None) -> Kernel:
         """The kernel object, ready for cutex.compile.compile. Imports the DSL."""
@@ -103,6 +106,11 @@ class Ladders(Generic[S]):
         raise ValueError(
             f"stage {number} is not in the ladder of {arch}, which has 0 to {len(ladder) - 1}"
         )
+
+
+def package(op: str, arch: str) -> str:
+    """The package of an operator's kernels on `arch`, such as cutex.kernels.gemm.sm90."""
+    return f"cutex.kernels.{op}.{arch.rstrip('a').replace('_', '')}"
 
 
 def ladders(op: str) -> Ladders[Stage]:

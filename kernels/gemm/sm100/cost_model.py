@@ -1,4 +1,4 @@
-"""The configs of stage 9 on sm_100a, and a model that ranks them (kernels/gemm/choose.py).
+"""The configs that Blackwell's chosen kernel is tried with, and a model of their time.
 
 No B200 was at hand: the model counts cycles by published figures (docs/facts.md), and its one free
 constant, what loads cost beside their bandwidth, is set by the tiles that ThunderKittens chose on a
@@ -13,7 +13,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from cutex.arch import arch as arch_named
-from cutex.kernels.gemm.config import BARRIERS, ELEMENT, GemmConfig
+from cutex.kernels.gemm.config import BARRIERS, ELEMENT, ceil_div
+from cutex.kernels.gemm.sm100.config import Sm100Config
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
@@ -27,7 +28,7 @@ DEEPEST = 12  # slots: more only cost barriers
 
 
 @dataclass(frozen=True)
-class Machine:
+class Costs:
     """Cycles of a B200 beside the rates of its Arch; the sources are in docs/facts.md."""
 
     load_cost: float = 0.2  # of the cycles that loads take, even where MMAs take more
@@ -36,7 +37,7 @@ class Machine:
     exchange: int = 2500  # two cluster barriers and the sums of the other pairs
 
 
-MACHINE = Machine()
+B200 = Costs()
 
 
 def _epi_stages(parts: int) -> int:
@@ -45,15 +46,16 @@ def _epi_stages(parts: int) -> int:
 
 
 @lru_cache
-def candidates(arch_name: str) -> tuple[GemmConfig, ...]:
+def configs(arch_name: str) -> tuple[Sm100Config, ...]:
+    """All candidates."""
     arch = arch_named(arch_name)
-    found: list[GemmConfig] = []
+    found: list[Sm100Config] = []
     for tile_m in (256, 512):
         for tile_n in TILE_NS:
             for split_k in SPLITS if tile_m == 256 else (1,):
                 blocks = tile_m // 256
                 num_acc = 1 if split_k > 1 else min(2, arch.tmem_columns // (blocks * tile_n))
-                config = GemmConfig(
+                config = Sm100Config(
                     tile_m=tile_m,
                     tile_n=tile_n,
                     epi_n=EPI_N,
@@ -71,21 +73,31 @@ def candidates(arch_name: str) -> tuple[GemmConfig, ...]:
     return tuple(found)
 
 
-def deepest(config: GemmConfig, arch: Arch) -> GemmConfig:
+def candidates(problem: GemmProblem, arch: Arch) -> tuple[Sm100Config, ...]:
+    return configs(arch.name)
+
+
+def variants(config: Sm100Config) -> tuple[Sm100Config, ...]:
+    """`config` alone: there is one way for its CTAs to find their tiles."""
+    return (config,)
+
+
+def deepest(config: Sm100Config, arch: Arch) -> Sm100Config:
     """With as many slots as smem has room for."""
     room = arch.smem_per_cta - BARRIERS - replace(config, num_stages=0).smem_bytes
     slot = config.stage_bytes // config.ctas
     return replace(config, num_stages=min(DEEPEST, room // slot))
 
 
-def predict(config: GemmConfig, problem: GemmProblem, arch: Arch, batch: int = 1) -> float:
+def predict(config: Sm100Config, problem: GemmProblem, arch: Arch, batch: int = 1) -> float:
     """Microseconds that the model expects of `batch` such problems in one launch."""
-    c, machine = config, MACHINE
+    c, costs = config, B200
+    assert arch.l2_bytes_per_clock, f"{arch.name}: the rate of its L2 is not known"
     m, n = (problem.n, problem.m) if c.swap_ab else (problem.m, problem.n)
-    tiles_m, tiles_n = _up(m, c.tile_m), _up(n, c.tile_n)
+    tiles_m, tiles_n = ceil_div(m, c.tile_m), ceil_div(n, c.tile_n)
     tiles = tiles_m * tiles_n * batch
     at_once = min(tiles, arch.num_sms // (c.ctas * c.split_k))  # clusters
-    waves = _up(tiles, at_once)
+    waves = ceil_div(tiles, at_once)
     blocks = c.tile_m // 256
 
     # one step of K: MMAs, of which each reads 32 bytes of every row, against loads through L2
@@ -93,31 +105,27 @@ def predict(config: GemmConfig, problem: GemmProblem, arch: Arch, batch: int = 1
     port = 32 * (256 + c.tile_n) / c.ctas / arch.smem_bytes_per_clock
     compute = blocks * c.tile_k / 16 * max(mma, port)
     load = c.stage_bytes * at_once * c.split_k / arch.l2_bytes_per_clock
-    step = max(compute, load) + machine.load_cost * load
-    mainloop = _up(_up(problem.k, c.tile_k), c.split_k) * step
+    step = max(compute, load) + costs.load_cost * load
+    mainloop = ceil_div(ceil_div(problem.k, c.tile_k), c.split_k) * step
 
-    # the way out of a tile: hidden with two tiles' accumulators; else, of two blocks, under the
-    # steps that the other takes alone (Stage9.skew)
-    drain = c.tile_n // EPI_N * machine.sub_tile
+    # the epilogue of a tile: hidden with two tiles' accumulators; else, of two blocks, under the
+    # steps that the other takes alone (sm100/mma.py)
+    drain = c.tile_n // EPI_N * costs.sub_tile
     alone = c.num_stages // 2 * compute / blocks if blocks > 1 else 0
     shown = 0 if c.num_acc >= 2 * blocks else max(0, drain - alone)
     cycles = waves * max(mainloop + shown, blocks * drain)
-    ends = machine.fill + blocks * drain
+    ends = costs.fill + blocks * drain
     if c.split_k > 1:  # every wave is of new CTAs
-        cycles = waves * (mainloop + drain + machine.exchange + machine.fill) - ends
+        cycles = waves * (mainloop + drain + costs.exchange + costs.fill) - ends
 
     # what a wave of tiles takes from memory: strips of A and B that it does not share
-    entries = _up(at_once, tiles_m * tiles_n)  # of the batch
+    entries = ceil_div(at_once, tiles_m * tiles_n)  # of the batch
     of_one = min(at_once, tiles_m * tiles_n)
     across = min(c.raster_group, tiles_m, of_one)
-    strips = across * c.tile_m + min(_up(of_one, across), tiles_n) * c.tile_n
+    strips = across * c.tile_m + min(ceil_div(of_one, across), tiles_n) * c.tile_n
     wave_bytes = entries * strips * problem.k * ELEMENT
     all_bytes = problem.bytes * batch
     moved = max(all_bytes, 0 if all_bytes < arch.l2_bytes else waves * wave_bytes)
     asking = min(1.0, at_once * c.ctas * c.split_k / arch.num_sms)  # few SMs cannot ask for all
     memory = moved / (arch.hbm_gbs * 0.9 * 1e9 * min(1.0, asking / 0.8) / arch.clock_hz)
     return (max(cycles, memory) + ends) / arch.clock_hz * 1e6
-
-
-def _up(a: int, b: int) -> int:
-    return -(-a // b)

@@ -6,7 +6,7 @@ import pytest
 
 from cutex.arch import arch
 from cutex.kernels.gemm.choose import choose, ranked
-from cutex.kernels.gemm.sm100 import space
+from cutex.kernels.gemm.sm100 import cost_model
 from cutex.problem.gemm import GemmProblem
 
 B200 = arch("sm_100a")
@@ -18,7 +18,7 @@ def chosen(m: int, n: int, k: int) -> tuple[int, int]:
 
 
 def test_every_candidate_fits_a_b200() -> None:
-    for config in space.candidates(B200.name):
+    for config in cost_model.configs(B200.name):
         assert config.why_not(None, B200) is None
         assert config.num_stages >= 2
 
@@ -46,11 +46,13 @@ def test_few_rows_are_swapped_and_share_k(m: int) -> None:
 
 def test_the_ranking_is_of_what_the_model_expects() -> None:
     problem = GemmProblem(4096, 4096, 4096)
-    times = [space.predict(c, problem, B200) for c in ranked(problem, B200)]
+    times = [cost_model.predict(c, problem, B200) for c in ranked(problem, B200)]
     assert times == sorted(times) and times[0] > 0
 
 
 def test_no_config_is_expected_to_beat_the_tensor_cores() -> None:
     for problem in (GemmProblem(8192, 8192, 4096), GemmProblem(1, 8192, 8192)):
         peak_us = problem.flops / B200.dense_tflops["bf16"] / 1e6
-        assert all(space.predict(c, problem, B200) > peak_us for c in space.candidates(B200.name))
+        assert all(
+            cost_model.predict(c, problem, B200) > peak_us for c in cost_model.configs(B200.name)
+        )

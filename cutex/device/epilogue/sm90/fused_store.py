@@ -1,14 +1,13 @@
-"""A warpgroup's accumulators on their way out of an SM90 kernel, through the epilogue's operations.
+"""Stores of a wgmma's accumulators through an epilogue's operations.
 
-The accumulators go part by part, 64 rows by epiN columns: pieces, rounding, then by TMA
-(FusedStores) or element by element to any strides (DirectStores). A matrix that a piece adds may
-come in by TMA, through the same slots that the result leaves by (PartLoads).
+Accumulators are taken part by part, 64 rows by epiN columns: operations, rounding, then TMA
+(FusedStore) or stores of single elements, to any strides (ElementStore). A matrix that is added may
+come in by TMA, through the slots that the result is stored from (PartLoads).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, cute
@@ -16,78 +15,51 @@ from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp
 
 from cutex.device.atoms.mma import WARPGROUP, make_wgmma
-from cutex.device.epilogue import epilogue_ops as fusion
-from cutex.device.epilogue.stores import WarpgroupStores, warpgroup_stores
+from cutex.device.epilogue.epilogue_ops import BoundOps, Fragment
+from cutex.device.epilogue.sm90.tma_store import WarpgroupStore, warpgroup_store
 from cutex.device.pipeline import Barrier
 
 QUAD = 0x1C1F  # of a shuffle: lanes count within their four (PTX ISA, shfl.sync)
 
 
-@dataclass(frozen=True)
-class Fusion:
-    """The pieces with what was passed for them, and where the tile lies in out."""
+def apply_to_part(
+    ops: BoundOps,
+    values: cute.Tensor,
+    corner: tuple[Int32, Int32],
+    batch: Int32 | int,
+    preloaded: cute.Tensor | None = None,
+) -> Fragment:
+    """A part's `values` (V), whose first element is at `corner` of the product, after `ops`;
+    `preloaded` is laid out like `values`.
 
-    pieces: tuple[fusion.Piece, ...]
-    passed: tuple[Any, ...]
-    bounds: tuple[Int32, Int32]  # M and N of out
-    transposed: bool  # the accumulator's rows are out's columns
-    staged: int | None = None  # which of `passed` comes with the part, by PartLoads
-
-    def fragment(
-        self,
-        values: cute.Tensor,
-        row: Int32,
-        column: Int32,
-        batch: Int32 | int,
-        held: cute.Tensor | None = None,
-    ) -> fusion.Fragment:
-        """The part whose first accumulator is at (row, column), after the pieces; `held` lies like
-        `values`.
-
-        A thread holds 2 neighbours in each of 2 rows, 8 apart, for every 8 columns (PTX ISA,
-        wgmma, "Register Fragments").
-        """
-        thread, _, _ = cute.arch.thread_idx()
-        lane, warp = thread % 32, thread // 32 % 4
-        eights = cute.size(values) // 4
-        rX = cute.make_rmem_tensor(cute.size(values), Float32)
-        rX.store(values.load())
-        across, along = (2, 2), ((2, eights), (1, 4))
-        row, column = row + 16 * warp + lane // 4, column + 2 * (lane % 4)
-        rows = tuple(row + 8 * i for i in range(2))
-        columns = tuple(column + 8 * j + e for j in range(eights) for e in range(2))
-        if self.transposed:
-            rows, columns = columns, rows
-            layout = cute.make_layout((along[0], across[0]), stride=(along[1], across[1]))
-        else:
-            layout = cute.make_layout((across[0], along[0]), stride=(across[1], along[1]))
-        rX = cute.make_tensor(rX.iterator, layout)  # (R, C)
-        passed = self.passed
-        if held is not None and self.staged is not None:
-            held = fusion.Held(cute.make_tensor(held.iterator, layout))  # (R, C)
-            passed = (*passed[: self.staged], held, *passed[self.staged + 1 :])
-        x = fusion.Fragment(rX, rows, columns, batch, self.bounds, run=1 if self.transposed else 2)
-        return fusion.apply(self.pieces, x, passed)
-
-    @cute.jit
-    def store_elements(self, x: fusion.Fragment, out: cute.Tensor) -> None:
-        """Each within bounds by itself, to out, which lies as the accumulator does.
-
-        NOTE: columns first: a thread has few rows, and keeps their addresses.
-        """
-        for c in cutlass.range_constexpr(len(x.columns)):
-            for r in cutlass.range_constexpr(len(x.rows)):
-                if x.rows[r] < x.bounds[0] and x.columns[c] < x.bounds[1]:
-                    where = x.rows[r], x.columns[c]
-                    if cutlass.const_expr(self.transposed):
-                        where = x.columns[c], x.rows[r]
-                    out[where] = x.values[r, c].to(out.element_type)
+    A thread holds 2 neighbours in each of 2 rows, 8 apart, for every 8 columns (PTX ISA, wgmma,
+    "Register Fragments").
+    """
+    thread, _, _ = cute.arch.thread_idx()
+    lane, warp = thread % 32, thread // 32 % 4
+    eights = cute.size(values) // 4
+    rX = cute.make_rmem_tensor(cute.size(values), Float32)
+    rX.store(values.load())
+    across, along = (2, 2), ((2, eights), (1, 4))
+    row, column = corner[0] + 16 * warp + lane // 4, corner[1] + 2 * (lane % 4)
+    rows = tuple(row + 8 * i for i in range(2))
+    columns = tuple(column + 8 * j + e for j in range(eights) for e in range(2))
+    if ops.transposed:
+        rows, columns = columns, rows
+        layout = cute.make_layout((along[0], across[0]), stride=(along[1], across[1]))
+    else:
+        layout = cute.make_layout((across[0], along[0]), stride=(across[1], along[1]))
+    rX = cute.make_tensor(rX.iterator, layout)  # (R, C)
+    if preloaded is not None:
+        preloaded = cute.make_tensor(preloaded.iterator, layout)  # (R, C)
+    x = Fragment(rX, rows, columns, batch, ops.bounds, run=1 if ops.transposed else 2)
+    return ops.apply(x, preloaded)
 
 
 @dataclass(frozen=True)
 class PartLoads:
-    """A matrix as large as out on its way in, part by part: TMA -> slots of smem -> registers. The
-    result is written over what was read and leaves from the same slots.
+    """Loads of a matrix as large as out, part by part: TMA -> slots of smem -> registers. The
+    result is written over what was read, and stored from the same slots.
 
     barrier      arrives                                       waits
     full[slot]   1: the warp that stores, and the bytes by     the warpgroup, before it reads
@@ -109,7 +81,8 @@ class PartLoads:
 
     @cute.jit
     def start(self, slot: cutlass.Constexpr[int], row: Int32, column: Int32, batch: Int32) -> None:
-        """Of the part at (row, column), counted in parts, into `slot`, which is free. One warp."""
+        """Start the load of the part at (row, column), in parts, into `slot`, which is free. One
+        warp."""
         where: tuple = (None, row, column)
         if cutlass.const_expr(cute.rank(self.bGS_gX) == 4):
             where = (None, row, column, batch)
@@ -144,7 +117,7 @@ def part_loads(
     num_slots: cutlass.Constexpr[int],
     transpose: cutlass.Constexpr[bool],
 ) -> PartLoads:
-    """Of this thread's warpgroup; arguments as of `warpgroup_stores`."""
+    """The loads of this thread's warpgroup; arguments as of `warpgroup_store`."""
     thread, _, _ = cute.arch.thread_idx()
     warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP)
     part = cute.size(sX, mode=[0]), cute.size(sX, mode=[1])
@@ -169,22 +142,22 @@ def part_loads(
 
 
 @dataclass(frozen=True)
-class FusedStores:
-    """WarpgroupStores with pieces, and with a batch."""
+class FusedStore:
+    """The store of one warpgroup's accumulators through operations, by TMA."""
 
-    ways: WarpgroupStores  # bSG_gC (TMA, RestM, RestN), or with a mode L
-    fusion: Fusion
+    plain: WarpgroupStore  # bSG_gC (TMA, RestM, RestN), or with a mode L
+    ops: BoundOps
     part: tuple[int, int]  # of the product; gates leave half its columns
     loads: PartLoads | None = None
     batch: Int32 | int = 0
 
     @property
     def num_slots(self) -> int:
-        return self.ways.num_slots
+        return self.plain.num_slots
 
     @cute.jit
     def store(self, acc: cute.Tensor, row_tile: Int32, row_step: Int32, column_tile: Int32) -> None:
-        """As of WarpgroupStores."""
+        """Store `acc`; arguments as of WarpgroupStore.store."""
         parts = self.parts(acc)  # (V, PART)
         per_row = cute.size(parts, mode=[1]) // cute.size(acc, mode=[1])
         where = [
@@ -197,22 +170,22 @@ class FusedStores:
                     self.wait(0)
                 self.store_part(parts[None, part], part % self.num_slots, *where[part])
         else:
-            self.store_staged(self.loads, parts, where)
+            self.store_preloaded(self.loads, parts, where)
 
     @cute.jit
-    def store_staged(
+    def store_preloaded(
         self,
         loads: PartLoads,
         parts: cute.Tensor,
         where: cutlass.Constexpr[list[tuple[Int32, Int32]]],
     ) -> None:
-        """Each slot goes round: a part comes in, is read, the result written over it and stored.
+        """Store all parts, each through one slot: loaded, read, overwritten by the result, stored.
 
         NOTE: when a part is to be stored, all stores before it have been read, so the slot of the
         one before takes the next load: the more slots, the more loads on their way.
         """
         slots, count = self.num_slots, len(where)
-        if self.ways.stores:
+        if self.plain.stores:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             for part in cutlass.range_constexpr(min(slots, count)):
                 loads.start(part, *where[part], self.batch)
@@ -220,12 +193,12 @@ class FusedStores:
             slot, later = part % slots, part - 1 + slots
             held = loads.read(slot, part // slots)
             self.round(parts[None, part], slot, *where[part], held)
-            if self.ways.stores:
+            if self.plain.stores:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 if cutlass.const_expr(part > 0 and later < count):
                     loads.start(later % slots, *where[later], self.batch)
             self.wait(0, pending=False)
-            if self.ways.stores:
+            if self.plain.stores:
                 self.start_store(slot, *where[part])
                 if cutlass.const_expr(part + slots >= count and part // slots % 2 == 0):
                     loads.even_out(slot)
@@ -236,19 +209,19 @@ class FusedStores:
         return cute.make_tensor(acc.iterator, cute.make_layout((size, cute.size(acc) // size)))
 
     def wait(self, groups: int, pending: bool = True) -> None:
-        self.ways.wait(groups, pending)
+        self.plain.wait(groups, pending)
 
     def drain(self) -> None:
-        self.ways.drain()
+        self.plain.drain()
 
     @cute.jit
     def store_part(
         self, values: cute.Tensor, slot: cutlass.Constexpr[int], row: Int32, column: Int32
     ) -> None:
-        """As of WarpgroupStores: row and column count in parts."""
+        """Store a part's `values` (V) through `slot`; row and column count in parts."""
         self.round(values, slot, row, column)
         self.wait(max(0, self.num_slots - 2), pending=self.num_slots > 1)
-        if self.ways.stores:
+        if self.plain.stores:
             self.start_store(slot, row, column)
 
     @cute.jit
@@ -260,34 +233,34 @@ class FusedStores:
         column: Int32,
         held: cute.Tensor | None = None,
     ) -> None:
-        """A part's `values` (V) through the pieces, rounded, into `slot`."""
-        ways = self.ways
+        """Run the operations on a part's `values` (V), and write the rounded result into `slot`."""
+        plain = self.plain
         corner = row * self.part[0], column * self.part[1]
-        x = self.fusion.fragment(values, *corner, self.batch, held)
-        tRS_rC = cute.make_rmem_tensor(ways.tRS_sC[None, None, None, 0].shape, ways.dtype)
+        x = apply_to_part(self.ops, values, corner, self.batch, held)
+        tRS_rC = cute.make_rmem_tensor(plain.tRS_sC[None, None, None, 0].shape, plain.dtype)
         flat = cute.make_layout(cute.size(tRS_rC))
-        rounded = cute.make_rmem_tensor(cute.size(tRS_rC), ways.dtype)
-        rounded.store(cute.make_tensor(x.values.iterator, flat).load().to(ways.dtype))
-        if cutlass.const_expr(fusion.gated(self.fusion.pieces)):
+        rounded = cute.make_rmem_tensor(cute.size(tRS_rC), plain.dtype)
+        rounded.store(cute.make_tensor(x.values.iterator, flat).load().to(plain.dtype))
+        if cutlass.const_expr(self.ops.gated):
             rounded = neighbours(rounded)
         cute.make_tensor(tRS_rC.iterator, flat).store(rounded.load())
-        cute.copy(ways.r2s, tRS_rC, ways.tRS_sC[None, None, None, slot])
+        cute.copy(plain.r2s, tRS_rC, plain.tRS_sC[None, None, None, slot])
         cute.arch.fence_view_async_shared()
 
     @cute.jit
     def start_store(self, slot: cutlass.Constexpr[int], row: Int32, column: Int32) -> None:
-        """Of a whole slot, by the warp that stores."""
-        ways = self.ways
+        """Start the store of `slot`. One warp, the one that stores."""
+        plain = self.plain
         where: tuple = (None, row, column)
-        if cutlass.const_expr(cute.rank(ways.bSG_gC) == 4):
+        if cutlass.const_expr(cute.rank(plain.bSG_gC) == 4):
             where = (None, row, column, self.batch)
-        cute.copy(ways.atom, ways.bSG_sC[None, slot], ways.bSG_gC[where])
+        cute.copy(plain.atom, plain.bSG_sC[None, slot], plain.bSG_gC[where])
         cute.arch.cp_async_bulk_commit_group()
 
 
 @cute.jit
 def neighbours(gated: cute.Tensor) -> cute.Tensor:
-    """What gates leave (V), of 16 bits, as a wgmma of half the columns would hold it.
+    """The 16-bit results of gates (V), moved to where a wgmma of half the columns holds them.
 
     Of four gates' columns in turn, a thread holds one, its lane's, in each of 2 rows: (2, FOURS).
     Two fours make eight columns, of which it shall hold two neighbours: (2, 2, EIGHTS).
@@ -308,40 +281,40 @@ def neighbours(gated: cute.Tensor) -> cute.Tensor:
     return pairs
 
 
-def fused_stores(
+def fused_store(
     operand: cpasync.TmaInfo,
     sC: cute.Tensor,
     num_slots: int,
     columns_contiguous: bool,
-    pieces: Fusion,
+    ops: BoundOps,
     full: Barrier | None,
-) -> FusedStores:
-    """Of this thread's warpgroup; sC is (64, epiN, SLOT), each warpgroup has `num_slots`; `full`
-    are the barriers of what comes by PartLoads."""
+) -> FusedStore:
+    """The store of this thread's warpgroup; sC is (64, epiN, SLOT), each warpgroup has `num_slots`;
+    `full` are the barriers of PartLoads."""
     rows, columns = cute.size(sC, mode=[0]), cute.size(sC, mode=[1])
-    if fusion.gated(pieces.pieces):
+    if ops.gated:
         columns *= 2
     if sC.element_type.width == 16:
-        ways = warpgroup_stores(operand, sC, num_slots, transpose=not columns_contiguous)
+        plain = warpgroup_store(operand, sC, num_slots, transpose=not columns_contiguous)
     else:
-        ways = warpgroup_stores(operand, sC, num_slots, words=2 if columns_contiguous else 1)
+        plain = warpgroup_store(operand, sC, num_slots, words=2 if columns_contiguous else 1)
     loads = None
-    if full is not None and pieces.staged is not None:
-        matrix = pieces.passed[pieces.staged]
+    if full is not None and ops.preloaded is not None:
+        matrix = ops.arguments[ops.preloaded]
         loads = part_loads(matrix, sC, full, num_slots, not columns_contiguous)
-    return FusedStores(ways, pieces, (rows, columns), loads)
+    return FusedStore(plain, ops, (rows, columns), loads)
 
 
 @dataclass(frozen=True)
-class DirectStores:
-    """Every element by itself, to out of any strides: as the accumulator, or with a mode L."""
+class ElementStore:
+    """The store of one warpgroup's accumulators through operations, to out of any strides."""
 
-    out: cute.Tensor
+    out: cute.Tensor  # (M, N) or (M, N, L), oriented as the accumulator
     epi_n: int
-    fusion: Fusion
+    ops: BoundOps
     batch: Int32 | int = 0
 
-    store = WarpgroupStores.store
+    store = WarpgroupStore.store
     num_slots = 2  # none: no part waits for another
 
     def parts(self, acc: cute.Tensor) -> cute.Tensor:
@@ -352,14 +325,15 @@ class DirectStores:
         """No slot has to become free."""
 
     def drain(self) -> None:
-        """Nothing leaves by way of smem."""
+        """No store reads smem."""
 
     @cute.jit
     def store_part(
         self, values: cute.Tensor, slot: cutlass.Constexpr[int], row: Int32, column: Int32
     ) -> None:
-        x = self.fusion.fragment(values, row * 64, column * self.epi_n, self.batch)
+        corner = row * 64, column * self.epi_n
+        x = apply_to_part(self.ops, values, corner, self.batch)
         out = self.out
         if cutlass.const_expr(cute.rank(out) == 3):
             out = out[None, None, self.batch]  # (M, N)
-        self.fusion.store_elements(x, out)
+        self.ops.store_elements(x, out)

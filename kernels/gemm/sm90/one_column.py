@@ -1,6 +1,6 @@
 """One column of tiles, one for each cluster: where all columns of C fit into one side by side.
 
-There is nothing to order, so a CTA knows its tile from its index. The raster's divisions took as
+There is nothing to order: a CTA's index is its tile. The raster's divisions took as
 long before the first load, and again after the last MMA, as the store of the tile: at M = 128 and
 N = K = 8192 0.4 us of 39 (docs/facts.md).
 """
@@ -12,26 +12,27 @@ from typing import NamedTuple
 
 from cutlass import Int32, cute
 
-from cutex.schedulers.one_tile import WorkTile, place_in_cluster
+from cutex.device.work_tile import WorkTile, place_in_cluster
 from cutex.schedulers.raster import clusters
 
 
 class OneStep(NamedTuple):
-    """The walk of a CTA that has one tile."""
+    """The walk of a CTA that has one tile, to be followed like a StaticWalk."""
 
-    tile_m: Int32
-    tile_n: Int32
-    first: int = 0
+    tile: WorkTile
+    start: int = 0
     end: int = 1
     step: int = 1
-    share: int = 0
+    split: int = 0
 
-    def tile(self, index: Int32) -> WorkTile:
-        return WorkTile(self.tile_m, self.tile_n)
+    def tile_at(self, index: Int32 | int) -> WorkTile:
+        return self.tile
 
 
 @dataclass(frozen=True)
 class OneColumn:
+    """A grid of clusters down one column of tiles."""
+
     tile_m: int
     cluster: tuple[int, int]  # CTAs along M and N
 
@@ -42,4 +43,4 @@ class OneColumn:
     def walk(self, mC: cute.Tensor) -> OneStep:
         m, n = place_in_cluster(*self.cluster)
         _, _, cluster = cute.arch.block_idx()
-        return OneStep(cluster * self.cluster[0] + m, n)
+        return OneStep(WorkTile(cluster * self.cluster[0] + m, n))
