@@ -55,11 +55,11 @@ class Order(Protocol):
 
 
 class Dispatcher(Protocol):
-    """What the roles of a kernel ask for their next tile."""
+    """A sequence of work tiles, which the roles of a CTA follow."""
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
-        """What the kernel must initialise before a role asks."""
+        """The barriers that a kernel initialises before any role asks."""
 
     def schedule(self) -> None:
         """The work of a scheduling warp, where tiles must be asked for; elsewhere nothing."""

@@ -1,4 +1,4 @@
-"""One CTA per SM, which walks its share of the tiles: static, in equal steps.
+"""Static persistent CTAs, one per SM, which walk their share of the tiles in equal steps.
 
 Cluster c of G takes the indices c, c + G, c + 2 G, ... of the order, so at any time the grid works
 on neighbours in that order. All roles of a CTA walk alike and need not talk about it.

@@ -1,4 +1,4 @@
-"""Which config for which problem: the candidates of an arch, ranked by its cost model.
+"""The choice of a config for a problem: candidates of its arch, ranked by the cost model.
 
 Imports neither torch nor the DSL.
 """

@@ -1,4 +1,4 @@
-"""How a GEMM kernel cuts a problem up, in what the kernels of both archs share.
+"""The config of a GEMM kernel, how it cuts a problem up, in what both archs share.
 
 What only one arch has, and when a config does not fit it, stands in sm90/config.py and
 sm100/config.py. Imports neither torch nor the DSL.
@@ -24,8 +24,8 @@ MAX_GRID = 65535  # CTAs along grid y
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """One CTA, or a pair, computes tile_m x tile_n of C, tile_k of K at a time, from a ring of
-    num_stages slots."""
+    """The cut of a problem: one CTA, or a pair, computes tile_m x tile_n of C, tile_k of K at a
+    time, from a ring of num_stages slots."""
 
     arch: ClassVar[str]  # whose kernels take it
 

@@ -1,4 +1,4 @@
-"""What every GEMM stage shares on the host: operands, tensor maps, grid, launch."""
+"""The host side that GEMM stages share: operands, tensor maps, grid, launch."""
 
 from __future__ import annotations
 

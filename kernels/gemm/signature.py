@@ -1,4 +1,4 @@
-"""What the general GEMM computes, out = ops(A @ B), in the host's terms, on both archs.
+"""The signature of the general GEMM, out = ops(A @ B), in the host's terms, on both archs.
 
 A (L, M, K), B (L, K, N) and out (L, M, N) are passed as torch holds them, L where there is one; the
 kernels (sm90/general.py, sm100/general.py) see each as rows and columns of the MMA.
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OperandLayout:
-    """How an argument is laid out in memory; `major` says which are contiguous: a "row"'s elements
-    or a "column"'s."""
+    """The memory layout of an argument: `major` says whether the elements of a "row" or of a
+    "column" are contiguous."""
 
     dtype: str = "bf16"
     major: str = "row"
@@ -40,7 +40,7 @@ class OperandLayout:
 
 @dataclass(frozen=True)
 class GeneralConfig:
-    """What is computed, and the tiles that it is cut into."""
+    """The config of the general kernel: what it computes, and the tiles that this is cut into."""
 
     tiles: GemmConfig
     a: OperandLayout = field(default_factory=OperandLayout)
@@ -76,7 +76,7 @@ class GeneralConfig:
 
     @property
     def columns_contiguous(self) -> bool:
-        """In what the kernel computes, which with swap_ab is out transposed."""
+        """Whether rows of what is computed, with swap_ab of out transposed, are contiguous."""
         return (self.out.major == "row") != self.tiles.swap_ab
 
     def arguments(self) -> tuple[Argument, ...]:
@@ -99,7 +99,7 @@ class GeneralConfig:
         return tiles.why_not_signature(self)
 
     def product(self, mOut: cute.Tensor) -> cute.Tensor:
-        """What the tiles cover: out, or twice its columns, of which gates leave half."""
+        """A tensor of the product's shape: out, or one of twice its columns, before gates."""
         if not self.gated:
             return mOut
         m, n, *batch = mOut.shape

@@ -259,7 +259,7 @@ def op_arguments(ops: tuple[EpilogueOp, ...]) -> tuple[Argument, ...]:
 
 
 def has_gate(ops: tuple[EpilogueOp, ...]) -> bool:
-    """Whether they leave half as many columns as the product has."""
+    """Whether the operations leave half as many columns as the product has."""
     return any(isinstance(op, Gate) for op in ops)
 
 

@@ -33,7 +33,7 @@ class Sm100Config(GemmConfig):
 
     @property
     def smem_bytes(self) -> int:
-        """With the sums of a tile that pairs share, which have a place of their own."""
+        """Bytes of one CTA's slots, and of the sums of a tile whose K is shared."""
         sums = self.partial_bytes // self.ctas if self.split_k > 1 else 0
         return super().smem_bytes + sums
 

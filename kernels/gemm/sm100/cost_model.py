@@ -83,7 +83,7 @@ def variants(config: Sm100Config) -> tuple[Sm100Config, ...]:
 
 
 def deepest(config: Sm100Config, arch: Arch) -> Sm100Config:
-    """With as many slots as smem has room for."""
+    """`config` with as many slots as smem has room for."""
     room = arch.smem_per_cta - BARRIERS - replace(config, num_stages=0).smem_bytes
     slot = config.stage_bytes // config.ctas
     return replace(config, num_stages=min(DEEPEST, room // slot))

@@ -76,7 +76,7 @@ class StoreTiles:
 
     @cute.jit
     def store_in_loop(self, store: FusedTileStore, acc: AccRing, take: PipelineState) -> None:
-        """The same in a loop.
+        """Store one accumulator in a loop over its sub-tiles.
 
         NOTE: unrolled, with bias, residual and scales, the sub-tiles of both blocks would be one
         piece of code of which ptxas keeps what they share: 255 registers and 2 KB of spills.
@@ -97,7 +97,7 @@ class StoreTiles:
     def finish(
         self, tCtAcc: cute.Tensor, epilogue: FusedEpilogueStore, dispatch: Dispatcher
     ) -> None:
-        """All tiles are stored."""
+        """Do nothing: all tiles are stored."""
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ class Stage0(Gemm):
 
     @cute.jit
     def mainloop(self, loads: AbLoads, mma: Umma, barriers: Barriers) -> None:
-        """By warp 0 alone; returns when the accumulator is complete."""
+        """Compute the accumulator, which is complete when this returns. Warp 0 alone."""
         loaded, mma_done = barriers.loaded, barriers.mma_done
         phase = Int32(0)
         for k_tile in cutlass.range(loads.num_k_tiles, unroll=1):

@@ -85,7 +85,7 @@ class Stage6(Stage5):
         )
 
     def dispatcher(self, smem: SmemAllocator, mC: cute.Tensor) -> Dispatcher:
-        """Where the roles learn which tile of mC (M, N) comes next."""
+        """The dispatcher that hands tiles of mC (M, N) to the roles."""
         return self.scheduler().walk(mC)
 
     @cute.kernel

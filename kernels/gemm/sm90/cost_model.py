@@ -50,7 +50,7 @@ H200 = Costs()
 
 
 def _deepest(config: Sm90Config, arch: Arch, limit: int | None = None) -> Sm90Config:
-    """With as many slots as smem, or `limit` bytes, hold."""
+    """`config` with as many slots as smem, or `limit` bytes, hold."""
     room = min(arch.smem_per_cta - BARRIERS - config.epi_bytes, limit or arch.smem_per_cta)
     return replace(config, num_stages=max(2, min(24, room // config.stage_bytes)))
 
@@ -62,7 +62,7 @@ def variants(config: Sm90Config) -> tuple[Sm90Config, ...]:
 
 
 def _epilogue(tile_n: int) -> int:
-    """Columns of C that leave at a time: a divisor of tile_n, up to a line of 128 bytes."""
+    """Columns of C that are stored at a time: a divisor of tile_n, up to a line of 128 bytes."""
     return next(n for n in (64, 32, 16) if tile_n % n == 0)
 
 

@@ -139,7 +139,8 @@ class General:
 
     @property
     def pace(self) -> Pace:
-        """With more columns L2 and the tensor cores take their part of the time (docs/facts.md)."""
+        """The pace of CTAs with one tile: with more columns, L2 and the tensor cores take their
+        part of the time (docs/facts.md)."""
         return Pace.of(arch_named(self.arch), 0.93 if self.tiles.cluster_columns <= 32 else 0.89)
 
     @property
@@ -196,7 +197,7 @@ class General:
     def load_operand(
         self, mX: cute.Tensor, rows: int, sharers: int, k_major: bool
     ) -> cpasync.TmaInfo:
-        """What loads tiles of mX (rows, K), of which each of `sharers` CTAs loads a part."""
+        """The tensor map of mX (rows, K), of whose tiles each of `sharers` CTAs loads a part."""
         dtype, k, num_slots = mX.element_type, self.config.k_elements, self.tiles.num_stages
         if k_major:
             return shared_operand(mX, slots_layout(dtype, rows, k, num_slots, 128), sharers)
@@ -205,7 +206,7 @@ class General:
         return k_shared_operand(mX, slots, part, sharers)
 
     def preload(self, passed: tuple[Any, ...], slots: cute.ComposedLayout) -> tuple[Any, ...]:
-        """What the operations take, of which one may come in through the slots of out."""
+        """The operations' arguments, of which one may be a tensor map for the slots of out."""
         at = self.preloaded
         if at is None:
             return passed
@@ -227,7 +228,7 @@ class General:
 
     @property
     def preloaded(self) -> int | None:
-        """Which argument of the operations comes in by TMA through the slots of out: the first
+        """The argument of the operations that is loaded by TMA through the slots of out: the first
         matrix to add, if its layout and dtype are those of out."""
         c, at = self.config, 0
         if not c.out.tma or c.gated or self.tiles.epi_stages < 2 or self.tiles.split_k > 1:
@@ -298,12 +299,12 @@ class General:
         return from_row(a, first), from_row(out, first)
 
     def give_registers(self) -> None:
-        """By the load warpgroup."""
+        """Release registers. The load warpgroup."""
         if registers := self.tiles.registers:
             cute.arch.setmaxregister_decrease(registers.load)
 
     def take_registers(self) -> None:
-        """By the MMA warpgroups; waits until the load warpgroup has given."""
+        """Wait until the load warpgroup has released registers, and take them. MMA warpgroups."""
         if registers := self.tiles.registers:
             cute.arch.setmaxregister_increase(registers.mma)
 
@@ -315,7 +316,7 @@ class General:
         ops: BoundOps,
         held: Barrier | None,
     ) -> EpilogueStore:
-        """What this thread's warpgroup, or warp, stores its accumulators by."""
+        """The store of this thread's warpgroup, or warp."""
         c, config = self.tiles, self.config
         if sC is None:
             return ElementStore(out, config.epi_columns, ops)

@@ -29,12 +29,13 @@ ORDER_BARRIER = 3  # and 4: the turns of ping-pong
 SUMS_BARRIER = 5  # all MMA warps of a CTA
 VECTOR = 4  # fp32 sums that move at a time: 16 bytes
 
-EpilogueStore = FusedStore | ElementStore | WarpgroupStore | WarpStore
+PartStore = FusedStore | ElementStore | WarpgroupStore
+EpilogueStore = PartStore | WarpStore
 
 
 @dataclass(frozen=True)
 class MmaRole:
-    """What the MMA roles share: the mainloop of a tile, and where its accumulators are stored."""
+    """An MMA role: the mainloop of a tile, and the store of its accumulators."""
 
     config: GeneralConfig
     tiles: Sm90Config
@@ -104,8 +105,8 @@ class MmaRole:
         epilogue.store(mma.tCrAcc, row, step, column)
 
     def origin(self, tile: WorkTile) -> tuple[Int32, int, Int32]:
-        """Where this warpgroup's rows of a tile begin, in parts of 64 x epiN: row, the step to its
-        next, column."""
+        """The first row of this warpgroup in a tile, the step to its next, and the first column, in
+        parts of 64 x epiN."""
         c = self.tiles
         step = 1 if c.pingpong else c.mma_warpgroups
         first = cute.arch.warp_idx() // 4 % step
@@ -180,7 +181,7 @@ class SplitK(MmaRole):
         self,
         mma: Wgmma,
         ab: SharedRing,
-        epilogue: FusedStore,
+        epilogue: PartStore,
         num_k_tiles: Int32,
         mC: cute.Tensor,
     ) -> None:
@@ -199,7 +200,7 @@ class SplitK(MmaRole):
         return self.tiles.mma_warpgroups * WARPGROUP
 
     def sums(self, mma: Wgmma, first: cute.Pointer) -> cute.Tensor:
-        """Where this thread leaves its accumulators, in the smem from `first` on: (VECTOR,
+        """The place of this thread's accumulators in the smem from `first` on, (VECTOR,
         NumVectors), the vectors of all threads side by side."""
         thread, _, _ = cute.arch.thread_idx()
         threads, count = self.num_threads, cute.size(mma.tCrAcc) // VECTOR
@@ -210,7 +211,7 @@ class SplitK(MmaRole):
 
     @cute.jit
     def leave_sums(
-        self, mma: Wgmma, epilogue: FusedStore, first: cute.Pointer, walk: StaticWalk
+        self, mma: Wgmma, epilogue: PartStore, first: cute.Pointer, walk: StaticWalk
     ) -> None:
         """Put into smem what the other CTAs of the cluster add up."""
         parts = vectors(epilogue.parts(mma.tCrAcc))  # (VECTOR, NumVectors, PART)
@@ -223,7 +224,7 @@ class SplitK(MmaRole):
 
     @cute.jit
     def store_share(
-        self, mma: Wgmma, epilogue: FusedStore, first: cute.Pointer, walk: StaticWalk
+        self, mma: Wgmma, epilogue: PartStore, first: cute.Pointer, walk: StaticWalk
     ) -> None:
         """Add up and store every split_k-th part of the tile, beginning with this CTA's share."""
         c = self.tiles

@@ -1,4 +1,4 @@
-"""One column of tiles, one for each cluster: where all columns of C fit into one side by side.
+"""One column of tiles, one tile for each cluster, where a cluster covers all columns of C.
 
 There is nothing to order: a CTA's index is its tile. The raster's divisions took as
 long before the first load, and again after the last MMA, as the store of the tile: at M = 128 and

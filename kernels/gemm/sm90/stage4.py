@@ -52,12 +52,12 @@ class Stage4(Stage3):
         return self.mma_warps.threads + self.load_warps.threads
 
     def give_registers(self) -> None:
-        """By the load warpgroup."""
+        """Release registers. The load warpgroup."""
         if registers := self.config.registers:
             cute.arch.setmaxregister_decrease(registers.load)
 
     def take_registers(self) -> None:
-        """By the MMA warpgroups; waits until the load warpgroup has given."""
+        """Wait until the load warpgroup has released registers, and take them. MMA warpgroups."""
         if registers := self.config.registers:
             cute.arch.setmaxregister_increase(registers.mma)
 

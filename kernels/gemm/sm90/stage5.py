@@ -122,8 +122,8 @@ class Stage5(Stage4):
         epilogue.store(mma.tCrAcc, row, step, column)
 
     def origin(self, tile: WorkTile) -> tuple[Int32, int, Int32]:
-        """Where this warpgroup's rows of a tile begin, in parts of C, 64 x epiN: row, the step to
-        its next, column."""
+        """The first row of this warpgroup in a tile, the step to its next, and the first column, in
+        parts of C, 64 x epiN."""
         c = self.config
         step = 1 if c.pingpong else c.mma_warpgroups
         first = cute.arch.warp_idx() // 4 % step

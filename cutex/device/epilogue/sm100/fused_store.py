@@ -68,7 +68,7 @@ class FusedTileStore:
 
 @dataclass(frozen=True)
 class FusedEpilogueStore:
-    """What stores accumulators to out, through the operations: by TMA, or element by element."""
+    """The store of accumulators to out through the operations: by TMA, or element by element."""
 
     out: cpasync.TmaInfo | cute.Tensor  # or out (M, N) or (M, N, L), for single elements
     sC: cute.Tensor | None  # (128, epiN, SLOT)

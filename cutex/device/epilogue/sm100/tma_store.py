@@ -77,7 +77,7 @@ class SubTiles(NamedTuple):
     def store_next(
         self, tTR_rAcc: cute.Tensor, stores: TileStores, part: Int32, column_tile: Int32
     ) -> None:
-        """The same in a loop that is not unrolled, over all parts of a tile."""
+        """Store sub-tile `part` in a loop over all parts of a tile that is not unrolled."""
         num_slots = cute.size(self.tTR_sC, mode=[3])
         counts = [stores_until_reuse(p, self.num_parts, num_slots) for p in range(self.num_parts)]
         self.store_slot(tTR_rAcc, stores, part % num_slots, column_tile, min(counts) - 2)
@@ -160,7 +160,7 @@ class TileStore(NamedTuple):
 
 @dataclass(frozen=True)
 class EpilogueStore:
-    """What stores accumulators to C: a tensor map, and slots of smem."""
+    """The store of accumulators to C: a tensor map, and slots of smem."""
 
     out: cpasync.TmaInfo
     sC: cute.Tensor  # (128, epiN, SLOT)
