@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from cutex.sim.ptx import Instruction
+    from cutex.sim.ptx.parse import Instruction
 
 
 @dataclass(frozen=True)

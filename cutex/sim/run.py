@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-from cutex.sim.capture import PACKED, HostFunction, HostTensor, Launch, c_compiler
 from cutex.sim.errors import Finding, Hazards, SimError
-from cutex.sim.machine import Chance, Machine
-from cutex.sim.memory import MODULE_WINDOW, GlobalMemory, Region
-from cutex.sim.ptx import Program, parse
-from cutex.sim.residency import residency
+from cutex.sim.host.capture import PACKED, HostFunction, HostTensor, Launch, c_compiler
+from cutex.sim.machine.machine import Chance, Machine
+from cutex.sim.machine.memory import MODULE_WINDOW, GlobalMemory, Region
+from cutex.sim.machine.residency import residency
+from cutex.sim.machine.waiting import Waiting
+from cutex.sim.ptx.parse import Program, parse
 from cutex.sim.scheduler import ORDERS, Scheduler
-from cutex.sim.waiting import Waiting
 
 
 @dataclass

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cutex.orders import ORDERS
-from cutex.sim import definitions, wgmma  # noqa: F401 - the first registers instructions
-from cutex.sim.decode import Execute, decode
-from cutex.sim.divergence import BLOCKED, DONE, RUNNING, YIELDED
 from cutex.sim.errors import Deadlock, SimError
-from cutex.sim.flow import LEAVES
-from cutex.sim.machine import ARRIVED, RETRY, Batch
-from cutex.sim.ptx import Instruction, Program, Reg, Vector
+from cutex.sim.isa import definitions, wgmma  # noqa: F401 - the first registers instructions
+from cutex.sim.machine.divergence import BLOCKED, DONE, RUNNING, YIELDED
+from cutex.sim.machine.machine import ARRIVED, RETRY, Batch
+from cutex.sim.ptx.decode import Execute, decode
+from cutex.sim.ptx.flow import LEAVES
+from cutex.sim.ptx.parse import Instruction, Program, Reg, Vector
 
 if TYPE_CHECKING:
-    from cutex.sim.machine import Machine, Wait
+    from cutex.sim.machine.machine import Machine, Wait
 
 _TURN = 4096  # instructions a batch may run before others at higher positions get their turn
 # Rounds of a loop, while nothing happens anywhere, after which a warp lets others run: of one that

@@ -11,8 +11,8 @@ import pytest
 from copies import BYTES, CLUSTER, DONE, DUMP, FILL, WAIT, Copy, Tensor, run
 from ptx_kernel import simulate_ptx
 
-from cutex.sim.bulk_groups import BulkGroups
 from cutex.sim.errors import BadOperand, Hazards
+from cutex.sim.machine.bulk_groups import BulkGroups
 
 # -- plain bulk copies -----------------------------------------------------------------------------
 
