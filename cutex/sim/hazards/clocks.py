@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cutex.sim.hazards.flight import WORD
+from cutex.sim.machine.operation import WORD
 from cutex.sim.ptx.parse import Instruction
 
 if TYPE_CHECKING:
-    from cutex.sim.hazards.flight import Span
     from cutex.sim.machine.machine import Machine
     from cutex.sim.machine.mbarrier import Made
+    from cutex.sim.machine.operation import Span
 
 _WHOLE = np.uint8(0b1111)  # all bytes of a word
 _COPIED = np.uint8(0b10000)  # by cp.async: see there why the async proxy may read it
@@ -37,23 +37,23 @@ class Clocks:
 
     def __init__(self, machine: Machine) -> None:
         self.m = machine
-        width = machine.warps_per_cta * machine.cluster_size
-        warps = np.arange(machine.num_warps)
-        rank = machine.cta_rank[machine.warp_cta]
-        self.slot = rank * machine.warps_per_cta + machine.warp_in_cta
-        self.rows = np.zeros((3, machine.num_warps, width), np.int32)
+        width = machine.grid.warps_per_cta * machine.grid.cluster_size
+        warps = np.arange(machine.grid.num_warps)
+        rank = machine.grid.cta_rank[machine.grid.warp_cta]
+        self.slot = rank * machine.grid.warps_per_cta + machine.grid.warp_in_cta
+        self.rows = np.zeros((3, machine.grid.num_warps, width), np.int32)
         self.known, self.visible, self.follows = self.rows
         self.fenced = np.zeros_like(self.rows)  # what a fence of the warp released
         self.known[warps, self.slot] = self.follows[warps, self.slot] = 1
-        shape = (machine.num_ctas, machine.smem_bytes // WORD)
+        shape = (machine.grid.num_ctas, machine.smem_bytes // WORD)
         self.writer, self.reader = np.zeros(shape, np.int16), np.zeros(shape, np.int16)  # slots
         self.written, self.read = np.zeros(shape, np.int32), np.zeros(shape, np.int32)  # 0: none
         self.written_line = np.zeros(shape, np.int32)  # in the PTX
         # a bit for each byte of the word that the last writer, or reader, touched
         self.written_bytes, self.read_bytes = np.zeros(shape, np.uint8), np.zeros(shape, np.uint8)
         # words that ordinary accesses have touched: most spans of TMA and MMA lie elsewhere
-        self.low = np.full(machine.num_ctas, shape[1])
-        self.high = np.full(machine.num_ctas, -1)
+        self.low = np.full(machine.grid.num_ctas, shape[1])
+        self.high = np.full(machine.grid.num_ctas, -1)
 
     # -- synchronisation ---------------------------------------------------------------------------
 
@@ -96,9 +96,9 @@ class Clocks:
     def peer(self, warp: int, slot: int) -> int:
         """The warp that has this slot in the cluster of ``warp``."""
         m = self.m
-        rank, inside = divmod(slot, m.warps_per_cta)
-        own = int(m.warp_cta[warp])
-        return inside * m.num_ctas + own - int(m.cta_rank[own]) + rank
+        rank, inside = divmod(slot, m.grid.warps_per_cta)
+        own = int(m.grid.warp_cta[warp])
+        return inside * m.grid.num_ctas + own - int(m.grid.cta_rank[own]) + rank
 
     def knows(self, warp: int, made: Made) -> bool:
         """Whether the initialisation of an mbarrier comes before what ``warp`` does now."""
@@ -217,13 +217,13 @@ class Clocks:
         ins: Instruction,
     ) -> None:
         m = self.m
-        who = f"{what} of {m.name_warp(warp)}" if what else m.name_warp(warp)
+        who = f"{what} of {m.grid.name_warp(warp)}" if what else m.grid.name_warp(warp)
         peer = self.peer(warp, other)
         line = f" at PTX line {self.written_line[place]}" if did == "wrote" else ""
-        m.find(
+        m.findings.add(
             "race",
             f"{who} {'overwrites' if write else 'reads'} shared memory 0x{place[1] * WORD:x}, "
-            f"which {m.name_warp(peer)} {did}{line}: no barrier orders the two",
+            f"which {m.grid.name_warp(peer)} {did}{line}: no barrier orders the two",
             ins,
         )
 
@@ -235,9 +235,9 @@ class Clocks:
         unseen &= self.written_bytes[cta, word] < _COPIED
         if unseen.any():
             k = int(unseen.argmax())
-            self.m.find(
+            self.m.findings.add(
                 "proxy",
-                f"{what} of {self.m.name_warp(warp)} reads shared memory "
+                f"{what} of {self.m.grid.name_warp(warp)} reads shared memory "
                 f"0x{int(word[k]) * WORD:x}, which ordinary stores wrote at PTX line "
                 f"{self.written_line[cta, word[k]]}, with no fence.proxy.async in between",
                 ins,

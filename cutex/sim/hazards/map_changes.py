@@ -27,14 +27,14 @@ class TensorMapChanges:
         self.changed[address] = self.now, ins
 
     def acquire(self, warp: int, address: int) -> None:
-        self.fenced[int(self.m.warp_cta[warp]), address] = self.now
+        self.fenced[int(self.m.grid.warp_cta[warp]), address] = self.now
 
     def use(self, warp: int, address: int, ins: Instruction) -> None:
         when, by = self.changed.get(address, (0, ins))
-        if self.fenced.get((int(self.m.warp_cta[warp]), address), 0) < when:
-            self.m.find(
+        if self.fenced.get((int(self.m.grid.warp_cta[warp]), address), 0) < when:
+            self.m.findings.add(
                 "proxy",
-                f"{ins.op} of {self.m.name_warp(warp)} takes the tensor map at 0x{address:x}, "
+                f"{ins.op} of {self.m.grid.name_warp(warp)} takes the tensor map at 0x{address:x}, "
                 f"which PTX line {by.line} changed ({by.op}), with no "
                 "fence.proxy.tensormap::generic.acquire of its CTA in between",
                 ins,

@@ -45,7 +45,7 @@ class Overwrites:
         if not self.active:
             memory.store(addresses, values, complain)
             return
-        owners = self.m.cta_cluster[self.m.warp_cta[warps]]
+        owners = self.m.grid.cta_cluster[self.m.grid.warp_cta[warps]]
         alone = len(np.unique(addresses)) == len(addresses) or len(np.unique(owners)) == 1
         for owner in (None,) if alone else np.unique(owners).tolist():
             some = slice(None) if owner is None else owners == owner
@@ -77,7 +77,7 @@ class Overwrites:
         if other.any():
             at = tuple(int(v[0]) for v in np.nonzero(other))
             place = int(places[at])
-            self.m.find(
+            self.m.findings.add(
                 "race",
                 f"{self._name(int(mine[at]) - 1)} writes byte {place} of "
                 f"{region.description or region.name}, and {self._name(int(before[at]) - 1)} wrote "
@@ -87,6 +87,6 @@ class Overwrites:
         who[places], line[places] = mine, ins.line
 
     def _name(self, cluster: int) -> str:
-        x, y, z = self.m.coordinates(cluster * self.m.cluster_size)
-        what = "CTA" if self.m.cluster_size == 1 else "the cluster of CTA"
+        x, y, z = self.m.grid.coordinates(cluster * self.m.grid.cluster_size)
+        what = "CTA" if self.m.grid.cluster_size == 1 else "the cluster of CTA"
         return f"{what} ({x},{y},{z})"

@@ -14,8 +14,8 @@ import numpy as np
 from cutex.sim.ptx.parse import Instruction
 
 if TYPE_CHECKING:
-    from cutex.sim.hazards.flight import Rectangle
     from cutex.sim.machine.machine import Machine
+    from cutex.sim.machine.operation import Rectangle
 
 _LANES = 16  # of a unit: half of what a warp may touch
 _UNITS, _COLUMNS = 128 // _LANES, 512
@@ -26,7 +26,7 @@ class TmemShadow:
 
     def __init__(self, machine: Machine) -> None:
         self.m = machine
-        shape = (machine.num_ctas, _UNITS, _COLUMNS)
+        shape = (machine.grid.num_ctas, _UNITS, _COLUMNS)
         self.writer, self.reader = np.zeros(shape, np.int16), np.zeros(shape, np.int16)  # slots
         self.written, self.read = np.zeros(shape, np.int32), np.zeros(shape, np.int32)  # 0: none
         self.line = np.zeros(shape, np.int32)  # of the last store in the PTX
@@ -63,11 +63,11 @@ class TmemShadow:
                 unit, column = (int(v[0]) for v in np.nonzero(unknown))
                 peer = clocks.peer(warp, int(other[unit, column]))
                 line = f" at PTX line {self.line[at][unit, column]}" if did == "stored" else ""
-                self.m.find(
+                self.m.findings.add(
                     "race",
-                    f"{what} of {self.m.name_warp(warp)} {'overwrites' if write else 'reads'} "
-                    f"tensor memory column {place.low + column}, which {self.m.name_warp(peer)} "
-                    f"{did}{line}: no barrier orders the two",
+                    f"{what} of {self.m.grid.name_warp(warp)} {'overwrites' if write else 'reads'} "
+                    f"tensor memory column {place.low + column}, which "
+                    f"{self.m.grid.name_warp(peer)} {did}{line}: no barrier orders the two",
                     ins,
                 )
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cutex.sim.errors import BadAddress
-from cutex.sim.hazards.flight import WORD, Span
-from cutex.sim.machine.machine import Batch
+from cutex.sim.machine.batch import Batch
 from cutex.sim.machine.memory import PARAM_WINDOW, SHARED_WINDOW, WINDOWS, window_of
+from cutex.sim.machine.operation import WORD, Span
 from cutex.sim.ptx.decode import Decoder
 
 SPACES = ("param", "global", "shared", "local", "const")
@@ -114,7 +114,7 @@ class Access:
         """All shared memory as words, and the first word of each lane."""
         m = self.m
         offsets = where.addresses & np.uint64(SHARED_WINDOW - 1)
-        cta, offset = m.shared_location(where.warps, offsets)
+        cta, offset = m.grid.shared_location(where.warps, offsets)
         m.check_shared(where.warps, where.lanes, cta, offset, self.width, self.d.ins)
         self.observe(where.warps, cta, offset, self.width, write)
         if write:
@@ -131,7 +131,7 @@ class Access:
         ):
             if bad.any():
                 k = int(bad.argmax())
-                who = f"{self.m.name_warp(int(where.warps[k]))} lane {where.lanes[k]}"
+                who = f"{self.m.grid.name_warp(int(where.warps[k]))} lane {where.lanes[k]}"
                 raise BadAddress.at(
                     self.d.ins,
                     f"{who} accesses {self.width} bytes of {what} memory at {at[k]}, {why}",
@@ -142,7 +142,7 @@ class Access:
         """Raises BadAddress for the k-th access to global memory."""
 
         def refuse(k: int, why: str) -> None:
-            who = f"{self.m.name_warp(int(where.warps[k]))} lane {int(where.lanes[k])}"
+            who = f"{self.m.grid.name_warp(int(where.warps[k]))} lane {int(where.lanes[k])}"
             address = f"0x{int(where.addresses[k]):x}"
             raise BadAddress.at(self.d.ins, f"{who} {verb} {address}, {why}")
 
@@ -158,13 +158,13 @@ class Access:
         if not m.flight.count:
             return
         for c in np.unique(cta):
-            if m.flight.busy(Span, int(c)):
+            if m.flight.hazards.busy(Span, int(c)):
                 mine = cta == c
                 at = offset[mine]
                 words = at[:, None] // WORD + np.arange(max(width // WORD, 1))
                 span = Span.of_words(int(c), words)
                 what = "a store" if write else "a load"
-                m.flight.touch(span, write, what, int(warps[mine][0]), self.d.ins)
+                m.flight.hazards.touch(span, write, what, int(warps[mine][0]), self.d.ins)
 
 
 def _bytes(words: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ import numpy as np
 
 from cutex.sim.isa.access import SPACES, Access
 from cutex.sim.isa.data import HINTS, elements, vector_length
-from cutex.sim.machine.machine import Batch
+from cutex.sim.machine.batch import Batch
 from cutex.sim.numerics.rounding import narrow, widen
 from cutex.sim.ptx.decode import TYPES, Decoder, Execute, instruction
 from cutex.sim.ptx.parse import WIDTH

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from cutex.sim.errors import BadOperand
-from cutex.sim.hazards.flight import Operation, Span
 from cutex.sim.isa import atomics
 from cutex.sim.isa.bulk_operands import (
     MODS,
@@ -20,8 +19,11 @@ from cutex.sim.isa.bulk_operands import (
 )
 from cutex.sim.isa.cp_async import copy_async
 from cutex.sim.isa.tma import tensor_load, tensor_store
+from cutex.sim.machine.batch import RETRY, Batch
 from cutex.sim.machine.bulk_groups import BulkGroup
-from cutex.sim.machine.machine import RETRY, Batch, Machine, Wait
+from cutex.sim.machine.machine import Machine
+from cutex.sim.machine.operation import Engine, Operation, Span
+from cutex.sim.machine.waits import Wait
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.parse import WIDTH
 
@@ -89,6 +91,7 @@ def _plain_load(d: Decoder) -> Execute:
                 op = Operation(
                     "the bulk copy", int(b.idx[row]), ins, ("tma", m.flight.issued, target),
                     _bulk_loader(m, source, target, offset, n, signal, ins),
+                    Engine.TMA_LOAD, n,
                     writes=[Span(target, offset, offset + n)], signals=signal,
                 )  # fmt: skip
                 m.flight.issue(op)
@@ -126,13 +129,13 @@ def _shared_copy(d: Decoder, reduction: str | None) -> Execute:
             if signal[0] != cta:
                 raise BadOperand.at(
                     ins,
-                    f"a copy to {m.name_cta(cta)} completes on an mbarrier of "
-                    f"{m.name_cta(signal[0])}: they must lie in the same CTA",
+                    f"a copy to {m.grid.name_cta(cta)} completes on an mbarrier of "
+                    f"{m.grid.name_cta(signal[0])}: they must lie in the same CTA",
                 )
             m.mbarriers.use(*signal, int(b.idx[row]), ins)
             op = Operation(
                 "the bulk copy", int(b.idx[row]), ins, ("tma", m.flight.issued, cta),
-                _mover(d, reduction, source, (cta, offset), n, signal),
+                _mover(d, reduction, source, (cta, offset), n, signal), Engine.DSMEM, 2 * n,
                 reads=[Span(source[0], source[1], source[1] + n)],
                 writes=[Span(cta, offset, offset + n)], signals=signal,
             )  # fmt: skip
@@ -185,7 +188,7 @@ def _plain_store(d: Decoder, reduction: str | None) -> Execute:
                 _bulk_storer(
                     d, reduction, target, (cta, offset), n, m.bulk_groups.joined(thread)
                 ),
-                reads=[Span(cta, offset, offset + n)], is_store=True,
+                Engine.TMA_STORE, n, reads=[Span(cta, offset, offset + n)],
             )  # fmt: skip
             m.flight.issue(op)
 
@@ -201,7 +204,7 @@ def _bulk_storer(
     group: BulkGroup,
 ) -> Callable[[], None]:
     m = d.m
-    owner = m.cta_cluster[[source[0]]]
+    owner = m.grid.cta_cluster[[source[0]]]
 
     def complete() -> None:
         old = m.memory.view(target, n, f"the bulk store at {d.ins.where()}")

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from cutex.sim.errors import BadOperand
-from cutex.sim.machine.machine import Batch, Machine
+from cutex.sim.machine.batch import Batch
+from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.memory import SHARED_WINDOW
 from cutex.sim.ptx.decode import Decoder
 
@@ -42,15 +43,17 @@ def shared_place(
     misaligned.
     """
     warp = np.array([b.idx[row]])
-    cta, offset = d.m.shared_location(warp, np.array([address & (SHARED_WINDOW - 1)], np.uint64))
+    cta, offset = d.m.grid.shared_location(
+        warp, np.array([address & (SHARED_WINDOW - 1)], np.uint64)
+    )
     d.m.check_shared(warp, np.array([lane]), cta, offset, 1, d.ins)
     if size:
         d.m.check_shared(warp, np.array([lane]), cta, offset + size - 1, 1, d.ins)
     if int(offset[0]) % align:
         raise BadOperand.at(
             d.ins,
-            f"{d.m.name_warp(int(warp[0]))} copies to shared 0x{int(offset[0]):x}, which is not "
-            f"{align}-byte aligned",
+            f"{d.m.grid.name_warp(int(warp[0]))} copies to shared 0x{int(offset[0]):x}, which is "
+            f"not {align}-byte aligned",
         )
     return int(cta[0]), int(offset[0])
 
@@ -59,8 +62,8 @@ def targets(d: Decoder, cta: int, mask: int | None) -> list[int]:
     """CTAs that a (multicast) copy writes."""
     if mask is None:
         return [cta]
-    first = cta - int(d.m.cta_rank[cta])
-    return [first + r for r in range(d.m.cluster_size) if mask >> r & 1]
+    first = cta - int(d.m.grid.cta_rank[cta])
+    return [first + r for r in range(d.m.grid.cluster_size) if mask >> r & 1]
 
 
 def multicast_mask(d: Decoder) -> Callable[[Batch], np.ndarray] | None:
@@ -77,5 +80,5 @@ def signalled(m: Machine, target: int, barrier_cta: int, pair: bool) -> int:
     """
     if not pair:
         return target
-    rank = int(m.cta_rank[target])
-    return target - rank + (rank & ~1 | int(m.cta_rank[barrier_cta]) & 1)
+    rank = int(m.grid.cta_rank[target])
+    return target - rank + (rank & ~1 | int(m.grid.cta_rank[barrier_cta]) & 1)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cutex.sim.machine.machine import Batch
+from cutex.sim.machine.batch import Batch
 from cutex.sim.machine.memory import LOCAL_WINDOW
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.parse import Symbol, Vector

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cutex.sim.hazards.flight import Operation, Span
 from cutex.sim.machine.memory import POISON32, SHARED_WINDOW
+from cutex.sim.machine.operation import Engine, Operation, Span
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.parse import Instruction, Reg
 
 if TYPE_CHECKING:
-    from cutex.sim.machine.machine import Batch, Machine
+    from cutex.sim.machine.batch import Batch
+    from cutex.sim.machine.machine import Machine
 
 REPLY_BYTES = 16
-REFUSE = 0.1  # of requests, in random orders
 
 
 @instruction("clusterlaunchcontrol")
@@ -48,9 +48,9 @@ def _try_cancel(d: Decoder) -> Execute:
         rows, lanes = np.nonzero(b.active())
         for row, lane in zip(rows.tolist(), lanes.tolist(), strict=True):
             warp = int(b.idx[row])
-            own = int(m.warp_cta[warp])
-            first = own - int(m.cta_rank[own])
-            ctas = [first + r for r in range(m.cluster_size)] if everywhere else [own]
+            own = int(m.grid.warp_cta[warp])
+            first = own - int(m.grid.cta_rank[own])
+            ctas = [first + r for r in range(m.grid.cluster_size)] if everywhere else [own]
             offset, bar = (int(x[row, lane]) & 0xFFFFFF for x in (targets, bars))
             here = np.array([own])
             m.check_shared(
@@ -60,7 +60,7 @@ def _try_cancel(d: Decoder) -> Execute:
                 m.mbarriers.use(cta, bar, warp, ins)
             op = Operation(
                 "the cluster launch request", warp, ins, ("clc", m.flight.issued),
-                _reply(m, ctas, offset, bar, ins),
+                _reply(m, ctas, offset, bar, ins), Engine.LAUNCH_CONTROL, REPLY_BYTES * len(ctas),
                 writes=[Span(c, offset, offset + REPLY_BYTES) for c in ctas],
                 signals=(own, bar),
             )  # fmt: skip
@@ -73,13 +73,13 @@ def _reply(
     m: Machine, ctas: list[int], offset: int, bar: int, ins: Instruction
 ) -> Callable[[], None]:
     def complete() -> None:
-        refused = m.drawn and m.random.random() < REFUSE
+        refused = m.policy.refuses_launch()
         words = np.full(4, POISON32, np.uint32)
         words[0] = 0
-        if len(m.waiting) and not refused:
-            (cluster,) = m.waiting.start(1)
+        if len(m.pending_clusters) and not refused:
+            (cluster,) = m.pending_clusters.start(1)
             words[0] = 1
-            words[1:] = m.coordinates(cluster * m.cluster_size)
+            words[1:] = m.grid.coordinates(cluster * m.grid.cluster_size)
         for cta in ctas:
             m.smem[cta, offset : offset + REPLY_BYTES] = words.view(np.uint8)
             m.mbarriers.complete_tx(cta, bar, REPLY_BYTES, "a cluster launch reply", ins)

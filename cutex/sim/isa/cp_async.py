@@ -13,12 +13,14 @@ from functools import partial
 import numpy as np
 
 from cutex.sim.errors import BadOperand
-from cutex.sim.hazards.flight import WORD, Span
 from cutex.sim.isa.access import Access, Lanes
 from cutex.sim.isa.sync import BarrierOperand
 from cutex.sim.machine.async_copies import Part
-from cutex.sim.machine.machine import RETRY, Batch, Machine, Wait
+from cutex.sim.machine.batch import RETRY, Batch
+from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.memory import SHARED_WINDOW
+from cutex.sim.machine.operation import WORD, Span
+from cutex.sim.machine.waits import Wait
 from cutex.sim.ptx.decode import Decoder, Execute
 from cutex.sim.ptx.parse import Instruction, Reg
 
@@ -58,7 +60,7 @@ class _Copy:
         m, to, source = self.m, self.to.lanes(b), self.source.lanes(b)
         if not len(to.addresses):
             return
-        cta, offset = m.shared_location(to.warps, to.addresses & np.uint64(SHARED_WINDOW - 1))
+        cta, offset = m.grid.shared_location(to.warps, to.addresses & np.uint64(SHARED_WINDOW - 1))
         m.check_shared(to.warps, to.lanes, cta, offset, self.size, self.ins)
         sizes = self._sizes(b)
         for warp in np.unique(to.warps).tolist():
@@ -66,8 +68,9 @@ class _Copy:
             where = Lanes(to.warps[mine], to.lanes[mine], offset[mine])
             copy = partial(self._complete, where, source.addresses[mine], sizes[mine])
             words = offset[mine, None] // WORD + np.arange(self.size // WORD)
-            span = Span.of_words(int(m.warp_cta[warp]), words)
-            m.async_copies.issue(warp, Part(where, copy), span, self.ins)
+            span = Span.of_words(int(m.grid.warp_cta[warp]), words)
+            size = self.size * len(words)
+            m.async_copies.issue(warp, Part(where, copy), span, size, self.ins)
 
     def _sizes(self, b: Batch) -> np.ndarray:
         """Bytes that each active lane reads."""
@@ -91,7 +94,7 @@ class _Copy:
             who = Lanes(to.warps[lanes], to.lanes[lanes], at)
             got = m.memory.load(at, unit, self.source.refuse(who, "loads"))
             data[which, :n] = got.reshape(len(which), n)
-        cta = m.warp_cta[to.warps]
+        cta = m.grid.warp_cta[to.warps]
         m.smem[cta[:, None], to.addresses[:, None] + np.arange(size)] = data
         m.box_swizzle[cta, to.addresses >> 4] = 0
 
@@ -150,7 +153,7 @@ def _arriver(
     m: Machine, warp: int, barrier: tuple[int, int], lanes: np.ndarray, ins: Instruction
 ) -> Callable[[], None]:
     def arrive() -> None:
-        who = f"cp.async of {m.name_warp(warp)}"
+        who = f"cp.async of {m.grid.name_warp(warp)}"
         m.mbarriers.give(*barrier, m.clocks.give(warp), ins)
         m.mbarriers.arrive(*barrier, len(lanes), who, ins)
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cutex.sim.isa.access import SPACES, Access
-from cutex.sim.machine.machine import Batch
+from cutex.sim.machine.batch import Batch
 from cutex.sim.machine.memory import LOCAL_WINDOW, SHARED_WINDOW, WINDOWS, window_of
 from cutex.sim.ptx.decode import TYPES, Decoder, Execute, instruction
 from cutex.sim.ptx.parse import WIDTH, Operand, Reg, Vector
@@ -87,7 +87,7 @@ def isspacep(d: Decoder) -> Execute:
         addresses = np.broadcast_to(read(b), (b.n, 32))
         inside = window_of(addresses) == WINDOWS.index(space)
         if own:
-            rank = d.m.cta_rank[d.m.warp_cta[b.idx]][:, None]
+            rank = d.m.grid.cta_rank[d.m.grid.warp_cta[b.idx]][:, None]
             inside &= (addresses >> np.uint64(24) & np.uint64(0xFF)).astype(np.int64) == rank
         write(b, inside)
 

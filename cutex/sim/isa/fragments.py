@@ -11,7 +11,7 @@ import numpy as np
 from cutex.sim.isa.access import Access
 from cutex.sim.isa.data import elements
 from cutex.sim.isa.sync import require_whole_warp
-from cutex.sim.machine.machine import Batch
+from cutex.sim.machine.batch import Batch
 from cutex.sim.machine.memory import SHARED_WINDOW
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 
@@ -43,7 +43,7 @@ class _Matrices:
         addresses = np.broadcast_to(self.access.address(b), (b.n, 32))[:, :n]
         warps, lanes = np.repeat(b.idx, n), np.tile(np.arange(n), b.n)
         own = addresses.reshape(-1) & np.uint64(SHARED_WINDOW - 1)
-        cta, offset = m.shared_location(warps, own)
+        cta, offset = m.grid.shared_location(warps, own)
         m.check_shared(warps, lanes, cta, offset, 16, self.d.ins)
         self.access.observe(warps, cta, offset, 16, write)
         if write:

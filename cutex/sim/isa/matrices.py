@@ -20,9 +20,9 @@ import ml_dtypes
 import numpy as np
 
 from cutex.sim.errors import BadOperand
-from cutex.sim.hazards.flight import Span
 from cutex.sim.isa.tensormap import ATOMS_OF_32, swizzle_chunks
 from cutex.sim.machine.memory import POISON64
+from cutex.sim.machine.operation import Span
 from cutex.sim.numerics.rounding import bf16_to_f32
 from cutex.sim.ptx.parse import Instruction
 
@@ -198,7 +198,7 @@ class SharedOperand:
         self._check_swizzle()
         raw = self.m.smem[self.cta].view(np.uint64).reshape(-1, 2)[self.chunks]
         if (raw[..., 0] == POISON64).any() and ((raw == POISON64).all(-1)).any():
-            self.m.find(
+            self.m.findings.add(
                 "uninitialised",
                 f"{self.form.what} ({self.desc}) holds shared memory that nothing has written",
                 self.ins,
@@ -212,7 +212,7 @@ class SharedOperand:
         if wrong.any():
             at = tuple(v[0] for v in np.nonzero(wrong))
             line = int(self.m.box_line[self.cta, self.chunks[at]])
-            self.m.find(
+            self.m.findings.add(
                 "swizzle",
                 f"{self.form.what} ({self.desc}) was written by the TMA load at PTX line {line} "
                 f"with {_NAMES[int(modes[at]) - 1]} swizzle",

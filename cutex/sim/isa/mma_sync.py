@@ -13,7 +13,7 @@ import numpy as np
 
 from cutex.sim.isa.matrices import ELEMENTS, ITEMSIZE, accumulate
 from cutex.sim.isa.sync import require_whole_warp
-from cutex.sim.machine.machine import Batch
+from cutex.sim.machine.batch import Batch
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.parse import Vector
 

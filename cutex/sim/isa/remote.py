@@ -9,10 +9,10 @@ from collections.abc import Callable
 import numpy as np
 
 from cutex.sim.errors import BadOperand
-from cutex.sim.hazards.flight import Operation, Span
 from cutex.sim.isa.atomics import combine
-from cutex.sim.machine.machine import Batch
+from cutex.sim.machine.batch import Batch
 from cutex.sim.machine.memory import SHARED_WINDOW
+from cutex.sim.machine.operation import Engine, Operation, Span
 from cutex.sim.ptx.decode import TYPES, Decoder, Execute, Read, instruction
 from cutex.sim.ptx.parse import WIDTH, Vector
 
@@ -62,7 +62,7 @@ def _remote(d: Decoder, reduction: str | None) -> Execute:
 
         def located(address: Read, width: int) -> list[tuple[int, int]]:
             at = np.broadcast_to(address(b), (b.n, 32))[rows, lanes] & np.uint64(SHARED_WINDOW - 1)
-            cta, offset = m.shared_location(warps, at)
+            cta, offset = m.grid.shared_location(warps, at)
             m.check_shared(warps, lanes, cta, offset, width, ins)
             return list(zip(cta.tolist(), offset.tolist(), strict=True))
 
@@ -72,8 +72,8 @@ def _remote(d: Decoder, reduction: str | None) -> Execute:
             if bar[0] != target:
                 raise BadOperand.at(
                     ins,
-                    f"{m.name_warp(warp)} stores to {m.name_cta(target)} and completes on an "
-                    f"mbarrier of {m.name_cta(bar[0])}: they must lie in the same CTA",
+                    f"{m.grid.name_warp(warp)} stores to {m.grid.name_cta(target)} and completes "
+                    f"on an mbarrier of {m.grid.name_cta(bar[0])}: they must lie in the same CTA",
                 )
             m.mbarriers.use(*bar, warp, ins)
             new = np.ascontiguousarray(values[rows[k], lanes[k]])
@@ -81,7 +81,7 @@ def _remote(d: Decoder, reduction: str | None) -> Execute:
                 f"the {ins.name}.async", warp, ins,
                 # NOTE: reductions of one place are whole, so they do not race with each other
                 ("remote", target if reduction else m.flight.issued, reduction),
-                completer(target, offset, bar, new),
+                completer(target, offset, bar, new), Engine.DSMEM, size,
                 writes=[Span(target, offset, offset + size)], signals=bar,
             )  # fmt: skip
             m.flight.issue(op)

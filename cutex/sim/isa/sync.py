@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from cutex.sim.errors import BarrierMisuse
-from cutex.sim.machine.machine import ARRIVED, RETRY, Batch, Machine, PassedWait, RegisterPool, Wait
+from cutex.sim.machine.batch import ARRIVED, RETRY, Batch
+from cutex.sim.machine.machine import Machine, RegisterPool
 from cutex.sim.machine.mbarrier import Made
 from cutex.sim.machine.memory import SHARED_WINDOW
+from cutex.sim.machine.waits import PassedWait, Wait
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.parse import Address
 
@@ -27,8 +29,8 @@ def require_whole_warp(d: Decoder, b: Batch) -> None:
         here = ",".join(map(str, np.nonzero(b.mask[row])[0]))
         raise BarrierMisuse.at(
             d.ins,
-            f"{d.m.name_warp(int(b.idx[row]))} executes {d.ins.op} with lanes {here} only, but it "
-            "is .aligned: all lanes must",
+            f"{d.m.grid.name_warp(int(b.idx[row]))} executes {d.ins.op} with lanes {here} only, "
+            "but it is .aligned: all lanes must",
         )
 
 
@@ -64,7 +66,7 @@ def bar(d: Decoder) -> Execute:
         m.progress += 1
         for row in np.nonzero(b.any_active())[0].tolist():
             warp, which = int(b.idx[row]), int(ids[row])
-            key = (int(m.warp_cta[warp]), which)
+            key = (int(m.grid.warp_cta[warp]), which)
             arriving = int(threads[row]), int(votes[row])
             done = m.named.arrive(warp, which, *arriving, int(counts[row]), ins)
             if arrive_only:
@@ -235,16 +237,16 @@ def setmaxnreg(d: Decoder) -> Execute:
     wanted, m, ins = d.immediate(0), d.m, d.ins
     if wanted % 8 or not 24 <= wanted <= 256:
         raise BarrierMisuse.at(ins, f"setmaxnreg {wanted}: takes 24..256 in steps of 8")
-    start = min(65536 // (m.warps_per_cta * 32) // 8 * 8, 248)
+    start = min(65536 // (m.grid.warps_per_cta * 32) // 8 * 8, 248)
 
     def execute(b: Batch) -> np.ndarray | None:
         require_whole_warp(d, b)
         out = np.zeros(b.n, np.int8)
         for row in np.nonzero(b.any_active())[0]:
             warp = int(b.idx[row])
-            cta = int(m.warp_cta[warp])
+            cta = int(m.grid.warp_cta[warp])
             pool = m.register_pools.setdefault(
-                cta, RegisterPool(65536 - start * 32 * m.warps_per_cta)
+                cta, RegisterPool(65536 - start * 32 * m.grid.warps_per_cta)
             )
             need = 32 * (wanted - pool.held.get(warp, start))
             if need > pool.free:
@@ -295,7 +297,7 @@ class BarrierOperand:
             found = []
             for lanes in groups:
                 warp, one = b.idx[r : r + 1], lanes[:1]
-                cta, offset = self.d.m.shared_location(warp, addresses[r, one])
+                cta, offset = self.d.m.grid.shared_location(warp, addresses[r, one])
                 self.d.m.check_shared(warp, one, cta, offset, 8, self.d.ins)
                 found.append((lanes, int(cta[0]), int(offset[0])))
             yield r, found
@@ -307,7 +309,7 @@ class BarrierOperand:
             return
         warps = b.idx[rows]
         flat = addresses[rows, lanes]
-        cta, offset = self.d.m.shared_location(warps, flat)
+        cta, offset = self.d.m.grid.shared_location(warps, flat)
         self.d.m.check_shared(warps, lanes, cta, offset, 8, self.d.ins)
         yield from zip(rows.tolist(), lanes.tolist(), cta.tolist(), offset.tolist(), strict=True)
 
@@ -365,7 +367,7 @@ def mbarrier_arrive(d: Decoder) -> Execute:
         for row, lane, cta, offset in barrier.each(b):
             d.m.mbarriers.use(cta, offset, int(b.idx[row]), d.ins)
             d.m.mbarriers.give(cta, offset, given[int(b.idx[row])], d.ins)
-            who = f"{d.m.name_warp(int(b.idx[row]))} lane {lane}"
+            who = f"{d.m.grid.name_warp(int(b.idx[row]))} lane {lane}"
             n = int(amounts[row, lane]) if amounts is not None else 1
             tokens[row, lane] = d.m.mbarriers.phases(cta, offset)
             if expect:
@@ -392,7 +394,7 @@ def mbarrier_tx(d: Decoder) -> Execute:
         for row, lane, cta, offset in barrier.each(b):
             warp = int(b.idx[row])
             d.m.mbarriers.use(cta, offset, warp, d.ins)
-            change(cta, offset, int(sizes[row, lane]), d.m.name_warp(warp), d.ins)
+            change(cta, offset, int(sizes[row, lane]), d.m.grid.name_warp(warp), d.ins)
 
     return execute
 

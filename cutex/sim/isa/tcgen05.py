@@ -14,11 +14,13 @@ from functools import lru_cache
 import numpy as np
 
 from cutex.sim.errors import BadAddress, BadOperand, BarrierMisuse
-from cutex.sim.hazards.flight import Operation, Place, Rectangle
 from cutex.sim.isa.sync import require_whole_warp
-from cutex.sim.machine.machine import RETRY, Batch, Machine, Wait
+from cutex.sim.machine.batch import RETRY, Batch
+from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.memory import SHARED_WINDOW, as_bytes
+from cutex.sim.machine.operation import Engine, Operation, Place, Rectangle, Span
 from cutex.sim.machine.tmem import COLUMNS
+from cutex.sim.machine.waits import Wait
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.parse import Address, Imm, Instruction, Vector
 
@@ -48,8 +50,8 @@ class Issuer:
 
     @property
     def ctas(self) -> list[int]:
-        own = int(self.m.warp_cta[self.warp])
-        first = own if self.group == 1 else own - int(self.m.cta_rank[own]) % 2
+        own = int(self.m.grid.warp_cta[self.warp])
+        first = own if self.group == 1 else own - int(self.m.grid.cta_rank[own]) % 2
         return [first + r for r in range(self.group)]
 
     def require_peer(self) -> None:
@@ -57,15 +59,15 @@ class Issuer:
         m = self.m
         if self.group == 1:
             return
-        who, what = m.name_warp(self.warp), f"executes {self.ins.op}"
-        if m.cluster_size % 2:
+        who, what = m.grid.name_warp(self.warp), f"executes {self.ins.op}"
+        if m.grid.cluster_size % 2:
             raise BadOperand.at(
-                self.ins, f"{who} {what}, but clusters of {m.cluster_size} have no pairs"
+                self.ins, f"{who} {what}, but clusters of {m.grid.cluster_size} have no pairs"
             )
-        peer = int(m.warp_cta[self.warp]) ^ 1  # NOTE: resident clusters start at even CTAs
-        if not m.live[peer :: m.num_ctas].any():
+        peer = int(m.grid.warp_cta[self.warp]) ^ 1  # NOTE: resident clusters start at even CTAs
+        if not m.live[peer :: m.grid.num_ctas].any():
             raise BarrierMisuse.at(
-                self.ins, f"{who} {what}, but {m.name_cta(peer)}, its peer, has exited"
+                self.ins, f"{who} {what}, but {m.grid.name_cta(peer)}, its peer, has exited"
             )
 
     @property
@@ -73,12 +75,20 @@ class Issuer:
         return self.warp, self.lane, self.group
 
     def issue(
-        self, what: str, complete: Callable[[], None], reads: list[Place], writes: list[Place]
+        self,
+        engine: Engine,
+        complete: Callable[[], None],
+        reads: list[Place],
+        writes: list[Place],
+        flops: int = 0,
     ) -> None:
         """An mma or cp: those of one CTA, or pair, are carried out in order."""
         self.require_peer()
-        queue = ("tcgen05", self.ctas[0])
-        op = Operation(what, self.warp, self.ins, queue, complete, reads=reads, writes=writes)
+        what, queue = f"the {engine}", ("tcgen05", self.ctas[0])
+        size = sum(place.size for place in reads if isinstance(place, Span))
+        op = Operation(
+            what, self.warp, self.ins, queue, complete, engine, size, flops, reads, writes
+        )
         self.m.flight.issue(op)
         self.m.flight.latest.setdefault(self._thread, []).append(op)
 
@@ -114,7 +124,7 @@ def alloc(d: Decoder) -> Execute:
         counts, where = b.one(columns(b)), b.one(address(b)) & np.uint64(SHARED_WINDOW - 1)
         for row in np.nonzero(b.any_active())[0].tolist():
             warp, n = int(b.idx[row]), int(counts[row])
-            cta = int(m.warp_cta[warp])
+            cta = int(m.grid.warp_cta[warp])
             if n < 32 or n > COLUMNS or n & (n - 1):
                 raise BadOperand.at(
                     ins, f"tcgen05.alloc of {n} columns: takes 32, 64, 128, 256 or 512"
@@ -127,7 +137,7 @@ def alloc(d: Decoder) -> Execute:
                 tell = lambda n=n, cta=cta: f"tcgen05.alloc: {m.tmem.why_not(cta, n)}"
                 m.sleep(warp, Wait("tensor memory", ("tmem", cta), ins, tell))
                 continue
-            target, offset = m.shared_location(b.idx[row : row + 1], where[row : row + 1])
+            target, offset = m.grid.shared_location(b.idx[row : row + 1], where[row : row + 1])
             m.check_shared(b.idx[row : row + 1], np.zeros(1, int), target, offset, 4, ins)
             m.clocks.generic(b.idx[row : row + 1], target, offset, 4, True, ins)
             m.smem[target[0], offset[0] : offset[0] + 4] = as_bytes(np.array([first], np.uint32))[0]
@@ -147,10 +157,14 @@ def dealloc(d: Decoder) -> Execute:
         firsts, counts = b.one(address(b)), b.one(columns(b))
         for row in np.nonzero(b.any_active())[0].tolist():
             warp = int(b.idx[row])
-            cta, first, n = int(m.warp_cta[warp]), int(firsts[row]) & 0xFFFF, int(counts[row])
-            m.tmem.check(cta, first, n, m.name_warp(warp), ins)
+            cta, first, n = (
+                int(m.grid.warp_cta[warp]),
+                int(firsts[row]) & 0xFFFF,
+                int(counts[row]),
+            )
+            m.tmem.check(cta, first, n, m.grid.name_warp(warp), ins)
             place = Rectangle(cta, 0, 128, first, first + n)
-            m.flight.touch(place, True, "tcgen05.dealloc", warp, ins)
+            m.flight.hazards.touch(place, True, "tcgen05.dealloc", warp, ins)
             m.tmem.shadow.forget(place)
             m.tmem.free(cta, first, n)
             m.progress += 1
@@ -164,7 +178,7 @@ def relinquish(d: Decoder) -> Execute:
     """9.7.16.7.1: this CTA allocates no more."""
 
     def execute(b: Batch) -> None:
-        for cta in d.m.warp_cta[b.idx[b.any_active()]].tolist():
+        for cta in d.m.grid.warp_cta[b.idx[b.any_active()]].tolist():
             d.m.tmem.relinquished.add(cta)
 
     return execute
@@ -243,7 +257,7 @@ class _TmemAccess:
         rows = np.nonzero(b.any_active())[0]
         base = b.one(self.address(b))[rows].astype(np.int64)
         lane, column = base >> 16, base & 0xFFFF
-        quarter = self.m.warp_in_cta[b.idx[rows]] % 4 * 32
+        quarter = self.m.grid.warp_in_cta[b.idx[rows]] % 4 * 32
         lane = np.where(lane < 32, quarter + lane, lane)
         high = int(self.lanes.max())
         bad = (lane < quarter) | (lane + high >= quarter + 32) | (lane % 16 != 0)
@@ -251,15 +265,19 @@ class _TmemAccess:
             k = int(np.nonzero(bad)[0][0])
             raise BadAddress.at(
                 self.d.ins,
-                f"{self.m.name_warp(int(b.idx[rows[k]]))} accesses tensor memory lanes "
+                f"{self.m.grid.name_warp(int(b.idx[rows[k]]))} accesses tensor memory lanes "
                 f"{lane[k]}..{lane[k] + high}, a warp may touch only lanes "
                 f"{quarter[k]}..{quarter[k] + 31} (its number modulo 4)",
             )
-        cta = self.m.warp_cta[b.idx[rows]]
+        cta = self.m.grid.warp_cta[b.idx[rows]]
         width = int(self.columns.max()) + 1
         for k, row in enumerate(rows.tolist()):
             self.m.tmem.check(
-                int(cta[k]), int(column[k]), width, self.m.name_warp(int(b.idx[row])), self.d.ins
+                int(cta[k]),
+                int(column[k]),
+                width,
+                self.m.grid.name_warp(int(b.idx[row])),
+                self.d.ins,
             )
         return (
             rows,
@@ -288,7 +306,7 @@ class _TmemAccess:
             name, warp = "tcgen05.st" if write else "tcgen05.ld", int(b.idx[row])
             self.m.tmem.shadow.access(warp, place, write, name, self.d.ins)
             if self.m.flight.count:
-                self.m.flight.touch(place, write, name, warp, self.d.ins)
+                self.m.flight.hazards.touch(place, write, name, warp, self.d.ins)
 
 
 @instruction("tcgen05.ld")
@@ -366,14 +384,16 @@ def commit(d: Decoder) -> Execute:
         rows, lanes = np.nonzero(b.active())
         for row, lane in zip(rows.tolist(), lanes.tolist(), strict=True):
             warp = int(b.idx[row])
-            own = int(m.warp_cta[warp])
-            cta, offset = m.shared_location(b.idx[row : row + 1], a[row, lane : lane + 1])
+            own = int(m.grid.warp_cta[warp])
+            cta, offset = m.grid.shared_location(b.idx[row : row + 1], a[row, lane : lane + 1])
             m.check_shared(b.idx[row : row + 1], np.array([lane]), cta, offset, 8, ins)
-            first = own - int(m.cta_rank[own])
+            first = own - int(m.grid.cta_rank[own])
             targets = (
                 [int(cta[0])]
                 if masks is None
-                else [first + r for r in range(m.cluster_size) if int(masks[row, lane]) >> r & 1]
+                else [
+                    first + r for r in range(m.grid.cluster_size) if int(masks[row, lane]) >> r & 1
+                ]
             )
             for target in targets:
                 m.mbarriers.use(target, int(offset[0]), warp, ins)
@@ -392,6 +412,8 @@ def _arriver(
     def complete() -> None:
         for target in targets:
             m.mbarriers.give(target, offset, given, ins)
-            m.mbarriers.arrive(target, offset, 1, f"tcgen05.commit of {m.name_warp(warp)}", ins)
+            m.mbarriers.arrive(
+                target, offset, 1, f"tcgen05.commit of {m.grid.name_warp(warp)}", ins
+            )
 
     return complete

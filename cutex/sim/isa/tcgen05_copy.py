@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cutex.sim.hazards.flight import Rectangle
 from cutex.sim.isa.matrices import Form, SharedOperand, read_descriptor, spread
 from cutex.sim.isa.tcgen05 import Issuer, cta_group
-from cutex.sim.machine.machine import Batch, Machine
+from cutex.sim.machine.batch import Batch
+from cutex.sim.machine.machine import Machine
+from cutex.sim.machine.operation import Engine, Rectangle
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 
 # lanes that row r of the source goes to, by form: CUTLASS's atoms (the PTX ISA gives figures)
@@ -52,10 +53,10 @@ def copy(d: Decoder) -> Execute:
             ctas = issuer.ctas
             desc = read_descriptor(int(descriptors[row, lane]), True, ins)
             for cta in ctas:
-                m.tmem.check(cta, column, bits // 32, m.name_warp(warp), ins)
+                m.tmem.check(cta, column, bits // 32, m.grid.name_warp(warp), ins)
             operands = [SharedOperand(m, cta, desc, form, ins) for cta in ctas]
             issuer.issue(
-                "the tcgen05.cp",
+                Engine.TCGEN05_CP,
                 _copier(m, operands, lanes, column, padded),
                 reads=[o.span() for o in operands],
                 writes=[Rectangle(c, 0, 128, column, column + bits // 32) for c in ctas],

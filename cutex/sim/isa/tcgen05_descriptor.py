@@ -22,6 +22,7 @@ _RESULTS: dict[str, dict[int, str]] = {  # of D
 _FACTORS: dict[str, dict[int, str]] = {  # scale factors
     "mxf8f6f4": {1: "ue8m0"}, "mxf4": {1: "ue8m0"}, "mxf4nvf4": {0: "ue4m3", 1: "ue8m0"},
 }  # fmt: skip
+_K = {"tf32": 8, "f16": 16, "bf16": 16, "e2m1": 64}  # those of other types have 8 bits
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ class InstructionDescriptor:
     factors: str = ""
     a_byte: int = 0
     b_byte: int = 0
+
+    @property
+    def k(self) -> int:
+        """Elements of K in one instruction: 32 bytes of each row, padded ones as in 8 bits."""
+        return _K.get(self.a, 32)
 
     @property
     def integer(self) -> bool:

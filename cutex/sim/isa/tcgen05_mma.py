@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from cutex.sim.errors import BadOperand
-from cutex.sim.hazards.flight import Place, Rectangle
 from cutex.sim.isa.matrices import (
     ELEMENTS,
     Form,
@@ -26,8 +25,9 @@ from cutex.sim.isa.tcgen05_descriptor import (
     read_instruction,
 )
 from cutex.sim.isa.tcgen05_scale import SIZES, BlockScales, factors_per_row
-from cutex.sim.machine.machine import Batch
+from cutex.sim.machine.batch import Batch
 from cutex.sim.machine.memory import POISON32
+from cutex.sim.machine.operation import Engine, Place, Rectangle
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.parse import Address, Vector
 
@@ -160,7 +160,8 @@ class Mma:
             r for c in self.ctas for r in _rectangles(c, desc, self.d, self.width)
         ]
         self.lanes = accumulator_lanes(desc.m, len(self.ctas), self.base_lane)
-        self.issuer.issue("the tcgen05.mma", self.complete, reads, writes)
+        flops = 2 * desc.m * desc.n * desc.k
+        self.issuer.issue(Engine.TCGEN05_MMA, self.complete, reads, writes, flops)
 
     def complete(self) -> None:
         b_all = np.concatenate([x.values() for x in self.bs], 0)
@@ -190,7 +191,7 @@ class Mma:
 
     def _check_columns(self, first: int, count: int) -> None:
         for cta in self.ctas:
-            self.m.tmem.check(cta, first, count, self.m.name_warp(self.issuer.warp), self.ins)
+            self.m.tmem.check(cta, first, count, self.m.grid.name_warp(self.issuer.warp), self.ins)
 
     def _shared(self, descriptor: int, form: Form) -> list[SharedOperand]:
         desc = read_descriptor(descriptor, True, self.ins)

@@ -16,8 +16,8 @@ import ml_dtypes
 import numpy as np
 
 from cutex.sim.errors import BadOperand
-from cutex.sim.hazards.flight import Rectangle
 from cutex.sim.isa.tcgen05_descriptor import InstructionDescriptor
+from cutex.sim.machine.operation import Rectangle
 from cutex.sim.ptx.decode import Decoder
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class BlockScales:
         for cta in issuer.ctas:
             for address, rows in self._rows:
                 first, width = address & 0xFFFF, -(-rows // 32)
-                m.tmem.check(cta, first, width, m.name_warp(issuer.warp), issuer.ins)
+                m.tmem.check(cta, first, width, m.grid.name_warp(issuer.warp), issuer.ins)
                 out.append(Rectangle(cta, 0, 128, first, first + width))
         return out
 
@@ -104,11 +104,12 @@ class BlockScales:
         raw = words.view(np.uint8).reshape(copies, rows, 4)[:, :, byte : byte + self.count]
         if (raw != raw[0]).any():
             row = int(np.nonzero((raw != raw[0]).any((0, 2)))[0][0])
-            self.issuer.m.find(
+            self.issuer.m.findings.add(
                 "scale factors",
                 f"the scale factors of row {row}, in tensor memory column "
-                f"{column + row % below // 32} of {self.issuer.m.name_cta(cta)}, differ between "
-                f"the {'four' if copies == 4 else 'two'} quarters of the lanes that hold them",
+                f"{column + row % below // 32} of {self.issuer.m.grid.name_cta(cta)}, differ "
+                f"between the {'four' if copies == 4 else 'two'} quarters of the lanes that hold "
+                "them",
                 self.issuer.ins,
             )
         factors = np.ascontiguousarray(raw[0]).view(_DTYPES[self.desc.factors]).astype(np.float32)

@@ -16,7 +16,7 @@ from cutex.sim.errors import BadOperand
 from cutex.sim.isa.access import Access, Lanes
 from cutex.sim.isa.sync import require_whole_warp
 from cutex.sim.isa.tensormap import MAP_BYTES
-from cutex.sim.machine.machine import Batch
+from cutex.sim.machine.batch import Batch
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 
 

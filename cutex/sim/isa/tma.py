@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from cutex.sim.errors import BadOperand
-from cutex.sim.hazards.flight import Operation, Span
 from cutex.sim.isa import atomics
 from cutex.sim.isa.bulk_operands import (
     Value,
@@ -26,9 +25,11 @@ from cutex.sim.isa.tensormap import (
     overlap,
     swizzle_chunks,
 )
+from cutex.sim.machine.batch import Batch
 from cutex.sim.machine.bulk_groups import BulkGroup
-from cutex.sim.machine.machine import Batch, Machine
+from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.memory import PARAM_WINDOW, Region
+from cutex.sim.machine.operation import Engine, Operation, Span
 from cutex.sim.ptx.decode import Decoder, Execute
 
 
@@ -67,7 +68,7 @@ def tensor_load(d: Decoder) -> Execute:
             align = 128 if tmap.swizzle else 16
             cta, offset = shared_place(d, b, row, lane, int(t[row, lane]), tmap.bytes, 16)
             if offset % align and tmap.swizzle:
-                m.find(
+                m.findings.add(
                     "bad operand",
                     f"a swizzled box starts at shared 0x{offset:x}, which is not 128-byte aligned",
                     ins,
@@ -81,6 +82,7 @@ def tensor_load(d: Decoder) -> Execute:
                     f"the TMA load of a {tmap}", int(b.idx[row]), ins,
                     ("tma", m.flight.issued, target),
                     _loader(m, tmap, at, target, offset, signal, ins),
+                    Engine.TMA_LOAD, tmap.bytes,
                     writes=[Span(target, offset, offset + tmap.bytes)], signals=signal,
                 )  # fmt: skip
                 m.flight.issue(op)
@@ -208,7 +210,8 @@ def tensor_store(d: Decoder, combine: str | None) -> Execute:
             op = Operation(
                 f"the TMA store of a {tmap}", warp, ins, ("store", m.flight.issued),
                 _storer(m, tmap, where, cta, offset, combine, groups, ins),
-                reads=[Span(cta, offset, offset + tmap.bytes)], is_store=True,
+                Engine.TMA_STORE, tmap.bytes,
+                reads=[Span(cta, offset, offset + tmap.bytes)],
             )  # fmt: skip
             m.flight.issue(op)
 
@@ -227,7 +230,7 @@ def _check_stored_rows(d: Decoder, tmap: TensorMap, at: tuple[int, ...]) -> None
         )
     row = tmap.dims[0] * tmap.itemsize
     if row % 16 and at[0] < tmap.dims[0] < at[0] + tmap.box[0]:
-        d.m.find(
+        d.m.findings.add(
             "overwrite",
             f"a TMA store of a {tmap} writes whole units of 16 bytes: it overwrites the "
             f"{16 - row % 16} bytes behind the end of each row, of {row} bytes",
@@ -245,7 +248,7 @@ def _storer(
     groups: list[BulkGroup],
     ins: Any,
 ) -> Callable[[], None]:
-    owner = m.cta_cluster[[cta]]
+    owner = m.grid.cta_cluster[[cta]]
 
     def complete() -> None:
         n = tmap.bytes // 16

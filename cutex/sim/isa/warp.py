@@ -13,7 +13,7 @@ from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.parse import Operand
 
 if TYPE_CHECKING:
-    from cutex.sim.machine.machine import Batch
+    from cutex.sim.machine.batch import Batch
 
 
 class _Members:
@@ -31,7 +31,7 @@ class _Members:
         strangers = active & ~named
         if strangers.any():
             row, lane = (int(v[0]) for v in np.nonzero(strangers))
-            who = self.d.m.name_warp(int(b.idx[row]))
+            who = self.d.m.grid.name_warp(int(b.idx[row]))
             raise BadOperand.at(
                 self.d.ins,
                 f"the membermask of {self.d.ins.op} does not name lane {lane} of {who}, which "
@@ -43,7 +43,7 @@ class _Members:
             raise BadOperand.at(
                 self.d.ins,
                 f"the membermask of {self.d.ins.op} names lane {lane} of "
-                f"{self.d.m.name_warp(int(b.idx[row]))}, which is not here (only lanes "
+                f"{self.d.m.grid.name_warp(int(b.idx[row]))}, which is not here (only lanes "
                 f"{_lanes(active[row])} are)",
             )
         return active
@@ -133,7 +133,7 @@ def elect(d: Decoder) -> Execute:
 
     def execute(b: Batch) -> None:
         active = members(b)
-        order = (lane - d.m.elected) % 32  # lanes from the preferred one upward
+        order = (lane - d.m.policy.elected) % 32  # lanes from the preferred one upward
         leader = np.where(active, order, 99).argmin(1)
         lane_out(b, leader.astype(np.uint32)[:, None])
         leads(b, lane[None, :] == leader[:, None])

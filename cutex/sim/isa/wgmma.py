@@ -8,7 +8,6 @@ from collections.abc import Callable
 import numpy as np
 
 from cutex.sim.errors import BadOperand
-from cutex.sim.hazards.flight import Operation, Place
 from cutex.sim.isa.matrices import (
     ELEMENTS,
     ITEMSIZE,
@@ -18,7 +17,9 @@ from cutex.sim.isa.matrices import (
     read_descriptor,
 )
 from cutex.sim.isa.sync import require_whole_warp
-from cutex.sim.machine.machine import RETRY, Batch, Wait
+from cutex.sim.machine.batch import RETRY, Batch
+from cutex.sim.machine.operation import Engine, Operation
+from cutex.sim.machine.waits import Wait
 from cutex.sim.machine.warpgroup import Descriptors, Group, Rendezvous
 from cutex.sim.numerics.fp8_sum import add_products
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
@@ -105,10 +106,10 @@ class Wgmma:
         shape = re.search(r"m64n(\d+)k(\d+)", d.ins.op)
         assert shape
         d.only("mma_async", "sync", "aligned", "satfinite", shape.group(), *_KINDS)
-        self.n, k = int(shape.group(1)), int(shape.group(2))
+        self.n, self.k = int(shape.group(1)), int(shape.group(2))
         self.d_kind, a_kind, b_kind = self._kinds()
-        if k * ITEMSIZE[a_kind] != 32:
-            raise d.unknown(f"k{k} of {a_kind}")
+        if self.k * ITEMSIZE[a_kind] != 32:
+            raise d.unknown(f"k{self.k} of {a_kind}")
         self.saturate = "satfinite" in d.mods
         ops = d.ins.operands
         self.registers = _indices(ops[0])
@@ -144,7 +145,11 @@ class Wgmma:
         for row in np.nonzero(b.any_active())[0].tolist():
             warp = int(b.idx[row])
             state = m.warpgroups.state(warp)
-            where = int(m.warp_cta[warp]), int(m.warp_in_cta[warp]) // 4, state.issued
+            where = (
+                int(m.grid.warp_cta[warp]),
+                int(m.grid.warp_in_cta[warp]) // 4,
+                state.issued,
+            )
             a = None if a_s is None else int(a_s[row])
             parts.setdefault(where, {})[warp] = Descriptors(a, int(bs[row]), bool(keep[row]))
             state.issued += 1
@@ -154,7 +159,7 @@ class Wgmma:
     def _join(self, where: tuple[int, int, int], by_warp: dict[int, Descriptors]) -> None:
         """Some warps of a warpgroup, which may be all of it, come to their wgmma."""
         m, key = self.m, where[:2]
-        inside = [int(m.warp_in_cta[warp]) % 4 for warp in by_warp]
+        inside = [int(m.grid.warp_in_cta[warp]) % 4 for warp in by_warp]
         acc = m.warpgroups.take(key, inside, self.registers, self.n, self.d_kind, self.ins)
         first = next(iter(by_warp.values()))
         meeting = m.warpgroups.meeting.setdefault(where, Rendezvous(self.ins, first, acc))
@@ -162,8 +167,8 @@ class Wgmma:
             if (descriptors, self.ins) != (meeting.descriptors, meeting.ins):
                 raise BadOperand.at(
                     self.ins,
-                    f"{m.name_warp(warp)} executes another wgmma, or other descriptors, than its "
-                    "warpgroup",
+                    f"{m.grid.name_warp(warp)} executes another wgmma, or other descriptors, than "
+                    "its warpgroup",
                 )
             state = m.warpgroups.state(warp)
             state.open.in_flight += 1
@@ -180,7 +185,7 @@ class Wgmma:
 
     def _issue(self, key: tuple[int, int], meeting: Rendezvous) -> None:
         b_op = self._shared(key[0], meeting.descriptors.b, self.b_form)
-        reads: list[Place] = [b_op.span()]
+        reads = [b_op.span()]
         if meeting.descriptors.a is not None:
             a_op = self._shared(key[0], meeting.descriptors.a, self.a_form)
             reads.append(a_op.span())
@@ -189,7 +194,11 @@ class Wgmma:
             a_values = lambda: np.concatenate([meeting.fragments[i] for i in range(4)])
         complete = lambda: self._complete(key, meeting, a_values(), b_op.values())
         warp, queue = self.m.warpgroups.warp(key, 0), ("wgmma", *key)
-        self.m.flight.issue(Operation("the wgmma", warp, self.ins, queue, complete, reads=reads))
+        op = Operation(
+            "the wgmma", warp, self.ins, queue, complete, Engine.WGMMA,
+            bytes=sum(s.size for s in reads), flops=2 * 64 * self.n * self.k, reads=[*reads],
+        )  # fmt: skip
+        self.m.flight.issue(op)
 
     def _shared(self, cta: int, descriptor: int, form: Form) -> SharedOperand:
         desc = read_descriptor(descriptor, False, self.ins)

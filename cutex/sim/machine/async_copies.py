@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from cutex.sim.hazards.flight import Operation, Span
+from cutex.sim.machine.operation import Engine, Operation, Span
 from cutex.sim.ptx.parse import Instruction
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ class AsyncCopies:
     def groups(self, warp: int) -> np.ndarray:
         return self.committed.setdefault(warp, np.zeros(32, int))
 
-    def issue(self, warp: int, part: Part, span: Span, ins: Instruction) -> None:
-        """Joins the operation of the same lanes and group, if it is still in flight and nobody has
-        asked for its end.
+    def issue(self, warp: int, part: Part, span: Span, size: int, ins: Instruction) -> None:
+        """A copy of ``size`` bytes joins the operation of the same lanes and group, if it is still
+        in flight and nobody has asked for its end.
         """
         group = np.full(32, -1)
         group[part.to.lanes] = self.groups(warp)[part.to.lanes]
@@ -59,7 +59,7 @@ class AsyncCopies:
         last = pending[-1] if pending else None
         if last is not None and not last.op.then and (last.group == group).all():
             last.parts.append(part)
-            self.m.flight.extend(last.op, span)
+            self.m.flight.extend(last.op, span, size)
             return
         op = Operation(
             "the cp.async",
@@ -67,6 +67,8 @@ class AsyncCopies:
             ins,
             ("cp.async", self.m.flight.issued),
             lambda: self._complete(copy),
+            Engine.CP_ASYNC,
+            size,
             writes=[span],
         )
         copy = PendingCopy(op, group, [part])

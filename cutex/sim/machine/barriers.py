@@ -52,12 +52,12 @@ class NamedBarriers:
             raise BarrierMisuse.at(
                 ins, f"a thread count of {expected} is no multiple of the warp size"
             )
-        key = (int(m.warp_cta[warp]), number)
+        key = (int(m.grid.warp_cta[warp]), number)
         barrier = self.barriers.setdefault(key, NamedBarrier())
         if barrier.arrived and barrier.expected != expected:
             raise BarrierMisuse.at(
                 ins,
-                f"{m.name_warp(warp)} arrives at barrier {number} with a count of "
+                f"{m.grid.name_warp(warp)} arrives at barrier {number} with a count of "
                 f"{expected or 'all'} threads, others with {barrier.expected or 'all'}",
             )
         barrier.expected = expected
@@ -77,13 +77,13 @@ class NamedBarriers:
     def describe(self, cta: int, number: int) -> str:
         barrier = self.barriers[cta, number]
         return (
-            f"named barrier {number} of {self.machine.name_cta(cta)}: {barrier.arrived} of "
+            f"named barrier {number} of {self.machine.grid.name_cta(cta)}: {barrier.arrived} of "
             f"{self._wanted(cta, barrier)} threads have arrived"
         )
 
     def _wanted(self, cta: int, barrier: NamedBarrier) -> int:
         m = self.machine
-        return barrier.expected or int(m.live[m.warp_cta == cta].sum())
+        return barrier.expected or int(m.live[m.grid.warp_cta == cta].sum())
 
     def _release_if_full(self, key: tuple[int, int]) -> bool:
         barrier = self.barriers[key]
@@ -119,7 +119,7 @@ class ClusterBarriers:
 
     def of(self, warp: int) -> int:
         """Number of the warp's cluster."""
-        return int(self.machine.warp_cta[warp]) // self.machine.cluster_size
+        return int(self.machine.grid.warp_cta[warp]) // self.machine.grid.cluster_size
 
     def arrive(self, warp: int, relaxed: bool) -> None:
         which = self.of(warp)
@@ -142,19 +142,21 @@ class ClusterBarriers:
 
     def warps_left(self, cta: int) -> None:
         """Warps of ``cta`` have returned: nobody waits for them any more."""
-        which = cta // self.machine.cluster_size
+        which = cta // self.machine.grid.cluster_size
         if which in self.barriers:
             self._release_if_full(which)
 
     def describe(self, which: int) -> str:
         m = self.machine
         absent = [w for w in self._live(which) if w not in self.barriers[which].arrived]
-        names = ", ".join(m.name_warp(w) for w in absent[:4])
+        names = ", ".join(m.grid.name_warp(w) for w in absent[:4])
         return f"the cluster barrier, at which {names} has not arrived"
 
     def _live(self, which: int) -> list[int]:
         m = self.machine
-        return np.nonzero((m.warp_cta // m.cluster_size == which) & m.live.any(1))[0].tolist()
+        return np.nonzero((m.grid.warp_cta // m.grid.cluster_size == which) & m.live.any(1))[
+            0
+        ].tolist()
 
     def _release_if_full(self, which: int) -> None:
         barrier = self.barriers[which]

@@ -15,7 +15,8 @@ import numpy as np
 from cutex.sim.ptx.flow import ControlFlow
 
 if TYPE_CHECKING:
-    from cutex.sim.machine.machine import Batch, Machine
+    from cutex.sim.machine.batch import Batch
+    from cutex.sim.machine.machine import Machine
 
 RUNNING, BLOCKED, YIELDED, DONE = 0, 1, 2, 3  # of a warp
 

@@ -1,24 +1,21 @@
-"""The state of a simulated grid: CTAs, warps, registers, shared and tensor memory, and batches of
-warps.
+"""The state of a simulated grid: registers, shared and tensor memory, barriers, what is in flight.
 
 Registers of all resident warps lie in one array per bank, (register, warp, lane), so that one numpy
-call executes an instruction for every warp that stands at the same place in the program. Warps are
-numbered ``warp * num_ctas + cta``: the same warp of all resident CTAs is a contiguous range.
+call executes an instruction for every warp that stands at the same place in the program.
 """
 
 from __future__ import annotations
 
-import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from cutex.sim.errors import BadAddress, Finding
+from cutex.sim.errors import BadAddress
 from cutex.sim.hazards.clocks import Clocks
-from cutex.sim.hazards.flight import Flight
+from cutex.sim.hazards.findings import Findings
 from cutex.sim.hazards.map_changes import TensorMapChanges
 from cutex.sim.hazards.overwrites import Overwrites
 from cutex.sim.host.capture import Launch
@@ -26,80 +23,19 @@ from cutex.sim.machine.async_copies import AsyncCopies
 from cutex.sim.machine.barriers import ClusterBarriers, NamedBarriers
 from cutex.sim.machine.bulk_groups import BulkGroups
 from cutex.sim.machine.divergence import BLOCKED, Divergence
+from cutex.sim.machine.flight import Flight
+from cutex.sim.machine.grid import Grid
 from cutex.sim.machine.mbarrier import MBarriers
 from cutex.sim.machine.memory import POISON16, POISON32, POISON64, SYSTEM_SMEM, GlobalMemory
+from cutex.sim.machine.pending_clusters import PendingClusters
 from cutex.sim.machine.residency import Residency
 from cutex.sim.machine.tmem import TensorMemory
-from cutex.sim.machine.waiting import Waiting
+from cutex.sim.machine.waits import PassedWait, Wait
 from cutex.sim.machine.warpgroup import WarpgroupMma
+from cutex.sim.policy import Policy
 from cutex.sim.ptx.parse import Instruction, Program
 
 _POISON = {1: True, 16: POISON16, 32: POISON32, 64: POISON64, 128: POISON64}  # by bank
-
-# What an instruction says of each warp of its batch, where not all go on:
-GO, RETRY, ARRIVED = 0, 1, 2  # next instruction; blocked, executes again; blocked, has executed
-
-
-class Batch:
-    """Warps that execute the same instruction together.
-
-    ``idx`` (n,) warp numbers, ascending; ``sel`` the same as a slice where they are contiguous;
-    ``mask`` (n, 32) the active lanes, None when all are.
-    """
-
-    __slots__ = ("idx", "mask", "n", "sel")
-
-    def __init__(self, idx: np.ndarray, mask: np.ndarray | None) -> None:
-        self.idx, self.mask, self.n = idx, mask, len(idx)
-        contiguous = self.n and int(idx[-1]) - int(idx[0]) + 1 == self.n
-        self.sel: Any = slice(int(idx[0]), int(idx[-1]) + 1) if contiguous else idx
-
-    def active(self) -> np.ndarray:
-        return np.ones((self.n, 32), bool) if self.mask is None else self.mask
-
-    def any_active(self) -> np.ndarray:
-        """(n,) whether the warp has an active lane."""
-        return np.ones(self.n, bool) if self.mask is None else np.any(self.mask, axis=1)
-
-    def first_lane(self) -> np.ndarray:
-        """(n,) the lowest active lane; 0 where there is none."""
-        return np.zeros(self.n, int) if self.mask is None else self.mask.argmax(1)
-
-    def pick(self, rows: np.ndarray) -> Batch:
-        """Some of its warps."""
-        return Batch(self.idx[rows], None if self.mask is None else self.mask[rows])
-
-    def one(self, values: Any) -> np.ndarray:
-        """(n,) the value that the lowest active lane holds."""
-        v = np.broadcast_to(values, (self.n, 32))
-        return v[:, 0] if self.mask is None else v[np.arange(self.n), self.first_lane()]
-
-
-@dataclass(slots=True, eq=False)
-class Wait:
-    """Why a warp is blocked, for wake-ups and for the deadlock report."""
-
-    kind: str
-    key: Any  # what `Machine.wake` is called with
-    instruction: Instruction
-    tell: Callable[[], str]
-    lanes: np.ndarray | None = None  # of a warp whose lanes are apart; None for all
-    on_wake: Callable[[], None] | None = None  # what it was waiting for is there
-
-
-class PassedWait(NamedTuple):
-    """A wait by parity that let a warp pass: what the warp then knew of the barrier."""
-
-    parity: int
-    phases: int  # completed
-    instruction: Instruction
-
-
-class Chance(NamedTuple):
-    """``drawn``: whether chance, from the seed, decides what hardware leaves open."""
-
-    seed: int = 0
-    drawn: bool = False
 
 
 @dataclass
@@ -120,41 +56,29 @@ class Machine:
         memory: GlobalMemory,
         params: np.ndarray,
         residency: Residency,
-        chance: Chance,
+        policy: Policy,
     ) -> None:
         self.program, self.memory, self.params = program, memory, params
-        self.grid: tuple[int, int, int] = launch.grid
-        self.block: tuple[int, int, int] = launch.block
-        self.cluster: tuple[int, int, int] = launch.cluster
-        self.seed, self.drawn, self.random = chance.seed, chance.drawn, random.Random(chance.seed)
-        self.residency = residency
-        self.waiting = Waiting([])  # clusters of the grid that have not started
-        # NOTE: elect.sync may choose any lane, but the same one for the same mask (PTX ISA
-        # 9.7.14.14)
-        self.elected = self.random.randrange(32) if self.drawn else 0
-        self.num_threads, self.warps_per_cta = launch.num_threads, launch.warps_per_cta
-        self.cluster_size = launch.cluster_size
-        self.num_ctas = num_ctas = residency.ctas
-        self.num_warps = num_ctas * self.warps_per_cta
+        self.residency, self.policy = residency, policy
+        self.grid: Grid = Grid(launch, residency.ctas)
+        self.pending_clusters = PendingClusters([])
         self.static_smem = self._place_variables()
         self.smem_end = SYSTEM_SMEM + self.static_smem + launch.smem
         self.smem_bytes = -(-self.smem_end // 128) * 128
 
-        self.findings: dict[tuple[str, int], Finding] = {}
+        self.findings = Findings()
         self.progress = 0  # grows with every visible effect; tells a spin loop from work
-        warps = np.arange(self.num_warps)
-        self.warp_cta = warps % num_ctas
-        self.warp_in_cta = warps // num_ctas
+        num_warps = self.grid.num_warps
         banks = {1: bool, 16: np.uint16, 32: np.uint32, 64: np.uint64, 128: np.uint64}
         self.registers = {
-            bank: np.empty((count, self.num_warps, 32, *((2,) if bank == 128 else ())), banks[bank])
+            bank: np.empty((count, num_warps, 32, *((2,) if bank == 128 else ())), banks[bank])
             for bank, count in program.registers.items()
         }
         self.lanes = Divergence(self)
         self.sleepers: dict[Any, list[tuple[int, Wait]]] = {}  # by key
         self.ticks = 0
-        self.carry = np.zeros((self.num_warps, 32), bool)  # of add.cc and its kin
-        self.smem = np.empty((num_ctas, self.smem_bytes), np.uint8)
+        self.carry = np.zeros((num_warps, 32), bool)  # of add.cc and its kin
+        self.smem = np.empty((residency.ctas, self.smem_bytes), np.uint8)
         self.mbarriers = MBarriers(self)
         self.flight = Flight(self)
         self.bulk_groups = BulkGroups(self)
@@ -177,51 +101,31 @@ class Machine:
         """Makes these clusters of the grid (numbered by x, then y, then z) resident, with fresh,
         poisoned state.
         """
-        self.present = count = len(clusters) * self.cluster_size
-        assert count <= self.num_ctas
-        self.cta_coord = np.zeros((self.num_ctas, 3), np.uint32)
-        self.cta_rank = np.arange(self.num_ctas) % self.cluster_size
-        self.cta_cluster = np.zeros(self.num_ctas, np.int64)  # its number in the grid
-        for i in range(count):
-            which, rank = divmod(i, self.cluster_size)
-            self.cta_coord[i] = self.coordinates(clusters[which] * self.cluster_size + rank)
-            self.cta_cluster[i] = clusters[which]
+        self.grid.place(clusters)
+        num_ctas, num_warps = self.grid.num_ctas, self.grid.num_warps
         for bank, registers in self.registers.items():
             registers[...] = _POISON[bank]
         self.smem.view(np.uint32)[...] = POISON32
         # per 16 bytes: 1 + swizzle of the TMA load that wrote them (0: none did), and its PTX line
-        self.box_swizzle = np.zeros((self.num_ctas, self.smem_bytes // 16), np.int8)
-        self.box_line = np.zeros((self.num_ctas, self.smem_bytes // 16), np.int32)
+        self.box_swizzle = np.zeros((num_ctas, self.smem_bytes // 16), np.int8)
+        self.box_line = np.zeros((num_ctas, self.smem_bytes // 16), np.int32)
         self.mbarriers.clear()
         self.flight.clear()
         self.bulk_groups.clear()
         self.async_copies.clear()
         self.warpgroups.clear()
         self.tmem.clear()
-        self.local = np.full((self.num_warps, 32, self.local_bytes), 0x7F, np.uint8)
+        self.local = np.full((num_warps, 32, self.local_bytes), 0x7F, np.uint8)
         self.local[..., ::2] = 0xFF
-        threads = self.warp_in_cta[:, None] * 32 + np.arange(32)
-        live = (threads < self.num_threads) & (self.warp_cta[:, None] < count)
-        self.lanes.clear(live)
+        self.lanes.clear(self.grid.threads())
         self.sleepers.clear()
         self.waits: dict[int, list[Wait]] = {}  # by warp
-        self.timed_out = np.zeros((self.num_warps, 32), bool)
+        self.timed_out = np.zeros((num_warps, 32), bool)
         self.named.clear()
         self.clusters.clear()
         self.last_wait: dict[int, dict[tuple[int, int], PassedWait]] = defaultdict(dict)
         self.register_pools: dict[int, RegisterPool] = {}  # by cta
         self.clocks = Clocks(self)
-
-    def coordinates(self, linear: int) -> tuple[int, int, int]:
-        """Grid coordinates of the ``linear``-th CTA in cluster order: clusters by x, y, z; ranks
-        within, likewise.
-        """
-        cx, cy, cz = self.cluster
-        gx, gy = self.grid[0] // cx, self.grid[1] // cy
-        which, rank = divmod(linear, self.cluster_size)
-        x, y, z = which % gx, which // gx % gy, which // (gx * gy)
-        rx, ry, rz = rank % cx, rank // cx % cy, rank // (cx * cy)
-        return x * cx + rx, y * cy + ry, z * cz + rz
 
     def _place_variables(self) -> int:
         """Offsets of shared, local and module variables; returns the bytes of static smem."""
@@ -242,24 +146,6 @@ class Machine:
             self.offsets[v.name] = SYSTEM_SMEM + static
         self.local_bytes = sizes["local"]
         return static
-
-    # -- names for reports -------------------------------------------------------------------------
-
-    def name_warp(self, warp: int) -> str:
-        cta = int(self.warp_cta[warp])
-        x, y, z = self.cta_coord[cta]
-        rank = f" (rank {self.cta_rank[cta]} of its cluster)" if self.cluster_size > 1 else ""
-        return f"CTA ({x},{y},{z}){rank} warp {self.warp_in_cta[warp]}"
-
-    def name_cta(self, cta: int) -> str:
-        x, y, z = self.cta_coord[cta]
-        return f"CTA ({x},{y},{z})"
-
-    def find(self, rule: str, message: str, instruction: Instruction) -> None:
-        """Records a finding, once per rule and instruction."""
-        self.findings.setdefault(
-            (rule, instruction.line), Finding(rule, message, instruction.where())
-        )
 
     def clock(self) -> int:
         """What clocks show: it grows whenever it is read, and means nothing else."""
@@ -297,16 +183,6 @@ class Machine:
 
     # -- shared memory -----------------------------------------------------------------------------
 
-    def shared_location(
-        self, warps: np.ndarray, addresses: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Shared-window addresses (rank in bits 24 and up) -> (cta, byte offset), for each of
-        ``warps``.
-        """
-        own = self.warp_cta[warps]
-        rank = (addresses >> np.uint64(24)).astype(np.int64)
-        return own - self.cta_rank[own] + rank, (addresses & np.uint64(0xFFFFFF)).astype(np.int64)
-
     def check_shared(
         self,
         warps: np.ndarray,
@@ -319,10 +195,10 @@ class Machine:
         """Bounds and alignment of ``size``-byte accesses; raises BadAddress for the first that
         breaks them.
         """
-        first = self.warp_cta[warps] - self.cta_rank[self.warp_cta[warps]]
+        first = self.grid.warp_cta[warps] - self.grid.cta_rank[self.grid.warp_cta[warps]]
         bad = (
             (cta < first)
-            | (cta >= first + self.cluster_size)
+            | (cta >= first + self.grid.cluster_size)
             | (offset < SYSTEM_SMEM)
             | (offset + size > self.smem_end)
         )
@@ -332,8 +208,8 @@ class Machine:
             why = "not aligned" if offset[k] & (size - 1) else "outside the CTA's shared memory"
             raise BadAddress.at(
                 ins,
-                f"{self.name_warp(int(warps[k]))} lane {lanes[k]} accesses {size} bytes at shared "
-                f"0x{int(offset[k]):x}, {why} (0x{SYSTEM_SMEM:x}..0x{self.smem_end:x})",
+                f"{self.grid.name_warp(int(warps[k]))} lane {lanes[k]} accesses {size} bytes at "
+                f"shared 0x{int(offset[k]):x}, {why} (0x{SYSTEM_SMEM:x}..0x{self.smem_end:x})",
             )
 
     def smem_words(self, size: int) -> np.ndarray:

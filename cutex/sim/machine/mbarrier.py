@@ -66,8 +66,8 @@ class MBarriers:
         ):
             raise BarrierMisuse.at(
                 ins,
-                f"{self.machine.name_warp(warp)} initialises {self.name(cta, offset)} again while "
-                "it is in use",
+                f"{self.machine.grid.name_warp(warp)} initialises {self.name(cta, offset)} again "
+                "while it is in use",
             )
         self.barriers[cta, offset] = MBarrier(count, count, made)
         self.machine.progress += 1
@@ -99,10 +99,10 @@ class MBarriers:
                 "barrier.cluster.arrive.relaxed does not release it without a "
                 "fence.mbarrier_init.release.cluster of that thread before it"
             )
-        m.find(
+        m.findings.add(
             "race",
-            f"{m.name_warp(warp)} uses {self.name(cta, offset)}, which {m.name_warp(made.warp)} "
-            f"lane {made.lane} initialised: {why}",
+            f"{m.grid.name_warp(warp)} uses {self.name(cta, offset)}, which "
+            f"{m.grid.name_warp(made.warp)} lane {made.lane} initialised: {why}",
             ins,
         )
 
@@ -121,7 +121,7 @@ class MBarriers:
             raise BarrierMisuse.at(
                 ins,
                 f"no mbarrier was initialised at shared 0x{offset:x} of "
-                f"{self.machine.name_cta(cta)}",
+                f"{self.machine.grid.name_cta(cta)}",
             )
         return barrier
 
@@ -180,7 +180,7 @@ class MBarriers:
         made = ""
         if barrier is not None:
             made = f" (initialised at {barrier.made.instruction.source_line()})"
-        return f"mbarrier 0x{offset:x} of {self.machine.name_cta(cta)}{made}"
+        return f"mbarrier 0x{offset:x} of {self.machine.grid.name_cta(cta)}{made}"
 
     def describe(self, cta: int, offset: int) -> str:
         """State for the deadlock report, with what is wrong with the bytes if something is."""

@@ -37,7 +37,7 @@ class TensorMemory:
     def cells(self) -> np.ndarray:
         """(ctas, 128 lanes, 512 columns) uint32, poisoned when first used."""
         if self._cells is None:
-            shape = (self.machine.num_ctas, LANES, COLUMNS)
+            shape = (self.machine.grid.num_ctas, LANES, COLUMNS)
             self._cells = np.full(shape, POISON32, np.uint32)
         return self._cells
 
@@ -71,7 +71,9 @@ class TensorMemory:
 
     def why_not(self, cta: int, count: int) -> str:
         if cta in self.asked and cta ^ 1 not in self.asked:
-            return f"the other CTA of the pair, {self.machine.name_cta(cta ^ 1)}, has not asked"
+            return (
+                f"the other CTA of the pair, {self.machine.grid.name_cta(cta ^ 1)}, has not asked"
+            )
         return f"{count} columns wanted, {self.num_free(cta)} free"
 
     def _room(self, cta: int, count: int) -> int | None:
@@ -108,7 +110,7 @@ class TensorMemory:
         """What was never given back: a sentence, and the PTX line of its allocation."""
         return [
             (
-                f"{self.machine.name_cta(cta)} returns without tcgen05.dealloc of "
+                f"{self.machine.grid.name_cta(cta)} returns without tcgen05.dealloc of "
                 f"{int((owner != 0).sum())} columns",
                 int(owner[owner != 0][0]),
             )

@@ -11,7 +11,8 @@ from cutex.sim.machine.memory import POISON32
 from cutex.sim.ptx.parse import Instruction
 
 if TYPE_CHECKING:
-    from cutex.sim.machine.machine import Batch, Machine
+    from cutex.sim.machine.batch import Batch
+    from cutex.sim.machine.machine import Machine
 
 
 @dataclass
@@ -102,7 +103,7 @@ class WarpgroupMma:
 
     def warp(self, key: tuple[int, int], inside: int) -> int:
         """Number of warp ``inside`` (0..3) of a warpgroup."""
-        return (key[1] * 4 + inside) * self.m.num_ctas + key[0]
+        return (key[1] * 4 + inside) * self.m.grid.num_ctas + key[0]
 
     def take(
         self,
@@ -125,8 +126,8 @@ class WarpgroupMma:
             if other.registers == registers:
                 acc = other
             elif set(other.registers) & set(registers):
-                who = self.m.name_warp(self.warp(key, inside[0]))
-                self.m.find(
+                who = self.m.grid.name_warp(self.warp(key, inside[0]))
+                self.m.findings.add(
                     "race",
                     f"wgmma of {who} accumulates in registers that {other.by.where()} still writes",
                     ins,
@@ -169,21 +170,21 @@ class WarpgroupMma:
             state = self.warps.get(warp)
             if state is None:
                 continue
-            inside = int(self.m.warp_in_cta[warp])
-            for acc in self.accumulators.get((int(self.m.warp_cta[warp]), inside // 4), ()):
+            inside = int(self.m.grid.warp_in_cta[warp])
+            for acc in self.accumulators.get((int(self.m.grid.warp_cta[warp]), inside // 4), ()):
                 if acc.in_flight[inside % 4] and (read | written) & set(acc.registers):
                     verb = "reads" if read & set(acc.registers) else "writes"
-                    self.m.find(
+                    self.m.findings.add(
                         "race",
-                        f"{self.m.name_warp(warp)} {verb} an accumulator register before "
+                        f"{self.m.grid.name_warp(warp)} {verb} an accumulator register before "
                         f"wgmma.wait_group; it is in flight since {acc.by.where()}",
                         ins,
                     )
             for registers, group, by in state.sources:
                 if group.in_flight and written & registers:
-                    self.m.find(
+                    self.m.findings.add(
                         "race",
-                        f"{self.m.name_warp(warp)} writes an A register that the wgmma issued at "
-                        f"{by.where()} may still read",
+                        f"{self.m.grid.name_warp(warp)} writes an A register that the wgmma issued "
+                        f"at {by.where()} may still read",
                         ins,
                     )

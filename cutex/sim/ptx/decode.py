@@ -31,7 +31,8 @@ from cutex.sim.ptx.parse import (
 )
 
 if TYPE_CHECKING:
-    from cutex.sim.machine.machine import Batch, Machine
+    from cutex.sim.machine.batch import Batch
+    from cutex.sim.machine.machine import Machine
 
 Execute = Callable[["Batch"], "np.ndarray | None"]
 Read = Callable[["Batch"], Any]
@@ -167,7 +168,9 @@ class Decoder:
             raise self.unknown(f"symbol {operand.name}")
         offset = m.offsets[v.name] + operand.offset
         if v.space == "shared":
-            return lambda b: ((m.cta_rank[m.warp_cta[b.idx]] << 24) + offset).astype(dtype)[:, None]
+            return lambda b: ((m.grid.cta_rank[m.grid.warp_cta[b.idx]] << 24) + offset).astype(
+                dtype
+            )[:, None]
         value = dtype(offset + (MODULE_WINDOW if v.space in ("global", "const") else 0))
         return lambda b: value
 
@@ -297,13 +300,13 @@ def _dimension(name: str, values: Callable[[Machine, Any, int], Any]) -> dict[st
 
 
 def _thread(m: Machine, b: Any, axis: int) -> Any:
-    linear = m.warp_in_cta[b.idx][:, None] * 32 + np.arange(32)
-    x, y, _ = m.block
+    linear = m.grid.warp_in_cta[b.idx][:, None] * 32 + np.arange(32)
+    x, y, _ = m.grid.block
     return (linear % x, linear // x % y, linear // (x * y))[axis]
 
 
 def _cta(m: Machine, b: Any) -> np.ndarray:
-    return m.cta_coord[m.warp_cta[b.idx]].astype(np.int64)  # (n, 3)
+    return m.grid.cta_coord[m.grid.warp_cta[b.idx]].astype(np.int64)  # (n, 3)
 
 
 def _lane_mask(compare: Any) -> Any:
@@ -315,21 +318,21 @@ def _lane_mask(compare: Any) -> Any:
 
 _SPECIAL: dict[str, Any] = {
     **_dimension("tid", _thread),
-    **_dimension("ntid", lambda m, b, i: m.block[i]),
-    **_dimension("nctaid", lambda m, b, i: m.grid[i]),
+    **_dimension("ntid", lambda m, b, i: m.grid.block[i]),
+    **_dimension("nctaid", lambda m, b, i: m.grid.dims[i]),
     **_dimension("ctaid", lambda m, b, i: _cta(m, b)[:, i : i + 1]),
-    **_dimension("clusterid", lambda m, b, i: _cta(m, b)[:, i : i + 1] // m.cluster[i]),
-    **_dimension("nclusterid", lambda m, b, i: m.grid[i] // m.cluster[i]),
-    **_dimension("cluster_ctaid", lambda m, b, i: _cta(m, b)[:, i : i + 1] % m.cluster[i]),
-    **_dimension("cluster_nctaid", lambda m, b, i: m.cluster[i]),
-    "cluster_ctarank": lambda m, b: m.cta_rank[m.warp_cta[b.idx]][:, None],
-    "cluster_nctarank": lambda m, b: m.cluster_size,
-    "is_explicit_cluster": lambda m, b: m.cluster_size > 1,
+    **_dimension("clusterid", lambda m, b, i: _cta(m, b)[:, i : i + 1] // m.grid.cluster[i]),
+    **_dimension("nclusterid", lambda m, b, i: m.grid.dims[i] // m.grid.cluster[i]),
+    **_dimension("cluster_ctaid", lambda m, b, i: _cta(m, b)[:, i : i + 1] % m.grid.cluster[i]),
+    **_dimension("cluster_nctaid", lambda m, b, i: m.grid.cluster[i]),
+    "cluster_ctarank": lambda m, b: m.grid.cta_rank[m.grid.warp_cta[b.idx]][:, None],
+    "cluster_nctarank": lambda m, b: m.grid.cluster_size,
+    "is_explicit_cluster": lambda m, b: m.grid.cluster_size > 1,
     "laneid": lambda m, b: np.arange(32)[None, :],
-    "warpid": lambda m, b: m.warp_in_cta[b.idx][:, None],
-    "nwarpid": lambda m, b: m.warps_per_cta,
-    "smid": lambda m, b: m.warp_cta[b.idx][:, None],
-    "nsmid": lambda m, b: m.num_ctas,
+    "warpid": lambda m, b: m.grid.warp_in_cta[b.idx][:, None],
+    "nwarpid": lambda m, b: m.grid.warps_per_cta,
+    "smid": lambda m, b: m.grid.warp_cta[b.idx][:, None],
+    "nsmid": lambda m, b: m.grid.num_ctas,
     "dynamic_smem_size": lambda m, b: m.smem_bytes - m.static_smem - 1024,
     "total_smem_size": lambda m, b: m.smem_bytes - 1024,
     "lanemask_eq": lambda m, b: _lane_mask(lambda j, i: j == i),

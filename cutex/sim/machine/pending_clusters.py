@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 
-class Waiting:
+class PendingClusters:
     """In launch order; taken from the front by the launch itself or by cluster launch control."""
 
     def __init__(self, clusters: Sequence[int]) -> None:
