@@ -4,23 +4,28 @@ Each warp counts its synchronisations; ``known[w, v]`` is how far warp w knows w
 through barriers, and ``visible[w, v]`` how far the async proxy sees it too, because a
 ``fence.proxy.async`` stood on the way. ``follows[w, v]`` is how far w only runs after v: a
 ``barrier.cluster.arrive.relaxed`` orders execution, but of memory it releases just what a fence
-released before it. Shadow memory remembers, for each 4 bytes, the last warp
-that wrote them with ordinary stores and the last that read them, with their counts. An access is
-ordered after another iff its warp knows the other's count; this does not depend on the order in
-which the simulator happened to run them. The method is that of happens-before race detectors
-(FastTrack, with one reader per place); the rules are PTX ISA chapter 8 and 9.7.13.5.
+released before it. Shadow memory remembers, for each 4 bytes, the last agent that wrote them with
+ordinary stores or a non-bulk cp.async, and the last warps that read them, with their counts. An
+access is ordered after another iff its warp knows the other's count; this does not depend on the
+order in which the simulator happened to run them. The method is that of happens-before race
+detectors (FastTrack); the rules are PTX ISA chapter 8 and 9.7.13.5.
 
-Asynchronous operations meet each other, and later ordinary accesses, while they are in flight: see
-flight. Atomics, volatile, acquire and release accesses synchronise by themselves, and are left out.
+What a warp issues asynchronously is done by agents with slots of their own: its tensor-core
+operations, its bulk stores and its non-bulk copies, whose counts it learns when it waits for a
+group, and releases by a commit. What completes on an mbarrier counts in that barrier's slot: the
+number of its phases, learned by those whose wait passes. See async_accesses for the memory that
+these operations access. Atomics, volatile, acquire and release accesses synchronise by themselves,
+and are left out.
 """
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cutex.sim.machine.operation import WORD
+from cutex.sim.machine.operation import CHUNK, WORD
 from cutex.sim.ptx.parse import Instruction
 
 if TYPE_CHECKING:
@@ -30,14 +35,29 @@ if TYPE_CHECKING:
 
 _WHOLE = np.uint8(0b1111)  # all bytes of a word
 _COPIED = np.uint8(0b10000)  # by cp.async: see there why the async proxy may read it
+NEVER = np.iinfo(np.int32).max  # the count of what is not complete
+_BARRIERS = 32  # slots to begin with
+
+
+class Kind(IntEnum):
+    """Who acts for a warp."""
+
+    ITSELF = 0
+    TENSOR = 1  # wgmma, tcgen05
+    BULK = 2  # bulk stores
+    COPY = 3  # non-bulk cp.async
 
 
 class Clocks:
-    """Vector clocks of the resident warps; a warp's slot is its number within its cluster."""
+    """Vector clocks of the resident warps; a warp's slot is its number within its cluster, those
+    of its other agents follow by kind, those of mbarriers behind them.
+    """
 
     def __init__(self, machine: Machine) -> None:
         self.m = machine
-        width = machine.grid.warps_per_cta * machine.grid.cluster_size
+        self.warps = machine.grid.warps_per_cta * machine.grid.cluster_size
+        self.barriers: dict[tuple[int, int, int], int] = {}  # rank, offset, which: slot
+        width = self.warps * len(Kind) + _BARRIERS
         warps = np.arange(machine.grid.num_warps)
         rank = machine.grid.cta_rank[machine.grid.warp_cta]
         self.slot = rank * machine.grid.warps_per_cta + machine.grid.warp_in_cta
@@ -67,7 +87,12 @@ class Clocks:
     def take(self, warp: int, given: np.ndarray | None) -> None:
         """``warp`` acquires what others gave."""
         if given is not None:
-            np.maximum(self.rows[:, warp], given, out=self.rows[:, warp])
+            mine = self.rows[:, warp, : given.shape[1]]
+            np.maximum(mine, given, out=mine)
+
+    def learn(self, warp: int, slot: int, count: int) -> None:
+        """``warp`` has waited for the agent's first ``count`` operations (or phases)."""
+        self.known[warp, slot] = max(self.known[warp, slot], count)
 
     def _count(self, warps: int | np.ndarray) -> None:
         self.known[warps, self.slot[warps]] += 1
@@ -75,7 +100,14 @@ class Clocks:
 
     @staticmethod
     def join(a: np.ndarray | None, b: np.ndarray) -> np.ndarray:
-        return b if a is None else np.maximum(a, b)
+        if a is None:
+            return b
+        if a.shape != b.shape:  # slots were added in between
+            a, b = sorted((a, b), key=lambda given: given.shape[1])
+            b = b.copy()
+            np.maximum(a, b[:, : a.shape[1]], out=b[:, : a.shape[1]])
+            return b
+        return np.maximum(a, b)
 
     def fence_proxy(self, warps: np.ndarray) -> None:
         """fence.proxy.async: all that these warps know becomes visible to the async proxy."""
@@ -93,10 +125,31 @@ class Clocks:
         """The warp's own count."""
         return int(self.known[warp, self.slot[warp]])
 
+    def agent(self, kind: Kind, warp: int) -> int:
+        """The slot of what acts for the warp."""
+        return int(kind) * self.warps + int(self.slot[warp])
+
+    def barrier_slot(self, cta: int, offset: int, again: bool) -> int:
+        """A slot for the mbarrier that is initialised there, perhaps anew."""
+        rank, which = int(self.m.grid.cta_rank[cta]), 0
+        if again:
+            which = 1 + sum(key[:2] == (rank, offset) for key in self.barriers)
+        key = rank, offset, which
+        if key not in self.barriers:
+            slot = self.barriers[key] = self.warps * len(Kind) + len(self.barriers)
+            if slot == self.rows.shape[2]:
+                self._widen()
+        return self.barriers[key]
+
+    def _widen(self) -> None:
+        """Twice as many slots."""
+        self.rows, self.fenced = (np.concatenate([a, 0 * a], 2) for a in (self.rows, self.fenced))
+        self.known, self.visible, self.follows = self.rows
+
     def peer(self, warp: int, slot: int) -> int:
-        """The warp that has this slot in the cluster of ``warp``."""
+        """The warp for which this slot's agent acts, in the cluster of ``warp``."""
         m = self.m
-        rank, inside = divmod(slot, m.grid.warps_per_cta)
+        rank, inside = divmod(slot % self.warps, m.grid.warps_per_cta)
         own = int(m.grid.warp_cta[warp])
         return inside * m.grid.num_ctas + own - int(m.grid.cta_rank[own]) + rank
 
@@ -159,12 +212,11 @@ class Clocks:
         """An operation of the async proxy by ``warp``; ``write``: it overwrites the span."""
         if span.high <= self.low[span.cta] * WORD or span.low > self.high[span.cta] * WORD:
             return
-        if span.words is not None:
-            word = span.words
-        elif span.chunks is None:
+        if span.chunks is None:
             word = np.arange(span.low // WORD, -(-span.high // WORD))
         else:
-            word = (span.chunks.reshape(-1, 1) * (16 // WORD) + np.arange(16 // WORD)).reshape(-1)
+            per = CHUNK // WORD
+            word = (span.chunks.reshape(-1, 1) * per + np.arange(per)).reshape(-1)
         warps, cta = np.full(len(word), warp), np.full(len(word), span.cta)
         self._check(warps, cta, word, _WHOLE, write, what, ins)
         if write:
@@ -172,15 +224,17 @@ class Clocks:
         else:
             self._check_proxy(warp, span.cta, word, what, ins)
 
-    def copied(self, warp: int, span: Span, ins: Instruction) -> None:
-        """A cp.async of ``warp`` completes: written now, by whom the others must know."""
-        assert span.words is not None
-        cta, word = span.cta, span.words
-        self.writer[cta, word], self.written[cta, word] = self.slot[warp], self.now(warp)
+    def copy(self, warp: int, word: np.ndarray, number: int, ins: Instruction) -> None:
+        """The ``number``-th cp.async of ``warp`` writes words of its CTA."""
+        word = word.reshape(-1)
+        cta = np.full(len(word), self.m.grid.warp_cta[warp])
+        self._check(np.full(len(word), warp), cta, word, _WHOLE, True, "the cp.async", ins)
+        self.read[cta, word] = 0
+        self.writer[cta, word], self.written[cta, word] = self.agent(Kind.COPY, warp), number
         self.written_bytes[cta, word] = _WHOLE | _COPIED
         self.written_line[cta, word] = ins.line
-        self.low[cta] = min(self.low[cta], int(word.min()))
-        self.high[cta] = max(self.high[cta], int(word.max()))
+        self.low[cta[0]] = min(self.low[cta[0]], int(word.min()))
+        self.high[cta[0]] = max(self.high[cta[0]], int(word.max()))
 
     def _check(
         self,
@@ -218,12 +272,15 @@ class Clocks:
     ) -> None:
         m = self.m
         who = f"{what} of {m.grid.name_warp(warp)}" if what else m.grid.name_warp(warp)
-        peer = self.peer(warp, other)
+        peer, why = m.grid.name_warp(self.peer(warp, other)), "no barrier orders the two"
         line = f" at PTX line {self.written_line[place]}" if did == "wrote" else ""
+        if other >= self.warps:
+            peer = f"a cp.async of {peer}"
+            why = "nothing that this warp has waited for says that it is complete"
         m.findings.add(
             "race",
             f"{who} {'overwrites' if write else 'reads'} shared memory 0x{place[1] * WORD:x}, "
-            f"which {m.grid.name_warp(peer)} {did}{line}: no barrier orders the two",
+            f"which {peer} {did}{line}: {why}",
             ins,
         )
 

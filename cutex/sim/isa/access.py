@@ -10,7 +10,6 @@ import numpy as np
 from cutex.sim.errors import BadAddress
 from cutex.sim.machine.batch import Batch
 from cutex.sim.machine.memory import PARAM_WINDOW, SHARED_WINDOW, WINDOWS, window_of
-from cutex.sim.machine.operation import WORD, Span
 from cutex.sim.ptx.decode import Decoder
 
 SPACES = ("param", "global", "shared", "local", "const")
@@ -151,20 +150,11 @@ class Access:
     def observe(
         self, warps: np.ndarray, cta: np.ndarray, offset: np.ndarray, width: int, write: bool
     ) -> None:
-        """Reports a race with other warps' accesses, and with what is in flight on these bytes."""
+        """Reports a race with other warps' accesses, and with operations on these bytes."""
         m = self.m
         if not self.synchronises:
             m.clocks.generic(warps, cta, offset, width, write, self.d.ins)
-        if not m.flight.count:
-            return
-        for c in np.unique(cta):
-            if m.flight.hazards.busy(Span, int(c)):
-                mine = cta == c
-                at = offset[mine]
-                words = at[:, None] // WORD + np.arange(max(width // WORD, 1))
-                span = Span.of_words(int(c), words)
-                what = "a store" if write else "a load"
-                m.flight.hazards.touch(span, write, what, int(warps[mine][0]), self.d.ins)
+        m.async_accesses.lanes(warps, cta, offset, width, write, self.d.ins)
 
 
 def _bytes(words: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from cutex.sim.errors import BadOperand
+from cutex.sim.hazards.clocks import Kind
 from cutex.sim.isa import atomics
 from cutex.sim.isa.bulk_operands import (
     MODS,
@@ -92,7 +93,7 @@ def _plain_load(d: Decoder) -> Execute:
                     "the bulk copy", int(b.idx[row]), ins, ("tma", m.flight.issued, target),
                     _bulk_loader(m, source, target, offset, n, signal, ins),
                     Engine.TMA_LOAD, n,
-                    writes=[Span(target, offset, offset + n)], signals=signal,
+                    writes=[Span(target, offset, offset + n)], signals=[signal],
                 )  # fmt: skip
                 m.flight.issue(op)
 
@@ -137,7 +138,7 @@ def _shared_copy(d: Decoder, reduction: str | None) -> Execute:
                 "the bulk copy", int(b.idx[row]), ins, ("tma", m.flight.issued, cta),
                 _mover(d, reduction, source, (cta, offset), n, signal), Engine.DSMEM, 2 * n,
                 reads=[Span(source[0], source[1], source[1] + n)],
-                writes=[Span(cta, offset, offset + n)], signals=signal,
+                writes=[Span(cta, offset, offset + n)], signals=[signal],
             )  # fmt: skip
             m.flight.issue(op)
 
@@ -183,12 +184,14 @@ def _plain_store(d: Decoder, reduction: str | None) -> Execute:
             _check_plain(d, n, target)
             cta, offset = shared_place(d, b, row, lane, int(f[row, lane]), n, 16)
             thread = (int(b.idx[row]), lane)
+            group = m.bulk_groups.joined(thread)
             op = Operation(
                 "the bulk store", thread[0], ins, ("store", m.flight.issued),
                 _bulk_storer(
-                    d, reduction, target, (cta, offset), n, m.bulk_groups.joined(thread)
+                    d, reduction, target, (cta, offset), n, group
                 ),
                 Engine.TMA_STORE, n, reads=[Span(cta, offset, offset + n)],
+                agents=[(m.clocks.agent(Kind.BULK, thread[0]), group.last)],
             )  # fmt: skip
             m.flight.issue(op)
 

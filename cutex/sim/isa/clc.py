@@ -62,7 +62,7 @@ def _try_cancel(d: Decoder) -> Execute:
                 "the cluster launch request", warp, ins, ("clc", m.flight.issued),
                 _reply(m, ctas, offset, bar, ins), Engine.LAUNCH_CONTROL, REPLY_BYTES * len(ctas),
                 writes=[Span(c, offset, offset + REPLY_BYTES) for c in ctas],
-                signals=(own, bar),
+                signals=[(c, bar) for c in ctas],
             )  # fmt: skip
             m.flight.issue(op)
 

@@ -19,7 +19,7 @@ from cutex.sim.machine.async_copies import Part
 from cutex.sim.machine.batch import RETRY, Batch
 from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.memory import SHARED_WINDOW
-from cutex.sim.machine.operation import WORD, Span
+from cutex.sim.machine.operation import WORD
 from cutex.sim.machine.waits import Wait
 from cutex.sim.ptx.decode import Decoder, Execute
 from cutex.sim.ptx.parse import Instruction, Reg
@@ -68,9 +68,8 @@ class _Copy:
             where = Lanes(to.warps[mine], to.lanes[mine], offset[mine])
             copy = partial(self._complete, where, source.addresses[mine], sizes[mine])
             words = offset[mine, None] // WORD + np.arange(self.size // WORD)
-            span = Span.of_words(int(m.grid.warp_cta[warp]), words)
             size = self.size * len(words)
-            m.async_copies.issue(warp, Part(where, copy), span, size, self.ins)
+            m.async_copies.issue(warp, Part(where, copy), words, size, self.ins)
 
     def _sizes(self, b: Batch) -> np.ndarray:
         """Bytes that each active lane reads."""
@@ -151,10 +150,10 @@ def _arrive(d: Decoder) -> Execute:
 
 def _arriver(
     m: Machine, warp: int, barrier: tuple[int, int], lanes: np.ndarray, ins: Instruction
-) -> Callable[[], None]:
-    def arrive() -> None:
+) -> Callable[[np.ndarray], None]:
+    def arrive(given: np.ndarray) -> None:
         who = f"cp.async of {m.grid.name_warp(warp)}"
-        m.mbarriers.give(*barrier, m.clocks.give(warp), ins)
+        m.mbarriers.give(*barrier, given, ins)
         m.mbarriers.arrive(*barrier, len(lanes), who, ins)
 
     return arrive

@@ -174,7 +174,8 @@ class SharedOperand:
                 f"{form.what} ({desc}): MN-major tf32 takes the 128-byte swizzle with atoms of 32 "
                 "bytes, and nothing else does",
             )
-        self.chunks = operand_chunks(desc, form.rows, form.k_bytes, form.mn_major, ITEMSIZE[kind])
+        self.shape = desc, form.rows, form.k_bytes, form.mn_major, ITEMSIZE[kind]
+        self.chunks = operand_chunks(*self.shape)
         if int(self.chunks.max()) * 16 + 16 > m.smem_bytes:
             raise BadOperand.at(
                 ins,
@@ -183,9 +184,8 @@ class SharedOperand:
             )
 
     def span(self) -> Span:
-        return Span(
-            self.cta, int(self.chunks.min()) * 16, int(self.chunks.max()) * 16 + 16, self.chunks
-        )
+        low, high = int(self.chunks.min()) * 16, int(self.chunks.max()) * 16 + 16
+        return Span(self.cta, low, high, self.chunks, self.shape)
 
     def values(self) -> np.ndarray:
         """(rows, K) float32."""

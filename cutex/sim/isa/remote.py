@@ -82,7 +82,7 @@ def _remote(d: Decoder, reduction: str | None) -> Execute:
                 # NOTE: reductions of one place are whole, so they do not race with each other
                 ("remote", target if reduction else m.flight.issued, reduction),
                 completer(target, offset, bar, new), Engine.DSMEM, size,
-                writes=[Span(target, offset, offset + size)], signals=bar,
+                writes=[Span(target, offset, offset + size)], signals=[bar],
             )  # fmt: skip
             m.flight.issue(op)
 

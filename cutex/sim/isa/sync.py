@@ -427,7 +427,7 @@ def mbarrier_wait(d: Decoder) -> Execute:
                 waited = m.mbarriers.use(cta, offset, warp, ins)
                 if not passed(waited.phases, value):
                     continue
-                m.clocks.take(warp, waited.released)
+                m.mbarriers.acquire(waited, warp)
                 result[row, lanes] = True
                 if by_parity:
                     m.last_wait[warp][cta, offset] = PassedWait(value & 1, waited.phases, ins)

@@ -14,6 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from cutex.sim.errors import BadAddress, BadOperand, BarrierMisuse
+from cutex.sim.hazards.clocks import Kind
 from cutex.sim.isa.sync import require_whole_warp
 from cutex.sim.machine.batch import RETRY, Batch
 from cutex.sim.machine.machine import Machine
@@ -87,21 +88,33 @@ class Issuer:
         what, queue = f"the {engine}", ("tcgen05", self.ctas[0])
         size = sum(place.size for place in reads if isinstance(place, Span))
         op = Operation(
-            what, self.warp, self.ins, queue, complete, engine, size, flops, reads, writes
-        )
+            what, self.warp, self.ins, queue, complete, engine, size, flops, reads, writes,
+            agents=[(self._slot, self.m.flight.issued + 1)],
+        )  # fmt: skip
         self.m.flight.issue(op)
         self.m.flight.latest.setdefault(self._thread, []).append(op)
 
-    def commit(self, barrier: tuple[int, int], arrive: Callable[[], None]) -> None:
-        """Arrives when what this thread issued before is complete: nobody else's work counts."""
+    @property
+    def _slot(self) -> int:
+        return self.m.clocks.agent(Kind.TENSOR, self.warp)
+
+    def commit(self, barrier: tuple[int, int], arrive: Callable[[np.ndarray], None]) -> None:
+        """Arrives when what this thread issued before is complete: nobody else's work counts.
+        ``arrive`` takes what is released then.
+        """
         self.require_peer()
+        given = self.m.clocks.give(self.warp)
         tracked = self.m.flight.latest.get(self._thread)
-        if not tracked or tracked[-1].done:
-            arrive()
+        if not tracked:
+            arrive(given)
+            return
+        given[0, self._slot] = max(given[0, self._slot], tracked[-1].number)
+        if tracked[-1].done:
+            arrive(given)
             return
         for op in tracked:
-            op.signals = op.signals or barrier
-        tracked[-1].then.append(arrive)
+            op.signals = op.signals or [barrier]
+        tracked[-1].then.append(lambda: arrive(given))
         self.m.flight.latest[self._thread] = tracked[-1:]
 
 
@@ -164,7 +177,8 @@ def dealloc(d: Decoder) -> Execute:
             )
             m.tmem.check(cta, first, n, m.grid.name_warp(warp), ins)
             place = Rectangle(cta, 0, 128, first, first + n)
-            m.flight.hazards.touch(place, True, "tcgen05.dealloc", warp, ins)
+            m.tmem.shadow.access(warp, place, True, "tcgen05.dealloc", ins)
+            m.async_accesses.touch(place, True, "tcgen05.dealloc", warp, ins)
             m.tmem.shadow.forget(place)
             m.tmem.free(cta, first, n)
             m.progress += 1
@@ -305,8 +319,7 @@ class _TmemAccess:
             )
             name, warp = "tcgen05.st" if write else "tcgen05.ld", int(b.idx[row])
             self.m.tmem.shadow.access(warp, place, write, name, self.d.ins)
-            if self.m.flight.count:
-                self.m.flight.hazards.touch(place, write, name, warp, self.d.ins)
+            self.m.async_accesses.touch(place, write, name, warp, self.d.ins)
 
 
 @instruction("tcgen05.ld")
@@ -406,10 +419,8 @@ def commit(d: Decoder) -> Execute:
 
 def _arriver(
     m: Machine, targets: list[int], offset: int, warp: int, ins: Instruction
-) -> Callable[[], None]:
-    given = m.clocks.give(warp)
-
-    def complete() -> None:
+) -> Callable[[np.ndarray], None]:
+    def complete(given: np.ndarray) -> None:
         for target in targets:
             m.mbarriers.give(target, offset, given, ins)
             m.mbarriers.arrive(

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from cutex.sim.errors import BadOperand
+from cutex.sim.hazards.clocks import Kind
 from cutex.sim.isa import atomics
 from cutex.sim.isa.bulk_operands import (
     Value,
@@ -83,7 +84,7 @@ def tensor_load(d: Decoder) -> Execute:
                     ("tma", m.flight.issued, target),
                     _loader(m, tmap, at, target, offset, signal, ins),
                     Engine.TMA_LOAD, tmap.bytes,
-                    writes=[Span(target, offset, offset + tmap.bytes)], signals=signal,
+                    writes=[Span(target, offset, offset + tmap.bytes)], signals=[signal],
                 )  # fmt: skip
                 m.flight.issue(op)
 
@@ -212,6 +213,7 @@ def tensor_store(d: Decoder, combine: str | None) -> Execute:
                 _storer(m, tmap, where, cta, offset, combine, groups, ins),
                 Engine.TMA_STORE, tmap.bytes,
                 reads=[Span(cta, offset, offset + tmap.bytes)],
+                agents=[(m.clocks.agent(Kind.BULK, warp), groups[0].last)],
             )  # fmt: skip
             m.flight.issue(op)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from cutex.sim.errors import BadOperand
+from cutex.sim.hazards.clocks import Kind
 from cutex.sim.isa.matrices import (
     ELEMENTS,
     ITEMSIZE,
@@ -52,6 +53,7 @@ def commit(d: Decoder) -> Execute:
         for warp in b.idx[b.any_active()].tolist():
             state = d.m.warpgroups.state(warp)
             state.committed.append(state.open)
+            state.commits += 1
             state.open = Group()
 
     return execute
@@ -78,6 +80,8 @@ def wait(d: Decoder) -> Execute:
                     warp,
                     Wait("wgmma group", ("wgmma", warp), ins, lambda: "waits for its wgmma groups"),
                 )
+            else:
+                m.clocks.learn(warp, m.clocks.agent(Kind.TENSOR, warp), state.commits - n)
         return out if out.any() else None
 
     return execute
@@ -173,6 +177,7 @@ class Wgmma:
             state = m.warpgroups.state(warp)
             state.open.in_flight += 1
             meeting.groups.append((warp, state.open))
+            meeting.agents.append((m.clocks.agent(Kind.TENSOR, warp), state.commits + 1))
             if self.a_registers:
                 state.sources.append((set(self.a_registers), state.open, self.ins))
         if self.a_registers:
@@ -197,6 +202,7 @@ class Wgmma:
         op = Operation(
             "the wgmma", warp, self.ins, queue, complete, Engine.WGMMA,
             bytes=sum(s.size for s in reads), flops=2 * 64 * self.n * self.k, reads=[*reads],
+            agents=meeting.agents, waited_by=[w for w, _ in meeting.groups],
         )  # fmt: skip
         self.m.flight.issue(op)
 

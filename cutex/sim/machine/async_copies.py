@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from cutex.sim.machine.operation import Engine, Operation, Span
+from cutex.sim.hazards.clocks import Kind
+from cutex.sim.machine.operation import Engine, Operation
 from cutex.sim.ptx.parse import Instruction
 
 if TYPE_CHECKING:
@@ -43,15 +44,16 @@ class AsyncCopies:
         self.clear()
 
     def clear(self) -> None:
-        self.pending: dict[int, list[PendingCopy]] = {}
+        self.pending: dict[int, list[PendingCopy]] = {}  # in flight
+        self.unwaited: dict[int, list[PendingCopy]] = {}  # complete or not
         self.committed: dict[int, np.ndarray] = {}  # (32,) groups that each lane has committed
 
     def groups(self, warp: int) -> np.ndarray:
         return self.committed.setdefault(warp, np.zeros(32, int))
 
-    def issue(self, warp: int, part: Part, span: Span, size: int, ins: Instruction) -> None:
-        """A copy of ``size`` bytes joins the operation of the same lanes and group, if it is still
-        in flight and nobody has asked for its end.
+    def issue(self, warp: int, part: Part, words: np.ndarray, size: int, ins: Instruction) -> None:
+        """A copy of ``size`` bytes to ``words`` of shared memory joins the operation of the same
+        lanes and group, if it is still in flight and nobody has asked for its end.
         """
         group = np.full(32, -1)
         group[part.to.lanes] = self.groups(warp)[part.to.lanes]
@@ -59,7 +61,9 @@ class AsyncCopies:
         last = pending[-1] if pending else None
         if last is not None and not last.op.then and (last.group == group).all():
             last.parts.append(part)
-            self.m.flight.extend(last.op, span, size)
+            last.op.bytes += size
+            self.m.progress += 1
+            self.m.clocks.copy(warp, words, last.op.number, ins)
             return
         op = Operation(
             "the cp.async",
@@ -69,40 +73,54 @@ class AsyncCopies:
             lambda: self._complete(copy),
             Engine.CP_ASYNC,
             size,
-            writes=[span],
         )
         copy = PendingCopy(op, group, [part])
         pending.append(copy)
+        self.unwaited.setdefault(warp, []).append(copy)
         self.m.flight.issue(op)
+        self.m.clocks.copy(warp, words, op.number, ins)
 
     def _complete(self, copy: PendingCopy) -> None:
         warp = copy.op.warp
         for part in copy.parts:
             part.complete()
-        for span in copy.op.writes:
-            assert isinstance(span, Span)
-            self.m.clocks.copied(warp, span, copy.op.instruction)
         self.pending[warp].remove(copy)
         self.m.wake(("cp.async", warp))
 
     def overdue(self, warp: int, lanes: np.ndarray, allowed: int) -> bool:
-        """Whether a group of one of the ``lanes``, older than its ``allowed`` last, is pending."""
+        """Whether a group of one of the ``lanes``, older than its ``allowed`` last, is pending; the
+        warp knows of all of these if none is.
+        """
         limit = self.groups(warp) - allowed
-        pending = self.pending.get(warp, ())
-        return any((lanes & (c.group >= 0) & (c.group < limit)).any() for c in pending)
+        copies = self.unwaited.get(warp, [])
+        older = [c for c in copies if (lanes & (c.group >= 0) & (c.group < limit)).any()]
+        if not all(c.op.done for c in older):
+            return True
+        if older:
+            clocks = self.m.clocks
+            clocks.learn(warp, clocks.agent(Kind.COPY, warp), older[-1].op.number)
+            self.unwaited[warp] = [c for c in copies if c not in older]
+        return False
 
-    def after(self, warp: int, lanes: np.ndarray, then: Callable[[], None]) -> None:
-        """``then``, once all that the ``lanes`` have issued is complete."""
-        waited = [c for c in self.pending.get(warp, ()) if (lanes & (c.group >= 0)).any()]
+    def after(self, warp: int, lanes: np.ndarray, then: Callable[[np.ndarray], None]) -> None:
+        """``then`` once all that the ``lanes`` have issued is complete; it takes what that
+        releases.
+        """
+        clocks = self.m.clocks
+        given = clocks.give(warp)
+        issued = [c for c in self.unwaited.get(warp, ()) if (lanes & (c.group >= 0)).any()]
+        if issued:
+            given[0, clocks.agent(Kind.COPY, warp)] = issued[-1].op.number
+        waited = [c for c in issued if not c.op.done]
         left = len(waited)
 
         def one_is() -> None:
             nonlocal left
             left -= 1
             if not left:
-                then()
+                then(given)
 
         for copy in waited:
             copy.op.then.append(one_is)
         if not waited:
-            then()
+            then(given)

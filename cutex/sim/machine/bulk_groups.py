@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cutex.sim.hazards.clocks import Kind
+
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
@@ -15,6 +17,7 @@ class BulkGroup:
 
     def __init__(self, machine: Machine, thread: Thread) -> None:
         self.m, self.thread, self.in_flight = machine, thread, 0
+        self.last = 0  # number of its last operation
 
     def finished(self) -> None:
         self.in_flight -= 1
@@ -33,8 +36,10 @@ class BulkGroups:
         self.committed: dict[Thread, list[BulkGroup]] = {}
 
     def joined(self, thread: Thread) -> BulkGroup:
+        """The group of the operation that is issued next."""
         group = self.open.setdefault(thread, BulkGroup(self.m, thread))
         group.in_flight += 1
+        group.last = self.m.flight.issued + 1
         return group
 
     def commit(self, thread: Thread) -> None:
@@ -42,8 +47,15 @@ class BulkGroups:
         self.committed.setdefault(thread, []).append(group)
 
     def overdue(self, thread: Thread, allowed: int) -> bool:
-        """Whether a group older than the ``allowed`` most recent ones is still in flight."""
+        """Whether a group older than the ``allowed`` most recent ones is still in flight; the
+        thread knows of all of these if none is.
+        """
         groups = self.committed.setdefault(thread, [])
-        while groups and not groups[0].in_flight:
-            groups.pop(0)
-        return any(g.in_flight for g in groups[: max(0, len(groups) - allowed)])
+        older = groups[: max(0, len(groups) - allowed)]
+        if any(g.in_flight for g in older):
+            return True
+        if older:
+            clocks, warp = self.m.clocks, thread[0]
+            clocks.learn(warp, clocks.agent(Kind.BULK, warp), max(g.last for g in older))
+            del groups[: len(older)]
+        return False

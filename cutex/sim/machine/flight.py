@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING
 
-from cutex.sim.hazards.in_flight import InFlight
-from cutex.sim.machine.operation import Operation, Span
+from cutex.sim.machine.operation import Operation
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
@@ -32,27 +31,19 @@ class Flight:
         # what a thread (warp, lane, cta_group) issued to the tensor cores since its last commit;
         # where that is nothing, the last before it
         self.latest: dict[tuple[int, int, int], list[Operation]] = {}
-        self.hazards = InFlight(self.machine)
 
     def __iter__(self) -> Iterator[Operation]:
         for queue in self.queues.values():
             yield from queue
 
     def issue(self, op: Operation) -> None:
-        """Puts ``op`` in flight; compares it with everything that it is not ordered with."""
+        """Puts ``op`` in flight; it must be ordered after what is on its places."""
         self.machine.progress += 1
         self.issued += 1
         op.number = self.issued
-        self.hazards.enter(op, op.reads, op.writes)
+        self.machine.async_accesses.issue(op)
         self.queues.setdefault(op.queue, deque()).append(op)
         self.count += 1
-
-    def extend(self, op: Operation, span: Span, size: int) -> None:
-        """``op``, still in flight, writes ``span`` of ``size`` bytes too."""
-        self.machine.progress += 1
-        self.hazards.enter(op, [], [span])
-        op.bytes += size
-        op.writes.append(span)
 
     def heads(self) -> list[Operation]:
         """The operations that may complete next, oldest first."""
@@ -66,7 +57,7 @@ class Flight:
             del self.queues[op.queue]
         self.count -= 1
         op.done = True
-        self.hazards.leave(op)
+        self.machine.async_accesses.complete(op)
         self.machine.progress += 1
         op.complete()
         for consequence in op.then:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from cutex.sim.errors import BadAddress
+from cutex.sim.hazards.async_accesses import AsyncAccesses
 from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.hazards.findings import Findings
 from cutex.sim.hazards.map_changes import TensorMapChanges
@@ -126,6 +127,7 @@ class Machine:
         self.last_wait: dict[int, dict[tuple[int, int], PassedWait]] = defaultdict(dict)
         self.register_pools: dict[int, RegisterPool] = {}  # by cta
         self.clocks = Clocks(self)
+        self.async_accesses = AsyncAccesses(self)
 
     def _place_variables(self) -> int:
         """Offsets of shared, local and module variables; returns the bytes of static smem."""

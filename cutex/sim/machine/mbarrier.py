@@ -36,6 +36,7 @@ class MBarrier:
     expected: int  # arrivals per phase
     pending: int
     made: Made
+    slot: int  # in the vector clocks, which count its phases there
     known_to: set[int] = field(default_factory=set)  # warps that come after its initialisation
     tx: int = 0
     phases: int = 0  # completed
@@ -69,7 +70,8 @@ class MBarriers:
                 f"{self.machine.grid.name_warp(warp)} initialises {self.name(cta, offset)} again "
                 "while it is in use",
             )
-        self.barriers[cta, offset] = MBarrier(count, count, made)
+        slot = self.machine.clocks.barrier_slot(cta, offset, old is not None)
+        self.barriers[cta, offset] = MBarrier(count, count, made, slot)
         self.machine.progress += 1
 
     def fence_init(self, warp: int, lanes: np.ndarray) -> None:
@@ -110,6 +112,14 @@ class MBarriers:
         """What an arriver releases to whoever waits for this phase; before it arrives."""
         barrier = self.get(cta, offset, ins)
         barrier.given = self.machine.clocks.join(barrier.given, given)
+
+    def acquire(self, barrier: MBarrier, warp: int) -> None:
+        """A wait of ``warp`` has passed: it comes after what the phase's arrivals released, and
+        after the operations that the phases waited for.
+        """
+        clocks = self.machine.clocks
+        clocks.take(warp, barrier.released)
+        clocks.learn(warp, barrier.slot, barrier.phases)
 
     def invalidate(self, cta: int, offset: int, ins: Instruction) -> None:
         self.get(cta, offset, ins)
@@ -189,7 +199,7 @@ class MBarriers:
             f"{self.name(cta, offset)}: {b.phases} phase{'s' if b.phases != 1 else ''} complete, "
             f"{b.pending} of {b.expected} arrivals pending, tx-count {b.tx}"
         )
-        if b.tx > 0 and not any(op.signals == (cta, offset) for op in self.machine.flight):
+        if b.tx > 0 and not any((cta, offset) in op.signals for op in self.machine.flight):
             text += (
                 f" (expect_tx announced {b.tx_expected} bytes, {b.tx_arrived} came and no copy is "
                 "in flight)"

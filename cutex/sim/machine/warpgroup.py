@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from cutex.sim.machine.memory import POISON32
+from cutex.sim.machine.operation import Agent
 from cutex.sim.ptx.parse import Instruction
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class WarpState:
     open: Group = field(default_factory=Group)
     committed: list[Group] = field(default_factory=list)
     issued: int = 0
+    commits: int = 0
     # A registers in flight
     sources: list[tuple[set[int], Group, Instruction]] = field(default_factory=list)
 
@@ -58,6 +60,7 @@ class Rendezvous:
     descriptors: Descriptors
     acc: Accumulator
     groups: list[tuple[int, Group]] = field(default_factory=list)
+    agents: list[Agent] = field(default_factory=list)  # of the warps, by their groups
     # A in registers: warp of the group -> (16, K)
     fragments: dict[int, np.ndarray] = field(default_factory=dict)
 
