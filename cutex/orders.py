@@ -1,4 +1,4 @@
-"""Orders of events that the simulator knows, by name; what they do: cutex/sim/scheduler.py.
+"""Orders of events that the simulator knows, by name; what they do: cutex/sim/policy.py.
 
 Here, so that the command line can name them without importing the simulator.
 """
