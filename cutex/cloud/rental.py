@@ -24,7 +24,7 @@ from cutex.cloud import prices, remote
 from cutex.cloud.prices import Rental
 from cutex.errors import Missing
 from cutex.problem import DEFAULT_OP, OPS, Problem, problem_class, size_name
-from cutex.problem.stage import Stage
+from cutex.problem.stage import Config, Stage
 from cutex.problem.stage import stage as stage_named
 from cutex.results import Result
 
@@ -279,7 +279,7 @@ def preflight(made: Plan, say: Callable[[str], None]) -> tuple[bool, dict[str, b
     return right, {name: remote.pack(folders) for name, folders in entries.items()}
 
 
-def _configs(stage: Stage, problem: Problem) -> list[Any]:
+def _configs(stage: Stage, problem: Problem) -> list[Config]:
     """All configs that `stage` may run with there: of one that chooses by time, every candidate."""
     if not stage.chooses:
         return [stage.config()]

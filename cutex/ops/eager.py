@@ -169,7 +169,7 @@ _grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
 
 
-def _run(call: Call, key: tuple | None) -> Tensor:
+def _run(call: Call, key: tuple[Any, ...] | None) -> Tensor:
     """Run a checked call with whatever its operands need; remembers its plan under `key`."""
     out = call.out
     if out is None:

@@ -13,12 +13,12 @@ import torch
 from cutex.arch import arch
 from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.choose import ranked
+from cutex.kernels.gemm.config import GemmConfig
 from cutex.problem.gemm import GemmProblem
 
 if TYPE_CHECKING:
     from cutex.compile import Compiled
     from cutex.device.epilogue.epilogue_ops import Piece
-    from cutex.kernels.gemm.config import GemmConfig
     from cutex.kernels.gemm.general import GeneralConfig, Matrix
 
 
@@ -29,7 +29,7 @@ def proposals(problem: GemmProblem, arch_name: str, batch: int = 1) -> Iterator[
 
     if torch.cuda.is_available() and batch == 1:
         found = autotune.remembered(stages(arch_name)[-1], problem)
-        if found is not None and found.why_not(problem, arch(arch_name)) is None:
+        if isinstance(found, GemmConfig) and found.why_not(problem, arch(arch_name)) is None:
             yield found
     yield from ranked(problem, arch(arch_name), batch)
 

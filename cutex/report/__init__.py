@@ -128,7 +128,8 @@ def pictures(results: Iterable[Result]) -> dict[str, str]:
     rows = list(results)
     drawn = {}
     for op, target, ladder in all_ladders():
-        of_arch = [found for kind, found in kinds(rows).items() if kind[:2] == (op, target.name)]
+        ours = op, target.name
+        of_arch = [found for kind, found in kinds(rows).items() if (kind.op, kind.arch) == ours]
         if of_arch:
             found = max(of_arch, key=len)
             (main, *_) = main_sizes(found)

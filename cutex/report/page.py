@@ -63,18 +63,18 @@ def said(text: object) -> str:
     return escape(str(text))
 
 
-def kinds(rows: Rows) -> dict[tuple[Any, ...], list[Result]]:
+def kinds(rows: Rows) -> dict[history.Kind, list[Result]]:
     """Timed rows by what makes figures comparable."""
-    found: dict[tuple[Any, ...], list[Result]] = {}
+    found: dict[history.Kind, list[Result]] = {}
     for r in history.timed(rows):
         found.setdefault(history.kind(r), []).append(r)
     return found
 
 
-def caption(kind: tuple[Any, ...]) -> str:
-    _, _, device_name, dtype, init, cache_state = kind
-    data, cache = DATA.get(init, init), CACHE.get(cache_state, cache_state)
-    return f"{device_name}, {dtype}, {data}, {cache}"
+def caption(kind: history.Kind) -> str:
+    data = DATA.get(kind.init, kind.init)
+    cache = CACHE.get(kind.cache_state, kind.cache_state)
+    return f"{kind.device_name}, {kind.dtype}, {data}, {cache}"
 
 
 def rate(row: Result, took: Timing) -> float:
@@ -151,7 +151,7 @@ def _ladders(rows: Rows) -> str:
         of_arch = {
             kind: found
             for kind, found in kinds(rows).items()
-            if kind[:2] == (op, target.name) and kind[3] in target.dense_tflops
+            if (kind.op, kind.arch) == (op, target.name) and kind.dtype in target.dense_tflops
         }
         if not of_arch:
             items = "".join(
@@ -163,16 +163,16 @@ def _ladders(rows: Rows) -> str:
     return "".join(parts)
 
 
-def _ladder(target: Arch, ladder: Sequence[Stage], kind: tuple[Any, ...], rows: Rows) -> str:
+def _ladder(target: Arch, ladder: Sequence[Stage], kind: history.Kind, rows: Rows) -> str:
     sizes = main_sizes(rows)[:12]
-    peak = target.dense_tflops[kind[3]]
+    peak = target.dense_tflops[kind.dtype]
     options = "".join(f"<option>{said(r.size)}</option>" for r in sizes)
     blocks = "".join(
         f'<div data-size="{said(r.size)}"><p class="size">{said(r.size)}</p>'
         f"{''.join(_bar(bar, peak) for bar in ladder_bars(ladder, rows, r.sizes))}</div>"
         for r in sizes
     )
-    first = PEER_TITLES[baseline(kind[0])]
+    first = PEER_TITLES[baseline(kind.op)]
     return (
         f'<figure class="ladder"><figcaption>{said(caption(kind))}: TFLOPS, median, and speed '
         f"relative to {first} in the same run. A full bar is the stated dense peak, {peak:.0f}. "
@@ -282,7 +282,7 @@ def _sweeps(rows: Rows) -> str:
     )
 
 
-def _sweep(kind: tuple[Any, ...], title: str, rows: Rows) -> str:
+def _sweep(kind: history.Kind, title: str, rows: Rows) -> str:
     def sample(r: Result, took: Timing, who: str) -> charts.Sample:
         flops = r.case.flops
         low, value, high = (tflops(flops, us) for us in (took.p80_us, took.median_us, took.p20_us))

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cutex.problem import OPS, Sizes, problem_class
 from cutex.results import Result, Timing, read_all
@@ -23,10 +23,20 @@ FIELDS: dict[str, Callable[[Result], str | None]] = {  # what `compare --by` may
 }
 
 
-def kind(r: Result) -> tuple[Any, ...]:
-    """What two figures must share to be compared: GPU, operator, data, state of the L2."""
+class Kind(NamedTuple):
+    """What two figures must share to be compared."""
+
+    op: str
+    arch: str
+    device_name: str
+    dtype: str
+    init: str
+    cache_state: str
+
+
+def kind(r: Result) -> Kind:
     cache_state = r.timing.cache_state if r.timing is not None else ""
-    return r.op, r.arch, r.device_name, r.problem["dtype"], r.problem["init"], cache_state
+    return Kind(r.op, r.arch, r.device_name, r.problem["dtype"], r.problem["init"], cache_state)
 
 
 def timed(results: Iterable[Result]) -> list[Result]:
@@ -37,7 +47,7 @@ def timed(results: Iterable[Result]) -> list[Result]:
 
 def best(results: Iterable[Result]) -> list[Result]:
     """The fastest of each problem and kind, by kind and size."""
-    fastest: dict[tuple[Any, ...], Result] = {}
+    fastest: dict[tuple[Kind, tuple[Any, ...]], Result] = {}
     for r in timed(results):
         held = fastest.setdefault((kind(r), r.sizes), r)
         if _median(r) < _median(held):
@@ -114,8 +124,8 @@ def changes(results: Iterable[Result], by: str, before: str, after: str) -> list
             if name is not None and (name == wanted or (by == "commit" and _is(name, wanted))):
                 what = kind(r)
                 if by == "gpu":
-                    what = what[:2] + what[3:]
-                rows[(*what, r.sizes, r.stage)] = r
+                    what = what._replace(device_name="")
+                rows[what, r.sizes, r.stage] = r
     old, new = newest[before], newest[after]
     return [Change(old[key], new[key]) for key in old if key in new]
 
@@ -172,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"cutex: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # as in ... | head
-        sys.stdout = None  # type: ignore[assignment]
+        sys.stdout = None
     return 0
 
 
