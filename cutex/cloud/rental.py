@@ -31,8 +31,6 @@ from cutex.results import Result
 Reply = dict[str, Any] | BaseException
 Rent = Callable[[str, list[dict[str, Any]], int], AsyncIterator[Reply]]
 
-KINDS = [problem_class(op) for op in OPS]
-SIZE_OPTIONS = [option for kind in KINDS for option in kind.size_options]
 DEFAULT_GPU = "B200"
 DEFAULT_TESTS = f"tests/test_{DEFAULT_OP}.py -q"
 
@@ -46,6 +44,11 @@ PROBES = 60.0
 SLACK = 4.0  # times the estimate, after which a call is ended
 SHORTEST_LIMIT = 120
 INTERRUPTED = 130  # exit code of what Ctrl-C ended
+
+
+def kinds() -> list[type[Problem]]:
+    """The problems of all operators."""
+    return [problem_class(op) for op in OPS]
 
 
 def parser() -> cli.Parser:
@@ -69,14 +72,14 @@ def parser() -> cli.Parser:
         help="default: B200; for sweep several, as B200,H200",
     )
     what.add_argument("--stage", default="all", metavar="N|all|list", help="default: all")
-    cli.add_problem(what, KINDS)
+    cli.add_problem(what, kinds())
     what.add_argument(
         "--tests",
         default=DEFAULT_TESTS,
         metavar="ARGS",
         help=f"of pytest; default: {DEFAULT_TESTS}",
     )
-    cli.add_timing(p.add_argument_group("timing"), KINDS)
+    cli.add_timing(p.add_argument_group("timing"), kinds())
     money = p.add_argument_group("money")
     money.add_argument("--dry-run", action="store_true", help="show the plan, and rent nothing")
     money.add_argument(
@@ -210,7 +213,7 @@ def _kinds(args: argparse.Namespace) -> list[type[Problem]]:
     """The operators that `args` mean: one by name; else those with sizes in `args`, or all."""
     if args.op in OPS:
         return [problem_class(args.op)]
-    return [kind for kind in KINDS if kind.sizes_given(args)] or KINDS
+    return [kind for kind in kinds() if kind.sizes_given(args)] or kinds()
 
 
 def _asked(
@@ -312,7 +315,8 @@ def main(
 ) -> int:
     """Run the command line `argv`, renting through `rent` while `running`; the exit code."""
     try:
-        args = parser().parse_args(cli.join_sizes(argv, SIZE_OPTIONS))
+        size_options = [option for kind in kinds() for option in kind.size_options]
+        args = parser().parse_args(cli.join_sizes(argv, size_options))
         if args.stage == "list":
             target = prices.rental(args.gpu.partition(",")[0]).arch
             for kind in _kinds(args):
