@@ -6,7 +6,7 @@ of them once more and longer. The winner is kept in
 
     <cache>/tuned/<key>.json
 
-where the key says which GPU, which class of problem and which versions it belongs to. The file is
+where the key holds the GPU, the class of problem, the versions and the sources. The file is
 written under another name and renamed; two processes that want the same choice make it once; one
 that cannot be read is made anew.
 

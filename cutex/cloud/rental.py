@@ -102,7 +102,7 @@ def parser() -> cli.Parser:
 
 @dataclass(frozen=True)
 class Request:
-    """One call in one container; what `remote.execute` is given, as a dict."""
+    """One call in one container; `remote.execute` takes it as a dict."""
 
     index: int
     run: str  # UTC time, alike for all that one command asks for
@@ -158,7 +158,7 @@ class Plan:
 
     @property
     def most(self) -> float:
-        """Dollars, if every call ran into its limit."""
+        """Dollars that it costs if every call runs into its limit."""
         return sum(r.usd(START + len(self.on(r.gpu)) * self.limit(r)) for r in self.rentals)
 
     def __str__(self) -> str:
@@ -174,7 +174,7 @@ class Plan:
 
 
 def plan(args: argparse.Namespace) -> Plan:
-    """ValueError, in one sentence, for what makes no sense."""
+    """The Plan of a command line; ValueError, in one sentence, where it makes no sense."""
     rentals = prices.overridden([prices.rental(name) for name in args.gpu.split(",")], args.rate)
     rentals = list({r.gpu: r for r in rentals}.values())
     if len(rentals) > 1 and args.op != "sweep":
@@ -200,7 +200,7 @@ def _requests(args: argparse.Namespace, rental: Rental) -> list[Request]:
     if args.op == "tests":
         return [Request(**shared, seconds=TESTS, pytest=shlex.split(args.tests))]
     if args.op == "confirm" and rental.arch != "sm_100a":
-        raise ValueError(f"--gpu {rental.gpu}: --op confirm asks what only a B200 can tell")
+        raise ValueError(f"--gpu {rental.gpu}: --op confirm asks what only a B200 can answer")
     requests = [
         Request(**shared, **asked) for kind in _kinds(args) for asked in _asked(kind, args, rental)
     ]
@@ -219,7 +219,7 @@ def _kinds(args: argparse.Namespace) -> list[type[Problem]]:
 def _asked(
     kind: type[Problem], args: argparse.Namespace, rental: Rental
 ) -> Iterator[dict[str, Any]]:
-    """What is asked for of one operator on one GPU, a problem at a time."""
+    """The fields of the Requests for one operator on one GPU, one for each problem."""
     args = argparse.Namespace(**{**vars(args), "seeds": None, "order": None})
     case = None if args.op in OPS else args.op
     if args.op == "confirm":
@@ -379,7 +379,7 @@ async def collect(
 
 
 class Ledger:
-    """What has arrived: recorded, printed, and added up."""
+    """The replies that have arrived: recorded, printed, and added up."""
 
     def __init__(self, made: Plan, args: argparse.Namespace, say: Callable[[str], None]) -> None:
         self.made, self.say = made, say

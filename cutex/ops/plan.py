@@ -67,8 +67,8 @@ def config_for(
 
 
 def with_slots(tiles: GemmConfig, arch_name: str) -> GemmConfig:
-    """With smaller parts, so that fewer registers are in use at a time, and as many slots for them
-    as smem has room for: what comes in through them is on its way early."""
+    """`tiles` with smaller sub-tiles of out, so that fewer registers are in use at a time, and with
+    as many slots for them as smem holds, so that what comes in through them is loaded early."""
     if tiles.epi_n == 64 and tiles.epi_stages == 1:
         tiles = replace(tiles, epi_n=32)
     more = (replace(tiles, epi_stages=n) for n in (4, 3, 2))

@@ -29,7 +29,7 @@ _library.define(
 
 
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any], *rest: str) -> dict[str, Any]:
-    """What torch passes to an operator, all but what the caller left out, by name."""
+    """The arguments that torch passes to an operator, by name; those left out are missing."""
     names = ("a", "b", "bias", "residual", "scale_a", "scale_b", "activation", *rest)
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
@@ -64,7 +64,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """What an activation had as input is computed again, by one more GEMM, rather than kept."""
+    """The gradients. The input of an activation is computed again, by one more GEMM, not kept."""
     a, b, bias = ctx.saved_tensors
     # NOTE: as many as the caller wrote out; those left to their defaults are missing
     wanted = (*ctx.needs_input_grad, False, False)
@@ -90,7 +90,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _activation_gradient(name: str, grad: Tensor, x: Tensor) -> Tensor:
-    """Of x, the activation's input, both in float32; a gate's takes both of its columns."""
+    """The gradient of x, the activation's input, both in float32; a gate takes two columns."""
     if not name.startswith("gated_"):
         return _ACTIVATION_GRADIENTS[name](grad, x)
     name = name.removeprefix("gated_")

@@ -38,8 +38,8 @@ Kind = tuple[str, str, str, str]  # device, dtype, data, state of the L2
 
 
 def ladders(results: Iterable[Result]) -> str:
-    """Markdown: for each operator and arch one table per GPU and kind of data, or the bare ladder
-    if it is untimed."""
+    """The ladders as Markdown: for each operator and arch one table per GPU and kind of data, or
+    the bare ladder if it is untimed."""
     timed: dict[tuple[str, str], dict[Kind, list[Result]]] = {}
     for r in results:
         if r.ok and r.timing is not None:

@@ -223,7 +223,7 @@ def _sweep(kind: history.Kind, title: str, rows: Rows) -> str:
 
 
 def table(name: str, head: Sequence[str], rows: Sequence[Sequence[tuple[str, Any]]]) -> str:
-    """A table that sorts: each cell is its HTML and what it sorts by; numbers stand right."""
+    """A table that sorts: each cell is its HTML and its sort key; numbers are flush right."""
     numeric = [isinstance(key, int | float) for _, key in rows[0]]
     titles = "".join(
         f'<th{" class=n" if n else ""}><button type="button">{said(title)}</button></th>'

@@ -62,7 +62,7 @@ def baseline(op: str) -> str:
 
 
 def heading(op: str, target: Arch) -> str:
-    """Of an operator's ladder on an arch."""
+    """The heading of an operator's ladder on an arch."""
     return target.title if len(OPS) == 1 else f"{problem_class(op).title} on {target.title}"
 
 

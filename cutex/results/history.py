@@ -40,7 +40,7 @@ def kind(r: Result) -> Kind:
 
 
 def timed(results: Iterable[Result]) -> list[Result]:
-    """Those with a figure: right, and measured on a GPU; oldest first."""
+    """The results with a figure: right, and measured on a GPU; oldest first."""
     right = (r for r in results if r.ok and r.timing is not None and r.tflops is not None)
     return sorted(right, key=lambda r: r.run)
 
@@ -56,7 +56,7 @@ def best(results: Iterable[Result]) -> list[Result]:
 
 
 def _flops(r: Result) -> int:
-    """0 for a problem that this version does not know."""
+    """The FLOPs of the problem; 0 for one that this version does not know."""
     try:
         return r.case.flops
     except (ValueError, TypeError):
@@ -101,7 +101,7 @@ class Change:
 
     @property
     def noise(self) -> float:
-        """Half the p20-p80 bands, as shares of the medians, added up: a change below it is none."""
+        """The sum of half the p20-p80 bands, relative to the medians; a change below it is none."""
         return sum((_took(r).p80_us - _took(r).p20_us) / 2 / _median(r) for r in self._both)
 
     @property
@@ -116,7 +116,7 @@ class Change:
 
 
 def changes(results: Iterable[Result], by: str, before: str, after: str) -> list[Change]:
-    """What both `before` and `after` timed: the newest row of each, paired."""
+    """The newest rows of `before` and of `after` that timed the same, paired."""
     newest: dict[str, dict[tuple[Any, ...], Result]] = {before: {}, after: {}}
     for r in timed(results):
         name = FIELDS[by](r)
@@ -131,7 +131,7 @@ def changes(results: Iterable[Result], by: str, before: str, after: str) -> list
 
 
 def _is(commit: str, wanted: str) -> bool:
-    """A commit may be abbreviated; one marked as edited is another."""
+    """Whether two commits are the same; one may be abbreviated, and an edited one is another."""
     commit, _, edited = commit.partition("+")
     wanted, _, wanted_edited = wanted.partition("+")
     shortest = min(len(commit), len(wanted))
