@@ -51,7 +51,7 @@ def aligned(x: Tensor, contiguous: int) -> bool:
 
 
 def normal(x: Tensor, contiguous: int) -> Tensor:
-    """The same, with strides that TMA takes in the modes of size 1, too."""
+    """The same tensor, with strides that TMA takes in the modes of size 1, too."""
     unit = ALIGN // x.element_size()
     strides = [
         1 if d == x.dim() + contiguous else s if n > 1 or s % unit == 0 else unit
@@ -85,7 +85,7 @@ def operand(x: Tensor, k_side: int, k_only: bool) -> tuple[Tensor, OperandLayout
 
 
 def result(x: Tensor) -> tuple[Tensor, OperandLayout, str]:
-    """The same of out, which is never copied.
+    """out as the kernel takes it, its layout and a note; it is never copied.
 
     NOTE: a TMA store writes units of 16 bytes whole: on an H200, where rows ended within one, the
     memory behind them was overwritten.

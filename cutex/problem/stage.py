@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 class Config(Protocol):
     """How a kernel cuts a problem up: a frozen dataclass, whole in the compile key."""
 
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
     def why_not(self, problem: Any, arch: Arch) -> str | None:
         """Why this config cannot run `problem` (or, for None, anything) on `arch`."""
 
@@ -34,7 +36,7 @@ class Stage:
     arch: str
     title: str
     idea: str
-    default: Any  # its Config
+    default: Any  # a Config
     chooses: bool = False  # a config for each problem: cutex.kernels.<op>.choose, and by time
 
     @property
@@ -64,11 +66,11 @@ class Stage:
         """The module that ranks configs."""
         return f"cutex.kernels.{self.op}.choose"
 
-    def choose(self, problem: Problem) -> Any:
+    def choose(self, problem: Problem) -> Config:
         """The config that the model ranks first."""
         return import_module(self.chooser).choose(problem, arch(self.arch))
 
-    def shortlist(self, problem: Problem, count: int) -> list[Any]:
+    def shortlist(self, problem: Problem, count: int) -> list[Config]:
         """The `count` configs that are most worth a try."""
         return import_module(self.chooser).shortlist(problem, arch(self.arch), count)
 

@@ -20,7 +20,7 @@ from cutex.sim.host.capture import HostTensor
 
 ALIGNMENT = 512  # bytes, of the CUDA caching allocator
 CPU = torch.device("cpu")
-_IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+_IS_CUDA = torch.Tensor.is_cuda.__get__
 
 
 class Allocation(NamedTuple):

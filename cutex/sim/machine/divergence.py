@@ -55,7 +55,7 @@ class Divergence:
 
     def meeting_places(
         self, idx: np.ndarray, mask: np.ndarray, place: int
-    ) -> tuple[int, frozenset]:
+    ) -> tuple[int, frozenset[int]]:
         """Where a batch may have to stop: the next place above at which lanes of its warps stand,
         and all places where it would have to wait for them.
         """
