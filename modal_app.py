@@ -1,4 +1,4 @@
-"""cutex on a rented GPU: the command line of python -m cutex.gemm, run by Modal.
+"""cutex on a rented GPU: its commands, run by Modal.
 
 modal run modal_app.py --op gemm --stage all --mnk 8192,8192,4096 --gpu B200 --compare cublas,quack
 modal run modal_app.py --op tests --gpu B200

@@ -9,8 +9,9 @@ import torch
 from cutex.arch import arch
 from cutex.bench import autotune
 from cutex.kernels.gemm import stage
-from cutex.kernels.gemm.choose import candidates, choose, predict, ranked
+from cutex.kernels.gemm.choose import choose, ranked
 from cutex.kernels.gemm.config import GemmConfig
+from cutex.kernels.gemm.sm90.cost_model import configs, predict
 from cutex.problem.gemm import GemmProblem
 from cutex.problem.protocol import size_class
 
@@ -102,7 +103,7 @@ def test_a_class_of_sizes_never_rounds_down_and_by_an_eighth_at_most() -> None:
 
 @pytest.mark.parametrize("small", [False, True])
 def test_every_candidate_fits_the_arch(small: bool) -> None:
-    for config in candidates("sm_90a", small):
+    for config in configs("sm_90a", small):
         assert config.why_not(None, H200) is None, config
 
 

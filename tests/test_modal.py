@@ -221,7 +221,7 @@ def test_everything_that_runs_there_is_sent(cloud, modal_run, modal_app):
     sent = {f.filename for r in cloud.asked("MountGetOrCreate") for f in r.files}
     for path in (
         "cutex/bench/run.py",
-        "cutex/sim/machine.py",
+        "cutex/sim/machine/machine.py",
         "cutex/kernels/gemm/__init__.py",
         "cutex/kernels/gemm/sm100/stage3.py",
         "cutex/schedulers/one_tile.py",

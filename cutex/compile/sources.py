@@ -1,10 +1,10 @@
 """The source files that a kernel is built from, found by following imports.
 
 The key of a compiled kernel holds the digest of these files, so none may be missing that the
-kernel could execute, whoever wrote it. The search starts at the modules that define the kernel's
-class, its bases and what its config holds, and follows every import statement, inside functions
-too, to modules and to the packages around them. Two things are left to their version numbers: the
-standard library, and installed distributions other than cutex and the kernel's own.
+kernel could execute, a user's own included. The search starts at the modules that define the
+kernel's class, its bases and what its config holds, and follows every import statement, inside
+functions too, to modules and to the packages around them. Two things are left to their version
+numbers: the standard library, and installed distributions other than cutex and the kernel's own.
 
 Nothing is imported for the search; reading and scanning all of cutex takes some milliseconds.
 """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 from cutex.errors import CutexError
 
 if TYPE_CHECKING:
-    from cutex.sim.ptx import Instruction
+    from cutex.sim.ptx.parse import Instruction
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,16 @@ from typing import Any
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-from cutex.sim.capture import PACKED, HostFunction, HostTensor, Launch, c_compiler
+from cutex.orders import ORDERS
 from cutex.sim.errors import Finding, Hazards, SimError
-from cutex.sim.machine import Chance, Machine
-from cutex.sim.memory import MODULE_WINDOW, GlobalMemory, Region
-from cutex.sim.ptx import Program, parse
-from cutex.sim.residency import residency
-from cutex.sim.scheduler import ORDERS, Scheduler
-from cutex.sim.waiting import Waiting
+from cutex.sim.host.capture import PACKED, HostFunction, HostTensor, Launch, c_compiler
+from cutex.sim.machine.machine import Machine
+from cutex.sim.machine.memory import MODULE_WINDOW, GlobalMemory, Region
+from cutex.sim.machine.pending_clusters import PendingClusters
+from cutex.sim.machine.residency import residency
+from cutex.sim.policy import policy
+from cutex.sim.ptx.parse import Program, parse
+from cutex.sim.scheduler import Scheduler
 
 
 @dataclass
@@ -143,19 +145,17 @@ class Simulation:
             program.params, what.param_bytes([p.size for p in program.params]), strict=True
         ):
             params[p.offset : p.offset + p.size] = np.frombuffer(raw, np.uint8)
-        chance = Chance(self.seed + self.report.launches, self.order == "random")
-        machine = Machine(program, what, memory, params, residency(program, what), chance)
+        order = policy(self.order, self.seed + self.report.launches)
+        machine = Machine(program, what, memory, params, residency(program, what), order)
         _add_module_variables(machine)
-        return Scheduler(machine, self.order)
+        return Scheduler(machine)
 
     def _run(self, scheduler: Scheduler, what: Launch) -> None:
         machine = scheduler.m
-        clusters = list(range(what.num_ctas // machine.cluster_size))
-        if self.order == "random":
-            machine.random.shuffle(clusters)
-        machine.waiting = Waiting(clusters)
-        while machine.waiting:
-            machine.load_clusters(machine.waiting.start(machine.num_ctas // machine.cluster_size))
+        clusters = list(range(what.num_ctas // machine.grid.cluster_size))
+        queue = machine.pending_clusters = PendingClusters(machine.policy.start_order(clusters))
+        while queue:
+            machine.load_clusters(queue.start(machine.grid.num_ctas // machine.grid.cluster_size))
             scheduler.run()
             scheduler.leftovers()
 
@@ -169,7 +169,7 @@ class Simulation:
             if n:
                 counts[ins.op] += n
         report.counts = dict(counts.most_common())
-        for finding in machine.findings.values():
+        for finding in machine.findings:
             self._findings.setdefault((finding.rule, finding.where), finding)
         report.findings = list(self._findings.values())
 
