@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -11,10 +12,12 @@ import textwrap
 import types
 from pathlib import Path
 
+import cutlass
 import pytest
+import torch
 
 from cutex.arch import ARCHS
-from cutex.compile.sources import closure, sources_digest
+from cutex.compile.sources import closure, modules_of, sources_digest
 from cutex.kernels.gemm import stage, stages
 
 # Prints the modules with Python sources of their own that tracing a kernel has loaded
@@ -169,6 +172,27 @@ def test_what_has_no_file_is_never_taken_from_a_cache(monkeypatch):
     assert sources_digest(["a_notebook"]) != sources_digest(["a_notebook"])
     module = stage("sm_90a", 0).module
     assert sources_digest([module]) == sources_digest([module])
+
+
+def test_what_a_version_stands_for_is_not_read():
+    held = torch.zeros(1), cutlass.BFloat16, {"a": pytest}
+    found = {source.module.partition(".")[0] for source in closure(modules_of(held))}
+    assert not found & {"torch", "cutlass", "numpy", "types", "builtins"}
+
+
+def test_functions_and_what_they_close_over_are_part_of_a_config(users, monkeypatch):
+    monkeypatch.syspath_prepend(users)
+    rows = importlib.import_module("mine.rows")
+
+    def activation(x, by=rows.height):
+        return by(x)
+
+    def closes(over):
+        return lambda x: over(x)
+
+    for config in (activation, closes(rows.height), (1, [{"f": rows.height}])):
+        assert "mine.rows" in modules_of(config)
+        assert "mine.rows" in {source.module for source in closure(modules_of(config))}
 
 
 def test_the_search_is_cheap(root):
