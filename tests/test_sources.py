@@ -18,7 +18,7 @@ import torch
 
 from cutex.arch import ARCHS
 from cutex.compile.sources import closure, modules_of, sources_digest
-from cutex.kernels.gemm import stage, stages
+from cutex.kernels.gemm import stage
 
 # Prints the modules with Python sources of their own that tracing a kernel has loaded
 TRACED = """
@@ -122,16 +122,16 @@ def test_every_module_that_tracing_a_kernel_loads_is_in_its_key(body, root, user
         assert {"mine", "mine.stages", "mine.rows", "factors"} <= known.keys()
 
 
-def test_the_key_knows_every_file_of_the_layers_that_stages_are_made_of(root):
-    modules = [s.module for name in ARCHS for s in stages(name)]
-    modules += [f"cutex.kernels.gemm.{arch}.general" for arch in ("sm90", "sm100")]
-    modules += ["cutex.kernels.probes.sm100"]
+def test_the_keys_of_all_kernels_know_the_device_layer_whole_and_no_layer_above(root):
+    files = [p for p in (root / "kernels").rglob("*.py") if p.stem != "__init__"]
+    modules = [".".join(("cutex", *p.relative_to(root).with_suffix("").parts)) for p in files]
     known = {source.file.resolve() for source in closure(modules)}
     for folder in ("cutex/device", "schedulers"):
-        files = {p.resolve() for p in (root / folder).rglob("*.py") if p.name != "pace.py"}
-        assert len(files) > 5 and files <= known
+        layer = {p.resolve() for p in (root / folder).rglob("*.py")}
+        assert len(layer) > 5 and layer <= known
     assert (root / "cutex" / "arch.py").resolve() in known
-    assert not [file for file in known if "report" in file.parts or "sim" in file.parts]
+    above = {"bench", "cloud", "ops", "report", "results", "sim"}
+    assert not [file for file in known if above & set(file.relative_to(root).parts)]
 
 
 KEY = """
