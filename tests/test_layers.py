@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import io
 import re
 import tokenize
@@ -10,6 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from cutex import errors
+from cutex.sim import SimError
 
 # Each part imports only itself and parts of the lines above it. A part is a module or folder of
 # cutex/; "doors" are the modules behind `python -m cutex.X`, and cutex itself, which loads lazily.
@@ -163,3 +167,22 @@ def test_shared_code_speaks_of_no_one_operator(root, package):
         if part(module) not in OPERATORS and module != "cutex.gemm"
     }
     assert {file: found for file, found in spoken.items() if found} == {}
+
+
+def test_every_exception_of_its_own_has_one_root(trees):
+    builtin = {name for name, x in vars(builtins).items() if isinstance(x, type)}
+    roots = {
+        f"{module}.{node.name}"
+        for module, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for base in map(ast.unparse, node.bases)
+        if base in builtin and issubclass(getattr(builtins, base), BaseException)
+    }
+    assert roots == {"cutex.errors.CutexError"}
+
+
+def test_what_is_missing_on_this_machine_is_no_finding_about_a_kernel():
+    for missing in (errors.NoCompiler, errors.NoDisassembler):
+        assert issubclass(missing, errors.Missing) and not issubclass(missing, SimError)
+    assert issubclass(SimError, errors.CutexError)
