@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cutex.arch import ARCHS, arch
-from cutex.kernels.gemm import config_from_row, stages
+from cutex.kernels.gemm import stage, stages
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm100.config import Sm100Config
 
@@ -19,7 +19,7 @@ LEDGER = Path(__file__).parent.parent / "results" / "gemm-nvidia-h200.jsonl"
 def test_every_config_of_the_ledger_can_be_read_and_run() -> None:
     rows = [json.loads(line) for line in LEDGER.read_text().splitlines()]
     for row in rows:
-        config = config_from_row(row["arch"], row["config"])
+        config = stage(row["arch"], row["stage"]).read_config(row["config"])
         assert isinstance(config, Sm90Config)
         assert config.why_not(None, arch(row["arch"])) is None
         read = asdict(config)
@@ -30,9 +30,9 @@ def test_every_config_of_the_ledger_can_be_read_and_run() -> None:
 
 @pytest.mark.parametrize("name", ARCHS)
 def test_a_config_is_read_as_it_was_written(name: str) -> None:
-    for stage in stages(name):
-        row = json.loads(json.dumps(asdict(stage.config())))
-        assert config_from_row(name, row) == stage.config()
+    for each in stages(name):
+        row = json.loads(json.dumps(asdict(each.config())))
+        assert each.read_config(row) == each.config()
 
 
 @pytest.mark.parametrize(
@@ -45,14 +45,14 @@ def test_a_config_is_read_as_it_was_written(name: str) -> None:
 )
 def test_a_row_of_another_kernel_is_refused(name: str, row: dict, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        config_from_row(name, row)
+        stage(name, 9).read_config(row)
 
 
 @pytest.mark.parametrize("name", ARCHS)
 def test_a_config_is_refused_by_the_other_arch(name: str) -> None:
     (other,) = set(ARCHS) - {name}
-    for stage in stages(name):
-        assert name in (stage.config().why_not(None, arch(other)) or "")
+    for each in stages(name):
+        assert name in (each.config().why_not(None, arch(other)) or "")
 
 
 @pytest.mark.parametrize(

@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from importlib import import_module
+from dataclasses import replace
 from typing import Any
 
 from cutex.kernels.gemm.config import GemmConfig
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm100.config import Sm100Config
+from cutex.problem import stage as stage_of_any
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A rung of a ladder: one idea more than the rung below."""
+class Stage(stage_of_any.Stage):
+    """A rung of a GEMM ladder."""
 
-    number: int
-    arch: str
-    title: str
-    idea: str
-    default: GemmConfig
-    chooses: bool = False  # a config for each problem: kernels/gemm/choose.py
+    op = "gemm"
 
-    @property
-    def module(self) -> str:
-        return f"{package(self.arch)}.stage{self.number}"
-
-    def config(self) -> GemmConfig:
-        return self.default
-
-    def kernel(self, config: GemmConfig | None = None) -> Any:
-        """The kernel object, ready for cutex.compile.compile. Imports the DSL."""
-        cls = getattr(import_module(self.module), f"Stage{self.number}")
-        return cls(config or self.default)
+    def read_config(self, row: dict[str, Any]) -> GemmConfig:
+        return _CONFIGS[self.arch].from_row(row)
 
 
 _CONFIGS: dict[str, type[GemmConfig]] = {c.arch: c for c in (Sm90Config, Sm100Config)}
@@ -79,32 +64,5 @@ _STAGES = (
     Stage(9, "sm_100a", "chosen", "tile, order, split K, operands per problem", _BIG, True),
 )
 
-
-def config_from_row(arch: str, row: dict[str, Any]) -> GemmConfig:
-    """The config that a row of a ledger or a cache holds, of whichever version of cutex."""
-    return _CONFIGS[arch].from_row(row)
-
-
-def package(arch: str) -> str:
-    """The package of the kernels of `arch`: cutex.kernels.gemm.sm90 for sm_90a."""
-    return f"cutex.kernels.gemm.{arch.rstrip('a').replace('_', '')}"
-
-
-def stages(arch: str) -> list[Stage]:
-    """The ladder of `arch`, from stage 0 up; ValueError if there is none."""
-    ladder = sorted((s for s in _STAGES if s.arch == arch), key=lambda s: s.number)
-    if not ladder:
-        known = ", ".join(sorted({s.arch for s in _STAGES}))
-        raise ValueError(f"arch {arch!r} has no GEMM ladder, there are ladders for {known}")
-    return ladder
-
-
-def stage(arch: str, number: int) -> Stage:
-    """Stage `number` of `arch`; ValueError if there is none."""
-    ladder = stages(arch)
-    for s in ladder:
-        if s.number == number:
-            return s
-    raise ValueError(
-        f"stage {number} is not in the ladder of {arch}, which has 0 to {len(ladder) - 1}"
-    )
+LADDERS = stage_of_any.Ladders("GEMM", _STAGES)
+stages, stage = LADDERS.stages, LADDERS.stage

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from cutex.problem.gemm import GemmProblem
 
 ELEMENT = 2  # bytes of bf16 and fp16
-BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "e4m3": 8, "e5m2": 8}
 BARRIERS = 1024  # bytes of smem kept for barriers and the like
 MAX_INT = 2**31 - 1  # sizes and TMA coordinates are 32-bit
 MAX_GRID = 65535  # CTAs along grid y

@@ -13,7 +13,8 @@ from cutlass import cute
 
 from cutex.compile import Argument, Operand
 from cutex.device.epilogue.epilogue_ops import BoundOps, EpilogueOp, has_gate, op_arguments
-from cutex.kernels.gemm.config import BITS, GemmConfig
+from cutex.dtypes import DTYPES
+from cutex.kernels.gemm.config import GemmConfig
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
@@ -50,7 +51,7 @@ class GeneralConfig:
     @property
     def k_elements(self) -> int:
         """Elements of K in a tile."""
-        return self.tiles.tile_k * 16 // BITS[self.a.dtype]
+        return self.tiles.tile_k * 16 // DTYPES[self.a.dtype].bits
 
     @property
     def gated(self) -> bool:
@@ -60,7 +61,7 @@ class GeneralConfig:
     @property
     def epi_columns(self) -> int:
         """Columns of the product that are stored at a time."""
-        return self.tiles.epi_n * 16 // BITS[self.out.dtype]
+        return self.tiles.epi_n * 16 // DTYPES[self.out.dtype].bits
 
     @property
     def out_columns(self) -> int:

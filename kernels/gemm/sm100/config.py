@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cutex.kernels.gemm.config import BITS, GemmConfig
+from cutex.dtypes import DTYPES
+from cutex.kernels.gemm.config import GemmConfig
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
@@ -75,7 +76,7 @@ class Sm100Config(GemmConfig):
     def why_not_signature(self, signature: GeneralConfig) -> str | None:
         b = signature.a if self.swap_ab else signature.b
         _, k_major = signature.k_major
-        row_bytes = self.tile_n // 2 * BITS[b.dtype] // 8
+        row_bytes = self.tile_n // 2 * DTYPES[b.dtype].bits // 8
         least, rows = (128, "128") if b.dtype == "fp32" else (64, "64 or 128")
         if not k_major and row_bytes % least:
             return f"tile_n={self.tile_n}: {row_bytes} bytes of N, smem rows have {rows}"

@@ -29,12 +29,9 @@ DEEPEST = 12  # slots: more only cost barriers
 
 @dataclass(frozen=True)
 class Costs:
-    """Cycles, and bytes a cycle, of a B200: published figures (docs/facts.md)."""
+    """Cycles of a B200 beside the rates of its Arch; the sources are in docs/facts.md."""
 
-    mma_flops: int = 8192  # a cycle and SM
-    smem_bytes: int = 128  # a cycle and SM
-    l2_bytes: int = 10_200  # a cycle, of all SMs: a public model's figure
-    load_cost: float = 0.2  # of the cycles that loads take at l2_bytes, even where MMAs take more
+    load_cost: float = 0.2  # of the cycles that loads take, even where MMAs take more
     fill: int = 3000  # launch, barriers, tensor memory, first loads
     sub_tile: int = 150  # of an epilogue: 32 columns out of tensor memory and into smem
     exchange: int = 2500  # two cluster barriers and the sums of the other pairs
@@ -94,6 +91,7 @@ def deepest(config: Sm100Config, arch: Arch) -> Sm100Config:
 
 def predict(config: Sm100Config, problem: GemmProblem, arch: Arch, batch: int = 1) -> float:
     """Microseconds that the model expects of `batch` such problems in one launch."""
+    assert arch.l2_bytes_per_clock is not None, f"{arch.name}: the model counts L2's bytes a cycle"
     c, costs = config, B200
     m, n = (problem.n, problem.m) if c.swap_ab else (problem.m, problem.n)
     tiles_m, tiles_n = ceil_div(m, c.tile_m), ceil_div(n, c.tile_n)
@@ -103,10 +101,10 @@ def predict(config: Sm100Config, problem: GemmProblem, arch: Arch, batch: int = 
     blocks = c.tile_m // 256
 
     # one step of K: MMAs, of which each reads 32 bytes of every row, against loads through L2
-    mma = 2 * 256 * c.tile_n * 16 / (costs.mma_flops * c.ctas)
-    port = 32 * (256 + c.tile_n) / c.ctas / costs.smem_bytes
+    mma = 2 * 256 * c.tile_n * 16 / (arch.mma_flops * c.ctas)
+    port = 32 * (256 + c.tile_n) / c.ctas / arch.smem_bytes_per_clock
     compute = blocks * c.tile_k / 16 * max(mma, port)
-    load = c.stage_bytes * at_once * c.split_k / costs.l2_bytes
+    load = c.stage_bytes * at_once * c.split_k / arch.l2_bytes_per_clock
     step = max(compute, load) + costs.load_cost * load
     mainloop = ceil_div(ceil_div(problem.k, c.tile_k), c.split_k) * step
 
@@ -129,10 +127,5 @@ def predict(config: Sm100Config, problem: GemmProblem, arch: Arch, batch: int = 
     all_bytes = problem.bytes * batch
     moved = max(all_bytes, 0 if all_bytes < arch.l2_bytes else waves * wave_bytes)
     asking = min(1.0, at_once * c.ctas * c.split_k / arch.num_sms)  # few SMs cannot ask for all
-    memory = moved / (arch.hbm_gbs * 0.9 * 1e9 * min(1.0, asking / 0.8) / clock(arch))
-    return (max(cycles, memory) + ends) / clock(arch) * 1e6
-
-
-def clock(arch: Arch) -> float:
-    """Hz at which the stated dense peak holds."""
-    return arch.dense_tflops["bf16"] * 1e12 / (B200.mma_flops * arch.num_sms)
+    memory = moved / (arch.hbm_gbs * 0.9 * 1e9 * min(1.0, asking / 0.8) / arch.clock_hz)
+    return (max(cycles, memory) + ends) / arch.clock_hz * 1e6

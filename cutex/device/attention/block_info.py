@@ -1,0 +1,150 @@
+"""BlockInfo: which blocks of keys a block of queries touches, and which of these need a mask.
+
+Everything follows from one band. Query q of seqlen_q may see key k of seqlen_k where
+
+    lo <= k - q - (seqlen_k - seqlen_q) <= hi
+
+so that the last query is aligned with the last key; None leaves a side open. Causal attention is
+Band(None, 0), a sliding window of (left, right) is Band(-left, right).
+
+All methods use plain operators and run on Python ints as on the DSL's Int32: the tests compare them
+with a boolean matrix, the kernels trace them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Int32
+
+Int = int | Int32
+
+
+def smaller(a: Any, b: Any) -> Any:
+    """The minimum of two numbers, which may be Python's or the DSL's."""
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else cutlass.min(a, b)
+
+
+def larger(a: Any, b: Any) -> Any:
+    """The maximum of two numbers, which may be Python's or the DSL's."""
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else cutlass.max(a, b)
+
+
+def ceil_div(a: Any, b: int) -> Any:
+    """The quotient of `a` >= 0, rounded up."""
+    return (a + (b - 1)) // b
+
+
+class Band(NamedTuple):
+    """The keys that a query may see, as bounds on k - q - (seqlen_k - seqlen_q)."""
+
+    lo: Int | None = None
+    hi: Int | None = None
+
+    @property
+    def bounded(self) -> bool:
+        return self.lo is not None or self.hi is not None
+
+
+class Blocks(NamedTuple):
+    """A range of blocks [first, end), of which [clean_first, clean_end) need no mask.
+
+    first <= clean_first <= clean_end <= end.
+    """
+
+    first: Int
+    end: Int
+    clean_first: Int
+    clean_end: Int
+
+
+class BlockInfo(NamedTuple):
+    """The relation between blocks of tile_m rows and blocks of tile_n keys.
+
+    `pack` query heads that share a head of K and V lie in the rows together: row r is query
+    r // pack. Rows past the last query do not count: a block whose rows within seqlen_q see all its
+    tile_n keys is clean.
+    """
+
+    tile_m: int
+    tile_n: int
+    band: Band = Band()
+    pack: int = 1
+
+    def num_m_blocks(self, seqlen_q: Int) -> Int:
+        return ceil_div(seqlen_q * self.pack, self.tile_m)
+
+    def num_n_blocks(self, seqlen_k: Int) -> Int:
+        return ceil_div(seqlen_k, self.tile_n)
+
+    def queries(self, m_block: Int, seqlen_q: Int) -> tuple[Int, Int]:
+        """The first and the last query of a block that has at least one."""
+        first = m_block * self.tile_m // self.pack
+        last = ((m_block + 1) * self.tile_m - 1) // self.pack
+        return first, smaller(last, seqlen_q - 1)
+
+    def n_blocks(self, m_block: Int, seqlen_q: Int, seqlen_k: Int) -> Blocks:
+        """The blocks of keys that the rows of `m_block` touch."""
+        first_q, last_q = self.queries(m_block, seqlen_q)
+        shift = seqlen_k - seqlen_q
+        begin, clean_begin = 0, 0  # of keys that some row sees; that all rows see
+        end, clean_end = seqlen_k, seqlen_k
+        if self.band.lo is not None:
+            begin = larger(first_q + shift + self.band.lo, 0)
+            clean_begin = larger(last_q + shift + self.band.lo, 0)
+        if self.band.hi is not None:
+            end = larger(smaller(last_q + shift + self.band.hi + 1, seqlen_k), 0)
+            clean_end = larger(smaller(first_q + shift + self.band.hi + 1, seqlen_k), 0)
+        return self._blocks(begin, end, clean_begin, clean_end, self.tile_n)
+
+    def m_blocks(self, n_block: Int, seqlen_q: Int, seqlen_k: Int) -> Blocks:
+        """The blocks of rows that see a key of `n_block`."""
+        first_k = n_block * self.tile_n
+        last_k = (n_block + 1) * self.tile_n - 1
+        shift = seqlen_k - seqlen_q
+        begin, clean_begin = 0, 0  # of queries that see some key; that see all keys
+        end, clean_end = seqlen_q, seqlen_q
+        if self.band.hi is not None:
+            begin = larger(first_k - shift - self.band.hi, 0)
+            clean_begin = larger(last_k - shift - self.band.hi, 0)
+        if self.band.lo is not None:
+            existing = smaller(last_k, seqlen_k - 1)
+            end = larger(smaller(existing - shift - self.band.lo + 1, seqlen_q), 0)
+            clean_end = larger(smaller(first_k - shift - self.band.lo + 1, seqlen_q), 0)
+        blocks = self._rows(begin, end, clean_begin, clean_end, seqlen_q)
+        partial = any_in(seqlen_k, last_k + 1)  # a block of fewer keys is not clean
+        return blocks._replace(
+            clean_first=blocks.clean_first + partial * (blocks.end - blocks.clean_first),
+            clean_end=blocks.clean_end + partial * (blocks.end - blocks.clean_end),
+        )
+
+    @staticmethod
+    def _blocks(begin: Int, end: Int, clean_begin: Int, clean_end: Int, tile: int) -> Blocks:
+        """The blocks of `tile` keys that [begin, end) touches; those within the clean keys."""
+        first = begin // tile
+        last = first + any_in(begin, end) * (ceil_div(end, tile) - first)
+        return ordered(first, last, ceil_div(clean_begin, tile), clean_end // tile)
+
+    def _rows(
+        self, begin: Int, end: Int, clean_begin: Int, clean_end: Int, seqlen_q: Int
+    ) -> Blocks:
+        """The same of queries, in blocks of rows, of which the last may be clean and not full."""
+        first = begin * self.pack // self.tile_m
+        last = ceil_div(end * self.pack, self.tile_m)
+        last = first + any_in(begin, end) * (last - first)
+        full = clean_end * self.pack // self.tile_m
+        to_the_end = 1 - any_in(clean_end, seqlen_q)
+        clean_last = full + to_the_end * (self.num_m_blocks(seqlen_q) - full)
+        return ordered(first, last, ceil_div(clean_begin * self.pack, self.tile_m), clean_last)
+
+
+def any_in(begin: Int, end: Int) -> Int:
+    """1 if there is a number in [begin, end), else 0."""
+    return smaller(larger(end - begin, 0), 1)
+
+
+def ordered(first: Int, end: Int, clean_first: Int, clean_end: Int) -> Blocks:
+    """Blocks whose clean range lies within the whole."""
+    clean_first = smaller(larger(clean_first, first), end)
+    return Blocks(first, end, clean_first, larger(smaller(clean_end, end), clean_first))

@@ -1,0 +1,70 @@
+"""Mask: which scores of a block of a wgmma accumulator count, as one keep-word a row.
+
+In a row of the accumulator a thread holds the columns 8 j + 2 t + {0, 1} of every 8, t being its
+place among the four threads of the row. How many of these lie below a bound is arithmetic on the
+bound, so a row's keep-word is two shifts, whatever the width of the block, and each score one
+select.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from cutex.device.atoms.scalar import low_bits
+from cutex.device.attention.block_info import Band
+
+WORD = 32
+
+
+def count_below(bound: Int32, quad: Int32) -> Int32:
+    """How many columns of this thread, counted from the first, are smaller than `bound`."""
+    bound = cutlass.max(bound, 0)
+    return bound // 8 * 2 + cutlass.min(cutlass.max(bound % 8 - 2 * quad, 0), 2)
+
+
+class Mask(NamedTuple):
+    """What the rows of one thread may see of the keys.
+
+    `queries` are the query indices of the thread's rows, `quad` its place among the four threads of
+    a row.
+    """
+
+    band: Band
+    tile_n: int
+    seqlen_q: Int32
+    seqlen_k: Int32
+    queries: tuple[Int32, ...]
+    quad: Int32
+
+    @cute.jit
+    def apply(self, scores: cute.Tensor, n_block: Int32) -> None:
+        """Put -inf in place of the scores, (rows, columns), that do not count."""
+        first_key = n_block * self.tile_n
+        num_columns = cute.size(scores, mode=[1])
+        for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+            end, begin = self._bounds(r, first_key)
+            below = count_below(end, self.quad)
+            if cutlass.const_expr(self.band.lo is not None):
+                before = count_below(begin, self.quad)
+            for word in cutlass.range_constexpr((num_columns + WORD - 1) // WORD):
+                keep = low_bits(cutlass.max(below - word * WORD, 0))
+                if cutlass.const_expr(self.band.lo is not None):
+                    keep &= ~low_bits(cutlass.max(before - word * WORD, 0))
+                for bit in cutlass.range_constexpr(min(WORD, num_columns - word * WORD)):
+                    c = word * WORD + bit
+                    kept = (keep & (1 << bit)) != 0
+                    scores[r, c] = scores[r, c] if kept else -Float32.inf
+
+    def _bounds(self, r: int, first_key: Int32) -> tuple[Int32, Int32]:
+        """The keys of the block that row r sees, as [begin, end) from its first key on; (end,
+        begin)."""
+        shift = self.seqlen_k - self.seqlen_q + self.queries[r]
+        end, begin = self.seqlen_k, Int32(0)
+        if self.band.hi is not None:
+            end = cutlass.min(end, shift + self.band.hi + 1)
+        if self.band.lo is not None:
+            begin = cutlass.max(shift + self.band.lo, 0)
+        return end - first_key, begin - first_key

@@ -1,0 +1,103 @@
+"""The two products of attention by wgmma: S = Q K^T and O += P V.
+
+P comes from the registers that S was computed in: 16 columns of an accumulator lie in a thread just
+as 16 columns of operand A do (PTX ISA, "Register Fragments for wgmma.mma_async"), so rounding is
+all that lies between.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from cutex.device.atoms.mma import WARPGROUP
+
+ROWS = 64  # of one wgmma
+K = 16  # of one wgmma, in elements of 16 bits
+
+
+def make_mma(
+    warpgroups: int,
+    columns: int,
+    dtype: type[cutlass.Numeric],
+    a_in_registers: bool,
+    b_rows_contiguous: bool,
+) -> cute.TiledMma:
+    """A wgmma of 64 rows for each warpgroup, whose B is K-major or, as V is, not."""
+    source = warpgroup.OperandSource.RMEM if a_in_registers else warpgroup.OperandSource.SMEM
+    b_major = OperandMajorMode.MN if b_rows_contiguous else OperandMajorMode.K
+    op = warpgroup.MmaF16BF16Op(
+        dtype, Float32, (ROWS, columns, K), source, OperandMajorMode.K, b_major
+    )
+    return cute.make_tiled_mma(op, (warpgroups, 1, 1))
+
+
+class Product(NamedTuple):
+    """A warpgroup's wgmma of all of K, B from a slot of smem."""
+
+    tiled_mma: cute.TiledMma
+    tCrB: cute.Tensor  # (MMA, MMA_N, MMA_K, SLOT) descriptors
+
+    @cute.jit
+    def issue(
+        self, acc: cute.Tensor, tCrA: cute.Tensor, slot: Int32, accumulate: cutlass.Boolean
+    ) -> None:
+        """Start acc = A @ B[slot]^T, plus acc if `accumulate`, as one group; A is (MMA, MMA_M,
+        MMA_K), registers or descriptors."""
+        # NOTE: setting a field changes the object, which must not outlive the loop it is set in
+        tiled_mma = cute.make_tiled_mma(self.tiled_mma.op, self.tiled_mma.thr_layout_vmnk.shape[1:])
+        warpgroup.fence()
+        for k_block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
+            tiled_mma.set(warpgroup.Field.ACCUMULATE, accumulate if k_block == 0 else True)
+            tCrB = self.tCrB[None, None, k_block, slot]
+            cute.gemm(tiled_mma, acc, tCrA[None, None, k_block], tCrB, acc)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def accumulator(self, columns: cutlass.Constexpr[int]) -> cute.Tensor:
+        """fp32 registers for 64 rows of each warpgroup: (MMA, 1, 1)."""
+        rows = cute.size(self.tiled_mma) // WARPGROUP * ROWS
+        shape = self.tiled_mma.partition_shape_C((rows, columns))
+        return self.tiled_mma.make_fragment_C(shape)
+
+
+@cute.jit
+def product(tiled_mma: cute.TiledMma, sB: cute.Tensor) -> Product:
+    """Of this thread's warpgroup, with sB (bN, bK, SLOT)."""
+    thr_mma = tiled_mma.get_slice(first_thread(tiled_mma))
+    return Product(tiled_mma, tiled_mma.make_fragment_B(thr_mma.partition_B(sB)))
+
+
+@cute.jit
+def first_thread(tiled_mma: cute.TiledMma) -> Int32:
+    """Of this thread's warpgroup, uniform, so that descriptors are computed in uniform registers."""
+    thread, _, _ = cute.arch.thread_idx()
+    return cute.arch.make_warp_uniform(thread % cute.size(tiled_mma) // WARPGROUP) * WARPGROUP
+
+
+@cute.jit
+def a_from_smem(tiled_mma: cute.TiledMma, sA: cute.Tensor) -> cute.Tensor:
+    """Descriptors of the rows of this thread's warpgroup: (MMA, MMA_M, MMA_K, SLOT) of (bM, bK,
+    SLOT)."""
+    thr_mma = tiled_mma.get_slice(first_thread(tiled_mma))
+    return tiled_mma.make_fragment_A(thr_mma.partition_A(sA))
+
+
+@cute.jit
+def a_registers(columns: cutlass.Constexpr[int], dtype: type[cutlass.Numeric]) -> cute.Tensor:
+    """Registers for an operand A of 64 rows: ((2, 2, 2), 1, MMA_K)."""
+    return cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, columns // K)), dtype)
+
+
+@cute.jit
+def round_to(tCrA: cute.Tensor, acc: cute.Tensor) -> None:
+    """Round an accumulator, ((2, 2, N / 8), 1, 1), into an operand A, ((2, 2, 2), 1, N / 16)."""
+    # NOTE: 16 columns at a time: vectors of other lengths than powers of two are packed one by one
+    layout = cute.make_layout((8, cute.size(acc) // 8))
+    wide = cute.make_tensor(acc.iterator, layout)
+    narrow = cute.make_tensor(tCrA.iterator, layout)
+    for k_block in cutlass.range_constexpr(cute.size(acc) // 8):
+        narrow[None, k_block].store(wide[None, k_block].load().to(tCrA.element_type))

@@ -1,0 +1,89 @@
+"""Rows of one sequence and head as TMA sees them: loads past the end give zeros, stores past it
+write nothing, also where another sequence's rows follow.
+
+A dense side, (batch, seqlen, heads, D), has a mode for the batch, and TMA knows where it ends. A
+ragged one, (total, heads, D), or a dense one of which only some rows count, needs an end that moves. Its tensor map has three modes along the
+rows, x, y and z, whose coordinates for row r of a sequence of `length` rows at `offset` are
+
+    x = END - length + r,  y = offset + length,  z = END,  with END = 2^30 the size of mode x
+
+so that x runs out of bounds just where the sequence ends. With strides s, s and 2^34 - s bytes the
+address is (offset + r) * s + 2^64, and TMA's addresses wrap. (As in triton's ragged descriptors.)
+
+Where `pack` query heads share the rows of a tile, mode 0 is (heads, rows): row r of a tile is query
+r // pack of head r % pack.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Int32, Int64, cute
+from cutlass.cute.nvgpu import cpasync
+
+from cutex.device.attention.seqlen_info import SeqlenInfo
+
+END = 2**30  # rows of mode x; no sequence is longer
+WRAP = 2**34  # bytes: END times this is 2^64
+
+
+def tma_view(mX: cute.Tensor, pack: int, ragged: bool) -> cute.Tensor:
+    """(X, D, H, B) of a dense tensor, (X, D, H, Y, Z) of a ragged one; with `pack` > 1 X is
+    (heads, X) and there is no H."""
+    shape, stride = mX.shape, mX.stride
+    batch_modes, batch_strides = (), ()
+    if ragged:
+        if len(shape) == 4:  # batch entries one after the other
+            batch, rows, heads, d = shape
+            _, row, head, one = stride
+            total = batch * rows
+        else:
+            total, heads, d = shape
+            row, head, one = stride
+        rows = END
+        batch_modes = (total + 1, END + 1)
+        batch_strides = (row, WRAP * 8 // mX.element_type.width - row)
+    else:
+        batch, rows, heads, d = shape
+        batch_stride, row, head, one = stride
+        batch_modes, batch_strides = (batch,), (batch_stride,)
+    if pack == 1:
+        shape, stride = (rows, d, heads), (row, one, head)
+    else:
+        shape, stride = ((heads, rows), d), ((head, row), one)
+    layout = cute.make_layout((*shape, *batch_modes), stride=(*stride, *batch_strides))
+    return cute.make_tensor(mX.iterator, layout)
+
+
+class Rows(NamedTuple):
+    """A TMA operand, (X, D, ..) as tma_view makes it, and how its rows are packed."""
+
+    info: cpasync.TmaInfo
+    pack: int
+    ragged: bool
+
+    @cute.jit
+    def of(self, head: Int32, batch: Int32, seqlen: SeqlenInfo) -> cute.Tensor:
+        """The rows of one head, or of one group of `pack` heads, of one sequence: (X, D)."""
+        mX = self.info.tma_tensor
+        if cutlass.const_expr(self.pack > 1):
+            mX = cute.domain_offset(((head * self.pack, 0), *self._nothing(mX)), mX)
+        else:
+            mX = mX[None, None, head, *((None,) * (cute.rank(mX) - 3))]
+        if cutlass.const_expr(not self.ragged):
+            return mX[None, None, batch]
+        first = Int32(END) - seqlen.length
+        begin = (0, first) if self.pack > 1 else first
+        mX = cute.domain_offset((begin, *self._nothing(mX)), mX)
+        return mX[None, None, seqlen.offset + seqlen.length, END]
+
+    @staticmethod
+    def _nothing(mX: cute.Tensor) -> tuple[int, ...]:
+        return (0,) * (cute.rank(mX) - 1)
+
+    def tiler(self, rows: int, columns: int) -> cute.Tile:
+        """A tile of `rows` packed rows."""
+        if self.pack > 1:
+            return (self.pack, rows // self.pack), columns
+        return rows, columns

@@ -1,0 +1,138 @@
+"""The online softmax of the rows that a thread holds, in base 2.
+
+Scores arrive in blocks of columns. Each row keeps a reference, the largest score seen when it was
+last set, and the sum of 2^(scale * (score - reference)). When a block raises the maximum, what was
+summed up so far is scaled down (Milakov and Gimelshein, arXiv 1805.02867; FlashAttention).
+
+The reference need not be the maximum. As long as the maximum exceeds it by less than `slack` powers
+of two, the exponentials stay below 2^slack, which fp32 sums and 16-bit probabilities hold as well
+as ones below 1; so a warp whose rows all stay within it leaves sums and outputs as they are
+(FlashAttention-4's conditional rescaling).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, cute
+
+from cutex.device.atoms.scalar import exp2, log2, reciprocal
+
+LN2 = 0.6931471805599453
+LOG2_E = 1.4426950408889634
+
+
+def rows_of(acc: cute.Tensor) -> cute.Tensor:
+    """A thread's part of a wgmma accumulator, ((2, 2, N / 8), 1, 1), as (rows, columns): (2, N/4)."""
+    columns = cute.size(acc) // 4
+    return cute.make_tensor(acc.iterator, cute.make_layout((2, (2, columns)), stride=(2, (1, 4))))
+
+
+@cute.jit
+def over_quad(x: Float32, op: cutlass.Constexpr) -> Float32:
+    """`op` over the four threads that hold a row."""
+    x = op(x, cute.arch.shuffle_sync_bfly(x, offset=1))
+    return op(x, cute.arch.shuffle_sync_bfly(x, offset=2))
+
+
+@cute.jit
+def row_max(scores: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
+    """The largest score of row r in this thread, by two chains."""
+    columns = cute.size(scores, mode=[1])
+    a, b = scores[r, 0], scores[r, 1]
+    for c in cutlass.range_constexpr(2, columns, 2):
+        a = cute.arch.fmax(a, scores[r, c])
+        b = cute.arch.fmax(b, scores[r, c + 1])
+    return cute.arch.fmax(a, b)
+
+
+class Softmax(NamedTuple):
+    """References and sums of a thread's two rows."""
+
+    reference: cute.Tensor  # (2) in units of scores; -inf before the first key
+    sums: cute.Tensor  # (2) of this thread's columns alone
+    scale_log2: Float32  # powers of two in a unit of scores
+    slack: float  # powers of two by which the maximum may exceed the reference
+
+    @staticmethod
+    def start(scale_log2: Float32, slack: float) -> Softmax:
+        """Before the first block."""
+        rows = cute.make_layout(2)
+        reference = cute.make_rmem_tensor(rows, Float32)
+        sums = cute.make_rmem_tensor(rows, Float32)
+        return Softmax(reference, sums, scale_log2, slack)
+
+    @cute.jit
+    def first(self, scores: cute.Tensor) -> None:
+        """Turn the first block of scores, (2, columns), into exponentials."""
+        for r in cutlass.range_constexpr(2):
+            self.reference[r] = over_quad(row_max(scores, r), cute.arch.fmax)
+            self.sums[r] = self._exponentials(scores, r)
+
+    @cute.jit
+    def next(self, scores: cute.Tensor, factors: cute.Tensor) -> Boolean:
+        """Turn a further block of scores into exponentials; `factors` (2) get what outputs so far
+        must be multiplied with, if the result is true."""
+        highest = [over_quad(row_max(scores, r), cute.arch.fmax) for r in range(2)]
+        rescale = Boolean(False)
+        for r in cutlass.range_constexpr(2):
+            above = (highest[r] - self.reference[r]) * self.scale_log2
+            rescale = rescale | (above > self.slack)
+        rescale = cute.arch.vote_any_sync(rescale)
+        if rescale:
+            for r in cutlass.range_constexpr(2):
+                reference = cute.arch.fmax(highest[r], self.reference[r])
+                # NOTE: -inf less -inf; a row without keys keeps its sum of 0
+                shift = self.reference[r] - self._finite(reference)
+                factors[r] = exp2(shift * self.scale_log2)
+                self.sums[r] *= factors[r]
+                self.reference[r] = reference
+        for r in cutlass.range_constexpr(2):
+            self.sums[r] += self._exponentials(scores, r)
+        return rescale
+
+    @cute.jit
+    def add(self, scores: cute.Tensor) -> None:
+        """Turn a further block of scores into exponentials, references being what they are."""
+        for r in cutlass.range_constexpr(2):
+            self.sums[r] += self._exponentials(scores, r)
+
+    @cute.jit
+    def _exponentials(self, scores: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
+        """Turn row r into exponentials; returns their sum."""
+        shift = self._finite(self.reference[r]) * self.scale_log2
+        columns = cute.size(scores, mode=[1])
+        for c in cutlass.range_constexpr(columns):
+            scores[r, c] = exp2(scores[r, c] * self.scale_log2 - shift)
+        a, b = scores[r, 0], scores[r, 1]
+        for c in cutlass.range_constexpr(2, columns, 2):
+            a += scores[r, c]
+            b += scores[r, c + 1]
+        return a + b
+
+    @staticmethod
+    @cute.jit
+    def _finite(x: Float32) -> Float32:
+        return Float32(0.0) if x == -Float32.inf else x
+
+    @cute.jit
+    def finish(self, sink: Float32 | None, factors: cute.Tensor, lse: cute.Tensor) -> None:
+        """After the last block: `factors` (2) get what outputs must be multiplied with, `lse` (2)
+        the natural logarithm of the sums. Rows without keys give 0 and -inf.
+
+        `sink` is the score, natural and scaled, of one more key that has no value.
+        """
+        for r in cutlass.range_constexpr(2):
+            total = over_quad(self.sums[r], lambda x, y: x + y)
+            highest = self._finite(self.reference[r]) * self.scale_log2
+            scaled = Float32(1.0)
+            if cutlass.const_expr(sink is not None):
+                sink_log2 = sink * LOG2_E
+                new = cute.arch.fmax(highest, sink_log2)
+                scaled = exp2(highest - new)
+                total = total * scaled + exp2(sink_log2 - new)
+                highest = new
+            empty = total == 0.0
+            factors[r] = scaled * (Float32(0.0) if empty else reciprocal(total))
+            lse[r] = -Float32.inf if empty else (highest + log2(total)) * LN2
