@@ -47,7 +47,7 @@ from cutex.device.epilogue.sm90.tma_store import warp_store, warpgroup_store
 from cutex.device.pipeline import Barrier, Warps, publish_barriers
 from cutex.kernels.gemm.config import ELEMENT
 from cutex.kernels.gemm.signature import GeneralConfig, modes, transposed
-from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config
 from cutex.kernels.gemm.sm90.load import LoadOneTile, LoadTiles, Scheduler
 from cutex.kernels.gemm.sm90.mma import Cooperative, EpilogueStore, MmaRole, PingPong, SplitK
 from cutex.kernels.gemm.sm90.one_column import OneColumn
@@ -141,7 +141,8 @@ class General:
     def pace(self) -> Pace:
         """The pace of CTAs with one tile: with more columns, L2 and the tensor cores take their
         part of the time (docs/facts.md)."""
-        return Pace.of(arch_named(self.arch), 0.93 if self.tiles.cluster_columns <= 32 else 0.89)
+        share = 0.93 if self.tiles.cluster_columns <= FEW_COLUMNS else 0.89
+        return Pace.of(arch_named(self.arch), share)
 
     @property
     def load_role(self) -> LoadTiles:

@@ -24,8 +24,8 @@ from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.load import Scheduler, k_share
 from cutex.schedulers.persistent import StaticWalk
 
-# named barriers: 0 is the CTA's, 1 and 2 are the warpgroups' own, in the order of their numbers
-ORDER_BARRIER = 3  # and 4: the turns of ping-pong
+# named barriers: 0 is the CTA's, 1 to 3 are the warpgroups' own
+ORDER_BARRIER = 3  # and 4: the order of two warpgroups in ping-pong
 SUMS_BARRIER = 5  # all MMA warps of a CTA
 VECTOR = 4  # fp32 sums that move at a time: 16 bytes
 
