@@ -176,8 +176,8 @@ class Scheduler:
             execute = decoded[pc]
             if execute is None:
                 execute = decoded[pc] = decode(ins, m)
-            if pc in self.watched and m.warpgroups.warps:
-                m.warpgroups.check_registers(batch, *self.watched[pc], ins)
+            if pc in self.watched:
+                m.warpgroups.access(batch, *self.watched[pc], ins)
             verdict = execute(batch)
             polled = polled or self.polls[pc]
             if at_once and m.flight.count:
@@ -253,6 +253,8 @@ class Scheduler:
         batch.mask = base
         gone = self.lanes.leave(batch, leaving, pc)
         m.progress += 1
+        if len(gone):
+            m.lifetimes.warps_left(gone)
         for cta in np.unique(m.grid.warp_cta[batch.idx]).tolist():
             m.named.threads_left(cta)
         for cta in np.unique(m.grid.warp_cta[gone]).tolist():

@@ -14,7 +14,7 @@ agent, with counts of the vector clocks (see clocks).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -85,18 +85,22 @@ class AsyncAccesses:
     def issue(self, op: Operation) -> None:
         """``op`` accesses its places from here on: it must come after what is there."""
         clocks = self.m.clocks
-        known = clocks.known[op.waited_by].min(0).tolist()
+        everyone = clocks.known[op.issuers].min(0).tolist()
         for write, places in ((False, op.reads), (True, op.writes)):
             for place in places:
+                issuers, known = op.issuers, everyone
+                if place.part is not None:
+                    issuers = [issuers[place.part]]
+                    known = clocks.known[issuers[0]].tolist()
                 if isinstance(place, Span):
-                    for warp in op.waited_by:
+                    for warp in issuers:
                         clocks.asynchronous(warp, place, write, op.what, op.instruction)
                 else:
                     self.m.tmem.shadow.issue(op.warp, place, write, op.what, op.instruction)
                 self._check(op, self._track(place), place, write, known)
         for place in op.reads:
             track = self._track(place)
-            for slot, count in self._agents(op, place.cta):
+            for slot, count in self._agents(op, place):
                 if slot not in track.reads:
                     track.reads[slot] = Last(self.m.grid.num_ctas)
                 track.reads[slot].set(place.cta, slot, count, op)
@@ -106,7 +110,7 @@ class AsyncAccesses:
                 inner.write.count[place.cta] = 0
                 for last in inner.reads.values():
                     last.count[place.cta] = 0
-            ((slot, count),) = self._agents(op, place.cta)
+            ((slot, count),) = self._agents(op, place)
             track.write.set(place.cta, slot, count, op)
 
     def _check(
@@ -119,8 +123,10 @@ class AsyncAccesses:
                     before = last.operation[cta]
                     assert before is not None
                     if before.queue != op.queue:
-                        self._race(op.what, verb, op.warp, op.instruction, place, before, did)
-                        return
+                        part = _known_in_part(before, known)
+                        self._race(op.what, verb, op.warp, op.instruction, place, before, did, part)
+                        if not part:
+                            return
 
     @staticmethod
     def _lasts(track: Track, write: bool) -> Iterator[tuple[Last, str]]:
@@ -144,10 +150,22 @@ class AsyncAccesses:
                 if last.operation[place.cta] is op and last.count[place.cta]:
                     last.count[place.cta] = barrier.phases + 1
 
-    def _agents(self, op: Operation, cta: int) -> list[Agent]:
+    def unknown(self, cta: int, known: np.ndarray) -> Iterator[tuple[Operation, str]]:
+        """Operations on the shared memory of ``cta`` that ``known`` (slots,) does not include, and
+        what they do there.
+        """
+        for track in self.spans:
+            for last, did in self._lasts(track, True):
+                if last.count[cta] > known[last.slot[cta]]:
+                    op = last.operation[cta]
+                    assert op is not None
+                    yield op, "writes" if did == "write" else "reads"
+
+    def _agents(self, op: Operation, place: Place) -> list[Agent]:
+        """Those who tell of the end of its access to ``place``."""
         if op.agents:
-            return op.agents
-        return [(self.m.mbarriers.barriers[op.signal_on(cta)].slot, NEVER)]
+            return op.agents if place.part is None else [op.agents[place.part]]
+        return [(self.m.mbarriers.barriers[op.signal_on(place.cta)].slot, NEVER)]
 
     # -- accesses by warps -------------------------------------------------------------------------
 
@@ -191,8 +209,10 @@ class AsyncAccesses:
                     assert before is not None
                     place = Span(int(cta[k]), int(offset[k]), int(offset[k]) + width)
                     what, verb = ("a store", "overwrites") if write else ("a load", "reads")
-                    self._race(what, verb, int(warps[k]), ins, place, before, did)
-                    return
+                    part = _known_in_part(before, self.m.clocks.known[warps[k]])
+                    self._race(what, verb, int(warps[k]), ins, place, before, did, part)
+                    if not part:
+                        return
 
     def _near(self, low: int, high: int) -> list[Track]:
         """Tracks of shared memory whose bounds meet ``[low, high)``."""
@@ -214,11 +234,17 @@ class AsyncAccesses:
         place: Place,
         other: Operation,
         did: str,
+        in_part: bool = False,
     ) -> None:
         m = self.m
         issued = f"issued by {m.grid.name_warp(other.warp)} at {other.instruction.where()}"
         message = f"{what} of {m.grid.name_warp(warp)} {verb} {place} "
-        if other.done:
+        if in_part:
+            message += (
+                f"which {other.what} {issued} read: what this warp has waited for says that it is "
+                "complete for some of the four warps, not for all"
+            )
+        elif other.done:
             done = "wrote" if did == "write" else "read"
             message += (
                 f"which {other.what} {issued} {done}: it is complete, but nothing that this warp "
@@ -229,7 +255,7 @@ class AsyncAccesses:
             message += f"while it is still being {doing} by {other.what} {issued}"
         if other.signals:
             message += f"; {self._last_wait(warp, other.signals[0])}"
-        m.findings.add("race", message, ins)
+        m.findings.add("race", message, ins, advisory=in_part)
 
     def _last_wait(self, warp: int, barrier: tuple[int, int]) -> str:
         """What the racing warp knows of the barrier on which the operation completes."""
@@ -244,3 +270,12 @@ class AsyncAccesses:
             f"{ins.where()}: that passed after {phases} completed "
             f"phase{'s' if phases != 1 else ''}, {m.mbarriers.phases(*barrier)} are complete now"
         )
+
+
+def _known_in_part(op: Operation, known: Sequence[int] | np.ndarray) -> bool:
+    """Whether one of the warps of a wgmma is known to have waited for it.
+
+    NOTE: to the PTX ISA (9.7.15.7.3) it is one operation of the warpgroup, whose completion one
+    warp may tell of; kernels of NVIDIA rely on it. Their tensor cores are four.
+    """
+    return any(known[slot] >= count for slot, count in op.agents)

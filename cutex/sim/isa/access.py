@@ -155,6 +155,7 @@ class Access:
         if not self.synchronises:
             m.clocks.generic(warps, cta, offset, width, write, self.d.ins)
         m.async_accesses.lanes(warps, cta, offset, width, write, self.d.ins)
+        m.lifetimes.lanes(warps, cta, write, self.d.ins)
 
 
 def _bytes(words: np.ndarray) -> np.ndarray:

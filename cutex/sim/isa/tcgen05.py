@@ -15,6 +15,7 @@ import numpy as np
 
 from cutex.sim.errors import BadAddress, BadOperand, BarrierMisuse
 from cutex.sim.hazards.clocks import Kind
+from cutex.sim.hazards.lifetimes import RemoteUse
 from cutex.sim.isa.sync import require_whole_warp
 from cutex.sim.machine.batch import RETRY, Batch
 from cutex.sim.machine.machine import Machine
@@ -422,6 +423,11 @@ def _arriver(
 ) -> Callable[[np.ndarray], None]:
     def complete(given: np.ndarray) -> None:
         for target in targets:
+            if target != m.grid.warp_cta[warp]:
+                after = m.mbarriers.get(target, offset, ins)
+                number = int(given[0, m.clocks.agent(Kind.TENSOR, warp)])
+                use = RemoteUse(number, after.phases + 1, "the commit", warp, ins)
+                m.lifetimes.use(target, m.clocks.agent(Kind.TENSOR, warp), use, after)
             m.mbarriers.give(target, offset, given, ins)
             m.mbarriers.arrive(
                 target, offset, 1, f"tcgen05.commit of {m.grid.name_warp(warp)}", ins

@@ -17,6 +17,7 @@ from cutex.sim.errors import BadAddress
 from cutex.sim.hazards.async_accesses import AsyncAccesses
 from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.hazards.findings import Findings
+from cutex.sim.hazards.lifetimes import Lifetimes
 from cutex.sim.hazards.map_changes import TensorMapChanges
 from cutex.sim.hazards.overwrites import Overwrites
 from cutex.sim.host.capture import Launch
@@ -128,6 +129,7 @@ class Machine:
         self.register_pools: dict[int, RegisterPool] = {}  # by cta
         self.clocks = Clocks(self)
         self.async_accesses = AsyncAccesses(self)
+        self.lifetimes = Lifetimes(self)
 
     def _place_variables(self) -> int:
         """Offsets of shared, local and module variables; returns the bytes of static smem."""
