@@ -94,7 +94,7 @@ class AsyncAccesses:
                     known = clocks.known[issuers[0]].tolist()
                 if isinstance(place, Span):
                     for warp in issuers:
-                        clocks.asynchronous(warp, place, write, op.what, op.instruction)
+                        self.m.smem_shadow.asynchronous(warp, place, write, op)
                 else:
                     self.m.tmem.shadow.issue(op.warp, place, write, op.what, op.instruction)
                 self._check(op, self._track(place), place, write, known)

@@ -153,7 +153,7 @@ def alloc(d: Decoder) -> Execute:
                 continue
             target, offset = m.grid.shared_location(b.idx[row : row + 1], where[row : row + 1])
             m.check_shared(b.idx[row : row + 1], np.zeros(1, int), target, offset, 4, ins)
-            m.clocks.generic(b.idx[row : row + 1], target, offset, 4, True, ins)
+            m.smem_shadow.generic(b.idx[row : row + 1], target, offset, 4, True, ins)
             m.smem[target[0], offset[0] : offset[0] + 4] = as_bytes(np.array([first], np.uint32))[0]
             m.progress += 1
         return out if out.any() else None

@@ -20,6 +20,7 @@ from cutex.sim.hazards.findings import Findings
 from cutex.sim.hazards.lifetimes import Lifetimes
 from cutex.sim.hazards.map_changes import TensorMapChanges
 from cutex.sim.hazards.overwrites import Overwrites
+from cutex.sim.hazards.smem_shadow import SmemShadow
 from cutex.sim.host.capture import Launch
 from cutex.sim.machine.async_copies import AsyncCopies
 from cutex.sim.machine.barriers import ClusterBarriers, NamedBarriers
@@ -128,6 +129,7 @@ class Machine:
         self.last_wait: dict[int, dict[tuple[int, int], PassedWait]] = defaultdict(dict)
         self.register_pools: dict[int, RegisterPool] = {}  # by cta
         self.clocks = Clocks(self)
+        self.smem_shadow = SmemShadow(self)
         self.async_accesses = AsyncAccesses(self)
         self.lifetimes = Lifetimes(self)
 
