@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cutex.sim.hazards.clocks import NEVER
-from cutex.sim.machine.operation import Agent, Operation, Place, Span
+from cutex.sim.machine.operation import Agent, Operation, Place, Rectangle, Span
 from cutex.sim.ptx.parse import Instruction
 
 if TYPE_CHECKING:
@@ -106,10 +106,7 @@ class AsyncAccesses:
                 track.reads[slot].set(place.cta, slot, count, op)
         for place in op.writes:
             track = self._track(place)
-            for inner in track.covers:
-                inner.write.count[place.cta] = 0
-                for last in inner.reads.values():
-                    last.count[place.cta] = 0
+            self._forget(track, place.cta)
             ((slot, count),) = self._agents(op, place)
             track.write.set(place.cta, slot, count, op)
 
@@ -169,19 +166,49 @@ class AsyncAccesses:
 
     # -- accesses by warps -------------------------------------------------------------------------
 
-    def touch(self, place: Place, write: bool, what: str, warp: int, ins: Instruction) -> None:
-        """A synchronous access by a warp to one place."""
+    def touch(
+        self,
+        place: Rectangle,
+        write: bool,
+        what: str,
+        warp: int,
+        ins: Instruction,
+        usable: np.ndarray,
+    ) -> None:
+        """An access by a warp to tensor memory, which comes after ``usable`` by the letter."""
         if not self.tracks:
             return
         known, cta = self.m.clocks.known[warp], place.cta
+        verb = "overwrites" if write else "reads"
         for other in self._track(place).meets:
             for last, did in self._lasts(other, write):
-                if last.count[cta] > known[last.slot[cta]]:
-                    before = last.operation[cta]
+                before, slot, count = last.operation[cta], last.slot[cta], last.count[cta]
+                if count > known[slot]:
                     assert before is not None
-                    verb = "overwrites" if write else "reads"
                     self._race(what, verb, warp, ins, place, before, did)
                     return
+                if count > usable[slot]:
+                    assert before is not None
+                    self.m.findings.add(
+                        "race",
+                        f"{what} of {self.m.grid.name_warp(warp)} {verb} {place} after "
+                        f"{before.what} at {before.instruction.where()}: by the letter, a "
+                        "tcgen05.fence::after_thread_sync is missing behind the wait",
+                        ins,
+                        advisory=True,
+                    )
+
+    def forget(self, place: Place) -> None:
+        """The place is given back: it is nobody's."""
+        if self.tracks:
+            self._forget(self._track(place), place.cta)
+
+    @staticmethod
+    def _forget(track: Track, cta: int) -> None:
+        for inner in track.covers:
+            inner.write.count[cta] = 0
+            for last in inner.reads.values():
+                last.count[cta] = 0
 
     def lanes(
         self,

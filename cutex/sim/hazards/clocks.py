@@ -4,9 +4,11 @@ Each warp counts its synchronisations; ``known[w, v]`` is how far warp w knows w
 through barriers, and ``visible[w, v]`` how far the async proxy sees it too, because a
 ``fence.proxy.async`` stood on the way. ``follows[w, v]`` is how far w only runs after v: a
 ``barrier.cluster.arrive.relaxed`` orders execution, but of memory it releases just what a fence
-released before it. An access is ordered after another iff its warp knows the other's count; this
-does not depend on the order in which the simulator happened to run them. The method is that of
-happens-before race detectors (FastTrack); the rules are PTX ISA chapter 8 and 9.7.13.5.
+released before it. ``ordered[w, v]`` is what w knows by the letter of tcgen05's own model, which
+asks for a tcgen05.fence on either side (9.7.16.6.3). An access is ordered after another iff its
+warp knows the other's count; this does not depend on the order in which the simulator happened to
+run them. The method is that of happens-before race detectors (FastTrack); the rules are PTX ISA
+chapter 8 and 9.7.13.5.
 
 What a warp issues asynchronously is done by agents with slots of their own: its tensor-core
 operations, its bulk stores and its non-bulk copies, whose counts it learns when it waits for a
@@ -36,6 +38,8 @@ class Kind(IntEnum):
     TENSOR = 1  # wgmma, tcgen05
     BULK = 2  # bulk stores
     COPY = 3  # non-bulk cp.async
+    LOAD = 4  # tcgen05.ld
+    STORE = 5  # tcgen05.st
 
 
 class Clocks:
@@ -51,15 +55,16 @@ class Clocks:
         warps = np.arange(machine.grid.num_warps)
         rank = machine.grid.cta_rank[machine.grid.warp_cta]
         self.slot = rank * machine.grid.warps_per_cta + machine.grid.warp_in_cta
-        self.rows = np.zeros((3, machine.grid.num_warps, width), np.int32)
-        self.known, self.visible, self.follows = self.rows
+        self.rows = np.zeros((4, machine.grid.num_warps, width), np.int32)
+        self.known, self.visible, self.follows, self.ordered = self.rows
+        self.usable = np.zeros_like(self.ordered)  # of ``ordered``, what the warp's fence took over
         self.fenced = np.zeros_like(self.rows)  # what a fence of the warp released
         self.known[warps, self.slot] = self.follows[warps, self.slot] = 1
 
     # -- synchronisation ---------------------------------------------------------------------------
 
     def give(self, warp: int, relaxed: bool = False) -> np.ndarray:
-        """What ``warp`` releases, (3, slots); what it does from now on counts as later."""
+        """What ``warp`` releases, (4, slots); what it does from now on counts as later."""
         given = (self.fenced if relaxed else self.rows)[:, warp].copy()
         given[2] = self.follows[warp]
         self._count(warp)
@@ -70,6 +75,11 @@ class Clocks:
         if given is not None:
             mine = self.rows[:, warp, : given.shape[1]]
             np.maximum(mine, given, out=mine)
+
+    @staticmethod
+    def release(given: np.ndarray, slot: int, count: int) -> None:
+        """What is given includes the agent's first ``count`` operations: those of a commit."""
+        given[[0, 3], slot] = np.maximum(given[[0, 3], slot], count)
 
     def learn(self, warp: int, slot: int, count: int) -> None:
         """``warp`` has waited for the agent's first ``count`` operations (or phases)."""
@@ -125,7 +135,8 @@ class Clocks:
     def _widen(self) -> None:
         """Twice as many slots."""
         self.rows, self.fenced = (np.concatenate([a, 0 * a], 2) for a in (self.rows, self.fenced))
-        self.known, self.visible, self.follows = self.rows
+        self.known, self.visible, self.follows, self.ordered = self.rows
+        self.usable = np.concatenate([self.usable, 0 * self.usable], 1)
 
     def peer(self, warp: int, slot: int) -> int:
         """The warp for which this slot's agent acts, in the cluster of ``warp``."""

@@ -37,7 +37,7 @@ class Lifetimes:
     def __init__(self, machine: Machine) -> None:
         self.m = machine
         self.ended = np.zeros(machine.grid.num_ctas, bool)
-        # what the warps that have returned knew, (3, slots), by CTA
+        # what the warps that have returned knew, (4, slots), by CTA
         self.known: dict[int, np.ndarray] = {}
         self.uses: dict[int, dict[tuple[int, int], RemoteUse]] = {}  # by CTA; slot, barrier's slot
 
@@ -79,7 +79,7 @@ class Lifetimes:
     def _end(self, cta: int) -> None:
         m = self.m
         self.ended[cta] = True
-        known = np.zeros((3, m.clocks.rows.shape[2]), np.int32)
+        known = np.zeros((4, m.clocks.rows.shape[2]), np.int32)
         gone = self.known.pop(cta)
         known[:, : gone.shape[1]] = gone
         for op, did in m.async_accesses.unknown(cta, known[0]):

@@ -27,10 +27,26 @@ from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.parse import Address, Imm, Instruction, Vector
 
 
-@instruction("tcgen05.wait", "tcgen05.fence")
-def nothing(d: Decoder) -> Execute:
-    """ld and st take effect when they execute, so there is nothing to wait for."""
-    return lambda b: None
+@instruction("tcgen05.wait")
+def wait(d: Decoder) -> Execute:
+    """9.7.16.8.3: ld and st take effect when they execute; who has waited is remembered."""
+    d.only("wait", "ld", "st", "sync", "aligned")
+    kind = Kind.LOAD if "ld" in d.mods else Kind.STORE
+
+    def execute(b: Batch) -> None:
+        require_whole_warp(d, b)
+        d.m.tmem.accesses.wait(kind, b.idx[b.any_active()])
+
+    return execute
+
+
+@instruction("tcgen05.fence")
+def fence(d: Decoder) -> Execute:
+    """9.7.16.11.1: what it orders is remembered (see TmemAccesses)."""
+    d.only("fence", "before_thread_sync", "after_thread_sync")
+    if "before_thread_sync" in d.mods:
+        return lambda b: d.m.tmem.accesses.before_sync(b.idx[b.any_active()])
+    return lambda b: d.m.tmem.accesses.after_sync(b.idx[b.any_active()])
 
 
 def cta_group(d: Decoder) -> int:
@@ -109,7 +125,7 @@ class Issuer:
         if not tracked:
             arrive(given)
             return
-        given[0, self._slot] = max(given[0, self._slot], tracked[-1].number)
+        self.m.clocks.release(given, self._slot, tracked[-1].number)
         if tracked[-1].done:
             arrive(given)
             return
@@ -178,9 +194,7 @@ def dealloc(d: Decoder) -> Execute:
             )
             m.tmem.check(cta, first, n, m.grid.name_warp(warp), ins)
             place = Rectangle(cta, 0, 128, first, first + n)
-            m.tmem.shadow.access(warp, place, True, "tcgen05.dealloc", ins)
-            m.async_accesses.touch(place, True, "tcgen05.dealloc", warp, ins)
-            m.tmem.shadow.forget(place)
+            m.tmem.shadow.free(warp, place, ins)
             m.tmem.free(cta, first, n)
             m.progress += 1
             m.wake(("tmem", cta))
@@ -318,9 +332,7 @@ class _TmemAccess:
                 int(column[k].min()),
                 int(column[k].max()) + 1,
             )
-            name, warp = "tcgen05.st" if write else "tcgen05.ld", int(b.idx[row])
-            self.m.tmem.shadow.access(warp, place, write, name, self.d.ins)
-            self.m.async_accesses.touch(place, write, name, warp, self.d.ins)
+            self.m.tmem.shadow.access(int(b.idx[row]), place, write, self.d.ins)
 
 
 @instruction("tcgen05.ld")

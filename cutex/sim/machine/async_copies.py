@@ -110,7 +110,7 @@ class AsyncCopies:
         given = clocks.give(warp)
         issued = [c for c in self.unwaited.get(warp, ()) if (lanes & (c.group >= 0)).any()]
         if issued:
-            given[0, clocks.agent(Kind.COPY, warp)] = issued[-1].op.number
+            clocks.release(given, clocks.agent(Kind.COPY, warp), issued[-1].op.number)
         waited = [c for c in issued if not c.op.done]
         left = len(waited)
 
