@@ -31,10 +31,11 @@ from cutex.sim.scheduler import Scheduler
 @dataclass
 class SimReport:
     """What a simulated run did. ``instructions`` counts warp-instructions, ``counts`` them by
-    opcode.
+    opcode; ``advisories`` break the letter of the PTX ISA, and are no failure.
     """
 
     findings: list[Finding] = field(default_factory=list)
+    advisories: list[Finding] = field(default_factory=list)
     instructions: int = 0
     launches: int = 0
     ctas: int = 0
@@ -118,7 +119,7 @@ class Simulation:
     ) -> None:
         self.programs, self.tensors, self.order, self.seed = programs, tensors, order, seed
         self.report = SimReport()
-        self._findings: dict[tuple[str, str], Finding] = {}
+        self._found: dict[tuple[str, str, bool], Finding] = {}
 
     def launch(self, what: Launch) -> None:
         """Runs every CTA of ``what`` to its end. Raises SimError for what cannot go on."""
@@ -170,8 +171,9 @@ class Simulation:
                 counts[ins.op] += n
         report.counts = dict(counts.most_common())
         for finding in machine.findings:
-            self._findings.setdefault((finding.rule, finding.where), finding)
-        report.findings = list(self._findings.values())
+            self._found.setdefault((finding.rule, finding.where, finding.advisory), finding)
+        report.findings = [f for f in self._found.values() if not f.advisory]
+        report.advisories = [f for f in self._found.values() if f.advisory]
 
 
 def _check_launch(program: Program, what: Launch) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cutex.sim.errors import Deadlock, SimError
+from cutex.sim.hazards.tmem_shadow import load_sites
 from cutex.sim.isa import definitions, wgmma  # noqa: F401 - the first registers instructions
 from cutex.sim.machine.batch import ARRIVED, RETRY, Batch
 from cutex.sim.machine.divergence import BLOCKED, DONE, RUNNING, YIELDED
@@ -39,6 +40,7 @@ class Scheduler:
         self.code = machine.program.code
         self.decoded: list[Execute | None] = [None] * len(self.code)
         self.watched = _watched(machine.program)
+        self.loaded = load_sites(machine.program)[1]
         self.guards = [
             None if i.guard is None else machine.registers[1][i.guard.index] for i in self.code
         ]
@@ -176,8 +178,10 @@ class Scheduler:
             execute = decoded[pc]
             if execute is None:
                 execute = decoded[pc] = decode(ins, m)
-            if pc in self.watched and m.warpgroups.warps:
-                m.warpgroups.check_registers(batch, *self.watched[pc], ins)
+            if pc in self.loaded:
+                m.tmem.accesses.use(batch, pc)
+            if pc in self.watched:
+                m.warpgroups.access(batch, *self.watched[pc], ins)
             verdict = execute(batch)
             polled = polled or self.polls[pc]
             if at_once and m.flight.count:
@@ -253,6 +257,8 @@ class Scheduler:
         batch.mask = base
         gone = self.lanes.leave(batch, leaving, pc)
         m.progress += 1
+        if len(gone):
+            m.lifetimes.warps_left(gone)
         for cta in np.unique(m.grid.warp_cta[batch.idx]).tolist():
             m.named.threads_left(cta)
         for cta in np.unique(m.grid.warp_cta[gone]).tolist():

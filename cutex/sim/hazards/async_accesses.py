@@ -14,13 +14,13 @@ agent, with counts of the vector clocks (see clocks).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cutex.sim.hazards.clocks import NEVER
-from cutex.sim.machine.operation import Agent, Operation, Place, Span
+from cutex.sim.machine.operation import Agent, Operation, Place, Rectangle, Span
 from cutex.sim.ptx.parse import Instruction
 
 if TYPE_CHECKING:
@@ -85,28 +85,29 @@ class AsyncAccesses:
     def issue(self, op: Operation) -> None:
         """``op`` accesses its places from here on: it must come after what is there."""
         clocks = self.m.clocks
-        known = clocks.known[op.waited_by].min(0).tolist()
+        everyone = clocks.known[op.issuers].min(0).tolist()
         for write, places in ((False, op.reads), (True, op.writes)):
             for place in places:
+                issuers, known = op.issuers, everyone
+                if place.part is not None:
+                    issuers = [issuers[place.part]]
+                    known = clocks.known[issuers[0]].tolist()
                 if isinstance(place, Span):
-                    for warp in op.waited_by:
-                        clocks.asynchronous(warp, place, write, op.what, op.instruction)
+                    for warp in issuers:
+                        self.m.smem_shadow.asynchronous(warp, place, write, op)
                 else:
                     self.m.tmem.shadow.issue(op.warp, place, write, op.what, op.instruction)
                 self._check(op, self._track(place), place, write, known)
         for place in op.reads:
             track = self._track(place)
-            for slot, count in self._agents(op, place.cta):
+            for slot, count in self._agents(op, place):
                 if slot not in track.reads:
                     track.reads[slot] = Last(self.m.grid.num_ctas)
                 track.reads[slot].set(place.cta, slot, count, op)
         for place in op.writes:
             track = self._track(place)
-            for inner in track.covers:
-                inner.write.count[place.cta] = 0
-                for last in inner.reads.values():
-                    last.count[place.cta] = 0
-            ((slot, count),) = self._agents(op, place.cta)
+            self._forget(track, place.cta)
+            ((slot, count),) = self._agents(op, place)
             track.write.set(place.cta, slot, count, op)
 
     def _check(
@@ -119,8 +120,10 @@ class AsyncAccesses:
                     before = last.operation[cta]
                     assert before is not None
                     if before.queue != op.queue:
-                        self._race(op.what, verb, op.warp, op.instruction, place, before, did)
-                        return
+                        part = _known_in_part(before, known)
+                        self._race(op.what, verb, op.warp, op.instruction, place, before, did, part)
+                        if not part:
+                            return
 
     @staticmethod
     def _lasts(track: Track, write: bool) -> Iterator[tuple[Last, str]]:
@@ -144,26 +147,68 @@ class AsyncAccesses:
                 if last.operation[place.cta] is op and last.count[place.cta]:
                     last.count[place.cta] = barrier.phases + 1
 
-    def _agents(self, op: Operation, cta: int) -> list[Agent]:
+    def unknown(self, cta: int, known: np.ndarray) -> Iterator[tuple[Operation, str]]:
+        """Operations on the shared memory of ``cta`` that ``known`` (slots,) does not include, and
+        what they do there.
+        """
+        for track in self.spans:
+            for last, did in self._lasts(track, True):
+                if last.count[cta] > known[last.slot[cta]]:
+                    op = last.operation[cta]
+                    assert op is not None
+                    yield op, "writes" if did == "write" else "reads"
+
+    def _agents(self, op: Operation, place: Place) -> list[Agent]:
+        """Those who tell of the end of its access to ``place``."""
         if op.agents:
-            return op.agents
-        return [(self.m.mbarriers.barriers[op.signal_on(cta)].slot, NEVER)]
+            return op.agents if place.part is None else [op.agents[place.part]]
+        return [(self.m.mbarriers.barriers[op.signal_on(place.cta)].slot, NEVER)]
 
     # -- accesses by warps -------------------------------------------------------------------------
 
-    def touch(self, place: Place, write: bool, what: str, warp: int, ins: Instruction) -> None:
-        """A synchronous access by a warp to one place."""
+    def touch(
+        self,
+        place: Rectangle,
+        write: bool,
+        what: str,
+        warp: int,
+        ins: Instruction,
+        usable: np.ndarray,
+    ) -> None:
+        """An access by a warp to tensor memory, which comes after ``usable`` by the letter."""
         if not self.tracks:
             return
         known, cta = self.m.clocks.known[warp], place.cta
+        verb = "overwrites" if write else "reads"
         for other in self._track(place).meets:
             for last, did in self._lasts(other, write):
-                if last.count[cta] > known[last.slot[cta]]:
-                    before = last.operation[cta]
+                before, slot, count = last.operation[cta], last.slot[cta], last.count[cta]
+                if count > known[slot]:
                     assert before is not None
-                    verb = "overwrites" if write else "reads"
                     self._race(what, verb, warp, ins, place, before, did)
                     return
+                if count > usable[slot]:
+                    assert before is not None
+                    self.m.findings.add(
+                        "race",
+                        f"{what} of {self.m.grid.name_warp(warp)} {verb} {place} after "
+                        f"{before.what} at {before.instruction.where()}: by the letter, a "
+                        "tcgen05.fence::after_thread_sync is missing behind the wait",
+                        ins,
+                        advisory=True,
+                    )
+
+    def forget(self, place: Place) -> None:
+        """The place is given back: it is nobody's."""
+        if self.tracks:
+            self._forget(self._track(place), place.cta)
+
+    @staticmethod
+    def _forget(track: Track, cta: int) -> None:
+        for inner in track.covers:
+            inner.write.count[cta] = 0
+            for last in inner.reads.values():
+                last.count[cta] = 0
 
     def lanes(
         self,
@@ -191,8 +236,10 @@ class AsyncAccesses:
                     assert before is not None
                     place = Span(int(cta[k]), int(offset[k]), int(offset[k]) + width)
                     what, verb = ("a store", "overwrites") if write else ("a load", "reads")
-                    self._race(what, verb, int(warps[k]), ins, place, before, did)
-                    return
+                    part = _known_in_part(before, self.m.clocks.known[warps[k]])
+                    self._race(what, verb, int(warps[k]), ins, place, before, did, part)
+                    if not part:
+                        return
 
     def _near(self, low: int, high: int) -> list[Track]:
         """Tracks of shared memory whose bounds meet ``[low, high)``."""
@@ -214,11 +261,17 @@ class AsyncAccesses:
         place: Place,
         other: Operation,
         did: str,
+        in_part: bool = False,
     ) -> None:
         m = self.m
         issued = f"issued by {m.grid.name_warp(other.warp)} at {other.instruction.where()}"
         message = f"{what} of {m.grid.name_warp(warp)} {verb} {place} "
-        if other.done:
+        if in_part:
+            message += (
+                f"which {other.what} {issued} read: what this warp has waited for says that it is "
+                "complete for some of the four warps, not for all"
+            )
+        elif other.done:
             done = "wrote" if did == "write" else "read"
             message += (
                 f"which {other.what} {issued} {done}: it is complete, but nothing that this warp "
@@ -229,7 +282,7 @@ class AsyncAccesses:
             message += f"while it is still being {doing} by {other.what} {issued}"
         if other.signals:
             message += f"; {self._last_wait(warp, other.signals[0])}"
-        m.findings.add("race", message, ins)
+        m.findings.add("race", message, ins, advisory=in_part)
 
     def _last_wait(self, warp: int, barrier: tuple[int, int]) -> str:
         """What the racing warp knows of the barrier on which the operation completes."""
@@ -244,3 +297,12 @@ class AsyncAccesses:
             f"{ins.where()}: that passed after {phases} completed "
             f"phase{'s' if phases != 1 else ''}, {m.mbarriers.phases(*barrier)} are complete now"
         )
+
+
+def _known_in_part(op: Operation, known: Sequence[int] | np.ndarray) -> bool:
+    """Whether one of the warps of a wgmma is known to have waited for it.
+
+    NOTE: to the PTX ISA (9.7.15.7.3) it is one operation of the warpgroup, whose completion one
+    warp may tell of; kernels of NVIDIA rely on it. Their tensor cores are four.
+    """
+    return any(known[slot] >= count for slot, count in op.agents)

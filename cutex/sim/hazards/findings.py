@@ -12,11 +12,14 @@ class Findings:
     """What the simulator holds against a kernel, in the order in which it was found."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, int], Finding] = {}
+        self._found: dict[tuple[str, int, bool], Finding] = {}
 
-    def add(self, rule: str, message: str, instruction: Instruction) -> None:
+    def add(
+        self, rule: str, message: str, instruction: Instruction, advisory: bool = False
+    ) -> None:
         self._found.setdefault(
-            (rule, instruction.line), Finding(rule, message, instruction.where())
+            (rule, instruction.line, advisory),
+            Finding(rule, message, instruction.where(), advisory),
         )
 
     def __iter__(self) -> Iterator[Finding]:

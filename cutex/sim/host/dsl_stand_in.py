@@ -75,11 +75,12 @@ class Calls:
         total.ctas += new.ctas
         total.instructions += new.instructions
         total.seconds += new.seconds
-        known = {(f.rule, f.where) for f in total.findings}
-        for finding in new.findings:
-            if (finding.rule, finding.where) not in known:
-                total.findings.append(finding)
-                self.tell(finding)
+        for mine, theirs in ((total.findings, new.findings), (total.advisories, new.advisories)):
+            known = {(f.rule, f.where) for f in mine}
+            for finding in theirs:
+                if (finding.rule, finding.where) not in known:
+                    mine.append(finding)
+                    self.tell(finding)
 
 
 class Simulated:

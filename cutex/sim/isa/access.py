@@ -153,8 +153,9 @@ class Access:
         """Reports a race with other warps' accesses, and with operations on these bytes."""
         m = self.m
         if not self.synchronises:
-            m.clocks.generic(warps, cta, offset, width, write, self.d.ins)
+            m.smem_shadow.generic(warps, cta, offset, width, write, self.d.ins)
         m.async_accesses.lanes(warps, cta, offset, width, write, self.d.ins)
+        m.lifetimes.lanes(warps, cta, write, self.d.ins)
 
 
 def _bytes(words: np.ndarray) -> np.ndarray:

@@ -187,6 +187,12 @@ class SharedOperand:
         low, high = int(self.chunks.min()) * 16, int(self.chunks.max()) * 16 + 16
         return Span(self.cta, low, high, self.chunks, self.shape)
 
+    def quarter(self, which: int, part: int) -> Span:
+        """A quarter of its rows, which the ``part``-th of four warps reads."""
+        chunks = np.split(self.chunks, 4, axis=1 if self.form.mn_major else 0)[which]
+        low, high = int(chunks.min()) * 16, int(chunks.max()) * 16 + 16
+        return Span(self.cta, low, high, chunks, (*self.shape, which), part)
+
     def values(self) -> np.ndarray:
         """(rows, K) float32."""
         raw = self.raw()

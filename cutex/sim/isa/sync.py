@@ -363,9 +363,12 @@ def mbarrier_arrive(d: Decoder) -> Execute:
     def execute(b: Batch) -> None:
         amounts = np.broadcast_to(amount(b), (b.n, 32)) if amount else None
         tokens = np.zeros((b.n, 32), np.uint64)
-        given = {int(w): d.m.clocks.give(int(w)) for w in b.idx[b.any_active()]}
-        for row, lane, cta, offset in barrier.each(b):
+        places = list(barrier.each(b))
+        for row, _, cta, offset in places:
             d.m.mbarriers.use(cta, offset, int(b.idx[row]), d.ins)
+            d.m.mbarriers.reach(cta, offset, int(b.idx[row]), "an arrival", d.ins)
+        given = {int(w): d.m.clocks.give(int(w)) for w in b.idx[b.any_active()]}
+        for row, lane, cta, offset in places:
             d.m.mbarriers.give(cta, offset, given[int(b.idx[row])], d.ins)
             who = f"{d.m.grid.name_warp(int(b.idx[row]))} lane {lane}"
             n = int(amounts[row, lane]) if amounts is not None else 1
@@ -394,6 +397,7 @@ def mbarrier_tx(d: Decoder) -> Execute:
         for row, lane, cta, offset in barrier.each(b):
             warp = int(b.idx[row])
             d.m.mbarriers.use(cta, offset, warp, d.ins)
+            d.m.mbarriers.reach(cta, offset, warp, f"a {d.parts[1]}", d.ins)
             change(cta, offset, int(sizes[row, lane]), d.m.grid.name_warp(warp), d.ins)
 
     return execute

@@ -15,6 +15,7 @@ import numpy as np
 
 from cutex.sim.errors import BadAddress, BadOperand, BarrierMisuse
 from cutex.sim.hazards.clocks import Kind
+from cutex.sim.hazards.lifetimes import RemoteUse
 from cutex.sim.isa.sync import require_whole_warp
 from cutex.sim.machine.batch import RETRY, Batch
 from cutex.sim.machine.machine import Machine
@@ -26,10 +27,26 @@ from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.parse import Address, Imm, Instruction, Vector
 
 
-@instruction("tcgen05.wait", "tcgen05.fence")
-def nothing(d: Decoder) -> Execute:
-    """ld and st take effect when they execute, so there is nothing to wait for."""
-    return lambda b: None
+@instruction("tcgen05.wait")
+def wait(d: Decoder) -> Execute:
+    """9.7.16.8.3: ld and st take effect when they execute; who has waited is remembered."""
+    d.only("wait", "ld", "st", "sync", "aligned")
+    kind = Kind.LOAD if "ld" in d.mods else Kind.STORE
+
+    def execute(b: Batch) -> None:
+        require_whole_warp(d, b)
+        d.m.tmem.accesses.wait(kind, b.idx[b.any_active()])
+
+    return execute
+
+
+@instruction("tcgen05.fence")
+def fence(d: Decoder) -> Execute:
+    """9.7.16.11.1: what it orders is remembered (see TmemAccesses)."""
+    d.only("fence", "before_thread_sync", "after_thread_sync")
+    if "before_thread_sync" in d.mods:
+        return lambda b: d.m.tmem.accesses.before_sync(b.idx[b.any_active()])
+    return lambda b: d.m.tmem.accesses.after_sync(b.idx[b.any_active()])
 
 
 def cta_group(d: Decoder) -> int:
@@ -108,7 +125,7 @@ class Issuer:
         if not tracked:
             arrive(given)
             return
-        given[0, self._slot] = max(given[0, self._slot], tracked[-1].number)
+        self.m.clocks.release(given, self._slot, tracked[-1].number)
         if tracked[-1].done:
             arrive(given)
             return
@@ -152,7 +169,7 @@ def alloc(d: Decoder) -> Execute:
                 continue
             target, offset = m.grid.shared_location(b.idx[row : row + 1], where[row : row + 1])
             m.check_shared(b.idx[row : row + 1], np.zeros(1, int), target, offset, 4, ins)
-            m.clocks.generic(b.idx[row : row + 1], target, offset, 4, True, ins)
+            m.smem_shadow.generic(b.idx[row : row + 1], target, offset, 4, True, ins)
             m.smem[target[0], offset[0] : offset[0] + 4] = as_bytes(np.array([first], np.uint32))[0]
             m.progress += 1
         return out if out.any() else None
@@ -177,9 +194,7 @@ def dealloc(d: Decoder) -> Execute:
             )
             m.tmem.check(cta, first, n, m.grid.name_warp(warp), ins)
             place = Rectangle(cta, 0, 128, first, first + n)
-            m.tmem.shadow.access(warp, place, True, "tcgen05.dealloc", ins)
-            m.async_accesses.touch(place, True, "tcgen05.dealloc", warp, ins)
-            m.tmem.shadow.forget(place)
+            m.tmem.shadow.free(warp, place, ins)
             m.tmem.free(cta, first, n)
             m.progress += 1
             m.wake(("tmem", cta))
@@ -317,9 +332,7 @@ class _TmemAccess:
                 int(column[k].min()),
                 int(column[k].max()) + 1,
             )
-            name, warp = "tcgen05.st" if write else "tcgen05.ld", int(b.idx[row])
-            self.m.tmem.shadow.access(warp, place, write, name, self.d.ins)
-            self.m.async_accesses.touch(place, write, name, warp, self.d.ins)
+            self.m.tmem.shadow.access(int(b.idx[row]), place, write, self.d.ins)
 
 
 @instruction("tcgen05.ld")
@@ -422,6 +435,11 @@ def _arriver(
 ) -> Callable[[np.ndarray], None]:
     def complete(given: np.ndarray) -> None:
         for target in targets:
+            if target != m.grid.warp_cta[warp]:
+                after = m.mbarriers.get(target, offset, ins)
+                number = int(given[0, m.clocks.agent(Kind.TENSOR, warp)])
+                use = RemoteUse(number, after.phases + 1, "the commit", warp, ins)
+                m.lifetimes.use(target, m.clocks.agent(Kind.TENSOR, warp), use, after)
             m.mbarriers.give(target, offset, given, ins)
             m.mbarriers.arrive(
                 target, offset, 1, f"tcgen05.commit of {m.grid.name_warp(warp)}", ins

@@ -21,14 +21,14 @@ from cutex.sim.isa.sync import require_whole_warp
 from cutex.sim.machine.batch import RETRY, Batch
 from cutex.sim.machine.operation import Engine, Operation
 from cutex.sim.machine.waits import Wait
-from cutex.sim.machine.warpgroup import Descriptors, Group, Rendezvous
+from cutex.sim.machine.warpgroup import Descriptors, Group, Rendezvous, Unwaited
 from cutex.sim.numerics.fp8_sum import add_products
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.parse import Imm, Instruction, Operand, Reg, Vector
 
 
 def accumulator_registers(code: list[Instruction]) -> set[int]:
-    """32-bit registers that any wgmma of the program uses: only these need `check_registers`."""
+    """32-bit registers that any wgmma of the program uses: of use to `WarpgroupMma.access`."""
     found: set[int] = set()
     for ins in code:
         if ins.op.startswith("wgmma.mma_async"):
@@ -40,8 +40,13 @@ def accumulator_registers(code: list[Instruction]) -> set[int]:
 
 @instruction("wgmma.fence")
 def fence(d: Decoder) -> Execute:
-    """9.7.15.7.1: registers are written in program order here, so it has nothing to order."""
-    return lambda b: None
+    """9.7.15.7.1: registers are written in program order here; what it orders is remembered."""
+
+    def execute(b: Batch) -> None:
+        require_whole_warp(d, b)
+        d.m.warpgroups.fence(b.idx[b.any_active()])
+
+    return execute
 
 
 @instruction("wgmma.commit_group")
@@ -73,7 +78,6 @@ def wait(d: Decoder) -> Execute:
             groups = state.committed
             while groups and not groups[0].in_flight:
                 groups.pop(0)
-            state.sources = [s for s in state.sources if s[1].in_flight]
             if any(g.in_flight for g in groups[: max(0, len(groups) - n)]):
                 out[row] = RETRY
                 m.sleep(
@@ -82,6 +86,7 @@ def wait(d: Decoder) -> Execute:
                 )
             else:
                 m.clocks.learn(warp, m.clocks.agent(Kind.TENSOR, warp), state.commits - n)
+                state.waited(state.commits - n)
         return out if out.any() else None
 
     return execute
@@ -178,8 +183,10 @@ class Wgmma:
             state.open.in_flight += 1
             meeting.groups.append((warp, state.open))
             meeting.agents.append((m.clocks.agent(Kind.TENSOR, warp), state.commits + 1))
+            m.warpgroups.check_fence(warp, self.registers + self.a_registers, self.ins)
+            state.results[self.registers] = Unwaited(state.commits + 1, self.ins)
             if self.a_registers:
-                state.sources.append((set(self.a_registers), state.open, self.ins))
+                state.sources[self.a_registers] = Unwaited(state.commits + 1, self.ins)
         if self.a_registers:
             words = m.registers[32][np.ix_(self.a_registers, list(by_warp))]
             fragments = _a_fragment(words, self.a_form.kind)
@@ -193,7 +200,10 @@ class Wgmma:
         reads = [b_op.span()]
         if meeting.descriptors.a is not None:
             a_op = self._shared(key[0], meeting.descriptors.a, self.a_form)
-            reads.append(a_op.span())
+            # NOTE: each warp multiplies its own 16 rows of A, and NVIDIA's kernels rely on it: what
+            # another warp may do with them, the PTX ISA does not say
+            inside = [int(self.m.grid.warp_in_cta[warp]) % 4 for warp, _ in meeting.groups]
+            reads += [a_op.quarter(which, part) for part, which in enumerate(inside)]
             a_values: Callable[[], np.ndarray] = a_op.values
         else:
             a_values = lambda: np.concatenate([meeting.fragments[i] for i in range(4)])
@@ -202,7 +212,7 @@ class Wgmma:
         op = Operation(
             "the wgmma", warp, self.ins, queue, complete, Engine.WGMMA,
             bytes=sum(s.size for s in reads), flops=2 * 64 * self.n * self.k, reads=[*reads],
-            agents=meeting.agents, waited_by=[w for w, _ in meeting.groups],
+            agents=meeting.agents, issuers=[w for w, _ in meeting.groups],
         )  # fmt: skip
         self.m.flight.issue(op)
 

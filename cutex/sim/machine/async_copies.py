@@ -63,7 +63,7 @@ class AsyncCopies:
             last.parts.append(part)
             last.op.bytes += size
             self.m.progress += 1
-            self.m.clocks.copy(warp, words, last.op.number, ins)
+            self.m.smem_shadow.copy(warp, words, last.op.number, ins)
             return
         op = Operation(
             "the cp.async",
@@ -78,7 +78,7 @@ class AsyncCopies:
         pending.append(copy)
         self.unwaited.setdefault(warp, []).append(copy)
         self.m.flight.issue(op)
-        self.m.clocks.copy(warp, words, op.number, ins)
+        self.m.smem_shadow.copy(warp, words, op.number, ins)
 
     def _complete(self, copy: PendingCopy) -> None:
         warp = copy.op.warp
@@ -110,7 +110,7 @@ class AsyncCopies:
         given = clocks.give(warp)
         issued = [c for c in self.unwaited.get(warp, ()) if (lanes & (c.group >= 0)).any()]
         if issued:
-            given[0, clocks.agent(Kind.COPY, warp)] = issued[-1].op.number
+            clocks.release(given, clocks.agent(Kind.COPY, warp), issued[-1].op.number)
         waited = [c for c in issued if not c.op.done]
         left = len(waited)
 

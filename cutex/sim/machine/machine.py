@@ -17,8 +17,10 @@ from cutex.sim.errors import BadAddress
 from cutex.sim.hazards.async_accesses import AsyncAccesses
 from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.hazards.findings import Findings
+from cutex.sim.hazards.lifetimes import Lifetimes
 from cutex.sim.hazards.map_changes import TensorMapChanges
 from cutex.sim.hazards.overwrites import Overwrites
+from cutex.sim.hazards.smem_shadow import SmemShadow
 from cutex.sim.host.capture import Launch
 from cutex.sim.machine.async_copies import AsyncCopies
 from cutex.sim.machine.barriers import ClusterBarriers, NamedBarriers
@@ -127,7 +129,9 @@ class Machine:
         self.last_wait: dict[int, dict[tuple[int, int], PassedWait]] = defaultdict(dict)
         self.register_pools: dict[int, RegisterPool] = {}  # by cta
         self.clocks = Clocks(self)
+        self.smem_shadow = SmemShadow(self)
         self.async_accesses = AsyncAccesses(self)
+        self.lifetimes = Lifetimes(self)
 
     def _place_variables(self) -> int:
         """Offsets of shared, local and module variables; returns the bytes of static smem."""

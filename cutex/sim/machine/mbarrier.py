@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cutex.sim.errors import BarrierMisuse
+from cutex.sim.hazards.lifetimes import RemoteUse
 from cutex.sim.ptx.parse import Instruction
 
 if TYPE_CHECKING:
@@ -120,6 +121,14 @@ class MBarriers:
         clocks = self.machine.clocks
         clocks.take(warp, barrier.released)
         clocks.learn(warp, barrier.slot, barrier.phases)
+
+    def reach(self, cta: int, offset: int, warp: int, what: str, ins: Instruction) -> None:
+        """A warp, which may be of another CTA, is about to arrive, or to change the bytes."""
+        m = self.machine
+        if cta != m.grid.warp_cta[warp]:
+            barrier = self.get(cta, offset, ins)
+            use = RemoteUse(m.clocks.now(warp), barrier.phases + 1, what, warp, ins)
+            m.lifetimes.use(cta, int(m.clocks.slot[warp]), use, barrier)
 
     def invalidate(self, cta: int, offset: int, ins: Instruction) -> None:
         self.get(cta, offset, ins)

@@ -18,7 +18,8 @@ CHUNK = 16  # bytes, the unit of swizzles
 @dataclass
 class Span:
     """Bytes ``[low, high)`` of a CTA's shared memory; ``chunks`` the exact 16-byte pieces where
-    they have gaps. ``form`` says the same of ``chunks`` in short, for look-ups.
+    they have gaps. ``form`` says the same of ``chunks`` in short, for look-ups. ``part``: of the
+    warps that issue the operation together, which one's part this is; None for that of all.
     """
 
     cta: int
@@ -26,6 +27,7 @@ class Span:
     high: int
     chunks: np.ndarray | None = None
     form: Hashable = None
+    part: int | None = None
 
     @property
     def size(self) -> int:
@@ -80,6 +82,7 @@ class Rectangle:
     lane_end: int
     low: int
     high: int
+    part: int | None = None
 
     @property
     def key(self) -> Hashable:
@@ -136,8 +139,8 @@ class Operation:
     """One asynchronous operation.
 
     ``signals``: the mbarriers that it completes on, one of each CTA that it writes, or one for all.
-    ``agents``: those whose knowledge says that it is complete, where that is no mbarrier: the warps
-    of a wgmma, the commits or bulk groups of a thread.
+    ``agents``: those whose knowledge says that it is complete, where that is no mbarrier: of each
+    warp of a wgmma, or of the thread whose commits or bulk groups wait for it.
     """
 
     what: str
@@ -152,13 +155,13 @@ class Operation:
     writes: list[Place] = field(default_factory=list)
     signals: list[Barrier] = field(default_factory=list)
     agents: list[Agent] = field(default_factory=list)
-    waited_by: list[int] = field(default_factory=list)  # warps that issue it together; else its own
+    issuers: list[int] = field(default_factory=list)  # warps that issue it together; else its own
     number: int = 0
     done: bool = False
     then: list[Callable[[], None]] = field(default_factory=list)  # what its completion sets off
 
     def __post_init__(self) -> None:
-        self.waited_by = self.waited_by or [self.warp]
+        self.issuers = self.issuers or [self.warp]
 
     @property
     def is_store(self) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cutex.sim.errors import BadAddress
-from cutex.sim.hazards.tmem_shadow import TmemShadow
+from cutex.sim.hazards.tmem_shadow import TmemAccesses, TmemShadow
 from cutex.sim.machine.memory import POISON32
 from cutex.sim.ptx.parse import Instruction
 
@@ -27,6 +27,7 @@ class TensorMemory:
     def clear(self) -> None:
         self._cells: np.ndarray | None = None
         self._shadow: TmemShadow | None = None
+        self._accesses: TmemAccesses | None = None
         # cta -> (512,) PTX line of the tcgen05.alloc that took the column, 0 where it is free
         self.owner: dict[int, np.ndarray] = {}
         self.relinquished: set[int] = set()  # CTAs that allocate no more
@@ -47,6 +48,12 @@ class TensorMemory:
         if self._shadow is None:
             self._shadow = TmemShadow(self.machine)
         return self._shadow
+
+    @property
+    def accesses(self) -> TmemAccesses:
+        if self._accesses is None:
+            self._accesses = TmemAccesses(self.machine)
+        return self._accesses
 
     def request(self, cta: int, pair: bool, count: int, ins: Instruction) -> int | None:
         """First of ``count`` columns that now belong to the CTA; None if it must wait, for room or,

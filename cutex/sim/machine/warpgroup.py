@@ -34,14 +34,31 @@ class Group:
     in_flight: int = 0
 
 
+class Unwaited(NamedTuple):
+    """Registers of wgmmas that their warp has not waited for."""
+
+    group: int  # number of the last one's group
+    by: Instruction
+
+
+Registers = tuple[int, ...]  # indices in the 32-bit bank
+
+
 @dataclass
 class WarpState:
     open: Group = field(default_factory=Group)
     committed: list[Group] = field(default_factory=list)
     issued: int = 0
     commits: int = 0
-    # A registers in flight
-    sources: list[tuple[set[int], Group, Instruction]] = field(default_factory=list)
+    fenced: bool = False  # once at least
+    results: dict[Registers, Unwaited] = field(default_factory=dict)  # accumulators
+    sources: dict[Registers, Unwaited] = field(default_factory=dict)  # A
+
+    def waited(self, group: int) -> None:
+        """The first ``group`` groups are complete, and the warp knows it."""
+        for unwaited in (self.results, self.sources):
+            for registers in [r for r, u in unwaited.items() if u.group <= group]:
+                del unwaited[registers]
 
 
 class Descriptors(NamedTuple):
@@ -98,6 +115,8 @@ class WarpgroupMma:
 
     def clear(self) -> None:
         self.warps: dict[int, WarpState] = {}
+        shape = self.m.grid.num_warps, self.m.program.registers.get(32, 0)
+        self.touched = np.zeros(shape, bool)  # by other instructions since the last wgmma.fence
         self.accumulators: dict[tuple[int, int], list[Accumulator]] = {}  # by (cta, warpgroup)
         self.meeting: dict[tuple[int, int, int], Rendezvous] = {}  # by (cta, warpgroup, number)
 
@@ -165,29 +184,51 @@ class WarpgroupMma:
         if not acc.loaded.any():
             self.accumulators[key].remove(acc)
 
-    def check_registers(
-        self, b: Batch, read: set[int], written: set[int], ins: Instruction
-    ) -> None:
-        """Finds what touches registers of a wgmma in flight (undefined, 9.7.15.7.1)."""
+    # -- accesses to registers ---------------------------------------------------------------------
+
+    def fence(self, warps: np.ndarray) -> None:
+        """wgmma.fence of these warps."""
+        self.touched[warps] = False
+        for warp in warps.tolist():
+            self.state(warp).fenced = True
+
+    def access(self, b: Batch, read: set[int], written: set[int], ins: Instruction) -> None:
+        """An instruction other than a wgmma reads and writes registers that some wgmma uses."""
+        self.touched[b.idx[:, None], list(read | written)] = True
+        if not self.warps:
+            return
         for warp in map(int, b.idx):
             state = self.warps.get(warp)
             if state is None:
                 continue
-            inside = int(self.m.grid.warp_in_cta[warp])
-            for acc in self.accumulators.get((int(self.m.grid.warp_cta[warp]), inside // 4), ()):
-                if acc.in_flight[inside % 4] and (read | written) & set(acc.registers):
-                    verb = "reads" if read & set(acc.registers) else "writes"
+            for registers, unwaited in state.results.items():
+                if not (read | written).isdisjoint(registers):
+                    verb = "writes" if read.isdisjoint(registers) else "reads"
                     self.m.findings.add(
                         "race",
                         f"{self.m.grid.name_warp(warp)} {verb} an accumulator register before "
-                        f"wgmma.wait_group; it is in flight since {acc.by.where()}",
+                        f"wgmma.wait_group; it is in flight since {unwaited.by.where()}",
                         ins,
                     )
-            for registers, group, by in state.sources:
-                if group.in_flight and written & registers:
+            for registers, unwaited in state.sources.items():
+                if not written.isdisjoint(registers):
                     self.m.findings.add(
                         "race",
                         f"{self.m.grid.name_warp(warp)} writes an A register that the wgmma issued "
-                        f"at {by.where()} may still read",
+                        f"at {unwaited.by.where()} may still read: no wgmma.wait_group says that "
+                        "it is complete",
                         ins,
                     )
+
+    def check_fence(self, warp: int, registers: Registers, ins: Instruction) -> None:
+        """What wgmma accesses comes after a fence of all ordinary accesses (9.7.15.7.1)."""
+        touched = self.touched[warp, list(registers)]
+        if self.state(warp).fenced and not touched.any():
+            return
+        why = "its first wgmma comes without a wgmma.fence before it"
+        if touched.any():
+            why = (
+                "its wgmma accesses a register that the warp has accessed since its last "
+                "wgmma.fence"
+            )
+        self.m.findings.add("race", f"{self.m.grid.name_warp(warp)}: {why}", ins)
