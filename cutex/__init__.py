@@ -10,13 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cutex.ops import matmul
+    from cutex.ops.attention import flash_attn_func, flash_attn_varlen_func
     from cutex.sim import simulate
 
 __version__ = "0.1.0"
 
-_HOMES = {"matmul": "cutex.ops", "simulate": "cutex.sim"}
+_HOMES = {
+    "flash_attn_func": "cutex.ops.attention",
+    "flash_attn_varlen_func": "cutex.ops.attention",
+    "matmul": "cutex.ops",
+    "simulate": "cutex.sim",
+}
 
-__all__ = ["__version__", "matmul", "simulate"]
+__all__ = ["__version__", "flash_attn_func", "flash_attn_varlen_func", "matmul", "simulate"]
 
 
 def __getattr__(name: str) -> Any:

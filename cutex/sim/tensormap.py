@@ -83,6 +83,10 @@ class TensorMap:
             return at
         return None if at[0] % 2 else (at[0] // 2, *at[1:])
 
+    def address_of(self, part: Overlap) -> int:
+        """Of its first element: maps of ragged rows have strides that take it around 2^64."""
+        return (self.address + part.offset) % 2**64
+
     @property
     def traversed(self) -> tuple[int, ...]:
         """Elements that a copy moves along each dimension; the innermost element stride is ignored
@@ -205,7 +209,7 @@ class Overlap:
     """
 
     slices: tuple[slice, ...]
-    offset: int  # bytes from the tensor's address
+    offset: int  # bytes from the tensor's address; added to it modulo 2^64, as hardware does
 
     @property
     def empty(self) -> bool:

@@ -102,7 +102,7 @@ def _window(m: Machine, tmap: TensorMap, part: Overlap, why: str) -> np.ndarray:
     step = [1, *tmap.steps[1:]]
     strides = [st * s for st, s in zip(tmap.strides, step, strict=True)]
     extent = sum((n - 1) * s for n, s in zip(counts, strides, strict=True)) + tmap.itemsize
-    raw = m.memory.view(tmap.address + part.offset, extent, why)
+    raw = m.memory.view(tmap.address_of(part), extent, why)
     return np.lib.stride_tricks.as_strided(
         raw[: tmap.itemsize].view(_word(tmap)), counts[::-1], strides[::-1]
     )
@@ -125,7 +125,7 @@ def _places(
     m: Machine, tmap: TensorMap, part: Overlap, window: np.ndarray
 ) -> tuple[Region, np.ndarray]:
     """The tensor that `window` of it lies in, and the offset of each of its elements, in order."""
-    address = tmap.address + part.offset
+    address = tmap.address_of(part)
     region = m.memory.find(address)
     assert region is not None
     places = np.array(address - region.base)

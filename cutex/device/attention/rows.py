@@ -2,8 +2,9 @@
 write nothing, also where another sequence's rows follow.
 
 A dense side, (batch, seqlen, heads, D), has a mode for the batch, and TMA knows where it ends. A
-ragged one, (total, heads, D), or a dense one of which only some rows count, needs an end that moves. Its tensor map has three modes along the
-rows, x, y and z, whose coordinates for row r of a sequence of `length` rows at `offset` are
+ragged one, (total, heads, D), or a dense one of which only some rows count, needs an end that
+moves. Its tensor map has three modes along the rows, x, y and z, whose coordinates for row r of a
+sequence of `length` rows at `offset` are
 
     x = END - length + r,  y = offset + length,  z = END,  with END = 2^30 the size of mode x
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
 from cutex.device.attention.seqlen_info import SeqlenInfo
@@ -87,3 +88,11 @@ class Rows(NamedTuple):
         if self.pack > 1:
             return (self.pack, rows // self.pack), columns
         return rows, columns
+
+    @cute.jit
+    def tiles(
+        self, head: Int32, batch: Int32, seqlen: SeqlenInfo, tile: cutlass.Constexpr
+    ) -> cute.Tensor:
+        """The tiles, (rows, columns), of one head of one sequence: (bRows, bColumns, Rest)."""
+        first = ((0, None), 0) if self.pack > 1 else (None, 0)
+        return cute.local_tile(self.of(head, batch, seqlen), self.tiler(*tile), first)

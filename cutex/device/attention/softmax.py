@@ -4,27 +4,34 @@ Scores arrive in blocks of columns. Each row keeps a reference, the largest scor
 last set, and the sum of 2^(scale * (score - reference)). When a block raises the maximum, what was
 summed up so far is scaled down (Milakov and Gimelshein, arXiv 1805.02867; FlashAttention).
 
-The reference need not be the maximum. As long as the maximum exceeds it by less than `slack` powers
+The reference need not be the maximum: as long as the maximum exceeds it by less than `slack` powers
 of two, the exponentials stay below 2^slack, which fp32 sums and 16-bit probabilities hold as well
 as ones below 1; so a warp whose rows all stay within it leaves sums and outputs as they are
 (FlashAttention-4's conditional rescaling).
+
+Nor need the maximum be known. Scores of one row seldom spread further than bf16's exponent reaches,
+so `add` takes the reference of the blocks before as it is and looks for no larger score, and
+`finish` tells from the sums whether that went well; where it did not, the rows are done again with
+`next`. (Like the unified maximum of FlashDecoding++, arXiv 2311.01282, with a reference of each
+row's own.)
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, cute
+from cutlass import Boolean, Float32, cute
 
-from cutex.device.atoms.scalar import exp2, log2, reciprocal
+from cutex.device.atoms.scalar import exp2, exp2_fma, log2, reciprocal
 
 LN2 = 0.6931471805599453
+TRUSTED_SUM = 2.0**30  # of exponentials: far from the largest bf16 and fp32, V's size included
 LOG2_E = 1.4426950408889634
 
 
 def rows_of(acc: cute.Tensor) -> cute.Tensor:
-    """A thread's part of a wgmma accumulator, ((2, 2, N / 8), 1, 1), as (rows, columns): (2, N/4)."""
+    """A thread's part of a wgmma accumulator, ((2, 2, N/8), 1, 1), as (rows, columns): (2, N/4)."""
     columns = cute.size(acc) // 4
     return cute.make_tensor(acc.iterator, cute.make_layout((2, (2, columns)), stride=(2, (1, 4))))
 
@@ -47,21 +54,23 @@ def row_max(scores: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
     return cute.arch.fmax(a, b)
 
 
-class Softmax(NamedTuple):
+@dataclass(frozen=True)
+class Softmax:
     """References and sums of a thread's two rows."""
 
     reference: cute.Tensor  # (2) in units of scores; -inf before the first key
     sums: cute.Tensor  # (2) of this thread's columns alone
     scale_log2: Float32  # powers of two in a unit of scores
     slack: float  # powers of two by which the maximum may exceed the reference
+    on_fma: int  # of 16 exponentials, how many `add` takes on FMA units
 
     @staticmethod
-    def start(scale_log2: Float32, slack: float) -> Softmax:
+    def start(scale_log2: Float32, slack: float, on_fma: int = 0) -> Softmax:
         """Before the first block."""
         rows = cute.make_layout(2)
         reference = cute.make_rmem_tensor(rows, Float32)
         sums = cute.make_rmem_tensor(rows, Float32)
-        return Softmax(reference, sums, scale_log2, slack)
+        return Softmax(reference, sums, scale_log2, slack, on_fma)
 
     @cute.jit
     def first(self, scores: cute.Tensor) -> None:
@@ -94,17 +103,20 @@ class Softmax(NamedTuple):
 
     @cute.jit
     def add(self, scores: cute.Tensor) -> None:
-        """Turn a further block of scores into exponentials, references being what they are."""
+        """Turn a further block of scores into exponentials of the reference that there is."""
         for r in cutlass.range_constexpr(2):
-            self.sums[r] += self._exponentials(scores, r)
+            self.sums[r] += self._exponentials(scores, r, self.on_fma)
 
     @cute.jit
-    def _exponentials(self, scores: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
+    def _exponentials(
+        self, scores: cute.Tensor, r: cutlass.Constexpr[int], on_fma: cutlass.Constexpr[int] = 0
+    ) -> Float32:
         """Turn row r into exponentials; returns their sum."""
         shift = self._finite(self.reference[r]) * self.scale_log2
         columns = cute.size(scores, mode=[1])
         for c in cutlass.range_constexpr(columns):
-            scores[r, c] = exp2(scores[r, c] * self.scale_log2 - shift)
+            power = exp2_fma if c * on_fma % 16 < on_fma else exp2  # evenly spread
+            scores[r, c] = power(scores[r, c] * self.scale_log2 - shift)
         a, b = scores[r, 0], scores[r, 1]
         for c in cutlass.range_constexpr(2, columns, 2):
             a += scores[r, c]
@@ -117,22 +129,28 @@ class Softmax(NamedTuple):
         return Float32(0.0) if x == -Float32.inf else x
 
     @cute.jit
-    def finish(self, sink: Float32 | None, factors: cute.Tensor, lse: cute.Tensor) -> None:
+    def finish(
+        self, sinks: tuple[Float32, ...] | None, factors: cute.Tensor, lse: cute.Tensor
+    ) -> Boolean:
         """After the last block: `factors` (2) get what outputs must be multiplied with, `lse` (2)
-        the natural logarithm of the sums. Rows without keys give 0 and -inf.
+        the natural logarithm of the sums; rows without keys get 0 and -inf. Returns whether the
+        sums are within what `add` may be trusted with.
 
-        `sink` is the score, natural and scaled, of one more key that has no value.
+        `sinks` are, for each row, the score, natural and scaled, of one more key that has no value.
         """
+        trusted = Boolean(True)
         for r in cutlass.range_constexpr(2):
             total = over_quad(self.sums[r], lambda x, y: x + y)
+            trusted = trusted & (total <= TRUSTED_SUM)
             highest = self._finite(self.reference[r]) * self.scale_log2
             scaled = Float32(1.0)
-            if cutlass.const_expr(sink is not None):
-                sink_log2 = sink * LOG2_E
-                new = cute.arch.fmax(highest, sink_log2)
-                scaled = exp2(highest - new)
+            if cutlass.const_expr(sinks is not None):
+                sink_log2 = sinks[r] * LOG2_E
+                new = cute.arch.fmax(highest, sink_log2) if total > 0.0 else sink_log2
+                scaled = exp2(highest - new) if total > 0.0 else Float32(0.0)
                 total = total * scaled + exp2(sink_log2 - new)
                 highest = new
             empty = total == 0.0
-            factors[r] = scaled * (Float32(0.0) if empty else reciprocal(total))
+            factors[r] = Float32(0.0) if empty else scaled * reciprocal(total)
             lse[r] = -Float32.inf if empty else (highest + log2(total)) * LN2
+        return trusted

@@ -1,0 +1,205 @@
+"""UserFunction: a function of a user's own that a kernel traces, known by what it computes.
+
+A compiled kernel may be taken for another only if the functions in it would be traced alike. Where
+a function is written says nothing of that: two lambdas share a line, a global or a helper in
+another file changes. So the key holds what Python runs: the code, what it closes over, its
+defaults, the globals and attributes of modules that it names, and the same of every function among
+these. What cannot be known in this way (an object of a foreign class, an attribute that only
+running tells) makes the key unique, and the kernel is then compiled anew each time it is asked for.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import functools
+import hashlib
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+from uuid import uuid4
+
+_VALUES = (type(None), bool, int, float, complex, str, bytes, type(...))
+_FIXED = {"cutlass", "numpy", "torch", *sys.stdlib_module_names}  # as their versions have them
+_EVASIVE = {"eval", "exec", "globals", "locals", "vars", "getattr", "__import__"}
+
+
+class Unkeyable(Exception):
+    """What a value computes cannot be told from looking at it."""
+
+
+class UserFunction:
+    """A user's function, to be called as it is; equal to others that compute the same alike.
+
+    `cacheable` says whether its key holds in other processes too. `is_current()` tells, at the cost
+    of a few comparisons, whether what it refers to is still what it was keyed by.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self._watched: list[tuple[Callable[[], Any], Any]] = []
+        self._stable = True  # all that can change without notice is watched
+        digest = hashlib.sha256()
+        try:
+            for part in _Reader(self).parts(function):
+                digest.update(part.encode() + b"\0")
+            self.key, self.cacheable = digest.hexdigest()[:24], True
+        except Unkeyable as reason:
+            self.key, self.cacheable = f"{uuid4().hex}: {reason}", False
+            self._stable = False
+
+    def is_current(self) -> bool:
+        return self._stable and all(look() is value for look, value in self._watched)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, UserFunction) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        inner = inspect.unwrap(self.function)
+        name = getattr(inner, "__qualname__", type(inner).__name__)
+        return f"UserFunction({name}, {self.key})"
+
+
+class _Reader:
+    """Writes down what a function is made of, and lets its owner watch what may change."""
+
+    def __init__(self, owner: UserFunction) -> None:
+        self.owner = owner
+        self.seen: dict[int, int] = {}
+
+    def parts(self, value: Any) -> Iterator[str]:
+        kind = type(value)
+        if kind in _VALUES:
+            yield f"{kind.__name__} {value!r}"
+        elif kind in (tuple, frozenset, list, dict, set):
+            # NOTE: what can change without becoming another object cannot be watched
+            self.owner._stable &= kind in (tuple, frozenset)
+            items = list(value.items() if kind is dict else value)
+            yield f"{kind.__name__} of {len(items)}"
+            for item in sorted(items, key=repr) if kind in (set, frozenset) else items:
+                yield from self.parts(item)
+        elif kind is types.ModuleType:
+            yield f"module {value.__name__}"
+        elif kind is types.CodeType:
+            yield from self._code(value)
+        elif _is_fixed(value):
+            yield f"fixed {value.__module__}.{value.__qualname__}"
+        elif id(value) in self.seen:
+            yield f"again {self.seen[id(value)]}"
+        else:
+            self.seen[id(value)] = len(self.seen)
+            yield from self._object(value)
+
+    def _object(self, value: Any) -> Iterator[str]:
+        if isinstance(value, types.FunctionType):
+            yield from self._function(value)
+        elif isinstance(value, types.MethodType):
+            yield "method"
+            yield from self.parts(value.__func__)
+            yield from self.parts(value.__self__)
+        elif isinstance(value, functools.partial):
+            yield "partial"
+            yield from self.parts((value.func, value.args, value.keywords))
+        elif type(value).__module__.startswith("cutlass") and hasattr(value, "value"):
+            yield f"number {type(value).__qualname__}"  # of the DSL, made on the host
+            if not isinstance(value.value, _VALUES):
+                raise Unkeyable(f"a {type(value).__qualname__} that was traced elsewhere")
+            yield from self.parts(value.value)
+        else:
+            raise Unkeyable(f"it refers to a {type(value).__module__}.{type(value).__qualname__}")
+
+    def _function(self, function: types.FunctionType) -> Iterator[str]:
+        wrapped = getattr(function, "__wrapped__", None)
+        if wrapped is not None and _written_in(function) in _FIXED:
+            yield "decorated"  # by the DSL, which traces what it wraps
+            yield from self.parts(wrapped)
+            return
+        yield "function"
+        self._watch(functools.partial(getattr, function, "__code__"), function.__code__)
+        yield from self.parts(function.__code__)
+        for name in ("__defaults__", "__kwdefaults__"):
+            self._watch(functools.partial(getattr, function, name), getattr(function, name))
+            yield from self.parts(getattr(function, name))
+        for cell in function.__closure__ or ():
+            try:
+                held = cell.cell_contents
+            except ValueError:
+                raise Unkeyable("it closes over a variable without a value") from None
+            self._watch(functools.partial(getattr, cell, "cell_contents"), held)
+            yield from self.parts(held)
+        if wrapped is not None:
+            yield from self.parts(wrapped)
+        yield from self._names(function.__code__, function.__globals__)
+
+    def _code(self, code: types.CodeType) -> Iterator[str]:
+        yield f"code {code.co_argcount} {code.co_posonlyargcount} {code.co_kwonlyargcount}"
+        yield f"{code.co_flags} {code.co_names} {code.co_varnames} {code.co_freevars}"
+        yield code.co_code.hex()
+        yield from self.parts(code.co_consts)
+
+    def _names(self, code: types.CodeType, scope: dict[str, Any]) -> Iterator[str]:
+        """The globals that the code names; of those that are modules, what is taken from them."""
+        for path in sorted(set(_paths(code))):
+            name, *attributes = path
+            if name in _EVASIVE:
+                raise Unkeyable(f"it calls {name}")
+            home: Any = scope if name in scope else vars(builtins)
+            if name not in home:
+                raise Unkeyable(f"it names {name}, which has no value")
+            value = home[name]
+            self._watch(functools.partial(home.get, name), value)
+            yield f"global {'.'.join(path)}"
+            while attributes and type(value) is types.ModuleType:
+                if value.__name__.partition(".")[0] in _FIXED:
+                    break
+                owner, attribute = value, attributes.pop(0)
+                if not hasattr(owner, attribute):
+                    raise Unkeyable(f"module {owner.__name__} has no {attribute}")
+                value = getattr(owner, attribute)
+                self._watch(functools.partial(getattr, owner, attribute, None), value)
+            yield from self.parts(value)
+        for inner in code.co_consts:
+            if type(inner) is types.CodeType:
+                yield from self._names(inner, scope)
+
+    def _watch(self, look: Callable[[], Any], value: Any) -> None:
+        self.owner._watched.append((look, value))
+
+
+def _paths(code: types.CodeType) -> Iterator[tuple[str, ...]]:
+    """Every global that the code loads, with the attributes that it loads of it right after."""
+    path: list[str] = []
+    for instruction in dis.get_instructions(code):
+        name = str(instruction.argval)
+        if instruction.opname.startswith("IMPORT"):
+            raise Unkeyable(f"it imports {name}")
+        if path and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            path.append(name)
+            continue
+        if instruction.opname in ("CACHE", "PUSH_NULL", "PRECALL"):
+            continue
+        if path:
+            yield tuple(path)
+        path = [name] if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") else []
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether a class or a function is of Python, the DSL, numpy or torch."""
+    if isinstance(value, types.BuiltinFunctionType):
+        return isinstance(value.__self__, (type(None), types.ModuleType))
+    if isinstance(value, types.FunctionType):
+        return _written_in(value) in _FIXED and _written_in(inspect.unwrap(value)) in _FIXED
+    return isinstance(value, type) and value.__module__.partition(".")[0] in _FIXED
+
+
+def _written_in(function: Any) -> str:
+    """The package in whose files a function stands, whoever it claims to be."""
+    return str(getattr(function, "__globals__", {}).get("__name__", "")).partition(".")[0]

@@ -1,0 +1,309 @@
+"""cutex.flash_attn_func and flash_attn_varlen_func: attention forward as PyTorch operators.
+
+Eager calls look up a plan by dtypes, shapes, strides and options and launch it; the registered
+operator torch.ops.cutex.flash_attn serves torch.compile, autograd and all that torch wraps tensors
+in. The first call with a new combination of head dims, dtype and options compiles (seconds, once;
+kept on disk), so call once before a CUDA graph captures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutex.ops.attention_backward import gradients, why_no_gradient
+from cutex.ops.attention_call import AttentionCall, Window, check
+from cutex.ops.attention_plan import Plan, check_device, longest_q, on
+from cutex.ops.plain import is_plain, nobody_watches
+
+Mod = Callable[..., Any] | None
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (None, None),
+    softcap: float = 0.0,
+    learnable_sink: Tensor | None = None,
+    return_lse: bool = False,
+    *,
+    score_mod: Mod = None,
+    mask_mod: Mod = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(mask(softmax_scale * q @ k.T)) @ v, as FlashAttention's function of this name.
+
+    q (batch, seqlen_q, heads, head dim), k (batch, seqlen_k, heads_kv, head dim), v (batch,
+    seqlen_k, heads_kv, head dim of v): bfloat16 or float16, all alike, accumulated in fp32; heads a
+    multiple of heads_kv; head dims 64, 96, 128, 192, 256, or 192 with 128 of v. Any strides; what
+    TMA cannot step through (a head dim that is not contiguous; a base or another stride that is no
+    multiple of 16 bytes) is copied first.
+    softmax_scale: 1 / sqrt(head dim) by default.
+    causal: query i sees keys j <= i + seqlen_k - seqlen_q, so that the last query sees all.
+    window_size: (left, right), how many keys on either side of that last one a query sees; None is
+        all of them. causal closes the right side.
+    softcap: scores s become softcap * tanh(s / softcap); 0 is none.
+    learnable_sink: (heads,), one more score for each row, whose value is zero.
+    score_mod: a function of (score, batch, head, query, key), DSL numbers, that returns the score;
+        mask_mod: one of (batch, head, query, key) that returns whether the key is seen. @cute.jit
+        if they branch. What they read besides is compiled in.
+    return_lse: return (out, lse), lse (batch, heads, seqlen_q) float32, the natural logarithm of
+        the sum of the exponentials of a row's scores, the sink's included.
+
+    Returns out (batch, seqlen_q, heads, head dim of v), contiguous. A row that sees no key is 0 and
+    has an lse of -inf, or of its sink. Differentiable in q, k, v and learnable_sink by torch's own
+    flash backward, except with softcap, score_mod or mask_mod, and not through lse. Raises
+    TypeError or ValueError, in one sentence that names the argument, for what does not fit, and
+    where there is no Hopper GPU.
+    """
+    if _is_compiling():
+        return _through_operator(
+            AttentionCall(q, k, v, softmax_scale=softmax_scale, causal=causal,
+                          window_size=window_size, softcap=softcap, learnable_sink=learnable_sink,
+                          score_mod=score_mod, mask_mod=mask_mod), return_lse
+        )  # fmt: skip
+    key: tuple[Any, ...] | None
+    try:
+        key = (
+            q.dtype, q.shape, q.stride(), k.dtype, k.shape, k.stride(), v.dtype, v.shape,
+            v.stride(), softmax_scale, causal, window_size, softcap, return_lse,
+        )  # fmt: skip
+        if not (learnable_sink is score_mod is mask_mod is None):
+            key += (_described(learnable_sink), score_mod, mask_mod)
+        if _several_gpus:
+            key += (q.get_device(),)
+        plan = _plans.get(key)
+        if (
+            plan is not None
+            and not (_grad_enabled() and _wants_gradient(q, k, v, learnable_sink))
+            and nobody_watches()
+            and is_plain(q) and is_plain(k) and is_plain(v)
+            and plan.is_current
+        ):  # fmt: skip
+            out, lse = plan(q, k, v, (), learnable_sink)
+            return out if lse is None else (out, lse)
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        key = None  # not a tensor, or not of the plan's alignment: the checks will say
+    return _first(
+        AttentionCall(q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
+                      softcap=softcap, learnable_sink=learnable_sink, score_mod=score_mod,
+                      mask_mod=mask_mod),
+        return_lse,
+        key,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (None, None),
+    softcap: float = 0.0,
+    learnable_sink: Tensor | None = None,
+    return_lse: bool = False,
+    *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    score_mod: Mod = None,
+    mask_mod: Mod = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """flash_attn_func for sequences of different lengths, as FlashAttention's of this name.
+
+    cu_seqlens_q: (batch + 1,) int32, where each sequence begins in q, which is then (total_q,
+        heads, head dim), and the last one ends; without it q is (batch, seqlen_q, heads, head dim).
+        cu_seqlens_k: the same of k and v.
+    max_seqlen_q: no sequence of q is longer; rows beyond it are not computed. By default the rows
+        of q, which costs time where sequences are many. max_seqlen_k: not needed.
+    seqused_q, seqused_k: (batch,) int32, how many rows of each sequence count.
+
+    Returns out (total_q, heads, head dim of v) and lse (heads, total_q), or as flash_attn_func
+    where q is not packed. Rows that belong to no sequence are left unwritten. Other arguments and
+    errors are those of flash_attn_func. What the int32 tensors hold is checked on the CPU only: on
+    a GPU that would have to wait for it. No gradient where seqused is given.
+    """
+    call = AttentionCall(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
+        softmax_scale, causal, window_size, softcap, learnable_sink, score_mod, mask_mod,
+    )  # fmt: skip
+    if _is_compiling():
+        return _through_operator(call, return_lse)
+    key: tuple[Any, ...] | None
+    try:
+        tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, learnable_sink)
+        key = (
+            *map(_described, tensors), max_seqlen_q, softmax_scale, causal, window_size, softcap,
+            return_lse, score_mod, mask_mod, q.get_device(),
+        )  # fmt: skip
+        plan = _plans.get(key)
+        if plan is not None and _may_launch(tensors) and plan.is_current:
+            lengths = tuple(x for x in tensors[3:7] if x is not None)
+            if q.is_cpu:
+                check(call)
+            out, lse = plan(q, k, v, lengths, learnable_sink)
+            return out if lse is None else (out, lse)
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        key = None
+    return _first(call, return_lse, key)
+
+
+def _described(x: Tensor | None) -> tuple[Any, ...] | None:
+    return None if x is None else (x.dtype, x.shape, x.stride())
+
+
+def _wants_gradient(*tensors: Tensor | None) -> bool:
+    return any(x is not None and x.requires_grad for x in tensors)
+
+
+def _may_launch(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether a kernel may be launched on them directly: no gradient is wanted, nobody watches."""
+    return (
+        nobody_watches()
+        and all(x is None or is_plain(x) for x in tensors)
+        and not (_grad_enabled() and _wants_gradient(*tensors))
+    )
+
+
+# ---- eager
+
+_plans: dict[tuple, Plan] = {}
+_grad_enabled = torch.is_grad_enabled
+_is_compiling = torch.compiler.is_compiling
+_several_gpus = torch.cuda.is_available() and torch.cuda.device_count() > 1
+
+
+def _first(
+    call: AttentionCall, return_lse: bool, key: tuple[Any, ...] | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A call without a plan: through the operator where torch has more to do than to run it."""
+    check(call)
+    if not _may_launch((call.q, call.k, call.v, *call.lengths.values(), call.learnable_sink)):
+        return _through_operator(call, return_lse)
+    out, lse = _run(call, return_lse, key)
+    return out if lse is None else (out, lse)
+
+
+def _run(
+    call: AttentionCall, with_lse: bool, key: tuple[Any, ...] | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The call, checked, on plain tensors; remembers its plan under `key`."""
+    check_device(call.q.device)
+    if 0 in (*call.out_shape, call.k.shape[-3], call.batch, longest_q(call)):
+        return _nothing_to_see(call, with_lse)
+    with on(call.q.device):
+        plan = Plan(call, with_lse)
+        result = plan(call.q, call.k, call.v, tuple(call.lengths.values()), call.learnable_sink)
+    if key is not None:
+        if len(_plans) >= 4096:
+            _plans.clear()
+        _plans[key] = plan
+    return result
+
+
+def _nothing_to_see(call: AttentionCall, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Of no rows, or of rows that see no key."""
+    out = call.q.new_zeros(call.out_shape)
+    if not with_lse:
+        return out, None
+    lse = call.q.new_full(call.lse_shape, -torch.inf, dtype=torch.float32)
+    if call.learnable_sink is not None:
+        lse.copy_(call.learnable_sink[:, None].expand(lse.shape))
+    return out, lse
+
+
+# ---- the registered operator
+
+_library = torch.library.Library("cutex", "FRAGMENT")
+_library.define(
+    "flash_attn(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q=None, "
+    "Tensor? cu_seqlens_k=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "
+    "Tensor? seqused_q=None, Tensor? seqused_k=None, float? softmax_scale=None, "
+    "bool causal=False, SymInt? window_left=None, SymInt? window_right=None, float softcap=0.0, "
+    "Tensor? learnable_sink=None) -> (Tensor out, Tensor lse)"
+)
+
+
+def _through_operator(call: AttentionCall, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """As one node of a graph."""
+    for name in ("score_mod", "mask_mod"):
+        if getattr(call, name) is not None:
+            raise ValueError(
+                f"{name} cannot be given under torch.compile, torch.func or a dispatch mode, nor "
+                "where a gradient is wanted"
+            )
+    out, lse = torch.ops.cutex.flash_attn(
+        call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q,
+        call.max_seqlen_k, call.seqused_q, call.seqused_k, call.softmax_scale, call.causal,
+        *call.window_size, float(call.softcap), call.learnable_sink,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def _call(*args: Any) -> AttentionCall:
+    """What torch passes to the operator, which leaves defaults at the end out."""
+    args += (None,) * (9 - len(args)) if len(args) < 9 else ()
+    defaults = (None, False, None, None, 0.0, None)
+    scale, causal, left, right, softcap, sink = args[9:] + defaults[len(args) - 9 :]
+    return AttentionCall(*args[:9], scale, causal, (left, right), softcap, sink)
+
+
+@torch.no_grad()
+def _operator(*args: Any) -> tuple[Tensor, Tensor]:
+    call = _call(*args)
+    check(call)
+    out, lse = _run(call, with_lse=True)
+    assert lse is not None
+    return out, lse
+
+
+def _fake(*args: Any) -> tuple[Tensor, Tensor]:
+    call = _call(*args)
+    check(call)
+    lse = call.q.new_empty(call.lse_shape, dtype=torch.float32)
+    return call.q.new_empty(call.out_shape), lse
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    call = _call(*inputs)
+    reason = why_no_gradient(call)
+    if reason is not None:
+        raise ValueError(f"there is no gradient with {reason}; call it under torch.no_grad()")
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(
+        call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k, call.learnable_sink, *output
+    )
+    ctx.longest = call.max_seqlen_q, call.max_seqlen_k
+    ctx.options = call.softmax_scale, call.causal, call.window_size
+    ctx.count = len(inputs)
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, sink, out, lse = ctx.saved_tensors
+    if grad_lse is not None:
+        raise ValueError("flash_attn_func has no gradient through lse: use lse.detach()")
+    if grad_out is None:
+        return (None,) * ctx.count
+    scale, causal, window = ctx.options
+    call = AttentionCall(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.longest, softmax_scale=scale, causal=causal,
+        window_size=window, learnable_sink=sink,
+    )  # fmt: skip
+    dq, dk, dv, dsink = gradients(call, grad_out, out, lse)
+    grads = (dq, dk, dv, *(None,) * 11, dsink)
+    return grads[: ctx.count]
+
+
+for _key in ("CUDA", "CPU"):
+    _library.impl("flash_attn", _operator, _key)
+torch.library.register_fake("cutex::flash_attn", _fake)
+torch.library.register_autograd("cutex::flash_attn", _backward, setup_context=_setup)

@@ -1,0 +1,238 @@
+"""The arguments of one flash_attn call, and the checks that they must pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
+MAX_LENGTH = 2**30 - 1  # rows of a sequence
+
+Window = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """The arguments of flash_attn_func, and of flash_attn_varlen_func, which has more."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: Window = (None, None)
+    softcap: float = 0.0
+    learnable_sink: Tensor | None = None
+    score_mod: Callable[..., Any] | None = None
+    mask_mod: Callable[..., Any] | None = None
+
+    @property
+    def lengths(self) -> dict[str, Tensor]:
+        """The int32 tensors that are given, by name."""
+        names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+        return {name: x for name in names if (x := getattr(self, name)) is not None}
+
+    @property
+    def batch(self) -> int:
+        if self.cu_seqlens_q is not None:
+            return self.cu_seqlens_q.shape[0] - 1
+        return self.q.shape[0]
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Of q, and of k and v."""
+        return self.q.shape[-2], self.k.shape[-2]
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Of q and k, and of v."""
+        return self.q.shape[-1], self.v.shape[-1]
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return (*self.q.shape[:-1], self.v.shape[-1])
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """(batch, heads, seqlen_q) or, of packed sequences, (heads, total_q)."""
+        *batch, rows, heads, _ = self.q.shape
+        return (*batch, heads, rows)
+
+    @property
+    def scale(self) -> float:
+        if self.softmax_scale is None:
+            return float(self.q.shape[-1] ** -0.5)
+        return float(self.softmax_scale)
+
+    @property
+    def window(self) -> Window:
+        """Without bounds that no row of these lengths can feel; right is 0 where causal."""
+        left, right = self.window_size
+        right = 0 if self.causal else right
+        longest_q, longest_k = (x.shape[-3] for x in (self.q, self.k))
+        # the first query of a sequence sees keys up to seqlen_k - seqlen_q + right, ...
+        if right is not None and right >= longest_q - 1:
+            right = None
+        # ... the last one from seqlen_k - 1 - left on
+        if left is not None and left >= longest_k - 1:
+            left = None
+        return left, right
+
+
+def check(call: AttentionCall) -> None:
+    """TypeError or ValueError, in one sentence that names the argument, for what cannot be."""
+    for name in ("q", "k", "v", *call.lengths, "learnable_sink"):
+        x = getattr(call, name)
+        if x is None and name == "learnable_sink":
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.device != call.q.device:
+            raise ValueError(f"{name} is on {x.device}, but q is on {call.q.device}")
+        if x.layout is not torch.strided:
+            raise ValueError(f"{name} must be a strided tensor, got {x.layout}")
+    _check_operands(call)
+    _check_lengths(call)
+    _check_numbers(call)
+    sink = call.learnable_sink
+    if sink is not None:
+        if sink.dtype not in SINK_DTYPES:
+            raise TypeError(
+                f"learnable_sink has dtype {sink.dtype}, which is not float32, bfloat16 or float16"
+            )
+        if tuple(sink.shape) != (call.heads[0],):
+            raise ValueError(
+                f"learnable_sink has shape {tuple(sink.shape)}, it must be one number for each of "
+                f"the {call.heads[0]} heads of q"
+            )
+    for name in ("score_mod", "mask_mod"):
+        function = getattr(call, name)
+        if function is not None and not callable(function):
+            raise TypeError(f"{name} must be a function or None, got {type(function).__name__}")
+
+
+def _check_operands(call: AttentionCall) -> None:
+    q, k, v = call.q, call.k, call.v
+    packed = {"q": call.cu_seqlens_q is not None}
+    packed["k"] = packed["v"] = call.cu_seqlens_k is not None
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} has dtype {x.dtype}, which is not bfloat16 or float16")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} has dtype {x.dtype}, but q has {q.dtype}")
+        rank, modes = (3, "total") if packed[name] else (4, "batch, seqlen")
+        if x.dim() != rank:
+            side = "q" if name == "q" else "k"
+            given = "with" if packed[name] else "without"
+            raise ValueError(
+                f"{name} has {x.dim()} dimensions, {given} cu_seqlens_{side} it has {rank}: "
+                f"({modes}, heads, head dim)"
+            )
+    if call.head_dims not in HEAD_DIMS:
+        known = ", ".join(str(d) if d == dv else f"{d}/{dv}" for d, dv in HEAD_DIMS)
+        raise ValueError(
+            f"q and v have head dims {call.head_dims[0]} and {call.head_dims[1]}, "
+            f"there are kernels for {known}"
+        )
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k has head dim {k.shape[-1]}, but q has {q.shape[-1]}")
+    if v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(
+            f"v has shape {tuple(v.shape)}, but k has {tuple(k.shape)}: all but the last must agree"
+        )
+    heads_q, heads_kv = call.heads
+    if heads_kv == 0 or heads_q == 0 or heads_q % heads_kv:
+        raise ValueError(f"q has {heads_q} heads, which is no multiple of the {heads_kv} of k")
+    if not packed["k"] and k.shape[0] != call.batch:
+        raise ValueError(f"k has batch size {k.shape[0]}, but q has {call.batch}")
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[-3] > MAX_LENGTH:
+            raise ValueError(f"{name} has {x.shape[-3]} rows, more than {MAX_LENGTH}")
+
+
+def _check_lengths(call: AttentionCall) -> None:
+    for name, x in call.lengths.items():
+        if x.dtype != torch.int32:
+            raise TypeError(f"{name} has dtype {x.dtype}, which is not int32")
+        expected = call.batch + name.startswith("cu")
+        if x.dim() != 1 or x.shape[0] != expected or expected < name.startswith("cu"):
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, it must be ({expected},)")
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        most = getattr(call, name)
+        if most is None:
+            continue
+        if isinstance(most, bool) or not isinstance(most, (int, torch.SymInt)):
+            raise TypeError(f"{name} must be an int or None, got {type(most).__name__}")
+        if most < 0:
+            raise ValueError(f"{name}={most}: must be at least 0")
+    if call.q.device.type == "cpu" and not _is_fake(call.q):
+        _check_values(call)
+
+
+def _is_fake(x: Tensor) -> bool:
+    return type(x) not in (Tensor, torch.nn.Parameter)
+
+
+def _check_values(call: AttentionCall) -> None:
+    """Of the lengths, where looking at them is free: not on a GPU, which would have to be waited
+    for."""
+    for side, x in (("q", call.q), ("k", call.k)):
+        longest = x.shape[-3]
+        cu, used = (getattr(call, f"{kind}_{side}") for kind in ("cu_seqlens", "seqused"))
+        lengths = torch.full((call.batch,), longest)
+        if cu is not None:
+            lengths = cu.diff()
+            if cu[0] != 0 or (lengths < 0).any() or cu[-1] > longest:
+                raise ValueError(
+                    f"cu_seqlens_{side} must rise from 0 to at most the {longest} rows, got "
+                    f"{cu.tolist()}"
+                )
+            most = getattr(call, f"max_seqlen_{side}")
+            if most is not None and lengths.numel() and int(lengths.max()) > most:
+                raise ValueError(
+                    f"max_seqlen_{side}={most}: there is a sequence of {int(lengths.max())} rows"
+                )
+        if used is not None and ((used < 0) | (used > lengths)).any():
+            raise ValueError(
+                f"seqused_{side} must be from 0 to a sequence's rows, {lengths.tolist()}, got "
+                f"{used.tolist()}"
+            )
+
+
+def _check_numbers(call: AttentionCall) -> None:
+    window = call.window_size
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"window_size must be a pair (left, right), got {window!r}")
+    for bound in window:
+        if bound is None:
+            continue
+        if isinstance(bound, bool) or not isinstance(bound, (int, torch.SymInt)):
+            raise TypeError(f"window_size={tuple(window)}: a side is a whole number or None")
+        if bound == -1:
+            raise ValueError(f"window_size={tuple(window)}: write None, not -1, for an open side")
+        if bound < 0:
+            raise ValueError(f"window_size={tuple(window)}: a side is at least 0, or None if open")
+    for name in ("softcap", "softmax_scale"):
+        x = getattr(call, name)
+        if x is None and name == "softmax_scale":
+            continue
+        if isinstance(x, bool) or not isinstance(x, (int, float, torch.SymFloat)):
+            raise TypeError(f"{name} must be a number, got {type(x).__name__}")
+        if not isinstance(x, torch.SymFloat) and not -3e38 < x < 3e38:
+            raise ValueError(f"{name}={x}: must be finite")
+    if call.softmax_scale is not None and not call.softmax_scale > 0:
+        raise ValueError(f"softmax_scale={call.softmax_scale}: must be positive")
+    if call.softcap < 0:
+        raise ValueError(f"softcap={call.softcap}: must be positive, or 0 for none")

@@ -1,0 +1,180 @@
+"""UserFunction: two functions have one key only if a kernel would trace them alike."""
+
+from __future__ import annotations
+
+import functools
+import math
+import subprocess
+import sys
+import types
+
+import cutlass
+import pytest
+from cutlass import Float32, cute
+
+from cutex.compile.user_function import UserFunction
+
+FACTOR = 2.0
+TABLE = [1.0, 2.0]
+
+
+def key(function) -> str:
+    found = UserFunction(function)
+    assert found.cacheable, found.key
+    return found.key
+
+
+def scaled(by):
+    return lambda x: x * by
+
+
+def helper(x):
+    return x + 1.0
+
+
+def with_helper(x):
+    return helper(x)
+
+
+@cute.jit
+def jitted(x):
+    if x > 0.0:
+        x = helper(x)
+    return x
+
+
+def test_two_lambdas_on_one_line_differ():
+    first, second = lambda x: x + 1, lambda x: x + 2  # fmt: skip
+    assert key(first) != key(second)
+    assert UserFunction(first) != UserFunction(second)
+
+
+def test_what_computes_the_same_has_one_key_wherever_it_stands():
+    first = lambda x: x + 1
+
+    def second(x):
+        return x + 1
+
+    assert key(first) == key(second)
+    assert key(scaled(2.0)) == key(scaled(2.0)) != key(scaled(3.0))
+    assert hash(UserFunction(first)) == hash(UserFunction(second))
+
+
+@pytest.mark.parametrize("function", [with_helper, jitted])
+def test_a_helper_that_changes_changes_the_key(monkeypatch, function):
+    before = UserFunction(function)
+    assert before.cacheable and before.is_current()
+    monkeypatch.setattr(sys.modules[__name__], "helper", lambda x: x - 1.0)
+    assert not before.is_current()
+    assert key(function) != before.key
+
+
+def test_a_helper_in_another_module_counts(monkeypatch):
+    module = types.ModuleType("of_a_user")
+    exec("def twice(x): return 2.0 * x\ndef unused(x): return x", vars(module))
+    monkeypatch.setitem(globals(), "of_a_user", module)
+    function = lambda x: of_a_user.twice(x)  # noqa: F821
+    before = UserFunction(function)
+    module.unused = None
+    assert before.is_current() and key(function) == before.key
+    exec("def twice(x): return 3.0 * x", vars(module))
+    assert not before.is_current() and key(function) != before.key
+
+
+def test_a_helper_whose_code_is_replaced_changes_the_key(monkeypatch):
+    before = UserFunction(with_helper)
+    monkeypatch.setattr(helper, "__code__", (lambda x: x * 9.0).__code__)
+    assert not before.is_current() and key(with_helper) != before.key
+
+
+def test_globals_defaults_and_constants_count(monkeypatch):
+    function = lambda x: x * FACTOR
+    before = UserFunction(function)
+    monkeypatch.setitem(globals(), "FACTOR", 3.0)
+    assert not before.is_current() and key(function) != before.key
+    monkeypatch.setitem(globals(), "UNRELATED", 3.0)
+    assert key(lambda x, by=1.0: x * by) != key(lambda x, by=2.0: x * by)
+    assert key(lambda x, *, by=1.0: x * by) != key(lambda x, *, by=2.0: x * by)
+    assert key(lambda x: x * 1) != key(lambda x: x * 1.0)
+    assert key(lambda x: x * 0.0) != key(lambda x: x * -0.0)
+
+
+def test_what_changes_in_place_is_read_again_each_time(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "TABLE", [1.0, 2.0])
+    function = lambda x: x * TABLE[0]
+    before = UserFunction(function)
+    assert before.cacheable and not before.is_current()
+    TABLE[0] = 5.0
+    assert key(function) != before.key
+
+
+def test_inner_functions_partials_and_methods_count(monkeypatch):
+    def outer(x):
+        def inner(y):
+            return y * FACTOR
+
+        return inner(x)
+
+    before = key(outer)
+    monkeypatch.setitem(globals(), "FACTOR", 5.0)
+    assert key(outer) != before
+    partials = [functools.partial(lambda by, x: x * by, by) for by in (1.0, 2.0)]
+    assert key(partials[0]) != key(partials[1])
+
+
+def test_recursion_ends():
+    def odd(x):
+        return even(x - 1) if x else False
+
+    def even(x):
+        return odd(x - 1) if x else True
+
+    assert key(odd) != key(even)
+
+
+def test_the_dsl_and_python_are_taken_by_name():
+    function = lambda x: cute.arch.fmax(x, math.pi) + cutlass.min(x, 1.0) + abs(x) + Float32(2.0)
+    assert UserFunction(function).is_current()
+    assert key(function) != key(lambda x: cute.arch.fmin(x, math.pi))
+    assert key(scaled(Float32(2.0))) != key(scaled(Float32(3.0)))
+
+
+class Holder:
+    value = 1.0
+
+    def method(self, x):
+        return x * self.value
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * Holder.value,
+        Holder().method,
+        lambda x: x * eval("FACTOR"),
+        lambda x: x * globals()["FACTOR"],
+        lambda x: x * not_defined_anywhere,  # noqa: F821
+        scaled(Holder()),
+    ],
+)
+def test_what_cannot_be_known_is_never_equal_to_anything(function):
+    first, second = UserFunction(function), UserFunction(function)
+    assert not first.cacheable and not first.is_current()
+    assert first != second and repr(first) != repr(second)
+
+
+def test_the_key_holds_in_another_process(root):
+    script = """from cutex.compile.user_function import UserFunction
+print(UserFunction(lambda x: x in {1, "two", 2.5}).key)"""
+    keys = {
+        subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=root,
+            env={"PYTHONPATH": str(root), "PYTHONHASHSEED": str(seed)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in (1, 2)
+    }
+    assert len(keys) == 1
