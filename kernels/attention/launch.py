@@ -133,11 +133,11 @@ class Attention:
         return f"{self.arch.rstrip('a').replace('_', '')}_attention_stage{self.number}"
 
     def operands(self, dtype: str) -> tuple[Operand | Scalar, ...]:
-        """mQ (batch, seqlen_q, heads, D), mK and mV (batch, seqlen_k, heads_kv, D), mO as mQ, mLSE
-        (batch, heads, seqlen_q) fp32, scale."""
-        q, k = ("batch", "seqlen_q", "heads", "d"), ("batch", "seqlen_k", "heads_kv", "d")
-        shapes = (("mQ", q), ("mK", k), ("mV", k), ("mO", q))
-        lse = Operand("mLSE", ("batch", "heads", "seqlen_q"), "fp32", aligned=False, whole=False)
+        """q (batch, seqlen_q, heads, D), k and v (batch, seqlen_k, heads_kv, D), o as q, lse (batch,
+        heads, seqlen_q) fp32, scale."""
+        q, k = ("b", "sq", "h", "d"), ("b", "sk", "hk", "d")
+        shapes = (("q", q), ("k", k), ("v", k), ("o", q))
+        lse = Operand("lse", ("b", "h", "sq"), "fp32", aligned=False, whole=False)
         return (*(Operand(name, sizes, dtype) for name, sizes in shapes), lse, Scalar("scale"))
 
     def slots(

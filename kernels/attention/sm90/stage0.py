@@ -79,7 +79,7 @@ class SmemP(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A warpgroup's 64 rows of a tile: their two products and what is between them."""
+    """A warpgroup's 64 rows of a tile: their two products, and what is between them."""
 
     qk: Product
     pv: Product
@@ -89,14 +89,6 @@ class Part(NamedTuple):
     mask: Mask
     softmax: Softmax
     factors: cute.Tensor  # (2) what a row of O is scaled with
-
-    @cute.jit
-    def weigh(self, acc_s: cute.Tensor, n_block: Int32, masked: cutlass.Constexpr[bool]) -> Boolean:
-        """Turn scores into exponentials; whether O must be scaled by `factors`, too."""
-        rS = rows_of(acc_s)
-        if cutlass.const_expr(masked):
-            self.mask.apply(rS, n_block)
-        return self.softmax.next(rS, self.factors)
 
     @cute.jit
     def scale_o(self, when: Boolean) -> None:
@@ -124,11 +116,14 @@ class Stage0(Attention):
 
     arch = "sm_90a"
     number = 0
-    slack = -float("inf")  # powers of two that a score may exceed its reference by: O always scales
-
     @property
     def num_threads(self) -> int:
         return self.config.warpgroups * WARPGROUP
+
+    def slack(self, dtype: type[cutlass.Numeric]) -> float:
+        """Powers of two that scores may exceed their reference by before O is scaled: it always
+        is."""
+        return -float("inf")
 
     def barriers(self, smem: SmemAllocator) -> Barriers:
         return Barriers(loaded=Barrier.allocate(smem, "loaded", arrivals=1))
@@ -187,7 +182,7 @@ class Stage0(Attention):
         tSrQ = tSrQ[None, None, None, q_slot * c.warpgroups + self.warpgroup()]
         lengths = operands.seqlen_q, operands.seqlen_k
         mask = Mask(self.band, c.tile_n, *lengths, self.rows(tile), thread % 4)
-        softmax = Softmax.start(scale * LOG2_E, self.slack)
+        softmax = Softmax.start(scale * LOG2_E, self.slack(dtype))
         softmax.reference.fill(-Float32.inf)
         softmax.sums.fill(0.0)
         acc_o = pv.accumulator(c.head_dim)
@@ -238,11 +233,24 @@ class Stage0(Attention):
             acc_s = part.qk.accumulator(c.tile_n)
             part.qk.issue(acc_s, part.tSrQ, 0, False)
             warpgroup.wait_group(0)
-            part.scale_o(part.weigh(acc_s, n_block, masked=True))
+            part.scale_o(self.weigh(part, acc_s, n_block, "masked"))
             part.p.write(acc_s)
             part.pv.issue(part.acc_o, part.p.tCrA, 0, True)
             warpgroup.wait_group(0)
             cute.arch.sync_threads()
+
+    @cute.jit
+    def weigh(
+        self, part: Part, acc_s: cute.Tensor, n_block: Int32, kind: cutlass.Constexpr[str]
+    ) -> Boolean:
+        """Turn the scores of a block into exponentials; whether O must be scaled, too.
+
+        kind: "masked", or "clean" where no score is to be left out.
+        """
+        scores = rows_of(acc_s)
+        if cutlass.const_expr(kind == "masked"):
+            part.mask.apply(scores, n_block)
+        return part.softmax.next(scores, part.factors)
 
     @cute.jit
     def load_q(self, loads: Loads, tile: Tile, full: cute.Pointer, slot: Int32 = 0) -> None:
@@ -271,13 +279,15 @@ class Stage0(Attention):
         store_vectors(tOrO, tOgO, tOcO, mO.shape, width=2)
 
     @cute.jit
-    def normalize(self, part: Part, out: Out, tile: Tile) -> None:
-        """Divide O by the sums, and store the LSE."""
+    def normalize(self, part: Part, out: Out, tile: Tile) -> Boolean:
+        """Divide O by the sums, and store the LSE; whether the sums are in the range that they
+        should be in."""
         thread, _, _ = cute.arch.thread_idx()
         lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-        part.softmax.finish(None, part.factors, lse)
+        in_range = part.softmax.finish(None, part.factors, lse)
         part.scale_o(True)
         rows = self.rows(tile)
         for r in cutlass.range_constexpr(2):
             if thread % 4 == 0 and rows[r] < out.mLSE.shape[2]:
                 out.mLSE[tile.batch, tile.head, rows[r]] = lse[r]
+        return in_range

@@ -115,7 +115,7 @@ class Stage3(Stage2):
             part.qk.issue(acc_s, part.tSrQ, take.slot, False)
             warpgroup.wait_group(0)
             k.release(take)
-            part.scale_o(part.weigh(acc_s, blocks.end - 1 - i, masked=True))
+            part.scale_o(self.weigh(part, acc_s, blocks.end - 1 - i, "masked"))
             part.p.write(acc_s)
             v.wait_full(take)
             part.pv.issue(part.acc_o, part.p.tCrA, take.slot, True)

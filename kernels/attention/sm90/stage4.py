@@ -66,14 +66,14 @@ class Stage4(Stage3):
         warpgroup.wait_group(0)
         barriers.k.release(at.k)
         at.k.advance()
-        part.weigh(acc_s, n_block, masked=True)
+        self.weigh(part, acc_s, n_block, "masked")
         part.p.write(acc_s)
         return at
 
     @cute.jit
     def further_blocks(self, part: Part, barriers: Barriers, at: Places, blocks: Blocks) -> Places:
         count = blocks.end - 1 - blocks.first
-        return self.steps(part, barriers, at, blocks.end - 2, count, masked=True)
+        return self.steps(part, barriers, at, blocks.end - 2, count, "masked")
 
     @cute.jit
     def steps(
@@ -83,11 +83,11 @@ class Stage4(Stage3):
         at: Places,
         n_block: Int32,
         count: Int32,
-        masked: cutlass.Constexpr[bool],
+        kind: cutlass.Constexpr[str],
     ) -> Places:
         """`count` blocks, from `n_block` down."""
         for i in cutlass.range(count, unroll=1):
-            at = self.step(part, barriers, at, n_block - i, masked)
+            at = self.step(part, barriers, at, n_block - i, kind)
         return at
 
     @cute.jit
@@ -97,7 +97,7 @@ class Stage4(Stage3):
         barriers: Barriers,
         at: Places,
         n_block: Int32,
-        masked: cutlass.Constexpr[bool],
+        kind: cutlass.Constexpr[str],
     ) -> Places:
         """Scores and exponentials of a block, and P V of the one before."""
         acc_s = part.qk.accumulator(self.config.tile_n)
@@ -106,7 +106,7 @@ class Stage4(Stage3):
         warpgroup.wait_group(1)
         barriers.k.release(at.k)
         at.k.advance()
-        scale = part.weigh(acc_s, n_block, masked)
+        scale = self.weigh(part, acc_s, n_block, kind)
         warpgroup.wait_group(0)
         barriers.v.release(at.v)
         at.v.advance()

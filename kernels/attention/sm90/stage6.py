@@ -34,7 +34,7 @@ class Stage6(Stage5):
         n_block = blocks.end - 2
         if cutlass.const_expr(self.config.causal):
             edges = cutlass.max(blocks.end - 1 - blocks.clean_end, 0)
-            at = self.steps(part, barriers, at, n_block, edges, masked=True)
+            at = self.steps(part, barriers, at, n_block, edges, "masked")
             n_block -= edges
         clean = n_block + 1 - blocks.first
-        return self.steps(part, barriers, at, n_block, clean, masked=False)
+        return self.steps(part, barriers, at, n_block, clean, "clean")

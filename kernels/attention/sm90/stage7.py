@@ -2,16 +2,18 @@
 
 Idea: with one tile per CTA an SM that ends a tile stores O, waits for a new CTA, its barriers, its Q
 and its first K before it computes again. A CTA that stays has the next tile's Q, K and V in flight
-while it still computes, and TMA stores O while the next tile begins. And who hands out the
-tiles can choose the order: causal tiles differ in length, so the longest go first and the short ones
-fill up the end. Each CTA asks a counter for its next tile, as soon as it has loaded the last.
+while it still computes, and TMA stores O while the next tile begins. And who hands out the tiles can
+choose the order (kernels/attention/order.py): causal tiles differ in length, so the longest go first
+and the short ones fill the gaps at the end. A CTA asks a counter for its next tile when it has
+loaded the one before, so a late one gets fewer.
 
-Changed since stage 6: `load` and `compute` loop over the tiles; Q has a ring of two slots and says
-which tile it is of; O has a buffer of its own, which TMA stores from.
+Changed since stage 6: `load_tiles` and `compute_tiles` loop over the tiles; Q has a ring of two
+slots, each of which says which tile it is of (work_ring.py); O has a buffer of its own, which TMA
+stores from.
 
 128 rows of 1024 keys take 16384 cycles of wgmma; their start and end, some 3000, are in the open in
-stage 6 and hidden here. Of 16384 keys it is 1 %. Causal, the longest of 132 CTAs takes 1.0 to 1.1
-times the mean instead of up to twice.
+stage 6 and hidden here. Of 16384 keys they are 1 %. Causal, the CTAs end within a short tile of each
+other instead of within a long one.
 
 Measured:
 """
@@ -31,15 +33,18 @@ from cutex.arch import arch as arch_named
 from cutex.compile import Operand, Scalar
 from cutex.device.atoms.mma import WARPGROUP, allocate_slots
 from cutex.device.atoms.tma import TileStores
-from cutex.device.pipeline import Barrier, PipelineState, Ring, publish_barriers
+from cutex.device.attention.block_info import Blocks
+from cutex.device.pipeline import PipelineState, Ring, publish_barriers
 from cutex.kernels.attention.ladder import WARPGROUP_ROWS
 from cutex.kernels.attention.launch import Operands, Slots, Tile, partition
+from cutex.kernels.attention.order import TileOrder
 from cutex.kernels.attention.sm90.stage0 import Part, round_to_smem
+from cutex.kernels.attention.sm90.stage1 import RegisterP
 from cutex.kernels.attention.sm90.stage4 import Places
 from cutex.kernels.attention.sm90.stage6 import Stage6
+from cutex.kernels.attention.sm90.work_ring import END, NORMAL, WorkRing
 
 O_BARRIER = 3  # the first of one named barrier for each warpgroup; those below are the turns'
-NO_TILE = -1
 
 
 class Out(NamedTuple):
@@ -49,65 +54,33 @@ class Out(NamedTuple):
     mLSE: cute.Tensor  # (batch, heads, seqlen_q) fp32
 
 
-class Tiles(NamedTuple):
-    """All tiles, and which is the next."""
-
-    m_blocks: Int32
-    heads: Int32
-    batch: Int32
-    counter: cute.Tensor  # (2) int32, 0 before and after: how many tiles were asked for
-
-    @property
-    def count(self) -> Int32:
-        return self.m_blocks * self.heads * self.batch
-
-    @cute.jit
-    def tile(self, index: Int32) -> Tile:
-        """Of every head the last rows first, for of causal ones they see the most keys."""
-        heads = self.heads * self.batch
-        head = index % heads
-        return Tile(self.m_blocks - 1 - index // heads, head % self.heads, head // self.heads)
-
-    @cute.jit
-    def next(self, grid: Int32) -> Int32:
-        """The index of the next tile, or one that is too large. A whole warp."""
-        asked = Int32(0)
-        if cute.arch.lane_idx() == 0:
-            asked = cute.arch.atomic_add(
-                self.counter.iterator, Int32(1), sem="relaxed", scope="gpu"
-            )
-            if asked == self.count - 1:  # each tile is asked for after once: this was the last
-                self.counter[0] = Int32(0)
-        return grid + cute.arch.shuffle_sync(asked, 0)
-
-
 @dataclass(frozen=True)
 class Barriers:
-    q: Ring
+    work: WorkRing
     k: Ring
     v: Ring
 
-    def __iter__(self) -> Iterator[Barrier | Ring]:
-        return iter((self.q, self.k, self.v))
+    def __iter__(self) -> Iterator[Ring]:
+        return iter((self.work.q, self.k, self.v))
 
 
-class Shared(NamedTuple):
-    """What lies in smem, beside the barriers."""
+class Fills(NamedTuple):
+    """Where the load warp is in each ring."""
 
-    slots: Slots
-    sO: cute.Tensor  # (64, D, WG)
-    sTile: cute.Tensor  # (SLOT of Q) the tile's index
+    q: PipelineState
+    k: PipelineState
+    v: PipelineState
 
 
 class Stage7(Stage6):
     """
     barrier         arrives                                    waits
     q.full[slot]    1: LOAD, and the bytes by TMA; or LOAD     COMPUTE, before the tile's first
-                    without bytes, when there is no tile left  product
+                    alone, when there is no tile left          product
     q.empty[slot]   1 a COMPUTE warp, its last Q K^T being     LOAD
                     done
-    (O)             all threads of a warpgroup, when TMA has   the same, before O is written, and
-                    read its last O, and when O is there       before it is stored
+    (O)             all threads of a warpgroup: when TMA has   the same, before O is written, and
+                    read the O before, and when O is there     before it is stored
     others as in stage 6
 
     smem      bytes (head_dim 128)
@@ -115,7 +88,7 @@ class Stage7(Stage6):
     sK        tile_n * head_dim * 2 * num_stages      65536
     sV        tile_n * head_dim * 2 * num_stages      65536
     sO        tile_m * head_dim * 2                   32768
-    sTile     4 * q_stages                            8
+    work      (16 + 4 * warps) * q_stages             96
     q, k, v   16 * slots, each                        96
 
     registers: as in stage 6.
@@ -126,7 +99,7 @@ class Stage7(Stage6):
     def operands(self, dtype: str) -> tuple[Operand | Scalar, ...]:
         """And, before scale, counter (2) int32: 0 before and after."""
         *tensors, scale = super().operands(dtype)
-        counter = Operand("counter", ("two",), "int32", aligned=False, whole=False)
+        counter = Operand("counter", ("words",), "int32", aligned=False, whole=False)
         return (*tensors, counter, scale)
 
     @cute.jit
@@ -145,31 +118,39 @@ class Stage7(Stage6):
         operands = self.load_operands(mQ, mK, mV)
         o_slots = self.slots(mO.element_type, WARPGROUP_ROWS, c.warpgroups)
         out = Out(self.tma(cpasync.CopyBulkTensorTileS2GOp(), mO, o_slots), mLSE)
-        batch, seqlen_q, heads, _ = mO.shape
-        tiles = Tiles(cute.ceil_div(seqlen_q, c.tile_m), Int32(heads), Int32(batch), counter)
         num_ctas = c.num_ctas or arch_named(self.arch).num_sms
-        self.kernel(operands, out, tiles, scale).launch(
-            grid=(cutlass.min(Int32(num_ctas), tiles.count), 1, 1),
+        grid = cutlass.min(Int32(num_ctas), self.order(operands).total)
+        self.kernel(operands, out, counter, scale).launch(
+            grid=(grid, 1, 1),
             block=(self.num_threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
         )
 
+    def order(self, operands: Operands) -> TileOrder:
+        c = self.config
+        _, _, heads, batch = operands.q.tma_tensor.shape
+        return TileOrder(
+            num_m_blocks=cute.ceil_div(operands.seqlen_q, c.tile_m),
+            heads=Int32(heads),
+            batch=Int32(batch),
+            longest_first=c.causal,
+            head_bytes=operands.seqlen_k * (2 * c.k_bytes // c.tile_n),
+            heads_per_kv=operands.heads_per_kv,
+            l2_bytes=arch_named(self.arch).l2_bytes,
+        )
+
     def barriers(self, smem: SmemAllocator) -> Barriers:
         c = self.config
-        q = Ring.allocate(smem, "q", c.q_stages, c.q_bytes, self.compute_warps.count)
+        work = WorkRing.allocate(smem, c.q_stages, c.q_bytes, self.compute_warps.count)
         _, k, v = super().barriers(smem)
-        return Barriers(q, k, v)
+        return Barriers(work, k, v)
 
     @cute.kernel
-    def kernel(self, operands: Operands, out: Out, tiles: Tiles, scale: Float32) -> None:
-        q_stages = self.config.q_stages
+    def kernel(self, operands: Operands, out: Out, counter: cute.Tensor, scale: Float32) -> None:
         smem = SmemAllocator()
         slots = operands.allocate(smem)
         sO = allocate_slots(smem, operands.dtype, out.o.smem_layout)  # (64, D, WG)
-        indices = smem.allocate_array(Int32, q_stages)
-        sTile = cute.make_tensor(indices, cute.make_layout(q_stages))
-        shared = Shared(slots, sO, sTile)
         barriers = self.barriers(smem)
         publish_barriers(barriers)
 
@@ -177,95 +158,126 @@ class Stage7(Stage6):
         if warp >= self.load_warps.first:
             cute.arch.setmaxregister_decrease(self.registers.load)
             if warp == self.load_warps.first:
-                self.load_tiles(operands, shared, barriers, tiles)
+                self.load_tiles(operands, slots, barriers, counter)
         else:
             cute.arch.setmaxregister_increase(self.registers.compute)
             p = self.probabilities(smem, operands.dtype)
-            self.compute_tiles(operands, out, shared, p, barriers, tiles, scale)
+            self.compute_tiles(operands, slots, p, barriers, out, sO, scale)
+
+    # ---- LOAD
 
     @cute.jit
     def load_tiles(
-        self, operands: Operands, shared: Shared, barriers: Barriers, tiles: Tiles
+        self, operands: Operands, slots: Slots, barriers: Barriers, counter: cute.Tensor
     ) -> None:
-        q, k, v = barriers
-        q_fill, k_fill, v_fill = q.producer(), k.producer(), v.producer()
-        grid, _, _ = cute.arch.grid_dim()
+        work = barriers.work
+        order = self.order(operands)
+        fills = Fills(work.q.producer(), barriers.k.producer(), barriers.v.producer())
         index, _, _ = cute.arch.block_idx()
-        while index < tiles.count:
-            tile = tiles.tile(index)
-            loads = operands.loads(shared.slots, tile)
-            blocks = self.n_blocks(operands, tile)
-            self.announce(index, shared.sTile, q, q_fill, self.config.q_bytes)
-            self.load_q(loads, tile, q.full[q_fill.slot], q_fill.slot)
-            q_fill.advance()
-            for i in cutlass.range(blocks.end - blocks.first, unroll=1):
-                n_block = blocks.end - 1 - i
-                k_fill = self.load_block(loads.k, k, k_fill, n_block)
-                v_fill = self.load_block(loads.v, v, v_fill, n_block)
-            index = tiles.next(grid)
-        self.announce(Int32(NO_TILE), shared.sTile, q, q_fill, 0)
+        while index < order.total:
+            tile = Tile(*order.tile(index))
+            work.q.empty.wait(fills.q.phase, fills.q.slot)
+            fills = self.load_tile(operands, slots, barriers, fills, tile, NORMAL)
+            index = self.next_index(counter, order.total)
+        work.q.empty.wait(fills.q.phase, fills.q.slot)
+        work.end(fills.q)
 
     @cute.jit
-    def announce(
+    def load_tile(
         self,
-        index: Int32,
-        sTile: cute.Tensor,
-        q: Ring,
-        fill: PipelineState,
-        num_bytes: cutlass.Constexpr[int],
-    ) -> None:
-        """Say which tile comes next, and how many bytes of Q with it. A whole warp."""
-        q.empty.wait(fill.phase, fill.slot)
-        with cute.arch.elect_one():
-            sTile[fill.slot] = index
-            if cutlass.const_expr(num_bytes > 0):
-                q.full.arrive_expecting(num_bytes, fill.slot)
-            else:
-                q.full.arrive(fill.slot)
+        operands: Operands,
+        slots: Slots,
+        barriers: Barriers,
+        fills: Fills,
+        tile: Tile,
+        mode: Int32,
+    ) -> Fills:
+        """Into an empty slot of Q, and K and V as they become empty."""
+        q, k, v = fills
+        loads = operands.loads(slots, tile)
+        blocks = self.n_blocks(operands, tile)
+        self.load_q(loads, tile, barriers.work.announce(q, tile, mode), q.slot)
+        q.advance()
+        for i in cutlass.range(blocks.end - blocks.first, unroll=1):
+            n_block = blocks.end - 1 - i
+            k = self.load_block(loads.k, barriers.k, k, n_block)
+            v = self.load_block(loads.v, barriers.v, v, n_block)
+        return Fills(q, k, v)
+
+    @cute.jit
+    def next_index(self, counter: cute.Tensor, total: Int32) -> Int32:
+        """Of the tile to come; `total` or more if there is none. A whole warp."""
+        grid, _, _ = cute.arch.grid_dim()
+        asked = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            asked = cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
+            if asked == total - 1:  # once for each tile: this was the last
+                counter[0] = Int32(0)
+        return grid + cute.arch.shuffle_sync(asked, 0)
+
+    # ---- COMPUTE
 
     @cute.jit
     def compute_tiles(
         self,
         operands: Operands,
-        out: Out,
-        shared: Shared,
-        p,
+        slots: Slots,
+        p: RegisterP,
         barriers: Barriers,
-        tiles: Tiles,
+        out: Out,
+        sO: cute.Tensor,
         scale: Float32,
     ) -> None:
-        q = barriers.q
-        q_take = q.consumer()
-        at = Places(barriers.k.consumer(), barriers.v.consumer())
+        work = barriers.work
+        take, at = work.q.consumer(), Places(barriers.k.consumer(), barriers.v.consumer())
         self.first_turn()
-        q.wait_full(q_take)
-        index = shared.sTile[q_take.slot]
-        while index != NO_TILE:
-            tile = tiles.tile(index)
-            blocks = self.n_blocks(operands, tile)
-            part = self.part(operands, shared.slots, p, tile, scale, q_take.slot)
-            if blocks.end > blocks.first:
-                at = self.attend(part, barriers, at, blocks)
-            q.release(q_take)
-            q_take.advance()
-            self.store(part, out, shared.sO, tile)
-            q.wait_full(q_take)
-            index = shared.sTile[q_take.slot]
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        work.q.wait_full(take)
+        mode = work.mode(take.slot)
+        while mode != END:
+            tile = Tile(*work.work(take.slot))
+            part = self.part(operands, slots, p, tile, scale, take.slot)
+            at = self.compute_tile(
+                part, barriers, at, take, out, tile, self.n_blocks(operands, tile)
+            )
+            self.store(part, out, sO, tile)
+            take.advance()
+            work.q.wait_full(take)
+            mode = work.mode(take.slot)
+        self.wait_stores()
+
+    @cute.jit
+    def compute_tile(
+        self,
+        part: Part,
+        barriers: Barriers,
+        at: Places,
+        take: PipelineState,
+        out: Out,
+        tile: Tile,
+        blocks: Blocks,
+    ) -> Places:
+        """O in registers and the LSE of a tile, whose slot of Q is released."""
+        if blocks.end > blocks.first:
+            at = self.attend(part, barriers, at, blocks)
+        barriers.work.q.release(take)
+        self.normalize(part, out, tile)
+        return at
 
     @cute.jit
     def store(self, part: Part, out: Out, sO: cute.Tensor, tile: Tile) -> None:
-        """Divide O by the sums, and store it and the LSE."""
-        self.normalize(part, out, tile)
-        thread, _, _ = cute.arch.thread_idx()
+        """Start the store of O, which leaves out rows past the end."""
         mine = self.warpgroup()
-        stores = thread % WARPGROUP < 32
-        if stores:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        self.wait_stores()
         cute.arch.barrier(barrier_id=O_BARRIER + mine, number_of_threads=WARPGROUP)
-        part_o = sO[None, None, mine]  # (64, D)
-        round_to_smem(part.acc_o, part.pv.tiled_mma, part_o, O_BARRIER + mine)
-        if stores:
+        mma, sO_mine = part.pv.tiled_mma, sO[None, None, mine]  # (64, D)
+        round_to_smem(part.acc_o, mma, sO_mine, O_BARRIER + mine)
+        if cute.arch.warp_idx() % 4 == 0:
             bSG_sO, bSG_gO = partition(out.o, sO, tile.head, tile.batch)
             block = tile.m_block * self.config.warpgroups + mine
             TileStores(out.o.atom, bSG_sO, bSG_gO).store(mine, block)
+
+    @cute.jit
+    def wait_stores(self) -> None:
+        """Until TMA has read what this warpgroup's first warp has stored."""
+        if cute.arch.warp_idx() % 4 == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
