@@ -240,7 +240,7 @@ def test_problems_of_one_kernel_differ_in_sizes_alone():
 
 
 def test_randomized_problems_have_everything():
-    problems = [draw(seed) for seed in range(400)]
+    problems = [draw(seed) for seed in range(1500)]
     assert {p.views[0] for p in problems} == set(VIEWS)
     assert {p.init for p in problems} == set(INITS)
     sequences = [s for p in problems for s in p.sequences]

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from cutex.ops.attention_backward import gradients, why_no_gradient
 from cutex.ops.attention_call import AttentionCall, Window, check
 from cutex.ops.attention_plan import Plan, check_device, longest_q, on
-from cutex.ops.plain import is_plain, nobody_watches
+from cutex.ops.plain import are_plain, is_plain, nobody_watches
 
 Mod = Callable[..., Any] | None
 
@@ -57,7 +58,7 @@ def flash_attn_func(
 
     Returns out (batch, seqlen_q, heads, head dim of v), contiguous. A row that sees no key is 0 and
     has an lse of -inf, or of its sink. Differentiable in q, k, v and learnable_sink by torch's own
-    flash backward, except with softcap, score_mod or mask_mod, and not through lse. Raises
+    flash backward, except with softcap, score_mod or mask_mod; lse is not differentiable. Raises
     TypeError or ValueError, in one sentence that names the argument, for what does not fit, and
     where there is no Hopper GPU.
     """
@@ -70,8 +71,9 @@ def flash_attn_func(
     key: tuple[Any, ...] | None
     try:
         key = (
-            q.dtype, q.shape, q.stride(), k.dtype, k.shape, k.stride(), v.dtype, v.shape,
-            v.stride(), softmax_scale, causal, window_size, softcap, return_lse,
+            q.__class__, q.dtype, q.shape, q.stride(), k.__class__, k.dtype, k.shape, k.stride(),
+            v.__class__, v.dtype, v.shape, v.stride(), softmax_scale, causal, window_size, softcap,
+            return_lse,
         )  # fmt: skip
         if not (learnable_sink is score_mod is mask_mod is None):
             key += (_described(learnable_sink), score_mod, mask_mod)
@@ -81,11 +83,10 @@ def flash_attn_func(
         if (
             plan is not None
             and not (_grad_enabled() and _wants_gradient(q, k, v, learnable_sink))
-            and nobody_watches()
-            and is_plain(q) and is_plain(k) and is_plain(v)
-            and plan.is_current
-        ):  # fmt: skip
-            out, lse = plan(q, k, v, (), learnable_sink)
+            and are_plain(q, k, v)
+            and (not plan.has_functions or plan.is_current())
+        ):
+            out, lse = plan(q, k, v, [], learnable_sink)
             return out if lse is None else (out, lse)
     except (AttributeError, TypeError, ValueError, RuntimeError):
         key = None  # not a tensor, or not of the plan's alignment: the checks will say
@@ -132,45 +133,53 @@ def flash_attn_varlen_func(
     errors are those of flash_attn_func. What the int32 tensors hold is checked on the CPU only: on
     a GPU that would have to wait for it. No gradient where seqused is given.
     """
-    call = AttentionCall(
+    arguments = (
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
         softmax_scale, causal, window_size, softcap, learnable_sink, score_mod, mask_mod,
     )  # fmt: skip
     if _is_compiling():
-        return _through_operator(call, return_lse)
+        return _through_operator(AttentionCall(*arguments), return_lse)
     key: tuple[Any, ...] | None
     try:
-        tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, learnable_sink)
+        # what the key does not say of lengths, their dtype, the launcher finds out
+        lengths = [x for x in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k) if x is not None]
         key = (
-            *map(_described, tensors), max_seqlen_q, softmax_scale, causal, window_size, softcap,
-            return_lse, score_mod, mask_mod, q.get_device(),
+            q.__class__, q.dtype, q.shape, q.stride(), k.__class__, k.dtype, k.shape, k.stride(),
+            v.__class__, v.dtype, v.shape, v.stride(), softmax_scale, causal, window_size, softcap,
+            return_lse, max_seqlen_q, cu_seqlens_q is None, cu_seqlens_k is None,
+            seqused_q is None, seqused_k is None, *[x.shape for x in lengths],
         )  # fmt: skip
+        if not (learnable_sink is score_mod is mask_mod is None):
+            key += (_described(learnable_sink), score_mod, mask_mod)
+        if _several_gpus:
+            key += (q.get_device(),)
         plan = _plans.get(key)
-        if plan is not None and _may_launch(tensors) and plan.is_current:
-            lengths = tuple(x for x in tensors[3:7] if x is not None)
+        if (
+            plan is not None
+            and not (_grad_enabled() and _wants_gradient(q, k, v, learnable_sink))
+            and are_plain(q, k, v)
+            and all(map(is_plain, lengths))
+            and (not plan.has_functions or plan.is_current())
+        ):
             if q.is_cpu:
-                check(call)
+                check(AttentionCall(*arguments))
             out, lse = plan(q, k, v, lengths, learnable_sink)
             return out if lse is None else (out, lse)
     except (AttributeError, TypeError, ValueError, RuntimeError):
         key = None
-    return _first(call, return_lse, key)
+    return _first(AttentionCall(*arguments), return_lse, key)
 
 
 def _described(x: Tensor | None) -> tuple[Any, ...] | None:
-    return None if x is None else (x.dtype, x.shape, x.stride())
+    return None if x is None else (x.__class__, x.dtype, x.shape, x.stride())
 
 
-def _wants_gradient(*tensors: Tensor | None) -> bool:
-    return any(x is not None and x.requires_grad for x in tensors)
-
-
-def _may_launch(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether a kernel may be launched on them directly: no gradient is wanted, nobody watches."""
+def _wants_gradient(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> bool:
     return (
-        nobody_watches()
-        and all(x is None or is_plain(x) for x in tensors)
-        and not (_grad_enabled() and _wants_gradient(*tensors))
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (sink is not None and sink.requires_grad)
     )
 
 
@@ -187,7 +196,12 @@ def _first(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """A call without a plan: through the operator where torch has more to do than to run it."""
     check(call)
-    if not _may_launch((call.q, call.k, call.v, *call.lengths.values(), call.learnable_sink)):
+    tensors = (call.q, call.k, call.v, *call.lengths.values(), call.learnable_sink)
+    if (
+        not nobody_watches()
+        or not all(x is None or is_plain(x) for x in tensors)
+        or (_grad_enabled() and _wants_gradient(call.q, call.k, call.v, call.learnable_sink))
+    ):
         return _through_operator(call, return_lse)
     out, lse = _run(call, return_lse, key)
     return out if lse is None else (out, lse)
@@ -202,7 +216,7 @@ def _run(
         return _nothing_to_see(call, with_lse)
     with on(call.q.device):
         plan = Plan(call, with_lse)
-        result = plan(call.q, call.k, call.v, tuple(call.lengths.values()), call.learnable_sink)
+        result = plan(call.q, call.k, call.v, list(call.lengths.values()), call.learnable_sink)
     if key is not None:
         if len(_plans) >= 4096:
             _plans.clear()
@@ -249,12 +263,19 @@ def _through_operator(call: AttentionCall, return_lse: bool) -> Tensor | tuple[T
     return (out, lse) if return_lse else out
 
 
+_TENSORS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
+            "seqused_q", "seqused_k")  # fmt: skip
+
+
 def _call(*args: Any) -> AttentionCall:
     """What torch passes to the operator, which leaves defaults at the end out."""
-    args += (None,) * (9 - len(args)) if len(args) < 9 else ()
+    tensors, options = args[: len(_TENSORS)], args[len(_TENSORS) :]
     defaults = (None, False, None, None, 0.0, None)
-    scale, causal, left, right, softcap, sink = args[9:] + defaults[len(args) - 9 :]
-    return AttentionCall(*args[:9], scale, causal, (left, right), softcap, sink)
+    scale, causal, left, right, softcap, sink = options + defaults[len(options) :]
+    return AttentionCall(
+        **dict(zip(_TENSORS, tensors, strict=False)), softmax_scale=scale, causal=causal,
+        window_size=(left, right), softcap=softcap, learnable_sink=sink,
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -278,7 +299,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
     reason = why_no_gradient(call)
     if reason is not None:
         raise ValueError(f"there is no gradient with {reason}; call it under torch.no_grad()")
-    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(
         call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k, call.learnable_sink, *output
     )
@@ -287,23 +308,37 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
     ctx.count = len(inputs)
 
 
-def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Any, ...]:
     q, k, v, cu_seqlens_q, cu_seqlens_k, sink, out, lse = ctx.saved_tensors
-    if grad_lse is not None:
-        raise ValueError("flash_attn_func has no gradient through lse: use lse.detach()")
-    if grad_out is None:
-        return (None,) * ctx.count
     scale, causal, window = ctx.options
+    longest_q, longest_k = ctx.longest
     call = AttentionCall(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.longest, softmax_scale=scale, causal=causal,
-        window_size=window, learnable_sink=sink,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, softmax_scale=scale,
+        causal=causal, window_size=window, learnable_sink=sink,
     )  # fmt: skip
     dq, dk, dv, dsink = gradients(call, grad_out, out, lse)
     grads = (dq, dk, dv, *(None,) * 11, dsink)
     return grads[: ctx.count]
 
 
+def _flops(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None = None, cu_k: Tensor | None = None,
+    *rest: Any, **more: Any,
+) -> int:  # fmt: skip
+    """As torch counts attention: every pair of a query and a key of one sequence, seen or not."""
+    pairs = q.shape[-3] * k.shape[-3]
+    if cu_q is None and cu_k is None:
+        pairs *= q.shape[0]
+    elif cu_q is not None and cu_k is not None:
+        if is_plain(cu_q):
+            pairs = int((cu_q.diff().long() * cu_k.diff()).sum())
+        else:  # lengths that nobody knows: alike
+            pairs //= max(cu_q.shape[0] - 1, 1)
+    return 2 * pairs * q.shape[-2] * (q.shape[-1] + v.shape[-1])
+
+
 for _key in ("CUDA", "CPU"):
     _library.impl("flash_attn", _operator, _key)
 torch.library.register_fake("cutex::flash_attn", _fake)
 torch.library.register_autograd("cutex::flash_attn", _backward, setup_context=_setup)
+register_flop_formula(torch.ops.cutex.flash_attn, get_raw=True)(_flops)

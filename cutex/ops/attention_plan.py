@@ -105,9 +105,11 @@ class Plan:
         if self.config.varlen_q:
             scalars.append(longest_q(call))
         self.scalars = tuple(scalars)
-        self.launch = launcher(self.compiled, self.device)
+        self.launch: Callable[..., None] | None = None
+        # whether the arguments are q, k, v, out and numbers, all but out as they are given
+        self.short = self.as_given and not (with_lse or call.lengths or self.config.sink)
+        self.has_functions = any(self.functions)
 
-    @property
     def is_current(self) -> bool:
         """Whether the functions in it still compute what they did."""
         return all(f is None or f.is_current() for f in self.functions)
@@ -120,10 +122,17 @@ class Plan:
         return out, q.new_empty_strided(self.lse_shape, self.lse_strides, dtype=torch.float32)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[Tensor, ...], sink: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: list[Tensor], sink: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Launch on the operands; ValueError or TypeError if the launcher finds them others than
         the plan's. `lengths` are the int32 tensors that are given."""
+        if self.short and self.launch is not None:
+            out = q.new_empty_strided(self.shape, self.strides)  # half of new_empty's time
+            if self.dynamic:
+                self.launch(q, k, v, out, counter(self.device), *self.scalars)
+            else:
+                self.launch(q, k, v, out, *self.scalars)
+            return out, None
         out, lse = self.outputs(q)
         if not self.as_given:
             q, k, v = (
@@ -133,13 +142,15 @@ class Plan:
         arguments: list[Any] = [q, k, v, out]
         if lse is not None:
             arguments.append(lse)
-        if lengths:
-            arguments += [x if x.is_contiguous() else x.contiguous() for x in lengths]
+        arguments += [x if x.is_contiguous() else x.contiguous() for x in lengths]
         if sink is not None:
             arguments.append(sink.to(torch.float32).contiguous())
         if self.dynamic:
             arguments.append(counter(self.device))
-        self.launch(*arguments, *self.scalars)
+        arguments += self.scalars
+        if self.launch is None:
+            self.launch = launcher(self.compiled, self.device, arguments)
+        self.launch(*arguments)
         return out, lse
 
 
@@ -203,7 +214,7 @@ def kernel_for(config: ForwardConfig, dtype: str) -> Compiled:
     from cutex.kernels.attention.sm90.forward import Forward
 
     functions = (config.score_mod, config.mask_mod)
-    cache = all(f is None or f.cacheable for f in functions)
+    cache = all(f.cacheable for f in functions if isinstance(f, UserFunction))
     return compile(Forward(config), dtype, ARCH, cache=cache)
 
 
@@ -237,21 +248,17 @@ def on(device: torch.device) -> Any:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def launcher(compiled: Compiled, device: torch.device) -> Callable[..., None]:
-    """What launches it, without a check of its own; in the simulator for tensors of the CPU."""
+def launcher(compiled: Compiled, device: torch.device, arguments: list[Any]) -> Callable[..., None]:
+    """What launches it, without a check of its own but the first time, on these arguments; in the
+    simulator for tensors of the CPU."""
     if device.type == "cuda":
-        several = torch.cuda.device_count() > 1
-        load = compiled.function
-
-        def first(*arguments: Any) -> None:
-            return load(*arguments)(*arguments)
-
-        if not several:
-            return first
+        function = compiled.function(*arguments)
+        if torch.cuda.device_count() == 1:
+            return function
 
         def there(*arguments: Any) -> None:
             with torch.cuda.device(device):
-                load(*arguments)(*arguments)
+                function(*arguments)
 
         return there
 
