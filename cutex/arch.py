@@ -1,7 +1,7 @@
-"""Frozen facts per GPU: what a kernel may use, and the stated peaks a time is held against.
+"""Facts per GPU: what a kernel may use, and the rates that a time is compared with.
 
 Peaks are the vendor's dense figures, never sparse, of the SXM boards: H200 (700 W) and
-B200 (1000 W). Where each figure comes from stands in docs/facts.md.
+B200 (1000 W). The source of each figure is in docs/facts.md.
 """
 
 from __future__ import annotations
@@ -23,6 +23,14 @@ class Arch:
     l2_bytes: int
     hbm_gbs: float  # GB/s
     dense_tflops: dict[str, float]  # by input dtype, fp32 accumulation
+    mma_flops: int  # of the tensor cores, a cycle and SM, dense, 16-bit inputs
+    smem_bytes_per_clock: int  # a cycle and SM
+    l2_bytes_per_clock: int | None = None  # a cycle, of all SMs; None: not known
+
+    @property
+    def clock_hz(self) -> float:
+        """The SM clock at which the stated dense peak holds."""
+        return self.dense_tflops["bf16"] * 1e12 / (self.mma_flops * self.num_sms)
 
 
 ARCHS: dict[str, Arch] = {
@@ -39,6 +47,8 @@ ARCHS: dict[str, Arch] = {
             l2_bytes=60 << 20,
             hbm_gbs=4800.0,
             dense_tflops={"bf16": 989.0, "fp16": 989.0},
+            mma_flops=4096,
+            smem_bytes_per_clock=128,
         ),
         Arch(
             name="sm_100a",
@@ -51,6 +61,9 @@ ARCHS: dict[str, Arch] = {
             l2_bytes=126 << 20,
             hbm_gbs=8000.0,
             dense_tflops={"bf16": 2250.0, "fp16": 2250.0},
+            mma_flops=8192,
+            smem_bytes_per_clock=128,
+            l2_bytes_per_clock=10_200,  # 20 TB/s at 1.96 GHz: a public model's figure
         ),
     )
 }

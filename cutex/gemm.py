@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from cutex.bench.cli import main
+from collections.abc import Sequence
+
+from cutex.bench import cli
+from cutex.problem.gemm import GemmProblem
+
+
+def parser() -> cli.Parser:
+    return cli.parser(GemmProblem)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return cli.main(GemmProblem, argv)
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

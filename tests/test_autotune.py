@@ -12,6 +12,7 @@ from cutex.kernels.gemm import stage
 from cutex.kernels.gemm.choose import candidates, choose, predict, ranked
 from cutex.kernels.gemm.config import GemmConfig
 from cutex.problem.gemm import GemmProblem
+from cutex.problem.protocol import size_class
 
 H200 = arch("sm_90a")
 PROBLEM = GemmProblem(4096, 4096, 4096)
@@ -94,9 +95,9 @@ def test_it_can_be_turned_off(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_class_of_sizes_never_rounds_down_and_by_an_eighth_at_most() -> None:
     for size in range(1, 20000):
-        rounded = autotune.size_class(size)
+        rounded = size_class(size)
         assert size <= rounded <= max(size + 7, size * 9 / 8), size
-        assert autotune.size_class(rounded) == rounded
+        assert size_class(rounded) == rounded
 
 
 @pytest.mark.parametrize("small", [False, True])

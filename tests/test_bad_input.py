@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cutex.bench.cli import main
+from cutex.gemm import main
 
 SIM = ["--device", "sim"]
 

@@ -53,7 +53,7 @@ def test_bounds_are_those_of_the_arithmetic() -> None:
     found = ROW.bounds(problem, GPU)
     assert found["tensor"] == 4 * 128
     assert found["smem"] == 4 * 64
-    assert found["L2"] == pytest.approx(74 * 65536 / bounds.L2_BYTES)
+    assert found["L2"] == pytest.approx(74 * 65536 / GPU.l2_bytes_per_clock)
 
 
 def test_a_tile_more_than_fits_is_a_second_wave() -> None:
@@ -63,7 +63,7 @@ def test_a_tile_more_than_fits_is_a_second_wave() -> None:
 
 def test_a_narrow_mma_is_bound_by_shared_memory() -> None:
     narrow = replace(ROW, mma=(128, 64, 16), ctas=1, tile=(128, 64))
-    assert (narrow.mma_cycles, narrow.mma_smem_bytes / bounds.SMEM_BYTES) == (32, 48)
+    assert (narrow.mma_cycles, narrow.mma_smem_bytes / GPU.smem_bytes_per_clock) == (32, 48)
 
 
 def test_a_descriptor_may_be_put_together_from_constants() -> None:

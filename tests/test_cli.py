@@ -10,9 +10,10 @@ import torch
 
 import cutex.bench.run
 import cutex.sim
-from cutex.bench.cli import main
 from cutex.bench.run import Options
+from cutex.gemm import main
 from cutex.kernels.gemm import stages
+from cutex.problem import PeerKernel
 from cutex.problem.gemm import GemmProblem
 from cutex.results import read
 
@@ -198,9 +199,9 @@ def test_an_error_of_the_simulator_is_exit_code_1_with_its_report(
 @pytest.fixture
 def gpu_run(kernels, fake_gpu, monkeypatch):
     """Run stage 0 through the CUDA path on CPU tensors."""
-    inputs, output = GemmProblem.inputs, GemmProblem.output
+    inputs, outputs = GemmProblem.inputs, GemmProblem.outputs
     monkeypatch.setattr(GemmProblem, "inputs", lambda p, device="", copy=0: inputs(p, "cpu", copy))
-    monkeypatch.setattr(GemmProblem, "output", lambda p, device="": output(p))
+    monkeypatch.setattr(GemmProblem, "outputs", lambda p, device="": outputs(p))
 
     def cublas():
         return Kernel("cublas", 80.0, fake_gpu), "torch 0"
@@ -208,8 +209,8 @@ def gpu_run(kernels, fake_gpu, monkeypatch):
     def absent():
         raise ModuleNotFoundError("No module named 'quack'")
 
-    monkeypatch.setitem(cutex.bench.run.PEERS, "cublas", cublas)
-    monkeypatch.setitem(cutex.bench.run.PEERS, "quack", absent)
+    peers = {"cublas": PeerKernel("cuBLAS", cublas), "quack": PeerKernel("quack", absent)}
+    monkeypatch.setattr(GemmProblem, "peers", peers)
     kernels.gpu.device = fake_gpu
     kernels.timed = fake_gpu
     return kernels

@@ -12,7 +12,8 @@ import torch
 
 from cutex.arch import ARCHS, arch
 from cutex.compile import FILES, Compiled, cache_dir, compile
-from cutex.compile.resources import NoDisassembler, count_instructions, opcodes, resources, sass
+from cutex.compile.resources import count_instructions, opcodes, resources, sass
+from cutex.errors import NoDisassembler
 from cutex.kernels.gemm import Stage, stage, stages
 from cutex.kernels.gemm.config import GemmConfig
 from cutex.problem.gemm import DTYPES, GemmProblem
@@ -200,13 +201,13 @@ def test_wrong_shapes_are_refused_in_one_sentence(
 def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache on disk, and none in this process."""
     monkeypatch.setenv("CUTEX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("cutex.compile._in_process", {})
+    monkeypatch.setattr("cutex.compile.compiling._in_process", {})
     return tmp_path / "cache"
 
 
 def compile_again(monkeypatch: pytest.MonkeyPatch) -> Compiled:
     """Stage 0 as another process would find it."""
-    monkeypatch.setattr("cutex.compile._in_process", {})
+    monkeypatch.setattr("cutex.compile.compiling._in_process", {})
     return compile(stage("sm_90a", 0).kernel(), "bf16", "sm_90a")
 
 

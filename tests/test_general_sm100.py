@@ -16,7 +16,8 @@ from cutex.device.epilogue import epilogue_ops as fusion
 from cutex.kernels.gemm.general import GeneralConfig, Matrix
 from cutex.kernels.gemm.sm100 import space
 from cutex.kernels.gemm.sm100.general import General
-from cutex.ops.plan import Call, arrange
+from cutex.ops.arrange import arrange
+from cutex.ops.checks import Call
 from cutex.problem.matmul import draw
 from cutex.sim import Hazards
 
@@ -146,7 +147,7 @@ def test_drawn_problems_of_several_tiles_in_every_order(tenth: int) -> None:
     for seed in range(2000 + 15 * tenth, 2015 + 15 * tenth):
         problem = draw(seed, largest=9, most_work=2**24)
         with ops.simulated("sm_100a", order=ORDERS[seed % 5], seed=seed):
-            wrong = problem.run("cpu")
+            wrong = problem.run("cpu", cutex.matmul)
         assert wrong is None, f"{wrong}: {problem}"
 
 

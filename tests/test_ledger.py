@@ -116,7 +116,7 @@ def test_best_is_the_fastest_right_row_of_each_problem_and_kind_of_data():
         row(80.0, problem={**row().problem, "init": "zeros"}),
         row(300.0, problem={**row().problem, "m": 1024}),
     ]
-    assert [(r.problem["init"], r.mnk[0], r.stage, r.timing.median_us) for r in best(rows)] == [
+    assert [(r.problem["init"], r.sizes[0], r.stage, r.timing.median_us) for r in best(rows)] == [
         ("normal", 512, 4, 90.0),
         ("normal", 1024, 3, 300.0),
         ("zeros", 512, 3, 80.0),

@@ -17,8 +17,9 @@ from types import SimpleNamespace
 import pytest
 
 import cutex.bench.run
-from cutex import compile, results
+from cutex import results
 from cutex.kernels.gemm import stages
+from cutex.problem import Check
 
 modal = pytest.importorskip("modal", reason="modal is not installed: pip install 'cutex[modal]'")
 if modal.__version__.split(".")[:2] != ["1", "6"]:
@@ -53,7 +54,7 @@ def cloud(root, modal_app, monkeypatch, tmp_path):
     monkeypatch.setattr(cutex.bench.run, "choose_device", lambda name, target: "sim")
     monkeypatch.setenv("CUTEX_CACHE", str(tmp_path / "container"))
     monkeypatch.setenv("CUTEX_COMMIT", "")
-    monkeypatch.setattr(compile, "_in_process", {})
+    monkeypatch.setattr("cutex.compile.compiling._in_process", {})
     with offline.ControlPlane({"run": modal_app.run.local}) as plane:
         plane.faults = monkeypatch
         yield plane
@@ -117,7 +118,7 @@ def test_gemm_is_preflighted_priced_run_and_recorded_once(cloud, modal_run, tmp_
     assert re.search(r"B200: \d+ s measured, about \$", ran.out)
     assert [gpu for gpu, _ in cloud.runs] == ["B200", "B200"]
     (row,) = rows(tmp_path)
-    assert (row.ok, row.stage, row.arch, row.mnk) == (True, 3, "sm_100a", (64, 64, 64))
+    assert (row.ok, row.stage, row.arch, row.sizes) == (True, 3, "sm_100a", (64, 64, 64))
     assert row.expect == "right: it was simulated"
     assert row.environment["commit"] == "abc1234"
     assert row.environment["rented"] == "B200"
@@ -142,7 +143,7 @@ def test_sweep_goes_over_problems_and_gpus(cloud, modal_run, tmp_path):
     assert {r.function_options.resources.gpu_config.gpu_type for r in bound} == {
         *("B200", "H200", "H100!")
     }
-    found = {(r.environment["rented"], r.mnk[1]) for r in rows(tmp_path)}
+    found = {(r.environment["rented"], r.sizes[1]) for r in rows(tmp_path)}
     assert found == {(gpu, n) for gpu in ("B200", "H200", "H100!") for n in (64, 128)}
 
 
@@ -169,7 +170,7 @@ def test_confirm_checks_every_blackwell_stage_and_measures_what_is_open(cloud, m
 
 def test_a_wrong_result_there_is_exit_code_1_here(cloud, modal_run, tmp_path):
     def wrong(problem, *_, **__):
-        return cutex.bench.run.Check(False, 1.0, 0.0, "C[0, 0] is 1, exactly 0 was due")
+        return Check(False, 1.0, 0.0, "C[0, 0] is 1, exactly 0 was due")
 
     cloud.faults.setattr(cutex.problem.gemm.GemmProblem, "check", wrong)
     ran = modal_run("--stage", "0", *SMALL, "--no-preflight")

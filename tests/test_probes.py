@@ -8,7 +8,8 @@ import pytest
 
 from cutex.bench import probes
 from cutex.compile import compile
-from cutex.compile.resources import NoDisassembler, opcodes, sass
+from cutex.compile.resources import opcodes, sass
+from cutex.errors import NoDisassembler
 from cutex.kernels.probes.sm100 import REPEATS
 from cutex.kernels.probes.sm100 import probes as all_probes
 

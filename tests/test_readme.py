@@ -6,9 +6,8 @@ import subprocess
 
 import pytest
 
-from cutex import report
+from cutex import gemm, report
 from cutex.analysis import layout, roofline
-from cutex.bench import cli
 from cutex.cloud import rental
 from cutex.results import history
 from cutex.sim import __main__ as sim
@@ -37,7 +36,7 @@ def test_ci_runs_the_two_commands_of_the_readme(root, readme):
 
 
 PARSERS = {
-    "python -m cutex.gemm": cli.parser,
+    "python -m cutex.gemm": gemm.parser,
     "python modal_app.py": rental.parser,
     "modal run modal_app.py": rental.parser,
     "python -m cutex.results": history.parser,

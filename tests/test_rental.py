@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cutex import compile, results
+from cutex import results
 from cutex.cloud import prices, remote, rental
 from cutex.kernels.gemm import stages
 from cutex.problem.gemm import GemmProblem
@@ -125,7 +125,7 @@ def test_what_fails_does_not_take_the_others_with_it(cloud, run, tmp_path):
 def test_the_sweep_has_its_own_problems_on_every_gpu(cloud, run):
     assert run("--op", "sweep", "--gpu", "B200,H200,B200", "--stage", "0").code == 0
     asked = [(gpu, r["problem"]["m"], r["problem"]["n"]) for gpu, r, _ in cloud.asked]
-    assert len(asked) == len(set(asked)) == 2 * len(rental.SWEEP)
+    assert len(asked) == len(set(asked)) == 2 * len(GemmProblem.cases["sweep"])
 
 
 # ---- preflight
@@ -150,7 +150,7 @@ def test_compiled_kernels_travel_and_are_found_there(cloud, run, monkeypatch, tm
     ((_, request, _),) = cloud.asked
     assert len(request["kernels"]) > 1000
     monkeypatch.setenv("CUTEX_CACHE", str(tmp_path / "container"))
-    monkeypatch.setattr(compile, "_in_process", {})
+    monkeypatch.setattr("cutex.compile.compiling._in_process", {})
     remote.unpack(request["kernels"])
     stage = stages("sm_100a")[0]
     assert rental.compile_stage(stage, "bf16").from_cache
@@ -162,8 +162,8 @@ def test_what_one_container_made_the_next_one_finds(monkeypatch, tmp_path):
     volume.mkdir()
     for container in ("first", "second"):
         monkeypatch.setenv("CUTEX_CACHE", str(tmp_path / container))
-        monkeypatch.setattr(compile, "_in_process", {})
-        with remote.Volume(str(volume)):
+        monkeypatch.setattr("cutex.compile.compiling._in_process", {})
+        with remote.Volume("digest of the sources", str(volume)):
             assert rental.compile_stage(stage, "bf16").from_cache == (container == "second")
             choice = tmp_path / container / "tuned" / "choice.json"
             assert choice.exists() == (container == "second")
@@ -180,10 +180,10 @@ def test_all_that_a_choosing_stage_may_run_travels(cloud, run):
 
 
 def test_the_simulator_is_given_a_few_tiles_with_the_same_remainders():
-    small = rental.reduced(GemmProblem(8200, 1000, 4104, init="normal"))
+    small = GemmProblem(8200, 1000, 4104, init="normal").reduced()
     assert small.mnk == (512 + 8200 % 512, 512 + 1000 % 512, 256 + 4104 % 256)
     assert small.init == "int"
-    assert rental.reduced(GemmProblem(16, 8192, 64)).mnk == (16, 512, 64)
+    assert GemmProblem(16, 8192, 64).reduced().mnk == (16, 512, 64)
 
 
 # ---- plan and price

@@ -2,7 +2,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
+import subprocess
+import sys
 from dataclasses import replace
+
+import pytest
 
 from cutex.results import Peer, Result, Timing, append, ledger, read
 
@@ -75,3 +81,45 @@ def test_a_ledger_is_named_for_the_device(tmp_path):
     assert ledger(tmp_path, RESULT).name == "gemm-nvidia-h200.jsonl"
     simulated = replace(RESULT, device="sim", device_name="simulator")
     assert ledger(tmp_path, simulated).name == "gemm-sim.jsonl"
+
+
+@pytest.fixture
+def clone(root, tmp_path):
+    if not (root / ".git").exists():
+        pytest.skip("not a git clone, so it cannot be cloned")
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "-q", root, clone], check=True)
+    return clone
+
+
+def commit_of(clone) -> str:
+    code = "from cutex.bench.run import commit; print(commit())"
+    env = {**os.environ, "PYTHONPATH": str(clone), "CUTEX_COMMIT": ""}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=clone, env=env, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.strip()
+
+
+def test_an_edit_anywhere_in_the_package_marks_the_commit_and_one_beside_it_does_not(clone):
+    clean = commit_of(clone)
+    assert re.fullmatch("[0-9a-f]{12}", clean)
+    (clone / "README.md").write_text("edited")
+    (clone / "results" / "gemm-nvidia-h200.jsonl").write_text("")
+    assert commit_of(clone) == clean
+    package = (clone / "cutex").resolve()
+    folders = sorted({p.parent for p in package.rglob("*.py")})
+    folders += [p for name in ("kernels", "schedulers") for p in (clone / name).glob("**/")]
+    assert {"cutex/sim", "schedulers", "kernels/gemm/sm90"} <= {
+        str(f.relative_to(clone)) for f in folders
+    }
+    for folder in folders:
+        for file in sorted(folder.glob("*.py"))[:1]:
+            before = file.read_text()
+            file.write_text(before + "# edited\n")
+            assert commit_of(clone) == f"{clean}+edited", file
+            file.write_text(before)
+    assert commit_of(clone) == clean
+    (clone / "schedulers" / "new.py").write_text("")
+    assert commit_of(clone) == f"{clean}+edited"

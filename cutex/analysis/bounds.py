@@ -1,4 +1,4 @@
-"""python -m cutex.bounds: what can be known of a GEMM kernel for a GPU that is not here.
+"""python -m cutex.bounds: what can be known of a kernel for a GPU that is not here.
 
 Registers, memory and the mainloop are read from the compiled code: which MMA (its instruction
 descriptor in the PTX), how many of them between two waits (the innermost loop of the SASS that
@@ -6,9 +6,11 @@ starts MMAs), how many bytes a step of it loads (expect_tx in the PTX). Tile, ri
 what come from the config. From these follow bounds on the time of one problem, by each unit alone:
 
     tensor   MMAs back to back in every wave; an MMA takes N/2 cycles
-    smem     what an MMA reads of its operands, at 128 bytes a cycle of each SM
-    L2       what all CTAs load, at L2_BYTES a cycle
-    HBM      A, B and C once, at the stated rate
+    smem     what an MMA reads of its operands
+    L2       what all CTAs load
+    HBM      inputs and outputs once
+
+each at its rate in cutex/arch.py.
 
 A bound is not a prediction. It leaves out the way into and out of a kernel, and of a tile where the
 kernel does not overlap it, and any wait for latency. The cycles of an MMA are a fit to published
@@ -26,30 +28,26 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cutex.arch import Arch, arch
-from cutex.compile.resources import resources, sass
-from cutex.problem.gemm import GemmProblem
-
-if TYPE_CHECKING:
-    from cutex.kernels.gemm import Stage
+from cutex.compile.resources import Code, resources, sass
+from cutex.problem import DEFAULT_OP, Problem, problem_class
+from cutex.problem.stage import Stage, stages
 
 ARCH = "sm_100a"
-PROBLEM = GemmProblem(8192, 8192, 4096)
+GPU = arch(ARCH)
+PROBLEM = problem_class(DEFAULT_OP).of(problem_class(DEFAULT_OP).cases["cuda"][0])
 FOLDER, PAGE = Path("results/bounds"), Path("docs/bounds.md")
 INST_BYTES = 32  # of each row of A and of B that one MMA reads: 16 elements
-SMEM_BYTES = 128  # a cycle and SM
-L2_BYTES = 10_200  # a cycle: 20 TB/s at 1.96 GHz, a public model's figure, not measured
-MMA_FLOPS = 8192  # a cycle and SM, dense, 16-bit
-PEER = "examples/python/CuTeDSL/cute/blackwell/kernel/dense_gemm/dense_gemm_persistent.py"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One compiled kernel. Bytes of memory are per CTA; a step is one turn of the mainloop."""
+    """One compiled sm_100a kernel. Bytes of memory are per CTA; a step is one turn of the
+    mainloop."""
 
     kernel: str
     title: str
@@ -57,7 +55,7 @@ class Row:
     spill_bytes: int
     smem_bytes: int
     tmem_columns: int
-    tile: tuple[int, int]  # of C, computed by `ctas` together
+    tile: tuple[int, int]  # of the output, computed by `ctas` together
     ctas: int
     mma: tuple[int, int, int]  # M, N, K of one instruction
     step_mmas: int
@@ -68,7 +66,7 @@ class Row:
     def mma_cycles(self) -> float:
         """Of the tensor cores alone."""
         m, n, k = self.mma
-        return 2 * m * n * k / (MMA_FLOPS * self.ctas)
+        return 2 * m * n * k / (GPU.mma_flops * self.ctas)
 
     @property
     def mma_smem_bytes(self) -> int:
@@ -89,45 +87,35 @@ class Row:
     @property
     def smem_share(self) -> float:
         """Of the smem port's cycles, while MMAs run back to back at the tensor cores' pace."""
-        return self.mma_smem_bytes / SMEM_BYTES / self.mma_cycles
+        return self.mma_smem_bytes / GPU.smem_bytes_per_clock / self.mma_cycles
 
-    def waves(self, problem: GemmProblem, gpu: Arch) -> tuple[int, float]:
+    def waves(self, problem: Problem, gpu: Arch) -> tuple[int, float]:
         """How many, and the share of the SMs' time in them that has a tile."""
-        tiles = self._tiles(problem)
+        tiles = problem.grid(self.tile)
         at_once = gpu.num_sms // self.ctas
         waves = -(-tiles // at_once)
         return waves, tiles * self.ctas / (waves * gpu.num_sms)
 
-    def bounds(self, problem: GemmProblem, gpu: Arch) -> dict[str, float]:
+    def bounds(self, problem: Problem, gpu: Arch) -> dict[str, float]:
         """Cycles that each unit needs at least."""
-        per_tile = self._steps(problem) * self.step_mmas
+        assert gpu.l2_bytes_per_clock is not None
+        steps = problem.steps(self.tile, self.step_flops)
+        per_tile = steps * self.step_mmas
         waves, _ = self.waves(problem, gpu)
-        loaded = self._tiles(problem) * self._steps(problem) * self.step_bytes
+        loaded = problem.grid(self.tile) * steps * self.step_bytes
         return {
             "tensor": waves * per_tile * self.mma_cycles,
-            "smem": waves * per_tile * self.mma_smem_bytes / SMEM_BYTES,
-            "L2": loaded / L2_BYTES,
-            "HBM": problem.bytes / (gpu.hbm_gbs * 1e9 / clock(gpu)),
+            "smem": waves * per_tile * self.mma_smem_bytes / gpu.smem_bytes_per_clock,
+            "L2": loaded / gpu.l2_bytes_per_clock,
+            "HBM": problem.bytes / (gpu.hbm_gbs * 1e9 / gpu.clock_hz),
         }
-
-    def _tiles(self, problem: GemmProblem) -> int:
-        return -(-problem.m // self.tile[0]) * -(-problem.n // self.tile[1])
-
-    def _steps(self, problem: GemmProblem) -> int:
-        step_k = self.step_flops // (2 * self.tile[0] * self.tile[1])
-        return -(-problem.k // step_k)
-
-
-def clock(gpu: Arch) -> float:
-    """Hz at which the stated dense peak holds."""
-    return gpu.dense_tflops["bf16"] * 1e12 / (MMA_FLOPS * gpu.num_sms)
 
 
 # ---- read from code
 
 
-def row(compiled: Any, kernel: str, title: str, **config: Any) -> Row:
-    """Of a Compiled, or of anything with its `ptx`, `cubin` and `dynamic_smem`."""
+def row(compiled: Code, kernel: str, title: str, **config: Any) -> Row:
+    """The Row of a compiled kernel; `config` gives the fields that the code does not."""
     found = resources(compiled)
     m, n, ctas = mma_shape(compiled.ptx)
     return Row(
@@ -223,41 +211,10 @@ def stage_row(stage: Stage, dtype: str = "bf16") -> Row:
 
 
 def peer_row(clone: Path) -> Row:
-    """CUTLASS's persistent GEMM of CTA pairs, 256x256, compiled from a clone of CUTLASS."""
-    import importlib.util
-
-    path = clone / PEER
-    if not path.exists():
-        raise ValueError(f"{path} is not there: --cutlass takes a clone of CUTLASS")
-    spec = importlib.util.spec_from_file_location("dense_gemm_persistent", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["dense_gemm_persistent"] = module  # the DSL looks the source up by module
-    spec.loader.exec_module(module)
-
-    import cutlass
-    from cuda.bindings.driver import CUstream
-    from cutlass import cute
-    from cutlass.cute.runtime import make_fake_tensor
-
-    from cutex.compile import launched_smem
-
-    m, n, k = PROBLEM.m, PROBLEM.n, PROBLEM.k
-    tensors = [
-        make_fake_tensor(cutlass.BFloat16, (*s, 1), (s[1], 1, s[0] * s[1]), assumed_align=16)
-        for s in ((m, k), (n, k), (m, n))
-    ]
-    gemm = module.PersistentDenseGemmKernel(cutlass.Float32, True, (256, 256), (2, 1), True)
-    options = (cute.GPUArch(ARCH), cute.KeepPTX(True), cute.KeepCUBIN(True))
-    at_once = arch(ARCH).num_sms // 2
-    function = cute.compile[options](gemm, *tensors, at_once, CUstream(0))
-    compiled = SimpleNamespace(
-        ptx=function.__ptx__.rstrip("\0"),
-        cubin=function.__cubin__,
-        dynamic_smem=launched_smem(str(function.ir_module)),
-    )
-    found = row(compiled, "CUTLASS", "its persistent example", tile=(256, 256), ring_bytes=0)
-    return replace(found, ring_bytes=gemm.num_ab_stage * found.step_bytes // found.ctas)
+    """CUTLASS's own example of the operator, compiled from a clone of CUTLASS."""
+    example = import_module(f"cutex.kernels.{PROBLEM.op}.cutlass_example").compiled(clone)
+    found = row(example, "CUTLASS", "its persistent example", tile=example.tile, ring_bytes=0)
+    return replace(found, ring_bytes=example.num_stages * found.step_bytes // found.ctas)
 
 
 # ---- kept and rendered
@@ -280,9 +237,9 @@ COLUMNS = (
 )
 
 
-def cells(r: Row, problem: GemmProblem, gpu: Arch) -> list[str]:
+def cells(r: Row, problem: Problem, gpu: Arch) -> list[str]:
     waves, used = r.waves(problem, gpu)
-    needs = {unit: cycles / clock(gpu) * 1e6 for unit, cycles in r.bounds(problem, gpu).items()}
+    needs = {unit: cycles / gpu.clock_hz * 1e6 for unit, cycles in r.bounds(problem, gpu).items()}
     unit = max(needs, key=lambda u: needs[u])
     return [
         f"{r.kernel}: {r.title}",
@@ -302,7 +259,7 @@ def cells(r: Row, problem: GemmProblem, gpu: Arch) -> list[str]:
     ]
 
 
-def table(rows: Iterable[Row], problem: GemmProblem = PROBLEM, gpu: str = ARCH) -> str:
+def table(rows: Iterable[Row], problem: Problem = PROBLEM, gpu: str = ARCH) -> str:
     """Markdown."""
     head = [f"{name}<br>{unit}" for name, unit in COLUMNS]
     rule = ["---", *("---:" for _ in COLUMNS[1:])]
@@ -318,12 +275,13 @@ def page(rows: Sequence[Row]) -> str:
 
 {table(rows)}
 
-Times are bounds for {p.m}x{p.n}x{p.k} in bf16 on {gpu.num_sms} SMs at {clock(gpu) / 1e9:.2f} GHz,
+Times are bounds for {p.size} in bf16 on {gpu.num_sms} SMs at {gpu.clock_hz / 1e9:.2f} GHz,
 the clock at which the stated {gpu.dense_tflops["bf16"]:.0f} TFLOPS hold; each unit by itself, as
-`cutex/bounds.py` says. They leave out what a kernel does not overlap: stages 0 and 1 load and
-compute in turn, stages 0 to 5 store after they have computed. The rate of L2 is a public model's
-figure; the cycles of an MMA are a fit to published measurements. CUTLASS's example is compiled from
-a clone of CUTLASS that the user names, for the same problem, 256x256 tiles and clusters of 2x1.
+`cutex/analysis/bounds.py` says. They leave out what a kernel does not overlap: stages 0 and 1 load
+and compute in turn, stages 0 to 5 store after they have computed. The rate of L2 is a public
+model's figure; the cycles of an MMA are a fit to published measurements. CUTLASS's example is
+compiled from a clone of CUTLASS that the user names, for the same problem, 256x256 tiles and
+clusters of 2x1.
 """
 
 
@@ -348,8 +306,6 @@ def write(rows: Iterable[Row], file: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from cutex.kernels.gemm import stages
-
     p = argparse.ArgumentParser(
         prog="python -m cutex.bounds", description="Write results/bounds/ and docs/bounds.md."
     )
@@ -363,7 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.cutlass:
             write([peer_row(Path(args.cutlass))], FOLDER / f"{ARCH}-cutlass.jsonl")
-        write((stage_row(s) for s in stages(ARCH)), FOLDER / f"{ARCH}.jsonl")
+        write((stage_row(s) for s in stages(DEFAULT_OP, ARCH)), FOLDER / f"{ARCH}.jsonl")
     except ValueError as error:
         print(f"cutex: {error}", file=sys.stderr)
         return 2

@@ -34,10 +34,10 @@ from cutex.analysis.traced import (
     tv_owners,
 )
 from cutex.arch import arch
-from cutex.problem.gemm import DTYPES
-from cutex.report.charts import Canvas, alone
+from cutex.svg import Canvas, alone
 
 CELL = 26.0
+DTYPES = ("bf16", "fp16")  # of the operands drawn
 PASTEL = ("#cfe0f7", "#f9dcc9", "#cdebd9", "#f3e2b3", "#e0d4f3", "#f6cfd9", "#cfeaea", "#e4e4d8")
 
 

@@ -13,11 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cutex.arch import Arch, arch
-from cutex.problem.gemm import DTYPES, GemmProblem
-from cutex.results import Result, read_all
-
-OPS = ("gemm",)
-TILE = (256, 128)  # of C, one SM's share of a wave in large kernels on both archs
+from cutex.problem import DEFAULT_OP, OPS, Problem, problem_class
+from cutex.results import Result, gbs, read_all, tflops
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ class Limit:
     stated: bool
 
 
-def limits(problem: GemmProblem, on: Gpu, results: Iterable[Result] = ()) -> list[Limit]:
+def limits(problem: Problem, on: Gpu, results: Iterable[Result] = ()) -> list[Limit]:
     """Stated first. What the ledger has seen, by whatever kernel, counts as reached."""
     flops, traffic = problem.flops, problem.bytes
 
@@ -115,15 +112,15 @@ def reached(on: Gpu, results: Iterable[Result]) -> Ceiling | None:
     for r in results:
         if r.timing is None or not r.ok or of_device(r.device_name) != on:
             continue
-        if r.problem["init"] != "normal" or r.op != "gemm":
+        if r.problem["init"] != "normal":
             continue
-        flops = GemmProblem(**r.problem).flops
-        told = [(r.timing.median_us, f"stage {r.stage}")]
-        told += [(p.timing.median_us, p.name) for p in r.peers]
-        for us, who in told:
-            rate = flops / us / 1e6
+        flops = r.case.flops
+        times = [(r.timing.median_us, f"stage {r.stage}")]
+        times += [(p.timing.median_us, p.name) for p in r.peers]
+        for us, who in times:
+            rate = tflops(flops, us)
             if best is None or rate > best.rate:
-                best = Ceiling(rate, f"{who}, {'x'.join(map(str, r.mnk))}, in the ledger")
+                best = Ceiling(rate, f"{who}, {r.size}, in the ledger")
     return best
 
 
@@ -131,21 +128,21 @@ def binding(found: Sequence[Limit]) -> Limit:
     return max(found, key=lambda limit: limit.us)
 
 
-def waves(problem: GemmProblem, on: Gpu) -> tuple[int, float]:
-    """Tiles of C, and how many turns all SMs take over them: a fraction costs a whole turn."""
-    tiles = -(-problem.m // TILE[0]) * -(-problem.n // TILE[1])
+def waves(problem: Problem, on: Gpu) -> tuple[int, float]:
+    """Tiles of the output, and how many waves of all SMs they are: a part costs a whole wave."""
+    tiles = problem.grid(problem.wave_tile)
     return tiles, tiles / on.num_sms
 
 
 # ---- the command
 
 
-def describe(problem: GemmProblem, on: Gpu, results: Sequence[Result] = ()) -> str:
+def describe(problem: Problem, on: Gpu, results: Sequence[Result] = ()) -> str:
     found = limits(problem, on, results)
-    size = "x".join(map(str, problem.mnk))
     lines = [
-        f"gemm {size} {problem.dtype} on {on.name}: {problem.flops / 1e9:.4g} GFLOP, "
-        f"{problem.bytes / 1e6:.4g} MB, {problem.flops / problem.bytes:.0f} FLOP per byte",
+        f"{problem.op} {problem.size} {problem.dtype} on {on.name}: "
+        f"{problem.flops / 1e9:.4g} GFLOP, {problem.bytes / 1e6:.4g} MB, "
+        f"{problem.flops / problem.bytes:.0f} FLOP per byte",
         "",
         f"{'limit':<14}{'rate':>14}{'at best us':>12}  from",
     ]
@@ -157,33 +154,35 @@ def describe(problem: GemmProblem, on: Gpu, results: Sequence[Result] = ()) -> s
         lines.append(f"{x.resource:<14}{rate:>14}{x.us:>12.1f}  {x.how}{mark}")
     stated = binding([x for x in found if x.stated])
     tiles, turns = waves(problem, on)
+    tile = "x".join(map(str, problem.wave_tile))
     filled = turns / -(-tiles // on.num_sms)
     lines += [
         "",
         f"bound by {stated.resource}: at best {stated.us:.1f} us, "
-        f"{problem.flops / stated.us / 1e6:.0f} TFLOPS, {problem.bytes / stated.us / 1e3:.0f} GB/s"
+        f"{tflops(problem.flops, stated.us):.0f} TFLOPS, {gbs(problem.bytes, stated.us):.0f} GB/s"
         + _practice(problem, found),
-        f"{tiles} tiles of {TILE[0]}x{TILE[1]} on {on.num_sms} SMs are {turns:.2f} waves: "
+        f"{tiles} tiles of {tile} on {on.num_sms} SMs are {turns:.2f} waves: "
         f"{100 * filled:.0f} % of the SMs' turns are filled",
     ]
     return "\n".join([*lines, *_measured(problem, on, results, stated.us)])
 
 
-def _practice(problem: GemmProblem, found: Sequence[Limit]) -> str:
+def _practice(problem: Problem, found: Sequence[Limit]) -> str:
     known = [x for x in found if not x.stated]
     if {x.resource for x in known} != {"tensor cores", "memory"}:
         return ""
     us = binding(known).us
-    return f"; by what has been reached, {us:.1f} us, {problem.flops / us / 1e6:.0f} TFLOPS"
+    return f"; by what has been reached, {us:.1f} us, {tflops(problem.flops, us):.0f} TFLOPS"
 
 
 def _measured(
-    problem: GemmProblem, on: Gpu, results: Sequence[Result], best_us: float
+    problem: Problem, on: Gpu, results: Sequence[Result], best_us: float
 ) -> Sequence[str]:
     mine = [
         r
         for r in results
-        if r.ok and r.timing and r.mnk == problem.mnk and of_device(r.device_name) == on
+        if r.ok and r.timing and of_device(r.device_name) == on
+        and (r.op, r.sizes) == (problem.op, problem.sizes)
         and (r.problem["dtype"], r.problem["init"]) == (problem.dtype, "normal")
     ]  # fmt: skip
     if not mine:
@@ -202,9 +201,10 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m cutex.roofline",
         description="Say which limit binds a problem on a GPU, and what the best time could be.",
     )
-    p.add_argument("--op", choices=OPS, default="gemm")
-    p.add_argument("--mnk", action="append", metavar="M,N,K", help="default: 8192,8192,4096")
-    p.add_argument("--dtype", default="bf16", metavar="|".join(DTYPES))
+    p.add_argument("--op", choices=OPS, default=DEFAULT_OP)
+    for op in OPS:
+        problem_class(op).add_options(p.add_argument_group(f"sizes of {op}"))
+    p.add_argument("--dtype", default="bf16")
     p.add_argument("--gpu", default="b200", metavar="|".join(GPUS), help="default: b200")
     p.add_argument("--results", type=Path, default=Path("results"), metavar="DIR")
     return p
@@ -213,15 +213,10 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
-        on = gpu(args.gpu)
-        texts = []
-        for mnk in args.mnk or ["8192,8192,4096"]:
-            try:
-                m, n, k = map(int, mnk.split(","))
-            except ValueError:
-                raise ValueError(f"--mnk {mnk}: three whole numbers M,N,K are needed") from None
-            problem = GemmProblem(m, n, k, dtype=args.dtype)
-            texts.append(describe(problem, on, read_all(args.results)))
+        on, kind = gpu(args.gpu), problem_class(args.op)
+        wanted = kind.sizes_given(args) or kind.cases["cuda"]
+        problems = [kind.of(sizes, args.dtype) for sizes in wanted]
+        texts = [describe(problem, on, read_all(args.results)) for problem in problems]
     except ValueError as error:
         print(f"cutex: {error}", file=sys.stderr)
         return 2

@@ -1,6 +1,6 @@
-"""Choose a config by time: the model proposes, this GPU decides, the disk remembers.
+"""Choose a stage's config by time: the model proposes, this GPU decides, the disk remembers.
 
-The candidates that the model ranks first (kernels/gemm/choose.py) are compiled and timed with the
+The candidates that the model ranks first (`Stage.shortlist`) are compiled and timed with the
 project's own protocol (cutex/bench/timing.py: graphs, cold L2, turns in random order), the best few
 of them once more and longer. The winner is kept in
 
@@ -25,37 +25,32 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cutex.arch import Arch
 from cutex.arch import arch as arch_named
 from cutex.bench import timing
-from cutex.compile import cache_dir, compile, sources_digest
-from cutex.kernels.gemm.choose import choose, shortlist
-from cutex.kernels.gemm.config import GemmConfig
+from cutex.compile import cache_dir, compile
+from cutex.compile.sources import sources_digest
+from cutex.problem import Problem
+from cutex.problem.stage import Stage
 
-if TYPE_CHECKING:
-    from cutex.kernels.gemm import Stage
-    from cutex.problem.gemm import GemmProblem
-
-Timer = Callable[[Sequence[GemmConfig], int], dict[GemmConfig, float]]  # configs, rounds -> us
+Timer = Callable[[Sequence[Any], int], dict[Any, float]]  # configs, rounds -> us
 
 CANDIDATES = 14  # of the model's that are timed
 FINALISTS = 4
 ROUNDS, FINAL_ROUNDS = 8, 30
 WARM_UP_SECONDS = 0.3
-STEPS = 8  # classes of a size between one power of two and the next
 
 
 def enabled() -> bool:
     """False if CUTEX_AUTOTUNE is 0; ValueError if it is neither 0 nor 1 nor unset."""
-    told = os.environ.get("CUTEX_AUTOTUNE", "1")
-    if told not in ("0", "1"):
-        raise ValueError(f"CUTEX_AUTOTUNE={told!r}: 0 takes the model's choice, 1 times it")
-    return told == "1"
+    given = os.environ.get("CUTEX_AUTOTUNE", "1")
+    if given not in ("0", "1"):
+        raise ValueError(f"CUTEX_AUTOTUNE={given!r}: 0 takes the model's choice, 1 times it")
+    return given == "1"
 
 
-def tuned(stage: Stage, problem: GemmProblem, time: Timer | None = None) -> GemmConfig:
+def tuned(stage: Stage, problem: Problem, time: Timer | None = None) -> Any:
     """The config of `stage` for `problem` on this process's GPU: remembered, or timed now.
 
     Takes 10 to 20 seconds the first time for a class of problems, mostly to compile. `time` takes
@@ -65,58 +60,53 @@ def tuned(stage: Stage, problem: GemmProblem, time: Timer | None = None) -> Gemm
 
     target = arch_named(stage.arch)
     if not enabled():
-        return choose(problem, target)
+        return stage.choose(problem)
     try:
         copies = timing.copies_to_rotate(problem.bytes, target.l2_bytes, "cold")
     except ValueError:  # too small to be timed so, and too small to gain
-        return choose(problem, target)
+        return stage.choose(problem)
     key = _key(stage, problem)
     file = cache_dir() / "tuned" / f"{_digest(key)}.json"
-    if (found := _read(file, key)) and found.why_not(problem, target) is None:
+    if (found := _read(file, key, stage)) and found.why_not(problem, target) is None:
         return found
     file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(file.with_suffix(".lock")):
-        if (found := _read(file, key)) and found.why_not(problem, target) is None:
+        if (found := _read(file, key, stage)) and found.why_not(problem, target) is None:
             return found  # another process chose while this one waited
-        times = compete(problem, target, time or _on_gpu(stage, problem, copies))
+        times = compete(stage, problem, time or _on_gpu(stage, problem, copies))
         best = min(times, key=times.__getitem__)
         _write(file, key, best, times)
     return best
 
 
-def remembered(stage: Stage, problem: GemmProblem) -> GemmConfig | None:
+def remembered(stage: Stage, problem: Problem) -> Any | None:
     """What `tuned` has chosen for the class of `problem` before; None if it never did."""
     if not enabled():
         return None
     key = _key(stage, problem)
-    return _read(cache_dir() / "tuned" / f"{_digest(key)}.json", key)
+    return _read(cache_dir() / "tuned" / f"{_digest(key)}.json", key, stage)
 
 
-def compete(problem: GemmProblem, target: Arch, time: Timer) -> dict[GemmConfig, float]:
+def compete(stage: Stage, problem: Problem, time: Timer) -> dict[Any, float]:
     """Microseconds of the finalists: the best of the model's best."""
-    first = shortlist(problem, target, CANDIDATES)
+    first = stage.shortlist(problem, CANDIDATES)
     times = time(first, ROUNDS)
     finalists = sorted(times, key=times.__getitem__)[:FINALISTS]
     return time(finalists, FINAL_ROUNDS)
 
 
-def size_class(size: int) -> int:
-    """`size` rounded up to one of STEPS sizes between powers of two, and to a multiple of 8."""
-    step = max(8, (1 << (size.bit_length() - 1)) // STEPS)
-    return -(-size // step) * step
-
-
 # ---- on the GPU
 
 
-def _on_gpu(stage: Stage, problem: GemmProblem, copies: int) -> Timer:
-    operands = [(*problem.inputs("cuda", copy=i), problem.output("cuda")) for i in range(copies)]
+def _on_gpu(stage: Stage, problem: Problem, copies: int) -> Timer:
+    operands = [(*problem.inputs("cuda", copy=i), *problem.outputs("cuda")) for i in range(copies)]
 
-    def time(configs: Sequence[GemmConfig], rounds: int) -> dict[GemmConfig, float]:
-        with _progress(f"tuning {'x'.join(map(str, problem.mnk))}", len(configs) + 1) as step:
+    def time(configs: Sequence[Any], rounds: int) -> dict[Any, float]:
+        with _progress(f"tuning {problem.size}", len(configs) + 1) as step:
             kernels = {}
             for i, config in enumerate(configs):
-                kernels[str(i)] = compile(stage.kernel(config), problem.dtype, stage.arch)
+                compiled = compile(stage.kernel(config), problem.dtype, stage.arch)
+                kernels[str(i)] = problem.launcher(compiled, config)
                 step()
             measured = timing.time_variants(
                 kernels, operands, "cold", rounds=rounds, warm_up_seconds=WARM_UP_SECONDS
@@ -144,18 +134,18 @@ def _progress(title: str, steps: int) -> Iterator[Callable[[], None]]:
 # ---- on the disk
 
 
-def _key(stage: Stage, problem: GemmProblem) -> dict[str, Any]:
+def _key(stage: Stage, problem: Problem) -> dict[str, Any]:
     import torch
 
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "device": properties.name,
         "sms": properties.multi_processor_count,
-        "stage": [stage.arch, stage.number],
-        "class": [size_class(s) for s in problem.mnk],
+        "stage": [stage.op, stage.arch, stage.number],
+        "class": problem.tuning_class(),
         "dtype": problem.dtype,
         "versions": {name: metadata.version(name) for name in ("nvidia-cutlass-dsl", "torch")},
-        "sources": sources_digest(),
+        "sources": sources_digest([stage.module, stage.chooser]),
     }
 
 
@@ -163,18 +153,16 @@ def _digest(key: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _read(file: Path, key: dict[str, Any]) -> GemmConfig | None:
-    """None if it is not there, not whole, or not of this key."""
+def _read(file: Path, key: dict[str, Any], stage: Stage) -> Any | None:
+    """The config in `file`; None if it is not there, not whole, or not of this key."""
     try:
         entry = json.loads(file.read_text())
-        return GemmConfig(**entry["config"]) if entry["key"] == key else None
+        return type(stage.default)(**entry["config"]) if entry["key"] == key else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _write(
-    file: Path, key: dict[str, Any], best: GemmConfig, times: dict[GemmConfig, float]
-) -> None:
+def _write(file: Path, key: dict[str, Any], best: Any, times: dict[Any, float]) -> None:
     entry = {
         "key": key,
         "config": asdict(best),

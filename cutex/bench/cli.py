@@ -1,4 +1,4 @@
-"""The command line: one vocabulary of problem, stage, arch, device, comparison and output.
+"""The command line of an operator: one vocabulary of problem, stage, arch, device and output.
 
 Exit codes: 0 all right; 1 a wrong result or a simulator finding; 2 bad input, with one sentence on
 stderr. Neither torch nor the DSL is imported before there is something to run.
@@ -9,33 +9,23 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from cutex import results
 from cutex.arch import ARCHS, Arch, arch, local_arch
 from cutex.bench import timing
-from cutex.bench.run import (
-    DEVICES,
-    PEERS,
-    Missing,
-    Options,
-    admit,
-    choose_device,
-    compile_stage,
-    run_stages,
-)
+from cutex.bench.run import DEVICES, Options, admit, choose_device, compile_stage, run_stages
+from cutex.errors import Missing
 from cutex.orders import ORDERS
-from cutex.problem.gemm import DTYPES, INITS, GemmProblem
-from cutex.results import Result, Timing
+from cutex.problem import Problem
+from cutex.problem.stage import Stage, ladders
+from cutex.results import Result, Timing, gbs, tflops
 
-if TYPE_CHECKING:
-    from cutex.kernels.gemm import Stage
-
-DEFAULT_MNK = {"cuda": (8192, 8192, 4096), "sim": (512, 512, 256)}
 DEFAULT_ARCH = "sm_100a"  # what is simulated where there is no GPU
 EMITS = ("ptx", "sass", "resources", "bounds")
 
@@ -47,11 +37,11 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def parser() -> Parser:
+def parser(kind: type[Problem]) -> Parser:
     p = Parser(
-        prog="python -m cutex.gemm",
-        description="Run stages of the GEMM ladder, C = A @ B^T, on a GPU or in the simulator; "
-        "check them, and on a GPU time them.",
+        prog=f"python -m cutex.{kind.op}",
+        description=f"Run stages of {kind.about}, on a GPU or in the simulator; check them, and on "
+        "a GPU time them.",
     )
     what = p.add_argument_group("what to run")
     what.add_argument("--stage", default="all", metavar="N|all|list", help="default: all")
@@ -62,33 +52,35 @@ def parser() -> Parser:
         metavar="|".join(DEVICES),
         help="default: auto, which is cuda if the GPU here is of the arch, else sim",
     )
-    add_problem(what)
+    add_problem(what, [kind])
     sim = p.add_argument_group("in the simulator")
     sim.add_argument("--order", choices=ORDERS, help="of events; default: fifo")
     sim.add_argument(
         "--seeds", type=int, metavar="N", help="run N orders of that kind; default kind: random"
     )
-    add_timing(p.add_argument_group("on a GPU"))
+    add_timing(p.add_argument_group("on a GPU"), [kind])
     out = p.add_argument_group("output")
     out.add_argument("--emit", choices=EMITS, help="print what was compiled, and run nothing")
     add_output(out)
     return p
 
 
-def add_problem(what: argparse._ArgumentGroup) -> None:
-    what.add_argument(
-        "--mnk",
-        action="append",
-        metavar="M,N,K",
-        help="sizes, may be given several times; default: 8192,8192,4096, simulated 512,512,256",
-    )
-    what.add_argument("--dtype", default="bf16", metavar="|".join(DTYPES), help="default: bf16")
-    what.add_argument("--init", default="normal", metavar="|".join(INITS), help="default: normal")
+def add_problem(what: argparse._ArgumentGroup, kinds: Sequence[type[Problem]]) -> None:
+    for kind in kinds:
+        kind.add_options(what)
+    dtypes, inits = _names(*(k.dtypes for k in kinds)), _names(*(k.inits for k in kinds))
+    what.add_argument("--dtype", default="bf16", metavar="|".join(dtypes), help="default: bf16")
+    what.add_argument("--init", default="normal", metavar="|".join(inits), help="default: normal")
     what.add_argument("--seed", type=int, default=0, help="of the data and of random orders")
 
 
-def add_timing(gpu: argparse._ArgumentGroup) -> None:
-    gpu.add_argument("--compare", metavar="PEER,PEER", help=f"out of {', '.join(PEERS)}")
+def _names(*lists: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(chain.from_iterable(lists)))
+
+
+def add_timing(gpu: argparse._ArgumentGroup, kinds: Sequence[type[Problem]]) -> None:
+    peers = _names(*(kind.peers for kind in kinds))
+    gpu.add_argument("--compare", metavar="PEER,PEER", help=f"out of {', '.join(peers)}")
     gpu.add_argument("--cache-state", choices=timing.CACHE_STATES, help="of the L2; default: cold")
     gpu.add_argument("--check-only", action="store_true", help="take no times")
 
@@ -104,25 +96,26 @@ class Job:
     """A command line, validated."""
 
     stages: list[Stage]
-    problems: list[GemmProblem]
+    problems: list[Problem]
     device: str
     options: Options
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`; returns the exit code."""
+def main(kind: type[Problem], argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` of an operator; returns the exit code."""
     try:
-        args = parser().parse_args(join_sizes(sys.argv[1:] if argv is None else argv))
+        given = sys.argv[1:] if argv is None else argv
+        args = parser(kind).parse_args(join_sizes(given, kind.size_options))
         if args.stage == "list":
-            list_stages(args.arch)
+            list_stages(kind, args.arch)
             return 0
-        job = plan(args)
+        job = plan(kind, args)
     except ValueError as error:
         return refuse(str(error))
     try:
         if args.emit:
             for stage in job.stages:
-                emit(stage, args.dtype, args.emit)
+                emit(stage.fitted(job.problems[0]), args.dtype, args.emit)
             return 0
         return run(job, Path(args.out), as_json=args.json)
     except ModuleNotFoundError as error:
@@ -141,18 +134,18 @@ def refuse(sentence: str) -> int:
     return 2
 
 
-def join_sizes(argv: Sequence[str]) -> list[str]:
-    """Turn `--mnk -8,8,8` into `--mnk=-8,8,8`: argparse would take the sizes for an option."""
+def join_sizes(argv: Sequence[str], options: Sequence[str]) -> list[str]:
+    """Turn `--size -8` into `--size=-8`: argparse would take a negative size for an option."""
     joined: list[str] = []
     for word in argv:
-        if joined and joined[-1] == "--mnk":
+        if joined and joined[-1] in options:
             joined[-1] += f"={word}"
         else:
             joined.append(word)
     return joined
 
 
-def plan(args: argparse.Namespace) -> Job:
+def plan(kind: type[Problem], args: argparse.Namespace) -> Job:
     """Make sense of the arguments; ValueError in one sentence where there is none to make."""
     if args.device not in DEVICES:
         raise ValueError(f"--device {args.device!r} is not one of {', '.join(DEVICES)}")
@@ -160,41 +153,39 @@ def plan(args: argparse.Namespace) -> Job:
     target = arch(args.arch or (here.name if here else DEFAULT_ARCH))
     if args.emit == "bounds" and not target.tmem_columns:
         raise ValueError(f"--emit bounds reads tcgen05 code, which {target.name} has not")
-    wanted = choose_stages(args.stage, target)
-    return job(args, wanted, "sim" if args.emit else choose_device(args.device, target))
+    wanted = choose_stages(kind, args.stage, target)
+    return job(kind, args, wanted, "sim" if args.emit else choose_device(args.device, target))
 
 
-def choose_stages(text: str, target: Arch) -> list[Stage]:
-    from cutex.kernels.gemm import stage, stages
-
+def choose_stages(kind: type[Problem], text: str, target: Arch) -> list[Stage]:
+    found = ladders(kind.op)
     if text == "all":
-        return stages(target.name)
+        return found.stages(target.name)
     if text.removeprefix("-").isdecimal():
-        return [stage(target.name, int(text))]
+        return [found.stage(target.name, int(text))]
     raise ValueError(f"--stage {text!r} is neither a number nor all nor list")
 
 
-def job(args: argparse.Namespace, wanted: list[Stage], device: str) -> Job:
-    """What `args` ask for of these stages on this device, "cuda" or "sim"."""
+def job(
+    kind: type[Problem],
+    args: argparse.Namespace,
+    wanted: list[Stage],
+    device: str,
+    case: str | None = None,
+) -> Job:
+    """What `args` ask for of these stages on this device, "cuda" or "sim"; without sizes in `args`,
+    those of `case`, by default the device's."""
     problems = [
-        GemmProblem(*mnk, dtype=args.dtype, init=args.init, seed=args.seed)
-        for mnk in map(_sizes, args.mnk or [",".join(map(str, DEFAULT_MNK[device]))])
+        kind.of(sizes, args.dtype, args.init, args.seed)
+        for sizes in kind.sizes_given(args) or kind.cases[case or device]
     ]
-    options = _options(args, device)
+    options = _options(kind, args, device)
     for problem in problems:
         admit(problem, wanted, device, options)
     return Job(wanted, problems, device, options)
 
 
-def _sizes(text: str) -> tuple[int, int, int]:
-    try:
-        m, n, k = (int(size) for size in text.split(","))
-    except ValueError:
-        raise ValueError(f"--mnk {text}: three whole numbers M,N,K are needed") from None
-    return m, n, k
-
-
-def _options(args: argparse.Namespace, device: str) -> Options:
+def _options(kind: type[Problem], args: argparse.Namespace, device: str) -> Options:
     groups = {"sim": ("order", "seeds"), "cuda": ("compare", "cache_state", "check_only")}
     for group, names in groups.items():
         for name in names if group != device else ():
@@ -205,8 +196,8 @@ def _options(args: argparse.Namespace, device: str) -> Options:
         raise ValueError(f"--seeds {args.seeds}: takes a number from 1, of orders other than fifo")
     compare = tuple(dict.fromkeys(args.compare.split(","))) if args.compare else ()
     for name in compare:
-        if name not in PEERS:
-            raise ValueError(f"--compare {name!r} is not one of {', '.join(PEERS)}")
+        if name not in kind.peers:
+            raise ValueError(f"--compare {name!r} is not one of {', '.join(kind.peers)}")
     return Options(
         order=args.order or ("random" if args.seeds else "fifo"),
         seeds=args.seeds or 1,
@@ -217,36 +208,32 @@ def _options(args: argparse.Namespace, device: str) -> Options:
     )
 
 
-def list_stages(only: str | None) -> None:
+def list_stages(kind: type[Problem], only: str | None) -> None:
     """Print the ladder of every arch, or of one."""
-    from cutex.kernels.gemm import stages
-
-    for target in [arch(only)] if only else ARCHS.values():
+    found = ladders(kind.op)
+    for target in [arch(only)] if only else [a for a in ARCHS.values() if a.name in found.archs]:
         print(f"{target.name}  {target.title} ({target.board})")
-        for s in stages(target.name):
+        for s in found.stages(target.name):
             print(f"{s.number:5}  {s.title:<24}  {s.idea}")
 
 
 def emit(stage: Stage, dtype: str, what: str) -> None:
     """Print the PTX, the SASS or the resources of one stage as compiled."""
-    from cutex.compile.resources import NoDisassembler, resources, sass
+    from cutex.compile.resources import resources, sass
 
     compiled = compile_stage(stage, dtype)
     print(f"// stage {stage.number} of {stage.arch}, {dtype}: {compiled.symbol}")
-    try:
-        match what:
-            case "ptx":
-                print(compiled.ptx)
-            case "sass":
-                print(sass(compiled))
-            case "resources":
-                print(resources(compiled))
-            case "bounds":
-                from cutex.analysis import bounds
+    match what:
+        case "ptx":
+            print(compiled.ptx)
+        case "sass":
+            print(sass(compiled))
+        case "resources":
+            print(resources(compiled))
+        case "bounds":
+            from cutex.analysis import bounds
 
-                print(bounds.table([bounds.stage_row(stage, dtype)]))
-    except NoDisassembler as error:
-        raise Missing(str(error)) from error
+            print(bounds.table([bounds.stage_row(stage, dtype)]))
 
 
 # ---- running and printing
@@ -330,19 +317,18 @@ class Lines:
 
     def _what(self, stage: str, result: Result) -> list[str]:
         problem = result.problem
-        sizes = "x".join(map(str, result.mnk))
-        kind = f"{sizes} {problem['dtype']} {problem['init']}"
+        kind = f"{result.size} {problem['dtype']} {problem['init']}"
         return [stage, result.arch, result.device_name, kind]
 
     def _timed(self, result: Result, took: Timing) -> list[str]:
-        problem = GemmProblem(**result.problem)
-        rate = timing.tflops(problem.flops, took.median_us)
+        problem = result.case
+        rate = tflops(problem.flops, took.median_us)
         return [
             f"{took.median_us:.1f}",
             f"{took.p20_us:.1f}-{took.p80_us:.1f}",
             took.cache_state,
             f"{took.launch_us:.1f}",
-            f"{timing.gbs(problem.bytes, took.median_us):.0f}",
+            f"{gbs(problem.bytes, took.median_us):.0f}",
             f"{rate:.1f}",
             f"{100 * rate / arch(result.arch).dense_tflops[problem.dtype]:.1f}",
         ]

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 from cutex.arch import arch
 from cutex.bench import run
 from cutex.compile import compile
+from cutex.problem import DEFAULT_OP, problem_class
+from cutex.problem.stage import stages
+from cutex.results import tflops
 
 if TYPE_CHECKING:
     from cutex.compile import Compiled
 
-DTYPE = "bf16"  # of the output row, which holds 32-bit words in truth
+DTYPE = "bf16"  # of the output row, which in fact holds 32-bit words
 SUSTAINED_SECONDS = 10
 SIMULATED_ROWS = 64
 
@@ -76,30 +79,28 @@ def _measure_one(probe: Any, compiled: Compiled, device: str) -> dict[str, Any]:
 
 
 def _sustained(name: str) -> dict[str, Any]:
-    """The clock after some seconds of GEMM, which says where the power limit lies."""
+    """The clock and power of the first operator's top stage under a load of some seconds."""
     import time
 
     import torch
 
-    from cutex.bench.timing import gpu_state, tflops
-    from cutex.kernels.gemm import stages
-    from cutex.problem.gemm import GemmProblem
+    from cutex.bench.timing import gpu_state
 
-    problem = GemmProblem(8192, 8192, 4096)
-    top = stages(name)[-1]
-    launch = run.compile_stage(top, problem.dtype)
-    a, b = problem.inputs("cuda")
-    c = problem.output("cuda")
+    kind = problem_class(DEFAULT_OP)
+    problem = kind.of(kind.cases["cuda"][0])
+    top = stages(DEFAULT_OP, name)[-1].fitted(problem)
+    launch = problem.launcher(run.compile_stage(top, problem.dtype), top.config())
+    tensors = *problem.inputs("cuda"), *problem.outputs("cuda")
     launches, states, start = 0, [], time.monotonic()
     while (took := time.monotonic() - start) < SUSTAINED_SECONDS:
         for _ in range(200):
-            launch(a, b, c)
+            launch(*tensors)
         states.append(gpu_state())
         torch.cuda.synchronize()
         launches += 200
-    title = f"stage {top.number} sustained, 8192x8192x4096, Gaussian data"
+    title = f"stage {top.number} sustained, {problem.size}, Gaussian data"
     rate = tflops(problem.flops, took * 1e6 / launches)
-    ok = problem.check(a, b, c).ok
+    ok = problem.check(*tensors).ok
     return {"probe": title, "seconds": took, "tflops": rate, "states": states[::5], "ok": ok}
 
 

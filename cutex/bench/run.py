@@ -8,40 +8,37 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 
 from cutex.arch import Arch, arch, local_arch
 from cutex.bench import timing
-from cutex.problem.gemm import Check, GemmProblem
-from cutex.results import Peer, Result
+from cutex.problem import Check, Launch, Problem
+from cutex.problem.stage import Stage
+from cutex.results import Peer, Result, gbs, tflops
 
 if TYPE_CHECKING:
     from cutex.compile import Compiled
-    from cutex.kernels.gemm import Stage
+    from cutex.sim import SimReport
 
 DEVICES = ("auto", "cuda", "sim")
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to run, as opposed to what: everything here leaves the numbers of C alone."""
+    """How to run, as opposed to what: nothing here changes the numbers that come out."""
 
     order: str = "fifo"  # simulator: out of cutex.orders.ORDERS
     seeds: int = 1  # simulator: how many orders of that kind, where there is more than one
-    compare: tuple[str, ...] = ()  # names out of PEERS
+    compare: tuple[str, ...] = ()  # names of the problem's peers
     cache_state: str = "cold"
     check_only: bool = False  # leave out the timing
     expect: str = ""  # a note: what the run is expected to give, and why
     id: str = field(default_factory=lambda: uuid4().hex[:12])  # of the run, in the ledger
     notice: Callable[[str], None] = lambda sentence: print(sentence, file=sys.stderr)
-
-
-class Missing(RuntimeError):
-    """Something that a run needs is not installed on this machine; says what, in one sentence."""
 
 
 def choose_device(name: str, target: Arch) -> str:
@@ -59,13 +56,13 @@ def choose_device(name: str, target: Arch) -> str:
     raise ValueError(f"device cuda cannot run {target.name}: {found}; use device sim")
 
 
-def admit(problem: GemmProblem, stages: Sequence[Stage], device: str, options: Options) -> Arch:
+def admit(problem: Problem, stages: Sequence[Stage], device: str, options: Options) -> Arch:
     """The one arch of `stages`; ValueError if they have two, or if this cannot be run or timed."""
     target = arch(stages[0].arch)
     for stage in stages:
         if stage.arch != target.name:
             raise ValueError(f"stages of {target.name} and {stage.arch} cannot run together")
-        why = stage.config().why_not(problem, target)
+        why = stage.fitted(problem).config().why_not(problem, target)
         if why is not None:
             raise ValueError(f"stage {stage.number} of {stage.arch} cannot run this: {why}")
     if device == "cuda" and not options.check_only:
@@ -74,14 +71,14 @@ def admit(problem: GemmProblem, stages: Sequence[Stage], device: str, options: O
 
 
 def run(
-    problem: GemmProblem, stage: Stage, device: str = "auto", options: Options | None = None
+    problem: Problem, stage: Stage, device: str = "auto", options: Options | None = None
 ) -> Result:
     """Run one stage on one problem: see run_stages."""
     return run_stages(problem, [stage], device, options)[0]
 
 
 def run_stages(
-    problem: GemmProblem,
+    problem: Problem,
     stages: Sequence[Stage],
     device: str = "auto",
     options: Options | None = None,
@@ -95,7 +92,7 @@ def run_stages(
     options = options or Options()
     device = choose_device(device, arch(stages[0].arch))
     timed = device == "cuda" and not options.check_only
-    stages = [settle(stage, problem, timed) if stage.chooses else stage for stage in stages]
+    stages = [settle(stage, problem, timed) for stage in stages]
     target = admit(problem, stages, device, options)
     if device == "sim":
         found = [_simulate(problem, stage, options) for stage in stages]
@@ -104,13 +101,14 @@ def run_stages(
     return [replace(result, id=options.id, expect=options.expect) for result in found]
 
 
-def settle(stage: Stage, problem: GemmProblem, timed: bool) -> Stage:
-    """A stage that chooses, with its config for `problem`: on a GPU the fastest, if `timed`."""
+def settle(stage: Stage, problem: Problem, timed: bool) -> Stage:
+    """The stage with its config for `problem`; if it chooses and is `timed`, the fastest here."""
+    stage = stage.fitted(problem)
+    if not stage.chooses:
+        return stage
     from cutex.bench.autotune import tuned
-    from cutex.kernels.gemm.choose import choose
 
-    chosen = tuned(stage, problem) if timed else choose(problem, arch(stage.arch))
-    return replace(stage, default=chosen)
+    return replace(stage, default=tuned(stage, problem) if timed else stage.choose(problem))
 
 
 def compile_stage(stage: Stage, dtype: str) -> Compiled:
@@ -120,14 +118,14 @@ def compile_stage(stage: Stage, dtype: str) -> Compiled:
 
 
 def _result(
-    problem: GemmProblem, stage: Stage, compiled: Compiled, check: Check, **device_facts: Any
+    problem: Problem, stage: Stage, compiled: Compiled, check: Check, **device_facts: Any
 ) -> Result:
     return Result(
-        op="gemm",
+        op=stage.op,
         stage=stage.number,
         title=stage.title,
         arch=stage.arch,
-        problem=asdict(problem),
+        problem=problem.as_dict(),
         config=asdict(stage.config()),
         ok=check.ok,
         max_error=check.max_error,
@@ -141,31 +139,25 @@ def _result(
     )
 
 
-def _tile(stage: Stage) -> tuple[int, int]:
-    config = stage.config()
-    return config.tile_m, config.tile_n
-
-
 # ---- simulator
 
 
-def _simulate(problem: GemmProblem, stage: Stage, options: Options) -> Result:
+def _simulate(problem: Problem, stage: Stage, options: Options) -> Result:
     """One Result over all orders; the first order that fails ends it."""
-    from cutex.sim import NoCompiler, SimError, simulate
+    from cutex.sim import SimError, simulate
 
-    compiled = compile_stage(stage, problem.dtype)
-    a, b = problem.inputs()
+    compiled, config = compile_stage(stage, problem.dtype), stage.config()
+    inputs = problem.inputs()
     orders = [("fifo", 0)]
     if options.order != "fifo":
         orders = [(options.order, problem.seed + i) for i in range(options.seeds)]
     seconds, instructions, done = 0.0, 0, []
     for order, seed in orders:
         name = order if order == "fifo" else f"{order}:{seed}"
-        c = problem.output()
+        tensors = *inputs, *problem.outputs()
+        launch = problem.launcher(partial(simulate, compiled, order=order, seed=seed), config)
         try:
-            report = simulate(compiled, a, b, c, order=order, seed=seed)
-        except NoCompiler as error:
-            raise Missing(str(error)) from error
+            report = cast("SimReport", launch(*tensors))
         except SimError as error:
             done.append(name)
             check = Check(False, float("nan"), 0.0, f"order {name}: {error}")
@@ -173,7 +165,7 @@ def _simulate(problem: GemmProblem, stage: Stage, options: Options) -> Result:
         done.append(name)
         seconds += report.seconds
         instructions += report.instructions
-        check = problem.check(a, b, c, _tile(stage))
+        check = problem.check(*tensors, tile=problem.tile(config))
         if check.ok and report.findings:
             check = replace(check, ok=False, message="\n".join(str(f) for f in report.findings))
         if not check.ok:
@@ -196,25 +188,26 @@ def _simulate(problem: GemmProblem, stage: Stage, options: Options) -> Result:
 
 
 def _run_cuda(
-    problem: GemmProblem, stages: Sequence[Stage], target: Arch, options: Options
+    problem: Problem, stages: Sequence[Stage], target: Arch, options: Options
 ) -> list[Result]:
     import torch
 
     compiled = {s.number: compile_stage(s, problem.dtype) for s in stages}
-    checks = {s.number: _check_on_gpu(problem, s, compiled[s.number]) for s in stages}
-    variants: dict[str, timing.Launch] = {
-        f"stage {number}": compiled[number]
+    launches = {s.number: problem.launcher(compiled[s.number], s.config()) for s in stages}
+    checks = {s.number: _check_on_gpu(problem, s, launches[s.number]) for s in stages}
+    variants: dict[str, Launch] = {
+        f"stage {number}": launches[number]
         for number, check in checks.items()
         if check.ok and not options.check_only
     }
     versions = {}
     for name in options.compare if variants else ():
         try:
-            launch, versions[name] = PEERS[name]()
+            launch, versions[name] = problem.peers[name].load()
             check = _check_launch(problem, launch)
             if not check.ok:
                 raise RuntimeError(check.message)
-        except Exception as error:  # a peer's failure is its own, and must not cost our figures
+        except Exception as error:  # NOTE: a peer that fails must not cost our own figures
             first_line = str(error).partition("\n")[0]
             options.notice(f"peer {name} is skipped: {type(error).__name__}: {first_line}")
         else:
@@ -224,7 +217,7 @@ def _run_cuda(
     if variants:
         copies = timing.copies_to_rotate(problem.bytes, target.l2_bytes, options.cache_state)
         operands = [
-            (*problem.inputs("cuda", copy=i), problem.output("cuda")) for i in range(copies)
+            (*problem.inputs("cuda", copy=i), *problem.outputs("cuda")) for i in range(copies)
         ]
         measured = timing.time_variants(variants, operands, options.cache_state, problem.seed)
         for stage in stages:
@@ -242,11 +235,11 @@ def _run_cuda(
         facts: dict[str, Any] = {}
         took = measured.timings.get(f"stage {stage.number}")
         if took is not None and checks[stage.number].ok:
-            rate = timing.tflops(problem.flops, took.median_us)
+            rate = tflops(problem.flops, took.median_us)
             facts = {
                 "timing": took,
                 "tflops": rate,
-                "gbs": timing.gbs(problem.bytes, took.median_us),
+                "gbs": gbs(problem.bytes, took.median_us),
                 "percent_of_peak": 100 * rate / target.dense_tflops[problem.dtype],
                 "peers": peers,
                 "gpu_before": measured.gpu_before,
@@ -266,56 +259,32 @@ def _run_cuda(
     return results
 
 
-def _check_launch(
-    problem: GemmProblem, launch: timing.Launch, tile: tuple[int, int] | None = None
-) -> Check:
-    a, b = problem.inputs("cuda")
-    c = problem.output("cuda")
-    launch(a, b, c)
-    return problem.check(a, b, c, tile)
+def _check_launch(problem: Problem, launch: Launch, tile: tuple[int, ...] | None = None) -> Check:
+    tensors = *problem.inputs("cuda"), *problem.outputs("cuda")
+    launch(*tensors)
+    return problem.check(*tensors, tile=tile)
 
 
-def _check_on_gpu(problem: GemmProblem, stage: Stage, compiled: Compiled) -> Check:
+def _check_on_gpu(problem: Problem, stage: Stage, launch: Launch) -> Check:
     """Small integers first, where the check is exact, then the problem's own data."""
-    if problem.init != "int":
-        exact = _check_launch(replace(problem, init="int"), compiled, _tile(stage))
+    tile = problem.tile(stage.config())
+    if (small := problem.exact()) != problem:
+        exact = _check_launch(small, launch, tile)
         if not exact.ok:
             return replace(exact, message=f"on small integers: {exact.message}")
-    return _check_launch(problem, compiled, _tile(stage))
+    return _check_launch(problem, launch, tile)
 
 
 def _check_again(
-    problem: GemmProblem, stage: Stage, operands: timing.Operands, measured: timing.Measured
+    problem: Problem, stage: Stage, tensors: timing.Operands, measured: timing.Measured
 ) -> Check:
     """Check what the timed graph itself writes: a figure counts only for a right result."""
-    a, b, c = operands
-    c.fill_(float("nan"))
+    blanks = problem.outputs("cuda")
+    for output, blank in zip(tensors[-len(blanks) :], blanks, strict=True):
+        output.copy_(blank)
     measured.replay[f"stage {stage.number}"]()
-    check = problem.check(a, b, c, _tile(stage))
+    check = problem.check(*tensors, tile=problem.tile(stage.config()))
     return check if check.ok else replace(check, message=f"after timing: {check.message}")
-
-
-# ---- peers: each returns its launch(a, b, c) and its version, and may raise ImportError
-
-
-def _cublas() -> tuple[timing.Launch, str]:
-    import torch
-
-    return lambda a, b, c: torch.mm(a, b.T, out=c), f"torch {torch.__version__}"
-
-
-def _quack(tuned: bool) -> tuple[timing.Launch, str]:
-    from quack.gemm_interface import gemm
-
-    version = metadata.version("quack-kernels")
-    return lambda a, b, c: gemm(a, b.T, out=c, tuned=tuned), f"quack-kernels {version}"
-
-
-PEERS: dict[str, Callable[[], tuple[timing.Launch, str]]] = {
-    "cublas": _cublas,
-    "quack": lambda: _quack(tuned=False),
-    "quack-tuned": lambda: _quack(tuned=True),  # tries all its configs first: minutes
-}
 
 
 # ---- where and with what
@@ -344,11 +313,14 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """CUTEX_COMMIT, or the commit of the clone this package lies in, marked if it was edited."""
-    told = os.environ.get("CUTEX_COMMIT")
-    root = Path(__file__).resolve().parents[2]
-    if told or not (root / ".git").exists():
-        return told or None
+    """CUTEX_COMMIT, or the commit of the clone that holds this package; "+edited" behind it if any
+    file that the package consists of was edited or added since."""
+    given = os.environ.get("CUTEX_COMMIT")
+    package = Path(__file__).resolve().parents[1]
+    root = package.parent
+    if given or not (root / ".git").exists():
+        return given or None
+    parts = [package, *(link.resolve() for link in package.iterdir() if link.is_symlink())]
 
     def git(*args: str) -> str:
         ran = subprocess.run(("git", "-C", root, *args), capture_output=True, text=True, check=True)
@@ -356,7 +328,7 @@ def commit() -> str | None:
 
     try:
         head = git("rev-parse", "--short=12", "HEAD")
-        edited = git("status", "--porcelain", "--untracked-files=no", "--", "cutex", "kernels")
+        edited = git("status", "--porcelain", "--", *map(str, parts))
     except (OSError, subprocess.CalledProcessError):
         return None
     return f"{head}+edited" if edited else head

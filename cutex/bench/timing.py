@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cutex.problem import Launch
 from cutex.results import Timing
 
 if TYPE_CHECKING:
     import torch
 
-    Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # A, B, C
-    Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
+    Operands = tuple[torch.Tensor, ...]  # a problem's inputs, then its outputs
 
 CACHE_STATES = ("cold", "hot")
 ROTATE_L2 = 3  # times the L2 that the operands between two uses of a line must fill
@@ -89,14 +89,6 @@ def summarise(
     )
 
 
-def tflops(flops: int, microseconds: float) -> float:
-    return flops / microseconds / 1e6
-
-
-def gbs(num_bytes: int, microseconds: float) -> float:
-    return num_bytes / microseconds / 1e3
-
-
 # ---- on a GPU
 
 
@@ -120,9 +112,8 @@ def time_variants(
 ) -> Measured:
     """Time every variant on the same rotating `operands` (see copies_to_rotate).
 
-    `rounds` and `warm_up_seconds` are ROUNDS and WARM_UP_SECONDS unless told.
-
-    Raises whatever a variant raises on its first, eager call; correctness is the caller's business.
+    `rounds` and `warm_up_seconds` are ROUNDS and WARM_UP_SECONDS unless given. Raises whatever a
+    variant raises on its first, eager call. Results are not checked here.
     """
     import torch
 

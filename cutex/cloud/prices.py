@@ -1,7 +1,7 @@
 """What a rented GPU costs on Modal, and what its name promises.
 
 Rates change: these are of the date below, `--rate B200=6.25` overrides one, and
-`modal billing rates` tells today's.
+`modal billing rates` gives today's.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ INEXACT = {  # names that Modal knows, and answers with one of several GPUs
 
 
 def rental(name: str) -> Rental:
-    """By Modal's name, whatever its case; ValueError in one sentence if figures would not tell."""
+    """The rental of Modal's name for a GPU, in either case.
+
+    ValueError, in one sentence, for another name and for one that may be answered by another GPU.
+    """
     gpu = name.strip().upper()
     if gpu in INEXACT:
         raise ValueError(f"--gpu {name!r} {INEXACT[gpu]}")
@@ -58,13 +61,13 @@ def rental(name: str) -> Rental:
 
 def overridden(rentals: list[Rental], rates: list[str]) -> list[Rental]:
     """`rentals` with the rates that options such as B200=6.25 (dollars an hour) give."""
-    told: dict[str, float] = {}
+    given: dict[str, float] = {}
     for text in rates:
         gpu, _, rate = text.partition("=")
         try:
-            told[rental(gpu).gpu] = usd = float(rate)
+            given[rental(gpu).gpu] = usd = float(rate)
         except ValueError:
             raise ValueError(f"--rate {text!r}: GPU=dollars per hour is needed") from None
         if not 0 <= usd < float("inf"):
             raise ValueError(f"--rate {text!r}: GPU=dollars per hour is needed")
-    return [replace(r, usd_per_hour=told.get(r.gpu, r.usd_per_hour)) for r in rentals]
+    return [replace(r, usd_per_hour=given.get(r.gpu, r.usd_per_hour)) for r in rentals]

@@ -24,7 +24,7 @@ VOLUME = "/cache"  # where Modal mounts the volume of compiled kernels
 
 
 def execute(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer one request of cutex.rental; runs in the container."""
+    """Answer one request of cutex.cloud.rental; runs in the container."""
     unpack(request["kernels"])
     notices: list[str] = []
     reply: dict[str, Any] = {
@@ -38,20 +38,22 @@ def execute(request: dict[str, Any]) -> dict[str, Any]:
     elif request["probes"]:
         reply["probes"] = _probes(request)
     else:
-        with Volume():
-            reply["results"] = _run(request, notices)
+        reply["results"] = _run(request, notices)
     reply["seconds"] = _clock.lap()
     return reply
 
 
 def _run(request: dict[str, Any], notices: list[str]) -> list[str]:
     from cutex.bench.run import Options, run_stages
-    from cutex.kernels.gemm import stage
-    from cutex.problem.gemm import GemmProblem
+    from cutex.compile.sources import sources_digest
+    from cutex.problem import problem_class
+    from cutex.problem.stage import stage
 
-    stages = [stage(request["arch"], number) for number in request["stages"]]
+    op, problem = request["op"], request["problem"]
+    stages = [stage(op, request["arch"], number) for number in request["stages"]]
     options = Options(**request["options"], notice=notices.append)
-    found = run_stages(GemmProblem(**request["problem"]), stages, "cuda", options)
+    with Volume(sources_digest(s.module for s in stages)):
+        found = run_stages(problem_class(op)(**problem), stages, "cuda", options)
     here = {
         "commit": request["commit"],  # the sources came without their history
         "rented": request["gpu"],
@@ -70,10 +72,8 @@ def _probes(request: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _tests(arguments: list[str]) -> dict[str, Any]:
-    """Run pytest on the mounted tests; its report, and its exit code as ours."""
-    import cutex
-
-    root = Path(cutex.__file__).resolve().parent.parent
+    """Run pytest on the mounted tests; returns its report and its exit code."""
+    root = Path(__file__).resolve().parents[2]
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "junit.xml"
         command = (sys.executable, "-m", "pytest", *arguments, "--junitxml", str(junit))
@@ -84,7 +84,7 @@ def _tests(arguments: list[str]) -> dict[str, Any]:
 
 
 class _Clock:
-    """Seconds of rent since the last lap; the first began with the process."""
+    """A clock of the seconds of rent since the last lap; the first lap began with the process."""
 
     def __init__(self) -> None:
         self._from = time.time() - _process_seconds()
@@ -96,7 +96,7 @@ class _Clock:
 
 
 def _process_seconds() -> float:
-    """How long this process has been running; 0 where the kernel does not tell."""
+    """How long this process has been running; 0 where the kernel does not say."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         up = float(Path("/proc/uptime").read_text().split()[0])
@@ -149,17 +149,17 @@ def _add_entries(source: Path, target: Path) -> None:
 
 
 class Volume:
-    """What is kept between runs, for these very sources: kernels, and configs chosen by time.
+    """What is kept between runs of the same sources: kernels, and configs chosen by time.
 
-    NOTE: the cache itself lies on the container's own disk, because it needs locks and renames,
+    NOTE: the cache itself is on the container's own disk, because it needs locks and renames,
     which a network volume may not have. An entry that did not arrive whole is made anew.
     """
 
-    def __init__(self, mounted: str = VOLUME) -> None:
-        from cutex.compile import cache_dir, sources_digest
+    def __init__(self, sources: str, mounted: str = VOLUME) -> None:
+        from cutex.compile import cache_dir
 
         self.mounted = Path(mounted)
-        self.here, self.there = cache_dir(), self.mounted / sources_digest()[:16]
+        self.here, self.there = cache_dir(), self.mounted / sources[:16]
 
     def __enter__(self) -> None:
         self._copy(self.there, self.here)

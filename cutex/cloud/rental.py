@@ -10,44 +10,37 @@ import asyncio
 import shlex
 import sys
 import traceback
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cutex import results
 from cutex.arch import arch
 from cutex.bench import cli
-from cutex.bench.run import Missing, Options, commit, compile_stage, run_stages, run_time
+from cutex.bench.run import Options, commit, compile_stage, run_stages, run_time
 from cutex.cloud import prices, remote
 from cutex.cloud.prices import Rental
-from cutex.problem.gemm import GemmProblem
+from cutex.errors import Missing
+from cutex.problem import DEFAULT_OP, OPS, Problem, problem_class, size_name
+from cutex.problem.stage import Stage
+from cutex.problem.stage import stage as stage_named
 from cutex.results import Result
-
-if TYPE_CHECKING:
-    from cutex.kernels.gemm import Stage
-    from cutex.kernels.gemm.config import GemmConfig
 
 Reply = dict[str, Any] | BaseException
 Rent = Callable[[str, list[dict[str, Any]], int], AsyncIterator[Reply]]
 
-OPS = ("gemm", "tests", "sweep", "confirm")
+KINDS = [problem_class(op) for op in OPS]
+SIZE_OPTIONS = [option for kind in KINDS for option in kind.size_options]
 DEFAULT_GPU = "B200"
-DEFAULT_TESTS = "tests/test_gemm.py -q"
-SWEEP = (
-    *((size, size, size) for size in (1024, 2048, 4096, 8192, 16384)),
-    *((m, 8192, 8192) for m in (16, 64, 256, 1024)),
-)
-CONFIRM = ((8192, 8192, 4096), (4096, 4096, 4096))
+DEFAULT_TESTS = f"tests/test_{DEFAULT_OP}.py -q"
 
 # What a call takes, in seconds. Estimates, with room: the price afterwards is by measured seconds.
 START = 40.0  # a container starts, imports torch and the DSL; once per GPU
 CHECK = 6.0  # per problem: inputs, reference, check
-VARIANT = 2.0  # per stage or peer: warm-up and 50 rounds
+VARIANT = 2.0  # per stage or peer: warm-up and 50 rounds; what a peer takes beside: PeerKernel
 TUNE = 10.0  # a stage that chooses its config by time
-OTHERS_COMPILER = 15.0  # quack compiles there, for each kind of problem
-TUNED_PEER = 150.0  # quack-tuned tries all its configs first
 TESTS = 300.0
 PROBES = 60.0
 SLACK = 4.0  # times the estimate, after which a call is ended
@@ -59,15 +52,15 @@ def parser() -> cli.Parser:
     p = cli.Parser(
         prog="modal run modal_app.py",
         description="Run cutex on a GPU rented from Modal. Every request is first compiled and "
-        "simulated here; then its price is told.",
+        "simulated here; then its price is shown.",
     )
     what = p.add_argument_group("what to run")
     what.add_argument(
         "--op",
-        choices=OPS,
-        default="gemm",
-        help="gemm: as python -m cutex.gemm; tests: pytest there; sweep: many problems and GPUs; "
-        "confirm: all that only a B200 can tell; default: gemm",
+        choices=(*OPS, "tests", "sweep", "confirm"),
+        default=DEFAULT_OP,
+        help=f"{', '.join(OPS)}: as python -m cutex.OP; tests: pytest there; sweep: many problems "
+        f"and GPUs; confirm: all that only a B200 can answer; default: {DEFAULT_OP}",
     )
     what.add_argument(
         "--gpu",
@@ -76,16 +69,16 @@ def parser() -> cli.Parser:
         help="default: B200; for sweep several, as B200,H200",
     )
     what.add_argument("--stage", default="all", metavar="N|all|list", help="default: all")
-    cli.add_problem(what)
+    cli.add_problem(what, KINDS)
     what.add_argument(
         "--tests",
         default=DEFAULT_TESTS,
         metavar="ARGS",
         help=f"of pytest; default: {DEFAULT_TESTS}",
     )
-    cli.add_timing(p.add_argument_group("timing"))
+    cli.add_timing(p.add_argument_group("timing"), KINDS)
     money = p.add_argument_group("money")
-    money.add_argument("--dry-run", action="store_true", help="tell the plan, and rent nothing")
+    money.add_argument("--dry-run", action="store_true", help="show the plan, and rent nothing")
     money.add_argument(
         "--max-cost", type=float, metavar="USD", help="never rent for more than this"
     )
@@ -113,6 +106,7 @@ class Request:
     gpu: str
     arch: str
     seconds: float  # estimate
+    op: str = ""
     stages: list[int] = field(default_factory=list)
     problem: dict[str, Any] | None = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -126,10 +120,10 @@ class Request:
             return f"pytest {shlex.join(self.pytest)}"
         if self.problem is None:
             return "timing probes"
-        p = self.problem
+        size, dtype = size_name(self.op, self.problem), self.problem["dtype"]
         stages = ",".join(map(str, self.stages))
         peers = " ".join(("beside", *self.options["compare"])) if self.options["compare"] else ""
-        return f"stage {stages} on {p['m']}x{p['n']}x{p['k']} {p['dtype']} {peers}".rstrip()
+        return f"stage {stages} on {size} {dtype} {peers}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -202,41 +196,52 @@ def _requests(args: argparse.Namespace, rental: Rental) -> list[Request]:
     shared.update(gpu=rental.gpu, arch=rental.arch)
     if args.op == "tests":
         return [Request(**shared, seconds=TESTS, pytest=shlex.split(args.tests))]
-    sizes = {"sweep": SWEEP, "confirm": CONFIRM}.get(args.op)
-    defaults: dict[str, Any] = {}
-    if sizes and not args.mnk:
-        defaults["mnk"] = [",".join(map(str, mnk)) for mnk in sizes]
-    if args.op == "confirm":
-        if rental.arch != "sm_100a":
-            raise ValueError(f"--gpu {rental.gpu}: --op confirm asks what only a B200 can tell")
-        defaults["compare"] = args.compare or "cublas"
-    args = argparse.Namespace(**{**vars(args), **defaults, "seeds": None, "order": None})
-    job = cli.job(args, cli.choose_stages(args.stage, arch(rental.arch)), "cuda")
+    if args.op == "confirm" and rental.arch != "sm_100a":
+        raise ValueError(f"--gpu {rental.gpu}: --op confirm asks what only a B200 can tell")
     requests = [
-        Request(
-            **shared,
-            seconds=_estimate(job.stages, job.options),
-            stages=[s.number for s in job.stages],
-            problem=asdict(problem),
-            options=_plain(job.options),
-        )
-        for problem in job.problems
+        Request(**shared, **asked) for kind in _kinds(args) for asked in _asked(kind, args, rental)
     ]
     if args.op == "confirm":
         requests.append(Request(**shared, seconds=PROBES, probes=True))
     return requests
 
 
+def _kinds(args: argparse.Namespace) -> list[type[Problem]]:
+    """The operators that `args` mean: one by name; else those with sizes in `args`, or all."""
+    if args.op in OPS:
+        return [problem_class(args.op)]
+    return [kind for kind in KINDS if kind.sizes_given(args)] or KINDS
+
+
+def _asked(
+    kind: type[Problem], args: argparse.Namespace, rental: Rental
+) -> Iterator[dict[str, Any]]:
+    """What is asked for of one operator on one GPU, a problem at a time."""
+    args = argparse.Namespace(**{**vars(args), "seeds": None, "order": None})
+    case = None if args.op in OPS else args.op
+    if args.op == "confirm":
+        args.compare = args.compare or next(iter(kind.peers))
+    stages = cli.choose_stages(kind, args.stage, arch(rental.arch))
+    job = cli.job(kind, args, stages, "cuda", case)
+    for problem in job.problems:
+        yield {
+            "op": kind.op,
+            "seconds": _estimate(kind, job.stages, job.options),
+            "stages": [s.number for s in job.stages],
+            "problem": problem.as_dict(),
+            "options": _plain(job.options),
+        }
+
+
 def _plain(options: Options) -> dict[str, Any]:
     return {name: value for name, value in vars(options).items() if name != "notice"}
 
 
-def _estimate(stages: Sequence[Stage], options: Options) -> float:
+def _estimate(kind: type[Problem], stages: Sequence[Stage], options: Options) -> float:
     if options.check_only:
         return CHECK
     extra = TUNE * sum(stage.chooses for stage in stages)
-    for name in options.compare:
-        extra += TUNED_PEER if "tuned" in name else OTHERS_COMPILER * (name != "cublas")
+    extra += sum(kind.peers[name].setup_seconds for name in options.compare)
     return CHECK + VARIANT * (len(stages) + len(options.compare)) + extra
 
 
@@ -256,34 +261,31 @@ def preflight(made: Plan, say: Callable[[str], None]) -> tuple[bool, dict[str, b
             right &= _preflight_probes(request.arch, folders, say)
         if request.problem is None:
             continue
-        problem = GemmProblem(**request.problem)
-        stages = [
-            s for s in cli.choose_stages("all", arch(request.arch)) if s.number in request.stages
-        ]
-        for stage in stages:
+        problem = problem_class(request.op)(**request.problem)
+        for number in request.stages:
+            stage = stage_named(request.op, request.arch, number).fitted(problem)
             for config in _configs(stage, problem):
                 compiled = compile_stage(replace(stage, default=config), problem.dtype)
                 folders.add(compiled.object_path.parent)
-            small = reduced(problem)
+            small = problem.reduced()
             if (stage, small) in seen:
                 continue
             seen.add((stage, small))
             result = run_stages(small, [stage], "sim")[0]
             if not result.ok:
                 right = False
-                size = "x".join(map(str, small.mnk))
-                say(f"preflight: stage {stage.number} of {stage.arch} on {size}: {result.message}")
+                what = f"stage {stage.number} of {stage.arch} on {small.size}"
+                say(f"preflight: {what}: {result.message}")
     return right, {name: remote.pack(folders) for name, folders in entries.items()}
 
 
-def _configs(stage: Stage, problem: GemmProblem) -> list[GemmConfig]:
-    """All that `stage` may run there: of one that chooses by time, every candidate."""
+def _configs(stage: Stage, problem: Problem) -> list[Any]:
+    """All configs that `stage` may run with there: of one that chooses by time, every candidate."""
     if not stage.chooses:
         return [stage.config()]
     from cutex.bench.autotune import CANDIDATES
-    from cutex.kernels.gemm.choose import shortlist
 
-    return shortlist(problem, arch(stage.arch), CANDIDATES)
+    return stage.shortlist(problem, CANDIDATES)
 
 
 def _preflight_probes(target: str, folders: set[Path], say: Callable[[str], None]) -> bool:
@@ -295,19 +297,9 @@ def _preflight_probes(target: str, folders: set[Path], say: Callable[[str], None
         wrong = [row["probe"] for row in measure(target, "sim") if not row["ok"]]
     except SimError as error:
         wrong = [str(error)]
-    for told in wrong:
-        say(f"preflight: probe: {told}")
+    for what in wrong:
+        say(f"preflight: probe: {what}")
     return not wrong
-
-
-def reduced(problem: GemmProblem) -> GemmProblem:
-    """What the simulator runs instead: a few tiles, the same remainders, exact integers."""
-
-    def less(size: int, most: int) -> int:
-        return size if size <= most else most + size % most
-
-    m, n, k = less(problem.m, 512), less(problem.n, 512), less(problem.k, 256)
-    return replace(problem, m=m, n=n, k=k, init="int")
 
 
 # ---- the command
@@ -320,9 +312,11 @@ def main(
 ) -> int:
     """Run the command line `argv`, renting through `rent` while `running`; the exit code."""
     try:
-        args = parser().parse_args(cli.join_sizes(argv))
+        args = parser().parse_args(cli.join_sizes(argv, SIZE_OPTIONS))
         if args.stage == "list":
-            cli.list_stages(prices.rental(args.gpu.partition(",")[0]).arch)
+            target = prices.rental(args.gpu.partition(",")[0]).arch
+            for kind in _kinds(args):
+                cli.list_stages(kind, target)
             return 0
         made = plan(args)
     except ValueError as error:
@@ -394,7 +388,7 @@ class Ledger:
     def take(self, rental: Rental, reply: Reply) -> None:
         if isinstance(reply, BaseException):
             self._fails()
-            print(f"cutex: a call on {rental.gpu} failed: {_told(reply)}", file=sys.stderr)
+            print(f"cutex: a call on {rental.gpu} failed: {_sentence(reply)}", file=sys.stderr)
             traceback.print_exception(reply, file=sys.stderr)
             return
         self.seconds[rental.gpu] += reply["seconds"]
@@ -444,6 +438,6 @@ class Ledger:
         self.say(f"pytest's report is in {path}")
 
 
-def _told(error: BaseException) -> str:
+def _sentence(error: BaseException) -> str:
     first_line = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__

@@ -1,4 +1,4 @@
-"""What was compiled: registers, spills, shared and tensor memory, instructions by class.
+"""What a compiled kernel takes: registers, spills, shared and tensor memory, instructions.
 
 Registers and stack are read from the cubin, an ELF file, so no CUDA toolkit is needed. Instructions
 are counted in the SASS, which nvdisasm prints; it comes with the pip package nvidia-cuda-nvdisasm.
@@ -15,10 +15,9 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from cutex.compile import Compiled
+from cutex.errors import NoDisassembler
 
 # what each class of instructions is called in SASS, by how the opcode begins
 CLASSES = {
@@ -39,13 +38,9 @@ CLASSES = {
 }
 
 
-class NoDisassembler(RuntimeError):
-    """nvdisasm is not here."""
-
-
 @dataclass(frozen=True)
 class Resources:
-    """Of one compiled kernel. Registers and spills are per thread, memory per CTA."""
+    """What one compiled kernel takes. Registers and spills are per thread, memory per CTA."""
 
     kernel: str
     num_threads: int
@@ -69,7 +64,18 @@ class Resources:
         return "\n".join([*lines, *(counts or [self.note])])
 
 
-def resources(compiled: Compiled) -> Resources:
+class Code(Protocol):
+    """What was compiled, by cutex or by others."""
+
+    @property
+    def ptx(self) -> str: ...
+    @property
+    def cubin(self) -> bytes: ...
+    @property
+    def dynamic_smem(self) -> int: ...
+
+
+def resources(compiled: Code) -> Resources:
     cubin = Cubin(compiled.cubin)
     try:
         instructions, note = count_instructions(sass(compiled)), ""
@@ -121,7 +127,7 @@ def opcodes(text: str) -> Iterator[str]:
         yield line[1]
 
 
-def sass(compiled: Compiled) -> str:
+def sass(compiled: Code) -> str:
     """The machine code as text. NoDisassembler if there is no nvdisasm."""
     with tempfile.TemporaryDirectory(prefix="cutex-") as folder:
         file = Path(folder) / "kernel.cubin"

@@ -1,1 +1,33 @@
-"""Problems: what is computed, its data, its reference and its tolerance, per operator."""
+"""The operators of cutex. Importing this loads neither torch nor the DSL."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from cutex.problem.protocol import BESIDE_SIZES, Check, Launch, PeerKernel, Problem, Sizes
+
+# where the Problem of each is, in the order in which reports show them; a command that asks for no
+# operator means the first
+OPS = {"gemm": "cutex.problem.gemm:GemmProblem"}
+DEFAULT_OP = next(iter(OPS))
+
+__all__ = [
+    "BESIDE_SIZES", "DEFAULT_OP", "OPS", "Check", "Launch", "PeerKernel", "Problem", "Sizes",
+    "problem_class", "size_name",
+]  # fmt: skip
+
+
+def problem_class(op: str) -> type[Problem]:
+    """The Problem of an operator; ValueError for one that cutex does not have."""
+    if op not in OPS:
+        raise ValueError(f"op {op!r} is not one of {', '.join(OPS)}")
+    module, _, name = OPS[op].partition(":")
+    return getattr(import_module(module), name)
+
+
+def size_name(op: str, sizes: Sizes) -> str:
+    """One word for the sizes of a problem, also of an operator that this version does not know."""
+    try:
+        return problem_class(op).size_name(sizes)
+    except (ValueError, KeyError):
+        return ",".join(f"{k}={v}" for k, v in sizes.items() if k not in BESIDE_SIZES)

@@ -1,36 +1,72 @@
-"""What is computed: shapes, data, reference, tolerance; alike for tests, timing and simulator."""
+"""GEMM as the ladders compute it: sizes, data, reference, tolerance, peers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cutex.dtypes import DTYPES as ELEMENTS
+from cutex.dtypes import DType
+from cutex.problem.protocol import Check, Launch, PeerKernel, Problem, Sizes
 
 if TYPE_CHECKING:
     import torch
 
 DTYPES = ("bf16", "fp16")
 INITS = ("int", "normal", "uniform", "zeros")
+TMA_BYTES = 16  # a TMA stride is a multiple of these
 
-TMA_STRIDE = 8  # elements: a TMA stride is a multiple of 16 bytes, and both dtypes have 2
+
+def _cublas() -> tuple[Launch, str]:
+    import torch
+
+    return lambda a, b, c: torch.mm(a, b.T, out=c), f"torch {torch.__version__}"
+
+
+def _quack(tuned: bool) -> tuple[Launch, str]:
+    from quack.gemm_interface import gemm
+
+    version = metadata.version("quack-kernels")
+    return lambda a, b, c: gemm(a, b.T, out=c, tuned=tuned), f"quack-kernels {version}"
+
+
+def _mnk(*sizes: tuple[int, int, int]) -> tuple[Sizes, ...]:
+    return tuple({"m": m, "n": n, "k": k} for m, n, k in sizes)
 
 
 @dataclass(frozen=True)
-class Check:
-    """What a comparison with the reference found."""
-
-    ok: bool
-    max_error: float  # largest |c - reference|; nan where c holds a NaN
-    tolerance: float  # what max_error was held against
-    message: str  # one sentence; names the first bad coordinate if not ok
-
-
-@dataclass(frozen=True)
-class GemmProblem:
+class GemmProblem(Problem):
     """C[M,N] = A[M,K] @ B[N,K]^T, accumulated in fp32, C in the input dtype.
 
     A and B are K-major, C is row-major. Raises ValueError for a size below one, a K or N that TMA
     cannot stride, an unknown dtype or init.
     """
+
+    op = "gemm"
+    title = "GEMM"
+    about = "the GEMM ladder, C = A @ B^T"
+    dtypes = DTYPES
+    inits = INITS
+    size_options = ("--mnk",)
+    cases: ClassVar[Mapping[str, Sequence[Sizes]]] = {
+        "cuda": _mnk((8192, 8192, 4096)),
+        "sim": _mnk((512, 512, 256)),
+        "sweep": _mnk(
+            *((size, size, size) for size in (1024, 2048, 4096, 8192, 16384)),
+            *((m, 8192, 8192) for m in (16, 64, 256, 1024)),
+        ),
+        "confirm": _mnk((8192, 8192, 4096), (4096, 4096, 4096)),
+    }
+    peers: ClassVar[Mapping[str, PeerKernel]] = {
+        "cublas": PeerKernel("cuBLAS", _cublas),
+        "quack": PeerKernel("quack, default config", lambda: _quack(tuned=False), 15.0),
+        # tries all its configs first
+        "quack-tuned": PeerKernel("quack, tuned", lambda: _quack(tuned=True), 150.0),
+    }
+    wave_tile = (256, 128)
 
     m: int
     n: int
@@ -43,14 +79,15 @@ class GemmProblem:
         for name, size in (("M", self.m), ("N", self.n), ("K", self.k)):
             if size < 1:
                 raise ValueError(f"{name}={size}: every size must be at least 1")
-        for name, size, rows in (("K", self.k, "A and B"), ("N", self.n, "C")):
-            if size % TMA_STRIDE:
-                raise ValueError(
-                    f"{name}={size}: must be a multiple of {TMA_STRIDE}, "
-                    f"because TMA needs the rows of {rows} to be a multiple of 16 bytes"
-                )
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        unit = self._element.elements(TMA_BYTES)
+        for name, size, rows in (("K", self.k, "A and B"), ("N", self.n, "C")):
+            if size % unit:
+                raise ValueError(
+                    f"{name}={size}: must be a multiple of {unit}, "
+                    f"because TMA needs the rows of {rows} to be a multiple of {TMA_BYTES} bytes"
+                )
         if self.init not in INITS:
             raise ValueError(f"init {self.init!r} is not one of {', '.join(INITS)}")
 
@@ -64,13 +101,24 @@ class GemmProblem:
 
     @property
     def bytes(self) -> int:
-        """Least traffic with global memory: A and B read once, C written once."""
-        return 2 * (self.m * self.k + self.n * self.k + self.m * self.n)
+        """The least traffic with global memory: A and B read once, C written once."""
+        return self._element.bytes(self.m * self.k + self.n * self.k + self.m * self.n)
+
+    @property
+    def _element(self) -> DType:
+        return ELEMENTS[self.dtype]
 
     def torch_dtype(self) -> torch.dtype:
-        import torch
+        return self._element.torch
 
-        return {"bf16": torch.bfloat16, "fp16": torch.float16}[self.dtype]
+    def grid(self, tile: Sequence[int]) -> int:
+        return -(-self.m // tile[0]) * -(-self.n // tile[1])
+
+    def steps(self, tile: Sequence[int], step_flops: int) -> int:
+        return -(-self.k // (step_flops // (2 * tile[0] * tile[1])))
+
+    def tile(self, config: Any) -> tuple[int, int]:
+        return config.tile_m, config.tile_n
 
     def inputs(
         self, device: str | torch.device = "cpu", copy: int = 0
@@ -104,20 +152,26 @@ class GemmProblem:
 
         return torch.full((self.m, self.n), torch.nan, dtype=self.torch_dtype(), device=device)
 
-    def check(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        tile: tuple[int, int] | None = None,
-    ) -> Check:
-        """Hold C (M, N) against A @ B^T on the tensors' own device.
+    def outputs(self, device: str | torch.device = "cpu") -> tuple[torch.Tensor]:
+        return (self.output(device),)
+
+    def reduced(self) -> GemmProblem:
+        def less(size: int, most: int) -> int:
+            return size if size <= most else most + size % most
+
+        m, n, k = less(self.m, 512), less(self.n, 512), less(self.k, 256)
+        return replace(self, m=m, n=n, k=k, init="int")
+
+    def check(self, *tensors: torch.Tensor, tile: tuple[int, ...] | None = None) -> Check:
+        """Compare C (M, N) with A @ B^T on the tensors' own device; `tensors` are A, B and C.
 
         int and zeros: every element equal to the exact product, rounded once to the dtype.
         normal and uniform: the largest and the root-mean-square error against float64 within
         twice those of torch.mm. `tile` (BM, BN) lets a failure name its tile.
         """
         import torch
+
+        a, b, c = tensors
 
         def fail(bad: torch.Tensor, what: str, error: float, tolerance: float) -> Check:
             i, j = (int(x) for x in bad.nonzero()[0])
@@ -161,3 +215,40 @@ class GemmProblem:
             message = f"root-mean-square error {rms:.3g} is over twice torch's own, {torch_rms:.3g}"
             return Check(False, max_error, tolerance, message)
         return Check(True, max_error, tolerance, f"within {tolerance:.3g}")
+
+    # ---- names and options
+
+    @classmethod
+    def size_name(cls, sizes: Sizes) -> str:
+        return "x".join(str(sizes[letter]) for letter in "mnk")
+
+    @property
+    def series(self) -> dict[str, int]:
+        squares = {"M = N = K": self.m} if self.m == self.n == self.k else {}
+        return {**squares, f"M, with N = {self.n} and K = {self.k}": self.m}
+
+    @classmethod
+    def add_options(cls, group: argparse._ArgumentGroup) -> None:
+        usual, simulated = (
+            ",".join(map(str, sizes.values()))
+            for device in ("cuda", "sim")
+            for sizes in cls.cases[device]
+        )
+        group.add_argument(
+            "--mnk",
+            action="append",
+            metavar="M,N,K",
+            help=f"sizes, may be given several times; default: {usual}, simulated {simulated}",
+        )
+
+    @classmethod
+    def sizes_given(cls, args: argparse.Namespace) -> list[Sizes]:
+        return [_parsed(text) for text in args.mnk or ()]
+
+
+def _parsed(text: str) -> Sizes:
+    try:
+        m, n, k = (int(size) for size in text.split(","))
+    except ValueError:
+        raise ValueError(f"--mnk {text}: three whole numbers M,N,K are needed") from None
+    return {"m": m, "n": n, "k": k}

@@ -1,4 +1,4 @@
-"""Drawn problems for cutex.matmul: how the operands lie, data, reference and tolerance.
+"""Randomized cases of `cutex.matmul`: layouts of the operands, data, reference and tolerance.
 
 The tolerance is twice the error of torch's own sequence of operations, each rounded to the dtype of
 the result, and what tensor cores lose when they add up (they truncate: PTX leaves the precision of
@@ -7,18 +7,17 @@ the accumulation open; `MatmulProblem.truncation` says what is allowed and why).
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cutlass import cute
 from torch import Tensor
 
-import cutex
-from cutex.ops.plan import FLOAT8
+from cutex.problem.protocol import Check, Computation
 
 GUARD = 5.0  # what memory around an operand holds
 ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
@@ -33,24 +32,29 @@ ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
 }
 
 
-def leaky(x):
+def leaky(x: Any) -> Any:
     """A function of a user's own, on DSL numbers; ACTIVATIONS holds the same of torch."""
+    from cutlass import cute
+
     return cute.arch.fmax(x, 0.125 * x, nan=True)
 
 
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 DTYPES = (torch.bfloat16, torch.bfloat16, torch.float16, *FLOAT8, torch.float32)
 
 
 @dataclass(frozen=True)
 class View:
-    """How matrices (.., R, C) lie in memory that is larger than they are."""
+    """The layout of matrices (.., R, C) in memory that is larger than they are."""
 
     transposed: bool = False
     before: int = 0  # elements in front of each row
     after: int = 0
     repeat: bool = False  # one entry for the whole batch, of stride 0
 
-    def memory(self, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    def memory(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device
+    ) -> Tensor:
         """Room for them, with a guard on every side."""
         *batch, rows, columns = shape
         if self.transposed:
@@ -66,7 +70,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class MatmulProblem:
+class MatmulProblem(Computation):
     """activation(alpha * scales * (a @ b) + beta * out + bias) + residual."""
 
     m: int
@@ -101,11 +105,38 @@ class MatmulProblem:
     def shape(self) -> tuple[int, ...]:
         return (*self.batch, self.m, self.n // 2 if self.gated else self.n)
 
-    def operands(self, device: str) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """a, b and the options of cutex.matmul, but for out."""
-        g = torch.Generator(device).manual_seed(self.seed)
+    @property
+    def flops(self) -> int:
+        return 2 * math.prod(self.batch) * self.m * self.n * self.k
 
-        def matrix(view: View, batch: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype):
+    @property
+    def bytes(self) -> int:
+        kept_a, kept_b = (
+            1 if view.repeat else math.prod(batch)
+            for view, batch in ((self.a, self.batch_a), (self.b, self.batch_b))
+        )
+        read = kept_a * self.m * self.dtype.itemsize + kept_b * self.n * self.dtype_b.itemsize
+        return read * self.k + math.prod(self.shape) * self.out_dtype.itemsize
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the inputs: the arguments of `cutex.matmul` that are tensors, but for out."""
+        given = {
+            "bias": self.bias,
+            "residual": self.residual,
+            "scale_a": self.scales,
+            "scale_b": self.scales,
+            "amax": self.amax,
+        }
+        return ("a", "b", *(name for name, wanted in given.items() if wanted))
+
+    def inputs(self, device: str | torch.device = "cpu", copy: int = 0) -> tuple[Tensor, ...]:
+        """The tensors of `names`."""
+        g = torch.Generator(device).manual_seed(self.seed + 1_000_003 * copy)
+
+        def matrix(
+            view: View, batch: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype
+        ) -> Tensor:
             x = view.of(view.memory((*batch, *shape), dtype, device))
             x.copy_(torch.randn(x.shape, generator=g, device=device).to(dtype))
             return x.expand(*batch, *shape)
@@ -113,80 +144,108 @@ class MatmulProblem:
         def uniform(*shape: int, low: float, dtype: torch.dtype = torch.float32) -> Tensor:
             return (torch.rand(shape, generator=g, device=device) + low).to(dtype)
 
-        a = matrix(self.a, self.batch_a, (self.m, self.k), self.dtype)
-        b = matrix(self.b, self.batch_b, (self.k, self.n), self.dtype_b)
-        activation: Any = leaky if self.activation == "leaky" else self.activation
-        options: dict[str, Any] = {"activation": activation, "alpha": self.alpha}
+        tensors = [
+            matrix(self.a, self.batch_a, (self.m, self.k), self.dtype),
+            matrix(self.b, self.batch_b, (self.k, self.n), self.dtype_b),
+        ]
         if self.bias:
             shape = (self.n,) if self.bias == "column" else (self.m, 1)
-            options["bias"] = uniform(*shape, low=-0.5, dtype=self.out_dtype)
+            tensors.append(uniform(*shape, low=-0.5, dtype=self.out_dtype))
         if self.residual:
-            options["residual"] = uniform(*self.shape, low=-0.5, dtype=self.out_dtype)
+            tensors.append(uniform(*self.shape, low=-0.5, dtype=self.out_dtype))
         if self.scales:
             each = self.scales == "each"
-            options["scale_a"] = uniform(self.m if each else 1, low=0.5)
-            options["scale_b"] = uniform(self.n if each else 1, low=0.5)
+            tensors.append(uniform(self.m if each else 1, low=0.5))
+            tensors.append(uniform(self.n if each else 1, low=0.5))
         if self.amax:
-            options["amax"] = torch.zeros(1, device=device)
-        return a, b, options
+            tensors.append(torch.zeros(1, device=device))
+        return tuple(tensors)
 
-    def run(self, device: str) -> str | None:
-        """Calls cutex.matmul and says what is wrong with the result, or None."""
-        a, b, options = self.operands(device)
-        held = None
+    def outputs(self, device: str | torch.device = "cpu") -> tuple[Tensor]:
+        """out, in its view of guarded memory: NaN, or what beta scales."""
+        view = self.out or View()
+        out = view.of(view.memory(self.shape, self.out_dtype, device)).fill_(torch.nan)
+        if self.beta:
+            g = torch.Generator(device).manual_seed(self.seed + 1)
+            out.copy_(torch.randn(out.shape, generator=g, device=device))
+        return (out,)
+
+    def run(self, device: str, matmul: Callable[..., Tensor]) -> str | None:
+        """Calls `matmul`, which is `cutex.matmul` or takes its place; says what is wrong with the
+        result, or None."""
+        inputs = self.inputs(device)
+        options = dict(zip(self.names, inputs, strict=True))
+        options.update(activation=self.function, alpha=self.alpha)
+        a, b = options.pop("a"), options.pop("b")
         if self.out is None:
-            c = cutex.matmul(a, b, out_dtype=self.out_dtype, **options)
+            out = matmul(a, b, out_dtype=self.out_dtype, **options)
         else:
-            memory = self.out.memory(self.shape, self.out_dtype, device)
-            c = self.out.of(memory).fill_(torch.nan)
-            if self.beta:
-                g = torch.Generator(device).manual_seed(self.seed + 1)
-                c.copy_(torch.randn(c.shape, generator=g, device=device))
-            held, around = c.clone(), memory.clone()
-            cutex.matmul(a, b, out=c, beta=self.beta, **options)
-            self.out.of(around).copy_(c)
-            if not torch.equal(memory, around) and not c.isnan().any():
+            (out,) = self.outputs(device)
+            memory = out._base
+            before = memory.clone()
+            matmul(a, b, out=out, beta=self.beta, **options)
+            self.out.of(before).copy_(out)
+            if not torch.equal(memory, before) and not out.isnan().any():
                 return "memory around out was written to"
-        return self._check(a, b, options, held, c)
+        check = self.check(*inputs, out)
+        return None if check.ok else check.message
 
-    def _check(
-        self, a: Tensor, b: Tensor, options: dict[str, Any], held: Tensor | None, c: Tensor
-    ) -> str | None:
+    @property
+    def function(self) -> Any:
+        """The activation as `cutex.matmul` takes it."""
+        return leaky if self.activation == "leaky" else self.activation
+
+    def check(self, *tensors: Tensor, tile: tuple[int, ...] | None = None) -> Check:
+        """Compare out, the last of `tensors`, with the reference in float64: its error is at most
+        twice that of torch's own operations, and what `truncation` and `approximation` allow."""
+        *inputs, c = tensors
+        given = dict(zip(self.names, inputs, strict=True))
+
+        def fail(message: str, error: float = math.nan, limit: float = 0.0) -> Check:
+            return Check(False, error, limit, message)
+
         if c.shape != self.shape or c.dtype != self.out_dtype:
-            return f"the result has shape {tuple(c.shape)} and {c.dtype}"
+            return fail(f"the result has shape {tuple(c.shape)} and {c.dtype}")
         if c.isnan().any():
-            return f"{int(c.isnan().sum())} of {c.numel()} elements are NaN"
+            return fail(f"{int(c.isnan().sum())} of {c.numel()} elements are NaN")
         if c.numel() == 0:
-            return None
-        want = self.reference(a, b, options, held, torch.float64)
-        torchs = self.reference(a, b, options, held, self.out_dtype)
+            return Check(True, 0.0, 0.0, "empty")
+        held = self.outputs(c.device)[0] if self.beta else None
+        want = self.reference(given, held, torch.float64)
+        torchs = self.reference(given, held, self.out_dtype)
         error, torch_error = (c.double() - want).abs(), (torchs.double() - want).abs()
         limit = 2 * float(torch_error.max()) + self.truncation() + self.approximation
         worst = float(error.max())
         if worst > limit:
             where = tuple(int(i) for i in (error > limit).nonzero()[0])
-            return f"{where} is off by {worst:.3g}, torch by {float(torch_error.max()):.3g}"
-        if self.amax and abs(float(options["amax"]) - float(want.abs().max())) > limit:
-            return f"amax is {float(options['amax']):.6g}, not {float(want.abs().max()):.6g}"
-        return None
+            by = f"off by {worst:.3g}, torch by {float(torch_error.max()):.3g}"
+            return fail(f"{where} is {by}", worst, limit)
+        largest = float(want.abs().max())
+        if self.amax and abs(float(given["amax"]) - largest) > limit:
+            return fail(f"amax is {float(given['amax']):.6g}, not {largest:.6g}", worst, limit)
+        return Check(True, worst, limit, f"within {limit:.3g}")
 
     def reference(
-        self, a: Tensor, b: Tensor, options: dict[str, Any], held: Tensor | None, dtype: torch.dtype
+        self, given: Mapping[str, Tensor], held: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        """In `dtype`, after a product in float64 or float32 that is rounded to it."""
+        """The result in `dtype`, after a product in float64 or float32 that is rounded to it.
+
+        given: the inputs by name. held: what out held before.
+        """
+        a, b = given["a"], given["b"]
         wide = torch.float64 if dtype is torch.float64 else torch.float32
         if self.dtype is torch.float32 and wide is torch.float32:
             a, b = as_tf32(a), as_tf32(b)
         x = a.to(wide) @ b.to(wide)
         if self.scales:
-            x = x * options["scale_a"].to(wide).view(-1, 1) * options["scale_b"].to(wide)
+            x = x * given["scale_a"].to(wide).view(-1, 1) * given["scale_b"].to(wide)
         x = x.to(dtype) * self.alpha
         if self.beta and held is not None:
             x = x + self.beta * held.to(dtype)
         if self.bias:
-            x = x + options["bias"].to(dtype)
+            x = x + given["bias"].to(dtype)
         x = ACTIVATIONS[self.activation](x)
-        return x + options["residual"].to(dtype) if self.residual else x
+        return x + given["residual"].to(dtype) if self.residual else x
 
     @property
     def approximation(self) -> float:
@@ -194,13 +253,13 @@ class MatmulProblem:
         return 3e-7 if "gelu" in (self.activation or "") else 0.0
 
     def truncation(self) -> float:
-        """What tensor cores may lose in adding up K products, 32 bytes at a time.
+        """The error that tensor cores may make in adding up K products, 32 bytes at a time.
 
         Hopper's fp8 steps align 32 products and the sum so far to the largest of them, cut each off
         13 bits below, and so the sum (docs/facts.md). A loss between 0 and one such unit, of either
         sign, has a mean square of a third; the root of the sum of all 34 a step, at the unit of the
-        largest sum, is 1.8 times the largest error of 113 drawn problems. Other types keep the bits
-        of fp32.
+        largest sum, is 1.8 times the largest error of 113 randomized cases. Other types keep the
+        bits of fp32.
         """
         steps = -(-self.k * self.dtype.itemsize // 32)
         largest = 6 * max(self.k, 1) ** 0.5 * abs(self.alpha) * (2.25 if self.scales else 1)
@@ -217,7 +276,7 @@ def as_tf32(x: Tensor) -> Tensor:
 
 
 def draw(seed: int, largest: float = 7, most_work: int = 2**21) -> MatmulProblem:
-    """One problem, always the same for a seed: sizes up to 2^largest, every view, dtype, epilogue.
+    """One case, always the same for a seed: sizes up to 2^largest, every view, dtype, epilogue.
 
     most_work: M * N * K at most.
     """

@@ -7,102 +7,105 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from cutex.arch import ARCHS, Arch
-from cutex.bench import timing
-from cutex.problem.gemm import GemmProblem
+from cutex.arch import Arch
+from cutex.problem import DEFAULT_OP
+from cutex.problem.stage import Stage
 from cutex.report import charts
 from cutex.report.page import (
     CACHE,
     DATA,
     PEER_TITLES,
+    Sizes,
+    all_ladders,
+    baseline,
     caption,
+    heading,
     kinds,
     ladder_bars,
     main_sizes,
     page,
-    size,
 )
-from cutex.results import Result, read_all
+from cutex.results import Result, read_all, tflops
 from cutex.results.history import kind as kind_of
+from cutex.svg import alone
 
 BEGIN = "<!-- ladders: written by python -m cutex.report from results/ -->"
 END = "<!-- end of ladders -->"
 
 PICTURES = "docs"  # beside the README
 
-Mnk = tuple[int, int, int]
+Kind = tuple[str, str, str, str]  # device, dtype, data, state of the L2
 
 
 def ladders(results: Iterable[Result]) -> str:
-    """Markdown: for each arch one table per GPU and kind of data, or the bare ladder if untimed."""
-    timed: dict[str, dict[tuple[str, str, str, str], list[Result]]] = {name: {} for name in ARCHS}
+    """Markdown: for each operator and arch one table per GPU and kind of data, or the bare ladder
+    if it is untimed."""
+    timed: dict[tuple[str, str], dict[Kind, list[Result]]] = {}
     for r in results:
-        if r.op == "gemm" and r.ok and r.timing is not None and r.arch in timed:
+        if r.ok and r.timing is not None:
             kind = r.device_name, r.problem["dtype"], r.problem["init"], r.timing.cache_state
-            timed[r.arch].setdefault(kind, []).append(r)
+            timed.setdefault((r.op, r.arch), {}).setdefault(kind, []).append(r)
     parts = []
-    for target in ARCHS.values():
-        parts.append(f"### {target.title} ({target.name})")
-        if timed[target.name]:
-            parts.append(f"![The ladder as bars]({PICTURES}/{_picture(target)})")
-        for kind, found in timed[target.name].items():
-            parts += _timed_table(target, kind, found)
-        if not timed[target.name]:
-            parts += _untimed_table(target)
+    for op, target, ladder in all_ladders():
+        tables = timed.get((op, target.name), {})
+        parts.append(f"### {heading(op, target)} ({target.name})")
+        if tables:
+            parts.append(f"![The ladder as bars]({PICTURES}/{_picture(op, target)})")
+        for kind, found in tables.items():
+            parts += _timed_table(target, ladder, kind, found)
+        if not tables:
+            parts += _untimed_table(target, ladder)
     return "\n\n".join(parts)
 
 
 def _timed_table(
-    target: Arch, kind: tuple[str, str, str, str], results: list[Result]
+    target: Arch, ladder: Sequence[Stage], kind: Kind, results: list[Result]
 ) -> tuple[str, str]:
-    from cutex.kernels.gemm import stages
-
     device_name, dtype, init, cache_state = kind
-    newest: dict[tuple[int, Mnk], Result] = {}
+    newest: dict[tuple[int, Sizes], Result] = {}
     for r in sorted(results, key=lambda r: r.run):
-        newest[r.stage, r.mnk] = r
-    sizes = list(dict.fromkeys(r.mnk for r in results))
+        newest[r.stage, r.sizes] = r
+    sizes = {r.sizes: r.size for r in results}
     peers = sorted({peer.name for r in newest.values() for peer in r.peers})
-    baseline = "cublas" if "cublas" in peers else None
+    first = baseline(ladder[0].op)
 
     def cell(r: Result | None) -> str:
         if r is None or r.tflops is None:
             return "–"
-        ratio = r.ratio(baseline) if baseline else None
+        ratio = r.ratio(first)
         return f"{r.tflops:.0f}" + (f" ({ratio:.2f})" if ratio is not None else "")
 
     rows = [
-        [str(s.number), s.idea, *(cell(newest.get((s.number, mnk))) for mnk in sizes)]
-        for s in stages(target.name)
+        [str(s.number), s.idea, *(cell(newest.get((s.number, which))) for which in sizes)]
+        for s in ladder
     ]
     for name in peers:
         cells, version = [], ""
-        for mnk in sizes:
-            same = [r for (_, size), r in newest.items() if size == mnk]
+        for which in sizes:
+            same = [r for (_, size), r in newest.items() if size == which]
             last = max(same, key=lambda r: (r.run, r.stage))
             peer = next((p for p in last.peers if p.name == name), None)
             if peer is None:
                 cells.append("–")
                 continue
-            rate = timing.tflops(GemmProblem(**last.problem).flops, peer.timing.median_us)
+            rate = tflops(last.case.flops, peer.timing.median_us)
             version = peer.version
             cells.append(f"{rate:.0f}")
         rows.append(["", f"{PEER_TITLES.get(name, name)} ({version})", *cells])
     dates = sorted({r.run[:10] for r in newest.values()})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    unit = "TFLOPS (and ratio to cuBLAS in the same run)" if baseline else "TFLOPS"
+    beside = f" (and ratio to {PEER_TITLES[first]} in the same run)" if first in peers else ""
+    unit = f"TFLOPS{beside}"
     caption = (
         f"{unit}, median, on one {device_name}: {dtype}, {DATA[init]}, {CACHE[cache_state]}, "
         f"{when}. Stated dense peak: {target.dense_tflops[dtype]:.0f}."
     )
-    return caption, _table(["stage", "what it adds", *("x".join(map(str, s)) for s in sizes)], rows)
+    return caption, _table(["stage", "what it adds", *sizes.values()], rows)
 
 
-def _untimed_table(target: Arch) -> tuple[str, str]:
-    from cutex.kernels.gemm import stages
-
+def _untimed_table(target: Arch, ladder: Sequence[Stage]) -> tuple[str, str]:
     caption = f"Not timed yet: no {target.board} has run it. The tests check it in the simulator."
-    rows = [[str(s.number), s.idea] for s in stages(target.name)]
+    rows = [[str(s.number), s.idea] for s in ladder]
     return caption, _table(["stage", "what it adds"], rows)
 
 
@@ -124,22 +127,20 @@ def pictures(results: Iterable[Result]) -> dict[str, str]:
     """The ladder of each arch that was timed, as SVG by file name: its main kind and size."""
     rows = list(results)
     drawn = {}
-    for target in ARCHS.values():
-        of_arch = [
-            found for kind, found in kinds(rows).items() if kind[:2] == ("gemm", target.name)
-        ]
+    for op, target, ladder in all_ladders():
+        of_arch = [found for kind, found in kinds(rows).items() if kind[:2] == (op, target.name)]
         if of_arch:
             found = max(of_arch, key=len)
-            (mnk, *_) = main_sizes(found)
-            title = f"{target.title}: TFLOPS at {size(mnk)}, {caption(kind_of(found[0]))}"
-            bars = ladder_bars(target, found, mnk)
+            (main, *_) = main_sizes(found)
+            title = f"{heading(op, target)}: TFLOPS at {main.size}, {caption(kind_of(found[0]))}"
+            bars = ladder_bars(ladder, found, main.sizes)
             top = max(bar.value or 0.0 for bar in bars)
-            drawn[_picture(target)] = charts.alone(charts.bars(title, bars, top))
+            drawn[_picture(op, target)] = alone(charts.bars(title, bars, top))
     return drawn
 
 
-def _picture(target: Arch) -> str:
-    return f"ladder-{target.name}.svg"
+def _picture(op: str, target: Arch) -> str:
+    return f"ladder-{target.name}.svg" if op == DEFAULT_OP else f"ladder-{op}-{target.name}.svg"
 
 
 def parser() -> argparse.ArgumentParser:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cutex.report import charts
+from cutex import svg
 
 STYLE = """
 *{box-sizing:border-box}
@@ -22,7 +22,7 @@ figure svg{display:block;max-width:100%;height:auto}
 align-items:center;padding:.25rem 0;font-size:.9rem;line-height:1.3}
 .what{color:var(--soft)}.what b{color:var(--ink)}
 .track{background:var(--grid);border-radius:3px;height:.9rem;overflow:hidden}
-.track i{display:block;height:100%}.told{font-variant-numeric:tabular-nums;white-space:nowrap}
+.track i{display:block;height:100%}.text{font-variant-numeric:tabular-nums;white-space:nowrap}
 .legend{display:flex;flex-wrap:wrap;gap:.1rem 1rem;margin-top:.25rem;color:var(--ink)}
 .legend i{display:inline-block;width:.7rem;height:.7rem;border-radius:50%;margin-right:.35rem}
 .scroll{overflow:auto;max-height:38rem}table{border-collapse:collapse;font-size:.85rem;width:100%}
@@ -83,9 +83,9 @@ document.getElementById("theme").addEventListener("click", () => {
 
 def style() -> str:
     """The style sheet, with the colours of both themes."""
-    dark = charts.variables(charts.DARK)
+    dark = svg.variables(svg.DARK)
     return (
-        f":root{{{charts.variables(charts.LIGHT)}color-scheme:light}}"
+        f":root{{{svg.variables(svg.LIGHT)}color-scheme:light}}"
         "@media (prefers-color-scheme:dark)"
         f"{{:root:not([data-theme=light]){{{dark}color-scheme:dark}}}}"
         f":root[data-theme=dark]{{{dark}color-scheme:dark}}" + STYLE

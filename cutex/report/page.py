@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import Any
 
 from cutex.analysis import roofline
 from cutex.arch import ARCHS, Arch
-from cutex.bench import timing
-from cutex.problem.gemm import GemmProblem
+from cutex.problem import OPS, problem_class
+from cutex.problem.stage import Stage, ladders
 from cutex.report import charts
 from cutex.report.look import SCRIPT, style
-from cutex.results import Peer, Result, Timing, history
+from cutex.results import Peer, Result, Timing, history, tflops
+from cutex.svg import colour
 
 DATA = {
     "normal": "Gaussian data",
@@ -22,16 +23,12 @@ DATA = {
     "zeros": "zeros",
 }
 CACHE = {"cold": "cold L2", "hot": "hot L2"}
-PEER_TITLES = {
-    "cublas": "cuBLAS",
-    "quack": "quack, default config",
-    "quack-tuned": "quack, tuned",
-}
+PEER_TITLES = {name: p.title for op in OPS for name, p in problem_class(op).peers.items()}
 PEER_HUES = {name: hue for hue, name in enumerate(PEER_TITLES, start=1)}
 NEWEST = 300  # rows of history; more would make the page heavy
 WIDTHS = (("wide", 1000), ("narrow", 360))  # each chart is drawn for two kinds of screen
 
-Mnk = tuple[int, int, int]
+Sizes = tuple[Any, ...]
 Rows = Sequence[Result]
 
 
@@ -66,10 +63,6 @@ def said(text: object) -> str:
     return escape(str(text))
 
 
-def size(mnk: Mnk) -> str:
-    return "x".join(map(str, mnk))
-
-
 def kinds(rows: Rows) -> dict[tuple[Any, ...], list[Result]]:
     """Timed rows by what makes figures comparable."""
     found: dict[tuple[Any, ...], list[Result]] = {}
@@ -85,40 +78,58 @@ def caption(kind: tuple[Any, ...]) -> str:
 
 
 def rate(row: Result, took: Timing) -> float:
-    return timing.tflops(GemmProblem(**row.problem).flops, took.median_us)
+    return tflops(row.case.flops, took.median_us)
+
+
+def baseline(op: str) -> str:
+    """The peer that speeds are relative to."""
+    return next(iter(problem_class(op).peers))
+
+
+def heading(op: str, target: Arch) -> str:
+    """Of an operator's ladder on an arch."""
+    return target.title if len(OPS) == 1 else f"{problem_class(op).title} on {target.title}"
+
+
+def all_ladders() -> Iterator[tuple[str, Arch, list[Stage]]]:
+    """Every operator, every arch that it has a ladder for, and that ladder."""
+    for op in OPS:
+        found = ladders(op)
+        for target in ARCHS.values():
+            if target.name in found.archs:
+                yield op, target, found.stages(target.name)
 
 
 # ---- ladders
 
 
-def newest(rows: Rows) -> dict[tuple[int, Mnk], Result]:
-    """By stage and size."""
-    return {(r.stage, r.mnk): r for r in sorted(rows, key=lambda r: r.run)}
+def newest(rows: Rows) -> dict[tuple[int, Sizes], Result]:
+    """The newest row of each stage and sizes."""
+    return {(r.stage, r.sizes): r for r in sorted(rows, key=lambda r: r.run)}
 
 
-def main_sizes(rows: Rows) -> list[Mnk]:
-    """Those with the most stages first, the larger first among them."""
-    stages: dict[Mnk, set[int]] = {}
+def main_sizes(rows: Rows) -> list[Result]:
+    """One row of each size: those with the most stages first, the larger first among them."""
+    stages: dict[Sizes, set[int]] = {}
     for r in rows:
-        stages.setdefault(r.mnk, set()).add(r.stage)
-    return sorted(stages, key=lambda mnk: (-len(stages[mnk]), -math.prod(mnk), mnk))
+        stages.setdefault(r.sizes, set()).add(r.stage)
+    one = {r.sizes: r for r in rows}
+    return sorted(one.values(), key=lambda r: (-len(stages[r.sizes]), -r.case.flops, r.sizes))
 
 
-def ladder_bars(target: Arch, rows: Rows, mnk: Mnk) -> list[charts.Bar]:
+def ladder_bars(ladder: Sequence[Stage], rows: Rows, sizes: Sizes) -> list[charts.Bar]:
     """A bar for each stage of the ladder, then one for each peer of its last run."""
-    from cutex.kernels.gemm import stages
-
-    found = newest([r for r in rows if r.mnk == mnk])
+    found = newest([r for r in rows if r.sizes == sizes])
     bars = []
-    for s in stages(target.name):
-        r = found.get((s.number, mnk))
+    for s in ladder:
+        r = found.get((s.number, sizes))
         label = f"{s.number} {s.title}"
         if r is None or r.tflops is None:
             bars.append(charts.Bar(label, s.idea, None, "not timed"))
             continue
-        ratio = r.ratio("cublas")
-        told = f"{r.tflops:.0f}" + (f" ({ratio:.2f}x)" if ratio is not None else "")
-        bars.append(charts.Bar(label, s.idea, r.tflops, told))
+        ratio = r.ratio(baseline(r.op))
+        text = f"{r.tflops:.0f}" + (f" ({ratio:.2f}x)" if ratio is not None else "")
+        bars.append(charts.Bar(label, s.idea, r.tflops, text))
     for row, peer in last_peers(list(found.values())):
         value = rate(row, peer.timing)
         title = PEER_TITLES.get(peer.name, peer.name)
@@ -134,39 +145,37 @@ def last_peers(rows: Rows) -> list[tuple[Result, Peer]]:
 
 
 def _ladders(rows: Rows) -> str:
-    from cutex.kernels.gemm import stages
-
     parts = []
-    for target in ARCHS.values():
-        parts.append(f"<h3>{target.title} <small>{target.name}</small></h3>")
+    for op, target, ladder in all_ladders():
+        parts.append(f"<h3>{heading(op, target)} <small>{target.name}</small></h3>")
         of_arch = {
             kind: found
             for kind, found in kinds(rows).items()
-            if kind[:2] == ("gemm", target.name) and kind[3] in target.dense_tflops
+            if kind[:2] == (op, target.name) and kind[3] in target.dense_tflops
         }
         if not of_arch:
             items = "".join(
-                f"<li value={s.number}><b>{said(s.title)}</b> {said(s.idea)}</li>"
-                for s in stages(target.name)
+                f"<li value={s.number}><b>{said(s.title)}</b> {said(s.idea)}</li>" for s in ladder
             )
             parts.append(f"<p>Not timed yet: no {target.board} has run it.</p><ol>{items}</ol>")
         for kind, found in of_arch.items():
-            parts.append(_ladder(target, kind, found))
+            parts.append(_ladder(target, ladder, kind, found))
     return "".join(parts)
 
 
-def _ladder(target: Arch, kind: tuple[Any, ...], rows: Rows) -> str:
+def _ladder(target: Arch, ladder: Sequence[Stage], kind: tuple[Any, ...], rows: Rows) -> str:
     sizes = main_sizes(rows)[:12]
     peak = target.dense_tflops[kind[3]]
-    options = "".join(f"<option>{size(mnk)}</option>" for mnk in sizes)
+    options = "".join(f"<option>{said(r.size)}</option>" for r in sizes)
     blocks = "".join(
-        f'<div data-size="{size(mnk)}"><p class="size">{size(mnk)}</p>'
-        f"{''.join(_bar(bar, peak) for bar in ladder_bars(target, rows, mnk))}</div>"
-        for mnk in sizes
+        f'<div data-size="{said(r.size)}"><p class="size">{said(r.size)}</p>'
+        f"{''.join(_bar(bar, peak) for bar in ladder_bars(ladder, rows, r.sizes))}</div>"
+        for r in sizes
     )
+    first = PEER_TITLES[baseline(kind[0])]
     return (
         f'<figure class="ladder"><figcaption>{said(caption(kind))}: TFLOPS, median, and speed '
-        f"relative to cuBLAS in the same run. A full bar is the stated dense peak, {peak:.0f}. "
+        f"relative to {first} in the same run. A full bar is the stated dense peak, {peak:.0f}. "
         f"<label>Size <select>{options}</select></label></figcaption>{blocks}</figure>"
     )
 
@@ -175,8 +184,8 @@ def _bar(bar: charts.Bar, top: float) -> str:
     share = 0.0 if bar.value is None else min(100.0, 100 * bar.value / top)
     return (
         f'<div class="bar"><span class="what"><b>{said(bar.label)}</b> {said(bar.note)}</span>'
-        f'<span class="track"><i style="width:{share:.1f}%;background:{charts.colour(bar.hue)}">'
-        f'</i></span><span class="told">{said(bar.told)}</span></div>'
+        f'<span class="track"><i style="width:{share:.1f}%;background:{colour(bar.hue)}">'
+        f'</i></span><span class="text">{said(bar.text)}</span></div>'
     )
 
 
@@ -200,27 +209,28 @@ def _roofline(on: roofline.Gpu, rows: Rows) -> str:
         slope = on.reached_gbs.rate if on.reached_gbs else None
         roofs.append(charts.Roof("reached", best.rate, slope, False))
     points = []
-    fastest: dict[tuple[str, Mnk], tuple[float, Result]] = {}
+    fastest: dict[tuple[str, str, Sizes], tuple[float, Result]] = {}
     for r in rows:
         assert r.timing is not None
-        told = [("ours", r.timing.median_us), *((p.name, p.timing.median_us) for p in r.peers)]
-        for who, us in told:
-            if (who, r.mnk) not in fastest or us < fastest[who, r.mnk][0]:
-                fastest[who, r.mnk] = us, r
-    for (who, mnk), (us, r) in sorted(fastest.items(), key=lambda item: item[0][0] == "ours"):
-        problem = GemmProblem(**r.problem)
-        reached = timing.tflops(problem.flops, us)
+        times = [("ours", r.timing.median_us), *((p.name, p.timing.median_us) for p in r.peers)]
+        for who, us in times:
+            key = who, r.op, r.sizes
+            if key not in fastest or us < fastest[key][0]:
+                fastest[key] = us, r
+    for (who, _, _), (us, r) in sorted(fastest.items(), key=lambda item: item[0][0] == "ours"):
+        problem = r.case
+        reached = tflops(problem.flops, us)
         name = f"stage {r.stage}" if who == "ours" else PEER_TITLES.get(who, who)
         points.append(
             charts.Point(
                 intensity=problem.flops / problem.bytes,
                 tflops=reached,
-                tip=f"{name}, {size(mnk)}: {reached:.0f} TFLOPS",
+                tip=f"{name}, {r.size}: {reached:.0f} TFLOPS",
                 hue=_hue(who),
                 hollow=who != "ours",
             )
         )
-    names = ["ours", *dict.fromkeys(who for who, _ in fastest if who != "ours")]
+    names = ["ours", *dict.fromkeys(who for who, _, _ in fastest if who != "ours")]
     copy = f"; memory reached: {on.reached_gbs.rate:.0f} GB/s, {on.reached_gbs.how}" if (
         on.reached_gbs) else ""  # fmt: skip
     ceiling = f"; tensor cores reached: {best.rate:.0f} TFLOPS, {best.how}" if best else ""
@@ -246,7 +256,7 @@ def _hue(who: str) -> int:
 
 def _legend(names: Sequence[str]) -> str:
     entries = "".join(
-        f'<span><i style="background:{charts.colour(_hue(name))}"></i>'
+        f'<span><i style="background:{colour(_hue(name))}"></i>'
         f"{said(PEER_TITLES.get(name, name))}</span>"
         for name in names
     )
@@ -262,30 +272,24 @@ def _sweeps(rows: Rows) -> str:
         best = history.best(found)
         families: dict[str, list[Result]] = {}
         for r in best:
-            m, n, k = r.mnk
-            if m == n == k:
-                families.setdefault("M = N = K", []).append(r)
-            families.setdefault(f"M, with N = {n} and K = {k}", []).append(r)
+            for title in r.case.series:
+                families.setdefault(title, []).append(r)
         for title, members in families.items():
             if len(members) >= 2:
                 parts.append(_sweep(kind, title, members))
     return "".join(parts) or (
-        "<p>No sweep yet: two problems of one kind, such as 4096,4096,4096 and 8192,8192,8192, "
-        "make a line.</p>"
+        "<p>No sweep yet: two problems of one kind that differ in one size make a line.</p>"
     )
 
 
 def _sweep(kind: tuple[Any, ...], title: str, rows: Rows) -> str:
     def sample(r: Result, took: Timing, who: str) -> charts.Sample:
-        flops = GemmProblem(**r.problem).flops
-        low, value, high = (
-            timing.tflops(flops, us) for us in (took.p80_us, took.median_us, took.p20_us)
-        )
-        return charts.Sample(
-            r.mnk[0], low, value, high, f"{who}, {size(r.mnk)}: {value:.0f} TFLOPS"
-        )
+        flops = r.case.flops
+        low, value, high = (tflops(flops, us) for us in (took.p80_us, took.median_us, took.p20_us))
+        at = r.case.series[title]
+        return charts.Sample(at, low, value, high, f"{who}, {r.size}: {value:.0f} TFLOPS")
 
-    rows = sorted(rows, key=lambda r: r.mnk)
+    rows = sorted(rows, key=lambda r: r.sizes)
     ours = [sample(r, r.timing, f"stage {r.stage}") for r in rows if r.timing is not None]
     lines = [charts.Series("ours", 0, ours)]
     for name in sorted({p.name for r in rows for p in r.peers}):
@@ -351,15 +355,15 @@ def _peers(rows: Rows) -> str:
 
 
 def _means(best: Rows, names: Sequence[str]) -> str:
-    told = []
+    means = []
     for device in dict.fromkeys(r.device_name for r in best):
         for name in names:
             ratios = [x for r in best if r.device_name == device and (x := r.ratio(name))]
             if ratios:
                 mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
                 title = PEER_TITLES.get(name, name)
-                told.append(f"{mean:.3f} x {title} over {len(ratios)} problems on {device}")
-    return "The fastest stage of each problem. Geometric means: " + said("; ".join(told)) + "."
+                means.append(f"{mean:.3f} x {title} over {len(ratios)} problems on {device}")
+    return "The fastest stage of each problem. Geometric means: " + said("; ".join(means)) + "."
 
 
 def _history(rows: Rows) -> str:

@@ -1,6 +1,6 @@
 """The ledger: one Result per stage and problem, one JSON line per Result, only ever appended.
 
-python -m cutex.results list|compare|best reads it (see cutex/history.py).
+python -m cutex.results list|compare|best reads it (cutex/results/history.py).
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from cutex.problem import BESIDE_SIZES, Problem, problem_class, size_name
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Peer:
-    """Somebody else's kernel, timed interleaved with ours in the same process."""
+    """A kernel by others, timed interleaved with ours in the same process."""
 
     name: str
     version: str
@@ -44,13 +47,13 @@ class Peer:
 class Result:
     """What one stage did on one problem and one device."""
 
-    op: str  # "gemm"
+    op: str
     stage: int
     title: str
     arch: str
     device: str  # "cuda" | "sim"
     device_name: str
-    problem: dict[str, Any]  # m, n, k, dtype, init, seed
+    problem: dict[str, Any]  # its fields: sizes, dtype, init, seed
     config: dict[str, Any]
     ok: bool
     max_error: float | None  # None where the output holds a NaN, or there is no output
@@ -78,8 +81,19 @@ class Result:
     cost_usd: float | None = None  # this row's share of what the GPU was rented for
 
     @property
-    def mnk(self) -> tuple[int, int, int]:
-        return self.problem["m"], self.problem["n"], self.problem["k"]
+    def sizes(self) -> tuple[Any, ...]:
+        """The values of all of the problem's fields but dtype, init and seed."""
+        return tuple([v for name, v in self.problem.items() if name not in BESIDE_SIZES])
+
+    @property
+    def size(self) -> str:
+        """The sizes as one word."""
+        return size_name(self.op, self.problem)
+
+    @property
+    def case(self) -> Problem:
+        """The problem; ValueError or TypeError if this version does not know it."""
+        return _case(self.op, tuple(self.problem.items()))
 
     def ratio(self, peer: str) -> float | None:
         """Speed relative to `peer` in the same run: above 1 is faster than it."""
@@ -103,6 +117,19 @@ class Result:
         return _result(json.loads(line))
 
 
+@lru_cache(maxsize=4096)
+def _case(op: str, problem: tuple[tuple[str, Any], ...]) -> Problem:
+    return problem_class(op)(**dict(problem))
+
+
+def tflops(flops: int, microseconds: float) -> float:
+    return flops / microseconds / 1e6
+
+
+def gbs(num_bytes: int, microseconds: float) -> float:
+    return num_bytes / microseconds / 1e3
+
+
 DIGITS = 6  # of a float in the ledger; no clock here is better than that
 
 
@@ -119,7 +146,7 @@ def _plain(value: Any) -> Any:
 
 
 def _made(cls: type) -> Any:
-    """What makes a `cls` out of a dict: as cls(**data) would, but unknown fields are dropped.
+    """A function from a dict to a `cls`: as cls(**data), but unknown fields are dropped.
 
     NOTE: a frozen dataclass sets its fields one by one, through object.__setattr__; giving it the
     dict whole makes reading a ledger of 100,000 rows three times as fast.
@@ -162,7 +189,7 @@ def _peer_of(data: dict[str, Any]) -> Peer:
 
 
 class _Lines:
-    """Parses lines of a ledger, and what many lines share only once.
+    """A parser of ledger lines that parses only once what many lines share.
 
     All stages of a run carry the same environment, peers and GPU states, and every run the same
     problems, configs and verdicts: the text between two marks, once parsed, is remembered. What was
@@ -203,7 +230,7 @@ class _Lines:
 
 
 def ledger(folder: Path, result: Result) -> Path:
-    """The file in `folder` for this operator and device, such as gemm-nvidia-h200.jsonl."""
+    """The file in `folder` for this operator and device, such as OP-nvidia-h200.jsonl."""
     device = "sim" if result.device == "sim" else result.device_name
     slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
     return folder / f"{result.op}-{slug}.jsonl"

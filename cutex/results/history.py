@@ -1,4 +1,4 @@
-"""python -m cutex.results list|compare|best: what was tried, and what it gave, from the ledger."""
+"""python -m cutex.results list|compare|best: the history of the results, from the ledgers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cutex.problem import OPS, Sizes, problem_class
 from cutex.results import Result, Timing, read_all
 
-Sizes = tuple[int, int, int]
 Table = list[list[str]]
 
 FIELDS: dict[str, Callable[[Result], str | None]] = {  # what `compare --by` may tell apart
@@ -24,7 +24,7 @@ FIELDS: dict[str, Callable[[Result], str | None]] = {  # what `compare --by` may
 
 
 def kind(r: Result) -> tuple[Any, ...]:
-    """Figures compare only within one kind: same GPU, same data, same state of the L2."""
+    """What two figures must share to be compared: GPU, operator, data, state of the L2."""
     cache_state = r.timing.cache_state if r.timing is not None else ""
     return r.op, r.arch, r.device_name, r.problem["dtype"], r.problem["init"], cache_state
 
@@ -39,14 +39,18 @@ def best(results: Iterable[Result]) -> list[Result]:
     """The fastest of each problem and kind, by kind and size."""
     fastest: dict[tuple[Any, ...], Result] = {}
     for r in timed(results):
-        held = fastest.setdefault((kind(r), r.mnk), r)
+        held = fastest.setdefault((kind(r), r.sizes), r)
         if _median(r) < _median(held):
-            fastest[kind(r), r.mnk] = r
-    return sorted(fastest.values(), key=lambda r: (kind(r), *_by_size(r.mnk)))
+            fastest[kind(r), r.sizes] = r
+    return sorted(fastest.values(), key=lambda r: (kind(r), _flops(r), r.sizes))
 
 
-def _by_size(mnk: Sizes) -> tuple[int, Sizes]:
-    return mnk[0] * mnk[1] * mnk[2], mnk
+def _flops(r: Result) -> int:
+    """0 for a problem that this version does not know."""
+    try:
+        return r.case.flops
+    except (ValueError, TypeError):
+        return 0
 
 
 def _took(r: Result) -> Timing:
@@ -111,7 +115,7 @@ def changes(results: Iterable[Result], by: str, before: str, after: str) -> list
                 what = kind(r)
                 if by == "gpu":
                     what = what[:2] + what[3:]
-                rows[(*what, r.mnk, r.stage)] = r
+                rows[(*what, r.sizes, r.stage)] = r
     old, new = newest[before], newest[after]
     return [Change(old[key], new[key]) for key in old if key in new]
 
@@ -135,7 +139,8 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("--results", type=Path, default=Path("results"), metavar="DIR")
     common.add_argument("--stage", type=int, metavar="N")
     common.add_argument("--arch", help="such as sm_90a")
-    common.add_argument("--mnk", metavar="M,N,K")
+    for op in OPS:
+        problem_class(op).add_options(common.add_argument_group(f"sizes of {op}"))
     common.add_argument("--device", metavar="NAME", help="part of the device's name, such as h200")
     sub = p.add_subparsers(dest="what", required=True)
     listing = sub.add_parser("list", parents=[common], help="the last rows, with their notes")
@@ -178,12 +183,9 @@ def _folder(path: Path) -> Path:
 
 
 def _chosen(rows: list[Result], args: argparse.Namespace) -> list[Result]:
-    if args.mnk is not None:
-        try:
-            m, n, k = map(int, args.mnk.split(","))
-        except ValueError:
-            raise ValueError(f"--mnk {args.mnk}: three whole numbers M,N,K are needed") from None
-        rows = [r for r in rows if r.mnk == (m, n, k)]
+    wanted = {op: sizes for op in OPS if (sizes := problem_class(op).sizes_given(args))}
+    if wanted:
+        rows = [r for r in rows if any(_has(r, sizes) for sizes in wanted.get(r.op, ()))]
     if args.stage is not None:
         rows = [r for r in rows if r.stage == args.stage]
     if args.arch is not None:
@@ -193,26 +195,30 @@ def _chosen(rows: list[Result], args: argparse.Namespace) -> list[Result]:
     return sorted(rows, key=lambda r: r.run)
 
 
+def _has(r: Result, sizes: Sizes) -> bool:
+    return sizes.items() <= r.problem.items()
+
+
 def _compare(rows: list[Result], args: argparse.Namespace) -> int:
     names = dict.fromkeys(FIELDS[args.by](r) for r in timed(rows))
     known = [name for name in names if name is not None]
     before, after = args.before, args.after
     if after is None:
         if len(known) < 2 and before is None:
-            told = f"only {known[0]} has" if known else "none has"
-            raise ValueError(f"--by {args.by}: {told} timed rows, and two are needed")
+            found = f"only {known[0]} has" if known else "none has"
+            raise ValueError(f"--by {args.by}: {found} timed rows, and two are needed")
         before, after = (before or known[-2]), known[-1] if known else ""
     for name in (before, after):
         same = (lambda k, n=name: _is(k, n)) if args.by == "commit" else (lambda k, n=name: k == n)
         if not any(map(same, known)):
             some = ", ".join(known[-5:]) or "none"
             raise ValueError(f"no timed row of {args.by} {name!r}; the last are {some}")
-    found = changes(rows, args.by, before, after)
-    if not found:
+    pairs = changes(rows, args.by, before, after)
+    if not pairs:
         raise ValueError(f"{before} and {after} timed no stage on the same problem and GPU")
     print(f"{args.by} {before} -> {after}")
-    _print(_changes_table(found))
-    return 1 if any(c.verdict == "SLOWER" for c in found) else 0
+    _print(_changes_table(pairs))
+    return 1 if any(c.verdict == "SLOWER" for c in pairs) else 0
 
 
 def _listed(rows: list[Result]) -> Table:
@@ -250,7 +256,7 @@ def _figures(r: Result) -> list[str]:
 
 
 def problem(r: Result) -> str:
-    return f"{'x'.join(map(str, r.mnk))} {r.problem['dtype']} {r.problem['init']}"
+    return f"{r.size} {r.problem['dtype']} {r.problem['init']}"
 
 
 def _ratios(r: Result) -> str:

@@ -6,6 +6,7 @@ report = simulate(compiled, a, b, c, order="random", seed=3)
 
 from __future__ import annotations
 
+from cutex.errors import NoCompiler
 from cutex.sim.errors import (
     BadAddress,
     BadOperand,
@@ -14,7 +15,6 @@ from cutex.sim.errors import (
     Finding,
     Hazards,
     LaunchError,
-    NoCompiler,
     SimError,
     UnknownInstruction,
 )

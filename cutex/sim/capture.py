@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cutex.errors import NoCompiler
 from cutex.sim.encode_map import encode_tiled
-from cutex.sim.errors import LaunchError, NoCompiler, SimError
+from cutex.sim.errors import LaunchError, SimError
 
 _CLUSTER_DIMENSION, _PROGRAMMATIC_LAUNCH = 4, 6  # cudaLaunchAttributeID
 _ATTRIBUTE_BYTES = 72

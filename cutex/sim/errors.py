@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
+from cutex.errors import CutexError
+
 if TYPE_CHECKING:
     from cutex.sim.ptx import Instruction
 
@@ -25,7 +27,7 @@ class Finding:
         return f"{self.rule}: {self.message}\n    at {self.where}"
 
 
-class SimError(Exception):
+class SimError(CutexError):
     """A simulated run that cannot go on, or that ended with findings."""
 
     rule = "error"
@@ -75,12 +77,6 @@ class Hazards(SimError):
         self.findings = findings
         head = f"{len(findings)} hazard{'s' if len(findings) > 1 else ''} found"
         super().__init__("\n".join([head, *map(str, findings)]))
-
-
-class NoCompiler(SimError):
-    """The host half of a captured kernel needs a C compiler to be linked."""
-
-    rule = "no compiler"
 
 
 class LaunchError(SimError):

@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from importlib import import_module
-from typing import Any
+from dataclasses import replace
 
 from cutex.kernels.gemm.config import GemmConfig
+from cutex.problem import stage as stage_of_any
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A rung of a ladder: one idea more than the rung below."""
+class Stage(stage_of_any.Stage):
+    """A rung of a GEMM ladder."""
 
-    number: int
-    arch: str
-    title: str
-    idea: str
-    default: GemmConfig
-    chooses: bool = False  # a config for each problem: kernels/gemm/choose.py, cutex/autotune.py
-
-    @property
-    def module(self) -> str:
-        return f"cutex.kernels.gemm.{self.arch.rstrip('a').replace('_', '')}.stage{self.number}"
-
-    def config(self) -> GemmConfig:
-        return self.default
-
-    def kernel(self, config: GemmConfig | None = None) -> Any:
-        """The kernel object, ready for cutex.compile.compile. Imports the DSL."""
-        cls = getattr(import_module(self.module), f"Stage{self.number}")
-        return cls(config or self.default)
+    op = "gemm"
 
 
 _NARROW = GemmConfig(tile_n=128)
@@ -72,22 +53,5 @@ _STAGES = (
     Stage(9, "sm_100a", "chosen", "tile, order, split K, operands per problem", _BIG, True),
 )
 
-
-def stages(arch: str) -> list[Stage]:
-    """The ladder of `arch`, from stage 0 up; ValueError if there is none."""
-    ladder = sorted((s for s in _STAGES if s.arch == arch), key=lambda s: s.number)
-    if not ladder:
-        known = ", ".join(sorted({s.arch for s in _STAGES}))
-        raise ValueError(f"arch {arch!r} has no GEMM ladder, there are ladders for {known}")
-    return ladder
-
-
-def stage(arch: str, number: int) -> Stage:
-    """Stage `number` of `arch`; ValueError if there is none."""
-    ladder = stages(arch)
-    for s in ladder:
-        if s.number == number:
-            return s
-    raise ValueError(
-        f"stage {number} is not in the ladder of {arch}, which has 0 to {len(ladder) - 1}"
-    )
+LADDERS = stage_of_any.Ladders("GEMM", _STAGES)
+stages, stage = LADDERS.stages, LADDERS.stage

@@ -17,13 +17,12 @@ from cutlass import cute
 from cutex.compile import Argument, Operand
 from cutex.device.epilogue import epilogue_ops as fusion
 from cutex.device.epilogue.sm90 import Fusion
+from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.config import GemmConfig
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
     from cutex.problem.gemm import GemmProblem
-
-BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "e4m3": 8, "e5m2": 8}
 
 
 @dataclass(frozen=True)
@@ -56,12 +55,12 @@ class GeneralConfig(GemmConfig):
     @property
     def k_elements(self) -> int:
         """Of K in a tile."""
-        return self.tile_k * 16 // BITS[self.a.dtype]
+        return self.tile_k * 16 // DTYPES[self.a.dtype].bits
 
     @property
     def epi_columns(self) -> int:
         """Of out that leave at a time."""
-        return self.epi_n * 16 // BITS[self.out.dtype]
+        return self.epi_n * 16 // DTYPES[self.out.dtype].bits
 
     @property
     def epi_parts(self) -> int:
@@ -90,7 +89,7 @@ class GeneralConfig(GemmConfig):
     def _why_not_pair(self) -> str | None:
         b = self.a if self.swap_ab else self.b
         k_major = b.major == ("row" if self.swap_ab else "column")
-        row_bytes = self.tile_n // 2 * BITS[b.dtype] // 8
+        row_bytes = self.tile_n // 2 * DTYPES[b.dtype].bits // 8
         least, rows = (128, "128") if b.dtype == "fp32" else (64, "64 or 128")
         if not k_major and row_bytes % least:
             return f"tile_n={self.tile_n}: {row_bytes} bytes of N, smem rows have {rows}"

@@ -28,12 +28,9 @@ DEEPEST = 12  # slots: more only cost barriers
 
 @dataclass(frozen=True)
 class Machine:
-    """Cycles and bytes a cycle of a B200; see docs/facts.md for who measured what."""
+    """Cycles of a B200 beside the rates of its Arch; the sources are in docs/facts.md."""
 
-    mma_flops: int = 8192  # a cycle and SM
-    smem_bytes: int = 128  # a cycle and SM
-    l2_bytes: int = 10_200  # a cycle, of all SMs: a public model's figure
-    load_cost: float = 0.2  # of the cycles that loads take at l2_bytes, even where MMAs take more
+    load_cost: float = 0.2  # of the cycles that loads take, even where MMAs take more
     fill: int = 3000  # launch, barriers, tensor memory, first loads
     sub_tile: int = 150  # of an epilogue: 32 columns out of tensor memory and into smem
     exchange: int = 2500  # two cluster barriers and the sums of the other pairs
@@ -92,10 +89,10 @@ def predict(config: GemmConfig, problem: GemmProblem, arch: Arch, batch: int = 1
     blocks = c.tile_m // 256
 
     # one step of K: MMAs, of which each reads 32 bytes of every row, against loads through L2
-    mma = 2 * 256 * c.tile_n * 16 / (machine.mma_flops * c.ctas)
-    port = 32 * (256 + c.tile_n) / c.ctas / machine.smem_bytes
+    mma = 2 * 256 * c.tile_n * 16 / (arch.mma_flops * c.ctas)
+    port = 32 * (256 + c.tile_n) / c.ctas / arch.smem_bytes_per_clock
     compute = blocks * c.tile_k / 16 * max(mma, port)
-    load = c.stage_bytes * at_once * c.split_k / machine.l2_bytes
+    load = c.stage_bytes * at_once * c.split_k / arch.l2_bytes_per_clock
     step = max(compute, load) + machine.load_cost * load
     mainloop = _up(_up(problem.k, c.tile_k), c.split_k) * step
 
@@ -118,13 +115,8 @@ def predict(config: GemmConfig, problem: GemmProblem, arch: Arch, batch: int = 1
     all_bytes = problem.bytes * batch
     moved = max(all_bytes, 0 if all_bytes < arch.l2_bytes else waves * wave_bytes)
     asking = min(1.0, at_once * c.ctas * c.split_k / arch.num_sms)  # few SMs cannot ask for all
-    memory = moved / (arch.hbm_gbs * 0.9 * 1e9 * min(1.0, asking / 0.8) / clock(arch))
-    return (max(cycles, memory) + ends) / clock(arch) * 1e6
-
-
-def clock(arch: Arch) -> float:
-    """Hz at which the stated dense peak holds."""
-    return arch.dense_tflops["bf16"] * 1e12 / (MACHINE.mma_flops * arch.num_sms)
+    memory = moved / (arch.hbm_gbs * 0.9 * 1e9 * min(1.0, asking / 0.8) / arch.clock_hz)
+    return (max(cycles, memory) + ends) / arch.clock_hz * 1e6
 
 
 def _up(a: int, b: int) -> int:

@@ -1,0 +1,74 @@
+"""A compiled kernel: what is known of it, and its launch on torch's stream."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cutex.compile.arguments import Argument, check_arguments
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class Compiled:
+    """A kernel compiled for one arch and dtype; call it with CUDA tensors to launch it."""
+
+    symbol: str  # the object exports `__tvm_ffi_{symbol}`
+    arch: str
+    operands: tuple[Argument, ...]
+    ptx: str
+    cubin: bytes
+    object_path: Path
+    dynamic_smem: int  # bytes that the launch asks for, beside what the cubin declares
+    key: str
+    compile_seconds: float  # that the compilation took, in whichever process
+    from_cache: bool
+    _function: Callable[..., None] | None = field(default=None, repr=False)
+    _folder: tempfile.TemporaryDirectory[str] | None = field(default=None, repr=False)
+
+    @property
+    def argument_names(self) -> tuple[str, ...]:
+        return tuple(operand.name for operand in self.operands)
+
+    def __call__(self, *tensors: torch.Tensor | float) -> None:
+        """Launch on torch's current stream. TypeError or ValueError, in one sentence, if not."""
+        try:
+            self.function(*tensors)(*tensors)
+        except Exception:
+            # NOTE: the launcher itself checks every argument before it launches; this check is
+            # slower, and here to say in one sentence what the launcher refused.
+            self.check(*tensors)
+            raise
+
+    def function(self, *tensors: torch.Tensor | float) -> Callable[..., None]:
+        """The launcher itself, once `tensors` are known to be what it takes."""
+        if self._function is None:
+            self._function = self._load(*tensors)
+        return self._function
+
+    def check(self, *tensors: torch.Tensor | float) -> None:
+        """TypeError or ValueError, in one sentence, if `tensors` are not what this kernel takes."""
+        names = ", ".join(self.argument_names)
+        if len(tensors) != len(self.operands):
+            raise TypeError(f"{self.symbol} takes {names}, got {len(tensors)} arguments")
+        check_arguments(self.operands, tensors)
+        self._check_device(tensors[0])
+
+    def _check_device(self, x: Any) -> None:
+        import torch
+
+        capability = torch.cuda.get_device_capability(x.device)
+        name = "sm_{}{}".format(*capability)
+        if name != self.arch.rstrip("af"):
+            raise ValueError(f"{self.symbol} is compiled for {self.arch}, this GPU is {name}")
+
+    def _load(self, *tensors: torch.Tensor | float) -> Callable[..., None]:
+        self.check(*tensors)
+        from cutlass.cute.runtime import load_module
+
+        return load_module(str(self.object_path), enable_tvm_ffi=True)[self.symbol]

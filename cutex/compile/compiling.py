@@ -1,0 +1,157 @@
+"""Compiles a kernel for any arch on any machine; no GPU and no CUDA toolkit is needed for it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from cutex.compile import cache as store
+from cutex.compile.arguments import Argument, fake_arguments
+from cutex.compile.cache import FILES, canonical, digest
+from cutex.compile.compiled import Compiled
+from cutex.compile.sources import modules_of, sources_digest
+
+OPT_LEVEL = 3
+
+
+class Kernel(Protocol):
+    """What can be compiled: an object that also has a jit `__call__`, which takes its operands and
+    a stream, and a `kernel`, the device function that it launches.
+
+    It may name the input types that it takes in `dtypes`; without, they are bf16 and fp16.
+    """
+
+    arch: str
+    config: Any  # a frozen dataclass, whole in the compile key
+
+    @property
+    def name(self) -> str: ...
+    def operands(self, dtype: str) -> tuple[Argument, ...]: ...
+
+
+_in_process: dict[str, Compiled] = {}
+_tracing = threading.Lock()  # the DSL traces one kernel at a time
+
+
+def compile(kernel: Kernel, dtype: str, arch: str, *, cache: bool = True) -> Compiled:
+    """Compile `kernel` for inputs of `dtype` ("bf16", "fp16", ...) and `arch` ("sm_90a", ...).
+
+    With `cache` the result is kept in this process and on disk (see `cache_dir`), and taken from
+    there where it is; two processes that want the same kernel compile it once.
+    """
+    if dtype not in (known := getattr(kernel, "dtypes", ("bf16", "fp16"))):
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(known)}")
+    if kernel.arch != arch:
+        raise ValueError(f"{kernel.name} is a kernel for {kernel.arch}, not for {arch}")
+    ingredients = _ingredients(kernel, dtype, arch)
+    key = digest(canonical(ingredients))[:32]
+    symbol = f"{_device_name(kernel, dtype)}_{key[:8]}"
+    operands = kernel.operands(dtype)
+
+    def build(folder: Path) -> None:
+        _build(kernel, dtype, arch, folder, {**ingredients, "key": key, "symbol": symbol})
+
+    if not cache:
+        folder = tempfile.TemporaryDirectory(prefix="cutex-")
+        build(Path(folder.name))
+        compiled = store.read(Path(folder.name), key, operands)
+        assert compiled is not None, "an entry just written must read back"
+        compiled._folder, compiled.from_cache = folder, False
+        return compiled
+    if key not in _in_process:
+        _in_process[key] = store.find_or_build(
+            store.cache_dir() / "kernels" / key, key, operands, build
+        )
+    return _in_process[key]
+
+
+def _build(
+    kernel: Kernel, dtype: str, arch: str, folder: Path, ingredients: dict[str, Any]
+) -> None:
+    """Trace, compile and write one entry into `folder`."""
+    from cutlass import cute
+    from cutlass.base_dsl.compiler import DumpDir, GenerateLineInfo, OptLevel
+    from cutlass.cute.runtime import make_fake_stream
+
+    start = time.perf_counter()
+    options = (
+        cute.GPUArch(arch),
+        cute.EnableTVMFFI(True),
+        cute.KeepPTX(True),
+        cute.KeepCUBIN(True),
+        OptLevel(OPT_LEVEL),
+        GenerateLineInfo(True),  # changes no instruction; the simulator's reports name Python lines
+        DumpDir(str(folder)),  # NOTE: PTX and cubin would otherwise land in the working directory
+    )
+    arguments = fake_arguments(kernel.operands(dtype))
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    with _tracing:
+        # NOTE: "cutlass" in a kernel's name makes ptxas choose registers by other rules
+        # (NVIDIA/cutlass issue 3389), so the name is ours, whole.
+        type(kernel).kernel.set_name_prefix(  # type: ignore[attr-defined]
+            _device_name(kernel, dtype), remove_cutlass_symbol=True, keep_mangled_name=False
+        )
+        function = cute.compile[options](kernel, *arguments, stream)
+        function.export_to_c(str(folder / FILES["object"]), ingredients["symbol"])
+    for dump in (*folder.glob("*.ptx"), *folder.glob("*.cubin")):
+        dump.unlink()
+    (folder / FILES["ptx"]).write_text(function.__ptx__.rstrip("\0"))
+    (folder / FILES["cubin"]).write_bytes(function.__cubin__)
+    meta = {
+        **ingredients,
+        "dynamic_smem": launched_smem(str(function.ir_module)),
+        "compile_seconds": round(time.perf_counter() - start, 3),
+        "checksums": {kind: digest((folder / n).read_bytes()) for kind, n in FILES.items()},
+    }
+    meta["checksum"] = digest(canonical(meta))
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+
+
+_LAUNCH_CONFIG = r"!llvm.struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>"
+
+
+def launched_smem(host_ir: str) -> int:
+    """The dynamic smem of the first launch: member 2 of its cudaLaunchConfig_t, a constant.
+
+    The DSL works it out while it compiles and keeps it nowhere else.
+    """
+    for member in re.finditer(
+        r"(%\w+) = llvm.getelementptr %\w+\[0, 2\] : .*" + re.escape(_LAUNCH_CONFIG), host_ir
+    ):
+        before, after = host_ir[: member.start()], host_ir[member.end() :]
+        stored = re.search(rf"llvm.store (%\w+), {member[1]} : i64", after)
+        values = stored and re.findall(rf"{stored[1]} = llvm.mlir.constant\((\d+) : i64\)", before)
+        if values:
+            return int(values[-1])  # the nearest above: names repeat from function to function
+    raise RuntimeError("no launch with a constant amount of smem in the host code of the DSL")
+
+
+def _device_name(kernel: Kernel, dtype: str) -> str:
+    arch, op, rest = kernel.name.split("_", 2)
+    return f"{arch}_{op}_{dtype}_{rest}"  # sm90_gemm_stage3 -> sm90_gemm_bf16_stage3
+
+
+def _ingredients(kernel: Kernel, dtype: str, arch: str) -> dict[str, Any]:
+    """Everything that a compiled kernel depends on."""
+    cls = type(kernel)
+    return {
+        "kernel": f"{cls.__module__}.{cls.__qualname__}",
+        "name": kernel.name,
+        "config": repr(kernel.config),
+        "dtype": dtype,
+        "arch": arch,
+        "opt_level": OPT_LEVEL,
+        "dsl": importlib.metadata.version("nvidia-cutlass-dsl"),
+        "tvm_ffi": importlib.metadata.version("apache-tvm-ffi"),
+        "dsl_environment": {k: v for k, v in os.environ.items() if k.startswith("CUTE_DSL_")},
+        "host": platform.machine(),
+        "sources": sources_digest(modules_of(kernel, kernel.config)),
+    }

@@ -1,0 +1,23 @@
+"""The root of cutex's own exceptions.
+
+What a caller got wrong is a ValueError or a TypeError, as everywhere in Python. What is wrong with
+a kernel (cutex.sim.SimError) or with this machine (Missing) is a CutexError.
+"""
+
+from __future__ import annotations
+
+
+class CutexError(Exception):
+    """Anything that cutex reports of its own accord."""
+
+
+class Missing(CutexError):
+    """Something that a run needs is not installed on this machine; the message says what."""
+
+
+class NoCompiler(Missing):
+    """The host half of a captured kernel needs a C compiler to be linked."""
+
+
+class NoDisassembler(Missing):
+    """Instructions are read from the SASS, which nvdisasm prints."""

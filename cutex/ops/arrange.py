@@ -1,0 +1,235 @@
+"""The operands of one `cutex.matmul` call, arranged as the kernel takes them.
+
+Operands that TMA can step through are passed as they are; what it costs where it cannot, the notes
+of an Arranged say:
+
+- a and b need one side contiguous, and the base and all other strides a multiple of 16 bytes; tf32
+  and fp8 on Hopper also K contiguous. Else each call copies the operand first.
+- out, where its base, strides or contiguous side are no such multiples, is stored element by
+  element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cutex import dtypes
+from cutex.arch import arch
+from cutex.compile import ALIGN
+from cutex.ops.checks import Call, by_row
+
+if TYPE_CHECKING:
+    from cutex.device.epilogue import epilogue_ops as fusion
+    from cutex.device.epilogue.epilogue_ops import Piece
+    from cutex.kernels.gemm.general import Matrix
+
+# bytes of the elements that an MMA reads only with K contiguous
+K_ONLY = {"sm_90a": (1, 4), "sm_100a": ()}
+
+
+def name_of(x: Tensor) -> str:
+    """The name of the element type, such as "bf16"; ValueError for one that cutex does not know."""
+    found = dtypes.of_torch(x.dtype)
+    if found is None:
+        raise ValueError(f"{x.dtype} is no element type of cutex")
+    return found.name
+
+
+def aligned(x: Tensor, contiguous: int) -> bool:
+    """Whether TMA can step through x (.., rows, columns) with `contiguous` (-1 or -2) innermost."""
+    if x.data_ptr() % ALIGN or (x.stride(contiguous) != 1 and x.shape[contiguous] > 1):
+        return False
+    return all(
+        s * x.element_size() % ALIGN == 0 and s >= 0
+        for d, (n, s) in enumerate(zip(x.shape, x.stride(), strict=True))
+        if n > 1 and d != x.dim() + contiguous
+    )
+
+
+def normal(x: Tensor, contiguous: int) -> Tensor:
+    """The same, with strides that TMA takes in the modes of size 1, too."""
+    unit = ALIGN // x.element_size()
+    strides = [
+        1 if d == x.dim() + contiguous else s if n > 1 or s % unit == 0 else unit
+        for d, (n, s) in enumerate(zip(x.shape, x.stride(), strict=True))
+    ]
+    return x if tuple(strides) == x.stride() else x.as_strided(x.shape, strides)
+
+
+def repacked(x: Tensor, contiguous: int) -> Tensor:
+    """A copy that TMA can step through."""
+    unit = ALIGN // x.element_size()
+    *batch, rows, columns = x.shape if contiguous == -1 else x.mT.shape
+    pitch = -(-columns // unit) * unit
+    y = torch.empty((*batch, rows, pitch), dtype=x.dtype, device=x.device)[..., :columns]
+    y = y if contiguous == -1 else y.mT
+    return y.copy_(x)
+
+
+def operand(x: Tensor, k_side: int, k_only: bool) -> tuple[Tensor, Matrix, str]:
+    """x (R, C) or (L, R, C) as the kernel takes it, its layout, and a note if that took a copy."""
+    from cutex.kernels.gemm.general import Matrix
+
+    note = ""
+    side = next((s for s in ((k_side,) if k_only else (-1, -2)) if aligned(x, s)), None)
+    if side is None:
+        side = k_side if k_only or x.stride(-2) != 1 else -2
+        note = "copied: TMA cannot step through it" if not k_only else "copied: K is not contiguous"
+        x = repacked(x, side)
+    major = "row" if side == -1 else "column"
+    return normal(x, side), Matrix(name_of(x), major, x.dim() == 3), note
+
+
+def result(x: Tensor) -> tuple[Tensor, Matrix, str]:
+    """The same of out, which is never copied.
+
+    NOTE: a TMA store writes units of 16 bytes whole: on an H200, where rows ended within one, the
+    memory behind them was overwritten.
+    """
+    from cutex.kernels.gemm.general import Matrix
+
+    name, batched = name_of(x), x.dim() == 3
+    for side, major in ((-1, "row"), (-2, "column")):
+        if aligned(x, side) and x.shape[side] * x.element_size() % ALIGN == 0:
+            return normal(x, side), Matrix(name, major, batched), ""
+    note = "stored by element: TMA cannot step through it"
+    return x, Matrix(name, "row", batched, tma=False), note
+
+
+@dataclass
+class Arranged:
+    """A call in the kernel's terms: one matrix or a batch of them."""
+
+    tensors: list[Any]  # a, b, out and what the pieces take
+    a: Matrix
+    b: Matrix
+    out: Matrix
+    pieces: tuple[Piece, ...]
+    names: tuple[str, ...]  # of what the pieces take
+    notes: dict[str, str]  # by operand: what makes the call slower than it could be
+    sizes: tuple[int, int, int, int]  # M, N, K, L
+    as_given: bool  # every tensor is what the call was given
+    tall: bool  # but for a, out and residual, which are seen as one matrix
+
+
+def arrange(call: Call, out: Tensor, arch_name: str) -> Arranged:
+    """The kernel's arguments for `call`, whose result is `out`."""
+    notes: dict[str, str] = {}
+    a, b, residual = call.a, call.b, call.residual
+    expanded = False
+    if residual is not None and residual.shape != out.shape:
+        residual, expanded = residual.expand(out.shape), True
+    if a.shape[-1] == 0:  # nothing to add up: the epilogue of zeros
+        a, b = a.new_zeros((a.shape[-2], ALIGN)), b.new_zeros((ALIGN, b.shape[-1]))
+    row_wise = any(x is not None and x.numel() > 1 and by_row(x, call) for x in (call.bias,)) or (
+        call.scale_a is not None and call.scale_a.numel() > 1
+    )
+    is_tall = False
+    if b.dim() == 2 and a.dim() > 2 and not row_wise:
+        tall = [x if x is None else as_one(x) for x in (a, out, residual)]
+        if tall[0] is not None and tall[1] is not None and (tall[2] is None) == (residual is None):
+            a, out, residual = tall
+            is_tall = True
+    given = [a, b, out, residual]
+    if out.dim() > 3:
+        batch = out.shape[:-2]
+        a, b, residual = (
+            x if x is None or x.dim() == 2 else x.expand(*batch, *x.shape[-2:]).flatten(0, -3)
+            for x in (a, b, residual)
+        )
+        out = out.view(-1, *out.shape[-2:])
+    a, b = (x[:1] if x.dim() == 3 and x.stride(0) == 0 else x for x in (a, b))
+
+    k_only = a.dtype.itemsize in K_ONLY[arch_name]
+    a, a_layout, notes["a"] = operand(a, -1, k_only)
+    b, b_layout, notes["b"] = operand(b, -2, k_only)
+    before = out
+    out, out_layout, notes["out"] = result(out)
+    if call.gate and out.dtype is torch.float32 and not arch(arch_name).tmem_columns:
+        out, out_layout = before, replace(out_layout, major="row", tma=False)
+        notes["out"] = "stored by element: gates leave single columns"
+    pieces, passed = fused(call, before, residual, arch_name)
+    m, n = out.shape[-2], b.shape[-1]
+    sizes = m, n, a.shape[-1], out.shape[0] if out.dim() == 3 else 1
+    tensors = [a, b, out, *(x for _, x in passed)]
+    names = tuple(name for name, _ in passed)
+    notes = {name: note for name, note in notes.items() if note}
+    others = [x for x in (call.bias, call.scale_a, call.scale_b, call.amax) if x is not None]
+    as_given = (
+        all(
+            name == "c" or any(x is y for y in (*given, *others))
+            for name, x in zip(("a", "b", "out", *names), tensors, strict=True)
+            if isinstance(x, Tensor)
+        )
+        and before.data_ptr() % ALIGN == 0
+        and call.a.shape[-1] > 0
+        and not expanded
+    )
+    return Arranged(
+        tensors, a_layout, b_layout, out_layout, pieces, names, notes, sizes, as_given, is_tall
+    )
+
+
+def as_one(x: Tensor) -> Tensor | None:
+    """(.., R, C) as one matrix (.. * R, C), where it can be seen so without a copy."""
+    try:
+        return x.view(-1, x.shape[-1])
+    except RuntimeError:
+        return None
+
+
+def fused(
+    call: Call, out: Tensor, residual: Tensor | None, arch_name: str
+) -> tuple[tuple[Piece, ...], list[tuple[str, Any]]]:
+    """The pieces of the epilogue, and the arguments that they take, by name."""
+    from cutex.device.epilogue import epilogue_ops as fusion
+
+    pieces: list[Piece] = []
+    passed: list[tuple[str, Any]] = []
+
+    def add(piece: Piece, *values: tuple[str, Any]) -> None:
+        pieces.append(piece)
+        passed.extend(values)
+
+    def matrix(name: str, x: Tensor, beta: bool = False) -> fusion.Add:
+        whole = aligned(x, -1) and x.shape[-1] * x.element_size() % ALIGN == 0 and min(x.shape) > 1
+        return fusion.Add(name, name_of(x), x.dim() == 3, beta, whole, call.gate is not None)
+
+    for name, by in (("scale_a", "row"), ("scale_b", "column")):
+        scale = getattr(call, name)
+        if scale is not None:
+            by = by if scale.numel() > 1 else "tensor"
+            add(fusion.Scale(name, by), (name, flat(scale)))
+    if call.alpha != 1.0:
+        add(fusion.Alpha(), ("alpha", float(call.alpha)))
+    if call.beta != 0.0:
+        piece = matrix("c", out, beta=True)
+        # NOTE: on Hopper, whole rows come in by TMA. What threads load from the matrix that TMA
+        # then stores to takes 1.9 to 5.8 times as long, from a copy 1.05 (H200; docs/facts.md)
+        in_place = piece.whole and not arch(arch_name).tmem_columns
+        add(piece, ("c", out if in_place else out.clone()), ("beta", float(call.beta)))
+    if call.bias is not None:
+        by = "row" if by_row(call.bias, call) else "column"
+        bias = flat(call.bias)
+        bias = bias if bias.is_contiguous() else bias.contiguous()
+        whole = bias.data_ptr() % ALIGN == 0 and bias.nbytes % ALIGN == 0
+        add(fusion.Bias(by, name_of(bias), by == "column" and whole), ("bias", bias))
+    if call.gate:
+        add(fusion.Gate(call.gate))
+    elif isinstance(call.activation, str):
+        add(fusion.Activation(call.activation))
+    elif call.activation is not None:
+        add(fusion.Elementwise(call.activation))
+    if residual is not None:
+        add(matrix("residual", residual), ("residual", residual))
+    if call.amax is not None:
+        add(fusion.Amax(), ("amax", flat(call.amax)))
+    return tuple(pieces), passed
+
+
+def flat(x: Tensor) -> Tensor:
+    return x if x.dim() == 1 else x.reshape(-1)

@@ -1,0 +1,168 @@
+"""One call of `cutex.matmul`: its arguments, and what is refused about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutex import dtypes
+
+IN_DTYPES = tuple(dtypes.DTYPES[name] for name in ("bf16", "fp16", "e4m3", "e5m2", "fp32"))
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "gated_silu", "gated_gelu")
+
+
+@dataclass
+class Call:
+    """The arguments of one cutex.matmul call."""
+
+    a: Tensor
+    b: Tensor
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    out: Tensor | None = None
+    scale_a: Tensor | None = None
+    scale_b: Tensor | None = None
+    amax: Tensor | None = None
+    activation: str | Callable[..., Any] | None = None
+    out_dtype: torch.dtype | None = None
+    alpha: float = 1.0
+    beta: float = 0.0
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that are given, by name."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)[:8]}
+        return {name: x for name, x in values.items() if x is not None}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the result."""
+        if self.out is not None:
+            return self.out.dtype
+        if self.out_dtype is not None:
+            return self.out_dtype
+        return torch.bfloat16 if self.a.dtype in FLOAT8 else self.a.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the result."""
+        batch = torch.broadcast_shapes(self.a.shape[:-2], self.b.shape[:-2])
+        columns = self.b.shape[-1] // 2 if self.gate else self.b.shape[-1]
+        return (*batch, self.a.shape[-2], columns)
+
+    @property
+    def gate(self) -> str | None:
+        """What the even columns go through, before they multiply the odd ones."""
+        name = self.activation if isinstance(self.activation, str) else ""
+        return name.removeprefix("gated_") if name.startswith("gated_") else None
+
+
+def by_row(bias: Tensor, call: Call) -> bool:
+    """Whether bias has one number for each row of the result, rather than for each column."""
+    n = call.b.shape[-1]
+    return bias.shape not in ((n,), (1, n))
+
+
+def check(call: Call) -> None:
+    """TypeError or ValueError, in one sentence that names the argument, for what cannot be."""
+    for name in ("a", "b"):
+        x = getattr(call, name)
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    for name, x in call.tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
+        if x.device != call.a.device:
+            raise ValueError(f"{name} is on {x.device}, but a is on {call.a.device}")
+        if x.layout is not torch.strided:
+            raise ValueError(f"{name} must be a strided tensor, got {x.layout}")
+    _check_inputs(call)
+    _check_result(call)
+    _check_fused(call)
+
+
+def _check_inputs(call: Call) -> None:
+    a, b = call.a, call.b
+    for name, x in (("a", a), ("b", b)):
+        if dtypes.of_torch(x.dtype) not in IN_DTYPES:
+            known = ", ".join(t.torch_name for t in IN_DTYPES)
+            raise TypeError(f"{name} has dtype {x.dtype}, which is not one of {known}")
+        if x.dim() < 2:
+            raise ValueError(f"{name} must have at least 2 dimensions, got {x.dim()}")
+    if a.dtype != b.dtype and not (a.dtype in FLOAT8 and b.dtype in FLOAT8):
+        raise TypeError(f"b has dtype {b.dtype}, but a has {a.dtype}")
+    if a.shape[-1] != b.shape[-2]:
+        raise ValueError(
+            f"b has K={b.shape[-2]} (its last size but one), but a has K={a.shape[-1]} (its last)"
+        )
+    try:
+        torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except RuntimeError:
+        raise ValueError(
+            f"b has batch sizes {tuple(b.shape[:-2])}, which do not broadcast with those of a, "
+            f"{tuple(a.shape[:-2])}"
+        ) from None
+
+
+def _check_result(call: Call) -> None:
+    dtype, shape = call.dtype, call.shape
+    if dtype not in OUT_DTYPES:
+        name = "out" if call.out is not None else "out_dtype"
+        raise TypeError(f"{name} has dtype {dtype}, which is not bfloat16, float16 or float32")
+    if call.out_dtype not in (None, dtype):
+        raise TypeError(f"out_dtype is {call.out_dtype}, but out has dtype {dtype}")
+    if call.out is not None:
+        if tuple(call.out.shape) != shape:
+            raise ValueError(f"out has shape {tuple(call.out.shape)}, the result has {shape}")
+        if any(n > 1 and s == 0 for n, s in zip(call.out.shape, call.out.stride(), strict=True)):
+            raise ValueError(f"out has strides {call.out.stride()}: its elements overlap")
+    if call.beta and call.out is None:
+        raise ValueError(f"beta={call.beta} scales what out held before: out must be given")
+
+
+def _check_fused(call: Call) -> None:
+    m, n = call.a.shape[-2], call.b.shape[-1]
+    if call.gate and (n % 2 or (call.bias is not None and by_row(call.bias, call))):
+        raise ValueError(
+            f"activation {call.activation!r} takes an even N, got {n}, and no row bias"
+        )
+    if call.gate and call.beta:
+        raise ValueError(f"beta={call.beta} cannot be given with activation {call.activation!r}")
+    if isinstance(call.activation, str):
+        if call.activation not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise ValueError(f"activation {call.activation!r} is not one of {known}")
+    elif call.activation is not None and not callable(call.activation):
+        kind = type(call.activation).__name__
+        raise TypeError(f"activation must be a name, a function or None, got {kind}")
+    for name in ("bias", "residual"):
+        x = getattr(call, name)
+        if x is not None and x.dtype not in OUT_DTYPES:
+            raise TypeError(f"{name} has dtype {x.dtype}, which is not bfloat16, float16, float32")
+    if call.bias is not None and call.bias.shape not in ((n,), (1, n), (m, 1)):
+        raise ValueError(
+            f"bias has shape {tuple(call.bias.shape)}, which is none of ({n},), (1, {n}), ({m}, 1)"
+        )
+    if call.residual is not None:
+        try:
+            call.residual.expand(call.shape)
+        except RuntimeError:
+            shape = tuple(call.residual.shape)
+            raise ValueError(
+                f"residual has shape {shape}, which does not broadcast to {call.shape}"
+            ) from None
+    for name, size in (("scale_a", m), ("scale_b", n), ("amax", 1)):
+        x = getattr(call, name)
+        if x is None:
+            continue
+        if x.dtype != torch.float32:
+            raise TypeError(f"{name} must be float32, got {x.dtype}")
+        if x.numel() not in (1, size):
+            takes = "1 element" if size == 1 else f"1 or {size} elements"
+            raise ValueError(f"{name} must have {takes}, got {x.numel()}")

@@ -1,0 +1,178 @@
+"""What an operator must say of itself to be checked, timed, tuned, reported and rented for.
+
+One subclass of Problem per operator is all that bench, results, report, analysis and cloud know of
+it; its stages are found as `cutex.kernels.<op>` (cutex/problem/stage.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+
+if TYPE_CHECKING:
+    import torch
+    from _typeshed import DataclassInstance
+
+Launch = Callable[..., object]  # of a problem's inputs and outputs, in their order
+Sizes = Mapping[str, Any]  # fields of a problem: its sizes, and options beside dtype and data
+
+BESIDE_SIZES = ("dtype", "init", "seed")  # fields that every problem has
+CLASSES = 8  # of sizes that share a tuned config, between one power of two and the next
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a comparison with the reference found."""
+
+    ok: bool
+    max_error: float  # the largest error; nan where an output holds a NaN
+    tolerance: float  # the bound on max_error
+    message: str  # one sentence; names the first bad coordinate if not ok
+
+
+@dataclass(frozen=True)
+class PeerKernel:
+    """An implementation of the same operator by others, which `--compare` times beside ours."""
+
+    title: str  # in tables
+    load: Callable[[], tuple[Launch, str]]  # its launch and its version; may raise ImportError
+    setup_seconds: float = 0.0  # on a rented GPU: its own compilation and tuning
+
+
+class Computation(ABC):
+    """Data, and the judgement of what was computed from it."""
+
+    @property
+    @abstractmethod
+    def flops(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def bytes(self) -> int:
+        """The least traffic with global memory: inputs read once, outputs written once."""
+
+    @abstractmethod
+    def inputs(self, device: str | torch.device = "cpu", copy: int = 0) -> tuple[torch.Tensor, ...]:
+        """The inputs, drawn on `device` from the seed; `copy` numbers independent draws."""
+
+    @abstractmethod
+    def outputs(self, device: str | torch.device = "cpu") -> tuple[torch.Tensor, ...]:
+        """The outputs, every element NaN until a kernel writes it."""
+
+    @abstractmethod
+    def check(self, *tensors: torch.Tensor, tile: tuple[int, ...] | None = None) -> Check:
+        """Compare the outputs among `tensors` (inputs, then outputs) with the reference.
+
+        `tile`, the extents of a CTA's part of the output, lets a failure name its tile.
+        """
+
+
+class Problem(Computation):
+    """What a ladder computes: sizes, data, reference and tolerance, alike for every caller.
+
+    A subclass is a frozen dataclass of numbers and names: its sizes first, then dtype, init and
+    seed. Its fields are what a ledger keeps of it. It raises ValueError, in one sentence, for what
+    makes no sense.
+    """
+
+    op: ClassVar[str]  # of ledgers, of `python -m cutex.<op>` and of `cutex.kernels.<op>`
+    title: ClassVar[str]
+    about: ClassVar[str]  # what the ladder computes, for --help
+    dtypes: ClassVar[tuple[str, ...]]
+    inits: ClassVar[tuple[str, ...]]
+    size_options: ClassVar[tuple[str, ...]]  # options that `add_options` adds, such as --mnk
+    # sizes by occasion: "cuda" and "sim" are a command's defaults, one each; "sweep" and "confirm"
+    # are what these operations of modal_app.py run
+    cases: ClassVar[Mapping[str, Sequence[Sizes]]]
+    peers: ClassVar[Mapping[str, PeerKernel]]  # by name; ratios in reports are to the first
+    wave_tile: ClassVar[tuple[int, ...]]  # of the output: one SM's share of a wave in large kernels
+
+    dtype: str
+    init: str
+    seed: int
+
+    # ---- parts of the work
+
+    @abstractmethod
+    def grid(self, tile: Sequence[int]) -> int:
+        """How many tiles of this extent cover the output."""
+
+    @abstractmethod
+    def steps(self, tile: Sequence[int], step_flops: int) -> int:
+        """How many steps of so many FLOPs the mainloop takes over one tile."""
+
+    # ---- other data and sizes
+
+    def exact(self) -> Self:
+        """The same on data for which the check is exact: small integers."""
+        return type(self)(**{**self.as_dict(), "init": "int"})
+
+    @abstractmethod
+    def reduced(self) -> Self:
+        """What the simulator runs instead: a few tiles, the same remainders, exact data."""
+
+    # ---- a stage's kernel
+
+    def launcher(self, kernel: Launch, config: Any) -> Launch:
+        """A function of the inputs and outputs that launches `kernel`, compiled for `config`."""
+        return kernel
+
+    @abstractmethod
+    def tile(self, config: Any) -> tuple[int, ...]:
+        """The extents of the part of the output that a CTA of `config` computes."""
+
+    def tuning_class(self) -> list[Any]:
+        """What problems that share a tuned config have in common, beside the dtype."""
+        return [size_class(s) if type(s) is int else s for s in self.sizes]
+
+    # ---- names and options
+
+    @classmethod
+    def of(cls, sizes: Sizes, dtype: str = "bf16", init: str = "normal", seed: int = 0) -> Self:
+        """A problem of these sizes."""
+        make: Callable[..., Self] = cls
+        return make(**sizes, dtype=dtype, init=init, seed=seed)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields by name."""
+        names = [f.name for f in fields(cast("DataclassInstance", self))]
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        """The values of all fields but dtype, init and seed."""
+        return tuple(v for name, v in self.as_dict().items() if name not in BESIDE_SIZES)
+
+    @property
+    def size(self) -> str:
+        """The sizes as one word."""
+        return self.size_name(self.as_dict())
+
+    @classmethod
+    @abstractmethod
+    def size_name(cls, sizes: Sizes) -> str:
+        """One word for `sizes`, which may be those of an older ledger; KeyError for others."""
+
+    @property
+    @abstractmethod
+    def series(self) -> Mapping[str, int]:
+        """The lines of a sweep's chart that this is a point of, by title, and its place on x."""
+
+    @classmethod
+    @abstractmethod
+    def add_options(cls, group: argparse._ArgumentGroup) -> None:
+        """Add `size_options`, each left None unless given."""
+
+    @classmethod
+    @abstractmethod
+    def sizes_given(cls, args: argparse.Namespace) -> list[Sizes]:
+        """The sizes that `args` name; none if they name none. ValueError for what are no sizes."""
+
+
+def size_class(size: int) -> int:
+    """`size` rounded up to one of CLASSES sizes between powers of two, and to a multiple of 8."""
+    step = max(8, (1 << (size.bit_length() - 1)) // CLASSES)
+    return -(-size // step) * step

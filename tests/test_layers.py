@@ -1,0 +1,166 @@
+"""What may import what: the layers of the package, read from its sources."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Each part imports only itself and parts of the lines above it. A part is a module or folder of
+# cutex/; "doors" are the modules behind `python -m cutex.X`, and cutex itself, which loads lazily.
+LAYERS = (
+    ("errors", "orders", "svg"),
+    ("arch", "dtypes"),
+    ("compile",),
+    ("problem",),
+    ("results",),
+    ("device", "schedulers"),
+    ("kernels",),
+    ("analysis", "sim"),
+    ("bench", "report"),
+    ("ops", "cloud"),
+    ("doors",),
+)
+LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+SIM_KNOWS = {"sim", "errors", "orders", "arch"}
+OPERATORS = ("problem", "ops", "kernels")  # the rest speaks of no one operator
+STRANGERS = {  # names of others' that hold the word
+    "cutex/device/atoms/mma.py": "cute.gemm",
+}
+
+
+def sources(root: Path) -> dict[str, Path]:
+    """Every module of the package."""
+    package = root / "cutex"
+    found = {}
+    for folder in (package, *(p for p in package.iterdir() if p.is_symlink())):
+        for file in folder.rglob("*.py"):
+            parts = file.relative_to(root).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+def part(module: str) -> str:
+    name = [*module.split("."), "doors"][1]
+    return name if name in LEVEL else "doors"
+
+
+def imports(tree: ast.Module, known: set[str], *, at_run_time: bool) -> Iterator[tuple[str, bool]]:
+    """The modules of cutex that `tree` imports, and whether it does so as soon as it is loaded."""
+    skipped: set[ast.AST] = set()
+    late: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            skipped.update(x for statement in node.body for x in ast.walk(statement))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            late.update(ast.walk(node))
+    for node in ast.walk(tree):
+        if at_run_time and node in skipped:
+            continue
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, "imports are absolute"
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in known else node.module for name in whole]
+        for name in names:
+            if name.split(".")[0] == "cutex":
+                yield name, node not in late
+
+
+@pytest.fixture(scope="module")
+def package(request) -> dict[str, Path]:
+    return sources(Path(__file__).resolve().parent.parent)
+
+
+@pytest.fixture(scope="module")
+def trees(package) -> dict[str, ast.Module]:
+    return {module: ast.parse(file.read_text()) for module, file in package.items()}
+
+
+def test_every_part_of_the_package_has_a_layer(package):
+    doors = {m for m in package if part(m) == "doors"}
+    assert {m.count(".") for m in doors} <= {0, 1}
+    for module in doors - {"cutex"}:
+        assert "python -m" in package[module].read_text().splitlines()[0]
+        assert len(package[module].read_text().splitlines()) < 25
+    assert {part(m) for m in package} == set(LEVEL)
+
+
+@pytest.mark.parametrize("at_run_time", [True, False], ids=["at run time", "for types too"])
+def test_imports_point_downwards(package, trees, at_run_time):
+    upwards = [
+        f"{module} imports {name}"
+        for module, tree in trees.items()
+        if module != "cutex"
+        for name, _ in imports(tree, package.keys(), at_run_time=at_run_time)
+        if LEVEL[part(name)] > LEVEL[part(module)]
+        or (LEVEL[part(name)] == LEVEL[part(module)] and not related(module, name))
+    ]
+    assert upwards == []
+
+
+def related(module: str, name: str) -> bool:
+    """Whether two modules of one layer may know each other: device code takes work tiles, and
+    schedulers are device code, too."""
+    pair = {part(module), part(name)}
+    return len(pair) == 1 or pair == {"device", "schedulers"}
+
+
+def test_the_simulator_knows_no_kernel_and_no_bench(package, trees):
+    known = {
+        part(name)
+        for module, tree in trees.items()
+        if part(module) == "sim"
+        for name, _ in imports(tree, package.keys(), at_run_time=False)
+    }
+    assert known <= SIM_KNOWS
+
+
+def test_no_module_is_loaded_in_a_circle(package, trees):
+    needs = {
+        module: {name for name, at_once in imports(tree, package.keys(), at_run_time=True)
+                 if at_once and name != module}
+        for module, tree in trees.items()
+    }  # fmt: skip
+    left = dict(needs)
+    while left:
+        free = [module for module, names in left.items() if not names & left.keys()]
+        assert free, f"circle among {sorted(left)}"
+        for module in free:
+            del left[module]
+
+
+def words(file: Path) -> Iterator[str]:
+    """Names and strings of a source file, comments and docstrings left out."""
+    text = file.read_text()
+    documents = {
+        node.body[0].value.lineno
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        and ast.get_docstring(node, clean=False) is not None
+    }
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.NAME or (
+            token.type == tokenize.STRING and token.start[0] not in documents
+        ):
+            yield token.string
+
+
+def test_shared_code_speaks_of_no_one_operator(root, package):
+    gemm = re.compile("gemm", re.IGNORECASE)
+    spoken = {
+        str(file.relative_to(root)): [word for word in words(file) if gemm.search(word)]
+        for module, file in package.items()
+        if part(module) not in OPERATORS and module != "cutex.gemm"
+    }
+    for file, phrase in STRANGERS.items():
+        assert phrase in (root / file).read_text()
+        spoken[file] = [word for word in spoken[file] if word not in phrase.split(".")]
+    assert {file: found for file, found in spoken.items() if found} == {}

@@ -1,0 +1,189 @@
+"""What the key of a compiled kernel knows of its sources, beside what a fresh process imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import types
+from pathlib import Path
+
+import pytest
+
+from cutex.arch import ARCHS
+from cutex.compile.sources import closure, sources_digest
+from cutex.kernels.gemm import stage, stages
+
+# Prints the modules with Python sources of their own that tracing a kernel has loaded
+TRACED = """
+import json, sys, sysconfig
+from pathlib import Path
+from cutex.compile import compile
+{body}
+compile(kernel, "bf16", kernel.arch, cache=False)
+installed = {{"site-packages", "dist-packages"}}
+standard = Path(sysconfig.get_path("stdlib"))
+loaded = {{}}
+for name, module in sorted(sys.modules.items()):
+    file = Path(getattr(module, "__file__", None) or "")
+    if file.suffix == ".py" and file.is_absolute() and not installed & set(file.parts):
+        if not file.is_relative_to(standard):
+            loaded[name] = str(file)
+print(json.dumps([type(kernel).__module__, loaded]))
+"""
+KERNELS = {
+    **{
+        f"{name} stage {number}": f"""
+            from cutex.kernels.gemm import stage
+            kernel = stage("{name}", {number}).kernel()
+            """
+        for name in ARCHS
+        for number in (0, 5, 9)
+    },
+    **{
+        f"{name} general": f"""
+            from cutex.device.epilogue.epilogue_ops import Activation, Bias
+            from cutex.kernels.gemm.general import GeneralConfig
+            from cutex.kernels.gemm.{folder}.general import General
+            from cutex.kernels.gemm import stage
+            chosen = vars(stage("{name}", 9).config())
+            pieces = Bias(), Activation("gelu")
+            kernel = General(GeneralConfig(**chosen, pieces=pieces))
+            """
+        for name, folder in (("sm_90a", "sm90"), ("sm_100a", "sm100"))
+    },
+    "probe": """
+        from cutex.kernels.probes.sm100 import ClcReply
+        kernel = ClcReply()
+        """,
+    "a user's own": """
+        from mine.stages import Mine
+        from cutex.kernels.gemm import stage
+        kernel = Mine(stage("sm_90a", 0).config())
+        """,
+}
+
+
+@pytest.fixture
+def users(tmp_path: Path) -> Path:
+    """A user's folder with a stage of their own, which imports a helper by way of another."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("")
+    (tmp_path / "mine" / "stages.py").write_text(
+        textwrap.dedent("""
+            from __future__ import annotations
+
+            from cutex.kernels.gemm.sm90.stage0 import Stage0
+            from .rows import (
+                height,  # of a tile (in rows)
+            )
+
+            class Mine(Stage0):
+                number = 77
+
+                @property
+                def num_threads(self):
+                    import factors
+                    return height(self.config) // 64 * factors.WARPGROUP
+            """)
+    )
+    (tmp_path / "mine" / "rows.py").write_text("def height(config): return config.tile_m\n")
+    (tmp_path / "factors.py").write_text("WARPGROUP = 128\n")
+    return tmp_path
+
+
+def python(code: str, root: Path, *more: Path) -> str:
+    path = ":".join(map(str, (root, *more)))
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+@pytest.mark.parametrize("body", KERNELS.values(), ids=KERNELS)
+def test_every_module_that_tracing_a_kernel_loads_is_in_its_key(body, root, users, monkeypatch):
+    code = TRACED.format(body=textwrap.dedent(body))
+    module, loaded = json.loads(python(code, root, users).splitlines()[-1])
+    assert f"{root}/cutex/device/pipeline.py" in loaded.values()
+    monkeypatch.syspath_prepend(users)
+    known = {source.module: str(source.file) for source in closure([module])}
+    assert loaded.items() <= known.items()
+    if module.startswith("mine"):
+        assert {"mine", "mine.stages", "mine.rows", "factors"} <= known.keys()
+
+
+def test_the_key_knows_every_file_of_the_layers_that_stages_are_made_of(root):
+    modules = [s.module for name in ARCHS for s in stages(name)]
+    modules += [f"cutex.kernels.gemm.{arch}.general" for arch in ("sm90", "sm100")]
+    modules += ["cutex.kernels.probes.sm100"]
+    known = {source.file.resolve() for source in closure(modules)}
+    for folder in ("cutex/device", "schedulers"):
+        files = {p.resolve() for p in (root / folder).rglob("*.py") if p.name != "pace.py"}
+        assert len(files) > 5 and files <= known
+    assert (root / "cutex" / "arch.py").resolve() in known
+    assert not [file for file in known if "report" in file.parts or "sim" in file.parts]
+
+
+KEY = """
+from cutex.compile import compile
+from mine.stages import Mine
+from cutex.kernels.gemm import stage
+c = compile(Mine(stage("sm_90a", 0).config()), "bf16", "sm_90a")
+print(c.key, c.from_cache)
+"""
+
+
+@pytest.mark.parametrize("edited", ["mine/rows.py", "factors.py", "mine/__init__.py"])
+def test_an_edit_to_what_a_users_stage_imports_compiles_it_anew(
+    edited, root, users, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("CUTEX_CACHE", str(tmp_path / "cache"))
+    first, from_cache = python(KEY, root, users).split()
+    assert from_cache == "False"
+    assert python(KEY, root, users).split() == [first, "True"]
+    with (users / edited).open("a") as file:
+        file.write("# edited\n")
+    second, from_cache = python(KEY, root, users).split()
+    assert second != first and from_cache == "False"
+
+
+def test_a_key_does_not_depend_on_where_the_files_are(root, tmp_path):
+    copy = tmp_path / "copy"
+    code = (
+        "from cutex.compile.sources import sources_digest as d;"
+        "print(d(['cutex.kernels.gemm.sm90.stage9']))"
+    )
+    shutil.copytree(root / "cutex", copy / "cutex")
+    assert python(code, root) == python(code, copy)
+
+
+def test_what_has_no_file_is_never_taken_from_a_cache(monkeypatch):
+    monkeypatch.setitem(sys.modules, "a_notebook", types.ModuleType("a_notebook"))
+    assert sources_digest(["a_notebook"]) != sources_digest(["a_notebook"])
+    module = stage("sm_90a", 0).module
+    assert sources_digest([module]) == sources_digest([module])
+
+
+def test_the_search_is_cheap(root):
+    code = """
+import time
+from cutex.kernels.gemm import stage
+from cutex.compile import compile, sources
+kernel = stage("sm_90a", 9).kernel()
+took = []
+for _ in range(5):
+    for cached in (sources._digest, sources._read, sources._search, sources._is_installed):
+        cached.cache_clear()
+    start = time.process_time()
+    sources.sources_digest([type(kernel).__module__])
+    took.append(time.process_time() - start)
+print(min(took))
+"""
+    assert float(python(code, root)) < 0.05
