@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from cutex.kernels.attention.sm90.forward import Forward
-from cutex.ops import attention, attention_plan
-from cutex.problem.attention import AttentionProblem, Inputs
-from cutex.problem.attention_reference import attend
+from cutex.ops.attention import eager, plan
+from cutex.problem.attention.case import AttentionCase, Inputs
+from cutex.problem.attention.reference import attend
 
 
 class StandIn:
@@ -24,18 +24,18 @@ class StandIn:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launches: list[tuple[Any, dict[str, Any]]] = []
         monkeypatch.setattr(
-            attention_plan,
+            plan,
             "kernel_for",
             lambda config, dtype: SimpleNamespace(
                 config=config, operands=Forward(config).operands(dtype)
             ),
         )
-        monkeypatch.setattr(attention_plan, "launcher", self.launcher)
-        monkeypatch.setattr(attention_plan, "check_device", lambda device: None)
-        monkeypatch.setattr(attention, "check_device", lambda device: None)
-        attention._plans.clear()
+        monkeypatch.setattr(plan, "launcher", self.launcher)
+        monkeypatch.setattr(plan, "check_device", lambda device: None)
+        monkeypatch.setattr(eager, "check_device", lambda device: None)
+        eager._plans.clear()
 
-    def launcher(self, compiled: Any, device: torch.device, _: Any) -> Any:
+    def launcher(self, compiled: Any, _: Any) -> Any:
         def launch(*arguments: Any) -> None:
             named = dict(zip((x.name for x in compiled.operands), arguments, strict=True))
             self.launches.append((compiled.config, named))
@@ -63,7 +63,7 @@ def by_definition(config: Any, given: dict[str, Any]) -> None:
             problem.lse_rows(given["lse"], s).copy_(lse)
 
 
-def problem_of(config: Any, given: dict[str, Any]) -> AttentionProblem:
+def problem_of(config: Any, given: dict[str, Any]) -> AttentionCase:
     """The problem that a launch states."""
     q, k = given["q"], given["k"]
     lengths = {}
@@ -76,7 +76,7 @@ def problem_of(config: Any, given: dict[str, Any]) -> AttentionProblem:
             lengths[f"used_{side}"] = tuple(used.tolist())
     batch = len(next((x for x in lengths.values() if isinstance(x, tuple)), q[..., 0, 0, 0]))
     lo, hi = given.get("lo"), given.get("hi")
-    return AttentionProblem(
+    return AttentionCase(
         batch=batch,
         heads_q=q.shape[-2],
         heads_kv=k.shape[-2],

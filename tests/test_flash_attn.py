@@ -11,11 +11,11 @@ from attention_stand_in import StandIn, flash_on_cpu
 from torch.nn import functional as F
 
 import cutex
-from cutex.ops import attention, attention_plan
-from cutex.problem.attention import VIEWS, AttentionProblem
-from cutex.problem.attention_draw import draw
+from cutex.ops.attention import eager, plan
+from cutex.problem.attention.case import VIEWS, AttentionCase
+from cutex.problem.attention.randomized import draw
 
-SMALL = AttentionProblem(
+SMALL = AttentionCase(
     batch=2, seqlen_q=24, seqlen_k=40, heads_q=4, heads_kv=2, head_dim=64, head_dim_v=64
 )
 
@@ -23,7 +23,7 @@ SMALL = AttentionProblem(
 @pytest.fixture
 def stand_in(monkeypatch):
     yield StandIn(monkeypatch)
-    attention._plans.clear()
+    eager._plans.clear()
 
 
 def options(problem, **more):
@@ -83,7 +83,7 @@ def test_used_rows_of_a_batch_are_passed_as_one_list_of_rows(stand_in):
 
 
 def test_one_row_or_one_head_may_have_any_strides(stand_in):
-    q, k, v = AttentionProblem(seqlen_q=1, heads_q=1, heads_kv=1).inputs()[:3]
+    q, k, v = AttentionCase(seqlen_q=1, heads_q=1, heads_kv=1).inputs()[:3]
     odd = torch.as_strided(q, q.shape, (3, 5, 7, 1), q.storage_offset())
     cutex.flash_attn_func(odd, k, v)
     ((_, given),) = stand_in.launches
@@ -160,8 +160,7 @@ def test_rows_beyond_max_seqlen_q_are_not_promised(stand_in):
 
 def test_a_plan_is_made_once_and_kept_apart_by_all_that_it_depends_on(stand_in, monkeypatch):
     made = []
-    plan = attention_plan.Plan
-    monkeypatch.setattr(attention, "Plan", lambda *args: made.append(args) or plan(*args))
+    monkeypatch.setattr(eager, "Plan", lambda *args: made.append(args) or plan.Plan(*args))
     inputs = SMALL.inputs()
     sink = torch.zeros(4)
     variants = [
@@ -188,19 +187,19 @@ def test_a_misaligned_tensor_of_known_shape_is_copied(stand_in):
     cutex.flash_attn_func(*inputs[:3])
     q = inputs.q
     shifted = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
-    plain = attention_plan.Plan.__call__
+    plain = plan.Plan.__call__
 
     def refusing(self, q, *rest):  # as the launcher does
         if q.data_ptr() % 16 and not self.copied:
             raise ValueError("misaligned")
         return plain(self, q, *rest)
 
-    attention_plan.Plan.__call__ = refusing
+    plan.Plan.__call__ = refusing
     try:
         out, lse = cutex.flash_attn_func(shifted, *inputs[1:3], return_lse=True)
         cutex.flash_attn_func(shifted, *inputs[1:3])
     finally:
-        attention_plan.Plan.__call__ = plain
+        plan.Plan.__call__ = plain
     assert SMALL.check(inputs, out, lse).ok
     assert stand_in.launches[-1][1]["q"].data_ptr() % 16 == 0
 
@@ -309,7 +308,7 @@ def test_bad_input_is_one_sentence(stand_in, error, sentence, changes):
     assert not stand_in.launches
 
 
-PACKED = AttentionProblem(
+PACKED = AttentionCase(
     batch=2, lengths_q=(5, 9), lengths_k=(7, 3), heads_q=2, heads_kv=1, head_dim=64, head_dim_v=64
 )
 

@@ -9,7 +9,6 @@ What does not fit is copied first, at each call.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,8 @@ from torch import Tensor
 
 from cutex.arch import ARCHS
 from cutex.compile.user_function import UserFunction
-from cutex.ops.attention_call import DTYPES, AttentionCall
+from cutex.ops.attention.call import DTYPES, AttentionCall
+from cutex.ops.device import SEVERAL_GPUS, current, launcher, simulated_arch
 
 if TYPE_CHECKING:
     from cutex.compile import Compiled
@@ -149,7 +149,7 @@ class Plan:
             arguments.append(counter(self.device))
         arguments += self.scalars
         if self.launch is None:
-            self.launch = launcher(self.compiled, self.device, arguments)
+            self.launch = there(self.device, launcher(self.compiled, arguments))
         self.launch(*arguments)
         return out, lse
 
@@ -223,16 +223,13 @@ def kernel_for(config: ForwardConfig, dtype: str) -> Compiled:
 
 def check_device(device: torch.device) -> None:
     """ValueError, in one sentence, if there is no kernel for it."""
-    from cutex import ops
-
-    if device.type == "cpu" and ops._simulator:
-        name = ops._simulator["arch"]
-    elif device.type != "cuda":
+    name = simulated_arch() if device.type == "cpu" else None
+    if name is None and device.type != "cuda":
         raise ValueError(
             f"q is on {device}: flash_attn_func runs on a Hopper GPU; move its tensors there, or "
             'run them in the simulator with `with cutex.ops.simulated("sm_90a"):`'
         )
-    else:
+    if name is None:
         capability = torch.cuda.get_device_capability(device)
         known = {x.capability: x.name for x in ARCHS.values()}
         name = known.get(capability, "sm_{}{}".format(*capability))
@@ -243,34 +240,16 @@ def check_device(device: torch.device) -> None:
         )
 
 
-def on(device: torch.device) -> Any:
-    """A context in which launches go to `device`."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+def there(device: torch.device, launch: Callable[..., None]) -> Callable[..., None]:
+    """The same, with several GPUs, wherever the current one is."""
+    if not SEVERAL_GPUS or device.type != "cuda":
+        return launch
 
+    def on_device(*arguments: Any) -> None:
+        with current(device):
+            launch(*arguments)
 
-def launcher(compiled: Compiled, device: torch.device, arguments: list[Any]) -> Callable[..., None]:
-    """What launches it, without a check of its own but the first time, on these arguments; in the
-    simulator for tensors of the CPU."""
-    if device.type == "cuda":
-        function = compiled.function(*arguments)
-        if torch.cuda.device_count() == 1:
-            return function
-
-        def there(*arguments: Any) -> None:
-            with torch.cuda.device(device):
-                function(*arguments)
-
-        return there
-
-    def simulated(*arguments: Any) -> None:
-        from cutex import ops
-        from cutex.sim import simulate
-
-        check_device(device)
-        orders = {k: v for k, v in ops._simulator.items() if k != "arch"}
-        simulate(compiled, *arguments, **orders)
-
-    return simulated
+    return on_device
 
 
 _counters: dict[tuple[int, int], Tensor] = {}

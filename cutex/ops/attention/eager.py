@@ -1,9 +1,5 @@
-"""cutex.flash_attn_func and flash_attn_varlen_func: attention forward as PyTorch operators.
-
-Eager calls look up a plan by dtypes, shapes, strides and options and launch it; the registered
-operator torch.ops.cutex.flash_attn serves torch.compile, autograd and all that torch wraps tensors
-in. The first call with a new combination of head dims, dtype and options compiles (seconds, once;
-kept on disk), so call once before a CUDA graph captures.
+"""`cutex.flash_attn_func` and `flash_attn_varlen_func` as they are called: each looks up a plan by
+dtypes, shapes, strides and options, and runs it.
 """
 
 from __future__ import annotations
@@ -13,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from cutex.ops.attention_backward import gradients, why_no_gradient
-from cutex.ops.attention_call import AttentionCall, Window, check
-from cutex.ops.attention_plan import Plan, check_device, longest_q, on
+from cutex.ops.attention.call import AttentionCall, Window, check
+from cutex.ops.attention.plan import Plan, check_device, longest_q
+from cutex.ops.device import SEVERAL_GPUS, current, per_device
 from cutex.ops.plain import are_plain, is_plain, nobody_watches
 
 Mod = Callable[..., Any] | None
@@ -77,7 +72,7 @@ def flash_attn_func(
         )  # fmt: skip
         if not (learnable_sink is score_mod is mask_mod is None):
             key += (_described(learnable_sink), score_mod, mask_mod)
-        if _several_gpus:
+        if SEVERAL_GPUS:
             key += (q.get_device(),)
         plan = _plans.get(key)
         if (
@@ -90,7 +85,7 @@ def flash_attn_func(
             return out if lse is None else (out, lse)
     except (AttributeError, TypeError, ValueError, RuntimeError):
         key = None  # not a tensor, or not of the plan's alignment: the checks will say
-    return _first(
+    return _without_plan(
         AttentionCall(q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
                       softcap=softcap, learnable_sink=learnable_sink, score_mod=score_mod,
                       mask_mod=mask_mod),
@@ -151,7 +146,7 @@ def flash_attn_varlen_func(
         )  # fmt: skip
         if not (learnable_sink is score_mod is mask_mod is None):
             key += (_described(learnable_sink), score_mod, mask_mod)
-        if _several_gpus:
+        if SEVERAL_GPUS:
             key += (q.get_device(),)
         plan = _plans.get(key)
         if (
@@ -167,7 +162,7 @@ def flash_attn_varlen_func(
             return out if lse is None else (out, lse)
     except (AttributeError, TypeError, ValueError, RuntimeError):
         key = None
-    return _first(AttentionCall(*arguments), return_lse, key)
+    return _without_plan(AttentionCall(*arguments), return_lse, key)
 
 
 def _described(x: Tensor | None) -> tuple[Any, ...] | None:
@@ -183,15 +178,14 @@ def _wants_gradient(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> boo
     )
 
 
-# ---- eager
+# ---- plans
 
-_plans: dict[tuple, Plan] = {}
+_plans: dict[tuple[Any, ...], Plan] = per_device({})
 _grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
-_several_gpus = torch.cuda.is_available() and torch.cuda.device_count() > 1
 
 
-def _first(
+def _without_plan(
     call: AttentionCall, return_lse: bool, key: tuple[Any, ...] | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """A call without a plan: through the operator where torch has more to do than to run it."""
@@ -203,18 +197,18 @@ def _first(
         or (_grad_enabled() and _wants_gradient(call.q, call.k, call.v, call.learnable_sink))
     ):
         return _through_operator(call, return_lse)
-    out, lse = _run(call, return_lse, key)
+    out, lse = run(call, return_lse, key)
     return out if lse is None else (out, lse)
 
 
-def _run(
+def run(
     call: AttentionCall, with_lse: bool, key: tuple[Any, ...] | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """The call, checked, on plain tensors; remembers its plan under `key`."""
     check_device(call.q.device)
     if 0 in (*call.out_shape, call.k.shape[-3], call.batch, longest_q(call)):
         return _nothing_to_see(call, with_lse)
-    with on(call.q.device):
+    with current(call.q.device):
         plan = Plan(call, with_lse)
         result = plan(call.q, call.k, call.v, list(call.lengths.values()), call.learnable_sink)
     if key is not None:
@@ -235,18 +229,6 @@ def _nothing_to_see(call: AttentionCall, with_lse: bool) -> tuple[Tensor, Tensor
     return out, lse
 
 
-# ---- the registered operator
-
-_library = torch.library.Library("cutex", "FRAGMENT")
-_library.define(
-    "flash_attn(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q=None, "
-    "Tensor? cu_seqlens_k=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "
-    "Tensor? seqused_q=None, Tensor? seqused_k=None, float? softmax_scale=None, "
-    "bool causal=False, SymInt? window_left=None, SymInt? window_right=None, float softcap=0.0, "
-    "Tensor? learnable_sink=None) -> (Tensor out, Tensor lse)"
-)
-
-
 def _through_operator(call: AttentionCall, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
     """As one node of a graph."""
     for name in ("score_mod", "mask_mod"):
@@ -261,84 +243,3 @@ def _through_operator(call: AttentionCall, return_lse: bool) -> Tensor | tuple[T
         *call.window_size, float(call.softcap), call.learnable_sink,
     )  # fmt: skip
     return (out, lse) if return_lse else out
-
-
-_TENSORS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
-            "seqused_q", "seqused_k")  # fmt: skip
-
-
-def _call(*args: Any) -> AttentionCall:
-    """What torch passes to the operator, which leaves defaults at the end out."""
-    tensors, options = args[: len(_TENSORS)], args[len(_TENSORS) :]
-    defaults = (None, False, None, None, 0.0, None)
-    scale, causal, left, right, softcap, sink = options + defaults[len(options) :]
-    return AttentionCall(
-        **dict(zip(_TENSORS, tensors, strict=False)), softmax_scale=scale, causal=causal,
-        window_size=(left, right), softcap=softcap, learnable_sink=sink,
-    )  # fmt: skip
-
-
-@torch.no_grad()
-def _operator(*args: Any) -> tuple[Tensor, Tensor]:
-    call = _call(*args)
-    check(call)
-    out, lse = _run(call, with_lse=True)
-    assert lse is not None
-    return out, lse
-
-
-def _fake(*args: Any) -> tuple[Tensor, Tensor]:
-    call = _call(*args)
-    check(call)
-    lse = call.q.new_empty(call.lse_shape, dtype=torch.float32)
-    return call.q.new_empty(call.out_shape), lse
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    call = _call(*inputs)
-    reason = why_no_gradient(call)
-    if reason is not None:
-        raise ValueError(f"there is no gradient with {reason}; call it under torch.no_grad()")
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(
-        call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k, call.learnable_sink, *output
-    )
-    ctx.longest = call.max_seqlen_q, call.max_seqlen_k
-    ctx.options = call.softmax_scale, call.causal, call.window_size
-    ctx.count = len(inputs)
-
-
-def _backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, cu_seqlens_q, cu_seqlens_k, sink, out, lse = ctx.saved_tensors
-    scale, causal, window = ctx.options
-    longest_q, longest_k = ctx.longest
-    call = AttentionCall(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, softmax_scale=scale,
-        causal=causal, window_size=window, learnable_sink=sink,
-    )  # fmt: skip
-    dq, dk, dv, dsink = gradients(call, grad_out, out, lse)
-    grads = (dq, dk, dv, *(None,) * 11, dsink)
-    return grads[: ctx.count]
-
-
-def _flops(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None = None, cu_k: Tensor | None = None,
-    *rest: Any, **more: Any,
-) -> int:  # fmt: skip
-    """As torch counts attention: every pair of a query and a key of one sequence, seen or not."""
-    pairs = q.shape[-3] * k.shape[-3]
-    if cu_q is None and cu_k is None:
-        pairs *= q.shape[0]
-    elif cu_q is not None and cu_k is not None:
-        if is_plain(cu_q):
-            pairs = int((cu_q.diff().long() * cu_k.diff()).sum())
-        else:  # lengths that nobody knows: alike
-            pairs //= max(cu_q.shape[0] - 1, 1)
-    return 2 * pairs * q.shape[-2] * (q.shape[-1] + v.shape[-1])
-
-
-for _key in ("CUDA", "CPU"):
-    _library.impl("flash_attn", _operator, _key)
-torch.library.register_fake("cutex::flash_attn", _fake)
-torch.library.register_autograd("cutex::flash_attn", _backward, setup_context=_setup)
-register_flop_formula(torch.ops.cutex.flash_attn, get_raw=True)(_flops)
