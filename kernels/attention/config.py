@@ -37,14 +37,12 @@ class ForwardConfig:
     num_stages: int = 2  # slots of K, and of V
     q_stages: int = 2
     own_o: bool = True  # O leaves through smem of its own, not through Q's
-    q_in_registers: bool = False
-    overlap: bool = True  # the next QK runs under the softmax
-    pingpong: str = "gemm"  # what the warpgroups take turns at: "", "gemm", "exp"
+    q_in_registers: bool = False  # operand A of QK comes from registers, not from smem
     slack: float = 8.0  # powers of two before sums and outputs are scaled down
-    optimistic: bool = True
-    dispatch: str = "dynamic"  # "one", "static", "dynamic"
-    num_ctas: int = 132
-    l2_bytes: int = 50 * 2**20
+    optimistic: bool = True  # blocks without a mask are not searched for a larger score
+    dispatch: str = "dynamic"  # who hands out tiles: "one" (a CTA each), "static", "dynamic"
+    num_ctas: int = 132  # of a persistent grid
+    l2_bytes: int = 50 * 2**20  # what heads that are worked on at one time should fit into
 
     @property
     def warpgroups(self) -> int:
@@ -72,9 +70,52 @@ class ForwardConfig:
         return self.q_bytes * self.q_stages + (self.k_bytes + self.v_bytes) * self.num_stages + o
 
     @property
+    def banded(self) -> bool:
+        """Whether blocks of rows differ in how many blocks of keys they touch."""
+        return self.causal or any(self.window)
+
+    @property
+    def modified(self) -> bool:
+        """Whether a user's function decides about each score."""
+        return self.score_mod is not None or self.mask_mod is not None
+
+    @property
     def ragged_q(self) -> bool:
         return self.varlen_q or self.used_q
 
     @property
     def ragged_k(self) -> bool:
         return self.varlen_k or self.used_k
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of a consumer thread that hold S, P and O, and Q where it is kept there."""
+        q = self.head_dim // 4 if self.q_in_registers else 0
+        return self.tile_n // 2 + self.tile_n // 4 + self.head_dim_v // 2 + q
+
+    def why_not(self, problem: Any = None, arch: Any = None) -> str | None:
+        """Why this config cannot run, in one sentence."""
+        if (self.head_dim, self.head_dim_v) not in HEAD_DIMS:
+            known = ", ".join(f"{k}" if k == v else f"{k}/{v}" for k, v in HEAD_DIMS)
+            return f"head dim {self.head_dim}/{self.head_dim_v}: there are kernels for {known}"
+        if self.tile_m % 64 or not 64 <= self.tile_m <= 192:
+            return f"tile_m={self.tile_m}: one to three warpgroups take 64 rows each"
+        if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
+            return f"tile_n={self.tile_n}: a multiple of 16, up to 256"
+        if self.pack < 1 or 64 % self.pack:
+            return f"pack={self.pack}: must divide the 64 rows of a warpgroup"
+        if self.dispatch not in ("one", "static", "dynamic"):
+            return f"dispatch={self.dispatch!r}: one, static or dynamic"
+        if self.causal and self.window[1]:
+            return "causal=True: it is the right side of the window"
+        if self.num_stages < 2 or self.q_stages not in (1, 2):
+            return f"num_stages={self.num_stages}, q_stages={self.q_stages}: at least 2; 1 or 2"
+        limit = {1: 208, 2: 208, 3: 128}[self.warpgroups]
+        if self.accumulators > limit:
+            return (
+                f"tile_m={self.tile_m}, tile_n={self.tile_n}: {self.accumulators} registers of "
+                f"accumulators a thread, {self.warpgroups} warpgroups have {limit}"
+            )
+        if arch is not None and self.smem_bytes + BARRIERS > arch.smem_per_cta:
+            return f"tile_n={self.tile_n}: {self.smem_bytes} bytes of smem, too many for a CTA"
+        return None

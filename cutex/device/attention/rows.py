@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
 from cutex.device.attention.seqlen_info import SeqlenInfo
@@ -87,3 +87,11 @@ class Rows(NamedTuple):
         if self.pack > 1:
             return (self.pack, rows // self.pack), columns
         return rows, columns
+
+    @cute.jit
+    def tiles(
+        self, head: Int32, batch: Int32, seqlen: SeqlenInfo, tile: cutlass.Constexpr
+    ) -> cute.Tensor:
+        """The tiles, (rows, columns), of one head of one sequence: (bRows, bColumns, Rest)."""
+        first = ((0, None), 0) if self.pack > 1 else (None, 0)
+        return cute.local_tile(self.of(head, batch, seqlen), self.tiler(*tile), first)

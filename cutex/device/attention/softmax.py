@@ -4,10 +4,16 @@ Scores arrive in blocks of columns. Each row keeps a reference, the largest scor
 last set, and the sum of 2^(scale * (score - reference)). When a block raises the maximum, what was
 summed up so far is scaled down (Milakov and Gimelshein, arXiv 1805.02867; FlashAttention).
 
-The reference need not be the maximum. As long as the maximum exceeds it by less than `slack` powers
+The reference need not be the maximum: as long as the maximum exceeds it by less than `slack` powers
 of two, the exponentials stay below 2^slack, which fp32 sums and 16-bit probabilities hold as well
 as ones below 1; so a warp whose rows all stay within it leaves sums and outputs as they are
 (FlashAttention-4's conditional rescaling).
+
+Nor need the maximum be known. Scores of one row seldom spread further than bf16's exponent reaches,
+so `add` takes the reference of the blocks before as it is and looks for no larger score, and
+`finish` tells from the sums whether that went well; where it did not, the rows are done again with
+`next`. (Like the unified maximum of FlashDecoding++, arXiv 2311.01282, with a reference of each
+row's own.)
 """
 
 from __future__ import annotations
@@ -15,11 +21,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, cute
+from cutlass import Boolean, Float32, cute
 
 from cutex.device.atoms.scalar import exp2, log2, reciprocal
 
 LN2 = 0.6931471805599453
+TRUSTED_SUM = 2.0**30  # of exponentials: far from the largest bf16 and fp32, V's size included
 LOG2_E = 1.4426950408889634
 
 
@@ -94,7 +101,7 @@ class Softmax(NamedTuple):
 
     @cute.jit
     def add(self, scores: cute.Tensor) -> None:
-        """Turn a further block of scores into exponentials, references being what they are."""
+        """Turn a further block of scores into exponentials of the reference that there is."""
         for r in cutlass.range_constexpr(2):
             self.sums[r] += self._exponentials(scores, r)
 
@@ -117,22 +124,28 @@ class Softmax(NamedTuple):
         return Float32(0.0) if x == -Float32.inf else x
 
     @cute.jit
-    def finish(self, sink: Float32 | None, factors: cute.Tensor, lse: cute.Tensor) -> None:
+    def finish(
+        self, sinks: tuple[Float32, ...] | None, factors: cute.Tensor, lse: cute.Tensor
+    ) -> Boolean:
         """After the last block: `factors` (2) get what outputs must be multiplied with, `lse` (2)
-        the natural logarithm of the sums. Rows without keys give 0 and -inf.
+        the natural logarithm of the sums; rows without keys get 0 and -inf. Returns whether the
+        sums are within what `add` may be trusted with.
 
-        `sink` is the score, natural and scaled, of one more key that has no value.
+        `sinks` are, for each row, the score, natural and scaled, of one more key that has no value.
         """
+        trusted = Boolean(True)
         for r in cutlass.range_constexpr(2):
             total = over_quad(self.sums[r], lambda x, y: x + y)
+            trusted = trusted & (total <= TRUSTED_SUM)
             highest = self._finite(self.reference[r]) * self.scale_log2
             scaled = Float32(1.0)
-            if cutlass.const_expr(sink is not None):
-                sink_log2 = sink * LOG2_E
-                new = cute.arch.fmax(highest, sink_log2)
-                scaled = exp2(highest - new)
+            if cutlass.const_expr(sinks is not None):
+                sink_log2 = sinks[r] * LOG2_E
+                new = cute.arch.fmax(highest, sink_log2) if total > 0.0 else sink_log2
+                scaled = exp2(highest - new) if total > 0.0 else Float32(0.0)
                 total = total * scaled + exp2(sink_log2 - new)
                 highest = new
             empty = total == 0.0
-            factors[r] = scaled * (Float32(0.0) if empty else reciprocal(total))
+            factors[r] = Float32(0.0) if empty else scaled * reciprocal(total)
             lse[r] = -Float32.inf if empty else (highest + log2(total)) * LN2
+        return trusted

@@ -1,101 +1,129 @@
-"""The FlashAttention forward on Hopper."""
+"""The FlashAttention forward on Hopper: persistent CTAs, one load warp, up to three warpgroups.
+
+A CTA takes tiles of 64 rows for each warpgroup, of one head, or of a group of query heads packed
+into rows, of one sequence. What makes it fast, each with its figure in docs/facts.md:
+
+- K and V stream through rings; QK of a block runs under the softmax of the one before, and the
+  warpgroups alternate (block_loop.py).
+- Only blocks that the band cuts are masked, and in those that it does not cut no larger score is
+  looked for; a tile for which that was too bold is computed again (work_ring.py).
+- Tiles go to CTAs as they ask for them, the longest first, heads that share L2 together. Q of the
+  next tile is there before it begins, O of the one before leaves by TMA while it runs.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, cute
-from cutlass.cute.nvgpu import CopyUniversalOp, cpasync, warpgroup
+from cutlass import Boolean, Float32, Int32, cute
+from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, StMatrix8x8x16bOp
 from cutlass.memory import SmemAllocator
 
-from cutex.compile import Operand, Scalar
+from cutex.compile import Argument
 from cutex.device.atoms.mma import WARPGROUP, allocate_slots, contiguous_rows_layout, slots_layout
-from cutex.device.attention.block_info import Band, BlockInfo
+from cutex.device.atoms.tma import TileLoads
+from cutex.device.attention.block_info import BlockInfo
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.products import (
-    Product,
+    ROWS,
     a_from_smem,
     a_registers,
     make_mma,
     product,
-    round_to,
 )
 from cutex.device.attention.rows import Rows, tma_view
-from cutex.device.attention.seqlen_info import SeqlenInfo, Seqlens
-from cutex.device.attention.softmax import LOG2_E, Softmax, rows_of
-from cutex.device.pipeline import (
-    Barrier,
-    OrderedBarrier,
-    PipelineState,
-    Ring,
-    Warps,
-    publish_barriers,
-)
+from cutex.device.attention.scores import ScoreOps
+from cutex.device.attention.seqlen_info import SeqlenInfo
+from cutex.device.attention.softmax import Softmax
+from cutex.device.pipeline import OrderedBarrier, PipelineState, Ring, Warps, publish_barriers
 from cutex.kernels.attention.config import ForwardConfig
+from cutex.kernels.attention.order import TileOrder
+from cutex.kernels.attention.signature import Passed, Sizes, arguments
+from cutex.kernels.attention.sm90.block_loop import BlockLoop
+from cutex.kernels.attention.sm90.work_ring import END, NORMAL, SAFE, Work, WorkRing
 
 STORE_BARRIER = 1  # the first of one named barrier for each warpgroup
-TURN_BARRIER = 4  # the first of one for each warpgroup that takes turns
+TURN_BARRIER = 4  # the same, for the warpgroups' turns
 
 
-class Work(NamedTuple):
-    """A tile of rows of one head of one sequence."""
+class Registers(NamedTuple):
+    """Of a thread, by role. All roles together have 65536."""
 
-    m_block: Int32
-    head: Int32  # of K and V with packed heads, else of Q
-    batch: Int32
-
-
-class Passed(NamedTuple):
-    """What the kernel is passed beside Q, K, V and O."""
-
-    lse: Any
-    cu_seqlens_q: Any
-    cu_seqlens_k: Any
-    seqused_q: Any
-    seqused_k: Any
-    sink: Any
-    counter: Any
-    scale: Any
-    softcap: Any
-    lo: Any
-    hi: Any
-    max_seqlen_q: Any
+    load: int
+    mma: int
 
 
-class Sizes(NamedTuple):
-    batch: Int32
-    heads: Int32  # of Q
-    heads_kv: Int32
-    seqlen_q: Int32  # static: of mode seqlen or total
-    seqlen_k: Int32
-    longest_q: Int32
+@dataclass(frozen=True)
+class Shared:
+    """What all roles of a CTA see: smem, rings, lengths."""
+
+    sQ: cute.Tensor  # (64, D, WG * SLOT)
+    sK: cute.Tensor  # (bN, D, SLOT)
+    sV: cute.Tensor  # (bN, DV, SLOT)
+    sO: cute.Tensor  # (64, DV, WG), or (64, DV, WG * SLOT) in place of Q
+    work: WorkRing
+    k: Ring
+    v: Ring
+    info: BlockInfo
+    passed: Passed
+    sizes: Sizes
+
+    @cute.jit
+    def lengths(self, batch: Int32) -> tuple[SeqlenInfo, SeqlenInfo]:
+        """Of the queries and of the keys of a sequence."""
+        q, k = self.sizes.seqlens(self.passed)
+        return q.of(batch), k.of(batch)
 
 
-def square_slots(dtype, rows: int, columns: int, num_slots: int) -> cute.ComposedLayout:
-    """(rows, columns, SLOT), columns contiguous, in the widest swizzle that cuts them evenly."""
-    swizzle = next(s for s in (128, 64, 32) if columns * dtype.width // 8 % s == 0)
-    return slots_layout(dtype, rows, columns, num_slots, swizzle)
+def operand(
+    op: Any, mX: cute.Tensor, rows: Rows, tile: tuple[int, int], num_slots: int
+) -> cpasync.TmaInfo:
+    """What moves tiles of (rows, columns) between mX and slots of smem, columns contiguous, in the
+    widest swizzle that cuts them evenly."""
+    row_bytes = tile[1] * mX.element_type.width // 8
+    swizzle = next(s for s in (128, 64, 32) if row_bytes % s == 0)
+    slots = slots_layout(mX.element_type, *tile, num_slots, swizzle)
+    view = tma_view(mX, rows.pack, rows.ragged)
+    return cpasync.make_tiled_tma_atom(op, view, slots, rows.tiler(*tile))
 
 
 class Forward:
     """
     barrier          arrives                                waits
-    q.full[slot]     1: LOAD, and the bytes by TMA          MMA, before the tile's first QK
-    q.empty[slot]    1 an MMA warp, its last QK being done  LOAD
+    q.full[slot]     1: LOAD, and the bytes by TMA          MMA, before a tile's first QK
+    q.empty[slot]    1 an MMA warp, done with the tile      LOAD
     k.full, v.full   1: LOAD, and the bytes by TMA          MMA
     k.empty, v.empty 1 an MMA warp, its product being done  LOAD
+    (turn)           the warpgroup that issued a step       the next, before it issues its own
+    (warpgroup)      its threads, O being in smem           the same, before TMA stores it
+
+    smem       bytes                                        hd 128   hd 64    hd 256
+    sQ         tile_m * D * 2 * q_stages                    65536    49152    65536
+    sK, sV     tile_n * (D + DV) * 2 * num_stages           131072   65536    163840
+    sO         tile_m * DV * 2, if not in place of Q        32768    24576    -
+    words      less than 1024
+
+    registers  threads                       of each: two warpgroups, three
+    LOAD       128                           24               32
+    MMA        128 * warpgroups              240              160
     """
 
     arch = "sm_90a"
 
     def __init__(self, config: ForwardConfig) -> None:
+        if reason := config.why_not():
+            raise ValueError(reason)
         self.config = config
 
     @property
     def name(self) -> str:
         return "sm90_attention_forward"
+
+    def operands(self, dtype: str) -> tuple[Argument, ...]:
+        return arguments(self.config, dtype)
 
     @property
     def mma_warps(self) -> Warps:
@@ -103,6 +131,7 @@ class Forward:
 
     @property
     def load_warps(self) -> Warps:
+        """A warpgroup, of which the first warp works."""
         return Warps(first=self.mma_warps.end, count=4)
 
     @property
@@ -110,115 +139,51 @@ class Forward:
         return self.mma_warps.threads + self.load_warps.threads
 
     @property
-    def registers(self) -> tuple[int, int]:
-        """Of a load thread and of an MMA thread."""
-        return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.config.warpgroups]
-
-    def operands(self, dtype: str) -> tuple[Any, ...]:
-        c = self.config
-        q = ("tq", "h", "d") if c.varlen_q else ("b", "sq", "h", "d")
-        k = ("tk", "hk", "d") if c.varlen_k else ("b", "sk", "hk", "d")
-        v = (*k[:-1], "dv")
-        o = (*q[:-1], "dv")
-        found: list[Any] = [
-            Operand(name, sizes, dtype) for name, sizes in (("q", q), ("k", k), ("v", v), ("o", o))
+    def registers(self) -> Registers:
+        return {1: Registers(56, 256), 2: Registers(24, 240), 3: Registers(32, 160)}[
+            self.config.warpgroups
         ]
-        if c.lse:
-            lse = ("h", "tq") if c.varlen_q else ("b", "h", "sq")
-            found.append(Operand("lse", lse, "fp32", aligned=False, whole=False))
-        for name, there in (
-            ("cu_seqlens_q", c.varlen_q),
-            ("cu_seqlens_k", c.varlen_k),
-            ("seqused_q", c.used_q),
-            ("seqused_k", c.used_k),
-        ):
-            if there:
-                size = "b1" if name.startswith("cu") else "b"
-                found.append(Operand(name, (size,), "int32", aligned=False, whole=False))
-        if c.sink:
-            found.append(Operand("sink", ("h",), "fp32", aligned=False, whole=False))
-        if c.dispatch == "dynamic":
-            found.append(Operand("counter", ("two",), "int32", aligned=False, whole=False))
-        found.append(Scalar("scale"))
-        if c.softcap:
-            found.append(Scalar("softcap"))
-        found += [Scalar(n, "int32") for n, there in zip(("lo", "hi"), c.window) if there]
-        if c.varlen_q:
-            found.append(Scalar("max_seqlen_q", "int32"))
-        return tuple(found)
 
-    def passed(self, rest: list[Any]) -> Passed:
+    def rows(self, info: Any, side: str) -> Rows:
+        """Of Q and O ("q"), or of K and V ("k")."""
         c = self.config
-        take = lambda there: rest.pop(0) if there else None
-        return Passed(
-            take(c.lse),
-            take(c.varlen_q),
-            take(c.varlen_k),
-            take(c.used_q),
-            take(c.used_k),
-            take(c.sink),
-            take(c.dispatch == "dynamic"),
-            take(True),
-            take(c.softcap),
-            take(c.window[0]),
-            take(c.window[1]),
-            take(c.varlen_q),
+        return Rows(info, c.pack, c.ragged_q) if side == "q" else Rows(info, 1, c.ragged_k)
+
+    def order(self, sizes: Sizes) -> TileOrder:
+        c = self.config
+        return TileOrder(
+            num_m_blocks=cute.ceil_div(sizes.longest_q * c.pack, c.tile_m),
+            heads=sizes.heads // c.pack,
+            batch=sizes.batch,
+            longest_first=c.banded,
+            head_bytes=sizes.rows_k * ((c.head_dim + c.head_dim_v) * 2),
+            heads_per_kv=self.heads_per_kv(sizes),
+            l2_bytes=c.l2_bytes,
         )
+
+    def heads_per_kv(self, sizes: Sizes) -> Int32:
+        """Heads, or groups of packed heads, that read one head of K and V."""
+        return sizes.heads // self.config.pack // sizes.heads_kv
 
     @cute.jit
     def __call__(
         self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, *rest
     ) -> None:
         c = self.config
-        stream = rest[-1]
-        passed = self.passed(list(rest[:-1]))
-        dtype = mQ.element_type
+        passed, stream = Passed.of(c, rest[:-1]), rest[-1]
+        sizes = Sizes.of(c, mQ, mK, passed)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        q = self._operand(load, mQ, c.pack, c.ragged_q, 64, c.head_dim, c.warpgroups * c.q_stages)
-        k = self._operand(load, mK, 1, c.ragged_k, c.tile_n, c.head_dim, c.num_stages)
-        v = self._operand(load, mV, 1, c.ragged_k, c.tile_n, c.head_dim_v, c.num_stages)
-        o = self._operand(
-            store,
-            mO,
-            c.pack,
-            c.ragged_q,
-            64,
-            c.head_dim_v,
-            c.warpgroups * (1 if c.own_o else c.q_stages),
-        )
-        batch = (
-            cute.size(mQ, mode=[0])
-            if not c.varlen_q
-            else cute.size(passed.cu_seqlens_q, mode=[0]) - 1
-        )
-        seqlen_q = cute.size(mQ, mode=[0 if c.varlen_q else 1])
-        seqlen_k = cute.size(mK, mode=[0 if c.varlen_k else 1])
-        longest_q = passed.max_seqlen_q if c.varlen_q else seqlen_q
-        sizes = Sizes(
-            Int32(batch),
-            Int32(cute.size(mQ, mode=[1 if c.varlen_q else 2])),
-            Int32(cute.size(mK, mode=[1 if c.varlen_k else 2])),
-            Int32(seqlen_q),
-            Int32(seqlen_k),
-            Int32(longest_q),
-        )
-        total = self.num_m_blocks(sizes) * (sizes.heads // c.pack) * sizes.batch
+        of_q, of_k = self.rows(None, "q"), self.rows(None, "k")
+        o_slots = c.warpgroups * (1 if c.own_o else c.q_stages)
+        q = operand(load, mQ, of_q, (ROWS, c.head_dim), c.warpgroups * c.q_stages)
+        k = operand(load, mK, of_k, (c.tile_n, c.head_dim), c.num_stages)
+        v = operand(load, mV, of_k, (c.tile_n, c.head_dim_v), c.num_stages)
+        o = operand(store, mO, of_q, (ROWS, c.head_dim_v), o_slots)
+        total = self.order(sizes).total
         grid = total if c.dispatch == "one" else cutlass.min(Int32(c.num_ctas), total)
         self.kernel(q, k, v, o, passed, sizes).launch(
             grid=(grid, 1, 1), block=(self.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )
-
-    def _operand(self, op, mX, pack: int, ragged: bool, rows: int, columns: int, slots: int):
-        layout = square_slots(mX.element_type, rows, columns, slots)
-        view = tma_view(mX, pack, ragged)
-        tiler = ((pack, rows // pack), columns) if pack > 1 else (rows, columns)
-        return cpasync.make_tiled_tma_atom(op, view, layout, tiler)
-
-    def num_m_blocks(self, sizes: Sizes) -> Int32:
-        return cute.ceil_div(sizes.longest_q * self.config.pack, self.config.tile_m)
-
-    def band(self, passed: Passed) -> Band:
-        return Band(passed.lo, 0 if self.config.causal else passed.hi)
 
     @cute.kernel
     def kernel(
@@ -233,167 +198,156 @@ class Forward:
         c = self.config
         dtype = q.atom.value_type
         smem = SmemAllocator()
-        sQ = allocate_slots(smem, dtype, q.smem_layout)  # (64, D, WG * SLOT)
-        sK = allocate_slots(smem, dtype, k.smem_layout)  # (bN, D, SLOT)
-        sV = allocate_slots(smem, dtype, v.smem_layout)  # (bN, DV, SLOT)
+        sQ = allocate_slots(smem, dtype, q.smem_layout)
+        sK = allocate_slots(smem, dtype, k.smem_layout)
+        sV = allocate_slots(smem, dtype, v.smem_layout)
         if cutlass.const_expr(c.own_o):
-            sO = allocate_slots(smem, dtype, o.smem_layout)  # (64, DV, WG)
+            sO = allocate_slots(smem, dtype, o.smem_layout)
         else:
             sO = cute.make_tensor(sQ.iterator, o.smem_layout.outer)
-        work = smem.allocate_array(Int32, 4 * c.q_stages)
-        sWork = cute.make_tensor(work, cute.make_layout((4, c.q_stages)))
         consumers = self.mma_warps.count
-        q_ring = Ring.allocate(smem, "q", c.q_stages, c.q_bytes, consumers)
+        work = WorkRing.allocate(smem, c.q_stages, c.q_bytes, consumers)
         k_ring = Ring.allocate(smem, "k", c.num_stages, c.k_bytes, consumers)
         v_ring = Ring.allocate(smem, "v", c.num_stages, c.v_bytes, consumers)
-        publish_barriers((q_ring, k_ring, v_ring))
-        lens_q = Seqlens(sizes.seqlen_q, passed.cu_seqlens_q, passed.seqused_q)
-        lens_k = Seqlens(sizes.seqlen_k, passed.cu_seqlens_k, passed.seqused_k)
-        info = BlockInfo(c.tile_m, c.tile_n, self.band(passed), c.pack)
+        publish_barriers((work.q, k_ring, v_ring))
+        info = BlockInfo(c.tile_m, c.tile_n, passed.band(c.causal), c.pack)
+        shared = Shared(sQ, sK, sV, sO, work, k_ring, v_ring, info, passed, sizes)
+
         warp = cute.arch.warp_idx()
         if warp >= self.load_warps.first:
-            cute.arch.setmaxregister_decrease(self.registers[0])
+            cute.arch.setmaxregister_decrease(self.registers.load)
             if warp == self.load_warps.first:
-                self.load(
-                    (q, k, v),
-                    (sQ, sK, sV),
-                    (q_ring, k_ring, v_ring),
-                    sWork,
-                    (lens_q, lens_k),
-                    info,
-                    sizes,
-                    passed,
-                )
+                self.load(q, k, v, shared)
         else:
-            cute.arch.setmaxregister_increase(self.registers[1])
-            self.compute(
-                o, (sQ, sK, sV, sO), (q_ring, k_ring, v_ring), sWork, (lens_q, lens_k), info, passed
-            )
+            cute.arch.setmaxregister_increase(self.registers.mma)
+            self.compute(o, shared)
 
-    # ---- scheduling
+    # ---- LOAD
 
     @cute.jit
-    def work_of(self, index: Int32, sizes: Sizes) -> Work:
-        """Longest first: blocks of rows from the last on, over groups of heads whose K and V fit L2."""
-        c = self.config
-        num_m_blocks = self.num_m_blocks(sizes)
-        heads = sizes.heads // c.pack
-        per_kv = sizes.heads // c.pack // sizes.heads_kv
-        if cutlass.const_expr(not (c.causal or c.window[0] or c.window[1])):
-            unit = index // num_m_blocks
-            return Work(index % num_m_blocks, unit % heads, unit // heads)
-        bytes_of_head = sizes.seqlen_k * (c.head_dim + c.head_dim_v) * 2
-        group = cutlass.max(Int32(c.l2_bytes) // bytes_of_head, 1) * per_kv
-        units = heads * sizes.batch
-        group = cutlass.min(group, units)
-        in_group = group * num_m_blocks
-        number = index // in_group
-        rest = index - number * in_group
-        here = cutlass.min(group, units - number * group)
-        m_block = num_m_blocks - 1 - rest // here
-        unit = number * group + rest % here
-        return Work(m_block, unit % heads, unit // heads)
+    def load(
+        self, q: cpasync.TmaInfo, k: cpasync.TmaInfo, v: cpasync.TmaInfo, shared: Shared
+    ) -> None:
+        """Hand out tiles, and load what they need.
 
-    # ---- load
-
-    @cute.jit
-    def load(self, infos, slots, rings, sWork, lens, info, sizes: Sizes, passed: Passed) -> None:
-        c = self.config
-        q_rows = Rows(infos[0], c.pack, c.ragged_q)
-        k_rows, v_rows = Rows(infos[1], 1, c.ragged_k), Rows(infos[2], 1, c.ragged_k)
-        q_ring, k_ring, v_ring = rings
-        q_fill, k_fill, v_fill = q_ring.producer(), k_ring.producer(), v_ring.producer()
-        per_kv = sizes.heads // c.pack // sizes.heads_kv
-        total = self.num_m_blocks(sizes) * (sizes.heads // c.pack) * sizes.batch
-        grid, _, _ = cute.arch.grid_dim()
+        A slot of Q that comes back is looked at: should its tile have failed, it goes out again in
+        safe mode, before any other. When no tile is left, the slots that are still out are waited
+        for in turn.
+        """
+        c, work_ring = self.config, shared.work
+        order = self.order(shared.sizes)
+        q_fill, k_fill, v_fill = work_ring.q.producer(), shared.k.producer(), shared.v.producer()
+        work_ring.clear()
         index, _, _ = cute.arch.block_idx()
-        lane = cute.arch.lane_idx()
-        while index < total:
-            work = self.work_of(index, sizes)
-            seq_q, seq_k = lens[0].of(work.batch), lens[1].of(work.batch)
-            if work.m_block * c.tile_m < seq_q.length * c.pack:
-                blocks = info.n_blocks(work.m_block, seq_q.length, seq_k.length)
-                gQ = self._tiles(q_rows, slots[0], work.head, work.batch, seq_q)
-                head_kv = work.head // per_kv
-                gK = self._tiles(k_rows, slots[1], head_kv, work.batch, seq_k)
-                gV = self._tiles(v_rows, slots[2], head_kv, work.batch, seq_k)
-                some = blocks.end > blocks.first
-                if some:
-                    gK.load(blocks.end - 1, k_fill.slot, k_ring.acquire(k_fill))
-                    k_fill.advance()
-                q_ring.empty.wait(q_fill.phase, q_fill.slot)
-                with cute.arch.elect_one():
-                    sWork[0, q_fill.slot] = work.m_block
-                    sWork[1, q_fill.slot] = work.head
-                    sWork[2, q_fill.slot] = work.batch
-                    sWork[3, q_fill.slot] = Int32(1)
-                    q_ring.full.arrive_expecting(c.q_bytes, q_fill.slot)
-                for wg in cutlass.range_constexpr(c.warpgroups):
-                    part = work.m_block * c.warpgroups + wg
-                    gQ.load(part, q_fill.slot * c.warpgroups + wg, q_ring.full[q_fill.slot])
-                q_fill.advance()
-                if some:
-                    for i in cutlass.range(blocks.first + 1, blocks.end, unroll=1):
-                        n_block = blocks.end - 1 - (i - blocks.first)
-                        gK.load(n_block, k_fill.slot, k_ring.acquire(k_fill))
-                        k_fill.advance()
-                        gV.load(n_block + 1, v_fill.slot, v_ring.acquire(v_fill))
-                        v_fill.advance()
-                    gV.load(blocks.first, v_fill.slot, v_ring.acquire(v_fill))
-                    v_fill.advance()
-            index = self.next_index(index, grid, total, passed)
-        q_ring.empty.wait(q_fill.phase, q_fill.slot)
-        with cute.arch.elect_one():
-            sWork[3, q_fill.slot] = Int32(0)
-            q_ring.full.arrive(q_fill.slot)
+        looked_at = Int32(0)  # slots that have come back well since the last tile went out
+        while index < order.total or looked_at < c.q_stages:
+            back = PipelineState(c.q_stages, q_fill.slot, q_fill.phase)
+            back.skip(looked_at)
+            work_ring.q.empty.wait(back.phase, back.slot)
+            failed = work_ring.take_back(back.slot)
+            work, mode = work_ring.work(back.slot), Int32(SAFE)
+            rows = Int32(1)
+            if not failed:
+                mode = Int32(NORMAL)
+                work = Work(*order.tile(cutlass.min(index, order.total - 1)))
+                lengths, _ = shared.lengths(work.batch)
+                rows = lengths.length * c.pack - work.m_block * c.tile_m
+            if not failed and index >= order.total:
+                looked_at += 1
+            else:
+                looked_at = Int32(0)
+                if rows > 0:
+                    k_fill, v_fill = self.load_tile(
+                        (q, k, v), shared, work, mode, (q_fill, k_fill, v_fill)
+                    )
+                    q_fill.advance()
+                if not failed:
+                    index = self.next_index(index, order.total, shared.passed)
+        work_ring.end(q_fill)
 
     @cute.jit
-    def next_index(self, index: Int32, grid: Int32, total: Int32, passed: Passed) -> Int32:
+    def load_tile(self, operands, shared: Shared, work: Work, mode: Int32, states):
+        """Q, and K and V block by block in the order in which the products need them."""
         c = self.config
-        if cutlass.const_expr(c.dispatch == "one"):
-            return total
-        if cutlass.const_expr(c.dispatch == "static"):
-            return index + grid
-        taken = Int32(0)
-        if cute.arch.lane_idx() == 0:
-            taken = grid + cute.arch.atomic_add(
-                passed.counter.iterator, Int32(1), sem="relaxed", scope="gpu"
-            )
-            if taken == total + grid - 1:  # the last to ask leaves it as it was
-                passed.counter[0] = Int32(0)
-        return cute.arch.shuffle_sync(taken, 0)
+        q, k, v = operands
+        q_fill, k_fill, v_fill = states
+        seq_q, seq_k = shared.lengths(work.batch)
+        blocks = shared.info.n_blocks(work.m_block, seq_q.length, seq_k.length)
+        head_kv = work.head // self.heads_per_kv(shared.sizes)
+        loads_q = self.tile_loads(q, "q", shared.sQ, work.head, work.batch, seq_q)
+        loads_k = self.tile_loads(k, "k", shared.sK, head_kv, work.batch, seq_k)
+        loads_v = self.tile_loads(v, "k", shared.sV, head_kv, work.batch, seq_k)
+        full = shared.work.announce(q_fill, work, mode)
+        for wg in cutlass.range_constexpr(c.warpgroups):
+            slot = q_fill.slot * c.warpgroups + wg
+            loads_q.load(work.m_block * c.warpgroups + wg, slot, full)
+        if blocks.end > blocks.first:
+            loads_k.load(blocks.end - 1, k_fill.slot, shared.k.acquire(k_fill))
+            k_fill.advance()
+            for i in cutlass.range(blocks.end - 1 - blocks.first, unroll=1):
+                n_block = blocks.end - 2 - i
+                loads_k.load(n_block, k_fill.slot, shared.k.acquire(k_fill))
+                k_fill.advance()
+                loads_v.load(n_block + 1, v_fill.slot, shared.v.acquire(v_fill))
+                v_fill.advance()
+            loads_v.load(blocks.first, v_fill.slot, shared.v.acquire(v_fill))
+            v_fill.advance()
+        return k_fill, v_fill
 
     @cute.jit
-    def _tiles(
-        self, rows: Rows, sX: cute.Tensor, head: Int32, batch: Int32, seqlen: SeqlenInfo
-    ) -> Any:
-        from cutex.device.atoms.tma import TileLoads
-
-        tiler = rows.tiler(cute.size(sX, mode=[0]), cute.size(sX, mode=[1]))
-        mX = rows.of(head, batch, seqlen)
-        first = ((0, None), 0) if rows.pack > 1 else (None, 0)
-        gX = cute.local_tile(mX, tiler, first)  # (bRows, D, Rest)
+    def tile_loads(
+        self,
+        info: cpasync.TmaInfo,
+        side: cutlass.Constexpr[str],
+        sX: cute.Tensor,
+        head: Int32,
+        batch: Int32,
+        seqlen: SeqlenInfo,
+    ) -> TileLoads:
+        """Of one head of one sequence, into the slots of sX (rows, columns, SLOT)."""
+        rows = self.rows(info, side)
+        gX = rows.tiles(head, batch, seqlen, (cute.size(sX, mode=[0]), cute.size(sX, mode=[1])))
         tXsX, tXgX = cpasync.tma_partition(
-            rows.info.atom,
+            info.atom,
             0,
             cute.make_layout(1),
             cute.group_modes(sX, 0, 2),
             cute.group_modes(gX, 0, 2),
-        )
-        return TileLoads(rows.info.atom, tXgX, tXsX)
-
-    # ---- compute
+        )  # (TMA, SLOT), (TMA, Rest)
+        return TileLoads(info.atom, tXgX, tXsX)
 
     @cute.jit
-    def compute(self, o, slots, rings, sWork, lens, info, passed: Passed) -> None:
+    def next_index(self, index: Int32, total: Int32, passed: Passed) -> Int32:
+        """Asked for when a tile's loads are out, not before: who is late gets fewer tiles."""
+        grid, _, _ = cute.arch.grid_dim()
+        if cutlass.const_expr(self.config.dispatch == "one"):
+            index = total
+        elif cutlass.const_expr(self.config.dispatch == "static"):
+            index += grid
+        else:
+            if cute.arch.lane_idx() == 0:
+                counter = passed.counter
+                index = grid + cute.arch.atomic_add(
+                    counter.iterator, Int32(1), sem="relaxed", scope="gpu"
+                )
+                if index == total + grid - 1:  # the last to ask leaves it as it was
+                    counter[0] = Int32(0)
+            index = cute.arch.shuffle_sync(index, 0)
+        return index
+
+    # ---- MMA
+
+    @cute.jit
+    def compute(self, o: cpasync.TmaInfo, shared: Shared) -> None:
+        """Each warpgroup its 64 rows of every tile."""
         c = self.config
-        sQ, sK, sV, sO = slots
-        q_ring, k_ring, v_ring = rings
+        sQ, sK, sV, work_ring = shared.sQ, shared.sK, shared.sV, shared.work
         dtype = sQ.element_type
         thread, _, _ = cute.arch.thread_idx()
+        wg = cute.arch.make_warp_uniform(thread // WARPGROUP)
         qk = product(make_mma(1, c.tile_n, dtype, c.q_in_registers, False), sK)
-        vt = contiguous_rows_layout(dtype, c.head_dim_v, c.tile_n, c.num_stages)
-        sVt = cute.make_tensor(sV.iterator, vt.outer)  # (DV, bN, SLOT)
+        transposed = contiguous_rows_layout(dtype, c.head_dim_v, c.tile_n, c.num_stages)
+        sVt = cute.make_tensor(sV.iterator, transposed.outer)  # (DV, bN, SLOT)
         pv = product(make_mma(1, c.head_dim_v, dtype, True, True), sVt)
         if cutlass.const_expr(c.q_in_registers):
             tSrQ = a_registers(c.head_dim, dtype)
@@ -401,231 +355,149 @@ class Forward:
             tSrQ = a_from_smem(qk.tiled_mma, sQ)  # (MMA, MMA_M, MMA_K, WG * SLOT)
         acc_o = pv.accumulator(c.head_dim_v)
         tOrP = a_registers(c.tile_n, dtype)
-        q_take, k_take, v_take = q_ring.consumer(), k_ring.consumer(), v_ring.consumer()
-        wg = cute.arch.make_warp_uniform(thread // WARPGROUP)
-        turns = OrderedBarrier(TURN_BARRIER)
-        if cutlass.const_expr(c.pingpong != ""):
+        factors = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        turns = OrderedBarrier(TURN_BARRIER) if c.warpgroups > 1 else None
+        if cutlass.const_expr(turns is not None):
             if wg == c.warpgroups - 1:
                 turns.signal(0)
-        scale_log2 = passed.scale * LOG2_E
-        q_ring.wait_full(q_take)
-        while sWork[3, q_take.slot] != 0:
-            work = Work(sWork[0, q_take.slot], sWork[1, q_take.slot], sWork[2, q_take.slot])
-            seq_q, seq_k = lens[0].of(work.batch), lens[1].of(work.batch)
-            blocks = info.n_blocks(work.m_block, seq_q.length, seq_k.length)
-            row = work.m_block * c.tile_m + wg * 64 + thread % 128 // 32 * 16 + thread % 32 // 4
-            mask = Mask(
-                info.band,
-                c.tile_n,
-                seq_q.length,
-                seq_k.length,
-                (row // c.pack, (row + 8) // c.pack),
-                thread % 4,
-            )
-            softmax = Softmax.start(scale_log2, c.slack)
-            factors = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-            lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-            q_part = q_take.slot * c.warpgroups + wg
+        q_take, state = work_ring.q.consumer(), (shared.k.consumer(), shared.v.consumer())
+        work_ring.q.wait_full(q_take)
+        mode = work_ring.mode(q_take.slot)
+        while mode != END:
+            work = work_ring.work(q_take.slot)
+            seq_q, seq_k = shared.lengths(work.batch)
+            blocks = shared.info.n_blocks(work.m_block, seq_q.length, seq_k.length)
+            q_slot = q_take.slot * c.warpgroups + wg
+            rows = self.thread_rows(work, wg)
+            score_ops = self.score_ops(shared, rows, work, seq_q, seq_k)
+            softmax = Softmax.start(score_ops.scale_log2(), self.slack(dtype))
+            trusted = Boolean(True)
             if blocks.end > blocks.first:
-                tSrQ_here = tSrQ
+                tSrQ_tile = tSrQ
                 if cutlass.const_expr(c.q_in_registers):
-                    self.load_q(qk.tiled_mma, sQ[None, None, q_part], tSrQ)
-                    q_ring.release(q_take)
+                    self.load_q(qk.tiled_mma, sQ[None, None, q_slot], tSrQ)
                 else:
-                    tSrQ_here = tSrQ[None, None, None, q_part]
-                k_take, v_take = self.mainloop(
-                    qk,
-                    pv,
-                    tSrQ_here,
-                    (acc_o, tOrP),
-                    (k_ring, v_ring),
-                    (k_take, v_take),
-                    blocks,
-                    mask,
-                    softmax,
-                    factors,
-                    turns,
-                    wg,
-                )
-                if cutlass.const_expr(c.own_o and not c.q_in_registers):
-                    q_ring.release(q_take)
-                softmax.finish(None, factors, lse)
-                rO = rows_of(acc_o)
-                for r in cutlass.range_constexpr(2):
-                    for col in cutlass.range_constexpr(cute.size(rO, mode=[1])):
-                        rO[r, col] *= factors[r]
+                    tSrQ_tile = tSrQ[None, None, None, q_slot]
+                loop = BlockLoop(
+                    qk, pv, tSrQ_tile, acc_o, tOrP, shared.k, shared.v, score_ops, softmax,
+                    factors, turns, wg, c.warpgroups, c.optimistic and not c.modified,
+                )  # fmt: skip
+                state = loop.run(blocks, state, mode == SAFE)
+                sinks = self.sinks(shared.passed, rows, work)
+                trusted = softmax.finish(sinks, factors, lse)
+                trusted = trusted & (acc_o[0] * 0.0 == 0.0) & (acc_o[2] * 0.0 == 0.0)
+                trusted = trusted | (mode == SAFE)
+                loop.scale_output()
             else:
-                if cutlass.const_expr(c.own_o):
-                    q_ring.release(q_take)
                 acc_o.fill(0.0)
-                lse.fill(-Float32.inf)
-            self.store(
-                o, sO, q_part if not c.own_o else wg, acc_o, lse, work, seq_q, passed, row, wg
-            )
+                self.without_keys(self.sinks(shared.passed, rows, work), lse)
+            o_slot = wg if c.own_o else q_slot
+            if cutlass.const_expr(c.own_o):
+                work_ring.release(q_take, trusted)
+            self.store(o, shared, acc_o, work, seq_q, o_slot)
+            if cutlass.const_expr(c.lse):
+                self.store_lse(shared.passed.lse, lse, work, seq_q, rows)
             if cutlass.const_expr(not c.own_o):
-                if thread % WARPGROUP < 32:
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-                q_ring.release(q_take)
+                self.wait_stores()
+                work_ring.release(q_take, trusted)
             q_take.advance()
-            q_ring.wait_full(q_take)
-        if thread % WARPGROUP < 32:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            work_ring.q.wait_full(q_take)
+            mode = work_ring.mode(q_take.slot)
+        self.wait_stores()
+
+    def slack(self, dtype: type[cutlass.Numeric]) -> float:
+        """fp16 ends at 2^16, which `Softmax.add` should not reach either."""
+        return min(self.config.slack, 4.0) if dtype is cutlass.Float16 else self.config.slack
+
+    def thread_rows(self, work: Work, wg: Int32) -> tuple[Int32, Int32]:
+        """The two packed rows of a sequence's head that this thread holds."""
+        thread, _, _ = cute.arch.thread_idx()
+        first = work.m_block * self.config.tile_m + wg * ROWS
+        row = first + thread % WARPGROUP // 32 * 16 + thread % 32 // 4
+        return row, row + 8
+
+    def score_ops(self, shared: Shared, rows, work: Work, seq_q, seq_k) -> ScoreOps:
+        c, passed = self.config, shared.passed
+        thread, _, _ = cute.arch.thread_idx()
+        queries = tuple(row // c.pack for row in rows)
+        heads = tuple(work.head * c.pack + row % c.pack for row in rows)
+        mask = Mask(shared.info.band, c.tile_n, seq_q.length, seq_k.length, queries, thread % 4)
+        functions = c.score_mod, c.mask_mod
+        return ScoreOps(mask, passed.scale, passed.softcap, *functions, work.batch, heads)
+
+    def sinks(self, passed: Passed, rows, work: Work) -> tuple[Float32, ...] | None:
+        if passed.sink is None:
+            return None
+        pack = self.config.pack
+        return tuple(passed.sink[work.head * pack + row % pack] for row in rows)
 
     @cute.jit
-    def load_q(self, tiled_mma, sQ: cute.Tensor, tSrQ: cute.Tensor) -> None:
+    def without_keys(self, sinks, lse: cute.Tensor) -> None:
+        for r in cutlass.range_constexpr(2):
+            lse[r] = -Float32.inf if sinks is None else sinks[r]
+
+    @cute.jit
+    def load_q(self, tiled_mma: cute.TiledMma, sQ: cute.Tensor, tSrQ: cute.Tensor) -> None:
         """This warpgroup's rows of Q (64, D) into registers."""
         thread, _, _ = cute.arch.thread_idx()
-        atom = cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), sQ.element_type)
-        s2r = cute.make_tiled_copy_A(atom, tiled_mma).get_slice(thread % WARPGROUP)
-        tXsQ = s2r.partition_S(sQ)
-        cute.copy(s2r, tXsQ, s2r.retile(tSrQ))
+        load = cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), sQ.element_type)
+        s2r = cute.make_tiled_copy_A(load, tiled_mma).get_slice(thread % WARPGROUP)
+        cute.copy(s2r, s2r.partition_S(sQ), s2r.retile(tSrQ))
 
     @cute.jit
-    def mainloop(self, qk, pv, tSrQ, accs, rings, takes, blocks, mask, softmax, factors, turns, wg):
+    def store(
+        self, o: cpasync.TmaInfo, shared: Shared, acc_o, work: Work, seq_q: SeqlenInfo, slot: Int32
+    ) -> None:
+        """Round O, put it into `slot` and start its store, which leaves out rows past the end.
+
+        NOTE: of a tile that is done again, both stores have one address; the second waits until the
+        first has been written, not only read.
+        """
         c = self.config
-        acc_o, tOrP = accs
-        k_ring, v_ring = rings
-        k_take, v_take = takes
-        acc_s = qk.accumulator(c.tile_n)  # NOTE: fresh, so that nothing of the last block is kept
-        rS = rows_of(acc_s)
-        n_block = blocks.end - 1
-        k_ring.wait_full(k_take)
-        qk.issue(acc_s, tSrQ, k_take.slot, False)
-        warpgroup.wait_group(0)
-        k_ring.release(k_take)
-        k_take.advance()
-        mask.apply(rS, n_block)
-        softmax.first(rS)
-        round_to(tOrP, acc_s)
-        acc_o.fill(0.0)
-        n_block -= 1
-        what = (qk, pv, tSrQ, accs, rings, mask, softmax, factors, turns, wg)
-        state = (k_take, v_take)
-        clean_from = blocks.first
-        if cutlass.const_expr(mask.band.hi is not None):
-            masked = cutlass.max(blocks.end - 1 - blocks.clean_end, 0)
-            state = self.steps(what, state, n_block, masked, "masked")
-            n_block -= masked
-        if cutlass.const_expr(mask.band.lo is not None):
-            clean_from = cutlass.min(blocks.clean_first, n_block + 1)
-        clean = n_block + 1 - clean_from
-        if cutlass.const_expr(c.optimistic and mask.band.hi is not None):
-            safe = cutlass.min(clean, 1)
-            state = self.steps(what, state, n_block, safe, "safe")
-            n_block -= safe
-            clean -= safe
-        state = self.steps(what, state, n_block, clean, "fast" if c.optimistic else "safe")
-        n_block -= clean
-        if cutlass.const_expr(mask.band.lo is not None):
-            state = self.steps(what, state, n_block, n_block + 1 - blocks.first, "masked")
-        k_take, v_take = state
-        v_ring.wait_full(v_take)
-        pv.issue(acc_o, tOrP, v_take.slot, True)
-        warpgroup.wait_group(0)
-        v_ring.release(v_take)
-        v_take.advance()
-        return k_take, v_take
-
-    @cute.jit
-    def steps(self, what, state, n_block: Int32, count: Int32, kind: cutlass.Constexpr[str]):
-        k_take, v_take = state
-        for _ in cutlass.range(count, unroll=1):
-            k_take, v_take = self.step(what, (k_take, v_take), n_block, kind)
-            n_block -= 1
-        return k_take, v_take
-
-    @cute.jit
-    def step(self, what, takes, n_block: Int32, kind: cutlass.Constexpr[str]):
-        """One block of keys: QK of it, and PV of the one before under its softmax."""
-        c = self.config
-        qk, pv, tSrQ, accs, rings, mask, softmax, factors, turns, wg = what
-        acc_o, tOrP = accs
-        k_ring, v_ring = rings
-        k_take, v_take = takes
-        acc_s = qk.accumulator(c.tile_n)  # NOTE: fresh, so that nothing of the last block is kept
-        rS = rows_of(acc_s)
-        k_ring.wait_full(k_take)
-        if cutlass.const_expr(c.pingpong == "gemm"):
-            turns.wait(wg)
-        qk.issue(acc_s, tSrQ, k_take.slot, False)
-        v_ring.wait_full(v_take)
-        pv.issue(acc_o, tOrP, v_take.slot, True)
-        if cutlass.const_expr(c.pingpong == "gemm"):
-            turns.signal((wg + 1) % c.warpgroups)
-        warpgroup.wait_group(1)
-        k_ring.release(k_take)
-        k_take.advance()
-        if cutlass.const_expr(kind == "masked"):
-            mask.apply(rS, n_block)
-        rescale = Boolean(False)
-        if cutlass.const_expr(kind == "fast"):
-            softmax.add(rS)
-        else:
-            rescale = softmax.next(rS, factors)
-        warpgroup.wait_group(0)
-        v_ring.release(v_take)
-        v_take.advance()
-        round_to(tOrP, acc_s)
-        if cutlass.const_expr(kind != "fast"):
-            self.rescale(rescale, acc_o, factors)
-        return k_take, v_take
-
-    @cute.jit
-    def rescale(self, when: Boolean, acc_o, factors) -> None:
-        if when:
-            rO = rows_of(acc_o)
-            for r in cutlass.range_constexpr(2):
-                for col in cutlass.range_constexpr(cute.size(rO, mode=[1])):
-                    rO[r, col] *= factors[r]
-
-    @cute.jit
-    def store(self, o, sO, slot, acc_o, lse, work, seq_q, passed, row, wg) -> None:
-        c = self.config
+        sO = shared.sO
         thread, _, _ = cute.arch.thread_idx()
-        barrier = STORE_BARRIER + wg
-        mine = thread % WARPGROUP < 32
-        if cutlass.const_expr(c.own_o):
-            if mine:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
-        mma = make_mma(1, c.head_dim_v, sO.element_type, True, True)
+        wg = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        stores = cute.arch.warp_idx() % 4 == 0
+        if stores:
+            cute.arch.cp_async_bulk_wait_group(0, read=not c.optimistic)
+        cute.arch.barrier(barrier_id=STORE_BARRIER + wg, number_of_threads=WARPGROUP)
         to_smem = cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), sO.element_type)
+        mma = make_mma(1, c.head_dim_v, sO.element_type, True, True)
         r2s = cute.make_tiled_copy_C(to_smem, mma)
         tRS_sO = r2s.get_slice(thread % WARPGROUP).partition_D(sO[None, None, slot])
         tRS_rO = cute.make_rmem_tensor(tRS_sO.shape, sO.element_type)
-        flat = cute.make_layout(cute.size(acc_o))
-        cute.make_tensor(tRS_rO.iterator, flat).store(
-            cute.make_tensor(acc_o.iterator, flat).load().to(sO.element_type)
-        )
+        parts = cute.make_layout((8, cute.size(acc_o) // 8))
+        wide = cute.make_tensor(acc_o.iterator, parts)
+        narrow = cute.make_tensor(tRS_rO.iterator, parts)
+        for part in cutlass.range_constexpr(cute.size(acc_o) // 8):
+            narrow[None, part].store(wide[None, part].load().to(sO.element_type))
         cute.copy(r2s, tRS_rO, tRS_sO)
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
-        if mine:
-            rows = Rows(o, c.pack, c.ragged_q)
-            mO = rows.of(work.head, work.batch, seq_q)
-            first = ((0, None), 0) if c.pack > 1 else (None, 0)
-            gO = cute.local_tile(mO, rows.tiler(64, c.head_dim_v), first)
+        cute.arch.barrier(barrier_id=STORE_BARRIER + wg, number_of_threads=WARPGROUP)
+        if stores:
+            gO = self.rows(o, "q").tiles(work.head, work.batch, seq_q, (ROWS, c.head_dim_v))
             bSG_sO, bSG_gO = cpasync.tma_partition(
-                o.atom,
-                0,
-                cute.make_layout(1),
-                cute.group_modes(sO, 0, 2),
-                cute.group_modes(gO, 0, 2),
-            )
+                o.atom, 0, cute.make_layout(1), cute.group_modes(sO, 0, 2), cute.group_modes(gO, 0, 2)
+            )  # fmt: skip
             cute.copy(o.atom, bSG_sO[None, slot], bSG_gO[None, work.m_block * c.warpgroups + wg])
             cute.arch.cp_async_bulk_commit_group()
-        if cutlass.const_expr(c.lse):
-            self.store_lse(passed.lse, lse, work, seq_q, row)
 
     @cute.jit
-    def store_lse(self, mLSE, lse, work, seq_q, row) -> None:
-        c = self.config
+    def wait_stores(self) -> None:
+        """Until TMA has read what this warpgroup stores."""
+        if cute.arch.warp_idx() % 4 == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def store_lse(self, mLSE: cute.Tensor, lse, work: Work, seq_q: SeqlenInfo, rows) -> None:
+        """By one of the four threads that hold a row."""
+        pack = self.config.pack
         thread, _, _ = cute.arch.thread_idx()
         for r in cutlass.range_constexpr(2):
-            packed = row + 8 * r
-            query, head = packed // c.pack, work.head * c.pack + packed % c.pack
+            query, head = rows[r] // pack, work.head * pack + rows[r] % pack
             if thread % 4 == 0 and query < seq_q.length:
-                if cutlass.const_expr(c.varlen_q):
+                if cutlass.const_expr(self.config.varlen_q):
                     mLSE[head, seq_q.offset + query] = lse[r]
                 else:
                     mLSE[work.batch, head, query] = lse[r]

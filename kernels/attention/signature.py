@@ -1,0 +1,99 @@
+"""What an attention kernel is passed, in the order of its launch, alike on every arch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from cutlass import Int32, cute
+
+from cutex.compile import Argument, Operand, Scalar
+from cutex.device.attention.block_info import Band
+from cutex.device.attention.seqlen_info import Seqlens
+from cutex.kernels.attention.config import ForwardConfig
+
+
+def arguments(config: ForwardConfig, dtype: str) -> tuple[Argument, ...]:
+    """q, k, v, o, and what `config` says is passed besides; Passed has it in the same order."""
+    c = config
+    q = ("tq", "h", "d") if c.varlen_q else ("b", "sq", "h", "d")
+    k = ("tk", "hk", "d") if c.varlen_k else ("b", "sk", "hk", "d")
+    shapes = {"q": q, "k": k, "v": (*k[:-1], "dv"), "o": (*q[:-1], "dv")}
+    found: list[Argument] = [Operand(name, sizes, dtype) for name, sizes in shapes.items()]
+
+    def vector(there: bool, name: str, sizes: tuple[str, ...], kind: str) -> None:
+        if there:
+            found.append(Operand(name, sizes, kind, aligned=False, whole=False))
+
+    def scalar(there: bool, name: str, kind: str) -> None:
+        if there:
+            found.append(Scalar(name, kind))
+
+    vector(c.lse, "lse", ("h", "tq") if c.varlen_q else ("b", "h", "sq"), "fp32")
+    vector(c.varlen_q, "cu_seqlens_q", ("b1",), "int32")
+    vector(c.varlen_k, "cu_seqlens_k", ("b1",), "int32")
+    vector(c.used_q, "seqused_q", ("b",), "int32")
+    vector(c.used_k, "seqused_k", ("b",), "int32")
+    vector(c.sink, "sink", ("h",), "fp32")
+    vector(c.dispatch == "dynamic", "counter", ("words",), "int32")
+    scalar(True, "scale", "fp32")
+    scalar(c.softcap, "softcap", "fp32")
+    scalar(c.window[0], "lo", "int32")
+    scalar(c.window[1], "hi", "int32")
+    scalar(c.varlen_q, "max_seqlen_q", "int32")
+    return tuple(found)
+
+
+class Passed(NamedTuple):
+    """What a kernel is passed besides q, k, v and o; None for what it is not."""
+
+    lse: Any = None  # (batch, heads, seqlen_q) or (heads, total_q)
+    cu_seqlens_q: Any = None  # (batch + 1)
+    cu_seqlens_k: Any = None
+    seqused_q: Any = None  # (batch)
+    seqused_k: Any = None
+    sink: Any = None  # (heads)
+    counter: Any = None  # (2): tiles handed out; 0 before and after a launch
+    scale: Any = None
+    softcap: Any = None
+    lo: Any = None
+    hi: Any = None
+    max_seqlen_q: Any = None
+
+    @staticmethod
+    def of(config: ForwardConfig, values: tuple[Any, ...]) -> Passed:
+        names = [a.name for a in arguments(config, "bf16")[4:]]
+        return Passed(**dict(zip(names, values, strict=True)))
+
+    def band(self, causal: bool) -> Band:
+        return Band(self.lo, 0 if causal else self.hi)
+
+
+class Sizes(NamedTuple):
+    """The extents of a problem."""
+
+    batch: Int32
+    heads: Int32  # of q
+    heads_kv: Int32
+    rows_q: Int32  # of mode seqlen or, of a ragged side, of all sequences
+    rows_k: Int32
+    longest_q: Int32  # no sequence has more queries
+
+    @staticmethod
+    def of(config: ForwardConfig, mQ: cute.Tensor, mK: cute.Tensor, passed: Passed) -> Sizes:
+        c = config
+        at_q, at_k = (0 if c.varlen_q else 1), (0 if c.varlen_k else 1)
+        if c.varlen_q:
+            batch = cute.size(passed.cu_seqlens_q, mode=[0]) - 1
+        else:
+            batch = cute.size(mQ, mode=[0])
+        rows_q, rows_k = cute.size(mQ, mode=[at_q]), cute.size(mK, mode=[at_k])
+        longest = passed.max_seqlen_q if c.varlen_q else rows_q
+        heads, heads_kv = cute.size(mQ, mode=[at_q + 1]), cute.size(mK, mode=[at_k + 1])
+        return Sizes(*(Int32(x) for x in (batch, heads, heads_kv, rows_q, rows_k, longest)))
+
+    def seqlens(self, passed: Passed) -> tuple[Seqlens, Seqlens]:
+        """Of queries and of keys."""
+        return (
+            Seqlens(self.rows_q, passed.cu_seqlens_q, passed.seqused_q),
+            Seqlens(self.rows_k, passed.cu_seqlens_k, passed.seqused_k),
+        )

@@ -1,0 +1,157 @@
+"""BlockLoop: one warpgroup's walk over the blocks of keys of its 64 rows.
+
+    S = Q K[n]^T, P = exponentials of S, O += P V[n],  from the last block to the first
+
+A step issues QK of its block and, behind it, PV of the block before, whose P is in registers; the
+softmax of this block runs while the tensor cores are at that PV. Meanwhile the other warpgroup
+issues its two products: an OrderedBarrier sees to it that they alternate, so that the tensor cores
+always have one's products while the other takes exponentials.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Boolean, Int32, cute
+from cutlass.cute.nvgpu import warpgroup
+
+from cutex.device.attention.block_info import Blocks
+from cutex.device.attention.products import Product, round_to
+from cutex.device.attention.scores import ScoreOps
+from cutex.device.attention.softmax import Softmax, rows_of
+from cutex.device.pipeline import OrderedBarrier, PipelineState, Ring
+
+State = tuple[PipelineState, PipelineState]  # in the rings of K and of V
+
+
+@dataclass(frozen=True)
+class BlockLoop:
+    qk: Product
+    pv: Product
+    tSrQ: cute.Tensor  # (MMA, MMA_M, MMA_K) descriptors or registers
+    acc_o: cute.Tensor  # (MMA, 1, 1) fp32
+    tOrP: cute.Tensor  # ((2, 2, 2), 1, MMA_K), rounded
+    k: Ring
+    v: Ring
+    score_ops: ScoreOps
+    softmax: Softmax
+    factors: cute.Tensor  # (2)
+    turns: OrderedBarrier | None
+    warpgroup: Int32
+    warpgroups: int
+    optimistic: bool
+
+    @property
+    def tile_n(self) -> int:
+        return self.score_ops.mask.tile_n
+
+    @cute.jit
+    def run(self, blocks: Blocks, state: State, safe: Boolean) -> State:
+        """O of all blocks, of which there is at least one; unscaled."""
+        band = self.score_ops.mask.band
+        n_block = blocks.end - 1
+        state = self.first(n_block, state)
+        n_block -= 1
+        if cutlass.const_expr(band.hi is not None):
+            count = cutlass.max(blocks.end - 1 - blocks.clean_end, 0)
+            state = self.steps(n_block, count, state, "masked")
+            n_block -= count
+        clean_first = blocks.first
+        if cutlass.const_expr(band.lo is not None):
+            clean_first = cutlass.min(blocks.clean_first, n_block + 1)
+        clean = n_block + 1 - clean_first
+        if cutlass.const_expr(self.optimistic):
+            # NOTE: of a band, a row may see no key before the first block that is all its own
+            count = clean if safe else cutlass.min(clean, 1 if band.hi is not None else 0)
+            state = self.steps(n_block, count, state, "clean")
+            n_block -= count
+            clean -= count
+        state = self.steps(n_block, clean, state, "add" if self.optimistic else "clean")
+        n_block -= clean
+        if cutlass.const_expr(band.lo is not None):
+            state = self.steps(n_block, n_block + 1 - blocks.first, state, "masked")
+        return self.last(state)
+
+    @cute.jit
+    def first(self, n_block: Int32, state: State) -> State:
+        """QK and softmax of the first block; the end of the keys may lie in it."""
+        k, v = state
+        acc_s = self.qk.accumulator(self.tile_n)
+        self.k.wait_full(k)
+        self.qk.issue(acc_s, self.tSrQ, k.slot, False)
+        warpgroup.wait_group(0)
+        self.k.release(k)
+        k.advance()
+        scores = rows_of(acc_s)
+        self.score_ops.apply(scores, n_block, True)
+        self.softmax.first(scores)
+        round_to(self.tOrP, acc_s)
+        self.acc_o.fill(0.0)
+        return k, v
+
+    @cute.jit
+    def steps(
+        self, n_block: Int32, count: Int32, state: State, kind: cutlass.Constexpr[str]
+    ) -> State:
+        """`count` steps from `n_block` down."""
+        k, v = state
+        for i in cutlass.range(count, unroll=1):
+            k, v = self.step(n_block - i, (k, v), kind)
+        return k, v
+
+    @cute.jit
+    def step(self, n_block: Int32, state: State, kind: cutlass.Constexpr[str]) -> State:
+        """QK and softmax of a block, and PV of the one before.
+
+        kind: "masked", "clean" or, of blocks that are clean, "add": without looking for a larger
+        score.
+        """
+        k, v = state
+        # NOTE: an accumulator that outlived its step would keep its registers in the next
+        acc_s = self.qk.accumulator(self.tile_n)
+        self.k.wait_full(k)
+        if cutlass.const_expr(self.turns is not None):
+            self.turns.wait(self.warpgroup)
+        self.qk.issue(acc_s, self.tSrQ, k.slot, False)
+        self.v.wait_full(v)
+        self.pv.issue(self.acc_o, self.tOrP, v.slot, True)
+        if cutlass.const_expr(self.turns is not None):
+            self.turns.signal((self.warpgroup + 1) % self.warpgroups)
+        warpgroup.wait_group(1)
+        self.k.release(k)
+        k.advance()
+        scores = rows_of(acc_s)
+        self.score_ops.apply(scores, n_block, kind == "masked")
+        rescale = Boolean(False)
+        if cutlass.const_expr(kind == "add"):
+            self.softmax.add(scores)
+        else:
+            rescale = self.softmax.next(scores, self.factors)
+        warpgroup.wait_group(0)
+        self.v.release(v)
+        v.advance()
+        round_to(self.tOrP, acc_s)
+        if cutlass.const_expr(kind != "add"):
+            if rescale:
+                self.scale_output()
+        return k, v
+
+    @cute.jit
+    def last(self, state: State) -> State:
+        """PV of the last block."""
+        k, v = state
+        self.v.wait_full(v)
+        self.pv.issue(self.acc_o, self.tOrP, v.slot, True)
+        warpgroup.wait_group(0)
+        self.v.release(v)
+        v.advance()
+        return k, v
+
+    @cute.jit
+    def scale_output(self) -> None:
+        """Multiply each row of O by its factor."""
+        rows = rows_of(self.acc_o)
+        for r in cutlass.range_constexpr(2):
+            for c in cutlass.range_constexpr(cute.size(rows, mode=[1])):
+                rows[r, c] *= self.factors[r]

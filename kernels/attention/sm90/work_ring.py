@@ -1,0 +1,115 @@
+"""WorkRing: the slots of Q, each with the tile that it belongs to and what became of it.
+
+The load warp hands out tiles with their Q: a slot says which tile it holds, so that consumers learn
+of it by the barrier that they wait for anyway. With the slot's release each consumer warp says
+whether the tile came out well; a tile that did not is loaded again, to be computed in safe mode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Boolean, Int32, cute
+from cutlass.memory import SmemAllocator
+
+from cutex.device.pipeline import PipelineState, Ring
+
+END, NORMAL, SAFE = 0, 1, 2  # how a slot's tile is to be computed; END: there are no more tiles
+
+
+class Work(NamedTuple):
+    """A tile of rows of one head, or of one group of packed heads, of one sequence."""
+
+    m_block: Int32
+    head: Int32
+    batch: Int32
+
+
+@dataclass(frozen=True)
+class WorkRing:
+    """
+    q.full[slot]    1: LOAD, and the bytes by TMA             consumers, before the first QK
+    q.empty[slot]   1 a consumer warp, done with the tile     LOAD
+    """
+
+    q: Ring
+    words: cute.Tensor  # (4, SLOT): m_block, head, batch, mode
+    failed: cute.Tensor  # (consumer warps, SLOT): whether a warp's rows must be done again
+
+    @staticmethod
+    def allocate(
+        smem: SmemAllocator, num_slots: int, slot_bytes: int, consumer_warps: int
+    ) -> WorkRing:
+        words = smem.allocate_array(Int32, 4 * num_slots)
+        failed = smem.allocate_array(Int32, consumer_warps * num_slots)
+        return WorkRing(
+            Ring.allocate(smem, "q", num_slots, slot_bytes, consumer_warps),
+            cute.make_tensor(words, cute.make_layout((4, num_slots))),
+            cute.make_tensor(failed, cute.make_layout((consumer_warps, num_slots))),
+        )
+
+    # ---- the load warp's side
+
+    @cute.jit
+    def clear(self) -> None:
+        """Before the first tile: no slot holds one that failed."""
+        lane, words = cute.arch.lane_idx(), self.failed
+        for slot in cutlass.range_constexpr(self.q.num_slots):
+            if lane < cute.size(words, mode=[0]):
+                words[lane, slot] = Int32(0)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def announce(self, state: PipelineState, work: Work, mode: Int32) -> cute.Pointer:
+        """Fill the words of an empty slot and arm its barrier, which is returned."""
+        words = self.words
+        with cute.arch.elect_one():
+            words[0, state.slot] = work.m_block
+            words[1, state.slot] = work.head
+            words[2, state.slot] = work.batch
+            words[3, state.slot] = mode
+            self.q.full.arrive_expecting(self.q.slot_bytes, state.slot)
+        return self.q.full[state.slot]
+
+    @cute.jit
+    def end(self, state: PipelineState) -> None:
+        """Tell the consumers that there are no more tiles."""
+        words = self.words
+        with cute.arch.elect_one():
+            words[3, state.slot] = Int32(END)
+            self.q.full.arrive(state.slot)
+
+    @cute.jit
+    def take_back(self, slot: Int32) -> Boolean:
+        """Whether the tile of an emptied slot failed, which this forgets."""
+        lane, words = cute.arch.lane_idx(), self.failed
+        failed = Boolean(False)
+        if lane < cute.size(words, mode=[0]):
+            failed = words[lane, slot] != 0
+        any_failed = cute.arch.vote_any_sync(failed)
+        if failed:
+            words[lane, slot] = Int32(0)
+        cute.arch.sync_warp()
+        return any_failed
+
+    # ---- both sides
+
+    def work(self, slot: Int32) -> Work:
+        return Work(self.words[0, slot], self.words[1, slot], self.words[2, slot])
+
+    def mode(self, slot: Int32) -> Int32:
+        return self.words[3, slot]
+
+    # ---- the consumers' side
+
+    @cute.jit
+    def release(self, state: PipelineState, trusted: Boolean) -> None:
+        """By a whole warp: it is done with the slot, and with `trusted` rows."""
+        failed = Int32(1) - Int32(cute.arch.vote_all_sync(trusted))
+        words = self.failed
+        with cute.arch.elect_one():
+            words[cute.arch.warp_idx(), state.slot] = failed
+        cute.arch.sync_warp()
+        self.q.release(state)
