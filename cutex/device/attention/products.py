@@ -73,7 +73,7 @@ def product(tiled_mma: cute.TiledMma, sB: cute.Tensor) -> Product:
 
 @cute.jit
 def first_thread(tiled_mma: cute.TiledMma) -> Int32:
-    """Of this thread's warpgroup, uniform, so that descriptors are computed in uniform registers."""
+    """Of this thread's warpgroup; uniform, so that descriptors come from uniform registers."""
     thread, _, _ = cute.arch.thread_idx()
     return cute.arch.make_warp_uniform(thread % cute.size(tiled_mma) // WARPGROUP) * WARPGROUP
 

@@ -2,8 +2,9 @@
 write nothing, also where another sequence's rows follow.
 
 A dense side, (batch, seqlen, heads, D), has a mode for the batch, and TMA knows where it ends. A
-ragged one, (total, heads, D), or a dense one of which only some rows count, needs an end that moves. Its tensor map has three modes along the
-rows, x, y and z, whose coordinates for row r of a sequence of `length` rows at `offset` are
+ragged one, (total, heads, D), or a dense one of which only some rows count, needs an end that
+moves. Its tensor map has three modes along the rows, x, y and z, whose coordinates for row r of a
+sequence of `length` rows at `offset` are
 
     x = END - length + r,  y = offset + length,  z = END,  with END = 2^30 the size of mode x
 

@@ -132,7 +132,7 @@ class BlockLoop:
         self.v.release(v)
         v.advance()
         round_to(self.tOrP, acc_s)
-        if cutlass.const_expr(kind != "add"):
+        if cutlass.const_expr(kind != "add"):  # noqa: SIM102 - known when tracing, the next is not
             if rescale:
                 self.scale_output()
         return k, v

@@ -358,7 +358,7 @@ class Forward:
         factors = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         turns = OrderedBarrier(TURN_BARRIER) if c.warpgroups > 1 else None
-        if cutlass.const_expr(turns is not None):
+        if cutlass.const_expr(turns is not None):  # noqa: SIM102 - known when tracing
             if wg == c.warpgroups - 1:
                 turns.signal(0)
         q_take, state = work_ring.q.consumer(), (shared.k.consumer(), shared.v.consumer())
@@ -371,7 +371,7 @@ class Forward:
             q_slot = q_take.slot * c.warpgroups + wg
             rows = self.thread_rows(work, wg)
             score_ops = self.score_ops(shared, rows, work, seq_q, seq_k)
-            softmax = Softmax.start(score_ops.scale_log2(), self.slack(dtype))
+            softmax = Softmax.start(score_ops.scale_log2(), self.slack(dtype), c.exp_on_fma)
             trusted = Boolean(True)
             if blocks.end > blocks.first:
                 tSrQ_tile = tSrQ
@@ -477,9 +477,10 @@ class Forward:
         cute.arch.barrier(barrier_id=STORE_BARRIER + wg, number_of_threads=WARPGROUP)
         if stores:
             gO = self.rows(o, "q").tiles(work.head, work.batch, seq_q, (ROWS, c.head_dim_v))
+            from_smem, to_gmem = cute.group_modes(sO, 0, 2), cute.group_modes(gO, 0, 2)
             bSG_sO, bSG_gO = cpasync.tma_partition(
-                o.atom, 0, cute.make_layout(1), cute.group_modes(sO, 0, 2), cute.group_modes(gO, 0, 2)
-            )  # fmt: skip
+                o.atom, 0, cute.make_layout(1), from_smem, to_gmem
+            )
             cute.copy(o.atom, bSG_sO[None, slot], bSG_gO[None, work.m_block * c.warpgroups + wg])
             cute.arch.cp_async_bulk_commit_group()
 
