@@ -6,6 +6,8 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Self
 
+from cutex.arch import arch
+from cutex.kernels.attention.choose import choose
 from cutex.kernels.attention.config import ForwardConfig
 from cutex.problem import stage as stage_of_any
 
@@ -14,28 +16,26 @@ if TYPE_CHECKING:
     from cutex.problem.attention import AttentionProblem
 
 
+# fields of a config that say what is computed
+WHAT = ("head_dim", "head_dim_v", "causal", "window", "varlen_q", "varlen_k", "softcap")
+
+
 class Stage(stage_of_any.Stage):
     """A rung of an attention ladder."""
 
     op = "attention"
 
     def fitted(self, problem: AttentionProblem) -> Self:  # type: ignore[override]
-        left, right = problem.bounds
-        config = replace(
-            self.default,
-            head_dim=problem.head_dim,
-            head_dim_v=problem.head_dim_v,
-            causal=problem.causal,
-            window=(left is not None, right is not None and not problem.causal),
-            varlen_q=problem.varlen,
-            varlen_k=problem.varlen,
-            softcap=bool(problem.softcap),
-        )
-        return replace(self, default=config)
+        """The stage's own way to do what the problem asks for."""
+        chosen, own = choose(problem, arch(self.arch)), self.default
+        return replace(self, default=replace(own, **{x: getattr(chosen, x) for x in WHAT}))
 
 
 class Forward(Stage):
-    """The production kernel at the top of a ladder."""
+    """The production kernel at the top of a ladder, with the config for each problem."""
+
+    def fitted(self, problem: AttentionProblem) -> Self:  # type: ignore[override]
+        return replace(self, default=choose(problem, arch(self.arch)))
 
     @property
     def module(self) -> str:

@@ -9,36 +9,25 @@ What does not fit is copied first, at each call.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from cutex.arch import ARCHS
+from cutex.arch import ARCHS, arch
 from cutex.compile.user_function import UserFunction
+from cutex.kernels.attention.choose import Shape, fill
+from cutex.kernels.attention.config import ForwardConfig
 from cutex.ops.attention.call import DTYPES, AttentionCall
 from cutex.ops.device import SEVERAL_GPUS, current, launcher, simulated_arch
 
 if TYPE_CHECKING:
     from cutex.compile import Compiled
-    from cutex.kernels.attention.config import ForwardConfig
 
 ALIGN = 16  # bytes
 ARCH = "sm_90a"
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a config is chosen by. Lengths are those of the tensors; of packed ones `longest_q` is
-    the longest sequence's, as the caller says."""
-
-    batch: int
-    heads_q: int
-    heads_kv: int
-    longest_q: int
-    seqlen_k: int
 
 
 def why_copied(x: Tensor, one_list: bool) -> str | None:
@@ -178,34 +167,35 @@ def config_for(
     call: AttentionCall, with_lse: bool, functions: tuple[UserFunction | None, ...]
 ) -> ForwardConfig:
     left, right = call.window
-    return choose(
-        Shape(call.batch, *call.heads, longest_q(call), call.k.shape[-3]),
-        call.head_dims,
-        (
-            ("causal", right == 0),
-            ("window", (left is not None, bool(right))),
-            ("varlen_q", call.cu_seqlens_q is not None),
-            ("varlen_k", call.cu_seqlens_k is not None),
-            ("used_q", call.seqused_q is not None),
-            ("used_k", call.seqused_k is not None),
-            ("softcap", call.softcap != 0),
-            ("sink", call.learnable_sink is not None),
-            ("lse", with_lse),
-            ("score_mod", functions[0]),
-            ("mask_mod", functions[1]),
-        ),
+    head_dim, head_dim_v = call.head_dims
+    what = ForwardConfig(
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        causal=right == 0,
+        window=(left is not None, bool(right)),
+        varlen_q=call.cu_seqlens_q is not None,
+        varlen_k=call.cu_seqlens_k is not None,
+        used_q=call.seqused_q is not None,
+        used_k=call.seqused_k is not None,
+        softcap=call.softcap != 0,
+        sink=call.learnable_sink is not None,
+        lse=with_lse,
+        score_mod=functions[0],
+        mask_mod=functions[1],
     )
+    config = fill(what, Shape(call.batch, *call.heads, longest_q(call)))
+    sms, l2_bytes = resources(call.q.device)
+    return replace(config, num_ctas=sms, l2_bytes=l2_bytes)
 
 
-@lru_cache(maxsize=4096)
-def choose(
-    shape: Shape, head_dims: tuple[int, int], what: tuple[tuple[str, Any], ...]
-) -> ForwardConfig:
-    """The config for a problem of this shape, of what is computed with it."""
-    from cutex.kernels.attention.config import ForwardConfig
-
-    config = ForwardConfig(*head_dims, **dict(what))
-    return replace(config)
+@cache
+def resources(device: torch.device) -> tuple[int, int]:
+    """SMs and bytes of L2."""
+    if device.type != "cuda":
+        simulated = arch(ARCH)
+        return simulated.num_sms, simulated.l2_bytes
+    found = torch.cuda.get_device_properties(device)
+    return found.multi_processor_count, found.L2_cache_size
 
 
 @lru_cache(maxsize=4096)
