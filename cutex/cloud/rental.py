@@ -24,7 +24,7 @@ from cutex.cloud import prices, remote
 from cutex.cloud.prices import Rental
 from cutex.errors import Missing
 from cutex.problem import DEFAULT_OP, OPS, Problem, problem_class, size_name
-from cutex.problem.stage import Config, Stage
+from cutex.problem.stage import Config, Stage, ladders
 from cutex.problem.stage import stage as stage_named
 from cutex.results import Result
 
@@ -202,18 +202,22 @@ def _requests(args: argparse.Namespace, rental: Rental) -> list[Request]:
     if args.op == "confirm" and rental.arch != "sm_100a":
         raise ValueError(f"--gpu {rental.gpu}: --op confirm asks what only a B200 can answer")
     requests = [
-        Request(**shared, **asked) for kind in _kinds(args) for asked in _asked(kind, args, rental)
+        Request(**shared, **asked)
+        for kind in _kinds(args, rental)
+        for asked in _asked(kind, args, rental)
     ]
     if args.op == "confirm":
         requests.append(Request(**shared, seconds=PROBES, probes=True))
     return requests
 
 
-def _kinds(args: argparse.Namespace) -> list[type[Problem]]:
-    """The operators that `args` mean: one by name; else those with sizes in `args`, or all."""
+def _kinds(args: argparse.Namespace, rental: Rental) -> list[type[Problem]]:
+    """The operators that `args` mean: one by name; else those with sizes in `args`, or all that
+    have a ladder for the GPU."""
     if args.op in OPS:
         return [problem_class(args.op)]
-    return [kind for kind in kinds() if kind.sizes_given(args)] or kinds()
+    able = [kind for kind in kinds() if rental.arch in ladders(kind.op).archs]
+    return [kind for kind in kinds() if kind.sizes_given(args)] or able
 
 
 def _asked(
@@ -318,9 +322,9 @@ def main(
         size_options = [option for kind in kinds() for option in kind.size_options]
         args = parser().parse_args(cli.join_sizes(argv, size_options))
         if args.stage == "list":
-            target = prices.rental(args.gpu.partition(",")[0]).arch
-            for kind in _kinds(args):
-                cli.list_stages(kind, target)
+            rental = prices.rental(args.gpu.partition(",")[0])
+            for kind in _kinds(args, rental):
+                cli.list_stages(kind, rental.arch)
             return 0
         made = plan(args)
     except ValueError as error:

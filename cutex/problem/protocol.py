@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     import torch
     from _typeshed import DataclassInstance
 
-Launch = Callable[..., object]  # of a problem's inputs and outputs, in their order
+# of a problem's inputs and outputs in their order; writes the outputs, or returns a tuple of them
+Launch = Callable[..., object]
 Sizes = Mapping[str, Any]  # fields of a problem: its sizes, and options beside dtype and data
 
 BESIDE_SIZES = ("dtype", "init", "seed")  # fields that every problem has
@@ -38,7 +39,9 @@ class PeerKernel:
     """An implementation of the same operator by others, which `--compare` times beside ours."""
 
     title: str  # in tables
-    load: Callable[[], tuple[Launch, str]]  # its launch and its version; may raise ImportError
+    # its launch for a problem, and its version; may raise ImportError, or ValueError for what it
+    # does not do
+    load: Callable[[Any], tuple[Launch, str]]
     setup_seconds: float = 0.0  # on a rented GPU: its own compilation and tuning
 
 

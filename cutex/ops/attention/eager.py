@@ -1,9 +1,5 @@
-"""cutex.flash_attn_func and flash_attn_varlen_func: attention forward as PyTorch operators.
-
-Eager calls look up a plan by dtypes, shapes, strides and options and launch it; the registered
-operator torch.ops.cutex.flash_attn serves torch.compile, autograd and all that torch wraps tensors
-in. The first call with a new combination of head dims, dtype and options compiles (seconds, once;
-kept on disk), so call once before a CUDA graph captures.
+"""`cutex.flash_attn_func` and `flash_attn_varlen_func` as they are called: each looks up a plan by
+dtypes, shapes, strides and options, and runs it.
 """
 
 from __future__ import annotations
@@ -14,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutex.ops.attention_backward import gradients, why_no_gradient
-from cutex.ops.attention_call import AttentionCall, Window, check
-from cutex.ops.attention_plan import Plan, check_device, longest_q, on
-from cutex.ops.plain import is_plain, nobody_watches
+from cutex.ops.attention.call import AttentionCall, Window, check
+from cutex.ops.attention.plan import Plan, check_device, longest_q
+from cutex.ops.device import SEVERAL_GPUS, current, per_device
+from cutex.ops.plain import are_plain, is_plain, nobody_watches
 
 Mod = Callable[..., Any] | None
 
@@ -57,7 +53,7 @@ def flash_attn_func(
 
     Returns out (batch, seqlen_q, heads, head dim of v), contiguous. A row that sees no key is 0 and
     has an lse of -inf, or of its sink. Differentiable in q, k, v and learnable_sink by torch's own
-    flash backward, except with softcap, score_mod or mask_mod, and not through lse. Raises
+    flash backward, except with softcap, score_mod or mask_mod; lse is not differentiable. Raises
     TypeError or ValueError, in one sentence that names the argument, for what does not fit, and
     where there is no Hopper GPU.
     """
@@ -70,26 +66,26 @@ def flash_attn_func(
     key: tuple[Any, ...] | None
     try:
         key = (
-            q.dtype, q.shape, q.stride(), k.dtype, k.shape, k.stride(), v.dtype, v.shape,
-            v.stride(), softmax_scale, causal, window_size, softcap, return_lse,
+            q.__class__, q.dtype, q.shape, q.stride(), k.__class__, k.dtype, k.shape, k.stride(),
+            v.__class__, v.dtype, v.shape, v.stride(), softmax_scale, causal, window_size, softcap,
+            return_lse,
         )  # fmt: skip
         if not (learnable_sink is score_mod is mask_mod is None):
             key += (_described(learnable_sink), score_mod, mask_mod)
-        if _several_gpus:
+        if SEVERAL_GPUS:
             key += (q.get_device(),)
         plan = _plans.get(key)
         if (
             plan is not None
             and not (_grad_enabled() and _wants_gradient(q, k, v, learnable_sink))
-            and nobody_watches()
-            and is_plain(q) and is_plain(k) and is_plain(v)
-            and plan.is_current
-        ):  # fmt: skip
-            out, lse = plan(q, k, v, (), learnable_sink)
+            and are_plain(q, k, v)
+            and (not plan.has_functions or plan.is_current())
+        ):
+            out, lse = plan(q, k, v, [], learnable_sink)
             return out if lse is None else (out, lse)
     except (AttributeError, TypeError, ValueError, RuntimeError):
         key = None  # not a tensor, or not of the plan's alignment: the checks will say
-    return _first(
+    return _without_plan(
         AttentionCall(q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
                       softcap=softcap, learnable_sink=learnable_sink, score_mod=score_mod,
                       mask_mod=mask_mod),
@@ -132,77 +128,89 @@ def flash_attn_varlen_func(
     errors are those of flash_attn_func. What the int32 tensors hold is checked on the CPU only: on
     a GPU that would have to wait for it. No gradient where seqused is given.
     """
-    call = AttentionCall(
+    arguments = (
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
         softmax_scale, causal, window_size, softcap, learnable_sink, score_mod, mask_mod,
     )  # fmt: skip
     if _is_compiling():
-        return _through_operator(call, return_lse)
+        return _through_operator(AttentionCall(*arguments), return_lse)
     key: tuple[Any, ...] | None
     try:
-        tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, learnable_sink)
+        # what the key does not say of lengths, their dtype, the launcher finds out
+        lengths = [x for x in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k) if x is not None]
         key = (
-            *map(_described, tensors), max_seqlen_q, softmax_scale, causal, window_size, softcap,
-            return_lse, score_mod, mask_mod, q.get_device(),
+            q.__class__, q.dtype, q.shape, q.stride(), k.__class__, k.dtype, k.shape, k.stride(),
+            v.__class__, v.dtype, v.shape, v.stride(), softmax_scale, causal, window_size, softcap,
+            return_lse, max_seqlen_q, cu_seqlens_q is None, cu_seqlens_k is None,
+            seqused_q is None, seqused_k is None, *[x.shape for x in lengths],
         )  # fmt: skip
+        if not (learnable_sink is score_mod is mask_mod is None):
+            key += (_described(learnable_sink), score_mod, mask_mod)
+        if SEVERAL_GPUS:
+            key += (q.get_device(),)
         plan = _plans.get(key)
-        if plan is not None and _may_launch(tensors) and plan.is_current:
-            lengths = tuple(x for x in tensors[3:7] if x is not None)
+        if (
+            plan is not None
+            and not (_grad_enabled() and _wants_gradient(q, k, v, learnable_sink))
+            and are_plain(q, k, v)
+            and all(map(is_plain, lengths))
+            and (not plan.has_functions or plan.is_current())
+        ):
             if q.is_cpu:
-                check(call)
+                check(AttentionCall(*arguments))
             out, lse = plan(q, k, v, lengths, learnable_sink)
             return out if lse is None else (out, lse)
     except (AttributeError, TypeError, ValueError, RuntimeError):
         key = None
-    return _first(call, return_lse, key)
+    return _without_plan(AttentionCall(*arguments), return_lse, key)
 
 
 def _described(x: Tensor | None) -> tuple[Any, ...] | None:
-    return None if x is None else (x.dtype, x.shape, x.stride())
+    return None if x is None else (x.__class__, x.dtype, x.shape, x.stride())
 
 
-def _wants_gradient(*tensors: Tensor | None) -> bool:
-    return any(x is not None and x.requires_grad for x in tensors)
-
-
-def _may_launch(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether a kernel may be launched on them directly: no gradient is wanted, nobody watches."""
+def _wants_gradient(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> bool:
     return (
-        nobody_watches()
-        and all(x is None or is_plain(x) for x in tensors)
-        and not (_grad_enabled() and _wants_gradient(*tensors))
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (sink is not None and sink.requires_grad)
     )
 
 
-# ---- eager
+# ---- plans
 
-_plans: dict[tuple, Plan] = {}
+_plans: dict[tuple[Any, ...], Plan] = per_device({})
 _grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
-_several_gpus = torch.cuda.is_available() and torch.cuda.device_count() > 1
 
 
-def _first(
+def _without_plan(
     call: AttentionCall, return_lse: bool, key: tuple[Any, ...] | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """A call without a plan: through the operator where torch has more to do than to run it."""
     check(call)
-    if not _may_launch((call.q, call.k, call.v, *call.lengths.values(), call.learnable_sink)):
+    tensors = (call.q, call.k, call.v, *call.lengths.values(), call.learnable_sink)
+    if (
+        not nobody_watches()
+        or not all(x is None or is_plain(x) for x in tensors)
+        or (_grad_enabled() and _wants_gradient(call.q, call.k, call.v, call.learnable_sink))
+    ):
         return _through_operator(call, return_lse)
-    out, lse = _run(call, return_lse, key)
+    out, lse = run(call, return_lse, key)
     return out if lse is None else (out, lse)
 
 
-def _run(
+def run(
     call: AttentionCall, with_lse: bool, key: tuple[Any, ...] | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """The call, checked, on plain tensors; remembers its plan under `key`."""
     check_device(call.q.device)
     if 0 in (*call.out_shape, call.k.shape[-3], call.batch, longest_q(call)):
         return _nothing_to_see(call, with_lse)
-    with on(call.q.device):
+    with current(call.q.device):
         plan = Plan(call, with_lse)
-        result = plan(call.q, call.k, call.v, tuple(call.lengths.values()), call.learnable_sink)
+        result = plan(call.q, call.k, call.v, list(call.lengths.values()), call.learnable_sink)
     if key is not None:
         if len(_plans) >= 4096:
             _plans.clear()
@@ -221,18 +229,6 @@ def _nothing_to_see(call: AttentionCall, with_lse: bool) -> tuple[Tensor, Tensor
     return out, lse
 
 
-# ---- the registered operator
-
-_library = torch.library.Library("cutex", "FRAGMENT")
-_library.define(
-    "flash_attn(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q=None, "
-    "Tensor? cu_seqlens_k=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "
-    "Tensor? seqused_q=None, Tensor? seqused_k=None, float? softmax_scale=None, "
-    "bool causal=False, SymInt? window_left=None, SymInt? window_right=None, float softcap=0.0, "
-    "Tensor? learnable_sink=None) -> (Tensor out, Tensor lse)"
-)
-
-
 def _through_operator(call: AttentionCall, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
     """As one node of a graph."""
     for name in ("score_mod", "mask_mod"):
@@ -247,63 +243,3 @@ def _through_operator(call: AttentionCall, return_lse: bool) -> Tensor | tuple[T
         *call.window_size, float(call.softcap), call.learnable_sink,
     )  # fmt: skip
     return (out, lse) if return_lse else out
-
-
-def _call(*args: Any) -> AttentionCall:
-    """What torch passes to the operator, which leaves defaults at the end out."""
-    args += (None,) * (9 - len(args)) if len(args) < 9 else ()
-    defaults = (None, False, None, None, 0.0, None)
-    scale, causal, left, right, softcap, sink = args[9:] + defaults[len(args) - 9 :]
-    return AttentionCall(*args[:9], scale, causal, (left, right), softcap, sink)
-
-
-@torch.no_grad()
-def _operator(*args: Any) -> tuple[Tensor, Tensor]:
-    call = _call(*args)
-    check(call)
-    out, lse = _run(call, with_lse=True)
-    assert lse is not None
-    return out, lse
-
-
-def _fake(*args: Any) -> tuple[Tensor, Tensor]:
-    call = _call(*args)
-    check(call)
-    lse = call.q.new_empty(call.lse_shape, dtype=torch.float32)
-    return call.q.new_empty(call.out_shape), lse
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    call = _call(*inputs)
-    reason = why_no_gradient(call)
-    if reason is not None:
-        raise ValueError(f"there is no gradient with {reason}; call it under torch.no_grad()")
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(
-        call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k, call.learnable_sink, *output
-    )
-    ctx.longest = call.max_seqlen_q, call.max_seqlen_k
-    ctx.options = call.softmax_scale, call.causal, call.window_size
-    ctx.count = len(inputs)
-
-
-def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, cu_seqlens_q, cu_seqlens_k, sink, out, lse = ctx.saved_tensors
-    if grad_lse is not None:
-        raise ValueError("flash_attn_func has no gradient through lse: use lse.detach()")
-    if grad_out is None:
-        return (None,) * ctx.count
-    scale, causal, window = ctx.options
-    call = AttentionCall(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.longest, softmax_scale=scale, causal=causal,
-        window_size=window, learnable_sink=sink,
-    )  # fmt: skip
-    dq, dk, dv, dsink = gradients(call, grad_out, out, lse)
-    grads = (dq, dk, dv, *(None,) * 11, dsink)
-    return grads[: ctx.count]
-
-
-for _key in ("CUDA", "CPU"):
-    _library.impl("flash_attn", _operator, _key)
-torch.library.register_fake("cutex::flash_attn", _fake)
-torch.library.register_autograd("cutex::flash_attn", _backward, setup_context=_setup)

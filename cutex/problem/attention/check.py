@@ -1,7 +1,7 @@
 """How far a computed O and LSE may be from float64.
 
 As in FlashAttention's own suite, a kernel may err twice as much as the same computation done by
-torch at the kernel's precision (attention_reference.attend). Here that is asked of three errors of
+torch at the kernel's precision (reference.attend). Here that is asked of three errors of
 O: the largest, as there; that of each row relative to the row, because rows of many keys are small,
 and a wrong key in one drowns in the largest error; and that of all, relative to the whole. To each
 is added half a unit in the last place, and what tensor cores lose when they add up a score, which
@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cutex.problem.attention_reference import attend
-from cutex.problem.gemm import Check
+from cutex.problem.attention.reference import attend
+from cutex.problem.protocol import Check
 
 if TYPE_CHECKING:
-    from cutex.problem.attention import AttentionProblem, Inputs
+    from cutex.problem.attention.case import AttentionCase, Inputs
 
 
 def check(
-    problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor | None, poisoned: bool
+    problem: AttentionCase, inputs: Inputs, out: Tensor, lse: Tensor | None, poisoned: bool
 ) -> Check:
     """Sequence by sequence; with `poisoned`, rows that belong to none must still be NaN."""
     worst, tolerance = 0.0, 0.0
@@ -47,7 +47,7 @@ def check(
     return Check(True, worst, tolerance, f"within {tolerance:.3g}")
 
 
-def truncation(problem: AttentionProblem, q: Tensor, k: Tensor) -> float:
+def truncation(problem: AttentionCase, q: Tensor, k: Tensor) -> float:
     """What may be lost of a score: a unit of float32, cut off, after every 16 products."""
     if not q.numel() or not k.numel():
         return 0.0
@@ -111,7 +111,7 @@ def compare_lse(lse: Tensor, want: Tensor, torchs: Tensor, lost: float) -> Check
     return Check(True, max_error, tolerance, "")
 
 
-def written_elsewhere(problem: AttentionProblem, out: Tensor, lse: Tensor | None) -> str | None:
+def written_elsewhere(problem: AttentionCase, out: Tensor, lse: Tensor | None) -> str | None:
     """A sentence if a row that belongs to no sequence was written to."""
     free = torch.ones(out.shape[:-2], dtype=torch.bool, device=out.device)
     for s in problem.sequences:

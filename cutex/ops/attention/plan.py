@@ -9,36 +9,25 @@ What does not fit is copied first, at each call.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from cutex.arch import ARCHS
+from cutex.arch import ARCHS, arch
 from cutex.compile.user_function import UserFunction
-from cutex.ops.attention_call import DTYPES, AttentionCall
+from cutex.kernels.attention.choose import Shape, fill
+from cutex.kernels.attention.config import ForwardConfig
+from cutex.ops.attention.call import DTYPES, AttentionCall
+from cutex.ops.device import SEVERAL_GPUS, current, launcher, simulated_arch
 
 if TYPE_CHECKING:
     from cutex.compile import Compiled
-    from cutex.kernels.attention.config import ForwardConfig
 
 ALIGN = 16  # bytes
 ARCH = "sm_90a"
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a config is chosen by. Lengths are those of the tensors; of packed ones `longest_q` is
-    the longest sequence's, as the caller says."""
-
-    batch: int
-    heads_q: int
-    heads_kv: int
-    longest_q: int
-    seqlen_k: int
 
 
 def why_copied(x: Tensor, one_list: bool) -> str | None:
@@ -105,9 +94,11 @@ class Plan:
         if self.config.varlen_q:
             scalars.append(longest_q(call))
         self.scalars = tuple(scalars)
-        self.launch = launcher(self.compiled, self.device)
+        self.launch: Callable[..., None] | None = None
+        # whether the arguments are q, k, v, out and numbers, all but out as they are given
+        self.short = self.as_given and not (with_lse or call.lengths or self.config.sink)
+        self.has_functions = any(self.functions)
 
-    @property
     def is_current(self) -> bool:
         """Whether the functions in it still compute what they did."""
         return all(f is None or f.is_current() for f in self.functions)
@@ -120,10 +111,17 @@ class Plan:
         return out, q.new_empty_strided(self.lse_shape, self.lse_strides, dtype=torch.float32)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[Tensor, ...], sink: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: list[Tensor], sink: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Launch on the operands; ValueError or TypeError if the launcher finds them others than
         the plan's. `lengths` are the int32 tensors that are given."""
+        if self.short and self.launch is not None:
+            out = q.new_empty_strided(self.shape, self.strides)  # half of new_empty's time
+            if self.dynamic:
+                self.launch(q, k, v, out, counter(self.device), *self.scalars)
+            else:
+                self.launch(q, k, v, out, *self.scalars)
+            return out, None
         out, lse = self.outputs(q)
         if not self.as_given:
             q, k, v = (
@@ -133,13 +131,15 @@ class Plan:
         arguments: list[Any] = [q, k, v, out]
         if lse is not None:
             arguments.append(lse)
-        if lengths:
-            arguments += [x if x.is_contiguous() else x.contiguous() for x in lengths]
+        arguments += [x if x.is_contiguous() else x.contiguous() for x in lengths]
         if sink is not None:
             arguments.append(sink.to(torch.float32).contiguous())
         if self.dynamic:
             arguments.append(counter(self.device))
-        self.launch(*arguments, *self.scalars)
+        arguments += self.scalars
+        if self.launch is None:
+            self.launch = there(self.device, launcher(self.compiled, arguments))
+        self.launch(*arguments)
         return out, lse
 
 
@@ -167,34 +167,35 @@ def config_for(
     call: AttentionCall, with_lse: bool, functions: tuple[UserFunction | None, ...]
 ) -> ForwardConfig:
     left, right = call.window
-    return choose(
-        Shape(call.batch, *call.heads, longest_q(call), call.k.shape[-3]),
-        call.head_dims,
-        (
-            ("causal", right == 0),
-            ("window", (left is not None, bool(right))),
-            ("varlen_q", call.cu_seqlens_q is not None),
-            ("varlen_k", call.cu_seqlens_k is not None),
-            ("used_q", call.seqused_q is not None),
-            ("used_k", call.seqused_k is not None),
-            ("softcap", call.softcap != 0),
-            ("sink", call.learnable_sink is not None),
-            ("lse", with_lse),
-            ("score_mod", functions[0]),
-            ("mask_mod", functions[1]),
-        ),
+    head_dim, head_dim_v = call.head_dims
+    what = ForwardConfig(
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        causal=right == 0,
+        window=(left is not None, bool(right)),
+        varlen_q=call.cu_seqlens_q is not None,
+        varlen_k=call.cu_seqlens_k is not None,
+        used_q=call.seqused_q is not None,
+        used_k=call.seqused_k is not None,
+        softcap=call.softcap != 0,
+        sink=call.learnable_sink is not None,
+        lse=with_lse,
+        score_mod=functions[0],
+        mask_mod=functions[1],
     )
+    config = fill(what, Shape(call.batch, *call.heads, longest_q(call)))
+    sms, l2_bytes = resources(call.q.device)
+    return replace(config, num_ctas=sms, l2_bytes=l2_bytes)
 
 
-@lru_cache(maxsize=4096)
-def choose(
-    shape: Shape, head_dims: tuple[int, int], what: tuple[tuple[str, Any], ...]
-) -> ForwardConfig:
-    """The config for a problem of this shape, of what is computed with it."""
-    from cutex.kernels.attention.config import ForwardConfig
-
-    config = ForwardConfig(*head_dims, **dict(what))
-    return replace(config)
+@cache
+def resources(device: torch.device) -> tuple[int, int]:
+    """SMs and bytes of L2."""
+    if device.type != "cuda":
+        simulated = arch(ARCH)
+        return simulated.num_sms, simulated.l2_bytes
+    found = torch.cuda.get_device_properties(device)
+    return found.multi_processor_count, found.L2_cache_size
 
 
 @lru_cache(maxsize=4096)
@@ -203,7 +204,7 @@ def kernel_for(config: ForwardConfig, dtype: str) -> Compiled:
     from cutex.kernels.attention.sm90.forward import Forward
 
     functions = (config.score_mod, config.mask_mod)
-    cache = all(f is None or f.cacheable for f in functions)
+    cache = all(f.cacheable for f in functions if isinstance(f, UserFunction))
     return compile(Forward(config), dtype, ARCH, cache=cache)
 
 
@@ -212,16 +213,13 @@ def kernel_for(config: ForwardConfig, dtype: str) -> Compiled:
 
 def check_device(device: torch.device) -> None:
     """ValueError, in one sentence, if there is no kernel for it."""
-    from cutex import ops
-
-    if device.type == "cpu" and ops._simulator:
-        name = ops._simulator["arch"]
-    elif device.type != "cuda":
+    name = simulated_arch() if device.type == "cpu" else None
+    if name is None and device.type != "cuda":
         raise ValueError(
             f"q is on {device}: flash_attn_func runs on a Hopper GPU; move its tensors there, or "
             'run them in the simulator with `with cutex.ops.simulated("sm_90a"):`'
         )
-    else:
+    if name is None:
         capability = torch.cuda.get_device_capability(device)
         known = {x.capability: x.name for x in ARCHS.values()}
         name = known.get(capability, "sm_{}{}".format(*capability))
@@ -232,38 +230,16 @@ def check_device(device: torch.device) -> None:
         )
 
 
-def on(device: torch.device) -> Any:
-    """A context in which launches go to `device`."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+def there(device: torch.device, launch: Callable[..., None]) -> Callable[..., None]:
+    """The same, with several GPUs, wherever the current one is."""
+    if not SEVERAL_GPUS or device.type != "cuda":
+        return launch
 
+    def on_device(*arguments: Any) -> None:
+        with current(device):
+            launch(*arguments)
 
-def launcher(compiled: Compiled, device: torch.device) -> Callable[..., None]:
-    """What launches it, without a check of its own; in the simulator for tensors of the CPU."""
-    if device.type == "cuda":
-        several = torch.cuda.device_count() > 1
-        load = compiled.function
-
-        def first(*arguments: Any) -> None:
-            return load(*arguments)(*arguments)
-
-        if not several:
-            return first
-
-        def there(*arguments: Any) -> None:
-            with torch.cuda.device(device):
-                load(*arguments)(*arguments)
-
-        return there
-
-    def simulated(*arguments: Any) -> None:
-        from cutex import ops
-        from cutex.sim import simulate
-
-        check_device(device)
-        orders = {k: v for k, v in ops._simulator.items() if k != "arch"}
-        simulate(compiled, *arguments, **orders)
-
-    return simulated
+    return on_device
 
 
 _counters: dict[tuple[int, int], Tensor] = {}

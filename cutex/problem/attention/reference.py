@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from cutex.problem.attention import AttentionProblem
+    from cutex.problem.attention.case import AttentionCase
 
 CHUNK = 1 << 25  # scores at a time: 256 MB in float64
 
 
 def attend(
-    problem: AttentionProblem,
+    problem: AttentionCase,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -71,7 +71,7 @@ def attend(
 
 
 def visible(
-    problem: AttentionProblem, chunk: slice, rows: int, keys: int, device: torch.device
+    problem: AttentionCase, chunk: slice, rows: int, keys: int, device: torch.device
 ) -> Tensor:
     """(rows of the chunk, keys): whether the query sees the key."""
     queries = torch.arange(chunk.start, chunk.stop, device=device)[:, None]

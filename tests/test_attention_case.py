@@ -1,4 +1,4 @@
-"""AttentionProblem: its reference, what its tolerance finds, and where its NaN lie."""
+"""AttentionCase: its reference, what its tolerance finds, and where its NaN lie."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from cutex.problem.attention import INITS, VIEWS, AttentionProblem
-from cutex.problem.attention_draw import draw
-from cutex.problem.attention_reference import attend
+from cutex.problem.attention import INITS
+from cutex.problem.attention.case import VIEWS, AttentionCase
+from cutex.problem.attention.randomized import draw
+from cutex.problem.attention.reference import attend
 
-SMALL = AttentionProblem(
+SMALL = AttentionCase(
     batch=2, seqlen_q=37, seqlen_k=53, heads_q=4, heads_kv=2, head_dim=64, head_dim_v=64
 )
 PACKED = replace(SMALL, lengths_q=(20, 0, 33), lengths_k=(41, 7, 18), batch=3, tail=5, causal=True)
 
 
-def solved(problem: AttentionProblem, **changed):
+def solved(problem: AttentionCase, **changed):
     """The problem's inputs, and what torch at the kernel's precision makes of a problem."""
     other = replace(problem, **changed)
     inputs = problem.inputs()
@@ -110,7 +111,7 @@ def test_a_wrong_computation_is_found(wrong):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_one_wrong_key_of_thousands_is_found_in_o_and_in_lse(side):
-    problem = AttentionProblem(
+    problem = AttentionCase(
         seqlen_q=8, seqlen_k=4000, heads_q=1, heads_kv=1, head_dim=64, head_dim_v=64,
         window=(3900, 0)
     )  # fmt: skip
@@ -158,7 +159,7 @@ def test_pairs_flops_and_bytes_are_those_of_the_definition(seed):
 
 
 def test_flops_follow_the_fields_convention():
-    full = AttentionProblem(batch=2, seqlen_q=4096, seqlen_k=4096, heads_q=16, heads_kv=4)
+    full = AttentionCase(batch=2, seqlen_q=4096, seqlen_k=4096, heads_q=16, heads_kv=4)
     assert full.flops == 4 * 2 * 16 * 4096 * 4096 * 128
     assert replace(full, causal=True).flops == full.flops // 2
     assert replace(full, window=(127, 0)).flops == pytest.approx(full.flops * 128 / 4096, rel=0.02)
@@ -240,7 +241,7 @@ def test_problems_of_one_kernel_differ_in_sizes_alone():
 
 
 def test_randomized_problems_have_everything():
-    problems = [draw(seed) for seed in range(400)]
+    problems = [draw(seed) for seed in range(1500)]
     assert {p.views[0] for p in problems} == set(VIEWS)
     assert {p.init for p in problems} == set(INITS)
     sequences = [s for p in problems for s in p.sequences]

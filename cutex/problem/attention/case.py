@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cutex.problem.attention_check import check
-from cutex.problem.gemm import Check
+from cutex.dtypes import DTYPES as ELEMENTS
+from cutex.problem.attention import DTYPES, INITS
+from cutex.problem.attention.check import check
+from cutex.problem.protocol import Check
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-INITS = ("normal", "offset", "rising", "huge")
 VIEWS = ("contiguous", "interleaved", "padded", "heads first", "expanded", "shifted", "transposed")
 GUARD = 64  # elements of NaN on either side of a contiguous tensor
 
@@ -55,7 +55,7 @@ class Sequence(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AttentionProblem:
+class AttentionCase:
     """One attention forward.
 
     lengths_q, lengths_k: rows of each sequence, in tensors packed one behind the other (varlen by
@@ -244,7 +244,7 @@ class AttentionProblem:
         if lengths is not None:
             batch, rows = 1, sum(lengths) + self.tail
         shape = batch, rows, heads, head_dim
-        x, expanded = laid_out(self.views[which], shape, DTYPES[self.dtype], device)
+        x, expanded = laid_out(self.views[which], shape, ELEMENTS[self.dtype].torch, device)
         x.normal_(generator=generator)
         if which < 2:
             self._distort(x, side, generator)
@@ -286,7 +286,7 @@ class AttentionProblem:
             total = sum(self.lengths_q) + self.tail
             rows, lse = (total,), (self.heads_q, total)  # type: ignore[assignment]
         shape = (*rows, self.heads_q, self.head_dim_v)
-        out = torch.full(shape, torch.nan, dtype=DTYPES[self.dtype], device=device)
+        out = torch.full(shape, torch.nan, dtype=ELEMENTS[self.dtype].torch, device=device)
         return out, torch.full(lse, torch.nan, device=device)
 
     # ---- the result
@@ -304,7 +304,7 @@ class AttentionProblem:
     def check(
         self, inputs: Inputs, out: Tensor, lse: Tensor | None, poisoned: bool = True
     ) -> Check:
-        """Hold O, and LSE where given, against float64: see attention_check.
+        """Hold O, and LSE where given, against float64: see check.py.
 
         poisoned: out and lse were NaN before, and must still be where no sequence has a row.
         """

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from cutex.problem.attention import INITS, VIEWS, AttentionProblem
+from cutex.problem.attention import INITS
+from cutex.problem.attention.case import VIEWS, AttentionCase
 
 HEAD_DIMS = ((64, 64), (128, 128), (96, 96), (192, 192), (256, 256), (192, 128))
 HEADS = ((1, 1), (2, 2), (3, 3), (4, 2), (4, 1), (6, 2), (5, 1), (8, 1))
@@ -18,7 +19,7 @@ def draw(
     most_work: int = 2**24,
     kernel: int | None = None,
     head_dims: tuple[tuple[int, int], ...] = HEAD_DIMS,
-) -> AttentionProblem:
+) -> AttentionCase:
     """One problem, of sequences up to 2^largest.
 
     most_work: pairs of a query and a key, seen or not, times heads and head_dim + head_dim_v.
@@ -36,7 +37,7 @@ def draw(
         lengths = _lengths(r, batch, largest)
         heads_q, heads_kv = r.choice(HEADS[:5])
     longest = max(max(x) for x in lengths)
-    return AttentionProblem(
+    return AttentionCase(
         **{**what, "window": tuple(side and _window(r, longest) for side in what["window"])},
         heads_q=heads_q,
         heads_kv=heads_kv,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from cutex.ops.attention_call import AttentionCall
+from cutex.ops.attention.call import AttentionCall
 
 
 def why_no_gradient(call: AttentionCall) -> str | None:
