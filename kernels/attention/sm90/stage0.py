@@ -116,6 +116,7 @@ class Stage0(Attention):
 
     arch = "sm_90a"
     number = 0
+
     @property
     def num_threads(self) -> int:
         return self.config.warpgroups * WARPGROUP

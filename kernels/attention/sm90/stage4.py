@@ -49,7 +49,9 @@ class Stage4(Stage3):
     def compute(self, part: Part, barriers: Barriers, blocks: Blocks) -> None:
         barriers.q_loaded.wait(0)
         if blocks.end > blocks.first:
-            self.attend(part, barriers, Places(barriers.k.consumer(), barriers.v.consumer()), blocks)
+            self.attend(
+                part, barriers, Places(barriers.k.consumer(), barriers.v.consumer()), blocks
+            )
 
     @cute.jit
     def attend(self, part: Part, barriers: Barriers, at: Places, blocks: Blocks) -> Places:
