@@ -47,7 +47,7 @@ def check(
     a, b = problem.inputs()
     c = problem.output()
     launch(compiled, device, a, b, c, **orders)
-    return problem.check(a, b, c, (config.tile_m, config.tile_n))
+    return problem.check(a, b, c, tile=(config.tile_m, config.tile_n))
 
 
 EXACT = {

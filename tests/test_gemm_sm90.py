@@ -76,7 +76,7 @@ def check(number: int, mnk: tuple[int, int, int], changes: dict, order: str, see
         compile(ninth.kernel(config), problem.dtype, ninth.arch), a, b, c, order=order, seed=seed
     )
     assert not report.findings, "\n".join(map(str, report.findings))
-    found = problem.check(a, b, c, (config.tile_m, config.tile_n))
+    found = problem.check(a, b, c, tile=(config.tile_m, config.tile_n))
     assert found.ok, found.message
 
 
@@ -153,7 +153,7 @@ def test_a_pace_changes_no_result_and_a_clock_that_stands_still_no_end(
     c = problem.output()
     report = simulate(compile(Paced(config), problem.dtype, ninth.arch), a, b, c, order=order)
     assert not report.findings, "\n".join(map(str, report.findings))
-    assert problem.check(a, b, c, (config.tile_m, config.tile_n)).ok
+    assert problem.check(a, b, c, tile=(config.tile_m, config.tile_n)).ok
     if clock == "stands still":
         assert len(looks) > 10 * LOOKS, "for each of 10 K tiles beside a ring of 6"
 

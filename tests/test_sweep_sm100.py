@@ -59,5 +59,5 @@ def test_drawn_problems_come_out_right_in_any_order(stage: Stage, dtype: str, se
         a, b = problem.inputs()
         c = problem.output()
         report = simulate(compiled, a, b, c, order="random", seed=seed)
-        found = problem.check(a, b, c, (config.tile_m, config.tile_n))
+        found = problem.check(a, b, c, tile=(config.tile_m, config.tile_n))
         assert found.ok and not report.findings, f"{problem}, {config}: {found.message}"
