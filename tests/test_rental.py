@@ -232,7 +232,7 @@ def test_a_name_may_be_written_small():
         (["--gpu", "B200:2"], "--gpu 'B200:2' is not one of"),
         (["--gpu", ""], "--gpu '' is not one of"),
         (["--gpu", "B200,H200"], "--op gemm takes one GPU; sweep takes several"),
-        (["--op", "confirm", "--gpu", "H200"], "asks what only a B200 can tell"),
+        (["--op", "confirm", "--gpu", "H200"], "asks what only a B200 can answer"),
         (["--op", "convolution"], "--op"),
         (["--max-cost", "0.001"], "--max-cost 0.001: this would cost about $0."),
         (["--max-cost", "-1"], "--max-cost -1.0: dollars above 0"),

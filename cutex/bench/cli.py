@@ -148,7 +148,7 @@ def join_sizes(argv: Sequence[str], options: Sequence[str]) -> list[str]:
 
 
 def plan(kind: type[Problem], args: argparse.Namespace) -> Job:
-    """Make sense of the arguments; ValueError in one sentence where there is none to make."""
+    """The Job that the arguments ask for; ValueError, in one sentence, where they make no sense."""
     if args.device not in DEVICES:
         raise ValueError(f"--device {args.device!r} is not one of {', '.join(DEVICES)}")
     here = local_arch() if args.arch is None and args.device != "sim" else None

@@ -1,4 +1,4 @@
-"""The one path: problem, stage and device in; compile, launch, check and time; Result out."""
+"""The one path of every caller: compile a stage, launch it on a device, check it, time it."""
 
 from __future__ import annotations
 

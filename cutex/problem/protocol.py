@@ -1,4 +1,4 @@
-"""What an operator must say of itself to be checked, timed, tuned, reported and rented for.
+"""The interface of an operator, by which it is checked, timed, tuned and reported.
 
 One subclass of Problem per operator is all that bench, results, report, analysis and cloud know of
 it; its stages are found as `cutex.kernels.<op>` (cutex/problem/stage.py).
@@ -26,7 +26,7 @@ CLASSES = 8  # of sizes that share a tuned config, between one power of two and 
 
 @dataclass(frozen=True)
 class Check:
-    """What a comparison with the reference found."""
+    """The outcome of a comparison with the reference."""
 
     ok: bool
     max_error: float  # the largest error; nan where an output holds a NaN
@@ -46,7 +46,7 @@ class PeerKernel:
 
 
 class Computation(ABC):
-    """Data, and the judgement of what was computed from it."""
+    """Inputs, and the check of the outputs that were computed from them."""
 
     @property
     @abstractmethod
