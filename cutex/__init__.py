@@ -22,10 +22,14 @@ _HOMES = {
     "simulate": "cutex.sim",
 }
 
+_MODULES = ("attention", "ops")  # cutex.attention.activate, cutex.ops.simulated
+
 __all__ = ["__version__", "flash_attn_func", "flash_attn_varlen_func", "matmul", "simulate"]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"cutex.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'cutex' has no attribute {name!r}")
@@ -35,4 +39,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_HOMES, *_MODULES})

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from cutex.bench import cli
 from cutex.problem.attention import AttentionProblem
 
+parser = partial(cli.parser, AttentionProblem)
+main = partial(cli.main, AttentionProblem)
 
-def parser() -> cli.Parser:
-    return cli.parser(AttentionProblem)
 
+def __getattr__(name: str) -> Any:  # activate and deactivate, which load torch
+    from cutex.ops.attention import activation
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return cli.main(AttentionProblem, argv)
+    return getattr(activation, name)
 
 
 if __name__ == "__main__":

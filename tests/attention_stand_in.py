@@ -130,6 +130,7 @@ def flash_on_cpu():
 
 def _gradients(grad, q, k, v, out, lse, scale, left, right):
     """dq, dk, dv of one sequence from its O and LSE, as FlashAttention's backward does it."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     offset = torch.arange(len(k)) - torch.arange(len(q))[:, None] - (len(k) - len(q))

@@ -42,7 +42,7 @@ class Cloud:
 
     def row(self, request: dict, stage: int) -> Result:
         return Result(
-            op="gemm",
+            op=request["op"],
             stage=stage,
             title="",
             arch=request["arch"],

@@ -201,16 +201,41 @@ def _without_plan(
     return out if lse is None else (out, lse)
 
 
+def attend(
+    call: AttentionCall, with_lse: bool, out: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """O and LSE of plain tensors, O in `out` if that is given; for other fronts than these two."""
+    tensors = (call.q, call.k, call.v, out, call.learnable_sink, call.cu_seqlens_q,
+               call.cu_seqlens_k, call.seqused_q, call.seqused_k)  # fmt: skip
+    key = (
+        *map(_described, tensors), call.q.device, call.max_seqlen_q, call.softmax_scale,
+        call.causal, call.window_size, call.softcap, with_lse,
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is not None:
+        try:
+            lengths = list(call.lengths.values())
+            return plan(call.q, call.k, call.v, lengths, call.learnable_sink, out)
+        except (TypeError, ValueError):
+            pass  # not of the plan's alignment
+    check(call)
+    return run(call, with_lse, key, out)
+
+
 def run(
-    call: AttentionCall, with_lse: bool, key: tuple[Any, ...] | None = None
+    call: AttentionCall,
+    with_lse: bool,
+    key: tuple[Any, ...] | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The call, checked, on plain tensors; remembers its plan under `key`."""
     check_device(call.q.device)
     if 0 in (*call.out_shape, call.k.shape[-3], call.batch, longest_q(call)):
-        return _nothing_to_see(call, with_lse)
+        return _nothing_to_see(call, with_lse, out)
+    lengths = list(call.lengths.values())
     with current(call.q.device):
         plan = Plan(call, with_lse)
-        result = plan(call.q, call.k, call.v, list(call.lengths.values()), call.learnable_sink)
+        result = plan(call.q, call.k, call.v, lengths, call.learnable_sink, out)
     if key is not None:
         if len(_plans) >= 4096:
             _plans.clear()
@@ -218,9 +243,11 @@ def run(
     return result
 
 
-def _nothing_to_see(call: AttentionCall, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+def _nothing_to_see(
+    call: AttentionCall, with_lse: bool, out: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """Of no rows, or of rows that see no key."""
-    out = call.q.new_zeros(call.out_shape)
+    out = call.q.new_zeros(call.out_shape) if out is None else out.zero_()
     if not with_lse:
         return out, None
     lse = call.q.new_full(call.lse_shape, -torch.inf, dtype=torch.float32)

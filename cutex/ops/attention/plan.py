@@ -102,26 +102,35 @@ class Plan:
         """Whether the functions in it still compute what they did."""
         return all(f is None or f.is_current() for f in self.functions)
 
-    def outputs(self, q: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Where to write O and, if it is wanted, LSE."""
-        out = q.new_empty_strided(self.shape, self.strides)
+    def outputs(self, q: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Where to write O, if nowhere yet, and, if it is wanted, LSE."""
+        if out is None or why_copied(out, one_list=self.lists[0]) is not None:
+            out = q.new_empty_strided(self.shape, self.strides)
+        elif not self.as_given:
+            out = stepped(out, self.lists[0])
         if not self.config.lse:
             return out, None
         return out, q.new_empty_strided(self.lse_shape, self.lse_strides, dtype=torch.float32)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: list[Tensor], sink: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lengths: list[Tensor],
+        sink: Tensor | None,
+        given: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Launch on the operands; ValueError or TypeError if the launcher finds them others than
-        the plan's. `lengths` are the int32 tensors that are given."""
-        if self.short and self.launch is not None:
+        the plan's. `lengths` are the int32 tensors there are, `given` is where to write O."""
+        if self.short and given is None and self.launch is not None:
             out = q.new_empty_strided(self.shape, self.strides)  # half of new_empty's time
             if self.dynamic:
                 self.launch(q, k, v, out, counter(self.device), *self.scalars)
             else:
                 self.launch(q, k, v, out, *self.scalars)
             return out, None
-        out, lse = self.outputs(q)
+        out, lse = self.outputs(q, given)
         if not self.as_given:
             q, k, v = (
                 packed(x) if name in self.copied else stepped(x, one_list)
@@ -139,7 +148,11 @@ class Plan:
         if self.launch is None:
             self.launch = there(self.device, launcher(self.compiled, arguments))
         self.launch(*arguments)
-        return out, lse
+        if given is None:
+            return out, lse
+        if out.data_ptr() != given.data_ptr():
+            given.copy_(out)
+        return given, lse
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -216,18 +229,30 @@ def kernel_for(config: ForwardConfig, dtype: str) -> Compiled:
 # ---- the device
 
 
+def arch_name(device: torch.device) -> str | None:
+    """The arch of what runs on `device`, or is simulated there; None for what is no GPU."""
+    if device.type == "cpu":
+        return simulated_arch()
+    if device.type != "cuda":
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    known = {x.capability: x.name for x in ARCHS.values()}
+    return known.get(capability, "sm_{}{}".format(*capability))
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether there is a kernel for it."""
+    return arch_name(device) == ARCH
+
+
 def check_device(device: torch.device) -> None:
     """ValueError, in one sentence, if there is no kernel for it."""
-    name = simulated_arch() if device.type == "cpu" else None
-    if name is None and device.type != "cuda":
+    name = arch_name(device)
+    if name is None:
         raise ValueError(
             f"q is on {device}: flash_attn_func runs on a Hopper GPU; move its tensors there, or "
             'run them in the simulator with `with cutex.ops.simulated("sm_90a"):`'
         )
-    if name is None:
-        capability = torch.cuda.get_device_capability(device)
-        known = {x.capability: x.name for x in ARCHS.values()}
-        name = known.get(capability, "sm_{}{}".format(*capability))
     if name != ARCH:
         raise ValueError(
             f"q is on {device}, of arch {name}: flash_attn_func has kernels for {ARCH} (Hopper); "

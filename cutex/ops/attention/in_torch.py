@@ -1,0 +1,223 @@
+"""torch's own attention on our kernel: scaled_dot_product_attention and torch.nn.attention.varlen.
+
+torch lets others implement the operators behind its flash backend
+(torch.nn.attention.register_flash_attention_impl). Ours take what the kernel can do and hand all
+else to the kernels that were there before. Backward is torch's own, from our O and LSE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import attention as torch_attention
+
+from cutex.ops.attention.call import DTYPES, HEAD_DIMS, AttentionCall
+from cutex.ops.attention.eager import attend
+from cutex.ops.attention.plan import runs_on
+from cutex.ops.device import simulated_arch
+
+NAME = "cutex"
+_FLASH = torch_attention.SDPBackend.FLASH_ATTENTION.value
+
+
+def activate() -> None:
+    """Let scaled_dot_product_attention and varlen_attn run on our kernel, where it can."""
+    register = getattr(torch_attention, "register_flash_attention_impl", None)
+    if register is None:
+        raise ValueError(
+            f"torch {torch.__version__} takes no attention of others: 2.11 or later is needed"
+        )
+    if not torch.cuda.is_available() and simulated_arch() is None:
+        raise ValueError(
+            "there is no GPU here: activate() needs a Hopper GPU, or the simulator, as in `with "
+            'cutex.ops.simulated("sm_90a"): cutex.attention.activate()`'
+        )
+    register(NAME, register_fn=Overrides.install)
+    torch_attention.activate_flash_attention_impl(NAME)
+
+
+def deactivate() -> None:
+    """Give torch its own kernels back."""
+    if torch_attention.current_flash_attention_impl() == NAME:
+        torch_attention.restore_flash_attention_impl()
+
+
+@dataclass
+class Overrides:
+    """The operators that are ours at present, and what they replaced."""
+
+    library: torch.library.Library
+    originals: dict[tuple[str, str], Any] = field(default_factory=dict)
+    order: list[int] | None = None  # of SDPA's backends, as it was
+
+    @classmethod
+    def install(cls) -> Overrides:
+        installed = cls(torch.library.Library("aten", "IMPL"))
+        if torch.cuda.is_available():
+            for name, function in _OPERATORS.items():
+                installed.replace(name, function, "CUDA")
+            installed.prefer_flash()
+        if simulated_arch() is not None:
+            for name, function in {**_OPERATORS, **_CPU_OPERATORS}.items():
+                installed.replace(name, function, "CPU")
+        return installed
+
+    def replace(self, name: str, function: Callable[..., Any], key: str) -> None:
+        try:
+            original = torch.library.get_kernel(f"aten::{name}", key)
+        except RuntimeError:  # the CPU has no kernel for most of them
+            original = None
+
+        def ours(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            if result is not None:
+                return result
+            if original is None:
+                raise ValueError(f"aten::{name}: neither cutex nor torch has a kernel for this")
+            return original.call_boxed(keys, *args, **kwargs)
+
+        self.library.impl(name, ours, key, with_keyset=True, allow_override=True)
+
+    def prefer_flash(self) -> None:
+        """NOTE: torch puts cuDNN first on a Hopper GPU, and does so at its first choice."""
+        q = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16, device="cuda")
+        torch._fused_sdp_choice(q, q, q)
+        self.order = list(torch._C._get_sdp_priority_order())
+        others = [x for x in self.order if x != _FLASH]
+        torch._C._set_sdp_priority_order([_FLASH, *others])
+
+    def remove(self) -> None:
+        if self.order is not None:
+            torch._C._set_sdp_priority_order(self.order)
+        self.library._destroy()
+
+
+# ---- the operators: each returns None for what the kernel does not take
+
+
+def _takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return (
+        q.dtype in DTYPES
+        and (q.shape[-1], v.shape[-1]) in HEAD_DIMS
+        and k.shape[-2] > 0
+        and q.shape[-2] % k.shape[-2] == 0
+        and runs_on(q.device)
+    )
+
+
+def _flash_attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+    out: Tensor | None = None,
+) -> Any:
+    """(output, logsumexp, rng_state, unused, debug_mask) of q (batch, rows, heads, D) or packed."""
+    if (
+        dropout_p != 0
+        or return_debug_mask
+        or alibi_slopes is not None
+        or block_table is not None
+        or num_splits not in (None, 1)
+        or (scale is not None and scale <= 0)
+        or not _takes(query, key, value)
+    ):
+        return None
+    bounds = (None if x is None or x < 0 else x for x in (window_size_left, window_size_right))
+    left, right = bounds
+    call = AttentionCall(
+        query, key, value, cum_seq_q, cum_seq_k, max_q if cum_seq_q is not None else None, None,
+        None, seqused_k, scale, is_causal, (left, right),
+    )  # fmt: skip
+    out = torch.empty_like(query) if out is None else out
+    out, lse = attend(call, with_lse=True, out=out)
+    assert lse is not None
+    if cum_seq_q is not None or seqused_k is not None or query.shape[1] > key.shape[-3]:
+        # NOTE: torch's backward takes +inf for a row that sees no key
+        lse.masked_fill_(lse == -torch.inf, torch.inf)
+    return out, lse, *_no_dropout(query)
+
+
+def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """rng_state, unused and debug_mask."""
+    return (
+        q.new_zeros(2, dtype=torch.uint64),
+        q.new_zeros((), dtype=torch.uint64),
+        q.new_empty(0),
+    )
+
+
+def _flash_attention_forward_no_dropout_inplace(out: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """logsumexp; the output goes to `out`."""
+    found = _flash_attention_forward(*args, **kwargs, out=out)
+    return None if found is None else found[1]
+
+
+def _scaled_dot_product_flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    """The same of q (batch, heads, rows, D), with what torch's autograd keeps besides."""
+    out = torch.empty_like(query)
+    q, k, v, o = (x.transpose(1, 2) for x in (query, key, value, out))
+    rows, keys = query.shape[2], key.shape[2]
+    found = _flash_attention_forward(
+        q, k, v, None, None, rows, keys, dropout_p, is_causal, return_debug_mask,
+        scale=scale, out=o,
+    )  # fmt: skip
+    if found is None:
+        return None
+    return out, found[1], None, None, rows, keys, *found[2:]
+
+
+def _scaled_dot_product_flash_attention_for_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Any:
+    """(output, logsumexp), in the simulator; torch aligns causal masks of the CPU top left."""
+    if attn_mask is not None or (is_causal and query.shape[2] != key.shape[2]):
+        return None
+    found = _scaled_dot_product_flash_attention(
+        query, key, value, dropout_p, is_causal, scale=scale
+    )
+    return None if found is None else found[:2]
+
+
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "_flash_attention_forward": _flash_attention_forward,
+    "_flash_attention_forward_no_dropout_inplace": _flash_attention_forward_no_dropout_inplace,
+    "_scaled_dot_product_flash_attention": _scaled_dot_product_flash_attention,
+}
+_CPU_OPERATORS: dict[str, Callable[..., Any]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": _scaled_dot_product_flash_attention_for_cpu,
+}

@@ -1,0 +1,196 @@
+"""cutex.attention.activate: torch's attention and transformers' models on our kernel."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from attention_stand_in import StandIn, flash_on_cpu
+from torch.nn import attention as torch_attention
+from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn, varlen_attn_out
+
+import cutex
+from cutex.ops.attention import eager
+
+
+@pytest.fixture
+def active(monkeypatch):
+    """The stand-in behind torch's attention of CPU tensors."""
+    stand_in = StandIn(monkeypatch)
+    with cutex.ops.simulated("sm_90a"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch tells of every override
+        cutex.attention.activate()
+        yield stand_in
+        cutex.attention.deactivate()
+    eager._plans.clear()
+
+
+def heads_first(batch=2, heads=4, rows=40, head_dim=64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, heads, rows, head_dim, generator=g).bfloat16()
+
+
+def close(x, y):
+    torch.testing.assert_close(x.float(), y.float(), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_scaled_dot_product_attention_runs_on_it(active, causal):
+    q, k, v = (heads_first(seed=i) for i in range(3))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.2)
+    ((config, given),) = active.launches
+    assert config.causal == causal and given["scale"] == 0.2
+    close(out, F.scaled_dot_product_attention(*(x.float() for x in (q, k, v)), is_causal=causal,
+                                              scale=0.2))  # fmt: skip
+    assert out.stride() == q.stride()
+    assert len(active.launches) == 1  # float32 ran on torch's own kernel
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"attn_mask": torch.ones(40, 40).tril().bool()}, {"dropout_p": 0.5}],
+    ids=["mask", "dropout"],
+)
+def test_what_the_kernel_does_not_take_runs_as_before(active, more):
+    q = heads_first()
+    assert F.scaled_dot_product_attention(q, q, q, **more).isfinite().all()
+    odd = heads_first(head_dim=40)
+    assert F.scaled_dot_product_attention(odd, odd, odd).shape == odd.shape
+    assert not active.launches
+
+
+def test_the_operators_of_the_gpu_path_give_what_torch_expects(active):
+    """As torch calls them there: layouts as its meta functions promise, LSE for its backward."""
+    q, k, v = (heads_first(seed=i) for i in range(3))
+    found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+    with torch.device("meta"):
+        meta = torch.ops.aten._scaled_dot_product_flash_attention(
+            *(x.to("meta") for x in (q, k, v)), 0.0, True
+        )
+    for x, y in zip(found, meta, strict=True):
+        if isinstance(x, torch.Tensor):
+            assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
+        else:
+            assert x == y
+    with pytest.raises(ValueError, match="neither cutex nor torch has a kernel"):
+        torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.5, True)
+
+
+def packed(*lengths, heads=4, head_dim=64, seed=0):
+    return heads_first(1, heads, sum(lengths), head_dim, seed)[0].transpose(0, 1).contiguous()
+
+
+def ends(*lengths):
+    return torch.tensor((0, *lengths)).cumsum(0).to(torch.int32)
+
+
+def test_torchs_varlen_attention_runs_on_it(active):
+    q, k, v = (packed(9, 20, 5, seed=i) for i in range(3))
+    cu = ends(9, 20, 5)
+    out, lse = varlen_attn(
+        q,
+        k,
+        v,
+        cu,
+        cu,
+        20,
+        20,
+        window_size=(4, 0),
+        return_aux=torch_attention.varlen.AuxRequest(lse=True),
+    )
+    config, given = active.launches[-1]
+    assert given["lo"] == -4 and config.causal and lse.shape == (4, 34)
+    close(out, cutex.flash_attn_varlen_func(q, k, v, cu, cu, 20, 20, window_size=(4, 0)))
+    again = torch.full_like(out, torch.nan)
+    varlen_attn_out(again, q, k, v, cu, cu, 20, 20, window_size=(4, 0))
+    assert torch.equal(again, out)
+    used = torch.tensor([3, 0, 5], dtype=torch.int32)
+    fewer = varlen_attn(q, k, v, cu, cu, 20, 20, seqused_k=used)
+    close(fewer, cutex.flash_attn_varlen_func(q, k, v, cu, cu, 20, 20, seqused_k=used))
+    assert not fewer[9:29].any()
+
+
+def test_torchs_autograd_differentiates_it(active):
+    q, k, v = (packed(9, 20, seed=i).requires_grad_() for i in range(3))
+    cu_q, cu_k = ends(9, 20), ends(4, 25)  # rows of the first sequence see no key
+    with flash_on_cpu():
+        varlen_attn(q, k, v, cu_q, cu_k, 20, 25, window_size=(-1, 0)).square().sum().backward()
+    assert len(active.launches) == 1
+    for x in (q, k, v):
+        assert x.grad.isfinite().all() and x.grad.any()
+
+
+def test_it_can_be_taken_back(active):
+    q = heads_first()
+    assert torch_attention.current_flash_attention_impl() == "cutex"
+    assert "cutex" in torch_attention.list_flash_attention_impls()
+    cutex.attention.deactivate()
+    assert torch_attention.current_flash_attention_impl() is None
+    F.scaled_dot_product_attention(q, q, q)
+    assert not active.launches
+    cutex.attention.activate()
+    F.scaled_dot_product_attention(q, q, q)
+    assert len(active.launches) == 1
+
+
+def test_without_a_gpu_and_the_simulator_it_says_so():
+    with pytest.raises(ValueError, match="there is no GPU here: activate\\(\\) needs a Hopper GPU"):
+        cutex.attention.activate()
+
+
+# ---- transformers
+
+
+@pytest.fixture
+def tiny():
+    """A model made from a config, with grouped heads and weights that make attention matter."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=97, max_position_embeddings=128, initializer_range=0.2,
+    )  # fmt: skip
+
+    def make(implementation):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation=implementation
+        )
+        return model.bfloat16().eval()
+
+    return make
+
+
+def test_a_model_of_transformers_runs_on_it(active, tiny):
+    model, own = tiny("cutex"), tiny("eager")
+    ids = torch.randint(97, (2, 30), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        close_logits(model(ids).logits, own(ids).logits)
+        assert len(active.launches) == 2
+        padded = torch.ones_like(ids)
+        padded[1, :11] = 0  # on the left, as generation pads
+        mine, theirs = (m(ids, attention_mask=padded).logits for m in (model, own))
+        close_logits(mine[0], theirs[0])
+        close_logits(mine[1, 11:], theirs[1, 11:])
+        generated = (
+            m.generate(ids[:, :9], max_new_tokens=4, do_sample=False) for m in (model, own)
+        )
+        mine, theirs = generated
+        assert mine.shape == theirs.shape == (2, 13)
+
+
+def test_packed_sequences_of_transformers_do_not_see_each_other(active, tiny):
+    model = tiny("cutex")
+    ids = torch.randint(97, (1, 30), generator=torch.Generator().manual_seed(1))
+    places = torch.cat((torch.arange(12), torch.arange(18)))[None]
+    with torch.no_grad():
+        together = model(ids, position_ids=places, use_cache=False).logits
+        apart = torch.cat([model(x).logits for x in (ids[:, :12], ids[:, 12:])], 1)
+    close_logits(together, apart)
+
+
+def close_logits(x, y):
+    error = (x.float() - y.float()).norm() / y.float().norm()
+    assert error < 0.03, float(error)
