@@ -102,9 +102,7 @@ def partition(
 
 
 @cute.jit
-def row_blocks(
-    operand: cpasync.TmaInfo, sX: cute.Tensor, head: Int32, batch: Int32
-) -> TileLoads:
+def row_blocks(operand: cpasync.TmaInfo, sX: cute.Tensor, head: Int32, batch: Int32) -> TileLoads:
     tXsX, tXgX = partition(operand, sX, head, batch)
     return TileLoads(operand.atom, tXgX, tXsX)
 
@@ -133,16 +131,14 @@ class Attention:
         return f"{self.arch.rstrip('a').replace('_', '')}_attention_stage{self.number}"
 
     def operands(self, dtype: str) -> tuple[Operand | Scalar, ...]:
-        """q (batch, seqlen_q, heads, D), k and v (batch, seqlen_k, heads_kv, D), o as q, lse (batch,
-        heads, seqlen_q) fp32, scale."""
+        """q (batch, seqlen_q, heads, D), k and v (batch, seqlen_k, heads_kv, D), o as q, lse
+        (batch, heads, seqlen_q) fp32, scale."""
         q, k = ("b", "sq", "h", "d"), ("b", "sk", "hk", "d")
         shapes = (("q", q), ("k", k), ("v", k), ("o", q))
         lse = Operand("lse", ("b", "h", "sq"), "fp32", aligned=False, whole=False)
         return (*(Operand(name, sizes, dtype) for name, sizes in shapes), lse, Scalar("scale"))
 
-    def slots(
-        self, dtype: type[cutlass.Numeric], rows: int, num_slots: int
-    ) -> cute.ComposedLayout:
+    def slots(self, dtype: type[cutlass.Numeric], rows: int, num_slots: int) -> cute.ComposedLayout:
         """(rows, D, SLOT), swizzled by 128 bytes."""
         return slots_layout(dtype, rows, self.config.head_dim, num_slots, swizzle=128)
 
