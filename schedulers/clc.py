@@ -16,17 +16,18 @@ from dataclasses import dataclass
 from cutlass import Boolean, Int32, Int128, cute
 from cutlass.memory import SmemAllocator
 
-from cutex.device.pipeline import Barrier, PipelineState
-from cutex.schedulers.one_tile import WorkTile
-from cutex.schedulers.persistent import BatchTile
-from cutex.schedulers.queue import CTAS, PairTiles, Ticket
+from cutex.device.pipeline import Barrier, PipelineState, is_leader
+from cutex.device.work_tile import WorkTile
+from cutex.schedulers.dispatch import Ticket
+from cutex.schedulers.raster import TileOrder
 
+CTAS = 2  # of a cluster, along M
 REPLY_BYTES = 16
 DEPTH = 2  # replies that may be unread
 
 
 @dataclass(frozen=True)
-class ClcQueue:
+class ClcDispatch:
     """
     barrier        arrives                                  waits
     asked[slot]    1: the asking warp, on both CTAs', and   every role of its CTA
@@ -35,18 +36,18 @@ class ClcQueue:
                    both CTAs, at the leader's
     """
 
-    tiles: PairTiles
+    order: TileOrder
     replies: cute.Pointer  # in smem, 16 bytes a slot
     asked: Barrier
     read: Barrier
 
     @staticmethod
-    def allocate(smem: SmemAllocator, tiles: PairTiles, readers: int) -> ClcQueue:
-        """`readers`: warps of both CTAs that walk the queue, the one that asks among them."""
+    def allocate(smem: SmemAllocator, order: TileOrder, readers: int) -> ClcDispatch:
+        """`readers`: warps of both CTAs that follow the sequence, the one that asks among them."""
         replies = smem.allocate_array(Int128, DEPTH)
         asked = Barrier.allocate(smem, "tile asked for", arrivals=1, slots=DEPTH)
         read = Barrier.allocate(smem, "tile read", arrivals=readers, slots=DEPTH)
-        return ClcQueue(tiles, replies, asked, read)
+        return ClcDispatch(order, replies, asked, read)
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
@@ -69,19 +70,22 @@ class ClcQueue:
         return Ticket(x // CTAS, taken != 0, state.slot, state.phase)
 
     @cute.jit
-    def ask(self) -> None:
-        """Ask for one tile after the other, until there is none. One warp, of the leader."""
-        lane = cute.arch.lane_idx()
-        state = PipelineState(DEPTH, Int32(0), Int32(1))
-        ticket = self.first()
-        while ticket.valid:
-            self.read.wait(state.phase, state.slot)
-            if lane < CTAS:
-                self.asked.arrive_expecting_at(lane, REPLY_BYTES, state.slot)
-            with cute.arch.elect_one():
-                cute.arch.issue_clc_query(self.asked[state.slot], self.replies + state.slot)
-            state.advance()
-            ticket = self.next(ticket)
+    def schedule(self) -> None:
+        """Ask for one tile after the other, until there is none: one warp of the leader; the peer's
+        has nothing to do."""
+        if is_leader():
+            lane = cute.arch.lane_idx()
+            state = PipelineState(DEPTH, Int32(0), Int32(1))
+            ticket = self.first()
+            while ticket.valid:
+                self.read.wait(state.phase, state.slot)
+                if lane < CTAS:
+                    self.asked.arrive_expecting_at(lane, REPLY_BYTES, state.slot)
+                with cute.arch.elect_one():
+                    cute.arch.issue_clc_query(self.asked[state.slot], self.replies + state.slot)
+                state.advance()
+                ticket = self.next(ticket)
 
-    def tile(self, ticket: Ticket) -> WorkTile | BatchTile:
-        return self.tiles.tile(ticket.index)
+    def tile(self, ticket: Ticket) -> WorkTile:
+        tile = self.order.tile(ticket.index)
+        return tile._replace(m=tile.m + cute.arch.block_idx_in_cluster() % CTAS)

@@ -1,37 +1,18 @@
-"""One tile per CTA, in grid order: x walks down M, y along N."""
+"""One tile for each CTA or cluster: the hardware's own order of the grid hands them out."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from cutlass import Int32, cute
+from cutlass import Boolean, Int32, cute
 
-
-class WorkTile(NamedTuple):
-    """Which tile of C; in tiles, not elements."""
-
-    m: Int32
-    n: Int32
-
-
-def place_in_cluster(size_m: int, size_n: int) -> tuple[Int32, Int32]:
-    """(m, n) of this CTA in a cluster of (size_m, size_n); its rank is m + n * size_m.
-
-    NOTE: from the rank, which is one register to read. A CTA's index in each mode of its cluster is
-    none, and costs divisions where every cycle shows: before the first load, after the last MMA.
-    """
-    if size_m * size_n == 1:
-        return Int32(0), Int32(0)
-    rank = cute.arch.block_idx_in_cluster()
-    if size_n == 1:
-        return rank, Int32(0)
-    if size_m == 1:
-        return Int32(0), rank
-    return rank % size_m, rank // size_m
+from cutex.device.work_tile import WorkTile
+from cutex.schedulers.dispatch import Ticket
+from cutex.schedulers.raster import TileOrder
 
 
 class OneTilePerCta:
-    """The hardware hands out the tiles: a grid of them."""
+    """One tile for each CTA of a two-dimensional grid: x walks down M, y along N."""
 
     @staticmethod
     @cute.jit
@@ -45,3 +26,29 @@ class OneTilePerCta:
     def work_tile() -> WorkTile:
         m, n, _ = cute.arch.block_idx()
         return WorkTile(m, n)
+
+
+@dataclass(frozen=True)
+class OneTilePerCluster:
+    """One tile for each cluster of `ctas` along x: of every cluster_m of them, as the order counts,
+    each with a share of its K, `WorkTile.split`."""
+
+    order: TileOrder
+    ctas: int
+    barriers: tuple[()] = ()
+
+    def schedule(self) -> None:
+        """Nobody needs to be asked."""
+
+    def first(self) -> Ticket:
+        x, _, _ = cute.arch.block_idx()
+        return Ticket(x // self.ctas, Boolean(True), Int32(0), Int32(0))
+
+    def next(self, ticket: Ticket) -> Ticket:
+        return Ticket(ticket.index, Boolean(False), ticket.slot, ticket.phase)
+
+    def tile(self, ticket: Ticket) -> WorkTile:
+        tile = self.order.tile(ticket.index)
+        rank = cute.arch.block_idx_in_cluster()
+        size = self.order.cluster_m
+        return tile._replace(m=tile.m + rank % size, split=rank // size)

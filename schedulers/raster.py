@@ -1,4 +1,4 @@
-"""In which order the tiles of C are worked on: a pure bijection from index to tile.
+"""Orders of tiles: pure bijections from an index to a tile.
 
 The CTAs that run at one time hold consecutive indices, and what they share of A and B comes from
 L2. Rows of tiles one after the other would share one row of A and all of B; a block that is as
@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import cutlass
+from cutlass import Int32
 
-Index = TypeVar("Index", int, cutlass.Int32)
+from cutex.device.work_tile import WorkTile
+
+Index = TypeVar("Index", int, Int32)
 
 ALONG = ("m", "n")
 
@@ -41,6 +44,32 @@ class Raster:
         if self.serpentine:
             slow = step + (band & 1) * (length - 1 - 2 * step)
         return (fast, slow) if self.along == "m" else (slow, fast)
+
+
+@dataclass(frozen=True)
+class TileOrder:
+    """The tiles of a matrix in raster order, or of a batch of matrices, one after the other.
+
+    An index counts clusters of cluster_m x cluster_n CTAs, each with a tile of its own.
+    """
+
+    raster: Raster
+    clusters_m: Int32 | int
+    clusters_n: Int32 | int
+    cluster_m: int = 1
+    cluster_n: int = 1
+    batched: bool = False
+
+    def tile(self, index: Int32 | int) -> WorkTile:
+        """The tile of the first CTA of cluster `index`; the CTA at (m, n) of it has the tile m
+        below and n to the right."""
+        batch: Int32 | int = 0
+        if self.batched:
+            clusters = self.clusters_m * self.clusters_n
+            batch = index // clusters
+            index = index - batch * clusters
+        m, n = self.raster.cluster(index, self.clusters_m, self.clusters_n)
+        return WorkTile(m * self.cluster_m, n * self.cluster_n, batch)
 
 
 def clusters(tiles: Index, cluster: int) -> Index:

@@ -9,8 +9,9 @@ import torch
 from cutex.arch import arch
 from cutex.bench import autotune
 from cutex.kernels.gemm import stage
-from cutex.kernels.gemm.choose import candidates, choose, predict, ranked
+from cutex.kernels.gemm.choose import choose, ranked
 from cutex.kernels.gemm.config import GemmConfig
+from cutex.kernels.gemm.sm90.cost_model import configs, predict
 from cutex.problem.gemm import GemmProblem
 from cutex.problem.protocol import size_class
 
@@ -81,6 +82,9 @@ def test_another_gpu_dtype_or_class_of_sizes_is_another_choice(
     monkeypatch.setattr(torch.cuda.get_device_properties(0), "name", "NVIDIA H100")
     autotune.tuned(ninth, PROBLEM, clock)
     assert clock.calls == 8
+    monkeypatch.setattr(autotune, "sources_digest", lambda modules: f"edited {sorted(modules)}")
+    autotune.tuned(ninth, PROBLEM, clock)
+    assert clock.calls == 10
 
 
 def test_it_can_be_turned_off(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +106,7 @@ def test_a_class_of_sizes_never_rounds_down_and_by_an_eighth_at_most() -> None:
 
 @pytest.mark.parametrize("small", [False, True])
 def test_every_candidate_fits_the_arch(small: bool) -> None:
-    for config in candidates("sm_90a", small):
+    for config in configs("sm_90a", small):
         assert config.why_not(None, H200) is None, config
 
 

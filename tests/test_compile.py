@@ -15,7 +15,8 @@ from cutex.compile import FILES, Compiled, cache_dir, compile
 from cutex.compile.resources import count_instructions, opcodes, resources, sass
 from cutex.errors import NoDisassembler
 from cutex.kernels.gemm import Stage, stage, stages
-from cutex.kernels.gemm.config import GemmConfig
+from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.kernels.gemm.sm100.config import Sm100Config
 from cutex.problem.gemm import DTYPES, GemmProblem
 from cutex.sim import simulate
 
@@ -43,8 +44,9 @@ def test_no_stage_spills_or_overflows_its_sm(stage: Stage, dtype: str) -> None:
     assert r.spill_bytes == 0
     assert 0 < r.registers <= 255 and r.registers * r.num_threads <= 65536
     assert stage.config().smem_bytes < r.smem_bytes <= gpu.smem_per_cta
-    accumulators = stage.config().num_acc * stage.config().tile_n
-    assert r.tmem_columns == (accumulators if gpu.tmem_columns else 0)
+    config = stage.config()
+    columns = config.num_acc * config.tile_n if isinstance(config, Sm100Config) else 0
+    assert r.tmem_columns == columns
 
 
 @each_stage
@@ -117,14 +119,14 @@ def test_an_unknown_dtype_is_refused() -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (GemmConfig(tile_m=64), "tile_m=64"),
-        (GemmConfig(tile_n=264), "tile_n=264"),
-        (GemmConfig(tile_k=32), "tile_k=32"),
-        (GemmConfig(num_stages=0), "num_stages=0"),
-        (GemmConfig(tile_n=256, num_stages=5), "more than the 232448"),
+        (Sm90Config(tile_m=64), "tile_m=64"),
+        (Sm90Config(tile_n=264), "tile_n=264"),
+        (Sm90Config(tile_k=32), "tile_k=32"),
+        (Sm90Config(num_stages=0), "num_stages=0"),
+        (Sm90Config(tile_n=256, num_stages=5), "more than the 232448"),
     ],
 )
-def test_a_config_that_does_not_fit_says_why(config: GemmConfig, reason: str) -> None:
+def test_a_config_that_does_not_fit_says_why(config: Sm90Config, reason: str) -> None:
     assert reason in (config.why_not(None, arch("sm_90a")) or "")
     with pytest.raises(ValueError, match=reason):
         stage("sm_90a", 0).kernel(config)
@@ -132,7 +134,7 @@ def test_a_config_that_does_not_fit_says_why(config: GemmConfig, reason: str) ->
 
 def test_a_ring_of_one_slot_cannot_turn() -> None:
     with pytest.raises(ValueError, match="num_stages=1: sm90_gemm_stage2 needs at least 2"):
-        stage("sm_90a", 2).kernel(GemmConfig(num_stages=1))
+        stage("sm_90a", 2).kernel(Sm90Config(num_stages=1))
 
 
 def test_sizes_beyond_32_bits_do_not_fit() -> None:
@@ -279,8 +281,8 @@ def test_everything_that_matters_is_in_the_key(fresh_cache: Path) -> None:
         for name, number, config, dtype in [
             ("sm_90a", 0, None, "bf16"),
             ("sm_90a", 0, None, "fp16"),
-            ("sm_90a", 0, GemmConfig(tile_n=64), "bf16"),
-            ("sm_90a", 1, GemmConfig(tile_n=128), "bf16"),
+            ("sm_90a", 0, Sm90Config(tile_n=64), "bf16"),
+            ("sm_90a", 1, Sm90Config(tile_n=128), "bf16"),
             ("sm_100a", 0, None, "bf16"),
         ]
     }

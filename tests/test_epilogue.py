@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from cutex.device.epilogue.stores import stores_until_reuse
+from cutex.device.epilogue.sm100.tma_store import stores_until_reuse
 
 SHAPES = [(parts, slots) for parts in range(2, 9) for slots in (2, 3, 4) if parts % slots != 1]
 

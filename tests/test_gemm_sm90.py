@@ -10,13 +10,13 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cutex.compile import compile
 from cutex.kernels.gemm import stage
-from cutex.kernels.gemm.sm90 import stage9
+from cutex.kernels.gemm.sm90 import mma
+from cutex.kernels.gemm.sm90.pace import LOOKS, Pace
 from cutex.kernels.gemm.sm90.stage9 import Stage9
 from cutex.problem.gemm import GemmProblem
-from cutex.schedulers.pace import LOOKS, Pace
 from cutex.sim import simulate
 from cutex.sim.errors import Hazards
-from cutex.sim.machine import Machine
+from cutex.sim.machine.machine import Machine
 
 PERSISTENT = {"num_ctas": 4}
 COOPERATIVE = {
@@ -76,7 +76,7 @@ def check(number: int, mnk: tuple[int, int, int], changes: dict, order: str, see
         compile(ninth.kernel(config), problem.dtype, ninth.arch), a, b, c, order=order, seed=seed
     )
     assert not report.findings, "\n".join(map(str, report.findings))
-    found = problem.check(a, b, c, (config.tile_m, config.tile_n))
+    found = problem.check(a, b, c, tile=(config.tile_m, config.tile_n))
     assert found.ok, found.message
 
 
@@ -153,7 +153,7 @@ def test_a_pace_changes_no_result_and_a_clock_that_stands_still_no_end(
     c = problem.output()
     report = simulate(compile(Paced(config), problem.dtype, ninth.arch), a, b, c, order=order)
     assert not report.findings, "\n".join(map(str, report.findings))
-    assert problem.check(a, b, c, (config.tile_m, config.tile_n)).ok
+    assert problem.check(a, b, c, tile=(config.tile_m, config.tile_n)).ok
     if clock == "stands still":
         assert len(looks) > 10 * LOOKS, "for each of 10 K tiles beside a ring of 6"
 
@@ -169,7 +169,7 @@ class Hasty(Stage9):
 def test_a_slot_released_before_its_mma_is_done_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_group = warpgroup.wait_group
     hasty = SimpleNamespace(wait_group=lambda groups: wait_group(max(groups, 1)))
-    monkeypatch.setattr(stage9, "warpgroup", hasty)
+    monkeypatch.setattr(mma, "warpgroup", hasty)
     ninth = stage("sm_90a", 9)
     config = replace(ninth.config(), **{**COLUMN["128x64, 1x2"], "column": True})
     problem = GemmProblem(13, 712, 1032, init="int")

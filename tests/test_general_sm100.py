@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
+from cutlass import cute
 from torch import Tensor
 
 import cutex
 from cutex import ops
 from cutex.compile import compile
 from cutex.compile.resources import resources
-from cutex.device.epilogue import epilogue_ops as fusion
-from cutex.kernels.gemm.general import GeneralConfig, Matrix
-from cutex.kernels.gemm.sm100 import space
+from cutex.device.epilogue.epilogue_ops import (
+    Activation,
+    Add,
+    Alpha,
+    Amax,
+    Bias,
+    EpilogueOp,
+    Gate,
+    Scale,
+)
+from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
+from cutex.kernels.gemm.sm100 import cost_model
 from cutex.kernels.gemm.sm100.general import General
 from cutex.ops.arrange import arrange
 from cutex.ops.checks import Call
@@ -48,36 +58,35 @@ LAYOUTS = {
     "one B, by element": ({"batched": True}, {}, {"batched": True, "tma": False}),
 }
 EVERYTHING = (
-    fusion.Scale("scale_a", "row"),
-    fusion.Scale("scale_b", "column"),
-    fusion.Alpha(),
-    fusion.Add("c", "bf16", beta=True, whole=True),
-    fusion.Bias("column", "bf16", whole=True),
-    fusion.Activation("gelu"),
-    fusion.Add("residual", "bf16", whole=True),
-    fusion.Amax(),
+    Scale("scale_a", "row"),
+    Scale("scale_b", "column"),
+    Alpha(),
+    Add("c", "bf16", beta=True, whole=True),
+    Bias("column", "bf16", whole=True),
+    Activation("gelu"),
+    Add("residual", "bf16", whole=True),
+    Amax(),
 )
 
 
-def config(tile: str, pieces: tuple[fusion.Piece, ...] = (), **lies: Matrix) -> GeneralConfig:
+def config(tile: str, ops: tuple[EpilogueOp, ...] = (), **layouts: OperandLayout) -> GeneralConfig:
     """As cutex.plan makes it of a candidate with that tile."""
     m, n, split_k, swap_ab = TILES[tile]
     tiles = next(
         c
-        for c in space.candidates("sm_100a")
+        for c in cost_model.configs("sm_100a")
         if (c.tile_m, c.tile_n, c.split_k, c.swap_ab) == (m, n, split_k, swap_ab)
     )
-    if swap_ab and (pieces or not lies.get("out", Matrix()).tma):
+    if swap_ab and (ops or not layouts.get("out", OperandLayout()).tma):
         tiles = replace(tiles, epi_n=16)
-    chosen = {f.name: getattr(tiles, f.name) for f in fields(tiles)}
-    return GeneralConfig(**chosen, **lies, pieces=pieces)
+    return GeneralConfig(tiles, **layouts, ops=ops)
 
 
-def integers(lies: Matrix, batch: int, rows: int, columns: int, seed: int) -> Tensor:
-    shape = (batch, rows, columns) if lies.batched else (rows, columns)
+def integers(layout: OperandLayout, batch: int, rows: int, columns: int, seed: int) -> Tensor:
+    shape = (batch, rows, columns) if layout.batched else (rows, columns)
     g = torch.Generator().manual_seed(seed)
-    x = torch.randint(-2, 3, shape, generator=g).float().to(DTYPES[lies.dtype])
-    return x.mT.contiguous().mT if lies.major == "column" else x
+    x = torch.randint(-2, 3, shape, generator=g).float().to(DTYPES[layout.dtype])
+    return x.mT.contiguous().mT if layout.major == "column" else x
 
 
 PAIRS = [  # each layout in several tiles and the other way round; the rest with -m slow
@@ -89,7 +98,7 @@ PAIRS = [  # each layout in several tiles and the other way round; the rest with
 
 @pytest.mark.parametrize(("tile", "layout"), PAIRS)
 def test_every_layout_is_exact_in_every_kind_of_tile(tile: str, layout: str) -> None:
-    a, b, out = (Matrix(**lies) for lies in LAYOUTS[layout])
+    a, b, out = (OperandLayout(**fields) for fields in LAYOUTS[layout])
     kernel = compile(General(config(tile, a=a, b=b, out=out)), a.dtype, "sm_100a")
     x, y = integers(a, 3, 272, 144, seed=1), integers(b, 3, 144, 304, seed=2)
     want = (x.float() @ y.float()).to(DTYPES[out.dtype])
@@ -104,8 +113,11 @@ def test_every_layout_is_exact_in_every_kind_of_tile(tile: str, layout: str) -> 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("tile", ["two accumulators", "one tile fills tensor memory"])
 def test_gates_leave_by_tma_half_as_wide(tile: str, order: str) -> None:
-    kernel = compile(General(config(tile, (fusion.Gate("relu"),))), "bf16", "sm_100a")
-    x, y = integers(Matrix(), 1, 600, 72, seed=1), integers(Matrix(), 1, 72, 560, seed=2)
+    kernel = compile(General(config(tile, (Gate("relu"),))), "bf16", "sm_100a")
+    x, y = (
+        integers(OperandLayout(), 1, 600, 72, seed=1),
+        integers(OperandLayout(), 1, 72, 560, seed=2),
+    )
     product = x.float() @ y.float()
     want = (product[:, 0::2].relu() * product[:, 1::2]).bfloat16()
     z = torch.full_like(want, torch.nan)
@@ -115,7 +127,7 @@ def test_gates_leave_by_tma_half_as_wide(tile: str, order: str) -> None:
 
 @pytest.mark.parametrize("tile", TILES)
 def test_no_epilogue_spills(tile: str) -> None:
-    for out in (Matrix(), Matrix(tma=False)):
+    for out in (OperandLayout(), OperandLayout(tma=False)):
         r = resources(compile(General(config(tile, EVERYTHING, out=out)), "bf16", "sm_100a"))
         assert r.spill_bytes == 0
 
@@ -125,25 +137,27 @@ def test_a_missing_barrier_in_the_fused_epilogue_is_a_race(
     order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TMA then reads a slot of which other warps have yet to write their rows."""
-    from cutex.device.epilogue import stores as epilogue
 
     class WithoutBarrier:
         def __getattr__(self, name: str):
             return getattr(real, name) if name != "barrier" else lambda **_: None
 
-    real, arch = epilogue.cute.arch, WithoutBarrier()
-    monkeypatch.setattr(epilogue.cute, "arch", arch)
-    pieces = (fusion.Activation("relu"),)
-    kernel = compile(General(config("two accumulators", pieces)), "bf16", "sm_100a", cache=False)
+    real, arch = cute.arch, WithoutBarrier()
+    monkeypatch.setattr(cute, "arch", arch)
+    ops = (Activation("relu"),)
+    kernel = compile(General(config("two accumulators", ops)), "bf16", "sm_100a", cache=False)
     monkeypatch.undo()
-    x, y = integers(Matrix(), 1, 256, 64, seed=1), integers(Matrix(), 1, 64, 256, seed=2)
+    x, y = (
+        integers(OperandLayout(), 1, 256, 64, seed=1),
+        integers(OperandLayout(), 1, 64, 256, seed=2),
+    )
     with pytest.raises(Hazards, match="race"):
         cutex.simulate(kernel, x, y, torch.zeros(256, 256).bfloat16(), order=order, seed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tenth", range(10))
-def test_drawn_problems_of_several_tiles_in_every_order(tenth: int) -> None:
+def test_randomized_problems_of_several_tiles_in_every_order(tenth: int) -> None:
     for seed in range(2000 + 15 * tenth, 2015 + 15 * tenth):
         problem = draw(seed, largest=9, most_work=2**24)
         with ops.simulated("sm_100a", order=ORDERS[seed % 5], seed=seed):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import cutex
 from cutex import ops
 from cutex.compile import compile
-from cutex.device.epilogue import epilogue_ops as fusion
+from cutex.device.epilogue.epilogue_ops import Activation, Add, Alpha, Elementwise
 from cutex.dtypes import of_torch
 from cutex.kernels.gemm import stage
-from cutex.kernels.gemm.general import GeneralConfig, Matrix
+from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
 from cutex.kernels.gemm.sm90.general import General
 from cutex.ops.arrange import result
 from cutex.ops.plan import config_for
@@ -79,13 +79,12 @@ def test_a_step_of_k_left_out_is_off_by_more_than_the_tolerance(
 @pytest.mark.parametrize("order", ["eager", "starved", "peer-late", "random"])
 def test_the_order_of_events_does_not_matter(order: str) -> None:
     """Few CTAs, many tiles, a batch, ping-pong, a cluster, and B shared by parts of K."""
-    gemm = asdict(stage("sm_90a", 8).config())
     config = GeneralConfig(
-        **{**gemm, "num_stages": 4, "num_ctas": 4},
-        a=Matrix(batched=True),
-        b=Matrix(batched=True),
-        out=Matrix("fp32", batched=True),
-        pieces=(fusion.Activation("relu"),),
+        replace(stage("sm_90a", 8).config(), num_stages=4, num_ctas=4),
+        a=OperandLayout(batched=True),
+        b=OperandLayout(batched=True),
+        out=OperandLayout("fp32", batched=True),
+        ops=(Activation("relu"),),
     )
     compiled = compile(General(config), "bf16", "sm_90a")
     a, b = normal("cpu", 2, 200, 136).round(), normal("cpu", 2, 136, 264, seed=1).round()
@@ -105,10 +104,10 @@ SLOTS = {  # of a ping-pong kernel on few CTAs, with an even and an odd number o
 @pytest.mark.parametrize("order", ["fifo", "eager", "starved", "peer-late", "random"])
 @pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS.keys())
 def test_a_matrix_comes_in_through_the_slots_that_out_leaves_by(slots: dict, order: str) -> None:
-    gemm = {**asdict(stage("sm_90a", 8).config()), "num_stages": 3, "num_ctas": 4, **slots}
-    matrices = {name: Matrix(batched=True) for name in ("a", "b", "out")}
-    add = fusion.Add("residual", "bf16", batched=True, whole=True)
-    compiled = compile(General(GeneralConfig(**gemm, **matrices, pieces=(add,))), "bf16", "sm_90a")
+    tiles = replace(stage("sm_90a", 8).config(), num_stages=3, num_ctas=4, **slots)
+    matrices = {name: OperandLayout(batched=True) for name in ("a", "b", "out")}
+    add = Add("residual", "bf16", batched=True, whole=True)
+    compiled = compile(General(GeneralConfig(tiles, **matrices, ops=(add,))), "bf16", "sm_90a")
     a, b = normal("cpu", 2, 200, 136).round(), normal("cpu", 2, 136, 512, seed=1).round()
     held = normal("cpu", 2, 200, 512, seed=2)
     want = (a.float() @ b.float() + held.float()).to(bf16)
@@ -123,9 +122,10 @@ def test_a_matrix_comes_in_through_the_slots_that_out_leaves_by(slots: dict, ord
 def test_tiles_of_few_rows_are_spread_over_all_sms(dtype: torch.dtype) -> None:
     a, b = normal("cpu", 13, 128).to(dtype), normal("cpu", 8192, 128, seed=1).to(dtype).mT
     name = of_torch(dtype).name
-    sizes, layouts = (13, 8192, 128, 1), [Matrix(name), Matrix(name, "column")]
-    assert config_for(sizes, (*layouts, Matrix()), (), "sm_90a").spread
-    assert not config_for(sizes, (*layouts, Matrix()), (fusion.Alpha(),), "sm_90a").spread
+    sizes, out = (13, 8192, 128, 1), OperandLayout()
+    layouts = (OperandLayout(name), OperandLayout(name, "column"), out)
+    assert config_for(sizes, layouts, (), "sm_90a").tiles.spread
+    assert not config_for(sizes, layouts, (Alpha(),), "sm_90a").tiles.spread
     with ops.simulated():
         assert close(cutex.matmul(a, b).float(), a.float() @ b.float())
 
@@ -173,8 +173,8 @@ def test_a_function_of_ones_own_runs_in_the_epilogue(arch: str, place: str) -> N
 
 
 def test_two_functions_of_one_name_are_two_kernels() -> None:
-    def scaled(by: float) -> fusion.Elementwise:
-        return fusion.Elementwise(lambda x: x * by)
+    def scaled(by: float) -> Elementwise:
+        return Elementwise(lambda x: x * by)
 
     assert repr(scaled(2.0)) != repr(scaled(3.0))
     assert repr(scaled(2.0)) == repr(scaled(2.0))

@@ -6,11 +6,11 @@ import pytest
 
 from cutex.arch import arch
 from cutex.kernels.gemm.choose import choose, ranked, shortlist
-from cutex.kernels.gemm.config import GemmConfig
+from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.kernels.gemm.sm90.pace import Pace
+from cutex.kernels.gemm.sm90.spread import first_row
 from cutex.problem.gemm import GemmProblem
-from cutex.schedulers.pace import Pace
-from cutex.schedulers.raster import ALONG, Raster, clusters
-from cutex.schedulers.spread import first_row
+from cutex.schedulers.raster import ALONG, Raster, TileOrder, clusters
 
 CLUSTERS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
 
@@ -56,6 +56,21 @@ def test_a_band_goes_across_first_then_one_step_along() -> None:
     assert order[6:8] == [(2, 2), (3, 2)], "the second band runs backwards"
 
 
+@pytest.mark.parametrize("cluster", CLUSTERS, ids=lambda c: f"{c[0]}x{c[1]}")
+def test_a_batch_is_ordered_entry_by_entry_and_every_tile_comes_once(
+    cluster: tuple[int, int],
+) -> None:
+    raster = Raster(3)
+    order = TileOrder(raster, 5, 4, *cluster, batched=True)
+    tiles = [order.tile(i) for i in range(3 * 20)]
+    assert len(set(tiles)) == 60
+    assert [t.batch for t in tiles] == [0] * 20 + [1] * 20 + [2] * 20
+    for i, tile in enumerate(tiles):
+        m, n = raster.cluster(i % 20, 5, 4)
+        assert (tile.m, tile.n) == (m * cluster[0], n * cluster[1])
+        assert (tile.head, tile.split) == (0, 0)
+
+
 def test_along_n_is_along_m_with_the_sides_exchanged() -> None:
     for i in range(35):
         m, n = Raster(group=3, along="m").cluster(i, 5, 7)
@@ -64,7 +79,7 @@ def test_along_n_is_along_m_with_the_sides_exchanged() -> None:
 
 def test_a_column_is_refused_where_a_cluster_or_the_gpu_is_too_small_for_it() -> None:
     h200 = arch("sm_90a")
-    config = GemmConfig(tile_m=128, tile_n=64, warpgroups=2, cluster_n=2, swap_ab=True, column=True)
+    config = Sm90Config(tile_m=128, tile_n=64, warpgroups=2, cluster_n=2, swap_ab=True, column=True)
 
     def why(m: int, n: int, **changes: object) -> str:
         return replace(config, **changes).why_not(GemmProblem(m, n, 512), h200) or ""
@@ -75,7 +90,7 @@ def test_a_column_is_refused_where_a_cluster_or_the_gpu_is_too_small_for_it() ->
     assert not why(8192, 128, swap_ab=False), "of what is computed, not of C"
     assert "split_k" in why(128, 8192, split_k=2, cluster_n=1)
     assert "pingpong" in why(128, 8192, pingpong=True)
-    assert "not on sm_100a" in str(GemmConfig(column=True).why_not(None, arch("sm_100a")))
+    assert "sm_100a has another" in (config.why_not(None, arch("sm_100a")) or "")
 
 
 def test_a_shortlist_has_no_two_that_differ_in_how_a_cta_knows_its_tile() -> None:
@@ -92,7 +107,7 @@ def test_a_shortlist_has_no_two_that_differ_in_how_a_cta_knows_its_tile() -> Non
 
 def test_spread_tiles_cover_all_rows_wherever_the_config_says_they_do() -> None:
     gpu = replace(arch("sm_90a"), num_sms=6)
-    config = GemmConfig(tile_m=64, tile_n=16, warpgroups=1, swap_ab=True, spread=True)
+    config = Sm90Config(tile_m=64, tile_n=16, warpgroups=1, swap_ab=True, spread=True)
     spread = 0
     for rows in range(8, 600, 8):
         if config.why_not(GemmProblem(16, rows, 64), gpu) is None:

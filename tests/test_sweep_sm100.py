@@ -1,4 +1,4 @@
-"""Forty drawn problems for each of the upper stages of sm_100a, each in five random orders.
+"""Forty randomized problems for each of the upper stages of sm_100a, each in five random orders.
 
 pytest -m slow tests/test_sweep_sm100.py            all: 24 minutes on one core
 pytest -m slow tests/test_sweep_sm100.py -k stage6  a part: also -k "stage6 and bf16 and seed0"
@@ -15,7 +15,8 @@ from cutex.arch import arch
 from cutex.compile import compile
 from cutex.kernels.gemm import Stage, stages
 from cutex.kernels.gemm.config import GemmConfig
-from cutex.kernels.gemm.sm100 import space
+from cutex.kernels.gemm.sm100 import cost_model
+from cutex.kernels.gemm.sm100.config import Sm100Config
 from cutex.problem.gemm import DTYPES, GemmProblem
 from cutex.sim import simulate
 
@@ -32,7 +33,7 @@ def only_when_asked_for(request: pytest.FixtureRequest) -> None:
         pytest.skip("takes 24 minutes: pytest -m slow")
 
 
-def drawn(seed: int, dtype: str) -> GemmProblem:
+def randomized(seed: int, dtype: str) -> GemmProblem:
     """Sizes of one tile and of many, most of them odd; every fourth on Gaussian data."""
     r = random.Random(f"{seed} {dtype}")
     m = r.choice([r.randint(1, 128), r.randint(129, 700), 256 * r.randint(1, 3)])
@@ -45,19 +46,22 @@ def drawn(seed: int, dtype: str) -> GemmProblem:
 def config_for(stage: Stage, seed: int) -> GemmConfig:
     """The stage's own; of a persistent grid, few CTAs; of stage 9, any of the space."""
     if stage.chooses:
-        return random.Random(seed).choice(space.candidates(B200.name))
-    return replace(stage.config(), num_ctas=4) if stage.config().num_acc > 1 else stage.config()
+        return random.Random(seed).choice(cost_model.configs(B200.name))
+    own = stage.config()
+    return replace(own, num_ctas=4) if isinstance(own, Sm100Config) and own.num_acc > 1 else own
 
 
 @pytest.mark.parametrize("seed", range(SEEDS), ids=lambda s: f"seed{s}")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("stage", UPPER, ids=lambda s: f"stage{s.number}")
-def test_drawn_problems_come_out_right_in_any_order(stage: Stage, dtype: str, seed: int) -> None:
+def test_randomized_problems_come_out_right_in_any_order(
+    stage: Stage, dtype: str, seed: int
+) -> None:
     for number in range(PROBLEMS):
-        problem, config = drawn(number, dtype), config_for(stage, number)
+        problem, config = randomized(number, dtype), config_for(stage, number)
         compiled = compile(stage.kernel(config), dtype, stage.arch)
         a, b = problem.inputs()
         c = problem.output()
         report = simulate(compiled, a, b, c, order="random", seed=seed)
-        found = problem.check(a, b, c, (config.tile_m, config.tile_n))
+        found = problem.check(a, b, c, tile=(config.tile_m, config.tile_n))
         assert found.ok and not report.findings, f"{problem}, {config}: {found.message}"

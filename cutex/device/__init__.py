@@ -1,1 +1,1 @@
-"""Traced code that kernels share: instructions, barriers, epilogues."""
+"""Traced code that kernels share: instructions, barriers, work tiles, epilogues."""

@@ -1,7 +1,7 @@
-"""Rings and barriers: who waits for whom, with index and phase kept in one place.
+"""Barriers, rings of smem slots, and the state of a role in a ring.
 
-A barrier is named for its event. How many arrivals complete a phase is computed from the roles
-that arrive and checked here, on the host, when the kernel is traced.
+A barrier is named for its event. The number of arrivals that complete a phase is computed from the
+roles that arrive, and checked here, on the host, when the kernel is traced.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Barrier:
     """The mbarriers of one event: one, or one for each slot of a ring."""
 
     event: str
-    arrivals: int  # that complete a phase
+    arrivals: int  # to complete a phase
     slots: int
     ptr: cute.Pointer
 
@@ -51,19 +51,21 @@ class Barrier:
         return self.ptr + slot
 
     def init(self) -> None:
-        """By one thread; a fence and a CTA barrier must follow before anyone else uses it."""
+        """Initialise all slots. One thread; a fence and a CTA barrier must follow before any other
+        uses them."""
         for slot in range(self.slots):
             cute.arch.mbarrier_init(self[slot], self.arrivals)
 
     def wait(self, phase: Int32 | int, slot: Int32 | int = 0) -> None:
+        """Wait until the phase of parity `phase` is complete."""
         cute.arch.mbarrier_wait(self[slot], phase)
 
     def arrive(self, slot: Int32 | int = 0) -> None:
-        """One arrival for each thread that executes this."""
+        """Arrive once for each thread that executes this."""
         cute.arch.mbarrier_arrive(self[slot])
 
     def arrive_at_leader(self, slot: Int32 | int = 0) -> None:
-        """The same on the barrier of the pair's leader.
+        """Arrive on the barrier of the pair's leader, once for each thread.
 
         NOTE: a release of CTA scope, as in CUTLASS. It says that this warp's reads are over, and
         no data goes to the leader with it; cluster scope would wait for a fence of the whole GPU.
@@ -71,18 +73,18 @@ class Barrier:
         cute.arch.mbarrier_arrive(self[slot], leader_rank())
 
     def arrive_expecting_at(self, rank: Int32, num_bytes: int, slot: Int32 | int = 0) -> None:
-        """The same on the barrier of CTA `rank` of the cluster, by one thread."""
+        """Arrive on the barrier of CTA `rank` of the cluster, expecting `num_bytes`. One thread."""
         cute.arch.mbarrier_arrive_and_expect_tx(self[slot], num_bytes, rank)
 
     def arrive_expecting(self, num_bytes: int, slot: Int32 | int = 0) -> None:
-        """One arrival, and `num_bytes` that asynchronous copies have yet to bring."""
+        """Arrive, and expect `num_bytes` that asynchronous copies have yet to bring. One thread."""
         if not 1 <= num_bytes <= MAX_COUNT:
             raise ValueError(f"{self.event}: {num_bytes} bytes, an mbarrier counts to {MAX_COUNT}")
         cute.arch.mbarrier_arrive_and_expect_tx(self[slot], num_bytes)
 
 
 class PipelineState:
-    """One agent's position in a ring: the slot, and the parity of the phase to wait for."""
+    """A role's position in a ring: the slot, and the parity of the phase to wait for."""
 
     def __init__(self, num_slots: int, slot: Int32, phase: Int32) -> None:
         self.num_slots = num_slots
@@ -112,7 +114,7 @@ class PipelineState:
 
 @dataclass(frozen=True)
 class Ring:
-    """Slots that TMA fills and an MMA role empties, in turn.
+    """The barriers of a ring of slots that TMA fills and an MMA role empties.
 
     full[slot]:  1 arrival, of the thread that starts the loads, and `slot_bytes` from TMA.
     empty[slot]: `consumers` arrivals, when no read of the slot is outstanding.
@@ -136,29 +138,32 @@ class Ring:
         self.empty.init()
 
     def producer(self) -> PipelineState:
+        """The state of the role that fills, at its start."""
         # NOTE: a wait for parity 1 on a fresh barrier returns at once: every slot starts empty.
         return PipelineState(self.num_slots, Int32(0), Int32(1))
 
     def consumer(self) -> PipelineState:
+        """The state of a role that empties, at its start."""
         return PipelineState(self.num_slots, Int32(0), Int32(0))
 
     def acquire(self, state: PipelineState) -> cute.Pointer:
-        """Wait until the slot is empty and arm its barrier, which is returned. A whole warp."""
+        """Wait until the slot is empty; arm its full barrier, which is returned. A whole warp."""
         self.empty.wait(state.phase, state.slot)
         with cute.arch.elect_one():
             self.full.arrive_expecting(self.slot_bytes, state.slot)
         return self.full[state.slot]
 
     def wait_full(self, state: PipelineState) -> None:
+        """Wait until the slot is full."""
         self.full.wait(state.phase, state.slot)
 
     def is_full(self, state: PipelineState) -> Boolean:
-        """Whether all lanes of this warp see it full: then none has to wait. A whole warp."""
+        """Whether all lanes of this warp see the slot full: then none has to wait. A whole warp."""
         seen = cute.arch.mbarrier_test_wait(self.full[state.slot], state.phase)
         return cute.arch.vote_all_sync(seen)
 
     def release(self, state: PipelineState) -> None:
-        """One arrival of this warp: its reads of the slot are over."""
+        """Arrive once for this warp: its reads of the slot are over."""
         with cute.arch.elect_one():
             self.empty.arrive(state.slot)
 
@@ -184,7 +189,8 @@ class PairRing(Ring):
 
 @dataclass(frozen=True)
 class AccRing(Ring):
-    """Accumulators of a pair that the MMA fills and the epilogue warps of both CTAs empty, in turn.
+    """The barriers of a ring of accumulators of a pair, which the MMA fills and the epilogue
+    warps of both CTAs empty.
 
     full[slot]:  each CTA has its own, and the commit of the last MMA arrives on both.
     empty[slot]: the leader's counts: 1 arrival of each epilogue warp of the pair.
@@ -200,6 +206,7 @@ class AccRing(Ring):
         return self.full[state.slot]
 
     def release(self, state: PipelineState) -> None:
+        """Arrive once for this warp: its reads of the accumulator are over."""
         with cute.arch.elect_one():
             self.empty.arrive_at_leader(state.slot)
 
@@ -210,13 +217,13 @@ def is_leader() -> Boolean:
 
 
 def leader_rank() -> Int32:
-    """Of this CTA's pair: CTAs of rank 0 and 1 are a pair, 2 and 3, ..."""
+    """The rank of the leader of this CTA's pair: ranks 0 and 1 are a pair, 2 and 3, ..."""
     return cute.arch.block_idx_in_cluster() // 2 * 2
 
 
 @cute.jit
 def sync_cluster() -> None:
-    """All threads of all CTAs of the cluster."""
+    """A barrier of all threads of all CTAs of the cluster."""
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
 
@@ -227,8 +234,11 @@ def publish_barriers(
     cluster: cutlass.Constexpr[bool] = False,
     with_data: cutlass.Constexpr[bool] = False,
 ) -> None:
-    """Initialise barriers by one thread, and make them known to all threads and to TMA; where CTAs
-    signal each other, to the whole `cluster`, and `with_data` what else was written to smem."""
+    """Initialise `barriers` by one thread, and publish them to all threads and to TMA.
+
+    Where CTAs signal each other, to the whole `cluster`; `with_data`, what else was written to smem
+    is published, too.
+    """
     if cute.arch.warp_idx() == 0:
         with cute.arch.elect_one():
             for barrier in barriers:
@@ -237,8 +247,8 @@ def publish_barriers(
     if cutlass.const_expr(cluster and with_data):
         sync_cluster()
     elif cutlass.const_expr(cluster):
-        # NOTE: the fence has published what was initialised; a release by every thread here would
-        # wait for the memory of the whole GPU.
+        # NOTE: the fence has published the barriers; a release by every thread here would wait for
+        # the memory of the whole GPU.
         cute.arch.cluster_arrive_relaxed()
         cute.arch.cluster_wait()
     else:
@@ -256,9 +266,9 @@ class OrderedBarrier:
     first_barrier: int
 
     def wait(self, warpgroup: Int32) -> None:
-        """Until the other warpgroup has signalled; by all threads of `warpgroup`."""
+        """Wait for the other warpgroup's signal. All threads of `warpgroup`."""
         cute.arch.barrier(barrier_id=self.first_barrier + warpgroup, number_of_threads=256)
 
     def signal(self, warpgroup: Int32) -> None:
-        """Let `warpgroup` enter next; by all threads of the other one."""
+        """Let `warpgroup` enter. All threads of the other warpgroup."""
         cute.arch.barrier_arrive(barrier_id=self.first_barrier + warpgroup, number_of_threads=256)

@@ -23,9 +23,9 @@ from cutex.compile import ALIGN
 from cutex.ops.checks import Call, by_row
 
 if TYPE_CHECKING:
-    from cutex.device.epilogue import epilogue_ops as fusion
-    from cutex.device.epilogue.epilogue_ops import Piece
-    from cutex.kernels.gemm.general import Matrix
+    from cutex.device.epilogue import epilogue_ops
+    from cutex.device.epilogue.epilogue_ops import EpilogueOp
+    from cutex.kernels.gemm.signature import OperandLayout
 
 # bytes of the elements that an MMA reads only with K contiguous
 K_ONLY = {"sm_90a": (1, 4), "sm_100a": ()}
@@ -51,7 +51,7 @@ def aligned(x: Tensor, contiguous: int) -> bool:
 
 
 def normal(x: Tensor, contiguous: int) -> Tensor:
-    """The same, with strides that TMA takes in the modes of size 1, too."""
+    """The same tensor, with strides that TMA takes in the modes of size 1, too."""
     unit = ALIGN // x.element_size()
     strides = [
         1 if d == x.dim() + contiguous else s if n > 1 or s % unit == 0 else unit
@@ -70,9 +70,9 @@ def repacked(x: Tensor, contiguous: int) -> Tensor:
     return y.copy_(x)
 
 
-def operand(x: Tensor, k_side: int, k_only: bool) -> tuple[Tensor, Matrix, str]:
+def operand(x: Tensor, k_side: int, k_only: bool) -> tuple[Tensor, OperandLayout, str]:
     """x (R, C) or (L, R, C) as the kernel takes it, its layout, and a note if that took a copy."""
-    from cutex.kernels.gemm.general import Matrix
+    from cutex.kernels.gemm.signature import OperandLayout
 
     note = ""
     side = next((s for s in ((k_side,) if k_only else (-1, -2)) if aligned(x, s)), None)
@@ -81,35 +81,35 @@ def operand(x: Tensor, k_side: int, k_only: bool) -> tuple[Tensor, Matrix, str]:
         note = "copied: TMA cannot step through it" if not k_only else "copied: K is not contiguous"
         x = repacked(x, side)
     major = "row" if side == -1 else "column"
-    return normal(x, side), Matrix(name_of(x), major, x.dim() == 3), note
+    return normal(x, side), OperandLayout(name_of(x), major, x.dim() == 3), note
 
 
-def result(x: Tensor) -> tuple[Tensor, Matrix, str]:
-    """The same of out, which is never copied.
+def result(x: Tensor) -> tuple[Tensor, OperandLayout, str]:
+    """out as the kernel takes it, its layout and a note; it is never copied.
 
     NOTE: a TMA store writes units of 16 bytes whole: on an H200, where rows ended within one, the
     memory behind them was overwritten.
     """
-    from cutex.kernels.gemm.general import Matrix
+    from cutex.kernels.gemm.signature import OperandLayout
 
     name, batched = name_of(x), x.dim() == 3
     for side, major in ((-1, "row"), (-2, "column")):
         if aligned(x, side) and x.shape[side] * x.element_size() % ALIGN == 0:
-            return normal(x, side), Matrix(name, major, batched), ""
+            return normal(x, side), OperandLayout(name, major, batched), ""
     note = "stored by element: TMA cannot step through it"
-    return x, Matrix(name, "row", batched, tma=False), note
+    return x, OperandLayout(name, "row", batched, tma=False), note
 
 
 @dataclass
 class Arranged:
     """A call in the kernel's terms: one matrix or a batch of them."""
 
-    tensors: list[Any]  # a, b, out and what the pieces take
-    a: Matrix
-    b: Matrix
-    out: Matrix
-    pieces: tuple[Piece, ...]
-    names: tuple[str, ...]  # of what the pieces take
+    tensors: list[Any]  # a, b, out and what the epilogue takes
+    a: OperandLayout
+    b: OperandLayout
+    out: OperandLayout
+    ops: tuple[EpilogueOp, ...]
+    names: tuple[str, ...]  # of what the epilogue takes
     notes: dict[str, str]  # by operand: what makes the call slower than it could be
     sizes: tuple[int, int, int, int]  # M, N, K, L
     as_given: bool  # every tensor is what the call was given
@@ -152,7 +152,7 @@ def arrange(call: Call, out: Tensor, arch_name: str) -> Arranged:
     if call.gate and out.dtype is torch.float32 and not arch(arch_name).tmem_columns:
         out, out_layout = before, replace(out_layout, major="row", tma=False)
         notes["out"] = "stored by element: gates leave single columns"
-    pieces, passed = fused(call, before, residual, arch_name)
+    ops, passed = fused(call, before, residual, arch_name)
     m, n = out.shape[-2], b.shape[-1]
     sizes = m, n, a.shape[-1], out.shape[0] if out.dim() == 3 else 1
     tensors = [a, b, out, *(x for _, x in passed)]
@@ -170,7 +170,7 @@ def arrange(call: Call, out: Tensor, arch_name: str) -> Arranged:
         and not expanded
     )
     return Arranged(
-        tensors, a_layout, b_layout, out_layout, pieces, names, notes, sizes, as_given, is_tall
+        tensors, a_layout, b_layout, out_layout, ops, names, notes, sizes, as_given, is_tall
     )
 
 
@@ -184,51 +184,51 @@ def as_one(x: Tensor) -> Tensor | None:
 
 def fused(
     call: Call, out: Tensor, residual: Tensor | None, arch_name: str
-) -> tuple[tuple[Piece, ...], list[tuple[str, Any]]]:
-    """The pieces of the epilogue, and the arguments that they take, by name."""
-    from cutex.device.epilogue import epilogue_ops as fusion
+) -> tuple[tuple[EpilogueOp, ...], list[tuple[str, Any]]]:
+    """The operations of the epilogue, and the arguments that they take, by name."""
+    from cutex.device.epilogue import epilogue_ops
 
-    pieces: list[Piece] = []
+    ops: list[EpilogueOp] = []
     passed: list[tuple[str, Any]] = []
 
-    def add(piece: Piece, *values: tuple[str, Any]) -> None:
-        pieces.append(piece)
+    def add(op: EpilogueOp, *values: tuple[str, Any]) -> None:
+        ops.append(op)
         passed.extend(values)
 
-    def matrix(name: str, x: Tensor, beta: bool = False) -> fusion.Add:
+    def matrix(name: str, x: Tensor, beta: bool = False) -> epilogue_ops.Add:
         whole = aligned(x, -1) and x.shape[-1] * x.element_size() % ALIGN == 0 and min(x.shape) > 1
-        return fusion.Add(name, name_of(x), x.dim() == 3, beta, whole, call.gate is not None)
+        return epilogue_ops.Add(name, name_of(x), x.dim() == 3, beta, whole, call.gate is not None)
 
     for name, by in (("scale_a", "row"), ("scale_b", "column")):
         scale = getattr(call, name)
         if scale is not None:
             by = by if scale.numel() > 1 else "tensor"
-            add(fusion.Scale(name, by), (name, flat(scale)))
+            add(epilogue_ops.Scale(name, by), (name, flat(scale)))
     if call.alpha != 1.0:
-        add(fusion.Alpha(), ("alpha", float(call.alpha)))
+        add(epilogue_ops.Alpha(), ("alpha", float(call.alpha)))
     if call.beta != 0.0:
-        piece = matrix("c", out, beta=True)
+        op = matrix("c", out, beta=True)
         # NOTE: on Hopper, whole rows come in by TMA. What threads load from the matrix that TMA
         # then stores to takes 1.9 to 5.8 times as long, from a copy 1.05 (H200; docs/facts.md)
-        in_place = piece.whole and not arch(arch_name).tmem_columns
-        add(piece, ("c", out if in_place else out.clone()), ("beta", float(call.beta)))
+        in_place = op.whole and not arch(arch_name).tmem_columns
+        add(op, ("c", out if in_place else out.clone()), ("beta", float(call.beta)))
     if call.bias is not None:
         by = "row" if by_row(call.bias, call) else "column"
         bias = flat(call.bias)
         bias = bias if bias.is_contiguous() else bias.contiguous()
         whole = bias.data_ptr() % ALIGN == 0 and bias.nbytes % ALIGN == 0
-        add(fusion.Bias(by, name_of(bias), by == "column" and whole), ("bias", bias))
+        add(epilogue_ops.Bias(by, name_of(bias), by == "column" and whole), ("bias", bias))
     if call.gate:
-        add(fusion.Gate(call.gate))
+        add(epilogue_ops.Gate(call.gate))
     elif isinstance(call.activation, str):
-        add(fusion.Activation(call.activation))
+        add(epilogue_ops.Activation(call.activation))
     elif call.activation is not None:
-        add(fusion.Elementwise(call.activation))
+        add(epilogue_ops.Elementwise(call.activation))
     if residual is not None:
         add(matrix("residual", residual), ("residual", residual))
     if call.amax is not None:
-        add(fusion.Amax(), ("amax", flat(call.amax)))
-    return tuple(pieces), passed
+        add(epilogue_ops.Amax(), ("amax", flat(call.amax)))
+    return tuple(ops), passed
 
 
 def flat(x: Tensor) -> Tensor:

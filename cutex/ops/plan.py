@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -13,13 +13,16 @@ import torch
 from cutex.arch import arch
 from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.choose import ranked
+from cutex.kernels.gemm.config import GemmConfig
+from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.kernels.gemm.sm100.config import Sm100Config
 from cutex.problem.gemm import GemmProblem
+from cutex.problem.stage import package
 
 if TYPE_CHECKING:
     from cutex.compile import Compiled
-    from cutex.device.epilogue.epilogue_ops import Piece
-    from cutex.kernels.gemm.config import GemmConfig
-    from cutex.kernels.gemm.general import GeneralConfig, Matrix
+    from cutex.device.epilogue.epilogue_ops import EpilogueOp
+    from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
 
 
 def proposals(problem: GemmProblem, arch_name: str, batch: int = 1) -> Iterator[GemmConfig]:
@@ -29,7 +32,7 @@ def proposals(problem: GemmProblem, arch_name: str, batch: int = 1) -> Iterator[
 
     if torch.cuda.is_available() and batch == 1:
         found = autotune.remembered(stages(arch_name)[-1], problem)
-        if found is not None and found.why_not(problem, arch(arch_name)) is None:
+        if isinstance(found, GemmConfig) and found.why_not(problem, arch(arch_name)) is None:
             yield found
     yield from ranked(problem, arch(arch_name), batch)
 
@@ -37,12 +40,12 @@ def proposals(problem: GemmProblem, arch_name: str, batch: int = 1) -> Iterator[
 @lru_cache(maxsize=4096)
 def config_for(
     sizes: tuple[int, int, int, int],
-    layouts: tuple[Matrix, Matrix, Matrix],
-    pieces: tuple[Piece, ...],
+    layouts: tuple[OperandLayout, OperandLayout, OperandLayout],
+    ops: tuple[EpilogueOp, ...],
     arch_name: str,
 ) -> GeneralConfig:
     """The first of `proposals` that the general kernel can do."""
-    from cutex.kernels.gemm.general import GeneralConfig
+    from cutex.kernels.gemm.signature import GeneralConfig
 
     m, n, k, batch = sizes
     a, b, out = layouts
@@ -52,23 +55,21 @@ def config_for(
     name = a.dtype if a.dtype in ("bf16", "fp16") else "bf16"
     problem = GemmProblem(m, n, k, name)
     for tiles in proposals(problem, arch_name, batch):
-        if pieces and tiles.warpgroups:
+        if ops and isinstance(tiles, Sm90Config):
             tiles = with_slots(tiles, arch_name)
-        if tiles.pair and tiles.swap_ab and (pieces or not out.tma):
+        if isinstance(tiles, Sm100Config) and tiles.swap_ab and (ops or not out.tma):
             # NOTE: a thread then has a column of out, and an address for each row of it
             tiles = replace(tiles, epi_n=16)
-        chosen = {f.name: getattr(tiles, f.name) for f in fields(tiles)}
-        config = GeneralConfig(**chosen, a=a, b=b, out=out, pieces=pieces)
-        for slots in range(config.epi_stages, 0, -1):
-            config = replace(config, epi_stages=slots)
+        for slots in range(tiles.epi_stages, 0, -1):
+            config = GeneralConfig(replace(tiles, epi_stages=slots), a, b, out, ops)
             if config.why_not(None, arch(arch_name)) is None:
                 return config
     raise ValueError(f"M={m}, N={n}, K={k}: no config takes these sizes")
 
 
-def with_slots(tiles: GemmConfig, arch_name: str) -> GemmConfig:
-    """With smaller parts, so that fewer registers are in use at a time, and as many slots for them
-    as smem has room for: what comes in through them is on its way early."""
+def with_slots(tiles: Sm90Config, arch_name: str) -> Sm90Config:
+    """`tiles` with smaller sub-tiles of out, so that fewer registers are in use at a time, and with
+    as many slots for them as smem holds, so that what comes in through them is loaded early."""
     if tiles.epi_n == 64 and tiles.epi_stages == 1:
         tiles = replace(tiles, epi_n=32)
     more = (replace(tiles, epi_stages=n) for n in (4, 3, 2))
@@ -79,6 +80,5 @@ def with_slots(tiles: GemmConfig, arch_name: str) -> GemmConfig:
 def kernel_for(config: GeneralConfig, arch_name: str) -> Compiled:
     from cutex.compile import compile
 
-    folder = arch_name.rstrip("a").replace("_", "")
-    kernel = import_module(f"cutex.kernels.gemm.{folder}.general").General(config)
+    kernel = import_module(f"{package('gemm', arch_name)}.general").General(config)
     return compile(kernel, config.a.dtype, arch_name)

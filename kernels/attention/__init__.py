@@ -1,39 +1,61 @@
-"""The attention ladder: its stages, in order. Imports neither torch nor the DSL."""
+"""The attention ladders: the stages of each arch, in order. Imports neither torch nor the DSL."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Self
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Self
 
+from cutex.arch import arch
+from cutex.kernels.attention.choose import choose
+from cutex.kernels.attention.config import ForwardConfig
 from cutex.kernels.attention.ladder import LadderConfig
 from cutex.problem import stage as stage_of_any
 
+if TYPE_CHECKING:
+    from cutex.compile import Kernel
+    from cutex.problem.attention import AttentionProblem
+
 
 class Stage(stage_of_any.Stage):
-    """A rung of the attention ladder."""
+    """A rung of an attention ladder."""
 
     op = "attention"
 
-    def fitted(self, problem: Any) -> Self:
-        """The stage for the problem's head dim, causal or not."""
+    def fitted(self, problem: AttentionProblem) -> Self:  # type: ignore[override]
         return replace(self, default=self.default.fitted(problem.head_dim, problem.causal))
 
 
+class Forward(Stage):
+    """The production kernel at the top of a ladder, with the config for each problem."""
+
+    def fitted(self, problem: AttentionProblem) -> Self:  # type: ignore[override]
+        return replace(self, default=choose(problem, arch(self.arch)))
+
+    @property
+    def module(self) -> str:
+        return f"cutex.kernels.attention.{self.arch.rstrip('a').replace('_', '')}.forward"
+
+    def kernel(self, config: Any = None) -> Kernel:
+        return import_module(self.module).Forward(config or self.default)
+
+
 _IN_ORDER = LadderConfig(p_in_smem=True)
-_REGISTERS = LadderConfig()
+_ONE_BUFFER = LadderConfig()
 _RINGS = LadderConfig(num_stages=2)
-_PERSISTENT = LadderConfig(num_stages=2, q_stages=2, own_o=True)
+_PERSISTENT = LadderConfig(num_stages=2, q_stages=2, own_o=True, dispatch="dynamic")
 
 _STAGES = (
     Stage(0, "sm_90a", "in order", "TMA, wgmma, softmax, P by smem, wgmma, each waits", _IN_ORDER),
-    Stage(1, "sm_90a", "P in registers", "the softmax leaves P where wgmma reads it", _REGISTERS),
+    Stage(1, "sm_90a", "P in registers", "the softmax leaves P where wgmma reads it", _ONE_BUFFER),
     Stage(2, "sm_90a", "rings", "loads run ahead through rings of K and V", _RINGS),
     Stage(3, "sm_90a", "warp roles", "one warp loads, two warpgroups only compute", _RINGS),
     Stage(4, "sm_90a", "overlap", "the next Q K^T and the last P V under the softmax", _RINGS),
     Stage(5, "sm_90a", "ping-pong", "the warpgroups take turns at the tensor cores", _RINGS),
     Stage(6, "sm_90a", "edges", "only the blocks at an edge are masked", _RINGS),
     Stage(7, "sm_90a", "persistent", "a CTA per SM asks for tiles, longest first", _PERSISTENT),
-    Stage(8, "sm_90a", "no maximum", "references need not be maxima; sums tell", _PERSISTENT),
+    Stage(8, "sm_90a", "no maximum", "references need not be maxima, sums tell", _PERSISTENT),
+    Forward(9, "sm_90a", "forward", "the kernel behind cutex.flash_attn_func", ForwardConfig()),
 )
 
 LADDERS = stage_of_any.Ladders("attention", _STAGES)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from cutex.kernels.gemm.config import GemmConfig
+from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.kernels.gemm.sm100.config import Sm100Config
 from cutex.problem import stage as stage_of_any
 
 
@@ -13,30 +16,37 @@ class Stage(stage_of_any.Stage):
 
     op = "gemm"
 
+    def config_from_row(self, row: dict[str, Any]) -> GemmConfig:
+        """The config that a row of a ledger or a cache holds, of whichever version of cutex."""
+        return type(self.default).from_row(row)
 
-_NARROW = GemmConfig(tile_n=128)
-_WIDE = GemmConfig(tile_n=256)
-_RING = GemmConfig(tile_n=256, num_stages=4)  # 4 slots of 48 KB fill the smem of an SM
-_COOP = GemmConfig(tile_n=256, num_stages=4, warpgroups=2)
-_TMA_STORE = replace(_COOP, epi_n=64, epi_stages=2)
-_CLUSTER = replace(_TMA_STORE, cluster_n=2)
-_PINGPONG = GemmConfig(
+
+_HOPPER_NARROW = Sm90Config(tile_n=128)
+_HOPPER_WIDE = Sm90Config(tile_n=256)
+_HOPPER_RING = Sm90Config(tile_n=256, num_stages=4)  # 4 slots of 48 KB fill the smem of an SM
+_COOP = replace(_HOPPER_RING, warpgroups=2)
+_STMATRIX = replace(_COOP, epi_n=64, epi_stages=2)
+_CLUSTER = replace(_STMATRIX, cluster_n=2)
+_PINGPONG = Sm90Config(
     tile_n=192, num_stages=5, epi_n=64, epi_stages=1, warpgroups=2, pingpong=True, cluster_m=2
 )
-_SUB_TILES = GemmConfig(tile_n=256, num_stages=4, epi_n=32, epi_stages=4)
-_PAIR = GemmConfig(256, 256, num_stages=6, epi_n=32, epi_stages=4, pair=True)
+_NARROW = Sm100Config(tile_n=128)
+_WIDE = Sm100Config(tile_n=256)
+_RING = Sm100Config(tile_n=256, num_stages=4)
+_SUB_TILES = replace(_RING, epi_n=32, epi_stages=4)
+_PAIR = replace(_SUB_TILES, tile_m=256, num_stages=6, pair=True)
 _LOOP = replace(_PAIR, num_acc=2)
 _BIG = replace(_LOOP, tile_m=512, num_stages=4)  # two accumulators that share B
 
 _STAGES = (
-    Stage(0, "sm_90a", "in order", "TMA, one unswizzled buffer, wgmma, each waits", _NARROW),
-    Stage(1, "sm_90a", "swizzle", "128-byte swizzle and a 128x256 tile", _WIDE),
-    Stage(2, "sm_90a", "ring", "loads run ahead through a ring of smem slots", _RING),
-    Stage(3, "sm_90a", "warp roles", "one warp loads, two warpgroups only run wgmma", _RING),
+    Stage(0, "sm_90a", "in order", "TMA, one unswizzled buffer, wgmma, each waits", _HOPPER_NARROW),
+    Stage(1, "sm_90a", "swizzle", "128-byte swizzle and a 128x256 tile", _HOPPER_WIDE),
+    Stage(2, "sm_90a", "ring", "loads run ahead through a ring of smem slots", _HOPPER_RING),
+    Stage(3, "sm_90a", "warp roles", "one warp loads, two warpgroups only run wgmma", _HOPPER_RING),
     Stage(
         4, "sm_90a", "register split", "registers move from the load warps to the MMA warps", _COOP
     ),
-    Stage(5, "sm_90a", "TMA store", "C leaves through stmatrix, smem and TMA", _TMA_STORE),
+    Stage(5, "sm_90a", "TMA store", "C leaves through stmatrix, smem and TMA", _STMATRIX),
     Stage(6, "sm_90a", "multicast", "two CTAs load their common tiles of B once", _CLUSTER),
     Stage(7, "sm_90a", "persistent", "one CTA per SM walks the tiles in L2 raster order", _CLUSTER),
     Stage(8, "sm_90a", "ping-pong", "one warpgroup stores while the other computes", _PINGPONG),

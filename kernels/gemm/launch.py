@@ -1,4 +1,4 @@
-"""What every GEMM stage shares on the host: operands, tensor maps, grid, launch."""
+"""The host side that GEMM stages share: operands, tensor maps, grid, launch."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ from cutex.kernels.gemm.config import GemmConfig
 from cutex.schedulers.one_tile import OneTilePerCta
 
 
+def row_major(dtype: str) -> tuple[Operand, ...]:
+    """The operands of every stage: mA (M, K), mB (N, K), mC (M, N), all row-major."""
+    shapes = (("mA", ("m", "k")), ("mB", ("n", "k")), ("mC", ("m", "n")))
+    return tuple(Operand(name, sizes, dtype) for name, sizes in shapes)
+
+
 class Gemm:
     """C[M,N] = A[M,K] @ B[N,K]^T. A stage adds `kernel`, `num_threads` and what it changes."""
 
@@ -22,7 +28,7 @@ class Gemm:
     number: ClassVar[int]
     swizzle: ClassVar[int]  # bytes of an smem row that are permuted; 16: none
     min_stages: ClassVar[int] = 1  # slots that the ring needs to turn
-    num_threads: int  # of a CTA
+    config: GemmConfig
     kernel: Any  # the device function: (a: TmaInfo, b: TmaInfo, mC)
 
     def __init__(self, config: GemmConfig) -> None:
@@ -35,13 +41,16 @@ class Gemm:
         self.config = config
 
     @property
+    def num_threads(self) -> int:
+        """Threads of a CTA."""
+        raise NotImplementedError
+
+    @property
     def name(self) -> str:
         return f"{self.arch.rstrip('a').replace('_', '')}_gemm_stage{self.number}"
 
     def operands(self, dtype: str) -> tuple[Operand, ...]:
-        """mA (M, K), mB (N, K), mC (M, N), all row-major."""
-        shapes = (("mA", ("m", "k")), ("mB", ("n", "k")), ("mC", ("m", "n")))
-        return tuple(Operand(name, sizes, dtype) for name, sizes in shapes)
+        return row_major(dtype)
 
     def slots(self, dtype: type[cutlass.Numeric], rows: int) -> cute.ComposedLayout:
         """The ring of tiles of one operand in smem: (bRows, bK, SLOT)."""

@@ -1,4 +1,4 @@
-"""What an sm_100a instruction takes, in cycles of its SM: one small kernel per question.
+"""Probes of sm_100a: what an instruction takes, in cycles of its SM; a small kernel for each.
 
 Each writes its cycles, REPEATS times, as 32-bit words into mOut, an untyped row; the first time is
 a warm-up. What was loaded is written behind them, so that no load can be left out.
@@ -103,7 +103,7 @@ class TmemAccess(Probe):
 
     @property
     def total(self) -> int:
-        """Of a thread's registers, which hold 0, 1, 2, ..., after each turn and at the end."""
+        """The sum of a thread's registers, 0, 1, 2, ..., after each turn and at the end."""
         count = self.config.columns * self.config.batch
         return (REPEATS + 1) * count * (count - 1) // 2
 
@@ -192,7 +192,7 @@ class SmemCopy(Probe):
 
     @property
     def total(self) -> int:
-        """What the last lane holds of all columns: its number, counted from 1, in each."""
+        """The last lane's sum of its columns, which all hold the lane's number, counted from 1."""
         return LANES * self.config.columns * self.config.batch
 
     @cute.kernel

@@ -3,7 +3,7 @@
 wgmma (Hopper): four warps compute 64 rows, accumulators in registers.
 tcgen05.mma (Blackwell): one thread starts 128 rows, accumulators in tensor memory; or 256, of which
 two CTAs hold half each.
-Both read A and B from shared memory, K-major, through the same layouts.
+Both read A and B from shared memory through the same layouts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ SMEM_ALIGN = 1024  # bytes: 8 rows of 128 bytes, the period of the widest swizzl
 def slots_layout(
     dtype: type[cutlass.Numeric], rows: int, k: int, num_slots: int, swizzle: int
 ) -> cute.ComposedLayout:
-    """(bRows, bK, SLOT) K-major, in atoms of 8 rows of `swizzle` bytes: 16 (none), 32, 64 or 128.
+    """The layout (bRows, bK, SLOT) of K-major tiles, in atoms of 8 rows of `swizzle` bytes: 16
+    (none), 32, 64 or 128.
 
     Within an atom, the 16-byte units of row r are permuted by XOR with r, so that the 8 rows of a
     core matrix lie in different banks (PTX ISA, "Shared Memory Matrix Layout").
@@ -42,7 +43,7 @@ def slots_layout(
 def transposed_slots_layout(
     dtype: type[cutlass.Numeric], rows: int, columns: int, num_slots: int
 ) -> cute.ComposedLayout:
-    """(bRows, bCols, SLOT), contiguous along the rows, swizzled by 128 bytes."""
+    """The layout (bRows, bCols, SLOT) of tiles contiguous along their rows, 128-byte swizzle."""
     width = 128 * 8 // dtype.width
     atom = cute.make_composed_layout(
         cute.make_swizzle(3, 4, 3), 0, cute.make_layout((width, CORE_ROWS), stride=(1, width))
@@ -53,8 +54,8 @@ def transposed_slots_layout(
 def contiguous_rows_layout(
     dtype: type[cutlass.Numeric], rows: int, k: int, num_slots: int
 ) -> cute.ComposedLayout:
-    """(bRows, bK, SLOT) contiguous along the rows, which wgmma reads for 16-bit elements, and
-    tcgen05.mma for all.
+    """The layout (bRows, bK, SLOT) of operands contiguous along their rows, which wgmma reads for
+    16-bit elements, and tcgen05.mma for all.
 
     In atoms of 8 of K by as many bytes of rows, up to 128, as cut them evenly; of fp32 always 128,
     of which the swizzle leaves 32 together (PTX ISA, "Shared Memory Layout and Swizzling").
@@ -73,8 +74,8 @@ def contiguous_rows_layout(
 
 
 def contiguous_lanes_layout(columns: int, num_slots: int) -> cute.ComposedLayout:
-    """(128, bCols, SLOT) contiguous along the rows, without a swizzle: the threads of a warp, each
-    one row, write neighbours."""
+    """The layout (128, bCols, SLOT) of tiles contiguous along their rows, without a swizzle: the
+    threads of a warp, each one row, write neighbours."""
     layout = cute.make_layout((128, columns, num_slots), stride=(1, 128, 128 * columns))
     return cute.make_composed_layout(cute.make_swizzle(0, 4, 3), 0, layout)
 
@@ -82,11 +83,12 @@ def contiguous_lanes_layout(columns: int, num_slots: int) -> cute.ComposedLayout
 def allocate_slots(
     smem: SmemAllocator, dtype: type[cutlass.Numeric], layout: cute.ComposedLayout
 ) -> cute.Tensor:
+    """Slots of `layout` in smem."""
     return smem.allocate_tensor(dtype, layout.outer, SMEM_ALIGN, swizzle=layout.inner)
 
 
 class Wgmma(NamedTuple):
-    """A CTA's wgmma: each warpgroup its own rows, by 64, and all columns."""
+    """A CTA's wgmma, of which each warpgroup computes its own rows, by 64, and all columns."""
 
     tiled_mma: cute.TiledMma
     tCrA: cute.Tensor  # (MMA, MMA_M, MMA_K, SLOT) descriptors
@@ -107,7 +109,7 @@ class Wgmma(NamedTuple):
 
 
 class MmaTF32Op(warpgroup.MmaF8Op):
-    """wgmma of fp32 read as tf32 (PTX ISA, wgmma.mma_async .tf32), which the DSL has no name for.
+    """The wgmma of fp32 read as tf32 (PTX ISA, wgmma.mma_async .tf32), which the DSL lacks.
 
     The tensor core leaves out the 13 low bits of each element.
     """
@@ -126,7 +128,7 @@ def make_wgmma(
     a_major: OperandMajorMode = OperandMajorMode.K,
     b_major: OperandMajorMode = OperandMajorMode.K,
 ) -> cute.TiledMma:
-    """`warpgroups` side by side along M, 64 rows of `tile_n` columns each at a time."""
+    """The wgmma of `warpgroups` along M, which take 64 rows of `tile_n` columns each at a time."""
     shape = (64, tile_n, 8 * INST_BYTES // dtype.width)
     source = warpgroup.OperandSource.SMEM
     if dtype.width == 8:  # its B may be of another 8-bit type
@@ -140,8 +142,7 @@ def make_wgmma(
 
 
 def as_tf32(sX: cute.Tensor) -> cute.Tensor:
-    """The same slots of fp32, (bRows, bK, SLOT) swizzled by 128 bytes, for an MMA that reads them
-    as tf32."""
+    """fp32 slots (bRows, bK, SLOT) swizzled by 128 bytes, as an MMA of tf32 takes them."""
     first = sX.stride[0]
     while isinstance(first, tuple):
         first = first[0]
@@ -180,7 +181,7 @@ class Umma(NamedTuple):
     tCtAcc: cute.Tensor  # (MMA, MMA_M, MMA_N) fp32 in tensor memory, here maybe with a mode ACC
 
     def into(self, acc: Int32, block: int = 0) -> Umma:
-        """The same MMA of one block of A's rows into accumulator `acc` of several."""
+        """The MMA of one block of A's rows into accumulator `acc` of several."""
         one = (None, (None, block), None, None)  # (MMA, (1, MMA_M), MMA_K, SLOT)
         return self._replace(
             tCrA=cute.logical_divide(self.tCrA, (None, 1, None, None))[one],
@@ -198,9 +199,9 @@ class Umma(NamedTuple):
 
     @cute.jit
     def commit(self, barrier: cute.Pointer) -> None:
-        """One arrival on `barrier` when every MMA started so far is complete. A whole warp.
+        """Arrive once on `barrier` when every MMA started so far is complete. A whole warp.
 
-        Of a pair's MMA: on that barrier in both CTAs.
+        A pair's MMA arrives on that barrier in both CTAs.
         """
         with cute.arch.elect_one():
             if cutlass.const_expr(cute.size(self.tiled_mma.thr_id) == 2):
@@ -218,7 +219,8 @@ def make_umma(
     majors: tuple[OperandMajorMode, OperandMajorMode] = (OperandMajorMode.K, OperandMajorMode.K),
     pair: bool = False,
 ) -> cute.TiledMma:
-    """Of 16-bit elements, of 8-bit ones, whose B may be of another type, or of fp32 as tf32."""
+    """The tcgen05.mma of 16-bit elements, of 8-bit ones, where B may be of another type, or of fp32
+    as tf32."""
     shape = (tile_m, tile_n, 8 * INST_BYTES // dtype.width)
     group = tcgen05.CtaGroup.TWO if pair else tcgen05.CtaGroup.ONE
     how = shape, group, tcgen05.OperandSource.SMEM, *majors
@@ -240,8 +242,8 @@ def umma(
     """The MMA on this CTA's sA (bM, bK, SLOT) and sB (bN, bK, SLOT), accumulator at `tmem`.
 
     Of a pair, each CTA holds half the rows of A, of B and of the accumulator; sA may hold several
-    blocks of the rows that one instruction takes. With `num_acc` there
-    are so many accumulators side by side, in a mode of its own.
+    blocks of the rows that one instruction takes. `num_acc` accumulators are side by side, in a
+    mode of their own.
     """
     ctas = cute.size(tiled_mma.thr_id)
     m, n, _ = tiled_mma.shape_mnk
@@ -261,6 +263,6 @@ def umma(
 
 @cute.jit
 def instruction_tiles(sX: cute.Tensor, rows: cutlass.Constexpr[int]) -> cute.Tensor:
-    """(MMA, MMA_ROWS, MMA_K, SLOT) of sX (bRows, bK, SLOT): `rows` and 32 bytes of K at a time."""
+    """sX (bRows, bK, SLOT) as (MMA, MMA_ROWS, MMA_K, SLOT): `rows` and 32 bytes of K at a time."""
     k = 8 * INST_BYTES // sX.element_type.width
     return cute.group_modes(cute.flat_divide(sX, (rows, k)), 0, 2)

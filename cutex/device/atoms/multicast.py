@@ -1,4 +1,4 @@
-"""TMA multicast: the CTAs of a cluster share the tiles that they have in common.
+"""TMA multicast: the CTAs of a cluster load the tiles that they have in common once.
 
 In a cluster of (m, n) CTAs, those in one row of it work on the same rows of C, and so on the same
 tiles of A; those in one column on the same tiles of B. Each loads an equal part of a shared tile
@@ -16,14 +16,14 @@ from cutlass import Int16, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex.device.atoms.tma import AbLoads, TileLoads, load_operand, tile_loads
+from cutex.device.atoms.tma import AbLoads, TileLoads, load_operand, matrix, tile_loads
 from cutex.device.pipeline import Barrier, PipelineState, Ring
-from cutex.schedulers.one_tile import WorkTile, place_in_cluster
+from cutex.device.work_tile import WorkTile, place_in_cluster
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Its shape, (m, n) CTAs, and where in it this CTA is. Rank m + n * size_m."""
+    """A cluster of (m, n) CTAs, of rank m + n * size_m each, and this CTA's place in it."""
 
     size_m: int
     size_n: int
@@ -41,17 +41,17 @@ class Cluster:
         return place_in_cluster(self.size_m, self.size_n)
 
     def row_mask(self) -> Int16:
-        """A bit for each CTA with the same m: they share A."""
+        """The multicast mask of the CTAs with the same m: they share A."""
         m, _ = self.place()
         return Int16(sum(1 << (j * self.size_m) for j in range(self.size_n)) << m)
 
     def column_mask(self) -> Int16:
-        """A bit for each CTA with the same n: they share B."""
+        """The multicast mask of the CTAs with the same n: they share B."""
         _, n = self.place()
         return Int16(((1 << self.size_m) - 1) << (n * self.size_m))
 
     def neighbour(self, number: Int32) -> Int32:
-        """Rank of one of the `neighbours`, numbered from 0: first the column, then the row."""
+        """The rank of one of the `neighbours`, numbered from 0: first the column, then the row."""
         m, n = self.place()
         if cutlass.const_expr(self.size_n == 1):
             return number
@@ -74,7 +74,8 @@ class Cluster:
 def shared_operand(
     mX: cute.Tensor, smem_layout: cute.ComposedLayout, sharers: cutlass.Constexpr[int]
 ) -> cpasync.TmaInfo:
-    """What loads tiles of `mX` (rows, K) for `sharers` CTAs, each one its part of the rows."""
+    """The tensor map of `mX` (rows, K) that loads tiles for `sharers` CTAs, each its part of the
+    rows."""
     if cutlass.const_expr(sharers == 1):
         return load_operand(mX, smem_layout)
     tile = cute.size(smem_layout, mode=[0]), cute.size(smem_layout, mode=[1])
@@ -83,7 +84,7 @@ def shared_operand(
 
 
 class SharedTileLoads(NamedTuple):
-    """TileLoads of this CTA's part of each tile, into the smem of all CTAs of `mask`."""
+    """The loads of this CTA's part of each tile, into the smem of all CTAs of `mask`."""
 
     atom: cute.CopyAtom
     gmem: cute.Tensor  # (TMA, RestK)
@@ -105,7 +106,7 @@ def shared_tile_loads(
     sharers: cutlass.Constexpr[int],
     mask: Int16,
 ) -> TileLoads | SharedTileLoads:
-    """`part` of `sharers` of the row of tiles that `row_tile` picks; `sX` is (bRows, bK, SLOT)."""
+    """The loads of `part` of `sharers` of a row of tiles; `sX` is (bRows, bK, SLOT)."""
     if cutlass.const_expr(sharers == 1):
         return tile_loads(operand, sX, row_tile)
     tile = cute.size(sX, mode=[0]), cute.size(sX, mode=[1])
@@ -122,8 +123,10 @@ def k_shared_operand(
     part_layout: cute.ComposedLayout,
     sharers: cutlass.Constexpr[int],
 ) -> cpasync.TmaInfo:
-    """As shared_operand, but each CTA loads its part of a tile's K, laid out as `part_layout`:
-    where the rows are what is contiguous, TMA boxes of whole swizzle atoms would not divide them.
+    """The tensor map of `mX` (rows, K) that loads tiles for `sharers` CTAs, each its part of K,
+    laid out as `part_layout`.
+
+    Where the rows are what is contiguous, TMA boxes of whole swizzle atoms would not divide them.
     """
     if cutlass.const_expr(sharers == 1):
         return load_operand(mX, smem_layout)
@@ -142,7 +145,7 @@ def k_shared_tile_loads(
     sharers: cutlass.Constexpr[int],
     mask: Int16,
 ) -> TileLoads | SharedTileLoads:
-    """As shared_tile_loads, of `part` of `sharers` of each tile's K."""
+    """The loads of `part` of `sharers` of each tile's K; `sX` is (bRows, bK, SLOT)."""
     if cutlass.const_expr(sharers == 1):
         return tile_loads(operand, sX, row_tile)
     tile = cute.size(sX, mode=[0]), cute.size(sX, mode=[1]) // sharers
@@ -155,26 +158,33 @@ def k_shared_tile_loads(
     return SharedTileLoads(operand.atom, tXgX, tXsX, mask)
 
 
-class AbOperands(NamedTuple):
-    """What loads A and B, and the slots that they go to."""
+@dataclass(frozen=True)
+class AbOperands:
+    """The tensor maps of A and B, and the slots that they load into; `k_major` says of each whether
+    K is what is contiguous."""
 
     a: cpasync.TmaInfo
     b: cpasync.TmaInfo
     sA: cute.Tensor  # (bM, bK, SLOT)
     sB: cute.Tensor  # (bN, bK, SLOT)
+    k_major: tuple[bool, bool] = (True, True)
 
     @cute.jit
     def loads(self, tile: WorkTile, cluster: cutlass.Constexpr[Cluster]) -> AbLoads:
+        """The loads of this CTA, whose tile is `tile`, for its cluster."""
         m, n = cluster.place()
+        loads_a = shared_tile_loads if self.k_major[0] else k_shared_tile_loads
+        loads_b = shared_tile_loads if self.k_major[1] else k_shared_tile_loads
+        a, b = matrix(self.a, tile), matrix(self.b, tile)
         return AbLoads(
-            shared_tile_loads(self.a, self.sA, tile.m, n, cluster.size_n, cluster.row_mask()),
-            shared_tile_loads(self.b, self.sB, tile.n, m, cluster.size_m, cluster.column_mask()),
+            loads_a(a, self.sA, tile.m, n, cluster.size_n, cluster.row_mask()),
+            loads_b(b, self.sB, tile.n, m, cluster.size_m, cluster.column_mask()),
         )
 
 
 @dataclass(frozen=True)
 class SharedRing(Ring):
-    """The ring of a CTA whose slots its neighbours fill too.
+    """The ring of a CTA whose slots its neighbours fill, too.
 
     full[slot]:  1 arrival, of this CTA's load warp, and `slot_bytes`, whoever loaded them.
     empty[slot]: the MMA warps of all neighbours: this CTA may then write into the smem of each.
@@ -191,7 +201,7 @@ class SharedRing(Ring):
         warps: int,
         cluster: Cluster,
     ) -> SharedRing:
-        """`warps` of each CTA empty a slot."""
+        """A ring whose slots `warps` warps of each CTA empty."""
         full = Barrier.allocate(smem, f"{name} full", arrivals=1, slots=num_slots)
         arrivals = warps * cluster.neighbours
         empty = Barrier.allocate(smem, f"{name} empty", arrivals=arrivals, slots=num_slots)
@@ -199,7 +209,7 @@ class SharedRing(Ring):
 
     @cute.jit
     def release(self, state: PipelineState) -> None:
-        """One arrival of this warp at each neighbour: its reads of the slot are over."""
+        """Arrive once at each neighbour for this warp: its reads of the slot are over."""
         if cutlass.const_expr(self.cluster.size == 1):
             with cute.arch.elect_one():
                 self.empty.arrive(state.slot)
@@ -211,7 +221,7 @@ class SharedRing(Ring):
 
     @cute.jit
     def drain(self, state: PipelineState) -> None:
-        """By the load warp, after its last load: wait until every slot is empty. No neighbour then
+        """Wait until every slot is empty; by the load warp, after its last load. No neighbour then
         has anything left to write here or to signal, so this CTA may end."""
         for _ in cutlass.range(self.num_slots, unroll=1):
             self.empty.wait(state.phase, state.slot)

@@ -8,8 +8,7 @@ import cutlass
 from cutlass import Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
-from cutex.schedulers.one_tile import WorkTile
-from cutex.schedulers.persistent import BatchTile
+from cutex.device.work_tile import WorkTile
 
 EVICT_FIRST = 0x12F0_0000_0000_0000  # an L2 policy, as createpolicy.fractional makes it for all
 
@@ -18,7 +17,8 @@ EVICT_FIRST = 0x12F0_0000_0000_0000  # an L2 policy, as createpolicy.fractional 
 def load_operand(
     mX: cute.Tensor, smem_layout: cute.ComposedLayout, pair: cutlass.Constexpr[bool] = False
 ) -> cpasync.TmaInfo:
-    """What loads tiles of `mX` (rows, K) into slots of `smem_layout` (bRows, bK, SLOT).
+    """The tensor map that loads tiles of `mX` (rows, K) into slots of `smem_layout` (bRows, bK,
+    SLOT).
 
     Of a `pair` of CTAs each loads its own tiles, and all bytes arrive on the leader's barrier.
     """
@@ -28,17 +28,17 @@ def load_operand(
     return cpasync.make_tiled_tma_atom(op, mX, smem_layout, (rows, k))
 
 
-def matrix(operand: cpasync.TmaInfo, tile: WorkTile | BatchTile) -> cpasync.TmaInfo:
-    """Of the tile's batch entry; one that is alone serves all."""
+def matrix(operand: cpasync.TmaInfo, tile: WorkTile) -> cpasync.TmaInfo:
+    """The matrix of the tile's batch entry; an operand with one entry serves all tiles."""
     mX = operand.tma_tensor
     if cute.rank(mX) == 3:
-        entry = cutlass.min(tile.entry, cute.size(mX, mode=[2]) - 1)
+        entry = cutlass.min(tile.batch, cute.size(mX, mode=[2]) - 1)
         mX = mX[None, None, entry]
     return cpasync.TmaInfo(operand.atom, mX, operand.smem_layout)
 
 
 class TileLoads(NamedTuple):
-    """One CTA's row of tiles of an operand, and the slots that they go to."""
+    """The loads of one CTA's row of tiles of an operand."""
 
     atom: cute.CopyAtom
     gmem: cute.Tensor  # (TMA, RestK)
@@ -52,7 +52,7 @@ class TileLoads(NamedTuple):
 
 @cute.jit
 def tile_loads(operand: cpasync.TmaInfo, sX: cute.Tensor, row_tile: Int32) -> TileLoads:
-    """`row_tile` picks the rows; `sX` is (bRows, bK, SLOT)."""
+    """The loads of row `row_tile` of tiles; `sX` is (bRows, bK, SLOT)."""
     tile = (cute.size(sX, mode=[0]), cute.size(sX, mode=[1]))
     gX = cute.local_tile(operand.tma_tensor, tile, (row_tile, None))  # (bRows, bK, RestK)
     tXsX, tXgX = cpasync.tma_partition(
@@ -73,12 +73,13 @@ class AbLoads(NamedTuple):
 
     @cute.jit
     def load(self, k_tile: Int32, slot: Int32, full: cute.Pointer) -> None:
+        """Start both loads of K tile `k_tile` into `slot`. A whole warp."""
         self.a.load(k_tile, slot, full)
         self.b.load(k_tile, slot, full)
 
 
 class PairOperands(NamedTuple):
-    """What loads A and B for a pair of CTAs, and the slots of this one that they go to."""
+    """The tensor maps of A and B for a pair of CTAs, and the slots of this CTA."""
 
     a: cpasync.TmaInfo
     b: cpasync.TmaInfo
@@ -90,13 +91,14 @@ class PairOperands(NamedTuple):
         return cute.size(self.a.tma_tensor, mode=[1])
 
     def prefetch(self) -> None:
+        """Prefetch the tensor maps."""
         for operand in (self.a, self.b):
             cpasync.prefetch_descriptor(operand.atom)
 
     @cute.jit
-    def loads(self, tile: WorkTile | BatchTile) -> AbLoads:
-        """Of this CTA's half of the rows of A and of B; `tile` counts rows of a CTA, columns of a
-        pair."""
+    def loads(self, tile: WorkTile) -> AbLoads:
+        """The loads of this CTA's half of the rows of A and of B; `tile` counts rows of a CTA,
+        columns of a pair."""
         rank = cute.arch.block_idx_in_cluster() % 2
         a, b = matrix(self.a, tile), matrix(self.b, tile)
         return AbLoads(tile_loads(a, self.sA, tile.m), tile_loads(b, self.sB, 2 * tile.n + rank))
@@ -104,16 +106,15 @@ class PairOperands(NamedTuple):
 
 @cute.jit
 def store_operand(mX: cute.Tensor, smem_layout: cute.ComposedLayout) -> cpasync.TmaInfo:
-    """What stores slots of `smem_layout` (bRows, bCols, SLOT) to tiles of `mX` (rows, cols).
-
-    TMA leaves out what lies outside of mX.
+    """The tensor map that stores slots of `smem_layout` (bRows, bCols, SLOT) to tiles of `mX`
+    (rows, cols). TMA leaves out elements outside of mX.
     """
     tile = (cute.size(smem_layout, mode=[0]), cute.size(smem_layout, mode=[1]))
     return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mX, smem_layout, tile)
 
 
 class TileStores(NamedTuple):
-    """One CTA's row of tiles of an operand, and the slots that they come from."""
+    """The stores of one CTA's row of tiles of an operand."""
 
     atom: cute.CopyAtom
     smem: cute.Tensor  # (TMA, SLOT)
@@ -133,7 +134,8 @@ def tile_stores(
     row_tile: Int32,
     policy: cutlass.Constexpr[int | None] = None,
 ) -> TileStores:
-    """`row_tile` picks the rows; `sX` is (bRows, bCols, SLOT); `policy` says what L2 keeps."""
+    """The stores to row `row_tile` of tiles; `sX` is (bRows, bCols, SLOT); `policy` says what L2
+    keeps."""
     tile = (cute.size(sX, mode=[0]), cute.size(sX, mode=[1]))
     gX = cute.local_tile(operand.tma_tensor, tile, (row_tile, None))  # (bRows, bCols, RestCols)
     tXsX, tXgX = cpasync.tma_partition(

@@ -23,7 +23,7 @@ WIDEST_LOAD = 64  # columns in one tcgen05.ld: 64 registers in flight
 class Tmem:
     """An allocation of tensor memory, held by the CTA from `acquire` to `free`.
 
-    A `pair` of CTAs allocates and frees together, each its own, the same columns.
+    A `pair` of CTAs allocates and frees together: each its own, the same columns.
     """
 
     columns: int
@@ -39,7 +39,7 @@ class Tmem:
         return Tmem(power, pair, smem.allocate_array(Int32, 1))
 
     def acquire(self) -> None:
-        """A whole warp, the one that frees; a CTA barrier must follow before `pointer`."""
+        """Allocate. A whole warp, the one that frees; a CTA barrier must come before `pointer`."""
         cute.arch.alloc_tmem(self.columns, self.address, is_two_cta=self.pair)
         cute.arch.relinquish_tmem_alloc_permit(is_two_cta=self.pair)
 
@@ -47,31 +47,31 @@ class Tmem:
         return cute.arch.retrieve_tmem_ptr(Float32, 16, self.address)
 
     def free(self, pointer: cute.Pointer) -> None:
-        """The warp that acquired it; after every other warp's last read."""
+        """Free. The warp that acquired it, after every other warp's last read."""
         cute.arch.dealloc_tmem(pointer, self.columns, is_two_cta=self.pair)
 
 
 @dsl_user_op
 def fence_after_sync(*, loc=None, ip=None) -> None:
-    """Before the first tcgen05 instruction that relies on a barrier just passed (PTX ISA,
+    """A fence before the first tcgen05 instruction that relies on a barrier just passed (PTX ISA,
     tcgen05.fence::after_thread_sync)."""
     nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def fence_before_sync(*, loc=None, ip=None) -> None:
-    """After the last tcgen05 instruction that a barrier about to be signalled vouches for (PTX
-    ISA, tcgen05.fence::before_thread_sync)."""
+    """A fence after the last tcgen05 instruction that a barrier about to be signalled vouches for
+    (PTX ISA, tcgen05.fence::before_thread_sync)."""
     nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC, loc=loc, ip=ip)
 
 
 def load_columns(num_columns: int) -> int:
-    """The widest load that cuts `num_columns` evenly."""
+    """Columns of the widest load that divides `num_columns`."""
     return next(c for c in (WIDEST_LOAD, 32, 16) if num_columns % c == 0)
 
 
 def make_load(tAcc: cute.Tensor) -> cute.TiledCopy:
-    """Loads of a tile tAcc (128, C) of tensor memory by 128 threads, each one row of C columns."""
+    """The load of a tile tAcc (128, C) of tensor memory by 128 threads, each one row."""
     columns = cute.size(tAcc, mode=[1])
     repetition = tcgen05.Repetition(columns)
     atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(repetition), Float32)

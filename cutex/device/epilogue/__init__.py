@@ -1,1 +1,6 @@
-"""What happens to an accumulator on its way to global memory."""
+"""The way of an accumulator to global memory: operations on it, rounding, stores.
+
+`epilogue_ops` is the same for all archs; `sm90` starts from wgmma's registers, `sm100` from tensor
+memory. In both, `register_store` stores from registers, `tma_store` through shared memory by TMA,
+and `fused_store` runs operations first.
+"""

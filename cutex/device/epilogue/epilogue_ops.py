@@ -1,13 +1,12 @@
-"""What an epilogue does to the product before it is stored, composed from small pieces.
+"""The operations that an epilogue runs on the product, in fp32 registers, before it is stored.
 
-A piece is a frozen dataclass, part of the compile key. `arguments` says what it wants passed to the
-kernel; `apply` changes a fragment, fp32 in registers, whose coordinates are known, or returns
-another. Pieces run in the order given:
+An operation is a frozen dataclass, part of the compile key. `arguments` lists what it takes from
+the host; `apply` changes a fragment whose coordinates are known, or returns another. Operations run
+in the order given:
 
     (Alpha(), Bias("column", "bf16"), Activation("gelu"), Add("residual", "bf16"))
 
-Loads are clamped to the matrix instead of guarded: what lies outside is never stored. A kernel that
-plays ping-pong runs them under the other warpgroup's MMAs.
+Loads are clamped to the matrix instead of guarded: elements outside of it are never stored.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 
 
 class Fragment(NamedTuple):
-    """A thread's values of a tile, in R rows and C columns that need not be neighbours."""
+    """The values of a tile that one thread holds, in R rows and C columns, not always adjacent."""
 
     values: cute.Tensor  # (R, C) fp32 in registers
     rows: tuple[Int32, ...]  # R of M
@@ -58,15 +57,15 @@ class Fragment(NamedTuple):
                 self.values[r, c] = function(self.values[r, c])
 
 
-class Held(NamedTuple):
-    """What Add takes in a matrix's place, where its values already lie in registers."""
+class Preloaded(NamedTuple):
+    """A matrix operand of `Add` whose values for this fragment are in registers already."""
 
     values: cute.Tensor  # (R, C), as of the fragment
 
 
 @dataclass(frozen=True)
 class Alpha:
-    """x * alpha, a number of the host."""
+    """x * alpha, where alpha is a host number."""
 
     def arguments(self) -> tuple[Argument, ...]:
         return (Scalar("alpha"),)
@@ -77,7 +76,7 @@ class Alpha:
 
 @dataclass(frozen=True)
 class Scale:
-    """x * scale: fp32 on the device, one for each "row", "column" or the whole "tensor"."""
+    """x * scale, fp32 on the device: one for each "row" or "column", or for the "tensor"."""
 
     name: str
     by: str = "tensor"
@@ -97,7 +96,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Bias:
-    """x + bias, which holds one number for each "row" or each "column".
+    """x + bias, where bias holds one number for each "row" or each "column".
 
     whole: base and length are multiples of 16 bytes, so neighbours come with one load.
     """
@@ -124,7 +123,7 @@ class Bias:
 
 @dataclass(frozen=True)
 class Add:
-    """x + factor * a matrix as large as the output; `beta`: whether a factor is passed.
+    """x + matrix, or x + beta * matrix with `beta`; the matrix is as large as the output.
 
     whole: its rows are contiguous, N, base and the other strides are multiples of 16 bytes, so
     neighbours come with one load.
@@ -144,8 +143,8 @@ class Add:
         matrix = Operand(self.name, sizes, self.dtype, last, aligned=self.whole, whole=self.whole)
         return (matrix, Scalar("beta")) if self.beta else (matrix,)
 
-    def apply(self, x: Fragment, matrix: cute.Tensor | Held, *beta: Float32) -> None:
-        if isinstance(matrix, Held):
+    def apply(self, x: Fragment, matrix: cute.Tensor | Preloaded, *beta: Float32) -> None:
+        if isinstance(matrix, Preloaded):
             for r in range(len(x.rows)):
                 for c in range(len(x.columns)):
                     value = matrix.values[r, c].to(Float32)
@@ -165,7 +164,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Activation:
-    """relu, gelu (by erf), gelu_tanh or silu."""
+    """An activation function: relu, gelu (by erf), gelu_tanh or silu."""
 
     kind: str
 
@@ -178,7 +177,7 @@ class Activation:
 
 @dataclass(frozen=True)
 class Gate:
-    """act(x[:, 0::2]) * x[:, 1::2], half as many columns: each gate stands before what it gates."""
+    """act(x[:, 0::2]) * x[:, 1::2]: gates and gated columns alternate; half are left."""
 
     kind: str
 
@@ -200,8 +199,8 @@ class Gate:
 
 @dataclass(frozen=True, repr=False)
 class Elementwise:
-    """function(x), or function(x, m, n) with the coordinates: the user's own, on DSL numbers; with
-    control flow on them it must be a @cute.jit function.
+    """A user's function(x), or function(x, m, n) with coordinates, on DSL numbers; one that
+    branches on them must be a @cute.jit function.
 
     NOTE: the compile key holds the function's source and what it closes over, not its identity.
     """
@@ -229,7 +228,7 @@ class Elementwise:
 
 @dataclass(frozen=True)
 class Amax:
-    """The largest |x| so far, into one fp32 on the device, which must hold 0 before."""
+    """The largest |x|, accumulated into one fp32 on the device that holds 0 before the launch."""
 
     def arguments(self) -> tuple[Argument, ...]:
         return (Operand("amax", ("one",), "fp32", contiguous=None, aligned=False, whole=False),)
@@ -251,27 +250,59 @@ class Amax:
             )
 
 
-Piece = Alpha | Scale | Bias | Add | Activation | Gate | Elementwise | Amax
+EpilogueOp = Alpha | Scale | Bias | Add | Activation | Gate | Elementwise | Amax
 
 
-def arguments(pieces: tuple[Piece, ...]) -> tuple[Argument, ...]:
-    """What the kernel takes beside its matrices, in order."""
-    return tuple(a for piece in pieces for a in piece.arguments())
+def op_arguments(ops: tuple[EpilogueOp, ...]) -> tuple[Argument, ...]:
+    """The arguments that a kernel with these operations takes beside its matrices, in order."""
+    return tuple(argument for op in ops for argument in op.arguments())
 
 
-def gated(pieces: tuple[Piece, ...]) -> bool:
-    """Whether they leave half as many columns as the product has."""
-    return any(isinstance(piece, Gate) for piece in pieces)
+def has_gate(ops: tuple[EpilogueOp, ...]) -> bool:
+    """Whether the operations leave half as many columns as the product has."""
+    return any(isinstance(op, Gate) for op in ops)
 
 
-def apply(pieces: tuple[Piece, ...], x: Fragment, passed: tuple[Any, ...]) -> Fragment:
-    """Run all pieces; `passed` are the values of `arguments(pieces)`. Returns what is to store."""
-    at = 0
-    for piece in pieces:
-        takes = len(piece.arguments())
-        x = piece.apply(x, *passed[at : at + takes]) or x
-        at += takes
-    return x
+@dataclass(frozen=True)
+class BoundOps:
+    """The operations of an epilogue with their arguments, and the extent of the product."""
+
+    ops: tuple[EpilogueOp, ...]
+    arguments: tuple[Any, ...]  # the values of op_arguments(ops)
+    bounds: tuple[Int32, Int32]  # (M, N) of the product, as out is oriented
+    transposed: bool  # the accumulator's rows are out's columns
+    preloaded: int | None = None  # the argument that `apply` is given in registers
+
+    @property
+    def gated(self) -> bool:
+        return has_gate(self.ops)
+
+    def apply(self, x: Fragment, preloaded: cute.Tensor | None = None) -> Fragment:
+        """Run all operations on x; returns the fragment to store. `preloaded` (R, C)."""
+        arguments = list(self.arguments)
+        if preloaded is not None and self.preloaded is not None:
+            arguments[self.preloaded] = Preloaded(preloaded)
+        at = 0
+        for op in self.ops:
+            count = len(op.arguments())
+            run: Callable[..., Fragment | None] = op.apply
+            x = run(x, *arguments[at : at + count]) or x
+            at += count
+        return x
+
+    @cute.jit
+    def store_elements(self, x: Fragment, out: cute.Tensor) -> None:
+        """Store each element of x that is in bounds to out (M, N), oriented as the accumulator.
+
+        NOTE: columns first: a thread has few rows, and keeps their addresses.
+        """
+        for c in cutlass.range_constexpr(len(x.columns)):
+            for r in cutlass.range_constexpr(len(x.rows)):
+                if x.rows[r] < x.bounds[0] and x.columns[c] < x.bounds[1]:
+                    where = x.rows[r], x.columns[c]
+                    if cutlass.const_expr(self.transposed):
+                        where = x.columns[c], x.rows[r]
+                    out[where] = x.values[r, c].to(out.element_type)
 
 
 def _combine(

@@ -1,65 +1,140 @@
-"""The general GEMM on Blackwell: every layout, dtype and batch that stage 9 can tile.
+"""The general GEMM on Blackwell: out = ops(A @ B) for any layout, dtype, batch and tiles.
 
-What stage 9 does is inherited, what arguments there are comes from kernels/gemm/general.py; this
-class changes what the roles are given:
+This file holds the kernel: its barriers and memory, which warps run which role, and what its tensor
+maps are. roles.py holds the load and the MMA role, epilogue.py the epilogue roles; a config
+(config.py) chooses among them and among the dispatchers.
 
 - tcgen05.mma reads operands with either side contiguous in smem, fp32 (as tf32) too, in a swizzle
   of its own. A CTA loads the same rows of A and of B either way.
 - A tile has a batch entry. An operand with one entry for all (L = 1) is read again for each.
-- The way out runs the pieces (cutex/fused_rows.py) on each sub-tile, in fp32, then rounds it and
-  stores it by TMA; or element by element, where TMA cannot step through out.
+- The epilogue runs its operations on each sub-tile, in fp32, then rounds it and stores it by TMA;
+  or element by element, where TMA cannot step through out.
+- The kernel starts while the one before it ends (programmatic dependent launch): barriers and
+  tensor memory are ready when the results of that one are.
 """
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any
 
 import cutlass
-from cutlass import cute
+from cutlass import Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 
+from cutex.arch import arch as arch_named
+from cutex.compile import Argument
 from cutex.device.atoms.mma import (
     allocate_slots,
     contiguous_lanes_layout,
     contiguous_rows_layout,
     make_umma,
     slots_layout,
+    umma,
 )
 from cutex.device.atoms.tma import PairOperands, load_operand, store_operand
-from cutex.device.atoms.tmem import LANES, fence_before_sync
-from cutex.device.epilogue import epilogue_ops as fusion
-from cutex.device.epilogue.sm100 import FusedTileOut, FusedWayOut
-from cutex.device.pipeline import AccRing, PipelineState
-from cutex.kernels.gemm.general import GeneralGemm
-from cutex.kernels.gemm.sm100.stage9 import Stage9
-from cutex.schedulers.queue import CTAS
+from cutex.device.atoms.tmem import LANES, Tmem, fence_after_sync
+from cutex.device.epilogue.sm100.fused_store import FusedEpilogueStore
+from cutex.device.pipeline import AccRing, PairRing, is_leader, publish_barriers, sync_cluster
+from cutex.kernels.gemm.signature import GeneralConfig, modes, transposed
+from cutex.kernels.gemm.sm100.config import Sm100Config
+from cutex.kernels.gemm.sm100.epilogue import SplitK, StoreTiles
+from cutex.kernels.gemm.sm100.roles import Load, Mma, k_share
+from cutex.schedulers.clc import CTAS, ClcDispatch
+from cutex.schedulers.dispatch import Dispatcher
+from cutex.schedulers.one_tile import OneTilePerCluster
+from cutex.schedulers.raster import Raster, TileOrder
 
 
-class General(GeneralGemm, Stage9):
-    """Barriers, tensor memory and smem: as in stage 9; behind a gate slots of C are half as wide,
-    and where C leaves by element there are none."""
+class Warp(IntEnum):
+    """Warps 0 to 3 are the epilogue: each may read only its own quarter of tensor memory."""
+
+    LOAD = LANES // 32
+    MMA = LOAD + 1
+    SCHEDULE = MMA + 1
+    END = SCHEDULE + 1
+
+
+class General:
+    """A pair of CTAs, or split_k pairs, compute tiles of out: in each CTA a load warp, an MMA warp,
+    one that asks for tiles, and four that store.
+
+    barrier          arrives                                   waits
+    ab.full[slot]    1: LOAD of the leader, and the bytes of   MMA of the leader
+                     both CTAs by TMA
+    ab.empty[slot]   1: the commit of its last MMA, in both    LOAD of its CTA
+    acc.full[slot]   1: the commit of the last MMA of one      the epilogue warps of its CTA
+                     accumulator of a tile, in both CTAs
+    acc.empty[slot]  1 an epilogue warp of both CTAs: 8 at     MMA of the leader, before it
+                     the leader's                              computes into it
+    asked, read      those of ClcDispatch; with split_k there is one tile a cluster, and no queue
+    1   (sub-tile)   the epilogue warps, having written their  the same, before TMA stores the slot
+                     rows of a slot of sC                      and before they write the next
+    (cluster)        all threads, barriers being initialised   all threads
+    (cluster)        all threads, their tiles being done       all threads, before tensor memory is
+                                                               freed; with split_k the epilogue
+                                                               warps, before they add up, and all
+                                                               again, before smem may go
+
+    smem of a CTA    bytes                                     tmem   columns
+    sA               tile_m / 2 * tile_k * 2 * num_stages      acc    tile_n * num_acc
+    sB               tile_n / 2 * tile_k * 2 * num_stages
+    sC               128 * epi_n * 2 * epi_stages; half behind a gate; none by element
+    sums             128 * tile_n * 4, with split_k
+    ab, acc, CLC     16 * num_stages, 16 * num_acc, 64, and 4 for the address of tmem
+    """
+
+    arch = "sm_100a"
+    dtypes = ("bf16", "fp16", "e4m3", "e5m2", "fp32")  # fp32 is read as tf32
+    num_threads = Warp.END * 32
+
+    def __init__(self, config: GeneralConfig) -> None:
+        if reason := config.why_not(None, arch_named(self.arch)):
+            raise ValueError(reason)
+        assert isinstance(config.tiles, Sm100Config)  # why_not has refused every other
+        if not config.tiles.pair:
+            raise ValueError(f"pair={config.tiles.pair}: {self.name} takes pairs of CTAs")
+        self.config = config
+        self.tiles = config.tiles
 
     @property
     def name(self) -> str:
         return "sm100_gemm_general"
 
+    def operands(self, dtype: str) -> tuple[Argument, ...]:
+        return self.config.arguments()
+
+    # ---- on the host
+
     @cute.jit
     def __call__(self, mA: cute.Tensor, mB: cute.Tensor, mOut: cute.Tensor, *rest) -> None:
-        c = self.config
-        passed, stream = rest[:-1], rest[-1]
-        mA, mB, mOut = self.oriented(mA, mB, mOut)
-        a = load_operand(mA, self.load_slots(mA.element_type, c.tile_m, self.k_major[0]), pair=True)
-        b = load_operand(mB, self.load_slots(mB.element_type, c.tile_n, self.k_major[1]), pair=True)
+        """a (M, K), b (K, N), out (M, N), each with L before where batched; what the operations
+        take; a stream."""
+        mA, mB = modes(mA, columns_first=False), modes(mB, columns_first=True)
+        self.launch(mA, mB, modes(mOut, columns_first=False), rest[:-1], rest[-1])
+
+    @cute.jit
+    def launch(
+        self, mA: cute.Tensor, mB: cute.Tensor, mOut: cute.Tensor, passed: tuple[Any, ...], stream
+    ) -> None:
+        """mA (M, K), mB (N, K), mOut (M, N), each with L behind where batched."""
+        c = self.tiles
+        if cutlass.const_expr(c.swap_ab):
+            mA, mB, mOut = mB, mA, transposed(mOut)
+        k_major = self.config.k_major
+        a = load_operand(mA, self.load_slots(mA.element_type, c.tile_m, k_major[0]), pair=True)
+        b = load_operand(mB, self.load_slots(mB.element_type, c.tile_n, k_major[1]), pair=True)
         out = mOut
-        if cutlass.const_expr(c.out.tma):
+        if cutlass.const_expr(self.config.out.tma):
             out = store_operand(mOut, self.epilogue_slots(mOut.element_type))
+        m, n, batch = self.tile_counts(self.config.product(mOut))
         cluster = (CTAS * c.split_k, 1, 1)
         self.kernel(a, b, out, passed).launch(
-            grid=(cluster[0] * self.num_tiles(self.product(mOut)), 1, 1),
+            grid=(cluster[0] * (m * n * batch), 1, 1),
             block=(self.num_threads, 1, 1),
             cluster=cluster,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=1,  # smem takes a whole SM: ptxas need not save registers
             use_pdl=True,
             stream=stream,
         )
@@ -67,64 +142,87 @@ class General(GeneralGemm, Stage9):
     def load_slots(
         self, dtype: type[cutlass.Numeric], rows: int, k_major: bool
     ) -> cute.ComposedLayout:
-        """Of one CTA's half of `rows`."""
-        c = self.config
+        """Slots for one CTA's half of `rows`: (bRows / 2, bK, SLOT)."""
+        k, num_slots = self.config.k_elements, self.tiles.num_stages
         if k_major:
-            return slots_layout(dtype, rows // CTAS, c.k_elements, c.num_stages, self.swizzle)
-        return contiguous_rows_layout(dtype, rows // CTAS, c.k_elements, c.num_stages)
-
-    @property
-    def out_columns(self) -> int:
-        """That leave at a time."""
-        c = self.config
-        return c.epi_columns // (2 if fusion.gated(c.pieces) else 1)
+            return slots_layout(dtype, rows // CTAS, k, num_slots, swizzle=128)
+        return contiguous_rows_layout(dtype, rows // CTAS, k, num_slots)
 
     def epilogue_slots(self, dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
-        c, columns = self.config, self.out_columns
-        if c.columns_contiguous:
+        """Slots for sub-tiles of one CTA's part of out: (128, epiN, SLOT)."""
+        columns, num_slots = self.config.out_columns, self.tiles.epi_stages
+        if self.config.columns_contiguous:
             swizzle = columns * dtype.width // 8
-            return slots_layout(dtype, LANES, columns, c.epi_stages, swizzle)
-        return contiguous_lanes_layout(columns, c.epi_stages)
+            return slots_layout(dtype, LANES, columns, num_slots, swizzle)
+        return contiguous_lanes_layout(columns, num_slots)
+
+    def tile_counts(self, mProduct: cute.Tensor) -> tuple[Int32, Int32, Int32 | int]:
+        """Tiles along M, N and L that cover it."""
+        m, n = cute.ceil_div(mProduct.shape[:2], (self.tiles.tile_m, self.tiles.tile_n))
+        return m, n, cute.size(mProduct, mode=[2]) if cute.rank(mProduct) == 3 else 1
+
+    # ---- on the device
+
+    def dispatcher(self, smem: SmemAllocator, mProduct: cute.Tensor) -> Dispatcher:
+        c = self.tiles
+        m, n, _ = self.tile_counts(mProduct)
+        raster = Raster(c.raster_group, c.raster_along)
+        order = TileOrder(raster, m, n, CTAS, batched=cute.rank(mProduct) == 3)
+        if c.split_k > 1:
+            return OneTilePerCluster(order, CTAS * c.split_k)
+        load, epilogue, mma, schedule = 1, Warp.LOAD, 1, 1  # warps
+        return ClcDispatch.allocate(smem, order, CTAS * (load + epilogue) + mma + schedule)
 
     @cute.kernel
     def kernel(
         self, a: cpasync.TmaInfo, b: cpasync.TmaInfo, out: Any, passed: tuple[Any, ...]
     ) -> None:
-        c = self.config
+        """`out`: a TmaInfo, or where TMA cannot step through it a tensor, (M, N) or (M, N, L)."""
+        c, config = self.tiles, self.config
         kinds = a.atom.value_type, b.atom.value_type
         smem = SmemAllocator()
         sA = allocate_slots(smem, kinds[0], a.smem_layout)  # (bM / 2, bK, SLOT)
         sB = allocate_slots(smem, kinds[1], b.smem_layout)  # (bN / 2, bK, SLOT)
         mOut, sC = out, None
-        if cutlass.const_expr(c.out.tma):
+        if cutlass.const_expr(config.out.tma):
             mOut = out.tma_tensor
             sC = allocate_slots(smem, out.atom.value_type, out.smem_layout)  # (128, epiN, SLOT)
-        mProduct = self.product(mOut)
-        majors = tuple(OperandMajorMode.K if k else OperandMajorMode.MN for k in self.k_major)
-        mma = make_umma(256, c.tile_n, *kinds, majors, pair=True)
-        fused, sums = self.fusion(mProduct, passed), self.allocate_sums(smem)
-        way_out = FusedWayOut(out, sC, c.epi_columns, fused, sums)
-        self.run(mma, PairOperands(a, b, sA, sB), way_out, mProduct, smem)
+        mProduct = config.product(mOut)
+        store = FusedEpilogueStore(out, sC, config.epi_columns, config.bind(mProduct, passed))
+        epilogue = self.epilogue_role(smem)
+        warp = cute.arch.warp_idx()
+        ab = PairRing.allocate(smem, "ab", c.num_stages, c.stage_bytes, consumers=1)
+        acc = AccRing.of(smem, c.num_acc, readers=CTAS * Warp.LOAD)
+        dispatch = self.dispatcher(smem, mProduct)
+        tmem = Tmem.allocate(smem, columns=c.tile_n * c.num_acc, pair=True)
+        if warp == Warp.MMA:
+            tmem.acquire()
+        publish_barriers((ab, acc, *dispatch.barriers), cluster=True, with_data=True)
+        pointer = tmem.pointer()
 
-    @cute.jit
-    def store_block(self, leaving: FusedTileOut, acc: AccRing, take: PipelineState) -> None:
-        """With pieces, or element by element, in a loop.
-
-        NOTE: unrolled, with bias, residual and scales, the sub-tiles of both blocks would be one
-        piece of code of which ptxas keeps what they share: 255 registers and 2 KB of spills.
-        """
-        if cutlass.const_expr(self.config.pieces == () and self.config.out.tma):
-            Stage9.store_block(self, leaving, acc, take)
+        majors = tuple(OperandMajorMode.K if k else OperandMajorMode.MN for k in config.k_major)
+        tiled_mma = make_umma(256, c.tile_n, *kinds, majors, pair=True)
+        mma = umma(tiled_mma, sA, sB, pointer, c.num_acc)
+        if warp == Warp.LOAD:
+            Load(c).run(PairOperands(a, b, sA, sB), ab, dispatch)
+        elif warp == Warp.MMA:
+            if is_leader():
+                num_k_tiles = cute.ceil_div(cute.size(a.tma_tensor, mode=[1]), config.k_elements)
+                Mma(c).run(mma, ab, acc, k_share(c, num_k_tiles), dispatch)
+        elif warp < Warp.LOAD:
+            epilogue.run(mma.tCtAcc, store, acc, dispatch)
         else:
-            parts = leaving.parts
-            following = parts.start_load(0)
-            for part in cutlass.range(parts.num_parts, unroll=1):
-                parts.wait_loads()
-                tTR_rAcc = cute.make_rmem_tensor_like(following)
-                tTR_rAcc.store(following.load())
-                if part < parts.num_parts - 1:
-                    parts.start_load_into(following, part + 1)
-                else:
-                    fence_before_sync()
-                    acc.release(take)
-                leaving.store_next(tTR_rAcc, part)
+            dispatch.schedule()
+        sync_cluster()
+        if cutlass.const_expr(c.split_k > 1):
+            if warp < Warp.LOAD:
+                epilogue.finish(mma.tCtAcc, store, dispatch)
+            sync_cluster()
+        if warp == Warp.MMA:
+            fence_after_sync()
+            tmem.free(pointer)
+
+    def epilogue_role(self, smem: SmemAllocator) -> StoreTiles | SplitK:
+        if self.tiles.split_k > 1:
+            return SplitK(self.tiles, SplitK.allocate_sums(smem, self.tiles))
+        return StoreTiles(self.tiles, unrolled=self.config.ops == () and self.config.out.tma)

@@ -1,8 +1,8 @@
-"""Stage 0: the least that works. TMA brings a tile, tcgen05 eats it, one after the other.
+"""Stage 0: the least that works. TMA loads a tile, tcgen05 consumes it, one after the other.
 
 Idea: one CTA computes 128x128 of C; the accumulator lives in tensor memory. For each 64 of K, one
 warp starts the TMA loads of A and B, waits for them, starts the MMA, and waits for it before the
-next load may overwrite the buffer. Then four warps carry the accumulator out, a row a thread.
+next load may overwrite the buffer. Then four warps store the accumulator, a row a thread.
 
 The buffer is not swizzled: core matrices of 8 rows x 16 bytes lie one after the other down the
 rows, so a TMA box is 16 bytes wide, a tile takes eight boxes, and each row of a box is a
@@ -22,9 +22,10 @@ from cutlass.memory import SmemAllocator
 from cutex.device.atoms.mma import Umma, allocate_slots, make_umma, umma
 from cutex.device.atoms.tma import AbLoads, tile_loads
 from cutex.device.atoms.tmem import LANES, Tmem, fence_after_sync, fence_before_sync
-from cutex.device.epilogue import stores as epilogue
-from cutex.device.pipeline import Barrier, publish_barriers
+from cutex.device.epilogue.sm100.register_store import store_accumulator
+from cutex.device.pipeline import Barrier, Ring, publish_barriers
 from cutex.kernels.gemm.launch import Gemm
+from cutex.kernels.gemm.sm100.config import Sm100Config
 from cutex.schedulers.one_tile import OneTilePerCta
 
 
@@ -49,10 +50,11 @@ class Stage0(Gemm):
 
     arch = "sm_100a"
     number = 0
+    config: Sm100Config
     swizzle = 16
     num_threads = LANES
 
-    def barriers(self, smem: SmemAllocator) -> Barriers:
+    def barriers(self, smem: SmemAllocator) -> tuple[Barrier | Ring, ...]:
         return Barriers(
             loaded=Barrier.allocate(smem, "loaded", arrivals=1),
             mma_done=Barrier.allocate(smem, "mma done", arrivals=1),
@@ -81,7 +83,7 @@ class Stage0(Gemm):
         cute.arch.sync_threads()
         fence_after_sync()
         thread, _, _ = cute.arch.thread_idx()
-        epilogue.store_tmem(mma, mC, tile, thread)
+        store_accumulator(mma, mC, tile, thread)
         fence_before_sync()
         cute.arch.sync_threads()
         if warp == 0:
@@ -90,7 +92,7 @@ class Stage0(Gemm):
 
     @cute.jit
     def mainloop(self, loads: AbLoads, mma: Umma, barriers: Barriers) -> None:
-        """By warp 0 alone; returns when the accumulator is complete."""
+        """Compute the accumulator, which is complete when this returns. Warp 0 alone."""
         loaded, mma_done = barriers.loaded, barriers.mma_done
         phase = Int32(0)
         for k_tile in cutlass.range(loads.num_k_tiles, unroll=1):

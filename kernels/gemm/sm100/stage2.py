@@ -55,7 +55,7 @@ class Stage2(Stage1):
 
     @cute.jit
     def mainloop(self, loads: AbLoads, mma: Umma, barriers: Barriers) -> None:
-        """By warp 0 alone; returns when the accumulator is complete."""
+        """Compute the accumulator, which is complete when this returns. Warp 0 alone."""
         ab, acc_full = barriers.ab, barriers.acc_full
         num_k_tiles = loads.num_k_tiles
         fill, take = ab.producer(), ab.consumer()

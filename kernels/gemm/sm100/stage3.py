@@ -1,4 +1,4 @@
-"""Stage 3: warp specialisation. One warp loads, one runs the MMA, four carry the result out.
+"""Stage 3: warp specialisation. One warp loads, one runs the MMA, four store the result.
 
 Idea: in stage 2 one warp issues loads and MMAs in turn, and while it waits for a slot to be empty
 the tensor core may run dry. Two warps need not wait for each other, only for data and for slots.
@@ -7,8 +7,8 @@ Changed since stage 2: `kernel` sends each warp to its role. `load` is Hopper's,
 what is left of the mainloop. The epilogue warps wait for the accumulator, not for a warp.
 
 Expect 1.2 to 1.3 times stage 2: the MMAs run back to back, 512 cycles for each 64 of K. What is
-lost is the way in (the first load) and the way out, which is long: each thread stores a row of its
-own, 512 bytes, and nothing overlaps it (stages 4 and 6).
+lost is the first load, and the epilogue, which is long: each thread stores a row of its own, 512
+bytes, and nothing overlaps it (stages 4 and 6).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cutlass.memory import SmemAllocator
 from cutex.device.atoms.mma import Umma, allocate_slots, make_umma, umma
 from cutex.device.atoms.tma import AbLoads, tile_loads
 from cutex.device.atoms.tmem import LANES, Tmem, fence_after_sync, fence_before_sync
-from cutex.device.epilogue import stores as epilogue
+from cutex.device.epilogue.sm100.register_store import store_accumulator
 from cutex.device.pipeline import Barrier, Ring, publish_barriers
 from cutex.kernels.gemm.sm90.stage3 import Stage3 as HopperStage3
 from cutex.kernels.gemm.sm100.stage2 import Stage2
@@ -80,7 +80,7 @@ class Stage3(Stage2):
             acc_full.wait(0)
             fence_after_sync()
             thread, _, _ = cute.arch.thread_idx()
-            epilogue.store_tmem(mma, mC, tile, thread)
+            store_accumulator(mma, mC, tile, thread)
             fence_before_sync()
         cute.arch.sync_threads()
         if warp == Warp.MMA:

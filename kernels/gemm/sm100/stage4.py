@@ -1,4 +1,4 @@
-"""Stage 4: the result leaves in sub-tiles, through smem and TMA.
+"""Stage 4: the result is stored in sub-tiles, through smem and TMA.
 
 Idea: in stage 3 each thread stores a row of its own, so the 32 threads of a warp touch 32 rows with
 every instruction: 32 requests of 16 bytes each, half an L2 sector. Let TMA store instead. The four
@@ -9,7 +9,7 @@ fill the next, and TMA leaves out what lies outside of C.
 Changed since stage 3: `epilogue` is a role; C gets slots in smem, swizzled by 64 bytes, so that the
 eight threads whose rows share a core matrix write to eight different groups of banks.
 
-Expect the way out to shrink from 32 store instructions a row, 32 sectors each, to 8 sub-tiles of
+Expect the epilogue to shrink from 32 store instructions a row, 32 sectors each, to 8 sub-tiles of
 one TMA instruction: from about 8000 cycles of half-used sectors to 64 KB at the rate of L2, 1000
 to 2000. At K=4096 a tile's mainloop takes 32768 cycles, so this is some 10 to 20 %.
 """
@@ -31,7 +31,7 @@ from cutex.device.atoms.tma import (
     tile_stores,
 )
 from cutex.device.atoms.tmem import Tmem, fence_after_sync, fence_before_sync
-from cutex.device.epilogue.stores import SubTiles, drain_stores, sub_tiles
+from cutex.device.epilogue.sm100.tma_store import SubTiles, drain_stores, sub_tiles
 from cutex.device.pipeline import Barrier, publish_barriers
 from cutex.kernels.gemm.config import ELEMENT
 from cutex.kernels.gemm.sm100.stage3 import Stage3, Warp

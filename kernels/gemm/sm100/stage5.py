@@ -25,7 +25,7 @@ from cutlass.memory import SmemAllocator
 from cutex.device.atoms.mma import allocate_slots, make_umma, umma
 from cutex.device.atoms.tma import AbLoads, load_operand, store_operand, tile_loads, tile_stores
 from cutex.device.atoms.tmem import Tmem, fence_after_sync
-from cutex.device.epilogue.stores import sub_tiles
+from cutex.device.epilogue.sm100.tma_store import sub_tiles
 from cutex.device.pipeline import Barrier, PairRing, is_leader, publish_barriers, sync_cluster
 from cutex.kernels.gemm.sm100.stage2 import Barriers
 from cutex.kernels.gemm.sm100.stage3 import Warp

@@ -5,18 +5,16 @@ one while the epilogue warps empty the other; so a CTA stays, and works through 
 other. The loads run on across the border between tiles: the ring never drains.
 
 Changed since stage 5: the grid has as many CTAs as the GPU has SMs; each role is a loop over tiles
-(schedulers/queue.py), which are dealt out in fixed steps, row of tiles by row of tiles; a ring of
-two accumulators stands between `mma` and `epilogue`. An accumulator is free again as soon as it has
-been read into registers, before it is stored.
+(schedulers/dispatch.py), which are dealt out in fixed steps, row of tiles by row of tiles; a ring
+of two accumulators stands between `compute_tiles` and `store_tiles`. An accumulator is free again
+as soon as it has been read into registers, before it is stored.
 
-Gained for each tile: the way in (launch, barriers, tensor memory, the first load: some 3000
-cycles) and the way out (reading and storing 64 KB a CTA: 1000 to 2000), of the 32768 cycles that
-its MMAs take at K=4096. The public ladders see 1.03 to 1.13 times stage 5.
+Gained for each tile: its start (launch, barriers, tensor memory, the first load: some 3000 cycles)
+and its epilogue (reading and storing 64 KB a CTA: 1000 to 2000), of the 32768 cycles that its MMAs
+take at K=4096. The public ladders see 1.03 to 1.13 times stage 5.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import cutlass
 from cutlass import Int32, cute
@@ -27,12 +25,13 @@ from cutex.arch import arch as arch_named
 from cutex.device.atoms.mma import Umma, allocate_slots, make_umma, umma
 from cutex.device.atoms.tma import PairOperands, load_operand, store_operand
 from cutex.device.atoms.tmem import LANES, Tmem, fence_after_sync, fence_before_sync
-from cutex.device.epilogue.stores import WayOut, drain_stores
+from cutex.device.epilogue.sm100.tma_store import EpilogueStore, drain_stores
 from cutex.device.pipeline import AccRing, PairRing, Ring, is_leader, publish_barriers, sync_cluster
 from cutex.kernels.gemm.sm100.stage3 import Warp
 from cutex.kernels.gemm.sm100.stage5 import Stage5
+from cutex.schedulers.clc import CTAS
+from cutex.schedulers.dispatch import Dispatcher
 from cutex.schedulers.persistent import StaticPersistent
-from cutex.schedulers.queue import CTAS, StaticQueue
 from cutex.schedulers.raster import Raster
 
 
@@ -85,96 +84,69 @@ class Stage6(Stage5):
             stream=stream,
         )
 
-    def make_queue(self, smem: SmemAllocator, mC: cute.Tensor) -> StaticQueue:
-        """Where the roles learn which tile of mC (M, N) comes next."""
-        return StaticQueue(self.scheduler().walk(mC))
+    def dispatcher(self, smem: SmemAllocator, mC: cute.Tensor) -> Dispatcher:
+        """The dispatcher that hands tiles of mC (M, N) to the roles."""
+        return self.scheduler().walk(mC)
 
     @cute.kernel
     def kernel(self, a: cpasync.TmaInfo, b: cpasync.TmaInfo, out: cpasync.TmaInfo) -> None:
+        c = self.config
         dtype = out.atom.value_type
+        warp = cute.arch.warp_idx()
         smem = SmemAllocator()
         sA = allocate_slots(smem, dtype, a.smem_layout)  # (bM / 2, bK, SLOT)
         sB = allocate_slots(smem, dtype, b.smem_layout)  # (bN / 2, bK, SLOT)
         sC = allocate_slots(smem, dtype, out.smem_layout)  # (128, epiN, SLOT)
-        mma = make_umma(256, self.config.tile_n, dtype, pair=True)
-        way_out = self.way_out(out, sC, smem)
-        self.run(mma, PairOperands(a, b, sA, sB), way_out, out.tma_tensor, smem)
-
-    def way_out(self, out: cpasync.TmaInfo, sC: cute.Tensor, smem: SmemAllocator) -> WayOut:
-        return WayOut(out, sC)
-
-    @cute.jit
-    def run(
-        self,
-        tiled_mma: cute.TiledMma,
-        operands: PairOperands,
-        way_out: WayOut,
-        mC: cute.Tensor,
-        smem: cutlass.Constexpr[SmemAllocator],
-    ) -> None:
-        """The kernel, once the slots of A, B and C are allocated; mC (M, N) is what tiles cover."""
-        c = self.config
-        warp = cute.arch.warp_idx()
         ab = PairRing.allocate(smem, "ab", c.num_stages, c.stage_bytes, consumers=1)
         acc = AccRing.of(smem, c.num_acc, readers=CTAS * self.num_epilogue_warps)
-        queue = self.make_queue(smem, mC)
+        dispatch = self.dispatcher(smem, out.tma_tensor)
         tmem = Tmem.allocate(smem, columns=c.tile_n * c.num_acc, pair=True)
         if warp == Warp.MMA:
             tmem.acquire()
-        publish_barriers((ab, acc, *queue.barriers), cluster=True, with_data=True)
+        publish_barriers((ab, acc, *dispatch.barriers), cluster=True, with_data=True)
         pointer = tmem.pointer()
 
-        mma = umma(tiled_mma, operands.sA, operands.sB, pointer, c.num_acc)
+        tiled_mma = make_umma(256, c.tile_n, dtype, pair=True)
+        mma = umma(tiled_mma, sA, sB, pointer, c.num_acc)
         if warp == Warp.LOAD:
-            self.load(operands, ab, queue)
+            self.load_tiles(PairOperands(a, b, sA, sB), ab, dispatch)
         elif warp == Warp.MMA:
             if is_leader():
-                tile_k = cute.size(operands.sA, mode=[1])
-                first, end = self.k_tiles(cute.ceil_div(operands.k, tile_k))
-                self.mma(mma, ab, acc, end - first, queue)
+                num_k_tiles = cute.ceil_div(cute.size(a.tma_tensor, mode=[1]), c.tile_k)
+                self.compute_tiles(mma, ab, acc, num_k_tiles, dispatch)
         elif warp < Warp.LOAD:
-            self.epilogue(mma.tCtAcc, way_out, acc, queue)
+            self.store_tiles(mma.tCtAcc, EpilogueStore(out, sC), acc, dispatch)
         else:
-            self.schedule(queue)
+            dispatch.schedule()
         sync_cluster()
-        self.finish(mma.tCtAcc, way_out, queue)
         if warp == Warp.MMA:
             fence_after_sync()
             tmem.free(pointer)
 
-    def finish(self, tCtAcc: cute.Tensor, way_out: WayOut, queue: Any) -> None:
-        """Nothing is left to do when the whole cluster has computed its tiles (stage 9)."""
-
-    def k_tiles(self, num_k_tiles: Int32) -> tuple[Int32, Int32]:
-        """The first of those that this pair computes, and the one past the last."""
-        return Int32(0), num_k_tiles
-
-    def schedule(self, queue: Any) -> None:
-        """No warp does this: in a static queue nobody needs to be asked (stage 8)."""
-
     @cute.jit
-    def load(self, operands: PairOperands, ab: Ring, queue: cutlass.Constexpr[Any]) -> None:
+    def load_tiles(
+        self, operands: PairOperands, ab: Ring, dispatch: cutlass.Constexpr[Dispatcher]
+    ) -> None:
         fill = ab.producer()
-        ticket = queue.first()
+        ticket = dispatch.first()
         while ticket.valid:
-            loads = operands.loads(queue.tile(ticket))
-            first, end = self.k_tiles(loads.num_k_tiles)
-            for k_tile in cutlass.range(first, end, unroll=1):
+            loads = operands.loads(dispatch.tile(ticket))
+            for k_tile in cutlass.range(loads.num_k_tiles, unroll=1):
                 loads.load(k_tile, fill.slot, ab.acquire(fill))
                 fill.advance()
-            ticket = queue.next(ticket)
+            ticket = dispatch.next(ticket)
 
     @cute.jit
-    def mma(
+    def compute_tiles(
         self,
         mma: Umma,
         ab: Ring,
         acc: AccRing,
         num_k_tiles: Int32,
-        queue: cutlass.Constexpr[Any],
+        dispatch: cutlass.Constexpr[Dispatcher],
     ) -> None:
         take, fill = ab.consumer(), acc.producer()
-        ticket = queue.first()
+        ticket = dispatch.first()
         while ticket.valid:
             acc_full = acc.acquire(fill)
             fence_after_sync()
@@ -186,22 +158,22 @@ class Stage6(Stage5):
                 take.advance()
             into.commit(acc_full)
             fill.advance()
-            ticket = queue.next(ticket)
+            ticket = dispatch.next(ticket)
 
     @cute.jit
-    def epilogue(
+    def store_tiles(
         self,
         tCtAcc: cute.Tensor,
-        way_out: WayOut,
+        epilogue: EpilogueStore,
         acc: AccRing,
-        queue: cutlass.Constexpr[Any],
+        dispatch: cutlass.Constexpr[Dispatcher],
     ) -> None:
         take = acc.consumer()
-        ticket = queue.first()
+        ticket = dispatch.first()
         while ticket.valid:
-            tile = queue.tile(ticket)
-            leaving = way_out.of(tCtAcc[(None, None), 0, 0, take.slot], tile, tile.m)
-            parts = leaving.parts
+            tile = dispatch.tile(ticket)
+            store = epilogue.tile(tCtAcc[(None, None), 0, 0, take.slot], tile)
+            parts = store.parts
             acc.wait_full(take)
             fence_after_sync()
             for part in cutlass.range_constexpr(parts.num_parts):
@@ -209,7 +181,7 @@ class Stage6(Stage5):
                 if cutlass.const_expr(part == parts.num_parts - 1):
                     fence_before_sync()
                     acc.release(take)
-                leaving.store(tTR_rAcc, part, part)
+                store.store(tTR_rAcc, part)
             take.advance()
-            ticket = queue.next(ticket)
+            ticket = dispatch.next(ticket)
         drain_stores()

@@ -15,16 +15,14 @@ public ladders report it only together with the raster order (1.15 times for bot
 
 from __future__ import annotations
 
-import cutlass
 from cutlass import Int32, cute
 from cutlass.memory import SmemAllocator
 
 from cutex.device.atoms.tma import load_operand, store_operand
-from cutex.device.pipeline import is_leader
 from cutex.kernels.gemm.sm100.stage3 import Warp
 from cutex.kernels.gemm.sm100.stage7 import Stage7
-from cutex.schedulers.clc import ClcQueue
-from cutex.schedulers.queue import CTAS, PairTiles
+from cutex.schedulers.clc import CTAS, ClcDispatch
+from cutex.schedulers.raster import TileOrder
 
 
 class Stage8(Stage7):
@@ -39,31 +37,22 @@ class Stage8(Stage7):
         a = load_operand(mA, self.slots(mA.element_type, c.tile_m // 2), pair=True)
         b = load_operand(mB, self.slots(mB.element_type, c.tile_n // 2), pair=True)
         out = store_operand(mC, self.epilogue_slots(mC.element_type))
+        m, n = self.tile_counts(mC)
         self.kernel(a, b, out).launch(
-            grid=(CTAS * self.num_tiles(mC), 1, 1),
+            grid=(CTAS * (m * n), 1, 1),
             block=(self.num_threads, 1, 1),
             cluster=(CTAS, 1, 1),
             min_blocks_per_mp=1,  # smem takes a whole SM: ptxas need not save registers
             stream=stream,
         )
 
-    def clusters(self, mC: cute.Tensor) -> tuple[Int32, Int32]:
-        """Along M and N, that cover mC (M, N), or each entry of mC (M, N, L)."""
-        return cute.ceil_div(mC.shape[:2], (self.config.tile_m, self.config.tile_n))
+    def tile_counts(self, mC: cute.Tensor) -> tuple[Int32, Int32]:
+        """Tiles of a pair along M and N that cover mC."""
+        m, n = cute.ceil_div(mC.shape, (self.config.tile_m, self.config.tile_n))
+        return m, n
 
-    def num_tiles(self, mC: cute.Tensor) -> Int32:
-        m, n = self.clusters(mC)
-        return m * n * cute.size(mC, mode=[2]) if cute.rank(mC) == 3 else m * n
-
-    def pair_tiles(self, mC: cute.Tensor) -> PairTiles:
-        return PairTiles(self.raster, *self.clusters(mC), batched=cute.rank(mC) == 3)
-
-    def make_queue(self, smem: SmemAllocator, mC: cute.Tensor) -> ClcQueue:
+    def dispatcher(self, smem: SmemAllocator, mC: cute.Tensor) -> ClcDispatch:
+        order = TileOrder(self.raster, *self.tile_counts(mC), CTAS)
         load, mma, schedule = 1, 1, 1  # warps
         readers = CTAS * (load + self.num_epilogue_warps) + mma + schedule
-        return ClcQueue.allocate(smem, self.pair_tiles(mC), readers)
-
-    @cute.jit
-    def schedule(self, queue: cutlass.Constexpr[ClcQueue]) -> None:
-        if is_leader():
-            queue.ask()
+        return ClcDispatch.allocate(smem, order, readers)

@@ -1,18 +1,21 @@
-"""The general GEMM on Hopper: every layout, dtype and batch that stage 9 can tile.
+"""The general GEMM on Hopper: out = ops(A @ B) for any layout, dtype, batch and tiles.
 
-What stage 9 does is inherited, what arguments there are comes from kernels/gemm/general.py; this
-class changes what the roles are given:
+This file holds the kernel: its barriers and memory, which warps run which role, and what its tensor
+maps are. load.py holds the load roles, mma.py the MMA roles; a config (config.py) chooses among
+them and among the schedulers and epilogue stores.
 
 - wgmma reads 16-bit operands with either side contiguous in smem. Where K is not, the CTAs that
   share a tile load parts of its K instead of its rows, so that any tile can be shared.
 - A tile has a batch entry. An operand with one entry for all (L = 1) is read again for each.
-- The epilogue runs its operations on each part of the accumulator, in fp32, then rounds
-  it and stores it by TMA; or element by element, where TMA cannot step through out.
+- The epilogue runs its operations on each part of the accumulator, in fp32, then rounds it and
+  stores it by TMA; or element by element, where TMA cannot step through out.
+- The next kernel in the stream may start its CTAs before this one ends (programmatic dependent
+  launch); roles wait for the kernel before only where they need its results.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -20,8 +23,9 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 
+from cutex.arch import arch as arch_named
+from cutex.compile import Argument
 from cutex.device.atoms.mma import (
-    Wgmma,
     allocate_slots,
     contiguous_rows_layout,
     make_wgmma,
@@ -30,91 +34,160 @@ from cutex.device.atoms.mma import (
     wgmma,
 )
 from cutex.device.atoms.multicast import (
+    AbOperands,
     Cluster,
+    SharedRing,
     k_shared_operand,
-    k_shared_tile_loads,
     shared_operand,
-    shared_tile_loads,
 )
-from cutex.device.atoms.tma import AbLoads, load_operand, matrix, store_operand
-from cutex.device.epilogue import epilogue_ops as fusion
-from cutex.device.epilogue.sm90 import DirectStores, FusedStores, Fusion, fused_stores
-from cutex.device.pipeline import Barrier, publish_barriers
+from cutex.device.atoms.tma import load_operand, store_operand
+from cutex.device.epilogue.epilogue_ops import Add, BoundOps
+from cutex.device.epilogue.sm90.fused_store import ElementStore, fused_store
+from cutex.device.epilogue.sm90.tma_store import warp_store, warpgroup_store
+from cutex.device.pipeline import Barrier, Warps, publish_barriers
 from cutex.kernels.gemm.config import ELEMENT
-from cutex.kernels.gemm.general import GeneralGemm, modes
-from cutex.kernels.gemm.sm90.stage9 import Stage9
-from cutex.schedulers.one_tile import WorkTile
-from cutex.schedulers.persistent import BatchTile
+from cutex.kernels.gemm.signature import GeneralConfig, modes, transposed
+from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config
+from cutex.kernels.gemm.sm90.load import LoadOneTile, LoadTiles, Scheduler
+from cutex.kernels.gemm.sm90.mma import Cooperative, EpilogueStore, MmaRole, PingPong, SplitK
+from cutex.kernels.gemm.sm90.one_column import OneColumn
+from cutex.kernels.gemm.sm90.pace import Pace
+from cutex.kernels.gemm.sm90.spread import Spread
+from cutex.schedulers.persistent import StaticPersistent
+from cutex.schedulers.raster import Raster
 
 
-@dataclass(frozen=True)
-class GeneralOperands:
-    """What loads A and B, and the slots that they go to: AbOperands for any order and batch."""
+class General:
+    """A CTA computes tiles of out: a load warp, and up to three warpgroups that run wgmma.
 
-    a: cpasync.TmaInfo
-    b: cpasync.TmaInfo
-    sA: cute.Tensor  # (bM, bK, SLOT)
-    sB: cute.Tensor  # (bN, bK, SLOT)
-    k_major: tuple[bool, bool]
+    barrier         arrives                                      waits
+    ab.full[slot]   1: LOAD, and the bytes by TMA, whichever     MMA warps, before wgmma
+                    CTA of the cluster loaded them
+    ab.empty[slot]  1 an MMA warp that reads this CTA's loads,   LOAD, before it loads into the
+                    in its own CTA and in those that share them; smem of all of them, and at the end
+                    with ping-pong, of the warpgroup at work
+    held[slot]      1: the warp that stores, and the bytes by    the warpgroup, before it reads
+                    TMA of a matrix to add (PartLoads)           the slot
+    0   (CTA)       all threads, barriers being initialised      all; with a cluster, its barrier
+    1-3 (warpgroup) its threads, having written a slot of sC     the same, before TMA stores it and
+                                                                 before they write the next
+    3-4 (order)     with ping-pong: the warpgroup that has       the other, before it issues its own
+                    issued its tile
+    5   (sums)      with split_k: the MMA warps, their wgmma     the same, before sums overwrite A
+                    being done
+    (cluster)       with split_k: all threads of the MMA warps,  the same, before they add up; and
+                    having left their sums; having read them     before the smem may go
 
-    @cute.jit
-    def loads(self, tile: WorkTile | BatchTile, cluster: cutlass.Constexpr[Cluster]) -> AbLoads:
-        m, n = cluster.place()
-        loads_a = shared_tile_loads if self.k_major[0] else k_shared_tile_loads
-        loads_b = shared_tile_loads if self.k_major[1] else k_shared_tile_loads
-        a, b = matrix(self.a, tile), matrix(self.b, tile)
-        return AbLoads(
-            loads_a(a, self.sA, tile.m, n, cluster.size_n, cluster.row_mask()),
-            loads_b(b, self.sB, tile.n, m, cluster.size_m, cluster.column_mask()),
-        )
+    smem            bytes
+    sA              tile_m * tile_k * 2 * num_stages; with split_k then tile_m * tile_n * 4, sums
+    sB              tile_n * tile_k * 2 * num_stages
+    sC              64 * epi_n * 2 * epi_stages * warpgroups; half behind a gate; none by element
+    ab, held        16 * num_stages, 8 * epi_stages * warpgroups
 
-
-class General(GeneralGemm, Stage9):
+    registers       threads             of each with 1, 2, 3 warpgroups (config.py)
+    LOAD            128                 alike   40 or 24     32
+    MMA             128 * warpgroups    alike   232 or 240   160
     """
-    barrier       arrives and waits
-    held[slot]    as PartLoads says, where a matrix comes in through the slots of out
-    others, registers and smem: as in stage 9
-    """
+
+    arch = "sm_90a"
+    dtypes = ("bf16", "fp16", "e4m3", "e5m2", "fp32")  # fp32 is read as tf32
+
+    def __init__(self, config: GeneralConfig) -> None:
+        if reason := config.why_not(None, arch_named(self.arch)):
+            raise ValueError(reason)
+        assert isinstance(config.tiles, Sm90Config)  # why_not has refused every other
+        self.config = config
+        self.tiles = config.tiles
 
     @property
     def name(self) -> str:
         return "sm90_gemm_general"
 
-    @property
-    def gated(self) -> bool:
-        return fusion.gated(self.config.pieces)
+    def operands(self, dtype: str) -> tuple[Argument, ...]:
+        return self.config.arguments()
+
+    # ---- who does what
 
     @property
-    def staged(self) -> int | None:
-        """Which of what the pieces are passed comes in by TMA through the slots of out: the first
-        matrix to add, if it lies like out and is of its dtype."""
-        c, at = self.config, 0
-        if not c.out.tma or c.epi_stages < 2 or c.split_k > 1 or self.gated:
-            return None
-        for piece in c.pieces:
-            if isinstance(piece, fusion.Add):
-                alike = piece.whole and piece.dtype == c.out.dtype and c.out.major == "row"
-                return at if alike else None
-            at += len(piece.arguments())
-        return None
+    def mma_warps(self) -> Warps:
+        return Warps(first=0, count=4 * self.tiles.mma_warpgroups)
+
+    @property
+    def load_warps(self) -> Warps:
+        """A warpgroup, since registers move by warpgroups; the first of its warps works."""
+        return Warps(first=self.mma_warps.end, count=4)
+
+    @property
+    def num_threads(self) -> int:
+        return self.mma_warps.threads + self.load_warps.threads
+
+    @property
+    def cluster(self) -> Cluster:
+        return Cluster(self.tiles.cluster_m, self.tiles.cluster_n)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        c = self.tiles
+        num_ctas = c.num_ctas or arch_named(self.arch).num_sms
+        cluster = c.cluster_m, c.cluster_n
+        if c.spread:
+            return Spread(num_ctas)
+        if c.column:
+            return OneColumn(c.tile_m, cluster)
+        raster = Raster(c.raster_group, c.raster_along)
+        return StaticPersistent(raster, (c.tile_m, c.tile_n), cluster, num_ctas, c.split_k)
+
+    @property
+    def pace(self) -> Pace:
+        """The pace of CTAs with one tile: with more columns, L2 and the tensor cores take their
+        part of the time (docs/facts.md)."""
+        share = 0.93 if self.tiles.cluster_columns <= FEW_COLUMNS else 0.89
+        return Pace.of(arch_named(self.arch), share)
+
+    @property
+    def load_role(self) -> LoadTiles:
+        if self.tiles.one_tile:
+            return LoadOneTile(self.tiles, self.cluster, self.scheduler, self.pace)
+        return LoadTiles(self.tiles, self.cluster, self.scheduler)
+
+    @property
+    def mma_role(self) -> MmaRole:
+        c = self.tiles
+        role = SplitK if c.split_k > 1 else PingPong if c.pingpong else Cooperative
+        return role(self.config, c, self.scheduler)
+
+    @property
+    def majors(self) -> tuple[OperandMajorMode, ...]:
+        return tuple(OperandMajorMode.K if k else OperandMajorMode.MN for k in self.config.k_major)
+
+    # ---- on the host
 
     @cute.jit
     def __call__(self, mA: cute.Tensor, mB: cute.Tensor, mOut: cute.Tensor, *rest) -> None:
-        c = self.config
-        passed, stream = rest[:-1], rest[-1]
-        mA, mB, mOut = self.oriented(mA, mB, mOut)
-        a = self.load_operand(mA, c.tile_m, c.cluster_n, self.k_major[0])
-        b = self.load_operand(mB, c.tile_n, c.cluster_m, self.k_major[1])
+        """a (M, K), b (K, N), out (M, N), each with L before where batched; what the operations
+        take; a stream."""
+        mA, mB = modes(mA, columns_first=False), modes(mB, columns_first=True)
+        self.launch(mA, mB, modes(mOut, columns_first=False), rest[:-1], rest[-1])
+
+    @cute.jit
+    def launch(
+        self, mA: cute.Tensor, mB: cute.Tensor, mOut: cute.Tensor, passed: tuple[Any, ...], stream
+    ) -> None:
+        """mA (M, K), mB (N, K), mOut (M, N), each with L behind where batched."""
+        c = self.tiles
+        if cutlass.const_expr(c.swap_ab):
+            mA, mB, mOut = mB, mA, transposed(mOut)
+        k_major = self.config.k_major
+        a = self.load_operand(mA, c.tile_m, c.cluster_n, k_major[0])
+        b = self.load_operand(mB, c.tile_n, c.cluster_m, k_major[1])
         out = mOut
-        if cutlass.const_expr(c.out.tma):
+        if cutlass.const_expr(self.config.out.tma):
             slots = self.epilogue_slots(mOut.element_type)
             out = store_operand(mOut, slots)
-            if cutlass.const_expr(self.staged is not None):
-                at = self.staged
-                staged = load_operand(modes(passed[at], columns_first=c.swap_ab), slots)
-                passed = (*passed[:at], staged, *passed[at + 1 :])
-        self.kernel(a, b, out, passed).launch(
-            grid=self.grid(self.product(mOut)),
+            passed = self.preload(passed, slots)
+        rows = mOut if self.config.out.whole else None
+        self.kernel(a, b, out, rows, passed).launch(
+            grid=self.scheduler.grid(self.config.product(mOut)),
             block=(self.num_threads, 1, 1),
             cluster=(c.cluster_m, c.cluster_n, c.split_k),
             min_blocks_per_mp=1,
@@ -125,85 +198,140 @@ class General(GeneralGemm, Stage9):
     def load_operand(
         self, mX: cute.Tensor, rows: int, sharers: int, k_major: bool
     ) -> cpasync.TmaInfo:
-        c, dtype = self.config, mX.element_type
+        """The tensor map of mX (rows, K), of whose tiles each of `sharers` CTAs loads a part."""
+        dtype, k, num_slots = mX.element_type, self.config.k_elements, self.tiles.num_stages
         if k_major:
-            slots = slots_layout(dtype, rows, c.k_elements, c.num_stages, self.swizzle)
-            return shared_operand(mX, slots, sharers)
-        slots = contiguous_rows_layout(dtype, rows, c.k_elements, c.num_stages)
-        part = contiguous_rows_layout(dtype, rows, c.k_elements // sharers, c.num_stages)
+            return shared_operand(mX, slots_layout(dtype, rows, k, num_slots, 128), sharers)
+        slots = contiguous_rows_layout(dtype, rows, k, num_slots)
+        part = contiguous_rows_layout(dtype, rows, k // sharers, num_slots)
         return k_shared_operand(mX, slots, part, sharers)
 
+    def preload(self, passed: tuple[Any, ...], slots: cute.ComposedLayout) -> tuple[Any, ...]:
+        """The operations' arguments, of which one may be a tensor map for the slots of out."""
+        at = self.preloaded
+        if at is None:
+            return passed
+        matrix = modes(passed[at], columns_first=self.tiles.swap_ab)
+        return (*passed[:at], load_operand(matrix, slots), *passed[at + 1 :])
+
     def epilogue_slots(self, dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
-        c = self.config
-        num_slots, halves = c.epi_stages * c.mma_warpgroups, 2 if self.gated else 1
-        columns = c.epi_columns // halves
-        if c.columns_contiguous:
-            return slots_layout(dtype, 64, columns, num_slots, swizzle=c.epi_n * ELEMENT // halves)
-        return transposed_slots_layout(dtype, 64, columns, num_slots)
+        """Slots for parts of out: (64, epiN, SLOT), each warpgroup's together."""
+        c, columns = self.tiles, self.config.out_columns
+        if self.config.columns_contiguous:
+            swizzle = c.epi_n * ELEMENT // (2 if self.config.gated else 1)
+            return slots_layout(dtype, 64, columns, self.num_slots, swizzle)
+        return transposed_slots_layout(dtype, 64, columns, self.num_slots)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots for parts of out, of all warpgroups."""
+        return self.tiles.epi_stages * self.tiles.mma_warpgroups
+
+    @property
+    def preloaded(self) -> int | None:
+        """The argument of the operations that is loaded by TMA through the slots of out: the first
+        matrix to add, if its layout and dtype are those of out."""
+        c, at = self.config, 0
+        if not c.out.tma or c.gated or self.tiles.epi_stages < 2 or self.tiles.split_k > 1:
+            return None
+        for op in c.ops:
+            if isinstance(op, Add):
+                alike = op.whole and op.dtype == c.out.dtype and c.out.major == "row"
+                return at if alike else None
+            at += len(op.arguments())
+        return None
+
+    # ---- on the device
 
     @cute.kernel
     def kernel(
-        self, a: cpasync.TmaInfo, b: cpasync.TmaInfo, out: Any, passed: tuple[Any, ...]
+        self,
+        a: cpasync.TmaInfo,
+        b: cpasync.TmaInfo,
+        out: Any,
+        rows: cute.Tensor | None,
+        passed: tuple[Any, ...],
     ) -> None:
-        c = self.config
+        """`out`: a TmaInfo, or where TMA cannot step through it a tensor, (M, N) or (M, N, L);
+        `rows`: the same as a tensor, if its rows are whole vectors of 16 bytes."""
+        c = self.tiles
         kinds = a.atom.value_type, b.atom.value_type
         smem = SmemAllocator()
         sA = allocate_slots(smem, kinds[0], a.smem_layout)  # (bM, bK, SLOT)
         sB = allocate_slots(smem, kinds[1], b.smem_layout)  # (bN, bK, SLOT)
         mOut, sC = out, None
-        if cutlass.const_expr(c.out.tma):
+        if cutlass.const_expr(self.config.out.tma):
             mOut = out.tma_tensor
             sC = allocate_slots(smem, out.atom.value_type, out.smem_layout)  # (64, epiN, SLOT)
-        mProduct = self.product(mOut)
-        ab, held = self.ring(smem), self.held(smem)
-        a, out = self.place(a, out)
-        ab_operands = GeneralOperands(a, b, sA, sB, self.k_major)
+        mProduct = self.config.product(mOut)
+        readers = 4 if c.pingpong else self.mma_warps.count
+        ab = SharedRing.of_cluster(smem, "ab", c.num_stages, c.stage_bytes, readers, self.cluster)
+        held = None
+        if cutlass.const_expr(self.preloaded is not None):
+            held = Barrier.allocate(smem, "held", arrivals=1, slots=self.num_slots)
+        a, out = self.from_first_row(a, out)
+        operands = AbOperands(a, b, sA, sB, self.config.k_major)
+        load, mma_role = self.load_role, self.mma_role
         warp = cute.arch.warp_idx()
         if warp == self.load_warps.first:
-            self.load_ahead(ab_operands, mProduct)
+            load.start(operands, mProduct)
         barriers = (ab,) if held is None else (ab, held)
         publish_barriers(barriers, cluster=self.cluster.size * c.split_k > 1)
 
         if warp >= self.load_warps.first:
             self.give_registers()
             if warp == self.load_warps.first:
-                self.load_tiles(ab_operands, ab, mProduct)
+                load.run(operands, ab, mProduct)
         else:
             self.take_registers()
-            majors = tuple(OperandMajorMode.K if k else OperandMajorMode.MN for k in self.k_major)
             warpgroups = 1 if c.pingpong else c.mma_warpgroups
-            mma = wgmma(make_wgmma(warpgroups, c.tile_n, *kinds, *majors), sA, sB)
-            stores = self.stores(out, sC, self.fusion(mProduct, passed), held)
-            num_k_tiles = cute.ceil_div(cute.size(a.tma_tensor, mode=[1]), c.k_elements)
-            self.compute_tiles(mma, ab, stores, num_k_tiles, mProduct)
-            stores.drain()
+            mma = wgmma(make_wgmma(warpgroups, c.tile_n, *kinds, *self.majors), sA, sB)
+            epilogue = self.epilogue(out, sC, rows, self.config.bind(mProduct, passed), held)
+            num_k_tiles = cute.ceil_div(cute.size(a.tma_tensor, mode=[1]), self.config.k_elements)
+            mma_role.run(mma, ab, epilogue, num_k_tiles, mProduct)
+            epilogue.drain()
 
-    def held(self, smem: SmemAllocator) -> Barrier | None:
-        """The barriers of what comes in through the slots of out."""
-        c = self.config
-        if self.staged is None:
-            return None
-        return Barrier.allocate(smem, "held", arrivals=1, slots=c.epi_stages * c.mma_warpgroups)
+    def from_first_row(self, a: cpasync.TmaInfo, out: Any) -> tuple[cpasync.TmaInfo, Any]:
+        """A and out, with `spread` counted from the first row of this CTA's tile on."""
+        scheduler = self.scheduler
+        if not isinstance(scheduler, Spread):
+            return a, out
+        first = scheduler.first_row(out.tma_tensor)
+        return from_row(a, first), from_row(out, first)
 
-    def stores(
-        self, out: Any, sC: cute.Tensor | None, pieces: Fusion, held: Barrier | None
-    ) -> FusedStores | DirectStores:
-        c = self.config
+    def give_registers(self) -> None:
+        """Release registers. The load warpgroup."""
+        if registers := self.tiles.registers:
+            cute.arch.setmaxregister_decrease(registers.load)
+
+    def take_registers(self) -> None:
+        """Wait until the load warpgroup has released registers, and take them. MMA warpgroups."""
+        if registers := self.tiles.registers:
+            cute.arch.setmaxregister_increase(registers.mma)
+
+    def epilogue(
+        self,
+        out: Any,
+        sC: cute.Tensor | None,
+        rows: cute.Tensor | None,
+        ops: BoundOps,
+        held: Barrier | None,
+    ) -> EpilogueStore:
+        """The store of this thread's warpgroup, or warp."""
+        c, config = self.tiles, self.config
         if sC is None:
-            return DirectStores(out, c.epi_columns, pieces)
-        pieces = replace(pieces, staged=self.staged)
-        return fused_stores(out, sC, c.epi_stages, c.columns_contiguous, pieces, held)
+            return ElementStore(out, config.epi_columns, ops)
+        scheduler = self.scheduler
+        if rows is not None and c.swap_ab and c.one_tile and c.few_columns:
+            first_row = scheduler.first_row(rows) if isinstance(scheduler, Spread) else Int32(0)
+            return warp_store(rows, sC, c.epi_stages, first_row)
+        if rows is not None:
+            return warpgroup_store(out, sC, c.epi_stages, transpose=c.swap_ab)
+        ops = replace(ops, preloaded=self.preloaded)
+        return fused_store(out, sC, c.epi_stages, config.columns_contiguous, ops, held)
 
-    @cute.jit
-    def store(
-        self, mma: Wgmma, stores: FusedStores | DirectStores, tile: WorkTile | BatchTile
-    ) -> None:
-        row, step, column = self.origin(tile)
-        if cutlass.const_expr(self.config.out.batched):
-            stores = replace(stores, batch=tile.entry)
-        stores.store(mma.tCrAcc, row, step, column)
 
-    def origin(self, tile: WorkTile | BatchTile) -> tuple[Int32, int, Int32]:
-        row, step, _ = super().origin(tile)
-        c = self.config
-        return row, step, tile.n * (c.tile_n // c.epi_columns)
+def from_row(x: cpasync.TmaInfo, row: Int32) -> cpasync.TmaInfo:
+    """x, counted from `row` on."""
+    tensor = cute.domain_offset((row, 0), x.tma_tensor)
+    return cpasync.TmaInfo(x.atom, tensor, x.smem_layout)

@@ -1,4 +1,4 @@
-"""Stage 0: the least that works. TMA brings a tile, wgmma eats it, one after the other.
+"""Stage 0: the least that works. TMA loads a tile, wgmma consumes it, one after the other.
 
 Idea: one CTA computes 128x128 of C with two warpgroups of 64 rows each. For each 64 of K, one warp
 starts the TMA loads of A and B, all wait for them, all run wgmma, all wait for it, and only then
@@ -23,9 +23,10 @@ from cutlass.memory import SmemAllocator
 
 from cutex.device.atoms.mma import WARPGROUP, Wgmma, allocate_slots, make_wgmma, wgmma
 from cutex.device.atoms.tma import AbLoads, tile_loads
-from cutex.device.epilogue import stores as epilogue
-from cutex.device.pipeline import Barrier, publish_barriers
+from cutex.device.epilogue.sm90.register_store import store_accumulators
+from cutex.device.pipeline import Barrier, Ring, publish_barriers
 from cutex.kernels.gemm.launch import Gemm
+from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.schedulers.one_tile import OneTilePerCta
 
 
@@ -47,13 +48,14 @@ class Stage0(Gemm):
 
     arch = "sm_90a"
     number = 0
+    config: Sm90Config
     swizzle = 16
 
     @property
     def num_threads(self) -> int:
         return self.config.tile_m // 64 * WARPGROUP
 
-    def barriers(self, smem: SmemAllocator) -> Barriers:
+    def barriers(self, smem: SmemAllocator) -> tuple[Barrier | Ring, ...]:
         return Barriers(loaded=Barrier.allocate(smem, "loaded", arrivals=1))
 
     @cute.kernel
@@ -71,7 +73,7 @@ class Stage0(Gemm):
         mma = wgmma(make_wgmma(c.mma_warpgroups, c.tile_n, dtype), sA, sB)
         self.mainloop(loads, mma, barriers)
         thread, _, _ = cute.arch.thread_idx()
-        epilogue.store_registers(mma, mC, tile, (c.tile_m, c.tile_n), thread)
+        store_accumulators(mma, mC, tile, (c.tile_m, c.tile_n), thread)
 
     @cute.jit
     def mainloop(self, loads: AbLoads, mma: Wgmma, barriers: Barriers) -> None:

@@ -24,7 +24,7 @@ from cutlass.memory import SmemAllocator
 
 from cutex.device.atoms.mma import WARPGROUP, Wgmma, allocate_slots, make_wgmma, wgmma
 from cutex.device.atoms.tma import AbLoads, tile_loads
-from cutex.device.epilogue import stores as epilogue
+from cutex.device.epilogue.sm90.register_store import store_accumulators
 from cutex.device.pipeline import Ring, Warps, publish_barriers
 from cutex.kernels.gemm.sm90.stage2 import Stage2
 from cutex.schedulers.one_tile import OneTilePerCta
@@ -72,7 +72,7 @@ class Stage3(Stage2):
             mma = wgmma(make_wgmma(c.mma_warpgroups, c.tile_n, dtype), sA, sB)
             self.mma(mma, ab, loads.num_k_tiles)
             thread, _, _ = cute.arch.thread_idx()
-            epilogue.store_registers(mma, mC, tile, (c.tile_m, c.tile_n), thread)
+            store_accumulators(mma, mC, tile, (c.tile_m, c.tile_n), thread)
 
     @cute.jit
     def load(self, loads: AbLoads, ab: Ring) -> None:

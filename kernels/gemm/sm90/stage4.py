@@ -10,12 +10,10 @@ of its warps have nothing to do and end), and `kernel` trades registers.
 
 Measured: 605 TFLOPS, 1.00 times stage 3, with the same tile of 128x256. 256x192 makes 110 FLOP
 of each byte that comes through L2 instead of 85, and is 3 % slower: bytes are not what limits here,
-and the larger tile is longer on its way out, which nothing hides yet.
+and the larger tile has a longer epilogue, which nothing hides yet.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
@@ -23,17 +21,10 @@ from cutlass.memory import SmemAllocator
 
 from cutex.device.atoms.mma import allocate_slots, make_wgmma, wgmma
 from cutex.device.atoms.tma import AbLoads, tile_loads
-from cutex.device.epilogue import stores as epilogue
+from cutex.device.epilogue.sm90.register_store import store_accumulators
 from cutex.device.pipeline import Ring, Warps, publish_barriers
 from cutex.kernels.gemm.sm90.stage3 import Stage3
 from cutex.schedulers.one_tile import OneTilePerCta
-
-
-class Registers(NamedTuple):
-    """Of a thread, by role. All roles together have 65536."""
-
-    load: int
-    mma: int
 
 
 class Stage4(Stage3):
@@ -60,25 +51,15 @@ class Stage4(Stage3):
     def num_threads(self) -> int:
         return self.mma_warps.threads + self.load_warps.threads
 
-    @property
-    def registers(self) -> Registers | None:
-        """None: one MMA warpgroup gets all it can use without a trade."""
-        heavy = self.config.accumulators >= 208
-        return {
-            1: None,
-            2: Registers(24, 240) if heavy else Registers(40, 232),
-            3: Registers(32, 160),
-        }[self.config.mma_warpgroups]
-
     def give_registers(self) -> None:
-        """By the load warpgroup."""
-        if self.registers is not None:
-            cute.arch.setmaxregister_decrease(self.registers.load)
+        """Release registers. The load warpgroup."""
+        if registers := self.config.registers:
+            cute.arch.setmaxregister_decrease(registers.load)
 
     def take_registers(self) -> None:
-        """By the MMA warpgroups; waits until the load warpgroup has given."""
-        if self.registers is not None:
-            cute.arch.setmaxregister_increase(self.registers.mma)
+        """Wait until the load warpgroup has released registers, and take them. MMA warpgroups."""
+        if registers := self.config.registers:
+            cute.arch.setmaxregister_increase(registers.mma)
 
     @cute.kernel
     def kernel(self, a: cpasync.TmaInfo, b: cpasync.TmaInfo, mC: cute.Tensor) -> None:
@@ -102,4 +83,4 @@ class Stage4(Stage3):
             mma = wgmma(make_wgmma(c.mma_warpgroups, c.tile_n, dtype), sA, sB)
             self.mma(mma, ab, loads.num_k_tiles)
             thread, _, _ = cute.arch.thread_idx()
-            epilogue.store_registers(mma, mC, tile, (c.tile_m, c.tile_n), thread)
+            store_accumulators(mma, mC, tile, (c.tile_m, c.tile_n), thread)

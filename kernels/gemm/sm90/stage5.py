@@ -1,4 +1,4 @@
-"""Stage 5: the result leaves through smem and TMA.
+"""Stage 5: the result is stored through smem and TMA.
 
 Idea: a wgmma accumulator holds 2 neighbours of a row in a thread, so stage 4's stores write 4 bytes
 a thread, 16 bytes of a row at a time, half an L2 sector. stmatrix turns fragments into rows of
@@ -6,7 +6,7 @@ smem, four 8x8 matrices with one instruction, and TMA writes boxes of 64 rows by
 lines, checks the bounds itself, and runs while the next box is rounded.
 
 Changed since stage 4: C is a TMA operand with slots in smem, of each warpgroup its own, so that the
-two need not wait for each other; `compute` ends in `WarpgroupStores`. The kernel splits into the
+two need not wait for each other; `compute` ends in `WarpgroupStore`. The kernel splits into the
 roles `load_tiles` and `compute_tiles`, which the stages after this one replace.
 
 The slots take 32 KB, which four slots of A and B just leave.
@@ -24,11 +24,12 @@ from cutlass.memory import SmemAllocator
 from cutex.device.atoms.mma import Wgmma, allocate_slots, make_wgmma, slots_layout, wgmma
 from cutex.device.atoms.multicast import AbOperands, Cluster
 from cutex.device.atoms.tma import load_operand, store_operand
-from cutex.device.epilogue.stores import WarpgroupStores, warpgroup_stores
+from cutex.device.epilogue.sm90.tma_store import WarpgroupStore, warpgroup_store
 from cutex.device.pipeline import Ring, publish_barriers
+from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.config import ELEMENT
 from cutex.kernels.gemm.sm90.stage4 import Stage4
-from cutex.schedulers.one_tile import OneTilePerCta, WorkTile
+from cutex.schedulers.one_tile import OneTilePerCta
 
 
 class Stage5(Stage4):
@@ -58,12 +59,12 @@ class Stage5(Stage4):
         b = load_operand(mB, self.slots(mB.element_type, c.tile_n))
         out = store_operand(mC, self.epilogue_slots(mC.element_type))
         grid = OneTilePerCta.grid(mC, (c.tile_m, c.tile_n))
-        self.kernel(a, b, out, mC).launch(
+        self.kernel(a, b, out).launch(
             grid=grid, block=(self.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )
 
     def epilogue_slots(self, dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
-        """Parts of C on their way out: (64, epiN, SLOT), each warpgroup's slots together."""
+        """Slots for parts of C: (64, epiN, SLOT), each warpgroup's together."""
         c = self.config
         return slots_layout(
             dtype, 64, c.epi_n, c.epi_stages * c.mma_warpgroups, swizzle=c.epi_n * ELEMENT
@@ -74,9 +75,7 @@ class Stage5(Stage4):
         return Ring.allocate(smem, "ab", c.num_stages, c.stage_bytes, self.mma_warps.count)
 
     @cute.kernel
-    def kernel(
-        self, a: cpasync.TmaInfo, b: cpasync.TmaInfo, out: cpasync.TmaInfo, mC: cute.Tensor
-    ) -> None:
+    def kernel(self, a: cpasync.TmaInfo, b: cpasync.TmaInfo, out: cpasync.TmaInfo) -> None:
         c = self.config
         dtype = out.atom.value_type
         smem = SmemAllocator()
@@ -84,11 +83,8 @@ class Stage5(Stage4):
         sB = allocate_slots(smem, dtype, b.smem_layout)  # (bN, bK, SLOT)
         sC = allocate_slots(smem, dtype, out.smem_layout)  # (64, epiN, SLOT)
         ab = self.ring(smem)
-        a, out = self.place(a, out)
         ab_operands = AbOperands(a, b, sA, sB)
         warp = cute.arch.warp_idx()
-        if warp == self.load_warps.first:
-            self.load_ahead(ab_operands, out.tma_tensor)
         publish_barriers((ab,), cluster=self.cluster.size > 1)
 
         if warp >= self.load_warps.first:
@@ -99,20 +95,10 @@ class Stage5(Stage4):
             self.take_registers()
             warpgroups = 1 if c.pingpong else c.mma_warpgroups
             mma = wgmma(make_wgmma(warpgroups, c.tile_n, dtype), sA, sB)
-            stores = self.stores(out, sC, mC)
+            epilogue = warpgroup_store(out, sC, c.epi_stages)
             num_k_tiles = cute.ceil_div(cute.size(a.tma_tensor, mode=[1]), c.tile_k)
-            self.compute_tiles(mma, ab, stores, num_k_tiles, out.tma_tensor)
-            stores.drain()
-
-    def stores(self, out: cpasync.TmaInfo, sC: cute.Tensor, mC: cute.Tensor) -> WarpgroupStores:
-        return warpgroup_stores(out, sC, self.config.epi_stages)
-
-    def place(self, a: cpasync.TmaInfo, out: cpasync.TmaInfo) -> tuple[cpasync.TmaInfo, ...]:
-        """A and C as this CTA counts their tiles: from the first row on."""
-        return a, out
-
-    def load_ahead(self, ab_operands: AbOperands, mC: cute.Tensor) -> None:
-        """What the load warp can do before there are barriers."""
+            self.compute_tiles(mma, ab, epilogue, num_k_tiles, out.tma_tensor)
+            epilogue.drain()
 
     @cute.jit
     def load_tiles(self, ab_operands: AbOperands, ab: Ring, mC: cute.Tensor) -> None:
@@ -120,19 +106,24 @@ class Stage5(Stage4):
 
     @cute.jit
     def compute_tiles(
-        self, mma: Wgmma, ab: Ring, stores: WarpgroupStores, num_k_tiles: Int32, mC
+        self,
+        mma: Wgmma,
+        ab: Ring,
+        epilogue: WarpgroupStore,
+        num_k_tiles: Int32,
+        mC: cute.Tensor,
     ) -> None:
         self.mma(mma, ab, num_k_tiles)
-        self.store(mma, stores, OneTilePerCta.work_tile())
+        self.store(mma, epilogue, OneTilePerCta.work_tile())
 
     @cute.jit
-    def store(self, mma: Wgmma, stores: WarpgroupStores, tile: WorkTile) -> None:
+    def store(self, mma: Wgmma, epilogue: WarpgroupStore, tile: WorkTile) -> None:
         row, step, column = self.origin(tile)
-        stores.store(mma.tCrAcc, row, step, column)
+        epilogue.store(mma.tCrAcc, row, step, column)
 
     def origin(self, tile: WorkTile) -> tuple[Int32, int, Int32]:
-        """Where this warpgroup's rows of a tile begin, in parts of C, 64 x epiN: row, the step to
-        its next, column."""
+        """The first row of this warpgroup in a tile, the step to its next, and the first column, in
+        parts of C, 64 x epiN."""
         c = self.config
         step = 1 if c.pingpong else c.mma_warpgroups
         first = cute.arch.warp_idx() // 4 % step

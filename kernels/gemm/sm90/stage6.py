@@ -26,7 +26,7 @@ from cutlass.memory import SmemAllocator
 from cutex.device.atoms.mma import Wgmma
 from cutex.device.atoms.multicast import AbOperands, Cluster, SharedRing, shared_operand
 from cutex.device.atoms.tma import AbLoads, store_operand
-from cutex.device.epilogue.stores import WarpgroupStores
+from cutex.device.epilogue.sm90.tma_store import WarpgroupStore
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.gemm.sm90.stage5 import Stage5
 from cutex.schedulers.one_tile import OneTilePerCta
@@ -63,7 +63,7 @@ class Stage6(Stage5):
         a = shared_operand(mA, self.slots(mA.element_type, c.tile_m), c.cluster_n)
         b = shared_operand(mB, self.slots(mB.element_type, c.tile_n), c.cluster_m)
         out = store_operand(mC, self.epilogue_slots(mC.element_type))
-        self.kernel(a, b, out, mC).launch(
+        self.kernel(a, b, out).launch(
             grid=self.grid(mC),
             block=(self.num_threads, 1, 1),
             cluster=(c.cluster_m, c.cluster_n, 1),
@@ -83,10 +83,15 @@ class Stage6(Stage5):
 
     @cute.jit
     def compute_tiles(
-        self, mma: Wgmma, ab: SharedRing, stores: WarpgroupStores, num_k_tiles: Int32, mC
+        self,
+        mma: Wgmma,
+        ab: SharedRing,
+        epilogue: WarpgroupStore,
+        num_k_tiles: Int32,
+        mC: cute.Tensor,
     ) -> None:
         self.mainloop(mma, ab, ab.consumer(), num_k_tiles)
-        self.store(mma, stores, OneTilePerCta.work_tile())
+        self.store(mma, epilogue, OneTilePerCta.work_tile())
 
     @cute.jit
     def fill(

@@ -20,7 +20,7 @@ from cutlass import Int32, cute
 from cutex.arch import arch as arch_named
 from cutex.device.atoms.mma import Wgmma
 from cutex.device.atoms.multicast import AbOperands, SharedRing
-from cutex.device.epilogue.stores import WarpgroupStores
+from cutex.device.epilogue.sm90.tma_store import WarpgroupStore
 from cutex.kernels.gemm.sm90.stage6 import Stage6
 from cutex.schedulers.persistent import StaticPersistent
 from cutex.schedulers.raster import Raster
@@ -48,17 +48,22 @@ class Stage7(Stage6):
     def load_tiles(self, ab_operands: AbOperands, ab: SharedRing, mC: cute.Tensor) -> None:
         walk = self.tiles.walk(mC)
         fill = ab.producer()
-        for index in cutlass.range(walk.first, walk.end, walk.step, unroll=1):
-            loads = ab_operands.loads(walk.tile(index), self.cluster)
+        for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
+            loads = ab_operands.loads(walk.tile_at(index), self.cluster)
             fill = self.fill(loads, ab, fill)
         ab.drain(fill)
 
     @cute.jit
     def compute_tiles(
-        self, mma: Wgmma, ab: SharedRing, stores: WarpgroupStores, num_k_tiles: Int32, mC
+        self,
+        mma: Wgmma,
+        ab: SharedRing,
+        epilogue: WarpgroupStore,
+        num_k_tiles: Int32,
+        mC: cute.Tensor,
     ) -> None:
         walk = self.tiles.walk(mC)
         take = ab.consumer()
-        for index in cutlass.range(walk.first, walk.end, walk.step, unroll=1):
+        for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
             take = self.mainloop(mma, ab, take, num_k_tiles)
-            self.store(mma, stores, walk.tile(index))
+            self.store(mma, epilogue, walk.tile_at(index))

@@ -10,7 +10,7 @@ by two), and `compute_tiles`: each warpgroup walks every second tile, skips the 
 ring, and takes its turn to issue when the other has issued its last wgmma.
 
 Measured: 717 TFLOPS, 1.06 times stage 7, and as much as a cooperative kernel could gain by
-hiding its way out. At 4096x4096x4096 it loses (0.90): 704 tiles of 128x192 are 5.3 rounds of 132
+hiding its epilogue. At 4096x4096x4096 it loses (0.90): 704 tiles of 128x192 are 5.3 rounds of 132
 SMs, that is six. Which tile suits which problem is stage 9's business.
 
 NOTE: the turn is what makes it right, too. A wait on a slot's barrier tells odd phases from even
@@ -25,7 +25,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cutex.device.atoms.mma import Wgmma
 from cutex.device.atoms.multicast import SharedRing
-from cutex.device.epilogue.stores import WarpgroupStores
+from cutex.device.epilogue.sm90.tma_store import WarpgroupStore
 from cutex.device.pipeline import OrderedBarrier
 from cutex.kernels.gemm.sm90.stage7 import Stage7
 
@@ -49,7 +49,12 @@ class Stage8(Stage7):
 
     @cute.jit
     def compute_tiles(
-        self, mma: Wgmma, ab: SharedRing, stores: WarpgroupStores, num_k_tiles: Int32, mC
+        self,
+        mma: Wgmma,
+        ab: SharedRing,
+        epilogue: WarpgroupStore,
+        num_k_tiles: Int32,
+        mC: cute.Tensor,
     ) -> None:
         walk = self.tiles.walk(mC)
         order = OrderedBarrier(first_barrier=3)  # behind those of the warpgroups
@@ -58,7 +63,7 @@ class Stage8(Stage7):
         if mine == 1:
             order.signal(0)
             take.skip(num_k_tiles)
-        first = walk.first + mine * walk.step
+        first = walk.start + mine * walk.step
         for index in cutlass.range(first, walk.end, 2 * walk.step, unroll=1):
             order.wait(mine)
             done, take = self.issue(mma, ab, take, num_k_tiles)
@@ -67,4 +72,4 @@ class Stage8(Stage7):
             warpgroup.wait_group(0)
             ab.release(done)
             take.skip(num_k_tiles)
-            self.store(mma, stores, walk.tile(index))
+            self.store(mma, epilogue, walk.tile_at(index))

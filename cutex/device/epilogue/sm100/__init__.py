@@ -1,0 +1,1 @@
+"""Epilogues of tcgen05.mma: accumulators start in tensor memory."""

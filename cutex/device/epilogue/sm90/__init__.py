@@ -1,0 +1,1 @@
+"""Epilogues of wgmma: accumulators start in registers."""

@@ -1,0 +1,83 @@
+"""The config of the Blackwell kernels. Imports neither torch nor the DSL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cutex.dtypes import DTYPES
+from cutex.kernels.gemm.config import GemmConfig
+
+if TYPE_CHECKING:
+    from cutex.arch import Arch
+    from cutex.kernels.gemm.signature import GeneralConfig
+
+
+@dataclass(frozen=True)
+class Sm100Config(GemmConfig):
+    """A GemmConfig, with the CTAs that run one MMA and the accumulators in tensor memory."""
+
+    arch = "sm_100a"
+
+    pair: bool = False  # two CTAs run one MMA together
+    num_acc: int = 1  # accumulators in tensor memory
+
+    @property
+    def ctas(self) -> int:
+        return 2 if self.pair else 1
+
+    @property
+    def num_blocks(self) -> int:
+        """Accumulators of a pair's tile, of 256 rows each."""
+        return self.tile_m // 256
+
+    @property
+    def smem_bytes(self) -> int:
+        """Bytes of one CTA's slots, and of the sums of a tile whose K is shared."""
+        sums = self.partial_bytes // self.ctas if self.split_k > 1 else 0
+        return super().smem_bytes + sums
+
+    def why_not_arch(self, arch: Arch, epi_parts: int) -> str | None:
+        if reason := self._why_not_pair() if self.pair else self._why_not_single():
+            return reason
+        if self.num_acc * self.tile_n > arch.tmem_columns:
+            return (
+                f"num_acc={self.num_acc}: {self.num_acc * self.tile_n} columns of tensor memory, "
+                f"there are {arch.tmem_columns}"
+            )
+        if epi_parts > self.epi_stages and epi_parts % max(self.epi_stages, 1) == 1:
+            return (
+                f"epi_stages={self.epi_stages}: of {epi_parts} sub-tiles, two in turn share a slot"
+            )
+        if self.epi_n and self.epi_stages < 2:
+            return f"epi_stages={self.epi_stages}: one is written while another is stored"
+        return None
+
+    def _why_not_single(self) -> str | None:
+        if self.tile_m != 128:
+            return f"tile_m={self.tile_m}: these kernels take 128 a CTA"
+        if self.split_k > 1:
+            return f"split_k={self.split_k}: takes pairs of CTAs"
+        return None
+
+    def _why_not_pair(self) -> str | None:
+        if self.tile_m not in (256, 512):
+            return f"tile_m={self.tile_m}: a pair takes 256 rows, or two times 256 that share B"
+        if self.tile_n % 32:
+            return f"tile_n={self.tile_n}: a pair's epilogue takes columns by 32"
+        if self.num_acc % self.num_blocks:
+            return f"num_acc={self.num_acc}: a tile of {self.tile_m} rows has {self.num_blocks}"
+        if self.split_k not in (1, 2, 4):
+            return f"split_k={self.split_k}: 1, 2 or 4 pairs of CTAs"
+        if self.split_k > 1 and (self.tile_m, self.num_acc) != (256, 1):
+            return f"split_k={self.split_k}: takes tile_m=256 and num_acc=1"
+        return None
+
+    def why_not_signature(self, signature: GeneralConfig) -> str | None:
+        b = signature.a if self.swap_ab else signature.b
+        _, k_major = signature.k_major
+        row_bytes = self.tile_n // 2 * DTYPES[b.dtype].bits // 8
+        least, rows = (128, "128") if b.dtype == "fp32" else (64, "64 or 128")
+        if not k_major and row_bytes % least:
+            return f"tile_n={self.tile_n}: {row_bytes} bytes of N, smem rows have {rows}"
+        return None

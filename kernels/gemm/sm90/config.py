@@ -1,0 +1,181 @@
+"""The config of the Hopper kernels. Imports neither torch nor the DSL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from cutex.kernels.gemm.config import ELEMENT, GemmConfig, ceil_div
+
+if TYPE_CHECKING:
+    from cutex.arch import Arch
+    from cutex.kernels.gemm.signature import GeneralConfig
+    from cutex.problem.gemm import GemmProblem
+
+# up to which memory is all that limits, and no MMA is worth looking ahead for
+FEW_COLUMNS = 32
+ACCUMULATORS = {1: 224, 2: 208, 3: 128}  # registers a thread for them, by warpgroups that run wgmma
+
+
+class Registers(NamedTuple):
+    """Registers of a thread, by role; all roles together have 65536."""
+
+    load: int
+    mma: int
+
+
+@dataclass(frozen=True)
+class Sm90Config(GemmConfig):
+    """A GemmConfig, with the warpgroups that run wgmma and the clusters that share loads."""
+
+    arch = "sm_90a"
+
+    warpgroups: int = 0  # that run wgmma; 0: one for each 64 rows of the tile
+    pingpong: bool = False  # they work on tiles of their own in turn, not on parts of one
+    cluster_m: int = 1  # CTAs along M that share tiles of B by multicast
+    cluster_n: int = 1  # CTAs along N that share tiles of A
+    column: bool = False  # one tile a cluster, in one column (one_column.py)
+    spread: bool = False  # one tile on each SM, overlapping (spread.py)
+
+    @property
+    def mma_warpgroups(self) -> int:
+        return self.warpgroups or self.tile_m // 64
+
+    @property
+    def warpgroup_rows(self) -> int:
+        """Rows of a tile that one warpgroup computes."""
+        return self.tile_m if self.pingpong else self.tile_m // self.mma_warpgroups
+
+    @property
+    def accumulators(self) -> int:
+        """Registers a thread that hold the warpgroup's part of C."""
+        return self.warpgroup_rows * self.tile_n // 128
+
+    @property
+    def registers(self) -> Registers | None:
+        """The split between the roles; None: one MMA warpgroup gets all it can use without one."""
+        heavy = self.accumulators >= 208
+        return {
+            1: None,
+            2: Registers(24, 240) if heavy else Registers(40, 232),
+            3: Registers(32, 160),
+        }[self.mma_warpgroups]
+
+    @property
+    def one_tile(self) -> bool:
+        """Whether each cluster has one tile, whose place is the cluster's index."""
+        return self.column or self.spread
+
+    @property
+    def few_columns(self) -> bool:
+        return self.tile_n <= FEW_COLUMNS
+
+    @property
+    def cluster_columns(self) -> int:
+        return self.tile_n * self.cluster_n
+
+    @property
+    def a_bytes(self) -> int:
+        """Bytes of A in the whole ring."""
+        return self.num_stages * self.tile_m * self.tile_k * ELEMENT
+
+    @property
+    def epi_bytes(self) -> int:
+        """Bytes of one CTA's slots for C: each warpgroup has its own, of 64 rows."""
+        rows = 64 * self.warpgroups or 128
+        return self.epi_stages * rows * self.epi_n * ELEMENT
+
+    def why_not_arch(self, arch: Arch, epi_parts: int) -> str | None:
+        if self.cluster_m * self.cluster_n not in (1, 2, 4, 8):
+            return f"cluster {self.cluster_m}x{self.cluster_n}: 1, 2, 4 or 8 CTAs"
+        if self.epi_n and self.epi_stages < 1:
+            return f"epi_stages={self.epi_stages}: C is stored through at least one slot"
+        if not self.warpgroups and self.tile_m != 128:
+            return f"tile_m={self.tile_m}: without warpgroups, 128 a CTA"
+        if self.warpgroups and (reason := self._why_not_warpgroups()):
+            return reason
+        return self._why_not_one_tile() or self._why_not_split()
+
+    def _why_not_warpgroups(self) -> str | None:
+        if self.tile_m % 64 or not 64 <= self.tile_m <= 256:
+            return f"tile_m={self.tile_m}: wgmma takes rows by 64, here up to 256"
+        if self.warpgroups > 3 or (self.pingpong and self.warpgroups != 2):
+            return f"warpgroups={self.warpgroups}: 1 to 3, and 2 to play ping-pong"
+        if not self.pingpong and self.tile_m % (64 * self.warpgroups):
+            return f"tile_m={self.tile_m}: {self.warpgroups} warpgroups take 64 rows each at a time"
+        limit = ACCUMULATORS[self.warpgroups]
+        if self.accumulators > limit:
+            return (
+                f"tile_m={self.tile_m}, tile_n={self.tile_n}: {self.accumulators} accumulators a "
+                f"thread, {self.warpgroups} warpgroups have registers for {limit}"
+            )
+        if self.tile_n % (8 * self.cluster_m) or self.tile_m % (8 * self.cluster_n):
+            return f"cluster {self.cluster_m}x{self.cluster_n}: each CTA loads whole rows by 8"
+        return None
+
+    def _why_not_one_tile(self) -> str | None:
+        alone = self.split_k * self.cluster_m * self.cluster_n == 1 and not self.pingpong
+        if self.spread and not alone:
+            return f"spread={self.spread}: each CTA has a tile to itself"
+        if self.column and (self.spread or self.split_k > 1 or self.pingpong):
+            return f"column={self.column}: takes no spread, split_k or pingpong beside it"
+        return None
+
+    def _why_not_split(self) -> str | None:
+        if self.split_k not in (1, 2, 4, 8):
+            return f"split_k={self.split_k}: 1, 2, 4 or 8 CTAs"
+        if self.split_k == 1:
+            return None
+        if self.cluster_m * self.cluster_n > 1:
+            return f"split_k={self.split_k}: these CTAs are a cluster, which takes no other"
+        if self.pingpong or self.partial_bytes > self.a_bytes:
+            return (
+                f"split_k={self.split_k}: the ring's {self.a_bytes} bytes of A must hold "
+                f"{self.partial_bytes} of sums, and its warpgroups work on one tile"
+            )
+        return None
+
+    def why_not_problem(self, problem: GemmProblem, arch: Arch) -> str | None:
+        return (
+            super().why_not_problem(problem, arch)
+            or self._why_not_column(problem, arch)
+            or self._why_not_spread(problem, arch)
+        )
+
+    def computed(self, problem: GemmProblem) -> tuple[int, int]:
+        """Rows and columns of what the MMA computes."""
+        return (problem.n, problem.m) if self.swap_ab else (problem.m, problem.n)
+
+    def _why_not_column(self, problem: GemmProblem, arch: Arch) -> str | None:
+        if not self.column:
+            return None
+        rows, columns = self.computed(problem)
+        if columns > self.cluster_columns:
+            return f"column={self.column}: a cluster has {self.cluster_columns} columns"
+        num_ctas = self.num_ctas or arch.num_sms
+        height = self.tile_m * self.cluster_m
+        if ceil_div(rows, height) * self.cluster_m * self.cluster_n > num_ctas:
+            return f"column={self.column}: {rows} rows are more than {num_ctas} CTAs have"
+        return None
+
+    def _why_not_spread(self, problem: GemmProblem, arch: Arch) -> str | None:
+        if not self.spread:
+            return None
+        rows, columns = self.computed(problem)
+        num_ctas = self.num_ctas or arch.num_sms
+        apart = ceil_div(rows, 8 * num_ctas) * 8  # they begin so many rows apart, or 8 less
+        if columns > self.tile_n or apart > self.tile_m:
+            return f"spread={self.spread}: {num_ctas} tiles do not cover {rows}x{columns}"
+        if 8 * rows < 7 * num_ctas * self.tile_m:
+            return f"spread={self.spread}: {num_ctas} tiles overlap by more than an eighth"
+        return None
+
+    def why_not_signature(self, signature: GeneralConfig) -> str | None:
+        out = signature.out
+        if self.spread and (signature.ops or out.batched or not out.tma):
+            return f"spread={self.spread}: out's places count from the tile's, and rows twice"
+        if self.column and out.batched:
+            return f"column={self.column}: the tiles of a batch are no column"
+        if self.split_k > 1 and (out.batched or out.dtype == "fp32"):
+            return f"split_k={self.split_k}: stores parts of 16 bits, of no batch"
+        return None

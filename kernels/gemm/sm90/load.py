@@ -1,0 +1,139 @@
+"""The load roles of the general kernel: one warp fills the ring of A and B for its CTA's tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Int32, cute
+from cutlass.cute.nvgpu import cpasync
+
+from cutex.device.atoms.multicast import AbOperands, Cluster, SharedRing
+from cutex.device.atoms.tma import AbLoads
+from cutex.device.pipeline import PipelineState
+from cutex.kernels.gemm.config import ELEMENT
+from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config
+from cutex.kernels.gemm.sm90.one_column import OneColumn
+from cutex.kernels.gemm.sm90.pace import Pace, now, wait_until
+from cutex.kernels.gemm.sm90.spread import Spread
+from cutex.schedulers.persistent import StaticPersistent
+
+Scheduler = StaticPersistent | OneColumn | Spread
+
+# of A, that each CTA asks L2 for before its kernel may begin: more delays the one that still runs
+BYTES_AHEAD = 32 * 1024
+
+
+@dataclass(frozen=True)
+class LoadTiles:
+    """The load role of a CTA that walks tiles, of each all of K or its share of a split."""
+
+    tiles: Sm90Config
+    cluster: Cluster
+    scheduler: Scheduler
+
+    @property
+    def streams_a(self) -> bool:
+        """Whether loading A is what takes the time: tiles of few columns."""
+        return self.tiles.swap_ab or self.tiles.one_tile
+
+    @cute.jit
+    def start(self, operands: AbOperands, mC: cute.Tensor) -> None:
+        """Let the next kernel start its CTAs, and ask L2 for this tile's first A, before barriers
+        are ready and the kernel before this one ends.
+
+        NOTE: should the kernel before yet write A, then into L2, where the loads look.
+        """
+        cpasync.prefetch_descriptor(operands.a.atom)
+        cpasync.prefetch_descriptor(operands.b.atom)
+        if cutlass.const_expr(self.streams_a):
+            cute.arch.griddepcontrol_launch_dependents()
+            walk = self.scheduler.walk(mC)
+            tile = walk.tile_at(walk.start)
+            loads = operands.loads(tile, self.cluster)
+            first, count = self.share(tile.split, loads.num_k_tiles)
+            c = self.tiles
+            ahead = max(1, BYTES_AHEAD // (c.tile_m // c.cluster_n * c.tile_k * ELEMENT))
+            for k_tile in cutlass.range(first, first + cutlass.min(count, ahead), unroll=1):
+                cute.prefetch(loads.a.atom, loads.a.gmem[None, k_tile])
+
+    @cute.jit
+    def run(self, operands: AbOperands, ab: SharedRing, mC: cute.Tensor) -> None:
+        walk = self.scheduler.walk(mC)
+        cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(not self.streams_a):
+            cute.arch.griddepcontrol_launch_dependents()
+        fill = ab.producer()
+        for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
+            tile = walk.tile_at(index)
+            loads = operands.loads(tile, self.cluster)
+            first, count = self.share(tile.split, loads.num_k_tiles)
+            # NOTE: a share may reach past K, where TMA fills in zeros
+            fill = fill_ring(loads, ab, fill, first, first + count)
+        ab.drain(fill)
+
+    def share(self, split: Int32 | int, num_k_tiles: Int32) -> tuple[Int32 | int, Int32]:
+        """The first K tile of share `split`, and how many it has."""
+        count = k_share(self.tiles, num_k_tiles)
+        return split * count, count
+
+
+@dataclass(frozen=True)
+class LoadOneTile(LoadTiles):
+    """The load role of a CTA with one tile, where memory limits: it keeps a pace (pace.py)."""
+
+    pace: Pace
+
+    @cute.jit
+    def run(self, operands: AbOperands, ab: SharedRing, mC: cute.Tensor) -> None:
+        walk = self.scheduler.walk(mC)
+        cute.arch.griddepcontrol_wait()
+        loads = operands.loads(walk.tile_at(walk.start), self.cluster)
+        ab.drain(self.load_at_pace(loads, ab, ab.producer(), mC))
+
+    @cute.jit
+    def load_at_pace(
+        self, loads: AbLoads, ab: SharedRing, fill: PipelineState, mC: cute.Tensor
+    ) -> PipelineState:
+        """Load all of K: a ring of it at once, the rest no sooner than memory can bring it to all
+        CTAs alike."""
+        c = self.tiles
+        start = now()
+        ring = cutlass.min(loads.num_k_tiles, c.num_stages)
+        fill = fill_ring(loads, ab, fill, 0, ring)
+        if cutlass.const_expr(c.cluster_columns <= FEW_COLUMNS):
+            self.ask_for_b(loads)
+        step_bytes = cute.size(mC, mode=[0]) * (c.tile_k * ELEMENT)
+        step = self.pace.step_ns(step_bytes, loads.num_k_tiles)
+        due = start + self.pace.lead_ns(step, c.num_stages)
+        for k_tile in cutlass.range(ring, loads.num_k_tiles, unroll=1):
+            full = ab.acquire(fill)
+            if step > 0:
+                wait_until(due)
+                due += step
+            loads.load(k_tile, fill.slot, full)
+            fill.advance()
+        return fill
+
+    @cute.jit
+    def ask_for_b(self, loads: AbLoads) -> None:
+        """Ask L2 for this cluster's share of B, a K tile, before all clusters load it."""
+        _, _, share = cute.arch.block_idx()
+        if share < loads.num_k_tiles:
+            cute.prefetch(loads.b.atom, loads.b.gmem[None, share])
+
+
+def k_share(tiles: Sm90Config, num_k_tiles: Int32) -> Int32:
+    """K tiles of one of the split_k CTAs that share them."""
+    return (num_k_tiles + (tiles.split_k - 1)) // tiles.split_k
+
+
+@cute.jit
+def fill_ring(
+    loads: AbLoads, ab: SharedRing, fill: PipelineState, first: Int32 | int, end: Int32
+) -> PipelineState:
+    """Load K tiles `first` to `end`, from slot `fill` on; returns the slot after."""
+    for k_tile in cutlass.range(first, end, unroll=1):
+        loads.load(k_tile, fill.slot, ab.acquire(fill))
+        fill.advance()
+    return fill

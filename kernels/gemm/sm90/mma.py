@@ -1,0 +1,257 @@
+"""The MMA roles of the general kernel: warpgroups that run wgmma and store what it computes.
+
+Cooperative: all work on one tile, and store it together.
+PingPong:    each has tiles of its own, and stores while the other computes.
+SplitK:      all work on a share of one tile's K; the CTAs of the cluster exchange their sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import CopyUniversalOp, warpgroup
+
+from cutex.device.atoms.mma import WARPGROUP, Wgmma
+from cutex.device.atoms.multicast import SharedRing
+from cutex.device.epilogue.sm90.fused_store import ElementStore, FusedStore
+from cutex.device.epilogue.sm90.tma_store import WarpgroupStore, WarpStore
+from cutex.device.pipeline import OrderedBarrier, PipelineState, sync_cluster
+from cutex.device.work_tile import WorkTile
+from cutex.kernels.gemm.signature import GeneralConfig
+from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.kernels.gemm.sm90.load import Scheduler, k_share
+from cutex.schedulers.persistent import StaticWalk
+
+# named barriers: 0 is the CTA's, 1 to 3 are the warpgroups' own
+ORDER_BARRIER = 3  # and 4: the order of two warpgroups in ping-pong
+SUMS_BARRIER = 5  # all MMA warps of a CTA
+VECTOR = 4  # fp32 sums that move at a time: 16 bytes
+
+PartStore = FusedStore | ElementStore | WarpgroupStore
+EpilogueStore = PartStore | WarpStore
+
+
+@dataclass(frozen=True)
+class MmaRole:
+    """An MMA role: the mainloop of a tile, and the store of its accumulators."""
+
+    config: GeneralConfig
+    tiles: Sm90Config
+    scheduler: Scheduler
+
+    def run(
+        self,
+        mma: Wgmma,
+        ab: SharedRing,
+        epilogue: EpilogueStore,
+        num_k_tiles: Int32,
+        mC: cute.Tensor,
+    ) -> None:
+        """Compute and store this CTA's tiles of mC."""
+        raise NotImplementedError
+
+    @cute.jit
+    def mainloop(
+        self, mma: Wgmma, ab: SharedRing, take: PipelineState, num_k_tiles: Int32
+    ) -> PipelineState:
+        """The MMA over all of K, from slot `take` on; returns the slot after. When this returns the
+        accumulators are complete, and all slots are released."""
+        done, take = self.issue(mma, ab, take, num_k_tiles)
+        warpgroup.wait_group(0)
+        ab.release(done)
+        return take
+
+    @cute.jit
+    def issue(
+        self, mma: Wgmma, ab: SharedRing, take: PipelineState, num_k_tiles: Int32
+    ) -> tuple[PipelineState, PipelineState]:
+        """Start all MMAs and release all slots but the last: returns its slot and the next.
+
+        An MMA is waited for when the next is issued. Where memory limits, it is waited for at once
+        if the next slot is not yet full: its own can then be loaded meanwhile.
+        """
+        done = PipelineState(take.num_slots, take.slot, take.phase)
+        ab.wait_full(take)
+        mma.issue(take.slot, accumulate=False)
+        take.advance()
+        for _ in cutlass.range(1, num_k_tiles, unroll=1):
+            if cutlass.const_expr(self.tiles.one_tile and not self.tiles.few_columns):
+                full = ab.is_full(take)
+                if not full:
+                    warpgroup.wait_group(0)
+                    ab.release(done)
+                    ab.wait_full(take)
+                mma.issue(take.slot, accumulate=True)
+                take.advance()
+                if full:
+                    warpgroup.wait_group(1)
+                    ab.release(done)
+            else:
+                ab.wait_full(take)
+                mma.issue(take.slot, accumulate=True)
+                take.advance()
+                warpgroup.wait_group(1)
+                ab.release(done)
+            done.advance()
+        return done, take
+
+    def store(self, mma: Wgmma, epilogue: EpilogueStore, tile: WorkTile) -> None:
+        """Store this warpgroup's accumulators to its rows of `tile`."""
+        row, step, column = self.origin(tile)
+        if isinstance(epilogue, FusedStore | ElementStore):
+            epilogue = replace(epilogue, batch=tile.batch)
+        epilogue.store(mma.tCrAcc, row, step, column)
+
+    def origin(self, tile: WorkTile) -> tuple[Int32, int, Int32]:
+        """The first row of this warpgroup in a tile, the step to its next, and the first column, in
+        parts of 64 x epiN."""
+        c = self.tiles
+        step = 1 if c.pingpong else c.mma_warpgroups
+        first = cute.arch.warp_idx() // 4 % step
+        columns = c.tile_n // self.config.epi_columns
+        return tile.m * (c.tile_m // 64) + first, step, tile.n * columns
+
+
+@dataclass(frozen=True)
+class Cooperative(MmaRole):
+    """All warpgroups compute a tile, each its own rows, and store it."""
+
+    @cute.jit
+    def run(
+        self,
+        mma: Wgmma,
+        ab: SharedRing,
+        epilogue: EpilogueStore,
+        num_k_tiles: Int32,
+        mC: cute.Tensor,
+    ) -> None:
+        walk = self.scheduler.walk(mC)
+        take = ab.consumer()
+        for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
+            take = self.mainloop(mma, ab, take, num_k_tiles)
+            self.store(mma, epilogue, walk.tile_at(index))
+
+
+@dataclass(frozen=True)
+class PingPong(MmaRole):
+    """Two warpgroups take every second tile: one stores while the other's wgmma run.
+
+    NOTE: a warpgroup issues only when the other has issued its tile. That is what makes it right,
+    too: a wait tells odd phases of a slot from even ones only, so no more than one may lie before.
+    """
+
+    @cute.jit
+    def run(
+        self,
+        mma: Wgmma,
+        ab: SharedRing,
+        epilogue: EpilogueStore,
+        num_k_tiles: Int32,
+        mC: cute.Tensor,
+    ) -> None:
+        walk = self.scheduler.walk(mC)
+        order = OrderedBarrier(ORDER_BARRIER)
+        mine = cute.arch.warp_idx() // 4
+        take = ab.consumer()
+        if mine == 1:
+            order.signal(0)
+            take.skip(num_k_tiles)
+        first = walk.start + mine * walk.step
+        for index in cutlass.range(first, walk.end, 2 * walk.step, unroll=1):
+            order.wait(mine)
+            done, take = self.issue(mma, ab, take, num_k_tiles)
+            if index + walk.step < walk.end:
+                order.signal(1 - mine)
+            warpgroup.wait_group(0)
+            ab.release(done)
+            take.skip(num_k_tiles)
+            self.store(mma, epilogue, walk.tile_at(index))
+
+
+@dataclass(frozen=True)
+class SplitK(MmaRole):
+    """The CTAs of a cluster compute a share of one tile's K each. Each leaves its fp32 sums in its
+    smem, over the ring's A, and adds up and stores an equal part of the tile from all of them, in
+    the same order in every run."""
+
+    @cute.jit
+    def run(
+        self,
+        mma: Wgmma,
+        ab: SharedRing,
+        epilogue: PartStore,
+        num_k_tiles: Int32,
+        mC: cute.Tensor,
+    ) -> None:
+        count = k_share(self.tiles, num_k_tiles)
+        walk = self.scheduler.walk(mC)
+        self.mainloop(mma, ab, ab.consumer(), count)
+        cute.arch.barrier(barrier_id=SUMS_BARRIER, number_of_threads=self.num_threads)
+        first = cute.recast_ptr(mma.sA.iterator, dtype=Float32)
+        self.leave_sums(mma, epilogue, first, walk)
+        sync_cluster()
+        self.store_share(mma, epilogue, first, walk)
+        sync_cluster()
+
+    @property
+    def num_threads(self) -> int:
+        return self.tiles.mma_warpgroups * WARPGROUP
+
+    def sums(self, mma: Wgmma, first: cute.Pointer) -> cute.Tensor:
+        """The place of this thread's accumulators in the smem from `first` on, (VECTOR,
+        NumVectors), the vectors of all threads side by side."""
+        thread, _, _ = cute.arch.thread_idx()
+        threads, count = self.num_threads, cute.size(mma.tCrAcc) // VECTOR
+        layout = cute.make_layout(
+            (VECTOR, count, threads), stride=(1, VECTOR * threads, VECTOR)
+        )  # (VECTOR, NumVectors, THREAD)
+        return cute.make_tensor(first, layout)[None, None, thread]
+
+    @cute.jit
+    def leave_sums(
+        self, mma: Wgmma, epilogue: PartStore, first: cute.Pointer, walk: StaticWalk
+    ) -> None:
+        """Put into smem what the other CTAs of the cluster add up."""
+        parts = vectors(epilogue.parts(mma.tCrAcc))  # (VECTOR, NumVectors, PART)
+        sums = cute.logical_divide(
+            self.sums(mma, first), (None, cute.size(parts, mode=[1]))
+        )  # (VECTOR, (NumVectors, PART))
+        for part in cutlass.range_constexpr(cute.size(parts, mode=[2])):
+            if part % self.tiles.split_k != walk.split:
+                cute.autovec_copy(parts[None, None, part], sums[None, (None, part)])
+
+    @cute.jit
+    def store_share(
+        self, mma: Wgmma, epilogue: PartStore, first: cute.Pointer, walk: StaticWalk
+    ) -> None:
+        """Add up and store every split_k-th part of the tile, beginning with this CTA's share."""
+        c = self.tiles
+        row, step, column = self.origin(walk.tile_at(walk.start))
+        parts = vectors(epilogue.parts(mma.tCrAcc))  # (VECTOR, NumVectors, PART)
+        count = cute.size(parts, mode=[1])
+        per_row = c.tile_n // c.epi_n
+        vector = cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=32 * VECTOR)
+        for part in cutlass.range_constexpr(cute.size(parts, mode=[2])):
+            if part % c.split_k == walk.split:
+                total = cute.make_rmem_tensor((VECTOR, count), Float32)
+                total.fill(0.0)
+                for peer in cutlass.range_constexpr(c.split_k):
+                    values = cute.make_rmem_tensor_like(total)
+                    if peer == part % c.split_k:  # this CTA
+                        values.store(parts[None, None, part].load())
+                    else:
+                        theirs = self.sums(mma, cute.arch.map_dsmem_ptr(first, peer))
+                        theirs = cute.logical_divide(theirs, (None, count))[None, (None, part)]
+                        cute.copy(vector, theirs, values)
+                    total.store(total.load() + values.load())
+                epilogue.wait(0)
+                flat = cute.make_tensor(total.iterator, cute.make_layout(cute.size(total)))
+                epilogue.store_part(flat, 0, row + part // per_row * step, column + part % per_row)
+
+
+def vectors(parts: cute.Tensor) -> cute.Tensor:
+    """(V, PART) as (VECTOR, NumVectors, PART)."""
+    size, count = cute.size(parts, mode=[0]), cute.size(parts, mode=[1])
+    return cute.make_tensor(parts.iterator, cute.make_layout((VECTOR, size // VECTOR, count)))

@@ -1,0 +1,43 @@
+"""One tile for each SM, though the rows do not divide so: neighbouring tiles overlap.
+
+128 tiles of 64 rows leave 4 of 132 SMs without work. Spread evenly, 132 tiles begin 56 or 64 rows
+apart; the rows that two of them share are computed twice, alike, and stored twice. Worth it where
+memory limits and the tiles nearly fill the GPU: the rows that are read twice come from L2.
+
+Plain operators only: Python ints run it, and the same code traces in the DSL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cutlass import Int32, cute
+
+from cutex.device.work_tile import WorkTile
+from cutex.kernels.gemm.sm90.one_column import OneStep
+
+UNIT = 8  # rows: 16 bytes of what is contiguous, which a TMA store writes whole
+
+
+def first_row(cta: Int32 | int, rows: Int32 | int, num_ctas: int) -> Int32 | int:
+    """The first row of a CTA's tile: where its share of the rows begins, in whole units."""
+    return cta * ((rows + UNIT - 1) // UNIT) // num_ctas * UNIT
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A grid of one CTA per SM, whose tiles begin at `first_row` each."""
+
+    num_ctas: int
+
+    def grid(self, mC: cute.Tensor) -> tuple[int, int, int]:
+        return 1, 1, self.num_ctas
+
+    def walk(self, mC: cute.Tensor) -> OneStep:
+        """The walk of this CTA, which counts rows from its first."""
+        return OneStep(WorkTile(Int32(0), Int32(0)))
+
+    def first_row(self, mC: cute.Tensor) -> Int32:
+        """The first row of this CTA's tile of mC (M, N)."""
+        _, _, cta = cute.arch.block_idx()
+        return first_row(cta, cute.size(mC, mode=[0]), self.num_ctas)
