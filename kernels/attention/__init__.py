@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING, Any, Self
 from cutex.arch import arch
 from cutex.kernels.attention.choose import choose
 from cutex.kernels.attention.config import ForwardConfig
+from cutex.kernels.attention.ladder import LadderConfig
 from cutex.problem import stage as stage_of_any
 
 if TYPE_CHECKING:
     from cutex.compile import Kernel
     from cutex.problem.attention import AttentionProblem
-
-
-# fields of a config that say what is computed
-WHAT = ("head_dim", "head_dim_v", "causal", "window", "varlen_q", "varlen_k", "softcap")
 
 
 class Stage(stage_of_any.Stage):
@@ -26,9 +23,7 @@ class Stage(stage_of_any.Stage):
     op = "attention"
 
     def fitted(self, problem: AttentionProblem) -> Self:  # type: ignore[override]
-        """The stage's own way to do what the problem asks for."""
-        chosen, own = choose(problem, arch(self.arch)), self.default
-        return replace(self, default=replace(own, **{x: getattr(chosen, x) for x in WHAT}))
+        return replace(self, default=self.default.fitted(problem.head_dim, problem.causal))
 
 
 class Forward(Stage):
@@ -45,7 +40,21 @@ class Forward(Stage):
         return import_module(self.module).Forward(config or self.default)
 
 
+_IN_ORDER = LadderConfig(p_in_smem=True)
+_ONE_BUFFER = LadderConfig()
+_RINGS = LadderConfig(num_stages=2)
+_PERSISTENT = LadderConfig(num_stages=2, q_stages=2, own_o=True, dispatch="dynamic")
+
 _STAGES = (
+    Stage(0, "sm_90a", "in order", "TMA, wgmma, softmax, P by smem, wgmma, each waits", _IN_ORDER),
+    Stage(1, "sm_90a", "P in registers", "the softmax leaves P where wgmma reads it", _ONE_BUFFER),
+    Stage(2, "sm_90a", "rings", "loads run ahead through rings of K and V", _RINGS),
+    Stage(3, "sm_90a", "warp roles", "one warp loads, two warpgroups only compute", _RINGS),
+    Stage(4, "sm_90a", "overlap", "the next Q K^T and the last P V under the softmax", _RINGS),
+    Stage(5, "sm_90a", "ping-pong", "the warpgroups take turns at the tensor cores", _RINGS),
+    Stage(6, "sm_90a", "edges", "only the blocks at an edge are masked", _RINGS),
+    Stage(7, "sm_90a", "persistent", "a CTA per SM asks for tiles, longest first", _PERSISTENT),
+    Stage(8, "sm_90a", "no maximum", "references need not be maxima, sums tell", _PERSISTENT),
     Forward(9, "sm_90a", "forward", "the kernel behind cutex.flash_attn_func", ForwardConfig()),
 )
 
