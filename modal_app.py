@@ -1,4 +1,4 @@
-"""cutex on a rented GPU: the command line of python -m cutex.gemm, run by Modal.
+"""cutex on a rented GPU: its commands, run by Modal.
 
 modal run modal_app.py --op gemm --stage all --mnk 8192,8192,4096 --gpu B200 --compare cublas,quack
 modal run modal_app.py --op tests --gpu B200
@@ -21,6 +21,7 @@ import modal
 from cutex.cloud import prices, remote, rental
 
 HERE = Path(__file__).resolve().parent
+CACHES = ["**/__pycache__", "**/*.pyc"]  # all other files travel, C sources too
 THERE = "/root"  # where Modal puts Python sources
 WHEELS = (  # as in constraints.txt; the DSL needs no CUDA toolkit
     "torch==2.13.0",
@@ -43,7 +44,7 @@ image = (
     .apt_install("gcc", "libc6-dev")  # the simulator's shim, which the tests use
     .uv_pip_install(*WHEELS)
     .env({"CUTEX_CACHE": "/tmp/cutex"})
-    .add_local_python_source("cutex", "cutex.kernels", "cutex.schedulers")
+    .add_local_python_source("cutex", "cutex.kernels", "cutex.schedulers", ignore=CACHES)
     .add_local_dir(HERE / "tests", f"{THERE}/tests", ignore=["**/__pycache__", "**/.*"])
     .add_local_file(HERE / "pyproject.toml", f"{THERE}/pyproject.toml")
 )

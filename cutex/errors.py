@@ -16,8 +16,8 @@ class Missing(CutexError):
 
 
 class NoCompiler(Missing):
-    """The host half of a captured kernel needs a C compiler to be linked."""
+    """There is no C compiler, which links the host half of a kernel for the simulator."""
 
 
 class NoDisassembler(Missing):
-    """Instructions are read from the SASS, which nvdisasm prints."""
+    """There is no nvdisasm, which prints the SASS that instructions are read from."""

@@ -1,4 +1,4 @@
-"""Orders of events that the simulator knows, by name; what they do: cutex/sim/scheduler.py.
+"""The names of the simulator's orders of events; cutex/sim/policy.py says what they do.
 
 Here, so that the command line can name them without importing the simulator.
 """

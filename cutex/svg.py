@@ -45,7 +45,7 @@ def colour(hue: int | str) -> str:
 
 @dataclass
 class Canvas:
-    """Marks in the order drawn; y grows downwards."""
+    """A picture: marks, later ones on top; y grows downwards."""
 
     width: float
     height: float

@@ -82,6 +82,9 @@ def test_another_gpu_dtype_or_class_of_sizes_is_another_choice(
     monkeypatch.setattr(torch.cuda.get_device_properties(0), "name", "NVIDIA H100")
     autotune.tuned(ninth, PROBLEM, clock)
     assert clock.calls == 8
+    monkeypatch.setattr(autotune, "sources_digest", lambda modules: f"edited {sorted(modules)}")
+    autotune.tuned(ninth, PROBLEM, clock)
+    assert clock.calls == 10
 
 
 def test_it_can_be_turned_off(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,10 +203,10 @@ def gpu_run(kernels, fake_gpu, monkeypatch):
     monkeypatch.setattr(GemmProblem, "inputs", lambda p, device="", copy=0: inputs(p, "cpu", copy))
     monkeypatch.setattr(GemmProblem, "outputs", lambda p, device="": outputs(p))
 
-    def cublas():
+    def cublas(problem):
         return Kernel("cublas", 80.0, fake_gpu), "torch 0"
 
-    def absent():
+    def absent(problem):
         raise ModuleNotFoundError("No module named 'quack'")
 
     peers = {"cublas": PeerKernel("cuBLAS", cublas), "quack": PeerKernel("quack", absent)}

@@ -19,7 +19,7 @@ LEDGER = Path(__file__).parent.parent / "results" / "gemm-nvidia-h200.jsonl"
 def test_every_config_of_the_ledger_can_be_read_and_run() -> None:
     rows = [json.loads(line) for line in LEDGER.read_text().splitlines()]
     for row in rows:
-        config = stage(row["arch"], row["stage"]).read_config(row["config"])
+        config = stage(row["arch"], row["stage"]).config_from_row(row["config"])
         assert isinstance(config, Sm90Config)
         assert config.why_not(None, arch(row["arch"])) is None
         read = asdict(config)
@@ -30,9 +30,9 @@ def test_every_config_of_the_ledger_can_be_read_and_run() -> None:
 
 @pytest.mark.parametrize("name", ARCHS)
 def test_a_config_is_read_as_it_was_written(name: str) -> None:
-    for each in stages(name):
-        row = json.loads(json.dumps(asdict(each.config())))
-        assert each.read_config(row) == each.config()
+    for rung in stages(name):
+        row = json.loads(json.dumps(asdict(rung.config())))
+        assert rung.config_from_row(row) == rung.config()
 
 
 @pytest.mark.parametrize(
@@ -45,14 +45,14 @@ def test_a_config_is_read_as_it_was_written(name: str) -> None:
 )
 def test_a_row_of_another_kernel_is_refused(name: str, row: dict, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        stage(name, 9).read_config(row)
+        stage(name, 9).config_from_row(row)
 
 
 @pytest.mark.parametrize("name", ARCHS)
 def test_a_config_is_refused_by_the_other_arch(name: str) -> None:
     (other,) = set(ARCHS) - {name}
-    for each in stages(name):
-        assert name in (each.config().why_not(None, arch(other)) or "")
+    for rung in stages(name):
+        assert name in (rung.config().why_not(None, arch(other)) or "")
 
 
 @pytest.mark.parametrize(

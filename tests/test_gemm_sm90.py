@@ -16,7 +16,7 @@ from cutex.kernels.gemm.sm90.stage9 import Stage9
 from cutex.problem.gemm import GemmProblem
 from cutex.sim import simulate
 from cutex.sim.errors import Hazards
-from cutex.sim.machine import Machine
+from cutex.sim.machine.machine import Machine
 
 PERSISTENT = {"num_ctas": 4}
 COOPERATIVE = {

@@ -103,5 +103,29 @@ def test_it_works_from_a_wheel(clone, bare_python, tmp_path):
     (wheel,) = tmp_path.glob("cutex-*.whl")
     packed = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
     assert packed == {p if p.startswith("cutex/") else f"cutex/{p}" for p in sources}
+    assert "cutex/py.typed" in packed
+    assert any(name.endswith(".c") for name in packed)
     pip("install", wheel, into=bare_python, cwd=tmp_path)
     check_ladder(bare_python, tmp_path)
+    check_simulation(wheel, tmp_path)
+
+
+def check_simulation(wheel: Path, cwd: Path) -> None:
+    """A kernel compiles and runs in the simulator from the installed wheel, C sources and all."""
+    installed = cwd / "installed"
+    sh(
+        *(sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"),
+        *("--target", installed, wheel),
+        cwd=cwd,
+    )
+    out = sh(
+        *(sys.executable, "-m", "cutex.gemm", "--arch", "sm_90a", "--stage", "0"),
+        *("--device", "sim", "--mnk", "64,64,64", "--out", cwd / "results"),
+        cwd=cwd,
+        PYTHONPATH=str(installed),
+        CUTEX_CACHE=str(cwd / "cache"),
+    )
+    assert "64x64x64" in out and "WRONG" not in out
+    code = "import cutex.kernels.gemm as m; print(m.__file__)"
+    where = sh(sys.executable, "-c", code, cwd=cwd, PYTHONPATH=str(installed)).strip()
+    assert Path(where).is_relative_to(installed)

@@ -122,8 +122,8 @@ def test_a_matrix_comes_in_through_the_slots_that_out_leaves_by(slots: dict, ord
 def test_tiles_of_few_rows_are_spread_over_all_sms(dtype: torch.dtype) -> None:
     a, b = normal("cpu", 13, 128).to(dtype), normal("cpu", 8192, 128, seed=1).to(dtype).mT
     name = of_torch(dtype).name
-    sizes = 13, 8192, 128, 1
-    layouts = OperandLayout(name), OperandLayout(name, "column"), OperandLayout()
+    sizes, out = (13, 8192, 128, 1), OperandLayout()
+    layouts = (OperandLayout(name), OperandLayout(name, "column"), out)
     assert config_for(sizes, layouts, (), "sm_90a").tiles.spread
     assert not config_for(sizes, layouts, (Alpha(),), "sm_90a").tiles.spread
     with ops.simulated():

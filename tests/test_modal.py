@@ -215,20 +215,21 @@ def test_ctrl_c_ends_the_remote_call(cloud, modal_run, tmp_path):
     assert rows(tmp_path) == []
 
 
-def test_everything_that_runs_there_is_sent(cloud, modal_run, modal_app):
+def test_everything_that_runs_there_is_sent(cloud, modal_run, modal_app, root):
     ran = modal_run("--op", "tests", "--tests=--version")
     assert ran.code == 0, ran.out + ran.err
     sent = {f.filename for r in cloud.asked("MountGetOrCreate") for f in r.files}
-    for path in (
-        "cutex/bench/run.py",
-        "cutex/sim/machine.py",
-        "cutex/kernels/gemm/__init__.py",
+    package = root / "cutex"
+    needed = {"tests/conftest.py", "pyproject.toml"}
+    for folder in (package, *(p for p in package.iterdir() if p.is_symlink())):
+        needed |= {str(p.relative_to(root)) for p in folder.rglob("*") if p.is_file()}
+    needed = {path for path in needed if "__pycache__" not in path}
+    assert {
+        "cutex/sim/host/shim.c",
         "cutex/kernels/gemm/sm100/stage3.py",
-        "cutex/schedulers/one_tile.py",
-        "tests/conftest.py",
-        "pyproject.toml",
-    ):
-        assert f"{modal_app.THERE}/{path}" in sent
+        "cutex/py.typed",
+    } <= needed
+    assert {f"{modal_app.THERE}/{path}" for path in needed} <= sent
     assert not [path for path in sent if "__pycache__" in path]
 
 

@@ -11,6 +11,7 @@ from cutex import results
 from cutex.cloud import prices, remote, rental
 from cutex.kernels.gemm import stages
 from cutex.problem.gemm import GemmProblem
+from cutex.problem.stage import ladders
 from cutex.results import Result, Timing
 
 BIG = ["--mnk", "8192,8192,4096"]
@@ -123,9 +124,15 @@ def test_what_fails_does_not_take_the_others_with_it(cloud, run, tmp_path):
 
 
 def test_the_sweep_has_its_own_problems_on_every_gpu(cloud, run):
-    assert run("--op", "sweep", "--gpu", "B200,H200,B200", "--stage", "0").code == 0
-    asked = [(gpu, r["problem"]["m"], r["problem"]["n"]) for gpu, r, _ in cloud.asked]
-    assert len(asked) == len(set(asked)) == 2 * len(GemmProblem.cases["sweep"])
+    assert run("--op", "sweep", "--gpu", "B200,H200,B200", "--stage", "9").code == 0
+    asked = [(gpu, r["op"], *r["problem"].values()) for gpu, r, _ in cloud.asked]
+    assert len(asked) == len(set(asked))
+    for kind in rental.KINDS:
+        archs = {"B200": "sm_100a", "H200": "sm_90a"}
+        gpus = [gpu for gpu, arch in archs.items() if arch in ladders(kind.op).archs]
+        of_kind = [gpu for gpu, op, *_ in asked if op == kind.op]
+        assert of_kind.count("H200") == len(kind.cases["sweep"])
+        assert set(of_kind) == set(gpus) and len(of_kind) == len(gpus) * len(kind.cases["sweep"])
 
 
 # ---- preflight
@@ -225,8 +232,8 @@ def test_a_name_may_be_written_small():
         (["--gpu", "B200:2"], "--gpu 'B200:2' is not one of"),
         (["--gpu", ""], "--gpu '' is not one of"),
         (["--gpu", "B200,H200"], "--op gemm takes one GPU; sweep takes several"),
-        (["--op", "confirm", "--gpu", "H200"], "asks what only a B200 can tell"),
-        (["--op", "attention"], "--op"),
+        (["--op", "confirm", "--gpu", "H200"], "asks what only a B200 can answer"),
+        (["--op", "convolution"], "--op"),
         (["--max-cost", "0.001"], "--max-cost 0.001: this would cost about $0."),
         (["--max-cost", "-1"], "--max-cost -1.0: dollars above 0"),
         (["--max-cost", "nan"], "--max-cost nan: dollars above 0"),

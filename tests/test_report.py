@@ -4,6 +4,7 @@ import pytest
 
 from cutex.kernels.gemm import stages
 from cutex.report import BEGIN, END, ladders, main, rewrite
+from cutex.report.page import all_ladders
 from cutex.results import Peer, Result, Timing, append
 
 FIRST = stages("sm_90a")[0].idea
@@ -42,7 +43,7 @@ def row(text: str, start: str) -> str:
 
 def test_without_results_the_ladder_says_that_it_is_untimed():
     text = ladders([])
-    assert text.count("Not timed yet") == 2
+    assert text.count("Not timed yet") == len(list(all_ladders()))
     for name in ("sm_90a", "sm_100a"):
         assert all(s.idea in text for s in stages(name))
 
@@ -52,7 +53,7 @@ def test_a_timed_stage_shows_tflops_and_its_ratio_to_cublas():
     assert row(text, f"| 0 | {FIRST}").endswith("| 550 (0.80) |")
     assert row(text, "|  | cuBLAS").endswith("| 687 |")
     assert "one NVIDIA H200: bf16, Gaussian data, cold L2, 2026-01-01" in text
-    assert text.count("Not timed yet") == 1
+    assert text.count("Not timed yet") == len(list(all_ladders())) - 1
 
 
 def test_the_newest_run_counts_whatever_the_order_of_lines():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -11,11 +12,13 @@ import textwrap
 import types
 from pathlib import Path
 
+import cutlass
 import pytest
+import torch
 
 from cutex.arch import ARCHS
-from cutex.compile.sources import closure, sources_digest
-from cutex.kernels.gemm import stage, stages
+from cutex.compile.sources import closure, modules_of, sources_digest
+from cutex.kernels.gemm import stage
 
 # Prints the modules with Python sources of their own that tracing a kernel has loaded
 TRACED = """
@@ -118,16 +121,17 @@ def test_every_module_that_tracing_a_kernel_loads_is_in_its_key(body, root, user
         assert {"mine", "mine.stages", "mine.rows", "factors"} <= known.keys()
 
 
-def test_the_key_knows_every_file_of_the_layers_that_stages_are_made_of(root):
-    modules = [s.module for name in ARCHS for s in stages(name)]
-    modules += [f"cutex.kernels.gemm.{arch}.general" for arch in ("sm90", "sm100")]
-    modules += ["cutex.kernels.probes.sm100", "cutex.kernels.attention.sm90.forward"]
+def test_the_keys_of_all_kernels_know_the_device_layer_whole_and_no_layer_above(root):
+    files = [p for p in (root / "kernels").rglob("*.py") if p.stem != "__init__"]
+    modules = [".".join(("cutex", *p.relative_to(root).with_suffix("").parts)) for p in files]
+    modules += ["cutex.schedulers.counter"]  # which a kernel of tests/test_dispatch.py takes
     known = {source.file.resolve() for source in closure(modules)}
-    for folder in ("cutex/device", "schedulers"):  # of which no kernel uses counter.py
-        files = {p.resolve() for p in (root / folder).rglob("*.py") if p.name != "counter.py"}
-        assert len(files) > 4 and files <= known
+    for folder in ("cutex/device", "schedulers"):
+        layer = {p.resolve() for p in (root / folder).rglob("*.py")}
+        assert len(layer) > 5 and layer <= known
     assert (root / "cutex" / "arch.py").resolve() in known
-    assert not [file for file in known if "report" in file.parts or "sim" in file.parts]
+    above = {"bench", "cloud", "ops", "report", "results", "sim"}
+    assert not [file for file in known if above & set(file.relative_to(root).parts)]
 
 
 KEY = """
@@ -168,6 +172,27 @@ def test_what_has_no_file_is_never_taken_from_a_cache(monkeypatch):
     assert sources_digest(["a_notebook"]) != sources_digest(["a_notebook"])
     module = stage("sm_90a", 0).module
     assert sources_digest([module]) == sources_digest([module])
+
+
+def test_what_a_version_stands_for_is_not_read():
+    held = torch.zeros(1), cutlass.BFloat16, {"a": pytest}
+    found = {source.module.partition(".")[0] for source in closure(modules_of(held))}
+    assert not found & {"torch", "cutlass", "numpy", "types", "builtins"}
+
+
+def test_functions_and_what_they_close_over_are_part_of_a_config(users, monkeypatch):
+    monkeypatch.syspath_prepend(users)
+    rows = importlib.import_module("mine.rows")
+
+    def activation(x, by=rows.height):
+        return by(x)
+
+    def closes(over):
+        return lambda x: over(x)
+
+    for config in (activation, closes(rows.height), (1, [{"f": rows.height}])):
+        assert "mine.rows" in modules_of(config)
+        assert "mine.rows" in {source.module for source in closure(modules_of(config))}
 
 
 def test_the_search_is_cheap(root):

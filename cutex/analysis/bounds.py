@@ -1,4 +1,4 @@
-"""python -m cutex.bounds: what can be known of a kernel for a GPU that is not here.
+"""python -m cutex.bounds: facts and bounds of a kernel for a GPU that is not here.
 
 Registers, memory and the mainloop are read from the compiled code: which MMA (its instruction
 descriptor in the PTX), how many of them between two waits (the innermost loop of the SASS that
@@ -64,13 +64,13 @@ class Row:
 
     @property
     def mma_cycles(self) -> float:
-        """Of the tensor cores alone."""
+        """Cycles that one MMA takes of the tensor cores alone."""
         m, n, k = self.mma
         return 2 * m * n * k / (GPU.mma_flops * self.ctas)
 
     @property
     def mma_smem_bytes(self) -> int:
-        """That one SM reads for its part of one MMA."""
+        """Bytes that one SM reads for its part of one MMA."""
         m, n, _ = self.mma
         return INST_BYTES * (m + n) // self.ctas
 
@@ -81,16 +81,16 @@ class Row:
 
     @property
     def flops_per_byte(self) -> float:
-        """Of what comes through L2."""
+        """FLOPs for each byte that comes through L2."""
         return self.step_flops / self.step_bytes
 
     @property
     def smem_share(self) -> float:
-        """Of the smem port's cycles, while MMAs run back to back at the tensor cores' pace."""
+        """The busy share of the smem port while MMAs run back to back at the tensor cores' pace."""
         return self.mma_smem_bytes / GPU.smem_bytes_per_clock / self.mma_cycles
 
     def waves(self, problem: Problem, gpu: Arch) -> tuple[int, float]:
-        """How many, and the share of the SMs' time in them that has a tile."""
+        """The number of waves, and the share of the SMs' time in them that has a tile."""
         tiles = problem.grid(self.tile)
         at_once = gpu.num_sms // self.ctas
         waves = -(-tiles // at_once)
@@ -260,7 +260,7 @@ def cells(r: Row, problem: Problem, gpu: Arch) -> list[str]:
 
 
 def table(rows: Iterable[Row], problem: Problem = PROBLEM, gpu: str = ARCH) -> str:
-    """Markdown."""
+    """The rows as a Markdown table."""
     head = [f"{name}<br>{unit}" for name, unit in COLUMNS]
     rule = ["---", *("---:" for _ in COLUMNS[1:])]
     body = [cells(r, problem, arch(gpu)) for r in rows]
@@ -296,7 +296,7 @@ def read(folder: Path) -> list[Row]:
 
 
 def in_order(rows: Iterable[Row]) -> list[Row]:
-    """Stages first, then what stands beside them."""
+    """Stages first, then the kernels of others."""
     return sorted(rows, key=lambda r: (not r.kernel.startswith("stage"), r.kernel))
 
 

@@ -2,13 +2,13 @@
 
 layout   a CuTe layout: the offset of every coordinate
 tv       a thread-value layout: who holds what of a tile
-swizzle  the shared memory layout of an operand, with the banks that its units lie in
+swizzle  the shared memory layout of an operand, with the banks of its units
 mma      what one tensor core instruction reads and writes, and who holds its accumulator
 tma      the box that one TMA instruction moves, and where its rows land
-tmem     tensor memory: where an accumulator lies, and which warp reads what of it
+tmem     tensor memory: the place of an accumulator, and which warp reads what of it
 
-Each picture is drawn from offsets that the DSL computes while it traces (cutex/traced.py); no GPU
-is needed.
+Each picture is drawn from offsets that the DSL computes while it traces
+(cutex/analysis/traced.py); no GPU is needed.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def draw_swizzle(swizzle: int, dtype: str, rows: int = 8) -> str:
         ]
         _cells(canvas, x, top, wide, high, grid)
         turns = max(bank_conflict([row[u] for row in found[:8]]) for u in range(units))
-        told = "no conflict" if turns == 1 else f"{turns} turns"
-        canvas.text(x, top + high * rows + 18, f"8 rows of one unit: {told}", "ink", 12)
+        text = "no conflict" if turns == 1 else f"{turns} turns"
+        canvas.text(x, top + high * rows + 18, f"8 rows of one unit: {text}", "ink", 12)
     return canvas.svg()
 
 
@@ -183,8 +183,8 @@ def draw_mma(name: str, tile: tuple[int, int], dtype: str) -> str:
         canvas.text(4, y, "who holds the first 16x16 of C: T thread, V value", size=11)
         _cells(canvas, 34, y + 22, 62, CELL, _owner_grid(found.corner, corner))
     else:
-        told = f"row r of each CTA in lane r, column c in column c: {max(found.columns) + 1} in all"
-        canvas.text(4, y, told, size=11)
+        text = f"row r of each CTA in lane r, column c in column c: {max(found.columns) + 1} in all"
+        canvas.text(4, y, text, size=11)
     return canvas.svg()
 
 
@@ -196,8 +196,8 @@ def draw_tma(tile: tuple[int, int], swizzle: int, dtype: str) -> str:
     title = f"TMA load of a {rows}x{k} tile, {dtype}, {swizzle}-byte swizzle"
     canvas.text(4, 16, title, "ink", 13, font_weight="600")
     many = "s" if box.instructions > 1 else ""
-    told = f"{box.instructions} instruction{many} of {box.rows}x{box.elements}"
-    canvas.text(4, 34, f"{told}, {box.bytes} bytes each", size=11)
+    text = f"{box.instructions} instruction{many} of {box.rows}x{box.elements}"
+    canvas.text(4, 34, f"{text}, {box.bytes} bytes each", size=11)
     high, wide = 150.0, 200.0 / box.instructions
     for i in range(box.instructions):
         canvas.rect(70 + wide * i, 60, wide - 3, high, i, fill_opacity=".3")

@@ -19,7 +19,7 @@ from cutex.results import Result, gbs, read_all, tflops
 
 @dataclass(frozen=True)
 class Ceiling:
-    """A rate that something reached, and what."""
+    """A rate that was reached, and by which kernel."""
 
     rate: float
     how: str
@@ -59,7 +59,7 @@ GPUS = {
 
 
 def gpu(name: str) -> Gpu:
-    """ValueError, in one sentence, for a GPU that cutex knows nothing of."""
+    """The GPU of that name; ValueError, in one sentence, for one that cutex does not know."""
     try:
         return GPUS[name.lower().rstrip("!")]
     except KeyError:
@@ -74,7 +74,7 @@ def of_device(device_name: str) -> Gpu | None:
 
 @dataclass(frozen=True)
 class Limit:
-    """What one resource allows."""
+    """The time that one resource allows at best."""
 
     resource: str  # "tensor cores" | "memory"
     rate: float
@@ -85,7 +85,7 @@ class Limit:
 
 
 def limits(problem: Problem, on: Gpu, results: Iterable[Result] = ()) -> list[Limit]:
-    """Stated first. What the ledger has seen, by whatever kernel, counts as reached."""
+    """The limits of `problem`, stated ones first; what the ledger holds counts as reached."""
     flops, traffic = problem.flops, problem.bytes
 
     def tensor(rate: float, how: str, stated: bool) -> Limit:

@@ -1,1 +1,1 @@
-"""Running a stage: the command line, peers, timing, autotuning, probes."""
+"""Running a stage: the command line, timing, autotuning, probes."""

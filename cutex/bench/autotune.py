@@ -6,7 +6,7 @@ of them once more and longer. The winner is kept in
 
     <cache>/tuned/<key>.json
 
-where the key says which GPU, which class of problem and which versions it belongs to. The file is
+where the key holds the GPU, the class of problem, the versions and the sources. The file is
 written under another name and renamed; two processes that want the same choice make it once; one
 that cannot be read is made anew.
 
@@ -32,9 +32,9 @@ from cutex.bench import timing
 from cutex.compile import cache_dir, compile
 from cutex.compile.sources import sources_digest
 from cutex.problem import Problem
-from cutex.problem.stage import Stage
+from cutex.problem.stage import Config, Stage
 
-Timer = Callable[[Sequence[Any], int], dict[Any, float]]  # configs, rounds -> us
+Timer = Callable[[Sequence[Config], int], dict[Config, float]]  # configs, rounds -> us
 
 CANDIDATES = 14  # of the model's that are timed
 FINALISTS = 4
@@ -50,7 +50,7 @@ def enabled() -> bool:
     return given == "1"
 
 
-def tuned(stage: Stage, problem: Problem, time: Timer | None = None) -> Any:
+def tuned(stage: Stage, problem: Problem, time: Timer | None = None) -> Config:
     """The config of `stage` for `problem` on this process's GPU: remembered, or timed now.
 
     Takes 10 to 20 seconds the first time for a class of problems, mostly to compile. `time` takes
@@ -79,7 +79,7 @@ def tuned(stage: Stage, problem: Problem, time: Timer | None = None) -> Any:
     return best
 
 
-def remembered(stage: Stage, problem: Problem) -> Any | None:
+def remembered(stage: Stage, problem: Problem) -> Config | None:
     """What `tuned` has chosen for the class of `problem` before; None if it never did."""
     if not enabled():
         return None
@@ -87,7 +87,7 @@ def remembered(stage: Stage, problem: Problem) -> Any | None:
     return _read(cache_dir() / "tuned" / f"{_digest(key)}.json", key, stage)
 
 
-def compete(stage: Stage, problem: Problem, time: Timer) -> dict[Any, float]:
+def compete(stage: Stage, problem: Problem, time: Timer) -> dict[Config, float]:
     """Microseconds of the finalists: the best of the model's best."""
     first = stage.shortlist(problem, CANDIDATES)
     times = time(first, ROUNDS)
@@ -101,7 +101,7 @@ def compete(stage: Stage, problem: Problem, time: Timer) -> dict[Any, float]:
 def _on_gpu(stage: Stage, problem: Problem, copies: int) -> Timer:
     operands = [(*problem.inputs("cuda", copy=i), *problem.outputs("cuda")) for i in range(copies)]
 
-    def time(configs: Sequence[Any], rounds: int) -> dict[Any, float]:
+    def time(configs: Sequence[Config], rounds: int) -> dict[Config, float]:
         with _progress(f"tuning {problem.size}", len(configs) + 1) as step:
             kernels = {}
             for i, config in enumerate(configs):
@@ -153,16 +153,16 @@ def _digest(key: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _read(file: Path, key: dict[str, Any], stage: Stage) -> Any | None:
+def _read(file: Path, key: dict[str, Any], stage: Stage) -> Config | None:
     """The config in `file`; None if it is not there, not whole, or not of this key."""
     try:
         entry = json.loads(file.read_text())
-        return stage.read_config(entry["config"]) if entry["key"] == key else None
+        return stage.config_from_row(entry["config"]) if entry["key"] == key else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _write(file: Path, key: dict[str, Any], best: Any, times: dict[Any, float]) -> None:
+def _write(file: Path, key: dict[str, Any], best: Config, times: dict[Config, float]) -> None:
     entry = {
         "key": key,
         "config": asdict(best),

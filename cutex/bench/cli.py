@@ -26,7 +26,7 @@ from cutex.problem import Problem
 from cutex.problem.stage import Stage, ladders
 from cutex.results import Result, Timing, gbs, tflops
 
-DEFAULT_ARCH = "sm_100a"  # what is simulated where there is no GPU
+DEFAULT_ARCH = "sm_100a"  # what is simulated where there is no GPU, if there is a ladder for it
 EMITS = ("ptx", "sass", "resources", "bounds")
 
 
@@ -45,7 +45,9 @@ def parser(kind: type[Problem]) -> Parser:
     )
     what = p.add_argument_group("what to run")
     what.add_argument("--stage", default="all", metavar="N|all|list", help="default: all")
-    what.add_argument("--arch", metavar="|".join(ARCHS), help="default: this GPU's, else sm_100a")
+    what.add_argument(
+        "--arch", metavar="|".join(ARCHS), help="default: this GPU's, else the newest"
+    )
     what.add_argument(
         "--device",
         default="auto",
@@ -146,11 +148,13 @@ def join_sizes(argv: Sequence[str], options: Sequence[str]) -> list[str]:
 
 
 def plan(kind: type[Problem], args: argparse.Namespace) -> Job:
-    """Make sense of the arguments; ValueError in one sentence where there is none to make."""
+    """The Job that the arguments ask for; ValueError, in one sentence, where they make no sense."""
     if args.device not in DEVICES:
         raise ValueError(f"--device {args.device!r} is not one of {', '.join(DEVICES)}")
     here = local_arch() if args.arch is None and args.device != "sim" else None
-    target = arch(args.arch or (here.name if here else DEFAULT_ARCH))
+    archs = ladders(kind.op).archs
+    usual = DEFAULT_ARCH if DEFAULT_ARCH in archs else archs[0]
+    target = arch(args.arch or (here.name if here else usual))
     if args.emit == "bounds" and not target.tmem_columns:
         raise ValueError(f"--emit bounds reads tcgen05 code, which {target.name} has not")
     wanted = choose_stages(kind, args.stage, target)

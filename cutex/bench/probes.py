@@ -1,4 +1,4 @@
-"""The times of single instructions that the simulator's timing model needs and only a GPU tells.
+"""The times of single instructions, which a timing model needs and only a GPU can give.
 
 Run by `modal run modal_app.py --op confirm`. In the simulator a clock counts instructions, so there
 the probes only prove that they run.

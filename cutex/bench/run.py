@@ -1,4 +1,4 @@
-"""The one path: problem, stage and device in; compile, launch, check and time; Result out."""
+"""The one path of every caller: compile a stage, launch it on a device, check it, time it."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def _run_cuda(
     versions = {}
     for name in options.compare if variants else ():
         try:
-            launch, versions[name] = problem.peers[name].load()
+            launch, versions[name] = problem.peers[name].load(problem)
             check = _check_launch(problem, launch)
             if not check.ok:
                 raise RuntimeError(check.message)
@@ -260,9 +260,11 @@ def _run_cuda(
 
 
 def _check_launch(problem: Problem, launch: Launch, tile: tuple[int, ...] | None = None) -> Check:
-    tensors = *problem.inputs("cuda"), *problem.outputs("cuda")
-    launch(*tensors)
-    return problem.check(*tensors, tile=tile)
+    inputs, outputs = problem.inputs("cuda"), problem.outputs("cuda")
+    returned = launch(*inputs, *outputs)
+    if isinstance(returned, tuple):
+        outputs = returned
+    return problem.check(*inputs, *outputs, tile=tile)
 
 
 def _check_on_gpu(problem: Problem, stage: Stage, launch: Launch) -> Check:

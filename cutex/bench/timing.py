@@ -1,9 +1,9 @@
-"""How a kernel is timed: variants interleaved, inputs rotated, launch cost out.
+"""The timing of kernels: variants interleaved, inputs rotated, launch cost left out.
 
 Each variant is captured once into a CUDA graph that launches it several times; a sample is one
-replay of that graph, divided by its launches. Variants take turns in an order drawn anew for each
-round, so that a drift of clock or temperature falls on all alike. The first part of this file is
-plain arithmetic and runs anywhere; the second needs a GPU.
+replay of that graph, divided by its launches. Variants take turns in a random order, another for
+each round, so that a drift of clock or temperature falls on all alike. The first part of this file
+is plain arithmetic and runs anywhere; the second needs a GPU.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def launches_per_sample(launch_us: float, copies: int) -> int:
 
 
 def interleave(names: Sequence[str], rounds: int, seed: int = 0) -> Iterator[list[str]]:
-    """`rounds` orders of `names`, each drawn anew."""
+    """`rounds` random orders of `names`."""
     draw = random.Random(seed)
     for _ in range(rounds):
         yield draw.sample(names, len(names))
@@ -94,7 +94,7 @@ def summarise(
 
 @dataclass(frozen=True)
 class Measured:
-    """What time_variants found."""
+    """The findings of time_variants."""
 
     timings: dict[str, Timing]
     gpu_before: dict[str, float] | None  # under load, in the first timed round

@@ -1,4 +1,4 @@
-"""What a rented GPU costs on Modal, and what its name promises.
+"""The GPUs that Modal rents, by name, and what they cost.
 
 Rates change: these are of the date below, `--rate B200=6.25` overrides one, and
 `modal billing rates` gives today's.
@@ -23,7 +23,7 @@ class Rental:
 
     @property
     def usd_per_second(self) -> float:
-        """Of all that a container holds."""
+        """The price of all that a container holds."""
         beside = CORES * USD_PER_CORE_HOUR + GIB * USD_PER_GIB_HOUR
         return (self.usd_per_hour + beside) / 3600
 

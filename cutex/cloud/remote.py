@@ -1,4 +1,4 @@
-"""What happens in the rented container: the same `run` as everywhere else, on its GPU.
+"""The part that runs in the rented container: the same `run` as everywhere else, on its GPU.
 
 A request and a reply are plain data. A container may be taken away and its input given to another:
 a request changes nothing outside but the volume of compiled kernels, and the ledger is written
@@ -149,7 +149,7 @@ def _add_entries(source: Path, target: Path) -> None:
 
 
 class Volume:
-    """What is kept between runs of the same sources: kernels, and configs chosen by time.
+    """Kernels, and configs chosen by time, that are kept between runs of the same sources.
 
     NOTE: the cache itself is on the container's own disk, because it needs locks and renames,
     which a network volume may not have. An entry that did not arrive whole is made anew.

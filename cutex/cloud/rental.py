@@ -24,15 +24,13 @@ from cutex.cloud import prices, remote
 from cutex.cloud.prices import Rental
 from cutex.errors import Missing
 from cutex.problem import DEFAULT_OP, OPS, Problem, problem_class, size_name
-from cutex.problem.stage import Stage
+from cutex.problem.stage import Config, Stage, ladders
 from cutex.problem.stage import stage as stage_named
 from cutex.results import Result
 
 Reply = dict[str, Any] | BaseException
 Rent = Callable[[str, list[dict[str, Any]], int], AsyncIterator[Reply]]
 
-KINDS = [problem_class(op) for op in OPS]
-SIZE_OPTIONS = [option for kind in KINDS for option in kind.size_options]
 DEFAULT_GPU = "B200"
 DEFAULT_TESTS = f"tests/test_{DEFAULT_OP}.py -q"
 
@@ -46,6 +44,11 @@ PROBES = 60.0
 SLACK = 4.0  # times the estimate, after which a call is ended
 SHORTEST_LIMIT = 120
 INTERRUPTED = 130  # exit code of what Ctrl-C ended
+
+
+def kinds() -> list[type[Problem]]:
+    """The problems of all operators."""
+    return [problem_class(op) for op in OPS]
 
 
 def parser() -> cli.Parser:
@@ -69,14 +72,14 @@ def parser() -> cli.Parser:
         help="default: B200; for sweep several, as B200,H200",
     )
     what.add_argument("--stage", default="all", metavar="N|all|list", help="default: all")
-    cli.add_problem(what, KINDS)
+    cli.add_problem(what, kinds())
     what.add_argument(
         "--tests",
         default=DEFAULT_TESTS,
         metavar="ARGS",
         help=f"of pytest; default: {DEFAULT_TESTS}",
     )
-    cli.add_timing(p.add_argument_group("timing"), KINDS)
+    cli.add_timing(p.add_argument_group("timing"), kinds())
     money = p.add_argument_group("money")
     money.add_argument("--dry-run", action="store_true", help="show the plan, and rent nothing")
     money.add_argument(
@@ -99,7 +102,7 @@ def parser() -> cli.Parser:
 
 @dataclass(frozen=True)
 class Request:
-    """One call in one container; what `remote.execute` is given, as a dict."""
+    """One call in one container; `remote.execute` takes it as a dict."""
 
     index: int
     run: str  # UTC time, alike for all that one command asks for
@@ -155,7 +158,7 @@ class Plan:
 
     @property
     def most(self) -> float:
-        """Dollars, if every call ran into its limit."""
+        """Dollars that it costs if every call runs into its limit."""
         return sum(r.usd(START + len(self.on(r.gpu)) * self.limit(r)) for r in self.rentals)
 
     def __str__(self) -> str:
@@ -171,7 +174,7 @@ class Plan:
 
 
 def plan(args: argparse.Namespace) -> Plan:
-    """ValueError, in one sentence, for what makes no sense."""
+    """The Plan of a command line; ValueError, in one sentence, where it makes no sense."""
     rentals = prices.overridden([prices.rental(name) for name in args.gpu.split(",")], args.rate)
     rentals = list({r.gpu: r for r in rentals}.values())
     if len(rentals) > 1 and args.op != "sweep":
@@ -197,26 +200,30 @@ def _requests(args: argparse.Namespace, rental: Rental) -> list[Request]:
     if args.op == "tests":
         return [Request(**shared, seconds=TESTS, pytest=shlex.split(args.tests))]
     if args.op == "confirm" and rental.arch != "sm_100a":
-        raise ValueError(f"--gpu {rental.gpu}: --op confirm asks what only a B200 can tell")
+        raise ValueError(f"--gpu {rental.gpu}: --op confirm asks what only a B200 can answer")
     requests = [
-        Request(**shared, **asked) for kind in _kinds(args) for asked in _asked(kind, args, rental)
+        Request(**shared, **asked)
+        for kind in _kinds(args, rental)
+        for asked in _asked(kind, args, rental)
     ]
     if args.op == "confirm":
         requests.append(Request(**shared, seconds=PROBES, probes=True))
     return requests
 
 
-def _kinds(args: argparse.Namespace) -> list[type[Problem]]:
-    """The operators that `args` mean: one by name; else those with sizes in `args`, or all."""
+def _kinds(args: argparse.Namespace, rental: Rental) -> list[type[Problem]]:
+    """The operators that `args` mean: one by name; else those with sizes in `args`, or all that
+    have a ladder for the GPU."""
     if args.op in OPS:
         return [problem_class(args.op)]
-    return [kind for kind in KINDS if kind.sizes_given(args)] or KINDS
+    able = [kind for kind in kinds() if rental.arch in ladders(kind.op).archs]
+    return [kind for kind in kinds() if kind.sizes_given(args)] or able
 
 
 def _asked(
     kind: type[Problem], args: argparse.Namespace, rental: Rental
 ) -> Iterator[dict[str, Any]]:
-    """What is asked for of one operator on one GPU, a problem at a time."""
+    """The fields of the Requests for one operator on one GPU, one for each problem."""
     args = argparse.Namespace(**{**vars(args), "seeds": None, "order": None})
     case = None if args.op in OPS else args.op
     if args.op == "confirm":
@@ -279,7 +286,7 @@ def preflight(made: Plan, say: Callable[[str], None]) -> tuple[bool, dict[str, b
     return right, {name: remote.pack(folders) for name, folders in entries.items()}
 
 
-def _configs(stage: Stage, problem: Problem) -> list[Any]:
+def _configs(stage: Stage, problem: Problem) -> list[Config]:
     """All configs that `stage` may run with there: of one that chooses by time, every candidate."""
     if not stage.chooses:
         return [stage.config()]
@@ -312,11 +319,12 @@ def main(
 ) -> int:
     """Run the command line `argv`, renting through `rent` while `running`; the exit code."""
     try:
-        args = parser().parse_args(cli.join_sizes(argv, SIZE_OPTIONS))
+        size_options = [option for kind in kinds() for option in kind.size_options]
+        args = parser().parse_args(cli.join_sizes(argv, size_options))
         if args.stage == "list":
-            target = prices.rental(args.gpu.partition(",")[0]).arch
-            for kind in _kinds(args):
-                cli.list_stages(kind, target)
+            rental = prices.rental(args.gpu.partition(",")[0])
+            for kind in _kinds(args, rental):
+                cli.list_stages(kind, rental.arch)
             return 0
         made = plan(args)
     except ValueError as error:
@@ -375,7 +383,7 @@ async def collect(
 
 
 class Ledger:
-    """What has arrived: recorded, printed, and added up."""
+    """The replies that have arrived: recorded, printed, and added up."""
 
     def __init__(self, made: Plan, args: argparse.Namespace, say: Callable[[str], None]) -> None:
         self.made, self.say = made, say

@@ -1,8 +1,7 @@
-"""What a kernel is launched with: tensors whose sizes have names, and host numbers.
+"""The arguments of a kernel: tensors whose sizes have names, and host numbers.
 
 Sizes and strides are symbolic while a kernel is compiled, so that one compiled kernel serves all
-shapes; what an operand promises of its strides and alignment is part of it, and is checked before
-a launch.
+shapes. Its operands promise strides and alignment, which are checked before a launch.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def find_or_build(
 
 
 def read(entry: Path, key: str, operands: tuple[Argument, ...]) -> Compiled | None:
-    """The entry, if it is all there and every checksum holds."""
+    """The entry, if it is complete and every checksum matches; else None."""
     try:
         meta = json.loads((entry / "meta.json").read_bytes())
         data = {kind: (entry / name).read_bytes() for kind, name in FILES.items()}

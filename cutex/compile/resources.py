@@ -65,7 +65,7 @@ class Resources:
 
 
 class Code(Protocol):
-    """What was compiled, by cutex or by others."""
+    """A compiled kernel, of cutex or of others."""
 
     @property
     def ptx(self) -> str: ...
@@ -120,7 +120,7 @@ def count_instructions(text: str) -> dict[str, int]:
 
 
 def opcodes(text: str) -> Iterator[str]:
-    """Of every instruction in the SASS `text`, modifiers included: HGMMA.64x256x16.F32.BF16."""
+    """The opcodes in the SASS `text`, modifiers included, as HGMMA.64x256x16.F32.BF16."""
     for line in re.finditer(
         r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[0-9T]+\s+)?([A-Z][^\s;]*)", text, re.M
     ):

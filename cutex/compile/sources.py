@@ -1,10 +1,10 @@
 """The source files that a kernel is built from, found by following imports.
 
 The key of a compiled kernel holds the digest of these files, so none may be missing that the
-kernel could execute, whoever wrote it. The search starts at the modules that define the kernel's
-class, its bases and what its config holds, and follows every import statement, inside functions
-too, to modules and to the packages around them. Two things are left to their version numbers: the
-standard library, and installed distributions other than cutex and the kernel's own.
+kernel could execute, a user's own included. The search starts at the modules that define the
+kernel's class, its bases and what its config holds, and follows every import statement, inside
+functions too, to modules and to the packages around them. Two things are left to their version
+numbers: the standard library, and installed distributions other than cutex and the kernel's own.
 
 Nothing is imported for the search; reading and scanning all of cutex takes some milliseconds.
 """
@@ -24,6 +24,8 @@ from uuid import uuid4
 
 PACKAGE = __name__.partition(".")[0]
 INSTALLED = ("site-packages", "dist-packages")  # folders of installed distributions
+# Packages that cutex depends on: pinned by version even where a config holds one of their objects.
+DEPENDENCIES = {"cuda", "cutlass", "ml_dtypes", "numpy", "torch", "tvm_ffi"}
 
 # `from a.b import c, d` and `import a.b as c, d`, wherever a statement may begin
 _IMPORT = re.compile(
@@ -129,10 +131,10 @@ def _parts(value: Any) -> Iterable[object]:
 
 
 def _is_pinned(top: str, own: set[str]) -> bool:
-    """Whether a top-level module is one that a version stands for."""
-    if top in own and top not in sys.stdlib_module_names:
-        return False
-    return top in sys.stdlib_module_names or _is_installed(top)
+    """Whether a version stands for a top-level module."""
+    if top in sys.stdlib_module_names or top in DEPENDENCIES:
+        return True
+    return top not in own and _is_installed(top)
 
 
 @cache

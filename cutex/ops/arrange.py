@@ -51,7 +51,7 @@ def aligned(x: Tensor, contiguous: int) -> bool:
 
 
 def normal(x: Tensor, contiguous: int) -> Tensor:
-    """The same, with strides that TMA takes in the modes of size 1, too."""
+    """The same tensor, with strides that TMA takes in the modes of size 1, too."""
     unit = ALIGN // x.element_size()
     strides = [
         1 if d == x.dim() + contiguous else s if n > 1 or s % unit == 0 else unit
@@ -85,7 +85,7 @@ def operand(x: Tensor, k_side: int, k_only: bool) -> tuple[Tensor, OperandLayout
 
 
 def result(x: Tensor) -> tuple[Tensor, OperandLayout, str]:
-    """The same of out, which is never copied.
+    """out as the kernel takes it, its layout and a note; it is never copied.
 
     NOTE: a TMA store writes units of 16 bytes whole: on an H200, where rows ended within one, the
     memory behind them was overwritten.
@@ -104,12 +104,12 @@ def result(x: Tensor) -> tuple[Tensor, OperandLayout, str]:
 class Arranged:
     """A call in the kernel's terms: one matrix or a batch of them."""
 
-    tensors: list[Any]  # a, b, out and what the operations take
+    tensors: list[Any]  # a, b, out and what the epilogue takes
     a: OperandLayout
     b: OperandLayout
     out: OperandLayout
     ops: tuple[EpilogueOp, ...]
-    names: tuple[str, ...]  # of what the operations take
+    names: tuple[str, ...]  # of what the epilogue takes
     notes: dict[str, str]  # by operand: what makes the call slower than it could be
     sizes: tuple[int, int, int, int]  # M, N, K, L
     as_given: bool  # every tensor is what the call was given

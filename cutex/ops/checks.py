@@ -1,4 +1,4 @@
-"""One call of `cutex.matmul`: its arguments, and what is refused about them."""
+"""One call of `cutex.matmul`: its arguments, and the checks that they pass."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Call:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Those that are given, by name."""
+        """The tensors that are given, by name."""
         values = {f.name: getattr(self, f.name) for f in fields(self)[:8]}
         return {name: x for name, x in values.items() if x is not None}
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the result."""
+        """The dtype of the result."""
         if self.out is not None:
             return self.out.dtype
         if self.out_dtype is not None:
@@ -51,14 +51,14 @@ class Call:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the result."""
+        """The shape of the result."""
         batch = torch.broadcast_shapes(self.a.shape[:-2], self.b.shape[:-2])
         columns = self.b.shape[-1] // 2 if self.gate else self.b.shape[-1]
         return (*batch, self.a.shape[-2], columns)
 
     @property
     def gate(self) -> str | None:
-        """What the even columns go through, before they multiply the odd ones."""
+        """The activation of the even columns, which then multiply the odd ones; None without."""
         name = self.activation if isinstance(self.activation, str) else ""
         return name.removeprefix("gated_") if name.startswith("gated_") else None
 
@@ -70,7 +70,7 @@ def by_row(bias: Tensor, call: Call) -> bool:
 
 
 def check(call: Call) -> None:
-    """TypeError or ValueError, in one sentence that names the argument, for what cannot be."""
+    """TypeError or ValueError, in one sentence that names the argument, if `call` cannot be run."""
     for name in ("a", "b"):
         x = getattr(call, name)
         if not isinstance(x, Tensor):

@@ -45,6 +45,11 @@ def _forget() -> None:
         cache.clear()
 
 
+def simulated_arch() -> str | None:
+    """The arch that tensors of the CPU are simulated on, if they are."""
+    return _simulator.get("arch")
+
+
 def arch_of(device: torch.device) -> str:
     """The arch of what runs on `device`; ValueError, in one sentence, if nothing does."""
     if device.type == "cpu" and _simulator:

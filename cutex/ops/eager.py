@@ -169,7 +169,7 @@ _grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
 
 
-def _run(call: Call, key: tuple | None) -> Tensor:
+def _run(call: Call, key: tuple[Any, ...] | None) -> Tensor:
     """Run a checked call with whatever its operands need; remembers its plan under `key`."""
     out = call.out
     if out is None:
@@ -203,7 +203,7 @@ def _viewable(x: Tensor) -> bool:
 
 
 def _through_operator(call: Call) -> Tensor:
-    """As one node of a graph."""
+    """Run `call` as one node of a graph."""
     if call.activation is not None and not isinstance(call.activation, str):
         raise ValueError("activation is a function: under torch.compile and autograd it must be a "
                          "name, or be applied by torch to the result")  # fmt: skip

@@ -24,3 +24,14 @@ def nobody_watches() -> bool:
 
 def is_plain(x: Tensor) -> bool:
     return x.__class__ in _PLAIN and not x.is_neg() and not _is_functional(x)
+
+
+def are_plain(a: Tensor, b: Tensor, c: Tensor) -> bool:
+    """nobody_watches, and is_plain of three tensors of plain classes; for where time matters."""
+    return (
+        _interpreter() is None
+        and not _dispatch_modes()
+        and not _is_tracing()
+        and not (a.is_neg() or b.is_neg() or c.is_neg())
+        and not (_is_functional(a) or _is_functional(b) or _is_functional(c))
+    )

@@ -13,14 +13,15 @@ import torch
 from cutex.arch import arch
 from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.choose import ranked
+from cutex.kernels.gemm.config import GemmConfig
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm100.config import Sm100Config
 from cutex.problem.gemm import GemmProblem
+from cutex.problem.stage import package
 
 if TYPE_CHECKING:
     from cutex.compile import Compiled
     from cutex.device.epilogue.epilogue_ops import EpilogueOp
-    from cutex.kernels.gemm.config import GemmConfig
     from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
 
 
@@ -31,7 +32,7 @@ def proposals(problem: GemmProblem, arch_name: str, batch: int = 1) -> Iterator[
 
     if torch.cuda.is_available() and batch == 1:
         found = autotune.remembered(stages(arch_name)[-1], problem)
-        if found is not None and found.why_not(problem, arch(arch_name)) is None:
+        if isinstance(found, GemmConfig) and found.why_not(problem, arch(arch_name)) is None:
             yield found
     yield from ranked(problem, arch(arch_name), batch)
 
@@ -67,8 +68,8 @@ def config_for(
 
 
 def with_slots(tiles: Sm90Config, arch_name: str) -> Sm90Config:
-    """With smaller parts, so that fewer registers are in use at a time, and as many slots for them
-    as smem has room for: what comes in through them is on its way early."""
+    """`tiles` with smaller sub-tiles of out, so that fewer registers are in use at a time, and with
+    as many slots for them as smem holds, so that what comes in through them is loaded early."""
     if tiles.epi_n == 64 and tiles.epi_stages == 1:
         tiles = replace(tiles, epi_n=32)
     more = (replace(tiles, epi_stages=n) for n in (4, 3, 2))
@@ -79,6 +80,5 @@ def with_slots(tiles: Sm90Config, arch_name: str) -> Sm90Config:
 def kernel_for(config: GeneralConfig, arch_name: str) -> Compiled:
     from cutex.compile import compile
 
-    folder = arch_name.rstrip("a").replace("_", "")
-    kernel = import_module(f"cutex.kernels.gemm.{folder}.general").General(config)
+    kernel = import_module(f"{package('gemm', arch_name)}.general").General(config)
     return compile(kernel, config.a.dtype, arch_name)

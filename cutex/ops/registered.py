@@ -28,8 +28,8 @@ _library.define(
 )
 
 
-def _named(args: tuple, kwargs: dict[str, Any], *rest: str) -> dict[str, Any]:
-    """What torch passes to an operator, all but what the caller left out, by name."""
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any], *rest: str) -> dict[str, Any]:
+    """The arguments that torch passes to an operator, by name; those left out are missing."""
     names = ("a", "b", "bias", "residual", "scale_a", "scale_b", "activation", *rest)
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
@@ -54,7 +54,7 @@ def _fake_out(out: Tensor, *args: Any, **kwargs: Any) -> None:
     check(Call(out=out, **_named(args, kwargs, "alpha", "beta")))
 
 
-def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, bias, residual, scale_a, scale_b, activation, _, alpha = inputs
     if any(x is not None for x in (scale_a, scale_b)):
         raise ValueError("scale_a and scale_b cannot be given where a gradient is wanted")
@@ -63,8 +63,8 @@ def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
     ctx.residual = None if residual is None else (residual.shape, residual.dtype)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple:
-    """What an activation had as input is computed again, by one more GEMM, rather than kept."""
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients. The input of an activation is computed again, by one more GEMM, not kept."""
     a, b, bias = ctx.saved_tensors
     # NOTE: as many as the caller wrote out; those left to their defaults are missing
     wanted = (*ctx.needs_input_grad, False, False)
@@ -90,7 +90,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple:
 
 
 def _activation_gradient(name: str, grad: Tensor, x: Tensor) -> Tensor:
-    """Of x, the activation's input, both in float32; a gate's takes both of its columns."""
+    """The gradient of x, the activation's input, both in float32; a gate takes two columns."""
     if not name.startswith("gated_"):
         return _ACTIVATION_GRADIENTS[name](grad, x)
     name = name.removeprefix("gated_")

@@ -8,7 +8,10 @@ from cutex.problem.protocol import BESIDE_SIZES, Check, Launch, PeerKernel, Prob
 
 # where the Problem of each is, in the order in which reports show them; a command that asks for no
 # operator means the first
-OPS = {"gemm": "cutex.problem.gemm:GemmProblem"}
+OPS = {
+    "gemm": "cutex.problem.gemm:GemmProblem",
+    "attention": "cutex.problem.attention:AttentionProblem",
+}
 DEFAULT_OP = next(iter(OPS))
 
 __all__ = [

@@ -61,10 +61,10 @@ class GemmProblem(Problem):
         "confirm": _mnk((8192, 8192, 4096), (4096, 4096, 4096)),
     }
     peers: ClassVar[Mapping[str, PeerKernel]] = {
-        "cublas": PeerKernel("cuBLAS", _cublas),
-        "quack": PeerKernel("quack, default config", lambda: _quack(tuned=False), 15.0),
+        "cublas": PeerKernel("cuBLAS", lambda _: _cublas()),
+        "quack": PeerKernel("quack, default config", lambda _: _quack(tuned=False), 15.0),
         # tries all its configs first
-        "quack-tuned": PeerKernel("quack, tuned", lambda: _quack(tuned=True), 150.0),
+        "quack-tuned": PeerKernel("quack, tuned", lambda _: _quack(tuned=True), 150.0),
     }
     wave_tile = (256, 128)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cutex.problem.protocol import Check, Computation
 
-GUARD = 5.0  # what memory around an operand holds
+GUARD = 5.0  # in the memory around an operand
 ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
     None: lambda x: x,
     "relu": F.relu,
@@ -55,7 +55,7 @@ class View:
     def memory(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device
     ) -> Tensor:
-        """Room for them, with a guard on every side."""
+        """Memory for the matrices, with a guard on every side."""
         *batch, rows, columns = shape
         if self.transposed:
             rows, columns = columns, rows
@@ -64,7 +64,7 @@ class View:
         return torch.full(whole, GUARD, device=device).to(dtype)
 
     def of(self, memory: Tensor) -> Tensor:
-        """The matrices in it; of a repeated batch, its one entry."""
+        """The matrices in `memory`; of a repeated batch, its one entry."""
         x = memory[..., 1:-1, self.before : memory.shape[-1] - self.after]
         return x.mT if self.transposed else x
 
@@ -120,7 +120,7 @@ class MatmulProblem(Computation):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the inputs: the arguments of `cutex.matmul` that are tensors, but for out."""
+        """Names of the inputs: the arguments of `cutex.matmul` that are tensors, but for out."""
         given = {
             "bias": self.bias,
             "residual": self.residual,

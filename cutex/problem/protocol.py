@@ -1,4 +1,4 @@
-"""What an operator must say of itself to be checked, timed, tuned, reported and rented for.
+"""The interface of an operator, by which it is checked, timed, tuned and reported.
 
 One subclass of Problem per operator is all that bench, results, report, analysis and cloud know of
 it; its stages are found as `cutex.kernels.<op>` (cutex/problem/stage.py).
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     import torch
     from _typeshed import DataclassInstance
 
-Launch = Callable[..., object]  # of a problem's inputs and outputs, in their order
+# of a problem's inputs and outputs in their order; writes the outputs, or returns a tuple of them
+Launch = Callable[..., object]
 Sizes = Mapping[str, Any]  # fields of a problem: its sizes, and options beside dtype and data
 
 BESIDE_SIZES = ("dtype", "init", "seed")  # fields that every problem has
@@ -25,7 +26,7 @@ CLASSES = 8  # of sizes that share a tuned config, between one power of two and 
 
 @dataclass(frozen=True)
 class Check:
-    """What a comparison with the reference found."""
+    """The outcome of a comparison with the reference."""
 
     ok: bool
     max_error: float  # the largest error; nan where an output holds a NaN
@@ -38,12 +39,14 @@ class PeerKernel:
     """An implementation of the same operator by others, which `--compare` times beside ours."""
 
     title: str  # in tables
-    load: Callable[[], tuple[Launch, str]]  # its launch and its version; may raise ImportError
+    # its launch for a problem, and its version; may raise ImportError, or ValueError for what it
+    # does not do
+    load: Callable[[Any], tuple[Launch, str]]
     setup_seconds: float = 0.0  # on a rented GPU: its own compilation and tuning
 
 
 class Computation(ABC):
-    """Data, and the judgement of what was computed from it."""
+    """Inputs, and the check of the outputs that were computed from them."""
 
     @property
     @abstractmethod

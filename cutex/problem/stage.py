@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 class Config(Protocol):
     """How a kernel cuts a problem up: a frozen dataclass, whole in the compile key."""
 
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
     def why_not(self, problem: Any, arch: Arch) -> str | None:
         """Why this config cannot run `problem` (or, for None, anything) on `arch`."""
 
@@ -34,25 +36,24 @@ class Stage:
     arch: str
     title: str
     idea: str
-    default: Any  # its Config
+    default: Any  # a Config
     chooses: bool = False  # a config for each problem: cutex.kernels.<op>.choose, and by time
 
     @property
     def module(self) -> str:
-        folder = self.arch.rstrip("a").replace("_", "")
-        return f"cutex.kernels.{self.op}.{folder}.stage{self.number}"
+        return f"{package(self.op, self.arch)}.stage{self.number}"
 
     def config(self) -> Any:
         return self.default
+
+    def config_from_row(self, row: dict[str, Any]) -> Any:
+        """The config that a row of a ledger or a cache holds; TypeError or ValueError if none."""
+        return type(self.default)(**row)
 
     def kernel(self, config: Any = None) -> Kernel:
         """The kernel object, ready for cutex.compile.compile. Imports the DSL."""
         cls = getattr(import_module(self.module), f"Stage{self.number}")
         return cls(config or self.default)
-
-    def read_config(self, row: dict[str, Any]) -> Any:
-        """The config that a row of a ledger or a cache holds, of whichever version of cutex."""
-        return type(self.default)(**row)
 
     def fitted(self, problem: Problem) -> Self:
         """The stage with what its config has to know of `problem`, such as the size of a head."""
@@ -65,11 +66,11 @@ class Stage:
         """The module that ranks configs."""
         return f"cutex.kernels.{self.op}.choose"
 
-    def choose(self, problem: Problem) -> Any:
+    def choose(self, problem: Problem) -> Config:
         """The config that the model ranks first."""
         return import_module(self.chooser).choose(problem, arch(self.arch))
 
-    def shortlist(self, problem: Problem, count: int) -> list[Any]:
+    def shortlist(self, problem: Problem, count: int) -> list[Config]:
         """The `count` configs that are most worth a try."""
         return import_module(self.chooser).shortlist(problem, arch(self.arch), count)
 
@@ -107,6 +108,11 @@ class Ladders(Generic[S]):
         raise ValueError(
             f"stage {number} is not in the ladder of {arch}, which has 0 to {len(ladder) - 1}"
         )
+
+
+def package(op: str, arch: str) -> str:
+    """The package of an operator's kernels on `arch`, such as cutex.kernels.gemm.sm90."""
+    return f"cutex.kernels.{op}.{arch.rstrip('a').replace('_', '')}"
 
 
 def ladders(op: str) -> Ladders[Stage]:

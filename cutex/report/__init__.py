@@ -11,10 +11,10 @@ from cutex.arch import Arch
 from cutex.problem import DEFAULT_OP
 from cutex.problem.stage import Stage
 from cutex.report import charts
-from cutex.report.page import (
+from cutex.report.page import page
+from cutex.report.rows import (
     CACHE,
     DATA,
-    PEER_TITLES,
     Sizes,
     all_ladders,
     baseline,
@@ -23,7 +23,7 @@ from cutex.report.page import (
     kinds,
     ladder_bars,
     main_sizes,
-    page,
+    peer_title,
 )
 from cutex.results import Result, read_all, tflops
 from cutex.results.history import kind as kind_of
@@ -38,8 +38,8 @@ Kind = tuple[str, str, str, str]  # device, dtype, data, state of the L2
 
 
 def ladders(results: Iterable[Result]) -> str:
-    """Markdown: for each operator and arch one table per GPU and kind of data, or the bare ladder
-    if it is untimed."""
+    """The ladders as Markdown: for each operator and arch one table per GPU and kind of data, or
+    the bare ladder if it is untimed."""
     timed: dict[tuple[str, str], dict[Kind, list[Result]]] = {}
     for r in results:
         if r.ok and r.timing is not None:
@@ -91,10 +91,10 @@ def _timed_table(
             rate = tflops(last.case.flops, peer.timing.median_us)
             version = peer.version
             cells.append(f"{rate:.0f}")
-        rows.append(["", f"{PEER_TITLES.get(name, name)} ({version})", *cells])
+        rows.append(["", f"{peer_title(name)} ({version})", *cells])
     dates = sorted({r.run[:10] for r in newest.values()})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    beside = f" (and ratio to {PEER_TITLES[first]} in the same run)" if first in peers else ""
+    beside = f" (and ratio to {peer_title(first)} in the same run)" if first in peers else ""
     unit = f"TFLOPS{beside}"
     caption = (
         f"{unit}, median, on one {device_name}: {dtype}, {DATA[init]}, {CACHE[cache_state]}, "
@@ -128,7 +128,8 @@ def pictures(results: Iterable[Result]) -> dict[str, str]:
     rows = list(results)
     drawn = {}
     for op, target, ladder in all_ladders():
-        of_arch = [found for kind, found in kinds(rows).items() if kind[:2] == (op, target.name)]
+        ours = op, target.name
+        of_arch = [found for kind, found in kinds(rows).items() if (kind.op, kind.arch) == ours]
         if of_arch:
             found = max(of_arch, key=len)
             (main, *_) = main_sizes(found)

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
 from cutex.analysis import roofline
-from cutex.arch import ARCHS, Arch
-from cutex.problem import OPS, problem_class
-from cutex.problem.stage import Stage, ladders
+from cutex.arch import Arch
+from cutex.problem.stage import Stage
 from cutex.report import charts
 from cutex.report.look import SCRIPT, style
-from cutex.results import Peer, Result, Timing, history, tflops
+from cutex.report.rows import (
+    Rows,
+    Sizes,
+    all_ladders,
+    baseline,
+    caption,
+    heading,
+    kinds,
+    ladder_bars,
+    main_sizes,
+    peer_hue,
+    peer_title,
+)
+from cutex.results import Result, Timing, history, tflops
 from cutex.svg import colour
 
-DATA = {
-    "normal": "Gaussian data",
-    "uniform": "uniform data",
-    "int": "small integers",
-    "zeros": "zeros",
-}
-CACHE = {"cold": "cold L2", "hot": "hot L2"}
-PEER_TITLES = {name: p.title for op in OPS for name, p in problem_class(op).peers.items()}
-PEER_HUES = {name: hue for hue, name in enumerate(PEER_TITLES, start=1)}
 NEWEST = 300  # rows of history; more would make the page heavy
 WIDTHS = (("wide", 1000), ("narrow", 360))  # each chart is drawn for two kinds of screen
-
-Sizes = tuple[Any, ...]
-Rows = Sequence[Result]
 
 
 def page(results: Iterable[Result]) -> str:
@@ -63,85 +63,7 @@ def said(text: object) -> str:
     return escape(str(text))
 
 
-def kinds(rows: Rows) -> dict[tuple[Any, ...], list[Result]]:
-    """Timed rows by what makes figures comparable."""
-    found: dict[tuple[Any, ...], list[Result]] = {}
-    for r in history.timed(rows):
-        found.setdefault(history.kind(r), []).append(r)
-    return found
-
-
-def caption(kind: tuple[Any, ...]) -> str:
-    _, _, device_name, dtype, init, cache_state = kind
-    data, cache = DATA.get(init, init), CACHE.get(cache_state, cache_state)
-    return f"{device_name}, {dtype}, {data}, {cache}"
-
-
-def rate(row: Result, took: Timing) -> float:
-    return tflops(row.case.flops, took.median_us)
-
-
-def baseline(op: str) -> str:
-    """The peer that speeds are relative to."""
-    return next(iter(problem_class(op).peers))
-
-
-def heading(op: str, target: Arch) -> str:
-    """Of an operator's ladder on an arch."""
-    return target.title if len(OPS) == 1 else f"{problem_class(op).title} on {target.title}"
-
-
-def all_ladders() -> Iterator[tuple[str, Arch, list[Stage]]]:
-    """Every operator, every arch that it has a ladder for, and that ladder."""
-    for op in OPS:
-        found = ladders(op)
-        for target in ARCHS.values():
-            if target.name in found.archs:
-                yield op, target, found.stages(target.name)
-
-
 # ---- ladders
-
-
-def newest(rows: Rows) -> dict[tuple[int, Sizes], Result]:
-    """The newest row of each stage and sizes."""
-    return {(r.stage, r.sizes): r for r in sorted(rows, key=lambda r: r.run)}
-
-
-def main_sizes(rows: Rows) -> list[Result]:
-    """One row of each size: those with the most stages first, the larger first among them."""
-    stages: dict[Sizes, set[int]] = {}
-    for r in rows:
-        stages.setdefault(r.sizes, set()).add(r.stage)
-    one = {r.sizes: r for r in rows}
-    return sorted(one.values(), key=lambda r: (-len(stages[r.sizes]), -r.case.flops, r.sizes))
-
-
-def ladder_bars(ladder: Sequence[Stage], rows: Rows, sizes: Sizes) -> list[charts.Bar]:
-    """A bar for each stage of the ladder, then one for each peer of its last run."""
-    found = newest([r for r in rows if r.sizes == sizes])
-    bars = []
-    for s in ladder:
-        r = found.get((s.number, sizes))
-        label = f"{s.number} {s.title}"
-        if r is None or r.tflops is None:
-            bars.append(charts.Bar(label, s.idea, None, "not timed"))
-            continue
-        ratio = r.ratio(baseline(r.op))
-        text = f"{r.tflops:.0f}" + (f" ({ratio:.2f}x)" if ratio is not None else "")
-        bars.append(charts.Bar(label, s.idea, r.tflops, text))
-    for row, peer in last_peers(list(found.values())):
-        value = rate(row, peer.timing)
-        title = PEER_TITLES.get(peer.name, peer.name)
-        hue = _hue(peer.name)
-        bars.append(charts.Bar(title, peer.version, value, f"{value:.0f}", hue))
-    return bars
-
-
-def last_peers(rows: Rows) -> list[tuple[Result, Peer]]:
-    """Each peer as last timed, with the row it was timed beside."""
-    found = {p.name: (r, p) for r in sorted(rows, key=lambda r: (r.run, r.stage)) for p in r.peers}
-    return [found[name] for name in sorted(found)]
 
 
 def _ladders(rows: Rows) -> str:
@@ -151,7 +73,7 @@ def _ladders(rows: Rows) -> str:
         of_arch = {
             kind: found
             for kind, found in kinds(rows).items()
-            if kind[:2] == (op, target.name) and kind[3] in target.dense_tflops
+            if (kind.op, kind.arch) == (op, target.name) and kind.dtype in target.dense_tflops
         }
         if not of_arch:
             items = "".join(
@@ -163,16 +85,16 @@ def _ladders(rows: Rows) -> str:
     return "".join(parts)
 
 
-def _ladder(target: Arch, ladder: Sequence[Stage], kind: tuple[Any, ...], rows: Rows) -> str:
+def _ladder(target: Arch, ladder: Sequence[Stage], kind: history.Kind, rows: Rows) -> str:
     sizes = main_sizes(rows)[:12]
-    peak = target.dense_tflops[kind[3]]
+    peak = target.dense_tflops[kind.dtype]
     options = "".join(f"<option>{said(r.size)}</option>" for r in sizes)
     blocks = "".join(
         f'<div data-size="{said(r.size)}"><p class="size">{said(r.size)}</p>'
         f"{''.join(_bar(bar, peak) for bar in ladder_bars(ladder, rows, r.sizes))}</div>"
         for r in sizes
     )
-    first = PEER_TITLES[baseline(kind[0])]
+    first = peer_title(baseline(kind.op))
     return (
         f'<figure class="ladder"><figcaption>{said(caption(kind))}: TFLOPS, median, and speed '
         f"relative to {first} in the same run. A full bar is the stated dense peak, {peak:.0f}. "
@@ -220,13 +142,13 @@ def _roofline(on: roofline.Gpu, rows: Rows) -> str:
     for (who, _, _), (us, r) in sorted(fastest.items(), key=lambda item: item[0][0] == "ours"):
         problem = r.case
         reached = tflops(problem.flops, us)
-        name = f"stage {r.stage}" if who == "ours" else PEER_TITLES.get(who, who)
+        name = f"stage {r.stage}" if who == "ours" else peer_title(who)
         points.append(
             charts.Point(
                 intensity=problem.flops / problem.bytes,
                 tflops=reached,
                 tip=f"{name}, {r.size}: {reached:.0f} TFLOPS",
-                hue=_hue(who),
+                hue=peer_hue(who),
                 hollow=who != "ours",
             )
         )
@@ -250,14 +172,9 @@ def _figure(text: str, drawn: dict[str, str], names: Sequence[str]) -> str:
     return f"<figure><figcaption>{said(text)}{_legend(names)}</figcaption>{both}</figure>"
 
 
-def _hue(who: str) -> int:
-    return 0 if who == "ours" else PEER_HUES.get(who, 4)
-
-
 def _legend(names: Sequence[str]) -> str:
     entries = "".join(
-        f'<span><i style="background:{colour(_hue(name))}"></i>'
-        f"{said(PEER_TITLES.get(name, name))}</span>"
+        f'<span><i style="background:{colour(peer_hue(name))}"></i>{said(peer_title(name))}</span>'
         for name in names
     )
     return f'<span class="legend">{entries}</span>'
@@ -282,7 +199,7 @@ def _sweeps(rows: Rows) -> str:
     )
 
 
-def _sweep(kind: tuple[Any, ...], title: str, rows: Rows) -> str:
+def _sweep(kind: history.Kind, title: str, rows: Rows) -> str:
     def sample(r: Result, took: Timing, who: str) -> charts.Sample:
         flops = r.case.flops
         low, value, high = (tflops(flops, us) for us in (took.p80_us, took.median_us, took.p20_us))
@@ -294,12 +211,9 @@ def _sweep(kind: tuple[Any, ...], title: str, rows: Rows) -> str:
     lines = [charts.Series("ours", 0, ours)]
     for name in sorted({p.name for r in rows for p in r.peers}):
         samples = [
-            sample(r, p.timing, PEER_TITLES.get(name, name))
-            for r in rows
-            for p in r.peers
-            if p.name == name
+            sample(r, p.timing, peer_title(name)) for r in rows for p in r.peers if p.name == name
         ]
-        lines.append(charts.Series(name, _hue(name), samples))
+        lines.append(charts.Series(name, peer_hue(name), samples))
     text = f"{caption(kind)}: the fastest stage at each size; bands are p20 to p80."
     drawn = {name: charts.sweep(f"TFLOPS over {title}", lines, title, w) for name, w in WIDTHS}
     return _figure(text, drawn, [line.name for line in lines])
@@ -309,7 +223,7 @@ def _sweep(kind: tuple[Any, ...], title: str, rows: Rows) -> str:
 
 
 def table(name: str, head: Sequence[str], rows: Sequence[Sequence[tuple[str, Any]]]) -> str:
-    """A table that sorts: each cell is its HTML and what it sorts by; numbers stand right."""
+    """A table that sorts: each cell is its HTML and its sort key; numbers are flush right."""
     numeric = [isinstance(key, int | float) for _, key in rows[0]]
     titles = "".join(
         f'<th{" class=n" if n else ""}><button type="button">{said(title)}</button></th>'
@@ -361,7 +275,7 @@ def _means(best: Rows, names: Sequence[str]) -> str:
             ratios = [x for r in best if r.device_name == device and (x := r.ratio(name))]
             if ratios:
                 mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-                title = PEER_TITLES.get(name, name)
+                title = peer_title(name)
                 means.append(f"{mean:.3f} x {title} over {len(ratios)} problems on {device}")
     return "The fastest stage of each problem. Geometric means: " + said("; ".join(means)) + "."
 

@@ -104,7 +104,7 @@ class Result:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Two rows of one key are one result, delivered twice."""
+        """The identity of a row: two rows of one key are one result, delivered twice."""
         what = self.op, self.stage, self.arch, self.device_name, *self.problem.values()
         return self.id or self.run, *what
 
@@ -134,7 +134,7 @@ DIGITS = 6  # of a float in the ledger; no clock here is better than that
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: both become null. Floats keep DIGITS digits."""
+    """`value` for JSON, which has no NaN and no infinity: null. Floats keep DIGITS digits."""
     match value:
         case float():
             return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
@@ -175,7 +175,7 @@ _timing, _peer, _row = _made(Timing), _made(Peer), _made(Result)
 
 
 def _result(data: dict[str, Any]) -> Result:
-    """KeyError, TypeError or AttributeError if `data` is no Result."""
+    """The Result of parsed JSON; KeyError, TypeError or AttributeError if it is none."""
     row = _row(data)
     here = row.__dict__
     if here["timing"] is not None:
@@ -290,7 +290,7 @@ def _parsed(lines: Iterable[str]) -> Iterator[Result]:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Nothing made here can be garbage, and looking for some takes half the time of reading."""
+    """Within, no garbage is collected: none is made here, and the search takes half the time."""
     was = gc.isenabled()
     gc.disable()
     try:

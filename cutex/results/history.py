@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cutex.problem import OPS, Sizes, problem_class
 from cutex.results import Result, Timing, read_all
@@ -23,21 +23,31 @@ FIELDS: dict[str, Callable[[Result], str | None]] = {  # what `compare --by` may
 }
 
 
-def kind(r: Result) -> tuple[Any, ...]:
-    """What two figures must share to be compared: GPU, operator, data, state of the L2."""
+class Kind(NamedTuple):
+    """What two figures must share to be compared."""
+
+    op: str
+    arch: str
+    device_name: str
+    dtype: str
+    init: str
+    cache_state: str
+
+
+def kind(r: Result) -> Kind:
     cache_state = r.timing.cache_state if r.timing is not None else ""
-    return r.op, r.arch, r.device_name, r.problem["dtype"], r.problem["init"], cache_state
+    return Kind(r.op, r.arch, r.device_name, r.problem["dtype"], r.problem["init"], cache_state)
 
 
 def timed(results: Iterable[Result]) -> list[Result]:
-    """Those with a figure: right, and measured on a GPU; oldest first."""
+    """The results with a figure: right, and measured on a GPU; oldest first."""
     right = (r for r in results if r.ok and r.timing is not None and r.tflops is not None)
     return sorted(right, key=lambda r: r.run)
 
 
 def best(results: Iterable[Result]) -> list[Result]:
     """The fastest of each problem and kind, by kind and size."""
-    fastest: dict[tuple[Any, ...], Result] = {}
+    fastest: dict[tuple[Kind, tuple[Any, ...]], Result] = {}
     for r in timed(results):
         held = fastest.setdefault((kind(r), r.sizes), r)
         if _median(r) < _median(held):
@@ -46,7 +56,7 @@ def best(results: Iterable[Result]) -> list[Result]:
 
 
 def _flops(r: Result) -> int:
-    """0 for a problem that this version does not know."""
+    """The FLOPs of the problem; 0 for one that this version does not know."""
     try:
         return r.case.flops
     except (ValueError, TypeError):
@@ -91,7 +101,7 @@ class Change:
 
     @property
     def noise(self) -> float:
-        """Half the p20-p80 bands, as shares of the medians, added up: a change below it is none."""
+        """The sum of half the p20-p80 bands, relative to the medians; a change below it is none."""
         return sum((_took(r).p80_us - _took(r).p20_us) / 2 / _median(r) for r in self._both)
 
     @property
@@ -106,7 +116,7 @@ class Change:
 
 
 def changes(results: Iterable[Result], by: str, before: str, after: str) -> list[Change]:
-    """What both `before` and `after` timed: the newest row of each, paired."""
+    """The newest rows of `before` and of `after` that timed the same, paired."""
     newest: dict[str, dict[tuple[Any, ...], Result]] = {before: {}, after: {}}
     for r in timed(results):
         name = FIELDS[by](r)
@@ -114,14 +124,14 @@ def changes(results: Iterable[Result], by: str, before: str, after: str) -> list
             if name is not None and (name == wanted or (by == "commit" and _is(name, wanted))):
                 what = kind(r)
                 if by == "gpu":
-                    what = what[:2] + what[3:]
-                rows[(*what, r.sizes, r.stage)] = r
+                    what = what._replace(device_name="")
+                rows[what, r.sizes, r.stage] = r
     old, new = newest[before], newest[after]
     return [Change(old[key], new[key]) for key in old if key in new]
 
 
 def _is(commit: str, wanted: str) -> bool:
-    """A commit may be abbreviated; one marked as edited is another."""
+    """Whether two commits are the same; one may be abbreviated, and an edited one is another."""
     commit, _, edited = commit.partition("+")
     wanted, _, wanted_edited = wanted.partition("+")
     shortest = min(len(commit), len(wanted))
@@ -172,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"cutex: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # as in ... | head
-        sys.stdout = None  # type: ignore[assignment]
+        sys.stdout = None
     return 0
 
 

@@ -43,9 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"cutex: --seed {options.seed}: takes a number from 0", file=sys.stderr)
         return 2
     os.environ["CUTE_DSL_ARCH"] = options.arch  # which the DSL reads once, when it is imported
-    from cutex.sim.dsl_stand_in import Calls, dsl_on_cpu, warn
     from cutex.sim.errors import SimError
-    from cutex.sim.torch_stand_in import torch_on_cpu
+    from cutex.sim.host.dsl_stand_in import Calls, dsl_on_cpu, warn
+    from cutex.sim.host.torch_stand_in import torch_on_cpu
 
     gpu = arch(options.arch)
     sys.argv = [options.script, *options.arguments]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 from cutex.errors import CutexError
 
 if TYPE_CHECKING:
-    from cutex.sim.ptx import Instruction
+    from cutex.sim.ptx.parse import Instruction
 
 
 @dataclass(frozen=True)
@@ -16,15 +16,18 @@ class Finding:
     """One thing that the simulator holds against a kernel.
 
     ``rule`` is a short name ("race", "tx-count", "uninitialised", ...), ``message`` one sentence
-    that says who did what to which memory, ``where`` the PTX and Python lines that did it.
+    that says who did what to which memory, ``where`` the PTX and Python lines that did it. An
+    ``advisory`` breaks the letter of the PTX ISA in a way that hardware is known to bear.
     """
 
     rule: str
     message: str
     where: str
+    advisory: bool = False
 
     def __str__(self) -> str:
-        return f"{self.rule}: {self.message}\n    at {self.where}"
+        level = "advisory, " if self.advisory else ""
+        return f"{level}{self.rule}: {self.message}\n    at {self.where}"
 
 
 class SimError(CutexError):

@@ -16,23 +16,26 @@ from typing import Any
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-from cutex.sim.capture import PACKED, HostFunction, HostTensor, Launch, c_compiler
+from cutex.orders import ORDERS
 from cutex.sim.errors import Finding, Hazards, SimError
-from cutex.sim.machine import Chance, Machine
-from cutex.sim.memory import MODULE_WINDOW, GlobalMemory, Region
-from cutex.sim.ptx import Program, parse
-from cutex.sim.residency import residency
-from cutex.sim.scheduler import ORDERS, Scheduler
-from cutex.sim.waiting import Waiting
+from cutex.sim.host.capture import PACKED, HostFunction, HostTensor, Launch, c_compiler
+from cutex.sim.machine.machine import Machine
+from cutex.sim.machine.memory import MODULE_WINDOW, GlobalMemory, Region
+from cutex.sim.machine.pending_clusters import PendingClusters
+from cutex.sim.machine.residency import residency
+from cutex.sim.policy import policy
+from cutex.sim.ptx.parse import Program, parse
+from cutex.sim.scheduler import Scheduler
 
 
 @dataclass
 class SimReport:
     """What a simulated run did. ``instructions`` counts warp-instructions, ``counts`` them by
-    opcode.
+    opcode; ``advisories`` break the letter of the PTX ISA, and are no failure.
     """
 
     findings: list[Finding] = field(default_factory=list)
+    advisories: list[Finding] = field(default_factory=list)
     instructions: int = 0
     launches: int = 0
     ctas: int = 0
@@ -116,7 +119,7 @@ class Simulation:
     ) -> None:
         self.programs, self.tensors, self.order, self.seed = programs, tensors, order, seed
         self.report = SimReport()
-        self._findings: dict[tuple[str, str], Finding] = {}
+        self._found: dict[tuple[str, str, bool], Finding] = {}
 
     def launch(self, what: Launch) -> None:
         """Runs every CTA of ``what`` to its end. Raises SimError for what cannot go on."""
@@ -143,19 +146,17 @@ class Simulation:
             program.params, what.param_bytes([p.size for p in program.params]), strict=True
         ):
             params[p.offset : p.offset + p.size] = np.frombuffer(raw, np.uint8)
-        chance = Chance(self.seed + self.report.launches, self.order == "random")
-        machine = Machine(program, what, memory, params, residency(program, what), chance)
+        order = policy(self.order, self.seed + self.report.launches)
+        machine = Machine(program, what, memory, params, residency(program, what), order)
         _add_module_variables(machine)
-        return Scheduler(machine, self.order)
+        return Scheduler(machine)
 
     def _run(self, scheduler: Scheduler, what: Launch) -> None:
         machine = scheduler.m
-        clusters = list(range(what.num_ctas // machine.cluster_size))
-        if self.order == "random":
-            machine.random.shuffle(clusters)
-        machine.waiting = Waiting(clusters)
-        while machine.waiting:
-            machine.load_clusters(machine.waiting.start(machine.num_ctas // machine.cluster_size))
+        clusters = list(range(what.num_ctas // machine.grid.cluster_size))
+        queue = machine.pending_clusters = PendingClusters(machine.policy.start_order(clusters))
+        while queue:
+            machine.load_clusters(queue.start(machine.grid.num_ctas // machine.grid.cluster_size))
             scheduler.run()
             scheduler.leftovers()
 
@@ -169,9 +170,10 @@ class Simulation:
             if n:
                 counts[ins.op] += n
         report.counts = dict(counts.most_common())
-        for finding in machine.findings.values():
-            self._findings.setdefault((finding.rule, finding.where), finding)
-        report.findings = list(self._findings.values())
+        for finding in machine.findings:
+            self._found.setdefault((finding.rule, finding.where, finding.advisory), finding)
+        report.findings = [f for f in self._found.values() if not f.advisory]
+        report.advisories = [f for f in self._found.values() if f.advisory]
 
 
 def _check_launch(program: Program, what: Launch) -> None:

@@ -1,13 +1,6 @@
 """Who runs next: batches of warps, asynchronous operations, time-outs; and the deadlock report.
 
-Order "fifo": warps run until they wait, the one at the lowest program position first, so that warps
-at the same place run as one batch; operations in flight complete only when no warp can run, the
-oldest of each cluster, bulk stores last. That is late and one by one, so whoever does not wait for
-an operation, or waits for another, meets it still in flight.
-Order "eager": the same, but an operation completes as soon as it may, before any warp runs on.
-Order "starved": one warp of each CTA, picked by the seed, runs only when nothing else can.
-Order "peer-late": likewise all CTAs of a cluster but one, which is picked by the seed.
-Order "random": a seed decides which warps run, for how long, and which operation completes when.
+What hardware leaves open, the machine's policy decides.
 """
 
 from __future__ import annotations
@@ -17,19 +10,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cutex.orders import ORDERS
-from cutex.sim import definitions, wgmma  # noqa: F401 - the first registers instructions
-from cutex.sim.decode import Execute, decode
-from cutex.sim.divergence import BLOCKED, DONE, RUNNING, YIELDED
 from cutex.sim.errors import Deadlock, SimError
-from cutex.sim.flow import LEAVES
-from cutex.sim.machine import ARRIVED, RETRY, Batch
-from cutex.sim.ptx import Instruction, Program, Reg, Vector
+from cutex.sim.hazards.tmem_shadow import load_sites
+from cutex.sim.isa import definitions, wgmma  # noqa: F401 - the first registers instructions
+from cutex.sim.machine.batch import ARRIVED, RETRY, Batch
+from cutex.sim.machine.divergence import BLOCKED, DONE, RUNNING, YIELDED
+from cutex.sim.ptx.decode import Execute, decode
+from cutex.sim.ptx.flow import LEAVES
+from cutex.sim.ptx.parse import Instruction, Program, Reg, Vector
 
 if TYPE_CHECKING:
-    from cutex.sim.machine import Machine, Wait
+    from cutex.sim.machine.machine import Machine
+    from cutex.sim.machine.operation import Operation
+    from cutex.sim.machine.waits import Wait
 
-_TURN = 4096  # instructions a batch may run before others at higher positions get their turn
 # Rounds of a loop, while nothing happens anywhere, after which a warp lets others run: of one that
 # reads what others may write, and of any other.
 _SPINS, _LONG_LOOP = 16, 4096
@@ -39,23 +33,22 @@ _PATIENCE = 512  # times that all who spin may look again in vain before it is c
 class Scheduler:
     """Runs the resident CTAs of a machine to completion."""
 
-    def __init__(self, machine: Machine, order: str) -> None:
-        if order not in ORDERS:
-            raise ValueError(f"order {order!r}: takes one of {', '.join(ORDERS)}")
-        self.m, self.random, self.eager = machine, order == "random", order == "eager"
+    def __init__(self, machine: Machine) -> None:
+        self.m, self.policy = machine, machine.policy
         self.lanes = machine.lanes
-        self.late = _late_warps(machine, order)
+        self.late = self.policy.late(machine.grid)
         self.code = machine.program.code
         self.decoded: list[Execute | None] = [None] * len(self.code)
         self.watched = _watched(machine.program)
+        self.loaded = load_sites(machine.program)[1]
         self.guards = [
             None if i.guard is None else machine.registers[1][i.guard.index] for i in self.code
         ]
         self.polls = [_polls(i) for i in self.code]
         self.whole = [_needs_whole_warp(i) for i in self.code]
         self.executed = np.zeros(len(self.code), np.int64)  # warp-instructions
-        self.turn = np.zeros(machine.num_warps, np.int64)
-        self.idle = np.zeros(machine.num_warps, np.int64)  # loops since anything happened
+        self.turn = np.zeros(machine.grid.num_warps, np.int64)
+        self.idle = np.zeros(machine.grid.num_warps, np.int64)  # loops since anything happened
 
     def run(self) -> None:
         m = self.m
@@ -68,24 +61,22 @@ class Scheduler:
                 if m.progress != self.resumed:
                     self._resume()
                 ready = np.nonzero(self.lanes.state == RUNNING)[0]
-                if self.random and m.flight.count and m.random.random() < 0.3:
-                    m.flight.complete(m.random.choice(m.flight.heads()))
+                if m.flight.count and (early := self.policy.early(m.flight)):
+                    self._complete(early)
                     continue
                 first = ready[~self.late[ready]]
                 if len(first) or (len(ready) and not m.flight.count):
                     self._step(first if len(first) else ready)
                 elif m.flight.count:
-                    self._complete()
+                    self._complete(self.policy.due(m.flight))
                 elif (self.lanes.state == DONE).all():
                     break
                 elif not self.lanes.go_on_alone():
                     self._time_out()
 
-    def _complete(self) -> None:
-        if self.random:
-            self.m.flight.complete(self.m.random.choice(self.m.flight.heads()))
-        else:
-            self.m.flight.complete_late()
+    def _complete(self, operations: list[Operation]) -> None:
+        for op in operations:
+            self.m.flight.complete(op)
 
     def _resume(self) -> None:
         """Something has happened: warps that spin look again."""
@@ -100,7 +91,7 @@ class Scheduler:
         spinning = self.lanes.state == YIELDED
         sleepers = [(w, s) for w, all_ in m.waits.items() for s in all_ if s.kind == "mbarrier"]
         self.patience -= 1
-        now = self._registers(spinning | [w in m.waits for w in range(m.num_warps)])
+        now = self._registers(spinning | [w in m.waits for w in range(m.grid.num_warps)])
         if not (sleepers or spinning.any()) or now == self.before or not self.patience:
             raise Deadlock(self._report())
         self.before = now
@@ -117,22 +108,14 @@ class Scheduler:
     # -- choosing ----------------------------------------------------------------------------------
 
     def _step(self, ready: np.ndarray) -> None:
-        m = self.m
         turn = self.turn[ready]
         first = turn.min()
         mine = ready[turn == first]
         places = self.lanes.pc[mine]
-        place = int(m.random.choice(places.tolist())) if self.random else int(places.min())
-        idx = mine[places == place]
-        limit = _TURN
-        if self.random:
-            limit = m.random.randint(1, 200)
-            if len(idx) > 1 and m.random.random() < 0.5:
-                idx = np.sort(
-                    np.array(m.random.sample(idx.tolist(), m.random.randint(1, len(idx))))
-                )
+        place, idx, limit = self.policy.turn(mine, places)
         others = places[places > place]
-        stop = int(others.min()) if len(others) and not self.random else len(self.code) + 1
+        gathers = self.policy.gathers and len(others)
+        stop = int(others.min()) if gathers else len(self.code) + 1
         batch, waits = Batch(idx, self.lanes.running(idx, place)), frozenset[int]()
         if batch.mask is not None:
             above, waits = self.lanes.meeting_places(idx, batch.mask, place)
@@ -146,7 +129,7 @@ class Scheduler:
         of ``waits`` (where it waits for others), splits, blocks, spins or ends.
         """
         m, code, guards, decoded = self.m, self.code, self.guards, self.decoded
-        base = batch.mask
+        base, at_once = batch.mask, self.policy.completes_at_once
         polled = False
         for _ in range(limit):
             ins = code[pc]
@@ -195,11 +178,13 @@ class Scheduler:
             execute = decoded[pc]
             if execute is None:
                 execute = decoded[pc] = decode(ins, m)
-            if pc in self.watched and m.warpgroups.warps:
-                m.warpgroups.check_registers(batch, *self.watched[pc], ins)
+            if pc in self.loaded:
+                m.tmem.accesses.use(batch, pc)
+            if pc in self.watched:
+                m.warpgroups.access(batch, *self.watched[pc], ins)
             verdict = execute(batch)
             polled = polled or self.polls[pc]
-            if self.eager and m.flight.count:
+            if at_once and m.flight.count:
                 m.flight.complete_all()
             if verdict is not None and verdict.any():
                 batch.mask = base
@@ -219,7 +204,7 @@ class Scheduler:
     def _trap(self, batch: Batch, trapped: np.ndarray, ins: Instruction) -> None:
         if trapped.any():
             row, lane = (int(v[0]) for v in np.nonzero(trapped))
-            who = f"{self.m.name_warp(int(batch.idx[row]))} lane {lane}"
+            who = f"{self.m.grid.name_warp(int(batch.idx[row]))} lane {lane}"
             raise SimError(f"trap: {who} executes trap\n    at {ins.where()}")
 
     def _guarded(
@@ -272,9 +257,11 @@ class Scheduler:
         batch.mask = base
         gone = self.lanes.leave(batch, leaving, pc)
         m.progress += 1
-        for cta in np.unique(m.warp_cta[batch.idx]).tolist():
+        if len(gone):
+            m.lifetimes.warps_left(gone)
+        for cta in np.unique(m.grid.warp_cta[batch.idx]).tolist():
             m.named.threads_left(cta)
-        for cta in np.unique(m.warp_cta[gone]).tolist():
+        for cta in np.unique(m.grid.warp_cta[gone]).tolist():
             m.clusters.warps_left(cta)
 
     # -- the report --------------------------------------------------------------------------------
@@ -283,7 +270,9 @@ class Scheduler:
         m = self.m
         lines = ["deadlock: no warp can run and nothing is in flight"]
         same: dict[tuple[int, str], list[tuple[int, Wait]]] = {}
-        for warp in sorted(m.waits, key=lambda w: (int(m.warp_cta[w]), int(m.warp_in_cta[w]))):
+        for warp in sorted(
+            m.waits, key=lambda w: (int(m.grid.warp_cta[w]), int(m.grid.warp_in_cta[w]))
+        ):
             for wait in m.waits[warp]:
                 like = same.setdefault((wait.instruction.line, _without_place(wait.tell())), [])
                 like.append((warp, wait))
@@ -291,7 +280,7 @@ class Scheduler:
             warp, wait = waits[0]
             more = f" (and {len(waits) - 1} more like it)" if len(waits) > 1 else ""
             lines.append(
-                f"  {m.name_warp(warp)}{_lanes(wait.lanes)}{more} {wait.tell()}\n"
+                f"  {m.grid.name_warp(warp)}{_lanes(wait.lanes)}{more} {wait.tell()}\n"
                 f"    at {wait.instruction.where()}"
             )
         spinning = np.nonzero(self.lanes.state == YIELDED)[0]
@@ -299,29 +288,31 @@ class Scheduler:
             warps = spinning[self.lanes.pc[spinning] == pc]
             more = f" (and {len(warps) - 1} more like it)" if len(warps) > 1 else ""
             lines.append(
-                f"  {m.name_warp(int(warps[0]))}{more} goes round a loop in which nothing changes"
-                f"\n    at {self.code[pc].where()}"
+                f"  {m.grid.name_warp(int(warps[0]))}{more} goes round a loop in which nothing "
+                f"changes\n    at {self.code[pc].where()}"
             )
-        done = int((self.lanes.state == DONE).sum()) - int((m.warp_cta >= m.present).sum())
+        done = int((self.lanes.state == DONE).sum()) - int(
+            (m.grid.warp_cta >= m.grid.present).sum()
+        )
         blocked = len(m.waits) + len(spinning)
         lines.append(f"  {blocked} warps are blocked, {done} have returned")
-        if len(m.waiting):
+        if len(m.pending_clusters):
             lines.append(
-                f"  {len(m.waiting)} of the grid's clusters have not started: {m.num_ctas} CTAs "
-                f"run side by side, {m.residency.why}"
+                f"  {len(m.pending_clusters)} of the grid's clusters have not started: "
+                f"{m.grid.num_ctas} CTAs run side by side, {m.residency.why}"
             )
         if m.findings:
             lines.append("found before that:")
-            lines += [f"  {f}" for f in m.findings.values()]
+            lines += [f"  {f}" for f in m.findings]
         return "\n".join(lines)
 
     def leftovers(self) -> None:
         """What must not remain when every warp has returned."""
         m = self.m
         for message, ins in m.mbarriers.leftovers():
-            m.find("tx-count", message, ins)
+            m.findings.add("tx-count", message, ins)
         for message, line in m.tmem.leftovers():
-            m.find("tensor memory", message, next(i for i in self.code if i.line == line))
+            m.findings.add("tensor memory", message, next(i for i in self.code if i.line == line))
 
 
 def _lanes(lanes: np.ndarray | None) -> str:
@@ -340,16 +331,6 @@ def _polls(ins: Instruction) -> bool:
     if ins.name in ("atom", "mbarrier"):
         return True
     return ins.name == "ld" and bool({"volatile", "relaxed", "acquire", "cv"} & set(ins.parts))
-
-
-def _late_warps(machine: Machine, order: str) -> np.ndarray:
-    """(warps,) those that run only when nothing else can."""
-    if order == "starved":
-        return machine.warp_in_cta == machine.seed % machine.warps_per_cta
-    rank = machine.warp_cta % machine.cluster_size
-    if order == "peer-late" and machine.cluster_size > 1:
-        return rank != machine.seed % machine.cluster_size
-    return np.zeros(machine.num_warps, bool)
 
 
 def _without_place(text: str) -> str:

@@ -16,11 +16,10 @@ class Stage(stage_of_any.Stage):
 
     op = "gemm"
 
-    def read_config(self, row: dict[str, Any]) -> GemmConfig:
-        return _CONFIGS[self.arch].from_row(row)
+    def config_from_row(self, row: dict[str, Any]) -> GemmConfig:
+        """The config that a row of a ledger or a cache holds, of whichever version of cutex."""
+        return type(self.default).from_row(row)
 
-
-_CONFIGS: dict[str, type[GemmConfig]] = {c.arch: c for c in (Sm90Config, Sm100Config)}
 
 _HOPPER_NARROW = Sm90Config(tile_n=128)
 _HOPPER_WIDE = Sm90Config(tile_n=256)

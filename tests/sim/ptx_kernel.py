@@ -18,9 +18,9 @@ from functools import cache
 
 import numpy as np
 
-from cutex.sim.capture import HostTensor, Launch
 from cutex.sim.errors import Hazards
-from cutex.sim.ptx import parse
+from cutex.sim.host.capture import HostTensor, Launch
+from cutex.sim.ptx.parse import parse
 from cutex.sim.run import SimReport, Simulation
 
 VERSION = "8.6"

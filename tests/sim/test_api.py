@@ -20,7 +20,7 @@ from cutex.compile import compile
 from cutex.kernels.gemm import stage
 from cutex.problem.gemm import GemmProblem
 from cutex.sim import BadAddress, NoCompiler, UnknownInstruction, simulate
-from cutex.sim.capture import HostFunction, HostTensor
+from cutex.sim.host.capture import HostFunction, HostTensor
 
 THREADS = 64
 

@@ -5,14 +5,16 @@ Snippets run in the simulator, and on a Hopper GPU where there is one.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import ml_dtypes
 import numpy as np
 import pytest
 from copies import BYTES, CLUSTER, DONE, DUMP, FILL, WAIT, Copy, Tensor, run
 from ptx_kernel import simulate_ptx
 
-from cutex.sim.bulk_groups import BulkGroups
 from cutex.sim.errors import BadOperand, Hazards
+from cutex.sim.machine.bulk_groups import BulkGroups
 
 # -- plain bulk copies -----------------------------------------------------------------------------
 
@@ -129,11 +131,10 @@ def test_bulk_copies_of_other_than_16_bytes_are_refused(size, at):
 
 
 def test_a_group_is_overdue_while_an_older_one_than_allowed_is_in_flight():
-    class Woken:
-        def wake(self, key) -> None:
-            pass
-
-    groups, thread = BulkGroups(Woken()), (0, 0)
+    nothing = lambda *_: 0
+    clocks = SimpleNamespace(agent=nothing, learn=nothing)
+    machine = SimpleNamespace(wake=nothing, clocks=clocks, flight=SimpleNamespace(issued=0))
+    groups, thread = BulkGroups(machine), (0, 0)
     made = []
     for _ in range(3):
         made.append(groups.joined(thread))

@@ -9,8 +9,8 @@ from ptx_kernel import Shape, simulate_ptx
 
 from cutex.orders import ORDERS
 from cutex.sim import Deadlock
-from cutex.sim.flow import ControlFlow
-from cutex.sim.ptx import parse
+from cutex.sim.ptx.flow import ControlFlow
+from cutex.sim.ptx.parse import parse
 
 LANES = np.arange(32)
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tensor_maps import encode
 
 from cutex.sim import simulate
-from cutex.sim.encode_map import TiledMap
-from cutex.sim.tensormap import decode_map
+from cutex.sim.host.encode_map import TiledMap
+from cutex.sim.isa.tensormap import decode_map
 
 # CUtensorMapDataType (cuda.h) and the type of the map; bits
 TYPES = {

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cutex.sim.fp8_sum import add_products
+from cutex.sim.numerics.fp8_sum import add_products
 
 
 def exponent(x: Fraction) -> int:

@@ -13,9 +13,9 @@ from mutations import Mutant
 
 from cutex.compile import compile
 from cutex.kernels.gemm import stages
+from cutex.orders import ORDERS
 from cutex.problem.gemm import GemmProblem
 from cutex.sim import Hazards, SimError, simulate
-from cutex.sim.scheduler import ORDERS
 
 PROBLEM = GemmProblem(300, 264, 200, dtype="fp16", init="int")
 ALL = [stage for arch in ("sm_90a", "sm_100a") for stage in stages(arch)]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ptx_kernel import simulate_ptx
 
 from cutex.sim import SimError, UnknownInstruction, simulate
-from cutex.sim.calls import printed
+from cutex.sim.isa.calls import printed
 
 
 @cute.kernel

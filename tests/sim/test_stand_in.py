@@ -201,7 +201,7 @@ def test_what_the_script_has_on_the_gpu_is_what_lives():
     import torch
 
     from cutex.arch import arch
-    from cutex.sim.torch_stand_in import ALIGNMENT, torch_on_cpu
+    from cutex.sim.host.torch_stand_in import ALIGNMENT, torch_on_cpu
 
     before = torch.cuda.is_available
     with torch_on_cpu(arch("sm_100a")) as memory:

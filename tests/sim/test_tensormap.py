@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tensor_maps import ATOMS_OF_32, KINDS, SWIZZLES, encode, size_of
 
 from cutex.sim.errors import BadOperand
-from cutex.sim.tensormap import decode_map, overlap, swizzle_chunks
+from cutex.sim.isa.tensormap import decode_map, overlap, swizzle_chunks
 
 HINTS = (1, 17, 18, 21)  # bits of word 2 that hardware ignores: L2 promotion and two more
 

@@ -91,8 +91,8 @@ def deepest(config: Sm100Config, arch: Arch) -> Sm100Config:
 
 def predict(config: Sm100Config, problem: GemmProblem, arch: Arch, batch: int = 1) -> float:
     """Microseconds that the model expects of `batch` such problems in one launch."""
-    assert arch.l2_bytes_per_clock is not None, f"{arch.name}: the model counts L2's bytes a cycle"
     c, costs = config, B200
+    assert arch.l2_bytes_per_clock, f"{arch.name}: the rate of its L2 is not known"
     m, n = (problem.n, problem.m) if c.swap_ab else (problem.m, problem.n)
     tiles_m, tiles_n = ceil_div(m, c.tile_m), ceil_div(n, c.tile_n)
     tiles = tiles_m * tiles_n * batch

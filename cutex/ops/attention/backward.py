@@ -1,0 +1,79 @@
+"""Gradients of attention by torch's own flash backward, from our O and LSE.
+
+torch.ops.aten._flash_attention_backward takes what FlashAttention-2 takes: one head dim, a band, no
+softcap, no sink, no seqused. A sink needs no more than that: LSE has its share, so the
+probabilities come out right, and its own gradient is a sum over rows. Where v has another head dim,
+zeros make it as wide as q.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from cutex.ops.attention.call import AttentionCall
+
+
+def why_no_gradient(call: AttentionCall) -> str | None:
+    """What torch's flash backward cannot do of it, or None."""
+    if call.softcap:
+        return f"softcap={call.softcap}, which torch's flash backward does not know"
+    for name in ("seqused_q", "seqused_k"):
+        if getattr(call, name) is not None:
+            return f"{name}, which torch's flash backward does not know"
+    if (call.cu_seqlens_q is None) != (call.cu_seqlens_k is None):
+        return "cu_seqlens_q or cu_seqlens_k alone: torch's flash backward takes both or none"
+    return None
+
+
+def gradients(
+    call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Of q, k, v and learnable_sink, from the gradient of out; all of them laid out as it is."""
+    dsink = None
+    if call.learnable_sink is not None:
+        dsink = sink_gradient(call.learnable_sink, grad_out, out, lse)
+    q, k, v = call.q, call.k, call.v
+    if 0 in out.shape or k.shape[-3] == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), dsink
+    head_dim, head_dim_v = call.head_dims
+    if head_dim_v != head_dim:
+        v, out, grad_out = (pad(x, (0, head_dim - head_dim_v)) for x in (v, out, grad_out))
+    # NOTE: a row without keys has exp(-inf - lse), which is 0 with +inf and NaN with -inf
+    lse = torch.where(lse == -torch.inf, torch.inf, lse)
+    left, right = call.window_size
+    longest = [
+        x.shape[-3] if most is None else most
+        for x, most in ((q, call.max_seqlen_q), (k, call.max_seqlen_k))
+    ]
+    nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout of 0
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        grad_out.contiguous(),
+        q,
+        k,
+        v,
+        out,
+        lse,
+        call.cu_seqlens_q,
+        call.cu_seqlens_k,
+        *longest,
+        0.0,
+        call.causal,
+        nothing,
+        torch.empty(0, dtype=torch.uint64, device=q.device),
+        scale=call.scale,
+        window_size_left=-1 if left is None else left,
+        window_size_right=-1 if right is None else right,
+    )
+    return dq, dk, dv[..., :head_dim_v], dsink
+
+
+def sink_gradient(sink: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """(heads,): less the sink's share of a row's probability, times what O gives for the row."""
+    delta = (
+        (grad_out.float() * out.float()).sum(-1).transpose(-1, -2)
+    )  # like lse, (.., heads, rows)
+    share = torch.exp(sink.float()[:, None] - lse)
+    rows = [d for d in range(lse.dim()) if d != lse.dim() - 2]
+    return -torch.where(delta == 0, 0.0, share * delta).sum(rows).to(sink.dtype)

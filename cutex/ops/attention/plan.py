@@ -1,0 +1,264 @@
+"""From the tensors of one flash_attn call to a compiled kernel and its arguments.
+
+A plan holds for every call with the same dtypes, shapes, strides and options. q, k and v are passed
+as they are if TMA can step through them: head dim contiguous, base and all other strides a multiple
+of 16 bytes; where seqused is given without cu_seqlens, also one batch entry right behind the other.
+What does not fit is copied first, at each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cutex.arch import ARCHS, arch
+from cutex.compile.user_function import UserFunction
+from cutex.kernels.attention.choose import Shape, fill
+from cutex.kernels.attention.config import ForwardConfig
+from cutex.ops.attention.call import DTYPES, AttentionCall
+from cutex.ops.device import SEVERAL_GPUS, current, launcher, simulated_arch
+
+if TYPE_CHECKING:
+    from cutex.compile import Compiled
+
+ALIGN = 16  # bytes
+ARCH = "sm_90a"
+
+
+def why_copied(x: Tensor, one_list: bool) -> str | None:
+    """Why TMA cannot step through x (.., rows, heads, head dim) as it is, or None.
+
+    one_list: the rows of all batch entries must follow one another at one stride.
+    """
+    if x.data_ptr() % ALIGN:
+        return f"it starts at {x.data_ptr():#x}, which is no multiple of {ALIGN} bytes"
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        return f"its head dim has stride {x.stride(-1)}, not 1"
+    for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if n > 1 and (stride * x.element_size() % ALIGN or stride < 0):
+            return f"its strides {x.stride()} are no multiples of {ALIGN} bytes"
+    if one_list and x.dim() == 4 and x.shape[0] > 1 and x.stride(0) != x.shape[1] * x.stride(1):
+        return f"its batch entries, of strides {x.stride()}, do not follow one another"
+    return None
+
+
+def stepped(x: Tensor, one_list: bool) -> Tensor:
+    """The same with strides that TMA takes in the modes of size 1, too."""
+    unit = ALIGN // x.element_size()
+    strides = [
+        s if n > 1 or s % unit == 0 else unit
+        for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    ]
+    if one_list and x.dim() == 4 and x.shape[0] == 1:
+        strides[0] = x.shape[1] * strides[1]
+    wanted = (*strides, 1)
+    return x if wanted == x.stride() else x.as_strided(x.shape, wanted)
+
+
+class Plan:
+    """A call's kernel, what to allocate for it, and what its operands need before each launch."""
+
+    def __init__(self, call: AttentionCall, with_lse: bool) -> None:
+        self.functions = tuple(
+            None if f is None else UserFunction(f) for f in (call.score_mod, call.mask_mod)
+        )
+        self.config = config_for(call, with_lse, self.functions)
+        self.compiled = kernel_for(self.config, DTYPES[call.q.dtype])
+        self.shape, self.strides = call.out_shape, contiguous(call.out_shape)
+        self.lse_shape, self.lse_strides = call.lse_shape, contiguous(call.lse_shape)
+        self.device = call.q.device
+        lists = (call.seqused_q is not None, *(call.seqused_k is not None,) * 2)
+        self.lists = lists
+        self.copied = {
+            name: why
+            for name, one_list in zip("qkv", lists, strict=True)
+            if (why := why_copied(getattr(call, name), one_list)) is not None
+        }
+        self.as_given = not self.copied and all(
+            stepped(x, one) is x for x, one in zip((call.q, call.k, call.v), lists, strict=True)
+        )
+        self.dynamic = self.config.dispatch == "dynamic"
+        left, right = call.window
+        scalars: list[float | int] = [call.scale]
+        if self.config.softcap:
+            scalars.append(float(call.softcap))
+        if left is not None:
+            scalars.append(-left)
+        if right:
+            scalars.append(right)
+        if self.config.varlen_q:
+            scalars.append(longest_q(call))
+        self.scalars = tuple(scalars)
+        self.launch: Callable[..., None] | None = None
+        # whether the arguments are q, k, v, out and numbers, all but out as they are given
+        self.short = self.as_given and not (with_lse or call.lengths or self.config.sink)
+        self.has_functions = any(self.functions)
+
+    def is_current(self) -> bool:
+        """Whether the functions in it still compute what they did."""
+        return all(f is None or f.is_current() for f in self.functions)
+
+    def outputs(self, q: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Where to write O and, if it is wanted, LSE."""
+        out = q.new_empty_strided(self.shape, self.strides)
+        if not self.config.lse:
+            return out, None
+        return out, q.new_empty_strided(self.lse_shape, self.lse_strides, dtype=torch.float32)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: list[Tensor], sink: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Launch on the operands; ValueError or TypeError if the launcher finds them others than
+        the plan's. `lengths` are the int32 tensors that are given."""
+        if self.short and self.launch is not None:
+            out = q.new_empty_strided(self.shape, self.strides)  # half of new_empty's time
+            if self.dynamic:
+                self.launch(q, k, v, out, counter(self.device), *self.scalars)
+            else:
+                self.launch(q, k, v, out, *self.scalars)
+            return out, None
+        out, lse = self.outputs(q)
+        if not self.as_given:
+            q, k, v = (
+                packed(x) if name in self.copied else stepped(x, one_list)
+                for name, x, one_list in zip("qkv", (q, k, v), self.lists, strict=True)
+            )
+        arguments: list[Any] = [q, k, v, out]
+        if lse is not None:
+            arguments.append(lse)
+        arguments += [x if x.is_contiguous() else x.contiguous() for x in lengths]
+        if sink is not None:
+            arguments.append(sink.to(torch.float32).contiguous())
+        if self.dynamic:
+            arguments.append(counter(self.device))
+        arguments += self.scalars
+        if self.launch is None:
+            self.launch = there(self.device, launcher(self.compiled, arguments))
+        self.launch(*arguments)
+        return out, lse
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Its strides."""
+    return torch.empty(shape, device="meta").stride()
+
+
+def packed(x: Tensor) -> Tensor:
+    """A copy that TMA can step through."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def longest_q(call: AttentionCall) -> int:
+    """The most rows that a sequence can have."""
+    rows = call.q.shape[-3]
+    most = call.max_seqlen_q if call.cu_seqlens_q is not None else None
+    return rows if most is None else min(most, rows)
+
+
+# ---- the kernel
+
+
+def config_for(
+    call: AttentionCall, with_lse: bool, functions: tuple[UserFunction | None, ...]
+) -> ForwardConfig:
+    left, right = call.window
+    head_dim, head_dim_v = call.head_dims
+    what = ForwardConfig(
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        causal=right == 0,
+        window=(left is not None, bool(right)),
+        varlen_q=call.cu_seqlens_q is not None,
+        varlen_k=call.cu_seqlens_k is not None,
+        used_q=call.seqused_q is not None,
+        used_k=call.seqused_k is not None,
+        softcap=call.softcap != 0,
+        sink=call.learnable_sink is not None,
+        lse=with_lse,
+        score_mod=functions[0],
+        mask_mod=functions[1],
+    )
+    config = fill(what, Shape(call.batch, *call.heads, longest_q(call)))
+    sms, l2_bytes = resources(call.q.device)
+    return replace(config, num_ctas=sms, l2_bytes=l2_bytes)
+
+
+@cache
+def resources(device: torch.device) -> tuple[int, int]:
+    """SMs and bytes of L2."""
+    if device.type != "cuda":
+        simulated = arch(ARCH)
+        return simulated.num_sms, simulated.l2_bytes
+    found = torch.cuda.get_device_properties(device)
+    return found.multi_processor_count, found.L2_cache_size
+
+
+@lru_cache(maxsize=4096)
+def kernel_for(config: ForwardConfig, dtype: str) -> Compiled:
+    from cutex.compile import compile
+    from cutex.kernels.attention.sm90.forward import Forward
+
+    functions = (config.score_mod, config.mask_mod)
+    cache = all(f.cacheable for f in functions if isinstance(f, UserFunction))
+    return compile(Forward(config), dtype, ARCH, cache=cache)
+
+
+# ---- the device
+
+
+def check_device(device: torch.device) -> None:
+    """ValueError, in one sentence, if there is no kernel for it."""
+    name = simulated_arch() if device.type == "cpu" else None
+    if name is None and device.type != "cuda":
+        raise ValueError(
+            f"q is on {device}: flash_attn_func runs on a Hopper GPU; move its tensors there, or "
+            'run them in the simulator with `with cutex.ops.simulated("sm_90a"):`'
+        )
+    if name is None:
+        capability = torch.cuda.get_device_capability(device)
+        known = {x.capability: x.name for x in ARCHS.values()}
+        name = known.get(capability, "sm_{}{}".format(*capability))
+    if name != ARCH:
+        raise ValueError(
+            f"q is on {device}, of arch {name}: flash_attn_func has kernels for {ARCH} (Hopper); "
+            "use torch.nn.functional.scaled_dot_product_attention there"
+        )
+
+
+def there(device: torch.device, launch: Callable[..., None]) -> Callable[..., None]:
+    """The same, with several GPUs, wherever the current one is."""
+    if not SEVERAL_GPUS or device.type != "cuda":
+        return launch
+
+    def on_device(*arguments: Any) -> None:
+        with current(device):
+            launch(*arguments)
+
+    return on_device
+
+
+_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def counter(device: torch.device) -> Tensor:
+    """Two words of zero for the dynamic scheduler, which leaves them so.
+
+    One pair serves all launches of one stream, which run one after another. A CUDA graph gets its
+    own, zeroed in the graph, because it may be replayed on any stream.
+    """
+    if device.type != "cuda":
+        key = (-1, 0)
+    elif torch._C._cuda_isCurrentStreamCapturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    else:
+        index = device.index
+        key = (index, torch._C._cuda_getCurrentRawStream(index))
+    found = _counters.get(key)
+    if found is None:
+        found = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
+    return found

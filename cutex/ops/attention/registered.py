@@ -1,0 +1,107 @@
+"""`cutex.flash_attn_func` as torch sees it: a registered operator with a fake, gradients and FLOPs.
+
+torch.ops.cutex.flash_attn serves torch.compile, autograd, and whatever wraps tensors or watches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from cutex.ops.attention.backward import gradients, why_no_gradient
+from cutex.ops.attention.call import AttentionCall, check
+from cutex.ops.attention.eager import run
+from cutex.ops.plain import is_plain
+
+_library = torch.library.Library("cutex", "FRAGMENT")
+_library.define(
+    "flash_attn(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q=None, "
+    "Tensor? cu_seqlens_k=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "
+    "Tensor? seqused_q=None, Tensor? seqused_k=None, float? softmax_scale=None, "
+    "bool causal=False, SymInt? window_left=None, SymInt? window_right=None, float softcap=0.0, "
+    "Tensor? learnable_sink=None) -> (Tensor out, Tensor lse)"
+)
+
+
+_TENSORS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
+            "seqused_q", "seqused_k")  # fmt: skip
+
+
+def _call(*args: Any) -> AttentionCall:
+    """What torch passes to the operator, which leaves defaults at the end out."""
+    tensors, options = args[: len(_TENSORS)], args[len(_TENSORS) :]
+    defaults = (None, False, None, None, 0.0, None)
+    scale, causal, left, right, softcap, sink = options + defaults[len(options) :]
+    return AttentionCall(
+        **dict(zip(_TENSORS, tensors, strict=False)), softmax_scale=scale, causal=causal,
+        window_size=(left, right), softcap=softcap, learnable_sink=sink,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def _operator(*args: Any) -> tuple[Tensor, Tensor]:
+    call = _call(*args)
+    check(call)
+    out, lse = run(call, with_lse=True)
+    assert lse is not None
+    return out, lse
+
+
+def _fake(*args: Any) -> tuple[Tensor, Tensor]:
+    call = _call(*args)
+    check(call)
+    lse = call.q.new_empty(call.lse_shape, dtype=torch.float32)
+    return call.q.new_empty(call.out_shape), lse
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    call = _call(*inputs)
+    reason = why_no_gradient(call)
+    if reason is not None:
+        raise ValueError(f"there is no gradient with {reason}; call it under torch.no_grad()")
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(
+        call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k, call.learnable_sink, *output
+    )
+    ctx.longest = call.max_seqlen_q, call.max_seqlen_k
+    ctx.options = call.softmax_scale, call.causal, call.window_size
+    ctx.count = len(inputs)
+
+
+def _backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, sink, out, lse = ctx.saved_tensors
+    scale, causal, window = ctx.options
+    longest_q, longest_k = ctx.longest
+    call = AttentionCall(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, softmax_scale=scale,
+        causal=causal, window_size=window, learnable_sink=sink,
+    )  # fmt: skip
+    dq, dk, dv, dsink = gradients(call, grad_out, out, lse)
+    grads = (dq, dk, dv, *(None,) * 11, dsink)
+    return grads[: ctx.count]
+
+
+def _flops(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None = None, cu_k: Tensor | None = None,
+    *rest: Any, **more: Any,
+) -> int:  # fmt: skip
+    """As torch counts attention: every pair of a query and a key of one sequence, seen or not."""
+    pairs = q.shape[-3] * k.shape[-3]
+    if cu_q is None and cu_k is None:
+        pairs *= q.shape[0]
+    elif cu_q is not None and cu_k is not None:
+        if is_plain(cu_q):
+            pairs = int((cu_q.diff().long() * cu_k.diff()).sum())
+        else:  # lengths that nobody knows: alike
+            pairs //= max(cu_q.shape[0] - 1, 1)
+    return 2 * pairs * q.shape[-2] * (q.shape[-1] + v.shape[-1])
+
+
+for _key in ("CUDA", "CPU"):
+    _library.impl("flash_attn", _operator, _key)
+torch.library.register_fake("cutex::flash_attn", _fake)
+torch.library.register_autograd("cutex::flash_attn", _backward, setup_context=_setup)
+register_flop_formula(torch.ops.cutex.flash_attn, get_raw=True)(_flops)

@@ -1,0 +1,336 @@
+"""Attention forward as the ladder computes it: sizes, band, peers; its data and its judgement are
+those of an AttentionCase."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cutex.problem.protocol import Check, Launch, PeerKernel, Problem, Sizes
+
+if TYPE_CHECKING:
+    import torch
+
+    from cutex.problem.attention.case import AttentionCase
+
+DTYPES = ("bf16", "fp16")
+INITS = ("normal", "offset", "rising", "huge")
+TOKENS, WIDTH = 16384, 2048  # of a case that is timed: batch * seqlen, heads * head_dim
+
+
+def _sizes(seqlen: int, head_dim: int, causal: bool) -> Sizes:
+    return {
+        "batch": TOKENS // seqlen, "seqlen_q": seqlen, "seqlen_k": seqlen,
+        "heads_q": WIDTH // head_dim, "heads_kv": WIDTH // head_dim,
+        "head_dim": head_dim, "head_dim_v": head_dim, "causal": causal,
+    }  # fmt: skip
+
+
+def _both(head_dim: int, *seqlens: int) -> tuple[Sizes, ...]:
+    return tuple(_sizes(n, head_dim, causal) for causal in (False, True) for n in seqlens)
+
+
+def _cudnn(problem: AttentionProblem) -> tuple[Launch, str]:
+    """cuDNN through torch, which has it without a copy of heads before rows only."""
+    import torch
+
+    if problem.varlen or problem.window or problem.softcap:
+        raise ValueError("torch gives cuDNN no varlen, window or softcap")
+    if problem.causal and problem.seqlen_q != problem.seqlen_k:
+        raise ValueError("torch aligns cuDNN's causal mask top left")
+    group = problem.heads_q // problem.heads_kv
+
+    def launch(q: Any, k: Any, v: Any, out: Any, lse: Any) -> tuple[Any, Any]:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if group > 1:  # as scaled_dot_product_attention with enable_gqa does it
+            k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, problem.causal
+        )
+        return found[0].transpose(1, 2), found[1].view(lse.shape)
+
+    version = torch.backends.cudnn.version()
+    return launch, f"cuDNN {version} in torch {torch.__version__}"
+
+
+def _fa4(problem: AttentionProblem) -> tuple[Launch, str]:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    left, right = problem.bounds
+    more = {"causal": problem.causal, "softcap": problem.softcap or None}
+    more |= {"window_size_left": left, "window_size_right": right}
+
+    def launch(q: Any, k: Any, v: Any, *rest: Any) -> object:
+        *lengths, out, lse = rest
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        longest = (problem.seqlen_q, problem.seqlen_k) if lengths else ()
+        given = dict(zip(names, (*lengths, *longest), strict=False))
+        return _flash_attn_fwd(q, k, v, out=out, lse=lse, **given, **more)
+
+    return launch, f"flash-attn-4 {metadata.version('flash-attn-4')}"
+
+
+@dataclass(frozen=True)
+class AttentionProblem(Problem):
+    """O = softmax(Q K^T / sqrt(head_dim)) V, and LSE, of sequences that are alike.
+
+    window: "" or how many keys a query sees to its left and right, as "127,0"; "-" for all.
+    varlen: sequences packed one behind the other, told apart by cu_seqlens. Raises ValueError for
+    what makes no sense.
+    """
+
+    op = "attention"
+    title = "attention"
+    about = "the attention forward ladder, O = softmax(Q K^T / sqrt(head dim)) V"
+    dtypes = DTYPES
+    inits = INITS
+    size_options = ("--size", "--window")
+    cases: ClassVar[Mapping[str, Sequence[Sizes]]] = {
+        "cuda": (_sizes(4096, 128, True),),
+        "sim": ({**_sizes(TOKENS, 128, True), "seqlen_q": 256, "seqlen_k": 256, "heads_q": 2,
+                 "heads_kv": 1},),
+        "sweep": (
+            *_both(128, 1024, 2048, 4096, 8192, 16384),
+            *_both(64, 4096, 16384),
+            *_both(256, 4096, 16384),
+        ),
+        "confirm": _both(128, 4096),
+    }  # fmt: skip
+    peers: ClassVar[Mapping[str, PeerKernel]] = {
+        "cudnn": PeerKernel("cuDNN (torch)", _cudnn),
+        "fa4": PeerKernel("FlashAttention-4", _fa4, 40.0),
+    }
+    wave_tile = (128,)
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    causal: bool = False
+    window: str = ""
+    softcap: float = 0.0
+    varlen: bool = False
+    dtype: str = "bf16"
+    init: str = "normal"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "head_dim",
+                     "head_dim_v"):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: every size must be at least 1")
+        if self.heads_q % self.heads_kv:
+            raise ValueError(
+                f"heads_q={self.heads_q}: must be a multiple of heads_kv={self.heads_kv}"
+            )
+        if self.softcap < 0:
+            raise ValueError(f"softcap={self.softcap}: must be positive, or 0 for none")
+        for name, known in (("dtype", DTYPES), ("init", INITS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(known)}")
+        self.bounds  # noqa: B018 (raises)
+
+    @property
+    def bounds(self) -> tuple[int | None, int | None]:
+        """The window's sides, None where it is open."""
+        if not self.window:
+            return None, None
+        try:
+            left, right = (None if x == "-" else int(x) for x in self.window.split(","))
+        except ValueError:
+            left = right = -1
+        if any(x is not None and x < 0 for x in (left, right)):
+            raise ValueError(
+                f"window {self.window!r}: takes LEFT,RIGHT, each a number from 0 up or - for all"
+            )
+        return left, right
+
+    @cached_property
+    def case(self) -> AttentionCase:
+        """The same with data, a reference and a tolerance. Loads torch."""
+        from cutex.problem.attention.case import AttentionCase
+
+        lengths: dict[str, Any] = {"seqlen_q": self.seqlen_q, "seqlen_k": self.seqlen_k}
+        if self.varlen:
+            lengths = {f"lengths_{x}": (lengths[f"seqlen_{x}"],) * self.batch for x in "qk"}
+        shared = ("batch", "heads_q", "heads_kv", "head_dim", "head_dim_v", "causal", "softcap",
+                  "dtype", "init", "seed")  # fmt: skip
+        given = {name: getattr(self, name) for name in shared}
+        return AttentionCase(**given, **lengths, window=self.bounds)
+
+    # ---- parts of the work
+
+    @cached_property
+    def pairs(self) -> int:
+        """Pairs of a query and a key that it sees, over the batch, of one head.
+
+        Of a causal square it is half of all pairs, as the field counts it, which leaves out half of
+        the diagonal.
+        """
+        left, right = self.bounds
+        right = 0 if self.causal else right
+        n, m = self.seqlen_q, self.seqlen_k
+        if self.causal and left is None and n == m:
+            return self.batch * n * n // 2
+        seen = 0
+        for q in range(n):
+            last = m - 1 if right is None else min(m - 1, q + m - n + right)
+            first = 0 if left is None else max(0, q + m - n - left)
+            seen += max(0, last - first + 1)
+        return self.batch * seen
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.pairs * self.heads_q * (self.head_dim + self.head_dim_v)
+
+    @property
+    def bytes(self) -> int:
+        """The least traffic with global memory: Q, K and V read once, O and LSE written once."""
+        rows = self.seqlen_q * self.heads_q + self.seqlen_k * self.heads_kv
+        lse = 4 * self.seqlen_q * self.heads_q
+        return self.batch * (2 * rows * (self.head_dim + self.head_dim_v) + lse)
+
+    def grid(self, tile: Sequence[int]) -> int:
+        return self.batch * self.heads_q * -(-self.seqlen_q // tile[0])
+
+    def steps(self, tile: Sequence[int], step_flops: int) -> int:
+        return -(-self.flops // (self.grid(tile) * step_flops))
+
+    def tile(self, config: Any) -> tuple[int]:
+        return (config.tile_m,)
+
+    # ---- data and judgement
+
+    def inputs(self, device: str | torch.device = "cpu", copy: int = 0) -> tuple[torch.Tensor, ...]:
+        """q, k, v and, of packed sequences, cu_seqlens_q and cu_seqlens_k."""
+        return tuple(x for x in self.case.inputs(device, copy) if x is not None)
+
+    def outputs(self, device: str | torch.device = "cpu") -> tuple[torch.Tensor, ...]:
+        """O and LSE."""
+        return self.case.outputs(device)
+
+    def check(self, *tensors: torch.Tensor, tile: tuple[int, ...] | None = None) -> Check:
+        """Compare O and LSE with float64: see cutex/problem/attention/check.py."""
+        from cutex.problem.attention.case import Inputs
+
+        *inputs, out, lse = tensors
+        return self.case.check(Inputs(*inputs), out, lse)
+
+    def launcher(self, kernel: Launch, config: Any) -> Launch:
+        """The kernel takes O and LSE right behind v, and further arguments that the problem
+        knows: see the kernel's `operands`."""
+        import torch
+
+        case = self.case
+        left, right = self.bounds
+        counters: dict[Any, torch.Tensor] = {}
+
+        def launch(q: Any, k: Any, v: Any, *rest: Any) -> object:
+            *lengths, out, lse = rest
+            given = [q, k, v, out]
+            if config.lse:
+                given.append(lse)
+            given += lengths
+            if config.dispatch == "dynamic":
+                if q.device not in counters:
+                    counters[q.device] = torch.zeros(2, dtype=torch.int32, device=q.device)
+                given.append(counters[q.device])
+            given.append(case.softmax_scale)
+            if config.softcap:
+                given.append(self.softcap)
+            if config.window[0]:
+                given.append(-left if left is not None else None)
+            if config.window[1]:
+                given.append(right)
+            if config.varlen_q:
+                given.append(self.seqlen_q)
+            return kernel(*given)
+
+        return launch
+
+    def exact(self) -> AttentionProblem:
+        """The same: exponentials are exact on no data."""
+        return self
+
+    def reduced(self) -> AttentionProblem:
+        def less(size: int, most: int) -> int:
+            return size if size <= most else most + size % most
+
+        return replace(
+            self,
+            batch=min(self.batch, 2),
+            seqlen_q=less(self.seqlen_q, 256),
+            seqlen_k=less(self.seqlen_k, 256),
+            heads_q=self.heads_q // self.heads_kv,
+            heads_kv=1,
+        )
+
+    # ---- names and options
+
+    @classmethod
+    def size_name(cls, sizes: Sizes) -> str:
+        """As --size takes it, and what else there is: "4,4096,16,128 causal"."""
+        words = [str(sizes["batch"])]
+        for one, other in (("seqlen_q", "seqlen_k"), ("heads_q", "heads_kv"),
+                           ("head_dim", "head_dim_v")):  # fmt: skip
+            alike = sizes[one] == sizes[other]
+            words.append(f"{sizes[one]}" if alike else f"{sizes[one]}/{sizes[other]}")
+        more = [name for name in ("causal", "varlen") if sizes.get(name)]
+        more += [f"{name} {sizes[name]}" for name in ("window", "softcap") if sizes.get(name)]
+        return " ".join([",".join(words), *more])
+
+    @property
+    def series(self) -> dict[str, int]:
+        if self.seqlen_q != self.seqlen_k or self.window or self.softcap or self.varlen:
+            return {}
+        kind = "causal" if self.causal else "full"
+        return {f"sequence length, {kind}, head dim {self.head_dim}": self.seqlen_q}
+
+    @classmethod
+    def add_options(cls, group: argparse._ArgumentGroup) -> None:
+        usual, simulated = (cls.size_name(cls.cases[x][0]) for x in ("cuda", "sim"))
+        group.add_argument(
+            "--size",
+            action="append",
+            metavar="BATCH,SEQLEN,HEADS,HEAD_DIM",
+            help="may be given several times; SEQLEN as 1/4096 of queries and keys, HEADS as 32/4 "
+            "of Q and KV, HEAD_DIM as 192/128 of QK and V where they differ; "
+            f"default: {usual}, simulated {simulated}",
+        )
+        for name, what in (("causal", "of every --size"), ("varlen", "sequences are packed")):
+            group.add_argument(f"--{name}", action="store_true", default=None, help=what)
+        group.add_argument("--window", metavar="LEFT,RIGHT", help="keys that are seen; - for all")
+        group.add_argument("--softcap", type=float, metavar="X")
+
+    @classmethod
+    def sizes_given(cls, args: argparse.Namespace) -> list[Sizes]:
+        names = ("causal", "varlen", "window", "softcap")
+        more = {name: x for name in names if (x := getattr(args, name)) is not None}
+        if more and not args.size:
+            raise ValueError(f"--{next(iter(more))} is of what --size gives: give that too")
+        return [{**_parsed(text), **more} for text in args.size or ()]
+
+
+def _parsed(text: str) -> Sizes:
+    try:
+        batch, *pairs = text.split(",")
+        seqlen, heads, head_dim = (tuple(map(int, x.split("/"))) for x in pairs)
+        (seqlen_q, seqlen_k), (heads_q, heads_kv), (d, dv) = (
+            x * 2 if len(x) == 1 else x for x in (seqlen, heads, head_dim)
+        )
+        return {
+            "batch": int(batch), "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads_q": heads_q,
+            "heads_kv": heads_kv, "head_dim": d, "head_dim_v": dv,
+        }  # fmt: skip
+    except ValueError:
+        raise ValueError(
+            f"--size {text}: takes BATCH,SEQLEN,HEADS,HEAD_DIM, as 4,4096,16,128 or "
+            "1,1/8192,32/4,192/128"
+        ) from None

@@ -1,0 +1,116 @@
+"""The rows of a report: by ladder, by kind of figure and by size, and what they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from cutex.arch import ARCHS, Arch
+from cutex.problem import OPS, problem_class
+from cutex.problem.stage import Stage, ladders
+from cutex.report import charts
+from cutex.results import Peer, Result, Timing, history, tflops
+
+DATA = {
+    "normal": "Gaussian data",
+    "uniform": "uniform data",
+    "int": "small integers",
+    "zeros": "zeros",
+}
+CACHE = {"cold": "cold L2", "hot": "hot L2"}
+OTHER_HUE = 4  # of a peer that no operator knows
+
+Sizes = tuple[Any, ...]
+Rows = Sequence[Result]
+
+
+def peer_title(name: str) -> str:
+    return _peer_titles().get(name, name)
+
+
+def peer_hue(name: str) -> int:
+    """The colour of "ours" or of a peer."""
+    names = ["ours", *_peer_titles()]
+    return names.index(name) if name in names else OTHER_HUE
+
+
+def _peer_titles() -> dict[str, str]:
+    return {name: p.title for op in OPS for name, p in problem_class(op).peers.items()}
+
+
+def kinds(rows: Rows) -> dict[history.Kind, list[Result]]:
+    """Timed rows by what makes figures comparable."""
+    found: dict[history.Kind, list[Result]] = {}
+    for r in history.timed(rows):
+        found.setdefault(history.kind(r), []).append(r)
+    return found
+
+
+def caption(kind: history.Kind) -> str:
+    data = DATA.get(kind.init, kind.init)
+    cache = CACHE.get(kind.cache_state, kind.cache_state)
+    return f"{kind.device_name}, {kind.dtype}, {data}, {cache}"
+
+
+def rate(row: Result, took: Timing) -> float:
+    return tflops(row.case.flops, took.median_us)
+
+
+def baseline(op: str) -> str:
+    """The peer that speeds are relative to."""
+    return next(iter(problem_class(op).peers))
+
+
+def heading(op: str, target: Arch) -> str:
+    """The heading of an operator's ladder on an arch."""
+    return target.title if len(OPS) == 1 else f"{problem_class(op).title} on {target.title}"
+
+
+def all_ladders() -> Iterator[tuple[str, Arch, list[Stage]]]:
+    """Every operator, every arch that it has a ladder for, and that ladder."""
+    for op in OPS:
+        found = ladders(op)
+        for target in ARCHS.values():
+            if target.name in found.archs:
+                yield op, target, found.stages(target.name)
+
+
+def newest(rows: Rows) -> dict[tuple[int, Sizes], Result]:
+    """The newest row of each stage and sizes."""
+    return {(r.stage, r.sizes): r for r in sorted(rows, key=lambda r: r.run)}
+
+
+def main_sizes(rows: Rows) -> list[Result]:
+    """One row of each size: those with the most stages first, the larger first among them."""
+    stages: dict[Sizes, set[int]] = {}
+    for r in rows:
+        stages.setdefault(r.sizes, set()).add(r.stage)
+    one = {r.sizes: r for r in rows}
+    return sorted(one.values(), key=lambda r: (-len(stages[r.sizes]), -r.case.flops, r.sizes))
+
+
+def ladder_bars(ladder: Sequence[Stage], rows: Rows, sizes: Sizes) -> list[charts.Bar]:
+    """A bar for each stage of the ladder, then one for each peer of its last run."""
+    found = newest([r for r in rows if r.sizes == sizes])
+    bars = []
+    for s in ladder:
+        r = found.get((s.number, sizes))
+        label = f"{s.number} {s.title}"
+        if r is None or r.tflops is None:
+            bars.append(charts.Bar(label, s.idea, None, "not timed"))
+            continue
+        ratio = r.ratio(baseline(r.op))
+        text = f"{r.tflops:.0f}" + (f" ({ratio:.2f}x)" if ratio is not None else "")
+        bars.append(charts.Bar(label, s.idea, r.tflops, text))
+    for row, peer in last_peers(list(found.values())):
+        value = rate(row, peer.timing)
+        title = peer_title(peer.name)
+        hue = peer_hue(peer.name)
+        bars.append(charts.Bar(title, peer.version, value, f"{value:.0f}", hue))
+    return bars
+
+
+def last_peers(rows: Rows) -> list[tuple[Result, Peer]]:
+    """Each peer as last timed, with the row it was timed beside."""
+    found = {p.name: (r, p) for r in sorted(rows, key=lambda r: (r.run, r.stage)) for p in r.peers}
+    return [found[name] for name in sorted(found)]

@@ -1,0 +1,308 @@
+"""Asynchronous accesses to shared and tensor memory, and who knows that they are complete.
+
+A TMA copy, a tensor-core operation or a bulk store accesses memory at some moment between its issue
+and its completion, which releases into the mbarrier, the commit or the group that it belongs to.
+Whoever touches the same memory afterwards must have acquired that completion, through whatever
+barriers (PTX ISA 8.9.1 and 9.7.13.15.5 for mbarriers; 9.7.15.7.3 for wgmma, 9.7.16.6.2 for
+tcgen05, 9.7.9.25.4.6 for bulk groups): it races else, be the operation still in flight or complete
+by chance.
+
+A `Track` is one place that operations access, of all CTAs: the kernels of a grid have the same
+places, so what meets what is looked up once. It keeps the last write and the last read of each
+agent, with counts of the vector clocks (see clocks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cutex.sim.hazards.clocks import NEVER
+from cutex.sim.machine.operation import Agent, Operation, Place, Rectangle, Span
+from cutex.sim.ptx.parse import Instruction
+
+if TYPE_CHECKING:
+    from cutex.sim.machine.machine import Machine
+
+
+class Last:
+    """The last access of a kind in each CTA: the agent's slot, its count, and the operation."""
+
+    __slots__ = ("count", "operation", "slot")
+
+    def __init__(self, num_ctas: int) -> None:
+        self.slot = np.zeros(num_ctas, np.int32)
+        self.count = np.zeros(num_ctas, np.int32)  # 0: none
+        self.operation: list[Operation | None] = [None] * num_ctas
+
+    def set(self, cta: int, slot: int, count: int, op: Operation) -> None:
+        self.slot[cta], self.count[cta], self.operation[cta] = slot, count, op
+
+
+class Track:
+    """One place, whichever the CTA."""
+
+    def __init__(self, place: Place, num_ctas: int) -> None:
+        self.place = place
+        self.write = Last(num_ctas)
+        self.reads: dict[int, Last] = {}  # by slot
+        self.meets: list[Track] = []  # those that share memory with it, itself included
+        self.covers: list[Track] = []  # those that lie within it, itself included
+
+
+class AsyncAccesses:
+    """Of all resident CTAs."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.m = machine
+        self.tracks: dict[Hashable, Track] = {}
+        self.spans: list[Track] = []  # in shared memory
+        self._bounds: tuple[np.ndarray, np.ndarray] | None = None
+
+    def _track(self, place: Place) -> Track:
+        track = self.tracks.get(place.key)
+        if track is None:
+            track = Track(place.anywhere(), self.m.grid.num_ctas)
+            for other in [*self.tracks.values(), track]:
+                if track.place.meets(other.place):
+                    track.meets.append(other)
+                    if track.place.covers(other.place):
+                        track.covers.append(other)
+                    if other is not track:
+                        other.meets.append(track)
+                        if other.place.covers(track.place):
+                            other.covers.append(track)
+            self.tracks[place.key] = track
+            if isinstance(place, Span):
+                self.spans.append(track)
+                self._bounds = None
+        return track
+
+    # -- operations --------------------------------------------------------------------------------
+
+    def issue(self, op: Operation) -> None:
+        """``op`` accesses its places from here on: it must come after what is there."""
+        clocks = self.m.clocks
+        everyone = clocks.known[op.issuers].min(0).tolist()
+        for write, places in ((False, op.reads), (True, op.writes)):
+            for place in places:
+                issuers, known = op.issuers, everyone
+                if place.part is not None:
+                    issuers = [issuers[place.part]]
+                    known = clocks.known[issuers[0]].tolist()
+                if isinstance(place, Span):
+                    for warp in issuers:
+                        self.m.smem_shadow.asynchronous(warp, place, write, op)
+                else:
+                    self.m.tmem.shadow.issue(op.warp, place, write, op.what, op.instruction)
+                self._check(op, self._track(place), place, write, known)
+        for place in op.reads:
+            track = self._track(place)
+            for slot, count in self._agents(op, place):
+                if slot not in track.reads:
+                    track.reads[slot] = Last(self.m.grid.num_ctas)
+                track.reads[slot].set(place.cta, slot, count, op)
+        for place in op.writes:
+            track = self._track(place)
+            self._forget(track, place.cta)
+            ((slot, count),) = self._agents(op, place)
+            track.write.set(place.cta, slot, count, op)
+
+    def _check(
+        self, op: Operation, track: Track, place: Place, write: bool, known: list[int]
+    ) -> None:
+        cta, verb = place.cta, "overwrites" if write else "reads"
+        for other in track.meets:
+            for last, did in self._lasts(other, write):
+                if last.count[cta] > known[last.slot[cta]]:
+                    before = last.operation[cta]
+                    assert before is not None
+                    if before.queue != op.queue:
+                        part = _known_in_part(before, known)
+                        self._race(op.what, verb, op.warp, op.instruction, place, before, did, part)
+                        if not part:
+                            return
+
+    @staticmethod
+    def _lasts(track: Track, write: bool) -> Iterator[tuple[Last, str]]:
+        """What an access must come after."""
+        yield track.write, "write"
+        if write:
+            for last in track.reads.values():
+                yield last, "read"
+
+    def complete(self, op: Operation) -> None:
+        """``op`` is complete: those of an mbarrier's phase are now known by its number."""
+        if op.agents:
+            return
+        for write, places in ((False, op.reads), (True, op.writes)):
+            for place in places:
+                barrier = self.m.mbarriers.barriers.get(op.signal_on(place.cta))
+                if barrier is None:
+                    continue
+                track = self._track(place)
+                last = track.write if write else track.reads[barrier.slot]
+                if last.operation[place.cta] is op and last.count[place.cta]:
+                    last.count[place.cta] = barrier.phases + 1
+
+    def unknown(self, cta: int, known: np.ndarray) -> Iterator[tuple[Operation, str]]:
+        """Operations on the shared memory of ``cta`` that ``known`` (slots,) does not include, and
+        what they do there.
+        """
+        for track in self.spans:
+            for last, did in self._lasts(track, True):
+                if last.count[cta] > known[last.slot[cta]]:
+                    op = last.operation[cta]
+                    assert op is not None
+                    yield op, "writes" if did == "write" else "reads"
+
+    def _agents(self, op: Operation, place: Place) -> list[Agent]:
+        """Those who tell of the end of its access to ``place``."""
+        if op.agents:
+            return op.agents if place.part is None else [op.agents[place.part]]
+        return [(self.m.mbarriers.barriers[op.signal_on(place.cta)].slot, NEVER)]
+
+    # -- accesses by warps -------------------------------------------------------------------------
+
+    def touch(
+        self,
+        place: Rectangle,
+        write: bool,
+        what: str,
+        warp: int,
+        ins: Instruction,
+        usable: np.ndarray,
+    ) -> None:
+        """An access by a warp to tensor memory, which comes after ``usable`` by the letter."""
+        if not self.tracks:
+            return
+        known, cta = self.m.clocks.known[warp], place.cta
+        verb = "overwrites" if write else "reads"
+        for other in self._track(place).meets:
+            for last, did in self._lasts(other, write):
+                before, slot, count = last.operation[cta], last.slot[cta], last.count[cta]
+                if count > known[slot]:
+                    assert before is not None
+                    self._race(what, verb, warp, ins, place, before, did)
+                    return
+                if count > usable[slot]:
+                    assert before is not None
+                    self.m.findings.add(
+                        "race",
+                        f"{what} of {self.m.grid.name_warp(warp)} {verb} {place} after "
+                        f"{before.what} at {before.instruction.where()}: by the letter, a "
+                        "tcgen05.fence::after_thread_sync is missing behind the wait",
+                        ins,
+                        advisory=True,
+                    )
+
+    def forget(self, place: Place) -> None:
+        """The place is given back: it is nobody's."""
+        if self.tracks:
+            self._forget(self._track(place), place.cta)
+
+    @staticmethod
+    def _forget(track: Track, cta: int) -> None:
+        for inner in track.covers:
+            inner.write.count[cta] = 0
+            for last in inner.reads.values():
+                last.count[cta] = 0
+
+    def lanes(
+        self,
+        warps: np.ndarray,
+        cta: np.ndarray,
+        offset: np.ndarray,
+        width: int,
+        write: bool,
+        ins: Instruction,
+    ) -> None:
+        """Ordinary accesses by lanes: each ``width`` bytes of shared memory, (lanes,) arrays."""
+        for track in self._near(int(offset.min()), int(offset.max()) + width):
+            for last, did in self._lasts(track, write):
+                heads = np.flatnonzero(np.diff(warps, prepend=-1) | np.diff(cta, prepend=-1))
+                at = cta[heads]
+                known = self.m.clocks.known[warps[heads], last.slot[at]]
+                if not (last.count[at] > known).any():
+                    continue
+                unknown = last.count[cta] > self.m.clocks.known[warps, last.slot[cta]]
+                assert isinstance(track.place, Span)
+                unknown &= track.place.holds(offset, width)
+                if unknown.any():
+                    k = int(unknown.argmax())
+                    before = last.operation[int(cta[k])]
+                    assert before is not None
+                    place = Span(int(cta[k]), int(offset[k]), int(offset[k]) + width)
+                    what, verb = ("a store", "overwrites") if write else ("a load", "reads")
+                    part = _known_in_part(before, self.m.clocks.known[warps[k]])
+                    self._race(what, verb, int(warps[k]), ins, place, before, did, part)
+                    if not part:
+                        return
+
+    def _near(self, low: int, high: int) -> list[Track]:
+        """Tracks of shared memory whose bounds meet ``[low, high)``."""
+        if self._bounds is None:
+            bounds = [(t.place.low, t.place.high) for t in self.spans]
+            lows, highs = np.array(bounds, np.int64).reshape(-1, 2).T
+            self._bounds = lows, highs
+        lows, highs = self._bounds
+        return [self.spans[i] for i in np.nonzero((lows < high) & (highs > low))[0].tolist()]
+
+    # -- reports -----------------------------------------------------------------------------------
+
+    def _race(
+        self,
+        what: str,
+        verb: str,
+        warp: int,
+        ins: Instruction,
+        place: Place,
+        other: Operation,
+        did: str,
+        in_part: bool = False,
+    ) -> None:
+        m = self.m
+        issued = f"issued by {m.grid.name_warp(other.warp)} at {other.instruction.where()}"
+        message = f"{what} of {m.grid.name_warp(warp)} {verb} {place} "
+        if in_part:
+            message += (
+                f"which {other.what} {issued} read: what this warp has waited for says that it is "
+                "complete for some of the four warps, not for all"
+            )
+        elif other.done:
+            done = "wrote" if did == "write" else "read"
+            message += (
+                f"which {other.what} {issued} {done}: it is complete, but nothing that this warp "
+                "has waited for says so"
+            )
+        else:
+            doing = "written" if did == "write" else "read"
+            message += f"while it is still being {doing} by {other.what} {issued}"
+        if other.signals:
+            message += f"; {self._last_wait(warp, other.signals[0])}"
+        m.findings.add("race", message, ins, advisory=in_part)
+
+    def _last_wait(self, warp: int, barrier: tuple[int, int]) -> str:
+        """What the racing warp knows of the barrier on which the operation completes."""
+        m = self.m
+        name = m.mbarriers.name(*barrier)
+        seen = m.last_wait[warp].get(barrier)
+        if seen is None:
+            return f"it completes on {name}, on which this warp never waited"
+        parity, phases, ins = seen
+        return (
+            f"it completes on {name}, on which this warp last waited with parity {parity} at "
+            f"{ins.where()}: that passed after {phases} completed "
+            f"phase{'s' if phases != 1 else ''}, {m.mbarriers.phases(*barrier)} are complete now"
+        )
+
+
+def _known_in_part(op: Operation, known: Sequence[int] | np.ndarray) -> bool:
+    """Whether one of the warps of a wgmma is known to have waited for it.
+
+    NOTE: to the PTX ISA (9.7.15.7.3) it is one operation of the warpgroup, whose completion one
+    warp may tell of; kernels of NVIDIA rely on it. Their tensor cores are four.
+    """
+    return any(known[slot] >= count for slot, count in op.agents)

@@ -1,0 +1,102 @@
+"""The end of a CTA: its shared memory and mbarriers must outlive all that still uses them.
+
+A CTA ends with its last thread. Accesses of other CTAs of the cluster (PTX ISA 9.7.16.5, 9.7.13.4)
+and asynchronous operations on its shared memory must come before that: each of them must be known,
+by the vector clocks, to some warp of the CTA when that warp returns. So a missing wait is found
+whether or not the CTA ended too early in the order at hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cutex.sim.ptx.parse import Instruction
+
+if TYPE_CHECKING:
+    from cutex.sim.machine.machine import Machine
+    from cutex.sim.machine.mbarrier import MBarrier
+
+
+@dataclass
+class RemoteUse:
+    """The last use of something of a CTA by an agent of another one."""
+
+    count: int  # of the agent, see clocks
+    phase: int  # of the mbarrier used, which completes after it; 0 for no mbarrier
+    what: str
+    warp: int
+    instruction: Instruction
+
+
+class Lifetimes:
+    """Of the resident CTAs."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.m = machine
+        self.ended = np.zeros(machine.grid.num_ctas, bool)
+        # what the warps that have returned knew, (4, slots), by CTA
+        self.known: dict[int, np.ndarray] = {}
+        self.uses: dict[int, dict[tuple[int, int], RemoteUse]] = {}  # by CTA; slot, barrier's slot
+
+    def use(self, cta: int, slot: int, use: RemoteUse, barrier: MBarrier | None = None) -> None:
+        """An agent of another CTA uses shared memory, or an mbarrier, of ``cta``."""
+        if self.ended[cta]:
+            m = self.m
+            m.findings.add(
+                "exit",
+                f"{use.what} of {m.grid.name_warp(use.warp)} reaches {m.grid.name_cta(cta)}, which "
+                "has exited",
+                use.instruction,
+            )
+        self.uses.setdefault(cta, {})[slot, -1 if barrier is None else barrier.slot] = use
+
+    def lanes(self, warps: np.ndarray, cta: np.ndarray, write: bool, ins: Instruction) -> None:
+        """Accesses by lanes to shared memory of ``cta`` (lanes,), where that is another one's."""
+        m = self.m
+        if m.grid.cluster_size == 1:
+            return
+        remote = np.nonzero(cta != m.grid.warp_cta[warps])[0]
+        if not len(remote):
+            return
+        what = "a store" if write else "a load"
+        for warp, target in set(zip(warps[remote].tolist(), cta[remote].tolist(), strict=True)):
+            use = RemoteUse(m.clocks.now(warp), 0, what, warp, ins)
+            self.use(target, int(m.clocks.slot[warp]), use)
+
+    def warps_left(self, warps: np.ndarray) -> None:
+        """Warps have returned; their CTAs too, where they were the last."""
+        m = self.m
+        for warp in warps.tolist():
+            cta, known = int(m.grid.warp_cta[warp]), m.clocks.rows[:, warp]
+            self.known[cta] = m.clocks.join(self.known.get(cta), known.copy())
+        for cta in np.unique(m.grid.warp_cta[warps]).tolist():
+            if not m.live[cta :: m.grid.num_ctas].any():
+                self._end(cta)
+
+    def _end(self, cta: int) -> None:
+        m = self.m
+        self.ended[cta] = True
+        known = np.zeros((4, m.clocks.rows.shape[2]), np.int32)
+        gone = self.known.pop(cta)
+        known[:, : gone.shape[1]] = gone
+        for op, did in m.async_accesses.unknown(cta, known[0]):
+            m.findings.add(
+                "exit",
+                f"{m.grid.name_cta(cta)} returns, and its shared memory with it, which {op.what} "
+                f"of {m.grid.name_warp(op.warp)} {did}: no thread of the CTA has waited for that",
+                op.instruction,
+            )
+        for (slot, barrier), use in self.uses.pop(cta, {}).items():
+            if max(known[0, slot], known[2, slot]) >= use.count:
+                continue
+            if barrier >= 0 and known[0, barrier] >= use.phase:
+                continue
+            m.findings.add(
+                "exit",
+                f"{m.grid.name_cta(cta)} returns without having waited for {use.what} of "
+                f"{m.grid.name_warp(use.warp)} in its shared memory",
+                use.instruction,
+            )

@@ -1,0 +1,41 @@
+"""Tensor maps in global memory that a kernel changes, and the fence that tells TMA of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cutex.sim.ptx.parse import Instruction
+
+if TYPE_CHECKING:
+    from cutex.sim.machine.machine import Machine
+
+
+class TensorMapChanges:
+    """When maps in global memory changed, and when each CTA last fenced them.
+
+    A TMA operation may take an older copy of a map that this launch has changed, unless a
+    ``fence.proxy.tensormap::generic.acquire`` of the map comes in between (9.7.9.29).
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self.m, self.now = machine, 0
+        self.changed: dict[int, tuple[int, Instruction]] = {}  # by address
+        self.fenced: dict[tuple[int, int], int] = {}  # by CTA and address
+
+    def change(self, address: int, ins: Instruction) -> None:
+        self.now += 1
+        self.changed[address] = self.now, ins
+
+    def acquire(self, warp: int, address: int) -> None:
+        self.fenced[int(self.m.grid.warp_cta[warp]), address] = self.now
+
+    def use(self, warp: int, address: int, ins: Instruction) -> None:
+        when, by = self.changed.get(address, (0, ins))
+        if self.fenced.get((int(self.m.grid.warp_cta[warp]), address), 0) < when:
+            self.m.findings.add(
+                "proxy",
+                f"{ins.op} of {self.m.grid.name_warp(warp)} takes the tensor map at 0x{address:x}, "
+                f"which PTX line {by.line} changed ({by.op}), with no "
+                "fence.proxy.tensormap::generic.acquire of its CTA in between",
+                ins,
+            )

@@ -1,0 +1,247 @@
+"""Shadow of shared memory: who wrote and read each 4 bytes with ordinary instructions.
+
+Of each word it remembers the last agent that wrote it (a warp, or its non-bulk cp.async), and the
+warps that have read it since: the last one, and apart from it those whose reads the last one does
+not come after. Counts are those of the vector clocks (see clocks); so an access races with another
+in every order of events, or in none. Operations of the async proxy are compared with what is here
+when they are issued; what they do themselves, async_accesses remembers. Atomics, volatile, acquire
+and release accesses synchronise by themselves, and are left out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cutex.sim.hazards.clocks import Kind
+from cutex.sim.machine.operation import CHUNK, WORD, Engine, Operation, Span
+from cutex.sim.ptx.parse import Instruction
+
+if TYPE_CHECKING:
+    from cutex.sim.machine.machine import Machine
+
+_WHOLE = np.uint8(0b1111)  # all bytes of a word
+_COPIED = np.uint8(0b10000)  # by cp.async: see there why the async proxy may read it
+_PAGE = 64  # words
+
+
+class _Last:
+    """Of each word of each CTA, the last access of a kind."""
+
+    def __init__(self, shape: tuple[int, int], did: str) -> None:
+        self.slot = np.zeros(shape, np.int16)
+        self.count = np.zeros(shape, np.int32)  # 0: none
+        self.bytes = np.zeros(shape, np.uint8)  # a bit for each byte of the word that it touched
+        self.did = did
+
+    def set(
+        self,
+        at: tuple[np.ndarray, np.ndarray],
+        slot: np.ndarray,
+        count: np.ndarray,
+        part: np.ndarray | np.uint8,
+    ) -> None:
+        """Bytes add up while it is the same agent."""
+        if part is _WHOLE:
+            self.bytes[at] = part
+        else:
+            same = (self.slot[at] == slot) & (self.count[at] == count)
+            self.bytes[at] = np.where(same, self.bytes[at], 0)
+            np.bitwise_or.at(self.bytes, at, part)
+        self.slot[at], self.count[at] = slot, count
+
+
+class SmemShadow:
+    """Of all resident CTAs."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.m, self.clocks = machine, machine.clocks
+        shape = (machine.grid.num_ctas, machine.smem_bytes // WORD)
+        self.writes, self.reads = _Last(shape, "wrote"), _Last(shape, "read")
+        self.line = np.zeros(shape, np.int32)  # of the last write, in the PTX
+        # further readers: by CTA and page, (word of the page, warp's slot) of counts
+        self.pages: dict[tuple[int, int], np.ndarray] = {}
+        self.shared = np.zeros(shape, bool)  # words that have further readers
+        # words that ordinary accesses have touched: most spans of TMA and MMA lie elsewhere
+        self.low = np.full(machine.grid.num_ctas, shape[1])
+        self.high = np.full(machine.grid.num_ctas, -1)
+
+    def generic(
+        self,
+        warps: np.ndarray,
+        cta: np.ndarray,
+        offset: np.ndarray,
+        width: int,
+        write: bool,
+        ins: Instruction,
+    ) -> None:
+        """Ordinary loads or stores of ``width`` bytes each, by flat arrays of warp, CTA, offset."""
+        words = max(width // WORD, 1)
+        word = (offset // WORD)[:, None] + np.arange(words)
+        warps, cta = (np.broadcast_to(x[:, None], word.shape).reshape(-1) for x in (warps, cta))
+        word = word.reshape(-1)
+        part = _WHOLE if width >= WORD else (((1 << width) - 1) << offset % WORD).astype(np.uint8)
+        self._check(warps, cta, word, part, write, "", ins)
+        np.minimum.at(self.low, cta, word)
+        np.maximum.at(self.high, cta, word)
+        slot, at = self.clocks.slot[warps], (cta, word)
+        count = self.clocks.known[warps, slot]
+        if write:
+            self.writes.set(at, slot, count, part)
+            self.line[at] = ins.line
+            return
+        before, when = self.reads.slot[at], self.reads.count[at]
+        self._keep((when > self.clocks.known[warps, before]) & (before != slot), at, before, when)
+        self.reads.set(at, slot, count, part)
+        self._keep(self.reads.slot[at] != slot, at, slot, count)  # of several in one batch
+
+    def _keep(
+        self,
+        which: np.ndarray,
+        at: tuple[np.ndarray, np.ndarray],
+        slot: np.ndarray,
+        count: np.ndarray,
+    ) -> None:
+        """Readers that stay beside the last one."""
+        if not which.any():
+            return
+        cta, word = at[0][which], at[1][which]
+        slot, count = slot[which], count[which]
+        self.shared[cta, word] = True
+        for key in set(zip(cta.tolist(), (word // _PAGE).tolist(), strict=True)):
+            mine = (cta == key[0]) & (word // _PAGE == key[1])
+            page = self.pages.setdefault(key, np.zeros((_PAGE, self.clocks.warps), np.int32))
+            page[word[mine] % _PAGE, slot[mine]] = count[mine]
+
+    def asynchronous(self, warp: int, span: Span, write: bool, op: Operation) -> None:
+        """``op`` of the async proxy by ``warp``; ``write``: it overwrites the span."""
+        if span.high <= self.low[span.cta] * WORD or span.low > self.high[span.cta] * WORD:
+            return
+        if span.chunks is None:
+            word = np.arange(span.low // WORD, -(-span.high // WORD))
+        else:
+            per = CHUNK // WORD
+            word = (span.chunks.reshape(-1, 1) * per + np.arange(per)).reshape(-1)
+        warps, cta = np.full(len(word), warp), np.full(len(word), span.cta)
+        self._check(warps, cta, word, _WHOLE, write, op.what, op.instruction)
+        self._check_proxy(warp, (cta, word), self.writes, write, op)
+        if write:
+            self._check_proxy(warp, (cta, word), self.reads, write, op)
+            self.writes.count[cta, word] = self.reads.count[cta, word] = 0
+            self._forget(cta, word)
+
+    def copy(self, warp: int, word: np.ndarray, number: int, ins: Instruction) -> None:
+        """The ``number``-th cp.async of ``warp`` writes words of its CTA."""
+        word = word.reshape(-1)
+        cta = np.full(len(word), self.m.grid.warp_cta[warp])
+        self._check(np.full(len(word), warp), cta, word, _WHOLE, True, "the cp.async", ins)
+        self.reads.count[cta, word] = 0
+        self._forget(cta, word)
+        slot = np.full(len(word), self.clocks.agent(Kind.COPY, warp))
+        self.writes.set((cta, word), slot, np.full(len(word), number), _WHOLE)
+        self.writes.bytes[cta, word] |= _COPIED
+        self.line[cta, word] = ins.line
+        self.low[cta[0]] = min(self.low[cta[0]], int(word.min()))
+        self.high[cta[0]] = max(self.high[cta[0]], int(word.max()))
+
+    def _forget(self, cta: np.ndarray, word: np.ndarray) -> None:
+        """Words that are overwritten have no further readers."""
+        again = self.shared[cta, word]
+        if again.any():
+            for c, w in zip(cta[again].tolist(), word[again].tolist(), strict=True):
+                self.pages[c, w // _PAGE][w % _PAGE] = 0
+            self.shared[cta, word] = False
+
+    # -- checks ------------------------------------------------------------------------------------
+
+    def _check(
+        self,
+        warps: np.ndarray,
+        cta: np.ndarray,
+        word: np.ndarray,
+        part: np.ndarray | np.uint8,
+        write: bool,
+        what: str,
+        ins: Instruction,
+    ) -> None:
+        own = self.clocks.slot[warps]
+        for last in (self.writes, self.reads) if write else (self.writes,):
+            other, count = last.slot[cta, word], last.count[cta, word]
+            unknown = (count > self.clocks.known[warps, other]) & (other != own)
+            if unknown.any():
+                unknown &= (last.bytes[cta, word] & part) != 0
+            if unknown.any():
+                k = int(unknown.argmax())
+                place = int(cta[k]), int(word[k])
+                self._race(int(warps[k]), int(other[k]), place, write, last.did, what, ins)
+        if write and len(self.pages):
+            for k in np.nonzero(self.shared[cta, word])[0].tolist():
+                place, warp = (int(cta[k]), int(word[k])), int(warps[k])
+                counts = self.pages[place[0], place[1] // _PAGE][place[1] % _PAGE]
+                unknown = counts > self.clocks.known[warp, : self.clocks.warps]
+                unknown[own[k]] = False
+                if unknown.any():
+                    other = int(unknown.argmax())
+                    self._race(warp, other, place, write, "read", what, ins)
+                    return
+
+    def _race(
+        self,
+        warp: int,
+        other: int,
+        place: tuple[int, int],
+        write: bool,
+        did: str,
+        what: str,
+        ins: Instruction,
+    ) -> None:
+        name = self.m.grid.name_warp
+        who = f"{what} of {name(warp)}" if what else name(warp)
+        peer, why = name(self.clocks.peer(warp, other)), "no barrier orders the two"
+        line = f" at PTX line {self.line[place]}" if did == "wrote" else ""
+        if other >= self.clocks.warps:
+            peer = f"a cp.async of {peer}"
+            why = "nothing that this warp has waited for says that it is complete"
+        self.m.findings.add(
+            "race",
+            f"{who} {'overwrites' if write else 'reads'} shared memory 0x{place[1] * WORD:x}, "
+            f"which {peer} {did}{line}: {why}",
+            ins,
+        )
+
+    def _check_proxy(
+        self,
+        warp: int,
+        at: tuple[np.ndarray, np.ndarray],
+        last: _Last,
+        write: bool,
+        op: Operation,
+    ) -> None:
+        """Between an ordinary access and one of the async proxy stands a fence (9.7.9.25.1).
+
+        NOTE: kernels of NVIDIA overwrite by TMA what ldmatrix has read, with no more than an
+        mbarrier in between, but fence the reply ring of cluster launch control.
+        """
+        visible, known = self.clocks.visible[warp], self.clocks.known[warp]
+        slot, count = last.slot[at], last.count[at]
+        unseen = (count > visible[slot]) & (count <= known[slot]) & (last.bytes[at] < _COPIED)
+        if last is self.reads and len(self.pages):
+            for k in np.nonzero(self.shared[at])[0].tolist():
+                page = self.pages[int(at[0][k]), int(at[1][k]) // _PAGE][at[1][k] % _PAGE]
+                few = self.clocks.warps
+                unseen[k] |= ((page > visible[:few]) & (page <= known[:few])).any()
+        if not unseen.any():
+            return
+        k = int(unseen.argmax())
+        before = f"ordinary stores wrote at PTX line {self.line[at][k]}"
+        if last is self.reads:
+            before = "ordinary loads have read"
+        self.m.findings.add(
+            "proxy",
+            f"{op.what} of {self.m.grid.name_warp(warp)} {'overwrites' if write else 'reads'} "
+            f"shared memory 0x{int(at[1][k]) * WORD:x}, which {before}, with no fence.proxy.async "
+            "in between",
+            op.instruction,
+            advisory=write and op.engine is not Engine.LAUNCH_CONTROL,
+        )

@@ -1,0 +1,325 @@
+"""From a compiled kernel to its launches: the real host code runs, and each launch calls back.
+
+The kernel's exported object (a TVM-FFI function) is linked with ``shim.c`` in place of the DSL's
+runtime, loaded, and called with CPU tensors that are described as if they lay on the GPU. The host
+code computes grids, tensor maps and parameters exactly as on a machine with a GPU; `Launch` holds
+what it asked for.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cutex.errors import NoCompiler
+from cutex.sim.errors import LaunchError, SimError
+from cutex.sim.host.encode_map import encode_tiled
+
+_CLUSTER_DIMENSION, _PROGRAMMATIC_LAUNCH = 4, 6  # cudaLaunchAttributeID
+_ATTRIBUTE_BYTES = 72
+
+
+@dataclass
+class Launch:
+    """One kernel launch: dimensions as (x, y, z), dynamic shared memory in bytes."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    smem: int
+    params: Any  # pointer to pointers, valid only inside the callback
+
+    @property
+    def num_ctas(self) -> int:
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+    @property
+    def cluster_size(self) -> int:
+        return self.cluster[0] * self.cluster[1] * self.cluster[2]
+
+    @property
+    def num_threads(self) -> int:
+        return self.block[0] * self.block[1] * self.block[2]
+
+    @property
+    def warps_per_cta(self) -> int:
+        return -(-self.num_threads // 32)
+
+    def param_bytes(self, sizes: Sequence[int]) -> list[bytes]:
+        return [C.string_at(self.params[i], size) for i, size in enumerate(sizes)]
+
+
+class _Config(C.Structure):
+    _fields_ = [
+        ("grid", C.c_uint32 * 3), ("block", C.c_uint32 * 3), ("smem", C.c_uint64),
+        ("stream", C.c_void_p), ("attributes", C.c_void_p), ("num_attributes", C.c_uint32),
+    ]  # fmt: skip
+
+
+class _Device(C.Structure):
+    _fields_ = [("type", C.c_int32), ("id", C.c_int32)]
+
+
+class _DataType(C.Structure):
+    _fields_ = [("code", C.c_uint8), ("bits", C.c_uint8), ("lanes", C.c_uint16)]
+
+
+class _DLTensor(C.Structure):
+    _fields_ = [
+        ("data", C.c_void_p), ("device", _Device), ("ndim", C.c_int32), ("dtype", _DataType),
+        ("shape", C.POINTER(C.c_int64)), ("strides", C.POINTER(C.c_int64)),
+        ("byte_offset", C.c_uint64),
+    ]  # fmt: skip
+
+
+class _Value(C.Union):
+    _fields_ = [("i", C.c_int64), ("f", C.c_double), ("p", C.c_void_p)]
+
+
+class _Any(C.Structure):  # TVMFFIAny
+    _fields_ = [("type", C.c_int32), ("pad", C.c_int32), ("value", _Value)]
+
+
+_LAUNCH_HOOK = C.CFUNCTYPE(C.c_int, C.c_char_p, C.POINTER(_Config), C.POINTER(C.c_void_p))
+_ERROR_HOOK = C.CFUNCTYPE(None, C.c_char_p, C.c_char_p)
+_ENCODE_HOOK = C.CFUNCTYPE(
+    C.c_int, C.c_void_p, C.c_int, C.c_uint32, C.c_void_p, *[C.POINTER(C.c_uint64)] * 2,
+    *[C.POINTER(C.c_uint32)] * 2, *[C.c_int] * 4,
+)  # fmt: skip
+_NONE, _INT, _FLOAT, _POINTER, _TENSOR, _ARRAY = 0, 1, 3, 4, 7, 71  # TVMFFITypeIndex
+_CUDA = 2  # DLDeviceType
+
+_DLPACK_TYPE = {  # name -> (code, bits), DLPack 1.1; two lanes where PACKED
+    "int8": (0, 8), "int16": (0, 16), "int32": (0, 32), "int64": (0, 64), "uint8": (1, 8),
+    "uint16": (1, 16), "uint32": (1, 32), "uint64": (1, 64), "float16": (2, 16), "float32": (2, 32),
+    "float64": (2, 64), "bfloat16": (4, 16), "bool": (6, 8), "float8_e4m3fn": (10, 8),
+    "float8_e4m3fnuz": (11, 8), "float8_e5m2": (12, 8), "float8_e5m2fnuz": (13, 8),
+    "float8_e8m0fnu": (14, 8), "float4_e2m1fn_x2": (17, 4), "float6_e2m3fn": (15, 6),
+    "float6_e3m2fn": (16, 6), "int4": (0, 4),
+}  # fmt: skip
+PACKED = ("float4_e2m1fn_x2",)  # two elements a byte
+
+
+@dataclass
+class HostTensor:
+    """A CPU tensor as the launcher sees it; strides in elements, ``dtype`` by name. An element of a
+    PACKED type is two.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    owner: object
+    name: str = ""
+
+    @staticmethod
+    def of(tensor: Any, name: str) -> HostTensor | None:
+        """Reads a torch tensor or numpy array; None if ``tensor`` is neither."""
+        if hasattr(tensor, "data_ptr") and hasattr(tensor, "stride"):  # torch
+            if tensor.device.type != "cpu":
+                raise TypeError(f"{name} lies on {tensor.device}: the simulator takes CPU tensors")
+            return HostTensor(
+                tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()),
+                str(tensor.dtype).removeprefix("torch."), tensor.element_size(), tensor, name,
+            )  # fmt: skip
+        if hasattr(tensor, "__array_interface__") and hasattr(tensor, "dtype"):
+            size = tensor.dtype.itemsize
+            return HostTensor(
+                tensor.__array_interface__["data"][0], tensor.shape,
+                tuple(s // size for s in tensor.strides), str(tensor.dtype), size, tensor, name,
+            )  # fmt: skip
+        return None
+
+
+def c_compiler() -> str:
+    """Path of the system C compiler ($CC, cc, gcc or clang). Raises NoCompiler."""
+    for name in filter(None, [os.environ.get("CC"), "cc", "gcc", "clang"]):
+        path = shutil.which(name)
+        if path:
+            return path
+    raise NoCompiler(
+        "the simulator needs a C compiler to link a kernel's host code, and found none of $CC, "
+        "cc, gcc, clang on PATH: install one (for instance the package gcc) or set CC"
+    )
+
+
+def _cache_folder() -> Path:
+    root = os.environ.get("CUTEX_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "cutex"
+    )
+    return Path(root) / "sim"
+
+
+def link(object_file: Path) -> Path:
+    """Shared library of ``object_file`` and the shim; cached by content.
+
+    Raises NoCompiler without a C compiler, SimError with the linker's words if it fails.
+    """
+    compiler = c_compiler()
+    shim = Path(__file__).with_name("shim.c")
+    digest = hashlib.sha256()
+    digest.update(shim.read_bytes())
+    digest.update(object_file.read_bytes())
+    library = _cache_folder() / f"{digest.hexdigest()[:32]}.so"
+    if library.exists():
+        return library
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        fresh = Path(folder) / "kernel.so"
+        # NOTE: -Bsymbolic keeps the shim's symbols from being taken from a real runtime that the
+        # process has loaded
+        done = subprocess.run(
+            [
+                *(compiler, "-shared", "-fPIC", "-O1", "-o", fresh),
+                *(str(shim), "-x", "none", str(object_file)),
+                *("-Wl,-Bsymbolic", "-Wl,-z,defs"),
+            ],
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise SimError(
+                f"the host code of {object_file.name} does not link with the simulator's "
+                f"shim:\n{done.stderr}"
+            )
+        os.replace(fresh, library)
+    return library
+
+
+class HostFunction:
+    """The linked host half of one compiled kernel."""
+
+    def __init__(self, object_file: Path, symbol: str) -> None:
+        self.library = C.CDLL(
+            str(link(object_file)), mode=getattr(os, "RTLD_LOCAL", 0) | os.RTLD_NOW
+        )
+        self.function = getattr(self.library, f"__tvm_ffi_{symbol}")
+        self.function.restype = C.c_int
+        self.function.argtypes = [C.c_void_p, C.POINTER(_Any), C.c_int32, C.POINTER(_Any)]
+        self.argument_names = _argument_names(object_file)
+
+    def __call__(self, arguments: Sequence[Any], on_launch: Callable[[Launch], None]) -> None:
+        """Runs the host code; ``on_launch`` is called for each launch, in order.
+
+        ``arguments``: `HostTensor`, int, float or None. Raises TypeError, ValueError or LaunchError
+        with the host code's own words when it refuses them, and whatever ``on_launch`` raised.
+        """
+        raised: list[BaseException] = []
+        refused: list[tuple[str, str]] = []
+
+        def encode(*arguments: Any) -> int:
+            try:
+                encode_tiled(*arguments)
+            except BaseException as error:
+                raised.append(error)
+                return 1
+            return 0
+
+        def launch(kernel: bytes, config: Any, params: Any) -> int:
+            if raised:
+                return 1
+            c = config.contents
+            try:
+                on_launch(
+                    Launch(
+                        kernel.decode(),
+                        tuple(c.grid),
+                        tuple(c.block),
+                        _cluster(c),
+                        int(c.smem),
+                        params,
+                    )
+                )
+            except BaseException as error:
+                raised.append(error)
+                return 1
+            return 0
+
+        hooks = (
+            _LAUNCH_HOOK(launch),
+            _ERROR_HOOK(lambda kind, message: refused.append((kind.decode(), message.decode()))),
+            _ENCODE_HOOK(encode),
+        )
+        self.library.cutex_sim_hooks(*hooks)
+        keep: list[Any] = []
+        packed = (_Any * max(1, len(arguments)))(*[_pack(a, keep) for a in arguments])
+        code = self.function(None, packed, len(arguments), C.byref(_Any()))
+        self.library.cutex_sim_hooks(None, None, None)
+        if raised:
+            raise raised[0]
+        if refused:
+            kind, message = refused[0]
+            error = {"TypeError": TypeError, "ValueError": ValueError}.get(kind, LaunchError)
+            raise error(message)
+        if code:
+            raise LaunchError(f"the host code returned {code}")
+
+
+def _argument_names(object_file: Path) -> list[str]:
+    """Names of the host function's parameters, from the signature that it keeps for its own error
+    messages.
+    """
+    m = re.search(rb"when calling: `\w+\((.*?)\)`", object_file.read_bytes())
+    return re.findall(r"(\w+): ", re.sub(r"\([^()]*\)", "", m.group(1).decode())) if m else []
+
+
+def _cluster(config: _Config) -> tuple[int, int, int]:
+    for i in range(config.num_attributes):
+        at = config.attributes + i * _ATTRIBUTE_BYTES
+        if C.c_uint32.from_address(at).value == _CLUSTER_DIMENSION:
+            x, y, z = (C.c_uint32.from_address(at + 8 + 4 * j).value for j in range(3))
+            return (max(x, 1), max(y, 1), max(z, 1))
+    return (1, 1, 1)
+
+
+def _of_numbers(values: Sequence[Any]) -> bool:
+    return all(
+        _of_numbers(v) if isinstance(v, tuple | list) else v is None or isinstance(v, int | float)
+        for v in values
+    )
+
+
+def _pack(argument: Any, keep: list[Any]) -> _Any:
+    if argument is None:
+        return _Any(_NONE)
+    if isinstance(argument, HostTensor):
+        if argument.dtype not in _DLPACK_TYPE:
+            raise TypeError(
+                f"{argument.name} has dtype {argument.dtype}, which the simulator cannot pass on"
+            )
+        code, bits = _DLPACK_TYPE[argument.dtype]
+        n, lanes = len(argument.shape), 1 + (argument.dtype in PACKED)
+        shape, strides = (C.c_int64 * n)(*argument.shape), (C.c_int64 * n)(*argument.strides)
+        tensor = _DLTensor(
+            argument.address, _Device(_CUDA, 0), n, _DataType(code, bits, lanes), shape, strides, 0
+        )
+        keep += [shape, strides, tensor, argument.owner]
+        return _Any(_TENSOR, 0, _Value(p=C.addressof(tensor)))
+    if isinstance(argument, bool | int):
+        return _Any(_INT, 0, _Value(i=int(argument)))
+    if isinstance(argument, float):
+        return _Any(_FLOAT, 0, _Value(f=argument))
+    if isinstance(argument, C.c_void_p):
+        return _Any(_POINTER, 0, _Value(p=argument.value))
+    if isinstance(argument, tuple | list) and _of_numbers(argument):
+        import tvm_ffi
+
+        array = tvm_ffi.convert(tuple(argument))
+        keep.append(array)
+        return _Any(_ARRAY, 0, _Value(p=array.__chandle__()))
+    raise TypeError(
+        f"the simulator cannot pass {type(argument).__name__} to a kernel: tensors, int, float, "
+        "None, and tuples of numbers and None only"
+    )

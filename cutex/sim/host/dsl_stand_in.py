@@ -1,0 +1,273 @@
+"""The CuTe DSL as a script uses it on a machine with a GPU, where there is none.
+
+What a script compiles is compiled for the GPU that is stood in for; what it launches runs in the
+simulator. Tensors may be torch's, the DSL's own (``from_dlpack``), or addresses (``make_ptr``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import math
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import cuda.bindings.driver as driver
+import cutlass.cute.testing
+import cutlass.testing
+import torch
+from cutlass import cute
+from cutlass._mlir import ir
+from cutlass.base_dsl import compiler
+from cutlass.base_dsl.dsl import BaseDSL
+from cutlass.cute import runtime
+
+from cutex.arch import Arch
+from cutex.sim.errors import Finding
+from cutex.sim.host.capture import HostTensor, Launch
+from cutex.sim.host.torch_stand_in import DeviceMemory, patched
+from cutex.sim.run import SimReport, Simulation, is_stream, load
+
+
+@dataclass
+class Calls:
+    """What the script launched, by kernel, and what was found."""
+
+    order: str
+    seed: int
+    memory: DeviceMemory
+    tell: Callable[[Finding], None]
+    launches: dict[str, int] = field(default_factory=dict)
+    report: SimReport = field(default_factory=SimReport)
+
+    def run(self, function: Simulated, arguments: list[Any]) -> None:
+        started = time.perf_counter()
+        regions = self.memory.regions([a for a in arguments if isinstance(a, HostTensor)])
+        sim = Simulation(function.programs, regions, order=self.order, seed=self.seed)
+
+        def launch(what: Launch) -> None:
+            self.launches[what.kernel] = self.launches.get(what.kernel, 0) + 1
+            sim.launch(what)
+
+        try:
+            function.host(arguments, launch)
+        finally:
+            sim.report.seconds = time.perf_counter() - started
+            self._add(sim.report)
+
+    def __str__(self) -> str:
+        done, kernels, found = self.report, len(self.launches), len(self.report.findings)
+        return (
+            f"{done.launches} launch{'es' * (done.launches != 1)} of {kernels} "
+            f"kernel{'s' * (kernels != 1)} in order {self.order}, {done.instructions} "
+            f"warp-instructions, {done.seconds:.1f} s, {found or 'no'} finding{'s' * (found != 1)}"
+        )
+
+    def _add(self, new: SimReport) -> None:
+        total = self.report
+        total.launches += new.launches
+        total.ctas += new.ctas
+        total.instructions += new.instructions
+        total.seconds += new.seconds
+        for mine, theirs in ((total.findings, new.findings), (total.advisories, new.advisories)):
+            known = {(f.rule, f.where) for f in mine}
+            for finding in theirs:
+                if (finding.rule, finding.where) not in known:
+                    mine.append(finding)
+                    self.tell(finding)
+
+
+class Simulated:
+    """What cute.compile returned, which runs in the simulator when it is called."""
+
+    def __init__(self, compiled: Any, parameters: list[str], calls: Calls) -> None:
+        self.compiled, self.parameters, self.calls = compiled, parameters, calls
+        self.host, self.programs = load(compiled, (), "")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.compiled, name)
+
+    def __call__(self, *arguments: Any, **named: Any) -> None:
+        """Constants were compiled in; the host code has its own stream unless it names one."""
+        given = list(arguments)
+        given += [named[n] for n in self.parameters[len(given) :] if n in named]
+        wanted = self.host.argument_names
+        given = [g for g in given if not (is_stream(g) and not _takes_stream(given))]
+        names = [*wanted, *(f"argument {i}" for i in range(len(given)))]
+        self.calls.run(self, [_value(g, n) for g, n in zip(given, names, strict=False)])
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or hasattr(value, "_dltensor_wrapper")
+
+
+def _takes_stream(arguments: Any) -> bool:
+    """Host code without a tensor cannot ask its environment for the stream."""
+    return not any(_is_tensor(a) or hasattr(a, "dynamic_shapes_mask") for a in arguments)
+
+
+def _value(given: Any, name: str) -> Any:
+    """An argument as the captured host code takes it."""
+    if isinstance(given, torch.Tensor):
+        return HostTensor.of(given, name)
+    if hasattr(given, "_dltensor_wrapper"):
+        return _of_dsl(given, name)
+    if hasattr(given, "_pointer"):
+        return ctypes.c_void_p(int(given._pointer))
+    if is_stream(given):
+        return ctypes.c_void_p()  # the default stream
+    if isinstance(given, cutlass.Numeric):
+        return given.value
+    if isinstance(given, tuple | list):
+        return tuple(_value(g, name) for g in given)
+    return given
+
+
+_FOUR_BITS = "float4_e2m1fn_x2"
+
+
+def _of_dsl(tensor: Any, name: str) -> HostTensor:
+    """A tensor made by ``from_dlpack``; its element type may be another than its bytes' own."""
+    from cutlass.cute._tvm_ffi_args_spec_converter import NumericToTVMFFIDtype
+
+    tensor.load_dltensor()
+    kind, shape, strides = tensor.element_type, tuple(tensor.shape), tuple(tensor.stride)
+    if kind is cutlass.Float4E2M1FN:  # two a byte, along what is contiguous
+        shape = tuple(n // 2 if s == 1 else n for n, s in zip(shape, strides, strict=True))
+        strides = tuple(s if s == 1 else s // 2 for s in strides)
+        return HostTensor(tensor.data_ptr, shape, strides, _FOUR_BITS, 1, tensor, name)
+    size = max(1, kind.width // 8)
+    dtype = NumericToTVMFFIDtype[kind]
+    return HostTensor(tensor.data_ptr, shape, strides, dtype, size, tensor, name)
+
+
+class Compiler:
+    """Takes the place of the DSL's own way to compile and run a jitted function."""
+
+    def __init__(self, arch: Arch, calls: Calls) -> None:
+        self.arch, self.calls = arch, calls
+        self.original = BaseDSL._func
+        self.folder = tempfile.TemporaryDirectory()
+
+    def __call__(self, dsl: Any, body: Any, *arguments: Any, **named: Any) -> Any:
+        if ir.Context.current is not None and ir.InsertionPoint.current is not None:
+            return self.original(dsl, body, *arguments, **named)  # called by what is compiled
+        only = named.pop("compile_only", False)
+        named.pop("no_cache", None)
+        function = self._compile(dsl, body, only, arguments, named)
+        if only:
+            return function
+        bound = inspect.signature(body).bind(*arguments, **named)
+        bound.apply_defaults()
+        wanted = function.host.argument_names
+        return function(*[v for n, v in bound.arguments.items() if n in wanted])
+
+    def _compile(
+        self, dsl: Any, body: Any, only: bool, arguments: Any, named: dict[str, Any]
+    ) -> Simulated:
+        options = dsl.compile_options if only else compiler.CompileOptions()
+        for option in (
+            compiler.EnableTVMFFI(True),
+            compiler.KeepPTX(True),
+            compiler.GenerateLineInfo(True),
+            compiler.GPUArch(self.arch.name),
+            compiler.DumpDir(self.folder.name),
+        ):
+            options.options[type(option)] = option
+        dsl.compile_options = options
+        own_stream = not _takes_stream([*arguments, *named.values()])
+        fakes = [_fake(a, own_stream) for a in arguments]
+        fake_named = {name: _fake(a, own_stream) for name, a in named.items()}
+        compiled = self.original(dsl, body, *fakes, compile_only=True, no_cache=True, **fake_named)
+        parameters = [n for n in inspect.signature(body).parameters if n != "self"]
+        return Simulated(compiled, parameters, self.calls)
+
+
+def _fake(value: Any, own_stream: bool) -> Any:
+    """What stands for an argument when a function is compiled: its type and layout."""
+    if is_stream(value):
+        return runtime.make_fake_stream(use_tvm_ffi_env_stream=own_stream)
+    if isinstance(value, torch.Tensor):  # as the DSL's own TensorAdapter takes it
+        value = runtime.from_dlpack(value).mark_layout_dynamic()
+    if hasattr(value, "_dltensor_wrapper"):
+        return _fake_of_dsl(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*[_fake(v, own_stream) for v in value])
+    if isinstance(value, tuple | list):
+        return type(value)(_fake(v, own_stream) for v in value)
+    return value
+
+
+def _fake_of_dsl(tensor: Any) -> Any:
+    """Dynamic where the tensor is, and divisible as it says; elements of 4 bits come in pairs."""
+    tensor.load_dltensor()
+    kind = tensor.element_type
+    pairs = 2 if kind.width == 4 else 1
+    layout = str(tensor)[:-1].partition(" o ")[2]  # "(?,?{div=8}):(?{i64 div=8},1)"
+    by_n, by_stride = (_divisibilities(part) for part in layout.split(":"))
+    shape, strides = [], []
+    for i, (n, stride) in enumerate(zip(tensor.shape, tensor.stride, strict=True)):
+        among = max(by_n[i], pairs if stride == 1 else 1)
+        shape.append(cute.sym_int(divisibility=among) if tensor.dynamic_shapes_mask[i] else n)
+        among = max(by_stride[i], pairs)
+        dynamic = tensor.dynamic_strides_mask[i]
+        strides.append(cute.sym_int64(divisibility=among) if dynamic else stride)
+    align = tensor._assumed_align or max(1, kind.width // 8)
+    return runtime.make_fake_tensor(kind, tuple(shape), tuple(strides), assumed_align=align)
+
+
+def _divisibilities(modes: str) -> list[int]:
+    """What each mode of a flat layout, as the DSL writes it, is known to be a multiple of."""
+    found = (re.search(r"div=(\d+)", mode) for mode in modes.strip("()").split(","))
+    return [int(m[1]) if m else 1 for m in found]
+
+
+def _benchmark(callable: Any, **how: Any) -> float:
+    """cute.testing.benchmark: one call, and no time."""
+    arguments = how.get("kernel_arguments")
+    generate = how.get("workspace_generator")
+    if arguments is None and generate is not None:
+        arguments = generate()
+    if arguments is None:
+        callable()
+    else:
+        callable(*arguments.args, **arguments.kwargs)
+    return math.nan
+
+
+@contextmanager
+def dsl_on_cpu(arch: Arch, calls: Calls) -> Iterator[None]:
+    from cutlass.utils import HardwareInfo
+
+    compile = Compiler(arch, calls)
+    ok = (driver.CUresult.CUDA_SUCCESS,)
+    with ExitStack() as stack:
+        for target, values in (
+            (BaseDSL, {"_func": lambda dsl, body, *a, **k: compile(dsl, body, *a, **k)}),
+            (cutlass.testing, {"benchmark": _benchmark}),
+            (cutlass.cute.testing, {"benchmark": _benchmark}),
+            (HardwareInfo, {
+                "__init__": lambda self, *_: None,
+                "get_max_active_clusters": lambda self, size, *_, **__: arch.num_sms // size,
+                "get_device_multiprocessor_count": lambda self: arch.num_sms,
+                "get_l2_cache_size_in_bytes": lambda self: arch.l2_bytes,
+            }),
+            (driver, {
+                "cuInit": lambda *_: ok,
+                "cuDeviceGetCount": lambda *_: (*ok, 1),
+                "cuDriverGetVersion": lambda *_: (*ok, 13000),
+            }),
+            (cutlass.cuda, {"initialize_cuda_context": lambda *_, **__: None}),
+        ):  # fmt: skip
+            stack.enter_context(patched(target, **values))
+        yield
+
+
+def warn(finding: Finding) -> None:
+    print(f"cutex: {finding}", file=sys.stderr)

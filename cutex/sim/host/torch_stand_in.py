@@ -1,0 +1,215 @@
+"""torch as a script sees it on a machine with a GPU, where there is none: "cuda" is the CPU.
+
+What a script puts on the GPU lies in host memory, aligned as the CUDA allocator aligns it, and is
+remembered: a kernel may reach it by an address alone, as a grouped GEMM does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from cutex.arch import Arch
+from cutex.sim.host.capture import HostTensor
+
+ALIGNMENT = 512  # bytes, of the CUDA caching allocator
+CPU = torch.device("cpu")
+_IS_CUDA = torch.Tensor.is_cuda.__get__
+
+
+class Allocation(NamedTuple):
+    """What a tensor takes of its storage, which may be longer so that it is aligned."""
+
+    storage: StorageWeakRef
+    address: int
+    size: int  # bytes
+
+
+class DeviceMemory:
+    """What the script holds on its GPU."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Allocation] = {}  # by the address of the storage
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel():
+            storage = tensor.untyped_storage()
+            new = Allocation(StorageWeakRef(storage), tensor.data_ptr(), span(tensor))
+            self._held[storage.data_ptr()] = new
+        return tensor
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        if tensor.layout is not torch.strided:
+            return False
+        held = self._held.get(tensor.untyped_storage().data_ptr())
+        return held is not None and not held.storage.expired()
+
+    def regions(self, named: list[HostTensor]) -> list[HostTensor]:
+        """All that is alive, as bytes; and those of ``named`` that lie elsewhere."""
+        self._held = {at: a for at, a in self._held.items() if not a.storage.expired()}
+        names: dict[int, list[str]] = {a.address: [] for a in self._held.values()}
+        others = []
+        for tensor in named:
+            homes = (a for a in self._held.values() if 0 <= tensor.address - a.address < a.size)
+            home = next(homes, None)
+            if home is None:
+                others.append(tensor)
+            else:
+                names[home.address].append(tensor.name)
+        return others + [
+            HostTensor(
+                a.address, (a.size,), (1,), "uint8", 1, a.storage,
+                "/".join(dict.fromkeys(names[a.address])) or "a tensor",
+            )
+            for a in self._held.values()
+        ]  # fmt: skip
+
+
+def span(tensor: torch.Tensor) -> int:
+    """Bytes from its first element to behind its last."""
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values and strides, at a multiple of ALIGNMENT."""
+    if not tensor.numel() or tensor.data_ptr() % ALIGNMENT == 0:
+        return tensor
+    size = span(tensor)
+    raw = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
+    start = -raw.data_ptr() % ALIGNMENT
+    flat = raw[start : start + size].view(tensor.dtype)
+    out = flat.as_strided(tensor.shape, tensor.stride(), flat.storage_offset())
+    return out.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+
+def _names(kind: str, values: Any) -> bool:
+    """Whether one of ``values`` is a device of this type."""
+    return any(
+        value.partition(":")[0] == kind if isinstance(value, str) else value.type == kind
+        for value in values
+        if isinstance(value, str | torch.device)
+    )
+
+
+def _on_cpu(value: Any) -> Any:
+    return CPU if _names("cuda", [value]) else value
+
+
+class OnCpu(TorchFunctionMode):
+    """Calls that name the device "cuda", or take a tensor that lies there, make theirs there."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        super().__init__()
+        self.memory = memory
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.record_stream:
+            return None
+        if func == _IS_CUDA:
+            return args[0] in self.memory
+        given = (*args, *kwargs.values())
+        to_gpu = func is torch.Tensor.cuda or _names("cuda", given)
+        to_host = func is torch.Tensor.cpu or _names("cpu", given)
+        if func in (torch.Tensor.cuda, torch.Tensor.cpu):
+            out = args[0].clone()
+        else:
+            out = func(*map(_on_cpu, args), **{k: _on_cpu(v) for k, v in kwargs.items()})
+        if not isinstance(out, torch.Tensor):
+            return out
+        if (to_gpu or to_host) and any(out is a for a in args):
+            out = out.clone()
+        if to_gpu or (not to_host and self._comes_from_gpu(out, args)):
+            return self.memory.add(out if out.grad_fn is not None else aligned(out))
+        return out
+
+    def _comes_from_gpu(self, out: torch.Tensor, args: tuple[Any, ...]) -> bool:
+        """Whether ``out`` was made of a tensor on the GPU, and is no view of one there."""
+        flat = [b for a in args for b in (a if isinstance(a, tuple | list) else [a])]
+        made_of = any(isinstance(a, torch.Tensor) and a in self.memory for a in flat)
+        return made_of and out not in self.memory
+
+
+class _Stream:
+    cuda_stream = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def wait_stream(self, _: Any) -> None: ...
+    def wait_event(self, _: Any) -> None: ...
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+class _Event:
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def record(self, *_: Any) -> None: ...
+    def wait(self, *_: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: Any) -> float:
+        return math.nan  # the simulator has no time
+
+
+class _Properties:
+    def __init__(self, arch: Arch) -> None:
+        self.name = f"NVIDIA {arch.board}"
+        self.major, self.minor = arch.capability
+        self.multi_processor_count = arch.num_sms
+        self.L2_cache_size = arch.l2_bytes
+        self.total_memory = 128 << 30
+        self.warp_size = 32
+
+
+def _calls(arch: Arch) -> dict[str, Any]:
+    """What stands for functions of torch.cuda."""
+    nothing = lambda *_, **__: None
+    stream = lambda *_, **__: _Stream()
+    return {
+        "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
+        "get_device_capability": lambda *_: arch.capability,
+        "get_device_name": lambda *_: f"NVIDIA {arch.board}",
+        "get_device_properties": lambda *_: _Properties(arch),
+        "current_stream": stream, "default_stream": stream, "stream": stream,
+        "Stream": _Stream, "Event": _Event, "_lazy_init": nothing,
+        **dict.fromkeys(("synchronize", "set_device", "init", "empty_cache", "manual_seed",
+                         "manual_seed_all", "reset_peak_memory_stats"), nothing),
+    }  # fmt: skip
+
+
+@contextmanager
+def patched(target: Any, **values: Any) -> Iterator[None]:
+    """Attributes of ``target`` with other values, for a while."""
+    before = {name: getattr(target, name) for name in values if hasattr(target, name)}
+    try:
+        for name, value in values.items():
+            setattr(target, name, value)
+        yield
+    finally:
+        for name in values:
+            if name in before:
+                setattr(target, name, before[name])
+            else:
+                delattr(target, name)
+
+
+@contextmanager
+def torch_on_cpu(arch: Arch) -> Iterator[DeviceMemory]:
+    memory = DeviceMemory()
+    with ExitStack() as stack:
+        stack.enter_context(patched(torch.cuda, **_calls(arch)))
+        stack.enter_context(OnCpu(memory))
+        yield memory

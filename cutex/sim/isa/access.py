@@ -1,0 +1,162 @@
+"""Loads and stores of the lanes of a warp, by address space, with bounds and alignment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cutex.sim.errors import BadAddress
+from cutex.sim.machine.batch import Batch
+from cutex.sim.machine.memory import PARAM_WINDOW, SHARED_WINDOW, WINDOWS, window_of
+from cutex.sim.ptx.decode import Decoder
+
+SPACES = ("param", "global", "shared", "local", "const")
+_SYNCHRONISES = {"volatile", "relaxed", "acquire", "release"}
+
+
+class Lanes(NamedTuple):
+    """Active lanes of a batch, flattened: their warp, number and address."""
+
+    warps: np.ndarray
+    lanes: np.ndarray
+    addresses: np.ndarray
+
+    def pick(self, which: Any) -> Lanes:
+        return Lanes(self.warps[which], self.lanes[which], self.addresses[which])
+
+
+class Access:
+    """The memory operand of one instruction, ``width`` bytes for each lane."""
+
+    def __init__(self, d: Decoder, operand: int, width: int) -> None:
+        self.d, self.m, self.width = d, d.m, width
+        self.space = next((s for s in SPACES if s in d.mods), None)
+        self.synchronises = d.ins.name in ("atom", "red") or bool(_SYNCHRONISES & d.mods)
+        self.address = d.address(operand)
+
+    def lanes(self, b: Batch) -> Lanes:
+        addresses = np.broadcast_to(self.address(b), (b.n, 32))
+        if b.mask is None:
+            lanes = np.tile(np.arange(32), b.n)
+            return Lanes(np.repeat(b.idx, 32), lanes, np.ascontiguousarray(addresses).reshape(-1))
+        row, lane = np.nonzero(b.mask)
+        return Lanes(b.idx[row], lane, addresses[row, lane])
+
+    def load(self, b: Batch) -> np.ndarray:
+        """(n, 32, width) bytes; inactive lanes hold zeros."""
+        got = self.fetch(self.lanes(b))
+        if b.mask is None:
+            return got.reshape(b.n, 32, -1)
+        out = np.zeros((b.n, 32, self.width), np.uint8)
+        out[b.mask] = got
+        return out
+
+    def store(self, b: Batch, data: np.ndarray) -> None:
+        """``data`` (n, 32, width) bytes."""
+        where = self.lanes(b)
+        if len(where.addresses):
+            self.put(where, data.reshape(-1, self.width) if b.mask is None else data[b.mask])
+
+    def fetch(self, where: Lanes) -> np.ndarray:
+        """(lanes, width) bytes."""
+        out = np.zeros((len(where.addresses), self.width), np.uint8)
+        for space, which in self._by_space(where.addresses):
+            out[which] = self._fetch(space, where.pick(which))
+        return out
+
+    def put(self, where: Lanes, values: np.ndarray) -> None:
+        """``values`` (lanes, width) bytes; where addresses repeat, the last lane wins."""
+        for space, which in self._by_space(where.addresses):
+            self._put(space, where.pick(which), values[which])
+
+    def _by_space(self, addresses: np.ndarray) -> Iterator[tuple[str, Any]]:
+        if not len(addresses):
+            return
+        if self.space is not None:
+            yield self.space, slice(None)
+            return
+        windows = window_of(addresses)
+        found = np.unique(windows).tolist()
+        for window in found:
+            yield WINDOWS[window], slice(None) if len(found) == 1 else windows == window
+
+    def _fetch(self, space: str, where: Lanes) -> np.ndarray:
+        if space == "shared":
+            words, first = self._shared(where, write=False)
+            return _bytes(words[first[:, None] + np.arange(self.width // words.itemsize)])
+        if space == "local":
+            at = self._private(where, "local", self.m.local_bytes)
+            return self.m.local[where.warps[:, None], where.lanes[:, None], at]
+        if space == "param":
+            where = where._replace(addresses=where.addresses & np.uint64(PARAM_WINDOW - 1))
+            return self.m.params[self._private(where, "parameter", len(self.m.params))]
+        return self.m.memory.load(where.addresses, self.width, self.refuse(where, "loads"))
+
+    def _put(self, space: str, where: Lanes, values: np.ndarray) -> None:
+        self.m.progress += space != "local"  # which nobody else sees
+        if space == "shared":
+            words, first = self._shared(where, write=True)
+            values = np.ascontiguousarray(values).view(words.dtype)
+            words[first[:, None] + np.arange(self.width // words.itemsize)] = values
+        elif space == "local":
+            at = self._private(where, "local", self.m.local_bytes)
+            self.m.local[where.warps[:, None], where.lanes[:, None], at] = values
+        elif space == "global":
+            refuse = self.refuse(where, "stores")
+            self.m.overwrites.store(where.addresses, values, refuse, where.warps, self.d.ins)
+        else:
+            raise self.d.unknown("a store to read-only memory")
+
+    def _shared(self, where: Lanes, write: bool) -> tuple[np.ndarray, np.ndarray]:
+        """All shared memory as words, and the first word of each lane."""
+        m = self.m
+        offsets = where.addresses & np.uint64(SHARED_WINDOW - 1)
+        cta, offset = m.grid.shared_location(where.warps, offsets)
+        m.check_shared(where.warps, where.lanes, cta, offset, self.width, self.d.ins)
+        self.observe(where.warps, cta, offset, self.width, write)
+        if write:
+            m.box_swizzle[cta, offset >> 4] = 0
+        word = min(self.width, 8)
+        return m.smem_words(word), (cta * m.smem_bytes + offset) // word
+
+    def _private(self, where: Lanes, what: str, size: int) -> np.ndarray:
+        """(lanes, width) offsets into memory of ``size`` bytes that is not global or shared."""
+        at = (where.addresses & np.uint64(0xFFFFFFFF)).astype(np.int64)
+        for bad, why in (
+            (at + self.width > size, f"past the end of its {size} bytes"),
+            (at % self.width != 0, f"not aligned to {self.width} bytes"),
+        ):
+            if bad.any():
+                k = int(bad.argmax())
+                who = f"{self.m.grid.name_warp(int(where.warps[k]))} lane {where.lanes[k]}"
+                raise BadAddress.at(
+                    self.d.ins,
+                    f"{who} accesses {self.width} bytes of {what} memory at {at[k]}, {why}",
+                )
+        return at[:, None] + np.arange(self.width)
+
+    def refuse(self, where: Lanes, verb: str) -> Any:
+        """Raises BadAddress for the k-th access to global memory."""
+
+        def refuse(k: int, why: str) -> None:
+            who = f"{self.m.grid.name_warp(int(where.warps[k]))} lane {int(where.lanes[k])}"
+            address = f"0x{int(where.addresses[k]):x}"
+            raise BadAddress.at(self.d.ins, f"{who} {verb} {address}, {why}")
+
+        return refuse
+
+    def observe(
+        self, warps: np.ndarray, cta: np.ndarray, offset: np.ndarray, width: int, write: bool
+    ) -> None:
+        """Reports a race with other warps' accesses, and with operations on these bytes."""
+        m = self.m
+        if not self.synchronises:
+            m.smem_shadow.generic(warps, cta, offset, width, write, self.d.ins)
+        m.async_accesses.lanes(warps, cta, offset, width, write, self.d.ins)
+        m.lifetimes.lanes(warps, cta, write, self.d.ins)
+
+
+def _bytes(words: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(words).view(np.uint8).reshape(len(words), -1)

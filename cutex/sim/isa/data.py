@@ -1,0 +1,166 @@
+"""Data movement (PTX ISA 9.7.9): mov, cvta, ld, st."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cutex.sim.isa.access import SPACES, Access
+from cutex.sim.machine.batch import Batch
+from cutex.sim.machine.memory import LOCAL_WINDOW, SHARED_WINDOW, WINDOWS, window_of
+from cutex.sim.ptx.decode import TYPES, Decoder, Execute, instruction
+from cutex.sim.ptx.parse import WIDTH, Operand, Reg, Vector
+
+HINTS = {
+    "nc", "weak", "relaxed", "acquire", "release", "volatile", "cta", "cluster", "gpu", "sys", "L1",
+    "L2", "no_allocate", "evict_first", "evict_last", "evict_normal", "evict_unchanged",
+    "cache_hint", "64B", "128B", "256B", "ca", "cg", "cs", "lu", "cv", "wb", "wt", "entry", "func",
+    "unified",
+}  # fmt: skip
+
+
+@instruction("mov")
+def mov(d: Decoder) -> Execute:
+    """9.7.9.5: also packs and unpacks vectors, and takes the address of a variable."""
+    d.only()
+    if d.type == "b128":
+        return _mov_128(d)
+    kind = d.type if d.type == "pred" else f"b{WIDTH[d.type]}"
+    read, write = d.src(1, kind), d.dst(0, kind)
+    return lambda b: write(b, read(b))
+
+
+def _mov_128(d: Decoder) -> Execute:
+    """Between a 128-bit register and another, or two of 64 bits."""
+    halves = [_halves(d, o) for o in d.ins.operands]
+
+    def execute(b: Batch) -> None:
+        for (_, write), (read, _) in zip(halves[0], halves[1], strict=True):
+            write(b, np.array(read(b)))
+
+    return execute
+
+
+def _halves(d: Decoder, operand: Operand) -> list[tuple[Any, Any]]:
+    """(read, write) of the low and the high 64 bits of an operand."""
+    if isinstance(operand, Vector):
+        return [(d.read(o, "b64"), d.write(o, "b64")) for o in operand.items]
+    assert isinstance(operand, Reg)
+    whole = d.m.registers[128][operand.index]  # (warps, 32, 2)
+
+    def half(i: int) -> tuple[Any, Any]:
+        def write(b: Batch, v: Any) -> None:
+            now = whole[b.sel]
+            now[..., i] = np.where(b.active(), v, now[..., i])
+            whole[b.sel] = now
+
+        return lambda b: whole[b.sel][..., i], write
+
+    return [half(0), half(1)]
+
+
+@instruction("cvta")
+def cvta(d: Decoder) -> Execute:
+    """9.7.9.20: to and from generic addresses; only the shared and local windows are elsewhere."""
+    d.only("to", "param", "entry", *SPACES, "cta", "cluster")
+    space = next(s for s in SPACES if s in d.mods)
+    window = np.uint64({"shared": SHARED_WINDOW, "local": LOCAL_WINDOW}.get(space, 0))
+    read, write = d.src(1), d.dst()
+    kind = TYPES[d.type]
+    if "to" in d.mods:
+        return lambda b: write(b, (np.asarray(read(b)).astype(np.uint64) & ~window).astype(kind))
+    return lambda b: write(b, (np.asarray(read(b)).astype(np.uint64) | window).astype(kind))
+
+
+@instruction("isspacep")
+def isspacep(d: Decoder) -> Execute:
+    """9.7.9.19"""
+    d.only(*SPACES, "cta", "cluster", "entry")
+    space = next(s for s in SPACES if s in d.mods)
+    read, write = d.src(1, "u64"), d.dst(0, "pred")
+    own = "shared" in d.mods and "cluster" not in d.mods
+    if space == "const":
+        raise d.unknown()
+
+    def execute(b: Batch) -> None:
+        addresses = np.broadcast_to(read(b), (b.n, 32))
+        inside = window_of(addresses) == WINDOWS.index(space)
+        if own:
+            rank = d.m.grid.cta_rank[d.m.grid.warp_cta[b.idx]][:, None]
+            inside &= (addresses >> np.uint64(24) & np.uint64(0xFF)).astype(np.int64) == rank
+        write(b, inside)
+
+    return execute
+
+
+# -- loads and stores ------------------------------------------------------------------------------
+
+
+def vector_length(d: Decoder) -> int:
+    return next((n for n in (2, 4, 8) if f"v{n}" in d.mods), 1)
+
+
+def elements(d: Decoder, k: int, count: int) -> tuple[Operand, ...]:
+    """The items of a vector operand; a single operand is its own item."""
+    operand = d.ins.operands[k]
+    return operand.items if count > 1 and isinstance(operand, Vector) else (operand,)
+
+
+@instruction("ld", "ldu")
+def ld(d: Decoder) -> Execute:
+    """9.7.9.8: parameter, global, constant, shared, local and generic loads of 1 to 8 elements."""
+    d.only(*SPACES, *HINTS, "v2", "v4", "v8")
+    if d.type == "b128":
+        return _ld_128(d)
+    count, kind = vector_length(d), TYPES[d.type]
+    access = Access(d, 1, WIDTH[d.type] // 8 * count)
+    writes = [d.write(t, d.type) for t in elements(d, 0, count)]
+
+    def execute(b: Batch) -> None:
+        values = np.ascontiguousarray(access.load(b)).view(kind).reshape(b.n, 32, count)
+        for j, write in enumerate(writes):
+            write(b, values[:, :, j])
+
+    return execute
+
+
+def _ld_128(d: Decoder) -> Execute:
+    access, writes = Access(d, 1, 16), [w for _, w in _halves(d, d.ins.operands[0])]
+
+    def execute(b: Batch) -> None:
+        values = np.ascontiguousarray(access.load(b)).view(np.uint64).reshape(b.n, 32, 2)
+        for j, write in enumerate(writes):
+            write(b, values[:, :, j])
+
+    return execute
+
+
+@instruction("st")
+def st(d: Decoder) -> Execute:
+    """9.7.9.11"""
+    d.only(*SPACES, *HINTS, "v2", "v4", "v8")
+    count, size = vector_length(d), WIDTH[d.type] // 8
+    access, kind = Access(d, 0, size * count), f"b{8 * size}"
+    if d.type == "b128":
+        count, kind = 2, "b64"
+        reads = [r for r, _ in _halves(d, d.ins.operands[1])]
+    else:
+        reads = [d.read(s, kind) for s in elements(d, 1, count)]
+
+    def execute(b: Batch) -> None:
+        data = np.empty((b.n, 32, count), TYPES[kind])
+        for j, read in enumerate(reads):
+            data[:, :, j] = read(b)
+        access.store(b, data.view(np.uint8).reshape(b.n, 32, -1))
+
+    return execute
+
+
+@instruction("prefetch", "prefetchu", "applypriority", "discard", "createpolicy")
+def cache_control(d: Decoder) -> Execute:
+    """9.7.9.15 and on: no effect on values."""
+    if d.ins.name == "createpolicy":
+        write = d.dst(0, "b64")
+        return lambda b: write(b, np.uint64(0))
+    return lambda b: None

@@ -1,0 +1,107 @@
+"""Matrix fragments between registers and shared memory (PTX ISA 9.7.14.5.15, 9.7.14.5.16).
+
+The PTX ISA shows the fragments of 8-bit elements as figures; the layouts here are those of the
+DSL's copy atoms (LdMatrix16x16x8bOp, StMatrix16x8x8bOp), and what CUTLASS's examples rely on.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cutex.sim.isa.access import Access
+from cutex.sim.isa.data import elements
+from cutex.sim.isa.sync import require_whole_warp
+from cutex.sim.machine.batch import Batch
+from cutex.sim.machine.memory import SHARED_WINDOW
+from cutex.sim.ptx.decode import Decoder, Execute, instruction
+
+
+class _Matrices:
+    """1, 2 or 4 matrices, each of 8 or 16 rows of 16 bytes: where they lie, the lanes say in order.
+
+    16-bit elements come as 8x8 matrices, 8-bit ones as the transposed ``narrow`` shape.
+    """
+
+    def __init__(self, d: Decoder, operand: int, narrow: str) -> None:
+        d.only("sync", "aligned", "m8n8", narrow, "x1", "x2", "x4", "trans", "shared", "cta")
+        self.d, self.count = d, next(n for n in (1, 2, 4) if f"x{n}" in d.mods)
+        self.transposed, self.narrow = "trans" in d.mods, narrow in d.mods
+        self.lanes = self.count * (16 if narrow == "m16n16" and self.narrow else 8)
+        wanted = ("b8", True) if self.narrow else ("b16", self.transposed)
+        if (d.type, self.transposed) != wanted or self.lanes > 32:
+            raise d.unknown()
+        self.access = Access(d, operand, 16)
+
+    def rows(self, b: Batch) -> Batch:
+        """The warps of the batch that take part, whole."""
+        require_whole_warp(self.d, b)
+        return b if b.mask is None else Batch(b.idx[b.any_active()], None)
+
+    def elements(self, b: Batch, write: bool) -> np.ndarray:
+        """(n, lanes, 8 or 16): which element of all shared memory each one of a row is."""
+        n, m = self.lanes, self.d.m
+        addresses = np.broadcast_to(self.access.address(b), (b.n, 32))[:, :n]
+        warps, lanes = np.repeat(b.idx, n), np.tile(np.arange(n), b.n)
+        own = addresses.reshape(-1) & np.uint64(SHARED_WINDOW - 1)
+        cta, offset = m.grid.shared_location(warps, own)
+        m.check_shared(warps, lanes, cta, offset, 16, self.d.ins)
+        self.access.observe(warps, cta, offset, 16, write)
+        if write:
+            m.box_swizzle[cta, offset >> 4] = 0
+        first = (cta * m.smem_bytes + offset).reshape(b.n, n, 1) // self.itemsize
+        return first + np.arange(16 // self.itemsize)
+
+    @property
+    def itemsize(self) -> int:
+        return 1 if self.narrow else 2
+
+
+@instruction("ldmatrix")
+def ldmatrix(d: Decoder) -> Execute:
+    """8x8 matrices of 16-bit elements; lane t holds row t/4, columns 2(t%4)+{0,1}.
+
+    Of 8-bit elements 16x16 ones, transposed: lane t holds of the rows 4(t%4)+{0..3} the elements
+    t/4 in one register, t/4 + 8 in the next.
+    """
+    matrices = _Matrices(d, 1, "m16n16")
+    writes = [d.write(t, "b32") for t in elements(d, 0, 4)]
+
+    def execute(b: Batch) -> None:
+        b = matrices.rows(b)
+        if not b.n:
+            return
+        rows = d.m.smem_words(matrices.itemsize)[matrices.elements(b, False)]
+        if matrices.narrow:  # rows are (t % 4, byte), columns (register, t / 4)
+            rows = rows.reshape(b.n, -1, 4, 4, 2, 8).transpose(0, 1, 4, 5, 2, 3)
+        else:
+            rows = rows.reshape(b.n, -1, 8, 8)
+            rows = rows.swapaxes(2, 3) if matrices.transposed else rows
+        words = np.ascontiguousarray(rows).reshape(b.n, -1).view(np.uint32).reshape(b.n, -1, 32)
+        for i, write in enumerate(writes):
+            write(b, words[:, i])
+
+    return execute
+
+
+@instruction("stmatrix")
+def stmatrix(d: Decoder) -> Execute:
+    """The inverse of ldmatrix, for 8-bit elements of 16x8 matrices: of the rows 2(t%4)+{0,1}."""
+    matrices = _Matrices(d, 0, "m16n8")
+    reads = [d.read(s, "b32") for s in elements(d, 1, 4)]
+
+    def execute(b: Batch) -> None:
+        b = matrices.rows(b)
+        if not b.n:
+            return
+        words = np.stack([np.broadcast_to(r(b), (b.n, 32)) for r in reads], 1)  # (n, count, 32)
+        rows: np.ndarray = np.ascontiguousarray(words)
+        if matrices.narrow:  # of (t / 4, t % 4, column's high bit, row's low bit)
+            rows = rows.view(np.uint8).reshape(b.n, -1, 8, 4, 2, 2).transpose(0, 1, 3, 5, 4, 2)
+        else:
+            rows = rows.view(np.uint16).reshape(b.n, -1, 8, 8)
+            rows = rows.swapaxes(2, 3) if matrices.transposed else rows
+        where = matrices.elements(b, True)
+        d.m.smem_words(matrices.itemsize)[where] = rows.reshape(where.shape)
+        d.m.progress += 1
+
+    return execute

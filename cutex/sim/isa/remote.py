@@ -1,0 +1,89 @@
+"""Stores and reductions to shared memory of the cluster that complete on an mbarrier there (PTX ISA
+9.7.9.12, 9.7.13.7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from cutex.sim.errors import BadOperand
+from cutex.sim.isa.atomics import combine
+from cutex.sim.machine.batch import Batch
+from cutex.sim.machine.memory import SHARED_WINDOW
+from cutex.sim.machine.operation import Engine, Operation, Span
+from cutex.sim.ptx.decode import TYPES, Decoder, Execute, Read, instruction
+from cutex.sim.ptx.parse import WIDTH, Vector
+
+_REDUCTIONS = ("add", "min", "max", "and", "or", "xor", "inc", "dec")
+_MODS = ("async", "weak", "relaxed", "shared", "cluster", "mbarrier", "complete_tx", "bytes")
+
+
+@instruction("st.async")
+def store_async(d: Decoder) -> Execute:
+    """9.7.9.12: 1, 2 or 4 values per thread; their bytes count on the mbarrier when they arrive."""
+    d.only(*_MODS, "v2", "v4")
+    return _remote(d, None)
+
+
+@instruction("red.async")
+def reduce_async(d: Decoder) -> Execute:
+    """9.7.13.7: each thread's value combines with what is there, whole."""
+    d.only(*_MODS, *_REDUCTIONS)
+    name = next((p for p in d.parts if p in _REDUCTIONS), None)
+    if name is None or WIDTH[d.type] not in (32, 64):
+        raise d.unknown()
+    return _remote(d, name)
+
+
+def _remote(d: Decoder, reduction: str | None) -> Execute:
+    m, ins, word = d.m, d.ins, TYPES[f"b{WIDTH[d.type]}"]
+    to, barrier, operand = d.address(0), d.address(2), ins.operands[1]
+    items = operand.items if isinstance(operand, Vector) else (operand,)
+    reads = [d.read(o, f"b{WIDTH[d.type]}") for o in items]
+    size = len(items) * WIDTH[d.type] // 8
+
+    def completer(
+        target: int, offset: int, bar: tuple[int, int], new: np.ndarray
+    ) -> Callable[[], None]:
+        def complete() -> None:
+            place = m.smem[target, offset : offset + size].view(word)
+            place[:] = new if reduction is None else combine(reduction, d.type, place, new)
+            m.box_swizzle[target, offset >> 4] = 0
+            m.mbarriers.complete_tx(bar[0], bar[1], size, f"a {ins.name}.async", ins)
+
+        return complete
+
+    def execute(b: Batch) -> None:
+        values = np.stack([np.broadcast_to(r(b), (b.n, 32)) for r in reads], 2)
+        rows, lanes = np.nonzero(b.active())
+        warps = b.idx[rows]
+
+        def located(address: Read, width: int) -> list[tuple[int, int]]:
+            at = np.broadcast_to(address(b), (b.n, 32))[rows, lanes] & np.uint64(SHARED_WINDOW - 1)
+            cta, offset = m.grid.shared_location(warps, at)
+            m.check_shared(warps, lanes, cta, offset, width, ins)
+            return list(zip(cta.tolist(), offset.tolist(), strict=True))
+
+        places = zip(located(to, size), located(barrier, 8), strict=True)
+        for k, ((target, offset), bar) in enumerate(places):
+            warp = int(warps[k])
+            if bar[0] != target:
+                raise BadOperand.at(
+                    ins,
+                    f"{m.grid.name_warp(warp)} stores to {m.grid.name_cta(target)} and completes "
+                    f"on an mbarrier of {m.grid.name_cta(bar[0])}: they must lie in the same CTA",
+                )
+            m.mbarriers.use(*bar, warp, ins)
+            new = np.ascontiguousarray(values[rows[k], lanes[k]])
+            op = Operation(
+                f"the {ins.name}.async", warp, ins,
+                # NOTE: reductions of one place are whole, so they do not race with each other
+                ("remote", target if reduction else m.flight.issued, reduction),
+                completer(target, offset, bar, new), Engine.DSMEM, size,
+                writes=[Span(target, offset, offset + size)], signals=[bar],
+            )  # fmt: skip
+            m.flight.issue(op)
+
+    return execute

@@ -1,0 +1,247 @@
+"""Matrix multiply-accumulate of the fifth-generation tensor cores (PTX ISA 9.7.16.10)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from cutex.sim.errors import BadOperand
+from cutex.sim.isa.matrices import (
+    ELEMENTS,
+    Form,
+    SharedOperand,
+    accumulate,
+    read_descriptor,
+)
+from cutex.sim.isa.tcgen05 import Issuer, cta_group
+from cutex.sim.isa.tcgen05_descriptor import (
+    TYPES,
+    InstructionDescriptor,
+    check_shape,
+    read_instruction,
+)
+from cutex.sim.isa.tcgen05_scale import SIZES, BlockScales, factors_per_row
+from cutex.sim.machine.batch import Batch
+from cutex.sim.machine.memory import POISON32
+from cutex.sim.machine.operation import Engine, Place, Rectangle
+from cutex.sim.ptx.decode import Decoder, Execute, instruction
+from cutex.sim.ptx.parse import Address, Vector
+
+A_COLUMNS = 8  # of tensor memory: 32 bytes of K
+_UPPER_POISON = np.uint32(POISON32 & 0xFFFF0000)  # of a column that holds a 16-bit accumulator
+
+
+@lru_cache(maxsize=64)
+def accumulator_lanes(m: int, group: int, base_lane: int) -> np.ndarray:
+    """Lane of each of a CTA's accumulator rows (data paths A, B (first half of N), D, F of
+    CUTLASS).
+    """
+    rows = np.arange(m // group)
+    if m // group == 128:
+        return rows
+    if group == 2:
+        return rows  # layout B: the second half of N lies 64 lanes up
+    return base_lane + rows % 16 + 32 * (rows // 16)
+
+
+@instruction("tcgen05.mma")
+def mma(d: Decoder) -> Execute:
+    """9.7.16.10.9.1: D (tensor memory) = A (shared or tensor memory) * B (shared memory) + D if
+    enabled.
+    """
+    d.only(
+        "mma", "cta_group", "1", "2", "kind", *TYPES, "collector", "a", "discard",
+        "fill", "use", "lastuse", "buffer", "b0", "block_scale", *SIZES,
+    )  # fmt: skip
+    group = cta_group(d)
+    kind = d.parts[d.parts.index("kind") + 1]
+    if kind.startswith("mx") != ("block_scale" in d.mods):
+        raise d.unknown("block scaling")
+    ops = d.ins.operands
+    from_tmem = isinstance(ops[1], Address)
+    target = d.address(0)
+    a_read = d.address(1) if from_tmem else d.src(1, "b64")
+    b_read, idesc = d.src(2, "b64"), d.src(3, "b32")
+    disable = ops[4].items if isinstance(ops[4], Vector) else ()
+    factors = factors_per_row(d, kind) if "block_scale" in d.mods else 0
+    factors_at = [d.address(4), d.address(5)] if factors else []
+    after = 6 if factors else 5 if disable else 4
+    enable = d.read(ops[after], "pred")
+    scale = 0.5 ** d.immediate(after + 1) if len(ops) > after + 1 else 1.0  # of D
+    disable_reads = [d.read(o, "b32") for o in disable]
+    m, ins = d.m, d.ins
+
+    def execute(b: Batch) -> None:
+        t, enabled = target(b), np.broadcast_to(enable(b), (b.n, 32))
+        a_s, b_s, i_s = (np.broadcast_to(r(b), (b.n, 32)) for r in (a_read, b_read, idesc))
+        masks = [np.broadcast_to(r(b), (b.n, 32)) for r in disable_reads]
+        if masks and len(masks) != 4 * group:
+            raise d.unknown(f"{len(masks)} words of disabled lanes")
+        rows, lanes = np.nonzero(b.active())
+        for at in zip(rows.tolist(), lanes.tolist(), strict=True):
+            desc = read_instruction(int(i_s[at]), kind, ins)
+            check_shape(desc, group, ins)
+            off = [int(x[at]) for x in masks]
+            issuer = Issuer(m, int(b.idx[at[0]]), at[1], group, ins)
+            scale_at = [int(np.broadcast_to(r(b), (b.n, 32))[at]) for r in factors_at]
+            Mma(
+                issuer,
+                desc,
+                int(t[at]),
+                int(a_s[at]),
+                int(b_s[at]),
+                from_tmem,
+                scale if enabled[at] else None,
+                _enabled_lanes(off, group),
+                BlockScales(issuer, desc, factors, *scale_at) if factors else None,
+            ).issue()
+
+    return execute
+
+
+def _enabled_lanes(off: list[int], group: int) -> np.ndarray:
+    """(group, 128): whether D is written to the lane; bit i of word w is lane 32 w + i."""
+    if not any(off):
+        return np.ones((group, 128), bool)
+    bits = np.array(off, np.uint32).reshape(group, 4, 1) >> np.arange(32, dtype=np.uint32) & 1
+    return (bits == 0).reshape(group, 128)
+
+
+@dataclass
+class Mma:
+    """One multiplication: D = A * B + D * scale, by one CTA or by a pair, each with its own rows of
+    A and D, and its share of B's columns.
+    """
+
+    issuer: Issuer
+    desc: InstructionDescriptor
+    d: int  # address in tensor memory
+    a: int  # descriptor of shared memory, or address in tensor memory
+    b: int  # descriptor of shared memory
+    a_in_tmem: bool
+    scale: float | None  # None: D is not read
+    enabled: np.ndarray  # (ctas, 128) lanes that are written
+    scales: BlockScales | None = None
+
+    def __post_init__(self) -> None:
+        self.m, self.ins, self.ctas = self.issuer.m, self.issuer.ins, self.issuer.ctas
+        self.rows = self.desc.m // len(self.ctas)
+        # layout B: N in two halves, the second 64 lanes up
+        self.halved = len(self.ctas) == 2 and self.desc.m == 128
+        self.width = self.desc.n // 2 if self.halved else self.desc.n
+        self.base_lane, self.column = self.d >> 16, self.d & 0xFFFF
+
+    def issue(self) -> None:
+        desc, ins = self.desc, self.ins
+        for lane in (self.base_lane, self.a >> 16 if self.a_in_tmem else 0):
+            if lane and (lane != 16 or desc.m != 64):
+                raise BadOperand.at(
+                    ins, f"tcgen05.mma of M={desc.m} in tensor memory from lane {lane}"
+                )
+        self._check_columns(self.column, self.width)
+        b_form = Form("operand B of tcgen05.mma", desc.b, desc.n // len(self.ctas), desc.b_mn)
+        self.bs = self._shared(self.b, b_form)
+        reads: list[Place] = [x.span() for x in self.bs]
+        if self.a_in_tmem:
+            self._check_columns(self.a & 0xFFFF, A_COLUMNS)
+            self.a_values = [self._a_in_tmem(cta) for cta in self.ctas]
+            reads += [r for c in self.ctas for r in _rectangles(c, desc, self.a, A_COLUMNS)]
+        else:
+            a_form = Form("operand A of tcgen05.mma", desc.a, self.rows, desc.a_mn)
+            operands = self._shared(self.a, a_form)
+            self.a_values = [x.values for x in operands]
+            reads += [x.span() for x in operands]
+        reads += self.scales.places() if self.scales else []
+        writes: list[Place] = [
+            r for c in self.ctas for r in _rectangles(c, desc, self.d, self.width)
+        ]
+        self.lanes = accumulator_lanes(desc.m, len(self.ctas), self.base_lane)
+        flops = 2 * desc.m * desc.n * desc.k
+        self.issuer.issue(Engine.TCGEN05_MMA, self.complete, reads, writes, flops)
+
+    def complete(self) -> None:
+        b_all = np.concatenate([x.values() for x in self.bs], 0)
+        for cta, a_of, on in zip(self.ctas, self.a_values, self.enabled, strict=True):
+            a, b = a_of(), b_all
+            if self.scales:
+                a, b = self.scales.of_a(cta, a), self.scales.of_b(cta, b)
+            for where, value in self._products(a, b):
+                value = -value if self.desc.negate else value
+                rows = slice(None) if len(where) == 128 and on.all() else where[on[where]]
+                value = value if isinstance(rows, slice) else value[on[where]]
+                cells = self.m.tmem.cells[cta][:, self.column : self.column + self.width]
+                _add(cells, rows, value, self.desc, self.scale)
+
+    def _products(
+        self, a_rows: np.ndarray, b_all: np.ndarray
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Lanes, and what they add."""
+        if not self.halved:
+            return [(self.lanes, a_rows @ b_all.T)]
+        n = len(self.lanes)
+        # NOTE: of A in tensor memory, the upper lanes hold what the second half of N takes
+        return [
+            (self.lanes, a_rows[:n] @ b_all[: self.width].T),
+            (self.lanes + 64, a_rows[-n:] @ b_all[self.width :].T),
+        ]
+
+    def _check_columns(self, first: int, count: int) -> None:
+        for cta in self.ctas:
+            self.m.tmem.check(cta, first, count, self.m.grid.name_warp(self.issuer.warp), self.ins)
+
+    def _shared(self, descriptor: int, form: Form) -> list[SharedOperand]:
+        desc = read_descriptor(descriptor, True, self.ins)
+        return [SharedOperand(self.m, cta, desc, form, self.ins) for cta in self.ctas]
+
+    def _a_in_tmem(self, cta: int) -> Callable[[], np.ndarray]:
+        """A from tensor memory: row per lane, packed elements along 8 columns (9.7.16.10.5); those
+        of 4 and 6 bits in a byte each.
+        """
+        kind, column = self.desc.a.replace("padded", "byte"), self.a & 0xFFFF
+        lanes = accumulator_lanes(self.desc.m, len(self.ctas), self.a >> 16)
+        if self.halved:
+            lanes = np.arange(128)  # twice the rows: the halves of N read their own
+
+        def values() -> np.ndarray:
+            cells = self.m.tmem.cells[cta][lanes, column : column + A_COLUMNS]
+            raw = np.ascontiguousarray(cells).view(np.uint8).reshape(len(lanes), -1)
+            return ELEMENTS[kind](raw).reshape(len(lanes), -1)
+
+        return values
+
+
+def _rectangles(cta: int, desc: InstructionDescriptor, address: int, width: int) -> list[Rectangle]:
+    """The lanes that an accumulator, or A, takes: with M = 64, half of each quarter."""
+    lane, low = address >> 16, address & 0xFFFF
+    if desc.m == 64:
+        halves = [(32 * q + lane, 32 * q + lane + 16) for q in range(4)]
+    else:
+        halves = [(0, 128)]
+    return [Rectangle(cta, first, last, low, low + width) for first, last in halves]
+
+
+def _add(
+    cells: np.ndarray, rows: Any, value: np.ndarray, desc: InstructionDescriptor, scale: Any
+) -> None:
+    """D in ``rows`` of ``cells``; a 16-bit accumulator is the low half of a column."""
+    if desc.out == "f32":
+        old = cells.view(np.float32)[rows] if scale is not None else None
+        cells.view(np.float32)[rows] = _sum(old, value, desc, scale)
+    elif desc.out == "s32":
+        old = cells.view(np.int32)[rows] if scale is not None else None
+        cells.view(np.int32)[rows] = _sum(old, value, desc, scale)
+    else:
+        half = (cells[rows] & np.uint32(0xFFFF)).astype(np.uint16).view(np.float16)
+        old = half.astype(np.float32) if scale is not None else None
+        bits = _sum(old, value, desc, scale).astype(np.float16).view(np.uint16)
+        cells[rows] = bits.astype(np.uint32) | _UPPER_POISON
+
+
+def _sum(old: Any, value: np.ndarray, desc: InstructionDescriptor, scale: float | None) -> Any:
+    if scale not in (None, 1.0):
+        old = old * np.float32(scale)
+    return accumulate(old, value, desc.out, desc.saturate)

@@ -1,0 +1,134 @@
+"""Instructions that change a tensor map: tensormap.replace and tensormap.cp_fenceproxy (PTX ISA
+9.7.9.29, 9.7.13.16).
+
+Where each field lies, and that a stride is given in bytes and a rank as one less, was read from the
+SASS that ptxas 13.0 makes of each form: a load, an insertion of bits and a store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from cutex.sim.errors import BadOperand
+from cutex.sim.isa.access import Access, Lanes
+from cutex.sim.isa.sync import require_whole_warp
+from cutex.sim.isa.tensormap import MAP_BYTES
+from cutex.sim.machine.batch import Batch
+from cutex.sim.ptx.decode import Decoder, Execute, instruction
+
+
+class Piece(NamedTuple):
+    """Bits of one word of a map, and the part of the given value that they take."""
+
+    word: int
+    shift: int
+    bits: int
+    part: Callable[[int], int]
+
+
+def _less_one(value: int) -> int:
+    return value - 1
+
+
+def _whole(value: int) -> int:
+    return value
+
+
+def _ordinal(d: Decoder, most: int) -> int:
+    n = d.immediate(1)
+    if not 0 <= n <= most:
+        raise BadOperand.at(d.ins, f"{d.ins.op}: ordinal {n}, it takes 0..{most}")
+    return n
+
+
+def _pieces(d: Decoder, field: str) -> list[Piece]:
+    if field == "global_address":
+        return [Piece(0, 0, 32, _whole), Piece(1, 0, 32, lambda v: v >> 32)]
+    if field == "global_stride":
+        n = _ordinal(d, 3)
+        return [
+            Piece(3 + n, 0, 32, lambda v: v >> 4),
+            Piece(7, 4 * n, 4, lambda v: v >> 36),
+        ]
+    if field == "global_dim":
+        return [Piece(8 + _ordinal(d, 4), 0, 32, _less_one)]
+    if field == "box_dim":
+        n = _ordinal(d, 4)
+        return [Piece(14, 8 * (n - 1), 8, _less_one) if n else Piece(13, 24, 8, _less_one)]
+    if field == "element_stride":
+        return [Piece(13, 3 * _ordinal(d, 4), 3, _less_one)]
+    return {
+        "rank": [Piece(2, 4, 3, _whole)],
+        "interleave_layout": [Piece(2, 11, 2, _whole)],
+        "swizzle_mode": [Piece(2, 13, 2, _whole), Piece(2, 22, 1, lambda v: v >> 2)],
+        "swizzle_atomicity": [Piece(2, 19, 3, _whole)],
+        "fill_mode": [Piece(2, 15, 1, _whole)],
+        "elemtype": _type_pieces(d.immediate(1)) if field == "elemtype" else [],
+    }[field]
+
+
+def _type_pieces(kind: int) -> list[Piece]:
+    """The numbers of the PTX ISA have two types that the map does not: tf32 and tf32.ftz."""
+    if kind in (11, 12):
+        return [Piece(2, 16, 1, lambda v: 1), Piece(2, 7, 4, lambda v: v - 4)]
+    return [Piece(2, 7, 4, lambda v: v if v < 11 else v - 2)]
+
+
+FIELDS = (
+    "global_address", "rank", "box_dim", "global_dim", "global_stride", "element_stride",
+    "elemtype", "interleave_layout", "swizzle_mode", "swizzle_atomicity", "fill_mode",
+)  # fmt: skip
+
+
+@instruction("tensormap.replace")
+def replace(d: Decoder) -> Execute:
+    """Word by word, as ptxas makes it of ordinary loads and stores."""
+    d.only("replace", "tile", *FIELDS, "global", "shared", "cta", "b1024")
+    field = next(f for f in FIELDS if f in d.mods)
+    value = d.src(len(d) - 1)
+    pieces, access, m = _pieces(d, field), Access(d, 0, 4), d.m
+
+    def execute(b: Batch) -> None:
+        where = access.lanes(b)
+        given = np.broadcast_to(value(b), (b.n, 32))[b.active()].tolist()
+        for piece in pieces:
+            at = where._replace(addresses=where.addresses + np.uint64(4 * piece.word))
+            mask = (1 << piece.bits) - 1 << piece.shift
+            new = [piece.part(v) << piece.shift & mask for v in given]
+            kept = access.fetch(at).view(np.uint32)[:, 0] & np.uint32(~mask & 0xFFFFFFFF)
+            words = kept | np.array(new, np.uint32)
+            access.put(at, words.view(np.uint8).reshape(-1, 4))
+        if "global" in d.mods:
+            for address in set(where.addresses.tolist()):
+                m.tensor_maps.change(address, d.ins)
+
+    return execute
+
+
+@instruction("tensormap.cp_fenceproxy")
+def cp_fenceproxy(d: Decoder) -> Execute:
+    """The warp copies a map from shared to global memory, and releases it to TMA."""
+    if d.immediate(2) != MAP_BYTES:
+        raise d.unknown(f"{d.immediate(2)} bytes")
+    source, target, m = Access(d, 1, 16), Access(d, 0, 16), d.m
+    source.space, target.space = "shared", "global"
+
+    def execute(b: Batch) -> None:
+        require_whole_warp(d, b)
+        rows = np.nonzero(b.any_active())[0]
+        addresses = [b.one(a.address(b))[rows] for a in (source, target)]
+        step = np.arange(0, MAP_BYTES, 16, dtype=np.uint64)
+        warps = np.repeat(b.idx[rows], len(step))
+        lanes = np.zeros(len(warps), int)
+        frm, to = (
+            Lanes(warps, lanes, (a.astype(np.uint64)[:, None] + step).reshape(-1))
+            for a in addresses
+        )
+        target.put(to, source.fetch(frm))
+        for address in addresses[1].tolist():
+            m.tensor_maps.change(int(address), d.ins)
+
+    return execute

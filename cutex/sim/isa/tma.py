@@ -1,0 +1,277 @@
+"""The tensor memory accelerator: bulk-tensor copies (PTX ISA 9.7.9.27)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cutex.sim.errors import BadOperand
+from cutex.sim.hazards.clocks import Kind
+from cutex.sim.isa import atomics
+from cutex.sim.isa.bulk_operands import (
+    Value,
+    active_lanes,
+    multicast_mask,
+    shared_place,
+    signalled,
+    targets,
+)
+from cutex.sim.isa.tensormap import (
+    MAP_BYTES,
+    Overlap,
+    TensorMap,
+    decode_map,
+    overlap,
+    swizzle_chunks,
+)
+from cutex.sim.machine.batch import Batch
+from cutex.sim.machine.bulk_groups import BulkGroup
+from cutex.sim.machine.machine import Machine
+from cutex.sim.machine.memory import PARAM_WINDOW, Region
+from cutex.sim.machine.operation import Engine, Operation, Span
+from cutex.sim.ptx.decode import Decoder, Execute
+
+
+def read_map(d: Decoder, warp: int, address: int) -> TensorMap:
+    """The map that an operation of ``warp`` takes."""
+    m = d.m
+    if address & (63):
+        raise BadOperand.at(d.ins, f"tensor map at 0x{address:x} is not 64-byte aligned")
+    if address & PARAM_WINDOW:
+        at = address & (PARAM_WINDOW - 1)
+        raw = m.params[at : at + MAP_BYTES].tobytes()
+    else:
+        m.tensor_maps.use(warp, address, d.ins)
+        raw = m.memory.view(address, MAP_BYTES, f"the tensor map of {d.ins.op}").tobytes()
+    tmap = decode_map(raw)
+    why = tmap.why_not()
+    if why:
+        raise BadOperand.at(d.ins, f"tensor map at 0x{address:x}: {why}")
+    return tmap
+
+
+def tensor_load(d: Decoder) -> Execute:
+    """Global to shared, completing on an mbarrier with the bytes of the whole box."""
+    m, ins = d.m, d.ins
+    to, tmap_at, barrier = Value(d.address(0)), Value(d.address(1)), Value(d.address(2))
+    coordinates = [Value(c) for c in d.coordinates(1)]
+    multicast = multicast_mask(d)
+    pair = "cta_group::2" in ins.op
+
+    def execute(b: Batch) -> None:
+        t, maps, bars, cs = to(b), tmap_at(b), barrier(b), [c(b) for c in coordinates]
+        masks = multicast(b) if multicast else None
+        for row, lane in active_lanes(b):
+            tmap = read_map(d, int(b.idx[row]), int(maps[row, lane]))
+            at = _place(d, tmap, tuple(int(c[row, lane]) for c in cs))
+            align = 128 if tmap.swizzle else 16
+            cta, offset = shared_place(d, b, row, lane, int(t[row, lane]), tmap.bytes, 16)
+            if offset % align and tmap.swizzle:
+                m.findings.add(
+                    "bad operand",
+                    f"a swizzled box starts at shared 0x{offset:x}, which is not 128-byte aligned",
+                    ins,
+                )
+            bar_cta, bar = shared_place(d, b, row, lane, int(bars[row, lane]), 8, 8)
+            mask = int(masks[row, lane]) if masks is not None else None
+            for target in targets(d, cta, mask):
+                signal = (bar_cta if mask is None else signalled(m, target, bar_cta, pair), bar)
+                m.mbarriers.use(*signal, int(b.idx[row]), ins)
+                op = Operation(
+                    f"the TMA load of a {tmap}", int(b.idx[row]), ins,
+                    ("tma", m.flight.issued, target),
+                    _loader(m, tmap, at, target, offset, signal, ins),
+                    Engine.TMA_LOAD, tmap.bytes,
+                    writes=[Span(target, offset, offset + tmap.bytes)], signals=[signal],
+                )  # fmt: skip
+                m.flight.issue(op)
+
+    return execute
+
+
+def _place(d: Decoder, tmap: TensorMap, at: tuple[int, ...]) -> tuple[int, ...]:
+    """Coordinates in the map's elements."""
+    if len(at) != tmap.rank:
+        raise BadOperand.at(d.ins, f"{len(at)} coordinates for a tensor map of rank {tmap.rank}")
+    # Seen on an H200: an inner coordinate that is not a multiple of 16 bytes traps.
+    place = tmap.place(at)
+    if place is None or place[0] * tmap.itemsize % 16:
+        unit = "128 elements" if tmap.padded else "16 bytes"
+        raise BadOperand.at(
+            d.ins,
+            f"inner coordinate {at[0]} of a {tmap} is not a multiple of {unit}: the hardware traps",
+        )
+    return place
+
+
+def _window(m: Machine, tmap: TensorMap, part: Overlap, why: str) -> np.ndarray:
+    """The tensor's elements under the box, a strided view (outermost first) of unsigned words."""
+    counts = [s.stop - s.start for s in part.slices]
+    step = [1, *tmap.steps[1:]]
+    strides = [st * s for st, s in zip(tmap.strides, step, strict=True)]
+    extent = sum((n - 1) * s for n, s in zip(counts, strides, strict=True)) + tmap.itemsize
+    raw = m.memory.view(tmap.address_of(part), extent, why)
+    return np.lib.stride_tricks.as_strided(
+        raw[: tmap.itemsize].view(_word(tmap)), counts[::-1], strides[::-1]
+    )
+
+
+def _word(tmap: TensorMap) -> np.dtype:
+    """What one element of the map is in global memory."""
+    return np.dtype(f"V{tmap.itemsize}" if tmap.padded else f"u{tmap.itemsize}")
+
+
+def _padded(box: np.ndarray) -> np.ndarray:
+    """Each element with as many bytes behind it as make 16; which, nothing says: NaNs of fp8."""
+    packed = np.ascontiguousarray(box).view(np.uint8).reshape(-1, box.dtype.itemsize)
+    out = np.full((len(packed), 16), 0x7F, np.uint8)
+    out[:, : packed.shape[1]] = packed
+    return out
+
+
+def _places(
+    m: Machine, tmap: TensorMap, part: Overlap, window: np.ndarray
+) -> tuple[Region, np.ndarray]:
+    """The tensor that `window` of it lies in, and the offset of each of its elements, in order."""
+    address = tmap.address_of(part)
+    region = m.memory.find(address)
+    assert region is not None
+    places = np.array(address - region.base)
+    for count, stride in zip(window.shape, window.strides, strict=True):
+        places = places[..., None] + np.arange(count) * stride
+    return region, places.reshape(-1)
+
+
+def _loader(
+    m: Machine,
+    tmap: TensorMap,
+    at: tuple[int, ...],
+    cta: int,
+    offset: int,
+    signal: tuple[int, int],
+    ins: Any,
+) -> Callable[[], None]:
+    def complete() -> None:
+        box = np.zeros(tmap.traversed[::-1], _word(tmap))
+        if tmap.nan_fill:
+            box[...] = tmap.fill
+        part = overlap(tmap, at)
+        if not part.empty:
+            box[part.slices[::-1]] = _window(m, tmap, part, f"the TMA load at {ins.where()}")
+        if tmap.tf32:
+            # NOTE: to nearest, as seen on an H200; that a tie goes away from zero is a guess
+            finite = (box & np.uint32(0x7F800000)) != np.uint32(0x7F800000)
+            box += np.where(finite, np.uint32(0x1000), np.uint32(0))
+            box &= np.uint32(0xFFFFE000)
+        if tmap.padded:
+            box = _padded(box)
+        chunks = box.reshape(-1).view(np.uint64).reshape(-1, 2)
+        where = swizzle_chunks((offset >> 4) + np.arange(len(chunks)), tmap.swizzle)
+        m.smem[cta].view(np.uint64).reshape(-1, 2)[where] = chunks
+        m.box_swizzle[cta, where] = tmap.swizzle + 1
+        m.box_line[cta, where] = ins.line
+        m.mbarriers.complete_tx(*signal, tmap.tx_bytes, "a TMA load", ins)
+
+    return complete
+
+
+_KINDS = {  # of a tensor map's elements, for reductions
+    0: "u8", 1: "u16", 2: "u32", 3: "s32", 4: "u64", 5: "s64", 6: "f16", 7: "f32", 8: "f32",
+    9: "f64", 10: "bf16",
+}  # fmt: skip
+
+
+def tensor_store(d: Decoder, combine: str | None) -> Execute:
+    """Shared to global; elements outside the tensor are not written."""
+    m, ins = d.m, d.ins
+    tmap_at, frm = Value(d.address(0)), Value(d.address(1))
+    coordinates = [Value(c) for c in d.coordinates(0)]
+
+    def execute(b: Batch) -> None:
+        maps, f, cs = tmap_at(b), frm(b), [c(b) for c in coordinates]
+        same: dict[tuple[int, ...], list[int]] = {}
+        for row, lane in active_lanes(b):
+            key = (row, int(maps[row, lane]), int(f[row, lane]), *(int(c[row, lane]) for c in cs))
+            # NOTE: lanes of a warp that ask for the same store cause it once, as the hardware's
+            # uniform instruction does
+            same.setdefault(key, []).append(lane)
+        for (row, address, source, *at), lanes in same.items():
+            tmap = read_map(d, int(b.idx[row]), address)
+            if tmap.padded:
+                raise BadOperand.at(ins, f"a store of a {tmap} is not defined")
+            if combine and tmap.kind not in _KINDS:
+                raise BadOperand.at(ins, f"a reduction into a {tmap} is not defined")
+            where = _place(d, tmap, tuple(at))
+            _check_stored_rows(d, tmap, where)
+            cta, offset = shared_place(d, b, row, lanes[0], source, tmap.bytes, 16)
+            warp = int(b.idx[row])
+            groups = [m.bulk_groups.joined((warp, lane)) for lane in lanes]
+            op = Operation(
+                f"the TMA store of a {tmap}", warp, ins, ("store", m.flight.issued),
+                _storer(m, tmap, where, cta, offset, combine, groups, ins),
+                Engine.TMA_STORE, tmap.bytes,
+                reads=[Span(cta, offset, offset + tmap.bytes)],
+                agents=[(m.clocks.agent(Kind.BULK, warp), groups[0].last)],
+            )  # fmt: skip
+            m.flight.issue(op)
+
+    return execute
+
+
+def _check_stored_rows(d: Decoder, tmap: TensorMap, at: tuple[int, ...]) -> None:
+    """What a store does otherwise than a load, seen on an H200: it traps on a negative coordinate,
+    and bounds a row in whole units of 16 bytes.
+    """
+    if min(at) < 0:
+        raise BadOperand.at(
+            d.ins,
+            f"a TMA store of a {tmap} starts at coordinates {at}: the hardware traps on negative "
+            "ones (a load would fill with zeros)",
+        )
+    row = tmap.dims[0] * tmap.itemsize
+    if row % 16 and at[0] < tmap.dims[0] < at[0] + tmap.box[0]:
+        d.m.findings.add(
+            "overwrite",
+            f"a TMA store of a {tmap} writes whole units of 16 bytes: it overwrites the "
+            f"{16 - row % 16} bytes behind the end of each row, of {row} bytes",
+            d.ins,
+        )
+
+
+def _storer(
+    m: Machine,
+    tmap: TensorMap,
+    at: tuple[int, ...],
+    cta: int,
+    offset: int,
+    combine: str | None,
+    groups: list[BulkGroup],
+    ins: Any,
+) -> Callable[[], None]:
+    owner = m.grid.cta_cluster[[cta]]
+
+    def complete() -> None:
+        n = tmap.bytes // 16
+        where = swizzle_chunks((offset >> 4) + np.arange(n), tmap.swizzle)
+        chunks = m.smem[cta].view(np.uint64).reshape(-1, 2)[where]
+        box = (
+            np.ascontiguousarray(chunks).reshape(-1).view(_word(tmap)).reshape(tmap.traversed[::-1])
+        )
+        part = overlap(tmap, at)
+        if not part.empty:
+            target = _window(m, tmap, part, f"the TMA store at {ins.where()}")
+            new = np.ascontiguousarray(box[part.slices[::-1]])
+            if combine is not None:
+                old = np.ascontiguousarray(target)
+                new = atomics.combine(combine, _KINDS[tmap.kind], old, new)
+            else:
+                region, places = _places(m, tmap, part, target)
+                words = new.reshape(-1, 1).view(np.uint8)
+                m.overwrites.note(region, places, words, owner, ins)
+            target[...] = new
+        for group in groups:
+            group.finished()
+
+    return complete

@@ -1,0 +1,197 @@
+"""Warp-wide instructions (PTX ISA 9.7.9.6, 9.7.13.8 and on): shfl, vote, elect, match, redux,
+activemask.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cutex.sim.errors import BadOperand
+from cutex.sim.ptx.decode import Decoder, Execute, instruction
+from cutex.sim.ptx.parse import Operand
+
+if TYPE_CHECKING:
+    from cutex.sim.machine.batch import Batch
+
+
+class _Members:
+    """The membermask operand: every live lane that it names must be here."""
+
+    def __init__(self, d: Decoder, operand: Operand) -> None:
+        self.d, self.read = d, d.read(operand, "u32")
+
+    def __call__(self, b: Batch) -> np.ndarray:
+        """(n, 32) bool: lanes that take part. Raises BadOperand if a named one is elsewhere."""
+        mask = np.broadcast_to(self.read(b), (b.n, 32))
+        active = b.active()
+        named = (b.one(mask)[:, None] >> np.arange(32, dtype=np.uint32) & np.uint32(1)).astype(bool)
+        named &= self.d.m.live[b.idx]
+        strangers = active & ~named
+        if strangers.any():
+            row, lane = (int(v[0]) for v in np.nonzero(strangers))
+            who = self.d.m.grid.name_warp(int(b.idx[row]))
+            raise BadOperand.at(
+                self.d.ins,
+                f"the membermask of {self.d.ins.op} does not name lane {lane} of {who}, which "
+                "executes it",
+            )
+        missing = (named & ~active) & b.any_active()[:, None]
+        if missing.any():
+            row, lane = (int(v[0]) for v in np.nonzero(missing))
+            raise BadOperand.at(
+                self.d.ins,
+                f"the membermask of {self.d.ins.op} names lane {lane} of "
+                f"{self.d.m.grid.name_warp(int(b.idx[row]))}, which is not here (only lanes "
+                f"{_lanes(active[row])} are)",
+            )
+        return active
+
+
+def _lanes(row: np.ndarray) -> str:
+    return ",".join(map(str, np.nonzero(row)[0]))
+
+
+@instruction("shfl")
+def shfl(d: Decoder) -> Execute:
+    """9.7.9.6: c holds the clamp (bits 0-4) and the segment mask (bits 8-12)."""
+    d.only("sync", "idx", "up", "down", "bfly")
+    mode = next(m for m in ("idx", "up", "down", "bfly") if m in d.mods)
+    first, second = d.pair(0)
+    write, valid = d.write(first, "b32"), d.write(second, "pred") if second is not None else None
+    a, distance, c = d.src(1, "b32"), d.src(2, "u32"), d.src(3, "u32")
+    members = _Members(d, d.ins.operands[4])
+    lane = np.arange(32)
+
+    def execute(b: Batch) -> None:
+        active = members(b)
+        values = np.broadcast_to(a(b), (b.n, 32))
+        n = np.broadcast_to(distance(b), (b.n, 32)).astype(np.int64) & 31
+        control = np.broadcast_to(c(b), (b.n, 32)).astype(np.int64)
+        clamp, segment = control & 31, control >> 8 & 31
+        top = (lane & segment) | (clamp & ~segment)
+        low = lane & segment
+        if mode == "idx":
+            j = low | (n & ~segment)
+            ok = j <= top
+        elif mode == "up":
+            j = lane - n
+            ok = j >= top
+        elif mode == "down":
+            j = lane + n
+            ok = j <= top
+        else:
+            j = lane ^ n
+            ok = j <= top
+        j = np.where(ok, j, lane)
+        row = np.arange(b.n)[:, None]
+        got = values[row, j]
+        # NOTE: reading from a lane that takes no part is undefined: such a lane gives poison
+        got = np.where(active[row, j], got, np.uint32(0x7FFF7FFF))
+        write(b, got)
+        if valid:
+            valid(b, ok)
+
+    return execute
+
+
+@instruction("vote")
+def vote(d: Decoder) -> Execute:
+    """9.7.13.9"""
+    d.only("sync", "all", "any", "uni", "ballot")
+    mode = next(m for m in ("all", "any", "uni", "ballot") if m in d.mods)
+    read, members = d.src(1, "pred"), _Members(d, d.ins.operands[2])
+    write = d.dst(0, "b32" if mode == "ballot" else "pred")
+
+    def execute(b: Batch) -> None:
+        active = members(b)
+        p = np.broadcast_to(read(b), (b.n, 32))
+        every, some = (p | ~active).all(1), (p & active).any(1)
+        if mode == "ballot":
+            write(b, _bits(p & active)[:, None])
+        else:
+            write(b, {"all": every, "any": some, "uni": every | ~some}[mode][:, None])
+
+    return execute
+
+
+def _bits(rows: np.ndarray) -> np.ndarray:
+    """(n, 32) bool -> (n,) uint32, lane 0 in bit 0."""
+    return np.packbits(rows, axis=1, bitorder="little").view(np.uint32).reshape(-1)
+
+
+@instruction("elect")
+def elect(d: Decoder) -> Execute:
+    """9.7.13.14: one leader among the lanes of the membermask, the same for the same mask."""
+    d.only("sync")
+    first, second = d.pair(0)
+    lane_out = d.write(first, "b32")
+    assert second is not None
+    leads, members = d.write(second, "pred"), _Members(d, d.ins.operands[1])
+    lane = np.arange(32)
+
+    def execute(b: Batch) -> None:
+        active = members(b)
+        order = (lane - d.m.policy.elected) % 32  # lanes from the preferred one upward
+        leader = np.where(active, order, 99).argmin(1)
+        lane_out(b, leader.astype(np.uint32)[:, None])
+        leads(b, lane[None, :] == leader[:, None])
+
+    return execute
+
+
+@instruction("activemask")
+def activemask(d: Decoder) -> Execute:
+    """9.7.13.11"""
+    write = d.dst(0, "b32")
+    return lambda b: write(b, _bits(b.active())[:, None])
+
+
+@instruction("redux")
+def redux(d: Decoder) -> Execute:
+    """9.7.13.12"""
+    d.only("sync", "add", "min", "max", "and", "or", "xor", "abs", "NaN")
+    name = next(m for m in ("add", "min", "max", "and", "or", "xor") if m in d.mods)
+    read, members, write = d.src(1), _Members(d, d.ins.operands[2]), d.dst()
+    reduce: Any = {
+        "add": np.add, "min": np.minimum if "NaN" in d.mods else np.fmin,
+        "max": np.maximum if "NaN" in d.mods else np.fmax, "and": np.bitwise_and,
+        "or": np.bitwise_or, "xor": np.bitwise_xor,
+    }[name]  # fmt: skip
+
+    def execute(b: Batch) -> None:
+        active = members(b)
+        values = np.broadcast_to(read(b), (b.n, 32))
+        values = np.abs(values) if "abs" in d.mods else values
+        out = np.zeros((b.n, 1), values.dtype)
+        for i in range(b.n):
+            if active[i].any():
+                out[i] = reduce.reduce(values[i][active[i]], dtype=values.dtype)
+        write(b, out)
+
+    return execute
+
+
+@instruction("match")
+def match(d: Decoder) -> Execute:
+    """9.7.13.10"""
+    d.only("any", "all", "sync")
+    first, second = d.pair(0)
+    read, members = d.src(1), _Members(d, d.ins.operands[2])
+    write, same = d.write(first, "b32"), d.write(second, "pred") if second is not None else None
+    every = "all" in d.mods
+
+    def execute(b: Batch) -> None:
+        active = members(b)
+        v = np.broadcast_to(read(b), (b.n, 32))
+        equal = (v[:, :, None] == v[:, None, :]) & active[:, None, :]
+        bits = np.packbits(equal, axis=2, bitorder="little").view(np.uint32).reshape(b.n, 32)
+        if every:
+            whole = (equal.sum(2) == active.sum(1)[:, None]).any(1)
+            bits = np.where(whole[:, None], _bits(active)[:, None], np.uint32(0))
+            if same:
+                same(b, whole[:, None])
+        write(b, bits)
+
+    return execute

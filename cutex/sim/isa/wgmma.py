@@ -1,0 +1,261 @@
+"""Warpgroup matrix multiply-accumulate of sm_90a (PTX ISA 9.7.15)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+
+from cutex.sim.errors import BadOperand
+from cutex.sim.hazards.clocks import Kind
+from cutex.sim.isa.matrices import (
+    ELEMENTS,
+    ITEMSIZE,
+    Form,
+    SharedOperand,
+    accumulate,
+    read_descriptor,
+)
+from cutex.sim.isa.sync import require_whole_warp
+from cutex.sim.machine.batch import RETRY, Batch
+from cutex.sim.machine.operation import Engine, Operation
+from cutex.sim.machine.waits import Wait
+from cutex.sim.machine.warpgroup import Descriptors, Group, Rendezvous, Unwaited
+from cutex.sim.numerics.fp8_sum import add_products
+from cutex.sim.ptx.decode import Decoder, Execute, instruction
+from cutex.sim.ptx.parse import Imm, Instruction, Operand, Reg, Vector
+
+
+def accumulator_registers(code: list[Instruction]) -> set[int]:
+    """32-bit registers that any wgmma of the program uses: of use to `WarpgroupMma.access`."""
+    found: set[int] = set()
+    for ins in code:
+        if ins.op.startswith("wgmma.mma_async"):
+            for operand in ins.operands[:2]:
+                if isinstance(operand, Vector):
+                    found |= {r.index for r in operand.items if isinstance(r, Reg)}
+    return found
+
+
+@instruction("wgmma.fence")
+def fence(d: Decoder) -> Execute:
+    """9.7.15.7.1: registers are written in program order here; what it orders is remembered."""
+
+    def execute(b: Batch) -> None:
+        require_whole_warp(d, b)
+        d.m.warpgroups.fence(b.idx[b.any_active()])
+
+    return execute
+
+
+@instruction("wgmma.commit_group")
+def commit(d: Decoder) -> Execute:
+    """9.7.15.7.2"""
+
+    def execute(b: Batch) -> None:
+        require_whole_warp(d, b)
+        for warp in b.idx[b.any_active()].tolist():
+            state = d.m.warpgroups.state(warp)
+            state.committed.append(state.open)
+            state.commits += 1
+            state.open = Group()
+
+    return execute
+
+
+@instruction("wgmma.wait_group")
+def wait(d: Decoder) -> Execute:
+    """9.7.15.7.3: until at most N groups of this warp are pending."""
+    n, m, ins = d.immediate(0), d.m, d.ins
+
+    def execute(b: Batch) -> np.ndarray | None:
+        require_whole_warp(d, b)
+        out = np.zeros(b.n, np.int8)
+        for row in np.nonzero(b.any_active())[0].tolist():
+            warp = int(b.idx[row])
+            state = m.warpgroups.state(warp)
+            groups = state.committed
+            while groups and not groups[0].in_flight:
+                groups.pop(0)
+            if any(g.in_flight for g in groups[: max(0, len(groups) - n)]):
+                out[row] = RETRY
+                m.sleep(
+                    warp,
+                    Wait("wgmma group", ("wgmma", warp), ins, lambda: "waits for its wgmma groups"),
+                )
+            else:
+                m.clocks.learn(warp, m.clocks.agent(Kind.TENSOR, warp), state.commits - n)
+                state.waited(state.commits - n)
+        return out if out.any() else None
+
+    return execute
+
+
+_OPERANDS = {  # types of A and B that go with a type of D
+    "f32": ("f16", "bf16", "tf32", "e4m3", "e5m2"), "f16": ("f16", "e4m3", "e5m2"),
+    "s32": ("s8", "u8"),
+}  # fmt: skip
+_KINDS = (*_OPERANDS, "bf16", "tf32", "e4m3", "e5m2", "s8", "u8")
+
+
+@instruction("wgmma.mma_async")
+def mma_async(d: Decoder) -> Execute:
+    """9.7.15.5: D (64 x N, registers) = A (shared memory or registers) * B (shared memory) + D *
+    scale-d.
+    """
+    return Wgmma(d).execute
+
+
+class Wgmma:
+    """One wgmma of the program, which the warps of a warpgroup execute together."""
+
+    def __init__(self, d: Decoder) -> None:
+        self.d, self.m, self.ins = d, d.m, d.ins
+        shape = re.search(r"m64n(\d+)k(\d+)", d.ins.op)
+        assert shape
+        d.only("mma_async", "sync", "aligned", "satfinite", shape.group(), *_KINDS)
+        self.n, self.k = int(shape.group(1)), int(shape.group(2))
+        self.d_kind, a_kind, b_kind = self._kinds()
+        if self.k * ITEMSIZE[a_kind] != 32:
+            raise d.unknown(f"k{self.k} of {a_kind}")
+        self.saturate = "satfinite" in d.mods
+        ops = d.ins.operands
+        self.registers = _indices(ops[0])
+        if len(self.registers) != self.n // (4 if self.d_kind == "f16" else 2):
+            raise d.unknown("size of D")
+        self.a_registers = _indices(ops[1])  # none where A lies in shared memory
+        self.a_desc = None if self.a_registers else d.src(1, "b64")
+        self.b_desc = d.src(2, "b64")
+        keep = ops[3]
+        self.keep = d.src(3, "pred") if not isinstance(keep, Imm) else (lambda b: bool(keep.value))
+        immediates = [int(o.value) for o in ops[4:] if isinstance(o, Imm)]
+        signs, majors = [*immediates[:2], 1, 1], [*immediates[2:], 0, 0]
+        self.negate = (signs[0] == -1) != (signs[1] == -1)
+        if self.a_registers:
+            majors.insert(0, 0)  # registers have no major mode
+        self.a_form = Form("operand A of wgmma", a_kind, 64, bool(majors[0]))
+        self.b_form = Form("operand B of wgmma", b_kind, self.n, bool(majors[1]))
+
+    def _kinds(self) -> list[str]:
+        """Types of D, A and B."""
+        kinds = [p for p in self.d.parts if p in _KINDS]
+        if len(kinds) != 3 or any(kind not in _OPERANDS.get(kinds[0], ()) for kind in kinds[1:]):
+            raise self.d.unknown("accumulator or operand type")
+        return kinds
+
+    def execute(self, b: Batch) -> None:
+        require_whole_warp(self.d, b)
+        keep = b.one(np.broadcast_to(self.keep(b), (b.n, 32)))
+        bs = b.one(self.b_desc(b))
+        a_s = b.one(self.a_desc(b)) if self.a_desc else None
+        m = self.m
+        parts: dict[tuple[int, int, int], dict[int, Descriptors]] = {}
+        for row in np.nonzero(b.any_active())[0].tolist():
+            warp = int(b.idx[row])
+            state = m.warpgroups.state(warp)
+            where = (
+                int(m.grid.warp_cta[warp]),
+                int(m.grid.warp_in_cta[warp]) // 4,
+                state.issued,
+            )
+            a = None if a_s is None else int(a_s[row])
+            parts.setdefault(where, {})[warp] = Descriptors(a, int(bs[row]), bool(keep[row]))
+            state.issued += 1
+        for where, by_warp in parts.items():
+            self._join(where, by_warp)
+
+    def _join(self, where: tuple[int, int, int], by_warp: dict[int, Descriptors]) -> None:
+        """Some warps of a warpgroup, which may be all of it, come to their wgmma."""
+        m, key = self.m, where[:2]
+        inside = [int(m.grid.warp_in_cta[warp]) % 4 for warp in by_warp]
+        acc = m.warpgroups.take(key, inside, self.registers, self.n, self.d_kind, self.ins)
+        first = next(iter(by_warp.values()))
+        meeting = m.warpgroups.meeting.setdefault(where, Rendezvous(self.ins, first, acc))
+        for warp, descriptors in by_warp.items():
+            if (descriptors, self.ins) != (meeting.descriptors, meeting.ins):
+                raise BadOperand.at(
+                    self.ins,
+                    f"{m.grid.name_warp(warp)} executes another wgmma, or other descriptors, than "
+                    "its warpgroup",
+                )
+            state = m.warpgroups.state(warp)
+            state.open.in_flight += 1
+            meeting.groups.append((warp, state.open))
+            meeting.agents.append((m.clocks.agent(Kind.TENSOR, warp), state.commits + 1))
+            m.warpgroups.check_fence(warp, self.registers + self.a_registers, self.ins)
+            state.results[self.registers] = Unwaited(state.commits + 1, self.ins)
+            if self.a_registers:
+                state.sources[self.a_registers] = Unwaited(state.commits + 1, self.ins)
+        if self.a_registers:
+            words = m.registers[32][np.ix_(self.a_registers, list(by_warp))]
+            fragments = _a_fragment(words, self.a_form.kind)
+            meeting.fragments.update(zip(inside, fragments, strict=True))
+        if len(meeting.groups) == 4:
+            del m.warpgroups.meeting[where]
+            self._issue(key, meeting)
+
+    def _issue(self, key: tuple[int, int], meeting: Rendezvous) -> None:
+        b_op = self._shared(key[0], meeting.descriptors.b, self.b_form)
+        reads = [b_op.span()]
+        if meeting.descriptors.a is not None:
+            a_op = self._shared(key[0], meeting.descriptors.a, self.a_form)
+            # NOTE: each warp multiplies its own 16 rows of A, and NVIDIA's kernels rely on it: what
+            # another warp may do with them, the PTX ISA does not say
+            inside = [int(self.m.grid.warp_in_cta[warp]) % 4 for warp, _ in meeting.groups]
+            reads += [a_op.quarter(which, part) for part, which in enumerate(inside)]
+            a_values: Callable[[], np.ndarray] = a_op.values
+        else:
+            a_values = lambda: np.concatenate([meeting.fragments[i] for i in range(4)])
+        complete = lambda: self._complete(key, meeting, a_values(), b_op.values())
+        warp, queue = self.m.warpgroups.warp(key, 0), ("wgmma", *key)
+        op = Operation(
+            "the wgmma", warp, self.ins, queue, complete, Engine.WGMMA,
+            bytes=sum(s.size for s in reads), flops=2 * 64 * self.n * self.k, reads=[*reads],
+            agents=meeting.agents, issuers=[w for w, _ in meeting.groups],
+        )  # fmt: skip
+        self.m.flight.issue(op)
+
+    def _shared(self, cta: int, descriptor: int, form: Form) -> SharedOperand:
+        desc = read_descriptor(descriptor, False, self.ins)
+        return SharedOperand(self.m, cta, desc, form, self.ins)
+
+    def _complete(
+        self, key: tuple[int, int], meeting: Rendezvous, a: np.ndarray, b: np.ndarray
+    ) -> None:
+        """``a`` (64, K), ``b`` (N, K)"""
+        m, values = self.m, meeting.acc.values
+        a = -a if self.negate else a
+        old = values.reshape(64, self.n) if meeting.descriptors.keep else None
+        if self.a_form.kind in ("e4m3", "e5m2") and self.d_kind == "f32":
+            total = add_products(np.zeros((64, self.n), np.float32) if old is None else old, a, b)
+        else:
+            total = accumulate(old, a @ b.T, self.d_kind, self.saturate)
+        values[...] = total.reshape(values.shape)
+        m.warpgroups.release(key, meeting.acc)
+        for warp, group in meeting.groups:
+            group.in_flight -= 1
+            if not group.in_flight:
+                m.wake(("wgmma", warp))
+
+
+def _indices(operand: Operand) -> tuple[int, ...]:
+    """Of the registers in a vector; none of another operand."""
+    items = operand.items if isinstance(operand, Vector) else ()
+    return tuple(r.index for r in items if isinstance(r, Reg))
+
+
+def _a_fragment(words: np.ndarray, kind: str) -> np.ndarray:
+    """A in registers: (4, warps, 32) words -> (warps, 16, K) float32 (9.7.15.5.1.1)."""
+    size = ITEMSIZE[kind]
+    per = 4 // size
+    raw = np.ascontiguousarray(words).view(np.uint8).reshape(*words.shape, 4)
+    values = ELEMENTS[kind](raw).reshape(4, words.shape[1], 32, per)
+    out = np.empty((words.shape[1], 16, 32 // size), np.float32)
+    t = np.arange(32)
+    for i in range(4):
+        for e in range(per):
+            out[:, t // 4 + 8 * (i % 2), per * (t % 4) + e + per * 4 * (i // 2)] = values[
+                i, :, :, e
+            ]
+    return out

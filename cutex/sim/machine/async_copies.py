@@ -1,0 +1,126 @@
+"""Non-bulk copies of the resident warps that are in flight (PTX ISA 9.7.9.25.3).
+
+All that the lanes of a warp copy for one group is one operation, which grows until they commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from cutex.sim.hazards.clocks import Kind
+from cutex.sim.machine.operation import Engine, Operation
+from cutex.sim.ptx.parse import Instruction
+
+if TYPE_CHECKING:
+    from cutex.sim.isa.access import Lanes
+    from cutex.sim.machine.machine import Machine
+
+
+class Part(NamedTuple):
+    """What one instruction of a warp copies: a lane each."""
+
+    to: Lanes  # addresses: offsets in the CTA's shared memory
+    complete: Callable[[], None]
+
+
+@dataclass(eq=False)
+class PendingCopy:
+    """What a warp has issued and not seen complete; ``group`` (32,) which of its lanes' groups."""
+
+    op: Operation
+    group: np.ndarray  # -1 where the lane takes no part
+    parts: list[Part] = field(default_factory=list)
+
+
+class AsyncCopies:
+    """Of all resident warps."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.m = machine
+        self.clear()
+
+    def clear(self) -> None:
+        self.pending: dict[int, list[PendingCopy]] = {}  # in flight
+        self.unwaited: dict[int, list[PendingCopy]] = {}  # complete or not
+        self.committed: dict[int, np.ndarray] = {}  # (32,) groups that each lane has committed
+
+    def groups(self, warp: int) -> np.ndarray:
+        return self.committed.setdefault(warp, np.zeros(32, int))
+
+    def issue(self, warp: int, part: Part, words: np.ndarray, size: int, ins: Instruction) -> None:
+        """A copy of ``size`` bytes to ``words`` of shared memory joins the operation of the same
+        lanes and group, if it is still in flight and nobody has asked for its end.
+        """
+        group = np.full(32, -1)
+        group[part.to.lanes] = self.groups(warp)[part.to.lanes]
+        pending = self.pending.setdefault(warp, [])
+        last = pending[-1] if pending else None
+        if last is not None and not last.op.then and (last.group == group).all():
+            last.parts.append(part)
+            last.op.bytes += size
+            self.m.progress += 1
+            self.m.smem_shadow.copy(warp, words, last.op.number, ins)
+            return
+        op = Operation(
+            "the cp.async",
+            warp,
+            ins,
+            ("cp.async", self.m.flight.issued),
+            lambda: self._complete(copy),
+            Engine.CP_ASYNC,
+            size,
+        )
+        copy = PendingCopy(op, group, [part])
+        pending.append(copy)
+        self.unwaited.setdefault(warp, []).append(copy)
+        self.m.flight.issue(op)
+        self.m.smem_shadow.copy(warp, words, op.number, ins)
+
+    def _complete(self, copy: PendingCopy) -> None:
+        warp = copy.op.warp
+        for part in copy.parts:
+            part.complete()
+        self.pending[warp].remove(copy)
+        self.m.wake(("cp.async", warp))
+
+    def overdue(self, warp: int, lanes: np.ndarray, allowed: int) -> bool:
+        """Whether a group of one of the ``lanes``, older than its ``allowed`` last, is pending; the
+        warp knows of all of these if none is.
+        """
+        limit = self.groups(warp) - allowed
+        copies = self.unwaited.get(warp, [])
+        older = [c for c in copies if (lanes & (c.group >= 0) & (c.group < limit)).any()]
+        if not all(c.op.done for c in older):
+            return True
+        if older:
+            clocks = self.m.clocks
+            clocks.learn(warp, clocks.agent(Kind.COPY, warp), older[-1].op.number)
+            self.unwaited[warp] = [c for c in copies if c not in older]
+        return False
+
+    def after(self, warp: int, lanes: np.ndarray, then: Callable[[np.ndarray], None]) -> None:
+        """``then`` once all that the ``lanes`` have issued is complete; it takes what that
+        releases.
+        """
+        clocks = self.m.clocks
+        given = clocks.give(warp)
+        issued = [c for c in self.unwaited.get(warp, ()) if (lanes & (c.group >= 0)).any()]
+        if issued:
+            clocks.release(given, clocks.agent(Kind.COPY, warp), issued[-1].op.number)
+        waited = [c for c in issued if not c.op.done]
+        left = len(waited)
+
+        def one_is() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                then(given)
+
+        for copy in waited:
+            copy.op.then.append(one_is)
+        if not waited:
+            then(given)

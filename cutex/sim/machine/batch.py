@@ -1,0 +1,45 @@
+"""Warps that execute an instruction together, and what it says of each of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+# What an instruction says of each warp of its batch, where not all go on:
+GO, RETRY, ARRIVED = 0, 1, 2  # next instruction; blocked, executes again; blocked, has executed
+
+
+class Batch:
+    """Warps that execute the same instruction together.
+
+    ``idx`` (n,) warp numbers, ascending; ``sel`` the same as a slice where they are contiguous;
+    ``mask`` (n, 32) the active lanes, None when all are.
+    """
+
+    __slots__ = ("idx", "mask", "n", "sel")
+
+    def __init__(self, idx: np.ndarray, mask: np.ndarray | None) -> None:
+        self.idx, self.mask, self.n = idx, mask, len(idx)
+        contiguous = self.n and int(idx[-1]) - int(idx[0]) + 1 == self.n
+        self.sel: Any = slice(int(idx[0]), int(idx[-1]) + 1) if contiguous else idx
+
+    def active(self) -> np.ndarray:
+        return np.ones((self.n, 32), bool) if self.mask is None else self.mask
+
+    def any_active(self) -> np.ndarray:
+        """(n,) whether the warp has an active lane."""
+        return np.ones(self.n, bool) if self.mask is None else np.any(self.mask, axis=1)
+
+    def first_lane(self) -> np.ndarray:
+        """(n,) the lowest active lane; 0 where there is none."""
+        return np.zeros(self.n, int) if self.mask is None else self.mask.argmax(1)
+
+    def pick(self, rows: np.ndarray) -> Batch:
+        """Some of its warps."""
+        return Batch(self.idx[rows], None if self.mask is None else self.mask[rows])
+
+    def one(self, values: Any) -> np.ndarray:
+        """(n,) the value that the lowest active lane holds."""
+        v = np.broadcast_to(values, (self.n, 32))
+        return v[:, 0] if self.mask is None else v[np.arange(self.n), self.first_lane()]

@@ -1,0 +1,214 @@
+"""Where the lanes of each warp stand, and which of them run.
+
+Lanes that part at a branch run apart; those ahead wait where every path of the others comes through
+(at a post-dominator), as compilers make hardware do, so that a warp is whole again after an if, a
+loop or an elected lane's work. Only when nothing else in the machine can run do they go on alone,
+up to an instruction that needs the whole warp: hardware promises each lane progress.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cutex.sim.ptx.flow import ControlFlow
+
+if TYPE_CHECKING:
+    from cutex.sim.machine.batch import Batch
+    from cutex.sim.machine.machine import Machine
+
+RUNNING, BLOCKED, YIELDED, DONE = 0, 1, 2, 3  # of a warp
+
+
+class Divergence:
+    """Program positions and state of all resident warps, and of their lanes while they are apart.
+
+    A warp is apart while its live lanes stand at different places, or some of them sleep. ``pc`` is
+    where the lanes of a warp stand that run next.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self.m = machine
+        self.flow = ControlFlow(machine.program.code)
+
+    def clear(self, live: np.ndarray) -> None:
+        """All lanes of ``live`` (warps, 32) at the start of the program."""
+        warps = len(live)
+        self.live = live
+        self.state = np.where(live.any(1), RUNNING, DONE).astype(np.uint8)
+        self.pc = np.zeros(warps, np.int64)
+        self.apart = np.zeros(warps, bool)
+        self.lane_pc = np.zeros((warps, 32), np.int64)
+        self.asleep = np.zeros((warps, 32), bool)
+        self.turn = np.zeros((warps, 32), np.int64)  # how often a lane has let others run
+        self.alone = np.zeros(warps, bool)  # lanes go on without those that they would wait for
+        self.held = np.zeros((warps, 32), bool)  # alone, before an instruction of the whole warp
+
+    def running(self, idx: np.ndarray, place: int) -> np.ndarray | None:
+        """Active lanes of warps that stand at ``place``, None for all of full warps."""
+        live, apart = self.live[idx], self.apart[idx]
+        if not apart.any() and live.all():
+            return None
+        here = (self.lane_pc[idx] == place) & ~self.asleep[idx] & ~self.held[idx]
+        return live & (here | ~apart[:, None])
+
+    def meeting_places(
+        self, idx: np.ndarray, mask: np.ndarray, place: int
+    ) -> tuple[int, frozenset[int]]:
+        """Where a batch may have to stop: the next place above at which lanes of its warps stand,
+        and all places where it would have to wait for them.
+        """
+        others = self.live[idx] & self.apart[idx][:, None] & ~mask
+        if not others.any():
+            return len(self.m.program.code) + 1, frozenset()
+        above = self.lane_pc[idx][others]
+        above = above[above > place]
+        stop = int(above.min()) if len(above) else len(self.m.program.code) + 1
+        others &= ~self.held[idx] & ~self.alone[idx][:, None]
+        behind = set(self.lane_pc[idx][others].tolist()) - {place}
+        return stop, frozenset().union(*(self.flow.beyond(pc) for pc in behind))
+
+    # -- moving ------------------------------------------------------------------------------------
+
+    def settle(self, batch: Batch, place: np.ndarray) -> None:
+        """The batch's lanes now stand at ``place`` (n,)."""
+        if batch.mask is None:
+            self.pc[batch.idx] = place
+            return
+        apart = self.apart[batch.idx]
+        self.pc[batch.idx[~apart]] = place[~apart]
+        if apart.any():
+            idx = batch.idx[apart]
+            lanes = self.lane_pc[idx]
+            lanes[batch.mask[apart]] = np.repeat(place[apart], batch.mask[apart].sum(1))
+            self.lane_pc[idx] = lanes
+            self.choose(idx)
+
+    def branch(
+        self, batch: Batch, here: np.ndarray, taken: np.ndarray, pc: int, target: int
+    ) -> None:
+        """Warps, or lanes of a warp, part ways."""
+        some, every = taken.any(1), (taken == here).all(1)
+        split = some & ~every
+        place = np.where(every, target, pc + 1)
+        if not split.all():
+            self.settle(batch.pick(~split), place[~split])
+        idx = batch.idx[split]
+        if len(idx):
+            lanes = np.where(self.apart[idx][:, None], self.lane_pc[idx], self.pc[idx][:, None])
+            lanes[here[split]] = pc + 1
+            lanes[taken[split]] = target
+            self.lane_pc[idx] = lanes
+            self.apart[idx] = True
+            self.choose(idx)
+
+    def leave(self, batch: Batch, leaving: np.ndarray, pc: int) -> np.ndarray:
+        """Lanes return at ``pc``; the warps that are gone with them."""
+        idx = batch.idx
+        lanes = np.where(self.apart[idx][:, None], self.lane_pc[idx], pc)
+        lanes[batch.active() & ~leaving] = pc + 1
+        self.lane_pc[idx] = lanes
+        self.live[idx] &= ~leaving
+        self.apart[idx] = True
+        gone = idx[~self.live[idx].any(1)]
+        self.choose(idx)
+        self.state[gone] = DONE
+        return gone
+
+    # -- sleeping ----------------------------------------------------------------------------------
+
+    def sleep(self, warp: int, lanes: np.ndarray | None) -> None:
+        """These lanes (of a warp that is apart; else None, all) sleep until `wake`."""
+        if lanes is None:
+            self.state[warp] = BLOCKED
+        else:
+            self.asleep[warp] |= lanes
+            self.choose(np.array([warp]))
+
+    def wake(self, warp: int, lanes: np.ndarray | None) -> None:
+        if lanes is None:
+            self.state[warp] = RUNNING
+        else:
+            self.asleep[warp] &= ~lanes
+            self.choose(np.array([warp]))
+
+    def give_way(self, batch: Batch) -> None:
+        """Lanes that spin let others run; where there are none, until something happens."""
+        self.state[batch.idx] = YIELDED
+        apart = self.apart[batch.idx]
+        for warp, mask in zip(batch.idx[apart], batch.active()[apart], strict=True):
+            self.turn[warp, mask] += 1
+            self._choose_one(int(warp))
+            if not self._at(int(warp))[mask].any():
+                self.state[warp] = RUNNING
+
+    def go_on_alone(self) -> bool:
+        """Lets lanes run that wait only for lanes of their own warp; False if there are none."""
+        stuck = self.apart & ~self.alone & ((self.state == BLOCKED) | (self.state == YIELDED))
+        waiting = stuck & (self.live & ~self.asleep).any(1)
+        idx = np.nonzero(waiting)[0]
+        self.alone[idx] = True
+        self.choose(idx)
+        return bool(len(idx))
+
+    def hold(self, batch: Batch) -> Batch | None:
+        """Before an instruction of whole warps: lanes that are alone stay; the rest go on."""
+        if batch.mask is None:
+            return batch
+        partial = (self.live[batch.idx] & ~batch.mask).any(1) & self.alone[batch.idx]
+        if not partial.any():
+            return batch
+        for warp, mask in zip(batch.idx[partial], batch.mask[partial], strict=True):
+            self.held[warp] |= mask
+        self.choose(batch.idx[partial])
+        return None if partial.all() else batch.pick(~partial)
+
+    # -- choosing ----------------------------------------------------------------------------------
+
+    def choose(self, idx: np.ndarray) -> None:
+        """Sets ``pc``, ``apart`` and ``state`` of warps whose lanes moved, slept or woke."""
+        live = self.live[idx]
+        lanes = self.lane_pc[idx]
+        far = len(self.m.program.code) + 1
+        low = np.where(live, lanes, far).min(1)
+        high = np.where(live, lanes, -1).max(1)
+        sleepy = (self.asleep[idx] & live).any(1)
+        self.pc[idx] = low
+        together = (low >= high) & ~sleepy
+        whole = idx[together]
+        self.apart[whole] = self.alone[whole] = False
+        self.held[whole] = False
+        self.turn[whole] = 0
+        self.state[idx] = RUNNING
+        rest = idx[~together]
+        if not len(rest):
+            return
+        self.apart[rest] = True
+        plain = ~(sleepy | self.alone[idx] | self.turn[idx].any(1))[~together]
+        plain &= ((lanes == low[:, None]) | (lanes == high[:, None]) | ~live).all(1)[~together]
+        pairs = np.stack([low[~together], high[~together]], 1)
+        for a, b in {tuple(p) for p in pairs[plain].tolist()}:
+            if a in self.flow.beyond(b):
+                these = plain & (pairs == (a, b)).all(1)
+                self.pc[rest[these]] = b
+        for warp in rest[~plain].tolist():
+            self._choose_one(warp)
+
+    def _at(self, warp: int) -> np.ndarray:
+        """(32,) lanes of a warp that is apart that run next."""
+        awake = self.live[warp] & ~self.asleep[warp] & ~self.held[warp]
+        return awake & (self.lane_pc[warp] == self.pc[warp])
+
+    def _choose_one(self, warp: int) -> None:
+        live, lanes = self.live[warp], self.lane_pc[warp]
+        ready = live & ~self.asleep[warp] & ~self.held[warp]
+        places = set(lanes[ready].tolist())
+        if not self.alone[warp]:
+            others = set(lanes[live & ~self.held[warp]].tolist())
+            places = {p for p in places if not any(p in self.flow.beyond(o) for o in others)}
+        if not places:
+            self.state[warp] = BLOCKED
+            return
+        turns = {p: int(self.turn[warp][ready & (lanes == p)].min()) for p in places}
+        self.pc[warp] = min(places, key=lambda p: (turns[p], p))

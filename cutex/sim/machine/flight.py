@@ -1,0 +1,69 @@
+"""Operations in flight: TMA copies, tensor-core operations, bulk stores.
+
+An asynchronous operation takes effect when the scheduler completes it, at any moment between its
+issue and the time when something waits for it. Operations of one queue complete in order (tcgen05
+of a CTA, wgmma of a warpgroup); queues are unordered.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterator
+from typing import TYPE_CHECKING
+
+from cutex.sim.machine.operation import Operation
+
+if TYPE_CHECKING:
+    from cutex.sim.machine.machine import Machine
+
+
+class Flight:
+    """All operations in flight, by queue, in order of issue."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.clear()
+
+    def clear(self) -> None:
+        self.queues: dict[Hashable, deque[Operation]] = {}
+        self.count = 0
+        self.issued = 0
+        # what a thread (warp, lane, cta_group) issued to the tensor cores since its last commit;
+        # where that is nothing, the last before it
+        self.latest: dict[tuple[int, int, int], list[Operation]] = {}
+
+    def __iter__(self) -> Iterator[Operation]:
+        for queue in self.queues.values():
+            yield from queue
+
+    def issue(self, op: Operation) -> None:
+        """Puts ``op`` in flight; it must be ordered after what is on its places."""
+        self.machine.progress += 1
+        self.issued += 1
+        op.number = self.issued
+        self.machine.async_accesses.issue(op)
+        self.queues.setdefault(op.queue, deque()).append(op)
+        self.count += 1
+
+    def heads(self) -> list[Operation]:
+        """The operations that may complete next, oldest first."""
+        return sorted((q[0] for q in self.queues.values()), key=lambda op: op.number)
+
+    def complete(self, op: Operation) -> None:
+        queue = self.queues[op.queue]
+        assert queue[0] is op
+        queue.popleft()
+        if not queue:
+            del self.queues[op.queue]
+        self.count -= 1
+        op.done = True
+        self.machine.async_accesses.complete(op)
+        self.machine.progress += 1
+        op.complete()
+        for consequence in op.then:
+            consequence()
+
+    def complete_all(self) -> None:
+        """Everything in flight, in order of issue."""
+        for op in sorted(self, key=lambda op: op.number):
+            self.complete(op)

@@ -1,0 +1,224 @@
+"""The state of a simulated grid: registers, shared and tensor memory, barriers, what is in flight.
+
+Registers of all resident warps lie in one array per bank, (register, warp, lane), so that one numpy
+call executes an instruction for every warp that stands at the same place in the program.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cutex.sim.errors import BadAddress
+from cutex.sim.hazards.async_accesses import AsyncAccesses
+from cutex.sim.hazards.clocks import Clocks
+from cutex.sim.hazards.findings import Findings
+from cutex.sim.hazards.lifetimes import Lifetimes
+from cutex.sim.hazards.map_changes import TensorMapChanges
+from cutex.sim.hazards.overwrites import Overwrites
+from cutex.sim.hazards.smem_shadow import SmemShadow
+from cutex.sim.host.capture import Launch
+from cutex.sim.machine.async_copies import AsyncCopies
+from cutex.sim.machine.barriers import ClusterBarriers, NamedBarriers
+from cutex.sim.machine.bulk_groups import BulkGroups
+from cutex.sim.machine.divergence import BLOCKED, Divergence
+from cutex.sim.machine.flight import Flight
+from cutex.sim.machine.grid import Grid
+from cutex.sim.machine.mbarrier import MBarriers
+from cutex.sim.machine.memory import POISON16, POISON32, POISON64, SYSTEM_SMEM, GlobalMemory
+from cutex.sim.machine.pending_clusters import PendingClusters
+from cutex.sim.machine.residency import Residency
+from cutex.sim.machine.tmem import TensorMemory
+from cutex.sim.machine.waits import PassedWait, Wait
+from cutex.sim.machine.warpgroup import WarpgroupMma
+from cutex.sim.policy import Policy
+from cutex.sim.ptx.parse import Instruction, Program
+
+_POISON = {1: True, 16: POISON16, 32: POISON32, 64: POISON64, 128: POISON64}  # by bank
+
+
+@dataclass
+class RegisterPool:
+    """Registers of a CTA that setmaxnreg moves: free ones, and per thread of each warp."""
+
+    free: int
+    held: dict[int, int] = field(default_factory=dict)
+
+
+class Machine:
+    """Everything that instructions read and write while a set of CTAs is resident."""
+
+    def __init__(
+        self,
+        program: Program,
+        launch: Launch,
+        memory: GlobalMemory,
+        params: np.ndarray,
+        residency: Residency,
+        policy: Policy,
+    ) -> None:
+        self.program, self.memory, self.params = program, memory, params
+        self.residency, self.policy = residency, policy
+        self.grid: Grid = Grid(launch, residency.ctas)
+        self.pending_clusters = PendingClusters([])
+        self.static_smem = self._place_variables()
+        self.smem_end = SYSTEM_SMEM + self.static_smem + launch.smem
+        self.smem_bytes = -(-self.smem_end // 128) * 128
+
+        self.findings = Findings()
+        self.progress = 0  # grows with every visible effect; tells a spin loop from work
+        num_warps = self.grid.num_warps
+        banks = {1: bool, 16: np.uint16, 32: np.uint32, 64: np.uint64, 128: np.uint64}
+        self.registers = {
+            bank: np.empty((count, num_warps, 32, *((2,) if bank == 128 else ())), banks[bank])
+            for bank, count in program.registers.items()
+        }
+        self.lanes = Divergence(self)
+        self.sleepers: dict[Any, list[tuple[int, Wait]]] = {}  # by key
+        self.ticks = 0
+        self.carry = np.zeros((num_warps, 32), bool)  # of add.cc and its kin
+        self.smem = np.empty((residency.ctas, self.smem_bytes), np.uint8)
+        self.mbarriers = MBarriers(self)
+        self.flight = Flight(self)
+        self.bulk_groups = BulkGroups(self)
+        self.async_copies = AsyncCopies(self)
+        self.warpgroups = WarpgroupMma(self)
+        self.named = NamedBarriers(self)
+        self.clusters = ClusterBarriers(self)
+        self.tmem = TensorMemory(self)
+        self.overwrites = Overwrites(self)
+        self.tensor_maps = TensorMapChanges(self)
+
+    @property
+    def live(self) -> np.ndarray:
+        """(warps, 32) lanes that have not returned."""
+        return self.lanes.live
+
+    # -- residency ---------------------------------------------------------------------------------
+
+    def load_clusters(self, clusters: Sequence[int]) -> None:
+        """Makes these clusters of the grid (numbered by x, then y, then z) resident, with fresh,
+        poisoned state.
+        """
+        self.grid.place(clusters)
+        num_ctas, num_warps = self.grid.num_ctas, self.grid.num_warps
+        for bank, registers in self.registers.items():
+            registers[...] = _POISON[bank]
+        self.smem.view(np.uint32)[...] = POISON32
+        # per 16 bytes: 1 + swizzle of the TMA load that wrote them (0: none did), and its PTX line
+        self.box_swizzle = np.zeros((num_ctas, self.smem_bytes // 16), np.int8)
+        self.box_line = np.zeros((num_ctas, self.smem_bytes // 16), np.int32)
+        self.mbarriers.clear()
+        self.flight.clear()
+        self.bulk_groups.clear()
+        self.async_copies.clear()
+        self.warpgroups.clear()
+        self.tmem.clear()
+        self.local = np.full((num_warps, 32, self.local_bytes), 0x7F, np.uint8)
+        self.local[..., ::2] = 0xFF
+        self.lanes.clear(self.grid.threads())
+        self.sleepers.clear()
+        self.waits: dict[int, list[Wait]] = {}  # by warp
+        self.timed_out = np.zeros((num_warps, 32), bool)
+        self.named.clear()
+        self.clusters.clear()
+        self.last_wait: dict[int, dict[tuple[int, int], PassedWait]] = defaultdict(dict)
+        self.register_pools: dict[int, RegisterPool] = {}  # by cta
+        self.clocks = Clocks(self)
+        self.smem_shadow = SmemShadow(self)
+        self.async_accesses = AsyncAccesses(self)
+        self.lifetimes = Lifetimes(self)
+
+    def _place_variables(self) -> int:
+        """Offsets of shared, local and module variables; returns the bytes of static smem."""
+        self.offsets: dict[str, int] = {}
+        sizes = {"shared": 0, "local": 0, "global": 0, "const": 0}
+        dynamic = []
+        for v in self.program.variables.values():
+            if v.space == "shared" and v.size == 0:
+                dynamic.append(v)
+                continue
+            space = "global" if v.space == "const" else v.space
+            at = -(-sizes[space] // v.align) * v.align
+            self.offsets[v.name] = at + (SYSTEM_SMEM if space == "shared" else 0)
+            sizes[space] = at + v.size
+        static = sizes["shared"]
+        for v in dynamic:
+            static = -(-static // v.align) * v.align if static else 0
+            self.offsets[v.name] = SYSTEM_SMEM + static
+        self.local_bytes = sizes["local"]
+        return static
+
+    def clock(self) -> int:
+        """What clocks show: it grows whenever it is read, and means nothing else."""
+        self.ticks += 256
+        return self.ticks
+
+    # -- blocking and waking -----------------------------------------------------------------------
+
+    def sleep(self, warp: int, wait: Wait) -> None:
+        """The lanes of ``warp`` that execute now sleep until ``wait.key`` wakes them."""
+        self.waits.setdefault(warp, []).append(wait)
+        self.sleepers.setdefault(wait.key, []).append((warp, wait))
+        self.lanes.state[warp] = BLOCKED
+
+    def wake(self, key: Any) -> None:
+        for warp, wait in self.sleepers.pop(key, ()):
+            self._forget(warp, wait)
+            if wait.on_wake is not None:
+                wait.on_wake()
+            self.lanes.wake(warp, wait.lanes)
+
+    def time_out(self, warp: int, wait: Wait) -> None:
+        """A try_wait gives up once."""
+        self.sleepers[wait.key].remove((warp, wait))
+        if not self.sleepers[wait.key]:
+            del self.sleepers[wait.key]
+        self._forget(warp, wait)
+        self.timed_out[warp, slice(None) if wait.lanes is None else wait.lanes] = True
+        self.lanes.wake(warp, wait.lanes)
+
+    def _forget(self, warp: int, wait: Wait) -> None:
+        self.waits[warp].remove(wait)
+        if not self.waits[warp]:
+            del self.waits[warp]
+
+    # -- shared memory -----------------------------------------------------------------------------
+
+    def check_shared(
+        self,
+        warps: np.ndarray,
+        lanes: np.ndarray,
+        cta: np.ndarray,
+        offset: np.ndarray,
+        size: int,
+        ins: Instruction,
+    ) -> None:
+        """Bounds and alignment of ``size``-byte accesses; raises BadAddress for the first that
+        breaks them.
+        """
+        first = self.grid.warp_cta[warps] - self.grid.cta_rank[self.grid.warp_cta[warps]]
+        bad = (
+            (cta < first)
+            | (cta >= first + self.grid.cluster_size)
+            | (offset < SYSTEM_SMEM)
+            | (offset + size > self.smem_end)
+        )
+        bad |= (offset & (size - 1)) != 0
+        if bad.any():
+            k = int(np.nonzero(bad)[0][0])
+            why = "not aligned" if offset[k] & (size - 1) else "outside the CTA's shared memory"
+            raise BadAddress.at(
+                ins,
+                f"{self.grid.name_warp(int(warps[k]))} lane {lanes[k]} accesses {size} bytes at "
+                f"shared 0x{int(offset[k]):x}, {why} (0x{SYSTEM_SMEM:x}..0x{self.smem_end:x})",
+            )
+
+    def smem_words(self, size: int) -> np.ndarray:
+        """All resident shared memory as (ctas * smem_bytes / size,) unsigned words."""
+        kind = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[size]
+        return self.smem.reshape(-1).view(kind)

@@ -1,0 +1,228 @@
+"""mbarrier objects (PTX ISA 9.7.13.15): arrival counts, transaction counts and phases.
+
+The 64-bit object in shared memory is opaque, so the state is kept beside it, by (cta, byte offset).
+A phase completes when its pending arrivals and its tx-count are both zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cutex.sim.errors import BarrierMisuse
+from cutex.sim.hazards.lifetimes import RemoteUse
+from cutex.sim.ptx.parse import Instruction
+
+if TYPE_CHECKING:
+    from cutex.sim.machine.machine import Machine
+
+MAX_COUNT = (1 << 20) - 1
+
+
+@dataclass
+class Made:
+    """The initialisation of an mbarrier: by which thread, and when (see clocks)."""
+
+    warp: int
+    lane: int
+    count: int
+    instruction: Instruction
+    fenced: int | None = None  # when its thread executed fence.mbarrier_init
+
+
+@dataclass
+class MBarrier:
+    expected: int  # arrivals per phase
+    pending: int
+    made: Made
+    slot: int  # in the vector clocks, which count its phases there
+    known_to: set[int] = field(default_factory=set)  # warps that come after its initialisation
+    tx: int = 0
+    phases: int = 0  # completed
+    tx_expected: int = 0  # bytes announced in this phase, and bytes that came
+    tx_arrived: int = 0
+    last: str = "nobody"
+    given: np.ndarray | None = None  # what the arrivals of this phase release (see clocks)
+    released: np.ndarray | None = None  # that of the last completed phase
+
+
+class MBarriers:
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.clear()
+
+    def clear(self) -> None:
+        self.barriers: dict[tuple[int, int], MBarrier] = {}
+
+    def init(self, cta: int, offset: int, count: int, made: Made) -> None:
+        ins, warp = made.instruction, made.warp
+        if not 1 <= count <= MAX_COUNT:
+            raise BarrierMisuse.at(
+                ins, f"mbarrier.init with count {count}; it takes 1..{MAX_COUNT}"
+            )
+        old = self.barriers.get((cta, offset))
+        if old is not None and (
+            old.pending != old.expected or old.tx or (cta, offset) in self.machine.sleepers
+        ):
+            raise BarrierMisuse.at(
+                ins,
+                f"{self.machine.grid.name_warp(warp)} initialises {self.name(cta, offset)} again "
+                "while it is in use",
+            )
+        slot = self.machine.clocks.barrier_slot(cta, offset, old is not None)
+        self.barriers[cta, offset] = MBarrier(count, count, made, slot)
+        self.machine.progress += 1
+
+    def fence_init(self, warp: int, lanes: np.ndarray) -> None:
+        """fence.mbarrier_init by ``lanes`` (32,) of a warp: for what these threads initialised."""
+        now = self.machine.clocks.now(warp)
+        for barrier in self.barriers.values():
+            if barrier.made.warp == warp and lanes[barrier.made.lane]:
+                barrier.made.fenced = barrier.made.fenced or now
+
+    def use(self, cta: int, offset: int, warp: int, ins: Instruction) -> MBarrier:
+        """The mbarrier that a warp uses: its initialisation must come before (9.7.13.15.1), which
+        needs a barrier in between; across CTAs, one that releases it to the cluster. No fence of
+        the async proxy: copies and commits use theirs by the generic one (9.7.9.25.4.1).
+        """
+        barrier = self.get(cta, offset, ins)
+        if warp not in barrier.known_to:
+            if not self.machine.clocks.knows(warp, barrier.made):
+                self._unordered(cta, offset, barrier.made, warp, ins)
+            barrier.known_to.add(warp)
+        return barrier
+
+    def _unordered(self, cta: int, offset: int, made: Made, warp: int, ins: Instruction) -> None:
+        m = self.machine
+        why = "no barrier orders the two"
+        if m.clocks.follows[warp, m.clocks.slot[made.warp]] >= made.count:
+            why = (
+                "barrier.cluster.arrive.relaxed does not release it without a "
+                "fence.mbarrier_init.release.cluster of that thread before it"
+            )
+        m.findings.add(
+            "race",
+            f"{m.grid.name_warp(warp)} uses {self.name(cta, offset)}, which "
+            f"{m.grid.name_warp(made.warp)} lane {made.lane} initialised: {why}",
+            ins,
+        )
+
+    def give(self, cta: int, offset: int, given: np.ndarray, ins: Instruction) -> None:
+        """What an arriver releases to whoever waits for this phase; before it arrives."""
+        barrier = self.get(cta, offset, ins)
+        barrier.given = self.machine.clocks.join(barrier.given, given)
+
+    def acquire(self, barrier: MBarrier, warp: int) -> None:
+        """A wait of ``warp`` has passed: it comes after what the phase's arrivals released, and
+        after the operations that the phases waited for.
+        """
+        clocks = self.machine.clocks
+        clocks.take(warp, barrier.released)
+        clocks.learn(warp, barrier.slot, barrier.phases)
+
+    def reach(self, cta: int, offset: int, warp: int, what: str, ins: Instruction) -> None:
+        """A warp, which may be of another CTA, is about to arrive, or to change the bytes."""
+        m = self.machine
+        if cta != m.grid.warp_cta[warp]:
+            barrier = self.get(cta, offset, ins)
+            use = RemoteUse(m.clocks.now(warp), barrier.phases + 1, what, warp, ins)
+            m.lifetimes.use(cta, int(m.clocks.slot[warp]), use, barrier)
+
+    def invalidate(self, cta: int, offset: int, ins: Instruction) -> None:
+        self.get(cta, offset, ins)
+        del self.barriers[cta, offset]
+
+    def get(self, cta: int, offset: int, ins: Instruction) -> MBarrier:
+        barrier = self.barriers.get((cta, offset))
+        if barrier is None:
+            raise BarrierMisuse.at(
+                ins,
+                f"no mbarrier was initialised at shared 0x{offset:x} of "
+                f"{self.machine.grid.name_cta(cta)}",
+            )
+        return barrier
+
+    def arrive(
+        self, cta: int, offset: int, count: int, who: str, ins: Instruction, drop: bool = False
+    ) -> None:
+        barrier = self.get(cta, offset, ins)
+        barrier.last = f"{who} at {ins.where()}"
+        if count > barrier.pending:
+            raise BarrierMisuse.at(
+                ins,
+                f"{who} arrives {count} time{'s' if count > 1 else ''} on "
+                f"{self.name(cta, offset)}, which expects only {barrier.pending} more of "
+                f"{barrier.expected} in phase {barrier.phases}",
+            )
+        barrier.pending -= count
+        if drop:
+            barrier.expected -= count
+        self._advance(cta, offset, barrier)
+
+    def expect_tx(self, cta: int, offset: int, size: int, who: str, ins: Instruction) -> None:
+        barrier = self.get(cta, offset, ins)
+        barrier.tx += size
+        barrier.tx_expected += size
+        barrier.last = f"{who} at {ins.where()}"
+        if abs(barrier.tx) > MAX_COUNT:
+            raise BarrierMisuse.at(
+                ins,
+                f"tx-count {barrier.tx} of {self.name(cta, offset)} leaves its range of "
+                f"+-{MAX_COUNT}",
+            )
+        self._advance(cta, offset, barrier)
+
+    def complete_tx(self, cta: int, offset: int, size: int, who: str, ins: Instruction) -> None:
+        barrier = self.get(cta, offset, ins)
+        barrier.tx -= size
+        barrier.tx_arrived += size
+        barrier.last = f"{who} at {ins.where()}"
+        self._advance(cta, offset, barrier)
+
+    def _advance(self, cta: int, offset: int, barrier: MBarrier) -> None:
+        self.machine.progress += 1
+        if barrier.pending == 0 and barrier.tx == 0:
+            barrier.phases += 1
+            barrier.pending = barrier.expected
+            barrier.tx_expected = barrier.tx_arrived = 0
+            barrier.released, barrier.given = barrier.given, None
+            self.machine.wake((cta, offset))
+
+    def phases(self, cta: int, offset: int) -> int:
+        barrier = self.barriers.get((cta, offset))
+        return barrier.phases if barrier else 0
+
+    def name(self, cta: int, offset: int) -> str:
+        barrier = self.barriers.get((cta, offset))
+        made = ""
+        if barrier is not None:
+            made = f" (initialised at {barrier.made.instruction.source_line()})"
+        return f"mbarrier 0x{offset:x} of {self.machine.grid.name_cta(cta)}{made}"
+
+    def describe(self, cta: int, offset: int) -> str:
+        """State for the deadlock report, with what is wrong with the bytes if something is."""
+        b = self.barriers[cta, offset]
+        text = (
+            f"{self.name(cta, offset)}: {b.phases} phase{'s' if b.phases != 1 else ''} complete, "
+            f"{b.pending} of {b.expected} arrivals pending, tx-count {b.tx}"
+        )
+        if b.tx > 0 and not any((cta, offset) in op.signals for op in self.machine.flight):
+            text += (
+                f" (expect_tx announced {b.tx_expected} bytes, {b.tx_arrived} came and no copy is "
+                "in flight)"
+            )
+        elif b.tx < 0:
+            text += f" ({b.tx_arrived} bytes came, expect_tx announced only {b.tx_expected})"
+        return f"{text}, last touched by {b.last}"
+
+    def leftovers(self) -> list[tuple[str, Instruction]]:
+        """Barriers whose transaction bytes never came out even, for the end of a run."""
+        out = []
+        for (cta, offset), b in self.barriers.items():
+            # NOTE: bytes announced in a last phase for which no copy is issued and nobody waits, as
+            # some pipelines do when they drain, harm nothing
+            if b.tx and b.tx_arrived:
+                out.append((f"at the end {self.describe(cta, offset)}", b.made.instruction))
+        return out

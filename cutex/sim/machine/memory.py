@@ -1,0 +1,200 @@
+"""Address spaces of a simulated launch: global, parameters, constants, shared and local windows.
+
+Global memory is the tensors of the launch and nothing else: an access outside every tensor, in the
+padding of a strided view, or misaligned, raises BadAddress with lane, warp, address and the nearest
+tensor.
+
+Generic addresses (PTX ISA 5.1.1): a global address is the host address of the tensor's bytes; the
+shared, local and parameter windows lie far above any host address.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cutex.sim.errors import BadAddress
+from cutex.sim.host.capture import HostTensor
+
+PARAM_WINDOW = 1 << 60
+SHARED_WINDOW = 1 << 61
+LOCAL_WINDOW = 1 << 62
+MODULE_WINDOW = 1 << 59  # .global and .const variables of the module
+SYSTEM_SMEM = 1024  # reserved at the start of the shared window on sm_90 and later
+WINDOWS = ("global", "param", "shared", "local")
+
+POISON32 = np.uint32(0x7FFF7FFF)  # a NaN as f32, as two f16 and as two bf16
+POISON64 = np.uint64(0x7FFF7FFF7FFF7FFF)
+POISON16 = np.uint16(0x7FFF)
+
+
+@dataclass
+class Region:
+    """A range of addresses backed by bytes; ``valid`` marks the bytes that belong to the tensor,
+    None for all.
+    """
+
+    name: str
+    base: int
+    data: np.ndarray  # (bytes,) uint8
+    valid: np.ndarray | None = None
+    description: str = ""
+
+    @property
+    def end(self) -> int:
+        return self.base + len(self.data)
+
+    def holds(self, offsets: np.ndarray, size: int) -> np.ndarray:
+        """(n,) whether every byte of ``size`` at each offset belongs to the tensor."""
+        inside = offsets + size <= len(self.data)
+        if self.valid is None:
+            return inside
+        last = len(self.data) - 1
+        return inside & self.valid[np.minimum(offsets[:, None] + np.arange(size), last)].all(1)
+
+
+class GlobalMemory:
+    """The tensors of a launch and the module's own variables, by generic address."""
+
+    def __init__(self) -> None:
+        self.regions: list[Region] = []
+        self._bases = np.zeros(0, np.uint64)
+
+    def add(self, region: Region) -> None:
+        """Adds a region; regions that overlap (views of one storage) merge into their union."""
+        overlapping = [r for r in self.regions if r.base < region.end and region.base < r.end]
+        if overlapping and len(region.data):
+            region = _union([*overlapping, region])
+            self.regions = [r for r in self.regions if r not in overlapping]
+        self.regions.append(region)
+        self.regions.sort(key=lambda r: r.base)
+        self._bases = np.array([r.base for r in self.regions], np.uint64)
+
+    def add_tensor(self, tensor: HostTensor) -> None:
+        """Exactly the elements of ``tensor`` may be accessed, whatever its strides."""
+        if any(s == 0 for s in tensor.shape):
+            return
+        low = sum(min(0, (n - 1) * s) for n, s in zip(tensor.shape, tensor.strides, strict=True))
+        high = (
+            sum(max(0, (n - 1) * s) for n, s in zip(tensor.shape, tensor.strides, strict=True)) + 1
+        )
+        size, count = tensor.itemsize, high - low
+        base = tensor.address + low * size
+        data = np.ctypeslib.as_array((ctypes.c_uint8 * (count * size)).from_address(base))
+        valid = None
+        if int(np.prod(tensor.shape)) != count:
+            elements = np.zeros(count, bool)
+            view = np.lib.stride_tricks.as_strided(elements[-low:], tensor.shape, tensor.strides)
+            view[...] = True
+            valid = np.repeat(elements, size)
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        self.add(Region(tensor.name, base, data, valid, f"{tensor.name} ({shape} {tensor.dtype})"))
+
+    def find(self, address: int) -> Region | None:
+        i = int(np.searchsorted(self._bases, np.uint64(address), side="right")) - 1
+        if i >= 0 and address < self.regions[i].end:
+            return self.regions[i]
+        return None
+
+    def why_not(self, address: int, size: int) -> str:
+        """What is wrong with an access: '12 bytes past the end of c (200x136 bfloat16)'."""
+        if abs(address - int(POISON64)) < 1 << 32:
+            return "which comes from a register that nothing has written"
+        if not self.regions:
+            return "the launch has no tensors"
+        region = min(self.regions, key=lambda r: max(r.base - address, address - r.end + 1, 0))
+        what = region.description or region.name
+        if address < region.base:
+            return f"{region.base - address} bytes before {what}"
+        if address >= region.end:
+            return f"{address - region.end} bytes past the end of {what}"
+        if address + size > region.end:
+            return f"and its last {address + size - region.end} bytes lie past the end of {what}"
+        return f"in the padding of {what}, {address - region.base} bytes from its start"
+
+    def load(self, addresses: np.ndarray, size: int, complain: Any) -> np.ndarray:
+        """(n,) addresses -> (n, size) bytes; accesses may lie in different regions.
+
+        ``complain(k, why)`` must raise for the k-th address.
+        """
+        out = np.empty((len(addresses), size), np.uint8)
+        for region, members, offsets in self.by_region(addresses, size, complain):
+            out[members] = region.data[offsets[:, None] + np.arange(size)]
+        return out
+
+    def store(self, addresses: np.ndarray, values: np.ndarray, complain: Any) -> None:
+        """``values`` (n, size) bytes; where addresses repeat, the last lane wins."""
+        size = values.shape[1]
+        for region, members, offsets in self.by_region(addresses, size, complain):
+            region.data[offsets[:, None] + np.arange(size)] = values[members]
+
+    def by_region(
+        self, addresses: np.ndarray, size: int, complain: Any
+    ) -> list[tuple[Region, Any, np.ndarray]]:
+        """(region, which addresses lie in it, their offsets), all of them within bounds; else it
+        complains as `load` does."""
+        if not len(addresses):
+            return []
+        parts: list[tuple[Region, Any, np.ndarray]] = []
+        region = self.find(int(addresses.min()))
+        if region is not None and int(addresses.max()) + size <= region.end:
+            parts.append((region, slice(None), self._offsets(region, addresses)))
+        else:
+            which = np.searchsorted(self._bases, addresses, side="right") - 1
+            for i in np.unique(which[which >= 0]).tolist():
+                members = np.nonzero(which == i)[0]
+                offsets = self._offsets(self.regions[i], addresses[members])
+                parts.append((self.regions[i], members, offsets))
+        bad = np.ones(len(addresses), bool)
+        for region, members, offsets in parts:
+            bad[members] = ~region.holds(offsets, size)
+        if bad.any():
+            k = int(bad.argmax())
+            complain(k, self.why_not(int(addresses[k]), size))
+        misaligned = np.bitwise_and(addresses, np.uint64(size - 1)) != 0
+        if misaligned.any():
+            complain(int(misaligned.argmax()), f"not aligned to {size} bytes")
+        return parts
+
+    @staticmethod
+    def _offsets(region: Region, addresses: np.ndarray) -> np.ndarray:
+        return (addresses - np.uint64(region.base)).astype(np.int64)
+
+    def view(self, address: int, size: int, why: str) -> np.ndarray:
+        """(size,) bytes at ``address``, writable, for bulk copies. Raises BadAddress."""
+        region = self.find(address)
+        if region is None or address + size > region.end:
+            raise BadAddress(f"{why}: 0x{address:x}..+{size}, {self.why_not(address, size)}")
+        at = address - region.base
+        return region.data[at : at + size]
+
+
+def _union(parts: list[Region]) -> Region:
+    base, end = min(r.base for r in parts), max(r.end for r in parts)
+    valid = np.zeros(end - base, bool)
+    for r in parts:
+        valid[r.base - base : r.end - base] |= True if r.valid is None else r.valid
+    data = np.ctypeslib.as_array((ctypes.c_uint8 * (end - base)).from_address(base))
+    names = dict.fromkeys(r.description or r.name for r in parts)
+    return Region(
+        "/".join(dict.fromkeys(r.name for r in parts)),
+        base,
+        data,
+        None if valid.all() else valid,
+        " and ".join(names),
+    )
+
+
+def window_of(addresses: np.ndarray) -> np.ndarray:
+    """Which of WINDOWS each generic address lies in; each window is 4 GB long."""
+    high = addresses >> np.uint64(32)
+    places = (PARAM_WINDOW, SHARED_WINDOW, LOCAL_WINDOW)
+    return sum((high == np.uint64(w >> 32)) * (i + 1) for i, w in enumerate(places))
+
+
+def as_bytes(words: np.ndarray) -> np.ndarray:
+    """(n,) unsigned words -> (n, size) bytes."""
+    return np.ascontiguousarray(words).view(np.uint8).reshape(len(words), words.dtype.itemsize)

@@ -1,0 +1,172 @@
+"""Asynchronous operations: who carries them out, and what they read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cached_property
+
+import numpy as np
+
+from cutex.sim.ptx.parse import Instruction
+
+WORD = 4  # bytes, the unit of shadow memory
+CHUNK = 16  # bytes, the unit of swizzles
+
+
+@dataclass
+class Span:
+    """Bytes ``[low, high)`` of a CTA's shared memory; ``chunks`` the exact 16-byte pieces where
+    they have gaps. ``form`` says the same of ``chunks`` in short, for look-ups. ``part``: of the
+    warps that issue the operation together, which one's part this is; None for that of all.
+    """
+
+    cta: int
+    low: int
+    high: int
+    chunks: np.ndarray | None = None
+    form: Hashable = None
+    part: int | None = None
+
+    @property
+    def size(self) -> int:
+        return self.high - self.low if self.chunks is None else self.chunks.size * CHUNK
+
+    @property
+    def key(self) -> Hashable:
+        """The same for the same place of any CTA."""
+        return (self.low, self.high) if self.chunks is None else self.form
+
+    def anywhere(self) -> Span:
+        return replace(self, cta=0)
+
+    def meets(self, other: Place) -> bool:
+        if not isinstance(other, Span) or self.cta != other.cta:
+            return False
+        if self.low >= other.high or other.low >= self.high:
+            return False
+        if self.chunks is None and other.chunks is None:
+            return True
+        return bool(np.isin(self._pieces, other._pieces).any())
+
+    def covers(self, other: Place) -> bool:
+        if not isinstance(other, Span) or self.low > other.low:
+            return False
+        if self.high < other.high:
+            return False
+        return self.chunks is None or bool(np.isin(other._pieces, self._pieces).all())
+
+    def holds(self, offset: np.ndarray, width: int) -> np.ndarray:
+        """(n,) whether the ``width`` bytes at each offset lie in it, in part at least."""
+        if self.chunks is None:
+            return (offset < self.high) & (offset + width > self.low)
+        return np.isin(offset // CHUNK, self._pieces)
+
+    @cached_property
+    def _pieces(self) -> np.ndarray:
+        if self.chunks is not None:
+            return self.chunks.reshape(-1)
+        return np.arange(self.low // CHUNK, -(-self.high // CHUNK))
+
+    def __str__(self) -> str:
+        return f"shared memory 0x{self.low:x}..0x{self.high:x}"
+
+
+@dataclass
+class Rectangle:
+    """Columns ``[low, high)`` of all lanes ``[lane, lane_end)`` of a CTA's tensor memory."""
+
+    cta: int
+    lane: int
+    lane_end: int
+    low: int
+    high: int
+    part: int | None = None
+
+    @property
+    def key(self) -> Hashable:
+        return self.lane, self.lane_end, self.low, self.high
+
+    def anywhere(self) -> Rectangle:
+        return replace(self, cta=0)
+
+    def meets(self, other: Place) -> bool:
+        return (
+            isinstance(other, Rectangle)
+            and self.cta == other.cta
+            and self.low < other.high
+            and other.low < self.high
+            and self.lane < other.lane_end
+            and other.lane < self.lane_end
+        )
+
+    def covers(self, other: Place) -> bool:
+        return (
+            isinstance(other, Rectangle)
+            and self.low <= other.low
+            and other.high <= self.high
+            and self.lane <= other.lane
+            and other.lane_end <= self.lane_end
+        )
+
+    def __str__(self) -> str:
+        return f"tensor memory columns {self.low}..{self.high - 1}"
+
+
+Place = Span | Rectangle
+
+
+class Engine(StrEnum):
+    """The unit that carries out an operation."""
+
+    TMA_LOAD = "TMA load"
+    TMA_STORE = "TMA store"
+    DSMEM = "distributed shared memory"  # bulk copies, st.async and red.async between CTAs
+    CP_ASYNC = "cp.async"
+    WGMMA = "wgmma"
+    TCGEN05_MMA = "tcgen05.mma"
+    TCGEN05_CP = "tcgen05.cp"
+    LAUNCH_CONTROL = "cluster launch control"
+
+
+Barrier = tuple[int, int]  # cta, offset
+Agent = tuple[int, int]  # its slot in the vector clocks, and its count there: see clocks
+
+
+@dataclass
+class Operation:
+    """One asynchronous operation.
+
+    ``signals``: the mbarriers that it completes on, one of each CTA that it writes, or one for all.
+    ``agents``: those whose knowledge says that it is complete, where that is no mbarrier: of each
+    warp of a wgmma, or of the thread whose commits or bulk groups wait for it.
+    """
+
+    what: str
+    warp: int
+    instruction: Instruction
+    queue: Hashable
+    complete: Callable[[], None]
+    engine: Engine
+    bytes: int  # that it moves to or from shared memory, of all CTAs
+    flops: int = 0
+    reads: list[Place] = field(default_factory=list)
+    writes: list[Place] = field(default_factory=list)
+    signals: list[Barrier] = field(default_factory=list)
+    agents: list[Agent] = field(default_factory=list)
+    issuers: list[int] = field(default_factory=list)  # warps that issue it together; else its own
+    number: int = 0
+    done: bool = False
+    then: list[Callable[[], None]] = field(default_factory=list)  # what its completion sets off
+
+    def __post_init__(self) -> None:
+        self.issuers = self.issuers or [self.warp]
+
+    @property
+    def is_store(self) -> bool:
+        """From shared to global memory, which bulk groups wait for."""
+        return self.engine is Engine.TMA_STORE
+
+    def signal_on(self, cta: int) -> Barrier:
+        return next((s for s in self.signals if s[0] == cta), self.signals[0])

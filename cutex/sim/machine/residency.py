@@ -1,0 +1,61 @@
+"""How many CTAs of a grid run side by side: what they wait for each other for must be among these.
+
+As many as the GPU holds, by the threads and the shared memory of its SMs. It may hold fewer: of
+registers only the assembler knows, of tensor memory the program as it runs, and how clusters fill
+GPCs is not documented.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cutex.arch import ARCHS, Arch
+from cutex.sim.host.capture import Launch
+from cutex.sim.machine.memory import SYSTEM_SMEM
+from cutex.sim.ptx.parse import Program
+
+SM_THREADS, SM_CTAS = 2048, 32
+SM_SMEM = 233472  # bytes
+_STATE_BYTES = 1 << 30  # registers, shared and tensor memory that the simulator may hold
+
+
+@dataclass(frozen=True)
+class Residency:
+    """``ctas`` is a multiple of the cluster's size."""
+
+    ctas: int
+    why: str  # what sets the limit
+
+
+def residency(program: Program, launch: Launch) -> Residency:
+    """Whole clusters, as many as the GPU holds; as the simulator's memory does, if that is less."""
+    gpu = _gpu(program)
+    per_sm = _per_sm(program, launch)
+    limits = [
+        (gpu.num_sms * per_sm, f"{per_sm} on each of the {gpu.num_sms} SMs of one {gpu.board}"),
+        (_STATE_BYTES // _state(program, launch), "as the simulator has memory for"),
+    ]
+    if any(i.name == "clusterlaunchcontrol" for i in program.code):
+        # NOTE: with all clusters resident there would be none left to take over
+        limits.append((launch.num_ctas // 3, "so that cluster launch control finds others"))
+    ctas, why = min(limits, key=lambda limit: limit[0])
+    size = launch.cluster_size
+    return Residency(min(launch.num_ctas, max(1, ctas // size) * size), why)
+
+
+def _gpu(program: Program) -> Arch:
+    return ARCHS["sm_90a" if program.target.startswith("sm_90") else "sm_100a"]
+
+
+def _per_sm(program: Program, launch: Launch) -> int:
+    static = sum(v.size for v in program.variables.values() if v.space == "shared")
+    by_threads = SM_THREADS // (32 * launch.warps_per_cta)
+    by_smem = SM_SMEM // (SYSTEM_SMEM + static + launch.smem)
+    return max(1, min(SM_CTAS, by_threads, by_smem))
+
+
+def _state(program: Program, launch: Launch) -> int:
+    """Bytes that the simulator holds for a CTA."""
+    registers = sum(count * 32 * max(bank // 8, 1) for bank, count in program.registers.items())
+    tensor_memory = 4 * 128 * 512 if "sm_10" in program.target else 0
+    return launch.warps_per_cta * registers + launch.smem + 2048 + tensor_memory

@@ -1,0 +1,126 @@
+"""Tensor memory: 128 lanes x 512 columns of 32 bits per CTA, and who allocated which columns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cutex.sim.errors import BadAddress
+from cutex.sim.hazards.tmem_shadow import TmemAccesses, TmemShadow
+from cutex.sim.machine.memory import POISON32
+from cutex.sim.ptx.parse import Instruction
+
+if TYPE_CHECKING:
+    from cutex.sim.machine.machine import Machine
+
+LANES, COLUMNS = 128, 512
+
+
+class TensorMemory:
+    """The tensor memory of all resident CTAs."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.clear()
+
+    def clear(self) -> None:
+        self._cells: np.ndarray | None = None
+        self._shadow: TmemShadow | None = None
+        self._accesses: TmemAccesses | None = None
+        # cta -> (512,) PTX line of the tcgen05.alloc that took the column, 0 where it is free
+        self.owner: dict[int, np.ndarray] = {}
+        self.relinquished: set[int] = set()  # CTAs that allocate no more
+        self.asked: dict[int, int] = {}  # cta of a pair -> columns that it waits for
+        self.granted: dict[int, int] = {}  # cta of a pair -> first column, not yet picked up
+
+    @property
+    def cells(self) -> np.ndarray:
+        """(ctas, 128 lanes, 512 columns) uint32, poisoned when first used."""
+        if self._cells is None:
+            shape = (self.machine.grid.num_ctas, LANES, COLUMNS)
+            self._cells = np.full(shape, POISON32, np.uint32)
+        return self._cells
+
+    @property
+    def shadow(self) -> TmemShadow:
+        """Made when first used: it knows of no earlier access."""
+        if self._shadow is None:
+            self._shadow = TmemShadow(self.machine)
+        return self._shadow
+
+    @property
+    def accesses(self) -> TmemAccesses:
+        if self._accesses is None:
+            self._accesses = TmemAccesses(self.machine)
+        return self._accesses
+
+    def request(self, cta: int, pair: bool, count: int, ins: Instruction) -> int | None:
+        """First of ``count`` columns that now belong to the CTA; None if it must wait, for room or,
+        in a pair, for the other CTA to ask as well.
+        """
+        if not pair:
+            return self._allocate(cta, count, ins)
+        if cta in self.granted:
+            return self.granted.pop(cta)
+        self.asked[cta] = count
+        peer = cta ^ 1  # NOTE: resident clusters start at even CTAs where there are pairs
+        if peer not in self.asked:
+            return None
+        if min(self._room(c, self.asked[c]) is not None for c in (cta, peer)):
+            for c in (cta, peer):
+                first = self._allocate(c, self.asked.pop(c), ins)
+                assert first is not None
+                self.granted[c] = first
+            self.machine.wake(("tmem", peer))
+            return self.granted.pop(cta)
+        return None
+
+    def why_not(self, cta: int, count: int) -> str:
+        if cta in self.asked and cta ^ 1 not in self.asked:
+            return (
+                f"the other CTA of the pair, {self.machine.grid.name_cta(cta ^ 1)}, has not asked"
+            )
+        return f"{count} columns wanted, {self.num_free(cta)} free"
+
+    def _room(self, cta: int, count: int) -> int | None:
+        owner = self.owner.setdefault(cta, np.zeros(COLUMNS, np.int32))
+        free = (c for c in range(0, COLUMNS, count) if not owner[c : c + count].any())
+        return next(free, None)
+
+    def _allocate(self, cta: int, count: int, ins: Instruction) -> int | None:
+        first = self._room(cta, count)
+        if first is not None:
+            self.owner[cta][first : first + count] = ins.line
+        return first
+
+    def free(self, cta: int, first: int, count: int) -> None:
+        self.owner[cta][first : first + count] = 0
+
+    def num_free(self, cta: int) -> int:
+        return int((self.owner[cta] == 0).sum())
+
+    def check(self, cta: int, first: int, count: int, who: str, ins: Instruction) -> None:
+        """Raises BadAddress where one of the columns does not exist or was not allocated."""
+        owner = self.owner.get(cta, np.zeros(COLUMNS, np.int32))
+        if 0 <= first <= COLUMNS - count and owner[first : first + count].all():
+            return
+        allocated = np.nonzero(owner)[0]
+        have = "none is allocated"
+        if len(allocated):
+            have = f"columns {allocated[0]}..{allocated[-1]} are allocated"
+        raise BadAddress.at(
+            ins, f"{who} uses tensor memory columns {first}..{first + count - 1}, but {have}"
+        )
+
+    def leftovers(self) -> list[tuple[str, int]]:
+        """What was never given back: a sentence, and the PTX line of its allocation."""
+        return [
+            (
+                f"{self.machine.grid.name_cta(cta)} returns without tcgen05.dealloc of "
+                f"{int((owner != 0).sum())} columns",
+                int(owner[owner != 0][0]),
+            )
+            for cta, owner in self.owner.items()
+            if owner.any()
+        ]

@@ -1,0 +1,234 @@
+"""What a warpgroup has in flight: wgmma groups and the accumulators they work on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from cutex.sim.machine.memory import POISON32
+from cutex.sim.machine.operation import Agent
+from cutex.sim.ptx.parse import Instruction
+
+if TYPE_CHECKING:
+    from cutex.sim.machine.batch import Batch
+    from cutex.sim.machine.machine import Machine
+
+
+@dataclass
+class Accumulator:
+    """The D registers of a warpgroup while wgmma works on them; warps load and leave one by one."""
+
+    registers: tuple[int, ...]  # indices in the 32-bit bank, in fragment order
+    values: np.ndarray  # (4 warps, 16 rows, N); int32 where kind is s32, else float32
+    by: Instruction
+    kind: str = "f32"
+    # per warp: operations in flight, and whether its registers are loaded
+    in_flight: np.ndarray = field(default_factory=lambda: np.zeros(4, np.int64))
+    loaded: np.ndarray = field(default_factory=lambda: np.zeros(4, bool))
+
+
+@dataclass
+class Group:
+    in_flight: int = 0
+
+
+class Unwaited(NamedTuple):
+    """Registers of wgmmas that their warp has not waited for."""
+
+    group: int  # number of the last one's group
+    by: Instruction
+
+
+Registers = tuple[int, ...]  # indices in the 32-bit bank
+
+
+@dataclass
+class WarpState:
+    open: Group = field(default_factory=Group)
+    committed: list[Group] = field(default_factory=list)
+    issued: int = 0
+    commits: int = 0
+    fenced: bool = False  # once at least
+    results: dict[Registers, Unwaited] = field(default_factory=dict)  # accumulators
+    sources: dict[Registers, Unwaited] = field(default_factory=dict)  # A
+
+    def waited(self, group: int) -> None:
+        """The first ``group`` groups are complete, and the warp knows it."""
+        for unwaited in (self.results, self.sources):
+            for registers in [r for r, u in unwaited.items() if u.group <= group]:
+                del unwaited[registers]
+
+
+class Descriptors(NamedTuple):
+    """What the warps of a warpgroup must agree on."""
+
+    a: int | None  # None: A lies in registers
+    b: int
+    keep: bool  # D is added to
+
+
+@dataclass
+class Rendezvous:
+    """One wgmma of a warpgroup: it is issued when its four warps have come."""
+
+    ins: Instruction
+    descriptors: Descriptors
+    acc: Accumulator
+    groups: list[tuple[int, Group]] = field(default_factory=list)
+    agents: list[Agent] = field(default_factory=list)  # of the warps, by their groups
+    # A in registers: warp of the group -> (16, K)
+    fragments: dict[int, np.ndarray] = field(default_factory=dict)
+
+
+def fragment_coordinates(n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Row (of 16) and column of register i in lane t of an m64nNk16 D fragment: two (N/2, 32)
+    arrays (9.7.15.5.2).
+    """
+    i, t = np.arange(n // 2)[:, None], np.arange(32)[None, :]
+    return t // 4 + 8 * (i // 2 % 2) + 0 * i, 8 * (i // 4) + 2 * (t % 4) + i % 2
+
+
+def _unpack(words: np.ndarray, kind: str) -> np.ndarray:
+    """(registers, warps, 32) words -> (values, warps, 32): two values per register for f16."""
+    if kind == "f16":
+        halves = np.ascontiguousarray(words).view(np.float16).reshape(*words.shape, 2)
+        return np.moveaxis(halves, 3, 1).reshape(-1, *words.shape[1:]).astype(np.float32)
+    return words.view(np.int32 if kind == "s32" else np.float32)
+
+
+def _pack(values: np.ndarray, kind: str) -> np.ndarray:
+    """The inverse of `_unpack`."""
+    if kind == "f16":
+        halves = values.astype(np.float16).reshape(-1, 2, *values.shape[1:])
+        return np.ascontiguousarray(np.moveaxis(halves, 1, 3)).view(np.uint32)[..., 0]
+    return values.view(np.uint32)
+
+
+class WarpgroupMma:
+    """wgmma groups and accumulators of the resident warps."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.m = machine
+        self.clear()
+
+    def clear(self) -> None:
+        self.warps: dict[int, WarpState] = {}
+        shape = self.m.grid.num_warps, self.m.program.registers.get(32, 0)
+        self.touched = np.zeros(shape, bool)  # by other instructions since the last wgmma.fence
+        self.accumulators: dict[tuple[int, int], list[Accumulator]] = {}  # by (cta, warpgroup)
+        self.meeting: dict[tuple[int, int, int], Rendezvous] = {}  # by (cta, warpgroup, number)
+
+    def state(self, warp: int) -> WarpState:
+        return self.warps.setdefault(warp, WarpState())
+
+    def warp(self, key: tuple[int, int], inside: int) -> int:
+        """Number of warp ``inside`` (0..3) of a warpgroup."""
+        return (key[1] * 4 + inside) * self.m.grid.num_ctas + key[0]
+
+    def take(
+        self,
+        key: tuple[int, int],
+        inside: list[int],
+        registers: tuple[int, ...],
+        n: int,
+        kind: str,
+        ins: Instruction,
+    ) -> Accumulator:
+        """The accumulator in these registers: the one in flight, or a new one, loaded for the warps
+        ``inside``.
+
+        While it is in flight, the registers hold poison: what reads them before wgmma.wait_group
+        reads NaN.
+        """
+        accumulators = self.accumulators.setdefault(key, [])
+        acc = None
+        for other in accumulators:
+            if other.registers == registers:
+                acc = other
+            elif set(other.registers) & set(registers):
+                who = self.m.grid.name_warp(self.warp(key, inside[0]))
+                self.m.findings.add(
+                    "race",
+                    f"wgmma of {who} accumulates in registers that {other.by.where()} still writes",
+                    ins,
+                )
+        if acc is None:
+            dtype = np.int32 if kind == "s32" else np.float32
+            acc = Accumulator(registers, np.empty((4, 16, n), dtype), ins, kind)
+            accumulators.append(acc)
+        fresh = [i for i in inside if not acc.loaded[i]]
+        if fresh:
+            bank, row, column = self.m.registers[32], *fragment_coordinates(n)
+            warps = [self.warp(key, i) for i in fresh]
+            fragments = _unpack(bank[np.ix_(registers, warps)], kind)  # (N/2, warps, 32)
+            for j, i in enumerate(fresh):
+                acc.values[i][row, column] = fragments[:, j]
+            bank[np.ix_(registers, warps)] = POISON32
+            acc.loaded[fresh] = True
+        acc.in_flight[inside] += 1
+        return acc
+
+    def release(self, key: tuple[int, int], acc: Accumulator) -> None:
+        """One operation of all four warps is complete: the last one gives the registers back."""
+        acc.in_flight -= 1
+        done = np.nonzero(acc.loaded & (acc.in_flight == 0))[0]
+        if not len(done):
+            return
+        row, column = fragment_coordinates(acc.values.shape[2])
+        fragments = np.stack([acc.values[i][row, column] for i in done], 1)
+        warps = [self.warp(key, int(i)) for i in done]
+        self.m.registers[32][np.ix_(acc.registers, warps)] = _pack(fragments, acc.kind)
+        acc.loaded[done] = False
+        if not acc.loaded.any():
+            self.accumulators[key].remove(acc)
+
+    # -- accesses to registers ---------------------------------------------------------------------
+
+    def fence(self, warps: np.ndarray) -> None:
+        """wgmma.fence of these warps."""
+        self.touched[warps] = False
+        for warp in warps.tolist():
+            self.state(warp).fenced = True
+
+    def access(self, b: Batch, read: set[int], written: set[int], ins: Instruction) -> None:
+        """An instruction other than a wgmma reads and writes registers that some wgmma uses."""
+        self.touched[b.idx[:, None], list(read | written)] = True
+        if not self.warps:
+            return
+        for warp in map(int, b.idx):
+            state = self.warps.get(warp)
+            if state is None:
+                continue
+            for registers, unwaited in state.results.items():
+                if not (read | written).isdisjoint(registers):
+                    verb = "writes" if read.isdisjoint(registers) else "reads"
+                    self.m.findings.add(
+                        "race",
+                        f"{self.m.grid.name_warp(warp)} {verb} an accumulator register before "
+                        f"wgmma.wait_group; it is in flight since {unwaited.by.where()}",
+                        ins,
+                    )
+            for registers, unwaited in state.sources.items():
+                if not written.isdisjoint(registers):
+                    self.m.findings.add(
+                        "race",
+                        f"{self.m.grid.name_warp(warp)} writes an A register that the wgmma issued "
+                        f"at {unwaited.by.where()} may still read: no wgmma.wait_group says that "
+                        "it is complete",
+                        ins,
+                    )
+
+    def check_fence(self, warp: int, registers: Registers, ins: Instruction) -> None:
+        """What wgmma accesses comes after a fence of all ordinary accesses (9.7.15.7.1)."""
+        touched = self.touched[warp, list(registers)]
+        if self.state(warp).fenced and not touched.any():
+            return
+        why = "its first wgmma comes without a wgmma.fence before it"
+        if touched.any():
+            why = (
+                "its wgmma accesses a register that the warp has accessed since its last "
+                "wgmma.fence"
+            )
+        self.m.findings.add("race", f"{self.m.grid.name_warp(warp)}: {why}", ins)

@@ -1,0 +1,348 @@
+"""From an instruction to a function of a batch: operand access by type, and the table of
+definitions.
+
+A definition is registered with ``@instruction("add", ...)`` under the first part of the opcode. It
+receives a `Decoder` and returns ``execute(batch)``. ``execute`` returns None where every warp goes
+on, else (n,) of GO, RETRY or ARRIVED per warp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cutex.sim.errors import UnknownInstruction
+from cutex.sim.machine.memory import MODULE_WINDOW, PARAM_WINDOW
+from cutex.sim.ptx.parse import (
+    WIDTH,
+    Address,
+    Imm,
+    Instruction,
+    Not,
+    Operand,
+    Pair,
+    Reg,
+    Sink,
+    Special,
+    Symbol,
+    Vector,
+)
+
+if TYPE_CHECKING:
+    from cutex.sim.machine.batch import Batch
+    from cutex.sim.machine.machine import Machine
+
+Execute = Callable[["Batch"], "np.ndarray | None"]
+Read = Callable[["Batch"], Any]
+Write = Callable[["Batch", Any], None]
+
+TYPES: dict[str, Any] = {
+    "b8": np.uint8, "u8": np.uint8, "s8": np.int8, "b16": np.uint16, "u16": np.uint16,
+    "s16": np.int16, "f16": np.float16, "bf16": np.uint16, "b32": np.uint32, "u32": np.uint32,
+    "s32": np.int32, "f32": np.float32, "f16x2": np.uint32, "bf16x2": np.uint32, "b64": np.uint64,
+    "u64": np.uint64, "s64": np.int64, "f64": np.float64, "f32x2": np.uint64, "pred": bool,
+    "tf32": np.uint32, "b128": np.uint64,
+}  # fmt: skip
+UNSIGNED: dict[int, Any] = {
+    1: bool,
+    8: np.uint8,
+    16: np.uint16,
+    32: np.uint32,
+    64: np.uint64,
+    128: np.uint64,
+}
+
+_DEFINITIONS: dict[str, Callable[[Decoder], Execute]] = {}
+
+
+def instruction(
+    *names: str,
+) -> Callable[[Callable[[Decoder], Execute]], Callable[[Decoder], Execute]]:
+    """Registers a definition for opcodes whose first part (or first two, dotted) is one of
+    ``names``.
+    """
+
+    def register(define: Callable[[Decoder], Execute]) -> Callable[[Decoder], Execute]:
+        for name in names:
+            assert name not in _DEFINITIONS, name
+            _DEFINITIONS[name] = define
+        return define
+
+    return register
+
+
+def decode(ins: Instruction, machine: Machine) -> Execute:
+    """The function that executes ``ins``. Raises UnknownInstruction, naming the instruction and its
+    line.
+    """
+    two = ".".join(ins.parts[:2])
+    define = _DEFINITIONS.get(two) or _DEFINITIONS.get(ins.name)
+    if define is None:
+        raise UnknownInstruction(
+            f"unknown instruction {ins.op}: the simulator does not define it\n    at {ins.where()}"
+        )
+    return define(Decoder(ins, machine))
+
+
+class Decoder:
+    """Typed access to the operands of one instruction."""
+
+    def __init__(self, ins: Instruction, machine: Machine) -> None:
+        self.ins, self.m = ins, machine
+        self.parts = ins.parts
+        self.mods = frozenset(ins.parts[1:])
+        self.type = next((p for p in reversed(ins.parts) if p in WIDTH), "b32")
+
+    def unknown(self, why: str = "") -> UnknownInstruction:
+        detail = f" ({why})" if why else ""
+        return UnknownInstruction(
+            f"unknown instruction {self.ins.op}: the simulator does not define this form{detail}\n"
+            f"    at {self.ins.where()}"
+        )
+
+    def only(self, *allowed: str) -> None:
+        """Raises for a modifier that this definition does not know: a wrong result is worse than an
+        error.
+        """
+        extra = self.mods - set(allowed) - set(WIDTH)
+        if extra:
+            raise self.unknown(f"modifier .{sorted(extra)[0]}")
+
+    def __len__(self) -> int:
+        return len(self.ins.operands)
+
+    # -- sources -----------------------------------------------------------------------------------
+
+    def src(self, k: int, kind: str | None = None) -> Read:
+        return self.read(self.ins.operands[k], kind or self.type)
+
+    def read(self, operand: Operand, kind: str) -> Read:
+        """Reads ``operand`` as ``kind``: (n, 32) of the numpy type, or something that broadcasts to
+        it.
+        """
+        bits, dtype = WIDTH[kind], TYPES[kind]
+        if isinstance(operand, Reg):
+            return self._read_register(operand, bits, dtype)
+        if isinstance(operand, Not):
+            plain = self._read_register(operand.reg, 1, bool)
+            return lambda b: ~plain(b)
+        if isinstance(operand, Imm):
+            value = _immediate(operand.value, bits, dtype)
+            return lambda b: value
+        if isinstance(operand, Special):
+            return self._special(operand, dtype)
+        if isinstance(operand, Symbol):
+            return self._symbol(operand, dtype)
+        if isinstance(operand, Vector) and WIDTH[kind] > 1:
+            return self._pack(operand, kind)
+        raise self.unknown(f"operand {operand}")
+
+    def _read_register(self, reg: Reg, bits: int, dtype: Any) -> Read:
+        array = self.m.registers[reg.bank][reg.index]
+        if reg.bank == bits or (bits == 128 and reg.bank == 64):
+            if array.dtype == dtype:
+                return lambda b: array[b.sel]
+            return lambda b: array[b.sel].view(dtype)
+        if reg.bank > bits:
+            narrow = UNSIGNED[bits]
+            return lambda b: array[b.sel].astype(narrow).view(dtype)
+        raise self.unknown(f"{reg.name} is narrower than .{self.type}")
+
+    def _special(self, operand: Special, dtype: Any) -> Read:
+        read = _SPECIAL.get(operand.name.removeprefix("%"))
+        if read is None:
+            raise self.unknown(f"special register {operand.name}")
+        m = self.m
+        return lambda b: np.asarray(read(m, b)).astype(dtype)
+
+    def _symbol(self, operand: Symbol, dtype: Any) -> Read:
+        m = self.m
+        for p in m.program.params:
+            if p.name == operand.name:
+                value = dtype(PARAM_WINDOW + p.offset + operand.offset)
+                return lambda b: value
+        v = m.program.variables.get(operand.name)
+        if v is None:
+            raise self.unknown(f"symbol {operand.name}")
+        offset = m.offsets[v.name] + operand.offset
+        if v.space == "shared":
+            return lambda b: ((m.grid.cta_rank[m.grid.warp_cta[b.idx]] << 24) + offset).astype(
+                dtype
+            )[:, None]
+        value = dtype(offset + (MODULE_WINDOW if v.space in ("global", "const") else 0))
+        return lambda b: value
+
+    def _pack(self, operand: Vector, kind: str) -> Read:
+        """``{lo, hi}`` read as one wider value (mov.b64 %rd, {%r0, %r1})."""
+        part = WIDTH[kind] // len(operand.items)
+        reads = [self.read(o, f"b{part}") for o in operand.items]
+        wide = UNSIGNED[WIDTH[kind]]
+
+        def read(b: Batch) -> Any:
+            value = np.zeros((b.n, 32), wide)
+            for j, r in enumerate(reads):
+                value |= np.asarray(r(b)).astype(wide) << wide(part * j)
+            return value.view(TYPES[kind])
+
+        return read
+
+    # -- destinations ------------------------------------------------------------------------------
+
+    def dst(self, k: int = 0, kind: str | None = None) -> Write:
+        return self.write(self.ins.operands[k], kind or self.type)
+
+    def write(self, operand: Operand, kind: str) -> Write:
+        """Writes (n, 32) values of ``kind`` to the active lanes."""
+        if isinstance(operand, Sink):
+            return lambda b, v: None
+        if isinstance(operand, Vector):
+            return self._unpack(operand, kind)
+        if not isinstance(operand, Reg):
+            raise self.unknown(f"destination {operand}")
+        array = self.m.registers[operand.bank][operand.index]
+        unsigned = UNSIGNED[WIDTH[kind]]
+        signed = TYPES[kind] in (np.int8, np.int16, np.int32, np.int64)
+        wide = operand.bank > WIDTH[kind]
+        if operand.bank < WIDTH[kind] and kind != "b128":
+            raise self.unknown(f"{operand.name} is narrower than .{kind}")
+
+        def write(b: Batch, v: Any) -> None:
+            v = np.asarray(v)
+            if v.dtype.kind == "f":
+                v = v.astype(TYPES[kind], copy=False).view(unsigned)
+            elif wide:  # sign-extended for signed types, else zero-extended
+                v = v.astype(TYPES[kind] if signed else unsigned).astype(
+                    np.int64 if signed else np.uint64
+                )
+            if b.mask is None:
+                array[b.sel] = v
+            elif isinstance(b.sel, slice):
+                np.copyto(array[b.sel], v, where=b.mask, casting="unsafe")
+            else:
+                now = array[b.sel]
+                np.copyto(now, v, where=b.mask, casting="unsafe")
+                array[b.sel] = now
+
+        return write
+
+    def _unpack(self, operand: Vector, kind: str) -> Write:
+        part = WIDTH[kind] // len(operand.items)
+        writes = [self.write(o, f"b{part}") for o in operand.items]
+        narrow = UNSIGNED[part]
+        wide = UNSIGNED[WIDTH[kind]]
+
+        def write(b: Batch, v: Any) -> None:
+            v = np.broadcast_to(np.asarray(v).view(wide) if np.ndim(v) else wide(v), (b.n, 32))
+            for j, w in enumerate(writes):
+                w(b, (v >> wide(part * j)).astype(narrow))
+
+        return write
+
+    def map(self, f: Callable[..., Any], sources: int) -> Execute:
+        """``f`` of the first ``sources`` operands, lane by lane, in the instruction's type."""
+        reads, write = [self.src(k + 1) for k in range(sources)], self.dst()
+        return lambda b: write(b, f(*(r(b) for r in reads)))
+
+    def immediate(self, k: int) -> int:
+        operand = self.ins.operands[k]
+        if not isinstance(operand, Imm):
+            raise self.unknown(f"operand {operand}, where a constant belongs")
+        return int(operand.value)
+
+    def pair(self, k: int = 0) -> tuple[Operand, Operand | None]:
+        operand = self.ins.operands[k]
+        return (operand.first, operand.second) if isinstance(operand, Pair) else (operand, None)
+
+    # -- addresses ---------------------------------------------------------------------------------
+
+    def address(self, k: int) -> Read:
+        """(n, 32) uint64 of ``[base+offset]``; 32-bit bases are zero-extended."""
+        operand = self.ins.operands[k]
+        if not isinstance(operand, Address):
+            raise self.unknown("address expected")
+        base, offset = operand.base, np.int64(operand.offset)
+        if isinstance(base, Reg):
+            array = self.m.registers[base.bank][base.index]
+
+            def read(b: Batch) -> Any:
+                return (array[b.sel].astype(np.int64) + offset).astype(np.uint64)
+
+            return read
+        inner = self.read(base, "u64")
+
+        def read_other(b: Batch) -> Any:
+            value = np.asarray(inner(b)).astype(np.int64) + offset
+            return np.broadcast_to(value.astype(np.uint64), (b.n, 32))
+
+        return read_other
+
+    def coordinates(self, k: int) -> list[Read]:
+        operand = self.ins.operands[k]
+        assert isinstance(operand, Address) and operand.coords is not None
+        return [self.read(c, "s32") for c in operand.coords]
+
+
+def _immediate(value: int | float, bits: int, dtype: Any) -> Any:
+    if dtype is bool:
+        return bool(value)
+    if isinstance(value, float):
+        return np.array(value, {16: np.float16, 32: np.float32, 64: np.float64}[bits]).view(dtype)[
+            ()
+        ]
+    bits_only = int(value) & ((1 << bits) - 1)
+    return np.array([bits_only], UNSIGNED[bits]).view(dtype)[0]
+
+
+def _dimension(name: str, values: Callable[[Machine, Any, int], Any]) -> dict[str, Any]:
+    return {f"{name}.{axis}": (lambda m, b, i=i: values(m, b, i)) for i, axis in enumerate("xyz")}
+
+
+def _thread(m: Machine, b: Any, axis: int) -> Any:
+    linear = m.grid.warp_in_cta[b.idx][:, None] * 32 + np.arange(32)
+    x, y, _ = m.grid.block
+    return (linear % x, linear // x % y, linear // (x * y))[axis]
+
+
+def _cta(m: Machine, b: Any) -> np.ndarray:
+    return m.grid.cta_coord[m.grid.warp_cta[b.idx]].astype(np.int64)  # (n, 3)
+
+
+def _lane_mask(compare: Any) -> Any:
+    lane = np.arange(32)
+    return np.array([sum(1 << int(j) for j in lane if compare(j, i)) for i in lane], np.uint64)[
+        None, :
+    ]
+
+
+_SPECIAL: dict[str, Any] = {
+    **_dimension("tid", _thread),
+    **_dimension("ntid", lambda m, b, i: m.grid.block[i]),
+    **_dimension("nctaid", lambda m, b, i: m.grid.dims[i]),
+    **_dimension("ctaid", lambda m, b, i: _cta(m, b)[:, i : i + 1]),
+    **_dimension("clusterid", lambda m, b, i: _cta(m, b)[:, i : i + 1] // m.grid.cluster[i]),
+    **_dimension("nclusterid", lambda m, b, i: m.grid.dims[i] // m.grid.cluster[i]),
+    **_dimension("cluster_ctaid", lambda m, b, i: _cta(m, b)[:, i : i + 1] % m.grid.cluster[i]),
+    **_dimension("cluster_nctaid", lambda m, b, i: m.grid.cluster[i]),
+    "cluster_ctarank": lambda m, b: m.grid.cta_rank[m.grid.warp_cta[b.idx]][:, None],
+    "cluster_nctarank": lambda m, b: m.grid.cluster_size,
+    "is_explicit_cluster": lambda m, b: m.grid.cluster_size > 1,
+    "laneid": lambda m, b: np.arange(32)[None, :],
+    "warpid": lambda m, b: m.grid.warp_in_cta[b.idx][:, None],
+    "nwarpid": lambda m, b: m.grid.warps_per_cta,
+    "smid": lambda m, b: m.grid.warp_cta[b.idx][:, None],
+    "nsmid": lambda m, b: m.grid.num_ctas,
+    "dynamic_smem_size": lambda m, b: m.smem_bytes - m.static_smem - 1024,
+    "total_smem_size": lambda m, b: m.smem_bytes - 1024,
+    "lanemask_eq": lambda m, b: _lane_mask(lambda j, i: j == i),
+    "lanemask_lt": lambda m, b: _lane_mask(lambda j, i: j < i),
+    "lanemask_le": lambda m, b: _lane_mask(lambda j, i: j <= i),
+    "lanemask_gt": lambda m, b: _lane_mask(lambda j, i: j > i),
+    "lanemask_ge": lambda m, b: _lane_mask(lambda j, i: j >= i),
+    "clock": lambda m, b: m.clock() & 0xFFFFFFFF,
+    "clock64": lambda m, b: m.clock(),
+    "globaltimer": lambda m, b: m.clock(),
+    "globaltimer_lo": lambda m, b: m.clock() & 0xFFFFFFFF,
+    "globaltimer_hi": lambda m, b: m.clock() >> 32,
+}

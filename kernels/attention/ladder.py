@@ -1,0 +1,98 @@
+"""How a stage of the attention ladder cuts a problem up, and when that does not fit.
+
+The stages take dense Q, K, V and O of one head dim, causal or not; what else attention can be is
+the production kernel's (kernels/attention/config.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cutex.arch import Arch
+
+ELEMENT = 2  # bytes of bf16 and fp16
+BARRIERS = 1024  # bytes of smem kept for barriers and the like
+HEAD_DIMS = (64, 128, 256)
+WARPGROUP_ROWS = 64  # of one wgmma
+PLAIN = {  # of a problem: what these stages take each feature to be
+    "window": (None, None),
+    "softcap": 0.0,
+    "sink": False,
+    "lengths_q": None,
+    "lengths_k": None,
+    "used_q": None,
+    "used_k": None,
+}
+
+
+@dataclass(frozen=True)
+class LadderConfig:
+    """One CTA computes tile_m rows of O, tile_n keys at a time, from num_stages slots of K and as
+    many of V."""
+
+    head_dim: int = 128
+    causal: bool = False
+    tile_m: int = 128
+    tile_n: int = 128
+    num_stages: int = 1
+    q_stages: int = 1
+    p_in_smem: bool = False  # on its way from the softmax to the second product
+    own_o: bool = False  # O leaves through smem of its own
+    num_ctas: int = 0  # of a persistent grid; 0: as many as the arch has SMs
+
+    def fitted(self, head_dim: int, causal: bool) -> LadderConfig:
+        """The same for another problem; heads of 256 leave room for half as many keys."""
+        keys = min(self.tile_n, 128 * 128 // head_dim)
+        return replace(self, head_dim=head_dim, causal=causal, tile_n=keys)
+
+    @property
+    def warpgroups(self) -> int:
+        return self.tile_m // WARPGROUP_ROWS
+
+    @property
+    def q_bytes(self) -> int:
+        """Of one tile's rows; O has as many."""
+        return self.tile_m * self.head_dim * ELEMENT
+
+    @property
+    def k_bytes(self) -> int:
+        """Of one block of keys; of values there are as many."""
+        return self.tile_n * self.head_dim * ELEMENT
+
+    @property
+    def smem_bytes(self) -> int:
+        rows = self.q_bytes * (self.q_stages + self.own_o)
+        p = self.tile_m * self.tile_n * ELEMENT if self.p_in_smem else 0
+        return rows + 2 * self.k_bytes * self.num_stages + p
+
+    def why_not(self, problem: Any, arch: Arch) -> str | None:
+        """Why this config cannot run `problem` (or, for None, anything) on `arch`."""
+        if self.head_dim not in HEAD_DIMS:
+            return f"head_dim={self.head_dim}: the ladder takes {', '.join(map(str, HEAD_DIMS))}"
+        if self.tile_m != 2 * WARPGROUP_ROWS:
+            return f"tile_m={self.tile_m}: two warpgroups take {WARPGROUP_ROWS} rows each"
+        if self.tile_n % 64 or not 64 <= self.tile_n <= 256:
+            return f"tile_n={self.tile_n}: a multiple of 64 from 64 to 256"
+        if self.num_stages < 1 or self.q_stages < 1:
+            return f"num_stages={self.num_stages}, q_stages={self.q_stages}: at least 1 slot"
+        if self.smem_bytes + BARRIERS > arch.smem_per_cta:
+            return (
+                f"head_dim={self.head_dim}, tile_n={self.tile_n}: {self.smem_bytes} bytes of tiles "
+                f"and {BARRIERS} of barriers are more than the {arch.smem_per_cta} that a CTA has "
+                f"on {arch.name}"
+            )
+        return None if problem is None else self._why_not_problem(problem)
+
+    def _why_not_problem(self, problem: Any) -> str | None:
+        for name, plain in PLAIN.items():
+            if getattr(problem, name) != plain:
+                return f"{name}={getattr(problem, name)}: the ladder has it at its top only"
+        if (problem.head_dim, problem.head_dim_v) != (self.head_dim, self.head_dim):
+            return f"head_dim={self.head_dim}: the problem's is {problem.head_dim} and " + (
+                f"{problem.head_dim_v} for V"
+            )
+        if problem.causal != self.causal:
+            return f"causal={self.causal}: the problem's is {problem.causal}"
+        return None

@@ -1,0 +1,177 @@
+"""What every attention stage shares on the host and at its head: operands, tensor maps, grid."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from cutex.arch import arch as arch_named
+from cutex.compile import Operand, Scalar
+from cutex.device.atoms.mma import allocate_slots, slots_layout
+from cutex.device.atoms.tma import TileLoads
+from cutex.device.attention.rows import tma_view
+from cutex.kernels.attention.ladder import WARPGROUP_ROWS, LadderConfig
+
+
+class Tile(NamedTuple):
+    """Consecutive rows of one head of one sequence."""
+
+    m_block: Int32
+    head: Int32
+    batch: Int32
+
+
+class Out(NamedTuple):
+    """What the kernel writes."""
+
+    mO: cute.Tensor  # (batch, seqlen_q, heads, D)
+    mLSE: cute.Tensor  # (batch, heads, seqlen_q) fp32
+
+
+class Slots(NamedTuple):
+    """Where TMA brings Q, K and V to."""
+
+    sQ: cute.Tensor  # (64, D, WG * SLOT)
+    sK: cute.Tensor  # (bN, D, SLOT)
+    sV: cute.Tensor  # (bN, D, SLOT)
+
+
+class Loads(NamedTuple):
+    """The loads of one tile: of Q by 64 rows, of K and V by blocks of keys."""
+
+    q: TileLoads
+    k: TileLoads
+    v: TileLoads
+
+
+class Operands(NamedTuple):
+    """Q, K and V as TMA sees them, (seqlen, D, heads, batch)."""
+
+    q: cpasync.TmaInfo
+    k: cpasync.TmaInfo
+    v: cpasync.TmaInfo
+
+    @property
+    def dtype(self) -> type[cutlass.Numeric]:
+        return self.q.atom.value_type
+
+    @property
+    def seqlen_q(self) -> Int32:
+        return Int32(cute.size(self.q.tma_tensor, mode=[0]))
+
+    @property
+    def seqlen_k(self) -> Int32:
+        return Int32(cute.size(self.k.tma_tensor, mode=[0]))
+
+    @property
+    def heads_per_kv(self) -> Int32:
+        """Query heads that share a head of K and V."""
+        return cute.size(self.q.tma_tensor, mode=[2]) // cute.size(self.k.tma_tensor, mode=[2])
+
+    @cute.jit
+    def allocate(self, smem: SmemAllocator) -> Slots:
+        return Slots(*(allocate_slots(smem, self.dtype, x.smem_layout) for x in self))
+
+    @cute.jit
+    def loads(self, slots: Slots, tile: Tile) -> Loads:
+        head_kv = tile.head // self.heads_per_kv
+        return Loads(
+            row_blocks(self.q, slots.sQ, tile.head, tile.batch),
+            row_blocks(self.k, slots.sK, head_kv, tile.batch),
+            row_blocks(self.v, slots.sV, head_kv, tile.batch),
+        )
+
+
+@cute.jit
+def partition(
+    operand: cpasync.TmaInfo, sX: cute.Tensor, head: Int32, batch: Int32
+) -> tuple[cute.Tensor, cute.Tensor]:
+    """The slots of `sX` (bRows, D, SLOT), and the blocks of as many rows of one head that TMA moves
+    to or from them: (TMA, SLOT), (TMA, RestRows)."""
+    mX = operand.tma_tensor[None, None, head, batch]  # (seqlen, D)
+    rows_d = (cute.size(sX, mode=[0]), cute.size(sX, mode=[1]))
+    gX = cute.local_tile(mX, rows_d, (None, 0))  # (bRows, D, RestRows)
+    whole = cute.make_layout(1)
+    return cpasync.tma_partition(
+        operand.atom, 0, whole, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+    )
+
+
+@cute.jit
+def row_blocks(operand: cpasync.TmaInfo, sX: cute.Tensor, head: Int32, batch: Int32) -> TileLoads:
+    tXsX, tXgX = partition(operand, sX, head, batch)
+    return TileLoads(operand.atom, tXgX, tXsX)
+
+
+class Attention:
+    """O = softmax(scale * Q K^T) V and its LSE. A stage adds `kernel`, `num_threads` and what it
+    changes."""
+
+    arch: ClassVar[str]
+    number: ClassVar[int]
+    min_stages: ClassVar[int] = 1  # slots that the rings need to turn
+    num_threads: int  # of a CTA
+    kernel: Any  # the device function: (operands, out, scale)
+
+    def __init__(self, config: LadderConfig) -> None:
+        if reason := config.why_not(None, arch_named(self.arch)):
+            raise ValueError(reason)
+        if config.num_stages < self.min_stages:
+            raise ValueError(
+                f"num_stages={config.num_stages}: {self.name} needs at least {self.min_stages}"
+            )
+        self.config = config
+
+    @property
+    def name(self) -> str:
+        return f"{self.arch.rstrip('a').replace('_', '')}_attention_stage{self.number}"
+
+    def operands(self, dtype: str) -> tuple[Operand | Scalar, ...]:
+        """q (batch, seqlen_q, heads, D), k and v (batch, seqlen_k, heads_kv, D), o as q, lse (batch,
+        heads, seqlen_q) fp32, scale."""
+        q, k = ("b", "sq", "h", "d"), ("b", "sk", "hk", "d")
+        shapes = (("q", q), ("k", k), ("v", k), ("o", q))
+        lse = Operand("lse", ("b", "h", "sq"), "fp32", aligned=False, whole=False)
+        return (*(Operand(name, sizes, dtype) for name, sizes in shapes), lse, Scalar("scale"))
+
+    def slots(self, dtype: type[cutlass.Numeric], rows: int, num_slots: int) -> cute.ComposedLayout:
+        """(rows, D, SLOT), swizzled by 128 bytes."""
+        return slots_layout(dtype, rows, self.config.head_dim, num_slots, swizzle=128)
+
+    @cute.jit
+    def load_operands(self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor) -> Operands:
+        c = self.config
+        q_slots = self.slots(mQ.element_type, WARPGROUP_ROWS, c.warpgroups * c.q_stages)
+        kv_slots = self.slots(mK.element_type, c.tile_n, c.num_stages)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        return Operands(
+            self.tma(load, mQ, q_slots), self.tma(load, mK, kv_slots), self.tma(load, mV, kv_slots)
+        )
+
+    @staticmethod
+    def tma(op: Any, mX: cute.Tensor, layout: cute.ComposedLayout) -> cpasync.TmaInfo:
+        rows_d = (cute.size(layout, mode=[0]), cute.size(layout, mode=[1]))
+        view = tma_view(mX, pack=1, ragged=False)
+        return cpasync.make_tiled_tma_atom(op, view, layout, rows_d)
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        scale: Float32,
+        stream,
+    ) -> None:
+        operands = self.load_operands(mQ, mK, mV)
+        batch, seqlen_q, heads, _ = mO.shape
+        grid = (cute.ceil_div(seqlen_q, self.config.tile_m), heads, batch)
+        self.kernel(operands, Out(mO, mLSE), scale).launch(
+            grid=grid, block=(self.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream
+        )

@@ -1,0 +1,55 @@
+"""Stage 1: P stays in registers.
+
+Idea: in a wgmma accumulator a thread holds of each 16 columns just what it must hold of 16 columns
+of K in an operand A from registers (PTX ISA, "Register Fragments for wgmma.mma_async"). So what
+the softmax leaves behind, rounded to 16 bits, is the operand of the second product where it is.
+
+Changed since stage 0: `probabilities`, and the MMA that reads them (`p_in_smem` is false).
+
+It saves 32 KB of smem written and 64 KB read a block (of 192 KB that both products read), the
+barrier between the two, and their latency, some 100 of a block's cycles. The 32 KB will be needed
+for the ring.
+
+Measured:
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import cute
+from cutlass.memory import SmemAllocator
+
+from cutex.device.attention.products import a_registers, round_to
+from cutex.kernels.attention.sm90.stage0 import Stage0
+
+
+class RegisterP(NamedTuple):
+    """The probabilities of a warpgroup's rows as operand A of the second product."""
+
+    tCrA: cute.Tensor  # ((2, 2, 2), 1, MMA_K) registers
+
+    @cute.jit
+    def write(self, acc: cute.Tensor) -> None:
+        round_to(self.tCrA, acc)
+
+
+class Stage1(Stage0):
+    """
+    barrier   arrives                           waits
+    loaded    1: warp 0, and the bytes by TMA   all threads, before a product
+    (CTA)     all threads                       all threads, before the next load
+
+    smem      bytes (head_dim 128)
+    sQ        tile_m * head_dim * 2             32768
+    sK        tile_n * head_dim * 2             32768
+    sV        tile_n * head_dim * 2             32768
+    loaded    8
+    """
+
+    number = 1
+
+    @cute.jit
+    def probabilities(self, smem: SmemAllocator, dtype: type[cutlass.Numeric]) -> RegisterP:
+        return RegisterP(a_registers(self.config.tile_n, dtype))

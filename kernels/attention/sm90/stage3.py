@@ -1,0 +1,124 @@
+"""Stage 3: warp specialisation. A warp of its own loads, and two warpgroups only compute.
+
+Idea: in stage 2, warp 0 waits for all warps to be done with a slot before it can go on with its own
+rows, and so ties the two warpgroups to each other once for K and once for V of each block. A load
+warp waits in its place, and the warpgroups drift apart: while one is in its softmax, the other has
+the tensor cores to itself.
+
+Changed since stage 2: `kernel` sends each warp to its role, `load` or `compute`, the two halves of
+stage 2's `mainloop`. The load role has a warpgroup, of which one warp works, because registers are
+traded by warpgroups (setmaxnreg): 168 a thread for all three would be less than O, S and P of 64
+rows need (64 + 64 + 32, and what the loop needs), so the load warps keep 24 and the others get 240.
+
+Measured:
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Float32, cute
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.memory import SmemAllocator
+
+from cutex.device.attention.block_info import Blocks
+from cutex.device.pipeline import Warps, publish_barriers
+from cutex.kernels.attention.launch import Loads, Operands, Out, Tile
+from cutex.kernels.attention.sm90.stage0 import Part
+from cutex.kernels.attention.sm90.stage2 import Barriers, Stage2
+
+
+class Registers(NamedTuple):
+    """Of a thread, by role. All roles together have 65536."""
+
+    load: int
+    compute: int
+
+
+class Stage3(Stage2):
+    """
+    barrier         arrives                               waits
+    q_loaded        1: LOAD, and the bytes by TMA         COMPUTE, before the first product
+    k.full[slot]    1: LOAD, and the bytes by TMA         COMPUTE, before Q K^T
+    k.empty[slot]   1 a COMPUTE warp, Q K^T being done    LOAD
+    v.full[slot]    1: LOAD, and the bytes by TMA         COMPUTE, before P V
+    v.empty[slot]   1 a COMPUTE warp, P V being done      LOAD
+
+    smem: as in stage 2.
+
+    registers   threads                of each
+    LOAD        128                    24
+    COMPUTE     128 * warpgroups (2)   240
+    """
+
+    number = 3
+
+    @property
+    def compute_warps(self) -> Warps:
+        return Warps(first=0, count=4 * self.config.warpgroups)
+
+    @property
+    def load_warps(self) -> Warps:
+        """A warpgroup, of which the first warp works."""
+        return Warps(first=self.compute_warps.end, count=4)
+
+    @property
+    def num_threads(self) -> int:
+        return self.compute_warps.threads + self.load_warps.threads
+
+    @property
+    def registers(self) -> Registers:
+        return Registers(load=24, compute=240)
+
+    @cute.kernel
+    def kernel(self, operands: Operands, out: Out, scale: Float32) -> None:
+        smem = SmemAllocator()
+        slots = operands.allocate(smem)
+        barriers = self.barriers(smem)
+        publish_barriers(barriers)
+
+        tile = Tile(*cute.arch.block_idx())
+        blocks = self.n_blocks(operands, tile)
+        warp = cute.arch.warp_idx()
+        if warp >= self.load_warps.first:
+            cute.arch.setmaxregister_decrease(self.registers.load)
+            if warp == self.load_warps.first:
+                self.load(operands.loads(slots, tile), barriers, tile, blocks)
+        else:
+            cute.arch.setmaxregister_increase(self.registers.compute)
+            p = self.probabilities(smem, operands.dtype)
+            part = self.part(operands, slots, p, tile, scale)
+            self.compute(part, barriers, blocks)
+            self.store(part, out, tile)
+
+    @cute.jit
+    def load(self, loads: Loads, barriers: Barriers, tile: Tile, blocks: Blocks) -> None:
+        q_loaded, k, v = barriers
+        k_fill, v_fill = k.producer(), v.producer()
+        with cute.arch.elect_one():
+            q_loaded.arrive_expecting(self.config.q_bytes)
+        self.load_q(loads, tile, q_loaded[0])
+        for i in cutlass.range(blocks.end - blocks.first, unroll=1):
+            n_block = blocks.end - 1 - i
+            k_fill = self.load_block(loads.k, k, k_fill, n_block)
+            v_fill = self.load_block(loads.v, v, v_fill, n_block)
+
+    @cute.jit
+    def compute(self, part: Part, barriers: Barriers, blocks: Blocks) -> None:
+        q_loaded, k, v = barriers
+        take = k.consumer()
+        q_loaded.wait(0)
+        for i in cutlass.range(blocks.end - blocks.first, unroll=1):
+            acc_s = part.qk.accumulator(self.config.tile_n)
+            k.wait_full(take)
+            part.qk.issue(acc_s, part.tSrQ, take.slot, False)
+            warpgroup.wait_group(0)
+            k.release(take)
+            part.scale_o(self.weigh(part, acc_s, blocks.end - 1 - i, "masked"))
+            part.p.write(acc_s)
+            v.wait_full(take)
+            part.pv.issue(part.acc_o, part.p.tCrA, take.slot, True)
+            warpgroup.wait_group(0)
+            v.release(take)
+            take.advance()

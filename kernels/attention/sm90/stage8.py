@@ -1,0 +1,136 @@
+"""Stage 8: the reference of the exponentials need not be their maximum.
+
+Idea: softmax is the same whatever its scores are compared with, as long as nothing overflows. Where
+the maximum is only a little above the reference, sums and O can stay as they are: their scaling is
+left out until some row of a warp has a score 2^8 times as large (FlashAttention-4). And blocks
+that need no mask are not even searched for a maximum: the first ones have set the references, bf16
+reaches as far as fp32, and the sums tell at the end whether that was too bold. A tile of which it
+was is loaded and computed again, now with maxima.
+
+Changed since stage 7: `slack`; `weigh` knows a third kind of block, "add"; `load_tiles` looks at
+what became of a tile when its slot of Q comes back; `compute_tile` says so, and knows a safe mode.
+
+In a clean step a thread issues some 330 instructions for its 64 scores instead of 500: no 64 FMNMX,
+no shuffles and votes, and 64 FMUL of O less (in stage 7 in every step). Eight warps' 500 instructions
+a block are 1000 issue slots a scheduler, half of the block's 2048 cycles, and on the way from Q K^T
+to P V nothing else can be done.
+
+Measured:
+"""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import BFloat16, Boolean, Int32, cute
+
+from cutex.device.attention.block_info import Blocks
+from cutex.device.attention.softmax import rows_of
+from cutex.device.pipeline import PipelineState
+from cutex.kernels.attention.launch import Operands, Slots, Tile
+from cutex.kernels.attention.sm90.stage0 import Part
+from cutex.kernels.attention.sm90.stage4 import Places
+from cutex.kernels.attention.sm90.stage7 import Barriers, Fills, Out, Stage7
+from cutex.kernels.attention.sm90.work_ring import NORMAL, SAFE
+
+
+class Stage8(Stage7):
+    """
+    barrier         arrives                                    waits
+    q.empty[slot]   1 a COMPUTE warp, which has said whether   LOAD
+                    its rows came out well
+    others as in stage 7
+
+    smem and registers: as in stage 7.
+    """
+
+    number = 8
+
+    def slack(self, dtype: type[cutlass.Numeric]) -> float:
+        """fp16 ends at 2^16, which "add" should not come near."""
+        return 8.0 if dtype is BFloat16 else 4.0
+
+    @cute.jit
+    def weigh(
+        self, part: Part, acc_s: cute.Tensor, n_block: Int32, kind: cutlass.Constexpr[str]
+    ) -> Boolean:
+        """As before; kind "add": no score is looked for that is larger than the reference."""
+        if cutlass.const_expr(kind == "add"):
+            part.softmax.add(rows_of(acc_s))
+            return Boolean(False)
+        return Stage7.weigh(self, part, acc_s, n_block, kind)
+
+    @cute.jit
+    def compute_tile(
+        self,
+        part: Part,
+        barriers: Barriers,
+        at: Places,
+        take: PipelineState,
+        out: Out,
+        tile: Tile,
+        blocks: Blocks,
+    ) -> Places:
+        safe = barriers.work.mode(take.slot) == SAFE
+        if blocks.end > blocks.first:
+            at = self.first_scores(part, barriers, at, blocks.end - 1)
+            at = self.further_blocks(part, barriers, at, blocks, safe)
+            at = self.last_product(part, barriers, at)
+        in_range = self.normalize(part, out, tile)
+        # NOTE: 0 times infinity; P of a row that overflowed makes all of its columns infinite
+        finite = (part.acc_o[0] * 0.0 == 0.0) & (part.acc_o[2] * 0.0 == 0.0)
+        barriers.work.release(take, safe | (in_range & finite))
+        return at
+
+    @cute.jit
+    def further_blocks(
+        self, part: Part, barriers: Barriers, at: Places, blocks: Blocks, safe: Boolean
+    ) -> Places:
+        n_block = blocks.end - 2
+        least = 0
+        if cutlass.const_expr(self.config.causal):
+            edges = cutlass.max(blocks.end - 1 - blocks.clean_end, 0)
+            at = self.steps(part, barriers, at, n_block, edges, "masked")
+            n_block -= edges
+            least = 1  # of masked blocks a row may have seen no key, and have no reference
+        clean = n_block + 1 - blocks.first
+        searched = clean if safe else cutlass.min(clean, least)
+        at = self.steps(part, barriers, at, n_block, searched, "clean")
+        return self.steps(part, barriers, at, n_block - searched, clean - searched, "add")
+
+    @cute.jit
+    def load_tiles(
+        self, operands: Operands, slots: Slots, barriers: Barriers, counter: cute.Tensor
+    ) -> None:
+        """Slots of Q are looked at when they come back, also when there are no more tiles: one that
+        failed goes out again before any other."""
+        work = barriers.work
+        order = self.order(operands)
+        fills = Fills(work.q.producer(), barriers.k.producer(), barriers.v.producer())
+        work.clear()
+        index, _, _ = cute.arch.block_idx()
+        came_well = Int32(0)  # slots in turn, since the last tile went out
+        while index < order.total or came_well < work.q.num_slots:
+            back = PipelineState(work.q.num_slots, fills.q.slot, fills.q.phase)
+            back.skip(came_well)
+            work.q.empty.wait(back.phase, back.slot)
+            failed = work.take_back(back.slot)
+            if failed or index < order.total:
+                tile, mode = Tile(*work.work(back.slot)), Int32(SAFE)
+                if not failed:
+                    tile, mode = Tile(*order.tile(index)), Int32(NORMAL)
+                fills = self.load_tile(operands, slots, barriers, fills, tile, mode)
+                came_well = Int32(0)
+                if not failed:
+                    index = self.next_index(counter, order.total)
+            else:
+                came_well += 1
+        work.end(fills.q)
+
+    @cute.jit
+    def wait_stores(self) -> None:
+        """Until what this warpgroup's first warp has stored is there.
+
+        NOTE: read is not enough, for O of a tile that failed is written twice.
+        """
+        if cute.arch.warp_idx() % 4 == 0:
+            cute.arch.cp_async_bulk_wait_group(0)

@@ -1,0 +1,210 @@
+"""What it takes to add an operator: a Problem, a ladder, and an entry in OPS. Here: G = X @ X^T."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import ClassVar
+
+import pytest
+import torch
+
+from cutex.analysis import roofline
+from cutex.bench import cli
+from cutex.cloud import rental
+from cutex.kernels import gemm
+from cutex.problem import OPS, Check, PeerKernel, Problem, problem_class
+from cutex.problem.stage import Ladders, Stage
+from cutex.report import ladders, pictures
+from cutex.report.page import page
+from cutex.results import Timing, history, read, read_all
+
+
+@dataclass(frozen=True)
+class GramProblem(Problem):
+    op = "gram"
+    title = "Gram matrix"
+    about = "the Gram ladder, G = X @ X^T"
+    dtypes = ("bf16", "fp16")
+    inits = ("int", "normal")
+    size_options = ("--rows", "--columns")
+    cases: ClassVar = {
+        "cuda": ({"rows": 4096, "columns": 1024},),
+        "sim": ({"rows": 128, "columns": 64},),
+        "sweep": ({"rows": 1024, "columns": 1024},),
+        "confirm": ({"rows": 4096, "columns": 1024},),
+    }
+    peers: ClassVar = {
+        "mm": PeerKernel("torch.mm", lambda: (lambda x, g: torch.mm(x, x.T, out=g), "1"))
+    }
+    wave_tile = (128, 128)
+
+    rows: int
+    columns: int
+    dtype: str = "bf16"
+    init: str = "normal"
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.rows < 1 or self.columns % 8:
+            raise ValueError(f"rows={self.rows}, columns={self.columns}: no such matrix")
+
+    @property
+    def flops(self):
+        return 2 * self.rows**2 * self.columns
+
+    @property
+    def bytes(self):
+        return 2 * self.rows * (self.columns + self.rows)
+
+    def grid(self, tile):
+        return -(-self.rows // tile[0]) * -(-self.rows // tile[1])
+
+    def steps(self, tile, step_flops):
+        return -(-2 * tile[0] * tile[1] * self.columns // step_flops)
+
+    def inputs(self, device="cpu", copy=0):
+        g = torch.Generator(device).manual_seed(self.seed + copy)
+        x = torch.empty(self.rows, self.columns, dtype=torch.bfloat16, device=device)
+        return (x.random_(-2, 3, generator=g) if self.init == "int" else x.normal_(generator=g),)
+
+    def outputs(self, device="cpu"):
+        shape = self.rows, self.rows
+        return (torch.full(shape, torch.nan, dtype=torch.bfloat16, device=device),)
+
+    def check(self, *tensors, tile=None):
+        x, g = tensors
+        error = float((g.float() - (x.float() @ x.float().T).bfloat16().float()).abs().max())
+        return Check(error <= 1.0, error, 1.0, f"off by {error:g}, tile {tile}")
+
+    def reduced(self):
+        return replace(self, rows=min(self.rows, 128), columns=min(self.columns, 64))
+
+    def launcher(self, kernel, config):
+        return lambda x, g: kernel(x, x, g)
+
+    def tile(self, config):
+        return config.tile_m, config.tile_n
+
+    @classmethod
+    def size_name(cls, sizes):
+        return f"{sizes['rows']}r{sizes['columns']}c"
+
+    @property
+    def series(self):
+        return {f"rows of {self.columns}": self.rows}
+
+    @classmethod
+    def add_options(cls, group):
+        group.add_argument("--rows", type=int)
+        group.add_argument("--columns", type=int)
+
+    @classmethod
+    def sizes_given(cls, args):
+        given = {name: getattr(args, name) for name in ("rows", "columns")}
+        return [{k: v or 64 for k, v in given.items()}] if any(given.values()) else []
+
+
+class GramStage(Stage):
+    op = "gram"
+
+    def kernel(self, config=None):
+        return gemm.stage(self.arch, self.number).kernel(config or self.default)
+
+
+def fitting(config):
+    """`config`, which takes any problem of this operator."""
+    base = type(config)
+    why_not = {"why_not": lambda self, problem, arch: base.why_not(self, None, arch)}
+    return type("GramConfig", (base,), why_not)(**vars(config))
+
+
+@pytest.fixture
+def gram(monkeypatch) -> type[Problem]:
+    """The operator, added."""
+    rungs = [
+        GramStage(s.number, s.arch, s.title, f"X twice: {s.idea}", fitting(s.default))
+        for s in gemm.stages("sm_90a")[:2]
+    ]
+    module = ModuleType("cutex.kernels.gram")
+    module.LADDERS = Ladders("Gram", tuple(rungs))
+    monkeypatch.setitem(sys.modules, "cutex.kernels.gram", module)
+    problems = ModuleType("gram_problem")
+    problems.GramProblem = GramProblem
+    monkeypatch.setitem(sys.modules, "gram_problem", problems)
+    monkeypatch.setitem(OPS, "gram", "gram_problem:GramProblem")
+    return problem_class("gram")
+
+
+SIM = ["--arch", "sm_90a", "--device", "sim"]
+
+
+def test_it_runs_in_the_simulator_and_has_its_own_ledger(gram, capsys, tmp_path):
+    argv = [*SIM, "--stage", "1", "--rows", "136", "--columns", "72", "--out", str(tmp_path)]
+    assert cli.main(gram, argv) == 0
+    assert "136r72c bf16 normal" in capsys.readouterr().out
+    (found,) = read(tmp_path / "gram-sim.jsonl")
+    assert (found.op, found.stage, found.sizes) == ("gram", 1, (136, 72))
+    assert found.case == GramProblem(136, 72)
+
+
+def test_its_command_lists_emits_and_refuses_as_every_command(gram, capsys, tmp_path):
+    assert cli.main(gram, ["--stage", "list"]) == 0
+    out = capsys.readouterr().out
+    assert "X twice" in out and "sm_100a" not in out
+    assert cli.main(gram, ["--arch", "sm_90a", "--stage", "0", "--emit", "resources"]) == 0
+    assert "registers" in capsys.readouterr().out
+    for argv, says in (
+        ([*SIM, "--columns", "7"], "columns=7: no such matrix"),
+        ([*SIM, "--mnk", "8,8,8"], "--mnk"),
+        (["--arch", "sm_100a", "--device", "sim"], "no Gram ladder, there are ladders for sm_90a"),
+        ([*SIM, "--stage", "5"], "stage 5 is not in the ladder of sm_90a, which has 0 to 1"),
+        ([*SIM, "--compare", "mm"], "--compare is for device cuda"),
+    ):
+        assert cli.main(gram, argv) == 2
+        assert says in capsys.readouterr().err
+
+
+def timed(folder, capsys, gram) -> list:
+    argv = [*SIM, "--stage", "1", "--out", str(folder)]
+    assert cli.main(gram, argv) == 0
+    capsys.readouterr()
+    (row,) = read(folder / "gram-sim.jsonl")
+    took = Timing(10.0, 9.0, 11.0, 50, 6, "cold", 3.0)
+    facts = {"device": "cuda", "device_name": "NVIDIA H200", "timing": took, "tflops": 0.2}
+    return [replace(row, **facts)]
+
+
+def test_its_results_are_reported_beside_the_others(gram, capsys, tmp_path, root):
+    rows = [*read_all(root / "results"), *timed(tmp_path, capsys, gram)]
+    text = ladders(rows)
+    assert "### GEMM on Hopper (sm_90a)" in text and "### Gram matrix on Hopper (sm_90a)" in text
+    assert "| 128r64c |" in text and "X twice" in text
+    assert set(pictures(rows)) == {"ladder-sm_90a.svg", "ladder-gram-sm_90a.svg"}
+    assert "128r64c" in page(rows) and "Gram matrix on Hopper" in page(rows)
+    assert [r.op for r in history.best(rows)].count("gram") == 1
+
+
+def test_its_rows_are_chosen_by_its_own_options(gram, capsys, tmp_path):
+    assert cli.main(gram, [*SIM, "--stage", "1", "--out", str(tmp_path)]) == 0
+    capsys.readouterr()
+    for rows, lines in (("128", 2), ("256", 1)):
+        argv = ["list", "--results", str(tmp_path), "--rows", rows, "--columns", "64"]
+        assert history.main(argv) == 0
+        assert len(capsys.readouterr().out.splitlines()) == lines
+
+
+def test_what_binds_it_is_known(gram, capsys):
+    assert roofline.main(["--op", "gram", "--gpu", "h200", "--rows", "4096"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("gram 4096r64c bf16 on H200")
+    assert "1024 tiles of 128x128 on 132 SMs" in out
+
+
+def test_a_gpu_is_rented_for_it(gram, capsys):
+    argv = ["--op", "gram", "--gpu", "H200", "--compare", "mm", "--dry-run", "--no-preflight"]
+    assert rental.main(argv, rent=None) == 0
+    assert "stage 0,1 on 4096r1024c bf16 beside mm" in capsys.readouterr().out
+    sweep = rental.plan(rental.parser().parse_args(["--op", "sweep", "--gpu", "H200"]))
+    assert {r.op for r in sweep.requests} == {"gemm", "gram"}
