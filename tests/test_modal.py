@@ -224,7 +224,11 @@ def test_everything_that_runs_there_is_sent(cloud, modal_run, modal_app, root):
     for folder in (package, *(p for p in package.iterdir() if p.is_symlink())):
         needed |= {str(p.relative_to(root)) for p in folder.rglob("*") if p.is_file()}
     needed = {path for path in needed if "__pycache__" not in path}
-    assert {"cutex/sim/host/shim.c", "cutex/kernels/gemm/sm100/stage3.py", "cutex/py.typed"} <= needed
+    assert {
+        "cutex/sim/host/shim.c",
+        "cutex/kernels/gemm/sm100/stage3.py",
+        "cutex/py.typed",
+    } <= needed
     assert {f"{modal_app.THERE}/{path}" for path in needed} <= sent
     assert not [path for path in sent if "__pycache__" in path]
 
