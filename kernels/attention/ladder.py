@@ -16,15 +16,8 @@ ELEMENT = 2  # bytes of bf16 and fp16
 BARRIERS = 1024  # bytes of smem kept for barriers and the like
 HEAD_DIMS = (64, 128, 256)
 WARPGROUP_ROWS = 64  # of one wgmma
-PLAIN = {  # of a problem: what these stages take each feature to be
-    "window": (None, None),
-    "softcap": 0.0,
-    "sink": False,
-    "lengths_q": None,
-    "lengths_k": None,
-    "used_q": None,
-    "used_k": None,
-}
+# of a problem: what these stages take each feature to be
+PLAIN = {"window": "", "softcap": 0.0, "varlen": False}
 
 
 @dataclass(frozen=True)
