@@ -140,8 +140,19 @@ def _is_pinned(top: str, own: set[str]) -> bool:
 @cache
 def _is_installed(top: str) -> bool:
     file, folders = _locate(top)
-    where = [*([str(file)] if file else []), *(folders or ())]
-    return bool(where) and all(any(f in Path(w).parts for f in INSTALLED) for w in where)
+    where = [*([file] if file else []), *map(Path, folders or ())]
+    return bool(where) and all(
+        any(f in w.parts for f in INSTALLED) or _is_recorded(top, w) for w in where
+    )
+
+
+def _is_recorded(top: str, place: Path) -> bool:
+    """Whether `place`, a file or folder of `top`, was installed into the folder around it, whatever
+    that is called: so it is with pip install --target."""
+    root = (place if place.name in (top, f"{top}.py") else place.parent).parent
+    start = re.compile(rf"^{re.escape(top)}(/|\.py,)", re.MULTILINE)
+    records = root.glob("*.dist-info/RECORD")
+    return any(start.search(record.read_text(errors="replace")) for record in records)
 
 
 def _is_fileless(name: str) -> bool:

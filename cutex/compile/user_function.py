@@ -21,12 +21,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from uuid import uuid4
 
+from cutex.errors import CutexError
+
 _VALUES = (type(None), bool, int, float, complex, str, bytes, type(...))
 _FIXED = {"cutlass", "numpy", "torch", *sys.stdlib_module_names}  # as their versions have them
 _EVASIVE = {"eval", "exec", "globals", "locals", "vars", "getattr", "__import__"}
 
 
-class Unkeyable(Exception):
+class Unkeyable(CutexError):
     """What a value computes cannot be told from looking at it."""
 
 

@@ -27,37 +27,35 @@ class Stage(stage_of_any.Stage):
 
 
 class Forward(Stage):
-    """The production kernel at the top of a ladder, with a config for each problem."""
+    """The production kernel at the top of a ladder, with the config for each problem."""
 
     def fitted(self, problem: AttentionProblem) -> Self:  # type: ignore[override]
         return replace(self, default=choose(problem, arch(self.arch)))
 
     @property
     def module(self) -> str:
-        return f"{stage_of_any.package(self.op, self.arch)}.forward"
+        return f"cutex.kernels.attention.{self.arch.rstrip('a').replace('_', '')}.forward"
 
     def kernel(self, config: Any = None) -> Kernel:
         return import_module(self.module).Forward(config or self.default)
 
 
 _IN_ORDER = LadderConfig(p_in_smem=True)
-_REGISTERS = LadderConfig()
-_RING = LadderConfig(num_stages=2)
-_PERSISTENT = replace(_RING, q_stages=2, own_o=True)
+_ONE_BUFFER = LadderConfig()
+_RINGS = LadderConfig(num_stages=2)
+_PERSISTENT = LadderConfig(num_stages=2, q_stages=2, own_o=True, dispatch="dynamic")
 
 _STAGES = (
-    Stage(0, "sm_90a", "in order", "two products, a softmax between them, P in smem", _IN_ORDER),
-    Stage(1, "sm_90a", "P in registers", "the softmax leaves the second operand A", _REGISTERS),
-    Stage(2, "sm_90a", "rings", "loads of K and V run ahead through rings of slots", _RING),
-    Stage(3, "sm_90a", "warp roles", "one warp loads, two warpgroups only compute", _RING),
-    Stage(4, "sm_90a", "overlap", "the next QK and the last PV run under the softmax", _RING),
-    Stage(5, "sm_90a", "ping-pong", "the warpgroups take turns at the tensor cores", _RING),
-    Stage(6, "sm_90a", "edges", "only the blocks at an edge of the band are masked", _RING),
-    Stage(7, "sm_90a", "persistent", "a CTA per SM takes the longest tiles first", _PERSISTENT),
-    Stage(8, "sm_90a", "slack", "sums are scaled down only where they may overflow", _PERSISTENT),
-    Forward(
-        9, "sm_90a", "forward", "what cutex.flash_attn_func runs, per problem", ForwardConfig()
-    ),
+    Stage(0, "sm_90a", "in order", "TMA, wgmma, softmax, P by smem, wgmma, each waits", _IN_ORDER),
+    Stage(1, "sm_90a", "P in registers", "the softmax leaves P where wgmma reads it", _ONE_BUFFER),
+    Stage(2, "sm_90a", "rings", "loads run ahead through rings of K and V", _RINGS),
+    Stage(3, "sm_90a", "warp roles", "one warp loads, two warpgroups only compute", _RINGS),
+    Stage(4, "sm_90a", "overlap", "the next Q K^T and the last P V under the softmax", _RINGS),
+    Stage(5, "sm_90a", "ping-pong", "the warpgroups take turns at the tensor cores", _RINGS),
+    Stage(6, "sm_90a", "edges", "only the blocks at an edge are masked", _RINGS),
+    Stage(7, "sm_90a", "persistent", "a CTA per SM asks for tiles, longest first", _PERSISTENT),
+    Stage(8, "sm_90a", "no maximum", "references need not be maxima, sums tell", _PERSISTENT),
+    Forward(9, "sm_90a", "forward", "the kernel behind cutex.flash_attn_func", ForwardConfig()),
 )
 
 LADDERS = stage_of_any.Ladders("attention", _STAGES)

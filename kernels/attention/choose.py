@@ -19,8 +19,11 @@ _TILES: dict[tuple[int, int], dict[str, Any]] = {
     (128, 128): {"tile_m": 128, "tile_n": 128},
     (192, 128): {"tile_m": 128, "tile_n": 112, "q_stages": 1},
     (192, 192): {"tile_m": 128, "tile_n": 96, "q_stages": 1, "own_o": False},
-    (256, 256): {"tile_m": 128, "tile_n": 80, "q_stages": 1, "own_o": False},
+    (256, 256): {"tile_m": 128, "tile_n": 64, "q_stages": 1, "own_o": False},
 }
+# at head dim 64, for short causal sequences: of 128 rows less lies beyond the diagonal than of 192
+_SHORT: dict[str, Any] = {"tile_m": 128, "tile_n": 128, "num_stages": 3}
+SHORT, LONG = 2048, 8192  # keys: up to which that pays, and from which on Q in registers does
 MOST_PACKED = 64  # rows of a warpgroup
 
 
@@ -32,15 +35,27 @@ class Shape:
     heads_q: int
     heads_kv: int
     longest_q: int
+    longest_k: int
 
 
 def fill(config: ForwardConfig, shape: Shape) -> ForwardConfig:
     """`config`, which says what is computed, with how that is done."""
     tiles = _TILES.get((config.head_dim, config.head_dim_v), {})
+    if config.head_dim == 64 and config.causal and shape.longest_k <= SHORT:
+        tiles = _SHORT
     config = replace(config, **tiles)
+    if config.modified:  # a user's functions need registers of their own
+        config = replace(config, tile_m=128, tile_n=min(config.tile_n, 96))
+    elif config.head_dim == config.head_dim_v == 128 and shape.longest_k >= LONG:
+        config = replace(config, q_in_registers=True)
     group = shape.heads_q // shape.heads_kv
     pack = gcd(group, MOST_PACKED) if shape.longest_q < config.tile_m else 1
     return replace(config, pack=pack)
+
+
+def on_gpu(config: ForwardConfig, num_sms: int, l2_bytes: int) -> ForwardConfig:
+    """`config` for a GPU's SMs and L2, of which Q and O take a share."""
+    return replace(config, num_ctas=num_sms, l2_bytes=l2_bytes * 5 // 6)
 
 
 def choose(problem: AttentionProblem, arch: Arch) -> ForwardConfig:
@@ -55,5 +70,7 @@ def choose(problem: AttentionProblem, arch: Arch) -> ForwardConfig:
         varlen_k=problem.varlen,
         softcap=bool(problem.softcap),
     )
-    shape = Shape(problem.batch, problem.heads_q, problem.heads_kv, problem.seqlen_q)
-    return fill(config, shape)
+    shape = Shape(
+        problem.batch, problem.heads_q, problem.heads_kv, problem.seqlen_q, problem.seqlen_k
+    )
+    return on_gpu(fill(config, shape), arch.num_sms, arch.l2_bytes)

@@ -40,7 +40,6 @@ class ForwardConfig:
     q_in_registers: bool = False  # operand A of QK comes from registers, not from smem
     slack: float = 8.0  # powers of two before sums and outputs are scaled down
     optimistic: bool = True  # blocks without a mask are not searched for a larger score
-    exp_on_fma: int = 0  # of 16 exponentials of such a block, how many on FMA units
     dispatch: str = "dynamic"  # who hands out tiles: "one" (a CTA each), "static", "dynamic"
     num_ctas: int = 132  # of a persistent grid
     l2_bytes: int = 50 * 2**20  # what heads that are worked on at one time should fit into

@@ -7,17 +7,17 @@ the production kernel's (kernels/attention/config.py).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
+    from cutex.problem.attention import AttentionProblem
 
 ELEMENT = 2  # bytes of bf16 and fp16
 BARRIERS = 1024  # bytes of smem kept for barriers and the like
 HEAD_DIMS = (64, 128, 256)
 WARPGROUP_ROWS = 64  # of one wgmma
-# of a problem: what these stages take each feature to be
-PLAIN = {"window": "", "softcap": 0.0, "varlen": False}
+PLAIN = {"window": "", "softcap": 0.0, "varlen": False}  # what a problem must be for these stages
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,14 @@ class LadderConfig:
     q_stages: int = 1
     p_in_smem: bool = False  # on its way from the softmax to the second product
     own_o: bool = False  # O leaves through smem of its own
+    dispatch: str = "one"  # who hands out tiles: the hardware, one a CTA, or a counter: "dynamic"
     num_ctas: int = 0  # of a persistent grid; 0: as many as the arch has SMs
+
+    # beside O and LSE they are passed a scale only
+    lse: ClassVar[bool] = True
+    softcap: ClassVar[bool] = False
+    window: ClassVar[tuple[bool, bool]] = (False, False)
+    varlen_q: ClassVar[bool] = False
 
     def fitted(self, head_dim: int, causal: bool) -> LadderConfig:
         """The same for another problem; heads of 256 leave room for half as many keys."""
@@ -60,7 +67,7 @@ class LadderConfig:
         p = self.tile_m * self.tile_n * ELEMENT if self.p_in_smem else 0
         return rows + 2 * self.k_bytes * self.num_stages + p
 
-    def why_not(self, problem: Any, arch: Arch) -> str | None:
+    def why_not(self, problem: AttentionProblem | None, arch: Arch) -> str | None:
         """Why this config cannot run `problem` (or, for None, anything) on `arch`."""
         if self.head_dim not in HEAD_DIMS:
             return f"head_dim={self.head_dim}: the ladder takes {', '.join(map(str, HEAD_DIMS))}"
@@ -78,14 +85,15 @@ class LadderConfig:
             )
         return None if problem is None else self._why_not_problem(problem)
 
-    def _why_not_problem(self, problem: Any) -> str | None:
+    def _why_not_problem(self, problem: AttentionProblem) -> str | None:
         for name, plain in PLAIN.items():
             if getattr(problem, name) != plain:
-                return f"{name}={getattr(problem, name)}: the ladder has it at its top only"
-        if (problem.head_dim, problem.head_dim_v) != (self.head_dim, self.head_dim):
-            return f"head_dim={self.head_dim}: the problem's is {problem.head_dim} and " + (
-                f"{problem.head_dim_v} for V"
+                return f"{name}={getattr(problem, name)}: only the top of the ladder takes it"
+        if problem.head_dim_v != problem.head_dim:
+            return f"head_dim_v={problem.head_dim_v}: only the top of the ladder takes another of V"
+        if (problem.head_dim, problem.causal) != (self.head_dim, self.causal):
+            return (
+                f"head_dim={self.head_dim}, causal={self.causal}: the problem has "
+                f"{problem.head_dim} and {problem.causal}"
             )
-        if problem.causal != self.causal:
-            return f"causal={self.causal}: the problem's is {problem.causal}"
         return None

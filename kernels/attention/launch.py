@@ -131,8 +131,8 @@ class Attention:
         return f"{self.arch.rstrip('a').replace('_', '')}_attention_stage{self.number}"
 
     def operands(self, dtype: str) -> tuple[Operand | Scalar, ...]:
-        """q (batch, seqlen_q, heads, D), k and v (batch, seqlen_k, heads_kv, D), o as q, lse (batch,
-        heads, seqlen_q) fp32, scale."""
+        """q (batch, seqlen_q, heads, D), k and v (batch, seqlen_k, heads_kv, D), o as q, lse
+        (batch, heads, seqlen_q) fp32, scale."""
         q, k = ("b", "sq", "h", "d"), ("b", "sk", "hk", "d")
         shapes = (("q", q), ("k", k), ("v", k), ("o", q))
         lse = Operand("lse", ("b", "h", "sq"), "fp32", aligned=False, whole=False)

@@ -13,6 +13,10 @@ from tensor_maps import aligned
 
 from cutex.sim import BarrierMisuse, Hazards, SimError
 
+each_order = pytest.mark.parametrize(
+    "order", EVERY_ORDER, ids=lambda o: "-".join(map(str, o.values()))
+)
+
 # -- copies ----------------------------------------------------------------------------------------
 
 TWO_LOADS = f"""{init(1)}
@@ -25,7 +29,7 @@ TWO_LOADS = f"""{init(1)}
 """
 
 
-def two_loads(waited: str, second_by: str) -> np.ndarray:
+def two_loads(waited: str, second_by: str, **order) -> np.ndarray:
     """Rows 0 and 1 on two barriers, by one thread or by two of different warps; row 1 is read."""
     a, out = rows(2, 64), np.zeros(64, np.uint32)
     load = "@{p} mbarrier.arrive.expect_tx.shared.b64 _, [{bar}], 256; @{p} "
@@ -34,16 +38,18 @@ def two_loads(waited: str, second_by: str) -> np.ndarray:
     second = second.replace("[bar];", "[other];").replace("[%a+256]", "[%d9]")
     second = f"add.u64 %d9, %a, 256; setp.eq.u32 %p7, %i, 32; {second}"
     body = TWO_LOADS.replace("FIRST", first).replace("SECOND", second).replace("WAITED", waited)
-    simulate_ptx(body, {"a": a, "out": out}, Shape(block=64, smem=1024))
+    simulate_ptx(body, {"a": a, "out": out}, Shape(block=64, smem=1024), **order)
     assert (out == np.tile(a[1, :32], 2)).all()
     return out
 
 
+@each_order
 @pytest.mark.parametrize("second_by", ["%p0", "%p7"], ids=["one thread", "two warps"])
-def test_a_wait_for_one_copy_is_none_for_the_next(second_by):
-    two_loads("other", second_by)
-    with pytest.raises(Hazards, match=r"still being written by the bulk copy .* never waited"):
-        two_loads("bar", second_by)
+def test_a_wait_for_one_copy_is_none_for_the_next(second_by, order):
+    """Also where the other is complete by chance."""
+    two_loads("other", second_by, **order)
+    with pytest.raises(Hazards, match=r"the bulk copy .* on which this warp never waited"):
+        two_loads("bar", second_by, **order)
 
 
 # -- tcgen05.commit --------------------------------------------------------------------------------
@@ -61,20 +67,22 @@ def multiplication(group: int) -> Mma:
     return Mma(operand("f16"), operand("f16", start=B_AT), m, 64, group, steps=4)
 
 
+# in flight still, or complete by chance
+UNWAITED = r"tensor memory .*(still being written by|which) the tcgen05.mma"
 COMMITTERS = {  # predicates of the thread that commits
     "another lane": "setp.eq.u32 %p5, %r10, 1;",
     "another warp": "setp.eq.u32 %p5, %r10, 32;",
 }
 
 
-@pytest.mark.parametrize("order", ["fifo", "starved", "peer-late"])
+@each_order
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("committer", COMMITTERS)
 def test_a_commit_does_not_wait_for_what_another_thread_issued(committer, group, order):
     """PTX ISA 9.7.16.12.1: it tracks what the executing thread has initiated."""
     case = multiplication(group)
     text = case.text()
-    run(case, text, order=order)
+    run(case, text, **order)
     commit = text[text.index("@%p3 tcgen05.commit") :]
     mine = "setp.eq.u32 %p6, %r14, 0; and.pred %p5, %p5, %p6;"
     by_other = COMMITTERS[committer] + mine + commit.replace("@%p3", "@%p5")
@@ -83,8 +91,8 @@ def test_a_commit_does_not_wait_for_what_another_thread_issued(committer, group,
     head, _, tail = commit.partition("@%p3")
     assert not head and tail
     setup = "mov.u16 %h0, 3;" if group == 2 else ""
-    with pytest.raises(Hazards, match=r"tensor memory .* still being written by the tcgen05.mma"):
-        run(case, text + setup + by_other, order=order)
+    with pytest.raises(Hazards, match=UNWAITED):
+        run(case, text + setup + by_other, **order)
 
 
 def test_a_commit_does_not_wait_for_another_threads_later_work():
@@ -132,10 +140,6 @@ def test_pairs_need_clusters_of_even_size():
 
 # -- tensor memory between warps -------------------------------------------------------------------
 
-each_order = pytest.mark.parametrize(
-    "order", EVERY_ORDER, ids=lambda o: "-".join(map(str, o.values()))
-)
-
 
 MET = (
     r"tcgen05\.(st|ld) of .* while it is still being written"  # in orders that start the MMA first
@@ -178,7 +182,7 @@ def test_an_mma_comes_after_the_loads_of_other_warps(order):
         return changed
 
     simulate_text(case, with_another("bar.sync 0;"), **order)
-    race = r"tcgen05\.mma of .* overwrites tensor memory column \d+, which .* loaded: no barrier"
+    race = r"tcgen05\.mma of .* overwrites tensor memory .* loaded at PTX line \d+: no barrier"
     with pytest.raises(Hazards, match=f"{race}|{MET}"):
         simulate_text(case, with_another(""), **order)
 
@@ -198,3 +202,42 @@ def test_columns_that_were_given_back_are_nobodys(order):
         END:
     """
     simulate_ptx(body, {}, Shape(block=64, smem=64), arch="sm_100a", **order)
+
+
+@each_order
+def test_stores_to_tensor_memory_are_waited_for_before_others_use_them(order):
+    """PTX ISA 9.7.16.6.4.4: by wait::st, before the barrier."""
+    case = Mma("f16", operand("f16", start=B_AT), 128, 64, column=32, a_column=8)
+    text = kernel(case.text(), 1, case.width)
+    simulate_text(case, text, **order)
+    without, count = re.subn(r"tcgen05\.wait::st\S*;", "", text)
+    assert count
+    race = (
+        r"stored at PTX line \d+: .*(no tcgen05.wait::st stands|not waited with tcgen05.wait::st)"
+    )
+    with pytest.raises(Hazards, match=race):
+        simulate_text(case, without, **order)
+
+
+LOADS = """
+    .reg .b32 at, t, mine; mov.u32 at, smem;
+    tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [at], 32; ld.shared.b32 t, [at];
+    tcgen05.st.sync.aligned.32x32b.x1.b32 [t], {%lane}; BETWEEN
+    tcgen05.ld.sync.aligned.32x32b.x1.b32 {mine}, [t]; tcgen05.wait::ld.sync.aligned;
+    st.global.b32 [%out_i], mine; tcgen05.dealloc.cta_group::1.sync.aligned.b32 t, 32;
+"""
+
+
+@each_order
+def test_a_warp_waits_for_its_own_stores_before_it_loads(order):
+    """PTX ISA 9.7.16.6.4.2, example 1"""
+    out = np.zeros(32, np.uint32)
+    wait_st = "tcgen05.wait::st.sync.aligned;"
+    for between in (wait_st, ""):
+        body, shape = LOADS.replace("BETWEEN", between), Shape(smem=64)
+        if between:
+            simulate_ptx(body, {"out": out}, shape, arch="sm_100a", **order)
+            assert (out == np.arange(32)).all()
+            continue
+        with pytest.raises(Hazards, match=r"no tcgen05.wait::st stands in between"):
+            simulate_ptx(body, {"out": out}, shape, arch="sm_100a", **order)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from barriers import EVERY_ORDER
 from operands import FORMATS, Layout, k_of, packed, small_integers
 from ptx_kernel import Shape, simulate_ptx
 from tensor_maps import aligned
@@ -273,3 +274,58 @@ def test_sparse_wgmma_is_named():
     )
     with pytest.raises(UnknownInstruction, match=r"modifier \.sp"):
         simulate_ptx(text, {"s": np.zeros(4, np.uint8)}, Shape(block=128, smem=1024))
+
+
+# -- registers of a wgmma in flight ----------------------------------------------------------------
+
+each_order = pytest.mark.parametrize(
+    "order", EVERY_ORDER, ids=lambda o: "-".join(map(str, o.values()))
+)
+IN_REGISTERS = Wgmma("f16", packed("f16", 128, start=B_AT), 16)
+
+
+def edited(at: str, text: str, **order) -> None:
+    """A wgmma with A in registers, with ``text`` in place of ``at``."""
+
+    def execute(body: str, arrays: dict, shape: Shape, **how) -> None:
+        assert body.count(at) == 1
+        simulate_ptx(body.replace(at, text), arrays, shape, **order)
+
+    IN_REGISTERS.run(execute)
+
+
+COMMIT, FENCE = "wgmma.commit_group.sync.aligned;", "wgmma.fence.sync.aligned;"
+
+
+@each_order
+@pytest.mark.parametrize(
+    ("access", "found"),
+    [
+        ("mov.b32 %r21, 0;", "writes an A register .*: no wgmma.wait_group says"),
+        ("mov.b32 %r9, %r64;", "reads an accumulator register before wgmma.wait_group"),
+        ("mov.b32 %r64, 0;", "writes an accumulator register before wgmma.wait_group"),
+    ],
+)
+def test_registers_belong_to_a_wgmma_until_its_group_is_waited_for(access, found, order):
+    """PTX ISA 9.7.15.7.3: it may complete at any time before that, or not."""
+    with pytest.raises(Hazards, match=found):
+        edited(COMMIT, COMMIT + access, **order)
+
+
+@each_order
+def test_registers_of_a_may_be_read_meanwhile(order):
+    edited(COMMIT, COMMIT + "mov.b32 %r9, %r21;", **order)
+
+
+@each_order
+def test_the_first_wgmma_comes_after_a_fence(order):
+    """PTX ISA 9.7.15.7.1"""
+    with pytest.raises(Hazards, match="a register that the warp has accessed since its last"):
+        edited(FENCE, "", **order)
+
+
+@each_order
+@pytest.mark.parametrize("register", ["%r20", "%r64"])
+def test_a_fence_stands_between_an_access_to_registers_and_a_wgmma(register, order):
+    with pytest.raises(Hazards, match="a register that the warp has accessed since its last"):
+        edited(FENCE, f"{FENCE} mov.b32 {register}, {register};", **order)

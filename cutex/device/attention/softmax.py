@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Boolean, Float32, cute
 
-from cutex.device.atoms.scalar import exp2, exp2_fma, log2, reciprocal
+from cutex.device.atoms.scalar import exp2, log2, reciprocal
 
 LN2 = 0.6931471805599453
 TRUSTED_SUM = 2.0**30  # of exponentials: far from the largest bf16 and fp32, V's size included
@@ -62,15 +62,14 @@ class Softmax:
     sums: cute.Tensor  # (2) of this thread's columns alone
     scale_log2: Float32  # powers of two in a unit of scores
     slack: float  # powers of two by which the maximum may exceed the reference
-    on_fma: int  # of 16 exponentials, how many `add` takes on FMA units
 
     @staticmethod
-    def start(scale_log2: Float32, slack: float, on_fma: int = 0) -> Softmax:
+    def start(scale_log2: Float32, slack: float) -> Softmax:
         """Before the first block."""
         rows = cute.make_layout(2)
         reference = cute.make_rmem_tensor(rows, Float32)
         sums = cute.make_rmem_tensor(rows, Float32)
-        return Softmax(reference, sums, scale_log2, slack, on_fma)
+        return Softmax(reference, sums, scale_log2, slack)
 
     @cute.jit
     def first(self, scores: cute.Tensor) -> None:
@@ -105,18 +104,15 @@ class Softmax:
     def add(self, scores: cute.Tensor) -> None:
         """Turn a further block of scores into exponentials of the reference that there is."""
         for r in cutlass.range_constexpr(2):
-            self.sums[r] += self._exponentials(scores, r, self.on_fma)
+            self.sums[r] += self._exponentials(scores, r)
 
     @cute.jit
-    def _exponentials(
-        self, scores: cute.Tensor, r: cutlass.Constexpr[int], on_fma: cutlass.Constexpr[int] = 0
-    ) -> Float32:
+    def _exponentials(self, scores: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
         """Turn row r into exponentials; returns their sum."""
         shift = self._finite(self.reference[r]) * self.scale_log2
         columns = cute.size(scores, mode=[1])
         for c in cutlass.range_constexpr(columns):
-            power = exp2_fma if c * on_fma % 16 < on_fma else exp2  # evenly spread
-            scores[r, c] = power(scores[r, c] * self.scale_log2 - shift)
+            scores[r, c] = exp2(scores[r, c] * self.scale_log2 - shift)
         a, b = scores[r, 0], scores[r, 1]
         for c in cutlass.range_constexpr(2, columns, 2):
             a += scores[r, c]

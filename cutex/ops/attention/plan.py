@@ -9,7 +9,6 @@ What does not fit is copied first, at each call.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from cutex.arch import ARCHS, arch
 from cutex.compile.user_function import UserFunction
-from cutex.kernels.attention.choose import Shape, fill
+from cutex.kernels.attention.choose import Shape, fill, on_gpu
 from cutex.kernels.attention.config import ForwardConfig
 from cutex.ops.attention.call import DTYPES, AttentionCall
 from cutex.ops.device import SEVERAL_GPUS, current, launcher, simulated_arch
@@ -173,6 +172,13 @@ def longest_q(call: AttentionCall) -> int:
     return rows if most is None else min(most, rows)
 
 
+def longest_k(call: AttentionCall) -> int:
+    """The most keys that a sequence can have."""
+    rows = call.k.shape[-3]
+    most = call.max_seqlen_k if call.cu_seqlens_k is not None else None
+    return rows if most is None else min(most, rows)
+
+
 # ---- the kernel
 
 
@@ -196,9 +202,8 @@ def config_for(
         score_mod=functions[0],
         mask_mod=functions[1],
     )
-    config = fill(what, Shape(call.batch, *call.heads, longest_q(call)))
-    sms, l2_bytes = resources(call.q.device)
-    return replace(config, num_ctas=sms, l2_bytes=l2_bytes)
+    shape = Shape(call.batch, *call.heads, longest_q(call), longest_k(call))
+    return on_gpu(fill(what, shape), *resources(call.q.device))
 
 
 @cache

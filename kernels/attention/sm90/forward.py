@@ -156,10 +156,14 @@ class Forward:
             heads=sizes.heads // c.pack,
             batch=sizes.batch,
             longest_first=c.banded,
-            head_bytes=sizes.rows_k * ((c.head_dim + c.head_dim_v) * 2),
+            head_bytes=self.mean_rows_k(sizes) * ((c.head_dim + c.head_dim_v) * 2),
             heads_per_kv=self.heads_per_kv(sizes),
             l2_bytes=c.l2_bytes,
         )
+
+    def mean_rows_k(self, sizes: Sizes) -> Int32:
+        """Keys of a sequence, on average where they differ."""
+        return sizes.rows_k // sizes.batch if self.config.varlen_k else sizes.rows_k
 
     def heads_per_kv(self, sizes: Sizes) -> Int32:
         """Heads, or groups of packed heads, that read one head of K and V."""
@@ -371,7 +375,7 @@ class Forward:
             q_slot = q_take.slot * c.warpgroups + wg
             rows = self.thread_rows(work, wg)
             score_ops = self.score_ops(shared, rows, work, seq_q, seq_k)
-            softmax = Softmax.start(score_ops.scale_log2(), self.slack(dtype), c.exp_on_fma)
+            softmax = Softmax.start(score_ops.scale_log2(), self.slack(dtype))
             trusted = Boolean(True)
             if blocks.end > blocks.first:
                 tSrQ_tile = tSrQ

@@ -1,19 +1,19 @@
 """Stage 0: the least that works. Two products by wgmma, a softmax between them, all in order.
 
-Idea: O = softmax(scale * Q K^T) V never needs all of the scores at once. A CTA keeps 128 rows of Q,
-walks over the keys by 128, and for each block computes S = Q K^T, raises each row's reference to
-the largest score so far, scales what it has summed up down to it, turns S into P = exp(S -
-reference) and adds P V to O (FlashAttention).
+Idea: O = softmax(scale * Q K^T) V never needs all scores at once. A CTA keeps 128 rows of Q and
+takes the keys by 128: it computes S = Q K^T, raises each row's reference to the largest score so
+far, scales what it has summed up down to it, turns S into P = exp(S - reference) and adds P V to O
+(FlashAttention).
 
-One CTA computes 128 rows of one head with two warpgroups of 64 rows each, so that both read the
-same K and V. One warp starts the TMA loads of a block of K and V, all wait for them, run the first
-product, the softmax and the second one, and only then may the next load overwrite the buffers. P
-goes to smem, from where wgmma reads its operand A, as it reads Q. Blocks that the causal band leaves
-out are not loaded, and all others are masked, whether they need it or not.
+A CTA is two warpgroups of 64 rows each, which share K and V. One warp starts the TMA loads of a
+block of K and V, all wait for them, run the first product, the softmax and the second product, and
+only then may the next load overwrite the buffers. P goes to smem, from where wgmma reads it as it
+reads Q. Blocks that no row sees are not loaded; all others are masked, needed or not.
 
-A block is 64 KB of K and V, which L2 sends in some 1400 cycles; two products of 128x128x128, 2048
-cycles of wgmma; 16384 exponentials, 1024 cycles of MUFU at 16 a cycle, in some 3000 issue slots a
-scheduler for masks, maxima, scaling and sums. In order all of that adds up.
+A block of 128x128 (head_dim 128) is 64 KB of K and V, some 1400 cycles of L2 at 48 bytes a cycle
+and 600 of latency; 8.4 MFLOP, 2048 cycles of wgmma; 16384 exponentials, 1024 cycles of MUFU at 16 a
+cycle, among the 671 instructions of a warp's step, 1342 issue slots on each scheduler, which has
+two warps. In order that adds up to 5400, of which the tensor cores work 38 %.
 
 Measured:
 """

@@ -1,14 +1,17 @@
 """Stage 3: warp specialisation. A warp of its own loads, and two warpgroups only compute.
 
-Idea: in stage 2, warp 0 waits for all warps to be done with a slot before it can go on with its own
-rows, and so ties the two warpgroups to each other once for K and once for V of each block. A load
-warp waits in its place, and the warpgroups drift apart: while one is in its softmax, the other has
-the tensor cores to itself.
+Idea: in stage 2, warp 0 waits until all warps are done with a slot before it goes on with its own
+rows, and so ties the warpgroups together twice a block. A load warp waits in its place, and they
+drift apart: one's products run under the other's softmax.
 
 Changed since stage 2: `kernel` sends each warp to its role, `load` or `compute`, the two halves of
 stage 2's `mainloop`. The load role has a warpgroup, of which one warp works, because registers are
-traded by warpgroups (setmaxnreg): 168 a thread for all three would be less than O, S and P of 64
-rows need (64 + 64 + 32, and what the loop needs), so the load warps keep 24 and the others get 240.
+traded by warpgroups (setmaxnreg): three with 168 a thread would do here, but not for stage 4, which
+keeps S, P and O of 64 rows at the same time, 160 registers before anything else.
+
+If they drift to opposite ends, a block takes what the busier of tensor cores (2048 cycles) and one
+warpgroup in order (2 x 512, and more where both want the tensor cores, and some 800 of softmax)
+allows. Nothing makes them stay there.
 
 Measured:
 """

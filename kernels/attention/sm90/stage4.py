@@ -1,19 +1,17 @@
 """Stage 4: the next Q K^T and the last P V run under the softmax.
 
-Idea: within one warpgroup a block's softmax needs its scores and P V needs its softmax, but the next
-block's Q K^T needs neither. So a warpgroup starts Q K^T of block j and P V of block j - 1 together,
-waits for the first of the two, and takes the softmax of block j while the second still runs. The
-tensor cores have work under the exponentials even if the other warpgroup is in its softmax, too.
+Idea: a block's softmax needs its scores, and P V needs the softmax, but the next block's Q K^T
+needs neither. So a warpgroup starts Q K^T of block j and P V of block j - 1 together, waits for the
+first of the two, and takes the softmax of block j while the second runs.
 
-Changed since stage 3: `compute`. The first block's Q K^T stands before the loop and the last
-block's P V after it, and K and V have places of their own, for the ring of K is a block ahead.
+Changed since stage 3: `compute`. The first Q K^T stands before the loop and the last P V behind it,
+and K and V have places of their own, for the ring of K is a block ahead.
 
 NOTE: a step makes its accumulator anew. One that lived through the loop would be kept beside the
 one being computed, and what does not fit into registers makes ptxas wait for every wgmma.
 
-Of a block, Q K^T of one warpgroup is 512 cycles, P V as much, and the softmax needs the issue slots
-of its warps for some 1500. In order a warpgroup's block takes the sum; now the longer of P V and
-the softmax goes on top of Q K^T.
+A warpgroup's block in order is Q K^T, softmax and P V: 512 + 800 + 512 cycles at least, and twice
+the products where both warpgroups are at it. Here the 512 to 1024 of P V fall under the softmax.
 
 Measured:
 """

@@ -1,14 +1,14 @@
 """Stage 5: ping-pong. The warpgroups take turns at the tensor cores.
 
 Idea: two warpgroups that start their products at the same time get half of the tensor cores each,
-end at the same time, and are in their softmax at the same time. If one may only start its two
-products when the other has started its own, they queue up behind each other: one's softmax falls
+end at the same time, and are in their softmax at the same time. If one may start its two products
+only when the other has started its own, they queue up behind each other, and one's softmax falls
 under the other's products (FlashAttention-3).
 
 Changed since stage 4: `issue` waits for its turn and passes it on.
 
-A block is 2048 cycles of wgmma, 1024 for each warpgroup. Under the other's 1024 and its own P V, 512,
-a warpgroup has time for a softmax of some 1500.
+Of a block's 2048 cycles of wgmma each warpgroup has 1024. Under the other's 1024 and its own P V,
+512, there is time for a softmax of 1500 cycles before the tensor cores run dry.
 
 Measured:
 """

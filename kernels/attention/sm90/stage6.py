@@ -1,13 +1,14 @@
 """Stage 6: only the blocks at an edge are masked.
 
-Idea: of the keys that a block of queries sees, all blocks but the last one or two are seen by all of
-its rows. `BlockInfo` says which these are, so the loop over them has no mask at all.
+Idea: all rows of a block of queries see all keys of all blocks but the last one or two. `BlockInfo`
+says which these are, so the loop over the others has no mask at all.
 
-Changed since stage 5: `further_blocks` is two loops of the same step, with and without a mask; a
-causal kernel runs the first once at most for 128 queries and as many keys, a full one never.
+Changed since stage 5: `further_blocks` runs the same step in two loops, with a mask and without. A
+causal kernel has one block for the first loop where 128 queries and 128 keys end together, else
+two with the one before it; a full kernel has none.
 
-The mask of a block is one select for each of the 64 scores of a thread, and what tells which to
-keep: some 80 of the 580 instructions of a step.
+A mask is a select for each of a thread's 64 scores, and the words that say which to keep. The step
+has 477 instructions without it, 590 with that of the end of the keys, 634 with the causal one.
 
 Measured:
 """

@@ -1,19 +1,19 @@
 """Stage 7: persistent CTAs, which take the longest tiles first.
 
-Idea: with one tile per CTA an SM that ends a tile stores O, waits for a new CTA, its barriers, its Q
-and its first K before it computes again. A CTA that stays has the next tile's Q, K and V in flight
-while it still computes, and TMA stores O while the next tile begins. And who hands out the tiles can
-choose the order (kernels/attention/order.py): causal tiles differ in length, so the longest go first
-and the short ones fill the gaps at the end. A CTA asks a counter for its next tile when it has
-loaded the one before, so a late one gets fewer.
+Idea: with a tile for each CTA, an SM that ends one stores O, waits for a new CTA, its barriers, its
+Q and its first K before it computes again. A CTA that stays has the next tile's Q, K and V on their
+way while it still computes, and TMA stores O while the next tile begins. And who hands out the
+tiles can choose the order (order.py): causal tiles differ in length, so the longest go first and
+the short ones fill the gaps at the end. A CTA asks a counter for its next tile when it has loaded
+the one before; one that is late gets fewer.
 
 Changed since stage 6: `load_tiles` and `compute_tiles` loop over the tiles; Q has a ring of two
 slots, each of which says which tile it is of (work_ring.py); O has a buffer of its own, which TMA
 stores from.
 
-128 rows of 1024 keys take 16384 cycles of wgmma; their start and end, some 3000, are in the open in
-stage 6 and hidden here. Of 16384 keys they are 1 %. Causal, the CTAs end within a short tile of each
-other instead of within a long one.
+128 rows of 1024 keys are 16384 cycles of wgmma; start and end, some 3000, are in the open in stage
+6 and hidden here. Of 16384 keys they are 1 %. Causal, CTAs end within a short tile of each other
+instead of within a long one.
 
 Measured:
 """

@@ -1,19 +1,18 @@
 """Stage 8: the reference of the exponentials need not be their maximum.
 
 Idea: softmax is the same whatever its scores are compared with, as long as nothing overflows. Where
-the maximum is only a little above the reference, sums and O can stay as they are: their scaling is
-left out until some row of a warp has a score 2^8 times as large (FlashAttention-4). And blocks
-that need no mask are not even searched for a maximum: the first ones have set the references, bf16
-reaches as far as fp32, and the sums tell at the end whether that was too bold. A tile of which it
-was is loaded and computed again, now with maxima.
+the maximum is little above the reference, sums and O can stay as they are: scaling them is left
+out until some row of a warp has a score 2^8 times as large (FlashAttention-4). And blocks that need
+no mask are not even searched for a maximum: the first ones have set the references, bf16 reaches
+as far as fp32, and the sums tell at the end whether that was too bold. A tile for which it was is
+loaded and computed again, with maxima.
 
-Changed since stage 7: `slack`; `weigh` knows a third kind of block, "add"; `load_tiles` looks at
-what became of a tile when its slot of Q comes back; `compute_tile` says so, and knows a safe mode.
+Changed since stage 7: `slack`; `weigh` knows a third kind of block, "add"; `compute_tile` says how
+a tile came out, and `load_tiles` looks at that when the slot of Q comes back.
 
-In a clean step a thread issues some 330 instructions for its 64 scores instead of 500: no 64 FMNMX,
-no shuffles and votes, and 64 FMUL of O less (in stage 7 in every step). Eight warps' 500 instructions
-a block are 1000 issue slots a scheduler, half of the block's 2048 cycles, and on the way from Q K^T
-to P V nothing else can be done.
+A step of 494 instructions becomes one of 359: without 64 FMNMX, 64 FMUL of O, shuffles and votes.
+Both warpgroups' steps are 718 issue slots a scheduler in a block's 2048 cycles instead of 988, and
+from Q K^T to P V nothing waits for a whole row any more.
 
 Measured:
 """

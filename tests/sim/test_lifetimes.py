@@ -1,0 +1,107 @@
+"""A CTA that returns takes its shared memory with it: whatever still uses that is found."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from barriers import CLUSTER_SYNC, EVERY_ORDER, init, rows, wait
+from ptx_kernel import Shape, simulate_ptx
+
+from cutex.sim import Hazards
+
+each_order = pytest.mark.parametrize(
+    "order", EVERY_ORDER, ids=lambda o: "-".join(map(str, o.values()))
+)
+
+# -- bulk stores -----------------------------------------------------------------------------------
+
+STORE = """
+    .reg .b32 at, mine; mov.u32 at, smem; setp.eq.u32 %p0, %i, 0; mad.lo.u32 mine, %i, 4, at;
+    st.shared.b32 [mine], %i; fence.proxy.async.shared::cta; bar.sync 0;
+    @%p0 cp.async.bulk.global.shared::cta.bulk_group [%out], [at], 256;
+    @%p0 cp.async.bulk.commit_group;
+"""
+
+
+@each_order
+def test_the_last_store_is_waited_for(order):
+    """By the thread that issued it: nobody else can. That it was read is enough."""
+    out = rows(1, 64)
+    shape = Shape(block=64, smem=256)
+    for done in ("wait_group.read 0", "wait_group 0"):
+        simulate_ptx(f"{STORE} @%p0 cp.async.bulk.{done};", {"out": out}, shape, **order)
+        assert (out == np.arange(64)).all()
+    for left in ("", "@%p0 cp.async.bulk.wait_group.read 1;"):
+        with pytest.raises(
+            Hazards, match=r"exit: .* the bulk store .* reads: no thread of the CTA"
+        ):
+            simulate_ptx(STORE + left, {"out": out}, shape, **order)
+
+
+@each_order
+def test_a_load_that_nobody_waits_for_must_not_outlive_its_cta(order):
+    name = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+    body = f"""{init(1)} @%p0 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 256;
+        @%p0 {name} [bar+128], [%a], 256, [bar];"""
+    arrays, shape = {"a": rows(1, 64)}, Shape(block=64, smem=1024)
+    simulate_ptx(body + wait("bar", 0, "W"), arrays, shape, **order)
+    with pytest.raises(Hazards, match=r"exit: .* the bulk copy .* writes: no thread of the CTA"):
+        simulate_ptx(body, arrays, shape, **order)
+
+
+# -- clusters --------------------------------------------------------------------------------------
+
+PAIR = Shape(grid=2, cluster=2, smem=64)
+READ = f"""
+    .reg .b32 at, far, rank; mov.u32 at, smem; mov.u32 rank, %cluster_ctarank;
+    mad.lo.u32 %r0, rank, 100, %lane; setp.eq.u32 %p0, %lane, 0; @%p0 st.shared.b32 [at], %r0;
+    {CLUSTER_SYNC} xor.b32 rank, rank, 1; mapa.shared::cluster.u32 far, at, rank;
+    ld.shared::cluster.b32 %r1, [far]; st.global.b32 [%out_i], %r1;
+"""
+
+
+@each_order
+@pytest.mark.parametrize("arrive", ["arrive", "arrive.relaxed"])
+def test_a_cta_stays_while_others_read_its_shared_memory(arrive, order):
+    out = np.zeros(64, np.uint32)
+    stay = f"barrier.cluster.{arrive}.aligned; barrier.cluster.wait.aligned;"
+    simulate_ptx(READ + stay, {"out": out}, PAIR, **order)
+    assert (out.reshape(2, 32) == [[100], [0]]).all()
+    with pytest.raises(Hazards, match=r"exit: .*a load of CTA"):
+        simulate_ptx(READ, {"out": out}, PAIR, **order)
+
+
+ARRIVE = f"""{init(1)} .reg .b32 far, rank; mov.u32 rank, %cluster_ctarank;
+    setp.eq.u32 %p0, %lane, 0; {CLUSTER_SYNC}
+    xor.b32 %r1, rank, 1; mapa.shared::cluster.u32 far, bar, %r1;
+    @%p0 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [far];
+"""
+
+
+@each_order
+def test_a_cta_stays_until_the_last_remote_arrival(order):
+    """Whoever waits for the phase, as a producer that drains its ring, or for the cluster."""
+    for stay in (wait("bar", 0, "W"), CLUSTER_SYNC):
+        simulate_ptx(ARRIVE.replace("%i, 0", "%lane, 0") + stay, {}, PAIR, **order)
+    with pytest.raises(Hazards, match=r"exit: .*an arrival of CTA"):
+        simulate_ptx(ARRIVE.replace("%i, 0", "%lane, 0"), {}, PAIR, **order)
+
+
+# -- readers ---------------------------------------------------------------------------------------
+
+
+@each_order
+def test_a_write_comes_after_all_readers_not_only_the_last(order):
+    """Warps 1 and 2 read a word that warp 0 overwrites; it has heard of one of them."""
+    body = """
+        .reg .b32 at; mov.u32 at, smem; setp.lt.u32 %p0, %i, 32; @%p0 st.shared.b32 [at], %r9;
+        bar.sync 0; @!%p0 ld.shared.b32 %r0, [at]; setp.ge.u32 %p1, %i, 64;
+        setp.lt.u32 %p2, %i, 64; @!%p1 bra ONE; FIRST
+        ONE: @!%p2 bra TWO; bar.sync 2, 64;
+        TWO: @%p0 st.shared.b32 [at], %r8;
+    """
+    shape = Shape(block=96, smem=64)
+    with pytest.raises(Hazards, match=r"memory 0x400, which .* (warp 2 read|warp 0 wrote)"):
+        simulate_ptx(body.replace("FIRST", ""), {}, shape, **order)
+    both = body.replace("bar.sync 2, 64;", "bar.sync 2, 96;").replace("FIRST", "bar.sync 2, 96;")
+    simulate_ptx(both, {}, shape, **order)
