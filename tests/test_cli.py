@@ -70,6 +70,7 @@ class Kernel:
     fault: object = None
     compile_seconds: float = 1.0
     from_cache: bool = False
+    argument_names: tuple[str, ...] = ("a", "b", "c")
 
     def __call__(self, a, b, c) -> None:
         def work() -> None:

@@ -36,7 +36,7 @@ class GramProblem(Problem):
         "confirm": ({"rows": 4096, "columns": 1024},),
     }
     peers: ClassVar = {
-        "mm": PeerKernel("torch.mm", lambda: (lambda x, g: torch.mm(x, x.T, out=g), "1"))
+        "mm": PeerKernel("torch.mm", lambda _: (lambda x, g: torch.mm(x, x.T, out=g), "1"))
     }
     wave_tile = (128, 128)
 
@@ -81,7 +81,7 @@ class GramProblem(Problem):
     def reduced(self):
         return replace(self, rows=min(self.rows, 128), columns=min(self.columns, 64))
 
-    def launcher(self, kernel, config):
+    def launcher(self, kernel, arguments):
         return lambda x, g: kernel(x, x, g)
 
     def tile(self, config):

@@ -106,7 +106,7 @@ def _on_gpu(stage: Stage, problem: Problem, copies: int) -> Timer:
             kernels = {}
             for i, config in enumerate(configs):
                 compiled = compile(stage.kernel(config), problem.dtype, stage.arch)
-                kernels[str(i)] = problem.launcher(compiled, config)
+                kernels[str(i)] = problem.launcher(compiled, compiled.argument_names)
                 step()
             measured = timing.time_variants(
                 kernels, operands, "cold", rounds=rounds, warm_up_seconds=WARM_UP_SECONDS

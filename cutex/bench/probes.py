@@ -89,7 +89,8 @@ def _sustained(name: str) -> dict[str, Any]:
     kind = problem_class(DEFAULT_OP)
     problem = kind.of(kind.cases["cuda"][0])
     top = stages(DEFAULT_OP, name)[-1].fitted(problem)
-    launch = problem.launcher(run.compile_stage(top, problem.dtype), top.config())
+    compiled = run.compile_stage(top, problem.dtype)
+    launch = problem.launcher(compiled, compiled.argument_names)
     tensors = *problem.inputs("cuda"), *problem.outputs("cuda")
     launches, states, start = 0, [], time.monotonic()
     while (took := time.monotonic() - start) < SUSTAINED_SECONDS:

@@ -155,7 +155,8 @@ def _simulate(problem: Problem, stage: Stage, options: Options) -> Result:
     for order, seed in orders:
         name = order if order == "fifo" else f"{order}:{seed}"
         tensors = *inputs, *problem.outputs()
-        launch = problem.launcher(partial(simulate, compiled, order=order, seed=seed), config)
+        run = partial(simulate, compiled, order=order, seed=seed)
+        launch = problem.launcher(run, compiled.argument_names)
         try:
             report = cast("SimReport", launch(*tensors))
         except SimError as error:
@@ -193,7 +194,10 @@ def _run_cuda(
     import torch
 
     compiled = {s.number: compile_stage(s, problem.dtype) for s in stages}
-    launches = {s.number: problem.launcher(compiled[s.number], s.config()) for s in stages}
+    launches = {
+        s.number: problem.launcher(compiled[s.number], compiled[s.number].argument_names)
+        for s in stages
+    }
     checks = {s.number: _check_on_gpu(problem, s, launches[s.number]) for s in stages}
     variants: dict[str, Launch] = {
         f"stage {number}": launches[number]

@@ -119,8 +119,8 @@ class Problem(Computation):
 
     # ---- a stage's kernel
 
-    def launcher(self, kernel: Launch, config: Any) -> Launch:
-        """A function of the inputs and outputs that launches `kernel`, compiled for `config`."""
+    def launcher(self, kernel: Launch, arguments: Sequence[str]) -> Launch:
+        """A function of the inputs and outputs that launches `kernel`, which takes `arguments`."""
         return kernel
 
     @abstractmethod

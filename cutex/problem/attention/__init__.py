@@ -93,11 +93,7 @@ class AttentionProblem(Problem):
         "cuda": (_sizes(4096, 128, True),),
         "sim": ({**_sizes(TOKENS, 128, True), "seqlen_q": 256, "seqlen_k": 256, "heads_q": 2,
                  "heads_kv": 1},),
-        "sweep": (
-            *_both(128, 1024, 2048, 4096, 8192, 16384),
-            *_both(64, 4096, 16384),
-            *_both(256, 4096, 16384),
-        ),
+        "sweep": (*_both(128, 1024, 2048, 4096, 8192, 16384), *_both(64, 4096, 16384)),
         "confirm": _both(128, 4096),
     }  # fmt: skip
     peers: ClassVar[Mapping[str, PeerKernel]] = {
@@ -223,35 +219,27 @@ class AttentionProblem(Problem):
         *inputs, out, lse = tensors
         return self.case.check(Inputs(*inputs), out, lse)
 
-    def launcher(self, kernel: Launch, config: Any) -> Launch:
-        """The kernel takes O and LSE right behind v, and further arguments that the problem
-        knows: see the kernel's `operands`."""
+    def launcher(self, kernel: Launch, arguments: Sequence[str]) -> Launch:
         import torch
 
-        case = self.case
         left, right = self.bounds
-        counters: dict[Any, torch.Tensor] = {}
+        numbers = {
+            "scale": self.case.softmax_scale,
+            "softcap": self.softcap,
+            "lo": None if left is None else -left,
+            "hi": right,
+            "max_seqlen_q": self.seqlen_q,
+        }
+        counters: dict[torch.device, torch.Tensor] = {}
 
-        def launch(q: Any, k: Any, v: Any, *rest: Any) -> object:
+        def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> object:
             *lengths, out, lse = rest
-            given = [q, k, v, out]
-            if config.lse:
-                given.append(lse)
-            given += lengths
-            if config.dispatch == "dynamic":
-                if q.device not in counters:
-                    counters[q.device] = torch.zeros(2, dtype=torch.int32, device=q.device)
-                given.append(counters[q.device])
-            given.append(case.softmax_scale)
-            if config.softcap:
-                given.append(self.softcap)
-            if config.window[0]:
-                given.append(-left if left is not None else None)
-            if config.window[1]:
-                given.append(right)
-            if config.varlen_q:
-                given.append(self.seqlen_q)
-            return kernel(*given)
+            if q.device not in counters:
+                counters[q.device] = torch.zeros(2, dtype=torch.int32, device=q.device)
+            given = {"q": q, "k": k, "v": v, "o": out, "lse": lse, "counter": counters[q.device]}
+            ends = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), lengths, strict=False))
+            values = {**given, **ends, **numbers}
+            return kernel(*(values[name] for name in arguments))
 
         return launch
 
