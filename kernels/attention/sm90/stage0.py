@@ -33,7 +33,7 @@ from cutex.device.attention.block_info import Band, BlockInfo, Blocks
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.products import Product, a_from_smem, make_mma, product
 from cutex.device.attention.softmax import LOG2_E, Softmax, rows_of
-from cutex.device.epilogue.stores import store_vectors
+from cutex.device.epilogue.vector_store import store_vectors
 from cutex.device.pipeline import Barrier, publish_barriers
 from cutex.kernels.attention.ladder import WARPGROUP_ROWS
 from cutex.kernels.attention.launch import Attention, Loads, Operands, Out, Slots, Tile
