@@ -276,7 +276,8 @@ class General:
         if warp == self.load_warps.first:
             load.start(operands, mProduct)
         barriers = (ab,) if held is None else (ab, held)
-        publish_barriers(barriers, cluster=self.cluster.size * c.split_k > 1)
+        # NOTE: CTAs that share K signal each other only behind a cluster barrier of their own
+        publish_barriers(barriers, cluster=self.cluster.size > 1)
 
         if warp >= self.load_warps.first:
             self.give_registers()
