@@ -199,8 +199,9 @@ def test_inits_are_what_they_say():
 
     assert scores("normal").mean().abs() < 1
     assert scores("offset").mean() == pytest.approx(64 * 400 * 0.2, rel=0.02)
-    rise = scores("rising")
-    assert (rise[:, 52] - rise[:, 0]).mean() == pytest.approx(5.2, rel=0.1)
+    for init, sign in (("rising", 1), ("falling", -1)):
+        rise = scores(init)
+        assert (rise[:, 52] - rise[:, 0]).mean() == pytest.approx(sign * 5.2, rel=0.1)
     largest = scores("huge").abs().amax(0).sort().values
     assert largest[-1] > 8 * largest[-2]
 

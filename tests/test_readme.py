@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from cutex import gemm, report
+from cutex import attention, gemm, report
 from cutex.analysis import layout, roofline
 from cutex.cloud import rental
 from cutex.results import history
@@ -37,6 +37,7 @@ def test_ci_runs_the_two_commands_of_the_readme(root, readme):
 
 PARSERS = {
     "python -m cutex.gemm": gemm.parser,
+    "python -m cutex.attention": attention.parser,
     "python modal_app.py": rental.parser,
     "modal run modal_app.py": rental.parser,
     "python -m cutex.results": history.parser,

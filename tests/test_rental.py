@@ -127,7 +127,7 @@ def test_the_sweep_has_its_own_problems_on_every_gpu(cloud, run):
     assert run("--op", "sweep", "--gpu", "B200,H200,B200", "--stage", "9").code == 0
     asked = [(gpu, r["op"], *r["problem"].values()) for gpu, r, _ in cloud.asked]
     assert len(asked) == len(set(asked))
-    for kind in rental.KINDS:
+    for kind in rental.kinds():
         archs = {"B200": "sm_100a", "H200": "sm_90a"}
         gpus = [gpu for gpu, arch in archs.items() if arch in ladders(kind.op).archs]
         of_kind = [gpu for gpu, op, *_ in asked if op == kind.op]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cutex.problem.attention.case import AttentionCase
 
 DTYPES = ("bf16", "fp16")
-INITS = ("normal", "offset", "rising", "huge")
+INITS = ("normal", "offset", "rising", "falling", "huge")
 TOKENS, WIDTH = 16384, 2048  # of a case that is timed: batch * seqlen, heads * head_dim
 
 

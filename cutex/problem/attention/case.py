@@ -64,7 +64,8 @@ class AttentionCase:
     that a query sees on either side of its own, None for all. scale: 1 / sqrt(head_dim) by default.
 
     init: q, k and v are Gaussian; "offset": q and k around 20, so that scores are large and alike;
-    "rising": the scores of a row rise by 0.1 a key, so that its maximum moves with every block;
+    "rising", "falling": the scores of a row do so by 0.1 a key, so that its maximum moves with
+    every block, in whichever order they come;
     "huge": one key in each sequence is 64 times as large. Whatever is no data (memory around views,
     rows past `used`, the tail) is NaN. views: how q, k and v lie in memory, of VIEWS.
 
@@ -259,11 +260,13 @@ class AttentionCase:
         """Make a Gaussian q or k (batch or 1, rows, heads, head_dim) what `init` says."""
         if self.init == "offset":
             x.add_(20.0)
-        elif self.init == "rising":
+        elif self.init in ("rising", "falling"):
             x.mul_(0.1)
             rise = 1.0
             if side == "k":
-                step = 0.1 / (self.head_dim * self.softmax_scale)
+                step = (0.1 if self.init == "rising" else -0.1) / (
+                    self.head_dim * self.softmax_scale
+                )
                 rise = step * torch.arange(x.shape[1], device=x.device)[:, None, None].float()
             x.add_(rise)
         elif self.init == "huge" and side == "k":

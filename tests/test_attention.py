@@ -1,0 +1,275 @@
+"""Attention as it runs: on a GPU where there is one, else in the simulator, against float64.
+
+What is compiled is drawn apart from what is run on it, so that few kernels see many shapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from cutlass import cute
+
+import cutex
+from cutex.arch import local_arch
+from cutex.kernels.attention import stages
+from cutex.problem.attention import AttentionProblem
+from cutex.problem.attention.case import AttentionCase, Inputs
+from cutex.problem.attention.randomized import draw
+
+ARCH = "sm_90a"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where tests run, and how large."""
+
+    device: str
+    largest: float  # power of two of sequences
+    most_work: int
+    orders: tuple[dict, ...]  # of events, in the simulator
+
+    @contextlib.contextmanager
+    def prepared(self, **order) -> Iterator[None]:
+        """Within, tensors of `device` run, and what torch allocates is NaN."""
+        simulated = cutex.ops.simulated(ARCH, **order) if self.device == "cpu" else None
+        before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(True)
+        try:
+            with simulated or contextlib.nullcontext():
+                yield
+        finally:
+            torch.use_deterministic_algorithms(before)
+
+
+SIMULATOR = Place("cpu", 8, 2**22, ({}, {"order": "random", "seed": 1}, {"order": "starved"}))
+GPU = Place("cuda", 12, 2**32, ({},))
+
+
+@pytest.fixture(scope="module")
+def place() -> Place:
+    here = local_arch()
+    return GPU if here is not None and here.name == ARCH else SIMULATOR
+
+
+def run(case: AttentionCase, inputs: Inputs, **more) -> tuple[torch.Tensor, torch.Tensor]:
+    """O and LSE by the public function that takes the case."""
+    more = {
+        "softmax_scale": case.scale,
+        "causal": case.causal,
+        "window_size": case.window,
+        "softcap": case.softcap,
+        "learnable_sink": inputs.sink,
+        "return_lse": True,
+        **more,
+    }
+    if not case.varlen:
+        return cutex.flash_attn_func(*inputs[:3], **more)
+    longest = (max(x) if x else None for x in (case.lengths_q, case.lengths_k))
+    used = {"seqused_q": inputs.seqused_q, "seqused_k": inputs.seqused_k}
+    return cutex.flash_attn_varlen_func(*inputs[:5], *longest, **used, **more)
+
+
+def hold(place: Place, case: AttentionCase, **order) -> None:
+    inputs = case.inputs(place.device)
+    with place.prepared(**order):
+        out, lse = run(case, inputs)
+    found = case.check(inputs, out, lse)
+    assert found.ok, f"{case}: {found.message}"
+
+
+# ---- randomized cases
+
+# kernels that CI compiles, and how many cases each runs; their seeds were chosen to differ in
+# everything that is compiled
+KERNELS = (0, 3, 5, 13, 20, 23, 26, 34)
+CASES = 3
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_randomized_cases(place, kernel):
+    for number in range(CASES):
+        case = draw(CASES * kernel + number, place.largest, place.most_work, kernel)
+        hold(place, case, **place.orders[number % len(place.orders)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", range(60))
+def test_more_randomized_cases(place, kernel):
+    for number in range(4):
+        case = draw(1000 + 4 * kernel + number, place.largest, place.most_work, 100 + kernel)
+        hold(place, case, **place.orders[number % len(place.orders)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", range(110))
+def test_four_hundred_randomized_cases(place, kernel):
+    for number in range(4):
+        hold(place, draw(9000 + 4 * kernel + number, place.largest, place.most_work, kernel))
+
+
+# ---- what randomness may miss
+
+PLAIN = AttentionCase(heads_q=2, heads_kv=1, head_dim=64, head_dim_v=64, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys"), [(1, 1), (129, 127), (191, 193), (300, 40), (64, 385)], ids=str
+)
+def test_causal_edges_of_tiles_and_rows_without_keys(place, queries, keys):
+    hold(place, replace(PLAIN, seqlen_q=queries, seqlen_k=keys))
+
+
+def test_scores_that_move_with_every_key_and_one_that_dwarfs_all(place):
+    for init in ("rising", "falling", "huge", "offset"):
+        hold(place, replace(PLAIN, seqlen_q=140, seqlen_k=300, init=init))
+
+
+def test_orders_do_not_change_a_bit(place):
+    case = replace(PLAIN, seqlen_q=200, seqlen_k=330, batch=2)
+    inputs = case.inputs(place.device)
+    found = []
+    for order in place.orders if place is SIMULATOR else ({},) * 20:
+        with place.prepared(**order):
+            found.append(run(case, inputs))
+    for other in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(found[0], other, strict=True))
+
+
+def tilted(score, batch, head, q, k):
+    """A user's own: keys far from the query count less, by head."""
+    return score - 0.0625 * cute.arch.fmax((q - k).to(cutex_float()), 0.0) * (head + 1)
+
+
+def cutex_float():
+    from cutlass import Float32
+
+    return Float32
+
+
+def even_keys(batch, head, q, k):
+    return (k & 1) == 0
+
+
+def test_users_functions(place):
+    case = replace(PLAIN, causal=False, seqlen_q=70, seqlen_k=150, heads_kv=2)
+    inputs = case.inputs(place.device)
+    with place.prepared():
+        out, lse = run(case, inputs, score_mod=tilted, mask_mod=even_keys)
+    q, k, v = (x[0].double().transpose(0, 1) for x in inputs[:3])
+    far = (torch.arange(70)[:, None] - torch.arange(150)).clamp(min=0).to(q.device)
+    tilt = 0.0625 * far * torch.arange(1, 3, device=q.device)[:, None, None]
+    scores = q @ k.mT / 8 - tilt
+    scores[..., 1::2] = -torch.inf
+    torch.testing.assert_close(lse[0].double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+    want = scores.softmax(-1) @ v
+    torch.testing.assert_close(out[0].double().transpose(0, 1), want, rtol=0.02, atol=0.01)
+
+
+# ---- the ladder
+
+
+@pytest.mark.parametrize("stage", stages(ARCH), ids=lambda s: s.title)
+def test_every_stage_is_right(stage, device):
+    from cutex.bench.run import Options, run_stages
+
+    sizes = {"batch": 1, "heads_q": 2, "heads_kv": 1, "head_dim": 64, "head_dim_v": 64}
+    problem = AttentionProblem(**sizes, seqlen_q=190, seqlen_k=260, causal=True)
+    options = Options(check_only=True) if device == "cuda" else Options(order="random", seeds=1)
+    (result,) = run_stages(problem, [stage], device, options)
+    assert result.ok, result.message
+
+
+# ---- on a GPU only
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_tensors_beyond_32_bit_offsets(place, causal):
+    """2^31 elements and more in each of q, k, v and O; the last sequences are looked at."""
+    batch, rows, heads = 8200, 128, 16
+    case = AttentionCase(
+        batch=batch, heads_q=heads, heads_kv=heads, seqlen_q=rows, seqlen_k=rows, causal=causal
+    )
+    q = torch.randn(batch * rows, heads, 128, device="cuda", dtype=torch.bfloat16)
+    ends = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * rows
+    assert q.numel() > 2**31
+    dense = q.view(batch, rows, heads, 128)
+    out, lse = cutex.flash_attn_func(dense, dense, dense, causal=causal, return_lse=True)
+    packed, _ = cutex.flash_attn_varlen_func(
+        q, q, q, ends, ends, rows, rows, causal=causal, return_lse=True
+    )
+    assert torch.equal(packed.view_as(out), out)
+    one = replace(case, batch=1)
+    for i in (0, batch // 2, batch - 1):
+        x = dense[i : i + 1]
+        found = one.check(Inputs(x, x, x), out[i : i + 1], lse[i : i + 1])
+        assert found.ok, f"sequence {i}: {found.message}"
+
+
+@pytest.mark.gpu
+def test_far_apart_entries_of_a_batch(place):
+    memory = torch.empty(2**31 + 2**20, device="cuda", dtype=torch.bfloat16)
+    shape, stride = (2, 300, 4, 64), (2**31, 256, 64, 1)
+    case = replace(PLAIN, batch=2, seqlen_q=300, seqlen_k=300, heads_q=4, heads_kv=4)
+    q, k, _ = case.inputs("cuda")[:3]
+    far = torch.as_strided(memory, shape, stride).copy_(k)
+    out, lse = cutex.flash_attn_func(q, far, far, causal=True, return_lse=True)
+    found = case.check(Inputs(q, k, k), out, lse, poisoned=False)
+    assert found.ok, found.message
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_replays_it(place):
+    case = replace(PLAIN, seqlen_q=900, seqlen_k=900, batch=3)
+    inputs = case.inputs("cuda")
+    out, lse = run(case, inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(case, inputs)
+    for _ in range(3):
+        for x in captured:
+            x.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(captured[0], out) and torch.equal(captured[1], lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_by_torchs_flash_backward(place, causal):
+    case = replace(PLAIN, causal=causal, seqlen_q=500, seqlen_k=700, heads_q=4, heads_kv=2)
+    leaves = [x.requires_grad_() for x in case.inputs("cuda")[:3]]
+    out = cutex.flash_attn_func(*leaves, causal=causal)
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    wide = [x.detach().double().transpose(1, 2).requires_grad_() for x in leaves]
+    offset = torch.arange(700, device="cuda") - torch.arange(500, device="cuda")[:, None] - 200
+    mask = offset <= 0 if causal else None
+    want = torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=mask, enable_gqa=True)
+    want.backward(grad.double().transpose(1, 2))
+    for x, y in zip(leaves, wide, strict=True):
+        error = (x.grad.double() - y.grad.transpose(1, 2)).norm() / y.grad.norm()
+        assert error < 0.01, float(error)
+
+
+@pytest.mark.gpu
+def test_the_host_cost_of_a_call(place):
+    import time
+
+    q, k, v = AttentionCase(batch=1, seqlen_q=64, seqlen_k=64).inputs("cuda")[:3]
+    with torch.no_grad():
+        for _ in range(200):
+            cutex.flash_attn_func(q, k, v)
+        took = []
+        for _ in range(20):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(100):
+                cutex.flash_attn_func(q, k, v)
+            took.append((time.perf_counter() - start) / 100 * 1e6)
+            torch.cuda.synchronize()
+    assert sorted(took)[len(took) // 2] <= 10.0, took

@@ -1,0 +1,104 @@
+"""A fault in the attention kernel is found: as a wrong result, or by the simulator."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from mutations import Mutant
+
+from cutex.compile import compile
+from cutex.device.attention.mask import Mask
+from cutex.device.attention.products import Product
+from cutex.kernels.attention.config import ForwardConfig
+from cutex.kernels.attention.sm90.block_loop import BlockLoop
+from cutex.kernels.attention.sm90.forward import Forward
+from cutex.problem.attention.case import AttentionCase
+from cutex.sim import SimError, simulate
+
+# one CTA for all tiles, so that what one leaves behind meets the next
+CONFIG = ForwardConfig(
+    head_dim=64, head_dim_v=64, causal=True, window=(True, False), tile_n=64, num_ctas=1
+)
+CASE = AttentionCase(
+    seqlen_q=200, seqlen_k=330, heads_q=1, heads_kv=1, head_dim=64, head_dim_v=64,
+    causal=True, window=(150, None),
+)  # fmt: skip
+ORDERS = ({}, {"order": "random", "seed": 1}, {"order": "random", "seed": 2}, {"order": "starved"})
+
+
+def compiled():
+    return compile(Forward(CONFIG), "bf16", "sm_90a", cache=False)
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    return compiled()
+
+
+def wrong(kernel, case=CASE, orders=ORDERS) -> str | None:
+    """What is wrong with a kernel, under the first order that shows it."""
+    inputs = case.inputs()
+    left, _ = case.window
+    for order in orders:
+        out, lse = case.outputs()
+        counter = torch.zeros(2, dtype=torch.int32)
+        arguments = (*inputs[:3], out, lse, counter, case.softmax_scale, -left)
+        try:
+            simulate(kernel, *arguments, **order)
+        except SimError as error:
+            return str(error)
+        found = case.check(inputs, out, lse)
+        if not found.ok:
+            return found.message
+        if counter.any():
+            return f"the counter is {counter.tolist()}, not zero as before"
+    return None
+
+
+@pytest.mark.parametrize("init", ["normal", "falling"])
+def test_the_unchanged_kernel_is_right(kernel, init):
+    assert wrong(kernel, replace(CASE, init=init)) is None
+
+
+@pytest.mark.parametrize(("side", "by"), [("upper", 1), ("upper", -1), ("lower", 1), ("lower", -1)])
+def test_a_mask_that_is_off_by_one_is_found(monkeypatch, side, by):
+    bounds = Mask._bounds
+
+    def off(self, r, first_key):
+        end, begin = bounds(self, r, first_key)
+        return (end + by, begin) if side == "upper" else (end, begin + by)
+
+    monkeypatch.setattr(Mask, "_bounds", off)
+    message = wrong(compiled(), orders=({},))
+    assert message is not None and "further off than" in message
+
+
+def test_a_scale_that_is_forgotten_is_found(monkeypatch):
+    monkeypatch.setattr(BlockLoop, "scale_output", lambda self: None)
+    message = wrong(compiled(), replace(CASE, init="falling"), orders=({},))
+    assert message is not None and "O[" in message
+
+
+def test_a_slot_of_k_that_is_read_after_its_release_is_found(monkeypatch):
+    issue = Product.issue
+
+    def again(self, acc, a, slot, accumulate):
+        return issue(self, acc, a, slot if accumulate else slot ^ 1, accumulate)
+
+    monkeypatch.setattr(Product, "issue", again)
+    message = wrong(compiled(), orders=({},))
+    assert message is not None and "TMA load" in message
+
+
+NAMED = re.compile(r"^\s*(?:@!?%p\d+ )?(?:bar|barrier)\.(?:cta\.)?sync[^;]*;", re.M)
+
+
+def test_every_named_barrier_that_is_missing_is_found(kernel):
+    barriers = [m for m in NAMED.finditer(kernel.ptx) if "128" in m.group()]
+    assert len(barriers) >= 2
+    for m in barriers:
+        ptx = kernel.ptx[: m.start()] + kernel.ptx[m.end() :]
+        assert wrong(Mutant(kernel.object_path, kernel.symbol, ptx)) is not None, m.group()
