@@ -62,7 +62,8 @@ def simulate(
         float, None.
     order: "fifo" (deterministic; copies and MMAs complete as late as the program allows), "eager"
         (they complete at once), "starved" (one warp runs last), "peer-late" (so do all CTAs of a
-        cluster but one) or "random"; ``seed`` picks the warp, the CTA, the order.
+        cluster but one), "elected" (elect.sync returns another lane) or "random"; ``seed`` picks
+        the warp, the CTA, the lane, the order.
     memory: further CPU tensors, which the kernel reaches by addresses that it reads from others, as
         grouped GEMMs do.
 
