@@ -281,7 +281,7 @@ class Forward:
         loads_q = self.tile_loads(q, "q", shared.sQ, work.head, work.batch, seq_q)
         loads_k = self.tile_loads(k, "k", shared.sK, head_kv, work.batch, seq_k)
         loads_v = self.tile_loads(v, "k", shared.sV, head_kv, work.batch, seq_k)
-        full = shared.work.announce(q_fill, work, mode)
+        full = shared.work.announce(q_fill, mode, work, seq_q, seq_k)
         for wg in cutlass.range_constexpr(c.warpgroups):
             slot = q_fill.slot * c.warpgroups + wg
             loads_q.load(work.m_block * c.warpgroups + wg, slot, full)
@@ -370,11 +370,11 @@ class Forward:
         mode = work_ring.mode(q_take.slot)
         while mode != END:
             work = work_ring.work(q_take.slot)
-            seq_q, seq_k = shared.lengths(work.batch)
-            blocks = shared.info.n_blocks(work.m_block, seq_q.length, seq_k.length)
+            seq_q, seqlen_k = work_ring.lengths(q_take.slot)
+            blocks = shared.info.n_blocks(work.m_block, seq_q.length, seqlen_k)
             q_slot = q_take.slot * c.warpgroups + wg
             rows = self.thread_rows(work, wg)
-            score_ops = self.score_ops(shared, rows, work, seq_q, seq_k)
+            score_ops = self.score_ops(shared, rows, work, seq_q.length, seqlen_k)
             softmax = Softmax.start(score_ops.scale_log2(), self.slack(dtype))
             trusted = Boolean(True)
             if blocks.end > blocks.first:
@@ -421,12 +421,12 @@ class Forward:
         row = first + thread % WARPGROUP // 32 * 16 + thread % 32 // 4
         return row, row + 8
 
-    def score_ops(self, shared: Shared, rows, work: Work, seq_q, seq_k) -> ScoreOps:
+    def score_ops(self, shared: Shared, rows, work: Work, seqlen_q, seqlen_k) -> ScoreOps:
         c, passed = self.config, shared.passed
         thread, _, _ = cute.arch.thread_idx()
         queries = tuple(row // c.pack for row in rows)
         heads = tuple(work.head * c.pack + row % c.pack for row in rows)
-        mask = Mask(shared.info.band, c.tile_n, seq_q.length, seq_k.length, queries, thread % 4)
+        mask = Mask(shared.info.band, c.tile_n, seqlen_q, seqlen_k, queries, thread % 4)
         functions = c.score_mod, c.mask_mod
         return ScoreOps(mask, passed.scale, passed.softcap, *functions, work.batch, heads)
 
