@@ -23,6 +23,12 @@ pytestmark = pytest.mark.skipif(
 FINDINGS = {  # what is wrong with them
     "experimental/primitives/reduction/cluster_tmem_reduce.py": (
         "the tcgen05.cp issued by", "overwrites tensor memory", "no barrier orders the two"),
+    "experimental/primitives/mapa.py": (
+        "returns without having waited for a load of CTA",),
+    "experimental/primitives/tcgen05/mcast_clusterMxN_1cta_mma.py": (
+        "exit: the commit of", "which has exited"),
+    "experimental/primitives/tcgen05/mcast_clusterMxN_2cta_mma.py": (
+        "exit: the commit of", "which has exited"),
     "experimental/primitives/tma/tma_pipeline_single_warp.py": (
         "the TMA load of a f16 tensor", "overwrites shared memory", "no barrier orders the two"),
     "experimental/primitives/tcgen05/2cta_mma_blockscale_m128.py": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from barriers import CLUSTER_SYNC, EVERY_ORDER, init, rows, wait
+from barriers import CLUSTER_SYNC, EVERY_ORDER, copy, init, rows, wait
 from ptx_kernel import Shape, simulate_ptx
 
 from cutex.sim import Hazards
@@ -85,6 +85,28 @@ def test_a_cta_stays_until_the_last_remote_arrival(order):
         simulate_ptx(ARRIVE.replace("%i, 0", "%lane, 0") + stay, {}, PAIR, **order)
     with pytest.raises(Hazards, match=r"exit: .*an arrival of CTA"):
         simulate_ptx(ARRIVE.replace("%i, 0", "%lane, 0"), {}, PAIR, **order)
+
+
+LOADED = f"""{init(1).replace("%i, 0", "%lane, 0")} .reg .b32 far, rank;
+    mov.u32 rank, %cluster_ctarank;
+    {CLUSTER_SYNC} @%p0 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 256;
+    @%p0 {copy("bar+128", "%a", 256)} {wait("bar", 0, "W")} MET
+    xor.b32 %r1, rank, 1; mapa.shared::cluster.u32 far, bar, %r1;
+    ld.shared::cluster.b32 %r2, [far+128]; st.global.b32 [%out_i], %r2; {CLUSTER_SYNC}
+"""
+
+
+@each_order
+@pytest.mark.parametrize(("arrive", "advisories"), [("arrive", 0), ("arrive.relaxed", 1)])
+def test_a_relaxed_barrier_after_a_wait_is_an_advisory(arrive, advisories, order):
+    """The bytes that a TMA load wrote are there; but nothing releases them to the other CTA."""
+    a, out = rows(1, 64), np.zeros(64, np.uint32)
+    met = f"barrier.cluster.{arrive}.aligned; barrier.cluster.wait.aligned;"
+    shape = Shape(grid=2, cluster=2, smem=1024)
+    report = simulate_ptx(LOADED.replace("MET", met), {"a": a, "out": out}, shape, **order)
+    assert (out == a[0, 0]).all()
+    assert len(report.advisories) == advisories
+    assert all("only a barrier.cluster.arrive.relaxed" in f.message for f in report.advisories)
 
 
 # -- readers ---------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ agent, with counts of the vector clocks (see clocks).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -120,9 +120,9 @@ class AsyncAccesses:
                     before = last.operation[cta]
                     assert before is not None
                     if before.queue != op.queue:
-                        part = _known_in_part(before, known)
-                        self._race(op.what, verb, op.warp, op.instruction, place, before, did, part)
-                        if not part:
+                        why = self._bearable(before, last, cta, op.warp)
+                        self._race(op.what, verb, op.warp, op.instruction, place, before, did, why)
+                        if not why:
                             return
 
     @staticmethod
@@ -185,7 +185,8 @@ class AsyncAccesses:
                 before, slot, count = last.operation[cta], last.slot[cta], last.count[cta]
                 if count > known[slot]:
                     assert before is not None
-                    self._race(what, verb, warp, ins, place, before, did)
+                    why = self._bearable(before, last, cta, warp)
+                    self._race(what, verb, warp, ins, place, before, did, why)
                     return
                 if count > usable[slot]:
                     assert before is not None
@@ -196,6 +197,7 @@ class AsyncAccesses:
                         "tcgen05.fence::after_thread_sync is missing behind the wait",
                         ins,
                         advisory=True,
+                        cause=before.instruction.line,
                     )
 
     def forget(self, place: Place) -> None:
@@ -236,9 +238,9 @@ class AsyncAccesses:
                     assert before is not None
                     place = Span(int(cta[k]), int(offset[k]), int(offset[k]) + width)
                     what, verb = ("a store", "overwrites") if write else ("a load", "reads")
-                    part = _known_in_part(before, self.m.clocks.known[warps[k]])
-                    self._race(what, verb, int(warps[k]), ins, place, before, did, part)
-                    if not part:
+                    why = self._bearable(before, last, int(cta[k]), int(warps[k]))
+                    self._race(what, verb, int(warps[k]), ins, place, before, did, why)
+                    if not why:
                         return
 
     def _near(self, low: int, high: int) -> list[Track]:
@@ -261,16 +263,15 @@ class AsyncAccesses:
         place: Place,
         other: Operation,
         did: str,
-        in_part: bool = False,
+        bearable: str,
     ) -> None:
+        """``bearable``: why it is an advisory only, if it is."""
         m = self.m
         issued = f"issued by {m.grid.name_warp(other.warp)} at {other.instruction.where()}"
         message = f"{what} of {m.grid.name_warp(warp)} {verb} {place} "
-        if in_part:
-            message += (
-                f"which {other.what} {issued} read: what this warp has waited for says that it is "
-                "complete for some of the four warps, not for all"
-            )
+        if bearable:
+            did = "wrote" if did == "write" else "read"
+            message += f"which {other.what} {issued} {did}: {bearable}"
         elif other.done:
             done = "wrote" if did == "write" else "read"
             message += (
@@ -282,7 +283,23 @@ class AsyncAccesses:
             message += f"while it is still being {doing} by {other.what} {issued}"
         if other.signals:
             message += f"; {self._last_wait(warp, other.signals[0])}"
-        m.findings.add("race", message, ins, advisory=in_part)
+        m.findings.add("race", message, ins, advisory=bool(bearable))
+
+    def _bearable(self, before: Operation, last: Last, cta: int, warp: int) -> str:
+        """What makes an access of ``warp`` after an operation a fault by the letter only.
+
+        To the PTX ISA (9.7.15.7.3) a wgmma is one operation of the warpgroup, whose end one warp
+        may tell of, and NVIDIA's kernels rely on it; but its tensor cores are four.
+        """
+        clocks = self.m.clocks
+        if any(clocks.known[warp, slot] >= count for slot, count in before.agents):
+            return (
+                "what this warp has waited for says that it is complete for some of the four "
+                "warps, not for all"
+            )
+        if clocks.follows[warp, last.slot[cta]] >= last.count[cta]:
+            return "only a barrier.cluster.arrive.relaxed is in between, which releases no memory"
+        return ""
 
     def _last_wait(self, warp: int, barrier: tuple[int, int]) -> str:
         """What the racing warp knows of the barrier on which the operation completes."""
@@ -297,12 +314,3 @@ class AsyncAccesses:
             f"{ins.where()}: that passed after {phases} completed "
             f"phase{'s' if phases != 1 else ''}, {m.mbarriers.phases(*barrier)} are complete now"
         )
-
-
-def _known_in_part(op: Operation, known: Sequence[int] | np.ndarray) -> bool:
-    """Whether one of the warps of a wgmma is known to have waited for it.
-
-    NOTE: to the PTX ISA (9.7.15.7.3) it is one operation of the warpgroup, whose completion one
-    warp may tell of; kernels of NVIDIA rely on it. Their tensor cores are four.
-    """
-    return any(known[slot] >= count for slot, count in op.agents)

@@ -79,11 +79,12 @@ class Clocks:
     @staticmethod
     def release(given: np.ndarray, slot: int, count: int) -> None:
         """What is given includes the agent's first ``count`` operations: those of a commit."""
-        given[[0, 3], slot] = np.maximum(given[[0, 3], slot], count)
+        given[[0, 2, 3], slot] = np.maximum(given[[0, 2, 3], slot], count)
 
     def learn(self, warp: int, slot: int, count: int) -> None:
         """``warp`` has waited for the agent's first ``count`` operations (or phases)."""
-        self.known[warp, slot] = max(self.known[warp, slot], count)
+        both = self.rows[::2, warp, slot]  # it knows, and it follows
+        np.maximum(both, count, out=both)
 
     def _count(self, warps: int | np.ndarray) -> None:
         self.known[warps, self.slot[warps]] += 1

@@ -15,10 +15,18 @@ class Findings:
         self._found: dict[tuple[str, int, bool], Finding] = {}
 
     def add(
-        self, rule: str, message: str, instruction: Instruction, advisory: bool = False
+        self,
+        rule: str,
+        message: str,
+        instruction: Instruction,
+        advisory: bool = False,
+        cause: int | None = None,
     ) -> None:
+        """``cause``: the PTX line that all with the same cause share, where it is another one's:
+        then only the first of them is told.
+        """
         self._found.setdefault(
-            (rule, instruction.line, advisory),
+            (rule, instruction.line if cause is None else -cause, advisory),
             Finding(rule, message, instruction.where(), advisory),
         )
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
 LARGEST = 1 << 26  # bytes of a tensor that is watched: eight bytes are kept for each
-LARGEST_READ = 1 << 24  # of one whose loads are: four more
+LARGEST_READ = 1 << 18  # of one whose loads are: four more, and time
 # Instructions by which clusters may order what they do: atomics, ordered accesses and fences.
 _ORDERS = re.compile(
     r"(atom|red|multimem)\.|(ld|st)\.(acquire|release|relaxed|volatile|mmio)"

@@ -82,7 +82,7 @@ class Lifetimes:
         known = np.zeros((4, m.clocks.rows.shape[2]), np.int32)
         gone = self.known.pop(cta)
         known[:, : gone.shape[1]] = gone
-        for op, did in m.async_accesses.unknown(cta, known[0]):
+        for op, did in m.async_accesses.unknown(cta, np.maximum(known[0], known[2])):
             m.findings.add(
                 "exit",
                 f"{m.grid.name_cta(cta)} returns, and its shared memory with it, which {op.what} "

@@ -56,7 +56,8 @@ class TmemAccesses:
         """wait::ld or wait::st of these warps."""
         slots, counts = self._slots(kind, warps), self.issued[kind][warps]
         self.waited[kind][warps] = counts
-        self.clocks.known[warps, slots] = self.clocks.usable[warps, slots] = counts
+        for row in (self.clocks.known, self.clocks.follows, self.clocks.usable):
+            row[warps, slots] = counts
         if kind is Kind.LOAD:
             self.pending[warps] = 0
             self.any_pending = bool(self.pending.any())

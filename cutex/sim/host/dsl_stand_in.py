@@ -63,10 +63,13 @@ class Calls:
 
     def __str__(self) -> str:
         done, kernels, found = self.report, len(self.launches), len(self.report.findings)
+        advised = len(self.report.advisories)
+        more = f", {advised} advisor{'y' if advised == 1 else 'ies'}" if advised else ""
         return (
             f"{done.launches} launch{'es' * (done.launches != 1)} of {kernels} "
             f"kernel{'s' * (kernels != 1)} in order {self.order}, {done.instructions} "
-            f"warp-instructions, {done.seconds:.1f} s, {found or 'no'} finding{'s' * (found != 1)}"
+            f"warp-instructions, {done.seconds:.1f} s, {found or 'no'} "
+            f"finding{'s' * (found != 1)}{more}"
         )
 
     def _add(self, new: SimReport) -> None:

@@ -21,7 +21,7 @@ from cutex.sim.isa.sync import require_whole_warp
 from cutex.sim.machine.batch import RETRY, Batch
 from cutex.sim.machine.operation import Engine, Operation
 from cutex.sim.machine.waits import Wait
-from cutex.sim.machine.warpgroup import Descriptors, Group, Rendezvous, Unwaited
+from cutex.sim.machine.warpgroup import Descriptors, Group, Rendezvous
 from cutex.sim.numerics.fp8_sum import add_products
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.parse import Imm, Instruction, Operand, Reg, Vector
@@ -86,7 +86,7 @@ def wait(d: Decoder) -> Execute:
                 )
             else:
                 m.clocks.learn(warp, m.clocks.agent(Kind.TENSOR, warp), state.commits - n)
-                state.waited(state.commits - n)
+                m.warpgroups.waited(warp, state.commits - n)
         return out if out.any() else None
 
     return execute
@@ -183,10 +183,7 @@ class Wgmma:
             state.open.in_flight += 1
             meeting.groups.append((warp, state.open))
             meeting.agents.append((m.clocks.agent(Kind.TENSOR, warp), state.commits + 1))
-            m.warpgroups.check_fence(warp, self.registers + self.a_registers, self.ins)
-            state.results[self.registers] = Unwaited(state.commits + 1, self.ins)
-            if self.a_registers:
-                state.sources[self.a_registers] = Unwaited(state.commits + 1, self.ins)
+            m.warpgroups.hold(warp, self.registers, self.a_registers, self.ins)
         if self.a_registers:
             words = m.registers[32][np.ix_(self.a_registers, list(by_warp))]
             fragments = _a_fragment(words, self.a_form.kind)

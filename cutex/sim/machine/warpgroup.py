@@ -55,12 +55,6 @@ class WarpState:
     results: dict[Registers, Unwaited] = field(default_factory=dict)  # accumulators
     sources: dict[Registers, Unwaited] = field(default_factory=dict)  # A
 
-    def waited(self, group: int) -> None:
-        """The first ``group`` groups are complete, and the warp knows it."""
-        for unwaited in (self.results, self.sources):
-            for registers in [r for r, u in unwaited.items() if u.group <= group]:
-                del unwaited[registers]
-
 
 class Descriptors(NamedTuple):
     """What the warps of a warpgroup must agree on."""
@@ -119,6 +113,7 @@ class WarpgroupMma:
         shape = self.m.grid.num_warps, self.m.program.registers.get(32, 0)
         # by other instructions since the last wgmma.fence: MOVED by mov only, USED by any
         self.touched = np.zeros(shape, np.uint8)
+        self.held = np.zeros(shape, bool)  # by wgmmas that the warp has not waited for
         self.accumulators: dict[tuple[int, int], list[Accumulator]] = {}  # by (cta, warpgroup)
         self.meeting: dict[tuple[int, int, int], Rendezvous] = {}  # by (cta, warpgroup, number)
 
@@ -188,6 +183,25 @@ class WarpgroupMma:
 
     # -- accesses to registers ---------------------------------------------------------------------
 
+    def hold(self, warp: int, results: Registers, sources: Registers, ins: Instruction) -> None:
+        """A wgmma of the warp, in its open group, takes these registers."""
+        state = self.state(warp)
+        self.check_fence(warp, results + sources, ins)
+        state.results[results] = Unwaited(state.commits + 1, ins)
+        if sources:
+            state.sources[sources] = Unwaited(state.commits + 1, ins)
+        self.held[warp, list(results + sources)] = True
+
+    def waited(self, warp: int, group: int) -> None:
+        """The warp's first ``group`` groups are complete, and it knows that."""
+        state = self.state(warp)
+        for unwaited in (state.results, state.sources):
+            for registers in [r for r, u in unwaited.items() if u.group <= group]:
+                del unwaited[registers]
+        self.held[warp] = False
+        for registers in (*state.results, *state.sources):
+            self.held[warp, list(registers)] = True
+
     def fence(self, warps: np.ndarray) -> None:
         """wgmma.fence of these warps."""
         self.touched[warps] = 0
@@ -198,12 +212,8 @@ class WarpgroupMma:
         """An instruction other than a wgmma reads and writes registers that some wgmma uses."""
         at = b.idx[:, None], list(read | written)
         self.touched[at] = np.maximum(self.touched[at], MOVED if ins.name == "mov" else USED)
-        if not self.warps:
-            return
-        for warp in map(int, b.idx):
-            state = self.warps.get(warp)
-            if state is None:
-                continue
+        for warp in b.idx[self.held[at].any(1)].tolist():
+            state = self.state(warp)
             for registers, unwaited in state.results.items():
                 if not (read | written).isdisjoint(registers):
                     verb = "writes" if read.isdisjoint(registers) else "reads"
