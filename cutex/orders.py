@@ -5,4 +5,4 @@ Here, so that the command line can name them without importing the simulator.
 
 from __future__ import annotations
 
-ORDERS = ("fifo", "eager", "starved", "peer-late", "random")
+ORDERS = ("fifo", "eager", "starved", "peer-late", "elected", "random")

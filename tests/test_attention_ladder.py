@@ -74,8 +74,8 @@ def test_o_and_lse_are_float64s(stage: Stage, head_dim: int, causal: bool) -> No
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @each_stage
 def test_nothing_depends_on_the_order_of_events(stage: Stage, causal: bool) -> None:
-    """Seven blocks of keys turn the rings more than once; three tiles of rows."""
-    problem = sized(64, causal, seqlen_q=300, seqlen_k=840)
+    """Six blocks of keys turn the rings more than once."""
+    problem = sized(64, causal, seqlen_q=150, seqlen_k=700)
     check(stage, problem, order="random", seed=stage.number)
 
 
@@ -141,9 +141,8 @@ def test_rows_without_keys_have_o_0_and_lse_minus_infinity(stage: Stage) -> None
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("number", PERSISTENT)
 def test_few_ctas_walk_many_tiles(number: int, causal: bool) -> None:
-    problem = sized(64, causal, batch=2, seqlen_q=300, seqlen_k=330)
-    for seed in range(2):
-        check(stage("sm_90a", number), problem, order="random", seed=seed, num_ctas=2)
+    problem = sized(64, causal, batch=2, seqlen_q=200, seqlen_k=200)
+    check(stage("sm_90a", number), problem, order="random", seed=number, num_ctas=3)
 
 
 @pytest.mark.parametrize("number", PERSISTENT)

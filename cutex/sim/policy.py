@@ -45,12 +45,7 @@ class Policy:
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
-    @property
-    def elected(self) -> int:
-        """The lane that elect.sync prefers: any, but the same for the same mask (PTX ISA
-        9.7.14.14).
-        """
-        return 0
+    elected = 0  # the lane that elect.sync prefers: any, always the same (PTX ISA 9.7.14.14)
 
     def start_order(self, clusters: list[int]) -> list[int]:
         """The order in which the grid's clusters start."""
@@ -109,6 +104,17 @@ class PeerLate(Policy):
         return rank != self.seed % grid.cluster_size
 
 
+class Elected(Policy):
+    """As fifo, but elect.sync returns another lane than the first, which the seed picks.
+
+    An order of its own: hardware returns the first, and some public kernels rely on it.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.elected = 1 + seed % 31
+
+
 class Random(Policy):
     """A seed decides which warps run, for how long, and which operation completes when."""
 
@@ -120,11 +126,6 @@ class Random(Policy):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.random = random.Random(seed)
-        self._elected = self.random.randrange(32)
-
-    @property
-    def elected(self) -> int:
-        return self._elected
 
     def start_order(self, clusters: list[int]) -> list[int]:
         self.random.shuffle(clusters)
@@ -149,7 +150,8 @@ class Random(Policy):
 
 
 _POLICIES = {
-    "fifo": Policy, "eager": Eager, "starved": Starved, "peer-late": PeerLate, "random": Random,
+    "fifo": Policy, "eager": Eager, "starved": Starved, "peer-late": PeerLate,
+    "elected": Elected, "random": Random,
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from threadpoolctl import ThreadpoolController
 
 from cutex.orders import ORDERS
 from cutex.sim.errors import Finding, Hazards, SimError
+from cutex.sim.hazards.findings import Findings
 from cutex.sim.host.capture import PACKED, HostFunction, HostTensor, Launch, c_compiler
 from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.memory import MODULE_WINDOW, GlobalMemory, Region
@@ -61,7 +62,8 @@ def simulate(
         float, None.
     order: "fifo" (deterministic; copies and MMAs complete as late as the program allows), "eager"
         (they complete at once), "starved" (one warp runs last), "peer-late" (so do all CTAs of a
-        cluster but one) or "random"; ``seed`` picks the warp, the CTA, the order.
+        cluster but one), "elected" (elect.sync returns another lane) or "random"; ``seed`` picks
+        the warp, the CTA, the lane, the order.
     memory: further CPU tensors, which the kernel reaches by addresses that it reads from others, as
         grouped GEMMs do.
 
@@ -157,7 +159,10 @@ class Simulation:
         queue = machine.pending_clusters = PendingClusters(machine.policy.start_order(clusters))
         while queue:
             machine.load_clusters(queue.start(machine.grid.num_ctas // machine.grid.cluster_size))
-            scheduler.run()
+            try:
+                scheduler.run()
+            except SimError as error:
+                raise _with_findings(error, machine.findings) from None
             scheduler.leftovers()
 
     def _add_up(self, scheduler: Scheduler, what: Launch) -> None:
@@ -174,6 +179,12 @@ class Simulation:
             self._found.setdefault((finding.rule, finding.where, finding.advisory), finding)
         report.findings = [f for f in self._found.values() if not f.advisory]
         report.advisories = [f for f in self._found.values() if f.advisory]
+
+
+def _with_findings(error: SimError, findings: Findings) -> SimError:
+    """The error that ended a run, with what was found before it."""
+    before = [str(f) for f in findings if not f.advisory]
+    return type(error)("\n".join([str(error), "found before that:", *before])) if before else error
 
 
 def _check_launch(program: Program, what: Launch) -> None:

@@ -301,9 +301,6 @@ class Scheduler:
                 f"  {len(m.pending_clusters)} of the grid's clusters have not started: "
                 f"{m.grid.num_ctas} CTAs run side by side, {m.residency.why}"
             )
-        if m.findings:
-            lines.append("found before that:")
-            lines += [f"  {f}" for f in m.findings]
         return "\n".join(lines)
 
     def leftovers(self) -> None:

@@ -18,8 +18,9 @@ _TILES: dict[tuple[int, int], dict[str, Any]] = {
     (96, 96): {"tile_m": 128, "tile_n": 128},
     (128, 128): {"tile_m": 128, "tile_n": 128},
     (192, 128): {"tile_m": 128, "tile_n": 112, "q_stages": 1},
-    (192, 192): {"tile_m": 128, "tile_n": 96, "q_stages": 1, "own_o": False},
-    (256, 256): {"tile_m": 128, "tile_n": 64, "q_stages": 1, "own_o": False},
+    (192, 192): {"tile_m": 128, "tile_n": 96, "q_stages": 1, "o_parts": 2},
+    # tensor cores are busy without, and Q's only slot comes back before the tile is judged
+    (256, 256): {"tile_m": 128, "tile_n": 64, "q_stages": 1, "o_parts": 2, "optimistic": False},
 }
 # at head dim 64, for short causal sequences: of 128 rows less lies beyond the diagonal than of 192
 _SHORT: dict[str, Any] = {"tile_m": 128, "tile_n": 128, "num_stages": 3}

@@ -37,6 +37,7 @@ class ForwardConfig:
     num_stages: int = 2  # slots of K, and of V
     q_stages: int = 2
     own_o: bool = True  # O leaves through smem of its own, not through Q's
+    o_parts: int = 1  # of O's columns that leave through that one after the other
     q_in_registers: bool = False  # operand A of QK comes from registers, not from smem
     slack: float = 8.0  # powers of two before sums and outputs are scaled down
     optimistic: bool = True  # blocks without a mask are not searched for a larger score
@@ -66,7 +67,7 @@ class ForwardConfig:
 
     @property
     def smem_bytes(self) -> int:
-        o = self.o_bytes if self.own_o else 0
+        o = self.o_bytes // self.o_parts if self.own_o else 0
         return self.q_bytes * self.q_stages + (self.k_bytes + self.v_bytes) * self.num_stages + o
 
     @property
@@ -110,6 +111,8 @@ class ForwardConfig:
             return "causal=True: it is the right side of the window"
         if self.num_stages < 2 or self.q_stages not in (1, 2):
             return f"num_stages={self.num_stages}, q_stages={self.q_stages}: at least 2; 1 or 2"
+        if self.head_dim_v % (32 * self.o_parts) or (self.o_parts > 1 and not self.own_o):
+            return f"o_parts={self.o_parts}: parts of O have columns by 32, and smem of its own"
         limit = {1: 208, 2: 208, 3: 128}[self.warpgroups]
         if self.accumulators > limit:
             return (

@@ -10,7 +10,7 @@ import pytest
 from barriers import CLUSTER_SYNC, EVERY_ORDER, copy, init, rows
 from ptx_kernel import Shape, simulate_ptx
 
-from cutex.sim import BarrierMisuse, Deadlock
+from cutex.sim import BarrierMisuse, Deadlock, SimError
 
 SLEEP = "W: mbarrier.try_wait.parity.shared::cta.b64 %p1, [bar], PARITY; @!%p1 bra W;"
 
@@ -185,3 +185,17 @@ def test_setmaxnreg_takes_steps_of_8():
     with pytest.raises(BarrierMisuse, match=r"setmaxnreg 20: takes 24..256 in steps of 8"):
         body = "setmaxnreg.dec.sync.aligned.u32 20;"
         simulate_ptx(body, {}, Shape(block=128), assembles=False)
+
+
+# -- what came before ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["bar.sync 1, 64;", "ld.global.u32 %r1, [%x+4096];"])
+def test_races_found_before_the_end_of_a_run_are_told_with_it(end):
+    """Of a deadlock, or an access outside every tensor."""
+    body = f"""mov.u32 %r9, smem; setp.ge.u32 %p0, %i, 32; @%p0 st.shared.b32 [%r9], %i;
+        @!%p0 ld.shared.b32 %r0, [%r9]; @%p0 bra END; {end} END:"""
+    with pytest.raises(
+        SimError, match=r"(?s)(deadlock|bad address): .*found before that:\s+race: "
+    ):
+        simulate_ptx(body, {"x": np.zeros(4, np.uint32)}, Shape(block=64, smem=64))

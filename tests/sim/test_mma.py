@@ -328,4 +328,4 @@ def test_the_first_wgmma_comes_after_a_fence(order):
 @pytest.mark.parametrize("register", ["%r20", "%r64"])
 def test_a_fence_stands_between_an_access_to_registers_and_a_wgmma(register, order):
     with pytest.raises(Hazards, match="a register that the warp has accessed since its last"):
-        edited(FENCE, f"{FENCE} mov.b32 {register}, {register};", **order)
+        edited(FENCE, f"{FENCE} add.u32 {register}, {register}, 0;", **order)

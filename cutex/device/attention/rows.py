@@ -91,8 +91,14 @@ class Rows(NamedTuple):
 
     @cute.jit
     def tiles(
-        self, head: Int32, batch: Int32, seqlen: SeqlenInfo, tile: cutlass.Constexpr
+        self,
+        head: Int32,
+        batch: Int32,
+        seqlen: SeqlenInfo,
+        tile: cutlass.Constexpr,
+        part: cutlass.Constexpr[int] = 0,
     ) -> cute.Tensor:
-        """The tiles, (rows, columns), of one head of one sequence: (bRows, bColumns, Rest)."""
-        first = ((0, None), 0) if self.pack > 1 else (None, 0)
+        """The tiles, (rows, columns), of one head of one sequence, of the columns' `part`-th tile:
+        (bRows, bColumns, Rest)."""
+        first = ((0, None), part) if self.pack > 1 else (None, part)
         return cute.local_tile(self.of(head, batch, seqlen), self.tiler(*tile), first)

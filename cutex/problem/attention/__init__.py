@@ -69,7 +69,7 @@ def _fa4(problem: AttentionProblem) -> tuple[Launch, str]:
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
         longest = (problem.seqlen_q, problem.seqlen_k) if lengths else ()
         given = dict(zip(names, (*lengths, *longest), strict=False))
-        return _flash_attn_fwd(q, k, v, out=out, lse=lse, **given, **more)
+        return _flash_attn_fwd(q, k, v, out=out, lse=lse, **given, **more)[:2]
 
     return launch, f"flash-attn-4 {metadata.version('flash-attn-4')}"
 

@@ -92,7 +92,9 @@ class Access:
         if space == "param":
             where = where._replace(addresses=where.addresses & np.uint64(PARAM_WINDOW - 1))
             return self.m.params[self._private(where, "parameter", len(self.m.params))]
-        return self.m.memory.load(where.addresses, self.width, self.refuse(where, "loads"))
+        got = self.m.memory.load(where.addresses, self.width, self.refuse(where, "loads"))
+        self.m.global_races.load(where.addresses, self.width, where.warps, self.d.ins)
+        return got
 
     def _put(self, space: str, where: Lanes, values: np.ndarray) -> None:
         self.m.progress += space != "local"  # which nobody else sees
@@ -105,7 +107,7 @@ class Access:
             self.m.local[where.warps[:, None], where.lanes[:, None], at] = values
         elif space == "global":
             refuse = self.refuse(where, "stores")
-            self.m.overwrites.store(where.addresses, values, refuse, where.warps, self.d.ins)
+            self.m.global_races.store(where.addresses, values, refuse, where.warps, self.d.ins)
         else:
             raise self.d.unknown("a store to read-only memory")
 

@@ -214,7 +214,7 @@ def _bulk_storer(
         new = _combined(d, reduction, old, m.smem[source[0], source[1] : source[1] + n])
         region = m.memory.find(target)
         if reduction is None and region is not None:
-            m.overwrites.note(region, np.array([target - region.base]), new[None], owner, d.ins)
+            m.global_races.note(region, np.array([target - region.base]), new[None], owner, d.ins)
         old[:] = new
         group.finished()
 

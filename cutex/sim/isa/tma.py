@@ -269,7 +269,7 @@ def _storer(
             else:
                 region, places = _places(m, tmap, part, target)
                 words = new.reshape(-1, 1).view(np.uint8)
-                m.overwrites.note(region, places, words, owner, ins)
+                m.global_races.note(region, places, words, owner, ins)
             target[...] = new
         for group in groups:
             group.finished()

@@ -17,9 +17,9 @@ from cutex.sim.errors import BadAddress
 from cutex.sim.hazards.async_accesses import AsyncAccesses
 from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.hazards.findings import Findings
+from cutex.sim.hazards.global_races import GlobalRaces
 from cutex.sim.hazards.lifetimes import Lifetimes
 from cutex.sim.hazards.map_changes import TensorMapChanges
-from cutex.sim.hazards.overwrites import Overwrites
 from cutex.sim.hazards.smem_shadow import SmemShadow
 from cutex.sim.host.capture import Launch
 from cutex.sim.machine.async_copies import AsyncCopies
@@ -90,7 +90,7 @@ class Machine:
         self.named = NamedBarriers(self)
         self.clusters = ClusterBarriers(self)
         self.tmem = TensorMemory(self)
-        self.overwrites = Overwrites(self)
+        self.global_races = GlobalRaces(self)
         self.tensor_maps = TensorMapChanges(self)
 
     @property

@@ -48,7 +48,7 @@ class BlockLoop:
 
     @cute.jit
     def run(self, blocks: Blocks, state: State, safe: Boolean) -> State:
-        """O of all blocks, of which there is at least one; unscaled."""
+        """O of all blocks, of which there is at least one, but for the last PV; unscaled."""
         band = self.score_ops.mask.band
         n_block = blocks.end - 1
         state = self.first(n_block, state)
@@ -71,7 +71,7 @@ class BlockLoop:
         n_block -= clean
         if cutlass.const_expr(band.lo is not None):
             state = self.steps(n_block, n_block + 1 - blocks.first, state, "masked")
-        return self.last(state)
+        return state
 
     @cute.jit
     def first(self, n_block: Int32, state: State) -> State:

@@ -144,6 +144,16 @@ class Forward:
             self.config.warpgroups
         ]
 
+    @property
+    def optimistic(self) -> bool:
+        """Whether a tile may have to be done again; a user's functions may hide all but one key."""
+        return self.config.optimistic and not self.config.modified
+
+    @property
+    def releases_early(self) -> bool:
+        """Whether Q's slot is given back after the last QK, not with what became of the tile."""
+        return self.config.own_o and not self.optimistic
+
     def rows(self, info: Any, side: str) -> Rows:
         """Of Q and O ("q"), or of K and V ("k")."""
         c = self.config
@@ -182,7 +192,7 @@ class Forward:
         q = operand(load, mQ, of_q, (ROWS, c.head_dim), c.warpgroups * c.q_stages)
         k = operand(load, mK, of_k, (c.tile_n, c.head_dim), c.num_stages)
         v = operand(load, mV, of_k, (c.tile_n, c.head_dim_v), c.num_stages)
-        o = operand(store, mO, of_q, (ROWS, c.head_dim_v), o_slots)
+        o = operand(store, mO, of_q, (ROWS, c.head_dim_v // c.o_parts), o_slots)
         total = self.order(sizes).total
         grid = total if c.dispatch == "one" else cutlass.min(Int32(c.num_ctas), total)
         self.kernel(q, k, v, o, passed, sizes).launch(
@@ -281,7 +291,7 @@ class Forward:
         loads_q = self.tile_loads(q, "q", shared.sQ, work.head, work.batch, seq_q)
         loads_k = self.tile_loads(k, "k", shared.sK, head_kv, work.batch, seq_k)
         loads_v = self.tile_loads(v, "k", shared.sV, head_kv, work.batch, seq_k)
-        full = shared.work.announce(q_fill, work, mode)
+        full = shared.work.announce(q_fill, mode, work, seq_q, seq_k)
         for wg in cutlass.range_constexpr(c.warpgroups):
             slot = q_fill.slot * c.warpgroups + wg
             loads_q.load(work.m_block * c.warpgroups + wg, slot, full)
@@ -370,11 +380,11 @@ class Forward:
         mode = work_ring.mode(q_take.slot)
         while mode != END:
             work = work_ring.work(q_take.slot)
-            seq_q, seq_k = shared.lengths(work.batch)
-            blocks = shared.info.n_blocks(work.m_block, seq_q.length, seq_k.length)
+            seq_q, seqlen_k = work_ring.lengths(q_take.slot)
+            blocks = shared.info.n_blocks(work.m_block, seq_q.length, seqlen_k)
             q_slot = q_take.slot * c.warpgroups + wg
             rows = self.thread_rows(work, wg)
-            score_ops = self.score_ops(shared, rows, work, seq_q, seq_k)
+            score_ops = self.score_ops(shared, rows, work, seq_q.length, seqlen_k)
             softmax = Softmax.start(score_ops.scale_log2(), self.slack(dtype))
             trusted = Boolean(True)
             if blocks.end > blocks.first:
@@ -385,19 +395,24 @@ class Forward:
                     tSrQ_tile = tSrQ[None, None, None, q_slot]
                 loop = BlockLoop(
                     qk, pv, tSrQ_tile, acc_o, tOrP, shared.k, shared.v, score_ops, softmax,
-                    factors, turns, wg, c.warpgroups, c.optimistic and not c.modified,
+                    factors, turns, wg, c.warpgroups, self.optimistic,
                 )  # fmt: skip
                 state = loop.run(blocks, state, mode == SAFE)
+                if cutlass.const_expr(self.releases_early):
+                    work_ring.release(q_take, trusted)
+                state = loop.last(state)
                 sinks = self.sinks(shared.passed, rows, work)
                 trusted = softmax.finish(sinks, factors, lse)
                 trusted = trusted & (acc_o[0] * 0.0 == 0.0) & (acc_o[2] * 0.0 == 0.0)
                 trusted = trusted | (mode == SAFE)
                 loop.scale_output()
             else:
+                if cutlass.const_expr(self.releases_early):
+                    work_ring.release(q_take, trusted)
                 acc_o.fill(0.0)
                 self.without_keys(self.sinks(shared.passed, rows, work), lse)
             o_slot = wg if c.own_o else q_slot
-            if cutlass.const_expr(c.own_o):
+            if cutlass.const_expr(c.own_o and not self.releases_early):
                 work_ring.release(q_take, trusted)
             self.store(o, shared, acc_o, work, seq_q, o_slot)
             if cutlass.const_expr(c.lse):
@@ -421,12 +436,12 @@ class Forward:
         row = first + thread % WARPGROUP // 32 * 16 + thread % 32 // 4
         return row, row + 8
 
-    def score_ops(self, shared: Shared, rows, work: Work, seq_q, seq_k) -> ScoreOps:
+    def score_ops(self, shared: Shared, rows, work: Work, seqlen_q, seqlen_k) -> ScoreOps:
         c, passed = self.config, shared.passed
         thread, _, _ = cute.arch.thread_idx()
         queries = tuple(row // c.pack for row in rows)
         heads = tuple(work.head * c.pack + row % c.pack for row in rows)
-        mask = Mask(shared.info.band, c.tile_n, seq_q.length, seq_k.length, queries, thread % 4)
+        mask = Mask(shared.info.band, c.tile_n, seqlen_q, seqlen_k, queries, thread % 4)
         functions = c.score_mod, c.mask_mod
         return ScoreOps(mask, passed.scale, passed.softcap, *functions, work.batch, heads)
 
@@ -453,40 +468,43 @@ class Forward:
     def store(
         self, o: cpasync.TmaInfo, shared: Shared, acc_o, work: Work, seq_q: SeqlenInfo, slot: Int32
     ) -> None:
-        """Round O, put it into `slot` and start its store, which leaves out rows past the end.
+        """Round O, put it into `slot`, a part of its columns at a time, and start the stores, which
+        leave out rows past the end.
 
         NOTE: of a tile that is done again, both stores have one address; the second waits until the
         first has been written, not only read.
         """
-        c = self.config
-        sO = shared.sO
+        c, sO = self.config, shared.sO
         thread, _, _ = cute.arch.thread_idx()
         wg = cute.arch.make_warp_uniform(thread // WARPGROUP)
         stores = cute.arch.warp_idx() % 4 == 0
-        if stores:
-            cute.arch.cp_async_bulk_wait_group(0, read=not c.optimistic)
-        cute.arch.barrier(barrier_id=STORE_BARRIER + wg, number_of_threads=WARPGROUP)
+        columns = c.head_dim_v // c.o_parts
         to_smem = cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), sO.element_type)
-        mma = make_mma(1, c.head_dim_v, sO.element_type, True, True)
-        r2s = cute.make_tiled_copy_C(to_smem, mma)
+        r2s = cute.make_tiled_copy_C(to_smem, make_mma(1, columns, sO.element_type, True, True))
         tRS_sO = r2s.get_slice(thread % WARPGROUP).partition_D(sO[None, None, slot])
         tRS_rO = cute.make_rmem_tensor(tRS_sO.shape, sO.element_type)
-        parts = cute.make_layout((8, cute.size(acc_o) // 8))
-        wide = cute.make_tensor(acc_o.iterator, parts)
-        narrow = cute.make_tensor(tRS_rO.iterator, parts)
-        for part in cutlass.range_constexpr(cute.size(acc_o) // 8):
-            narrow[None, part].store(wide[None, part].load().to(sO.element_type))
-        cute.copy(r2s, tRS_rO, tRS_sO)
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=STORE_BARRIER + wg, number_of_threads=WARPGROUP)
-        if stores:
-            gO = self.rows(o, "q").tiles(work.head, work.batch, seq_q, (ROWS, c.head_dim_v))
-            from_smem, to_gmem = cute.group_modes(sO, 0, 2), cute.group_modes(gO, 0, 2)
-            bSG_sO, bSG_gO = cpasync.tma_partition(
-                o.atom, 0, cute.make_layout(1), from_smem, to_gmem
-            )
-            cute.copy(o.atom, bSG_sO[None, slot], bSG_gO[None, work.m_block * c.warpgroups + wg])
-            cute.arch.cp_async_bulk_commit_group()
+        units = cute.size(acc_o) // 8 // c.o_parts  # of 8 registers, in a part
+        narrow = cute.make_tensor(tRS_rO.iterator, cute.make_layout((8, units)))
+        wide = cute.make_tensor(acc_o.iterator, cute.make_layout((8, units, c.o_parts)))
+        for part in cutlass.range_constexpr(c.o_parts):
+            if stores:
+                cute.arch.cp_async_bulk_wait_group(0, read=part > 0 or not self.optimistic)
+            cute.arch.barrier(barrier_id=STORE_BARRIER + wg, number_of_threads=WARPGROUP)
+            for unit in cutlass.range_constexpr(units):
+                narrow[None, unit].store(wide[None, unit, part].load().to(sO.element_type))
+            cute.copy(r2s, tRS_rO, tRS_sO)
+            cute.arch.fence_view_async_shared()
+            cute.arch.barrier(barrier_id=STORE_BARRIER + wg, number_of_threads=WARPGROUP)
+            if stores:
+                tile = (ROWS, columns)
+                gO = self.rows(o, "q").tiles(work.head, work.batch, seq_q, tile, part)
+                from_smem, to_gmem = cute.group_modes(sO, 0, 2), cute.group_modes(gO, 0, 2)
+                bSG_sO, bSG_gO = cpasync.tma_partition(
+                    o.atom, 0, cute.make_layout(1), from_smem, to_gmem
+                )
+                m = work.m_block * c.warpgroups + wg
+                cute.copy(o.atom, bSG_sO[None, slot], bSG_gO[None, m])
+                cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
     def wait_stores(self) -> None:

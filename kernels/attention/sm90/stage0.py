@@ -42,7 +42,8 @@ P_BARRIER = 1  # the first of one named barrier for each warpgroup; 0 is the who
 
 
 class Barriers(NamedTuple):
-    loaded: Barrier
+    q_loaded: Barrier
+    loaded: Barrier  # K and V of a block
 
 
 @cute.jit
@@ -102,7 +103,8 @@ class Part(NamedTuple):
 class Stage0(Attention):
     """
     barrier   arrives                           waits
-    loaded    1: warp 0, and the bytes by TMA   all threads, before a product
+    q_loaded  1: warp 0, and the bytes by TMA   all threads, before the first product
+    loaded    1: warp 0, and the bytes by TMA   all threads, before a block's products
     (P)       all threads of a warpgroup        the same, before P V
     (CTA)     all threads                       all threads, before the next load
 
@@ -111,7 +113,7 @@ class Stage0(Attention):
     sK        tile_n * head_dim * 2             32768
     sV        tile_n * head_dim * 2             32768
     sP        tile_m * tile_n * 2               32768
-    loaded    8
+    barriers  16
     """
 
     arch = "sm_90a"
@@ -127,7 +129,10 @@ class Stage0(Attention):
         return -float("inf")
 
     def barriers(self, smem: SmemAllocator) -> Barriers:
-        return Barriers(loaded=Barrier.allocate(smem, "loaded", arrivals=1))
+        return Barriers(
+            Barrier.allocate(smem, "q loaded", arrivals=1),
+            Barrier.allocate(smem, "k and v loaded", arrivals=1),
+        )
 
     @cute.kernel
     def kernel(self, operands: Operands, out: Out, scale: Float32) -> None:
@@ -214,14 +219,14 @@ class Stage0(Attention):
         self, loads: Loads, part: Part, barriers: Barriers, tile: Tile, blocks: Blocks
     ) -> None:
         c = self.config
-        loaded = barriers.loaded
+        q_loaded, loaded = barriers
         warp = cute.arch.warp_idx()
         if warp == 0:
             with cute.arch.elect_one():
-                loaded.arrive_expecting(c.q_bytes)
-            self.load_q(loads, tile, loaded[0])
-        loaded.wait(0)
-        phase = Int32(1)
+                q_loaded.arrive_expecting(c.q_bytes)
+            self.load_q(loads, tile, q_loaded[0])
+        q_loaded.wait(0)
+        phase = Int32(0)
         for i in cutlass.range(blocks.end - blocks.first, unroll=1):
             n_block = blocks.end - 1 - i
             if warp == 0:

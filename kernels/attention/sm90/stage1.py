@@ -37,15 +37,13 @@ class RegisterP(NamedTuple):
 
 class Stage1(Stage0):
     """
-    barrier   arrives                           waits
-    loaded    1: warp 0, and the bytes by TMA   all threads, before a product
-    (CTA)     all threads                       all threads, before the next load
+    barriers: as in stage 0, but for that of P.
 
     smem      bytes (head_dim 128)
     sQ        tile_m * head_dim * 2             32768
     sK        tile_n * head_dim * 2             32768
     sV        tile_n * head_dim * 2             32768
-    loaded    8
+    barriers  16
     """
 
     number = 1

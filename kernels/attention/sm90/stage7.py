@@ -196,7 +196,7 @@ class Stage7(Stage6):
         q, k, v = fills
         loads = operands.loads(slots, tile)
         blocks = self.n_blocks(operands, tile)
-        self.load_q(loads, tile, barriers.work.announce(q, tile, mode), q.slot)
+        self.load_q(loads, tile, barriers.work.announce(q, mode, tile), q.slot)
         q.advance()
         for i in cutlass.range(blocks.end - blocks.first, unroll=1):
             n_block = blocks.end - 1 - i

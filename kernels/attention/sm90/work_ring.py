@@ -1,7 +1,8 @@
 """WorkRing: the slots of Q, each with the tile that it belongs to and what became of it.
 
-The load warp hands out tiles with their Q: a slot says which tile it holds, so that consumers learn
-of it by the barrier that they wait for anyway. With the slot's release each consumer warp says
+The load warp hands out tiles with their Q: a slot says which tile it holds, of sequences of what
+lengths, so that consumers learn of it by the barrier that they wait for anyway, and of lengths that
+lie in global memory without asking there. With the slot's release each consumer warp says
 whether the tile came out well; a tile that did not is loaded again, to be computed in safe mode.
 """
 
@@ -14,9 +15,11 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 from cutlass.memory import SmemAllocator
 
+from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.pipeline import PipelineState, Ring
 
 END, NORMAL, SAFE = 0, 1, 2  # how a slot's tile is to be computed; END: there are no more tiles
+WORDS = 7
 
 
 class Work(NamedTuple):
@@ -35,18 +38,18 @@ class WorkRing:
     """
 
     q: Ring
-    words: cute.Tensor  # (4, SLOT): m_block, head, batch, mode
+    words: cute.Tensor  # (WORDS, SLOT): mode; m_block, head, batch; offset, length; length of keys
     failed: cute.Tensor  # (consumer warps, SLOT): whether a warp's rows must be done again
 
     @staticmethod
     def allocate(
         smem: SmemAllocator, num_slots: int, slot_bytes: int, consumer_warps: int
     ) -> WorkRing:
-        words = smem.allocate_array(Int32, 4 * num_slots)
+        words = smem.allocate_array(Int32, WORDS * num_slots)
         failed = smem.allocate_array(Int32, consumer_warps * num_slots)
         return WorkRing(
             Ring.allocate(smem, "q", num_slots, slot_bytes, consumer_warps),
-            cute.make_tensor(words, cute.make_layout((4, num_slots))),
+            cute.make_tensor(words, cute.make_layout((WORDS, num_slots))),
             cute.make_tensor(failed, cute.make_layout((consumer_warps, num_slots))),
         )
 
@@ -62,14 +65,22 @@ class WorkRing:
         cute.arch.sync_warp()
 
     @cute.jit
-    def announce(self, state: PipelineState, work: Work, mode: Int32) -> cute.Pointer:
+    def announce(
+        self,
+        state: PipelineState,
+        mode: Int32,
+        work: Work,
+        seq_q: SeqlenInfo | None = None,
+        seq_k: SeqlenInfo | None = None,
+    ) -> cute.Pointer:
         """Fill the words of an empty slot and arm its barrier, which is returned."""
         words = self.words
         with cute.arch.elect_one():
-            words[0, state.slot] = work.m_block
-            words[1, state.slot] = work.head
-            words[2, state.slot] = work.batch
-            words[3, state.slot] = mode
+            values = (mode, *work)
+            if cutlass.const_expr(seq_q is not None and seq_k is not None):
+                values = (*values, seq_q.offset, seq_q.length, seq_k.length)
+            for i in cutlass.range_constexpr(len(values)):
+                words[i, state.slot] = values[i]
             self.q.full.arrive_expecting(self.q.slot_bytes, state.slot)
         return self.q.full[state.slot]
 
@@ -78,7 +89,7 @@ class WorkRing:
         """Tell the consumers that there are no more tiles."""
         words = self.words
         with cute.arch.elect_one():
-            words[3, state.slot] = Int32(END)
+            words[0, state.slot] = Int32(END)
             self.q.full.arrive(state.slot)
 
     @cute.jit
@@ -97,10 +108,15 @@ class WorkRing:
     # ---- both sides
 
     def work(self, slot: Int32) -> Work:
-        return Work(self.words[0, slot], self.words[1, slot], self.words[2, slot])
+        return Work(self.words[1, slot], self.words[2, slot], self.words[3, slot])
 
     def mode(self, slot: Int32) -> Int32:
-        return self.words[3, slot]
+        return self.words[0, slot]
+
+    def lengths(self, slot: Int32) -> tuple[SeqlenInfo, Int32]:
+        """Of the queries, and how many keys."""
+        q = SeqlenInfo(self.words[4, slot], self.words[5, slot])
+        return q, self.words[6, slot]
 
     # ---- the consumers' side
 

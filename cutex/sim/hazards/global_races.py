@@ -1,8 +1,10 @@
-"""Two clusters that write different bytes to the same place of global memory.
+"""Two clusters that access the same place of global memory, one of them to write it.
 
 Nothing orders the clusters of a grid but what they tell each other through global memory (PTX ISA
 8.7, causality order). Where a kernel has no instruction that could, such a place holds whatever
-came last: a race, whichever it was in the order at hand. The same bytes twice are no fault.
+came last, and a load gets that or what was before: a race, whichever it was in the order at hand.
+The same bytes written twice are no fault. Of loads, those of ordinary instructions are remembered;
+TMA loads are not.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
 LARGEST = 1 << 26  # bytes of a tensor that is watched: eight bytes are kept for each
+LARGEST_READ = 1 << 24  # of one whose loads are: four more
 # Instructions by which clusters may order what they do: atomics, ordered accesses and fences.
 _ORDERS = re.compile(
     r"(atom|red|multimem)\.|(ld|st)\.(acquire|release|relaxed|volatile|mmio)"
@@ -26,8 +29,11 @@ _ORDERS = re.compile(
 )
 
 
-class Overwrites:
-    """Who wrote each byte of the launch's tensors last."""
+MANY = np.uint32(0xFFFFFFFF)  # clusters that have read a byte
+
+
+class GlobalRaces:
+    """Who wrote each byte of the launch's tensors last, and who has read it."""
 
     def __init__(self, machine: Machine) -> None:
         self.m = machine
@@ -36,6 +42,38 @@ class Overwrites:
         )
         # by the region's address: 1 + the number of the cluster in the grid (0: none), PTX line
         self.shadows: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.readers: dict[int, np.ndarray] = {}  # likewise; MANY where there are several
+
+    def load(self, addresses: np.ndarray, size: int, warps: np.ndarray, ins: Instruction) -> None:
+        """``size`` bytes at each address, which lie in tensors, are read by ``warps`` (n,)."""
+        if not self.active or not len(addresses):
+            return
+        region = self.m.memory.find(int(addresses[0]))
+        if region is None or len(region.data) > LARGEST_READ:
+            return
+        inside = (addresses >= np.uint64(region.base)) & (addresses < np.uint64(region.end))
+        owners = self.m.grid.cta_cluster[self.m.grid.warp_cta[warps]].astype(np.uint32) + 1
+        places = (addresses[inside] - np.uint64(region.base)).astype(np.int64)[:, None]
+        places = places + np.arange(size)
+        mine = np.broadcast_to(owners[inside, None], places.shape)
+        if region.base in self.shadows:
+            who, line = self.shadows[region.base]
+            other = (who[places] != 0) & (who[places] != mine)
+            if other.any():
+                at = tuple(int(v[0]) for v in np.nonzero(other))
+                place = int(places[at])
+                self.m.findings.add(
+                    "race",
+                    f"{self._name(int(mine[at]) - 1)} reads byte {place} of "
+                    f"{region.description or region.name}, and "
+                    f"{self._name(int(who[place]) - 1)} wrote it (PTX line {line[place]}): nothing "
+                    "orders the two",
+                    ins,
+                )
+        readers = self.readers.setdefault(region.base, np.zeros(len(region.data), np.uint32))
+        before = readers[places]
+        readers[places] = np.where((before == 0) | (before == mine), mine, MANY)
+        readers[places[readers[places] != mine]] = MANY  # of several in one batch
 
     def store(
         self, addresses: np.ndarray, values: np.ndarray, complain: Any, warps: np.ndarray, ins: Any
@@ -84,6 +122,20 @@ class Overwrites:
                 f"another value there (PTX line {line[place]}): nothing orders the two",
                 ins,
             )
+        if region.base in self.readers:
+            reader = self.readers[region.base][places]
+            other = (reader != 0) & (reader != mine) & (region.data[places] != values)
+            if other.any():
+                at = tuple(int(v[0]) for v in np.nonzero(other))
+                peer = "others have" if reader[at] == MANY else ""
+                peer = peer or f"{self._name(int(reader[at]) - 1)} has"
+                self.m.findings.add(
+                    "race",
+                    f"{self._name(int(mine[at]) - 1)} writes byte {int(places[at])} of "
+                    f"{region.description or region.name}, which {peer} read: nothing orders the "
+                    "two",
+                    ins,
+                )
         who[places], line[places] = mine, ins.line
 
     def _name(self, cluster: int) -> str:

@@ -1,4 +1,4 @@
-"""Clusters that write different bytes to one place of global memory, and nothing orders them."""
+"""Clusters that write, or write and read, one place of global memory, and nothing orders them."""
 
 from __future__ import annotations
 
@@ -31,6 +31,25 @@ def test_different_values_are_a_race(order: str) -> None:
     """Lane by lane all CTAs write to the same words, whether in one step or in several."""
     with pytest.raises(Hazards, match=ANOTHER):
         run("mad.wide.u32 %d0, %lane, 4, %x; st.global.u32 [%d0], %cta;", order)
+
+
+ADDED = "ld.global.u32 %r0, [%x]; add.u32 %r0, %r0, 1; st.global.u32 [%x], %r0;"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_sum_without_atomics_is_a_race(order: str) -> None:
+    """All CTAs add to one word: what one reads, another writes."""
+    with pytest.raises(Hazards, match=r"race: .*(reads byte 0|which .* read: nothing orders)"):
+        run(f"setp.ne.u32 %p0, %lane, 0; @%p0 ret; {ADDED}", order)
+    with_atomics = "setp.ne.u32 %p0, %lane, 0; @%p0 ret; red.global.add.u32 [%x], 1;"
+    assert run(with_atomics, order)[0] == 4
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_only_one_cluster_reads_and_writes_is_its_own(order: str) -> None:
+    """As is what all read and nobody writes."""
+    own = "mad.wide.u32 %d0, %cta, 4, %x; ld.global.u32 %r0, [%d0]; st.global.u32 [%d0], %cta;"
+    run(f"{own} ld.global.u32 %r1, [%x+128];", order)
 
 
 def test_the_same_value_from_all_is_none() -> None:

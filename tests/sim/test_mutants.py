@@ -1,0 +1,72 @@
+"""Every mutant of a kernel that can go wrong is found, in the default order and in the one in which
+all operations are complete at once.
+
+What an operator makes of a stage is found at every place, but for those of HARMLESS: the PTX ISA
+does not ask for these instructions there, or nothing comes that would need them at this size.
+"""
+
+from __future__ import annotations
+
+import pytest
+from mutants import OPERATORS, sites
+
+from cutex.compile import compile
+from cutex.kernels.gemm import stage
+from cutex.problem.gemm import GemmProblem
+from cutex.sim import SimError, simulate
+
+PROBLEM = GemmProblem(300, 264, 520, dtype="bf16", init="int")
+SAMPLE = [("sm_90a", 3), ("sm_100a", 3)]
+LADDERS = [("sm_90a", n) for n in (2, 5, 6, 7, 8)] + [("sm_100a", n) for n in (4, 5, 6, 7, 8)]
+# places, of all, at which a mutant of the sample does no harm, and why
+HARMLESS = {
+    ("sm_90a", 3, "a fence of wgmma"): (1, "no register is accessed between two wgmmas"),
+    ("sm_100a", 3, "a wait for tcgen05.ld"): (3, "a later one waits before the columns are freed"),
+    ("sm_100a", 3, "a fence of tcgen05"): (1, "dealloc is synchronous (PTX ISA 9.7.16.6.1)"),
+}
+
+
+def survivors(arch: str, number: int, operator: str, order: str) -> tuple[list[str], int]:
+    """Mutants of which nothing is told, not even an advisory; and how many there are."""
+    kernel = compile(stage(arch, number).kernel(), "bf16", arch)
+    left, count = [], 0
+    for site in sites(kernel, operator):
+        a, b = PROBLEM.inputs("cpu")
+        c = PROBLEM.output("cpu")
+        count += 1
+        try:
+            report = simulate(site.mutant, a, b, c, order=order)
+        except SimError:
+            continue
+        if not report.advisories and PROBLEM.check(a, b, c).ok:
+            left.append(f"PTX line {site.line}: {site.text}")
+    return left, count
+
+
+@pytest.mark.parametrize("order", ["fifo", "eager"])
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("key", SAMPLE, ids=lambda key: f"{key[0]}-{key[1]}")
+def test_every_harmful_mutant_is_found(key, operator, order):
+    left, _ = survivors(*key, operator, order)
+    allowed, _ = HARMLESS.get((*key, operator), (0, ""))
+    assert len(left) == allowed, "\n".join(left)
+
+
+# of a ladder's later stages: those that matter only with more tiles, or more stores, than here
+REPEATED = (
+    "an mbarrier's wait", "an mbarrier's arrival", "an mbarrier's initialisation",
+    "an arrival less", "a wait for bulk stores", "a wait for one bulk store more",
+    "a group of bulk stores", "a named barrier", "a wait for tcgen05.ld", "a fence of tcgen05",
+    "a fence of wgmma",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("key", LADDERS, ids=lambda key: f"{key[0]}-{key[1]}")
+def test_mutants_of_the_ladders_are_found(key, operator):
+    left, count = survivors(*key, operator, "fifo")
+    if operator in REPEATED:
+        assert count == 0 or len(left) < count, "\n".join(left)
+    else:
+        assert not left, "\n".join(left)
