@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 
@@ -16,15 +17,23 @@ import cutex
 from cutex.ops.attention import eager
 
 
+@contextlib.contextmanager
+def activated():
+    with cutex.ops.simulated("sm_90a"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch tells of every override
+        cutex.attention.activate()
+        try:
+            yield
+        finally:
+            cutex.attention.deactivate()
+
+
 @pytest.fixture
 def active(monkeypatch):
     """The stand-in behind torch's attention of CPU tensors."""
     stand_in = StandIn(monkeypatch)
-    with cutex.ops.simulated("sm_90a"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch tells of every override
-        cutex.attention.activate()
+    with activated():
         yield stand_in
-        cutex.attention.deactivate()
     eager._plans.clear()
 
 
@@ -189,6 +198,23 @@ def test_packed_sequences_of_transformers_do_not_see_each_other(active, tiny):
         together = model(ids, position_ids=places, use_cache=False).logits
         apart = torch.cat([model(x).logits for x in (ids[:, :12], ids[:, 12:])], 1)
     close_logits(together, apart)
+
+
+def test_scaled_dot_product_attention_in_the_simulator():
+    """The kernel itself, behind torch's own function."""
+    q, k, v = (heads_first(batch=1, heads=2, rows=70, seed=i) for i in range(3))
+    with activated():
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    wide = (x.float() for x in (q, k, v))
+    close(out, F.scaled_dot_product_attention(*wide, is_causal=True))
+
+
+def test_a_model_of_transformers_in_the_simulator(tiny):
+    model, own = tiny("eager"), tiny("eager")
+    ids = torch.randint(97, (1, 30), generator=torch.Generator().manual_seed(1))
+    with activated(), torch.no_grad():
+        model.set_attn_implementation("cutex")
+        close_logits(model(ids).logits, own(ids).logits)
 
 
 def close_logits(x, y):

@@ -51,7 +51,7 @@ def run(
         assert not report.findings, "\n".join(map(str, report.findings))
 
     out, lse = problem.outputs()
-    problem.launcher(launch, config)(*inputs, out, lse)
+    problem.launcher(launch, kernel.argument_names)(*inputs, out, lse)
     return out, lse
 
 

@@ -246,13 +246,16 @@ def run(
 def _nothing_to_see(
     call: AttentionCall, with_lse: bool, out: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Of no rows, or of rows that see no key."""
-    out = call.q.new_zeros(call.out_shape) if out is None else out.zero_()
-    if not with_lse:
-        return out, None
-    lse = call.q.new_full(call.lse_shape, -torch.inf, dtype=torch.float32)
-    if call.learnable_sink is not None:
-        lse.copy_(call.learnable_sink[:, None].expand(lse.shape))
+    """Of rows that see no key; of no rows nothing is written."""
+    rows = longest_q(call) > 0
+    out = call.q.new_empty(call.out_shape) if out is None else out
+    lse = call.q.new_empty(call.lse_shape, dtype=torch.float32) if with_lse else None
+    if rows:
+        out.zero_()
+    if rows and lse is not None:
+        lse.fill_(-torch.inf)
+        if call.learnable_sink is not None:
+            lse.copy_(call.learnable_sink[:, None].expand(lse.shape))
     return out, lse
 
 

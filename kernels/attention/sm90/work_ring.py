@@ -19,7 +19,7 @@ from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.pipeline import PipelineState, Ring
 
 END, NORMAL, SAFE = 0, 1, 2  # how a slot's tile is to be computed; END: there are no more tiles
-WORDS = 7
+WORDS = 8  # of a slot; the last is none: three words are loaded as four
 
 
 class Work(NamedTuple):
