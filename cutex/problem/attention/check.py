@@ -48,11 +48,14 @@ def check(
 
 
 def truncation(problem: AttentionCase, q: Tensor, k: Tensor) -> float:
-    """What may be lost of a score: a unit of float32, cut off, after every 16 products."""
+    """What may be lost of a score: a unit of float32, cut off, after every 16 products; with a soft
+    cap also what the hardware's tanh may be off by, 2^-11 of it (PTX ISA, tanh.approx)."""
     if not q.numel() or not k.numel():
         return 0.0
     norm_q, norm_k = (float(x.double().square().sum(-1).max().sqrt()) for x in (q, k))
-    return 2.0**-23 * (problem.head_dim / 16 + 1) * norm_q * norm_k * abs(problem.softmax_scale)
+    largest = norm_q * norm_k * abs(problem.softmax_scale)
+    lost = 2.0**-23 * (problem.head_dim / 16 + 1) * largest
+    return lost + 2.0**-11 * min(problem.softcap, largest)
 
 
 def compare(out: Tensor, want: Tensor, torchs: Tensor, lost: float, largest_v: float) -> Check:
