@@ -15,7 +15,7 @@ and 600 of latency; 8.4 MFLOP, 2048 cycles of wgmma; 16384 exponentials, 1024 cy
 cycle, among the 671 instructions of a warp's step, 1342 issue slots on each scheduler, which has
 two warps. In order that adds up to 5400, of which the tensor cores work 38 %.
 
-Measured:
+Measured: 314 TFLOPS with 16384 tokens, 277 causal with 4096.
 """
 
 from __future__ import annotations

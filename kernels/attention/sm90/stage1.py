@@ -10,7 +10,7 @@ Of a block it saves 32 KB written to smem and 32 of the 192 KB that the products
 a barrier, and 66 of 671 instructions: some 200 of 5400 cycles. And the 32 KB of smem, which the
 rings will need.
 
-Measured:
+Measured: 333 TFLOPS with 16384 tokens, 300 causal with 4096: 1.06 and 1.08 times stage 0.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ Stage 1 waits some 2000 cycles for each block's 64 KB; here they come while the 
 computed, which takes longer. What remains are products and softmax one after the other, 2048 and
 1300 cycles.
 
-Measured:
+Measured: 502 TFLOPS with 16384 tokens, 387 causal with 4096: 1.51 and 1.29 times stage 1.
 """
 
 from __future__ import annotations

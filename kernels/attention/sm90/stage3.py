@@ -13,7 +13,8 @@ If they drift to opposite ends, a block takes what the busier of tensor cores (2
 warpgroup in order (2 x 512, and more where both want the tensor cores, and some 800 of softmax)
 allows. Nothing makes them stay there.
 
-Measured:
+Measured: 501 TFLOPS with 16384 tokens, 391 causal with 4096: 1.00 and 1.01 times stage 2. At head
+dim 64 a loss (0.74), which is not understood.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ Changed since stage 4: `issue` waits for its turn and passes it on.
 Of a block's 2048 cycles of wgmma each warpgroup has 1024. Under the other's 1024 and its own P V,
 512, there is time for a softmax of 1500 cycles before the tensor cores run dry.
 
-Measured:
+Measured: 580 TFLOPS with 16384 tokens, 446 causal with 4096: 1.01 and 1.00 times stage 4. At head
+dim 64, causal, 1.11 to 1.15 times.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ two with the one before it; a full kernel has none.
 A mask is a select for each of a thread's 64 scores, and the words that say which to keep. The step
 has 477 instructions without it, 590 with that of the end of the keys, 634 with the causal one.
 
-Measured:
+Measured: 651 TFLOPS with 16384 tokens, 506 causal with 4096: 1.12 and 1.13 times stage 5.
 """
 
 from __future__ import annotations

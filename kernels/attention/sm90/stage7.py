@@ -15,7 +15,8 @@ stores from.
 6 and hidden here. Of 16384 keys they are 1 %. Causal, CTAs end within a short tile of each other
 instead of within a long one.
 
-Measured:
+Measured: 667 TFLOPS with 16384 tokens, 582 causal with 4096: 1.02 and 1.15 times stage 6. With 1024
+tokens 1.27 and 1.31 times.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ A step of 494 instructions becomes one of 359: without 64 FMNMX, 64 FMUL of O, s
 Both warpgroups' steps are 718 issue slots a scheduler in a block's 2048 cycles instead of 988, and
 from Q K^T to P V nothing waits for a whole row any more.
 
-Measured:
+Measured: 818 TFLOPS with 16384 tokens, 670 causal with 4096: 1.23 and 1.15 times stage 7. At head
+dim 64 1.26 and 1.16 times.
 """
 
 from __future__ import annotations
