@@ -12,10 +12,10 @@ SIZES = [*itertools.product((1, 2, 7), (1, 3, 8), (1, 2, 5), (1, 2, 4))]
 
 
 @pytest.mark.parametrize("longest_first", [False, True])
-@pytest.mark.parametrize("l2_bytes", [0, 1000, 5000, 1 << 30])
-def test_an_order_is_a_bijection(longest_first, l2_bytes):
+@pytest.mark.parametrize("l2_rows", [0, 1000, 5000, 1 << 30])
+def test_an_order_is_a_bijection(longest_first, l2_rows):
     for num_m_blocks, heads, batch, heads_per_kv in SIZES:
-        order = TileOrder(num_m_blocks, heads, batch, longest_first, 1000, heads_per_kv, l2_bytes)
+        order = TileOrder(num_m_blocks, heads, batch, longest_first, 1000, heads_per_kv, l2_rows)
         tiles = [order.tile(i) for i in range(order.total)]
         every = itertools.product(range(num_m_blocks), range(heads), range(batch))
         assert sorted(tiles) == sorted(every)
@@ -23,8 +23,8 @@ def test_an_order_is_a_bijection(longest_first, l2_bytes):
 
 def test_the_longest_tiles_of_a_group_come_first_and_its_heads_share_l2():
     order = TileOrder(
-        num_m_blocks=4, heads=6, batch=2, longest_first=True, head_bytes=1000, heads_per_kv=2,
-        l2_bytes=2500,
+        num_m_blocks=4, heads=6, batch=2, longest_first=True, rows_k=1000, heads_per_kv=2,
+        l2_rows=2500,
     )  # fmt: skip
     tiles = [order.tile(i) for i in range(order.total)]
     group = 2 * 2  # two heads of K and V fit, two heads of Q read each

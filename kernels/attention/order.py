@@ -24,9 +24,9 @@ class TileOrder:
     heads: Any  # that own tiles: groups of packed heads count once
     batch: Any
     longest_first: bool
-    head_bytes: Any  # of K and V of one head
+    rows_k: Any  # keys of a sequence
     heads_per_kv: Any  # owners of tiles that read one head of K and V
-    l2_bytes: int
+    l2_rows: int  # keys of one head, with their values, that fit into L2
 
     @property
     def units(self) -> Any:
@@ -40,7 +40,7 @@ class TileOrder:
         if not self.longest_first:
             unit = index // self.num_m_blocks
             return index - unit * self.num_m_blocks, unit % self.heads, unit // self.heads
-        group = larger(self.l2_bytes // larger(self.head_bytes, 1), 1) * self.heads_per_kv
+        group = larger(self.l2_rows // larger(self.rows_k, 1), 1) * self.heads_per_kv
         group = smaller(group, self.units)  # units in a group
         number = index // (group * self.num_m_blocks)
         rest = index - number * (group * self.num_m_blocks)

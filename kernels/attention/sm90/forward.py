@@ -166,9 +166,9 @@ class Forward:
             heads=sizes.heads // c.pack,
             batch=sizes.batch,
             longest_first=c.banded,
-            head_bytes=self.mean_rows_k(sizes) * ((c.head_dim + c.head_dim_v) * 2),
+            rows_k=self.mean_rows_k(sizes),
             heads_per_kv=self.heads_per_kv(sizes),
-            l2_bytes=c.l2_bytes,
+            l2_rows=c.l2_bytes // (c.k_bytes + c.v_bytes) * c.tile_n,
         )
 
     def mean_rows_k(self, sizes: Sizes) -> Int32:

@@ -136,9 +136,9 @@ class Stage7(Stage6):
             heads=Int32(heads),
             batch=Int32(batch),
             longest_first=c.causal,
-            head_bytes=operands.seqlen_k * (2 * c.k_bytes // c.tile_n),
+            rows_k=operands.seqlen_k,
             heads_per_kv=operands.heads_per_kv,
-            l2_bytes=arch_named(self.arch).l2_bytes,
+            l2_rows=arch_named(self.arch).l2_bytes // (2 * c.k_bytes) * c.tile_n,
         )
 
     def barriers(self, smem: SmemAllocator) -> Barriers:
