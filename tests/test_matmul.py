@@ -174,10 +174,32 @@ def test_a_function_of_ones_own_runs_in_the_epilogue(arch: str, place: str) -> N
 
 def test_two_functions_of_one_name_are_two_kernels() -> None:
     def scaled(by: float) -> Elementwise:
-        return Elementwise(lambda x: x * by)
+        return Elementwise.of(lambda x: x * by)
 
     assert repr(scaled(2.0)) != repr(scaled(3.0))
     assert repr(scaled(2.0)) == repr(scaled(2.0))
+
+
+FACTOR = 2.0
+
+
+@pytest.mark.parametrize("remembered", [False, True], ids=["first call", "with a plan"])
+@each_arch
+def test_a_function_is_known_by_what_it_computes(
+    arch: str, place: str, remembered: bool, monkeypatch
+) -> None:
+    """Not by its line, which two lambdas share, nor by itself, whose globals may change."""
+    a, b = normal(place, 40, 24), normal(place, 24, 48)
+    product = a.float() @ b.float()
+    twice, thrice = (lambda x: x * 2.0), (lambda x: x * 3.0)  # fmt: skip
+    by_global = lambda x: x * FACTOR
+    for _ in range(1 + remembered):
+        for activation, factor in ((twice, 2.0), (thrice, 3.0), (by_global, 2.0)):
+            c = cutex.matmul(a, b, activation=activation, out_dtype=torch.float32)
+            assert close(c, product * factor, by=1e-4)
+    monkeypatch.setitem(globals(), "FACTOR", 5.0)
+    c = cutex.matmul(a, b, activation=by_global, out_dtype=torch.float32)
+    assert close(c, product * 5.0, by=1e-4)
 
 
 @pytest.mark.parametrize("name", ["gated_silu", "gated_gelu"])

@@ -223,7 +223,7 @@ def fused(
     elif isinstance(call.activation, str):
         add(epilogue_ops.Activation(call.activation))
     elif call.activation is not None:
-        add(epilogue_ops.Elementwise(call.activation))
+        add(epilogue_ops.Elementwise.of(call.activation))
     if residual is not None:
         add(matrix("residual", residual), ("residual", residual))
     if call.amax is not None:

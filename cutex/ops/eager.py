@@ -12,7 +12,7 @@ from torch import Tensor
 from cutex.ops.arrange import Arranged, arrange
 from cutex.ops.checks import Call, check
 from cutex.ops.device import SEVERAL_GPUS, arch_of, current, launcher, per_device
-from cutex.ops.plan import config_for, kernel_for
+from cutex.ops.plan import config_for, kernel_for, user_functions
 
 Activation = str | Callable[..., Any] | None
 
@@ -76,6 +76,8 @@ def matmul(
         plan = _plans.get(key)
     except (AttributeError, TypeError, RuntimeError):
         key = plan = None  # not a tensor, or not a plain one: `check` names it
+    if plan is not None and plan.functions and not plan.is_current():
+        plan = None
     if plan is not None and not (_grad_enabled() and _wants_gradient(a, b, bias, residual)):
         if out is not None:
             result = out
@@ -131,7 +133,12 @@ class _Plan:
         self.names = arranged.names  # of the arguments beside a, b and out
         given = dict(zip(self.names, arranged.tensors[3:], strict=True))
         self.copies_out = "c" in given and given["c"].data_ptr() != arranged.tensors[2].data_ptr()
+        self.functions = user_functions(arranged.ops)
         self.numbers = {"alpha": float(call.alpha), "beta": float(call.beta)}
+
+    def is_current(self) -> bool:
+        """Whether the user's functions in it still compute what they did."""
+        return all(f.is_current() for f in self.functions)
 
     def __call__(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
@@ -21,6 +21,7 @@ from cutex.problem.stage import package
 
 if TYPE_CHECKING:
     from cutex.compile import Compiled
+    from cutex.compile.user_function import UserFunction
     from cutex.device.epilogue.epilogue_ops import EpilogueOp
     from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
 
@@ -81,4 +82,12 @@ def kernel_for(config: GeneralConfig, arch_name: str) -> Compiled:
     from cutex.compile import compile
 
     kernel = import_module(f"{package('gemm', arch_name)}.general").General(config)
-    return compile(kernel, config.a.dtype, arch_name)
+    cache = all(f.cacheable for f in user_functions(config.ops))
+    return compile(kernel, config.a.dtype, arch_name, cache=cache)
+
+
+def user_functions(ops: Iterable[EpilogueOp]) -> list[UserFunction]:
+    """The functions of a user's own among `ops`."""
+    from cutex.device.epilogue.epilogue_ops import Elementwise
+
+    return [op.function for op in ops if isinstance(op, Elementwise)]

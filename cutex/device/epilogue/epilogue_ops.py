@@ -11,7 +11,6 @@ Loads are clamped to the matrix instead of guarded: elements outside of it are n
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from cutex.compile import Argument, Operand, Scalar
+from cutex.compile.user_function import UserFunction
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 
@@ -197,29 +197,25 @@ class Gate:
         return x._replace(values=values, columns=halves, bounds=bounds, run=x.run // 2)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Elementwise:
     """A user's function(x), or function(x, m, n) with coordinates, on DSL numbers; one that
     branches on them must be a @cute.jit function.
 
-    NOTE: the compile key holds the function's source and what it closes over, not its identity.
+    NOTE: the compile key, which is made of this object's repr, says what the function computes.
     """
 
-    function: Callable[..., Float32]
+    function: UserFunction
 
-    def __repr__(self) -> str:
-        f = inspect.unwrap(self.function)
-        cells = [repr(cell.cell_contents) for cell in f.__closure__ or ()]
-        digest = hashlib.sha256(
-            "\0".join([inspect.getsource(f), repr(f.__defaults__), *cells]).encode()
-        )
-        return f"Elementwise({f.__module__}.{f.__qualname__}, {digest.hexdigest()[:16]})"
+    @staticmethod
+    def of(function: Callable[..., Float32]) -> Elementwise:
+        return Elementwise(UserFunction(function))
 
     def arguments(self) -> tuple[Argument, ...]:
         return ()
 
     def apply(self, x: Fragment) -> None:
-        takes = len(inspect.signature(inspect.unwrap(self.function)).parameters)
+        takes = len(inspect.signature(inspect.unwrap(self.function.function)).parameters)
         for r, m in enumerate(x.rows):
             for c, n in enumerate(x.columns):
                 where = (m, n)[: takes - 1]
