@@ -29,7 +29,7 @@ _EVASIVE = {"eval", "exec", "globals", "locals", "vars", "getattr", "__import__"
 
 
 class Unkeyable(CutexError):
-    """What a value computes cannot be told from looking at it."""
+    """What a value computes cannot be known from looking at it."""
 
 
 class UserFunction:

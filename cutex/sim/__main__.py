@@ -1,7 +1,7 @@
 """python -m cutex.sim script.py: run a script that asks for a GPU, with the simulator in its place.
 
-The script is not changed. What it puts on "cuda" lies in host memory, what it compiles with the
-CuTe DSL is compiled for the GPU that it is told it has, and what it launches is simulated: every
+The script is not changed. What it puts on "cuda" is in host memory, what it compiles with the
+CuTe DSL is compiled for the GPU that it sees, and what it launches is simulated: every
 warp, barrier, copy and MMA. Exit codes: the script's own; 1 for a finding or an error of the
 simulator; 2 for bad input.
 """

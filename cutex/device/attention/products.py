@@ -2,7 +2,7 @@
 
 P comes from the registers that S was computed in: 16 columns of an accumulator lie in a thread just
 as 16 columns of operand A do (PTX ISA, "Register Fragments for wgmma.mma_async"), so rounding is
-all that lies between.
+all that is between.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Seqlens(NamedTuple):
 
     @property
     def ragged(self) -> bool:
-        """Whether a sequence may end before other rows do, so that TMA must be told where."""
+        """Whether a sequence may end before other rows do, so that TMA must know where."""
         return self.cu_seqlens is not None or self.seqused is not None
 
     @cute.jit

@@ -23,7 +23,7 @@ class Findings:
         cause: int | None = None,
     ) -> None:
         """``cause``: the PTX line that all with the same cause share, where it is another one's:
-        then only the first of them is told.
+        then only the first of them is reported.
         """
         self._found.setdefault(
             (rule, instruction.line if cause is None else -cause, advisory),

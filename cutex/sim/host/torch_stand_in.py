@@ -1,6 +1,6 @@
 """torch as a script sees it on a machine with a GPU, where there is none: "cuda" is the CPU.
 
-What a script puts on the GPU lies in host memory, aligned as the CUDA allocator aligns it, and is
+What a script puts on the GPU is in host memory, aligned as the CUDA allocator aligns it, and is
 remembered: a kernel may reach it by an address alone, as a grouped GEMM does.
 """
 
@@ -103,7 +103,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 class OnCpu(TorchFunctionMode):
-    """Calls that name the device "cuda", or take a tensor that lies there, make theirs there."""
+    """Calls that name the device "cuda", or take a tensor that is there, make theirs there."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         super().__init__()

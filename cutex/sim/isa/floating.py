@@ -145,7 +145,7 @@ def fma(d: Decoder) -> Execute:
 
 
 def extremum(d: Decoder) -> Execute:
-    """min and max (9.7.3.11, 9.7.3.12): numbers before NaN unless .NaN; -0 lies below +0."""
+    """min and max (9.7.3.11, 9.7.3.12): numbers before NaN unless .NaN; -0 is below +0."""
     d.only("ftz", "NaN", "xorsign", "abs")
     count = len(d) - 1
     lower, propagate, absolute = d.ins.name == "min", "NaN" in d.mods, "abs" in d.mods

@@ -44,7 +44,7 @@ def accumulator_lanes(m: int, group: int, base_lane: int) -> np.ndarray:
     if m // group == 128:
         return rows
     if group == 2:
-        return rows  # layout B: the second half of N lies 64 lanes up
+        return rows  # layout B: the second half of N is 64 lanes up
     return base_lane + rows % 16 + 32 * (rows // 16)
 
 

@@ -120,7 +120,7 @@ class TensorMap:
         if self.swizzle and row > span:
             return f"box rows of {row} bytes are wider than the {span}-byte swizzle"
         if self.swizzle and row < span:
-            # NOTE: CUDA asks for room for whole swizzle rows there, without saying what lies where
+            # NOTE: CUDA asks for room for whole swizzle rows there, without saying what is where
             return f"box rows of {row} bytes are narrower than the {span}-byte swizzle: not defined"
         if self.kind == _F32_FTZ:
             return "the simulator does not define copies of f32.ftz"
@@ -204,7 +204,7 @@ def swizzle_chunks(chunks: np.ndarray, bits: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Overlap:
-    """The part of a box that lies inside the tensor: slices of the box, innermost first, and where
+    """The part of a box that is inside the tensor: slices of the box, innermost first, and where
     it starts.
     """
 

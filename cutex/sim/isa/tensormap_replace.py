@@ -1,7 +1,7 @@
 """Instructions that change a tensor map: tensormap.replace and tensormap.cp_fenceproxy (PTX ISA
 9.7.9.29, 9.7.13.16).
 
-Where each field lies, and that a stride is given in bytes and a rank as one less, was read from the
+Where each field is, and that a stride is given in bytes and a rank as one less, was read from the
 SASS that ptxas 13.0 makes of each form: a load, an insertion of bits and a store.
 """
 

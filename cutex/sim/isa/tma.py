@@ -134,7 +134,7 @@ def _padded(box: np.ndarray) -> np.ndarray:
 def _places(
     m: Machine, tmap: TensorMap, part: Overlap, window: np.ndarray
 ) -> tuple[Region, np.ndarray]:
-    """The tensor that `window` of it lies in, and the offset of each of its elements, in order."""
+    """The tensor that `window` of it is in, and the offset of each of its elements, in order."""
     address = tmap.address_of(part)
     region = m.memory.find(address)
     assert region is not None

@@ -124,7 +124,7 @@ class Wgmma:
         self.registers = _indices(ops[0])
         if len(self.registers) != self.n // (4 if self.d_kind == "f16" else 2):
             raise d.unknown("size of D")
-        self.a_registers = _indices(ops[1])  # none where A lies in shared memory
+        self.a_registers = _indices(ops[1])  # none where A is in shared memory
         self.a_desc = None if self.a_registers else d.src(1, "b64")
         self.b_desc = d.src(2, "b64")
         keep = ops[3]

@@ -189,7 +189,7 @@ def _union(parts: list[Region]) -> Region:
 
 
 def window_of(addresses: np.ndarray) -> np.ndarray:
-    """Which of WINDOWS each generic address lies in; each window is 4 GB long."""
+    """Which of WINDOWS each generic address is in; each window is 4 GB long."""
     high = addresses >> np.uint64(32)
     places = (PARAM_WINDOW, SHARED_WINDOW, LOCAL_WINDOW)
     return sum((high == np.uint64(w >> 32)) * (i + 1) for i, w in enumerate(places))

@@ -59,7 +59,7 @@ class WarpState:
 class Descriptors(NamedTuple):
     """What the warps of a warpgroup must agree on."""
 
-    a: int | None  # None: A lies in registers
+    a: int | None  # None: A is in registers
     b: int
     keep: bool  # D is added to
 

@@ -49,7 +49,7 @@ def _pair(d: Decoder, frm: str) -> tuple[Any, Any]:
 
 
 def to_small(d: Decoder, to: str, frm: str) -> Execute:
-    """Rounded to nearest and saturated; the first source lies in the upper place."""
+    """Rounded to nearest and saturated; the first source is in the upper place."""
     d.only("rn", "satfinite", "relu", *SMALL)
     upper, lower = _pair(d, frm)
     form, relu = SMALL[to], "relu" in d.mods

@@ -105,7 +105,7 @@ class Instruction:
         return f"PTX line {self.line}: {text}{source}"
 
     def source_line(self) -> str:
-        """'kernels/gemm/sm90/stage2.py:74', relative to the working directory where the file lies
+        """'kernels/gemm/sm90/stage2.py:74', relative to the working directory where the file is
         below it.
         """
         if self.source is None:
