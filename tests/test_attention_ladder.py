@@ -21,6 +21,7 @@ from cutex.sim import simulate
 LADDER = [s for s in stages("sm_90a") if not isinstance(s, Forward)]
 PERSISTENT = [s.number for s in LADDER if s.config().dispatch == "dynamic"]
 FOLDER = Path(__file__).parents[1] / "kernels" / "attention"
+SLOW = pytest.mark.slow
 each_stage = pytest.mark.parametrize("stage", LADDER, ids=[str(s.number) for s in LADDER])
 
 PROBLEM = AttentionProblem(
@@ -106,7 +107,9 @@ def test_ends_of_queries_and_keys(stage: Stage, lengths: tuple[int, int]) -> Non
         check(stage, sized(64, causal, seqlen_q=seqlen_q, seqlen_k=seqlen_k))
 
 
-@pytest.mark.parametrize("init", ["offset", "rising", "huge"])
+@pytest.mark.parametrize(
+    "init", [*(pytest.param(x, marks=SLOW) for x in ("offset", "rising")), "huge"]
+)
 @each_stage
 def test_scores_that_move_the_maximum(stage: Stage, init: str) -> None:
     check(stage, replace(sized(64, True, seqlen_q=300, seqlen_k=600), init=init))
@@ -184,7 +187,7 @@ def test_a_tile_taken_too_boldly_is_done_again(causal: bool, dtype: str) -> None
 # ---- what is compiled
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, pytest.param(256, marks=SLOW)])
 @each_stage
 def test_nothing_is_spilled_and_smem_is_what_the_config_says(stage: Stage, head_dim: int) -> None:
     if head_dim == 256 and stage.number in PERSISTENT:

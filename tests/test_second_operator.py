@@ -181,7 +181,7 @@ def test_its_results_are_reported_beside_the_others(gram, capsys, tmp_path, root
     text = ladders(rows)
     assert "### GEMM on Hopper (sm_90a)" in text and "### Gram matrix on Hopper (sm_90a)" in text
     assert "| 128r64c |" in text and "X twice" in text
-    assert set(pictures(rows)) == {"ladder-sm_90a.svg", "ladder-gram-sm_90a.svg"}
+    assert {"ladder-sm_90a.svg", "ladder-gram-sm_90a.svg"} <= set(pictures(rows))
     assert "128r64c" in page(rows) and "Gram matrix on Hopper" in page(rows)
     assert [r.op for r in history.best(rows)].count("gram") == 1
 
