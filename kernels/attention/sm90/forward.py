@@ -63,7 +63,7 @@ class Shared:
     sQ: cute.Tensor  # (64, D, WG * SLOT)
     sK: cute.Tensor  # (bN, D, SLOT)
     sV: cute.Tensor  # (bN, DV, SLOT)
-    sO: cute.Tensor  # (64, DV, WG), or (64, DV, WG * SLOT) in place of Q
+    sO: cute.Tensor  # (64, DV / o_parts, WG), or (64, DV, WG * SLOT) in place of Q
     work: WorkRing
     k: Ring
     v: Ring
@@ -94,7 +94,8 @@ class Forward:
     """
     barrier          arrives                                waits
     q.full[slot]     1: LOAD, and the bytes by TMA          MMA, before a tile's first QK
-    q.empty[slot]    1 an MMA warp, done with the tile      LOAD
+    q.empty[slot]    1 an MMA warp, done with the tile, or  LOAD
+                     with its last QK (releases_early)
     k.full, v.full   1: LOAD, and the bytes by TMA          MMA
     k.empty, v.empty 1 an MMA warp, its product being done  LOAD
     (turn)           the warpgroup that issued a step       the next, before it issues its own
@@ -102,8 +103,8 @@ class Forward:
 
     smem       bytes                                        hd 128   hd 64    hd 256
     sQ         tile_m * D * 2 * q_stages                    65536    49152    65536
-    sK, sV     tile_n * (D + DV) * 2 * num_stages           131072   65536    163840
-    sO         tile_m * DV * 2, if not in place of Q        32768    24576    -
+    sK, sV     tile_n * (D + DV) * 2 * num_stages           131072   65536    131072
+    sO         tile_m * DV * 2 / o_parts, or Q's place      32768    24576    32768
     words      less than 1024
 
     registers  threads                       of each: two warpgroups, three
