@@ -60,5 +60,4 @@ class ScoreOps:
 
     def _place(self, r: int, c: int, n_block: Int32) -> tuple[Int32, Int32, Int32, Int32]:
         """Batch entry, head, query and key of a score."""
-        key = n_block * self.mask.tile_n + 2 * self.mask.quad + (8 * (c // 2) + c % 2)
-        return self.batch, self.heads[r], self.mask.queries[r], key
+        return self.batch, self.heads[r], self.mask.queries[r], self.mask.key(c, n_block)
