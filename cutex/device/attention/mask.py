@@ -48,9 +48,10 @@ class Mask(NamedTuple):
         return n_block * self.tile_n + 2 * self.quad + (8 * (c // 2) + c % 2)
 
     @cute.jit
-    def apply(self, scores: cute.Tensor, n_block: Int32) -> None:
-        """Put -inf in place of the scores, (rows, columns), that do not count."""
-        first_key = n_block * self.tile_n
+    def apply(self, scores: cute.Tensor, n_block: Int32, column: int = 0) -> None:
+        """Put -inf in place of the scores, (rows, columns), that do not count; they are this
+        thread's columns of the block from `column` on."""
+        first_key = n_block * self.tile_n + column
         num_columns = cute.size(scores, mode=[1])
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
             end, begin = self._bounds(r, first_key)

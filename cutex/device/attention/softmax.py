@@ -57,7 +57,7 @@ def row_max(scores: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
 
 @dataclass(frozen=True)
 class Softmax:
-    """References and sums of a thread's rows: two of a wgmma accumulator, which four threads hold."""
+    """References and sums of a thread's rows: of a wgmma accumulator two, each in four threads."""
 
     reference: cute.Tensor  # (rows) in units of scores; -inf before the first key
     sums: cute.Tensor  # (rows) of this thread's columns alone
@@ -84,9 +84,18 @@ class Softmax:
 
     @cute.jit
     def next(self, scores: cute.Tensor, factors: cute.Tensor) -> Boolean:
-        """Turn a further block of scores into exponentials; `factors` (rows) get what outputs so far
-        must be multiplied with, if the result is true."""
+        """Turn a further block of scores into exponentials; `factors` (rows) get what outputs so
+        far must be multiplied with, if the result is true."""
         highest = [self.over_row(row_max(scores, r), cute.arch.fmax) for r in range(self.rows)]
+        rescale = self.raise_references(highest, factors)
+        for r in cutlass.range_constexpr(self.rows):
+            self.sums[r] += self._exponentials(scores, r)
+        return rescale
+
+    @cute.jit
+    def raise_references(self, highest: list[Float32], factors: cute.Tensor) -> Boolean:
+        """To the `highest` scores of a block, if some row of this warp exceeds its own by more than
+        the slack, which is the result; sums are scaled with `factors` (rows)."""
         rescale = Boolean(False)
         for r in cutlass.range_constexpr(self.rows):
             above = (highest[r] - self.reference[r]) * self.scale_log2
@@ -100,8 +109,6 @@ class Softmax:
                 factors[r] = exp2(shift * self.scale_log2)
                 self.sums[r] *= factors[r]
                 self.reference[r] = reference
-        for r in cutlass.range_constexpr(self.rows):
-            self.sums[r] += self._exponentials(scores, r)
         return rescale
 
     @cute.jit
@@ -132,8 +139,8 @@ class Softmax:
     def finish(
         self, sinks: tuple[Float32, ...] | None, factors: cute.Tensor, lse: cute.Tensor
     ) -> Boolean:
-        """After the last block: `factors` (rows) get what outputs must be multiplied with, `lse` (rows)
-        the natural logarithm of the sums; rows without keys get 0 and -inf. Returns whether the
+        """After the last block: `factors` (rows) get what outputs must be multiplied with, `lse`
+        (rows) the natural logarithm of the sums; rows without keys get 0 and -inf. Returns whether the
         sums are within what `add` may be trusted with.
 
         `sinks` are, for each row, the score, natural and scaled, of one more key that has no value.

@@ -10,7 +10,7 @@ from cutex.kernels.attention.config import BARRIERS, ELEMENT, Computed
 ROWS = 128  # of a Q tile of one CTA: the lanes of tensor memory
 TMEM_COLUMNS = 512
 P_PART = 32  # columns of scores that become probabilities together
-LIMIT = 255  # registers of a thread
+O_PART = 32  # columns of O that leave at a time
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Sm100Config(Computed):
     pair: bool = False
     num_stages: int = 2  # slots of K, and of V
     work_slots: int = 2  # tiles that a CTA knows of
-    o_slots: int = 2  # of smem, through which O leaves
+    o_slots: int = 4  # of smem, through which O leaves
     p_first: int = 96  # columns of P after which the second product starts; tile_n: all
     by_fma: int = 4  # of 16 exponentials, in blocks without a mask
     slack: float = 8.0  # powers of two before sums and outputs are scaled down
@@ -61,11 +61,6 @@ class Sm100Config(Computed):
         """Of tensor memory: S of two blocks, with P over it, and O of all Q tiles."""
         return self.o_column + self.q_tiles * self.head_dim_v
 
-    @property
-    def o_columns(self) -> int:
-        """Of O that leave at a time."""
-        return 64 if self.head_dim_v % 64 == 0 else 32
-
     # ---- bytes of one CTA
 
     @property
@@ -84,7 +79,7 @@ class Sm100Config(Computed):
 
     @property
     def o_bytes(self) -> int:
-        return ROWS * self.o_columns * ELEMENT * self.o_slots
+        return ROWS * O_PART * ELEMENT * self.o_slots
 
     @property
     def factor_bytes(self) -> int:

@@ -16,7 +16,7 @@ from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.epilogue.sm100.tma_store import SubTiles, drain_stores, sub_tiles
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.sm90.work_ring import END, SAFE, Work
-from cutex.kernels.attention.sm100.config import Sm100Config
+from cutex.kernels.attention.sm100.config import O_PART, Sm100Config
 from cutex.kernels.attention.sm100.tiles import Shared
 
 
@@ -110,7 +110,7 @@ class Epilogue:
         block = self.shared.row_block(work, t)
         at = ((0, block), None) if c.pack > 1 else (block, None)
         mO = rows.of(work.head, work.batch, seq_q)
-        gO = cute.local_tile(mO, rows.tiler(LANES, c.o_columns), at)  # (128, o_columns, Rest)
+        gO = cute.local_tile(mO, rows.tiler(LANES, O_PART), at)  # (128, O_PART, Rest)
         bSG_sO, bSG_gO = cpasync.tma_partition(
             self.o.atom,
             0,

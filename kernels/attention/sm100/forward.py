@@ -35,7 +35,7 @@ from cutex.device.attention.rows import Rows, tma_view
 from cutex.device.pipeline import Warps, is_leader, publish_barriers, sync_cluster
 from cutex.kernels.attention.order import TileOrder
 from cutex.kernels.attention.signature import Passed, Sizes, arguments
-from cutex.kernels.attention.sm100.config import ROWS, Sm100Config
+from cutex.kernels.attention.sm100.config import O_PART, ROWS, Sm100Config
 from cutex.kernels.attention.sm100.epilogue import Epilogue
 from cutex.kernels.attention.sm100.load import Load
 from cutex.kernels.attention.sm100.mma import Mma, follow
@@ -91,7 +91,7 @@ class Forward:
     smem of a CTA    bytes                                        hd 128   hd 64    hd 256, pair
     sQ               128 * D * 2 * q_tiles                        65536    32768    65536
     sK, sV           tile_n * (D + DV) * 2 / ctas * num_stages    131072   65536    131072
-    sO               128 * o_columns * 2 * o_slots                32768    32768    32768
+    sO               128 * O_PART * 2 * o_slots                32768    32768    32768
     factors          128 * 4 * q_tiles * work_slots               2048     2048     1024
     words, barriers  less than 1024
 
@@ -141,7 +141,7 @@ class Forward:
         v = self.load_operand(mV, of_k, (c.tile_n, c.head_dim_v // c.ctas), c.num_stages)
         of_o = Rows(None, c.pack, c.ragged_q)
         store = cpasync.CopyBulkTensorTileS2GOp()
-        o = self.operand(store, mO, of_o, (ROWS, c.o_columns), c.o_slots)
+        o = self.operand(store, mO, of_o, (ROWS, O_PART), c.o_slots)
         total = self.order(sizes).total
         grid = total
         if cutlass.const_expr(c.dispatch != "one"):

@@ -21,6 +21,7 @@ from cutex.device.attention.mask import Mask
 from cutex.device.attention.row_softmax import RowSoftmax
 from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.seqlen_info import SeqlenInfo
+from cutex.device.attention.softmax import row_max
 from cutex.device.epilogue.sm100.tma_store import SubTiles, sub_tiles
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.sm90.block_loop import BlockLoop
@@ -54,10 +55,10 @@ class RowLoop:
     def first(self, n_block: Int32, state: State) -> State:
         """The first block; the end of the keys may lie in it."""
         buffer, state = self.wait_scores(state)
-        scores = self.load_scores(buffer)
-        self.score_ops.apply(scores, n_block, True)
-        self.softmax.first(scores)
-        self.store_all(buffer, scores)
+        softmax = self.softmax
+        softmax.reference[0] = self.search(buffer, n_block, True)
+        softmax.sums[0] = Float32(0.0)
+        self.stream(buffer, n_block, "masked")
         return state
 
     @cute.jit
@@ -75,18 +76,11 @@ class RowLoop:
         """kind: "masked", "clean" or, of blocks that are clean, "add": without looking for a larger
         score."""
         buffer, state = self.wait_scores(state)
-        if cutlass.const_expr(kind == "add"):
-            self.stream(buffer, n_block)
-        else:
-            softmax = self.softmax
-            if cutlass.const_expr(kind == "clean" and not self.config.modified):
-                softmax = softmax.partly_by_fma(self.config.by_fma)
-            scores = self.load_scores(buffer)
-            self.score_ops.apply(scores, n_block, kind == "masked")
-            rescale = softmax.next(scores, self.factors)
-            if rescale:
+        if cutlass.const_expr(kind != "add"):
+            highest = self.search(buffer, n_block, kind == "masked")
+            if self.softmax.raise_references([highest], self.factors):
                 self.scale_output(state)
-            self.store_all(buffer, scores)
+        self.stream(buffer, n_block, kind)
         return state
 
     # ---- S
@@ -109,22 +103,36 @@ class RowLoop:
         return columns_of(self.shared.tmem, buffer * c.tile_n, c.tile_n)
 
     @cute.jit
-    def load_scores(self, buffer: Int32) -> cute.Tensor:
-        """(1, bN) in registers."""
+    def search(
+        self, buffer: Int32, n_block: Int32, masked: cutlass.Constexpr[bool]
+    ) -> Float32:
+        """The largest score of the row. Scores that are masked, or otherwise not what QK left, are
+        written back, to be read again by `stream`: a row of 128 in registers would leave none."""
         c = self.config
         parts = self.score_parts(buffer)
-        scores = cute.make_rmem_tensor(cute.make_layout((1, c.tile_n)), Float32)
-        shape = parts.tTR_cAcc.shape
+        highest = -Float32.inf
+        following = parts.start_load(0)
         for part in cutlass.range_constexpr(parts.num_parts):
-            columns = cute.make_tensor(scores.iterator + part * P_PART, cute.make_layout(shape))
-            parts.start_load_into(columns, part)
-        parts.wait_loads()
-        return scores
+            columns = following
+            parts.wait_loads()
+            if cutlass.const_expr(part < parts.num_parts - 1):
+                following = parts.start_load(part + 1)
+            scores = cute.make_tensor(columns.iterator, cute.make_layout((1, P_PART)))
+            self.score_ops.apply(scores, n_block, masked, part * P_PART)
+            highest = cute.arch.fmax(highest, row_max(scores, 0))
+            if cutlass.const_expr(masked or self.score_ops.elementwise):
+                flat = cute.make_tensor(columns.iterator, cute.make_layout(P_PART))
+                store_columns(self.shared.tmem, buffer * c.tile_n + part * P_PART, flat)
+        if cutlass.const_expr(masked or self.score_ops.elementwise):
+            cute.arch.fence_view_async_tmem_store()
+        return highest
 
     @cute.jit
-    def stream(self, buffer: Int32, n_block: Int32) -> None:
+    def stream(self, buffer: Int32, n_block: Int32, kind: cutlass.Constexpr[str]) -> None:
         """Turn S into P part by part; one is loaded while the one before is worked on."""
-        softmax = self.softmax.partly_by_fma(self.config.by_fma)
+        softmax = self.softmax
+        if cutlass.const_expr(kind != "masked" and not self.config.modified):
+            softmax = softmax.partly_by_fma(self.config.by_fma)
         parts = self.score_parts(buffer)
         following = parts.start_load(0)
         for part in cutlass.range_constexpr(parts.num_parts):
@@ -133,18 +141,12 @@ class RowLoop:
             if cutlass.const_expr(part < parts.num_parts - 1):
                 following = parts.start_load(part + 1)
             scores = cute.make_tensor(columns.iterator, cute.make_layout((1, P_PART)))
-            self.score_ops.apply(scores, n_block, False)
+            if cutlass.const_expr(kind == "add"):
+                self.score_ops.apply(scores, n_block, False, part * P_PART)
             softmax.add(scores)
             self.store_part(buffer, scores, part)
 
     # ---- P
-
-    @cute.jit
-    def store_all(self, buffer: Int32, scores: cute.Tensor) -> None:
-        for part in cutlass.range_constexpr(self.config.tile_n // P_PART):
-            layout = cute.make_layout((1, P_PART))
-            columns = cute.make_tensor(scores.iterator + part * P_PART, layout)
-            self.store_part(buffer, columns, part)
 
     @cute.jit
     def store_part(self, buffer: Int32, scores: cute.Tensor, part: cutlass.Constexpr[int]) -> None:
@@ -223,7 +225,7 @@ class SoftmaxRole:
 
     @cute.jit
     def run(self) -> None:
-        shared, tiles = self.shared, self.shared.work
+        tiles = self.shared.work
         take = tiles.q.consumer()
         parities = Int32(0)
         tiles.q.wait_full(take)

@@ -131,7 +131,7 @@ class Shared:
     sQ: cute.Tensor  # (128, D, TILE)
     sK: cute.Tensor  # (bN / ctas, D, SLOT)
     sV: cute.Tensor  # (bN, DV / ctas, SLOT)
-    sO: cute.Tensor  # (128, o_columns, SLOT)
+    sO: cute.Tensor  # (128, O_PART, SLOT)
     factors: cute.Tensor  # (128, TILE, work SLOT) fp32
     work: TileRing
     barriers: Barriers
