@@ -90,7 +90,10 @@ def _clamp(x: Float32, *, loc=None, ip=None) -> Float32:
 @dsl_user_op
 def _scale(x: Float32, shifted: Float32, *, loc=None, ip=None) -> Float32:
     """x times two to the whole number in the low bits of `shifted`."""
-    ptx = "{ .reg .b32 e, m; mov.b32 e, $2; mov.b32 m, $1; shl.b32 e, e, 23; add.s32 m, m, e; mov.b32 $0, m; }"
+    ptx = (
+        "{ .reg .b32 e, m; mov.b32 e, $2; mov.b32 m, $1; "
+        "shl.b32 e, e, 23; add.s32 m, m, e; mov.b32 $0, m; }"
+    )
     values = [Float32(v).ir_value(loc=loc, ip=ip) for v in (x, shifted)]
     return Float32(
         llvm.inline_asm(T.f32(), values, ptx, "=f,f,f", has_side_effects=False, loc=loc, ip=ip)

@@ -1,9 +1,9 @@
 """Mask: which scores of a block of an accumulator count, as one keep-word a row.
 
 In a row of a wgmma accumulator a thread holds the columns 8 j + 2 t + {0, 1} of every 8, t being
-its place among the four threads of the row; of one in tensor memory it holds whole rows. How many of these lie below a bound is arithmetic on the
-bound, so a row's keep-word is two shifts, whatever the width of the block, and each score one
-select.
+its place among the four threads of the row; of one in tensor memory it holds whole rows. How many
+of these lie below a bound is arithmetic on the bound, so a row's keep-word is two shifts, whatever
+the width of the block, and each score one select.
 """
 
 from __future__ import annotations

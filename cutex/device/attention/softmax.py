@@ -140,8 +140,8 @@ class Softmax:
         self, sinks: tuple[Float32, ...] | None, factors: cute.Tensor, lse: cute.Tensor
     ) -> Boolean:
         """After the last block: `factors` (rows) get what outputs must be multiplied with, `lse`
-        (rows) the natural logarithm of the sums; rows without keys get 0 and -inf. Returns whether the
-        sums are within what `add` may be trusted with.
+        (rows) the natural logarithm of the sums; rows without keys get 0 and -inf. Returns whether
+        the sums are within what `add` may be trusted with.
 
         `sinks` are, for each row, the score, natural and scaled, of one more key that has no value.
         """

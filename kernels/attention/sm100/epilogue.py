@@ -72,7 +72,6 @@ class Epilogue:
         well: Boolean,
     ) -> Boolean:
         """O of one Q tile; whether this row of it is finite, if those before were."""
-        c = self.config
         parts = self.parts(t)
         for part in cutlass.range_constexpr(parts.num_parts):
             values = cute.make_rmem_tensor(parts.tTR_cAcc.shape, Float32)

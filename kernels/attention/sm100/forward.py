@@ -221,17 +221,12 @@ class Forward:
         if warp >= roles.mma.first:
             cute.arch.setmaxregister_decrease(roles.registers.other)
             if warp == roles.mma.first:
-                if cutlass.const_expr(not c.pair):
-                    Mma.of(shared).run()
-                elif is_leader():
-                    Mma.of(shared).run()
-                else:
-                    follow(shared)
+                self.mma(shared)
             elif warp == roles.load.first:
                 heads_per_kv = self.heads_per_kv(sizes)
                 Load(c, q, k, v, self.order(sizes), heads_per_kv).run(shared)
         elif warp < roles.epilogue.end:
-            self.take_registers(roles.registers.epilogue)
+            cute.arch.setmaxregister_decrease(roles.registers.epilogue)
             Epilogue(shared, o).run()
         else:
             cute.arch.setmaxregister_increase(roles.registers.softmax)
@@ -245,6 +240,12 @@ class Forward:
             fence_after_sync()
             tmem.free(pointer)
 
-    def take_registers(self, count: int) -> None:
-        """Of a launch that gives each thread 128 with two Q tiles, 168 with one."""
-        cute.arch.setmaxregister_decrease(count)
+    @cute.jit
+    def mma(self, shared: Shared) -> None:
+        leads = cutlass.Boolean(True)
+        if cutlass.const_expr(self.config.pair):
+            leads = is_leader()
+        if leads:
+            Mma.of(shared).run()
+        else:
+            follow(shared)

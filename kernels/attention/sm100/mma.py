@@ -126,7 +126,7 @@ class Mma:
         k: PipelineState,
         phase: Int32,
     ) -> PipelineState:
-        """QK of Q tile t and step i's block, if it touches that; the last Q tile empties the slot."""
+        """QK of Q tile t and step i's block, if it touches it; the last Q tile empties the slot."""
         b, pair = self.shared.barriers, self.config.pair
         if cutlass.const_expr(t == 0):  # noqa: SIM102 - known when tracing, the next is not
             if i < total:

@@ -103,9 +103,7 @@ class RowLoop:
         return columns_of(self.shared.tmem, buffer * c.tile_n, c.tile_n)
 
     @cute.jit
-    def search(
-        self, buffer: Int32, n_block: Int32, masked: cutlass.Constexpr[bool]
-    ) -> Float32:
+    def search(self, buffer: Int32, n_block: Int32, masked: cutlass.Constexpr[bool]) -> Float32:
         """The largest score of the row. Scores that are masked, or otherwise not what QK left, are
         written back, to be read again by `stream`: a row of 128 in registers would leave none."""
         c = self.config
