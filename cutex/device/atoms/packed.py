@@ -31,9 +31,9 @@ def add2(a: Pair, b: Pair, *, loc=None, ip=None) -> Pair:
 
 
 @dsl_user_op
-def mul2(a: Pair, b: Pair, *, loc=None, ip=None) -> Pair:
-    """a * b (PTX ISA, mul.f32x2)."""
-    return _packed("mul.rn.f32x2", (a, b), loc, ip)
+def sub2(a: Pair, b: Pair, *, loc=None, ip=None) -> Pair:
+    """a - b, as a multiply-add: there is no packed subtraction."""
+    return _packed("fma.rn.f32x2", (b, (-1.0, -1.0), a), loc, ip)
 
 
 @dsl_user_op
@@ -62,28 +62,39 @@ def _packed(instruction: str, operands: tuple[Pair, ...], loc, ip) -> Pair:
     return Float32(first), Float32(second)
 
 
-def exp2_by_fma(x: Pair) -> Pair:
+def exp2_by_fma(x: Pair) -> tuple[Pair, Pair]:
     """2^x of both without MUFU, within 3e-6 of it: 2^whole * 2^fraction, the first by adding to the
-    exponent, the second by a polynomial (Cody and Waite).
+    exponent, the second by a polynomial (Cody and Waite). And what tells whether it is that: of x
+    >= 128 or NaN ROUND + 128 or more or NaN; then the first may be anything.
 
-    For x < -127 it is 2^-127, for x > 127 2^127; of NaN, anything.
+    For x < -127 it is 2^-127.
     """
-    low = tuple(_clamp(v) for v in x)
-    both = (ROUND, ROUND)
-    shifted = add2_down(low, both)
-    fraction = add2(low, mul2(add2(shifted, (-ROUND, -ROUND)), (-1.0, -1.0)))
+    x = at_least(x[0], -127.0), at_least(x[1], -127.0)
+    shifted = add2_down(x, (ROUND, ROUND))
+    fraction = sub2(x, add2(shifted, (-ROUND, -ROUND)))
     value = (COEFFICIENTS[-1],) * 2
     for c in (*reversed(COEFFICIENTS[:-1]), 1.0):
         value = fma2(value, fraction, (c, c))
-    return _scale(value[0], shifted[0]), _scale(value[1], shifted[1])
+    return (_scale(value[0], shifted[0]), _scale(value[1], shifted[1])), shifted
 
 
 @dsl_user_op
-def _clamp(x: Float32, *, loc=None, ip=None) -> Float32:
-    ptx = "{ .reg .f32 c; max.f32 c, $1, 0fC2FE0000; min.f32 $0, c, 0f42FE0000; }"  # -127, 127
-    value = Float32(x).ir_value(loc=loc, ip=ip)
+def at_least(x: Float32, y: Float32 | float, *, loc=None, ip=None) -> Float32:
+    """The larger one; NaN if one is (PTX ISA, max.NaN)."""
+    values = [Float32(v).ir_value(loc=loc, ip=ip) for v in (x, y)]
+    ptx = "max.NaN.f32 $0, $1, $2;"
     return Float32(
-        llvm.inline_asm(T.f32(), [value], ptx, "=f,f", has_side_effects=False, loc=loc, ip=ip)
+        llvm.inline_asm(T.f32(), values, ptx, "=f,f,f", has_side_effects=False, loc=loc, ip=ip)
+    )
+
+
+@dsl_user_op
+def largest(x: Float32, y: Float32, z: Float32, *, loc=None, ip=None) -> Float32:
+    """Of three, by one instruction; NaN if one is."""
+    values = [Float32(v).ir_value(loc=loc, ip=ip) for v in (x, y, z)]
+    ptx = "max.NaN.f32 $0, $1, $2, $3;"
+    return Float32(
+        llvm.inline_asm(T.f32(), values, ptx, "=f,f,f,f", has_side_effects=False, loc=loc, ip=ip)
     )
 
 

@@ -33,6 +33,11 @@ class Sm100Config(Computed):
     l2_bytes: int = 105 * 2**20  # what heads that are worked on at one time should fit into
 
     @property
+    def may_fail(self) -> bool:
+        """Whether a tile may have to be done again; a user's functions may hide all but one key."""
+        return self.optimistic and not self.modified
+
+    @property
     def ctas(self) -> int:
         """That work on a tile together."""
         return 2 if self.pair else 1

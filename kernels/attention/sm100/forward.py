@@ -121,11 +121,6 @@ class Forward:
     def operands(self, dtype: str) -> tuple[Argument, ...]:
         return arguments(self.config, dtype)
 
-    @property
-    def optimistic(self) -> bool:
-        """Whether a tile may have to be done again; a user's functions may hide all but one key."""
-        return self.config.optimistic and not self.config.modified
-
     # ---- on the host
 
     @cute.jit
@@ -231,7 +226,7 @@ class Forward:
         else:
             cute.arch.setmaxregister_increase(roles.registers.softmax)
             tile = (warp - roles.softmax.first) // 4
-            SoftmaxRole(shared, tile, self.optimistic).run()
+            SoftmaxRole(shared, tile).run()
         if cutlass.const_expr(c.pair):
             sync_cluster()
         else:

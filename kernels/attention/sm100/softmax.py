@@ -14,19 +14,17 @@ from dataclasses import dataclass
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
-from cutlass.cute.nvgpu import tcgen05
 
 from cutex.device.atoms.tmem import LANES, fence_after_sync, fence_before_sync
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.row_softmax import RowSoftmax
 from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.seqlen_info import SeqlenInfo
-from cutex.device.attention.softmax import row_max
-from cutex.device.epilogue.sm100.tma_store import SubTiles, sub_tiles
+from cutex.device.attention.tmem_rows import PART, ScoreRow, rounded, scale_columns, store_columns
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.sm90.block_loop import BlockLoop
 from cutex.kernels.attention.sm90.work_ring import END, SAFE, Work
-from cutex.kernels.attention.sm100.config import P_PART, Sm100Config
+from cutex.kernels.attention.sm100.config import Sm100Config
 from cutex.kernels.attention.sm100.tiles import Shared
 
 State = tuple[Int32, Int32]  # blocks of this tile so far; parities, see `wait_scores`
@@ -43,7 +41,6 @@ class RowLoop:
     score_ops: ScoreOps
     factors: cute.Tensor  # (1)
     dtype: type[cutlass.Numeric]
-    optimistic: bool
 
     run = BlockLoop.run
 
@@ -51,14 +48,22 @@ class RowLoop:
     def config(self) -> Sm100Config:
         return self.shared.config
 
+    @property
+    def optimistic(self) -> bool:
+        return self.config.may_fail
+
+    @property
+    def row(self) -> ScoreRow:
+        return ScoreRow(self.shared.tmem, self.config.tile_n, self.softmax, self.score_ops)
+
     @cute.jit
     def first(self, n_block: Int32, state: State) -> State:
         """The first block; the end of the keys may lie in it."""
         buffer, state = self.wait_scores(state)
         softmax = self.softmax
-        softmax.reference[0] = self.search(buffer, n_block, True)
+        softmax.reference[0] = self.row.search(buffer * self.config.tile_n, n_block, True)
         softmax.sums[0] = Float32(0.0)
-        self.stream(buffer, n_block, "masked")
+        self.exponentials(buffer, n_block, "masked")
         return state
 
     @cute.jit
@@ -77,13 +82,11 @@ class RowLoop:
         score."""
         buffer, state = self.wait_scores(state)
         if cutlass.const_expr(kind != "add"):
-            highest = self.search(buffer, n_block, kind == "masked")
+            highest = self.row.search(buffer * self.config.tile_n, n_block, kind == "masked")
             if self.softmax.raise_references([highest], self.factors):
                 self.scale_output(state)
-        self.stream(buffer, n_block, kind)
+        self.exponentials(buffer, n_block, kind)
         return state
-
-    # ---- S
 
     @cute.jit
     def wait_scores(self, state: State) -> tuple[Int32, State]:
@@ -98,72 +101,31 @@ class RowLoop:
         return buffer, (done + 1, parities ^ (1 << buffer) ^ ALL_BLOCKS)
 
     @cute.jit
-    def score_parts(self, buffer: Int32) -> SubTiles:
+    def exponentials(self, buffer: Int32, n_block: Int32, kind: cutlass.Constexpr[str]) -> None:
+        """S to P. By FMA units only where nothing is masked; and not in what is done again because
+        it was taken too boldly, or is NaN."""
         c = self.config
-        return columns_of(self.shared.tmem, buffer * c.tile_n, c.tile_n)
-
-    @cute.jit
-    def search(self, buffer: Int32, n_block: Int32, masked: cutlass.Constexpr[bool]) -> Float32:
-        """The largest score of the row. Scores that are masked, or otherwise not what QK left, are
-        written back, to be read again by `stream`: a row of 128 in registers would leave none."""
-        c = self.config
-        parts = self.score_parts(buffer)
-        highest = -Float32.inf
-        following = parts.start_load(0)
-        for part in cutlass.range_constexpr(parts.num_parts):
-            columns = following
-            parts.wait_loads()
-            if cutlass.const_expr(part < parts.num_parts - 1):
-                following = parts.start_load(part + 1)
-            scores = cute.make_tensor(columns.iterator, cute.make_layout((1, P_PART)))
-            self.score_ops.apply(scores, n_block, masked, part * P_PART)
-            highest = cute.arch.fmax(highest, row_max(scores, 0))
-            if cutlass.const_expr(masked or self.score_ops.elementwise):
-                flat = cute.make_tensor(columns.iterator, cute.make_layout(P_PART))
-                store_columns(self.shared.tmem, buffer * c.tile_n + part * P_PART, flat)
-        if cutlass.const_expr(masked or self.score_ops.elementwise):
-            cute.arch.fence_view_async_tmem_store()
-        return highest
-
-    @cute.jit
-    def stream(self, buffer: Int32, n_block: Int32, kind: cutlass.Constexpr[str]) -> None:
-        """Turn S into P part by part; one is loaded while the one before is worked on."""
-        softmax = self.softmax
-        if cutlass.const_expr(kind != "masked" and not self.config.modified):
-            softmax = softmax.partly_by_fma(self.config.by_fma)
-        parts = self.score_parts(buffer)
-        following = parts.start_load(0)
-        for part in cutlass.range_constexpr(parts.num_parts):
-            columns = following
-            parts.wait_loads()
-            if cutlass.const_expr(part < parts.num_parts - 1):
-                following = parts.start_load(part + 1)
-            scores = cute.make_tensor(columns.iterator, cute.make_layout((1, P_PART)))
-            if cutlass.const_expr(kind == "add"):
-                self.score_ops.apply(scores, n_block, False, part * P_PART)
-            softmax.add(scores)
-            self.store_part(buffer, scores, part)
-
-    # ---- P
-
-    @cute.jit
-    def store_part(self, buffer: Int32, scores: cute.Tensor, part: cutlass.Constexpr[int]) -> None:
-        """Round a part of a row, put it over S, and tell MMA at the ends of what it waits for."""
-        c, b = self.config, self.shared.barriers
-        rounded = cute.make_rmem_tensor(cute.make_layout(P_PART), self.dtype)
-        rounded.store(
-            cute.make_tensor(scores.iterator, cute.make_layout(P_PART)).load().to(self.dtype)
+        fast = kind == ("add" if c.may_fail else "clean") and not c.modified
+        self.row.exponentials(
+            buffer * c.tile_n,
+            n_block,
+            kind != "add",
+            c.by_fma if fast else 0,
+            lambda scores, part: self.store(buffer, scores, part),
         )
-        words = P_PART * self.dtype.width // 32
-        column = buffer * c.tile_n + part * words
-        store_columns(self.shared.tmem, column, cute.recast_tensor(rounded, Float32))
-        done = (part + 1) * P_PART
+
+    @cute.jit
+    def store(self, buffer: Int32, scores: cute.Tensor, part: cutlass.Constexpr[int]) -> None:
+        """Put a part of a row over S, and tell MMA at the ends of what it waits for."""
+        c, b = self.config, self.shared.barriers
+        words = cute.recast_tensor(rounded(scores, self.dtype), Float32)
+        column = buffer * c.tile_n + part * cute.size(words)
+        store_columns(self.shared.tmem, column, words)
+        done = (part + 1) * PART
         if cutlass.const_expr(done in (c.p_first, c.tile_n)):
             cute.arch.fence_view_async_tmem_store()
             fence_before_sync()
             self.shared.signal(b.p_first if done == c.p_first else b.p_rest, buffer)
-
-    # ---- O
 
     @cute.jit
     def scale_output(self, state: State) -> None:
@@ -172,41 +134,13 @@ class RowLoop:
         NOTE: with two Q tiles QK of a block is started behind PV of the one before, so whoever has
         seen its scores has O for himself.
         """
-        c, factors = self.config, self.factors
+        c = self.config
         if cutlass.const_expr(c.q_tiles == 1):
             _, parities = state
             self.shared.barriers.pv_done.wait(cutlass.min(parities & ALL_BLOCKS, 1))
             fence_after_sync()
-        first = c.o_column + self.tile * c.head_dim_v
-        parts = columns_of(self.shared.tmem, first, c.head_dim_v)
-        for part in cutlass.range_constexpr(parts.num_parts):
-            values = parts.load(part)
-            for i in cutlass.range_constexpr(cute.size(values)):
-                values[i] *= factors[0]
-            flat = cute.make_tensor(values.iterator, cute.make_layout(P_PART))
-            store_columns(self.shared.tmem, first + part * P_PART, flat)
-
-
-@cute.jit
-def columns_of(tmem: cute.Pointer, column: Int32, count: cutlass.Constexpr[int]) -> SubTiles:
-    """This thread's row of `count` columns of tensor memory, by 32."""
-    thread, _, _ = cute.arch.thread_idx()
-    layout = cute.make_layout((LANES, count), stride=(1 << 16, 1))
-    return sub_tiles(cute.make_tensor(tmem + column, layout), None, thread % LANES, P_PART)
-
-
-@cute.jit
-def store_columns(tmem: cute.Pointer, column: Int32, values: cute.Tensor) -> None:
-    """Start the store of a thread's `values`, 32 bits each, to columns of its lane."""
-    thread, _, _ = cute.arch.thread_idx()
-    count = cute.size(values)
-    layout = cute.make_layout((LANES, count), stride=(1 << 16, 1))
-    target = cute.make_tensor(tmem + column, layout)
-    atom = cute.make_copy_atom(tcgen05.St32x32bOp(tcgen05.Repetition(count)), Float32)
-    store = tcgen05.make_tmem_copy(atom, target).get_slice(thread % LANES)
-    coords = store.partition_S(cute.make_identity_tensor((LANES, count)))
-    source = cute.make_tensor(values.iterator, cute.make_layout(coords.shape))
-    cute.copy(store, source, store.partition_D(target))
+        column = c.o_column + self.tile * c.head_dim_v
+        scale_columns(self.shared.tmem, column, c.head_dim_v, self.factors[0])
 
 
 @dataclass(frozen=True)
@@ -215,7 +149,6 @@ class SoftmaxRole:
 
     shared: Shared
     tile: Int32
-    optimistic: bool
 
     @property
     def config(self) -> Sm100Config:
@@ -262,8 +195,7 @@ class SoftmaxRole:
         trusted = Boolean(True)
         if count > 0:
             loop = RowLoop(
-                shared, self.tile, softmax, score_ops, factors, shared.sQ.element_type,
-                self.optimistic,
+                shared, self.tile, softmax, score_ops, factors, shared.sQ.element_type
             )  # fmt: skip
             _, parities = loop.run(blocks, (Int32(0), parities), safe)
             trusted = softmax.finish(sinks, factors, lse) | safe
