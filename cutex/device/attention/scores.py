@@ -49,7 +49,7 @@ class ScoreOps:
         scores: cute.Tensor,
         n_block: Int32,
         masked: cutlass.Constexpr[bool],
-        column: cutlass.Constexpr[int] = 0,
+        column: Int32 | int = 0,
     ) -> None:
         """To `scores`, (rows, columns), the thread's columns of the block from `column` on;
         `masked` says whether the band cuts this block."""

@@ -81,13 +81,11 @@ class ScoreRow:
         back, for `exponentials` to read."""
         changed = masked or self.score_ops.elementwise
         parts = columns_of(self.tmem, column, self.tile_n)
-        highest = -Float32.inf
-        following = parts.start_load(0)
-        for part in cutlass.range_constexpr(parts.num_parts):
-            columns = following
+        highest = Float32(-Float32.inf)
+        for part in cutlass.range(parts.num_parts, unroll_full=True):
+            columns = cute.make_rmem_tensor(parts.tTR_cAcc.shape, Float32)
+            parts.start_load_into(columns, part)
             parts.wait_loads()
-            if cutlass.const_expr(part < parts.num_parts - 1):
-                following = parts.start_load(part + 1)
             scores = cute.make_tensor(columns.iterator, cute.make_layout((1, PART)))
             self.score_ops.apply(scores, n_block, masked, part * PART)
             highest = cute.arch.fmax(highest, row_max(scores, 0))
