@@ -29,11 +29,12 @@ class Place:
     largest: float  # power of two of sequences
     most_work: int
     orders: tuple[dict, ...]  # of events, in the simulator
+    arch: str = ARCH
 
     @contextlib.contextmanager
     def prepared(self, **order) -> Iterator[None]:
         """Within, tensors of `device` run, and what torch allocates is NaN."""
-        simulated = cutex.ops.simulated(ARCH, **order) if self.device == "cpu" else None
+        simulated = cutex.ops.simulated(self.arch, **order) if self.device == "cpu" else None
         before = torch.are_deterministic_algorithms_enabled()
         torch.use_deterministic_algorithms(True)
         try:

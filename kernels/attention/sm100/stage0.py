@@ -18,8 +18,7 @@ cycles of MUFU at 16 a cycle: in order the two alone allow half of the peak, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
@@ -33,7 +32,7 @@ from cutex.device.atoms.mma import (
     slots_layout,
 )
 from cutex.device.atoms.tmem import LANES, Tmem, fence_after_sync, fence_before_sync
-from cutex.device.atoms.umma import K, UmmaProduct, commit, make_umma16, umma_product
+from cutex.device.atoms.umma import commit, make_umma16, umma_product
 from cutex.device.attention.block_info import Band, BlockInfo, Blocks
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.row_softmax import RowSoftmax
@@ -43,6 +42,7 @@ from cutex.device.attention.tmem_rows import PART, ScoreRow, columns_of, rounded
 from cutex.device.pipeline import Barrier, publish_barriers
 from cutex.kernels.attention.launch import Attention, Loads, Operands, Out, Slots, Tile
 from cutex.kernels.attention.sm100.ladder import Sm100LadderConfig
+from cutex.kernels.attention.sm100.part import Part
 
 
 class Barriers(NamedTuple):
@@ -68,30 +68,6 @@ class SmemP(NamedTuple):
     def fence(self) -> None:
         """Before a barrier behind which the MMA reads them."""
         cute.arch.fence_view_async_shared()
-
-
-@dataclass(frozen=True)
-class Part:
-    """A Q tile: its products, and this thread's row of it."""
-
-    qk: UmmaProduct
-    pv: UmmaProduct
-    tSrQ: cute.Tensor  # (MMA, MMA_M, MMA_K) descriptors
-    p: Any  # where its probabilities go
-    s_column: Int32 | int  # of tensor memory
-    o_column: Int32 | int
-    row: ScoreRow
-    factors: cute.Tensor  # (1) what the row of O is scaled with
-
-    @cute.jit
-    def start_scores(self, slot: Int32) -> None:
-        k_blocks = (0, cute.size(self.tSrQ, mode=[2]))
-        self.qk.issue(Int32(self.s_column), self.tSrQ, slot, Boolean(False), k_blocks)
-
-    @cute.jit
-    def start_outputs(self, slot: Int32, accumulate: Boolean) -> None:
-        blocks = (0, self.row.tile_n // K)
-        self.pv.issue(Int32(self.o_column), self.p.tCrA, slot, accumulate, blocks)
 
 
 class Stage0(Attention):

@@ -25,7 +25,7 @@ from cutex.device.atoms.umma import commit
 from cutex.device.attention.block_info import Blocks
 from cutex.device.pipeline import Barrier, Ring, Warps
 from cutex.kernels.attention.launch import Loads, Out, Slots, Tile
-from cutex.kernels.attention.sm100.stage0 import Part
+from cutex.kernels.attention.sm100.part import Part
 from cutex.kernels.attention.sm100.stage1 import Stage1
 
 

@@ -16,7 +16,7 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 
 from cutex.device.attention.block_info import Blocks
-from cutex.kernels.attention.sm100.stage0 import Part
+from cutex.kernels.attention.sm100.part import Part
 from cutex.kernels.attention.sm100.stage2 import Barriers
 from cutex.kernels.attention.sm100.stage3 import Stage3
 
