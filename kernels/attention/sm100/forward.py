@@ -227,10 +227,9 @@ class Forward:
             cute.arch.setmaxregister_increase(roles.registers.softmax)
             tile = (warp - roles.softmax.first) // 4
             SoftmaxRole(shared, tile).run()
+        # NOTE: when MMA hears of the end, all roles of this CTA are done with all tiles
         if cutlass.const_expr(c.pair):
             sync_cluster()
-        else:
-            cute.arch.sync_threads()
         if warp == roles.mma.first:
             fence_after_sync()
             tmem.free(pointer)
