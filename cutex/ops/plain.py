@@ -7,6 +7,8 @@ transform, a mode, a tracer or forward differentiation that is on would want to 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
@@ -63,6 +65,14 @@ def are_plain(*tensors: Tensor) -> bool:
         if type(x) not in _PLAIN or not x.data_ptr() or x.is_neg():
             return False
     return True
+
+
+def bare(x: Any) -> Any:
+    """What an operator's kernel gets, without the subclass that torch passes along."""
+    if isinstance(x, Tensor) and type(x) not in _PLAIN:
+        with torch._C.DisableTorchFunctionSubclass():
+            return x.as_subclass(Tensor)
+    return x
 
 
 def _only_default_devices() -> bool:
