@@ -7,6 +7,7 @@ transform, a mode, a tracer or forward differentiation that is on would want to 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+_guards: Any = torch._C._dynamo.guards
 _PLAIN = (Tensor, torch.nn.Parameter)
 _transforms_active = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -65,6 +67,31 @@ def are_plain(*tensors: Tensor) -> bool:
         if type(x) not in _PLAIN or not x.data_ptr() or x.is_neg():
             return False
     return True
+
+
+def guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Whether other tensors are of the same classes, dtypes, devices, sizes and strides, require
+    gradients alike, and have the same dispatch keys under the modes that are on.
+
+    NOTE: all must differ: two that are one tensor are never taken.
+    """
+    return _guards.TensorGuards(
+        *tensors,
+        dynamic_dims_sizes=[list(x.shape) for x in tensors],
+        dynamic_dims_strides=[list(x.stride()) for x in tensors],
+    ).check
+
+
+def empty_of(device: torch.device, several: bool) -> Callable[..., Tensor]:
+    """A function of shape, strides and dtype that allocates there, in half of empty_strided's time
+    unless there are `several` GPUs."""
+    if device.type == "cpu":
+        return _guards._empty_strided_cpu
+    if not several:
+        return _guards._empty_strided_cuda
+    return lambda shape, strides, dtype: torch.empty_strided(
+        shape, strides, dtype=dtype, device=device
+    )
 
 
 def bare(x: Any) -> Any:
