@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import warnings
 
 import pytest
@@ -118,10 +119,11 @@ def test_torchs_varlen_attention_runs_on_it(active):
         again = torch.full_like(out, torch.nan)
         varlen.varlen_attn_out(again, q, k, v, cu, cu, 20, 20, window_size=(4, 0))
         assert torch.equal(again, out)
-    used = torch.tensor([3, 0, 5], dtype=torch.int32)
-    fewer = varlen_attn(q, k, v, cu, cu, 20, 20, seqused_k=used)
-    close(fewer, cutex.flash_attn_varlen_func(q, k, v, cu, cu, 20, 20, seqused_k=used))
-    assert not fewer[9:29].any()
+    if "seqused_k" in inspect.signature(varlen_attn).parameters:  # since torch 2.12
+        used = torch.tensor([3, 0, 5], dtype=torch.int32)
+        fewer = varlen_attn(q, k, v, cu, cu, 20, 20, seqused_k=used)
+        close(fewer, cutex.flash_attn_varlen_func(q, k, v, cu, cu, 20, 20, seqused_k=used))
+        assert not fewer[9:29].any()
 
 
 def test_torchs_autograd_differentiates_it(active):
@@ -248,14 +250,16 @@ def test_torchs_varlen_attention_on_a_gpu(on_gpu):
 
 @pytest.mark.gpu
 def test_a_model_of_transformers_on_a_gpu(on_gpu, tiny):
-    model, own = tiny("cutex").cuda(), tiny("eager").cuda()
+    model, own, exact = tiny("cutex").cuda(), tiny("eager").cuda(), tiny("eager").cuda().float()
     ids = torch.randint(97, (2, 90), generator=torch.Generator().manual_seed(1)).cuda()
     close_logits(model(ids).logits, own(ids).logits)
-    mine, theirs = (m(ids, labels=ids).loss for m in (model, own))
-    mine.backward()
-    theirs.backward()
-    for x, y in zip(model.parameters(), own.parameters(), strict=True):
-        assert (x.grad - y.grad).float().norm() <= 0.05 * y.grad.float().norm()
+    for m in (model, own, exact):
+        m(ids, labels=ids).loss.backward()
+    for name, want in exact.named_parameters():
+        mine, theirs = (
+            (m.get_parameter(name).grad - want.grad).norm() for m in (model, own)
+        )  # what bf16 costs either way
+        assert mine <= 2 * theirs, name
     with torch.no_grad():
         made = model.generate(ids[:, :9], max_new_tokens=4, do_sample=False)
     assert made.shape == (2, 13)
