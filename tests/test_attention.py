@@ -32,6 +32,7 @@ class Place:
     largest: float  # power of two of sequences
     most_work: int
     orders: tuple[dict, ...]  # of events, in the simulator
+    arch: str = ARCH
 
     @contextlib.contextmanager
     def prepared(self, **order) -> Iterator[None]:
@@ -41,9 +42,9 @@ class Place:
         try:
             with contextlib.ExitStack() as stack:
                 if self.device == "cpu":
-                    stack.enter_context(cutex.ops.simulated(ARCH, **order))
+                    stack.enter_context(cutex.ops.simulated(self.arch, **order))
                     # so few SMs that a CTA computes several tiles
-                    stack.enter_context(mock.patch.object(plan, "resources", lambda device: SMALL))
+                    stack.enter_context(mock.patch.object(plan, "resources", lambda *_: SMALL))
                 yield
         finally:
             torch.use_deterministic_algorithms(before)

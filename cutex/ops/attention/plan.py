@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, lru_cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,17 +18,16 @@ from torch import Tensor
 
 from cutex.arch import ARCHS, arch
 from cutex.compile.user_function import UserFunction
-from cutex.kernels.attention.choose import Shape, fill, on_gpu
-from cutex.kernels.attention.config import ForwardConfig
+from cutex.kernels.attention.choose import CONFIGS, AnyConfig, Shape, fill, on_gpu
 from cutex.ops.attention.call import DTYPES, AttentionCall
 from cutex.ops.device import SEVERAL_GPUS, current, launcher, simulated_arch
 from cutex.ops.plain import empty_of
+from cutex.problem.stage import package
 
 if TYPE_CHECKING:
     from cutex.compile import Compiled
 
 ALIGN = 16  # bytes
-ARCH = "sm_90a"
 
 
 def why_copied(x: Tensor, one_list: bool) -> str | None:
@@ -68,7 +68,7 @@ class Plan:
             None if f is None else UserFunction(f) for f in (call.score_mod, call.mask_mod)
         )
         self.config = config_for(call, with_lse, self.functions)
-        self.compiled = kernel_for(self.config, DTYPES[call.q.dtype])
+        self.compiled = kernel_for(self.config, DTYPES[call.q.dtype], arch_of(call.q.device))
         self.shape, self.strides = call.out_shape, contiguous(call.out_shape)
         self.lse_shape, self.lse_strides = call.lse_shape, contiguous(call.lse_shape)
         self.device = call.q.device
@@ -209,10 +209,10 @@ def longest_k(call: AttentionCall) -> int:
 
 def config_for(
     call: AttentionCall, with_lse: bool, functions: tuple[UserFunction | None, ...]
-) -> ForwardConfig:
+) -> AnyConfig:
     left, right = call.window
     head_dim, head_dim_v = call.head_dims
-    what = ForwardConfig(
+    what = CONFIGS[arch_of(call.q.device)](
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         causal=right == 0,
@@ -228,27 +228,29 @@ def config_for(
         mask_mod=functions[1],
     )
     shape = Shape(call.batch, *call.heads, longest_q(call), longest_k(call))
-    return on_gpu(fill(what, shape), shape, *resources(call.q.device))
+    gpu = resources(call.q.device, arch_of(call.q.device))
+    return on_gpu(fill(what, shape), shape, *gpu)
 
 
 @cache
-def resources(device: torch.device) -> tuple[int, int]:
+def resources(device: torch.device, name: str) -> tuple[int, int]:
     """SMs and bytes of L2."""
     if device.type != "cuda":
-        simulated = arch(ARCH)
+        simulated = arch(name)
         return simulated.num_sms, simulated.l2_bytes
     found = torch.cuda.get_device_properties(device)
     return found.multi_processor_count, found.L2_cache_size
 
 
 @lru_cache(maxsize=4096)
-def kernel_for(config: ForwardConfig, dtype: str) -> Compiled:
+def kernel_for(config: AnyConfig, dtype: str, arch: str) -> Compiled:
     from cutex.compile import compile
-    from cutex.kernels.attention.sm90.forward import Forward
+
+    Forward = import_module(f"{package('attention', arch)}.forward").Forward
 
     functions = (config.score_mod, config.mask_mod)
     cache = all(f.cacheable for f in functions if isinstance(f, UserFunction))
-    return compile(Forward(config), dtype, ARCH, cache=cache)
+    return compile(Forward(config), dtype, arch, cache=cache)
 
 
 # ---- the device
@@ -265,9 +267,16 @@ def arch_name(device: torch.device) -> str | None:
     return known.get(capability, "sm_{}{}".format(*capability))
 
 
+def arch_of(device: torch.device) -> str:
+    """The same of a device that `check_device` takes; of another, as for tests of the host side,
+    the first that there are kernels for."""
+    name = arch_name(device)
+    return name if name in CONFIGS else next(iter(CONFIGS))
+
+
 def runs_on(device: torch.device) -> bool:
     """Whether there is a kernel for it."""
-    return arch_name(device) == ARCH
+    return arch_name(device) in CONFIGS
 
 
 def check_device(device: torch.device) -> None:
@@ -275,13 +284,13 @@ def check_device(device: torch.device) -> None:
     name = arch_name(device)
     if name is None:
         raise ValueError(
-            f"q is on {device}: flash_attn_func runs on a Hopper GPU; move its tensors there, or "
-            'run them in the simulator with `with cutex.ops.simulated("sm_90a"):`'
+            f"q is on {device}: flash_attn_func runs on a Hopper or Blackwell GPU; move its "
+            'tensors there, or run them in the simulator with `with cutex.ops.simulated("sm_90a"):`'
         )
-    if name != ARCH:
+    if name not in CONFIGS:
         raise ValueError(
-            f"q is on {device}, of arch {name}: flash_attn_func has kernels for {ARCH} (Hopper); "
-            "use torch.nn.functional.scaled_dot_product_attention there"
+            f"q is on {device}, of arch {name}: flash_attn_func has kernels for "
+            f"{', '.join(CONFIGS)}; use torch.nn.functional.scaled_dot_product_attention there"
         )
 
 
