@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from cutlass import Float32, cute
 
 import cutex
 from cutex.arch import local_arch
+from cutex.ops.attention import plan
 from cutex.problem.attention.case import AttentionCase, Inputs
 from cutex.problem.attention.randomized import draw
 
@@ -33,16 +35,20 @@ class Place:
     @contextlib.contextmanager
     def prepared(self, **order) -> Iterator[None]:
         """Within, tensors of `device` run, and what torch allocates is NaN."""
-        simulated = cutex.ops.simulated(ARCH, **order) if self.device == "cpu" else None
         before = torch.are_deterministic_algorithms_enabled()
         torch.use_deterministic_algorithms(True)
         try:
-            with simulated or contextlib.nullcontext():
+            with contextlib.ExitStack() as stack:
+                if self.device == "cpu":
+                    stack.enter_context(cutex.ops.simulated(ARCH, **order))
+                    # so few SMs that a CTA computes several tiles
+                    stack.enter_context(mock.patch.object(plan, "resources", lambda device: SMALL))
                 yield
         finally:
             torch.use_deterministic_algorithms(before)
 
 
+SMALL = 2, 2**20  # SMs, bytes of L2
 SIMULATOR = Place("cpu", 8, 2**22, ({}, {"order": "random", "seed": 1}, {"order": "starved"}))
 GPU = Place("cuda", 12, 2**32, ({},))
 

@@ -65,9 +65,10 @@ def flash_attn_func(
         )  # fmt: skip
     key: tuple[Any, ...] | None
     try:
+        # what the key does not say, the dtypes of k and v, the launcher finds out
         key = (
-            q.__class__, q.dtype, q.shape, q.stride(), k.__class__, k.dtype, k.shape, k.stride(),
-            v.__class__, v.dtype, v.shape, v.stride(), softmax_scale, causal, window_size, softcap,
+            q.__class__, k.__class__, v.__class__, q.dtype, q.shape, q.stride(), k.shape,
+            k.stride(), v.shape, v.stride(), softmax_scale, causal, window_size, softcap,
             return_lse,
         )  # fmt: skip
         if not (learnable_sink is score_mod is mask_mod is None):
@@ -77,10 +78,12 @@ def flash_attn_func(
         plan = _plans.get(key)
         if (
             plan is not None
-            and not (_grad_enabled() and _wants_gradient(q, k, v, learnable_sink))
             and are_plain(q, k, v)
+            and not (_grad_enabled() and _wants_gradient(q, k, v, learnable_sink))
             and (not plan.has_functions or plan.is_current())
         ):
+            if plan.short is not None:
+                return plan.short(q, k, v)
             out, lse = plan(q, k, v, [], learnable_sink)
             return out if lse is None else (out, lse)
     except (AttributeError, TypeError, ValueError, RuntimeError):
@@ -136,11 +139,11 @@ def flash_attn_varlen_func(
         return _through_operator(AttentionCall(*arguments), return_lse)
     key: tuple[Any, ...] | None
     try:
-        # what the key does not say of lengths, their dtype, the launcher finds out
+        # what the key does not say, dtypes of all but q, the launcher finds out
         lengths = [x for x in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k) if x is not None]
         key = (
-            q.__class__, q.dtype, q.shape, q.stride(), k.__class__, k.dtype, k.shape, k.stride(),
-            v.__class__, v.dtype, v.shape, v.stride(), softmax_scale, causal, window_size, softcap,
+            q.__class__, k.__class__, v.__class__, q.dtype, q.shape, q.stride(), k.shape,
+            k.stride(), v.shape, v.stride(), softmax_scale, causal, window_size, softcap,
             return_lse, max_seqlen_q, cu_seqlens_q is None, cu_seqlens_k is None,
             seqused_q is None, seqused_k is None, *[x.shape for x in lengths],
         )  # fmt: skip

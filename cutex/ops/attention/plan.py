@@ -94,8 +94,10 @@ class Plan:
             scalars.append(longest_q(call))
         self.scalars = tuple(scalars)
         self.launch: Callable[..., None] | None = None
-        # whether the arguments are q, k, v, out and numbers, all but out as they are given
-        self.short = self.as_given and not (with_lse or call.lengths or self.config.sink)
+        # whether the arguments are q, k, v, outputs and numbers, the inputs as they are given
+        self.is_short = self.as_given and not (call.lengths or self.config.sink)
+        self.short: Callable[[Tensor, Tensor, Tensor], Any] | None = None  # from the first call on
+        self.out_is_like_q = call.q.is_contiguous() and call.q.shape == self.shape
         self.has_functions = any(self.functions)
 
     def is_current(self) -> bool:
@@ -123,13 +125,6 @@ class Plan:
     ) -> tuple[Tensor, Tensor | None]:
         """Launch on the operands; ValueError or TypeError if the launcher finds them others than
         the plan's. `lengths` are the int32 tensors there are, `given` is where to write O."""
-        if self.short and given is None and self.launch is not None:
-            out = q.new_empty_strided(self.shape, self.strides)  # half of new_empty's time
-            if self.dynamic:
-                self.launch(q, k, v, out, counter(self.device), *self.scalars)
-            else:
-                self.launch(q, k, v, out, *self.scalars)
-            return out, None
         out, lse = self.outputs(q, given)
         if not self.as_given:
             q, k, v = (
@@ -147,12 +142,38 @@ class Plan:
         arguments += self.scalars
         if self.launch is None:
             self.launch = there(self.device, launcher(self.compiled, arguments))
+            self.short = self._short(self.launch) if self.is_short else None
         self.launch(*arguments)
         if given is None:
             return out, lse
         if out.data_ptr() != given.data_ptr():
             given.copy_(out)
         return given, lse
+
+    def _short(self, launch: Callable[..., None]) -> Callable[[Tensor, Tensor, Tensor], Any]:
+        """What flash_attn_func returns, with nothing decided again that the plan knows."""
+        shape, strides, scalars, device = self.shape, self.strides, self.scalars, self.device
+        lse_shape, lse_strides, with_lse = self.lse_shape, self.lse_strides, self.config.lse
+        dynamic, like_q = self.dynamic, self.out_is_like_q
+        empty_like, fp32 = torch.empty_like, torch.float32
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            # NOTE: new_empty_strided takes half of new_empty's time, empty_like a little less
+            out = empty_like(q) if like_q else q.new_empty_strided(shape, strides)
+            if with_lse:
+                lse = q.new_empty_strided(lse_shape, lse_strides, dtype=fp32)
+                if dynamic:
+                    launch(q, k, v, out, lse, counter(device), *scalars)
+                else:
+                    launch(q, k, v, out, lse, *scalars)
+                return out, lse
+            if dynamic:
+                launch(q, k, v, out, counter(device), *scalars)
+            else:
+                launch(q, k, v, out, *scalars)
+            return out
+
+        return run
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -203,7 +224,7 @@ def config_for(
         mask_mod=functions[1],
     )
     shape = Shape(call.batch, *call.heads, longest_q(call), longest_k(call))
-    return on_gpu(fill(what, shape), *resources(call.q.device))
+    return on_gpu(fill(what, shape), shape, *resources(call.q.device))
 
 
 @cache
