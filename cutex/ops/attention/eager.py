@@ -5,11 +5,13 @@ dtypes, shapes, strides and options, and runs it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cutex.ops import autocast
 from cutex.ops.attention.call import AttentionCall, Window, check
 from cutex.ops.attention.plan import Plan, check_device, longest_q
 from cutex.ops.device import SEVERAL_GPUS, current, per_device
@@ -78,7 +80,9 @@ def flash_attn_func(
         plan = _plans.get(key)
         if (
             plan is not None
-            and are_plain(q, k, v)
+            and (
+                are_plain(q, k, v) if learnable_sink is None else are_plain(q, k, v, learnable_sink)
+            )
             and not (_grad_enabled() and _wants_gradient(q, k, v, learnable_sink))
             and (not plan.has_functions or plan.is_current())
         ):
@@ -155,8 +159,8 @@ def flash_attn_varlen_func(
         if (
             plan is not None
             and not (_grad_enabled() and _wants_gradient(q, k, v, learnable_sink))
-            and are_plain(q, k, v)
-            and all(map(is_plain, lengths))
+            and are_plain(q, k, v, *lengths)
+            and (learnable_sink is None or are_plain(learnable_sink))
             and (not plan.has_functions or plan.is_current())
         ):
             if q.is_cpu:
@@ -192,8 +196,14 @@ def _without_plan(
     call: AttentionCall, return_lse: bool, key: tuple[Any, ...] | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """A call without a plan: through the operator where torch has more to do than to run it."""
+    operands = call.q, call.k, call.v
+    if all(isinstance(x, Tensor) for x in operands) and autocast.is_on(call.q.device):
+        arguments = {f.name: getattr(call, f.name) for f in fields(call)}
+        arguments.update(zip("qkv", autocast.cast(*operands), strict=True))
+        with autocast.off(call.q.device):
+            return flash_attn_varlen_func(**arguments, return_lse=return_lse)
     check(call)
-    tensors = (call.q, call.k, call.v, *call.lengths.values(), call.learnable_sink)
+    tensors = (*operands, *call.lengths.values(), call.learnable_sink)
     if (
         not nobody_watches()
         or not all(x is None or is_plain(x) for x in tensors)
