@@ -25,6 +25,7 @@ from cutex.ops import eager
 from cutex.problem.matmul import ACTIVATIONS, FLOAT8, draw
 
 bf16 = torch.bfloat16
+inf, nan = torch.inf, torch.nan
 
 
 class Subclass(Tensor):
@@ -517,6 +518,65 @@ def test_autocast_casts_what_torch_casts_but_not_where_out_is_given(stand_in: St
             with torch.autocast("cpu", dtype):
                 assert compiled(a, b).dtype == dtype
     torch._dynamo.reset()
+
+
+# ---- precision, infinities and NaN
+
+
+@pytest.fixture
+def precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def test_the_first_float32_that_torch_would_read_in_full_is_warned_of(
+    stand_in: StandIn, precision
+) -> None:
+    def warned(a: Tensor, b: Tensor) -> list[str]:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            cutex.matmul(a, b)
+        return [str(w.message) for w in found]
+
+    eager._warn_of_tf32.cache_clear()
+    torch.set_float32_matmul_precision("high")
+    assert not warned(A.float(), B.float())
+    torch.set_float32_matmul_precision("highest")
+    assert not warned(A, B)
+    (sentence,) = warned(A[1:].float(), B.float())
+    assert "reads float32 as tf32" in sentence and "set_float32_matmul_precision" in sentence
+    assert not warned(A[2:].float(), B.float())
+
+
+def bias_alone(bias: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """A row of the result of a product of zeros, and amax."""
+    a, b = torch.zeros(8, 16, dtype=bf16), torch.zeros(16, 8, dtype=bf16)
+    amax = options.pop("amax", torch.ones(1))
+    return cutex.matmul(a, b, bias=bias, out_dtype=torch.float32, amax=amax, **options)[0], amax
+
+
+@pytest.mark.parametrize(
+    ("name", "of_minus_inf"), [("relu", 0.0), ("gelu", 0.0), ("gelu_tanh", nan), ("silu", nan)]
+)
+def test_infinities_and_nan_are_those_of_torch_but_for_gelu(name: str, of_minus_inf: float) -> None:
+    """torch's formulas on a GPU, x / (1 + exp(-x)) and so on; those of its CPU differ."""
+    bias = torch.tensor([inf, -inf, nan, -1e30, 1e30, 0.0, -50.0, 50.0])
+    with cutex.ops.simulated():
+        got, amax = bias_alone(bias, activation=name)
+    want = torch.tensor([inf, of_minus_inf, nan, 0.0, 1e30, 0.0, 0.0, 50.0])
+    torch.testing.assert_close(got, want, equal_nan=True)
+    assert amax.isnan()
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_amax_of_nan_is_nan_as_torchs(arch: str) -> None:
+    with cutex.ops.simulated(arch):
+        for x, y, largest in [(3, -7, 7), (3, -inf, inf), (-inf, nan, nan), (0, 0, 1)]:
+            _, amax = bias_alone(torch.tensor([float(x), y]).repeat(4))
+            torch.testing.assert_close(amax, torch.tensor([float(largest)]), equal_nan=True)
+        _, amax = bias_alone(torch.ones(8), amax=torch.tensor([nan]))
+        assert amax.isnan()
 
 
 # ---- the simulator
