@@ -471,6 +471,75 @@ def test_derivatives_of_any_order_are_those_of_torch(
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
 
 
+# ---- plans and operators
+
+
+def test_operators_take_plans_too(stand_in: StandIn, monkeypatch) -> None:
+    """Inside torch.compile, under autocast, in training, with one tensor as both operands."""
+    arranged = []
+    arrange = eager.arrange
+    monkeypatch.setattr(eager, "arrange", lambda *args: arranged.append(args) or arrange(*args))
+    square = normal(16, 16)
+    leaf = square.clone().requires_grad_()
+    compiled = torch.compile(cutex.matmul, backend="aot_eager", fullgraph=True)
+    calls: dict[str, Callable[[], Tensor]] = {
+        "the operator": lambda: torch.ops.cutex.matmul(A, B),
+        "compiled": lambda: compiled(A, B),
+        "a gradient wanted": lambda: cutex.matmul(leaf, B[:16]),
+        "autocast": lambda: autocasted_to_bf16(A.float(), B),
+        "both operands": lambda: cutex.matmul(square, square),
+        "a default device": lambda: on_default_device(square, B[:16]),
+    }
+    for call in calls.values():
+        call()
+        before = len(arranged)
+        for _ in range(3):
+            call()
+        assert len(arranged) == before
+    torch._dynamo.reset()
+
+
+def autocasted_to_bf16(a: Tensor, b: Tensor) -> Tensor:
+    with torch.autocast("cpu", bf16):
+        return cutex.matmul(a, b)
+
+
+def on_default_device(a: Tensor, b: Tensor) -> Tensor:
+    with torch.device("cpu"):
+        return cutex.matmul(a, b)
+
+
+@pytest.mark.parametrize("name", ["matmul", "matmul_out", "matmul_amax"])
+def test_operators_are_what_torch_expects(stand_in: StandIn, name: str) -> None:
+    leaves = [x.clone().requires_grad_() for x in (A, B)]
+    out, amax = torch.zeros(16, 8, dtype=bf16), torch.zeros(1)
+    arguments = {"matmul": leaves, "matmul_out": (out, A, B), "matmul_amax": (amax, out, A, B)}
+    operator = getattr(torch.ops.cutex, name).default
+    torch.library.opcheck(operator, tuple(arguments[name]))
+    options = {"activation": "gelu", "alpha": 0.5, "bias": torch.ones(8, dtype=bf16)}
+    torch.library.opcheck(operator, tuple(arguments[name]), options)
+
+
+def test_meta_tensors_give_meta_tensors(stand_in: StandIn) -> None:
+    a, b = A.to("meta"), B.to("meta")
+    c = cutex.matmul(a, b, out_dtype=torch.float32)
+    assert c.is_meta and c.shape == (16, 8) and c.dtype == torch.float32
+    assert cutex.matmul(a, b, out=c) is c and not stand_in.launches
+
+
+def test_what_has_no_memory_is_refused_in_one_sentence(stand_in: StandIn) -> None:
+    memory = normal(48, 24)
+    for emptied in (memory[:16], memory[16:32]):
+        memory.untyped_storage().resize_(0)
+        for function in (cutex.matmul, torch.ops.cutex.matmul):
+            with pytest.raises(ValueError, match="a has no memory"):
+                function(emptied, B)
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor([A, A], layout=layout)
+        with pytest.raises(ValueError, match="a must be a strided tensor, got a nested tensor"):
+            cutex.matmul(nested, B)
+
+
 # ---- maps
 
 
