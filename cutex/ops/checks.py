@@ -108,7 +108,9 @@ def number(name: str, x: Any) -> float:
 def check_memory(call: Call) -> None:
     """The checks of a call that is to be run, which ask where its tensors are."""
     for name, x in call.tensors.items():
-        if x.numel() and not x.data_ptr():
+        last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+        end = (x.storage_offset() + last + 1) * x.itemsize
+        if x.numel() and (not x.data_ptr() or end > x.untyped_storage().nbytes()):
             raise ValueError(f"{name} has no memory: its storage was given back or never there")
     for name in ("out", "amax"):
         x = getattr(call, name)

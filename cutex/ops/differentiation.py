@@ -26,7 +26,12 @@ def is_wanted(tensors: Iterable[Tensor | None]) -> bool:
     given = [x for x in tensors if x is not None]
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         return True
-    return forward_ad._current_level >= 0 and any(tangent(x) is not None for x in given)
+    return is_forward() and any(tangent(x) is not None for x in given)
+
+
+def is_forward() -> bool:
+    """Whether forward differentiation is on."""
+    return forward_ad._current_level >= 0
 
 
 def primal(x: Tensor | None) -> Tensor | None:

@@ -6,8 +6,10 @@ gradients of its tensors are compared by the guards of torch.compile, in one cal
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,22 +42,26 @@ def matmul(
 ) -> Tensor:
     """activation(alpha * scale_a * scale_b * (a @ b) + beta * out + bias) + residual.
 
-    a (.., M, K) and b (.., K, N): bfloat16, float16 or float32 (read as tf32), both alike, or
-    float8_e4m3fn / float8_e5m2; accumulated in fp32. Batch sizes broadcast. Any strides; what TMA
-    cannot step through (a base or stride that is no multiple of 16 bytes; on Hopper float32 and fp8
-    whose K is not contiguous) is copied first.
+    a (.., M, K) and b (.., K, N): bfloat16, float16 or float32, both alike, or float8_e4m3fn /
+    float8_e5m2; accumulated in fp32. float32 is read as tf32, whatever precision torch is set to;
+    a first call warns where torch would not. Batch sizes broadcast. Any strides; what TMA cannot
+    step through (a base or stride that is no multiple of 16 bytes; on Hopper float32 and fp8 whose
+    K is not contiguous) is copied first.
     bias: (N,) or (1, N), or (M, 1). residual: broadcasts to the result. Both of any float dtype.
     activation: "relu", "gelu", "gelu_tanh", "silu"; "gated_silu" or "gated_gelu", act(even columns)
         * odd columns, which leaves (.., M, N / 2); or a function of one DSL Float32, or of it and
-        its row and column (@cute.jit if it branches).
-    out: where to write; of any strides. beta: factor of what it held before.
+        its row and column (@cute.jit if it branches). gelu of -inf is 0, its limit; torch has NaN.
+    alpha, beta: numbers, not tensors. beta: factor of what out held before.
+    out: where to write; of any strides; no memory of what is read, but it may be residual itself.
     out_dtype: bfloat16, float16 or float32; by default that of a, bfloat16 for fp8.
     scale_a, scale_b: float32, one number each, or one for each row of a and each column of b.
-    amax: float32 of one element, raised to the largest magnitude of the result before rounding.
+    amax: float32 of one element, raised to the largest magnitude of the result before rounding, to
+        NaN if there is one.
 
-    Differentiable in a, b, bias and residual, except where out, a scale, amax or a function of the
-    user's is given. Raises TypeError or ValueError, in one sentence that names the argument, for
-    what does not fit, and where there is no Hopper or Blackwell GPU.
+    Differentiable in a, b, bias and residual, forward and backward, to any order, except where out,
+    a scale, amax or a function of the user's is given. torch.autocast casts a and b as those of
+    torch.matmul, unless out is given. Raises TypeError or ValueError, in one sentence that names
+    the argument, for what does not fit, and where there is no Hopper or Blackwell GPU.
     """
     if _is_compiling():
         return _through_operator(
@@ -287,6 +293,8 @@ def _run(call: Call, remember: bool) -> Tensor:
         packed = out.contiguous()
         _run(replace(call, out=packed), remember=False)
         return out.copy_(packed)
+    if call.a.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32":
+        _warn_of_tf32()
     arranged = arrange(call, out, arch)
     layouts = arranged.a, arranged.b, arranged.out
     compiled = kernel_for(config_for(arranged.sizes, layouts, arranged.ops, arch), arch)
@@ -296,6 +304,15 @@ def _run(call: Call, remember: bool) -> Tensor:
     if remember and arranged.as_given:
         _remember(_Plan(function, call, arranged), call)
     return out
+
+
+@cache
+def _warn_of_tf32() -> None:
+    warnings.warn(
+        "cutex.matmul reads float32 as tf32, 10 bits of mantissa, where torch is set to full "
+        'precision; torch.set_float32_matmul_precision("high") says that this is meant',
+        stacklevel=1,
+    )
 
 
 def _viewable(x: Tensor) -> bool:

@@ -23,6 +23,7 @@ _transforms_active = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _is_tracing = torch._C._is_tracing
+_autocast_on = torch._C._is_any_autocast_enabled
 _keys = torch._C._dispatch_keys
 
 # the keys of a tensor that is memory of the CPU or of a GPU, outside inference mode
@@ -50,7 +51,8 @@ def is_plain(x: Tensor) -> bool:
 
 
 def are_plain(*tensors: Tensor) -> bool:
-    """nobody_watches(), and is_plain of dense tensors that have elements, in a quarter of the time.
+    """nobody_watches(), autocast is off, and is_plain of dense tensors that have elements, in a
+    quarter of the time.
 
     Raises RuntimeError for a tensor that has left the transform that wrapped it.
     """
@@ -60,6 +62,7 @@ def are_plain(*tensors: Tensor) -> bool:
         or (_function_modes() and not _only_default_devices())
         or _is_tracing()
         or forward_ad._current_level >= 0
+        or _autocast_on()
     ):
         return False
     # no subclass; memory, which functionalization and zeros of autograd have not; no lazy negation

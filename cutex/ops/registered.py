@@ -137,20 +137,20 @@ def _forward_mode(
 def _activation_tangent(name: str, tangent: Tensor, x: Tensor) -> Tensor:
     """The tangent of an activation's result, from that of its input x, both in float32."""
     if not name.startswith("gated_"):
-        return _ACTIVATION_GRADIENTS[name](tangent, x)
+        return _derivative(name, tangent, x)
     name = name.removeprefix("gated_")
     gate, gated = x[..., 0::2], x[..., 1::2]
-    of_gate = _ACTIVATION_GRADIENTS[name](tangent[..., 0::2] * gated, gate)
+    of_gate = _derivative(name, tangent[..., 0::2] * gated, gate)
     return of_gate + tangent[..., 1::2] * _ACTIVATIONS[name](gate)
 
 
 def _activation_gradient(name: str, grad: Tensor, x: Tensor) -> Tensor:
     """The gradient of x, the activation's input, both in float32; a gate takes two columns."""
     if not name.startswith("gated_"):
-        return _ACTIVATION_GRADIENTS[name](grad, x)
+        return _derivative(name, grad, x)
     name = name.removeprefix("gated_")
     gate, gated = x[..., 0::2], x[..., 1::2]
-    of_gate = _ACTIVATION_GRADIENTS[name](grad * gated, gate)
+    of_gate = _derivative(name, grad * gated, gate)
     return torch.stack((of_gate, grad * _ACTIVATIONS[name](gate)), -1).flatten(-2)
 
 
@@ -158,12 +158,59 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # of gates
     "gelu": torch.ops.aten.gelu,
     "silu": torch.ops.aten.silu,
 }
-_ACTIVATION_GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+
+
+def _derivative(name: str, grad: Tensor, x: Tensor) -> Tensor:
+    """grad times the derivative of an activation at x; it can itself be differentiated."""
+    if not torch.is_grad_enabled() and not differentiation.is_forward():
+        return _KERNELS[name](grad, x)  # which have no derivatives, or not all
+    if name == "relu":
+        return torch.where(x <= 0, 0.0, grad)
+    if name == "silu":
+        s = torch.sigmoid(x)
+        return grad * s * (1 + x * (1 - s))
+    if name == "gelu":
+        density = torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+        return grad * (0.5 * (1 + torch.erf(x / math.sqrt(2))) + x * density)
+    u = math.sqrt(2 / math.pi)
+    t = torch.tanh(u * (x + 0.044715 * x**3))
+    return grad * 0.5 * (1 + t + x * (1 - t * t) * u * (1 + 3 * 0.044715 * x * x))
+
+
+_KERNELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "relu": lambda g, x: torch.ops.aten.threshold_backward(g, x, 0),
     "gelu": lambda g, x: torch.ops.aten.gelu_backward(g, x),
     "gelu_tanh": lambda g, x: torch.ops.aten.gelu_backward(g, x, approximate="tanh"),
     "silu": lambda g, x: torch.ops.aten.silu_backward(g, x),
 }
+
+# ---- torch.func.vmap
+
+
+def _mapped(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
+    """Many calls as one whose batch has one dimension more; where that cannot be, one by one."""
+    call, dims = _call(*args), _call(*in_dims)
+    if not (dims.bias is dims.scale_a is dims.scale_b is None):
+        results = [
+            torch.ops.cutex.matmul(
+                *(x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=True))
+            )
+            for i in range(info.batch_size)
+        ]
+        return torch.stack(results), 0
+    mapped = [name for name in ("a", "b", "residual") if getattr(dims, name) is not None]
+    rank = max(getattr(call, name).dim() - (name in mapped) for name in ("a", "b"))
+    for name in mapped:
+        x = getattr(call, name).movedim(getattr(dims, name), 0)
+        missing = (1,) * (rank + 1 - x.dim())
+        setattr(call, name, x.reshape(x.shape[0], *missing, *x.shape[1:]))
+    if mapped == ["residual"]:
+        missing = (1,) * (rank - call.a.dim())
+        call.a = call.a.expand(info.batch_size, *missing, *call.a.shape)
+    fused = (call.bias, call.residual, call.scale_a, call.scale_b, call.activation)
+    result = torch.ops.cutex.matmul(call.a, call.b, *fused, call.out_dtype, call.alpha)
+    return result, 0
+
 
 # ---- writing to out and amax
 
@@ -212,6 +259,7 @@ for _key in ("CUDA", "CPU"):
     _library.impl("matmul", _operator, _key)
 torch.library.register_fake("cutex::matmul", _fake)
 differentiation.register(_library, "matmul", _setup, _backward, _forward_mode)
+torch.library.register_vmap("cutex::matmul", _mapped, lib=_library)
 autocast.register(_library, "matmul", count=2)
 _register_written("matmul_out", _call_out)
 _register_written("matmul_amax", _call_amax)

@@ -107,8 +107,9 @@ def check(call: AttentionCall) -> None:
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         if x.device != call.q.device:
             raise ValueError(f"{name} is on {x.device}, but q is on {call.q.device}")
-        if x.layout is not torch.strided:
-            raise ValueError(f"{name} must be a strided tensor, got {x.layout}")
+        if x.layout is not torch.strided or x.is_nested:
+            layout = "a nested tensor" if x.is_nested else x.layout
+            raise ValueError(f"{name} must be a strided tensor, got {layout}")
     _check_operands(call)
     _check_lengths(call)
     _check_numbers(call)

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from cutex.ops import autocast
 from cutex.ops.attention.call import AttentionCall, Window, check
 from cutex.ops.attention.plan import Plan, check_device, longest_q
 from cutex.ops.device import current, per_device
@@ -174,6 +176,12 @@ def _unknown(
     """A call that is not known: through the operator where torch has more to do than to run it."""
     if _is_compiling():
         return _through_operator(call, return_lse)
+    operands = call.q, call.k, call.v
+    if all(isinstance(x, Tensor) for x in operands) and autocast.is_on(call.q.device):
+        arguments = {f.name: getattr(call, f.name) for f in fields(call)}
+        arguments.update(zip("qkv", autocast.cast(*operands), strict=True))
+        with autocast.off(call.q.device):
+            return flash_attn_varlen_func(**arguments, return_lse=return_lse)
     check(call)
     if (
         not nobody_watches()
