@@ -19,7 +19,7 @@ from threadpoolctl import ThreadpoolController
 from cutex.orders import ORDERS
 from cutex.sim.errors import Finding, Hazards, SimError
 from cutex.sim.hazards.findings import Findings
-from cutex.sim.host.capture import PACKED, HostFunction, HostTensor, Launch, c_compiler
+from cutex.sim.host.capture import PACKED, HostFunction, HostTensor, Launch
 from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.memory import MODULE_WINDOW, GlobalMemory, Region
 from cutex.sim.machine.pending_clusters import PendingClusters
@@ -69,12 +69,12 @@ def simulate(
 
     Returns a SimReport. Raises Deadlock, BadAddress, BarrierMisuse, BadOperand, UnknownInstruction,
     each with a report; Hazards after a run with findings (unless ``raise_findings`` is False: then
-    they are in the report); NoCompiler without a C compiler; TypeError or ValueError when the host
+    they are in the report); NoCompiler where a C compiler is needed
+    and there is none; TypeError or ValueError when the host
     code refuses the arguments.
     """
     if order not in ORDERS:
         raise ValueError(f"order {order!r}: takes one of {', '.join(ORDERS)}")
-    c_compiler()
     started = time.perf_counter()
     host, programs = load(compiled, tensors, arch)
     arguments = _arguments(compiled, host, tensors)
