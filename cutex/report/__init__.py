@@ -25,7 +25,7 @@ from cutex.report.rows import (
     main_sizes,
     peer_title,
 )
-from cutex.results import Result, read_all, tflops
+from cutex.results import Result, notice, read_all, tflops
 from cutex.results.history import kind as kind_of
 from cutex.svg import alone
 
@@ -97,7 +97,8 @@ def _timed_table(
     beside = f" (and ratio to {peer_title(first)} in the same run)" if first in peers else ""
     unit = f"TFLOPS{beside}"
     caption = (
-        f"{unit}, median, on one {device_name}: {dtype}, {DATA[init]}, {CACHE[cache_state]}, "
+        f"{unit}, median, on one {device_name}: {dtype}, {DATA.get(init, init)}, "
+        f"{CACHE.get(cache_state, cache_state)}, "
         f"{when}. Stated dense peak: {target.dense_tflops[dtype]:.0f}."
     )
     return caption, _table(["stage", "what it adds", *sizes.values()], rows)
@@ -157,8 +158,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    rows = read_all(args.results)
     try:
+        rows = [r for r in read_all(args.results, notice) if r.known]
         text = rewrite(args.readme.read_text(), rows)
         for name, svg in pictures(rows).items():
             picture = args.readme.parent / PICTURES / name
