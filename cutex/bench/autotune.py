@@ -108,9 +108,8 @@ def _on_gpu(stage: Stage, problem: Problem, copies: int) -> Timer:
                 compiled = compile(stage.kernel(config), problem.dtype, stage.arch)
                 kernels[str(i)] = problem.launcher(compiled, compiled.argument_names)
                 step()
-            measured = timing.time_variants(
-                kernels, operands, "cold", rounds=rounds, warm_up_seconds=WARM_UP_SECONDS
-            )
+            sampling = timing.Sampling(rounds, WARM_UP_SECONDS)
+            measured = timing.time_variants(kernels, operands, "cold", sampling=sampling)
             step()
         return {c: measured.timings[str(i)].median_us for i, c in enumerate(configs)}
 

@@ -9,5 +9,6 @@ from __future__ import annotations
 from cutex.ops import registered
 from cutex.ops.device import simulated
 from cutex.ops.eager import matmul
+from cutex.ops.tuner import tuning
 
-__all__ = ["matmul", "registered", "simulated"]
+__all__ = ["matmul", "registered", "simulated", "tuning"]

@@ -31,16 +31,17 @@ def simulated(arch: str = "sm_90a", **orders: Any) -> Iterator[None]:
     if arch not in ARCHS:
         known = " and ".join(ARCHS)
         raise ValueError(f"arch {arch!r}: cutex.matmul has kernels for {known} only")
-    _forget()
+    forget_plans()
     _simulator.update(arch=arch, **orders)
     try:
         yield
     finally:
         _simulator.clear()
-        _forget()
+        forget_plans()
 
 
-def _forget() -> None:
+def forget_plans() -> None:
+    """Have every call look up its kernel anew."""
     for cache in _caches:
         cache.clear()
 

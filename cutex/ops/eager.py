@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutex.ops import tuner
 from cutex.ops.arrange import Arranged, arrange
 from cutex.ops.checks import Call, check
 from cutex.ops.device import SEVERAL_GPUS, arch_of, current, launcher, per_device
@@ -190,7 +191,11 @@ def _run(call: Call, key: tuple[Any, ...] | None) -> Tensor:
         return out.copy_(packed)
     arranged = arrange(call, out, arch)
     layouts = arranged.a, arranged.b, arranged.out
-    compiled = kernel_for(config_for(arranged.sizes, layouts, arranged.ops, arch), arch)
+    if (seconds := tuner.wanted()) is not None:
+        config = tuner.choose_by_time(arranged, arch, seconds)
+    else:
+        config = config_for(arranged.sizes, layouts, arranged.ops, arch)
+    compiled = kernel_for(config, arch)
     with current(call.a.device):
         function = launcher(compiled, arranged.tensors)
         function(*arranged.tensors)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -16,6 +16,8 @@ from cutex.kernels.gemm.choose import ranked
 from cutex.kernels.gemm.config import GemmConfig
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm100.config import Sm100Config
+from cutex.ops import choices
+from cutex.ops.choices import CallClass
 from cutex.problem.gemm import GemmProblem
 from cutex.problem.stage import package
 
@@ -45,27 +47,70 @@ def config_for(
     ops: tuple[EpilogueOp, ...],
     arch_name: str,
 ) -> GeneralConfig:
-    """The first of `proposals` that the general kernel can do."""
-    from cutex.kernels.gemm.signature import GeneralConfig
+    """What was chosen by time for such calls, or else the first of `candidates`."""
+    calls = call_class(sizes, layouts, ops, arch_name)
+    return _config_of(calls)
 
+
+@lru_cache(maxsize=4096)
+def _config_of(calls: CallClass) -> GeneralConfig:
+    found = choices.remembered(calls)
+    if found is not None and (config := fitted(found, calls)) is not None:
+        return config
+    return next(candidates(calls))
+
+
+def forget() -> None:
+    """Look choices up anew."""
+    config_for.cache_clear()
+    _config_of.cache_clear()
+
+
+def call_class(
+    sizes: tuple[int, int, int, int],
+    layouts: tuple[OperandLayout, OperandLayout, OperandLayout],
+    ops: tuple[EpilogueOp, ...],
+    arch_name: str,
+) -> CallClass:
+    """The class of calls of these sizes (M, N, K, batch), all of which take the same config."""
     m, n, k, batch = sizes
-    a, b, out = layouts
-    k = DTYPES[a.dtype].bytes(k) // 2  # tiles are cut in units of 2 bytes
+    k = DTYPES[layouts[0].dtype].bytes(k) // 2  # tiles are cut in units of 2 bytes
     # whole units, and no larger than makes a difference
     m, n, k = (min(max(8, -(-size // 8) * 8), 1 << 20) for size in (m, n, k))
-    name = a.dtype if a.dtype in ("bf16", "fp16") else "bf16"
-    problem = GemmProblem(m, n, k, name)
-    for tiles in proposals(problem, arch_name, batch):
-        if ops and isinstance(tiles, Sm90Config):
-            tiles = with_slots(tiles, arch_name)
-        if isinstance(tiles, Sm100Config) and tiles.swap_ab and (ops or not out.tma):
-            # NOTE: a thread then has a column of out, and an address for each row of it
-            tiles = replace(tiles, epi_n=16)
-        for slots in range(tiles.epi_stages, 0, -1):
-            config = GeneralConfig(replace(tiles, epi_stages=slots), a, b, out, ops)
-            if config.why_not(None, arch(arch_name)) is None:
-                return config
-    raise ValueError(f"M={m}, N={n}, K={k}: no config takes these sizes")
+    return CallClass((m, n, k, batch), layouts, ops, arch_name)
+
+
+def candidates(calls: CallClass) -> Iterator[GeneralConfig]:
+    """The configs of the general kernel that can do `calls`, best first, as the model has it;
+    ValueError if there is none."""
+    m, n, k, batch = calls.sizes
+    dtype = calls.layouts[0].dtype
+    problem = GemmProblem(m, n, k, dtype if dtype in ("bf16", "fp16") else "bf16")
+    none = True
+    for tiles in proposals(problem, calls.arch, batch):
+        if (config := fitted(tiles, calls)) is not None:
+            none = False
+            yield config
+    if none:
+        raise ValueError(f"M={m}, N={n}, K={k}: no config takes these sizes")
+
+
+def fitted(tiles: GemmConfig, calls: CallClass) -> GeneralConfig | None:
+    """The config of the general kernel with `tiles`, its epilogue cut as the operations need it;
+    None if it cannot do `calls`."""
+    from cutex.kernels.gemm.signature import GeneralConfig
+
+    ops, out = calls.ops, calls.layouts[2]
+    if ops and isinstance(tiles, Sm90Config):
+        tiles = with_slots(tiles, calls.arch)
+    if isinstance(tiles, Sm100Config) and tiles.swap_ab and (ops or not out.tma):
+        # NOTE: a thread then has a column of out, and an address for each row of it
+        tiles = replace(tiles, epi_n=16)
+    for slots in range(tiles.epi_stages, 0, -1):
+        config = GeneralConfig(replace(tiles, epi_stages=slots), *calls.layouts, ops)
+        if config.why_not(None, arch(calls.arch)) is None:
+            return config
+    return None
 
 
 def with_slots(tiles: Sm90Config, arch_name: str) -> Sm90Config:
@@ -83,7 +128,19 @@ def kernel_for(config: GeneralConfig, arch_name: str) -> Compiled:
 
     kernel = import_module(f"{package('gemm', arch_name)}.general").General(config)
     cache = all(f.cacheable for f in user_functions(config.ops))
-    return compile(kernel, config.a.dtype, arch_name, cache=cache)
+    compiled = compile(kernel, config.a.dtype, arch_name, cache=cache)
+    BUILT.count += not compiled.from_cache
+    return compiled
+
+
+@dataclass
+class Built:
+    """How many kernels this process had to compile, not finding them on disk."""
+
+    count: int = 0
+
+
+BUILT = Built()
 
 
 def user_functions(ops: Iterable[EpilogueOp]) -> list[UserFunction]:

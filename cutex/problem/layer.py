@@ -9,11 +9,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cutex.dtypes import DTYPES
-from cutex.problem.protocol import Check, Computation
+from cutex.problem.protocol import Check, Computation, Launch
 
 if TYPE_CHECKING:
     import torch
@@ -115,3 +116,29 @@ class LayerProblem(Computation):
             message = f"out[{i}, {j}] is {float(out[i, j]):g} instead of {float(reference[i, j]):g}"
             return Check(False, largest, worst, f"{message}; {int(bad.sum())} elements are wrong")
         return Check(True, largest, worst, "within the bound")
+
+
+# ---- others
+
+
+def _cublas(problem: LayerProblem) -> Launch:
+    import torch
+
+    if problem.dtype != "e4m3":
+        return lambda a, b, out: torch.mm(a, b, out=out)
+    one = torch.ones((), device="cuda")
+    return lambda a, b, out: torch._scaled_mm(
+        a, b, one, one, out_dtype=out.dtype, use_fast_accum=True, out=out
+    )
+
+
+def _quack(problem: LayerProblem) -> Launch:
+    from quack.gemm_interface import gemm
+
+    if problem.dtype == "e4m3":
+        raise ValueError("quack's gemm is timed with 16-bit operands")
+    return lambda a, b, out: gemm(a, b, out=out, tuned=False)
+
+
+# launches of (a, b, out); may raise ImportError, or ValueError for what they do not do
+PEERS: Mapping[str, Callable[[LayerProblem], Launch]] = {"cublas": _cublas, "quack": _quack}

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 from cutex.problem.layer import LayerProblem
 
+DTYPES = ("bf16", "e4m3")
+
 DECODE = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 FEW = (80, 96, 112, 128, 144, 160, 192, 224, 256, 320, 384)
 PREFILL = (512, 640, 768, 1024, 1536, 2048, 3000, 4096, 6144, 8192, 16384)
