@@ -79,7 +79,7 @@ def test_along_n_is_along_m_with_the_sides_exchanged() -> None:
 
 def test_a_column_is_refused_where_a_cluster_or_the_gpu_is_too_small_for_it() -> None:
     h200 = arch("sm_90a")
-    config = Sm90Config(tile_m=128, tile_n=64, warpgroups=2, cluster_n=2, swap_ab=True, column=True)
+    config = Sm90Config(tile_m=128, tile_n=64, warpgroups=2, cluster_n=2, swap_ab=True, columns=1)
 
     def why(m: int, n: int, **changes: object) -> str:
         return replace(config, **changes).why_not(GemmProblem(m, n, 512), h200) or ""
@@ -97,11 +97,11 @@ def test_a_shortlist_has_no_two_that_differ_in_how_a_cta_knows_its_tile() -> Non
     for m, n in ((1, 8192), (16, 8192), (128, 8192), (100, 504), (4096, 4096)):
         problem = GemmProblem(m, n, 4096)
         short = shortlist(problem, arch("sm_90a"), 1000)
-        plain = [replace(c, spread=False, column=False) for c in short]
+        plain = [replace(c, spread=False, columns=0) for c in short]
         assert len(set(plain)) == len(plain)
         every = ranked(problem, arch("sm_90a"))
-        assert {replace(c, spread=False, column=False) for c in every} == set(plain)
-    assert choose(GemmProblem(128, 8192, 8192), arch("sm_90a")).column
+        assert {replace(c, spread=False, columns=0) for c in every} == set(plain)
+    assert choose(GemmProblem(128, 8192, 8192), arch("sm_90a")).columns
     assert choose(GemmProblem(16, 8192, 8192), arch("sm_90a")).spread
 
 

@@ -191,8 +191,8 @@ def _run(call: Call, key: tuple[Any, ...] | None) -> Tensor:
         return out.copy_(packed)
     arranged = arrange(call, out, arch)
     layouts = arranged.a, arranged.b, arranged.out
-    if (seconds := tuner.wanted()) is not None:
-        config = tuner.choose_by_time(arranged, arch, seconds)
+    if tuner.active():
+        config = tuner.tuned_config(arranged, arch)
     else:
         config = config_for(arranged.sizes, layouts, arranged.ops, arch)
     compiled = kernel_for(config, arch)

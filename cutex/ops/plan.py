@@ -19,6 +19,7 @@ from cutex.kernels.gemm.sm100.config import Sm100Config
 from cutex.ops import choices
 from cutex.ops.choices import CallClass
 from cutex.problem.gemm import GemmProblem
+from cutex.problem.protocol import size_class
 from cutex.problem.stage import package
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from cutex.compile.user_function import UserFunction
     from cutex.device.epilogue.epilogue_ops import EpilogueOp
     from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
+
+FINE_ROWS = 512
 
 
 def proposals(problem: GemmProblem, arch_name: str, batch: int = 1) -> Iterator[GemmConfig]:
@@ -76,8 +79,15 @@ def call_class(
     m, n, k, batch = sizes
     k = DTYPES[layouts[0].dtype].bytes(k) // 2  # tiles are cut in units of 2 bytes
     # whole units, and no larger than makes a difference
-    m, n, k = (min(max(8, -(-size // 8) * 8), 1 << 20) for size in (m, n, k))
+    n, k = (min(max(8, -(-size // 8) * 8), 1 << 20) for size in (n, k))
+    m = min(rows_class(m), 1 << 20)
     return CallClass((m, n, k, batch), layouts, ops, arch_name)
+
+
+def rows_class(m: int) -> int:
+    """M as the choice of a config takes it: by 16 up to FINE_ROWS, above in CLASSES steps from one
+    power of two to the next, so that serving meets few kernels; always rounded up."""
+    return -(-m // 16) * 16 if m <= FINE_ROWS else size_class(m)
 
 
 def candidates(calls: CallClass) -> Iterator[GeneralConfig]:

@@ -12,6 +12,7 @@ with a cold L2, and those that are behind after a first look are left out.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -27,6 +28,7 @@ from cutex.ops.device import forget_plans, launcher
 from cutex.ops.plan import call_class, candidates, config_for, forget, kernel_for
 
 if TYPE_CHECKING:
+    from cutex.kernels.gemm.config import GemmConfig
     from cutex.kernels.gemm.signature import GeneralConfig
     from cutex.ops.arrange import Arranged
 
@@ -41,6 +43,7 @@ BEHIND = 1.1  # times the best of the first look: what takes longer is left out
 Timer = Callable[[Mapping[str, Any], Sequence[tuple[Any, ...]], timing.Sampling], dict[str, float]]
 
 _seconds: list[float] = []  # of the contexts that are open, the innermost last
+_last: deque[GeneralConfig] = deque(maxlen=1)  # of the last call that was tuned
 
 
 @contextmanager
@@ -57,9 +60,30 @@ def tuning(seconds: float = SECONDS) -> Iterator[None]:
         _seconds.pop()
 
 
-def wanted() -> float | None:
-    """The seconds that a call may be tuned for; None outside of `tuning`."""
-    return _seconds[-1] if _seconds else None
+def tune(a: Tensor, b: Tensor, *, seconds: float = SECONDS, **options: Any) -> GemmConfig:
+    """Tune this call of `cutex.matmul`, which takes the same `options`, in at most `seconds`; the
+    tiles that it and calls like it then take. What was tuned before is not tuned again.
+
+    Raises what `cutex.matmul` raises.
+    """
+    from cutex.ops.eager import matmul
+
+    with tuning(seconds), torch.no_grad():
+        matmul(a, b, **options)
+    assert _last, "the call has asked for its config"
+    return _last[-1].tiles
+
+
+def active() -> bool:
+    """Whether calls are to be tuned."""
+    return bool(_seconds)
+
+
+def tuned_config(arranged: Arranged, arch_name: str) -> GeneralConfig:
+    """The config for a call within `tuning`."""
+    config = choose_by_time(arranged, arch_name, _seconds[-1])
+    _last.append(config)
+    return config
 
 
 def choose_by_time(
@@ -69,7 +93,8 @@ def choose_by_time(
     nothing is compiled in time."""
     layouts = arranged.a, arranged.b, arranged.out
     calls = call_class(arranged.sizes, layouts, arranged.ops, arch_name)
-    if choices.remembered(calls) is not None or not arranged.tensors[0].is_cuda:
+    on_gpu = arranged.tensors[0].is_cuda or timer is not None
+    if choices.remembered(calls) is not None or not on_gpu:
         return config_for(arranged.sizes, layouts, arranged.ops, arch_name)
     proposed = list(islice(candidates(calls), CANDIDATES))
     begin = time.monotonic()

@@ -57,8 +57,8 @@ def _deepest(config: Sm90Config, arch: Arch, limit: int | None = None) -> Sm90Co
 
 def variants(config: Sm90Config) -> tuple[Sm90Config, ...]:
     """`config` with each way for its CTAs to find their tiles, best first."""
-    plain = replace(config, spread=False, column=False)
-    return replace(plain, spread=True), replace(plain, column=True), plain
+    plain = replace(config, spread=False, columns=0)
+    return replace(plain, spread=True), replace(plain, columns=1), plain
 
 
 def _epilogue(tile_n: int) -> int:

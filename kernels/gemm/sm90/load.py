@@ -13,12 +13,12 @@ from cutex.device.atoms.tma import AbLoads
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.gemm.config import ELEMENT
 from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config
-from cutex.kernels.gemm.sm90.one_column import OneColumn
+from cutex.kernels.gemm.sm90.one_round import OneRound
 from cutex.kernels.gemm.sm90.pace import Pace, now, wait_until
 from cutex.kernels.gemm.sm90.spread import Spread
 from cutex.schedulers.persistent import StaticPersistent
 
-Scheduler = StaticPersistent | OneColumn | Spread
+Scheduler = StaticPersistent | OneRound | Spread
 
 # of A, that each CTA asks L2 for before its kernel may begin: more delays the one that still runs
 BYTES_AHEAD = 32 * 1024

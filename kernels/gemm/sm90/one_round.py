@@ -1,8 +1,8 @@
-"""One column of tiles, one tile for each cluster, where a cluster covers all columns of C.
+"""One round of tiles: one for each cluster, in a number of columns that the kernel is made for.
 
-There is nothing to order: a CTA's index is its tile. The raster's divisions took as
-long before the first load, and again after the last MMA, as the store of the tile: at M = 128 and
-N = K = 8192 0.4 us of 39 (docs/facts.md).
+There is nothing to order: a cluster's index is its tile, and neighbours have the same rows. The
+raster's divisions took as long before the first load, and again after the last MMA, as the store of
+the tile: at M = 128 and N = K = 8192 0.4 us of 39 (docs/facts.md).
 """
 
 from __future__ import annotations
@@ -30,17 +30,22 @@ class OneStep(NamedTuple):
 
 
 @dataclass(frozen=True)
-class OneColumn:
-    """A grid of clusters down one column of tiles."""
+class OneRound:
+    """A grid of clusters, `columns` of them along N."""
 
     tile_m: int
     cluster: tuple[int, int]  # CTAs along M and N
+    columns: int
 
     def grid(self, mC: cute.Tensor) -> tuple[int, int, Int32]:
         across, down = self.cluster
-        return across, down, clusters(cute.ceil_div(mC.shape[0], self.tile_m), across)
+        rows = clusters(cute.ceil_div(mC.shape[0], self.tile_m), across)
+        return across, down, rows if self.columns == 1 else rows * self.columns
 
     def walk(self, mC: cute.Tensor) -> OneStep:
         m, n = place_in_cluster(*self.cluster)
         _, _, cluster = cute.arch.block_idx()
+        if self.columns > 1:
+            n = n + cluster % self.columns * self.cluster[1]
+            cluster = cluster // self.columns
         return OneStep(WorkTile(cluster * self.cluster[0] + m, n))
