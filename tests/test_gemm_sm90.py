@@ -122,16 +122,39 @@ ROUND = {  # of N = 150 with 520 rows, or the reverse
     "192x32, three warpgroups, in five": {
         **SMALL, "tile_m": 192, "tile_n": 32, "warpgroups": 3, "columns": 5, "num_stages": 4
     },
+    "64x80, split in three, in two": {
+        **SMALL, "tile_m": 64, "tile_n": 80, "warpgroups": 1, "split_k": 3, "columns": 2
+    },
+    "192x160, split in four": {
+        **SMALL, "tile_m": 192, "tile_n": 160, "warpgroups": 3, "split_k": 4, "columns": 1,
+        "num_stages": 4, "epi_n": 32, "tile_k": 64,
+    },
+    "192x48, 1x4": {
+        **SMALL, "tile_m": 192, "tile_n": 48, "warpgroups": 3, "cluster_n": 4, "columns": 1
+    },
+    "64x96, 4x1, in two": {
+        **SMALL, "tile_m": 64, "tile_n": 96, "warpgroups": 1, "cluster_m": 4, "columns": 2
+    },
+    "64x80, 2x1, two rows, not swapped": {
+        **SMALL, "tile_m": 64, "tile_n": 80, "warpgroups": 1, "cluster_m": 2, "rows": 2,
+        "swap_ab": False,
+    },
+    "192x48, a row split in three, not swapped": {
+        **SMALL, "tile_m": 192, "tile_n": 48, "warpgroups": 3, "rows": 1, "swap_ab": False,
+        "split_k": 3, "num_stages": 5,
+    },
+    "64x32, three rows, not swapped": {
+        **SMALL, "tile_m": 64, "tile_n": 32, "warpgroups": 1, "rows": 3, "swap_ab": False
+    },
     "256x160": {
         **SMALL, "tile_m": 256, "tile_n": 160, "columns": 1, "num_stages": 3, "epi_n": 32
     },
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("order", ["starved", "random"])
 @pytest.mark.parametrize("changes", ROUND.values(), ids=ROUND.keys())
-def test_one_round_of_tiles_in_columns_comes_out_exact(changes: dict, order: str) -> None:
-    check(9, (150, 520, 712), changes, order, 5)
+def test_one_round_of_tiles_in_columns_comes_out_exact(changes: dict) -> None:
+    check(9, (150, 520, 712), changes, "random", 5)
 
 
 @pytest.mark.parametrize("number", [7, 8, 9])

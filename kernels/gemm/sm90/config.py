@@ -36,6 +36,7 @@ class Sm90Config(GemmConfig):
     cluster_m: int = 1  # CTAs along M that share tiles of B by multicast
     cluster_n: int = 1  # CTAs along N that share tiles of A
     columns: int = 0  # of clusters, each of which has one tile (one_round.py); 0: tiles are walked
+    rows: int = 0  # of clusters, likewise
     spread: bool = False  # one tile on each SM, overlapping (spread.py)
 
     @classmethod
@@ -73,11 +74,11 @@ class Sm90Config(GemmConfig):
     @property
     def one_tile(self) -> bool:
         """Whether each cluster has one tile, whose place is the cluster's index."""
-        return self.columns > 0 or self.spread
+        return self.spread or self.columns > 0 or self.rows > 0
 
     @property
     def few_columns(self) -> bool:
-        return self.tile_n <= FEW_COLUMNS
+        return self.tile_n <= FEW_COLUMNS and not self.rows
 
     @property
     def cluster_columns(self) -> int:
@@ -126,15 +127,17 @@ class Sm90Config(GemmConfig):
         alone = self.split_k * self.cluster_m * self.cluster_n == 1 and not self.pingpong
         if self.spread and not alone:
             return f"spread={self.spread}: each CTA has a tile to itself"
-        if self.columns and (self.spread or self.split_k > 1 or self.pingpong):
-            return f"columns={self.columns}: takes no spread, split_k or pingpong beside it"
-        if self.columns < 0:
-            return f"columns={self.columns}: 0, or as many as cover C"
+        if min(self.columns, self.rows) < 0:
+            return f"columns={self.columns}, rows={self.rows}: 0, or as many as cover C"
+        if (self.columns or self.rows) and (self.spread or self.pingpong):
+            return f"columns={self.columns}, rows={self.rows}: take no spread or pingpong beside"
+        if self.columns and self.rows:
+            return f"columns={self.columns}, rows={self.rows}: one of them is told apart"
         return None
 
     def _why_not_split(self) -> str | None:
-        if self.split_k not in (1, 2, 4, 8):
-            return f"split_k={self.split_k}: 1, 2, 4 or 8 CTAs"
+        if not 1 <= self.split_k <= 8:
+            return f"split_k={self.split_k}: 1 to 8 CTAs"
         if self.split_k == 1:
             return None
         if self.cluster_m * self.cluster_n > 1:
@@ -149,7 +152,7 @@ class Sm90Config(GemmConfig):
     def why_not_problem(self, problem: GemmProblem, arch: Arch) -> str | None:
         return (
             super().why_not_problem(problem, arch)
-            or self._why_not_columns(problem, arch)
+            or self._why_not_round(problem, arch)
             or self._why_not_spread(problem, arch)
         )
 
@@ -157,16 +160,17 @@ class Sm90Config(GemmConfig):
         """Rows and columns of what the MMA computes."""
         return (problem.n, problem.m) if self.swap_ab else (problem.m, problem.n)
 
-    def _why_not_columns(self, problem: GemmProblem, arch: Arch) -> str | None:
-        if not self.columns:
+    def _why_not_round(self, problem: GemmProblem, arch: Arch) -> str | None:
+        if not self.columns and not self.rows:
             return None
         rows, columns = self.computed(problem)
-        if ceil_div(columns, self.cluster_columns) != self.columns:
-            return f"columns={self.columns}: clusters of {self.cluster_columns} columns, {columns}"
-        num_ctas = self.num_ctas or arch.num_sms
         down = ceil_div(rows, self.tile_m * self.cluster_m)
-        if down * self.columns * self.cluster_m * self.cluster_n > num_ctas:
-            return f"columns={self.columns}: {rows} rows are more than {num_ctas} CTAs have"
+        across = ceil_div(columns, self.cluster_columns)
+        if (self.columns and across != self.columns) or (self.rows and down != self.rows):
+            return f"columns={self.columns}, rows={self.rows}: {down}x{across} clusters cover C"
+        num_ctas = self.num_ctas or arch.num_sms
+        if down * across * self.cluster_m * self.cluster_n * self.split_k > num_ctas:
+            return f"columns={self.columns}, rows={self.rows}: more tiles than {num_ctas} CTAs"
         return None
 
     def _why_not_spread(self, problem: GemmProblem, arch: Arch) -> str | None:
@@ -185,8 +189,8 @@ class Sm90Config(GemmConfig):
         out = signature.out
         if self.spread and (signature.ops or out.batched or not out.tma):
             return f"spread={self.spread}: out's places count from the tile's, and rows twice"
-        if self.columns and out.batched:
-            return f"columns={self.columns}: a batch has tiles of its own"
+        if (self.columns or self.rows) and out.batched:
+            return f"columns={self.columns}, rows={self.rows}: a batch has tiles of its own"
         if self.split_k > 1 and (out.batched or out.dtype == "fp32"):
             return f"split_k={self.split_k}: stores parts of 16 bits, of no batch"
         return None

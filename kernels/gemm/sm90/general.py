@@ -132,8 +132,8 @@ class General:
         cluster = c.cluster_m, c.cluster_n
         if c.spread:
             return Spread(num_ctas)
-        if c.columns:
-            return OneRound(c.tile_m, cluster, c.columns)
+        if c.columns or c.rows:
+            return OneRound((c.tile_m, c.tile_n), cluster, c.columns, c.rows, c.split_k)
         raster = Raster(c.raster_group, c.raster_along)
         return StaticPersistent(raster, (c.tile_m, c.tile_n), cluster, num_ctas, c.split_k)
 
@@ -141,7 +141,8 @@ class General:
     def pace(self) -> Pace:
         """The pace of CTAs with one tile: with more columns, L2 and the tensor cores take their
         part of the time (docs/facts.md)."""
-        share = 0.93 if self.tiles.cluster_columns <= FEW_COLUMNS else 0.89
+        few = self.tiles.cluster_columns <= FEW_COLUMNS and not self.tiles.rows
+        share = 0.93 if few else 0.89
         return Pace.of(arch_named(self.arch), share)
 
     @property

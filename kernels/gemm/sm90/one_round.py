@@ -1,8 +1,9 @@
-"""One round of tiles: one for each cluster, in a number of columns that the kernel is made for.
+"""One round of tiles: one for each cluster, in columns or rows that the kernel is made for.
 
-There is nothing to order: a cluster's index is its tile, and neighbours have the same rows. The
-raster's divisions took as long before the first load, and again after the last MMA, as the store of
-the tile: at M = 128 and N = K = 8192 0.4 us of 39 (docs/facts.md).
+There is nothing to order: a cluster's index is its tile, and neighbours share the operand that
+takes the time: with few columns A, of which they load the same rows, with few rows B. The raster's
+divisions took as long before the first load, and again after the last MMA, as the store of the
+tile: at M = 128 and N = K = 8192 0.4 us of 39 (docs/facts.md).
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ class OneStep(NamedTuple):
     start: int = 0
     end: int = 1
     step: int = 1
-    split: int = 0
+
+    @property
+    def split(self) -> Int32 | int:
+        return self.tile.split
 
     def tile_at(self, index: Int32 | int) -> WorkTile:
         return self.tile
@@ -31,21 +35,33 @@ class OneStep(NamedTuple):
 
 @dataclass(frozen=True)
 class OneRound:
-    """A grid of clusters, `columns` of them along N."""
+    """A grid of clusters, `columns` of them along N, or `rows` of them along M.
 
-    tile_m: int
+    With `split_k` > 1 a cluster is as many CTAs deep along z, which share the K of one tile.
+    """
+
+    tile: tuple[int, int]
     cluster: tuple[int, int]  # CTAs along M and N
     columns: int
+    rows: int = 0
+    split_k: int = 1
 
     def grid(self, mC: cute.Tensor) -> tuple[int, int, Int32]:
         across, down = self.cluster
-        rows = clusters(cute.ceil_div(mC.shape[0], self.tile_m), across)
-        return across, down, rows if self.columns == 1 else rows * self.columns
+        side = 1 if self.rows else 0
+        along = clusters(cute.ceil_div(mC.shape[side], self.tile[side]), self.cluster[side])
+        return across, down, along * ((self.rows or self.columns) * self.split_k)
 
     def walk(self, mC: cute.Tensor) -> OneStep:
         m, n = place_in_cluster(*self.cluster)
-        _, _, cluster = cute.arch.block_idx()
-        if self.columns > 1:
-            n = n + cluster % self.columns * self.cluster[1]
-            cluster = cluster // self.columns
-        return OneStep(WorkTile(cluster * self.cluster[0] + m, n))
+        _, _, index = cute.arch.block_idx()
+        split: Int32 | int = 0
+        if self.split_k > 1:
+            index, split = index // self.split_k, index % self.split_k
+        few = self.rows or self.columns
+        place: Int32 | int = 0
+        if few > 1:
+            index, place = index // few, index % few
+        row, column = (place, index) if self.rows else (index, place)
+        across, down = self.cluster
+        return OneStep(WorkTile(row * across + m, column * down + n, split=split))
