@@ -215,7 +215,7 @@ class Ratio:
 
 
 def ratios(title: str, points: Sequence[Ratio], names: Sequence[str], width: float) -> str:
-    """Ratios sorted from the lowest, a dot for each problem, and a line at 1; `names` of the hues."""
+    """Ratios sorted from the lowest, a dot for each problem, over a line at 1; `names` of hues."""
     height = 300.0
     ordered = sorted(points, key=lambda p: p.value)
     low, high = min(0.9, ordered[0].value) * 0.98, max(1.1, ordered[-1].value) * 1.02
