@@ -36,7 +36,7 @@ from cutex.problem.stage import Config, Stage
 
 Timer = Callable[[Sequence[Config], int], dict[Config, float]]  # configs, rounds -> us
 
-CANDIDATES = 14  # of the model's that are timed
+CANDIDATES = 20  # of the model's that are timed
 FINALISTS = 4
 ROUNDS, FINAL_ROUNDS = 8, 30
 WARM_UP_SECONDS = 0.3

@@ -95,3 +95,16 @@ def remember(calls: CallClass, tiles: GemmConfig, us: dict[str, float]) -> None:
     with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as scratch:
         json.dump(entry, scratch, indent=1)
     os.replace(scratch.name, file)
+
+
+_preferred: dict[CallClass, GemmConfig] = {}
+
+
+def prefer(calls: CallClass, tiles: GemmConfig) -> None:
+    """Have `calls` take `tiles` in this process, unless others were chosen by time."""
+    _preferred[calls] = tiles
+
+
+def preferred(calls: CallClass) -> GemmConfig | None:
+    """What `prefer` was told for `calls`."""
+    return _preferred.get(calls)

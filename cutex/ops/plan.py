@@ -31,16 +31,30 @@ if TYPE_CHECKING:
 FINE_ROWS = 512
 
 
-def proposals(problem: GemmProblem, arch_name: str, batch: int = 1) -> Iterator[GemmConfig]:
+def proposals(calls: CallClass) -> Iterator[GemmConfig]:
     """The config that the autotuner chose on this GPU, if it did, then the model's ranking."""
     from cutex.bench import autotune
     from cutex.kernels.gemm import stages
 
+    problem, target = problem_of(calls), arch(calls.arch)
+    batch = calls.sizes[3]
     if torch.cuda.is_available() and batch == 1:
-        found = autotune.remembered(stages(arch_name)[-1], problem)
-        if isinstance(found, GemmConfig) and found.why_not(problem, arch(arch_name)) is None:
+        found = autotune.remembered(stages(calls.arch)[-1], problem)
+        if isinstance(found, GemmConfig) and found.why_not(problem, target) is None:
             yield found
-    yield from ranked(problem, arch(arch_name), batch)
+    yield from ranked(problem, target, batch, majors_of(calls))
+
+
+def problem_of(calls: CallClass) -> GemmProblem:
+    """One matrix of `calls`, as configs and the model take it."""
+    m, n, k, _ = calls.sizes
+    dtype = calls.layouts[0].dtype
+    return GemmProblem(m, n, k, dtype if dtype in ("bf16", "fp16") else "bf16")
+
+
+def majors_of(calls: CallClass) -> tuple[bool, bool]:
+    """Whether K is contiguous in a and in b."""
+    return calls.layouts[0].major == "row", calls.layouts[1].major == "column"
 
 
 @lru_cache(maxsize=4096)
@@ -57,9 +71,9 @@ def config_for(
 
 @lru_cache(maxsize=4096)
 def _config_of(calls: CallClass) -> GeneralConfig:
-    found = choices.remembered(calls)
-    if found is not None and (config := fitted(found, calls)) is not None:
-        return config
+    for found in (choices.remembered(calls), choices.preferred(calls)):
+        if found is not None and (config := fitted(found, calls)) is not None:
+            return config
     return next(candidates(calls))
 
 
@@ -93,15 +107,13 @@ def rows_class(m: int) -> int:
 def candidates(calls: CallClass) -> Iterator[GeneralConfig]:
     """The configs of the general kernel that can do `calls`, best first, as the model has it;
     ValueError if there is none."""
-    m, n, k, batch = calls.sizes
-    dtype = calls.layouts[0].dtype
-    problem = GemmProblem(m, n, k, dtype if dtype in ("bf16", "fp16") else "bf16")
     none = True
-    for tiles in proposals(problem, calls.arch, batch):
+    for tiles in proposals(calls):
         if (config := fitted(tiles, calls)) is not None:
             none = False
             yield config
     if none:
+        m, n, k, _ = calls.sizes
         raise ValueError(f"M={m}, N={n}, K={k}: no config takes these sizes")
 
 

@@ -8,13 +8,27 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from cutex.arch import arch as target
 from cutex.arch import local_arch
+from cutex.kernels.gemm.choose import cover, predictions
 from cutex.kernels.gemm.signature import GeneralConfig
-from cutex.ops import building
+from cutex.ops import building, choices
 from cutex.ops.arrange import arrange
 from cutex.ops.checks import Call, check
-from cutex.ops.device import simulated_arch
-from cutex.ops.plan import BUILT, config_for, kernel_for, rows_class
+from cutex.ops.choices import CallClass
+from cutex.ops.device import forget_plans, simulated_arch
+from cutex.ops.plan import (
+    BUILT,
+    call_class,
+    fitted,
+    forget,
+    kernel_for,
+    majors_of,
+    problem_of,
+    rows_class,
+)
+
+MOST_KERNELS = 24
 
 Rows = int | range
 Shape = tuple[Rows, int, int]
@@ -34,17 +48,19 @@ def warm_up(
     activation: str | None = None,
     residual: bool = False,
     out_dtype: torch.dtype | None = None,
+    most: int = MOST_KERNELS,
 ) -> int:
     """Build, in parallel, and load the kernels of `cutex.matmul(x, w.mT, ...)` for all `shapes`.
 
     shapes: (M, N, K) each, x (M, K) and w (N, K) contiguous; M may be a range of token counts. bias
-    (N,), residual (M, N) and `activation` as `cutex.matmul` takes them. Returns how many kernels
-    these calls take; after it none of them compiles (`kernels_built`). Raises TypeError or
-    ValueError for what `cutex.matmul` would not take, and where there is no Hopper or Blackwell
-    GPU.
+    (N,), residual (M, N), `activation` as `cutex.matmul` takes them. At most `most` kernels serve
+    them all, those that together cost the least by the model; calls in this process then take
+    these. Returns how many there are; after it none of the calls compiles (`kernels_built`). Raises
+    TypeError or ValueError for what `cutex.matmul` would not take, and where there is no Hopper or
+    Blackwell GPU.
     """
     arch = _arch()
-    configs: dict[GeneralConfig, None] = {}
+    classes: dict[CallClass, None] = {}
     for shape in shapes:
         for m, n, k in _classes(shape):
             x, w, row = _meta((m, k), dtype), _meta((n, k), dtype), _meta((n,), dtype)
@@ -53,11 +69,34 @@ def warm_up(
             check(call)
             arranged = arrange(call, _meta(call.shape, call.dtype), arch)
             layouts = arranged.a, arranged.b, arranged.out
-            configs[config_for(arranged.sizes, layouts, arranged.ops, arch)] = None
+            classes[call_class(arranged.sizes, layouts, arranged.ops, arch)] = None
+    configs = list(dict.fromkeys(_few_for(list(classes), arch, most).values()))
     building.build([(config, arch) for config in configs])
     for config in configs:
         kernel_for(config, arch)
     return len(configs)
+
+
+def _few_for(classes: list[CallClass], arch_name: str, most: int) -> dict[CallClass, GeneralConfig]:
+    """A config for each of `classes`, at most `most` different ones, which calls then take."""
+    times: list[dict[GeneralConfig, float]] = []
+    for calls in classes:
+        known = choices.remembered(calls)
+        predicted = predictions(
+            problem_of(calls), target(arch_name), calls.sizes[3], majors_of(calls)
+        )
+        whole = {known: 1.0} if known is not None else predicted
+        fitting = ((fitted(tiles, calls), us) for tiles, us in whole.items())
+        times.append({config: us for config, us in fitting if config is not None})
+    few = set(cover(times, most))
+    chosen = {}
+    for calls, of_class in zip(classes, times, strict=True):
+        config = min(few & of_class.keys(), key=of_class.__getitem__)
+        choices.prefer(calls, config.tiles)
+        chosen[calls] = config
+    forget()
+    forget_plans()
+    return chosen
 
 
 def _arch() -> str:

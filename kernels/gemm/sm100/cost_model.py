@@ -77,13 +77,11 @@ def configs(arch_name: str) -> tuple[Sm100Config, ...]:
     return tuple(found)
 
 
-def candidates(problem: GemmProblem, arch: Arch) -> tuple[Sm100Config, ...]:
+def candidates(
+    problem: GemmProblem, arch: Arch, majors: tuple[bool, bool] = (True, True)
+) -> tuple[Sm100Config, ...]:
+    """All configs, whatever the problem and whether K is contiguous in its operands."""
     return configs(arch.name)
-
-
-def variants(config: Sm100Config) -> tuple[Sm100Config, ...]:
-    """`config` alone: there is one way for its CTAs to find their tiles."""
-    return (config,)
 
 
 def deepest(config: Sm100Config, arch: Arch) -> Sm100Config:
@@ -93,7 +91,13 @@ def deepest(config: Sm100Config, arch: Arch) -> Sm100Config:
     return replace(config, num_stages=min(DEEPEST, room // slot))
 
 
-def predict(config: Sm100Config, problem: GemmProblem, arch: Arch, batch: int = 1) -> float:
+def predict(
+    config: Sm100Config,
+    problem: GemmProblem,
+    arch: Arch,
+    batch: int = 1,
+    majors: tuple[bool, bool] = (True, True),
+) -> float:
     """Microseconds that the model expects of `batch` such problems in one launch."""
     c, costs = config, B200
     m, n = (problem.n, problem.m) if c.swap_ab else (problem.m, problem.n)
