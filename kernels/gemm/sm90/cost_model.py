@@ -36,6 +36,7 @@ FEW = 4  # clusters along the side of C that is cut into few, at most
 # CTAs that run at one time, by those of a cluster: some GPCs have SMs left over
 AT_ONCE = {1: 132, 2: 132, 3: 126, 4: 120}
 SHALLOW = 164 * 1024  # 1.01 times as fast as all of smem with M = 1 to 16: SMs stay together
+SPREAD = 0.99  # of the time of tiles that leave a few SMs without
 NARROW = 32  # rows of an operand that TMA loads one box each of, where K is not contiguous
 
 
@@ -308,4 +309,5 @@ def predict(
     if c.split_k > 1:
         others = c.partial_bytes * (c.split_k - 1) / c.split_k
         time += costs.exchange_us + others / costs.exchange_gbs / 1e3
-    return time + costs.launch_us + leaving / costs.clock_ghz / 2e3
+    time += costs.launch_us + leaving / costs.clock_ghz / 2e3
+    return time * (SPREAD if c.spread else 1)
