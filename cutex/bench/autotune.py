@@ -36,7 +36,7 @@ from cutex.problem.stage import Config, Stage
 
 Timer = Callable[[Sequence[Config], int], dict[Config, float]]  # configs, rounds -> us
 
-CANDIDATES = 14  # of the model's that are timed
+CANDIDATES = 20  # of the model's that are timed
 FINALISTS = 4
 ROUNDS, FINAL_ROUNDS = 8, 30
 WARM_UP_SECONDS = 0.3
@@ -108,9 +108,8 @@ def _on_gpu(stage: Stage, problem: Problem, copies: int) -> Timer:
                 compiled = compile(stage.kernel(config), problem.dtype, stage.arch)
                 kernels[str(i)] = problem.launcher(compiled, compiled.argument_names)
                 step()
-            measured = timing.time_variants(
-                kernels, operands, "cold", rounds=rounds, warm_up_seconds=WARM_UP_SECONDS
-            )
+            sampling = timing.Sampling(rounds, WARM_UP_SECONDS)
+            measured = timing.time_variants(kernels, operands, "cold", sampling=sampling)
             step()
         return {c: measured.timings[str(i)].median_us for i, c in enumerate(configs)}
 
