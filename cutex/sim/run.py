@@ -23,7 +23,7 @@ from cutex.sim.host.capture import PACKED, HostFunction, HostTensor, Launch, c_c
 from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.memory import MODULE_WINDOW, GlobalMemory, Region
 from cutex.sim.machine.pending_clusters import PendingClusters
-from cutex.sim.machine.residency import residency
+from cutex.sim.machine.residency import Residency, residency
 from cutex.sim.policy import policy
 from cutex.sim.ptx.parse import Program, parse
 from cutex.sim.scheduler import Scheduler
@@ -149,9 +149,12 @@ class Simulation:
         ):
             params[p.offset : p.offset + p.size] = np.frombuffer(raw, np.uint8)
         order = policy(self.order, self.seed + self.report.launches)
-        machine = Machine(program, what, memory, params, residency(program, what), order)
+        machine = Machine(program, what, memory, params, self._residency(program, what), order)
         _add_module_variables(machine)
         return Scheduler(machine)
+
+    def _residency(self, program: Program, what: Launch) -> Residency:
+        return residency(program, what)
 
     def _run(self, scheduler: Scheduler, what: Launch) -> None:
         machine = scheduler.m

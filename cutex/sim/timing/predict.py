@@ -1,0 +1,130 @@
+"""From the record of a few clusters to the time of the grid."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from cutex.sim.timing.gpus import Gpu
+from cutex.sim.timing.record import Load, Mma, Store, Touch
+from cutex.sim.timing.replay import Interval, Memory, Replay, Run
+from cutex.sim.timing.trace import Traced
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What the whole grid has to do, where the kernel does not say: MMA FLOPs, and those of one
+    output tile; 0: not known, the record is of all that a cluster does.
+    """
+
+    flops: float = 0.0
+    tile_flops: float = 0.0
+
+
+@dataclass
+class Timed:
+    """Cycles of one launch, and where they went."""
+
+    cycles: float
+    detailed: float  # cycles that were replayed event by event
+    busy: dict[str, float]  # part of the replayed time, by unit of an SM
+    worked: dict[str, float]  # part of the replayed time, by role
+    waited: dict[str, dict[str, float]]  # the same, by role and what for
+    intervals: list[Interval] = field(default_factory=list)
+    miss: float = 0.0
+    rounds: int = 1
+    flops: float = 0.0
+    loaded: float = 0.0  # bytes through L2
+    stored: float = 0.0
+    dram: float = 0.0
+
+    @property
+    def binds(self) -> str:
+        return max(self.busy, key=lambda u: self.busy[u])
+
+
+def predict(traced: Traced, gpu: Gpu, whole: Whole | None = None, log: bool = False) -> Timed:
+    """Cycles of the SM's clock, from the end of the kernel before to the end of this one."""
+    whole = whole or Whole()
+    record = traced.record
+    size = record.cluster_size
+    groups = gpu.sms // size
+    slots = min(traced.per_sm, math.ceil(traced.clusters / groups))
+    rounds = math.ceil(traced.clusters / groups)
+    busy_sms = min(traced.clusters, groups) * size
+    share = work = 0.0
+    if whole.flops:  # of the busiest cluster
+        work = whole.flops / traced.clusters
+        if whole.tile_flops:
+            tiles = math.ceil(whole.flops / whole.tile_flops / traced.clusters / size - 1e-9)
+            work = tiles * whole.tile_flops * size
+        share = work / record.flops if record.flops else 1.0
+    extended = bool(share) and not record.complete
+    loads = _sum(traced, Load) * (share if extended else 1.0) * traced.clusters
+    stores = _sum(traced, Store, Touch) * (share if extended else 1.0) * traced.clusters
+    dram = _dram(traced, loads, gpu)
+    memory = Memory(dram / loads if loads else 1.0, busy_sms)
+    replay = Replay(record, gpu, memory, rounds=1 if extended else rounds, slots=slots, log=log)
+    run = replay.run()
+    cycles = run.end
+    if extended:
+        cycles = _extended(run, work, whole.tile_flops * size, record.flops)
+    drained = max(0.0, run.stores_end - run.end) if not extended else 0.0
+    return Timed(
+        cycles=cycles + drained + gpu.launch,
+        detailed=run.end,
+        busy={u: b / run.end for u, b in run.units.items()},
+        worked={r: w / run.end for r, w in run.worked.items()},
+        waited={r: {k: v / run.end for k, v in w.items()} for r, w in run.waits.items()},
+        intervals=run.intervals,
+        miss=memory.miss,
+        rounds=rounds,
+        flops=whole.flops or record.flops * traced.clusters,
+        loaded=loads,
+        stored=stores,
+        dram=dram,
+    )
+
+
+def _extended(run: Run, work: float, tile: float, recorded: float) -> float:
+    """The end of a cluster that does ``work`` FLOPs, from the steady part of its record."""
+    first = tile or recorded / 4
+    last = math.floor(recorded / tile) * tile if tile else recorded
+    a = _when(run, first)
+    b = _when(run, last)
+    rate = (last - first) / (b - a)
+    drain = run.drain if run.drain else 0.0
+    return b + (work - last) / rate + drain
+
+
+def _when(run: Run, flops: float) -> float:
+    for at, done in run.mma:
+        if done >= flops * (1 - 1e-9):
+            return at
+    return run.mma[-1][0]
+
+
+def _sum(traced: Traced, *kinds: type) -> float:
+    """Bytes that a cluster moves."""
+    total = 0.0
+    for program in traced.record.programs.values():
+        for e in program:
+            if isinstance(e, kinds):
+                if isinstance(e, Touch):
+                    total += 0.0 if e.waits else 32 * e.sectors
+                else:
+                    total += e.size
+    return total
+
+
+def _dram(traced: Traced, loads: float, gpu: Gpu) -> float:
+    """Bytes that loads bring from memory: each tensor once if L2 holds them all, else what CTAs
+    that run side by side do not share, again for each round.
+    """
+    least = min(traced.footprint, loads)
+    if traced.footprint <= gpu.l2_capacity or not loads:
+        return least
+    return max(least, min(loads, traced.sharing.part * loads))
+
+
+__all__ = ["Mma", "Timed", "Whole", "predict"]

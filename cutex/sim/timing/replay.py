@@ -1,0 +1,559 @@
+"""The discrete-event model: programs of warps on the units of a few SMs.
+
+Time is in cycles of the SM. Every unit is a queue: it serves requests in the order in which they
+come, one at a time, each for as long as its constant says. What a request also takes until its
+effect is seen (a latency) delays that effect, not the unit.
+
+    sub-core    issue slots and pipes, four an SM; a warp is at home in one
+    port        shared memory: operands of MMAs, TMA, loads and stores of warps
+    tensor      wgmma or tcgen05.mma
+    tma         boxes that the TMA engine takes on; bytes into the SM
+    L2, HBM     an SM's share of what all may have
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from cutex.sim.timing.gpus import Gpu
+from cutex.sim.timing.record import (
+    Arrive,
+    Cluster,
+    Columns,
+    Commit,
+    Event,
+    Group,
+    Load,
+    Mma,
+    Named,
+    Place,
+    Record,
+    Reply,
+    Settled,
+    Store,
+    Touch,
+    Wait,
+    Work,
+)
+
+QUANTUM = 64.0  # cycles of a sub-core for which one warp may hold it before others have their turn
+
+
+@dataclass
+class Memory:
+    """How an SM's copies meet the rest of the GPU: what part of its loads misses L2, how many SMs
+    share the rates."""
+
+    miss: float  # part of the bytes that come from HBM
+    sms: int  # that are busy
+    write_back: float = 1.0  # part of stored bytes that go on to HBM
+
+
+@dataclass
+class Unit:
+    """A queue; ``busy`` adds up what it served."""
+
+    name: str
+    free: float = 0.0
+    busy: float = 0.0
+
+    def serve(self, at: float, cycles: float) -> float:
+        """The end of a service asked for at ``at``."""
+        self.free = max(self.free, at) + cycles
+        self.busy += cycles
+        return self.free
+
+
+@dataclass
+class Barrier:
+    arrivals: int
+    pending: int
+    tx: int = 0
+    phases: int = 0
+    waiting: list[tuple[int, Callable[[float], None]]] = field(default_factory=list)
+
+
+@dataclass
+class Interval:
+    """Something on a track, from ``start`` to ``end``."""
+
+    track: str
+    name: str
+    start: float
+    end: float
+    kind: str = ""  # "work", "wait", "unit"
+    cta: int = 0
+
+
+class Sm:
+    def __init__(self, number: int) -> None:
+        self.cores = [Unit(f"sub-core {i}") for i in range(4)]
+        self.port = Unit("smem port")
+        self.tensor = Unit("tensor core")
+        self.tmem = Unit("tensor memory")
+        self.issue = Unit("TMA issue")
+        self.ingest = Unit("TMA bytes")
+        self.out = Unit("stores")
+        self.l2 = Unit("L2 share")
+        self.hbm = Unit("HBM share")
+
+    @property
+    def units(self) -> list[Unit]:
+        return [
+            *self.cores, self.port, self.tensor, self.tmem, self.issue, self.ingest, self.out,
+            self.l2, self.hbm,
+        ]  # fmt: skip
+
+
+@dataclass
+class Run:
+    """The outcome of a replay; cycles."""
+
+    end: float
+    mma: list[tuple[float, float]]  # when FLOPs were done, and how many in all, for each MMA
+    units: dict[str, float]  # busy cycles, of SM 0
+    waits: dict[str, dict[str, float]]  # by role: what for, cycles
+    worked: dict[str, float]
+    intervals: list[Interval]
+    stores_end: float
+    starts: list[float]
+    drain: float  # from a tile's last MMA to the end of its stores
+
+
+class Replay:
+    """``record``'s clusters on SMs of their own; each cluster slot runs ``rounds`` of them, one
+    after the other, ``slots`` side by side on the same SMs.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        gpu: Gpu,
+        memory: Memory,
+        *,
+        rounds: int = 1,
+        slots: int = 1,
+        log: bool = False,
+    ) -> None:
+        self.record, self.gpu, self.memory = record, gpu, memory
+        self.rounds, self.slots, self.log = rounds, slots, log
+        self.sms = [Sm(i) for i in range(record.cluster_size)]
+        self.heap: list[tuple[float, int, Callable[[float], None]]] = []
+        self.number = 0
+        self.flops = 0.0
+        self.mma: list[tuple[float, float]] = []
+        self.waits: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self.worked: dict[str, float] = defaultdict(float)
+        self.intervals: list[Interval] = []
+        self.end = self.stores_end = 0.0
+        self.starts: list[float] = []
+        self.stores: list[float] = []  # when each is done
+        self.left = 0
+        clusters = record.ctas // record.cluster_size
+        self.programs_of = [
+            {w: p for w, p in record.programs.items() if record.cta[w] // record.cluster_size == c}
+            for c in range(clusters)
+        ]
+
+    def run(self) -> Run:
+        self.queue = deque(range(self.rounds))
+        for _ in range(self.slots):
+            if self.queue:
+                self.queue.popleft()
+                Instance(self, self.programs_of[0]).start(0.0)
+        while self.heap:
+            at, _, then = heapq.heappop(self.heap)
+            self.end = max(self.end, at)
+            then(at)
+        units: dict[str, float] = defaultdict(float)
+        for unit in self.sms[0].units:
+            name = unit.name.split(" ")[0] if unit.name.startswith("sub-core") else unit.name
+            units[name] = max(units[name], unit.busy)
+        if self.left and self.record.complete:
+            raise RuntimeError(f"the replay stopped with {self.left} warps waiting")
+        return Run(
+            self.end, self.mma, dict(units), {r: dict(w) for r, w in self.waits.items()},
+            dict(self.worked), self.intervals, self.stores_end, self.starts, self._drain(),
+        )  # fmt: skip
+
+    def _drain(self) -> float:
+        """NOTE: the first store of a tile follows its last MMA, so the first gap in the stores that
+        is longer than a load takes ends the first tile's.
+        """
+        if not self.stores or not self.mma:
+            return 0.0
+        first, last = self.stores[0], self.stores[0]
+        for at in self.stores:
+            if at - last > 2 * self.gpu.l2_latency + 2000:
+                break
+            last = at
+        before = max((t for t, _ in self.mma if t <= first), default=first)
+        return last - before
+
+    def at(self, when: float, then: Callable[[float], None]) -> None:
+        self.number += 1
+        heapq.heappush(self.heap, (when, self.number, then))
+
+    def ended(self, now: float) -> None:
+        """A cluster has left its SMs."""
+        if self.queue:
+            self.queue.popleft()
+            which = (self.rounds - len(self.queue)) % len(self.programs_of)
+            Instance(self, self.programs_of[which]).start(now + self.gpu.cta_turnover)
+
+
+class Instance:
+    """One cluster that runs: the state of its barriers and groups."""
+
+    def __init__(self, replay: Replay, programs: dict[int, list[Event]]) -> None:
+        self.r, self.gpu, self.programs = replay, replay.gpu, programs
+        record = replay.record
+        self.barriers = {at: Barrier(n, n) for at, n in record.barriers.items()}
+        self.named: dict[tuple[int, int], list[Any]] = defaultdict(lambda: [0, []])
+        self.cluster_count, self.cluster_phase = 0, 0
+        self.cluster_waiting: list[tuple[int, Callable[[float], None]]] = []
+        self.warps = {w: Warp(self, w, p) for w, p in programs.items()}
+        self.alive = len(self.warps)
+        self.meeting: dict[tuple[int, int, int], list[float]] = defaultdict(list)
+        self.done_mma: dict[tuple[int, int], list[float]] = defaultdict(list)
+        self.sm = {c: replay.sms[c % record.cluster_size] for c in set(record.cta.values())}
+
+    def start(self, now: float) -> None:
+        self.r.starts.append(now)
+        for warp in self.warps.values():
+            self.r.left += 1
+            self.r.at(now, warp.go)
+
+    def warp_ended(self, now: float) -> None:
+        self.alive -= 1
+        self.r.left -= 1
+        if not self.alive:
+            self.r.ended(now)
+
+    # -- mbarriers ---------------------------------------------------------------------------------
+
+    def arrive(self, place: Place, count: int, expect: int, now: float) -> None:
+        b = self.barriers[place]
+        b.tx += expect
+        b.pending -= count
+        self.check(b, now)
+
+    def bytes(self, place: Place, size: int, now: float) -> None:
+        b = self.barriers[place]
+        b.tx -= size
+        self.check(b, now)
+
+    def check(self, b: Barrier, now: float) -> None:
+        if b.pending <= 0 and b.tx == 0:
+            b.pending += b.arrivals
+            b.phases += 1
+            ready = [w for w in b.waiting if w[0] <= b.phases]
+            if ready:
+                b.waiting = [w for w in b.waiting if w[0] > b.phases]
+                for _, wake in ready:
+                    self.r.at(now + self.gpu.wake, wake)
+
+
+class Warp:
+    """A warp on its way through its program."""
+
+    def __init__(self, instance: Instance, number: int, program: list[Event]) -> None:
+        self.i, self.r, self.gpu = instance, instance.r, instance.gpu
+        record = self.r.record
+        self.number, self.program, self.at = number, program, 0
+        self.cta, self.place = record.cta[number], record.place[number]
+        self.sm = self.r.sms[self.cta % record.cluster_size]
+        self.core = self.sm.cores[self.place % 4]
+        self.role = f"warp {self.place}"
+        self.group = (self.cta, self.place // 4)
+        self.open: list[float] = []  # bulk stores read, of the open group
+        self.open_done: list[float] = []
+        self.bulk: list[tuple[float, float]] = []  # groups: read, done
+        self.mmas = 0  # wgmmas issued
+        self.committed: list[int] = []  # mmas, at each commit
+        self.cluster_arrived = 0
+        self.remaining: Work | None = None
+        self.pending_tmem = 0.0
+        self.issued_mma: float = 0.0  # end of the last tcgen05.mma of this warp
+
+    # -- running -----------------------------------------------------------------------------------
+
+    def go(self, now: float) -> None:
+        """Goes on until something takes time."""
+        while True:
+            if self.remaining is not None:
+                work = self.remaining
+            elif self.at == len(self.program):
+                self.i.warp_ended(now)
+                return
+            else:
+                event = self.program[self.at]
+                if not isinstance(event, Work):
+                    self.at += 1
+                    then = _DO[type(event)](self, event, now)
+                    if then is None:
+                        continue
+                    if then >= 0:
+                        self.r.at(then, self.go)
+                    return
+                self.at += 1
+                work = event
+            share = min(1.0, QUANTUM / work.cycles) if work.cycles > QUANTUM else 1.0
+            end = self.core.serve(now, work.busy * share)
+            end = max(end, now + work.cycles * share)
+            if work.port:
+                end = max(end, self.sm.port.serve(now, work.port * share))
+            self.r.worked[self.role] += work.cycles * share
+            if self.r.log:
+                self._log("work", "", now, end)
+            if share < 1.0:
+                rest = 1.0 - share
+                self.remaining = Work(
+                    work.slots * rest, work.cycles * rest, work.busy * rest, work.port * rest
+                )
+            else:
+                self.remaining = None
+            self.r.at(end, self.go)
+            return
+
+    def _log(self, kind: str, name: str, start: float, end: float) -> None:
+        if end > start:
+            self.r.intervals.append(Interval(self.role, name, start, end, kind, self.cta))
+
+    def _waiter(self, what: str, now: float) -> Callable[[float], None]:
+        """To be called when what this warp waits for is there."""
+
+        def wake(then: float) -> None:
+            self.r.waits[self.role][what] += then - now
+            if self.r.log:
+                self._log("wait", what, now, then)
+            self.go(then)
+
+        return wake
+
+    def _until(self, what: str, now: float, then: float) -> float | None:
+        """Waits for a moment that is known."""
+        if then <= now:
+            return None
+        self.r.waits[self.role][what] += then - now
+        if self.r.log:
+            self._log("wait", what, now, then)
+        return then
+
+    # -- events: each returns when to go on; None for at once, -1 when somebody else will wake it --
+
+    def wait(self, e: Wait, now: float) -> float | None:
+        b = self.i.barriers[e.barrier]
+        if b.phases >= e.phases:
+            return now + self.gpu.try_wait
+        b.waiting.append((e.phases, self._waiter(f"mbarrier {e.barrier[1]:#x}", now)))
+        return -1.0
+
+    def arrive(self, e: Arrive, now: float) -> float | None:
+        if e.remote:
+            self.r.at(
+                now + self.gpu.remote_arrive,
+                lambda t: self.i.arrive(e.barrier, e.count, e.expect, t),
+            )
+        else:
+            self.i.arrive(e.barrier, e.count, e.expect, now)
+        return None
+
+    def load(self, e: Load, now: float) -> float | None:
+        g, m, sm = self.gpu, self.r.memory, self.sm
+        issued = sm.issue.serve(now, g.tma_issue)
+        share = m.sms
+        at = issued
+        ends = []
+        l2 = sm.l2.serve(at, e.size * share / g.l2_bytes)
+        hbm = sm.hbm.serve(at, e.size * m.miss * share / g.hbm_bytes) if m.miss else at
+        for signal in e.signals:
+            target = self.i.sm[signal[0]]
+            into = target.ingest.serve(at, e.size / g.tma_bytes)
+            port = target.port.serve(at, e.size / g.smem_bytes)
+            latency = g.l2_latency + (g.hbm_latency if m.miss else 0.0)
+            end = max(into, l2, hbm, port) + latency
+            ends.append(end)
+            self.r.at(end, lambda t, s=signal: self.i.bytes(s, e.size, t))
+            if self.r.log:
+                self.r.intervals.append(
+                    Interval("TMA in", f"{e.size} bytes", at, end, "unit", signal[0])
+                )
+        return now + g.tma_gap
+
+    def store(self, e: Store, now: float) -> float | None:
+        g, sm = self.gpu, self.sm
+        issued = sm.issue.serve(now, g.tma_issue)
+        sm.port.serve(issued, e.size / g.smem_bytes)
+        out = sm.out.serve(issued, e.size * self.r.memory.sms / g.store_bytes)
+        if self.r.memory.write_back:
+            out = max(
+                out,
+                sm.hbm.serve(
+                    issued, e.size * self.r.memory.write_back * self.r.memory.sms / g.hbm_bytes
+                )
+                - g.write_buffer * self.r.memory.sms / g.hbm_bytes,
+            )
+        self.open.append(out + g.store_read)
+        self.open_done.append(out + g.store_latency)
+        self.r.stores_end = max(self.r.stores_end, out + g.store_latency)
+        self.r.stores.append(out + g.store_latency)
+        if self.r.log:
+            self.r.intervals.append(
+                Interval("TMA out", f"{e.size} bytes", issued, out, "unit", self.cta)
+            )
+        return now + g.tma_gap
+
+    def commit(self, e: Commit, now: float) -> float | None:
+        if e.what == "bulk":
+            self.bulk.append((max(self.open, default=now), max(self.open_done, default=now)))
+            self.open, self.open_done = [], []
+        elif e.what == "wgmma":
+            self.committed.append(self.mmas)
+        else:
+            end = max(now, self.issued_mma) + self.gpu.mma_commit
+            for place in e.barriers:
+                self.r.at(end, lambda t, p=place: self.i.arrive(p, 1, 0, t))
+        return None
+
+    def group(self, e: Group, now: float) -> float | None:
+        if e.what == "bulk":
+            older = self.bulk[: max(0, len(self.bulk) - e.pending)]
+            then = max((g[0] if e.read else g[1] for g in older), default=now)
+            return self._until("TMA store", now, then)
+        at = len(self.committed) - e.pending - 1
+        if at < 0 or not self.committed[at]:
+            return None
+        done = self.i.done_mma[self.group]
+        need = self.committed[at]
+        if len(done) >= need:
+            then = done[need - 1] + self.gpu.wgmma_latency
+            return self._until("wgmma", now, then)
+        # others of the warpgroup have not issued it yet
+        self.r.at(now + 8.0, lambda t: self._again(e, now, t))
+        return -1.0
+
+    def _again(self, e: Group, since: float, now: float) -> None:
+        at = len(self.committed) - e.pending - 1
+        done, need = self.i.done_mma[self.group], self.committed[at]
+        if len(done) < need:
+            self.r.at(now + 8.0, lambda t: self._again(e, since, t))
+            return
+        then = max(now, done[need - 1] + self.gpu.wgmma_latency)
+        self.r.at(then, self._waiter("wgmma", since))
+
+    def mma(self, e: Mma, now: float) -> float | None:
+        g = self.gpu
+        if e.n == 0:
+            return self._tcgen05(e, now)
+        self.mmas += 1
+        key = (*self.group, self.mmas)
+        came = self.i.meeting[key]
+        came.append(now)
+        if len(came) == 4:
+            del self.i.meeting[key]
+            cycles = max(e.flops / g.mma_flops, e.smem / g.smem_bytes)
+            self.sm.port.serve(now, e.smem / g.smem_bytes)
+            end = self.sm.tensor.serve(now, cycles)
+            self.i.done_mma[self.group].append(end)
+            self.r.flops += e.flops
+            self.r.mma.append((end, self.r.flops))
+            if self.r.log:
+                self.r.intervals.append(
+                    Interval("tensor core", f"group {self.group[1]}", end - cycles, end, "unit", self.cta)
+                )
+        done = self.i.done_mma[self.group]
+        behind = self.mmas - g.wgmma_queue
+        if behind > 0 and len(done) >= behind and done[behind - 1] > now:
+            return self._until("wgmma queue", now, done[behind - 1])
+        return now + g.wgmma_issue
+
+    def _tcgen05(self, e: Mma, now: float) -> float | None:
+        g = self.gpu
+        cycles = max(e.flops / len(e.ctas) / g.mma_flops, e.smem / g.smem_bytes)
+        end = now
+        for cta in e.ctas:
+            sm = self.i.sm[cta]
+            sm.port.serve(now, e.smem / g.smem_bytes)
+            end = max(end, sm.tensor.serve(max(now, end - cycles), cycles))
+        self.issued_mma = end
+        self.r.flops += e.flops
+        self.r.mma.append((end, self.r.flops))
+        if self.r.log:
+            for cta in e.ctas:
+                self.r.intervals.append(
+                    Interval("tensor core", "tcgen05.mma", end - cycles, end, "unit", cta)
+                )
+        return now + g.wgmma_issue
+
+    def name_barrier(self, e: Named, now: float) -> float | None:
+        key = (self.cta, e.number)
+        state = self.i.named[key]
+        needed = e.threads // 32 or self.r.record.warps_per_cta
+        state[0] += 1
+        if state[0] >= needed:
+            state[0] = 0
+            waiting, state[1] = state[1], []
+            for wake in waiting:
+                self.r.at(now + self.gpu.bar, wake)
+            return now + self.gpu.bar if e.waits else None
+        if e.waits:
+            state[1].append(self._waiter(f"barrier {e.number}", now))
+            return -1.0
+        return None
+
+    def cluster(self, e: Cluster, now: float) -> float | None:
+        i = self.i
+        if not e.waits:
+            self.cluster_arrived = i.cluster_phase + 1
+            i.cluster_count += 1
+            if i.cluster_count == len(i.warps):
+                i.cluster_count = 0
+                i.cluster_phase += 1
+                ready, i.cluster_waiting = i.cluster_waiting, []
+                for _, wake in ready:
+                    self.r.at(now + self.gpu.cluster_barrier, wake)
+            return None
+        if i.cluster_phase >= self.cluster_arrived:
+            return now + self.gpu.cluster_barrier
+        i.cluster_waiting.append((self.cluster_arrived, self._waiter("cluster", now)))
+        return -1.0
+
+    def touch(self, e: Touch, now: float) -> float | None:
+        g, m = self.gpu, self.r.memory
+        size = 32 * e.sectors
+        end = self.sm.out.serve(now, max(e.lines * g.line_cycles, size * m.sms / g.store_bytes))
+        if e.waits:
+            return self._until("global memory", now, end + g.global_latency)
+        self.sm.hbm.serve(now, size * m.write_back * m.sms / g.hbm_bytes)
+        self.r.stores_end = max(self.r.stores_end, end + g.store_latency)
+        # a few stores are taken in before the warp has to wait
+        then = end - g.store_queue * g.line_cycles
+        return self._until("stores", now, then)
+
+    def columns(self, e: Columns, now: float) -> float | None:
+        cycles = e.columns * 32 * 4 / self.gpu.tmem_bytes
+        self.pending_tmem = self.sm.tmem.serve(now, cycles) + self.gpu.tmem_latency
+        return None
+
+    def settled(self, e: Settled, now: float) -> float | None:
+        return self._until("tensor memory", now, self.pending_tmem)
+
+    def reply(self, e: Reply, now: float) -> float | None:
+        for place in e.barriers:
+            self.r.at(
+                now + self.gpu.launch_control, lambda t, p=place: self.i.bytes(p, 16, t)
+            )
+        return None
+
+
+_DO: dict[type, Callable[[Warp, Any, float], float | None]] = {
+    Wait: Warp.wait, Arrive: Warp.arrive, Load: Warp.load, Store: Warp.store,
+    Commit: Warp.commit, Group: Warp.group, Mma: Warp.mma, Named: Warp.name_barrier,
+    Cluster: Warp.cluster, Touch: Warp.touch, Columns: Warp.columns, Settled: Warp.settled,
+    Reply: Warp.reply,
+}  # fmt: skip
