@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from cutex.sim.timing.gpus import Gpu
-from cutex.sim.timing.record import Load, Mma, Store, Touch
+from cutex.sim.timing.record import Load, Store, Touch
 from cutex.sim.timing.replay import Interval, Memory, Replay, Run
 from cutex.sim.timing.trace import Traced
 
@@ -37,6 +38,7 @@ class Timed:
     loaded: float = 0.0  # bytes through L2
     stored: float = 0.0
     dram: float = 0.0
+    side_by_side: int = 1  # CTAs of an SM
 
     @property
     def binds(self) -> str:
@@ -60,9 +62,9 @@ def predict(traced: Traced, gpu: Gpu, whole: Whole | None = None, log: bool = Fa
             work = tiles * whole.tile_flops * size
         share = work / record.flops if record.flops else 1.0
     extended = bool(share) and not record.complete
-    loads = _sum(traced, Load) * (share if extended else 1.0) * traced.clusters
-    stores = _sum(traced, Store, Touch) * (share if extended else 1.0) * traced.clusters
-    dram = _dram(traced, loads, gpu)
+    times = (share if extended else 1.0) * traced.clusters
+    loads, stores = _sum(traced, Load) * times, _sum(traced, Store, Touch) * times
+    dram = _dram(traced, times, gpu)
     memory = Memory(dram / loads if loads else 1.0, busy_sms)
     replay = Replay(record, gpu, memory, rounds=1 if extended else rounds, slots=slots, log=log)
     run = replay.run()
@@ -83,6 +85,7 @@ def predict(traced: Traced, gpu: Gpu, whole: Whole | None = None, log: bool = Fa
         loaded=loads,
         stored=stores,
         dram=dram,
+        side_by_side=slots,
     )
 
 
@@ -117,14 +120,23 @@ def _sum(traced: Traced, *kinds: type) -> float:
     return total
 
 
-def _dram(traced: Traced, loads: float, gpu: Gpu) -> float:
-    """Bytes that loads bring from memory: each tensor once if L2 holds them all, else what CTAs
-    that run side by side do not share, again for each round.
+def _dram(traced: Traced, times: float, gpu: Gpu) -> float:
+    """Bytes that loads bring from memory, ``times`` a cluster's record: each tensor once if L2
+    holds them all, else what CTAs that run side by side do not share, again for each round.
     """
-    least = min(traced.footprint, loads)
-    if traced.footprint <= gpu.l2_capacity or not loads:
-        return least
-    return max(least, min(loads, traced.sharing.part * loads))
-
-
-__all__ = ["Mma", "Timed", "Whole", "predict"]
+    loads: dict[int, float] = defaultdict(float)
+    for program in traced.record.programs.values():
+        for e in program:
+            if isinstance(e, Load):
+                loads[e.source[0]] += e.size * times
+    footprint = sum(s.footprint for s in traced.sharing.values())
+    total = 0.0
+    for tmap, size in loads.items():
+        sharing = traced.sharing.get(tmap)
+        if sharing is None:  # as the best shared of those that were seen
+            total += size * min((s.part for s in traced.sharing.values()), default=1.0)
+            continue
+        least = min(sharing.footprint or size, size)
+        again = min(size, sharing.part * size) if footprint > gpu.l2_capacity else 0.0
+        total += max(least, again)
+    return total

@@ -18,6 +18,8 @@ import numpy as np
 
 from cutex.sim.isa.sync import BarrierOperand
 from cutex.sim.machine.batch import RETRY, Batch
+from cutex.sim.isa.tensormap import MAP_BYTES, decode_map
+from cutex.sim.machine.memory import PARAM_WINDOW
 from cutex.sim.machine.operation import Engine, Operation, Span
 from cutex.sim.ptx.decode import Decoder
 from cutex.sim.ptx.parse import Address, Imm, Instruction, Vector
@@ -64,7 +66,7 @@ class Load(NamedTuple):
     signals: tuple[Place, ...]
     size: int  # bytes, for each of the signals
     source: tuple[Any, ...]  # which box of which tensor
-    boxes: int
+    rows: int  # of the box, each a request of its own
 
 
 class Store(NamedTuple):
@@ -152,7 +154,7 @@ class Record:
     complete: bool  # whether the CTAs came to their end
     flops: float = 0.0  # of all MMAs
     steps: int = 0
-    lines: dict[int, Instruction] = field(default_factory=dict)
+    roles: dict[int, str] = field(default_factory=dict)  # of each warp
 
 
 class Recorder:
@@ -181,8 +183,9 @@ class Recorder:
         self.work = np.zeros((machine.grid.num_warps, 4))
         self.busy = np.zeros((machine.grid.num_warps, len(PIPES)))
         self.programs: dict[int, list[Event]] = defaultdict(list)
-        self.sources: dict[tuple[int, str], list[tuple[Any, ...]]] = {}
+        self.rows: dict[int, int] = {}  # bytes in a row of a tensor map's box
         self.flops, self.steps = 0.0, 0
+        self.counts = np.zeros((machine.grid.num_warps, len(code)), np.int64)
         self.loads = np.zeros(machine.grid.num_ctas, int)
         issue = machine.flight.issue
 
@@ -197,6 +200,7 @@ class Recorder:
     def step(self, batch: Batch, pc: int) -> None:
         self.work[batch.idx] += self.cost[pc]
         self.busy[batch.idx] += self.pipes[pc]
+        self.counts[batch.idx, pc] += 1
         self.steps += batch.n
 
     def done(self, batch: Batch, pc: int, verdict: np.ndarray | None) -> None:
@@ -210,15 +214,20 @@ class Recorder:
 
     def record(self, complete: bool) -> Record:
         g = self.m.grid
+        from cutex.sim.timing.roles import role
+
+        roles = {}
         for warp in range(g.num_warps):
             self._flush(warp)
+            counts = [(self.code[pc], int(self.counts[warp, pc])) for pc in np.nonzero(self.counts[warp])[0]]
+            roles[warp] = role(counts, self.programs[warp])
         return Record(
             dict(self.programs),
             {at: b.expected for at, b in self.m.mbarriers.barriers.items()},
             {w: int(g.warp_cta[w]) for w in range(g.num_warps)},
             {w: int(g.warp_in_cta[w]) for w in range(g.num_warps)},
             g.cluster_size, g.num_ctas, g.warps_per_cta, complete, self.flops, self.steps,
-            {i.line: i for i in self.code if i.op.startswith(("mbarrier", "bar", "wgmma", "cp."))},
+            roles,
         )  # fmt: skip
 
     # -- events ------------------------------------------------------------------------------------
@@ -245,8 +254,8 @@ class Recorder:
             if isinstance(last, Load) and last.source[-1] == -self._turn and last.size == size:
                 loads[-1] = last._replace(signals=(*last.signals, *op.signals))
                 return
-            boxes = max(1, size // 16384)
-            self._add(op.warp, Load(tuple(op.signals), size, (*source, -self._turn), boxes))
+            rows = -(-size // 128)
+            self._add(op.warp, Load(tuple(op.signals), size, (*source, -self._turn), rows))
         elif op.engine is Engine.TMA_STORE:
             self._add(op.warp, Store(op.bytes))
         elif op.engine is Engine.WGMMA:
@@ -319,7 +328,9 @@ class Recorder:
                 warp, at = int(b.idx[row]), int(lane[row])
                 source = (int(maps[row, at]), *(int(p[row, at]) for p in places))
                 program = self.programs[warp]
-                program[-1] = program[-1]._replace(source=source)
+                row_bytes = self._row_bytes(source[0])
+                rows = max(1, program[-1].size // row_bytes) if row_bytes else 1
+                program[-1] = program[-1]._replace(source=source, rows=rows)
                 self.loads[int(self.m.grid.warp_cta[warp])] += 1
 
         return add
@@ -335,6 +346,16 @@ class Recorder:
                     self._add(int(b.idx[row]), make(b, row))
 
         return add
+
+    def _row_bytes(self, address: int) -> int:
+        """Of the box of a tensor map among the kernel's parameters; 0 of others."""
+        if not address & PARAM_WINDOW:
+            return 0
+        if address not in self.rows:
+            at = address & (PARAM_WINDOW - 1)
+            tmap = decode_map(self.m.params[at : at + MAP_BYTES].tobytes())
+            self.rows[address] = int(tmap.box[0] * tmap.itemsize)
+        return self.rows[address]
 
     def _wait(self, ins: Instruction) -> Callable[[Batch, Any], None]:
         d = Decoder(ins, self.m)

@@ -74,6 +74,7 @@ class Barrier:
     pending: int
     tx: int = 0
     phases: int = 0
+    by: str = ""  # what the last of a phase's arrivals came from
     waiting: list[tuple[int, Callable[[float], None]]] = field(default_factory=list)
 
 
@@ -87,6 +88,7 @@ class Interval:
     end: float
     kind: str = ""  # "work", "wait", "unit"
     cta: int = 0
+    by: tuple[str, float] | None = None  # what ended a wait: its track, and when
 
 
 class Sm:
@@ -236,14 +238,16 @@ class Instance:
 
     # -- mbarriers ---------------------------------------------------------------------------------
 
-    def arrive(self, place: Place, count: int, expect: int, now: float) -> None:
+    def arrive(self, place: Place, count: int, expect: int, now: float, by: str) -> None:
         b = self.barriers[place]
+        b.by = by if not expect else b.by
         b.tx += expect
         b.pending -= count
         self.check(b, now)
 
-    def bytes(self, place: Place, size: int, now: float) -> None:
+    def bytes(self, place: Place, size: int, now: float, by: str) -> None:
         b = self.barriers[place]
+        b.by = by
         b.tx -= size
         self.check(b, now)
 
@@ -268,7 +272,7 @@ class Warp:
         self.cta, self.place = record.cta[number], record.place[number]
         self.sm = self.r.sms[self.cta % record.cluster_size]
         self.core = self.sm.cores[self.place % 4]
-        self.role = f"warp {self.place}"
+        self.role = record.roles.get(number, "") or f"warp {self.place}"
         self.group = (self.cta, self.place // 4)
         self.open: list[float] = []  # bulk stores read, of the open group
         self.open_done: list[float] = []
@@ -324,10 +328,11 @@ class Warp:
         if end > start:
             self.r.intervals.append(Interval(self.role, name, start, end, kind, self.cta))
 
-    def _waiter(self, what: str, now: float) -> Callable[[float], None]:
+    def _waiter(self, whom: str | Callable[[], str], now: float) -> Callable[[float], None]:
         """To be called when what this warp waits for is there."""
 
         def wake(then: float) -> None:
+            what = whom if isinstance(whom, str) else whom()
             self.r.waits[self.role][what] += then - now
             if self.r.log:
                 self._log("wait", what, now, then)
@@ -350,17 +355,17 @@ class Warp:
         b = self.i.barriers[e.barrier]
         if b.phases >= e.phases:
             return now + self.gpu.try_wait
-        b.waiting.append((e.phases, self._waiter(f"mbarrier {e.barrier[1]:#x}", now)))
+        b.waiting.append((e.phases, self._waiter(lambda: b.by, now)))
         return -1.0
 
     def arrive(self, e: Arrive, now: float) -> float | None:
         if e.remote:
             self.r.at(
                 now + self.gpu.remote_arrive,
-                lambda t: self.i.arrive(e.barrier, e.count, e.expect, t),
+                lambda t: self.i.arrive(e.barrier, e.count, e.expect, t, self.role),
             )
         else:
-            self.i.arrive(e.barrier, e.count, e.expect, now)
+            self.i.arrive(e.barrier, e.count, e.expect, now, self.role)
         return None
 
     def load(self, e: Load, now: float) -> float | None:
@@ -373,12 +378,12 @@ class Warp:
         hbm = sm.hbm.serve(at, e.size * m.miss * share / g.hbm_bytes) if m.miss else at
         for signal in e.signals:
             target = self.i.sm[signal[0]]
-            into = target.ingest.serve(at, e.size / g.tma_bytes)
+            into = target.ingest.serve(at, max(e.size / g.tma_bytes, e.rows * g.tma_row))
             port = target.port.serve(at, e.size / g.smem_bytes)
             latency = g.l2_latency + (g.hbm_latency if m.miss else 0.0)
             end = max(into, l2, hbm, port) + latency
             ends.append(end)
-            self.r.at(end, lambda t, s=signal: self.i.bytes(s, e.size, t))
+            self.r.at(end, lambda t, s=signal: self.i.bytes(s, e.size, t, "TMA"))
             if self.r.log:
                 self.r.intervals.append(
                     Interval("TMA in", f"{e.size} bytes", at, end, "unit", signal[0])
@@ -417,7 +422,7 @@ class Warp:
         else:
             end = max(now, self.issued_mma) + self.gpu.mma_commit
             for place in e.barriers:
-                self.r.at(end, lambda t, p=place: self.i.arrive(p, 1, 0, t))
+                self.r.at(end, lambda t, p=place: self.i.arrive(p, 1, 0, t, "MMA"))
         return None
 
     def group(self, e: Group, now: float) -> float | None:
@@ -432,7 +437,7 @@ class Warp:
         need = self.committed[at]
         if len(done) >= need:
             then = done[need - 1] + self.gpu.wgmma_latency
-            return self._until("wgmma", now, then)
+            return self._until("MMA", now, then)
         # others of the warpgroup have not issued it yet
         self.r.at(now + 8.0, lambda t: self._again(e, now, t))
         return -1.0
@@ -444,7 +449,7 @@ class Warp:
             self.r.at(now + 8.0, lambda t: self._again(e, since, t))
             return
         then = max(now, done[need - 1] + self.gpu.wgmma_latency)
-        self.r.at(then, self._waiter("wgmma", since))
+        self.r.at(then, self._waiter("MMA", since))
 
     def mma(self, e: Mma, now: float) -> float | None:
         g = self.gpu
@@ -469,7 +474,7 @@ class Warp:
         done = self.i.done_mma[self.group]
         behind = self.mmas - g.wgmma_queue
         if behind > 0 and len(done) >= behind and done[behind - 1] > now:
-            return self._until("wgmma queue", now, done[behind - 1])
+            return self._until("MMA queue", now, done[behind - 1])
         return now + g.wgmma_issue
 
     def _tcgen05(self, e: Mma, now: float) -> float | None:
@@ -546,7 +551,7 @@ class Warp:
     def reply(self, e: Reply, now: float) -> float | None:
         for place in e.barriers:
             self.r.at(
-                now + self.gpu.launch_control, lambda t, p=place: self.i.bytes(p, 16, t)
+                now + self.gpu.launch_control, lambda t, p=place: self.i.bytes(p, 16, t, "launch control")
             )
         return None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from cutex.sim.host.capture import HostTensor, Launch
@@ -16,22 +16,25 @@ from cutex.sim.ptx.parse import Program
 from cutex.sim.run import Simulation, _arguments, load
 from cutex.sim.scheduler import Scheduler
 from cutex.sim.timing.machine_code import Cost, costs, disassemble
-from cutex.sim.timing.record import Enough, Load, Record, Recorder
+from cutex.sim.timing.record import Enough, Event, Load, Record, Recorder
 
 SM_REGISTERS = 65536
-SAMPLED_LOADS = 4  # of each CTA, to see what they share
+MOST_LOADS = 24  # of each CTA, to see what they share
 
 
 @dataclass
 class Sharing:
-    """What CTAs that run at the same time load: bytes in all, and of different boxes."""
+    """What CTAs that run at the same time load of one tensor: bytes in all, and of different boxes;
+    ``footprint`` is the tensor's own.
+    """
 
     loaded: float = 0.0
     different: float = 0.0
+    footprint: float = 0.0
 
     @property
     def part(self) -> float:
-        return self.different / self.loaded if self.loaded else 0.0
+        return self.different / self.loaded if self.loaded else 1.0
 
 
 @dataclass
@@ -41,8 +44,7 @@ class Traced:
     record: Record
     grid: tuple[int, int, int]
     per_sm: int  # CTAs that an SM holds
-    footprint: float  # bytes of all tensors that TMA loads
-    sharing: Sharing
+    sharing: dict[int, Sharing]  # by tensor map
     name: str = ""
 
     @property
@@ -71,10 +73,9 @@ class _Few(Simulation):
         self.all_at_once = False
 
     def launch(self, what: Launch) -> None:
-        self.all_at_once = True
-        self.sharing, self.footprint = Sharing(), 0.0
-        super().launch(what)
         self.all_at_once = False
+        super().launch(what)
+        self.all_at_once = True
         super().launch(what)
 
     def _residency(self, program: Program, what: Launch) -> Residency:
@@ -99,29 +100,30 @@ class _Few(Simulation):
         )
         self.traced.append(
             Traced(
-                recorder.record(complete), what.grid, max(1, held), self.footprint, self.sharing,
-                what.kernel,
+                recorder.record(complete), what.grid, max(1, held), {}, what.kernel
             )
         )  # fmt: skip
 
     def _look_at_loads(self, scheduler: Scheduler, what: Launch) -> None:
-        machine = scheduler.m
-        if not any(i.op.startswith("cp.async.bulk.tensor") for i in machine.program.code):
+        machine, traced = scheduler.m, self.traced[-1]
+        most = _loads_that_tell(traced.record)
+        if not most:
             return
         count = machine.grid.num_ctas // what.cluster_size
         clusters = range(what.num_ctas // what.cluster_size)[:count]
         machine.pending_clusters = PendingClusters(list(clusters))
         machine.load_clusters(machine.pending_clusters.start(count))
-        recorder = Recorder(machine, {}, enough_loads=SAMPLED_LOADS)
+        recorder = Recorder(machine, {}, enough_loads=most)
         self._until_enough(scheduler, recorder)
         boxes: dict[tuple[Any, ...], int] = {}
         for program in recorder.programs.values():
-            loads = [e for e in program if isinstance(e, Load)]
-            for load_ in loads[:SAMPLED_LOADS]:
+            for load_ in _loads(program)[:most]:
                 boxes[load_.source] = load_.size
-                self.sharing.loaded += load_.size
-        self.sharing.different = float(sum(boxes.values()))
-        self.footprint = _footprint(machine, {source[0] for source in boxes})
+                traced.sharing.setdefault(load_.source[0], Sharing()).loaded += load_.size
+        for source, size in boxes.items():
+            traced.sharing[source[0]].different += size
+        for tmap, sharing in traced.sharing.items():
+            sharing.footprint = _footprint(machine, tmap)
 
     def _until_enough(self, scheduler: Scheduler, recorder: Recorder) -> bool:
         scheduler.recorder = recorder
@@ -132,17 +134,35 @@ class _Few(Simulation):
         return True
 
 
-def _footprint(machine: Machine, maps: set[int]) -> float:
-    total = 0.0
-    for address in maps:
-        if address & PARAM_WINDOW:
-            at = address & (PARAM_WINDOW - 1)
-            tmap = decode_map(machine.params[at : at + MAP_BYTES].tobytes())
-            size = float(tmap.itemsize)
-            for n in tmap.dims[: tmap.rank]:
-                size *= n
-            total += size
-    return total
+def _loads(program: list[Event]) -> list[Load]:
+    """Those of tensors that TMA knows by a map."""
+    return [e for e in program if isinstance(e, Load) and isinstance(e.source[0], int)]
+
+
+def _loads_that_tell(record: Record) -> int:
+    """So many loads of a CTA that each tensor is among them."""
+    most = 0
+    for program in record.programs.values():
+        loads = _loads(program)
+        first: dict[int, int] = {}
+        for i, load_ in enumerate(loads):
+            first.setdefault(load_.source[0], i)
+        again = [i for i, e in enumerate(loads) if first and i > max(first.values())]
+        tells = (again[0] if again else len(loads)) if first else 0
+        most = max(most, tells)
+    return min(most, MOST_LOADS)
+
+
+def _footprint(machine: Machine, address: int) -> float:
+    """Bytes of the tensor of a map among the kernel's parameters; 0 of others."""
+    if not address & PARAM_WINDOW:
+        return 0.0
+    at = address & (PARAM_WINDOW - 1)
+    tmap = decode_map(machine.params[at : at + MAP_BYTES].tobytes())
+    size = float(tmap.itemsize)
+    for n in tmap.dims[: tmap.rank]:
+        size *= n
+    return size
 
 
 def trace(
