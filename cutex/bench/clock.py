@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cutex.bench.run import compile_stage, settle
-from cutex.compile.resources import Cubin
 from cutex.problem import Problem
 from cutex.problem.stage import Stage
 
@@ -17,25 +16,24 @@ if TYPE_CHECKING:
     from cutex.sim.timing.trace import Traced
 
 TILES = 2.6  # that a cluster runs in detail, of each warpgroup that has tiles of its own
-UNEVEN = 0.02  # of a grid's FLOPs that a CTA runs in detail where tiles differ, at least
-DETAILED_FLOPS = 6e8  # a CTA
+DETAILED_FLOPS = 6e8  # a CTA, where tiles differ
 
 
 def record(problem: Problem, stage: Stage) -> tuple[Traced, Whole]:
     """One cluster of a stage's launch, and what the whole grid has to do."""
+    from cutex.sim.run import captured
     from cutex.sim.timing.predict import Whole
     from cutex.sim.timing.trace import trace
 
     stage = settle(stage, problem, timed=False)
     config = stage.config()
     compiled = compile_stage(stage, problem.dtype)
-    cubin = Cubin(compiled.cubin)
     flops, tile = problem.work(config)
     at_once = 2 if getattr(config, "pingpong", False) else 1
     limit = (TILES * at_once - at_once + 1) * tile if tile else DETAILED_FLOPS
 
     def traced(*tensors: Any) -> list[Traced]:
-        return trace(compiled, tensors, compiled.cubin, cubin.registers, stage.arch, limit)
+        return trace(*captured(compiled, tensors), limit)
 
     data = "zeros" if "zeros" in problem.inits else problem.init
     empty = replace(problem, init=data)  # type: ignore[type-var]

@@ -1,4 +1,4 @@
-"""Probes of sm_90a: what a Hopper SM, its TMA engine and L2 take, in cycles; a small kernel for each.
+"""Probes of sm_90a: cycles of a Hopper SM, its TMA engine and L2; a small kernel for each.
 
 Each writes 32-bit words into a row of mOut for each CTA, as its docstring says. What the figures
 were on an H200 stands in results/timing/.
@@ -20,7 +20,7 @@ from cutex.compile import Operand
 from cutex.device.atoms.mma import WARPGROUP, allocate_slots, make_wgmma, slots_layout, wgmma
 from cutex.device.atoms.scalar import exp2
 from cutex.device.atoms.tma import load_operand, tile_loads
-from cutex.device.pipeline import Barrier, OrderedBarrier, Ring, publish_barriers, sync_cluster
+from cutex.device.pipeline import Barrier, OrderedBarrier, publish_barriers, sync_cluster
 from cutex.kernels.probes.sm100 import clock
 
 WIDTH = 512  # 16-bit elements of a row of mOut

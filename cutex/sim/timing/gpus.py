@@ -23,6 +23,7 @@ class Power:
 @dataclass(frozen=True)
 class Gpu:
     name: str
+    arch: str
     sms: int
     clock: float  # GHz, the highest
     mma_flops: float  # a cycle and SM, 16-bit
@@ -67,12 +68,26 @@ class Gpu:
         return self.hbm_gbs / self.clock
 
 
+B200 = Gpu(
+    "B200", "sm_100a", sms=148, clock=1.965, mma_flops=8192, smem_bytes=128, l2_bytes=10200.0,
+    hbm_gbs=7260.0, store_bytes=5000.0, tma_bytes=128.0, l2_latency=500.0, hbm_latency=500.0,
+    l2_capacity=100e6, mma_commit=150.0, launch_control=800.0,
+    power=Power(limit_w=1000.0, idle_w=180.0, flop_pj=0.22), band=0.2, clock_band=0.15,
+)  # fmt: skip
 H200 = Gpu(
-    "H200", sms=132, clock=1.98, mma_flops=4096, smem_bytes=128, l2_bytes=5500.0,
+    "H200", "sm_90a", sms=132, clock=1.98, mma_flops=4096, smem_bytes=128, l2_bytes=5500.0,
     hbm_gbs=4270.0, store_bytes=3000.0, tma_bytes=82.0, l2_latency=420.0, hbm_latency=400.0,
 )  # fmt: skip
 
-GPUS = {"h200": H200}
+GPUS = {"h200": H200, "b200": B200}
+
+
+def of_arch(arch: str) -> str:
+    """The name of the GPU that stands for an arch; ValueError for one without constants."""
+    for name, found in GPUS.items():
+        if found.arch == arch:
+            return name
+    raise ValueError(f"arch {arch!r}: there are constants for {', '.join(GPUS)}")
 
 
 def gpu(text: str) -> Gpu:

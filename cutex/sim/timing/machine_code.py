@@ -19,6 +19,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cutex.cubin import nvdisasm
 from cutex.errors import NoDisassembler
 
 # cycles for which an instruction of a warp keeps a pipe of its sub-core busy, by how its opcode
@@ -89,8 +90,6 @@ def disassemble(cubin: bytes) -> list[Sass]:
     """The one kernel of ``cubin``. NoDisassembler where there is no nvdisasm; ValueError where the
     cubin has no line information.
     """
-    from cutex.sim.timing.tools import nvdisasm
-
     with tempfile.TemporaryDirectory(prefix="cutex-") as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,17 @@ class TimeReport:
     def chrome_trace(self) -> dict[str, Any]:
         """The replayed clusters as Chrome-trace JSON, which Perfetto opens; cycles as microseconds."""
         return chrome_trace(self.intervals, f"{self.kernel} on {self.gpu}")
+
+    def to_json(self) -> str:
+        """One line."""
+        low, high = self.us_band
+        found = {
+            "kernel": self.kernel, "gpu": self.gpu, "predicted": True, "cycles": self.cycles,
+            "clock_ghz": self.clock_ghz, "us": self.us, "us_low": low, "us_high": high,
+            "tflops": self.tflops, "binds": self.binds, "busy": self.busy,
+            "roles": [asdict(r) for r in self.roles],
+        }  # fmt: skip
+        return json.dumps(found)
 
     def write_trace(self, file: Path) -> None:
         file.write_text(json.dumps(self.chrome_trace()))

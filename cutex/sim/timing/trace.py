@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cutex.sim.host.capture import HostTensor, Launch
+from cutex.cubin import Cubin
+from cutex.sim.host.capture import HostFunction, HostTensor, Launch
 from cutex.sim.isa.tensormap import MAP_BYTES, decode_map
 from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.memory import PARAM_WINDOW
 from cutex.sim.machine.pending_clusters import PendingClusters
 from cutex.sim.machine.residency import SM_SMEM, SM_THREADS, Residency, residency
 from cutex.sim.ptx.parse import Program
-from cutex.sim.run import Simulation, _arguments, load
+from cutex.sim.run import Simulation
 from cutex.sim.scheduler import Scheduler
 from cutex.sim.timing.machine_code import Cost, costs, disassemble
 from cutex.sim.timing.record import Enough, Event, Load, Record, Recorder
@@ -63,12 +64,11 @@ class _Few(Simulation):
         programs: dict[str, Program],
         tensors: Sequence[HostTensor],
         cubin: bytes,
-        registers: int,
         limit: float,
     ) -> None:
         super().__init__(programs, tensors)
         self.cost: dict[int, Cost] = costs(disassemble(cubin))
-        self.registers, self.limit = registers, limit
+        self.registers, self.limit = Cubin(cubin).registers, limit
         self.traced: list[Traced] = []
         self.all_at_once = False
 
@@ -166,17 +166,17 @@ def _footprint(machine: Machine, address: int) -> float:
 
 
 def trace(
-    compiled: Any,
-    tensors: Sequence[Any],
-    cubin: bytes,
-    registers: int,
-    arch: str,
+    host: HostFunction,
+    programs: dict[str, Program],
+    arguments: list[Any],
+    regions: Sequence[HostTensor],
     limit: float = 0.0,
 ) -> list[Traced]:
-    """Records the first cluster of every launch of ``compiled`` on CPU tensors."""
-    host, programs = load(compiled, tensors, arch)
-    arguments = _arguments(compiled, host, tensors)
-    reached = [a for a in arguments if isinstance(a, HostTensor)]
-    few = _Few(programs, reached, cubin, registers, limit)
+    """Records the first cluster of every launch of a call, until ``limit`` MMA FLOPs a CTA; 0: to
+    its end. Raises ValueError for a kernel whose machine code is not known.
+    """
+    if not host.cubin:
+        raise ValueError("its cubin is not there, which tells what instructions cost")
+    few = _Few(programs, regions, host.cubin, limit)
     host(arguments, few.launch)
     return few.traced
