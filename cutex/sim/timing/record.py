@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
 SECTOR = 32  # bytes
+_RATES = (
+    ("mxf4", 4.0), ("f8f6f4", 2.0), ("kind::i8", 2.0), ("kind::tf32", 0.5),
+    (".e4m3.", 2.0), (".e5m2.", 2.0), (".s8.", 2.0), (".u8.", 2.0), (".tf32.", 0.5),
+)  # fmt: skip
 Place = tuple[int, int]  # an mbarrier: CTA, offset
 
 
@@ -83,6 +87,7 @@ class Mma(NamedTuple):
     flops: int
     smem: int  # bytes that an SM's port moves for it
     ctas: tuple[int, ...]
+    rate: float  # FLOPs a cycle, relative to 16-bit operands
 
 
 class Commit(NamedTuple):
@@ -263,7 +268,10 @@ class Recorder:
         elif op.engine is Engine.TCGEN05_MMA:
             self.flops += op.flops
             ctas = tuple(sorted({p.cta for p in op.reads if isinstance(p, Span)}))
-            self._add(op.warp, Mma(128 * len(ctas), 0, op.flops, op.bytes // len(ctas), ctas))
+            # NOTE: one CTA's MMA of 64 rows takes as long as one of 128 (docs/time.md)
+            half = len(ctas) == 1 and len(op.writes) > 1
+            rate = _rate(op.instruction.op) * (0.5 if half else 1.0)
+            self._add(op.warp, Mma(0, 0, op.flops, op.bytes // len(ctas), ctas, rate))
         elif op.engine is Engine.LAUNCH_CONTROL:
             self._add(op.warp, Reply(tuple(op.signals)))
 
@@ -463,7 +471,15 @@ def _wgmma(ins: Instruction) -> Mma:
     assert shape
     n, k = int(shape[1]), int(shape[2])
     a = 0 if isinstance(ins.operands[1], Vector) else 64 * 32
-    return Mma(64, n, 2 * 64 * n * k, a + n * 32, ())
+    return Mma(64, n, 2 * 64 * n * k, a + n * 32, (), _rate(ins.op))
+
+
+def _rate(op: str) -> float:
+    """Of an MMA by the type of its operands."""
+    for part, rate in _RATES:
+        if part in op:
+            return rate
+    return 1.0
 
 
 def _width(ins: Instruction) -> int:

@@ -379,9 +379,8 @@ class Warp:
         for signal in e.signals:
             target = self.i.sm[signal[0]]
             into = target.ingest.serve(at, max(e.size / g.tma_bytes, e.rows * g.tma_row))
-            port = target.port.serve(at, e.size / g.smem_bytes)
             latency = g.l2_latency + (g.hbm_latency if m.miss else 0.0)
-            end = max(into, l2, hbm, port) + latency
+            end = max(into, l2, hbm) + latency
             ends.append(end)
             self.r.at(end, lambda t, s=signal: self.i.bytes(s, e.size, t, "TMA"))
             if self.r.log:
@@ -393,7 +392,6 @@ class Warp:
     def store(self, e: Store, now: float) -> float | None:
         g, sm = self.gpu, self.sm
         issued = sm.issue.serve(now, g.tma_issue)
-        sm.port.serve(issued, e.size / g.smem_bytes)
         out = sm.out.serve(issued, e.size * self.r.memory.sms / g.store_bytes)
         if self.r.memory.write_back:
             out = max(
@@ -461,7 +459,7 @@ class Warp:
         came.append(now)
         if len(came) == 4:
             del self.i.meeting[key]
-            cycles = max(e.flops / g.mma_flops, e.smem / g.smem_bytes)
+            cycles = max(e.flops / (g.mma_flops * e.rate), e.smem / g.smem_bytes)
             self.sm.port.serve(now, e.smem / g.smem_bytes)
             end = self.sm.tensor.serve(now, cycles)
             self.i.done_mma[self.group].append(end)
@@ -479,7 +477,7 @@ class Warp:
 
     def _tcgen05(self, e: Mma, now: float) -> float | None:
         g = self.gpu
-        cycles = max(e.flops / len(e.ctas) / g.mma_flops, e.smem / g.smem_bytes)
+        cycles = max(e.flops / (len(e.ctas) * g.mma_flops * e.rate), e.smem / g.smem_bytes)
         end = now
         for cta in e.ctas:
             sm = self.i.sm[cta]
