@@ -65,7 +65,7 @@ def predict(traced: Traced, gpu: Gpu, whole: Whole | None = None, log: bool = Fa
     times = (share if extended else 1.0) * traced.clusters
     loads, stores = _sum(traced, Load) * times, _sum(traced, Store, Touch) * times
     dram = _dram(traced, times, gpu)
-    memory = Memory(dram / loads if loads else 1.0, busy_sms)
+    memory = Memory(dram / loads if loads else 1.0, busy_sms, _shared(traced))
     replay = Replay(record, gpu, memory, rounds=1 if extended else rounds, slots=slots, log=log)
     run = replay.run()
     cycles = run.end
@@ -118,6 +118,13 @@ def _sum(traced: Traced, *kinds: type) -> float:
                 else:
                     total += e.size
     return total
+
+
+def _shared(traced: Traced) -> float:
+    """Part of the bytes that a cluster loads which another asks for at the same time."""
+    loaded = sum(s.loaded for s in traced.sharing.values())
+    different = sum(s.different for s in traced.sharing.values())
+    return 1.0 - different / loaded if loaded else 0.0
 
 
 def _dram(traced: Traced, times: float, gpu: Gpu) -> float:

@@ -23,7 +23,7 @@ from cutex.sim.machine.memory import PARAM_WINDOW
 from cutex.sim.machine.operation import Engine, Operation, Span
 from cutex.sim.ptx.decode import Decoder
 from cutex.sim.ptx.parse import Address, Imm, Instruction, Vector
-from cutex.sim.timing.machine_code import PIPES, Cost
+from cutex.sim.timing.machine_code import Cost
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
@@ -41,12 +41,21 @@ class Enough(Exception):
 
 
 class Work(NamedTuple):
-    """Ordinary instructions: issue slots, cycles of a warp alone, cycles of the busiest pipe."""
+    """Ordinary instructions: cycles of a warp alone, issue slots, and cycles of each pipe of a
+    sub-core and of the smem port.
+    """
 
-    slots: float
     cycles: float
-    busy: float
-    port: float  # cycles of the smem port
+    slots: float
+    fma: float
+    alu: float
+    mufu: float
+    lsu: float
+    uniform: float
+    port: float
+
+    def part(self, share: float) -> Work:
+        return Work(*(x * share for x in self))
 
 
 class Wait(NamedTuple):
@@ -175,18 +184,12 @@ class Recorder:
         self.m, self.limit, self.enough_loads = machine, limit, enough_loads
         code = machine.program.code
         self.code = code
-        self.cost = np.zeros((len(code), 4))
+        self.cost = np.zeros((len(code), len(Work._fields)))
         for pc, ins in enumerate(code):
             if cost := costs.get(ins.line):
-                port = _port(ins)
-                self.cost[pc] = cost.slots, cost.cycles, cost.busy, port
-        self.pipes = np.array(
-            [[c.pipes[p] for p in PIPES] if (c := costs.get(i.line)) else [0.0] * 5 for i in code]
-        )
+                self.cost[pc] = cost.cycles, cost.slots, *cost.pipes.values(), _port(ins)
         self.kinds: list[Callable[[Batch, Any], None] | None] = [self._kind(i) for i in code]
-        self.before = [i.name == "st" or i.op.startswith(("wgmma.mma", "st.")) for i in code]
-        self.work = np.zeros((machine.grid.num_warps, 4))
-        self.busy = np.zeros((machine.grid.num_warps, len(PIPES)))
+        self.work = np.zeros((machine.grid.num_warps, len(Work._fields)))
         self.programs: dict[int, list[Event]] = defaultdict(list)
         self.rows: dict[int, int] = {}  # bytes in a row of a tensor map's box
         self.flops, self.steps = 0.0, 0
@@ -204,7 +207,6 @@ class Recorder:
 
     def step(self, batch: Batch, pc: int) -> None:
         self.work[batch.idx] += self.cost[pc]
-        self.busy[batch.idx] += self.pipes[pc]
         self.counts[batch.idx, pc] += 1
         self.steps += batch.n
 
@@ -238,12 +240,10 @@ class Recorder:
     # -- events ------------------------------------------------------------------------------------
 
     def _flush(self, warp: int) -> None:
-        slots, cycles, _, port = self.work[warp].tolist()
-        if cycles:
-            busy = max(slots, float(self.busy[warp].max()))
-            self.programs[warp].append(Work(slots, cycles, busy, port))
+        work = Work(*(round(x, 2) for x in self.work[warp].tolist()))
+        if work.cycles:
+            self.programs[warp].append(work)
             self.work[warp] = 0.0
-            self.busy[warp] = 0.0
 
     def _add(self, warp: int, event: Event) -> None:
         self._flush(warp)

@@ -50,6 +50,7 @@ class Memory:
 
     miss: float  # part of the bytes that come from HBM
     sms: int  # that are busy
+    shared: float = 0.0  # part of the bytes that other SMs ask for at the same time
     write_back: float = 1.0  # part of stored bytes that go on to HBM
 
 
@@ -74,7 +75,8 @@ class Barrier:
     pending: int
     tx: int = 0
     phases: int = 0
-    by: str = ""  # what the last of a phase's arrivals came from
+    by: str = ""  # whom the last of a phase's arrivals came from, and its track
+    track: str = ""
     waiting: list[tuple[int, Callable[[float], None]]] = field(default_factory=list)
 
 
@@ -155,6 +157,7 @@ class Replay:
         self.starts: list[float] = []
         self.stores: list[float] = []  # when each is done
         self.left = 0
+        self.ended_by: tuple[str, float] | None = None  # the track that ended a wait, and when
         clusters = record.ctas // record.cluster_size
         self.programs_of = [
             {w: p for w, p in record.programs.items() if record.cta[w] // record.cluster_size == c}
@@ -238,16 +241,19 @@ class Instance:
 
     # -- mbarriers ---------------------------------------------------------------------------------
 
-    def arrive(self, place: Place, count: int, expect: int, now: float, by: str) -> None:
+    def arrive(
+        self, place: Place, count: int, expect: int, now: float, by: str, track: str
+    ) -> None:
         b = self.barriers[place]
-        b.by = by if not expect else b.by
+        if count and not expect:
+            b.by, b.track = by, track
         b.tx += expect
         b.pending -= count
         self.check(b, now)
 
     def bytes(self, place: Place, size: int, now: float, by: str) -> None:
         b = self.barriers[place]
-        b.by = by
+        b.by, b.track = by, "TMA in"
         b.tx -= size
         self.check(b, now)
 
@@ -259,7 +265,17 @@ class Instance:
             if ready:
                 b.waiting = [w for w in b.waiting if w[0] > b.phases]
                 for _, wake in ready:
-                    self.r.at(now + self.gpu.wake, wake)
+                    self.r.at(now + self.gpu.wake, self._woken(wake, b.track, now))
+
+    def _woken(
+        self, wake: Callable[[float], None], track: str, since: float
+    ) -> Callable[[float], None]:
+        def then(now: float) -> None:
+            self.r.ended_by = (track, since)
+            wake(now)
+            self.r.ended_by = None
+
+        return then
 
 
 class Warp:
@@ -273,6 +289,7 @@ class Warp:
         self.sm = self.r.sms[self.cta % record.cluster_size]
         self.core = self.sm.cores[self.place % 4]
         self.role = record.roles.get(number, "") or f"warp {self.place}"
+        self.track = f"{self.role} {self.place}"
         self.group = (self.cta, self.place // 4)
         self.open: list[float] = []  # bulk stores read, of the open group
         self.open_done: list[float] = []
@@ -307,26 +324,40 @@ class Warp:
                 self.at += 1
                 work = event
             share = min(1.0, QUANTUM / work.cycles) if work.cycles > QUANTUM else 1.0
-            end = self.core.serve(now, work.busy * share)
-            end = max(end, now + work.cycles * share)
-            if work.port:
-                end = max(end, self.sm.port.serve(now, work.port * share))
-            self.r.worked[self.role] += work.cycles * share
+            part, self.remaining = work, None
+            if share < 1.0:
+                part, self.remaining = work.part(share), work.part(1.0 - share)
+            busy, cycles = self._busy(part, now)
+            end = max(self.core.serve(now, busy), now + cycles)
+            if part.port:
+                end = max(end, self.sm.port.serve(now, part.port))
+            self.r.worked[self.role] += cycles
             if self.r.log:
                 self._log("work", "", now, end)
-            if share < 1.0:
-                rest = 1.0 - share
-                self.remaining = Work(
-                    work.slots * rest, work.cycles * rest, work.busy * rest, work.port * rest
-                )
-            else:
-                self.remaining = None
             self.r.at(end, self.go)
             return
 
-    def _log(self, kind: str, name: str, start: float, end: float) -> None:
+    def _busy(self, work: Work, now: float) -> tuple[float, float]:
+        """Cycles that the sub-core is busy with it, and those that it takes at least: more while a
+        wgmma is under way, whose accumulators pass through the same registers' ports.
+        """
+        g = self.gpu
+        busy = max(work.slots, work.fma, work.alu, work.mufu, work.lsu, work.uniform)
+        if g.shared_registers and self.sm.tensor.free > now:
+            slowed = max(busy, work.fma * g.fma_beside_mma, work.mufu * g.mufu_beside_mma)
+            return slowed, work.cycles + slowed - busy
+        return busy, work.cycles
+
+    def _log(
+        self,
+        kind: str,
+        name: str,
+        start: float,
+        end: float,
+        by: tuple[str, float] | None = None,
+    ) -> None:
         if end > start:
-            self.r.intervals.append(Interval(self.role, name, start, end, kind, self.cta))
+            self.r.intervals.append(Interval(self.track, name, start, end, kind, self.cta, by))
 
     def _waiter(self, whom: str | Callable[[], str], now: float) -> Callable[[float], None]:
         """To be called when what this warp waits for is there."""
@@ -335,7 +366,7 @@ class Warp:
             what = whom if isinstance(whom, str) else whom()
             self.r.waits[self.role][what] += then - now
             if self.r.log:
-                self._log("wait", what, now, then)
+                self._log("wait", what, now, then, self.r.ended_by)
             self.go(then)
 
         return wake
@@ -362,10 +393,10 @@ class Warp:
         if e.remote:
             self.r.at(
                 now + self.gpu.remote_arrive,
-                lambda t: self.i.arrive(e.barrier, e.count, e.expect, t, self.role),
+                lambda t: self.i.arrive(e.barrier, e.count, e.expect, t, self.role, self.track),
             )
         else:
-            self.i.arrive(e.barrier, e.count, e.expect, now, self.role)
+            self.i.arrive(e.barrier, e.count, e.expect, now, self.role, self.track)
         return None
 
     def load(self, e: Load, now: float) -> float | None:
@@ -374,7 +405,7 @@ class Warp:
         share = m.sms
         at = issued
         ends = []
-        l2 = sm.l2.serve(at, e.size * share / g.l2_bytes)
+        l2 = sm.l2.serve(at, e.size * (1.0 - g.l2_merged * m.shared) * share / g.l2_bytes)
         hbm = sm.hbm.serve(at, e.size * m.miss * share / g.hbm_bytes) if m.miss else at
         for signal in e.signals:
             target = self.i.sm[signal[0]]
@@ -420,7 +451,7 @@ class Warp:
         else:
             end = max(now, self.issued_mma) + self.gpu.mma_commit
             for place in e.barriers:
-                self.r.at(end, lambda t, p=place: self.i.arrive(p, 1, 0, t, "MMA"))
+                self.r.at(end, lambda t, p=place: self.i.arrive(p, 1, 0, t, "MMA", "tensor core"))
         return None
 
     def group(self, e: Group, now: float) -> float | None:
