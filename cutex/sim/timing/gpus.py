@@ -10,13 +10,13 @@ class Power:
     """Energies are at the highest clock."""
 
     limit_w: float = 695.0  # at which the board holds itself
-    idle_w: float = 120.0
-    flop_pj: float = 0.35  # of a 16-bit FLOP on Gaussian data
-    l2_pj: float = 10.0  # of a byte that an SM loads or stores
-    hbm_pj: float = 30.0  # of a byte
-    sm_pj: float = 300.0  # of a cycle of an SM
+    idle_w: float = 80.0
+    flop_pj: float = 0.911  # of a 16-bit FLOP on Gaussian data
+    l2_pj: float = 27.4  # of a byte that an SM loads or stores
+    hbm_pj: float = 54.8  # of a byte, whatever the clock
     volts_base: float = 0.45
-    volts_slope: float = 0.3  # a GHz
+    volts_slope: float = 0.2  # a GHz
+    burst_ghz: float = 0.84  # that the clock loses for each part of the time with MMAs, in bursts
     lowest_ghz: float = 0.9
 
 
@@ -76,7 +76,7 @@ B200 = Gpu(
     "B200", "sm_100a", sms=148, clock=1.965, mma_flops=8192, smem_bytes=128, l2_bytes=10200.0,
     hbm_gbs=7260.0, store_bytes=5000.0, tma_bytes=128.0, l2_latency=500.0, hbm_latency=500.0,
     l2_capacity=100e6, mma_commit=150.0, launch_control=800.0,
-    power=Power(limit_w=1000.0, idle_w=180.0, flop_pj=0.22), band=0.2, clock_band=0.15,
+    power=Power(limit_w=1000.0, idle_w=180.0, flop_pj=0.6, l2_pj=15.0, hbm_pj=40.0), band=0.2, clock_band=0.15,
 )  # fmt: skip
 H200 = Gpu(
     "H200", "sm_90a", sms=132, clock=1.98, mma_flops=4096, smem_bytes=128, l2_bytes=4620.0,

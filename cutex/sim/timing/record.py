@@ -80,6 +80,7 @@ class Load(NamedTuple):
     size: int  # bytes, for each of the signals
     source: tuple[Any, ...]  # which box of which tensor
     rows: int  # of the box, each a request of its own
+    ctas: tuple[int, ...] = ()  # into whose memory it goes, one for each of the signals
 
 
 class Store(NamedTuple):
@@ -257,10 +258,14 @@ class Recorder:
             last = loads[-1] if loads and not self.work[op.warp].any() else None
             size = op.bytes
             if isinstance(last, Load) and last.source[-1] == -self._turn and last.size == size:
-                loads[-1] = last._replace(signals=(*last.signals, *op.signals))
+                loads[-1] = last._replace(
+                    signals=(*last.signals, *op.signals), ctas=(*last.ctas, op.writes[0].cta)
+                )
                 return
             rows = -(-size // 128)
-            self._add(op.warp, Load(tuple(op.signals), size, (*source, -self._turn), rows))
+            into = (op.writes[0].cta,)
+            where = (*source, -self._turn)
+            self._add(op.warp, Load(tuple(op.signals), size, where, rows, into))
         elif op.engine is Engine.TMA_STORE:
             self._add(op.warp, Store(op.bytes))
         elif op.engine is Engine.WGMMA:

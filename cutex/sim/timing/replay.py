@@ -407,8 +407,8 @@ class Warp:
         ends = []
         l2 = sm.l2.serve(at, e.size * (1.0 - g.l2_merged * m.shared) * share / g.l2_bytes)
         hbm = sm.hbm.serve(at, e.size * m.miss * share / g.hbm_bytes) if m.miss else at
-        for signal in e.signals:
-            target = self.i.sm[signal[0]]
+        for signal, cta in zip(e.signals, e.ctas, strict=True):
+            target = self.i.sm[cta]
             into = target.ingest.serve(at, max(e.size / g.tma_bytes, e.rows * g.tma_row))
             latency = g.l2_latency + (g.hbm_latency if m.miss else 0.0)
             end = max(into, l2, hbm) + latency
@@ -416,7 +416,7 @@ class Warp:
             self.r.at(end, lambda t, s=signal: self.i.bytes(s, e.size, t, "TMA"))
             if self.r.log:
                 self.r.intervals.append(
-                    Interval("TMA in", f"{e.size} bytes", at, end, "unit", signal[0])
+                    Interval("TMA in", f"{e.size} bytes", at, end, "unit", cta)
                 )
         return now + g.tma_gap
 
