@@ -1,4 +1,4 @@
-"""The predicted time of a stage, by the simulator's clock; nothing is checked and nothing measured."""
+"""The predicted time of a stage, by the simulator's clock; nothing is checked or measured."""
 
 from __future__ import annotations
 

@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
+from cutex.bench.clock import record
 from cutex.bench.clock_errors import FOLDER, board, errors, ladder, measured, table, traces
+from cutex.bench.clock_picture import FILES, timelines
+from cutex.bench.run import settle
+from cutex.problem import DEFAULT_OP, problem_class
+from cutex.problem.stage import stages
 from cutex.sim.timing import stored
 from cutex.sim.timing.gpus import GPUS, SOURCES
+from cutex.sim.timing.predict import Whole
+from cutex.sim.timing.report import time_launch
 
 PAGE = Path("docs/time.md")
 MEASURED = FOLDER / "cycles-nvidia-h200.jsonl"
+PREDICTED = FOLDER / "predicted-sm_100a.jsonl"
 TRACES = FOLDER / "traces-sm90.json.gz"
 
 
 def constants() -> str:
     """Markdown: every constant of every GPU, with its source and band."""
-    lines = ["| constant | H200 | how known | B200 | how known |", "| --- | ---: | --- | ---: | --- |"]
+    lines = [
+        "| constant | H200 | how known | B200 | how known |",
+        "| --- | ---: | --- | ---: | --- |",
+    ]
     a, b = GPUS["h200"], GPUS["b200"]
     for name, (ours, theirs) in SOURCES.items():
-        lines.append(f"| `{name}` | {getattr(a, name):g} | {ours} | {getattr(b, name):g} | {theirs} |")
+        lines.append(
+            f"| `{name}` | {getattr(a, name):g} | {ours} | {getattr(b, name):g} | {theirs} |"
+        )
     for f in fields(a.power):
         values = getattr(a.power, f.name), getattr(b.power, f.name)
         lines.append(f"| `power.{f.name}` | {values[0]:g} | fit, clocks | {values[1]:g} | prior |")
@@ -39,14 +54,51 @@ def written(page: str, name: str, text: str) -> str:
     return f"{before}{first}\n{text}\n\n{last}{after}"
 
 
+def predicted(arch: str, file: Path) -> list[dict[str, Any]]:
+    """Rows for the ladder of an arch that nobody has timed: a time, a rate and their bands."""
+    kind = problem_class(DEFAULT_OP)
+    board_ = board(arch)
+    problems = [kind.of(sizes) for sizes in kind.cases["confirm"]]
+    have = stored.load(file) if file.exists() else {}
+    rows = []
+    for problem in problems:
+        for one in stages(DEFAULT_OP, arch):
+            key = f"{one.op}/{arch}/{one.number}/{problem.size}"
+            one = settle(one, problem, timed=False)
+            if key not in have:
+                have[key] = record(problem, one)[0]
+            whole = Whole(*problem.work(one.config()))
+            report = time_launch(have[key], board_, whole, data=problem.init)
+            report.flops = problem.flops
+            low, high = report.us_band
+            rows.append(
+                {
+                    "op": one.op, "arch": arch, "stage": one.number, "size": problem.size,
+                    "problem": problem.as_dict(), "gpu": board_.name, "predicted": True,
+                    "cycles": round(report.cycles), "ghz": round(report.clock_ghz, 3),
+                    "us": round(report.us, 1), "tflops": round(report.tflops),
+                    "low": round(problem.flops / high / 1e6),
+                    "high": round(problem.flops / low / 1e6), "binds": report.binds,
+                }
+            )  # fmt: skip
+    stored.save(have, file)
+    return rows
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(
         prog="python -m cutex.clock", description="How far off the simulator's clock is."
     )
     p.add_argument("--page", action="store_true", help=f"write {PAGE}")
     p.add_argument("--store", action="store_true", help="record all measured rows anew")
+    p.add_argument("--predict", action="store_true", help=f"write {PREDICTED}")
     p.add_argument("--rows", action="store_true", help="print every row")
     args = p.parse_args(argv)
+    if args.predict:
+        found_ = predicted("sm_100a", FOLDER / "traces-sm100.json.gz")
+        PREDICTED.write_text("".join(json.dumps(row) + "\n" for row in found_))
+        print(f"wrote {PREDICTED}")
+        return 0
     rows = ladder(measured(MEASURED))
     if args.store:
         TRACES.unlink(missing_ok=True)
@@ -71,4 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"cutex: {error}", file=sys.stderr)
             return 2
         PAGE.write_text(page)
+        for arch in FILES:
+            if html := timelines(arch, stages(DEFAULT_OP, arch)):
+                (FOLDER / f"timeline-{DEFAULT_OP}-{arch}.html").write_text(html)
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,9 @@ class Gpu:
     cta_turnover: float = 1000.0
     launch: float = 3000.0  # from the end of the kernel before to the first instruction
     l2_capacity: float = 50e6  # bytes that stay
+    clusters_of_four: int = 0  # that run side by side, where GPCs hold fewer than their SMs would
     power: Power = Power()
-    band: float = 0.1  # relative error to expect of cycles
+    band: float = 0.07  # relative error to expect of cycles
     clock_band: float = 0.05  # and of the clock
 
     @property
@@ -73,10 +75,11 @@ class Gpu:
 
 
 B200 = Gpu(
-    "B200", "sm_100a", sms=148, clock=1.965, mma_flops=8192, smem_bytes=128, l2_bytes=10200.0,
-    hbm_gbs=7260.0, store_bytes=5000.0, tma_bytes=128.0, l2_latency=500.0, hbm_latency=500.0,
-    l2_capacity=100e6, mma_commit=150.0, launch_control=800.0,
-    power=Power(limit_w=1000.0, idle_w=180.0, flop_pj=0.6, l2_pj=15.0, hbm_pj=40.0), band=0.2, clock_band=0.15,
+    "B200", "sm_100a", sms=148, clock=1.965, mma_flops=8192, smem_bytes=128, l2_bytes=7500.0,
+    hbm_gbs=7260.0, store_bytes=5000.0, tma_bytes=128.0, l2_latency=700.0, hbm_latency=700.0,
+    l2_capacity=100e6, mma_commit=150.0, launch_control=800.0, launch=1800.0, cta_turnover=450.0,
+    clusters_of_four=33, band=0.17, clock_band=0.15,
+    power=Power(limit_w=1000.0, idle_w=180.0, flop_pj=0.6, l2_pj=15.0, hbm_pj=40.0),
 )  # fmt: skip
 H200 = Gpu(
     "H200", "sm_90a", sms=132, clock=1.98, mma_flops=4096, smem_bytes=128, l2_bytes=4620.0,
@@ -92,14 +95,17 @@ SOURCES: dict[str, tuple[str, str]] = {
     "clock": ("driver's highest", "1.965 GHz: SemiAnalysis's node"),
     "mma_flops": ("probe busy: N/2 cycles, +-0.3 %", "264 published points, N/2 cycles, +-1 %"),
     "smem_bytes": ("probe busy: 16 + N/4 cycles below N = 64, +-1 %", "the same points, +-1 %"),
-    "l2_bytes": ("probe tma: 132 SMs, each another box, +-5 %", "prior, FlashGPU-Sim, +-20 %"),
+    "l2_bytes": ("probe tma: 132 SMs, each another box, +-5 %", "fit: b200_gemm_1300mhz, +-10 %"),
     "l2_merged": ("fit, stages 1 to 5; +-0.15", "the H200's, +-0.3"),
     "hbm_gbs": ("probe tma, 6 GB, +-3 %", "SemiAnalysis, TMA, +-3 %"),
     "store_bytes": ("prior; no row is bound by it", "prior"),
     "tma_bytes": ("probe tma: one SM, +-2 %", "prior, +-20 %"),
     "tma_row": ("fit, stage 0, +-5 %", "the H200's"),
-    "l2_latency": ("probe tma: a box at a time, +-5 %", "SemiAnalysis and FlashGPU-Sim, +-30 %"),
-    "hbm_latency": ("probe tma: the same from memory, +-10 %", "prior, +-30 %"),
+    "l2_latency": (
+        "probe tma: a box at a time, +-5 %",
+        "fit: b200_gemm_1300mhz; SemiAnalysis has 1413 under load",
+    ),
+    "hbm_latency": ("probe tma: the same from memory, +-10 %", "fit: the same, +-30 %"),
     "tma_issue": ("prior, below what the probe can tell", "prior"),
     "tma_gap": ("prior", "prior"),
     "store_read": ("prior", "prior"),
@@ -124,6 +130,7 @@ SOURCES: dict[str, tuple[str, str]] = {
     "launch_control": ("-", "prior, not known"),
     "cta_turnover": ("probe empty: 573 cycles with an empty CTA, +-10 %", "the H200's"),
     "launch": ("probe empty: 1.07 us in a graph, +-15 %", "the H200's"),
+    "clusters_of_four": ("as many as SMs allow", "fit: b200_gemm_1300mhz, 32 to 36"),
     "l2_capacity": ("60 MB less what stores take", "126 MB, the same"),
 }
 
@@ -171,7 +178,6 @@ def _changed(old: Gpu, key: str, number: float) -> Gpu:
         return replace(old, sms=int(number), l2_bytes=old.l2_bytes * part)
     numeric = {f.name: f.type for f in fields(old) if f.type in ("float", "int")}
     if key not in numeric:
-        raise ValueError(
-            f"--gpu {key!r}: takes clock, l2, hbm, sms or one of {', '.join(numeric)}"
-        )
-    return replace(old, **{key: int(number) if numeric[key] == "int" else number})
+        raise ValueError(f"--gpu {key!r}: takes clock, l2, hbm, sms or one of {', '.join(numeric)}")
+    value: Any = int(number) if numeric[key] == "int" else number
+    return replace(old, **{key: value})

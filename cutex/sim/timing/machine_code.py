@@ -82,7 +82,9 @@ class Cost:
 
 
 _LINE = re.compile(r'//## File "\.nv_debug_ptx_txt", line (\d+)')
-_CODE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*?);\s*/\* 0x(\w{16}) \*/")
+_CODE = re.compile(
+    r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*?);\s*/\* 0x(\w{16}) \*/"
+)
 _SECOND = re.compile(r"^\s*/\* 0x(\w{16}) \*/")
 
 

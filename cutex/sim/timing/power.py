@@ -26,9 +26,8 @@ def watts(timed: Timed, gpu: Gpu, ghz: float, data: str = "normal") -> float:
     p = gpu.power
     seconds = timed.cycles / ghz * 1e-9
     volts = (p.volts_base + p.volts_slope * ghz) / (p.volts_base + p.volts_slope * gpu.clock)
-    switching = (
-        DATA.get(data, 1.0) * p.flop_pj * timed.flops
-        + p.l2_pj * (timed.loaded + timed.stored)
+    switching = DATA.get(data, 1.0) * p.flop_pj * timed.flops + p.l2_pj * (
+        timed.loaded + timed.stored
     )
     moved = p.hbm_pj * (timed.dram + timed.stored)
     return p.idle_w + (switching * volts**2 + moved) * 1e-12 / seconds

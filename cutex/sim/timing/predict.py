@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from cutex.sim.timing.gpus import Gpu
 from cutex.sim.timing.record import Load, Store, Touch
-from cutex.sim.timing.replay import Interval, Memory, Replay, Run
+from cutex.sim.timing.replay import Replay, Run
 from cutex.sim.timing.trace import Traced
+from cutex.sim.timing.units import Interval, Memory
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,24 @@ class Timed:
         return max(self.busy, key=lambda u: self.busy[u])
 
 
-def predict(traced: Traced, gpu: Gpu, whole: Whole | None = None, log: bool = False) -> Timed:
-    """Cycles of the SM's clock, from the end of the kernel before to the end of this one."""
+def predict(
+    traced: Traced,
+    gpu: Gpu,
+    whole: Whole | None = None,
+    log: bool = False,
+    most_rounds: int = 0,
+) -> Timed:
+    """Cycles of the SM's clock, from the end of the kernel before to the end of this one.
+
+    log: keep what happened when, in ``intervals``. most_rounds: of CTAs on an SM, for a picture; 0
+        for all, without which the cycles are not those of the grid.
+    """
     whole = whole or Whole()
     record = traced.record
     size = record.cluster_size
     groups = gpu.sms // size
+    if size == 4 and gpu.clusters_of_four:
+        groups = min(groups, gpu.clusters_of_four)
     slots = min(traced.per_sm, math.ceil(traced.clusters / groups))
     rounds = math.ceil(traced.clusters / groups)
     busy_sms = min(traced.clusters, groups) * size
@@ -66,7 +79,8 @@ def predict(traced: Traced, gpu: Gpu, whole: Whole | None = None, log: bool = Fa
     loads, stores = _sum(traced, Load) * times, _sum(traced, Store, Touch) * times
     dram = _dram(traced, times, gpu)
     memory = Memory(dram / loads if loads else 1.0, busy_sms, _shared(traced))
-    replay = Replay(record, gpu, memory, rounds=1 if extended else rounds, slots=slots, log=log)
+    turns = 1 if extended else min(rounds, most_rounds or rounds)
+    replay = Replay(record, gpu, memory, rounds=turns, slots=slots, log=log)
     run = replay.run()
     cycles = run.end
     if extended:
@@ -112,11 +126,12 @@ def _sum(traced: Traced, *kinds: type) -> float:
     total = 0.0
     for program in traced.record.programs.values():
         for e in program:
-            if isinstance(e, kinds):
-                if isinstance(e, Touch):
-                    total += 0.0 if e.waits else 32 * e.sectors
-                else:
-                    total += e.size
+            if not isinstance(e, kinds):
+                continue
+            if isinstance(e, Touch):
+                total += 0.0 if e.waits else 32 * e.sectors
+            elif isinstance(e, Load | Store):
+                total += e.size
     return total
 
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cutex.sim.isa.sync import BarrierOperand
-from cutex.sim.machine.batch import RETRY, Batch
 from cutex.sim.isa.tensormap import MAP_BYTES, decode_map
+from cutex.sim.machine.batch import RETRY, Batch
 from cutex.sim.machine.memory import PARAM_WINDOW
 from cutex.sim.machine.operation import Engine, Operation, Span
 from cutex.sim.ptx.decode import Decoder
@@ -68,7 +68,7 @@ class Wait(NamedTuple):
 
 class Arrive(NamedTuple):
     barrier: Place
-    count: int
+    arrivals: int
     expect: int  # bytes, announced with it
     remote: bool
 
@@ -227,7 +227,10 @@ class Recorder:
         roles = {}
         for warp in range(g.num_warps):
             self._flush(warp)
-            counts = [(self.code[pc], int(self.counts[warp, pc])) for pc in np.nonzero(self.counts[warp])[0]]
+            counts = [
+                (self.code[pc], int(self.counts[warp, pc]))
+                for pc in np.nonzero(self.counts[warp])[0]
+            ]
             roles[warp] = role(counts, self.programs[warp])
         return Record(
             dict(self.programs),
@@ -300,7 +303,8 @@ class Recorder:
         if op.startswith("cp.async.bulk"):
             return self._next_turn
         if op.startswith("wgmma.mma"):
-            return self._each(lambda b, r, mma=_wgmma(ins): mma)
+            mma = _wgmma(ins)
+            return self._each(lambda b, r: mma)
         if op.startswith("wgmma.commit"):
             return self._each(lambda b, r: Commit("wgmma"))
         if op.startswith("wgmma.wait"):
@@ -453,9 +457,7 @@ class Recorder:
 
     def _global(self, ins: Instruction, waits: bool) -> Callable[[Batch, Any], None]:
         d = Decoder(ins, self.m)
-        address = d.address(
-            next(i for i, o in enumerate(ins.operands) if isinstance(o, Address))
-        )
+        address = d.address(next(i for i, o in enumerate(ins.operands) if isinstance(o, Address)))
         width = _width(ins)
 
         def add(b: Batch, verdict: Any) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 from cutex.sim.timing.gpus import Gpu
 from cutex.sim.timing.power import clock_ghz
 from cutex.sim.timing.predict import Timed, Whole, predict
-from cutex.sim.timing.replay import Interval
 from cutex.sim.timing.trace import Traced
+from cutex.sim.timing.units import Interval
 
 TRACKS = ("tensor core", "TMA in", "TMA out")  # of units, beside the roles
 
@@ -64,8 +64,8 @@ class TimeReport:
         top = sorted(self.busy.items(), key=lambda item: -item[1])
         lines = [
             f"{self.kernel} on {self.gpu}: predicted, not measured",
-            f"  {self.cycles:12,.0f} cycles (+-{100 * self.band:.0f} %) at {self.clock_ghz:.2f} GHz "
-            f"(+-{100 * self.clock_band:.0f} %)",
+            f"  {self.cycles:12,.0f} cycles (+-{100 * self.band:.0f} %) "
+            f"at {self.clock_ghz:.2f} GHz (+-{100 * self.clock_band:.0f} %)",
             f"  {self.us:12,.1f} us ({low:,.1f} to {high:,.1f})"
             + (f", {self.tflops:,.0f} TFLOPS" if self.flops else ""),
             f"  binds: {self.binds}; busy "
@@ -79,7 +79,7 @@ class TimeReport:
         return "\n".join(lines)
 
     def chrome_trace(self) -> dict[str, Any]:
-        """The replayed clusters as Chrome-trace JSON, which Perfetto opens; cycles as microseconds."""
+        """The replayed clusters as Chrome-trace JSON for Perfetto; cycles as microseconds."""
         return chrome_trace(self.intervals, f"{self.kernel} on {self.gpu}")
 
     def to_json(self) -> str:
