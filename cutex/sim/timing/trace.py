@@ -55,7 +55,7 @@ class Traced:
 
 
 class _Few(Simulation):
-    """Simulates one cluster of each launch, until ``limit`` MMA FLOPs a CTA, after a look at the
+    """Simulates one cluster of each launch, until ``flops`` of MMAs a CTA, after a look at the
     first loads of all that run side by side.
     """
 
@@ -64,11 +64,11 @@ class _Few(Simulation):
         programs: dict[str, Program],
         tensors: Sequence[HostTensor],
         cubin: bytes,
-        limit: float,
+        flops: float,
     ) -> None:
         super().__init__(programs, tensors)
         self.cost: dict[int, Cost] = costs(disassemble(cubin))
-        self.registers, self.limit = Cubin(cubin).registers, limit
+        self.registers, self.flops = Cubin(cubin).registers, flops
         self.traced: list[Traced] = []
         self.all_at_once = False
 
@@ -90,7 +90,7 @@ class _Few(Simulation):
         machine = scheduler.m
         machine.pending_clusters = PendingClusters([0])
         machine.load_clusters(machine.pending_clusters.start(1))
-        recorder = Recorder(machine, self.cost, self.limit * what.cluster_size)
+        recorder = Recorder(machine, self.cost, self.flops * what.cluster_size)
         complete = self._until_enough(scheduler, recorder)
         threads = 32 * what.warps_per_cta
         held = min(
@@ -172,7 +172,7 @@ def trace(
     regions: Sequence[HostTensor],
     limit: float = 0.0,
 ) -> list[Traced]:
-    """Records the first cluster of every launch of a call, until ``limit`` MMA FLOPs a CTA; 0: to
+    """Records the first cluster of every launch of a call, until ``flops`` of MMAs a CTA; 0: to
     its end. Raises ValueError for a kernel whose machine code is not known.
     """
     if not host.cubin:
