@@ -33,7 +33,7 @@ class StandIn:
         monkeypatch.setattr(plan, "launcher", self.launcher)
         monkeypatch.setattr(plan, "check_device", lambda device: None)
         monkeypatch.setattr(eager, "check_device", lambda device: None)
-        eager._plans.clear()
+        eager.forget()
 
     def launcher(self, compiled: Any, _: Any) -> Any:
         def launch(*arguments: Any) -> None:

@@ -23,7 +23,7 @@ SMALL = AttentionCase(
 @pytest.fixture
 def stand_in(monkeypatch):
     yield StandIn(monkeypatch)
-    eager._plans.clear()
+    eager.forget()
 
 
 def options(problem, **more):

@@ -19,7 +19,7 @@ from cutex.ops import autocast
 from cutex.ops.arrange import Arranged, arrange
 from cutex.ops.checks import Call, check, check_memory, extents, number
 from cutex.ops.device import SEVERAL_GPUS, arch_of, current, launcher, per_device
-from cutex.ops.plain import is_plain, nobody_watches
+from cutex.ops.plain import empty_of, guard, is_plain, nobody_watches
 from cutex.ops.plan import config_for, kernel_for, user_functions
 
 Activation = str | Callable[..., Any] | None
@@ -131,7 +131,7 @@ class _Plan:
 
     def __init__(self, function: Callable[..., None], call: Call, arranged: Arranged) -> None:
         self.function = function
-        self.takes = _guard(distinct(call))
+        self.takes = guard(distinct(call))
         self.wants_gradient = any(x.requires_grad for x in call.tensors.values())
         self.shape = call.shape
         self.strides = torch.empty(call.shape, device="meta").stride()
@@ -139,7 +139,7 @@ class _Plan:
         # NOTE: with several GPUs the current one must be that of the tensors
         self.plain = not (arranged.names or arranged.tall or SEVERAL_GPUS)
         self.device = call.a.device
-        self.empty = _empty_cpu if call.a.is_cpu else None if SEVERAL_GPUS else _empty_cuda
+        self.empty = empty_of(call.a.device, SEVERAL_GPUS)
         self.tall = arranged.tall
         self.names = arranged.names  # of the arguments beside a, b and out
         given = dict(zip(self.names, arranged.tensors[3:], strict=True))
@@ -167,12 +167,6 @@ class _Plan:
                 if -of_out < start - x.data_ptr() < of_x:
                     return True
         return False
-
-    def result(self, a: Tensor) -> Tensor:
-        """Memory for the result."""
-        if self.empty is not None:  # half of new_empty_strided's time
-            return self.empty(self.shape, self.strides, self.dtype)
-        return a.new_empty_strided(self.shape, self.strides, dtype=self.dtype)
 
     def __call__(
         self,
@@ -211,18 +205,6 @@ _plans: dict[tuple[Any, ...], tuple[_Plan, ...]] = per_device({})
 _grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
 _increment_version = torch._C._increment_version
-_guards: Any = torch._C._dynamo.guards
-_empty_cpu, _empty_cuda = _guards._empty_strided_cpu, _guards._empty_strided_cuda
-
-
-def _guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Whether other tensors are of the same classes, dtypes, devices, sizes and strides, require
-    gradients alike, and have the same dispatch keys under the modes that are on."""
-    return _guards.TensorGuards(
-        *tensors,
-        dynamic_dims_sizes=[list(x.shape) for x in tensors],
-        dynamic_dims_strides=[list(x.stride()) for x in tensors],
-    ).check
 
 
 def distinct(call: Call) -> list[Tensor]:
@@ -274,7 +256,7 @@ def planned(
         else plan.overlaps(out, a, b, bias, residual, scale_a, scale_b, amax)
     ):
         return None
-    result = plan.result(a) if out is None else out
+    result = plan.empty(plan.shape, plan.strides, plan.dtype) if out is None else out
     try:
         if plan.plain:
             plan.function(a, b, result)

@@ -7,6 +7,7 @@ transform, a mode, a tracer or forward differentiation that is on would want to 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +17,12 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+_guards: Any = torch._C._dynamo.guards
 _PLAIN = (Tensor, torch.nn.Parameter)
 _transforms_active = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _is_tracing = torch._C._is_tracing
-_autocast_on = torch._C._is_any_autocast_enabled
 _keys = torch._C._dispatch_keys
 
 # the keys of a tensor that is memory of the CPU or of a GPU, outside inference mode
@@ -48,26 +49,29 @@ def is_plain(x: Tensor) -> bool:
     return type(x) in _PLAIN and not _keys(x).raw_repr() & _FOREIGN_BITS
 
 
-def are_plain(*tensors: Tensor) -> bool:
-    """nobody_watches(), autocast is off, and is_plain of dense tensors that have elements, in a
-    quarter of the time.
+def guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Whether other tensors are of the same classes, dtypes, devices, sizes and strides, require
+    gradients alike, and have the same dispatch keys under the modes that are on.
 
-    Raises RuntimeError for a tensor that has left the transform that wrapped it.
+    NOTE: all must differ: two that are one tensor are never taken.
     """
-    if (
-        _transforms_active()
-        or _dispatch_modes()
-        or (_function_modes() and not _only_default_devices())
-        or _is_tracing()
-        or forward_ad._current_level >= 0
-        or _autocast_on()
-    ):
-        return False
-    # no subclass; memory, which functionalization and zeros of autograd have not; no lazy negation
-    for x in tensors:  # noqa: SIM110  a generator would cost as much again
-        if type(x) not in _PLAIN or not x.data_ptr() or x.is_neg():
-            return False
-    return True
+    return _guards.TensorGuards(
+        *tensors,
+        dynamic_dims_sizes=[list(x.shape) for x in tensors],
+        dynamic_dims_strides=[list(x.stride()) for x in tensors],
+    ).check
+
+
+def empty_of(device: torch.device, several: bool) -> Callable[..., Tensor]:
+    """A function of shape, strides and dtype that allocates there, in half of empty_strided's time
+    unless there are `several` GPUs."""
+    if device.type == "cpu":
+        return _guards._empty_strided_cpu
+    if not several:
+        return _guards._empty_strided_cuda
+    return lambda shape, strides, dtype: torch.empty_strided(
+        shape, strides, dtype=dtype, device=device
+    )
 
 
 def bare(x: Any) -> Any:

@@ -7,10 +7,15 @@ from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from cutex.kernels.attention.config import ForwardConfig
+from cutex.kernels.attention.sm100 import choose as sm100
+from cutex.kernels.attention.sm100.config import Sm100Config
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
     from cutex.problem.attention import AttentionProblem
+
+AnyConfig = ForwardConfig | Sm100Config
+CONFIGS: dict[str, type[AnyConfig]] = {"sm_90a": ForwardConfig, "sm_100a": Sm100Config}
 
 # by head dims of K and of V: what fits smem and registers
 _TILES: dict[tuple[int, int], dict[str, Any]] = {
@@ -39,8 +44,10 @@ class Shape:
     longest_k: int
 
 
-def fill(config: ForwardConfig, shape: Shape) -> ForwardConfig:
+def fill(config: AnyConfig, shape: Shape) -> AnyConfig:
     """`config`, which says what is computed, with how that is done."""
+    if isinstance(config, Sm100Config):
+        return sm100.fill(config, shape)
     tiles = _TILES.get((config.head_dim, config.head_dim_v), {})
     if config.head_dim == 64 and config.causal and shape.longest_k <= SHORT:
         tiles = _SHORT
@@ -54,7 +61,7 @@ def fill(config: ForwardConfig, shape: Shape) -> ForwardConfig:
     return replace(config, pack=pack)
 
 
-def on_gpu(config: ForwardConfig, shape: Shape, num_sms: int, l2_bytes: int) -> ForwardConfig:
+def on_gpu(config: AnyConfig, shape: Shape, num_sms: int, l2_bytes: int) -> AnyConfig:
     """`config` for a GPU's SMs and L2, of which Q and O take a share."""
     m_blocks = -(-shape.longest_q * config.pack // config.tile_m)
     if m_blocks * (shape.heads_q // config.pack) * shape.batch <= num_sms:
@@ -62,10 +69,10 @@ def on_gpu(config: ForwardConfig, shape: Shape, num_sms: int, l2_bytes: int) -> 
     return replace(config, num_ctas=num_sms, l2_bytes=l2_bytes * 5 // 6)
 
 
-def choose(problem: AttentionProblem, arch: Arch) -> ForwardConfig:
+def choose(problem: AttentionProblem, arch: Arch) -> AnyConfig:
     """The config for a problem of the ladder."""
     left, right = problem.bounds
-    config = ForwardConfig(
+    config = CONFIGS[arch.name](
         head_dim=problem.head_dim,
         head_dim_v=problem.head_dim_v,
         causal=problem.causal,

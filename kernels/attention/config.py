@@ -12,10 +12,9 @@ HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
 
 
 @dataclass(frozen=True)
-class ForwardConfig:
-    """One CTA computes tile_m rows of O, tile_n keys at a time, from rings of num_stages."""
+class Computed:
+    """What an attention kernel is compiled to compute, on any arch."""
 
-    # what is computed
     head_dim: int = 128
     head_dim_v: int = 128
     pack: int = 1  # query heads of one head of K and V whose rows share a tile
@@ -31,7 +30,38 @@ class ForwardConfig:
     score_mod: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None
 
-    # how
+    @property
+    def banded(self) -> bool:
+        """Whether blocks of rows differ in how many blocks of keys they touch."""
+        return self.causal or any(self.window)
+
+    @property
+    def modified(self) -> bool:
+        """Whether a user's function decides about each score."""
+        return self.score_mod is not None or self.mask_mod is not None
+
+    @property
+    def ragged_q(self) -> bool:
+        return self.varlen_q or self.used_q
+
+    @property
+    def ragged_k(self) -> bool:
+        return self.varlen_k or self.used_k
+
+    def why_not_computed(self) -> str | None:
+        """Why no kernel computes it, in one sentence."""
+        if (self.head_dim, self.head_dim_v) not in HEAD_DIMS:
+            known = ", ".join(f"{k}" if k == v else f"{k}/{v}" for k, v in HEAD_DIMS)
+            return f"head dim {self.head_dim}/{self.head_dim_v}: there are kernels for {known}"
+        if self.causal and self.window[1]:
+            return "causal=True: it is the right side of the window"
+        return None
+
+
+@dataclass(frozen=True)
+class ForwardConfig(Computed):
+    """One CTA computes tile_m rows of O, tile_n keys at a time, from rings of num_stages."""
+
     tile_m: int = 128
     tile_n: int = 128
     num_stages: int = 2  # slots of K, and of V
@@ -71,24 +101,6 @@ class ForwardConfig:
         return self.q_bytes * self.q_stages + (self.k_bytes + self.v_bytes) * self.num_stages + o
 
     @property
-    def banded(self) -> bool:
-        """Whether blocks of rows differ in how many blocks of keys they touch."""
-        return self.causal or any(self.window)
-
-    @property
-    def modified(self) -> bool:
-        """Whether a user's function decides about each score."""
-        return self.score_mod is not None or self.mask_mod is not None
-
-    @property
-    def ragged_q(self) -> bool:
-        return self.varlen_q or self.used_q
-
-    @property
-    def ragged_k(self) -> bool:
-        return self.varlen_k or self.used_k
-
-    @property
     def accumulators(self) -> int:
         """Registers of a consumer thread that hold S, P and O, and Q where it is kept there."""
         q = self.head_dim // 4 if self.q_in_registers else 0
@@ -96,9 +108,8 @@ class ForwardConfig:
 
     def why_not(self, problem: Any = None, arch: Any = None) -> str | None:
         """Why this config cannot run, in one sentence."""
-        if (self.head_dim, self.head_dim_v) not in HEAD_DIMS:
-            known = ", ".join(f"{k}" if k == v else f"{k}/{v}" for k, v in HEAD_DIMS)
-            return f"head dim {self.head_dim}/{self.head_dim_v}: there are kernels for {known}"
+        if reason := self.why_not_computed():
+            return reason
         if self.tile_m % 64 or not 64 <= self.tile_m <= 192:
             return f"tile_m={self.tile_m}: one to three warpgroups take 64 rows each"
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
@@ -107,8 +118,6 @@ class ForwardConfig:
             return f"pack={self.pack}: must divide the 64 rows of a warpgroup"
         if self.dispatch not in ("one", "static", "dynamic"):
             return f"dispatch={self.dispatch!r}: one, static or dynamic"
-        if self.causal and self.window[1]:
-            return "causal=True: it is the right side of the window"
         if self.num_stages < 2 or self.q_stages not in (1, 2):
             return f"num_stages={self.num_stages}, q_stages={self.q_stages}: at least 2; 1 or 2"
         if self.head_dim_v % (32 * self.o_parts) or (self.o_parts > 1 and not self.own_o):

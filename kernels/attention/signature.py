@@ -9,10 +9,10 @@ from cutlass import Int32, cute
 from cutex.compile import Argument, Operand, Scalar
 from cutex.device.attention.block_info import Band
 from cutex.device.attention.seqlen_info import Seqlens
-from cutex.kernels.attention.config import ForwardConfig
+from cutex.kernels.attention.choose import AnyConfig
 
 
-def arguments(config: ForwardConfig, dtype: str) -> tuple[Argument, ...]:
+def arguments(config: AnyConfig, dtype: str) -> tuple[Argument, ...]:
     """q, k, v, o, and what `config` says is passed besides; Passed has it in the same order."""
     c = config
     q = ("tq", "h", "d") if c.varlen_q else ("b", "sq", "h", "d")
@@ -60,7 +60,7 @@ class Passed(NamedTuple):
     max_seqlen_q: Any = None
 
     @staticmethod
-    def of(config: ForwardConfig, values: tuple[Any, ...]) -> Passed:
+    def of(config: AnyConfig, values: tuple[Any, ...]) -> Passed:
         names = [a.name for a in arguments(config, "bf16")[4:]]
         return Passed(**dict(zip(names, values, strict=True)))
 
@@ -79,7 +79,7 @@ class Sizes(NamedTuple):
     longest_q: Int32  # no sequence has more queries
 
     @staticmethod
-    def of(config: ForwardConfig, mQ: cute.Tensor, mK: cute.Tensor, passed: Passed) -> Sizes:
+    def of(config: AnyConfig, mQ: cute.Tensor, mK: cute.Tensor, passed: Passed) -> Sizes:
         c = config
         at_q, at_k = (0 if c.varlen_q else 1), (0 if c.varlen_k else 1)
         if c.varlen_q:

@@ -54,6 +54,7 @@ OPERATORS: dict[str, tuple[str, Callable[[str], str]]] = {  # name: opcode, what
     "a fence of wgmma": ("wgmma.fence", _drop),
     "a commit of tcgen05": ("tcgen05.commit", _drop),
     "a wait for tcgen05.ld": ("tcgen05.wait::ld", _drop),
+    "a wait for tcgen05.st": ("tcgen05.wait::st", _drop),
     "a fence of tcgen05": ("tcgen05.fence", _drop),
     "a dealloc": ("tcgen05.dealloc", _drop),
     "a fence of proxies": ("fence.proxy.async", _drop),

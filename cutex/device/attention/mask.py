@@ -1,9 +1,9 @@
-"""Mask: which scores of a block of a wgmma accumulator count, as one keep-word a row.
+"""Mask: which scores of a block of an accumulator count, as one keep-word a row.
 
-In a row of the accumulator a thread holds the columns 8 j + 2 t + {0, 1} of every 8, t being its
-place among the four threads of the row. How many of these lie below a bound is arithmetic on the
-bound, so a row's keep-word is two shifts, whatever the width of the block, and each score one
-select.
+In a row of a wgmma accumulator a thread holds the columns 8 j + 2 t + {0, 1} of every 8, t being
+its place among the four threads of the row; of one in tensor memory it holds whole rows. How many
+of these lie below a bound is arithmetic on the bound, so a row's keep-word is two shifts, whatever
+the width of the block, and each score one select.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from cutex.device.attention.block_info import Band
 WORD = 32
 
 
-def count_below(bound: Int32, quad: Int32) -> Int32:
+def count_below(bound: Int32, quad: Int32 | None) -> Int32:
     """How many columns of this thread, counted from the first, are smaller than `bound`."""
     bound = cutlass.max(bound, 0)
+    if quad is None:
+        return bound
     return bound // 8 * 2 + cutlass.min(cutlass.max(bound % 8 - 2 * quad, 0), 2)
 
 
@@ -29,7 +31,7 @@ class Mask(NamedTuple):
     """What the rows of one thread may see of the keys.
 
     `queries` are the query indices of the thread's rows, `quad` its place among the four threads of
-    a row.
+    a row, None where a thread holds whole rows.
     """
 
     band: Band
@@ -37,12 +39,19 @@ class Mask(NamedTuple):
     seqlen_q: Int32
     seqlen_k: Int32
     queries: tuple[Int32, ...]
-    quad: Int32
+    quad: Int32 | None = None
+
+    def key(self, c: int, n_block: Int32) -> Int32:
+        """The key of column c of this thread."""
+        if self.quad is None:
+            return n_block * self.tile_n + c
+        return n_block * self.tile_n + 2 * self.quad + (8 * (c // 2) + c % 2)
 
     @cute.jit
-    def apply(self, scores: cute.Tensor, n_block: Int32) -> None:
-        """Put -inf in place of the scores, (rows, columns), that do not count."""
-        first_key = n_block * self.tile_n
+    def apply(self, scores: cute.Tensor, n_block: Int32, column: int = 0) -> None:
+        """Put -inf in place of the scores, (rows, columns), that do not count; they are this
+        thread's columns of the block from `column` on."""
+        first_key = n_block * self.tile_n + column
         num_columns = cute.size(scores, mode=[1])
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
             end, begin = self._bounds(r, first_key)

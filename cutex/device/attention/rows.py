@@ -96,7 +96,7 @@ class Rows(NamedTuple):
         batch: Int32,
         seqlen: SeqlenInfo,
         tile: cutlass.Constexpr,
-        part: cutlass.Constexpr[int] = 0,
+        part: Int32 | int = 0,
     ) -> cute.Tensor:
         """The tiles, (rows, columns), of one head of one sequence, of the columns' `part`-th tile:
         (bRows, bColumns, Rest)."""

@@ -30,6 +30,12 @@ class ScoreOps:
     batch: Int32
     heads: tuple[Int32, ...]
 
+    @property
+    def elementwise(self) -> bool:
+        """Whether scores change in blocks without a mask, too."""
+        functions = self.softcap, self.score_mod, self.mask_mod
+        return any(f is not None for f in functions)
+
     def scale_log2(self) -> Float32:
         """Powers of two in a unit of what `apply` leaves."""
         if self.score_mod is not None:
@@ -38,8 +44,15 @@ class ScoreOps:
         return unit * LOG2_E
 
     @cute.jit
-    def apply(self, scores: cute.Tensor, n_block: Int32, masked: cutlass.Constexpr[bool]) -> None:
-        """To `scores`, (rows, columns); `masked` says whether the band cuts this block."""
+    def apply(
+        self,
+        scores: cute.Tensor,
+        n_block: Int32,
+        masked: cutlass.Constexpr[bool],
+        column: Int32 | int = 0,
+    ) -> None:
+        """To `scores`, (rows, columns), the thread's columns of the block from `column` on;
+        `masked` says whether the band cuts this block."""
         if cutlass.const_expr(self.softcap is not None):
             factor = self.scale / self.softcap
             for i in cutlass.range_constexpr(cute.size(scores)):
@@ -48,17 +61,16 @@ class ScoreOps:
             unit = self.scale if self.softcap is None else self.softcap
             for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
                 for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-                    place = self._place(r, c, n_block)
+                    place = self._place(r, column + c, n_block)
                     scores[r, c] = Float32(self.score_mod(scores[r, c] * unit, *place))
         if cutlass.const_expr(masked):
-            self.mask.apply(scores, n_block)
+            self.mask.apply(scores, n_block, column)
         if cutlass.const_expr(self.mask_mod is not None):
             for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
                 for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-                    counts = cutlass.Boolean(self.mask_mod(*self._place(r, c, n_block)))
+                    counts = cutlass.Boolean(self.mask_mod(*self._place(r, column + c, n_block)))
                     scores[r, c] = scores[r, c] if counts else -Float32.inf
 
     def _place(self, r: int, c: int, n_block: Int32) -> tuple[Int32, Int32, Int32, Int32]:
         """Batch entry, head, query and key of a score."""
-        key = n_block * self.mask.tile_n + 2 * self.mask.quad + (8 * (c // 2) + c % 2)
-        return self.batch, self.heads[r], self.mask.queries[r], key
+        return self.batch, self.heads[r], self.mask.queries[r], self.mask.key(c, n_block)

@@ -19,6 +19,7 @@ row's own.)
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import cutlass
 from cutlass import Boolean, Float32, cute
@@ -56,54 +57,64 @@ def row_max(scores: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
 
 @dataclass(frozen=True)
 class Softmax:
-    """References and sums of a thread's two rows."""
+    """References and sums of a thread's rows: of a wgmma accumulator two, each in four threads."""
 
-    reference: cute.Tensor  # (2) in units of scores; -inf before the first key
-    sums: cute.Tensor  # (2) of this thread's columns alone
+    reference: cute.Tensor  # (rows) in units of scores; -inf before the first key
+    sums: cute.Tensor  # (rows) of this thread's columns alone
     scale_log2: Float32  # powers of two in a unit of scores
     slack: float  # powers of two by which the maximum may exceed the reference
 
-    @staticmethod
-    def start(scale_log2: Float32, slack: float) -> Softmax:
+    rows: ClassVar[int] = 2
+    over_row: ClassVar[Any] = staticmethod(over_quad)  # what combines the threads of a row
+
+    @classmethod
+    def start(cls, scale_log2: Float32, slack: float) -> Self:
         """Before the first block."""
-        rows = cute.make_layout(2)
+        rows = cute.make_layout(cls.rows)
         reference = cute.make_rmem_tensor(rows, Float32)
         sums = cute.make_rmem_tensor(rows, Float32)
-        return Softmax(reference, sums, scale_log2, slack)
+        return cls(reference, sums, scale_log2, slack)
 
     @cute.jit
     def first(self, scores: cute.Tensor) -> None:
-        """Turn the first block of scores, (2, columns), into exponentials."""
-        for r in cutlass.range_constexpr(2):
-            self.reference[r] = over_quad(row_max(scores, r), cute.arch.fmax)
+        """Turn the first block of scores, (rows, columns), into exponentials."""
+        for r in cutlass.range_constexpr(self.rows):
+            self.reference[r] = self.over_row(row_max(scores, r), cute.arch.fmax)
             self.sums[r] = self._exponentials(scores, r)
 
     @cute.jit
     def next(self, scores: cute.Tensor, factors: cute.Tensor) -> Boolean:
-        """Turn a further block of scores into exponentials; `factors` (2) get what outputs so far
-        must be multiplied with, if the result is true."""
-        highest = [over_quad(row_max(scores, r), cute.arch.fmax) for r in range(2)]
+        """Turn a further block of scores into exponentials; `factors` (rows) get what outputs so
+        far must be multiplied with, if the result is true."""
+        highest = [self.over_row(row_max(scores, r), cute.arch.fmax) for r in range(self.rows)]
+        rescale = self.raise_references(highest, factors)
+        for r in cutlass.range_constexpr(self.rows):
+            self.sums[r] += self._exponentials(scores, r)
+        return rescale
+
+    @cute.jit
+    def raise_references(self, highest: list[Float32], factors: cute.Tensor) -> Boolean:
+        """To the `highest` scores of a block, if some row of this warp exceeds its own by more than
+        the slack, which is the result; sums are scaled with `factors` (rows)."""
         rescale = Boolean(False)
-        for r in cutlass.range_constexpr(2):
+        for r in cutlass.range_constexpr(self.rows):
             above = (highest[r] - self.reference[r]) * self.scale_log2
             rescale = rescale | (above > self.slack)
         rescale = cute.arch.vote_any_sync(rescale)
         if rescale:
-            for r in cutlass.range_constexpr(2):
+            for r in cutlass.range_constexpr(self.rows):
                 reference = cute.arch.fmax(highest[r], self.reference[r])
                 # NOTE: -inf less -inf; a row without keys keeps its sum of 0
                 shift = self.reference[r] - self._finite(reference)
                 factors[r] = exp2(shift * self.scale_log2)
                 self.sums[r] *= factors[r]
                 self.reference[r] = reference
-        for r in cutlass.range_constexpr(2):
-            self.sums[r] += self._exponentials(scores, r)
         return rescale
 
     @cute.jit
     def add(self, scores: cute.Tensor) -> None:
         """Turn a further block of scores into exponentials of the reference that there is."""
-        for r in cutlass.range_constexpr(2):
+        for r in cutlass.range_constexpr(self.rows):
             self.sums[r] += self._exponentials(scores, r)
 
     @cute.jit
@@ -128,15 +139,15 @@ class Softmax:
     def finish(
         self, sinks: tuple[Float32, ...] | None, factors: cute.Tensor, lse: cute.Tensor
     ) -> Boolean:
-        """After the last block: `factors` (2) get what outputs must be multiplied with, `lse` (2)
-        the natural logarithm of the sums; rows without keys get 0 and -inf. Returns whether the
-        sums are within what `add` may be trusted with.
+        """After the last block: `factors` (rows) get what outputs must be multiplied with, `lse`
+        (rows) the natural logarithm of the sums; rows without keys get 0 and -inf. Returns whether
+        the sums are within what `add` may be trusted with.
 
         `sinks` are, for each row, the score, natural and scaled, of one more key that has no value.
         """
         trusted = Boolean(True)
-        for r in cutlass.range_constexpr(2):
-            total = over_quad(self.sums[r], lambda x, y: x + y)
+        for r in cutlass.range_constexpr(self.rows):
+            total = self.over_row(self.sums[r], lambda x, y: x + y)
             trusted = trusted & (total <= TRUSTED_SUM)
             highest = self._finite(self.reference[r]) * self.scale_log2
             scaled = Float32(1.0)

@@ -45,6 +45,12 @@ class AttentionCall:
         return {name: x for name in names if (x := getattr(self, name)) is not None}
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that are given."""
+        sink = () if self.learnable_sink is None else (self.learnable_sink,)
+        return (self.q, self.k, self.v, *self.lengths.values(), *sink)
+
+    @property
     def batch(self) -> int:
         if self.cu_seqlens_q is not None:
             return self.cu_seqlens_q.shape[0] - 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, lru_cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,16 +18,16 @@ from torch import Tensor
 
 from cutex.arch import ARCHS, arch
 from cutex.compile.user_function import UserFunction
-from cutex.kernels.attention.choose import Shape, fill, on_gpu
-from cutex.kernels.attention.config import ForwardConfig
+from cutex.kernels.attention.choose import CONFIGS, AnyConfig, Shape, fill, on_gpu
 from cutex.ops.attention.call import DTYPES, AttentionCall
 from cutex.ops.device import SEVERAL_GPUS, current, launcher, simulated_arch
+from cutex.ops.plain import empty_of
+from cutex.problem.stage import package
 
 if TYPE_CHECKING:
     from cutex.compile import Compiled
 
 ALIGN = 16  # bytes
-ARCH = "sm_90a"
 
 
 def why_copied(x: Tensor, one_list: bool) -> str | None:
@@ -67,7 +68,7 @@ class Plan:
             None if f is None else UserFunction(f) for f in (call.score_mod, call.mask_mod)
         )
         self.config = config_for(call, with_lse, self.functions)
-        self.compiled = kernel_for(self.config, DTYPES[call.q.dtype])
+        self.compiled = kernel_for(self.config, DTYPES[call.q.dtype], arch_of(call.q.device))
         self.shape, self.strides = call.out_shape, contiguous(call.out_shape)
         self.lse_shape, self.lse_strides = call.lse_shape, contiguous(call.lse_shape)
         self.device = call.q.device
@@ -94,10 +95,14 @@ class Plan:
             scalars.append(longest_q(call))
         self.scalars = tuple(scalars)
         self.launch: Callable[..., None] | None = None
-        # whether the arguments are q, k, v, outputs and numbers, the inputs as they are given
-        self.is_short = self.as_given and not (call.lengths or self.config.sink)
-        self.short: Callable[[Tensor, Tensor, Tensor], Any] | None = None  # from the first call on
-        self.out_is_like_q = call.q.is_contiguous() and call.q.shape == self.shape
+        sink = call.learnable_sink
+        self.rest_as_given = all(x.is_contiguous() for x in call.lengths.values()) and (
+            sink is None or (sink.dtype == torch.float32 and sink.is_contiguous())
+        )
+        self.dtype = call.q.dtype
+        # from the first launch on, if all tensors are passed as they are given: the same in a
+        # third of the time, of q, k, v, the lengths and the sink
+        self.short: Callable[..., Any] | None = None
         self.has_functions = any(self.functions)
 
     def is_current(self) -> bool:
@@ -142,7 +147,9 @@ class Plan:
         arguments += self.scalars
         if self.launch is None:
             self.launch = there(self.device, launcher(self.compiled, arguments))
-            self.short = self._short(self.launch) if self.is_short else None
+            # NOTE: of lengths on the CPU the values are checked at each call
+            if self.as_given and self.rest_as_given and not (lengths and q.is_cpu):
+                self.short = self._short(self.launch)
         self.launch(*arguments)
         if given is None:
             return out, lse
@@ -150,28 +157,25 @@ class Plan:
             given.copy_(out)
         return given, lse
 
-    def _short(self, launch: Callable[..., None]) -> Callable[[Tensor, Tensor, Tensor], Any]:
+    def _short(self, launch: Callable[..., None]) -> Callable[..., Any]:
         """What flash_attn_func returns, with nothing decided again that the plan knows."""
-        shape, strides, scalars, device = self.shape, self.strides, self.scalars, self.device
-        lse_shape, lse_strides, with_lse = self.lse_shape, self.lse_strides, self.config.lse
-        dynamic, like_q = self.dynamic, self.out_is_like_q
-        empty_like, fp32 = torch.empty_like, torch.float32
+        shape, strides, lse_shape, lse_strides = (
+            self.shape, self.strides, self.lse_shape, self.lse_strides
+        )  # fmt: skip
+        scalars, device, dtype = self.scalars, self.device, self.dtype
+        with_lse, dynamic = self.config.lse, self.dynamic
+        empty = empty_of(device, SEVERAL_GPUS)
 
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
-            # NOTE: new_empty_strided takes half of new_empty's time, empty_like a little less
-            out = empty_like(q) if like_q else q.new_empty_strided(shape, strides)
-            if with_lse:
-                lse = q.new_empty_strided(lse_shape, lse_strides, dtype=fp32)
-                if dynamic:
-                    launch(q, k, v, out, lse, counter(device), *scalars)
-                else:
-                    launch(q, k, v, out, lse, *scalars)
-                return out, lse
+        def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Any:
+            out = empty(shape, strides, dtype)
             if dynamic:
-                launch(q, k, v, out, counter(device), *scalars)
-            else:
-                launch(q, k, v, out, *scalars)
-            return out
+                rest = (*rest, counter(device))
+            if not with_lse:
+                launch(q, k, v, out, *rest, *scalars)
+                return out
+            lse = empty(lse_shape, lse_strides, torch.float32)
+            launch(q, k, v, out, lse, *rest, *scalars)
+            return out, lse
 
         return run
 
@@ -205,10 +209,10 @@ def longest_k(call: AttentionCall) -> int:
 
 def config_for(
     call: AttentionCall, with_lse: bool, functions: tuple[UserFunction | None, ...]
-) -> ForwardConfig:
+) -> AnyConfig:
     left, right = call.window
     head_dim, head_dim_v = call.head_dims
-    what = ForwardConfig(
+    what = CONFIGS[arch_of(call.q.device)](
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         causal=right == 0,
@@ -224,27 +228,29 @@ def config_for(
         mask_mod=functions[1],
     )
     shape = Shape(call.batch, *call.heads, longest_q(call), longest_k(call))
-    return on_gpu(fill(what, shape), shape, *resources(call.q.device))
+    gpu = resources(call.q.device, arch_of(call.q.device))
+    return on_gpu(fill(what, shape), shape, *gpu)
 
 
 @cache
-def resources(device: torch.device) -> tuple[int, int]:
+def resources(device: torch.device, name: str) -> tuple[int, int]:
     """SMs and bytes of L2."""
     if device.type != "cuda":
-        simulated = arch(ARCH)
+        simulated = arch(name)
         return simulated.num_sms, simulated.l2_bytes
     found = torch.cuda.get_device_properties(device)
     return found.multi_processor_count, found.L2_cache_size
 
 
 @lru_cache(maxsize=4096)
-def kernel_for(config: ForwardConfig, dtype: str) -> Compiled:
+def kernel_for(config: AnyConfig, dtype: str, arch: str) -> Compiled:
     from cutex.compile import compile
-    from cutex.kernels.attention.sm90.forward import Forward
+
+    Forward = import_module(f"{package('attention', arch)}.forward").Forward
 
     functions = (config.score_mod, config.mask_mod)
     cache = all(f.cacheable for f in functions if isinstance(f, UserFunction))
-    return compile(Forward(config), dtype, ARCH, cache=cache)
+    return compile(Forward(config), dtype, arch, cache=cache)
 
 
 # ---- the device
@@ -261,9 +267,16 @@ def arch_name(device: torch.device) -> str | None:
     return known.get(capability, "sm_{}{}".format(*capability))
 
 
+def arch_of(device: torch.device) -> str:
+    """The same of a device that `check_device` takes; of another, as for tests of the host side,
+    the first that there are kernels for."""
+    name = arch_name(device)
+    return name if name in CONFIGS else next(iter(CONFIGS))
+
+
 def runs_on(device: torch.device) -> bool:
     """Whether there is a kernel for it."""
-    return arch_name(device) == ARCH
+    return arch_name(device) in CONFIGS
 
 
 def check_device(device: torch.device) -> None:
@@ -271,13 +284,13 @@ def check_device(device: torch.device) -> None:
     name = arch_name(device)
     if name is None:
         raise ValueError(
-            f"q is on {device}: flash_attn_func runs on a Hopper GPU; move its tensors there, or "
-            'run them in the simulator with `with cutex.ops.simulated("sm_90a"):`'
+            f"q is on {device}: flash_attn_func runs on a Hopper or Blackwell GPU; move its "
+            'tensors there, or run them in the simulator with `with cutex.ops.simulated("sm_90a"):`'
         )
-    if name != ARCH:
+    if name not in CONFIGS:
         raise ValueError(
-            f"q is on {device}, of arch {name}: flash_attn_func has kernels for {ARCH} (Hopper); "
-            "use torch.nn.functional.scaled_dot_product_attention there"
+            f"q is on {device}, of arch {name}: flash_attn_func has kernels for "
+            f"{', '.join(CONFIGS)}; use torch.nn.functional.scaled_dot_product_attention there"
         )
 
 

@@ -226,6 +226,7 @@ class Forward:
         tOrP = a_registers(c.tile_n, dtype)
         factors = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        own_info = shared.info._replace(tile_m=ROWS)
         turns = OrderedBarrier(TURN_BARRIER) if c.warpgroups > 1 else None
         if cutlass.const_expr(turns is not None):  # noqa: SIM102 - known when tracing
             if wg == c.warpgroups - 1:
@@ -236,32 +237,39 @@ class Forward:
         while mode != END:
             work = work_ring.work(q_take.slot)
             seq_q, seqlen_k = work_ring.lengths(q_take.slot)
-            blocks = shared.info.n_blocks(work.m_block, seq_q.length, seqlen_k)
+            tile = shared.info.n_blocks(work.m_block, seq_q.length, seqlen_k)
+            m_block = work.m_block * c.warpgroups + wg  # of this warpgroup's rows
+            blocks = own_info.n_blocks(m_block, seq_q.length, seqlen_k)
             q_slot = q_take.slot * c.warpgroups + wg
             rows = self.thread_rows(work, wg)
             score_ops = self.score_ops(shared, rows, work, seq_q.length, seqlen_k)
             softmax = Softmax.start(score_ops.scale_log2(), self.slack(dtype))
             trusted = Boolean(True)
-            if blocks.end > blocks.first:
-                tSrQ_tile = tSrQ
-                if cutlass.const_expr(c.q_in_registers):
-                    self.load_q(qk.tiled_mma, sQ[None, None, q_slot], tSrQ)
-                else:
-                    tSrQ_tile = tSrQ[None, None, None, q_slot]
-                loop = BlockLoop(
-                    qk, pv, tSrQ_tile, acc_o, tOrP, shared.k, shared.v, score_ops, softmax,
-                    factors, turns, wg, c.warpgroups, self.optimistic,
-                )  # fmt: skip
+            tSrQ_tile = tSrQ
+            if cutlass.const_expr(c.q_in_registers):
+                self.load_q(qk.tiled_mma, sQ[None, None, q_slot], tSrQ)
+            else:
+                tSrQ_tile = tSrQ[None, None, None, q_slot]
+            loop = BlockLoop(
+                qk, pv, tSrQ_tile, acc_o, tOrP, shared.k, shared.v, score_ops, softmax,
+                factors, turns, wg, c.warpgroups, self.optimistic,
+            )  # fmt: skip
+            if blocks.end > blocks.first and m_block * ROWS < seq_q.length * c.pack:
+                state = loop.pass_over(tile.end - blocks.end, state, True)
                 state = loop.run(blocks, state, mode == SAFE)
                 if cutlass.const_expr(self.releases_early):
                     work_ring.release(q_take, trusted)
                 state = loop.last(state)
+                state = loop.pass_over(blocks.first - tile.first, state, True)
                 sinks = self.sinks(shared.passed, rows, work)
                 trusted = softmax.finish(sinks, factors, lse)
                 trusted = trusted & (acc_o[0] * 0.0 == 0.0) & (acc_o[2] * 0.0 == 0.0)
                 trusted = trusted | (mode == SAFE)
                 loop.scale_output()
             else:
+                count = tile.end - tile.first
+                state = loop.pass_over(cutlass.max(count - 1, 0), state, True)
+                state = loop.pass_over(cutlass.min(count, 1), state, False)
                 if cutlass.const_expr(self.releases_early):
                     work_ring.release(q_take, trusted)
                 acc_o.fill(0.0)

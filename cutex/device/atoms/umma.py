@@ -1,0 +1,104 @@
+"""tcgen05.mma of attention: operand A from shared or from tensor memory, by one emitter.
+
+Of a pair of CTAs each holds half of the rows of A and of the accumulator, and half of B.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, cute
+from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
+
+from cutex.device.atoms.mma import PAIR_MASK, instruction_tiles
+from cutex.device.atoms.tmem import LANES
+
+K = 16  # of one instruction, in elements of 16 bits
+
+
+def make_umma16(
+    columns: int,
+    dtype: type[cutlass.Numeric],
+    ctas: int,
+    a_in_tmem: bool,
+    b_rows_contiguous: bool,
+) -> cute.TiledMma:
+    """The tcgen05.mma of 128 rows a CTA and 16-bit elements."""
+    group = tcgen05.CtaGroup.TWO if ctas == 2 else tcgen05.CtaGroup.ONE
+    source = tcgen05.OperandSource.TMEM if a_in_tmem else tcgen05.OperandSource.SMEM
+    b_major = OperandMajorMode.MN if b_rows_contiguous else OperandMajorMode.K
+    shape = (LANES * ctas, columns, K)
+    op = tcgen05.MmaF16BF16Op(dtype, Float32, shape, group, source, OperandMajorMode.K, b_major)
+    return cute.make_tiled_mma(op)
+
+
+class UmmaProduct(NamedTuple):
+    """acc = A B^T by one thread, B from a slot of smem, acc at a column of tensor memory."""
+
+    tiled_mma: cute.TiledMma
+    tCrB: cute.Tensor  # (MMA, MMA_N, MMA_K, SLOT) descriptors
+    tCtAcc: cute.Tensor  # (MMA, 1, 1) fp32 at column 0
+
+    @cute.jit
+    def issue(
+        self,
+        column: Int32,
+        tCrA: cute.Tensor,
+        slot: Int32,
+        accumulate: Boolean,
+        k_blocks: cutlass.Constexpr[tuple[int, int]],
+    ) -> None:
+        """Start the product of the k_blocks [first, end) of A (MMA, MMA_M, MMA_K), descriptors or
+        tensor memory, with B[slot]; plus acc, unless it is the first and not `accumulate`. A whole
+        warp."""
+        # NOTE: setting a field changes the object, which must not outlive the loop it is set in
+        tiled_mma = cute.make_tiled_mma(self.tiled_mma.op)
+        acc = cute.make_tensor(self.tCtAcc.iterator + column, self.tCtAcc.layout)
+        for k_block in cutlass.range_constexpr(*k_blocks):
+            tiled_mma.set(tcgen05.Field.ACCUMULATE, accumulate if k_block == 0 else True)
+            cute.gemm(
+                tiled_mma,
+                acc,
+                tCrA[None, None, k_block],
+                self.tCrB[None, None, k_block, slot],
+                acc,
+            )
+
+
+@cute.jit
+def umma_product(
+    tiled_mma: cute.TiledMma, sB: cute.Tensor, tmem: cute.Pointer, columns: cutlass.Constexpr[int]
+) -> UmmaProduct:
+    """With sB (bN / ctas, bK, SLOT), accumulators of `columns` in the tensor memory from `tmem`."""
+    ctas = cute.size(tiled_mma.thr_id)
+    acc = tiled_mma.make_fragment_C(tiled_mma.partition_shape_C((LANES * ctas, columns)))
+    tCrB = tiled_mma.make_fragment_B(instruction_tiles(sB, columns // ctas))
+    return UmmaProduct(tiled_mma, tCrB, cute.make_tensor(tmem, acc.layout))
+
+
+@cute.jit
+def a_from_tmem(
+    tiled_mma: cute.TiledMma,
+    tmem: cute.Pointer,
+    column: Int32,
+    k: cutlass.Constexpr[int],
+    dtype: cutlass.Constexpr[type[cutlass.Numeric]],
+) -> cute.Tensor:
+    """Operand A of 128 rows a CTA and `k` elements that begin at a column: (MMA, MMA_M, MMA_K)."""
+    ctas = cute.size(tiled_mma.thr_id)
+    shape = tiled_mma.partition_shape_A((LANES * ctas, k))
+    layout = tiled_mma.make_fragment_A(shape).layout
+    return cute.make_tensor(cute.recast_ptr(tmem + column, dtype=dtype), layout)
+
+
+@cute.jit
+def commit(barrier: cute.Pointer, pair: cutlass.Constexpr[bool]) -> None:
+    """Arrive once on `barrier`, of a pair in both CTAs, when every MMA started so far is complete.
+    A whole warp."""
+    with cute.arch.elect_one():
+        if cutlass.const_expr(pair):
+            mask = Int32(PAIR_MASK) << (cute.arch.block_idx_in_cluster() // 2 * 2)
+            tcgen05.commit(barrier, mask, tcgen05.CtaGroup.TWO)
+        else:
+            tcgen05.commit(barrier)

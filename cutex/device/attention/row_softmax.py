@@ -1,0 +1,72 @@
+"""The softmax of one whole row a thread, as tensor memory hands it out, two columns at a time.
+
+A share of the exponentials is computed on FMA units (FlashAttention-4): the tensor cores of an
+sm_100 take as long for a block of 128 keys at head dim 128 as MUFU for its exponentials, and FMA
+units, which would idle, are eight times as wide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import cutlass
+from cutlass import Boolean, Float32, cute
+
+from cutex.device.atoms.packed import ROUND, add2, exp2_by_fma, fma2, largest
+from cutex.device.atoms.scalar import exp2
+from cutex.device.attention.softmax import Softmax
+
+PAIRS = 16  # of columns, of which `by_fma` are not MUFU's
+TRUSTED = 30.0  # powers of two, as of sums
+
+
+@dataclass(frozen=True)
+class RowSoftmax(Softmax):
+    """References and sums of a thread's row.
+
+    by_fma: of 16 pairs of columns so many go through FMA units. Scores of -inf do not become quite
+    0 there, so blocks with a mask take `exactly`, and large ones anything, which `finish` notices.
+    """
+
+    top: cute.Tensor | None = None  # (1) of what exp2_by_fma says of its numbers, the largest
+    by_fma: int = 0
+
+    rows: ClassVar[int] = 1
+    over_row: ClassVar[Any] = staticmethod(lambda x, op: x)
+
+    @classmethod
+    def start(cls, scale_log2: Float32, slack: float) -> Self:
+        top = cute.make_rmem_tensor(cute.make_layout(1), Float32)
+        top[0] = Float32(0.0)
+        return replace(super().start(scale_log2, slack), top=top)
+
+    def partly_by_fma(self, share: int) -> Self:
+        """The same, `share` of 16 exponentials by FMA units."""
+        return replace(self, by_fma=share)
+
+    @cute.jit
+    def _exponentials(self, scores: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
+        top, by_fma = self.top, self.by_fma
+        reference = self._finite(self.reference[r]) * self.scale_log2
+        scale, shift = (self.scale_log2,) * 2, (-reference,) * 2
+        total, seen = None, top[0]
+        for pair in cutlass.range_constexpr(cute.size(scores, mode=[1]) // 2):
+            c = 2 * pair
+            x = fma2((scores[r, c], scores[r, c + 1]), scale, shift)
+            # evenly spread, so that both units always have some
+            if cutlass.const_expr((pair + 1) * by_fma // PAIRS > pair * by_fma // PAIRS):
+                y, whole = exp2_by_fma(x)
+                seen = largest(seen, *whole)
+            else:
+                y = exp2(x[0]), exp2(x[1])
+            scores[r, c], scores[r, c + 1] = y
+            total = y if total is None else add2(total, y)
+        top[0] = seen
+        return total[0] + total[1]
+
+    @cute.jit
+    def finish(
+        self, sinks: tuple[Float32, ...] | None, factors: cute.Tensor, lse: cute.Tensor
+    ) -> Boolean:
+        return Softmax.finish(self, sinks, factors, lse) & (self.top[0] <= ROUND + TRUSTED)

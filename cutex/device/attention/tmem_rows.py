@@ -1,0 +1,123 @@
+"""Rows of tensor memory: each thread of a warpgroup has one, and moves parts of it.
+
+A row of scores becomes probabilities part by part. Where its largest score must be known first, it
+is read twice: 128 scores in registers would leave none for anything else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import tcgen05
+
+from cutex.device.atoms.tmem import LANES
+from cutex.device.attention.row_softmax import RowSoftmax
+from cutex.device.attention.scores import ScoreOps
+from cutex.device.attention.softmax import row_max
+from cutex.device.epilogue.sm100.tma_store import SubTiles, sub_tiles
+
+PART = 32  # columns that move at a time
+
+
+@cute.jit
+def columns_of(tmem: cute.Pointer, column: Int32 | int, count: cutlass.Constexpr[int]) -> SubTiles:
+    """This thread's row of `count` columns of tensor memory, by PART."""
+    thread, _, _ = cute.arch.thread_idx()
+    layout = cute.make_layout((LANES, count), stride=(1 << 16, 1))
+    return sub_tiles(cute.make_tensor(tmem + column, layout), None, thread % LANES, PART)
+
+
+@cute.jit
+def store_columns(tmem: cute.Pointer, column: Int32, values: cute.Tensor) -> None:
+    """Start the store of a thread's `values`, 32 bits each, to columns of its lane."""
+    thread, _, _ = cute.arch.thread_idx()
+    count = cute.size(values)
+    layout = cute.make_layout((LANES, count), stride=(1 << 16, 1))
+    target = cute.make_tensor(tmem + column, layout)
+    atom = cute.make_copy_atom(tcgen05.St32x32bOp(tcgen05.Repetition(count)), Float32)
+    store = tcgen05.make_tmem_copy(atom, target).get_slice(thread % LANES)
+    coords = store.partition_S(cute.make_identity_tensor((LANES, count)))
+    source = cute.make_tensor(values.iterator, cute.make_layout(coords.shape))
+    cute.copy(store, source, store.partition_D(target))
+
+
+@cute.jit
+def scale_columns(
+    tmem: cute.Pointer, column: Int32 | int, count: cutlass.Constexpr[int], factor: Float32
+) -> None:
+    """Multiply this thread's row of `count` columns by `factor`."""
+    parts = columns_of(tmem, column, count)
+    for part in cutlass.range_constexpr(parts.num_parts):
+        values = parts.load(part)
+        for i in cutlass.range_constexpr(PART):
+            values[i] *= factor
+        flat = cute.make_tensor(values.iterator, cute.make_layout(PART))
+        store_columns(tmem, column + part * PART, flat)
+
+
+@cute.jit
+def rounded(scores: cute.Tensor, dtype: cutlass.Constexpr[type[cutlass.Numeric]]) -> cute.Tensor:
+    """A part of a row in 16 bits: (PART)."""
+    flat = cute.make_layout(PART)
+    found = cute.make_rmem_tensor(flat, dtype)
+    found.store(cute.make_tensor(scores.iterator, flat).load().to(dtype))
+    return found
+
+
+@dataclass(frozen=True)
+class ScoreRow:
+    """One thread's row of a block of scores in tensor memory, at a column."""
+
+    tmem: cute.Pointer
+    tile_n: int
+    softmax: RowSoftmax
+    score_ops: ScoreOps
+
+    @cute.jit
+    def search(self, column: Int32, n_block: Int32, masked: cutlass.Constexpr[bool]) -> Float32:
+        """The largest score. Those that are masked, or otherwise not what QK left, are written
+        back, for `exponentials` to read."""
+        changed = masked or self.score_ops.elementwise
+        parts = columns_of(self.tmem, column, self.tile_n)
+        highest = Float32(-Float32.inf)
+        for part in cutlass.range(parts.num_parts, unroll_full=True):
+            columns = cute.make_rmem_tensor(parts.tTR_cAcc.shape, Float32)
+            parts.start_load_into(columns, part)
+            parts.wait_loads()
+            scores = cute.make_tensor(columns.iterator, cute.make_layout((1, PART)))
+            self.score_ops.apply(scores, n_block, masked, part * PART)
+            highest = cute.arch.fmax(highest, row_max(scores, 0))
+            if cutlass.const_expr(changed):
+                flat = cute.make_tensor(columns.iterator, cute.make_layout(PART))
+                store_columns(self.tmem, column + part * PART, flat)
+        if cutlass.const_expr(changed):
+            cute.arch.fence_view_async_tmem_store()
+        return highest
+
+    @cute.jit
+    def exponentials(
+        self,
+        column: Int32,
+        n_block: Int32,
+        searched: cutlass.Constexpr[bool],
+        by_fma: cutlass.Constexpr[int],
+        store: cutlass.Constexpr,
+    ) -> None:
+        """Turn scores into exponentials, which `store(scores, part)` takes part by part, (1, PART)
+        each; a part is loaded while the one before is worked on. Scores that have been `searched`
+        are final."""
+        softmax = self.softmax.partly_by_fma(by_fma)
+        parts = columns_of(self.tmem, column, self.tile_n)
+        following = parts.start_load(0)
+        for part in cutlass.range_constexpr(parts.num_parts):
+            columns = following
+            parts.wait_loads()
+            if cutlass.const_expr(part < parts.num_parts - 1):
+                following = parts.start_load(part + 1)
+            scores = cute.make_tensor(columns.iterator, cute.make_layout((1, PART)))
+            if cutlass.const_expr(not searched):
+                self.score_ops.apply(scores, n_block, False, part * PART)
+            softmax.add(scores)
+            store(scores, part)

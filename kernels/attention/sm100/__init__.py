@@ -1,0 +1,1 @@
+"""FlashAttention forward on Blackwell."""

@@ -1,0 +1,34 @@
+"""Which config computes a problem on Blackwell: tiles by head dim, pairs where one CTA's memory is
+too small, one Q tile where queries are few."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import gcd
+from typing import TYPE_CHECKING, Any
+
+from cutex.kernels.attention.sm100.config import ROWS, Sm100Config
+
+if TYPE_CHECKING:
+    from cutex.kernels.attention.choose import Shape
+
+PAIR = {"pair": True, "optimistic": False, "dispatch": "static"}
+# by head dims of K and of V; exponentials on FMA units only where MUFU is not the faster of all
+_TILES: dict[tuple[int, int], dict[str, Any]] = {
+    (64, 64): {"num_stages": 4},
+    (96, 96): {"num_stages": 3},
+    (128, 128): {},
+    (192, 128): PAIR,
+    (192, 192): {**PAIR, "q_tiles": 1, "num_stages": 3, "by_fma": 0},
+    (256, 256): {**PAIR, "q_tiles": 1, "by_fma": 0},
+}
+
+
+def fill(config: Sm100Config, shape: Shape) -> Sm100Config:
+    """`config`, which says what is computed, with how that is done."""
+    config = replace(config, **_TILES.get((config.head_dim, config.head_dim_v), {}))
+    group = shape.heads_q // shape.heads_kv
+    pack = gcd(group, ROWS) if shape.longest_q < config.tile_m else 1
+    if shape.longest_q * pack <= ROWS:
+        config = replace(config, q_tiles=1)
+    return replace(config, pack=pack)

@@ -1,0 +1,155 @@
+"""The load role: one warp hands out tiles, and brings Q, K and V by TMA.
+
+Of a pair each CTA has one: it loads its own rows of Q and its half of K and V.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Int32, cute
+from cutlass.cute.nvgpu import cpasync
+
+from cutex.device.atoms.tma import TileLoads
+from cutex.device.attention.rows import Rows
+from cutex.device.attention.seqlen_info import SeqlenInfo
+from cutex.device.pipeline import PipelineState
+from cutex.kernels.attention.order import TileOrder
+from cutex.kernels.attention.signature import Passed
+from cutex.kernels.attention.sm90.work_ring import NORMAL, SAFE, Work
+from cutex.kernels.attention.sm100.config import Sm100Config
+from cutex.kernels.attention.sm100.tiles import Shared
+
+Fills = tuple[PipelineState, PipelineState, PipelineState]  # in the rings of Q, of K and of V
+
+
+@dataclass(frozen=True)
+class Load:
+    config: Sm100Config
+    q: cpasync.TmaInfo
+    k: cpasync.TmaInfo
+    v: cpasync.TmaInfo
+    order: TileOrder
+    heads_per_kv: Int32  # that own tiles
+
+    @cute.jit
+    def run(self, shared: Shared) -> None:
+        """A slot of the tiles' ring that comes back is looked at: should its tile have failed, it
+        goes out again in safe mode, before any other. When no tile is left, the slots that are
+        still out are waited for in turn."""
+        c, tiles = self.config, shared.work
+        for operand in (self.q, self.k, self.v):
+            cpasync.prefetch_descriptor(operand.atom)
+        fill = tiles.q.producer()
+        b = shared.barriers
+        q_fill, k_fill, v_fill = (
+            PipelineState(1, Int32(0), Int32(1)),
+            b.k.producer(),
+            b.v.producer(),
+        )
+        tiles.clear()
+        index = self.first_index()
+        looked_at = Int32(0)  # slots that have come back well since the last tile went out
+        while index < self.order.total or looked_at < c.work_slots:
+            back = PipelineState(c.work_slots, fill.slot, fill.phase)
+            back.skip(looked_at)
+            tiles.q.empty.wait(back.phase, back.slot)
+            failed = tiles.take_back(back.slot)
+            if failed or index < self.order.total:
+                work, mode = tiles.work(back.slot), Int32(SAFE)
+                if not failed:
+                    work = Work(*self.order.tile(index))
+                    mode = Int32(NORMAL)
+                seq_q, seq_k = shared.lengths(work.batch)
+                looked_at = Int32(0)
+                if work.m_block * c.tile_m < seq_q.length * c.pack:
+                    tiles.announce(fill, mode, work, seq_q, seq_k)
+                    fill.advance()
+                    q_fill, k_fill, v_fill = self.load_tile(
+                        shared, work, (seq_q, seq_k), (q_fill, k_fill, v_fill)
+                    )
+                if not failed:
+                    index = self.next_index(index, shared.passed)
+            else:
+                looked_at += 1
+        tiles.end(fill)
+        if cutlass.const_expr(c.pair):
+            # NOTE: the peer's MMA may still arrive here; this CTA must not be gone by then
+            for ring, state in ((b.k, k_fill), (b.v, v_fill)):
+                for _ in cutlass.range_constexpr(c.num_stages):
+                    ring.empty.wait(state.phase, state.slot)
+                    state.advance()
+            for t in cutlass.range_constexpr(c.q_tiles):
+                b.q.empty.wait(q_fill.phase, t)
+
+    @cute.jit
+    def load_tile(
+        self, shared: Shared, work: Work, lengths: tuple[SeqlenInfo, SeqlenInfo], fills: Fills
+    ) -> Fills:
+        """Q, and K and V block by block in the order in which the products need them."""
+        c, b = self.config, shared.barriers
+        seq_q, seq_k = lengths
+        q_fill, k_fill, v_fill = fills
+        end, count, _ = shared.spans(work, seq_q.length, seq_k.length)
+        rank = shared.rank()
+        head_kv = work.head // self.heads_per_kv
+        of_q, of_k = Rows(self.q, c.pack, c.ragged_q), Rows(self.k, 1, c.ragged_k)
+        of_v = Rows(self.v, 1, c.ragged_k)
+        loads_q = tile_loads(of_q, shared.sQ, (work.head, work.batch, seq_q), 0)
+        loads_k = tile_loads(of_k, shared.sK, (head_kv, work.batch, seq_k), 0)
+        loads_v = tile_loads(of_v, shared.sV, (head_kv, work.batch, seq_k), rank)
+        for t in cutlass.range_constexpr(c.q_tiles):
+            state = PipelineState(c.q_tiles, Int32(t), q_fill.phase)
+            loads_q.load(shared.row_block(work, t), t, b.q.acquire(state))
+        q_fill.advance()
+        for i in cutlass.range(count, unroll=1):
+            n_block = end - 1 - i
+            loads_k.load(n_block * c.ctas + rank, k_fill.slot, b.k.acquire(k_fill))
+            k_fill.advance()
+            loads_v.load(n_block, v_fill.slot, b.v.acquire(v_fill))
+            v_fill.advance()
+        return q_fill, k_fill, v_fill
+
+    def first_index(self) -> Int32:
+        x, _, _ = cute.arch.block_idx()
+        return x // self.config.ctas
+
+    @cute.jit
+    def next_index(self, index: Int32, passed: Passed) -> Int32:
+        """Asked for when a tile's loads are out, not before: who is late gets fewer tiles."""
+        grid, _, _ = cute.arch.grid_dim()
+        if cutlass.const_expr(self.config.dispatch == "one"):
+            index = self.order.total
+        elif cutlass.const_expr(self.config.dispatch == "static"):
+            index += grid // self.config.ctas
+        else:
+            asked = Int32(0)
+            if cute.arch.lane_idx() == 0:
+                counter = passed.counter
+                asked = grid + cute.arch.atomic_add(
+                    counter.iterator, Int32(1), sem="relaxed", scope="gpu"
+                )
+                if asked == self.order.total + grid - 1:  # the last to ask leaves it as it was
+                    counter[0] = Int32(0)
+            index = cute.arch.shuffle_sync(asked, 0)
+        return index
+
+
+@cute.jit
+def tile_loads(
+    rows: Rows,
+    sX: cute.Tensor,
+    of: tuple[Int32, Int32, SeqlenInfo],
+    part: Int32 | int,
+) -> TileLoads:
+    """Of one head of one sequence, the `part`-th of its columns, into sX (rows, columns, SLOT)."""
+    gX = rows.tiles(*of, (cute.size(sX, mode=[0]), cute.size(sX, mode=[1])), part)
+    tXsX, tXgX = cpasync.tma_partition(
+        rows.info.atom,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(sX, 0, 2),
+        cute.group_modes(gX, 0, 2),
+    )  # (TMA, SLOT), (TMA, Rest)
+    return TileLoads(rows.info.atom, tXgX, tXsX)

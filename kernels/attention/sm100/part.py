@@ -1,0 +1,35 @@
+"""Part: what one Q tile of a stage of the ladder is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass import Boolean, Int32, cute
+
+from cutex.device.atoms.umma import K, UmmaProduct
+from cutex.device.attention.tmem_rows import ScoreRow
+
+
+@dataclass(frozen=True)
+class Part:
+    """A Q tile: its products, and this thread's row of it."""
+
+    qk: UmmaProduct
+    pv: UmmaProduct
+    tSrQ: cute.Tensor  # (MMA, MMA_M, MMA_K) descriptors
+    p: Any  # where its probabilities go
+    s_column: Int32 | int  # of tensor memory
+    o_column: Int32 | int
+    row: ScoreRow
+    factors: cute.Tensor  # (1) what the row of O is scaled with
+
+    @cute.jit
+    def start_scores(self, slot: Int32) -> None:
+        k_blocks = (0, cute.size(self.tSrQ, mode=[2]))
+        self.qk.issue(Int32(self.s_column), self.tSrQ, slot, Boolean(False), k_blocks)
+
+    @cute.jit
+    def start_outputs(self, slot: Int32, accumulate: Boolean) -> None:
+        blocks = (0, self.row.tile_n // K)
+        self.pv.issue(Int32(self.o_column), self.p.tCrA, slot, accumulate, blocks)

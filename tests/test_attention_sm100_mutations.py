@@ -1,0 +1,205 @@
+"""A fault in Blackwell's attention kernel is found: as a wrong result, or by the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import cutlass
+import pytest
+import torch
+from cutlass import Boolean, Int32, cute
+from mutants import OPERATORS, sites
+
+from cutex.compile import compile
+from cutex.device.attention import tmem_rows
+from cutex.device.attention.mask import Mask
+from cutex.device.pipeline import Barrier, PairRing
+from cutex.kernels.attention.sm100 import mma, softmax
+from cutex.kernels.attention.sm100.config import Sm100Config
+from cutex.kernels.attention.sm100.forward import Forward
+from cutex.problem.attention.case import AttentionCase
+from cutex.sim import SimError, simulate
+
+SLOW = pytest.mark.slow
+# one CTA for all tiles, so that what one leaves behind meets the next
+CONFIG = Sm100Config(
+    head_dim=64, head_dim_v=64, causal=True, window=(True, False), tile_n=64, p_first=32, num_ctas=1
+)
+CASE = AttentionCase(
+    seqlen_q=520, seqlen_k=330, heads_q=1, heads_kv=1, head_dim=64, head_dim_v=64,
+    causal=True, window=(150, None),
+)  # fmt: skip
+PAIR = replace(CONFIG, pair=True, optimistic=False, dispatch="static", num_ctas=2)
+FALLING = replace(CASE, init="falling")
+
+
+def compiled(config: Sm100Config = CONFIG):
+    return compile(Forward(config), "bf16", "sm_100a", cache=False)
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    return compiled()
+
+
+def wrong(kernel, case=CASE, config=CONFIG, **order) -> str | None:
+    """What is wrong with a kernel."""
+    inputs = case.inputs()
+    left, _ = case.window
+    out, lse = case.outputs()
+    counter = (torch.zeros(2, dtype=torch.int32),) if config.dispatch == "dynamic" else ()
+    arguments = (*inputs[:3], out, lse, *counter, case.softmax_scale, -left)
+    try:
+        simulate(kernel, *arguments, **order)
+    except SimError as error:
+        return str(error)
+    found = case.check(inputs, out, lse)
+    return None if found.ok else found.message
+
+
+def test_the_unchanged_kernel_is_right(kernel):
+    assert wrong(kernel, order="random", seed=1) is None
+
+
+@SLOW
+@pytest.mark.parametrize("config", [CONFIG, PAIR], ids=["one CTA", "pair"])
+def test_the_unchanged_kernel_is_right_where_references_move(config):
+    for order in ({}, {"order": "random", "seed": 2}, {"order": "starved"}, {"order": "peer-late"}):
+        assert wrong(compiled(config), FALLING, config, **order) is None
+
+
+# ---- faults in the program
+
+
+def another_row(monkeypatch):
+    """A lane quarter that is another warp's."""
+    monkeypatch.setattr(tmem_rows, "LANES", 64)
+
+
+def p_too_far(monkeypatch):
+    """P written where S has yet to be read."""
+    store = softmax.store_columns
+
+    def further(tmem, column, values):
+        store(tmem, column + 24, values)
+
+    monkeypatch.setattr(softmax, "store_columns", further)
+
+
+def late_scaling(monkeypatch):
+    """O scaled when P V has been allowed to begin."""
+
+    @cute.jit
+    def step(self, n_block: Int32, state, kind: cutlass.Constexpr[str]):
+        buffer, state = self.wait_scores(state)
+        rescale = Boolean(False)
+        if cutlass.const_expr(kind != "add"):
+            highest = self.row.search(buffer * self.config.tile_n, n_block, kind == "masked")
+            rescale = self.softmax.raise_references([highest], self.factors)
+        self.exponentials(buffer, n_block, kind)
+        if rescale:
+            self.scale_output(state)
+        return state
+
+    monkeypatch.setattr(softmax.RowLoop, "step", step)
+
+
+def no_scaling(monkeypatch):
+    """A scale that is forgotten."""
+    monkeypatch.setattr(softmax.RowLoop, "scale_output", lambda self, state: None)
+
+
+def early_release(monkeypatch):
+    """A slot of K that is read after it has been given back."""
+    scores = mma.Products.scores
+
+    def other(self, tile, buffer, slot):
+        scores(self, tile, buffer, slot ^ 1)
+
+    monkeypatch.setattr(mma.Products, "scores", other)
+
+
+def mask_off_by_one(monkeypatch):
+    bounds = Mask._bounds
+
+    def off(self, r, first_key):
+        end, begin = bounds(self, r, first_key)
+        return end + 1, begin
+
+    monkeypatch.setattr(Mask, "_bounds", off)
+
+
+def window_off_by_one(monkeypatch):
+    bounds = Mask._bounds
+
+    def off(self, r, first_key):
+        end, begin = bounds(self, r, first_key)
+        return end, begin + 1
+
+    monkeypatch.setattr(Mask, "_bounds", off)
+
+
+def half_of_the_warps(monkeypatch):
+    """An MMA that waits for one CTA's P only."""
+    allocate = Barrier.allocate
+
+    def less(smem, event, arrivals, slots=1):
+        return allocate(smem, event, arrivals // 2 if event.endswith("of p") else arrivals, slots)
+
+    monkeypatch.setattr(Barrier, "allocate", staticmethod(less))
+
+
+def half_of_the_bytes(monkeypatch):
+    """A load that counts its own CTA's half only."""
+    allocate = PairRing.allocate.__func__
+
+    def less(cls, smem, name, num_slots, slot_bytes, consumers):
+        return allocate(cls, smem, name, num_slots, slot_bytes // 2, consumers)
+
+    monkeypatch.setattr(PairRing, "allocate", classmethod(less))
+
+
+FAULTS = (
+    (another_row, CONFIG, CASE, True),
+    (p_too_far, CONFIG, CASE, True),
+    (late_scaling, CONFIG, FALLING, True),
+    (no_scaling, CONFIG, FALLING, True),
+    (early_release, CONFIG, CASE, True),
+    (mask_off_by_one, CONFIG, CASE, True),
+    (window_off_by_one, CONFIG, CASE, True),
+    (half_of_the_warps, PAIR, CASE, False),
+    (half_of_the_bytes, PAIR, CASE, True),
+)
+
+
+@pytest.mark.parametrize(
+    ("fault", "config", "case"),
+    [
+        pytest.param(*x[:3], id=x[0].__name__.replace("_", " "), marks=(SLOW,) if x[3] else ())
+        for x in FAULTS
+    ],
+)
+def test_a_fault_is_found(monkeypatch, fault, config, case):
+    fault(monkeypatch)
+    assert wrong(compiled(config), case, config) is not None
+
+
+# ---- instructions that are left out
+
+
+def test_the_first_wait_for_a_store_to_tensor_memory_that_is_missing_is_found(kernel):
+    site = next(sites(kernel, "a wait for tcgen05.st"))
+    assert wrong(site.mutant) is not None, site
+
+
+LEFT_OUT = ("a wait for tcgen05.st", "a commit of tcgen05", "a named barrier", "an arrival less",
+            "an mbarrier's arrival", "a fence of proxies")  # fmt: skip
+
+
+@SLOW
+@pytest.mark.parametrize("operator", LEFT_OUT)
+def test_what_synchronises_is_missed(kernel, operator):
+    assert operator in OPERATORS
+    found = {site: wrong(site.mutant) for site in sites(kernel, operator)}
+    unnoticed = [f"line {s.line}: {s.text}" for s, message in found.items() if message is None]
+    assert found and not unnoticed, "\n".join(unnoticed)
