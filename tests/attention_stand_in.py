@@ -26,7 +26,7 @@ class StandIn:
         monkeypatch.setattr(
             plan,
             "kernel_for",
-            lambda config, dtype: SimpleNamespace(
+            lambda config, dtype, arch: SimpleNamespace(
                 config=config, operands=Forward(config).operands(dtype)
             ),
         )

@@ -375,10 +375,11 @@ def test_lengths_that_turn_bad_are_found_with_a_plan_too(stand_in):
         cutex.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 9, 7)
 
 
-def test_outside_a_gpu_and_the_simulator_it_says_what_to_do():
+def test_outside_a_gpu_and_the_simulator_it_says_what_to_do(monkeypatch):
     q, k, v = SMALL.inputs()[:3]
-    with pytest.raises(ValueError, match="runs on a Hopper GPU; move its tensors there, or"):
+    with pytest.raises(ValueError, match="on a Hopper or Blackwell GPU; move its tensors there"):
         cutex.flash_attn_func(q, k, v)
+    monkeypatch.delitem(plan.CONFIGS, "sm_100a")
     with (
         cutex.ops.simulated("sm_100a"),
         pytest.raises(ValueError, match="of arch sm_100a: flash_attn_func has kernels for sm_90a"),
