@@ -16,7 +16,6 @@ from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
-from cutex import results
 from cutex.arch import ARCHS, Arch, arch, local_arch
 from cutex.bench import timing
 from cutex.bench.run import DEVICES, Options, admit, choose_device, compile_stage, run_stages
@@ -25,6 +24,7 @@ from cutex.orders import ORDERS
 from cutex.problem import Problem
 from cutex.problem.stage import Stage, ladders
 from cutex.results import Result, Timing, gbs, tflops
+from cutex.results.recorder import Recorder, try_folder
 
 DEFAULT_ARCH = "sm_100a"  # what is simulated where there is no GPU, if there is a ladder for it
 EMITS = ("ptx", "sass", "resources", "bounds")
@@ -112,6 +112,8 @@ def main(kind: type[Problem], argv: Sequence[str] | None = None) -> int:
             list_stages(kind, args.arch)
             return 0
         job = plan(kind, args)
+        if not args.emit:
+            try_folder(Path(args.out))
     except ValueError as error:
         return refuse(str(error))
     try:
@@ -127,8 +129,13 @@ def main(kind: type[Problem], argv: Sequence[str] | None = None) -> int:
     except Missing as error:
         return refuse(str(error))
     except BrokenPipeError:  # as in --emit ptx | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print_nowhere()
         return 0
+
+
+def print_nowhere() -> None:
+    """From here on nothing is printed: whatever read it has gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def refuse(sentence: str) -> int:
@@ -244,21 +251,34 @@ def emit(stage: Stage, dtype: str, what: str) -> None:
 
 
 def run(job: Job, out: Path, as_json: bool) -> int:
-    """Run a job, print a line and append a line to the ledger per result; returns the exit code."""
-    console = Lines(job.device, job.options.compare, as_json)
+    """Run a job, print a line and append a line to the ledger per result; returns the exit code.
+
+    A result is printed before it is recorded, and one that cannot be written ends nothing.
+    """
+    console, recorder = Lines(job.device, job.options.compare, as_json), Recorder(out)
     code = 0
     # NOTE: on a GPU the stages of one problem take turns, so they finish together.
     turns = [job.stages] if job.device == "cuda" else [[s] for s in job.stages]
-    for problem in job.problems:
-        for stages in turns:
-            numbers = ", ".join(str(s.number) for s in stages)
-            with console.status(f"stage {numbers} of {stages[0].arch} on {job.device}"):
-                found = run_stages(problem, stages, job.device, job.options)
-            for result in found:
-                results.append(results.ledger(out, result), result)
-                console.result(result)
-                code = code if result.ok else 1
-            console.peers(found[-1])
+    try:
+        for problem in job.problems:
+            for stages in turns:
+                numbers = ", ".join(str(s.number) for s in stages)
+                with console.status(f"stage {numbers} of {stages[0].arch} on {job.device}"):
+                    found = run_stages(problem, stages, job.device, job.options)
+                unprinted = None
+                for result in found:
+                    try:
+                        console.result(result)
+                    except Exception as error:  # NOTE: it was measured, and is recorded
+                        unprinted = error
+                    recorder.row(result)
+                    code = code if result.ok else 1
+                if unprinted is not None:
+                    raise unprinted
+                console.peers(found[-1])
+    finally:
+        for sentence in recorder.summary():
+            code = refuse(sentence)
     if job.device == "sim" and not as_json:
         console.note("simulated on the CPU: the time is the simulator's, and there is no TFLOPS")
     return code

@@ -125,7 +125,7 @@ def unpack(archive: bytes) -> None:
     """Put packed entries into this machine's kernel cache, beside what is there."""
     if not archive:
         return
-    from cutex.compile import cache_dir
+    from cutex.cache import cache_dir
 
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -156,7 +156,7 @@ class Volume:
     """
 
     def __init__(self, sources: str, mounted: str = VOLUME) -> None:
-        from cutex.compile import cache_dir
+        from cutex.cache import cache_dir
 
         self.mounted = Path(mounted)
         self.here, self.there = cache_dir(), self.mounted / sources[:16]

@@ -11,12 +11,11 @@ import shlex
 import sys
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cutex import results
 from cutex.arch import arch
 from cutex.bench import cli
 from cutex.bench.run import Options, commit, compile_stage, run_stages, run_time
@@ -27,6 +26,7 @@ from cutex.problem import DEFAULT_OP, OPS, Problem, problem_class, size_name
 from cutex.problem.stage import Config, Stage, ladders
 from cutex.problem.stage import stage as stage_named
 from cutex.results import Result
+from cutex.results.recorder import Recorder, try_folder
 
 Reply = dict[str, Any] | BaseException
 Rent = Callable[[str, list[dict[str, Any]], int], AsyncIterator[Reply]]
@@ -327,11 +327,16 @@ def main(
                 cli.list_stages(kind, rental.arch)
             return 0
         made = plan(args)
+        if not args.dry_run:
+            try_folder(Path(args.out))
     except ValueError as error:
         return cli.refuse(str(error))
 
     def say(text: str) -> None:
-        print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
+        try:
+            print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
+        except BrokenPipeError:
+            cli.print_nowhere()
 
     kernels: dict[str, bytes] = {}
     if not args.no_preflight and args.op != "tests":
@@ -375,75 +380,143 @@ async def collect(
         except Exception as error:
             ledger.take(rental, error)
 
-    async with asyncio.TaskGroup() as group:
-        for rental in made.rentals:
-            group.create_task(fetch(rental))
-    ledger.account()
+    try:
+        async with asyncio.TaskGroup() as group:
+            for rental in made.rentals:
+                group.create_task(fetch(rental))
+    finally:
+        ledger.account()
     return ledger.code
 
 
 class Ledger:
-    """The replies that have arrived: recorded, printed, and added up."""
+    """The replies that have arrived: printed, recorded, and added up.
+
+    Each stands for itself: whatever is wrong with one, or with writing it down, costs no other.
+    """
 
     def __init__(self, made: Plan, args: argparse.Namespace, say: Callable[[str], None]) -> None:
         self.made, self.say = made, say
-        self.out, self.as_json = Path(args.out), args.json
+        self.as_json = args.json
+        self.recorder = Recorder(Path(args.out))
         self.compare = next((r.options["compare"] for r in made.requests if r.options), ())
         self.lines: cli.Lines | None = None
         self.seconds = dict.fromkeys((r.gpu for r in made.rentals), 0.0)
+        self.answered: set[int] = set()  # indices of requests
+        self.failed = 0  # calls that ended in an exception
         self.code = 0
 
     def take(self, rental: Rental, reply: Reply) -> None:
         if isinstance(reply, BaseException):
             self._fails()
+            self.failed += 1
             print(f"cutex: a call on {rental.gpu} failed: {_sentence(reply)}", file=sys.stderr)
             traceback.print_exception(reply, file=sys.stderr)
             return
-        self.seconds[rental.gpu] += reply["seconds"]
-        for notice in reply["notices"]:
-            print(f"cutex: {notice}", file=sys.stderr)
-        rows = [Result.from_json(line) for line in reply["results"]]
-        for row in rows:
-            self._take_row(replace(row, cost_usd=rental.usd(reply["seconds"]) / len(rows)))
-        if rows and self.lines is not None:
-            self.lines.peers(rows[-1])
+        try:
+            index, seconds = _stamp(reply, self.made)
+        except ValueError as error:
+            self._foreign(reply, error)
+            if not isinstance(reply, dict):
+                return
+            index, seconds = -1, 0.0
+        again = index in self.answered
+        self.answered.add(index)
+        if not again:  # NOTE: a reply may be delivered twice, and is paid for once
+            self.seconds[rental.gpu] += seconds
+        with self._apart(reply):
+            for notice in reply.get("notices", ()):
+                print(f"cutex: {notice}", file=sys.stderr)
+        self._take_rows(rental, reply, seconds)
         if "probes" in reply:
             self._take_probes(reply["probes"])
         if "junit" in reply:
-            self._fails(reply["code"])
-            self._keep_junit(reply["junit"])
+            self._take_junit(reply)
 
     def account(self) -> None:
+        """Tell at the end what was paid for, what is missing, and what went wrong."""
         for rental in self.made.rentals:
             spent = self.seconds[rental.gpu]
             self.say(f"{rental.gpu}: {spent:.0f} s measured, about ${rental.usd(spent):.2f}")
+        missing = len(self.made.requests) - len(self.answered - {-1}) - self.failed
+        if missing > 0:
+            self._fails()
+            print(f"cutex: {missing} of {len(self.made.requests)} calls were not answered",
+                  file=sys.stderr)  # fmt: skip
+        for sentence in self.recorder.summary():
+            self._fails()
+            print(f"cutex: {sentence}", file=sys.stderr)
 
     def _fails(self, code: int = 1) -> None:
         self.code = self.code or code
 
-    def _take_row(self, row: Result) -> None:
-        results.append(results.ledger(self.out, row), row)
-        self.lines = self.lines or cli.Lines(row.device, self.compare, self.as_json)
-        self.lines.result(row)
-        if not row.ok:
-            self._fails()
+    def _foreign(self, what: object, error: Exception) -> None:
+        self._fails()
+        self.recorder.foreign(what, error)
+
+    @contextmanager
+    def _apart(self, what: object) -> Iterator[None]:
+        """Within, an error costs only itself; `what` it concerns is kept."""
+        try:
+            yield
+        except OSError:  # NOTE: nobody reads what is printed, and it is recorded all the same
+            cli.print_nowhere()
+        except Exception as error:
+            self._foreign(what, error)
+
+    def _take_rows(self, rental: Rental, reply: dict[str, Any], seconds: float) -> None:
+        rows: list[Result] = []
+        lines = reply.get("results", [])
+        for line in lines if isinstance(lines, list) else [lines]:
+            with self._apart(line):
+                if not isinstance(line, str):
+                    raise ValueError(f"{type(line).__name__} where a row belongs")
+                rows.append(Result.from_json(line))
+        for row in rows:
+            row = replace(row, cost_usd=rental.usd(seconds) / len(rows))
+            with self._apart(row.to_json()):
+                self.lines = self.lines or cli.Lines(row.device, self.compare, self.as_json)
+                self.lines.result(row)
+            self.recorder.row(row)
+            if not row.ok:
+                self._fails()
+        if rows and self.lines is not None:
+            with self._apart(rows[-1].to_json()):
+                self.lines.peers(rows[-1])
 
     def _take_probes(self, found: list[dict[str, Any]]) -> None:
         from cutex.bench import probes
 
-        probes.record(found, self.made.requests[0].run, self.out)
-        self.say(probes.table(found))
-        if not all(row["ok"] for row in found):
-            self._fails()
+        out, when = self.recorder.folder, self.made.requests[0].run
+        with self._apart(found):
+            self.say(probes.table(found))
+            if not all(row["ok"] for row in found):
+                self._fails()
+        self.recorder.attempt("probes", lambda: probes.record(found, when, out), found)
 
-    def _keep_junit(self, junit: str) -> None:
+    def _take_junit(self, reply: dict[str, Any]) -> None:
+        with self._apart(reply):
+            self._fails(int(reply["code"]))
+        junit = reply["junit"]
         if not junit:
             self.say("pytest wrote no report")
             return
-        self.out.mkdir(parents=True, exist_ok=True)
-        path = self.out / f"junit-{self.made.requests[0].run[:19].replace(':', '')}.xml"
-        path.write_text(junit)
+        name = f"junit-{self.made.requests[0].run[:19].replace(':', '')}.xml"
+        path = self.recorder.folder / name
+        self.recorder.attempt("junit", lambda: path.write_text(junit, errors="replace"), junit)
         self.say(f"pytest's report is in {path}")
+
+
+def _stamp(reply: object, made: Plan) -> tuple[int, float]:
+    """The index of the request that `reply` answers, and the seconds that it took."""
+    if not isinstance(reply, dict):
+        raise ValueError(f"{type(reply).__name__} where a dict belongs")
+    index, seconds = reply.get("index"), reply.get("seconds")
+    if type(index) is not int or index not in {r.index for r in made.requests}:
+        raise ValueError(f"it answers request {index!r}, which was not asked")
+    if not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
+        raise ValueError(f"it took {seconds!r} seconds")
+    return index, float(seconds)
 
 
 def _sentence(error: BaseException) -> str:

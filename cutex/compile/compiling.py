@@ -44,7 +44,7 @@ _tracing = threading.Lock()  # the DSL traces one kernel at a time
 def compile(kernel: Kernel, dtype: str, arch: str, *, cache: bool = True) -> Compiled:
     """Compile `kernel` for inputs of `dtype` ("bf16", "fp16", ...) and `arch` ("sm_90a", ...).
 
-    With `cache` the result is kept in this process and on disk (see `cache_dir`), and taken from
+    With `cache` the result is kept in this process and on disk (see cutex/cache.py), and taken from
     there where it is; two processes that want the same kernel compile it once.
     """
     if dtype not in (known := getattr(kernel, "dtypes", ("bf16", "fp16"))):
@@ -67,9 +67,7 @@ def compile(kernel: Kernel, dtype: str, arch: str, *, cache: bool = True) -> Com
         compiled._folder, compiled.from_cache = folder, False
         return compiled
     if key not in _in_process:
-        _in_process[key] = store.find_or_build(
-            store.cache_dir() / "kernels" / key, key, operands, build
-        )
+        _in_process[key] = store.find_or_build(key, operands, build)
     return _in_process[key]
 
 

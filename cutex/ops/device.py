@@ -53,15 +53,16 @@ def simulated(arch: str = "sm_90a", **orders: Any) -> Iterator[None]:
             known = ", ".join(ORDERS)
             raise TypeError(f"simulated() has no option {name!r}, it takes arch, {known}")
     token = _simulation.set(Simulation(arch, orders))
-    _forget()
+    forget_plans()
     try:
         yield
     finally:
         _simulation.reset(token)
-        _forget()
+        forget_plans()
 
 
-def _forget() -> None:
+def forget_plans() -> None:
+    """Have every call look up its kernel anew."""
     for cache in _caches:
         cache.clear()
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutex.ops import autocast
+from cutex.ops import autocast, tuner
 from cutex.ops.arrange import Arranged, arrange
 from cutex.ops.checks import Call, check, check_memory, extents, number
 from cutex.ops.device import SEVERAL_GPUS, arch_of, current, launcher, per_device
@@ -297,7 +297,11 @@ def _run(call: Call, remember: bool) -> Tensor:
         _warn_of_tf32()
     arranged = arrange(call, out, arch)
     layouts = arranged.a, arranged.b, arranged.out
-    compiled = kernel_for(config_for(arranged.sizes, layouts, arranged.ops, arch), arch)
+    if tuner.active():
+        config = tuner.tuned_config(arranged, arch)
+    else:
+        config = config_for(arranged.sizes, layouts, arranged.ops, arch)
+    compiled = kernel_for(config, arch)
     with current(call.a.device):
         function = launcher(compiled, arranged.tensors)
         function(*arranged.tensors)

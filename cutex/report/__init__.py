@@ -10,7 +10,7 @@ from pathlib import Path
 from cutex.arch import Arch
 from cutex.problem import DEFAULT_OP
 from cutex.problem.stage import Stage
-from cutex.report import charts
+from cutex.report import charts, sweeps
 from cutex.report.page import page
 from cutex.report.rows import (
     CACHE,
@@ -25,8 +25,9 @@ from cutex.report.rows import (
     main_sizes,
     peer_title,
 )
-from cutex.results import Result, read_all, tflops
+from cutex.results import Result, notice, read_all, tflops
 from cutex.results.history import kind as kind_of
+from cutex.results.sweep import SweepRow
 from cutex.svg import alone
 
 BEGIN = "<!-- ladders: written by python -m cutex.report from results/ -->"
@@ -97,7 +98,8 @@ def _timed_table(
     beside = f" (and ratio to {peer_title(first)} in the same run)" if first in peers else ""
     unit = f"TFLOPS{beside}"
     caption = (
-        f"{unit}, median, on one {device_name}: {dtype}, {DATA[init]}, {CACHE[cache_state]}, "
+        f"{unit}, median, on one {device_name}: {dtype}, {DATA.get(init, init)}, "
+        f"{CACHE.get(cache_state, cache_state)}, "
         f"{when}. Stated dense peak: {target.dense_tflops[dtype]:.0f}."
     )
     return caption, _table(["stage", "what it adds", *sizes.values()], rows)
@@ -114,13 +116,17 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows))
 
 
-def rewrite(readme: str, results: Iterable[Result]) -> str:
-    """`readme` with the part between the marks made anew; ValueError without marks."""
+def rewrite(
+    readme: str, results: Iterable[Result], models: dict[str, list[SweepRow]] | None = None
+) -> str:
+    """`readme` with the part between the marks made anew, from results and from sweeps over models'
+    layers by device; ValueError without marks."""
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"there is no {BEGIN} with {END} after it to write between")
-    return f"{before}{BEGIN}\n\n{ladders(results)}\n\n{END}{after}"
+    text = "\n\n".join([ladders(results), *sweeps.markdown(models or {}, PICTURES)])
+    return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"
 
 
 def pictures(results: Iterable[Result]) -> dict[str, str]:
@@ -157,15 +163,16 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    rows = read_all(args.results)
     try:
-        text = rewrite(args.readme.read_text(), rows)
-        for name, svg in pictures(rows).items():
+        rows = [r for r in read_all(args.results, notice) if r.known]
+        models = sweeps.read_sweeps(args.results)
+        text = rewrite(args.readme.read_text(), rows, models)
+        for name, svg in {**pictures(rows), **sweeps.pictures(models)}.items():
             picture = args.readme.parent / PICTURES / name
             picture.parent.mkdir(exist_ok=True)
             picture.write_text(svg)
         args.readme.write_text(text)
-        args.html.write_text(page(rows))
+        args.html.write_text(page(rows, sweeps.sections(models)))
     except (OSError, ValueError) as error:
         print(f"cutex: {args.readme}: {error}", file=sys.stderr)
         return 2

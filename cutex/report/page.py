@@ -32,13 +32,15 @@ NEWEST = 300  # rows of history; more would make the page heavy
 WIDTHS = (("wide", 1000), ("narrow", 360))  # each chart is drawn for two kinds of screen
 
 
-def page(results: Iterable[Result]) -> str:
-    """The whole page, as text."""
+def page(results: Iterable[Result], models: Sequence[tuple[str, str]] = ()) -> str:
+    """The whole page, as text; `models`: titles and HTML of the sweeps over models' layers."""
     rows = sorted(results, key=lambda r: r.run)
+    of_models = {"models": ("Models", "".join(f"<h3>{t}</h3>{x}" for t, x in models))}
     sections = {
         "ladders": ("Ladders", _ladders(rows)),
         "roofline": ("Roofline", _rooflines(rows)),
         "sweeps": ("Sizes", _sweeps(rows)),
+        **(of_models if models else {}),
         "peers": ("Beside peers", _peers(rows)),
         "history": ("History", _history(rows)),
         "environment": ("Environment", _environments(rows)),

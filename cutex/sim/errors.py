@@ -47,6 +47,12 @@ class Deadlock(SimError):
     rule = "deadlock"
 
 
+class Endless(SimError):
+    """Warps that go on without end, or for longer than they were given."""
+
+    rule = "endless"
+
+
 class BadAddress(SimError):
     """An access outside every tensor, outside shared or tensor memory, or misaligned."""
 

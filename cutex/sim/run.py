@@ -19,7 +19,7 @@ from threadpoolctl import ThreadpoolController
 from cutex.orders import ORDERS
 from cutex.sim.errors import Finding, Hazards, SimError
 from cutex.sim.hazards.findings import Findings
-from cutex.sim.host.capture import PACKED, HostFunction, HostTensor, Launch, c_compiler
+from cutex.sim.host.capture import PACKED, HostFunction, HostTensor, Launch
 from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.memory import MODULE_WINDOW, GlobalMemory, Region
 from cutex.sim.machine.pending_clusters import PendingClusters
@@ -52,6 +52,7 @@ def simulate(
     arch: str = "sm_100a",
     memory: Sequence[Any] = (),
     raise_findings: bool = True,
+    max_instructions: int | None = None,
 ) -> SimReport:
     """Runs a kernel on the CPU: its real host code and PTX, every warp, barrier, TMA copy and MMA.
 
@@ -66,15 +67,16 @@ def simulate(
         the warp, the CTA, the lane, the order.
     memory: further CPU tensors, which the kernel reaches by addresses that it reads from others, as
         grouped GEMMs do.
+    max_instructions: of all warps of one launch, after which it is ended as Endless; None for no
+        limit.
 
-    Returns a SimReport. Raises Deadlock, BadAddress, BarrierMisuse, BadOperand, UnknownInstruction,
-    each with a report; Hazards after a run with findings (unless ``raise_findings`` is False: then
-    they are in the report); NoCompiler without a C compiler; TypeError or ValueError when the host
-    code refuses the arguments.
+    Returns a SimReport. Raises Deadlock, Endless, BadAddress, BarrierMisuse, BadOperand,
+    UnknownInstruction, each with a report; Hazards after a run with findings (unless
+    ``raise_findings`` is False: then they are in the report); NoCompiler where a C compiler is
+    needed and there is none; TypeError or ValueError when the host code refuses the arguments.
     """
     if order not in ORDERS:
         raise ValueError(f"order {order!r}: takes one of {', '.join(ORDERS)}")
-    c_compiler()
     started = time.perf_counter()
     host, programs = load(compiled, tensors, arch)
     arguments = _arguments(compiled, host, tensors)
@@ -84,7 +86,7 @@ def simulate(
         if tensor is None:
             raise TypeError(f"memory takes CPU tensors, got {type(more).__name__}")
         reached.append(tensor)
-    run = Simulation(programs, reached, order=order, seed=seed)
+    run = Simulation(programs, reached, order=order, seed=seed, limit=max_instructions)
     host(arguments, run.launch)
     report = run.report
     report.seconds = time.perf_counter() - started
@@ -118,7 +120,9 @@ class Simulation:
         *,
         order: str = "fifo",
         seed: int = 0,
+        limit: int | None = None,
     ) -> None:
+        self.limit = limit
         self.programs, self.tensors, self.order, self.seed = programs, tensors, order, seed
         self.report = SimReport()
         self._found: dict[tuple[str, str, bool], Finding] = {}
@@ -151,7 +155,7 @@ class Simulation:
         order = policy(self.order, self.seed + self.report.launches)
         machine = Machine(program, what, memory, params, residency(program, what), order)
         _add_module_variables(machine)
-        return Scheduler(machine)
+        return Scheduler(machine, self.limit)
 
     def _run(self, scheduler: Scheduler, what: Launch) -> None:
         machine = scheduler.m
