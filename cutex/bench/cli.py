@@ -60,6 +60,7 @@ def parser(kind: type[Problem]) -> Parser:
     sim.add_argument(
         "--seeds", type=int, metavar="N", help="run N orders of that kind; default kind: random"
     )
+    add_clock(sim)
     add_timing(p.add_argument_group("on a GPU"), [kind])
     out = p.add_argument_group("output")
     out.add_argument("--emit", choices=EMITS, help="print what was compiled, and run nothing")
@@ -74,6 +75,14 @@ def add_problem(what: argparse._ArgumentGroup, kinds: Sequence[type[Problem]]) -
     what.add_argument("--dtype", default="bf16", metavar="|".join(dtypes), help="default: bf16")
     what.add_argument("--init", default="normal", metavar="|".join(inits), help="default: normal")
     what.add_argument("--seed", type=int, default=0, help="of the data and of random orders")
+
+
+def add_clock(sim: argparse._ArgumentGroup) -> None:
+    sim.add_argument("--time", action="store_true", help="predict the time; nothing is checked")
+    sim.add_argument("--trace", metavar="FILE", help="with --time: a picture of it, for Perfetto")
+    sim.add_argument(
+        "--gpu", metavar="NAME,K=V", help='for --time, as "b200,clock=1.6,l2=12" (GHz, TB/s)'
+    )
 
 
 def _names(*lists: Iterable[str]) -> list[str]:
@@ -101,6 +110,15 @@ class Job:
     problems: list[Problem]
     device: str
     options: Options
+    clock: Clock | None = None  # to predict the time instead
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What --time asks for."""
+
+    gpu: str
+    trace: Path | None
 
 
 def main(kind: type[Problem], argv: Sequence[str] | None = None) -> int:
@@ -121,6 +139,8 @@ def main(kind: type[Problem], argv: Sequence[str] | None = None) -> int:
             for stage in job.stages:
                 emit(stage.fitted(job.problems[0]), args.dtype, args.emit)
             return 0
+        if job.clock:
+            return predict(job, job.clock, as_json=args.json)
         return run(job, Path(args.out), as_json=args.json)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("torch", "cutlass", "tvm_ffi"):
@@ -186,6 +206,8 @@ def job(
 ) -> Job:
     """What `args` ask for of these stages on this device, "cuda" or "sim"; without sizes in `args`,
     those of `case`, by default the device's."""
+    clock = _clock(args, wanted[0], device)
+    case = "cuda" if clock and case is None else case
     problems = [
         kind.of(sizes, args.dtype, args.init, args.seed)
         for sizes in kind.sizes_given(args) or kind.cases[case or device]
@@ -193,7 +215,24 @@ def job(
     options = _options(kind, args, device)
     for problem in problems:
         admit(problem, wanted, device, options)
-    return Job(wanted, problems, device, options)
+    return Job(wanted, problems, device, options, clock)
+
+
+def _clock(args: argparse.Namespace, stage: Stage, device: str) -> Clock | None:
+    """What --time, --trace and --gpu ask for; ValueError where they make no sense."""
+    given = [n for n in ("trace", "gpu") if getattr(args, n, None) is not None]
+    if not getattr(args, "time", False):
+        if given:
+            raise ValueError(f"--{given[0]} goes with --time")
+        return None
+    if device != "sim":
+        raise ValueError("--time is for device sim: on a GPU times are measured")
+    from cutex.sim.timing.gpus import gpu, of_arch
+
+    text = args.gpu or of_arch(stage.arch)
+    if gpu(text).arch != stage.arch:
+        raise ValueError(f"--gpu {text}: is no GPU of {stage.arch}")
+    return Clock(text, Path(args.trace) if args.trace else None)
 
 
 def _options(kind: type[Problem], args: argparse.Namespace, device: str) -> Options:
@@ -282,6 +321,23 @@ def run(job: Job, out: Path, as_json: bool) -> int:
     if job.device == "sim" and not as_json:
         console.note("simulated on the CPU: the time is the simulator's, and there is no TFLOPS")
     return code
+
+
+def predict(job: Job, clock: Clock, as_json: bool) -> int:
+    """Print the predicted time of each problem and stage; no ledger, for nothing was measured."""
+    from cutex.bench.clock import time_stage
+    from cutex.sim.timing.gpus import gpu
+
+    for problem in job.problems:
+        for stage in job.stages:
+            report = time_stage(problem, stage, gpu(clock.gpu), log=clock.trace is not None)
+            if as_json:
+                print(report.to_json(), flush=True)
+            else:
+                print(f"stage {stage.number}, {problem.size}: {report}", flush=True)
+            if clock.trace:
+                report.write_trace(clock.trace)
+    return 0
 
 
 COMMON = (("stage", -8), ("arch", -8), ("device", -12), ("problem", -34), ("max error", 9))

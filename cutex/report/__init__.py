@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from cutex.arch import Arch
 from cutex.problem import DEFAULT_OP
@@ -34,6 +36,7 @@ BEGIN = "<!-- ladders: written by python -m cutex.report from results/ -->"
 END = "<!-- end of ladders -->"
 
 PICTURES = "docs"  # beside the README
+PREDICTED = Path("results/timing")
 
 Kind = tuple[str, str, str, str]  # device, dtype, data, state of the L2
 
@@ -107,8 +110,30 @@ def _timed_table(
 
 def _untimed_table(target: Arch, ladder: Sequence[Stage]) -> tuple[str, str]:
     caption = f"Not timed yet: no {target.board} has run it. The tests check it in the simulator."
-    rows = [[str(s.number), s.idea] for s in ladder]
-    return caption, _table(["stage", "what it adds"], rows)
+    head, rows = ["stage", "what it adds"], [[str(s.number), s.idea] for s in ladder]
+    found = predicted(ladder[0].op, target.name)
+    sizes = list(dict.fromkeys(r["size"] for r in found))
+    if found:
+        caption += (
+            " TFLOPS are predicted, not measured: by the simulator's clock, on Gaussian data, with "
+            "the band in which they should be ([docs/time.md](docs/time.md))."
+        )
+        by = {(r["stage"], r["size"]): r for r in found}
+        head += [f"{size}, predicted" for size in sizes]
+        for row, s in zip(rows, ladder, strict=True):
+            row += [_band(by.get((s.number, size))) for size in sizes]
+    return caption, _table(head, rows)
+
+
+def _band(row: dict[str, Any] | None) -> str:
+    return f"{row['tflops']} ({row['low']} to {row['high']})" if row else "–"
+
+
+def predicted(op: str, arch: str) -> list[dict[str, Any]]:
+    """What `python -m cutex.clock --predict` wrote of a ladder that nobody has timed."""
+    file = PREDICTED / f"predicted-{arch}.jsonl"
+    lines = file.read_text().splitlines() if file.is_file() else []
+    return [row for row in map(json.loads, lines) if row["op"] == op]
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:

@@ -28,6 +28,11 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--arch", default="sm_100a", choices=ARCHS, help="default: %(default)s")
     out.add_argument("--order", default="fifo", choices=ORDERS, help="default: %(default)s")
     out.add_argument("--seed", type=int, default=0, metavar="N")
+    out.add_argument("--time", action="store_true", help="predict how long each launch takes")
+    out.add_argument("--trace", metavar="FILE", help="with --time: a picture, for Perfetto")
+    out.add_argument(
+        "--gpu", default="", metavar="NAME,K=V", help='for --time, as "b200,clock=1.6,l2=12"'
+    )
     out.add_argument("script", help="a Python script that compiles and launches kernels")
     out.add_argument("arguments", nargs=argparse.REMAINDER, help="those of the script")
     return out
@@ -42,16 +47,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.seed < 0:
         print(f"cutex: --seed {options.seed}: takes a number from 0", file=sys.stderr)
         return 2
+    if why := _bad_clock(options):
+        print(f"cutex: {why}", file=sys.stderr)
+        return 2
     os.environ["CUTE_DSL_ARCH"] = options.arch  # which the DSL reads once, when it is imported
     from cutex.sim.errors import SimError
-    from cutex.sim.host.dsl_stand_in import Calls, dsl_on_cpu, warn
+    from cutex.sim.host.dsl_stand_in import Calls, Clock, dsl_on_cpu, warn
     from cutex.sim.host.torch_stand_in import torch_on_cpu
 
     gpu = arch(options.arch)
     sys.argv = [options.script, *options.arguments]
     sys.path[0] = str(script.resolve().parent)  # as if Python had been given the script
     with torch_on_cpu(gpu) as memory:
-        calls = Calls(options.order, options.seed, memory, warn)
+        clock = Clock(options.gpu, options.trace) if options.time else None
+        calls = Calls(options.order, options.seed, memory, warn, clock)
         code = 0
         try:
             with dsl_on_cpu(gpu, calls):
@@ -66,6 +75,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             print(f"cutex: {calls}", file=sys.stderr)
     return code or int(bool(calls.report.findings))
+
+
+def _bad_clock(options: argparse.Namespace) -> str:
+    """What is wrong with --time, --trace and --gpu; nothing if empty."""
+    if not options.time:
+        given = "--trace" if options.trace else "--gpu" if options.gpu else ""
+        return f"{given} goes with --time" if given else ""
+    from cutex.sim.timing.gpus import gpu, of_arch
+
+    try:
+        board = gpu(options.gpu or of_arch(options.arch))
+    except ValueError as error:
+        return str(error)
+    if board.arch != options.arch:
+        return f"--gpu {options.gpu}: is a GPU of {board.arch}, the script runs for {options.arch}"
+    return ""
 
 
 if __name__ == "__main__":

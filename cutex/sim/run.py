@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
@@ -23,10 +23,13 @@ from cutex.sim.host.capture import PACKED, HostFunction, HostTensor, Launch
 from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.memory import MODULE_WINDOW, GlobalMemory, Region
 from cutex.sim.machine.pending_clusters import PendingClusters
-from cutex.sim.machine.residency import residency
+from cutex.sim.machine.residency import Residency, residency
 from cutex.sim.policy import policy
 from cutex.sim.ptx.parse import Program, parse
 from cutex.sim.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from cutex.sim.timing.report import TimeReport
 
 
 @dataclass
@@ -42,6 +45,7 @@ class SimReport:
     ctas: int = 0
     seconds: float = 0.0
     counts: dict[str, int] = field(default_factory=dict)
+    times: list[TimeReport] = field(default_factory=list)  # of each launch, where asked for
 
 
 def simulate(
@@ -53,6 +57,8 @@ def simulate(
     memory: Sequence[Any] = (),
     raise_findings: bool = True,
     max_instructions: int | None = None,
+    time: bool = False,
+    gpu: str = "",
 ) -> SimReport:
     """Runs a kernel on the CPU: its real host code and PTX, every warp, barrier, TMA copy and MMA.
 
@@ -65,6 +71,8 @@ def simulate(
         (they complete at once), "starved" (one warp runs last), "peer-late" (so do all CTAs of a
         cluster but one), "elected" (elect.sync returns another lane) or "random"; ``seed`` picks
         the warp, the CTA, the lane, the order.
+    time: predict how long each launch takes on ``gpu`` (as "b200,clock=1.6"; by default the one of
+        the arch), in ``times`` of the report; docs/time.md says how, and how far off it may be.
     memory: further CPU tensors, which the kernel reaches by addresses that it reads from others, as
         grouped GEMMs do.
     max_instructions: of all warps of one launch, after which it is ended as Endless; None for no
@@ -77,22 +85,36 @@ def simulate(
     """
     if order not in ORDERS:
         raise ValueError(f"order {order!r}: takes one of {', '.join(ORDERS)}")
-    started = time.perf_counter()
-    host, programs = load(compiled, tensors, arch)
-    arguments = _arguments(compiled, host, tensors)
-    reached = [a for a in arguments if isinstance(a, HostTensor)]
+    started = perf_counter()
+    host, programs, arguments, reached = captured(compiled, tensors, arch)
     for i, more in enumerate(memory):
         tensor = HostTensor.of(more, f"memory {i}")
         if tensor is None:
             raise TypeError(f"memory takes CPU tensors, got {type(more).__name__}")
         reached.append(tensor)
     run = Simulation(programs, reached, order=order, seed=seed, limit=max_instructions)
+    if time:
+        from cutex.sim.timing.call import time_call
+
+        times = time_call(host, programs, arguments, reached, gpu)
     host(arguments, run.launch)
     report = run.report
-    report.seconds = time.perf_counter() - started
+    report.times = times if time else []
+    report.seconds = perf_counter() - started
     if report.findings and raise_findings:
         raise Hazards(report.findings)
     return report
+
+
+def captured(
+    compiled: Any, tensors: Sequence[Any], arch: str = "sm_100a"
+) -> tuple[HostFunction, dict[str, Program], list[Any], list[HostTensor]]:
+    """The host half and the programs of what `simulate` takes, its arguments as the host half takes
+    them, and the tensors among these.
+    """
+    host, programs = load(compiled, tensors, arch)
+    arguments = _arguments(compiled, host, tensors)
+    return host, programs, arguments, [a for a in arguments if isinstance(a, HostTensor)]
 
 
 def _arguments(compiled: Any, host: HostFunction, values: Sequence[Any]) -> list[Any]:
@@ -153,9 +175,12 @@ class Simulation:
         ):
             params[p.offset : p.offset + p.size] = np.frombuffer(raw, np.uint8)
         order = policy(self.order, self.seed + self.report.launches)
-        machine = Machine(program, what, memory, params, residency(program, what), order)
+        machine = Machine(program, what, memory, params, self._residency(program, what), order)
         _add_module_variables(machine)
         return Scheduler(machine, self.limit)
+
+    def _residency(self, program: Program, what: Launch) -> Residency:
+        return residency(program, what)
 
     def _run(self, scheduler: Scheduler, what: Launch) -> None:
         machine = scheduler.m
@@ -238,6 +263,7 @@ def load(
         return cached
     if hasattr(compiled, "object_path") and hasattr(compiled, "symbol"):
         loaded = HostFunction(Path(compiled.object_path), compiled.symbol), parse(compiled.ptx)
+        loaded[0].cubin = getattr(compiled, "cubin", None)
     else:
         if not hasattr(compiled, "export_to_c"):
             compiled = _compile(compiled, tensors, arch)
@@ -251,6 +277,7 @@ def load(
             path = Path(folder) / "kernel.o"
             compiled.export_to_c(str(path), "kernel")
             loaded = HostFunction(path, "kernel"), parse(ptx)
+            loaded[0].cubin = getattr(compiled, "__cubin__", None)
     with suppress(AttributeError, TypeError):
         compiled._cutex_sim = loaded
     return loaded
@@ -287,6 +314,7 @@ def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:
             cute.GPUArch(arch),
             cute.EnableTVMFFI(True),
             cute.KeepPTX(True),
+            cute.KeepCUBIN(True),
             cute.GenerateLineInfo(True),
             DumpDir(folder),
         )

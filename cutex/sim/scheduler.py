@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
     from cutex.sim.machine.operation import Operation
     from cutex.sim.machine.waits import Wait
+    from cutex.sim.timing.record import Recorder
 
 # Rounds of a loop, while nothing happens anywhere, after which a warp lets others run: of one that
 # reads what others may write, and of any other.
@@ -53,6 +54,7 @@ class Scheduler:
         self.idle = np.zeros(machine.grid.num_warps, np.int64)  # loops since anything happened
         self.computes = np.zeros(machine.grid.num_warps, bool)  # gives way, yet waits for nothing
         self.limit = limit
+        self.recorder: Recorder | None = None  # of what warps do, for the clock
 
     def run(self) -> None:
         m = self.m
@@ -144,12 +146,15 @@ class Scheduler:
         """
         m, code, guards, decoded = self.m, self.code, self.guards, self.decoded
         base, at_once = batch.mask, self.policy.completes_at_once
+        recorder = self.recorder
         polled = False
         for _ in range(limit):
             ins = code[pc]
             name = ins.name
             batch.mask = base
             guard = guards[pc]
+            if recorder is not None:
+                recorder.step(batch, pc)
             if name == "bra" or name in LEAVES:
                 self.executed[pc] += batch.n
                 taken = self._guarded(batch, base, guard, ins.negated)
@@ -203,6 +208,8 @@ class Scheduler:
                 raise
             except Exception as error:
                 raise BadOperand.at(ins, f"{type(error).__name__}: {error}") from error
+            if recorder is not None:
+                recorder.done(batch, pc, verdict)
             polled = polled or self.polls[pc]
             if at_once and m.flight.count:
                 m.flight.complete_all()

@@ -218,6 +218,7 @@ class HostFunction:
         self.function.restype = C.c_int
         self.function.argtypes = [C.c_void_p, C.POINTER(_Any), C.c_int32, C.POINTER(_Any)]
         self.argument_names = _argument_names(object_file)
+        self.cubin: bytes | None = None  # of its kernel, where who made it kept it
 
     def __call__(self, arguments: Sequence[Any], on_launch: Callable[[Launch], None]) -> None:
         """Runs the host code; ``on_launch`` is called for each launch, in order.

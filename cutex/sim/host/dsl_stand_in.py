@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import cuda.bindings.driver as driver
@@ -36,6 +37,34 @@ from cutex.sim.run import SimReport, Simulation, is_stream, load
 
 
 @dataclass
+class Clock:
+    """What --time asks for: on which GPU, and where a picture of the last launch goes."""
+
+    gpu: str
+    trace: str | None
+    told: set[str] = field(default_factory=set)
+
+    def run(self, function: Simulated, arguments: list[Any], regions: list[HostTensor]) -> None:
+        """Prints the time of the call's launches, each kernel once for each grid."""
+        from cutex.sim.timing.call import time_call
+
+        try:
+            reports = time_call(
+                function.host, function.programs, arguments, regions, self.gpu,
+                log=self.trace is not None,
+            )  # fmt: skip
+        except ValueError as error:
+            print(f"cutex: no time: {error}", file=sys.stderr)
+            return
+        for report in reports:
+            if str(report) not in self.told:
+                self.told.add(str(report))
+                print(f"cutex: {report}", file=sys.stderr)
+            if self.trace:
+                report.write_trace(Path(self.trace))
+
+
+@dataclass
 class Calls:
     """What the script launched, by kernel, and what was found."""
 
@@ -43,12 +72,15 @@ class Calls:
     seed: int
     memory: DeviceMemory
     tell: Callable[[Finding], None]
+    clock: Clock | None = None
     launches: dict[str, int] = field(default_factory=dict)
     report: SimReport = field(default_factory=SimReport)
 
     def run(self, function: Simulated, arguments: list[Any]) -> None:
         started = time.perf_counter()
         regions = self.memory.regions([a for a in arguments if isinstance(a, HostTensor)])
+        if self.clock is not None:
+            self.clock.run(function, arguments, regions)
         sim = Simulation(function.programs, regions, order=self.order, seed=self.seed)
 
         def launch(what: Launch) -> None:
@@ -178,6 +210,7 @@ class Compiler:
         for option in (
             compiler.EnableTVMFFI(True),
             compiler.KeepPTX(True),
+            compiler.KeepCUBIN(True),
             compiler.GenerateLineInfo(True),
             compiler.GPUArch(self.arch.name),
             compiler.DumpDir(self.folder.name),

@@ -234,7 +234,8 @@ def setmaxnreg(d: Decoder) -> Execute:
     """9.7.19.5: .inc waits until the CTA's pool has the registers that .dec gave back.
 
     A CTA starts with 65536 / threads registers per thread, rounded down to 8, as ptxas allots with
-    one CTA per SM.
+    one CTA per SM. What the rounding leaves is not in its pool: on an H200 four warpgroups that ask
+    for 120 hang where one gave back all but 24 of its 96, though 65536 would do.
     """
     d.only("inc", "dec", "sync", "aligned")
     wanted, m, ins = d.immediate(0), d.m, d.ins
@@ -248,9 +249,7 @@ def setmaxnreg(d: Decoder) -> Execute:
         for row in np.nonzero(b.any_active())[0]:
             warp = int(b.idx[row])
             cta = int(m.grid.warp_cta[warp])
-            pool = m.register_pools.setdefault(
-                cta, RegisterPool(65536 - start * 32 * m.grid.warps_per_cta)
-            )
+            pool = m.register_pools.setdefault(cta, RegisterPool())
             need = 32 * (wanted - pool.held.get(warp, start))
             if need > pool.free:
                 out[row] = RETRY
