@@ -25,7 +25,7 @@ from cutex.device.epilogue.epilogue_ops import (
 )
 from cutex.ops import eager
 from cutex.ops.plain import is_plain
-from cutex.problem.matmul import ACTIVATIONS
+from cutex.problem.matmul import ACTIVATIONS, FLOAT8
 
 
 class StandIn:
@@ -76,3 +76,39 @@ def by_definition(config: Any, a: Tensor, b: Tensor, out: Tensor, *rest: Any) ->
             case Amax():
                 values[0].data.copy_(torch.maximum(values[0], x.abs().max()))
     out.data.copy_(x)  # a kernel counts no version
+
+
+# ---- plain torch, to compare with
+
+
+def square(x: Any) -> Any:
+    return x * x
+
+
+def plain_torch(
+    a: Tensor, b: Tensor, *, bias=None, activation=None, residual=None, out=None, out_dtype=None,
+    alpha=1.0, beta=0.0, scale_a=None, scale_b=None, amax=None,
+) -> Tensor:  # fmt: skip
+    """cutex.matmul in torch's own operations, in fp32."""
+    x = torch.matmul(a.float(), b.float()) * alpha
+    if scale_a is not None:
+        x = x * scale_a.view(-1, 1) * scale_b
+    if beta:
+        x = x + beta * out.float()
+    if bias is not None:
+        x = x + bias.float()
+    x = square(x) if activation is square else ACTIVATIONS[activation](x)
+    if residual is not None:
+        x = x + residual.float()
+    if amax is not None and x.numel():
+        amax.copy_(torch.maximum(amax, x.abs().max()))
+    dtype = out_dtype or (torch.bfloat16 if a.dtype in FLOAT8 else a.dtype)
+    return out.copy_(x) if out is not None else x.to(dtype)
+
+
+def agree(got: Tensor, want: Tensor) -> bool:
+    """Within what roundings to bf16 on the way can do."""
+    if got.shape != want.shape or got.dtype != want.dtype or got.numel() == 0:
+        return got.shape == want.shape and got.dtype == want.dtype
+    got, want = got.double(), want.double()
+    return bool((got - want).abs().max() <= 0.05 * (want.abs().max() + 0.1))

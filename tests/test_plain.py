@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cutex.ops.plain import are_plain, is_plain, nobody_watches
+from cutex.ops.plain import guard, is_plain, nobody_watches
 
 
 def matrix() -> Tensor:
@@ -33,12 +33,6 @@ def left_over(transform: Callable[..., Callable[..., Tensor]]) -> Tensor:
     kept: list[Tensor] = []
     transform(lambda x: (kept.append(x), x.sum())[1])(matrix())
     return kept[0]
-
-
-def emptied() -> Tensor:
-    x = matrix()
-    x.untyped_storage().resize_(0)
-    return x
 
 
 def inferred() -> Tensor:
@@ -72,33 +66,54 @@ PLAIN: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("make", FOREIGN.values(), ids=FOREIGN.keys())
 def test_what_is_more_than_memory_is_not_plain(make: Callable[[], Tensor]) -> None:
     x = make()
-    assert not is_plain(x)
-    try:
-        assert not are_plain(matrix(), x)
-    except RuntimeError as error:  # as promised of what has left its transform
-        assert "doesn't have storage" in str(error)
-    assert are_plain(matrix(), matrix())
+    takes = guard((matrix(), matrix()))
+    assert not is_plain(x) and not takes(matrix(), x) and not takes(x, matrix())
+    assert takes(matrix(), matrix())
 
 
 @pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN.keys())
 def test_memory_is_plain(make: Callable[[], Tensor]) -> None:
     x = make()
-    assert is_plain(x) and are_plain(x, matrix())
+    assert is_plain(x) and guard((x, matrix()))(x, matrix())
     with torch.inference_mode():
-        assert is_plain(x) and are_plain(x, matrix())
+        assert is_plain(x) and guard((x, matrix()))(x, matrix())
 
 
-def test_a_tensor_whose_memory_was_given_back_is_not_plain() -> None:
-    assert not are_plain(emptied())
+OTHERS: dict[str, Callable[[], Tensor]] = {
+    "sizes": lambda: torch.ones(8, 9),
+    "strides": lambda: matrix().mT,
+    "a dtype": lambda: matrix().half(),
+    "a gradient": lambda: matrix().requires_grad_(),
+    "a class": lambda: torch.nn.Parameter(matrix(), requires_grad=False),
+    "inference": inferred,
+}
 
 
-def seen_within(run: Callable[[Callable[[Tensor], Tensor]], object]) -> tuple[bool, bool]:
-    """nobody_watches and are_plain, of a tensor that is not wrapped, within a transform."""
-    found: list[tuple[bool, bool]] = []
-    outside = matrix()
+@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS.keys())
+def test_a_guard_takes_what_it_was_made_for_alone(make: Callable[[], Tensor]) -> None:
+    takes = guard((matrix(), make()))
+    assert takes(matrix(), make()) and not takes(matrix(), matrix()) and not takes(make(), make())
+    same = matrix()
+    assert not guard((matrix(), matrix()))(same, same)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.autocast("cpu", torch.half)])
+def test_a_guard_knows_the_modes_that_change_dispatch(mode) -> None:
+    outside = guard((matrix(),))
+    with mode():
+        inside = guard((matrix(),))
+        x = matrix()
+        assert inside(x) and not outside(x)
+    x = matrix()
+    assert outside(x) and not inside(x)
+
+
+def seen_within(run: Callable[[Callable[[Tensor], Tensor]], object]) -> bool:
+    """nobody_watches within a transform."""
+    found: list[bool] = []
 
     def function(x: Tensor) -> Tensor:
-        found.append((nobody_watches(), are_plain(outside)))
+        found.append(nobody_watches())
         return x.sum()
 
     run(function)
@@ -123,10 +138,9 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
 def test_modes_watch(mode: Callable[[], AbstractContextManager[object]]) -> None:
-    x = matrix()
     with mode():
-        assert not nobody_watches() and not are_plain(x)
-    assert nobody_watches() and are_plain(x)
+        assert not nobody_watches()
+    assert nobody_watches()
 
 
 TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], object]] = {
@@ -143,7 +157,7 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], object]] = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
 def test_transforms_watch(transform: Callable[[Callable[[Tensor], Tensor]], object]) -> None:
-    assert seen_within(transform) == (False, False)
+    assert not seen_within(transform)
     assert nobody_watches()
 
 
@@ -153,6 +167,5 @@ def test_transforms_watch(transform: Callable[[Callable[[Tensor], Tensor]], obje
     ids=["none", "no_grad", "inference mode", "default device"],
 )
 def test_modes_that_change_nothing_for_a_kernel_do_not_watch(mode) -> None:
-    x = matrix()
     with mode():
-        assert nobody_watches() and are_plain(x)
+        assert nobody_watches()

@@ -258,7 +258,7 @@ def test_a_plan_of_another_threads_simulator_is_not_run() -> None:
     made.wait(120)
     try:
         assert eager._plans
-        with pytest.raises(ValueError, match="runs on a Hopper GPU"):
+        with pytest.raises(ValueError, match="runs on a Hopper or Blackwell GPU"):
             cutex.flash_attn_func(Q, K, V)
     finally:
         done.set()

@@ -23,7 +23,6 @@ _transforms_active = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _is_tracing = torch._C._is_tracing
-_autocast_on = torch._C._is_any_autocast_enabled
 _keys = torch._C._dispatch_keys
 
 # the keys of a tensor that is memory of the CPU or of a GPU, outside inference mode
@@ -48,28 +47,6 @@ def nobody_watches() -> bool:
 def is_plain(x: Tensor) -> bool:
     """Whether x is memory of the CPU or of a GPU, by its class and all its dispatch keys."""
     return type(x) in _PLAIN and not _keys(x).raw_repr() & _FOREIGN_BITS
-
-
-def are_plain(*tensors: Tensor) -> bool:
-    """nobody_watches(), autocast is off, and is_plain of dense tensors that have elements, in a
-    quarter of the time.
-
-    Raises RuntimeError for a tensor that has left the transform that wrapped it.
-    """
-    if (
-        _transforms_active()
-        or _dispatch_modes()
-        or (_function_modes() and not _only_default_devices())
-        or _is_tracing()
-        or forward_ad._current_level >= 0
-        or _autocast_on()
-    ):
-        return False
-    # no subclass; memory, which functionalization and zeros of autograd have not; no lazy negation
-    for x in tensors:  # noqa: SIM110  a generator would cost as much again
-        if type(x) not in _PLAIN or not x.data_ptr() or x.is_neg():
-            return False
-    return True
 
 
 def guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
