@@ -21,6 +21,7 @@ from cutex.bench import cli
 from cutex.bench.run import Options, commit, compile_stage, run_stages, run_time
 from cutex.cloud import prices, remote
 from cutex.cloud.prices import Rental
+from cutex.command import INTERRUPTED, answered, print_nowhere, refuse
 from cutex.errors import Missing
 from cutex.problem import DEFAULT_OP, OPS, Problem, problem_class, size_name
 from cutex.problem.stage import Config, Stage, ladders
@@ -43,7 +44,6 @@ TESTS = 300.0
 PROBES = 60.0
 SLACK = 4.0  # times the estimate, after which a call is ended
 SHORTEST_LIMIT = 120
-INTERRUPTED = 130  # exit code of what Ctrl-C ended
 
 
 def kinds() -> list[type[Problem]]:
@@ -312,6 +312,7 @@ def _preflight_probes(target: str, folders: set[Path], say: Callable[[str], None
 # ---- the command
 
 
+@answered
 def main(
     argv: Sequence[str],
     rent: Rent,
@@ -330,13 +331,13 @@ def main(
         if not args.dry_run:
             try_folder(Path(args.out))
     except ValueError as error:
-        return cli.refuse(str(error))
+        return refuse(str(error))
 
     def say(text: str) -> None:
         try:
             print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
         except BrokenPipeError:
-            cli.print_nowhere()
+            print_nowhere()
 
     kernels: dict[str, bytes] = {}
     if not args.no_preflight and args.op != "tests":
@@ -344,7 +345,7 @@ def main(
         try:
             right, kernels = preflight(made, say)
         except (Missing, ModuleNotFoundError) as error:
-            return cli.refuse(f"no preflight here: {error}; --no-preflight rents without")
+            return refuse(f"no preflight here: {error}; --no-preflight rents without")
         if not right:
             say("nothing was rented; --no-preflight rents all the same")
             return 1
@@ -460,7 +461,7 @@ class Ledger:
         try:
             yield
         except OSError:  # NOTE: nobody reads what is printed, and it is recorded all the same
-            cli.print_nowhere()
+            print_nowhere()
         except Exception as error:
             self._foreign(what, error)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from cutex.arch import Arch
+from cutex.command import answered
 from cutex.problem import DEFAULT_OP
 from cutex.problem.stage import Stage
 from cutex.report import charts
@@ -156,6 +157,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+@answered
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
