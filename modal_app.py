@@ -57,6 +57,7 @@ kernels = modal.Volume.from_name("cutex-kernels", create_if_missing=True)
     cpu=prices.CORES,
     memory=prices.GIB * 1024,
     timeout=600,
+    startup_timeout=rental.STARTUP_LIMIT,
     retries=0,
     max_containers=1,
     scaledown_window=2,

@@ -21,7 +21,7 @@ from cutex import results
 from cutex.kernels.gemm import stages
 from cutex.problem import Check
 
-modal = pytest.importorskip("modal", reason="modal is not installed: pip install 'cutex[modal]'")
+modal = pytest.importorskip("modal", reason="modal is not installed: pip install -e '.[modal]'")
 if modal.__version__.split(".")[:2] != ["1", "6"]:
     pytest.skip(
         f"modal {modal.__version__}: the control plane offline speaks the protocol of 1.6",

@@ -205,11 +205,28 @@ def test_the_plan_tells_what_it_costs_and_rents_nothing(cloud, run):
 
 
 def test_the_limits_of_all_calls_stay_within_the_most_that_it_may_cost():
-    made = rental.plan(args("--op", "sweep", "--gpu", "B200,H200", "--max-cost", "2"))
-    assert made.usd < 2
-    assert made.most <= 2.001
+    asked = ("--op", "sweep", "--gpu", "B200,H200")
+    made = rental.plan(args(*asked, "--max-cost", "11"))
+    assert made.usd < 11
+    assert made.most <= 11.01
+    for r in made.rentals:
+        assert made.limit(r) >= rental.LEAST_LIMIT
+    with pytest.raises(ValueError, match=r"about \$\d.\d+, but up to \$\d+.\d+ if containers"):
+        rental.plan(args(*asked, "--max-cost", "3"))
     free = rental.plan(args("--op", "sweep", "--gpu", "B200,H200"))
     assert free.most > made.most
+
+
+def test_a_call_that_fails_is_paid_for_as_long_as_it_ran(cloud, run, monkeypatch):
+    now = iter(range(0, 100_000, 25))
+    monkeypatch.setattr(rental, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    cloud.error = TimeoutError("the call ran into its limit")
+    ran = run("--stage", "0", *BIG)
+    assert "B200: 25 s measured, about $0.0" in ran.out
+
+
+def test_what_is_not_counted_is_said(cloud, run):
+    assert "not counted: a second preemption" in run("--dry-run", "--stage", "0", *BIG).out
 
 
 def test_the_ladder_of_a_gpu_can_be_listed(cloud, run):

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import shlex
 import sys
+import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -44,6 +45,13 @@ TESTS = 300.0
 PROBES = 60.0
 SLACK = 4.0  # times the estimate, after which a call is ended
 SHORTEST_LIMIT = 120
+LEAST_LIMIT = 60  # under --max-cost: the first call of a container still imports torch and the DSL
+STARTUP_LIMIT = 180  # seconds after which Modal gives up on a container that does not start
+RESTARTS = 1  # of each call, on a container that is taken away, are counted in the most
+NOT_COVERED = (
+    "not counted: a second preemption of one call, building the image (once), and the volume of "
+    "compiled kernels (cents a month)"
+)
 
 
 def kinds() -> list[type[Problem]]:
@@ -148,18 +156,29 @@ class Plan:
         return sum(r.usd(self.seconds(r)) for r in self.rentals)
 
     def limit(self, rental: Rental) -> int:
-        """Seconds after which Modal ends a call: generous, yet within --max-cost in all."""
+        """Seconds after which Modal ends a call: generous, yet within --max-cost in all.
+
+        The start of a container has a limit of its own, STARTUP_LIMIT.
+        """
         longest = max(r.seconds for r in self.on(rental.gpu))
         limit = max(SHORTEST_LIMIT, SLACK * longest)
         if self.max_cost is not None:
-            share = self.max_cost / self.usd * self.seconds(rental) - START
-            limit = min(limit, share / len(self.on(rental.gpu)))
-        return max(1, int(limit))
+            share = self.max_cost / self.usd * self.seconds(rental)
+            limit = min(limit, self._each(rental, share))
+        return max(LEAST_LIMIT, int(longest), int(limit))
+
+    def _each(self, rental: Rental, seconds: float) -> float:
+        """What of `seconds` each call may take, if each is begun again once."""
+        runs = 1 + RESTARTS
+        return (seconds - runs * STARTUP_LIMIT) / (runs * len(self.on(rental.gpu)))
 
     @property
     def most(self) -> float:
-        """Dollars that it costs if every call runs into its limit."""
-        return sum(r.usd(START + len(self.on(r.gpu)) * self.limit(r)) for r in self.rentals)
+        """Dollars that it costs if every call is begun again, and runs into its limit each time."""
+        return sum(
+            r.usd((1 + RESTARTS) * (STARTUP_LIMIT + len(self.on(r.gpu)) * self.limit(r)))
+            for r in self.rentals
+        )
 
     def __str__(self) -> str:
         lines = []
@@ -170,7 +189,8 @@ class Plan:
                 f"${rental.usd_per_second * 3600:.2f} an hour (rates of {prices.AS_OF})"
             )
             lines += [f"  {request.seconds:4.0f} s  {request}" for request in self.on(rental.gpu)]
-        return "\n".join([*lines, f"in all about ${self.usd:.2f}, at most ${self.most:.2f}"])
+        lines.append(f"in all about ${self.usd:.2f}, at most ${self.most:.2f}; {NOT_COVERED}")
+        return "\n".join(lines)
 
 
 def plan(args: argparse.Namespace) -> Plan:
@@ -190,6 +210,12 @@ def plan(args: argparse.Namespace) -> Plan:
         raise ValueError(
             f"--max-cost {args.max_cost:g}: this would cost about ${made.usd:.2f}; "
             "ask for fewer problems, stages or GPUs, or allow more"
+        )
+    if args.max_cost is not None and made.most > args.max_cost * 1.001:
+        raise ValueError(
+            f"--max-cost {args.max_cost:g}: this costs about ${made.usd:.2f}, but up to "
+            f"${made.most:.2f} if containers start late, calls hang or are preempted; "
+            "ask for less, or allow that"
         )
     return made
 
@@ -403,6 +429,7 @@ class Ledger:
         self.compare = next((r.options["compare"] for r in made.requests if r.options), ())
         self.lines: cli.Lines | None = None
         self.seconds = dict.fromkeys((r.gpu for r in made.rentals), 0.0)
+        self.since = dict.fromkeys(self.seconds, time.monotonic())  # the last reply of each GPU
         self.answered: set[int] = set()  # indices of requests
         self.failed = 0  # calls that ended in an exception
         self.code = 0
@@ -411,9 +438,15 @@ class Ledger:
         if isinstance(reply, BaseException):
             self._fails()
             self.failed += 1
+            # NOTE: what failed ran, and is paid for, from the reply before it on; no longer than
+            # its limits let it
+            most = STARTUP_LIMIT + self.made.limit(rental)
+            self.seconds[rental.gpu] += min(time.monotonic() - self.since[rental.gpu], most)
+            self._arrived(rental)
             print(f"cutex: a call on {rental.gpu} failed: {_sentence(reply)}", file=sys.stderr)
             traceback.print_exception(reply, file=sys.stderr)
             return
+        self._arrived(rental)
         try:
             index, seconds = _stamp(reply, self.made)
         except ValueError as error:
@@ -433,6 +466,9 @@ class Ledger:
             self._take_probes(reply["probes"])
         if "junit" in reply:
             self._take_junit(reply)
+
+    def _arrived(self, rental: Rental) -> None:
+        self.since[rental.gpu] = time.monotonic()
 
     def account(self) -> None:
         """Tell at the end what was paid for, what is missing, and what went wrong."""
