@@ -70,7 +70,10 @@ def modal_run(cloud, root, tmp_path):
     """Run `modal run modal_app.py` with these options to its end."""
 
     def start(
-        *args: str, via: tuple[str, ...] = ("-m", "modal", "run"), **env: str
+        *args: str,
+        via: tuple[str, ...] = ("-m", "modal", "run"),
+        own: tuple[str, ...] = (),
+        **env: str,
     ) -> subprocess.Popen[str]:
         mine = {
             "MODAL_SERVER_URL": f"http://127.0.0.1:{cloud.port}",
@@ -83,7 +86,7 @@ def modal_run(cloud, root, tmp_path):
         }
         out = ("--out", str(tmp_path / "results"))
         return subprocess.Popen(
-            [sys.executable, *via, "modal_app.py", *args, *out],
+            [sys.executable, *via, "modal_app.py", *args, *out, *(("--", *own) if own else ())],
             cwd=root,
             env={k: v for k, v in {**os.environ, **mine}.items() if v},
             stdout=subprocess.PIPE,
@@ -166,6 +169,16 @@ def test_confirm_checks_every_blackwell_stage_and_measures_what_is_open(cloud, m
     assert "tcgen05.ld" in ran.out
     (path,) = (tmp_path / "results").glob("probes-*.json")
     assert all(row["ok"] for row in json.loads(path.read_text()))
+
+
+def test_a_script_of_ones_own_runs_there(cloud, modal_run, tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text("import sys; print('said', sys.argv[1:]); sys.exit(7)")
+    where = ("--op", "script", str(script), "--gpu", "H200", "--no-preflight")
+    ran = modal_run(*where, own=("--its", "own"))
+    assert ran.code == 7, ran.out + ran.err
+    assert "said ['--its', 'own']\nexit code 7" in ran.out
+    assert [gpu for gpu, _ in cloud.runs] == ["H200"]
 
 
 def test_a_wrong_result_there_is_exit_code_1_here(cloud, modal_run, tmp_path):

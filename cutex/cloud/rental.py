@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shlex
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -42,6 +44,7 @@ CHECK = 6.0  # per problem: inputs, reference, check
 VARIANT = 2.0  # per stage or peer: warm-up and 50 rounds; what a peer takes beside: PeerKernel
 TUNE = 10.0  # a stage that chooses its config by time
 TESTS = 300.0
+SCRIPT = 60.0
 PROBES = 60.0
 SLACK = 4.0  # times the estimate, after which a call is ended
 SHORTEST_LIMIT = 120
@@ -59,8 +62,29 @@ def kinds() -> list[type[Problem]]:
     return [problem_class(op) for op in OPS]
 
 
-def parser() -> cli.Parser:
-    p = cli.Parser(
+class Parser(cli.Parser):
+    """A parser of command lines that end in `-- ARG...`, the arguments of a script."""
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        given = list(sys.argv[1:] if args is None else args)
+        at = given.index("--") if "--" in given else len(given)
+        found = super().parse_args(given[:at], namespace)
+        found.arguments = given[at + 1 :]
+        return found
+
+
+def as_typed(argv: Sequence[str], typed: Sequence[str]) -> list[str]:
+    """`argv` with the `--` that `modal run` takes out of the command line `typed`."""
+    own = list(typed[typed.index("--") + 1 :]) if "--" in typed else []
+    if not own or "--" in argv or list(argv[-len(own) :]) != own:
+        return list(argv)
+    return [*argv[: -len(own)], "--", *own]
+
+
+def parser() -> Parser:
+    p = Parser(
         prog="modal run modal_app.py",
         description="Run cutex on a GPU rented from Modal. Every request is first compiled and "
         "simulated here; then its price is shown.",
@@ -68,9 +92,10 @@ def parser() -> cli.Parser:
     what = p.add_argument_group("what to run")
     what.add_argument(
         "--op",
-        choices=(*OPS, "tests", "sweep", "confirm"),
+        choices=(*OPS, "script", "tests", "sweep", "confirm"),
         default=DEFAULT_OP,
-        help=f"{', '.join(OPS)}: as python -m cutex.OP; tests: pytest there; sweep: many problems "
+        help=f"{', '.join(OPS)}: as python -m cutex.OP; script: a file of yours, in the simulator "
+        "here and then as it is there; tests: pytest there; sweep: many problems "
         f"and GPUs; confirm: all that only a B200 can answer; default: {DEFAULT_OP}",
     )
     what.add_argument(
@@ -86,6 +111,12 @@ def parser() -> cli.Parser:
         default=DEFAULT_TESTS,
         metavar="ARGS",
         help=f"of pytest; default: {DEFAULT_TESTS}",
+    )
+    what.add_argument(
+        "script",
+        nargs="?",
+        metavar="FILE",
+        help="of --op script, which travels alone; its own arguments stand behind --",
     )
     cli.add_timing(p.add_argument_group("timing"), kinds())
     money = p.add_argument_group("money")
@@ -123,12 +154,17 @@ class Request:
     options: dict[str, Any] = field(default_factory=dict)
     probes: bool = False
     pytest: list[str] | None = None
+    script: str | None = None  # the name of a file
+    source: bytes = b""  # its text
+    arguments: list[str] = field(default_factory=list)  # those of the script
     commit: str | None = None
     kernels: bytes = b""
 
     def __str__(self) -> str:
         if self.pytest is not None:
             return f"pytest {shlex.join(self.pytest)}"
+        if self.script is not None:
+            return shlex.join(["python", self.script, *self.arguments])
         if self.problem is None:
             return "timing probes"
         size, dtype = size_name(self.op, self.problem), self.problem["dtype"]
@@ -223,8 +259,12 @@ def plan(args: argparse.Namespace) -> Plan:
 def _requests(args: argparse.Namespace, rental: Rental) -> list[Request]:
     shared: dict[str, Any] = {"index": 0, "run": run_time(), "commit": commit()}
     shared.update(gpu=rental.gpu, arch=rental.arch)
-    if args.op == "tests":
+    if args.op == "tests" and args.script is None:
         return [Request(**shared, seconds=TESTS, pytest=shlex.split(args.tests))]
+    if args.op == "script":
+        return [Request(**shared, seconds=SCRIPT, **_script(args))]
+    if args.script is not None:
+        raise ValueError(f"{args.script!r}: --op script runs a file, and this is --op {args.op}")
     if args.op == "confirm" and rental.arch != "sm_100a":
         raise ValueError(f"--gpu {rental.gpu}: --op confirm asks what only a B200 can answer")
     requests = [
@@ -235,6 +275,17 @@ def _requests(args: argparse.Namespace, rental: Rental) -> list[Request]:
     if args.op == "confirm":
         requests.append(Request(**shared, seconds=PROBES, probes=True))
     return requests
+
+
+def _script(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a Request for the script that `args` name."""
+    if args.script is None:
+        raise ValueError("--op script: the path of a Python file is needed")
+    try:
+        source = Path(args.script).read_bytes()
+    except OSError as error:
+        raise ValueError(f"--op script {args.script}: {error.strerror}") from None
+    return {"script": Path(args.script).name, "source": source, "arguments": args.arguments}
 
 
 def _kinds(args: argparse.Namespace, rental: Rental) -> list[type[Problem]]:
@@ -292,6 +343,8 @@ def preflight(made: Plan, say: Callable[[str], None]) -> tuple[bool, dict[str, b
         folders = entries.setdefault(request.arch, set())
         if request.probes:
             right &= _preflight_probes(request.arch, folders, say)
+        if request.script is not None:
+            right &= _preflight_script(request, say)
         if request.problem is None:
             continue
         problem = problem_class(request.op)(**request.problem)
@@ -319,6 +372,19 @@ def _configs(stage: Stage, problem: Problem) -> list[Config]:
     from cutex.bench.autotune import CANDIDATES
 
     return stage.shortlist(problem, CANDIDATES)
+
+
+def _preflight_script(request: Request, say: Callable[[str], None]) -> bool:
+    """Run the script in the simulator, in a process of its own; its output is shown."""
+    assert request.script is not None
+    with tempfile.TemporaryDirectory(prefix="cutex-") as folder:
+        file = Path(folder) / request.script
+        file.write_bytes(request.source)
+        command = [sys.executable, "-m", "cutex.sim", "--arch", request.arch, str(file)]
+        code = subprocess.run([*command, *request.arguments], check=False).returncode
+    if code:
+        say(f"preflight: {request}: exit code {code} in the simulator")
+    return code == 0
 
 
 def _preflight_probes(target: str, folders: set[Path], say: Callable[[str], None]) -> bool:
@@ -466,6 +532,9 @@ class Ledger:
             self._take_probes(reply["probes"])
         if "junit" in reply:
             self._take_junit(reply)
+        if "script" in reply:
+            with self._apart(reply):
+                self._take_script(reply)
 
     def _arrived(self, rental: Rental) -> None:
         self.since[rental.gpu] = time.monotonic()
@@ -530,6 +599,15 @@ class Ledger:
             if not all(row["ok"] for row in found):
                 self._fails()
         self.recorder.attempt("probes", lambda: probes.record(found, when, out), found)
+
+    def _take_script(self, reply: dict[str, Any]) -> None:
+        said, code = reply["script"], int(reply["code"])
+        sys.stderr.write(str(said["stderr"]))
+        sys.stdout.write(str(said["stdout"]))
+        sys.stdout.flush()
+        self.say(f"exit code {code}")
+        if code:
+            self._fails(code)
 
     def _take_junit(self, reply: dict[str, Any]) -> None:
         with self._apart(reply):
