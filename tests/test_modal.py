@@ -228,7 +228,7 @@ def test_ctrl_c_ends_the_remote_call(cloud, modal_run, tmp_path):
     assert rows(tmp_path) == []
 
 
-def test_everything_that_runs_there_is_sent(cloud, modal_run, modal_app, root):
+def test_everything_that_runs_there_is_sent(cloud, modal_run, modal_app, root, tmp_path):
     ran = modal_run("--op", "tests", "--tests=--version")
     assert ran.code == 0, ran.out + ran.err
     sent = {f.filename for r in cloud.asked("MountGetOrCreate") for f in r.files}
@@ -244,6 +244,23 @@ def test_everything_that_runs_there_is_sent(cloud, modal_run, modal_app, root):
     } <= needed
     assert {f"{modal_app.THERE}/{path}" for path in needed} <= sent
     assert not [path for path in sent if "__pycache__" in path]
+    tree = tmp_path / "there"
+    for path in sent:
+        place = tree / Path(path).relative_to(modal_app.THERE)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes((root / place.relative_to(tree)).read_bytes())
+    for command in (
+        ("-m", "cutex.gemm", "--stage", "0", "--device", "sim", "--mnk", "64,64,64"),
+        ("-m", "pytest", *modal_app.rental.DEFAULT_TESTS.split(), "--collect-only"),
+    ):
+        ran = subprocess.run(
+            [sys.executable, *command],
+            cwd=tree,
+            env={**os.environ, "PYTHONPATH": str(tree), "CUTEX_CACHE": str(tmp_path / "c")},
+            capture_output=True,
+            text=True,
+        )
+        assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
 @pytest.mark.parametrize(
