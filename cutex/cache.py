@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import stat
 import sys
@@ -200,3 +201,20 @@ def _own_group(gid: int) -> bool:
         return gid == me.pw_gid and set(grp.getgrgid(gid).gr_mem) <= {me.pw_name}
     except KeyError:
         return False
+
+
+# ---- folders for the DSL
+
+
+def plain_folder() -> tempfile.TemporaryDirectory[str]:
+    """A temporary folder for what the DSL dumps.
+
+    NOTE: it passes the folder on in a text of options, which an apostrophe or a blank ends.
+    """
+    for parent in (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"):
+        if re.fullmatch(r"[\w./+-]+", parent) and os.access(parent, os.W_OK):
+            return tempfile.TemporaryDirectory(prefix="cutex-", dir=parent)
+    raise NoCache(
+        f"the DSL cannot write to {tempfile.gettempdir()!r}, and there is no /tmp: "
+        "set TMPDIR to a folder whose path holds letters, digits and slashes only"
+    )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cutex.arch import Arch, arch
+from cutex.command import answered
 from cutex.problem import DEFAULT_OP, OPS, Problem, problem_class
 from cutex.results import Result, gbs, notice, read_all, tflops
 
@@ -210,6 +211,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+@answered
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:

@@ -7,7 +7,6 @@ stderr. Neither torch nor the DSL is imported before there is something to run.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +18,7 @@ from typing import NoReturn
 from cutex.arch import ARCHS, Arch, arch, local_arch
 from cutex.bench import timing
 from cutex.bench.run import DEVICES, Options, admit, choose_device, compile_stage, run_stages
-from cutex.errors import Missing
+from cutex.command import answered, refuse
 from cutex.orders import ORDERS
 from cutex.problem import Problem
 from cutex.problem.stage import Stage, ladders
@@ -27,6 +26,7 @@ from cutex.results import Result, Timing, gbs, tflops
 from cutex.results.recorder import Recorder, try_folder
 
 DEFAULT_ARCH = "sm_100a"  # what is simulated where there is no GPU, if there is a ladder for it
+LARGEST_SEED = 1 << 31
 EMITS = ("ptx", "sass", "resources", "bounds")
 
 
@@ -121,6 +121,7 @@ class Clock:
     trace: Path | None
 
 
+@answered
 def main(kind: type[Problem], argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` of an operator; returns the exit code."""
     try:
@@ -134,33 +135,13 @@ def main(kind: type[Problem], argv: Sequence[str] | None = None) -> int:
             try_folder(Path(args.out))
     except ValueError as error:
         return refuse(str(error))
-    try:
-        if args.emit:
-            for stage in job.stages:
-                emit(stage.fitted(job.problems[0]), args.dtype, args.emit)
-            return 0
-        if job.clock:
-            return predict(job, job.clock, as_json=args.json)
-        return run(job, Path(args.out), as_json=args.json)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("torch", "cutlass", "tvm_ffi"):
-            raise
-        return refuse(f"{error.name} is not installed; pip install cutex installs it")
-    except Missing as error:
-        return refuse(str(error))
-    except BrokenPipeError:  # as in --emit ptx | head
-        print_nowhere()
+    if args.emit:
+        for stage in job.stages:
+            emit(stage.fitted(job.problems[0]), args.dtype, args.emit)
         return 0
-
-
-def print_nowhere() -> None:
-    """From here on nothing is printed: whatever read it has gone."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def refuse(sentence: str) -> int:
-    print(f"cutex: {sentence}", file=sys.stderr)
-    return 2
+    if job.clock:
+        return predict(job, job.clock, as_json=args.json)
+    return run(job, Path(args.out), as_json=args.json)
 
 
 def join_sizes(argv: Sequence[str], options: Sequence[str]) -> list[str]:
@@ -236,14 +217,18 @@ def _clock(args: argparse.Namespace, stage: Stage, device: str) -> Clock | None:
 
 
 def _options(kind: type[Problem], args: argparse.Namespace, device: str) -> Options:
+    if not 0 <= args.seed < LARGEST_SEED:
+        raise ValueError(f"--seed {args.seed}: takes a number from 0 to {LARGEST_SEED - 1}")
     groups = {"sim": ("order", "seeds"), "cuda": ("compare", "cache_state", "check_only")}
     for group, names in groups.items():
         for name in names if group != device else ():
             if getattr(args, name) not in (None, False):
                 option = name.replace("_", "-")
                 raise ValueError(f"--{option} is for device {group}, and this runs on {device}")
-    if args.seeds is not None and (args.seeds < 1 or args.order == "fifo"):
-        raise ValueError(f"--seeds {args.seeds}: takes a number from 1, of orders other than fifo")
+    if args.seeds is not None and (not 1 <= args.seeds <= 10_000 or args.order == "fifo"):
+        raise ValueError(
+            f"--seeds {args.seeds}: takes a number from 1 to 10000, of orders other than fifo"
+        )
     compare = tuple(dict.fromkeys(args.compare.split(","))) if args.compare else ()
     for name in compare:
         if name not in kind.peers:

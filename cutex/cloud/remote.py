@@ -35,6 +35,8 @@ def execute(request: dict[str, Any]) -> dict[str, Any]:
     }
     if request["pytest"] is not None:
         reply.update(_tests(request["pytest"]))
+    elif request["script"] is not None:
+        reply.update(_script(request))
     elif request["probes"]:
         reply["probes"] = _probes(request)
     else:
@@ -81,6 +83,20 @@ def _tests(arguments: list[str]) -> dict[str, Any]:
         ran = subprocess.run(command, cwd=root, check=False)
         text = junit.read_text() if junit.exists() else ""
     return {"code": ran.returncode, "junit": text}
+
+
+def _script(request: dict[str, Any]) -> dict[str, Any]:
+    """Run the user's script as it is, in an empty folder; what it printed, and its exit code."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / Path(request["script"]).name
+        file.write_bytes(request["source"])
+        command = [sys.executable, "-u", str(file), *request["arguments"]]
+        ran = subprocess.run(command, cwd=folder, check=False, capture_output=True)
+    said = {
+        name: text.decode(errors="replace")
+        for name, text in (("stdout", ran.stdout), ("stderr", ran.stderr))
+    }
+    return {"code": ran.returncode, "script": said}
 
 
 class _Clock:

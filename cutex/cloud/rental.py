@@ -8,7 +8,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shlex
+import subprocess
 import sys
+import tempfile
+import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,6 +24,7 @@ from cutex.bench import cli
 from cutex.bench.run import Options, commit, compile_stage, run_stages, run_time
 from cutex.cloud import prices, remote
 from cutex.cloud.prices import Rental
+from cutex.command import INTERRUPTED, answered, print_nowhere, refuse
 from cutex.errors import Missing
 from cutex.problem import DEFAULT_OP, OPS, Problem, problem_class, size_name
 from cutex.problem.stage import Config, Stage, ladders
@@ -40,10 +44,17 @@ CHECK = 6.0  # per problem: inputs, reference, check
 VARIANT = 2.0  # per stage or peer: warm-up and 50 rounds; what a peer takes beside: PeerKernel
 TUNE = 10.0  # a stage that chooses its config by time
 TESTS = 300.0
+SCRIPT = 60.0
 PROBES = 60.0
 SLACK = 4.0  # times the estimate, after which a call is ended
 SHORTEST_LIMIT = 120
-INTERRUPTED = 130  # exit code of what Ctrl-C ended
+LEAST_LIMIT = 60  # under --max-cost: the first call of a container still imports torch and the DSL
+STARTUP_LIMIT = 180  # seconds after which Modal gives up on a container that does not start
+RESTARTS = 1  # of each call, on a container that is taken away, are counted in the most
+NOT_COVERED = (
+    "not counted: a second preemption of one call, building the image (once), and the volume of "
+    "compiled kernels (cents a month)"
+)
 
 
 def kinds() -> list[type[Problem]]:
@@ -51,8 +62,29 @@ def kinds() -> list[type[Problem]]:
     return [problem_class(op) for op in OPS]
 
 
-def parser() -> cli.Parser:
-    p = cli.Parser(
+class Parser(cli.Parser):
+    """A parser of command lines that end in `-- ARG...`, the arguments of a script."""
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        given = list(sys.argv[1:] if args is None else args)
+        at = given.index("--") if "--" in given else len(given)
+        found = super().parse_args(given[:at], namespace)
+        found.arguments = given[at + 1 :]
+        return found
+
+
+def as_typed(argv: Sequence[str], typed: Sequence[str]) -> list[str]:
+    """`argv` with the `--` that `modal run` takes out of the command line `typed`."""
+    own = list(typed[typed.index("--") + 1 :]) if "--" in typed else []
+    if not own or "--" in argv or list(argv[-len(own) :]) != own:
+        return list(argv)
+    return [*argv[: -len(own)], "--", *own]
+
+
+def parser() -> Parser:
+    p = Parser(
         prog="modal run modal_app.py",
         description="Run cutex on a GPU rented from Modal. Every request is first compiled and "
         "simulated here; then its price is shown.",
@@ -60,9 +92,10 @@ def parser() -> cli.Parser:
     what = p.add_argument_group("what to run")
     what.add_argument(
         "--op",
-        choices=(*OPS, "tests", "sweep", "confirm"),
+        choices=(*OPS, "script", "tests", "sweep", "confirm"),
         default=DEFAULT_OP,
-        help=f"{', '.join(OPS)}: as python -m cutex.OP; tests: pytest there; sweep: many problems "
+        help=f"{', '.join(OPS)}: as python -m cutex.OP; script: a file of yours, in the simulator "
+        "here and then as it is there; tests: pytest there; sweep: many problems "
         f"and GPUs; confirm: all that only a B200 can answer; default: {DEFAULT_OP}",
     )
     what.add_argument(
@@ -78,6 +111,12 @@ def parser() -> cli.Parser:
         default=DEFAULT_TESTS,
         metavar="ARGS",
         help=f"of pytest; default: {DEFAULT_TESTS}",
+    )
+    what.add_argument(
+        "script",
+        nargs="?",
+        metavar="FILE",
+        help="of --op script, which travels alone; its own arguments stand behind --",
     )
     cli.add_timing(p.add_argument_group("timing"), kinds())
     money = p.add_argument_group("money")
@@ -115,12 +154,17 @@ class Request:
     options: dict[str, Any] = field(default_factory=dict)
     probes: bool = False
     pytest: list[str] | None = None
+    script: str | None = None  # the name of a file
+    source: bytes = b""  # its text
+    arguments: list[str] = field(default_factory=list)  # those of the script
     commit: str | None = None
     kernels: bytes = b""
 
     def __str__(self) -> str:
         if self.pytest is not None:
             return f"pytest {shlex.join(self.pytest)}"
+        if self.script is not None:
+            return shlex.join(["python", self.script, *self.arguments])
         if self.problem is None:
             return "timing probes"
         size, dtype = size_name(self.op, self.problem), self.problem["dtype"]
@@ -148,18 +192,29 @@ class Plan:
         return sum(r.usd(self.seconds(r)) for r in self.rentals)
 
     def limit(self, rental: Rental) -> int:
-        """Seconds after which Modal ends a call: generous, yet within --max-cost in all."""
+        """Seconds after which Modal ends a call: generous, yet within --max-cost in all.
+
+        The start of a container has a limit of its own, STARTUP_LIMIT.
+        """
         longest = max(r.seconds for r in self.on(rental.gpu))
         limit = max(SHORTEST_LIMIT, SLACK * longest)
         if self.max_cost is not None:
-            share = self.max_cost / self.usd * self.seconds(rental) - START
-            limit = min(limit, share / len(self.on(rental.gpu)))
-        return max(1, int(limit))
+            share = self.max_cost / self.usd * self.seconds(rental)
+            limit = min(limit, self._each(rental, share))
+        return max(LEAST_LIMIT, int(longest), int(limit))
+
+    def _each(self, rental: Rental, seconds: float) -> float:
+        """What of `seconds` each call may take, if each is begun again once."""
+        runs = 1 + RESTARTS
+        return (seconds - runs * STARTUP_LIMIT) / (runs * len(self.on(rental.gpu)))
 
     @property
     def most(self) -> float:
-        """Dollars that it costs if every call runs into its limit."""
-        return sum(r.usd(START + len(self.on(r.gpu)) * self.limit(r)) for r in self.rentals)
+        """Dollars that it costs if every call is begun again, and runs into its limit each time."""
+        return sum(
+            r.usd((1 + RESTARTS) * (STARTUP_LIMIT + len(self.on(r.gpu)) * self.limit(r)))
+            for r in self.rentals
+        )
 
     def __str__(self) -> str:
         lines = []
@@ -170,7 +225,8 @@ class Plan:
                 f"${rental.usd_per_second * 3600:.2f} an hour (rates of {prices.AS_OF})"
             )
             lines += [f"  {request.seconds:4.0f} s  {request}" for request in self.on(rental.gpu)]
-        return "\n".join([*lines, f"in all about ${self.usd:.2f}, at most ${self.most:.2f}"])
+        lines.append(f"in all about ${self.usd:.2f}, at most ${self.most:.2f}; {NOT_COVERED}")
+        return "\n".join(lines)
 
 
 def plan(args: argparse.Namespace) -> Plan:
@@ -191,14 +247,24 @@ def plan(args: argparse.Namespace) -> Plan:
             f"--max-cost {args.max_cost:g}: this would cost about ${made.usd:.2f}; "
             "ask for fewer problems, stages or GPUs, or allow more"
         )
+    if args.max_cost is not None and made.most > args.max_cost * 1.001:
+        raise ValueError(
+            f"--max-cost {args.max_cost:g}: this costs about ${made.usd:.2f}, but up to "
+            f"${made.most:.2f} if containers start late, calls hang or are preempted; "
+            "ask for less, or allow that"
+        )
     return made
 
 
 def _requests(args: argparse.Namespace, rental: Rental) -> list[Request]:
     shared: dict[str, Any] = {"index": 0, "run": run_time(), "commit": commit()}
     shared.update(gpu=rental.gpu, arch=rental.arch)
-    if args.op == "tests":
+    if args.op == "tests" and args.script is None:
         return [Request(**shared, seconds=TESTS, pytest=shlex.split(args.tests))]
+    if args.op == "script":
+        return [Request(**shared, seconds=SCRIPT, **_script(args))]
+    if args.script is not None:
+        raise ValueError(f"{args.script!r}: --op script runs a file, and this is --op {args.op}")
     if args.op == "confirm" and rental.arch != "sm_100a":
         raise ValueError(f"--gpu {rental.gpu}: --op confirm asks what only a B200 can answer")
     requests = [
@@ -209,6 +275,17 @@ def _requests(args: argparse.Namespace, rental: Rental) -> list[Request]:
     if args.op == "confirm":
         requests.append(Request(**shared, seconds=PROBES, probes=True))
     return requests
+
+
+def _script(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a Request for the script that `args` name."""
+    if args.script is None:
+        raise ValueError("--op script: the path of a Python file is needed")
+    try:
+        source = Path(args.script).read_bytes()
+    except OSError as error:
+        raise ValueError(f"--op script {args.script}: {error.strerror}") from None
+    return {"script": Path(args.script).name, "source": source, "arguments": args.arguments}
 
 
 def _kinds(args: argparse.Namespace, rental: Rental) -> list[type[Problem]]:
@@ -266,6 +343,8 @@ def preflight(made: Plan, say: Callable[[str], None]) -> tuple[bool, dict[str, b
         folders = entries.setdefault(request.arch, set())
         if request.probes:
             right &= _preflight_probes(request.arch, folders, say)
+        if request.script is not None:
+            right &= _preflight_script(request, say)
         if request.problem is None:
             continue
         problem = problem_class(request.op)(**request.problem)
@@ -295,6 +374,19 @@ def _configs(stage: Stage, problem: Problem) -> list[Config]:
     return stage.shortlist(problem, CANDIDATES)
 
 
+def _preflight_script(request: Request, say: Callable[[str], None]) -> bool:
+    """Run the script in the simulator, in a process of its own; its output is shown."""
+    assert request.script is not None
+    with tempfile.TemporaryDirectory(prefix="cutex-") as folder:
+        file = Path(folder) / request.script
+        file.write_bytes(request.source)
+        command = [sys.executable, "-m", "cutex.sim", "--arch", request.arch, str(file)]
+        code = subprocess.run([*command, *request.arguments], check=False).returncode
+    if code:
+        say(f"preflight: {request}: exit code {code} in the simulator")
+    return code == 0
+
+
 def _preflight_probes(target: str, folders: set[Path], say: Callable[[str], None]) -> bool:
     from cutex.bench.probes import compile_all, measure
     from cutex.sim import SimError
@@ -312,6 +404,7 @@ def _preflight_probes(target: str, folders: set[Path], say: Callable[[str], None
 # ---- the command
 
 
+@answered
 def main(
     argv: Sequence[str],
     rent: Rent,
@@ -330,13 +423,13 @@ def main(
         if not args.dry_run:
             try_folder(Path(args.out))
     except ValueError as error:
-        return cli.refuse(str(error))
+        return refuse(str(error))
 
     def say(text: str) -> None:
         try:
             print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
         except BrokenPipeError:
-            cli.print_nowhere()
+            print_nowhere()
 
     kernels: dict[str, bytes] = {}
     if not args.no_preflight and args.op != "tests":
@@ -344,7 +437,7 @@ def main(
         try:
             right, kernels = preflight(made, say)
         except (Missing, ModuleNotFoundError) as error:
-            return cli.refuse(f"no preflight here: {error}; --no-preflight rents without")
+            return refuse(f"no preflight here: {error}; --no-preflight rents without")
         if not right:
             say("nothing was rented; --no-preflight rents all the same")
             return 1
@@ -402,6 +495,7 @@ class Ledger:
         self.compare = next((r.options["compare"] for r in made.requests if r.options), ())
         self.lines: cli.Lines | None = None
         self.seconds = dict.fromkeys((r.gpu for r in made.rentals), 0.0)
+        self.since = dict.fromkeys(self.seconds, time.monotonic())  # the last reply of each GPU
         self.answered: set[int] = set()  # indices of requests
         self.failed = 0  # calls that ended in an exception
         self.code = 0
@@ -410,9 +504,15 @@ class Ledger:
         if isinstance(reply, BaseException):
             self._fails()
             self.failed += 1
+            # NOTE: what failed ran, and is paid for, from the reply before it on; no longer than
+            # its limits let it
+            most = STARTUP_LIMIT + self.made.limit(rental)
+            self.seconds[rental.gpu] += min(time.monotonic() - self.since[rental.gpu], most)
+            self._arrived(rental)
             print(f"cutex: a call on {rental.gpu} failed: {_sentence(reply)}", file=sys.stderr)
             traceback.print_exception(reply, file=sys.stderr)
             return
+        self._arrived(rental)
         try:
             index, seconds = _stamp(reply, self.made)
         except ValueError as error:
@@ -432,6 +532,12 @@ class Ledger:
             self._take_probes(reply["probes"])
         if "junit" in reply:
             self._take_junit(reply)
+        if "script" in reply:
+            with self._apart(reply):
+                self._take_script(reply)
+
+    def _arrived(self, rental: Rental) -> None:
+        self.since[rental.gpu] = time.monotonic()
 
     def account(self) -> None:
         """Tell at the end what was paid for, what is missing, and what went wrong."""
@@ -460,7 +566,7 @@ class Ledger:
         try:
             yield
         except OSError:  # NOTE: nobody reads what is printed, and it is recorded all the same
-            cli.print_nowhere()
+            print_nowhere()
         except Exception as error:
             self._foreign(what, error)
 
@@ -493,6 +599,15 @@ class Ledger:
             if not all(row["ok"] for row in found):
                 self._fails()
         self.recorder.attempt("probes", lambda: probes.record(found, when, out), found)
+
+    def _take_script(self, reply: dict[str, Any]) -> None:
+        said, code = reply["script"], int(reply["code"])
+        sys.stderr.write(str(said["stderr"]))
+        sys.stdout.write(str(said["stdout"]))
+        sys.stdout.flush()
+        self.say(f"exit code {code}")
+        if code:
+            self._fails(code)
 
     def _take_junit(self, reply: dict[str, Any]) -> None:
         with self._apart(reply):

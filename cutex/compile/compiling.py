@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
+from cutex.cache import plain_folder
 from cutex.compile import cache as store
 from cutex.compile.arguments import Argument, fake_arguments
 from cutex.compile.cache import FILES, canonical, digest
@@ -80,6 +81,7 @@ def _build(
     from cutlass.cute.runtime import make_fake_stream
 
     start = time.perf_counter()
+    dumped = plain_folder()
     options = (
         cute.GPUArch(arch),
         cute.EnableTVMFFI(True),
@@ -87,7 +89,7 @@ def _build(
         cute.KeepCUBIN(True),
         OptLevel(OPT_LEVEL),
         GenerateLineInfo(True),  # changes no instruction; the simulator's reports name Python lines
-        DumpDir(str(folder)),  # NOTE: PTX and cubin would otherwise land in the working directory
+        DumpDir(dumped.name),  # NOTE: PTX and cubin would otherwise land in the working directory
     )
     arguments = fake_arguments(kernel.operands(dtype))
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
@@ -99,8 +101,7 @@ def _build(
         )
         function = cute.compile[options](kernel, *arguments, stream)
         function.export_to_c(str(folder / FILES["object"]), ingredients["symbol"])
-    for dump in (*folder.glob("*.ptx"), *folder.glob("*.cubin")):
-        dump.unlink()
+    dumped.cleanup()
     (folder / FILES["ptx"]).write_text(function.__ptx__.rstrip("\0"))
     (folder / FILES["cubin"]).write_bytes(function.__cubin__)
     meta = {

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cutex.arch import Arch
+from cutex.command import answered
 from cutex.problem import DEFAULT_OP
 from cutex.problem.stage import Stage
 from cutex.report import charts, sweeps
@@ -186,6 +187,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+@answered
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cutex.command import answered
 from cutex.problem import OPS, Sizes, problem_class
 from cutex.results import Result, Timing, append, ledger, notice, read, read_all
 
@@ -171,6 +172,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+@answered
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
@@ -187,8 +189,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"cutex: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # as in ... | head
-        sys.stdout = None
     return 0
 
 

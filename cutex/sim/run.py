@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
+from cutex import cache
+from cutex.arch import arch as arch_named
 from cutex.orders import ORDERS
 from cutex.sim.errors import Finding, Hazards, SimError
 from cutex.sim.hazards.findings import Findings
@@ -26,6 +28,7 @@ from cutex.sim.machine.pending_clusters import PendingClusters
 from cutex.sim.machine.residency import Residency, residency
 from cutex.sim.policy import policy
 from cutex.sim.ptx.parse import Program, parse
+from cutex.sim.reports import excerpts, told
 from cutex.sim.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -85,6 +88,7 @@ def simulate(
     """
     if order not in ORDERS:
         raise ValueError(f"order {order!r}: takes one of {', '.join(ORDERS)}")
+    arch_named(arch)
     started = perf_counter()
     host, programs, arguments, reached = captured(compiled, tensors, arch)
     for i, more in enumerate(memory):
@@ -127,7 +131,7 @@ def _arguments(compiled: Any, host: HostFunction, values: Sequence[Any]) -> list
     return [HostTensor.of(v, n) or v for v, n in zip(values, names, strict=True)]
 
 
-@cache
+@lru_cache
 def _blas() -> ThreadpoolController:
     return ThreadpoolController()
 
@@ -161,9 +165,11 @@ class Simulation:
         scheduler = self._scheduler(program, what)
         # NOTE: products are small here; one BLAS thread is faster than several that wait for each
         # other
-        with _blas().limit(limits=1, user_api="blas"):
-            self._run(scheduler, what)
-        self._add_up(scheduler, what)
+        try:
+            with _blas().limit(limits=1, user_api="blas"):
+                self._run(scheduler, what)
+        finally:  # NOTE: what was found before an error counts
+            self._add_up(scheduler, what)
 
     def _scheduler(self, program: Program, what: Launch) -> Scheduler:
         memory = GlobalMemory()
@@ -212,8 +218,11 @@ class Simulation:
 
 def _with_findings(error: SimError, findings: Findings) -> SimError:
     """The error that ended a run, with what was found before it."""
-    before = [str(f) for f in findings if not f.advisory]
-    return type(error)("\n".join([str(error), "found before that:", *before])) if before else error
+    before = [f for f in findings if not f.advisory]
+    text = f"{error}{excerpts(str(error))}"
+    if before:
+        text = f"{text}\nfound before that:\n{told(before)}"
+    return type(error)(text) if text != str(error) else error
 
 
 def _check_launch(program: Program, what: Launch) -> None:
@@ -309,7 +318,7 @@ def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:
             arguments.append(make_fake_stream(use_tvm_ffi_env_stream=True))
         else:
             arguments.append(t)
-    with tempfile.TemporaryDirectory() as folder:
+    with cache.plain_folder() as folder:
         options = (
             cute.GPUArch(arch),
             cute.EnableTVMFFI(True),

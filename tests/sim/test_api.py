@@ -212,6 +212,9 @@ def test_without_a_c_compiler_the_sentence_says_what_to_install(monkeypatch, tmp
     monkeypatch.setenv("CUTEX_CACHE", str(tmp_path / "nothing linked yet"))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
+    kernel, tensors = gemm_arguments()
+    kernel.__dict__.pop("_cutex_sim", None)
+    monkeypatch.setenv("CUTEX_CACHE", str(tmp_path / "cache"))  # where it does not lie linked
     with pytest.raises(NoCompiler, match=r"needs a C compiler .* install one") as error:
         simulate(kernel, *tensors)
     one_sentence(error.value)

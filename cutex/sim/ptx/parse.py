@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import SupportsIndex, overload
+from typing import NamedTuple, SupportsIndex, overload
 
 from cutex.sim.ptx.declarations import (
     SPACES,
@@ -90,6 +90,14 @@ BRANCHES = ("bra", "ret", "exit", "trap")  # what the scheduler itself executes
 Operand = Reg | Imm | Special | Symbol | Address | Vector | Pair | Not | Sink
 
 
+class Source(NamedTuple):
+    """A place in the DSL program, as .loc gives it; the column counts from 1, 0 if unknown."""
+
+    file: str
+    line: int
+    column: int
+
+
 class Operands(list[Operand]):
     """The operands of an instruction, which know which of them a definition has looked at.
 
@@ -118,7 +126,7 @@ class Instruction:
     negated: bool  # @!%p
     line: int  # in the PTX text, from 1
     text: str
-    source: tuple[str, int] | None = None  # (file, line) of the DSL program
+    source: Source | None = None  # of the DSL program
     target: int = 0  # of a branch: index into Program.code
     parts: tuple[str, ...] = ()
 
@@ -132,7 +140,7 @@ class Instruction:
     def where(self) -> str:
         """One line for reports: the PTX line and its text, and the Python line if known."""
         text = self.text if len(self.text) <= 110 else self.text[:107] + "..."
-        source = f" ({self.source_line()})" if self.source else ""
+        source = f" ({self.source_line()}:{self.source.column})" if self.source else ""
         return f"PTX line {self.line}: {text}{source}"
 
     def source_line(self) -> str:
@@ -141,9 +149,8 @@ class Instruction:
         """
         if self.source is None:
             return f"PTX line {self.line}"
-        path, line = self.source
         here = os.getcwd() + os.sep
-        return f"{path.removeprefix(here)}:{line}"
+        return f"{self.source.file.removeprefix(here)}:{self.source.line}"
 
 
 @dataclass
@@ -166,11 +173,28 @@ _FLOAT = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 
 
+def _without_comments(text: str) -> str:
+    """The same text with blanks for comments, and for .loc within inline assembly.
+
+    NOTE: there the DSL counts lines on from the one at which the assembly stands, which is the one
+    that is meant.
+    """
+    inline = False
+    lines = []
+    for line in text.split("\n"):
+        if "// begin inline asm" in line:
+            inline = True
+        elif "// end inline asm" in line:
+            inline = False
+        lines.append("" if inline and line.lstrip().startswith(".loc") else line)
+    return _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), "\n".join(lines))
+
+
 def parse(text: str) -> dict[str, Program]:
     """Every ``.entry`` of a PTX module, by name. Raises UnknownInstruction, with the line, for what
     is no PTX that the simulator knows.
     """
-    text = _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), text.rstrip("\0"))
+    text = _without_comments(text.rstrip("\0"))
     target = re.search(r"\.target\s+(\w+)", text)
     files = {int(n): path for n, path in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.M)}
     module = module_variables(text)
@@ -223,8 +247,8 @@ class _Body:
     def _read(self, text: str, at: int) -> None:
         line = text.count("\n", 0, at) + 1
         scope, next_scope, piece, began = 0, 1, "", line
-        pending: list[tuple[int, str, int, tuple[str, int] | None]] = []
-        source: tuple[str, int] | None = None
+        pending: list[tuple[int, str, int, Source | None]] = []
+        source: Source | None = None
         while True:
             if at >= len(text):
                 raise unreadable(line, piece or "end of the text", "the body has no closing brace")
@@ -281,9 +305,11 @@ class _Body:
         for where, statement, began, source in pending:
             self.code.append(self._read_instruction(where, statement, began, source))
 
-    def _location(self, piece: str) -> tuple[str, int] | None:
-        m = re.match(r"\s*\.loc\s+(\d+)\s+(\d+)", piece)
-        return (self.files.get(int(m.group(1)), "?"), int(m.group(2))) if m else None
+    def _location(self, piece: str) -> Source | None:
+        m = re.match(r"\s*\.loc\s+(\d+)\s+(\d+)(?:\s+(\d+))?", piece)
+        if m is None:
+            return None
+        return Source(self.files.get(int(m.group(1)), "?"), int(m.group(2)), int(m.group(3) or 0))
 
     def _declare(self, statement: str, scope: int, line: int) -> None:
         m = re.fullmatch(r"\.reg\s+\.(\w+)\s+(.*)", statement)
@@ -340,7 +366,7 @@ class _Body:
         return None
 
     def _read_instruction(
-        self, scope: int, text: str, line: int, source: tuple[str, int] | None
+        self, scope: int, text: str, line: int, source: Source | None
     ) -> Instruction:
         m = _STATEMENT.fullmatch(text)
         if not m:

@@ -25,7 +25,7 @@ def role(counts: list[tuple[Instruction, int]], program: list[Event]) -> str:
     for ins, n in counts:
         if ins.source and not any(part in ins.source[0] for part in _LIBRARIES):
             called |= _called_by_kernel(ins.source[0])
-            name = _function(*ins.source)
+            name = _function(*ins.source[:2])
             if name and name not in _WHOLE:
                 found[name] += n
     for name, _ in found.most_common():
