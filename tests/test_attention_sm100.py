@@ -15,6 +15,7 @@ from cutex.compile import compile
 from cutex.compile.resources import resources
 from cutex.kernels.attention.choose import Shape, fill
 from cutex.kernels.attention.config import HEAD_DIMS
+from cutex.kernels.attention.sm100 import bounds
 from cutex.kernels.attention.sm100.config import Sm100Config
 from cutex.kernels.attention.sm100.forward import Forward
 from cutex.problem.attention.case import AttentionCase
@@ -192,3 +193,35 @@ def test_four_heads_of_512_tokens_take_seconds():
     with cutex.ops.simulated("sm_100a"):
         run(case, inputs)
     assert time.process_time() - start < 50
+
+
+def test_the_page_of_bounds_is_what_the_rows_render(root):
+    rows = bounds.read(root / bounds.FILE)
+    assert (root / bounds.PAGE).read_text() == bounds.page(rows)
+
+
+def test_the_softmax_loop_is_not_longer_than_flash_attention_4s(root):
+    rows = bounds.read(root / bounds.FILE)
+    ours, theirs = (
+        max(r.loop for r in rows if (r.kernel == "cutex") == mine and r.head_dim_v == 128
+            and r.head_dim == 128)
+        for mine in (True, False)
+    )  # fmt: skip
+    assert ours <= theirs
+
+
+@SLOW
+def test_the_rows_of_bounds_are_those_of_the_code(root):
+    kept = [r for r in bounds.read(root / bounds.FILE) if r.kernel == "cutex"]
+    found = [bounds.row(c) for c in bounds.configs()]
+    assert found == kept
+
+
+def test_bounds_of_a_block_are_those_of_the_arithmetic():
+    row = bounds.Row(
+        kernel="by hand", head_dim=128, head_dim_v=128, causal=False, ctas=1, q_tiles=2, tile_n=128,
+        registers="", spill_bytes=0, smem_bytes=0, tmem_columns=512, by_mufu=96, loop=512,
+    )  # fmt: skip
+    assert row.cycles() == {"MMA": 2048, "MUFU": 1536, "smem": 2048, "issue": 1024}
+    pair = replace(row, ctas=2)
+    assert pair.cycles()["smem"] == 1280
