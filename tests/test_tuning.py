@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import cutex
+from cutex.arch import arch
+from cutex.kernels.gemm.signature import OperandLayout
 from cutex.ops import building, choices, simulated, tuner
 from cutex.ops.arrange import Arranged, arrange
 from cutex.ops.checks import Call
-from cutex.ops.plan import call_class, candidates, config_for, forget, rows_class
+from cutex.ops.plan import (
+    call_class,
+    candidates,
+    config_for,
+    forget,
+    problem_of,
+    rows_class,
+)
 
 
 @pytest.fixture
@@ -90,6 +100,27 @@ def test_without_time_to_compile_the_models_first_is_taken(gpu, monkeypatch):
     chosen = tuner.choose_by_time(arranged, "sm_90a", 3.0, lambda *_: pytest.fail("timed"))
     assert chosen == next(candidates(classed(arranged)))
     assert not list(gpu.glob("choices/*.json"))
+
+
+def test_what_cutex_comes_with_fits_its_problems_and_is_taken():
+    """kernels/gemm/sm90/choices.json, by the sizes and layouts that its names say."""
+    table = choices._shipped("sm_90a")
+    assert len(table) > 50
+    for name in table:
+        sizes, (a, b) = name.split()
+        m, n, k = map(int, sizes.split("x"))
+        layouts = (
+            OperandLayout(major="row" if a == "k" else "column"),
+            OperandLayout(major="column" if b == "k" else "row"),
+            OperandLayout(),
+        )
+        calls = call_class((m, n, k, 1), layouts, (), "sm_90a")
+        assert calls.sizes == (m, n, k, 1), "a class, not a size within one"
+        tiles = choices.shipped(calls)
+        assert tiles is not None and tiles.why_not(problem_of(calls), arch("sm_90a")) is None
+        assert config_for((m, n, k, 1), layouts, (), "sm_90a").tiles == tiles
+        batched = replace(calls, sizes=(m, n, k, 2))
+        assert choices.shipped(batched) is None
 
 
 def test_tuning_takes_a_time_above_zero():

@@ -71,7 +71,8 @@ def config_for(
 
 @lru_cache(maxsize=4096)
 def _config_of(calls: CallClass) -> GeneralConfig:
-    for found in (choices.remembered(calls), choices.preferred(calls)):
+    for look in (choices.remembered, choices.preferred, choices.shipped):
+        found = look(calls)
         if found is not None and (config := fitted(found, calls)) is not None:
             return config
     return next(candidates(calls))

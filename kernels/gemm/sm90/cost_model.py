@@ -34,7 +34,9 @@ CLUSTERS = ((1, 1), (2, 1), (1, 2))  # of CTAs that walk tiles
 WARPGROUPS = {64: 1, 128: 2, 192: 3, 256: 2}  # by rows of a tile that they share
 FEW = 4  # clusters along the side of C that is cut into few, at most
 # CTAs that run at one time, by those of a cluster: some GPCs have SMs left over
-AT_ONCE = {1: 132, 2: 132, 3: 126, 4: 120}
+AT_ONCE = {1: 132, 2: 132, 3: 108, 4: 120}
+TPCS = 66  # pairs of SMs; CTAs take one of each first
+ROWS_OUTSIDE = 8  # of a box, that cost nothing
 SHALLOW = 164 * 1024  # 1.01 times as fast as all of smem with M = 1 to 16: SMs stay together
 SPREAD = 0.99  # of the time of tiles that leave a few SMs without
 NARROW = 32  # rows of an operand that TMA loads one box each of, where K is not contiguous
@@ -47,7 +49,7 @@ class Costs:
     clock_ghz: float
     mma: float  # cycles of wgmma, times those that its shape takes
     l2_bytes: float  # that one SM gets through L2 in a cycle, however many ask
-    l2_share: float  # of that limit which falls with the SMs that ask
+    paired: float  # the share of a load's time that it takes because a TPC's other SM loads, too
     received: float  # what a byte costs that another CTA of the cluster has asked for
     latency: float  # cycles in which the ring must be filled once
     overlap: float  # of MMAs, loads and latency: infinite if the longest hid the others
@@ -59,59 +61,65 @@ class Costs:
     memory_us: float  # and a byte of memory
     memory_gbs: float
     again: float  # what a byte costs that further clusters ask for, of the larger operand
-    asking: float  # the share of SMs that can ask for all that memory gives
+    sm_gbs: float  # that an SM gets from memory while all TPCs have both SMs at work
+    lone_sm_gbs: float  # and with one SM of each TPC at most
     balance: float  # of all three
     launch_us: float
     exchange_us: float  # of sums between the CTAs of a split
     exchange_gbs: float  # at which their bytes are read
     narrow: float  # loads of boxes of NARROW rows, times others
+    outside: float  # cycles for a row of a TMA box that lies outside of the operand
 
 
 ROUND = Costs(
-    clock_ghz=1.94,
-    mma=1.07,
-    l2_bytes=57.2,
-    l2_share=0.165,
-    received=0.00857,
-    latency=2600.0,
+    clock_ghz=2.04,
+    mma=1.24,
+    l2_bytes=61.0,
+    paired=0.173,
+    received=0.451,
+    latency=2070.0,
     overlap=10.0,
-    step=48.3,
-    epilogue_bytes=36.0,
-    tile=3.25,
-    flop_us=1.08e-09,
-    l2_us=6.98e-12,
-    memory_us=7.72e-11,
-    memory_gbs=4370.0,
-    again=0.267,
-    asking=0.0778,
-    balance=3.68,
-    launch_us=1.66,
-    exchange_us=1.41,
-    exchange_gbs=21.6,
+    step=23.0,
+    epilogue_bytes=30.3,
+    tile=7.62,
+    flop_us=1.16e-09,
+    l2_us=6.33e-12,
+    memory_us=6.38e-10,
+    memory_gbs=4220.0,
+    again=0.236,
+    sm_gbs=41.3,
+    lone_sm_gbs=236.0,
+    balance=4.34,
+    launch_us=1.65,
+    exchange_us=0.818,
+    exchange_gbs=25.8,
     narrow=1.15,
+    outside=2.48,
 )
 WALK = Costs(
-    clock_ghz=1.89,
-    mma=1.3,
-    l2_bytes=54.6,
-    l2_share=0.245,
-    received=0.46,
-    latency=2520.0,
+    clock_ghz=1.94,
+    mma=1.34,
+    l2_bytes=58.8,
+    paired=0.9,
+    received=0.702,
+    latency=2550.0,
     overlap=10.0,
-    step=1.67,
-    epilogue_bytes=35.1,
-    tile=8.51,
-    flop_us=7.8e-10,
-    l2_us=2.93e-11,
-    memory_us=1.63e-10,
-    memory_gbs=4340.0,
-    again=0.0874,
-    asking=0.209,
-    balance=3.03,
-    launch_us=2.32,
+    step=1.48,
+    epilogue_bytes=30.8,
+    tile=15.5,
+    flop_us=8.77e-10,
+    l2_us=2.25e-11,
+    memory_us=1.22e-10,
+    memory_gbs=4300.0,
+    again=0.207,
+    sm_gbs=67.7,
+    lone_sm_gbs=104.0,
+    balance=3.52,
+    launch_us=1.97,
     exchange_us=1.0,
     exchange_gbs=40.0,
-    narrow=1.21,
+    narrow=1.22,
+    outside=6.82,
 )
 
 
@@ -174,8 +182,8 @@ def of_one_round(mnk: tuple[int, int, int], arch_name: str) -> tuple[Sm90Config,
 
 def _together() -> Iterator[tuple[int, int, int]]:
     """Clusters that share loads of the larger operand, and those that share K: CTAs along the side
-    of C that is large, along the one that is cut into few, and along K."""
-    yield from ((1, 1, 1), (1, 2, 1), (1, 4, 1))
+    that is cut into few, along the other, and along K."""
+    yield from ((1, 1, 1), (1, 2, 1), (1, 4, 1), (4, 1, 1))
     yield from ((1, 1, split_k) for split_k in (2, 3, 4))
 
 
@@ -183,7 +191,8 @@ def _columns(m: int, n: int, k: int) -> Iterator[Sm90Config]:
     """Swapped: few columns of tiles, as wide as M needs."""
     for cluster_m, cluster_n, split_k in _together():
         for columns in range(1, FEW + 1):
-            tile_n = ceil_div(m, 16 * columns * cluster_n) * 16
+            unit = 16 if cluster_m < 4 else 32  # each CTA of a cluster loads whole rows by 8
+            tile_n = ceil_div(m, unit * columns * cluster_n) * unit
             if tile_n > 256 or ceil_div(m, tile_n * cluster_n) != columns:
                 continue
             for tile_m, warpgroups in WARPGROUPS.items():
@@ -196,14 +205,16 @@ def _columns(m: int, n: int, k: int) -> Iterator[Sm90Config]:
 def _rows(m: int, n: int, k: int) -> Iterator[Sm90Config]:
     """Not swapped: few rows of tiles, as wide as N needs to give a tile to every SM."""
     for cluster_n, cluster_m, split_k in _together():
+        if split_k > 1:  # swapped, the same finds narrower tiles
+            continue
         for tile_m in WARPGROUPS:
             rows = ceil_div(m, tile_m * cluster_m)
-            size = rows * cluster_m * cluster_n * split_k
-            most = AT_ONCE[cluster_m * cluster_n * split_k] // size
+            most = AT_ONCE[cluster_m * cluster_n] // (rows * cluster_m * cluster_n)
             if rows > FEW or not most:
                 continue
-            tile_n = ceil_div(n, 16 * most * cluster_n) * 16
-            for wider in (tile_n, tile_n + 16):
+            unit = 16 if cluster_m < 4 else 32
+            tile_n = ceil_div(n, unit * most * cluster_n) * unit
+            for wider in (tile_n, tile_n + unit):
                 if wider <= 256:
                     yield _tile(tile_m, wider, WARPGROUPS[tile_m], cluster_m, cluster_n, split_k,
                                 rows=rows)  # fmt: skip
@@ -247,10 +258,21 @@ def candidates(problem: GemmProblem, arch: Arch, majors: Majors = (True, True)) 
 
 
 def _shares_the_larger(config: Sm90Config, problem: GemmProblem) -> bool:
-    """Whether its clusters share the operand that is at least twice as large as the other: the
-    other stays in L2, and sharing it loses 10 to 20 %."""
+    """Whether pairs share the operand that is at least twice as large as the other: the other stays
+    in L2, and a pair that shares it loses 10 to 20 %."""
     m, n = config.computed(problem)
-    return not ((m >= 2 * n and config.cluster_m > 1) or (n >= 2 * m and config.cluster_n > 1))
+    return not ((m >= 2 * n and config.cluster_m == 2) or (n >= 2 * m and config.cluster_n == 2))
+
+
+def _rows_outside(c: Sm90Config, m: int, n: int) -> float:
+    """Rows of the smaller operand's last tile that lie outside of it, but for ROWS_OUTSIDE; where
+    tiles are walked, in the mean of all of them."""
+    if c.spread:
+        return 0
+    tile, cluster, size = (c.tile_n, c.cluster_n, n) if n <= m else (c.tile_m, c.cluster_m, m)
+    tiles = ceil_div(ceil_div(size, tile), cluster) * cluster
+    inside = max(0, size - (tiles - 1) * tile)
+    return max(0, tile - inside - ROWS_OUTSIDE) / (1 if c.one_tile else tiles)
 
 
 def _loads_well(config: Sm90Config, majors: Majors) -> bool:
@@ -279,7 +301,7 @@ def predict(
     ctas = arch.num_sms if c.spread else down * across * batch * c.split_k
     room = min(AT_ONCE.get(size, arch.num_sms), arch.num_sms)
     rounds = ceil_div(ctas, room)
-    share = min(ctas, room) / arch.num_sms
+    lone = size <= 2 and useful <= TPCS
     k_tiles = ceil_div(ceil_div(problem.k, c.tile_k), c.split_k)
 
     # one step of K of one CTA, in cycles; wgmma of few columns takes as long as its A from smem
@@ -288,7 +310,8 @@ def predict(
     asked = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * c.tile_k * ELEMENT
     from_others = c.stage_bytes - asked
     load = (asked + costs.received * from_others) / costs.l2_bytes * (costs.narrow if narrow else 1)
-    load *= costs.l2_share * share + 1 - costs.l2_share
+    load *= 1 - costs.paired * (size == 1 and ctas <= TPCS)
+    load += costs.outside * _rows_outside(c, m, n) * c.tile_k / 64
     wait = costs.latency / (c.num_stages - 1)
     p = costs.overlap
     step = (mma**p + load**p + wait**p) ** (1 / p) + costs.step
@@ -302,8 +325,8 @@ def predict(
     energy += memory_bytes * costs.memory_us
     sharers = ceil_div(across, c.cluster_n) if m >= n else ceil_div(down, c.cluster_m)
     again = 0 if c.spread else (min(sharers, FEW) - 1) * max(m, n) * problem.k * ELEMENT * batch
-    memory = (memory_bytes + costs.again * again) / costs.memory_gbs / 1e3
-    memory /= min(1.0, useful / arch.num_sms / costs.asking)
+    gbs = min(costs.memory_gbs, useful * (costs.lone_sm_gbs if lone else costs.sm_gbs))
+    memory = (memory_bytes + costs.again * again) / gbs / 1e3
     q = costs.balance
     time = (busy**q + energy**q + memory**q) ** (1 / q)
     if c.split_k > 1:
