@@ -1,6 +1,7 @@
 """cutex on a rented GPU: its commands, run by Modal.
 
 modal run modal_app.py --op gemm --stage all --mnk 8192,8192,4096 --gpu B200 --compare cublas,quack
+modal run modal_app.py --op script mine.py --gpu B200 -- its own arguments
 modal run modal_app.py --op tests --gpu B200
 modal run modal_app.py --op sweep --gpu B200,H200,H100! --compare cublas
 modal run modal_app.py --op confirm --gpu B200
@@ -57,6 +58,7 @@ kernels = modal.Volume.from_name("cutex-kernels", create_if_missing=True)
     cpu=prices.CORES,
     memory=prices.GIB * 1024,
     timeout=600,
+    startup_timeout=rental.STARTUP_LIMIT,
     retries=0,
     max_containers=1,
     scaledown_window=2,
@@ -77,7 +79,7 @@ async def rent(gpu: str, requests: list[dict], timeout: int) -> AsyncIterator[re
 
 @app.local_entrypoint()
 def main(*argv: str) -> None:
-    raise SystemExit(rental.main(argv, rent))
+    raise SystemExit(rental.main(rental.as_typed(argv, sys.argv), rent))
 
 
 @contextmanager

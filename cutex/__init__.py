@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cutex.ops import matmul
+    from cutex.ops import kernels_built, matmul, tune, tuning, warm_up
     from cutex.ops.attention import flash_attn_func, flash_attn_varlen_func
     from cutex.sim import simulate
 
@@ -18,13 +18,27 @@ __version__ = "0.1.0"
 _HOMES = {
     "flash_attn_func": "cutex.ops.attention",
     "flash_attn_varlen_func": "cutex.ops.attention",
+    "kernels_built": "cutex.ops",
     "matmul": "cutex.ops",
     "simulate": "cutex.sim",
+    "tune": "cutex.ops",
+    "tuning": "cutex.ops",
+    "warm_up": "cutex.ops",
 }
 
 _MODULES = ("attention", "ops")  # cutex.attention.activate, cutex.ops.simulated
 
-__all__ = ["__version__", "flash_attn_func", "flash_attn_varlen_func", "matmul", "simulate"]
+__all__ = [
+    "__version__",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "kernels_built",
+    "matmul",
+    "simulate",
+    "tune",
+    "tuning",
+    "warm_up",
+]
 
 
 def __getattr__(name: str) -> Any:

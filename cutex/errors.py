@@ -21,3 +21,7 @@ class NoCompiler(Missing):
 
 class NoDisassembler(Missing):
     """There is no nvdisasm, which prints the SASS that instructions are read from."""
+
+
+class NoCache(Missing):
+    """The cache cannot be written, or another user can write to it."""

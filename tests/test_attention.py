@@ -6,8 +6,10 @@ What is compiled is drawn apart from what is run on it, so that few kernels see 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from cutlass import Float32, cute
 
 import cutex
 from cutex.arch import local_arch
+from cutex.ops.attention import plan
 from cutex.problem.attention.case import AttentionCase, Inputs
 from cutex.problem.attention.randomized import draw
 
@@ -34,16 +37,20 @@ class Place:
     @contextlib.contextmanager
     def prepared(self, **order) -> Iterator[None]:
         """Within, tensors of `device` run, and what torch allocates is NaN."""
-        simulated = cutex.ops.simulated(self.arch, **order) if self.device == "cpu" else None
         before = torch.are_deterministic_algorithms_enabled()
         torch.use_deterministic_algorithms(True)
         try:
-            with simulated or contextlib.nullcontext():
+            with contextlib.ExitStack() as stack:
+                if self.device == "cpu":
+                    stack.enter_context(cutex.ops.simulated(self.arch, **order))
+                    # so few SMs that a CTA computes several tiles
+                    stack.enter_context(mock.patch.object(plan, "resources", lambda *_: SMALL))
                 yield
         finally:
             torch.use_deterministic_algorithms(before)
 
 
+SMALL = 2, 2**20  # SMs, bytes of L2
 SIMULATOR = Place("cpu", 8, 2**22, ({}, {"order": "random", "seed": 1}, {"order": "starved"}))
 GPU = Place("cuda", 12, 2**32, ({},))
 
@@ -236,19 +243,21 @@ def test_gradients_by_torchs_flash_backward(place, causal):
 
 
 @pytest.mark.gpu
-def test_the_host_cost_of_a_call(place):
-    import time
-
+def test_a_call_costs_the_host_less_than_torchs(place):
+    """Of problems too small to hide it; interleaved, for other processes slow both down."""
     q, k, v = AttentionCase(batch=1, seqlen_q=64, seqlen_k=64).inputs("cuda")[:3]
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    calls = {
+        "cutex": lambda: cutex.flash_attn_func(q, k, v),
+        "torch": lambda: torch.nn.functional.scaled_dot_product_attention(*heads_first),
+    }
+    took: dict[str, list[float]] = {name: [] for name in calls}
     with torch.no_grad():
-        for _ in range(200):
-            cutex.flash_attn_func(q, k, v)
-        took = []
-        for _ in range(20):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(100):
-                cutex.flash_attn_func(q, k, v)
-            took.append((time.perf_counter() - start) / 100 * 1e6)
-            torch.cuda.synchronize()
-    assert sorted(took)[len(took) // 2] <= 10.0, took
+        for _ in range(30):
+            for name, call in calls.items():
+                start = time.perf_counter()
+                for _ in range(100):
+                    call()
+                took[name].append((time.perf_counter() - start) / 100 * 1e6)
+                torch.cuda.synchronize()
+    assert min(took["cutex"]) <= 0.7 * min(took["torch"]), took

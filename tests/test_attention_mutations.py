@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import cutlass
 import pytest
 import torch
+from cutlass import cute
 from mutations import Mutant
 
 from cutex.compile import compile
+from cutex.device.attention.block_info import Band, BlockInfo
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.products import Product
 from cutex.kernels.attention.config import ForwardConfig
@@ -61,6 +64,41 @@ def wrong(kernel, case=CASE, orders=ORDERS) -> str | None:
 @pytest.mark.parametrize("init", ["normal", "falling"])
 def test_the_unchanged_kernel_is_right(kernel, init):
     assert wrong(kernel, replace(CASE, init=init)) is None
+
+
+def test_warpgroups_compute_the_blocks_that_their_own_rows_see(kernel):
+    """4 warps, each head_dim / 16 instructions for Q K^T and tile_n / 16 for P V."""
+    inputs = CASE.inputs()
+    counter = torch.zeros(2, dtype=torch.int32)
+    report = simulate(
+        kernel, *inputs[:3], *CASE.outputs(), counter, CASE.softmax_scale, -CASE.window[0]
+    )
+    info = BlockInfo(64, CONFIG.tile_n, Band(-CASE.window[0], 0))
+    blocks = [info.n_blocks(m, CASE.seqlen_q, CASE.seqlen_k) for m in range(info.num_m_blocks(200))]
+    assert (
+        sum(n for op, n in report.counts.items() if op.startswith("wgmma.mma"))
+        == sum(b.end - b.first for b in blocks) * 4 * (64 + 64) // 16
+    )
+
+
+def test_a_passed_block_that_is_not_waited_for_is_found(monkeypatch):
+    @cute.jit
+    def careless(self, count, state, in_turn: cutlass.Constexpr[bool]):
+        k, v = state
+        for _ in cutlass.range(count, unroll=1):
+            if cutlass.const_expr(in_turn):
+                self.turns.wait(self.warpgroup)
+                self.turns.signal((self.warpgroup + 1) % self.warpgroups)
+            self.k.release(k)
+            k.advance()
+            self.v.release(v)
+            v.advance()
+        return k, v
+
+    monkeypatch.setattr(BlockLoop, "pass_over", careless)
+    tiles = replace(CASE, seqlen_q=256, seqlen_k=256, heads_q=4, heads_kv=4)
+    message = wrong(compiled(), tiles, orders=({"order": "random", "seed": 0},))
+    assert message is not None and "the TMA load of" in message
 
 
 @pytest.mark.parametrize(("side", "by"), [("upper", 1), ("upper", -1), ("lower", 1), ("lower", -1)])

@@ -11,7 +11,7 @@ from cutex.bench import autotune
 from cutex.kernels.gemm import stage
 from cutex.kernels.gemm.choose import choose, ranked
 from cutex.kernels.gemm.config import GemmConfig
-from cutex.kernels.gemm.sm90.cost_model import configs, predict
+from cutex.kernels.gemm.sm90.cost_model import candidates, predict, walked
 from cutex.problem.gemm import GemmProblem
 from cutex.problem.protocol import size_class
 
@@ -104,10 +104,28 @@ def test_a_class_of_sizes_never_rounds_down_and_by_an_eighth_at_most() -> None:
         assert size_class(rounded) == rounded
 
 
-@pytest.mark.parametrize("small", [False, True])
-def test_every_candidate_fits_the_arch(small: bool) -> None:
-    for config in configs("sm_90a", small):
-        assert config.why_not(None, H200) is None, config
+def test_every_candidate_fits_the_arch_and_its_ring_turns() -> None:
+    for config in walked("sm_90a"):
+        assert config.why_not(None, H200) is None and config.num_stages >= 2, config
+
+
+@pytest.mark.parametrize("m", [1, 17, 100, 160, 300, 384])
+@pytest.mark.parametrize(("n", "k"), [(5120, 5120), (8192, 8192), (4096, 14336), (576, 7168)])
+def test_tiles_that_are_not_walked_all_run_at_once(m: int, n: int, k: int) -> None:
+    problem = GemmProblem(m, n, k)
+    fitted = [c for c in candidates(problem, H200) if c.one_tile]
+    assert len(set(fitted)) == len(fitted) > 5
+    for config in fitted:
+        assert config.why_not(problem, H200) is None, config
+        rows, columns = config.computed(problem)
+        tiles = -(-rows // config.tile_m) * -(-columns // config.tile_n)
+        assert tiles * config.split_k <= 132
+
+
+def test_where_rows_are_contiguous_no_narrow_boxes_are_loaded() -> None:
+    problem = GemmProblem(576, 2048, 4096)
+    assert any(c.tile_n % 32 for c in candidates(problem, H200))
+    assert not any(c.tile_n % 32 for c in candidates(problem, H200, (False, False)))
 
 
 @pytest.mark.parametrize("m", [1, 16, 64, 128, 200, 1000, 8192])
@@ -125,6 +143,8 @@ def test_few_rows_are_computed_as_few_columns() -> None:
 
 def test_the_model_knows_what_was_measured_to_win() -> None:
     """One H200, Gaussian bf16: results/gemm-nvidia-h200.jsonl."""
-    assert (choose(GemmProblem(4096, 4096, 4096), H200).tile_n, "ping-pong") == (128, "ping-pong")
+    for m, tile in ((128, (128, 64)), (160, (128, 80))):  # pairs that share the weights
+        few = [c for c in ranked(GemmProblem(m, 8192, 8192), H200)[:3] if c.swap_ab]
+        assert (few[0].tile_m, few[0].tile_n) == tile and few[0].cluster_n == 2
     wide = choose(GemmProblem(8192, 8192, 8192), H200)
-    assert (wide.tile_m, wide.tile_n, wide.pingpong) == (128, 192, True)
+    assert ({wide.tile_m, wide.tile_n}, wide.pingpong) == ({128, 192}, True)

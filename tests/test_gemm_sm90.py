@@ -109,7 +109,52 @@ def test_spread_tiles_overlap_and_come_out_exact(changes: dict, order: str) -> N
 @pytest.mark.parametrize("changes", COLUMN.values(), ids=COLUMN.keys())
 def test_a_column_of_tiles_comes_out_exact(changes: dict, swap_ab: bool, order: str) -> None:
     mnk = (13, 712, 1032) if swap_ab else (712, 16, 1032)
-    check(9, mnk, {**changes, "swap_ab": swap_ab, "column": True}, order, 4)
+    check(9, mnk, {**changes, "swap_ab": swap_ab, "columns": 1}, order, 4)
+
+
+ROUND = {
+    "128x64 in three columns": {**SMALL, "tile_n": 64, "epi_n": 64, "columns": 3},
+    "128x80, 1x2": {**SMALL, "tile_n": 80, "cluster_n": 2, "columns": 1},
+    "64x48, 2x1, in four": {
+        **SMALL, "tile_m": 64, "tile_n": 48, "warpgroups": 1, "cluster_m": 2, "columns": 4
+    },
+    "128x48, 1x2, in two": {**SMALL, "tile_n": 48, "cluster_n": 2, "columns": 2},
+    "192x32, three warpgroups, in five": {
+        **SMALL, "tile_m": 192, "tile_n": 32, "warpgroups": 3, "columns": 5, "num_stages": 4
+    },
+    "64x80, split in three, in two": {
+        **SMALL, "tile_m": 64, "tile_n": 80, "warpgroups": 1, "split_k": 3, "columns": 2
+    },
+    "192x160, split in four": {
+        **SMALL, "tile_m": 192, "tile_n": 160, "warpgroups": 3, "split_k": 4, "columns": 1,
+        "num_stages": 4, "epi_n": 32, "tile_k": 64,
+    },
+    "192x48, 1x4": {
+        **SMALL, "tile_m": 192, "tile_n": 48, "warpgroups": 3, "cluster_n": 4, "columns": 1
+    },
+    "64x96, 4x1, in two": {
+        **SMALL, "tile_m": 64, "tile_n": 96, "warpgroups": 1, "cluster_m": 4, "columns": 2
+    },
+    "64x80, 2x1, two rows, not swapped": {
+        **SMALL, "tile_m": 64, "tile_n": 80, "warpgroups": 1, "cluster_m": 2, "rows": 2,
+        "swap_ab": False,
+    },
+    "192x48, a row split in three, not swapped": {
+        **SMALL, "tile_m": 192, "tile_n": 48, "warpgroups": 3, "rows": 1, "swap_ab": False,
+        "split_k": 3, "num_stages": 5,
+    },
+    "64x32, three rows, not swapped": {
+        **SMALL, "tile_m": 64, "tile_n": 32, "warpgroups": 1, "rows": 3, "swap_ab": False
+    },
+    "256x160": {
+        **SMALL, "tile_m": 256, "tile_n": 160, "columns": 1, "num_stages": 3, "epi_n": 32
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", ROUND.values(), ids=ROUND.keys())
+def test_one_round_of_tiles_in_columns_comes_out_exact(changes: dict) -> None:
+    check(9, (150, 264, 392), changes, "random", 5)
 
 
 @pytest.mark.parametrize("number", [7, 8, 9])
@@ -134,7 +179,7 @@ class Paced(Stage9):
 
 @pytest.mark.parametrize("clock", ["goes on", "stands still"])
 @pytest.mark.parametrize("order", ["eager", "random"])
-@pytest.mark.parametrize("changes", [{"spread": True, "num_ctas": 5}, {"column": True}])
+@pytest.mark.parametrize("changes", [{"spread": True, "num_ctas": 5}, {"columns": 1}])
 def test_a_pace_changes_no_result_and_a_clock_that_stands_still_no_end(
     changes: dict, order: str, clock: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +216,7 @@ def test_a_slot_released_before_its_mma_is_done_is_found(monkeypatch: pytest.Mon
     hasty = SimpleNamespace(wait_group=lambda groups: wait_group(max(groups, 1)))
     monkeypatch.setattr(mma, "warpgroup", hasty)
     ninth = stage("sm_90a", 9)
-    config = replace(ninth.config(), **{**COLUMN["128x64, 1x2"], "column": True})
+    config = replace(ninth.config(), **{**COLUMN["128x64, 1x2"], "columns": 1})
     problem = GemmProblem(13, 712, 1032, init="int")
     a, b = problem.inputs()
     with pytest.raises(Hazards, match="while it is still being read by the wgmma"):

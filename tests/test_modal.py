@@ -21,7 +21,7 @@ from cutex import results
 from cutex.kernels.gemm import stages
 from cutex.problem import Check
 
-modal = pytest.importorskip("modal", reason="modal is not installed: pip install 'cutex[modal]'")
+modal = pytest.importorskip("modal", reason="modal is not installed: pip install -e '.[modal]'")
 if modal.__version__.split(".")[:2] != ["1", "6"]:
     pytest.skip(
         f"modal {modal.__version__}: the control plane offline speaks the protocol of 1.6",
@@ -70,7 +70,10 @@ def modal_run(cloud, root, tmp_path):
     """Run `modal run modal_app.py` with these options to its end."""
 
     def start(
-        *args: str, via: tuple[str, ...] = ("-m", "modal", "run"), **env: str
+        *args: str,
+        via: tuple[str, ...] = ("-m", "modal", "run"),
+        own: tuple[str, ...] = (),
+        **env: str,
     ) -> subprocess.Popen[str]:
         mine = {
             "MODAL_SERVER_URL": f"http://127.0.0.1:{cloud.port}",
@@ -83,7 +86,7 @@ def modal_run(cloud, root, tmp_path):
         }
         out = ("--out", str(tmp_path / "results"))
         return subprocess.Popen(
-            [sys.executable, *via, "modal_app.py", *args, *out],
+            [sys.executable, *via, "modal_app.py", *args, *out, *(("--", *own) if own else ())],
             cwd=root,
             env={k: v for k, v in {**os.environ, **mine}.items() if v},
             stdout=subprocess.PIPE,
@@ -168,6 +171,16 @@ def test_confirm_checks_every_blackwell_stage_and_measures_what_is_open(cloud, m
     assert all(row["ok"] for row in json.loads(path.read_text()))
 
 
+def test_a_script_of_ones_own_runs_there(cloud, modal_run, tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text("import sys; print('said', sys.argv[1:]); sys.exit(7)")
+    where = ("--op", "script", str(script), "--gpu", "H200", "--no-preflight")
+    ran = modal_run(*where, own=("--its", "own"))
+    assert ran.code == 7, ran.out + ran.err
+    assert "said ['--its', 'own']\nexit code 7" in ran.out
+    assert [gpu for gpu, _ in cloud.runs] == ["H200"]
+
+
 def test_a_wrong_result_there_is_exit_code_1_here(cloud, modal_run, tmp_path):
     def wrong(problem, *_, **__):
         return Check(False, 1.0, 0.0, "C[0, 0] is 1, exactly 0 was due")
@@ -215,7 +228,7 @@ def test_ctrl_c_ends_the_remote_call(cloud, modal_run, tmp_path):
     assert rows(tmp_path) == []
 
 
-def test_everything_that_runs_there_is_sent(cloud, modal_run, modal_app, root):
+def test_everything_that_runs_there_is_sent(cloud, modal_run, modal_app, root, tmp_path):
     ran = modal_run("--op", "tests", "--tests=--version")
     assert ran.code == 0, ran.out + ran.err
     sent = {f.filename for r in cloud.asked("MountGetOrCreate") for f in r.files}
@@ -231,6 +244,23 @@ def test_everything_that_runs_there_is_sent(cloud, modal_run, modal_app, root):
     } <= needed
     assert {f"{modal_app.THERE}/{path}" for path in needed} <= sent
     assert not [path for path in sent if "__pycache__" in path]
+    tree = tmp_path / "there"
+    for path in sent:
+        place = tree / Path(path).relative_to(modal_app.THERE)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes((root / place.relative_to(tree)).read_bytes())
+    for command in (
+        ("-m", "cutex.gemm", "--stage", "0", "--device", "sim", "--mnk", "64,64,64"),
+        ("-m", "pytest", *modal_app.rental.DEFAULT_TESTS.split(), "--collect-only"),
+    ):
+        ran = subprocess.run(
+            [sys.executable, *command],
+            cwd=tree,
+            env={**os.environ, "PYTHONPATH": str(tree), "CUTEX_CACHE": str(tmp_path / "c")},
+            capture_output=True,
+            text=True,
+        )
+        assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
 @pytest.mark.parametrize(

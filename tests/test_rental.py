@@ -74,7 +74,7 @@ def cloud() -> Cloud:
 def run(cloud, tmp_path, capsys):
     def run(*argv: str, preflight: bool = False) -> SimpleNamespace:
         more = [] if preflight else ["--no-preflight"]
-        code = rental.main([*argv, *more, "--out", str(tmp_path / "results")], cloud.rent)
+        code = rental.main([*more, "--out", str(tmp_path / "results"), *argv], cloud.rent)
         captured = capsys.readouterr()
         return SimpleNamespace(code=code, out=captured.out, err=captured.err)
 
@@ -205,11 +205,28 @@ def test_the_plan_tells_what_it_costs_and_rents_nothing(cloud, run):
 
 
 def test_the_limits_of_all_calls_stay_within_the_most_that_it_may_cost():
-    made = rental.plan(args("--op", "sweep", "--gpu", "B200,H200", "--max-cost", "3"))
-    assert made.usd < 3
-    assert made.most <= 3.001
+    asked = ("--op", "sweep", "--gpu", "B200,H200")
+    made = rental.plan(args(*asked, "--max-cost", "11"))
+    assert made.usd < 11
+    assert made.most <= 11.01
+    for r in made.rentals:
+        assert made.limit(r) >= rental.LEAST_LIMIT
+    with pytest.raises(ValueError, match=r"about \$\d.\d+, but up to \$\d+.\d+ if containers"):
+        rental.plan(args(*asked, "--max-cost", "3"))
     free = rental.plan(args("--op", "sweep", "--gpu", "B200,H200"))
     assert free.most > made.most
+
+
+def test_a_call_that_fails_is_paid_for_as_long_as_it_ran(cloud, run, monkeypatch):
+    now = iter(range(0, 100_000, 25))
+    monkeypatch.setattr(rental, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    cloud.error = TimeoutError("the call ran into its limit")
+    ran = run("--stage", "0", *BIG)
+    assert "B200: 25 s measured, about $0.0" in ran.out
+
+
+def test_what_is_not_counted_is_said(cloud, run):
+    assert "not counted: a second preemption" in run("--dry-run", "--stage", "0", *BIG).out
 
 
 def test_the_ladder_of_a_gpu_can_be_listed(cloud, run):
@@ -252,4 +269,61 @@ def test_bad_input_is_answered_with_one_sentence(cloud, run, argv, says):
     (sentence,) = ran.err.splitlines()
     assert sentence.startswith("cutex: ")
     assert says in sentence
+    assert cloud.asked == []
+
+
+# ---- a script of the user's
+
+
+@pytest.fixture
+def script(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import sys, torch\nx = torch.ones(3, device='cuda')\nprint('sum', x.sum().item())\n"
+        "print(sys.argv[1:], file=sys.stderr)\nsys.exit(int(sys.argv[1]))\n"
+    )
+    return str(file)
+
+
+async def there(gpu, requests, timeout):
+    """The remote part in this process; its GPU is torch's CPU."""
+    for request in requests:
+        source = request["source"].replace(b"cuda", b"cpu")
+        yield remote.execute({**request, "source": source})
+
+
+def test_a_script_runs_here_in_the_simulator_and_then_there(cloud, run, script, tmp_path):
+    cloud.rent = there
+    ran = run("--op", "script", script, "--", "0", "--verbose", preflight=True)
+    assert ran.code == 0, ran.err
+    assert "preflight: right in the simulator" in ran.out
+    assert "sum 3.0\nexit code 0" in ran.out
+    assert "['0', '--verbose']" in ran.err
+    assert "s measured, about $" in ran.out
+
+
+def test_the_exit_code_of_a_script_comes_back(cloud, run, script):
+    cloud.rent = there
+    assert run("--op", "script", script, "--", "7").code == 7
+
+
+def test_a_script_that_fails_here_rents_nothing(cloud, run, script):
+    ran = run("--op", "script", script, "--", "3", preflight=True)
+    assert ran.code == 1
+    assert "exit code 3 in the simulator" in ran.out and "nothing was rented" in ran.out
+    assert cloud.asked == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--op", "script"], "the path of a Python file is needed"),
+        (["--op", "script", "nowhere.py"], "--op script nowhere.py: No such file"),
+        (["mine.py"], "'mine.py': --op script runs a file, and this is --op gemm"),
+        (["--op", "tests", "mine.py"], "and this is --op tests"),
+    ],
+)
+def test_a_script_is_asked_for_by_its_op(cloud, run, argv, says):
+    ran = run(*argv)
+    assert ran.code == 2 and says in ran.err
     assert cloud.asked == []

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cutex.arch import arch
-from cutex.kernels.gemm.choose import choose, ranked, shortlist
+from cutex.kernels.gemm.choose import choose, cover, ranked, shortlist
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.pace import Pace
 from cutex.kernels.gemm.sm90.spread import first_row
@@ -77,32 +77,43 @@ def test_along_n_is_along_m_with_the_sides_exchanged() -> None:
         assert Raster(group=3, along="n").cluster(i, 7, 5) == (n, m)
 
 
-def test_a_column_is_refused_where_a_cluster_or_the_gpu_is_too_small_for_it() -> None:
+def test_a_round_is_refused_where_its_clusters_or_the_gpu_do_not_cover_c() -> None:
     h200 = arch("sm_90a")
-    config = Sm90Config(tile_m=128, tile_n=64, warpgroups=2, cluster_n=2, swap_ab=True, column=True)
+    config = Sm90Config(tile_m=128, tile_n=64, warpgroups=2, cluster_n=2, swap_ab=True, columns=1)
 
     def why(m: int, n: int, **changes: object) -> str:
         return replace(config, **changes).why_not(GemmProblem(m, n, 512), h200) or ""
 
     assert not why(128, 66 * 128) and not why(1, 8)
-    assert "128 columns" in why(136, 8192)
-    assert "more than 132 CTAs" in why(128, 66 * 128 + 8)
+    assert "64x2 clusters cover C" in why(136, 8192)
+    assert "more tiles than 132 CTAs" in why(128, 66 * 128 + 8)
+    assert not why(136, 4096, columns=2) and "32x1 clusters" in why(128, 4096, columns=2)
+    assert not why(300, 44 * 128, columns=0, rows=3, swap_ab=False, cluster_n=1, tile_n=128)
     assert not why(8192, 128, swap_ab=False), "of what is computed, not of C"
-    assert "split_k" in why(128, 8192, split_k=2, cluster_n=1)
+    assert not why(64, 66 * 128, split_k=2, cluster_n=1, num_stages=4)
+    assert "more tiles" in why(64, 66 * 128 + 8, split_k=2, cluster_n=1, num_stages=4)
+    assert "one of them" in why(128, 8192, rows=1)
     assert "pingpong" in why(128, 8192, pingpong=True)
     assert "sm_100a has another" in (config.why_not(None, arch("sm_100a")) or "")
 
 
-def test_a_shortlist_has_no_two_that_differ_in_how_a_cta_knows_its_tile() -> None:
+def test_a_shortlist_has_no_config_twice_and_begins_with_the_choice() -> None:
     for m, n in ((1, 8192), (16, 8192), (128, 8192), (100, 504), (4096, 4096)):
         problem = GemmProblem(m, n, 4096)
         short = shortlist(problem, arch("sm_90a"), 1000)
-        plain = [replace(c, spread=False, column=False) for c in short]
-        assert len(set(plain)) == len(plain)
-        every = ranked(problem, arch("sm_90a"))
-        assert {replace(c, spread=False, column=False) for c in every} == set(plain)
-    assert choose(GemmProblem(128, 8192, 8192), arch("sm_90a")).column
+        assert len(set(short)) == len(short)
+        assert short == ranked(problem, arch("sm_90a"))
+        assert short[0] == choose(problem, arch("sm_90a"))
+    assert choose(GemmProblem(160, 8192, 8192), arch("sm_90a")).columns
     assert choose(GemmProblem(16, 8192, 8192), arch("sm_90a")).spread
+
+
+def test_few_kernels_cover_many_problems_at_little_loss() -> None:
+    times = [{"a": 1.0, "b": 1.1}, {"b": 2.0, "c": 1.9}, {"c": 3.0}]
+    assert cover(times, 2) == ["c", "a"]
+    assert set(cover(times, 9)) == {"a", "c"}
+    with pytest.raises(ValueError, match="1 kernels are too few"):
+        cover(times, 1)
 
 
 def test_spread_tiles_cover_all_rows_wherever_the_config_says_they_do() -> None:

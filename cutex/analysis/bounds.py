@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from cutex.arch import Arch, arch
+from cutex.command import answered
 from cutex.compile.resources import Code, resources, sass
 from cutex.problem import DEFAULT_OP, Problem, problem_class
 from cutex.problem.stage import Stage, stages
@@ -305,6 +306,7 @@ def write(rows: Iterable[Row], file: Path) -> None:
     file.write_text("".join(json.dumps(asdict(r)) + "\n" for r in rows))
 
 
+@answered
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(
         prog="python -m cutex.bounds", description="Write results/bounds/ and docs/bounds.md."

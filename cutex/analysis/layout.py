@@ -34,6 +34,7 @@ from cutex.analysis.traced import (
     tv_owners,
 )
 from cutex.arch import arch
+from cutex.command import answered
 from cutex.svg import Canvas, alone
 
 CELL = 26.0
@@ -319,6 +320,7 @@ def draw(args: argparse.Namespace) -> str:
             return draw_tmem(tile(), args.dtype)
 
 
+@answered
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:

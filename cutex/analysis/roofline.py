@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cutex.arch import Arch, arch
+from cutex.command import answered
 from cutex.problem import DEFAULT_OP, OPS, Problem, problem_class
-from cutex.results import Result, gbs, read_all, tflops
+from cutex.results import Result, gbs, notice, read_all, tflops
 
 
 @dataclass(frozen=True)
@@ -210,13 +211,15 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+@answered
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         on, kind = gpu(args.gpu), problem_class(args.op)
         wanted = kind.sizes_given(args) or kind.cases["cuda"]
         problems = [kind.of(sizes, args.dtype) for sizes in wanted]
-        texts = [describe(problem, on, read_all(args.results)) for problem in problems]
+        rows = [r for r in read_all(args.results, notice) if r.known]
+        texts = [describe(problem, on, rows) for problem in problems]
     except ValueError as error:
         print(f"cutex: {error}", file=sys.stderr)
         return 2

@@ -19,7 +19,6 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -29,14 +28,15 @@ from typing import Any
 
 from cutex.arch import arch as arch_named
 from cutex.bench import timing
-from cutex.compile import cache_dir, compile
+from cutex.cache import cache_dir, make_private, write_file
+from cutex.compile import compile
 from cutex.compile.sources import sources_digest
 from cutex.problem import Problem
 from cutex.problem.stage import Config, Stage
 
 Timer = Callable[[Sequence[Config], int], dict[Config, float]]  # configs, rounds -> us
 
-CANDIDATES = 14  # of the model's that are timed
+CANDIDATES = 20  # of the model's that are timed
 FINALISTS = 4
 ROUNDS, FINAL_ROUNDS = 8, 30
 WARM_UP_SECONDS = 0.3
@@ -69,7 +69,7 @@ def tuned(stage: Stage, problem: Problem, time: Timer | None = None) -> Config:
     file = cache_dir() / "tuned" / f"{_digest(key)}.json"
     if (found := _read(file, key, stage)) and found.why_not(problem, target) is None:
         return found
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_private(file.parent)
     with FileLock(file.with_suffix(".lock")):
         if (found := _read(file, key, stage)) and found.why_not(problem, target) is None:
             return found  # another process chose while this one waited
@@ -108,9 +108,8 @@ def _on_gpu(stage: Stage, problem: Problem, copies: int) -> Timer:
                 compiled = compile(stage.kernel(config), problem.dtype, stage.arch)
                 kernels[str(i)] = problem.launcher(compiled, compiled.argument_names)
                 step()
-            measured = timing.time_variants(
-                kernels, operands, "cold", rounds=rounds, warm_up_seconds=WARM_UP_SECONDS
-            )
+            sampling = timing.Sampling(rounds, WARM_UP_SECONDS)
+            measured = timing.time_variants(kernels, operands, "cold", sampling=sampling)
             step()
         return {c: measured.timings[str(i)].median_us for i, c in enumerate(configs)}
 
@@ -168,6 +167,4 @@ def _write(file: Path, key: dict[str, Any], best: Config, times: dict[Config, fl
         "config": asdict(best),
         "finalists": [{"us": round(us, 2), "config": asdict(c)} for c, us in times.items()],
     }
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as scratch:
-        json.dump(entry, scratch, indent=1)
-    os.replace(scratch.name, file)
+    write_file(file, json.dumps(entry, indent=1))

@@ -7,7 +7,6 @@ stderr. Neither torch nor the DSL is imported before there is something to run.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,17 +15,18 @@ from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
-from cutex import results
 from cutex.arch import ARCHS, Arch, arch, local_arch
 from cutex.bench import timing
 from cutex.bench.run import DEVICES, Options, admit, choose_device, compile_stage, run_stages
-from cutex.errors import Missing
+from cutex.command import answered, refuse
 from cutex.orders import ORDERS
 from cutex.problem import Problem
 from cutex.problem.stage import Stage, ladders
 from cutex.results import Result, Timing, gbs, tflops
+from cutex.results.recorder import Recorder, try_folder
 
 DEFAULT_ARCH = "sm_100a"  # what is simulated where there is no GPU, if there is a ladder for it
+LARGEST_SEED = 1 << 31
 EMITS = ("ptx", "sass", "resources", "bounds")
 
 
@@ -60,6 +60,7 @@ def parser(kind: type[Problem]) -> Parser:
     sim.add_argument(
         "--seeds", type=int, metavar="N", help="run N orders of that kind; default kind: random"
     )
+    add_clock(sim)
     add_timing(p.add_argument_group("on a GPU"), [kind])
     out = p.add_argument_group("output")
     out.add_argument("--emit", choices=EMITS, help="print what was compiled, and run nothing")
@@ -74,6 +75,14 @@ def add_problem(what: argparse._ArgumentGroup, kinds: Sequence[type[Problem]]) -
     what.add_argument("--dtype", default="bf16", metavar="|".join(dtypes), help="default: bf16")
     what.add_argument("--init", default="normal", metavar="|".join(inits), help="default: normal")
     what.add_argument("--seed", type=int, default=0, help="of the data and of random orders")
+
+
+def add_clock(sim: argparse._ArgumentGroup) -> None:
+    sim.add_argument("--time", action="store_true", help="predict the time; nothing is checked")
+    sim.add_argument("--trace", metavar="FILE", help="with --time: a picture of it, for Perfetto")
+    sim.add_argument(
+        "--gpu", metavar="NAME,K=V", help='for --time, as "b200,clock=1.6,l2=12" (GHz, TB/s)'
+    )
 
 
 def _names(*lists: Iterable[str]) -> list[str]:
@@ -101,8 +110,18 @@ class Job:
     problems: list[Problem]
     device: str
     options: Options
+    clock: Clock | None = None  # to predict the time instead
 
 
+@dataclass(frozen=True)
+class Clock:
+    """What --time asks for."""
+
+    gpu: str
+    trace: Path | None
+
+
+@answered
 def main(kind: type[Problem], argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` of an operator; returns the exit code."""
     try:
@@ -112,28 +131,17 @@ def main(kind: type[Problem], argv: Sequence[str] | None = None) -> int:
             list_stages(kind, args.arch)
             return 0
         job = plan(kind, args)
+        if not args.emit:
+            try_folder(Path(args.out))
     except ValueError as error:
         return refuse(str(error))
-    try:
-        if args.emit:
-            for stage in job.stages:
-                emit(stage.fitted(job.problems[0]), args.dtype, args.emit)
-            return 0
-        return run(job, Path(args.out), as_json=args.json)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("torch", "cutlass", "tvm_ffi"):
-            raise
-        return refuse(f"{error.name} is not installed; pip install cutex installs it")
-    except Missing as error:
-        return refuse(str(error))
-    except BrokenPipeError:  # as in --emit ptx | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if args.emit:
+        for stage in job.stages:
+            emit(stage.fitted(job.problems[0]), args.dtype, args.emit)
         return 0
-
-
-def refuse(sentence: str) -> int:
-    print(f"cutex: {sentence}", file=sys.stderr)
-    return 2
+    if job.clock:
+        return predict(job, job.clock, as_json=args.json)
+    return run(job, Path(args.out), as_json=args.json)
 
 
 def join_sizes(argv: Sequence[str], options: Sequence[str]) -> list[str]:
@@ -179,6 +187,8 @@ def job(
 ) -> Job:
     """What `args` ask for of these stages on this device, "cuda" or "sim"; without sizes in `args`,
     those of `case`, by default the device's."""
+    clock = _clock(args, wanted[0], device)
+    case = "cuda" if clock and case is None else case
     problems = [
         kind.of(sizes, args.dtype, args.init, args.seed)
         for sizes in kind.sizes_given(args) or kind.cases[case or device]
@@ -186,18 +196,39 @@ def job(
     options = _options(kind, args, device)
     for problem in problems:
         admit(problem, wanted, device, options)
-    return Job(wanted, problems, device, options)
+    return Job(wanted, problems, device, options, clock)
+
+
+def _clock(args: argparse.Namespace, stage: Stage, device: str) -> Clock | None:
+    """What --time, --trace and --gpu ask for; ValueError where they make no sense."""
+    given = [n for n in ("trace", "gpu") if getattr(args, n, None) is not None]
+    if not getattr(args, "time", False):
+        if given:
+            raise ValueError(f"--{given[0]} goes with --time")
+        return None
+    if device != "sim":
+        raise ValueError("--time is for device sim: on a GPU times are measured")
+    from cutex.sim.timing.gpus import gpu, of_arch
+
+    text = args.gpu or of_arch(stage.arch)
+    if gpu(text).arch != stage.arch:
+        raise ValueError(f"--gpu {text}: is no GPU of {stage.arch}")
+    return Clock(text, Path(args.trace) if args.trace else None)
 
 
 def _options(kind: type[Problem], args: argparse.Namespace, device: str) -> Options:
+    if not 0 <= args.seed < LARGEST_SEED:
+        raise ValueError(f"--seed {args.seed}: takes a number from 0 to {LARGEST_SEED - 1}")
     groups = {"sim": ("order", "seeds"), "cuda": ("compare", "cache_state", "check_only")}
     for group, names in groups.items():
         for name in names if group != device else ():
             if getattr(args, name) not in (None, False):
                 option = name.replace("_", "-")
                 raise ValueError(f"--{option} is for device {group}, and this runs on {device}")
-    if args.seeds is not None and (args.seeds < 1 or args.order == "fifo"):
-        raise ValueError(f"--seeds {args.seeds}: takes a number from 1, of orders other than fifo")
+    if args.seeds is not None and (not 1 <= args.seeds <= 10_000 or args.order == "fifo"):
+        raise ValueError(
+            f"--seeds {args.seeds}: takes a number from 1 to 10000, of orders other than fifo"
+        )
     compare = tuple(dict.fromkeys(args.compare.split(","))) if args.compare else ()
     for name in compare:
         if name not in kind.peers:
@@ -244,24 +275,54 @@ def emit(stage: Stage, dtype: str, what: str) -> None:
 
 
 def run(job: Job, out: Path, as_json: bool) -> int:
-    """Run a job, print a line and append a line to the ledger per result; returns the exit code."""
-    console = Lines(job.device, job.options.compare, as_json)
+    """Run a job, print a line and append a line to the ledger per result; returns the exit code.
+
+    A result is printed before it is recorded, and one that cannot be written ends nothing.
+    """
+    console, recorder = Lines(job.device, job.options.compare, as_json), Recorder(out)
     code = 0
     # NOTE: on a GPU the stages of one problem take turns, so they finish together.
     turns = [job.stages] if job.device == "cuda" else [[s] for s in job.stages]
-    for problem in job.problems:
-        for stages in turns:
-            numbers = ", ".join(str(s.number) for s in stages)
-            with console.status(f"stage {numbers} of {stages[0].arch} on {job.device}"):
-                found = run_stages(problem, stages, job.device, job.options)
-            for result in found:
-                results.append(results.ledger(out, result), result)
-                console.result(result)
-                code = code if result.ok else 1
-            console.peers(found[-1])
+    try:
+        for problem in job.problems:
+            for stages in turns:
+                numbers = ", ".join(str(s.number) for s in stages)
+                with console.status(f"stage {numbers} of {stages[0].arch} on {job.device}"):
+                    found = run_stages(problem, stages, job.device, job.options)
+                unprinted = None
+                for result in found:
+                    try:
+                        console.result(result)
+                    except Exception as error:  # NOTE: it was measured, and is recorded
+                        unprinted = error
+                    recorder.row(result)
+                    code = code if result.ok else 1
+                if unprinted is not None:
+                    raise unprinted
+                console.peers(found[-1])
+    finally:
+        for sentence in recorder.summary():
+            code = refuse(sentence)
     if job.device == "sim" and not as_json:
         console.note("simulated on the CPU: the time is the simulator's, and there is no TFLOPS")
     return code
+
+
+def predict(job: Job, clock: Clock, as_json: bool) -> int:
+    """Print the predicted time of each problem and stage; no ledger, for nothing was measured."""
+    from cutex.bench.clock import time_stage
+    from cutex.sim.timing.gpus import gpu
+
+    for problem in job.problems:
+        for stage in job.stages:
+            report = time_stage(problem, stage, gpu(clock.gpu), log=clock.trace is not None)
+            if as_json:
+                print(report.to_json(), flush=True)
+            else:
+                print(f"stage {stage.number}, {problem.size}: {report}", flush=True)
+            if clock.trace:
+                report.write_trace(clock.trace)
+    return 0
 
 
 COMMON = (("stage", -8), ("arch", -8), ("device", -12), ("problem", -34), ("max error", 9))

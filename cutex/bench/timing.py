@@ -62,9 +62,9 @@ def copies_to_rotate(operand_bytes: int, l2_bytes: int, cache_state: str) -> int
     return copies
 
 
-def launches_per_sample(launch_us: float, copies: int) -> int:
-    """How many launches one graph holds: whole turns through the copies, about SAMPLE_US long."""
-    turns = SAMPLE_US / (launch_us * copies)
+def launches_per_sample(launch_us: float, copies: int, sample_us: float = SAMPLE_US) -> int:
+    """How many launches one graph holds: whole turns through the copies, about `sample_us` long."""
+    turns = sample_us / (launch_us * copies)
     return copies * max(1, min(round(turns), MAX_LAUNCHES // copies))
 
 
@@ -93,6 +93,16 @@ def summarise(
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """How long variants are timed."""
+
+    rounds: int = ROUNDS
+    warm_up_seconds: float = WARM_UP_SECONDS
+    sample_us: float = SAMPLE_US  # aimed at
+    eager_calls: int = EAGER_CALLS
+
+
+@dataclass(frozen=True)
 class Measured:
     """The findings of time_variants."""
 
@@ -107,21 +117,23 @@ def time_variants(
     operands: Sequence[Operands],
     cache_state: str,
     seed: int = 0,
-    rounds: int | None = None,
-    warm_up_seconds: float | None = None,
+    sampling: Sampling | None = None,
 ) -> Measured:
     """Time every variant on the same rotating `operands` (see copies_to_rotate).
-
-    `rounds` and `warm_up_seconds` are ROUNDS and WARM_UP_SECONDS unless given. Raises whatever a
-    variant raises on its first, eager call. Results are not checked here.
+    Raises whatever a
+       variant raises on its first, eager call. Results are not checked here.
     """
     import torch
 
-    launch_us = {name: _launch_cost(launch, operands[0]) for name, launch in variants.items()}
+    how = sampling or Sampling(ROUNDS, WARM_UP_SECONDS, SAMPLE_US, EAGER_CALLS)
+    launch_us = {
+        name: _launch_cost(launch, operands[0], how.eager_calls)
+        for name, launch in variants.items()
+    }
     graphs, launches = {}, {}
     for name, launch in variants.items():
         estimate = _estimate(launch, operands)
-        launches[name] = launches_per_sample(estimate, len(operands))
+        launches[name] = launches_per_sample(estimate, len(operands), how.sample_us)
         graphs[name] = _capture(launch, operands, launches[name])
 
     def enqueue(order: list[str]) -> dict[str, tuple[torch.cuda.Event, torch.cuda.Event]]:
@@ -138,19 +150,18 @@ def time_variants(
         return events
 
     names = list(variants)
-    rounds = ROUNDS if rounds is None else rounds
-    until = time.monotonic() + (WARM_UP_SECONDS if warm_up_seconds is None else warm_up_seconds)
+    until = time.monotonic() + how.warm_up_seconds
     while time.monotonic() < until:
         enqueue(names)
         torch.cuda.synchronize()
 
     samples: dict[str, list[float]] = {name: [] for name in names}
     gpu_before = gpu_after = gpu_state()
-    for i, order in enumerate(interleave(names, rounds, seed)):
+    for i, order in enumerate(interleave(names, how.rounds, seed)):
         events = enqueue(order)
         if i == 0:
             gpu_before = gpu_state()
-        elif i == rounds - 1:
+        elif i == how.rounds - 1:
             gpu_after = gpu_state()
         torch.cuda.synchronize()
         for name, (start, end) in events.items():
@@ -162,7 +173,7 @@ def time_variants(
     return Measured(timings, gpu_before, gpu_after, {name: graphs[name].replay for name in names})
 
 
-def _launch_cost(launch: Launch, operands: Operands) -> float:
+def _launch_cost(launch: Launch, operands: Operands, calls: int) -> float:
     """Microseconds of host time that one eager call takes, median; warms the variant up."""
     import torch
 
@@ -170,7 +181,7 @@ def _launch_cost(launch: Launch, operands: Operands) -> float:
         launch(*operands)
     torch.cuda.synchronize()
     samples = []
-    for _ in range(EAGER_CALLS):
+    for _ in range(calls):
         start = time.perf_counter_ns()
         launch(*operands)
         samples.append((time.perf_counter_ns() - start) / 1e3)

@@ -35,6 +35,8 @@ def execute(request: dict[str, Any]) -> dict[str, Any]:
     }
     if request["pytest"] is not None:
         reply.update(_tests(request["pytest"]))
+    elif request["script"] is not None:
+        reply.update(_script(request))
     elif request["probes"]:
         reply["probes"] = _probes(request)
     else:
@@ -83,6 +85,20 @@ def _tests(arguments: list[str]) -> dict[str, Any]:
     return {"code": ran.returncode, "junit": text}
 
 
+def _script(request: dict[str, Any]) -> dict[str, Any]:
+    """Run the user's script as it is, in an empty folder; what it printed, and its exit code."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / Path(request["script"]).name
+        file.write_bytes(request["source"])
+        command = [sys.executable, "-u", str(file), *request["arguments"]]
+        ran = subprocess.run(command, cwd=folder, check=False, capture_output=True)
+    said = {
+        name: text.decode(errors="replace")
+        for name, text in (("stdout", ran.stdout), ("stderr", ran.stderr))
+    }
+    return {"code": ran.returncode, "script": said}
+
+
 class _Clock:
     """A clock of the seconds of rent since the last lap; the first lap began with the process."""
 
@@ -125,7 +141,7 @@ def unpack(archive: bytes) -> None:
     """Put packed entries into this machine's kernel cache, beside what is there."""
     if not archive:
         return
-    from cutex.compile import cache_dir
+    from cutex.cache import cache_dir
 
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -156,7 +172,7 @@ class Volume:
     """
 
     def __init__(self, sources: str, mounted: str = VOLUME) -> None:
-        from cutex.compile import cache_dir
+        from cutex.cache import cache_dir
 
         self.mounted = Path(mounted)
         self.here, self.there = cache_dir(), self.mounted / sources[:16]

@@ -8,25 +8,29 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shlex
+import subprocess
 import sys
+import tempfile
+import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cutex import results
 from cutex.arch import arch
 from cutex.bench import cli
 from cutex.bench.run import Options, commit, compile_stage, run_stages, run_time
 from cutex.cloud import prices, remote
 from cutex.cloud.prices import Rental
+from cutex.command import INTERRUPTED, answered, print_nowhere, refuse
 from cutex.errors import Missing
 from cutex.problem import DEFAULT_OP, OPS, Problem, problem_class, size_name
 from cutex.problem.stage import Config, Stage, ladders
 from cutex.problem.stage import stage as stage_named
 from cutex.results import Result
+from cutex.results.recorder import Recorder, try_folder
 
 Reply = dict[str, Any] | BaseException
 Rent = Callable[[str, list[dict[str, Any]], int], AsyncIterator[Reply]]
@@ -40,10 +44,17 @@ CHECK = 6.0  # per problem: inputs, reference, check
 VARIANT = 2.0  # per stage or peer: warm-up and 50 rounds; what a peer takes beside: PeerKernel
 TUNE = 10.0  # a stage that chooses its config by time
 TESTS = 300.0
+SCRIPT = 60.0
 PROBES = 60.0
 SLACK = 4.0  # times the estimate, after which a call is ended
 SHORTEST_LIMIT = 120
-INTERRUPTED = 130  # exit code of what Ctrl-C ended
+LEAST_LIMIT = 60  # under --max-cost: the first call of a container still imports torch and the DSL
+STARTUP_LIMIT = 180  # seconds after which Modal gives up on a container that does not start
+RESTARTS = 1  # of each call, on a container that is taken away, are counted in the most
+NOT_COVERED = (
+    "not counted: a second preemption of one call, building the image (once), and the volume of "
+    "compiled kernels (cents a month)"
+)
 
 
 def kinds() -> list[type[Problem]]:
@@ -51,8 +62,29 @@ def kinds() -> list[type[Problem]]:
     return [problem_class(op) for op in OPS]
 
 
-def parser() -> cli.Parser:
-    p = cli.Parser(
+class Parser(cli.Parser):
+    """A parser of command lines that end in `-- ARG...`, the arguments of a script."""
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        given = list(sys.argv[1:] if args is None else args)
+        at = given.index("--") if "--" in given else len(given)
+        found = super().parse_args(given[:at], namespace)
+        found.arguments = given[at + 1 :]
+        return found
+
+
+def as_typed(argv: Sequence[str], typed: Sequence[str]) -> list[str]:
+    """`argv` with the `--` that `modal run` takes out of the command line `typed`."""
+    own = list(typed[typed.index("--") + 1 :]) if "--" in typed else []
+    if not own or "--" in argv or list(argv[-len(own) :]) != own:
+        return list(argv)
+    return [*argv[: -len(own)], "--", *own]
+
+
+def parser() -> Parser:
+    p = Parser(
         prog="modal run modal_app.py",
         description="Run cutex on a GPU rented from Modal. Every request is first compiled and "
         "simulated here; then its price is shown.",
@@ -60,9 +92,10 @@ def parser() -> cli.Parser:
     what = p.add_argument_group("what to run")
     what.add_argument(
         "--op",
-        choices=(*OPS, "tests", "sweep", "confirm"),
+        choices=(*OPS, "script", "tests", "sweep", "confirm"),
         default=DEFAULT_OP,
-        help=f"{', '.join(OPS)}: as python -m cutex.OP; tests: pytest there; sweep: many problems "
+        help=f"{', '.join(OPS)}: as python -m cutex.OP; script: a file of yours, in the simulator "
+        "here and then as it is there; tests: pytest there; sweep: many problems "
         f"and GPUs; confirm: all that only a B200 can answer; default: {DEFAULT_OP}",
     )
     what.add_argument(
@@ -78,6 +111,12 @@ def parser() -> cli.Parser:
         default=DEFAULT_TESTS,
         metavar="ARGS",
         help=f"of pytest; default: {DEFAULT_TESTS}",
+    )
+    what.add_argument(
+        "script",
+        nargs="?",
+        metavar="FILE",
+        help="of --op script, which travels alone; its own arguments stand behind --",
     )
     cli.add_timing(p.add_argument_group("timing"), kinds())
     money = p.add_argument_group("money")
@@ -115,12 +154,17 @@ class Request:
     options: dict[str, Any] = field(default_factory=dict)
     probes: bool = False
     pytest: list[str] | None = None
+    script: str | None = None  # the name of a file
+    source: bytes = b""  # its text
+    arguments: list[str] = field(default_factory=list)  # those of the script
     commit: str | None = None
     kernels: bytes = b""
 
     def __str__(self) -> str:
         if self.pytest is not None:
             return f"pytest {shlex.join(self.pytest)}"
+        if self.script is not None:
+            return shlex.join(["python", self.script, *self.arguments])
         if self.problem is None:
             return "timing probes"
         size, dtype = size_name(self.op, self.problem), self.problem["dtype"]
@@ -148,18 +192,29 @@ class Plan:
         return sum(r.usd(self.seconds(r)) for r in self.rentals)
 
     def limit(self, rental: Rental) -> int:
-        """Seconds after which Modal ends a call: generous, yet within --max-cost in all."""
+        """Seconds after which Modal ends a call: generous, yet within --max-cost in all.
+
+        The start of a container has a limit of its own, STARTUP_LIMIT.
+        """
         longest = max(r.seconds for r in self.on(rental.gpu))
         limit = max(SHORTEST_LIMIT, SLACK * longest)
         if self.max_cost is not None:
-            share = self.max_cost / self.usd * self.seconds(rental) - START
-            limit = min(limit, share / len(self.on(rental.gpu)))
-        return max(1, int(limit))
+            share = self.max_cost / self.usd * self.seconds(rental)
+            limit = min(limit, self._each(rental, share))
+        return max(LEAST_LIMIT, int(longest), int(limit))
+
+    def _each(self, rental: Rental, seconds: float) -> float:
+        """What of `seconds` each call may take, if each is begun again once."""
+        runs = 1 + RESTARTS
+        return (seconds - runs * STARTUP_LIMIT) / (runs * len(self.on(rental.gpu)))
 
     @property
     def most(self) -> float:
-        """Dollars that it costs if every call runs into its limit."""
-        return sum(r.usd(START + len(self.on(r.gpu)) * self.limit(r)) for r in self.rentals)
+        """Dollars that it costs if every call is begun again, and runs into its limit each time."""
+        return sum(
+            r.usd((1 + RESTARTS) * (STARTUP_LIMIT + len(self.on(r.gpu)) * self.limit(r)))
+            for r in self.rentals
+        )
 
     def __str__(self) -> str:
         lines = []
@@ -170,7 +225,8 @@ class Plan:
                 f"${rental.usd_per_second * 3600:.2f} an hour (rates of {prices.AS_OF})"
             )
             lines += [f"  {request.seconds:4.0f} s  {request}" for request in self.on(rental.gpu)]
-        return "\n".join([*lines, f"in all about ${self.usd:.2f}, at most ${self.most:.2f}"])
+        lines.append(f"in all about ${self.usd:.2f}, at most ${self.most:.2f}; {NOT_COVERED}")
+        return "\n".join(lines)
 
 
 def plan(args: argparse.Namespace) -> Plan:
@@ -191,14 +247,24 @@ def plan(args: argparse.Namespace) -> Plan:
             f"--max-cost {args.max_cost:g}: this would cost about ${made.usd:.2f}; "
             "ask for fewer problems, stages or GPUs, or allow more"
         )
+    if args.max_cost is not None and made.most > args.max_cost * 1.001:
+        raise ValueError(
+            f"--max-cost {args.max_cost:g}: this costs about ${made.usd:.2f}, but up to "
+            f"${made.most:.2f} if containers start late, calls hang or are preempted; "
+            "ask for less, or allow that"
+        )
     return made
 
 
 def _requests(args: argparse.Namespace, rental: Rental) -> list[Request]:
     shared: dict[str, Any] = {"index": 0, "run": run_time(), "commit": commit()}
     shared.update(gpu=rental.gpu, arch=rental.arch)
-    if args.op == "tests":
+    if args.op == "tests" and args.script is None:
         return [Request(**shared, seconds=TESTS, pytest=shlex.split(args.tests))]
+    if args.op == "script":
+        return [Request(**shared, seconds=SCRIPT, **_script(args))]
+    if args.script is not None:
+        raise ValueError(f"{args.script!r}: --op script runs a file, and this is --op {args.op}")
     if args.op == "confirm" and rental.arch != "sm_100a":
         raise ValueError(f"--gpu {rental.gpu}: --op confirm asks what only a B200 can answer")
     requests = [
@@ -209,6 +275,17 @@ def _requests(args: argparse.Namespace, rental: Rental) -> list[Request]:
     if args.op == "confirm":
         requests.append(Request(**shared, seconds=PROBES, probes=True))
     return requests
+
+
+def _script(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a Request for the script that `args` name."""
+    if args.script is None:
+        raise ValueError("--op script: the path of a Python file is needed")
+    try:
+        source = Path(args.script).read_bytes()
+    except OSError as error:
+        raise ValueError(f"--op script {args.script}: {error.strerror}") from None
+    return {"script": Path(args.script).name, "source": source, "arguments": args.arguments}
 
 
 def _kinds(args: argparse.Namespace, rental: Rental) -> list[type[Problem]]:
@@ -266,6 +343,8 @@ def preflight(made: Plan, say: Callable[[str], None]) -> tuple[bool, dict[str, b
         folders = entries.setdefault(request.arch, set())
         if request.probes:
             right &= _preflight_probes(request.arch, folders, say)
+        if request.script is not None:
+            right &= _preflight_script(request, say)
         if request.problem is None:
             continue
         problem = problem_class(request.op)(**request.problem)
@@ -295,6 +374,19 @@ def _configs(stage: Stage, problem: Problem) -> list[Config]:
     return stage.shortlist(problem, CANDIDATES)
 
 
+def _preflight_script(request: Request, say: Callable[[str], None]) -> bool:
+    """Run the script in the simulator, in a process of its own; its output is shown."""
+    assert request.script is not None
+    with tempfile.TemporaryDirectory(prefix="cutex-") as folder:
+        file = Path(folder) / request.script
+        file.write_bytes(request.source)
+        command = [sys.executable, "-m", "cutex.sim", "--arch", request.arch, str(file)]
+        code = subprocess.run([*command, *request.arguments], check=False).returncode
+    if code:
+        say(f"preflight: {request}: exit code {code} in the simulator")
+    return code == 0
+
+
 def _preflight_probes(target: str, folders: set[Path], say: Callable[[str], None]) -> bool:
     from cutex.bench.probes import compile_all, measure
     from cutex.sim import SimError
@@ -312,6 +404,7 @@ def _preflight_probes(target: str, folders: set[Path], say: Callable[[str], None
 # ---- the command
 
 
+@answered
 def main(
     argv: Sequence[str],
     rent: Rent,
@@ -327,11 +420,16 @@ def main(
                 cli.list_stages(kind, rental.arch)
             return 0
         made = plan(args)
+        if not args.dry_run:
+            try_folder(Path(args.out))
     except ValueError as error:
-        return cli.refuse(str(error))
+        return refuse(str(error))
 
     def say(text: str) -> None:
-        print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
+        try:
+            print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
+        except BrokenPipeError:
+            print_nowhere()
 
     kernels: dict[str, bytes] = {}
     if not args.no_preflight and args.op != "tests":
@@ -339,7 +437,7 @@ def main(
         try:
             right, kernels = preflight(made, say)
         except (Missing, ModuleNotFoundError) as error:
-            return cli.refuse(f"no preflight here: {error}; --no-preflight rents without")
+            return refuse(f"no preflight here: {error}; --no-preflight rents without")
         if not right:
             say("nothing was rented; --no-preflight rents all the same")
             return 1
@@ -375,75 +473,165 @@ async def collect(
         except Exception as error:
             ledger.take(rental, error)
 
-    async with asyncio.TaskGroup() as group:
-        for rental in made.rentals:
-            group.create_task(fetch(rental))
-    ledger.account()
+    try:
+        async with asyncio.TaskGroup() as group:
+            for rental in made.rentals:
+                group.create_task(fetch(rental))
+    finally:
+        ledger.account()
     return ledger.code
 
 
 class Ledger:
-    """The replies that have arrived: recorded, printed, and added up."""
+    """The replies that have arrived: printed, recorded, and added up.
+
+    Each stands for itself: whatever is wrong with one, or with writing it down, costs no other.
+    """
 
     def __init__(self, made: Plan, args: argparse.Namespace, say: Callable[[str], None]) -> None:
         self.made, self.say = made, say
-        self.out, self.as_json = Path(args.out), args.json
+        self.as_json = args.json
+        self.recorder = Recorder(Path(args.out))
         self.compare = next((r.options["compare"] for r in made.requests if r.options), ())
         self.lines: cli.Lines | None = None
         self.seconds = dict.fromkeys((r.gpu for r in made.rentals), 0.0)
+        self.since = dict.fromkeys(self.seconds, time.monotonic())  # the last reply of each GPU
+        self.answered: set[int] = set()  # indices of requests
+        self.failed = 0  # calls that ended in an exception
         self.code = 0
 
     def take(self, rental: Rental, reply: Reply) -> None:
         if isinstance(reply, BaseException):
             self._fails()
+            self.failed += 1
+            # NOTE: what failed ran, and is paid for, from the reply before it on; no longer than
+            # its limits let it
+            most = STARTUP_LIMIT + self.made.limit(rental)
+            self.seconds[rental.gpu] += min(time.monotonic() - self.since[rental.gpu], most)
+            self._arrived(rental)
             print(f"cutex: a call on {rental.gpu} failed: {_sentence(reply)}", file=sys.stderr)
             traceback.print_exception(reply, file=sys.stderr)
             return
-        self.seconds[rental.gpu] += reply["seconds"]
-        for notice in reply["notices"]:
-            print(f"cutex: {notice}", file=sys.stderr)
-        rows = [Result.from_json(line) for line in reply["results"]]
-        for row in rows:
-            self._take_row(replace(row, cost_usd=rental.usd(reply["seconds"]) / len(rows)))
-        if rows and self.lines is not None:
-            self.lines.peers(rows[-1])
+        self._arrived(rental)
+        try:
+            index, seconds = _stamp(reply, self.made)
+        except ValueError as error:
+            self._foreign(reply, error)
+            if not isinstance(reply, dict):
+                return
+            index, seconds = -1, 0.0
+        again = index in self.answered
+        self.answered.add(index)
+        if not again:  # NOTE: a reply may be delivered twice, and is paid for once
+            self.seconds[rental.gpu] += seconds
+        with self._apart(reply):
+            for notice in reply.get("notices", ()):
+                print(f"cutex: {notice}", file=sys.stderr)
+        self._take_rows(rental, reply, seconds)
         if "probes" in reply:
             self._take_probes(reply["probes"])
         if "junit" in reply:
-            self._fails(reply["code"])
-            self._keep_junit(reply["junit"])
+            self._take_junit(reply)
+        if "script" in reply:
+            with self._apart(reply):
+                self._take_script(reply)
+
+    def _arrived(self, rental: Rental) -> None:
+        self.since[rental.gpu] = time.monotonic()
 
     def account(self) -> None:
+        """Tell at the end what was paid for, what is missing, and what went wrong."""
         for rental in self.made.rentals:
             spent = self.seconds[rental.gpu]
             self.say(f"{rental.gpu}: {spent:.0f} s measured, about ${rental.usd(spent):.2f}")
+        missing = len(self.made.requests) - len(self.answered - {-1}) - self.failed
+        if missing > 0:
+            self._fails()
+            print(f"cutex: {missing} of {len(self.made.requests)} calls were not answered",
+                  file=sys.stderr)  # fmt: skip
+        for sentence in self.recorder.summary():
+            self._fails()
+            print(f"cutex: {sentence}", file=sys.stderr)
 
     def _fails(self, code: int = 1) -> None:
         self.code = self.code or code
 
-    def _take_row(self, row: Result) -> None:
-        results.append(results.ledger(self.out, row), row)
-        self.lines = self.lines or cli.Lines(row.device, self.compare, self.as_json)
-        self.lines.result(row)
-        if not row.ok:
-            self._fails()
+    def _foreign(self, what: object, error: Exception) -> None:
+        self._fails()
+        self.recorder.foreign(what, error)
+
+    @contextmanager
+    def _apart(self, what: object) -> Iterator[None]:
+        """Within, an error costs only itself; `what` it concerns is kept."""
+        try:
+            yield
+        except OSError:  # NOTE: nobody reads what is printed, and it is recorded all the same
+            print_nowhere()
+        except Exception as error:
+            self._foreign(what, error)
+
+    def _take_rows(self, rental: Rental, reply: dict[str, Any], seconds: float) -> None:
+        rows: list[Result] = []
+        lines = reply.get("results", [])
+        for line in lines if isinstance(lines, list) else [lines]:
+            with self._apart(line):
+                if not isinstance(line, str):
+                    raise ValueError(f"{type(line).__name__} where a row belongs")
+                rows.append(Result.from_json(line))
+        for row in rows:
+            row = replace(row, cost_usd=rental.usd(seconds) / len(rows))
+            with self._apart(row.to_json()):
+                self.lines = self.lines or cli.Lines(row.device, self.compare, self.as_json)
+                self.lines.result(row)
+            self.recorder.row(row)
+            if not row.ok:
+                self._fails()
+        if rows and self.lines is not None:
+            with self._apart(rows[-1].to_json()):
+                self.lines.peers(rows[-1])
 
     def _take_probes(self, found: list[dict[str, Any]]) -> None:
         from cutex.bench import probes
 
-        probes.record(found, self.made.requests[0].run, self.out)
-        self.say(probes.table(found))
-        if not all(row["ok"] for row in found):
-            self._fails()
+        out, when = self.recorder.folder, self.made.requests[0].run
+        with self._apart(found):
+            self.say(probes.table(found))
+            if not all(row["ok"] for row in found):
+                self._fails()
+        self.recorder.attempt("probes", lambda: probes.record(found, when, out), found)
 
-    def _keep_junit(self, junit: str) -> None:
+    def _take_script(self, reply: dict[str, Any]) -> None:
+        said, code = reply["script"], int(reply["code"])
+        sys.stderr.write(str(said["stderr"]))
+        sys.stdout.write(str(said["stdout"]))
+        sys.stdout.flush()
+        self.say(f"exit code {code}")
+        if code:
+            self._fails(code)
+
+    def _take_junit(self, reply: dict[str, Any]) -> None:
+        with self._apart(reply):
+            self._fails(int(reply["code"]))
+        junit = reply["junit"]
         if not junit:
             self.say("pytest wrote no report")
             return
-        self.out.mkdir(parents=True, exist_ok=True)
-        path = self.out / f"junit-{self.made.requests[0].run[:19].replace(':', '')}.xml"
-        path.write_text(junit)
+        name = f"junit-{self.made.requests[0].run[:19].replace(':', '')}.xml"
+        path = self.recorder.folder / name
+        self.recorder.attempt("junit", lambda: path.write_text(junit, errors="replace"), junit)
         self.say(f"pytest's report is in {path}")
+
+
+def _stamp(reply: object, made: Plan) -> tuple[int, float]:
+    """The index of the request that `reply` answers, and the seconds that it took."""
+    if not isinstance(reply, dict):
+        raise ValueError(f"{type(reply).__name__} where a dict belongs")
+    index, seconds = reply.get("index"), reply.get("seconds")
+    if type(index) is not int or index not in {r.index for r in made.requests}:
+        raise ValueError(f"it answers request {index!r}, which was not asked")
+    if not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
+        raise ValueError(f"it took {seconds!r} seconds")
+    return index, float(seconds)
 
 
 def _sentence(error: BaseException) -> str:

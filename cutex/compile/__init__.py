@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from cutex.cache import cache_dir
 from cutex.compile.arguments import ALIGN, Argument, Operand, Scalar
-from cutex.compile.cache import FILES, cache_dir
+from cutex.compile.cache import FILES
 from cutex.compile.compiled import Compiled
 from cutex.compile.compiling import Kernel, compile, launched_smem
 

@@ -4,66 +4,38 @@ An entry is one folder, named by the hash of everything that it was made from:
 
     <cache>/kernels/<key>/{kernel.o, kernel.ptx, kernel.cubin, meta.json}
 
-It is written under another name and renamed, so it is there whole or not at all; meta.json holds
-each file's checksum, and an entry that does not match is built anew.
+meta.json holds each file's checksum; an entry that does not match is built anew.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cutex import cache
 from cutex.compile.arguments import Argument
 from cutex.compile.compiled import Compiled
 
 FILES = {"object": "kernel.o", "ptx": "kernel.ptx", "cubin": "kernel.cubin"}
 
 
-def cache_dir() -> Path:
-    """$CUTEX_CACHE, or cutex in the platform's cache folder."""
-    if "CUTEX_CACHE" in os.environ:
-        return Path(os.environ["CUTEX_CACHE"])
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "cutex"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cutex"
-
-
 def find_or_build(
-    entry: Path, key: str, operands: tuple[Argument, ...], build: Callable[[Path], None]
+    key: str, operands: tuple[Argument, ...], build: Callable[[Path], None]
 ) -> Compiled:
-    from filelock import FileLock
+    """The kernel of that key, which `build` compiles into a folder if need be."""
+    built = False
 
-    if found := read(entry, key, operands):
-        return found
-    try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        entry.with_suffix(".lock").touch()
-    except OSError as error:
-        raise ValueError(
-            f"the cache {entry.parent} cannot be written ({error.strerror}): "
-            "set CUTEX_CACHE to a folder that can"
-        ) from None
-    with FileLock(entry.with_suffix(".lock")):
-        if found := read(entry, key, operands):  # another process built it while this one waited
-            return found
-        shutil.rmtree(entry, ignore_errors=True)  # corrupt, or not there
-        scratch = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=entry.parent))
-        try:
-            build(scratch)
-            scratch.rename(entry)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-        compiled = read(entry, key, operands)
-        assert compiled is not None, f"{entry} does not read back right after it was written"
-        compiled.from_cache = False
-        return compiled
+    def build_it(folder: Path) -> None:
+        nonlocal built
+        build(folder)
+        built = True
+
+    found = cache.find_or_build("kernels", key, lambda entry: read(entry, key, operands), build_it)
+    found.from_cache = not built
+    return found
 
 
 def read(entry: Path, key: str, operands: tuple[Argument, ...]) -> Compiled | None:

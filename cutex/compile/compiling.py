@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
+from cutex.cache import plain_folder
 from cutex.compile import cache as store
 from cutex.compile.arguments import Argument, fake_arguments
 from cutex.compile.cache import FILES, canonical, digest
@@ -44,7 +45,7 @@ _tracing = threading.Lock()  # the DSL traces one kernel at a time
 def compile(kernel: Kernel, dtype: str, arch: str, *, cache: bool = True) -> Compiled:
     """Compile `kernel` for inputs of `dtype` ("bf16", "fp16", ...) and `arch` ("sm_90a", ...).
 
-    With `cache` the result is kept in this process and on disk (see `cache_dir`), and taken from
+    With `cache` the result is kept in this process and on disk (see cutex/cache.py), and taken from
     there where it is; two processes that want the same kernel compile it once.
     """
     if dtype not in (known := getattr(kernel, "dtypes", ("bf16", "fp16"))):
@@ -67,9 +68,7 @@ def compile(kernel: Kernel, dtype: str, arch: str, *, cache: bool = True) -> Com
         compiled._folder, compiled.from_cache = folder, False
         return compiled
     if key not in _in_process:
-        _in_process[key] = store.find_or_build(
-            store.cache_dir() / "kernels" / key, key, operands, build
-        )
+        _in_process[key] = store.find_or_build(key, operands, build)
     return _in_process[key]
 
 
@@ -82,6 +81,7 @@ def _build(
     from cutlass.cute.runtime import make_fake_stream
 
     start = time.perf_counter()
+    dumped = plain_folder()
     options = (
         cute.GPUArch(arch),
         cute.EnableTVMFFI(True),
@@ -89,7 +89,7 @@ def _build(
         cute.KeepCUBIN(True),
         OptLevel(OPT_LEVEL),
         GenerateLineInfo(True),  # changes no instruction; the simulator's reports name Python lines
-        DumpDir(str(folder)),  # NOTE: PTX and cubin would otherwise land in the working directory
+        DumpDir(dumped.name),  # NOTE: PTX and cubin would otherwise land in the working directory
     )
     arguments = fake_arguments(kernel.operands(dtype))
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
@@ -101,8 +101,7 @@ def _build(
         )
         function = cute.compile[options](kernel, *arguments, stream)
         function.export_to_c(str(folder / FILES["object"]), ingredients["symbol"])
-    for dump in (*folder.glob("*.ptx"), *folder.glob("*.cubin")):
-        dump.unlink()
+    dumped.cleanup()
     (folder / FILES["ptx"]).write_text(function.__ptx__.rstrip("\0"))
     (folder / FILES["cubin"]).write_bytes(function.__cubin__)
     meta = {

@@ -9,5 +9,7 @@ from __future__ import annotations
 from cutex.ops import registered
 from cutex.ops.device import simulated
 from cutex.ops.eager import matmul
+from cutex.ops.tuner import tune, tuning
+from cutex.ops.warming import kernels_built, warm_up
 
-__all__ = ["matmul", "registered", "simulated"]
+__all__ = ["kernels_built", "matmul", "registered", "simulated", "tune", "tuning", "warm_up"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any
 
 import torch
@@ -39,6 +40,11 @@ class Call:
         """The tensors that are given, by name."""
         values = {f.name: getattr(self, f.name) for f in fields(self)[:8]}
         return {name: x for name, x in values.items() if x is not None}
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """All of them, in order."""
+        return tuple(getattr(self, f.name) for f in fields(self))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -80,11 +86,66 @@ def check(call: Call) -> None:
             raise TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
         if x.device != call.a.device:
             raise ValueError(f"{name} is on {x.device}, but a is on {call.a.device}")
-        if x.layout is not torch.strided:
-            raise ValueError(f"{name} must be a strided tensor, got {x.layout}")
+        if x.layout is not torch.strided or x.is_nested:
+            layout = "a nested tensor" if x.is_nested else x.layout
+            raise ValueError(f"{name} must be a strided tensor, got {layout}")
+    number("alpha", call.alpha)
+    number("beta", call.beta)
     _check_inputs(call)
     _check_result(call)
     _check_fused(call)
+
+
+def number(name: str, x: Any) -> float:
+    """x as a float; TypeError if it is no number that is known on the host, such as a tensor."""
+    if isinstance(x, torch.SymInt | torch.SymFloat):
+        return x
+    if not isinstance(x, Real):
+        raise TypeError(f"{name} must be a number, got {type(x).__name__}")
+    return float(x)
+
+
+def check_memory(call: Call) -> None:
+    """The checks of a call that is to be run, which ask where its tensors are."""
+    for name, x in call.tensors.items():
+        last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+        end = (x.storage_offset() + last + 1) * x.itemsize
+        if x.numel() and (not x.data_ptr() or end > x.untyped_storage().nbytes()):
+            raise ValueError(f"{name} has no memory: its storage was given back or never there")
+    for name in ("out", "amax"):
+        x = getattr(call, name)
+        if x is not None and x.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError(
+                f"{name} is an inference tensor, which is not written to outside inference mode: "
+                "clone it first"
+            )
+    out = call.out
+    if out is None or not out.numel():
+        return
+    for name, x in call.tensors.items():
+        of_out, of_x = extents(out, x)
+        apart = out.data_ptr() >= x.data_ptr() + of_x or x.data_ptr() >= out.data_ptr() + of_out
+        if name == "out" or apart or not x.numel():
+            continue
+        if name == "residual" and (x.data_ptr(), x.shape, x.stride(), x.dtype) == (
+            out.data_ptr(), out.shape, out.stride(), out.dtype,
+        ):  # fmt: skip
+            continue  # each element is read by the thread that then writes it
+        raise ValueError(f"out shares memory with {name}, which is read while out is written")
+
+
+def extents(x: Tensor, y: Tensor) -> tuple[int, int]:
+    """Bytes from their bases on that x and y fill: one of each, where one of them has gaps."""
+    return (x.nbytes, y.nbytes) if _is_dense(x) and _is_dense(y) else (1, 1)
+
+
+def _is_dense(x: Tensor) -> bool:
+    size = 1
+    for stride, n in sorted((s, n) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1):
+        if stride != size:
+            return False
+        size *= n
+    return True
 
 
 def _check_inputs(call: Call) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -11,9 +13,9 @@ import torch
 from cutex.arch import ARCHS
 from cutex.compile import Compiled
 
+ORDERS = ("order", "seed", "memory")  # what `simulated` hands to cutex.simulate
 SEVERAL_GPUS = torch.cuda.is_available() and torch.cuda.device_count() > 1
 
-_simulator: dict[str, Any] = {}  # while tensors of the CPU run in the simulator: arch, order, seed
 _caches: list[dict[Any, Any]] = []
 
 Cache = TypeVar("Cache", bound=dict[Any, Any])
@@ -25,35 +27,56 @@ def per_device(cache: Cache) -> Cache:
     return cache
 
 
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """What tensors of the CPU run on within `simulated`."""
+
+    arch: str
+    orders: dict[str, Any]
+
+
+_simulation: ContextVar[Simulation | None] = ContextVar("simulation", default=None)
+
+
 @contextmanager
 def simulated(arch: str = "sm_90a", **orders: Any) -> Iterator[None]:
-    """Within, tensors on the CPU run in the simulator (see cutex.sim.simulate for `orders`)."""
+    """Within, this thread's tensors on the CPU run in the simulator.
+
+    orders: order, seed and memory, see cutex.simulate. Where one stands in another, the inner
+    one counts. Raises ValueError for an arch without kernels, TypeError for another option.
+    """
     if arch not in ARCHS:
         known = " and ".join(ARCHS)
         raise ValueError(f"arch {arch!r}: cutex.matmul has kernels for {known} only")
-    _forget()
-    _simulator.update(arch=arch, **orders)
+    for name in orders:
+        if name not in ORDERS:
+            known = ", ".join(ORDERS)
+            raise TypeError(f"simulated() has no option {name!r}, it takes arch, {known}")
+    token = _simulation.set(Simulation(arch, orders))
+    forget_plans()
     try:
         yield
     finally:
-        _simulator.clear()
-        _forget()
+        _simulation.reset(token)
+        forget_plans()
 
 
-def _forget() -> None:
+def forget_plans() -> None:
+    """Have every call look up its kernel anew."""
     for cache in _caches:
         cache.clear()
 
 
 def simulated_arch() -> str | None:
-    """The arch that tensors of the CPU are simulated on, if they are."""
-    return _simulator.get("arch")
+    """The arch that this thread's tensors of the CPU are simulated on, if they are."""
+    simulation = _simulation.get()
+    return None if simulation is None else simulation.arch
 
 
 def arch_of(device: torch.device) -> str:
     """The arch of what runs on `device`; ValueError, in one sentence, if nothing does."""
-    if device.type == "cpu" and _simulator:
-        return _simulator["arch"]
+    if device.type == "cpu" and (simulated := simulated_arch()) is not None:
+        return simulated
     if device.type != "cuda":
         raise ValueError(
             f"a is on {device}: cutex.matmul runs on a Hopper or Blackwell GPU; move its tensors "
@@ -75,14 +98,18 @@ def current(device: torch.device) -> AbstractContextManager[object]:
 
 
 def launcher(compiled: Compiled, arguments: list[Any]) -> Callable[..., None]:
-    """A function that launches `compiled`, once it is known to take `arguments`."""
-    if not _simulator:
+    """A function that launches `compiled`, once it is known to take `arguments`.
+
+    One for the simulator raises ValueError outside the `simulated` that it was made in.
+    """
+    simulation = _simulation.get()
+    if simulation is None or not arguments[0].is_cpu:
         return compiled.function(*arguments)
     from cutex.sim import simulate
 
-    orders = {k: v for k, v in _simulator.items() if k != "arch"}
-
     def launch(*tensors: Any) -> None:
-        simulate(compiled, *tensors, **orders)
+        if _simulation.get() is not simulation:
+            raise ValueError("this plan was made for another simulator")
+        simulate(compiled, *tensors, **simulation.orders)
 
     return launch

@@ -1,17 +1,25 @@
-"""`cutex.matmul` as it is called: it looks up a plan by dtypes, shapes and strides, and runs it."""
+"""`cutex.matmul` as it is called: what may run directly does so by a plan, all else through torch.
+
+A plan is found by the shapes and options of a call; dtypes, strides, devices, dispatch keys and
+gradients of its tensors are compared by the guards of torch.compile, in one call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cutex.ops import autocast, tuner
 from cutex.ops.arrange import Arranged, arrange
-from cutex.ops.checks import Call, check
+from cutex.ops.checks import Call, check, check_memory, extents, number
 from cutex.ops.device import SEVERAL_GPUS, arch_of, current, launcher, per_device
+from cutex.ops.plain import empty_of, guard, is_plain, nobody_watches
 from cutex.ops.plan import config_for, kernel_for, user_functions
 
 Activation = str | Callable[..., Any] | None
@@ -34,81 +42,82 @@ def matmul(
 ) -> Tensor:
     """activation(alpha * scale_a * scale_b * (a @ b) + beta * out + bias) + residual.
 
-    a (.., M, K) and b (.., K, N): bfloat16, float16 or float32 (read as tf32), both alike, or
-    float8_e4m3fn / float8_e5m2; accumulated in fp32. Batch sizes broadcast. Any strides; what TMA
-    cannot step through (a base or stride that is no multiple of 16 bytes; on Hopper float32 and fp8
-    whose K is not contiguous) is copied first.
+    a (.., M, K) and b (.., K, N): bfloat16, float16 or float32, both alike, or float8_e4m3fn /
+    float8_e5m2; accumulated in fp32. float32 is read as tf32, whatever precision torch is set to;
+    a first call warns where torch would not. Batch sizes broadcast. Any strides; what TMA cannot
+    step through (a base or stride that is no multiple of 16 bytes; on Hopper float32 and fp8 whose
+    K is not contiguous) is copied first.
     bias: (N,) or (1, N), or (M, 1). residual: broadcasts to the result. Both of any float dtype.
     activation: "relu", "gelu", "gelu_tanh", "silu"; "gated_silu" or "gated_gelu", act(even columns)
         * odd columns, which leaves (.., M, N / 2); or a function of one DSL Float32, or of it and
-        its row and column (@cute.jit if it branches).
-    out: where to write; of any strides. beta: factor of what it held before.
+        its row and column (@cute.jit if it branches). gelu of -inf is 0, its limit; torch has NaN.
+    alpha, beta: numbers, not tensors. beta: factor of what out held before.
+    out: where to write; of any strides; no memory of what is read, but it may be residual itself.
     out_dtype: bfloat16, float16 or float32; by default that of a, bfloat16 for fp8.
     scale_a, scale_b: float32, one number each, or one for each row of a and each column of b.
-    amax: float32 of one element, raised to the largest magnitude of the result before rounding.
+    amax: float32 of one element, raised to the largest magnitude of the result before rounding, to
+        NaN if there is one.
 
-    Differentiable in a, b, bias and residual, except where out, a scale, amax or a function of the
-    user's is given. Raises TypeError or ValueError, in one sentence that names the argument, for
-    what does not fit, and where there is no Hopper or Blackwell GPU.
+    Differentiable in a, b, bias and residual, forward and backward, to any order, except where out,
+    a scale, amax or a function of the user's is given. torch.autocast casts a and b as those of
+    torch.matmul, unless out is given. Raises TypeError or ValueError, in one sentence that names
+    the argument, for what does not fit, and where there is no Hopper or Blackwell GPU.
     """
     if _is_compiling():
         return _through_operator(
             Call(a, b, bias, residual, out, scale_a, scale_b, amax, activation, out_dtype,
                  alpha, beta)
         )  # fmt: skip
-    key: tuple[Any, ...] | None
-    try:
-        key = (
-            a.__class__, a.dtype, a.shape, a.stride(), b.__class__, b.dtype, b.shape, b.stride(),
-            out_dtype, activation, alpha, beta,
-        )  # fmt: skip
-        if out is not None:
-            key += ("out", out.__class__, out.dtype, out.shape, out.stride())
-        if bias is not None:
-            key += ("bias", bias.__class__, bias.dtype, bias.shape, bias.stride())
-        if not (residual is scale_a is scale_b is amax is None):
-            key += tuple(
-                x if x is None else (x.__class__, x.dtype, x.shape, x.stride())
-                for x in (residual, scale_a, scale_b, amax)
-            )
-        if SEVERAL_GPUS:
-            key += (a.get_device(),)
-        plan = _plans.get(key)
-    except (AttributeError, TypeError, RuntimeError):
-        key = plan = None  # not a tensor, or not a plain one: `check` names it
-    if plan is not None and plan.functions and not plan.is_current():
-        plan = None
-    if plan is not None and not (_grad_enabled() and _wants_gradient(a, b, bias, residual)):
-        if out is not None:
-            result = out
-        elif plan.same_dtype:
-            result = a.new_empty_strided(plan.shape, plan.strides)  # half of new_empty's time
-        else:
-            result = a.new_empty_strided(plan.shape, plan.strides, dtype=plan.dtype)
-        try:
-            if plan.plain:
-                plan.function(a, b, result)
-            else:
-                plan(a, b, result, bias, residual, scale_a, scale_b, amax)
+    if nobody_watches():
+        result = planned(
+            a, b, bias, residual, out, scale_a, scale_b, amax, activation, out_dtype, alpha, beta
+        )
+        if result is not None:
+            if out is not None or amax is not None:
+                _increment_version((result,) if amax is None else (result, amax))
             return result
-        except (ValueError, TypeError):
-            pass  # a base that is not aligned, which is not in the key: as the first time
-    call = Call(
-        a, b, bias, residual, out, scale_a, scale_b, amax, activation, out_dtype, alpha, beta
+    return _unplanned(
+        Call(a, b, bias, residual, out, scale_a, scale_b, amax, activation, out_dtype, alpha, beta)
     )
+
+
+def written(*tensors: Tensor | None) -> None:
+    """Count a write to them, so that autograd sees that what it saved has changed."""
+    _increment_version([x for x in tensors if x is not None])
+
+
+def _unplanned(call: Call) -> Tensor:
+    """A call without a plan: through the operator where torch has more to do than to run it."""
+    if isinstance(call.a, Tensor) and autocast.is_on(call.a.device):
+        with autocast.off(call.a.device):
+            return _unplanned(_cast(call))
     check(call)
-    if _grad_enabled() and any(x.requires_grad for x in call.tensors.values()):
+    given = call.tensors.values()
+    for name in ("out", "amax"):
+        x = getattr(call, name)
+        if x is not None and x.is_neg():  # torch's way to resolve what is written to is broken
+            memory = x.resolve_neg()
+            result = _unplanned(replace(call, **{name: memory}))
+            x.copy_(memory)
+            return x if name == "out" else result
+    if (
+        not nobody_watches()
+        or not all(map(is_plain, given))
+        or (_grad_enabled() and any(x.requires_grad for x in given))
+    ):
         return _through_operator(call)
-    return _run(call, key)
+    result = planned(*call.arguments)  # which autocast may have kept from its plan
+    result = run(call) if result is None else result
+    written(call.out, call.amax)
+    return result
 
 
-def _wants_gradient(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:
-    return (
-        a.requires_grad
-        or b.requires_grad
-        or (bias is not None and bias.requires_grad)
-        or (residual is not None and residual.requires_grad)
-    )
+def _cast(call: Call) -> Call:
+    """The call as autocast has it: one that is given out stays as it is."""
+    if call.out is not None or not isinstance(call.b, Tensor):
+        return call
+    a, b = autocast.cast(call.a, call.b)
+    return replace(call, a=a, b=b)
 
 
 # ---- plans
@@ -117,28 +126,47 @@ def _wants_gradient(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor 
 class _Plan:
     """A call whose operands are passed as they are: its launch, and the result to allocate.
 
-    What the key leaves open, the launcher checks: devices, and that bases are aligned.
+    What neither the key nor `takes` says, the launcher checks: that bases are aligned.
     """
 
     def __init__(self, function: Callable[..., None], call: Call, arranged: Arranged) -> None:
         self.function = function
+        self.takes = guard(distinct(call))
+        self.wants_gradient = any(x.requires_grad for x in call.tensors.values())
         self.shape = call.shape
         self.strides = torch.empty(call.shape, device="meta").stride()
         self.dtype = call.dtype
-        self.same_dtype = call.dtype == call.a.dtype
         # NOTE: with several GPUs the current one must be that of the tensors
         self.plain = not (arranged.names or arranged.tall or SEVERAL_GPUS)
         self.device = call.a.device
+        self.empty = empty_of(call.a.device, SEVERAL_GPUS)
         self.tall = arranged.tall
         self.names = arranged.names  # of the arguments beside a, b and out
         given = dict(zip(self.names, arranged.tensors[3:], strict=True))
         self.copies_out = "c" in given and given["c"].data_ptr() != arranged.tensors[2].data_ptr()
         self.functions = user_functions(arranged.ops)
-        self.numbers = {"alpha": float(call.alpha), "beta": float(call.beta)}
+        # from the base of a to that of out, and from that of b: those between which they overlap
+        self.distances: tuple[int, ...] = ()
+        if call.out is not None:
+            bounds = [extents(call.out, x) for x in (call.a, call.b)]
+            self.distances = tuple(x for of_out, of_x in bounds for x in (-of_out, of_x))
 
     def is_current(self) -> bool:
         """Whether the user's functions in it still compute what they did."""
         return all(f.is_current() for f in self.functions)
+
+    def overlaps(self, out: Tensor, a: Tensor, b: Tensor, *rest: Tensor | None) -> bool:
+        """Whether out shares memory with another of the tensors."""
+        start = out.data_ptr()
+        low_a, high_a, low_b, high_b = self.distances
+        if low_a < start - a.data_ptr() < high_a or low_b < start - b.data_ptr() < high_b:
+            return True
+        for x in rest:
+            if x is not None:
+                of_out, of_x = extents(out, x)
+                if -of_out < start - x.data_ptr() < of_x:
+                    return True
+        return False
 
     def __call__(
         self,
@@ -150,6 +178,8 @@ class _Plan:
         scale_a: Tensor | None,
         scale_b: Tensor | None,
         amax: Tensor | None,
+        alpha: float,
+        beta: float,
     ) -> None:
         if self.tall:
             a, out = a.view(-1, a.shape[-1]), out.view(-1, out.shape[-1])
@@ -161,7 +191,7 @@ class _Plan:
             given = {
                 "bias": bias, "residual": residual, "amax": amax,
                 "c": out.clone() if self.copies_out else out,
-                "scale_a": scale_a, "scale_b": scale_b, **self.numbers,
+                "scale_a": scale_a, "scale_b": scale_b, "alpha": float(alpha), "beta": float(beta),
             }  # fmt: skip
             passed = [given[name] for name in self.names]
         if SEVERAL_GPUS and self.device.index != torch.cuda.current_device():
@@ -171,13 +201,88 @@ class _Plan:
             self.function(a, b, out, *passed)
 
 
-_plans: dict[tuple[Any, ...], _Plan] = per_device({})
+_plans: dict[tuple[Any, ...], tuple[_Plan, ...]] = per_device({})
 _grad_enabled = torch.is_grad_enabled
-_is_compiling = torch.compiler.is_compiling
+_is_compiling = torch.compiler.is_dynamo_compiling
+_increment_version = torch._C._increment_version
 
 
-def _run(call: Call, key: tuple[Any, ...] | None) -> Tensor:
-    """Run a checked call with whatever its operands need; remembers its plan under `key`."""
+def distinct(call: Call) -> list[Tensor]:
+    """The tensors that a guard is asked about; b is not where it is a."""
+    given = list(call.tensors.values())
+    return given[:1] + given[2:] if call.a is call.b else given
+
+
+def planned(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    amax: Tensor | None,
+    activation: Activation,
+    out_dtype: torch.dtype | None,
+    alpha: float,
+    beta: float,
+) -> Tensor | None:
+    """The result by a plan that takes these very tensors, or None if there is none."""
+    try:
+        plans = _plans.get(
+            (a.shape, b.shape, activation, out_dtype, alpha, beta, a is b, bias is None,
+             residual is None, out is None, scale_a is None, scale_b is None, amax is None)
+        )  # fmt: skip
+    except (AttributeError, TypeError, RuntimeError):  # what is no tensor, `check` names
+        return None
+    if plans is None:
+        return None
+    given: Sequence[Tensor] = (a,) if a is b else (a, b)
+    if not (bias is residual is scale_a is scale_b is amax is None):
+        rest = (bias, residual, out, scale_a, scale_b, amax)
+        given = (*given, *[x for x in rest if x is not None])
+    elif out is not None:
+        given = (a, out) if a is b else (a, b, out)
+    for plan in plans:
+        if plan.takes(*given):
+            break
+    else:
+        return None
+    if (plan.wants_gradient and _grad_enabled()) or (plan.functions and not plan.is_current()):
+        return None
+    if out is not None and (
+        plan.overlaps(out, a, b)
+        if plan.plain
+        else plan.overlaps(out, a, b, bias, residual, scale_a, scale_b, amax)
+    ):
+        return None
+    result = plan.empty(plan.shape, plan.strides, plan.dtype) if out is None else out
+    try:
+        if plan.plain:
+            plan.function(a, b, result)
+        else:
+            plan(a, b, result, bias, residual, scale_a, scale_b, amax, alpha, beta)
+    except (ValueError, TypeError):
+        return None  # a base that is not aligned: as the first time
+    return result
+
+
+def _remember(plan: _Plan, call: Call) -> None:
+    if len(_plans) >= 4096:
+        _plans.clear()
+    a, b, bias, residual, out, scale_a, scale_b, amax, *options = call.arguments
+    rest = (bias, residual, out, scale_a, scale_b, amax)
+    key = (a.shape, b.shape, *options, a is b, *[x is None for x in rest])
+    _plans[key] = (plan, *_plans.get(key, ())[:7])
+
+
+def run(call: Call) -> Tensor:
+    """A checked call on plain tensors, with whatever its operands need; remembers its plan."""
+    check_memory(call)
+    return _run(call, remember=len(set(map(id, distinct(call)))) == len(distinct(call)))
+
+
+def _run(call: Call, remember: bool) -> Tensor:
     out = call.out
     if out is None:
         out = call.a.new_empty(call.shape, dtype=call.dtype)
@@ -186,19 +291,32 @@ def _run(call: Call, key: tuple[Any, ...] | None) -> Tensor:
         return out
     if out.dim() > 3 and not _viewable(out):
         packed = out.contiguous()
-        _run(replace(call, out=packed), None)
+        _run(replace(call, out=packed), remember=False)
         return out.copy_(packed)
+    if call.a.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32":
+        _warn_of_tf32()
     arranged = arrange(call, out, arch)
     layouts = arranged.a, arranged.b, arranged.out
-    compiled = kernel_for(config_for(arranged.sizes, layouts, arranged.ops, arch), arch)
+    if tuner.active():
+        config = tuner.tuned_config(arranged, arch)
+    else:
+        config = config_for(arranged.sizes, layouts, arranged.ops, arch)
+    compiled = kernel_for(config, arch)
     with current(call.a.device):
         function = launcher(compiled, arranged.tensors)
         function(*arranged.tensors)
-    if key is not None and arranged.as_given:
-        if len(_plans) >= 4096:
-            _plans.clear()
-        _plans[key] = _Plan(function, call, arranged)
+    if remember and arranged.as_given:
+        _remember(_Plan(function, call, arranged), call)
     return out
+
+
+@cache
+def _warn_of_tf32() -> None:
+    warnings.warn(
+        "cutex.matmul reads float32 as tf32, 10 bits of mantissa, where torch is set to full "
+        'precision; torch.set_float32_matmul_precision("high") says that this is meant',
+        stacklevel=1,
+    )
 
 
 def _viewable(x: Tensor) -> bool:
@@ -212,16 +330,18 @@ def _viewable(x: Tensor) -> bool:
 def _through_operator(call: Call) -> Tensor:
     """Run `call` as one node of a graph."""
     if call.activation is not None and not isinstance(call.activation, str):
-        raise ValueError("activation is a function: under torch.compile and autograd it must be a "
-                         "name, or be applied by torch to the result")  # fmt: skip
-    if call.amax is not None:
-        raise ValueError("amax cannot be given under torch.compile and autograd")
+        raise ValueError(
+            "activation is a function: under torch.compile, torch.func or a mode, and where a "
+            "gradient is wanted, it must be a name, or be applied by torch to the result"
+        )
+    alpha, beta = number("alpha", call.alpha), number("beta", call.beta)
     fused = (call.bias, call.residual, call.scale_a, call.scale_b, call.activation)
-    if call.out is None:
-        return torch.ops.cutex.matmul(call.a, call.b, *fused, call.out_dtype, float(call.alpha))
-    if not torch.compiler.is_compiling():
-        raise ValueError("out cannot be given where a gradient is wanted")
-    torch.ops.cutex.matmul_out(
-        call.out, call.a, call.b, *fused, float(call.alpha), float(call.beta)
-    )
-    return call.out
+    if call.out is None and call.amax is None:
+        return torch.ops.cutex.matmul(call.a, call.b, *fused, call.out_dtype, alpha)
+    call = _cast(call) if autocast.is_on(call.a.device) else call
+    out = call.a.new_empty(call.shape, dtype=call.dtype) if call.out is None else call.out
+    if call.amax is None:
+        torch.ops.cutex.matmul_out(out, call.a, call.b, *fused, alpha, beta)
+    else:
+        torch.ops.cutex.matmul_amax(call.amax, out, call.a, call.b, *fused, alpha, beta)
+    return out

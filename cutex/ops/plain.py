@@ -1,37 +1,86 @@
-"""Whether a tensor is no more than memory, so that a kernel may be launched on it directly.
+"""Whether tensors are no more than memory, so that a kernel may be launched on them directly.
 
-All else must go through torch's dispatcher: subclasses and fake tensors, tensors wrapped by
-torch.func's transforms, lazily negated views, and whatever a mode, a tracer or an interpreter that
-is on would want to see.
+All else goes through torch's dispatcher: subclasses and fake tensors, tensors wrapped by
+torch.func's transforms, views that are negated lazily, tensors without memory, and whatever a
+transform, a mode, a tracer or forward differentiation that is on would want to see.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
-_interpreter = torch._C._functorch.peek_interpreter_stack
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_is_tracing = torch._C._is_tracing
-_is_functional = torch._is_functional_tensor
+_guards: Any = torch._C._dynamo.guards
 _PLAIN = (Tensor, torch.nn.Parameter)
+_transforms_active = torch._C._are_functorch_transforms_active
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_is_tracing = torch._C._is_tracing
+_keys = torch._C._dispatch_keys
+
+# the keys of a tensor that is memory of the CPU or of a GPU, outside inference mode
+_PLAIN_KEYS = DispatchKeySet(DispatchKey.ADInplaceOrView)
+for _device in ("CPU", "CUDA"):
+    for _kind in ("", "Autograd", "Autocast"):
+        _PLAIN_KEYS |= DispatchKeySet(getattr(DispatchKey, _kind + _device))
+_FOREIGN_BITS = ~_PLAIN_KEYS.raw_repr()
 
 
 def nobody_watches() -> bool:
-    """Whether no transform, mode or tracer is on."""
-    return _interpreter() is None and not _dispatch_modes() and not _is_tracing()
+    """Whether no transform, mode or tracer is on; torch.set_default_device changes nothing here."""
+    return (
+        not _transforms_active()
+        and not _dispatch_modes()
+        and (not _function_modes() or _only_default_devices())
+        and not _is_tracing()
+        and forward_ad._current_level < 0
+    )
 
 
 def is_plain(x: Tensor) -> bool:
-    return x.__class__ in _PLAIN and not x.is_neg() and not _is_functional(x)
+    """Whether x is memory of the CPU or of a GPU, by its class and all its dispatch keys."""
+    return type(x) in _PLAIN and not _keys(x).raw_repr() & _FOREIGN_BITS
 
 
-def are_plain(a: Tensor, b: Tensor, c: Tensor) -> bool:
-    """nobody_watches, and is_plain of three tensors of plain classes; for where time matters."""
-    return (
-        _interpreter() is None
-        and not _dispatch_modes()
-        and not _is_tracing()
-        and not (a.is_neg() or b.is_neg() or c.is_neg())
-        and not (_is_functional(a) or _is_functional(b) or _is_functional(c))
+def guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Whether other tensors are of the same classes, dtypes, devices, sizes and strides, require
+    gradients alike, and have the same dispatch keys under the modes that are on.
+
+    NOTE: all must differ: two that are one tensor are never taken.
+    """
+    return _guards.TensorGuards(
+        *tensors,
+        dynamic_dims_sizes=[list(x.shape) for x in tensors],
+        dynamic_dims_strides=[list(x.stride()) for x in tensors],
+    ).check
+
+
+def empty_of(device: torch.device, several: bool) -> Callable[..., Tensor]:
+    """A function of shape, strides and dtype that allocates there, in half of empty_strided's time
+    unless there are `several` GPUs."""
+    if device.type == "cpu":
+        return _guards._empty_strided_cpu
+    if not several:
+        return _guards._empty_strided_cuda
+    return lambda shape, strides, dtype: torch.empty_strided(
+        shape, strides, dtype=dtype, device=device
     )
+
+
+def bare(x: Any) -> Any:
+    """What an operator's kernel gets, without the subclass that torch passes along."""
+    if isinstance(x, Tensor) and type(x) not in _PLAIN:
+        with torch._C.DisableTorchFunctionSubclass():
+            return x.as_subclass(Tensor)
+    return x
+
+
+def _only_default_devices() -> bool:
+    return all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -16,7 +16,10 @@ from cutex.kernels.gemm.choose import ranked
 from cutex.kernels.gemm.config import GemmConfig
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm100.config import Sm100Config
+from cutex.ops import choices
+from cutex.ops.choices import CallClass
 from cutex.problem.gemm import GemmProblem
+from cutex.problem.protocol import size_class
 from cutex.problem.stage import package
 
 if TYPE_CHECKING:
@@ -25,17 +28,33 @@ if TYPE_CHECKING:
     from cutex.device.epilogue.epilogue_ops import EpilogueOp
     from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
 
+FINE_ROWS = 512
 
-def proposals(problem: GemmProblem, arch_name: str, batch: int = 1) -> Iterator[GemmConfig]:
+
+def proposals(calls: CallClass) -> Iterator[GemmConfig]:
     """The config that the autotuner chose on this GPU, if it did, then the model's ranking."""
     from cutex.bench import autotune
     from cutex.kernels.gemm import stages
 
+    problem, target = problem_of(calls), arch(calls.arch)
+    batch = calls.sizes[3]
     if torch.cuda.is_available() and batch == 1:
-        found = autotune.remembered(stages(arch_name)[-1], problem)
-        if isinstance(found, GemmConfig) and found.why_not(problem, arch(arch_name)) is None:
+        found = autotune.remembered(stages(calls.arch)[-1], problem)
+        if isinstance(found, GemmConfig) and found.why_not(problem, target) is None:
             yield found
-    yield from ranked(problem, arch(arch_name), batch)
+    yield from ranked(problem, target, batch, majors_of(calls))
+
+
+def problem_of(calls: CallClass) -> GemmProblem:
+    """One matrix of `calls`, as configs and the model take it."""
+    m, n, k, _ = calls.sizes
+    dtype = calls.layouts[0].dtype
+    return GemmProblem(m, n, k, dtype if dtype in ("bf16", "fp16") else "bf16")
+
+
+def majors_of(calls: CallClass) -> tuple[bool, bool]:
+    """Whether K is contiguous in a and in b."""
+    return calls.layouts[0].major == "row", calls.layouts[1].major == "column"
 
 
 @lru_cache(maxsize=4096)
@@ -45,27 +64,76 @@ def config_for(
     ops: tuple[EpilogueOp, ...],
     arch_name: str,
 ) -> GeneralConfig:
-    """The first of `proposals` that the general kernel can do."""
+    """What was chosen by time for such calls, or else the first of `candidates`."""
+    calls = call_class(sizes, layouts, ops, arch_name)
+    return _config_of(calls)
+
+
+@lru_cache(maxsize=4096)
+def _config_of(calls: CallClass) -> GeneralConfig:
+    for look in (choices.remembered, choices.preferred, choices.shipped):
+        found = look(calls)
+        if found is not None and (config := fitted(found, calls)) is not None:
+            return config
+    return next(candidates(calls))
+
+
+def forget() -> None:
+    """Look choices up anew."""
+    config_for.cache_clear()
+    _config_of.cache_clear()
+
+
+def call_class(
+    sizes: tuple[int, int, int, int],
+    layouts: tuple[OperandLayout, OperandLayout, OperandLayout],
+    ops: tuple[EpilogueOp, ...],
+    arch_name: str,
+) -> CallClass:
+    """The class of calls of these sizes (M, N, K, batch), all of which take the same config."""
+    m, n, k, batch = sizes
+    k = DTYPES[layouts[0].dtype].bytes(k) // 2  # tiles are cut in units of 2 bytes
+    # whole units, and no larger than makes a difference
+    n, k = (min(max(8, -(-size // 8) * 8), 1 << 20) for size in (n, k))
+    m = min(rows_class(m), 1 << 20)
+    return CallClass((m, n, k, batch), layouts, ops, arch_name)
+
+
+def rows_class(m: int) -> int:
+    """M as the choice of a config takes it: by 16 up to FINE_ROWS, above in CLASSES steps from one
+    power of two to the next, so that serving meets few kernels; always rounded up."""
+    return -(-m // 16) * 16 if m <= FINE_ROWS else size_class(m)
+
+
+def candidates(calls: CallClass) -> Iterator[GeneralConfig]:
+    """The configs of the general kernel that can do `calls`, best first, as the model has it;
+    ValueError if there is none."""
+    none = True
+    for tiles in proposals(calls):
+        if (config := fitted(tiles, calls)) is not None:
+            none = False
+            yield config
+    if none:
+        m, n, k, _ = calls.sizes
+        raise ValueError(f"M={m}, N={n}, K={k}: no config takes these sizes")
+
+
+def fitted(tiles: GemmConfig, calls: CallClass) -> GeneralConfig | None:
+    """The config of the general kernel with `tiles`, its epilogue cut as the operations need it;
+    None if it cannot do `calls`."""
     from cutex.kernels.gemm.signature import GeneralConfig
 
-    m, n, k, batch = sizes
-    a, b, out = layouts
-    k = DTYPES[a.dtype].bytes(k) // 2  # tiles are cut in units of 2 bytes
-    # whole units, and no larger than makes a difference
-    m, n, k = (min(max(8, -(-size // 8) * 8), 1 << 20) for size in (m, n, k))
-    name = a.dtype if a.dtype in ("bf16", "fp16") else "bf16"
-    problem = GemmProblem(m, n, k, name)
-    for tiles in proposals(problem, arch_name, batch):
-        if ops and isinstance(tiles, Sm90Config):
-            tiles = with_slots(tiles, arch_name)
-        if isinstance(tiles, Sm100Config) and tiles.swap_ab and (ops or not out.tma):
-            # NOTE: a thread then has a column of out, and an address for each row of it
-            tiles = replace(tiles, epi_n=16)
-        for slots in range(tiles.epi_stages, 0, -1):
-            config = GeneralConfig(replace(tiles, epi_stages=slots), a, b, out, ops)
-            if config.why_not(None, arch(arch_name)) is None:
-                return config
-    raise ValueError(f"M={m}, N={n}, K={k}: no config takes these sizes")
+    ops, out = calls.ops, calls.layouts[2]
+    if ops and isinstance(tiles, Sm90Config):
+        tiles = with_slots(tiles, calls.arch)
+    if isinstance(tiles, Sm100Config) and tiles.swap_ab and (ops or not out.tma):
+        # NOTE: a thread then has a column of out, and an address for each row of it
+        tiles = replace(tiles, epi_n=16)
+    for slots in range(tiles.epi_stages, 0, -1):
+        config = GeneralConfig(replace(tiles, epi_stages=slots), *calls.layouts, ops)
+        if config.why_not(None, arch(calls.arch)) is None:
+            return config
+    return None
 
 
 def with_slots(tiles: Sm90Config, arch_name: str) -> Sm90Config:
@@ -83,7 +151,19 @@ def kernel_for(config: GeneralConfig, arch_name: str) -> Compiled:
 
     kernel = import_module(f"{package('gemm', arch_name)}.general").General(config)
     cache = all(f.cacheable for f in user_functions(config.ops))
-    return compile(kernel, config.a.dtype, arch_name, cache=cache)
+    compiled = compile(kernel, config.a.dtype, arch_name, cache=cache)
+    BUILT.count += not compiled.from_cache
+    return compiled
+
+
+@dataclass
+class Built:
+    """How many kernels this process had to compile, not finding them on disk."""
+
+    count: int = 0
+
+
+BUILT = Built()
 
 
 def user_functions(ops: Iterable[EpilogueOp]) -> list[UserFunction]:

@@ -120,6 +120,13 @@ class GemmProblem(Problem):
     def tile(self, config: Any) -> tuple[int, int]:
         return config.tile_m, config.tile_n
 
+    def work(self, config: Any) -> tuple[float, float]:
+        m, n = (self.n, self.m) if getattr(config, "swap_ab", False) else (self.m, self.n)
+        tiles = -(-m // config.tile_m) * -(-n // config.tile_n)
+        steps = -(-self.k // config.tile_k)
+        tile = 2.0 * config.tile_m * config.tile_n * config.tile_k * steps
+        return tiles * tile, tile / getattr(config, "split_k", 1)
+
     def inputs(
         self, device: str | torch.device = "cpu", copy: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:

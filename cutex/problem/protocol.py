@@ -127,6 +127,11 @@ class Problem(Computation):
     def tile(self, config: Any) -> tuple[int, ...]:
         """The extents of the part of the output that a CTA of `config` computes."""
 
+    def work(self, config: Any) -> tuple[float, float]:
+        """MMA FLOPs of a launch of `config`, and those of one output tile, both as computed, whole
+        tiles; 0 for the latter where tiles differ."""
+        return float(self.flops), 0.0
+
     def tuning_class(self) -> list[Any]:
         """What problems that share a tuned config have in common, beside the dtype."""
         return [size_class(s) if type(s) is int else s for s in self.sizes]

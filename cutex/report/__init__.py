@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from cutex.arch import Arch
+from cutex.command import answered
 from cutex.problem import DEFAULT_OP
 from cutex.problem.stage import Stage
-from cutex.report import charts
+from cutex.report import charts, sweeps
 from cutex.report.page import page
 from cutex.report.rows import (
     CACHE,
@@ -25,14 +28,16 @@ from cutex.report.rows import (
     main_sizes,
     peer_title,
 )
-from cutex.results import Result, read_all, tflops
+from cutex.results import Result, notice, read_all, tflops
 from cutex.results.history import kind as kind_of
+from cutex.results.sweep import SweepRow
 from cutex.svg import alone
 
 BEGIN = "<!-- ladders: written by python -m cutex.report from results/ -->"
 END = "<!-- end of ladders -->"
 
 PICTURES = "docs"  # beside the README
+PREDICTED = Path("results/timing")
 
 Kind = tuple[str, str, str, str]  # device, dtype, data, state of the L2
 
@@ -97,7 +102,8 @@ def _timed_table(
     beside = f" (and ratio to {peer_title(first)} in the same run)" if first in peers else ""
     unit = f"TFLOPS{beside}"
     caption = (
-        f"{unit}, median, on one {device_name}: {dtype}, {DATA[init]}, {CACHE[cache_state]}, "
+        f"{unit}, median, on one {device_name}: {dtype}, {DATA.get(init, init)}, "
+        f"{CACHE.get(cache_state, cache_state)}, "
         f"{when}. Stated dense peak: {target.dense_tflops[dtype]:.0f}."
     )
     return caption, _table(["stage", "what it adds", *sizes.values()], rows)
@@ -105,8 +111,30 @@ def _timed_table(
 
 def _untimed_table(target: Arch, ladder: Sequence[Stage]) -> tuple[str, str]:
     caption = f"Not timed yet: no {target.board} has run it. The tests check it in the simulator."
-    rows = [[str(s.number), s.idea] for s in ladder]
-    return caption, _table(["stage", "what it adds"], rows)
+    head, rows = ["stage", "what it adds"], [[str(s.number), s.idea] for s in ladder]
+    found = predicted(ladder[0].op, target.name)
+    sizes = list(dict.fromkeys(r["size"] for r in found))
+    if found:
+        caption += (
+            " TFLOPS are predicted, not measured: by the simulator's clock, on Gaussian data, with "
+            "the band in which they should be ([docs/time.md](docs/time.md))."
+        )
+        by = {(r["stage"], r["size"]): r for r in found}
+        head += [f"{size}, predicted" for size in sizes]
+        for row, s in zip(rows, ladder, strict=True):
+            row += [_band(by.get((s.number, size))) for size in sizes]
+    return caption, _table(head, rows)
+
+
+def _band(row: dict[str, Any] | None) -> str:
+    return f"{row['tflops']} ({row['low']} to {row['high']})" if row else "–"
+
+
+def predicted(op: str, arch: str) -> list[dict[str, Any]]:
+    """What `python -m cutex.clock --predict` wrote of a ladder that nobody has timed."""
+    file = PREDICTED / f"predicted-{arch}.jsonl"
+    lines = file.read_text().splitlines() if file.is_file() else []
+    return [row for row in map(json.loads, lines) if row["op"] == op]
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
@@ -114,13 +142,17 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows))
 
 
-def rewrite(readme: str, results: Iterable[Result]) -> str:
-    """`readme` with the part between the marks made anew; ValueError without marks."""
+def rewrite(
+    readme: str, results: Iterable[Result], models: dict[str, list[SweepRow]] | None = None
+) -> str:
+    """`readme` with the part between the marks made anew, from results and from sweeps over models'
+    layers by device; ValueError without marks."""
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"there is no {BEGIN} with {END} after it to write between")
-    return f"{before}{BEGIN}\n\n{ladders(results)}\n\n{END}{after}"
+    text = "\n\n".join([ladders(results), *sweeps.markdown(models or {}, PICTURES)])
+    return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"
 
 
 def pictures(results: Iterable[Result]) -> dict[str, str]:
@@ -155,17 +187,19 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+@answered
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    rows = read_all(args.results)
     try:
-        text = rewrite(args.readme.read_text(), rows)
-        for name, svg in pictures(rows).items():
+        rows = [r for r in read_all(args.results, notice) if r.known]
+        models = sweeps.read_sweeps(args.results)
+        text = rewrite(args.readme.read_text(), rows, models)
+        for name, svg in {**pictures(rows), **sweeps.pictures(models)}.items():
             picture = args.readme.parent / PICTURES / name
             picture.parent.mkdir(exist_ok=True)
             picture.write_text(svg)
         args.readme.write_text(text)
-        args.html.write_text(page(rows))
+        args.html.write_text(page(rows, sweeps.sections(models)))
     except (OSError, ValueError) as error:
         print(f"cutex: {args.readme}: {error}", file=sys.stderr)
         return 2

@@ -202,3 +202,38 @@ def sweep(title: str, series: Sequence[Series], x_title: str, width: float) -> s
         for s in line.samples:
             canvas.dot(x(s.x), y(s.value), line.hue, s.tip)
     return canvas.svg()
+
+
+# ---- ratios
+
+
+@dataclass(frozen=True)
+class Ratio:
+    value: float
+    tip: str
+    hue: int
+
+
+def ratios(title: str, points: Sequence[Ratio], names: Sequence[str], width: float) -> str:
+    """Ratios sorted from the lowest, a dot for each problem, over a line at 1; `names` of hues."""
+    height = 300.0
+    ordered = sorted(points, key=lambda p: p.value)
+    low, high = min(0.9, ordered[0].value) * 0.98, max(1.1, ordered[-1].value) * 1.02
+    x, y = (
+        Axis(-0.5, len(ordered) - 0.5, 50, width - 12),
+        Axis(low, high, height - 40, 26, log=True),
+    )
+    canvas = Canvas(width, height, title)
+    marks = [0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.6, 2.0, 2.5, 3.0]
+    for value in (mark for mark in marks if low <= mark <= high):
+        canvas.line(50, y(value), width - 12, y(value), "ink" if value == 1 else "grid")
+        canvas.text(44, y(value) + 4, f"{value:g}", size=11.5, text_anchor="end")
+    for i, p in enumerate(ordered):
+        canvas.dot(x(i), y(p.value), p.hue, p.tip)
+    canvas.text(width / 2, height - 18, f"{len(ordered)} problems, sorted", text_anchor="middle")
+    at = 56.0
+    for hue, name in enumerate(names):
+        canvas.dot(at, 12, hue)
+        canvas.text(at + 8, 16, name, size=11.5)
+        at += 22 + 7 * len(name)
+    return canvas.svg()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from cutex.analysis import roofline
@@ -28,17 +29,20 @@ from cutex.report.rows import (
 from cutex.results import Result, Timing, history, tflops
 from cutex.svg import colour
 
+TIMELINES = Path("results/timing")  # written by python -m cutex.clock --page
 NEWEST = 300  # rows of history; more would make the page heavy
 WIDTHS = (("wide", 1000), ("narrow", 360))  # each chart is drawn for two kinds of screen
 
 
-def page(results: Iterable[Result]) -> str:
-    """The whole page, as text."""
+def page(results: Iterable[Result], models: Sequence[tuple[str, str]] = ()) -> str:
+    """The whole page, as text; `models`: titles and HTML of the sweeps over models' layers."""
     rows = sorted(results, key=lambda r: r.run)
+    of_models = {"models": ("Models", "".join(f"<h3>{t}</h3>{x}" for t, x in models))}
     sections = {
         "ladders": ("Ladders", _ladders(rows)),
         "roofline": ("Roofline", _rooflines(rows)),
         "sweeps": ("Sizes", _sweeps(rows)),
+        **(of_models if models else {}),
         "peers": ("Beside peers", _peers(rows)),
         "history": ("History", _history(rows)),
         "environment": ("Environment", _environments(rows)),
@@ -82,6 +86,9 @@ def _ladders(rows: Rows) -> str:
             parts.append(f"<p>Not timed yet: no {target.board} has run it.</p><ol>{items}</ol>")
         for kind, found in of_arch.items():
             parts.append(_ladder(target, ladder, kind, found))
+        picture = TIMELINES / f"timeline-{op}-{target.name}.html"
+        if picture.is_file():
+            parts.append(picture.read_text())
     return "".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""python -m cutex.results list|compare|best: the history of the results, from the ledgers."""
+"""python -m cutex.results list|compare|best|merge: the history of the results, from the ledgers."""
 
 from __future__ import annotations
 
@@ -9,18 +9,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cutex.command import answered
 from cutex.problem import OPS, Sizes, problem_class
-from cutex.results import Result, Timing, read_all
+from cutex.results import Result, Timing, append, ledger, notice, read, read_all
 
 Table = list[list[str]]
 
 FIELDS: dict[str, Callable[[Result], str | None]] = {  # what `compare --by` may tell apart
-    "commit": lambda r: r.environment.get("commit"),
-    "dsl": lambda r: r.environment.get("nvidia-cutlass-dsl"),
-    "torch": lambda r: r.environment.get("torch"),
+    "commit": lambda r: _text(r.environment.get("commit")),
+    "dsl": lambda r: _text(r.environment.get("nvidia-cutlass-dsl")),
+    "torch": lambda r: _text(r.environment.get("torch")),
     "run": lambda r: r.id or r.run,
     "gpu": lambda r: r.device_name,
 }
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 class Kind(NamedTuple):
@@ -52,15 +57,12 @@ def best(results: Iterable[Result]) -> list[Result]:
         held = fastest.setdefault((kind(r), r.sizes), r)
         if _median(r) < _median(held):
             fastest[kind(r), r.sizes] = r
-    return sorted(fastest.values(), key=lambda r: (kind(r), _flops(r), r.sizes))
+    return sorted(fastest.values(), key=lambda r: (kind(r), _flops(r), r.size))
 
 
 def _flops(r: Result) -> int:
     """The FLOPs of the problem; 0 for one that this version does not know."""
-    try:
-        return r.case.flops
-    except (ValueError, TypeError):
-        return 0
+    return r.case.flops if r.known else 0
 
 
 def _took(r: Result) -> Timing:
@@ -164,13 +166,19 @@ def parser() -> argparse.ArgumentParser:
     compare.add_argument("before", nargs="?", help="default: the last but one")
     compare.add_argument("after", nargs="?", help="default: the last")
     compare.add_argument("--by", choices=FIELDS, default="commit", help="default: commit")
+    merge = sub.add_parser("merge", help="add the rows of other ledgers, each once")
+    merge.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    merge.add_argument("--results", type=Path, default=Path("results"), metavar="DIR")
     return p
 
 
+@answered
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
-        rows = _chosen(read_all(_folder(args.results)), args)
+        if args.what == "merge":
+            return _merge(args.files, args.results)
+        rows = _chosen(read_all(_folder(args.results), notice), args)
         match args.what:
             case "list":
                 _print(_listed(rows[-args.last :] if args.last > 0 else []))
@@ -181,8 +189,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"cutex: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # as in ... | head
-        sys.stdout = None
+    return 0
+
+
+def _merge(files: Sequence[Path], folder: Path) -> int:
+    """Append to the ledgers in `folder` what they lack of the rows in `files`."""
+    rows = [row for file in files for row in read(file, notice)]
+    added = sum(append(ledger(folder, row), row) for row in rows)
+    print(f"{added} of {len(rows)} rows added to {folder}")
     return 0
 
 
@@ -249,7 +263,7 @@ def _listed(rows: list[Result]) -> Table:
 
 
 def _commit(r: Result) -> str:
-    return str(r.environment.get("commit") or "-")[:19]
+    return (FIELDS["commit"](r) or "-")[:19]
 
 
 def _figures(r: Result) -> list[str]:
@@ -325,7 +339,13 @@ def _changes_table(found: list[Change]) -> Table:
 
 
 def _print(table: Table) -> None:
+    table = [[_printable(cell) for cell in row] for row in table]
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     for row in table:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         print("  ".join(cells).rstrip())
+
+
+def _printable(cell: str) -> str:
+    """A cell without what would move a terminal's cursor: a row may come from elsewhere."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in cell)

@@ -12,6 +12,7 @@ from cutex.sim.errors import (
     BadOperand,
     BarrierMisuse,
     Deadlock,
+    Endless,
     Finding,
     Hazards,
     LaunchError,
@@ -21,6 +22,6 @@ from cutex.sim.errors import (
 from cutex.sim.run import SimReport, simulate
 
 __all__ = [
-    "BadAddress", "BadOperand", "BarrierMisuse", "Deadlock", "Finding", "Hazards", "LaunchError",
-    "NoCompiler", "SimError", "SimReport", "UnknownInstruction", "simulate",
+    "BadAddress", "BadOperand", "BarrierMisuse", "Deadlock", "Endless", "Finding", "Hazards",
+    "LaunchError", "NoCompiler", "SimError", "SimReport", "UnknownInstruction", "simulate",
 ]  # fmt: skip

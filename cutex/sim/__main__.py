@@ -9,6 +9,7 @@ simulator; 2 for bad input.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import runpy
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cutex.arch import ARCHS, arch
+from cutex.command import INTERRUPTED, print_nowhere, refuse
 from cutex.orders import ORDERS
 
 
@@ -28,6 +30,16 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--arch", default="sm_100a", choices=ARCHS, help="default: %(default)s")
     out.add_argument("--order", default="fifo", choices=ORDERS, help="default: %(default)s")
     out.add_argument("--seed", type=int, default=0, metavar="N")
+    out.add_argument(
+        "--max-instructions", type=int, metavar="N", help="of all warps, after which it is ended"
+    )
+    out.add_argument("--json", type=Path, metavar="FILE", help="write what was found, for programs")
+    out.add_argument("--ptx", action="store_true", help="print the PTX around what was found")
+    out.add_argument("--time", action="store_true", help="predict how long each launch takes")
+    out.add_argument("--trace", metavar="FILE", help="with --time: a picture, for Perfetto")
+    out.add_argument(
+        "--gpu", default="", metavar="NAME,K=V", help='for --time, as "b200,clock=1.6,l2=12"'
+    )
     out.add_argument("script", help="a Python script that compiles and launches kernels")
     out.add_argument("arguments", nargs=argparse.REMAINDER, help="those of the script")
     return out
@@ -37,35 +49,76 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     script = Path(options.script)
     if not script.is_file():
-        print(f"cutex: {script} is not a file", file=sys.stderr)
-        return 2
-    if options.seed < 0:
-        print(f"cutex: --seed {options.seed}: takes a number from 0", file=sys.stderr)
-        return 2
+        return refuse(f"{script} is not a file")
+    if not 0 <= options.seed < 1 << 31:
+        return refuse(f"--seed {options.seed}: takes a number from 0 to {(1 << 31) - 1}")
+    if options.max_instructions is not None and options.max_instructions < 1:
+        return refuse(f"--max-instructions {options.max_instructions}: takes a number from 1")
+    if options.json is not None:
+        try:
+            options.json.write_text("")  # NOTE: tried before anything is run
+        except OSError as error:
+            return refuse(f"--json {options.json}: {error.strerror}")
+    if why := _bad_clock(options):
+        return refuse(why)
     os.environ["CUTE_DSL_ARCH"] = options.arch  # which the DSL reads once, when it is imported
-    from cutex.sim.errors import SimError
-    from cutex.sim.host.dsl_stand_in import Calls, dsl_on_cpu, warn
+    from cutex.sim.host.dsl_stand_in import Calls, Clock, dsl_on_cpu
     from cutex.sim.host.torch_stand_in import torch_on_cpu
 
     gpu = arch(options.arch)
     sys.argv = [options.script, *options.arguments]
     sys.path[0] = str(script.resolve().parent)  # as if Python had been given the script
     with torch_on_cpu(gpu) as memory:
-        calls = Calls(options.order, options.seed, memory, warn)
-        code = 0
+        clock = Clock(options.gpu, options.trace) if options.time else None
+        calls = Calls(options.order, options.seed, memory, options.max_instructions, clock)
         try:
             with dsl_on_cpu(gpu, calls):
-                runpy.run_path(options.script, run_name="__main__")
-        except SystemExit as left:
-            code = left.code if isinstance(left.code, int) else int(left.code is not None)
-            if isinstance(left.code, str):
-                print(left.code, file=sys.stderr)
-        except SimError as error:
-            print(f"cutex: {error}", file=sys.stderr)
-            code = 1
+                code = _run(options.script)
         finally:
+            calls.tell(options.ptx)
             print(f"cutex: {calls}", file=sys.stderr)
-    return code or int(bool(calls.report.findings))
+            if options.json is not None:
+                options.json.write_text(json.dumps(calls.as_dict(), indent=1) + "\n")
+    return code or int(calls.failed)
+
+
+def _run(script: str) -> int:
+    """Run the script as Python would; its exit code. What is found in its kernels is told later."""
+    from cutex.sim.errors import LaunchError, SimError
+
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as left:
+        if isinstance(left.code, str):
+            print(left.code, file=sys.stderr)
+        return left.code if isinstance(left.code, int) else int(left.code is not None)
+    except LaunchError as error:
+        print(f"cutex: {error}", file=sys.stderr)
+        return 1
+    except SimError:
+        return 1
+    except BrokenPipeError:  # as in ... | head
+        print_nowhere()
+    except KeyboardInterrupt:
+        print("cutex: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def _bad_clock(options: argparse.Namespace) -> str:
+    """What is wrong with --time, --trace and --gpu; nothing if empty."""
+    if not options.time:
+        given = "--trace" if options.trace else "--gpu" if options.gpu else ""
+        return f"{given} goes with --time" if given else ""
+    from cutex.sim.timing.gpus import gpu, of_arch
+
+    try:
+        board = gpu(options.gpu or of_arch(options.arch))
+    except ValueError as error:
+        return str(error)
+    if board.arch != options.arch:
+        return f"--gpu {options.gpu}: is a GPU of {board.arch}, the script runs for {options.arch}"
+    return ""
 
 
 if __name__ == "__main__":

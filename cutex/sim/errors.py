@@ -47,6 +47,12 @@ class Deadlock(SimError):
     rule = "deadlock"
 
 
+class Endless(SimError):
+    """Warps that go on without end, or for longer than they were given."""
+
+    rule = "endless"
+
+
 class BadAddress(SimError):
     """An access outside every tensor, outside shared or tensor memory, or misaligned."""
 
@@ -77,9 +83,11 @@ class Hazards(SimError):
     rule = "hazard"
 
     def __init__(self, findings: list[Finding]) -> None:
+        from cutex.sim.reports import told
+
         self.findings = findings
         head = f"{len(findings)} hazard{'s' if len(findings) > 1 else ''} found"
-        super().__init__("\n".join([head, *map(str, findings)]))
+        super().__init__(f"{head}\n{told(findings)}")
 
 
 class LaunchError(SimError):

@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import inspect
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
+from cutex import cache
+from cutex.arch import arch as arch_named
 from cutex.orders import ORDERS
 from cutex.sim.errors import Finding, Hazards, SimError
 from cutex.sim.hazards.findings import Findings
-from cutex.sim.host.capture import PACKED, HostFunction, HostTensor, Launch, c_compiler
+from cutex.sim.host.capture import PACKED, HostFunction, HostTensor, Launch
 from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.memory import MODULE_WINDOW, GlobalMemory, Region
 from cutex.sim.machine.pending_clusters import PendingClusters
-from cutex.sim.machine.residency import residency
+from cutex.sim.machine.residency import Residency, residency
 from cutex.sim.policy import policy
 from cutex.sim.ptx.parse import Program, parse
+from cutex.sim.reports import excerpts, told
 from cutex.sim.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from cutex.sim.timing.report import TimeReport
 
 
 @dataclass
@@ -42,6 +48,7 @@ class SimReport:
     ctas: int = 0
     seconds: float = 0.0
     counts: dict[str, int] = field(default_factory=dict)
+    times: list[TimeReport] = field(default_factory=list)  # of each launch, where asked for
 
 
 def simulate(
@@ -52,6 +59,9 @@ def simulate(
     arch: str = "sm_100a",
     memory: Sequence[Any] = (),
     raise_findings: bool = True,
+    max_instructions: int | None = None,
+    time: bool = False,
+    gpu: str = "",
 ) -> SimReport:
     """Runs a kernel on the CPU: its real host code and PTX, every warp, barrier, TMA copy and MMA.
 
@@ -64,33 +74,51 @@ def simulate(
         (they complete at once), "starved" (one warp runs last), "peer-late" (so do all CTAs of a
         cluster but one), "elected" (elect.sync returns another lane) or "random"; ``seed`` picks
         the warp, the CTA, the lane, the order.
+    time: predict how long each launch takes on ``gpu`` (as "b200,clock=1.6"; by default the one of
+        the arch), in ``times`` of the report; docs/time.md says how, and how far off it may be.
     memory: further CPU tensors, which the kernel reaches by addresses that it reads from others, as
         grouped GEMMs do.
+    max_instructions: of all warps of one launch, after which it is ended as Endless; None for no
+        limit.
 
-    Returns a SimReport. Raises Deadlock, BadAddress, BarrierMisuse, BadOperand, UnknownInstruction,
-    each with a report; Hazards after a run with findings (unless ``raise_findings`` is False: then
-    they are in the report); NoCompiler without a C compiler; TypeError or ValueError when the host
-    code refuses the arguments.
+    Returns a SimReport. Raises Deadlock, Endless, BadAddress, BarrierMisuse, BadOperand,
+    UnknownInstruction, each with a report; Hazards after a run with findings (unless
+    ``raise_findings`` is False: then they are in the report); NoCompiler where a C compiler is
+    needed and there is none; TypeError or ValueError when the host code refuses the arguments.
     """
     if order not in ORDERS:
         raise ValueError(f"order {order!r}: takes one of {', '.join(ORDERS)}")
-    c_compiler()
-    started = time.perf_counter()
-    host, programs = load(compiled, tensors, arch)
-    arguments = _arguments(compiled, host, tensors)
-    reached = [a for a in arguments if isinstance(a, HostTensor)]
+    arch_named(arch)
+    started = perf_counter()
+    host, programs, arguments, reached = captured(compiled, tensors, arch)
     for i, more in enumerate(memory):
         tensor = HostTensor.of(more, f"memory {i}")
         if tensor is None:
             raise TypeError(f"memory takes CPU tensors, got {type(more).__name__}")
         reached.append(tensor)
-    run = Simulation(programs, reached, order=order, seed=seed)
+    run = Simulation(programs, reached, order=order, seed=seed, limit=max_instructions)
+    if time:
+        from cutex.sim.timing.call import time_call
+
+        times = time_call(host, programs, arguments, reached, gpu)
     host(arguments, run.launch)
     report = run.report
-    report.seconds = time.perf_counter() - started
+    report.times = times if time else []
+    report.seconds = perf_counter() - started
     if report.findings and raise_findings:
         raise Hazards(report.findings)
     return report
+
+
+def captured(
+    compiled: Any, tensors: Sequence[Any], arch: str = "sm_100a"
+) -> tuple[HostFunction, dict[str, Program], list[Any], list[HostTensor]]:
+    """The host half and the programs of what `simulate` takes, its arguments as the host half takes
+    them, and the tensors among these.
+    """
+    host, programs = load(compiled, tensors, arch)
+    arguments = _arguments(compiled, host, tensors)
+    return host, programs, arguments, [a for a in arguments if isinstance(a, HostTensor)]
 
 
 def _arguments(compiled: Any, host: HostFunction, values: Sequence[Any]) -> list[Any]:
@@ -103,7 +131,7 @@ def _arguments(compiled: Any, host: HostFunction, values: Sequence[Any]) -> list
     return [HostTensor.of(v, n) or v for v, n in zip(values, names, strict=True)]
 
 
-@cache
+@lru_cache
 def _blas() -> ThreadpoolController:
     return ThreadpoolController()
 
@@ -118,7 +146,9 @@ class Simulation:
         *,
         order: str = "fifo",
         seed: int = 0,
+        limit: int | None = None,
     ) -> None:
+        self.limit = limit
         self.programs, self.tensors, self.order, self.seed = programs, tensors, order, seed
         self.report = SimReport()
         self._found: dict[tuple[str, str, bool], Finding] = {}
@@ -135,9 +165,11 @@ class Simulation:
         scheduler = self._scheduler(program, what)
         # NOTE: products are small here; one BLAS thread is faster than several that wait for each
         # other
-        with _blas().limit(limits=1, user_api="blas"):
-            self._run(scheduler, what)
-        self._add_up(scheduler, what)
+        try:
+            with _blas().limit(limits=1, user_api="blas"):
+                self._run(scheduler, what)
+        finally:  # NOTE: what was found before an error counts
+            self._add_up(scheduler, what)
 
     def _scheduler(self, program: Program, what: Launch) -> Scheduler:
         memory = GlobalMemory()
@@ -149,9 +181,12 @@ class Simulation:
         ):
             params[p.offset : p.offset + p.size] = np.frombuffer(raw, np.uint8)
         order = policy(self.order, self.seed + self.report.launches)
-        machine = Machine(program, what, memory, params, residency(program, what), order)
+        machine = Machine(program, what, memory, params, self._residency(program, what), order)
         _add_module_variables(machine)
-        return Scheduler(machine)
+        return Scheduler(machine, self.limit)
+
+    def _residency(self, program: Program, what: Launch) -> Residency:
+        return residency(program, what)
 
     def _run(self, scheduler: Scheduler, what: Launch) -> None:
         machine = scheduler.m
@@ -183,8 +218,11 @@ class Simulation:
 
 def _with_findings(error: SimError, findings: Findings) -> SimError:
     """The error that ended a run, with what was found before it."""
-    before = [str(f) for f in findings if not f.advisory]
-    return type(error)("\n".join([str(error), "found before that:", *before])) if before else error
+    before = [f for f in findings if not f.advisory]
+    text = f"{error}{excerpts(str(error))}"
+    if before:
+        text = f"{text}\nfound before that:\n{told(before)}"
+    return type(error)(text) if text != str(error) else error
 
 
 def _check_launch(program: Program, what: Launch) -> None:
@@ -234,6 +272,7 @@ def load(
         return cached
     if hasattr(compiled, "object_path") and hasattr(compiled, "symbol"):
         loaded = HostFunction(Path(compiled.object_path), compiled.symbol), parse(compiled.ptx)
+        loaded[0].cubin = getattr(compiled, "cubin", None)
     else:
         if not hasattr(compiled, "export_to_c"):
             compiled = _compile(compiled, tensors, arch)
@@ -247,6 +286,7 @@ def load(
             path = Path(folder) / "kernel.o"
             compiled.export_to_c(str(path), "kernel")
             loaded = HostFunction(path, "kernel"), parse(ptx)
+            loaded[0].cubin = getattr(compiled, "__cubin__", None)
     with suppress(AttributeError, TypeError):
         compiled._cutex_sim = loaded
     return loaded
@@ -278,11 +318,12 @@ def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:
             arguments.append(make_fake_stream(use_tvm_ffi_env_stream=True))
         else:
             arguments.append(t)
-    with tempfile.TemporaryDirectory() as folder:
+    with cache.plain_folder() as folder:
         options = (
             cute.GPUArch(arch),
             cute.EnableTVMFFI(True),
             cute.KeepPTX(True),
+            cute.KeepCUBIN(True),
             cute.GenerateLineInfo(True),
             DumpDir(folder),
         )

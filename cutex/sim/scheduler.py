@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cutex.sim.errors import Deadlock, SimError
+from cutex.sim.errors import BadOperand, Deadlock, Endless, SimError
 from cutex.sim.hazards.tmem_shadow import load_sites
 from cutex.sim.isa import definitions, wgmma  # noqa: F401 - the first registers instructions
 from cutex.sim.machine.batch import ARRIVED, RETRY, Batch
@@ -23,17 +23,20 @@ if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
     from cutex.sim.machine.operation import Operation
     from cutex.sim.machine.waits import Wait
+    from cutex.sim.timing.record import Recorder
 
 # Rounds of a loop, while nothing happens anywhere, after which a warp lets others run: of one that
 # reads what others may write, and of any other.
 _SPINS, _LONG_LOOP = 16, 4096
-_PATIENCE = 512  # times that all who spin may look again in vain before it is called a deadlock
+# Times that all who wait may look again in vain before it is called a deadlock; and rounds of a
+# loop that waits for nothing before it is called endless.
+_PATIENCE, _ROUNDS = 512, 1 << 24
 
 
 class Scheduler:
     """Runs the resident CTAs of a machine to completion."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, limit: int | None = None) -> None:
         self.m, self.policy = machine, machine.policy
         self.lanes = machine.lanes
         self.late = self.policy.late(machine.grid)
@@ -49,17 +52,22 @@ class Scheduler:
         self.executed = np.zeros(len(self.code), np.int64)  # warp-instructions
         self.turn = np.zeros(machine.grid.num_warps, np.int64)
         self.idle = np.zeros(machine.grid.num_warps, np.int64)  # loops since anything happened
+        self.computes = np.zeros(machine.grid.num_warps, bool)  # gives way, yet waits for nothing
+        self.limit = limit
+        self.recorder: Recorder | None = None  # of what warps do, for the clock
 
     def run(self) -> None:
         m = self.m
         self.turn[:] = self.idle[:] = 0
         self.seen = self.resumed = m.progress
-        self.patience = _PATIENCE
+        self.patience, self.waited = 1.0, 0
         self.before: bytes = b""
         with np.errstate(all="ignore"):
             while True:
                 if m.progress != self.resumed:
                     self._resume()
+                if self.limit is not None and int(self.executed.sum()) > self.limit:
+                    raise Endless(self._places(f"more than {self.limit} warp-instructions"))
                 ready = np.nonzero(self.lanes.state == RUNNING)[0]
                 if m.flight.count and (early := self.policy.early(m.flight)):
                     self._complete(early)
@@ -80,7 +88,7 @@ class Scheduler:
 
     def _resume(self) -> None:
         """Something has happened: warps that spin look again."""
-        self.resumed, self.patience = self.m.progress, _PATIENCE
+        self.resumed, self.patience, self.waited = self.m.progress, 1.0, 0
         self.lanes.state[self.lanes.state == YIELDED] = RUNNING
 
     def _time_out(self) -> None:
@@ -90,11 +98,18 @@ class Scheduler:
         m = self.m
         spinning = self.lanes.state == YIELDED
         sleepers = [(w, s) for w, all_ in m.waits.items() for s in all_ if s.kind == "mbarrier"]
-        self.patience -= 1
+        computes = bool((spinning & self.computes).any())
+        self.patience -= _LONG_LOOP / _ROUNDS if computes else 1 / _PATIENCE
         now = self._registers(spinning | [w in m.waits for w in range(m.grid.num_warps)])
-        if not (sleepers or spinning.any()) or now == self.before or not self.patience:
+        if not (sleepers or spinning.any()) or now == self.before:
             raise Deadlock(self._report())
-        self.before = now
+        if self.patience <= 0:
+            if computes:
+                raise Endless(self._places(f"{_ROUNDS} rounds of a loop without any effect"))
+            raise Deadlock(self._report())
+        self.waited += 1
+        if self.waited & (self.waited - 1) == 0:  # NOTE: finds every period, by Brent's method
+            self.before = now
         self.lanes.state[spinning] = RUNNING
         for warp, wait in sleepers:
             m.time_out(warp, wait)
@@ -103,6 +118,7 @@ class Scheduler:
         """Everything that decides what these warps do next, while memory does not change."""
         state = [self.m.progress.to_bytes(8, "little"), self.lanes.pc[which].tobytes()]
         state += [r[:, which].tobytes() for r in self.m.registers.values()]
+        state.append(self.m.local[which].tobytes())
         return b"".join(state)
 
     # -- choosing ----------------------------------------------------------------------------------
@@ -130,12 +146,15 @@ class Scheduler:
         """
         m, code, guards, decoded = self.m, self.code, self.guards, self.decoded
         base, at_once = batch.mask, self.policy.completes_at_once
+        recorder = self.recorder
         polled = False
         for _ in range(limit):
             ins = code[pc]
             name = ins.name
             batch.mask = base
             guard = guards[pc]
+            if recorder is not None:
+                recorder.step(batch, pc)
             if name == "bra" or name in LEAVES:
                 self.executed[pc] += batch.n
                 taken = self._guarded(batch, base, guard, ins.negated)
@@ -151,6 +170,7 @@ class Scheduler:
                     back = ins.target <= pc
                     pc = ins.target
                     if back and self._spins(batch, polled):
+                        self.computes[batch.idx] = not polled
                         self.lanes.settle(batch, np.full(batch.n, pc))
                         self.lanes.give_way(batch)
                         return
@@ -182,7 +202,14 @@ class Scheduler:
                 m.tmem.accesses.use(batch, pc)
             if pc in self.watched:
                 m.warpgroups.access(batch, *self.watched[pc], ins)
-            verdict = execute(batch)
+            try:
+                verdict = execute(batch)
+            except SimError:
+                raise
+            except Exception as error:
+                raise BadOperand.at(ins, f"{type(error).__name__}: {error}") from error
+            if recorder is not None:
+                recorder.done(batch, pc, verdict)
             polled = polled or self.polls[pc]
             if at_once and m.flight.count:
                 m.flight.complete_all()
@@ -264,6 +291,21 @@ class Scheduler:
         for cta in np.unique(m.grid.warp_cta[gone]).tolist():
             m.clusters.warps_left(cta)
 
+    def _places(self, why: str) -> str:
+        """Where the warps stand that would go on after ``why``."""
+        lines = [f"endless: {why}, and warps would go on"]
+        going = np.nonzero(self.lanes.state != DONE)[0]
+        for pc in np.unique(self.lanes.pc[going])[:12].tolist():
+            lines += self._at(pc, going[self.lanes.pc[going] == pc], "is")
+        return "\n".join(lines)
+
+    def _at(self, pc: int, warps: np.ndarray, what: str) -> list[str]:
+        more = f" (and {len(warps) - 1} more like it)" if len(warps) > 1 else ""
+        return [
+            f"  {self.m.grid.name_warp(int(warps[0]))}{more} {what}",
+            f"    at {self.code[pc].where()}",
+        ]
+
     # -- the report --------------------------------------------------------------------------------
 
     def _report(self) -> str:
@@ -285,12 +327,8 @@ class Scheduler:
             )
         spinning = np.nonzero(self.lanes.state == YIELDED)[0]
         for pc in np.unique(self.lanes.pc[spinning])[:12].tolist():
-            warps = spinning[self.lanes.pc[spinning] == pc]
-            more = f" (and {len(warps) - 1} more like it)" if len(warps) > 1 else ""
-            lines.append(
-                f"  {m.grid.name_warp(int(warps[0]))}{more} goes round a loop in which nothing "
-                f"changes\n    at {self.code[pc].where()}"
-            )
+            what = "goes round a loop in which nothing changes"
+            lines += self._at(pc, spinning[self.lanes.pc[spinning] == pc], what)
         done = int((self.lanes.state == DONE).sum()) - int(
             (m.grid.warp_cta >= m.grid.present).sum()
         )
@@ -320,7 +358,7 @@ def _lanes(lanes: np.ndarray | None) -> str:
 
 
 def _needs_whole_warp(ins: Instruction) -> bool:
-    return "aligned" in ins.parts or (ins.name == "bar" and ins.parts[1] != "warp")
+    return "aligned" in ins.parts or (ins.name == "bar" and ins.parts[1:2] != ("warp",))
 
 
 def _polls(ins: Instruction) -> bool:

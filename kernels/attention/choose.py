@@ -61,8 +61,11 @@ def fill(config: AnyConfig, shape: Shape) -> AnyConfig:
     return replace(config, pack=pack)
 
 
-def on_gpu(config: AnyConfig, num_sms: int, l2_bytes: int) -> AnyConfig:
+def on_gpu(config: AnyConfig, shape: Shape, num_sms: int, l2_bytes: int) -> AnyConfig:
     """`config` for a GPU's SMs and L2, of which Q and O take a share."""
+    m_blocks = -(-shape.longest_q * config.pack // config.tile_m)
+    if m_blocks * (shape.heads_q // config.pack) * shape.batch <= num_sms:
+        config = replace(config, dispatch="one")  # there is nothing to hand out
     return replace(config, num_ctas=num_sms, l2_bytes=l2_bytes * 5 // 6)
 
 
@@ -81,4 +84,4 @@ def choose(problem: AttentionProblem, arch: Arch) -> AnyConfig:
     shape = Shape(
         problem.batch, problem.heads_q, problem.heads_kv, problem.seqlen_q, problem.seqlen_k
     )
-    return on_gpu(fill(config, shape), arch.num_sms, arch.l2_bytes)
+    return on_gpu(fill(config, shape), shape, arch.num_sms, arch.l2_bytes)

@@ -5,7 +5,9 @@ Imports neither torch nor the DSL.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cutex.kernels.gemm.config import GemmConfig
 from cutex.kernels.gemm.sm90 import cost_model as sm90
@@ -15,26 +17,58 @@ if TYPE_CHECKING:
     from cutex.arch import Arch
     from cutex.problem.gemm import GemmProblem
 
+T = TypeVar("T")
+
 COST_MODELS: dict[str, Any] = {"sm_90a": sm90, "sm_100a": sm100}  # modules that are alike
 
 
-def ranked(problem: GemmProblem, arch: Arch, batch: int = 1) -> list[GemmConfig]:
-    """All candidates that can run `batch` of `problem`, by the model of `arch`, best first."""
+def predictions(
+    problem: GemmProblem, arch: Arch, batch: int = 1, majors: tuple[bool, bool] = (True, True)
+) -> dict[GemmConfig, float]:
+    """Microseconds that the model of `arch` expects of each candidate that can run `batch` of
+    `problem`; `majors`: whether K is contiguous in A and in B."""
     model = COST_MODELS[arch.name]
-    fits = [c for c in model.candidates(problem, arch) if c.why_not(problem, arch) is None]
-    return sorted(fits, key=lambda c: model.predict(c, problem, arch, batch))
+    fits = [c for c in model.candidates(problem, arch, majors) if c.why_not(problem, arch) is None]
+    return {c: model.predict(c, problem, arch, batch, majors) for c in fits}
+
+
+def ranked(
+    problem: GemmProblem, arch: Arch, batch: int = 1, majors: tuple[bool, bool] = (True, True)
+) -> list[GemmConfig]:
+    """The candidates of `predictions`, best first."""
+    times = predictions(problem, arch, batch, majors)
+    return sorted(times, key=times.__getitem__)
 
 
 def shortlist(problem: GemmProblem, arch: Arch, count: int) -> list[GemmConfig]:
-    """The first `count` of the ranking that are worth a try: of those that differ only in how a CTA
-    finds its tile, the first."""
-    model = COST_MODELS[arch.name]
-    fits = ranked(problem, arch)
-    known = set(fits)
-    best = [next(variant for variant in model.variants(c) if variant in known) for c in fits]
-    return list(dict.fromkeys(best))[:count]
+    """The first `count` of the ranking."""
+    return ranked(problem, arch)[:count]
 
 
 def choose(problem: GemmProblem, arch: Arch) -> GemmConfig:
     """The model's best."""
     return ranked(problem, arch)[0]
+
+
+def cover(times: Sequence[Mapping[T, float]], count: int) -> list[T]:
+    """Up to `count` configs that together cost little more than the best of each of `times`, one
+    after the other, each the one that gains most; every problem has one of them.
+
+    ValueError if `count` are too few for that.
+    """
+    worst = [math.log(100.0)] * len(times)  # where none of those found does it
+    loss = [{c: math.log(us / min(t.values())) for c, us in t.items()} for t in times]
+    found: list[T] = []
+    for _ in range(count):
+        gains: dict[T, float] = {}
+        for now, losses in zip(worst, loss, strict=True):
+            for config, lost in losses.items():
+                if lost < now:
+                    gains[config] = gains.get(config, 0.0) + now - lost
+        if not gains:
+            break
+        found.append(max(gains, key=gains.__getitem__))
+        worst = [min(now, x.get(found[-1], now)) for now, x in zip(worst, loss, strict=True)]
+    if any(now == math.log(100.0) for now in worst):
+        raise ValueError(f"{count} kernels are too few for these problems")
+    return found

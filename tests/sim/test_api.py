@@ -207,10 +207,16 @@ def test_a_launch_that_the_driver_would_refuse(shape):
 
 
 def test_without_a_c_compiler_the_sentence_says_what_to_install(monkeypatch, tmp_path):
+    _, tensors = gemm_arguments()
+    kernel = compile(stage("sm_90a", 0).kernel(), "bf16", "sm_90a", cache=False)
+    monkeypatch.setenv("CUTEX_CACHE", str(tmp_path / "nothing linked yet"))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
+    kernel, tensors = gemm_arguments()
+    kernel.__dict__.pop("_cutex_sim", None)
+    monkeypatch.setenv("CUTEX_CACHE", str(tmp_path / "cache"))  # where it does not lie linked
     with pytest.raises(NoCompiler, match=r"needs a C compiler .* install one") as error:
-        simulate(*gemm_arguments())
+        simulate(kernel, *tensors)
     one_sentence(error.value)
 
 

@@ -181,6 +181,20 @@ def test_setmaxnreg_that_can_never_have_its_registers_is_a_deadlock():
     assert re.search(r"setmaxnreg.inc: \d+ registers wanted, \d+ free in the CTA's pool", text)
 
 
+def test_setmaxnreg_has_no_registers_that_the_launch_did_not_get():
+    """5 warpgroups have 96 each: 24 for one leaves 112 for each of the others, not 120."""
+    for registers, enough in ((112, True), (120, False)):
+        body = ROLES.replace("LESS", "setmaxnreg.dec.sync.aligned.u32 24;")
+        body = body.replace("232", str(registers))
+        out = np.zeros(640, np.uint32)
+        if enough:
+            simulate_ptx(body, {"out": out}, Shape(block=640))
+            assert out.all()
+        else:
+            text = deadlock(body, {"out": out}, Shape(block=640))
+            assert "768 registers wanted" in text
+
+
 def test_setmaxnreg_takes_steps_of_8():
     with pytest.raises(BarrierMisuse, match=r"setmaxnreg 20: takes 24..256 in steps of 8"):
         body = "setmaxnreg.dec.sync.aligned.u32 20;"

@@ -224,7 +224,8 @@ class Elementwise:
 
 @dataclass(frozen=True)
 class Amax:
-    """The largest |x|, accumulated into one fp32 on the device that holds 0 before the launch."""
+    """The largest |x|, or NaN if an x is, accumulated into one fp32 on the device that holds 0
+    before the launch."""
 
     def arguments(self) -> tuple[Argument, ...]:
         return (Operand("amax", ("one",), "fp32", contiguous=None, aligned=False, whole=False),)
@@ -236,11 +237,11 @@ class Amax:
             for c in cutlass.range_constexpr(len(x.columns)):
                 inside = x.rows[r] < x.bounds[0] and x.columns[c] < x.bounds[1]
                 value = x.values[r, c]
-                value = cute.arch.fmax(value, -value)
-                largest = cute.arch.fmax(largest, value if inside else Float32(0.0))
-        largest = cute.arch.warp_reduction_max(largest)
+                value = _larger(value, -value)
+                largest = _larger(largest, value if inside else Float32(0.0))
+        largest = cute.arch.warp_reduction(largest, _larger)
         with cute.arch.elect_one():
-            # NOTE: numbers of one sign order like their bits
+            # NOTE: numbers of one sign order like their bits, and NaN is above infinity
             cute.arch.atomic_max(
                 cute.recast_ptr(amax.iterator, dtype=Int32), largest.bitcast(Int32)
             )
@@ -327,6 +328,10 @@ def _neighbours(vector: cute.Tensor, place: Int32, count: int) -> list[Float32]:
     start = start.align(count * vector.element_type.width // 8)
     loaded = cute.make_tensor(start, cute.make_layout(count)).load().to(Float32)
     return [loaded[e] for e in range(count)]
+
+
+def _larger(x: Float32, y: Float32) -> Float32:
+    return cute.arch.fmax(x, y, nan=True)
 
 
 def _sigmoid(x: Float32) -> Float32:

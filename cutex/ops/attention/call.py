@@ -45,6 +45,12 @@ class AttentionCall:
         return {name: x for name in names if (x := getattr(self, name)) is not None}
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that are given."""
+        sink = () if self.learnable_sink is None else (self.learnable_sink,)
+        return (self.q, self.k, self.v, *self.lengths.values(), *sink)
+
+    @property
     def batch(self) -> int:
         if self.cu_seqlens_q is not None:
             return self.cu_seqlens_q.shape[0] - 1
@@ -101,8 +107,9 @@ def check(call: AttentionCall) -> None:
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         if x.device != call.q.device:
             raise ValueError(f"{name} is on {x.device}, but q is on {call.q.device}")
-        if x.layout is not torch.strided:
-            raise ValueError(f"{name} must be a strided tensor, got {x.layout}")
+        if x.layout is not torch.strided or x.is_nested:
+            layout = "a nested tensor" if x.is_nested else x.layout
+            raise ValueError(f"{name} must be a strided tensor, got {layout}")
     _check_operands(call)
     _check_lengths(call)
     _check_numbers(call)

@@ -1,19 +1,22 @@
-"""`cutex.flash_attn_func` and `flash_attn_varlen_func` as they are called: each looks up a plan by
-dtypes, shapes, strides and options, and runs it.
+"""`cutex.flash_attn_func` and `flash_attn_varlen_func` as they are called: each looks for a plan of
+these options and shapes that takes these tensors, and launches it.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from typing import Any
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from cutex.ops import autocast
 from cutex.ops.attention.call import AttentionCall, Window, check
 from cutex.ops.attention.plan import Plan, check_device, longest_q
-from cutex.ops.device import SEVERAL_GPUS, current, per_device
-from cutex.ops.plain import are_plain, is_plain, nobody_watches
+from cutex.ops.device import current, per_device
+from cutex.ops.plain import guard, is_plain, nobody_watches
 
 Mod = Callable[..., Any] | None
 
@@ -57,38 +60,25 @@ def flash_attn_func(
     TypeError or ValueError, in one sentence that names the argument, for what does not fit, and
     where there is no Hopper GPU.
     """
-    if _is_compiling():
-        return _through_operator(
-            AttentionCall(q, k, v, softmax_scale=softmax_scale, causal=causal,
-                          window_size=window_size, softcap=softcap, learnable_sink=learnable_sink,
-                          score_mod=score_mod, mask_mod=mask_mod), return_lse
-        )  # fmt: skip
-    key: tuple[Any, ...] | None
-    try:
-        key = (
-            q.__class__, q.dtype, q.shape, q.stride(), k.__class__, k.dtype, k.shape, k.stride(),
-            v.__class__, v.dtype, v.shape, v.stride(), softmax_scale, causal, window_size, softcap,
-            return_lse,
-        )  # fmt: skip
-        if not (learnable_sink is score_mod is mask_mod is None):
-            key += (_described(learnable_sink), score_mod, mask_mod)
-        if SEVERAL_GPUS:
-            key += (q.get_device(),)
-        plan = _plans.get(key)
-        if (
-            plan is not None
-            and not (_grad_enabled() and _wants_gradient(q, k, v, learnable_sink))
-            and are_plain(q, k, v)
-            and (not plan.has_functions or plan.is_current())
-        ):
-            out, lse = plan(q, k, v, [], learnable_sink)
-            return out if lse is None else (out, lse)
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        key = None  # not a tensor, or not of the plan's alignment: the checks will say
-    return _without_plan(
-        AttentionCall(q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
-                      softcap=softcap, learnable_sink=learnable_sink, score_mod=score_mod,
-                      mask_mod=mask_mod),
+    if not _is_compiling() and nobody_watches():
+        key: tuple[Any, ...] | None
+        try:
+            key = (
+                q.shape, k.shape, softmax_scale, causal, window_size, softcap, return_lse,
+                score_mod, mask_mod, learnable_sink is None,
+            )  # fmt: skip
+            given = (q, k, v) if learnable_sink is None else (q, k, v, learnable_sink)
+            for known in _known.get(key, ()):
+                if known.takes(*given) and (known.always or known.still()):
+                    return known.launch(*given)
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            key = None  # what is no tensor, or a base that is not aligned: the checks will say
+    else:
+        key = None
+    return _unknown(
+        AttentionCall(q, k, v, softmax_scale=softmax_scale, causal=causal,
+                      window_size=window_size, softcap=softcap, learnable_sink=learnable_sink,
+                      score_mod=score_mod, mask_mod=mask_mod),
         return_lse,
         key,
     )  # fmt: skip
@@ -128,107 +118,117 @@ def flash_attn_varlen_func(
     errors are those of flash_attn_func. What the int32 tensors hold is checked on the CPU only: on
     a GPU that would have to wait for it. No gradient where seqused is given.
     """
-    arguments = (
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
-        softmax_scale, causal, window_size, softcap, learnable_sink, score_mod, mask_mod,
+    key: tuple[Any, ...] | None = None
+    if not _is_compiling() and nobody_watches():
+        try:
+            rest = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, learnable_sink)
+            key = (
+                q.shape, k.shape, softmax_scale, causal, window_size, softcap, return_lse,
+                score_mod, mask_mod, max_seqlen_q, *[x is None for x in rest],
+            )  # fmt: skip
+            given = (q, k, v, *[x for x in rest if x is not None])
+            for known in _known.get(key, ()):
+                if known.takes(*given) and (known.always or known.still()):
+                    return known.launch(*given)
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            key = None
+    return _unknown(
+        AttentionCall(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
+            softmax_scale, causal, window_size, softcap, learnable_sink, score_mod, mask_mod,
+        ),
+        return_lse,
+        key,
     )  # fmt: skip
-    if _is_compiling():
-        return _through_operator(AttentionCall(*arguments), return_lse)
-    key: tuple[Any, ...] | None
-    try:
-        # what the key does not say of lengths, their dtype, the launcher finds out
-        lengths = [x for x in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k) if x is not None]
-        key = (
-            q.__class__, q.dtype, q.shape, q.stride(), k.__class__, k.dtype, k.shape, k.stride(),
-            v.__class__, v.dtype, v.shape, v.stride(), softmax_scale, causal, window_size, softcap,
-            return_lse, max_seqlen_q, cu_seqlens_q is None, cu_seqlens_k is None,
-            seqused_q is None, seqused_k is None, *[x.shape for x in lengths],
-        )  # fmt: skip
-        if not (learnable_sink is score_mod is mask_mod is None):
-            key += (_described(learnable_sink), score_mod, mask_mod)
-        if SEVERAL_GPUS:
-            key += (q.get_device(),)
-        plan = _plans.get(key)
-        if (
-            plan is not None
-            and not (_grad_enabled() and _wants_gradient(q, k, v, learnable_sink))
-            and are_plain(q, k, v)
-            and all(map(is_plain, lengths))
-            and (not plan.has_functions or plan.is_current())
-        ):
-            if q.is_cpu:
-                check(AttentionCall(*arguments))
-            out, lse = plan(q, k, v, lengths, learnable_sink)
-            return out if lse is None else (out, lse)
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        key = None
-    return _without_plan(AttentionCall(*arguments), return_lse, key)
-
-
-def _described(x: Tensor | None) -> tuple[Any, ...] | None:
-    return None if x is None else (x.__class__, x.dtype, x.shape, x.stride())
-
-
-def _wants_gradient(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> bool:
-    return (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (sink is not None and sink.requires_grad)
-    )
 
 
 # ---- plans
 
-_plans: dict[tuple[Any, ...], Plan] = per_device({})
+
+class Known(NamedTuple):
+    """A plan that takes its tensors as they are given, as the functions above use it."""
+
+    takes: Callable[..., bool]  # whether tensors are like those that it was made for
+    always: bool  # whether it holds with gradients on, and has no function that may change
+    wants_gradient: bool
+    plan: Plan
+    launch: Callable[..., Any]  # returns what the functions return
+
+    def still(self) -> bool:
+        return not (self.wants_gradient and _grad_enabled()) and self.plan.is_current()
+
+
+_known: dict[tuple[Any, ...], tuple[Known, ...]] = per_device({})  # by options and shapes
+_plans: dict[tuple[Any, ...], Plan] = per_device({})  # by all that they depend on
 _grad_enabled = torch.is_grad_enabled
-_is_compiling = torch.compiler.is_compiling
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 
-def _without_plan(
+def forget() -> None:
+    """Of all plans."""
+    _known.clear()
+    _plans.clear()
+
+
+def _unknown(
     call: AttentionCall, return_lse: bool, key: tuple[Any, ...] | None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """A call without a plan: through the operator where torch has more to do than to run it."""
+    """A call that is not known: through the operator where torch has more to do than to run it."""
+    if _is_compiling():
+        return _through_operator(call, return_lse)
+    operands = call.q, call.k, call.v
+    if all(isinstance(x, Tensor) for x in operands) and autocast.is_on(call.q.device):
+        arguments = {f.name: getattr(call, f.name) for f in fields(call)}
+        arguments.update(zip("qkv", autocast.cast(*operands), strict=True))
+        with autocast.off(call.q.device):
+            return flash_attn_varlen_func(**arguments, return_lse=return_lse)
     check(call)
-    tensors = (call.q, call.k, call.v, *call.lengths.values(), call.learnable_sink)
     if (
         not nobody_watches()
-        or not all(x is None or is_plain(x) for x in tensors)
-        or (_grad_enabled() and _wants_gradient(call.q, call.k, call.v, call.learnable_sink))
+        or not all(is_plain(x) for x in call.tensors)
+        or (_grad_enabled() and any(x.requires_grad for x in call.tensors))
     ):
         return _through_operator(call, return_lse)
-    out, lse = run(call, return_lse, key)
+    out, lse = attend(call, return_lse, key=key)
     return out if lse is None else (out, lse)
 
 
 def attend(
-    call: AttentionCall, with_lse: bool, out: Tensor | None = None
+    call: AttentionCall,
+    with_lse: bool,
+    out: Tensor | None = None,
+    key: tuple[Any, ...] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """O and LSE of plain tensors, O in `out` if that is given; for other fronts than these two."""
+    """O and LSE of plain tensors, O in `out` if that is given; with a `key`, calls like it are
+    known from then on."""
     tensors = (call.q, call.k, call.v, out, call.learnable_sink, call.cu_seqlens_q,
                call.cu_seqlens_k, call.seqused_q, call.seqused_k)  # fmt: skip
-    key = (
+    whole = (
         *map(_described, tensors), call.q.device, call.max_seqlen_q, call.softmax_scale,
-        call.causal, call.window_size, call.softcap, with_lse,
+        call.causal, tuple(call.window_size), call.softcap, with_lse, call.score_mod,
+        call.mask_mod,
     )  # fmt: skip
-    plan = _plans.get(key)
-    if plan is not None:
-        try:
-            lengths = list(call.lengths.values())
-            return plan(call.q, call.k, call.v, lengths, call.learnable_sink, out)
-        except (TypeError, ValueError):
-            pass  # not of the plan's alignment
+    plan = _plans.get(whole)
+    if plan is not None and plan.is_current():
+        if call.lengths and call.q.is_cpu:
+            check(call)
+        with contextlib.suppress(TypeError, ValueError):  # not of the plan's alignment
+            return plan(
+                call.q, call.k, call.v, list(call.lengths.values()), call.learnable_sink, out
+            )
     check(call)
-    return run(call, with_lse, key, out)
+    return run(call, with_lse, whole, out, key)
 
 
 def run(
     call: AttentionCall,
     with_lse: bool,
-    key: tuple[Any, ...] | None = None,
+    whole: tuple[Any, ...] | None = None,
     out: Tensor | None = None,
+    key: tuple[Any, ...] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The call, checked, on plain tensors; remembers its plan under `key`."""
+    """The call, checked, on plain tensors; remembers its plan under `whole`, and for the functions
+    above under `key`."""
     check_device(call.q.device)
     if 0 in (*call.out_shape, call.k.shape[-3], call.batch, longest_q(call)):
         return _nothing_to_see(call, with_lse, out)
@@ -236,11 +236,28 @@ def run(
     with current(call.q.device):
         plan = Plan(call, with_lse)
         result = plan(call.q, call.k, call.v, lengths, call.learnable_sink, out)
-    if key is not None:
+    if whole is not None:
         if len(_plans) >= 4096:
-            _plans.clear()
-        _plans[key] = plan
+            forget()
+        _plans[whole] = plan
+    if key is not None and plan.short is not None:
+        _remember(key, plan, plan.short, call.tensors)
     return result
+
+
+def _remember(
+    key: tuple[Any, ...], plan: Plan, launch: Callable[..., Any], tensors: tuple[Tensor, ...]
+) -> None:
+    if len(set(map(id, tensors))) < len(tensors):
+        return  # of which a guard is never sure
+    wants_gradient = any(x.requires_grad for x in tensors)
+    always = not (wants_gradient or plan.has_functions)
+    known = Known(guard(tensors), always, wants_gradient, plan, launch)
+    _known[key] = (known, *_known.get(key, ())[:7])
+
+
+def _described(x: Tensor | None) -> tuple[Any, ...] | None:
+    return None if x is None else (x.__class__, x.dtype, x.shape, x.stride())
 
 
 def _nothing_to_see(

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from cutex.ops import autocast, differentiation
 from cutex.ops.attention.backward import gradients, why_no_gradient
 from cutex.ops.attention.call import AttentionCall, check
 from cutex.ops.attention.eager import run
-from cutex.ops.plain import is_plain
+from cutex.ops.plain import bare, is_plain
 
 _library = torch.library.Library("cutex", "FRAGMENT")
 _library.define(
@@ -43,7 +44,7 @@ def _call(*args: Any) -> AttentionCall:
 
 @torch.no_grad()
 def _operator(*args: Any) -> tuple[Tensor, Tensor]:
-    call = _call(*args)
+    call = _call(*map(bare, args))
     check(call)
     out, lse = run(call, with_lse=True)
     assert lse is not None
@@ -84,6 +85,23 @@ def _backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Any, ...]:
     return grads[: ctx.count]
 
 
+def _mapped(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+    """Many calls as one of a larger batch; of packed sequences and sinks, one by one."""
+    n = info.batch_size
+    if any(x is not None for x in (*args[3:9], *in_dims[9:])):
+        results = [
+            torch.ops.cutex.flash_attn(
+                *(x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=True))
+            )
+            for i in range(n)
+        ]
+        return tuple(map(torch.stack, zip(*results, strict=True))), (0, 0)
+    dims = zip(args[:3], in_dims[:3], strict=True)
+    each = [x.expand(n, *x.shape) if d is None else x.movedim(d, 0) for x, d in dims]
+    out, lse = torch.ops.cutex.flash_attn(*(x.flatten(0, 1) for x in each), *args[3:])
+    return (out.unflatten(0, (n, -1)), lse.unflatten(0, (n, -1))), (0, 0)
+
+
 def _flops(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None = None, cu_k: Tensor | None = None,
     *rest: Any, **more: Any,
@@ -103,5 +121,7 @@ def _flops(
 for _key in ("CUDA", "CPU"):
     _library.impl("flash_attn", _operator, _key)
 torch.library.register_fake("cutex::flash_attn", _fake)
-torch.library.register_autograd("cutex::flash_attn", _backward, setup_context=_setup)
+differentiation.register(_library, "flash_attn", _setup, _backward)
+torch.library.register_vmap("cutex::flash_attn", _mapped, lib=_library)
+autocast.register(_library, "flash_attn", count=3)
 register_flop_formula(torch.ops.cutex.flash_attn, get_raw=True)(_flops)

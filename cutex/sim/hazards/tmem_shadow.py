@@ -89,7 +89,7 @@ def load_sites(program: Program) -> tuple[dict[int, int], dict[int, list[int]]]:
     sites: dict[int, int] = {}
     by_register: dict[int, list[int]] = {}
     for ins in program.code:
-        if ins.op.startswith("tcgen05.ld"):
+        if ins.op.startswith("tcgen05.ld") and ins.operands:
             site = sites.setdefault(ins.line, len(sites))
             target = ins.operands[0]
             for item in target.items if isinstance(target, Vector) else (target,):

@@ -14,12 +14,12 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cutex import cache
 from cutex.errors import NoCompiler
 from cutex.sim.errors import LaunchError, SimError
 from cutex.sim.host.encode_map import encode_tiled
@@ -155,47 +155,56 @@ def c_compiler() -> str:
     )
 
 
-def _cache_folder() -> Path:
-    root = os.environ.get("CUTEX_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "cutex"
-    )
-    return Path(root) / "sim"
+_LIBRARY, _CHECKSUM = "kernel.so", "sha256"  # of an entry of the cache
 
 
 def link(object_file: Path) -> Path:
-    """Shared library of ``object_file`` and the shim; cached by content.
+    """Shared library of ``object_file`` and the shim; cached by content, checked by its checksum.
 
-    Raises NoCompiler without a C compiler, SimError with the linker's words if it fails.
+    Raises NoCompiler where it is not in the cache and there is no C compiler, NoCache without a
+    cache of this user's own, SimError with the linker's words if it fails.
     """
-    compiler = c_compiler()
     shim = Path(__file__).with_name("shim.c")
-    digest = hashlib.sha256()
-    digest.update(shim.read_bytes())
-    digest.update(object_file.read_bytes())
-    library = _cache_folder() / f"{digest.hexdigest()[:32]}.so"
-    if library.exists():
-        return library
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        fresh = Path(folder) / "kernel.so"
-        # NOTE: -Bsymbolic keeps the shim's symbols from being taken from a real runtime that the
-        # process has loaded
-        done = subprocess.run(
-            [
-                *(compiler, "-shared", "-fPIC", "-O1", "-o", fresh),
-                *(str(shim), "-x", "none", str(object_file)),
-                *("-Wl,-Bsymbolic", "-Wl,-z,defs"),
-            ],
-            capture_output=True,
-            text=True,
+    made_of = hashlib.sha256(shim.read_bytes() + object_file.read_bytes()).hexdigest()
+
+    def build(folder: Path) -> None:
+        _link(shim, object_file, folder / _LIBRARY)
+        (folder / _CHECKSUM).write_text(_digest(folder / _LIBRARY))
+
+    return cache.find_or_build("sim", made_of[:32], _whole, build)
+
+
+def _link(shim: Path, object_file: Path, library: Path) -> None:
+    # NOTE: -Bsymbolic keeps the shim's symbols from being taken from a real runtime that the
+    # process has loaded
+    done = subprocess.run(
+        [
+            *(c_compiler(), "-shared", "-fPIC", "-O1", "-o", library),
+            *(str(shim), "-x", "none", str(object_file)),
+            *("-Wl,-Bsymbolic", "-Wl,-z,defs"),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise SimError(
+            f"the host code of {object_file.name} does not link with the simulator's "
+            f"shim:\n{done.stderr}"
         )
-        if done.returncode:
-            raise SimError(
-                f"the host code of {object_file.name} does not link with the simulator's "
-                f"shim:\n{done.stderr}"
-            )
-        os.replace(fresh, library)
-    return library
+
+
+def _whole(entry: Path) -> Path | None:
+    """The library of an entry whose checksum is right."""
+    library = entry / _LIBRARY
+    try:
+        right = (entry / _CHECKSUM).read_text() == _digest(library)
+    except (OSError, ValueError):
+        return None
+    return library if right else None
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 class HostFunction:
@@ -209,6 +218,7 @@ class HostFunction:
         self.function.restype = C.c_int
         self.function.argtypes = [C.c_void_p, C.POINTER(_Any), C.c_int32, C.POINTER(_Any)]
         self.argument_names = _argument_names(object_file)
+        self.cubin: bytes | None = None  # of its kernel, where who made it kept it
 
     def __call__(self, arguments: Sequence[Any], on_launch: Callable[[Launch], None]) -> None:
         """Runs the host code; ``on_launch`` is called for each launch, in order.

@@ -11,11 +11,11 @@ import inspect
 import math
 import re
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import cuda.bindings.driver as driver
@@ -29,50 +29,120 @@ from cutlass.base_dsl.dsl import BaseDSL
 from cutlass.cute import runtime
 
 from cutex.arch import Arch
-from cutex.sim.errors import Finding
+from cutex.cache import plain_folder
+from cutex.sim.errors import Finding, SimError
 from cutex.sim.host.capture import HostTensor, Launch
 from cutex.sim.host.torch_stand_in import DeviceMemory, patched
+from cutex.sim.reports import around, folded
 from cutex.sim.run import SimReport, Simulation, is_stream, load
 
 
 @dataclass
+class Clock:
+    """What --time asks for: on which GPU, and where a picture of the last launch goes."""
+
+    gpu: str
+    trace: str | None
+    told: set[str] = field(default_factory=set)
+
+    def run(self, function: Simulated, arguments: list[Any], regions: list[HostTensor]) -> None:
+        """Prints the time of the call's launches, each kernel once for each grid."""
+        from cutex.sim.timing.call import time_call
+
+        try:
+            reports = time_call(
+                function.host, function.programs, arguments, regions, self.gpu,
+                log=self.trace is not None,
+            )  # fmt: skip
+        except ValueError as error:
+            print(f"cutex: no time: {error}", file=sys.stderr)
+            return
+        for report in reports:
+            if str(report) not in self.told:
+                self.told.add(str(report))
+                print(f"cutex: {report}", file=sys.stderr)
+            if self.trace:
+                report.write_trace(Path(self.trace))
+
+
+@dataclass
 class Calls:
-    """What the script launched, by kernel, and what was found."""
+    """What the script launched, by kernel, and what was found, whatever the script makes of it."""
 
     order: str
     seed: int
     memory: DeviceMemory
-    tell: Callable[[Finding], None]
+    limit: int | None = None
+    clock: Clock | None = None
     launches: dict[str, int] = field(default_factory=dict)
     report: SimReport = field(default_factory=SimReport)
+    errors: list[tuple[SimError, str]] = field(default_factory=list)  # with the PTX they are about
 
     def run(self, function: Simulated, arguments: list[Any]) -> None:
         started = time.perf_counter()
         regions = self.memory.regions([a for a in arguments if isinstance(a, HostTensor)])
-        sim = Simulation(function.programs, regions, order=self.order, seed=self.seed)
+        if self.clock is not None:
+            self.clock.run(function, arguments, regions)
+        sim = Simulation(
+            function.programs, regions, order=self.order, seed=self.seed, limit=self.limit
+        )
 
         def launch(what: Launch) -> None:
             self.launches[what.kernel] = self.launches.get(what.kernel, 0) + 1
-            sim.launch(what)
+            try:
+                sim.launch(what)
+            except SimError as error:  # NOTE: counted, also where the script catches it
+                self.errors.append((error, function.ptx))
+                raise
 
         try:
             function.host(arguments, launch)
         finally:
             sim.report.seconds = time.perf_counter() - started
-            self._add(sim.report)
+            self._add(sim.report, function.ptx)
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.errors or self.report.findings)
 
     def __str__(self) -> str:
-        done, kernels, found = self.report, len(self.launches), len(self.report.findings)
-        advised = len(self.report.advisories)
+        done, kernels, launches = self.report, len(self.launches), sum(self.launches.values())
+        found, advised = len(self.report.findings), len(self.report.advisories)
         more = f", {advised} advisor{'y' if advised == 1 else 'ies'}" if advised else ""
+        names = ", ".join(dict.fromkeys(type(e).__name__ for e, _ in self.errors))
+        ended = f", ended by {names}" if names else ""
         return (
-            f"{done.launches} launch{'es' * (done.launches != 1)} of {kernels} "
+            f"{launches} launch{'es' * (launches != 1)} of {kernels} "
             f"kernel{'s' * (kernels != 1)} in order {self.order}, {done.instructions} "
             f"warp-instructions, {done.seconds:.1f} s, {found or 'no'} "
-            f"finding{'s' * (found != 1)}{more}"
+            f"finding{'s' * (found != 1)}{more}{ended}"
         )
 
-    def _add(self, new: SimReport) -> None:
+    def as_dict(self) -> dict[str, Any]:
+        """What `str` says, and all findings, for programs."""
+        return {
+            "order": self.order,
+            "seed": self.seed,
+            "launches": self.launches,
+            "warp_instructions": self.report.instructions,
+            "seconds": self.report.seconds,
+            "errors": [{"type": type(e).__name__, "report": str(e)} for e, _ in self.errors],
+            "findings": [r.as_dict() for r in folded(self.report.findings)],
+            "advisories": [r.as_dict() for r in folded(self.report.advisories)],
+        }
+
+    def tell(self, with_ptx: bool) -> None:
+        """Everything that was found, to stderr; with the PTX around it if asked for."""
+        for report in (*folded(self.report.findings), *folded(self.report.advisories)):
+            print(f"cutex: {report}", file=sys.stderr)
+            if with_ptx:
+                print(around(self._ptx[report.root], str(report.root)), file=sys.stderr)
+        for error, ptx in self.errors:
+            print(f"cutex: {error}", file=sys.stderr)
+            if with_ptx:
+                print(around(ptx, str(error)), file=sys.stderr)
+
+    def _add(self, new: SimReport, ptx: str) -> None:
         total = self.report
         total.launches += new.launches
         total.ctas += new.ctas
@@ -83,7 +153,10 @@ class Calls:
             for finding in theirs:
                 if (finding.rule, finding.where) not in known:
                     mine.append(finding)
-                    self.tell(finding)
+                    self._ptx[finding] = ptx
+
+    def __post_init__(self) -> None:
+        self._ptx: dict[Finding, str] = {}
 
 
 class Simulated:
@@ -92,6 +165,7 @@ class Simulated:
     def __init__(self, compiled: Any, parameters: list[str], calls: Calls) -> None:
         self.compiled, self.parameters, self.calls = compiled, parameters, calls
         self.host, self.programs = load(compiled, (), "")
+        self.ptx: str = getattr(compiled, "__ptx__", "")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.compiled, name)
@@ -156,7 +230,7 @@ class Compiler:
     def __init__(self, arch: Arch, calls: Calls) -> None:
         self.arch, self.calls = arch, calls
         self.original = BaseDSL._func
-        self.folder = tempfile.TemporaryDirectory()
+        self.folder = plain_folder()
 
     def __call__(self, dsl: Any, body: Any, *arguments: Any, **named: Any) -> Any:
         if ir.Context.current is not None and ir.InsertionPoint.current is not None:
@@ -178,6 +252,7 @@ class Compiler:
         for option in (
             compiler.EnableTVMFFI(True),
             compiler.KeepPTX(True),
+            compiler.KeepCUBIN(True),
             compiler.GenerateLineInfo(True),
             compiler.GPUArch(self.arch.name),
             compiler.DumpDir(self.folder.name),
@@ -270,7 +345,3 @@ def dsl_on_cpu(arch: Arch, calls: Calls) -> Iterator[None]:
         ):  # fmt: skip
             stack.enter_context(patched(target, **values))
         yield
-
-
-def warn(finding: Finding) -> None:
-    print(f"cutex: {finding}", file=sys.stderr)

@@ -9,7 +9,13 @@ import numpy as np
 
 from cutex.sim.errors import BadAddress
 from cutex.sim.machine.batch import Batch
-from cutex.sim.machine.memory import PARAM_WINDOW, SHARED_WINDOW, WINDOWS, window_of
+from cutex.sim.machine.memory import (
+    LOCAL_WINDOW,
+    PARAM_WINDOW,
+    SHARED_WINDOW,
+    WINDOWS,
+    window_of,
+)
 from cutex.sim.ptx.decode import Decoder
 
 SPACES = ("param", "global", "shared", "local", "const")
@@ -90,7 +96,6 @@ class Access:
             at = self._private(where, "local", self.m.local_bytes)
             return self.m.local[where.warps[:, None], where.lanes[:, None], at]
         if space == "param":
-            where = where._replace(addresses=where.addresses & np.uint64(PARAM_WINDOW - 1))
             return self.m.params[self._private(where, "parameter", len(self.m.params))]
         got = self.m.memory.load(where.addresses, self.width, self.refuse(where, "loads"))
         self.m.global_races.load(where.addresses, self.width, where.warps, self.d.ins)
@@ -114,6 +119,7 @@ class Access:
     def _shared(self, where: Lanes, write: bool) -> tuple[np.ndarray, np.ndarray]:
         """All shared memory as words, and the first word of each lane."""
         m = self.m
+        self._in_window(where, "shared", SHARED_WINDOW)
         offsets = where.addresses & np.uint64(SHARED_WINDOW - 1)
         cta, offset = m.grid.shared_location(where.warps, offsets)
         m.check_shared(where.warps, where.lanes, cta, offset, self.width, self.d.ins)
@@ -123,8 +129,26 @@ class Access:
         word = min(self.width, 8)
         return m.smem_words(word), (cta * m.smem_bytes + offset) // word
 
+    def _in_window(self, where: Lanes, what: str, window: int) -> None:
+        """Raises BadAddress for one that is neither an offset nor a generic address of the space.
+
+        NOTE: of shared memory, bits 24 and up name the CTA, which is checked with the offset.
+        """
+        bits = 61 if what == "shared" else 32
+        high = where.addresses >> np.uint64(bits)
+        bad = (high != 0) & (high != np.uint64(window >> bits))
+        if bad.any():
+            k = int(bad.argmax())
+            who = f"{self.m.grid.name_warp(int(where.warps[k]))} lane {where.lanes[k]}"
+            raise BadAddress.at(
+                self.d.ins,
+                f"{who} accesses {self.width} bytes at 0x{int(where.addresses[k]):x}, which is no "
+                f"address of {what} memory",
+            )
+
     def _private(self, where: Lanes, what: str, size: int) -> np.ndarray:
         """(lanes, width) offsets into memory of ``size`` bytes that is not global or shared."""
+        self._in_window(where, what, LOCAL_WINDOW if what == "local" else PARAM_WINDOW)
         at = (where.addresses & np.uint64(0xFFFFFFFF)).astype(np.int64)
         for bad, why in (
             (at + self.width > size, f"past the end of its {size} bytes"),

@@ -39,6 +39,10 @@ def bulk_copy(d: Decoder) -> Execute:
     if "wait_group" in d.mods:
         return _wait_group(d)
     if "prefetch" in d.mods:
+        d.only(*MODS, "prefetch", "im2col")
+        d.address(0, "tensor" in d.mods)
+        if "tensor" not in d.mods:
+            d.src(1, "u32")
         return lambda b: None
     d.only(*MODS)
     to_shared = d.ins.op.split("global")[0].find("shared") >= 0

@@ -10,7 +10,7 @@ import numpy as np
 from cutex.sim.errors import BadOperand
 from cutex.sim.machine.batch import Batch
 from cutex.sim.machine.machine import Machine
-from cutex.sim.machine.memory import SHARED_WINDOW
+from cutex.sim.machine.memory import shared_addresses
 from cutex.sim.ptx.decode import Decoder
 
 MODS = (
@@ -43,9 +43,7 @@ def shared_place(
     misaligned.
     """
     warp = np.array([b.idx[row]])
-    cta, offset = d.m.grid.shared_location(
-        warp, np.array([address & (SHARED_WINDOW - 1)], np.uint64)
-    )
+    cta, offset = d.m.grid.shared_location(warp, shared_addresses(np.array([address], np.uint64)))
     d.m.check_shared(warp, np.array([lane]), cta, offset, 1, d.ins)
     if size:
         d.m.check_shared(warp, np.array([lane]), cta, offset + size - 1, 1, d.ins)

@@ -28,8 +28,10 @@ _CONVERSION = re.compile(
 @instruction("call")
 def call(d: Decoder) -> Execute:
     d.only("uni")
-    name = next((o.name for o in d.ins.operands if isinstance(o, Symbol)), "")
-    results, arguments = d.ins.operands[0], d.ins.operands[-1]
+    if len(d) != 3:
+        raise d.unknown(f"{len(d)} operands")
+    results, called, arguments = d.ins.operands[0:3]
+    name = called.name if isinstance(called, Symbol) else ""
     if name != "vprintf" or not isinstance(results, Vector) or not isinstance(arguments, Vector):
         raise d.unknown(f"a call of {name or 'a function by its address'}")
     reads = [d.read(o, "u64") for o in arguments.items]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cutex.sim.machine.memory import POISON32, SHARED_WINDOW
+from cutex.sim.machine.memory import POISON32, shared_addresses
 from cutex.sim.machine.operation import Engine, Operation, Span
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.parse import Instruction, Reg
@@ -43,8 +43,8 @@ def _try_cancel(d: Decoder) -> Execute:
     everywhere = "multicast" in d.mods
 
     def execute(b: Batch) -> None:
-        targets = to(b) & np.uint64(SHARED_WINDOW - 1)
-        bars = barrier(b) & np.uint64(SHARED_WINDOW - 1)
+        targets = shared_addresses(to(b))
+        bars = shared_addresses(barrier(b))
         rows, lanes = np.nonzero(b.active())
         for row, lane in zip(rows.tolist(), lanes.tolist(), strict=True):
             warp = int(b.idx[row])

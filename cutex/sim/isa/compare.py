@@ -73,7 +73,8 @@ def setp(d: Decoder) -> Execute:
     compare = _comparison(d)
     f = _COMBINE[next((c for c in ("and", "or", "xor") if c in d.mods), None)]
     x, y = _comparands(d)
-    c = d.src(3, "pred") if len(d) > 3 else (lambda b: True)
+    combines = bool({"and", "or", "xor"} & d.mods)
+    c = d.src(3, "pred") if combines else (lambda b: True)
     packed = d.type in PACKED
     first, second = d.pair(0)
     p = d.write(first, "pred")

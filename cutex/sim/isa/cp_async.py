@@ -18,7 +18,7 @@ from cutex.sim.isa.sync import BarrierOperand
 from cutex.sim.machine.async_copies import Part
 from cutex.sim.machine.batch import RETRY, Batch
 from cutex.sim.machine.machine import Machine
-from cutex.sim.machine.memory import SHARED_WINDOW
+from cutex.sim.machine.memory import shared_addresses
 from cutex.sim.machine.operation import WORD
 from cutex.sim.machine.waits import Wait
 from cutex.sim.ptx.decode import Decoder, Execute
@@ -60,7 +60,7 @@ class _Copy:
         m, to, source = self.m, self.to.lanes(b), self.source.lanes(b)
         if not len(to.addresses):
             return
-        cta, offset = m.grid.shared_location(to.warps, to.addresses & np.uint64(SHARED_WINDOW - 1))
+        cta, offset = m.grid.shared_location(to.warps, shared_addresses(to.addresses))
         m.check_shared(to.warps, to.lanes, cta, offset, self.size, self.ins)
         sizes = self._sizes(b)
         for warp in np.unique(to.warps).tolist():

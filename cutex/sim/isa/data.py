@@ -10,7 +10,7 @@ from cutex.sim.isa.access import SPACES, Access
 from cutex.sim.machine.batch import Batch
 from cutex.sim.machine.memory import LOCAL_WINDOW, SHARED_WINDOW, WINDOWS, window_of
 from cutex.sim.ptx.decode import TYPES, Decoder, Execute, instruction
-from cutex.sim.ptx.parse import WIDTH, Operand, Reg, Vector
+from cutex.sim.ptx.parse import WIDTH, Address, Operand, Reg, Vector
 
 HINTS = {
     "nc", "weak", "relaxed", "acquire", "release", "volatile", "cta", "cluster", "gpu", "sys", "L1",
@@ -33,7 +33,7 @@ def mov(d: Decoder) -> Execute:
 
 def _mov_128(d: Decoder) -> Execute:
     """Between a 128-bit register and another, or two of 64 bits."""
-    halves = [_halves(d, o) for o in d.ins.operands]
+    halves = [_halves(d, o) for o in d.ins.operands[:2]]
 
     def execute(b: Batch) -> None:
         for (_, write), (read, _) in zip(halves[0], halves[1], strict=True):
@@ -104,7 +104,10 @@ def vector_length(d: Decoder) -> int:
 def elements(d: Decoder, k: int, count: int) -> tuple[Operand, ...]:
     """The items of a vector operand; a single operand is its own item."""
     operand = d.ins.operands[k]
-    return operand.items if count > 1 and isinstance(operand, Vector) else (operand,)
+    items = operand.items if isinstance(operand, Vector) else (operand,)
+    if len(items) != count or isinstance(operand, Vector) != (count > 1):
+        raise d.unknown(f"{len(items)} registers, and {count} are wanted")
+    return items
 
 
 @instruction("ld", "ldu")
@@ -162,5 +165,8 @@ def cache_control(d: Decoder) -> Execute:
     """9.7.9.15 and on: no effect on values."""
     if d.ins.name == "createpolicy":
         write = d.dst(0, "b64")
+        d.ins.operands[1:]
         return lambda b: write(b, np.uint64(0))
+    d.address(0, isinstance(d.ins.operands[0], Address) and d.ins.operands[0].coords is not None)
+    d.ins.operands[1:]
     return lambda b: None

@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 
 from cutex.sim.isa.access import Access
-from cutex.sim.isa.data import elements
 from cutex.sim.isa.sync import require_whole_warp
 from cutex.sim.machine.batch import Batch
-from cutex.sim.machine.memory import SHARED_WINDOW
+from cutex.sim.machine.memory import shared_addresses
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
+from cutex.sim.ptx.parse import Operand, Vector
 
 
 class _Matrices:
@@ -32,6 +32,14 @@ class _Matrices:
             raise d.unknown()
         self.access = Access(d, operand, 16)
 
+    def registers(self, k: int, count: int) -> tuple[Operand, ...]:
+        """The registers of the vector operand ``k``, of which there must be ``count``."""
+        operand = self.d.ins.operands[k]
+        items = operand.items if isinstance(operand, Vector) else ()
+        if len(items) != count:
+            raise self.d.unknown(f"{len(items)} registers, and {count} are wanted")
+        return items
+
     def rows(self, b: Batch) -> Batch:
         """The warps of the batch that take part, whole."""
         require_whole_warp(self.d, b)
@@ -42,7 +50,7 @@ class _Matrices:
         n, m = self.lanes, self.d.m
         addresses = np.broadcast_to(self.access.address(b), (b.n, 32))[:, :n]
         warps, lanes = np.repeat(b.idx, n), np.tile(np.arange(n), b.n)
-        own = addresses.reshape(-1) & np.uint64(SHARED_WINDOW - 1)
+        own = shared_addresses(addresses.reshape(-1))
         cta, offset = m.grid.shared_location(warps, own)
         m.check_shared(warps, lanes, cta, offset, 16, self.d.ins)
         self.access.observe(warps, cta, offset, 16, write)
@@ -64,7 +72,8 @@ def ldmatrix(d: Decoder) -> Execute:
     t/4 in one register, t/4 + 8 in the next.
     """
     matrices = _Matrices(d, 1, "m16n16")
-    writes = [d.write(t, "b32") for t in elements(d, 0, 4)]
+    registers = matrices.count * (2 if matrices.narrow else 1)
+    writes = [d.write(t, "b32") for t in matrices.registers(0, registers)]
 
     def execute(b: Batch) -> None:
         b = matrices.rows(b)
@@ -87,7 +96,7 @@ def ldmatrix(d: Decoder) -> Execute:
 def stmatrix(d: Decoder) -> Execute:
     """The inverse of ldmatrix, for 8-bit elements of 16x8 matrices: of the rows 2(t%4)+{0,1}."""
     matrices = _Matrices(d, 0, "m16n8")
-    reads = [d.read(s, "b32") for s in elements(d, 1, 4)]
+    reads = [d.read(s, "b32") for s in matrices.registers(1, matrices.count)]
 
     def execute(b: Batch) -> None:
         b = matrices.rows(b)

@@ -47,7 +47,10 @@ def mma(d: Decoder) -> Execute:
     if k not in _K[size] or ITEMSIZE[b_kind] != size or kinds[3] != out:
         raise d.unknown("types or K")
     per, saturate = 4 // size, "satfinite" in d.mods
-    vectors = [v.items for v in d.ins.operands if isinstance(v, Vector)]
+    vectors = [v.items for v in d.ins.operands[:4] if isinstance(v, Vector)]
+    count = 2 if out == "f16" else 4  # registers of C and D
+    if [len(v) for v in vectors] != [count, k // (2 * per), k // (4 * per), count]:
+        raise d.unknown("the registers of its operands")
     a_reads, b_reads, c_reads = ([d.read(o, "b32") for o in items] for items in vectors[1:])
     writes = [d.write(o, "b32") for o in vectors[0]]
 

@@ -11,7 +11,7 @@ import numpy as np
 from cutex.sim.errors import BadOperand
 from cutex.sim.isa.atomics import combine
 from cutex.sim.machine.batch import Batch
-from cutex.sim.machine.memory import SHARED_WINDOW
+from cutex.sim.machine.memory import shared_addresses
 from cutex.sim.machine.operation import Engine, Operation, Span
 from cutex.sim.ptx.decode import TYPES, Decoder, Execute, Read, instruction
 from cutex.sim.ptx.parse import WIDTH, Vector
@@ -61,7 +61,7 @@ def _remote(d: Decoder, reduction: str | None) -> Execute:
         warps = b.idx[rows]
 
         def located(address: Read, width: int) -> list[tuple[int, int]]:
-            at = np.broadcast_to(address(b), (b.n, 32))[rows, lanes] & np.uint64(SHARED_WINDOW - 1)
+            at = shared_addresses(np.broadcast_to(address(b), (b.n, 32))[rows, lanes])
             cta, offset = m.grid.shared_location(warps, at)
             m.check_shared(warps, lanes, cta, offset, width, ins)
             return list(zip(cta.tolist(), offset.tolist(), strict=True))

@@ -12,7 +12,7 @@ from cutex.sim.errors import BarrierMisuse
 from cutex.sim.machine.batch import ARRIVED, RETRY, Batch
 from cutex.sim.machine.machine import Machine, RegisterPool
 from cutex.sim.machine.mbarrier import Made
-from cutex.sim.machine.memory import SHARED_WINDOW
+from cutex.sim.machine.memory import SHARED_WINDOW, shared_addresses
 from cutex.sim.machine.waits import PassedWait, Wait
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.parse import Address
@@ -199,6 +199,8 @@ def fence(d: Decoder) -> Execute:
 def _fence_map(d: Decoder) -> Execute:
     """Makes changes of one tensor map known to the TMA operations of this CTA that follow."""
     m, address = d.m, d.address(0)
+    if d.immediate(1) != 128:
+        raise d.unknown(f"{d.immediate(1)} bytes")
 
     def execute(b: Batch) -> None:
         addresses = np.broadcast_to(address(b), (b.n, 32))
@@ -223,6 +225,7 @@ def griddepcontrol(d: Decoder) -> Execute:
 @instruction("nanosleep", "pmevent")
 def nanosleep(d: Decoder) -> Execute:
     """9.7.19"""
+    d.src(0, "u32")
     return lambda b: None
 
 
@@ -231,7 +234,8 @@ def setmaxnreg(d: Decoder) -> Execute:
     """9.7.19.5: .inc waits until the CTA's pool has the registers that .dec gave back.
 
     A CTA starts with 65536 / threads registers per thread, rounded down to 8, as ptxas allots with
-    one CTA per SM.
+    one CTA per SM. What the rounding leaves is not in its pool: on an H200 four warpgroups that ask
+    for 120 hang where one gave back all but 24 of its 96, though 65536 would do.
     """
     d.only("inc", "dec", "sync", "aligned")
     wanted, m, ins = d.immediate(0), d.m, d.ins
@@ -245,9 +249,7 @@ def setmaxnreg(d: Decoder) -> Execute:
         for row in np.nonzero(b.any_active())[0]:
             warp = int(b.idx[row])
             cta = int(m.grid.warp_cta[warp])
-            pool = m.register_pools.setdefault(
-                cta, RegisterPool(65536 - start * 32 * m.grid.warps_per_cta)
-            )
+            pool = m.register_pools.setdefault(cta, RegisterPool())
             need = 32 * (wanted - pool.held.get(warp, start))
             if need > pool.free:
                 out[row] = RETRY
@@ -281,7 +283,7 @@ class BarrierOperand:
         """For each warp, its row and groups of lanes that name the same barrier and value: (lanes,
         cta, offset).
         """
-        addresses = np.broadcast_to(self.address(b), (b.n, 32)) & np.uint64(SHARED_WINDOW - 1)
+        addresses = shared_addresses(np.broadcast_to(self.address(b), (b.n, 32)))
         active, first, row = b.active(), b.first_lane(), np.arange(b.n)
         lead, value = addresses[row, first], values[row, first]
         same = ((addresses == lead[:, None]) & (values == value[:, None])) | ~active
@@ -303,7 +305,7 @@ class BarrierOperand:
             yield r, found
 
     def each(self, b: Batch) -> Iterator[tuple[int, int, int, int]]:
-        addresses = np.broadcast_to(self.address(b), (b.n, 32)) & np.uint64(SHARED_WINDOW - 1)
+        addresses = shared_addresses(np.broadcast_to(self.address(b), (b.n, 32)))
         rows, lanes = np.nonzero(b.active())
         if not len(rows):
             return
@@ -354,7 +356,7 @@ def mbarrier_arrive(d: Decoder) -> Execute:
     """9.7.13.15.13, 9.7.13.15.14: .expect_tx raises the tx-count first, then arrives once."""
     d.only(*_MBARRIER_MODS)
     operands = d.ins.operands
-    at = next(i for i, o in enumerate(operands) if isinstance(o, Address))
+    at = next((i for i, o in enumerate(operands) if isinstance(o, Address)), 0)
     barrier = BarrierOperand(d, at)
     amount = d.src(at + 1, "u32") if len(operands) > at + 1 else None
     state = d.dst(0, "b64") if at == 1 else None
@@ -413,6 +415,8 @@ def mbarrier_wait(d: Decoder) -> Execute:
     by_parity = "parity" in d.mods
     expected = d.src(2, "u32" if by_parity else "b64")
     may_sleep = d.parts[1] == "try_wait"
+    if may_sleep and len(d) == 4:
+        d.src(3, "u32")  # how long it may sleep, in nanoseconds
     m, ins = d.m, d.ins
 
     def passed(phases: int, value: int) -> bool:

@@ -19,12 +19,12 @@ from cutex.sim.hazards.lifetimes import RemoteUse
 from cutex.sim.isa.sync import require_whole_warp
 from cutex.sim.machine.batch import RETRY, Batch
 from cutex.sim.machine.machine import Machine
-from cutex.sim.machine.memory import SHARED_WINDOW, as_bytes
+from cutex.sim.machine.memory import as_bytes, shared_addresses
 from cutex.sim.machine.operation import Engine, Operation, Place, Rectangle, Span
 from cutex.sim.machine.tmem import COLUMNS
 from cutex.sim.machine.waits import Wait
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
-from cutex.sim.ptx.parse import Address, Imm, Instruction, Vector
+from cutex.sim.ptx.parse import Address, Instruction, Operand, Vector
 
 
 @instruction("tcgen05.wait")
@@ -151,7 +151,7 @@ def alloc(d: Decoder) -> Execute:
     def execute(b: Batch) -> np.ndarray | None:
         require_whole_warp(d, b)
         out = np.zeros(b.n, np.int8)
-        counts, where = b.one(columns(b)), b.one(address(b)) & np.uint64(SHARED_WINDOW - 1)
+        counts, where = b.one(columns(b)), shared_addresses(b.one(address(b)))
         for row in np.nonzero(b.any_active())[0].tolist():
             warp, n = int(b.idx[row]), int(counts[row])
             cta = int(m.grid.warp_cta[warp])
@@ -260,7 +260,8 @@ class _TmemAccess:
         self.shape = next(s for s in _SHAPES if s in d.mods)
         repeats = next(int(p[1:]) for p in d.parts if p[0] == "x" and p[1:].isdigit())
         self.packed = "16b" in d.mods
-        split = next((int(o.value) for o in d.ins.operands if isinstance(o, Imm)), 0)
+        # 16x32bx2 alone has an immediate, behind the address
+        split = d.immediate(address + 1) if self.shape == "16x32bx2" else 0
         self.lanes, self.columns = fragment(self.shape, repeats)
         if self.packed:
             # NOTE: the shape says where 16-bit elements lie in registers, one per column: the two
@@ -273,6 +274,15 @@ class _TmemAccess:
         self.address = (
             d.address(address) if isinstance(operand, Address) else d.read(operand, "u32")
         )
+
+    def registers(self, k: int) -> tuple[Operand, ...]:
+        """The registers that operand ``k`` names, one for each of the fragment."""
+        operand = self.d.ins.operands[k]
+        items = operand.items if isinstance(operand, Vector) else (operand,)
+        wanted = len(self.columns) // (2 if self.packed else 1)
+        if len(items) != wanted:
+            raise self.d.unknown(f"{len(items)} registers, and {wanted} are wanted")
+        return items
 
     def places(self, b: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Rows of the batch that take part, and cta, lane, column of every register: (rows,
@@ -339,9 +349,7 @@ class _TmemAccess:
 def ld(d: Decoder) -> Execute:
     """9.7.16.8.1: each warp reads its quarter of the lanes."""
     access = _TmemAccess(d, 1)
-    operand = d.ins.operands[0]
-    targets = operand.items if isinstance(operand, Vector) else (operand,)
-    writes = [d.write(t, "b32") for t in targets]
+    writes = [d.write(t, "b32") for t in access.registers(0)]
 
     def execute(b: Batch) -> None:
         rows, cta, lane, column = access.places(b)
@@ -362,9 +370,7 @@ def ld(d: Decoder) -> Execute:
 def st(d: Decoder) -> Execute:
     """9.7.16.8.2"""
     access = _TmemAccess(d, 0)
-    operand = d.ins.operands[-1]
-    sources = operand.items if isinstance(operand, Vector) else (operand,)
-    reads = [d.read(s, "b32") for s in sources]
+    reads = [d.read(s, "b32") for s in access.registers(len(d) - 1)]
 
     def execute(b: Batch) -> None:
         rows, cta, lane, column = access.places(b)
@@ -405,7 +411,7 @@ def commit(d: Decoder) -> Execute:
     mask = d.src(1, "u16") if "multicast" in d.mods else None
 
     def execute(b: Batch) -> None:
-        a = address(b) & np.uint64(SHARED_WINDOW - 1)
+        a = shared_addresses(address(b))
         masks = np.broadcast_to(mask(b), (b.n, 32)) if mask else None
         rows, lanes = np.nonzero(b.active())
         for row, lane in zip(rows.tolist(), lanes.tolist(), strict=True):

@@ -55,7 +55,7 @@ def read_map(d: Decoder, warp: int, address: int) -> TensorMap:
 def tensor_load(d: Decoder) -> Execute:
     """Global to shared, completing on an mbarrier with the bytes of the whole box."""
     m, ins = d.m, d.ins
-    to, tmap_at, barrier = Value(d.address(0)), Value(d.address(1)), Value(d.address(2))
+    to, tmap_at, barrier = Value(d.address(0)), Value(d.address(1, True)), Value(d.address(2))
     coordinates = [Value(c) for c in d.coordinates(1)]
     multicast = multicast_mask(d)
     pair = "cta_group::2" in ins.op
@@ -186,7 +186,7 @@ _KINDS = {  # of a tensor map's elements, for reductions
 def tensor_store(d: Decoder, combine: str | None) -> Execute:
     """Shared to global; elements outside the tensor are not written."""
     m, ins = d.m, d.ins
-    tmap_at, frm = Value(d.address(0)), Value(d.address(1))
+    tmap_at, frm = Value(d.address(0, True)), Value(d.address(1))
     coordinates = [Value(c) for c in d.coordinates(0)]
 
     def execute(b: Batch) -> None:

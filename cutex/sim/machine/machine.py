@@ -45,7 +45,7 @@ _POISON = {1: True, 16: POISON16, 32: POISON32, 64: POISON64, 128: POISON64}  # 
 class RegisterPool:
     """Registers of a CTA that setmaxnreg moves: free ones, and per thread of each warp."""
 
-    free: int
+    free: int = 0
     held: dict[int, int] = field(default_factory=dict)
 
 

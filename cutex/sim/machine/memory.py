@@ -49,11 +49,12 @@ class Region:
 
     def holds(self, offsets: np.ndarray, size: int) -> np.ndarray:
         """(n,) whether every byte of ``size`` at each offset belongs to the tensor."""
-        inside = offsets + size <= len(self.data)
+        inside = (offsets >= 0) & (offsets <= len(self.data) - size)
         if self.valid is None:
             return inside
         last = len(self.data) - 1
-        return inside & self.valid[np.minimum(offsets[:, None] + np.arange(size), last)].all(1)
+        at = np.clip(offsets[:, None] + np.arange(size), 0, last)
+        return inside & self.valid[at].all(1)
 
 
 class GlobalMemory:
@@ -94,6 +95,8 @@ class GlobalMemory:
         self.add(Region(tensor.name, base, data, valid, f"{tensor.name} ({shape} {tensor.dtype})"))
 
     def find(self, address: int) -> Region | None:
+        if not 0 <= address < 1 << 64:
+            return None
         i = int(np.searchsorted(self._bases, np.uint64(address), side="right")) - 1
         if i >= 0 and address < self.regions[i].end:
             return self.regions[i]
@@ -193,6 +196,16 @@ def window_of(addresses: np.ndarray) -> np.ndarray:
     high = addresses >> np.uint64(32)
     places = (PARAM_WINDOW, SHARED_WINDOW, LOCAL_WINDOW)
     return sum((high == np.uint64(w >> 32)) * (i + 1) for i, w in enumerate(places))
+
+
+def shared_addresses(addresses: np.ndarray) -> np.ndarray:
+    """Shared addresses, generic or not, as offsets: CTA in bits 24 and up, then its byte.
+
+    One that is neither names a CTA that no cluster has, so that it is found out of bounds.
+    """
+    window = addresses >> np.uint64(61)
+    offsets = addresses & np.uint64(SHARED_WINDOW - 1)
+    return np.where(window <= 1, offsets, np.uint64(SHARED_WINDOW - 1))
 
 
 def as_bytes(words: np.ndarray) -> np.ndarray:

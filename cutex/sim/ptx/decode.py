@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cutex.sim.errors import UnknownInstruction
+from cutex.sim.errors import SimError, UnknownInstruction
 from cutex.sim.machine.memory import MODULE_WINDOW, PARAM_WINDOW
+from cutex.sim.ptx.forms import has_form, misfit
 from cutex.sim.ptx.parse import (
     WIDTH,
     Address,
@@ -54,6 +55,8 @@ UNSIGNED: dict[int, Any] = {
     128: np.uint64,
 }
 
+WIDER = ("ld", "st", "cvt")  # whose registers may be wider than their types (PTX ISA 9.4.1)
+
 _DEFINITIONS: dict[str, Callable[[Decoder], Execute]] = {}
 
 
@@ -73,6 +76,14 @@ def instruction(
     return register
 
 
+_MISSING = {
+    IndexError: "an operand is missing",
+    StopIteration: "a modifier is missing",
+    KeyError: "a modifier or a type is missing",
+    AssertionError: "a part of it is missing",
+}
+
+
 def decode(ins: Instruction, machine: Machine) -> Execute:
     """The function that executes ``ins``. Raises UnknownInstruction, naming the instruction and its
     line.
@@ -83,7 +94,18 @@ def decode(ins: Instruction, machine: Machine) -> Execute:
         raise UnknownInstruction(
             f"unknown instruction {ins.op}: the simulator does not define it\n    at {ins.where()}"
         )
-    return define(Decoder(ins, machine))
+    d = Decoder(ins, machine)
+    if wrong := misfit(ins):
+        raise d.unknown(wrong)
+    d.checked = has_form(ins)
+    try:
+        execute = define(d)
+        d.account()
+    except SimError:
+        raise
+    except Exception as error:  # NOTE: PTX that no definition foresaw is no crash of the simulator
+        raise d.unknown(_MISSING.get(type(error)) or f"{type(error).__name__}: {error}") from error
+    return execute
 
 
 class Decoder:
@@ -93,7 +115,20 @@ class Decoder:
         self.ins, self.m = ins, machine
         self.parts = ins.parts
         self.mods = frozenset(ins.parts[1:])
-        self.type = next((p for p in reversed(ins.parts) if p in WIDTH), "b32")
+        self.types = [p for p in ins.parts[1:] if p in WIDTH]
+        self.checked = False  # whether the definition has said which modifiers it knows
+        ins.operands.asked.clear()
+
+    @property
+    def type(self) -> str:
+        """The last type that the instruction names."""
+        if not self.types:
+            raise self.unknown("it names no type")
+        return self.types[-1]
+
+    @type.setter
+    def type(self, kind: str) -> None:
+        self.types = [kind]
 
     def unknown(self, why: str = "") -> UnknownInstruction:
         detail = f" ({why})" if why else ""
@@ -106,9 +141,20 @@ class Decoder:
         """Raises for a modifier that this definition does not know: a wrong result is worse than an
         error.
         """
-        extra = self.mods - set(allowed) - set(WIDTH)
-        if extra:
-            raise self.unknown(f"modifier .{sorted(extra)[0]}")
+        self.checked = True
+        for part in self.ins.parts[1:]:
+            if part not in allowed and part not in WIDTH:
+                raise self.unknown(f"modifier .{part}")
+
+    def account(self) -> None:
+        """Raises for a modifier or an operand that the definition has not looked at."""
+        if not self.checked:
+            self.only()
+        if "cache_hint" in self.mods:
+            self.src(len(self) - 1, "b64")  # the policy, which changes no value
+        for k, operand in enumerate(self.ins.operands):
+            if k not in self.ins.operands.asked:
+                raise self.unknown(f"operand {k + 1}, {operand}")
 
     def __len__(self) -> int:
         return len(self.ins.operands)
@@ -129,6 +175,8 @@ class Decoder:
             plain = self._read_register(operand.reg, 1, bool)
             return lambda b: ~plain(b)
         if isinstance(operand, Imm):
+            if not _may_be(operand, kind, bits, self.types):
+                raise self.unknown(f"the constant {operand.value}")
             value = _immediate(operand.value, bits, dtype)
             return lambda b: value
         if isinstance(operand, Special):
@@ -145,10 +193,10 @@ class Decoder:
             if array.dtype == dtype:
                 return lambda b: array[b.sel]
             return lambda b: array[b.sel].view(dtype)
-        if reg.bank > bits:
+        if reg.bank > bits and (bits == 8 or self.ins.name in WIDER):
             narrow = UNSIGNED[bits]
             return lambda b: array[b.sel].astype(narrow).view(dtype)
-        raise self.unknown(f"{reg.name} is narrower than .{self.type}")
+        raise self.unknown(f"{reg.name} has {reg.bank} bits, and {bits} are wanted")
 
     def _special(self, operand: Special, dtype: Any) -> Read:
         read = _SPECIAL.get(operand.name.removeprefix("%"))
@@ -176,7 +224,7 @@ class Decoder:
 
     def _pack(self, operand: Vector, kind: str) -> Read:
         """``{lo, hi}`` read as one wider value (mov.b64 %rd, {%r0, %r1})."""
-        part = WIDTH[kind] // len(operand.items)
+        part = self._part(operand, kind)
         reads = [self.read(o, f"b{part}") for o in operand.items]
         wide = UNSIGNED[WIDTH[kind]]
 
@@ -205,8 +253,9 @@ class Decoder:
         unsigned = UNSIGNED[WIDTH[kind]]
         signed = TYPES[kind] in (np.int8, np.int16, np.int32, np.int64)
         wide = operand.bank > WIDTH[kind]
-        if operand.bank < WIDTH[kind] and kind != "b128":
-            raise self.unknown(f"{operand.name} is narrower than .{kind}")
+        fits = not wide or WIDTH[kind] == 8 or self.ins.name in WIDER
+        if not fits or (operand.bank < WIDTH[kind] and kind != "b128"):
+            raise self.unknown(f"{operand.name} has {operand.bank} bits, and .{kind} is written")
 
         def write(b: Batch, v: Any) -> None:
             v = np.asarray(v)
@@ -227,8 +276,15 @@ class Decoder:
 
         return write
 
+    def _part(self, operand: Vector, kind: str) -> int:
+        """The bits of each item of a vector that is one value of ``kind``."""
+        count = len(operand.items)
+        if count not in (2, 4, 8) or WIDTH[kind] // count not in (8, 16, 32, 64):
+            raise self.unknown(f"{count} items in a .{kind}")
+        return WIDTH[kind] // count
+
     def _unpack(self, operand: Vector, kind: str) -> Write:
-        part = WIDTH[kind] // len(operand.items)
+        part = self._part(operand, kind)
         writes = [self.write(o, f"b{part}") for o in operand.items]
         narrow = UNSIGNED[part]
         wide = UNSIGNED[WIDTH[kind]]
@@ -257,12 +313,14 @@ class Decoder:
 
     # -- addresses ---------------------------------------------------------------------------------
 
-    def address(self, k: int) -> Read:
-        """(n, 32) uint64 of ``[base+offset]``; 32-bit bases are zero-extended."""
+    def address(self, k: int, coordinates: bool = False) -> Read:
+        """(n, 32) uint64 of ``[base+offset]``; 32-bit bases are zero-extended. With
+        ``coordinates``, they stand in the bracket as well.
+        """
         operand = self.ins.operands[k]
-        if not isinstance(operand, Address):
+        if not isinstance(operand, Address) or coordinates == (operand.coords is None):
             raise self.unknown("address expected")
-        base, offset = operand.base, np.int64(operand.offset)
+        base, offset = operand.base, np.uint64(operand.offset & 0xFFFFFFFFFFFFFFFF).astype(np.int64)
         if isinstance(base, Reg):
             array = self.m.registers[base.bank][base.index]
 
@@ -280,8 +338,18 @@ class Decoder:
 
     def coordinates(self, k: int) -> list[Read]:
         operand = self.ins.operands[k]
-        assert isinstance(operand, Address) and operand.coords is not None
+        if not isinstance(operand, Address) or operand.coords is None:
+            raise self.unknown("coordinates expected")
         return [self.read(c, "s32") for c in operand.coords]
+
+
+def _may_be(constant: Imm, kind: str, bits: int, types: list[str]) -> bool:
+    """Whether a constant may stand where ``kind`` is read: one of floats only among floats."""
+    if not constant.bits and not isinstance(constant.value, float):
+        return True
+    if constant.bits not in (0, bits) or any(t[0] in "us" for t in (kind, *types)):
+        return False
+    return bool(constant.bits) or any(t in ("f16", "f32", "f64") for t in (kind, *types))
 
 
 def _immediate(value: int | float, bits: int, dtype: Any) -> Any:

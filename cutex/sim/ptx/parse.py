@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple, SupportsIndex, overload
 
-from cutex.sim.errors import UnknownInstruction
-
-WIDTH = {  # bits of a fundamental type (PTX ISA 5.2.1)
-    "pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16,
-    "b32": 32, "u32": 32, "s32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32, "tf32": 32,
-    "b64": 64, "u64": 64, "s64": 64, "f64": 64, "f32x2": 64, "b128": 128,
-}  # fmt: skip
+from cutex.sim.ptx.declarations import (
+    SPACES,
+    WIDTH,
+    Param,
+    Variable,
+    integer,
+    line_at,
+    module_variables,
+    parameters,
+    split_operands,
+    unreadable,
+    variable,
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,7 @@ class Reg:
 @dataclass(frozen=True)
 class Imm:
     value: int | float
+    bits: int = 0  # of a float written as its bits: 0f... 32, 0d... 64
 
 
 @dataclass(frozen=True)
@@ -76,18 +85,48 @@ class Sink:
     pass
 
 
+BRANCHES = ("bra", "ret", "exit", "trap")  # what the scheduler itself executes
+
 Operand = Reg | Imm | Special | Symbol | Address | Vector | Pair | Not | Sink
+
+
+class Source(NamedTuple):
+    """A place in the DSL program, as .loc gives it; the column counts from 1, 0 if unknown."""
+
+    file: str
+    line: int
+    column: int
+
+
+class Operands(list[Operand]):
+    """The operands of an instruction, which know which of them a definition has looked at.
+
+    What nobody looked at is not understood: see `Decoder.account`.
+    """
+
+    def __init__(self, operands: Iterable[Operand] = ()) -> None:
+        super().__init__(operands)
+        self.asked: set[int] = set()
+
+    @overload
+    def __getitem__(self, k: SupportsIndex) -> Operand: ...
+    @overload
+    def __getitem__(self, k: slice) -> list[Operand]: ...
+    def __getitem__(self, k: SupportsIndex | slice) -> Operand | list[Operand]:
+        which = range(len(self))[k]
+        self.asked.update(which if isinstance(which, range) else (which,))
+        return super().__getitem__(k)
 
 
 @dataclass
 class Instruction:
     op: str  # "add.s32"
-    operands: list[Operand]
+    operands: Operands
     guard: Reg | None  # @%p
     negated: bool  # @!%p
     line: int  # in the PTX text, from 1
     text: str
-    source: tuple[str, int] | None = None  # (file, line) of the DSL program
+    source: Source | None = None  # of the DSL program
     target: int = 0  # of a branch: index into Program.code
     parts: tuple[str, ...] = ()
 
@@ -101,7 +140,7 @@ class Instruction:
     def where(self) -> str:
         """One line for reports: the PTX line and its text, and the Python line if known."""
         text = self.text if len(self.text) <= 110 else self.text[:107] + "..."
-        source = f" ({self.source_line()})" if self.source else ""
+        source = f" ({self.source_line()}:{self.source.column})" if self.source else ""
         return f"PTX line {self.line}: {text}{source}"
 
     def source_line(self) -> str:
@@ -110,26 +149,8 @@ class Instruction:
         """
         if self.source is None:
             return f"PTX line {self.line}"
-        path, line = self.source
         here = os.getcwd() + os.sep
-        return f"{path.removeprefix(here)}:{line}"
-
-
-@dataclass
-class Param:
-    name: str
-    size: int
-    align: int
-    offset: int = 0  # in the parameter space
-
-
-@dataclass
-class Variable:
-    name: str
-    size: int  # bytes; 0 for the dynamic part (``extern ...[]``)
-    align: int
-    space: str  # "shared", "global", "const", "local"
-    init: bytes | None = None
+        return f"{self.source.file.removeprefix(here)}:{self.source.line}"
 
 
 @dataclass
@@ -145,26 +166,51 @@ class Program:
     labels: dict[str, int] = field(default_factory=dict)
 
 
-_STATEMENT = re.compile(r"\s*(?:@(!?)([\w$%.]+)\s+)?([\w.:]+)\s*(.*)", re.S)
-_FLOAT = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?$")
-_INT = re.compile(r"[+-]?(0[xX][0-9a-fA-F]+|\d+)U?$")
+_STATEMENT = re.compile(
+    r"(?:@(!?)([\w$%.]+)\s+)?([a-z]\w*(?:(?:\.|::)\w+)*)(?:\s+(.*)|(?=\()(.*))?", re.S
+)
+_FLOAT = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
+
+
+def _without_comments(text: str) -> str:
+    """The same text with blanks for comments, and for .loc within inline assembly.
+
+    NOTE: there the DSL counts lines on from the one at which the assembly stands, which is the one
+    that is meant.
+    """
+    inline = False
+    lines = []
+    for line in text.split("\n"):
+        if "// begin inline asm" in line:
+            inline = True
+        elif "// end inline asm" in line:
+            inline = False
+        lines.append("" if inline and line.lstrip().startswith(".loc") else line)
+    return _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), "\n".join(lines))
 
 
 def parse(text: str) -> dict[str, Program]:
-    """Every ``.entry`` of a PTX module, by name."""
-    text = text.rstrip("\0")
+    """Every ``.entry`` of a PTX module, by name. Raises UnknownInstruction, with the line, for what
+    is no PTX that the simulator knows.
+    """
+    text = _without_comments(text.rstrip("\0"))
     target = re.search(r"\.target\s+(\w+)", text)
     files = {int(n): path for n, path in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.M)}
-    module = _module_variables(text)
+    module = module_variables(text)
     programs = {}
     for entry in re.finditer(r"\.entry\s+([\w$]+)\s*(\()?", text):
-        body_at = text.index(
-            "{", _skip_parens(text, entry.end() - 1) if entry.group(2) else entry.end()
-        )
+        began = line_at(text, entry.start())
+        closed = text.find(")", entry.end()) if entry.group(2) else entry.end()
+        body_at = text.find("{", closed)
+        if closed < 0 or body_at < 0:
+            raise unreadable(began, entry.group(), "the kernel has no body")
         header = text[entry.start() : body_at]
+        if entry.group(1) in programs:
+            raise unreadable(began, entry.group(), "a second kernel of that name")
         reader = _Body(text, body_at, files, dict(module))
-        params, size = _params(header)
-        threads = re.search(r"\.(?:reqntid|maxntid)\s+([\d,\s]+)", header)
+        params, size = parameters(header, began)
+        threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+(?:\s*,\s*\d+)*)", header)
         limit = None
         if threads:
             limit = 1
@@ -178,73 +224,6 @@ def parse(text: str) -> dict[str, Program]:
     return programs
 
 
-def _skip_parens(text: str, at: int) -> int:
-    return text.index(")", at) + 1
-
-
-_PARAM = re.compile(
-    r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\b[^,\n]*?\s)?"
-    r"([\w$]+)(?:\[(\d+)\])?\s*(?=,|\n|\))"
-)
-
-
-def _params(header: str) -> tuple[list[Param], int]:
-    params, offset = [], 0
-    for align, kind, name, count in _PARAM.findall(header):
-        unit = WIDTH[kind] // 8
-        size = unit * int(count or 1)
-        align_bytes = int(align or unit)
-        offset = -(-offset // align_bytes) * align_bytes
-        params.append(Param(name, size, align_bytes, offset))
-        offset += size
-    return params, offset
-
-
-_VARIABLE = re.compile(
-    r"^\s*(?:\.(?:extern|visible|weak)\s+)*\.(shared|global|const|local)\s+(?:\.align\s+(\d+)\s+)?"
-    r"(?:\.attribute\([^)]*\)\s*)?\.(\w+)\s+([\w$]+)(?:\[(\d*)\])?\s*(?:=\s*(.*))?$",
-    re.S,
-)
-
-
-def _variable(statement: str) -> Variable | None:
-    m = _VARIABLE.match(statement)
-    if not m:
-        return None
-    space, align, kind, name, count, init = m.groups()
-    unit = WIDTH[kind] // 8
-    size = 0 if count == "" else unit * int(count or 1)
-    data = None
-    if init:
-        values = [int(v, 0) for v in re.findall(r"-?0[xX][0-9a-fA-F]+|-?\d+", init)]
-        data = b"".join((v & ((1 << (8 * unit)) - 1)).to_bytes(unit, "little") for v in values)
-        data = data.ljust(size, b"\0")
-    return Variable(name, size, int(align or unit), space, data)
-
-
-def _module_variables(text: str) -> dict[str, Variable]:
-    """Variables declared at module scope (outside every function body)."""
-    found: dict[str, Variable] = {}
-    depth, start = 0, 0
-    clean = re.sub(r"//[^\n]*", lambda m: " " * len(m.group()), text)
-    for at, char in enumerate(clean):
-        if char == "{":
-            depth += 1
-        elif char == "}":
-            depth -= 1
-            if depth == 0 and ";" not in clean[at : at + 3]:
-                start = at + 1
-        elif char == ";" and depth == 0:
-            # NOTE: directives without a semicolon (.version, .target) may stand before the
-            # declaration
-            for piece in re.split(r"\n(?=\s*\.)", clean[start:at]):
-                v = _variable(" ".join(piece.split("\n")).strip())
-                if v:
-                    found[v.name] = v
-            start = at + 1
-    return found
-
-
 class _Body:
     """Reads one function body: statements, scopes, labels; then resolves names."""
 
@@ -256,7 +235,7 @@ class _Body:
         self.declared: list[dict[str, tuple[int, str]]] = [
             {}
         ]  # per scope: name -> (bank, unique name)
-        self.ranges: list[tuple[str, int, int]] = []  # "%r<100>": prefix, count, bank
+        self.ranges: dict[tuple[int, str], tuple[int, int]] = {}  # scope, "%r": count, bank
         self.labels: dict[tuple[int, str], int] = {}
         self.all_labels: dict[str, int] = {}
         self.code: list[Instruction] = []
@@ -268,9 +247,11 @@ class _Body:
     def _read(self, text: str, at: int) -> None:
         line = text.count("\n", 0, at) + 1
         scope, next_scope, piece, began = 0, 1, "", line
-        pending: list[tuple[int, str, int, tuple[str, int] | None]] = []
-        source: tuple[str, int] | None = None
-        while at < len(text):
+        pending: list[tuple[int, str, int, Source | None]] = []
+        source: Source | None = None
+        while True:
+            if at >= len(text):
+                raise unreadable(line, piece or "end of the text", "the body has no closing brace")
             char = text[at]
             if char == "\n":
                 if piece.strip().startswith(".loc"):
@@ -278,9 +259,6 @@ class _Body:
                 elif piece.strip().startswith((".pragma", ".file")) and ";" not in piece:
                     piece = ""
                 line += 1
-            if text.startswith("//", at):
-                at = text.index("\n", at)
-                continue
             blank = not piece.strip()
             if blank and not char.isspace():
                 began = line
@@ -295,62 +273,84 @@ class _Body:
                 scope, piece = self._parents[scope], ""
             elif (
                 char == ":"
-                and text[at + 1] != ":"
+                and text[at + 1 : at + 2] != ":"
                 and text[at - 1] != ":"
                 and re.fullmatch(r"\s*[$\w]+", piece)
             ):
-                self.labels[scope, piece.strip()] = len(pending)
-                self.all_labels[piece.strip()] = len(pending)
+                name = piece.strip()
+                if (scope, name) in self.labels:
+                    raise unreadable(began, f"{name}:", "a second label of that name")
+                self.labels[scope, name] = self.all_labels[name] = len(pending)
                 piece = ""
             elif char == ";":
                 statement = " ".join(piece.split())
                 piece = ""
                 if statement.startswith(".reg"):
-                    self._declare(statement, scope)
+                    self._declare(statement, scope, began)
                 elif statement.startswith(".param"):
-                    self._declare_param(statement, scope)
+                    self._declare_param(statement, scope, began)
+                elif statement.startswith(SPACES):
+                    v = variable(statement, began)
+                    self.variables[v.name] = v
                 elif statement.startswith("."):
-                    v = _variable(statement)
-                    if v:
-                        self.variables[v.name] = v
+                    if not statement.startswith(".pragma"):
+                        raise unreadable(began, statement, "the directive")
                 elif statement:
                     pending.append((scope, statement, began, source))
             else:
                 piece += char
             at += 1
+        if not pending or pending[-1][1] != "ret" or len(pending) in self.labels.values():
+            pending.append((0, "ret", line, source))  # PTX ISA 9.7.12.7: the end of the body
         for where, statement, began, source in pending:
-            self.code.append(self._instruction(where, statement, began, source))
+            self.code.append(self._read_instruction(where, statement, began, source))
 
-    def _location(self, piece: str) -> tuple[str, int] | None:
-        m = re.match(r"\s*\.loc\s+(\d+)\s+(\d+)", piece)
-        return (self.files.get(int(m.group(1)), "?"), int(m.group(2))) if m else None
+    def _location(self, piece: str) -> Source | None:
+        m = re.match(r"\s*\.loc\s+(\d+)\s+(\d+)(?:\s+(\d+))?", piece)
+        if m is None:
+            return None
+        return Source(self.files.get(int(m.group(1)), "?"), int(m.group(2)), int(m.group(3) or 0))
 
-    def _declare(self, statement: str, scope: int) -> None:
-        m = re.match(r"\.reg\s+\.(\w+)\s+(.*)", statement)
-        assert m, statement
+    def _declare(self, statement: str, scope: int, line: int) -> None:
+        m = re.fullmatch(r"\.reg\s+\.(\w+)\s+(.*)", statement)
+        if not m or m.group(1) not in WIDTH:
+            raise unreadable(line, statement, "the declaration")
         bank = max(WIDTH[m.group(1)], 16) if m.group(1) != "pred" else 1
+        known = self._scopes_of[scope]
         for name in m.group(2).replace(" ", "").split(","):
             ranged = re.fullmatch(r"([%\w$]+)<(\d+)>", name)
+            if not ranged and not re.fullmatch(r"[%\w$]+", name):
+                raise unreadable(line, statement, f"the name {name}")
+            if name in known or (ranged and (scope, ranged.group(1)) in self.ranges):
+                raise unreadable(line, statement, f"{name} is declared twice")
             if ranged:
-                for i in range(int(ranged.group(2))):
-                    self._scopes_of[scope][f"{ranged.group(1)}{i}"] = (
-                        bank,
-                        f"{ranged.group(1)}{i}",
-                    )
+                self.ranges[scope, ranged.group(1)] = int(ranged.group(2)), bank
             else:
-                self._scopes_of[scope][name] = (bank, name if scope == 0 else f"{name}@{scope}")
+                known[name] = (bank, name if scope == 0 else f"{name}@{scope}")
 
-    def _declare_param(self, statement: str, scope: int) -> None:
+    def _in_range(self, name: str, scope: int) -> tuple[int, str] | None:
+        """A register of a range such as %r<100>, which declares %r0 to %r99."""
+        prefix = name.rstrip("0123456789")
+        number = name[len(prefix) :]
+        while number:
+            count, bank = self.ranges.get((scope, prefix), (0, 0))
+            if (number == "0" or number[0] != "0") and int(number) < count:
+                return bank, name if scope == 0 else f"{name}@{scope}"
+            prefix, number = prefix + number[0], number[1:]  # as in %r1<5>
+        return None
+
+    def _declare_param(self, statement: str, scope: int, line: int) -> None:
         """What passes one scalar to a call or back (PTX ISA 5.1.6.4) is a register here."""
         m = re.fullmatch(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+([\w$]+)", statement)
-        if m:
-            unique = f"{m.group(2)}@{scope}"
-            self._scopes_of[scope][m.group(2)] = max(WIDTH[m.group(1)], 16), unique
-            self.call_params.add(unique)
+        if not m or m.group(1) not in WIDTH:
+            raise unreadable(line, statement, "the declaration")
+        unique = f"{m.group(2)}@{scope}"
+        self._scopes_of[scope][m.group(2)] = max(WIDTH[m.group(1)], 16), unique
+        self.call_params.add(unique)
 
     def _register(self, name: str, scope: int) -> Reg | None:
         while scope >= 0:
-            hit = self._scopes_of[scope].get(name)
+            hit = self._scopes_of[scope].get(name) or self._in_range(name, scope)
             if hit:
                 bank, unique = hit
                 index = self.banks[bank].setdefault(unique, len(self.banks[bank]))
@@ -365,30 +365,37 @@ class _Body:
             scope = self._parents[scope]
         return None
 
-    def _instruction(
-        self, scope: int, text: str, line: int, source: tuple[str, int] | None
+    def _read_instruction(
+        self, scope: int, text: str, line: int, source: Source | None
     ) -> Instruction:
-        m = _STATEMENT.match(text)
+        m = _STATEMENT.fullmatch(text)
         if not m:
-            raise UnknownInstruction(f"PTX line {line} cannot be read: {text}")
-        negated, guard, op, rest = m.groups()
+            raise unreadable(line, text)
+        negated, guard, op, rest, call = m.groups()
+        rest = rest or call or ""
         guard_reg = None
         if guard:
             guard_reg = self._register(guard, scope)
-            if guard_reg is None:
-                raise UnknownInstruction(
-                    f"PTX line {line}: predicate {guard} is not declared: {text}"
-                )
+            if guard_reg is None or guard_reg.bank != 1:
+                raise unreadable(line, text, f"the predicate {guard} is not declared")
         target: int | None = None
         operands: list[Operand] = []
-        if op.split(".")[0] == "bra":
-            target = self._label(rest.strip(), scope)
-            if target is None:
-                raise UnknownInstruction(f"PTX line {line}: label {rest.strip()} is not defined")
+        name = op.split(".")[0]
+        if name in BRANCHES:
+            if op not in (name, f"{name}.uni") or (name != "bra" and rest):
+                raise unreadable(line, text)
+            if name == "bra":
+                target = self._label(rest.strip(), scope)
+                if target is None:
+                    raise unreadable(line, text, f"the label {rest.strip()} is not defined")
         else:
-            operands = [self._operand(o, scope, line) for o in _split(rest)]
+            try:
+                operands = [self._operand(o, scope) for o in split_operands(rest)]
+            except ValueError as error:
+                raise unreadable(line, text, str(error)) from None
             op, operands = self._passed(op, operands)
-        return Instruction(op, operands, guard_reg, negated == "!", line, text, source, target or 0)
+        given = Operands(operands)
+        return Instruction(op, given, guard_reg, negated == "!", line, text, source, target or 0)
 
     def _passed(self, op: str, operands: list[Operand]) -> tuple[str, list[Operand]]:
         """A store to what a call passes, or a load from it, as the move that it is."""
@@ -404,59 +411,54 @@ class _Body:
                     return f"mov.{kind}", [*operands[:i], o.base, *operands[i + 1 :]]
         return op, operands
 
-    def _operand(self, text: str, scope: int, line: int) -> Operand:
+    def _operand(self, text: str, scope: int) -> Operand:
+        """What one operand names. Raises ValueError, which says what cannot be read."""
         if text == "_":
             return Sink()
-        if text[0] in "{(":
-            return Vector(tuple(self._operand(t, scope, line) for t in _split(text[1:-1])))
-        if text[0] == "[":
-            return self._address(text[1:-1].strip(), scope, line)
-        if "|" in text:
-            a, b = (self._operand(t.strip(), scope, line) for t in text.split("|"))
+        if text[:1] in ("{", "("):
+            return Vector(tuple(self._operand(t, scope) for t in split_operands(text[1:-1])))
+        if text[:1] == "[":
+            return self._address(text[1:-1].strip(), scope)
+        if text.count("|") == 1:
+            a, b = (self._operand(t.strip(), scope) for t in text.split("|"))
             return Pair(a, b)
-        if _INT.match(text):
-            return Imm(int(text.rstrip("U"), 0))
-        if re.match(r"0[fF][0-9a-fA-F]{8}$", text):
-            return Imm(int(text[2:], 16))  # the bits; read by type
-        if re.match(r"0[dD][0-9a-fA-F]{16}$", text):
-            return Imm(int(text[2:], 16))
-        if _FLOAT.match(text):
+        value = integer(text)
+        if value is not None:
+            return Imm(value)
+        if m := re.fullmatch(r"0[fF]([0-9a-fA-F]{8})|0[dD]([0-9a-fA-F]{16})", text):
+            return Imm(int(m.group(1) or m.group(2), 16), 32 if m.group(1) else 64)
+        if _FLOAT.fullmatch(text):
             return Imm(float(text))
-        if text[0] == "!":
-            reg = self._register(text[1:], scope)
-            if reg:
+        if text[:1] == "!":
+            reg = self._register(text[1:].strip(), scope)
+            if reg and reg.bank == 1:
                 return Not(reg)
         reg = self._register(text, scope)
         if reg:
             return reg
-        if text[0] == "%":
+        if re.fullmatch(r"%\w+(\.\w+)?", text):
             return Special(text)
-        m = re.fullmatch(r"([\w$]+)\s*(?:\+\s*(-?\d+))?", text)
-        if m:
-            return Symbol(m.group(1), int(m.group(2) or 0))
-        raise UnknownInstruction(f"PTX line {line}: operand {text!r} cannot be read")
+        m = re.fullmatch(r"([A-Za-z_$][\w$]*)\s*(?:\+\s*(-?\w+))?", text)
+        offset = integer(m.group(2) or "0") if m else None
+        if m is None or offset is None:
+            raise ValueError(f"the operand {text!r}")
+        return Symbol(m.group(1), offset)
 
-    def _address(self, inner: str, scope: int, line: int) -> Address:
-        pieces = _split(inner)
+    def _address(self, inner: str, scope: int) -> Address:
+        pieces = split_operands(inner)
+        if not 1 <= len(pieces) <= 2:
+            raise ValueError(f"the address [{inner}]")
         coords = None
         if len(pieces) > 1:
-            vector = self._operand(pieces[1], scope, line)
+            vector = self._operand(pieces[1], scope)
             coords = vector.items if isinstance(vector, Vector) else (vector,)
-        m = re.fullmatch(r"(.+?)\s*\+\s*(-?(?:0x[0-9a-fA-F]+|\d+))", pieces[0])
-        base, offset = (m.group(1), int(m.group(2), 0)) if m else (pieces[0], 0)
-        return Address(self._operand(base, scope, line), offset, coords)
-
-
-def _split(text: str) -> list[str]:
-    """Split at commas outside brackets and braces."""
-    out, depth, piece = [], 0, ""
-    for char in text:
-        depth += (char in "{[(") - (char in "}])")
-        if char == "," and depth == 0:
-            out.append(piece.strip())
-            piece = ""
-        else:
-            piece += char
-    if piece.strip():
-        out.append(piece.strip())
-    return out
+        m = re.fullmatch(r"(.+?)\s*\+\s*(-?\w+)", pieces[0])
+        base, offset = (m.group(1), integer(m.group(2))) if m else (pieces[0], 0)
+        if offset is None:
+            raise ValueError(f"the address [{inner}]")
+        found = self._operand(base, scope)
+        if not isinstance(found, Reg | Symbol | Imm) or (
+            isinstance(found, Reg) and found.bank not in (32, 64)
+        ):
+            raise ValueError(f"the address [{inner}]")
+        return Address(found, offset, coords)

@@ -2,6 +2,8 @@
 
     S = Q K[n]^T, P = exponentials of S, O += P V[n],  from the last block to the first
 
+What the rows of the other warpgroups see and its own do not, it passes over.
+
 A step issues QK of its block and, behind it, PV of the block before, whose P is in registers; the
 softmax of this block runs while the tensor cores are at that PV. Meanwhile the other warpgroup
 issues its two products: an OrderedBarrier sees to it that they alternate, so that the tensor cores
@@ -135,6 +137,24 @@ class BlockLoop:
         if cutlass.const_expr(kind != "add"):  # noqa: SIM102 - known when tracing, the next is not
             if rescale:
                 self.scale_output()
+        return k, v
+
+    @cute.jit
+    def pass_over(self, count: Int32, state: State, in_turn: cutlass.Constexpr[bool]) -> State:
+        """Release `count` blocks that these rows do not see, as steps do or, not `in_turn`, as the
+        first block."""
+        k, v = state
+        for _ in cutlass.range(count, unroll=1):
+            if cutlass.const_expr(in_turn and self.turns is not None):
+                self.turns.wait(self.warpgroup)
+                self.turns.signal((self.warpgroup + 1) % self.warpgroups)
+            # NOTE: an arrival before the slot is full could still count for its last round
+            self.k.wait_full(k)
+            self.k.release(k)
+            k.advance()
+            self.v.wait_full(v)
+            self.v.release(v)
+            v.advance()
         return k, v
 
     @cute.jit

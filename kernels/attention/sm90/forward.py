@@ -13,7 +13,6 @@ into rows, of one sequence. What makes it fast, each with its figure in docs/fac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
@@ -23,8 +22,7 @@ from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, StMatrix8x8x16bOp
 from cutlass.memory import SmemAllocator
 
 from cutex.compile import Argument
-from cutex.device.atoms.mma import WARPGROUP, allocate_slots, contiguous_rows_layout, slots_layout
-from cutex.device.atoms.tma import TileLoads
+from cutex.device.atoms.mma import WARPGROUP, allocate_slots, contiguous_rows_layout
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.products import (
@@ -34,16 +32,18 @@ from cutex.device.attention.products import (
     make_mma,
     product,
 )
-from cutex.device.attention.rows import Rows, tma_view
+from cutex.device.attention.rows import Rows
 from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.attention.softmax import Softmax
-from cutex.device.pipeline import OrderedBarrier, PipelineState, Ring, Warps, publish_barriers
+from cutex.device.pipeline import OrderedBarrier, Ring, Warps, publish_barriers
 from cutex.kernels.attention.config import ForwardConfig
 from cutex.kernels.attention.order import TileOrder
 from cutex.kernels.attention.signature import Passed, Sizes, arguments
 from cutex.kernels.attention.sm90.block_loop import BlockLoop
-from cutex.kernels.attention.sm90.work_ring import END, NORMAL, SAFE, Work, WorkRing
+from cutex.kernels.attention.sm90.load import Load
+from cutex.kernels.attention.sm90.shared import Shared, operand
+from cutex.kernels.attention.sm90.work_ring import END, SAFE, Work, WorkRing
 
 STORE_BARRIER = 1  # the first of one named barrier for each warpgroup
 TURN_BARRIER = 4  # the same, for the warpgroups' turns
@@ -54,40 +54,6 @@ class Registers(NamedTuple):
 
     load: int
     mma: int
-
-
-@dataclass(frozen=True)
-class Shared:
-    """What all roles of a CTA see: smem, rings, lengths."""
-
-    sQ: cute.Tensor  # (64, D, WG * SLOT)
-    sK: cute.Tensor  # (bN, D, SLOT)
-    sV: cute.Tensor  # (bN, DV, SLOT)
-    sO: cute.Tensor  # (64, DV / o_parts, WG), or (64, DV, WG * SLOT) in place of Q
-    work: WorkRing
-    k: Ring
-    v: Ring
-    info: BlockInfo
-    passed: Passed
-    sizes: Sizes
-
-    @cute.jit
-    def lengths(self, batch: Int32) -> tuple[SeqlenInfo, SeqlenInfo]:
-        """Of the queries and of the keys of a sequence."""
-        q, k = self.sizes.seqlens(self.passed)
-        return q.of(batch), k.of(batch)
-
-
-def operand(
-    op: Any, mX: cute.Tensor, rows: Rows, tile: tuple[int, int], num_slots: int
-) -> cpasync.TmaInfo:
-    """What moves tiles of (rows, columns) between mX and slots of smem, columns contiguous, in the
-    widest swizzle that cuts them evenly."""
-    row_bytes = tile[1] * mX.element_type.width // 8
-    swizzle = next(s for s in (128, 64, 32) if row_bytes % s == 0)
-    slots = slots_layout(mX.element_type, *tile, num_slots, swizzle)
-    view = tma_view(mX, rows.pack, rows.ragged)
-    return cpasync.make_tiled_tma_atom(op, view, slots, rows.tiler(*tile))
 
 
 class Forward:
@@ -232,123 +198,11 @@ class Forward:
         if warp >= self.load_warps.first:
             cute.arch.setmaxregister_decrease(self.registers.load)
             if warp == self.load_warps.first:
-                self.load(q, k, v, shared)
+                operands = self.rows(q, "q"), self.rows(k, "k"), self.rows(v, "k")
+                Load(c, self.order(sizes), *operands, shared).run()
         else:
             cute.arch.setmaxregister_increase(self.registers.mma)
             self.compute(o, shared)
-
-    # ---- LOAD
-
-    @cute.jit
-    def load(
-        self, q: cpasync.TmaInfo, k: cpasync.TmaInfo, v: cpasync.TmaInfo, shared: Shared
-    ) -> None:
-        """Hand out tiles, and load what they need.
-
-        A slot of Q that comes back is looked at: should its tile have failed, it goes out again in
-        safe mode, before any other. When no tile is left, the slots that are still out are waited
-        for in turn.
-        """
-        c, work_ring = self.config, shared.work
-        order = self.order(shared.sizes)
-        q_fill, k_fill, v_fill = work_ring.q.producer(), shared.k.producer(), shared.v.producer()
-        work_ring.clear()
-        index, _, _ = cute.arch.block_idx()
-        looked_at = Int32(0)  # slots that have come back well since the last tile went out
-        while index < order.total or looked_at < c.q_stages:
-            back = PipelineState(c.q_stages, q_fill.slot, q_fill.phase)
-            back.skip(looked_at)
-            work_ring.q.empty.wait(back.phase, back.slot)
-            failed = work_ring.take_back(back.slot)
-            work, mode = work_ring.work(back.slot), Int32(SAFE)
-            rows = Int32(1)
-            if not failed:
-                mode = Int32(NORMAL)
-                work = Work(*order.tile(cutlass.min(index, order.total - 1)))
-                lengths, _ = shared.lengths(work.batch)
-                rows = lengths.length * c.pack - work.m_block * c.tile_m
-            if not failed and index >= order.total:
-                looked_at += 1
-            else:
-                looked_at = Int32(0)
-                if rows > 0:
-                    k_fill, v_fill = self.load_tile(
-                        (q, k, v), shared, work, mode, (q_fill, k_fill, v_fill)
-                    )
-                    q_fill.advance()
-                if not failed:
-                    index = self.next_index(index, order.total, shared.passed)
-        work_ring.end(q_fill)
-
-    @cute.jit
-    def load_tile(self, operands, shared: Shared, work: Work, mode: Int32, states):
-        """Q, and K and V block by block in the order in which the products need them."""
-        c = self.config
-        q, k, v = operands
-        q_fill, k_fill, v_fill = states
-        seq_q, seq_k = shared.lengths(work.batch)
-        blocks = shared.info.n_blocks(work.m_block, seq_q.length, seq_k.length)
-        head_kv = work.head // self.heads_per_kv(shared.sizes)
-        loads_q = self.tile_loads(q, "q", shared.sQ, work.head, work.batch, seq_q)
-        loads_k = self.tile_loads(k, "k", shared.sK, head_kv, work.batch, seq_k)
-        loads_v = self.tile_loads(v, "k", shared.sV, head_kv, work.batch, seq_k)
-        full = shared.work.announce(q_fill, mode, work, seq_q, seq_k)
-        for wg in cutlass.range_constexpr(c.warpgroups):
-            slot = q_fill.slot * c.warpgroups + wg
-            loads_q.load(work.m_block * c.warpgroups + wg, slot, full)
-        if blocks.end > blocks.first:
-            loads_k.load(blocks.end - 1, k_fill.slot, shared.k.acquire(k_fill))
-            k_fill.advance()
-            for i in cutlass.range(blocks.end - 1 - blocks.first, unroll=1):
-                n_block = blocks.end - 2 - i
-                loads_k.load(n_block, k_fill.slot, shared.k.acquire(k_fill))
-                k_fill.advance()
-                loads_v.load(n_block + 1, v_fill.slot, shared.v.acquire(v_fill))
-                v_fill.advance()
-            loads_v.load(blocks.first, v_fill.slot, shared.v.acquire(v_fill))
-            v_fill.advance()
-        return k_fill, v_fill
-
-    @cute.jit
-    def tile_loads(
-        self,
-        info: cpasync.TmaInfo,
-        side: cutlass.Constexpr[str],
-        sX: cute.Tensor,
-        head: Int32,
-        batch: Int32,
-        seqlen: SeqlenInfo,
-    ) -> TileLoads:
-        """Of one head of one sequence, into the slots of sX (rows, columns, SLOT)."""
-        rows = self.rows(info, side)
-        gX = rows.tiles(head, batch, seqlen, (cute.size(sX, mode=[0]), cute.size(sX, mode=[1])))
-        tXsX, tXgX = cpasync.tma_partition(
-            info.atom,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(sX, 0, 2),
-            cute.group_modes(gX, 0, 2),
-        )  # (TMA, SLOT), (TMA, Rest)
-        return TileLoads(info.atom, tXgX, tXsX)
-
-    @cute.jit
-    def next_index(self, index: Int32, total: Int32, passed: Passed) -> Int32:
-        """Asked for when a tile's loads are out, not before: who is late gets fewer tiles."""
-        grid, _, _ = cute.arch.grid_dim()
-        if cutlass.const_expr(self.config.dispatch == "one"):
-            index = total
-        elif cutlass.const_expr(self.config.dispatch == "static"):
-            index += grid
-        else:
-            if cute.arch.lane_idx() == 0:
-                counter = passed.counter
-                index = grid + cute.arch.atomic_add(
-                    counter.iterator, Int32(1), sem="relaxed", scope="gpu"
-                )
-                if index == total + grid - 1:  # the last to ask leaves it as it was
-                    counter[0] = Int32(0)
-            index = cute.arch.shuffle_sync(index, 0)
-        return index
 
     # ---- MMA
 
@@ -372,6 +226,7 @@ class Forward:
         tOrP = a_registers(c.tile_n, dtype)
         factors = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        own_info = shared.info._replace(tile_m=ROWS)
         turns = OrderedBarrier(TURN_BARRIER) if c.warpgroups > 1 else None
         if cutlass.const_expr(turns is not None):  # noqa: SIM102 - known when tracing
             if wg == c.warpgroups - 1:
@@ -382,32 +237,39 @@ class Forward:
         while mode != END:
             work = work_ring.work(q_take.slot)
             seq_q, seqlen_k = work_ring.lengths(q_take.slot)
-            blocks = shared.info.n_blocks(work.m_block, seq_q.length, seqlen_k)
+            tile = shared.info.n_blocks(work.m_block, seq_q.length, seqlen_k)
+            m_block = work.m_block * c.warpgroups + wg  # of this warpgroup's rows
+            blocks = own_info.n_blocks(m_block, seq_q.length, seqlen_k)
             q_slot = q_take.slot * c.warpgroups + wg
             rows = self.thread_rows(work, wg)
             score_ops = self.score_ops(shared, rows, work, seq_q.length, seqlen_k)
             softmax = Softmax.start(score_ops.scale_log2(), self.slack(dtype))
             trusted = Boolean(True)
-            if blocks.end > blocks.first:
-                tSrQ_tile = tSrQ
-                if cutlass.const_expr(c.q_in_registers):
-                    self.load_q(qk.tiled_mma, sQ[None, None, q_slot], tSrQ)
-                else:
-                    tSrQ_tile = tSrQ[None, None, None, q_slot]
-                loop = BlockLoop(
-                    qk, pv, tSrQ_tile, acc_o, tOrP, shared.k, shared.v, score_ops, softmax,
-                    factors, turns, wg, c.warpgroups, self.optimistic,
-                )  # fmt: skip
+            tSrQ_tile = tSrQ
+            if cutlass.const_expr(c.q_in_registers):
+                self.load_q(qk.tiled_mma, sQ[None, None, q_slot], tSrQ)
+            else:
+                tSrQ_tile = tSrQ[None, None, None, q_slot]
+            loop = BlockLoop(
+                qk, pv, tSrQ_tile, acc_o, tOrP, shared.k, shared.v, score_ops, softmax,
+                factors, turns, wg, c.warpgroups, self.optimistic,
+            )  # fmt: skip
+            if blocks.end > blocks.first and m_block * ROWS < seq_q.length * c.pack:
+                state = loop.pass_over(tile.end - blocks.end, state, True)
                 state = loop.run(blocks, state, mode == SAFE)
                 if cutlass.const_expr(self.releases_early):
                     work_ring.release(q_take, trusted)
                 state = loop.last(state)
+                state = loop.pass_over(blocks.first - tile.first, state, True)
                 sinks = self.sinks(shared.passed, rows, work)
                 trusted = softmax.finish(sinks, factors, lse)
                 trusted = trusted & (acc_o[0] * 0.0 == 0.0) & (acc_o[2] * 0.0 == 0.0)
                 trusted = trusted | (mode == SAFE)
                 loop.scale_output()
             else:
+                count = tile.end - tile.first
+                state = loop.pass_over(cutlass.max(count - 1, 0), state, True)
+                state = loop.pass_over(cutlass.min(count, 1), state, False)
                 if cutlass.const_expr(self.releases_early):
                     work_ring.release(q_take, trusted)
                 acc_o.fill(0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cutex.kernels.gemm.config import ELEMENT, GemmConfig, ceil_div
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 # up to which memory is all that limits, and no MMA is worth looking ahead for
 FEW_COLUMNS = 32
-ACCUMULATORS = {1: 224, 2: 208, 3: 128}  # registers a thread for them, by warpgroups that run wgmma
+# registers a thread for them, by warpgroups that run wgmma: of three, ptxas gives each thread 128
+ACCUMULATORS = {1: 224, 2: 208, 3: 96}
 
 
 class Registers(NamedTuple):
@@ -34,8 +35,17 @@ class Sm90Config(GemmConfig):
     pingpong: bool = False  # they work on tiles of their own in turn, not on parts of one
     cluster_m: int = 1  # CTAs along M that share tiles of B by multicast
     cluster_n: int = 1  # CTAs along N that share tiles of A
-    column: bool = False  # one tile a cluster, in one column (one_column.py)
+    columns: int = 0  # of clusters, each of which has one tile (one_round.py); 0: tiles are walked
+    rows: int = 0  # of clusters, likewise
     spread: bool = False  # one tile on each SM, overlapping (spread.py)
+
+    @classmethod
+    def from_row(cls, row: dict[str, Any]) -> Sm90Config:
+        """As GemmConfig.from_row, of rows from when clusters had one column, too."""
+        if "column" in row:
+            row = {"columns": int(row["column"]), **row}
+            del row["column"]
+        return super().from_row(row)
 
     @property
     def mma_warpgroups(self) -> int:
@@ -64,11 +74,11 @@ class Sm90Config(GemmConfig):
     @property
     def one_tile(self) -> bool:
         """Whether each cluster has one tile, whose place is the cluster's index."""
-        return self.column or self.spread
+        return self.spread or self.columns > 0 or self.rows > 0
 
     @property
     def few_columns(self) -> bool:
-        return self.tile_n <= FEW_COLUMNS
+        return self.tile_n <= FEW_COLUMNS and not self.rows
 
     @property
     def cluster_columns(self) -> int:
@@ -117,13 +127,17 @@ class Sm90Config(GemmConfig):
         alone = self.split_k * self.cluster_m * self.cluster_n == 1 and not self.pingpong
         if self.spread and not alone:
             return f"spread={self.spread}: each CTA has a tile to itself"
-        if self.column and (self.spread or self.split_k > 1 or self.pingpong):
-            return f"column={self.column}: takes no spread, split_k or pingpong beside it"
+        if min(self.columns, self.rows) < 0:
+            return f"columns={self.columns}, rows={self.rows}: 0, or as many as cover C"
+        if (self.columns or self.rows) and (self.spread or self.pingpong):
+            return f"columns={self.columns}, rows={self.rows}: take no spread or pingpong beside"
+        if self.columns and self.rows:
+            return f"columns={self.columns}, rows={self.rows}: one of them is told apart"
         return None
 
     def _why_not_split(self) -> str | None:
-        if self.split_k not in (1, 2, 4, 8):
-            return f"split_k={self.split_k}: 1, 2, 4 or 8 CTAs"
+        if not 1 <= self.split_k <= 8:
+            return f"split_k={self.split_k}: 1 to 8 CTAs"
         if self.split_k == 1:
             return None
         if self.cluster_m * self.cluster_n > 1:
@@ -138,7 +152,7 @@ class Sm90Config(GemmConfig):
     def why_not_problem(self, problem: GemmProblem, arch: Arch) -> str | None:
         return (
             super().why_not_problem(problem, arch)
-            or self._why_not_column(problem, arch)
+            or self._why_not_round(problem, arch)
             or self._why_not_spread(problem, arch)
         )
 
@@ -146,16 +160,17 @@ class Sm90Config(GemmConfig):
         """Rows and columns of what the MMA computes."""
         return (problem.n, problem.m) if self.swap_ab else (problem.m, problem.n)
 
-    def _why_not_column(self, problem: GemmProblem, arch: Arch) -> str | None:
-        if not self.column:
+    def _why_not_round(self, problem: GemmProblem, arch: Arch) -> str | None:
+        if not self.columns and not self.rows:
             return None
         rows, columns = self.computed(problem)
-        if columns > self.cluster_columns:
-            return f"column={self.column}: a cluster has {self.cluster_columns} columns"
+        down = ceil_div(rows, self.tile_m * self.cluster_m)
+        across = ceil_div(columns, self.cluster_columns)
+        if (self.columns and across != self.columns) or (self.rows and down != self.rows):
+            return f"columns={self.columns}, rows={self.rows}: {down}x{across} clusters cover C"
         num_ctas = self.num_ctas or arch.num_sms
-        height = self.tile_m * self.cluster_m
-        if ceil_div(rows, height) * self.cluster_m * self.cluster_n > num_ctas:
-            return f"column={self.column}: {rows} rows are more than {num_ctas} CTAs have"
+        if down * across * self.cluster_m * self.cluster_n * self.split_k > num_ctas:
+            return f"columns={self.columns}, rows={self.rows}: more tiles than {num_ctas} CTAs"
         return None
 
     def _why_not_spread(self, problem: GemmProblem, arch: Arch) -> str | None:
@@ -174,8 +189,8 @@ class Sm90Config(GemmConfig):
         out = signature.out
         if self.spread and (signature.ops or out.batched or not out.tma):
             return f"spread={self.spread}: out's places count from the tile's, and rows twice"
-        if self.column and out.batched:
-            return f"column={self.column}: the tiles of a batch are no column"
+        if (self.columns or self.rows) and out.batched:
+            return f"columns={self.columns}, rows={self.rows}: a batch has tiles of its own"
         if self.split_k > 1 and (out.batched or out.dtype == "fp32"):
             return f"split_k={self.split_k}: stores parts of 16 bits, of no batch"
         return None

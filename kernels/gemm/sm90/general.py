@@ -50,7 +50,7 @@ from cutex.kernels.gemm.signature import GeneralConfig, modes, transposed
 from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config
 from cutex.kernels.gemm.sm90.load import LoadOneTile, LoadTiles, Scheduler
 from cutex.kernels.gemm.sm90.mma import Cooperative, EpilogueStore, MmaRole, PingPong, SplitK
-from cutex.kernels.gemm.sm90.one_column import OneColumn
+from cutex.kernels.gemm.sm90.one_round import OneRound
 from cutex.kernels.gemm.sm90.pace import Pace
 from cutex.kernels.gemm.sm90.spread import Spread
 from cutex.schedulers.persistent import StaticPersistent
@@ -132,8 +132,8 @@ class General:
         cluster = c.cluster_m, c.cluster_n
         if c.spread:
             return Spread(num_ctas)
-        if c.column:
-            return OneColumn(c.tile_m, cluster)
+        if c.columns or c.rows:
+            return OneRound((c.tile_m, c.tile_n), cluster, c.columns, c.rows, c.split_k)
         raster = Raster(c.raster_group, c.raster_along)
         return StaticPersistent(raster, (c.tile_m, c.tile_n), cluster, num_ctas, c.split_k)
 
@@ -141,7 +141,8 @@ class General:
     def pace(self) -> Pace:
         """The pace of CTAs with one tile: with more columns, L2 and the tensor cores take their
         part of the time (docs/facts.md)."""
-        share = 0.93 if self.tiles.cluster_columns <= FEW_COLUMNS else 0.89
+        few = self.tiles.cluster_columns <= FEW_COLUMNS and not self.tiles.rows
+        share = 0.93 if few else 0.89
         return Pace.of(arch_named(self.arch), share)
 
     @property

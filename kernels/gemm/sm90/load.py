@@ -13,14 +13,14 @@ from cutex.device.atoms.tma import AbLoads
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.gemm.config import ELEMENT
 from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config
-from cutex.kernels.gemm.sm90.one_column import OneColumn
+from cutex.kernels.gemm.sm90.one_round import OneRound
 from cutex.kernels.gemm.sm90.pace import Pace, now, wait_until
 from cutex.kernels.gemm.sm90.spread import Spread
 from cutex.schedulers.persistent import StaticPersistent
 
-Scheduler = StaticPersistent | OneColumn | Spread
+Scheduler = StaticPersistent | OneRound | Spread
 
-# of A, that each CTA asks L2 for before its kernel may begin: more delays the one that still runs
+# of A or B, that each CTA asks L2 for before its kernel may begin: more delays the one before
 BYTES_AHEAD = 32 * 1024
 
 
@@ -34,8 +34,13 @@ class LoadTiles:
 
     @property
     def streams_a(self) -> bool:
-        """Whether loading A is what takes the time: tiles of few columns."""
-        return self.tiles.swap_ab or self.tiles.one_tile
+        """Whether loading A is what takes the time: few columns."""
+        return self.tiles.swap_ab or (self.tiles.one_tile and not self.tiles.rows)
+
+    @property
+    def streams_b(self) -> bool:
+        """Whether loading B is what takes the time: few rows."""
+        return self.tiles.rows > 0
 
     @cute.jit
     def start(self, operands: AbOperands, mC: cute.Tensor) -> None:
@@ -46,22 +51,25 @@ class LoadTiles:
         """
         cpasync.prefetch_descriptor(operands.a.atom)
         cpasync.prefetch_descriptor(operands.b.atom)
-        if cutlass.const_expr(self.streams_a):
+        if cutlass.const_expr(self.streams_a or self.streams_b):
             cute.arch.griddepcontrol_launch_dependents()
             walk = self.scheduler.walk(mC)
             tile = walk.tile_at(walk.start)
             loads = operands.loads(tile, self.cluster)
             first, count = self.share(tile.split, loads.num_k_tiles)
             c = self.tiles
-            ahead = max(1, BYTES_AHEAD // (c.tile_m // c.cluster_n * c.tile_k * ELEMENT))
+            streamed, rows = loads.a, c.tile_m // c.cluster_n
+            if cutlass.const_expr(self.streams_b):
+                streamed, rows = loads.b, c.tile_n // c.cluster_m
+            ahead = max(1, BYTES_AHEAD // (rows * c.tile_k * ELEMENT))
             for k_tile in cutlass.range(first, first + cutlass.min(count, ahead), unroll=1):
-                cute.prefetch(loads.a.atom, loads.a.gmem[None, k_tile])
+                cute.prefetch(streamed.atom, streamed.gmem[None, k_tile])
 
     @cute.jit
     def run(self, operands: AbOperands, ab: SharedRing, mC: cute.Tensor) -> None:
         walk = self.scheduler.walk(mC)
         cute.arch.griddepcontrol_wait()
-        if cutlass.const_expr(not self.streams_a):
+        if cutlass.const_expr(not (self.streams_a or self.streams_b)):
             cute.arch.griddepcontrol_launch_dependents()
         fill = ab.producer()
         for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
@@ -88,25 +96,33 @@ class LoadOneTile(LoadTiles):
     def run(self, operands: AbOperands, ab: SharedRing, mC: cute.Tensor) -> None:
         walk = self.scheduler.walk(mC)
         cute.arch.griddepcontrol_wait()
-        loads = operands.loads(walk.tile_at(walk.start), self.cluster)
-        ab.drain(self.load_at_pace(loads, ab, ab.producer(), mC))
+        tile = walk.tile_at(walk.start)
+        loads = operands.loads(tile, self.cluster)
+        first, count = self.share(tile.split, loads.num_k_tiles)
+        ab.drain(self.load_at_pace(loads, ab, first, count, mC))
 
     @cute.jit
     def load_at_pace(
-        self, loads: AbLoads, ab: SharedRing, fill: PipelineState, mC: cute.Tensor
+        self,
+        loads: AbLoads,
+        ab: SharedRing,
+        first: Int32 | int,
+        count: Int32,
+        mC: cute.Tensor,
     ) -> PipelineState:
-        """Load all of K: a ring of it at once, the rest no sooner than memory can bring it to all
-        CTAs alike."""
+        """Load `count` tiles of K, from `first` on: a ring of them at once, the rest no sooner than
+        memory can bring them to all CTAs alike. Returns the slot after."""
         c = self.tiles
         start = now()
-        ring = cutlass.min(loads.num_k_tiles, c.num_stages)
-        fill = fill_ring(loads, ab, fill, 0, ring)
-        if cutlass.const_expr(c.cluster_columns <= FEW_COLUMNS):
+        ring = cutlass.min(count, c.num_stages)
+        fill = fill_ring(loads, ab, ab.producer(), first, first + ring)
+        if cutlass.const_expr(c.cluster_columns <= FEW_COLUMNS and not c.rows):
             self.ask_for_b(loads)
-        step_bytes = cute.size(mC, mode=[0]) * (c.tile_k * ELEMENT)
-        step = self.pace.step_ns(step_bytes, loads.num_k_tiles)
+        streamed = 1 if c.rows else 0  # the side of C that the streamed operand has
+        step_bytes = cute.size(mC, mode=[streamed]) * (c.split_k * c.tile_k * ELEMENT)
+        step = self.pace.step_ns(step_bytes, count)
         due = start + self.pace.lead_ns(step, c.num_stages)
-        for k_tile in cutlass.range(ring, loads.num_k_tiles, unroll=1):
+        for k_tile in cutlass.range(first + ring, first + count, unroll=1):
             full = ab.acquire(fill)
             if step > 0:
                 wait_until(due)
@@ -119,6 +135,8 @@ class LoadOneTile(LoadTiles):
     def ask_for_b(self, loads: AbLoads) -> None:
         """Ask L2 for this cluster's share of B, a K tile, before all clusters load it."""
         _, _, share = cute.arch.block_idx()
+        if cutlass.const_expr(self.tiles.columns > 1):
+            share = share // self.tiles.columns
         if share < loads.num_k_tiles:
             cute.prefetch(loads.b.atom, loads.b.gmem[None, share])
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from cutlass import Int32, cute
 
 from cutex.device.work_tile import WorkTile
-from cutex.kernels.gemm.sm90.one_column import OneStep
+from cutex.kernels.gemm.sm90.one_round import OneStep
 
 UNIT = 8  # rows: 16 bytes of what is contiguous, which a TMA store writes whole
 

@@ -13,8 +13,8 @@ new, and small problems need them:
   through distributed shared memory and always in the same order: no workspace, no second kernel,
   and the same bits in every run.
 - `spread`: where the tiles nearly fill the SMs once, as many as there are SMs, which overlap
-  (spread.py). `column`: where one cluster covers all columns, a tile for each, and no raster to
-  look it up in (one_column.py). With one tile a CTA nothing hides its epilogue, so up to 32 columns
+  (spread.py). `columns`: where one round of tiles covers C, a tile for each cluster, and no raster
+  to look it up in (one_round.py). With one tile a CTA nothing hides its epilogue: up to 32 columns
   each warp stores its own rows, and waits for no other warp and for no TMA (`WarpStore`).
 - Swapped, two CTAs may share a tile of the weights (`cluster_n`), each with half of the columns: L2
   is asked for 2 MB for each, not 3, at M = 128.

@@ -1,0 +1,129 @@
+"""The parts of docs/time.md that are made from the code: constants, and the table of errors."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from cutex.bench.clock import record
+from cutex.bench.clock_errors import FOLDER, board, errors, ladder, measured, table, traces
+from cutex.bench.clock_picture import FILES, timelines
+from cutex.bench.run import settle
+from cutex.problem import DEFAULT_OP, problem_class
+from cutex.problem.stage import stages
+from cutex.sim.timing import stored
+from cutex.sim.timing.gpus import GPUS, SOURCES
+from cutex.sim.timing.predict import Whole
+from cutex.sim.timing.report import time_launch
+
+PAGE = Path("docs/time.md")
+MEASURED = FOLDER / "cycles-nvidia-h200.jsonl"
+PREDICTED = FOLDER / "predicted-sm_100a.jsonl"
+TRACES = FOLDER / "traces-sm90.json.gz"
+
+
+def constants() -> str:
+    """Markdown: every constant of every GPU, with its source and band."""
+    lines = [
+        "| constant | H200 | how known | B200 | how known |",
+        "| --- | ---: | --- | ---: | --- |",
+    ]
+    a, b = GPUS["h200"], GPUS["b200"]
+    for name, (ours, theirs) in SOURCES.items():
+        lines.append(
+            f"| `{name}` | {getattr(a, name):g} | {ours} | {getattr(b, name):g} | {theirs} |"
+        )
+    for f in fields(a.power):
+        values = getattr(a.power, f.name), getattr(b.power, f.name)
+        lines.append(f"| `power.{f.name}` | {values[0]:g} | fit, clocks | {values[1]:g} | prior |")
+    return "\n".join(lines)
+
+
+def written(page: str, name: str, text: str) -> str:
+    """``page`` with ``text`` between the marks of ``name``."""
+    first, last = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    before, _, rest = page.partition(first)
+    _, found, after = rest.partition(last)
+    if not found:
+        raise ValueError(f"{PAGE} has no marks for {name}")
+    return f"{before}{first}\n{text}\n\n{last}{after}"
+
+
+def predicted(arch: str, file: Path) -> list[dict[str, Any]]:
+    """Rows for the ladder of an arch that nobody has timed: a time, a rate and their bands."""
+    kind = problem_class(DEFAULT_OP)
+    board_ = board(arch)
+    problems = [kind.of(sizes) for sizes in kind.cases["confirm"]]
+    have = stored.load(file) if file.exists() else {}
+    rows = []
+    for problem in problems:
+        for one in stages(DEFAULT_OP, arch):
+            key = f"{one.op}/{arch}/{one.number}/{problem.size}"
+            one = settle(one, problem, timed=False)
+            if key not in have:
+                have[key] = record(problem, one)[0]
+            whole = Whole(*problem.work(one.config()))
+            report = time_launch(have[key], board_, whole, data=problem.init)
+            report.flops = problem.flops
+            low, high = report.us_band
+            rows.append(
+                {
+                    "op": one.op, "arch": arch, "stage": one.number, "size": problem.size,
+                    "problem": problem.as_dict(), "gpu": board_.name, "predicted": True,
+                    "cycles": round(report.cycles), "ghz": round(report.clock_ghz, 3),
+                    "us": round(report.us, 1), "tflops": round(report.tflops),
+                    "low": round(problem.flops / high / 1e6),
+                    "high": round(problem.flops / low / 1e6), "binds": report.binds,
+                }
+            )  # fmt: skip
+    stored.save(have, file)
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(
+        prog="python -m cutex.clock", description="How far off the simulator's clock is."
+    )
+    p.add_argument("--page", action="store_true", help=f"write {PAGE}")
+    p.add_argument("--store", action="store_true", help="record all measured rows anew")
+    p.add_argument("--predict", action="store_true", help=f"write {PREDICTED}")
+    p.add_argument("--rows", action="store_true", help="print every row")
+    args = p.parse_args(argv)
+    if args.predict:
+        found_ = predicted("sm_100a", FOLDER / "traces-sm100.json.gz")
+        PREDICTED.write_text("".join(json.dumps(row) + "\n" for row in found_))
+        print(f"wrote {PREDICTED}")
+        return 0
+    rows = ladder(measured(MEASURED))
+    if args.store:
+        TRACES.unlink(missing_ok=True)
+    traced = traces(rows, TRACES)
+    if args.store:
+        stored.save(traced, TRACES)
+    found = list(errors(rows, traced, board()))
+    if args.rows:
+        for e in found:
+            held = "held" if e.row.held_out else "fit"
+            print(
+                f"{e.row.key:48} {held:4} {e.row.cycles:11.0f} {e.timed.cycles:11.0f} "
+                f"{100 * e.cycles:6.1f} %  {e.row.mhz:6.0f} {e.mhz:6.0f}  {e.timed.binds}"
+            )
+    text = table(found)
+    print(text)
+    if args.page:
+        try:
+            page = PAGE.read_text()
+            page = written(written(page, "constants", constants()), "errors", text)
+        except (OSError, ValueError) as error:
+            print(f"cutex: {error}", file=sys.stderr)
+            return 2
+        PAGE.write_text(page)
+        for arch in FILES:
+            if html := timelines(arch, stages(DEFAULT_OP, arch)):
+                (FOLDER / f"timeline-{DEFAULT_OP}-{arch}.html").write_text(html)
+    return 0

@@ -1,0 +1,123 @@
+"""A picture of the end of one tile and the start of the next, as the simulator's clock has it.
+
+Drawn from the stored records of the ladders (docs/time.md), so it needs neither a GPU nor the DSL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from itertools import pairwise
+from pathlib import Path
+
+from cutex.problem import DEFAULT_OP, problem_class
+from cutex.problem.stage import Stage
+from cutex.sim.timing import stored
+from cutex.sim.timing.gpus import gpu, of_arch
+from cutex.sim.timing.predict import Whole, predict
+from cutex.sim.timing.units import Interval
+
+FOLDER = Path("results/timing")
+FILES = {"sm_90a": "traces-sm90.json.gz", "sm_100a": "traces-sm100.json.gz"}
+SIZES = {"m": 4096, "n": 4096, "k": 4096}
+SPAN = 9000.0  # cycles that a picture shows, two thirds of them before the end of a tile
+WIDTH, LEFT, ROW = 1200, 190, 15
+UNITS = ("tensor core", "TMA in", "TMA out")
+COLOURS = {
+    "work": "#3a7d44", "unit": "#33658a", "MMA": "#f6ae2d", "TMA": "#86bbd8", "stores": "#c9ada7",
+    "TMA store": "#c9ada7",
+}  # fmt: skip
+OTHER = "#d9d9d9"  # of waits for anything else
+
+
+def timelines(arch: str, ladder: Sequence[Stage]) -> str:
+    """HTML: one picture for each stage of which there is a record; nothing without records."""
+    file = FOLDER / FILES.get(arch, "")
+    if not file.is_file():
+        return ""
+    records = stored.load(file)
+    problem = problem_class(DEFAULT_OP).of(SIZES)
+    parts = []
+    for one in ladder:
+        traced = records.get(f"{one.op}/{arch}/{one.number}/{problem.size}")
+        if traced is None:
+            continue
+        config = one.default
+        whole = Whole(*problem.work(config))
+        timed = predict(traced, gpu(of_arch(arch)), whole, log=True, most_rounds=2)
+        end = _tile_end(timed.intervals)
+        title = f"{one.number} {one.title}: {one.idea}"
+        parts.append(f"<figure>{svg(timed.intervals, end, title)}</figure>")
+    if not parts:
+        return ""
+    return (
+        f"<p>{SPAN:.0f} cycles around the end of a tile of {problem.size}, by the simulator's "
+        "clock: the units of one SM, and one warp of each role and warpgroup. Green: the warp "
+        "works; blue: a unit does; yellow: it waits for MMAs; light blue: for TMA; grey: for "
+        f"others.</p>{''.join(parts)}"
+    )
+
+
+def _tile_end(intervals: Sequence[Interval]) -> float:
+    """When the first MMA of the longest pause between MMAs of CTA 0 begins, or the first store."""
+    outs = sorted(i.start for i in intervals if i.track == "TMA out" and i.cta == 0)
+    if outs:
+        return outs[0]
+    mma = sorted((i.start, i.end) for i in intervals if i.track == "tensor core" and i.cta == 0)
+    gaps = [(b[0] - a[1], a[1]) for a, b in pairwise(mma)]
+    return max(gaps, default=(0.0, SPAN))[1]
+
+
+def svg(intervals: Sequence[Interval], around: float, title: str) -> str:
+    """The tracks of CTA 0, ``SPAN`` cycles of them."""
+    start = max(0.0, around - SPAN * 2 / 3)
+    scale = (WIDTH - LEFT) / SPAN
+    tracks: dict[str, list[Interval]] = {}
+    for i in intervals:
+        if i.cta == 0 and i.end > start and i.start < start + SPAN and i.end > i.start:
+            tracks.setdefault(i.track, []).append(i)
+    rows = [t for t in UNITS if t in tracks] + _one_of_each(tracks)
+    height = ROW * (len(rows) + 1) + 4
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH} {height}" width="100%" role="img" font-size="11" '
+        'fill="currentColor">',
+        f"<title>{escape(title)}</title>",
+        f'<text x="0" y="11" font-weight="bold">{escape(title)}</text>',
+    ]
+    for n, name in enumerate(rows):
+        y = ROW * (n + 1) + 2
+        parts.append(f'<text x="0" y="{y + 11}">{escape(name)}</text>')
+        for left, right, kind, told in _joined(tracks[name], 1.0 / scale):
+            x = LEFT + (max(left, start) - start) * scale
+            width = (min(right, start + SPAN) - max(left, start)) * scale
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW - 3}" '
+                f'fill="{_colour(kind, told)}"><title>{escape(told)}</title></rect>'
+            )
+    return "".join([*parts, "</svg>"])
+
+
+def _one_of_each(tracks: dict[str, list[Interval]]) -> list[str]:
+    """One warp of each role and warpgroup."""
+    found: dict[tuple[str, int], str] = {}
+    for name in tracks:
+        role, _, number = name.rpartition(" ")
+        if name not in UNITS and number.isdecimal():
+            found.setdefault((role, int(number) // 4), name)
+    return [found[key] for key in sorted(found, key=lambda k: (k[1], k[0]))]
+
+
+def _colour(kind: str, told: str) -> str:
+    return COLOURS.get(told if kind == "wait" else kind, OTHER)
+
+
+def _joined(intervals: list[Interval], gap: float) -> list[tuple[float, float, str, str]]:
+    """Neighbours of a kind that are less than a pixel apart as one."""
+    found: list[tuple[float, float, str, str]] = []
+    for i in sorted(intervals, key=lambda i: i.start):
+        told = i.name if i.kind == "wait" else ""
+        if found and found[-1][2:] == (i.kind, told) and i.start - found[-1][1] <= gap:
+            found[-1] = (found[-1][0], max(found[-1][1], i.end), i.kind, told)
+        else:
+            found.append((i.start, i.end, i.kind, told))
+    return found

@@ -1,0 +1,60 @@
+"""How every command ends: whatever is not the kernel's fault is one sentence and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec
+
+from cutex.errors import Missing
+
+INTERRUPTED = 130  # exit code of what Ctrl-C ended
+INSTALL = "pip install -e '.[cu13]' in cutex's clone installs it"
+
+P = ParamSpec("P")
+
+
+def refuse(sentence: str) -> int:
+    """Tell why a command does nothing; the exit code of bad input."""
+    print(f"cutex: {sentence}", file=sys.stderr)
+    return 2
+
+
+def print_nowhere() -> None:
+    """From here on nothing is printed: whatever read it has gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def answered(main: Callable[P, int]) -> Callable[P, int]:
+    """`main` of a command: a reader that leaves (`| head`), Ctrl-C, what the disk refuses and what
+    is not installed end it with a sentence at most, never with a traceback.
+    """
+
+    @wraps(main)
+    def run(*args: P.args, **kwargs: P.kwargs) -> int:
+        try:
+            code = main(*args, **kwargs)
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:
+            print_nowhere()
+            return 0
+        except KeyboardInterrupt:
+            print("cutex: interrupted", file=sys.stderr)
+            return INTERRUPTED
+        except Missing as error:
+            return refuse(str(error))
+        except ModuleNotFoundError as error:
+            name = (error.name or "").partition(".")[0]
+            if name in ("", "cutex"):
+                raise
+            return refuse(f"{name} is not installed; {INSTALL}")
+        except OSError as error:
+            if error.strerror is None:
+                raise
+            where = f"{error.filename}: " if error.filename else ""
+            return refuse(f"{where}{error.strerror}")
+
+    return run

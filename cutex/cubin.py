@@ -1,0 +1,96 @@
+"""A cubin, the ELF file of a compiled kernel: its figures, and the program that disassembles it."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from cutex.errors import NoDisassembler
+
+
+def nvdisasm() -> Path:
+    """Where it is; NoDisassembler if nowhere."""
+    for folder in sys.path:
+        for name in ("cu*/bin/nvdisasm", "cuda_nvdisasm/bin/nvdisasm"):
+            for found in sorted(Path(folder or ".").glob(f"nvidia/{name}")):
+                return found
+    if in_path := shutil.which("nvdisasm"):
+        return Path(in_path)
+    raise NoDisassembler("nvdisasm is not here, pip install nvidia-cuda-nvdisasm brings it")
+
+
+# attributes in the .nv.info sections of a cubin (names as cuobjdump -elf prints them)
+_REQUIRED_THREADS = 0x10  # EIATTR_REQNTID
+_FRAME_SIZE = 0x11  # EIATTR_FRAME_SIZE
+_REGISTERS = 0x2F  # EIATTR_REGCOUNT
+_RESERVED_SMEM = 1024  # the system's, at the bottom of every CTA's smem; counted in .nv.shared
+_WITH_LENGTH = 4  # EIFMT_SVAL: a 16-bit length follows, then the value; else a 16-bit value
+
+
+class Cubin:
+    """The figures of the one kernel in a cubin, a 64-bit little-endian ELF file."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        sections = dict(self._sections())
+        kernels = [name.removeprefix(".text.") for name in sections if name.startswith(".text.")]
+        if len(kernels) != 1:
+            raise ValueError(f"a cubin of one kernel was due, this one has {kernels}")
+        self.kernel = kernels[0]
+        index = self._symbol_index(sections)
+        whole = list(self._attributes(sections[".nv.info"]))
+        own = list(self._attributes(sections[f".nv.info.{self.kernel}"]))
+        self.registers = self._of_symbol(whole, _REGISTERS, index)
+        self.stack_bytes = self._of_symbol(whole, _FRAME_SIZE, index)
+        self.num_threads = 0
+        for kind, value in own:
+            if kind == _REQUIRED_THREADS:
+                x, y, z = struct.unpack("<3I", value)
+                self.num_threads = x * y * z
+        _, _, smem = sections.get(f".nv.shared.{self.kernel}", (0, 0, 0))
+        self.static_smem = max(0, smem - _RESERVED_SMEM)
+
+    def _sections(self) -> Iterator[tuple[str, tuple[int, int, int]]]:
+        """(name, (type, offset, size)) of each section, names made unique by the first."""
+        (table,) = struct.unpack_from("<Q", self._data, 0x28)
+        width, count, names = struct.unpack_from("<3H", self._data, 0x3A)
+        rows = [struct.unpack_from("<IIQQQQ", self._data, table + i * width) for i in range(count)]
+        for name, kind, _, _, offset, size in rows:
+            yield self._string(rows[names][4], name), (kind, offset, size)
+
+    def _string(self, table: int, offset: int) -> str:
+        start = table + offset
+        return self._data[start : self._data.index(b"\0", start)].decode()
+
+    def _symbol_index(self, sections: dict[str, tuple[int, int, int]]) -> int:
+        _, offset, size = sections[".symtab"]
+        strings = sections[".strtab"][1]
+        for i in range(size // 24):
+            name, info = struct.unpack_from("<IB", self._data, offset + i * 24)
+            if info & 0xF == 2 and self._string(strings, name) == self.kernel:  # STT_FUNC
+                return i
+        raise ValueError(f"no symbol {self.kernel} in the cubin")
+
+    def _attributes(self, section: tuple[int, int, int]) -> Iterator[tuple[int, bytes]]:
+        _, at, size = section
+        end = at + size
+        while at < end:
+            form, kind, value = struct.unpack_from("<BBH", self._data, at)
+            at += 4
+            if form == _WITH_LENGTH:
+                yield kind, self._data[at : at + value]
+                at += value
+            else:
+                yield kind, struct.pack("<H", value)
+
+    @staticmethod
+    def _of_symbol(attributes: list[tuple[int, bytes]], wanted: int, symbol: int) -> int:
+        for kind, value in attributes:
+            if kind == wanted:
+                index, number = struct.unpack("<2I", value)
+                if index == symbol:
+                    return number
+        raise ValueError(f"no attribute {wanted:#x} for symbol {symbol} in the cubin")

@@ -1,0 +1,137 @@
+"""Choices that were made by time: on this machine, by `cutex.tune`, or before, for common layers.
+
+A choice is tiles for a class of calls: device, sizes, layouts and epilogue. Those that cutex comes
+with, of one H200, stand beside its arch's kernels (choices.json), where they are at least 3 %
+faster than the model's choice, or its choice was not timed. Those of this machine are files in the
+cache,
+
+    <cache>/choices/<key>.json
+
+written under another name and renamed; what cannot be read, or does not fit, is no choice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cutex.arch import arch
+from cutex.compile import cache_dir
+from cutex.compile.sources import sources_digest
+from cutex.kernels.gemm import stages
+from cutex.kernels.gemm.config import GemmConfig
+from cutex.problem.stage import package
+
+if TYPE_CHECKING:
+    from cutex.device.epilogue.epilogue_ops import EpilogueOp
+    from cutex.kernels.gemm.signature import OperandLayout
+
+
+@dataclass(frozen=True)
+class CallClass:
+    """Calls that share a choice: M, N, K and batch as `config_for` rounds them, operands, ops."""
+
+    sizes: tuple[int, int, int, int]
+    layouts: tuple[OperandLayout, OperandLayout, OperandLayout]
+    ops: tuple[EpilogueOp, ...]
+    arch: str
+
+    def key(self) -> dict[str, Any] | None:
+        """What the file of the choice is named by; None where nothing can be timed."""
+        if not torch.cuda.is_available():
+            return None
+        return {
+            "device": torch.cuda.get_device_name(),
+            "sizes": list(self.sizes),
+            "layouts": [repr(x) for x in self.layouts],
+            "ops": [type(op).__name__ for op in self.ops],
+            "arch": self.arch,
+            "dsl": metadata.version("nvidia-cutlass-dsl"),
+            "sources": _sources(self.arch),
+        }
+
+
+@lru_cache
+def _sources(arch_name: str) -> str:
+    return sources_digest([f"{package('gemm', arch_name)}.general"])
+
+
+def _file(key: dict[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    return cache_dir() / "choices" / f"{digest}.json"
+
+
+def remembered(calls: CallClass) -> GemmConfig | None:
+    """The tiles that were chosen for `calls` on this machine; None if none were."""
+    key = calls.key()
+    if key is None:
+        return None
+    try:
+        entry = json.loads(_file(key).read_text())
+        if entry["key"] != key:
+            return None
+        config = stages(calls.arch)[-1].config_from_row(entry["config"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    assert isinstance(config, GemmConfig)
+    return config if config.why_not(None, arch(calls.arch)) is None else None
+
+
+def remember(calls: CallClass, tiles: GemmConfig, us: dict[str, float]) -> None:
+    """Keep `tiles` as the choice for `calls`; `us` says what the candidates took."""
+    key = calls.key()
+    if key is None:
+        return
+    file = _file(key)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    entry = {"key": key, "config": asdict(tiles), "us": us}
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as scratch:
+        json.dump(entry, scratch, indent=1)
+    os.replace(scratch.name, file)
+
+
+_preferred: dict[CallClass, GemmConfig] = {}
+
+
+def prefer(calls: CallClass, tiles: GemmConfig) -> None:
+    """Have `calls` take `tiles` in this process, unless others were chosen by time."""
+    _preferred[calls] = tiles
+
+
+def preferred(calls: CallClass) -> GemmConfig | None:
+    """What `prefer` was told for `calls`."""
+    return _preferred.get(calls)
+
+
+def shipped(calls: CallClass) -> GemmConfig | None:
+    """The tiles that cutex comes with for `calls`; None if there are none, or for a batch."""
+    *mnk, batch = calls.sizes
+    a, b, _ = calls.layouts
+    if batch != 1 or a.dtype not in ("bf16", "fp16"):
+        return None
+    majors = ("k" if a.major == "row" else "m") + ("k" if b.major == "column" else "n")
+    row = _shipped(calls.arch).get(f"{'x'.join(map(str, mnk))} {majors}")
+    if row is None:
+        return None
+    config = stages(calls.arch)[-1].config_from_row(row)
+    assert isinstance(config, GemmConfig)
+    return config
+
+
+@lru_cache
+def _shipped(arch_name: str) -> dict[str, dict[str, Any]]:
+    """By M, N, K and what is contiguous in a and b: the fields that are not as usual."""
+    package_file = import_module(package("gemm", arch_name)).__file__
+    assert package_file is not None
+    file = Path(package_file).parent / "choices.json"
+    found: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.exists() else {}
+    return found

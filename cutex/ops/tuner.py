@@ -1,0 +1,157 @@
+"""Tuning where users are: the choice of tiles for one call, by time, remembered on disk.
+
+    cutex.tune(x, w.mT, bias=b)      # this call, as cutex.matmul takes it
+
+    with cutex.tuning():             # whatever is called inside, the first time
+        model(batch)
+
+The model's first candidates are compiled in parallel, timed on copies of the call's own operands
+with a cold L2, and those that are behind after a first look are left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cutex.arch import arch
+from cutex.bench import timing
+from cutex.ops import building, choices
+from cutex.ops.device import forget_plans, launcher
+from cutex.ops.plan import call_class, candidates, config_for, forget, kernel_for
+
+if TYPE_CHECKING:
+    from cutex.kernels.gemm.config import GemmConfig
+    from cutex.kernels.gemm.signature import GeneralConfig
+    from cutex.ops.arrange import Arranged
+
+SECONDS = 3.0  # for one call
+CANDIDATES = 16
+COMPILING = 0.6  # the share of the time after which no more kernels are waited for
+LOOK = timing.Sampling(rounds=3, warm_up_seconds=0.02, sample_us=400.0, eager_calls=1)
+FINAL = timing.Sampling(rounds=9, warm_up_seconds=0.02, sample_us=1500.0, eager_calls=1)
+BEHIND = 1.1  # times the best of the first look: what takes longer is left out
+
+# times variants, by name, on copies of operands: us
+Timer = Callable[[Mapping[str, Any], Sequence[tuple[Any, ...]], timing.Sampling], dict[str, float]]
+
+_seconds: list[float] = []  # of the contexts that are open, the innermost last
+_last: deque[GeneralConfig] = deque(maxlen=1)  # of the last call that was tuned
+
+
+@contextmanager
+def tuning(seconds: float = SECONDS) -> Iterator[None]:
+    """Within, the first call of `cutex.matmul` of each kind is tuned, in at most `seconds`."""
+    if not seconds > 0:
+        raise ValueError(f"seconds is {seconds}: tuning takes a number above 0")
+    forget_plans()  # calls that were made before are looked at again
+    building.start()
+    _seconds.append(seconds)
+    try:
+        yield
+    finally:
+        _seconds.pop()
+
+
+def tune(a: Tensor, b: Tensor, *, seconds: float = SECONDS, **options: Any) -> GemmConfig:
+    """Tune this call of `cutex.matmul`, which takes the same `options`, in at most `seconds`; the
+    tiles that it and calls like it then take. What was tuned before is not tuned again.
+
+    Raises what `cutex.matmul` raises.
+    """
+    from cutex.ops.eager import matmul
+
+    with tuning(seconds), torch.no_grad():
+        matmul(a, b, **options)
+    assert _last, "the call has asked for its config"
+    return _last[-1].tiles
+
+
+def active() -> bool:
+    """Whether calls are to be tuned."""
+    return bool(_seconds)
+
+
+def tuned_config(arranged: Arranged, arch_name: str) -> GeneralConfig:
+    """The config for a call within `tuning`."""
+    config = choose_by_time(arranged, arch_name, _seconds[-1])
+    _last.append(config)
+    return config
+
+
+def choose_by_time(
+    arranged: Arranged, arch_name: str, seconds: float, timer: Timer | None = None
+) -> GeneralConfig:
+    """The fastest config for an arranged call, remembered or timed now; the model's first where
+    nothing is compiled in time."""
+    layouts = arranged.a, arranged.b, arranged.out
+    calls = call_class(arranged.sizes, layouts, arranged.ops, arch_name)
+    on_gpu = arranged.tensors[0].is_cuda or timer is not None
+    if choices.remembered(calls) is not None or not on_gpu:
+        return config_for(arranged.sizes, layouts, arranged.ops, arch_name)
+    proposed = list(islice(candidates(calls), CANDIDATES))
+    begin = time.monotonic()
+    built = building.build([(c, arch_name) for c in proposed], begin + COMPILING * seconds)
+    ready = [c for c, ok in zip(proposed, built, strict=True) if ok]
+    if len(ready) < 2:
+        return ready[0] if ready else proposed[0]
+    us = compete(ready, arranged, arch_name, begin + seconds, timer or time_on_gpu)
+    best = min(us, key=us.__getitem__)
+    choices.remember(calls, best.tiles, {str(c.tiles): round(t, 3) for c, t in us.items()})
+    forget()
+    return best
+
+
+def compete(
+    configs: Sequence[GeneralConfig],
+    arranged: Arranged,
+    arch_name: str,
+    until: float,
+    timer: Timer,
+) -> dict[GeneralConfig, float]:
+    """Microseconds of the finalists; of the first look, if there is no time for a second."""
+    copies = operand_copies(arranged, arch(arch_name).l2_bytes)
+    launches: dict[str, Any] = {}
+    for i, config in enumerate(configs):
+        launches[str(i)] = launcher(kernel_for(config, arch_name), list(copies[0]))
+    us = timer(launches, copies, LOOK)
+    limit = BEHIND * min(us.values())
+    finalists = {name: launch for name, launch in launches.items() if us[name] <= limit}
+    if len(finalists) > 1 and time.monotonic() < until:
+        us = timer(finalists, copies, FINAL)
+    return {configs[int(name)]: t for name, t in us.items()}
+
+
+def operand_copies(arranged: Arranged, l2_bytes: int) -> list[tuple[Any, ...]]:
+    """Copies of a call's arguments, as many as L2 does not hold; the first is the call's own, but
+    for out, which a tuned call must not write more than once."""
+    tensors = [x for x in arranged.tensors[:3] if isinstance(x, Tensor)]
+    bytes_of_one = max(1, sum(x.numel() * x.element_size() for x in tensors))
+    count = min(64, timing.copies_to_rotate(max(bytes_of_one, 1 << 16), l2_bytes, "cold"))
+    a, b, out, *passed = arranged.tensors
+    copies = []
+    for i in range(count):
+        ours = copied(out)
+        rest = [ours if x is out else x for x in passed]
+        copies.append((copied(a) if i else a, copied(b) if i else b, ours, *rest))
+    return copies
+
+
+def copied(x: Tensor) -> Tensor:
+    """A copy with the strides of `x`."""
+    y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    return y.copy_(x)
+
+
+def time_on_gpu(
+    launches: Mapping[str, Any], copies: Sequence[tuple[Any, ...]], sampling: timing.Sampling
+) -> dict[str, float]:
+    measured = timing.time_variants(launches, copies, "cold", sampling=sampling)
+    return {name: t.median_us for name, t in measured.timings.items()}

@@ -1,0 +1,122 @@
+"""Kernels built before they are needed: no call of a server then waits for a compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from cutex.arch import arch as target
+from cutex.arch import local_arch
+from cutex.kernels.gemm.choose import cover, predictions
+from cutex.kernels.gemm.signature import GeneralConfig
+from cutex.ops import building, choices
+from cutex.ops.arrange import arrange
+from cutex.ops.checks import Call, check
+from cutex.ops.choices import CallClass
+from cutex.ops.device import forget_plans, simulated_arch
+from cutex.ops.plan import (
+    BUILT,
+    call_class,
+    fitted,
+    forget,
+    kernel_for,
+    majors_of,
+    problem_of,
+    rows_class,
+)
+
+MOST_KERNELS = 24
+
+Rows = int | range
+Shape = tuple[Rows, int, int]
+
+
+def kernels_built() -> int:
+    """How many kernels of `cutex.matmul` this process has had to compile, not finding them on disk,
+    where those are not counted that `warm_up` and `tune` compile in processes of their own."""
+    return BUILT.count
+
+
+def warm_up(
+    shapes: Iterable[Shape],
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    bias: bool = False,
+    activation: str | None = None,
+    residual: bool = False,
+    out_dtype: torch.dtype | None = None,
+    most: int = MOST_KERNELS,
+) -> int:
+    """Build, in parallel, and load the kernels of `cutex.matmul(x, w.mT, ...)` for all `shapes`.
+
+    shapes: (M, N, K) each, x (M, K) and w (N, K) contiguous; M may be a range of token counts. bias
+    (N,), residual (M, N), `activation` as `cutex.matmul` takes them. At most `most` kernels serve
+    them all, those that together cost the least by the model; calls in this process then take
+    these. Returns how many there are; after it none of the calls compiles (`kernels_built`). Raises
+    TypeError or ValueError for what `cutex.matmul` would not take, and where there is no Hopper or
+    Blackwell GPU.
+    """
+    arch = _arch()
+    classes: dict[CallClass, None] = {}
+    for shape in shapes:
+        for m, n, k in _classes(shape):
+            x, w, row = _meta((m, k), dtype), _meta((n, k), dtype), _meta((n,), dtype)
+            call = Call(x, w.mT, row if bias else None, activation=activation, out_dtype=out_dtype)
+            call.residual = _meta(call.shape, dtype) if residual else None
+            check(call)
+            arranged = arrange(call, _meta(call.shape, call.dtype), arch)
+            layouts = arranged.a, arranged.b, arranged.out
+            classes[call_class(arranged.sizes, layouts, arranged.ops, arch)] = None
+    configs = list(dict.fromkeys(_few_for(list(classes), arch, most).values()))
+    building.build([(config, arch) for config in configs])
+    for config in configs:
+        kernel_for(config, arch)
+    return len(configs)
+
+
+def _few_for(classes: list[CallClass], arch_name: str, most: int) -> dict[CallClass, GeneralConfig]:
+    """A config for each of `classes`, at most `most` different ones, which calls then take."""
+    times: list[dict[GeneralConfig, float]] = []
+    for calls in classes:
+        known = choices.remembered(calls)
+        predicted = predictions(
+            problem_of(calls), target(arch_name), calls.sizes[3], majors_of(calls)
+        )
+        whole = {known: 1.0} if known is not None else predicted
+        fitting = ((fitted(tiles, calls), us) for tiles, us in whole.items())
+        times.append({config: us for config, us in fitting if config is not None})
+    few = set(cover(times, most))
+    chosen = {}
+    for calls, of_class in zip(classes, times, strict=True):
+        config = min(few & of_class.keys(), key=of_class.__getitem__)
+        choices.prefer(calls, config.tiles)
+        chosen[calls] = config
+    forget()
+    forget_plans()
+    return chosen
+
+
+def _arch() -> str:
+    here = local_arch()
+    name = simulated_arch() or (here.name if here is not None else None)
+    if name is None:
+        raise ValueError("warm_up needs a Hopper or Blackwell GPU, or `cutex.ops.simulated()`")
+    return name
+
+
+def _classes(shape: Shape) -> Iterator[tuple[int, int, int]]:
+    """The least and the largest M of each class of `shape`, and its N and K."""
+    rows, n, k = shape
+    if isinstance(rows, int):
+        yield rows, n, k
+        return
+    for _, members in groupby(sorted(rows), rows_class):
+        of_class = list(members)
+        yield from ((m, n, k) for m in {of_class[0], of_class[-1]})
+
+
+def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")

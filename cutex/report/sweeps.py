@@ -1,0 +1,92 @@
+"""The sweeps over models' layers, as the report and the README show them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from cutex.report import charts
+from cutex.results import sweep
+from cutex.results.sweep import Summary, SweepRow
+from cutex.svg import alone
+
+WIDTH = 760
+
+
+def read_sweeps(results: Path) -> dict[str, list[SweepRow]]:
+    """By device: the problems that were only for reporting, untuned, timed beside others."""
+    found: dict[str, list[SweepRow]] = {}
+    for file in sorted(results.glob("sweep/*.jsonl")):
+        for row in sweep.read(file):
+            if row.ratio is not None and not row.fits and not row.tuned:
+                found.setdefault(row.device_name, []).append(row)
+    return found
+
+
+def picture_name(device_name: str) -> str:
+    return f"sweep-{device_name.lower().replace(' ', '-')}.svg"
+
+
+def picture(device_name: str, rows: Sequence[SweepRow]) -> str:
+    """The sorted ratios, coloured by M."""
+    of_m = sweep.CLASSES["M"]
+    names = [name for title, name, _ in sweep.by_class(rows) if title == "M"]
+    points = [
+        charts.Ratio(r.ratio, f"{r.name}: {r.ratio:.3f}", names.index(of_m(r)))
+        for r in rows
+        if r.ratio is not None
+    ]
+    title = f"Speed beside the best of {others(rows)}, layers of public models, {device_name}"
+    return charts.ratios(title, points, [f"M {name}" for name in names], WIDTH)
+
+
+def others(rows: Sequence[SweepRow]) -> str:
+    return " and ".join(sorted({name for r in rows for name in r.peers}))
+
+
+def markdown(sweeps: dict[str, list[SweepRow]], pictures: str) -> list[str]:
+    """The README's section: a picture and a table by class for each device and dtype."""
+    parts = []
+    for device_name, rows in sweeps.items():
+        parts.append(f"### Layers of public models on {device_name}")
+        parts.append(f"![Sorted ratios]({pictures}/{picture_name(device_name)})")
+        for dtype in sorted({r.dtype for r in rows}):
+            parts += table(dtype, [r for r in rows if r.dtype == dtype])
+    return parts
+
+
+def table(dtype: str, rows: Sequence[SweepRow]) -> tuple[str, str]:
+    when = max(r.run for r in rows)[:10]
+    caption = (
+        f"`cutex.matmul` untuned, times the best of {others(rows)} in the same run: {dtype}, "
+        f"Gaussian data, cold L2, {when}; the half of the corpus that nothing was fitted on."
+    )
+    cells = [("all", Summary.of(rows))]
+    cells += [(f"{title} {name}", summary) for title, name, summary in sweep.by_class(rows)]
+    lines = [
+        "| problems | count | geometric mean | worst | below 0.97 |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {name} | {s.count} | {s.mean:.3f} | {s.worst:.2f} | {s.below:.0%} |"
+        for name, s in cells
+    ]
+    return caption, "\n".join(lines)
+
+
+def pictures(sweeps: dict[str, list[SweepRow]]) -> dict[str, str]:
+    """SVG by file name."""
+    return {picture_name(name): alone(picture(name, rows)) for name, rows in sweeps.items()}
+
+
+def sections(sweeps: dict[str, list[SweepRow]]) -> list[tuple[str, str]]:
+    """Titles and HTML for the report: the picture, and the summary with the ten worst."""
+    from html import escape
+
+    return [
+        (
+            f"Layers of public models, {name}",
+            picture(name, rows) + f"<pre>{escape(sweep.text(rows))}</pre>",
+        )
+        for name, rows in sweeps.items()
+    ]

@@ -1,0 +1,110 @@
+"""Keeping what a run gave, whatever the disk does: nothing that was measured is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from cutex.results import append, ledger
+from cutex.results.result import Result
+
+
+def try_folder(folder: Path) -> None:
+    """See that results can be kept in `folder`, which need not be there, and leave no trace.
+
+    Raises ValueError, in one sentence, if they cannot: asked before anything is run or rented.
+    """
+    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+        for path in folder.glob("*.jsonl"):
+            with path.open("ab"):
+                pass
+    except OSError as error:
+        where = error.filename if isinstance(error.filename, str) else there
+        raise ValueError(
+            f"--out {folder} cannot keep results: {where}: {error.strerror or error}"
+        ) from None
+
+
+class Recorder:
+    """Where the rows and files of one run go: into `folder`, else into a file of rescue.
+
+    No failure ends the run. `troubles` tells each in one sentence; what could not be written is in
+    a file in the system's folder for temporary ones, and printed where that failed too.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.troubles: list[str] = []
+        self.rescued: list[str] = []  # lines that are in no ledger
+        self._rescue: Path | None = None
+
+    def row(self, result: Result) -> None:
+        """Append `result` to its ledger."""
+        try:
+            append(ledger(self.folder, result), result)
+        except Exception as error:  # NOTE: whatever it is, the row was paid for
+            self._keep(result.to_json(), f"a row was not recorded: {_reason(error)}")
+
+    def attempt(self, what: str, write: Callable[[], object], content: object) -> None:
+        """Have `write` put `content` into a file in the folder; where it fails, rescue it."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write()
+        except Exception as error:
+            self._keep(_as_json({what: content}), f"{what} was not written: {_reason(error)}")
+
+    def foreign(self, what: object, error: Exception) -> None:
+        """Keep what should have been a row or a reply, and is none."""
+        self._keep(_as_json({"foreign": what}), f"a reply is not as it should be: {_reason(error)}")
+
+    def summary(self) -> list[str]:
+        """Sentences for the end of the run: what failed, and where what it concerned is."""
+        told = list(dict.fromkeys(self.troubles))
+        if self._rescue is not None:
+            told.append(
+                f"what is in no ledger ({len(self.rescued)} lines) is in {self._rescue}; "
+                f"python -m cutex.results merge {self._rescue} adds its rows"
+            )
+        return told
+
+    def _keep(self, line: str, trouble: str) -> None:
+        self.troubles.append(trouble)
+        self.rescued.append(line)
+        try:
+            if self._rescue is None:
+                fd, name = tempfile.mkstemp(prefix="cutex-rescue-", suffix=".jsonl")
+                os.close(fd)
+                self._rescue = Path(name)
+            with self._rescue.open("a", errors="replace") as file:
+                file.write(line + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            self.troubles.append(f"nor was it rescued ({_reason(error)}), and is printed instead")
+            print(line, file=sys.stdout, flush=True)
+
+
+def _reason(error: Exception) -> str:
+    """An exception in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(": ")
+
+
+def _as_json(value: object) -> str:
+    """`value` in one line; what JSON does not know as Python writes it."""
+    for write in (lambda: json.dumps(value, default=repr), lambda: json.dumps(ascii(value))):
+        try:
+            return write()
+        except (TypeError, ValueError, RecursionError):
+            continue
+    return json.dumps(f"{type(value).__name__}, nested too deep to be written")

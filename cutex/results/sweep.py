@@ -1,0 +1,162 @@
+"""The rows of a sweep over many problems: speed beside others, by class of problem.
+
+One JSON line per problem in results/sweep/<device>.jsonl, only ever appended; of a problem's rows
+the newest counts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+LOW, LOWEST = 0.97, 0.90  # ratios that a summary counts
+
+TOKENS = ((1, 16), (17, 64), (65, 128), (129, 384), (385, 1024), (1025, None))
+WIDE = ((1, 2048), (2049, 8192), (8193, None))
+DEEP = ((1, 1024), (1025, 8192), (8193, None))
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """What one problem of a corpus took, ours and others', interleaved in one process."""
+
+    name: str
+    source: str
+    layer: str
+    mnk: tuple[int, int, int]
+    direction: str
+    dtype: str
+    fits: bool  # of the half that choices may be fitted on
+    ok: bool
+    message: str
+    us: float | None  # ours, the median; None if wrong
+    peers: dict[str, float]  # microseconds, medians
+    tuned: bool  # ours was tuned for the problem
+    device_name: str
+    run: str  # UTC time at which the sweep began
+    flops: int = 0
+    bytes: int = 0
+    kernel: str = ""  # the config that ran
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float | None:
+        """Speed relative to the best of the others: above 1 is faster than all of them."""
+        if self.us is None or not self.peers:
+            return None
+        return min(self.peers.values()) / self.us
+
+    def share_of_limit(self, gbs: float, tflops: float) -> float | None:
+        """The time that memory or the tensor cores need at these rates, over ours."""
+        if self.us is None:
+            return None
+        return max(self.bytes / gbs / 1e3, self.flops / tflops / 1e6) / self.us
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(line: str) -> SweepRow:
+        row = json.loads(line)
+        known = {f.name for f in fields(SweepRow)}
+        return SweepRow(**{**{k: v for k, v in row.items() if k in known}, "mnk": (*row["mnk"],)})
+
+
+def append(file: Path, row: SweepRow) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as out:
+        out.write(row.to_json() + "\n")
+
+
+def read(file: Path) -> list[SweepRow]:
+    """The newest row of each problem, tuned and not; a line that was cut off is left out."""
+    newest: dict[tuple[str, str, bool], SweepRow] = {}
+    for line in file.read_text().splitlines() if file.exists() else ():
+        try:
+            row = SweepRow.from_json(line)
+        except (ValueError, KeyError, TypeError):
+            continue
+        newest[row.device_name, row.name, row.tuned] = row
+    return list(newest.values())
+
+
+# ---- classes
+
+
+def _range(value: int, ranges: Sequence[tuple[int, int | None]]) -> str:
+    for low, high in ranges:
+        if low <= value and (high is None or value <= high):
+            return f"{low}-{high}" if high is not None else f"over {low - 1}"
+    raise ValueError(f"{value} is in none of the ranges")
+
+
+CLASSES: Mapping[str, Callable[[SweepRow], str]] = {
+    "M": lambda row: _range(row.mnk[0], TOKENS),
+    "N": lambda row: _range(row.mnk[1], WIDE),
+    "K": lambda row: _range(row.mnk[2], DEEP),
+    "pass": lambda row: row.direction,
+}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The ratios of a set of problems to the best of the others."""
+
+    count: int
+    mean: float  # geometric
+    worst: float
+    below: float  # the share that is below LOW
+
+    @staticmethod
+    def of(rows: Iterable[SweepRow]) -> Summary:
+        """ValueError if none of `rows` was timed beside others."""
+        ratios = [r.ratio for r in rows if r.ratio is not None]
+        if not ratios:
+            raise ValueError("no row was timed beside others")
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        return Summary(len(ratios), mean, min(ratios), sum(x < LOW for x in ratios) / len(ratios))
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f}x, worst {self.worst:.2f}, {self.below:.0%} below {LOW}"
+
+
+def by_class(rows: Sequence[SweepRow]) -> Iterator[tuple[str, str, Summary]]:
+    """(classification, class, summary) of each class that has a problem."""
+    timed = [r for r in rows if r.ratio is not None]
+    for title, classify in CLASSES.items():
+        groups: dict[str, list[SweepRow]] = {}
+        for row in sorted(timed, key=lambda r: r.mnk):
+            groups.setdefault(classify(row), []).append(row)
+        ordered = sorted(
+            groups.items(), key=lambda item: (item[0].startswith("over"), _first(item[0]))
+        )
+        for name, members in ordered:
+            yield title, name, Summary.of(members)
+
+
+def _first(name: str) -> int:
+    digits = name.partition("-")[0]
+    return int(digits) if digits.isdecimal() else 0
+
+
+def worst(rows: Iterable[SweepRow], count: int = 10) -> list[SweepRow]:
+    """The problems with the lowest ratios."""
+    timed = [r for r in rows if r.ratio is not None]
+    return sorted(timed, key=lambda r: r.ratio or 0.0)[:count]
+
+
+def text(rows: Sequence[SweepRow]) -> str:
+    """A summary to print: all, by class, the ten worst, and what was wrong."""
+    lines = [f"all {Summary.of(rows).count}: {Summary.of(rows)}"]
+    for title, name, summary in by_class(rows):
+        lines.append(f"  {title:>4} {name:<12} {summary.count:>4}  {summary}")
+    lines.append("lowest:")
+    for row in worst(rows):
+        beside = ", ".join(f"{name} {us:.1f}" for name, us in row.peers.items())
+        lines.append(f"  {row.ratio:.3f}  {row.name}  {row.us:.1f} us, {beside}  {row.source}")
+    lines += [f"WRONG: {row.name}: {row.message}" for row in rows if not row.ok]
+    return "\n".join(lines)

@@ -1,0 +1,53 @@
+"""The time of the launches of one call, before it runs for its values."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+from cutex.sim.host.capture import HostFunction, HostTensor
+from cutex.sim.ptx.parse import Program
+from cutex.sim.timing.gpus import gpu as gpu_named
+from cutex.sim.timing.gpus import of_arch
+from cutex.sim.timing.predict import Whole
+from cutex.sim.timing.report import TimeReport, time_launch
+from cutex.sim.timing.trace import trace
+
+
+def time_call(
+    host: HostFunction,
+    programs: dict[str, Program],
+    arguments: list[Any],
+    regions: Sequence[HostTensor],
+    gpu: str = "",
+    *,
+    whole: Whole | None = None,
+    limit: float = 0.0,
+    log: bool = False,
+    data: str = "normal",
+) -> list[TimeReport]:
+    """One report a launch, on ``gpu`` (see `gpus.gpu`), by default that of the kernels' arch.
+
+    The recorded clusters run for real, so what they write is put back. ``whole`` says what the
+    grid has to do where only ``limit`` MMA FLOPs a CTA are recorded.
+    """
+    target = next(iter(programs.values())).target
+    board = gpu_named(gpu or of_arch(target))
+    if board.arch != target:
+        raise ValueError(f"gpu {gpu!r} is a GPU of {board.arch}, the kernel is for {target}")
+    kept = [] if whole else [_kept(t) for t in regions]
+    try:
+        traced = trace(host, programs, arguments, regions, limit)
+    finally:
+        for address, data_ in kept:
+            ctypes.memmove(address, data_, len(data_))
+    return [time_launch(t, board, whole, log=log, data=data) for t in traced]
+
+
+def _kept(tensor: HostTensor) -> tuple[int, bytes]:
+    """Where a tensor begins in memory, and its bytes, those between its elements too."""
+    spans = [(n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True)]
+    low = tensor.address + tensor.itemsize * sum(min(0, span) for span in spans)
+    count = 0 if 0 in tensor.shape else sum(abs(span) for span in spans) + 1
+    return low, ctypes.string_at(low, count * tensor.itemsize)

@@ -1,0 +1,183 @@
+"""The constants of each GPU: cycles of the SM unless said; with source and band in docs/time.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Power:
+    """Energies are at the highest clock."""
+
+    limit_w: float = 695.0  # at which the board holds itself
+    idle_w: float = 80.0
+    flop_pj: float = 0.911  # of a 16-bit FLOP on Gaussian data
+    l2_pj: float = 27.4  # of a byte that an SM loads or stores
+    hbm_pj: float = 54.8  # of a byte, whatever the clock
+    volts_base: float = 0.45
+    volts_slope: float = 0.2  # a GHz
+    burst_ghz: float = 0.84  # that the clock loses for each part of the time with MMAs, in bursts
+    lowest_ghz: float = 0.9
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    arch: str
+    sms: int
+    clock: float  # GHz, the highest
+    mma_flops: float  # a cycle and SM, 16-bit
+    smem_bytes: float  # a cycle, of an SM's port
+    l2_bytes: float  # a cycle, of all SMs' loads
+    hbm_gbs: float  # GB/s that a stream of loads gets
+    store_bytes: float  # a cycle, of all SMs' stores to L2
+    tma_bytes: float  # a cycle, into one SM
+    l2_latency: float  # of a TMA load
+    hbm_latency: float  # beside that
+    l2_merged: float = 0.5  # part of what several SMs ask for at once that is read once for two
+    tma_issue: float = 8.0  # of the engine, for an instruction
+    tma_row: float = 1.35  # of the engine, for a row of a box, however short
+    tma_gap: float = 8.0  # of the issuing warp
+    store_read: float = 300.0  # after its service until a store has read smem
+    store_latency: float = 700.0  # until it is done
+    write_buffer: float = 8e6  # bytes that L2 takes before stores feel HBM
+    store_queue: float = 8.0  # stores of a warp that wait for nothing
+    line_cycles: float = 2.4  # of an SM, for a 128-byte line that ordinary instructions touch
+    global_latency: float = 600.0
+    wake: float = 92.0  # from a phase's end to the waiter's next instruction
+    try_wait: float = 10.0  # of a wait that need not
+    remote_arrive: float = 60.0
+    bar: float = 32.0
+    cluster_barrier: float = 180.0
+    wgmma_latency: float = 60.0  # from an MMA's end to its waiter's next instruction
+    wgmma_issue: float = 4.0
+    wgmma_queue: int = 8
+    shared_registers: bool = False  # accumulators of MMAs are in registers
+    fma_beside_mma: float = 1.9  # the time of the pipe, relative to its own
+    mufu_beside_mma: float = 1.3
+    mma_commit: float = 130.0  # from the last tcgen05.mma to its commit's arrival
+    tmem_bytes: float = 512.0  # a cycle, of tcgen05.ld and st of an SM
+    tmem_latency: float = 30.0
+    launch_control: float = 800.0
+    cta_turnover: float = 1000.0
+    launch: float = 3000.0  # from the end of the kernel before to the first instruction
+    l2_capacity: float = 50e6  # bytes that stay
+    clusters_of_four: int = 0  # that run side by side, where GPCs hold fewer than their SMs would
+    power: Power = Power()
+    band: float = 0.07  # relative error to expect of cycles
+    clock_band: float = 0.05  # and of the clock
+
+    @property
+    def hbm_bytes(self) -> float:
+        """A cycle."""
+        return self.hbm_gbs / self.clock
+
+
+B200 = Gpu(
+    "B200", "sm_100a", sms=148, clock=1.965, mma_flops=8192, smem_bytes=128, l2_bytes=7500.0,
+    hbm_gbs=7260.0, store_bytes=5000.0, tma_bytes=128.0, l2_latency=700.0, hbm_latency=700.0,
+    l2_capacity=100e6, mma_commit=150.0, launch_control=800.0, launch=1800.0, cta_turnover=450.0,
+    clusters_of_four=33, band=0.17, clock_band=0.15,
+    power=Power(limit_w=1000.0, idle_w=180.0, flop_pj=0.6, l2_pj=15.0, hbm_pj=40.0),
+)  # fmt: skip
+H200 = Gpu(
+    "H200", "sm_90a", sms=132, clock=1.98, mma_flops=4096, smem_bytes=128, l2_bytes=4620.0,
+    hbm_gbs=4500.0, store_bytes=3000.0, tma_bytes=106.0, l2_latency=227.0, hbm_latency=600.0,
+    launch=1800.0, cta_turnover=450.0, shared_registers=True,
+)  # fmt: skip
+
+# By constant: how the H200's is known and how well, and the B200's. "probe" is a kernel of
+# kernels/probes/sm90.py, measured 2026-11-22 (results/timing/); "fit" is to the rows of
+# results/timing/cycles-nvidia-h200.jsonl that are not held out; "prior" is somebody's figure.
+SOURCES: dict[str, tuple[str, str]] = {
+    "sms": ("driver", "vendor"),
+    "clock": ("driver's highest", "1.965 GHz: SemiAnalysis's node"),
+    "mma_flops": ("probe busy: N/2 cycles, +-0.3 %", "264 published points, N/2 cycles, +-1 %"),
+    "smem_bytes": ("probe busy: 16 + N/4 cycles below N = 64, +-1 %", "the same points, +-1 %"),
+    "l2_bytes": ("probe tma: 132 SMs, each another box, +-5 %", "fit: CUTLASS at 1300 MHz, +-10 %"),
+    "l2_merged": ("fit, stages 1 to 5; +-0.15", "the H200's, +-0.3"),
+    "hbm_gbs": ("probe tma, 6 GB, +-3 %", "SemiAnalysis, TMA, +-3 %"),
+    "store_bytes": ("prior; no row is bound by it", "prior"),
+    "tma_bytes": ("probe tma: one SM, +-2 %", "prior, +-20 %"),
+    "tma_row": ("fit, stage 0, +-5 %", "the H200's"),
+    "l2_latency": (
+        "probe tma: a box at a time, +-5 %",
+        "fit: CUTLASS at 1300 MHz; SemiAnalysis has 1413 under load",
+    ),
+    "hbm_latency": ("probe tma: the same from memory, +-10 %", "fit: the same, +-30 %"),
+    "tma_issue": ("prior, below what the probe can tell", "prior"),
+    "tma_gap": ("prior", "prior"),
+    "store_read": ("prior", "prior"),
+    "store_latency": ("prior", "prior"),
+    "write_buffer": ("prior", "prior"),
+    "store_queue": ("prior", "prior"),
+    "line_cycles": ("fit, stages 2 and 3, +-10 %", "the H200's"),
+    "global_latency": ("prior", "prior"),
+    "wake": ("probe signal mbarrier, +-2 %", "the H200's"),
+    "try_wait": ("prior", "prior"),
+    "remote_arrive": ("probe peer, +-2 %", "the H200's"),
+    "bar": ("probe signal named, +-2 %", "the H200's"),
+    "cluster_barrier": ("half of 320 cycles there and back, +-20 %", "the H200's"),
+    "wgmma_latency": ("prior, +-50 %", "-"),
+    "wgmma_issue": ("prior", "prior"),
+    "wgmma_queue": ("prior: FlashGPU-Sim's fit has 5 to 8", "-"),
+    "fma_beside_mma": ("probe busy: FMA beside wgmma, +-15 %", "-"),
+    "mufu_beside_mma": ("probe busy: ex2 beside wgmma, +-5 %", "-"),
+    "mma_commit": ("-", "published: batches end 132 to 182 cycles late"),
+    "tmem_bytes": ("-", "prior, not known well"),
+    "tmem_latency": ("-", "prior, not known well"),
+    "launch_control": ("-", "prior, not known"),
+    "cta_turnover": ("probe empty: 573 cycles with an empty CTA, +-10 %", "the H200's"),
+    "launch": ("probe empty: 1.07 us in a graph, +-15 %", "the H200's"),
+    "clusters_of_four": ("as many as SMs allow", "fit: CUTLASS at 1300 MHz, 32 to 36"),
+    "l2_capacity": ("60 MB less what stores take", "126 MB, the same"),
+}
+
+GPUS = {"h200": H200, "b200": B200}
+
+
+def of_arch(arch: str) -> str:
+    """The name of the GPU that stands for an arch; ValueError for one without constants."""
+    for name, found in GPUS.items():
+        if found.arch == arch:
+            return name
+    raise ValueError(f"arch {arch!r}: there are constants for {', '.join(GPUS)}")
+
+
+def gpu(text: str) -> Gpu:
+    """As "h200", or with other constants, as "h200,clock=1.6,l2=12": clock in GHz, l2 and hbm in
+    TB/s, sms, and every field of `Gpu` by its name. ValueError, in one sentence, for others.
+    """
+    name, *changes = text.split(",")
+    if name.lower() not in GPUS:
+        raise ValueError(f"--gpu {name!r}: there are constants for {', '.join(GPUS)}")
+    found = GPUS[name.lower()]
+    for change in changes:
+        key, _, value = change.partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            raise ValueError(f"--gpu {change!r}: takes NAME=NUMBER") from None
+        if number <= 0:
+            raise ValueError(f"--gpu {change!r}: takes a number above 0")
+        found = _changed(found, key, number)
+    return found
+
+
+def _changed(old: Gpu, key: str, number: float) -> Gpu:
+    if key == "clock":
+        power = replace(old.power, limit_w=float("inf"))
+        return replace(old, clock=number, power=power)  # held, whatever it draws
+    if key == "l2":
+        return replace(old, l2_bytes=number * 1e3 / old.clock)
+    if key == "hbm":
+        return replace(old, hbm_gbs=number * 1e3)
+    if key == "sms":
+        part = number / old.sms
+        return replace(old, sms=int(number), l2_bytes=old.l2_bytes * part)
+    numeric = {f.name: f.type for f in fields(old) if f.type in ("float", "int")}
+    if key not in numeric:
+        raise ValueError(f"--gpu {key!r}: takes clock, l2, hbm, sms or one of {', '.join(numeric)}")
+    value: Any = int(number) if numeric[key] == "int" else number
+    return replace(old, **{key: value})

@@ -1,0 +1,175 @@
+"""What the ordinary instructions of a kernel cost an SM's sub-core, from its machine code.
+
+The cubin says for each SASS instruction which line of the PTX it stands for (.nv_debug_line_sass,
+which a kernel compiled with line information has), and its 128-bit encoding holds what the
+assembler decided: how many cycles to stall before the next instruction, which scoreboards it waits
+for and which it sets. So an instruction of the PTX costs what the SASS that came of it costs; what
+came of none costs nothing.
+
+NOTE: order is the PTX's: what ptxas moved from one side of a wait to the other is charged where the
+PTX has it.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cutex.cubin import nvdisasm
+from cutex.errors import NoDisassembler
+
+# cycles for which an instruction of a warp keeps a pipe of its sub-core busy, by how its opcode
+# begins: 32 lanes over the lanes that the CUDA programming guide gives for 9.0 and 10.0 (table
+# "throughput of native arithmetic instructions"), a quarter of the SM's each
+FMA, ALU, MUFU, LSU, UNIFORM = "fma", "alu", "mufu", "lsu", "uniform"
+PIPES = (FMA, ALU, MUFU, LSU, UNIFORM)
+_PIPE = (
+    (("FFMA2", "FMUL2", "FADD2"), FMA, 2.0),
+    (("FFMA", "FMUL", "FADD", "HFMA2", "HADD2", "HMUL2"), FMA, 1.0),
+    (("IMAD", "IDP"), FMA, 2.0),
+    (("MUFU", "F2I", "I2F", "FRND", "F2F", "POPC", "FLO", "BREV"), MUFU, 8.0),
+    (("LDS", "STS", "LDSM", "STSM", "LDG", "STG", "LDL", "STL", "SHFL", "ATOM", "RED"), LSU, 4.0),
+    (("U", "R2UR", "S2UR"), UNIFORM, 1.0),
+)
+# cycles until the result of an instruction that sets a scoreboard is there (Hopper; the catalogue
+# of a B300 that facts name is within 10 %)
+_LATENCY = (
+    (("MUFU", "F2I", "I2F", "FRND", "F2F"), 24),
+    (("SHFL",), 26),
+    (("LDS", "LDSM"), 30),
+    (("S2R", "S2UR", "R2UR", "CS2R"), 24),
+    (("LDC", "ULDC"), 30),
+    (("VOTE", "ELECT", "POPC", "FLO"), 16),
+)
+_ASYNCHRONOUS = (
+    "SYNCS", "HGMMA", "QGMMA", "IGMMA", "WARPGROUP", "UTMA", "UBLKCP", "BAR", "UCGABAR", "UTC",
+    "LDTM", "STTM", "LDG", "DEPBAR", "MEMBAR", "NANOSLEEP", "CCTL", "ACQBULK", "ERRBAR", "FENCE",
+    "USETMAXREG", "LDGDEPBAR", "ATOM", "WARPSYNC", "PREEXIT", "ACQSHMINIT", "UTMACMDFLUSH",
+)  # fmt: skip
+
+
+@dataclass
+class Sass:
+    """One instruction of the machine code."""
+
+    at: int  # its address
+    opcode: str
+    line: int  # of the PTX; 0: none
+    stall: int  # cycles before the next may issue
+    sets: tuple[int, ...]  # scoreboards
+    waits: int  # scoreboards, a mask
+    block: int = 0  # number of its basic block
+
+
+@dataclass
+class Cost:
+    """What the sub-core does for one execution of a PTX instruction: issue slots, cycles that a
+    single warp takes, and cycles of each pipe.
+    """
+
+    slots: float = 0.0
+    cycles: float = 0.0
+    pipes: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PIPES, 0.0))
+
+    @property
+    def busy(self) -> float:
+        """Cycles that the sub-core cannot give to other warps: of its busiest pipe."""
+        return max(self.slots, *(self.pipes[p] for p in PIPES))
+
+
+_LINE = re.compile(r'//## File "\.nv_debug_ptx_txt", line (\d+)')
+_CODE = re.compile(
+    r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*?);\s*/\* 0x(\w{16}) \*/"
+)
+_SECOND = re.compile(r"^\s*/\* 0x(\w{16}) \*/")
+
+
+def disassemble(cubin: bytes) -> list[Sass]:
+    """The one kernel of ``cubin``. NoDisassembler where there is no nvdisasm; ValueError where the
+    cubin has no line information.
+    """
+    with tempfile.TemporaryDirectory(prefix="cutex-") as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(cubin)
+        done = subprocess.run(
+            [str(nvdisasm()), "-c", "-gp", "-hex", str(file)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    if done.returncode:
+        raise NoDisassembler(f"nvdisasm failed: {done.stderr.strip()}")
+    return read(done.stdout)
+
+
+def read(text: str) -> list[Sass]:
+    """What nvdisasm printed, as instructions in basic blocks."""
+    code: list[Sass] = []
+    line, block, ends = 0, 0, False
+    waiting: Sass | None = None
+    for row in text.splitlines():
+        if found := _LINE.search(row):
+            line = int(found[1])
+        elif re.match(r"\.L_x_\d+:", row) or ends:
+            block, ends = block + 1, False
+        if found := _CODE.search(row):
+            waiting = Sass(int(found[1], 16), found[2], line, 1, (), 0, block)
+            code.append(waiting)
+            ends = found[2].split(".")[0] in ("BRA", "EXIT", "RET", "CALL", "BRX", "JMP")
+        elif waiting is not None and (found := _SECOND.match(row)):
+            control = int(found[1], 16) >> 41
+            waiting.stall = max(1, control & 0xF)
+            sets = (control >> 5 & 7, control >> 8 & 7)
+            waiting.sets = tuple(s for s in sets if s != 7)
+            waiting.waits = control >> 11 & 0x3F
+            waiting = None
+    if not any(i.line for i in code):
+        raise ValueError("the cubin has no line information: compile with GenerateLineInfo")
+    return code
+
+
+def costs(code: list[Sass]) -> dict[int, Cost]:
+    """By line of the PTX, what one execution of its instruction costs."""
+    found: dict[int, Cost] = defaultdict(Cost)
+    blocks: dict[int, set[int]] = defaultdict(set)
+    ready = [0.0] * 6
+    now, block = 0.0, -1
+    for ins in code:
+        if ins.block != block:
+            block, now, ready = ins.block, 0.0, [0.0] * 6
+        issue = max([now, *(ready[i] for i in range(6) if ins.waits >> i & 1)])
+        cost = found[ins.line]
+        blocks[ins.line].add(ins.block)
+        after = issue + ins.stall
+        if ins.opcode != "NOP":
+            cost.slots += 1
+            cost.cycles += after - now
+            pipe, cycles = _pipe(ins.opcode)
+            cost.pipes[pipe] += cycles
+        for scoreboard in ins.sets:
+            ready[scoreboard] = max(ready[scoreboard], issue + _latency(ins.opcode))
+        now = after
+    for line, cost in found.items():
+        copies = len(blocks[line])
+        cost.slots /= copies
+        cost.cycles /= copies
+        cost.pipes = {p: c / copies for p, c in cost.pipes.items()}
+    return dict(found)
+
+
+def _pipe(opcode: str) -> tuple[str, float]:
+    for heads, pipe, cycles in _PIPE:
+        if opcode.startswith(heads):
+            return pipe, cycles
+    return ALU, 2.0
+
+
+def _latency(opcode: str) -> float:
+    if opcode.startswith(_ASYNCHRONOUS):
+        return 0.0  # the replay knows when these are complete
+    for heads, cycles in _LATENCY:
+        if opcode.startswith(heads):
+            return float(cycles)
+    return 6.0

@@ -1,0 +1,44 @@
+"""The clock that power allows: what a kernel draws at each clock, held against the board's limit.
+
+Watts are those that the board draws anyway, and energy for each FLOP of the tensor cores, each byte
+through L2 and each byte of HBM; the first two grow with the square of the voltage, and that with
+the clock. Kernels whose tensor cores run in bursts lose clock though they draw far less than the
+limit (stages 0 and 1 of the GEMM ladder: 1.80 and 1.70 GHz at 490 to 640 W): for those a line
+through what was measured stands in for a model.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cutex.sim.timing.gpus import Gpu
+
+if TYPE_CHECKING:
+    from cutex.sim.timing.predict import Timed
+
+DATA = {"normal": 1.0, "uniform": 0.95, "int": 0.65, "zeros": 0.5}  # switching, part of Gaussian
+MEMORY = ("HBM share", "L2 share")
+BURSTS = 0.5  # of the time with MMAs: what has less is taken to run them in bursts
+
+
+def watts(timed: Timed, gpu: Gpu, ghz: float, data: str = "normal") -> float:
+    """At a clock of ``ghz``."""
+    p = gpu.power
+    seconds = timed.cycles / ghz * 1e-9
+    volts = (p.volts_base + p.volts_slope * ghz) / (p.volts_base + p.volts_slope * gpu.clock)
+    switching = DATA.get(data, 1.0) * p.flop_pj * timed.flops + p.l2_pj * (
+        timed.loaded + timed.stored
+    )
+    moved = p.hbm_pj * (timed.dram + timed.stored)
+    return p.idle_w + (switching * volts**2 + moved) * 1e-12 / seconds
+
+
+def clock_ghz(timed: Timed, gpu: Gpu, data: str = "normal") -> float:
+    """The highest clock, in steps of 15 MHz, at which the board stays below its limit."""
+    ghz = gpu.clock
+    tensor = timed.flops / gpu.mma_flops / gpu.sms / timed.cycles
+    if tensor < BURSTS and gpu.power.limit_w != float("inf") and timed.binds not in MEMORY:
+        ghz -= gpu.power.burst_ghz * tensor
+    while ghz > gpu.power.lowest_ghz and watts(timed, gpu, ghz, data) > gpu.power.limit_w:
+        ghz -= 0.015
+    return ghz

@@ -1,0 +1,507 @@
+"""What each warp of a run did, in its own order: the input of the clock.
+
+A `Recorder` is told by the scheduler of every instruction that executes (`step`, before it;
+`done`, after it). Ordinary instructions add up to a piece of work; what is asynchronous, signals or
+waits becomes an event of the warp's program. The values of waits are kept as they were: which phase
+of a barrier a warp needed, how many groups it left in flight.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from cutex.errors import CutexError
+from cutex.sim.isa.sync import BarrierOperand
+from cutex.sim.isa.tensormap import MAP_BYTES, decode_map
+from cutex.sim.machine.batch import RETRY, Batch
+from cutex.sim.machine.memory import PARAM_WINDOW
+from cutex.sim.machine.operation import Engine, Operation, Span
+from cutex.sim.ptx.decode import Decoder
+from cutex.sim.ptx.parse import Address, Imm, Instruction, Vector
+from cutex.sim.timing.machine_code import Cost
+
+if TYPE_CHECKING:
+    from cutex.sim.machine.machine import Machine
+
+SECTOR = 32  # bytes
+_RATES = (
+    ("mxf4", 4.0), ("f8f6f4", 2.0), ("kind::i8", 2.0), ("kind::tf32", 0.5),
+    (".e4m3.", 2.0), (".e5m2.", 2.0), (".s8.", 2.0), (".u8.", 2.0), (".tf32.", 0.5),
+)  # fmt: skip
+Place = tuple[int, int]  # an mbarrier: CTA, offset
+
+
+class Enough(CutexError):
+    """The recorder has seen what it was to see."""
+
+
+class Work(NamedTuple):
+    """Ordinary instructions: cycles of a warp alone, issue slots, and cycles of each pipe of a
+    sub-core and of the smem port.
+    """
+
+    cycles: float
+    slots: float
+    fma: float
+    alu: float
+    mufu: float
+    lsu: float
+    uniform: float
+    port: float
+
+    def part(self, share: float) -> Work:
+        return Work(*(x * share for x in self))
+
+
+class Wait(NamedTuple):
+    """Until ``phases`` of an mbarrier are complete."""
+
+    barrier: Place
+    phases: int
+    line: int
+
+
+class Arrive(NamedTuple):
+    barrier: Place
+    arrivals: int
+    expect: int  # bytes, announced with it
+    remote: bool
+
+
+class Load(NamedTuple):
+    """A copy into shared memory by TMA."""
+
+    signals: tuple[Place, ...]
+    size: int  # bytes, for each of the signals
+    source: tuple[Any, ...]  # which box of which tensor
+    rows: int  # of the box, each a request of its own
+    ctas: tuple[int, ...] = ()  # into whose memory it goes, one for each of the signals
+
+
+class Store(NamedTuple):
+    """A copy out of shared memory by TMA."""
+
+    size: int
+
+
+class Mma(NamedTuple):
+    """One wgmma of a warpgroup, as each of its warps issues it; or one tcgen05.mma."""
+
+    m: int
+    n: int
+    flops: int
+    smem: int  # bytes that an SM's port moves for it
+    ctas: tuple[int, ...]
+    rate: float  # FLOPs a cycle, relative to 16-bit operands
+
+
+class Commit(NamedTuple):
+    """Of a group of "wgmma" or "bulk"; of tcgen05 with the barriers that it arrives on."""
+
+    what: str
+    barriers: tuple[Place, ...] = ()
+
+
+class Group(NamedTuple):
+    """Until at most ``pending`` groups of "wgmma" or "bulk" are in flight; of bulk with ``read``
+    until they have been read."""
+
+    what: str
+    pending: int
+    read: bool = False
+
+
+class Named(NamedTuple):
+    """A named barrier: ``threads`` complete it; 0 for all of the CTA."""
+
+    number: int
+    threads: int
+    waits: bool
+
+
+class Cluster(NamedTuple):
+    waits: bool
+
+
+class Touch(NamedTuple):
+    """Global memory by ordinary instructions: sectors; ``waits`` where the warp waits for them."""
+
+    sectors: int
+    lines: int
+    waits: bool
+
+
+class Columns(NamedTuple):
+    """Tensor memory by tcgen05.ld or st: columns of 32 lanes."""
+
+    columns: int
+
+
+class Settled(NamedTuple):
+    """tcgen05.wait::ld or ::st."""
+
+
+class Reply(NamedTuple):
+    """A cluster launch request, with the barriers that its answer arrives on."""
+
+    barriers: tuple[Place, ...]
+
+
+Event = Any  # one of the above
+
+
+@dataclass
+class Record:
+    """The programs of the warps of a few clusters."""
+
+    programs: dict[int, list[Event]]  # by warp
+    barriers: dict[Place, int]  # arrivals of a phase
+    cta: dict[int, int]  # of each warp
+    place: dict[int, int]  # of each warp, in its CTA
+    cluster_size: int
+    ctas: int
+    warps_per_cta: int
+    complete: bool  # whether the CTAs came to their end
+    flops: float = 0.0  # of all MMAs
+    steps: int = 0
+    roles: dict[int, str] = field(default_factory=dict)  # of each warp
+
+
+class Recorder:
+    """Of the resident warps of a machine, until ``limit`` MMA FLOPs have been issued."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        costs: dict[int, Cost],
+        limit: float = 0.0,
+        enough_loads: int = 0,
+    ) -> None:
+        self.m, self.limit, self.enough_loads = machine, limit, enough_loads
+        code = machine.program.code
+        self.code = code
+        self.cost = np.zeros((len(code), len(Work._fields)))
+        for pc, ins in enumerate(code):
+            if cost := costs.get(ins.line):
+                self.cost[pc] = cost.cycles, cost.slots, *cost.pipes.values(), _port(ins)
+        self.kinds: list[Callable[[Batch, Any], None] | None] = [self._kind(i) for i in code]
+        self.work = np.zeros((machine.grid.num_warps, len(Work._fields)))
+        self.programs: dict[int, list[Event]] = defaultdict(list)
+        self.rows: dict[int, int] = {}  # bytes in a row of a tensor map's box
+        self.flops, self.steps = 0.0, 0
+        self.counts = np.zeros((machine.grid.num_warps, len(code)), np.int64)
+        self.loads = np.zeros(machine.grid.num_ctas, int)
+        issue = machine.flight.issue
+
+        def recorded(op: Operation) -> None:
+            self._operation(op)
+            issue(op)
+
+        machine.flight.issue = recorded  # type: ignore[method-assign]
+
+    # -- told by the scheduler ---------------------------------------------------------------------
+
+    def step(self, batch: Batch, pc: int) -> None:
+        self.work[batch.idx] += self.cost[pc]
+        self.counts[batch.idx, pc] += 1
+        self.steps += batch.n
+
+    def done(self, batch: Batch, pc: int, verdict: np.ndarray | None) -> None:
+        kind = self.kinds[pc]
+        if kind is not None:
+            kind(batch, verdict)
+        if self.limit and self.flops >= self.limit:
+            raise Enough
+        if self.enough_loads and self.loads.min() >= self.enough_loads:
+            raise Enough
+
+    def record(self, complete: bool) -> Record:
+        g = self.m.grid
+        from cutex.sim.timing.roles import role
+
+        roles = {}
+        for warp in range(g.num_warps):
+            self._flush(warp)
+            counts = [
+                (self.code[pc], int(self.counts[warp, pc]))
+                for pc in np.nonzero(self.counts[warp])[0]
+            ]
+            roles[warp] = role(counts, self.programs[warp])
+        return Record(
+            dict(self.programs),
+            {at: b.expected for at, b in self.m.mbarriers.barriers.items()},
+            {w: int(g.warp_cta[w]) for w in range(g.num_warps)},
+            {w: int(g.warp_in_cta[w]) for w in range(g.num_warps)},
+            g.cluster_size, g.num_ctas, g.warps_per_cta, complete, self.flops, self.steps,
+            roles,
+        )  # fmt: skip
+
+    # -- events ------------------------------------------------------------------------------------
+
+    def _flush(self, warp: int) -> None:
+        work = Work(*(round(x, 2) for x in self.work[warp].tolist()))
+        if work.cycles:
+            self.programs[warp].append(work)
+            self.work[warp] = 0.0
+
+    def _add(self, warp: int, event: Event) -> None:
+        self._flush(warp)
+        self.programs[warp].append(event)
+
+    def _operation(self, op: Operation) -> None:
+        """An asynchronous operation is put in flight."""
+        if op.engine in (Engine.TMA_LOAD, Engine.DSMEM):
+            source = (op.what, op.number)
+            loads = self.programs[op.warp]
+            last = loads[-1] if loads and not self.work[op.warp].any() else None
+            size = op.bytes
+            if isinstance(last, Load) and last.source[-1] == -self._turn and last.size == size:
+                loads[-1] = last._replace(
+                    signals=(*last.signals, *op.signals), ctas=(*last.ctas, op.writes[0].cta)
+                )
+                return
+            rows = -(-size // 128)
+            into = (op.writes[0].cta,)
+            where = (*source, -self._turn)
+            self._add(op.warp, Load(tuple(op.signals), size, where, rows, into))
+        elif op.engine is Engine.TMA_STORE:
+            self._add(op.warp, Store(op.bytes))
+        elif op.engine is Engine.WGMMA:
+            self.flops += op.flops
+        elif op.engine is Engine.TCGEN05_MMA:
+            self.flops += op.flops
+            ctas = tuple(sorted({p.cta for p in op.reads if isinstance(p, Span)}))
+            # NOTE: one CTA's MMA of 64 rows takes as long as one of 128 (docs/time.md)
+            half = len(ctas) == 1 and len(op.writes) > 1
+            rate = _rate(op.instruction.op) * (0.5 if half else 1.0)
+            self._add(op.warp, Mma(0, 0, op.flops, op.bytes // len(ctas), ctas, rate))
+        elif op.engine is Engine.LAUNCH_CONTROL:
+            self._add(op.warp, Reply(tuple(op.signals)))
+
+    _turn = 1
+
+    def _kind(self, ins: Instruction) -> Callable[[Batch, Any], None] | None:
+        op = ins.op
+        if op.startswith(("mbarrier.try_wait", "mbarrier.test_wait")):
+            return self._wait(ins)
+        if op.startswith("mbarrier.arrive"):
+            return self._arrive(ins)
+        if op.startswith("mbarrier.expect_tx"):
+            return self._arrive(ins)
+        if op.startswith("cp.async.bulk.commit_group"):
+            return self._each(lambda b, r: Commit("bulk"))
+        if op.startswith("cp.async.bulk.wait_group"):
+            n = int(ins.operands[0].value) if isinstance(ins.operands[0], Imm) else 0
+            return self._each(lambda b, r: Group("bulk", n, "read" in ins.parts), passed=True)
+        if op.startswith("cp.async.bulk.tensor") and "bulk_group" not in op:
+            return self._source(ins)
+        if op.startswith("cp.async.bulk"):
+            return self._next_turn
+        if op.startswith("wgmma.mma"):
+            mma = _wgmma(ins)
+            return self._each(lambda b, r: mma)
+        if op.startswith("wgmma.commit"):
+            return self._each(lambda b, r: Commit("wgmma"))
+        if op.startswith("wgmma.wait"):
+            left = int(ins.operands[0].value)  # type: ignore[union-attr]
+            return self._each(lambda b, r: Group("wgmma", left), passed=True)
+        if op.startswith("barrier.cluster"):
+            waits = "wait" in ins.parts
+            return self._each(lambda b, r: Cluster(waits), passed=waits)
+        if ins.name in ("bar", "barrier") and ins.parts[1] != "warp":
+            return self._bar(ins)
+        if op.startswith("tcgen05.commit"):
+            return self._tcgen05_commit(ins)
+        if op.startswith(("tcgen05.ld", "tcgen05.st")):
+            columns = len(next(o for o in ins.operands if isinstance(o, Vector)).items)
+            return self._each(lambda b, r: Columns(columns))
+        if op.startswith("tcgen05.wait"):
+            return self._each(lambda b, r: Settled())
+        if ins.name in ("st", "red") and "global" in ins.parts:
+            return self._global(ins, False)
+        if (ins.name in ("ld", "atom")) and "global" in ins.parts:
+            return self._global(ins, True)
+        return None
+
+    def _next_turn(self, b: Batch, verdict: Any) -> None:
+        self._turn += 1
+
+    def _source(self, ins: Instruction) -> Callable[[Batch, Any], None]:
+        """Keeps with a load which box of which tensor it is."""
+        d = Decoder(ins, self.m)
+        tmap, coordinates = d.address(1), d.coordinates(1)
+
+        def add(b: Batch, verdict: Any) -> None:
+            self._turn += 1
+            maps = np.broadcast_to(tmap(b), (b.n, 32))
+            places = [np.broadcast_to(c(b), (b.n, 32)) for c in coordinates]
+            lane = b.first_lane()
+            for row in np.nonzero(b.any_active())[0].tolist():
+                warp, at = int(b.idx[row]), int(lane[row])
+                source = (int(maps[row, at]), *(int(p[row, at]) for p in places))
+                program = self.programs[warp]
+                row_bytes = self._row_bytes(source[0])
+                rows = max(1, program[-1].size // row_bytes) if row_bytes else 1
+                program[-1] = program[-1]._replace(source=source, rows=rows)
+                self.loads[int(self.m.grid.warp_cta[warp])] += 1
+
+        return add
+
+    def _each(
+        self, make: Callable[[Batch, int], Event], passed: bool = False
+    ) -> Callable[[Batch, Any], None]:
+        """An event for every warp with an active lane; with ``passed`` for those that go on."""
+
+        def add(b: Batch, verdict: Any) -> None:
+            for row in np.nonzero(b.any_active())[0].tolist():
+                if not (passed and verdict is not None and verdict[row] == RETRY):
+                    self._add(int(b.idx[row]), make(b, row))
+
+        return add
+
+    def _row_bytes(self, address: int) -> int:
+        """Of the box of a tensor map among the kernel's parameters; 0 of others."""
+        if not address & PARAM_WINDOW:
+            return 0
+        if address not in self.rows:
+            at = address & (PARAM_WINDOW - 1)
+            tmap = decode_map(self.m.params[at : at + MAP_BYTES].tobytes())
+            self.rows[address] = int(tmap.box[0] * tmap.itemsize)
+        return self.rows[address]
+
+    def _wait(self, ins: Instruction) -> Callable[[Batch, Any], None]:
+        d = Decoder(ins, self.m)
+        barrier = BarrierOperand(d, 1)
+        by_parity = "parity" in ins.parts
+        expected = d.src(2, "u32" if by_parity else "b64")
+
+        def add(b: Batch, verdict: Any) -> None:
+            values = np.broadcast_to(expected(b), (b.n, 32))
+            for row, groups in barrier.by_warp(b, values):
+                warp = int(b.idx[row])
+                for lanes, cta, offset in groups:
+                    phases = self.m.mbarriers.phases(cta, offset)
+                    value = int(values[row, lanes[0]])
+                    ok = (phases & 1) != value & 1 if by_parity else phases > value
+                    if ok and phases:
+                        self._add(warp, Wait((cta, offset), phases, ins.line))
+
+        return add
+
+    def _arrive(self, ins: Instruction) -> Callable[[Batch, Any], None]:
+        at = next(i for i, o in enumerate(ins.operands) if isinstance(o, Address))
+        d = Decoder(ins, self.m)
+        barrier = BarrierOperand(d, at)
+        amount = d.src(at + 1, "u32") if len(ins.operands) > at + 1 else None
+        expect, alone = "expect_tx" in ins.parts, ins.parts[1] == "expect_tx"
+
+        def add(b: Batch, verdict: Any) -> None:
+            amounts = np.broadcast_to(amount(b), (b.n, 32)) if amount else None
+            found: dict[tuple[int, Place], list[int]] = {}
+            for row, lane, cta, offset in barrier.each(b):
+                n = int(amounts[row, lane]) if amounts is not None else 1
+                sums = found.setdefault((row, (cta, offset)), [0, 0])
+                sums[0] += 0 if alone else (1 if expect else n)
+                sums[1] += n if expect else 0
+            for (row, place), (count, size) in found.items():
+                warp = int(b.idx[row])
+                remote = place[0] != int(self.m.grid.warp_cta[warp])
+                self._add(warp, Arrive(place, count, size, remote))
+
+        return add
+
+    def _bar(self, ins: Instruction) -> Callable[[Batch, Any], None]:
+        d = Decoder(ins, self.m)
+        number = d.src(0, "u32")
+        count = d.src(1, "u32") if len(ins.operands) > 1 else None
+        waits = "arrive" not in ins.parts
+
+        def add(b: Batch, verdict: Any) -> None:
+            ids = b.one(number(b))
+            counts = b.one(count(b)) if count else np.zeros(b.n, int)
+            for row in np.nonzero(b.any_active())[0].tolist():
+                self._add(int(b.idx[row]), Named(int(ids[row]), int(counts[row]), waits))
+
+        return add
+
+    def _tcgen05_commit(self, ins: Instruction) -> Callable[[Batch, Any], None]:
+        d = Decoder(ins, self.m)
+        address = d.address(0)
+        mask = d.src(1, "u16") if "multicast" in ins.parts else None
+
+        def add(b: Batch, verdict: Any) -> None:
+            addresses = np.broadcast_to(address(b), (b.n, 32))
+            masks = np.broadcast_to(mask(b), (b.n, 32)) if mask else None
+            first = b.first_lane()
+            for row in np.nonzero(b.any_active())[0].tolist():
+                warp = b.idx[row : row + 1]
+                at = addresses[row, first[row] : first[row] + 1].astype(np.uint64)
+                cta, offset = self.m.grid.shared_location(warp, at & np.uint64(0xFFFFFFF))
+                places = [(int(cta[0]), int(offset[0]))]
+                if masks is not None:
+                    bits = int(masks[row, first[row]])
+                    base = int(cta[0]) - int(self.m.grid.cta_rank[int(cta[0])])
+                    places = [
+                        (base + r, int(offset[0]))
+                        for r in range(self.m.grid.cluster_size)
+                        if bits >> r & 1
+                    ]
+                self._add(int(warp[0]), Commit("tcgen05", tuple(places)))
+
+        return add
+
+    def _global(self, ins: Instruction, waits: bool) -> Callable[[Batch, Any], None]:
+        d = Decoder(ins, self.m)
+        address = d.address(next(i for i, o in enumerate(ins.operands) if isinstance(o, Address)))
+        width = _width(ins)
+
+        def add(b: Batch, verdict: Any) -> None:
+            addresses = np.broadcast_to(address(b), (b.n, 32)).astype(np.int64)
+            active = b.active()
+            for row in np.nonzero(b.any_active())[0].tolist():
+                at = addresses[row][active[row]]
+                ends = np.concatenate([at, at + width - 1])
+                sectors = len(np.unique(ends // SECTOR))
+                lines = len(np.unique(ends // 128))
+                self._add(int(b.idx[row]), Touch(sectors, lines, waits))
+
+        return add
+
+
+def _wgmma(ins: Instruction) -> Mma:
+    shape = re.search(r"m64n(\d+)k(\d+)", ins.op)
+    assert shape
+    n, k = int(shape[1]), int(shape[2])
+    a = 0 if isinstance(ins.operands[1], Vector) else 64 * 32
+    return Mma(64, n, 2 * 64 * n * k, a + n * 32, (), _rate(ins.op))
+
+
+def _rate(op: str) -> float:
+    """Of an MMA by the type of its operands."""
+    for part, rate in _RATES:
+        if part in op:
+            return rate
+    return 1.0
+
+
+def _width(ins: Instruction) -> int:
+    """Bytes of a lane's access."""
+    bits = next((int(p[1:]) for p in reversed(ins.parts) if re.fullmatch(r"[bufs]\d+", p)), 32)
+    return bits // 8 * int(next((p[1:] for p in ins.parts if re.fullmatch(r"v\d", p)), 1))
+
+
+def _port(ins: Instruction) -> float:
+    """Cycles of the smem port, 128 bytes each, without conflicts of banks."""
+    if ins.name in ("ld", "st") and "shared" in ins.parts:
+        return 32 * _width(ins) / 128
+    if ins.name in ("ldmatrix", "stmatrix"):
+        return float(next((p[1:] for p in ins.parts if re.fullmatch(r"x\d", p)), 1))
+    if ins.name == "shfl":
+        return 1.0
+    return 0.0

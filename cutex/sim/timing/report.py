@@ -1,0 +1,175 @@
+"""What people see of a timed launch: a short table, and a picture for Perfetto."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cutex.sim.timing.gpus import Gpu
+from cutex.sim.timing.power import clock_ghz
+from cutex.sim.timing.predict import Timed, Whole, predict
+from cutex.sim.timing.trace import Traced
+from cutex.sim.timing.units import Interval
+
+TRACKS = ("tensor core", "TMA in", "TMA out")  # of units, beside the roles
+
+
+@dataclass
+class Role:
+    """Warps of one name: how much of the time they work, and for whom they wait, parts of 1."""
+
+    name: str
+    warps: int
+    worked: float
+    waited: dict[str, float]
+
+
+@dataclass
+class TimeReport:
+    """How long a launch takes on a GPU, by the model. ``band`` is the relative error to expect of
+    the cycles, ``clock_band`` that of the clock, both of docs/time.md.
+    """
+
+    kernel: str
+    gpu: str
+    cycles: float
+    clock_ghz: float
+    band: float
+    clock_band: float
+    flops: float
+    binds: str
+    busy: dict[str, float]
+    roles: list[Role]
+    timed: Timed
+    intervals: list[Interval] = field(default_factory=list, repr=False)
+
+    @property
+    def us(self) -> float:
+        return self.cycles / self.clock_ghz / 1e3
+
+    @property
+    def tflops(self) -> float:
+        return self.flops / self.us / 1e6
+
+    @property
+    def us_band(self) -> tuple[float, float]:
+        both = (self.band**2 + self.clock_band**2) ** 0.5
+        return self.us * (1 - both), self.us * (1 + both)
+
+    def __str__(self) -> str:
+        low, high = self.us_band
+        top = sorted(self.busy.items(), key=lambda item: -item[1])
+        lines = [
+            f"{self.kernel} on {self.gpu}: predicted, not measured",
+            f"  {self.cycles:12,.0f} cycles (+-{100 * self.band:.0f} %) "
+            f"at {self.clock_ghz:.2f} GHz (+-{100 * self.clock_band:.0f} %)",
+            f"  {self.us:12,.1f} us ({low:,.1f} to {high:,.1f})"
+            + (f", {self.tflops:,.0f} TFLOPS" if self.flops else ""),
+            f"  binds: {self.binds}; busy "
+            + ", ".join(f"{name} {100 * part:.0f} %" for name, part in top if part >= 0.05),
+            f"  {'role':<16}{'warps':>6}{'works':>8}   waits for",
+        ]
+        for role in self.roles:
+            waits = sorted(role.waited.items(), key=lambda item: -item[1])
+            told = ", ".join(f"{name} {100 * part:.0f} %" for name, part in waits if part >= 0.01)
+            lines.append(f"  {role.name:<16}{role.warps:>6}{100 * role.worked:>7.0f}%   {told}")
+        return "\n".join(lines)
+
+    def chrome_trace(self) -> dict[str, Any]:
+        """The replayed clusters as Chrome-trace JSON for Perfetto; cycles as microseconds."""
+        return chrome_trace(self.intervals, f"{self.kernel} on {self.gpu}")
+
+    def to_json(self) -> str:
+        """One line."""
+        low, high = self.us_band
+        found = {
+            "kernel": self.kernel, "gpu": self.gpu, "predicted": True, "cycles": self.cycles,
+            "clock_ghz": self.clock_ghz, "us": self.us, "us_low": low, "us_high": high,
+            "tflops": self.tflops, "binds": self.binds, "busy": self.busy,
+            "roles": [asdict(r) for r in self.roles],
+        }  # fmt: skip
+        return json.dumps(found)
+
+    def write_trace(self, file: Path) -> None:
+        file.write_text(json.dumps(self.chrome_trace()))
+
+
+def time_launch(
+    traced: Traced, gpu: Gpu, whole: Whole | None = None, *, log: bool = False, data: str = "normal"
+) -> TimeReport:
+    """The time of one recorded launch."""
+    timed = predict(traced, gpu, whole, log=log)
+    record = traced.record
+    roles = []
+    for name in dict.fromkeys(record.roles.values()):
+        warps = [w for w, r in record.roles.items() if r == name]
+        count = len(warps) * max(1, timed.side_by_side)
+        waited = timed.waited.get(name, {})
+        roles.append(
+            Role(
+                name, len(warps) // (record.ctas or 1), timed.worked.get(name, 0.0) / count,
+                {k: v / count for k, v in waited.items()},
+            )
+        )  # fmt: skip
+    return TimeReport(
+        kernel=traced.name,
+        gpu=gpu.name,
+        cycles=timed.cycles,
+        clock_ghz=clock_ghz(timed, gpu, data),
+        band=gpu.band,
+        clock_band=gpu.clock_band,
+        flops=timed.flops,
+        binds=timed.binds,
+        busy=timed.busy,
+        roles=roles,
+        timed=timed,
+        intervals=timed.intervals,
+    )
+
+
+def chrome_trace(intervals: list[Interval], title: str) -> dict[str, Any]:
+    """Tracks per CTA: each warp of a role, the tensor core, TMA in and out; arrows from what ends a
+    wait to the waiter.
+    """
+    tracks: dict[tuple[int, str], int] = {}
+    events: list[dict[str, Any]] = []
+    order = {name: i for i, name in enumerate(TRACKS)}
+
+    def track(cta: int, name: str) -> int:
+        if (cta, name) not in tracks:
+            tracks[cta, name] = len(tracks) + 1
+            number = tracks[cta, name]
+            base = {"ph": "M", "pid": cta, "tid": number}
+            events.append({**base, "name": "thread_name", "args": {"name": name}})
+            sort = order.get(name, 10 + number)
+            events.append({**base, "name": "thread_sort_index", "args": {"sort_index": sort}})
+        return tracks[cta, name]
+
+    for cta in sorted({i.cta for i in intervals}):
+        args = {"name": f"CTA {cta}: {title}"}
+        events.append({"ph": "M", "pid": cta, "name": "process_name", "args": args})
+    for n, i in enumerate(intervals):
+        name = f"wait: {i.name}" if i.kind == "wait" else i.name or i.kind
+        color = {"wait": "grey", "work": "good"}.get(i.kind, "thread_state_running")
+        events.append(
+            {
+                "ph": "X", "pid": i.cta, "tid": track(i.cta, i.track), "name": name,
+                "cat": i.kind, "ts": i.start, "dur": i.end - i.start, "cname": color,
+            }
+        )  # fmt: skip
+        if i.kind == "wait" and i.by is not None:
+            flow = {"cat": "arrive", "name": "arrive", "id": n, "pid": i.cta}
+            events.append({**flow, "ph": "s", "tid": track(i.cta, i.by[0]), "ts": i.by[1]})
+            events.append({**flow, "ph": "f", "bp": "e", "tid": track(i.cta, i.track), "ts": i.end})
+    return {"traceEvents": events, "displayTimeUnit": "ns"}
+
+
+def busiest(intervals: list[Interval]) -> dict[str, float]:
+    """Cycles by track, for a glance."""
+    total: dict[str, float] = defaultdict(float)
+    for i in intervals:
+        total[i.track] += i.end - i.start
+    return dict(total)

@@ -1,0 +1,82 @@
+"""What the warps of a kernel are called: as the function of its source in which they spend most of
+their instructions, or by what they do where the source is not here.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+from cutex.sim.ptx.parse import Instruction
+from cutex.sim.timing.record import Columns, Event, Load, Mma, Store
+
+_LIBRARIES = ("site-packages", "/device/", "/schedulers/")  # what kernels share
+_WHOLE = {"kernel", "__call__"}  # all warps run it
+
+
+def role(counts: list[tuple[Instruction, int]], program: list[Event]) -> str:
+    """Of a warp that executed instructions so many times, and has these events."""
+    if not any(isinstance(e, Load | Mma | Store | Columns) for e in program):
+        return "others"
+    found: Counter[str] = Counter()
+    called: set[str] = set()
+    for ins, n in counts:
+        if ins.source and not any(part in ins.source[0] for part in _LIBRARIES):
+            called |= _called_by_kernel(ins.source[0])
+            name = _function(*ins.source[:2])
+            if name and name not in _WHOLE:
+                found[name] += n
+    for name, _ in found.most_common():
+        if name in called:
+            return name
+    return by_deeds(program)
+
+
+def by_deeds(program: list[Event]) -> str:
+    kinds = Counter(type(e) for e in program)
+    if kinds[Load] and not kinds[Mma]:
+        return "load"
+    if kinds[Mma]:
+        return "load and mma" if kinds[Load] else "mma"
+    if kinds[Columns] or kinds[Store]:
+        return "epilogue"
+    return "others"
+
+
+def _function(path: str, line: int) -> str:
+    best, width = "", 1 << 30
+    for name, first, last in _functions(path):
+        if first <= line <= last and last - first < width:
+            best, width = name, last - first
+    return best
+
+
+@cache
+def _called_by_kernel(path: str) -> frozenset[str]:
+    """Methods that a `kernel` of the file calls."""
+    names = set()
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.FunctionDef) and node.name in _WHOLE:
+            for call in ast.walk(node):
+                if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+                    names.add(call.func.attr)
+    return frozenset(names)
+
+
+@cache
+def _tree(path: str) -> ast.Module:
+    try:
+        return ast.parse(Path(path).read_text())
+    except (OSError, SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
+@cache
+def _functions(path: str) -> list[tuple[str, int, int]]:
+    return [
+        (n.name, n.lineno, n.end_lineno or n.lineno)
+        for n in ast.walk(_tree(path))
+        if isinstance(n, ast.FunctionDef)
+    ]

@@ -1,0 +1,73 @@
+"""Records as a file: what a kernel's warps did, kept so that its time can be reckoned again."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from cutex.sim.timing import record as events
+from cutex.sim.timing.record import Load, Record
+from cutex.sim.timing.trace import Sharing, Traced
+
+_KINDS: tuple[Any, ...] = (
+    events.Work, events.Wait, events.Arrive, events.Load, events.Store, events.Mma, events.Commit,
+    events.Group, events.Named, events.Cluster, events.Touch, events.Columns, events.Settled,
+    events.Reply,
+)  # fmt: skip
+
+
+def save(traced: dict[str, Traced], file: Path) -> None:
+    """Records by name; programs that several warps or records have are written once, and of loads
+    only which tensor they are from.
+    """
+    programs: dict[str, int] = {}
+    rows = {}
+    for name, t in traced.items():
+        row = asdict(t)
+        row["record"]["programs"] = {
+            warp: programs.setdefault(json.dumps(_plain(program)), len(programs))
+            for warp, program in t.record.programs.items()
+        }
+        row["record"]["barriers"] = [[*at, n] for at, n in t.record.barriers.items()]
+        rows[name] = row
+    whole = {"rows": rows, "programs": [json.loads(p) for p in programs]}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with gzip.GzipFile(file, "wb", mtime=0) as out:
+        out.write(json.dumps(whole, separators=(",", ":")).encode())
+
+
+def _plain(program: list[Any]) -> list[Any]:
+    found = []
+    for e in program:
+        if isinstance(e, Load):
+            e = e._replace(source=e.source[:1])
+        found.append([_KINDS.index(type(e)), *e])
+    return found
+
+
+def load(file: Path) -> dict[str, Traced]:
+    """The records of `save`."""
+    whole = json.loads(gzip.decompress(file.read_bytes()))
+    programs = [[_event(e) for e in program] for program in whole["programs"]]
+    return {name: _traced(row, programs) for name, row in whole["rows"].items()}
+
+
+def _event(row: list[Any]) -> Any:
+    return _KINDS[row[0]](*(_tuple(x) for x in row[1:]))
+
+
+def _tuple(x: Any) -> Any:
+    return tuple(_tuple(y) for y in x) if isinstance(x, list) else x
+
+
+def _traced(row: dict[str, Any], programs: list[list[Any]]) -> Traced:
+    r = row["record"]
+    r["programs"] = {int(w): programs[i] for w, i in r["programs"].items()}
+    r["barriers"] = {(cta, offset): n for cta, offset, n in r["barriers"]}
+    for name in ("cta", "place", "roles"):
+        r[name] = {int(w): x for w, x in r[name].items()}
+    sharing = {int(m): Sharing(**s) for m, s in row["sharing"].items()}
+    return Traced(Record(**r), tuple(row["grid"]), row["per_sm"], sharing, row["name"])

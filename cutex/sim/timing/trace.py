@@ -1,0 +1,182 @@
+"""A functional run of a few clusters of a grid, recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cutex.cubin import Cubin
+from cutex.sim.host.capture import HostFunction, HostTensor, Launch
+from cutex.sim.isa.tensormap import MAP_BYTES, decode_map
+from cutex.sim.machine.machine import Machine
+from cutex.sim.machine.memory import PARAM_WINDOW
+from cutex.sim.machine.pending_clusters import PendingClusters
+from cutex.sim.machine.residency import SM_SMEM, SM_THREADS, Residency, residency
+from cutex.sim.ptx.parse import Program
+from cutex.sim.run import Simulation
+from cutex.sim.scheduler import Scheduler
+from cutex.sim.timing.machine_code import Cost, costs, disassemble
+from cutex.sim.timing.record import Enough, Event, Load, Record, Recorder
+
+SM_REGISTERS = 65536
+MOST_LOADS = 24  # of each CTA, to see what they share
+
+
+@dataclass
+class Sharing:
+    """What CTAs that run at the same time load of one tensor: bytes in all, and of different boxes;
+    ``footprint`` is the tensor's own.
+    """
+
+    loaded: float = 0.0
+    different: float = 0.0
+    footprint: float = 0.0
+
+    @property
+    def part(self) -> float:
+        return self.different / self.loaded if self.loaded else 1.0
+
+
+@dataclass
+class Traced:
+    """The record of one launch, and what is known of the whole grid."""
+
+    record: Record
+    grid: tuple[int, int, int]
+    per_sm: int  # CTAs that an SM holds
+    sharing: dict[int, Sharing]  # by tensor map
+    name: str = ""
+
+    @property
+    def clusters(self) -> int:
+        x, y, z = self.grid
+        return x * y * z // self.record.cluster_size
+
+
+class _Few(Simulation):
+    """Simulates one cluster of each launch, until ``flops`` of MMAs a CTA, after a look at the
+    first loads of all that run side by side.
+    """
+
+    def __init__(
+        self,
+        programs: dict[str, Program],
+        tensors: Sequence[HostTensor],
+        cubin: bytes,
+        flops: float,
+    ) -> None:
+        super().__init__(programs, tensors)
+        self.cost: dict[int, Cost] = costs(disassemble(cubin))
+        self.registers, self.flops = Cubin(cubin).registers, flops
+        self.traced: list[Traced] = []
+        self.all_at_once = False
+
+    def launch(self, what: Launch) -> None:
+        self.all_at_once = False
+        super().launch(what)
+        self.all_at_once = True
+        super().launch(what)
+
+    def _residency(self, program: Program, what: Launch) -> Residency:
+        if self.all_at_once:
+            return residency(program, what)
+        return Residency(what.cluster_size, "the clusters that are timed")
+
+    def _run(self, scheduler: Scheduler, what: Launch) -> None:
+        if self.all_at_once:
+            self._look_at_loads(scheduler, what)
+            return
+        machine = scheduler.m
+        machine.pending_clusters = PendingClusters([0])
+        machine.load_clusters(machine.pending_clusters.start(1))
+        recorder = Recorder(machine, self.cost, self.flops * what.cluster_size)
+        complete = self._until_enough(scheduler, recorder)
+        threads = 32 * what.warps_per_cta
+        held = min(
+            SM_THREADS // threads,
+            SM_SMEM // (1024 + machine.static_smem + what.smem),
+            SM_REGISTERS // (threads * max(self.registers, 16)),
+        )
+        self.traced.append(
+            Traced(
+                recorder.record(complete), what.grid, max(1, held), {}, what.kernel
+            )
+        )  # fmt: skip
+
+    def _look_at_loads(self, scheduler: Scheduler, what: Launch) -> None:
+        machine, traced = scheduler.m, self.traced[-1]
+        most = _loads_that_tell(traced.record)
+        if not most:
+            return
+        count = machine.grid.num_ctas // what.cluster_size
+        clusters = range(what.num_ctas // what.cluster_size)[:count]
+        machine.pending_clusters = PendingClusters(list(clusters))
+        machine.load_clusters(machine.pending_clusters.start(count))
+        recorder = Recorder(machine, {}, enough_loads=most)
+        self._until_enough(scheduler, recorder)
+        boxes: dict[tuple[Any, ...], int] = {}
+        for program in recorder.programs.values():
+            for load_ in _loads(program)[:most]:
+                boxes[load_.source] = load_.size
+                traced.sharing.setdefault(load_.source[0], Sharing()).loaded += load_.size
+        for source, size in boxes.items():
+            traced.sharing[source[0]].different += size
+        for tmap, sharing in traced.sharing.items():
+            sharing.footprint = _footprint(machine, tmap)
+
+    def _until_enough(self, scheduler: Scheduler, recorder: Recorder) -> bool:
+        scheduler.recorder = recorder
+        try:
+            scheduler.run()
+        except Enough:
+            return False
+        return True
+
+
+def _loads(program: list[Event]) -> list[Load]:
+    """Those of tensors that TMA knows by a map."""
+    return [e for e in program if isinstance(e, Load) and isinstance(e.source[0], int)]
+
+
+def _loads_that_tell(record: Record) -> int:
+    """So many loads of a CTA that each tensor is among them."""
+    most = 0
+    for program in record.programs.values():
+        loads = _loads(program)
+        first: dict[int, int] = {}
+        for i, load_ in enumerate(loads):
+            first.setdefault(load_.source[0], i)
+        again = [i for i, e in enumerate(loads) if first and i > max(first.values())]
+        tells = (again[0] if again else len(loads)) if first else 0
+        most = max(most, tells)
+    return min(most, MOST_LOADS)
+
+
+def _footprint(machine: Machine, address: int) -> float:
+    """Bytes of the tensor of a map among the kernel's parameters; 0 of others."""
+    if not address & PARAM_WINDOW:
+        return 0.0
+    at = address & (PARAM_WINDOW - 1)
+    tmap = decode_map(machine.params[at : at + MAP_BYTES].tobytes())
+    size = float(tmap.itemsize)
+    for n in tmap.dims[: tmap.rank]:
+        size *= n
+    return size
+
+
+def trace(
+    host: HostFunction,
+    programs: dict[str, Program],
+    arguments: list[Any],
+    regions: Sequence[HostTensor],
+    limit: float = 0.0,
+) -> list[Traced]:
+    """Records the first cluster of every launch of a call, until ``flops`` of MMAs a CTA; 0: to
+    its end. Raises ValueError for a kernel whose machine code is not known.
+    """
+    if not host.cubin:
+        raise ValueError("its cubin is not there, which tells what instructions cost")
+    few = _Few(programs, regions, host.cubin, limit)
+    host(arguments, few.launch)
+    return few.traced

@@ -1,0 +1,76 @@
+"""The units of an SM, and what is kept of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Memory:
+    """How an SM's copies meet the rest of the GPU: what part of its loads misses L2, how many SMs
+    share the rates."""
+
+    miss: float  # part of the bytes that come from HBM
+    sms: int  # that are busy
+    shared: float = 0.0  # part of the bytes that other SMs ask for at the same time
+    write_back: float = 1.0  # part of stored bytes that go on to HBM
+
+
+@dataclass
+class Unit:
+    """A queue; ``busy`` adds up what it served."""
+
+    name: str
+    free: float = 0.0
+    busy: float = 0.0
+
+    def serve(self, at: float, cycles: float) -> float:
+        """The end of a service asked for at ``at``."""
+        self.free = max(self.free, at) + cycles
+        self.busy += cycles
+        return self.free
+
+
+@dataclass
+class Barrier:
+    arrivals: int
+    pending: int
+    tx: int = 0
+    phases: int = 0
+    by: str = ""  # whom the last of a phase's arrivals came from, and its track
+    track: str = ""
+    waiting: list[tuple[int, Callable[[float], None]]] = field(default_factory=list)
+
+
+@dataclass
+class Interval:
+    """Something on a track, from ``start`` to ``end``."""
+
+    track: str
+    name: str
+    start: float
+    end: float
+    kind: str = ""  # "work", "wait", "unit"
+    cta: int = 0
+    by: tuple[str, float] | None = None  # what ended a wait: its track, and when
+
+
+class Sm:
+    def __init__(self, number: int) -> None:
+        self.cores = [Unit(f"sub-core {i}") for i in range(4)]
+        self.port = Unit("smem port")
+        self.tensor = Unit("tensor core")
+        self.tmem = Unit("tensor memory")
+        self.issue = Unit("TMA issue")
+        self.ingest = Unit("TMA bytes")
+        self.out = Unit("stores")
+        self.l2 = Unit("L2 share")
+        self.hbm = Unit("HBM share")
+
+    @property
+    def units(self) -> list[Unit]:
+        return [
+            *self.cores, self.port, self.tensor, self.tmem, self.issue, self.ingest, self.out,
+            self.l2, self.hbm,
+        ]  # fmt: skip

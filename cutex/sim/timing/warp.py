@@ -1,0 +1,354 @@
+"""A warp on its way through its recorded program, event by event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from cutex.sim.timing.record import (
+    Arrive,
+    Cluster,
+    Columns,
+    Commit,
+    Event,
+    Group,
+    Load,
+    Mma,
+    Named,
+    Reply,
+    Settled,
+    Store,
+    Touch,
+    Wait,
+    Work,
+)
+from cutex.sim.timing.units import Interval
+
+if TYPE_CHECKING:
+    from cutex.sim.timing.replay import Instance
+
+QUANTUM = 64.0  # cycles of a sub-core for which one warp may hold it before others have their turn
+
+
+class Warp:
+    """A warp on its way through its program."""
+
+    def __init__(self, instance: Instance, number: int, program: list[Event]) -> None:
+        self.i, self.r, self.gpu = instance, instance.r, instance.gpu
+        record = self.r.record
+        self.number, self.program, self.at = number, program, 0
+        self.cta, self.place = record.cta[number], record.place[number]
+        self.sm = self.r.sms[self.cta % record.cluster_size]
+        self.core = self.sm.cores[self.place % 4]
+        self.role = record.roles.get(number, "") or f"warp {self.place}"
+        self.track = f"{self.role} {self.place}"
+        self.warpgroup = (self.cta, self.place // 4)
+        self.open: list[float] = []  # bulk stores read, of the open group
+        self.open_done: list[float] = []
+        self.bulk: list[tuple[float, float]] = []  # groups: read, done
+        self.mmas = 0  # wgmmas issued
+        self.committed: list[int] = []  # mmas, at each commit
+        self.cluster_arrived = 0
+        self.remaining: Work | None = None
+        self.pending_tmem = 0.0
+        self.issued_mma: float = 0.0  # end of the last tcgen05.mma of this warp
+
+    # -- running -----------------------------------------------------------------------------------
+
+    def go(self, now: float) -> None:
+        """Goes on until something takes time."""
+        while True:
+            if self.remaining is not None:
+                work = self.remaining
+            elif self.at == len(self.program):
+                self.i.warp_ended(now)
+                return
+            else:
+                event = self.program[self.at]
+                if not isinstance(event, Work):
+                    self.at += 1
+                    then = _DO[type(event)](self, event, now)
+                    if then is None:
+                        continue
+                    if then >= 0:
+                        self.r.at(then, self.go)
+                    return
+                self.at += 1
+                work = event
+            share = min(1.0, QUANTUM / work.cycles) if work.cycles > QUANTUM else 1.0
+            part, self.remaining = work, None
+            if share < 1.0:
+                part, self.remaining = work.part(share), work.part(1.0 - share)
+            busy, cycles = self._busy(part, now)
+            end = max(self.core.serve(now, busy), now + cycles)
+            if part.port:
+                end = max(end, self.sm.port.serve(now, part.port))
+            self.r.worked[self.role] += cycles
+            if self.r.log:
+                self._log("work", "", now, end)
+            self.r.at(end, self.go)
+            return
+
+    def _busy(self, work: Work, now: float) -> tuple[float, float]:
+        """Cycles that the sub-core is busy with it, and those that it takes at least: more while a
+        wgmma is under way, whose accumulators pass through the same registers' ports.
+        """
+        g = self.gpu
+        busy = max(work.slots, work.fma, work.alu, work.mufu, work.lsu, work.uniform)
+        if g.shared_registers and self.sm.tensor.free > now:
+            slowed = max(busy, work.fma * g.fma_beside_mma, work.mufu * g.mufu_beside_mma)
+            return slowed, work.cycles + slowed - busy
+        return busy, work.cycles
+
+    def _log(
+        self,
+        kind: str,
+        name: str,
+        start: float,
+        end: float,
+        by: tuple[str, float] | None = None,
+    ) -> None:
+        if end > start:
+            self.r.intervals.append(Interval(self.track, name, start, end, kind, self.cta, by))
+
+    def _waiter(self, whom: str | Callable[[], str], now: float) -> Callable[[float], None]:
+        """To be called when what this warp waits for is there."""
+
+        def wake(then: float) -> None:
+            what = whom if isinstance(whom, str) else whom()
+            self.r.waits[self.role][what] += then - now
+            if self.r.log:
+                self._log("wait", what, now, then, self.r.ended_by)
+            self.go(then)
+
+        return wake
+
+    def _until(self, what: str, now: float, then: float) -> float | None:
+        """Waits for a moment that is known."""
+        if then <= now:
+            return None
+        self.r.waits[self.role][what] += then - now
+        if self.r.log:
+            self._log("wait", what, now, then)
+        return then
+
+    # -- events: each returns when to go on; None for at once, -1 when somebody else will wake it --
+
+    def wait(self, e: Wait, now: float) -> float | None:
+        b = self.i.barriers[e.barrier]
+        if b.phases >= e.phases:
+            return now + self.gpu.try_wait
+        b.waiting.append((e.phases, self._waiter(lambda: b.by, now)))
+        return -1.0
+
+    def arrive(self, e: Arrive, now: float) -> float | None:
+        if e.remote:
+            self.r.at(
+                now + self.gpu.remote_arrive,
+                partial(self.i.arrive, e.barrier, e.arrivals, e.expect, self.role, self.track),
+            )
+        else:
+            self.i.arrive(e.barrier, e.arrivals, e.expect, self.role, self.track, now)
+        return None
+
+    def load(self, e: Load, now: float) -> float | None:
+        g, m, sm = self.gpu, self.r.memory, self.sm
+        issued = sm.issue.serve(now, g.tma_issue)
+        share = m.sms
+        at = issued
+        ends = []
+        # NOTE: what multicast reads once for several CTAs is not merged any further (docs/time.md)
+        merged = g.l2_merged * m.shared if len(e.signals) == 1 else 0.0
+        l2 = sm.l2.serve(at, e.size * (1.0 - merged) * share / g.l2_bytes)
+        hbm = sm.hbm.serve(at, e.size * m.miss * share / g.hbm_bytes) if m.miss else at
+        for signal, cta in zip(e.signals, e.ctas, strict=True):
+            target = self.i.sm[cta]
+            into = target.ingest.serve(at, max(e.size / g.tma_bytes, e.rows * g.tma_row))
+            latency = g.l2_latency + (g.hbm_latency if m.miss else 0.0)
+            end = max(into, l2, hbm) + latency
+            ends.append(end)
+            self.r.at(end, partial(self.i.bytes, signal, e.size, "TMA"))
+            if self.r.log:
+                self.r.intervals.append(Interval("TMA in", f"{e.size} bytes", at, end, "unit", cta))
+        return now + g.tma_gap
+
+    def store(self, e: Store, now: float) -> float | None:
+        g, sm = self.gpu, self.sm
+        issued = sm.issue.serve(now, g.tma_issue)
+        out = sm.out.serve(issued, e.size * self.r.memory.sms / g.store_bytes)
+        if self.r.memory.write_back:
+            out = max(
+                out,
+                sm.hbm.serve(
+                    issued, e.size * self.r.memory.write_back * self.r.memory.sms / g.hbm_bytes
+                )
+                - g.write_buffer * self.r.memory.sms / g.hbm_bytes,
+            )
+        self.open.append(out + g.store_read)
+        self.open_done.append(out + g.store_latency)
+        self.r.stores_end = max(self.r.stores_end, out + g.store_latency)
+        self.r.stores.append(out + g.store_latency)
+        if self.r.log:
+            self.r.intervals.append(
+                Interval("TMA out", f"{e.size} bytes", issued, out, "unit", self.cta)
+            )
+        return now + g.tma_gap
+
+    def commit(self, e: Commit, now: float) -> float | None:
+        if e.what == "bulk":
+            self.bulk.append((max(self.open, default=now), max(self.open_done, default=now)))
+            self.open, self.open_done = [], []
+        elif e.what == "wgmma":
+            self.committed.append(self.mmas)
+        else:
+            end = max(now, self.issued_mma) + self.gpu.mma_commit
+            for place in e.barriers:
+                self.r.at(end, partial(self.i.arrive, place, 1, 0, "MMA", "tensor core"))
+        return None
+
+    def group(self, e: Group, now: float) -> float | None:
+        if e.what == "bulk":
+            older = self.bulk[: max(0, len(self.bulk) - e.pending)]
+            then = max((g[0] if e.read else g[1] for g in older), default=now)
+            return self._until("TMA store", now, then)
+        at = len(self.committed) - e.pending - 1
+        if at < 0 or not self.committed[at]:
+            return None
+        done = self.i.done_mma[self.warpgroup]
+        need = self.committed[at]
+        if len(done) >= need:
+            then = done[need - 1] + self.gpu.wgmma_latency
+            return self._until("MMA", now, then)
+        # others of the warpgroup have not issued it yet
+        self.r.at(now + 8.0, lambda t: self._again(e, now, t))
+        return -1.0
+
+    def _again(self, e: Group, since: float, now: float) -> None:
+        at = len(self.committed) - e.pending - 1
+        done, need = self.i.done_mma[self.warpgroup], self.committed[at]
+        if len(done) < need:
+            self.r.at(now + 8.0, lambda t: self._again(e, since, t))
+            return
+        then = max(now, done[need - 1] + self.gpu.wgmma_latency)
+        self.r.at(then, self._waiter("MMA", since))
+
+    def mma(self, e: Mma, now: float) -> float | None:
+        g = self.gpu
+        if e.n == 0:
+            return self._tcgen05(e, now)
+        self.mmas += 1
+        key = (*self.warpgroup, self.mmas)
+        came = self.i.meeting[key]
+        came.append(now)
+        if len(came) == 4:
+            del self.i.meeting[key]
+            cycles = max(e.flops / (g.mma_flops * e.rate), e.smem / g.smem_bytes)
+            self.sm.port.serve(now, e.smem / g.smem_bytes)
+            end = self.sm.tensor.serve(now, cycles)
+            self.i.done_mma[self.warpgroup].append(end)
+            self.r.flops += e.flops
+            self.r.mma.append((end, self.r.flops))
+            if self.r.log:
+                self.r.intervals.append(
+                    Interval(
+                        "tensor core",
+                        f"group {self.warpgroup[1]}",
+                        end - cycles,
+                        end,
+                        "unit",
+                        self.cta,
+                    )
+                )
+        done = self.i.done_mma[self.warpgroup]
+        behind = self.mmas - g.wgmma_queue
+        if behind > 0 and len(done) >= behind and done[behind - 1] > now:
+            return self._until("MMA queue", now, done[behind - 1])
+        return now + g.wgmma_issue
+
+    def _tcgen05(self, e: Mma, now: float) -> float | None:
+        g = self.gpu
+        cycles = max(e.flops / (len(e.ctas) * g.mma_flops * e.rate), e.smem / g.smem_bytes)
+        end = now
+        for cta in e.ctas:
+            sm = self.i.sm[cta]
+            sm.port.serve(now, e.smem / g.smem_bytes)
+            end = max(end, sm.tensor.serve(max(now, end - cycles), cycles))
+        self.issued_mma = end
+        self.r.flops += e.flops
+        self.r.mma.append((end, self.r.flops))
+        if self.r.log:
+            for cta in e.ctas:
+                self.r.intervals.append(
+                    Interval("tensor core", "tcgen05.mma", end - cycles, end, "unit", cta)
+                )
+        return now + g.wgmma_issue
+
+    def name_barrier(self, e: Named, now: float) -> float | None:
+        key = (self.cta, e.number)
+        state = self.i.named[key]
+        needed = e.threads // 32 or self.r.record.warps_per_cta
+        state[0] += 1
+        if state[0] >= needed:
+            state[0] = 0
+            waiting, state[1] = state[1], []
+            for wake in waiting:
+                self.r.at(now + self.gpu.bar, wake)
+            return now + self.gpu.bar if e.waits else None
+        if e.waits:
+            state[1].append(self._waiter(f"barrier {e.number}", now))
+            return -1.0
+        return None
+
+    def cluster(self, e: Cluster, now: float) -> float | None:
+        i = self.i
+        if not e.waits:
+            self.cluster_arrived = i.cluster_phase + 1
+            i.cluster_count += 1
+            if i.cluster_count == len(i.warps):
+                i.cluster_count = 0
+                i.cluster_phase += 1
+                ready, i.cluster_waiting = i.cluster_waiting, []
+                for _, wake in ready:
+                    self.r.at(now + self.gpu.cluster_barrier, wake)
+            return None
+        if i.cluster_phase >= self.cluster_arrived:
+            return now + self.gpu.cluster_barrier
+        i.cluster_waiting.append((self.cluster_arrived, self._waiter("cluster", now)))
+        return -1.0
+
+    def touch(self, e: Touch, now: float) -> float | None:
+        g, m = self.gpu, self.r.memory
+        size = 32 * e.sectors
+        end = self.sm.out.serve(now, max(e.lines * g.line_cycles, size * m.sms / g.store_bytes))
+        if e.waits:
+            return self._until("global memory", now, end + g.global_latency)
+        self.sm.hbm.serve(now, size * m.write_back * m.sms / g.hbm_bytes)
+        self.r.stores_end = max(self.r.stores_end, end + g.store_latency)
+        # a few stores are taken in before the warp has to wait
+        then = end - g.store_queue * g.line_cycles
+        return self._until("stores", now, then)
+
+    def columns(self, e: Columns, now: float) -> float | None:
+        cycles = e.columns * 32 * 4 / self.gpu.tmem_bytes
+        self.pending_tmem = self.sm.tmem.serve(now, cycles) + self.gpu.tmem_latency
+        return None
+
+    def settled(self, e: Settled, now: float) -> float | None:
+        return self._until("tensor memory", now, self.pending_tmem)
+
+    def reply(self, e: Reply, now: float) -> float | None:
+        for place in e.barriers:
+            self.r.at(
+                now + self.gpu.launch_control,
+                partial(self.i.bytes, place, 16, "launch control"),
+            )
+        return None
+
+
+_DO: dict[type, Callable[[Warp, Any, float], float | None]] = {
+    Wait: Warp.wait, Arrive: Warp.arrive, Load: Warp.load, Store: Warp.store,
+    Commit: Warp.commit, Group: Warp.group, Mma: Warp.mma, Named: Warp.name_barrier,
+    Cluster: Warp.cluster, Touch: Warp.touch, Columns: Warp.columns, Settled: Warp.settled,
+    Reply: Warp.reply,
+}  # fmt: skip

@@ -1,0 +1,155 @@
+"""Load: the warp of the Hopper forward that hands out tiles and loads what they need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Int32, cute
+from cutlass.cute.nvgpu import cpasync
+
+from cutex.device.atoms.tma import TileLoads
+from cutex.device.attention.rows import Rows
+from cutex.device.attention.seqlen_info import SeqlenInfo
+from cutex.device.pipeline import PipelineState
+from cutex.kernels.attention.config import ForwardConfig
+from cutex.kernels.attention.order import TileOrder
+from cutex.kernels.attention.sm90.shared import Shared
+from cutex.kernels.attention.sm90.work_ring import NORMAL, SAFE, Work
+
+Fills = tuple[PipelineState, PipelineState]  # of the rings of K and of V
+Lengths = tuple[SeqlenInfo, SeqlenInfo]  # of queries and of keys
+
+
+@dataclass(frozen=True)
+class Load:
+    config: ForwardConfig
+    order: TileOrder
+    q: Rows  # with the TMA operand each
+    k: Rows
+    v: Rows
+    shared: Shared
+
+    @cute.jit
+    def run(self) -> None:
+        """Load tile after tile.
+
+        A slot of Q that comes back is looked at: should its tile have failed, it goes out again in
+        safe mode, before any other. When no tile is left, the slots that are still out are waited
+        for in turn.
+        """
+        c, order, ring = self.config, self.order, self.shared.work
+        q_fill, fills = ring.q.producer(), (self.shared.k.producer(), self.shared.v.producer())
+        ring.clear()
+        index, _, _ = cute.arch.block_idx()
+        looked_at = Int32(0)  # slots that have come back well since the last tile went out
+        while index < order.total or looked_at < c.q_stages:
+            back = PipelineState(c.q_stages, q_fill.slot, q_fill.phase)
+            back.skip(looked_at)
+            ring.q.empty.wait(back.phase, back.slot)
+            failed = ring.take_back(back.slot)
+            work, mode = ring.work(back.slot), Int32(SAFE)
+            if not failed:
+                work = Work(*order.tile(cutlass.min(index, order.total - 1)))
+                mode = Int32(NORMAL)
+            if not failed and index >= order.total:
+                looked_at += 1
+            else:
+                looked_at = Int32(0)
+                lengths = self.shared.lengths(work.batch)
+                asked = Int32(0)
+                if lengths[0].length * c.pack > work.m_block * c.tile_m:
+                    fills, asked = self.tile(work, mode, lengths, q_fill, fills)
+                    q_fill.advance()
+                else:
+                    asked = self.ask(mode)
+                if not failed:
+                    index = self.next_index(index, asked)
+        ring.end(q_fill)
+
+    @cute.jit
+    def tile(
+        self, work: Work, mode: Int32, lengths: Lengths, q_fill: PipelineState, fills: Fills
+    ) -> tuple[Fills, Int32]:
+        """Q, and K and V block by block in the order in which the products need them; what `ask`
+        returned."""
+        shared, c = self.shared, self.config
+        k_fill, v_fill = fills
+        seq_q, seq_k = lengths
+        blocks = shared.info.n_blocks(work.m_block, seq_q.length, seq_k.length)
+        head_kv = work.head // self.order.heads_per_kv
+        loads_q = self.tile_loads("q", shared.sQ, work.head, work.batch, seq_q)
+        loads_k = self.tile_loads("k", shared.sK, head_kv, work.batch, seq_k)
+        loads_v = self.tile_loads("v", shared.sV, head_kv, work.batch, seq_k)
+        full = shared.work.announce(q_fill, mode, work, seq_q, seq_k)
+        for wg in cutlass.range_constexpr(c.warpgroups):
+            slot = q_fill.slot * c.warpgroups + wg
+            loads_q.load(work.m_block * c.warpgroups + wg, slot, full)
+        asked = Int32(0)
+        if blocks.end > blocks.first:
+            loads_k.load(blocks.end - 1, k_fill.slot, shared.k.acquire(k_fill))
+            k_fill.advance()
+            for i in cutlass.range(blocks.end - 1 - blocks.first, unroll=1):
+                n_block = blocks.end - 2 - i
+                loads_k.load(n_block, k_fill.slot, shared.k.acquire(k_fill))
+                k_fill.advance()
+                loads_v.load(n_block + 1, v_fill.slot, shared.v.acquire(v_fill))
+                v_fill.advance()
+            asked = self.ask(mode)
+            loads_v.load(blocks.first, v_fill.slot, shared.v.acquire(v_fill))
+            v_fill.advance()
+        else:
+            asked = self.ask(mode)
+        return (k_fill, v_fill), asked
+
+    @cute.jit
+    def tile_loads(
+        self,
+        name: cutlass.Constexpr[str],
+        sX: cute.Tensor,
+        head: Int32,
+        batch: Int32,
+        seqlen: SeqlenInfo,
+    ) -> TileLoads:
+        """Of q, k or v: of one head of one sequence, into the slots of sX (rows, columns, SLOT)."""
+        rows = getattr(self, name)
+        gX = rows.tiles(head, batch, seqlen, (cute.size(sX, mode=[0]), cute.size(sX, mode=[1])))
+        tXsX, tXgX = cpasync.tma_partition(
+            rows.info.atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(sX, 0, 2),
+            cute.group_modes(gX, 0, 2),
+        )  # (TMA, SLOT), (TMA, Rest)
+        return TileLoads(rows.info.atom, tXgX, tXsX)
+
+    # ---- the next tile
+
+    @cute.jit
+    def ask(self, mode: Int32) -> Int32:
+        """Take a number from the counter, in lane 0, for a tile that goes out the first time.
+
+        NOTE: that is when all but the last load of a tile are out: the answer is there when the
+        last slot is empty, and a CTA that is late still gets fewer tiles.
+        """
+        asked = Int32(0)
+        if cutlass.const_expr(self.config.dispatch == "dynamic"):  # noqa: SIM102 - when tracing
+            if cute.arch.lane_idx() == 0 and mode == NORMAL:
+                counter = self.shared.passed.counter
+                asked = cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
+        return asked
+
+    @cute.jit
+    def next_index(self, index: Int32, asked: Int32) -> Int32:
+        """Of the tile to come, `order.total` or more if there is none."""
+        total, (grid, _, _) = self.order.total, cute.arch.grid_dim()
+        if cutlass.const_expr(self.config.dispatch == "one"):
+            index = total
+        elif cutlass.const_expr(self.config.dispatch == "static"):
+            index += grid
+        else:
+            counter = self.shared.passed.counter
+            if cute.arch.lane_idx() == 0 and asked == total - 1:
+                counter[0] = Int32(0)  # asked once for each tile: this was the last
+            index = grid + cute.arch.shuffle_sync(asked, 0)
+        return index

@@ -1,0 +1,356 @@
+"""Probes of sm_90a: cycles of a Hopper SM, its TMA engine and L2; a small kernel for each.
+
+Each writes 32-bit words into a row of mOut for each CTA, as its docstring says. What the figures
+were on an H200 stands in results/timing/.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+from cutlass._mlir.dialects import llvm
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.memory import SmemAllocator
+
+from cutex.compile import Operand
+from cutex.device.atoms.mma import WARPGROUP, allocate_slots, make_wgmma, slots_layout, wgmma
+from cutex.device.atoms.scalar import exp2
+from cutex.device.atoms.tma import load_operand, tile_loads
+from cutex.device.pipeline import Barrier, OrderedBarrier, publish_barriers, sync_cluster
+from cutex.kernels.probes.sm100 import clock
+
+WIDTH = 512  # 16-bit elements of a row of mOut
+BOX_K = 64  # elements of 16 bits in a row of a TMA box
+UNROLL = 8  # independent chains of an arithmetic loop
+
+
+@dataclass(frozen=True)
+class ProbeConfig:
+    kind: str = ""
+    n: int = 0  # columns of a wgmma, rows of a TMA box, KB of smem
+    slots: int = 0  # boxes in flight
+    count: int = 0  # times that a loop goes round
+
+
+@dsl_user_op
+def smid(*, loc=None, ip=None) -> Int32:
+    """The number of this SM."""
+    reading = llvm.inline_asm(
+        T.i32(), [], "mov.u32 $0, %smid;", "=r", has_side_effects=True, loc=loc, ip=ip
+    )
+    return Int32(reading)
+
+
+@dsl_user_op
+def clock64(*, loc=None, ip=None) -> Int64:
+    """Cycles of this SM since long before the launch."""
+    reading = llvm.inline_asm(
+        T.i64(), [], "mov.u64 $0, %clock64;", "=l,~{memory}", has_side_effects=True, loc=loc, ip=ip
+    )
+    return Int64(reading)
+
+
+@cute.jit
+def row_words(mOut: cute.Tensor, row: Int32) -> cute.Tensor:
+    """A row of mOut as 32-bit words."""
+    start = mOut.iterator + Int64(row) * WIDTH
+    return cute.make_tensor(
+        cute.make_ptr(Int32, start.toint(), cute.AddressSpace.gmem, assumed_align=16),
+        cute.make_layout(WIDTH // 2),
+    )
+
+
+class Probe:
+    """Launches `kernel` with one CTA for each row of mOut (rows, WIDTH)."""
+
+    arch: ClassVar[str] = "sm_90a"
+    cluster: ClassVar[int] = 1
+    num_threads: int = 32
+    kernel: Any
+
+    def __init__(self, config: ProbeConfig) -> None:
+        self.config = config
+
+    @property
+    def name(self) -> str:
+        return f"sm90_probe_{type(self).__name__.lower()}"
+
+    def operands(self, dtype: str) -> tuple[Operand, ...]:
+        return (Operand("mOut", ("m", "n"), dtype),)
+
+    @cute.jit
+    def __call__(self, mOut: cute.Tensor, stream) -> None:
+        self.kernel(mOut).launch(
+            grid=(cute.size(mOut, mode=[0]), 1, 1),
+            block=(self.num_threads, 1, 1),
+            cluster=(self.cluster, 1, 1),
+            stream=stream,
+        )
+
+
+class Clocks(Probe):
+    """The SM's number, its cycle counter and the nanoseconds of the whole GPU: two launches tell
+    the mean clock between them. Takes `n` KB of smem, so that a CTA has an SM for itself.
+
+    words: smid, cycles (2 words), nanoseconds (2 words)
+    """
+
+    @cute.kernel
+    def kernel(self, mOut: cute.Tensor) -> None:
+        smem = SmemAllocator()
+        smem.allocate_array(Int64, self.config.n * 128)
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        out = row_words(mOut, block)
+        if thread == 0:
+            cycles = clock64()
+            nanoseconds = Int64(cute.arch.globaltimer())
+            out[0] = smid()
+            out[1], out[2] = Int32(cycles & 0x7FFFFFFF), Int32(cycles >> 31)
+            out[3], out[4] = Int32(nanoseconds & 0x7FFFFFFF), Int32(nanoseconds >> 31)
+
+
+class TmaStream(Probe):
+    """A warp of each CTA loads `count` boxes of `n` rows x 128 bytes, `slots` in flight. CTA i
+    starts at box i * `count` of mX and goes round it: whether L2 holds them is up to its size.
+
+    words: smid, cycles from the first issue to the last arrival
+    """
+
+    def operands(self, dtype: str) -> tuple[Operand, ...]:
+        return Operand("mX", ("r", "k"), dtype), Operand("mOut", ("m", "n"), dtype)
+
+    @cute.jit
+    def __call__(self, mX: cute.Tensor, mOut: cute.Tensor, stream) -> None:
+        c = self.config
+        layout = slots_layout(mX.element_type, c.n, BOX_K, c.slots, 128)
+        self.kernel(load_operand(mX, layout), mOut).launch(
+            grid=(cute.size(mOut, mode=[0]), 1, 1), block=(32, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, x: cpasync.TmaInfo, mOut: cute.Tensor) -> None:
+        c = self.config
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        smem = SmemAllocator()
+        sX = allocate_slots(smem, mOut.element_type, x.smem_layout)  # (bRows, bK, SLOT)
+        full = Barrier.allocate(smem, "loaded", arrivals=1, slots=c.slots)
+        publish_barriers((full,))
+        out = row_words(mOut, block)
+        boxes = cute.size(x.tma_tensor, mode=[0]) // c.n
+        box = (block * c.count) % boxes
+        slot, phase = Int32(0), Int32(1)
+        start = clock()
+        for i in cutlass.range(c.count, unroll=1):
+            if i >= c.slots:
+                full.wait(phase, slot)
+            with cute.arch.elect_one():
+                full.arrive_expecting(c.n * BOX_K * 2, slot)
+            loads = tile_loads(x, sX, box)
+            loads.load(Int32(0), slot, full[slot])
+            box += 1
+            if box == boxes:
+                box = Int32(0)
+            slot += 1
+            if slot == c.slots:
+                slot = Int32(0)
+                phase ^= 1
+        for _ in cutlass.range(c.slots, unroll=1):
+            full.wait(phase, slot)
+            slot += 1
+            if slot == c.slots:
+                slot = Int32(0)
+                phase ^= 1
+        cycles = clock() - start
+        if thread == 0:
+            out[0] = smid()
+            out[1] = cycles
+
+
+class Busy(Probe):
+    """Two warpgroups side by side. The first runs `count` rounds of four wgmmas of `n` columns; the
+    second the same, or as many rounds of 64 exponentials, FMAs or loads of smem a thread.
+
+    kind: "A+B", A out of "none", "wgmma"; B out of "none", "wgmma", "ex2", "fma", "lds"
+    words: cycles of the first, cycles of the second
+    """
+
+    num_threads = 2 * WARPGROUP
+
+    @cute.kernel
+    def kernel(self, mOut: cute.Tensor) -> None:
+        c = self.config
+        first, second = c.kind.split("+")
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        dtype = mOut.element_type
+        smem = SmemAllocator()
+        rows = 128 if c.kind == "wgmma+wgmma" else 64
+        sA = allocate_slots(smem, dtype, slots_layout(dtype, rows, BOX_K, 1, 128))
+        sB = allocate_slots(smem, dtype, slots_layout(dtype, c.n, BOX_K, 1, 128))
+        sW = cute.make_tensor(smem.allocate_array(Int32, 2048), cute.make_layout(2048))
+        for i in cutlass.range(thread, rows * BOX_K, 2 * WARPGROUP):
+            sA[i // BOX_K, i % BOX_K, 0] = dtype(0.0)
+        for i in cutlass.range(thread, c.n * BOX_K, 2 * WARPGROUP):
+            sB[i // BOX_K, i % BOX_K, 0] = dtype(0.0)
+        for i in cutlass.range(thread, 2048, 2 * WARPGROUP):
+            sW[i] = Int32(0)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_threads()
+        out = row_words(mOut, block)
+        if thread < WARPGROUP:
+            if cutlass.const_expr(first != "none"):
+                self.multiply(sA, sB, rows, out, thread, 0)
+        else:
+            if cutlass.const_expr(second == "wgmma"):
+                self.multiply(sA, sB, rows, out, thread, 1)
+            elif cutlass.const_expr(second != "none"):
+                self.compute(second, sW, out, thread)
+
+    @cute.jit
+    def multiply(
+        self,
+        sA: cute.Tensor,
+        sB: cute.Tensor,
+        rows: cutlass.Constexpr[int],
+        out: cute.Tensor,
+        thread: Int32,
+        which: cutlass.Constexpr[int],
+    ) -> None:
+        c = self.config
+        mma = wgmma(make_wgmma(rows // 64, c.n, sA.element_type), sA, sB)
+        mma.issue(0, accumulate=False)
+        warpgroup.wait_group(0)
+        start = clock()
+        for _ in cutlass.range(c.count, unroll=1):
+            mma.issue(0, accumulate=True)
+            warpgroup.wait_group(1)
+        warpgroup.wait_group(0)
+        cycles = clock() - start
+        total = Float32(0.0)
+        for i in cutlass.range(cute.size(mma.tCrAcc), unroll_full=True):
+            total += mma.tCrAcc[i]
+        if thread % WARPGROUP == 0:
+            out[which] = cycles
+            out[2 + which] = Int32(total)
+
+    @cute.jit
+    def compute(
+        self, what: cutlass.Constexpr[str], sW: cute.Tensor, out: cute.Tensor, thread: Int32
+    ) -> None:
+        c = self.config
+        x = cute.make_rmem_tensor((UNROLL,), Int32 if what == "lds" else Float32)
+        for i in cutlass.range(UNROLL, unroll_full=True):
+            x[i] = x.element_type(sW[thread + i])
+        factor = x.element_type(sW[0])
+        start = clock()
+        for _ in cutlass.range(c.count, unroll=1):
+            for _ in cutlass.range_constexpr(8):
+                for i in cutlass.range_constexpr(UNROLL):
+                    if cutlass.const_expr(what == "ex2"):
+                        x[i] = exp2(x[i])
+                    elif cutlass.const_expr(what == "fma"):
+                        x[i] = x[i] * factor + factor
+                    else:
+                        x[i] = sW[thread + 32 * i + x[i]]
+        cycles = clock() - start
+        total = x.element_type(0)
+        for i in cutlass.range(UNROLL, unroll_full=True):
+            total += x[i]
+        if thread % WARPGROUP == 0:
+            out[1] = cycles
+            out[3] = Int32(total)
+
+
+class Signal(Probe):
+    """Two sides take turns `count` times: warpgroups by named barriers ("named") or by mbarriers
+    ("mbarrier").
+
+    words: cycles of all turns; a turn is there and back
+    """
+
+    num_threads = 2 * WARPGROUP
+
+    @cute.kernel
+    def kernel(self, mOut: cute.Tensor) -> None:
+        c = self.config
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        side = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        came = Barrier.allocate(SmemAllocator(), "came", arrivals=4, slots=2)
+        publish_barriers((came,))
+        ordered = OrderedBarrier(1)
+        start, phase = clock(), Int32(0)
+        for _ in cutlass.range(c.count, unroll=1):
+            if cutlass.const_expr(c.kind == "named"):
+                if side == 0:
+                    ordered.signal(Int32(1))
+                    ordered.wait(side)
+                else:
+                    ordered.wait(side)
+                    ordered.signal(Int32(0))
+            else:
+                if side == 1:
+                    came.wait(phase, side)
+                with cute.arch.elect_one():
+                    came.arrive(1 - side)
+                if side == 0:
+                    came.wait(phase, side)
+                phase ^= 1
+        cycles = clock() - start
+        if thread == 0:
+            row_words(mOut, block)[0] = cycles
+
+
+class PeerSignal(Probe):
+    """Two CTAs of a cluster take turns `count` times by mbarriers at each other.
+
+    words: cycles of all turns; a turn is there and back
+    """
+
+    cluster = 2
+
+    @cute.kernel
+    def kernel(self, mOut: cute.Tensor) -> None:
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        rank = cute.arch.block_idx_in_cluster()
+        came = Barrier.allocate(SmemAllocator(), "other came", arrivals=1)
+        publish_barriers((came,), cluster=True)
+        start, phase = clock(), Int32(0)
+        for _ in cutlass.range(self.config.count, unroll=1):
+            if rank == 1:
+                came.wait(phase)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(came[0], 1 - rank)
+            if rank == 0:
+                came.wait(phase)
+            phase ^= 1
+        cycles = clock() - start
+        sync_cluster()
+        if thread == 0:
+            row_words(mOut, block)[0] = cycles
+
+
+class Empty(Probe):
+    """CTAs of 384 threads and `n` KB of smem that do nothing: what a launch and the next CTA on an
+    SM take.
+
+    words: smid
+    """
+
+    num_threads = 384
+
+    @cute.kernel
+    def kernel(self, mOut: cute.Tensor) -> None:
+        smem = SmemAllocator()
+        smem.allocate_array(Int64, self.config.n * 128)
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        if thread == 0:
+            row_words(mOut, block)[0] = smid()

@@ -1,0 +1,227 @@
+"""The simulator's clock: bounds that it keeps, what it sees of overlap, and how far off it is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from cutlass import Float32, cute
+
+from cutex.bench.clock import record, time_stage
+from cutex.bench.clock_errors import Summary, board, errors, in_order, ladder, measured
+from cutex.bench.clock_page import MEASURED, PAGE, TRACES, constants
+from cutex.gemm import main as gemm_main
+from cutex.problem.gemm import GemmProblem
+from cutex.problem.stage import stage
+from cutex.sim import simulate
+from cutex.sim.__main__ import main as script_main
+from cutex.sim.timing import stored
+from cutex.sim.timing.gpus import GPUS, SOURCES, Gpu, gpu
+from cutex.sim.timing.machine_code import costs, read
+from cutex.sim.timing.predict import predict
+from cutex.sim.timing.units import Interval
+
+SMALL = GemmProblem(512, 512, 256)
+CASES = [("sm_90a", 2), ("sm_90a", 6), ("sm_100a", 4), ("sm_100a", 6)]
+
+
+@cache
+def recorded(arch: str, number: int):
+    return record(SMALL, stage("gemm", arch, number))
+
+
+def of(arch: str) -> Gpu:
+    return next(g for g in GPUS.values() if g.arch == arch)
+
+
+@pytest.mark.parametrize("arch, number", CASES)
+def test_no_unit_is_busy_for_longer_than_the_kernel_runs(arch, number):
+    timed = predict(recorded(arch, number)[0], of(arch), recorded(arch, number)[1])
+    assert 0 < max(timed.busy.values()) <= 1 + 1e-9, timed.busy
+
+
+@pytest.mark.parametrize("arch, number", CASES)
+def test_time_is_never_below_what_a_unit_needs(arch, number):
+    board = of(arch)
+    traced, whole = recorded(arch, number)
+    timed = predict(traced, board, whole)
+    ctas = 512 * 512 // (128 * 256)
+    assert timed.cycles >= SMALL.flops / board.mma_flops / min(board.sms, ctas)
+    assert timed.cycles >= SMALL.bytes / board.hbm_bytes
+    assert timed.cycles >= timed.loaded * (1 - board.l2_merged) / board.l2_bytes
+
+
+@pytest.mark.parametrize("arch, number", CASES)
+@pytest.mark.parametrize("name", ["l2_bytes", "hbm_gbs", "tma_bytes", "store_bytes", "mma_flops"])
+def test_more_of_a_rate_is_never_slower(arch, number, name):
+    board = of(arch)
+    traced, whole = recorded(arch, number)
+    more = replace(board, **{name: 2 * getattr(board, name)})
+    assert predict(traced, more, whole).cycles <= predict(traced, board, whole).cycles * (1 + 1e-6)
+
+
+def test_a_higher_clock_and_more_sms_are_never_slower():
+    traced, whole = recorded("sm_90a", 6)
+    report = [time_of(traced, whole, f"h200,clock={ghz}") for ghz in (1.2, 1.5, 1.98)]
+    assert report == sorted(report, reverse=True)
+    big = stored.load(TRACES)["gemm/sm_90a/5/4096x4096x4096"]
+    cycles = [predict(big, gpu(f"h200,sms={n}")).cycles for n in (66, 132, 264)]
+    assert cycles == sorted(cycles, reverse=True)
+
+
+def time_of(traced, whole, name: str) -> float:
+    from cutex.sim.timing.report import time_launch
+
+    return time_launch(traced, gpu(name), whole).us
+
+
+def overlap(intervals: list[Interval], a: str, b: str) -> float:
+    """Cycles in which a track that starts with `a` works while `b` does, in CTA 0."""
+    grid = np.zeros((2, int(max(i.end for i in intervals)) + 1), bool)
+    for i in intervals:
+        if i.cta == 0 and i.kind != "wait":
+            for row, name in enumerate((a, b)):
+                if i.track.startswith(name):
+                    grid[row, int(i.start) : int(i.end)] = True
+    return float((grid[0] & grid[1]).sum())
+
+
+def test_the_picture_shows_the_overlap_that_a_stage_adds():
+    """Loads under the MMA: none in stage 1, which has one slot; most of the time in stage 2."""
+    problem = GemmProblem(256, 512, 1024)
+    seen = {}
+    for number in (1, 2):
+        report = time_stage(problem, stage("gemm", "sm_90a", number), gpu("h200"), log=True)
+        busy = sum(i.end - i.start for i in report.intervals if i.track == "tensor core")
+        seen[number] = overlap(report.intervals, "TMA in", "tensor core") / busy
+    assert seen[1] < 0.05
+    assert seen[2] > 0.5
+
+
+def test_two_accumulators_let_the_epilogue_run_under_the_next_tiles_mainloop():
+    problem = GemmProblem(4096, 4096, 256)
+    report = time_stage(problem, stage("gemm", "sm_100a", 6), gpu("b200"), log=True)
+    assert overlap(report.intervals, "store_tiles", "tensor core") > 1000
+
+
+# ---- against what was measured
+
+
+def test_errors_against_measured_cycles_do_not_grow():
+    rows = ladder(measured(MEASURED))
+    traced = stored.load(TRACES)
+    rows = [r for r in rows if r.key in traced and r.op == "gemm"]
+    assert len(rows) >= 40
+    found = list(errors(rows, traced, board()))
+    held = Summary.of(e.cycles for e in found if e.row.held_out)
+    assert held.median <= 0.02, held
+    assert held.ninth <= 0.10, held
+    assert held.largest <= 0.20, held
+    right, total = in_order(found)
+    assert right >= 0.95 * total, (right, total)
+
+
+def test_the_page_has_every_constant_as_it_is_in_the_code():
+    names = set(Gpu.__dataclass_fields__)
+    told = set(SOURCES) | {
+        "name", "arch", "power", "band", "clock_band", "shared_registers",
+    }  # fmt: skip
+    assert names == told
+    assert constants() in PAGE.read_text()
+
+
+# ---- machine code
+
+
+SASS = """
+	//## File ".nv_debug_ptx_txt", line 7
+        /*0000*/                   MUFU.EX2 R4, R4 ;   /* 0x0000000400047308 */
+                                                       /* 0x000e220000000800 */
+	//## File ".nv_debug_ptx_txt", line 8
+        /*0010*/                   FADD R5, R4, R4 ;   /* 0x0000000404057221 */
+                                                       /* 0x001fca0000000000 */
+"""
+
+
+def test_control_codes_say_how_long_an_instruction_waits():
+    """MUFU sets scoreboard 0 and stalls 1 cycle; FADD waits for it and stalls 5."""
+    code = read(SASS)
+    assert [(i.stall, i.sets, i.waits) for i in code] == [(1, (0,), 0), (5, (), 1)]
+    cost = costs(code)
+    assert cost[7].pipes["mufu"] == 8
+    assert cost[7].cycles == 1
+    assert cost[8].cycles == 24 - 1 + 5
+
+
+# ---- what people see
+
+
+@cute.kernel
+def add_one(mX: cute.Tensor):
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    mX[block * 128 + thread] = mX[block * 128 + thread] + Float32(1.0)
+
+
+@cute.jit
+def add_one_to_all(mX: cute.Tensor):
+    add_one(mX).launch(grid=[4, 1, 1], block=[128, 1, 1])
+
+
+def test_a_timed_run_still_computes_each_element_once():
+    x = torch.zeros(512)
+    report = simulate(add_one_to_all, x, arch="sm_90a", time=True)
+    assert (x == 1).all()
+    (timed,) = report.times
+    assert timed.gpu == "H200"
+    assert timed.us_band[0] < timed.us < timed.us_band[1]
+
+
+def test_the_command_line_predicts_and_draws(capsys, tmp_path):
+    file = tmp_path / "trace.json"
+    options = "--device sim --arch sm_90a --stage 3 --mnk 512,512,256 --time --trace"
+    assert gemm_main([*options.split(), str(file), "--gpu", "h200,clock=1.5"]) == 0
+    told = capsys.readouterr().out
+    assert "1.50 GHz" in told
+    assert "load" in told
+    events = json.loads(file.read_text())["traceEvents"]
+    tracks = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert {"tensor core", "TMA in"} <= tracks
+    starts = {e["id"] for e in events if e["ph"] == "s"}
+    assert starts
+    assert starts == {e["id"] for e in events if e["ph"] == "f"}
+    assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ("--time --gpu h200,clock=-1", "takes a number above 0"),
+        ("--time --gpu h300", "there are constants for h200, b200"),
+        ("--time --gpu b200", "is no GPU of sm_90a"),
+        ("--time --gpu h200,colour=3", "takes clock, l2, hbm, sms or one of"),
+        ("--gpu h200", "goes with --time"),
+        ("--trace x.json", "goes with --time"),
+    ],
+)
+def test_bad_input_is_one_sentence(capsys, options, says):
+    common = "--device sim --arch sm_90a --stage 3 --mnk 512,512,256"
+    assert gemm_main([*common.split(), *options.split()]) == 2
+    told = capsys.readouterr().err
+    assert says in told
+    assert told.count("\n") == 1
+
+
+def test_bad_input_to_a_script_is_one_sentence(capsys, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("")
+    for options, says in (
+        (["--gpu", "b200"], "goes with --time"),
+        (["--time", "--gpu", "h200"], "the script runs for sm_100a"),
+    ):
+        assert script_main([*options, str(script)]) == 2
+        assert says in capsys.readouterr().err

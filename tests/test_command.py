@@ -1,0 +1,154 @@
+"""No command ends in a traceback: bad input, full disk, missing module, Ctrl-C, `| head`."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from cutex.command import INTERRUPTED, answered
+from cutex.errors import NoCache
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/x/y"), 2, "/x/y: No space left"),
+        (PermissionError(errno.EACCES, "Permission denied", "/x"), 2, "/x: Permission denied"),
+        (ModuleNotFoundError("no", name="torch.nn"), 2, "torch is not installed; pip install -e"),
+        (NoCache("the cache cannot be written"), 2, "the cache cannot be written"),
+        (KeyboardInterrupt(), INTERRUPTED, "interrupted"),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 0, ""),
+    ],
+)
+def test_what_ends_a_command_is_one_sentence(error, code, says, capfd):
+    @answered
+    def main() -> int:
+        raise error
+
+    assert main() == code
+    told = capfd.readouterr().err
+    assert says in told and told.count("\n") == bool(says)
+
+
+def test_a_fault_of_its_own_is_not_hidden():
+    for error in (KeyError("x"), ModuleNotFoundError("no", name="cutex.nowhere")):
+
+        @answered
+        def main(error=error) -> int:
+            raise error
+
+        with pytest.raises(type(error)):
+            main()
+
+
+READ_BY_HEAD = [
+    ["cutex.gemm", "--stage", "list"],
+    ["cutex.results", "list"],
+    ["cutex.roofline", "--op", "gemm", "--mnk", "8192,8192,4096", "--gpu", "b200"],
+    ["cutex.gemm", "--help"],
+]
+
+
+@pytest.mark.parametrize("command", READ_BY_HEAD, ids=" ".join)
+def test_a_reader_that_leaves_is_no_error(command):
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(100) == 0, err
+    assert err == ""
+
+
+def test_a_path_with_an_apostrophe_is_a_path(tmp_path):
+    odd = tmp_path / "it's, a path"
+    odd.mkdir(mode=0o700)
+    ran = subprocess.run(
+        [sys.executable, "-m", "cutex.gemm", "--stage", "0", "--device", "sim", "--mnk",
+         "64,64,64", "--out", odd / "out"],
+        cwd=odd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUTEX_CACHE": str(odd / "cache"),
+             "TMPDIR": str(odd)},
+        capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert list((odd / "out").glob("*.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--seed", str(10**30)], "--seed 1000000000000000000000000000000: takes a number from 0"),
+        (["--seed", "-1"], "--seed -1: takes a number from 0"),
+        (["--seeds", "99999999"], "--seeds 99999999: takes a number from 1 to 10000"),
+    ],
+)
+def test_an_absurd_seed_is_refused(argv, says, capsys):
+    from cutex.gemm import main
+
+    assert main(["--device", "sim", *argv]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_999", ""])
+def test_simulate_names_the_archs_that_it_knows(arch):
+    import torch
+
+    from cutex import simulate
+
+    with pytest.raises(ValueError, match=r"arch '.*' is not one of sm_90a, sm_100a"):
+        simulate(lambda x: None, torch.zeros(1), arch=arch)
+
+
+def test_what_is_imported_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    declared = {re.split(r"[\[<>=~! ]", d)[0].lower().replace("_", "-") for g in groups for d in g}
+    provides = importlib.metadata.packages_distributions()
+    missing = {}
+    for file in [*(ROOT / "cutex").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module]
+            for name in names:
+                top = name.partition(".")[0]
+                if top in sys.stdlib_module_names or top in ("cutex", "_typeshed"):
+                    continue
+                from_whom = {d.lower().replace("_", "-") for d in provides.get(top, [])}
+                if from_whom and not any(
+                    d in declared or d.startswith("nvidia-cutlass-dsl") for d in from_whom
+                ):
+                    missing[name] = str(file.relative_to(ROOT))
+    assert missing == {}
+    assert any(d.startswith("cuda-bindings") for d in project["dependencies"])
+
+
+def test_nobody_is_told_to_install_what_is_not_ours():
+    """The name on the package index is somebody else's."""
+    for file in [
+        *(ROOT / "cutex").rglob("*.py"),
+        ROOT / "README.md",
+        *(ROOT / "docs").glob("*.md"),
+    ]:
+        for line in file.read_text().splitlines():
+            assert not re.search(r"pip install '?cutex", line), f"{file}: {line}"

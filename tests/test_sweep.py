@@ -1,0 +1,125 @@
+"""The corpus of models' layers, the sweep over it, and what is summed up and drawn of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cutex.bench import sweep
+from cutex.problem.layer import PASSES, LayerProblem
+from cutex.problem.models import DTYPES, MODELS, corpus
+from cutex.report import sweeps
+from cutex.results import sweep as rows
+from cutex.results.sweep import Summary, SweepRow
+
+ROW = SweepRow(
+    name="a", source="s", layer="l", mnk=(16, 4096, 1024), direction="forward", dtype="bf16",
+    fits=False, ok=True, message="", us=10.0, peers={"cublas": 11.0, "quack": 12.0}, tuned=False,
+    device_name="NVIDIA H200", run="2026-11-22T20:00:00+00:00",
+)  # fmt: skip
+
+
+def test_the_corpus_is_what_it_says():
+    entries = corpus()
+    assert len(entries) >= 300 and len({e.name for e in entries}) == len(entries)
+    assert len({e.source for e in entries}) == len(MODELS) >= 12
+    assert {e.problem.direction for e in entries} == set(PASSES)
+    rows_of = {e.problem.mnk[0] for e in entries}
+    assert min(rows_of) == 1 and 16384 in rows_of
+    share = sum(e.fits for e in entries) / len(entries)
+    assert 0.4 < share < 0.6
+    hidden = {e.problem.in_features for e in entries}
+    assert any(k & (k - 1) for k in hidden) and min(hidden) <= 512 and max(hidden) >= 28672
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_problem_is_one_that_a_model_has(dtype: str):
+    weights = {(x.out_features, x.in_features) for model in MODELS for x in model.layers}
+    for e in corpus(dtype):
+        assert (e.problem.out_features, e.problem.in_features) in weights
+
+
+@pytest.mark.parametrize("direction", PASSES)
+def test_the_passes_are_those_of_autograd(direction: str):
+    """Shapes, and which side is contiguous, of what torch multiplies in a layer's backward."""
+    problem = LayerProblem(24, 40, 16, direction)
+    a, b = problem.inputs()
+    (out,) = problem.outputs()
+    assert (*a.shape, b.shape[1]) == (problem.mnk[0], problem.mnk[2], problem.mnk[1])
+    assert out.shape == (a @ b).shape
+    assert (a.stride(-1) == 1, b.stride(-2) == 1) == problem.k_contiguous
+    expected = {"forward": (24, 40, 16), "dgrad": (24, 16, 40), "wgrad": (40, 16, 24)}
+    assert problem.mnk == expected[direction]
+
+
+def test_a_check_finds_one_wrong_element():
+    problem = LayerProblem(16, 64, 512)
+    a, b = problem.inputs()
+    out = (a.float() @ b.float()).bfloat16()
+    assert problem.check(a, b, out).ok
+    out[3, 5] += 2
+    assert "out[3, 5]" in problem.check(a, b, out).message
+    assert not problem.check(a, b, *problem.outputs()).ok
+
+
+def test_a_row_is_read_as_it_was_written_and_the_newest_counts(tmp_path: Path):
+    file = tmp_path / "sweep" / "x.jsonl"
+    rows.append(file, ROW)
+    rows.append(file, replace(ROW, us=8.0))
+    rows.append(file, replace(ROW, tuned=True, us=5.0))
+    with file.open("a") as out:
+        out.write(ROW.to_json()[:50])  # cut off
+    assert rows.read(file) == [replace(ROW, us=8.0), replace(ROW, tuned=True, us=5.0)]
+
+
+def test_a_summary_is_of_the_best_of_the_others():
+    assert ROW.ratio == pytest.approx(1.1)
+    slow = replace(ROW, name="b", us=20.0, mnk=(5000, 512, 20000))
+    summary = Summary.of([ROW, slow, replace(ROW, us=None)])
+    assert (summary.count, summary.worst, summary.below) == (2, pytest.approx(0.55), 0.5)
+    assert summary.mean == pytest.approx((1.1 * 0.55) ** 0.5)
+    classes = {(title, name) for title, name, _ in rows.by_class([ROW, slow])}
+    assert {("M", "1-16"), ("M", "over 1024"), ("N", "1-2048"), ("K", "over 8192")} <= classes
+    assert rows.worst([ROW, slow], 1) == [slow]
+    assert "0.550  b" in rows.text([ROW, slow])
+
+
+def test_a_sweep_goes_on_where_it_was_cut_off(tmp_path, monkeypatch):
+    entries = corpus()[:5]
+    measured = []
+
+    def measure(entry, *_):
+        measured.append(entry.name)
+        return replace(ROW, name=entry.name, environment={"commit": "c"})
+
+    monkeypatch.setattr(sweep, "measure", measure)
+    monkeypatch.setattr(sweep, "local_arch", lambda: type("Arch", (), {"l2_bytes": 1})())
+    monkeypatch.setattr(sweep, "environment", lambda: {"commit": "c"})
+    file = tmp_path / "rows.jsonl"
+    sweep.sweep(entries[:2], torch.mm, file, ["cublas"])
+    assert len(sweep.sweep(entries, torch.mm, file, ["cublas"])) == 5
+    assert measured == [e.name for e in entries]
+    monkeypatch.setattr(sweep, "environment", lambda: {"commit": "another"})
+    sweep.sweep(entries[:1], torch.mm, file, ["cublas"], seconds=0)
+    assert len(measured) == 5
+
+
+def test_bad_input_is_one_sentence(capsys):
+    assert sweep.main(lambda: pytest.fail("loaded"), ["--compare", "mkl"]) == 2
+    assert "mkl" in capsys.readouterr().err
+
+
+def test_the_report_draws_what_was_only_for_reporting(tmp_path):
+    file = tmp_path / "sweep" / "nvidia-h200.jsonl"
+    for i in range(4):
+        rows.append(file, replace(ROW, name=f"p{i}", fits=i == 3, us=9.0 + i))
+    found = sweeps.read_sweeps(tmp_path)
+    ((device, kept),) = found.items()
+    assert device == "NVIDIA H200" and [r.name for r in kept] == ["p0", "p1", "p2"]
+    (svg,) = sweeps.pictures(found).values()
+    assert svg.count("<circle") == 3 + 1  # the problems, and the name of their class
+    text = "\n".join(sweeps.markdown(found, "docs"))
+    assert "docs/sweep-nvidia-h200.svg" in text and "| M 1-16 | 3 |" in text

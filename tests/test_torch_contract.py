@@ -1,0 +1,470 @@
+"""What torch promises of an operator, of cutex.matmul: writes, numbers, derivatives of any order,
+maps, autocast, infinities, and whose the simulator is."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matmul_stand_in import StandIn, agree, plain_torch
+from torch import Tensor
+
+import cutex
+from cutex.ops import eager
+
+bf16 = torch.bfloat16
+inf, nan = torch.inf, torch.nan
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    yield StandIn(monkeypatch)
+    eager._plans.clear()
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = bf16) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+A, B = normal(16, 24), normal(24, 8, seed=1)
+
+
+Function = Callable[..., Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+# ---- what is written to
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_out_and_amax_count_each_write(stand_in: StandIn, mode) -> None:
+    out, amax = torch.zeros(16, 8, dtype=bf16), torch.zeros(1)
+    with mode():
+        for n in range(1, 4):  # without a plan, and with one
+            cutex.matmul(A, B, out=out)
+            cutex.matmul(A, B, amax=amax)
+            assert (out._version, amax._version) == (n, n)
+        torch.ops.cutex.matmul_out(out, A, B)
+        assert out._version == 4
+
+
+@pytest.mark.parametrize("remembered", [False, True], ids=["first call", "with a plan"])
+def test_a_saved_tensor_that_is_overwritten_raises_as_in_torch(
+    stand_in: StandIn, remembered: bool
+) -> None:
+    out = torch.zeros(16, 8, dtype=bf16)
+    if remembered:
+        cutex.matmul(A, B, out=out)
+    loss = (out * torch.ones(16, 8, requires_grad=True)).sum()
+    cutex.matmul(A, B, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_an_inference_tensor_is_written_to_in_inference_mode_only(stand_in: StandIn) -> None:
+    with torch.inference_mode():
+        out = torch.zeros(16, 8, dtype=bf16)
+        for _ in range(2):
+            cutex.matmul(A, B, out=out)
+        assert agree(out, A @ B) and cutex.matmul(A, B).is_inference()
+    for call in (cutex.matmul, lambda a, b, out: torch.ops.cutex.matmul_out(out, a, b)):
+        with pytest.raises((ValueError, RuntimeError), match="inference"):
+            call(A, B, out=out)
+    with torch.inference_mode():
+        mine = A.clone()
+    assert not cutex.matmul(mine, B).is_inference()
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+        cutex.matmul(mine, B.clone().requires_grad_())
+
+
+def test_out_may_not_share_memory_with_what_is_read(stand_in: StandIn) -> None:
+    memory = torch.zeros(48, 16, dtype=bf16)
+    square = normal(16, 16)
+    for _ in range(2):
+        cutex.matmul(memory[:16], square, out=memory[16:32])
+        cutex.matmul(square, square, residual=memory[:16], out=memory[16:32])
+        for out in (memory[:16], memory[8:24]):
+            with pytest.raises(ValueError, match="out shares memory with a, which is read"):
+                cutex.matmul(memory[:16], square, out=out)
+        with pytest.raises(ValueError, match="out shares memory with b"):
+            cutex.matmul(square, memory[:16], out=memory[:16])
+        with pytest.raises(ValueError, match="out shares memory with residual"):
+            cutex.matmul(square, square, residual=memory[:16], out=memory[8:24])
+    over_itself = square.clone()
+    for _ in range(2):
+        want = square @ square + over_itself
+        cutex.matmul(square, square, residual=over_itself, out=over_itself)
+        assert agree(over_itself, want)
+    columns = normal(16, 32)  # side by side in one memory is apart
+    want = columns[:, :16] @ square
+    cutex.matmul(columns[:, :16], square, out=columns[:, 16:])
+    assert agree(columns[:, 16:], want)
+
+
+def test_a_lazily_negated_out_is_written_as_torch_writes_it(stand_in: StandIn) -> None:
+    for beta in (0.0, 0.5):
+        out = torch._neg_view(torch.ones(16, 8, dtype=bf16))
+        assert cutex.matmul(A, B, out=out, beta=beta) is out
+        assert agree(out, A @ B - beta)
+    amax = torch._neg_view(torch.zeros(1))
+    assert agree(cutex.matmul(A, B, amax=amax), A @ B)
+    assert agree(amax[0], (A.float() @ B.float()).abs().max())
+
+
+# ---- numbers and gradients
+
+
+@pytest.mark.parametrize("name", ["alpha", "beta"])
+@pytest.mark.parametrize("value", [torch.tensor(2.0), "2", 2j, None])
+def test_alpha_and_beta_are_numbers_of_the_host(stand_in: StandIn, name: str, value) -> None:
+    out = torch.zeros(16, 8, dtype=bf16)
+    for _ in range(2):
+        cutex.matmul(A, B, out=out, **{name: 2.0})
+        with pytest.raises(TypeError, match=f"{name} must be a number, got {type(value).__name__}"):
+            cutex.matmul(A, B, out=out, **{name: value})
+
+
+def test_alpha_and_beta_are_read_at_each_call(stand_in: StandIn) -> None:
+    for alpha in (2, 3.0, np.float32(0.5), np.int64(4), True, 2):
+        assert agree(cutex.matmul(A, B, alpha=alpha), float(alpha) * (A @ B))
+
+
+NO_GRADIENT: dict[str, Callable[[bool], Tensor]] = {
+    "scale_a": lambda wanted: torch.ones(1, requires_grad=wanted),
+    "out": lambda wanted: torch.zeros(16, 8, dtype=bf16, requires_grad=wanted),
+    "amax": lambda wanted: torch.zeros(1, requires_grad=wanted),
+}
+
+
+@pytest.mark.parametrize("name", NO_GRADIENT)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_gradients_are_refused_whether_or_not_there_is_a_plan(
+    stand_in: StandIn, name: str, compiled: bool
+) -> None:
+    def call(a: Tensor, b: Tensor, given: dict[str, Tensor]) -> Tensor:
+        return cutex.matmul(a, b, **given)
+
+    function = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
+    make = NO_GRADIENT[name]
+    sentence = rf"{name}.* cannot be given where a gradient is wanted"
+    for _ in range(2):
+        with pytest.raises(Exception, match=sentence):
+            function(A, B, {name: make(True)})
+        with pytest.raises(Exception, match=sentence):
+            function(A.clone().requires_grad_(), B, {name: make(False)})
+        for wanted in (False, True):
+            with torch.no_grad():
+                assert agree(function(A, B, {name: make(wanted)}), A @ B)
+        assert agree(function(A, B, {name: make(False)}), A @ B)
+    torch._dynamo.reset()
+
+
+ACTIVATED = ("relu", "gelu", "gelu_tanh", "silu", "gated_silu", "gated_gelu", None)
+
+
+def differentiable(matmul: Function, activation: str | None, x: Tensor) -> Tensor:
+    """A number, from one matrix, with a bias and a residual of it."""
+    b = torch.linspace(-1, 1, 48).view(6, 8)
+    n = 4 if (activation or "").startswith("gated") else 8
+    residual = x.sum(-1, keepdim=True).expand(*x.shape[:-1], n)
+    y = matmul(x, b, bias=x[0, :1].expand(8), activation=activation, residual=residual)
+    return (y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sin().sum()
+
+
+TRANSFORMS: dict[str, Callable[[Function, Tensor], Tensor]] = {
+    "grad": lambda f, x: torch.func.grad(f)(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x.cos(),))[1],
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "grad of grad": lambda f, x: torch.func.grad(lambda y: torch.func.grad(f)(y).sin().sum())(x),
+    "jvp of grad": lambda f, x: torch.func.jvp(torch.func.grad(f), (x,), (x.cos(),))[1],
+    "grad of jvp": lambda f, x: torch.func.grad(lambda y: torch.func.jvp(f, (y,), (x.cos(),))[1])(
+        x
+    ),
+    "jvp of jvp": lambda f, x: torch.func.jvp(
+        lambda y: torch.func.jvp(f, (y,), (x.cos(),))[1], (x,), (x.sin(),)
+    )[1],
+    "hessian": lambda f, x: torch.func.hessian(f)(x),
+    "gradients of each sample": lambda f, x: torch.func.vmap(torch.func.grad(f))(
+        torch.stack((x, -x, x.sin()))
+    ),
+    "double backward": lambda f, x: torch.autograd.functional.hessian(f, x),
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATED, ids=str)
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
+def test_derivatives_of_any_order_are_those_of_torch(
+    stand_in: StandIn, transform: Callable[[Function, Tensor], Tensor], activation: str | None
+) -> None:
+    x = normal(5, 6, dtype=torch.float32)
+    want = transform(lambda x: differentiable(plain_torch, activation, x), x)
+    got = transform(lambda x: differentiable(cutex.matmul, activation, x), x)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+# ---- plans and operators
+
+
+def test_operators_take_plans_too(stand_in: StandIn, monkeypatch) -> None:
+    """Inside torch.compile, under autocast, in training, with one tensor as both operands."""
+    arranged = []
+    arrange = eager.arrange
+    monkeypatch.setattr(eager, "arrange", lambda *args: arranged.append(args) or arrange(*args))
+    square = normal(16, 16)
+    leaf = square.clone().requires_grad_()
+    compiled = torch.compile(cutex.matmul, backend="aot_eager", fullgraph=True)
+    calls: dict[str, Callable[[], Tensor]] = {
+        "the operator": lambda: torch.ops.cutex.matmul(A, B),
+        "compiled": lambda: compiled(A, B),
+        "a gradient wanted": lambda: cutex.matmul(leaf, B[:16]),
+        "autocast": lambda: autocasted_to_bf16(A.float(), B),
+        "both operands": lambda: cutex.matmul(square, square),
+        "a default device": lambda: on_default_device(square, B[:16]),
+    }
+    for call in calls.values():
+        call()
+        before = len(arranged)
+        for _ in range(3):
+            call()
+        assert len(arranged) == before
+    torch._dynamo.reset()
+
+
+def autocasted_to_bf16(a: Tensor, b: Tensor) -> Tensor:
+    with torch.autocast("cpu", bf16):
+        return cutex.matmul(a, b)
+
+
+def on_default_device(a: Tensor, b: Tensor) -> Tensor:
+    with torch.device("cpu"):
+        return cutex.matmul(a, b)
+
+
+@pytest.mark.parametrize("name", ["matmul", "matmul_out", "matmul_amax"])
+def test_operators_are_what_torch_expects(stand_in: StandIn, name: str) -> None:
+    leaves = [x.clone().requires_grad_() for x in (A, B)]
+    out, amax = torch.zeros(16, 8, dtype=bf16), torch.zeros(1)
+    arguments = {"matmul": leaves, "matmul_out": (out, A, B), "matmul_amax": (amax, out, A, B)}
+    operator = getattr(torch.ops.cutex, name).default
+    torch.library.opcheck(operator, tuple(arguments[name]))
+    options = {"activation": "gelu", "alpha": 0.5, "bias": torch.ones(8, dtype=bf16)}
+    torch.library.opcheck(operator, tuple(arguments[name]), options)
+
+
+def test_meta_tensors_give_meta_tensors(stand_in: StandIn) -> None:
+    a, b = A.to("meta"), B.to("meta")
+    c = cutex.matmul(a, b, out_dtype=torch.float32)
+    assert c.is_meta and c.shape == (16, 8) and c.dtype == torch.float32
+    assert cutex.matmul(a, b, out=c) is c and not stand_in.launches
+
+
+def test_what_has_no_memory_is_refused_in_one_sentence(stand_in: StandIn) -> None:
+    memory = normal(48, 24)
+    for emptied in (memory[:16], memory[16:32]):
+        memory.untyped_storage().resize_(0)
+        for function in (cutex.matmul, torch.ops.cutex.matmul):
+            with pytest.raises(ValueError, match="a has no memory"):
+                function(emptied, B)
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor([A, A], layout=layout)
+        with pytest.raises(ValueError, match="a must be a strided tensor, got a nested tensor"):
+            cutex.matmul(nested, B)
+
+
+# ---- maps
+
+
+@pytest.mark.parametrize("mapped", ["a", "b", "residual", "bias", "scale_a", "a b residual", "all"])
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_vmap_is_one_launch_unless_a_vector_is_mapped(
+    stand_in: StandIn, mapped: str, batch: tuple[int, ...]
+) -> None:
+    shapes = {"a": (*batch, 4, 6), "b": (6, 8), "residual": (8,), "bias": (8,), "scale_a": (4,)}
+    names = list(shapes) if mapped == "all" else mapped.split()
+    given = {n: normal(2, *s, dtype=torch.float32) for n, s in shapes.items() if n in names}
+    given |= {n: normal(*s, dtype=torch.float32) for n, s in shapes.items() if n not in names}
+    dims = tuple(0 if n in names else None for n in shapes)
+
+    def call(matmul: Function) -> Function:
+        return lambda a, b, residual, bias, scale_a: matmul(
+            a, b, residual=residual.expand(*batch, 4, 8), bias=bias, scale_a=scale_a,
+            scale_b=torch.ones(1),
+        )  # fmt: skip
+
+    values = [given[n] for n in shapes]
+    got = torch.func.vmap(call(cutex.matmul), dims)(*values)
+    assert len(stand_in.launches) == (1 if set(names) <= {"a", "b", "residual"} else 2)
+    assert agree(got, torch.func.vmap(call(plain_torch), dims)(*values))
+
+
+# ---- autocast
+
+
+def test_autocast_casts_what_torch_casts_but_not_where_out_is_given(stand_in: StandIn) -> None:
+    a, b = A.float().requires_grad_(), B.float()
+    for dtype in (bf16, torch.float16):
+        for _ in range(2):
+            with torch.autocast("cpu", dtype):
+                assert cutex.matmul(a.detach(), B).dtype == torch.matmul(a, B).dtype == dtype
+                with torch.no_grad():
+                    assert cutex.matmul(a, b, amax=torch.zeros(1)).dtype == dtype
+                result = cutex.matmul(a, b)
+                out = torch.zeros(16, 8)
+                assert cutex.matmul(a.detach(), b, out=out) is out
+            assert {x.dtype for x in stand_in.launches[-1][1][:3]} == {torch.float32}
+            (grad,) = torch.autograd.grad(result.float().sum(), a)
+            assert result.dtype == dtype and grad.dtype == torch.float32
+            compiled = torch.compile(cutex.matmul, backend="aot_eager", fullgraph=True)
+            with torch.autocast("cpu", dtype):
+                assert compiled(a, b).dtype == dtype
+    torch._dynamo.reset()
+
+
+# ---- precision, infinities and NaN
+
+
+@pytest.fixture
+def precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def test_the_first_float32_that_torch_would_read_in_full_is_warned_of(
+    stand_in: StandIn, precision
+) -> None:
+    def warned(a: Tensor, b: Tensor) -> list[str]:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            cutex.matmul(a, b)
+        return [str(w.message) for w in found]
+
+    eager._warn_of_tf32.cache_clear()
+    torch.set_float32_matmul_precision("high")
+    assert not warned(A.float(), B.float())
+    torch.set_float32_matmul_precision("highest")
+    assert not warned(A, B)
+    (sentence,) = warned(A[1:].float(), B.float())
+    assert "reads float32 as tf32" in sentence and "set_float32_matmul_precision" in sentence
+    assert not warned(A[2:].float(), B.float())
+
+
+def bias_alone(bias: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """A row of the result of a product of zeros, and amax."""
+    a, b = torch.zeros(8, 16, dtype=bf16), torch.zeros(16, 8, dtype=bf16)
+    amax = options.pop("amax", torch.ones(1))
+    return cutex.matmul(a, b, bias=bias, out_dtype=torch.float32, amax=amax, **options)[0], amax
+
+
+@pytest.mark.parametrize(
+    ("name", "of_minus_inf"), [("relu", 0.0), ("gelu", 0.0), ("gelu_tanh", nan), ("silu", nan)]
+)
+def test_infinities_and_nan_are_those_of_torch_but_for_gelu(name: str, of_minus_inf: float) -> None:
+    """torch's formulas on a GPU, x / (1 + exp(-x)) and so on; those of its CPU differ."""
+    bias = torch.tensor([inf, -inf, nan, -1e30, 1e30, 0.0, -50.0, 50.0])
+    with cutex.ops.simulated():
+        got, amax = bias_alone(bias, activation=name)
+    want = torch.tensor([inf, of_minus_inf, nan, 0.0, 1e30, 0.0, 0.0, 50.0])
+    torch.testing.assert_close(got, want, equal_nan=True)
+    assert amax.isnan()
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_amax_of_nan_is_nan_as_torchs(arch: str) -> None:
+    with cutex.ops.simulated(arch):
+        for x, y, largest in [(3, -7, 7), (3, -inf, inf), (-inf, nan, nan), (0, 0, 1)]:
+            _, amax = bias_alone(torch.tensor([float(x), y]).repeat(4))
+            torch.testing.assert_close(amax, torch.tensor([float(largest)]), equal_nan=True)
+        _, amax = bias_alone(torch.ones(8), amax=torch.tensor([nan]))
+        assert amax.isnan()
+
+
+# ---- the simulator
+
+
+def test_simulators_nest_and_belong_to_their_thread() -> None:
+    found: dict[str, object] = {}
+
+    def elsewhere() -> None:
+        try:
+            cutex.matmul(A, B)
+        except ValueError as error:
+            found["outside"] = str(error)
+        with cutex.ops.simulated("sm_100a"):
+            found["inside"] = (cutex.ops.device.simulated_arch(), cutex.matmul(A, B))
+
+    want = A @ B
+    with cutex.ops.simulated("sm_90a"):
+        assert agree(cutex.matmul(A, B), want)
+        with cutex.ops.simulated("sm_100a", order="random", seed=1):
+            assert cutex.ops.device.simulated_arch() == "sm_100a"
+            assert agree(cutex.matmul(A, B), want)
+            with pytest.raises(ValueError, match="arch 'sm_80'"), cutex.ops.simulated("sm_80"):
+                pass
+        assert cutex.ops.device.simulated_arch() == "sm_90a"
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert cutex.ops.device.simulated_arch() == "sm_90a"
+        assert agree(cutex.matmul(A, B), want)
+    assert "runs on a Hopper or Blackwell GPU" in str(found["outside"])
+    assert found["inside"][0] == "sm_100a" and agree(found["inside"][1], want)
+    assert cutex.ops.device.simulated_arch() is None and not eager._plans
+    with pytest.raises(ValueError, match="runs on a Hopper or Blackwell GPU"):
+        cutex.matmul(A, B)
+
+
+def test_a_plan_of_another_threads_simulator_is_not_run() -> None:
+    """Plans are one table for all threads; a call here finds that of the thread."""
+    made, done = threading.Event(), threading.Event()
+
+    def elsewhere() -> None:
+        with cutex.ops.simulated():
+            cutex.matmul(A, B)
+            made.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    made.wait(60)
+    try:
+        assert eager._plans
+        with pytest.raises(ValueError, match="runs on a Hopper or Blackwell GPU"):
+            cutex.matmul(A, B)
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_an_error_within_leaves_no_simulator_behind() -> None:
+    with pytest.raises(KeyError), cutex.ops.simulated():
+        raise KeyError
+    assert cutex.ops.device.simulated_arch() is None
+    with pytest.raises(TypeError, match=r"simulated\(\) has no option 'sed', it takes arch, order"):
+        cutex.ops.simulated(sed=1).__enter__()
+    assert cutex.ops.device.simulated_arch() is None
+
+
+def test_what_the_readme_writes_needs_one_import(python) -> None:
+    lines = (
+        "import cutex",
+        "assert 'torch' not in __import__('sys').modules",
+        "with cutex.ops.simulated('sm_100a'):",
+        "    import torch",
+        "    x, w, r = (torch.ones(16, 16, dtype=torch.bfloat16) for _ in range(3))",
+        "    y = cutex.matmul(x, w.mT, bias=r[0], activation='gelu', residual=r)",
+        "    assert (y == 18).all()",
+    )
+    done = python("-c", "\n".join(lines))
+    assert done.returncode == 0, done.stderr

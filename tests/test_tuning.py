@@ -1,0 +1,190 @@
+"""Choices by time, kernels built ahead, and what is remembered of them."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import cutex
+from cutex.arch import arch
+from cutex.kernels.gemm.signature import OperandLayout
+from cutex.ops import building, choices, simulated, tuner
+from cutex.ops.arrange import Arranged, arrange
+from cutex.ops.checks import Call
+from cutex.ops.plan import (
+    call_class,
+    candidates,
+    config_for,
+    forget,
+    problem_of,
+    rows_class,
+)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A GPU by name only, the simulator in its place, and an empty cache."""
+    monkeypatch.setenv("CUTEX_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+    monkeypatch.setattr("cutex.bench.autotune.remembered", lambda *_: None)
+    forget()
+    with simulated("sm_90a"):
+        yield tmp_path
+    forget()
+    building.stop()
+
+
+def call(m: int, n: int, k: int) -> Arranged:
+    a, b = torch.ones(m, k, dtype=torch.bfloat16), torch.ones(n, k, dtype=torch.bfloat16)
+    return arrange(Call(a, b.mT), torch.empty(m, n, dtype=torch.bfloat16), "sm_90a")
+
+
+def classed(arranged: Arranged) -> choices.CallClass:
+    layouts = arranged.a, arranged.b, arranged.out
+    return call_class(arranged.sizes, layouts, arranged.ops, "sm_90a")
+
+
+def config_of(arranged: Arranged):
+    layouts = arranged.a, arranged.b, arranged.out
+    return config_for(arranged.sizes, layouts, arranged.ops, "sm_90a")
+
+
+def built(jobs, until=None) -> list[bool]:
+    """In the place of other processes: this one compiles when it has to."""
+    return [True] * len(jobs)
+
+
+def test_the_fastest_is_chosen_remembered_and_taken_by_later_calls(gpu, monkeypatch):
+    monkeypatch.setattr(building, "build", built)
+    monkeypatch.setattr(tuner, "CANDIDATES", 3)
+    arranged = call(64, 128, 64)
+    proposed = [c for c, _ in zip(candidates(classed(arranged)), range(3), strict=False)]
+    seen = []
+
+    def timer(launches, copies, sampling):
+        seen.append(sorted(launches))
+        assert len(copies) > 1 and all(len(x) == 3 for x in copies)
+        return {name: {"0": 9.0, "1": 5.0, "2": 5.2}[name] for name in launches}
+
+    chosen = tuner.choose_by_time(arranged, "sm_90a", 30.0, timer)
+    assert chosen == proposed[1] != proposed[0]
+    assert seen == [["0", "1", "2"], ["1", "2"]], "what was far behind is not timed again"
+    assert config_of(arranged) == chosen
+    again = tuner.choose_by_time(arranged, "sm_90a", 30.0, timer)
+    assert again == chosen and len(seen) == 2
+    (file,) = gpu.glob("choices/*.json")
+    assert json.loads(file.read_text())["key"]["sizes"] == [64, 128, 64, 1]
+
+
+def test_a_choice_that_cannot_be_read_is_none(gpu, monkeypatch):
+    arranged = call(64, 128, 64)
+    calls = classed(arranged)
+    first = next(candidates(calls))
+    choices.remember(calls, first.tiles, {})
+    assert choices.remembered(calls) == first.tiles
+    (file,) = gpu.glob("choices/*.json")
+    for text in ("", "{}", file.read_text().replace("tile_m", "tile_x")):
+        file.write_text(text)
+        assert choices.remembered(calls) is None
+
+
+def test_without_time_to_compile_the_models_first_is_taken(gpu, monkeypatch):
+    monkeypatch.setattr(building, "build", lambda jobs, until=None: [False] * len(jobs))
+    arranged = call(64, 128, 64)
+    chosen = tuner.choose_by_time(arranged, "sm_90a", 3.0, lambda *_: pytest.fail("timed"))
+    assert chosen == next(candidates(classed(arranged)))
+    assert not list(gpu.glob("choices/*.json"))
+
+
+def test_what_cutex_comes_with_fits_its_problems_and_is_taken():
+    """kernels/gemm/sm90/choices.json, by the sizes and layouts that its names say."""
+    table = choices._shipped("sm_90a")
+    assert len(table) > 50
+    for name in table:
+        sizes, (a, b) = name.split()
+        m, n, k = map(int, sizes.split("x"))
+        layouts = (
+            OperandLayout(major="row" if a == "k" else "column"),
+            OperandLayout(major="column" if b == "k" else "row"),
+            OperandLayout(),
+        )
+        calls = call_class((m, n, k, 1), layouts, (), "sm_90a")
+        assert calls.sizes == (m, n, k, 1), "a class, not a size within one"
+        tiles = choices.shipped(calls)
+        assert tiles is not None and tiles.why_not(problem_of(calls), arch("sm_90a")) is None
+        assert config_for((m, n, k, 1), layouts, (), "sm_90a").tiles == tiles
+        batched = replace(calls, sizes=(m, n, k, 2))
+        assert choices.shipped(batched) is None
+
+
+def test_tuning_takes_a_time_above_zero():
+    with pytest.raises(ValueError, match="seconds"), cutex.tuning(0):
+        pass
+
+
+def test_processes_build_what_they_are_given_and_leave_what_does_not_compile(gpu):
+    arranged = call(64, 128, 64)
+    first = next(candidates(classed(arranged)))
+    begin = time.monotonic()
+    assert building.build([(first, "sm_90a"), (first, "sm_1")]) == [True, False]
+    assert building.build([(first, "sm_90a")], until=begin) == [False], "the time is over"
+    assert len(list(gpu.glob("kernels/*/meta.json"))) == 1
+
+
+def test_classes_of_rows_are_never_smaller_than_what_is_in_them():
+    for m in range(1, 9000):
+        assert m <= rows_class(m) <= m + max(15, m // 8)
+        assert rows_class(rows_class(m)) == rows_class(m)
+
+
+LAYERS_70B = ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672))
+
+
+def test_serving_a_70b_model_takes_few_kernels(monkeypatch):
+    """For every M from 1 to 8192 and each of the four weights."""
+    asked = []
+    monkeypatch.setattr(building, "build", lambda jobs, until=None: asked.extend(jobs))
+    monkeypatch.setattr("cutex.ops.warming.kernel_for", lambda *_: None)
+    with simulated("sm_90a"):
+        count = cutex.warm_up([(range(1, 8193), n, k) for n, k in LAYERS_70B])
+    assert count == len(asked) <= 24
+
+
+def test_after_warming_up_no_call_compiles(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUTEX_CACHE", str(tmp_path))
+    with simulated("sm_90a"):
+        shapes = [(range(1, 80), 96, 64)]
+        assert cutex.warm_up(shapes) >= 1
+        before = cutex.kernels_built()
+        w = torch.randint(-2, 3, (96, 64)).bfloat16()
+        for m in (1, 17, 79):
+            x = torch.randint(-2, 3, (m, 64)).bfloat16()
+            assert torch.equal(cutex.matmul(x, w.mT).float(), x.float() @ w.float().T)
+        assert cutex.kernels_built() == before
+        assert torch.equal(cutex.matmul(w.mT, w).float(), w.float().T @ w.float())
+        assert cutex.kernels_built() == before + 1, "of another layout, which was not asked for"
+    building.stop()
+
+
+def test_one_graph_serves_every_number_of_rows():
+    graphs = []
+
+    def backend(module, _):
+        graphs.append(module)
+        return module.forward
+
+    w = torch.randint(-2, 3, (64, 64)).bfloat16()
+    with simulated("sm_90a"):
+        compiled = torch.compile(
+            lambda x: cutex.matmul(x, w.mT), backend=backend, dynamic=True, fullgraph=True
+        )
+        for m in (2, 17, 64, 130):
+            x = torch.randint(-2, 3, (m, 64)).bfloat16()
+            assert torch.equal(compiled(x).float(), x.float() @ w.float().T)
+    assert len(graphs) == 1
