@@ -81,7 +81,10 @@ def add_clock(sim: argparse._ArgumentGroup) -> None:
     sim.add_argument("--time", action="store_true", help="predict the time; nothing is checked")
     sim.add_argument("--trace", metavar="FILE", help="with --time: a picture of it, for Perfetto")
     sim.add_argument(
-        "--gpu", metavar="NAME,K=V", help='for --time, as "b200,clock=1.6,l2=12" (GHz, TB/s)'
+        "--gpu",
+        dest="what_if",
+        metavar="NAME,K=V",
+        help='for --time, as "b200,clock=1.6,l2=12" (GHz, TB/s)',
     )
 
 
@@ -201,16 +204,18 @@ def job(
 
 def _clock(args: argparse.Namespace, stage: Stage, device: str) -> Clock | None:
     """What --time, --trace and --gpu ask for; ValueError where they make no sense."""
-    given = [n for n in ("trace", "gpu") if getattr(args, n, None) is not None]
+    # NOTE: a rental's --gpu is another one
+    options = {"--trace": "trace", "--gpu": "what_if"}
+    given = [name for name, n in options.items() if getattr(args, n, None) is not None]
     if not getattr(args, "time", False):
         if given:
-            raise ValueError(f"--{given[0]} goes with --time")
+            raise ValueError(f"{given[0]} goes with --time")
         return None
     if device != "sim":
         raise ValueError("--time is for device sim: on a GPU times are measured")
     from cutex.sim.timing.gpus import gpu, of_arch
 
-    text = args.gpu or of_arch(stage.arch)
+    text = args.what_if or of_arch(stage.arch)
     if gpu(text).arch != stage.arch:
         raise ValueError(f"--gpu {text}: is no GPU of {stage.arch}")
     return Clock(text, Path(args.trace) if args.trace else None)
