@@ -1,4 +1,4 @@
-"""python -m cutex.check FILE.py: a script in the simulator, in every order: cutex/bench/check.py."""
+"""python -m cutex.check (see --help): the door to cutex.bench.check."""
 
 from __future__ import annotations
 

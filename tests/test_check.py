@@ -52,7 +52,7 @@ def test_a_right_kernel_has_nothing_found(tmp_path, capsys, monkeypatch):
     script = tmp_path / "mine.py"
     script.write_text(KERNEL.replace("SHIFT", ""))
     assert check.main(["--seeds", "1", "--arch", "sm_90a", str(script)]) == 0
-    assert "1 orders, nothing found" in capsys.readouterr().out
+    assert "1 order, nothing found" in capsys.readouterr().out
 
 
 def test_a_script_that_fails_by_itself_is_told(tmp_path, capsys, monkeypatch):

@@ -102,9 +102,10 @@ def check(args: argparse.Namespace) -> int:
     for report, *names in by_report.values():
         print(f"\n{report}\n  in order {', '.join(names)}")
     seconds = time.monotonic() - started
-    what = f"{len(by_report)} reports" if len(by_report) != 1 else "1 report"
-    print(f"\n{args.script}: {count} orders, {what if by_report else 'nothing found'}, "
-          f"{seconds:.1f} s")  # fmt: skip
+    found = (
+        f"{len(by_report)} report{'s' * (len(by_report) != 1)}" if by_report else "nothing found"
+    )
+    print(f"\n{args.script}: {count} order{'s' * (count != 1)}, {found}, {seconds:.1f} s")
     return 1 if by_report else 0
 
 
