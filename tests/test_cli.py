@@ -133,7 +133,18 @@ def test_a_simulated_run_prints_one_aligned_line_per_result(kernels, capsys, tmp
     argv = ["--device", "sim", "--stage", "0", *sizes, "--out", str(tmp_path)]
     assert main(argv) == 0
     head, first, second, note = lines(capsys.readouterr().out)
-    for title in ("stage", "arch", "device", "problem", "max error", "time s", "TFLOPS"):
+    for title in (
+        "stage",
+        "arch",
+        "device",
+        "problem",
+        "ok",
+        "max error",
+        "tolerance",
+        "orders",
+        "time s",
+        "TFLOPS",
+    ):
         assert title in head
     assert "64x32x16 bf16 normal" in first
     assert "128x256x512 bf16 normal" in second

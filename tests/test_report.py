@@ -93,3 +93,12 @@ def test_the_command_writes_the_file(tmp_path, capsys):
     readme.write_text("nothing here")
     assert main(argv) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path, capsys):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{BEGIN}\n{END}\n")
+    assert main(["--results", str(tmp_path / "nowhere"), "--readme", str(readme)]) == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert "nowhere: there is no such folder" in sentence
+    assert readme.read_text() == f"{BEGIN}\n{END}\n"

@@ -330,7 +330,8 @@ def predict(job: Job, clock: Clock, as_json: bool) -> int:
     return 0
 
 
-COMMON = (("stage", -8), ("arch", -8), ("device", -12), ("problem", -34), ("max error", 9))
+COMMON = (("stage", -8), ("arch", -8), ("device", -12), ("problem", -34),
+          ("ok", -5), ("max error", 9), ("tolerance", 9))  # fmt: skip
 TIMED = (
     ("time us", 10),
     ("p20-p80", 19),
@@ -340,7 +341,7 @@ TIMED = (
     ("TFLOPS", 7),
     ("% peak", 6),
 )
-SIMULATED = (("time s", 8), ("TFLOPS", -15))
+SIMULATED = (("orders", 6), ("time s", 8), ("TFLOPS", -15))
 
 
 class Lines:
@@ -367,10 +368,11 @@ class Lines:
         if self.as_json:
             print(result.to_json(), flush=True)
             return
-        error = "WRONG" if not result.ok else f"{result.max_error:.3g}"
-        cells = [*self._what(str(result.stage), result), error]
+        bounds = ["" if x is None else f"{x:.3g}" for x in (result.max_error, result.tolerance)]
+        cells = [*self._what(str(result.stage), result), "ok" if result.ok else "WRONG", *bounds]
         if result.device == "sim":
-            cells += [f"{result.sim_seconds:.2f}", "none: simulated"]
+            orders = str(len(result.sim_orders))
+            cells += [orders, f"{result.sim_seconds:.2f}", "none: simulated"]
         elif result.timing is not None:
             cells += self._timed(result, result.timing)
             cells += [_ratio(result.ratio(name)) for name in self.compare]
@@ -380,7 +382,9 @@ class Lines:
 
     def peers(self, result: Result) -> None:
         for peer in () if self.as_json else result.peers:
-            self._line([*self._what(peer.name, result), "", *self._timed(result, peer.timing)])
+            self._line(
+                [*self._what(peer.name, result), "", "", "", *self._timed(result, peer.timing)]
+            )
 
     def note(self, text: str) -> None:
         self._print(text, style="dim")

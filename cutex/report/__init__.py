@@ -28,7 +28,7 @@ from cutex.report.rows import (
     main_sizes,
     peer_title,
 )
-from cutex.results import Result, notice, read_all, tflops
+from cutex.results import Result, folder_given, notice, read_all, tflops
 from cutex.results.history import kind as kind_of
 from cutex.results.sweep import SweepRow
 from cutex.svg import alone
@@ -191,7 +191,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
-        rows = [r for r in read_all(args.results, notice) if r.known]
+        rows = [r for r in read_all(folder_given(args.results), notice) if r.known]
         models = sweeps.read_sweeps(args.results)
         text = rewrite(args.readme.read_text(), rows, models)
         for name, svg in {**pictures(rows), **sweeps.pictures(models)}.items():
@@ -201,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.readme.write_text(text)
         args.html.write_text(page(rows, sweeps.sections(models)))
     except (OSError, ValueError) as error:
-        print(f"cutex: {args.readme}: {error}", file=sys.stderr)
+        print(f"cutex: {error}", file=sys.stderr)
         return 2
     print(f"wrote {args.readme} and {args.html}")
     return 0

@@ -20,7 +20,8 @@ from cutex.results.lines import Lines
 from cutex.results.result import Peer, Result, Timing, gbs, tflops
 
 __all__ = [
-    "Peer", "Result", "Timing", "append", "gbs", "ledger", "notice", "read", "read_all", "tflops",
+    "Peer", "Result", "Timing", "append", "folder_given", "gbs", "ledger", "notice", "read",
+    "read_all", "tflops",
 ]  # fmt: skip
 
 Notice = Callable[[str], None]  # is told, in a sentence, what is passed over
@@ -134,6 +135,13 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
+
+
+def folder_given(path: Path) -> Path:
+    """The folder that --results names; ValueError, in one sentence, if it is not there."""
+    if not path.is_dir():
+        raise ValueError(f"--results {path}: there is no such folder; a run makes it")
+    return path
 
 
 def read_all(folder: Path, tell: Notice = lambda sentence: None) -> list[Result]:

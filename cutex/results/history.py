@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from cutex.command import answered
 from cutex.problem import OPS, Sizes, problem_class
-from cutex.results import Result, Timing, append, ledger, notice, read, read_all
+from cutex.results import Result, Timing, append, folder_given, ledger, notice, read, read_all
 
 Table = list[list[str]]
 
@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.what == "merge":
             return _merge(args.files, args.results)
-        rows = _chosen(read_all(_folder(args.results), notice), args)
+        rows = _chosen(read_all(folder_given(args.results), notice), args)
         match args.what:
             case "list":
                 _print(_listed(rows[-args.last :] if args.last > 0 else []))
@@ -198,12 +198,6 @@ def _merge(files: Sequence[Path], folder: Path) -> int:
     added = sum(append(ledger(folder, row), row) for row in rows)
     print(f"{added} of {len(rows)} rows added to {folder}")
     return 0
-
-
-def _folder(path: Path) -> Path:
-    if not path.is_dir():
-        raise ValueError(f"--results {path}: there is no such folder; a run makes it")
-    return path
 
 
 def _chosen(rows: list[Result], args: argparse.Namespace) -> list[Result]:

@@ -34,7 +34,11 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """The same for programs."""
-        return {**_plain(self.root), "followers": [_plain(f) for f in self.followers]}
+        return {
+            **_plain(self.root),
+            "text": str(self),
+            "followers": [_plain(f) for f in self.followers],
+        }
 
 
 def folded(findings: Iterable[Finding]) -> list[Report]:

@@ -1,0 +1,141 @@
+"""python -m cutex.check FILE.py: a kernel author's inner loop.
+
+The script runs in the simulator once in every order of events, and with several seeds where an
+order has them; what any of them finds is told once, with the orders that find it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cutex.arch import ARCHS
+from cutex.command import answered, refuse
+from cutex.orders import ORDERS
+
+ALIKE = ("fifo", "eager")  # orders that no seed changes
+LOOK = 0.3  # seconds between two looks at a file that is watched
+
+
+@dataclass
+class Run:
+    """One run of the script: how it ended, and what was found."""
+
+    order: str
+    seed: int
+    code: int
+    output: str  # what the script and the simulator printed
+    found: dict[str, Any] = field(default_factory=dict)  # as --json of cutex.sim writes it
+
+    @property
+    def name(self) -> str:
+        return self.order if self.order in ALIKE else f"{self.order}:{self.seed}"
+
+    @property
+    def reports(self) -> list[str]:
+        """The reports of findings and errors; the script's own end where it failed by itself."""
+        found = [r["text"] for r in self.found.get("findings", [])]
+        found += [e["report"] for e in self.found.get("errors", [])]
+        return found or ([f"exit code {self.code}\n{self.output.rstrip()}"] if self.code else [])
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m cutex.check",
+        description="Run a script that asks for a GPU in the simulator, in every order of events.",
+        epilog="Exit codes: 0 nothing found in any order; 1 something; 2 bad input.",
+    )
+    p.add_argument("--arch", default="sm_100a", choices=ARCHS, help="default: %(default)s")
+    p.add_argument("--seeds", type=int, default=3, metavar="N", help="of each order; default: 3")
+    p.add_argument("--watch", action="store_true", help="again whenever the file is saved")
+    p.add_argument("script", type=Path, metavar="FILE.py")
+    p.add_argument("arguments", nargs=argparse.REMAINDER, help="those of the script")
+    return p
+
+
+def orders(seeds: int) -> list[tuple[str, int]]:
+    return [(o, s) for o in ORDERS for s in range(1 if o in ALIKE else seeds)]
+
+
+def run(args: argparse.Namespace, order: str, seed: int) -> Run:
+    with tempfile.TemporaryDirectory(prefix="cutex-") as folder:
+        told = Path(folder) / "found.json"
+        command = [sys.executable, "-m", "cutex.sim", "--arch", args.arch, "--order", order,
+                   "--seed", str(seed), "--json", str(told), str(args.script)]  # fmt: skip
+        ran = subprocess.run(
+            [*command, *args.arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        text = told.read_text() if told.exists() else ""
+    return Run(order, seed, ran.returncode, ran.stdout, json.loads(text) if text else {})
+
+
+def runs(args: argparse.Namespace) -> Iterator[Run]:
+    """Every order, as many at a time as there are cores, in the order of `orders`."""
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        yield from pool.map(lambda each: run(args, *each), orders(args.seeds))
+
+
+def check(args: argparse.Namespace) -> int:
+    """Run all orders, and tell what they found; the exit code."""
+    by_report: dict[str, list[str]] = {}
+    count, started = 0, time.monotonic()
+    for done in runs(args):
+        count += 1
+        verdict = f"{len(done.reports)} found" if done.reports else "nothing found"
+        print(f"{done.name:<12} {verdict}", file=sys.stderr, flush=True)
+        for report in done.reports:
+            by_report.setdefault(_cause(report), [report]).append(done.name)
+    for report, *names in by_report.values():
+        print(f"\n{report}\n  in order {', '.join(names)}")
+    seconds = time.monotonic() - started
+    found = (
+        f"{len(by_report)} report{'s' * (len(by_report) != 1)}" if by_report else "nothing found"
+    )
+    print(f"\n{args.script}: {count} order{'s' * (count != 1)}, {found}, {seconds:.1f} s")
+    return 1 if by_report else 0
+
+
+def _cause(report: str) -> str:
+    """What two orders' reports share if they have one cause: the rule and the place."""
+    lines = report.splitlines()
+    place = next((line for line in lines if line.lstrip().startswith("at PTX line")), "")
+    return lines[0].partition(":")[0] + place
+
+
+@answered
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    if not args.script.is_file():
+        return refuse(f"{args.script} is not a file")
+    if not 1 <= args.seeds <= 1000:
+        return refuse(f"--seeds {args.seeds}: takes a number from 1 to 1000")
+    code = check(args)
+    while args.watch:
+        saved = _saved(args.script)
+        print(f"watching {args.script}; Ctrl-C ends it", file=sys.stderr)
+        while _saved(args.script) in (saved, 0):
+            time.sleep(LOOK)
+        code = check(args)
+    return code
+
+
+def _saved(file: Path) -> int:
+    """When the file was saved; 0 while an editor replaces it."""
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:
+        return 0

@@ -1,0 +1,8 @@
+"""python -m cutex.check (see --help): the door to cutex.bench.check."""
+
+from __future__ import annotations
+
+from cutex.bench.check import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,96 @@
+"""python -m cutex.check: every order in one command, again when the file is saved."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from cutex.bench import check
+from cutex.command import INTERRUPTED
+from cutex.orders import ORDERS
+
+KERNEL = """
+import torch
+from cutlass import cute
+from cutlass.cute.runtime import from_dlpack
+
+@cute.kernel
+def kernel(a: cute.Tensor):
+    t, _, _ = cute.arch.thread_idx()
+    a[t SHIFT] = a[t]
+
+@cute.jit
+def launch(a: cute.Tensor):
+    kernel(a).launch(grid=(1, 1, 1), block=(32, 1, 1))
+
+launch(from_dlpack(torch.ones(32, device="cuda")))
+"""
+
+
+def test_every_order_is_run_with_every_seed():
+    asked = check.orders(2)
+    assert {order for order, _ in asked} == set(ORDERS)
+    assert ("random", 1) in asked and ("fifo", 1) not in asked
+    assert len(asked) == len(set(asked)) == 2 + 2 * (len(ORDERS) - 2)
+
+
+def test_what_all_orders_find_is_told_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(check, "ORDERS", ("fifo", "random"))
+    script = tmp_path / "mine.py"
+    script.write_text(KERNEL.replace("SHIFT", "+ 64"))
+    assert check.main(["--seeds", "1", "--arch", "sm_90a", str(script)]) == 1
+    told = capsys.readouterr()
+    assert told.out.count("bad address:") == 1
+    assert "a[t + 64] = a[t]" in told.out
+    assert "in order fifo, random:0" in told.out
+    assert "2 orders, 1 report" in told.out
+
+
+def test_a_right_kernel_has_nothing_found(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(check, "ORDERS", ("fifo",))
+    script = tmp_path / "mine.py"
+    script.write_text(KERNEL.replace("SHIFT", ""))
+    assert check.main(["--seeds", "1", "--arch", "sm_90a", str(script)]) == 0
+    assert "1 order, nothing found" in capsys.readouterr().out
+
+
+def test_a_script_that_fails_by_itself_is_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(check, "ORDERS", ("fifo",))
+    script = tmp_path / "mine.py"
+    script.write_text("raise SystemExit('wrong result')")
+    assert check.main([str(script)]) == 1
+    assert "exit code 1\nwrong result" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [(["nowhere.py"], "nowhere.py is not a file"), (["--seeds", "0", __file__], "--seeds 0")],
+)
+def test_bad_input_is_one_sentence(argv, says, capsys):
+    assert check.main(argv) == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert says in sentence
+
+
+def test_a_saved_file_is_checked_again(tmp_path, capsys, monkeypatch):
+    script = tmp_path / "mine.py"
+    script.write_text("first")
+    checked, saves = [], iter(range(1, 9))
+
+    def look(args):
+        checked.append(script.read_text())
+        if len(checked) == 3:
+            raise KeyboardInterrupt
+        return 0
+
+    def somebody_saves(_):
+        now = next(saves)
+        script.write_text(f"save {now}")
+        os.utime(script, ns=(now, now))
+
+    monkeypatch.setattr(check, "check", look)
+    monkeypatch.setattr(check.time, "sleep", somebody_saves)
+    assert check.main(["--watch", str(script)]) == INTERRUPTED
+    assert checked == ["first", "save 1", "save 2"]
+    assert capsys.readouterr().err.count("watching") == 2
