@@ -8,6 +8,7 @@ import pytest
 
 from cutex import attention, gemm, report
 from cutex.analysis import layout, roofline
+from cutex.bench import sweep
 from cutex.cloud import rental
 from cutex.results import history
 from cutex.sim import __main__ as sim
@@ -45,6 +46,7 @@ PARSERS = {
     "python -m cutex.report": report.parser,
     "python -m cutex.layout": layout.parser,
     "python -m cutex.sim": sim.parser,
+    "python -m cutex.sweep": sweep.parser,
 }
 
 
