@@ -125,9 +125,9 @@ ROUND = {
     "64x80, split in three, in two": {
         **SMALL, "tile_m": 64, "tile_n": 80, "warpgroups": 1, "split_k": 3, "columns": 2
     },
-    "192x160, split in four": {
-        **SMALL, "tile_m": 192, "tile_n": 160, "warpgroups": 3, "split_k": 4, "columns": 1,
-        "num_stages": 4, "epi_n": 32, "tile_k": 64,
+    "192x144, split in four, in two": {
+        **SMALL, "tile_m": 192, "tile_n": 144, "warpgroups": 3, "split_k": 4, "columns": 2,
+        "num_stages": 5,
     },
     "192x48, 1x4": {
         **SMALL, "tile_m": 192, "tile_n": 48, "warpgroups": 3, "cluster_n": 4, "columns": 1

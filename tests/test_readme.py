@@ -8,7 +8,7 @@ import pytest
 
 from cutex import attention, gemm, report
 from cutex.analysis import layout, roofline
-from cutex.bench import check
+from cutex.bench import check, sweep
 from cutex.cloud import rental
 from cutex.results import history
 from cutex.sim import __main__ as sim
@@ -47,6 +47,7 @@ PARSERS = {
     "python -m cutex.layout": layout.parser,
     "python -m cutex.sim": sim.parser,
     "python -m cutex.check": check.parser,
+    "python -m cutex.sweep": sweep.parser,
 }
 
 
