@@ -22,7 +22,7 @@ from cutex.sim.__main__ import main as script_main
 from cutex.sim.timing import stored
 from cutex.sim.timing.gpus import GPUS, SOURCES, Gpu, gpu
 from cutex.sim.timing.machine_code import costs, read
-from cutex.sim.timing.predict import predict
+from cutex.sim.timing.predict import Whole, predict
 from cutex.sim.timing.units import Interval
 
 SMALL = GemmProblem(512, 512, 256)
@@ -123,6 +123,18 @@ def test_errors_against_measured_cycles_do_not_grow():
     assert held.largest <= 0.20, held
     right, total = in_order(found)
     assert right >= 0.95 * total, (right, total)
+
+
+def test_tiles_by_launch_control_take_as_long_as_those_of_a_static_order():
+    records = stored.load(TRACES.with_name("traces-sm100.json.gz"))
+    problem = GemmProblem(8192, 8192, 4096)
+    cycles = []
+    for number in (7, 8):
+        one = stage("gemm", "sm_100a", number)
+        whole = Whole(*problem.work(one.config()))
+        traced = records[f"gemm/sm_100a/{number}/{problem.size}"]
+        cycles.append(predict(traced, gpu("b200"), whole).cycles)
+    assert cycles[1] == pytest.approx(cycles[0], rel=0.03)
 
 
 def test_the_page_has_every_constant_as_it_is_in_the_code():

@@ -56,6 +56,7 @@ class Gpu:
     shared_registers: bool = False  # accumulators of MMAs are in registers
     fma_beside_mma: float = 1.9  # the time of the pipe, relative to its own
     mufu_beside_mma: float = 1.3
+    mma_beside_fma: float = 0.19  # cycles that the tensor core loses to an FMA of a sub-core
     mma_commit: float = 130.0  # from the last tcgen05.mma to its commit's arrival
     tmem_bytes: float = 512.0  # a cycle, of tcgen05.ld and st of an SM
     tmem_latency: float = 30.0
@@ -124,6 +125,7 @@ SOURCES: dict[str, tuple[str, str]] = {
     "wgmma_queue": ("prior: FlashGPU-Sim's fit has 5 to 8", "-"),
     "fma_beside_mma": ("probe busy: FMA beside wgmma, +-15 %", "-"),
     "mufu_beside_mma": ("probe busy: ex2 beside wgmma, +-5 %", "-"),
+    "mma_beside_fma": ("probe busy: wgmma beside FMA, 0.75 to 0.8 of four sub-cores", "-"),
     "mma_commit": ("-", "published: batches end 132 to 182 cycles late"),
     "tmem_bytes": ("-", "prior, not known well"),
     "tmem_latency": ("-", "prior, not known well"),
