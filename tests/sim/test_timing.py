@@ -115,12 +115,12 @@ def test_errors_against_measured_cycles_do_not_grow():
     rows = ladder(measured(MEASURED))
     traced = stored.load(TRACES)
     rows = [r for r in rows if r.key in traced and r.op == "gemm"]
-    assert len(rows) >= 40
+    assert len(rows) >= 90
     found = list(errors(rows, traced, board()))
     held = Summary.of(e.cycles for e in found if e.row.held_out)
     assert held.median <= 0.02, held
     assert held.ninth <= 0.10, held
-    assert held.largest <= 0.20, held
+    assert held.largest <= 0.40, held
     right, total = in_order(found)
     assert right >= 0.95 * total, (right, total)
 

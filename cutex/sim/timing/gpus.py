@@ -71,8 +71,15 @@ class Gpu:
 
     @property
     def hbm_bytes(self) -> float:
-        """A cycle."""
+        """A cycle of the SMs at ``clock``."""
         return self.hbm_gbs / self.clock
+
+    def at(self, ghz: float) -> Gpu:
+        """The same while its SMs run at ``ghz``: memory and launches do not slow down with them."""
+        share = ghz / self.clock
+        return replace(
+            self, clock=ghz, launch=self.launch * share, hbm_latency=self.hbm_latency * share
+        )
 
 
 B200 = Gpu(
@@ -96,7 +103,10 @@ SOURCES: dict[str, tuple[str, str]] = {
     "clock": ("driver's highest", "1.965 GHz: SemiAnalysis's node"),
     "mma_flops": ("probe busy: N/2 cycles, +-0.3 %", "264 published points, N/2 cycles, +-1 %"),
     "smem_bytes": ("probe busy: 16 + N/4 cycles below N = 64, +-1 %", "the same points, +-1 %"),
-    "l2_bytes": ("probe tma: 132 SMs, each another box, +-5 %", "fit: b200_gemm_1300mhz, +-10 %"),
+    "l2_bytes": (
+        "probe tma: 132 SMs, each another box, +-5 %",
+        "fit: rows of a B200 at 1300 MHz, +-10 %",
+    ),
     "l2_merged": ("fit, stages 1 to 5; +-0.15", "the H200's, +-0.3"),
     "hbm_gbs": ("probe tma, 6 GB, +-3 %", "SemiAnalysis, TMA, +-3 %"),
     "store_bytes": ("prior; no row is bound by it", "prior"),
@@ -104,7 +114,7 @@ SOURCES: dict[str, tuple[str, str]] = {
     "tma_row": ("fit, stage 0, +-5 %", "the H200's"),
     "l2_latency": (
         "probe tma: a box at a time, +-5 %",
-        "fit: b200_gemm_1300mhz; SemiAnalysis has 1413 under load",
+        "fit: rows of a B200 at 1300 MHz; SemiAnalysis has 1413 under load",
     ),
     "hbm_latency": ("probe tma: the same from memory, +-10 %", "fit: the same, +-30 %"),
     "tma_issue": ("prior, below what the probe can tell", "prior"),
@@ -132,7 +142,7 @@ SOURCES: dict[str, tuple[str, str]] = {
     "launch_control": ("-", "prior, not known"),
     "cta_turnover": ("probe empty: 573 cycles with an empty CTA, +-10 %", "the H200's"),
     "launch": ("probe empty: 1.07 us in a graph, +-15 %", "the H200's"),
-    "clusters_of_four": ("as many as SMs allow", "fit: b200_gemm_1300mhz, 32 to 36"),
+    "clusters_of_four": ("as many as SMs allow", "fit: rows of a B200 at 1300 MHz, 32 to 36"),
     "l2_capacity": ("60 MB less what stores take", "126 MB, the same"),
 }
 

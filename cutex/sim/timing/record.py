@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from cutex.errors import CutexError
 from cutex.sim.isa.sync import BarrierOperand
 from cutex.sim.isa.tensormap import MAP_BYTES, decode_map
 from cutex.sim.machine.batch import RETRY, Batch
@@ -36,7 +37,7 @@ _RATES = (
 Place = tuple[int, int]  # an mbarrier: CTA, offset
 
 
-class Enough(Exception):
+class Enough(CutexError):
     """The recorder has seen what it was to see."""
 
 
