@@ -105,7 +105,7 @@ def traces(rows: Sequence[Row], file: Path) -> dict[str, Traced]:
 def errors(rows: Sequence[Row], traced: dict[str, Traced], board: Gpu) -> Iterator[Error]:
     for row in rows:
         whole = Whole(*row.problem.work(row.as_stage().fitted(row.problem).config()))
-        timed = predict(traced[row.key], board, whole)
+        timed = predict(traced[row.key], board.at(row.mhz / 1e3), whole)
         yield Error(row, timed, 1e3 * clock_ghz(timed, board, row.problem.init))
 
 

@@ -125,7 +125,7 @@ class GemmProblem(Problem):
         tiles = -(-m // config.tile_m) * -(-n // config.tile_n)
         steps = -(-self.k // config.tile_k)
         tile = 2.0 * config.tile_m * config.tile_n * config.tile_k * steps
-        return tiles * tile, tile / getattr(config, "split_k", 1)
+        return tiles * tile, tile / config.split_k / config.ctas
 
     def inputs(
         self, device: str | torch.device = "cpu", copy: int = 0

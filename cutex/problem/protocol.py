@@ -128,8 +128,8 @@ class Problem(Computation):
         """The extents of the part of the output that a CTA of `config` computes."""
 
     def work(self, config: Any) -> tuple[float, float]:
-        """MMA FLOPs of a launch of `config`, and those of one output tile, both as computed, whole
-        tiles; 0 for the latter where tiles differ."""
+        """MMA FLOPs of a launch of `config`, and those of one CTA for one output tile, both as
+        computed, whole tiles; 0 for the latter where tiles differ."""
         return float(self.flops), 0.0
 
     def tuning_class(self) -> list[Any]:

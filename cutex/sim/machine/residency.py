@@ -25,6 +25,7 @@ class Residency:
 
     ctas: int
     why: str  # what sets the limit
+    gpu_ctas: int = 0  # that the GPU holds, whatever the simulator can
 
 
 def residency(program: Program, launch: Launch) -> Residency:
@@ -40,7 +41,7 @@ def residency(program: Program, launch: Launch) -> Residency:
         limits.append((launch.num_ctas // 3, "so that cluster launch control finds others"))
     ctas, why = min(limits, key=lambda limit: limit[0])
     size = launch.cluster_size
-    return Residency(min(launch.num_ctas, max(1, ctas // size) * size), why)
+    return Residency(min(launch.num_ctas, max(1, ctas // size) * size), why, limits[0][0])
 
 
 def _gpu(program: Program) -> Arch:

@@ -56,6 +56,7 @@ class Gpu:
     shared_registers: bool = False  # accumulators of MMAs are in registers
     fma_beside_mma: float = 1.9  # the time of the pipe, relative to its own
     mufu_beside_mma: float = 1.3
+    mma_beside_fma: float = 0.19  # cycles that the tensor core loses to an FMA of a sub-core
     mma_commit: float = 130.0  # from the last tcgen05.mma to its commit's arrival
     tmem_bytes: float = 512.0  # a cycle, of tcgen05.ld and st of an SM
     tmem_latency: float = 30.0
@@ -70,8 +71,15 @@ class Gpu:
 
     @property
     def hbm_bytes(self) -> float:
-        """A cycle."""
+        """A cycle of the SMs at ``clock``."""
         return self.hbm_gbs / self.clock
+
+    def at(self, ghz: float) -> Gpu:
+        """The same while its SMs run at ``ghz``: memory and launches do not slow down with them."""
+        share = ghz / self.clock
+        return replace(
+            self, clock=ghz, launch=self.launch * share, hbm_latency=self.hbm_latency * share
+        )
 
 
 B200 = Gpu(
@@ -95,7 +103,10 @@ SOURCES: dict[str, tuple[str, str]] = {
     "clock": ("driver's highest", "1.965 GHz: SemiAnalysis's node"),
     "mma_flops": ("probe busy: N/2 cycles, +-0.3 %", "264 published points, N/2 cycles, +-1 %"),
     "smem_bytes": ("probe busy: 16 + N/4 cycles below N = 64, +-1 %", "the same points, +-1 %"),
-    "l2_bytes": ("probe tma: 132 SMs, each another box, +-5 %", "fit: CUTLASS at 1300 MHz, +-10 %"),
+    "l2_bytes": (
+        "probe tma: 132 SMs, each another box, +-5 %",
+        "fit: rows of a B200 at 1300 MHz, +-10 %",
+    ),
     "l2_merged": ("fit, stages 1 to 5; +-0.15", "the H200's, +-0.3"),
     "hbm_gbs": ("probe tma, 6 GB, +-3 %", "SemiAnalysis, TMA, +-3 %"),
     "store_bytes": ("prior; no row is bound by it", "prior"),
@@ -103,7 +114,7 @@ SOURCES: dict[str, tuple[str, str]] = {
     "tma_row": ("fit, stage 0, +-5 %", "the H200's"),
     "l2_latency": (
         "probe tma: a box at a time, +-5 %",
-        "fit: CUTLASS at 1300 MHz; SemiAnalysis has 1413 under load",
+        "fit: rows of a B200 at 1300 MHz; SemiAnalysis has 1413 under load",
     ),
     "hbm_latency": ("probe tma: the same from memory, +-10 %", "fit: the same, +-30 %"),
     "tma_issue": ("prior, below what the probe can tell", "prior"),
@@ -124,13 +135,14 @@ SOURCES: dict[str, tuple[str, str]] = {
     "wgmma_queue": ("prior: FlashGPU-Sim's fit has 5 to 8", "-"),
     "fma_beside_mma": ("probe busy: FMA beside wgmma, +-15 %", "-"),
     "mufu_beside_mma": ("probe busy: ex2 beside wgmma, +-5 %", "-"),
+    "mma_beside_fma": ("probe busy: wgmma beside FMA, 0.75 to 0.8 of four sub-cores", "-"),
     "mma_commit": ("-", "published: batches end 132 to 182 cycles late"),
     "tmem_bytes": ("-", "prior, not known well"),
     "tmem_latency": ("-", "prior, not known well"),
     "launch_control": ("-", "prior, not known"),
     "cta_turnover": ("probe empty: 573 cycles with an empty CTA, +-10 %", "the H200's"),
     "launch": ("probe empty: 1.07 us in a graph, +-15 %", "the H200's"),
-    "clusters_of_four": ("as many as SMs allow", "fit: CUTLASS at 1300 MHz, 32 to 36"),
+    "clusters_of_four": ("as many as SMs allow", "fit: rows of a B200 at 1300 MHz, 32 to 36"),
     "l2_capacity": ("60 MB less what stores take", "126 MB, the same"),
 }
 

@@ -16,7 +16,7 @@ from cutex.sim.timing.units import Interval, Memory
 @dataclass(frozen=True)
 class Whole:
     """What the whole grid has to do, where the kernel does not say: MMA FLOPs, and those of one
-    output tile; 0: not known, the record is of all that a cluster does.
+    CTA for one output tile; 0: not known, the record is of all that a cluster does.
     """
 
     flops: float = 0.0
@@ -66,16 +66,19 @@ def predict(
         groups = min(groups, gpu.clusters_of_four)
     slots = min(traced.per_sm, math.ceil(traced.clusters / groups))
     rounds = math.ceil(traced.clusters / groups)
+    workers = traced.clusters
+    if traced.takes_over:
+        rounds, workers = 1, min(groups * traced.per_sm, traced.clusters)
     busy_sms = min(traced.clusters, groups) * size
     share = work = 0.0
     if whole.flops:  # of the busiest cluster
-        work = whole.flops / traced.clusters
+        work = whole.flops / workers
         if whole.tile_flops:
-            tiles = math.ceil(whole.flops / whole.tile_flops / traced.clusters / size - 1e-9)
+            tiles = math.ceil(whole.flops / whole.tile_flops / workers / size - 1e-9)
             work = tiles * whole.tile_flops * size
         share = work / record.flops if record.flops else 1.0
     extended = bool(share) and not record.complete
-    times = (share if extended else 1.0) * traced.clusters
+    times = (share if extended else 1.0) * workers
     loads, stores = _sum(traced, Load) * times, _sum(traced, Store, Touch) * times
     dram = _dram(traced, times, gpu)
     memory = Memory(dram / loads if loads else 1.0, busy_sms, _shared(traced))

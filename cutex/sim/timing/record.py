@@ -195,6 +195,7 @@ class Recorder:
         self.programs: dict[int, list[Event]] = defaultdict(list)
         self.rows: dict[int, int] = {}  # bytes in a row of a tensor map's box
         self.flops, self.steps = 0.0, 0
+        self.columns = 0  # of tensor memory, of a CTA's largest allocation
         self.counts = np.zeros((machine.grid.num_warps, len(code)), np.int64)
         self.loads = np.zeros(machine.grid.num_ctas, int)
         issue = machine.flight.issue
@@ -321,6 +322,8 @@ class Recorder:
         if op.startswith(("tcgen05.ld", "tcgen05.st")):
             columns = len(next(o for o in ins.operands if isinstance(o, Vector)).items)
             return self._each(lambda b, r: Columns(columns))
+        if op.startswith("tcgen05.alloc"):
+            return self._allocation(ins)
         if op.startswith("tcgen05.wait"):
             return self._each(lambda b, r: Settled())
         if ins.name in ("st", "red") and "global" in ins.parts:
@@ -328,6 +331,14 @@ class Recorder:
         if (ins.name in ("ld", "atom")) and "global" in ins.parts:
             return self._global(ins, True)
         return None
+
+    def _allocation(self, ins: Instruction) -> Callable[[Batch, Any], None]:
+        count = Decoder(ins, self.m).src(1, "u32")
+
+        def add(b: Batch, verdict: Any) -> None:
+            self.columns = max(self.columns, int(b.one(count(b)).max()))
+
+        return add
 
     def _next_turn(self, b: Batch, verdict: Any) -> None:
         self._turn += 1

@@ -101,7 +101,9 @@ def time_launch(
     traced: Traced, gpu: Gpu, whole: Whole | None = None, *, log: bool = False, data: str = "normal"
 ) -> TimeReport:
     """The time of one recorded launch."""
-    timed = predict(traced, gpu, whole, log=log)
+    timed = predict(traced, gpu, whole)
+    ghz = clock_ghz(timed, gpu, data)
+    timed = predict(traced, gpu.at(ghz), whole, log=log)
     record = traced.record
     roles = []
     for name in dict.fromkeys(record.roles.values()):
@@ -118,7 +120,7 @@ def time_launch(
         kernel=traced.name,
         gpu=gpu.name,
         cycles=timed.cycles,
-        clock_ghz=clock_ghz(timed, gpu, data),
+        clock_ghz=ghz,
         band=gpu.band,
         clock_band=gpu.clock_band,
         flops=timed.flops,

@@ -17,9 +17,10 @@ from cutex.sim.ptx.parse import Program
 from cutex.sim.run import Simulation
 from cutex.sim.scheduler import Scheduler
 from cutex.sim.timing.machine_code import Cost, costs, disassemble
-from cutex.sim.timing.record import Enough, Event, Load, Record, Recorder
+from cutex.sim.timing.record import Enough, Event, Load, Record, Recorder, Reply
 
 SM_REGISTERS = 65536
+TMEM_COLUMNS = 512  # of an SM
 MOST_LOADS = 24  # of each CTA, to see what they share
 
 
@@ -47,6 +48,12 @@ class Traced:
     per_sm: int  # CTAs that an SM holds
     sharing: dict[int, Sharing]  # by tensor map
     name: str = ""
+
+    @property
+    def takes_over(self) -> bool:
+        """Whether running clusters take over those that have not started."""
+        programs = self.record.programs.values()
+        return any(isinstance(e, Reply) for program in programs for e in program)
 
     @property
     def clusters(self) -> int:
@@ -88,7 +95,10 @@ class _Few(Simulation):
             self._look_at_loads(scheduler, what)
             return
         machine = scheduler.m
-        machine.pending_clusters = PendingClusters([0])
+        clusters = what.num_ctas // what.cluster_size
+        # NOTE: by cluster launch control the first takes what would be its share of all
+        at_once = max(1, residency(machine.program, what).gpu_ctas // what.cluster_size)
+        machine.pending_clusters = PendingClusters(list(range(0, clusters, at_once)))
         machine.load_clusters(machine.pending_clusters.start(1))
         recorder = Recorder(machine, self.cost, self.flops * what.cluster_size)
         complete = self._until_enough(scheduler, recorder)
@@ -97,6 +107,7 @@ class _Few(Simulation):
             SM_THREADS // threads,
             SM_SMEM // (1024 + machine.static_smem + what.smem),
             SM_REGISTERS // (threads * max(self.registers, 16)),
+            TMEM_COLUMNS // recorder.columns if recorder.columns else SM_THREADS,
         )
         self.traced.append(
             Traced(

@@ -98,6 +98,7 @@ class Warp:
         busy = max(work.slots, work.fma, work.alu, work.mufu, work.lsu, work.uniform)
         if g.shared_registers and self.sm.tensor.free > now:
             slowed = max(busy, work.fma * g.fma_beside_mma, work.mufu * g.mufu_beside_mma)
+            self.sm.tensor.free += work.fma * g.mma_beside_fma
             return slowed, work.cycles + slowed - busy
         return busy, work.cycles
 
