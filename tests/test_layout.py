@@ -100,7 +100,7 @@ def test_it_works_from_a_wheel(clone, bare_python, tmp_path):
         *("--no-build-isolation", "-w", tmp_path, clone),
         cwd=tmp_path,
     )
-    (wheel,) = tmp_path.glob("cutex-*.whl")
+    (wheel,) = tmp_path.glob("cutex_workbench-*.whl")
     packed = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
     assert packed == {p if p.startswith("cutex/") else f"cutex/{p}" for p in sources}
     assert "cutex/py.typed" in packed

@@ -346,7 +346,7 @@ class Recorder:
     def _source(self, ins: Instruction) -> Callable[[Batch, Any], None]:
         """Keeps with a load which box of which tensor it is."""
         d = Decoder(ins, self.m)
-        tmap, coordinates = d.address(1), d.coordinates(1)
+        tmap, coordinates = d.address(1, coordinates=True), d.coordinates(1)
 
         def add(b: Batch, verdict: Any) -> None:
             self._turn += 1
