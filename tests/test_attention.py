@@ -91,7 +91,7 @@ def hold(place: Place, case: AttentionCase, **order) -> None:
 
 # kernels that CI compiles, and how many cases each runs; their seeds were chosen to differ in
 # everything that is compiled
-KERNELS = (0, 3, 5, 13, 20, 23, 26, 34)
+KERNELS = (0, 3, 13, 26, 34)
 CASES = 3
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,13 +25,24 @@ PERSISTENT = [s.number for s in LADDER if s.config().dispatch == "dynamic"]
 FOLDER = Path(__file__).parents[1] / "kernels" / "attention"
 SLOW = pytest.mark.slow
 each_of_hopper = pytest.mark.parametrize("stage", LADDER, ids=[str(s.number) for s in LADDER])
-each_stage = pytest.mark.parametrize(
-    "stage",
-    [
-        *(pytest.param(s, id=str(s.number)) for s in LADDER),
-        *(pytest.param(s, id=f"{s.arch}-{s.number}", marks=SLOW) for s in BLACKWELL),
-    ],
-)
+
+
+def each(in_ci: Collection[int]) -> pytest.MarkDecorator:
+    """Parametrises over all stages, those but Hopper's of these numbers behind the slow marker."""
+    return pytest.mark.parametrize(
+        "stage",
+        [
+            *(
+                pytest.param(s, id=str(s.number), marks=() if s.number in in_ci else SLOW)
+                for s in LADDER
+            ),
+            *(pytest.param(s, id=f"{s.arch}-{s.number}", marks=SLOW) for s in BLACKWELL),
+        ],
+    )
+
+
+each_stage = each({s.number for s in LADDER})
+some_stages = each({0, 4, 8})  # in order; roles and turns; persistent, with tiles done again
 
 PROBLEM = AttentionProblem(
     batch=1, seqlen_q=150, seqlen_k=200, heads_q=2, heads_kv=1, head_dim=64, head_dim_v=64
@@ -81,7 +93,7 @@ def test_o_and_lse_are_float64s(stage: Stage, head_dim: int, causal: bool) -> No
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@each_stage
+@some_stages
 def test_nothing_depends_on_the_order_of_events(stage: Stage, causal: bool) -> None:
     """Six blocks of keys turn the rings more than once."""
     problem = sized(64, causal, seqlen_q=150, seqlen_k=700)
@@ -94,7 +106,7 @@ def test_blackwells_stages_in_a_random_order(number: int) -> None:
     check(stage("sm_100a", number), problem, order="random", seed=number)
 
 
-@each_stage
+@some_stages
 def test_fp16_is_as_right_as_bf16(stage: Stage) -> None:
     check(stage, replace(sized(64, True), dtype="fp16"))
 
@@ -114,7 +126,7 @@ LENGTHS = {
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
-@each_stage
+@some_stages
 def test_ends_of_queries_and_keys(stage: Stage, lengths: tuple[int, int]) -> None:
     seqlen_q, seqlen_k = lengths
     for causal in (False, True):
@@ -124,7 +136,7 @@ def test_ends_of_queries_and_keys(stage: Stage, lengths: tuple[int, int]) -> Non
 @pytest.mark.parametrize(
     "init", [*(pytest.param(x, marks=SLOW) for x in ("offset", "rising")), "huge"]
 )
-@each_stage
+@some_stages
 def test_scores_that_move_the_maximum(stage: Stage, init: str) -> None:
     check(stage, replace(sized(64, True, seqlen_q=300, seqlen_k=600), init=init))
 
@@ -132,7 +144,7 @@ def test_scores_that_move_the_maximum(stage: Stage, init: str) -> None:
 # ---- LSE
 
 
-@each_stage
+@some_stages
 def test_lse_of_equal_scores_is_exact(stage: Stage) -> None:
     """Of Q = 0 all exponentials are 1: their sum is the number of keys, O the mean of V."""
     problem = sized(64, True, seqlen_q=150, seqlen_k=200)
@@ -144,7 +156,7 @@ def test_lse_of_equal_scores_is_exact(stage: Stage) -> None:
     torch.testing.assert_close(out, torch.ones_like(out), rtol=0, atol=0)
 
 
-@each_stage
+@some_stages
 def test_rows_without_keys_have_o_0_and_lse_minus_infinity(stage: Stage) -> None:
     problem = sized(64, True, seqlen_q=400, seqlen_k=130)
     out, lse = run(stage, problem, problem.inputs())
@@ -182,8 +194,14 @@ class Once(Stage8):
     load_tiles = Stage7.load_tiles
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("causal", "dtype"),
+    [
+        (False, "fp16"),
+        (True, "bf16"),
+        *(pytest.param(*x, marks=SLOW) for x in ((False, "bf16"), (True, "fp16"))),
+    ],
+)
 def test_a_tile_taken_too_boldly_is_done_again(causal: bool, dtype: str) -> None:
     """Blocks are taken from the last one down, and a key of the first has the largest scores."""
     problem = replace(sized(64, causal, seqlen_q=600, seqlen_k=600), dtype=dtype)
@@ -201,7 +219,7 @@ def test_a_tile_taken_too_boldly_is_done_again(causal: bool, dtype: str) -> None
 # ---- what is compiled
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, pytest.param(256, marks=SLOW)])
+@pytest.mark.parametrize("head_dim", [128, *(pytest.param(x, marks=SLOW) for x in (64, 256))])
 @each_stage
 def test_nothing_is_spilled_and_smem_is_what_the_config_says(stage: Stage, head_dim: int) -> None:
     if head_dim == 256 and (stage in BLACKWELL or stage.number in PERSISTENT):
@@ -222,7 +240,7 @@ def products(stage: Stage) -> int:
     return 2 * steps if stage.number < 4 else 2 * steps + 2
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [pytest.param(64, marks=SLOW), 128])
 @each_of_hopper
 def test_no_wgmma_waits_for_the_one_before(stage: Stage, head_dim: int) -> None:
     """One wait for each product: ptxas, where it has to, waits behind every instruction."""

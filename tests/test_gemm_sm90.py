@@ -18,6 +18,7 @@ from cutex.sim import simulate
 from cutex.sim.errors import Hazards
 from cutex.sim.machine.machine import Machine
 
+SLOW = pytest.mark.slow
 PERSISTENT = {"num_ctas": 4}
 COOPERATIVE = {
     "128x256": {"tile_n": 256, "num_stages": 4, "epi_stages": 2},
@@ -90,7 +91,7 @@ def test_pingpong_tiles_come_out_exact_when_few_ctas_walk_many(changes: dict) ->
     check(8, (600, 800, 200), {**PERSISTENT, **changes}, "random", 2)
 
 
-@pytest.mark.parametrize("k", [64, 200, 1032])
+@pytest.mark.parametrize("k", [pytest.param(64, marks=SLOW), 200, pytest.param(1032, marks=SLOW)])
 @pytest.mark.parametrize("changes", SWAPPED.values(), ids=SWAPPED.keys())
 @pytest.mark.parametrize("m", [1, 16, 100])
 def test_swapped_and_split_come_out_exact(m: int, changes: dict, k: int) -> None:
@@ -104,7 +105,7 @@ def test_spread_tiles_overlap_and_come_out_exact(changes: dict, order: str) -> N
     check(9, (13, 312, 712), {**changes, "spread": True}, order, 4)
 
 
-@pytest.mark.parametrize("order", ["eager", "random"])
+@pytest.mark.parametrize("order", [pytest.param("eager", marks=SLOW), "random"])
 @pytest.mark.parametrize("swap_ab", [True, False])
 @pytest.mark.parametrize("changes", COLUMN.values(), ids=COLUMN.keys())
 def test_a_column_of_tiles_comes_out_exact(changes: dict, swap_ab: bool, order: str) -> None:
@@ -158,7 +159,7 @@ def test_one_round_of_tiles_in_columns_comes_out_exact(changes: dict) -> None:
 
 
 @pytest.mark.parametrize("number", [7, 8, 9])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(x, marks=SLOW) for x in (1, 2))])
 def test_a_walk_of_several_tiles_does_not_depend_on_the_order_of_events(
     number: int, seed: int
 ) -> None:
