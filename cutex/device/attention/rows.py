@@ -23,6 +23,7 @@ import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
+from cutex.device.atoms.tma import TileLoads
 from cutex.device.attention.seqlen_info import SeqlenInfo
 
 END = 2**30  # rows of mode x; no sequence is longer
@@ -102,3 +103,23 @@ class Rows(NamedTuple):
         (bRows, bColumns, Rest)."""
         first = ((0, None), part) if self.pack > 1 else (None, part)
         return cute.local_tile(self.of(head, batch, seqlen), self.tiler(*tile), first)
+
+
+@cute.jit
+def tile_loads(
+    rows: Rows,
+    sX: cute.Tensor,
+    of: tuple[Int32, Int32, SeqlenInfo],
+    part: Int32 | int = 0,
+) -> TileLoads:
+    """The loads of one head of one sequence, `of` (head, batch, seqlen), of the `part`-th of its
+    columns, into sX (rows, columns, SLOT)."""
+    gX = rows.tiles(*of, (cute.size(sX, mode=[0]), cute.size(sX, mode=[1])), part)
+    tXsX, tXgX = cpasync.tma_partition(
+        rows.info.atom,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(sX, 0, 2),
+        cute.group_modes(gX, 0, 2),
+    )  # (TMA, SLOT), (TMA, Rest)
+    return TileLoads(rows.info.atom, tXgX, tXsX)

@@ -58,7 +58,7 @@ def flash_attn_func(
     has an lse of -inf, or of its sink. Differentiable in q, k, v and learnable_sink by torch's own
     flash backward, except with softcap, score_mod or mask_mod; lse is not differentiable. Raises
     TypeError or ValueError, in one sentence that names the argument, for what does not fit, and
-    where there is no Hopper GPU.
+    where there is no Hopper or Blackwell GPU.
     """
     if not _is_compiling() and nobody_watches():
         key: tuple[Any, ...] | None

@@ -15,9 +15,9 @@ from cutex.device.attention.rows import Rows
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.epilogue.sm100.tma_store import SubTiles, drain_stores, sub_tiles
 from cutex.device.pipeline import PipelineState
-from cutex.kernels.attention.sm90.work_ring import END, SAFE, Work
 from cutex.kernels.attention.sm100.config import O_PART, Sm100Config
 from cutex.kernels.attention.sm100.tiles import Shared
+from cutex.kernels.attention.work_ring import END, SAFE, Work
 
 
 @dataclass(frozen=True)

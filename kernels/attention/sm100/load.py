@@ -11,15 +11,14 @@ import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
-from cutex.device.atoms.tma import TileLoads
-from cutex.device.attention.rows import Rows
+from cutex.device.attention.rows import Rows, tile_loads
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.order import TileOrder
 from cutex.kernels.attention.signature import Passed
-from cutex.kernels.attention.sm90.work_ring import NORMAL, SAFE, Work
 from cutex.kernels.attention.sm100.config import Sm100Config
 from cutex.kernels.attention.sm100.tiles import Shared
+from cutex.kernels.attention.work_ring import NORMAL, SAFE, Work
 
 Fills = tuple[PipelineState, PipelineState, PipelineState]  # in the rings of Q, of K and of V
 
@@ -134,22 +133,3 @@ class Load:
                     counter[0] = Int32(0)
             index = cute.arch.shuffle_sync(asked, 0)
         return index
-
-
-@cute.jit
-def tile_loads(
-    rows: Rows,
-    sX: cute.Tensor,
-    of: tuple[Int32, Int32, SeqlenInfo],
-    part: Int32 | int,
-) -> TileLoads:
-    """Of one head of one sequence, the `part`-th of its columns, into sX (rows, columns, SLOT)."""
-    gX = rows.tiles(*of, (cute.size(sX, mode=[0]), cute.size(sX, mode=[1])), part)
-    tXsX, tXgX = cpasync.tma_partition(
-        rows.info.atom,
-        0,
-        cute.make_layout(1),
-        cute.group_modes(sX, 0, 2),
-        cute.group_modes(gX, 0, 2),
-    )  # (TMA, SLOT), (TMA, Rest)
-    return TileLoads(rows.info.atom, tXgX, tXsX)

@@ -23,9 +23,9 @@ from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.attention.tmem_rows import PART, ScoreRow, rounded, scale_columns, store_columns
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.sm90.block_loop import BlockLoop
-from cutex.kernels.attention.sm90.work_ring import END, SAFE, Work
 from cutex.kernels.attention.sm100.config import Sm100Config
 from cutex.kernels.attention.sm100.tiles import Shared
+from cutex.kernels.attention.work_ring import END, SAFE, Work
 
 State = tuple[Int32, Int32]  # blocks of this tile so far; parities, see `wait_scores`
 ALL_BLOCKS = 0b100

@@ -8,7 +8,7 @@ tell each other about loops, only about data.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import cutlass
 from cutlass import Int32, cute
@@ -16,10 +16,10 @@ from cutlass.memory import SmemAllocator
 
 from cutex.device.attention.block_info import BlockInfo, Blocks
 from cutex.device.attention.seqlen_info import SeqlenInfo
-from cutex.device.pipeline import Barrier, PairRing, PipelineState, Ring
+from cutex.device.pipeline import Barrier, PairRing, Ring
 from cutex.kernels.attention.signature import Passed, Sizes
-from cutex.kernels.attention.sm90.work_ring import WORDS, Work, WorkRing
 from cutex.kernels.attention.sm100.config import Sm100Config
+from cutex.kernels.attention.work_ring import Work, WorkRing
 
 
 @dataclass(frozen=True)
@@ -29,32 +29,10 @@ class TileRing(WorkRing):
     q.empty[slot]   1 a warp of these, done with the tile     LOAD
     """
 
-    @staticmethod
-    def allocate(smem: SmemAllocator, num_slots: int, slot_bytes: int, warps: int) -> TileRing:
-        words = smem.allocate_array(Int32, WORDS * num_slots)
-        failed = smem.allocate_array(Int32, warps * num_slots)
-        return TileRing(
-            Ring.allocate(smem, "tile", num_slots, slot_bytes, warps),
-            cute.make_tensor(words, cute.make_layout((WORDS, num_slots))),
-            cute.make_tensor(failed, cute.make_layout((warps, num_slots))),
-        )
+    event: ClassVar[str] = "tile"
 
-    @cute.jit
-    def announce(
-        self,
-        state: PipelineState,
-        mode: Int32,
-        work: Work,
-        seq_q: SeqlenInfo,
-        seq_k: SeqlenInfo,
-    ) -> None:
-        """Fill the words of an empty slot and tell the others."""
-        words = self.words
-        with cute.arch.elect_one():
-            values = (mode, *work, seq_q.offset, seq_q.length, seq_k.length)
-            for i in cutlass.range_constexpr(len(values)):
-                words[i, state.slot] = values[i]
-            self.q.full.arrive(state.slot)
+    def _arm(self, slot: Int32) -> None:
+        self.q.full.arrive(slot)
 
 
 class Span(NamedTuple):

@@ -43,7 +43,7 @@ from cutex.kernels.attention.signature import Passed, Sizes, arguments
 from cutex.kernels.attention.sm90.block_loop import BlockLoop
 from cutex.kernels.attention.sm90.load import Load
 from cutex.kernels.attention.sm90.shared import Shared, operand
-from cutex.kernels.attention.sm90.work_ring import END, SAFE, Work, WorkRing
+from cutex.kernels.attention.work_ring import END, SAFE, Work, WorkRing
 
 STORE_BARRIER = 1  # the first of one named barrier for each warpgroup
 TURN_BARRIER = 4  # the same, for the warpgroups' turns

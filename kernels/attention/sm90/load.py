@@ -6,16 +6,14 @@ from dataclasses import dataclass
 
 import cutlass
 from cutlass import Int32, cute
-from cutlass.cute.nvgpu import cpasync
 
-from cutex.device.atoms.tma import TileLoads
-from cutex.device.attention.rows import Rows
+from cutex.device.attention.rows import Rows, tile_loads
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.config import ForwardConfig
 from cutex.kernels.attention.order import TileOrder
 from cutex.kernels.attention.sm90.shared import Shared
-from cutex.kernels.attention.sm90.work_ring import NORMAL, SAFE, Work
+from cutex.kernels.attention.work_ring import NORMAL, SAFE, Work
 
 Fills = tuple[PipelineState, PipelineState]  # of the rings of K and of V
 Lengths = tuple[SeqlenInfo, SeqlenInfo]  # of queries and of keys
@@ -78,9 +76,9 @@ class Load:
         seq_q, seq_k = lengths
         blocks = shared.info.n_blocks(work.m_block, seq_q.length, seq_k.length)
         head_kv = work.head // self.order.heads_per_kv
-        loads_q = self.tile_loads("q", shared.sQ, work.head, work.batch, seq_q)
-        loads_k = self.tile_loads("k", shared.sK, head_kv, work.batch, seq_k)
-        loads_v = self.tile_loads("v", shared.sV, head_kv, work.batch, seq_k)
+        loads_q = tile_loads(self.q, shared.sQ, (work.head, work.batch, seq_q))
+        loads_k = tile_loads(self.k, shared.sK, (head_kv, work.batch, seq_k))
+        loads_v = tile_loads(self.v, shared.sV, (head_kv, work.batch, seq_k))
         full = shared.work.announce(q_fill, mode, work, seq_q, seq_k)
         for wg in cutlass.range_constexpr(c.warpgroups):
             slot = q_fill.slot * c.warpgroups + wg
@@ -101,27 +99,6 @@ class Load:
         else:
             asked = self.ask(mode)
         return (k_fill, v_fill), asked
-
-    @cute.jit
-    def tile_loads(
-        self,
-        name: cutlass.Constexpr[str],
-        sX: cute.Tensor,
-        head: Int32,
-        batch: Int32,
-        seqlen: SeqlenInfo,
-    ) -> TileLoads:
-        """Of q, k or v: of one head of one sequence, into the slots of sX (rows, columns, SLOT)."""
-        rows = getattr(self, name)
-        gX = rows.tiles(head, batch, seqlen, (cute.size(sX, mode=[0]), cute.size(sX, mode=[1])))
-        tXsX, tXgX = cpasync.tma_partition(
-            rows.info.atom,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(sX, 0, 2),
-            cute.group_modes(gX, 0, 2),
-        )  # (TMA, SLOT), (TMA, Rest)
-        return TileLoads(rows.info.atom, tXgX, tXsX)
 
     # ---- the next tile
 

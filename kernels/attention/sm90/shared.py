@@ -14,7 +14,7 @@ from cutex.device.attention.rows import Rows, tma_view
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.pipeline import Ring
 from cutex.kernels.attention.signature import Passed, Sizes
-from cutex.kernels.attention.sm90.work_ring import WorkRing
+from cutex.kernels.attention.work_ring import WorkRing
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from cutex.kernels.attention.sm90.stage0 import Part, round_to_smem
 from cutex.kernels.attention.sm90.stage1 import RegisterP
 from cutex.kernels.attention.sm90.stage4 import Places
 from cutex.kernels.attention.sm90.stage6 import Stage6
-from cutex.kernels.attention.sm90.work_ring import END, NORMAL, WorkRing
+from cutex.kernels.attention.work_ring import END, NORMAL, WorkRing
 
 O_BARRIER = 3  # the first of one named barrier for each warpgroup; those below are the turns'
 

@@ -30,7 +30,7 @@ from cutex.kernels.attention.launch import Operands, Slots, Tile
 from cutex.kernels.attention.sm90.stage0 import Part
 from cutex.kernels.attention.sm90.stage4 import Places
 from cutex.kernels.attention.sm90.stage7 import Barriers, Fills, Out, Stage7
-from cutex.kernels.attention.sm90.work_ring import NORMAL, SAFE
+from cutex.kernels.attention.work_ring import NORMAL, SAFE
 
 
 class Stage8(Stage7):

@@ -9,7 +9,7 @@ whether the tile came out well; a tile that did not is loaded again, to be compu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 import cutlass
 from cutlass import Boolean, Int32, cute
@@ -41,14 +41,16 @@ class WorkRing:
     words: cute.Tensor  # (WORDS, SLOT): mode; m_block, head, batch; offset, length; length of keys
     failed: cute.Tensor  # (consumer warps, SLOT): whether a warp's rows must be done again
 
-    @staticmethod
+    event: ClassVar[str] = "q"
+
+    @classmethod
     def allocate(
-        smem: SmemAllocator, num_slots: int, slot_bytes: int, consumer_warps: int
-    ) -> WorkRing:
+        cls, smem: SmemAllocator, num_slots: int, slot_bytes: int, consumer_warps: int
+    ) -> Self:
         words = smem.allocate_array(Int32, WORDS * num_slots)
         failed = smem.allocate_array(Int32, consumer_warps * num_slots)
-        return WorkRing(
-            Ring.allocate(smem, "q", num_slots, slot_bytes, consumer_warps),
+        return cls(
+            Ring.allocate(smem, cls.event, num_slots, slot_bytes, consumer_warps),
             cute.make_tensor(words, cute.make_layout((WORDS, num_slots))),
             cute.make_tensor(failed, cute.make_layout((consumer_warps, num_slots))),
         )
@@ -81,8 +83,11 @@ class WorkRing:
                 values = (*values, seq_q.offset, seq_q.length, seq_k.length)
             for i in cutlass.range_constexpr(len(values)):
                 words[i, state.slot] = values[i]
-            self.q.full.arrive_expecting(self.q.slot_bytes, state.slot)
+            self._arm(state.slot)
         return self.q.full[state.slot]
+
+    def _arm(self, slot: Int32) -> None:
+        self.q.full.arrive_expecting(self.q.slot_bytes, slot)
 
     @cute.jit
     def end(self, state: PipelineState) -> None:
