@@ -41,6 +41,30 @@ def test_what_ends_a_command_is_one_sentence(error, code, says, capfd):
     assert says in told and told.count("\n") == bool(says)
 
 
+def test_every_command_ends_so():
+    """All functions called main, but those that hand on to another's, and that of cutex.sim: what
+    a script of the user's raises is the script's own."""
+    files = {*ROOT.glob("cutex/**/*.py"), *ROOT.glob("kernels/**/*.py")}
+    open_ended = []
+    for file in sorted(files - {ROOT / "cutex/sim/__main__.py"}):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.FunctionDef) or node.name != "main":
+                continue
+            hands_on = ast.unparse(node.body[-1]).partition("(")[0].endswith("main")
+            if "answered" not in map(ast.unparse, node.decorator_list) and not hands_on:
+                open_ended.append(str(file))
+    assert not open_ended
+
+
+def test_a_command_of_the_clone_says_what_it_misses_elsewhere(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "cutex.clock", "--rows"], cwd=tmp_path, capture_output=True,
+        text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("cutex: results/timing/") and done.stderr.count("\n") == 1
+
+
 def test_a_fault_of_its_own_is_not_hidden():
     for error in (KeyError("x"), ModuleNotFoundError("no", name="cutex.nowhere")):
 

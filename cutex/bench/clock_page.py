@@ -14,6 +14,7 @@ from cutex.bench.clock import record
 from cutex.bench.clock_errors import FOLDER, board, errors, ladder, measured, table, traces
 from cutex.bench.clock_picture import FILES, timelines
 from cutex.bench.run import settle
+from cutex.command import answered
 from cutex.problem import DEFAULT_OP, problem_class
 from cutex.problem.stage import stages
 from cutex.sim.timing import stored
@@ -85,6 +86,7 @@ def predicted(arch: str, file: Path) -> list[dict[str, Any]]:
     return rows
 
 
+@answered
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(
         prog="python -m cutex.clock", description="How far off the simulator's clock is."

@@ -16,6 +16,7 @@ from cutex.arch import local_arch
 from cutex.bench import timing
 from cutex.bench.cli import Parser, refuse
 from cutex.bench.run import environment, run_time
+from cutex.command import answered
 from cutex.problem.layer import PEERS
 from cutex.problem.models import DTYPES, Entry, corpus
 from cutex.results import sweep as rows
@@ -129,6 +130,7 @@ def parser() -> Parser:
     return p
 
 
+@answered
 def main(
     ours: Callable[[], tuple[Ours, Callable[[], Any]]], argv: Sequence[str] | None = None
 ) -> int:

@@ -16,6 +16,7 @@ are kept in results/attention-bounds/, and docs/attention-bounds.md is rendered 
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from cutex.arch import arch
+from cutex.command import answered
 from cutex.compile.resources import Code, opcodes, resources, sass
 from cutex.kernels.attention.choose import Shape, fill
 from cutex.kernels.attention.config import ELEMENT, HEAD_DIMS
@@ -178,7 +180,11 @@ def read(file: Path) -> list[Row]:
     return [Row(**json.loads(line)) for line in file.read_text().splitlines()]
 
 
-def main() -> int:
+@answered
+def main(argv: Sequence[str] | None = None) -> int:
+    argparse.ArgumentParser(
+        prog="python -m cutex.kernels.attention.sm100.bounds", description=f"Write {PAGE} anew."
+    ).parse_args(argv)
     from cutex.kernels.attention.sm100 import fa4
 
     rows = [row(c) for c in configs()]
