@@ -141,6 +141,12 @@ def plan_for(operands, out):
     return config_for(arranged.sizes, (arranged.a, arranged.b, arranged.out), (), "sm_90a")
 
 
+def test_nothing_timed_is_said_in_a_sentence():
+    bad = replace(ROW, ok=False, us=None, message="NaN")
+    assert rows.text([]) == "no problem was timed beside others"
+    assert rows.text([bad]).endswith("WRONG: a: NaN")
+
+
 def test_bad_input_is_one_sentence(capsys):
     assert sweep.main(lambda: pytest.fail("loaded"), ["--compare", "mkl"]) == 2
     assert "mkl" in capsys.readouterr().err
