@@ -30,6 +30,7 @@ from cutex.sim.policy import policy
 from cutex.sim.ptx.parse import Program, parse
 from cutex.sim.reports import excerpts, told
 from cutex.sim.scheduler import Scheduler
+from cutex.tracing import tracing
 
 if TYPE_CHECKING:
     from cutex.sim.timing.report import TimeReport
@@ -318,7 +319,7 @@ def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:
             arguments.append(make_fake_stream(use_tvm_ffi_env_stream=True))
         else:
             arguments.append(t)
-    with cache.plain_folder() as folder:
+    with cache.plain_folder() as folder, tracing():
         options = (
             cute.GPUArch(arch),
             cute.EnableTVMFFI(True),
