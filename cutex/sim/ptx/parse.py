@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, SupportsIndex, overload
+from functools import wraps
+from typing import Any, NamedTuple, SupportsIndex, TypeVar, overload
 
 from cutex.sim.ptx.declarations import (
     SPACES,
@@ -25,6 +26,8 @@ from cutex.sim.ptx.declarations import (
     unreadable,
     variable,
 )
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -129,13 +132,11 @@ class Instruction:
     source: Source | None = None  # of the DSL program
     target: int = 0  # of a branch: index into Program.code
     parts: tuple[str, ...] = ()
+    name: str = field(init=False)  # the first part of its opcode
 
     def __post_init__(self) -> None:
         self.parts = tuple(p for p in re.split(r"\.|::", self.op) if p)
-
-    @property
-    def name(self) -> str:
-        return self.parts[0]
+        self.name = self.parts[0]
 
     def where(self) -> str:
         """One line for reports: the PTX line and its text, and the Python line if known."""
@@ -164,6 +165,19 @@ class Program:
     registers: dict[int, int]  # bank -> how many
     max_threads: int | None = None
     labels: dict[str, int] = field(default_factory=dict)
+    derived: dict[object, Any] = field(default_factory=dict, repr=False)  # see `once`
+
+
+def once(derive: Callable[[Program], Found]) -> Callable[[Program], Found]:
+    """What ``derive`` makes of a program, worked out once however often that is launched."""
+
+    @wraps(derive)
+    def derived(program: Program) -> Found:
+        if derive not in program.derived:
+            program.derived[derive] = derive(program)
+        return program.derived[derive]
+
+    return derived
 
 
 _STATEMENT = re.compile(
