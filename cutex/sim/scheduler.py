@@ -18,6 +18,7 @@ from cutex.sim.machine.divergence import BLOCKED, DONE, RUNNING, YIELDED
 from cutex.sim.ptx.decode import Execute, decode
 from cutex.sim.ptx.flow import LEAVES
 from cutex.sim.ptx.parse import Instruction, Program, Reg, Vector, once
+from cutex.sim.ptx.temporaries import used
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
@@ -44,9 +45,7 @@ class Scheduler:
         self.decoded: list[Execute | None] = [None] * len(self.code)
         self.watched = _watched(machine.program)
         self.loaded = load_sites(machine.program)[1]
-        self.guards = [
-            None if i.guard is None else machine.registers[1][i.guard.index] for i in self.code
-        ]
+        self.guards = [None if i.guard is None else machine.register(i.guard) for i in self.code]
         self.polls, self.whole = _polling(machine.program), _whole_warp(machine.program)
         self.executed = np.zeros(len(self.code), np.int64)  # warp-instructions
         self.turn = np.zeros(machine.grid.num_warps, np.int64)
@@ -116,7 +115,10 @@ class Scheduler:
     def _registers(self, which: np.ndarray) -> bytes:
         """Everything that decides what these warps do next, while memory does not change."""
         state = [self.m.progress.to_bytes(8, "little"), self.lanes.pc[which].tobytes()]
-        state += [r[:, which].tobytes() for r in self.m.registers.values()]
+        state += [
+            r[np.ix_(used(self.m.program)[bank], which)].tobytes()
+            for bank, r in self.m.registers.items()
+        ]
         state.append(self.m.local[which].tobytes())
         return b"".join(state)
 

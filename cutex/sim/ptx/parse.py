@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any, NamedTuple, SupportsIndex, TypeVar, overload
 
 from cutex.sim.ptx.declarations import (
@@ -116,9 +116,18 @@ class Operands(list[Operand]):
     @overload
     def __getitem__(self, k: slice) -> list[Operand]: ...
     def __getitem__(self, k: SupportsIndex | slice) -> Operand | list[Operand]:
-        which = range(len(self))[k]
-        self.asked.update(which if isinstance(which, range) else (which,))
-        return super().__getitem__(k)
+        found = super().__getitem__(k)
+        if isinstance(k, slice):
+            self.asked.update(range(len(self))[k])
+        else:
+            self.asked.add(range(len(self))[k])
+        return found
+
+
+@lru_cache(maxsize=4096)
+def opcode_parts(op: str) -> tuple[str, ...]:
+    """Of "mbarrier.test_wait.shared::cta": ("mbarrier", "test_wait", "shared", "cta")."""
+    return tuple(p for p in re.split(r"\.|::", op) if p)
 
 
 @dataclass
@@ -135,7 +144,7 @@ class Instruction:
     name: str = field(init=False)  # the first part of its opcode
 
     def __post_init__(self) -> None:
-        self.parts = tuple(p for p in re.split(r"\.|::", self.op) if p)
+        self.parts = opcode_parts(self.op)
         self.name = self.parts[0]
 
     def where(self) -> str:
