@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from cutex.compile.arguments import Argument, fake_arguments
 from cutex.compile.cache import FILES, canonical, digest
 from cutex.compile.compiled import Compiled
 from cutex.compile.sources import modules_of, sources_digest
+from cutex.tracing import tracing
 
 OPT_LEVEL = 3
 
@@ -39,7 +39,6 @@ class Kernel(Protocol):
 
 
 _in_process: dict[str, Compiled] = {}
-_tracing = threading.Lock()  # the DSL traces one kernel at a time
 
 
 def compile(kernel: Kernel, dtype: str, arch: str, *, cache: bool = True) -> Compiled:
@@ -93,7 +92,7 @@ def _build(
     )
     arguments = fake_arguments(kernel.operands(dtype))
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    with _tracing:
+    with tracing():
         # NOTE: "cutlass" in a kernel's name makes ptxas choose registers by other rules
         # (NVIDIA/cutlass issue 3389), so the name is ours, whole.
         type(kernel).kernel.set_name_prefix(  # type: ignore[attr-defined]

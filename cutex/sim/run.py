@@ -30,6 +30,7 @@ from cutex.sim.policy import policy
 from cutex.sim.ptx.parse import Program, parse
 from cutex.sim.reports import excerpts, told
 from cutex.sim.scheduler import Scheduler
+from cutex.tracing import tracing, uncollected
 
 if TYPE_CHECKING:
     from cutex.sim.timing.report import TimeReport
@@ -166,10 +167,11 @@ class Simulation:
         # NOTE: products are small here; one BLAS thread is faster than several that wait for each
         # other
         try:
-            with _blas().limit(limits=1, user_api="blas"):
+            with uncollected(), _blas().limit(limits=1, user_api="blas"):
                 self._run(scheduler, what)
         finally:  # NOTE: what was found before an error counts
             self._add_up(scheduler, what)
+            scheduler.m.release()
 
     def _scheduler(self, program: Program, what: Launch) -> Scheduler:
         memory = GlobalMemory()
@@ -318,7 +320,7 @@ def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:
             arguments.append(make_fake_stream(use_tvm_ffi_env_stream=True))
         else:
             arguments.append(t)
-    with cache.plain_folder() as folder:
+    with cache.plain_folder() as folder, tracing():
         options = (
             cute.GPUArch(arch),
             cute.EnableTVMFFI(True),

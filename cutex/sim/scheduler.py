@@ -17,7 +17,8 @@ from cutex.sim.machine.batch import ARRIVED, RETRY, Batch
 from cutex.sim.machine.divergence import BLOCKED, DONE, RUNNING, YIELDED
 from cutex.sim.ptx.decode import Execute, decode
 from cutex.sim.ptx.flow import LEAVES
-from cutex.sim.ptx.parse import Instruction, Program, Reg, Vector
+from cutex.sim.ptx.parse import Instruction, Program, Reg, Vector, once
+from cutex.sim.ptx.temporaries import used
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
@@ -44,11 +45,8 @@ class Scheduler:
         self.decoded: list[Execute | None] = [None] * len(self.code)
         self.watched = _watched(machine.program)
         self.loaded = load_sites(machine.program)[1]
-        self.guards = [
-            None if i.guard is None else machine.registers[1][i.guard.index] for i in self.code
-        ]
-        self.polls = [_polls(i) for i in self.code]
-        self.whole = [_needs_whole_warp(i) for i in self.code]
+        self.guards = [None if i.guard is None else machine.register(i.guard) for i in self.code]
+        self.polls, self.whole = _polling(machine.program), _whole_warp(machine.program)
         self.executed = np.zeros(len(self.code), np.int64)  # warp-instructions
         self.turn = np.zeros(machine.grid.num_warps, np.int64)
         self.idle = np.zeros(machine.grid.num_warps, np.int64)  # loops since anything happened
@@ -117,7 +115,10 @@ class Scheduler:
     def _registers(self, which: np.ndarray) -> bytes:
         """Everything that decides what these warps do next, while memory does not change."""
         state = [self.m.progress.to_bytes(8, "little"), self.lanes.pc[which].tobytes()]
-        state += [r[:, which].tobytes() for r in self.m.registers.values()]
+        state += [
+            r[np.ix_(used(self.m.program)[bank], which)].tobytes()
+            for bank, r in self.m.registers.items()
+        ]
         state.append(self.m.local[which].tobytes())
         return b"".join(state)
 
@@ -357,8 +358,18 @@ def _lanes(lanes: np.ndarray | None) -> str:
     return f" lane{'s' if len(numbers) > 1 else ''} {','.join(map(str, numbers))}"
 
 
-def _needs_whole_warp(ins: Instruction) -> bool:
-    return "aligned" in ins.parts or (ins.name == "bar" and ins.parts[1:2] != ("warp",))
+@once
+def _whole_warp(program: Program) -> list[bool]:
+    """By instruction: whether it needs its whole warp."""
+    return [
+        "aligned" in ins.parts or (ins.name == "bar" and ins.parts[1:2] != ("warp",))
+        for ins in program.code
+    ]
+
+
+@once
+def _polling(program: Program) -> list[bool]:
+    return [_polls(ins) for ins in program.code]
 
 
 def _polls(ins: Instruction) -> bool:
@@ -374,6 +385,7 @@ def _without_place(text: str) -> str:
     )
 
 
+@once
 def _watched(program: Program) -> dict[int, tuple[set[int], set[int]]]:
     """Instructions, other than wgmma's own, that read or write registers which some wgmma uses."""
     used = wgmma.accumulator_registers(program.code)

@@ -35,6 +35,7 @@ from cutex.sim.host.capture import HostTensor, Launch
 from cutex.sim.host.torch_stand_in import DeviceMemory, patched
 from cutex.sim.reports import around, folded
 from cutex.sim.run import SimReport, Simulation, is_stream, load
+from cutex.tracing import tracing
 
 
 @dataclass
@@ -262,7 +263,10 @@ class Compiler:
         own_stream = not _takes_stream([*arguments, *named.values()])
         fakes = [_fake(a, own_stream) for a in arguments]
         fake_named = {name: _fake(a, own_stream) for name, a in named.items()}
-        compiled = self.original(dsl, body, *fakes, compile_only=True, no_cache=True, **fake_named)
+        with tracing():
+            compiled = self.original(
+                dsl, body, *fakes, compile_only=True, no_cache=True, **fake_named
+            )
         parameters = [n for n in inspect.signature(body).parameters if n != "self"]
         return Simulated(compiled, parameters, self.calls)
 

@@ -43,7 +43,7 @@ class Access:
         self.address = d.address(operand)
 
     def lanes(self, b: Batch) -> Lanes:
-        addresses = np.broadcast_to(self.address(b), (b.n, 32))
+        addresses = b.lanes(self.address(b))
         if b.mask is None:
             lanes = np.tile(np.arange(32), b.n)
             return Lanes(np.repeat(b.idx, 32), lanes, np.ascontiguousarray(addresses).reshape(-1))

@@ -375,7 +375,7 @@ def st(d: Decoder) -> Execute:
     def execute(b: Batch) -> None:
         rows, cta, lane, column = access.places(b)
         access.conflicts(b, rows, cta, lane, column, True)
-        values = np.stack([np.broadcast_to(r(b), (b.n, 32)) for r in reads], 1)[rows]
+        values = np.stack([b.lanes(r(b)) for r in reads], 1)[rows]
         if access.packed:
             values = np.stack([values & np.uint32(0xFFFF), values >> np.uint32(16)], 2).reshape(
                 len(rows), -1, 32
@@ -412,7 +412,7 @@ def commit(d: Decoder) -> Execute:
 
     def execute(b: Batch) -> None:
         a = shared_addresses(address(b))
-        masks = np.broadcast_to(mask(b), (b.n, 32)) if mask else None
+        masks = b.lanes(mask(b)) if mask else None
         rows, lanes = np.nonzero(b.active())
         for row, lane in zip(rows.tolist(), lanes.tolist(), strict=True):
             warp = int(b.idx[row])

@@ -36,7 +36,8 @@ from cutex.sim.machine.tmem import TensorMemory
 from cutex.sim.machine.waits import PassedWait, Wait
 from cutex.sim.machine.warpgroup import WarpgroupMma
 from cutex.sim.policy import Policy
-from cutex.sim.ptx.parse import Instruction, Program
+from cutex.sim.ptx.parse import Instruction, Program, Reg
+from cutex.sim.ptx.temporaries import homes, lasting
 
 _POISON = {1: True, 16: POISON16, 32: POISON32, 64: POISON64, 128: POISON64}  # by bank
 
@@ -74,9 +75,9 @@ class Machine:
         num_warps = self.grid.num_warps
         banks = {1: bool, 16: np.uint16, 32: np.uint32, 64: np.uint64, 128: np.uint64}
         self.registers = {
-            bank: np.empty((count, num_warps, 32, *((2,) if bank == 128 else ())), banks[bank])
+            bank: np.zeros((count, num_warps, 32, *((2,) if bank == 128 else ())), banks[bank])
             for bank, count in program.registers.items()
-        }
+        }  # NOTE: temporaries share places, and memory that is never touched is none
         self.lanes = Divergence(self)
         self.sleepers: dict[Any, list[tuple[int, Wait]]] = {}  # by key
         self.ticks = 0
@@ -107,7 +108,7 @@ class Machine:
         self.grid.place(clusters)
         num_ctas, num_warps = self.grid.num_ctas, self.grid.num_warps
         for bank, registers in self.registers.items():
-            registers[...] = _POISON[bank]
+            registers[lasting(self.program)[bank]] = _POISON[bank]
         self.smem.view(np.uint32)[...] = POISON32
         # per 16 bytes: 1 + swizzle of the TMA load that wrote them (0: none did), and its PTX line
         self.box_swizzle = np.zeros((num_ctas, self.smem_bytes // 16), np.int8)
@@ -132,6 +133,14 @@ class Machine:
         self.smem_shadow = SmemShadow(self)
         self.async_accesses = AsyncAccesses(self)
         self.lifetimes = Lifetimes(self)
+
+    def register(self, reg: Reg) -> np.ndarray:
+        """(warps, 32) of a register, where its values are: see `homes`."""
+        return self.registers[reg.bank][homes(self.program)[reg.bank][reg.index]]
+
+    def release(self) -> None:
+        """Gives its memory back, at once: its parts know it, as it knows them."""
+        self.__dict__.clear()
 
     def _place_variables(self) -> int:
         """Offsets of shared, local and module variables; returns the bytes of static smem."""

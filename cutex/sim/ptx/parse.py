@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, SupportsIndex, overload
+from functools import lru_cache, wraps
+from typing import Any, NamedTuple, SupportsIndex, TypeVar, overload
 
 from cutex.sim.ptx.declarations import (
     SPACES,
@@ -25,6 +26,8 @@ from cutex.sim.ptx.declarations import (
     unreadable,
     variable,
 )
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -113,9 +116,18 @@ class Operands(list[Operand]):
     @overload
     def __getitem__(self, k: slice) -> list[Operand]: ...
     def __getitem__(self, k: SupportsIndex | slice) -> Operand | list[Operand]:
-        which = range(len(self))[k]
-        self.asked.update(which if isinstance(which, range) else (which,))
-        return super().__getitem__(k)
+        found = super().__getitem__(k)
+        if isinstance(k, slice):
+            self.asked.update(range(len(self))[k])
+        else:
+            self.asked.add(range(len(self))[k])
+        return found
+
+
+@lru_cache(maxsize=4096)
+def opcode_parts(op: str) -> tuple[str, ...]:
+    """Of "mbarrier.test_wait.shared::cta": ("mbarrier", "test_wait", "shared", "cta")."""
+    return tuple(p for p in re.split(r"\.|::", op) if p)
 
 
 @dataclass
@@ -129,13 +141,11 @@ class Instruction:
     source: Source | None = None  # of the DSL program
     target: int = 0  # of a branch: index into Program.code
     parts: tuple[str, ...] = ()
+    name: str = field(init=False)  # the first part of its opcode
 
     def __post_init__(self) -> None:
-        self.parts = tuple(p for p in re.split(r"\.|::", self.op) if p)
-
-    @property
-    def name(self) -> str:
-        return self.parts[0]
+        self.parts = opcode_parts(self.op)
+        self.name = self.parts[0]
 
     def where(self) -> str:
         """One line for reports: the PTX line and its text, and the Python line if known."""
@@ -164,6 +174,19 @@ class Program:
     registers: dict[int, int]  # bank -> how many
     max_threads: int | None = None
     labels: dict[str, int] = field(default_factory=dict)
+    derived: dict[object, Any] = field(default_factory=dict, repr=False)  # see `once`
+
+
+def once(derive: Callable[[Program], Found]) -> Callable[[Program], Found]:
+    """What ``derive`` makes of a program, worked out once however often that is launched."""
+
+    @wraps(derive)
+    def derived(program: Program) -> Found:
+        if derive not in program.derived:
+            program.derived[derive] = derive(program)
+        return program.derived[derive]
+
+    return derived
 
 
 _STATEMENT = re.compile(

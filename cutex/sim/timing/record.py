@@ -350,8 +350,8 @@ class Recorder:
 
         def add(b: Batch, verdict: Any) -> None:
             self._turn += 1
-            maps = np.broadcast_to(tmap(b), (b.n, 32))
-            places = [np.broadcast_to(c(b), (b.n, 32)) for c in coordinates]
+            maps = b.lanes(tmap(b))
+            places = [b.lanes(c(b)) for c in coordinates]
             lane = b.first_lane()
             for row in np.nonzero(b.any_active())[0].tolist():
                 warp, at = int(b.idx[row]), int(lane[row])
@@ -393,7 +393,7 @@ class Recorder:
         expected = d.src(2, "u32" if by_parity else "b64")
 
         def add(b: Batch, verdict: Any) -> None:
-            values = np.broadcast_to(expected(b), (b.n, 32))
+            values = b.lanes(expected(b))
             for row, groups in barrier.by_warp(b, values):
                 warp = int(b.idx[row])
                 for lanes, cta, offset in groups:
@@ -413,7 +413,7 @@ class Recorder:
         expect, alone = "expect_tx" in ins.parts, ins.parts[1] == "expect_tx"
 
         def add(b: Batch, verdict: Any) -> None:
-            amounts = np.broadcast_to(amount(b), (b.n, 32)) if amount else None
+            amounts = b.lanes(amount(b)) if amount else None
             found: dict[tuple[int, Place], list[int]] = {}
             for row, lane, cta, offset in barrier.each(b):
                 n = int(amounts[row, lane]) if amounts is not None else 1
@@ -447,8 +447,8 @@ class Recorder:
         mask = d.src(1, "u16") if "multicast" in ins.parts else None
 
         def add(b: Batch, verdict: Any) -> None:
-            addresses = np.broadcast_to(address(b), (b.n, 32))
-            masks = np.broadcast_to(mask(b), (b.n, 32)) if mask else None
+            addresses = b.lanes(address(b))
+            masks = b.lanes(mask(b)) if mask else None
             first = b.first_lane()
             for row in np.nonzero(b.any_active())[0].tolist():
                 warp = b.idx[row : row + 1]
@@ -473,7 +473,7 @@ class Recorder:
         width = _width(ins)
 
         def add(b: Batch, verdict: Any) -> None:
-            addresses = np.broadcast_to(address(b), (b.n, 32)).astype(np.int64)
+            addresses = b.lanes(address(b)).astype(np.int64)
             active = b.active()
             for row in np.nonzero(b.any_active())[0].tolist():
                 at = addresses[row][active[row]]
