@@ -133,6 +133,10 @@ class Clocks:
                 self._widen()
         return self.barriers[key]
 
+    def grid_slot(self) -> int:
+        """The slot of the grids before this one, whose end counts once."""
+        return self.barrier_slot(0, 0, False)  # NOTE: no mbarrier lies at 0, which is the system's
+
     def _widen(self) -> None:
         """Twice as many slots."""
         self.rows, self.fenced = (np.concatenate([a, 0 * a], 2) for a in (self.rows, self.fenced))

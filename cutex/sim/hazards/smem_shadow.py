@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
 _WHOLE = np.uint8(0b1111)  # all bytes of a word
-_COPIED = np.uint8(0b10000)  # by cp.async: see there why the async proxy may read it
+_COPIED = np.uint8(0b10000)  # by cp.async
 _PAGE = 64  # words
 
 
@@ -221,11 +221,12 @@ class SmemShadow:
         """Between an ordinary access and one of the async proxy stands a fence (9.7.9.25.1).
 
         NOTE: kernels of NVIDIA overwrite by TMA what ldmatrix has read, with no more than an
-        mbarrier in between, but fence the reply ring of cluster launch control.
+        mbarrier in between, but fence the reply ring of cluster launch control. Nor have those that
+        multiply what non-bulk cp.async has copied, which is of the generic proxy, any fence.
         """
         visible, known = self.clocks.visible[warp], self.clocks.known[warp]
         slot, count = last.slot[at], last.count[at]
-        unseen = (count > visible[slot]) & (count <= known[slot]) & (last.bytes[at] < _COPIED)
+        unseen = (count > visible[slot]) & (count <= known[slot])
         if last is self.reads and len(self.pages):
             for k in np.nonzero(self.shared[at])[0].tolist():
                 page = self.pages[int(at[0][k]), int(at[1][k]) // _PAGE][at[1][k] % _PAGE]
@@ -234,7 +235,9 @@ class SmemShadow:
         if not unseen.any():
             return
         k = int(unseen.argmax())
-        before = f"ordinary stores wrote at PTX line {self.line[at][k]}"
+        copied = bool(last.bytes[at][k] & _COPIED)
+        before = f"{'a cp.async' if copied else 'ordinary stores'} wrote at PTX line "
+        before += str(self.line[at][k])
         if last is self.reads:
             before = "ordinary loads have read"
         self.m.findings.add(
@@ -243,5 +246,5 @@ class SmemShadow:
             f"shared memory 0x{int(at[1][k]) * WORD:x}, which {before}, with no fence.proxy.async "
             "in between",
             op.instruction,
-            advisory=write and op.engine is not Engine.LAUNCH_CONTROL,
+            advisory=copied or (write and op.engine is not Engine.LAUNCH_CONTROL),
         )

@@ -99,6 +99,7 @@ class Access:
             return self.m.params[self._private(where, "parameter", len(self.m.params))]
         got = self.m.memory.load(where.addresses, self.width, self.refuse(where, "loads"))
         self.m.global_races.load(where.addresses, self.width, where.warps, self.d.ins)
+        self.m.grid_order.lanes(where.warps, where.addresses, self.width, False, self.d.ins)
         return got
 
     def _put(self, space: str, where: Lanes, values: np.ndarray) -> None:
@@ -113,6 +114,7 @@ class Access:
         elif space == "global":
             refuse = self.refuse(where, "stores")
             self.m.global_races.store(where.addresses, values, refuse, where.warps, self.d.ins)
+            self.m.grid_order.lanes(where.warps, where.addresses, self.width, True, self.d.ins)
         else:
             raise self.d.unknown("a store to read-only memory")
 

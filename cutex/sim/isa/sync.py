@@ -145,8 +145,8 @@ def barrier_cluster(d: Decoder) -> Execute:
         for row in np.nonzero(b.any_active())[0].tolist():
             warp = int(b.idx[row])
             if arrive:
-                m.clusters.arrive(warp, "relaxed" in d.mods)
-            elif not m.clusters.passed(warp):
+                m.clusters.arrive(warp, "relaxed" in d.mods, ins)
+            elif not m.clusters.passed(warp, ins):
                 out[row] = RETRY
                 which = m.clusters.of(warp)
                 tell = lambda which=which: m.clusters.describe(which)
@@ -218,7 +218,11 @@ def _fence_init(m: Machine, b: Batch) -> None:
 
 @instruction("griddepcontrol")
 def griddepcontrol(d: Decoder) -> Execute:
-    """9.7.13.13: launches run one after another, so the grids before are complete."""
+    """9.7.13.13: launches run one after another, so the grids before are complete; who has waited
+    for them is remembered (see GridOrder).
+    """
+    if "wait" in d.mods:
+        return lambda b: d.m.grid_order.wait(b.idx[b.any_active()])
     return lambda b: None
 
 

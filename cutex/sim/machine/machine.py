@@ -18,6 +18,7 @@ from cutex.sim.hazards.async_accesses import AsyncAccesses
 from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.hazards.findings import Findings
 from cutex.sim.hazards.global_races import GlobalRaces
+from cutex.sim.hazards.grid_order import GridOrder, Stream
 from cutex.sim.hazards.lifetimes import Lifetimes
 from cutex.sim.hazards.map_changes import TensorMapChanges
 from cutex.sim.hazards.smem_shadow import SmemShadow
@@ -60,6 +61,7 @@ class Machine:
         params: np.ndarray,
         residency: Residency,
         policy: Policy,
+        stream: Stream,
     ) -> None:
         self.program, self.memory, self.params = program, memory, params
         self.residency, self.policy = residency, policy
@@ -91,6 +93,7 @@ class Machine:
         self.clusters = ClusterBarriers(self)
         self.tmem = TensorMemory(self)
         self.global_races = GlobalRaces(self)
+        self.grid_order = GridOrder(self, launch.kernel, launch.programmatic, stream)
         self.tensor_maps = TensorMapChanges(self)
 
     @property
