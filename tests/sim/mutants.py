@@ -58,9 +58,7 @@ def _number(change: int, least: int, pattern: str = r", (\d+);") -> Callable[[st
     return number
 
 
-def _operand(
-    which: str, compute: str, kind: str = "b32"
-) -> Callable[[str], str]:
+def _operand(which: str, compute: str, kind: str = "b32") -> Callable[[str], str]:
     """Another value for the operand that ``which`` finds: what ``compute`` leaves in ``other``."""
 
     def operand(text: str) -> str:
@@ -276,7 +274,5 @@ def _named(text: str) -> set[str]:
 
 def _made(text: str) -> set[str]:
     """Registers that instructions write: their first operands, but for stores and the like."""
-    made = re.findall(
-        r"(?:^|;)\s*(?:@\S+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|[^;}\[,]*)[,;]", text, re.M
-    )
+    made = re.findall(r"(?:^|;)\s*(?:@\S+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|[^;}\[,]*)[,;]", text, re.M)
     return _named(" ".join(made))

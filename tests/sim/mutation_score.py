@@ -56,7 +56,10 @@ def run(subject: Subject, site: Site, orders: Sequence[dict[str, Any]] = ORDERS)
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """By operator, in Markdown."""
-    out = ["| operator | mutants | found | advisory | values | nothing |", "|---|---:|---:|---:|---:|---:|"]
+    out = [
+        "| operator | mutants | found | advisory | values | nothing |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
     for operator in ALL:
         count = Counter(r["kind"] for r in rows if r["operator"] == operator)
         if count:
@@ -73,7 +76,11 @@ def main() -> None:
     parser.add_argument("--share", default="0/1", help="which of how many shares of the kernels")
     args = parser.parse_args()
     number, of = map(int, args.share.split("/"))
-    rows = [json.loads(t) for t in args.results.read_text().splitlines()] if args.results.exists() else []
+    rows = (
+        [json.loads(t) for t in args.results.read_text().splitlines()]
+        if args.results.exists()
+        else []
+    )
     done = {(r["subject"], r["operator"], r["line"]) for r in rows}
     for subject in [s for s in SUBJECTS.values() if args.subject in s.name][number::of]:
         for site in mutants(subject, args.at_most):

@@ -59,7 +59,7 @@ class Subject:
 
         def launch(*arguments: Any) -> None:
             report = simulate(kernel, *arguments, max_instructions=20_000_000, **order)
-            advisories.extend(report.advisories)
+            advisories.extend(a for a in report.advisories if a.rule != "parked wait")
 
         try:
             wrong = self.launch(launch, self.kernel)
@@ -79,7 +79,7 @@ def _ladder(arch: str, number: int) -> Subject:
         config = replace(config, num_ctas=2 if arch == "sm_90a" else 4)
     if config.tile_n > 192 and arch == "sm_90a":
         config = replace(config, tile_n=128)
-    problem = GemmProblem(*((600, 520) if persistent else (300, 264)), 520, "bf16", "int")
+    problem = GemmProblem(*((600, 264) if persistent else (200, 264)), 392, "bf16", "int")
 
     def launch(run: Callable[..., None], kernel: Any) -> str | None:
         a, b = problem.inputs("cpu")
@@ -134,7 +134,7 @@ def _few_rows() -> Subject:
     def launch(run: Callable[..., None], kernel: Any) -> str | None:
         a, b = _integers(64, 1032), _integers(1032, 264, seed=1)
         out = torch.full((64, 264), torch.nan, dtype=torch.bfloat16)
-        run(a, b, out, torch.tensor([2.0]))
+        run(a, b, out, 2.0)
         return _differs(out, (2 * (a.float() @ b.float())).to(torch.bfloat16))
 
     build = lambda: compile(General90(config), "bf16", "sm_90a")
@@ -151,7 +151,7 @@ def _sm100(name: str, split_k: int, ops: tuple[Any, ...]) -> Subject:
     config = GeneralConfig(tiles, ops=ops)
 
     def launch(run: Callable[..., None], kernel: Any) -> str | None:
-        m = 900 if split_k == 1 else 300
+        m = 600 if split_k == 1 else 200
         a, b = _integers(m, 520), _integers(520, 264, seed=1)
         want = a.float() @ b.float()
         passed: list[torch.Tensor] = []
@@ -205,7 +205,9 @@ def _forward(name: str, arch: str, config: Any) -> Subject:
         return check.message if not check.ok else "the counter is not zero" * bool(counter.any())
 
     kernel = Forward90 if arch == "sm_90a" else Forward100
-    return Subject(f"attention {arch} {name}", lambda: compile(kernel(config), "bf16", arch), launch)
+    return Subject(
+        f"attention {arch} {name}", lambda: compile(kernel(config), "bf16", arch), launch
+    )
 
 
 _SM90 = ForwardConfig(

@@ -169,7 +169,9 @@ def alloc(d: Decoder) -> Execute:
                 continue
             target, offset = m.grid.shared_location(b.idx[row : row + 1], where[row : row + 1])
             m.check_shared(b.idx[row : row + 1], np.zeros(1, int), target, offset, 4, ins)
-            m.smem_shadow.generic(b.idx[row : row + 1], target, offset, 4, True, ins)
+            lane = np.zeros(1, int)
+            m.smem_shadow.generic(b.idx[row : row + 1], lane, target, offset, 4, True, ins)
+            m.box_swizzle[target, offset >> 4] = 0
             m.smem[target[0], offset[0] : offset[0] + 4] = as_bytes(np.array([first], np.uint32))[0]
             m.progress += 1
         return out if out.any() else None
@@ -476,8 +478,9 @@ def _arriver(
 ) -> Callable[[np.ndarray], None]:
     def complete(given: np.ndarray) -> None:
         for target in targets:
-            if target != m.grid.warp_cta[warp]:
-                after = m.mbarriers.get(target, offset, ins)
+            after = m.mbarriers.get(target, offset, ins)
+            after.remote = bool(target != m.grid.warp_cta[warp])
+            if after.remote:
                 number = int(given[0, m.clocks.agent(Kind.TENSOR, warp)])
                 use = RemoteUse(number, after.phases + 1, "the commit", warp, ins)
                 m.lifetimes.use(target, m.clocks.agent(Kind.TENSOR, warp), use, after)

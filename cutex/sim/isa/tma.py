@@ -86,6 +86,7 @@ def tensor_load(d: Decoder) -> Execute:
                     _loader(m, tmap, at, target, offset, signal, ins),
                     Engine.TMA_LOAD, tmap.bytes,
                     writes=[Span(target, offset, offset + tmap.bytes)], signals=[signal],
+                    source=(tmap, at),
                 )  # fmt: skip
                 m.flight.issue(op)
 

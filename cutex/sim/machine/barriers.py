@@ -115,7 +115,9 @@ class ClusterBarriers:
 
     def clear(self) -> None:
         self.barriers: dict[int, ClusterBarrier] = {}
-        self.arrived_in: dict[int, int] = {}  # warp -> the phase of its arrival, until it has waited
+        self.arrived_in: dict[
+            int, int
+        ] = {}  # warp -> the phase of its arrival, until it has waited
 
     def of(self, warp: int) -> int:
         """Number of the warp's cluster."""

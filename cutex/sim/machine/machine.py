@@ -112,8 +112,9 @@ class Machine:
         for bank, registers in self.registers.items():
             registers[...] = _POISON[bank]
         self.smem.view(np.uint32)[...] = POISON32
-        # per 16 bytes: 1 + swizzle of the TMA load that wrote them (0: none did), and its PTX line
-        self.box_swizzle = np.zeros((num_ctas, self.smem_bytes // 16), np.int8)
+        # per 16 bytes: 1 + swizzle of the TMA load that wrote them (0: something else did, -1:
+        # nothing has), and its PTX line
+        self.box_swizzle = np.full((num_ctas, self.smem_bytes // 16), -1, np.int8)
         self.box_line = np.zeros((num_ctas, self.smem_bytes // 16), np.int32)
         self.mbarriers.clear()
         self.flight.clear()
