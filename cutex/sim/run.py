@@ -21,6 +21,7 @@ from cutex.arch import arch as arch_named
 from cutex.orders import ORDERS
 from cutex.sim.errors import Finding, Hazards, SimError
 from cutex.sim.hazards.findings import Findings
+from cutex.sim.hazards.grid_order import Stream
 from cutex.sim.host.capture import PACKED, HostFunction, HostTensor, Launch
 from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.memory import MODULE_WINDOW, GlobalMemory, Region
@@ -149,7 +150,7 @@ class Simulation:
         seed: int = 0,
         limit: int | None = None,
     ) -> None:
-        self.limit = limit
+        self.limit, self.stream = limit, Stream()
         self.programs, self.tensors, self.order, self.seed = programs, tensors, order, seed
         self.report = SimReport()
         self._found: dict[tuple[str, str, bool], Finding] = {}
@@ -183,7 +184,8 @@ class Simulation:
         ):
             params[p.offset : p.offset + p.size] = np.frombuffer(raw, np.uint8)
         order = policy(self.order, self.seed + self.report.launches)
-        machine = Machine(program, what, memory, params, self._residency(program, what), order)
+        where = self._residency(program, what)
+        machine = Machine(program, what, memory, params, where, order, self.stream)
         _add_module_variables(machine)
         return Scheduler(machine, self.limit)
 
@@ -201,6 +203,7 @@ class Simulation:
             except SimError as error:
                 raise _with_findings(error, machine.findings) from None
             scheduler.leftovers()
+        machine.grid_order.finish()
 
     def _add_up(self, scheduler: Scheduler, what: Launch) -> None:
         report, machine = self.report, scheduler.m

@@ -347,6 +347,8 @@ class Scheduler:
         m = self.m
         for message, ins in m.mbarriers.leftovers():
             m.findings.add("tx-count", message, ins)
+        for message, ins in m.mbarriers.half_counted():
+            m.findings.add("half-counted", message, ins, advisory=True)
         for message, line in m.tmem.leftovers():
             m.findings.add("tensor memory", message, next(i for i in self.code if i.line == line))
 

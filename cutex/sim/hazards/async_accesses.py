@@ -121,6 +121,8 @@ class AsyncAccesses:
                     assert before is not None
                     if before.queue != op.queue:
                         why = self._bearable(before, last, cta, op.warp)
+                        if op.source is not None and op.source == before.source:
+                            why = why or "both copy the same bytes to the same place"
                         self._race(op.what, verb, op.warp, op.instruction, place, before, did, why)
                         if not why:
                             return

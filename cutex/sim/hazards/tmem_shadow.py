@@ -145,11 +145,14 @@ class TmemShadow:
         if write:
             self._forget(place)
 
-    def free(self, warp: int, place: Rectangle, ins: Instruction) -> None:
+    def before_free(self, warp: int, place: Rectangle, ins: Instruction) -> None:
         """tcgen05.dealloc, which is synchronous: it needs no fence of its own before it."""
         usable = np.maximum(self.clocks.usable[warp], self.clocks.ordered[warp])
         self._check(warp, place, True, "tcgen05.dealloc", ins, usable)
         self.m.async_accesses.touch(place, True, "tcgen05.dealloc", warp, ins, usable)
+
+    def free(self, place: Rectangle) -> None:
+        """The place is nobody's."""
         self.m.async_accesses.forget(place)
         self._forget(place)
 

@@ -82,6 +82,7 @@ def _reply(
             words[1:] = m.grid.coordinates(cluster * m.grid.cluster_size)
         for cta in ctas:
             m.smem[cta, offset : offset + REPLY_BYTES] = words.view(np.uint8)
+            m.box_swizzle[cta, offset >> 4] = 0
             m.mbarriers.complete_tx(cta, bar, REPLY_BYTES, "a cluster launch reply", ins)
 
     return complete

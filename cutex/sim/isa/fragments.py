@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cutex.sim.isa.access import Access
+from cutex.sim.isa.access import Access, Lanes
 from cutex.sim.isa.sync import require_whole_warp
 from cutex.sim.machine.batch import Batch
 from cutex.sim.machine.memory import shared_addresses
@@ -53,9 +53,7 @@ class _Matrices:
         own = shared_addresses(addresses.reshape(-1))
         cta, offset = m.grid.shared_location(warps, own)
         m.check_shared(warps, lanes, cta, offset, 16, self.d.ins)
-        self.access.observe(warps, cta, offset, 16, write)
-        if write:
-            m.box_swizzle[cta, offset >> 4] = 0
+        self.access.observe(Lanes(warps, lanes, own), cta, offset, 16, write)
         first = (cta * m.smem_bytes + offset).reshape(b.n, n, 1) // self.itemsize
         return first + np.arange(16 // self.itemsize)
 

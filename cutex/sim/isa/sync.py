@@ -4,6 +4,7 @@ griddepcontrol.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -107,6 +108,7 @@ def _warp_sync(d: Decoder) -> Execute:
 
     def execute(b: Batch) -> np.ndarray | None:
         if b.mask is None:
+            m.clocks.lanes_meet(b.idx)
             return None
         masks, out = b.one(mask(b)), np.zeros(b.n, np.int8)
         for row in np.nonzero(b.any_active())[0].tolist():
@@ -122,6 +124,8 @@ def _warp_sync(d: Decoder) -> Execute:
             else:
                 m.progress += 1
                 m.wake(key)
+                if not (m.live[warp] & ~wanted).any():
+                    m.clocks.lanes_meet(b.idx[row : row + 1])
         return out if out.any() else None
 
     return execute
@@ -145,8 +149,8 @@ def barrier_cluster(d: Decoder) -> Execute:
         for row in np.nonzero(b.any_active())[0].tolist():
             warp = int(b.idx[row])
             if arrive:
-                m.clusters.arrive(warp, "relaxed" in d.mods)
-            elif not m.clusters.passed(warp):
+                m.clusters.arrive(warp, "relaxed" in d.mods, ins)
+            elif not m.clusters.passed(warp, ins):
                 out[row] = RETRY
                 which = m.clusters.of(warp)
                 tell = lambda which=which: m.clusters.describe(which)
@@ -218,7 +222,11 @@ def _fence_init(m: Machine, b: Batch) -> None:
 
 @instruction("griddepcontrol")
 def griddepcontrol(d: Decoder) -> Execute:
-    """9.7.13.13: launches run one after another, so the grids before are complete."""
+    """9.7.13.13: launches run one after another, so the grids before are complete; who has waited
+    for them is remembered (see GridOrder).
+    """
+    if "wait" in d.mods:
+        return lambda b: d.m.grid_order.wait(b.idx[b.any_active()])
     return lambda b: None
 
 
@@ -361,6 +369,7 @@ def mbarrier_arrive(d: Decoder) -> Execute:
     amount = d.src(at + 1, "u32") if len(operands) > at + 1 else None
     state = d.dst(0, "b64") if at == 1 else None
     expect, drop = "expect_tx" in d.mods, "arrive_drop" in d.mods
+    to_cluster = re.search(r"\.(release|relaxed)\.(cluster|gpu|sys)", d.ins.op) is not None
 
     def execute(b: Batch) -> None:
         amounts = b.lanes(amount(b)) if amount else None
@@ -369,9 +378,17 @@ def mbarrier_arrive(d: Decoder) -> Execute:
         for row, _, cta, offset in places:
             d.m.mbarriers.use(cta, offset, int(b.idx[row]), d.ins)
             d.m.mbarriers.reach(cta, offset, int(b.idx[row]), "an arrival", d.ins)
-        given = {int(w): d.m.clocks.give(int(w)) for w in b.idx[b.any_active()]}
+        whole = np.ones(b.n, bool) if b.mask is None else ~(d.m.live[b.idx] & ~b.mask).any(1)
+        given = {
+            int(b.idx[row]): d.m.clocks.give(int(b.idx[row]), whole=bool(whole[row]))
+            for row in np.nonzero(b.any_active())[0]
+        }
         for row, lane, cta, offset in places:
-            d.m.mbarriers.give(cta, offset, given[int(b.idx[row])], d.ins)
+            mine = given[int(b.idx[row])]
+            if not to_cluster and cta != d.m.grid.warp_cta[b.idx[row]]:
+                mine = mine.copy()
+                mine[3, : d.m.clocks.warps] = 0
+            d.m.mbarriers.give(cta, offset, mine, d.ins)
             who = f"{d.m.grid.name_warp(int(b.idx[row]))} lane {lane}"
             n = int(amounts[row, lane]) if amounts is not None else 1
             tokens[row, lane] = d.m.mbarriers.phases(cta, offset)

@@ -18,6 +18,7 @@ from cutex.sim.hazards.async_accesses import AsyncAccesses
 from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.hazards.findings import Findings
 from cutex.sim.hazards.global_races import GlobalRaces
+from cutex.sim.hazards.grid_order import GridOrder, Stream
 from cutex.sim.hazards.lifetimes import Lifetimes
 from cutex.sim.hazards.map_changes import TensorMapChanges
 from cutex.sim.hazards.smem_shadow import SmemShadow
@@ -61,6 +62,7 @@ class Machine:
         params: np.ndarray,
         residency: Residency,
         policy: Policy,
+        stream: Stream,
     ) -> None:
         self.program, self.memory, self.params = program, memory, params
         self.residency, self.policy = residency, policy
@@ -92,6 +94,7 @@ class Machine:
         self.clusters = ClusterBarriers(self)
         self.tmem = TensorMemory(self)
         self.global_races = GlobalRaces(self)
+        self.grid_order = GridOrder(self, launch.kernel, launch.programmatic, stream)
         self.tensor_maps = TensorMapChanges(self)
 
     @property
@@ -110,8 +113,9 @@ class Machine:
         for bank, registers in self.registers.items():
             registers[lasting(self.program)[bank]] = _POISON[bank]
         self.smem.view(np.uint32)[...] = POISON32
-        # per 16 bytes: 1 + swizzle of the TMA load that wrote them (0: none did), and its PTX line
-        self.box_swizzle = np.zeros((num_ctas, self.smem_bytes // 16), np.int8)
+        # per 16 bytes: 1 + swizzle of the TMA load that wrote them (0: something else did, -1:
+        # nothing has), and its PTX line
+        self.box_swizzle = np.full((num_ctas, self.smem_bytes // 16), -1, np.int8)
         self.box_line = np.zeros((num_ctas, self.smem_bytes // 16), np.int32)
         self.mbarriers.clear()
         self.flight.clear()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
 MAX_COUNT = (1 << 20) - 1
+_FEW_CTAS = 2  # of a cluster; larger ones hung (see `MBarriers._parked`)
 
 
 @dataclass
@@ -44,6 +45,7 @@ class MBarrier:
     tx_expected: int = 0  # bytes announced in this phase, and bytes that came
     tx_arrived: int = 0
     last: str = "nobody"
+    remote: bool = False  # the last arrival came from another CTA
     given: np.ndarray | None = None  # what the arrivals of this phase release (see clocks)
     released: np.ndarray | None = None  # that of the last completed phase
 
@@ -125,8 +127,9 @@ class MBarriers:
     def reach(self, cta: int, offset: int, warp: int, what: str, ins: Instruction) -> None:
         """A warp, which may be of another CTA, is about to arrive, or to change the bytes."""
         m = self.machine
-        if cta != m.grid.warp_cta[warp]:
-            barrier = self.get(cta, offset, ins)
+        barrier = self.get(cta, offset, ins)
+        barrier.remote = bool(cta != m.grid.warp_cta[warp])
+        if barrier.remote:
             use = RemoteUse(m.clocks.now(warp), barrier.phases + 1, what, warp, ins)
             m.lifetimes.use(cta, int(m.clocks.slot[warp]), use, barrier)
 
@@ -188,7 +191,23 @@ class MBarriers:
             barrier.pending = barrier.expected
             barrier.tx_expected = barrier.tx_arrived = 0
             barrier.released, barrier.given = barrier.given, None
+            if barrier.remote and self.machine.grid.cluster_size > _FEW_CTAS:
+                self._parked(cta, offset)
             self.machine.wake((cta, offset))
+
+    def _parked(self, cta: int, offset: int) -> None:
+        """Whoever sleeps in a try_wait until another CTA of a large cluster arrives."""
+        for warp, wait in self.machine.sleepers.get((cta, offset), ()):
+            self.machine.findings.add(
+                "parked wait",
+                f"{self.machine.grid.name_warp(warp)} sleeps in a try_wait on "
+                f"{self.name(cta, offset)} until another CTA of its cluster of "
+                f"{self.machine.grid.cluster_size} arrives: kernels that do so have hung within "
+                "tens of launches where processes share a GPU by time slices; test_wait in a loop "
+                "did not",
+                wait.instruction,
+                advisory=True,
+            )
 
     def phases(self, cta: int, offset: int) -> int:
         barrier = self.barriers.get((cta, offset))
@@ -226,3 +245,13 @@ class MBarriers:
             if b.tx and b.tx_arrived:
                 out.append((f"at the end {self.describe(cta, offset)}", b.made.instruction))
         return out
+
+    def half_counted(self) -> list[tuple[str, Instruction]]:
+        """Barriers that some have arrived on in their last phase, and others not, for the end of a
+        run.
+        """
+        return [
+            (f"at the end {self.describe(*key)}", b.made.instruction)
+            for key, b in self.barriers.items()
+            if b.pending != b.expected
+        ]

@@ -33,6 +33,9 @@ class TensorMemory:
         self.relinquished: set[int] = set()  # CTAs that allocate no more
         self.asked: dict[int, int] = {}  # cta of a pair -> columns that it waits for
         self.granted: dict[int, int] = {}  # cta of a pair -> first column, not yet picked up
+        # by what a pair does together: CTAs that wait for their peer, and whose peer has come
+        self.came: dict[str, set[int]] = {"dealloc": set(), "relinquish": set()}
+        self.met: dict[str, set[int]] = {"dealloc": set(), "relinquish": set()}
 
     @property
     def cells(self) -> np.ndarray:
@@ -75,6 +78,25 @@ class TensorMemory:
             self.machine.wake(("tmem", peer))
             return self.granted.pop(cta)
         return None
+
+    def together(self, what: str, cta: int, pair: bool) -> bool:
+        """Whether the CTA, which had to wait, has been met by its peer."""
+        if pair and cta in self.met[what]:
+            self.met[what].remove(cta)
+            return True
+        return False
+
+    def meet(self, what: str, cta: int, pair: bool) -> bool:
+        """Whether the CTA, which comes, need not wait: it is no pair, or its peer waits already."""
+        peer = cta ^ 1
+        if not pair:
+            return True
+        if peer in self.came[what]:
+            self.came[what].remove(peer)
+            self.met[what].add(peer)
+            return True
+        self.came[what].add(cta)
+        return False
 
     def why_not(self, cta: int, count: int) -> str:
         if cta in self.asked and cta ^ 1 not in self.asked:
