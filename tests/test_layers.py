@@ -31,7 +31,7 @@ LAYERS = (
     ("doors",),
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
-SIM_KNOWS = {"sim", "errors", "orders", "arch", "cache", "command", "cubin", "tracing"}
+SIM_KNOWS = {"arch", "cache", "command", "cubin", "errors", "orders", "sim", "svg", "tracing"}
 OPERATORS = ("problem", "ops", "kernels")  # the rest speaks of no one operator
 
 

@@ -79,7 +79,9 @@ def add_problem(what: argparse._ArgumentGroup, kinds: Sequence[type[Problem]]) -
 
 def add_clock(sim: argparse._ArgumentGroup) -> None:
     sim.add_argument("--time", action="store_true", help="predict the time; nothing is checked")
-    sim.add_argument("--trace", metavar="FILE", help="with --time: a picture of it, for Perfetto")
+    sim.add_argument(
+        "--trace", metavar="FILE", help="with --time: for Perfetto; FILE.svg: a picture of one CTA"
+    )
     sim.add_argument(
         "--gpu",
         dest="what_if",

@@ -36,7 +36,9 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--json", type=Path, metavar="FILE", help="write what was found, for programs")
     out.add_argument("--ptx", action="store_true", help="print the PTX around what was found")
     out.add_argument("--time", action="store_true", help="predict how long each launch takes")
-    out.add_argument("--trace", metavar="FILE", help="with --time: a picture, for Perfetto")
+    out.add_argument(
+        "--trace", metavar="FILE", help="with --time: for Perfetto; FILE.svg: a picture of one CTA"
+    )
     out.add_argument(
         "--gpu", default="", metavar="NAME,K=V", help='for --time, as "b200,clock=1.6,l2=12"'
     )

@@ -83,7 +83,11 @@ class Calls:
         started = time.perf_counter()
         regions = self.memory.regions([a for a in arguments if isinstance(a, HostTensor)])
         if self.clock is not None:
-            self.clock.run(function, arguments, regions)
+            try:
+                self.clock.run(function, arguments, regions)
+            except SimError as error:
+                self.errors.append((error, function.ptx))
+                raise
         sim = Simulation(
             function.programs, regions, order=self.order, seed=self.seed, limit=self.limit
         )
