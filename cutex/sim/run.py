@@ -18,6 +18,7 @@ from threadpoolctl import ThreadpoolController
 
 from cutex import cache
 from cutex.arch import arch as arch_named
+from cutex.debug_info import recording
 from cutex.orders import ORDERS
 from cutex.sim.errors import Finding, Hazards, SimError
 from cutex.sim.hazards.findings import Findings
@@ -28,8 +29,9 @@ from cutex.sim.machine.pending_clusters import PendingClusters
 from cutex.sim.machine.residency import Residency, residency
 from cutex.sim.policy import policy
 from cutex.sim.ptx.parse import Program, parse
-from cutex.sim.reports import excerpts, told
+from cutex.sim.reports import headed, told
 from cutex.sim.scheduler import Scheduler
+from cutex.sim.sides import sides_of
 
 if TYPE_CHECKING:
     from cutex.sim.timing.report import TimeReport
@@ -197,7 +199,7 @@ class Simulation:
             try:
                 scheduler.run()
             except SimError as error:
-                raise _with_findings(error, machine.findings) from None
+                raise _told(error, machine.findings) from None
             scheduler.leftovers()
 
     def _add_up(self, scheduler: Scheduler, what: Launch) -> None:
@@ -216,13 +218,17 @@ class Simulation:
         report.advisories = [f for f in self._found.values() if f.advisory]
 
 
-def _with_findings(error: SimError, findings: Findings) -> SimError:
-    """The error that ended a run, with what was found before it."""
+def _told(error: SimError, findings: Findings) -> SimError:
+    """The error that ended a run, as a report, with what was found before it."""
     before = [f for f in findings if not f.advisory]
-    text = f"{error}{excerpts(str(error))}"
+    text = findings.names.told(str(error))
+    sides = sides_of(text, findings.program)
+    text = headed(text, sides)
     if before:
         text = f"{text}\nfound before that:\n{told(before)}"
-    return type(error)(text) if text != str(error) else error
+    out = type(error)(text)
+    out.sides = sides
+    return out
 
 
 def _check_launch(program: Program, what: Launch) -> None:
@@ -276,7 +282,7 @@ def load(
     else:
         if not hasattr(compiled, "export_to_c"):
             compiled = _compile(compiled, tensors, arch)
-        ptx = getattr(compiled, "__ptx__", None)
+        ptx = getattr(compiled, "_cutex_ptx", None) or getattr(compiled, "__ptx__", None)
         if not ptx:
             raise TypeError(
                 "the compiled function carries no PTX: compile it with cute.KeepPTX(True), or "
@@ -318,7 +324,7 @@ def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:
             arguments.append(make_fake_stream(use_tvm_ffi_env_stream=True))
         else:
             arguments.append(t)
-    with cache.plain_folder() as folder:
+    with cache.plain_folder() as folder, recording() as recorder:
         options = (
             cute.GPUArch(arch),
             cute.EnableTVMFFI(True),
@@ -327,7 +333,9 @@ def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:
             cute.GenerateLineInfo(True),
             DumpDir(folder),
         )
-        return cute.compile[options](function, *arguments)
+        compiled = cute.compile[options](function, *arguments)
+    compiled._cutex_ptx = recorder.annotate(compiled.__ptx__)
+    return compiled
 
 
 def _layout(tensor: HostTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

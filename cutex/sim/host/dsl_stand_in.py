@@ -30,6 +30,7 @@ from cutlass.cute import runtime
 
 from cutex.arch import Arch
 from cutex.cache import plain_folder
+from cutex.debug_info import recording
 from cutex.sim.errors import Finding, SimError
 from cutex.sim.host.capture import HostTensor, Launch
 from cutex.sim.host.torch_stand_in import DeviceMemory, patched
@@ -165,7 +166,7 @@ class Simulated:
     def __init__(self, compiled: Any, parameters: list[str], calls: Calls) -> None:
         self.compiled, self.parameters, self.calls = compiled, parameters, calls
         self.host, self.programs = load(compiled, (), "")
-        self.ptx: str = getattr(compiled, "__ptx__", "")
+        self.ptx: str = getattr(compiled, "_cutex_ptx", "") or getattr(compiled, "__ptx__", "")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.compiled, name)
@@ -262,7 +263,12 @@ class Compiler:
         own_stream = not _takes_stream([*arguments, *named.values()])
         fakes = [_fake(a, own_stream) for a in arguments]
         fake_named = {name: _fake(a, own_stream) for name, a in named.items()}
-        compiled = self.original(dsl, body, *fakes, compile_only=True, no_cache=True, **fake_named)
+        with recording() as recorder:
+            compiled = self.original(
+                dsl, body, *fakes, compile_only=True, no_cache=True, **fake_named
+            )
+        if compiled.__ptx__:
+            compiled._cutex_ptx = recorder.annotate(compiled.__ptx__)
         parameters = [n for n in inspect.signature(body).parameters if n != "self"]
         return Simulated(compiled, parameters, self.calls)
 

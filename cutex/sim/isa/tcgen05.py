@@ -195,7 +195,7 @@ def dealloc(d: Decoder) -> Execute:
             m.tmem.check(cta, first, n, m.grid.name_warp(warp), ins)
             place = Rectangle(cta, 0, 128, first, first + n)
             m.tmem.shadow.free(warp, place, ins)
-            m.tmem.free(cta, first, n)
+            m.tmem.free(cta, first, n, f"{m.grid.name_warp(warp)} at {ins.where()}")
             m.progress += 1
             m.wake(("tmem", cta))
 

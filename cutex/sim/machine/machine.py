@@ -37,6 +37,7 @@ from cutex.sim.machine.waits import PassedWait, Wait
 from cutex.sim.machine.warpgroup import WarpgroupMma
 from cutex.sim.policy import Policy
 from cutex.sim.ptx.parse import Instruction, Program
+from cutex.sim.sides import SmemNames
 
 _POISON = {1: True, 16: POISON16, 32: POISON32, 64: POISON64, 128: POISON64}  # by bank
 
@@ -69,7 +70,8 @@ class Machine:
         self.smem_end = SYSTEM_SMEM + self.static_smem + launch.smem
         self.smem_bytes = -(-self.smem_end // 128) * 128
 
-        self.findings = Findings()
+        names = SmemNames.of(program, SYSTEM_SMEM + self.static_smem, launch.smem)
+        self.findings = Findings(program, names)
         self.progress = 0  # grows with every visible effect; tells a spin loop from work
         num_warps = self.grid.num_warps
         banks = {1: bool, 16: np.uint16, 32: np.uint32, 64: np.uint64, 128: np.uint64}

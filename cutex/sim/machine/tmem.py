@@ -30,6 +30,7 @@ class TensorMemory:
         self._accesses: TmemAccesses | None = None
         # cta -> (512,) PTX line of the tcgen05.alloc that took the column, 0 where it is free
         self.owner: dict[int, np.ndarray] = {}
+        self.freed: dict[int, tuple[int, int, str]] = {}  # by CTA, the last: columns, and by whom
         self.relinquished: set[int] = set()  # CTAs that allocate no more
         self.asked: dict[int, int] = {}  # cta of a pair -> columns that it waits for
         self.granted: dict[int, int] = {}  # cta of a pair -> first column, not yet picked up
@@ -94,8 +95,10 @@ class TensorMemory:
             self.owner[cta][first : first + count] = ins.line
         return first
 
-    def free(self, cta: int, first: int, count: int) -> None:
+    def free(self, cta: int, first: int, count: int, by: str) -> None:
+        """``by``: who frees, and where."""
         self.owner[cta][first : first + count] = 0
+        self.freed[cta] = first, first + count, by
 
     def num_free(self, cta: int) -> int:
         return int((self.owner[cta] == 0).sum())
@@ -107,10 +110,12 @@ class TensorMemory:
             return
         allocated = np.nonzero(owner)[0]
         have = "none is allocated"
+        low, high, by = self.freed.get(cta, (0, 0, ""))
+        gone = f": {by} has freed {low}..{high - 1}" if first < high and low < first + count else ""
         if len(allocated):
             have = f"columns {allocated[0]}..{allocated[-1]} are allocated"
         raise BadAddress.at(
-            ins, f"{who} uses tensor memory columns {first}..{first + count - 1}, but {have}"
+            ins, f"{who} uses tensor memory columns {first}..{first + count - 1}, but {have}{gone}"
         )
 
     def leftovers(self) -> list[tuple[str, int]]:
