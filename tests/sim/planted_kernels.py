@@ -110,7 +110,7 @@ def sums(mX: cute.Tensor, mSum: cute.Tensor):
 
 @cute.kernel
 def exchange_kernel(mX: cute.Tensor, mY: cute.Tensor):
-    """Two CTAs of a cluster, with 168 registers a thread: each stores what the other has in its shared memory."""
+    """Two CTAs of a cluster, each with 168 registers a thread, store what the other has in smem."""
     smem = SmemAllocator()
     sX = smem.allocate_tensor(Float32, cute.make_layout(64))
     thread, cta = cute.arch.thread_idx()[0] % 64, cute.arch.block_idx()[0]

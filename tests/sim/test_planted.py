@@ -110,7 +110,8 @@ PLANTS = {
         "exchange", CLUSTER.format("  # nobody leaves before"), "", "= mine[0]", "exit"
     ),
     "registers are asked for that nobody gives back": Plant(
-        "exchange", "block=[64, 1, 1], cluster", "block=[512, 1, 1], cluster", "increase(168)", "deadlock"
+        "exchange", "block=[64, 1, 1], cluster", "block=[512, 1, 1], cluster",
+        "increase(168)", "deadlock",
     ),
     # -- tensor cores
     "a wait for wgmma is missing": Plant(
