@@ -23,6 +23,7 @@ from cutex.orders import ORDERS
 from cutex.sim.errors import Finding, Hazards, SimError
 from cutex.sim.hazards.findings import Findings
 from cutex.sim.host.capture import PACKED, HostFunction, HostTensor, Launch
+from cutex.sim.machine.banks import BankConflicts
 from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.memory import MODULE_WINDOW, GlobalMemory, Region
 from cutex.sim.machine.pending_clusters import PendingClusters
@@ -30,6 +31,7 @@ from cutex.sim.machine.residency import Residency, residency
 from cutex.sim.policy import policy
 from cutex.sim.ptx.parse import Program, parse
 from cutex.sim.reports import headed, told
+from cutex.sim.resources import KernelResources, resources
 from cutex.sim.scheduler import Scheduler
 from cutex.sim.sides import sides_of
 
@@ -51,6 +53,7 @@ class SimReport:
     seconds: float = 0.0
     counts: dict[str, int] = field(default_factory=dict)
     times: list[TimeReport] = field(default_factory=list)  # of each launch, where asked for
+    kernels: dict[str, KernelResources] = field(default_factory=dict)  # where asked for
 
 
 def simulate(
@@ -149,8 +152,10 @@ class Simulation:
         order: str = "fifo",
         seed: int = 0,
         limit: int | None = None,
+        cubin: bytes | None = None,
     ) -> None:
-        self.limit = limit
+        """``cubin``: the kernels' code, if what they take and bank conflicts are to be reported."""
+        self.limit, self.cubin = limit, cubin
         self.programs, self.tensors, self.order, self.seed = programs, tensors, order, seed
         self.report = SimReport()
         self._found: dict[tuple[str, str, bool], Finding] = {}
@@ -184,6 +189,7 @@ class Simulation:
             params[p.offset : p.offset + p.size] = np.frombuffer(raw, np.uint8)
         order = policy(self.order, self.seed + self.report.launches)
         machine = Machine(program, what, memory, params, self._residency(program, what), order)
+        machine.banks = None if self.cubin is None else BankConflicts()
         _add_module_variables(machine)
         return Scheduler(machine, self.limit)
 
@@ -207,6 +213,8 @@ class Simulation:
         report.launches += 1
         report.ctas += what.num_ctas
         report.instructions += int(scheduler.executed.sum())
+        if self.cubin is not None:
+            report.kernels[what.kernel] = resources(machine, what, self.cubin)
         counts = Counter(report.counts)
         for ins, n in zip(machine.program.code, scheduler.executed.tolist(), strict=True):
             if n:

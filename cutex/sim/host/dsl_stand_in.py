@@ -75,6 +75,7 @@ class Calls:
     memory: DeviceMemory
     limit: int | None = None
     clock: Clock | None = None
+    resources: bool = False  # tell what each kernel takes
     launches: dict[str, int] = field(default_factory=dict)
     report: SimReport = field(default_factory=SimReport)
     errors: list[tuple[SimError, str]] = field(default_factory=list)  # with the PTX they are about
@@ -85,8 +86,9 @@ class Calls:
         if self.clock is not None:
             self.clock.run(function, arguments, regions)
         sim = Simulation(
-            function.programs, regions, order=self.order, seed=self.seed, limit=self.limit
-        )
+            function.programs, regions, order=self.order, seed=self.seed, limit=self.limit,
+            cubin=(function.host.cubin or b"") if self.resources else None,
+        )  # fmt: skip
 
         def launch(what: Launch) -> None:
             self.launches[what.kernel] = self.launches.get(what.kernel, 0) + 1
@@ -128,12 +130,15 @@ class Calls:
             "warp_instructions": self.report.instructions,
             "seconds": self.report.seconds,
             "errors": [{"type": type(e).__name__, "report": str(e)} for e, _ in self.errors],
+            "kernels": [k.as_dict() for k in self.report.kernels.values()],
             "findings": [r.as_dict() for r in folded(self.report.findings)],
             "advisories": [r.as_dict() for r in folded(self.report.advisories)],
         }
 
     def tell(self, with_ptx: bool) -> None:
         """Everything that was found, to stderr; with the PTX around it if asked for."""
+        for kernel in self.report.kernels.values():
+            print(f"cutex: {kernel}", file=sys.stderr)
         for report in (*folded(self.report.findings), *folded(self.report.advisories)):
             print(f"cutex: {report}", file=sys.stderr)
             if with_ptx:
@@ -149,6 +154,7 @@ class Calls:
         total.ctas += new.ctas
         total.instructions += new.instructions
         total.seconds += new.seconds
+        total.kernels.update(new.kernels)
         for mine, theirs in ((total.findings, new.findings), (total.advisories, new.advisories)):
             known = {(f.rule, f.where) for f in mine}
             for finding in theirs:

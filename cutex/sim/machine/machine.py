@@ -23,6 +23,7 @@ from cutex.sim.hazards.map_changes import TensorMapChanges
 from cutex.sim.hazards.smem_shadow import SmemShadow
 from cutex.sim.host.capture import Launch
 from cutex.sim.machine.async_copies import AsyncCopies
+from cutex.sim.machine.banks import BankConflicts
 from cutex.sim.machine.barriers import ClusterBarriers, NamedBarriers
 from cutex.sim.machine.bulk_groups import BulkGroups
 from cutex.sim.machine.divergence import BLOCKED, Divergence
@@ -94,6 +95,7 @@ class Machine:
         self.tmem = TensorMemory(self)
         self.global_races = GlobalRaces(self)
         self.tensor_maps = TensorMapChanges(self)
+        self.banks: BankConflicts | None = None  # counted where asked for
 
     @property
     def live(self) -> np.ndarray:

@@ -22,6 +22,7 @@ class TensorMemory:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
+        self.most = 0  # columns that a CTA has held at once
         self.clear()
 
     def clear(self) -> None:
@@ -93,6 +94,7 @@ class TensorMemory:
         first = self._room(cta, count)
         if first is not None:
             self.owner[cta][first : first + count] = ins.line
+            self.most = max(self.most, COLUMNS - self.num_free(cta))
         return first
 
     def free(self, cta: int, first: int, count: int, by: str) -> None:
