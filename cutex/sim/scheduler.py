@@ -32,6 +32,7 @@ _SPINS, _LONG_LOOP = 16, 4096
 # Times that all who wait may look again in vain before it is called a deadlock; and rounds of a
 # loop that waits for nothing before it is called endless.
 _PATIENCE, _ROUNDS = 512, 1 << 24
+_BRIEF = 4  # waits that a deadlock's first line names
 
 
 class Scheduler:
@@ -312,6 +313,7 @@ class Scheduler:
     def _report(self) -> str:
         m = self.m
         lines = ["deadlock: no warp can run and nothing is in flight"]
+        brief: list[str] = []  # of each wait, for the first line
         same: dict[tuple[int, str], list[tuple[int, Wait]]] = {}
         for warp in sorted(
             m.waits, key=lambda w: (int(m.grid.warp_cta[w]), int(m.grid.warp_in_cta[w]))
@@ -322,6 +324,7 @@ class Scheduler:
         for _, waits in list(same.items())[:12]:
             warp, wait = waits[0]
             more = f" (and {len(waits) - 1} more like it)" if len(waits) > 1 else ""
+            brief.append(f"{m.grid.name_warp(warp)} {_in_brief(wait)}")
             lines.append(
                 f"  {m.grid.name_warp(warp)}{_lanes(wait.lanes)}{more} {wait.tell()}\n"
                 f"    at {wait.instruction.where()}"
@@ -340,6 +343,9 @@ class Scheduler:
                 f"  {len(m.pending_clusters)} of the grid's clusters have not started: "
                 f"{m.grid.num_ctas} CTAs run side by side, {m.residency.why}"
             )
+        if brief:
+            rest = f"; and {len(brief) - _BRIEF} more" if len(brief) > _BRIEF else ""
+            lines[0] += f": {'; '.join(brief[:_BRIEF])}{rest}"
         return "\n".join(lines)
 
     def leftovers(self) -> None:
@@ -351,6 +357,15 @@ class Scheduler:
             m.findings.add("half-counted", message, ins, advisory=True)
         for message, line in m.tmem.leftovers():
             m.findings.add("tensor memory", message, next(i for i in self.code if i.line == line))
+
+
+def _in_brief(wait: Wait) -> str:
+    """Where and for what a warp waits, without the state of its barrier but what is wrong there."""
+    what, _, state = wait.tell().partition(": ")
+    what = re.sub(r" \(that is [^)]*\)", "", what)
+    wrong = re.search(r" \([^(]*expect_tx announced.*?\)(?=,)", state)
+    verb = "" if what.startswith("waits") else "waits for "
+    return f"{verb}{what}{wrong[0] if wrong else ''}, at {wait.instruction.place()}"
 
 
 def _lanes(lanes: np.ndarray | None) -> str:

@@ -201,6 +201,8 @@ class TmemShadow:
                 f"{did} at PTX line {lines[at][unit, column]}: {why}",
                 ins,
                 advisory,
+                remedy=f"tcgen05.wait::{'st' if did == 'stored' else 'ld'} by the warp that {did}"
+                + (", then a barrier of both" if peer != warp else ""),
             )
 
 

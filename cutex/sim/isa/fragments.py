@@ -54,6 +54,10 @@ class _Matrices:
         cta, offset = m.grid.shared_location(warps, own)
         m.check_shared(warps, lanes, cta, offset, 16, self.d.ins)
         self.access.observe(Lanes(warps, lanes, own), cta, offset, 16, write)
+        if m.banks is not None:
+            m.banks.note(warps, lanes, offset, 16, self.d.ins)
+        if write:
+            m.box_swizzle[cta, offset >> 4] = 0
         first = (cta * m.smem_bytes + offset).reshape(b.n, n, 1) // self.itemsize
         return first + np.arange(16 // self.itemsize)
 

@@ -210,9 +210,10 @@ def dealloc(d: Decoder) -> Execute:
                 out[row] = RETRY
                 m.sleep(warp, Wait("tensor memory", ("tmem", cta), ins, _peer_teller(m, cta, ins)))
                 continue
+            by = f"{m.grid.name_warp(warp)} at {ins.where()}"
             for place in places:
                 m.tmem.shadow.free(place)
-                m.tmem.free(place.cta, first, n)
+                m.tmem.free(place.cta, first, n, by)
                 m.wake(("tmem", place.cta))
             m.progress += 1
         return out if out.any() else None

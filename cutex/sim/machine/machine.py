@@ -24,6 +24,7 @@ from cutex.sim.hazards.map_changes import TensorMapChanges
 from cutex.sim.hazards.smem_shadow import SmemShadow
 from cutex.sim.host.capture import Launch
 from cutex.sim.machine.async_copies import AsyncCopies
+from cutex.sim.machine.banks import BankConflicts
 from cutex.sim.machine.barriers import ClusterBarriers, NamedBarriers
 from cutex.sim.machine.bulk_groups import BulkGroups
 from cutex.sim.machine.divergence import BLOCKED, Divergence
@@ -39,6 +40,7 @@ from cutex.sim.machine.warpgroup import WarpgroupMma
 from cutex.sim.policy import Policy
 from cutex.sim.ptx.parse import Instruction, Program, Reg
 from cutex.sim.ptx.temporaries import homes, lasting
+from cutex.sim.sides import SmemNames
 
 _POISON = {1: True, 16: POISON16, 32: POISON32, 64: POISON64, 128: POISON64}  # by bank
 
@@ -72,7 +74,8 @@ class Machine:
         self.smem_end = SYSTEM_SMEM + self.static_smem + launch.smem
         self.smem_bytes = -(-self.smem_end // 128) * 128
 
-        self.findings = Findings()
+        names = SmemNames.of(program, SYSTEM_SMEM + self.static_smem, launch.smem)
+        self.findings = Findings(program, names)
         self.progress = 0  # grows with every visible effect; tells a spin loop from work
         num_warps = self.grid.num_warps
         banks = {1: bool, 16: np.uint16, 32: np.uint32, 64: np.uint64, 128: np.uint64}
@@ -96,6 +99,7 @@ class Machine:
         self.global_races = GlobalRaces(self)
         self.grid_order = GridOrder(self, launch.kernel, launch.programmatic, stream)
         self.tensor_maps = TensorMapChanges(self)
+        self.banks: BankConflicts | None = None  # counted where asked for
 
     @property
     def live(self) -> np.ndarray:
