@@ -174,7 +174,7 @@ def test_nothing_is_spilled_and_smem_is_what_the_config_says(head_dims, causal):
         ({"tile_n": 144}, "a multiple of 32 from 64 to 128"),
         ({"p_first": 40}, "a multiple of 32, up to tile_n=128"),
         ({"pack": 3}, "must divide the 128 rows"),
-        ({"pair": True}, "do not talk about tiles"),
+        ({"pair": True}, "a pair takes clc, static or one"),
         ({"by_fma": 17}, "0 to 16"),
         ({"num_stages": 1}, "at least 2"),
         ({"q_tiles": 3}, "1 or 2"),
