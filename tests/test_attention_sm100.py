@@ -158,7 +158,7 @@ def test_pairs_of_ctas_at_head_dim_128(causal):
 )
 def test_nothing_is_spilled_and_smem_is_what_the_config_says(head_dims, causal):
     d, dv = head_dims
-    config = fill(Sm100Config(head_dim=d, head_dim_v=dv, causal=causal), LONG)
+    config = fill(Sm100Config(head_dim=d, head_dim_v=dv, causal=causal), LONG, arch("sm_100a"))
     assert config.why_not(None, arch("sm_100a")) is None
     found = resources(compile(Forward(config), "bf16", "sm_100a"))
     assert found.spill_bytes == 0

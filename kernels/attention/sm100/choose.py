@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cutex.kernels.attention.sm100.config import ROWS, Sm100Config
 
 if TYPE_CHECKING:
+    from cutex.arch import Arch
     from cutex.kernels.attention.choose import Shape
 
 # by head dims of K and of V; where a block's MMAs take twice as long as MUFU takes, no exponentials
@@ -26,11 +27,13 @@ _TILES: dict[tuple[int, int], dict[str, Any]] = {
 }
 
 
-def fill(config: Sm100Config, shape: Shape) -> Sm100Config:
+def fill(config: Sm100Config, shape: Shape, arch: Arch) -> Sm100Config:
     """`config`, which says what is computed, with how that is done."""
     config = replace(config, **_TILES.get((config.head_dim, config.head_dim_v), {}))
     if config.banded and config.head_dim == 128:  # the edges keep the FMA units busy enough
         config = replace(config, by_fma=2)
+    if arch.exponentials > 16:  # MUFU has time to spare, beside 8192 FLOP a cycle
+        config = replace(config, by_fma=0)
     if config.pair and (config.banded or config.ragged_q):
         config = replace(config, dispatch="clc")  # tiles differ: a static walk ends 4 to 18 % late
     group = shape.heads_q // shape.heads_kv
