@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cutex import debug_info
+from cutex.arch import kernels_of
 from cutex.cache import plain_folder
 from cutex.compile import cache as store
 from cutex.compile.arguments import Argument, fake_arguments
@@ -50,7 +51,7 @@ def compile(kernel: Kernel, dtype: str, arch: str, *, cache: bool = True) -> Com
     """
     if dtype not in (known := getattr(kernel, "dtypes", ("bf16", "fp16"))):
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(known)}")
-    if kernel.arch != arch:
+    if kernel.arch != kernels_of(arch):
         raise ValueError(f"{kernel.name} is a kernel for {kernel.arch}, not for {arch}")
     ingredients = _ingredients(kernel, dtype, arch)
     key = digest(canonical(ingredients))[:32]
