@@ -159,9 +159,9 @@ class Warp:
         share = m.sms
         at = issued
         ends = []
-        # NOTE: what multicast reads once for several CTAs is not merged any further (docs/time.md)
-        merged = g.l2_merged * m.shared if len(e.signals) == 1 else 0.0
-        l2 = sm.l2.serve(at, e.size * (1.0 - merged) * share / g.l2_bytes)
+        read = e.size * (1.0 - g.l2_merged * m.shared)
+        # a row of a box is a request of its own, however short, and whoever else asks for it
+        l2 = sm.l2.serve(at, max(read / g.l2_bytes, e.rows / g.l2_requests) * share)
         hbm = sm.hbm.serve(at, e.size * m.miss * share / g.hbm_bytes) if m.miss else at
         for signal, cta in zip(e.signals, e.ctas, strict=True):
             target = self.i.sm[cta]
