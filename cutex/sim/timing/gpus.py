@@ -39,6 +39,7 @@ class Gpu:
     l2_merged: float = 0.5  # part of what several SMs ask for at once that is read once for two
     tma_issue: float = 8.0  # of the engine, for an instruction
     tma_row: float = 0.9  # of the engine, for a row of a box, however short
+    tma_outside: float = 15.5  # bytes a cycle, of boxes of which a part is outside the tensor
     tma_gap: float = 8.0  # of the issuing warp
     store_read: float = 300.0  # after its service until a store has read smem
     store_latency: float = 700.0  # until it is done
@@ -119,6 +120,7 @@ SOURCES: dict[str, tuple[str, str]] = {
         "fit: rows of a B200 at 1300 MHz; SemiAnalysis has 1413 under load",
     ),
     "hbm_latency": ("probe tma: the same from memory, +-10 %", "fit: the same, +-30 %"),
+    "tma_outside": ("fit, stages 2 to 5 of 16 and 64 rows, +-5 %", "the H200's"),
     "tma_issue": ("prior, below what the probe can tell", "prior"),
     "tma_gap": ("prior", "prior"),
     "store_read": ("prior", "prior"),

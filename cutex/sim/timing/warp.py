@@ -168,6 +168,8 @@ class Warp:
             into = target.ingest.serve(at, max(e.size / g.tma_bytes, e.rows * g.tma_row))
             latency = g.l2_latency + (g.hbm_latency if m.miss else 0.0)
             end = max(into, l2, hbm) + latency
+            if e.outside:  # of which the engine has one in work at a time
+                end = max(end, target.outside.serve(at, e.size / g.tma_outside))
             ends.append(end)
             self.r.at(end, partial(self.i.bytes, signal, e.size, "TMA"))
             if self.r.log:
