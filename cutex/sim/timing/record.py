@@ -18,7 +18,7 @@ import numpy as np
 
 from cutex.errors import CutexError
 from cutex.sim.isa.sync import BarrierOperand
-from cutex.sim.isa.tensormap import MAP_BYTES, decode_map
+from cutex.sim.isa.tensormap import MAP_BYTES, TensorMap, decode_map
 from cutex.sim.machine.batch import RETRY, Batch
 from cutex.sim.machine.memory import PARAM_WINDOW
 from cutex.sim.machine.operation import Engine, Operation, Span
@@ -82,6 +82,7 @@ class Load(NamedTuple):
     source: tuple[Any, ...]  # which box of which tensor
     rows: int  # of the box, each a request of its own
     ctas: tuple[int, ...] = ()  # into whose memory it goes, one for each of the signals
+    outside: bool = False  # a part of the box lies outside its tensor
 
 
 class Store(NamedTuple):
@@ -193,7 +194,7 @@ class Recorder:
         self.kinds: list[Callable[[Batch, Any], None] | None] = [self._kind(i) for i in code]
         self.work = np.zeros((machine.grid.num_warps, len(Work._fields)))
         self.programs: dict[int, list[Event]] = defaultdict(list)
-        self.rows: dict[int, int] = {}  # bytes in a row of a tensor map's box
+        self.maps: dict[int, TensorMap] = {}  # by address
         self.flops, self.steps = 0.0, 0
         self.columns = 0  # of tensor memory, of a CTA's largest allocation
         self.counts = np.zeros((machine.grid.num_warps, len(code)), np.int64)
@@ -357,9 +358,13 @@ class Recorder:
                 warp, at = int(b.idx[row]), int(lane[row])
                 source = (int(maps[row, at]), *(int(p[row, at]) for p in places))
                 program = self.programs[warp]
-                row_bytes = self._row_bytes(source[0])
-                rows = max(1, program[-1].size // row_bytes) if row_bytes else 1
-                program[-1] = program[-1]._replace(source=source, rows=rows)
+                if box := self._map(source[0]):
+                    rows = max(1, program[-1].size // int(box.box[0] * box.itemsize))
+                    spans = zip(source[1:], box.box, box.dims, strict=False)
+                    outside = any(at < 0 or at + n > size for at, n, size in spans)
+                    program[-1] = program[-1]._replace(source=source, rows=rows, outside=outside)
+                else:
+                    program[-1] = program[-1]._replace(source=source, rows=1)
                 self.loads[int(self.m.grid.warp_cta[warp])] += 1
 
         return add
@@ -376,15 +381,14 @@ class Recorder:
 
         return add
 
-    def _row_bytes(self, address: int) -> int:
-        """Of the box of a tensor map among the kernel's parameters; 0 of others."""
+    def _map(self, address: int) -> TensorMap | None:
+        """A tensor map among the kernel's parameters; None of others."""
         if not address & PARAM_WINDOW:
-            return 0
-        if address not in self.rows:
+            return None
+        if address not in self.maps:
             at = address & (PARAM_WINDOW - 1)
-            tmap = decode_map(self.m.params[at : at + MAP_BYTES].tobytes())
-            self.rows[address] = int(tmap.box[0] * tmap.itemsize)
-        return self.rows[address]
+            self.maps[address] = decode_map(self.m.params[at : at + MAP_BYTES].tobytes())
+        return self.maps[address]
 
     def _wait(self, ins: Instruction) -> Callable[[Batch, Any], None]:
         d = Decoder(ins, self.m)
