@@ -185,8 +185,8 @@ class Program:
     registers: dict[int, int]  # bank -> how many
     max_threads: int | None = None
     labels: dict[str, int] = field(default_factory=dict)
-    derived: dict[object, Any] = field(default_factory=dict, repr=False)  # see `once`
     buffers: list[Buffer] = field(default_factory=list)  # of dynamic shared memory, where named
+    derived: dict[object, Any] = field(default_factory=dict, repr=False)  # see `once`
 
 
 def once(derive: Callable[[Program], Found]) -> Callable[[Program], Found]:
