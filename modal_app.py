@@ -35,6 +35,7 @@ WHEELS = (  # as in constraints.txt; the DSL needs no CUDA toolkit
     "rich==15.0.0",
     "threadpoolctl==3.8.0",
     "quack-kernels==0.6.5",
+    "flash-attn-4==4.0.0b36",
     "pytest==9.2.0",
     "pytest-timeout==2.4.0",
     "hypothesis==6.170.15",

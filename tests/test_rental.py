@@ -135,6 +135,18 @@ def test_the_sweep_has_its_own_problems_on_every_gpu(cloud, run):
         assert set(of_kind) == set(gpus) and len(of_kind) == len(gpus) * len(kind.cases["sweep"])
 
 
+def test_confirm_asks_for_both_ladders_beside_their_peers_and_for_the_probes(cloud, run):
+    assert run("--op", "confirm").code == 0
+    probes, *rest = sorted((r for _, r, _ in cloud.asked), key=lambda r: not r["probes"])
+    assert probes["probes"] and not any(r["probes"] for r in rest)
+    peers = {"gemm": ("cublas",), "attention": ("cudnn", "fa4")}
+    assert {r["op"]: r["options"]["compare"] for r in rest} == peers
+    for r in rest:
+        assert r["stages"] == [s.number for s in ladders(r["op"]).stages("sm_100a")]
+    causal = [r["problem"]["causal"] for r in rest if r["op"] == "attention"]
+    assert sorted(causal) == [False, True]
+
+
 # ---- preflight
 
 

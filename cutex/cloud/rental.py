@@ -304,7 +304,7 @@ def _asked(
     args = argparse.Namespace(**{**vars(args), "seeds": None, "order": None})
     case = None if args.op in OPS else args.op
     if args.op == "confirm":
-        args.compare = args.compare or next(iter(kind.peers))
+        args.compare = args.compare or ",".join(kind.confirm_peers or list(kind.peers)[:1])
     stages = cli.choose_stages(kind, args.stage, arch(rental.arch))
     job = cli.job(kind, args, stages, "cuda", case)
     for problem in job.problems:
