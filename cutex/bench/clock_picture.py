@@ -15,7 +15,8 @@ from cutex.problem.stage import Stage
 from cutex.sim.timing import stored
 from cutex.sim.timing.gpus import gpu, of_arch
 from cutex.sim.timing.picture import UNITS, joined, one_of_each
-from cutex.sim.timing.predict import Whole, predict
+from cutex.sim.timing.predict import predict
+from cutex.sim.timing.timed import Whole
 from cutex.sim.timing.units import Interval
 
 FOLDER = Path("results/timing")

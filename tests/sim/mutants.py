@@ -1,4 +1,8 @@
-"""Mutants of compiled kernels: each drops or changes one instruction that synchronises."""
+"""Mutants of compiled kernels: each drops, weakens or moves one instruction that synchronises.
+
+An operator makes of one instruction another text, or exchanges it with an access beside it, at
+every place of a kernel's PTX where that is possible; so it takes any kernel.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,12 @@ from typing import NamedTuple
 from mutations import Mutant
 
 _INSTRUCTION = re.compile(
-    r"^[ \t]*(?:\{\s*)?(?P<all>(?:@!?%?[\w$]+\s+)?(?P<op>[a-z][\w.:]*)\s*[^;{}]*;)", re.M
+    r"^[ \t]*(?:\{\s*)?(?P<all>(?P<guard>@!?%?[\w$]+\s+)?(?P<op>[a-z][\w.:]*)\s*[^;]*;)", re.M
+)
+# Accesses to memory that others share, or that are asynchronous.
+_ACCESS = re.compile(
+    r"(ld|st)\.(shared|global|volatile)|ldmatrix|stmatrix|tcgen05\.(ld|st|mma|cp)|wgmma\.mma"
+    r"|cp\.(reduce\.)?async\.(bulk\.tensor|bulk\.shared|bulk\.global|ca|cg)|(red|atom)\."
 )
 
 
@@ -33,46 +42,237 @@ def _pass(text: str) -> str:
     return f"setp.eq.u32 {predicate[1]}, 0, 0;"
 
 
-def _one_more(text: str) -> str:
-    """A wait that leaves one group more in flight."""
-    return re.sub(r"(\d+);", lambda m: f"{int(m[1]) + 1};", text)
+def _replace(pattern: str, replacement: str) -> Callable[[str], str]:
+    return lambda text: re.sub(pattern, replacement, text)
 
 
-def _one_less(text: str) -> str:
-    """An mbarrier that expects one arrival less; the same where it expects one."""
-    return re.sub(r", ([2-9]|\d\d+);", lambda m: f", {int(m[1]) - 1};", text)
+def _number(change: int, least: int, pattern: str = r", (\d+);") -> Callable[[str], str]:
+    """Adds to the immediate that ``pattern`` finds, where at least ``least`` is left."""
+
+    def number(text: str) -> str:
+        m = re.search(pattern, text)
+        if m is None or int(m[1]) + change < least:
+            return text
+        return text[: m.start(1)] + str(int(m[1]) + change) + text[m.end(1) :]
+
+    return number
 
 
-OPERATORS: dict[str, tuple[str, Callable[[str], str]]] = {  # name: opcode, what becomes of it
-    "an mbarrier's wait": ("mbarrier.try_wait", _pass),
-    "an mbarrier's arrival": ("mbarrier.arrive", _drop),
-    "an mbarrier's initialisation": ("mbarrier.init", _drop),
-    "an arrival less": ("mbarrier.init", _one_less),
-    "a wait for wgmma": ("wgmma.wait_group", _drop),
-    "a wait for one wgmma group more": ("wgmma.wait_group", _one_more),
-    "a group of wgmma": ("wgmma.commit_group", _drop),
-    "a fence of wgmma": ("wgmma.fence", _drop),
-    "a commit of tcgen05": ("tcgen05.commit", _drop),
-    "a wait for tcgen05.ld": ("tcgen05.wait::ld", _drop),
-    "a wait for tcgen05.st": ("tcgen05.wait::st", _drop),
-    "a fence of tcgen05": ("tcgen05.fence", _drop),
-    "a dealloc": ("tcgen05.dealloc", _drop),
-    "a fence of proxies": ("fence.proxy.async", _drop),
-    "a named barrier": ("bar.sync", _drop),
-    "a cluster's arrival": ("barrier.cluster.arrive", _drop),
-    "a cluster's wait": ("barrier.cluster.wait", _drop),
-    "a wait for bulk stores": ("cp.async.bulk.wait_group", _drop),
-    "a wait for one bulk store more": ("cp.async.bulk.wait_group", _one_more),
-    "a group of bulk stores": ("cp.async.bulk.commit_group", _drop),
+def _operand(which: str, compute: str, kind: str = "b32") -> Callable[[str], str]:
+    """Another value for the operand that ``which`` finds: what ``compute`` leaves in ``other``."""
+
+    def operand(text: str) -> str:
+        m = re.search(which, text)
+        if m is None:
+            return text
+        changed = text[: m.start(1)] + "other" + text[m.end(1) :]
+        return f"{{ .reg .{kind} other; {compute.format(m[1])} {changed} }}"
+
+    return operand
+
+
+_PARITY = r"_wait\.parity\S*\s+[%\w]+,\s*\[[^\]]*\],\s*(%\w+|\d+)"
+_LAST = r",\s*(%\w+|\d+)\s*;"
+_ONE_LESS_OF_A_MASK = "sub.u16 other, {0}, 1; and.b16 other, other, {0};"
+
+# name: opcode (a pattern), what becomes of it
+OPERATORS: dict[str, tuple[str, Callable[[str], str]]] = {
+    "an mbarrier's wait": (r"mbarrier\.(try|test)_wait", _pass),
+    "another parity": (r"mbarrier\.(try|test)_wait\.parity", _operand(_PARITY, "xor.b32 other, {}, 1;")),
+    "an mbarrier's arrival": (r"mbarrier\.arrive", _drop),
+    "an arrival in another CTA": (r"mapa", _operand(_LAST, "xor.b32 other, {}, 1;")),
+    "an mbarrier's initialisation": (r"mbarrier\.init", _drop),
+    "an arrival less": (r"mbarrier\.init", _operand(_LAST, "sub.s32 other, {}, 1;")),
+    "an arrival more": (r"mbarrier\.init", _operand(_LAST, "add.s32 other, {}, 1;")),
+    "16 bytes more": (r"mbarrier\.(arrive\.)?expect_tx", _operand(_LAST, "add.s32 other, {}, 16;")),
+    "half the bytes": (r"mbarrier\.(arrive\.)?expect_tx", _operand(_LAST, "shr.u32 other, {}, 1;")),
+    "a wait for wgmma": (r"wgmma\.wait_group", _drop),
+    "a wait for one wgmma group more": (r"wgmma\.wait_group", _number(1, 1, r"(\d+);")),
+    "a group of wgmma": (r"wgmma\.commit_group", _drop),
+    "a fence of wgmma": (r"wgmma\.fence", _drop),
+    "a commit of tcgen05": (r"tcgen05\.commit", _drop),
+    "a commit to one CTA less": (
+        r"tcgen05\.commit.*multicast", _operand(_LAST, _ONE_LESS_OF_A_MASK, "b16")
+    ),
+    "a wait for tcgen05.ld": (r"tcgen05\.wait::ld", _drop),
+    "a wait for tcgen05.st": (r"tcgen05\.wait::st", _drop),
+    "a fence of tcgen05": (r"tcgen05\.fence", _drop),
+    "a dealloc": (r"tcgen05\.dealloc", _drop),
+    "a fence of proxies": (r"fence\.proxy\.async", _drop),
+    "another fence": (r"(fence|membar)\.(?!proxy)", _drop),
+    "a named barrier": (r"(bar|barrier\.cta)\.(sync|arrive)", _drop),
+    "a named barrier only arrived at": (
+        r"bar\.sync", _replace(r"bar\.sync(\s+[%\w]+\s*,)", r"bar.arrive\1")
+    ),
+    "a warp less at a named barrier": (r"bar\.(sync|arrive)", _number(-32, 32, r",\s*(\d+);")),
+    "a barrier of a warp": (r"bar\.warp\.sync", _drop),
+    "a cluster's arrival": (r"barrier\.cluster\.arrive", _drop),
+    "a cluster's arrival, relaxed": (
+        r"barrier\.cluster\.arrive(?!\.relaxed)", _replace(r"\.arrive", ".arrive.relaxed")
+    ),
+    "a cluster's wait": (r"barrier\.cluster\.wait", _drop),
+    "a wait for bulk stores": (r"cp\.async\.bulk\.wait_group", _drop),
+    "a wait for one bulk store more": (
+        r"cp\.async\.bulk\.wait_group", _number(1, 1, r"(\d+);")
+    ),
+    "a group of bulk stores": (r"cp\.async\.bulk\.commit_group", _drop),
+    "a wait for cp.async": (r"cp\.async\.(wait_group|wait_all)", _drop),
+    "a load for one CTA less": (
+        r"cp\.async\.bulk.*multicast::cluster",
+        _operand(r",\s*(%rs\d+)\s*[,;]", _ONE_LESS_OF_A_MASK, "b16"),
+    ),
+    "every lane elected": (
+        r"elect\.sync", _replace(r"elect\.sync\s+\S+\|(%\w+),[^;]*;", r"setp.eq.u32 \1, 0, 0;")
+    ),
+    "a wait for the grid before": (r"griddepcontrol\.wait", _drop),
+    "registers not given back": (r"setmaxnreg\.dec", _drop),
+    "an atomic that is none": (
+        r"(atom|red)\.(?!async).*\.add\.(u32|s32)$",
+        lambda text: _not_atomic(text),
+    ),
+}  # fmt: skip
+
+
+def _not_atomic(text: str) -> str:
+    """A load, a sum and a store."""
+    m = re.search(r"^(@\S+\s+)?(?:atom|red)\S*\s+(?:([%\w]+),\s*)?(\[[^\]]*\]),\s*([%\w]+);", text)
+    if m is None:
+        return text
+    guard, old, place, value = m[1] or "", m[2] or "was", m[3], m[4]
+    return (
+        f"{{ .reg .b32 was; .reg .b32 other; {guard}ld.global.b32 {old}, {place}; "
+        f"{guard}add.s32 other, {old}, {value}; {guard}st.global.b32 {place}, other; }}"
+    )
+
+
+# What hands over, moved before the access that it follows; what waits, behind the one it precedes.
+EARLIER: dict[str, str] = {
+    "an mbarrier's arrival, earlier": r"mbarrier\.arrive(?!.*expect_tx)",
+    "a commit of tcgen05, earlier": r"tcgen05\.commit",
+    "a named barrier, earlier": r"bar\.(sync|arrive)",
+    "a fence of proxies, earlier": r"fence\.proxy\.async",
+    "a group of wgmma, earlier": r"wgmma\.commit_group",
+    "a group of bulk stores, earlier": r"cp\.async\.bulk\.commit_group",
+    "a cluster's arrival, earlier": r"barrier\.cluster\.arrive",
 }
+LATER: dict[str, str] = {
+    "a wait for wgmma, later": r"wgmma\.wait_group",
+    "a fence of wgmma, later": r"wgmma\.fence",
+    "a wait for tcgen05.ld or st, later": r"tcgen05\.wait",
+    "a fence of tcgen05, later": r"tcgen05\.fence::after",
+    "a named barrier, later": r"bar\.sync",
+    "a wait for bulk stores, later": r"cp\.async\.bulk\.wait_group",
+    "a cluster's wait, later": r"barrier\.cluster\.wait",
+    "a wait for the grid before, later": r"griddepcontrol\.wait",
+}
+ALL = (*OPERATORS, *EARLIER, *LATER)
 
 
 def sites(kernel, operator: str) -> Iterator[Site]:
     """Every mutant that an operator makes of a compiled kernel."""
+    ptx = kernel.ptx
+    if operator in OPERATORS:
+        changes = _replaced(ptx, operator)
+    else:
+        changes = _moved(ptx, operator)
+    for m, changed in changes:
+        line = ptx.count("\n", 0, m.start("all")) + 1
+        text = " ".join(m["all"].split())
+        yield Site(operator, line, text, Mutant(kernel.object_path, kernel.symbol, changed))
+
+
+def _replaced(ptx: str, operator: str) -> Iterator[tuple[re.Match[str], str]]:
     opcode, change = OPERATORS[operator]
-    for m in _INSTRUCTION.finditer(kernel.ptx):
-        text = m["all"]
-        if m["op"].startswith(opcode) and change(text) != text:
-            ptx = kernel.ptx[: m.start("all")] + change(text) + kernel.ptx[m.end("all") :]
-            line = kernel.ptx.count("\n", 0, m.start("all")) + 1
-            yield Site(operator, line, text.strip(), Mutant(kernel.object_path, kernel.symbol, ptx))
+    for m in _INSTRUCTION.finditer(ptx):
+        if not re.match(opcode, m["op"]) or (text := change(m["all"])) == m["all"]:
+            continue
+        if operator == "an arrival less" and _constant(ptx[: m.start()], m["all"]) == 1:
+            continue  # nobody takes a barrier of none
+        yield m, ptx[: m.start("all")] + text + ptx[m.end("all") :]
+
+
+def _constant(before: str, text: str) -> int | None:
+    """The last operand of an instruction, where it is a number."""
+    m = re.search(_LAST, text)
+    if m is None or m[1].isdigit():
+        return m and int(m[1])
+    made = re.findall(rf"\b\w[\w.]*\s+{re.escape(m[1])},\s*([^;]*);", before)
+    return int(made[-1]) if made and made[-1].isdigit() else None
+
+
+# Pieces of code that stay whole: what an elected thread does; inline assembly; an instruction.
+_UNIT = re.compile(
+    r"^[ \t]*elect\.sync[^;]*;\s*(?:(?:\.loc[^\n]*|not\.pred[^;]*;)\s*)*@!?%p\d+ bra\s+(?P<to>\$\w+);"
+    r"(?:(?!\bbra\b|^\$)[\s\S])*?\n(?P=to):"
+    r"|^[ \t]+\{[^{}]*\n(?:[^\n]*\n)*?[ \t]*\}[ \t]*$"
+    r"|" + _INSTRUCTION.pattern.replace("(?P<all>", "(?P<one>"),
+    re.M,
+)
+
+
+def _moved(ptx: str, operator: str) -> Iterator[tuple[re.Match[str], str]]:
+    """What the operator moves, at each place; the program that this makes."""
+    step = -1 if operator in EARLIER else 1
+    opcode = (EARLIER | LATER)[operator]
+    units = list(_UNIT.finditer(ptx))
+    for i, unit in enumerate(units):
+        inside = _INSTRUCTION.finditer(ptx, unit.start(), unit.end())
+        m = next((m for m in inside if re.match(opcode, m["op"])), None)
+        if m is None or (passed := _up_to_an_access(ptx, units, i, step)) is None:
+            continue
+        texts = [u.group() for u in passed]
+        if step < 0:
+            order = _ahead(texts, unit.group())
+            low, high = passed[-1].start(), unit.end()
+        else:
+            order = [*texts, unit.group()]
+            low, high = unit.start(), passed[-1].end()
+        if order is not None:
+            yield m, ptx[:low] + "\n".join(order) + ptx[high:]
+
+
+def _up_to_an_access(
+    ptx: str, units: list[re.Match[str]], i: int, step: int
+) -> list[re.Match[str]] | None:
+    """The units from the one beside unit i to the next access, within a straight piece of code."""
+    passed: list[re.Match[str]] = []
+    while 0 <= i + step < len(units):
+        first, last = sorted((units[i], units[i + step]), key=lambda m: m.start())
+        between = re.sub(r"//[^\n]*|\.(loc|pragma)[^\n]*", "", ptx[first.end() : last.start()])
+        i += step
+        passed.append(units[i])
+        if between.strip() or _leaves(units[i]):
+            return None
+        if any(_ACCESS.match(m["op"]) for m in _INSTRUCTION.finditer(units[i].group())):
+            return passed
+    return None
+
+
+def _ahead(passed: list[str], text: str) -> list[str] | None:
+    """``passed``, from ``text`` back to an access, with ``text`` ahead of the access, and whatever
+    makes its registers; None where the access does, or a wait would move along.
+    """
+    needs, along, stays = _named(text), [text], list[str]()
+    for other in passed[:-1]:
+        if _made(other) & needs:
+            needs |= _named(other)
+            along.insert(0, other)
+        else:
+            stays.insert(0, other)
+    if _made(passed[-1]) & needs or any("wait" in other for other in along[:-1]):
+        return None
+    return [*along, passed[-1], *stays]
+
+
+def _leaves(unit: re.Match[str]) -> bool:
+    return bool(unit["one"] and re.search(r"\b(bra\S*|ret|exit)\s", unit.group()))
+
+
+def _named(text: str) -> set[str]:
+    return set(re.findall(r"%[a-z]+\d+", text))
+
+
+def _made(text: str) -> set[str]:
+    """Registers that instructions write: their first operands, but for stores and the like."""
+    made = re.findall(r"(?:^|;)\s*(?:@\S+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|[^;}\[,]*)[,;]", text, re.M)
+    return _named(" ".join(made))

@@ -4,8 +4,10 @@ Each warp counts its synchronisations; ``known[w, v]`` is how far warp w knows w
 through barriers, and ``visible[w, v]`` how far the async proxy sees it too, because a
 ``fence.proxy.async`` stood on the way. ``follows[w, v]`` is how far w only runs after v: a
 ``barrier.cluster.arrive.relaxed`` orders execution, but of memory it releases just what a fence
-released before it. ``ordered[w, v]`` is what w knows by the letter of tcgen05's own model, which
-asks for a tcgen05.fence on either side (9.7.16.6.3). An access is ordered after another iff its
+released before it. ``ordered[w, v]`` is what w knows by the letter: of tensor memory, by tcgen05's
+own model, which asks for a tcgen05.fence on either side (9.7.16.6.3); of a warp, what all of its
+lanes did, though only one of them arrived (9.7.13.2), or did so with the scope of its CTA for
+another (8.5). An access is ordered after another iff its
 warp knows the other's count; this does not depend on the order in which the simulator happened to
 run them. The method is that of happens-before race detectors (FastTrack); the rules are PTX ISA
 chapter 8 and 9.7.13.5.
@@ -63,10 +65,14 @@ class Clocks:
 
     # -- synchronisation ---------------------------------------------------------------------------
 
-    def give(self, warp: int, relaxed: bool = False) -> np.ndarray:
-        """What ``warp`` releases, (4, slots); what it does from now on counts as later."""
+    def give(self, warp: int, relaxed: bool = False, whole: bool = True) -> np.ndarray:
+        """What ``warp`` releases, (4, slots); what it does from now on counts as later. ``whole``:
+        all of its lanes do.
+        """
         given = (self.fenced if relaxed else self.rows)[:, warp].copy()
         given[2] = self.follows[warp]
+        if whole:
+            given[3, self.slot[warp]] = given[0, self.slot[warp]]
         self._count(warp)
         return given
 
@@ -111,6 +117,11 @@ class Clocks:
         self.fenced[:, warps] = self.rows[:, warps]
         self._count(warps)
 
+    def lanes_meet(self, warps: np.ndarray) -> None:
+        """bar.warp.sync: what one lane does from now on comes after what the others did."""
+        self.ordered[warps, self.slot[warps]] = self.known[warps, self.slot[warps]]
+        self._count(warps)
+
     # -- mbarriers ---------------------------------------------------------------------------------
 
     def now(self, warp: int) -> int:
@@ -132,6 +143,10 @@ class Clocks:
             if slot == self.rows.shape[2]:
                 self._widen()
         return self.barriers[key]
+
+    def grid_slot(self) -> int:
+        """The slot of the grids before this one, whose end counts once."""
+        return self.barrier_slot(0, 0, False)  # NOTE: no mbarrier lies at 0, which is the system's
 
     def _widen(self) -> None:
         """Twice as many slots."""

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
 _WHOLE = np.uint8(0b1111)  # all bytes of a word
-_COPIED = np.uint8(0b10000)  # by cp.async: see there why the async proxy may read it
+_COPIED = np.uint8(0b10000)  # by cp.async
+_ALONE = np.uint8(0b100000)  # by one lane of its warp
 _PAGE = 64  # words
 
 
@@ -59,7 +60,7 @@ class SmemShadow:
         self.m, self.clocks = machine, machine.clocks
         shape = (machine.grid.num_ctas, machine.smem_bytes // WORD)
         self.writes, self.reads = _Last(shape, "wrote"), _Last(shape, "read")
-        self.line = np.zeros(shape, np.int32)  # of the last write, in the PTX
+        self.line = np.zeros(shape, np.int32)  # of the last write, in the PTX; 32 times, plus lane
         # further readers: by CTA and page, (word of the page, warp's slot) of counts
         self.pages: dict[tuple[int, int], np.ndarray] = {}
         self.shared = np.zeros(shape, bool)  # words that have further readers
@@ -70,26 +71,34 @@ class SmemShadow:
     def generic(
         self,
         warps: np.ndarray,
+        lanes: np.ndarray,
         cta: np.ndarray,
         offset: np.ndarray,
         width: int,
         write: bool,
         ins: Instruction,
     ) -> None:
-        """Ordinary loads or stores of ``width`` bytes each, by flat arrays of warp, CTA, offset."""
+        """Ordinary loads or stores of ``width`` bytes each, by flat arrays of warp, lane, CTA and
+        offset.
+        """
+        alone = len(warps) == 1 or bool((warps[1:] != warps[:-1]).all())
         words = max(width // WORD, 1)
         word = (offset // WORD)[:, None] + np.arange(words)
-        warps, cta = (np.broadcast_to(x[:, None], word.shape).reshape(-1) for x in (warps, cta))
+        warps, lanes, cta = (
+            np.broadcast_to(x[:, None], word.shape).reshape(-1) for x in (warps, lanes, cta)
+        )
         word = word.reshape(-1)
         part = _WHOLE if width >= WORD else (((1 << width) - 1) << offset % WORD).astype(np.uint8)
-        self._check(warps, cta, word, part, write, "", ins)
+        self._check(warps, lanes, cta, word, part, write, "", ins)
         np.minimum.at(self.low, cta, word)
         np.maximum.at(self.high, cta, word)
         slot, at = self.clocks.slot[warps], (cta, word)
         count = self.clocks.known[warps, slot]
         if write:
             self.writes.set(at, slot, count, part)
-            self.line[at] = ins.line
+            if alone:
+                self.writes.bytes[at] |= _ALONE
+            self.line[at] = ins.line << 5 | lanes
             return
         before, when = self.reads.slot[at], self.reads.count[at]
         self._keep((when > self.clocks.known[warps, before]) & (before != slot), at, before, when)
@@ -124,7 +133,10 @@ class SmemShadow:
             per = CHUNK // WORD
             word = (span.chunks.reshape(-1, 1) * per + np.arange(per)).reshape(-1)
         warps, cta = np.full(len(word), warp), np.full(len(word), span.cta)
-        self._check(warps, cta, word, _WHOLE, write, op.what, op.instruction)
+        lanes = None
+        if op.engine is Engine.WGMMA:  # which every lane issues, behind its own stores
+            lanes = self.line[cta, word] & 31
+        self._check(warps, lanes, cta, word, _WHOLE, write, op.what, op.instruction)
         self._check_proxy(warp, (cta, word), self.writes, write, op)
         if write:
             self._check_proxy(warp, (cta, word), self.reads, write, op)
@@ -135,13 +147,13 @@ class SmemShadow:
         """The ``number``-th cp.async of ``warp`` writes words of its CTA."""
         word = word.reshape(-1)
         cta = np.full(len(word), self.m.grid.warp_cta[warp])
-        self._check(np.full(len(word), warp), cta, word, _WHOLE, True, "the cp.async", ins)
+        self._check(np.full(len(word), warp), None, cta, word, _WHOLE, True, "the cp.async", ins)
         self.reads.count[cta, word] = 0
         self._forget(cta, word)
         slot = np.full(len(word), self.clocks.agent(Kind.COPY, warp))
         self.writes.set((cta, word), slot, np.full(len(word), number), _WHOLE)
         self.writes.bytes[cta, word] |= _COPIED
-        self.line[cta, word] = ins.line
+        self.line[cta, word] = ins.line << 5
         self.low[cta[0]] = min(self.low[cta[0]], int(word.min()))
         self.high[cta[0]] = max(self.high[cta[0]], int(word.max()))
 
@@ -158,6 +170,7 @@ class SmemShadow:
     def _check(
         self,
         warps: np.ndarray,
+        lanes: np.ndarray | None,
         cta: np.ndarray,
         word: np.ndarray,
         part: np.ndarray | np.uint8,
@@ -168,13 +181,18 @@ class SmemShadow:
         own = self.clocks.slot[warps]
         for last in (self.writes, self.reads) if write else (self.writes,):
             other, count = last.slot[cta, word], last.count[cta, word]
-            unknown = (count > self.clocks.known[warps, other]) & (other != own)
-            if unknown.any():
-                unknown &= (last.bytes[cta, word] & part) != 0
+            late = count > self.clocks.ordered[warps, other]  # by the letter
+            if late.any():
+                late &= (last.bytes[cta, word] & part) != 0
+            if not late.any():
+                continue
+            unknown = late & (count > self.clocks.known[warps, other]) & (other != own)
             if unknown.any():
                 k = int(unknown.argmax())
                 place = int(cta[k]), int(word[k])
                 self._race(int(warps[k]), int(other[k]), place, write, last.did, what, ins)
+            elif last is self.writes:
+                self._check_lanes(late, warps, lanes, (cta, word), write, what, ins)
         if write and len(self.pages):
             for k in np.nonzero(self.shared[cta, word])[0].tolist():
                 place, warp = (int(cta[k]), int(word[k])), int(warps[k])
@@ -185,6 +203,45 @@ class SmemShadow:
                     other = int(unknown.argmax())
                     self._race(warp, other, place, write, "read", what, ins)
                     return
+
+    def _check_lanes(
+        self,
+        late: np.ndarray,
+        warps: np.ndarray,
+        lanes: np.ndarray | None,
+        at: tuple[np.ndarray, np.ndarray],
+        write: bool,
+        what: str,
+        ins: Instruction,
+    ) -> None:
+        """``late`` accesses come after stores that their warps know of, but not by the letter: they
+        are held to what several lanes of a warp stored.
+        """
+        other, line = self.writes.slot[at], self.line[at]
+        mine = other == self.clocks.slot[warps]
+        late = late & (other < self.clocks.warps) & ((self.writes.bytes[at] & _ALONE) == 0)
+        if lanes is not None:
+            late &= ~mine | (line & 31 != lanes)
+        if not late.any():
+            return
+        k = int(late.argmax())
+        warp, name = int(warps[k]), self.m.grid.name_warp
+        peer = self.clocks.peer(warp, int(other[k]))
+        same = self.m.grid.warp_cta[peer] == self.m.grid.warp_cta[warp]
+        why = "by the letter, a bar.warp.sync is missing between these lanes"
+        if not mine[k]:
+            why = "by the letter, one lane's arrival does not tell of the others' stores: a "
+            why += "bar.warp.sync is missing before it"
+        if not same:
+            why = "by the letter, an arrival at another CTA's mbarrier has to be .release.cluster"
+        self.m.findings.add(
+            "race",
+            f"{f'{what} of ' if what else ''}{name(warp)} {'overwrites' if write else 'reads'} "
+            f"shared memory 0x{int(at[1][k]) * WORD:x}, which {name(peer)} lane {line[k] & 31} "
+            f"wrote at PTX line {line[k] >> 5}: {why}",
+            ins,
+            advisory=True,
+        )
 
     def _race(
         self,
@@ -199,15 +256,18 @@ class SmemShadow:
         name = self.m.grid.name_warp
         who = f"{what} of {name(warp)}" if what else name(warp)
         peer, why = name(self.clocks.peer(warp, other)), "no barrier orders the two"
-        line = f" at PTX line {self.line[place]}" if did == "wrote" else ""
+        line = f" at PTX line {self.line[place] >> 5}" if did == "wrote" else ""
+        remedy = "a barrier that both warps pass in between, as sync_threads()"
         if other >= self.clocks.warps:
             peer = f"a cp.async of {peer}"
             why = "nothing that this warp has waited for says that it is complete"
+            remedy = "cp.async.wait_group by the thread that copies, then a barrier of both warps"
         self.m.findings.add(
             "race",
             f"{who} {'overwrites' if write else 'reads'} shared memory 0x{place[1] * WORD:x}, "
             f"which {peer} {did}{line}: {why}",
             ins,
+            remedy=remedy,
         )
 
     def _check_proxy(
@@ -221,11 +281,12 @@ class SmemShadow:
         """Between an ordinary access and one of the async proxy stands a fence (9.7.9.25.1).
 
         NOTE: kernels of NVIDIA overwrite by TMA what ldmatrix has read, with no more than an
-        mbarrier in between, but fence the reply ring of cluster launch control.
+        mbarrier in between, but fence the reply ring of cluster launch control. Nor have those that
+        multiply what non-bulk cp.async has copied, which is of the generic proxy, any fence.
         """
         visible, known = self.clocks.visible[warp], self.clocks.known[warp]
         slot, count = last.slot[at], last.count[at]
-        unseen = (count > visible[slot]) & (count <= known[slot]) & (last.bytes[at] < _COPIED)
+        unseen = (count > visible[slot]) & (count <= known[slot])
         if last is self.reads and len(self.pages):
             for k in np.nonzero(self.shared[at])[0].tolist():
                 page = self.pages[int(at[0][k]), int(at[1][k]) // _PAGE][at[1][k] % _PAGE]
@@ -234,7 +295,9 @@ class SmemShadow:
         if not unseen.any():
             return
         k = int(unseen.argmax())
-        before = f"ordinary stores wrote at PTX line {self.line[at][k]}"
+        copied = bool(last.bytes[at][k] & _COPIED)
+        before = f"{'a cp.async' if copied else 'ordinary stores'} wrote at PTX line "
+        before += str(self.line[at][k] >> 5)
         if last is self.reads:
             before = "ordinary loads have read"
         self.m.findings.add(
@@ -243,5 +306,5 @@ class SmemShadow:
             f"shared memory 0x{int(at[1][k]) * WORD:x}, which {before}, with no fence.proxy.async "
             "in between",
             op.instruction,
-            advisory=write and op.engine is not Engine.LAUNCH_CONTROL,
+            advisory=copied or (write and op.engine is not Engine.LAUNCH_CONTROL),
         )

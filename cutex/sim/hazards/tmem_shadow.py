@@ -20,7 +20,7 @@ import numpy as np
 
 from cutex.sim.hazards.clocks import Kind
 from cutex.sim.machine.operation import Rectangle
-from cutex.sim.ptx.parse import Instruction, Program, Reg, Vector
+from cutex.sim.ptx.parse import Instruction, Program, Reg, Vector, once
 
 if TYPE_CHECKING:
     from cutex.sim.machine.batch import Batch
@@ -84,6 +84,7 @@ class TmemAccesses:
         return int(kind) * self.clocks.warps + self.clocks.slot[warps]
 
 
+@once
 def load_sites(program: Program) -> tuple[dict[int, int], dict[int, list[int]]]:
     """Each tcgen05.ld by its PTX line, numbered; and which of them other instructions use."""
     sites: dict[int, int] = {}
@@ -144,11 +145,14 @@ class TmemShadow:
         if write:
             self._forget(place)
 
-    def free(self, warp: int, place: Rectangle, ins: Instruction) -> None:
+    def before_free(self, warp: int, place: Rectangle, ins: Instruction) -> None:
         """tcgen05.dealloc, which is synchronous: it needs no fence of its own before it."""
         usable = np.maximum(self.clocks.usable[warp], self.clocks.ordered[warp])
         self._check(warp, place, True, "tcgen05.dealloc", ins, usable)
         self.m.async_accesses.touch(place, True, "tcgen05.dealloc", warp, ins, usable)
+
+    def free(self, place: Rectangle) -> None:
+        """The place is nobody's."""
         self.m.async_accesses.forget(place)
         self._forget(place)
 
@@ -197,6 +201,8 @@ class TmemShadow:
                 f"{did} at PTX line {lines[at][unit, column]}: {why}",
                 ins,
                 advisory,
+                remedy=f"tcgen05.wait::{'st' if did == 'stored' else 'ld'} by the warp that {did}"
+                + (", then a barrier of both" if peer != warp else ""),
             )
 
 

@@ -38,6 +38,7 @@ class Launch:
     cluster: tuple[int, int, int]
     smem: int
     params: Any  # pointer to pointers, valid only inside the callback
+    programmatic: bool = False  # may start before the launch before it has ended
 
     @property
     def num_ctas(self) -> int:
@@ -250,6 +251,7 @@ class HostFunction:
                         _cluster(c),
                         int(c.smem),
                         params,
+                        _programmatic(c),
                     )
                 )
             except BaseException as error:
@@ -292,6 +294,15 @@ def _cluster(config: _Config) -> tuple[int, int, int]:
             x, y, z = (C.c_uint32.from_address(at + 8 + 4 * j).value for j in range(3))
             return (max(x, 1), max(y, 1), max(z, 1))
     return (1, 1, 1)
+
+
+def _programmatic(config: _Config) -> bool:
+    """Whether the launch has programmatic stream serialisation."""
+    for i in range(config.num_attributes):
+        at = config.attributes + i * _ATTRIBUTE_BYTES
+        if C.c_uint32.from_address(at).value == _PROGRAMMATIC_LAUNCH:
+            return bool(C.c_uint32.from_address(at + 8).value)
+    return False
 
 
 def _of_numbers(values: Sequence[Any]) -> bool:

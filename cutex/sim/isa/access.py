@@ -43,7 +43,7 @@ class Access:
         self.address = d.address(operand)
 
     def lanes(self, b: Batch) -> Lanes:
-        addresses = np.broadcast_to(self.address(b), (b.n, 32))
+        addresses = b.lanes(self.address(b))
         if b.mask is None:
             lanes = np.tile(np.arange(32), b.n)
             return Lanes(np.repeat(b.idx, 32), lanes, np.ascontiguousarray(addresses).reshape(-1))
@@ -99,6 +99,7 @@ class Access:
             return self.m.params[self._private(where, "parameter", len(self.m.params))]
         got = self.m.memory.load(where.addresses, self.width, self.refuse(where, "loads"))
         self.m.global_races.load(where.addresses, self.width, where.warps, self.d.ins)
+        self.m.grid_order.lanes(where.warps, where.addresses, self.width, False, self.d.ins)
         return got
 
     def _put(self, space: str, where: Lanes, values: np.ndarray) -> None:
@@ -113,6 +114,7 @@ class Access:
         elif space == "global":
             refuse = self.refuse(where, "stores")
             self.m.global_races.store(where.addresses, values, refuse, where.warps, self.d.ins)
+            self.m.grid_order.lanes(where.warps, where.addresses, self.width, True, self.d.ins)
         else:
             raise self.d.unknown("a store to read-only memory")
 
@@ -123,7 +125,9 @@ class Access:
         offsets = where.addresses & np.uint64(SHARED_WINDOW - 1)
         cta, offset = m.grid.shared_location(where.warps, offsets)
         m.check_shared(where.warps, where.lanes, cta, offset, self.width, self.d.ins)
-        self.observe(where.warps, cta, offset, self.width, write)
+        self.observe(where, cta, offset, self.width, write)
+        if m.banks is not None:
+            m.banks.note(where.warps, where.lanes, offset, self.width, self.d.ins)
         if write:
             m.box_swizzle[cta, offset >> 4] = 0
         word = min(self.width, 8)
@@ -174,14 +178,16 @@ class Access:
         return refuse
 
     def observe(
-        self, warps: np.ndarray, cta: np.ndarray, offset: np.ndarray, width: int, write: bool
+        self, where: Lanes, cta: np.ndarray, offset: np.ndarray, width: int, write: bool
     ) -> None:
-        """Reports a race with other warps' accesses, and with operations on these bytes."""
-        m = self.m
+        """Reports a race with other accesses, and with operations on these bytes."""
+        m, warps = self.m, where.warps
         if not self.synchronises:
-            m.smem_shadow.generic(warps, cta, offset, width, write, self.d.ins)
+            m.smem_shadow.generic(warps, where.lanes, cta, offset, width, write, self.d.ins)
         m.async_accesses.lanes(warps, cta, offset, width, write, self.d.ins)
         m.lifetimes.lanes(warps, cta, write, self.d.ins)
+        if write:
+            m.box_swizzle[cta, offset >> 4] = 0
 
 
 def _bytes(words: np.ndarray) -> np.ndarray:

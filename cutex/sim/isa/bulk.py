@@ -89,6 +89,7 @@ def _plain_load(d: Decoder) -> Execute:
             cta, offset = shared_place(d, b, row, lane, int(t[row, lane]), n, 16)
             bar_cta, bar = shared_place(d, b, row, lane, int(bars[row, lane]), 8, 8)
             mask = int(masks[row, lane]) if masks is not None else None
+            m.grid_order.box(int(b.idx[row]), source, n, False, ins)
             for target in targets(d, cta, mask):
                 signal = (bar_cta if mask is None else target, bar)
                 m.mbarriers.use(*signal, int(b.idx[row]), ins)
@@ -189,6 +190,7 @@ def _plain_store(d: Decoder, reduction: str | None) -> Execute:
             cta, offset = shared_place(d, b, row, lane, int(f[row, lane]), n, 16)
             thread = (int(b.idx[row]), lane)
             group = m.bulk_groups.joined(thread)
+            m.grid_order.box(thread[0], target, n, True, ins)
             op = Operation(
                 "the bulk store", thread[0], ins, ("store", m.flight.issued),
                 _bulk_storer(
@@ -219,6 +221,8 @@ def _bulk_storer(
         region = m.memory.find(target)
         if reduction is None and region is not None:
             m.global_races.note(region, np.array([target - region.base]), new[None], owner, d.ins)
+        if region is not None:
+            m.grid_order.wrote(region, np.array([target - region.base]), n)
         old[:] = new
         group.finished()
 

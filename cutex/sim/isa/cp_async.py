@@ -1,8 +1,8 @@
 """Non-bulk asynchronous copies, global to shared memory (PTX ISA 9.7.9.25.3, 9.7.13.15.15).
 
 They are of the generic proxy, so the ISA asks for a fence.proxy.async before an MMA or a TMA store
-reads what they wrote. NVIDIA's own mainloops (CUTLASS's sm100 collectives with cp.async) have none,
-and it is not asked for here.
+reads what they wrote. NVIDIA's own mainloops (CUTLASS's sm100 collectives with cp.async) have none:
+that is an advisory.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ class _Copy:
         cta, offset = m.grid.shared_location(to.warps, shared_addresses(to.addresses))
         m.check_shared(to.warps, to.lanes, cta, offset, self.size, self.ins)
         sizes = self._sizes(b)
+        some = source.pick(sizes > 0)
+        m.grid_order.lanes(some.warps, some.addresses, self.size, False, self.ins)
         for warp in np.unique(to.warps).tolist():
             mine = to.warps == warp
             where = Lanes(to.warps[mine], to.lanes[mine], offset[mine])
@@ -75,7 +77,7 @@ class _Copy:
         """Bytes that each active lane reads."""
         if self.read is None:
             return np.full(int(b.active().sum()), self.size)
-        given = np.broadcast_to(self.read(b), (b.n, 32))[b.active()]
+        given = b.lanes(self.read(b))[b.active()]
         if self.ignores:
             return np.where(given, 0, self.size)
         if (given > self.size).any():

@@ -21,7 +21,6 @@ import numpy as np
 
 from cutex.sim.errors import BadOperand
 from cutex.sim.isa.tensormap import ATOMS_OF_32, swizzle_chunks
-from cutex.sim.machine.memory import POISON64
 from cutex.sim.machine.operation import Span
 from cutex.sim.numerics.rounding import bf16_to_f32
 from cutex.sim.ptx.parse import Instruction
@@ -201,20 +200,20 @@ class SharedOperand:
 
     def raw(self) -> np.ndarray:
         """The chunks, as pairs of 64-bit words, in the order of `operand_chunks`."""
-        self._check_swizzle()
+        self._check_written()
         raw = self.m.smem[self.cta].view(np.uint64).reshape(-1, 2)[self.chunks]
-        if (raw[..., 0] == POISON64).any() and ((raw == POISON64).all(-1)).any():
+        return np.ascontiguousarray(raw)
+
+    def _check_written(self) -> None:
+        """What TMA wrote with one swizzle and the descriptor reads with another is scrambled."""
+        modes = self.m.box_swizzle[self.cta, self.chunks]
+        if (modes < 0).any():
             self.m.findings.add(
                 "uninitialised",
                 f"{self.form.what} ({self.desc}) holds shared memory that nothing has written",
                 self.ins,
             )
-        return np.ascontiguousarray(raw)
-
-    def _check_swizzle(self) -> None:
-        """What TMA wrote with one swizzle and the descriptor reads with another is scrambled."""
-        modes = self.m.box_swizzle[self.cta, self.chunks]
-        wrong = (modes != 0) & (modes != self.desc.bits + 1)
+        wrong = (modes > 0) & (modes != self.desc.bits + 1)
         if wrong.any():
             at = tuple(v[0] for v in np.nonzero(wrong))
             line = int(self.m.box_line[self.cta, self.chunks[at]])

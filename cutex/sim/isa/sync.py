@@ -4,6 +4,7 @@ griddepcontrol.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -59,7 +60,7 @@ def bar(d: Decoder) -> Execute:
             require_whole_warp(d, b)
         here = b.active() & m.live[b.idx]
         threads = here.sum(1)
-        votes = (np.broadcast_to(vote(b), (b.n, 32)) & here).sum(1) if vote else 0 * threads
+        votes = (b.lanes(vote(b)) & here).sum(1) if vote else 0 * threads
         ids = b.one(number(b))
         counts = b.one(count(b)) if count else np.zeros(b.n, int)
         out = np.zeros(b.n, np.int8)
@@ -107,6 +108,7 @@ def _warp_sync(d: Decoder) -> Execute:
 
     def execute(b: Batch) -> np.ndarray | None:
         if b.mask is None:
+            m.clocks.lanes_meet(b.idx)
             return None
         masks, out = b.one(mask(b)), np.zeros(b.n, np.int8)
         for row in np.nonzero(b.any_active())[0].tolist():
@@ -122,6 +124,8 @@ def _warp_sync(d: Decoder) -> Execute:
             else:
                 m.progress += 1
                 m.wake(key)
+                if not (m.live[warp] & ~wanted).any():
+                    m.clocks.lanes_meet(b.idx[row : row + 1])
         return out if out.any() else None
 
     return execute
@@ -145,8 +149,8 @@ def barrier_cluster(d: Decoder) -> Execute:
         for row in np.nonzero(b.any_active())[0].tolist():
             warp = int(b.idx[row])
             if arrive:
-                m.clusters.arrive(warp, "relaxed" in d.mods)
-            elif not m.clusters.passed(warp):
+                m.clusters.arrive(warp, "relaxed" in d.mods, ins)
+            elif not m.clusters.passed(warp, ins):
                 out[row] = RETRY
                 which = m.clusters.of(warp)
                 tell = lambda which=which: m.clusters.describe(which)
@@ -203,7 +207,7 @@ def _fence_map(d: Decoder) -> Execute:
         raise d.unknown(f"{d.immediate(1)} bytes")
 
     def execute(b: Batch) -> None:
-        addresses = np.broadcast_to(address(b), (b.n, 32))
+        addresses = b.lanes(address(b))
         for row, lane in np.argwhere(b.active()).tolist():
             m.tensor_maps.acquire(int(b.idx[row]), int(addresses[row, lane]))
 
@@ -218,7 +222,11 @@ def _fence_init(m: Machine, b: Batch) -> None:
 
 @instruction("griddepcontrol")
 def griddepcontrol(d: Decoder) -> Execute:
-    """9.7.13.13: launches run one after another, so the grids before are complete."""
+    """9.7.13.13: launches run one after another, so the grids before are complete; who has waited
+    for them is remembered (see GridOrder).
+    """
+    if "wait" in d.mods:
+        return lambda b: d.m.grid_order.wait(b.idx[b.any_active()])
     return lambda b: None
 
 
@@ -283,7 +291,7 @@ class BarrierOperand:
         """For each warp, its row and groups of lanes that name the same barrier and value: (lanes,
         cta, offset).
         """
-        addresses = shared_addresses(np.broadcast_to(self.address(b), (b.n, 32)))
+        addresses = shared_addresses(b.lanes(self.address(b)))
         active, first, row = b.active(), b.first_lane(), np.arange(b.n)
         lead, value = addresses[row, first], values[row, first]
         same = ((addresses == lead[:, None]) & (values == value[:, None])) | ~active
@@ -305,7 +313,7 @@ class BarrierOperand:
             yield r, found
 
     def each(self, b: Batch) -> Iterator[tuple[int, int, int, int]]:
-        addresses = shared_addresses(np.broadcast_to(self.address(b), (b.n, 32)))
+        addresses = shared_addresses(b.lanes(self.address(b)))
         rows, lanes = np.nonzero(b.active())
         if not len(rows):
             return
@@ -329,7 +337,7 @@ def mbarrier_init(d: Decoder) -> Execute:
     barrier, count = BarrierOperand(d, 0), d.src(1, "u32")
 
     def execute(b: Batch) -> None:
-        counts = np.broadcast_to(count(b), (b.n, 32))
+        counts = b.lanes(count(b))
         for row, lane, cta, offset in barrier.each(b):
             warp = int(b.idx[row])
             made = Made(warp, lane, d.m.clocks.now(warp), d.ins)
@@ -361,17 +369,26 @@ def mbarrier_arrive(d: Decoder) -> Execute:
     amount = d.src(at + 1, "u32") if len(operands) > at + 1 else None
     state = d.dst(0, "b64") if at == 1 else None
     expect, drop = "expect_tx" in d.mods, "arrive_drop" in d.mods
+    to_cluster = re.search(r"\.(release|relaxed)\.(cluster|gpu|sys)", d.ins.op) is not None
 
     def execute(b: Batch) -> None:
-        amounts = np.broadcast_to(amount(b), (b.n, 32)) if amount else None
+        amounts = b.lanes(amount(b)) if amount else None
         tokens = np.zeros((b.n, 32), np.uint64)
         places = list(barrier.each(b))
         for row, _, cta, offset in places:
             d.m.mbarriers.use(cta, offset, int(b.idx[row]), d.ins)
             d.m.mbarriers.reach(cta, offset, int(b.idx[row]), "an arrival", d.ins)
-        given = {int(w): d.m.clocks.give(int(w)) for w in b.idx[b.any_active()]}
+        whole = np.ones(b.n, bool) if b.mask is None else ~(d.m.live[b.idx] & ~b.mask).any(1)
+        given = {
+            int(b.idx[row]): d.m.clocks.give(int(b.idx[row]), whole=bool(whole[row]))
+            for row in np.nonzero(b.any_active())[0]
+        }
         for row, lane, cta, offset in places:
-            d.m.mbarriers.give(cta, offset, given[int(b.idx[row])], d.ins)
+            mine = given[int(b.idx[row])]
+            if not to_cluster and cta != d.m.grid.warp_cta[b.idx[row]]:
+                mine = mine.copy()
+                mine[3, : d.m.clocks.warps] = 0
+            d.m.mbarriers.give(cta, offset, mine, d.ins)
             who = f"{d.m.grid.name_warp(int(b.idx[row]))} lane {lane}"
             n = int(amounts[row, lane]) if amounts is not None else 1
             tokens[row, lane] = d.m.mbarriers.phases(cta, offset)
@@ -395,7 +412,7 @@ def mbarrier_tx(d: Decoder) -> Execute:
     change = d.m.mbarriers.expect_tx if d.parts[1] == "expect_tx" else d.m.mbarriers.complete_tx
 
     def execute(b: Batch) -> None:
-        sizes = np.broadcast_to(size(b), (b.n, 32))
+        sizes = b.lanes(size(b))
         for row, lane, cta, offset in barrier.each(b):
             warp = int(b.idx[row])
             d.m.mbarriers.use(cta, offset, warp, d.ins)
@@ -424,7 +441,7 @@ def mbarrier_wait(d: Decoder) -> Execute:
         return (phases & 1) != value & 1 if by_parity else phases > value
 
     def execute(b: Batch) -> np.ndarray | None:
-        values = np.broadcast_to(expected(b), (b.n, 32))
+        values = b.lanes(expected(b))
         result = np.zeros((b.n, 32), bool)
         out = np.zeros(b.n, np.int8)
         failed = False

@@ -169,7 +169,9 @@ def alloc(d: Decoder) -> Execute:
                 continue
             target, offset = m.grid.shared_location(b.idx[row : row + 1], where[row : row + 1])
             m.check_shared(b.idx[row : row + 1], np.zeros(1, int), target, offset, 4, ins)
-            m.smem_shadow.generic(b.idx[row : row + 1], target, offset, 4, True, ins)
+            lane = np.zeros(1, int)
+            m.smem_shadow.generic(b.idx[row : row + 1], lane, target, offset, 4, True, ins)
+            m.box_swizzle[target, offset >> 4] = 0
             m.smem[target[0], offset[0] : offset[0] + 4] = as_bytes(np.array([first], np.uint32))[0]
             m.progress += 1
         return out if out.any() else None
@@ -179,12 +181,16 @@ def alloc(d: Decoder) -> Execute:
 
 @instruction("tcgen05.dealloc")
 def dealloc(d: Decoder) -> Execute:
-    """9.7.16.7.1"""
+    """9.7.16.7.1, 9.7.16.5: comes after all accesses to these columns. With cta_group::2, after
+    those of the peer's as well; it may wait for the peer to deallocate too, and does here.
+    """
     address, columns, m, ins = d.src(0, "u32"), d.src(1, "u32"), d.m, d.ins
+    pair = cta_group(d) == 2
 
-    def execute(b: Batch) -> None:
+    def execute(b: Batch) -> np.ndarray | None:
         require_whole_warp(d, b)
         firsts, counts = b.one(address(b)), b.one(columns(b))
+        out = np.zeros(b.n, np.int8)
         for row in np.nonzero(b.any_active())[0].tolist():
             warp = int(b.idx[row])
             cta, first, n = (
@@ -192,23 +198,55 @@ def dealloc(d: Decoder) -> Execute:
                 int(firsts[row]) & 0xFFFF,
                 int(counts[row]),
             )
+            both = [cta, cta ^ 1] if pair else [cta]
+            if m.tmem.together("dealloc", cta, pair):
+                continue  # the peer, which came later, has freed both
             m.tmem.check(cta, first, n, m.grid.name_warp(warp), ins)
-            place = Rectangle(cta, 0, 128, first, first + n)
-            m.tmem.shadow.free(warp, place, ins)
-            m.tmem.free(cta, first, n)
+            places = [Rectangle(c, 0, 128, first, first + n) for c in both]
+            if cta not in m.tmem.came["dealloc"]:
+                for place in places:
+                    m.tmem.shadow.before_free(warp, place, ins)
+            if not m.tmem.meet("dealloc", cta, pair):
+                out[row] = RETRY
+                m.sleep(warp, Wait("tensor memory", ("tmem", cta), ins, _peer_teller(m, cta, ins)))
+                continue
+            by = f"{m.grid.name_warp(warp)} at {ins.where()}"
+            for place in places:
+                m.tmem.shadow.free(place)
+                m.tmem.free(place.cta, first, n, by)
+                m.wake(("tmem", place.cta))
             m.progress += 1
-            m.wake(("tmem", cta))
+        return out if out.any() else None
 
     return execute
 
 
+def _peer_teller(m: Machine, cta: int, ins: Instruction) -> Callable[[], str]:
+    return lambda: f"{ins.op}: the other CTA of the pair, {m.grid.name_cta(cta ^ 1)}, has not come"
+
+
 @instruction("tcgen05.relinquish_alloc_permit")
 def relinquish(d: Decoder) -> Execute:
-    """9.7.16.7.1: this CTA allocates no more."""
+    """9.7.16.7.1, 9.7.16.5: this CTA allocates no more; with cta_group::2, nor does its peer, for
+    which it may wait.
+    """
+    m, ins, pair = d.m, d.ins, cta_group(d) == 2
 
-    def execute(b: Batch) -> None:
-        for cta in d.m.grid.warp_cta[b.idx[b.any_active()]].tolist():
-            d.m.tmem.relinquished.add(cta)
+    def execute(b: Batch) -> np.ndarray | None:
+        out = np.zeros(b.n, np.int8)
+        for row in np.nonzero(b.any_active())[0].tolist():
+            warp = int(b.idx[row])
+            cta = int(m.grid.warp_cta[warp])
+            m.tmem.relinquished.add(cta)
+            if m.tmem.together("relinquish", cta, pair):
+                continue
+            if m.tmem.meet("relinquish", cta, pair):
+                m.progress += 1
+                m.wake(("tmem", cta ^ 1 if pair else cta))
+                continue
+            out[row] = RETRY
+            m.sleep(warp, Wait("tensor memory", ("tmem", cta), ins, _peer_teller(m, cta, ins)))
+        return out if out.any() else None
 
     return execute
 
@@ -375,7 +413,7 @@ def st(d: Decoder) -> Execute:
     def execute(b: Batch) -> None:
         rows, cta, lane, column = access.places(b)
         access.conflicts(b, rows, cta, lane, column, True)
-        values = np.stack([np.broadcast_to(r(b), (b.n, 32)) for r in reads], 1)[rows]
+        values = np.stack([b.lanes(r(b)) for r in reads], 1)[rows]
         if access.packed:
             values = np.stack([values & np.uint32(0xFFFF), values >> np.uint32(16)], 2).reshape(
                 len(rows), -1, 32
@@ -412,7 +450,7 @@ def commit(d: Decoder) -> Execute:
 
     def execute(b: Batch) -> None:
         a = shared_addresses(address(b))
-        masks = np.broadcast_to(mask(b), (b.n, 32)) if mask else None
+        masks = b.lanes(mask(b)) if mask else None
         rows, lanes = np.nonzero(b.active())
         for row, lane in zip(rows.tolist(), lanes.tolist(), strict=True):
             warp = int(b.idx[row])
@@ -441,8 +479,9 @@ def _arriver(
 ) -> Callable[[np.ndarray], None]:
     def complete(given: np.ndarray) -> None:
         for target in targets:
-            if target != m.grid.warp_cta[warp]:
-                after = m.mbarriers.get(target, offset, ins)
+            after = m.mbarriers.get(target, offset, ins)
+            after.remote = bool(target != m.grid.warp_cta[warp])
+            if after.remote:
                 number = int(given[0, m.clocks.agent(Kind.TENSOR, warp)])
                 use = RemoteUse(number, after.phases + 1, "the commit", warp, ins)
                 m.lifetimes.use(target, m.clocks.agent(Kind.TENSOR, warp), use, after)

@@ -76,19 +76,29 @@ def tensor_load(d: Decoder) -> Execute:
                 )
             bar_cta, bar = shared_place(d, b, row, lane, int(bars[row, lane]), 8, 8)
             mask = int(masks[row, lane]) if masks is not None else None
+            _order_grids(m, tmap, at, int(b.idx[row]), False, ins)
             for target in targets(d, cta, mask):
                 signal = (bar_cta if mask is None else signalled(m, target, bar_cta, pair), bar)
                 m.mbarriers.use(*signal, int(b.idx[row]), ins)
                 op = Operation(
-                    f"the TMA load of a {tmap}", int(b.idx[row]), ins,
+                    f"the TMA load of {_box(m, tmap, at)}", int(b.idx[row]), ins,
                     ("tma", m.flight.issued, target),
                     _loader(m, tmap, at, target, offset, signal, ins),
                     Engine.TMA_LOAD, tmap.bytes,
                     writes=[Span(target, offset, offset + tmap.bytes)], signals=[signal],
+                    source=(tmap, at),
                 )  # fmt: skip
                 m.flight.issue(op)
 
     return execute
+
+
+def _box(m: Machine, tmap: TensorMap, at: tuple[int, ...]) -> str:
+    """'mB[0, 64] (bf16 tensor 256x256, box 256x64)': the tensor by the name of its memory."""
+    region = m.memory.find(tmap.address)
+    if region is None or region.base != tmap.address:
+        return f"a {tmap}"
+    return f"{region.name}{list(reversed(at))} ({tmap})"
 
 
 def _place(d: Decoder, tmap: TensorMap, at: tuple[int, ...]) -> tuple[int, ...]:
@@ -106,13 +116,25 @@ def _place(d: Decoder, tmap: TensorMap, at: tuple[int, ...]) -> tuple[int, ...]:
     return place
 
 
+def _order_grids(
+    m: Machine, tmap: TensorMap, at: tuple[int, ...], warp: int, write: bool, ins: Any
+) -> None:
+    if m.grid_order.active and not (part := overlap(tmap, at)).empty:
+        m.grid_order.box(warp, tmap.address_of(part), _extent(tmap, part), write, ins)
+
+
+def _extent(tmap: TensorMap, part: Overlap) -> int:
+    """Bytes from the first element of the tensor under the box to the end of the last."""
+    steps = zip(part.slices, tmap.strides, [1, *tmap.steps[1:]], strict=True)
+    return sum((s.stop - s.start - 1) * stride * n for s, stride, n in steps) + tmap.itemsize
+
+
 def _window(m: Machine, tmap: TensorMap, part: Overlap, why: str) -> np.ndarray:
     """The tensor's elements under the box, a strided view (outermost first) of unsigned words."""
     counts = [s.stop - s.start for s in part.slices]
     step = [1, *tmap.steps[1:]]
     strides = [st * s for st, s in zip(tmap.strides, step, strict=True)]
-    extent = sum((n - 1) * s for n, s in zip(counts, strides, strict=True)) + tmap.itemsize
-    raw = m.memory.view(tmap.address_of(part), extent, why)
+    raw = m.memory.view(tmap.address_of(part), _extent(tmap, part), why)
     return np.lib.stride_tricks.as_strided(
         raw[: tmap.itemsize].view(_word(tmap)), counts[::-1], strides[::-1]
     )
@@ -208,8 +230,9 @@ def tensor_store(d: Decoder, combine: str | None) -> Execute:
             cta, offset = shared_place(d, b, row, lanes[0], source, tmap.bytes, 16)
             warp = int(b.idx[row])
             groups = [m.bulk_groups.joined((warp, lane)) for lane in lanes]
+            _order_grids(m, tmap, where, warp, True, ins)
             op = Operation(
-                f"the TMA store of a {tmap}", warp, ins, ("store", m.flight.issued),
+                f"the TMA store of {_box(m, tmap, where)}", warp, ins, ("store", m.flight.issued),
                 _storer(m, tmap, where, cta, offset, combine, groups, ins),
                 Engine.TMA_STORE, tmap.bytes,
                 reads=[Span(cta, offset, offset + tmap.bytes)],
@@ -266,10 +289,12 @@ def _storer(
             if combine is not None:
                 old = np.ascontiguousarray(target)
                 new = atomics.combine(combine, _KINDS[tmap.kind], old, new)
-            else:
+            if combine is None or m.grid_order.lets_start:
                 region, places = _places(m, tmap, part, target)
                 words = new.reshape(-1, 1).view(np.uint8)
-                m.global_races.note(region, places, words, owner, ins)
+                if combine is None:
+                    m.global_races.note(region, places, words, owner, ins)
+                m.grid_order.wrote(region, places, tmap.itemsize)
             target[...] = new
         for group in groups:
             group.finished()

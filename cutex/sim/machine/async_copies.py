@@ -98,7 +98,9 @@ class AsyncCopies:
             return True
         if older:
             clocks = self.m.clocks
-            clocks.learn(warp, clocks.agent(Kind.COPY, warp), older[-1].op.number)
+            slot, number = clocks.agent(Kind.COPY, warp), older[-1].op.number
+            clocks.learn(warp, slot, number)
+            clocks.ordered[warp, slot] = max(clocks.ordered[warp, slot], number)
             self.unwaited[warp] = [c for c in copies if c not in older]
         return False
 

@@ -115,15 +115,23 @@ class ClusterBarriers:
 
     def clear(self) -> None:
         self.barriers: dict[int, ClusterBarrier] = {}
-        self.arrived_in: dict[int, int] = {}  # warp -> the phase of its last arrival
+        self.arrived_in: dict[
+            int, int
+        ] = {}  # warp -> the phase of its arrival, until it has waited
 
     def of(self, warp: int) -> int:
         """Number of the warp's cluster."""
         return int(self.machine.grid.warp_cta[warp]) // self.machine.grid.cluster_size
 
-    def arrive(self, warp: int, relaxed: bool) -> None:
+    def arrive(self, warp: int, relaxed: bool, ins: Instruction) -> None:
         which = self.of(warp)
         barrier = self.barriers.setdefault(which, ClusterBarrier())
+        if warp in self.arrived_in and not self._knows(warp, barrier):
+            raise BarrierMisuse.at(
+                ins,
+                f"{self.machine.grid.name_warp(warp)} arrives at the cluster barrier again without "
+                "a barrier.cluster.wait since its last arrival: that may not have completed",
+            )
         barrier.arrived.add(warp)
         barrier.given = self.machine.clocks.join(
             barrier.given, self.machine.clocks.give(warp, relaxed)
@@ -132,11 +140,25 @@ class ClusterBarriers:
         self.machine.progress += 1
         self._release_if_full(which)
 
-    def passed(self, warp: int) -> bool:
+    def _knows(self, warp: int, barrier: ClusterBarrier) -> bool:
+        """Whether the phase of its last arrival is over, and the warp knows by other barriers."""
+        if warp in barrier.arrived or barrier.released is None:
+            return False
+        released = barrier.released[2]
+        return bool((released <= self.machine.clocks.follows[warp, : len(released)]).all())
+
+    def passed(self, warp: int, ins: Instruction) -> bool:
         """Whether the phase in which the warp arrived is complete."""
         barrier = self.barriers.setdefault(self.of(warp), ClusterBarrier())
-        if barrier.phase == self.arrived_in.get(warp, 0):
+        if warp not in self.arrived_in:
+            raise BarrierMisuse.at(
+                ins,
+                f"{self.machine.grid.name_warp(warp)} waits at the cluster barrier without having "
+                "arrived since it waited last",
+            )
+        if barrier.phase == self.arrived_in[warp]:
             return False
+        del self.arrived_in[warp]
         self.machine.clocks.take(warp, barrier.released)
         return True
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
 MAX_COUNT = (1 << 20) - 1
+_FEW_CTAS = 2  # of a cluster; larger ones hung (see `MBarriers._parked`)
 
 
 @dataclass
@@ -44,6 +45,8 @@ class MBarrier:
     tx_expected: int = 0  # bytes announced in this phase, and bytes that came
     tx_arrived: int = 0
     last: str = "nobody"
+    remote: bool = False  # the last arrival came from another CTA
+    announced: str = ""  # where bytes were announced last
     given: np.ndarray | None = None  # what the arrivals of this phase release (see clocks)
     released: np.ndarray | None = None  # that of the last completed phase
 
@@ -107,6 +110,7 @@ class MBarriers:
             f"{m.grid.name_warp(warp)} uses {self.name(cta, offset)}, which "
             f"{m.grid.name_warp(made.warp)} lane {made.lane} initialised: {why}",
             ins,
+            remedy="sync_threads() behind mbarrier_init, or a barrier of the cluster for its CTAs",
         )
 
     def give(self, cta: int, offset: int, given: np.ndarray, ins: Instruction) -> None:
@@ -125,8 +129,9 @@ class MBarriers:
     def reach(self, cta: int, offset: int, warp: int, what: str, ins: Instruction) -> None:
         """A warp, which may be of another CTA, is about to arrive, or to change the bytes."""
         m = self.machine
-        if cta != m.grid.warp_cta[warp]:
-            barrier = self.get(cta, offset, ins)
+        barrier = self.get(cta, offset, ins)
+        barrier.remote = bool(cta != m.grid.warp_cta[warp])
+        if barrier.remote:
             use = RemoteUse(m.clocks.now(warp), barrier.phases + 1, what, warp, ins)
             m.lifetimes.use(cta, int(m.clocks.slot[warp]), use, barrier)
 
@@ -165,6 +170,7 @@ class MBarriers:
         barrier = self.get(cta, offset, ins)
         barrier.tx += size
         barrier.tx_expected += size
+        barrier.announced = f" at {ins.place()}"
         barrier.last = f"{who} at {ins.where()}"
         if abs(barrier.tx) > MAX_COUNT:
             raise BarrierMisuse.at(
@@ -188,7 +194,23 @@ class MBarriers:
             barrier.pending = barrier.expected
             barrier.tx_expected = barrier.tx_arrived = 0
             barrier.released, barrier.given = barrier.given, None
+            if barrier.remote and self.machine.grid.cluster_size > _FEW_CTAS:
+                self._parked(cta, offset)
             self.machine.wake((cta, offset))
+
+    def _parked(self, cta: int, offset: int) -> None:
+        """Whoever sleeps in a try_wait until another CTA of a large cluster arrives."""
+        for warp, wait in self.machine.sleepers.get((cta, offset), ()):
+            self.machine.findings.add(
+                "parked wait",
+                f"{self.machine.grid.name_warp(warp)} sleeps in a try_wait on "
+                f"{self.name(cta, offset)} until another CTA of its cluster of "
+                f"{self.machine.grid.cluster_size} arrives: kernels that do so have hung within "
+                "tens of launches where processes share a GPU by time slices; test_wait in a loop "
+                "did not",
+                wait.instruction,
+                advisory=True,
+            )
 
     def phases(self, cta: int, offset: int) -> int:
         barrier = self.barriers.get((cta, offset))
@@ -198,7 +220,7 @@ class MBarriers:
         barrier = self.barriers.get((cta, offset))
         made = ""
         if barrier is not None:
-            made = f" (initialised at {barrier.made.instruction.source_line()})"
+            made = f" (initialised at {barrier.made.instruction.place()})"
         return f"mbarrier 0x{offset:x} of {self.machine.grid.name_cta(cta)}{made}"
 
     def describe(self, cta: int, offset: int) -> str:
@@ -210,11 +232,14 @@ class MBarriers:
         )
         if b.tx > 0 and not any((cta, offset) in op.signals for op in self.machine.flight):
             text += (
-                f" (expect_tx announced {b.tx_expected} bytes, {b.tx_arrived} came and no copy is "
-                "in flight)"
+                f" (expect_tx announced {b.tx_expected} bytes{b.announced}, {b.tx_arrived} came "
+                "and no copy is in flight)"
             )
         elif b.tx < 0:
-            text += f" ({b.tx_arrived} bytes came, expect_tx announced only {b.tx_expected})"
+            text += (
+                f" ({b.tx_arrived} bytes came, expect_tx announced only {b.tx_expected}"
+                f"{b.announced})"
+            )
         return f"{text}, last touched by {b.last}"
 
     def leftovers(self) -> list[tuple[str, Instruction]]:
@@ -226,3 +251,13 @@ class MBarriers:
             if b.tx and b.tx_arrived:
                 out.append((f"at the end {self.describe(cta, offset)}", b.made.instruction))
         return out
+
+    def half_counted(self) -> list[tuple[str, Instruction]]:
+        """Barriers that some have arrived on in their last phase, and others not, for the end of a
+        run.
+        """
+        return [
+            (f"at the end {self.describe(*key)}", b.made.instruction)
+            for key, b in self.barriers.items()
+            if b.pending != b.expected
+        ]

@@ -158,6 +158,7 @@ class Operation:
     issuers: list[int] = field(default_factory=list)  # warps that issue it together; else its own
     number: int = 0
     done: bool = False
+    source: Hashable = None  # what a copy reads from global memory, where others may copy the same
     then: list[Callable[[], None]] = field(default_factory=list)  # what its completion sets off
 
     def __post_init__(self) -> None:

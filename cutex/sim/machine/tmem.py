@@ -22,6 +22,7 @@ class TensorMemory:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
+        self.most = 0  # columns that a CTA has held at once
         self.clear()
 
     def clear(self) -> None:
@@ -30,9 +31,13 @@ class TensorMemory:
         self._accesses: TmemAccesses | None = None
         # cta -> (512,) PTX line of the tcgen05.alloc that took the column, 0 where it is free
         self.owner: dict[int, np.ndarray] = {}
+        self.freed: dict[int, tuple[int, int, str]] = {}  # by CTA, the last: columns, and by whom
         self.relinquished: set[int] = set()  # CTAs that allocate no more
         self.asked: dict[int, int] = {}  # cta of a pair -> columns that it waits for
         self.granted: dict[int, int] = {}  # cta of a pair -> first column, not yet picked up
+        # by what a pair does together: CTAs that wait for their peer, and whose peer has come
+        self.came: dict[str, set[int]] = {"dealloc": set(), "relinquish": set()}
+        self.met: dict[str, set[int]] = {"dealloc": set(), "relinquish": set()}
 
     @property
     def cells(self) -> np.ndarray:
@@ -76,6 +81,25 @@ class TensorMemory:
             return self.granted.pop(cta)
         return None
 
+    def together(self, what: str, cta: int, pair: bool) -> bool:
+        """Whether the CTA, which had to wait, has been met by its peer."""
+        if pair and cta in self.met[what]:
+            self.met[what].remove(cta)
+            return True
+        return False
+
+    def meet(self, what: str, cta: int, pair: bool) -> bool:
+        """Whether the CTA, which comes, need not wait: it is no pair, or its peer waits already."""
+        peer = cta ^ 1
+        if not pair:
+            return True
+        if peer in self.came[what]:
+            self.came[what].remove(peer)
+            self.met[what].add(peer)
+            return True
+        self.came[what].add(cta)
+        return False
+
     def why_not(self, cta: int, count: int) -> str:
         if cta in self.asked and cta ^ 1 not in self.asked:
             return (
@@ -92,10 +116,13 @@ class TensorMemory:
         first = self._room(cta, count)
         if first is not None:
             self.owner[cta][first : first + count] = ins.line
+            self.most = max(self.most, COLUMNS - self.num_free(cta))
         return first
 
-    def free(self, cta: int, first: int, count: int) -> None:
+    def free(self, cta: int, first: int, count: int, by: str) -> None:
+        """``by``: who frees, and where."""
         self.owner[cta][first : first + count] = 0
+        self.freed[cta] = first, first + count, by
 
     def num_free(self, cta: int) -> int:
         return int((self.owner[cta] == 0).sum())
@@ -107,10 +134,12 @@ class TensorMemory:
             return
         allocated = np.nonzero(owner)[0]
         have = "none is allocated"
+        low, high, by = self.freed.get(cta, (0, 0, ""))
+        gone = f": {by} has freed {low}..{high - 1}" if first < high and low < first + count else ""
         if len(allocated):
             have = f"columns {allocated[0]}..{allocated[-1]} are allocated"
         raise BadAddress.at(
-            ins, f"{who} uses tensor memory columns {first}..{first + count - 1}, but {have}"
+            ins, f"{who} uses tensor memory columns {first}..{first + count - 1}, but {have}{gone}"
         )
 
     def leftovers(self) -> list[tuple[str, int]]:

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from cutex.sim.timing.gpus import Gpu
+from cutex.sim.timing.lengths import Lengths
 from cutex.sim.timing.picture import UNITS, draw
 from cutex.sim.timing.power import clock_ghz
-from cutex.sim.timing.predict import Timed, Whole, predict
+from cutex.sim.timing.predict import predict
+from cutex.sim.timing.timed import Timed, Whole
 from cutex.sim.timing.trace import Traced
 from cutex.sim.timing.units import Interval
 
@@ -102,7 +104,12 @@ class TimeReport:
 
 
 def time_launch(
-    traced: Traced, gpu: Gpu, whole: Whole | None = None, *, log: bool = False, data: str = "normal"
+    traced: Traced | Lengths,
+    gpu: Gpu,
+    whole: Whole | None = None,
+    *,
+    log: bool = False,
+    data: str = "normal",
 ) -> TimeReport:
     """The time of one recorded launch."""
     timed = predict(traced, gpu, whole)

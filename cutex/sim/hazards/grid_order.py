@@ -1,0 +1,167 @@
+"""Grids of one stream that may run side by side, and `griddepcontrol.wait` between them.
+
+A grid that is launched with programmatic stream serialisation may start as soon as the one before
+it has executed ``griddepcontrol.launch_dependents`` in all its CTAs; what that one reads and writes
+is done, and visible, for those who come after a ``griddepcontrol.wait`` (PTX ISA 9.7.13.13). Grids
+are simulated one after another, so the vector clocks tell: the end of the grids before has a slot
+of its own, which a wait learns, and barriers pass on. Whoever touches global memory without knowing
+of it races with the grids before if they touch the same bytes. If they do not, the kernel is right
+behind some kernels and wrong behind others: an advisory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cutex.sim.machine.memory import MODULE_WINDOW, Region
+from cutex.sim.ptx.parse import Instruction
+
+if TYPE_CHECKING:
+    from cutex.sim.machine.machine import Machine
+
+
+@dataclass
+class Footprint:
+    """What a grid that lets the next one start has written, by byte, and read, by range."""
+
+    kernel: str
+    written: dict[int, np.ndarray] = field(default_factory=dict)  # by a tensor's address
+    read: dict[int, tuple[int, int]] = field(default_factory=dict)  # the same; from, to
+
+    def write(self, region: Region, offsets: np.ndarray, size: int) -> None:
+        marks = self.written.setdefault(region.base, np.zeros(len(region.data), bool))
+        marks[offsets[:, None] + np.arange(size)] = True
+
+    def load(self, region: Region, low: int, high: int) -> None:
+        old = self.read.get(region.base, (low, high))
+        self.read[region.base] = min(low, old[0]), max(high, old[1])
+
+    def wrote(self, low: int, high: int) -> bool:
+        """Any of the bytes at these addresses."""
+        return any(
+            bool(marks[max(low - base, 0) : max(high - base, 0)].any())
+            for base, marks in self.written.items()
+        )
+
+    def reads(self, low: int, high: int) -> bool:
+        return any(base + a < high and low < base + b for base, (a, b) in self.read.items())
+
+
+class Stream:
+    """The grids of a stream that the next one may find still running."""
+
+    def __init__(self) -> None:
+        self.running: list[Footprint] = []
+
+
+class GridOrder:
+    """Of the launch at hand. Costs nothing where it neither waits nor lets the next one start."""
+
+    def __init__(self, machine: Machine, kernel: str, programmatic: bool, stream: Stream) -> None:
+        self.m, self.programmatic, self.stream = machine, programmatic, stream
+        names = [ins.op for ins in machine.program.code]
+        self.footprint = Footprint(kernel)
+        self.lets_start = "griddepcontrol.launch_dependents" in names
+        self.active = programmatic or self.lets_start
+        self.waited = False
+        if not programmatic:
+            stream.running.clear()
+
+    def wait(self, warps: np.ndarray) -> None:
+        self.waited = True
+        if self.programmatic:
+            slot = self.m.clocks.grid_slot()
+            for warp in warps.tolist():
+                self.m.clocks.learn(warp, slot, 1)
+
+    def finish(self) -> None:
+        """The grid has run."""
+        if self.waited:
+            self.stream.running.clear()
+        if self.lets_start:
+            self.stream.running.append(self.footprint)
+
+    # -- accesses ----------------------------------------------------------------------------------
+
+    def lanes(
+        self, warps: np.ndarray, addresses: np.ndarray, size: int, write: bool, ins: Instruction
+    ) -> None:
+        """``size`` bytes at each address (n,), by the lanes of ``warps`` (n,)."""
+        if not self.active or not len(addresses):
+            return
+        if self.lets_start:
+            for region, members in self._by_region(addresses):
+                offsets = (addresses[members] - np.uint64(region.base)).astype(np.int64)
+                if write:
+                    self.footprint.write(region, offsets, size)
+                else:
+                    self.footprint.load(region, int(offsets.min()), int(offsets.max()) + size)
+        if not self.programmatic:
+            return
+        slot = self.m.clocks.grid_slot()
+        early = self.m.clocks.known[warps, slot] == 0
+        for warp in np.unique(warps[early]).tolist():
+            mine = addresses[warps == warp]
+            for region, members in self._by_region(mine):
+                low, high = int(mine[members].min()), int(mine[members].max()) + size
+                self._early(warp, region, low, high, write, ins)
+
+    def box(self, warp: int, address: int, size: int, write: bool, ins: Instruction) -> None:
+        """A bulk copy that ``warp`` issues, of memory between these addresses."""
+        if not self.active:
+            return
+        region = self.m.memory.find(address)
+        if region is None:
+            return
+        if self.lets_start and not write:
+            self.footprint.load(region, address - region.base, address + size - region.base)
+        slot = self.m.clocks.grid_slot()
+        if self.programmatic and not self.m.clocks.known[warp, slot]:
+            self._early(warp, region, address, address + size, write, ins)
+
+    def wrote(self, region: Region, offsets: np.ndarray, size: int) -> None:
+        """A bulk store has written ``size`` bytes at each offset."""
+        if self.lets_start:
+            self.footprint.write(region, offsets, size)
+
+    def _by_region(self, addresses: np.ndarray) -> list[tuple[Region, np.ndarray]]:
+        found, left = [], np.ones(len(addresses), bool)
+        while left.any():
+            first = int(left.argmax())
+            left[first] = False
+            if (region := self.m.memory.find(int(addresses[first]))) is not None:
+                inside = (addresses >= np.uint64(region.base)) & (addresses < np.uint64(region.end))
+                found.append((region, inside))
+                left &= ~inside
+        return found
+
+    def _early(
+        self, warp: int, region: Region, low: int, high: int, write: bool, ins: Instruction
+    ) -> None:
+        who, what = self.m.grid.name_warp(warp), region.description or region.name
+        verb = "writes" if write else "reads"
+        for before in self.stream.running:
+            did = "write" if before.wrote(low, high) else ""
+            if write and before.reads(low, high):
+                did = did or "read"
+            if did:
+                self.m.findings.add(
+                    "race",
+                    f"{who} {verb} {what}, and nothing says that {before.kernel}, launched before "
+                    f"it, does not {did} it any more: no griddepcontrol.wait comes before",
+                    ins,
+                )
+                return
+        if region.base < MODULE_WINDOW:
+            others = "neither reads nor writes" if write else "does not write"
+            self.m.findings.add(
+                "race",
+                f"{who} {verb} {what} with no griddepcontrol.wait before: right only behind a "
+                f"kernel that {others} it",
+                ins,
+                advisory=True,
+                cause=0,
+            )
