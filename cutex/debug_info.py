@@ -257,7 +257,10 @@ class _Paths:
 
         code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
         kind = "edge" if code.co_name == _KERNEL_EDGE else "framework"
-        if not (op._is_framework_module(module) or op._is_framework_frame(code.co_filename)):
+        stand_in = module.startswith("cutex.sim.")  # through which a script's calls come
+        if not (
+            stand_in or op._is_framework_module(module) or op._is_framework_frame(code.co_filename)
+        ):
             kind = "user"
         self.codes.append(code)
         self.kinds[id(code)] = kind
