@@ -338,9 +338,13 @@ def _parsed(call: Call) -> tuple[ast.stmt | None, ast.expr | None]:
     return statement, expression
 
 
-@lru_cache(maxsize=64)
 def _tree(file: str) -> ast.Module:
+    return _parsed_text("".join(linecache.getlines(file)))
+
+
+@lru_cache(maxsize=64)
+def _parsed_text(text: str) -> ast.Module:
     try:
-        return ast.parse("".join(linecache.getlines(file)))
+        return ast.parse(text)
     except SyntaxError:
         return ast.Module([], [])
