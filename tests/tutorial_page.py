@@ -79,9 +79,10 @@ def in_process(line: str) -> str:
 def in_shell(line: str) -> str:
     """What a command prints to a terminal."""
     at_once = "" if "|" in line else "1"  # NOTE: as a terminal has it, and a pipe has not
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     ran = subprocess.run(
         ["bash", "-c", line],
-        env={**os.environ, "PYTHONUNBUFFERED": at_once},
+        env={**os.environ, "PYTHONUNBUFFERED": at_once, "PATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
