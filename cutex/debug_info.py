@@ -257,7 +257,10 @@ class _Paths:
 
         code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
         kind = "edge" if code.co_name == _KERNEL_EDGE else "framework"
-        if not (op._is_framework_module(module) or op._is_framework_frame(code.co_filename)):
+        stand_in = module.startswith("cutex.sim.")  # through which a script's calls come
+        if not (
+            stand_in or op._is_framework_module(module) or op._is_framework_frame(code.co_filename)
+        ):
             kind = "user"
         self.codes.append(code)
         self.kinds[id(code)] = kind
@@ -335,9 +338,13 @@ def _parsed(call: Call) -> tuple[ast.stmt | None, ast.expr | None]:
     return statement, expression
 
 
-@lru_cache(maxsize=64)
 def _tree(file: str) -> ast.Module:
+    return _parsed_text("".join(linecache.getlines(file)))
+
+
+@lru_cache(maxsize=64)
+def _parsed_text(text: str) -> ast.Module:
     try:
-        return ast.parse("".join(linecache.getlines(file)))
+        return ast.parse(text)
     except SyntaxError:
         return ast.Module([], [])

@@ -15,7 +15,8 @@ PART = 32 * ADDERS  # elements of a row in a slot, one for each thread that adds
 def sum_kernel(x: cpasync.TmaInfo, mSum: cute.Tensor):
     smem = SmemAllocator()
     sX = smem.allocate_tensor(Float32, cute.make_layout((1, PART, SLOTS)), 128)  # (1, bN, SLOT)
-    full, empty = smem.allocate_array(Int64, SLOTS), smem.allocate_array(Int64, SLOTS)
+    full = smem.allocate_array(Int64, SLOTS)
+    empty = smem.allocate_array(Int64, SLOTS)
     thread, warp, row = cute.arch.thread_idx()[0], cute.arch.warp_idx(), cute.arch.block_idx()[0]
     if thread < SLOTS:
         cute.arch.mbarrier_init(full + thread, 1)

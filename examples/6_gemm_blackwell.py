@@ -53,7 +53,7 @@ def gemm(mA: cute.Tensor, mB: cute.Tensor, mC: cute.Tensor):
 
 
 if __name__ == "__main__":
-    a, b = torch.randint(-3, 4, (2, 256, K), device="cuda").bfloat16()
+    a, b = (torch.randint(-3, 4, (256, K), device="cuda").bfloat16() for _ in "ab")
     c = torch.zeros(256, 256, device="cuda")
     gemm(*(from_dlpack(x, assumed_align=16) for x in (a, b, c)))
     assert torch.equal(c, a.float() @ b.float().T)

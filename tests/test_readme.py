@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +60,38 @@ def test_every_other_command_is_one_that_its_parser_takes(readme):
     for line in others:
         (start,) = (start for start in PARSERS if line.startswith(start))
         PARSERS[start]().parse_args(shlex.split(line.removeprefix(start)))
+
+
+def on_this_machine(readme: str) -> list[str]:
+    """The commands that need neither a GPU, nor an account, nor somebody who ends them."""
+    needs = (SETUP, "modal run ", "--compare", "--watch")
+    alone = [line for line in commands(readme) if not any(word in line for word in needs)]
+    return [*alone, *(line for line in commands(readme) if line.endswith("--dry-run"))]
+
+
+@pytest.mark.slow
+def test_each_command_works_as_it_is_typed(root, readme, tmp_path):
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "-q", root, clone], check=True)
+    lines = on_this_machine(readme)
+    assert len(lines) >= 12
+    bin = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    for line in lines:
+        ran = subprocess.run(
+            ["bash", "-c", line],
+            cwd=clone,
+            env={**os.environ, "PATH": bin, "PYTHONPATH": str(clone)},
+            capture_output=True,
+            text=True,
+        )
+        assert ran.returncode == 0, f"{line}\n{ran.stdout}{ran.stderr}"
+
+
+def test_a_newcomer_is_told_where_to_begin(readme):
+    head = readme.partition("## ")[0]
+    assert head.index("(docs/tutorial.md)") < head.index("- **")
+    assert "`[peers]` is for" in readme
+    assert "minutes" in readme.partition("-m pytest")[0]
 
 
 def test_the_pictures_are_those_that_the_ledgers_render(root, readme):

@@ -228,7 +228,9 @@ def draw_tmem(tile: tuple[int, int], dtype: str) -> str:
     lanes, columns, loads = tmem_reads(tile, dtype)
     scale, high, left, top = 1.2, 220.0, 64.0, 64.0
     canvas = Canvas(left + columns_here * scale + 20, top + high + 40, "tensor memory")
-    title = f"tensor memory: a {m}x{n} accumulator, {len(loads)} loads of {n // len(loads)} columns"
+    many = "s" if len(loads) > 1 else ""
+    each = n // len(loads)
+    title = f"tensor memory: a {m}x{n} accumulator, {len(loads)} load{many} of {each} columns"
     canvas.text(4, 16, title, "ink", 13, font_weight="600")
     whole = f"128 lanes x {columns_here} columns of 32 bits; lanes {lanes[0]}-{lanes[-1]}, "
     canvas.text(4, 34, f"{whole}columns {columns[0]}-{columns[-1]} are taken", size=11)
