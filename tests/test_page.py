@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from html import escape
 from pathlib import Path
 
@@ -262,7 +263,7 @@ def test_in_a_browser_it_sorts_filters_and_links_without_an_error(browse, width)
 
 
 def test_every_chart_has_a_title_that_can_be_seen_and_a_unit(tmp_path, monkeypatch):
-    monkeypatch.setattr("cutex.report.page.TIMELINES", tmp_path)
+    monkeypatch.setattr(sys.modules[page.__module__], "TIMELINES", tmp_path)
     text = page(ledger()) + "".join(pictures(ledger()).values())
     charts = [svg for svg in re.findall(r"<svg.*?</svg>", text) if "font-weight" in svg]
     assert len(charts) == len(re.findall(r'<svg[^>]*role="img"', text)) > 4
