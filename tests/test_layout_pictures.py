@@ -117,3 +117,34 @@ def test_the_picture_can_be_printed(capsys):
     assert main(["layout", "(2,2):(2,1)", "--out", "-"]) == 0
     assert capsys.readouterr().out.startswith("<svg ")
     assert MMAS.keys() == {"wgmma", "tcgen05", "tcgen05-pair"}
+
+
+def boxes(svg: str) -> list[tuple[str, float, float, float, float]]:
+    """Every text of a picture with about the box that it takes: left, top, right, bottom."""
+    found = []
+    for text in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text"):
+        words, size = "".join(text.itertext()), float(text.get("font-size", 12))
+        wide, x, y = 0.5 * size * len(words), float(text.get("x")), float(text.get("y"))
+        left = x - wide * {"middle": 0.5, "end": 1.0}.get(text.get("text-anchor", ""), 0.0)
+        found.append((words, left, y - 0.7 * size, left + wide, y))
+    return found
+
+
+PICTURES = [
+    "mma wgmma --tile 64,128", "mma wgmma --tile 64,16", "mma tcgen05-pair", "mma tcgen05",
+    "mma tcgen05 --tile 128,256", "swizzle 16", "swizzle 32", "swizzle 64", "swizzle 128", "tma",
+    "tmem", "tmem --tile 128,32",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", PICTURES)
+def test_no_label_lies_over_another_or_leaves_the_picture(command, capsys):
+    assert main([*command.split(), "--out", "-"]) == 0
+    svg = capsys.readouterr().out
+    width, height = map(float, ElementTree.fromstring(svg).get("viewBox").split()[2:])
+    texts = boxes(svg)
+    for i, (words, left, top, right, bottom) in enumerate(texts):
+        assert left >= 0 and right <= width and top >= 0 and bottom <= height, words
+        for other, l2, t2, r2, b2 in texts[:i]:
+            apart = right <= l2 or r2 <= left or bottom <= t2 or b2 <= top
+            assert apart, f"{words!r} lies over {other!r}"

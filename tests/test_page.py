@@ -7,16 +7,20 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from html import escape
 from pathlib import Path
 
 import pytest
 
 from cutex.kernels.gemm import stages
+from cutex.problem import OPS, problem_class
 from cutex.problem.gemm import GemmProblem
 from cutex.report import pictures
 from cutex.report.page import all_ladders, page
+from cutex.report.rows import peer_hue
 from cutex.results import Peer, Result, Timing
+from cutex.svg import HUES
 
 SIZES = (
     *((size, size, size) for size in (1024, 2048, 4096, 8192)),
@@ -193,6 +197,7 @@ window.addEventListener("load", () => {
   done.theme = [before, colour()];
   document.getElementById("theme").click();
   done.overflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+  done.tables = [...document.querySelectorAll(".scroll")].map(x => x.scrollWidth - x.clientWidth);
   done.problems = window.problems;
   const note = document.createElement("pre");
   note.id = "done";
@@ -253,4 +258,23 @@ def test_in_a_browser_it_sorts_filters_and_links_without_an_error(browse, width)
     light, dark = done["theme"]
     assert light != dark
     assert done["overflow"] <= 0
+    assert width < 1200 or max(done["tables"]) <= 0, "a table is wider than its box"
     assert picture.stat().st_size > 10_000
+
+
+def test_every_chart_has_a_title_that_can_be_seen_and_a_unit(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[page.__module__], "TIMELINES", tmp_path)
+    text = page(ledger()) + "".join(pictures(ledger()).values())
+    charts = [svg for svg in re.findall(r"<svg.*?</svg>", text) if "font-weight" in svg]
+    assert len(charts) == len(re.findall(r'<svg[^>]*role="img"', text)) > 4
+    for svg in charts:
+        (title,) = re.findall(r"<title>([^<]*)</title>(?!</circle>)", svg)[:1]
+        seen = re.search(r'<text [^>]*font-weight="600">([^<]*)</text>', svg)
+        assert seen and title.startswith(seen[1].rstrip("\u2026")), title
+        assert re.search("TFLOPS|GB/s|Speed", seen[1]), seen[1]
+
+
+def test_no_two_peers_of_an_operator_have_one_colour():
+    for op in OPS:
+        hues = [peer_hue(name) % HUES for name in ("ours", *problem_class(op).peers)]
+        assert len(set(hues)) == len(hues)

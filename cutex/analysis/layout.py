@@ -130,7 +130,7 @@ def draw_swizzle(swizzle: int, dtype: str, rows: int = 8) -> str:
     plain, permuted = smem_addresses(swizzle, dtype, rows)
     wide, high, left, top = 44.0, CELL, 34.0, 76.0
     units = len(plain[0])
-    gap = left + wide * units + 40
+    gap = max(left + wide * units + 40, 230)  # room for what stands below
     canvas = Canvas(max(2 * gap, 560), top + high * rows + 44, f"{swizzle}-byte swizzle")
     name = f"{swizzle}-byte swizzle, {dtype}: banks of the 16-byte units of {rows} rows"
     canvas.text(4, 16, name, "ink", 13, font_weight="600")
@@ -153,10 +153,11 @@ def draw_mma(name: str, tile: tuple[int, int], dtype: str) -> str:
     found = mma(name, tile, dtype)
     m, n, k = found.shape
     scale, deep = max(0.9, 230 / max(m, n)), 5.0
+    wide = max(n * scale, 230)  # room for the labels
     left, top = 60 + k * deep, 70 + k * deep
     corner = (16, 16) if found.corner else (0, 0)
     below = CELL * (corner[0] + 3) if found.corner else 40
-    width = max(left + n * scale + 40, 34 + 62.0 * corner[1] + 20, 640)
+    width = max(left + wide + 40, 34 + 62.0 * corner[1] + 20, 640)
     canvas = Canvas(width, top + m * scale + below + 20, name)
     who = f"{found.threads} threads" if name == "wgmma" else "one thread"
     pair = ", for a pair of CTAs" if found.ctas > 1 else ""
@@ -164,21 +165,21 @@ def draw_mma(name: str, tile: tuple[int, int], dtype: str) -> str:
     canvas.text(4, 16, title, "ink", 13, font_weight="600")
     canvas.rect(left - 8 - k * deep, top, k * deep, m * scale, 1, fill_opacity=".25")
     canvas.text(left - 10 - k * deep, top - 6, f"A {m}x{k}, smem", "ink", 12)
-    canvas.rect(left, top - 22 - k * deep, n * scale, k * deep, 2, fill_opacity=".25")
+    canvas.rect(left, top - 22 - k * deep, wide, k * deep, 2, fill_opacity=".25")
     canvas.text(left + 4, top - 6 - k * deep, f"B {n}x{k}, smem", "ink", 12)
     for cta in range(found.ctas if found.ctas > 1 else 0):
-        at = left + n * scale * cta / found.ctas
+        at = left + wide * cta / found.ctas
         canvas.line(at, top - 22 - k * deep, at, top - 22, "soft", stroke_dasharray="3 3")
         canvas.text(at + 4, top - 28, f"in CTA {cta}", size=11)
-    canvas.rect(left, top, n * scale, m * scale, 0, fill_opacity=".25")
+    canvas.rect(left, top, wide, m * scale, 0, fill_opacity=".25")
     where = "registers" if found.corner else "tensor memory"
     canvas.text(left + 4, top + 16, f"C {m}x{n}, fp32, {where}", "ink", 12)
     parts = 4 if found.corner else found.ctas
     for part in range(parts):
         y = top + m * scale * part / parts
-        canvas.line(left, y, left + n * scale, y, "soft", stroke_dasharray="3 3")
+        canvas.line(left, y, left + wide, y, "soft", stroke_dasharray="3 3")
         owner = f"warp {part}" if found.corner else f"CTA {part}: lanes 0-{max(found.lanes)}"
-        canvas.text(left + 4, y + m * scale / parts - 4, owner, size=11)
+        canvas.text(left + wide - 4, y + m * scale / parts - 4, owner, size=11, text_anchor="end")
     y = top + m * scale + 26
     if found.corner:
         canvas.text(4, y, "who holds the first 16x16 of C: T thread, V value", size=11)

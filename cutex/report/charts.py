@@ -9,6 +9,16 @@ from html import escape
 
 from cutex.svg import Canvas, colour, fits
 
+HEAD = 24.0  # of a chart's title
+
+
+def _titled(width: float, height: float, title: str) -> Canvas:
+    """A canvas with its title on top: what it shows, of which size, in which unit."""
+    canvas = Canvas(width, height, title)
+    canvas.text(2, 15, fits(title, width - 4, 13.5), "ink", 13.5, font_weight="600")
+    return canvas
+
+
 # ---- bars
 
 
@@ -24,10 +34,10 @@ class Bar:
 def bars(title: str, rows: Sequence[Bar], top: float, width: float = 760) -> str:
     """Horizontal bars from 0 to `top`, each with its label and note above it."""
     pitch, margin, room = 40.0, 2.0, 96.0
-    canvas = Canvas(width, 8 + pitch * len(rows), title)
+    canvas = _titled(width, HEAD + 8 + pitch * len(rows), title)
     scale = (width - margin - room) / top
     for i, row in enumerate(rows):
-        y = 4 + pitch * i
+        y = HEAD + 4 + pitch * i
         space = width - 14 - len(row.label) * 13 * 0.62
         canvas.marks.append(
             f'<text x="{margin:g}" y="{y + 12:g}" font-size="13" fill="{colour("ink")}">'
@@ -113,16 +123,16 @@ class Point:
 
 def roofline(title: str, roofs: Sequence[Roof], points: Sequence[Point], width: float) -> str:
     """Attainable TFLOPS against FLOP per byte, both logarithmic."""
-    height = 300.0 if width < 500 else 360.0
+    height = HEAD + (300.0 if width < 500 else 360.0)
     highest = max(r.tflops for r in roofs) * 1.6
     slopes = [r.gbs for r in roofs if r.gbs] or [1.0]
     left = min([p.intensity for p in points] + [20.0]) / 2
     right = max([p.intensity for p in points] + [2000.0]) * 2
     lowest = min([p.tflops for p in points] + [left * min(slopes) / 1e3]) / 1.5
     x = Axis(left, right, 50, width - 84, log=True)
-    y = Axis(lowest, highest, height - 40, 12, log=True)
+    y = Axis(lowest, highest, height - 40, HEAD + 22, log=True)
     label = -math.inf  # where the last ceiling's name stands
-    canvas = Canvas(width, height, title)
+    canvas = _titled(width, height, title)
     _grid(canvas, x, y, "FLOP per byte of memory traffic", "TFLOPS")
     for roof in sorted(roofs, key=lambda roof: -roof.tflops):
         dash = {} if roof.stated else {"stroke_dasharray": "5 4"}
@@ -152,7 +162,7 @@ def _grid(canvas: Canvas, x: Axis, y: Axis, x_title: str, y_title: str) -> None:
             last = at
     canvas.line(x.start, y.start, x.end, y.start, "soft")
     canvas.text((x.start + x.end) / 2, y.start + 34, x_title, size=11.5, text_anchor="middle")
-    canvas.text(x.start - 44, 10, y_title, size=11.5)
+    canvas.text(x.start - 44, y.end - 10, y_title, size=11.5)
 
 
 # ---- sweeps
@@ -176,12 +186,12 @@ class Series:
 
 def sweep(title: str, series: Sequence[Series], x_title: str, width: float) -> str:
     """One line with its band per series, over a logarithmic x; y from 0."""
-    height = 280.0 if width < 500 else 320.0
+    height = HEAD + (280.0 if width < 500 else 320.0)
     xs = sorted({s.x for line in series for s in line.samples})
     top = max(s.high for line in series for s in line.samples) * 1.08
     x = Axis(xs[0], xs[-1], 62, width - 24, log=True)
-    y = Axis(0, top, height - 40, 18)
-    canvas = Canvas(width, height, title)
+    y = Axis(0, top, height - 40, HEAD + 22)
+    canvas = _titled(width, height, title)
     for value in y.ticks():
         canvas.line(50, y(value), width - 10, y(value), "grid")
         canvas.text(44, y(value) + 4, number(value), size=11.5, text_anchor="end")
@@ -192,7 +202,7 @@ def sweep(title: str, series: Sequence[Series], x_title: str, width: float) -> s
             last = x(value)
     canvas.line(50, y.start, width - 10, y.start, "soft")
     canvas.text(width / 2, y.start + 34, x_title, size=11.5, text_anchor="middle")
-    canvas.text(6, 11, "TFLOPS", size=11.5)
+    canvas.text(6, y.end - 10, "TFLOPS", size=11.5)
     for line in reversed(series):  # ours, the first, on top
         upper = [(x(s.x), y(s.high)) for s in line.samples]
         lower = [(x(s.x), y(s.low)) for s in reversed(line.samples)]
@@ -216,14 +226,14 @@ class Ratio:
 
 def ratios(title: str, points: Sequence[Ratio], names: Sequence[str], width: float) -> str:
     """Ratios sorted from the lowest, a dot for each problem, over a line at 1; `names` of hues."""
-    height = 300.0
+    height = HEAD + 300.0
     ordered = sorted(points, key=lambda p: p.value)
     low, high = min(0.9, ordered[0].value) * 0.98, max(1.1, ordered[-1].value) * 1.02
     x, y = (
         Axis(-0.5, len(ordered) - 0.5, 50, width - 12),
-        Axis(low, high, height - 40, 26, log=True),
+        Axis(low, high, height - 40, HEAD + 30, log=True),
     )
-    canvas = Canvas(width, height, title)
+    canvas = _titled(width, height, title)
     marks = [0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.6, 2.0, 2.5, 3.0]
     for value in (mark for mark in marks if low <= mark <= high):
         canvas.line(50, y(value), width - 12, y(value), "ink" if value == 1 else "grid")
@@ -233,7 +243,7 @@ def ratios(title: str, points: Sequence[Ratio], names: Sequence[str], width: flo
     canvas.text(width / 2, height - 18, f"{len(ordered)} problems, sorted", text_anchor="middle")
     at = 56.0
     for hue, name in enumerate(names):
-        canvas.dot(at, 12, hue)
-        canvas.text(at + 8, 16, name, size=11.5)
+        canvas.dot(at, HEAD + 8, hue)
+        canvas.text(at + 8, HEAD + 12, name, size=11.5)
         at += 22 + 7 * len(name)
     return canvas.svg()

@@ -18,7 +18,7 @@ select option{background:var(--page)}
 figure{margin:.75rem 0 1.5rem}figcaption{font-size:.9rem;margin-bottom:.75rem}
 figure svg{display:block;max-width:100%;height:auto}
 .narrow{display:none}.size{font-weight:600;margin:1rem 0 .25rem}
-.bar{display:grid;grid-template-columns:minmax(0,19rem) minmax(0,1fr) 6.5rem;gap:0 .75rem;
+.bar{display:grid;grid-template-columns:minmax(0,19rem) minmax(0,1fr) 12rem;gap:0 .75rem;
 align-items:center;padding:.25rem 0;font-size:.9rem;line-height:1.3}
 .what{color:var(--soft)}.what b{color:var(--ink)}
 .track{background:var(--grid);border-radius:3px;height:.9rem;overflow:hidden}
@@ -27,7 +27,9 @@ align-items:center;padding:.25rem 0;font-size:.9rem;line-height:1.3}
 .legend i{display:inline-block;width:.7rem;height:.7rem;border-radius:50%;margin-right:.35rem}
 .scroll{overflow:auto;max-height:38rem}table{border-collapse:collapse;font-size:.85rem;width:100%}
 th,td{padding:.3rem .6rem;text-align:left;border-bottom:1px solid var(--grid);white-space:nowrap;
-vertical-align:top}#rows td:last-child{white-space:normal;min-width:12rem}
+vertical-align:top}.scroll th,.scroll td{padding:.3rem .35rem}th{white-space:normal}
+#best td:first-child,#rows td{white-space:normal}#rows td.n{white-space:nowrap}
+#rows td:nth-child(10){white-space:normal}
 th{position:sticky;top:0;background:var(--page)}
 th button{border:0;padding:0;font-weight:600;cursor:pointer;text-align:left}
 th[aria-sort=ascending] button::after{content:" \\2191"}
@@ -37,7 +39,7 @@ dl{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:.1rem 1rem;f
 padding:.75rem 0;border-top:1px solid var(--grid);margin:0}dt{color:var(--soft)}
 dd{margin:0;overflow-wrap:anywhere}
 @media (max-width:44rem){body{padding:.75rem .75rem 3rem}.wide{display:none}.narrow{display:block}
-.bar{grid-template-columns:minmax(0,1fr) 6rem}.what{grid-column:1/-1}}
+.bar{grid-template-columns:minmax(0,1fr) 11rem}.what{grid-column:1/-1}}
 """
 
 SCRIPT = """

@@ -95,11 +95,12 @@ def _ladders(rows: Rows) -> str:
 
 def _ladder(target: Arch, ladder: Sequence[Stage], kind: history.Kind, rows: Rows) -> str:
     sizes = main_sizes(rows)[:12]
-    peaks = {r.sizes: x.peak for r in sizes if (x := rate_of(r))}
+    rates = {r.sizes: x for r in sizes if (x := rate_of(r))}
     options = "".join(f"<option>{said(r.size)}</option>" for r in sizes)
     blocks = "".join(
-        f'<div data-size="{said(r.size)}"><p class="size">{said(r.size)}</p>'
-        f"{''.join(_bar(b, peaks[r.sizes]) for b in ladder_bars(ladder, rows, r.sizes))}</div>"
+        f'<div data-size="{said(r.size)}"><p class="size">{said(r.size)}: '
+        f"{rates[r.sizes].unit}</p>"
+        f"{''.join(_bar(b, rates[r.sizes].peak) for b in ladder_bars(ladder, rows, r.sizes))}</div>"
         for r in sizes
     )
     first = peer_title(baseline(kind.op))
@@ -171,7 +172,7 @@ def _roofline(on: roofline.Gpu, rows: Rows) -> str:
         f"{on.hbm_gbs:.0f} GB/s{ceiling}{copy}."
     )
     drawn = {
-        name: charts.roofline(f"Roofline of {on.name}", roofs, points, width)
+        name: charts.roofline(f"TFLOPS over FLOP per byte, {on.name}", roofs, points, width)
         for name, width in WIDTHS
     }
     return _figure(text, drawn, names)
@@ -225,7 +226,8 @@ def _sweep(kind: history.Kind, title: str, rows: Rows) -> str:
         ]
         lines.append(charts.Series(name, peer_hue(name), samples))
     text = f"{caption(kind)}: the fastest stage at each size; bands are p20 to p80."
-    drawn = {name: charts.sweep(f"TFLOPS over {title}", lines, title, w) for name, w in WIDTHS}
+    what = f"TFLOPS over {title}, {kind.dtype}, {kind.device_name}"
+    drawn = {name: charts.sweep(what, lines, title, w) for name, w in WIDTHS}
     return _figure(text, drawn, [line.name for line in lines])
 
 

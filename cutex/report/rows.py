@@ -19,7 +19,7 @@ DATA = {
     "zeros": "zeros",
 }
 CACHE = {"cold": "cold L2", "hot": "hot L2"}
-OTHER_HUE = 4  # of a peer that no operator knows
+OTHER_HUE = 5  # of a peer that no operator knows
 
 Sizes = tuple[Any, ...]
 Rows = Sequence[Result]

@@ -363,9 +363,9 @@ def _in_brief(wait: Wait) -> str:
     """Where and for what a warp waits, without the state of its barrier but what is wrong there."""
     what, _, state = wait.tell().partition(": ")
     what = re.sub(r" \(that is [^)]*\)", "", what)
-    wrong = re.search(r" \([^(]*expect_tx announced.*?\)(?=,)", state)
+    wrong = re.search(r" \([^(]*expect_tx announced.*(?=, last touched)", state)
     verb = "" if what.startswith("waits") else "waits for "
-    return f"{verb}{what}{wrong[0] if wrong else ''}, at {wait.instruction.place()}"
+    return f"{verb}{what}, at {wait.instruction.place()}{wrong[0] if wrong else ''}"
 
 
 def _lanes(lanes: np.ndarray | None) -> str:

@@ -170,7 +170,7 @@ class MBarriers:
         barrier = self.get(cta, offset, ins)
         barrier.tx += size
         barrier.tx_expected += size
-        barrier.announced = f" at {ins.place()}"
+        barrier.announced = ins.place()
         barrier.last = f"{who} at {ins.where()}"
         if abs(barrier.tx) > MAX_COUNT:
             raise BarrierMisuse.at(
@@ -232,13 +232,13 @@ class MBarriers:
         )
         if b.tx > 0 and not any((cta, offset) in op.signals for op in self.machine.flight):
             text += (
-                f" (expect_tx announced {b.tx_expected} bytes{b.announced}, {b.tx_arrived} came "
-                "and no copy is in flight)"
+                f" (expect_tx announced {b.tx_expected} bytes, {b.tx_arrived} came and no copy is "
+                f"in flight), announced at {b.announced}"
             )
         elif b.tx < 0:
             text += (
-                f" ({b.tx_arrived} bytes came, expect_tx announced only {b.tx_expected}"
-                f"{b.announced})"
+                f" ({b.tx_arrived} bytes came, expect_tx announced only {b.tx_expected}), "
+                f"announced at {b.announced}"
             )
         return f"{text}, last touched by {b.last}"
 
