@@ -12,7 +12,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,7 +81,7 @@ class Calls:
 
     def run(self, function: Simulated, arguments: list[Any]) -> None:
         started = time.perf_counter()
-        regions = self.memory.regions([a for a in arguments if isinstance(a, HostTensor)])
+        regions = self.memory.regions(list(_tensors(arguments)))
         if self.clock is not None:
             self.clock.run(function, arguments, regions)
         sim = Simulation(
@@ -163,8 +163,14 @@ class Calls:
 class Simulated:
     """What cute.compile returned, which runs in the simulator when it is called."""
 
-    def __init__(self, compiled: Any, parameters: list[str], calls: Calls) -> None:
-        self.compiled, self.parameters, self.calls = compiled, parameters, calls
+    def __init__(
+        self, compiled: Any, parameters: dict[str, inspect.Parameter], calls: Calls
+    ) -> None:
+        self.compiled, self.calls = compiled, calls
+        self.parameters = list(parameters)
+        self.defaults = {
+            n: p.default for n, p in parameters.items() if p.default is not inspect.Parameter.empty
+        }
         self.host, self.programs = load(compiled, (), "")
         self.ptx: str = getattr(compiled, "__ptx__", "")
 
@@ -174,11 +180,23 @@ class Simulated:
     def __call__(self, *arguments: Any, **named: Any) -> None:
         """Constants were compiled in; the host code has its own stream unless it names one."""
         given = list(arguments)
-        given += [named[n] for n in self.parameters[len(given) :] if n in named]
+        named = {**self.defaults, **named}
         wanted = self.host.argument_names
+        given += [named[n] for n in wanted[len(given) :] if n in named]
         given = [g for g in given if not (is_stream(g) and not _takes_stream(given))]
         names = [*wanted, *(f"argument {i}" for i in range(len(given)))]
-        self.calls.run(self, [_value(g, n) for g, n in zip(given, names, strict=False)])
+        with torch._C.DisableTorchFunction():  # which tensors are where, as it is
+            values = [_value(g, n) for g, n in zip(given, names, strict=False)]
+        self.calls.run(self, values)
+
+
+def _tensors(arguments: Iterable[Any]) -> Iterator[HostTensor]:
+    """Those among the arguments, and in tuples of theirs."""
+    for argument in arguments:
+        if isinstance(argument, HostTensor):
+            yield argument
+        elif isinstance(argument, tuple):
+            yield from _tensors(argument)
 
 
 def _is_tensor(value: Any) -> bool:
@@ -267,7 +285,8 @@ class Compiler:
             compiled = self.original(
                 dsl, body, *fakes, compile_only=True, no_cache=True, **fake_named
             )
-        parameters = [n for n in inspect.signature(body).parameters if n != "self"]
+        parameters = dict(inspect.signature(body).parameters)
+        parameters.pop("self", None)
         return Simulated(compiled, parameters, self.calls)
 
 
@@ -336,7 +355,9 @@ def dsl_on_cpu(arch: Arch, calls: Calls) -> Iterator[None]:
             (cutlass.cute.testing, {"benchmark": _benchmark}),
             (HardwareInfo, {
                 "__init__": lambda self, *_: None,
-                "get_max_active_clusters": lambda self, size, *_, **__: arch.num_sms // size,
+                "get_max_active_clusters": lambda self, cluster_size, *_, **__: (
+                    arch.num_sms // cluster_size
+                ),
                 "get_device_multiprocessor_count": lambda self: arch.num_sms,
                 "get_l2_cache_size_in_bytes": lambda self: arch.l2_bytes,
             }),
