@@ -12,7 +12,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,7 +81,7 @@ class Calls:
 
     def run(self, function: Simulated, arguments: list[Any]) -> None:
         started = time.perf_counter()
-        regions = self.memory.regions(list(_tensors(arguments)))
+        regions = self.memory.regions([a for a in arguments if isinstance(a, HostTensor)])
         if self.clock is not None:
             self.clock.run(function, arguments, regions)
         sim = Simulation(
@@ -180,23 +180,14 @@ class Simulated:
     def __call__(self, *arguments: Any, **named: Any) -> None:
         """Constants were compiled in; the host code has its own stream unless it names one."""
         given = list(arguments)
-        named = {**self.defaults, **named}
+        given += [named[n] for n in self.parameters[len(given) :] if n in named]
         wanted = self.host.argument_names
-        given += [named[n] for n in wanted[len(given) :] if n in named]
         given = [g for g in given if not (is_stream(g) and not _takes_stream(given))]
+        given += [self.defaults[n] for n in wanted[len(given) :] if n in self.defaults]
         names = [*wanted, *(f"argument {i}" for i in range(len(given)))]
         with torch._C.DisableTorchFunction():  # which tensors are where, as it is
             values = [_value(g, n) for g, n in zip(given, names, strict=False)]
         self.calls.run(self, values)
-
-
-def _tensors(arguments: Iterable[Any]) -> Iterator[HostTensor]:
-    """Those among the arguments, and in tuples of theirs."""
-    for argument in arguments:
-        if isinstance(argument, HostTensor):
-            yield argument
-        elif isinstance(argument, tuple):
-            yield from _tensors(argument)
 
 
 def _is_tensor(value: Any) -> bool:
@@ -287,7 +278,11 @@ class Compiler:
             )
         parameters = dict(inspect.signature(body).parameters)
         parameters.pop("self", None)
-        return Simulated(compiled, parameters, self.calls)
+        try:
+            return Simulated(compiled, parameters, self.calls)
+        except SimError as error:  # NOTE: of PTX that the simulator does not read
+            self.calls.errors.append((error, getattr(compiled, "__ptx__", "")))
+            raise
 
 
 def _fake(value: Any, own_stream: bool) -> Any:

@@ -117,12 +117,12 @@ class OnCpu(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.record_stream:
             return None
+        if func is torch.device:
+            return func(*args, **kwargs)
         if func == _IS_CUDA:
             return args[0] in self.memory
         if func == _DEVICE:
             return GPU if args[0] in self.memory else func(*args)
-        if func is torch.Tensor.get_device:
-            return 0 if args[0] in self.memory else -1
         given = (*args, *kwargs.values())
         to_gpu = func is torch.Tensor.cuda or _names("cuda", given)
         to_host = func is torch.Tensor.cpu or _names("cpu", given)
@@ -272,6 +272,10 @@ def torch_on_cpu(arch: Arch) -> Iterator[DeviceMemory]:
         stack.enter_context(patched(torch.cuda.nvtx, **_marks()))
         stack.enter_context(patched(torch.cuda.profiler, start=lambda: None, stop=lambda: None))
         mode = stack.enter_context(OnCpu(memory))
+        # NOTE: torch asks no mode about this one
+        stack.enter_context(
+            patched(torch.Tensor, get_device=lambda tensor: 0 if tensor in memory else -1)
+        )
         ops, engine = CustomOps(mode), torch.autograd._engine_run_backward
         stack.enter_context(patched(torch.library, custom_op=ops))
         stack.enter_context(patched(torch.autograd, _engine_run_backward=ops.within(engine)))
