@@ -178,6 +178,7 @@ class Program:
 _STATEMENT = re.compile(
     r"(?:@(!?)([\w$%.]+)\s+)?([a-z]\w*(?:(?:\.|::)\w+)*)(?:\s+(.*)|(?=\()(.*))?", re.S
 )
+_PLAIN = re.compile(r"[^\n{}:;]+")  # what ends no statement, label, scope or line
 _FLOAT = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 
@@ -262,6 +263,10 @@ class _Body:
         while True:
             if at >= len(text):
                 raise unreadable(line, piece or "end of the text", "the body has no closing brace")
+            if plain := _PLAIN.match(text, at):
+                began = line if not piece.strip() and plain.group().strip() else began
+                piece, at = piece + plain.group(), plain.end()
+                continue
             char = text[at]
             if char == "\n":
                 if piece.strip().startswith(".loc"):
@@ -462,7 +467,7 @@ class _Body:
             reg = self._register(text[1:].strip(), scope)
             if reg and reg.bank == 1:
                 return Not(reg)
-        if vector := self._vector(text, scope):
+        if self.vectors and (vector := self._vector(text, scope)):
             return vector
         reg = self._register(text, scope)
         if reg:
