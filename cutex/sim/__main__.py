@@ -20,6 +20,9 @@ from cutex.arch import ARCHS, arch
 from cutex.command import INTERRUPTED, print_nowhere, refuse
 from cutex.orders import ORDERS
 
+# Libraries that keep compiled kernels on disk and load them from there, past the simulator.
+NO_DISK_CACHES = {"QUACK_CACHE_ENABLED": "0", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}
+
 
 def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(
@@ -67,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if why := _bad_clock(options):
         return refuse(why)
     os.environ["CUTE_DSL_ARCH"] = options.arch  # which the DSL reads once, when it is imported
+    os.environ.update(NO_DISK_CACHES)
     from cutex.sim.host.dsl_stand_in import Calls, Clock, dsl_on_cpu
     from cutex.sim.host.torch_stand_in import torch_on_cpu
 

@@ -375,3 +375,20 @@ def test_half_a_warp_cannot_load_matrices():
     @%p0 ldmatrix.sync.aligned.m8n8.x1.shared.b16 {{%r0}}, [here];"""
     with pytest.raises(BarrierMisuse, match=r"with lanes 0,1,2,.* only, but it is .aligned"):
         simulate_ptx(body, {}, Shape(smem=2048))
+
+
+def test_a_vector_register_is_its_elements(execute):
+    """PTX ISA 5.4.2: .x .y .z .w, or .r .g .b .a, and all of them where a vector is wanted."""
+    a = np.arange(128, dtype=np.uint32).reshape(32, 4)
+    out = np.zeros_like(a)
+    body = """
+    .reg .v4 .b32 v;
+    .reg .v2 .b32 w;
+    ld.global.v4.b32 v, [%a_i];
+    mov.b32 w.x, v.a;
+    mov.b32 w.g, v.y;
+    st.global.v2.b32 [%out_i], w;
+    st.global.v2.b32 [%out_i+8], {v.z, v.r};
+    """
+    execute(body, {"a": a, "out": out})
+    assert (out == a[:, [3, 1, 2, 0]]).all()

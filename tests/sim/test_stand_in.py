@@ -113,6 +113,37 @@ took = cute.testing.benchmark(compiled, kernel_arguments=cute.testing.JitArgumen
     from_dlpack(a), from_dlpack(b), from_dlpack(c), 2.0, stream))
 assert took != took  # there is no time here
 """,
+    "as an operator with a backward": """
+@torch.library.custom_op("mine::scaled_sum", mutates_args=(), device_types="cuda")
+def scaled_sum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    assert x.is_cuda and x.device == torch.device("cuda:0") and x.get_device() == 0
+    out = torch.empty(x.shape, device=x.device)
+    torch.cuda.nvtx.range_push("launch")
+    add(x.detach(), y.detach(), out, 2.0, CUstream(torch.cuda.ExternalStream(7).cuda_stream))
+    return out
+class Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        return scaled_sum(x, y)
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, scaled_sum(torch.zeros_like(grad, device="cuda"), grad)
+x, y = a.clone().requires_grad_(), b.clone().requires_grad_()
+c.copy_(Sum.apply(x, y).detach())
+Sum.apply(x, y).backward(torch.ones(150, device="cuda"))
+assert (y.grad == 2).all() and (x.grad == 1).all() and y.grad.is_cuda
+assert torch.ones(3).device.type == "cpu" and a.cpu().device.type == "cpu"
+import torch._dynamo
+""",
+    "without what has a default": """
+@cute.jit
+def add_twice(a: cute.Tensor, b: cute.Tensor, c: cute.Tensor, stream: CUstream,
+              scale: cutlass.Float32 = 2.0):
+    add(a, b, c, scale, stream)
+tensors = [from_dlpack(x) for x in (a, b, c)]
+compiled = cute.compile(add_twice, *tensors, stream, cutlass.Float32(3.0))
+compiled(*tensors, stream)
+""",
     "by addresses": """
 @cute.jit
 def by_addresses(pa: cute.Pointer, pb: cute.Pointer, pc: cute.Pointer, n: cutlass.Int32,
@@ -134,9 +165,9 @@ def test_a_script_runs_as_on_a_gpu(tmp_path):
     assert ran.returncode == 0, ran.stderr
     for name in CALLS:
         assert f"done {name}" in ran.stdout
-    assert ran.stdout.count("a[65] is 65.0") == len(CALLS)
+    assert ran.stdout.count("a[65] is 65.0") == len(CALLS) + 1
     assert ran.stdout.count("right --mine 3 (10, 0)") == len(CALLS)
-    assert f"cutex: {len(CALLS) + 2} launches of " in ran.stderr
+    assert f"cutex: {len(CALLS) + 4} launches of " in ran.stderr
     assert ran.stderr.rstrip().endswith("no findings")
 
 
@@ -161,6 +192,17 @@ def test_a_finding_is_told_and_is_exit_code_1(tmp_path):
     assert "cutex: race: CTA (0,0,0) warp" in ran.stderr
     assert "no barrier orders the two" in ran.stderr
     assert ran.stderr.rstrip().endswith("1 finding")
+
+
+def test_ptx_that_the_simulator_does_not_read_is_told_and_is_exit_code_1(tmp_path):
+    text = HEAD + CALLS["compiled"].replace("compiled = ", """
+from cutex.sim.host import dsl_stand_in
+from cutex.sim.ptx import parse
+dsl_stand_in.load = lambda compiled, *rest: parse.parse(compiled.__ptx__.replace(".b32", ".b99"))
+compiled = """, 1)  # fmt: skip
+    ran = run(tmp_path, text)
+    assert ran.returncode == 1
+    assert "cannot be read: the declaration: .reg .b99" in ran.stderr
 
 
 def test_an_access_out_of_bounds_ends_it_with_the_name_of_the_tensor(tmp_path):

@@ -91,28 +91,27 @@ class AsyncAccesses:
 
     def issue(self, op: Operation) -> None:
         """``op`` accesses its places from here on: it must come after what is there."""
-        clocks = self.m.clocks
-        everyone = clocks.known[op.issuers].min(0).tolist()
+        rows = self.m.clocks.known[op.issuers]
+        everyone, each = rows.min(0).tolist(), rows.tolist()
+        tracks: list[Track] = []
         for write, places in ((False, op.reads), (True, op.writes)):
             for place in places:
                 issuers, known = op.issuers, everyone
                 if place.part is not None:
-                    issuers = [issuers[place.part]]
-                    known = clocks.known[issuers[0]].tolist()
+                    issuers, known = [issuers[place.part]], each[place.part]
                 if isinstance(place, Span):
                     for warp in issuers:
                         self.m.smem_shadow.asynchronous(warp, place, write, op)
                 else:
                     self.m.tmem.shadow.issue(op.warp, place, write, op.what, op.instruction)
-                self._check(op, self._track(place), place, write, known)
-        for place in op.reads:
-            track = self._track(place)
+                tracks.append(self._track(place))
+                self._check(op, tracks[-1], place, write, known)
+        for place, track in zip(op.reads, tracks, strict=False):
             for slot, count in self._agents(op, place):
                 if slot not in track.reads:
                     track.reads[slot] = Last(self.m.grid.num_ctas)
                 track.reads[slot].set(place.cta, slot, count, op)
-        for place in op.writes:
-            track = self._track(place)
+        for place, track in zip(op.writes, tracks[len(op.reads) :], strict=True):
             self._forget(track, place.cta)
             ((slot, count),) = self._agents(op, place)
             track.write.set(place.cta, slot, count, op)

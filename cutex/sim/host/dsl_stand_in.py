@@ -174,8 +174,14 @@ class Calls:
 class Simulated:
     """What cute.compile returned, which runs in the simulator when it is called."""
 
-    def __init__(self, compiled: Any, parameters: list[str], calls: Calls) -> None:
-        self.compiled, self.parameters, self.calls = compiled, parameters, calls
+    def __init__(
+        self, compiled: Any, parameters: dict[str, inspect.Parameter], calls: Calls
+    ) -> None:
+        self.compiled, self.calls = compiled, calls
+        self.parameters = list(parameters)
+        self.defaults = {
+            n: p.default for n, p in parameters.items() if p.default is not inspect.Parameter.empty
+        }
         self.host, self.programs = load(compiled, (), "")
         self.ptx: str = getattr(compiled, "_cutex_ptx", "") or getattr(compiled, "__ptx__", "")
 
@@ -188,8 +194,11 @@ class Simulated:
         given += [named[n] for n in self.parameters[len(given) :] if n in named]
         wanted = self.host.argument_names
         given = [g for g in given if not (is_stream(g) and not _takes_stream(given))]
+        given += [self.defaults[n] for n in wanted[len(given) :] if n in self.defaults]
         names = [*wanted, *(f"argument {i}" for i in range(len(given)))]
-        self.calls.run(self, [_value(g, n) for g, n in zip(given, names, strict=False)])
+        with torch._C.DisableTorchFunction():  # which tensors are where, as it is
+            values = [_value(g, n) for g, n in zip(given, names, strict=False)]
+        self.calls.run(self, values)
 
 
 def _is_tensor(value: Any) -> bool:
@@ -280,8 +289,13 @@ class Compiler:
             )
         if compiled.__ptx__:
             compiled._cutex_ptx = recorder.annotate(compiled.__ptx__)
-        parameters = [n for n in inspect.signature(body).parameters if n != "self"]
-        return Simulated(compiled, parameters, self.calls)
+        parameters = dict(inspect.signature(body).parameters)
+        parameters.pop("self", None)
+        try:
+            return Simulated(compiled, parameters, self.calls)
+        except SimError as error:  # NOTE: of PTX that the simulator does not read
+            self.calls.errors.append((error, getattr(compiled, "_cutex_ptx", "")))
+            raise
 
 
 def _fake(value: Any, own_stream: bool) -> Any:
@@ -349,7 +363,9 @@ def dsl_on_cpu(arch: Arch, calls: Calls) -> Iterator[None]:
             (cutlass.cute.testing, {"benchmark": _benchmark}),
             (HardwareInfo, {
                 "__init__": lambda self, *_: None,
-                "get_max_active_clusters": lambda self, size, *_, **__: arch.num_sms // size,
+                "get_max_active_clusters": lambda self, cluster_size, *_, **__: (
+                    arch.num_sms // cluster_size
+                ),
                 "get_device_multiprocessor_count": lambda self: arch.num_sms,
                 "get_l2_cache_size_in_bytes": lambda self: arch.l2_bytes,
             }),

@@ -7,8 +7,9 @@ remembered: a kernel may reach it by an address alone, as a grouped GEMM does.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,8 @@ from cutex.sim.host.capture import HostTensor
 
 ALIGNMENT = 512  # bytes, of the CUDA caching allocator
 CPU = torch.device("cpu")
-_IS_CUDA = torch.Tensor.is_cuda.__get__
+GPU = torch.device("cuda", 0)
+_IS_CUDA, _DEVICE = torch.Tensor.is_cuda.__get__, torch.Tensor.device.__get__
 
 
 class Allocation(NamedTuple):
@@ -115,8 +117,12 @@ class OnCpu(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.record_stream:
             return None
+        if func is torch.device:
+            return func(*args, **kwargs)
         if func == _IS_CUDA:
             return args[0] in self.memory
+        if func == _DEVICE:
+            return GPU if args[0] in self.memory else func(*args)
         given = (*args, *kwargs.values())
         to_gpu = func is torch.Tensor.cuda or _names("cuda", given)
         to_host = func is torch.Tensor.cpu or _names("cpu", given)
@@ -140,7 +146,7 @@ class OnCpu(TorchFunctionMode):
 
 
 class _Stream:
-    cuda_stream = 0
+    cuda_stream, device = 0, GPU
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def synchronize(self) -> None: ...
@@ -153,6 +159,8 @@ class _Stream:
 
 
 class _Event:
+    cuda_event = 0
+
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def record(self, *_: Any) -> None: ...
     def wait(self, *_: Any) -> None: ...
@@ -175,19 +183,69 @@ class _Properties:
 
 
 def _calls(arch: Arch) -> dict[str, Any]:
-    """What stands for functions of torch.cuda."""
-    nothing = lambda *_, **__: None
-    stream = lambda *_, **__: _Stream()
+    """What stands for functions of torch.cuda, each a function of its own, as torch's compiler
+    asks for.
+    """
+    nothing = lambda: lambda *_, **__: None
+    stream = lambda: lambda *_, **__: _Stream()
     return {
         "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
         "get_device_capability": lambda *_: arch.capability,
         "get_device_name": lambda *_: f"NVIDIA {arch.board}",
         "get_device_properties": lambda *_: _Properties(arch),
-        "current_stream": stream, "default_stream": stream, "stream": stream,
-        "Stream": _Stream, "Event": _Event, "_lazy_init": nothing,
-        **dict.fromkeys(("synchronize", "set_device", "init", "empty_cache", "manual_seed",
-                         "manual_seed_all", "reset_peak_memory_stats"), nothing),
+        **{name: stream() for name in ("current_stream", "default_stream", "stream")},
+        "Stream": _Stream, "ExternalStream": type("ExternalStream", (_Stream,), {}),
+        "Event": _Event, "_lazy_init": nothing(),
+        **{name: nothing() for name in (
+            "synchronize", "set_device", "init", "empty_cache", "manual_seed", "manual_seed_all",
+            "reset_peak_memory_stats")},
     }  # fmt: skip
+
+
+def _marks() -> dict[str, Any]:
+    """What stands for torch.cuda.nvtx."""
+    return {
+        "range_push": lambda *_: 0, "range_pop": lambda: 0, "mark": lambda *_: None,
+        "range_start": lambda *_: 0, "range_end": lambda *_: None,
+    }  # fmt: skip
+
+
+class CustomOps:
+    """torch.library's operators of a script: their kernels for "cuda" are those of all devices, and
+    find a GPU as the script does, though torch takes a mode off in a call.
+    """
+
+    def __init__(self, mode: OnCpu) -> None:
+        self.mode, self.original = mode, torch.library.custom_op
+
+    def __call__(
+        self, name: str, fn: Any = None, /, *, mutates_args: Any, device_types: Any = None,
+        schema: str | None = None, **how: Any,
+    ) -> Any:  # fmt: skip
+        """torch.library.custom_op"""
+
+        def register(fn: Callable[..., Any]) -> Any:
+            found = schema or torch.library.infer_schema(fn, mutates_args=mutates_args)
+            return self.original(
+                name, self.within(fn), mutates_args=mutates_args, schema=found,
+                device_types=None if _names_kind("cuda", device_types) else device_types, **how,
+            )  # fmt: skip
+
+        return register if fn is None else register(fn)
+
+    def within(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """``fn`` with the stand-in on."""
+
+        @wraps(fn)
+        def inside(*arguments: Any, **named: Any) -> Any:
+            with self.mode:
+                return fn(*arguments, **named)
+
+        return inside
+
+
+def _names_kind(kind: str, kinds: Any) -> bool:
+    return kinds is not None and kind in ([kinds] if isinstance(kinds, str) else kinds)
 
 
 @contextmanager
@@ -211,5 +269,14 @@ def torch_on_cpu(arch: Arch) -> Iterator[DeviceMemory]:
     memory = DeviceMemory()
     with ExitStack() as stack:
         stack.enter_context(patched(torch.cuda, **_calls(arch)))
-        stack.enter_context(OnCpu(memory))
+        stack.enter_context(patched(torch.cuda.nvtx, **_marks()))
+        stack.enter_context(patched(torch.cuda.profiler, start=lambda: None, stop=lambda: None))
+        mode = stack.enter_context(OnCpu(memory))
+        # NOTE: torch asks no mode about this one
+        stack.enter_context(
+            patched(torch.Tensor, get_device=lambda tensor: 0 if tensor in memory else -1)
+        )
+        ops, engine = CustomOps(mode), torch.autograd._engine_run_backward
+        stack.enter_context(patched(torch.library, custom_op=ops))
+        stack.enter_context(patched(torch.autograd, _engine_run_backward=ops.within(engine)))
         yield memory

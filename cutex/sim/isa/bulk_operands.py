@@ -10,7 +10,7 @@ import numpy as np
 from cutex.sim.errors import BadOperand
 from cutex.sim.machine.batch import Batch
 from cutex.sim.machine.machine import Machine
-from cutex.sim.machine.memory import shared_addresses
+from cutex.sim.machine.memory import shared_address
 from cutex.sim.ptx.decode import Decoder
 
 MODS = (
@@ -42,18 +42,18 @@ def shared_place(
     """(cta, offset) of ``size`` bytes; raises BadAddress outside shared memory and BadOperand where
     misaligned.
     """
-    warp = np.array([b.idx[row]])
-    cta, offset = d.m.grid.shared_location(warp, shared_addresses(np.array([address], np.uint64)))
-    d.m.check_shared(warp, np.array([lane]), cta, offset, 1, d.ins)
-    if size:
-        d.m.check_shared(warp, np.array([lane]), cta, offset + size - 1, 1, d.ins)
-    if int(offset[0]) % align:
+    warp, place = int(b.idx[row]), shared_address(address)
+    cta, offset = d.m.shared_at(warp, lane, place, 1, d.ins)
+    if size and offset + size > d.m.smem_end:
+        last = np.array([offset + size - 1])
+        d.m.check_shared(np.array([warp]), np.array([lane]), np.array([cta]), last, 1, d.ins)
+    if offset % align:
         raise BadOperand.at(
             d.ins,
-            f"{d.m.grid.name_warp(int(warp[0]))} copies to shared 0x{int(offset[0]):x}, which is "
+            f"{d.m.grid.name_warp(warp)} copies to shared 0x{offset:x}, which is "
             f"not {align}-byte aligned",
         )
-    return int(cta[0]), int(offset[0])
+    return cta, offset
 
 
 def targets(d: Decoder, cta: int, mask: int | None) -> list[int]:

@@ -21,7 +21,7 @@ import numpy as np
 
 from cutex.sim.errors import BadOperand
 from cutex.sim.isa.tensormap import ATOMS_OF_32, swizzle_chunks
-from cutex.sim.machine.operation import Span
+from cutex.sim.machine.operation import CHUNK, Span
 from cutex.sim.numerics.rounding import bf16_to_f32
 from cutex.sim.ptx.parse import Instruction
 
@@ -49,29 +49,34 @@ class Descriptor:
 
 def read_descriptor(value: int, blackwell: bool, ins: Instruction) -> Descriptor:
     """Decodes a 64-bit matrix descriptor (9.7.16.4.1; wgmma 9.7.15.5.1). Raises BadOperand."""
+    found = _decoded(value, blackwell)
+    if isinstance(found, str):
+        raise BadOperand.at(ins, found)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _decoded(value: int, blackwell: bool) -> Descriptor | str:
+    """The descriptor, or what is wrong with it."""
     if blackwell:
         mode, fixed = value >> 61 & 7, value >> 46 & 7
         if fixed != 1:
-            raise BadOperand.at(
-                ins, f"bits 46-48 of the descriptor 0x{value:016x} are {fixed}, not 1"
-            )
+            return f"bits 46-48 of the descriptor 0x{value:016x} are {fixed}, not 1"
         bits = {0: 0, 1: ATOMS_OF_32, 2: 3, 4: 2, 6: 1}.get(mode)
         base = value >> 49 & 7
     else:
         bits = {0: 0, 1: 3, 2: 2, 3: 1}[value >> 62 & 3]
         base = value >> 49 & 7
     if bits is None or base:
-        raise BadOperand.at(
-            ins,
+        return (
             f"descriptor 0x{value:016x} with a layout or base offset that the simulator does not "
-            "define",
+            "define"
         )
     return Descriptor(
         (value & 0x3FFF) << 4, (value >> 16 & 0x3FFF) << 4, (value >> 32 & 0x3FFF) << 4, bits
     )
 
 
-@lru_cache(maxsize=4096)
 def operand_chunks(
     desc: Descriptor, rows: int, k_bytes: int, mn_major: bool, itemsize: int
 ) -> np.ndarray:
@@ -88,6 +93,38 @@ def operand_chunks(
         else:
             at = c * stride + k % 8 + k // 8 * lead
     return swizzle_chunks(start + at, desc.bits)
+
+
+Shape = tuple[Descriptor, int, int, bool, int]  # as `operand_chunks` takes it
+_numbers: dict[object, int] = {}
+
+
+class Extent:
+    """Chunks that an operand, or a part of it, lies in, whichever the CTA; ``number`` is that of
+    their place among all that were ever met.
+    """
+
+    __slots__ = ("chunks", "high", "low", "number")
+
+    def __init__(self, chunks: np.ndarray, place: object) -> None:
+        self.chunks = chunks
+        self.low, self.high = int(chunks.min()) * CHUNK, int(chunks.max()) * CHUNK + CHUNK
+        self.number = _numbers.setdefault(place, len(_numbers))
+
+    def span(self, cta: int, part: int | None = None) -> Span:
+        return Span(cta, self.low, self.high, self.chunks, self.number, part)
+
+
+@lru_cache(maxsize=4096)
+def extent(shape: Shape) -> Extent:
+    return Extent(operand_chunks(*shape), shape)
+
+
+@lru_cache(maxsize=4096)
+def quarters(shape: Shape) -> list[Extent]:
+    """Of its rows."""
+    chunks = np.split(extent(shape).chunks, 4, axis=1 if shape[3] else 0)
+    return [Extent(part, (*shape, which)) for which, part in enumerate(chunks)]
 
 
 ELEMENTS: dict[str, Any] = {
@@ -173,24 +210,22 @@ class SharedOperand:
                 f"{form.what} ({desc}): MN-major tf32 takes the 128-byte swizzle with atoms of 32 "
                 "bytes, and nothing else does",
             )
-        self.shape = desc, form.rows, form.k_bytes, form.mn_major, ITEMSIZE[kind]
-        self.chunks = operand_chunks(*self.shape)
-        if int(self.chunks.max()) * 16 + 16 > m.smem_bytes:
+        self.shape: Shape = desc, form.rows, form.k_bytes, form.mn_major, ITEMSIZE[kind]
+        self.extent = extent(self.shape)
+        self.chunks = self.extent.chunks
+        if self.extent.high > m.smem_bytes:
             raise BadOperand.at(
                 ins,
-                f"{form.what} ({desc}) reaches shared 0x{int(self.chunks.max()) * 16 + 16:x}, "
+                f"{form.what} ({desc}) reaches shared 0x{self.extent.high:x}, "
                 f"past the CTA's {m.smem_bytes} bytes",
             )
 
     def span(self) -> Span:
-        low, high = int(self.chunks.min()) * 16, int(self.chunks.max()) * 16 + 16
-        return Span(self.cta, low, high, self.chunks, self.shape)
+        return self.extent.span(self.cta)
 
     def quarter(self, which: int, part: int) -> Span:
         """A quarter of its rows, which the ``part``-th of four warps reads."""
-        chunks = np.split(self.chunks, 4, axis=1 if self.form.mn_major else 0)[which]
-        low, high = int(chunks.min()) * 16, int(chunks.max()) * 16 + 16
-        return Span(self.cta, low, high, chunks, (*self.shape, which), part)
+        return quarters(self.shape)[which].span(self.cta, part)
 
     def values(self) -> np.ndarray:
         """(rows, K) float32."""
@@ -201,19 +236,21 @@ class SharedOperand:
     def raw(self) -> np.ndarray:
         """The chunks, as pairs of 64-bit words, in the order of `operand_chunks`."""
         self._check_written()
-        raw = self.m.smem[self.cta].view(np.uint64).reshape(-1, 2)[self.chunks]
-        return np.ascontiguousarray(raw)
+        raw = self.m.smem_chunks[self.cta].take(self.chunks).view(np.uint64)
+        return raw.reshape(*self.chunks.shape, 2)
 
     def _check_written(self) -> None:
         """What TMA wrote with one swizzle and the descriptor reads with another is scrambled."""
-        modes = self.m.box_swizzle[self.cta, self.chunks]
+        modes = self.m.box_swizzle[self.cta].take(self.chunks)
         if (modes < 0).any():
             self.m.findings.add(
                 "uninitialised",
                 f"{self.form.what} ({self.desc}) holds shared memory that nothing has written",
                 self.ins,
             )
-        wrong = (modes > 0) & (modes != self.desc.bits + 1)
+        wrong = modes != self.desc.bits + 1
+        if wrong.any():
+            wrong &= modes > 0
         if wrong.any():
             at = tuple(v[0] for v in np.nonzero(wrong))
             line = int(self.m.box_line[self.cta, self.chunks[at]])

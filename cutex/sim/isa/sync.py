@@ -279,6 +279,9 @@ def setmaxnreg(d: Decoder) -> Execute:
 # -- mbarrier --------------------------------------------------------------------------------------
 
 
+_LANES = np.arange(32)
+
+
 class BarrierOperand:
     """The mbarrier operand: per active lane of each warp, (row, lane, cta, offset)."""
 
@@ -295,10 +298,11 @@ class BarrierOperand:
         active, first, row = b.active(), b.first_lane(), np.arange(b.n)
         lead, value = addresses[row, first], values[row, first]
         same = ((addresses == lead[:, None]) & (values == value[:, None])) | ~active
-        rows = np.nonzero(active.any(1))[0]
-        for r in rows.tolist():
-            groups = [np.nonzero(active[r])[0]]
-            if not same[r].all():
+        alike, leads = same.all(1).tolist(), lead.tolist()
+        warps, shared_at = b.idx.tolist(), self.d.m.shared_at
+        for r in np.nonzero(active.any(1))[0].tolist():
+            groups = [_LANES if b.mask is None else np.nonzero(active[r])[0]]
+            if not alike[r]:
                 keys = {(int(addresses[r, i]), int(values[r, i])) for i in groups[0]}
                 named = [
                     (addresses[r] == a) & (values[r] == v) & active[r] for a, v in sorted(keys)
@@ -306,10 +310,9 @@ class BarrierOperand:
                 groups = [np.nonzero(g)[0] for g in named]
             found = []
             for lanes in groups:
-                warp, one = b.idx[r : r + 1], lanes[:1]
-                cta, offset = self.d.m.grid.shared_location(warp, addresses[r, one])
-                self.d.m.check_shared(warp, one, cta, offset, 8, self.d.ins)
-                found.append((lanes, int(cta[0]), int(offset[0])))
+                one = int(lanes[0])
+                at = leads[r] if alike[r] else int(addresses[r, one])
+                found.append((lanes, *shared_at(warps[r], one, at, 8, self.d.ins)))
             yield r, found
 
     def each(self, b: Batch) -> Iterator[tuple[int, int, int, int]]:

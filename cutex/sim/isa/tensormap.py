@@ -8,7 +8,7 @@ descriptors on an H200; only the first 64 bytes are used in tiled mode.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 
 import numpy as np
@@ -87,7 +87,7 @@ class TensorMap:
         """Of its first element: maps of ragged rows have strides that take it around 2^64."""
         return (self.address + part.offset) % 2**64
 
-    @property
+    @cached_property
     def traversed(self) -> tuple[int, ...]:
         """Elements that a copy moves along each dimension; the innermost element stride is ignored
         by hardware.
@@ -97,12 +97,12 @@ class TensorMap:
             *(-(-b // s) for b, s in zip(self.box[1:], self.steps[1:], strict=True)),
         )
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         """Bytes of one box in shared memory, out-of-bounds elements included."""
         return self.shared_itemsize * prod(self.traversed)
 
-    @property
+    @cached_property
     def tx_bytes(self) -> int:
         """What complete_tx counts of a load: without padding, as CUTLASS's examples announce."""
         return self.itemsize * prod(self.traversed)

@@ -125,6 +125,7 @@ class Wgmma:
         if len(self.registers) != self.n // (4 if self.d_kind == "f16" else 2):
             raise d.unknown("size of D")
         self.a_registers = _indices(ops[1])  # none where A is in shared memory
+        self.touches = np.array(self.registers + self.a_registers)
         self.a_desc = None if self.a_registers else d.src(1, "b64")
         self.b_desc = d.src(2, "b64")
         keep = ops[3]
@@ -151,22 +152,28 @@ class Wgmma:
         a_s = b.one(self.a_desc(b)) if self.a_desc else None
         m = self.m
         parts: dict[tuple[int, int, int], dict[int, Descriptors]] = {}
-        for row in np.nonzero(b.any_active())[0].tolist():
-            warp = int(b.idx[row])
+        rows = np.nonzero(b.any_active())[0]
+        fenced = m.warpgroups.take_hold(b.idx[rows], self.touches)
+        ctas, groups = m.grid.warp_cta[b.idx].tolist(), (m.grid.warp_in_cta[b.idx] // 4).tolist()
+        all_b, all_keep = bs.tolist(), keep.tolist()
+        all_a = [None] * b.n if a_s is None else a_s.tolist()
+        warps = b.idx.tolist()
+        for row in rows.tolist():
+            warp = warps[row]
             state = m.warpgroups.state(warp)
-            where = (
-                int(m.grid.warp_cta[warp]),
-                int(m.grid.warp_in_cta[warp]) // 4,
-                state.issued,
-            )
-            a = None if a_s is None else int(a_s[row])
-            parts.setdefault(where, {})[warp] = Descriptors(a, int(bs[row]), bool(keep[row]))
+            where = ctas[row], groups[row], state.issued
+            descriptors = Descriptors(all_a[row], all_b[row], all_keep[row])
+            parts.setdefault(where, {})[warp] = descriptors
             state.issued += 1
         for where, by_warp in parts.items():
-            self._join(where, by_warp)
+            self._join(where, by_warp, fenced)
 
-    def _join(self, where: tuple[int, int, int], by_warp: dict[int, Descriptors]) -> None:
-        """Some warps of a warpgroup, which may be all of it, come to their wgmma."""
+    def _join(
+        self, where: tuple[int, int, int], by_warp: dict[int, Descriptors], fenced: bool
+    ) -> None:
+        """Some warps of a warpgroup, which may be all of it, come to their wgmma. ``fenced``: all
+        that it accesses comes after a fence.
+        """
         m, key = self.m, where[:2]
         inside = [int(m.grid.warp_in_cta[warp]) % 4 for warp in by_warp]
         acc = m.warpgroups.take(key, inside, self.registers, self.n, self.d_kind, self.ins)
@@ -183,6 +190,8 @@ class Wgmma:
             state.open.in_flight += 1
             meeting.groups.append((warp, state.open))
             meeting.agents.append((m.clocks.agent(Kind.TENSOR, warp), state.commits + 1))
+            if not fenced:
+                m.warpgroups.check_fence(warp, self.registers + self.a_registers, self.ins)
             m.warpgroups.hold(warp, self.registers, self.a_registers, self.ins)
         if self.a_registers:
             words = m.registers[32][np.ix_(self.a_registers, list(by_warp))]

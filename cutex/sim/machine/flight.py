@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterator
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from cutex.sim.machine.operation import Operation
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
+
+_number = attrgetter("number")
 
 
 class Flight:
@@ -47,7 +50,7 @@ class Flight:
 
     def heads(self) -> list[Operation]:
         """The operations that may complete next, oldest first."""
-        return sorted((q[0] for q in self.queues.values()), key=lambda op: op.number)
+        return sorted((q[0] for q in self.queues.values()), key=_number)
 
     def complete(self, op: Operation) -> None:
         queue = self.queues[op.queue]
@@ -65,5 +68,5 @@ class Flight:
 
     def complete_all(self) -> None:
         """Everything in flight, in order of issue."""
-        for op in sorted(self, key=lambda op: op.number):
+        for op in sorted(self, key=_number):
             self.complete(op)

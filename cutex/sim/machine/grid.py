@@ -28,6 +28,8 @@ class Grid:
         self.warp_cta = warps % num_ctas
         self.warp_in_cta = warps // num_ctas
         self.cta_rank = np.arange(num_ctas) % self.cluster_size
+        # by warp: the first CTA of its cluster
+        self.first_cta: list[int] = (self.warp_cta - self.cta_rank[self.warp_cta]).tolist()
         self.place([])
 
     def place(self, clusters: Sequence[int]) -> None:

@@ -88,6 +88,7 @@ class Machine:
         self.ticks = 0
         self.carry = np.zeros((num_warps, 32), bool)  # of add.cc and its kin
         self.smem = np.empty((residency.ctas, self.smem_bytes), np.uint8)
+        self.smem_chunks = self.smem.view(np.complex128)  # the same by 16 bytes
         self.mbarriers = MBarriers(self)
         self.flight = Flight(self)
         self.bulk_groups = BulkGroups(self)
@@ -234,6 +235,22 @@ class Machine:
                 f"{self.grid.name_warp(int(warps[k]))} lane {lanes[k]} accesses {size} bytes at "
                 f"shared 0x{int(offset[k]):x}, {why} (0x{SYSTEM_SMEM:x}..0x{self.smem_end:x})",
             )
+
+    def shared_at(
+        self, warp: int, lane: int, address: int, size: int, ins: Instruction
+    ) -> tuple[int, int]:
+        """(cta, byte offset) of ``size`` bytes at a shared address; raises as `check_shared`."""
+        first = self.grid.first_cta[warp]
+        cta, offset = first + (address >> 24), address & 0xFFFFFF
+        if (
+            cta >= first + self.grid.cluster_size
+            or offset < SYSTEM_SMEM
+            or offset + size > self.smem_end
+            or offset & (size - 1)
+        ):
+            at = np.array([cta]), np.array([offset])
+            self.check_shared(np.array([warp]), np.array([lane]), *at, size, ins)
+        return cta, offset
 
     def smem_words(self, size: int) -> np.ndarray:
         """All resident shared memory as (ctas * smem_bytes / size,) unsigned words."""

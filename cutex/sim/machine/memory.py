@@ -240,6 +240,11 @@ def shared_addresses(addresses: np.ndarray) -> np.ndarray:
     return np.where(window <= 1, offsets, np.uint64(SHARED_WINDOW - 1))
 
 
+def shared_address(address: int) -> int:
+    """The same of one address."""
+    return address & (SHARED_WINDOW - 1) if address >> 61 <= 1 else SHARED_WINDOW - 1
+
+
 def as_bytes(words: np.ndarray) -> np.ndarray:
     """(n,) unsigned words -> (n, size) bytes."""
     return np.ascontiguousarray(words).view(np.uint8).reshape(len(words), words.dtype.itemsize)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -51,7 +52,6 @@ class WarpState:
     committed: list[Group] = field(default_factory=list)
     issued: int = 0
     commits: int = 0
-    fenced: bool = False  # once at least
     results: dict[Registers, Unwaited] = field(default_factory=dict)  # accumulators
     sources: dict[Registers, Unwaited] = field(default_factory=dict)  # A
 
@@ -109,7 +109,8 @@ class WarpgroupMma:
         self.clear()
 
     def clear(self) -> None:
-        self.warps: dict[int, WarpState] = {}
+        self.warps: dict[int, WarpState] = defaultdict(WarpState)
+        self.fenced = np.zeros(self.m.grid.num_warps, bool)  # once at least
         shape = self.m.grid.num_warps, self.m.program.registers.get(32, 0)
         # by other instructions since the last wgmma.fence: MOVED by mov only, USED by any
         self.touched = np.zeros(shape, np.uint8)
@@ -118,7 +119,7 @@ class WarpgroupMma:
         self.meeting: dict[tuple[int, int, int], Rendezvous] = {}  # by (cta, warpgroup, number)
 
     def state(self, warp: int) -> WarpState:
-        return self.warps.setdefault(warp, WarpState())
+        return self.warps[warp]
 
     def warp(self, key: tuple[int, int], inside: int) -> int:
         """Number of warp ``inside`` (0..3) of a warpgroup."""
@@ -183,14 +184,18 @@ class WarpgroupMma:
 
     # -- accesses to registers ---------------------------------------------------------------------
 
+    def take_hold(self, warps: np.ndarray, registers: np.ndarray) -> bool:
+        """wgmmas of the warps take these registers. Whether all of them come after a fence."""
+        at = warps[:, None], registers
+        self.held[at] = True
+        return bool(self.fenced[warps].all()) and not self.touched[at].any()
+
     def hold(self, warp: int, results: Registers, sources: Registers, ins: Instruction) -> None:
         """A wgmma of the warp, in its open group, takes these registers."""
         state = self.state(warp)
-        self.check_fence(warp, results + sources, ins)
         state.results[results] = Unwaited(state.commits + 1, ins)
         if sources:
             state.sources[sources] = Unwaited(state.commits + 1, ins)
-        self.held[warp, list(results + sources)] = True
 
     def waited(self, warp: int, group: int) -> None:
         """The warp's first ``group`` groups are complete, and it knows that."""
@@ -205,8 +210,7 @@ class WarpgroupMma:
     def fence(self, warps: np.ndarray) -> None:
         """wgmma.fence of these warps."""
         self.touched[warps] = 0
-        for warp in warps.tolist():
-            self.state(warp).fenced = True
+        self.fenced[warps] = True
 
     def access(self, b: Batch, read: set[int], written: set[int], ins: Instruction) -> None:
         """An instruction other than a wgmma reads and writes registers that some wgmma uses."""
@@ -240,7 +244,7 @@ class WarpgroupMma:
         end: such stand behind the fence of NVIDIA's persistent GEMM of Hopper.
         """
         touched = self.touched[warp, list(registers)]
-        if self.state(warp).fenced and not touched.any():
+        if self.fenced[warp] and not touched.any():
             return
         why = "its first wgmma comes without a wgmma.fence before it"
         if touched.any():
@@ -248,5 +252,5 @@ class WarpgroupMma:
                 "its wgmma accesses a register that the warp has accessed since its last "
                 "wgmma.fence"
             )
-        moved = self.state(warp).fenced and int(touched.max()) == MOVED
+        moved = bool(self.fenced[warp]) and int(touched.max()) == MOVED
         self.m.findings.add("race", f"{self.m.grid.name_warp(warp)}: {why}", ins, advisory=moved)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from cutex.sim.ptx.parse import Instruction, Program, once
+from cutex.sim.ptx.once import once
+from cutex.sim.ptx.parse import Instruction, Program
 
 LEAVES = ("ret", "exit", "trap")
 

@@ -7,10 +7,10 @@ labels and registers of their own, vector operands, predicates, ``_`` sinks and 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache, wraps
-from typing import Any, NamedTuple, SupportsIndex, TypeVar, overload
+from functools import lru_cache
+from typing import Any, NamedTuple, SupportsIndex, overload
 
 from cutex.debug_info import Buffer, DebugInfo, Stack, debug_info_of, where
 from cutex.sim.ptx.declarations import (
@@ -26,8 +26,6 @@ from cutex.sim.ptx.declarations import (
     unreadable,
     variable,
 )
-
-Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -186,24 +184,13 @@ class Program:
     max_threads: int | None = None
     labels: dict[str, int] = field(default_factory=dict)
     buffers: list[Buffer] = field(default_factory=list)  # of dynamic shared memory, where named
-    derived: dict[object, Any] = field(default_factory=dict, repr=False)  # see `once`
-
-
-def once(derive: Callable[[Program], Found]) -> Callable[[Program], Found]:
-    """What ``derive`` makes of a program, worked out once however often that is launched."""
-
-    @wraps(derive)
-    def derived(program: Program) -> Found:
-        if derive not in program.derived:
-            program.derived[derive] = derive(program)
-        return program.derived[derive]
-
-    return derived
+    derived: dict[object, Any] = field(default_factory=dict, repr=False)  # by `once`
 
 
 _STATEMENT = re.compile(
     r"(?:@(!?)([\w$%.]+)\s+)?([a-z]\w*(?:(?:\.|::)\w+)*)(?:\s+(.*)|(?=\()(.*))?", re.S
 )
+_PLAIN = re.compile(r"[^\n{}:;]+")  # what ends no statement, label, scope or line
 _FLOAT = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 
@@ -278,6 +265,7 @@ class _Body:
             {}
         ]  # per scope: name -> (bank, unique name)
         self.ranges: dict[tuple[int, str], tuple[int, int]] = {}  # scope, "%r": count, bank
+        self.vectors: dict[tuple[int, str], int] = {}  # scope, name: elements
         self.labels: dict[tuple[int, str], int] = {}
         self.all_labels: dict[str, int] = {}
         self.code: list[Instruction] = []
@@ -294,6 +282,10 @@ class _Body:
         while True:
             if at >= len(text):
                 raise unreadable(line, piece or "end of the text", "the body has no closing brace")
+            if plain := _PLAIN.match(text, at):
+                began = line if not piece.strip() and plain.group().strip() else began
+                piece, at = piece + plain.group(), plain.end()
+                continue
             char = text[at]
             if char == "\n":
                 if piece.strip().startswith(".loc"):
@@ -359,18 +351,26 @@ class _Body:
         return Source(file, line, column + 1 if column else 0)
 
     def _declare(self, statement: str, scope: int, line: int) -> None:
-        m = re.fullmatch(r"\.reg\s+\.(\w+)\s+(.*)", statement)
-        if not m or m.group(1) not in WIDTH:
+        m = re.fullmatch(r"\.reg\s+(?:\.v([24])\s+)?\.(\w+)\s+(.*)", statement)
+        if not m or m.group(2) not in WIDTH:
             raise unreadable(line, statement, "the declaration")
-        bank = max(WIDTH[m.group(1)], 16) if m.group(1) != "pred" else 1
+        bank = max(WIDTH[m.group(2)], 16) if m.group(2) != "pred" else 1
         known = self._scopes_of[scope]
-        for name in m.group(2).replace(" ", "").split(","):
+        for name in m.group(3).replace(" ", "").split(","):
             ranged = re.fullmatch(r"([%\w$]+)<(\d+)>", name)
             if not ranged and not re.fullmatch(r"[%\w$]+", name):
                 raise unreadable(line, statement, f"the name {name}")
             if name in known or (ranged and (scope, ranged.group(1)) in self.ranges):
                 raise unreadable(line, statement, f"{name} is declared twice")
-            if ranged:
+            if m.group(1):  # a vector: its elements are registers (PTX ISA 5.4.2)
+                if ranged or bank == 1:
+                    raise unreadable(line, statement, "the declaration")
+                self.vectors[scope, name] = int(m.group(1))
+                for x, r in zip("xyzw"[: int(m.group(1))], "rgba", strict=False):
+                    unique = f"{name}.{x}" if scope == 0 else f"{name}.{x}@{scope}"
+                    known[f"{name}.{x}"] = known[f"{name}.{r}"] = bank, unique
+                known[name] = bank, name  # which no operand is by itself
+            elif ranged:
                 self.ranges[scope, ranged.group(1)] = int(ranged.group(2)), bank
             else:
                 known[name] = (bank, name if scope == 0 else f"{name}@{scope}")
@@ -402,6 +402,17 @@ class _Body:
                 bank, unique = hit
                 index = self.banks[bank].setdefault(unique, len(self.banks[bank]))
                 return Reg(bank, index, unique)
+            scope = self._parents[scope]
+        return None
+
+    def _vector(self, name: str, scope: int) -> Vector | None:
+        """All elements of a register that was declared with .v2 or .v4."""
+        while scope >= 0:
+            if count := self.vectors.get((scope, name)):
+                items = [self._register(f"{name}.{x}", scope) for x in "xyzw"[:count]]
+                return Vector(tuple(item for item in items if item))
+            if name in self._scopes_of[scope]:
+                return None
             scope = self._parents[scope]
         return None
 
@@ -480,6 +491,8 @@ class _Body:
             reg = self._register(text[1:].strip(), scope)
             if reg and reg.bank == 1:
                 return Not(reg)
+        if self.vectors and (vector := self._vector(text, scope)):
+            return vector
         reg = self._register(text, scope)
         if reg:
             return reg

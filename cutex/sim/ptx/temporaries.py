@@ -14,7 +14,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from cutex.sim.ptx.flow import LEAVES
-from cutex.sim.ptx.parse import Address, Instruction, Not, Pair, Program, Reg, Vector, once
+from cutex.sim.ptx.once import once
+from cutex.sim.ptx.parse import Address, Instruction, Not, Pair, Program, Reg, Vector
 
 # What reads and writes the registers of its own lane only, and at once.
 _LOCAL = frozenset((
