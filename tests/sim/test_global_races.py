@@ -93,3 +93,14 @@ def test_tiles_stored_over_each_other_are_found(arch: str, number: int, order: s
     )
     with pytest.raises(Hazards, match=ANOTHER):
         simulate(wrong, a, b, torch.zeros(512, 256).bfloat16(), order=order, seed=1)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_a_product_written_over_its_operand_is_found(arch: str, order: str) -> None:
+    """Other CTAs load by TMA what one stores, whichever comes first."""
+    kernel = compile(stage(arch, 5).kernel(), "bf16", arch)
+    problem = GemmProblem(512, 512, 512, dtype="bf16", init="int")
+    a, b = problem.inputs("cpu")
+    with pytest.raises(Hazards, match=r"race: a TMA load of .* reads byte .* writes"):
+        simulate(kernel, a, b, a, order=order, seed=1)
