@@ -132,21 +132,21 @@ def test_a_write_comes_after_all_readers_not_only_the_last(order):
 # -- barriers of a cluster out of turn -------------------------------------------------------------
 
 TURNS = "barrier.cluster.{}.aligned;"
-ARRIVE, AWAIT = TURNS.format("arrive"), TURNS.format("wait")
+COME, AWAIT = TURNS.format("arrive"), TURNS.format("wait")
 
 
 @each_order
 @pytest.mark.parametrize(
     "body, sentence",
     [
-        (f"{AWAIT} {ARRIVE}", "waits at the cluster barrier without having arrived"),
-        (f"{ARRIVE} {AWAIT} {AWAIT}", "waits at the cluster barrier without having arrived"),
-        (f"{ARRIVE} {ARRIVE} {AWAIT}", "arrives at the cluster barrier again"),
-        (f"{ARRIVE} bar.sync 0; {ARRIVE} {AWAIT}", "arrives at the cluster barrier again"),
+        (f"{AWAIT} {COME}", "waits at the cluster barrier without having arrived"),
+        (f"{COME} {AWAIT} {AWAIT}", "waits at the cluster barrier without having arrived"),
+        (f"{COME} {COME} {AWAIT}", "arrives at the cluster barrier again"),
+        (f"{COME} bar.sync 0; {COME} {AWAIT}", "arrives at the cluster barrier again"),
     ],
 )
 def test_each_arrival_at_the_cluster_barrier_has_its_wait(body, sentence, order):
     """Also where the barrier was complete by chance (PTX ISA 9.7.13.3)."""
     with pytest.raises(BarrierMisuse, match=sentence):
         simulate_ptx(body, {}, PAIR, **order)
-    simulate_ptx(f"{ARRIVE} {AWAIT} {ARRIVE} {AWAIT} {ARRIVE}", {}, PAIR, **order)
+    simulate_ptx(f"{COME} {AWAIT} {COME} {AWAIT} {COME}", {}, PAIR, **order)
