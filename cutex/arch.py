@@ -6,7 +6,7 @@ B200 (1000 W). The source of each figure is in docs/facts.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Arch:
     mma_flops: int  # of the tensor cores, a cycle and SM, dense, 16-bit inputs
     smem_bytes_per_clock: int  # a cycle and SM
     l2_bytes_per_clock: int | None = None  # a cycle, of all SMs; None: not known
+    exponentials: int = 16  # of MUFU, a cycle and SM
+    kernels: str = ""  # the arch whose kernels it runs, where it has none of its own
 
     @property
     def clock_hz(self) -> float:
@@ -68,13 +70,34 @@ ARCHS: dict[str, Arch] = {
     )
 }
 
+# archs that run another's kernels, compiled for them and configured by their own facts: attention's
+RELATIVES: dict[str, Arch] = {
+    a.name: a
+    for a in (
+        replace(
+            ARCHS["sm_100a"],
+            name="sm_103a",
+            title="Blackwell Ultra",
+            board="B300",
+            capability=(10, 3),
+            exponentials=32,
+            kernels="sm_100a",
+        ),
+    )
+}
+
 
 def arch(name: str) -> Arch:
     """The facts of `name`; ValueError if cutex has no kernels for it."""
     try:
-        return ARCHS[name]
+        return RELATIVES.get(name) or ARCHS[name]
     except KeyError:
         raise ValueError(f"arch {name!r} is not one of {', '.join(ARCHS)}") from None
+
+
+def kernels_of(name: str) -> str:
+    """The arch whose kernels run on `name`."""
+    return RELATIVES[name].kernels if name in RELATIVES else name
 
 
 def local_arch() -> Arch | None:

@@ -31,12 +31,15 @@ _WITH_LENGTH = 4  # EIFMT_SVAL: a 16-bit length follows, then the value; else a 
 
 
 class Cubin:
-    """The figures of the one kernel in a cubin, a 64-bit little-endian ELF file."""
+    """The figures of a kernel in a cubin, a 64-bit little-endian ELF file."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, kernel: str | None = None) -> None:
+        """``kernel``: its name; None for the only one there is."""
         self._data = data
         sections = dict(self._sections())
         kernels = [name.removeprefix(".text.") for name in sections if name.startswith(".text.")]
+        if kernel is not None:
+            kernels = [name for name in kernels if name == kernel]
         if len(kernels) != 1:
             raise ValueError(f"a cubin of one kernel was due, this one has {kernels}")
         self.kernel = kernels[0]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from cutex.bench import sweep
 
 
-def ours() -> tuple[Callable[..., Any], Callable[[], Any]]:
+def ours() -> sweep.Ours:
     from cutex.ops import matmul, tuning
+    from cutex.ops.warming import build_ahead
 
-    return matmul, tuning
+    return sweep.Ours(matmul, tuning, build_ahead)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

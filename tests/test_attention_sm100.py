@@ -158,7 +158,7 @@ def test_pairs_of_ctas_at_head_dim_128(causal):
 )
 def test_nothing_is_spilled_and_smem_is_what_the_config_says(head_dims, causal):
     d, dv = head_dims
-    config = fill(Sm100Config(head_dim=d, head_dim_v=dv, causal=causal), LONG)
+    config = fill(Sm100Config(head_dim=d, head_dim_v=dv, causal=causal), LONG, arch("sm_100a"))
     assert config.why_not(None, arch("sm_100a")) is None
     found = resources(compile(Forward(config), "bf16", "sm_100a"))
     assert found.spill_bytes == 0
@@ -174,7 +174,7 @@ def test_nothing_is_spilled_and_smem_is_what_the_config_says(head_dims, causal):
         ({"tile_n": 144}, "a multiple of 32 from 64 to 128"),
         ({"p_first": 40}, "a multiple of 32, up to tile_n=128"),
         ({"pack": 3}, "must divide the 128 rows"),
-        ({"pair": True}, "do not talk about tiles"),
+        ({"pair": True}, "a pair takes clc, static or one"),
         ({"by_fma": 17}, "0 to 16"),
         ({"num_stages": 1}, "at least 2"),
         ({"q_tiles": 3}, "1 or 2"),

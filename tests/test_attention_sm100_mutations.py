@@ -29,7 +29,7 @@ CASE = AttentionCase(
     seqlen_q=520, seqlen_k=330, heads_q=1, heads_kv=1, head_dim=64, head_dim_v=64,
     causal=True, window=(150, None),
 )  # fmt: skip
-PAIR = replace(CONFIG, pair=True, optimistic=False, dispatch="static", num_ctas=2)
+PAIR = replace(CONFIG, pair=True, dispatch="clc")
 FALLING = replace(CASE, init="falling")
 
 
@@ -90,14 +90,14 @@ def late_scaling(monkeypatch):
     """O scaled when P V has been allowed to begin."""
 
     @cute.jit
-    def step(self, n_block: Int32, state, kind: cutlass.Constexpr[str]):
+    def step(self, n_block: Int32, state, kind: cutlass.Constexpr[str], masked):
         buffer, state = self.wait_scores(state)
         rescale = Boolean(False)
         if cutlass.const_expr(kind != "add"):
-            highest = self.row.search(buffer * self.config.tile_n, n_block, kind == "masked")
+            highest = self.row.search(buffer * self.config.tile_n, n_block, masked)
             rescale = self.softmax.raise_references([highest], self.factors)
         self.exponentials(buffer, n_block, kind)
-        if rescale:
+        if rescale & (state[0] > 1):
             self.scale_output(state)
         return state
 

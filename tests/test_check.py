@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 
@@ -53,6 +54,49 @@ def test_a_right_kernel_has_nothing_found(tmp_path, capsys, monkeypatch):
     script.write_text(KERNEL.replace("SHIFT", ""))
     assert check.main(["--seeds", "1", "--arch", "sm_90a", str(script)]) == 0
     assert "1 order, nothing found" in capsys.readouterr().out
+
+
+TRANSPOSED = """
+import cutlass
+import torch
+from cutlass import Float32, cute
+from cutlass.cute.runtime import from_dlpack
+from cutlass.memory import SmemAllocator
+
+@cute.kernel
+def kernel(a: cute.Tensor):
+    t, _, _ = cute.arch.thread_idx()
+    s = SmemAllocator().allocate_tensor(Float32, cute.make_layout((32, 32), stride=(STRIDE, 1)))
+    for i in cutlass.range(32, unroll=1):
+        s[i, t] = a[i, t]
+    cute.arch.sync_threads()
+    for i in cutlass.range(32, unroll=1):
+        a[i, t] = s[t, i]
+
+@cute.jit
+def launch(a: cute.Tensor):
+    kernel(a).launch(grid=(1, 1, 1), block=(32, 1, 1))
+
+launch(from_dlpack(torch.randn(32, 32, device="cuda")))
+"""
+
+
+@pytest.mark.parametrize("stride", [32, 33])
+def test_resources_and_bank_conflicts_are_told(stride, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(check, "ORDERS", ("fifo",))
+    script = tmp_path / "mine.py"
+    script.write_text(TRANSPOSED.replace("STRIDE", str(stride)))
+    assert check.main(["--seeds", "1", "--arch", "sm_90a", str(script)]) == 0
+    told = capsys.readouterr().out
+    assert re.search(
+        r": 32 threads, \d+ registers, 0 bytes spilled, \d+ bytes of smem, 32 CTAs", told
+    )
+    line = 1 + TRANSPOSED.splitlines().index("        a[i, t] = s[t, i]")
+    found = (
+        f"mine.py:{line}:19: bank conflicts, ld.shared.b32 takes 32 times the wavefronts that it "
+    )
+    assert (found + "needs (1024 instead of 32)" in told) == (stride == 32)
+    assert ("no bank conflicts" in told) == (stride == 33)
 
 
 def test_a_script_that_fails_by_itself_is_told(tmp_path, capsys, monkeypatch):

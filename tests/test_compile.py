@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
 import torch
+from cutlass._mlir_helpers import op
 
 from cutex.arch import ARCHS, arch
 from cutex.compile import FILES, Compiled, compile
@@ -19,6 +22,7 @@ from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm100.config import Sm100Config
 from cutex.problem.gemm import DTYPES, GemmProblem
 from cutex.sim import simulate
+from cutex.tracing import tracing
 
 LADDERS = [s for name in ARCHS for s in stages(name)]
 each_stage = pytest.mark.parametrize(
@@ -47,6 +51,23 @@ def test_no_stage_spills_or_overflows_its_sm(stage: Stage, dtype: str) -> None:
     config = stage.config()
     columns = config.num_acc * config.tile_n if isinstance(config, Sm100Config) else 0
     assert r.tmem_columns == columns
+
+
+def test_what_is_traced_fast_is_what_the_dsl_traces_locations_included(monkeypatch) -> None:
+    kernel = stage("sm_100a", 6).kernel()
+    fast = compile(kernel, "bf16", "sm_100a", cache=False)
+    monkeypatch.setattr("cutex.compile.compiling.tracing", nullcontext)
+    slow = compile(kernel, "bf16", "sm_100a", cache=False)
+    assert fast.ptx.count(".loc") > 100
+    assert fast.ptx == slow.ptx
+
+
+def test_tracing_leaves_the_dsl_and_the_collector_as_they_were() -> None:
+    before = op._get_caller_frame_info, op._get_location_from_frame_info, gc.isenabled()
+    with suppress(ZeroDivisionError), tracing():
+        assert op._get_caller_frame_info != before[0] and not gc.isenabled()
+        _ = 1 / 0
+    assert (op._get_caller_frame_info, op._get_location_from_frame_info, gc.isenabled()) == before
 
 
 @each_stage

@@ -19,7 +19,7 @@ from cutex.sim import SimError
 # cutex/; "doors" are the modules behind `python -m cutex.X`, and cutex itself, which loads lazily.
 LAYERS = (
     ("errors", "orders", "svg"),
-    ("arch", "cache", "command", "cubin", "dtypes"),
+    ("arch", "cache", "command", "cubin", "debug_info", "dtypes", "tracing"),
     ("compile",),
     ("problem",),
     ("results",),
@@ -31,7 +31,20 @@ LAYERS = (
     ("doors",),
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
-SIM_KNOWS = {"sim", "errors", "orders", "arch", "cache", "command", "cubin"}
+SIM_KNOWS = {
+    *(
+        "arch",
+        "cache",
+        "command",
+        "cubin",
+        "debug_info",
+        "errors",
+        "orders",
+        "sim",
+        "svg",
+        "tracing",
+    )
+}
 OPERATORS = ("problem", "ops", "kernels")  # the rest speaks of no one operator
 
 

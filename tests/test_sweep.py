@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,11 @@ import pytest
 import torch
 
 from cutex.bench import sweep
+from cutex.ops import building, simulated
+from cutex.ops.arrange import arrange
+from cutex.ops.checks import Call, check
+from cutex.ops.plan import config_for
+from cutex.ops.warming import build_ahead
 from cutex.problem.layer import PASSES, LayerProblem
 from cutex.problem.models import DTYPES, MODELS, corpus
 from cutex.report import sweeps
@@ -99,12 +105,46 @@ def test_a_sweep_goes_on_where_it_was_cut_off(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "local_arch", lambda: type("Arch", (), {"l2_bytes": 1})())
     monkeypatch.setattr(sweep, "environment", lambda: {"commit": "c"})
     file = tmp_path / "rows.jsonl"
-    sweep.sweep(entries[:2], torch.mm, file, ["cublas"])
-    assert len(sweep.sweep(entries, torch.mm, file, ["cublas"])) == 5
-    assert measured == [e.name for e in entries]
+    built = []
+
+    def build(operands, dtype):
+        built.append((len(operands), dtype))
+        return 1
+
+    ours = sweep.Ours(torch.mm, nullcontext, build)
+    sweep.sweep(entries[:2], ours, file, ["cublas"])
+    assert len(sweep.sweep(entries, ours, file, ["cublas"])) == 5
+    assert sorted(measured) == sorted(e.name for e in entries)
+    assert built == [(2, torch.bfloat16), (3, torch.bfloat16)]  # what is left, and that alone
     monkeypatch.setattr(sweep, "environment", lambda: {"commit": "another"})
-    sweep.sweep(entries[:1], torch.mm, file, ["cublas"], seconds=0)
+    sweep.sweep(entries[:1], ours, file, ["cublas"], seconds=0)
     assert len(measured) == 5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_built_ahead_is_what_the_calls_take(dtype, monkeypatch):
+    """A sweep's kernels are compiled in parallel before its first problem, and no other."""
+    jobs = []
+    monkeypatch.setattr(building, "build", jobs.extend)
+    problems = [e.problem for e in corpus(dtype) if e.problem.bytes < 1 << 22][:6]
+    with simulated("sm_90a"):
+        built = build_ahead([p.inputs("meta") for p in problems], torch.bfloat16)
+        taken = {plan_for(p.inputs(), p.outputs()[0]) for p in problems}
+    assert built == len(jobs) == len(taken) and {config for config, _ in jobs} == taken
+
+
+def plan_for(operands, out):
+    """The config that `cutex.matmul(*operands, out=out)` takes."""
+    call = Call(*operands, out=out)
+    check(call)
+    arranged = arrange(call, out, "sm_90a")
+    return config_for(arranged.sizes, (arranged.a, arranged.b, arranged.out), (), "sm_90a")
+
+
+def test_nothing_timed_is_said_in_a_sentence():
+    bad = replace(ROW, ok=False, us=None, message="NaN")
+    assert rows.text([]) == "no problem was timed beside others"
+    assert rows.text([bad]).endswith("WRONG: a: NaN")
 
 
 def test_bad_input_is_one_sentence(capsys):

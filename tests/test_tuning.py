@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -55,7 +55,7 @@ def config_of(arranged: Arranged):
     return config_for(arranged.sizes, layouts, arranged.ops, "sm_90a")
 
 
-def built(jobs, until=None) -> list[bool]:
+def built(jobs, seconds=None) -> list[bool]:
     """In the place of other processes: this one compiles when it has to."""
     return [True] * len(jobs)
 
@@ -95,7 +95,7 @@ def test_a_choice_that_cannot_be_read_is_none(gpu, monkeypatch):
 
 
 def test_without_time_to_compile_the_models_first_is_taken(gpu, monkeypatch):
-    monkeypatch.setattr(building, "build", lambda jobs, until=None: [False] * len(jobs))
+    monkeypatch.setattr(building, "build", lambda jobs, seconds=None: [False] * len(jobs))
     arranged = call(64, 128, 64)
     chosen = tuner.choose_by_time(arranged, "sm_90a", 3.0, lambda *_: pytest.fail("timed"))
     assert chosen == next(candidates(classed(arranged)))
@@ -131,10 +131,25 @@ def test_tuning_takes_a_time_above_zero():
 def test_processes_build_what_they_are_given_and_leave_what_does_not_compile(gpu):
     arranged = call(64, 128, 64)
     first = next(candidates(classed(arranged)))
-    begin = time.monotonic()
     assert building.build([(first, "sm_90a"), (first, "sm_1")]) == [True, False]
-    assert building.build([(first, "sm_90a")], until=begin) == [False], "the time is over"
     assert len(list(gpu.glob("kernels/*/meta.json"))) == 1
+    assert building.build([]) == []
+
+
+def test_what_nobody_waits_for_is_ended_and_does_not_hold_up_what_comes_next(gpu):
+    some = [(c, "sm_90a") for c in islice(candidates(classed(call(64, 128, 64))), 12)]
+    assert building.build(some, seconds=0.0) == [False] * 12, "the time is over"
+    assert building.build(some[-1:]) == [True]
+    assert len(list(gpu.glob("kernels/*/meta.json"))) < 6, "the others were left"
+
+
+def test_a_builder_that_was_killed_is_started_anew(gpu):
+    first = next(candidates(classed(call(64, 128, 64))))
+    server = building.start()
+    assert building.start() is server
+    server.process.kill()
+    server.process.wait()
+    assert building.build([(first, "sm_90a")]) == [True]
 
 
 def test_classes_of_rows_are_never_smaller_than_what_is_in_them():
@@ -149,7 +164,7 @@ LAYERS_70B = ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672))
 def test_serving_a_70b_model_takes_few_kernels(monkeypatch):
     """For every M from 1 to 8192 and each of the four weights."""
     asked = []
-    monkeypatch.setattr(building, "build", lambda jobs, until=None: asked.extend(jobs))
+    monkeypatch.setattr(building, "build", lambda jobs, seconds=None: asked.extend(jobs))
     monkeypatch.setattr("cutex.ops.warming.kernel_for", lambda *_: None)
     with simulated("sm_90a"):
         count = cutex.warm_up([(range(1, 8193), n, k) for n, k in LAYERS_70B])

@@ -18,9 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +26,7 @@ from typing import Any
 
 from cutex.arch import arch as arch_named
 from cutex.bench import timing
+from cutex.bench.progress import progress
 from cutex.cache import cache_dir, make_private, write_file
 from cutex.compile import compile
 from cutex.compile.sources import sources_digest
@@ -102,7 +101,7 @@ def _on_gpu(stage: Stage, problem: Problem, copies: int) -> Timer:
     operands = [(*problem.inputs("cuda", copy=i), *problem.outputs("cuda")) for i in range(copies)]
 
     def time(configs: Sequence[Config], rounds: int) -> dict[Config, float]:
-        with _progress(f"tuning {problem.size}", len(configs) + 1) as step:
+        with progress(f"tuning {problem.size}", len(configs) + 1) as step:
             kernels = {}
             for i, config in enumerate(configs):
                 compiled = compile(stage.kernel(config), problem.dtype, stage.arch)
@@ -114,20 +113,6 @@ def _on_gpu(stage: Stage, problem: Problem, copies: int) -> Timer:
         return {c: measured.timings[str(i)].median_us for i, c in enumerate(configs)}
 
     return time
-
-
-@contextmanager
-def _progress(title: str, steps: int) -> Iterator[Callable[[], None]]:
-    """A bar on a terminal, nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=steps)
-        yield lambda: bar.advance(task)
 
 
 # ---- on the disk

@@ -1,7 +1,8 @@
 """python -m cutex.check FILE.py: a kernel author's inner loop.
 
 The script runs in the simulator once in every order of events, and with several seeds where an
-order has them; what any of them finds is told once, with the orders that find it.
+order has them; what any of them finds is told once, with the orders that find it. The first run
+also tells what each kernel takes of an SM, and where shared memory's banks conflict.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -24,6 +26,7 @@ from cutex.command import answered, refuse
 from cutex.orders import ORDERS
 
 ALIKE = ("fifo", "eager")  # orders that no seed changes
+_RULE = re.compile(r"(?:^|:\d+: )([a-z][a-z -]*): ")  # of a report's first line, behind its place
 LOOK = 0.3  # seconds between two looks at a file that is watched
 
 
@@ -71,9 +74,10 @@ def run(args: argparse.Namespace, order: str, seed: int) -> Run:
     with tempfile.TemporaryDirectory(prefix="cutex-") as folder:
         told = Path(folder) / "found.json"
         command = [sys.executable, "-m", "cutex.sim", "--arch", args.arch, "--order", order,
-                   "--seed", str(seed), "--json", str(told), str(args.script)]  # fmt: skip
+                   "--seed", str(seed), "--json", str(told)]  # fmt: skip
+        command += ["--resources"] if (order, seed) == orders(args.seeds)[0] else []
         ran = subprocess.run(
-            [*command, *args.arguments],
+            [*command, str(args.script), *args.arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -92,15 +96,19 @@ def runs(args: argparse.Namespace) -> Iterator[Run]:
 def check(args: argparse.Namespace) -> int:
     """Run all orders, and tell what they found; the exit code."""
     by_report: dict[str, list[str]] = {}
+    kernels: list[str] = []
     count, started = 0, time.monotonic()
     for done in runs(args):
         count += 1
         verdict = f"{len(done.reports)} found" if done.reports else "nothing found"
         print(f"{done.name:<12} {verdict}", file=sys.stderr, flush=True)
+        kernels += [kernel["text"] for kernel in done.found.get("kernels", [])]
         for report in done.reports:
             by_report.setdefault(_cause(report), [report]).append(done.name)
     for report, *names in by_report.values():
         print(f"\n{report}\n  in order {', '.join(names)}")
+    if kernels:
+        print("", *kernels, sep="\n")
     seconds = time.monotonic() - started
     found = (
         f"{len(by_report)} report{'s' * (len(by_report) != 1)}" if by_report else "nothing found"
@@ -113,7 +121,8 @@ def _cause(report: str) -> str:
     """What two orders' reports share if they have one cause: the rule and the place."""
     lines = report.splitlines()
     place = next((line for line in lines if line.lstrip().startswith("at PTX line")), "")
-    return lines[0].partition(":")[0] + place
+    rule = _RULE.search(lines[0])
+    return (rule[1] if rule else lines[0].partition(":")[0]) + place
 
 
 @answered

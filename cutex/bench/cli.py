@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -17,12 +16,14 @@ from typing import NoReturn
 
 from cutex.arch import ARCHS, Arch, arch, local_arch
 from cutex.bench import timing
+from cutex.bench.progress import progress
 from cutex.bench.run import DEVICES, Options, admit, choose_device, compile_stage, run_stages
 from cutex.command import answered, refuse
 from cutex.orders import ORDERS
 from cutex.problem import Problem
 from cutex.problem.stage import Stage, ladders
-from cutex.results import Result, Timing, gbs, tflops
+from cutex.results import Result, Timing, gbs
+from cutex.results.rate import rate
 from cutex.results.recorder import Recorder, try_folder
 
 DEFAULT_ARCH = "sm_100a"  # what is simulated where there is no GPU, if there is a ladder for it
@@ -79,7 +80,9 @@ def add_problem(what: argparse._ArgumentGroup, kinds: Sequence[type[Problem]]) -
 
 def add_clock(sim: argparse._ArgumentGroup) -> None:
     sim.add_argument("--time", action="store_true", help="predict the time; nothing is checked")
-    sim.add_argument("--trace", metavar="FILE", help="with --time: a picture of it, for Perfetto")
+    sim.add_argument(
+        "--trace", metavar="FILE", help="with --time: for Perfetto; FILE.svg: a picture of one CTA"
+    )
     sim.add_argument(
         "--gpu",
         dest="what_if",
@@ -292,7 +295,8 @@ def run(job: Job, out: Path, as_json: bool) -> int:
         for problem in job.problems:
             for stages in turns:
                 numbers = ", ".join(str(s.number) for s in stages)
-                with console.status(f"stage {numbers} of {stages[0].arch} on {job.device}"):
+                running = f"stage {numbers} of {stages[0].arch} on {job.device}, {problem.size}"
+                with progress(running):
                     found = run_stages(problem, stages, job.device, job.options)
                 unprinted = None
                 for result in found:
@@ -347,7 +351,7 @@ SIMULATED = (("orders", 6), ("time s", 8), ("TFLOPS", -15))
 class Lines:
     """The output of a run: a header with units, then one line per result; or JSON lines.
 
-    On a terminal there is colour, and a spinner while something runs.
+    On a terminal there is colour.
     """
 
     def __init__(self, device: str, peers: tuple[str, ...], as_json: bool) -> None:
@@ -356,13 +360,6 @@ class Lines:
         self.compare = peers
         self.as_json = as_json
         self.headed = False
-
-    def status(self, text: str) -> AbstractContextManager[object]:
-        if not sys.stderr.isatty():
-            return nullcontext()
-        from rich.console import Console
-
-        return Console(stderr=True).status(text)
 
     def result(self, result: Result) -> None:
         if self.as_json:
@@ -396,15 +393,15 @@ class Lines:
 
     def _timed(self, result: Result, took: Timing) -> list[str]:
         problem = result.case
-        rate = tflops(problem.flops, took.median_us)
+        found = rate(problem, result.arch, took.median_us)
         return [
             f"{took.median_us:.1f}",
             f"{took.p20_us:.1f}-{took.p80_us:.1f}",
             took.cache_state,
             f"{took.launch_us:.1f}",
             f"{gbs(problem.bytes, took.median_us):.0f}",
-            f"{rate:.1f}",
-            f"{100 * rate / arch(result.arch).dense_tflops[problem.dtype]:.1f}",
+            "-" if found.by_memory else f"{found.value:.1f}",
+            f"{found.percent:.1f}",
         ]
 
     def _line(self, cells: list[str], style: str | None = None) -> None:

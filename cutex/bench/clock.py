@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,35 +12,69 @@ from cutex.problem.stage import Stage
 
 if TYPE_CHECKING:
     from cutex.sim.timing.gpus import Gpu
-    from cutex.sim.timing.predict import Whole
+    from cutex.sim.timing.lengths import Lengths
     from cutex.sim.timing.report import TimeReport
+    from cutex.sim.timing.timed import Whole
     from cutex.sim.timing.trace import Traced
 
 TILES = 2.6  # that a cluster runs in detail, of each warpgroup that has tiles of its own
 DETAILED_FLOPS = 6e8  # a CTA, where tiles differ
+STEPS = (6, 14)  # of the two tiles that are recorded where tiles differ in their steps
 
 
-def record(problem: Problem, stage: Stage) -> tuple[Traced, Whole]:
+def record(problem: Problem, stage: Stage) -> tuple[Traced | Lengths, Whole]:
     """One cluster of a stage's launch, and what the whole grid has to do."""
-    from cutex.sim.run import captured
-    from cutex.sim.timing.predict import Whole
-    from cutex.sim.timing.trace import trace
+    from cutex.sim.timing.timed import Whole
 
     stage = settle(stage, problem, timed=False)
     config = stage.config()
-    compiled = compile_stage(stage, problem.dtype)
-    flops, tile = problem.work(config)
+    whole = Whole(*problem.work(config))
+    if tiles := problem.tile_steps(config):
+        return _record_lengths(problem, stage, tiles), whole
     at_once = 2 if getattr(config, "pingpong", False) else 1
-    limit = (TILES * at_once - at_once + 1) * tile if tile else DETAILED_FLOPS
+    limit = DETAILED_FLOPS
+    if whole.tile_flops:
+        limit = (TILES * at_once - at_once + 1) * whole.tile_flops
+    return _record(problem, stage, limit), whole
 
-    def traced(*tensors: Any) -> list[Traced]:
-        return trace(*captured(compiled, tensors), limit)
+
+def _record_lengths(problem: Problem, stage: Stage, tiles: tuple[int, ...]) -> Lengths:
+    """Records of tiles of two lengths, and a look at the loads of the whole."""
+    from cutex.sim.timing.lengths import Lengths
+    from cutex.sim.timing.trace import look_at
+
+    config = stage.config()
+    longest = max(tiles)
+    records, lengths = [], []
+    for wanted in (min(STEPS[0], max(1, longest // 2)), min(STEPS[1], longest)):
+        brief = problem.with_steps(config, wanted)
+        records.append(_record(brief, stage, TILES * brief.work(config)[1], look=False))
+        lengths.append(brief.tile_steps(config)[0])
+    long = _launched(problem, stage, lambda h, p, a, r: look_at(h, p, a, r, records[1]))
+    short = replace(records[0], grid=long.grid, sharing=long.sharing)
+    return Lengths(short, long, (lengths[0], lengths[1]), tiles)
+
+
+def _record(problem: Problem, stage: Stage, limit: float, look: bool = True) -> Traced:
+    from cutex.sim.timing.trace import trace
+
+    return _launched(problem, stage, lambda h, p, a, r: trace(h, p, a, r, limit, look)[0])
+
+
+def _launched(problem: Problem, stage: Stage, how: Callable[..., Traced]) -> Traced:
+    """What ``how`` makes of a launch, on data that costs nothing to compute with where it may."""
+    from cutex.sim.run import captured
+
+    compiled = compile_stage(stage, problem.dtype)
+    found: list[Traced] = []
+
+    def launched(*tensors: Any) -> None:
+        found.append(how(*captured(compiled, tensors)))
 
     data = "zeros" if "zeros" in problem.inits else problem.init
     empty = replace(problem, init=data)  # type: ignore[type-var]
-    launch = problem.launcher(traced, compiled.argument_names)
-    found = launch(*empty.inputs(), *empty.outputs())
-    return found[0], Whole(flops, tile)  # type: ignore[index]
+    problem.launcher(launched, compiled.argument_names)(*empty.inputs(), *empty.outputs())
+    return found[0]
 
 
 def time_stage(problem: Problem, stage: Stage, gpu: Gpu, log: bool = False) -> TimeReport:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ from cutex.problem.stage import Stage
 from cutex.problem.stage import stage as stage_of
 from cutex.sim.timing import stored
 from cutex.sim.timing.gpus import Gpu, gpu, of_arch
+from cutex.sim.timing.lengths import Lengths
 from cutex.sim.timing.power import clock_ghz
-from cutex.sim.timing.predict import Timed, Whole, predict
+from cutex.sim.timing.predict import predict
+from cutex.sim.timing.timed import Timed, Whole
 from cutex.sim.timing.trace import Traced
 
 FOLDER = Path("results/timing")
@@ -96,13 +98,15 @@ def ladder(rows: Iterable[Row]) -> list[Row]:
     return [r for r in rows if r.set == "ladder" and r.problem.init == "normal"]
 
 
-def traces(rows: Sequence[Row], file: Path) -> dict[str, Traced]:
+def traces(rows: Sequence[Row], file: Path) -> dict[str, Traced | Lengths]:
     """The records of these rows, from ``file`` where it has them, else anew."""
     have = stored.load(file) if file.exists() else {}
     return {r.key: have.get(r.key) or record(r.problem, r.as_stage())[0] for r in rows}
 
 
-def errors(rows: Sequence[Row], traced: dict[str, Traced], board: Gpu) -> Iterator[Error]:
+def errors(
+    rows: Sequence[Row], traced: Mapping[str, Traced | Lengths], board: Gpu
+) -> Iterator[Error]:
     for row in rows:
         whole = Whole(*row.problem.work(row.as_stage().fitted(row.problem).config()))
         timed = predict(traced[row.key], board.at(row.mhz / 1e3), whole)

@@ -19,8 +19,8 @@ from cutex.problem import DEFAULT_OP, problem_class
 from cutex.problem.stage import stages
 from cutex.sim.timing import stored
 from cutex.sim.timing.gpus import GPUS, SOURCES
-from cutex.sim.timing.predict import Whole
 from cutex.sim.timing.report import time_launch
+from cutex.sim.timing.timed import Whole
 
 PAGE = Path("docs/time.md")
 MEASURED = FOLDER / "cycles-nvidia-h200.jsonl"

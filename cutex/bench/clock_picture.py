@@ -14,7 +14,9 @@ from cutex.problem import DEFAULT_OP, problem_class
 from cutex.problem.stage import Stage
 from cutex.sim.timing import stored
 from cutex.sim.timing.gpus import gpu, of_arch
-from cutex.sim.timing.predict import Whole, predict
+from cutex.sim.timing.picture import UNITS, joined, one_of_each
+from cutex.sim.timing.predict import predict
+from cutex.sim.timing.timed import Whole
 from cutex.sim.timing.units import Interval
 
 FOLDER = Path("results/timing")
@@ -22,7 +24,6 @@ FILES = {"sm_90a": "traces-sm90.json.gz", "sm_100a": "traces-sm100.json.gz"}
 SIZES = {"m": 4096, "n": 4096, "k": 4096}
 SPAN = 9000.0  # cycles that a picture shows, two thirds of them before the end of a tile
 WIDTH, LEFT, ROW = 1200, 190, 15
-UNITS = ("tensor core", "TMA in", "TMA out")
 COLOURS = {
     "work": "#3a7d44", "unit": "#33658a", "MMA": "#f6ae2d", "TMA": "#86bbd8", "stores": "#c9ada7",
     "TMA store": "#c9ada7",
@@ -76,7 +77,7 @@ def svg(intervals: Sequence[Interval], around: float, title: str) -> str:
     for i in intervals:
         if i.cta == 0 and i.end > start and i.start < start + SPAN and i.end > i.start:
             tracks.setdefault(i.track, []).append(i)
-    rows = [t for t in UNITS if t in tracks] + _one_of_each(tracks)
+    rows = [t for t in UNITS if t in tracks] + one_of_each(tracks)
     height = ROW * (len(rows) + 1) + 4
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {height}" width="100%" role="img" font-size="11" '
@@ -87,37 +88,15 @@ def svg(intervals: Sequence[Interval], around: float, title: str) -> str:
     for n, name in enumerate(rows):
         y = ROW * (n + 1) + 2
         parts.append(f'<text x="0" y="{y + 11}">{escape(name)}</text>')
-        for left, right, kind, told in _joined(tracks[name], 1.0 / scale):
-            x = LEFT + (max(left, start) - start) * scale
-            width = (min(right, start + SPAN) - max(left, start)) * scale
+        for bar in joined(tracks[name], 1.0 / scale):
+            x = LEFT + (max(bar.start, start) - start) * scale
+            width = (min(bar.end, start + SPAN) - max(bar.start, start)) * scale
             parts.append(
                 f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW - 3}" '
-                f'fill="{_colour(kind, told)}"><title>{escape(told)}</title></rect>'
+                f'fill="{_colour(bar.kind, bar.told)}"><title>{escape(bar.told)}</title></rect>'
             )
     return "".join([*parts, "</svg>"])
 
 
-def _one_of_each(tracks: dict[str, list[Interval]]) -> list[str]:
-    """One warp of each role and warpgroup."""
-    found: dict[tuple[str, int], str] = {}
-    for name in tracks:
-        role, _, number = name.rpartition(" ")
-        if name not in UNITS and number.isdecimal():
-            found.setdefault((role, int(number) // 4), name)
-    return [found[key] for key in sorted(found, key=lambda k: (k[1], k[0]))]
-
-
 def _colour(kind: str, told: str) -> str:
     return COLOURS.get(told if kind == "wait" else kind, OTHER)
-
-
-def _joined(intervals: list[Interval], gap: float) -> list[tuple[float, float, str, str]]:
-    """Neighbours of a kind that are less than a pixel apart as one."""
-    found: list[tuple[float, float, str, str]] = []
-    for i in sorted(intervals, key=lambda i: i.start):
-        told = i.name if i.kind == "wait" else ""
-        if found and found[-1][2:] == (i.kind, told) and i.start - found[-1][1] <= gap:
-            found[-1] = (found[-1][0], max(found[-1][1], i.end), i.kind, told)
-        else:
-            found.append((i.start, i.end, i.kind, told))
-    return found

@@ -309,6 +309,8 @@ def environment() -> dict[str, Any]:
     found: dict[str, Any] = {"python": sys.version.partition(" ")[0], "torch": torch.__version__}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
+    if driver := timing.driver_version():
+        found["driver"] = driver
     for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
         try:
             found[name] = metadata.version(name)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,7 @@ from cutex.bench.cli import Parser, refuse
 from cutex.bench.run import environment, run_time
 from cutex.command import answered
 from cutex.problem.layer import PEERS
-from cutex.problem.models import DTYPES, Entry, corpus
+from cutex.problem.models import DTYPES, Entry, corpus, draw
 from cutex.results import sweep as rows
 from cutex.results.sweep import SweepRow
 
@@ -28,11 +30,18 @@ if TYPE_CHECKING:
 HALVES = ("report", "fit", "all")
 SAMPLING = timing.Sampling(rounds=15, warm_up_seconds=0.05, sample_us=2000.0, eager_calls=3)
 
-Ours = Callable[..., Any]  # as cutex.matmul: (a, b, out=...)
+
+@dataclass(frozen=True)
+class Ours:
+    """What is timed."""
+
+    matmul: Callable[..., Any]  # (a, b, out=...)
+    tuning: Callable[[], AbstractContextManager[Any]]  # within it every problem is tuned
+    build: Callable[[Iterable[tuple[Any, Any]], Any], int]  # kernels of many (a, b), for a dtype
 
 
 def measure(
-    entry: Entry, ours: Ours, compare: Sequence[str], tuned: bool, l2_bytes: int
+    entry: Entry, ours: Callable[..., Any], compare: Sequence[str], tuned: bool, l2_bytes: int
 ) -> SweepRow:
     """Check ours, then time it beside `compare` on this process's GPU."""
     import torch
@@ -86,7 +95,8 @@ def sweep(
 ) -> list[SweepRow]:
     """Measure `entries` that `file` has no row of from this commit; returns all rows of theirs.
 
-    Stops after `seconds`, when the next call goes on.
+    Stops after `seconds`, when the next call goes on. Problems come in an order drawn by their
+    names, so that a sweep that was cut off is a fair sample.
     """
     arch = local_arch()
     assert arch is not None, "the command line has seen to it"
@@ -99,10 +109,16 @@ def sweep(
     }
     wanted = list(entries)
     left = [e for e in wanted if e.name not in known]
+    left.sort(key=lambda e: draw(e.name, 1 << 32))
+    if left and not tuned:
+        begun = time.monotonic()
+        operands = [e.problem.inputs("meta") for e in left]
+        kernels = ours.build(operands, left[0].problem.outputs("meta")[0].dtype)
+        print(f"{kernels} kernels built in {time.monotonic() - begun:.0f} s", file=sys.stderr)
     for i, entry in enumerate(left):
         if seconds is not None and time.monotonic() - begin > seconds:
             break
-        row = measure(entry, ours, compare, tuned, arch.l2_bytes)
+        row = measure(entry, ours.matmul, compare, tuned, arch.l2_bytes)
         rows.append(file, row)
         ratio = "wrong" if not row.ok else f"{row.ratio:.3f}x" if row.ratio else f"{row.us} us"
         print(f"[{i + 1}/{len(left)}] {entry.name}: {ratio}", flush=True)
@@ -131,10 +147,8 @@ def parser() -> Parser:
 
 
 @answered
-def main(
-    ours: Callable[[], tuple[Ours, Callable[[], Any]]], argv: Sequence[str] | None = None
-) -> int:
-    """Run the command line; `ours` loads what is timed, and a context within which it is tuned."""
+def main(load: Callable[[], Ours], argv: Sequence[str] | None = None) -> int:
+    """Run the command line; `load` imports what is timed."""
     try:
         args = parser().parse_args(argv)
         compare = [name for name in args.compare.split(",") if name]
@@ -160,14 +174,11 @@ def main(
         return refuse(str(error))
     import torch
 
-    launch, tuning = ours()
+    ours = load()
     device = torch.cuda.get_device_name().lower().replace(" ", "-")
     file = Path(args.out) / "sweep" / f"{device}.jsonl"
-    if args.tuned:
-        with tuning():
-            found = sweep(entries, launch, file, compare, True, args.seconds)
-    else:
-        found = sweep(entries, launch, file, compare, False, args.seconds)
+    with ours.tuning() if args.tuned else nullcontext():
+        found = sweep(entries, ours, file, compare, args.tuned, args.seconds)
     print(rows.text(found))
     return 0 if all(r.ok for r in found) else 1
 

@@ -214,6 +214,18 @@ def _capture(launch: Launch, operands: Sequence[Operands], launches: int) -> tor
     return graph
 
 
+def driver_version() -> str | None:
+    """The NVIDIA driver's own version, such as "580.65.06", from NVML; None without."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    text = ctypes.create_string_buffer(96)
+    if nvml.nvmlInit_v2() or nvml.nvmlSystemGetDriverVersion(text, len(text)):
+        return None
+    return text.value.decode(errors="replace")
+
+
 def gpu_state() -> dict[str, float] | None:
     """Clock, power and temperature of the CUDA device at this moment, from NVML; None without."""
     import torch

@@ -8,17 +8,19 @@ import os
 import platform
 import re
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any, Protocol
 
+from cutex import debug_info
+from cutex.arch import kernels_of
 from cutex.cache import plain_folder
 from cutex.compile import cache as store
 from cutex.compile.arguments import Argument, fake_arguments
 from cutex.compile.cache import FILES, canonical, digest
 from cutex.compile.compiled import Compiled
 from cutex.compile.sources import modules_of, sources_digest
+from cutex.tracing import tracing
 
 OPT_LEVEL = 3
 
@@ -39,7 +41,6 @@ class Kernel(Protocol):
 
 
 _in_process: dict[str, Compiled] = {}
-_tracing = threading.Lock()  # the DSL traces one kernel at a time
 
 
 def compile(kernel: Kernel, dtype: str, arch: str, *, cache: bool = True) -> Compiled:
@@ -50,7 +51,7 @@ def compile(kernel: Kernel, dtype: str, arch: str, *, cache: bool = True) -> Com
     """
     if dtype not in (known := getattr(kernel, "dtypes", ("bf16", "fp16"))):
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(known)}")
-    if kernel.arch != arch:
+    if kernel.arch != kernels_of(arch):
         raise ValueError(f"{kernel.name} is a kernel for {kernel.arch}, not for {arch}")
     ingredients = _ingredients(kernel, dtype, arch)
     key = digest(canonical(ingredients))[:32]
@@ -93,7 +94,7 @@ def _build(
     )
     arguments = fake_arguments(kernel.operands(dtype))
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    with _tracing:
+    with tracing(), debug_info.recording() as recorder:
         # NOTE: "cutlass" in a kernel's name makes ptxas choose registers by other rules
         # (NVIDIA/cutlass issue 3389), so the name is ours, whole.
         type(kernel).kernel.set_name_prefix(  # type: ignore[attr-defined]
@@ -102,7 +103,7 @@ def _build(
         function = cute.compile[options](kernel, *arguments, stream)
         function.export_to_c(str(folder / FILES["object"]), ingredients["symbol"])
     dumped.cleanup()
-    (folder / FILES["ptx"]).write_text(function.__ptx__.rstrip("\0"))
+    (folder / FILES["ptx"]).write_text(recorder.annotate(function.__ptx__))
     (folder / FILES["cubin"]).write_bytes(function.__cubin__)
     meta = {
         **ingredients,
@@ -148,6 +149,7 @@ def _ingredients(kernel: Kernel, dtype: str, arch: str) -> dict[str, Any]:
         "dtype": dtype,
         "arch": arch,
         "opt_level": OPT_LEVEL,
+        "debug_info": debug_info.FORMAT,
         "dsl": importlib.metadata.version("nvidia-cutlass-dsl"),
         "tvm_ffi": importlib.metadata.version("apache-tvm-ffi"),
         "dsl_environment": {k: v for k, v in os.environ.items() if k.startswith("CUTE_DSL_")},

@@ -1,7 +1,8 @@
-"""Kernels compiled in parallel by processes of their own, into the cache on disk.
+"""Kernels compiled in parallel, into the cache on disk, by children of one process.
 
-The processes start on first use and stay. They import cutex alone: the caller's script is not run
-again in them, whatever it does at its top level.
+That process starts on first use, imports the compiler once, forks a child for each kernel, and
+stays. It imports cutex alone: the caller's script is not run again in it, whatever it does at its
+top level. A child that nobody waits for any more is ended, and takes no time from others.
 """
 
 from __future__ import annotations
@@ -10,124 +11,210 @@ import atexit
 import os
 import pickle
 import selectors
+import struct
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
+
+from cutex.arch import ARCHS
+from cutex.problem.stage import package
 
 if TYPE_CHECKING:
     from cutex.kernels.gemm.signature import GeneralConfig
 
-MOST = 16  # processes
-START = "from cutex.ops.building import work; work()"
+MOST = 16  # children at a time
+START = "from cutex.ops.building import serve; serve()"
+LENGTH = struct.Struct("<Q")  # before each batch
 
 Job = tuple["GeneralConfig", str]  # and the arch
 
 
 @dataclass
-class _Builder:
-    """One process, and the job that it works on."""
+class _Server:
+    """The process, as its caller sees it: batches of jobs go in, a line for each job comes out."""
 
     process: subprocess.Popen[bytes]
-    job: int | None = None
-    batch: int = 0  # of jobs: what an earlier call gave up on is not of this one
+    batches: int = 0
+    ready: bool = False  # it has said that the compiler is imported
+    unread: bytes = b""
 
-    @property
-    def answers(self) -> IO[bytes]:
-        assert self.process.stdout is not None
-        return self.process.stdout
-
-    def give(self, batch: int, number: int, job: Job) -> None:
+    def give(self, jobs: Sequence[Job]) -> None:
+        """Compile `jobs`, the first first, and nothing of an earlier batch."""
         assert self.process.stdin is not None
-        self.batch, self.job = batch, number
-        pickle.dump(job, self.process.stdin)
+        self.batches += 1
+        message = pickle.dumps((self.batches, list(jobs)))
+        self.process.stdin.write(LENGTH.pack(len(message)) + message)
         self.process.stdin.flush()
 
+    def lines(self, until: float | None) -> Iterator[bytes]:
+        """What it says, until then, or until it ends."""
+        assert self.process.stdout is not None
+        with selectors.DefaultSelector() as said:
+            said.register(self.process.stdout, selectors.EVENT_READ)
+            while True:
+                line, found, rest = self.unread.partition(b"\n")
+                if found:
+                    self.unread = rest
+                    yield line
+                    continue
+                wait = None if until is None else until - time.monotonic()
+                if (wait is not None and wait <= 0) or not said.select(wait):
+                    return
+                more = os.read(self.process.stdout.fileno(), 1 << 16)
+                if not more:
+                    return
+                self.unread += more
 
-_builders: list[_Builder] = []
-_batches = 0
+
+_servers: list[_Server] = []  # none, or the one
 
 
-def build(jobs: Sequence[Job], until: float | None = None) -> list[bool]:
-    """Compile `jobs`, the first first; which of them are on disk, or when `until` (of
-    time.monotonic) has passed, which are by then. One that does not compile is not."""
-    global _batches
-    _batches += 1
+def build(jobs: Sequence[Job], seconds: float | None = None) -> list[bool]:
+    """Compile `jobs`, the first first; which of them are on disk, or are so after `seconds`, from
+    when the compiler is imported. One that does not compile is not."""
     done = [False] * len(jobs)
-    left = deque(range(len(jobs)))
-    start(len(jobs))
-    with selectors.DefaultSelector() as ready:
-        for builder in _builders:
-            ready.register(builder.answers, selectors.EVENT_READ, builder)
-            if builder.job is None and left:
-                _give(builder, left.popleft(), jobs)
-        while left or any(b.job is not None and b.batch == _batches for b in _builders):
-            wait = None if until is None else until - time.monotonic()
-            if wait is not None and wait <= 0:
-                break
-            for event, _ in ready.select(wait):
-                builder = event.data
-                answer = builder.answers.readline()
-                if builder.batch == _batches and builder.job is not None:
-                    done[builder.job] = answer == b"built\n"
-                builder.job = None
-                if not answer:  # it ended
-                    ready.unregister(builder.answers)
-                    _builders.remove(builder)
-                elif left:
-                    _give(builder, left.popleft(), jobs)
-            if not _builders:
-                break
+    if not jobs:
+        return done
+    server = start()
+    try:
+        if not server.ready:
+            server.ready = next(server.lines(None), b"") == b"ready"
+        server.give(jobs)
+        until = None if seconds is None else time.monotonic() + seconds
+        left = len(jobs)
+        for line in server.lines(until):
+            batch, number, built = map(int, line.split())
+            if batch == server.batches:
+                done[number] = bool(built)
+                left -= 1
+            if not left:
+                return done
+        server.give(())
+    except BrokenPipeError:
+        stop()  # it ended; the next call starts another
     return done
 
 
-def _give(builder: _Builder, number: int, jobs: Sequence[Job]) -> None:
-    builder.give(_batches, number, jobs[number])
-
-
-def start(count: int = MOST) -> None:
-    """Have `count` processes, or as many as there are cores; they take seconds to be ready."""
-    count = min(count, MOST, os.cpu_count() or 1)
+def start() -> _Server:
+    """Start the process, unless it runs; it takes seconds to be ready."""
+    if _servers and _servers[0].process.poll() is None:
+        return _servers[0]
+    stop()
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(x for x in (root, os.environ.get("PYTHONPATH")) if x)
-    while len(_builders) < count:
-        process = subprocess.Popen(
-            [sys.executable, "-c", START],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
-        )
-        _builders.append(_Builder(process))
+    process = subprocess.Popen(
+        [sys.executable, "-c", START],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    _servers.append(_Server(process))
+    return _servers[0]
 
 
 @atexit.register
 def stop() -> None:
-    """End the processes."""
-    for builder in _builders:
-        builder.process.kill()
-        builder.process.wait()
-    _builders.clear()
+    """End the process, and with it its children."""
+    for server in _servers:
+        assert server.process.stdin is not None
+        server.process.terminate()
+        server.process.wait()
+    _servers.clear()
 
 
-def work() -> None:
+# ---- in that process
+
+
+@dataclass
+class _Children:
+    """The children that compile, each with the end of a pipe that closes when it ends."""
+
+    jobs: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # batch, number, pid
+
+    def fork(self, batch: int, number: int, job: Job) -> int:
+        """The pipe of a new child that compiles `job`."""
+        from cutex.ops.plan import kernel_for
+
+        ours, theirs = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                kernel_for(*job)
+                code = 0
+            finally:
+                os._exit(code)
+        os.close(theirs)
+        self.jobs[ours] = batch, number, pid
+        return ours
+
+    def reap(self, pipe: int) -> tuple[int, int, bool]:
+        """The batch and number of a child that ended, and whether its kernel is on disk."""
+        batch, number, pid = self.jobs.pop(pipe)
+        os.close(pipe)
+        _, status = os.waitpid(pid, 0)
+        return batch, number, status == 0
+
+    def end(self) -> None:
+        """Have all of them end, without waiting for it."""
+        from signal import SIGKILL
+
+        for _, _, pid in self.jobs.values():
+            os.kill(pid, SIGKILL)
+
+
+def serve() -> None:
     """Compile what comes in, until nothing more does; runs in a process of its own."""
-    from cutex.ops.plan import kernel_for
+    import gc
+    import signal
 
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    for arch in ARCHS:  # children share what is imported here
+        import_module(f"{package('gemm', arch)}.general")
+    out = os.dup(1)
     os.dup2(2, 1)  # what is printed on the way is no answer
-    while True:
-        try:
-            config, arch = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        try:
-            kernel_for(config, arch)
-        except Exception:
-            answers.write(b"failed\n")
-        else:
-            answers.write(b"built\n")
+    children = _Children()
+
+    def ended(*_: object) -> None:
+        children.end()
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, ended)
+    gc.freeze()
+    os.write(out, b"ready\n")
+    most = min(MOST, os.cpu_count() or 1)
+    queue: deque[tuple[int, int, Job]] = deque()
+    with selectors.DefaultSelector() as ready:
+        ready.register(0, selectors.EVENT_READ)
+        while True:
+            while queue and len(children.jobs) < most:
+                ready.register(children.fork(*queue.popleft()), selectors.EVENT_READ)
+            for event, _ in ready.select():
+                if event.fd:
+                    ready.unregister(event.fd)
+                    os.write(out, b"%d %d %d\n" % children.reap(event.fd))
+                    continue
+                try:
+                    batch, jobs = pickle.loads(_read(*LENGTH.unpack(_read(LENGTH.size))))
+                except EOFError:
+                    ended()
+                children.end()
+                queue = deque((batch, i, job) for i, job in enumerate(jobs))
+
+
+def _read(count: int) -> bytes:
+    """So many bytes of standard input, no more."""
+    parts = []
+    while count:
+        part = os.read(0, count)
+        if not part:
+            raise EOFError
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from cutex.arch import ARCHS
+from cutex.arch import ARCHS, RELATIVES
 from cutex.compile import Compiled
 
 ORDERS = ("order", "seed", "memory")  # what `simulated` hands to cutex.simulate
@@ -45,9 +45,8 @@ def simulated(arch: str = "sm_90a", **orders: Any) -> Iterator[None]:
     orders: order, seed and memory, see cutex.simulate. Where one stands in another, the inner
     one counts. Raises ValueError for an arch without kernels, TypeError for another option.
     """
-    if arch not in ARCHS:
-        known = " and ".join(ARCHS)
-        raise ValueError(f"arch {arch!r}: cutex.matmul has kernels for {known} only")
+    if arch not in ARCHS | RELATIVES:
+        raise ValueError(f"arch {arch!r}: cutex has kernels for {', '.join(ARCHS | RELATIVES)}")
     for name in orders:
         if name not in ORDERS:
             known = ", ".join(ORDERS)
@@ -76,6 +75,9 @@ def simulated_arch() -> str | None:
 def arch_of(device: torch.device) -> str:
     """The arch of what runs on `device`; ValueError, in one sentence, if nothing does."""
     if device.type == "cpu" and (simulated := simulated_arch()) is not None:
+        if simulated not in ARCHS:
+            known = " and ".join(ARCHS)
+            raise ValueError(f"arch {simulated!r}: cutex.matmul has kernels for {known} only")
         return simulated
     if device.type != "cuda":
         raise ValueError(

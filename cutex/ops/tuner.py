@@ -48,7 +48,8 @@ _last: deque[GeneralConfig] = deque(maxlen=1)  # of the last call that was tuned
 
 @contextmanager
 def tuning(seconds: float = SECONDS) -> Iterator[None]:
-    """Within, the first call of `cutex.matmul` of each kind is tuned, in at most `seconds`."""
+    """Within, the first call of `cutex.matmul` of each kind is tuned, in at most `seconds`; the
+    first of a process waits some seconds more, until the compiler is imported beside it."""
     if not seconds > 0:
         raise ValueError(f"seconds is {seconds}: tuning takes a number above 0")
     forget_plans()  # calls that were made before are looked at again
@@ -97,12 +98,12 @@ def choose_by_time(
     if choices.remembered(calls) is not None or not on_gpu:
         return config_for(arranged.sizes, layouts, arranged.ops, arch_name)
     proposed = list(islice(candidates(calls), CANDIDATES))
-    begin = time.monotonic()
-    built = building.build([(c, arch_name) for c in proposed], begin + COMPILING * seconds)
+    built = building.build([(c, arch_name) for c in proposed], COMPILING * seconds)
+    until = time.monotonic() + (1 - COMPILING) * seconds
     ready = [c for c, ok in zip(proposed, built, strict=True) if ok]
     if len(ready) < 2:
         return ready[0] if ready else proposed[0]
-    us = compete(ready, arranged, arch_name, begin + seconds, timer or time_on_gpu)
+    us = compete(ready, arranged, arch_name, until, timer or time_on_gpu)
     best = min(us, key=us.__getitem__)
     choices.remember(calls, best.tiles, {str(c.tiles): round(t, 3) for c, t in us.items()})
     forget()

@@ -20,6 +20,7 @@ from cutex.ops.device import forget_plans, simulated_arch
 from cutex.ops.plan import (
     BUILT,
     call_class,
+    config_for,
     fitted,
     forget,
     kernel_for,
@@ -74,6 +75,21 @@ def warm_up(
     building.build([(config, arch) for config in configs])
     for config in configs:
         kernel_for(config, arch)
+    return len(configs)
+
+
+def build_ahead(operands: Iterable[tuple[Tensor, Tensor]], out_dtype: torch.dtype) -> int:
+    """Build, in parallel, the kernel that `cutex.matmul(a, b, out_dtype=...)` takes of each (a, b),
+    whose data is not read (they may be on "meta"). Returns how many kernels that are."""
+    arch = _arch()
+    configs: dict[GeneralConfig, None] = {}
+    for a, b in operands:
+        call = Call(a, b, out_dtype=out_dtype)
+        check(call)
+        arranged = arrange(call, _meta(call.shape, call.dtype), arch)
+        layouts = arranged.a, arranged.b, arranged.out
+        configs[config_for(arranged.sizes, layouts, arranged.ops, arch)] = None
+    building.build([(config, arch) for config in configs])
     return len(configs)
 
 

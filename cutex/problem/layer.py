@@ -70,10 +70,12 @@ class LayerProblem(Computation):
     def inputs(
         self, device: str | torch.device = "cpu", copy: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """a (M, K) and b (K, N), Gaussian, drawn on `device` from the seed."""
+        """a (M, K) and b (K, N), Gaussian, drawn on `device` from the seed; none on "meta"."""
         import torch
 
-        generator = torch.Generator(device).manual_seed(self.seed + 1_000_003 * copy)
+        generator = None
+        if str(device) != "meta":
+            generator = torch.Generator(device).manual_seed(self.seed + 1_000_003 * copy)
         m, n, k = self.mnk
         dtype = DTYPES[self.dtype].torch
         draws = torch.float16 if dtype.itemsize == 1 else dtype

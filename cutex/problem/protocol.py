@@ -132,6 +132,16 @@ class Problem(Computation):
         computed, whole tiles; 0 for the latter where tiles differ."""
         return float(self.flops), 0.0
 
+    def tile_steps(self, config: Any) -> tuple[int, ...]:
+        """Steps of the main loop of each tile, in the order in which a launch of `config` hands
+        them out; none where a step more than another is all that tiles could differ in."""
+        return ()
+
+    def with_steps(self, config: Any, steps: int) -> Self:
+        """A problem for the same kernel, all of whose tiles take `steps`, or fewer if they must;
+        asked for where there are `tile_steps`."""
+        raise NotImplementedError
+
     def tuning_class(self) -> list[Any]:
         """What problems that share a tuned config have in common, beside the dtype."""
         return [size_class(s) if type(s) is int else s for s in self.sizes]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
-from cutex.arch import Arch, arch
+from cutex.arch import Arch, arch, kernels_of
 from cutex.problem.protocol import Problem
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Ladders(Generic[S]):
 
 def package(op: str, arch: str) -> str:
     """The package of an operator's kernels on `arch`, such as cutex.kernels.gemm.sm90."""
-    return f"cutex.kernels.{op}.{arch.rstrip('a').replace('_', '')}"
+    return f"cutex.kernels.{op}.{kernels_of(arch).rstrip('a').replace('_', '')}"
 
 
 def ladders(op: str) -> Ladders[Stage]:

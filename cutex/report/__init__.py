@@ -28,8 +28,9 @@ from cutex.report.rows import (
     main_sizes,
     peer_title,
 )
-from cutex.results import Result, folder_given, notice, read_all, tflops
+from cutex.results import Result, folder_given, notice, read_all
 from cutex.results.history import kind as kind_of
+from cutex.results.rate import rate, rate_of
 from cutex.results.sweep import SweepRow
 from cutex.svg import alone
 
@@ -75,10 +76,11 @@ def _timed_table(
     first = baseline(ladder[0].op)
 
     def cell(r: Result | None) -> str:
-        if r is None or r.tflops is None:
+        found = rate_of(r) if r is not None else None
+        if r is None or found is None:
             return "–"
         ratio = r.ratio(first)
-        return f"{r.tflops:.0f}" + (f" ({ratio:.2f})" if ratio is not None else "")
+        return f"{found}" + (f" ({ratio:.2f})" if ratio is not None else "")
 
     rows = [
         [str(s.number), s.idea, *(cell(newest.get((s.number, which))) for which in sizes)]
@@ -93,16 +95,16 @@ def _timed_table(
             if peer is None:
                 cells.append("–")
                 continue
-            rate = tflops(last.case.flops, peer.timing.median_us)
             version = peer.version
-            cells.append(f"{rate:.0f}")
+            cells.append(str(rate(last.case, last.arch, peer.timing.median_us)))
         rows.append(["", f"{peer_title(name)} ({version})", *cells])
     dates = sorted({r.run[:10] for r in newest.values()})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     beside = f" (and ratio to {peer_title(first)} in the same run)" if first in peers else ""
-    unit = f"TFLOPS{beside}"
+    memory = any((x := rate_of(r)) and x.by_memory for r in newest.values())
+    other = ", GB/s and microseconds where memory binds" if memory else ""
     caption = (
-        f"{unit}, median, on one {device_name}: {dtype}, {DATA.get(init, init)}, "
+        f"TFLOPS{other}{beside}, median, on one {device_name}: {dtype}, {DATA.get(init, init)}, "
         f"{CACHE.get(cache_state, cache_state)}, "
         f"{when}. Stated dense peak: {target.dense_tflops[dtype]:.0f}."
     )
@@ -165,7 +167,8 @@ def pictures(results: Iterable[Result]) -> dict[str, str]:
         if of_arch:
             found = max(of_arch, key=len)
             (main, *_) = main_sizes(found)
-            title = f"{heading(op, target)}: TFLOPS at {main.size}, {caption(kind_of(found[0]))}"
+            unit = x.unit if (x := rate_of(main)) else "TFLOPS"
+            title = f"{heading(op, target)}: {unit} at {main.size}, {caption(kind_of(found[0]))}"
             bars = ladder_bars(ladder, found, main.sizes)
             top = max(bar.value or 0.0 for bar in bars)
             drawn[_picture(op, target)] = alone(charts.bars(title, bars, top))

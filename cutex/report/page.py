@@ -27,6 +27,7 @@ from cutex.report.rows import (
     peer_title,
 )
 from cutex.results import Result, Timing, history, tflops
+from cutex.results.rate import rate, rate_of
 from cutex.svg import colour
 
 TIMELINES = Path("results/timing")  # written by python -m cutex.clock --page
@@ -94,17 +95,19 @@ def _ladders(rows: Rows) -> str:
 
 def _ladder(target: Arch, ladder: Sequence[Stage], kind: history.Kind, rows: Rows) -> str:
     sizes = main_sizes(rows)[:12]
-    peak = target.dense_tflops[kind.dtype]
+    peaks = {r.sizes: x.peak for r in sizes if (x := rate_of(r))}
     options = "".join(f"<option>{said(r.size)}</option>" for r in sizes)
     blocks = "".join(
         f'<div data-size="{said(r.size)}"><p class="size">{said(r.size)}</p>'
-        f"{''.join(_bar(bar, peak) for bar in ladder_bars(ladder, rows, r.sizes))}</div>"
+        f"{''.join(_bar(b, peaks[r.sizes]) for b in ladder_bars(ladder, rows, r.sizes))}</div>"
         for r in sizes
     )
     first = peer_title(baseline(kind.op))
     return (
-        f'<figure class="ladder"><figcaption>{said(caption(kind))}: TFLOPS, median, and speed '
-        f"relative to {first} in the same run. A full bar is the stated dense peak, {peak:.0f}. "
+        f'<figure class="ladder"><figcaption>{said(caption(kind))}: TFLOPS (GB/s and '
+        f"microseconds where memory binds), median, and speed relative to {first} in the same run. "
+        f"A full bar is the stated peak: {target.dense_tflops[kind.dtype]:.0f} TFLOPS, or "
+        f"{target.hbm_gbs:.0f} GB/s. "
         f"<label>Size <select>{options}</select></label></figcaption>{blocks}</figure>"
     )
 
@@ -262,15 +265,17 @@ def _peers(rows: Rows) -> str:
     if not best:
         return "<p>No timed result on a GPU yet.</p>"
     names = sorted({p.name for r in best for p in r.peers})
-    head = ["device", "problem", "L2", "stage", "us", "TFLOPS", "% of peak"]
+    head = ["device", "problem", "L2", "stage", "us", "TFLOPS", "GB/s", "% of peak"]
     head += [f"x {name}" for name in names]
     lines = []
     for r in best[:NEWEST]:
         assert r.timing is not None
         line = [_text(r.device_name), (said(history.problem(r)), history.problem(r).rjust(60))]
         line += [_text(r.timing.cache_state), (f"{r.arch} {r.stage}", f"{r.arch} {r.stage:3}")]
-        line += [_number(r.timing.median_us, ".1f"), _number(r.tflops, ".0f")]
-        line += [_number(r.percent_of_peak, ".1f"), *(_number(r.ratio(n), ".3f") for n in names)]
+        found = rate(r.case, r.arch, r.timing.median_us)
+        line += [_number(r.timing.median_us, ".1f")]
+        line += [_number(None if found.by_memory else found.value, ".0f"), _number(r.gbs, ".0f")]
+        line += [_number(found.percent, ".1f"), *(_number(r.ratio(n), ".3f") for n in names)]
         lines.append(line)
     return f"<p>{_means(best, names)}</p>{table('best', head, lines)}"
 
@@ -284,12 +289,15 @@ def _means(best: Rows, names: Sequence[str]) -> str:
                 mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
                 title = peer_title(name)
                 means.append(f"{mean:.3f} x {title} over {len(ratios)} problems on {device}")
-    return "The fastest stage of each problem. Geometric means: " + said("; ".join(means)) + "."
+    return (
+        "The fastest stage of each problem; TFLOPS where the tensor cores bind, and the part of "
+        "the peak of what binds. Geometric means: " + said("; ".join(means)) + "."
+    )
 
 
 def _history(rows: Rows) -> str:
-    head = ["when", "commit", "device", "stage", "problem", "us", "p20-p80", "TFLOPS", "x peers",
-            "$", "expected"]  # fmt: skip
+    head = ["when", "commit", "device", "stage", "problem", "us", "p20-p80", "TFLOPS", "GB/s",
+            "x peers", "$", "expected"]  # fmt: skip
     lines = []
     shown = [r for r in rows if r.timing is not None or not r.ok or r.expect or r.cost_usd]
     for r in shown[: -NEWEST - 1 : -1]:
@@ -304,7 +312,8 @@ def _history(rows: Rows) -> str:
                 (said(history.problem(r)), history.problem(r).rjust(60)),
                 _number(took.median_us if took else None, ".1f") if r.ok else ("WRONG", -1.0),
                 _text(f"{took.p20_us:.1f}-{took.p80_us:.1f}" if took else "–"),
-                _number(r.tflops, ".0f"),
+                _number(x.value if (x := rate_of(r)) and not x.by_memory else None, ".0f"),
+                _number(r.gbs, ".0f"),
                 (", ".join(f"{said(n)} {x:.2f}" for n, x in ratios if x), ratios[0][1] or 0.0)
                 if ratios
                 else ("–", -1.0),

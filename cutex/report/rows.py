@@ -9,7 +9,8 @@ from cutex.arch import ARCHS, Arch
 from cutex.problem import OPS, problem_class
 from cutex.problem.stage import Stage, ladders
 from cutex.report import charts
-from cutex.results import Peer, Result, Timing, history, tflops
+from cutex.results import Peer, Result, history
+from cutex.results.rate import rate, rate_of
 
 DATA = {
     "normal": "Gaussian data",
@@ -52,10 +53,6 @@ def caption(kind: history.Kind) -> str:
     return f"{kind.device_name}, {kind.dtype}, {data}, {cache}"
 
 
-def rate(row: Result, took: Timing) -> float:
-    return tflops(row.case.flops, took.median_us)
-
-
 def baseline(op: str) -> str:
     """The peer that speeds are relative to."""
     return next(iter(problem_class(op).peers))
@@ -96,17 +93,18 @@ def ladder_bars(ladder: Sequence[Stage], rows: Rows, sizes: Sizes) -> list[chart
     for s in ladder:
         r = found.get((s.number, sizes))
         label = f"{s.number} {s.title}"
-        if r is None or r.tflops is None:
+        value = rate_of(r) if r is not None else None
+        if r is None or value is None:
             bars.append(charts.Bar(label, s.idea, None, "not timed"))
             continue
         ratio = r.ratio(baseline(r.op))
-        text = f"{r.tflops:.0f}" + (f" ({ratio:.2f}x)" if ratio is not None else "")
-        bars.append(charts.Bar(label, s.idea, r.tflops, text))
+        text = f"{value}" + (f" ({ratio:.2f}x)" if ratio is not None else "")
+        bars.append(charts.Bar(label, s.idea, value.value, text))
     for row, peer in last_peers(list(found.values())):
-        value = rate(row, peer.timing)
+        value = rate(row.case, row.arch, peer.timing.median_us)
         title = peer_title(peer.name)
         hue = peer_hue(peer.name)
-        bars.append(charts.Bar(title, peer.version, value, f"{value:.0f}", hue))
+        bars.append(charts.Bar(title, peer.version, value.value, str(value), hue))
     return bars
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from cutex.command import answered
 from cutex.problem import OPS, Sizes, problem_class
 from cutex.results import Result, Timing, append, folder_given, ledger, notice, read, read_all
+from cutex.results.rate import rate_of
 
 Table = list[list[str]]
 
@@ -248,7 +249,7 @@ def _listed(rows: list[Result]) -> Table:
         "problem",
         "us",
         "p20-p80",
-        "TFLOPS",
+        "TFLOPS, GB/s",
         "x peers",
         "$",
         "note",
@@ -268,9 +269,15 @@ def _figures(r: Result) -> list[str]:
         cells += ["", "", "none" if r.device == "sim" else "", ""]
     else:
         band = f"{r.timing.p20_us:.1f}-{r.timing.p80_us:.1f}"
-        cells += [f"{r.timing.median_us:.1f}", band, f"{r.tflops:.0f}", _ratios(r)]
+        cells += [f"{r.timing.median_us:.1f}", band, _rate(r), _ratios(r)]
     cost = "" if r.cost_usd is None else f"{r.cost_usd:.3f}"
     return [*cells, cost, r.expect]
+
+
+def _rate(r: Result) -> str:
+    """In the unit of what binds; the time has a column of its own."""
+    found = rate_of(r)
+    return "" if found is None else f"{found.value:.0f}{' GB/s' if found.by_memory else ''}"
 
 
 def problem(r: Result) -> str:
@@ -289,7 +296,7 @@ def _best_table(rows: list[Result]) -> Table:
         "stage",
         "us",
         "p20-p80",
-        "TFLOPS",
+        "TFLOPS, GB/s",
         "% peak",
         "x peers",
         "commit",
@@ -301,8 +308,13 @@ def _best_table(rows: list[Result]) -> Table:
         table.append(
             [
                 *(r.device_name, problem(r), t.cache_state, f"{r.arch} {r.stage}"),
-                *(f"{t.median_us:.1f}", f"{t.p20_us:.1f}-{t.p80_us:.1f}", f"{r.tflops:.0f}"),
-                *(f"{r.percent_of_peak or 0:.1f}", _ratios(r), _commit(r), r.run[:10]),
+                *(f"{t.median_us:.1f}", f"{t.p20_us:.1f}-{t.p80_us:.1f}", _rate(r)),
+                *(
+                    f"{x.percent:.1f}" if (x := rate_of(r)) else "",
+                    _ratios(r),
+                    _commit(r),
+                    r.run[:10],
+                ),
             ]
         )
     return table

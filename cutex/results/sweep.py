@@ -151,6 +151,9 @@ def worst(rows: Iterable[SweepRow], count: int = 10) -> list[SweepRow]:
 
 def text(rows: Sequence[SweepRow]) -> str:
     """A summary to print: all, by class, the ten worst, and what was wrong."""
+    wrong = [f"WRONG: {row.name}: {row.message}" for row in rows if not row.ok]
+    if not any(row.ratio for row in rows):
+        return "\n".join(["no problem was timed beside others", *wrong])
     lines = [f"all {Summary.of(rows).count}: {Summary.of(rows)}"]
     for title, name, summary in by_class(rows):
         lines.append(f"  {title:>4} {name:<12} {summary.count:>4}  {summary}")
@@ -158,5 +161,4 @@ def text(rows: Sequence[SweepRow]) -> str:
     for row in worst(rows):
         beside = ", ".join(f"{name} {us:.1f}" for name, us in row.peers.items())
         lines.append(f"  {row.ratio:.3f}  {row.name}  {row.us:.1f} us, {beside}  {row.source}")
-    lines += [f"WRONG: {row.name}: {row.message}" for row in rows if not row.ok]
-    return "\n".join(lines)
+    return "\n".join(lines + wrong)

@@ -35,8 +35,13 @@ def parser() -> argparse.ArgumentParser:
     )
     out.add_argument("--json", type=Path, metavar="FILE", help="write what was found, for programs")
     out.add_argument("--ptx", action="store_true", help="print the PTX around what was found")
+    out.add_argument(
+        "--resources", action="store_true", help="print what kernels take, and bank conflicts"
+    )
     out.add_argument("--time", action="store_true", help="predict how long each launch takes")
-    out.add_argument("--trace", metavar="FILE", help="with --time: a picture, for Perfetto")
+    out.add_argument(
+        "--trace", metavar="FILE", help="with --time: for Perfetto; FILE.svg: a picture of one CTA"
+    )
     out.add_argument(
         "--gpu", default="", metavar="NAME,K=V", help='for --time, as "b200,clock=1.6,l2=12"'
     )
@@ -70,7 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.path[0] = str(script.resolve().parent)  # as if Python had been given the script
     with torch_on_cpu(gpu) as memory:
         clock = Clock(options.gpu, options.trace) if options.time else None
-        calls = Calls(options.order, options.seed, memory, options.max_instructions, clock)
+        calls = Calls(
+            options.order, options.seed, memory, options.max_instructions, clock, options.resources
+        )
         try:
             with dsl_on_cpu(gpu, calls):
                 code = _run(options.script)

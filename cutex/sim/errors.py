@@ -9,6 +9,7 @@ from cutex.errors import CutexError
 
 if TYPE_CHECKING:
     from cutex.sim.ptx.parse import Instruction
+    from cutex.sim.sides import Side
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,16 @@ class Finding:
     ``rule`` is a short name ("race", "tx-count", "uninitialised", ...), ``message`` one sentence
     that says who did what to which memory, ``where`` the PTX and Python lines that did it. An
     ``advisory`` breaks the letter of the PTX ISA in a way that hardware is known to bear.
+    ``sides``: the instructions that it names, the one at fault first; ``remedy``: what would order
+    the two, if that is what it is about.
     """
 
     rule: str
     message: str
     where: str
     advisory: bool = False
+    sides: tuple[Side, ...] = ()
+    remedy: str = ""
 
     def __str__(self) -> str:
         level = "advisory, " if self.advisory else ""
@@ -34,6 +39,7 @@ class SimError(CutexError):
     """A simulated run that cannot go on, or that ended with findings."""
 
     rule = "error"
+    sides: tuple[Side, ...] = ()  # the instructions that it names
 
     @classmethod
     def at(cls, ins: Instruction, message: str) -> Self:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import linecache
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from cutex.sim.sides import Side
+
 if TYPE_CHECKING:
     from cutex.sim.errors import Finding
 
 _WAITED = re.compile(r"on which this warp last waited with parity \d+ at (PTX line \d+)[^\n]*")
-_SOURCE = re.compile(r"\(((?:[^()\s:]|\\ )+\.py):(\d+)(?::(\d+))?\)")
+_WHERE = re.compile(r"(PTX line \d+): [^()]*? \((?=[^()\s]+:\d+)")  # with its instruction
 _PTX = re.compile(r"PTX line (\d+)")
 
 
@@ -25,10 +25,13 @@ class Report:
     followers: list[Finding] = field(default_factory=list)
 
     def __str__(self) -> str:
-        text = f"{self.root}{excerpts(str(self.root))}"
+        text = headed(str(self.root), self.root.sides)
+        if self.root.remedy:
+            text += f"\n  what would order the two: {self.root.remedy}"
         if not self.followers:
             return text
-        lines = [f"  {len(self.followers)} more follow from the same wait:"]
+        same = "wait" if _WAITED.search(self.root.message) else "cause"
+        lines = [f"  {len(self.followers)} more follow from the same {same}:"]
         lines += [f"    {f.rule} at {f.where}" for f in self.followers]
         return "\n".join([text, *lines])
 
@@ -42,17 +45,12 @@ class Report:
 
 
 def folded(findings: Iterable[Finding]) -> list[Report]:
-    """One report for each cause, those that explain the most first.
-
-    Findings have one cause if the warps in them passed the same wait last. A CTA that returns too
-    early for an operation follows from the wait that another access was too early for.
-    """
+    """One report for each cause, those that explain the most first; see `_cause`."""
     groups: dict[object, Report] = {}
     first: object = None
     for number, finding in enumerate(findings):
-        waited = _WAITED.search(finding.message)
-        cause = waited.group(1) if waited else number
-        if waited and first is None:
+        cause = _cause(finding) or number
+        if first is None and _WAITED.search(finding.message):
             first = cause
         if finding.rule == "exit" and first is not None:
             cause = first
@@ -63,42 +61,46 @@ def folded(findings: Iterable[Finding]) -> list[Report]:
     return sorted(groups.values(), key=lambda report: -len(report.followers))
 
 
+def _cause(finding: Finding) -> object:
+    """What findings of one cause share.
+
+    The wait that the warps in them passed last. A CTA that returns too early for an operation
+    follows from the wait that another access was too early for. Else the rule and the place of the
+    other side, which nothing orders before them; or the own place, of instructions of one line.
+    """
+    if waited := _WAITED.search(finding.message):
+        return waited.group(1)
+    side = next((s for s in finding.sides[1:] if s.stack), None) or next(iter(finding.sides), None)
+    return (finding.rule, finding.advisory, side.stack) if side and side.stack else None
+
+
 def told(findings: Sequence[Finding]) -> str:
     """All of them as text."""
     return "\n".join(map(str, folded(findings)))
 
 
-def excerpts(text: str) -> str:
-    """The lines of source that ``text`` names, each once, with a caret under where it begins."""
-    shown = []
-    for path, line, column in dict.fromkeys(_SOURCE.findall(text)):
-        source = linecache.getline(path, int(line)).rstrip("\n").expandtabs()
-        if not source.strip():
-            continue
-        indent = len(source) - len(source.lstrip())
-        at = max(int(column or 0) - 1, indent) if int(column or 0) <= len(source) else indent
-        shown += [f"    {path}:{line}", f"      {source[indent:]}", f"      {' ' * (at - indent)}^"]
-    return "".join(f"\n{line}" for line in shown)
+def headed(text: str, sides: Sequence[Side]) -> str:
+    """``text`` behind the place of the first side, as compilers write it, and the source of all."""
+    stacks = [s for s in sides if s.stack]
+    head, *rest = text.split("\n")
+    text = "\n".join([_WHERE.sub(r"\1 (", head), *rest])
+    lines = [f"{stacks[0].place}: {text}" if stacks else text]
+    for i, side in enumerate(stacks):
+        lines += [f"  PTX line {side.ptx_line}, {side.text.split()[0]}:"] if i else []
+        lines += side.lines()
+    return "\n".join(lines)
 
 
 def _plain(finding: Finding) -> dict[str, Any]:
-    lines = [int(n) for n in _PTX.findall(finding.where)]
-    sources = [
-        {
-            "file": os.path.abspath(path),
-            "line": int(line),
-            "column": int(column or 0),
-            "text": linecache.getline(path, int(line)).strip(),
-        }
-        for path, line, column in dict.fromkeys(_SOURCE.findall(str(finding)))
-    ]
+    line = _PTX.search(finding.where)
     return {
         "rule": finding.rule,
         "message": finding.message,
         "advisory": finding.advisory,
         "where": finding.where,
-        "ptx_line": lines[0] if lines else None,
-        "sources": sources,
+        "ptx_line": int(line[1]) if line else None,
+        "sides": [side.as_dict() for side in finding.sides],
+        "remedy": finding.remedy,
     }
 
 

@@ -18,20 +18,25 @@ from threadpoolctl import ThreadpoolController
 
 from cutex import cache
 from cutex.arch import arch as arch_named
+from cutex.debug_info import recording
 from cutex.orders import ORDERS
 from cutex.sim.errors import Finding, Hazards, SimError
 from cutex.sim.hazards.findings import Findings
 from cutex.sim.hazards.grid_order import Stream
 from cutex.sim.host.capture import PACKED, HostFunction, HostTensor, Launch
 from cutex.sim.isa.tma import box_places
+from cutex.sim.machine.banks import BankConflicts
 from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.memory import MODULE_WINDOW, GlobalMemory, Region
 from cutex.sim.machine.pending_clusters import PendingClusters
 from cutex.sim.machine.residency import Residency, residency
 from cutex.sim.policy import policy
 from cutex.sim.ptx.parse import Program, parse
-from cutex.sim.reports import excerpts, told
+from cutex.sim.reports import headed, told
+from cutex.sim.resources import KernelResources, resources
 from cutex.sim.scheduler import Scheduler
+from cutex.sim.sides import sides_of
+from cutex.tracing import tracing, uncollected
 
 if TYPE_CHECKING:
     from cutex.sim.timing.report import TimeReport
@@ -51,6 +56,7 @@ class SimReport:
     seconds: float = 0.0
     counts: dict[str, int] = field(default_factory=dict)
     times: list[TimeReport] = field(default_factory=list)  # of each launch, where asked for
+    kernels: dict[str, KernelResources] = field(default_factory=dict)  # where asked for
 
 
 def simulate(
@@ -149,8 +155,10 @@ class Simulation:
         order: str = "fifo",
         seed: int = 0,
         limit: int | None = None,
+        cubin: bytes | None = None,
     ) -> None:
-        self.limit, self.stream = limit, Stream()
+        """``cubin``: the kernels' code, if what they take and bank conflicts are to be reported."""
+        self.limit, self.cubin, self.stream = limit, cubin, Stream()
         self.programs, self.tensors, self.order, self.seed = programs, tensors, order, seed
         self.report = SimReport()
         self._found: dict[tuple[str, str, bool], Finding] = {}
@@ -168,10 +176,11 @@ class Simulation:
         # NOTE: products are small here; one BLAS thread is faster than several that wait for each
         # other
         try:
-            with _blas().limit(limits=1, user_api="blas"):
+            with uncollected(), _blas().limit(limits=1, user_api="blas"):
                 self._run(scheduler, what)
         finally:  # NOTE: what was found before an error counts
             self._add_up(scheduler, what)
+            scheduler.m.release()
 
     def _scheduler(self, program: Program, what: Launch) -> Scheduler:
         memory = GlobalMemory()
@@ -185,6 +194,7 @@ class Simulation:
         order = policy(self.order, self.seed + self.report.launches)
         where = self._residency(program, what)
         machine = Machine(program, what, memory, params, where, order, self.stream)
+        machine.banks = None if self.cubin is None else BankConflicts()
         _add_module_variables(machine)
         return Scheduler(machine, self.limit)
 
@@ -200,7 +210,7 @@ class Simulation:
             try:
                 scheduler.run()
             except SimError as error:
-                raise _with_findings(error, machine.findings) from None
+                raise _told(error, machine.findings) from None
             scheduler.leftovers()
         machine.grid_order.finish()
         machine.global_races.finish(box_places)
@@ -210,6 +220,8 @@ class Simulation:
         report.launches += 1
         report.ctas += what.num_ctas
         report.instructions += int(scheduler.executed.sum())
+        if self.cubin is not None:
+            report.kernels[what.kernel] = resources(machine, what, self.cubin)
         counts = Counter(report.counts)
         for ins, n in zip(machine.program.code, scheduler.executed.tolist(), strict=True):
             if n:
@@ -221,13 +233,17 @@ class Simulation:
         report.advisories = [f for f in self._found.values() if f.advisory]
 
 
-def _with_findings(error: SimError, findings: Findings) -> SimError:
-    """The error that ended a run, with what was found before it."""
+def _told(error: SimError, findings: Findings) -> SimError:
+    """The error that ended a run, as a report, with what was found before it."""
     before = [f for f in findings if not f.advisory]
-    text = f"{error}{excerpts(str(error))}"
+    text = findings.names.told(str(error))
+    sides = sides_of(text, findings.program)
+    text = headed(text, sides)
     if before:
         text = f"{text}\nfound before that:\n{told(before)}"
-    return type(error)(text) if text != str(error) else error
+    out = type(error)(text)
+    out.sides = sides
+    return out
 
 
 def _check_launch(program: Program, what: Launch) -> None:
@@ -281,7 +297,7 @@ def load(
     else:
         if not hasattr(compiled, "export_to_c"):
             compiled = _compile(compiled, tensors, arch)
-        ptx = getattr(compiled, "__ptx__", None)
+        ptx = getattr(compiled, "_cutex_ptx", None) or getattr(compiled, "__ptx__", None)
         if not ptx:
             raise TypeError(
                 "the compiled function carries no PTX: compile it with cute.KeepPTX(True), or "
@@ -323,7 +339,7 @@ def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:
             arguments.append(make_fake_stream(use_tvm_ffi_env_stream=True))
         else:
             arguments.append(t)
-    with cache.plain_folder() as folder:
+    with cache.plain_folder() as folder, tracing(), recording() as recorder:
         options = (
             cute.GPUArch(arch),
             cute.EnableTVMFFI(True),
@@ -332,7 +348,9 @@ def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:
             cute.GenerateLineInfo(True),
             DumpDir(folder),
         )
-        return cute.compile[options](function, *arguments)
+        compiled = cute.compile[options](function, *arguments)
+    compiled._cutex_ptx = recorder.annotate(compiled.__ptx__)
+    return compiled
 
 
 def _layout(tensor: HostTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -17,7 +17,8 @@ from cutex.sim.machine.batch import ARRIVED, RETRY, Batch
 from cutex.sim.machine.divergence import BLOCKED, DONE, RUNNING, YIELDED
 from cutex.sim.ptx.decode import Execute, decode
 from cutex.sim.ptx.flow import LEAVES
-from cutex.sim.ptx.parse import Instruction, Program, Reg, Vector
+from cutex.sim.ptx.parse import Instruction, Program, Reg, Vector, once
+from cutex.sim.ptx.temporaries import used
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
@@ -31,6 +32,7 @@ _SPINS, _LONG_LOOP = 16, 4096
 # Times that all who wait may look again in vain before it is called a deadlock; and rounds of a
 # loop that waits for nothing before it is called endless.
 _PATIENCE, _ROUNDS = 512, 1 << 24
+_BRIEF = 4  # waits that a deadlock's first line names
 
 
 class Scheduler:
@@ -44,11 +46,8 @@ class Scheduler:
         self.decoded: list[Execute | None] = [None] * len(self.code)
         self.watched = _watched(machine.program)
         self.loaded = load_sites(machine.program)[1]
-        self.guards = [
-            None if i.guard is None else machine.registers[1][i.guard.index] for i in self.code
-        ]
-        self.polls = [_polls(i) for i in self.code]
-        self.whole = [_needs_whole_warp(i) for i in self.code]
+        self.guards = [None if i.guard is None else machine.register(i.guard) for i in self.code]
+        self.polls, self.whole = _polling(machine.program), _whole_warp(machine.program)
         self.executed = np.zeros(len(self.code), np.int64)  # warp-instructions
         self.turn = np.zeros(machine.grid.num_warps, np.int64)
         self.idle = np.zeros(machine.grid.num_warps, np.int64)  # loops since anything happened
@@ -117,7 +116,10 @@ class Scheduler:
     def _registers(self, which: np.ndarray) -> bytes:
         """Everything that decides what these warps do next, while memory does not change."""
         state = [self.m.progress.to_bytes(8, "little"), self.lanes.pc[which].tobytes()]
-        state += [r[:, which].tobytes() for r in self.m.registers.values()]
+        state += [
+            r[np.ix_(used(self.m.program)[bank], which)].tobytes()
+            for bank, r in self.m.registers.items()
+        ]
         state.append(self.m.local[which].tobytes())
         return b"".join(state)
 
@@ -311,6 +313,7 @@ class Scheduler:
     def _report(self) -> str:
         m = self.m
         lines = ["deadlock: no warp can run and nothing is in flight"]
+        brief: list[str] = []  # of each wait, for the first line
         same: dict[tuple[int, str], list[tuple[int, Wait]]] = {}
         for warp in sorted(
             m.waits, key=lambda w: (int(m.grid.warp_cta[w]), int(m.grid.warp_in_cta[w]))
@@ -321,6 +324,7 @@ class Scheduler:
         for _, waits in list(same.items())[:12]:
             warp, wait = waits[0]
             more = f" (and {len(waits) - 1} more like it)" if len(waits) > 1 else ""
+            brief.append(f"{m.grid.name_warp(warp)} {_in_brief(wait)}")
             lines.append(
                 f"  {m.grid.name_warp(warp)}{_lanes(wait.lanes)}{more} {wait.tell()}\n"
                 f"    at {wait.instruction.where()}"
@@ -339,6 +343,9 @@ class Scheduler:
                 f"  {len(m.pending_clusters)} of the grid's clusters have not started: "
                 f"{m.grid.num_ctas} CTAs run side by side, {m.residency.why}"
             )
+        if brief:
+            rest = f"; and {len(brief) - _BRIEF} more" if len(brief) > _BRIEF else ""
+            lines[0] += f": {'; '.join(brief[:_BRIEF])}{rest}"
         return "\n".join(lines)
 
     def leftovers(self) -> None:
@@ -352,6 +359,15 @@ class Scheduler:
             m.findings.add("tensor memory", message, next(i for i in self.code if i.line == line))
 
 
+def _in_brief(wait: Wait) -> str:
+    """Where and for what a warp waits, without the state of its barrier but what is wrong there."""
+    what, _, state = wait.tell().partition(": ")
+    what = re.sub(r" \(that is [^)]*\)", "", what)
+    wrong = re.search(r" \([^(]*expect_tx announced.*?\)(?=,)", state)
+    verb = "" if what.startswith("waits") else "waits for "
+    return f"{verb}{what}{wrong[0] if wrong else ''}, at {wait.instruction.place()}"
+
+
 def _lanes(lanes: np.ndarray | None) -> str:
     if lanes is None:
         return ""
@@ -359,8 +375,18 @@ def _lanes(lanes: np.ndarray | None) -> str:
     return f" lane{'s' if len(numbers) > 1 else ''} {','.join(map(str, numbers))}"
 
 
-def _needs_whole_warp(ins: Instruction) -> bool:
-    return "aligned" in ins.parts or (ins.name == "bar" and ins.parts[1:2] != ("warp",))
+@once
+def _whole_warp(program: Program) -> list[bool]:
+    """By instruction: whether it needs its whole warp."""
+    return [
+        "aligned" in ins.parts or (ins.name == "bar" and ins.parts[1:2] != ("warp",))
+        for ins in program.code
+    ]
+
+
+@once
+def _polling(program: Program) -> list[bool]:
+    return [_polls(ins) for ins in program.code]
 
 
 def _polls(ins: Instruction) -> bool:
@@ -376,6 +402,7 @@ def _without_place(text: str) -> str:
     )
 
 
+@once
 def _watched(program: Program) -> dict[int, tuple[set[int], set[int]]]:
     """Instructions, other than wgmma's own, that read or write registers which some wgmma uses."""
     used = wgmma.accumulator_registers(program.code)

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from cutex.problem.attention import AttentionProblem
 
 AnyConfig = ForwardConfig | Sm100Config
-CONFIGS: dict[str, type[AnyConfig]] = {"sm_90a": ForwardConfig, "sm_100a": Sm100Config}
+CONFIGS: dict[str, type[AnyConfig]] = {
+    "sm_90a": ForwardConfig,
+    "sm_100a": Sm100Config,
+    "sm_103a": Sm100Config,
+}
 
 # by head dims of K and of V: what fits smem and registers
 _TILES: dict[tuple[int, int], dict[str, Any]] = {
@@ -44,10 +48,10 @@ class Shape:
     longest_k: int
 
 
-def fill(config: AnyConfig, shape: Shape) -> AnyConfig:
+def fill(config: AnyConfig, shape: Shape, arch: Arch) -> AnyConfig:
     """`config`, which says what is computed, with how that is done."""
     if isinstance(config, Sm100Config):
-        return sm100.fill(config, shape)
+        return sm100.fill(config, shape, arch)
     tiles = _TILES.get((config.head_dim, config.head_dim_v), {})
     if config.head_dim == 64 and config.causal and shape.longest_k <= SHORT:
         tiles = _SHORT
@@ -84,4 +88,4 @@ def choose(problem: AttentionProblem, arch: Arch) -> AnyConfig:
     shape = Shape(
         problem.batch, problem.heads_q, problem.heads_kv, problem.seqlen_q, problem.seqlen_k
     )
-    return on_gpu(fill(config, shape), shape, arch.num_sms, arch.l2_bytes)
+    return on_gpu(fill(config, shape, arch), shape, arch.num_sms, arch.l2_bytes)

@@ -48,6 +48,12 @@ class Computed:
     def ragged_k(self) -> bool:
         return self.varlen_k or self.used_k
 
+    def key_blocks(self, problem: Any) -> list[int]:
+        """Of each tile of a problem, in the order in which CTAs come to the tiles."""
+        from cutex.kernels.attention.order import key_blocks
+
+        return key_blocks(problem, self)
+
     def why_not_computed(self) -> str | None:
         """Why no kernel computes it, in one sentence."""
         if (self.head_dim, self.head_dim_v) not in HEAD_DIMS:

@@ -67,6 +67,12 @@ class LadderConfig:
         p = self.tile_m * self.tile_n * ELEMENT if self.p_in_smem else 0
         return rows + 2 * self.k_bytes * self.num_stages + p
 
+    def key_blocks(self, problem: AttentionProblem) -> list[int]:
+        """Of each tile of a problem, in the order in which CTAs come to the tiles."""
+        from cutex.kernels.attention.order import key_blocks
+
+        return key_blocks(problem, self)
+
     def why_not(self, problem: AttentionProblem | None, arch: Arch) -> str | None:
         """Why this config cannot run `problem` (or, for None, anything) on `arch`."""
         if self.head_dim not in HEAD_DIMS:

@@ -10,9 +10,14 @@ come in groups whose K and V fit into L2 together.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cutex.device.attention.block_info import larger, smaller
+from cutex.device.attention.block_info import Band, BlockInfo, larger, smaller
+
+if TYPE_CHECKING:
+    from cutex.problem.attention import AttentionProblem
+
+L2_BYTES = 50 * 2**20  # that heads in work at one time should fit into, where a config says nothing
 
 
 @dataclass(frozen=True)
@@ -48,3 +53,29 @@ class TileOrder:
         row = rest // here
         unit = number * group + rest - row * here
         return self.num_m_blocks - 1 - row, unit % self.heads, unit // self.heads
+
+
+def key_blocks(problem: AttentionProblem, config: Any) -> list[int]:
+    """The blocks of keys of each tile, in the order in which CTAs, or pairs of them, come to the
+    tiles. Sequences of a packed problem are alike, so they need no lengths here.
+    """
+    pack, tile_m, tile_n = getattr(config, "pack", 1), config.tile_m, config.tile_n
+    left, right = problem.bounds
+    band = Band(None if left is None else -left, 0 if problem.causal else right)
+    info = BlockInfo(tile_m, tile_n, band, pack)
+    v_bytes = getattr(config, "v_bytes", config.k_bytes)
+    l2_bytes = getattr(config, "l2_bytes", L2_BYTES) // getattr(config, "ctas", 1)
+    order = TileOrder(
+        num_m_blocks=info.num_m_blocks(problem.seqlen_q),
+        heads=problem.heads_q // pack,
+        batch=problem.batch,
+        longest_first=band.bounded and config.dispatch != "one",
+        rows_k=problem.seqlen_k,
+        heads_per_kv=problem.heads_q // pack // problem.heads_kv,
+        l2_rows=l2_bytes // (config.k_bytes + v_bytes) * tile_n,
+    )
+    of_block = []
+    for m_block in range(order.num_m_blocks):
+        blocks = info.n_blocks(m_block, problem.seqlen_q, problem.seqlen_k)
+        of_block.append(blocks.end - blocks.first)
+    return [of_block[order.tile(index)[0]] for index in range(order.total)]

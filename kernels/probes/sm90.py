@@ -12,20 +12,24 @@ from typing import Any, ClassVar
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass._mlir.dialects import llvm
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import CopyUniversalOp, cpasync, warpgroup
 from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.memory import SmemAllocator
 
 from cutex.compile import Operand
-from cutex.device.atoms.mma import WARPGROUP, allocate_slots, make_wgmma, slots_layout, wgmma
+from cutex.device.atoms.mma import WARPGROUP, allocate_slots, slots_layout
 from cutex.device.atoms.scalar import exp2
-from cutex.device.atoms.tma import load_operand, tile_loads
+from cutex.device.atoms.tma import load_operand, store_operand, tile_loads, tile_stores
+from cutex.device.attention.products import a_from_smem, a_registers, make_mma, product
 from cutex.device.pipeline import Barrier, OrderedBarrier, publish_barriers, sync_cluster
 from cutex.kernels.probes.sm100 import clock
 
 WIDTH = 512  # 16-bit elements of a row of mOut
 BOX_K = 64  # elements of 16 bits in a row of a TMA box
+PEER_WORDS = 4 * WARPGROUP * 8  # of smem that another CTA reads
 UNROLL = 8  # independent chains of an arithmetic loop
+MULTIPLY = ("wgmma", "registers", "serial")
+WHOLE = ("lds", "lds8")  # of whole numbers
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,16 @@ def clock64(*, loc=None, ip=None) -> Int64:
         T.i64(), [], "mov.u64 $0, %clock64;", "=l,~{memory}", has_side_effects=True, loc=loc, ip=ip
     )
     return Int64(reading)
+
+
+@dsl_user_op
+def packed(x: Float32, y: Float32, *, loc=None, ip=None) -> Float32:
+    """The bits of two numbers rounded to bf16, as one float."""
+    values = [v.ir_value(loc=loc, ip=ip) for v in (x, y)]
+    ptx = "{ .reg .b32 w; cvt.rn.bf16x2.f32 w, $1, $2; mov.b32 $0, w; }"
+    return Float32(
+        llvm.inline_asm(T.f32(), values, ptx, "=f,f,f", has_side_effects=False, loc=loc, ip=ip)
+    )
 
 
 @cute.jit
@@ -174,9 +188,11 @@ class TmaStream(Probe):
 
 class Busy(Probe):
     """Two warpgroups side by side. The first runs `count` rounds of four wgmmas of `n` columns; the
-    second the same, or as many rounds of 64 exponentials, FMAs or loads of smem a thread.
+    second the same, or as many rounds of 64 instructions of one kind a thread.
 
-    kind: "A+B", A out of "none", "wgmma"; B out of "none", "wgmma", "ex2", "fma", "lds"
+    kind: "A+B". A out of "none", "wgmma", "registers" (A of the product comes from there), "serial"
+        (waits for each round; the others for the round before). B the same, or "ex2", "fma", "max",
+        "cvt" (two floats to one word of bf16), "shfl", "lds", "lds8" (8 lanes at a bank)
     words: cycles of the first, cycles of the second
     """
 
@@ -190,7 +206,7 @@ class Busy(Probe):
         thread, _, _ = cute.arch.thread_idx()
         dtype = mOut.element_type
         smem = SmemAllocator()
-        rows = 128 if c.kind == "wgmma+wgmma" else 64
+        rows = 128 if second in MULTIPLY else 64
         sA = allocate_slots(smem, dtype, slots_layout(dtype, rows, BOX_K, 1, 128))
         sB = allocate_slots(smem, dtype, slots_layout(dtype, c.n, BOX_K, 1, 128))
         sW = cute.make_tensor(smem.allocate_array(Int32, 2048), cute.make_layout(2048))
@@ -205,36 +221,45 @@ class Busy(Probe):
         out = row_words(mOut, block)
         if thread < WARPGROUP:
             if cutlass.const_expr(first != "none"):
-                self.multiply(sA, sB, rows, out, thread, 0)
+                self.multiply(first, sA, sB, out, thread, 0)
         else:
-            if cutlass.const_expr(second == "wgmma"):
-                self.multiply(sA, sB, rows, out, thread, 1)
+            if cutlass.const_expr(second in MULTIPLY):
+                self.multiply(second, sA, sB, out, thread, 1)
             elif cutlass.const_expr(second != "none"):
                 self.compute(second, sW, out, thread)
 
     @cute.jit
     def multiply(
         self,
+        how: cutlass.Constexpr[str],
         sA: cute.Tensor,
         sB: cute.Tensor,
-        rows: cutlass.Constexpr[int],
         out: cute.Tensor,
         thread: Int32,
         which: cutlass.Constexpr[int],
     ) -> None:
         c = self.config
-        mma = wgmma(make_wgmma(rows // 64, c.n, sA.element_type), sA, sB)
-        mma.issue(0, accumulate=False)
+        dtype = sA.element_type
+        groups = cute.size(sA, mode=[0]) // 64
+        b = product(make_mma(groups, c.n, dtype, how == "registers", False), sB)
+        acc = b.accumulator(c.n)
+        if cutlass.const_expr(how == "registers"):
+            tCrA = a_registers(BOX_K, dtype)
+            for i in cutlass.range(cute.size(tCrA), unroll_full=True):
+                tCrA[i] = sA[thread % 64, i, 0]
+        else:
+            tCrA = a_from_smem(b.tiled_mma, sA)[None, None, None, 0]
+        b.issue(acc, tCrA, Int32(0), False)
         warpgroup.wait_group(0)
         start = clock()
         for _ in cutlass.range(c.count, unroll=1):
-            mma.issue(0, accumulate=True)
-            warpgroup.wait_group(1)
+            b.issue(acc, tCrA, Int32(0), True)
+            warpgroup.wait_group(0 if how == "serial" else 1)
         warpgroup.wait_group(0)
         cycles = clock() - start
         total = Float32(0.0)
-        for i in cutlass.range(cute.size(mma.tCrAcc), unroll_full=True):
-            total += mma.tCrAcc[i]
+        for i in cutlass.range(cute.size(acc), unroll_full=True):
+            total += acc[i]
         if thread % WARPGROUP == 0:
             out[which] = cycles
             out[2 + which] = Int32(total)
@@ -244,7 +269,7 @@ class Busy(Probe):
         self, what: cutlass.Constexpr[str], sW: cute.Tensor, out: cute.Tensor, thread: Int32
     ) -> None:
         c = self.config
-        x = cute.make_rmem_tensor((UNROLL,), Int32 if what == "lds" else Float32)
+        x = cute.make_rmem_tensor((UNROLL,), Int32 if what in WHOLE else Float32)
         for i in cutlass.range(UNROLL, unroll_full=True):
             x[i] = x.element_type(sW[thread + i])
         factor = x.element_type(sW[0])
@@ -256,8 +281,16 @@ class Busy(Probe):
                         x[i] = exp2(x[i])
                     elif cutlass.const_expr(what == "fma"):
                         x[i] = x[i] * factor + factor
-                    else:
+                    elif cutlass.const_expr(what == "max"):
+                        x[i] = cute.arch.fmax(x[i], x[(i + 1) % UNROLL])
+                    elif cutlass.const_expr(what == "cvt"):
+                        x[i] = packed(x[i], factor)
+                    elif cutlass.const_expr(what == "shfl"):
+                        x[i] = cute.arch.shuffle_sync_bfly(x[i], offset=1)
+                    elif cutlass.const_expr(what == "lds"):
                         x[i] = sW[thread + 32 * i + x[i]]
+                    else:
+                        x[i] = sW[8 * (thread % 32) + i + x[i]]
         cycles = clock() - start
         total = x.element_type(0)
         for i in cutlass.range(UNROLL, unroll_full=True):
@@ -307,6 +340,26 @@ class Signal(Probe):
             row_words(mOut, block)[0] = cycles
 
 
+class Poll(Probe):
+    """A warp waits `count` times for a phase that is complete.
+
+    words: cycles
+    """
+
+    @cute.kernel
+    def kernel(self, mOut: cute.Tensor) -> None:
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        came = Barrier.allocate(SmemAllocator(), "nobody", arrivals=1)
+        publish_barriers((came,))
+        start = clock()
+        for _ in cutlass.range(self.config.count, unroll=4):
+            came.wait(1)
+        cycles = clock() - start
+        if thread == 0:
+            row_words(mOut, block)[0] = cycles
+
+
 class PeerSignal(Probe):
     """Two CTAs of a cluster take turns `count` times by mbarriers at each other.
 
@@ -335,6 +388,88 @@ class PeerSignal(Probe):
         sync_cluster()
         if thread == 0:
             row_words(mOut, block)[0] = cycles
+
+
+class PeerLoads(Probe):
+    """The threads of one CTA read the smem of the other of its cluster: words one after the other,
+    each of which says where the next is ("chain"), or vectors of 16 bytes, `count` x 8 of them
+    ("stream").
+
+    words: cycles
+    """
+
+    cluster = 2
+    num_threads = WARPGROUP
+
+    @cute.kernel
+    def kernel(self, mOut: cute.Tensor) -> None:
+        c = self.config
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        sW = SmemAllocator().allocate_tensor(Int32, cute.make_layout(PEER_WORDS), 16)
+        for i in cutlass.range(thread, PEER_WORDS, WARPGROUP):
+            sW[i] = Int32(0)
+        sync_cluster()
+        theirs = cute.arch.map_dsmem_ptr(sW.iterator, 1 - cute.arch.block_idx_in_cluster())
+        total = Int32(0)
+        wide = c.kind == "stream"
+        copy = cute.make_copy_atom(CopyUniversalOp(), Int32, num_bits_per_copy=128 if wide else 32)
+        shape = (4, WARPGROUP, UNROLL) if wide else (1, PEER_WORDS, 1)
+        sP = cute.make_tensor(theirs, cute.make_layout(shape))
+        values = cute.make_rmem_tensor((shape[0], shape[2]), Int32)
+        start = clock()
+        for _ in cutlass.range(c.count, unroll=1):
+            cute.copy(copy, sP[None, thread + total, None], values)
+            for i in cutlass.range_constexpr(shape[2]):
+                total += values[0, i]
+        cycles = clock() - start
+        sync_cluster()
+        if thread == 0:
+            out = row_words(mOut, block)
+            out[0] = cycles
+            out[1] = total
+
+
+class TmaStores(Probe):
+    """A warp of each CTA stores `count` boxes of `n` rows x 128 bytes, each a group, no more than
+    `slots` of them unread.
+
+    words: cycles until all are read, cycles until all are written
+    """
+
+    def operands(self, dtype: str) -> tuple[Operand, ...]:
+        return Operand("mX", ("r", "k"), dtype), Operand("mOut", ("m", "n"), dtype)
+
+    @cute.jit
+    def __call__(self, mX: cute.Tensor, mOut: cute.Tensor, stream) -> None:
+        c = self.config
+        layout = slots_layout(mX.element_type, c.n, BOX_K, c.slots, 128)
+        self.kernel(store_operand(mX, layout), mOut).launch(
+            grid=(cute.size(mOut, mode=[0]), 1, 1), block=(32, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, x: cpasync.TmaInfo, mOut: cute.Tensor) -> None:
+        c = self.config
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        sX = allocate_slots(SmemAllocator(), mOut.element_type, x.smem_layout)  # (bRows, bK, SLOT)
+        boxes = cute.size(x.tma_tensor, mode=[0]) // c.n
+        box, slot = (block * c.count) % boxes, Int32(0)
+        start = clock()
+        for _ in cutlass.range(c.count, unroll=1):
+            tile_stores(x, sX, box).store(slot, Int32(0))
+            cute.arch.cp_async_bulk_wait_group(c.slots - 1, read=True)
+            box = (box + 1) % boxes
+            slot = (slot + 1) % c.slots
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        read = clock() - start
+        cute.arch.cp_async_bulk_wait_group(0)
+        written = clock() - start
+        if thread == 0:
+            out = row_words(mOut, block)
+            out[0] = read
+            out[1] = written
 
 
 class Empty(Probe):

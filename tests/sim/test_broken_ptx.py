@@ -169,7 +169,7 @@ def test_no_instruction_passes_with_a_modifier_or_an_operand_too_many(body):
 @pytest.mark.parametrize("name", sorted(_DEFINITIONS))
 def test_every_definition_refuses_a_modifier_that_no_instruction_has(name):
     ins = Instruction(f"{name}.zzz", Operands(), None, False, 1, f"{name}.zzz")
-    if has_form(ins):
+    if has_form(ins.op):
         with pytest.raises(UnknownInstruction):
             from cutex.sim.ptx.decode import decode
 

@@ -14,10 +14,12 @@ from mutations import flipped_parity
 from ptx_kernel import module
 
 from cutex.compile import compile
+from cutex.debug_info import Call
 from cutex.kernels.gemm import stage
 from cutex.sim import Finding, Hazards, SimError, simulate
 from cutex.sim.ptx.parse import parse
-from cutex.sim.reports import around, excerpts, folded
+from cutex.sim.reports import around, folded
+from cutex.sim.sides import Side, SmemNames
 
 
 def test_inline_assembly_stands_at_the_line_that_holds_it(root=Path(__file__).parents[2]):
@@ -26,10 +28,38 @@ def test_inline_assembly_stands_at_the_line_that_holds_it(root=Path(__file__).pa
     waits = [i for i in program.code if i.op.startswith("mbarrier.try_wait")]
     assert waits
     for wait in waits:
-        file, line, column = wait.source
-        source = Path(file).read_text().splitlines()[line - 1]
-        assert "mbarrier_wait(" in source
-        assert source[column - 1 :].startswith("cute.arch.mbarrier_wait") or column
+        source = Path(wait.source.file).read_text().splitlines()[wait.source.line - 1]
+        assert source[wait.source.column - 1 :].startswith("cute.arch.mbarrier_wait")
+
+
+def test_a_line_that_is_reached_twice_has_two_call_stacks():
+    compiled = compile(stage("sm_90a", 3).kernel(), "bf16", "sm_90a")
+    (program,) = parse(compiled.ptx).values()
+    waits = [i.source for i in program.code if i.op.startswith("mbarrier.try_wait")]
+    assert len({(s.file, s.line) for s in waits}) == 1
+    callers = {tuple(call.function for call in s.stack) for s in waits}
+    assert ("Barrier.wait", "Ring.wait_full", "mma", "kernel") in callers
+    assert ("Barrier.wait", "Ring.acquire", "load", "kernel") in callers
+    for stack in (s.stack for s in waits):
+        assert stack[-1].file.endswith("kernels/gemm/sm90/stage3.py")
+        for call in stack[1:]:
+            source = Path(call.file).read_text().splitlines()[call.line - 1]
+            inner = stack[stack.index(call) - 1].function.rpartition(".")[2]
+            assert f"{inner}(" in source[call.column - 1 :]
+
+
+@pytest.mark.parametrize("key", [("sm_90a", 3), ("sm_100a", 5)], ids=str)
+def test_the_parts_of_shared_memory_have_the_names_of_the_kernel(key):
+    compiled = compile(stage(*key).kernel(), "bf16", key[0])
+    (program,) = parse(compiled.ptx).values()
+    names = SmemNames.of(program, 1024, compiled.dynamic_smem)
+    assert [b.name for b in program.buffers[:2]] == ["sA", "sB"]
+    b, full = program.buffers[1], next(b for b in program.buffers if b.name == "ab.full")
+    assert names.at(1024 + full.offset + 16) == "ab.full[2]"
+    assert names.told(f"reads shared memory 0x{1024 + b.offset:x}..0x{1024 + b.offset + 64:x}") == (
+        f"reads shared memory sB[0..31] (0x{1024 + b.offset:x}..0x{1024 + b.offset + 64:x})"
+    )
+    assert SmemNames.of(program, 1024, compiled.dynamic_smem + 16).buffers == [], "not certain"
 
 
 def matrices():
@@ -45,10 +75,19 @@ def test_a_wrong_parity_is_one_report_with_the_wait_and_its_source():
     assert len(reports) == 1
     text = str(raised.value)
     first = text.split("\n")[1]
-    assert re.search(
-        r"last waited with parity \d at PTX line \d+: mbarrier.try_wait.*py:\d+", first
+    assert re.match(
+        r"\S+mma.py:\d+:\d+, called at cutex/kernels/\S+stage3.py:\d+:\d+: race: ", first
     )
+    assert re.search(
+        r"last waited with parity \d at PTX line \d+ \(cutex/device/pipeline.py:\d+:\d+, called "
+        r"at cutex/kernels/gemm/sm90/stage3.py:\d+:\d+\)",
+        first,
+    )
+    assert "the TMA load of mB[0, 0] (bf16 tensor 256x256" in first
+    assert "shared memory sB[0.." in first and "mbarrier ab.full[0] (" in first
     assert "cute.arch.mbarrier_wait(self[slot], phase)\n      ^" in text
+    assert "in Ring.wait_full\n      self.full.wait(state.phase, state.slot)\n" in text
+    assert "what would order the two: a wait, by this warp or one that it waits for" in text
     assert f"{len(raised.value.findings) - 1} more follow from the same wait" in text
 
 
@@ -69,13 +108,23 @@ def test_findings_of_one_wait_are_folded_and_others_are_not():
     assert reports[0].as_dict()["followers"][0]["ptx_line"] == 3
 
 
-def test_a_caret_stands_under_the_column(tmp_path):
+def test_a_caret_stands_under_the_column_of_each_call(tmp_path):
     file = tmp_path / "kernel.py"
     file.write_text("def kernel():\n    x = load(a)\n")
-    assert excerpts(f"at PTX line 1: ld ({file}:2:9)") == (
-        f"\n    {file}:2\n      x = load(a)\n          ^"
+    stack = (
+        Call(str(file), 2, 9, "load"),
+        Call(str(file), 2, 0, "kernel"),
+        Call("no.py", 7, 1, ""),
     )
-    assert excerpts(f"({file}:2) ({file}:77) (nowhere.py:1)").endswith("x = load(a)\n      ^")
+    assert list(Side(1, "ld", stack, "").lines()) == [
+        f"    {file}:2:9 in load",
+        "      x = load(a)",
+        "          ^",
+        f"    called at {file}:2 in kernel",
+        "      x = load(a)",
+        "      ^",
+        "    called at no.py:7:1",
+    ]
 
 
 def test_ptx_is_shown_around_each_line():
@@ -140,7 +189,7 @@ def test_the_last_line_and_the_exit_code_agree_with_what_was_found(kind, tmp_pat
         assert [e["type"] for e in found["errors"]] == [kind]
     else:
         assert "1 finding" in last
-        assert found["findings"][0]["sources"][0]["text"] == FAULTS[kind]
+        assert found["findings"][0]["sides"][0]["stack"][0]["text"] == FAULTS[kind]
 
 
 @pytest.fixture
@@ -153,6 +202,6 @@ def test_what_was_found_before_an_error_is_told_with_it():
     with pytest.raises(SimError) as raised:
         simulate(flipped_parity(compiled, 2), *matrices())
     text = str(raised.value)
-    assert text.startswith("deadlock:")
+    assert ": deadlock: no warp can run" in text.partition("\n")[0]
     assert text.count("found before that:") == 1
-    assert text.count("\nrace:") == 1
+    assert text.count(": race: ") == 1

@@ -22,7 +22,8 @@ from cutex.sim.__main__ import main as script_main
 from cutex.sim.timing import stored
 from cutex.sim.timing.gpus import GPUS, SOURCES, Gpu, gpu
 from cutex.sim.timing.machine_code import costs, read
-from cutex.sim.timing.predict import Whole, predict
+from cutex.sim.timing.predict import predict
+from cutex.sim.timing.timed import Whole
 from cutex.sim.timing.units import Interval
 
 SMALL = GemmProblem(512, 512, 256)

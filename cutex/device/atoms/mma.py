@@ -172,6 +172,18 @@ def wgmma(tiled_mma: cute.TiledMma, sA: cute.Tensor, sB: cute.Tensor) -> Wgmma:
     )
 
 
+@cute.jit
+def commit(barrier: cute.Pointer, pair: cutlass.Constexpr[bool]) -> None:
+    """Arrive once on `barrier`, of a pair in both CTAs, when every MMA started so far is complete.
+    A whole warp."""
+    with cute.arch.elect_one():
+        if cutlass.const_expr(pair):
+            mask = Int32(PAIR_MASK) << (cute.arch.block_idx_in_cluster() // 2 * 2)
+            tcgen05.commit(barrier, mask, tcgen05.CtaGroup.TWO)
+        else:
+            tcgen05.commit(barrier)
+
+
 class Umma(NamedTuple):
     """The tcgen05.mma of a CTA, or of a pair by its leader; accumulator in tensor memory."""
 
@@ -203,12 +215,7 @@ class Umma(NamedTuple):
 
         A pair's MMA arrives on that barrier in both CTAs.
         """
-        with cute.arch.elect_one():
-            if cutlass.const_expr(cute.size(self.tiled_mma.thr_id) == 2):
-                mask = Int32(PAIR_MASK) << (cute.arch.block_idx_in_cluster() // 2 * 2)
-                tcgen05.commit(barrier, mask, tcgen05.CtaGroup.TWO)
-            else:
-                tcgen05.commit(barrier)
+        commit(barrier, cute.size(self.tiled_mma.thr_id) == 2)
 
 
 def make_umma(

@@ -11,7 +11,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
-from cutex.device.atoms.mma import PAIR_MASK, instruction_tiles
+from cutex.device.atoms.mma import instruction_tiles
 from cutex.device.atoms.tmem import LANES
 
 K = 16  # of one instruction, in elements of 16 bits
@@ -90,15 +90,3 @@ def a_from_tmem(
     shape = tiled_mma.partition_shape_A((LANES * ctas, k))
     layout = tiled_mma.make_fragment_A(shape).layout
     return cute.make_tensor(cute.recast_ptr(tmem + column, dtype=dtype), layout)
-
-
-@cute.jit
-def commit(barrier: cute.Pointer, pair: cutlass.Constexpr[bool]) -> None:
-    """Arrive once on `barrier`, of a pair in both CTAs, when every MMA started so far is complete.
-    A whole warp."""
-    with cute.arch.elect_one():
-        if cutlass.const_expr(pair):
-            mask = Int32(PAIR_MASK) << (cute.arch.block_idx_in_cluster() // 2 * 2)
-            tcgen05.commit(barrier, mask, tcgen05.CtaGroup.TWO)
-        else:
-            tcgen05.commit(barrier)

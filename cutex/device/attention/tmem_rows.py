@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import tcgen05
 
 from cutex.device.atoms.tmem import LANES
@@ -76,10 +76,13 @@ class ScoreRow:
     score_ops: ScoreOps
 
     @cute.jit
-    def search(self, column: Int32, n_block: Int32, masked: cutlass.Constexpr[bool]) -> Float32:
+    def search(self, column: Int32, n_block: Int32, masked: Boolean | bool) -> Float32:
         """The largest score. Those that are masked, or otherwise not what QK left, are written
         back, for `exponentials` to read."""
-        changed = masked or self.score_ops.elementwise
+        changed = masked
+        if cutlass.const_expr(self.score_ops.elementwise):
+            changed = True
+        any_masked = masked is not False
         parts = columns_of(self.tmem, column, self.tile_n)
         highest = Float32(-Float32.inf)
         for part in cutlass.range(parts.num_parts, unroll_full=True):
@@ -87,12 +90,13 @@ class ScoreRow:
             parts.start_load_into(columns, part)
             parts.wait_loads()
             scores = cute.make_tensor(columns.iterator, cute.make_layout((1, PART)))
-            self.score_ops.apply(scores, n_block, masked, part * PART)
-            highest = cute.arch.fmax(highest, row_max(scores, 0))
-            if cutlass.const_expr(changed):
+            if changed:
+                # NOTE: of blocks without a mask it changes nothing
+                self.score_ops.apply(scores, n_block, any_masked, part * PART)
                 flat = cute.make_tensor(columns.iterator, cute.make_layout(PART))
                 store_columns(self.tmem, column + part * PART, flat)
-        if cutlass.const_expr(changed):
+            highest = cute.arch.fmax(highest, row_max(scores, 0))
+        if changed:
             cute.arch.fence_view_async_tmem_store()
         return highest
 

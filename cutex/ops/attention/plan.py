@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cutex.arch import ARCHS, arch
+from cutex.arch import ARCHS, RELATIVES, arch
 from cutex.compile.user_function import UserFunction
 from cutex.kernels.attention.choose import CONFIGS, AnyConfig, Shape, fill, on_gpu
 from cutex.ops.attention.call import DTYPES, AttentionCall
@@ -228,8 +228,9 @@ def config_for(
         mask_mod=functions[1],
     )
     shape = Shape(call.batch, *call.heads, longest_q(call), longest_k(call))
-    gpu = resources(call.q.device, arch_of(call.q.device))
-    return on_gpu(fill(what, shape), shape, *gpu)
+    target = arch_of(call.q.device)
+    gpu = resources(call.q.device, target)
+    return on_gpu(fill(what, shape, arch(target)), shape, *gpu)
 
 
 @cache
@@ -263,7 +264,7 @@ def arch_name(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     capability = torch.cuda.get_device_capability(device)
-    known = {x.capability: x.name for x in ARCHS.values()}
+    known = {x.capability: x.name for x in (ARCHS | RELATIVES).values()}
     return known.get(capability, "sm_{}{}".format(*capability))
 
 

@@ -202,6 +202,19 @@ class AttentionProblem(Problem):
     def tile(self, config: Any) -> tuple[int]:
         return (config.tile_m,)
 
+    def work(self, config: Any) -> tuple[float, float]:
+        blocks = config.key_blocks(self)
+        block = 2.0 * config.tile_m * config.tile_n * (self.head_dim + self.head_dim_v)
+        alike = min(blocks) == max(blocks)
+        return block * sum(blocks), block * blocks[0] / getattr(config, "ctas", 1) * alike
+
+    def tile_steps(self, config: Any) -> tuple[int, ...]:
+        return tuple(config.key_blocks(self))
+
+    def with_steps(self, config: Any, steps: int) -> AttentionProblem:
+        rows = config.tile_m // getattr(config, "pack", 1)
+        return replace(self, seqlen_q=rows, seqlen_k=steps * config.tile_n)
+
     # ---- data and judgement
 
     def inputs(self, device: str | torch.device = "cpu", copy: int = 0) -> tuple[torch.Tensor, ...]:

@@ -20,11 +20,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cutex.sim.hazards.clocks import NEVER
-from cutex.sim.machine.operation import Agent, Operation, Place, Rectangle, Span
+from cutex.sim.machine.operation import Agent, Engine, Operation, Place, Rectangle, Span
 from cutex.sim.ptx.parse import Instruction
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
+
+_COMPLETES = {  # what says that operations without an mbarrier of their own are complete
+    Engine.TMA_STORE: "cp.async.bulk.wait_group by the thread that issued it",
+    Engine.WGMMA: "wgmma.wait_group by its warps",
+    Engine.TCGEN05_MMA: "tcgen05.commit to an mbarrier by the thread that issued it, and a wait",
+    Engine.TCGEN05_CP: "tcgen05.commit to an mbarrier by the thread that issued it, and a wait",
+}
 
 
 class Last:
@@ -285,7 +292,15 @@ class AsyncAccesses:
             message += f"while it is still being {doing} by {other.what} {issued}"
         if other.signals:
             message += f"; {self._last_wait(warp, other.signals[0])}"
-        m.findings.add("race", message, ins, advisory=bool(bearable))
+        m.findings.add("race", message, ins, bool(bearable), remedy=self._remedy(other, place.cta))
+
+    def _remedy(self, other: Operation, cta: int) -> str:
+        """What says that an operation is complete."""
+        if other.signals:
+            barrier = self.m.mbarriers.name(*other.signal_on(cta)).partition(" (init")[0]
+            return f"a wait, by this warp or one that it waits for, for the phase of {barrier}"
+        wait = _COMPLETES.get(other.engine, "a wait for its group by the thread that issued it")
+        return f"{wait}, then a barrier with this warp if it is another"
 
     def _bearable(self, before: Operation, last: Last, cta: int, warp: int) -> str:
         """What makes an access of ``warp`` after an operation a fault by the letter only.

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cutex.sim.errors import Finding
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.parse import Instruction, Program
+from cutex.sim.sides import SmemNames, sides_of
 
 
 class Findings:
     """What the simulator holds against a kernel, in the order in which it was found."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: Program, names: SmemNames) -> None:
+        self.program, self.names = program, names
         self._found: dict[tuple[str, int, bool], Finding] = {}
 
     def add(
@@ -21,14 +23,18 @@ class Findings:
         instruction: Instruction,
         advisory: bool = False,
         cause: int | None = None,
+        remedy: str = "",
     ) -> None:
         """``cause``: the PTX line that all with the same cause share, where it is another one's:
-        then only the first of them is reported.
+        then only the first of them is reported. ``remedy``: what would order the two.
         """
-        self._found.setdefault(
-            (rule, instruction.line if cause is None else -cause, advisory),
-            Finding(rule, message, instruction.where(), advisory),
-        )
+        key = rule, instruction.line if cause is None else -cause, advisory
+        if key not in self._found:
+            message, where = self.names.told(message), instruction.where()
+            sides = sides_of(f"{where} {message}", self.program)
+            self._found[key] = Finding(
+                rule, message, where, advisory, sides, self.names.told(remedy)
+            )
 
     def __iter__(self) -> Iterator[Finding]:
         return iter(self._found.values())

@@ -32,6 +32,8 @@ _ORDERS = re.compile(
 
 MANY = np.uint32(0xFFFFFFFF)  # clusters that have read a byte
 
+_REMEDY = "an atomic instead, or one CTA that does both, or a flag with release and acquire"
+
 
 class BoxRead(NamedTuple):
     """A TMA load: of what, by which cluster of the grid."""
@@ -75,11 +77,11 @@ class GlobalRaces:
                 place = int(places[at])
                 self.m.findings.add(
                     "race",
-                    f"{self._name(int(mine[at]) - 1)} reads byte {place} of "
-                    f"{region.description or region.name}, and "
+                    f"{self._name(int(mine[at]) - 1)} reads {region.element(place)}, and "
                     f"{self._name(int(who[place]) - 1)} wrote it (PTX line {line[place]}): nothing "
                     "orders the two",
                     ins,
+                    remedy=_REMEDY,
                 )
         readers = self.readers.setdefault(region.base, np.zeros(len(region.data), np.uint32))
         before = readers[places]
@@ -128,10 +130,11 @@ class GlobalRaces:
             place = int(places[at])
             self.m.findings.add(
                 "race",
-                f"{self._name(int(mine[at]) - 1)} writes byte {place} of "
-                f"{region.description or region.name}, and {self._name(int(before[at]) - 1)} wrote "
-                f"another value there (PTX line {line[place]}): nothing orders the two",
+                f"{self._name(int(mine[at]) - 1)} writes {region.element(place)}, and "
+                f"{self._name(int(before[at]) - 1)} wrote another value there (PTX line "
+                f"{line[place]}): nothing orders the two",
                 ins,
+                remedy=_REMEDY,
             )
         if region.base in self.readers:
             reader = self.readers[region.base][places]
@@ -142,10 +145,10 @@ class GlobalRaces:
                 peer = peer or f"{self._name(int(reader[at]) - 1)} has"
                 self.m.findings.add(
                     "race",
-                    f"{self._name(int(mine[at]) - 1)} writes byte {int(places[at])} of "
-                    f"{region.description or region.name}, which {peer} read: nothing orders the "
-                    "two",
+                    f"{self._name(int(mine[at]) - 1)} writes "
+                    f"{region.element(int(places[at]))}, which {peer} read: nothing orders the two",
                     ins,
+                    remedy=_REMEDY,
                 )
         who[places], line[places] = mine, ins.line
 

@@ -220,8 +220,8 @@ class SmemShadow:
         what: str,
         ins: Instruction,
     ) -> None:
-        """``late`` accesses come after stores that their warps know of, but not by the letter, to
-        which what several lanes of a warp stored is held.
+        """``late`` accesses come after stores that their warps know of, but not by the letter: they
+        are held to what several lanes of a warp stored.
         """
         other, line = self.writes.slot[at], self.line[at]
         mine = other == self.clocks.slot[warps]
@@ -263,14 +263,17 @@ class SmemShadow:
         who = f"{what} of {name(warp)}" if what else name(warp)
         peer, why = name(self.clocks.peer(warp, other)), "no barrier orders the two"
         line = f" at PTX line {self.line[place] >> 5}" if did == "wrote" else ""
+        remedy = "a barrier that both warps pass in between, as sync_threads()"
         if other >= self.clocks.warps:
             peer = f"a cp.async of {peer}"
             why = "nothing that this warp has waited for says that it is complete"
+            remedy = "cp.async.wait_group by the thread that copies, then a barrier of both warps"
         self.m.findings.add(
             "race",
             f"{who} {'overwrites' if write else 'reads'} shared memory 0x{place[1] * WORD:x}, "
             f"which {peer} {did}{line}: {why}",
             ins,
+            remedy=remedy,
         )
 
     def _check_proxy(

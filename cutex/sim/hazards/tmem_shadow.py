@@ -20,7 +20,7 @@ import numpy as np
 
 from cutex.sim.hazards.clocks import Kind
 from cutex.sim.machine.operation import Rectangle
-from cutex.sim.ptx.parse import Instruction, Program, Reg, Vector
+from cutex.sim.ptx.parse import Instruction, Program, Reg, Vector, once
 
 if TYPE_CHECKING:
     from cutex.sim.machine.batch import Batch
@@ -84,6 +84,7 @@ class TmemAccesses:
         return int(kind) * self.clocks.warps + self.clocks.slot[warps]
 
 
+@once
 def load_sites(program: Program) -> tuple[dict[int, int], dict[int, list[int]]]:
     """Each tcgen05.ld by its PTX line, numbered; and which of them other instructions use."""
     sites: dict[int, int] = {}
@@ -200,6 +201,8 @@ class TmemShadow:
                 f"{did} at PTX line {lines[at][unit, column]}: {why}",
                 ins,
                 advisory,
+                remedy=f"tcgen05.wait::{'st' if did == 'stored' else 'ld'} by the warp that {did}"
+                + (", then a barrier of both" if peer != warp else ""),
             )
 
 

@@ -30,11 +30,13 @@ from cutlass.cute import runtime
 
 from cutex.arch import Arch
 from cutex.cache import plain_folder
+from cutex.debug_info import recording
 from cutex.sim.errors import Finding, SimError
 from cutex.sim.host.capture import HostTensor, Launch
 from cutex.sim.host.torch_stand_in import DeviceMemory, patched
 from cutex.sim.reports import around, folded
 from cutex.sim.run import SimReport, Simulation, is_stream, load
+from cutex.tracing import tracing
 
 
 @dataclass
@@ -74,6 +76,7 @@ class Calls:
     memory: DeviceMemory
     limit: int | None = None
     clock: Clock | None = None
+    resources: bool = False  # tell what each kernel takes
     launches: dict[str, int] = field(default_factory=dict)
     report: SimReport = field(default_factory=SimReport)
     errors: list[tuple[SimError, str]] = field(default_factory=list)  # with the PTX they are about
@@ -82,10 +85,15 @@ class Calls:
         started = time.perf_counter()
         regions = self.memory.regions([a for a in arguments if isinstance(a, HostTensor)])
         if self.clock is not None:
-            self.clock.run(function, arguments, regions)
+            try:
+                self.clock.run(function, arguments, regions)
+            except SimError as error:
+                self.errors.append((error, function.ptx))
+                raise
         sim = Simulation(
-            function.programs, regions, order=self.order, seed=self.seed, limit=self.limit
-        )
+            function.programs, regions, order=self.order, seed=self.seed, limit=self.limit,
+            cubin=(function.host.cubin or b"") if self.resources else None,
+        )  # fmt: skip
 
         def launch(what: Launch) -> None:
             self.launches[what.kernel] = self.launches.get(what.kernel, 0) + 1
@@ -127,12 +135,15 @@ class Calls:
             "warp_instructions": self.report.instructions,
             "seconds": self.report.seconds,
             "errors": [{"type": type(e).__name__, "report": str(e)} for e, _ in self.errors],
+            "kernels": [k.as_dict() for k in self.report.kernels.values()],
             "findings": [r.as_dict() for r in folded(self.report.findings)],
             "advisories": [r.as_dict() for r in folded(self.report.advisories)],
         }
 
     def tell(self, with_ptx: bool) -> None:
         """Everything that was found, to stderr; with the PTX around it if asked for."""
+        for kernel in self.report.kernels.values():
+            print(f"cutex: {kernel}", file=sys.stderr)
         for report in (*folded(self.report.findings), *folded(self.report.advisories)):
             print(f"cutex: {report}", file=sys.stderr)
             if with_ptx:
@@ -148,6 +159,7 @@ class Calls:
         total.ctas += new.ctas
         total.instructions += new.instructions
         total.seconds += new.seconds
+        total.kernels.update(new.kernels)
         for mine, theirs in ((total.findings, new.findings), (total.advisories, new.advisories)):
             known = {(f.rule, f.where) for f in mine}
             for finding in theirs:
@@ -165,7 +177,7 @@ class Simulated:
     def __init__(self, compiled: Any, parameters: list[str], calls: Calls) -> None:
         self.compiled, self.parameters, self.calls = compiled, parameters, calls
         self.host, self.programs = load(compiled, (), "")
-        self.ptx: str = getattr(compiled, "__ptx__", "")
+        self.ptx: str = getattr(compiled, "_cutex_ptx", "") or getattr(compiled, "__ptx__", "")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.compiled, name)
@@ -262,7 +274,12 @@ class Compiler:
         own_stream = not _takes_stream([*arguments, *named.values()])
         fakes = [_fake(a, own_stream) for a in arguments]
         fake_named = {name: _fake(a, own_stream) for name, a in named.items()}
-        compiled = self.original(dsl, body, *fakes, compile_only=True, no_cache=True, **fake_named)
+        with tracing(), recording() as recorder:
+            compiled = self.original(
+                dsl, body, *fakes, compile_only=True, no_cache=True, **fake_named
+            )
+        if compiled.__ptx__:
+            compiled._cutex_ptx = recorder.annotate(compiled.__ptx__)
         parameters = [n for n in inspect.signature(body).parameters if n != "self"]
         return Simulated(compiled, parameters, self.calls)
 

@@ -43,7 +43,7 @@ class Access:
         self.address = d.address(operand)
 
     def lanes(self, b: Batch) -> Lanes:
-        addresses = np.broadcast_to(self.address(b), (b.n, 32))
+        addresses = b.lanes(self.address(b))
         if b.mask is None:
             lanes = np.tile(np.arange(32), b.n)
             return Lanes(np.repeat(b.idx, 32), lanes, np.ascontiguousarray(addresses).reshape(-1))
@@ -126,6 +126,10 @@ class Access:
         cta, offset = m.grid.shared_location(where.warps, offsets)
         m.check_shared(where.warps, where.lanes, cta, offset, self.width, self.d.ins)
         self.observe(where, cta, offset, self.width, write)
+        if m.banks is not None:
+            m.banks.note(where.warps, where.lanes, offset, self.width, self.d.ins)
+        if write:
+            m.box_swizzle[cta, offset >> 4] = 0
         word = min(self.width, 8)
         return m.smem_words(word), (cta * m.smem_bytes + offset) // word
 

@@ -69,4 +69,4 @@ def atomic(d: Decoder) -> Execute:
 
 def _by_lane(b: Batch, reads: list[Any], dtype: Any) -> np.ndarray:
     """(n, 32, elements)"""
-    return np.stack([np.broadcast_to(r(b), (b.n, 32)) for r in reads], 2).astype(dtype, copy=False)
+    return np.stack([b.lanes(r(b)) for r in reads], 2).astype(dtype, copy=False)

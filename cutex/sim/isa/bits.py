@@ -263,9 +263,9 @@ def prmt(d: Decoder) -> Execute:
     nibbles = np.arange(0, 16, 4, dtype=np.uint32)
 
     def execute(b: Any) -> None:
-        words = np.stack([np.broadcast_to(v(b), (b.n, 32)) for v in (a, b2)], -1)
+        words = np.stack([b.lanes(v(b)) for v in (a, b2)], -1)
         data = np.ascontiguousarray(words).view(np.uint8)  # (n, 32, 8)
-        s = np.broadcast_to(selector(b), (b.n, 32))
+        s = b.lanes(selector(b))
         picks = table[s & 3] if table is not None else s[..., None] >> nibbles & np.uint32(15)
         out = np.take_along_axis(data, (picks & np.uint32(7)).astype(np.int64), -1)
         out = np.where(picks & np.uint32(8), np.where(out >> 7, 255, 0).astype(np.uint8), out)

@@ -38,7 +38,7 @@ def call(d: Decoder) -> Execute:
     write = d.write(results.items[0], "s32")
 
     def execute(b: Batch) -> None:
-        templates, values = (np.broadcast_to(read(b), (b.n, 32)) for read in reads)
+        templates, values = (b.lanes(read(b)) for read in reads)
         count = np.zeros((b.n, 32), np.int32)
         for row, lane in np.argwhere(b.active()).tolist():
             given = Arguments(d, int(b.idx[row]), lane, int(values[row, lane]))

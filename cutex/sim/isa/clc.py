@@ -95,7 +95,7 @@ def _query(d: Decoder) -> Execute:
     operand = d.ins.operands[1]
     if not isinstance(operand, Reg) or operand.bank != 128:
         raise d.unknown("reply operand")
-    reply = d.m.registers[128][operand.index]  # (warps, 32, 2)
+    reply = d.m.register(operand)  # (warps, 32, 2)
 
     def words(b: Batch) -> Any:
         return np.ascontiguousarray(reply[b.sel]).view(np.uint32).reshape(b.n, 32, 4)

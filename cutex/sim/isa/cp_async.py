@@ -77,7 +77,7 @@ class _Copy:
         """Bytes that each active lane reads."""
         if self.read is None:
             return np.full(int(b.active().sum()), self.size)
-        given = np.broadcast_to(self.read(b), (b.n, 32))[b.active()]
+        given = b.lanes(self.read(b))[b.active()]
         if self.ignores:
             return np.where(given, 0, self.size)
         if (given > self.size).any():

@@ -47,7 +47,7 @@ def _halves(d: Decoder, operand: Operand) -> list[tuple[Any, Any]]:
     if isinstance(operand, Vector):
         return [(d.read(o, "b64"), d.write(o, "b64")) for o in operand.items]
     assert isinstance(operand, Reg)
-    whole = d.m.registers[128][operand.index]  # (warps, 32, 2)
+    whole = d.m.register(operand)  # (warps, 32, 2)
 
     def half(i: int) -> tuple[Any, Any]:
         def write(b: Batch, v: Any) -> None:
@@ -84,7 +84,7 @@ def isspacep(d: Decoder) -> Execute:
         raise d.unknown()
 
     def execute(b: Batch) -> None:
-        addresses = np.broadcast_to(read(b), (b.n, 32))
+        addresses = b.lanes(read(b))
         inside = window_of(addresses) == WINDOWS.index(space)
         if own:
             rank = d.m.grid.cta_rank[d.m.grid.warp_cta[b.idx]][:, None]

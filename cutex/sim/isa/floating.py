@@ -55,7 +55,7 @@ def read_float(d: Decoder, k: int, type_: str = "") -> Read:
         part = np.float32 if kind == "f32" else np.uint16
 
         def read(b: Any) -> Any:
-            words = np.ascontiguousarray(np.broadcast_to(raw(b), (b.n, 32)))
+            words = np.ascontiguousarray(b.lanes(raw(b)))
             return widen(words.view(part).reshape(b.n, 32, 2), kind)
 
     return (lambda b: flush(read(b), kind)) if "ftz" in d.mods else read

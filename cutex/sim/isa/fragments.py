@@ -48,12 +48,16 @@ class _Matrices:
     def elements(self, b: Batch, write: bool) -> np.ndarray:
         """(n, lanes, 8 or 16): which element of all shared memory each one of a row is."""
         n, m = self.lanes, self.d.m
-        addresses = np.broadcast_to(self.access.address(b), (b.n, 32))[:, :n]
+        addresses = b.lanes(self.access.address(b))[:, :n]
         warps, lanes = np.repeat(b.idx, n), np.tile(np.arange(n), b.n)
         own = shared_addresses(addresses.reshape(-1))
         cta, offset = m.grid.shared_location(warps, own)
         m.check_shared(warps, lanes, cta, offset, 16, self.d.ins)
         self.access.observe(Lanes(warps, lanes, own), cta, offset, 16, write)
+        if m.banks is not None:
+            m.banks.note(warps, lanes, offset, 16, self.d.ins)
+        if write:
+            m.box_swizzle[cta, offset >> 4] = 0
         first = (cta * m.smem_bytes + offset).reshape(b.n, n, 1) // self.itemsize
         return first + np.arange(16 // self.itemsize)
 
@@ -100,7 +104,7 @@ def stmatrix(d: Decoder) -> Execute:
         b = matrices.rows(b)
         if not b.n:
             return
-        words = np.stack([np.broadcast_to(r(b), (b.n, 32)) for r in reads], 1)  # (n, count, 32)
+        words = np.stack([b.lanes(r(b)) for r in reads], 1)  # (n, count, 32)
         rows: np.ndarray = np.ascontiguousarray(words)
         if matrices.narrow:  # of (t / 4, t % 4, column's high bit, row's low bit)
             rows = rows.view(np.uint8).reshape(b.n, -1, 8, 4, 2, 2).transpose(0, 1, 3, 5, 4, 2)

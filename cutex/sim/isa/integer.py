@@ -42,7 +42,7 @@ def _with_carry(d: Decoder, terms: Any, carried: bool) -> Execute:
     unsigned, carry = UNSIGNED[bits], d.m.carry
 
     def execute(b: Any) -> None:
-        x, y = terms(*(np.broadcast_to(r(b), (b.n, 32)) for r in reads))
+        x, y = terms(*(b.lanes(r(b)) for r in reads))
         x, y = x.view(unsigned), y.view(unsigned)
         c = (carry[b.idx] if carried else np.zeros((b.n, 32), bool)).astype(unsigned)
         if subtract:

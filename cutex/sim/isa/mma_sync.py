@@ -67,7 +67,7 @@ def mma(d: Decoder) -> Execute:
         b = b if b.mask is None else Batch(b.idx[b.any_active()], None)
         if not b.n:
             return
-        words = lambda reads: [np.broadcast_to(r(b), (b.n, 32)) for r in reads]
+        words = lambda reads: [b.lanes(r(b)) for r in reads]
         a, right = np.zeros((b.n, 16, k), np.float32), np.zeros((b.n, k, 8), np.float32)
         a[:, a_row, a_k] = _values(words(a_reads), a_kind)
         right[:, b_k, b_column] = _values(words(b_reads), b_kind)

@@ -56,12 +56,12 @@ def _remote(d: Decoder, reduction: str | None) -> Execute:
         return complete
 
     def execute(b: Batch) -> None:
-        values = np.stack([np.broadcast_to(r(b), (b.n, 32)) for r in reads], 2)
+        values = np.stack([b.lanes(r(b)) for r in reads], 2)
         rows, lanes = np.nonzero(b.active())
         warps = b.idx[rows]
 
         def located(address: Read, width: int) -> list[tuple[int, int]]:
-            at = shared_addresses(np.broadcast_to(address(b), (b.n, 32))[rows, lanes])
+            at = shared_addresses(b.lanes(address(b))[rows, lanes])
             cta, offset = m.grid.shared_location(warps, at)
             m.check_shared(warps, lanes, cta, offset, width, ins)
             return list(zip(cta.tolist(), offset.tolist(), strict=True))

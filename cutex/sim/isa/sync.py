@@ -60,7 +60,7 @@ def bar(d: Decoder) -> Execute:
             require_whole_warp(d, b)
         here = b.active() & m.live[b.idx]
         threads = here.sum(1)
-        votes = (np.broadcast_to(vote(b), (b.n, 32)) & here).sum(1) if vote else 0 * threads
+        votes = (b.lanes(vote(b)) & here).sum(1) if vote else 0 * threads
         ids = b.one(number(b))
         counts = b.one(count(b)) if count else np.zeros(b.n, int)
         out = np.zeros(b.n, np.int8)
@@ -207,7 +207,7 @@ def _fence_map(d: Decoder) -> Execute:
         raise d.unknown(f"{d.immediate(1)} bytes")
 
     def execute(b: Batch) -> None:
-        addresses = np.broadcast_to(address(b), (b.n, 32))
+        addresses = b.lanes(address(b))
         for row, lane in np.argwhere(b.active()).tolist():
             m.tensor_maps.acquire(int(b.idx[row]), int(addresses[row, lane]))
 
@@ -291,7 +291,7 @@ class BarrierOperand:
         """For each warp, its row and groups of lanes that name the same barrier and value: (lanes,
         cta, offset).
         """
-        addresses = shared_addresses(np.broadcast_to(self.address(b), (b.n, 32)))
+        addresses = shared_addresses(b.lanes(self.address(b)))
         active, first, row = b.active(), b.first_lane(), np.arange(b.n)
         lead, value = addresses[row, first], values[row, first]
         same = ((addresses == lead[:, None]) & (values == value[:, None])) | ~active
@@ -313,7 +313,7 @@ class BarrierOperand:
             yield r, found
 
     def each(self, b: Batch) -> Iterator[tuple[int, int, int, int]]:
-        addresses = shared_addresses(np.broadcast_to(self.address(b), (b.n, 32)))
+        addresses = shared_addresses(b.lanes(self.address(b)))
         rows, lanes = np.nonzero(b.active())
         if not len(rows):
             return
@@ -337,7 +337,7 @@ def mbarrier_init(d: Decoder) -> Execute:
     barrier, count = BarrierOperand(d, 0), d.src(1, "u32")
 
     def execute(b: Batch) -> None:
-        counts = np.broadcast_to(count(b), (b.n, 32))
+        counts = b.lanes(count(b))
         for row, lane, cta, offset in barrier.each(b):
             warp = int(b.idx[row])
             made = Made(warp, lane, d.m.clocks.now(warp), d.ins)
@@ -372,7 +372,7 @@ def mbarrier_arrive(d: Decoder) -> Execute:
     to_cluster = re.search(r"\.(release|relaxed)\.(cluster|gpu|sys)", d.ins.op) is not None
 
     def execute(b: Batch) -> None:
-        amounts = np.broadcast_to(amount(b), (b.n, 32)) if amount else None
+        amounts = b.lanes(amount(b)) if amount else None
         tokens = np.zeros((b.n, 32), np.uint64)
         places = list(barrier.each(b))
         for row, _, cta, offset in places:
@@ -412,7 +412,7 @@ def mbarrier_tx(d: Decoder) -> Execute:
     change = d.m.mbarriers.expect_tx if d.parts[1] == "expect_tx" else d.m.mbarriers.complete_tx
 
     def execute(b: Batch) -> None:
-        sizes = np.broadcast_to(size(b), (b.n, 32))
+        sizes = b.lanes(size(b))
         for row, lane, cta, offset in barrier.each(b):
             warp = int(b.idx[row])
             d.m.mbarriers.use(cta, offset, warp, d.ins)
@@ -441,7 +441,7 @@ def mbarrier_wait(d: Decoder) -> Execute:
         return (phases & 1) != value & 1 if by_parity else phases > value
 
     def execute(b: Batch) -> np.ndarray | None:
-        values = np.broadcast_to(expected(b), (b.n, 32))
+        values = b.lanes(expected(b))
         result = np.zeros((b.n, 32), bool)
         out = np.zeros(b.n, np.int8)
         failed = False

@@ -210,9 +210,10 @@ def dealloc(d: Decoder) -> Execute:
                 out[row] = RETRY
                 m.sleep(warp, Wait("tensor memory", ("tmem", cta), ins, _peer_teller(m, cta, ins)))
                 continue
+            by = f"{m.grid.name_warp(warp)} at {ins.where()}"
             for place in places:
                 m.tmem.shadow.free(place)
-                m.tmem.free(place.cta, first, n)
+                m.tmem.free(place.cta, first, n, by)
                 m.wake(("tmem", place.cta))
             m.progress += 1
         return out if out.any() else None
@@ -412,7 +413,7 @@ def st(d: Decoder) -> Execute:
     def execute(b: Batch) -> None:
         rows, cta, lane, column = access.places(b)
         access.conflicts(b, rows, cta, lane, column, True)
-        values = np.stack([np.broadcast_to(r(b), (b.n, 32)) for r in reads], 1)[rows]
+        values = np.stack([b.lanes(r(b)) for r in reads], 1)[rows]
         if access.packed:
             values = np.stack([values & np.uint32(0xFFFF), values >> np.uint32(16)], 2).reshape(
                 len(rows), -1, 32
@@ -449,7 +450,7 @@ def commit(d: Decoder) -> Execute:
 
     def execute(b: Batch) -> None:
         a = shared_addresses(address(b))
-        masks = np.broadcast_to(mask(b), (b.n, 32)) if mask else None
+        masks = b.lanes(mask(b)) if mask else None
         rows, lanes = np.nonzero(b.active())
         for row, lane in zip(rows.tolist(), lanes.tolist(), strict=True):
             warp = int(b.idx[row])

@@ -45,7 +45,7 @@ def copy(d: Decoder) -> Execute:
     target, source = d.address(0), d.src(1, "b64")
 
     def execute(b: Batch) -> None:
-        to, descriptors = target(b), np.broadcast_to(source(b), (b.n, 32))
+        to, descriptors = target(b), b.lanes(source(b))
         rows, active = np.nonzero(b.active())
         for row, lane in zip(rows.tolist(), active.tolist(), strict=True):
             warp, column = int(b.idx[row]), int(to[row, lane]) & 0xFFFF

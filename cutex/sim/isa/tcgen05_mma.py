@@ -76,9 +76,9 @@ def mma(d: Decoder) -> Execute:
     m, ins = d.m, d.ins
 
     def execute(b: Batch) -> None:
-        t, enabled = target(b), np.broadcast_to(enable(b), (b.n, 32))
-        a_s, b_s, i_s = (np.broadcast_to(r(b), (b.n, 32)) for r in (a_read, b_read, idesc))
-        masks = [np.broadcast_to(r(b), (b.n, 32)) for r in disable_reads]
+        t, enabled = target(b), b.lanes(enable(b))
+        a_s, b_s, i_s = (b.lanes(r(b)) for r in (a_read, b_read, idesc))
+        masks = [b.lanes(r(b)) for r in disable_reads]
         if masks and len(masks) != 4 * group:
             raise d.unknown(f"{len(masks)} words of disabled lanes")
         rows, lanes = np.nonzero(b.active())
@@ -87,7 +87,7 @@ def mma(d: Decoder) -> Execute:
             check_shape(desc, group, ins)
             off = [int(x[at]) for x in masks]
             issuer = Issuer(m, int(b.idx[at[0]]), at[1], group, ins)
-            scale_at = [int(np.broadcast_to(r(b), (b.n, 32))[at]) for r in factors_at]
+            scale_at = [int(b.lanes(r(b))[at]) for r in factors_at]
             Mma(
                 issuer,
                 desc,

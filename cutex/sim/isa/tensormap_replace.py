@@ -93,7 +93,7 @@ def replace(d: Decoder) -> Execute:
 
     def execute(b: Batch) -> None:
         where = access.lanes(b)
-        given = np.broadcast_to(value(b), (b.n, 32))[b.active()].tolist()
+        given = b.lanes(value(b))[b.active()].tolist()
         for piece in pieces:
             at = where._replace(addresses=where.addresses + np.uint64(4 * piece.word))
             mask = (1 << piece.bits) - 1 << piece.shift

@@ -82,7 +82,7 @@ def tensor_load(d: Decoder) -> Execute:
                 signal = (bar_cta if mask is None else signalled(m, target, bar_cta, pair), bar)
                 m.mbarriers.use(*signal, int(b.idx[row]), ins)
                 op = Operation(
-                    f"the TMA load of a {tmap}", int(b.idx[row]), ins,
+                    f"the TMA load of {_box(m, tmap, at)}", int(b.idx[row]), ins,
                     ("tma", m.flight.issued, target),
                     _loader(m, tmap, at, target, offset, signal, ins),
                     Engine.TMA_LOAD, tmap.bytes,
@@ -92,6 +92,14 @@ def tensor_load(d: Decoder) -> Execute:
                 m.flight.issue(op)
 
     return execute
+
+
+def _box(m: Machine, tmap: TensorMap, at: tuple[int, ...]) -> str:
+    """'mB[0, 64] (bf16 tensor 256x256, box 256x64)': the tensor by the name of its memory."""
+    region = m.memory.find(tmap.address)
+    if region is None or region.base != tmap.address:
+        return f"a {tmap}"
+    return f"{region.name}{list(reversed(at))} ({tmap})"
 
 
 def _place(d: Decoder, tmap: TensorMap, at: tuple[int, ...]) -> tuple[int, ...]:
@@ -235,7 +243,7 @@ def tensor_store(d: Decoder, combine: str | None) -> Execute:
             groups = [m.bulk_groups.joined((warp, lane)) for lane in lanes]
             _order_grids(m, tmap, where, warp, True, ins)
             op = Operation(
-                f"the TMA store of a {tmap}", warp, ins, ("store", m.flight.issued),
+                f"the TMA store of {_box(m, tmap, where)}", warp, ins, ("store", m.flight.issued),
                 _storer(m, tmap, where, cta, offset, combine, groups, ins),
                 Engine.TMA_STORE, tmap.bytes,
                 reads=[Span(cta, offset, offset + tmap.bytes)],

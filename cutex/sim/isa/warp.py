@@ -24,7 +24,7 @@ class _Members:
 
     def __call__(self, b: Batch) -> np.ndarray:
         """(n, 32) bool: lanes that take part. Raises BadOperand if a named one is elsewhere."""
-        mask = np.broadcast_to(self.read(b), (b.n, 32))
+        mask = b.lanes(self.read(b))
         active = b.active()
         named = (b.one(mask)[:, None] >> np.arange(32, dtype=np.uint32) & np.uint32(1)).astype(bool)
         named &= self.d.m.live[b.idx]
@@ -66,9 +66,9 @@ def shfl(d: Decoder) -> Execute:
 
     def execute(b: Batch) -> None:
         active = members(b)
-        values = np.broadcast_to(a(b), (b.n, 32))
-        n = np.broadcast_to(distance(b), (b.n, 32)).astype(np.int64) & 31
-        control = np.broadcast_to(c(b), (b.n, 32)).astype(np.int64)
+        values = b.lanes(a(b))
+        n = b.lanes(distance(b)).astype(np.int64) & 31
+        control = b.lanes(c(b)).astype(np.int64)
         clamp, segment = control & 31, control >> 8 & 31
         top = (lane & segment) | (clamp & ~segment)
         low = lane & segment
@@ -106,7 +106,7 @@ def vote(d: Decoder) -> Execute:
 
     def execute(b: Batch) -> None:
         active = members(b)
-        p = np.broadcast_to(read(b), (b.n, 32))
+        p = b.lanes(read(b))
         every, some = (p | ~active).all(1), (p & active).any(1)
         if mode == "ballot":
             write(b, _bits(p & active)[:, None])
@@ -162,7 +162,7 @@ def redux(d: Decoder) -> Execute:
 
     def execute(b: Batch) -> None:
         active = members(b)
-        values = np.broadcast_to(read(b), (b.n, 32))
+        values = b.lanes(read(b))
         values = np.abs(values) if "abs" in d.mods else values
         out = np.zeros((b.n, 1), values.dtype)
         for i in range(b.n):
@@ -184,7 +184,7 @@ def match(d: Decoder) -> Execute:
 
     def execute(b: Batch) -> None:
         active = members(b)
-        v = np.broadcast_to(read(b), (b.n, 32))
+        v = b.lanes(read(b))
         equal = (v[:, :, None] == v[:, None, :]) & active[:, None, :]
         bits = np.packbits(equal, axis=2, bitorder="little").view(np.uint32).reshape(b.n, 32)
         if every:

@@ -146,7 +146,7 @@ class Wgmma:
 
     def execute(self, b: Batch) -> None:
         require_whole_warp(self.d, b)
-        keep = b.one(np.broadcast_to(self.keep(b), (b.n, 32)))
+        keep = b.one(b.lanes(self.keep(b)))
         bs = b.one(self.b_desc(b))
         a_s = b.one(self.a_desc(b)) if self.a_desc else None
         m = self.m

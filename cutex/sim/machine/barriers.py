@@ -129,8 +129,8 @@ class ClusterBarriers:
         if warp in self.arrived_in and not self._knows(warp, barrier):
             raise BarrierMisuse.at(
                 ins,
-                f"{self.machine.grid.name_warp(warp)} arrives at the cluster barrier again, "
-                "with no barrier.cluster.wait since its last arrival, which may not be complete",
+                f"{self.machine.grid.name_warp(warp)} arrives at the cluster barrier again without "
+                "a barrier.cluster.wait since its last arrival: that may not have completed",
             )
         barrier.arrived.add(warp)
         barrier.given = self.machine.clocks.join(

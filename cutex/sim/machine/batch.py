@@ -27,6 +27,12 @@ class Batch:
     def active(self) -> np.ndarray:
         return np.ones((self.n, 32), bool) if self.mask is None else self.mask
 
+    def lanes(self, values: Any) -> np.ndarray:
+        """(n, 32) of values that may be one for all, or one for each warp; not to be written to."""
+        if getattr(values, "shape", None) == (self.n, 32):
+            return values
+        return np.broadcast_to(values, (self.n, 32))
+
     def any_active(self) -> np.ndarray:
         """(n,) whether the warp has an active lane."""
         return np.ones(self.n, bool) if self.mask is None else np.any(self.mask, axis=1)
@@ -41,5 +47,5 @@ class Batch:
 
     def one(self, values: Any) -> np.ndarray:
         """(n,) the value that the lowest active lane holds."""
-        v = np.broadcast_to(values, (self.n, 32))
+        v = self.lanes(values)
         return v[:, 0] if self.mask is None else v[np.arange(self.n), self.first_lane()]

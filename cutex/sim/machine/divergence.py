@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cutex.sim.ptx.flow import ControlFlow
+from cutex.sim.ptx.flow import flow_of
 
 if TYPE_CHECKING:
     from cutex.sim.machine.batch import Batch
@@ -30,7 +30,7 @@ class Divergence:
 
     def __init__(self, machine: Machine) -> None:
         self.m = machine
-        self.flow = ControlFlow(machine.program.code)
+        self.flow = flow_of(machine.program)
 
     def clear(self, live: np.ndarray) -> None:
         """All lanes of ``live`` (warps, 32) at the start of the program."""

@@ -24,6 +24,7 @@ from cutex.sim.hazards.map_changes import TensorMapChanges
 from cutex.sim.hazards.smem_shadow import SmemShadow
 from cutex.sim.host.capture import Launch
 from cutex.sim.machine.async_copies import AsyncCopies
+from cutex.sim.machine.banks import BankConflicts
 from cutex.sim.machine.barriers import ClusterBarriers, NamedBarriers
 from cutex.sim.machine.bulk_groups import BulkGroups
 from cutex.sim.machine.divergence import BLOCKED, Divergence
@@ -37,7 +38,9 @@ from cutex.sim.machine.tmem import TensorMemory
 from cutex.sim.machine.waits import PassedWait, Wait
 from cutex.sim.machine.warpgroup import WarpgroupMma
 from cutex.sim.policy import Policy
-from cutex.sim.ptx.parse import Instruction, Program
+from cutex.sim.ptx.parse import Instruction, Program, Reg
+from cutex.sim.ptx.temporaries import homes, lasting
+from cutex.sim.sides import SmemNames
 
 _POISON = {1: True, 16: POISON16, 32: POISON32, 64: POISON64, 128: POISON64}  # by bank
 
@@ -71,14 +74,15 @@ class Machine:
         self.smem_end = SYSTEM_SMEM + self.static_smem + launch.smem
         self.smem_bytes = -(-self.smem_end // 128) * 128
 
-        self.findings = Findings()
+        names = SmemNames.of(program, SYSTEM_SMEM + self.static_smem, launch.smem)
+        self.findings = Findings(program, names)
         self.progress = 0  # grows with every visible effect; tells a spin loop from work
         num_warps = self.grid.num_warps
         banks = {1: bool, 16: np.uint16, 32: np.uint32, 64: np.uint64, 128: np.uint64}
         self.registers = {
-            bank: np.empty((count, num_warps, 32, *((2,) if bank == 128 else ())), banks[bank])
+            bank: np.zeros((count, num_warps, 32, *((2,) if bank == 128 else ())), banks[bank])
             for bank, count in program.registers.items()
-        }
+        }  # NOTE: temporaries share places, and memory that is never touched is none
         self.lanes = Divergence(self)
         self.sleepers: dict[Any, list[tuple[int, Wait]]] = {}  # by key
         self.ticks = 0
@@ -95,6 +99,7 @@ class Machine:
         self.global_races = GlobalRaces(self)
         self.grid_order = GridOrder(self, launch.kernel, launch.programmatic, stream)
         self.tensor_maps = TensorMapChanges(self)
+        self.banks: BankConflicts | None = None  # counted where asked for
 
     @property
     def live(self) -> np.ndarray:
@@ -110,7 +115,7 @@ class Machine:
         self.grid.place(clusters)
         num_ctas, num_warps = self.grid.num_ctas, self.grid.num_warps
         for bank, registers in self.registers.items():
-            registers[...] = _POISON[bank]
+            registers[lasting(self.program)[bank]] = _POISON[bank]
         self.smem.view(np.uint32)[...] = POISON32
         # per 16 bytes: 1 + swizzle of the TMA load that wrote them (0: something else did, -1:
         # nothing has), and its PTX line
@@ -136,6 +141,14 @@ class Machine:
         self.smem_shadow = SmemShadow(self)
         self.async_accesses = AsyncAccesses(self)
         self.lifetimes = Lifetimes(self)
+
+    def register(self, reg: Reg) -> np.ndarray:
+        """(warps, 32) of a register, where its values are: see `homes`."""
+        return self.registers[reg.bank][homes(self.program)[reg.bank][reg.index]]
+
+    def release(self) -> None:
+        """Gives its memory back, at once: its parts know it, as it knows them."""
+        self.__dict__.clear()
 
     def _place_variables(self) -> int:
         """Offsets of shared, local and module variables; returns the bytes of static smem."""

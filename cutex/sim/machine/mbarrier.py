@@ -46,6 +46,7 @@ class MBarrier:
     tx_arrived: int = 0
     last: str = "nobody"
     remote: bool = False  # the last arrival came from another CTA
+    announced: str = ""  # where bytes were announced last
     given: np.ndarray | None = None  # what the arrivals of this phase release (see clocks)
     released: np.ndarray | None = None  # that of the last completed phase
 
@@ -109,6 +110,7 @@ class MBarriers:
             f"{m.grid.name_warp(warp)} uses {self.name(cta, offset)}, which "
             f"{m.grid.name_warp(made.warp)} lane {made.lane} initialised: {why}",
             ins,
+            remedy="sync_threads() behind mbarrier_init, or a barrier of the cluster for its CTAs",
         )
 
     def give(self, cta: int, offset: int, given: np.ndarray, ins: Instruction) -> None:
@@ -168,6 +170,7 @@ class MBarriers:
         barrier = self.get(cta, offset, ins)
         barrier.tx += size
         barrier.tx_expected += size
+        barrier.announced = f" at {ins.place()}"
         barrier.last = f"{who} at {ins.where()}"
         if abs(barrier.tx) > MAX_COUNT:
             raise BarrierMisuse.at(
@@ -217,7 +220,7 @@ class MBarriers:
         barrier = self.barriers.get((cta, offset))
         made = ""
         if barrier is not None:
-            made = f" (initialised at {barrier.made.instruction.source_line()})"
+            made = f" (initialised at {barrier.made.instruction.place()})"
         return f"mbarrier 0x{offset:x} of {self.machine.grid.name_cta(cta)}{made}"
 
     def describe(self, cta: int, offset: int) -> str:
@@ -229,11 +232,14 @@ class MBarriers:
         )
         if b.tx > 0 and not any((cta, offset) in op.signals for op in self.machine.flight):
             text += (
-                f" (expect_tx announced {b.tx_expected} bytes, {b.tx_arrived} came and no copy is "
-                "in flight)"
+                f" (expect_tx announced {b.tx_expected} bytes{b.announced}, {b.tx_arrived} came "
+                "and no copy is in flight)"
             )
         elif b.tx < 0:
-            text += f" ({b.tx_arrived} bytes came, expect_tx announced only {b.tx_expected})"
+            text += (
+                f" ({b.tx_arrived} bytes came, expect_tx announced only {b.tx_expected}"
+                f"{b.announced})"
+            )
         return f"{text}, last touched by {b.last}"
 
     def leftovers(self) -> list[tuple[str, Instruction]]:

@@ -31,6 +31,26 @@ POISON64 = np.uint64(0x7FFF7FFF7FFF7FFF)
 POISON16 = np.uint16(0x7FFF)
 
 
+def description(tensor: HostTensor) -> str:
+    """'200x136 bfloat16'."""
+    return f"{'x'.join(map(str, tensor.shape)) or 'scalar'} {tensor.dtype}"
+
+
+def element_at(tensor: HostTensor, address: int) -> tuple[str, bool]:
+    """'[3, 17]' of an address, by the tensor's strides, and whether it has that element. Empty
+    where strides do not tell.
+    """
+    left = (address - tensor.address) // tensor.itemsize
+    index = [0] * len(tensor.shape)
+    for i in sorted(range(len(index)), key=lambda i: -tensor.strides[i]):
+        if tensor.strides[i] < 0:
+            return "", False
+        if tensor.strides[i] and tensor.shape[i] > 1:
+            index[i], left = divmod(left, tensor.strides[i])
+    inside = left == 0 and all(0 <= i < n for i, n in zip(index, tensor.shape, strict=True))
+    return (f"[{', '.join(map(str, index))}]" if index and left == 0 else ""), inside
+
+
 @dataclass
 class Region:
     """A range of addresses backed by bytes; ``valid`` marks the bytes that belong to the tensor,
@@ -42,10 +62,19 @@ class Region:
     data: np.ndarray  # (bytes,) uint8
     valid: np.ndarray | None = None
     description: str = ""
+    tensors: tuple[HostTensor, ...] = ()
 
     @property
     def end(self) -> int:
         return self.base + len(self.data)
+
+    def element(self, offset: int) -> str:
+        """'c[3, 17] (200x136 bfloat16)' of the byte at ``offset``."""
+        for tensor in self.tensors:
+            index, inside = element_at(tensor, self.base + offset)
+            if inside:
+                return f"{tensor.name}{index} ({description(tensor)})"
+        return f"byte {offset} of {self.description or self.name}"
 
     def holds(self, offsets: np.ndarray, size: int) -> np.ndarray:
         """(n,) whether every byte of ``size`` at each offset belongs to the tensor."""
@@ -91,8 +120,8 @@ class GlobalMemory:
             view = np.lib.stride_tricks.as_strided(elements[-low:], tensor.shape, tensor.strides)
             view[...] = True
             valid = np.repeat(elements, size)
-        shape = "x".join(map(str, tensor.shape)) or "scalar"
-        self.add(Region(tensor.name, base, data, valid, f"{tensor.name} ({shape} {tensor.dtype})"))
+        what = f"{tensor.name} ({description(tensor)})"
+        self.add(Region(tensor.name, base, data, valid, what, (tensor,)))
 
     def find(self, address: int) -> Region | None:
         if not 0 <= address < 1 << 64:
@@ -110,10 +139,12 @@ class GlobalMemory:
             return "the launch has no tensors"
         region = min(self.regions, key=lambda r: max(r.base - address, address - r.end + 1, 0))
         what = region.description or region.name
+        index = element_at(region.tensors[0], address)[0] if len(region.tensors) == 1 else ""
+        there = f", where {region.name}{index} would be" if index else ""
         if address < region.base:
-            return f"{region.base - address} bytes before {what}"
+            return f"{region.base - address} bytes before {what}{there}"
         if address >= region.end:
-            return f"{address - region.end} bytes past the end of {what}"
+            return f"{address - region.end} bytes past the end of {what}{there}"
         if address + size > region.end:
             return f"and its last {address + size - region.end} bytes lie past the end of {what}"
         return f"in the padding of {what}, {address - region.base} bytes from its start"
@@ -188,6 +219,7 @@ def _union(parts: list[Region]) -> Region:
         data,
         None if valid.all() else valid,
         " and ".join(names),
+        tuple(t for r in parts for t in r.tensors),
     )
 
 

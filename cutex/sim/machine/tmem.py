@@ -22,6 +22,7 @@ class TensorMemory:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
+        self.most = 0  # columns that a CTA has held at once
         self.clear()
 
     def clear(self) -> None:
@@ -30,6 +31,7 @@ class TensorMemory:
         self._accesses: TmemAccesses | None = None
         # cta -> (512,) PTX line of the tcgen05.alloc that took the column, 0 where it is free
         self.owner: dict[int, np.ndarray] = {}
+        self.freed: dict[int, tuple[int, int, str]] = {}  # by CTA, the last: columns, and by whom
         self.relinquished: set[int] = set()  # CTAs that allocate no more
         self.asked: dict[int, int] = {}  # cta of a pair -> columns that it waits for
         self.granted: dict[int, int] = {}  # cta of a pair -> first column, not yet picked up
@@ -114,10 +116,13 @@ class TensorMemory:
         first = self._room(cta, count)
         if first is not None:
             self.owner[cta][first : first + count] = ins.line
+            self.most = max(self.most, COLUMNS - self.num_free(cta))
         return first
 
-    def free(self, cta: int, first: int, count: int) -> None:
+    def free(self, cta: int, first: int, count: int, by: str) -> None:
+        """``by``: who frees, and where."""
         self.owner[cta][first : first + count] = 0
+        self.freed[cta] = first, first + count, by
 
     def num_free(self, cta: int) -> int:
         return int((self.owner[cta] == 0).sum())
@@ -129,10 +134,12 @@ class TensorMemory:
             return
         allocated = np.nonzero(owner)[0]
         have = "none is allocated"
+        low, high, by = self.freed.get(cta, (0, 0, ""))
+        gone = f": {by} has freed {low}..{high - 1}" if first < high and low < first + count else ""
         if len(allocated):
             have = f"columns {allocated[0]}..{allocated[-1]} are allocated"
         raise BadAddress.at(
-            ins, f"{who} uses tensor memory columns {first}..{first + count - 1}, but {have}"
+            ins, f"{who} uses tensor memory columns {first}..{first + count - 1}, but {have}{gone}"
         )
 
     def leftovers(self) -> list[tuple[str, int]]:

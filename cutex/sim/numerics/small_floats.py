@@ -73,7 +73,7 @@ def from_small(d: Decoder, frm: str, to: str) -> Execute:
     raw, write = d.src(1, "b16" if form.place == 8 else "b8"), d.dst(0, "b32")
 
     def execute(b: Any) -> None:
-        words = np.broadcast_to(raw(b), (b.n, 32)).astype(np.uint16)
+        words = b.lanes(raw(b)).astype(np.uint16)
         codes = np.stack([words & (1 << form.place) - 1, words >> form.place], -1)
         pairs = codes.astype(np.uint8).view(form.kind).astype(np.float32)  # (n, 32, 2)
         pairs = np.where(pairs <= 0, np.float32(0), pairs) if relu else pairs
@@ -111,7 +111,7 @@ def from_powers(d: Decoder, to: str) -> Execute:
         return np.where(code == 255, 0x7FFF, subnormal).astype(np.uint32)
 
     def execute(b: Any) -> None:
-        words = np.broadcast_to(raw(b), (b.n, 32)).astype(np.uint32)
+        words = b.lanes(raw(b)).astype(np.uint32)
         write(b, half(words >> np.uint32(8)) << np.uint32(16) | half(words & np.uint32(255)))
 
     return execute
@@ -136,7 +136,7 @@ def from_fixed(d: Decoder, to: str) -> Execute:
         return narrow(np.clip(x, -most, most), "bf16").astype(np.uint32)
 
     def execute(b: Any) -> None:
-        words, codes = (np.broadcast_to(r(b), (b.n, 32)).astype(np.uint16) for r in (raw, scale))
+        words, codes = (b.lanes(r(b)).astype(np.uint16) for r in (raw, scale))
         upper = half(words >> np.uint16(8), codes >> np.uint16(8))
         write(b, upper << np.uint32(16) | half(words & np.uint16(255), codes & np.uint16(255)))
 

@@ -95,9 +95,9 @@ def decode(ins: Instruction, machine: Machine) -> Execute:
             f"unknown instruction {ins.op}: the simulator does not define it\n    at {ins.where()}"
         )
     d = Decoder(ins, machine)
-    if wrong := misfit(ins):
+    if wrong := misfit(ins.op):
         raise d.unknown(wrong)
-    d.checked = has_form(ins)
+    d.checked = has_form(ins.op)
     try:
         execute = define(d)
         d.account()
@@ -188,7 +188,7 @@ class Decoder:
         raise self.unknown(f"operand {operand}")
 
     def _read_register(self, reg: Reg, bits: int, dtype: Any) -> Read:
-        array = self.m.registers[reg.bank][reg.index]
+        array = self.m.register(reg)
         if reg.bank == bits or (bits == 128 and reg.bank == 64):
             if array.dtype == dtype:
                 return lambda b: array[b.sel]
@@ -249,7 +249,7 @@ class Decoder:
             return self._unpack(operand, kind)
         if not isinstance(operand, Reg):
             raise self.unknown(f"destination {operand}")
-        array = self.m.registers[operand.bank][operand.index]
+        array = self.m.register(operand)
         unsigned = UNSIGNED[WIDTH[kind]]
         signed = TYPES[kind] in (np.int8, np.int16, np.int32, np.int64)
         wide = operand.bank > WIDTH[kind]
@@ -290,7 +290,7 @@ class Decoder:
         wide = UNSIGNED[WIDTH[kind]]
 
         def write(b: Batch, v: Any) -> None:
-            v = np.broadcast_to(np.asarray(v).view(wide) if np.ndim(v) else wide(v), (b.n, 32))
+            v = b.lanes(np.asarray(v).view(wide) if np.ndim(v) else wide(v))
             for j, w in enumerate(writes):
                 w(b, (v >> wide(part * j)).astype(narrow))
 
@@ -322,7 +322,7 @@ class Decoder:
             raise self.unknown("address expected")
         base, offset = operand.base, np.uint64(operand.offset & 0xFFFFFFFFFFFFFFFF).astype(np.int64)
         if isinstance(base, Reg):
-            array = self.m.registers[base.bank][base.index]
+            array = self.m.register(base)
 
             def read(b: Batch) -> Any:
                 return (array[b.sel].astype(np.int64) + offset).astype(np.uint64)
@@ -332,7 +332,7 @@ class Decoder:
 
         def read_other(b: Batch) -> Any:
             value = np.asarray(inner(b)).astype(np.int64) + offset
-            return np.broadcast_to(value.astype(np.uint64), (b.n, 32))
+            return b.lanes(value.astype(np.uint64))
 
         return read_other
 

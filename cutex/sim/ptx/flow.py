@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.parse import Instruction, Program, once
 
 LEAVES = ("ret", "exit", "trap")
 
@@ -78,6 +78,11 @@ class ControlFlow:
                 before[end].append(pc)
                 reached |= set(_postorder(pc, before, reached))
         return _postorder(end, before, set())[::-1]
+
+
+@once
+def flow_of(program: Program) -> ControlFlow:
+    return ControlFlow(program.code)
 
 
 def _postorder(root: int, edges: list[list[int]], done: set[int]) -> list[int]:

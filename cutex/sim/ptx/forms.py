@@ -8,11 +8,9 @@ an opcode without one, its definition names those that it knows (`Decoder.only`)
 from __future__ import annotations
 
 import re
-from functools import cache
-from typing import TYPE_CHECKING
+from functools import cache, lru_cache
 
-if TYPE_CHECKING:
-    from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.parse import opcode_parts
 
 _INT = r"\.[us](16|32|64)"
 _ANY = r"\.(b8|u8|s8|b16|u16|s16|b32|u32|s32|f32|b64|u64|s64|f64|b128)"
@@ -147,10 +145,17 @@ def _patterns() -> dict[str, re.Pattern[str]]:
     return {name: re.compile(form) for names, form in FORMS.items() for name in names.split()}
 
 
-def misfit(ins: Instruction) -> str:
-    """What is wrong with the instruction's modifiers, "" where nothing is or no form is known."""
-    form = _patterns().get(".".join(ins.parts[:2])) or _patterns().get(ins.name)
-    modifiers = ins.op.removeprefix(ins.name)
+@lru_cache(maxsize=4096)
+def _form(op: str) -> re.Pattern[str] | None:
+    parts = opcode_parts(op)
+    return _patterns().get(".".join(parts[:2])) or _patterns().get(parts[0])
+
+
+@lru_cache(maxsize=4096)
+def misfit(op: str) -> str:
+    """What is wrong with an opcode's modifiers, "" where nothing is or no form is known."""
+    form = _form(op)
+    modifiers = op.removeprefix(opcode_parts(op)[0])
     if form is None or form.fullmatch(modifiers):
         return ""
     parts = re.findall(r"(?:\.|::)\w+", modifiers)
@@ -160,6 +165,6 @@ def misfit(ins: Instruction) -> str:
     return "the modifiers, or their order"
 
 
-def has_form(ins: Instruction) -> bool:
-    """Whether `misfit` has looked at all of the instruction's modifiers."""
-    return ".".join(ins.parts[:2]) in _patterns() or ins.name in _patterns()
+def has_form(op: str) -> bool:
+    """Whether `misfit` has looked at all of the opcode's modifiers."""
+    return _form(op) is not None

@@ -6,12 +6,13 @@ labels and registers of their own, vector operands, predicates, ``_`` sinks and 
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, SupportsIndex, overload
+from functools import lru_cache, wraps
+from typing import Any, NamedTuple, SupportsIndex, TypeVar, overload
 
+from cutex.debug_info import Buffer, DebugInfo, Stack, debug_info_of, where
 from cutex.sim.ptx.declarations import (
     SPACES,
     WIDTH,
@@ -25,6 +26,8 @@ from cutex.sim.ptx.declarations import (
     unreadable,
     variable,
 )
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -91,11 +94,27 @@ Operand = Reg | Imm | Special | Symbol | Address | Vector | Pair | Not | Sink
 
 
 class Source(NamedTuple):
-    """A place in the DSL program, as .loc gives it; the column counts from 1, 0 if unknown."""
+    """A place in the DSL program, as .loc gives it; the column counts from 1, 0 if unknown.
+
+    ``stack``: the place and its function, what called that, and so on to the kernel; empty where
+    the trace was not recorded.
+    """
 
     file: str
     line: int
     column: int
+    stack: Stack = ()
+
+    def where(self) -> str:
+        """'tma.py:50:9, called at kernel.py:74:9': the second where the kernel is in another file.
+
+        Files are relative to the working directory where they are below it.
+        """
+        here = where(self)
+        if not self.stack or self.stack[-1].file == self.file:
+            return here
+        own = next(call for call in self.stack if call.file == self.stack[-1].file)
+        return f"{here}, called at {where(own)}"
 
 
 class Operands(list[Operand]):
@@ -113,9 +132,18 @@ class Operands(list[Operand]):
     @overload
     def __getitem__(self, k: slice) -> list[Operand]: ...
     def __getitem__(self, k: SupportsIndex | slice) -> Operand | list[Operand]:
-        which = range(len(self))[k]
-        self.asked.update(which if isinstance(which, range) else (which,))
-        return super().__getitem__(k)
+        found = super().__getitem__(k)
+        if isinstance(k, slice):
+            self.asked.update(range(len(self))[k])
+        else:
+            self.asked.add(range(len(self))[k])
+        return found
+
+
+@lru_cache(maxsize=4096)
+def opcode_parts(op: str) -> tuple[str, ...]:
+    """Of "mbarrier.test_wait.shared::cta": ("mbarrier", "test_wait", "shared", "cta")."""
+    return tuple(p for p in re.split(r"\.|::", op) if p)
 
 
 @dataclass
@@ -129,28 +157,21 @@ class Instruction:
     source: Source | None = None  # of the DSL program
     target: int = 0  # of a branch: index into Program.code
     parts: tuple[str, ...] = ()
+    name: str = field(init=False)  # the first part of its opcode
 
     def __post_init__(self) -> None:
-        self.parts = tuple(p for p in re.split(r"\.|::", self.op) if p)
-
-    @property
-    def name(self) -> str:
-        return self.parts[0]
+        self.parts = opcode_parts(self.op)
+        self.name = self.parts[0]
 
     def where(self) -> str:
         """One line for reports: the PTX line and its text, and the Python line if known."""
         text = self.text if len(self.text) <= 110 else self.text[:107] + "..."
-        source = f" ({self.source_line()}:{self.source.column})" if self.source else ""
+        source = f" ({self.source.where()})" if self.source else ""
         return f"PTX line {self.line}: {text}{source}"
 
-    def source_line(self) -> str:
-        """'kernels/gemm/sm90/stage2.py:74', relative to the working directory where the file is
-        below it.
-        """
-        if self.source is None:
-            return f"PTX line {self.line}"
-        here = os.getcwd() + os.sep
-        return f"{self.source.file.removeprefix(here)}:{self.source.line}"
+    def place(self) -> str:
+        """Of the source, as `Source.where`; else the PTX line."""
+        return self.source.where() if self.source else f"PTX line {self.line}"
 
 
 @dataclass
@@ -164,6 +185,20 @@ class Program:
     registers: dict[int, int]  # bank -> how many
     max_threads: int | None = None
     labels: dict[str, int] = field(default_factory=dict)
+    buffers: list[Buffer] = field(default_factory=list)  # of dynamic shared memory, where named
+    derived: dict[object, Any] = field(default_factory=dict, repr=False)  # see `once`
+
+
+def once(derive: Callable[[Program], Found]) -> Callable[[Program], Found]:
+    """What ``derive`` makes of a program, worked out once however often that is launched."""
+
+    @wraps(derive)
+    def derived(program: Program) -> Found:
+        if derive not in program.derived:
+            program.derived[derive] = derive(program)
+        return program.derived[derive]
+
+    return derived
 
 
 _STATEMENT = re.compile(
@@ -194,11 +229,13 @@ def parse(text: str) -> dict[str, Program]:
     """Every ``.entry`` of a PTX module, by name. Raises UnknownInstruction, with the line, for what
     is no PTX that the simulator knows.
     """
+    debug_info = debug_info_of(text)
     text = _without_comments(text.rstrip("\0"))
     target = re.search(r"\.target\s+(\w+)", text)
     files = {int(n): path for n, path in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.M)}
     module = module_variables(text)
     programs = {}
+    entries = len(re.findall(r"\.entry\s", text))
     for entry in re.finditer(r"\.entry\s+([\w$]+)\s*(\()?", text):
         began = line_at(text, entry.start())
         closed = text.find(")", entry.end()) if entry.group(2) else entry.end()
@@ -208,7 +245,7 @@ def parse(text: str) -> dict[str, Program]:
         header = text[entry.start() : body_at]
         if entry.group(1) in programs:
             raise unreadable(began, entry.group(), "a second kernel of that name")
-        reader = _Body(text, body_at, files, dict(module))
+        reader = _Body(text, body_at, files, dict(module), debug_info)
         params, size = parameters(header, began)
         threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+(?:\s*,\s*\d+)*)", header)
         limit = None
@@ -219,7 +256,7 @@ def parse(text: str) -> dict[str, Program]:
         programs[entry.group(1)] = Program(
             entry.group(1), target.group(1) if target else "", reader.code, params, size,
             reader.variables, {b: len(r) for b, r in reader.banks.items()}, limit,
-            reader.all_labels,
+            reader.all_labels, debug_info.of_kernel(entry.group(1), entries),
         )  # fmt: skip
     return programs
 
@@ -228,9 +265,14 @@ class _Body:
     """Reads one function body: statements, scopes, labels; then resolves names."""
 
     def __init__(
-        self, text: str, at: int, files: dict[int, str], variables: dict[str, Variable]
+        self,
+        text: str,
+        at: int,
+        files: dict[int, str],
+        variables: dict[str, Variable],
+        debug_info: DebugInfo,
     ) -> None:
-        self.files, self.variables = files, variables
+        self.files, self.variables, self.debug_info = files, variables, debug_info
         self.banks: dict[int, dict[str, int]] = {1: {}, 16: {}, 32: {}, 64: {}, 128: {}}
         self.declared: list[dict[str, tuple[int, str]]] = [
             {}
@@ -302,14 +344,19 @@ class _Body:
             at += 1
         if not pending or pending[-1][1] != "ret" or len(pending) in self.labels.values():
             pending.append((0, "ret", line, source))  # PTX ISA 9.7.12.7: the end of the body
-        for where, statement, began, source in pending:
-            self.code.append(self._read_instruction(where, statement, began, source))
+        for inside, statement, began, source in pending:
+            self.code.append(self._read_instruction(inside, statement, began, source))
 
     def _location(self, piece: str) -> Source | None:
         m = re.match(r"\s*\.loc\s+(\d+)\s+(\d+)(?:\s+(\d+))?", piece)
         if m is None:
             return None
-        return Source(self.files.get(int(m.group(1)), "?"), int(m.group(2)), int(m.group(3) or 0))
+        file, line = self.files.get(int(m.group(1)), "?"), int(m.group(2))
+        column = int(m.group(3) or 0)  # from 0, which also says that it is not known
+        stack = self.debug_info.calls.get((file, line, column), ())
+        if stack:
+            return Source(*stack[0][:3], stack)
+        return Source(file, line, column + 1 if column else 0)
 
     def _declare(self, statement: str, scope: int, line: int) -> None:
         m = re.fullmatch(r"\.reg\s+\.(\w+)\s+(.*)", statement)

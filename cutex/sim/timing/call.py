@@ -10,8 +10,8 @@ from cutex.sim.host.capture import HostFunction, HostTensor
 from cutex.sim.ptx.parse import Program
 from cutex.sim.timing.gpus import gpu as gpu_named
 from cutex.sim.timing.gpus import of_arch
-from cutex.sim.timing.predict import Whole
 from cutex.sim.timing.report import TimeReport, time_launch
+from cutex.sim.timing.timed import Whole
 from cutex.sim.timing.trace import trace
 
 

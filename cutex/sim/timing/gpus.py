@@ -35,9 +35,11 @@ class Gpu:
     tma_bytes: float  # a cycle, into one SM
     l2_latency: float  # of a TMA load
     hbm_latency: float  # beside that
+    l2_requests: float = 96.0  # a cycle, of rows of boxes of all SMs
     l2_merged: float = 0.5  # part of what several SMs ask for at once that is read once for two
     tma_issue: float = 8.0  # of the engine, for an instruction
-    tma_row: float = 1.35  # of the engine, for a row of a box, however short
+    tma_row: float = 0.9  # of the engine, for a row of a box, however short
+    tma_outside: float = 15.5  # bytes a cycle, of boxes of which a part is outside the tensor
     tma_gap: float = 8.0  # of the issuing warp
     store_read: float = 300.0  # after its service until a store has read smem
     store_latency: float = 700.0  # until it is done
@@ -85,7 +87,7 @@ class Gpu:
 B200 = Gpu(
     "B200", "sm_100a", sms=148, clock=1.965, mma_flops=8192, smem_bytes=128, l2_bytes=7500.0,
     hbm_gbs=7260.0, store_bytes=5000.0, tma_bytes=128.0, l2_latency=700.0, hbm_latency=700.0,
-    l2_capacity=100e6, mma_commit=150.0, launch_control=800.0, launch=1800.0, cta_turnover=450.0,
+    l2_requests=156.0, l2_capacity=100e6, mma_commit=150.0, launch_control=800.0, launch=1800.0, cta_turnover=450.0,
     clusters_of_four=33, band=0.17, clock_band=0.15,
     power=Power(limit_w=1000.0, idle_w=180.0, flop_pj=0.6, l2_pj=15.0, hbm_pj=40.0),
 )  # fmt: skip
@@ -107,16 +109,18 @@ SOURCES: dict[str, tuple[str, str]] = {
         "probe tma: 132 SMs, each another box, +-5 %",
         "fit: rows of a B200 at 1300 MHz, +-10 %",
     ),
+    "l2_requests": ("fit, stage 0, +-5 %", "prior: as many more as bytes"),
     "l2_merged": ("fit, stages 1 to 5; +-0.15", "the H200's, +-0.3"),
     "hbm_gbs": ("probe tma, 6 GB, +-3 %", "SemiAnalysis, TMA, +-3 %"),
     "store_bytes": ("prior; no row is bound by it", "prior"),
     "tma_bytes": ("probe tma: one SM, +-2 %", "prior, +-20 %"),
-    "tma_row": ("fit, stage 0, +-5 %", "the H200's"),
+    "tma_row": ("fit, stage 0 of few rows, +-5 %", "the H200's"),
     "l2_latency": (
         "probe tma: a box at a time, +-5 %",
         "fit: rows of a B200 at 1300 MHz; SemiAnalysis has 1413 under load",
     ),
     "hbm_latency": ("probe tma: the same from memory, +-10 %", "fit: the same, +-30 %"),
+    "tma_outside": ("fit, stages 2 to 5 of 16 and 64 rows, +-5 %", "the H200's"),
     "tma_issue": ("prior, below what the probe can tell", "prior"),
     "tma_gap": ("prior", "prior"),
     "store_read": ("prior", "prior"),

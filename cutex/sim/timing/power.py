@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from cutex.sim.timing.gpus import Gpu
 
 if TYPE_CHECKING:
-    from cutex.sim.timing.predict import Timed
+    from cutex.sim.timing.timed import Timed
 
 DATA = {"normal": 1.0, "uniform": 0.95, "int": 0.65, "zeros": 0.5}  # switching, part of Gaussian
 MEMORY = ("HBM share", "L2 share")

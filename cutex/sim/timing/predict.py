@@ -3,51 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from dataclasses import dataclass, field
 
 from cutex.sim.timing.gpus import Gpu
-from cutex.sim.timing.record import Load, Store, Touch
-from cutex.sim.timing.replay import Replay, Run
+from cutex.sim.timing.lengths import Lengths, predict_lengths
+from cutex.sim.timing.replay import Replay, Run, when
+from cutex.sim.timing.timed import Timed, Whole
 from cutex.sim.timing.trace import Traced
-from cutex.sim.timing.units import Interval, Memory
-
-
-@dataclass(frozen=True)
-class Whole:
-    """What the whole grid has to do, where the kernel does not say: MMA FLOPs, and those of one
-    CTA for one output tile; 0: not known, the record is of all that a cluster does.
-    """
-
-    flops: float = 0.0
-    tile_flops: float = 0.0
-
-
-@dataclass
-class Timed:
-    """Cycles of one launch, and where they went."""
-
-    cycles: float
-    detailed: float  # cycles that were replayed event by event
-    busy: dict[str, float]  # part of the replayed time, by unit of an SM
-    worked: dict[str, float]  # part of the replayed time, by role
-    waited: dict[str, dict[str, float]]  # the same, by role and what for
-    intervals: list[Interval] = field(default_factory=list)
-    miss: float = 0.0
-    rounds: int = 1
-    flops: float = 0.0
-    loaded: float = 0.0  # bytes through L2
-    stored: float = 0.0
-    dram: float = 0.0
-    side_by_side: int = 1  # CTAs of an SM
-
-    @property
-    def binds(self) -> str:
-        return max(self.busy, key=lambda u: self.busy[u])
+from cutex.sim.timing.traffic import clusters_at_once, dram, loaded, shared, stored
+from cutex.sim.timing.units import Memory
 
 
 def predict(
-    traced: Traced,
+    traced: Traced | Lengths,
     gpu: Gpu,
     whole: Whole | None = None,
     log: bool = False,
@@ -59,11 +26,11 @@ def predict(
         for all, without which the cycles are not those of the grid.
     """
     whole = whole or Whole()
+    if isinstance(traced, Lengths):
+        return predict_lengths(traced, gpu, whole, log)
     record = traced.record
     size = record.cluster_size
-    groups = gpu.sms // size
-    if size == 4 and gpu.clusters_of_four:
-        groups = min(groups, gpu.clusters_of_four)
+    groups = clusters_at_once(gpu, size)
     slots = min(traced.per_sm, math.ceil(traced.clusters / groups))
     rounds = math.ceil(traced.clusters / groups)
     workers = traced.clusters
@@ -79,9 +46,10 @@ def predict(
         share = work / record.flops if record.flops else 1.0
     extended = bool(share) and not record.complete
     times = (share if extended else 1.0) * workers
-    loads, stores = _sum(traced, Load) * times, _sum(traced, Store, Touch) * times
-    dram = _dram(traced, times, gpu)
-    memory = Memory(dram / loads if loads else 1.0, busy_sms, _shared(traced))
+    by_tensor = {tmap: size * times for tmap, size in loaded(record).items()}
+    loads, stores = sum(by_tensor.values()), stored(record) * times
+    missed = dram(traced, by_tensor, gpu)
+    memory = Memory(missed / loads if loads else 1.0, busy_sms, shared(traced))
     turns = 1 if extended else min(rounds, most_rounds or rounds)
     replay = Replay(record, gpu, memory, rounds=turns, slots=slots, log=log)
     run = replay.run()
@@ -101,7 +69,7 @@ def predict(
         flops=whole.flops or record.flops * traced.clusters,
         loaded=loads,
         stored=stores,
-        dram=dram,
+        dram=missed,
         side_by_side=slots,
     )
 
@@ -110,58 +78,8 @@ def _extended(run: Run, work: float, tile: float, recorded: float) -> float:
     """The end of a cluster that does ``work`` FLOPs, from the steady part of its record."""
     first = tile or recorded / 4
     last = math.floor(recorded / tile) * tile if tile else recorded
-    a = _when(run, first)
-    b = _when(run, last)
+    a = when(run, first)
+    b = when(run, last)
     rate = (last - first) / (b - a)
     drain = run.drain if run.drain else 0.0
     return b + (work - last) / rate + drain
-
-
-def _when(run: Run, flops: float) -> float:
-    for at, done in run.mma:
-        if done >= flops * (1 - 1e-9):
-            return at
-    return run.mma[-1][0]
-
-
-def _sum(traced: Traced, *kinds: type) -> float:
-    """Bytes that a cluster moves."""
-    total = 0.0
-    for program in traced.record.programs.values():
-        for e in program:
-            if not isinstance(e, kinds):
-                continue
-            if isinstance(e, Touch):
-                total += 0.0 if e.waits else 32 * e.sectors
-            elif isinstance(e, Load | Store):
-                total += e.size
-    return total
-
-
-def _shared(traced: Traced) -> float:
-    """Part of the bytes that a cluster loads which another asks for at the same time."""
-    loaded = sum(s.loaded for s in traced.sharing.values())
-    different = sum(s.different for s in traced.sharing.values())
-    return 1.0 - different / loaded if loaded else 0.0
-
-
-def _dram(traced: Traced, times: float, gpu: Gpu) -> float:
-    """Bytes that loads bring from memory, ``times`` a cluster's record: each tensor once if L2
-    holds them all, else what CTAs that run side by side do not share, again for each round.
-    """
-    loads: dict[int, float] = defaultdict(float)
-    for program in traced.record.programs.values():
-        for e in program:
-            if isinstance(e, Load):
-                loads[e.source[0]] += e.size * times
-    footprint = sum(s.footprint for s in traced.sharing.values())
-    total = 0.0
-    for tmap, size in loads.items():
-        sharing = traced.sharing.get(tmap)
-        if sharing is None:  # as the best shared of those that were seen
-            total += size * min((s.part for s in traced.sharing.values()), default=1.0)
-            continue
-        least = min(sharing.footprint or size, size)
-        again = min(size, sharing.part * size) if footprint > gpu.l2_capacity else 0.0
-        total += max(least, again)
-    return total

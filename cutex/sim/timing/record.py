@@ -18,7 +18,7 @@ import numpy as np
 
 from cutex.errors import CutexError
 from cutex.sim.isa.sync import BarrierOperand
-from cutex.sim.isa.tensormap import MAP_BYTES, decode_map
+from cutex.sim.isa.tensormap import MAP_BYTES, TensorMap, decode_map
 from cutex.sim.machine.batch import RETRY, Batch
 from cutex.sim.machine.memory import PARAM_WINDOW
 from cutex.sim.machine.operation import Engine, Operation, Span
@@ -82,6 +82,7 @@ class Load(NamedTuple):
     source: tuple[Any, ...]  # which box of which tensor
     rows: int  # of the box, each a request of its own
     ctas: tuple[int, ...] = ()  # into whose memory it goes, one for each of the signals
+    outside: bool = False  # a part of the box lies outside its tensor
 
 
 class Store(NamedTuple):
@@ -193,7 +194,7 @@ class Recorder:
         self.kinds: list[Callable[[Batch, Any], None] | None] = [self._kind(i) for i in code]
         self.work = np.zeros((machine.grid.num_warps, len(Work._fields)))
         self.programs: dict[int, list[Event]] = defaultdict(list)
-        self.rows: dict[int, int] = {}  # bytes in a row of a tensor map's box
+        self.maps: dict[int, TensorMap] = {}  # by address
         self.flops, self.steps = 0.0, 0
         self.columns = 0  # of tensor memory, of a CTA's largest allocation
         self.counts = np.zeros((machine.grid.num_warps, len(code)), np.int64)
@@ -350,16 +351,20 @@ class Recorder:
 
         def add(b: Batch, verdict: Any) -> None:
             self._turn += 1
-            maps = np.broadcast_to(tmap(b), (b.n, 32))
-            places = [np.broadcast_to(c(b), (b.n, 32)) for c in coordinates]
+            maps = b.lanes(tmap(b))
+            places = [b.lanes(c(b)) for c in coordinates]
             lane = b.first_lane()
             for row in np.nonzero(b.any_active())[0].tolist():
                 warp, at = int(b.idx[row]), int(lane[row])
                 source = (int(maps[row, at]), *(int(p[row, at]) for p in places))
                 program = self.programs[warp]
-                row_bytes = self._row_bytes(source[0])
-                rows = max(1, program[-1].size // row_bytes) if row_bytes else 1
-                program[-1] = program[-1]._replace(source=source, rows=rows)
+                if box := self._map(source[0]):
+                    rows = max(1, program[-1].size // int(box.box[0] * box.itemsize))
+                    spans = zip(source[1:], box.box, box.dims, strict=False)
+                    outside = any(at < 0 or at + n > size for at, n, size in spans)
+                    program[-1] = program[-1]._replace(source=source, rows=rows, outside=outside)
+                else:
+                    program[-1] = program[-1]._replace(source=source, rows=1)
                 self.loads[int(self.m.grid.warp_cta[warp])] += 1
 
         return add
@@ -376,15 +381,14 @@ class Recorder:
 
         return add
 
-    def _row_bytes(self, address: int) -> int:
-        """Of the box of a tensor map among the kernel's parameters; 0 of others."""
+    def _map(self, address: int) -> TensorMap | None:
+        """A tensor map among the kernel's parameters; None of others."""
         if not address & PARAM_WINDOW:
-            return 0
-        if address not in self.rows:
+            return None
+        if address not in self.maps:
             at = address & (PARAM_WINDOW - 1)
-            tmap = decode_map(self.m.params[at : at + MAP_BYTES].tobytes())
-            self.rows[address] = int(tmap.box[0] * tmap.itemsize)
-        return self.rows[address]
+            self.maps[address] = decode_map(self.m.params[at : at + MAP_BYTES].tobytes())
+        return self.maps[address]
 
     def _wait(self, ins: Instruction) -> Callable[[Batch, Any], None]:
         d = Decoder(ins, self.m)
@@ -393,7 +397,7 @@ class Recorder:
         expected = d.src(2, "u32" if by_parity else "b64")
 
         def add(b: Batch, verdict: Any) -> None:
-            values = np.broadcast_to(expected(b), (b.n, 32))
+            values = b.lanes(expected(b))
             for row, groups in barrier.by_warp(b, values):
                 warp = int(b.idx[row])
                 for lanes, cta, offset in groups:
@@ -413,7 +417,7 @@ class Recorder:
         expect, alone = "expect_tx" in ins.parts, ins.parts[1] == "expect_tx"
 
         def add(b: Batch, verdict: Any) -> None:
-            amounts = np.broadcast_to(amount(b), (b.n, 32)) if amount else None
+            amounts = b.lanes(amount(b)) if amount else None
             found: dict[tuple[int, Place], list[int]] = {}
             for row, lane, cta, offset in barrier.each(b):
                 n = int(amounts[row, lane]) if amounts is not None else 1
@@ -447,8 +451,8 @@ class Recorder:
         mask = d.src(1, "u16") if "multicast" in ins.parts else None
 
         def add(b: Batch, verdict: Any) -> None:
-            addresses = np.broadcast_to(address(b), (b.n, 32))
-            masks = np.broadcast_to(mask(b), (b.n, 32)) if mask else None
+            addresses = b.lanes(address(b))
+            masks = b.lanes(mask(b)) if mask else None
             first = b.first_lane()
             for row in np.nonzero(b.any_active())[0].tolist():
                 warp = b.idx[row : row + 1]
@@ -473,7 +477,7 @@ class Recorder:
         width = _width(ins)
 
         def add(b: Batch, verdict: Any) -> None:
-            addresses = np.broadcast_to(address(b), (b.n, 32)).astype(np.int64)
+            addresses = b.lanes(address(b)).astype(np.int64)
             active = b.active()
             for row in np.nonzero(b.any_active())[0].tolist():
                 at = addresses[row][active[row]]

@@ -188,3 +188,11 @@ class Instance:
             self.r.ended_by = None
 
         return then
+
+
+def when(run: Run, flops: float) -> float:
+    """The time at which so many FLOPs were done."""
+    for at, done in run.mma:
+        if done >= flops * (1 - 1e-9):
+            return at
+    return run.mma[-1][0]

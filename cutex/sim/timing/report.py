@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from cutex.sim.timing.gpus import Gpu
+from cutex.sim.timing.lengths import Lengths
+from cutex.sim.timing.picture import UNITS, draw
 from cutex.sim.timing.power import clock_ghz
-from cutex.sim.timing.predict import Timed, Whole, predict
+from cutex.sim.timing.predict import predict
+from cutex.sim.timing.timed import Timed, Whole
 from cutex.sim.timing.trace import Traced
 from cutex.sim.timing.units import Interval
-
-TRACKS = ("tensor core", "TMA in", "TMA out")  # of units, beside the roles
 
 
 @dataclass
@@ -94,11 +95,21 @@ class TimeReport:
         return json.dumps(found)
 
     def write_trace(self, file: Path) -> None:
-        file.write_text(json.dumps(self.chrome_trace()))
+        """A picture of the first CTA if the file is called so, .svg; else JSON for Perfetto."""
+        if file.suffix == ".svg":
+            title = f"the first CTA on {self.gpu}, predicted: {self.cycles:,.0f} cycles in all"
+            file.write_text(draw(self.intervals, title))
+        else:
+            file.write_text(json.dumps(self.chrome_trace()))
 
 
 def time_launch(
-    traced: Traced, gpu: Gpu, whole: Whole | None = None, *, log: bool = False, data: str = "normal"
+    traced: Traced | Lengths,
+    gpu: Gpu,
+    whole: Whole | None = None,
+    *,
+    log: bool = False,
+    data: str = "normal",
 ) -> TimeReport:
     """The time of one recorded launch."""
     timed = predict(traced, gpu, whole)
@@ -138,7 +149,7 @@ def chrome_trace(intervals: list[Interval], title: str) -> dict[str, Any]:
     """
     tracks: dict[tuple[int, str], int] = {}
     events: list[dict[str, Any]] = []
-    order = {name: i for i, name in enumerate(TRACKS)}
+    order = {name: i for i, name in enumerate(UNITS)}
 
     def track(cta: int, name: str) -> int:
         if (cta, name) not in tracks:

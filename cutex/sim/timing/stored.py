@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from cutex.sim.timing import record as events
+from cutex.sim.timing.lengths import Lengths
 from cutex.sim.timing.record import Load, Record
 from cutex.sim.timing.trace import Sharing, Traced
 
@@ -19,24 +21,32 @@ _KINDS: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def save(traced: dict[str, Traced], file: Path) -> None:
+def save(traced: Mapping[str, Traced | Lengths], file: Path) -> None:
     """Records by name; programs that several warps or records have are written once, and of loads
     only which tensor they are from.
     """
     programs: dict[str, int] = {}
-    rows = {}
+    rows: dict[str, Any] = {}
     for name, t in traced.items():
-        row = asdict(t)
-        row["record"]["programs"] = {
-            warp: programs.setdefault(json.dumps(_plain(program)), len(programs))
-            for warp, program in t.record.programs.items()
-        }
-        row["record"]["barriers"] = [[*at, n] for at, n in t.record.barriers.items()]
-        rows[name] = row
+        if isinstance(t, Lengths):
+            both = [_row(one, programs) for one in (t.short, t.long)]
+            rows[name] = {"records": both, "steps": t.steps, "tiles": t.tiles}
+        else:
+            rows[name] = _row(t, programs)
     whole = {"rows": rows, "programs": [json.loads(p) for p in programs]}
     file.parent.mkdir(parents=True, exist_ok=True)
     with gzip.GzipFile(file, "wb", mtime=0) as out:
         out.write(json.dumps(whole, separators=(",", ":")).encode())
+
+
+def _row(t: Traced, programs: dict[str, int]) -> dict[str, Any]:
+    row = asdict(t)
+    row["record"]["programs"] = {
+        warp: programs.setdefault(json.dumps(_plain(program)), len(programs))
+        for warp, program in t.record.programs.items()
+    }
+    row["record"]["barriers"] = [[*at, n] for at, n in t.record.barriers.items()]
+    return row
 
 
 def _plain(program: list[Any]) -> list[Any]:
@@ -48,11 +58,18 @@ def _plain(program: list[Any]) -> list[Any]:
     return found
 
 
-def load(file: Path) -> dict[str, Traced]:
+def load(file: Path) -> dict[str, Traced | Lengths]:
     """The records of `save`."""
     whole = json.loads(gzip.decompress(file.read_bytes()))
     programs = [[_event(e) for e in program] for program in whole["programs"]]
-    return {name: _traced(row, programs) for name, row in whole["rows"].items()}
+    found: dict[str, Traced | Lengths] = {}
+    for name, row in whole["rows"].items():
+        if "steps" in row:
+            short, long = (_traced(one, programs) for one in row["records"])
+            found[name] = Lengths(short, long, tuple(row["steps"]), tuple(row["tiles"]))
+        else:
+            found[name] = _traced(row, programs)
+    return found
 
 
 def _event(row: list[Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cutex.cubin import Cubin
@@ -80,8 +80,14 @@ class _Few(Simulation):
         self.all_at_once = False
 
     def launch(self, what: Launch) -> None:
+        self.record(what)
+        self.look(what)
+
+    def record(self, what: Launch) -> None:
         self.all_at_once = False
         super().launch(what)
+
+    def look(self, what: Launch) -> None:
         self.all_at_once = True
         super().launch(what)
 
@@ -182,12 +188,41 @@ def trace(
     arguments: list[Any],
     regions: Sequence[HostTensor],
     limit: float = 0.0,
+    look: bool = True,
 ) -> list[Traced]:
-    """Records the first cluster of every launch of a call, until ``flops`` of MMAs a CTA; 0: to
-    its end. Raises ValueError for a kernel whose machine code is not known.
+    """Records the first cluster of every launch of a call, until ``limit`` FLOPs of MMAs a CTA; 0:
+    to its end. look: see what CTAs that run side by side share of their loads. Raises ValueError
+    for a kernel whose machine code is not known.
     """
+    few = _few(host, programs, regions, limit)
+    host(arguments, few.launch if look else few.record)
+    return few.traced
+
+
+def _few(
+    host: HostFunction,
+    programs: dict[str, Program],
+    regions: Sequence[HostTensor],
+    limit: float = 0.0,
+) -> _Few:
     if not host.cubin:
         raise ValueError("its cubin is not there, which tells what instructions cost")
-    few = _Few(programs, regions, host.cubin, limit)
-    host(arguments, few.launch)
-    return few.traced
+    return _Few(programs, regions, host.cubin, limit)
+
+
+def look_at(
+    host: HostFunction,
+    programs: dict[str, Program],
+    arguments: list[Any],
+    regions: Sequence[HostTensor],
+    like: Traced,
+) -> Traced:
+    """A record of the same kernel with the grid of another call, and with what its CTAs share."""
+    few = _few(host, programs, regions)
+
+    def launch(what: Launch) -> None:
+        few.traced.append(replace(like, grid=what.grid, sharing={}))
+        few.look(what)
+
+    host(arguments, launch)
+    return few.traced[0]

@@ -64,6 +64,7 @@ class Sm:
         self.tmem = Unit("tensor memory")
         self.issue = Unit("TMA issue")
         self.ingest = Unit("TMA bytes")
+        self.outside = Unit("TMA outside")
         self.out = Unit("stores")
         self.l2 = Unit("L2 share")
         self.hbm = Unit("HBM share")
@@ -71,6 +72,6 @@ class Sm:
     @property
     def units(self) -> list[Unit]:
         return [
-            *self.cores, self.port, self.tensor, self.tmem, self.issue, self.ingest, self.out,
+            *self.cores, self.port, self.tensor, self.tmem, self.issue, self.ingest, self.outside, self.out,
             self.l2, self.hbm,
         ]  # fmt: skip

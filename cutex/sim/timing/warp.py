@@ -159,15 +159,17 @@ class Warp:
         share = m.sms
         at = issued
         ends = []
-        # NOTE: what multicast reads once for several CTAs is not merged any further (docs/time.md)
-        merged = g.l2_merged * m.shared if len(e.signals) == 1 else 0.0
-        l2 = sm.l2.serve(at, e.size * (1.0 - merged) * share / g.l2_bytes)
+        read = e.size * (1.0 - g.l2_merged * m.shared)
+        # a row of a box is a request of its own, however short, and whoever else asks for it
+        l2 = sm.l2.serve(at, max(read / g.l2_bytes, e.rows / g.l2_requests) * share)
         hbm = sm.hbm.serve(at, e.size * m.miss * share / g.hbm_bytes) if m.miss else at
         for signal, cta in zip(e.signals, e.ctas, strict=True):
             target = self.i.sm[cta]
             into = target.ingest.serve(at, max(e.size / g.tma_bytes, e.rows * g.tma_row))
             latency = g.l2_latency + (g.hbm_latency if m.miss else 0.0)
             end = max(into, l2, hbm) + latency
+            if e.outside:  # of which the engine has one in work at a time
+                end = max(end, target.outside.serve(at, e.size / g.tma_outside))
             ends.append(end)
             self.r.at(end, partial(self.i.bytes, signal, e.size, "TMA"))
             if self.r.log:

@@ -33,7 +33,6 @@ from cutex.kernels.attention.sm100.config import ROWS, Sm100Config
 
 ARCH = "sm_100a"
 FILE, PAGE = Path("results/attention-bounds/sm_100a.jsonl"), Path("docs/attention-bounds.md")
-MUFU = 16  # exponentials a cycle and SM (docs/facts.md)
 SHAPE = Shape(batch=1, heads_q=16, heads_kv=16, longest_q=4096, longest_k=4096)
 
 
@@ -64,7 +63,7 @@ class Row:
         smem = ELEMENT * (reads + n * both // self.ctas)
         return {
             "MMA": 2 * rows * n * both / gpu.mma_flops,
-            "MUFU": rows * self.by_mufu / MUFU,
+            "MUFU": rows * self.by_mufu / gpu.exponentials,
             "smem": smem / gpu.smem_bytes_per_clock,
             "issue": self.q_tiles * self.loop,
         }
@@ -132,7 +131,7 @@ def read_code(compiled: Code, tile_n: int, **known: Any) -> Row:
 def configs() -> Iterator[Sm100Config]:
     for d, dv in HEAD_DIMS:
         for causal in (False, True):
-            yield fill(Sm100Config(head_dim=d, head_dim_v=dv, causal=causal), SHAPE)
+            yield fill(Sm100Config(head_dim=d, head_dim_v=dv, causal=causal), SHAPE, arch(ARCH))
 
 
 # ---- kept and rendered

@@ -28,7 +28,9 @@ class Sm100Config(Computed):
     by_fma: int = 4  # of 16 exponentials, in blocks without a mask
     slack: float = 8.0  # powers of two before sums and outputs are scaled down
     optimistic: bool = True  # blocks without a mask are not searched for a larger score
-    dispatch: str = "dynamic"  # who hands out tiles: "one" (a CTA each), "static", "dynamic"
+    dispatch: str = (
+        "dynamic"  # who hands out tiles: "one", "static", "dynamic", "clc" (hand_out.py)
+    )
     num_ctas: int = 148  # of a persistent grid
     l2_bytes: int = 105 * 2**20  # what heads that are worked on at one time should fit into
 
@@ -120,13 +122,10 @@ class Sm100Config(Computed):
                 f"num_stages={self.num_stages}, o_slots={self.o_slots}, "
                 f"work_slots={self.work_slots}: at least 2 each"
             )
-        if self.dispatch not in ("one", "static", "dynamic"):
-            return f"dispatch={self.dispatch!r}: one, static or dynamic"
-        if self.pair and (self.dispatch == "dynamic" or self.optimistic):
-            return (
-                f"dispatch={self.dispatch!r}, optimistic={self.optimistic}: the CTAs of a pair do "
-                "not talk about tiles, so it takes static or one, and False"
-            )
+        if self.dispatch not in ("one", "static", "dynamic", "clc"):
+            return f"dispatch={self.dispatch!r}: one, static, dynamic or clc"
+        if self.pair and self.dispatch == "dynamic":
+            return "dispatch='dynamic': one CTA asks the counter; a pair takes clc, static or one"
         if arch is not None and self.smem_bytes + BARRIERS > arch.smem_per_cta:
             return f"tile_n={self.tile_n}: {self.smem_bytes} bytes of smem, too many for a CTA"
         return None

@@ -3,7 +3,8 @@
 A CTA takes tiles of 256 rows, two Q tiles of 128, of one head, or of a group of query heads packed
 into rows, of one sequence. This file holds the kernel: its memory, and which warps run which role.
 
-    load.py      hands out tiles, brings Q, K and V by TMA
+    load.py      announces tiles, brings Q, K and V by TMA
+    hand_out.py  which tile is next
     mma.py       S = Q K^T from shared memory, O += P V with P from tensor memory
     softmax.py   S to P, of each Q tile by four warps, a row a thread
     epilogue.py  O to memory, under the next tile
@@ -37,6 +38,7 @@ from cutex.kernels.attention.order import TileOrder
 from cutex.kernels.attention.signature import Passed, Sizes, arguments
 from cutex.kernels.attention.sm100.config import O_PART, ROWS, Sm100Config
 from cutex.kernels.attention.sm100.epilogue import Epilogue
+from cutex.kernels.attention.sm100.hand_out import HandOut
 from cutex.kernels.attention.sm100.load import Load
 from cutex.kernels.attention.sm100.mma import Mma, follow
 from cutex.kernels.attention.sm100.softmax import SoftmaxRole
@@ -139,7 +141,7 @@ class Forward:
         o = self.operand(store, mO, of_o, (ROWS, O_PART), c.o_slots)
         total = self.order(sizes).total
         grid = total
-        if cutlass.const_expr(c.dispatch != "one"):
+        if cutlass.const_expr(c.dispatch in ("static", "dynamic")):
             grid = cutlass.min(Int32(c.num_ctas // c.ctas), total)
         self.kernel(q, k, v, o, passed, sizes).launch(
             grid=(grid * c.ctas, 1, 1),
@@ -205,10 +207,12 @@ class Forward:
         )
         work = TileRing.allocate(smem, c.work_slots, 0, roles.mma.end)
         barriers = Barriers.allocate(smem, c)
+        hand_out = HandOut.allocate(smem, c, passed.counter)
         tmem = Tmem.allocate(smem, columns=c.columns, pair=c.pair)
         if warp == roles.mma.first:
             tmem.acquire()
-        publish_barriers((work.q, *barriers.all), cluster=c.pair, with_data=True)
+        shared_barriers = (work.q, *barriers.all, *hand_out.barriers)
+        publish_barriers(shared_barriers, cluster=c.pair, with_data=True)
         pointer = tmem.pointer()
         info = BlockInfo(c.mma_rows, c.tile_n, passed.band(c.causal), c.pack)
         shared = Shared(c, sQ, sK, sV, sO, factors, work, barriers, pointer, info, passed, sizes)
@@ -219,7 +223,7 @@ class Forward:
                 self.mma(shared)
             elif warp == roles.load.first:
                 heads_per_kv = self.heads_per_kv(sizes)
-                Load(c, q, k, v, self.order(sizes), heads_per_kv).run(shared)
+                Load(c, q, k, v, self.order(sizes), hand_out, heads_per_kv).run(shared)
         elif warp < roles.epilogue.end:
             cute.arch.setmaxregister_decrease(roles.registers.epilogue)
             Epilogue(shared, o).run()

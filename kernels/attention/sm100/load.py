@@ -15,8 +15,8 @@ from cutex.device.attention.rows import Rows, tile_loads
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.order import TileOrder
-from cutex.kernels.attention.signature import Passed
 from cutex.kernels.attention.sm100.config import Sm100Config
+from cutex.kernels.attention.sm100.hand_out import VOTES, HandOut
 from cutex.kernels.attention.sm100.tiles import Shared
 from cutex.kernels.attention.work_ring import NORMAL, SAFE, Work
 
@@ -30,6 +30,7 @@ class Load:
     k: cpasync.TmaInfo
     v: cpasync.TmaInfo
     order: TileOrder
+    hand_out: HandOut
     heads_per_kv: Int32  # that own tiles
 
     @cute.jit
@@ -48,13 +49,18 @@ class Load:
             b.v.producer(),
         )
         tiles.clear()
-        index = self.first_index()
+        index = self.hand_out.first()
+        asked = PipelineState(1, Int32(0), Int32(0))
+        votes = PipelineState(VOTES, Int32(0), Int32(0))
         looked_at = Int32(0)  # slots that have come back well since the last tile went out
         while index < self.order.total or looked_at < c.work_slots:
             back = PipelineState(c.work_slots, fill.slot, fill.phase)
             back.skip(looked_at)
             tiles.q.empty.wait(back.phase, back.slot)
             failed = tiles.take_back(back.slot)
+            if cutlass.const_expr(c.pair and c.may_fail):
+                failed = self.hand_out.either(failed, votes)
+                votes.advance()
             if failed or index < self.order.total:
                 work, mode = tiles.work(back.slot), Int32(SAFE)
                 if not failed:
@@ -69,7 +75,9 @@ class Load:
                         shared, work, (seq_q, seq_k), (q_fill, k_fill, v_fill)
                     )
                 if not failed:
-                    index = self.next_index(index, shared.passed)
+                    # not before these loads are out: who is late gets fewer tiles
+                    index = self.hand_out.next(index, self.order.total, asked)
+                    asked.advance()
             else:
                 looked_at += 1
         tiles.end(fill)
@@ -109,27 +117,3 @@ class Load:
             loads_v.load(n_block, v_fill.slot, b.v.acquire(v_fill))
             v_fill.advance()
         return q_fill, k_fill, v_fill
-
-    def first_index(self) -> Int32:
-        x, _, _ = cute.arch.block_idx()
-        return x // self.config.ctas
-
-    @cute.jit
-    def next_index(self, index: Int32, passed: Passed) -> Int32:
-        """Asked for when a tile's loads are out, not before: who is late gets fewer tiles."""
-        grid, _, _ = cute.arch.grid_dim()
-        if cutlass.const_expr(self.config.dispatch == "one"):
-            index = self.order.total
-        elif cutlass.const_expr(self.config.dispatch == "static"):
-            index += grid // self.config.ctas
-        else:
-            asked = Int32(0)
-            if cute.arch.lane_idx() == 0:
-                counter = passed.counter
-                asked = grid + cute.arch.atomic_add(
-                    counter.iterator, Int32(1), sem="relaxed", scope="gpu"
-                )
-                if asked == self.order.total + grid - 1:  # the last to ask leaves it as it was
-                    counter[0] = Int32(0)
-            index = cute.arch.shuffle_sync(asked, 0)
-        return index

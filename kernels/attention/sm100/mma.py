@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Boolean, Int32, cute
 
-from cutex.device.atoms.mma import contiguous_rows_layout, instruction_tiles
+from cutex.device.atoms.mma import commit, contiguous_rows_layout, instruction_tiles
 from cutex.device.atoms.tmem import LANES, fence_after_sync
-from cutex.device.atoms.umma import K, UmmaProduct, a_from_tmem, commit, make_umma16, umma_product
+from cutex.device.atoms.umma import K, UmmaProduct, a_from_tmem, make_umma16, umma_product
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.sm100.config import Sm100Config
 from cutex.kernels.attention.sm100.tiles import Shared, Span

@@ -16,13 +16,13 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from cutex.device.atoms.tmem import LANES, fence_after_sync, fence_before_sync
+from cutex.device.attention.block_info import Blocks
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.row_softmax import RowSoftmax
 from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.attention.tmem_rows import PART, ScoreRow, rounded, scale_columns, store_columns
 from cutex.device.pipeline import PipelineState
-from cutex.kernels.attention.sm90.block_loop import BlockLoop
 from cutex.kernels.attention.sm100.config import Sm100Config
 from cutex.kernels.attention.sm100.tiles import Shared
 from cutex.kernels.attention.work_ring import END, SAFE, Work
@@ -42,8 +42,6 @@ class RowLoop:
     factors: cute.Tensor  # (1)
     dtype: type[cutlass.Numeric]
 
-    run = BlockLoop.run
-
     @property
     def config(self) -> Sm100Config:
         return self.shared.config
@@ -57,33 +55,64 @@ class RowLoop:
         return ScoreRow(self.shared.tmem, self.config.tile_n, self.softmax, self.score_ops)
 
     @cute.jit
-    def first(self, n_block: Int32, state: State) -> State:
-        """The first block; the end of the keys may lie in it."""
-        buffer, state = self.wait_scores(state)
-        softmax = self.softmax
-        softmax.reference[0] = self.row.search(buffer * self.config.tile_n, n_block, True)
-        softmax.sums[0] = Float32(0.0)
-        self.exponentials(buffer, n_block, "masked")
+    def run(self, blocks: Blocks, state: State, safe: Boolean) -> State:
+        """P of all blocks, of which there is at least one, from the last one down."""
+        band = self.score_ops.mask.band
+        self.softmax.reference[0] = -Float32.inf
+        self.softmax.sums[0] = Float32(0.0)
+        n_block = blocks.end - 1
+        cut = Int32(1)  # blocks to mask first; in the last one the end of the keys may lie
+        if cutlass.const_expr(band.hi is not None):
+            cut = cutlass.max(blocks.end - blocks.clean_end, 1)
+        clean_first = blocks.first
+        if cutlass.const_expr(band.lo is not None):
+            clean_first = cutlass.min(blocks.clean_first, blocks.end - cut)
+        clean = blocks.end - cut - clean_first
+        if cutlass.const_expr(self.optimistic):
+            # NOTE: of a band, a row may see no key before the first block that is all its own
+            searched = clean if safe else cutlass.min(clean, 1 if band.hi is not None else 0)
+            state = self.steps(n_block, cut + searched, state, "searched", cut)
+            n_block -= cut + searched
+            clean -= searched
+            state = self.steps(n_block, clean, state, "add")
+        else:
+            state = self.steps(n_block, cut, state, "masked")
+            n_block -= cut
+            state = self.steps(n_block, clean, state, "clean")
+        n_block -= clean
+        if cutlass.const_expr(band.lo is not None):
+            state = self.steps(n_block, n_block + 1 - blocks.first, state, "masked")
         return state
 
     @cute.jit
     def steps(
-        self, n_block: Int32, count: Int32, state: State, kind: cutlass.Constexpr[str]
+        self,
+        n_block: Int32,
+        count: Int32,
+        state: State,
+        kind: cutlass.Constexpr[str],
+        cut: Int32 | int = 0,
     ) -> State:
-        """`count` steps from `n_block` down."""
+        """`count` steps from `n_block` down, of "searched" blocks the first `cut` with a mask."""
         done, parities = state
         for i in cutlass.range(count, unroll=1):
-            done, parities = self.step(n_block - i, (done, parities), kind)
+            masked = kind == "masked"
+            if cutlass.const_expr(kind == "searched"):
+                masked = i < cut
+            done, parities = self.step(n_block - i, (done, parities), kind, masked)
         return done, parities
 
     @cute.jit
-    def step(self, n_block: Int32, state: State, kind: cutlass.Constexpr[str]) -> State:
-        """kind: "masked", "clean" or, of blocks that are clean, "add": without looking for a larger
-        score."""
+    def step(
+        self, n_block: Int32, state: State, kind: cutlass.Constexpr[str], masked: Boolean | bool
+    ) -> State:
+        """kind: "masked", "clean", "searched", which may be either, or, of blocks that are clean,
+        "add": without looking for a larger score."""
         buffer, state = self.wait_scores(state)
         if cutlass.const_expr(kind != "add"):
-            highest = self.row.search(buffer * self.config.tile_n, n_block, kind == "masked")
-            if self.softmax.raise_references([highest], self.factors):
+            highest = self.row.search(buffer * self.config.tile_n, n_block, masked)
+            rescale = self.softmax.raise_references([highest], self.factors)
+            if rescale & (state[0] > 1):  # the first block's product does not add to O
                 self.scale_output(state)
         self.exponentials(buffer, n_block, kind)
         return state

@@ -27,12 +27,13 @@ from cutlass.memory import SmemAllocator
 
 from cutex.device.atoms.mma import (
     allocate_slots,
+    commit,
     contiguous_rows_layout,
     instruction_tiles,
     slots_layout,
 )
 from cutex.device.atoms.tmem import LANES, Tmem, fence_after_sync, fence_before_sync
-from cutex.device.atoms.umma import commit, make_umma16, umma_product
+from cutex.device.atoms.umma import make_umma16, umma_product
 from cutex.device.attention.block_info import Band, BlockInfo, Blocks
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.row_softmax import RowSoftmax

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from cutex.arch import arch as arch_named
 from cutex.kernels.gemm.config import BARRIERS, ELEMENT, ceil_div
 from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.kernels.gemm.sm90.doubt import doubt
 from cutex.problem.gemm import GemmProblem
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ TPCS = 66  # pairs of SMs; CTAs take one of each first
 ROWS_OUTSIDE = 8  # of a box, that cost nothing
 SHALLOW = 164 * 1024  # 1.01 times as fast as all of smem with M = 1 to 16: SMs stay together
 SPREAD = 0.99  # of the time of tiles that leave a few SMs without
+# times that the stores of 16 columns of C at a time take, of 32 bytes of a line, or swapped of 128
+SHORT_STORES = {False: 1.81, True: 1.24}
+HIDING = 4.0  # of a ping-pong tile's epilogue and the next mainloop: infinite if one hid the other
 NARROW = 32  # rows of an operand that TMA loads one box each of, where K is not contiguous
 
 
@@ -72,54 +76,54 @@ class Costs:
 
 
 ROUND = Costs(
-    clock_ghz=2.04,
-    mma=1.24,
-    l2_bytes=61.0,
-    paired=0.173,
-    received=0.451,
-    latency=2070.0,
+    clock_ghz=1.98,
+    mma=1.13,
+    l2_bytes=66.7,
+    paired=0.182,
+    received=0.42,
+    latency=2000.0,
     overlap=10.0,
-    step=23.0,
-    epilogue_bytes=30.3,
-    tile=7.62,
-    flop_us=1.16e-09,
+    step=24.2,
+    epilogue_bytes=30.8,
+    tile=7.59,
+    flop_us=1.21e-09,
     l2_us=6.33e-12,
-    memory_us=6.38e-10,
+    memory_us=6.39e-10,
     memory_gbs=4220.0,
-    again=0.236,
-    sm_gbs=41.3,
-    lone_sm_gbs=236.0,
-    balance=4.34,
-    launch_us=1.65,
-    exchange_us=0.818,
-    exchange_gbs=25.8,
-    narrow=1.15,
-    outside=2.48,
+    again=0.241,
+    sm_gbs=40.3,
+    lone_sm_gbs=253.0,
+    balance=3.76,
+    launch_us=1.62,
+    exchange_us=0.879,
+    exchange_gbs=24.9,
+    narrow=1.16,
+    outside=3.07,
 )
 WALK = Costs(
     clock_ghz=1.94,
-    mma=1.34,
-    l2_bytes=58.8,
+    mma=1.32,
+    l2_bytes=60.4,
     paired=0.9,
-    received=0.702,
-    latency=2550.0,
+    received=0.739,
+    latency=2390.0,
     overlap=10.0,
-    step=1.48,
-    epilogue_bytes=30.8,
-    tile=15.5,
-    flop_us=8.77e-10,
+    step=1.47,
+    epilogue_bytes=31.3,
+    tile=15.6,
+    flop_us=9.79e-10,
     l2_us=2.25e-11,
     memory_us=1.22e-10,
-    memory_gbs=4300.0,
-    again=0.207,
+    memory_gbs=4230.0,
+    again=0.212,
     sm_gbs=67.7,
-    lone_sm_gbs=104.0,
-    balance=3.52,
-    launch_us=1.97,
+    lone_sm_gbs=103.0,
+    balance=3.74,
+    launch_us=1.92,
     exchange_us=1.0,
     exchange_gbs=40.0,
     narrow=1.22,
-    outside=6.82,
+    outside=7.73,
 )
 
 
@@ -317,7 +321,9 @@ def predict(
     step = (mma**p + load**p + wait**p) ** (1 / p) + costs.step
 
     leaving = c.tile_m * c.tile_n * ELEMENT / costs.epilogue_bytes
-    tile = k_tiles * step + costs.tile + (0 if c.pingpong else leaving)
+    leaving *= SHORT_STORES[c.swap_ab] if c.epi_n == 16 else 1
+    tile = k_tiles * step + costs.tile
+    tile = (tile**HIDING + leaving**HIDING) ** (1 / HIDING) if c.pingpong else tile + leaving
     busy = rounds * tile / costs.clock_ghz / 1e3
     flops = 2 * useful * c.tile_m * c.tile_n * k_tiles * c.tile_k
     memory_bytes = problem.bytes * batch
@@ -333,4 +339,4 @@ def predict(
         others = c.partial_bytes * (c.split_k - 1) / c.split_k
         time += costs.exchange_us + others / costs.exchange_gbs / 1e3
     time += costs.launch_us + leaving / costs.clock_ghz / 2e3
-    return time * (SPREAD if c.spread else 1)
+    return time * (SPREAD if c.spread else 1) * doubt(c)

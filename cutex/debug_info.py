@@ -1,0 +1,291 @@
+"""What the trace of a kernel knows and its PTX does not: call stacks, and names of shared memory.
+
+A .loc of PTX names one line, though functions called from several places stand at that line, and
+of shared memory PTX has only offsets. A `Recorder` watches while the DSL traces a kernel, and gives
+each further way to come to a line a column number of its own (the first keeps the true column: a
+column changes no instruction). What it has seen is one comment at the end of the PTX, which
+`debug_info_of` reads.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import linecache
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+FORMAT = 1  # of the comment
+_MARK = "// cutex: "
+_CODES = range(1000, 1 << 16)  # of columns that stand for a call stack; 16 bits in LLVM
+_KERNEL_EDGE = "kernel_wrapper"  # the DSL's function that calls a kernel's body
+_GENERATED = re.compile(r"(ifexp_)?(\w+_block|\w+_region|loop_body)_\d+")  # by the DSL's rewriting
+_LOC = re.compile(r"^\s*\.loc\s+(\d+)\s+(\d+)\s+(\d+)", re.M)
+_FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.M)
+
+
+class Call(NamedTuple):
+    """A place in the source and the function that it stands in; line and column count from 1, a
+    column that is not known is 0.
+    """
+
+    file: str
+    line: int
+    column: int
+    function: str
+
+
+def where(at: Any) -> str:
+    """'kernel.py:74:9' of a place with a file, a line and a column, relative to the working
+    directory where the file is below it.
+    """
+    file = at.file.removeprefix(os.getcwd() + os.sep)
+    return f"{file}:{at.line}:{at.column}" if at.column else f"{file}:{at.line}"
+
+
+Stack = tuple[Call, ...]  # innermost first; the last is in the kernel itself
+
+
+class Buffer(NamedTuple):
+    """A named part of a CTA's dynamic shared memory."""
+
+    name: str
+    offset: int
+    size: int  # bytes
+    unit: int  # bytes of an element; 0 where that is not known
+
+
+class DebugInfo(NamedTuple):
+    """Of one PTX text: stacks by (file, line, column of the .loc); buffers by kernel's function."""
+
+    calls: dict[tuple[str, int, int], Stack]
+    buffers: dict[str, list[Buffer]]
+
+    def of_kernel(self, entry: str, entries: int) -> list[Buffer]:
+        """The buffers of an entry of the PTX; none where it is not certain which they are."""
+        if len(self.buffers) == entries == 1:
+            return next(iter(self.buffers.values()))
+        named = [b for function, b in self.buffers.items() if f"_{function}_" in f"_{entry}_"]
+        return named[0] if len(named) == 1 else []
+
+
+def debug_info_of(ptx: str) -> DebugInfo:
+    """What a `Recorder` has written into the text; nothing where none was at work."""
+    at = ptx.rfind(f"\n{_MARK}")
+    if at < 0:
+        return DebugInfo({}, {})
+    written = json.loads(ptx[at + 1 + len(_MARK) :].partition("\n")[0])
+    frames = [Call(*f) for f in written["frames"]]
+    calls = {(f, n, c): tuple(frames[i] for i in stack) for f, n, c, stack in written["calls"]}
+    return DebugInfo(calls, {k: [Buffer(*b) for b in v] for k, v in written["smem"].items()})
+
+
+@contextmanager
+def recording() -> Iterator[Recorder]:
+    """Records whatever the DSL traces meanwhile."""
+    from cutlass.memory import SmemAllocator
+
+    recorder = Recorder()
+    original = SmemAllocator._smem_alloca
+
+    def alloca(self: Any, layout: Any, dtype: Any, alignment: int, *args: Any, **named: Any) -> Any:
+        recorder.allocate(layout, dtype, alignment, named.get("struct_fields"))
+        return original(self, layout, dtype, alignment, *args, **named)
+
+    from cutlass._mlir_helpers import op
+
+    SmemAllocator._smem_alloca = alloca
+    try:
+        with op.loc_transform(recorder.locate):
+            yield recorder
+    finally:
+        SmemAllocator._smem_alloca = original
+
+
+class Recorder:
+    """Of one compilation."""
+
+    def __init__(self) -> None:
+        self.calls: dict[tuple[str, int, int], Stack] = {}
+        self.buffers: dict[str, list[Buffer]] = {}
+        self._codes: dict[tuple[str, int], int] = {}  # columns given, by file and line
+        self._columns: dict[Stack, int] = {}
+        self._known: dict[tuple[tuple[CodeType, int], ...], Any] = {}
+
+    def annotate(self, ptx: str) -> str:
+        """The text with what was seen of its lines, as a comment at its end."""
+        ptx = ptx.rstrip("\0")
+        files = dict(_FILE.findall(ptx))
+        there = {(files.get(f, ""), int(n), int(c)) for f, n, c in _LOC.findall(ptx)}
+        frames: dict[Call, int] = {}
+        calls = [
+            [*place, [frames.setdefault(call, len(frames)) for call in stack]]
+            for place, stack in self.calls.items()
+            if place in there
+        ]
+        written = {"frames": list(frames), "calls": calls, "smem": self.buffers}
+        return f"{ptx.rstrip()}\n{_MARK}{json.dumps(written, separators=(',', ':'))}\n"
+
+    # -- call stacks -------------------------------------------------------------------------------
+
+    def locate(self, loc: Any) -> Any:
+        """The location of the operation that the DSL is about to build, told apart by its stack."""
+        frames = tuple((f.f_code, f.f_lasti) for f in _user_frames(sys._getframe(2)))
+        if not frames:
+            return loc
+        if frames not in self._known:
+            self._known[frames] = self._location(_stack(frames))
+        return self._known[frames] or loc
+
+    def _location(self, stack: Stack) -> Any:
+        """A location with a column that stands for the stack; None where its own does."""
+        from cutlass._mlir import ir
+
+        here = stack[0]
+        if stack not in self._columns:
+            column = max(0, here.column - 1)
+            if (here.file, here.line, column) in self.calls:
+                column = self._codes.get((here.file, here.line), _CODES.start)
+                if column not in _CODES:
+                    return None
+                self._codes[here.file, here.line] = column + 1
+            self._columns[stack] = column
+            self.calls[here.file, here.line, column] = stack
+        if self._columns[stack] not in _CODES:
+            return None
+        place = ir.Location.file(here.file, here.line, self._columns[stack])
+        return ir.Location.name(here.function, childLoc=place)
+
+    # -- shared memory -----------------------------------------------------------------------------
+
+    def allocate(self, layout: Any, dtype: Any, alignment: int, fields: Any) -> None:
+        """An allocation: the DSL places them one after another."""
+        from cutlass import cute
+
+        frame = sys._getframe(2)
+        stack = _stack(tuple((f.f_code, f.f_lasti) for f in _user_frames(frame)))
+        if not stack:
+            return
+        buffers = self.buffers.setdefault(stack[-1].function.rpartition(".")[2], [])
+        with suppress(TypeError):  # of a layout that is not static
+            size = cute.cosize(layout) * dtype.width // 8
+            alignment = max(alignment, dtype.width // 8)
+            end = buffers[-1].offset + buffers[-1].size if buffers else 0
+            at = -(-end // alignment) * alignment
+            name = _assigned(stack)
+            if not fields:
+                buffers.append(Buffer(name, at, size, _element_bytes(frame)))
+                return
+            prefix = f"{name}." if name else ""
+            for field, bytes_, offset in fields:
+                unit = 8 if bytes_ % 8 == 0 else 4
+                buffers.append(Buffer(f"{prefix}{field}", at + offset, bytes_, unit))
+            if buffers[-1].offset + buffers[-1].size < at + size:  # what pads a struct
+                buffers.append(Buffer(f"{prefix}padding", at + size, 0, 0))
+
+
+def _user_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Those from the one that builds an operation up to the kernel's; none outside of a kernel."""
+    found = []
+    while frame is not None:
+        kind = _kind(frame.f_code, str(frame.f_globals.get("__name__", "")))
+        if kind == "user":
+            found.append(frame)
+        elif kind == "edge":
+            yield from found
+            return
+        frame = frame.f_back
+
+
+@lru_cache(maxsize=65536)
+def _kind(code: CodeType, module: str) -> str:
+    from cutlass._mlir_helpers import op
+
+    if not (op._is_framework_module(module) or op._is_framework_frame(code.co_filename)):
+        return "user"
+    return "edge" if code.co_name == _KERNEL_EDGE else "framework"
+
+
+def _stack(frames: tuple[tuple[CodeType, int], ...]) -> Stack:
+    """Without the functions that the DSL makes of loops and branches, which are no calls."""
+    stack: list[Call] = []
+    inner = ""  # the enclosing functions of a generated one
+    for code, at in frames:
+        name = code.co_qualname
+        parts = name.split(".<locals>.")
+        while _GENERATED.fullmatch(parts[-1]) and len(parts) > 1:
+            parts.pop()
+        own = ".<locals>.".join(parts)
+        if not (inner and own == inner):
+            line, column = _position(code, at)
+            stack.append(Call(code.co_filename, line, column, own.replace(".<locals>", "")))
+        inner = own if own != name else ""
+    return tuple(stack)
+
+
+def _position(code: CodeType, at: int) -> tuple[int, int]:
+    for i, (line, _, column, _) in enumerate(code.co_positions()):
+        if i == at // 2:
+            return line or code.co_firstlineno, 0 if column is None else column + 1
+    return code.co_firstlineno, 0
+
+
+def _element_bytes(frame: FrameType | None) -> int:
+    """Of what allocate_array or allocate_tensor, above this frame, was asked for."""
+    for _ in range(8):
+        if frame is None:
+            break
+        if frame.f_code.co_name in ("allocate_array", "allocate_tensor"):
+            return int(getattr(frame.f_locals.get("element_type"), "width", 0)) // 8
+        frame = frame.f_back
+    return 0
+
+
+def _assigned(stack: Stack) -> str:
+    """The name of what a call returns: the variables that it is assigned to on the way down to the
+    kernel, as `ab.full` for a `full` of what the kernel calls `ab`.
+    """
+    names: list[str] = []
+    for call in stack:
+        name = _target(call)
+        if name and name not in names[-1:]:
+            names.append(name)
+    return ".".join(reversed(names))
+
+
+def _target(call: Call) -> str:
+    statement, expression = _parsed(call)
+    target: ast.expr | None = None
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        target = statement.targets[0]
+    elif isinstance(statement, ast.AnnAssign):
+        target = statement.target
+    if isinstance(target, ast.Name | ast.Attribute):
+        return ast.unparse(target).removeprefix("self.")
+    texts = [a.value for a in getattr(expression, "args", ()) if isinstance(a, ast.Constant)]
+    return next((t for t in texts if isinstance(t, str)), "")
+
+
+def _parsed(call: Call) -> tuple[ast.stmt | None, ast.expr | None]:
+    """The statement at a place, and the call in it that begins there."""
+    statement, expression = None, None
+    for node in ast.walk(_tree(call.file)):
+        if isinstance(node, ast.stmt) and node.lineno <= call.line <= (node.end_lineno or 0):
+            statement = node  # the innermost comes last
+        if isinstance(node, ast.Call) and (node.lineno, node.col_offset + 1) == call[1:3]:
+            expression = node
+    return statement, expression
+
+
+@lru_cache(maxsize=64)
+def _tree(file: str) -> ast.Module:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return ast.Module([], [])

@@ -1,0 +1,49 @@
+"""How fast a time is, in the unit of what binds the problem: TFLOPS, or GB/s of memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cutex.arch import arch
+from cutex.problem import Problem
+from cutex.results.result import Result, gbs, tflops
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Of one time. `peak` is the stated one, in the same unit; of a GPU of the arch."""
+
+    value: float
+    unit: str  # "TFLOPS" | "GB/s"
+    us: float
+    peak: float
+
+    @property
+    def percent(self) -> float:
+        return 100 * self.value / self.peak
+
+    @property
+    def by_memory(self) -> bool:
+        return self.unit == "GB/s"
+
+    def __str__(self) -> str:
+        """'655', as tables of TFLOPS have it; '4101 GB/s, 32.8 us' where memory binds."""
+        return f"{self.value:.0f} GB/s, {self.us:.1f} us" if self.by_memory else f"{self.value:.0f}"
+
+
+def rate(problem: Problem, arch_name: str, us: float) -> Rate:
+    """Of `us` microseconds. Memory binds where a problem's bytes take the stated bandwidth longer
+    than its FLOPs take the stated dense peak.
+    """
+    target = arch(arch_name)
+    dense = target.dense_tflops.get(problem.dtype, max(target.dense_tflops.values()))
+    if problem.bytes / target.hbm_gbs / 1e3 > problem.flops / dense / 1e6:
+        return Rate(gbs(problem.bytes, us), "GB/s", us, target.hbm_gbs)
+    return Rate(tflops(problem.flops, us), "TFLOPS", us, dense)
+
+
+def rate_of(result: Result) -> Rate | None:
+    """Of a timed result whose problem this version knows."""
+    if result.timing is None or not result.known:
+        return None
+    return rate(result.case, result.arch, result.timing.median_us)

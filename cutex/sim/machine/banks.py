@@ -1,0 +1,55 @@
+"""Bank conflicts of shared memory: 32 banks of 4 bytes, one word of each in a wavefront.
+
+A warp's access of 4 bytes or fewer a lane is one wavefront where no bank holds two different words
+of it; of 8 bytes a lane two, of half the warp each, of 16 bytes and of the rows of ldmatrix four
+(CUDA C++ Programming Guide, "Shared Memory" of compute capability 5.x and later).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from cutex.sim.machine.operation import WORD
+from cutex.sim.ptx.parse import Instruction
+
+BANKS = 32
+
+
+@dataclass
+class Wavefronts:
+    """Of one instruction, all that executed it together."""
+
+    instruction: Instruction
+    needed: int = 0  # without a conflict
+    taken: int = 0
+
+
+class BankConflicts:
+    """The wavefronts of every access of lanes to shared memory."""
+
+    def __init__(self) -> None:
+        self.by_line: dict[int, Wavefronts] = {}
+
+    def note(
+        self, warps: np.ndarray, lanes: np.ndarray, offset: np.ndarray, width: int, ins: Instruction
+    ) -> None:
+        """``width`` bytes at each offset, by flat arrays of warp, lane and offset."""
+        if not len(offset):
+            return
+        words = max(width // WORD, 1)
+        at_once = BANKS // words  # lanes of a wavefront
+        group = warps.astype(np.int64) * words + lanes // at_once
+        word = (offset // WORD)[:, None] + np.arange(words)
+        high = int(word.max()) + 1
+        touched = np.unique((group[:, None] * high + word).reshape(-1))
+        bank = touched // high * BANKS + touched % high % BANKS
+        banks, words_of = np.unique(bank, return_counts=True)
+        most: defaultdict[int, int] = defaultdict(int)
+        for of, count in zip((banks // BANKS).tolist(), words_of.tolist(), strict=True):
+            most[of] = max(most[of], count)
+        seen = self.by_line.setdefault(ins.line, Wavefronts(ins))
+        seen.needed += len(most)
+        seen.taken += sum(most.values())

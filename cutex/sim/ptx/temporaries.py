@@ -1,0 +1,136 @@
+"""Which virtual registers can share memory.
+
+PTX gives every value a register of its own, tens of thousands in unrolled code, most of which live
+for a few instructions. One that a block of straight code writes before it reads it, and that only
+instructions touch that work lane by lane, is a temporary there: it takes a place that is free from
+its first write to its last use, and what others leave there it can never show. All other registers
+keep a place of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from cutex.sim.ptx.flow import LEAVES
+from cutex.sim.ptx.parse import Address, Instruction, Not, Pair, Program, Reg, Vector, once
+
+# What reads and writes the registers of its own lane only, and at once.
+_LOCAL = frozenset((
+    "abs", "add", "and", "bfe", "bfi", "brev", "clz", "cos", "cvt", "cvta", "div", "ex2", "fma",
+    "ld", "lg2", "lop3", "mad", "max", "min", "mov", "mul", "neg", "not", "or", "popc", "prmt",
+    "rcp", "rem", "rsqrt", "selp", "set", "setp", "shf", "shl", "shr", "sin", "sqrt", "st", "sub",
+    "tanh", "xor",
+))  # fmt: skip
+_LATER = frozenset(("async", "bulk"))  # of a store: it reads its registers when it is complete
+_SHARED_BANKS = (1, 16, 32, 64)
+
+Place = tuple[int, int]  # bank, index
+
+
+@once
+def homes(program: Program) -> dict[int, list[int]]:
+    """By bank: for each register the one whose place it takes; its own where it shares none, and
+    where it is the first of those that share it.
+    """
+    found = {bank: list(range(count)) for bank, count in program.registers.items()}
+    pool: dict[int, list[int]] = {bank: [] for bank in found}
+    spans = _temporaries(program)
+    last: dict[int, list[Place]] = {}
+    for place, (_, end) in spans.items():
+        last.setdefault(end, []).append(place)
+    first: dict[int, list[Place]] = {}
+    for place, (start, _) in spans.items():
+        first.setdefault(start, []).append(place)
+    free: dict[int, list[int]] = {bank: [] for bank in found}
+    for pc in sorted(first.keys() | last.keys()):
+        for bank, index in first.get(pc, ()):
+            if not free[bank]:
+                pool[bank].append(index)
+                free[bank].append(index)
+            found[bank][index] = free[bank].pop()
+        for bank, index in last.get(pc, ()):
+            free[bank].append(found[bank][index])
+    return found
+
+
+@once
+def used(program: Program) -> dict[int, np.ndarray]:
+    """By bank: the places that anything is kept in."""
+    return {bank: np.unique(np.array(at, np.int64)) for bank, at in homes(program).items()}
+
+
+@once
+def lasting(program: Program) -> dict[int, list[int]]:
+    """By bank: the registers that are no temporaries."""
+    spans = _temporaries(program)
+    return {
+        bank: [i for i in range(count) if (bank, i) not in spans]
+        for bank, count in program.registers.items()
+    }
+
+
+@once
+def _temporaries(program: Program) -> dict[Place, tuple[int, int]]:
+    """Each temporary with the instructions that write it first and use it last."""
+    block = _blocks(program.code)
+    spans: dict[Place, tuple[int, int]] = {}
+    others: set[Place] = set()
+    for pc, ins in enumerate(program.code):
+        local = ins.name in _LOCAL and _LATER.isdisjoint(ins.parts)
+        guard = {(1, ins.guard.index)} if ins.guard is not None else set()
+        written, read = _touched(ins) if local else (set(), set())
+        if not local:
+            others.update(p for o in ins.operands for p in _places(o))
+        for place in guard | read:
+            if place not in spans or block[spans[place][0]] != block[pc]:
+                others.add(place)
+            else:
+                spans[place] = spans[place][0], pc
+        for place in written:
+            if place not in spans:
+                if guard or place in read or place[0] not in _SHARED_BANKS:
+                    others.add(place)
+                spans[place] = pc, pc
+            elif block[spans[place][0]] != block[pc]:
+                others.add(place)
+            else:
+                spans[place] = spans[place][0], pc
+    return {place: span for place, span in spans.items() if place not in others}
+
+
+def _touched(ins: Instruction) -> tuple[set[Place], set[Place]]:
+    """The registers that it writes, and those that it reads."""
+    split = 0 if ins.name == "st" else 1
+    operands = list(ins.operands)
+    written = {p for o in operands[:split] for p in _places(o)}
+    return written, {p for o in operands[split:] for p in _places(o)}
+
+
+def _places(operand: object) -> Iterator[Place]:
+    if isinstance(operand, Reg):
+        yield operand.bank, operand.index
+    elif isinstance(operand, Not):
+        yield operand.reg.bank, operand.reg.index
+    elif isinstance(operand, Vector):
+        for item in operand.items:
+            yield from _places(item)
+    elif isinstance(operand, Pair):
+        yield from _places(operand.first)
+        yield from _places(operand.second)
+    elif isinstance(operand, Address):
+        yield from _places(operand.base)
+        for item in operand.coords or ():
+            yield from _places(item)
+
+
+def _blocks(code: list[Instruction]) -> list[int]:
+    """By instruction: the number of its block, which is entered at its head only."""
+    heads = {ins.target for ins in code if ins.name == "bra"}
+    out, number = [], 0
+    for pc, ins in enumerate(code):
+        number += pc in heads
+        out.append(number)
+        number += ins.name == "bra" or ins.name in LEAVES
+    return out

@@ -1,0 +1,104 @@
+"""What a launched kernel takes of an SM, and where shared memory's banks conflict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cutex.cubin import Cubin
+from cutex.sim.machine.memory import SYSTEM_SMEM
+from cutex.sim.machine.residency import SM_CTAS, SM_SMEM, SM_THREADS
+from cutex.sim.machine.tmem import COLUMNS
+
+if TYPE_CHECKING:
+    from cutex.sim.host.capture import Launch
+    from cutex.sim.machine.banks import Wavefronts
+    from cutex.sim.machine.machine import Machine
+
+# registers of an SM; of each of its four parts; and how many a warp gets at a time
+_REGISTERS, _PARTS, _UNIT = 65536, 4, 256
+_NAME = 48  # characters of a kernel's name: the DSL's hold the types of all arguments
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """An access to shared memory that takes more wavefronts than it needs."""
+
+    place: str  # in the source, or the PTX line
+    instruction: str
+    needed: int
+    taken: int
+
+    def __str__(self) -> str:
+        ratio = f"{self.taken / self.needed:.3g}"
+        return (
+            f"{self.place}: bank conflicts, {self.instruction} takes {ratio} times the wavefronts "
+            f"that it needs ({self.taken} instead of {self.needed})"
+        )
+
+
+@dataclass(frozen=True)
+class KernelResources:
+    """Of one kernel as it was launched; registers and spills are per thread, None if not known."""
+
+    kernel: str
+    threads: int
+    registers: int | None
+    spill_bytes: int | None
+    smem_bytes: int  # static and dynamic
+    tmem_columns: int
+    ctas_per_sm: int
+    limit: str  # of what an SM has no more
+    conflicts: tuple[Conflict, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**vars(self), "conflicts": [vars(c) for c in self.conflicts], "text": str(self)}
+
+    def __str__(self) -> str:
+        known = self.registers is not None
+        registers = f"{self.registers} registers" if known else "registers not known"
+        spills = f"{self.spill_bytes} bytes spilled" if known else ""
+        tmem = f"{self.tmem_columns} columns of tensor memory" if self.tmem_columns else ""
+        occupancy = self.ctas_per_sm * self.threads / SM_THREADS
+        ctas = f"{self.ctas_per_sm} CTA{'s' * (self.ctas_per_sm != 1)} per SM"
+        parts = [f"{self.threads} threads", registers, spills, f"{self.smem_bytes} bytes of smem",
+                 tmem, f"{ctas} ({occupancy:.0%} of its threads, by {self.limit})"]  # fmt: skip
+        name = self.kernel if len(self.kernel) <= _NAME else f"{self.kernel[: _NAME - 3]}..."
+        lines = [f"{name}: {', '.join(p for p in parts if p)}"]
+        lines += [f"  {c}" for c in self.conflicts] or ["  no bank conflicts"]
+        return "\n".join(lines)
+
+
+def resources(machine: Machine, launch: Launch, cubin: bytes | None) -> KernelResources:
+    """Of the kernel that ``machine`` has run; ``cubin``: its code, for the registers."""
+    try:
+        code = Cubin(cubin, launch.kernel) if cubin else None
+    except ValueError:  # NOTE: what others compiled may lack the attributes
+        code = None
+    smem = machine.static_smem + launch.smem
+    warps = launch.warps_per_cta
+    room = {
+        "the most that an SM takes": SM_CTAS,
+        "threads": SM_THREADS // (32 * warps),
+        "shared memory": SM_SMEM // (SYSTEM_SMEM + smem),
+    }
+    if code is not None and code.registers:
+        of_warp = -(-code.registers * 32 // _UNIT) * _UNIT
+        room["registers"] = _REGISTERS // _PARTS // of_warp * _PARTS // warps
+    columns = machine.tmem.most
+    if columns:
+        room["tensor memory"] = COLUMNS // columns
+    limit, ctas = min(room.items(), key=lambda item: item[1])
+    return KernelResources(
+        launch.kernel, launch.num_threads, code.registers if code else None,
+        code.stack_bytes if code else None, smem, columns, ctas, limit, tuple(_conflicts(machine)),
+    )  # fmt: skip
+
+
+def _conflicts(machine: Machine) -> list[Conflict]:
+    """The worst first."""
+    seen = machine.banks.by_line.values() if machine.banks else ()
+    worse: list[Wavefronts] = sorted(
+        (w for w in seen if w.taken > w.needed), key=lambda w: w.needed - w.taken
+    )
+    return [Conflict(w.instruction.place(), w.instruction.op, w.needed, w.taken) for w in worse]

@@ -1,0 +1,138 @@
+"""The time of a grid whose tiles differ in length only.
+
+One cluster is recorded on tiles of two lengths, short ones, for the time of a tile is linear in the
+steps of its main loop. Then the tiles of the grid are handed out in their order, each to the first
+cluster that is free.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cutex.sim.timing.gpus import Gpu
+from cutex.sim.timing.record import Record
+from cutex.sim.timing.replay import Replay, Run, when
+from cutex.sim.timing.timed import Timed, Whole
+from cutex.sim.timing.trace import Traced
+from cutex.sim.timing.traffic import clusters_at_once, dram, loaded, shared, stored
+from cutex.sim.timing.units import Memory
+
+ROUNDS = 3  # of CTAs on an SM that are replayed, where each has one tile
+
+
+@dataclass
+class Lengths:
+    """Records of tiles of two lengths, both with the grid and the sharing of the whole launch."""
+
+    short: Traced
+    long: Traced
+    steps: tuple[int, int]  # of a tile, in the two
+    tiles: tuple[int, ...]  # steps of each tile of the grid, in the order of handing out
+
+    @property
+    def record(self) -> Record:
+        return self.long.record
+
+    @property
+    def name(self) -> str:
+        return self.long.name
+
+    def at(self, pair: tuple[float, float], steps: float) -> float:
+        """Linear between, and beyond, what there is at the two lengths."""
+        short, long = self.steps
+        if short == long:
+            return pair[1]
+        return pair[0] + (pair[1] - pair[0]) * (steps - short) / (long - short)
+
+
+@dataclass
+class TileTime:
+    """Cycles that a cluster takes: for its first tile, for each other, and after its last."""
+
+    first: float
+    each: float
+    last: float
+
+
+def predict_lengths(traced: Lengths, gpu: Gpu, whole: Whole, log: bool = False) -> Timed:
+    record, tiles = traced.record, traced.tiles
+    size = record.cluster_size
+    groups = clusters_at_once(gpu, size)
+    step = whole.flops / sum(tiles)
+    both = [(traced.short, traced.steps[0] * step), (traced.long, traced.steps[1] * step)]
+    slots = min(traced.long.per_sm, math.ceil(len(tiles) / groups))
+    loads, stores = _moved(traced, both)
+    total = sum(loads.values())
+    missed = dram(traced.long, loads, gpu)
+    busy_sms = min(len(tiles), groups) * size
+    memory = Memory(missed / total if total else 1.0, busy_sms, shared(traced.long))
+    times = []
+    for one, tile in both:
+        walks = one.record.flops > 1.5 * tile
+        rounds = 1 if walks else ROUNDS * slots
+        run = Replay(one.record, gpu, memory, rounds=rounds, slots=slots, log=log).run()
+        times.append(_walking(run, tile, one.record) if walks else _one_each(run, slots, gpu))
+    first, each, last = (
+        [
+            traced.at((getattr(times[0], part), getattr(times[1], part)), n)
+            for n in range(max(tiles) + 1)
+        ]
+        for part in ("first", "each", "last")
+    )
+    end = handed_out(tiles, min(groups * slots, len(tiles)), first, each)
+    return Timed(
+        cycles=end + last[tiles[-1]] + gpu.launch,
+        detailed=run.end,
+        busy={u: b / run.end for u, b in run.units.items()},
+        worked={r: w / run.end for r, w in run.worked.items()},
+        waited={r: {k: v / run.end for k, v in w.items()} for r, w in run.waits.items()},
+        intervals=run.intervals,
+        miss=memory.miss,
+        rounds=math.ceil(len(tiles) / groups),
+        flops=whole.flops,
+        loaded=total,
+        stored=stores,
+        dram=missed,
+        side_by_side=slots,
+    )
+
+
+def handed_out(
+    tiles: Sequence[int], workers: int, first: Sequence[float], each: Sequence[float]
+) -> float:
+    """The end of the last of ``workers``, of which whoever is free takes the next tile."""
+    free = [0.0] * workers
+    for number, steps in enumerate(tiles):
+        times = first if number < workers else each
+        heapq.heapreplace(free, free[0] + times[steps])
+    return max(free)
+
+
+def _walking(run: Run, tile: float, record: Record) -> TileTime:
+    """Of a cluster that computes one tile after the other."""
+    ends = [when(run, n * tile) for n in range(1, int(record.flops / tile + 1e-6) + 1)]
+    each = (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else ends[0]
+    return TileTime(ends[0], each, run.drain)
+
+
+def _one_each(run: Run, slots: int, gpu: Gpu) -> TileTime:
+    """Of clusters with one tile each, one after the other in each of the slots."""
+    starts = sorted(run.starts)
+    each = (starts[-1] - starts[0]) / (len(starts) / slots - 1)
+    return TileTime(each, each, max(0.0, run.stores_end - run.end) - gpu.cta_turnover)
+
+
+def _moved(traced: Lengths, both: Sequence[tuple[Traced, float]]) -> tuple[dict[int, float], float]:
+    """Bytes that all tiles load, by tensor, and store."""
+    count, steps = len(traced.tiles), sum(traced.tiles)
+    parts = [tile / t.record.flops for t, tile in both]
+    loads = [loaded(t.record) for t, _ in both]
+    stores = [stored(t.record) * part for (t, _), part in zip(both, parts, strict=True)]
+    return {
+        tmap: count
+        * traced.at((loads[0].get(tmap, 0.0) * parts[0], size * parts[1]), steps / count)
+        for tmap, size in loads[1].items()
+    }, count * traced.at((stores[0], stores[1]), steps / count)

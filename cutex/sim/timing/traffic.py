@@ -1,0 +1,63 @@
+"""What a grid asks of L2 and of memory, from the record of a few of its clusters."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from cutex.sim.timing.gpus import Gpu
+from cutex.sim.timing.record import Load, Record, Store, Touch
+from cutex.sim.timing.trace import Traced
+
+
+def clusters_at_once(gpu: Gpu, size: int) -> int:
+    """How many clusters of ``size`` CTAs run side by side, where each CTA fills an SM."""
+    groups = gpu.sms // size
+    if size == 4 and gpu.clusters_of_four:
+        groups = min(groups, gpu.clusters_of_four)
+    return groups
+
+
+def loaded(record: Record) -> dict[int, float]:
+    """Bytes that a cluster loads by TMA, of each tensor."""
+    loads: dict[int, float] = defaultdict(float)
+    for program in record.programs.values():
+        for e in program:
+            if isinstance(e, Load):
+                loads[e.source[0]] += e.size
+    return loads
+
+
+def stored(record: Record) -> float:
+    """Bytes that a cluster stores."""
+    total = 0.0
+    for program in record.programs.values():
+        for e in program:
+            if isinstance(e, Store):
+                total += e.size
+            elif isinstance(e, Touch) and not e.waits:
+                total += 32 * e.sectors
+    return total
+
+
+def shared(traced: Traced) -> float:
+    """Part of the bytes that a cluster loads which another asks for at the same time."""
+    loaded = sum(s.loaded for s in traced.sharing.values())
+    different = sum(s.different for s in traced.sharing.values())
+    return 1.0 - different / loaded if loaded else 0.0
+
+
+def dram(traced: Traced, loads: dict[int, float], gpu: Gpu) -> float:
+    """Bytes that ``loads`` of all clusters bring from memory: each tensor once if L2 holds them
+    all, else what CTAs that run side by side do not share, again for each round.
+    """
+    footprint = sum(s.footprint for s in traced.sharing.values())
+    total = 0.0
+    for tmap, size in loads.items():
+        sharing = traced.sharing.get(tmap)
+        if sharing is None:  # as the best shared of those that were seen
+            total += size * min((s.part for s in traced.sharing.values()), default=1.0)
+            continue
+        least = min(sharing.footprint or size, size)
+        again = min(size, sharing.part * size) if footprint > gpu.l2_capacity else 0.0
+        total += max(least, again)
+    return total

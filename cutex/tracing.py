@@ -1,0 +1,98 @@
+"""Tracing with the DSL: one kernel at a time, and without what it does over and over.
+
+The DSL looks up where each operation stands in its source: it walks up the stack to the first frame
+that is not its own, and through that function's table of positions from the start. A kernel has
+some 30,000 operations at a few thousand places, so within `tracing` each place is looked up once.
+Nor are cycles collected there, which takes long in a process that holds torch and the DSL. What is
+traced is the same, locations included.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+_one_at_a_time = threading.RLock()
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Within, this thread alone traces, and faster."""
+    from cutlass._mlir_helpers import op
+
+    with _one_at_a_time, uncollected(), _Places(op).looked_up():
+        yield
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Within, no cycles are collected: what makes few of them, or frees its own, goes faster."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+class _Places:
+    """What the DSL's `op` has looked up of the places that one compile comes by."""
+
+    CALLER, LOCATION = "_get_caller_frame_info", "_get_location_from_frame_info"
+    OWN, INFO = "_is_framework_stack_frame", "_fast_frameinfo"
+
+    def __init__(self, op: ModuleType) -> None:
+        self.op = op
+        self.own: dict[int, bool] = {}  # by code: whether it is the DSL's
+        self.infos: dict[tuple[int, int], Any] = {}  # by code and instruction
+        self.locations: dict[int, Any] = {}  # by info
+        self.codes: list[CodeType] = []  # NOTE: which keeps their numbers theirs
+
+    @contextmanager
+    def looked_up(self) -> Iterator[None]:
+        op = self.op
+        names = (self.CALLER, self.LOCATION, self.OWN, self.INFO)
+        if not all(hasattr(op, name) for name in names) or getattr(op, "_INCLUDE_LIB_FRAME", True):
+            yield  # another DSL, or one that is being debugged, looks for itself
+            return
+        caller, self.locate = getattr(op, self.CALLER), getattr(op, self.LOCATION)
+        self.is_own, self.inform = getattr(op, self.OWN), getattr(op, self.INFO)
+        setattr(op, self.CALLER, self.caller)
+        setattr(op, self.LOCATION, self.location)
+        try:
+            yield
+        finally:
+            setattr(op, self.CALLER, caller)
+            setattr(op, self.LOCATION, self.locate)
+
+    def caller(self) -> Any:
+        """Where the first frame stands that is not the DSL's, from the caller's caller on."""
+        start: FrameType | None = sys._getframe(2)
+        frame, own = start, self.own
+        while frame is not None:
+            code = id(frame.f_code)
+            if code not in own:
+                own[code] = self.is_own(frame)
+                self.codes.append(frame.f_code)
+            if not own[code]:
+                break
+            frame = frame.f_back
+        frame = frame or start
+        assert frame is not None
+        place = id(frame.f_code), frame.f_lasti
+        if place not in self.infos:
+            self.infos[place] = self.inform(frame)
+        return self.infos[place]
+
+    def location(self, info: Any) -> Any:
+        """The same in the IR, of whose contexts each has its own."""
+        known = self.locations.get(id(info))
+        if known is None or known.context != self.op.ir.Context.current:
+            known = self.locations[id(info)] = self.locate(info)
+        return known
