@@ -19,7 +19,7 @@ from pathlib import Path
 
 import modal
 
-from cutex.cloud import prices, remote, rental
+from cutex.cloud import calls, prices, remote, rental
 
 HERE = Path(__file__).resolve().parent
 CACHES = ["**/__pycache__", "**/*.pyc"]  # all other files travel, C sources too
@@ -35,6 +35,7 @@ WHEELS = (  # as in constraints.txt; the DSL needs no CUDA toolkit
     "rich==15.0.0",
     "threadpoolctl==3.8.0",
     "quack-kernels==0.6.5",
+    "flash-attn-4==4.0.0b36",
     "pytest==9.2.0",
     "pytest-timeout==2.4.0",
     "hypothesis==6.170.15",
@@ -58,7 +59,7 @@ kernels = modal.Volume.from_name("cutex-kernels", create_if_missing=True)
     cpu=prices.CORES,
     memory=prices.GIB * 1024,
     timeout=600,
-    startup_timeout=rental.STARTUP_LIMIT,
+    startup_timeout=calls.STARTUP_LIMIT,
     retries=0,
     max_containers=1,
     scaledown_window=2,

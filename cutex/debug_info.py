@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 FORMAT = 1  # of the comment
 _MARK = "// cutex: "
+_KERNEL, _OUTSIDE = 0, -1  # paths: to a kernel's own body; not within one
 _CODES = range(1000, 1 << 16)  # of columns that stand for a call stack; 16 bits in LLVM
 _KERNEL_EDGE = "kernel_wrapper"  # the DSL's function that calls a kernel's body
 _GENERATED = re.compile(r"(ifexp_)?(\w+_block|\w+_region|loop_body)_\d+")  # by the DSL's rewriting
@@ -100,6 +101,8 @@ def recording() -> Iterator[Recorder]:
 
     from cutlass._mlir_helpers import op
 
+    # NOTE: it passes for a function of the DSL's own: what it builds stands where its caller is
+    alloca.__code__ = alloca.__code__.replace(co_filename=original.__code__.co_filename)
     SmemAllocator._smem_alloca = alloca
     try:
         with op.loc_transform(recorder.locate):
@@ -116,7 +119,8 @@ class Recorder:
         self.buffers: dict[str, list[Buffer]] = {}
         self._codes: dict[tuple[str, int], int] = {}  # columns given, by file and line
         self._columns: dict[Stack, int] = {}
-        self._known: dict[tuple[tuple[CodeType, int], ...], Any] = {}
+        self._paths = _Paths()
+        self._known: dict[int, Any] = {}  # locations, by path
 
     def annotate(self, ptx: str) -> str:
         """The text with what was seen of its lines, as a comment at its end."""
@@ -136,12 +140,12 @@ class Recorder:
 
     def locate(self, loc: Any) -> Any:
         """The location of the operation that the DSL is about to build, told apart by its stack."""
-        frames = tuple((f.f_code, f.f_lasti) for f in _user_frames(sys._getframe(2)))
-        if not frames:
+        path = self._paths.of(sys._getframe(2))
+        if path <= _KERNEL:
             return loc
-        if frames not in self._known:
-            self._known[frames] = self._location(_stack(frames))
-        return self._known[frames] or loc
+        if path not in self._known:
+            self._known[path] = self._location(_stack(self._paths.frames(path)))
+        return self._known[path] or loc
 
     def _location(self, stack: Stack) -> Any:
         """A location with a column that stands for the stack; None where its own does."""
@@ -169,7 +173,7 @@ class Recorder:
         from cutlass import cute
 
         frame = sys._getframe(2)
-        stack = _stack(tuple((f.f_code, f.f_lasti) for f in _user_frames(frame)))
+        stack = _stack(self._paths.frames(self._paths.of(frame)))
         if not stack:
             return
         buffers = self.buffers.setdefault(stack[-1].function.rpartition(".")[2], [])
@@ -190,26 +194,74 @@ class Recorder:
                 buffers.append(Buffer(f"{prefix}padding", at + size, 0, 0))
 
 
-def _user_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Those from the one that builds an operation up to the kernel's; none outside of a kernel."""
-    found = []
-    while frame is not None:
-        kind = _kind(frame.f_code, str(frame.f_globals.get("__name__", "")))
-        if kind == "user":
-            found.append(frame)
-        elif kind == "edge":
-            yield from found
-            return
-        frame = frame.f_back
+class _Paths:
+    """Numbers for the ways down from the kernel, through functions of its author's, to a place.
 
+    NOTE: an operation is built every 50 microseconds, 50 calls deep. Most come from the function
+    that built the one before, so the way down to that is kept.
+    """
 
-@lru_cache(maxsize=65536)
-def _kind(code: CodeType, module: str) -> str:
-    from cutlass._mlir_helpers import op
+    def __init__(self) -> None:
+        self.kinds: dict[int, str] = {}
+        self.codes: list[CodeType] = []  # NOTE: which keeps their numbers theirs
+        self.number: dict[tuple[int, int, int], int] = {}
+        self.steps: list[tuple[CodeType | None, int, int]] = [(None, 0, _KERNEL)]
+        self.way: list[FrameType] = []  # the calls under way, the kernel's first
+        self.above: dict[FrameType, int] = {}  # the path that each of them was called on
 
-    if not (op._is_framework_module(module) or op._is_framework_frame(code.co_filename)):
-        return "user"
-    return "edge" if code.co_name == _KERNEL_EDGE else "framework"
+    def of(self, frame: FrameType | None) -> int:
+        """The path to the innermost of an author's functions; _OUTSIDE where there is no kernel."""
+        entered: list[FrameType] = []
+        path = _OUTSIDE
+        while frame is not None:
+            kind = self.kinds.get(id(frame.f_code)) or self._kind(frame)
+            if kind == "user":
+                entered.append(frame)
+                if frame in self.above:
+                    path = self.above[frame]
+                    break
+            elif kind == "edge":
+                path = _KERNEL
+                break
+            frame = frame.f_back
+        if path == _OUTSIDE:
+            return _OUTSIDE
+        while self.way and not (entered and self.way[-1] is entered[-1]):
+            del self.above[self.way.pop()]
+        for frame in reversed(entered):
+            if frame not in self.above:
+                self.way.append(frame)
+                self.above[frame] = path
+            path = self._step(frame.f_code, frame.f_lasti, path)
+        return path
+
+    def frames(self, path: int) -> tuple[tuple[CodeType, int], ...]:
+        """What stands at each step of a path, innermost first."""
+        found = []
+        while path > _KERNEL:
+            code, at, path = self.steps[path]
+            assert code is not None
+            found.append((code, at))
+        return tuple(found)
+
+    def _step(self, code: CodeType, at: int, path: int) -> int:
+        key = id(code), at, path
+        if key not in self.number:
+            self.number[key] = len(self.steps)
+            self.steps.append((code, at, path))
+        return self.number[key]
+
+    def _kind(self, frame: FrameType) -> str:
+        """Whose the function is: an author's, the DSL's, or the one that calls a kernel's body."""
+        from cutlass._mlir_helpers import op
+
+        code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
+        kind = "edge" if code.co_name == _KERNEL_EDGE else "framework"
+        if not (op._is_framework_module(module) or op._is_framework_frame(code.co_filename)):
+            kind = "user"
+        self.codes.append(code)
+        self.kinds[id(code)] = kind
+        return kind
 
 
 def _stack(frames: tuple[tuple[CodeType, int], ...]) -> Stack:

@@ -134,15 +134,56 @@ def test_users_functions():
 def test_pairs_of_ctas_at_head_dim_128(causal):
     from test_attention_sm100_mutations import wrong
 
-    config = Sm100Config(
-        causal=causal, window=(True, False), pair=True, optimistic=False, dispatch="static"
-    )
+    config = Sm100Config(causal=causal, window=(True, False), pair=True, dispatch="clc")
     kernel = compile(Forward(config), "bf16", "sm_100a")
     case = AttentionCase(
         seqlen_q=700, seqlen_k=600, heads_q=2, heads_kv=1, causal=causal, window=(400, None)
     )
     for order in ({}, {"order": "random", "seed": 5}, {"order": "peer-late"}):
         assert wrong(kernel, case, config, **order) is None
+
+
+@SLOW
+@pytest.mark.parametrize(
+    "order", [{}, {"order": "starved"}, {"order": "random", "seed": 3}], ids=str
+)
+def test_clusters_take_over_tiles_that_have_not_begun(order):
+    """The simulator holds a third of the grid, so two of three tiles are taken over."""
+    from test_attention_sm100_mutations import wrong
+
+    config = Sm100Config(head_dim=64, head_dim_v=64, causal=True, window=(True, False))
+    config = replace(config, dispatch="clc")
+    kernel = compile(Forward(config), "bf16", "sm_100a")
+    sizes = {"seqlen_q": 600, "seqlen_k": 330, "heads_q": 3, "heads_kv": 1}
+    case = AttentionCase(**sizes, head_dim=64, head_dim_v=64, causal=True, window=(200, None))
+    assert wrong(kernel, case, config, **order) is None
+
+
+# ---- sm_103a
+
+
+def test_a_b300_leaves_all_exponentials_to_mufu():
+    config = Sm100Config(head_dim=64, head_dim_v=64)
+    assert [fill(config, LONG, arch(x)).by_fma for x in ("sm_100a", "sm_103a")] == [4, 0]
+
+
+@SLOW
+@pytest.mark.parametrize("head_dims", [(64, 64), (192, 128)], ids=str)
+def test_a_b300_computes_the_same(head_dims):
+    d, dv = head_dims
+    case = replace(PLAIN, head_dim=d, head_dim_v=dv, seqlen_q=300, seqlen_k=400)
+    hold(replace(PLACE, arch="sm_103a"), case, order="random", seed=1)
+
+
+def test_matmul_says_that_a_b300_has_no_kernel_of_it():
+    x = torch.zeros(64, 64, dtype=torch.bfloat16)
+    with (
+        cutex.ops.simulated("sm_103a"),
+        pytest.raises(
+            ValueError, match=r"'sm_103a': cutex.matmul has kernels for sm_90a and sm_100a"
+        ),
+    ):
+        cutex.matmul(x, x)
 
 
 # ---- what is compiled

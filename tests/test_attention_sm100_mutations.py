@@ -17,6 +17,7 @@ from cutex.device.pipeline import Barrier, PairRing
 from cutex.kernels.attention.sm100 import mma, softmax
 from cutex.kernels.attention.sm100.config import Sm100Config
 from cutex.kernels.attention.sm100.forward import Forward
+from cutex.kernels.attention.sm100.hand_out import HandOut
 from cutex.problem.attention.case import AttentionCase
 from cutex.sim import SimError, simulate
 
@@ -31,6 +32,9 @@ CASE = AttentionCase(
 )  # fmt: skip
 PAIR = replace(CONFIG, pair=True, dispatch="clc")
 FALLING = replace(CASE, init="falling")
+# pairs whose tiles may fail, by one CTA's rows alone
+BOLD = replace(PAIR, causal=False, window=(False, False))
+BOLD_CASE = replace(CASE, causal=False, window=(None, None))
 
 
 def compiled(config: Sm100Config = CONFIG):
@@ -42,13 +46,13 @@ def kernel():
     return compiled()
 
 
-def wrong(kernel, case=CASE, config=CONFIG, **order) -> str | None:
+def wrong(kernel, case=CASE, config=CONFIG, inputs=None, **order) -> str | None:
     """What is wrong with a kernel."""
-    inputs = case.inputs()
-    left, _ = case.window
+    inputs = inputs or case.inputs()
+    band = [-case.window[0]] if config.window[0] else []
     out, lse = case.outputs()
     counter = (torch.zeros(2, dtype=torch.int32),) if config.dispatch == "dynamic" else ()
-    arguments = (*inputs[:3], out, lse, *counter, case.softmax_scale, -left)
+    arguments = (*inputs[:3], out, lse, *counter, case.softmax_scale, *band)
     try:
         simulate(kernel, *arguments, **order)
     except SimError as error:
@@ -182,6 +186,31 @@ FAULTS = (
 def test_a_fault_is_found(monkeypatch, fault, config, case):
     fault(monkeypatch)
     assert wrong(compiled(config), case, config) is not None
+
+
+# ---- tiles that a pair computes again
+
+
+def bold_inputs(row: int):
+    """Blocks are taken from the last one down; of `row` alone a key of the first has the largest
+    score. Rows 0 to 127 of every 256 are the leader's."""
+    inputs = BOLD_CASE.inputs()
+    inputs.k[:, 5] = 24 * inputs.q[:, row]
+    return inputs
+
+
+@SLOW
+def test_what_one_cta_of_a_pair_took_too_boldly_both_compute_again():
+    kernel = compiled(BOLD)
+    for row in (100, 200):
+        for order in ({}, {"order": "random", "seed": row}, {"order": "peer-late"}):
+            assert wrong(kernel, BOLD_CASE, BOLD, bold_inputs(row), **order) is None
+
+
+@SLOW
+def test_a_cta_that_does_not_hear_of_the_others_failure_is_found(monkeypatch):
+    monkeypatch.setattr(HandOut, "either", lambda self, failed, turn: failed)
+    assert wrong(compiled(BOLD), BOLD_CASE, BOLD, bold_inputs(200)) is not None
 
 
 # ---- instructions that are left out

@@ -171,6 +171,14 @@ def test_confirm_checks_every_blackwell_stage_and_measures_what_is_open(cloud, m
     assert all(row["ok"] for row in json.loads(path.read_text()))
 
 
+@pytest.mark.slow
+def test_confirm_runs_attention(cloud, modal_run, tmp_path):
+    size = ("--size", "1,200,1,128", "--stage", "9")
+    ran = modal_run("--op", "confirm", *size, "--check-only", "--no-preflight")
+    assert ran.code == 0, ran.out + ran.err
+    assert [(r.op, r.stage, r.ok) for r in rows(tmp_path)] == [("attention", 9, True)]
+
+
 def test_a_script_of_ones_own_runs_there(cloud, modal_run, tmp_path):
     script = tmp_path / "mine.py"
     script.write_text("import sys; print('said', sys.argv[1:]); sys.exit(7)")

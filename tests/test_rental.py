@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from cutex import results
-from cutex.cloud import prices, remote, rental
+from cutex.cloud import calls, preflight, prices, remote, rental, replies
 from cutex.kernels.gemm import stages
 from cutex.problem.gemm import GemmProblem
 from cutex.problem.stage import ladders
@@ -135,16 +135,28 @@ def test_the_sweep_has_its_own_problems_on_every_gpu(cloud, run):
         assert set(of_kind) == set(gpus) and len(of_kind) == len(gpus) * len(kind.cases["sweep"])
 
 
+def test_confirm_asks_for_both_ladders_beside_their_peers_and_for_the_probes(cloud, run):
+    assert run("--op", "confirm").code == 0
+    probes, *rest = sorted((r for _, r, _ in cloud.asked), key=lambda r: not r["probes"])
+    assert probes["probes"] and not any(r["probes"] for r in rest)
+    peers = {"gemm": ("cublas",), "attention": ("cudnn", "fa4")}
+    assert {r["op"]: r["options"]["compare"] for r in rest} == peers
+    for r in rest:
+        assert r["stages"] == [s.number for s in ladders(r["op"]).stages("sm_100a")]
+    causal = [r["problem"]["causal"] for r in rest if r["op"] == "attention"]
+    assert sorted(causal) == [False, True]
+
+
 # ---- preflight
 
 
 def test_a_wrong_preflight_rents_nothing(cloud, run, monkeypatch):
-    honest = rental.run_stages
+    honest = preflight.run_stages
 
     def wrong(*given):
         return [replace(r, ok=False, message="C[0, 0] is NaN") for r in honest(*given)]
 
-    monkeypatch.setattr(rental, "run_stages", wrong)
+    monkeypatch.setattr(preflight, "run_stages", wrong)
     ran = run("--stage", "0", "--mnk", "64,64,64", "--check-only", preflight=True)
     assert ran.code == 1
     assert "preflight: stage 0 of sm_100a on 64x64x64: C[0, 0] is NaN" in ran.out
@@ -160,7 +172,7 @@ def test_compiled_kernels_travel_and_are_found_there(cloud, run, monkeypatch, tm
     monkeypatch.setattr("cutex.compile.compiling._in_process", {})
     remote.unpack(request["kernels"])
     stage = stages("sm_100a")[0]
-    assert rental.compile_stage(stage, "bf16").from_cache
+    assert preflight.compile_stage(stage, "bf16").from_cache
     remote.unpack(request["kernels"])  # again, as on a container that is kept warm
 
 
@@ -171,7 +183,7 @@ def test_what_one_container_made_the_next_one_finds(monkeypatch, tmp_path):
         monkeypatch.setenv("CUTEX_CACHE", str(tmp_path / container))
         monkeypatch.setattr("cutex.compile.compiling._in_process", {})
         with remote.Volume("digest of the sources", str(volume)):
-            assert rental.compile_stage(stage, "bf16").from_cache == (container == "second")
+            assert preflight.compile_stage(stage, "bf16").from_cache == (container == "second")
             choice = tmp_path / container / "tuned" / "choice.json"
             assert choice.exists() == (container == "second")
             choice.parent.mkdir(exist_ok=True)
@@ -181,7 +193,7 @@ def test_what_one_container_made_the_next_one_finds(monkeypatch, tmp_path):
 def test_all_that_a_choosing_stage_may_run_travels(cloud, run):
     (stage,) = (s for s in stages("sm_90a") if s.chooses)
     made = rental.plan(args("--gpu", "H200", "--stage", str(stage.number), *BIG))
-    configs = rental._configs(stage, GemmProblem(8192, 8192, 4096))
+    configs = preflight._configs(stage, GemmProblem(8192, 8192, 4096))
     assert len(configs) == len(set(configs)) > 4
     assert made.requests[0].seconds > rental.TUNE
 
@@ -210,7 +222,7 @@ def test_the_limits_of_all_calls_stay_within_the_most_that_it_may_cost():
     assert made.usd < 11
     assert made.most <= 11.01
     for r in made.rentals:
-        assert made.limit(r) >= rental.LEAST_LIMIT
+        assert made.limit(r) >= calls.LEAST_LIMIT
     with pytest.raises(ValueError, match=r"about \$\d.\d+, but up to \$\d+.\d+ if containers"):
         rental.plan(args(*asked, "--max-cost", "3"))
     free = rental.plan(args("--op", "sweep", "--gpu", "B200,H200"))
@@ -219,7 +231,7 @@ def test_the_limits_of_all_calls_stay_within_the_most_that_it_may_cost():
 
 def test_a_call_that_fails_is_paid_for_as_long_as_it_ran(cloud, run, monkeypatch):
     now = iter(range(0, 100_000, 25))
-    monkeypatch.setattr(rental, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr(replies, "time", SimpleNamespace(monotonic=lambda: next(now)))
     cloud.error = TimeoutError("the call ran into its limit")
     ran = run("--stage", "0", *BIG)
     assert "B200: 25 s measured, about $0.0" in ran.out

@@ -8,53 +8,39 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shlex
-import subprocess
 import sys
-import tempfile
-import time
-import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cutex.arch import arch
 from cutex.bench import cli
-from cutex.bench.run import Options, commit, compile_stage, run_stages, run_time
-from cutex.cloud import prices, remote
+from cutex.bench.run import Options, commit, run_time
+from cutex.cloud import prices
+from cutex.cloud.calls import Plan, Request
+from cutex.cloud.preflight import preflight
 from cutex.cloud.prices import Rental
+from cutex.cloud.replies import Ledger, Reply
 from cutex.command import INTERRUPTED, answered, print_nowhere, refuse
 from cutex.errors import Missing
-from cutex.problem import DEFAULT_OP, OPS, Problem, problem_class, size_name
-from cutex.problem.stage import Config, Stage, ladders
-from cutex.problem.stage import stage as stage_named
-from cutex.results import Result
-from cutex.results.recorder import Recorder, try_folder
+from cutex.problem import DEFAULT_OP, OPS, Problem, problem_class
+from cutex.problem.stage import Stage, ladders
+from cutex.results.recorder import try_folder
 
-Reply = dict[str, Any] | BaseException
 Rent = Callable[[str, list[dict[str, Any]], int], AsyncIterator[Reply]]
 
 DEFAULT_GPU = "B200"
 DEFAULT_TESTS = f"tests/test_{DEFAULT_OP}.py -q"
 
 # What a call takes, in seconds. Estimates, with room: the price afterwards is by measured seconds.
-START = 40.0  # a container starts, imports torch and the DSL; once per GPU
 CHECK = 6.0  # per problem: inputs, reference, check
 VARIANT = 2.0  # per stage or peer: warm-up and 50 rounds; what a peer takes beside: PeerKernel
 TUNE = 10.0  # a stage that chooses its config by time
 TESTS = 300.0
 SCRIPT = 60.0
 PROBES = 60.0
-SLACK = 4.0  # times the estimate, after which a call is ended
-SHORTEST_LIMIT = 120
-LEAST_LIMIT = 60  # under --max-cost: the first call of a container still imports torch and the DSL
-STARTUP_LIMIT = 180  # seconds after which Modal gives up on a container that does not start
-RESTARTS = 1  # of each call, on a container that is taken away, are counted in the most
-NOT_COVERED = (
-    "not counted: a second preemption of one call, building the image (once), and the volume of "
-    "compiled kernels (cents a month)"
-)
 
 
 def kinds() -> list[type[Problem]]:
@@ -139,96 +125,6 @@ def parser() -> Parser:
 # ---- what is asked for
 
 
-@dataclass(frozen=True)
-class Request:
-    """One call in one container; `remote.execute` takes it as a dict."""
-
-    index: int
-    run: str  # UTC time, alike for all that one command asks for
-    gpu: str
-    arch: str
-    seconds: float  # estimate
-    op: str = ""
-    stages: list[int] = field(default_factory=list)
-    problem: dict[str, Any] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-    probes: bool = False
-    pytest: list[str] | None = None
-    script: str | None = None  # the name of a file
-    source: bytes = b""  # its text
-    arguments: list[str] = field(default_factory=list)  # those of the script
-    commit: str | None = None
-    kernels: bytes = b""
-
-    def __str__(self) -> str:
-        if self.pytest is not None:
-            return f"pytest {shlex.join(self.pytest)}"
-        if self.script is not None:
-            return shlex.join(["python", self.script, *self.arguments])
-        if self.problem is None:
-            return "timing probes"
-        size, dtype = size_name(self.op, self.problem), self.problem["dtype"]
-        stages = ",".join(map(str, self.stages))
-        peers = " ".join(("beside", *self.options["compare"])) if self.options["compare"] else ""
-        return f"stage {stages} on {size} {dtype} {peers}".rstrip()
-
-
-@dataclass(frozen=True)
-class Plan:
-    """All that one command asks for, by GPU, and what it costs."""
-
-    rentals: list[Rental]
-    requests: list[Request]
-    max_cost: float | None
-
-    def on(self, gpu: str) -> list[Request]:
-        return [r for r in self.requests if r.gpu == gpu]
-
-    def seconds(self, rental: Rental) -> float:
-        return START + sum(r.seconds for r in self.on(rental.gpu))
-
-    @property
-    def usd(self) -> float:
-        return sum(r.usd(self.seconds(r)) for r in self.rentals)
-
-    def limit(self, rental: Rental) -> int:
-        """Seconds after which Modal ends a call: generous, yet within --max-cost in all.
-
-        The start of a container has a limit of its own, STARTUP_LIMIT.
-        """
-        longest = max(r.seconds for r in self.on(rental.gpu))
-        limit = max(SHORTEST_LIMIT, SLACK * longest)
-        if self.max_cost is not None:
-            share = self.max_cost / self.usd * self.seconds(rental)
-            limit = min(limit, self._each(rental, share))
-        return max(LEAST_LIMIT, int(longest), int(limit))
-
-    def _each(self, rental: Rental, seconds: float) -> float:
-        """What of `seconds` each call may take, if each is begun again once."""
-        runs = 1 + RESTARTS
-        return (seconds - runs * STARTUP_LIMIT) / (runs * len(self.on(rental.gpu)))
-
-    @property
-    def most(self) -> float:
-        """Dollars that it costs if every call is begun again, and runs into its limit each time."""
-        return sum(
-            r.usd((1 + RESTARTS) * (STARTUP_LIMIT + len(self.on(r.gpu)) * self.limit(r)))
-            for r in self.rentals
-        )
-
-    def __str__(self) -> str:
-        lines = []
-        for rental in self.rentals:
-            seconds = self.seconds(rental)
-            lines.append(
-                f"{rental.gpu}: {seconds:.0f} s, about ${rental.usd(seconds):.2f} at "
-                f"${rental.usd_per_second * 3600:.2f} an hour (rates of {prices.AS_OF})"
-            )
-            lines += [f"  {request.seconds:4.0f} s  {request}" for request in self.on(rental.gpu)]
-        lines.append(f"in all about ${self.usd:.2f}, at most ${self.most:.2f}; {NOT_COVERED}")
-        return "\n".join(lines)
-
-
 def plan(args: argparse.Namespace) -> Plan:
     """The Plan of a command line; ValueError, in one sentence, where it makes no sense."""
     rentals = prices.overridden([prices.rental(name) for name in args.gpu.split(",")], args.rate)
@@ -304,7 +200,7 @@ def _asked(
     args = argparse.Namespace(**{**vars(args), "seeds": None, "order": None})
     case = None if args.op in OPS else args.op
     if args.op == "confirm":
-        args.compare = args.compare or next(iter(kind.peers))
+        args.compare = args.compare or ",".join(kind.confirm_peers or list(kind.peers)[:1])
     stages = cli.choose_stages(kind, args.stage, arch(rental.arch))
     job = cli.job(kind, args, stages, "cuda", case)
     for problem in job.problems:
@@ -327,78 +223,6 @@ def _estimate(kind: type[Problem], stages: Sequence[Stage], options: Options) ->
     extra = TUNE * sum(stage.chooses for stage in stages)
     extra += sum(kind.peers[name].setup_seconds for name in options.compare)
     return CHECK + VARIANT * (len(stages) + len(options.compare)) + extra
-
-
-# ---- before anything is rented
-
-
-def preflight(made: Plan, say: Callable[[str], None]) -> tuple[bool, dict[str, bytes]]:
-    """Compile every kernel asked for, and run it in the simulator on less.
-
-    Returns whether all was right, and by arch the compiled kernels, packed to travel.
-    """
-    entries: dict[str, set[Path]] = {}
-    right, seen = True, set()
-    for request in made.requests:
-        folders = entries.setdefault(request.arch, set())
-        if request.probes:
-            right &= _preflight_probes(request.arch, folders, say)
-        if request.script is not None:
-            right &= _preflight_script(request, say)
-        if request.problem is None:
-            continue
-        problem = problem_class(request.op)(**request.problem)
-        for number in request.stages:
-            stage = stage_named(request.op, request.arch, number).fitted(problem)
-            for config in _configs(stage, problem):
-                compiled = compile_stage(replace(stage, default=config), problem.dtype)
-                folders.add(compiled.object_path.parent)
-            small = problem.reduced()
-            if (stage, small) in seen:
-                continue
-            seen.add((stage, small))
-            result = run_stages(small, [stage], "sim")[0]
-            if not result.ok:
-                right = False
-                what = f"stage {stage.number} of {stage.arch} on {small.size}"
-                say(f"preflight: {what}: {result.message}")
-    return right, {name: remote.pack(folders) for name, folders in entries.items()}
-
-
-def _configs(stage: Stage, problem: Problem) -> list[Config]:
-    """All configs that `stage` may run with there: of one that chooses by time, every candidate."""
-    if not stage.chooses:
-        return [stage.config()]
-    from cutex.bench.autotune import CANDIDATES
-
-    return stage.shortlist(problem, CANDIDATES)
-
-
-def _preflight_script(request: Request, say: Callable[[str], None]) -> bool:
-    """Run the script in the simulator, in a process of its own; its output is shown."""
-    assert request.script is not None
-    with tempfile.TemporaryDirectory(prefix="cutex-") as folder:
-        file = Path(folder) / request.script
-        file.write_bytes(request.source)
-        command = [sys.executable, "-m", "cutex.sim", "--arch", request.arch, str(file)]
-        code = subprocess.run([*command, *request.arguments], check=False).returncode
-    if code:
-        say(f"preflight: {request}: exit code {code} in the simulator")
-    return code == 0
-
-
-def _preflight_probes(target: str, folders: set[Path], say: Callable[[str], None]) -> bool:
-    from cutex.bench.probes import compile_all, measure
-    from cutex.sim import SimError
-
-    folders |= {compiled.object_path.parent for compiled in compile_all(target)}
-    try:
-        wrong = [row["probe"] for row in measure(target, "sim") if not row["ok"]]
-    except SimError as error:
-        wrong = [str(error)]
-    for what in wrong:
-        say(f"preflight: probe: {what}")
-    return not wrong
 
 
 # ---- the command
@@ -480,160 +304,3 @@ async def collect(
     finally:
         ledger.account()
     return ledger.code
-
-
-class Ledger:
-    """The replies that have arrived: printed, recorded, and added up.
-
-    Each stands for itself: whatever is wrong with one, or with writing it down, costs no other.
-    """
-
-    def __init__(self, made: Plan, args: argparse.Namespace, say: Callable[[str], None]) -> None:
-        self.made, self.say = made, say
-        self.as_json = args.json
-        self.recorder = Recorder(Path(args.out))
-        self.compare = next((r.options["compare"] for r in made.requests if r.options), ())
-        self.lines: cli.Lines | None = None
-        self.seconds = dict.fromkeys((r.gpu for r in made.rentals), 0.0)
-        self.since = dict.fromkeys(self.seconds, time.monotonic())  # the last reply of each GPU
-        self.answered: set[int] = set()  # indices of requests
-        self.failed = 0  # calls that ended in an exception
-        self.code = 0
-
-    def take(self, rental: Rental, reply: Reply) -> None:
-        if isinstance(reply, BaseException):
-            self._fails()
-            self.failed += 1
-            # NOTE: what failed ran, and is paid for, from the reply before it on; no longer than
-            # its limits let it
-            most = STARTUP_LIMIT + self.made.limit(rental)
-            self.seconds[rental.gpu] += min(time.monotonic() - self.since[rental.gpu], most)
-            self._arrived(rental)
-            print(f"cutex: a call on {rental.gpu} failed: {_sentence(reply)}", file=sys.stderr)
-            traceback.print_exception(reply, file=sys.stderr)
-            return
-        self._arrived(rental)
-        try:
-            index, seconds = _stamp(reply, self.made)
-        except ValueError as error:
-            self._foreign(reply, error)
-            if not isinstance(reply, dict):
-                return
-            index, seconds = -1, 0.0
-        again = index in self.answered
-        self.answered.add(index)
-        if not again:  # NOTE: a reply may be delivered twice, and is paid for once
-            self.seconds[rental.gpu] += seconds
-        with self._apart(reply):
-            for notice in reply.get("notices", ()):
-                print(f"cutex: {notice}", file=sys.stderr)
-        self._take_rows(rental, reply, seconds)
-        if "probes" in reply:
-            self._take_probes(reply["probes"])
-        if "junit" in reply:
-            self._take_junit(reply)
-        if "script" in reply:
-            with self._apart(reply):
-                self._take_script(reply)
-
-    def _arrived(self, rental: Rental) -> None:
-        self.since[rental.gpu] = time.monotonic()
-
-    def account(self) -> None:
-        """Tell at the end what was paid for, what is missing, and what went wrong."""
-        for rental in self.made.rentals:
-            spent = self.seconds[rental.gpu]
-            self.say(f"{rental.gpu}: {spent:.0f} s measured, about ${rental.usd(spent):.2f}")
-        missing = len(self.made.requests) - len(self.answered - {-1}) - self.failed
-        if missing > 0:
-            self._fails()
-            print(f"cutex: {missing} of {len(self.made.requests)} calls were not answered",
-                  file=sys.stderr)  # fmt: skip
-        for sentence in self.recorder.summary():
-            self._fails()
-            print(f"cutex: {sentence}", file=sys.stderr)
-
-    def _fails(self, code: int = 1) -> None:
-        self.code = self.code or code
-
-    def _foreign(self, what: object, error: Exception) -> None:
-        self._fails()
-        self.recorder.foreign(what, error)
-
-    @contextmanager
-    def _apart(self, what: object) -> Iterator[None]:
-        """Within, an error costs only itself; `what` it concerns is kept."""
-        try:
-            yield
-        except OSError:  # NOTE: nobody reads what is printed, and it is recorded all the same
-            print_nowhere()
-        except Exception as error:
-            self._foreign(what, error)
-
-    def _take_rows(self, rental: Rental, reply: dict[str, Any], seconds: float) -> None:
-        rows: list[Result] = []
-        lines = reply.get("results", [])
-        for line in lines if isinstance(lines, list) else [lines]:
-            with self._apart(line):
-                if not isinstance(line, str):
-                    raise ValueError(f"{type(line).__name__} where a row belongs")
-                rows.append(Result.from_json(line))
-        for row in rows:
-            row = replace(row, cost_usd=rental.usd(seconds) / len(rows))
-            with self._apart(row.to_json()):
-                self.lines = self.lines or cli.Lines(row.device, self.compare, self.as_json)
-                self.lines.result(row)
-            self.recorder.row(row)
-            if not row.ok:
-                self._fails()
-        if rows and self.lines is not None:
-            with self._apart(rows[-1].to_json()):
-                self.lines.peers(rows[-1])
-
-    def _take_probes(self, found: list[dict[str, Any]]) -> None:
-        from cutex.bench import probes
-
-        out, when = self.recorder.folder, self.made.requests[0].run
-        with self._apart(found):
-            self.say(probes.table(found))
-            if not all(row["ok"] for row in found):
-                self._fails()
-        self.recorder.attempt("probes", lambda: probes.record(found, when, out), found)
-
-    def _take_script(self, reply: dict[str, Any]) -> None:
-        said, code = reply["script"], int(reply["code"])
-        sys.stderr.write(str(said["stderr"]))
-        sys.stdout.write(str(said["stdout"]))
-        sys.stdout.flush()
-        self.say(f"exit code {code}")
-        if code:
-            self._fails(code)
-
-    def _take_junit(self, reply: dict[str, Any]) -> None:
-        with self._apart(reply):
-            self._fails(int(reply["code"]))
-        junit = reply["junit"]
-        if not junit:
-            self.say("pytest wrote no report")
-            return
-        name = f"junit-{self.made.requests[0].run[:19].replace(':', '')}.xml"
-        path = self.recorder.folder / name
-        self.recorder.attempt("junit", lambda: path.write_text(junit, errors="replace"), junit)
-        self.say(f"pytest's report is in {path}")
-
-
-def _stamp(reply: object, made: Plan) -> tuple[int, float]:
-    """The index of the request that `reply` answers, and the seconds that it took."""
-    if not isinstance(reply, dict):
-        raise ValueError(f"{type(reply).__name__} where a dict belongs")
-    index, seconds = reply.get("index"), reply.get("seconds")
-    if type(index) is not int or index not in {r.index for r in made.requests}:
-        raise ValueError(f"it answers request {index!r}, which was not asked")
-    if not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
-        raise ValueError(f"it took {seconds!r} seconds")
-    return index, float(seconds)
-
-
-def _sentence(error: BaseException) -> str:
-    first_line = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__

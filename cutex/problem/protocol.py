@@ -91,6 +91,8 @@ class Problem(Computation):
     # are what these operations of modal_app.py run
     cases: ClassVar[Mapping[str, Sequence[Sizes]]]
     peers: ClassVar[Mapping[str, PeerKernel]]  # by name; ratios in reports are to the first
+    # those that --op confirm of modal_app.py times beside the ladder; none: the first
+    confirm_peers: ClassVar[tuple[str, ...]] = ()
     wave_tile: ClassVar[tuple[int, ...]]  # of the output: one SM's share of a wave in large kernels
 
     dtype: str

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from cutex.arch import arch
 from cutex.problem import BESIDE_SIZES, Problem, problem_class, size_name
 
 
@@ -89,8 +90,9 @@ class Result:
 
     @property
     def known(self) -> bool:
-        """Whether this version knows the problem, and so its FLOPs and bytes."""
+        """Whether this version knows the arch, and the problem with its FLOPs and bytes."""
         try:
+            arch(self.arch)
             return type(self.case.flops) is type(self.case.bytes) is int
         except (ArithmeticError, ValueError, TypeError):
             return False

@@ -23,8 +23,8 @@ CONFIGS: dict[str, type[AnyConfig]] = {
 
 # by head dims of K and of V: what fits smem and registers
 _TILES: dict[tuple[int, int], dict[str, Any]] = {
-    (64, 64): {"tile_m": 192, "tile_n": 128},
-    (96, 96): {"tile_m": 128, "tile_n": 128},
+    (64, 64): {"tile_m": 192, "tile_n": 128, "num_stages": 4},
+    (96, 96): {"tile_m": 192, "tile_n": 80, "num_stages": 3},
     (128, 128): {"tile_m": 128, "tile_n": 128},
     (192, 128): {"tile_m": 128, "tile_n": 112, "q_stages": 1},
     (192, 192): {"tile_m": 128, "tile_n": 96, "q_stages": 1, "o_parts": 2},
@@ -32,7 +32,7 @@ _TILES: dict[tuple[int, int], dict[str, Any]] = {
     (256, 256): {"tile_m": 128, "tile_n": 64, "q_stages": 1, "o_parts": 2, "optimistic": False},
 }
 # at head dim 64, for short causal sequences: of 128 rows less lies beyond the diagonal than of 192
-_SHORT: dict[str, Any] = {"tile_m": 128, "tile_n": 128, "num_stages": 3}
+_SHORT: dict[str, Any] = {"tile_m": 128, "tile_n": 128, "num_stages": 4}
 SHORT, LONG = 2048, 8192  # keys: up to which that pays, and from which on Q in registers does
 MOST_PACKED = 64  # rows of a warpgroup
 
@@ -53,8 +53,6 @@ def fill(config: AnyConfig, shape: Shape, arch: Arch) -> AnyConfig:
     if isinstance(config, Sm100Config):
         return sm100.fill(config, shape, arch)
     tiles = _TILES.get((config.head_dim, config.head_dim_v), {})
-    if config.head_dim == 64 and config.causal and shape.longest_k <= SHORT:
-        tiles = _SHORT
     config = replace(config, **tiles)
     if config.modified:  # a user's functions need registers of their own
         config = replace(config, tile_m=128, tile_n=min(config.tile_n, 96))

@@ -100,6 +100,7 @@ class AttentionProblem(Problem):
         "cudnn": PeerKernel("cuDNN (torch)", _cudnn),
         "fa4": PeerKernel("FlashAttention-4", _fa4, 40.0),
     }
+    confirm_peers = ("cudnn", "fa4")
     wave_tile = (128,)
 
     batch: int

@@ -169,9 +169,9 @@ Nothing in it was timed.
 
 Cycles are those that a block of {rows[0].tile_n} keys takes at least, for all Q tiles of a CTA, by
 each unit alone, as the module says. The softmax loop is that of blocks without a mask: where it
-looks for no larger score it holds nothing else; at head dims whose CTAs work in pairs it looks for
-one, and counts what scales O when that moves far. FlashAttention-4's is the loop that it has for
-all blocks without a mask, of its kernel of one CTA a tile.
+looks for no larger score it holds nothing else; at head dims 192 and 256, where MMAs take by far
+the longest, it looks for one, and counts what scales O when that moves far. FlashAttention-4's is
+the loop that it has for all blocks without a mask, of its kernel of one CTA a tile.
 """
 
 

@@ -1,0 +1,86 @@
+"""What is compiled and simulated here before anything is rented."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from cutex.bench.run import compile_stage, run_stages
+from cutex.cloud import remote
+from cutex.cloud.calls import Plan, Request
+from cutex.problem import Problem, problem_class
+from cutex.problem.stage import Config, Stage
+from cutex.problem.stage import stage as stage_named
+
+
+def preflight(made: Plan, say: Callable[[str], None]) -> tuple[bool, dict[str, bytes]]:
+    """Compile every kernel asked for, and run it in the simulator on less.
+
+    Returns whether all was right, and by arch the compiled kernels, packed to travel.
+    """
+    entries: dict[str, set[Path]] = {}
+    right, seen = True, set()
+    for request in made.requests:
+        folders = entries.setdefault(request.arch, set())
+        if request.probes:
+            right &= _preflight_probes(request.arch, folders, say)
+        if request.script is not None:
+            right &= _preflight_script(request, say)
+        if request.problem is None:
+            continue
+        problem = problem_class(request.op)(**request.problem)
+        for number in request.stages:
+            stage = stage_named(request.op, request.arch, number).fitted(problem)
+            for config in _configs(stage, problem):
+                compiled = compile_stage(replace(stage, default=config), problem.dtype)
+                folders.add(compiled.object_path.parent)
+            small = problem.reduced()
+            if (stage, small) in seen:
+                continue
+            seen.add((stage, small))
+            result = run_stages(small, [stage], "sim")[0]
+            if not result.ok:
+                right = False
+                what = f"stage {stage.number} of {stage.arch} on {small.size}"
+                say(f"preflight: {what}: {result.message}")
+    return right, {name: remote.pack(folders) for name, folders in entries.items()}
+
+
+def _configs(stage: Stage, problem: Problem) -> list[Config]:
+    """All configs that `stage` may run with there: of one that chooses by time, every candidate."""
+    if not stage.chooses:
+        return [stage.config()]
+    from cutex.bench.autotune import CANDIDATES
+
+    return stage.shortlist(problem, CANDIDATES)
+
+
+def _preflight_script(request: Request, say: Callable[[str], None]) -> bool:
+    """Run the script in the simulator, in a process of its own; its output is shown."""
+    assert request.script is not None
+    with tempfile.TemporaryDirectory(prefix="cutex-") as folder:
+        file = Path(folder) / request.script
+        file.write_bytes(request.source)
+        command = [sys.executable, "-m", "cutex.sim", "--arch", request.arch, str(file)]
+        code = subprocess.run([*command, *request.arguments], check=False).returncode
+    if code:
+        say(f"preflight: {request}: exit code {code} in the simulator")
+    return code == 0
+
+
+def _preflight_probes(target: str, folders: set[Path], say: Callable[[str], None]) -> bool:
+    from cutex.bench.probes import compile_all, measure
+    from cutex.sim import SimError
+
+    folders |= {compiled.object_path.parent for compiled in compile_all(target)}
+    try:
+        wrong = [row["probe"] for row in measure(target, "sim") if not row["ok"]]
+    except SimError as error:
+        wrong = [str(error)]
+    for what in wrong:
+        say(f"preflight: probe: {what}")
+    return not wrong
