@@ -24,6 +24,7 @@ from cutex.sim.errors import Finding, Hazards, SimError
 from cutex.sim.hazards.findings import Findings
 from cutex.sim.hazards.grid_order import Stream
 from cutex.sim.host.capture import PACKED, HostFunction, HostTensor, Launch
+from cutex.sim.isa.tma import box_places
 from cutex.sim.machine.banks import BankConflicts
 from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.memory import MODULE_WINDOW, GlobalMemory, Region
@@ -212,6 +213,7 @@ class Simulation:
                 raise _told(error, machine.findings) from None
             scheduler.leftovers()
         machine.grid_order.finish()
+        machine.global_races.finish(box_places)
 
     def _add_up(self, scheduler: Scheduler, what: Launch) -> None:
         report, machine = self.report, scheduler.m

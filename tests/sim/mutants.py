@@ -78,7 +78,7 @@ _ONE_LESS_OF_A_MASK = "sub.u16 other, {0}, 1; and.b16 other, other, {0};"
 # name: opcode (a pattern), what becomes of it
 OPERATORS: dict[str, tuple[str, Callable[[str], str]]] = {
     "an mbarrier's wait": (r"mbarrier\.(try|test)_wait", _pass),
-    "another parity": (r"mbarrier\.(try|test)_wait\.parity", _operand(_PARITY, "xor.b32 other, {}, 1;")),
+    "another parity": (r"mbarrier\.\w+\.parity", _operand(_PARITY, "xor.b32 other, {}, 1;")),
     "an mbarrier's arrival": (r"mbarrier\.arrive", _drop),
     "an arrival in another CTA": (r"mapa", _operand(_LAST, "xor.b32 other, {}, 1;")),
     "an mbarrier's initialisation": (r"mbarrier\.init", _drop),
@@ -202,7 +202,8 @@ def _constant(before: str, text: str) -> int | None:
 
 # Pieces of code that stay whole: what an elected thread does; inline assembly; an instruction.
 _UNIT = re.compile(
-    r"^[ \t]*elect\.sync[^;]*;\s*(?:(?:\.loc[^\n]*|not\.pred[^;]*;)\s*)*@!?%p\d+ bra\s+(?P<to>\$\w+);"
+    r"^[ \t]*elect\.sync[^;]*;\s*(?:(?:\.loc[^\n]*|not\.pred[^;]*;)\s*)*"
+    r"@!?%p\d+ bra\s+(?P<to>\$\w+);"
     r"(?:(?!\bbra\b|^\$)[\s\S])*?\n(?P=to):"
     r"|^[ \t]+\{[^{}]*\n(?:[^\n]*\n)*?[ \t]*\}[ \t]*$"
     r"|" + _INSTRUCTION.pattern.replace("(?P<all>", "(?P<one>"),

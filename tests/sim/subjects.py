@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -27,6 +28,7 @@ from cutex.problem.attention.case import AttentionCase
 from cutex.problem.gemm import GemmProblem
 from cutex.sim import SimError, simulate
 from cutex.sim.errors import Finding
+from cutex.sim.hazards.findings import Findings
 
 ORDERS = ({}, {"order": "eager"}, {"order": "starved", "seed": 1}, {"order": "peer-late"},
           {"order": "random", "seed": 1})  # fmt: skip
@@ -62,12 +64,30 @@ class Subject:
             advisories.extend(a for a in report.advisories if a.rule != "parked wait")
 
         try:
-            wrong = self.launch(launch, self.kernel)
+            with mock.patch.object(Findings, "add", _first):
+                wrong = self.launch(launch, self.kernel)
         except SimError as error:
             return Outcome("found", str(error))
         if advisories:
             return Outcome("advisory", str(advisories[0]))
         return Outcome("values", wrong) if wrong else Outcome("nothing")
+
+
+def _first(
+    self: Findings,
+    rule: str,
+    message: str,
+    instruction: Any,
+    advisory: bool = False,
+    cause: int | None = None,
+) -> None:
+    """In place of `Findings.add`: the first finding ends the run, an advisory does not."""
+    if not advisory:
+        raise SimError(f"{rule}: {message}")
+    _ADD(self, rule, message, instruction, advisory, cause)
+
+
+_ADD = Findings.add
 
 
 def _ladder(arch: str, number: int) -> Subject:
@@ -172,7 +192,7 @@ def _sm100(name: str, split_k: int, ops: tuple[Any, ...]) -> Subject:
 
 def _attention_stage(arch: str, number: int) -> Subject:
     problem = AttentionProblem(
-        batch=1, seqlen_q=150, seqlen_k=330, heads_q=2, heads_kv=1, head_dim=64, head_dim_v=64
+        batch=1, seqlen_q=150, seqlen_k=264, heads_q=2, heads_kv=1, head_dim=64, head_dim_v=64
     )
     stage = attention.stage(arch, number).fitted(problem)
     config = stage.config()
@@ -192,7 +212,7 @@ def _attention_stage(arch: str, number: int) -> Subject:
 def _forward(name: str, arch: str, config: Any) -> Subject:
     """A production kernel of attention with one CTA, or pair, for all tiles."""
     case = AttentionCase(
-        seqlen_q=520 if arch == "sm_100a" else 330, seqlen_k=330, heads_q=1, heads_kv=1,
+        seqlen_q=520 if arch == "sm_100a" else 200, seqlen_k=264, heads_q=1, heads_kv=1,
         head_dim=64, head_dim_v=64, causal=True, window=(150, None),
     )  # fmt: skip
 

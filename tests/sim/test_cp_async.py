@@ -266,3 +266,25 @@ def test_what_hardware_does_not_take(text, error, sentence):
     with pytest.raises(error, match=sentence) as report:
         copied(simulate_ptx, text + WAIT_ALL, assembles=False)
     assert isinstance(report.value, SimError)
+
+
+# -- the async proxy -------------------------------------------------------------------------------
+
+
+@each_order
+def test_a_bulk_store_of_what_was_copied_is_told_without_a_fence(order):
+    """cp.async is of the generic proxy; kernels of NVIDIA have no fence there: an advisory."""
+    a, out = source(), np.zeros((64, 4), np.uint32)
+    text = f"""cp.async.cg.shared.global [mine], [from], 16; {WAIT_ALL} setp.eq.u32 %p2, %i, 0;
+        FENCE @%p2 cp.async.bulk.global.shared::cta.bulk_group [%out], [base], 1024;
+        @%p2 cp.async.bulk.commit_group; @%p2 cp.async.bulk.wait_group 0; ret;"""
+    for fence, count in (("", 1), ("fence.proxy.async.shared::cta;", 0)):
+        body = COPY.replace("BODY", text.replace("FENCE", fence)).replace("N;", "0;")
+        report = simulate_ptx(body, {"a": a, "out": rows_like(out)}, SHAPE, **order)
+        told = [f.message for f in report.advisories]
+        assert len(told) == count and all("which a cp.async wrote" in t for t in told)
+
+
+def rows_like(array: np.ndarray) -> np.ndarray:
+    """Of the same shape, at a multiple of 16 bytes."""
+    return rows(*array.shape)

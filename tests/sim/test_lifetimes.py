@@ -7,7 +7,7 @@ import pytest
 from barriers import CLUSTER_SYNC, EVERY_ORDER, copy, init, rows, wait
 from ptx_kernel import Shape, simulate_ptx
 
-from cutex.sim import Hazards
+from cutex.sim import BarrierMisuse, Hazards
 
 each_order = pytest.mark.parametrize(
     "order", EVERY_ORDER, ids=lambda o: "-".join(map(str, o.values()))
@@ -127,3 +127,26 @@ def test_a_write_comes_after_all_readers_not_only_the_last(order):
         simulate_ptx(body.replace("FIRST", ""), {}, shape, **order)
     both = body.replace("bar.sync 2, 64;", "bar.sync 2, 96;").replace("FIRST", "bar.sync 2, 96;")
     simulate_ptx(both, {}, shape, **order)
+
+
+# -- barriers of a cluster out of turn -------------------------------------------------------------
+
+TURNS = "barrier.cluster.{}.aligned;"
+COME, AWAIT = TURNS.format("arrive"), TURNS.format("wait")
+
+
+@each_order
+@pytest.mark.parametrize(
+    "body, sentence",
+    [
+        (f"{AWAIT} {COME}", "waits at the cluster barrier without having arrived"),
+        (f"{COME} {AWAIT} {AWAIT}", "waits at the cluster barrier without having arrived"),
+        (f"{COME} {COME} {AWAIT}", "arrives at the cluster barrier again"),
+        (f"{COME} bar.sync 0; {COME} {AWAIT}", "arrives at the cluster barrier again"),
+    ],
+)
+def test_each_arrival_at_the_cluster_barrier_has_its_wait(body, sentence, order):
+    """Also where the barrier was complete by chance (PTX ISA 9.7.13.3)."""
+    with pytest.raises(BarrierMisuse, match=sentence):
+        simulate_ptx(body, {}, PAIR, **order)
+    simulate_ptx(f"{COME} {AWAIT} {COME} {AWAIT} {COME}", {}, PAIR, **order)

@@ -5,6 +5,7 @@ Snippets run in the simulator, and on a Hopper GPU where there is one.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import ml_dtypes
@@ -456,3 +457,21 @@ def test_padded_elements_take_a_swizzle_of_128_bytes_or_none(swizzle):
     copy = Padded(Tensor("u8", (192, 9)), (64, 8), (0, 0), swizzle=swizzle)
     with pytest.raises(BadOperand, match="a box of 128 padded elements, with swizzle"):
         run(simulate_ptx, copy, load_text(copy) + WAIT + DUMP, arch="sm_100a")
+
+
+@pytest.mark.parametrize("order", ["fifo", "eager", "random"])
+def test_two_loads_to_one_place_race_unless_they_bring_the_same(order):
+    """Then it is an advisory: kernels of others have several warps load what all of them read."""
+    copy = Copy(Tensor("f16", (64, 8)), (64, 4), (0, 0))
+    reports = []
+
+    def twice(second: Copy) -> None:
+        first, again = load_text(copy), load_text(second)
+        again = again[again.index("@%p0 cp.async") :]
+        body = first.replace(f" {copy.bytes};", f" {2 * copy.bytes};") + again + WAIT + DUMP
+        run(lambda *a, **k: reports.append(simulate_ptx(*a, **k)), copy, body, order=order)
+
+    twice(copy)
+    assert ["both copy the same bytes" in a.message for a in reports[0].advisories] == [True]
+    with pytest.raises(Hazards, match=r"race: the TMA load of .* overwrites shared memory"):
+        twice(replace(copy, at=(0, 4)))

@@ -306,3 +306,56 @@ def test_half_a_pair_waits_for_the_other():
 def test_reading_columns_that_were_given_back_is_refused():
     with pytest.raises(SimError, match="but none is allocated"):
         run(START + END + "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r15}, [%r13];")
+
+
+# -- pairs -----------------------------------------------------------------------------------------
+
+SYNC = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
+ORDERS = ("fifo", "eager", "starved", "peer-late", "random")
+
+
+def pairs(end: str, before: str = "") -> str:
+    """Both CTAs of a pair allocate all columns, and end by `end`."""
+    return f"""
+        mov.u32 %r0, smem; {ALLOC.format(g=2, at=0, n=512)} ld.shared.u32 %r12, [%r0];
+        .reg .b32 rank; mov.u32 rank, %cluster_ctarank; setp.eq.u32 %p1, rank, 0; {before} {end}
+    """
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_pairs_deallocate_together(order):
+    """Table 48 of PTX ISA 9.7.16.5: it may hang where one CTA waits for the other in between."""
+    free = FREE.format(g=2, at=12, n=512)
+    run(pairs(f"{SYNC} {free}"), warps=1, ctas=2, order=order)
+    run(pairs(f"{free} {SYNC}"), warps=1, ctas=2, order=order)
+    with pytest.raises(Deadlock, match=r"dealloc.*: the other CTA of the pair, .* has not come"):
+        run(
+            pairs(f"@%p1 bra LEFT; {free} {SYNC} ret; LEFT: {SYNC} {free}"),
+            warps=1,
+            ctas=2,
+            order=order,
+        )
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_pairs_give_up_their_permit_together(order):
+    free = FREE.format(g=2, at=12, n=512)
+    give_up = "tcgen05.relinquish_alloc_permit.cta_group::2.sync.aligned;"
+    run(pairs(f"{SYNC} {free}", before=give_up), warps=1, ctas=2, order=order)
+    with pytest.raises(Deadlock, match=r"relinquish.*: the other CTA of the pair"):
+        run(
+            pairs(f"{SYNC} {free}", before=f"@!%p1 bra ON; {give_up} ON:"),
+            warps=1,
+            ctas=2,
+            order=order,
+        )
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_pair_deallocates_after_what_both_have_loaded(order):
+    load = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r15}, [%r12]; tcgen05.wait::ld.sync.aligned;"
+    fence = "tcgen05.fence::before_thread_sync;"
+    free = FREE.format(g=2, at=12, n=512)
+    run(pairs(f"{SYNC} {free}", before=load + fence), warps=1, ctas=2, order=order)
+    with pytest.raises(Hazards, match=r"tcgen05\.dealloc of .* overwrites tensor memory column"):
+        run(pairs(free, before=load + fence), warps=1, ctas=2, order=order)

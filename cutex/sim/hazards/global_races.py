@@ -3,14 +3,15 @@
 Nothing orders the clusters of a grid but what they tell each other through global memory (PTX ISA
 8.7, causality order). Where a kernel has no instruction that could, such a place holds whatever
 came last, and a load gets that or what was before: a race, whichever it was in the order at hand.
-The same bytes written twice are no fault. Of loads, those of ordinary instructions are remembered;
-TMA loads are not.
+The same bytes written twice are no fault. Loads of ordinary instructions are remembered by byte;
+TMA loads as what they are, and compared at the end with what has been written in their tensors.
 """
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -34,6 +35,15 @@ MANY = np.uint32(0xFFFFFFFF)  # clusters that have read a byte
 _REMEDY = "an atomic instead, or one CTA that does both, or a flag with release and acquire"
 
 
+class BoxRead(NamedTuple):
+    """A TMA load: of what, by which cluster of the grid."""
+
+    tmap: Any
+    at: tuple[int, ...]
+    owner: int
+    instruction: Instruction
+
+
 class GlobalRaces:
     """Who wrote each byte of the launch's tensors last, and who has read it."""
 
@@ -45,6 +55,7 @@ class GlobalRaces:
         # by the region's address: 1 + the number of the cluster in the grid (0: none), PTX line
         self.shadows: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.readers: dict[int, np.ndarray] = {}  # likewise; MANY where there are several
+        self.boxes: dict[tuple[Any, ...], BoxRead] = {}
 
     def load(self, addresses: np.ndarray, size: int, warps: np.ndarray, ins: Instruction) -> None:
         """``size`` bytes at each address, which lie in tensors, are read by ``warps`` (n,)."""
@@ -140,6 +151,35 @@ class GlobalRaces:
                     remedy=_REMEDY,
                 )
         who[places], line[places] = mine, ins.line
+
+    def box(self, tmap: Any, at: tuple[int, ...], cta: int, ins: Instruction) -> None:
+        """A TMA load into ``cta``."""
+        if self.active:
+            owner = int(self.m.grid.cta_cluster[cta])
+            self.boxes.setdefault((id(tmap), at, owner), BoxRead(tmap, at, owner, ins))
+
+    def finish(
+        self, places: Callable[[Machine, Any, tuple[int, ...]], tuple[Region, np.ndarray] | None]
+    ) -> None:
+        """The grid has run. ``places``: the tensor and the bytes of it that a TMA load reads."""
+        if not self.shadows:
+            return
+        for read in self.boxes.values():
+            found = places(self.m, read.tmap, read.at)
+            if found is None or found[0].base not in self.shadows:
+                continue
+            region, offsets = found
+            who, line = self.shadows[region.base]
+            other = (who[offsets] != 0) & (who[offsets] != read.owner + 1)
+            if other.any():
+                place = int(offsets[int(other.argmax())])
+                self.m.findings.add(
+                    "race",
+                    f"a TMA load of {self._name(read.owner)} reads byte {place} of "
+                    f"{region.description or region.name}, which {self._name(int(who[place]) - 1)} "
+                    f"writes (PTX line {line[place]}): nothing orders the two",
+                    read.instruction,
+                )
 
     def _name(self, cluster: int) -> str:
         x, y, z = self.m.grid.coordinates(cluster * self.m.grid.cluster_size)

@@ -143,11 +143,17 @@ class SmemShadow:
             self.writes.count[cta, word] = self.reads.count[cta, word] = 0
             self._forget(cta, word)
 
-    def copy(self, warp: int, word: np.ndarray, number: int, ins: Instruction) -> None:
-        """The ``number``-th cp.async of ``warp`` writes words of its CTA."""
+    def copy(
+        self, warp: int, lanes: np.ndarray, word: np.ndarray, number: int, ins: Instruction
+    ) -> None:
+        """The ``number``-th cp.async of ``warp``: ``lanes`` (n,) write words (n, words) of its
+        CTA.
+        """
+        lanes = np.broadcast_to(lanes[:, None], word.shape).reshape(-1)
         word = word.reshape(-1)
         cta = np.full(len(word), self.m.grid.warp_cta[warp])
-        self._check(np.full(len(word), warp), None, cta, word, _WHOLE, True, "the cp.async", ins)
+        warps = np.full(len(word), warp)
+        self._check(warps, lanes, cta, word, _WHOLE, True, "the cp.async", ins)
         self.reads.count[cta, word] = 0
         self._forget(cta, word)
         slot = np.full(len(word), self.clocks.agent(Kind.COPY, warp))

@@ -77,6 +77,7 @@ def tensor_load(d: Decoder) -> Execute:
             bar_cta, bar = shared_place(d, b, row, lane, int(bars[row, lane]), 8, 8)
             mask = int(masks[row, lane]) if masks is not None else None
             _order_grids(m, tmap, at, int(b.idx[row]), False, ins)
+            m.global_races.box(tmap, at, cta, ins)
             for target in targets(d, cta, mask):
                 signal = (bar_cta if mask is None else signalled(m, target, bar_cta, pair), bar)
                 m.mbarriers.use(*signal, int(b.idx[row]), ins)
@@ -164,6 +165,16 @@ def _places(
     for count, stride in zip(window.shape, window.strides, strict=True):
         places = places[..., None] + np.arange(count) * stride
     return region, places.reshape(-1)
+
+
+def box_places(
+    m: Machine, tmap: TensorMap, at: tuple[int, ...]
+) -> tuple[Region, np.ndarray] | None:
+    """The tensor that a load reads, and the first byte of each element; None outside of it."""
+    part = overlap(tmap, at)
+    if part.empty:
+        return None
+    return _places(m, tmap, part, _window(m, tmap, part, "a TMA load"))
 
 
 def _loader(

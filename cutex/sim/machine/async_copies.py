@@ -63,7 +63,7 @@ class AsyncCopies:
             last.parts.append(part)
             last.op.bytes += size
             self.m.progress += 1
-            self.m.smem_shadow.copy(warp, words, last.op.number, ins)
+            self.m.smem_shadow.copy(warp, part.to.lanes, words, last.op.number, ins)
             return
         op = Operation(
             "the cp.async",
@@ -78,7 +78,7 @@ class AsyncCopies:
         pending.append(copy)
         self.unwaited.setdefault(warp, []).append(copy)
         self.m.flight.issue(op)
-        self.m.smem_shadow.copy(warp, words, op.number, ins)
+        self.m.smem_shadow.copy(warp, part.to.lanes, words, op.number, ins)
 
     def _complete(self, copy: PendingCopy) -> None:
         warp = copy.op.warp

@@ -1,0 +1,75 @@
+"""Two launches of one call of which the second may start before the first has ended."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from ptx_kernel import Shape, module
+
+from cutex.sim.errors import Finding
+from cutex.sim.host.capture import HostTensor
+from cutex.sim.ptx.parse import parse
+from cutex.sim.run import Simulation
+
+SHAPE = Shape(block=64, grid=2)
+LET, WAIT = "griddepcontrol.launch_dependents;", "griddepcontrol.wait;"
+FIRST = f"{LET} ld.global.u32 %r0, [%x_i]; add.u32 %r0, %r0, 7; st.global.u32 [%y_i], %r0;"
+READ = "ld.global.u32 %r0, [%y_i]; st.global.u32 [%z_i], %r0;"
+
+
+def found(first: str, second: str, programmatic: bool = True) -> list[Finding]:
+    """Everything that is told of the two, advisories too."""
+    arrays = {name: np.zeros(128, np.uint32) for name in "xyz"}
+    texts = [module(body, arrays, SHAPE, "sm_90a", "") for body in (first, second)]
+    programs = parse(texts[0]) | parse(texts[1].replace("snippet", "second"))
+    tensors = [HostTensor.of(array, name) for name, array in arrays.items()]
+    values = [ctypes.c_uint64(t.address) for t in tensors]
+    params = (ctypes.c_void_p * len(values))(*[ctypes.addressof(v) for v in values])
+    run = Simulation(programs, tensors)
+    run.launch(SHAPE.launch("snippet", params))
+    run.launch(replace(SHAPE.launch("second", params), programmatic=programmatic))
+    assert (arrays["y"] == 7).all()
+    return [*run.report.findings, *run.report.advisories]
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        f"{WAIT} {READ}",
+        f"setp.eq.u32 %p0, %i, %i; @!%p0 bra on; {WAIT} on: {READ}",
+        # one warp waits, and a barrier tells the others
+        f"mov.u32 %r1, %tid.x; setp.lt.u32 %p0, %r1, 32; @!%p0 bra on; {WAIT} on: bar.sync 0;"
+        f"{READ}",
+    ],
+)
+def test_whoever_has_waited_or_knows_of_a_wait_reads_what_is_there(second: str) -> None:
+    assert not found(FIRST, second)
+
+
+@pytest.mark.parametrize("second", [READ, f"{READ} {WAIT}"])
+def test_a_read_before_the_wait_races_with_the_kernel_before(second: str) -> None:
+    (first, *_) = found(FIRST, second)
+    assert not first.advisory and "snippet, launched before it, does not write it" in str(first)
+
+
+def test_a_write_races_with_what_the_kernel_before_reads() -> None:
+    (first, *_) = found(FIRST, "st.global.u32 [%x_i], 3;")
+    assert not first.advisory and "does not read it" in str(first)
+
+
+def test_other_places_are_an_advisory() -> None:
+    """Which kernel stands before it, only its caller knows."""
+    (only,) = found(FIRST, "ld.global.u32 %r0, [%z_i];")
+    assert only.advisory and "right only behind a kernel that does not write it" in only.message
+
+
+def test_launches_in_order_need_no_wait() -> None:
+    assert not found(FIRST, READ, programmatic=False)
+
+
+def test_a_kernel_that_lets_none_start_early_ends_first() -> None:
+    """Then nothing is known against it, but that another kernel may stand there."""
+    assert all(f.advisory for f in found(FIRST.replace(LET, ""), READ))
