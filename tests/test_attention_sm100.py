@@ -233,7 +233,7 @@ def test_four_heads_of_512_tokens_take_seconds():
     start = time.process_time()
     with cutex.ops.simulated("sm_100a"):
         run(case, inputs)
-    assert time.process_time() - start < 50
+    assert time.process_time() - start < 25  # 5 s where it was measured, on one core
 
 
 def test_the_page_of_bounds_is_what_the_rows_render(root):
