@@ -88,8 +88,7 @@ class Replay:
             then(at)
         units: dict[str, float] = defaultdict(float)
         for unit in self.sms[0].units:
-            name = unit.name.split(" ")[0] if unit.name.startswith("sub-core") else unit.name
-            units[name] = max(units[name], unit.busy)
+            units[unit.name] = max(units[unit.name], unit.busy)
         if self.left and self.record.complete:
             raise RuntimeError(f"the replay stopped with {self.left} warps waiting")
         return Run(
