@@ -49,7 +49,7 @@ class Gpu:
     line_cycles: float = 2.4  # of an SM, for a 128-byte line that ordinary instructions touch
     global_latency: float = 600.0
     wake: float = 92.0  # from a phase's end to the waiter's next instruction
-    try_wait: float = 10.0  # of a wait that need not
+    try_wait: float = 90.0  # of a wait that need not
     remote_arrive: float = 60.0
     bar: float = 32.0
     cluster_barrier: float = 180.0
@@ -89,8 +89,8 @@ class Gpu:
 B200 = Gpu(
     "B200", "sm_100a", sms=148, clock=1.965, mma_flops=8192, smem_bytes=128, l2_bytes=7500.0,
     hbm_gbs=7260.0, store_bytes=5000.0, tma_bytes=128.0, l2_latency=700.0, hbm_latency=700.0,
-    l2_requests=156.0, l2_capacity=100e6, mma_commit=150.0, launch_control=800.0, launch=1800.0, cta_turnover=450.0,
-    clusters_of_four=33, band=0.17, clock_band=0.15,
+    l2_requests=156.0, l2_capacity=100e6, mma_commit=150.0, launch_control=800.0,
+    launch=1800.0, cta_turnover=450.0, clusters_of_four=33, band=0.17, clock_band=0.15,
     power=Power(limit_w=1000.0, idle_w=180.0, flop_pj=0.6, l2_pj=15.0, hbm_pj=40.0),
 )  # fmt: skip
 H200 = Gpu(
@@ -133,7 +133,7 @@ SOURCES: dict[str, tuple[str, str]] = {
     "line_cycles": ("fit, stages 2 and 3, +-10 %", "the H200's"),
     "global_latency": ("prior", "prior"),
     "wake": ("probe signal mbarrier, +-2 %", "the H200's"),
-    "try_wait": ("prior", "prior"),
+    "try_wait": ("probe poll, +-3 %", "the H200's"),
     "remote_arrive": ("probe peer, +-2 %", "the H200's"),
     "bar": ("probe signal named, +-2 %", "the H200's"),
     "cluster_barrier": ("half of 320 cycles there and back, +-20 %", "the H200's"),

@@ -69,7 +69,10 @@ def predict_lengths(traced: Lengths, gpu: Gpu, whole: Whole, log: bool = False) 
     # NOTE: tiles that share a sequence follow one another, so each tensor comes from memory once
     missed = sum(min(_footprint(traced.long, tmap, size), size) for tmap, size in loads.items())
     busy_sms = min(len(tiles), groups) * size
-    memory = Memory(missed / total if total else 1.0, busy_sms, shared(traced.long))
+    miss = missed / total if total else 1.0
+    # NOTE: the first tiles of all SMs are in step, later ones are not
+    waits = miss if len(tiles) > groups * slots else 1.0
+    memory = Memory(miss, busy_sms, shared(traced.long), waits=waits)
     times = []
     for one, tile in both:
         walks = one.record.flops > 1.5 * tile

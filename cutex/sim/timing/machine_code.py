@@ -39,7 +39,6 @@ _PIPE = (
 # cycles until the result of an instruction that sets a scoreboard is there (Hopper; the catalogue
 # of a B300 that facts name is within 10 %)
 _LATENCY = (
-    (("F2FP",), ALU, 2.0),
     (("F2FP",), 6),
     (("MUFU", "F2I", "I2F", "FRND", "F2F"), 24),
     (("SHFL",), 26),

@@ -17,6 +17,7 @@ class Memory:
     sms: int  # that are busy
     shared: float = 0.0  # part of the bytes that other SMs ask for at the same time
     write_back: float = 1.0  # part of stored bytes that go on to HBM
+    waits: float = 1.0  # part of loads that wait for HBM: all where CTAs run in step
 
 
 @dataclass
@@ -91,6 +92,6 @@ class Sm:
     def units(self) -> list[Unit]:
         cores = [u for core in self.cores for u in (core.slots, *core.pipes.values())]
         return [
-            *cores, self.port, self.tensor, self.tmem, self.issue, self.ingest, self.outside, self.out,
-            self.l2, self.hbm,
+            *cores, self.port, self.tensor, self.tmem, self.issue, self.ingest, self.outside,
+            self.out, self.l2, self.hbm,
         ]  # fmt: skip

@@ -103,7 +103,8 @@ class Warp:
         pipes[FMA] *= g.fma_beside_mma
         pipes[ALU] *= g.alu_beside_mma
         pipes[MUFU] *= g.mufu_beside_mma
-        self.sm.tensor.free += work.fma * g.mma_beside_fma
+        if 2 * work.fma > work.cycles:  # the wgmma loses to FMAs that come one after the other
+            self.sm.tensor.free += work.fma * g.mma_beside_fma
         return max(work.slots, *pipes.values()) - alone
 
     def _log(
@@ -170,7 +171,7 @@ class Warp:
         for signal, cta in zip(e.signals, e.ctas, strict=True):
             target = self.i.sm[cta]
             into = target.ingest.serve(at, max(e.size / g.tma_bytes, e.rows * g.tma_row))
-            latency = g.l2_latency + (g.hbm_latency if m.miss else 0.0)
+            latency = g.l2_latency + (g.hbm_latency * m.waits if m.miss else 0.0)
             end = max(into, l2, hbm) + latency
             if e.outside:  # of which the engine has one in work at a time
                 end = max(end, target.outside.serve(at, e.size / g.tma_outside))
