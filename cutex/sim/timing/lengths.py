@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cutex.sim.timing.events import Record
 from cutex.sim.timing.gpus import Gpu
-from cutex.sim.timing.record import Record
 from cutex.sim.timing.replay import Replay, Run, when
 from cutex.sim.timing.timed import Timed, Whole
 from cutex.sim.timing.trace import Traced

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from cutex.sim.timing.events import Event, Place, Record
 from cutex.sim.timing.gpus import Gpu
-from cutex.sim.timing.record import Event, Place, Record
 from cutex.sim.timing.units import Barrier, Interval, Memory, Sm
 from cutex.sim.timing.warp import Warp
 

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from cutex.sim.ptx.parse import Instruction
-from cutex.sim.timing.record import Columns, Event, Load, Mma, Store
+from cutex.sim.timing.events import Columns, Event, Load, Mma, Store
 
 _LIBRARIES = ("site-packages", "/device/", "/schedulers/")  # what kernels share
 _WHOLE = {"kernel", "__call__"}  # all warps run it

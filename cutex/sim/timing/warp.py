@@ -6,8 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cutex.sim.timing.machine_code import ALU, FMA, MUFU, PIPES
-from cutex.sim.timing.record import (
+from cutex.sim.timing.events import (
     Arrive,
     Cluster,
     Columns,
@@ -24,6 +23,7 @@ from cutex.sim.timing.record import (
     Wait,
     Work,
 )
+from cutex.sim.timing.machine_code import ALU, FMA, MUFU, PIPES
 from cutex.sim.timing.units import Interval
 
 if TYPE_CHECKING:
