@@ -109,7 +109,7 @@ class Recorder:
 
     def record(self, complete: bool) -> Record:
         g = self.m.grid
-        from cutex.sim.timing.roles import role
+        from cutex.sim.timing.roles import distinct, role
 
         roles = {}
         for warp in range(g.num_warps):
@@ -125,7 +125,7 @@ class Recorder:
             {w: int(g.warp_cta[w]) for w in range(g.num_warps)},
             {w: int(g.warp_in_cta[w]) for w in range(g.num_warps)},
             g.cluster_size, g.num_ctas, g.warps_per_cta, complete, self.flops, self.steps,
-            roles,
+            distinct(roles, self.programs),
         )  # fmt: skip
 
     # -- events ------------------------------------------------------------------------------------
