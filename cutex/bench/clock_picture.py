@@ -53,8 +53,8 @@ def timelines(arch: str, ladder: Sequence[Stage]) -> str:
     return (
         f"<p>{SPAN:.0f} cycles around the end of a tile of {problem.size}, by the simulator's "
         "clock: the units of one SM, and one warp of each role and warpgroup. Green: the warp "
-        "works; blue: a unit does; yellow: it waits for MMAs; light blue: for TMA; grey: for "
-        f"others.</p>{''.join(parts)}"
+        "works; blue: a unit does; yellow: it waits for MMAs; light blue: for TMA; brown: for its "
+        f"stores; grey: for others.</p>{''.join(parts)}"
     )
 
 
