@@ -24,14 +24,18 @@ from cutex.bench.clock_errors import (
 )
 from cutex.bench.clock_page import MEASURED, PAGE, constants
 from cutex.gemm import main as gemm_main
+from cutex.problem import problem_class
 from cutex.problem.gemm import GemmProblem
 from cutex.problem.stage import stage
 from cutex.sim import simulate
 from cutex.sim.__main__ import main as script_main
 from cutex.sim.timing import stored
+from cutex.sim.timing.events import Load, Mma
 from cutex.sim.timing.gpus import GPUS, SOURCES, Gpu, gpu
+from cutex.sim.timing.lengths import handed_out
 from cutex.sim.timing.machine_code import costs, read
 from cutex.sim.timing.predict import predict
+from cutex.sim.timing.roles import distinct
 from cutex.sim.timing.timed import Whole
 from cutex.sim.timing.units import Interval
 
@@ -164,6 +168,40 @@ def test_the_page_has_every_constant_as_it_is_in_the_code():
     }  # fmt: skip
     assert names == told
     assert constants() in PAGE.read_text()
+
+
+# ---- tiles of different lengths
+
+
+def test_tiles_go_to_whoever_is_free():
+    """Of two workers one has the tile of 3 steps, the other three of 1."""
+    each = [0.0, 10.0, 20.0, 30.0]
+    assert handed_out((3, 1, 1, 1), 2, each, each) == 30.0
+    assert handed_out((1, 1, 1, 3), 2, each, each) == 40.0
+    late = [x + 5.0 for x in each]
+    assert handed_out((1, 1, 1), 2, late, each) == 25.0
+
+
+@pytest.mark.parametrize("dispatch, steps", [("one", (1, 2, 3, 4)), ("dynamic", (4, 3, 2, 1))])
+def test_causal_tiles_have_the_blocks_of_keys_that_they_see(dispatch, steps):
+    problem = problem_class("attention").of(
+        {"batch": 1, "seqlen_q": 512, "seqlen_k": 512, "heads_q": 1, "heads_kv": 1,
+         "head_dim": 128, "head_dim_v": 128, "causal": True}
+    )  # fmt: skip
+    config = replace(stage("attention", "sm_90a", 5).config(), causal=True, dispatch=dispatch)
+    assert problem.tile_steps(config) == steps
+    block = 4 * 128 * 128 * 128
+    assert problem.work(config) == (10 * block, 0.0)
+    alike = problem.with_steps(config, 3)
+    assert alike.tile_steps(config) == (3,)
+    assert alike.work(config) == (3 * block, 3 * block)
+
+
+def test_warps_that_do_different_things_have_different_names():
+    load, mma = Load((), 0, (0,), 1), Mma(64, 64, 0, 0, (), 1.0)
+    programs = {0: [mma], 1: [load], 2: [load], 3: []}
+    names = {0: "work", 1: "work", 2: "take", 3: "others"}
+    assert distinct(names, programs) == {0: "mma", 1: "load", 2: "take", 3: "others"}
 
 
 # ---- machine code

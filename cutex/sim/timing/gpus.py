@@ -90,7 +90,8 @@ B200 = Gpu(
     "B200", "sm_100a", sms=148, clock=1.965, mma_flops=8192, smem_bytes=128, l2_bytes=7500.0,
     hbm_gbs=7260.0, store_bytes=5000.0, tma_bytes=128.0, l2_latency=700.0, hbm_latency=700.0,
     l2_requests=156.0, l2_capacity=100e6, mma_commit=150.0, launch_control=800.0,
-    launch=1800.0, cta_turnover=450.0, clusters_of_four=33, try_wait=10.0, band=0.17, clock_band=0.15,
+    launch=1800.0, cta_turnover=450.0, clusters_of_four=33, try_wait=10.0,
+    band=0.17, clock_band=0.15,
     power=Power(limit_w=1000.0, idle_w=180.0, flop_pj=0.6, l2_pj=15.0, hbm_pj=40.0),
 )  # fmt: skip
 H200 = Gpu(
