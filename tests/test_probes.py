@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from cutex.bench import probes
 from cutex.compile import compile
 from cutex.compile.resources import opcodes, sass
 from cutex.errors import NoDisassembler
+from cutex.kernels.probes import sm90
 from cutex.kernels.probes.sm100 import REPEATS
 from cutex.kernels.probes.sm100 import probes as all_probes
+from cutex.sim import simulate
 
 TIMED = {  # opcode of the timed instruction, and how often it stands outside of the timing
     "TmemLoad": ("LDTM", lambda c: c.batch),
@@ -60,3 +63,24 @@ def test_the_table_tells_cycles_rates_and_clocks(tmp_path):
     path = probes.record(rows, "2026-01-01T00:00:00+00:00", tmp_path)
     assert probes.record(rows, "2026-01-01T00:00:00+00:00", tmp_path) == path
     assert json.loads(path.read_text()) == rows
+
+
+HOPPER = [
+    *(sm90.Busy(sm90.ProbeConfig(kind=kind, n=64, count=3)) for kind in (
+        "wgmma+wgmma", "registers+ex2", "serial+none", "none+max", "none+cvt", "none+shfl",
+        "none+lds8",
+    )),
+    sm90.Poll(sm90.ProbeConfig(count=8)),
+    *(sm90.PeerLoads(sm90.ProbeConfig(kind=kind, count=3)) for kind in ("chain", "stream")),
+    sm90.TmaStores(sm90.ProbeConfig(n=64, slots=2, count=5)),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("probe", HOPPER, ids=lambda p: f"{p.name} {p.config.kind}")
+def test_a_hopper_probe_runs_without_a_finding(probe):
+    out = torch.zeros((2, sm90.WIDTH), dtype=torch.bfloat16)
+    more = [torch.zeros((1024, 64), dtype=torch.bfloat16)] if "stores" in probe.name else []
+    report = simulate(compile(probe, probes.DTYPE, "sm_90a"), *more, out)
+    assert not report.findings
+    assert out.view(torch.int32)[0, :2].any()

@@ -98,10 +98,25 @@ def ladder(rows: Iterable[Row]) -> list[Row]:
     return [r for r in rows if r.set == "ladder" and r.problem.init == "normal"]
 
 
-def traces(rows: Sequence[Row], file: Path) -> dict[str, Traced | Lengths]:
-    """The records of these rows, from ``file`` where it has them, else anew."""
-    have = stored.load(file) if file.exists() else {}
-    return {r.key: have.get(r.key) or record(r.problem, r.as_stage())[0] for r in rows}
+def traces_file(op: str, arch: str) -> Path:
+    """Where the records of an operator's stages are kept."""
+    return FOLDER / f"traces-{op}-{arch}.json.gz"
+
+
+def stored_traces(rows: Iterable[Row]) -> dict[str, Traced | Lengths]:
+    """All records that are kept of the operators and archs of these rows."""
+    found: dict[str, Traced | Lengths] = {}
+    for file in {traces_file(r.op, r.arch): None for r in rows}:
+        if file.exists():
+            found |= stored.load(file)
+    return found
+
+
+def store_traces(rows: Sequence[Row]) -> None:
+    """Records these rows anew, and keeps the records."""
+    for file in {traces_file(r.op, r.arch): None for r in rows}:
+        mine = [r for r in rows if traces_file(r.op, r.arch) == file]
+        stored.save({r.key: record(r.problem, r.as_stage())[0] for r in mine}, file)
 
 
 def errors(

@@ -11,8 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from cutex.bench.clock import record
-from cutex.bench.clock_errors import FOLDER, board, errors, ladder, measured, table, traces
-from cutex.bench.clock_picture import FILES, timelines
+from cutex.bench.clock_errors import (
+    FOLDER,
+    board,
+    errors,
+    ladder,
+    measured,
+    store_traces,
+    stored_traces,
+    table,
+    traces_file,
+)
+from cutex.bench.clock_picture import ARCHS, timelines
 from cutex.bench.run import settle
 from cutex.command import answered
 from cutex.problem import DEFAULT_OP, problem_class
@@ -25,7 +35,6 @@ from cutex.sim.timing.timed import Whole
 PAGE = Path("docs/time.md")
 MEASURED = FOLDER / "cycles-nvidia-h200.jsonl"
 PREDICTED = FOLDER / "predicted-sm_100a.jsonl"
-TRACES = FOLDER / "traces-sm90.json.gz"
 
 
 def constants() -> str:
@@ -97,17 +106,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--rows", action="store_true", help="print every row")
     args = p.parse_args(argv)
     if args.predict:
-        found_ = predicted("sm_100a", FOLDER / "traces-sm100.json.gz")
+        found_ = predicted("sm_100a", traces_file(DEFAULT_OP, "sm_100a"))
         PREDICTED.write_text("".join(json.dumps(row) + "\n" for row in found_))
         print(f"wrote {PREDICTED}")
         return 0
     rows = ladder(measured(MEASURED))
     if args.store:
-        TRACES.unlink(missing_ok=True)
-    traced = traces(rows, TRACES)
-    if args.store:
-        stored.save(traced, TRACES)
-    found = list(errors(rows, traced, board()))
+        store_traces(rows)
+    traced = stored_traces(rows)
+    found = list(errors([r for r in rows if r.key in traced], traced, board()))
     if args.rows:
         for e in found:
             held = "held" if e.row.held_out else "fit"
@@ -125,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"cutex: {error}", file=sys.stderr)
             return 2
         PAGE.write_text(page)
-        for arch in FILES:
+        for arch in ARCHS:
             if html := timelines(arch, stages(DEFAULT_OP, arch)):
                 (FOLDER / f"timeline-{DEFAULT_OP}-{arch}.html").write_text(html)
     return 0

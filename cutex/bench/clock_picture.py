@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
-from pathlib import Path
 
+from cutex.bench.clock_errors import traces_file
 from cutex.problem import DEFAULT_OP, problem_class
 from cutex.problem.stage import Stage
 from cutex.sim.timing import stored
@@ -19,8 +19,7 @@ from cutex.sim.timing.predict import predict
 from cutex.sim.timing.timed import Whole
 from cutex.sim.timing.units import Interval
 
-FOLDER = Path("results/timing")
-FILES = {"sm_90a": "traces-sm90.json.gz", "sm_100a": "traces-sm100.json.gz"}
+ARCHS = ("sm_90a", "sm_100a")
 SIZES = {"m": 4096, "n": 4096, "k": 4096}
 SPAN = 9000.0  # cycles that a picture shows, two thirds of them before the end of a tile
 WIDTH, LEFT, ROW = 1200, 190, 15
@@ -33,7 +32,7 @@ OTHER = "#d9d9d9"  # of waits for anything else
 
 def timelines(arch: str, ladder: Sequence[Stage]) -> str:
     """HTML: one picture for each stage of which there is a record; nothing without records."""
-    file = FOLDER / FILES.get(arch, "")
+    file = traces_file(DEFAULT_OP, arch)
     if not file.is_file():
         return ""
     records = stored.load(file)
@@ -54,8 +53,8 @@ def timelines(arch: str, ladder: Sequence[Stage]) -> str:
     return (
         f"<p>{SPAN:.0f} cycles around the end of a tile of {problem.size}, by the simulator's "
         "clock: the units of one SM, and one warp of each role and warpgroup. Green: the warp "
-        "works; blue: a unit does; yellow: it waits for MMAs; light blue: for TMA; grey: for "
-        f"others.</p>{''.join(parts)}"
+        "works; blue: a unit does; yellow: it waits for MMAs; light blue: for TMA; brown: for its "
+        f"stores; grey: for others.</p>{''.join(parts)}"
     )
 
 

@@ -41,14 +41,15 @@ class Gpu:
     tma_row: float = 0.9  # of the engine, for a row of a box, however short
     tma_outside: float = 15.5  # bytes a cycle, of boxes of which a part is outside the tensor
     tma_gap: float = 8.0  # of the issuing warp
-    store_read: float = 300.0  # after its service until a store has read smem
-    store_latency: float = 700.0  # until it is done
+    tma_store_bytes: float = 31.8  # a cycle, out of one SM
+    store_read: float = 170.0  # after its service until a store has read smem
+    store_latency: float = 180.0  # until it is done
     write_buffer: float = 8e6  # bytes that L2 takes before stores feel HBM
     store_queue: float = 8.0  # stores of a warp that wait for nothing
     line_cycles: float = 2.4  # of an SM, for a 128-byte line that ordinary instructions touch
     global_latency: float = 600.0
     wake: float = 92.0  # from a phase's end to the waiter's next instruction
-    try_wait: float = 10.0  # of a wait that need not
+    try_wait: float = 90.0  # of a wait that need not
     remote_arrive: float = 60.0
     bar: float = 32.0
     cluster_barrier: float = 180.0
@@ -57,7 +58,8 @@ class Gpu:
     wgmma_queue: int = 8
     shared_registers: bool = False  # accumulators of MMAs are in registers
     fma_beside_mma: float = 1.9  # the time of the pipe, relative to its own
-    mufu_beside_mma: float = 1.3
+    alu_beside_mma: float = 1.93
+    mufu_beside_mma: float = 1.27
     mma_beside_fma: float = 0.19  # cycles that the tensor core loses to an FMA of a sub-core
     mma_commit: float = 130.0  # from the last tcgen05.mma to its commit's arrival
     tmem_bytes: float = 512.0  # a cycle, of tcgen05.ld and st of an SM
@@ -68,7 +70,7 @@ class Gpu:
     l2_capacity: float = 50e6  # bytes that stay
     clusters_of_four: int = 0  # that run side by side, where GPCs hold fewer than their SMs would
     power: Power = Power()
-    band: float = 0.07  # relative error to expect of cycles
+    band: float = 0.1  # relative error to expect of cycles
     clock_band: float = 0.05  # and of the clock
 
     @property
@@ -87,13 +89,14 @@ class Gpu:
 B200 = Gpu(
     "B200", "sm_100a", sms=148, clock=1.965, mma_flops=8192, smem_bytes=128, l2_bytes=7500.0,
     hbm_gbs=7260.0, store_bytes=5000.0, tma_bytes=128.0, l2_latency=700.0, hbm_latency=700.0,
-    l2_requests=156.0, l2_capacity=100e6, mma_commit=150.0, launch_control=800.0, launch=1800.0, cta_turnover=450.0,
-    clusters_of_four=33, band=0.17, clock_band=0.15,
+    l2_requests=156.0, l2_capacity=100e6, mma_commit=150.0, launch_control=800.0,
+    launch=1800.0, cta_turnover=450.0, clusters_of_four=33, try_wait=10.0,
+    band=0.17, clock_band=0.15,
     power=Power(limit_w=1000.0, idle_w=180.0, flop_pj=0.6, l2_pj=15.0, hbm_pj=40.0),
 )  # fmt: skip
 H200 = Gpu(
     "H200", "sm_90a", sms=132, clock=1.98, mma_flops=4096, smem_bytes=128, l2_bytes=4620.0,
-    hbm_gbs=4500.0, store_bytes=3000.0, tma_bytes=106.0, l2_latency=227.0, hbm_latency=600.0,
+    hbm_gbs=4500.0, store_bytes=2550.0, tma_bytes=106.0, l2_latency=227.0, hbm_latency=600.0,
     launch=1800.0, cta_turnover=450.0, shared_registers=True,
 )  # fmt: skip
 
@@ -112,7 +115,8 @@ SOURCES: dict[str, tuple[str, str]] = {
     "l2_requests": ("fit, stage 0, +-5 %", "prior: as many more as bytes"),
     "l2_merged": ("fit, stages 1 to 5; +-0.15", "the H200's, +-0.3"),
     "hbm_gbs": ("probe tma, 6 GB, +-3 %", "SemiAnalysis, TMA, +-3 %"),
-    "store_bytes": ("prior; no row is bound by it", "prior"),
+    "store_bytes": ("probe tmastores: 132 SMs into L2, +-8 %", "prior"),
+    "tma_store_bytes": ("probe tmastores: one SM, +-1 %", "the H200's"),
     "tma_bytes": ("probe tma: one SM, +-2 %", "prior, +-20 %"),
     "tma_row": ("fit, stage 0 of few rows, +-5 %", "the H200's"),
     "l2_latency": (
@@ -123,14 +127,14 @@ SOURCES: dict[str, tuple[str, str]] = {
     "tma_outside": ("fit, stages 2 to 5 of 16 and 64 rows, +-5 %", "the H200's"),
     "tma_issue": ("prior, below what the probe can tell", "prior"),
     "tma_gap": ("prior", "prior"),
-    "store_read": ("prior", "prior"),
-    "store_latency": ("prior", "prior"),
+    "store_read": ("probe tmastores: one box less its bytes, +-5 %", "the H200's"),
+    "store_latency": ("probe tmastores: the same, +-5 %", "the H200's"),
     "write_buffer": ("prior", "prior"),
     "store_queue": ("prior", "prior"),
     "line_cycles": ("fit, stages 2 and 3, +-10 %", "the H200's"),
     "global_latency": ("prior", "prior"),
     "wake": ("probe signal mbarrier, +-2 %", "the H200's"),
-    "try_wait": ("prior", "prior"),
+    "try_wait": ("probe poll, +-3 %", "fit: rows of a B200, below 40"),
     "remote_arrive": ("probe peer, +-2 %", "the H200's"),
     "bar": ("probe signal named, +-2 %", "the H200's"),
     "cluster_barrier": ("half of 320 cycles there and back, +-20 %", "the H200's"),
@@ -138,6 +142,7 @@ SOURCES: dict[str, tuple[str, str]] = {
     "wgmma_issue": ("prior", "prior"),
     "wgmma_queue": ("prior: FlashGPU-Sim's fit has 5 to 8", "-"),
     "fma_beside_mma": ("probe busy: FMA beside wgmma, +-15 %", "-"),
+    "alu_beside_mma": ("probe busy: max and cvt beside wgmma, +-3 %", "-"),
     "mufu_beside_mma": ("probe busy: ex2 beside wgmma, +-5 %", "-"),
     "mma_beside_fma": ("probe busy: wgmma beside FMA, 0.75 to 0.8 of four sub-cores", "-"),
     "mma_commit": ("-", "published: batches end 132 to 182 cycles late"),

@@ -12,12 +12,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cutex.sim.timing.events import Record
 from cutex.sim.timing.gpus import Gpu
-from cutex.sim.timing.record import Record
 from cutex.sim.timing.replay import Replay, Run, when
 from cutex.sim.timing.timed import Timed, Whole
 from cutex.sim.timing.trace import Traced
-from cutex.sim.timing.traffic import clusters_at_once, dram, loaded, shared, stored
+from cutex.sim.timing.traffic import clusters_at_once, loaded, shared, stored
 from cutex.sim.timing.units import Memory
 
 ROUNDS = 3  # of CTAs on an SM that are replayed, where each has one tile
@@ -66,9 +66,13 @@ def predict_lengths(traced: Lengths, gpu: Gpu, whole: Whole, log: bool = False) 
     slots = min(traced.long.per_sm, math.ceil(len(tiles) / groups))
     loads, stores = _moved(traced, both)
     total = sum(loads.values())
-    missed = dram(traced.long, loads, gpu)
+    # NOTE: tiles that share a sequence follow one another, so each tensor comes from memory once
+    missed = sum(min(_footprint(traced.long, tmap, size), size) for tmap, size in loads.items())
     busy_sms = min(len(tiles), groups) * size
-    memory = Memory(missed / total if total else 1.0, busy_sms, shared(traced.long))
+    miss = missed / total if total else 1.0
+    # NOTE: the first tiles of all SMs are in step, later ones are not
+    waits = miss if len(tiles) > groups * slots else 1.0
+    memory = Memory(miss, busy_sms, shared(traced.long), waits=waits)
     times = []
     for one, tile in both:
         walks = one.record.flops > 1.5 * tile
@@ -98,6 +102,11 @@ def predict_lengths(traced: Lengths, gpu: Gpu, whole: Whole, log: bool = False) 
         dram=missed,
         side_by_side=slots,
     )
+
+
+def _footprint(traced: Traced, tmap: int, loaded: float) -> float:
+    found = traced.sharing.get(tmap)
+    return found.footprint if found and found.footprint else loaded
 
 
 def handed_out(

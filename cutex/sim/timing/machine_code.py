@@ -31,6 +31,7 @@ _PIPE = (
     (("FFMA2", "FMUL2", "FADD2"), FMA, 2.0),
     (("FFMA", "FMUL", "FADD", "HFMA2", "HADD2", "HMUL2"), FMA, 1.0),
     (("IMAD", "IDP"), FMA, 2.0),
+    (("F2FP",), ALU, 2.0),
     (("MUFU", "F2I", "I2F", "FRND", "F2F", "POPC", "FLO", "BREV"), MUFU, 8.0),
     (("LDS", "STS", "LDSM", "STSM", "LDG", "STG", "LDL", "STL", "SHFL", "ATOM", "RED"), LSU, 4.0),
     (("U", "R2UR", "S2UR"), UNIFORM, 1.0),
@@ -38,6 +39,7 @@ _PIPE = (
 # cycles until the result of an instruction that sets a scoreboard is there (Hopper; the catalogue
 # of a B300 that facts name is within 10 %)
 _LATENCY = (
+    (("F2FP",), 6),
     (("MUFU", "F2I", "I2F", "FRND", "F2F"), 24),
     (("SHFL",), 26),
     (("LDS", "LDSM"), 30),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cutex.sim.timing.timed import Timed
 
 DATA = {"normal": 1.0, "uniform": 0.95, "int": 0.65, "zeros": 0.5}  # switching, part of Gaussian
-MEMORY = ("HBM share", "L2 share")
+MEMORY = ("HBM share",)
 BURSTS = 0.5  # of the time with MMAs: what has less is taken to run them in bursts
 
 

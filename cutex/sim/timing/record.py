@@ -11,8 +11,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +23,25 @@ from cutex.sim.machine.memory import PARAM_WINDOW
 from cutex.sim.machine.operation import Engine, Operation, Span
 from cutex.sim.ptx.decode import Decoder
 from cutex.sim.ptx.parse import Address, Imm, Instruction, Vector
+from cutex.sim.timing.events import (
+    Arrive,
+    Cluster,
+    Columns,
+    Commit,
+    Event,
+    Group,
+    Load,
+    Mma,
+    Named,
+    Place,
+    Record,
+    Reply,
+    Settled,
+    Store,
+    Touch,
+    Wait,
+    Work,
+)  # fmt: skip
 from cutex.sim.timing.machine_code import Cost
 
 if TYPE_CHECKING:
@@ -34,144 +52,10 @@ _RATES = (
     ("mxf4", 4.0), ("f8f6f4", 2.0), ("kind::i8", 2.0), ("kind::tf32", 0.5),
     (".e4m3.", 2.0), (".e5m2.", 2.0), (".s8.", 2.0), (".u8.", 2.0), (".tf32.", 0.5),
 )  # fmt: skip
-Place = tuple[int, int]  # an mbarrier: CTA, offset
 
 
 class Enough(CutexError):
     """The recorder has seen what it was to see."""
-
-
-class Work(NamedTuple):
-    """Ordinary instructions: cycles of a warp alone, issue slots, and cycles of each pipe of a
-    sub-core and of the smem port.
-    """
-
-    cycles: float
-    slots: float
-    fma: float
-    alu: float
-    mufu: float
-    lsu: float
-    uniform: float
-    port: float
-
-    def part(self, share: float) -> Work:
-        return Work(*(x * share for x in self))
-
-
-class Wait(NamedTuple):
-    """Until ``phases`` of an mbarrier are complete."""
-
-    barrier: Place
-    phases: int
-    line: int
-
-
-class Arrive(NamedTuple):
-    barrier: Place
-    arrivals: int
-    expect: int  # bytes, announced with it
-    remote: bool
-
-
-class Load(NamedTuple):
-    """A copy into shared memory by TMA."""
-
-    signals: tuple[Place, ...]
-    size: int  # bytes, for each of the signals
-    source: tuple[Any, ...]  # which box of which tensor
-    rows: int  # of the box, each a request of its own
-    ctas: tuple[int, ...] = ()  # into whose memory it goes, one for each of the signals
-    outside: bool = False  # a part of the box lies outside its tensor
-
-
-class Store(NamedTuple):
-    """A copy out of shared memory by TMA."""
-
-    size: int
-
-
-class Mma(NamedTuple):
-    """One wgmma of a warpgroup, as each of its warps issues it; or one tcgen05.mma."""
-
-    m: int
-    n: int
-    flops: int
-    smem: int  # bytes that an SM's port moves for it
-    ctas: tuple[int, ...]
-    rate: float  # FLOPs a cycle, relative to 16-bit operands
-
-
-class Commit(NamedTuple):
-    """Of a group of "wgmma" or "bulk"; of tcgen05 with the barriers that it arrives on."""
-
-    what: str
-    barriers: tuple[Place, ...] = ()
-
-
-class Group(NamedTuple):
-    """Until at most ``pending`` groups of "wgmma" or "bulk" are in flight; of bulk with ``read``
-    until they have been read."""
-
-    what: str
-    pending: int
-    read: bool = False
-
-
-class Named(NamedTuple):
-    """A named barrier: ``threads`` complete it; 0 for all of the CTA."""
-
-    number: int
-    threads: int
-    waits: bool
-
-
-class Cluster(NamedTuple):
-    waits: bool
-
-
-class Touch(NamedTuple):
-    """Global memory by ordinary instructions: sectors; ``waits`` where the warp waits for them."""
-
-    sectors: int
-    lines: int
-    waits: bool
-
-
-class Columns(NamedTuple):
-    """Tensor memory by tcgen05.ld or st: columns of 32 lanes."""
-
-    columns: int
-
-
-class Settled(NamedTuple):
-    """tcgen05.wait::ld or ::st."""
-
-
-class Reply(NamedTuple):
-    """A cluster launch request, with the barriers that its answer arrives on."""
-
-    barriers: tuple[Place, ...]
-
-
-Event = Any  # one of the above
-
-
-@dataclass
-class Record:
-    """The programs of the warps of a few clusters."""
-
-    programs: dict[int, list[Event]]  # by warp
-    barriers: dict[Place, int]  # arrivals of a phase
-    cta: dict[int, int]  # of each warp
-    place: dict[int, int]  # of each warp, in its CTA
-    cluster_size: int
-    ctas: int
-    warps_per_cta: int
-    complete: bool  # whether the CTAs came to their end
-    flops: float = 0.0  # of all MMAs
-    steps: int = 0
-    roles: dict[int, str] = field(default_factory=dict)  # of each warp
 
 
 class Recorder:
@@ -225,7 +109,7 @@ class Recorder:
 
     def record(self, complete: bool) -> Record:
         g = self.m.grid
-        from cutex.sim.timing.roles import role
+        from cutex.sim.timing.roles import distinct, role
 
         roles = {}
         for warp in range(g.num_warps):
@@ -241,7 +125,7 @@ class Recorder:
             {w: int(g.warp_cta[w]) for w in range(g.num_warps)},
             {w: int(g.warp_in_cta[w]) for w in range(g.num_warps)},
             g.cluster_size, g.num_ctas, g.warps_per_cta, complete, self.flops, self.steps,
-            roles,
+            distinct(roles, self.programs),
         )  # fmt: skip
 
     # -- events ------------------------------------------------------------------------------------

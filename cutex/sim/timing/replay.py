@@ -19,8 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from cutex.sim.timing.events import Event, Place, Record
 from cutex.sim.timing.gpus import Gpu
-from cutex.sim.timing.record import Event, Place, Record
 from cutex.sim.timing.units import Barrier, Interval, Memory, Sm
 from cutex.sim.timing.warp import Warp
 
@@ -88,8 +88,7 @@ class Replay:
             then(at)
         units: dict[str, float] = defaultdict(float)
         for unit in self.sms[0].units:
-            name = unit.name.split(" ")[0] if unit.name.startswith("sub-core") else unit.name
-            units[name] = max(units[name], unit.busy)
+            units[unit.name] = max(units[unit.name], unit.busy)
         if self.left and self.record.complete:
             raise RuntimeError(f"the replay stopped with {self.left} warps waiting")
         return Run(

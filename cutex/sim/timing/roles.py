@@ -10,10 +10,12 @@ from functools import cache
 from pathlib import Path
 
 from cutex.sim.ptx.parse import Instruction
-from cutex.sim.timing.record import Columns, Event, Load, Mma, Store
+from cutex.sim.timing.events import Columns, Event, Load, Mma, Store
 
 _LIBRARIES = ("site-packages", "/device/", "/schedulers/")  # what kernels share
 _WHOLE = {"kernel", "__call__"}  # all warps run it
+# what a role begins with, or is made of, in our kernels: no name for what it does
+_PARTS = {"give_registers", "take_registers", "run", "start", "part", "tile_counts"}
 
 
 def role(counts: list[tuple[Instruction, int]], program: list[Event]) -> str:
@@ -32,6 +34,20 @@ def role(counts: list[tuple[Instruction, int]], program: list[Event]) -> str:
         if name in called:
             return name
     return by_deeds(program)
+
+
+def distinct(names: dict[int, str], programs: dict[int, list[Event]]) -> dict[int, str]:
+    """The names of warps, told by deeds where a function's tells no role, or warps that do
+    different things share it.
+    """
+    deeds = {warp: by_deeds(programs.get(warp, [])) for warp in names}
+    of_name: dict[str, set[str]] = {}
+    for warp, name in names.items():
+        of_name.setdefault(name, set()).add(deeds[warp])
+    return {
+        warp: deeds[warp] if name in _PARTS or len(of_name[name]) > 1 else name
+        for warp, name in names.items()
+    }
 
 
 def by_deeds(program: list[Event]) -> str:

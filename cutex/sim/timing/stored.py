@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cutex.sim.timing import record as events
+from cutex.sim.timing import events
+from cutex.sim.timing.events import Load, Record
 from cutex.sim.timing.lengths import Lengths
-from cutex.sim.timing.record import Load, Record
 from cutex.sim.timing.trace import Sharing, Traced
 
 _KINDS: tuple[Any, ...] = (

@@ -16,8 +16,9 @@ from cutex.sim.machine.residency import SM_SMEM, SM_THREADS, Residency, residenc
 from cutex.sim.ptx.parse import Program
 from cutex.sim.run import Simulation
 from cutex.sim.scheduler import Scheduler
+from cutex.sim.timing.events import Event, Load, Record, Reply
 from cutex.sim.timing.machine_code import Cost, costs, disassemble
-from cutex.sim.timing.record import Enough, Event, Load, Record, Recorder, Reply
+from cutex.sim.timing.record import Enough, Recorder
 
 SM_REGISTERS = 65536
 TMEM_COLUMNS = 512  # of an SM

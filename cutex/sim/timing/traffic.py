@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from cutex.sim.timing.events import Load, Record, Store, Touch
 from cutex.sim.timing.gpus import Gpu
-from cutex.sim.timing.record import Load, Record, Store, Touch
 from cutex.sim.timing.trace import Traced
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from cutex.sim.timing.machine_code import PIPES
+
 
 @dataclass
 class Memory:
@@ -15,6 +17,7 @@ class Memory:
     sms: int  # that are busy
     shared: float = 0.0  # part of the bytes that other SMs ask for at the same time
     write_back: float = 1.0  # part of stored bytes that go on to HBM
+    waits: float = 1.0  # part of loads that wait for HBM: all where CTAs run in step
 
 
 @dataclass
@@ -56,9 +59,25 @@ class Interval:
     by: tuple[str, float] | None = None  # what ended a wait: its track, and when
 
 
+class SubCore:
+    """Issue slots, and the pipes behind them, each a queue of its own."""
+
+    def __init__(self) -> None:
+        self.slots = Unit("issue slots")
+        self.pipes = {name: Unit(f"{name} pipe") for name in PIPES}
+
+    def serve(self, at: float, slots: float, pipes: dict[str, float]) -> float:
+        """The end of a piece of work that takes so many issue slots and cycles of pipes."""
+        end = self.slots.serve(at, slots)
+        for name, cycles in pipes.items():
+            if cycles:
+                end = max(end, self.pipes[name].serve(at, cycles))
+        return end
+
+
 class Sm:
     def __init__(self, number: int) -> None:
-        self.cores = [Unit(f"sub-core {i}") for i in range(4)]
+        self.cores = [SubCore() for _ in range(4)]
         self.port = Unit("smem port")
         self.tensor = Unit("tensor core")
         self.tmem = Unit("tensor memory")
@@ -71,7 +90,8 @@ class Sm:
 
     @property
     def units(self) -> list[Unit]:
+        cores = [u for core in self.cores for u in (core.slots, *core.pipes.values())]
         return [
-            *self.cores, self.port, self.tensor, self.tmem, self.issue, self.ingest, self.outside, self.out,
-            self.l2, self.hbm,
+            *cores, self.port, self.tensor, self.tmem, self.issue, self.ingest, self.outside,
+            self.out, self.l2, self.hbm,
         ]  # fmt: skip

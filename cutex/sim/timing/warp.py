@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cutex.sim.timing.record import (
+from cutex.sim.timing.events import (
     Arrive,
     Cluster,
     Columns,
@@ -23,6 +23,7 @@ from cutex.sim.timing.record import (
     Wait,
     Work,
 )
+from cutex.sim.timing.machine_code import ALU, FMA, MUFU, PIPES
 from cutex.sim.timing.units import Interval
 
 if TYPE_CHECKING:
@@ -80,8 +81,11 @@ class Warp:
             part, self.remaining = work, None
             if share < 1.0:
                 part, self.remaining = work.part(share), work.part(1.0 - share)
-            busy, cycles = self._busy(part, now)
-            end = max(self.core.serve(now, busy), now + cycles)
+            pipes = {name: getattr(part, name) for name in PIPES}
+            cycles = part.cycles
+            if self.gpu.shared_registers and self.sm.tensor.free > now:
+                cycles += self._slowed(pipes, part)
+            end = max(self.core.serve(now, part.slots, pipes), now + cycles)
             if part.port:
                 end = max(end, self.sm.port.serve(now, part.port))
             self.r.worked[self.role] += cycles
@@ -90,17 +94,18 @@ class Warp:
             self.r.at(end, self.go)
             return
 
-    def _busy(self, work: Work, now: float) -> tuple[float, float]:
-        """Cycles that the sub-core is busy with it, and those that it takes at least: more while a
-        wgmma is under way, whose accumulators pass through the same registers' ports.
+    def _slowed(self, pipes: dict[str, float], work: Work) -> float:
+        """Makes pipes slower beside a wgmma, whose accumulators pass through the same ports of the
+        registers, and the wgmma beside FMAs. Returns the cycles that the warp takes longer.
         """
         g = self.gpu
-        busy = max(work.slots, work.fma, work.alu, work.mufu, work.lsu, work.uniform)
-        if g.shared_registers and self.sm.tensor.free > now:
-            slowed = max(busy, work.fma * g.fma_beside_mma, work.mufu * g.mufu_beside_mma)
+        alone = max(work.slots, *pipes.values())
+        pipes[FMA] *= g.fma_beside_mma
+        pipes[ALU] *= g.alu_beside_mma
+        pipes[MUFU] *= g.mufu_beside_mma
+        if 2 * work.fma > work.cycles:  # the wgmma loses to FMAs that come one after the other
             self.sm.tensor.free += work.fma * g.mma_beside_fma
-            return slowed, work.cycles + slowed - busy
-        return busy, work.cycles
+        return max(work.slots, *pipes.values()) - alone
 
     def _log(
         self,
@@ -166,7 +171,7 @@ class Warp:
         for signal, cta in zip(e.signals, e.ctas, strict=True):
             target = self.i.sm[cta]
             into = target.ingest.serve(at, max(e.size / g.tma_bytes, e.rows * g.tma_row))
-            latency = g.l2_latency + (g.hbm_latency if m.miss else 0.0)
+            latency = g.l2_latency + (g.hbm_latency * m.waits if m.miss else 0.0)
             end = max(into, l2, hbm) + latency
             if e.outside:  # of which the engine has one in work at a time
                 end = max(end, target.outside.serve(at, e.size / g.tma_outside))
@@ -179,7 +184,8 @@ class Warp:
     def store(self, e: Store, now: float) -> float | None:
         g, sm = self.gpu, self.sm
         issued = sm.issue.serve(now, g.tma_issue)
-        out = sm.out.serve(issued, e.size * self.r.memory.sms / g.store_bytes)
+        rate = min(g.tma_store_bytes, g.store_bytes / self.r.memory.sms)
+        out = sm.out.serve(issued, e.size / rate)
         if self.r.memory.write_back:
             out = max(
                 out,
