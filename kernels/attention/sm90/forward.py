@@ -69,7 +69,7 @@ class Forward:
 
     smem       bytes                                        hd 128   hd 64    hd 256
     sQ         tile_m * D * 2 * q_stages                    65536    49152    65536
-    sK, sV     tile_n * (D + DV) * 2 * num_stages           131072   65536    131072
+    sK, sV     tile_n * (D + DV) * 2 * num_stages           131072   131072   131072
     sO         tile_m * DV * 2 / o_parts, or Q's place      32768    24576    32768
     words      less than 1024
 
