@@ -8,7 +8,7 @@ does not ask for these instructions there, or nothing comes that would need them
 from __future__ import annotations
 
 import pytest
-from mutants import OPERATORS, sites
+from mutants import sites
 from mutation_score import mutants, run
 from subjects import SUBJECTS
 
