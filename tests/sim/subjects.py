@@ -80,11 +80,12 @@ def _first(
     instruction: Any,
     advisory: bool = False,
     cause: int | None = None,
+    remedy: str = "",
 ) -> None:
     """In place of `Findings.add`: the first finding ends the run, an advisory does not."""
     if not advisory:
         raise SimError(f"{rule}: {message}")
-    _ADD(self, rule, message, instruction, advisory, cause)
+    _ADD(self, rule, message, instruction, advisory, cause, remedy)
 
 
 _ADD = Findings.add

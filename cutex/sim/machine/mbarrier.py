@@ -74,6 +74,14 @@ class MBarriers:
                 f"{self.machine.grid.name_warp(warp)} initialises {self.name(cta, offset)} again "
                 "while it is in use",
             )
+        if old is not None:
+            self.machine.findings.add(
+                "barrier misuse",
+                f"{self.machine.grid.name_warp(warp)} initialises {self.name(cta, offset)} again, "
+                "with no mbarrier.inval before: by the letter that is not defined",
+                ins,
+                advisory=True,
+            )
         slot = self.machine.clocks.barrier_slot(cta, offset, old is not None)
         self.barriers[cta, offset] = MBarrier(count, count, made, slot)
         self.machine.progress += 1
