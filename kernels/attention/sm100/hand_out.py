@@ -32,7 +32,8 @@ class HandOut:
     asked      1: LOAD, of a pair the leader's at both CTAs, and   LOAD
                the reply, 16 bytes, by the hardware
     heard      1: LOAD of a pair's other CTA has read the reply    LOAD of the leader
-    vote[slot] 1: LOAD, and 4 bytes from the other CTA's           LOAD
+    vote[slot] 1: LOAD, 1: the other CTA's, which has read the     LOAD
+               vote before, and 4 bytes from there
     """
 
     config: Sm100Config
@@ -52,7 +53,7 @@ class HandOut:
             cute.make_tensor(smem.allocate_array(Int32, VOTES), cute.make_layout(VOTES)),
             Barrier.allocate(smem, "tile asked for", arrivals=1),
             Barrier.allocate(smem, "tile heard of", arrivals=1),
-            Barrier.allocate(smem, "vote", arrivals=1, slots=VOTES),
+            Barrier.allocate(smem, "vote", arrivals=2, slots=VOTES),
         )
 
     @property
@@ -123,8 +124,12 @@ class HandOut:
         peer = cute.arch.block_idx_in_cluster() ^ 1
         with cute.arch.elect_one():
             self.vote.arrive_expecting(4, slot)
+            # NOTE: st.async does not say that this warp has read the vote before; an arrival does
+            cute.arch.mbarrier_arrive(self.vote[slot], peer)
             cute.arch.store_async_dsmem(
                 self.votes.iterator + slot, Int32(failed), self.vote[slot], peer
             )
         self.vote.wait(turn.phase, slot)
-        return failed | (self.votes[slot] != 0)
+        other = self.votes[slot] != 0
+        cute.arch.sync_warp()
+        return failed | other
