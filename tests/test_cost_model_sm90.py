@@ -92,7 +92,7 @@ def test_predicted_times_are_within_a_tenth(measured) -> None:
 
 
 def test_doubt_is_what_the_measurements_say(timed) -> None:
-    """Of configs that take up to a third more than the best of all that were timed of their problem."""
+    """Of configs that take up to a third more than the best that was timed of their problem."""
     errors: dict[tuple[str, int], list[float]] = {}
     for row, times in timed:
         problem, majors = GemmProblem(row["m"], row["n"], row["k"]), MAJORS[row["pass"]]
