@@ -9,9 +9,9 @@ from cutex.bench import sweep
 
 def ours() -> sweep.Ours:
     from cutex.ops import matmul, tuning
-    from cutex.ops.warming import build_ahead
+    from cutex.ops.warming import build_ahead, tiles_of
 
-    return sweep.Ours(matmul, tuning, build_ahead)
+    return sweep.Ours(matmul, tuning, build_ahead, tiles_of)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

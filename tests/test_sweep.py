@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ast import literal_eval
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,12 @@ import pytest
 import torch
 
 from cutex.bench import sweep
+from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.ops import building, simulated
 from cutex.ops.arrange import arrange
 from cutex.ops.checks import Call, check
 from cutex.ops.plan import config_for
-from cutex.ops.warming import build_ahead
+from cutex.ops.warming import build_ahead, tiles_of
 from cutex.problem.layer import PASSES, LayerProblem
 from cutex.problem.models import DTYPES, MODELS, corpus
 from cutex.report import sweeps
@@ -111,7 +113,7 @@ def test_a_sweep_goes_on_where_it_was_cut_off(tmp_path, monkeypatch):
         built.append((len(operands), dtype))
         return 1
 
-    ours = sweep.Ours(torch.mm, nullcontext, build)
+    ours = sweep.Ours(torch.mm, nullcontext, build, lambda *_: "")
     sweep.sweep(entries[:2], ours, file, ["cublas"])
     assert len(sweep.sweep(entries, ours, file, ["cublas"])) == 5
     assert sorted(measured) == sorted(e.name for e in entries)
@@ -130,7 +132,15 @@ def test_what_is_built_ahead_is_what_the_calls_take(dtype, monkeypatch):
     with simulated("sm_90a"):
         built = build_ahead([p.inputs("meta") for p in problems], torch.bfloat16)
         taken = {plan_for(p.inputs(), p.outputs()[0]) for p in problems}
+        said = {tiles_of(*p.inputs("meta"), torch.bfloat16) for p in problems}
     assert built == len(jobs) == len(taken) and {config for config, _ in jobs} == taken
+    assert {read_back(x) for x in said} == {config.tiles for config in taken}
+
+
+def read_back(said):
+    """The config whose fields a row of a sweep says."""
+    fields = dict(field.split("=") for field in said.split())
+    return Sm90Config(**{name: literal_eval(value) for name, value in fields.items()})
 
 
 def plan_for(operands, out):

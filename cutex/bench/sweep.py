@@ -38,10 +38,11 @@ class Ours:
     matmul: Callable[..., Any]  # (a, b, out=...)
     tuning: Callable[[], AbstractContextManager[Any]]  # within it every problem is tuned
     build: Callable[[Iterable[tuple[Any, Any]], Any], int]  # kernels of many (a, b), for a dtype
+    tiles: Callable[[Any, Any, Any], str]  # that (a, b) of a dtype of out takes
 
 
 def measure(
-    entry: Entry, ours: Callable[..., Any], compare: Sequence[str], tuned: bool, l2_bytes: int
+    entry: Entry, ours: Ours, compare: Sequence[str], tuned: bool, l2_bytes: int
 ) -> SweepRow:
     """Check ours, then time it beside `compare` on this process's GPU."""
     import torch
@@ -49,7 +50,7 @@ def measure(
     problem = entry.problem
     copies = timing.copies_to_rotate(problem.bytes, l2_bytes, "cold")
     operands = [(*problem.inputs("cuda", copy=i), *problem.outputs("cuda")) for i in range(copies)]
-    variants: dict[str, Launch] = {"ours": lambda a, b, out: ours(a, b, out=out)}
+    variants: dict[str, Launch] = {"ours": lambda a, b, out: ours.matmul(a, b, out=out)}
     variants["ours"](*operands[0])
     check = problem.check(*operands[0])
     for name in compare:
@@ -81,6 +82,7 @@ def measure(
         run=run_time(),
         flops=problem.flops,
         bytes=problem.bytes,
+        kernel=ours.tiles(*operands[0][:2], operands[0][2].dtype),
         environment=environment(),
     )
 
@@ -118,7 +120,7 @@ def sweep(
     for i, entry in enumerate(left):
         if seconds is not None and time.monotonic() - begin > seconds:
             break
-        row = measure(entry, ours.matmul, compare, tuned, arch.l2_bytes)
+        row = measure(entry, ours, compare, tuned, arch.l2_bytes)
         rows.append(file, row)
         ratio = "wrong" if not row.ok else f"{row.ratio:.3f}x" if row.ratio else f"{row.us} us"
         print(f"[{i + 1}/{len(left)}] {entry.name}: {ratio}", flush=True)

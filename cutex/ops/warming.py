@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from itertools import groupby
 
 import torch
@@ -81,16 +82,27 @@ def warm_up(
 def build_ahead(operands: Iterable[tuple[Tensor, Tensor]], out_dtype: torch.dtype) -> int:
     """Build, in parallel, the kernel that `cutex.matmul(a, b, out_dtype=...)` takes of each (a, b),
     whose data is not read (they may be on "meta"). Returns how many kernels that are."""
-    arch = _arch()
-    configs: dict[GeneralConfig, None] = {}
-    for a, b in operands:
-        call = Call(a, b, out_dtype=out_dtype)
-        check(call)
-        arranged = arrange(call, _meta(call.shape, call.dtype), arch)
-        layouts = arranged.a, arranged.b, arranged.out
-        configs[config_for(arranged.sizes, layouts, arranged.ops, arch)] = None
-    building.build([(config, arch) for config in configs])
+    configs = dict.fromkeys(_config(a, b, out_dtype) for a, b in operands)
+    building.build([(config, _arch()) for config in configs])
     return len(configs)
+
+
+def tiles_of(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> str:
+    """The tiles that `cutex.matmul(a, b, out_dtype=...)` takes: the fields that are not as usual,
+    and the cut of a tile."""
+    tiles = _config(a, b, out_dtype).tiles
+    always = ("tile_m", "tile_n", "tile_k", "num_stages")
+    said = [f for f in fields(tiles) if f.name in always or getattr(tiles, f.name) != f.default]
+    return " ".join(f"{f.name}={getattr(tiles, f.name)}" for f in said)
+
+
+def _config(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> GeneralConfig:
+    """The config that `cutex.matmul(a, b, out_dtype=...)` takes."""
+    call = Call(a, b, out_dtype=out_dtype)
+    check(call)
+    arranged = arrange(call, _meta(call.shape, call.dtype), _arch())
+    layouts = arranged.a, arranged.b, arranged.out
+    return config_for(arranged.sizes, layouts, arranged.ops, _arch())
 
 
 def _few_for(classes: list[CallClass], arch_name: str, most: int) -> dict[CallClass, GeneralConfig]:

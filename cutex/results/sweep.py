@@ -40,7 +40,7 @@ class SweepRow:
     run: str  # UTC time at which the sweep began
     flops: int = 0
     bytes: int = 0
-    kernel: str = ""  # the config that ran
+    kernel: str = ""  # the tiles that ran: fields of their config
     environment: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -41,8 +41,8 @@ ROWS_OUTSIDE = 8  # of a box, that cost nothing
 SHALLOW = 164 * 1024  # 1.01 times as fast as all of smem with M = 1 to 16: SMs stay together
 SPREAD = 0.99  # of the time of tiles that leave a few SMs without
 # times that the stores of 16 columns of C at a time take, of 32 bytes of a line, or swapped of 128
-SHORT_STORES = {False: 1.81, True: 1.24}
-HIDING = 4.0  # of a ping-pong tile's epilogue and the next mainloop: infinite if one hid the other
+SHORT_STORES = {False: 1.83, True: 1.29}
+HIDING = 1.5  # of a ping-pong tile's epilogue and the next mainloop: infinite if one hid the other
 NARROW = 32  # rows of an operand that TMA loads one box each of, where K is not contiguous
 
 
@@ -76,54 +76,54 @@ class Costs:
 
 
 ROUND = Costs(
-    clock_ghz=1.98,
-    mma=1.13,
-    l2_bytes=66.7,
-    paired=0.182,
-    received=0.42,
-    latency=2000.0,
+    clock_ghz=1.96,
+    mma=1.11,
+    l2_bytes=68.4,
+    paired=0.192,
+    received=0.394,
+    latency=1970.0,
     overlap=10.0,
-    step=24.2,
-    epilogue_bytes=30.8,
-    tile=7.59,
+    step=25.5,
+    epilogue_bytes=31.7,
+    tile=7.56,
     flop_us=1.21e-09,
     l2_us=6.33e-12,
     memory_us=6.39e-10,
-    memory_gbs=4220.0,
-    again=0.241,
-    sm_gbs=40.3,
-    lone_sm_gbs=253.0,
-    balance=3.76,
+    memory_gbs=4230.0,
+    again=0.24,
+    sm_gbs=40.4,
+    lone_sm_gbs=264.0,
+    balance=3.72,
     launch_us=1.62,
-    exchange_us=0.879,
-    exchange_gbs=24.9,
-    narrow=1.16,
-    outside=3.07,
+    exchange_us=0.896,
+    exchange_gbs=25.2,
+    narrow=1.17,
+    outside=3.24,
 )
 WALK = Costs(
-    clock_ghz=1.94,
-    mma=1.32,
-    l2_bytes=60.4,
+    clock_ghz=1.92,
+    mma=1.31,
+    l2_bytes=61.0,
     paired=0.9,
-    received=0.739,
-    latency=2390.0,
+    received=0.752,
+    latency=2370.0,
     overlap=10.0,
-    step=1.47,
-    epilogue_bytes=31.3,
+    step=1.46,
+    epilogue_bytes=30.2,
     tile=15.6,
-    flop_us=9.79e-10,
+    flop_us=9.87e-10,
     l2_us=2.25e-11,
     memory_us=1.22e-10,
-    memory_gbs=4230.0,
-    again=0.212,
+    memory_gbs=4220.0,
+    again=0.218,
     sm_gbs=67.7,
-    lone_sm_gbs=103.0,
-    balance=3.74,
-    launch_us=1.92,
+    lone_sm_gbs=101.0,
+    balance=3.81,
+    launch_us=1.9,
     exchange_us=1.0,
     exchange_gbs=40.0,
-    narrow=1.22,
-    outside=7.73,
+    narrow=1.2,
+    outside=7.84,
 )
 
 
