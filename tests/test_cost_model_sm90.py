@@ -12,7 +12,6 @@ import pytest
 from cutex.arch import arch
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.cost_model import candidates, predict
-from cutex.kernels.gemm.sm90.doubt import FACTORS, UNKNOWN, doubt, factor, kind
 from cutex.problem.gemm import GemmProblem
 
 H200 = arch("sm_90a")
@@ -23,7 +22,7 @@ Times = dict[Sm90Config, float]
 
 
 @pytest.fixture(scope="module")
-def timed() -> list[tuple[dict[str, Any], Times]]:
+def measured() -> list[tuple[dict[str, Any], Times]]:
     """Each problem that was timed, with the configs that are candidates for it."""
     head, *rows = map(json.loads, MEASURED.read_text().splitlines())
     configs = [Sm90Config.from_row(row) for row in head["configs"]]
@@ -33,14 +32,9 @@ def timed() -> list[tuple[dict[str, Any], Times]]:
         allowed = {geometry(c) for c in candidates(problem, H200, majors)}
         times = {configs[int(i)]: us for i, us in row["us"].items()}
         times = {c: us for c, us in times.items() if geometry(c) in allowed}
-        found.append((row, times))
+        if len(times) > 1:
+            found.append((row, times))
     return found
-
-
-@pytest.fixture(scope="module")
-def measured(timed) -> list[tuple[dict[str, Any], Times]]:
-    """Those between whose configs there is a choice."""
-    return [(row, times) for row, times in timed if len(times) > 1]
 
 
 def geometry(c: Sm90Config) -> tuple[Any, ...]:
@@ -89,22 +83,3 @@ def test_predicted_times_are_within_a_tenth(measured) -> None:
             if us < 1.25 * best
         ]
     assert math.sqrt(sum(e * e for e in errors) / len(errors)) <= 0.1
-
-
-def test_doubt_is_what_the_measurements_say(timed) -> None:
-    """Of configs that take up to a third more than the best that was timed of their problem."""
-    errors: dict[tuple[str, int], list[float]] = {}
-    for row, times in timed:
-        problem, majors = GemmProblem(row["m"], row["n"], row["k"]), MAJORS[row["pass"]]
-        for c, us in times.items():
-            of_kind = errors.setdefault((kind(c), c.mma_warpgroups), [])
-            if us < 1.33 * min(row["us"].values()):
-                of_kind.append(math.log(us / predict(c, problem, H200, 1, majors) * doubt(c)))
-    every = [e for of_kind in errors.values() for e in of_kind]
-    mean = sum(every) / len(every)
-    deviation = math.sqrt(sum((e - mean) ** 2 for e in every) / len(every))
-    shipped = {(name, count) for name, by_count in FACTORS.items() for count in by_count}
-    assert errors.keys() == shipped
-    for (name, count), of_kind in errors.items():
-        assert FACTORS[name][count] == pytest.approx(factor(of_kind, deviation), abs=0.004), name
-    assert factor([], deviation) == pytest.approx(UNKNOWN, abs=0.004)

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from cutex.arch import arch as arch_named
 from cutex.kernels.gemm.config import BARRIERS, ELEMENT, ceil_div
 from cutex.kernels.gemm.sm90.config import Sm90Config
-from cutex.kernels.gemm.sm90.doubt import doubt
 from cutex.problem.gemm import GemmProblem
 
 if TYPE_CHECKING:
@@ -40,9 +39,6 @@ TPCS = 66  # pairs of SMs; CTAs take one of each first
 ROWS_OUTSIDE = 8  # of a box, that cost nothing
 SHALLOW = 164 * 1024  # 1.01 times as fast as all of smem with M = 1 to 16: SMs stay together
 SPREAD = 0.99  # of the time of tiles that leave a few SMs without
-# times that the stores of 16 columns of C at a time take, of 32 bytes of a line, or swapped of 128
-SHORT_STORES = {False: 1.83, True: 1.29}
-HIDING = 1.5  # of a ping-pong tile's epilogue and the next mainloop: infinite if one hid the other
 NARROW = 32  # rows of an operand that TMA loads one box each of, where K is not contiguous
 
 
@@ -76,54 +72,54 @@ class Costs:
 
 
 ROUND = Costs(
-    clock_ghz=1.96,
-    mma=1.11,
-    l2_bytes=68.4,
-    paired=0.192,
-    received=0.394,
-    latency=1970.0,
+    clock_ghz=2.04,
+    mma=1.24,
+    l2_bytes=61.0,
+    paired=0.173,
+    received=0.451,
+    latency=2070.0,
     overlap=10.0,
-    step=25.5,
-    epilogue_bytes=31.7,
-    tile=7.56,
-    flop_us=1.21e-09,
+    step=23.0,
+    epilogue_bytes=30.3,
+    tile=7.62,
+    flop_us=1.16e-09,
     l2_us=6.33e-12,
-    memory_us=6.39e-10,
-    memory_gbs=4230.0,
-    again=0.24,
-    sm_gbs=40.4,
-    lone_sm_gbs=264.0,
-    balance=3.72,
-    launch_us=1.62,
-    exchange_us=0.896,
-    exchange_gbs=25.2,
-    narrow=1.17,
-    outside=3.24,
+    memory_us=6.38e-10,
+    memory_gbs=4220.0,
+    again=0.236,
+    sm_gbs=41.3,
+    lone_sm_gbs=236.0,
+    balance=4.34,
+    launch_us=1.65,
+    exchange_us=0.818,
+    exchange_gbs=25.8,
+    narrow=1.15,
+    outside=2.48,
 )
 WALK = Costs(
-    clock_ghz=1.92,
-    mma=1.31,
-    l2_bytes=61.0,
+    clock_ghz=1.94,
+    mma=1.34,
+    l2_bytes=58.8,
     paired=0.9,
-    received=0.752,
-    latency=2370.0,
+    received=0.702,
+    latency=2550.0,
     overlap=10.0,
-    step=1.46,
-    epilogue_bytes=30.2,
-    tile=15.6,
-    flop_us=9.87e-10,
+    step=1.48,
+    epilogue_bytes=30.8,
+    tile=15.5,
+    flop_us=8.77e-10,
     l2_us=2.25e-11,
     memory_us=1.22e-10,
-    memory_gbs=4220.0,
-    again=0.218,
+    memory_gbs=4300.0,
+    again=0.207,
     sm_gbs=67.7,
-    lone_sm_gbs=101.0,
-    balance=3.81,
-    launch_us=1.9,
+    lone_sm_gbs=104.0,
+    balance=3.52,
+    launch_us=1.97,
     exchange_us=1.0,
     exchange_gbs=40.0,
-    narrow=1.2,
-    outside=7.84,
+    narrow=1.22,
+    outside=6.82,
 )
 
 
@@ -321,9 +317,7 @@ def predict(
     step = (mma**p + load**p + wait**p) ** (1 / p) + costs.step
 
     leaving = c.tile_m * c.tile_n * ELEMENT / costs.epilogue_bytes
-    leaving *= SHORT_STORES[c.swap_ab] if c.epi_n == 16 else 1
-    tile = k_tiles * step + costs.tile
-    tile = (tile**HIDING + leaving**HIDING) ** (1 / HIDING) if c.pingpong else tile + leaving
+    tile = k_tiles * step + costs.tile + (0 if c.pingpong else leaving)
     busy = rounds * tile / costs.clock_ghz / 1e3
     flops = 2 * useful * c.tile_m * c.tile_n * k_tiles * c.tile_k
     memory_bytes = problem.bytes * batch
@@ -339,4 +333,4 @@ def predict(
         others = c.partial_bytes * (c.split_k - 1) / c.split_k
         time += costs.exchange_us + others / costs.exchange_gbs / 1e3
     time += costs.launch_us + leaving / costs.clock_ghz / 2e3
-    return time * (SPREAD if c.spread else 1) * doubt(c)
+    return time * (SPREAD if c.spread else 1)
