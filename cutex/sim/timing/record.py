@@ -9,7 +9,7 @@ of a barrier a warp needed, how many groups it left in flight.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -72,9 +72,12 @@ class Recorder:
         code = machine.program.code
         self.code = code
         self.cost = np.zeros((len(code), len(Work._fields)))
+        on_line = Counter(ins.line for ins in code)
         for pc, ins in enumerate(code):
             if cost := costs.get(ins.line):
-                self.cost[pc] = cost.cycles, cost.slots, *cost.pipes.values(), _port(ins)
+                own = cost.cycles, cost.slots, *cost.pipes.values()
+                share = 1 / on_line[ins.line]  # inline assembly has several instructions on a line
+                self.cost[pc] = *(x * share for x in own), _port(ins)
         self.kinds: list[Callable[[Batch, Any], None] | None] = [self._kind(i) for i in code]
         self.work = np.zeros((machine.grid.num_warps, len(Work._fields)))
         self.programs: dict[int, list[Event]] = defaultdict(list)
