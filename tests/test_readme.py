@@ -13,6 +13,7 @@ from cutex import attention, gemm, report
 from cutex.analysis import layout, roofline
 from cutex.bench import check, sweep
 from cutex.cloud import rental
+from cutex.report import sweeps
 from cutex.results import history
 from cutex.sim import __main__ as sim
 
@@ -103,7 +104,10 @@ def test_the_pictures_are_those_that_the_ledgers_render(root, readme):
 
 
 def test_the_tables_are_those_that_the_ledgers_render(root, readme):
-    assert report.rewrite(readme, report.read_all(root / "results")) == readme
+    models = sweeps.read_sweeps(root / "results")
+    assert report.rewrite(readme, report.read_all(root / "results"), models) == readme
+    for name, svg in sweeps.pictures(models).items():
+        assert (root / "docs" / name).read_text() == svg
 
 
 def test_every_path_that_the_readme_names_is_there(root, readme):
