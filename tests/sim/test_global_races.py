@@ -17,7 +17,7 @@ from cutex.sim import Hazards, simulate
 
 ORDERS = ["fifo", "eager", "starved", "peer-late", "random"]
 FOUR = Shape(grid=4)
-ANOTHER = r"race: .* byte .* wrote another value there .* nothing orders the two"
+ANOTHER = r"race: .* writes \w+\[\d.* wrote another value there .* nothing orders the two"
 
 
 def run(body: str, order: str = "fifo", **shape) -> np.ndarray:
@@ -39,7 +39,7 @@ ADDED = "ld.global.u32 %r0, [%x]; add.u32 %r0, %r0, 1; st.global.u32 [%x], %r0;"
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_sum_without_atomics_is_a_race(order: str) -> None:
     """All CTAs add to one word: what one reads, another writes."""
-    with pytest.raises(Hazards, match=r"race: .*(reads byte 0|which .* read: nothing orders)"):
+    with pytest.raises(Hazards, match=r"race: .*(reads x.0. |which .* read: nothing orders)"):
         run(f"setp.ne.u32 %p0, %lane, 0; @%p0 ret; {ADDED}", order)
     with_atomics = "setp.ne.u32 %p0, %lane, 0; @%p0 ret; red.global.add.u32 [%x], 1;"
     assert run(with_atomics, order)[0] == 4

@@ -102,5 +102,7 @@ def test_ordinary_stores_and_loads_of_two_warps_need_a_barrier():
     out = torch.zeros(64, dtype=torch.int32)
     simulate(kernel_of(True), out)
     assert out.tolist() == list(range(63, -1, -1))
-    with pytest.raises(Hazards, match=r"reads shared memory 0x\w+, which .* wrote at PTX line"):
+    with pytest.raises(
+        Hazards, match=r"reads shared memory words.63. \(0x\w+\), which .* wrote at PTX line"
+    ):
         simulate(kernel_of(False), out)
