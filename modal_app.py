@@ -41,8 +41,10 @@ WHEELS = (  # as in constraints.txt; the DSL needs no CUDA toolkit
     "hypothesis==6.170.15",
 )
 
+PYTHON = "3.12"  # of the image; the tests take it too, where it is installed
+
 image = (
-    modal.Image.debian_slim(python_version="3.12")
+    modal.Image.debian_slim(python_version=PYTHON)
     .apt_install("gcc", "libc6-dev")  # the simulator's shim, which the tests use
     .uv_pip_install(*WHEELS)
     .env({"CUTEX_CACHE": "/tmp/cutex"})

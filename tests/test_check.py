@@ -10,6 +10,7 @@ import pytest
 from cutex.bench import check
 from cutex.command import INTERRUPTED
 from cutex.orders import ORDERS
+from cutex.sim.__main__ import main as sim
 
 KERNEL = """
 import torch
@@ -138,3 +139,19 @@ def test_a_saved_file_is_checked_again(tmp_path, capsys, monkeypatch):
     assert check.main(["--watch", str(script)]) == INTERRUPTED
     assert checked == ["first", "save 1", "save 2"]
     assert capsys.readouterr().err.count("watching") == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "says"),
+    [
+        ("def (:\n", [], "mine.py:1 is no Python: invalid syntax"),
+        ("\0", [], "is no Python"),
+        ("", ["--time", "--trace", "/nowhere/t.json"], "--trace /nowhere/t.json: there is no such"),
+    ],
+)
+def test_what_the_simulator_cannot_run_is_one_sentence(text, options, says, tmp_path, capsys):
+    script = tmp_path / "mine.py"
+    script.write_text(text)
+    assert sim([*options, str(script)]) == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert says in sentence

@@ -148,3 +148,9 @@ def test_no_label_lies_over_another_or_leaves_the_picture(command, capsys):
         for other, l2, t2, r2, b2 in texts[:i]:
             apart = right <= l2 or r2 <= left or bottom <= t2 or b2 <= top
             assert apart, f"{words!r} lies over {other!r}"
+
+
+@pytest.mark.parametrize("rows", ["0", "12", "100000000"])
+def test_a_swizzle_of_too_many_rows_is_refused_at_once(rows, capsys):
+    assert main(["swizzle", "128", "--rows", rows]) == 2
+    assert f"--rows {rows}: a multiple of 8 up to 1024" in capsys.readouterr().err

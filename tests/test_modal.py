@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -257,18 +260,55 @@ def test_everything_that_runs_there_is_sent(cloud, modal_run, modal_app, root, t
         place = tree / Path(path).relative_to(modal_app.THERE)
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes((root / place.relative_to(tree)).read_bytes())
-    for command in (
-        ("-m", "cutex.gemm", "--stage", "0", "--device", "sim", "--mnk", "64,64,64"),
-        ("-m", "pytest", *modal_app.rental.DEFAULT_TESTS.split(), "--collect-only"),
-    ):
+    there = image_python(modal_app.PYTHON)
+    commands = [
+        (python, *command)
+        for python in {sys.executable, there if there and has_wheels(there) else sys.executable}
+        for command in (
+            ("-m", "cutex.gemm", "--stage", "0", "--device", "sim", "--mnk", "64,64,64"),
+            ("-m", "pytest", *modal_app.rental.DEFAULT_TESTS.split(), "--collect-only"),
+        )
+    ]
+    if there:  # it reads every file, even without what they import
+        commands.append((there, "-m", "compileall", "-q", "."))
+    for command in commands:
         ran = subprocess.run(
-            [sys.executable, *command],
+            command,
             cwd=tree,
             env={**os.environ, "PYTHONPATH": str(tree), "CUTEX_CACHE": str(tmp_path / "c")},
             capture_output=True,
             text=True,
         )
         assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def image_python(version: str) -> str | None:
+    """The Python of the image's version that is installed here: this one, or one on the path."""
+    if sys.version_info[:2] == tuple(map(int, version.split("."))):
+        return sys.executable
+    found = shutil.which(f"python{version}")  # NOTE: a shim may stand for none
+    runs = found and subprocess.run([found, "--version"], capture_output=True).returncode == 0
+    return found if runs else None
+
+
+def has_wheels(python: str) -> bool:
+    """Whether what the image installs is installed there."""
+    code = "import cutlass, pytest, torch"
+    return subprocess.run([python, "-c", code], capture_output=True).returncode == 0
+
+
+def test_the_tree_is_written_for_the_python_of_the_image(root, modal_app):
+    """Where that version is not installed, its grammar and its library at least are asked."""
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == ">=3.11" and modal_app.PYTHON >= "3.11"
+    gone = {"asynchat", "asyncore", "distutils", "imp", "smtpd"}  # with Python 3.12
+    version = tuple(map(int, modal_app.PYTHON.split(".")))
+    for file in [*(root / "cutex").rglob("*.py"), *(root / "kernels").rglob("*.py")]:
+        tree = ast.parse(file.read_text(), feature_version=version)
+        for node in ast.walk(tree):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not gone & {name.partition(".")[0] for name in names}, file
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from cutex.problem.gemm import GemmProblem
 from cutex.report import ladders
 from cutex.report.page import page
 from cutex.report.rows import ladder_bars
-from cutex.results.history import _best_table, best
+from cutex.results.history import _best_table, best, main
 from cutex.results.rate import rate
 
 WIDE, SLIM = GemmProblem(8192, 8192, 4096), GemmProblem(16, 8192, 8192)
@@ -68,3 +68,8 @@ def test_progress_is_a_line_every_few_seconds_where_stderr_is_no_terminal(monkey
 def test_the_driver_is_kept_with_a_result(monkeypatch):
     monkeypatch.setattr(timing, "driver_version", lambda: "580.65.06")
     assert environment.__wrapped__()["driver"] == "580.65.06"  # not what is remembered
+
+
+def test_a_list_of_fewer_rows_than_one_is_refused(tmp_path, capsys):
+    assert main(["list", "--results", str(tmp_path), "--last", "-5"]) == 2
+    assert capsys.readouterr().err == "cutex: --last -5: takes a number from 1\n"

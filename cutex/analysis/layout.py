@@ -38,6 +38,7 @@ from cutex.command import answered
 from cutex.svg import Canvas, alone
 
 CELL = 26.0
+_MOST_ROWS = 1024  # of a swizzle's picture
 DTYPES = ("bf16", "fp16")  # of the operands drawn
 PASTEL = ("#cfe0f7", "#f9dcc9", "#cdebd9", "#f3e2b3", "#e0d4f3", "#f6cfd9", "#cfeaea", "#e4e4d8")
 
@@ -310,8 +311,8 @@ def draw(args: argparse.Namespace) -> str:
         case "tv":
             return draw_tv(args.layout, tile())
         case "swizzle":
-            if args.rows < 8 or args.rows % 8:
-                raise ValueError(f"--rows {args.rows}: a multiple of 8 is needed")
+            if not 8 <= args.rows <= _MOST_ROWS or args.rows % 8:
+                raise ValueError(f"--rows {args.rows}: a multiple of 8 up to {_MOST_ROWS}")
             return draw_swizzle(args.bytes, args.dtype, args.rows)
         case "mma":
             rows = {"wgmma": 64, "tcgen05": 128, "tcgen05-pair": 256}[args.name]

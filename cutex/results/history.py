@@ -181,8 +181,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _merge(args.files, args.results)
         rows = _chosen(read_all(folder_given(args.results), notice), args)
         match args.what:
+            case "list" if args.last < 1:
+                raise ValueError(f"--last {args.last}: takes a number from 1")
             case "list":
-                _print(_listed(rows[-args.last :] if args.last > 0 else []))
+                _print(_listed(rows[-args.last :]))
             case "best":
                 _print(_best_table(best(rows)))
             case _:

@@ -58,6 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     script = Path(options.script)
     if not script.is_file():
         return refuse(f"{script} is not a file")
+    try:
+        compile(script.read_bytes(), options.script, "exec")
+    except (SyntaxError, ValueError) as error:
+        line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        return refuse(f"{script}{line} is no Python: {getattr(error, 'msg', error)}")
     if not 0 <= options.seed < 1 << 31:
         return refuse(f"--seed {options.seed}: takes a number from 0 to {(1 << 31) - 1}")
     if options.max_instructions is not None and options.max_instructions < 1:
@@ -127,6 +132,8 @@ def _bad_clock(options: argparse.Namespace) -> str:
         board = gpu(options.gpu or of_arch(options.arch))
     except ValueError as error:
         return str(error)
+    if options.trace and not Path(options.trace).absolute().parent.is_dir():
+        return f"--trace {options.trace}: there is no such folder"
     if board.arch != options.arch:
         return f"--gpu {options.gpu}: is a GPU of {board.arch}, the script runs for {options.arch}"
     return ""
