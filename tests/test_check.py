@@ -141,6 +141,27 @@ def test_a_saved_file_is_checked_again(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().err.count("watching") == 2
 
 
+def test_what_is_saved_during_a_run_is_checked_after_it(tmp_path, monkeypatch):
+    script = tmp_path / "mine.py"
+    script.write_text("first")
+    checked = []
+
+    def look(args):
+        checked.append(script.read_text())
+        if len(checked) == 1:
+            script.write_text("saved meanwhile")
+            os.utime(script, ns=(0, 1))
+        return 0
+
+    def nobody_saves(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check, "check", look)
+    monkeypatch.setattr(check.time, "sleep", nobody_saves)
+    assert check.main(["--watch", str(script)]) == INTERRUPTED
+    assert checked == ["first", "saved meanwhile"]
+
+
 @pytest.mark.parametrize(
     ("text", "options", "says"),
     [

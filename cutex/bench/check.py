@@ -132,12 +132,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return refuse(f"{args.script} is not a file")
     if not 1 <= args.seeds <= 1000:
         return refuse(f"--seeds {args.seeds}: takes a number from 1 to 1000")
+    saved = _saved(args.script)  # before each run: what is saved during one is looked at after it
     code = check(args)
     while args.watch:
-        saved = _saved(args.script)
         print(f"watching {args.script}; Ctrl-C ends it", file=sys.stderr)
         while _saved(args.script) in (saved, 0):
             time.sleep(LOOK)
+        saved = _saved(args.script)
         code = check(args)
     return code
 
