@@ -31,9 +31,7 @@ _TILES: dict[tuple[int, int], dict[str, Any]] = {
     # tensor cores are busy without, and Q's only slot comes back before the tile is judged
     (256, 256): {"tile_m": 128, "tile_n": 64, "q_stages": 1, "o_parts": 2, "optimistic": False},
 }
-# at head dim 64, for short causal sequences: of 128 rows less lies beyond the diagonal than of 192
-_SHORT: dict[str, Any] = {"tile_m": 128, "tile_n": 128, "num_stages": 4}
-SHORT, LONG = 2048, 8192  # keys: up to which that pays, and from which on Q in registers does
+LONG = 8192  # keys, from which on Q in registers pays
 MOST_PACKED = 64  # rows of a warpgroup
 
 
