@@ -10,7 +10,7 @@ TMA loads as what they are, and compared at the end with what has been written i
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -156,17 +156,22 @@ class GlobalRaces:
         """A TMA load into ``cta``."""
         if self.active:
             owner = int(self.m.grid.cta_cluster[cta])
-            self.boxes.setdefault((id(tmap), at, owner), BoxRead(tmap, at, owner, ins))
+            key = id(tmap), at, owner
+            if key not in self.boxes:
+                self.boxes[key] = BoxRead(tmap, at, owner, ins)
 
     def finish(
-        self, places: Callable[[Machine, Any, tuple[int, ...]], tuple[Region, np.ndarray] | None]
+        self,
+        places: Callable[
+            [Machine, Any, tuple[int, ...], Container[int]], tuple[Region, np.ndarray] | None
+        ],
     ) -> None:
         """The grid has run. ``places``: the tensor and the bytes of it that a TMA load reads."""
         if not self.shadows:
             return
         for read in self.boxes.values():
-            found = places(self.m, read.tmap, read.at)
-            if found is None or found[0].base not in self.shadows:
+            found = places(self.m, read.tmap, read.at, self.shadows)
+            if found is None:
                 continue
             region, offsets = found
             who, line = self.shadows[region.base]
