@@ -7,7 +7,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from time import perf_counter
@@ -20,8 +20,10 @@ from cutex import cache
 from cutex.arch import arch as arch_named
 from cutex.debug_info import recording
 from cutex.orders import ORDERS
+from cutex.sim import division
 from cutex.sim.errors import Finding, Hazards, SimError
 from cutex.sim.hazards.findings import Findings
+from cutex.sim.hazards.global_races import orders_clusters
 from cutex.sim.hazards.grid_order import Stream
 from cutex.sim.host.capture import PACKED, HostFunction, HostTensor, Launch
 from cutex.sim.isa.tma import box_places
@@ -70,6 +72,7 @@ def simulate(
     max_instructions: int | None = None,
     time: bool = False,
     gpu: str = "",
+    jobs: int = 1,
 ) -> SimReport:
     """Runs a kernel on the CPU: its real host code and PTX, every warp, barrier, TMA copy and MMA.
 
@@ -89,6 +92,8 @@ def simulate(
     max_instructions: of all warps of one launch, after which it is ended as Endless; None for no
         limit.
 
+    jobs: processes that simulate a grid of independent clusters together, on as many cores.
+
     Returns a SimReport. Raises Deadlock, Endless, BadAddress, BarrierMisuse, BadOperand,
     UnknownInstruction, each with a report; Hazards after a run with findings (unless
     ``raise_findings`` is False: then they are in the report); NoCompiler where a C compiler is
@@ -96,6 +101,8 @@ def simulate(
     """
     if order not in ORDERS:
         raise ValueError(f"order {order!r}: takes one of {', '.join(ORDERS)}")
+    if not 1 <= jobs <= division.MOST:
+        raise ValueError(f"jobs {jobs}: takes 1 to {division.MOST}")
     arch_named(arch)
     started = perf_counter()
     host, programs, arguments, reached = captured(compiled, tensors, arch)
@@ -104,7 +111,8 @@ def simulate(
         if tensor is None:
             raise TypeError(f"memory takes CPU tensors, got {type(more).__name__}")
         reached.append(tensor)
-    run = Simulation(programs, reached, order=order, seed=seed, limit=max_instructions)
+    limit = max_instructions
+    run = Simulation(programs, reached, order=order, seed=seed, limit=limit, jobs=jobs)
     if time:
         from cutex.sim.timing.call import time_call
 
@@ -156,9 +164,10 @@ class Simulation:
         seed: int = 0,
         limit: int | None = None,
         cubin: bytes | None = None,
+        jobs: int = 1,
     ) -> None:
         """``cubin``: the kernels' code, if what they take and bank conflicts are to be reported."""
-        self.limit, self.cubin, self.stream = limit, cubin, Stream()
+        self.limit, self.cubin, self.stream, self.jobs = limit, cubin, Stream(), jobs
         self.programs, self.tensors, self.order, self.seed = programs, tensors, order, seed
         self.report = SimReport()
         self._found: dict[tuple[str, str, bool], Finding] = {}
@@ -172,27 +181,55 @@ class Simulation:
                 f"({', '.join(self.programs)})"
             )
         _check_launch(program, what)
-        scheduler = self._scheduler(program, what)
-        # NOTE: products are small here; one BLAS thread is faster than several that wait for each
-        # other
-        try:
-            with uncollected(), _blas().limit(limits=1, user_api="blas"):
-                self._run(scheduler, what)
-        finally:  # NOTE: what was found before an error counts
-            self._add_up(scheduler, what)
-            scheduler.m.release()
-
-    def _scheduler(self, program: Program, what: Launch) -> Scheduler:
         memory = GlobalMemory()
         for tensor in self.tensors:
             memory.add_tensor(tensor)
+        # NOTE: products are small here; one BLAS thread is faster than several that wait for each
+        # other
+        with uncollected(), _blas().limit(limits=1, user_api="blas"):
+            if self.jobs > 1 and self._run_divided(program, what, memory):
+                return
+            scheduler = self._scheduler(program, what, memory, self._residency(program, what))
+            try:
+                self._run(scheduler, what)
+            finally:  # NOTE: what was found before an error counts
+                self._add_up(scheduler, what)
+                scheduler.m.release()
+
+    def _run_divided(self, program: Program, what: Launch, memory: GlobalMemory) -> bool:
+        """Runs it in several processes; False if that cannot be, or one has to tell of it."""
+        order = policy(self.order, self.seed + self.report.launches)
+        if self.limit is not None or self.cubin is not None:
+            return False
+        if division.why_not(program, what, order, memory, orders_clusters(program)):
+            return False
+        size, where = what.cluster_size, self._residency(program, what)
+
+        def run(clusters: list[int]) -> division.Part | None:
+            here = replace(where, ctas=min(where.ctas, len(clusters) * size))
+            scheduler = self._scheduler(program, what, memory, here)
+            self._run_clusters(scheduler, clusters)
+            machine = scheduler.m
+            if len(machine.findings):
+                return None
+            return division.Part(scheduler.executed, machine.global_races.touched(box_places))
+
+        clusters = order.start_order(list(range(what.num_ctas // size)))
+        parts = division.run_parts(memory, division.shares(clusters, self.jobs), run)
+        if parts is None:
+            return False
+        self._count(program, what, np.sum([part.executed for part in parts], 0))
+        return True
+
+    def _scheduler(
+        self, program: Program, what: Launch, memory: GlobalMemory, where: Residency
+    ) -> Scheduler:
         params = np.zeros(-(-program.param_bytes // 64) * 64 + 64, np.uint8)
         for p, raw in zip(
             program.params, what.param_bytes([p.size for p in program.params]), strict=True
         ):
             params[p.offset : p.offset + p.size] = np.frombuffer(raw, np.uint8)
         order = policy(self.order, self.seed + self.report.launches)
-        where = self._residency(program, what)
         machine = Machine(program, what, memory, params, where, order, self.stream)
         machine.banks = None if self.cubin is None else BankConflicts()
         _add_module_variables(machine)
@@ -202,9 +239,13 @@ class Simulation:
         return residency(program, what)
 
     def _run(self, scheduler: Scheduler, what: Launch) -> None:
+        clusters = list(range(what.num_ctas // what.cluster_size))
+        self._run_clusters(scheduler, scheduler.policy.start_order(clusters))
+
+    def _run_clusters(self, scheduler: Scheduler, clusters: Sequence[int]) -> None:
+        """``clusters``: of the grid, in the order in which they start."""
         machine = scheduler.m
-        clusters = list(range(what.num_ctas // machine.grid.cluster_size))
-        queue = machine.pending_clusters = PendingClusters(machine.policy.start_order(clusters))
+        queue = machine.pending_clusters = PendingClusters(clusters)
         while queue:
             machine.load_clusters(queue.start(machine.grid.num_ctas // machine.grid.cluster_size))
             try:
@@ -217,20 +258,24 @@ class Simulation:
 
     def _add_up(self, scheduler: Scheduler, what: Launch) -> None:
         report, machine = self.report, scheduler.m
-        report.launches += 1
-        report.ctas += what.num_ctas
-        report.instructions += int(scheduler.executed.sum())
+        self._count(machine.program, what, scheduler.executed)
         if self.cubin is not None:
             report.kernels[what.kernel] = resources(machine, what, self.cubin)
-        counts = Counter(report.counts)
-        for ins, n in zip(machine.program.code, scheduler.executed.tolist(), strict=True):
-            if n:
-                counts[ins.op] += n
-        report.counts = dict(counts.most_common())
         for finding in machine.findings:
             self._found.setdefault((finding.rule, finding.where, finding.advisory), finding)
         report.findings = [f for f in self._found.values() if not f.advisory]
         report.advisories = [f for f in self._found.values() if f.advisory]
+
+    def _count(self, program: Program, what: Launch, executed: np.ndarray) -> None:
+        report = self.report
+        report.launches += 1
+        report.ctas += what.num_ctas
+        report.instructions += int(executed.sum())
+        counts = Counter(report.counts)
+        for ins, n in zip(program.code, executed.tolist(), strict=True):
+            if n:
+                counts[ins.op] += n
+        report.counts = dict(counts.most_common())
 
 
 def _told(error: SimError, findings: Findings) -> SimError:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cutex.sim.machine.memory import Region
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.parse import Instruction, Program
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
@@ -35,6 +35,27 @@ MANY = np.uint32(0xFFFFFFFF)  # clusters that have read a byte
 _REMEDY = "an atomic instead, or one CTA that does both, or a flag with release and acquire"
 
 
+class Touched(NamedTuple):
+    """What some clusters of a grid have accessed, by the regions' addresses; bits are packed."""
+
+    written: dict[int, np.ndarray]  # bytes
+    read: dict[int, np.ndarray]
+    loaded: set[int]  # by TMA, of regions that these clusters do not write
+
+    def clashes(self, other: Touched) -> bool:
+        """Whether both touch a byte, and one of them writes it."""
+        pairs = [(self.written, other.written), (self.written, other.read)]
+        pairs += [(self.read, other.written)]
+        if self.loaded & other.written.keys() or other.loaded & self.written.keys():
+            return True
+        return any(bool((a[base] & b[base]).any()) for a, b in pairs for base in a.keys() & b)
+
+
+Places = Callable[
+    ["Machine", Any, tuple[int, ...], Container[int]], tuple[Region, np.ndarray] | None
+]
+
+
 class BoxRead(NamedTuple):
     """A TMA load: of what, by which cluster of the grid."""
 
@@ -44,14 +65,17 @@ class BoxRead(NamedTuple):
     instruction: Instruction
 
 
+def orders_clusters(program: Program) -> bool:
+    """Whether clusters may order what they do, through global memory."""
+    return any(_ORDERS.match(ins.op) and "shared" not in ins.op for ins in program.code)
+
+
 class GlobalRaces:
     """Who wrote each byte of the launch's tensors last, and who has read it."""
 
     def __init__(self, machine: Machine) -> None:
         self.m = machine
-        self.active = not any(
-            _ORDERS.match(ins.op) and "shared" not in ins.op for ins in machine.program.code
-        )
+        self.active = not orders_clusters(machine.program)
         # by the region's address: 1 + the number of the cluster in the grid (0: none), PTX line
         self.shadows: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.readers: dict[int, np.ndarray] = {}  # likewise; MANY where there are several
@@ -160,12 +184,26 @@ class GlobalRaces:
             if key not in self.boxes:
                 self.boxes[key] = BoxRead(tmap, at, owner, ins)
 
-    def finish(
-        self,
-        places: Callable[
-            [Machine, Any, tuple[int, ...], Container[int]], tuple[Region, np.ndarray] | None
-        ],
-    ) -> None:
+    def touched(self, places: Places) -> Touched:
+        """By the clusters that have run."""
+        written = {base: who != 0 for base, (who, _) in self.shadows.items()}
+        read = {base: reader != 0 for base, reader in self.readers.items()}
+        loaded = set()
+        for box in self.boxes.values():
+            found = places(self.m, box.tmap, box.at, written)
+            if found is not None:
+                region, offsets = found
+                marks = read.setdefault(region.base, np.zeros(len(region.data), bool))
+                marks[offsets[:, None] + np.arange(box.tmap.itemsize)] = True
+            elif (region_of := self.m.memory.find(box.tmap.address)) is not None:
+                loaded.add(region_of.base)
+        return Touched(
+            {base: np.packbits(marks) for base, marks in written.items()},
+            {base: np.packbits(marks) for base, marks in read.items()},
+            loaded - written.keys(),
+        )
+
+    def finish(self, places: Places) -> None:
         """The grid has run. ``places``: the tensor and the bytes of it that a TMA load reads."""
         if not self.shadows:
             return
