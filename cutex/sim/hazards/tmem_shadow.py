@@ -22,7 +22,8 @@ import numpy as np
 from cutex.sim.hazards.clocks import Kind
 from cutex.sim.machine.operation import Rectangle
 from cutex.sim.ptx.once import once
-from cutex.sim.ptx.parse import Instruction, Program, Reg, Vector
+from cutex.sim.ptx.operands import Reg, Vector
+from cutex.sim.ptx.parse import Instruction, Program
 
 if TYPE_CHECKING:
     from cutex.sim.machine.batch import Batch
