@@ -22,13 +22,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cutex.orders import MOST_JOBS
 from cutex.sim.hazards.global_races import LARGEST, Touched
 from cutex.sim.host.capture import Launch
 from cutex.sim.machine.memory import GlobalMemory
 from cutex.sim.policy import Policy
 from cutex.sim.ptx.parse import Program
 
-MOST = 64  # processes
 # What clusters can tell each other by, besides memory: who comes first.
 _TELLS = re.compile(r"clusterlaunchcontrol|griddepcontrol|tensormap|call\b")
 _CLOCKS = re.compile(r"%(clock|globaltimer)")
@@ -64,7 +64,7 @@ def why_not(
 
 def shares(clusters: Sequence[int], jobs: int) -> list[list[int]]:
     """The clusters in order, in at most ``jobs`` parts that differ by one at most."""
-    jobs = min(jobs, len(clusters), MOST)
+    jobs = min(jobs, len(clusters), MOST_JOBS)
     bounds = [len(clusters) * i // jobs for i in range(jobs + 1)]
     return [list(clusters[a:b]) for a, b in pairwise(bounds)]
 

@@ -19,7 +19,7 @@ from threadpoolctl import ThreadpoolController
 from cutex import cache
 from cutex.arch import arch as arch_named
 from cutex.debug_info import recording
-from cutex.orders import ORDERS
+from cutex.orders import MOST_JOBS, ORDERS
 from cutex.sim import division
 from cutex.sim.errors import Finding, Hazards, SimError
 from cutex.sim.hazards.findings import Findings
@@ -101,8 +101,8 @@ def simulate(
     """
     if order not in ORDERS:
         raise ValueError(f"order {order!r}: takes one of {', '.join(ORDERS)}")
-    if not 1 <= jobs <= division.MOST:
-        raise ValueError(f"jobs {jobs}: takes 1 to {division.MOST}")
+    if not 1 <= jobs <= MOST_JOBS:
+        raise ValueError(f"jobs {jobs}: takes 1 to {MOST_JOBS}")
     arch_named(arch)
     started = perf_counter()
     host, programs, arguments, reached = captured(compiled, tensors, arch)

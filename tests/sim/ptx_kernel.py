@@ -80,6 +80,7 @@ def simulate_ptx(
     order: str = "fifo",
     seed: int = 0,
     assembles: bool = True,
+    jobs: int = 1,
 ) -> SimReport:
     """Runs the snippet in the simulator; ``arrays`` are written in place. Raises Hazards too.
 
@@ -92,7 +93,7 @@ def simulate_ptx(
     tensors = [HostTensor.of(array, name) for name, array in arrays.items()]
     values = [ctypes.c_uint64(t.address) for t in tensors]
     params = (ctypes.c_void_p * len(values))(*[ctypes.addressof(v) for v in values])
-    run = Simulation(parse(text), tensors, order=order, seed=seed)
+    run = Simulation(parse(text), tensors, order=order, seed=seed, jobs=jobs)
     run.launch(shape.launch("snippet", params))
     if run.report.findings:
         raise Hazards(run.report.findings)

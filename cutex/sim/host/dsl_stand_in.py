@@ -77,6 +77,7 @@ class Calls:
     limit: int | None = None
     clock: Clock | None = None
     resources: bool = False  # tell what each kernel takes
+    jobs: int = 1  # processes that simulate a grid together
     launches: dict[str, int] = field(default_factory=dict)
     report: SimReport = field(default_factory=SimReport)
     errors: list[tuple[SimError, str]] = field(default_factory=list)  # with the PTX they are about
@@ -92,7 +93,7 @@ class Calls:
                 raise
         sim = Simulation(
             function.programs, regions, order=self.order, seed=self.seed, limit=self.limit,
-            cubin=(function.host.cubin or b"") if self.resources else None,
+            cubin=(function.host.cubin or b"") if self.resources else None, jobs=self.jobs,
         )  # fmt: skip
 
         def launch(what: Launch) -> None:
