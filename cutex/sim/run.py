@@ -25,7 +25,13 @@ from cutex.sim.errors import Finding, Hazards, SimError
 from cutex.sim.hazards.findings import Findings
 from cutex.sim.hazards.global_races import orders_clusters
 from cutex.sim.hazards.grid_order import Stream
-from cutex.sim.host.capture import PACKED, HostFunction, HostTensor, Launch
+from cutex.sim.host.capture import (
+    PACKED,
+    HostFunction,
+    HostTensor,
+    Launch,
+    PlainHostFunction,
+)
 from cutex.sim.isa.tma import box_places
 from cutex.sim.machine.banks import BankConflicts
 from cutex.sim.machine.machine import Machine
@@ -351,11 +357,27 @@ def load(
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "kernel.o"
             compiled.export_to_c(str(path), "kernel")
-            loaded = HostFunction(path, "kernel"), parse(ptx)
+            loaded = HostFunction(path, "kernel"), _programs(ptx)
             loaded[0].cubin = getattr(compiled, "__cubin__", None)
     with suppress(AttributeError, TypeError):
         compiled._cutex_sim = loaded
     return loaded
+
+
+def load_plain(compiled: Any) -> tuple[HostFunction, dict[str, Program]]:
+    """The same of what was compiled without TVM-FFI."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.o"
+        path.write_bytes(compiled.dump_to_object("kernel"))
+        host = PlainHostFunction(path, "kernel")
+    host.cubin = getattr(compiled, "__cubin__", None)
+    ptx = getattr(compiled, "_cutex_ptx", None) or getattr(compiled, "__ptx__", None)
+    return host, _programs(ptx or "")
+
+
+def _programs(ptx: str) -> dict[str, Program]:
+    """None of a function without a kernel: of its PTX, the DSL gives no more than a file's name."""
+    return parse(ptx) if "\n" in ptx else {}
 
 
 def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:

@@ -224,6 +224,70 @@ def test_the_script_has_the_last_word(tmp_path, end, code):
     assert ("AssertionError" in ran.stderr) == ("assert" in end)
 
 
+WITHOUT_TVM_FFI = """
+class Scaled:
+    def __init__(self, pointer, n):
+        self.pointer, self.n = pointer, n
+
+    def __c_pointers__(self):
+        return self.pointer.__c_pointers__()
+
+    def __get_mlir_types__(self):
+        return self.pointer.__get_mlir_types__()
+
+    def __extract_mlir_values__(self):
+        return self.pointer.__extract_mlir_values__()
+
+    def __new_from_mlir_values__(self, values):
+        return Scaled(self.pointer.__new_from_mlir_values__(values), self.n)
+
+
+@cute.jit
+def in_a_tuple(ab: tuple, c: cute.Tensor, scale: cutlass.Float32, stream: CUstream):
+    add(ab[0], ab[1], c, scale, stream)
+
+
+@cute.jit
+def of_its_own(sa: Scaled, b: cute.Tensor, c: cute.Tensor, kind: type[cutlass.Numeric],
+               scale: cutlass.Constexpr, stream: CUstream):
+    assert kind is cutlass.Float32
+    add(cute.make_tensor(sa.pointer, cute.make_layout(sa.n)), b, c, kind(scale), stream)
+
+
+@cute.jit
+def no_kernel(a: cute.Tensor):
+    print(a.element_type)
+
+
+ta, tb, tc = (from_dlpack(x) for x in (a, b, c))
+mine = Scaled(make_ptr(cutlass.Float32, a.data_ptr(), cute.AddressSpace.gmem), 150)
+for _ in range(2):
+    cute.compile(in_a_tuple, (ta, tb), tc, 2.0, stream)((ta, tb), tc, 2.0, stream)
+in_a_tuple((ta, tb), tc, 2.0, stream)
+c.zero_()
+of_its_own(mine, tb, tc, cutlass.Float32, 2.0, stream)
+cute.compile(no_kernel, ta)(ta)
+exported = cute.compile(add, ta, tb, tc, 2.0, stream)
+exported(ta, tb, tc, 2.0, stream)
+exported.export_to_c(sys.argv[1], "add", function_prefix="add")
+"""
+
+
+def test_what_compiles_without_tvm_ffi_only_runs_too(tmp_path):
+    """Tensors in tuples, objects of the script's own; what it exports, it exports as it asks."""
+    done = run(tmp_path, HEAD + WITHOUT_TVM_FFI + CHECK, script=(str(tmp_path),))
+    assert done.returncode == 0, done.stderr
+    assert "5 launches of 1 kernel" in done.stderr and "no findings" in done.stderr
+    assert "add_wrapper" in (tmp_path / "add.h").read_text() and (tmp_path / "add.o").exists()
+
+
+def test_a_tensor_in_a_tuple_has_its_name_in_reports(tmp_path):
+    calls = WITHOUT_TVM_FFI.partition("c.zero_()")[0]
+    done = run(tmp_path, HEAD.replace("randn(150)", "randn(100)") + calls)
+    assert done.returncode == 1
+    assert "past the end of ab[1]" in done.stderr and "c[i] = a[i] + b[i] * scale" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [(("none.py",), "none.py is not a file"), (("--seed", "-1", __file__), "--seed -1: takes"),

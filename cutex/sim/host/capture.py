@@ -212,9 +212,7 @@ class HostFunction:
     """The linked host half of one compiled kernel."""
 
     def __init__(self, object_file: Path, symbol: str) -> None:
-        self.library = C.CDLL(
-            str(link(object_file)), mode=getattr(os, "RTLD_LOCAL", 0) | os.RTLD_NOW
-        )
+        self.library = _loaded(object_file)
         self.function = getattr(self.library, f"__tvm_ffi_{symbol}")
         self.function.restype = C.c_int
         self.function.argtypes = [C.c_void_p, C.POINTER(_Any), C.c_int32, C.POINTER(_Any)]
@@ -227,6 +225,12 @@ class HostFunction:
         ``arguments``: `HostTensor`, int, float or None. Raises TypeError, ValueError or LaunchError
         with the host code's own words when it refuses them, and whatever ``on_launch`` raised.
         """
+        keep: list[Any] = []
+        packed = (_Any * max(1, len(arguments)))(*[_pack(a, keep) for a in arguments])
+        self._run(lambda: self.function(None, packed, len(arguments), C.byref(_Any())), on_launch)
+
+    def _run(self, function: Callable[[], int], on_launch: Callable[[Launch], None]) -> None:
+        """The host code's function, which returns 0, with its launches and errors caught."""
         raised: list[BaseException] = []
         refused: list[tuple[str, str]] = []
 
@@ -265,9 +269,7 @@ class HostFunction:
             _ENCODE_HOOK(encode),
         )
         self.library.cutex_sim_hooks(*hooks)
-        keep: list[Any] = []
-        packed = (_Any * max(1, len(arguments)))(*[_pack(a, keep) for a in arguments])
-        code = self.function(None, packed, len(arguments), C.byref(_Any()))
+        code = function()
         self.library.cutex_sim_hooks(None, None, None)
         if raised:
             raise raised[0]
@@ -277,6 +279,51 @@ class HostFunction:
             raise error(message)
         if code:
             raise LaunchError(f"the host code returned {code}")
+
+
+class PlainHostFunction(HostFunction):
+    """That of a kernel compiled without TVM-FFI: it takes a pointer to each of its arguments, and
+    then one to its result (the C interface that the DSL exports).
+    """
+
+    def __init__(self, object_file: Path, prefix: str) -> None:
+        self.library = _loaded(object_file)
+        code = object_file.read_bytes()
+        entry = re.search(rf"_mlir_{prefix}__mlir_ciface_\w+".encode(), code)
+        if entry is None:
+            raise SimError(f"{object_file.name} has no function that the simulator could call")
+        self.function = getattr(self.library, entry.group().decode())
+        self.function.restype = None
+        self.argument_names, self.cubin = [], None
+        for name in ("cuda_init", "cuda_load_to_device"):
+            if f"_mlir_{prefix}_{name}".encode() in code:
+                self._load(getattr(self.library, f"_mlir_{prefix}_{name}"))
+
+    @staticmethod
+    def _load(function: Any) -> None:
+        """Hands it a library, a device and room for an error, as the DSL's own header does."""
+        library, device, error = C.c_void_p(1), C.c_int32(0), C.c_int32(0)
+        at = C.pointer(library)
+        places = [C.addressof(at), C.addressof(device), C.addressof(error)]
+        if function.__name__.endswith("cuda_init"):
+            del places[1]
+        function((C.c_void_p * len(places))(*places))
+
+    def __call__(self, arguments: Sequence[Any], on_launch: Callable[[Launch], None]) -> None:
+        """``arguments``: addresses, as ints or c_void_p."""
+        result = C.c_int32(0)
+        packed = (C.c_void_p * (len(arguments) + 1))(*arguments, C.addressof(result))
+
+        def call() -> int:
+            self.function(packed, C.c_int32(len(packed)))
+            return result.value
+
+        self._run(call, on_launch)
+
+
+def _loaded(object_file: Path) -> C.CDLL:
+    mode = getattr(os, "RTLD_LOCAL", 0) | os.RTLD_NOW
+    return C.CDLL(str(link(object_file)), mode=mode)
 
 
 def _argument_names(object_file: Path) -> list[str]:
