@@ -21,7 +21,7 @@ from cutex.arch import arch as arch_named
 from cutex.debug_info import recording
 from cutex.orders import MOST_JOBS, ORDERS
 from cutex.sim import division
-from cutex.sim.errors import Finding, Hazards, SimError
+from cutex.sim.errors import CooperativeTooLarge, Finding, Hazards, SimError
 from cutex.sim.hazards.findings import Findings
 from cutex.sim.hazards.global_races import orders_clusters
 from cutex.sim.hazards.grid_order import Stream
@@ -187,6 +187,12 @@ class Simulation:
                 f"({', '.join(self.programs)})"
             )
         _check_launch(program, what)
+        where = self._residency(program, what)
+        if what.cooperative and 0 < where.gpu_ctas < what.num_ctas:
+            raise CooperativeTooLarge(
+                f"launch: {what.kernel} is launched cooperatively with {what.num_ctas} CTAs, of "
+                f"which {where.gpu_ctas} run side by side, {where.why}"
+            )
         memory = GlobalMemory()
         for tensor in self.tensors:
             memory.add_tensor(tensor)
@@ -195,7 +201,7 @@ class Simulation:
         with uncollected(), _blas().limit(limits=1, user_api="blas"):
             if self.jobs > 1 and self._run_divided(program, what, memory):
                 return
-            scheduler = self._scheduler(program, what, memory, self._residency(program, what))
+            scheduler = self._scheduler(program, what, memory, where)
             try:
                 self._run(scheduler, what)
             finally:  # NOTE: what was found before an error counts

@@ -303,6 +303,62 @@ def test_bad_input_is_one_sentence(options, sentence):
     assert "Traceback" not in ran.stderr
 
 
+BY_HAND = """
+import cuda.bindings.runtime as cudart
+from cutlass.base_dsl.runtime.cuda import DSLCudaRuntimeError, checkCudaErrors
+from cutlass.cute.testing import autotune_jit
+
+
+@cute.kernel
+def fill_kernel(p: cute.Pointer, n: cutlass.Constexpr):
+    smem = cute.arch.dynamic_smem_size()
+    block, _, _ = cute.arch.block_idx()
+    cute.make_tensor(p, cute.make_layout(n))[block] = smem
+
+
+@cute.jit
+def fill(p: cute.Pointer, n: cutlass.Constexpr):
+    fill_kernel(p, n).launch(grid=(n, 1, 1), block=(1024, 1, 1), smem=512, cooperative=True)
+
+
+def pointer(address):
+    return make_ptr(cutlass.Int32, address, cute.AddressSpace.gmem)
+
+
+memory = checkCudaErrors(cudart.cudaMalloc(16))
+checkCudaErrors(cudart.cudaMemset(memory, 7, 16))
+fill(pointer(memory), 3)
+checkCudaErrors(cudart.cudaDeviceSynchronize())
+read = torch.empty(4, dtype=torch.int32)
+to_host = cudart.cudaMemcpyKind.cudaMemcpyDeviceToHost
+checkCudaErrors(cudart.cudaMemcpy(read.data_ptr(), memory, 16, to_host))
+assert read.tolist() == [512, 512, 512, 0x07070707], read
+checkCudaErrors(cudart.cudaFree(memory))
+cutlass.cuda.stream_sync(cutlass.cuda.default_stream())
+try:
+    fill(pointer(torch.empty(4096, dtype=torch.int32, device="cuda").data_ptr()), 4096)
+except DSLCudaRuntimeError as error:
+    assert error.error_code == cudart.cudaError_t.cudaErrorCooperativeLaunchTooLarge
+
+
+@autotune_jit(params_dict={"scale": [2.0, 3.0]}, update_on_change=["a"], warmup_iterations=1)
+@cute.jit
+def tuned(a: cute.Tensor, b: cute.Tensor, c: cute.Tensor, stream: CUstream,
+          scale: cutlass.Constexpr = 4.0):
+    add(a, b, c, cutlass.Float32(scale), stream)
+
+
+tuned(*[from_dlpack(x) for x in (a, b, c)], stream)
+"""
+
+
+def test_memory_of_the_runtime_cooperative_launches_and_the_tuner_of_the_dsl(tmp_path):
+    """Memory by cudaMalloc, dynamic smem, a cooperative grid that is refused, and one config."""
+    done = run(tmp_path, HEAD + BY_HAND + CHECK)
+    assert done.returncode == 0, done.stderr
+    assert "right" in done.stdout and "no findings" in done.stderr
+
+
 def test_what_the_script_has_on_the_gpu_is_what_lives():
     import torch
 

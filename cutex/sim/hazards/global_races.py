@@ -25,7 +25,7 @@ LARGEST = 1 << 26  # bytes of a tensor that is watched: eight bytes are kept for
 LARGEST_READ = 1 << 18  # of one whose loads are: four more, and time
 # Instructions by which clusters may order what they do: atomics, ordered accesses and fences.
 _ORDERS = re.compile(
-    r"(atom|red|multimem)\.|(ld|st)\.(acquire|release|relaxed|volatile|mmio)"
+    r"(atom|red|multimem)\.|(ld|st)(\.global)?\.(acquire|release|relaxed|volatile|mmio)"
     r"|fence\.[\w.]*(gpu|sys)|membar\.(gl|sys)"
 )
 

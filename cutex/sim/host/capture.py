@@ -24,7 +24,7 @@ from cutex.errors import NoCompiler
 from cutex.sim.errors import LaunchError, SimError
 from cutex.sim.host.encode_map import encode_tiled
 
-_CLUSTER_DIMENSION, _PROGRAMMATIC_LAUNCH = 4, 6  # cudaLaunchAttributeID
+_COOPERATIVE, _CLUSTER_DIMENSION, _PROGRAMMATIC_LAUNCH = 2, 4, 6  # cudaLaunchAttributeID
 _ATTRIBUTE_BYTES = 72
 
 
@@ -39,6 +39,7 @@ class Launch:
     smem: int
     params: Any  # pointer to pointers, valid only inside the callback
     programmatic: bool = False  # may start before the launch before it has ended
+    cooperative: bool = False  # all of its CTAs run side by side
 
     @property
     def num_ctas(self) -> int:
@@ -255,7 +256,8 @@ class HostFunction:
                         _cluster(c),
                         int(c.smem),
                         params,
-                        _programmatic(c),
+                        bool(_attribute(c, _PROGRAMMATIC_LAUNCH)[0]),
+                        bool(_attribute(c, _COOPERATIVE)[0]),
                     )
                 )
             except BaseException as error:
@@ -335,21 +337,17 @@ def _argument_names(object_file: Path) -> list[str]:
 
 
 def _cluster(config: _Config) -> tuple[int, int, int]:
-    for i in range(config.num_attributes):
-        at = config.attributes + i * _ATTRIBUTE_BYTES
-        if C.c_uint32.from_address(at).value == _CLUSTER_DIMENSION:
-            x, y, z = (C.c_uint32.from_address(at + 8 + 4 * j).value for j in range(3))
-            return (max(x, 1), max(y, 1), max(z, 1))
-    return (1, 1, 1)
+    x, y, z = _attribute(config, _CLUSTER_DIMENSION, 3)
+    return max(x, 1), max(y, 1), max(z, 1)
 
 
-def _programmatic(config: _Config) -> bool:
-    """Whether the launch has programmatic stream serialisation."""
+def _attribute(config: _Config, kind: int, count: int = 1) -> list[int]:
+    """The first ``count`` words of an attribute of a launch; zeros where it has none of it."""
     for i in range(config.num_attributes):
         at = config.attributes + i * _ATTRIBUTE_BYTES
-        if C.c_uint32.from_address(at).value == _PROGRAMMATIC_LAUNCH:
-            return bool(C.c_uint32.from_address(at + 8).value)
-    return False
+        if C.c_uint32.from_address(at).value == kind:
+            return [C.c_uint32.from_address(at + 8 + 4 * j).value for j in range(count)]
+    return [0] * count
 
 
 def _of_numbers(values: Sequence[Any]) -> bool:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import cuda.bindings.driver as driver
+import cuda.bindings.runtime as cuda_runtime
 import cutlass.cute.testing
 import cutlass.testing
 import torch
@@ -28,13 +29,15 @@ from cutlass._mlir import ir
 from cutlass._mlir.passmanager import PassManager
 from cutlass.base_dsl import compiler
 from cutlass.base_dsl.dsl import BaseDSL
+from cutlass.base_dsl.runtime.cuda import create_cuda_runtime_error
 from cutlass.cute import runtime
 
 from cutex.arch import Arch
 from cutex.cache import plain_folder
 from cutex.debug_info import recording
-from cutex.sim.errors import Finding, SimError
+from cutex.sim.errors import CooperativeTooLarge, Finding, SimError
 from cutex.sim.host.capture import HostTensor, Launch
+from cutex.sim.host.cuda_stand_in import CudaMemory
 from cutex.sim.host.torch_stand_in import DeviceMemory, patched
 from cutex.sim.reports import around, folded
 from cutex.sim.run import SimReport, Simulation, is_stream, load, load_plain
@@ -114,6 +117,12 @@ class Calls:
             self.launches[what.kernel] = self.launches.get(what.kernel, 0) + 1
             try:
                 sim.launch(what)
+            except CooperativeTooLarge as error:
+                raise create_cuda_runtime_error(
+                    cuda_runtime.cudaError_t.cudaErrorCooperativeLaunchTooLarge.value,
+                    cuda_runtime.cudaError_t,
+                    error,
+                ) from None
             except SimError as error:  # NOTE: counted, also where the script catches it
                 self.errors.append((error, function.ptx))
                 raise
@@ -465,16 +474,25 @@ def _benchmark(callable: Any, **how: Any) -> float:
     return math.nan
 
 
+def _benchmark_for_autotune(callable: Any, *arguments: Any, **named: Any) -> float:
+    """One call of a configuration: all are as fast, so that the DSL's tuner keeps the first."""
+    how = ("warmup_iterations", "iterations", "use_cold_l2", "print_verbose", "current_stream")
+    callable(*arguments, **{n: v for n, v in named.items() if n not in how})
+    return 0.0
+
+
 @contextmanager
 def dsl_on_cpu(arch: Arch, calls: Calls) -> Iterator[None]:
     from cutlass.utils import HardwareInfo
 
-    compile = Compiler(arch, calls)
+    compile, cuda = Compiler(arch, calls), CudaMemory(calls.memory)
     ok = (driver.CUresult.CUDA_SUCCESS,)
     with ExitStack() as stack:
         for target, values in (
             (BaseDSL, {"_func": lambda dsl, body, *a, **k: compile(dsl, body, *a, **k)}),
-            (cutlass.testing, {"benchmark": _benchmark}),
+            (cutlass.testing, {
+                "benchmark": _benchmark, "_benchmark_for_autotune": _benchmark_for_autotune,
+            }),
             (cutlass.cute.testing, {"benchmark": _benchmark}),
             (HardwareInfo, {
                 "__init__": lambda self, *_: None,
@@ -488,7 +506,9 @@ def dsl_on_cpu(arch: Arch, calls: Calls) -> Iterator[None]:
                 "cuInit": lambda *_: ok,
                 "cuDeviceGetCount": lambda *_: (*ok, 1),
                 "cuDriverGetVersion": lambda *_: (*ok, 13000),
+                **cuda.driver_functions(),
             }),
+            (cuda_runtime, cuda.runtime_functions()),
             (cutlass.cuda, {"initialize_cuda_context": lambda *_, **__: None}),
         ):  # fmt: skip
             stack.enter_context(patched(target, **values))
