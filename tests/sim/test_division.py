@@ -1,4 +1,6 @@
-"""A grid whose clusters several processes simulate: the same numbers, counts and reports."""
+"""How a run may be made faster: a grid whose clusters several processes simulate gives the same
+numbers, counts and reports; without checks it gives the same numbers.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from ptx_kernel import Shape, simulate_ptx
 from cutex.compile import compile
 from cutex.kernels.gemm import stage
 from cutex.problem.gemm import GemmProblem
-from cutex.sim import SimError, division, simulate
+from cutex.sim import Hazards, SimError, division, simulate
 
 EIGHT = Shape(grid=8, block=32)
 
@@ -94,6 +96,24 @@ def test_words_of_its_own_are_written_by_each(divided) -> None:
 def test_clusters_are_shared_out_in_order() -> None:
     assert division.shares(range(7), 3) == [[0, 1], [2, 3], [4, 5, 6]]
     assert division.shares(range(2), 8) == [[0], [1]]
+
+
+RACES = {
+    "shared memory": "mov.u32 %r0, smem; st.shared.u32 [%r0], 7; ld.shared.u32 %r1, [%r0]; "
+    + ONE_EACH
+    + "st.global.u32 [%d0], %r1;",
+    "global memory": "st.global.u32 [%x], %cta;",
+}
+
+
+@pytest.mark.parametrize("where", RACES)
+def test_races_are_looked_for_unless_it_is_said_otherwise(where: str) -> None:
+    shape, body = Shape(grid=8, block=64, smem=16), RACES[where]
+    with pytest.raises(Hazards, match="race"):
+        simulate_ptx(body, {"x": np.zeros(64, np.uint32)}, shape)
+    x = np.zeros(64, np.uint32)
+    simulate_ptx(body, {"x": x}, shape, checks=False)
+    assert x[:8].tolist() == ([7] * 8 if where == "shared memory" else [7, *[0] * 7])
 
 
 def test_a_number_of_jobs_is_checked() -> None:

@@ -75,7 +75,7 @@ class GlobalRaces:
 
     def __init__(self, machine: Machine) -> None:
         self.m = machine
-        self.active = not orders_clusters(machine.program)
+        self.active = machine.checks and not orders_clusters(machine.program)
         # by the region's address: 1 + the number of the cluster in the grid (0: none), PTX line
         self.shadows: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.readers: dict[int, np.ndarray] = {}  # likewise; MANY where there are several

@@ -88,6 +88,7 @@ class Calls:
     clock: Clock | None = None
     resources: bool = False  # tell what each kernel takes
     jobs: int = 1  # processes that simulate a grid together
+    checks: bool = True  # look for races
     launches: dict[str, int] = field(default_factory=dict)
     report: SimReport = field(default_factory=SimReport)
     errors: list[tuple[SimError, str]] = field(default_factory=list)  # with the PTX they are about
@@ -111,6 +112,7 @@ class Calls:
         sim = Simulation(
             function.programs, regions, order=self.order, seed=self.seed, limit=self.limit,
             cubin=(function.host.cubin or b"") if self.resources else None, jobs=self.jobs,
+            checks=self.checks,
         )  # fmt: skip
 
         def launch(what: Launch) -> None:
@@ -147,7 +149,7 @@ class Calls:
             f"{launches} launch{'es' * (launches != 1)} of {kernels} "
             f"kernel{'s' * (kernels != 1)} in order {self.order}, {done.instructions} "
             f"warp-instructions, {done.seconds:.1f} s, {found or 'no'} "
-            f"finding{'s' * (found != 1)}{more}{ended}"
+            f"finding{'s' * (found != 1)}{more}{ended}{'' if self.checks else ', races unchecked'}"
         )
 
     def as_dict(self) -> dict[str, Any]:
