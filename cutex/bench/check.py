@@ -80,23 +80,23 @@ def runs(args: argparse.Namespace) -> Iterator[Run]:
              str(args.script), *args.arguments]
             for i, (order, seed) in enumerate(wanted)
         ]  # fmt: skip
+        (folder / "runs.json").write_text(json.dumps(commands))
         command = [sys.executable, "-m", "cutex.sim.each_order", name, str(os.cpu_count() or 1)]
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as process:
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.write(json.dumps(commands))
-            process.stdin.close()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
             for i, (order, seed) in enumerate(wanted):
                 while i not in ended:
                     number, _, code = process.stdout.readline().partition(" ")
+                    if not number:  # NOTE: killed, for instance
+                        ended |= dict.fromkeys(range(i, len(wanted)), process.wait() or 1)
+                        break
                     ended[int(number)] = int(code)
-                output, told = folder / f"{i}.txt", folder / f"{i}.json"
-                found = told.read_text() if told.exists() else ""
-                yield Run(
-                    order, seed, ended[i], output.read_text(errors="replace"),
-                    json.loads(found) if found else {},
-                )  # fmt: skip
+                output, found = (_text(folder / f"{i}.{kind}") for kind in ("txt", "json"))
+                yield Run(order, seed, ended[i], output, json.loads(found) if found else {})
+
+
+def _text(file: Path) -> str:
+    return file.read_text(errors="replace") if file.exists() else ""
 
 
 def check(args: argparse.Namespace) -> int:

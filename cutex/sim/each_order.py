@@ -1,7 +1,7 @@
 """python -m cutex.sim.each_order FOLDER N: a script in many orders, as `cutex.check` asks for it.
 
 Most of what a run of a small script takes is importing torch and the DSL. Here that is done once,
-and each run is a fork of this process, at most N at a time. Standard input is a JSON list of runs,
+and each run is a fork of this process, at most N at a time. FOLDER/runs.json is a list of runs,
 each the arguments of `python -m cutex.sim`; what run i prints goes to FOLDER/i.txt, and a line
 "i exit-code" to standard output when it has ended.
 """
@@ -56,7 +56,7 @@ def _import_once(arch: str) -> None:
     """What every run imports, with what it sets before that."""
     os.environ["CUTE_DSL_ARCH"] = arch
     os.environ.update(NO_DISK_CACHES)
-    with suppress(ImportError):  # which each run tells of
+    with suppress(Exception):  # which each run tells of
         import cutex.sim.host.dsl_stand_in
         import cutex.sim.host.torch_stand_in  # noqa: F401
     gc.collect()
@@ -64,6 +64,7 @@ def _import_once(arch: str) -> None:
 
 
 if __name__ == "__main__":
-    wanted = json.load(sys.stdin)
+    folder = Path(sys.argv[1])
+    wanted = json.loads((folder / "runs.json").read_text())
     _import_once(parser().parse_args(wanted[0]).arch)
-    raise SystemExit(fork_each(Path(sys.argv[1]), int(sys.argv[2]), wanted))
+    raise SystemExit(fork_each(folder, int(sys.argv[2]), wanted))
