@@ -187,7 +187,7 @@ def main(load: Callable[[], Ours], argv: Sequence[str] | None = None) -> int:
     device = torch.cuda.get_device_name().lower().replace(" ", "-")
     file = Path(args.out) / "sweep" / f"{device}.jsonl"
     if args.below is not None:
-        slow = {r.name for r in rows.read(file) if not r.tuned and r.ratio < args.below}
+        slow = {r.name for r in rows.read(file) if not r.tuned and (r.ratio or 0) < args.below}
         entries = [e for e in entries if e.name in slow]
     with ours.tuning() if args.tuned else nullcontext():
         found = sweep(entries, ours, file, compare, args.tuned, args.seconds)
