@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cutex.arch import ARCHS
+from cutex.arch import ALL
 from cutex.command import answered, refuse
 from cutex.orders import ORDERS
 
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
         description="Run a script that asks for a GPU in the simulator, in every order of events.",
         epilog="Exit codes: 0 nothing found in any order; 1 something; 2 bad input.",
     )
-    p.add_argument("--arch", default="sm_100a", choices=ARCHS, help="default: %(default)s")
+    p.add_argument("--arch", default="sm_100a", choices=ALL, help="default: %(default)s")
     p.add_argument("--seeds", type=int, default=3, metavar="N", help="of each order; default: 3")
     p.add_argument("--watch", action="store_true", help="again whenever the file is saved")
     p.add_argument("script", type=Path, metavar="FILE.py")
