@@ -1,8 +1,8 @@
 """python -m cutex.check FILE.py: a kernel author's inner loop.
 
 The script runs in the simulator once in every order of events, and with several seeds where an
-order has them; what any of them finds is told once, with the orders that find it. The first run
-also tells what each kernel takes of an SM, and where shared memory's banks conflict.
+order has them; what any of them finds is printed once, with the orders that find it. The first run
+also prints what each kernel takes of an SM, and where shared memory's banks conflict.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def orders(seeds: int) -> list[tuple[str, int]]:
 
 def run(args: argparse.Namespace, order: str, seed: int) -> Run:
     with tempfile.TemporaryDirectory(prefix="cutex-") as folder:
-        told = Path(folder) / "found.json"
+        found = Path(folder) / "found.json"
         command = [sys.executable, "-m", "cutex.sim", "--arch", args.arch, "--order", order,
-                   "--seed", str(seed), "--json", str(told)]  # fmt: skip
+                   "--seed", str(seed), "--json", str(found)]  # fmt: skip
         command += ["--resources"] if (order, seed) == orders(args.seeds)[0] else []
         ran = subprocess.run(
             [*command, str(args.script), *args.arguments],
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace, order: str, seed: int) -> Run:
             text=True,
             errors="replace",
         )
-        text = told.read_text() if told.exists() else ""
+        text = found.read_text() if found.exists() else ""
     return Run(order, seed, ran.returncode, ran.stdout, json.loads(text) if text else {})
 
 
@@ -94,7 +94,7 @@ def runs(args: argparse.Namespace) -> Iterator[Run]:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Run all orders, and tell what they found; the exit code."""
+    """Run all orders, and print what they found; the exit code."""
     by_report: dict[str, list[str]] = {}
     kernels: list[str] = []
     count, started = 0, time.monotonic()

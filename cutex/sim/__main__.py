@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(script: str) -> int:
-    """Run the script as Python would; its exit code. What is found in its kernels is told later."""
+    """Run the script as Python would; its exit code. What is wrong in kernels is printed later."""
     from cutex.sim.errors import LaunchError, SimError
 
     try:
