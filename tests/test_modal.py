@@ -107,7 +107,7 @@ def modal_run(cloud, root, tmp_path):
 
     def run(*args: str, **more) -> SimpleNamespace:
         process = start(*args, **more)
-        out, err = process.communicate(timeout=200)
+        out, err = process.communicate(timeout=550)
         return SimpleNamespace(code=process.returncode, out=out, err=err)
 
     compile_cache = Path(os.environ.get("CUTEX_TEST_CACHE") or tmp_path / "here")
