@@ -43,7 +43,12 @@ class Replies:
         return Replies(words, Barrier.allocate(smem, "tile asked for", 1, slots), ctas)
 
     def first(self) -> Int32:
+        """The index that a CTA or pair begins with."""
         x, _, _ = cute.arch.block_idx()
+        return self.index(x)
+
+    def index(self, x: Int32) -> Int32:
+        """That of a CTA's tile, by its place in the grid."""
         return x // self.ctas
 
     @cute.jit
@@ -62,11 +67,11 @@ class Replies:
 
     @cute.jit
     def read(self, slot: Int32 | int, phase: Int32) -> tuple[Int32, Boolean]:
-        """Wait for a reply: an index, and whether there is one."""
+        """Wait for a reply: the place of a CTA that is taken over, and whether there is one."""
         self.asked.wait(phase, slot)
         x, _, _, taken = cute.arch.clc_response(self.words + slot)
         cute.arch.fence_view_async_shared()  # NOTE: the next reply comes through the async proxy
-        return x // self.ctas, taken != 0
+        return x, taken != 0
 
 
 @dataclass(frozen=True)
@@ -109,12 +114,13 @@ class LaunchControl:
 
     @cute.jit
     def next(self, turn: Turn, asked: Int32, total: Int32) -> Turn:
-        index, taken = self.replies.read(0, turn.phase)
+        x, taken = self.replies.read(0, turn.phase)
         cute.arch.sync_warp()
         if cutlass.const_expr(self.pair):  # noqa: SIM102 - known when tracing
             if not is_leader():
                 with cute.arch.elect_one():
                     self.heard.arrive_at_leader()
+        index = self.replies.index(x)
         if not taken:
             index = total
         return Turn(index, turn.phase ^ 1)
@@ -152,12 +158,12 @@ class ClcDispatch:
     @cute.jit
     def next(self, ticket: Ticket) -> Ticket:
         """Wait for the reply and read it. A whole warp."""
-        index, taken = self.replies.read(ticket.slot, ticket.phase)
+        x, taken = self.replies.read(ticket.slot, ticket.phase)
         with cute.arch.elect_one():
             self.read.arrive_at_leader(ticket.slot)
         state = PipelineState(DEPTH, ticket.slot, ticket.phase)
         state.advance()
-        return Ticket(index, taken, state.slot, state.phase)
+        return Ticket(self.replies.index(x), taken, state.slot, state.phase)
 
     @cute.jit
     def schedule(self) -> None:
