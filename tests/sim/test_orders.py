@@ -30,8 +30,18 @@ def run(kernel, **order):
     return PROBLEM.check(a, b, c)
 
 
-@pytest.mark.parametrize("order", [o for o in ORDERS if o not in ("fifo", "random")])
-@pytest.mark.parametrize("stage", ALL, ids=lambda s: f"{s.arch}-{s.number}")
+ADVERSARIAL = [o for o in ORDERS if o not in ("fifo", "random")]
+TURNS = [  # each stage in every second order, its neighbours in the others; the rest with -m slow
+    pytest.param(
+        s, order, id=f"{s.arch}-{s.number}-{order}",
+        marks=pytest.mark.slow if (s.number + i) % 2 else (),
+    )
+    for s in ALL
+    for i, order in enumerate(ADVERSARIAL)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stage", "order"), TURNS)
 def test_every_stage_is_exact_under_adversarial_orders(stage, order):
     kernel = compile(stage.kernel(), "fp16", stage.arch)
     check = run(kernel, order=order, seed=stage.number)  # another late warp for each stage
