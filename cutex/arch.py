@@ -87,12 +87,15 @@ RELATIVES: dict[str, Arch] = {
 }
 
 
+ALL: dict[str, Arch] = ARCHS | RELATIVES
+
+
 def arch(name: str) -> Arch:
     """The facts of `name`; ValueError if cutex has no kernels for it."""
     try:
-        return RELATIVES.get(name) or ARCHS[name]
+        return ALL[name]
     except KeyError:
-        raise ValueError(f"arch {name!r} is not one of {', '.join(ARCHS)}") from None
+        raise ValueError(f"arch {name!r} is not one of {', '.join(ALL)}") from None
 
 
 def kernels_of(name: str) -> str:

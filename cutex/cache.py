@@ -159,7 +159,7 @@ def _remove(path: Path) -> None:
 def make_private(folder: Path) -> None:
     """Make `folder`, for this user alone. Raises NoCache if another user can write to it.
 
-    What lies in the cache is loaded as native code: who can put a file there runs as this user.
+    What is in the cache is loaded as native code: who can put a file there runs as this user.
     """
     with _refusals(folder):
         for parent in reversed([folder, *folder.parents]):

@@ -1,88 +1,180 @@
 """Cluster launch control: the hardware hands out the tiles while the kernel runs (sm_100a).
 
-The grid has a cluster of two CTAs for every tile. Those that fit run; a running cluster that wants
-more work takes over one that has not started (PTX ISA, clusterlaunchcontrol.try_cancel). So an SM
-that another kernel holds, or that was late, takes fewer tiles, and none waits for it.
+The grid has a CTA, or a cluster of two, for every tile. Those that fit run; a running one that
+wants more work takes over one that has not started (PTX ISA, clusterlaunchcontrol.try_cancel). So
+an SM that another kernel holds, or that was late, takes fewer tiles, and none waits for it.
 
-One warp of the leader asks ahead, through a ring of replies. The hardware writes each reply into
-the smem of both CTAs, where every role reads it. A refusal ends the sequence, for whatever reason
-it came: clusters that were not taken over start on their own.
+One warp asks, of a pair the leader's, and the hardware writes the reply into the smem of both CTAs.
+A refusal ends the sequence, for whatever reason it came: what was not taken over starts on its own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import cutlass
 from cutlass import Boolean, Int32, Int128, cute
 from cutlass.memory import SmemAllocator
 
 from cutex.device.pipeline import Barrier, PipelineState, is_leader
 from cutex.device.work_tile import WorkTile
-from cutex.schedulers.dispatch import Ticket
+from cutex.schedulers.dispatch import Ticket, Turn
 from cutex.schedulers.raster import TileOrder
 
-CTAS = 2  # of a cluster, along M
+CTAS = 2  # of a pair, along M
 REPLY_BYTES = 16
 DEPTH = 2  # replies that may be unread
 
 
 @dataclass(frozen=True)
-class ClcDispatch:
+class Replies:
+    """The hardware's replies, in a ring of slots in the smem of each CTA.
+
+    asked[slot]  1: the asking warp, on both CTAs', and the reply, 16 bytes, by the hardware
     """
+
+    words: cute.Pointer  # 16 bytes a slot
+    asked: Barrier
+    ctas: int  # of a tile: 1, or a pair
+
+    @staticmethod
+    def allocate(smem: SmemAllocator, ctas: int, slots: int) -> Replies:
+        words = smem.allocate_array(Int128, slots)
+        return Replies(words, Barrier.allocate(smem, "tile asked for", 1, slots), ctas)
+
+    def first(self) -> Int32:
+        """The index that a CTA or pair begins with."""
+        x, _, _ = cute.arch.block_idx()
+        return self.index(x)
+
+    def index(self, x: Int32) -> Int32:
+        """That of a CTA's tile, by its place in the grid."""
+        return x // self.ctas
+
+    @cute.jit
+    def ask(self, slot: Int32 | int) -> None:
+        """Ask once more, into a slot that all have read. A whole warp, of a pair the leader's."""
+        if cutlass.const_expr(self.ctas == 1):
+            with cute.arch.elect_one():
+                self.asked.arrive_expecting(REPLY_BYTES, slot)
+                cute.arch.issue_clc_query(self.asked[slot], self.words + slot, multicast=False)
+        else:
+            lane = cute.arch.lane_idx()
+            if lane < self.ctas:
+                self.asked.arrive_expecting_at(lane, REPLY_BYTES, slot)
+            with cute.arch.elect_one():
+                cute.arch.issue_clc_query(self.asked[slot], self.words + slot)
+
+    @cute.jit
+    def read(self, slot: Int32 | int, phase: Int32) -> tuple[Int32, Boolean]:
+        """Wait for a reply: the place of a CTA that is taken over, and whether there is one."""
+        self.asked.wait(phase, slot)
+        x, _, _, taken = cute.arch.clc_response(self.words + slot)
+        cute.arch.fence_view_async_shared()  # NOTE: the next reply comes through the async proxy
+        return x, taken != 0
+
+
+@dataclass(frozen=True)
+class LaunchControl:
+    """A source for CTAs, or pairs of them.
+
+    barrier  arrives                                             waits
+    asked    those of Replies                                    the asking warps
+    heard    1: the other CTA's asking warp has read the reply   that of the leader
+    """
+
+    replies: Replies
+    heard: Barrier
+
+    @staticmethod
+    def allocate(smem: SmemAllocator, ctas: int) -> LaunchControl:
+        replies = Replies.allocate(smem, ctas, slots=1)
+        return LaunchControl(replies, Barrier.allocate(smem, "tile heard of", arrivals=1))
+
+    @property
+    def pair(self) -> bool:
+        return self.replies.ctas > 1
+
+    @property
+    def barriers(self) -> tuple[Barrier, ...]:
+        return (self.replies.asked, self.heard) if self.pair else (self.replies.asked,)
+
+    def first(self) -> Turn:
+        return Turn(self.replies.first(), Int32(0))
+
+    @cute.jit
+    def ask(self, turn: Turn) -> Int32:
+        if cutlass.const_expr(self.pair):
+            if is_leader():
+                self.heard.wait(turn.phase ^ 1)
+                self.replies.ask(0)
+        else:
+            self.replies.ask(0)
+        return Int32(0)
+
+    @cute.jit
+    def next(self, turn: Turn, asked: Int32, total: Int32) -> Turn:
+        x, taken = self.replies.read(0, turn.phase)
+        cute.arch.sync_warp()
+        if cutlass.const_expr(self.pair):  # noqa: SIM102 - known when tracing
+            if not is_leader():
+                with cute.arch.elect_one():
+                    self.heard.arrive_at_leader()
+        index = self.replies.index(x)
+        if not taken:
+            index = total
+        return Turn(index, turn.phase ^ 1)
+
+
+@dataclass(frozen=True)
+class ClcDispatch:
+    """A dispatcher of a pair, in which one warp of the leader asks ahead, and every role of both
+    CTAs reads the replies.
+
     barrier        arrives                                  waits
-    asked[slot]    1: the asking warp, on both CTAs', and   every role of its CTA
-                   the reply, 16 bytes, by the hardware
+    asked[slot]    those of Replies                         every role of its CTA
     read[slot]     1 a warp that has read the reply, of     the asking warp
                    both CTAs, at the leader's
     """
 
     order: TileOrder
-    replies: cute.Pointer  # in smem, 16 bytes a slot
-    asked: Barrier
+    replies: Replies
     read: Barrier
 
     @staticmethod
     def allocate(smem: SmemAllocator, order: TileOrder, readers: int) -> ClcDispatch:
         """`readers`: warps of both CTAs that follow the sequence, the one that asks among them."""
-        replies = smem.allocate_array(Int128, DEPTH)
-        asked = Barrier.allocate(smem, "tile asked for", arrivals=1, slots=DEPTH)
+        replies = Replies.allocate(smem, CTAS, DEPTH)
         read = Barrier.allocate(smem, "tile read", arrivals=readers, slots=DEPTH)
-        return ClcDispatch(order, replies, asked, read)
+        return ClcDispatch(order, replies, read)
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
-        return self.asked, self.read
+        return self.replies.asked, self.read
 
     def first(self) -> Ticket:
-        x, _, _ = cute.arch.block_idx()
-        return Ticket(x // CTAS, Boolean(True), Int32(0), Int32(0))
+        return Ticket(self.replies.first(), Boolean(True), Int32(0), Int32(0))
 
     @cute.jit
     def next(self, ticket: Ticket) -> Ticket:
         """Wait for the reply and read it. A whole warp."""
-        self.asked.wait(ticket.phase, ticket.slot)
-        x, _, _, taken = cute.arch.clc_response(self.replies + ticket.slot)
-        cute.arch.fence_view_async_shared()  # NOTE: the next reply comes through the async proxy
+        x, taken = self.replies.read(ticket.slot, ticket.phase)
         with cute.arch.elect_one():
             self.read.arrive_at_leader(ticket.slot)
         state = PipelineState(DEPTH, ticket.slot, ticket.phase)
         state.advance()
-        return Ticket(x // CTAS, taken != 0, state.slot, state.phase)
+        return Ticket(self.replies.index(x), taken, state.slot, state.phase)
 
     @cute.jit
     def schedule(self) -> None:
         """Ask for one tile after the other, until there is none: one warp of the leader; the peer's
         has nothing to do."""
         if is_leader():
-            lane = cute.arch.lane_idx()
             state = PipelineState(DEPTH, Int32(0), Int32(1))
             ticket = self.first()
             while ticket.valid:
                 self.read.wait(state.phase, state.slot)
-                if lane < CTAS:
-                    self.asked.arrive_expecting_at(lane, REPLY_BYTES, state.slot)
-                with cute.arch.elect_one():
-                    cute.arch.issue_clc_query(self.asked[state.slot], self.replies + state.slot)
+                self.replies.ask(state.slot)
                 state.advance()
                 ticket = self.next(ticket)
 

@@ -4,8 +4,6 @@ Tiles that differ in their work, or SMs that differ in their speed, leave a stat
 that end late. Here CTA c of G begins with index c, and every further index is G plus what the
 counter held when the CTA asked. The last to be refused sets the counter back, so that the next
 launch finds it as this one did.
-
-One warp of a CTA asks ahead, through a ring of indices in smem that every role reads.
 """
 
 from __future__ import annotations
@@ -17,14 +15,42 @@ from cutlass.memory import SmemAllocator
 
 from cutex.device.pipeline import Barrier, PipelineState
 from cutex.device.work_tile import WorkTile
-from cutex.schedulers.dispatch import Order, Ticket
+from cutex.schedulers.dispatch import Order, Ticket, Turn
 
 DEPTH = 2  # indices that may be unread
 
 
 @dataclass(frozen=True)
+class Counter:
+    """A source for CTAs of a grid along x, of no more CTAs than there are tiles."""
+
+    words: cute.Tensor  # Int32 in global memory, of which the first counts; 0 before and after
+    barriers: tuple[()] = ()
+
+    def first(self) -> Turn:
+        index, _, _ = cute.arch.block_idx()
+        return Turn(index, Int32(0))
+
+    @cute.jit
+    def ask(self, turn: Turn) -> Int32:
+        """What the counter held, in lane 0."""
+        asked = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            asked = cute.arch.atomic_add(self.words.iterator, Int32(1), sem="relaxed", scope="gpu")
+        return asked
+
+    @cute.jit
+    def next(self, turn: Turn, asked: Int32, total: Int32) -> Turn:
+        words = self.words
+        if cute.arch.lane_idx() == 0 and asked == total - 1:
+            words[0] = Int32(0)  # asked once for each tile: this was the last
+        ctas, _, _ = cute.arch.grid_dim()
+        return Turn(ctas + cute.arch.shuffle_sync(asked, 0), turn.phase)
+
+
+@dataclass(frozen=True)
 class CounterDispatch:
-    """A dispatcher of one CTA of a grid along x, of no more CTAs than there are tiles.
+    """A dispatcher of a CTA whose asking warp writes the indices ahead into a ring in smem.
 
     barrier          arrives                                  waits
     announced[slot]  1: the asking warp, having written the   every role
@@ -34,7 +60,7 @@ class CounterDispatch:
 
     order: Order
     total: Int32  # tiles
-    counter: cute.Tensor  # (1) Int32 in global memory, 0 before and after a launch
+    source: Counter
     indices: cute.Tensor  # (SLOT) Int32 in smem
     announced: Barrier
     read: Barrier
@@ -47,14 +73,14 @@ class CounterDispatch:
         indices = smem.allocate_tensor(Int32, cute.make_layout(DEPTH), byte_alignment=16)
         announced = Barrier.allocate(smem, "tile announced", arrivals=1, slots=DEPTH)
         read = Barrier.allocate(smem, "tile read", arrivals=readers, slots=DEPTH)
-        return CounterDispatch(order, total, counter, indices, announced, read)
+        return CounterDispatch(order, total, Counter(counter), indices, announced, read)
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
         return self.announced, self.read
 
     def first(self) -> Ticket:
-        index, _, _ = cute.arch.block_idx()
+        index = self.source.first().index
         return Ticket(index, index < self.total, Int32(0), Int32(0))
 
     @cute.jit
@@ -77,24 +103,11 @@ class CounterDispatch:
         """Ask for one tile after the other and announce each, until there is none. One warp."""
         state = PipelineState(DEPTH, Int32(0), Int32(1))
         indices = self.indices
-        index, _, _ = cute.arch.block_idx()
-        while index < self.total:
-            index = self.ask()
+        turn = self.source.first()
+        while turn.index < self.total:
+            turn = self.source.next(turn, self.source.ask(turn), self.total)
             self.read.wait(state.phase, state.slot)
             with cute.arch.elect_one():
-                indices[state.slot] = index
+                indices[state.slot] = turn.index
                 self.announced.arrive(state.slot)
             state.advance()
-
-    @cute.jit
-    def ask(self) -> Int32:
-        """The next index, no less than `total` if there is none. A whole warp."""
-        ctas, _, _ = cute.arch.grid_dim()
-        counter, taken = self.counter, Int32(0)
-        if cute.arch.lane_idx() == 0:
-            taken = ctas + cute.arch.atomic_add(
-                counter.iterator, Int32(1), sem="relaxed", scope="gpu"
-            )
-            if taken == self.total + ctas - 1:  # every CTA has been refused
-                counter[0] = Int32(0)
-        return cute.arch.shuffle_sync(taken, 0)

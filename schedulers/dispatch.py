@@ -1,14 +1,26 @@
-"""The protocol of a dispatcher: the sequence of work tiles that a CTA works through.
+"""The protocols of a scheduler: which work tile a CTA computes next.
 
-A scheduler is an order times a dispatch. An order (schedulers/raster.py) is a pure bijection from
-an index to a work tile, which Python ints run too. A dispatcher hands out indices of it:
+A scheduler is an order times a source. An order (raster.py; of attention kernels/attention/
+order.py) is a pure bijection from an index to a work tile, which Python ints run too. A source
+hands out the indices:
 
-    one_tile.py    every cluster has one, its own number
-    persistent.py  as many clusters as run at one time take equal steps
+    one_tile.py    each CTA or cluster has one, its own number
+    persistent.py  as many as run at one time take equal steps
     counter.py     CTAs take them from a counter while the kernel runs
     clc.py         the hardware hands them out while the kernel runs (sm_100a)
 
-A role of a persistent kernel is a loop, and every role of a CTA sees the same sequence, each at its
+One warp of a CTA asks a source, `Source`, and may do other work before it needs the answer:
+
+    turn = source.first()
+    while turn.index < total:
+        ...
+        asked = source.ask(turn)
+        ...
+        turn = source.next(turn, asked, total)
+
+Where the asking warp loads what a tile needs, its ring of operands says which tile that is
+(attention: work_ring.py). Elsewhere every role follows a `Dispatcher`, which asks its source in a
+warp of its own, if it has to be asked. All roles of a CTA then see the same sequence, each at its
 own pace:
 
     ticket = dispatch.first()
@@ -20,7 +32,7 @@ own pace:
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from cutlass import Boolean, Int32
 
@@ -52,6 +64,31 @@ class Order(Protocol):
     """A bijection from the indices 0, 1, ... to the work tiles of a problem."""
 
     def tile(self, index: Int32) -> WorkTile: ...
+
+
+class Turn(NamedTuple):
+    """An asking warp's position: the index that it was given, no less than the number of tiles if
+    there was none left, and the parity of the barrier that its next answer completes."""
+
+    index: Int32
+    phase: Int32
+
+
+class Source(Protocol):
+    """Hands out each index once. One warp of a CTA, or of each CTA of a pair, calls it, whole."""
+
+    @property
+    def barriers(self) -> tuple[Barrier, ...]:
+        """The barriers that a kernel initialises before any warp asks."""
+
+    def first(self) -> Turn:
+        """The turn with the index that a CTA or pair begins with."""
+
+    def ask(self, turn: Turn) -> Int32:
+        """Ask for the next index; what `next` takes."""
+
+    def next(self, turn: Turn, asked: Int32, total: Int32) -> Turn:
+        """Wait for the answer: the next of `total` indices, if there is one left."""
 
 
 class Dispatcher(Protocol):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from cutlass import Boolean, Int32, cute
 
 from cutex.device.work_tile import WorkTile
-from cutex.schedulers.dispatch import Ticket
+from cutex.schedulers.dispatch import Ticket, Turn
 from cutex.schedulers.raster import TileOrder
 
 
@@ -29,6 +29,24 @@ class OneTilePerCta:
 
 
 @dataclass(frozen=True)
+class OwnNumber:
+    """A source of one index: the number of the CTA or, of `ctas` along x, of their cluster."""
+
+    ctas: int = 1
+    barriers: tuple[()] = ()
+
+    def first(self) -> Turn:
+        x, _, _ = cute.arch.block_idx()
+        return Turn(x // self.ctas, Int32(0))
+
+    def ask(self, turn: Turn) -> Int32:
+        return Int32(0)
+
+    def next(self, turn: Turn, asked: Int32, total: Int32) -> Turn:
+        return Turn(total, turn.phase)
+
+
+@dataclass(frozen=True)
 class OneTilePerCluster:
     """One tile for each cluster of `ctas` along x: of every cluster_m of them, as the order counts,
     each with a share of its K, `WorkTile.split`."""
@@ -41,8 +59,8 @@ class OneTilePerCluster:
         """Nobody needs to be asked."""
 
     def first(self) -> Ticket:
-        x, _, _ = cute.arch.block_idx()
-        return Ticket(x // self.ctas, Boolean(True), Int32(0), Int32(0))
+        turn = OwnNumber(self.ctas).first()
+        return Ticket(turn.index, Boolean(True), Int32(0), turn.phase)
 
     def next(self, ticket: Ticket) -> Ticket:
         return Ticket(ticket.index, Boolean(False), ticket.slot, ticket.phase)

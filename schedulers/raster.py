@@ -69,7 +69,7 @@ class TileOrder:
             batch = index // clusters
             index = index - batch * clusters
         m, n = self.raster.cluster(index, self.clusters_m, self.clusters_n)
-        return WorkTile(m * self.cluster_m, n * self.cluster_n, batch)
+        return WorkTile(m * self.cluster_m, n * self.cluster_n, batch=batch)
 
 
 def clusters(tiles: Index, cluster: int) -> Index:

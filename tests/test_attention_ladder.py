@@ -42,7 +42,8 @@ def each(in_ci: Collection[int]) -> pytest.MarkDecorator:
 
 
 each_stage = each({s.number for s in LADDER})
-some_stages = each({0, 4, 8})  # in order; roles and turns; persistent, with tiles done again
+SOME = {0, 4, 8}  # in order; roles and turns; persistent, with tiles done again
+some_stages = each(SOME)
 
 PROBLEM = AttentionProblem(
     batch=1, seqlen_q=150, seqlen_k=200, heads_q=2, heads_kv=1, head_dim=64, head_dim_v=64
@@ -86,10 +87,15 @@ def check(stage: Stage, problem: AttentionProblem, **how) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 128])
 @each_stage
-def test_o_and_lse_are_float64s(stage: Stage, head_dim: int, causal: bool) -> None:
-    check(stage, sized(head_dim, causal))
+def test_o_and_lse_are_float64s(stage: Stage, causal: bool) -> None:
+    check(stage, sized(128, causal))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@some_stages
+def test_heads_of_64(stage: Stage, causal: bool) -> None:
+    check(stage, sized(64, causal))
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -111,7 +117,14 @@ def test_fp16_is_as_right_as_bf16(stage: Stage) -> None:
     check(stage, replace(sized(64, True), dtype="fp16"))
 
 
-@pytest.mark.parametrize("number", [s.number for s in LADDER if s.number not in PERSISTENT])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(s.number, marks=() if s.number in SOME else SLOW)
+        for s in LADDER
+        if s.number not in PERSISTENT
+    ],
+)
 def test_heads_of_256_take_keys_by_64(number: int) -> None:
     check(stage("sm_90a", number), sized(256, True, seqlen_q=130, seqlen_k=150))
 
@@ -182,7 +195,7 @@ def test_the_counter_is_left_as_it_was(number: int) -> None:
     q, k, v = problem.inputs()
     for _ in range(2):
         out, lse = problem.outputs()
-        simulate(compiled(fitted, "bf16", num_ctas=2), q, k, v, out, lse, counter, 0.125)
+        simulate(compiled(fitted, "bf16", num_ctas=3), q, k, v, out, lse, counter, 0.125)
         assert not counter.any()
         assert problem.check(q, k, v, out, lse).ok
 
@@ -204,13 +217,13 @@ class Once(Stage8):
 )
 def test_a_tile_taken_too_boldly_is_done_again(causal: bool, dtype: str) -> None:
     """Blocks are taken from the last one down, and a key of the first has the largest scores."""
-    problem = replace(sized(64, causal, seqlen_q=600, seqlen_k=600), dtype=dtype)
+    problem = replace(sized(64, causal, seqlen_q=200, seqlen_k=500), dtype=dtype)
     q, k, v = problem.inputs()
-    k[:, 40] = 24 * q[:, 333, :1]
+    k[:, 40] = 24 * q[:, 133, :1]
     eighth = stage("sm_90a", 8).fitted(problem)
-    found = problem.check(q, k, v, *run(eighth, problem, (q, k, v), num_ctas=2, order="random"))
+    found = problem.check(q, k, v, *run(eighth, problem, (q, k, v), num_ctas=3, order="random"))
     assert found.ok, found.message
-    once = compile(Once(replace(eighth.config(), num_ctas=2)), dtype, "sm_90a", cache=False)
+    once = compile(Once(replace(eighth.config(), num_ctas=3)), dtype, "sm_90a", cache=False)
     out, lse = problem.outputs()
     simulate(once, q, k, v, out, lse, torch.zeros(2, dtype=torch.int32), 0.125)
     assert not problem.check(q, k, v, out, lse).ok

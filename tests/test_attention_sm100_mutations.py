@@ -17,7 +17,7 @@ from cutex.device.pipeline import Barrier, PairRing
 from cutex.kernels.attention.sm100 import mma, softmax
 from cutex.kernels.attention.sm100.config import Sm100Config
 from cutex.kernels.attention.sm100.forward import Forward
-from cutex.kernels.attention.sm100.hand_out import HandOut
+from cutex.kernels.attention.sm100.vote import Vote
 from cutex.problem.attention.case import AttentionCase
 from cutex.sim import SimError, simulate
 
@@ -209,7 +209,7 @@ def test_what_one_cta_of_a_pair_took_too_boldly_both_compute_again():
 
 @SLOW
 def test_a_cta_that_does_not_hear_of_the_others_failure_is_found(monkeypatch):
-    monkeypatch.setattr(HandOut, "either", lambda self, failed, turn: failed)
+    monkeypatch.setattr(Vote, "either", lambda self, failed, state: failed)
     assert wrong(compiled(BOLD), BOLD_CASE, BOLD, bold_inputs(200)) is not None
 
 

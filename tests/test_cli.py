@@ -10,8 +10,10 @@ import torch
 
 import cutex.bench.run
 import cutex.sim
+from cutex import attention
 from cutex.bench.run import Options
 from cutex.gemm import main
+from cutex.kernels.attention import stages as of_attention
 from cutex.kernels.gemm import stages
 from cutex.problem import PeerKernel
 from cutex.problem.gemm import GemmProblem
@@ -53,6 +55,16 @@ def test_the_list_names_every_stage_of_every_arch(capsys):
         assert name in out
         for stage in stages(name):
             assert stage.idea in out
+
+
+def test_an_arch_that_runs_anothers_kernels_has_its_ladder_where_the_operator_says_so(capsys):
+    assert attention.main(["--arch", "sm_103a", "--stage", "list"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "sm_103a  Blackwell Ultra (B300)"
+    ladder = of_attention("sm_103a")
+    assert [replace(s, arch="sm_100a") for s in ladder] == of_attention("sm_100a")
+    assert {s.module for s in ladder} == {s.module for s in of_attention("sm_100a")}
+    assert main(["--arch", "sm_103a", "--stage", "list"]) == 2
+    assert "no GEMM ladder, there are ladders for sm_90a, sm_100a" in capsys.readouterr().err
 
 
 def test_the_list_can_be_of_one_arch(capsys):

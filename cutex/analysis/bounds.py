@@ -198,7 +198,7 @@ def _count(opcode: str, lines: Sequence[str]) -> int:
     return sum(bool(re.search(rf"\b{opcode}\b", line)) for line in lines)
 
 
-def stage_row(stage: Stage, dtype: str = "bf16") -> Row:
+def stage_row(stage: Stage[Any, Any], dtype: str = "bf16") -> Row:
     from cutex.compile import compile
 
     c = stage.config()

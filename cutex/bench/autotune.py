@@ -31,7 +31,7 @@ from cutex.cache import cache_dir, make_private, write_file
 from cutex.compile import compile
 from cutex.compile.sources import sources_digest
 from cutex.problem import Problem
-from cutex.problem.stage import Config, Stage
+from cutex.problem.stage import AnyStage, Config
 
 Timer = Callable[[Sequence[Config], int], dict[Config, float]]  # configs, rounds -> us
 
@@ -49,7 +49,7 @@ def enabled() -> bool:
     return given == "1"
 
 
-def tuned(stage: Stage, problem: Problem, time: Timer | None = None) -> Config:
+def tuned(stage: AnyStage, problem: Problem, time: Timer | None = None) -> Config:
     """The config of `stage` for `problem` on this process's GPU: remembered, or timed now.
 
     Takes 10 to 20 seconds the first time for a class of problems, mostly to compile. `time` takes
@@ -78,7 +78,7 @@ def tuned(stage: Stage, problem: Problem, time: Timer | None = None) -> Config:
     return best
 
 
-def remembered(stage: Stage, problem: Problem) -> Config | None:
+def remembered(stage: AnyStage, problem: Problem) -> Config | None:
     """What `tuned` has chosen for the class of `problem` before; None if it never did."""
     if not enabled():
         return None
@@ -86,7 +86,7 @@ def remembered(stage: Stage, problem: Problem) -> Config | None:
     return _read(cache_dir() / "tuned" / f"{_digest(key)}.json", key, stage)
 
 
-def compete(stage: Stage, problem: Problem, time: Timer) -> dict[Config, float]:
+def compete(stage: AnyStage, problem: Problem, time: Timer) -> dict[Config, float]:
     """Microseconds of the finalists: the best of the model's best."""
     first = stage.shortlist(problem, CANDIDATES)
     times = time(first, ROUNDS)
@@ -97,7 +97,7 @@ def compete(stage: Stage, problem: Problem, time: Timer) -> dict[Config, float]:
 # ---- on the GPU
 
 
-def _on_gpu(stage: Stage, problem: Problem, copies: int) -> Timer:
+def _on_gpu(stage: AnyStage, problem: Problem, copies: int) -> Timer:
     operands = [(*problem.inputs("cuda", copy=i), *problem.outputs("cuda")) for i in range(copies)]
 
     def time(configs: Sequence[Config], rounds: int) -> dict[Config, float]:
@@ -118,7 +118,7 @@ def _on_gpu(stage: Stage, problem: Problem, copies: int) -> Timer:
 # ---- on the disk
 
 
-def _key(stage: Stage, problem: Problem) -> dict[str, Any]:
+def _key(stage: AnyStage, problem: Problem) -> dict[str, Any]:
     import torch
 
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -137,7 +137,7 @@ def _digest(key: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _read(file: Path, key: dict[str, Any], stage: Stage) -> Config | None:
+def _read(file: Path, key: dict[str, Any], stage: AnyStage) -> Config | None:
     """The config in `file`; None if it is not there, not whole, or not of this key."""
     try:
         entry = json.loads(file.read_text())

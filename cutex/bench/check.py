@@ -1,8 +1,8 @@
 """python -m cutex.check FILE.py: a kernel author's inner loop.
 
 The script runs in the simulator once in every order of events, and with several seeds where an
-order has them; what any of them finds is told once, with the orders that find it. The first run
-also tells what each kernel takes of an SM, and where shared memory's banks conflict.
+order has them; what any of them finds is printed once, with the orders that find it. The first run
+also prints what each kernel takes of an SM, and where shared memory's banks conflict.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cutex.arch import ARCHS
+from cutex.arch import ALL
 from cutex.command import answered, refuse
 from cutex.orders import ORDERS
 
@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
         description="Run a script that asks for a GPU in the simulator, in every order of events.",
         epilog="Exit codes: 0 nothing found in any order; 1 something; 2 bad input.",
     )
-    p.add_argument("--arch", default="sm_100a", choices=ARCHS, help="default: %(default)s")
+    p.add_argument("--arch", default="sm_100a", choices=ALL, help="default: %(default)s")
     p.add_argument("--seeds", type=int, default=3, metavar="N", help="of each order; default: 3")
     p.add_argument("--watch", action="store_true", help="again whenever the file is saved")
     p.add_argument("script", type=Path, metavar="FILE.py")
@@ -100,7 +100,7 @@ def _text(file: Path) -> str:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Run all orders, and tell what they found; the exit code."""
+    """Run all orders, and print what they found; the exit code."""
     by_report: dict[str, list[str]] = {}
     kernels: list[str] = []
     count, started = 0, time.monotonic()

@@ -14,14 +14,14 @@ from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
-from cutex.arch import ARCHS, Arch, arch, local_arch
+from cutex.arch import Arch, arch, local_arch
 from cutex.bench import timing
 from cutex.bench.progress import progress
 from cutex.bench.run import DEVICES, Options, admit, choose_device, compile_stage, run_stages
 from cutex.command import answered, refuse
 from cutex.orders import MOST_JOBS, ORDERS
 from cutex.problem import Problem
-from cutex.problem.stage import Stage, ladders
+from cutex.problem.stage import AnyStage, ladders
 from cutex.results import Result, Timing, gbs
 from cutex.results.rate import rate
 from cutex.results.recorder import Recorder, try_folder
@@ -47,7 +47,9 @@ def parser(kind: type[Problem]) -> Parser:
     what = p.add_argument_group("what to run")
     what.add_argument("--stage", default="all", metavar="N|all|list", help="default: all")
     what.add_argument(
-        "--arch", metavar="|".join(ARCHS), help="default: this GPU's, else the newest"
+        "--arch",
+        metavar="|".join(ladders(kind.op).runs_on),
+        help="default: this GPU's, else the newest",
     )
     what.add_argument(
         "--device",
@@ -122,7 +124,7 @@ def add_output(out: argparse._ArgumentGroup) -> None:
 class Job:
     """A command line, validated."""
 
-    stages: list[Stage]
+    stages: list[AnyStage]
     problems: list[Problem]
     device: str
     options: Options
@@ -185,7 +187,7 @@ def plan(kind: type[Problem], args: argparse.Namespace) -> Job:
     return job(kind, args, wanted, "sim" if args.emit else choose_device(args.device, target))
 
 
-def choose_stages(kind: type[Problem], text: str, target: Arch) -> list[Stage]:
+def choose_stages(kind: type[Problem], text: str, target: Arch) -> list[AnyStage]:
     found = ladders(kind.op)
     if text == "all":
         return found.stages(target.name)
@@ -197,7 +199,7 @@ def choose_stages(kind: type[Problem], text: str, target: Arch) -> list[Stage]:
 def job(
     kind: type[Problem],
     args: argparse.Namespace,
-    wanted: list[Stage],
+    wanted: list[AnyStage],
     device: str,
     case: str | None = None,
 ) -> Job:
@@ -215,7 +217,7 @@ def job(
     return Job(wanted, problems, device, options, clock)
 
 
-def _clock(args: argparse.Namespace, stage: Stage, device: str) -> Clock | None:
+def _clock(args: argparse.Namespace, stage: AnyStage, device: str) -> Clock | None:
     """What --time, --trace and --gpu ask for; ValueError where they make no sense."""
     # NOTE: a rental's --gpu is another one
     options = {"--trace": "trace", "--gpu": "what_if"}
@@ -267,13 +269,13 @@ def _options(kind: type[Problem], args: argparse.Namespace, device: str) -> Opti
 def list_stages(kind: type[Problem], only: str | None) -> None:
     """Print the ladder of every arch, or of one."""
     found = ladders(kind.op)
-    for target in [arch(only)] if only else [a for a in ARCHS.values() if a.name in found.archs]:
+    for target in [arch(only)] if only else map(arch, found.archs):
         print(f"{target.name}  {target.title} ({target.board})")
         for s in found.stages(target.name):
             print(f"{s.number:5}  {s.title:<24}  {s.idea}")
 
 
-def emit(stage: Stage, dtype: str, what: str) -> None:
+def emit(stage: AnyStage, dtype: str, what: str) -> None:
     """Print the PTX, the SASS or the resources of one stage as compiled."""
     from cutex.compile.resources import resources, sass
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cutex.bench.run import compile_stage, settle
 from cutex.problem import Problem
-from cutex.problem.stage import Stage
+from cutex.problem.stage import AnyStage
 
 if TYPE_CHECKING:
     from cutex.sim.timing.gpus import Gpu
@@ -22,7 +22,7 @@ DETAILED_FLOPS = 6e8  # a CTA, where tiles differ
 STEPS = (6, 14)  # of the two tiles that are recorded where tiles differ in their steps
 
 
-def record(problem: Problem, stage: Stage) -> tuple[Traced | Lengths, Whole]:
+def record(problem: Problem, stage: AnyStage) -> tuple[Traced | Lengths, Whole]:
     """One cluster of a stage's launch, and what the whole grid has to do."""
     from cutex.sim.timing.timed import Whole
 
@@ -38,7 +38,7 @@ def record(problem: Problem, stage: Stage) -> tuple[Traced | Lengths, Whole]:
     return _record(problem, stage, limit), whole
 
 
-def _record_lengths(problem: Problem, stage: Stage, tiles: tuple[int, ...]) -> Lengths:
+def _record_lengths(problem: Problem, stage: AnyStage, tiles: tuple[int, ...]) -> Lengths:
     """Records of tiles of two lengths, and a look at the loads of the whole."""
     from cutex.sim.timing.lengths import Lengths
     from cutex.sim.timing.trace import look_at
@@ -55,13 +55,13 @@ def _record_lengths(problem: Problem, stage: Stage, tiles: tuple[int, ...]) -> L
     return Lengths(short, long, (lengths[0], lengths[1]), tiles)
 
 
-def _record(problem: Problem, stage: Stage, limit: float, look: bool = True) -> Traced:
+def _record(problem: Problem, stage: AnyStage, limit: float, look: bool = True) -> Traced:
     from cutex.sim.timing.trace import trace
 
     return _launched(problem, stage, lambda h, p, a, r: trace(h, p, a, r, limit, look)[0])
 
 
-def _launched(problem: Problem, stage: Stage, how: Callable[..., Traced]) -> Traced:
+def _launched(problem: Problem, stage: AnyStage, how: Callable[..., Traced]) -> Traced:
     """What ``how`` makes of a launch, on data that costs nothing to compute with where it may."""
     from cutex.sim.run import captured
 
@@ -77,7 +77,7 @@ def _launched(problem: Problem, stage: Stage, how: Callable[..., Traced]) -> Tra
     return found[0]
 
 
-def time_stage(problem: Problem, stage: Stage, gpu: Gpu, log: bool = False) -> TimeReport:
+def time_stage(problem: Problem, stage: AnyStage, gpu: Gpu, log: bool = False) -> TimeReport:
     from cutex.sim.timing.report import time_launch
 
     traced, whole = record(problem, stage)

@@ -17,7 +17,7 @@ from typing import Any
 
 from cutex.bench.clock import record
 from cutex.problem import Problem, problem_class
-from cutex.problem.stage import Stage
+from cutex.problem.stage import AnyStage
 from cutex.problem.stage import stage as stage_of
 from cutex.sim.timing import stored
 from cutex.sim.timing.gpus import Gpu, gpu, of_arch
@@ -52,7 +52,7 @@ class Row:
     def held_out(self) -> bool:
         return int(hashlib.sha256(self.key.encode()).hexdigest(), 16) % 2 == 1
 
-    def as_stage(self) -> Stage:
+    def as_stage(self) -> AnyStage:
         found = stage_of(self.op, self.arch, self.stage)
         config = found.config_from_row(self.config)
         return replace(found, default=config, chooses=False)

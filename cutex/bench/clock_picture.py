@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from cutex.bench.clock_errors import traces_file
 from cutex.problem import DEFAULT_OP, problem_class
-from cutex.problem.stage import Stage
+from cutex.problem.stage import AnyStage
 from cutex.sim.timing import stored
 from cutex.sim.timing.gpus import gpu, of_arch
 from cutex.sim.timing.picture import UNITS, joined, one_of_each
@@ -30,7 +30,7 @@ COLOURS = {
 OTHER = "#d9d9d9"  # of waits for anything else
 
 
-def timelines(arch: str, ladder: Sequence[Stage]) -> str:
+def timelines(arch: str, ladder: Sequence[AnyStage]) -> str:
     """HTML: one picture for each stage of which there is a record; nothing without records."""
     file = traces_file(DEFAULT_OP, arch)
     if not file.is_file():

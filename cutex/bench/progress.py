@@ -13,10 +13,10 @@ EVERY = 5.0  # seconds between two lines
 
 @contextmanager
 def progress(what: str, steps: int = 0) -> Iterator[Callable[[], None]]:
-    """Tells of `what` while it runs; what is yielded is called after each of `steps`."""
+    """Shows `what` while it runs; what is yielded is called after each of `steps`."""
     done = [0]
 
-    def told() -> str:
+    def state() -> str:
         return f"{what}, {done[0]} of {steps}" if steps else what
 
     if sys.stderr.isatty():
@@ -28,7 +28,7 @@ def progress(what: str, steps: int = 0) -> Iterator[Callable[[], None]]:
     def lines() -> None:
         while not ended.wait(EVERY):
             print(
-                f"cutex: {told()}, {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True
+                f"cutex: {state()}, {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True
             )
 
     thread = threading.Thread(target=lines, daemon=True)

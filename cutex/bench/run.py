@@ -17,7 +17,7 @@ from uuid import uuid4
 from cutex.arch import Arch, arch, local_arch
 from cutex.bench import timing
 from cutex.problem import Check, Launch, Problem
-from cutex.problem.stage import Stage
+from cutex.problem.stage import AnyStage
 from cutex.results import Peer, Result, gbs, tflops
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def choose_device(name: str, target: Arch) -> str:
     raise ValueError(f"device cuda cannot run {target.name}: {found}; use device sim")
 
 
-def admit(problem: Problem, stages: Sequence[Stage], device: str, options: Options) -> Arch:
+def admit(problem: Problem, stages: Sequence[AnyStage], device: str, options: Options) -> Arch:
     """The one arch of `stages`; ValueError if they have two, or if this cannot be run or timed."""
     target = arch(stages[0].arch)
     for stage in stages:
@@ -72,7 +72,7 @@ def admit(problem: Problem, stages: Sequence[Stage], device: str, options: Optio
 
 
 def run(
-    problem: Problem, stage: Stage, device: str = "auto", options: Options | None = None
+    problem: Problem, stage: AnyStage, device: str = "auto", options: Options | None = None
 ) -> Result:
     """Run one stage on one problem: see run_stages."""
     return run_stages(problem, [stage], device, options)[0]
@@ -80,7 +80,7 @@ def run(
 
 def run_stages(
     problem: Problem,
-    stages: Sequence[Stage],
+    stages: Sequence[AnyStage],
     device: str = "auto",
     options: Options | None = None,
 ) -> list[Result]:
@@ -102,24 +102,24 @@ def run_stages(
     return [replace(result, id=options.id, expect=options.expect) for result in found]
 
 
-def settle(stage: Stage, problem: Problem, timed: bool) -> Stage:
+def settle(stage: AnyStage, problem: Problem, timed: bool) -> AnyStage:
     """The stage with its config for `problem`; if it chooses and is `timed`, the fastest here."""
     stage = stage.fitted(problem)
     if not stage.chooses:
         return stage
     from cutex.bench.autotune import tuned
 
-    return replace(stage, default=tuned(stage, problem) if timed else stage.choose(problem))
+    return stage.with_config(tuned(stage, problem) if timed else stage.choose(problem))
 
 
-def compile_stage(stage: Stage, dtype: str) -> Compiled:
+def compile_stage(stage: AnyStage, dtype: str) -> Compiled:
     from cutex.compile import compile
 
     return compile(stage.kernel(), dtype, stage.arch)
 
 
 def _result(
-    problem: Problem, stage: Stage, compiled: Compiled, check: Check, **device_facts: Any
+    problem: Problem, stage: AnyStage, compiled: Compiled, check: Check, **device_facts: Any
 ) -> Result:
     return Result(
         op=stage.op,
@@ -143,7 +143,7 @@ def _result(
 # ---- simulator
 
 
-def _simulate(problem: Problem, stage: Stage, options: Options) -> Result:
+def _simulate(problem: Problem, stage: AnyStage, options: Options) -> Result:
     """One Result over all orders; the first order that fails ends it."""
     from cutex.sim import SimError, simulate
 
@@ -190,7 +190,7 @@ def _simulate(problem: Problem, stage: Stage, options: Options) -> Result:
 
 
 def _run_cuda(
-    problem: Problem, stages: Sequence[Stage], target: Arch, options: Options
+    problem: Problem, stages: Sequence[AnyStage], target: Arch, options: Options
 ) -> list[Result]:
     import torch
 
@@ -272,7 +272,7 @@ def _check_launch(problem: Problem, launch: Launch, tile: tuple[int, ...] | None
     return problem.check(*inputs, *outputs, tile=tile)
 
 
-def _check_on_gpu(problem: Problem, stage: Stage, launch: Launch) -> Check:
+def _check_on_gpu(problem: Problem, stage: AnyStage, launch: Launch) -> Check:
     """Small integers first, where the check is exact, then the problem's own data."""
     tile = problem.tile(stage.config())
     if (small := problem.exact()) != problem:
@@ -283,7 +283,7 @@ def _check_on_gpu(problem: Problem, stage: Stage, launch: Launch) -> Check:
 
 
 def _check_again(
-    problem: Problem, stage: Stage, tensors: timing.Operands, measured: timing.Measured
+    problem: Problem, stage: AnyStage, tensors: timing.Operands, measured: timing.Measured
 ) -> Check:
     """Check what the timed graph itself writes: a figure counts only for a right result."""
     blanks = problem.outputs("cuda")

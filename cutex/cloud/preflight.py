@@ -6,14 +6,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from cutex.bench.run import compile_stage, run_stages
 from cutex.cloud import remote
 from cutex.cloud.calls import Plan, Request
 from cutex.problem import Problem, problem_class
-from cutex.problem.stage import Config, Stage
+from cutex.problem.stage import AnyStage, Config
 from cutex.problem.stage import stage as stage_named
 
 
@@ -36,7 +35,7 @@ def preflight(made: Plan, say: Callable[[str], None]) -> tuple[bool, dict[str, b
         for number in request.stages:
             stage = stage_named(request.op, request.arch, number).fitted(problem)
             for config in _configs(stage, problem):
-                compiled = compile_stage(replace(stage, default=config), problem.dtype)
+                compiled = compile_stage(stage.with_config(config), problem.dtype)
                 folders.add(compiled.object_path.parent)
             small = problem.reduced()
             if (stage, small) in seen:
@@ -50,7 +49,7 @@ def preflight(made: Plan, say: Callable[[str], None]) -> tuple[bool, dict[str, b
     return right, {name: remote.pack(folders) for name, folders in entries.items()}
 
 
-def _configs(stage: Stage, problem: Problem) -> list[Config]:
+def _configs(stage: AnyStage, problem: Problem) -> list[Config]:
     """All configs that `stage` may run with there: of one that chooses by time, every candidate."""
     if not stage.chooses:
         return [stage.config()]

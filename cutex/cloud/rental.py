@@ -26,7 +26,7 @@ from cutex.cloud.replies import Ledger, Reply
 from cutex.command import INTERRUPTED, answered, print_nowhere, refuse
 from cutex.errors import Missing
 from cutex.problem import DEFAULT_OP, OPS, Problem, problem_class
-from cutex.problem.stage import Stage, ladders
+from cutex.problem.stage import AnyStage, ladders
 from cutex.results.recorder import try_folder
 
 Rent = Callable[[str, list[dict[str, Any]], int], AsyncIterator[Reply]]
@@ -217,7 +217,7 @@ def _plain(options: Options) -> dict[str, Any]:
     return {name: value for name, value in vars(options).items() if name != "notice"}
 
 
-def _estimate(kind: type[Problem], stages: Sequence[Stage], options: Options) -> float:
+def _estimate(kind: type[Problem], stages: Sequence[AnyStage], options: Options) -> float:
     if options.check_only:
         return CHECK
     extra = TUNE * sum(stage.chooses for stage in stages)

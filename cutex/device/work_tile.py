@@ -8,12 +8,15 @@ from cutlass import Int32, cute
 
 
 class WorkTile(NamedTuple):
-    """One CTA's tile of the result, in tiles, not elements; a mode that an operator lacks is 0."""
+    """One CTA's tile of the result, in tiles, not elements; a mode that an operator lacks is 0.
+
+    Of attention m counts blocks of queries, and a head may be a group of packed ones.
+    """
 
     m: Int32 | int
-    n: Int32 | int
-    batch: Int32 | int = 0  # entry of a batch
+    n: Int32 | int = 0
     head: Int32 | int = 0  # attention's
+    batch: Int32 | int = 0  # entry of a batch
     split: Int32 | int = 0  # which part of the reduction, of those that share this tile
 
 

@@ -108,7 +108,7 @@ def prefer(calls: CallClass, tiles: GemmConfig) -> None:
 
 
 def preferred(calls: CallClass) -> GemmConfig | None:
-    """What `prefer` was told for `calls`."""
+    """The config that `prefer` was given for `calls`; None if it was given none."""
     return _preferred.get(calls)
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from cutex.arch import ARCHS, RELATIVES
+from cutex.arch import ALL, ARCHS
 from cutex.compile import Compiled
 
 ORDERS = ("order", "seed", "memory")  # what `simulated` hands to cutex.simulate
@@ -45,8 +45,8 @@ def simulated(arch: str = "sm_90a", **orders: Any) -> Iterator[None]:
     orders: order, seed and memory, see cutex.simulate. Where one stands in another, the inner
     one counts. Raises ValueError for an arch without kernels, TypeError for another option.
     """
-    if arch not in ARCHS | RELATIVES:
-        raise ValueError(f"arch {arch!r}: cutex has kernels for {', '.join(ARCHS | RELATIVES)}")
+    if arch not in ALL:
+        raise ValueError(f"arch {arch!r}: cutex has kernels for {', '.join(ALL)}")
     for name in orders:
         if name not in ORDERS:
             known = ", ".join(ORDERS)

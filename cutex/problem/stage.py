@@ -6,11 +6,12 @@ each problem asks `cutex.kernels.<op>.choose`. Importing this loads neither torc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeAlias, TypeVar
 
-from cutex.arch import Arch, arch, kernels_of
+from cutex.arch import RELATIVES, Arch, arch, kernels_of
 from cutex.problem.protocol import Problem
 
 if TYPE_CHECKING:
@@ -26,9 +27,16 @@ class Config(Protocol):
         """Why this config cannot run `problem` (or, for None, anything) on `arch`."""
 
 
+P_contra = TypeVar("P_contra", bound=Problem, contravariant=True)
+C_co = TypeVar("C_co", bound=Config, covariant=True)
+
+
 @dataclass(frozen=True)
-class Stage:
-    """A rung of a ladder: one idea more than the rung below. Each operator has its subclass."""
+class Stage(Generic[P_contra, C_co]):
+    """A rung of a ladder: one idea more than the rung below.
+
+    Each operator has its subclass, of its problem and its config.
+    """
 
     op: ClassVar[str]
 
@@ -36,26 +44,30 @@ class Stage:
     arch: str
     title: str
     idea: str
-    default: Any  # a Config
+    default: C_co
     chooses: bool = False  # a config for each problem: cutex.kernels.<op>.choose, and by time
 
     @property
     def module(self) -> str:
         return f"{package(self.op, self.arch)}.stage{self.number}"
 
-    def config(self) -> Any:
+    def config(self) -> C_co:
         return self.default
 
-    def config_from_row(self, row: dict[str, Any]) -> Any:
+    def config_from_row(self, row: dict[str, Any]) -> C_co:
         """The config that a row of a ledger or a cache holds; TypeError or ValueError if none."""
         return type(self.default)(**row)
 
-    def kernel(self, config: Any = None) -> Kernel:
+    def kernel(self, config: Config | None = None) -> Kernel:
         """The kernel object, ready for cutex.compile.compile. Imports the DSL."""
         cls = getattr(import_module(self.module), f"Stage{self.number}")
         return cls(config or self.default)
 
-    def fitted(self, problem: Problem) -> Self:
+    def with_config(self, config: Any) -> Self:
+        """The same stage with `config`, a C_co, for its own."""
+        return replace(self, default=config)
+
+    def fitted(self, problem: P_contra) -> Self:
         """The stage with what its config has to know of `problem`, such as the size of a head."""
         return self
 
@@ -66,16 +78,17 @@ class Stage:
         """The module that ranks configs."""
         return f"cutex.kernels.{self.op}.choose"
 
-    def choose(self, problem: Problem) -> Config:
+    def choose(self, problem: P_contra) -> C_co:
         """The config that the model ranks first."""
         return import_module(self.chooser).choose(problem, arch(self.arch))
 
-    def shortlist(self, problem: Problem, count: int) -> list[Config]:
+    def shortlist(self, problem: P_contra, count: int) -> list[C_co]:
         """The `count` configs that are most worth a try."""
         return import_module(self.chooser).shortlist(problem, arch(self.arch), count)
 
 
-S = TypeVar("S", bound=Stage)
+AnyStage: TypeAlias = Stage[Any, Config]  # of whichever operator
+S = TypeVar("S", bound=AnyStage)
 
 
 @dataclass(frozen=True)
@@ -84,16 +97,27 @@ class Ladders(Generic[S]):
 
     title: str  # of the operator
     rungs: tuple[S, ...]
+    relatives: bool = False  # whether it also runs on archs that run another's kernels
 
     @property
     def archs(self) -> list[str]:
-        return sorted({s.arch for s in self.rungs})
+        """Those that have a ladder of their own."""
+        return _in_order(s.arch for s in self.rungs)
+
+    @property
+    def runs_on(self) -> list[str]:
+        """Those, and if it has `relatives` the archs that run the kernels of one of those."""
+        also = [a for a in RELATIVES if kernels_of(a) in self.archs] if self.relatives else []
+        return _in_order([*self.archs, *also])
 
     def stages(self, arch: str) -> list[S]:
         """The ladder of `arch`, from stage 0 up; ValueError if there is none."""
-        ladder = sorted((s for s in self.rungs if s.arch == arch), key=lambda s: s.number)
+        own = kernels_of(arch) if self.relatives else arch
+        ladder = sorted((s for s in self.rungs if s.arch == own), key=lambda s: s.number)
+        if arch != own:
+            ladder = [replace(s, arch=arch) for s in ladder]
         if not ladder:
-            known = ", ".join(self.archs)
+            known = ", ".join(self.runs_on)
             raise ValueError(
                 f"arch {arch!r} has no {self.title} ladder, there are ladders for {known}"
             )
@@ -110,21 +134,25 @@ class Ladders(Generic[S]):
         )
 
 
+def _in_order(archs: Iterable[str]) -> list[str]:
+    return sorted(set(archs), key=lambda name: arch(name).capability)
+
+
 def package(op: str, arch: str) -> str:
     """The package of an operator's kernels on `arch`, such as cutex.kernels.gemm.sm90."""
     return f"cutex.kernels.{op}.{kernels_of(arch).rstrip('a').replace('_', '')}"
 
 
-def ladders(op: str) -> Ladders[Stage]:
+def ladders(op: str) -> Ladders[AnyStage]:
     """The ladders of an operator."""
     return import_module(f"cutex.kernels.{op}").LADDERS
 
 
-def stages(op: str, arch: str) -> list[Stage]:
+def stages(op: str, arch: str) -> list[AnyStage]:
     """The ladder of an operator on `arch`, from stage 0 up; ValueError if there is none."""
     return ladders(op).stages(arch)
 
 
-def stage(op: str, arch: str, number: int) -> Stage:
+def stage(op: str, arch: str, number: int) -> AnyStage:
     """One stage of an operator; ValueError if there is none."""
     return ladders(op).stage(arch, number)

@@ -12,7 +12,7 @@ from typing import Any
 from cutex.arch import Arch
 from cutex.command import answered
 from cutex.problem import DEFAULT_OP
-from cutex.problem.stage import Stage
+from cutex.problem.stage import AnyStage
 from cutex.report import charts, sweeps
 from cutex.report.page import page
 from cutex.report.rows import (
@@ -65,7 +65,7 @@ def ladders(results: Iterable[Result]) -> str:
 
 
 def _timed_table(
-    target: Arch, ladder: Sequence[Stage], kind: Kind, results: list[Result]
+    target: Arch, ladder: Sequence[AnyStage], kind: Kind, results: list[Result]
 ) -> tuple[str, str]:
     device_name, dtype, init, cache_state = kind
     newest: dict[tuple[int, Sizes], Result] = {}
@@ -111,7 +111,7 @@ def _timed_table(
     return caption, _table(["stage", "what it adds", *sizes.values()], rows)
 
 
-def _untimed_table(target: Arch, ladder: Sequence[Stage]) -> tuple[str, str]:
+def _untimed_table(target: Arch, ladder: Sequence[AnyStage]) -> tuple[str, str]:
     caption = f"Not timed yet: no {target.board} has run it. The tests check it in the simulator."
     head, rows = ["stage", "what it adds"], [[str(s.number), s.idea] for s in ladder]
     found = predicted(ladder[0].op, target.name)

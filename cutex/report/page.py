@@ -10,7 +10,7 @@ from typing import Any
 
 from cutex.analysis import roofline
 from cutex.arch import Arch
-from cutex.problem.stage import Stage
+from cutex.problem.stage import AnyStage
 from cutex.report import charts
 from cutex.report.look import SCRIPT, style
 from cutex.report.rows import (
@@ -93,7 +93,7 @@ def _ladders(rows: Rows) -> str:
     return "".join(parts)
 
 
-def _ladder(target: Arch, ladder: Sequence[Stage], kind: history.Kind, rows: Rows) -> str:
+def _ladder(target: Arch, ladder: Sequence[AnyStage], kind: history.Kind, rows: Rows) -> str:
     sizes = main_sizes(rows)[:12]
     rates = {r.sizes: x for r in sizes if (x := rate_of(r))}
     options = "".join(f"<option>{said(r.size)}</option>" for r in sizes)

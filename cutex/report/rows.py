@@ -7,7 +7,7 @@ from typing import Any
 
 from cutex.arch import ARCHS, Arch
 from cutex.problem import OPS, problem_class
-from cutex.problem.stage import Stage, ladders
+from cutex.problem.stage import AnyStage, ladders
 from cutex.report import charts
 from cutex.results import Peer, Result, history
 from cutex.results.rate import rate, rate_of
@@ -63,7 +63,7 @@ def heading(op: str, target: Arch) -> str:
     return target.title if len(OPS) == 1 else f"{problem_class(op).title} on {target.title}"
 
 
-def all_ladders() -> Iterator[tuple[str, Arch, list[Stage]]]:
+def all_ladders() -> Iterator[tuple[str, Arch, list[AnyStage]]]:
     """Every operator, every arch that it has a ladder for, and that ladder."""
     for op in OPS:
         found = ladders(op)
@@ -86,7 +86,7 @@ def main_sizes(rows: Rows) -> list[Result]:
     return sorted(one.values(), key=lambda r: (-len(stages[r.sizes]), -r.case.flops, r.sizes))
 
 
-def ladder_bars(ladder: Sequence[Stage], rows: Rows, sizes: Sizes) -> list[charts.Bar]:
+def ladder_bars(ladder: Sequence[AnyStage], rows: Rows, sizes: Sizes) -> list[charts.Bar]:
     """A bar for each stage of the ladder, then one for each peer of its last run."""
     found = newest([r for r in rows if r.sizes == sizes])
     bars = []

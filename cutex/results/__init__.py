@@ -24,9 +24,9 @@ __all__ = [
     "read_all", "tflops",
 ]  # fmt: skip
 
-Notice = Callable[[str], None]  # is told, in a sentence, what is passed over
+Notice = Callable[[str], None]  # takes a sentence about what is passed over
 
-_TOLD = 5  # of a ledger's damaged lines
+_MOST_NOTICES = 5  # of a ledger's damaged lines
 _LONGEST = 80  # characters of a device's name in that of a file
 
 
@@ -84,15 +84,15 @@ def _of_run(path: Path, run_id: str) -> Iterator[Result]:
 
 
 def notice(sentence: str) -> None:
-    """Tell of a line that is passed over, on stderr."""
+    """Print a sentence about a line that is passed over to stderr."""
     print(f"cutex: {sentence}", file=sys.stderr)
 
 
-def read(path: Path, tell: Notice = lambda sentence: None) -> list[Result]:
+def read(path: Path, report: Notice = lambda sentence: None) -> list[Result]:
     """All results in the ledger at `path`, oldest first.
 
-    A torn or foreign line is passed over, and `tell` is told; a row delivered twice, or merged
-    twice from two branches, counts once.
+    A torn or foreign line is passed over, and `report` is called with a sentence about it; a row
+    delivered twice, or merged twice from two branches, counts once.
     """
     found: dict[Any, Result] = {}
     passed_over = 0
@@ -100,22 +100,22 @@ def read(path: Path, tell: Notice = lambda sentence: None) -> list[Result]:
     def damaged(number: int, why: str) -> None:
         nonlocal passed_over
         passed_over += 1
-        if passed_over <= _TOLD:
-            tell(f"{path} line {number} is no row, and is passed over: {why}")
+        if passed_over <= _MOST_NOTICES:
+            report(f"{path} line {number} is no row, and is passed over: {why}")
 
     with _no_garbage_collection(), path.open(errors="replace") as lines:
         for number, result in _parsed(lines, damaged):
             # NOTE: rows from before run ids cannot be told from repetitions, and all count
             found.setdefault(result.key if result.id else number, result)
-    if passed_over > _TOLD:
-        tell(f"{path}: so are {passed_over - _TOLD} more lines")
+    if passed_over > _MOST_NOTICES:
+        report(f"{path}: so are {passed_over - _MOST_NOTICES} more lines")
     return list(found.values())
 
 
 def _parsed(
     lines: Iterable[str], damaged: Callable[[int, str], None]
 ) -> Iterator[tuple[int, Result]]:
-    """The Results of `lines` with their numbers, from 1; `damaged` is told of what is none."""
+    """The Results of `lines` with their numbers, from 1; `damaged` takes lines that hold none."""
     parser = Lines()
     for number, line in enumerate(lines, 1):
         try:
@@ -144,6 +144,6 @@ def folder_given(path: Path) -> Path:
     return path
 
 
-def read_all(folder: Path, tell: Notice = lambda sentence: None) -> list[Result]:
+def read_all(folder: Path, report: Notice = lambda sentence: None) -> list[Result]:
     """Every result of every ledger in `folder`, by file name, then oldest first; see `read`."""
-    return [r for path in sorted(folder.glob("*.jsonl")) for r in read(path, tell)]
+    return [r for path in sorted(folder.glob("*.jsonl")) for r in read(path, report)]

@@ -37,7 +37,7 @@ def try_folder(folder: Path) -> None:
 class Recorder:
     """Where the rows and files of one run go: into `folder`, else into a file of rescue.
 
-    No failure ends the run. `troubles` tells each in one sentence; what could not be written is in
+    No failure ends the run. `troubles` has one sentence about each; what could not be written is in
     a file in the system's folder for temporary ones, and printed where that failed too.
     """
 
@@ -68,13 +68,13 @@ class Recorder:
 
     def summary(self) -> list[str]:
         """Sentences for the end of the run: what failed, and where what it concerned is."""
-        told = list(dict.fromkeys(self.troubles))
+        sentences = list(dict.fromkeys(self.troubles))
         if self._rescue is not None:
-            told.append(
+            sentences.append(
                 f"what is in no ledger ({len(self.rescued)} lines) is in {self._rescue}; "
                 f"python -m cutex.results merge {self._rescue} adds its rows"
             )
-        return told
+        return sentences
 
     def _keep(self, line: str, trouble: str) -> None:
         self.troubles.append(trouble)

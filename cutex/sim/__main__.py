@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cutex.arch import ARCHS, arch
+from cutex.arch import ALL, arch
 from cutex.command import INTERRUPTED, print_nowhere, refuse
 from cutex.orders import MOST_JOBS, ORDERS
 
@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
         description="Run a script that asks for a GPU, with the simulator in its place.",
         epilog="Exit codes: the script's own; 1 for a finding; 2 for bad input.",
     )
-    out.add_argument("--arch", default="sm_100a", choices=ARCHS, help="default: %(default)s")
+    out.add_argument("--arch", default="sm_100a", choices=ALL, help="default: %(default)s")
     out.add_argument("--order", default="fifo", choices=ORDERS, help="default: %(default)s")
     out.add_argument("--seed", type=int, default=0, metavar="N")
     out.add_argument(
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(script: str) -> int:
-    """Run the script as Python would; its exit code. What is found in its kernels is told later."""
+    """Run the script as Python would; its exit code. What is wrong in kernels is printed later."""
     from cutex.sim.errors import LaunchError, SimError
 
     try:

@@ -2,43 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from cutex.arch import arch
-from cutex.kernels.attention.choose import choose
+from cutex.kernels.attention.choose import AnyConfig, choose
 from cutex.kernels.attention.config import ForwardConfig
 from cutex.kernels.attention.ladder import LadderConfig
 from cutex.kernels.attention.sm100.config import Sm100Config
 from cutex.kernels.attention.sm100.ladder import Sm100LadderConfig
 from cutex.problem import stage as stage_of_any
+from cutex.problem.attention import AttentionProblem
 
 if TYPE_CHECKING:
     from cutex.compile import Kernel
-    from cutex.problem.attention import AttentionProblem
+    from cutex.problem.stage import Config
 
 
-class Stage(stage_of_any.Stage):
+class Stage(stage_of_any.Stage[AttentionProblem, LadderConfig]):
     """A rung of an attention ladder."""
 
     op = "attention"
 
-    def fitted(self, problem: AttentionProblem) -> Self:  # type: ignore[override]
-        return replace(self, default=self.default.fitted(problem.head_dim, problem.causal))
+    def fitted(self, problem: AttentionProblem) -> Self:
+        return self.with_config(self.default.fitted(problem.head_dim, problem.causal))
 
 
-class Forward(Stage):
+class Forward(stage_of_any.Stage[AttentionProblem, AnyConfig]):
     """The production kernel at the top of a ladder, with the config for each problem."""
 
-    def fitted(self, problem: AttentionProblem) -> Self:  # type: ignore[override]
-        return replace(self, default=choose(problem, arch(self.arch)))
+    op = "attention"
+
+    def fitted(self, problem: AttentionProblem) -> Self:
+        return self.with_config(choose(problem, arch(self.arch)))
 
     @property
     def module(self) -> str:
-        return f"cutex.kernels.attention.{self.arch.rstrip('a').replace('_', '')}.forward"
+        return f"{stage_of_any.package(self.op, self.arch)}.forward"
 
-    def kernel(self, config: Any = None) -> Kernel:
+    def kernel(self, config: Config | None = None) -> Kernel:
         return import_module(self.module).Forward(config or self.default)
 
 
@@ -76,5 +78,5 @@ _STAGES = (
     Forward(9, "sm_100a", "forward", "the kernel behind cutex.flash_attn_func", Sm100Config()),
 )
 
-LADDERS = stage_of_any.Ladders("attention", _STAGES)
+LADDERS = stage_of_any.Ladders("attention", _STAGES, relatives=True)
 stages, stage = LADDERS.stages, LADDERS.stage

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+if TYPE_CHECKING:
+    from cutex.kernels.attention.choose import AnyConfig
+    from cutex.problem.attention import AttentionProblem
 
 ELEMENT = 2  # bytes of bf16 and fp16
 BARRIERS = 1024  # bytes of smem kept for barriers and the like
@@ -48,11 +52,11 @@ class Computed:
     def ragged_k(self) -> bool:
         return self.varlen_k or self.used_k
 
-    def key_blocks(self, problem: Any) -> list[int]:
+    def key_blocks(self, problem: AttentionProblem) -> list[int]:
         """Of each tile of a problem, in the order in which CTAs come to the tiles."""
         from cutex.kernels.attention.order import key_blocks
 
-        return key_blocks(problem, self)
+        return key_blocks(problem, cast("AnyConfig", self))
 
     def why_not_computed(self) -> str | None:
         """Why no kernel computes it, in one sentence."""
@@ -80,6 +84,8 @@ class ForwardConfig(Computed):
     dispatch: str = "dynamic"  # who hands out tiles: "one" (a CTA each), "static", "dynamic"
     num_ctas: int = 132  # of a persistent grid
     l2_bytes: int = 50 * 2**20  # what heads that are worked on at one time should fit into
+
+    ctas: ClassVar[int] = 1  # that work on a tile together
 
     @property
     def warpgroups(self) -> int:

@@ -36,6 +36,9 @@ class LadderConfig:
     dispatch: str = "one"  # who hands out tiles: the hardware, one a CTA, or a counter: "dynamic"
     num_ctas: int = 0  # of a persistent grid; 0: as many as the arch has SMs
 
+    pack: ClassVar[int] = 1
+    ctas: ClassVar[int] = 1
+    l2_bytes: ClassVar[int] = 50 * 2**20  # that heads in work at one time should fit into
     # beside O and LSE they are passed a scale only
     lse: ClassVar[bool] = True
     softcap: ClassVar[bool] = False
@@ -58,8 +61,12 @@ class LadderConfig:
 
     @property
     def k_bytes(self) -> int:
-        """Of one block of keys; of values there are as many."""
+        """Of one block of keys."""
         return self.tile_n * self.head_dim * ELEMENT
+
+    @property
+    def v_bytes(self) -> int:
+        return self.k_bytes
 
     @property
     def smem_bytes(self) -> int:

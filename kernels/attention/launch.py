@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar, NamedTuple
 
 import cutlass
@@ -13,16 +14,10 @@ from cutex.arch import arch as arch_named
 from cutex.compile import Operand, Scalar
 from cutex.device.atoms.mma import allocate_slots, slots_layout
 from cutex.device.atoms.tma import TileLoads
+from cutex.device.attention.block_info import Band, BlockInfo, Blocks
 from cutex.device.attention.rows import tma_view
-from cutex.kernels.attention.ladder import WARPGROUP_ROWS, LadderConfig
-
-
-class Tile(NamedTuple):
-    """Consecutive rows of one head of one sequence."""
-
-    m_block: Int32
-    head: Int32
-    batch: Int32
+from cutex.device.work_tile import WorkTile
+from cutex.kernels.attention.ladder import LadderConfig
 
 
 class Out(NamedTuple):
@@ -35,7 +30,7 @@ class Out(NamedTuple):
 class Slots(NamedTuple):
     """Where TMA brings Q, K and V to."""
 
-    sQ: cute.Tensor  # (64, D, WG * SLOT)
+    sQ: cute.Tensor  # (64, D, WG * SLOT), or on Blackwell (128, D, TILE)
     sK: cute.Tensor  # (bN, D, SLOT)
     sV: cute.Tensor  # (bN, D, SLOT)
 
@@ -77,7 +72,7 @@ class Operands(NamedTuple):
         return Slots(*(allocate_slots(smem, self.dtype, x.smem_layout) for x in self))
 
     @cute.jit
-    def loads(self, slots: Slots, tile: Tile) -> Loads:
+    def loads(self, slots: Slots, tile: WorkTile) -> Loads:
         head_kv = tile.head // self.heads_per_kv
         return Loads(
             row_blocks(self.q, slots.sQ, tile.head, tile.batch),
@@ -107,14 +102,14 @@ def row_blocks(operand: cpasync.TmaInfo, sX: cute.Tensor, head: Int32, batch: In
     return TileLoads(operand.atom, tXgX, tXsX)
 
 
-class Attention:
+class Attention(ABC):
     """O = softmax(scale * Q K^T) V and its LSE. A stage adds `kernel`, `num_threads` and what it
     changes."""
 
     arch: ClassVar[str]
     number: ClassVar[int]
+    q_rows: ClassVar[int]  # of a slot of Q
     min_stages: ClassVar[int] = 1  # slots that the rings need to turn
-    num_threads: int  # of a CTA
     kernel: Any  # the device function: (operands, out, scale)
 
     def __init__(self, config: LadderConfig) -> None:
@@ -129,6 +124,11 @@ class Attention:
     @property
     def name(self) -> str:
         return f"{self.arch.rstrip('a').replace('_', '')}_attention_stage{self.number}"
+
+    @property
+    @abstractmethod
+    def num_threads(self) -> int:
+        """Of a CTA."""
 
     def operands(self, dtype: str) -> tuple[Operand | Scalar, ...]:
         """q (batch, seqlen_q, heads, D), k and v (batch, seqlen_k, heads_kv, D), o as q, lse
@@ -145,7 +145,7 @@ class Attention:
     @cute.jit
     def load_operands(self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor) -> Operands:
         c = self.config
-        q_slots = self.slots(mQ.element_type, WARPGROUP_ROWS, c.warpgroups * c.q_stages)
+        q_slots = self.slots(mQ.element_type, self.q_rows, c.tile_m // self.q_rows * c.q_stages)
         kv_slots = self.slots(mK.element_type, c.tile_n, c.num_stages)
         load = cpasync.CopyBulkTensorTileG2SOp()
         return Operands(
@@ -175,3 +175,22 @@ class Attention:
         self.kernel(operands, Out(mO, mLSE), scale).launch(
             grid=grid, block=(self.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )
+
+    # ---- on the device
+
+    @property
+    def band(self) -> Band:
+        return Band(None, 0 if self.config.causal else None)
+
+    @staticmethod
+    def own_tile() -> WorkTile:
+        """The tile of this CTA, where each has one."""
+        m, head, batch = cute.arch.block_idx()
+        return WorkTile(m, head=head, batch=batch)
+
+    @cute.jit
+    def n_blocks(self, operands: Operands, tile: WorkTile) -> Blocks:
+        """The blocks of keys that a tile touches."""
+        c = self.config
+        info = BlockInfo(c.tile_m, c.tile_n, self.band)
+        return info.n_blocks(tile.m, operands.seqlen_q, operands.seqlen_k)

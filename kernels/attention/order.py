@@ -12,18 +12,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import cutlass
+from cutlass import Int32, cute
+
 from cutex.device.attention.block_info import Band, BlockInfo, larger, smaller
+from cutex.device.work_tile import WorkTile
 
 if TYPE_CHECKING:
+    from cutex.kernels.attention.choose import AnyConfig
+    from cutex.kernels.attention.ladder import LadderConfig
+    from cutex.kernels.attention.signature import Sizes
     from cutex.problem.attention import AttentionProblem
-
-L2_BYTES = 50 * 2**20  # that heads in work at one time should fit into, where a config says nothing
 
 
 @dataclass(frozen=True)
 class TileOrder:
-    """A bijection of 0 <= index < total and tiles (m_block, head, batch); Python's ints or the
-    DSL's."""
+    """A bijection of 0 <= index < total and work tiles, in Python's ints or the DSL's."""
 
     num_m_blocks: Any
     heads: Any  # that own tiles: groups of packed heads count once
@@ -33,6 +37,20 @@ class TileOrder:
     heads_per_kv: Any  # owners of tiles that read one head of K and V
     l2_rows: int  # keys of one head, with their values, that fit into L2
 
+    @staticmethod
+    def of(config: AnyConfig, sizes: Sizes) -> TileOrder:
+        """The order that a production kernel takes the tiles of a problem in."""
+        c = config
+        return TileOrder(
+            num_m_blocks=cute.ceil_div(sizes.longest_q * c.pack, c.tile_m),
+            heads=sizes.heads // c.pack,
+            batch=sizes.batch,
+            longest_first=c.banded,
+            rows_k=sizes.rows_k // sizes.batch if c.varlen_k else sizes.rows_k,  # the mean
+            heads_per_kv=sizes.heads_per_kv(c.pack),
+            l2_rows=c.l2_bytes // ((c.k_bytes + c.v_bytes) * c.ctas) * c.tile_n,
+        )
+
     @property
     def units(self) -> Any:
         return self.heads * self.batch
@@ -41,10 +59,11 @@ class TileOrder:
     def total(self) -> Any:
         return self.num_m_blocks * self.units
 
-    def tile(self, index: Any) -> tuple[Any, Any, Any]:
+    def tile(self, index: Any) -> WorkTile:
         if not self.longest_first:
             unit = index // self.num_m_blocks
-            return index - unit * self.num_m_blocks, unit % self.heads, unit // self.heads
+            m = index - unit * self.num_m_blocks
+            return WorkTile(m, head=unit % self.heads, batch=unit // self.heads)
         group = larger(self.l2_rows // larger(self.rows_k, 1), 1) * self.heads_per_kv
         group = smaller(group, self.units)  # units in a group
         number = index // (group * self.num_m_blocks)
@@ -52,19 +71,26 @@ class TileOrder:
         here = smaller(group, self.units - number * group)  # the last group may be smaller
         row = rest // here
         unit = number * group + rest - row * here
-        return self.num_m_blocks - 1 - row, unit % self.heads, unit // self.heads
+        m = self.num_m_blocks - 1 - row
+        return WorkTile(m, head=unit % self.heads, batch=unit // self.heads)
 
 
-def key_blocks(problem: AttentionProblem, config: Any) -> list[int]:
+def grid(config: AnyConfig, total: Int32) -> Int32:
+    """CTAs along x of a production kernel: those of all tiles or, where CTAs step or ask for tiles,
+    as many as run at one time."""
+    if config.dispatch in ("static", "dynamic"):
+        total = cutlass.min(Int32(config.num_ctas // config.ctas), total)
+    return total * config.ctas
+
+
+def key_blocks(problem: AttentionProblem, config: AnyConfig | LadderConfig) -> list[int]:
     """The blocks of keys of each tile, in the order in which CTAs, or pairs of them, come to the
     tiles. Sequences of a packed problem are alike, so they need no lengths here.
     """
-    pack, tile_m, tile_n = getattr(config, "pack", 1), config.tile_m, config.tile_n
+    pack, tile_m, tile_n = config.pack, config.tile_m, config.tile_n
     left, right = problem.bounds
     band = Band(None if left is None else -left, 0 if problem.causal else right)
     info = BlockInfo(tile_m, tile_n, band, pack)
-    v_bytes = getattr(config, "v_bytes", config.k_bytes)
-    l2_bytes = getattr(config, "l2_bytes", L2_BYTES) // getattr(config, "ctas", 1)
     order = TileOrder(
         num_m_blocks=info.num_m_blocks(problem.seqlen_q),
         heads=problem.heads_q // pack,
@@ -72,10 +98,10 @@ def key_blocks(problem: AttentionProblem, config: Any) -> list[int]:
         longest_first=band.bounded and config.dispatch != "one",
         rows_k=problem.seqlen_k,
         heads_per_kv=problem.heads_q // pack // problem.heads_kv,
-        l2_rows=l2_bytes // (config.k_bytes + v_bytes) * tile_n,
+        l2_rows=config.l2_bytes // config.ctas // (config.k_bytes + config.v_bytes) * tile_n,
     )
     of_block = []
     for m_block in range(order.num_m_blocks):
         blocks = info.n_blocks(m_block, problem.seqlen_q, problem.seqlen_k)
         of_block.append(blocks.end - blocks.first)
-    return [of_block[order.tile(index)[0]] for index in range(order.total)]
+    return [of_block[order.tile(index).m] for index in range(order.total)]

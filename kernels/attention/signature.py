@@ -91,6 +91,10 @@ class Sizes(NamedTuple):
         heads, heads_kv = cute.size(mQ, mode=[at_q + 1]), cute.size(mK, mode=[at_k + 1])
         return Sizes(*(Int32(x) for x in (batch, heads, heads_kv, rows_q, rows_k, longest)))
 
+    def heads_per_kv(self, pack: int) -> Int32:
+        """Heads, or groups of `pack` packed ones, that read one head of K and V."""
+        return self.heads // pack // self.heads_kv
+
     def seqlens(self, passed: Passed) -> tuple[Seqlens, Seqlens]:
         """Of queries and of keys."""
         return (

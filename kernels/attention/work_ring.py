@@ -9,7 +9,7 @@ whether the tile came out well; a tile that did not is loaded again, to be compu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, Self
 
 import cutlass
 from cutlass import Boolean, Int32, cute
@@ -17,17 +17,10 @@ from cutlass.memory import SmemAllocator
 
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.pipeline import PipelineState, Ring
+from cutex.device.work_tile import WorkTile
 
 END, NORMAL, SAFE = 0, 1, 2  # how a slot's tile is to be computed; END: there are no more tiles
 WORDS = 8  # of a slot; the last is none: three words are loaded as four
-
-
-class Work(NamedTuple):
-    """A tile of rows of one head, or of one group of packed heads, of one sequence."""
-
-    m_block: Int32
-    head: Int32
-    batch: Int32
 
 
 @dataclass(frozen=True)
@@ -38,7 +31,7 @@ class WorkRing:
     """
 
     q: Ring
-    words: cute.Tensor  # (WORDS, SLOT): mode; m_block, head, batch; offset, length; length of keys
+    words: cute.Tensor  # (WORDS, SLOT): mode; m, head, batch; offset, length; length of keys
     failed: cute.Tensor  # (consumer warps, SLOT): whether a warp's rows must be done again
 
     event: ClassVar[str] = "q"
@@ -66,23 +59,22 @@ class WorkRing:
                 words[lane, slot] = Int32(0)
         cute.arch.sync_warp()
 
-    @cute.jit
     def announce(
         self,
         state: PipelineState,
         mode: Int32,
-        work: Work,
+        work: WorkTile,
         seq_q: SeqlenInfo | None = None,
         seq_k: SeqlenInfo | None = None,
     ) -> cute.Pointer:
         """Fill the words of an empty slot and arm its barrier, which is returned."""
         words = self.words
         with cute.arch.elect_one():
-            values = (mode, *work)
-            if cutlass.const_expr(seq_q is not None and seq_k is not None):
+            values: tuple[Int32 | int, ...] = (mode, work.m, work.head, work.batch)
+            if seq_q is not None and seq_k is not None:
                 values = (*values, seq_q.offset, seq_q.length, seq_k.length)
-            for i in cutlass.range_constexpr(len(values)):
-                words[i, state.slot] = values[i]
+            for i, value in enumerate(values):
+                words[i, state.slot] = value
             self._arm(state.slot)
         return self.q.full[state.slot]
 
@@ -112,8 +104,9 @@ class WorkRing:
 
     # ---- both sides
 
-    def work(self, slot: Int32) -> Work:
-        return Work(self.words[1, slot], self.words[2, slot], self.words[3, slot])
+    def work(self, slot: Int32) -> WorkTile:
+        m, head, batch = (self.words[i, slot] for i in (1, 2, 3))
+        return WorkTile(m, head=head, batch=batch)
 
     def mode(self, slot: Int32) -> Int32:
         return self.words[0, slot]

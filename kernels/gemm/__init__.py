@@ -9,9 +9,10 @@ from cutex.kernels.gemm.config import GemmConfig
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm100.config import Sm100Config
 from cutex.problem import stage as stage_of_any
+from cutex.problem.gemm import GemmProblem
 
 
-class Stage(stage_of_any.Stage):
+class Stage(stage_of_any.Stage[GemmProblem, GemmConfig]):
     """A rung of a GEMM ladder."""
 
     op = "gemm"

@@ -13,12 +13,12 @@ with a boolean matrix, the kernels trace them.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import cutlass
 from cutlass import Int32
 
-Int = int | Int32
+Int: TypeAlias = int | Int32
 
 
 def smaller(a: Any, b: Any) -> Any:

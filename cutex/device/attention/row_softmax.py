@@ -25,11 +25,11 @@ TRUSTED = 30.0  # powers of two, as of sums
 class RowSoftmax(Softmax):
     """References and sums of a thread's row.
 
-    by_fma: of 16 pairs of columns so many go through FMA units. Scores of -inf do not become quite
-    0 there, so blocks with a mask take `exactly`, and large ones anything, which `finish` notices.
+    by_fma: of 16 pairs of columns so many go through FMA units. There scores of -inf do not become
+    quite 0, so blocks with a mask use none, and large ones become anything, see `by_fma_is_exact`.
     """
 
-    top: cute.Tensor | None = None  # (1) of what exp2_by_fma says of its numbers, the largest
+    top: cute.Tensor = None  # (1) the largest of what exp2_by_fma says of its numbers; by `start`
     by_fma: int = 0
 
     rows: ClassVar[int] = 1
@@ -50,7 +50,8 @@ class RowSoftmax(Softmax):
         top, by_fma = self.top, self.by_fma
         reference = self._finite(self.reference[r]) * self.scale_log2
         scale, shift = (self.scale_log2,) * 2, (-reference,) * 2
-        total, seen = None, top[0]
+        total: tuple[Float32, ...] = ()
+        seen = top[0]
         for pair in cutlass.range_constexpr(cute.size(scores, mode=[1]) // 2):
             c = 2 * pair
             x = fma2((scores[r, c], scores[r, c + 1]), scale, shift)
@@ -61,12 +62,10 @@ class RowSoftmax(Softmax):
             else:
                 y = exp2(x[0]), exp2(x[1])
             scores[r, c], scores[r, c + 1] = y
-            total = y if total is None else add2(total, y)
+            total = y if pair == 0 else add2((total[0], total[1]), y)
         top[0] = seen
         return total[0] + total[1]
 
-    @cute.jit
-    def finish(
-        self, sinks: tuple[Float32, ...] | None, factors: cute.Tensor, lse: cute.Tensor
-    ) -> Boolean:
-        return Softmax.finish(self, sinks, factors, lse) & (self.top[0] <= ROUND + TRUSTED)
+    def by_fma_is_exact(self) -> Boolean:
+        """Whether FMA units had no number that is too large for them."""
+        return self.top[0] <= ROUND + TRUSTED

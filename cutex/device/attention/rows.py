@@ -17,12 +17,13 @@ r // pack of head r % pack.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
+from cutex.device.atoms.mma import slots_layout
 from cutex.device.atoms.tma import TileLoads
 from cutex.device.attention.seqlen_info import SeqlenInfo
 
@@ -34,7 +35,8 @@ def tma_view(mX: cute.Tensor, pack: int, ragged: bool) -> cute.Tensor:
     """(X, D, H, B) of a dense tensor, (X, D, H, Y, Z) of a ragged one; with `pack` > 1 X is
     (heads, X) and there is no H."""
     shape, stride = mX.shape, mX.stride
-    batch_modes, batch_strides = (), ()
+    batch_modes: tuple[Any, ...]
+    batch_strides: tuple[Any, ...]
     if ragged:
         if len(shape) == 4:  # batch entries one after the other
             batch, rows, heads, d = shape
@@ -103,6 +105,18 @@ class Rows(NamedTuple):
         (bRows, bColumns, Rest)."""
         first = ((0, None), part) if self.pack > 1 else (None, part)
         return cute.local_tile(self.of(head, batch, seqlen), self.tiler(*tile), first)
+
+
+def tma_operand(
+    op: Any, mX: cute.Tensor, rows: Rows, tile: tuple[int, int], num_slots: int
+) -> cpasync.TmaInfo:
+    """What moves tiles of (rows, columns) between mX and slots of smem, columns contiguous, in the
+    widest swizzle that cuts them evenly."""
+    row_bytes = tile[1] * mX.element_type.width // 8
+    swizzle = next(s for s in (128, 64, 32) if row_bytes % s == 0)
+    slots = slots_layout(mX.element_type, *tile, num_slots, swizzle)
+    view = tma_view(mX, rows.pack, rows.ragged)
+    return cpasync.make_tiled_tma_atom(op, view, slots, rows.tiler(*tile))
 
 
 @cute.jit

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import cutlass
 from cutlass import Int32, Int64, cute
 
 
@@ -36,14 +35,13 @@ class Seqlens(NamedTuple):
         """Whether a sequence may end before other rows do, so that TMA must know where."""
         return self.cu_seqlens is not None or self.seqused is not None
 
-    @cute.jit
     def of(self, batch: Int32) -> SeqlenInfo:
         offset, length = Int32(0), Int32(self.static)
-        if cutlass.const_expr(self.cu_seqlens is not None):
+        if self.cu_seqlens is not None:
             offset = Int32(self.cu_seqlens[batch])
             length = Int32(self.cu_seqlens[batch + 1]) - offset
-        if cutlass.const_expr(self.seqused is not None):
-            if cutlass.const_expr(self.cu_seqlens is None):
+        if self.seqused is not None:
+            if self.cu_seqlens is None:
                 offset = batch * self.static
             length = Int32(self.seqused[batch])
         return SeqlenInfo(offset, length)

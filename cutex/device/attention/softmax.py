@@ -136,14 +136,13 @@ class Softmax:
         return Float32(0.0) if x == -Float32.inf else x
 
     @cute.jit
-    def finish(
-        self, sinks: tuple[Float32, ...] | None, factors: cute.Tensor, lse: cute.Tensor
-    ) -> Boolean:
+    def finish(self, sinks: tuple[Float32, ...], factors: cute.Tensor, lse: cute.Tensor) -> Boolean:
         """After the last block: `factors` (rows) get what outputs must be multiplied with, `lse`
         (rows) the natural logarithm of the sums; rows without keys get 0 and -inf. Returns whether
         the sums are within what `add` may be trusted with.
 
-        `sinks` are, for each row, the score, natural and scaled, of one more key that has no value.
+        `sinks` are, for each row, the score, natural and scaled, of one more key that has no value;
+        none if there is no such key.
         """
         trusted = Boolean(True)
         for r in cutlass.range_constexpr(self.rows):
@@ -151,7 +150,7 @@ class Softmax:
             trusted = trusted & (total <= TRUSTED_SUM)
             highest = self._finite(self.reference[r]) * self.scale_log2
             scaled = Float32(1.0)
-            if cutlass.const_expr(sinks is not None):
+            if cutlass.const_expr(len(sinks) > 0):
                 sink_log2 = sinks[r] * LOG2_E
                 new = cute.arch.fmax(highest, sink_log2) if total > 0.0 else sink_log2
                 scaled = exp2(highest - new) if total > 0.0 else Float32(0.0)

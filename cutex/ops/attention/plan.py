@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cutex.arch import ARCHS, RELATIVES, arch
+from cutex.arch import ALL, arch
 from cutex.compile.user_function import UserFunction
 from cutex.kernels.attention.choose import CONFIGS, AnyConfig, Shape, fill, on_gpu
 from cutex.ops.attention.call import DTYPES, AttentionCall
@@ -264,7 +264,7 @@ def arch_name(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     capability = torch.cuda.get_device_capability(device)
-    known = {x.capability: x.name for x in (ARCHS | RELATIVES).values()}
+    known = {x.capability: x.name for x in ALL.values()}
     return known.get(capability, "sm_{}{}".format(*capability))
 
 

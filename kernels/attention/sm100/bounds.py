@@ -27,8 +27,9 @@ from typing import Any
 from cutex.arch import arch
 from cutex.command import answered
 from cutex.compile.resources import Code, opcodes, resources, sass
-from cutex.kernels.attention.choose import Shape, fill
+from cutex.kernels.attention.choose import Shape
 from cutex.kernels.attention.config import ELEMENT, HEAD_DIMS
+from cutex.kernels.attention.sm100.choose import fill
 from cutex.kernels.attention.sm100.config import ROWS, Sm100Config
 
 ARCH = "sm_100a"

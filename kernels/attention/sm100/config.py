@@ -28,9 +28,7 @@ class Sm100Config(Computed):
     by_fma: int = 4  # of 16 exponentials, in blocks without a mask
     slack: float = 8.0  # powers of two before sums and outputs are scaled down
     optimistic: bool = True  # blocks without a mask are not searched for a larger score
-    dispatch: str = (
-        "dynamic"  # who hands out tiles: "one", "static", "dynamic", "clc" (hand_out.py)
-    )
+    dispatch: str = "dynamic"  # who hands out tiles: "one", "static", "dynamic", "clc"
     num_ctas: int = 148  # of a persistent grid
     l2_bytes: int = 105 * 2**20  # what heads that are worked on at one time should fit into
 

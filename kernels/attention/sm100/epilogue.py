@@ -15,9 +15,10 @@ from cutex.device.attention.rows import Rows
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.epilogue.sm100.tma_store import SubTiles, drain_stores, sub_tiles
 from cutex.device.pipeline import PipelineState
+from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.sm100.config import O_PART, Sm100Config
 from cutex.kernels.attention.sm100.tiles import Shared
-from cutex.kernels.attention.work_ring import END, SAFE, Work
+from cutex.kernels.attention.work_ring import END, SAFE
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Epilogue:
         )
 
     @cute.jit
-    def stores(self, work: Work, seq_q: SeqlenInfo, t: Int32) -> TileStores:
+    def stores(self, work: WorkTile, seq_q: SeqlenInfo, t: Int32) -> TileStores:
         """The stores of one Q tile's columns, which leave out rows past the end."""
         c, sO = self.config, self.shared.sO
         rows = Rows(self.o, c.pack, c.ragged_q)

@@ -4,11 +4,13 @@ A CTA takes tiles of 256 rows, two Q tiles of 128, of one head, or of a group of
 into rows, of one sequence. This file holds the kernel: its memory, and which warps run which role.
 
     load.py      announces tiles, brings Q, K and V by TMA
-    hand_out.py  which tile is next
     mma.py       S = Q K^T from shared memory, O += P V with P from tensor memory
     softmax.py   S to P, of each Q tile by four warps, a row a thread
     epilogue.py  O to memory, under the next tile
     tiles.py     barriers, and what roles know of each other
+    vote.py      a pair agrees which tiles to compute again
+
+Which tile is next says a source (schedulers/dispatch.py).
 
 - Only blocks that the band cuts are masked, and in those that it does not cut no larger score is
   looked for: the softmax is then a multiply-add, an exponential and a rounding, column by column,
@@ -21,28 +23,33 @@ into rows, of one sequence. This file holds the kernel: its memory, and which wa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, cute
 from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.memory import SmemAllocator
 
 from cutex.compile import Argument
-from cutex.device.atoms.mma import allocate_slots, slots_layout
+from cutex.device.atoms.mma import allocate_slots
 from cutex.device.atoms.tmem import Tmem, fence_after_sync
 from cutex.device.attention.block_info import BlockInfo
-from cutex.device.attention.rows import Rows, tma_view
+from cutex.device.attention.rows import Rows, tma_operand
 from cutex.device.pipeline import Warps, is_leader, publish_barriers, sync_cluster
-from cutex.kernels.attention.order import TileOrder
+from cutex.kernels.attention.order import TileOrder, grid
 from cutex.kernels.attention.signature import Passed, Sizes, arguments
 from cutex.kernels.attention.sm100.config import O_PART, ROWS, Sm100Config
 from cutex.kernels.attention.sm100.epilogue import Epilogue
-from cutex.kernels.attention.sm100.hand_out import HandOut
 from cutex.kernels.attention.sm100.load import Load
 from cutex.kernels.attention.sm100.mma import Mma, follow
 from cutex.kernels.attention.sm100.softmax import SoftmaxRole
 from cutex.kernels.attention.sm100.tiles import Barriers, Shared, TileRing
+from cutex.kernels.attention.sm100.vote import Vote
+from cutex.schedulers.clc import LaunchControl
+from cutex.schedulers.counter import Counter
+from cutex.schedulers.dispatch import Source
+from cutex.schedulers.one_tile import OwnNumber
+from cutex.schedulers.persistent import EqualSteps
 
 
 class Registers(NamedTuple):
@@ -138,13 +145,9 @@ class Forward:
         v = self.load_operand(mV, of_k, (c.tile_n, c.head_dim_v // c.ctas), c.num_stages)
         of_o = Rows(None, c.pack, c.ragged_q)
         store = cpasync.CopyBulkTensorTileS2GOp()
-        o = self.operand(store, mO, of_o, (ROWS, O_PART), c.o_slots)
-        total = self.order(sizes).total
-        grid = total
-        if cutlass.const_expr(c.dispatch in ("static", "dynamic")):
-            grid = cutlass.min(Int32(c.num_ctas // c.ctas), total)
+        o = tma_operand(store, mO, of_o, (ROWS, O_PART), c.o_slots)
         self.kernel(q, k, v, o, passed, sizes).launch(
-            grid=(grid * c.ctas, 1, 1),
+            grid=(grid(c, TileOrder.of(c, sizes).total), 1, 1),
             block=(self.roles.threads, 1, 1),
             cluster=(c.ctas, 1, 1),
             min_blocks_per_mp=1,
@@ -155,37 +158,18 @@ class Forward:
         self, mX: cute.Tensor, rows: Rows, tile: tuple[int, int], num_slots: int
     ) -> cpasync.TmaInfo:
         group = tcgen05.CtaGroup.TWO if self.config.pair else tcgen05.CtaGroup.ONE
-        return self.operand(cpasync.CopyBulkTensorTileG2SOp(group), mX, rows, tile, num_slots)
-
-    @staticmethod
-    def operand(
-        op: Any, mX: cute.Tensor, rows: Rows, tile: tuple[int, int], num_slots: int
-    ) -> cpasync.TmaInfo:
-        """What moves tiles of (rows, columns) between mX and slots of smem, columns contiguous, in
-        the widest swizzle that cuts them evenly."""
-        row_bytes = tile[1] * mX.element_type.width // 8
-        swizzle = next(s for s in (128, 64, 32) if row_bytes % s == 0)
-        slots = slots_layout(mX.element_type, *tile, num_slots, swizzle)
-        view = tma_view(mX, rows.pack, rows.ragged)
-        return cpasync.make_tiled_tma_atom(op, view, slots, rows.tiler(*tile))
-
-    def order(self, sizes: Sizes) -> TileOrder:
-        c = self.config
-        return TileOrder(
-            num_m_blocks=cute.ceil_div(sizes.longest_q * c.pack, c.tile_m),
-            heads=sizes.heads // c.pack,
-            batch=sizes.batch,
-            longest_first=c.banded,
-            rows_k=sizes.rows_k // sizes.batch if c.varlen_k else sizes.rows_k,
-            heads_per_kv=self.heads_per_kv(sizes),
-            l2_rows=c.l2_bytes // ((c.k_bytes + c.v_bytes) * c.ctas) * c.tile_n,
-        )
-
-    def heads_per_kv(self, sizes: Sizes) -> Int32:
-        """Heads, or groups of packed heads, that read one head of K and V."""
-        return sizes.heads // self.config.pack // sizes.heads_kv
+        return tma_operand(cpasync.CopyBulkTensorTileG2SOp(group), mX, rows, tile, num_slots)
 
     # ---- on the device
+
+    def source(self, smem: SmemAllocator, passed: Passed) -> Source:
+        """Where LOAD gets its tiles from; both LOADs of a pair the same."""
+        c = self.config
+        if c.dispatch == "dynamic":
+            return Counter(passed.counter)
+        if c.dispatch == "clc":
+            return LaunchControl.allocate(smem, c.ctas)
+        return OwnNumber(c.ctas) if c.dispatch == "one" else EqualSteps(c.ctas)
 
     @cute.kernel
     def kernel(
@@ -207,11 +191,13 @@ class Forward:
         )
         work = TileRing.allocate(smem, c.work_slots, 0, roles.mma.end)
         barriers = Barriers.allocate(smem, c)
-        hand_out = HandOut.allocate(smem, c, passed.counter)
+        source = self.source(smem, passed)
+        vote = Vote.allocate(smem) if c.pair and c.may_fail else None
         tmem = Tmem.allocate(smem, columns=c.columns, pair=c.pair)
         if warp == roles.mma.first:
             tmem.acquire()
-        shared_barriers = (work.q, *barriers.all, *hand_out.barriers)
+        cast = () if vote is None else (vote.cast,)
+        shared_barriers = (work.q, *barriers.all, *source.barriers, *cast)
         publish_barriers(shared_barriers, cluster=c.pair, with_data=True)
         pointer = tmem.pointer()
         info = BlockInfo(c.mma_rows, c.tile_n, passed.band(c.causal), c.pack)
@@ -222,8 +208,8 @@ class Forward:
             if warp == roles.mma.first:
                 self.mma(shared)
             elif warp == roles.load.first:
-                heads_per_kv = self.heads_per_kv(sizes)
-                Load(c, q, k, v, self.order(sizes), hand_out, heads_per_kv).run(shared)
+                order = TileOrder.of(c, sizes)
+                Load(c, q, k, v, order, source, vote).run(shared)
         elif warp < roles.epilogue.end:
             cute.arch.setmaxregister_decrease(roles.registers.epilogue)
             Epilogue(shared, o).run()

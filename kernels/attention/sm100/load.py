@@ -8,17 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Boolean, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
 from cutex.device.attention.rows import Rows, tile_loads
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.pipeline import PipelineState
+from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.order import TileOrder
 from cutex.kernels.attention.sm100.config import Sm100Config
-from cutex.kernels.attention.sm100.hand_out import VOTES, HandOut
 from cutex.kernels.attention.sm100.tiles import Shared
-from cutex.kernels.attention.work_ring import NORMAL, SAFE, Work
+from cutex.kernels.attention.sm100.vote import Vote
+from cutex.kernels.attention.work_ring import NORMAL, SAFE
+from cutex.schedulers.dispatch import Source
 
 Fills = tuple[PipelineState, PipelineState, PipelineState]  # in the rings of Q, of K and of V
 
@@ -30,8 +32,8 @@ class Load:
     k: cpasync.TmaInfo
     v: cpasync.TmaInfo
     order: TileOrder
-    hand_out: HandOut
-    heads_per_kv: Int32  # that own tiles
+    source: Source
+    vote: Vote | None  # of a pair, where a tile may fail
 
     @cute.jit
     def run(self, shared: Shared) -> None:
@@ -49,35 +51,31 @@ class Load:
             b.v.producer(),
         )
         tiles.clear()
-        index = self.hand_out.first()
-        asked = PipelineState(1, Int32(0), Int32(0))
-        votes = PipelineState(VOTES, Int32(0), Int32(0))
+        turn, votes = self.source.first(), Vote.first()
         looked_at = Int32(0)  # slots that have come back well since the last tile went out
-        while index < self.order.total or looked_at < c.work_slots:
+        while turn.index < self.order.total or looked_at < c.work_slots:
             back = PipelineState(c.work_slots, fill.slot, fill.phase)
             back.skip(looked_at)
             tiles.q.empty.wait(back.phase, back.slot)
             failed = tiles.take_back(back.slot)
-            if cutlass.const_expr(c.pair and c.may_fail):
-                failed = self.hand_out.either(failed, votes)
-                votes.advance()
-            if failed or index < self.order.total:
+            failed, votes = self.agree(failed, votes)
+            if failed or turn.index < self.order.total:
                 work, mode = tiles.work(back.slot), Int32(SAFE)
                 if not failed:
-                    work = Work(*self.order.tile(index))
+                    work = self.order.tile(turn.index)
                     mode = Int32(NORMAL)
                 seq_q, seq_k = shared.lengths(work.batch)
                 looked_at = Int32(0)
-                if work.m_block * c.tile_m < seq_q.length * c.pack:
+                if work.m * c.tile_m < seq_q.length * c.pack:
                     tiles.announce(fill, mode, work, seq_q, seq_k)
                     fill.advance()
                     q_fill, k_fill, v_fill = self.load_tile(
                         shared, work, (seq_q, seq_k), (q_fill, k_fill, v_fill)
                     )
                 if not failed:
-                    # not before these loads are out: who is late gets fewer tiles
-                    index = self.hand_out.next(index, self.order.total, asked)
-                    asked.advance()
+                    # not before these loads are out: a CTA that is late gets fewer tiles
+                    asked = self.source.ask(turn)
+                    turn = self.source.next(turn, asked, self.order.total)
             else:
                 looked_at += 1
         tiles.end(fill)
@@ -90,9 +88,16 @@ class Load:
             for t in cutlass.range_constexpr(c.q_tiles):
                 b.q.empty.wait(q_fill.phase, t)
 
+    def agree(self, failed: Boolean, votes: PipelineState) -> tuple[Boolean, PipelineState]:
+        """Whether a tile failed in this CTA or in the other of its pair."""
+        if self.vote is not None:
+            failed = self.vote.either(failed, votes)
+            votes.advance()
+        return failed, votes
+
     @cute.jit
     def load_tile(
-        self, shared: Shared, work: Work, lengths: tuple[SeqlenInfo, SeqlenInfo], fills: Fills
+        self, shared: Shared, work: WorkTile, lengths: tuple[SeqlenInfo, SeqlenInfo], fills: Fills
     ) -> Fills:
         """Q, and K and V block by block in the order in which the products need them."""
         c, b = self.config, shared.barriers
@@ -100,7 +105,7 @@ class Load:
         q_fill, k_fill, v_fill = fills
         end, count, _ = shared.spans(work, seq_q.length, seq_k.length)
         rank = shared.rank()
-        head_kv = work.head // self.heads_per_kv
+        head_kv = work.head // self.order.heads_per_kv
         of_q, of_k = Rows(self.q, c.pack, c.ragged_q), Rows(self.k, 1, c.ragged_k)
         of_v = Rows(self.v, 1, c.ragged_k)
         loads_q = tile_loads(of_q, shared.sQ, (work.head, work.batch, seq_q), 0)

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
+import cutlass
 from cutlass import Boolean, Int32, cute
 
 from cutex.device.atoms.umma import K, UmmaProduct
 from cutex.device.attention.tmem_rows import ScoreRow
+
+
+class Probabilities(Protocol):
+    """Where those of a Q tile go on their way to the second product, as its operand A."""
+
+    @property
+    def tCrA(self) -> cute.Tensor:
+        """(MMA, MMA_M, MMA_K)"""
+
+    def store(self, scores: cute.Tensor, part: cutlass.Constexpr[int]) -> None:
+        """Round a part of this thread's row."""
+
+    def fence(self) -> None:
+        """Before a barrier behind which the MMA reads them."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +33,7 @@ class Part:
     qk: UmmaProduct
     pv: UmmaProduct
     tSrQ: cute.Tensor  # (MMA, MMA_M, MMA_K) descriptors
-    p: Any  # where its probabilities go
+    p: Probabilities
     s_column: Int32 | int  # of tensor memory
     o_column: Int32 | int
     row: ScoreRow

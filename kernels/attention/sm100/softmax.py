@@ -23,9 +23,10 @@ from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.attention.tmem_rows import PART, ScoreRow, rounded, scale_columns, store_columns
 from cutex.device.pipeline import PipelineState
+from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.sm100.config import Sm100Config
 from cutex.kernels.attention.sm100.tiles import Shared
-from cutex.kernels.attention.work_ring import END, SAFE, Work
+from cutex.kernels.attention.work_ring import END, SAFE
 
 State = tuple[Int32, Int32]  # blocks of this tile so far; parities, see `wait_scores`
 ALL_BLOCKS = 0b100
@@ -202,7 +203,7 @@ class SoftmaxRole:
     @cute.jit
     def tile_rows(
         self,
-        work: Work,
+        work: WorkTile,
         seq_q: SeqlenInfo,
         seqlen_k: Int32,
         take: PipelineState,
@@ -227,10 +228,11 @@ class SoftmaxRole:
                 shared, self.tile, softmax, score_ops, factors, shared.sQ.element_type
             )  # fmt: skip
             _, parities = loop.run(blocks, (Int32(0), parities), safe)
-            trusted = softmax.finish(sinks, factors, lse) | safe
+            trusted = softmax.finish(sinks, factors, lse)
+            trusted = trusted & softmax.by_fma_is_exact() | safe
         else:
             factors[0] = Float32(0.0)
-            lse[0] = -Float32.inf if sinks is None else sinks[0]
+            lse[0] = sinks[0] if len(sinks) > 0 else -Float32.inf
         into = shared.factors
         into[lane, self.tile, take.slot] = factors[0]
         cute.arch.sync_warp()
@@ -246,19 +248,19 @@ class SoftmaxRole:
         c = self.config
         return min(c.slack, 4.0) if self.shared.sQ.element_type is cutlass.Float16 else c.slack
 
-    def score_ops(self, work: Work, row: Int32, seqlen_q: Int32, seqlen_k: Int32) -> ScoreOps:
+    def score_ops(self, work: WorkTile, row: Int32, seqlen_q: Int32, seqlen_k: Int32) -> ScoreOps:
         c, passed = self.config, self.shared.passed
         mask = Mask(self.shared.info.band, c.tile_n, seqlen_q, seqlen_k, (row // c.pack,))
         functions = c.score_mod, c.mask_mod
         heads = (work.head * c.pack + row % c.pack,)
         return ScoreOps(mask, passed.scale, passed.softcap, *functions, work.batch, heads)
 
-    def sinks(self, work: Work, row: Int32) -> tuple[Float32, ...] | None:
+    def sinks(self, work: WorkTile, row: Int32) -> tuple[Float32, ...]:
         c, sink = self.config, self.shared.passed.sink
-        return None if sink is None else (sink[work.head * c.pack + row % c.pack],)
+        return () if sink is None else (sink[work.head * c.pack + row % c.pack],)
 
     @cute.jit
-    def store_lse(self, lse: Float32, work: Work, seq_q: SeqlenInfo, row: Int32) -> None:
+    def store_lse(self, lse: Float32, work: WorkTile, seq_q: SeqlenInfo, row: Int32) -> None:
         c, mLSE = self.config, self.shared.passed.lse
         query, head = row // c.pack, work.head * c.pack + row % c.pack
         if query < seq_q.length:

@@ -18,11 +18,11 @@ cycles of MUFU at 16 a cycle: in order the two alone allow half of the peak, and
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
-from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cutex.device.atoms.mma import (
@@ -34,16 +34,17 @@ from cutex.device.atoms.mma import (
 )
 from cutex.device.atoms.tmem import LANES, Tmem, fence_after_sync, fence_before_sync
 from cutex.device.atoms.umma import make_umma16, umma_product
-from cutex.device.attention.block_info import Band, BlockInfo, Blocks
+from cutex.device.attention.block_info import Blocks
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.row_softmax import RowSoftmax
 from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.softmax import LOG2_E
 from cutex.device.attention.tmem_rows import PART, ScoreRow, columns_of, rounded, scale_columns
-from cutex.device.pipeline import Barrier, publish_barriers
-from cutex.kernels.attention.launch import Attention, Loads, Operands, Out, Slots, Tile
+from cutex.device.pipeline import Barrier, Ring, publish_barriers
+from cutex.device.work_tile import WorkTile
+from cutex.kernels.attention.launch import Attention, Loads, Operands, Out, Slots
 from cutex.kernels.attention.sm100.ladder import Sm100LadderConfig
-from cutex.kernels.attention.sm100.part import Part
+from cutex.kernels.attention.sm100.part import Part, Probabilities
 
 
 class Barriers(NamedTuple):
@@ -91,6 +92,7 @@ class Stage0(Attention):
 
     arch = "sm_100a"
     number = 0
+    q_rows = LANES
     config: Sm100LadderConfig
 
     @property
@@ -103,17 +105,7 @@ class Stage0(Attention):
         is."""
         return -float("inf")
 
-    @cute.jit
-    def load_operands(self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor) -> Operands:
-        c = self.config
-        q_slots = self.slots(mQ.element_type, LANES, c.q_tiles)
-        kv_slots = self.slots(mK.element_type, c.tile_n, c.num_stages)
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        return Operands(
-            self.tma(load, mQ, q_slots), self.tma(load, mK, kv_slots), self.tma(load, mV, kv_slots)
-        )
-
-    def barriers(self, smem: SmemAllocator) -> Barriers:
+    def barriers(self, smem: SmemAllocator) -> Iterable[Barrier | Ring]:
         return Barriers(
             Barrier.allocate(smem, "q loaded", arrivals=1),
             Barrier.allocate(smem, "k and v loaded", arrivals=1),
@@ -133,7 +125,7 @@ class Stage0(Attention):
         publish_barriers(barriers)
         pointer = tmem.pointer()
 
-        tile = Tile(*cute.arch.block_idx())
+        tile = self.own_tile()
         blocks = self.n_blocks(operands, tile)
         self.work(operands, slots, sP, barriers, out, pointer, tile, blocks, scale)
         fence_before_sync()
@@ -144,7 +136,7 @@ class Stage0(Attention):
 
     @cute.jit
     def work(
-        self, operands, slots: Slots, sP, barriers, out: Out, pointer, tile: Tile, blocks, scale
+        self, operands, slots: Slots, sP, barriers, out: Out, pointer, tile: WorkTile, blocks, scale
     ) -> None:
         """What lies between the acquisition of tensor memory and its end."""
         part = self.part(operands, slots, sP, tile, 0, pointer, scale)
@@ -153,25 +145,22 @@ class Stage0(Attention):
 
     # ---- a tile and its parts
 
-    @property
-    def band(self) -> Band:
-        return Band(None, 0 if self.config.causal else None)
-
     @cute.jit
-    def n_blocks(self, operands: Operands, tile: Tile) -> Blocks:
-        c = self.config
-        info = BlockInfo(c.tile_m, c.tile_n, self.band)
-        return info.n_blocks(tile.m_block, operands.seqlen_q, operands.seqlen_k)
-
-    @cute.jit
-    def query(self, tile: Tile, t: Int32 | int) -> Int32:
+    def query(self, tile: WorkTile, t: Int32 | int) -> Int32:
         """The row of the head that this thread has."""
         thread, _, _ = cute.arch.thread_idx()
-        return (tile.m_block * self.config.q_tiles + t) * LANES + thread % LANES
+        return (tile.m * self.config.q_tiles + t) * LANES + thread % LANES
 
     @cute.jit
     def part(
-        self, operands: Operands, slots: Slots, sP, tile: Tile, t: Int32 | int, tmem, scale: Float32
+        self,
+        operands: Operands,
+        slots: Slots,
+        sP,
+        tile: WorkTile,
+        t: Int32 | int,
+        tmem,
+        scale: Float32,
     ) -> Part:
         """Of Q tile t."""
         c, dtype = self.config, operands.dtype
@@ -202,7 +191,7 @@ class Stage0(Attention):
         """(128, bN, SLOT)"""
         return allocate_slots(smem, dtype, slots_layout(dtype, LANES, self.config.tile_n, 1, 128))
 
-    def probabilities(self, pv_mma: cute.TiledMma, sP, tmem, column, dtype) -> SmemP:
+    def probabilities(self, pv_mma: cute.TiledMma, sP, tmem, column, dtype) -> Probabilities:
         tCrA = pv_mma.make_fragment_A(instruction_tiles(sP, LANES))
         return SmemP(sP[None, None, 0], tCrA[None, None, None, 0])
 
@@ -210,7 +199,7 @@ class Stage0(Attention):
 
     @cute.jit
     def mainloop(
-        self, loads: Loads, part: Part, barriers: Barriers, tile: Tile, blocks: Blocks
+        self, loads: Loads, part: Part, barriers: Barriers, tile: WorkTile, blocks: Blocks
     ) -> None:
         c = self.config
         q_loaded, loaded, mma_done = barriers
@@ -218,7 +207,7 @@ class Stage0(Attention):
         if warp == 0:
             with cute.arch.elect_one():
                 q_loaded.arrive_expecting(c.q_bytes)
-            loads.q.load(tile.m_block, 0, q_loaded[0])
+            loads.q.load(tile.m, 0, q_loaded[0])
         q_loaded.wait(0)
         phase = Int32(0)
         for i in cutlass.range(blocks.end - blocks.first, unroll=1):
@@ -265,11 +254,11 @@ class Stage0(Attention):
     # ---- out
 
     @cute.jit
-    def store(self, part: Part, out: Out, tile: Tile, t: Int32 | int, blocks: Blocks) -> None:
+    def store(self, part: Part, out: Out, tile: WorkTile, t: Int32 | int, blocks: Blocks) -> None:
         """Divide O by the sums, and store it and the LSE, a row a thread."""
         c, factors = self.config, part.factors
         lse = cute.make_rmem_tensor(cute.make_layout(1), Float32)
-        part.row.softmax.finish(None, factors, lse)
+        part.row.softmax.finish((), factors, lse)
         query = self.query(tile, t)
         parts = columns_of(part.row.tmem, part.o_column, c.head_dim)
         for i in cutlass.range_constexpr(parts.num_parts):

@@ -24,7 +24,8 @@ from cutex.device.atoms.mma import commit
 from cutex.device.atoms.tmem import fence_after_sync, fence_before_sync
 from cutex.device.attention.block_info import Blocks
 from cutex.device.pipeline import Barrier, Ring, Warps
-from cutex.kernels.attention.launch import Loads, Out, Slots, Tile
+from cutex.device.work_tile import WorkTile
+from cutex.kernels.attention.launch import Loads, Out, Slots
 from cutex.kernels.attention.sm100.part import Part
 from cutex.kernels.attention.sm100.stage1 import Stage1
 
@@ -94,7 +95,7 @@ class Stage2(Stage1):
 
     @cute.jit
     def work(
-        self, operands, slots: Slots, sP, barriers, out: Out, pointer, tile: Tile, blocks, scale
+        self, operands, slots: Slots, sP, barriers, out: Out, pointer, tile: WorkTile, blocks, scale
     ) -> None:
         warp = cute.arch.warp_idx()
         if warp == self.load_warp.first:
@@ -120,13 +121,13 @@ class Stage2(Stage1):
         return cute.arch.warp_idx() // 4
 
     @cute.jit
-    def load(self, loads: Loads, barriers: Barriers, tile: Tile, blocks: Blocks) -> None:
+    def load(self, loads: Loads, barriers: Barriers, tile: WorkTile, blocks: Blocks) -> None:
         c = self.config
         k, v = barriers.k.producer(), barriers.v.producer()
         with cute.arch.elect_one():
             barriers.q_loaded.arrive_expecting(c.q_bytes)
         for t in cutlass.range_constexpr(c.q_tiles):
-            loads.q.load(tile.m_block * c.q_tiles + t, t, barriers.q_loaded[0])
+            loads.q.load(tile.m * c.q_tiles + t, t, barriers.q_loaded[0])
         for i in cutlass.range(blocks.end - blocks.first, unroll=1):
             n_block = blocks.end - 1 - i
             loads.k.load(n_block, k.slot, barriers.k.acquire(k))

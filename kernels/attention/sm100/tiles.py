@@ -17,9 +17,10 @@ from cutlass.memory import SmemAllocator
 from cutex.device.attention.block_info import BlockInfo, Blocks
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.pipeline import Barrier, PairRing, Ring
+from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.signature import Passed, Sizes
 from cutex.kernels.attention.sm100.config import Sm100Config
-from cutex.kernels.attention.work_ring import Work, WorkRing
+from cutex.kernels.attention.work_ring import WorkRing
 
 
 @dataclass(frozen=True)
@@ -126,17 +127,17 @@ class Shared:
 
     @cute.jit
     def blocks(
-        self, work: Work, t: Int32 | int, seqlen_q: Int32, seqlen_k: Int32
+        self, work: WorkTile, t: Int32 | int, seqlen_q: Int32, seqlen_k: Int32
     ) -> tuple[Blocks, Int32]:
         """Those that Q tile t touches, and how many; of one beyond the last row none."""
         c = self.config
-        m_block = work.m_block * c.q_tiles + t
+        m_block = work.m * c.q_tiles + t
         found = self.info.n_blocks(m_block, seqlen_q, seqlen_k)
         beyond = m_block * c.mma_rows >= seqlen_q * c.pack
         return found, Int32(0) if beyond else cutlass.max(found.end - found.first, 0)
 
     @cute.jit
-    def spans(self, work: Work, seqlen_q: Int32, seqlen_k: Int32) -> tuple[Int32, Int32, tuple]:
+    def spans(self, work: WorkTile, seqlen_q: Int32, seqlen_k: Int32) -> tuple[Int32, Int32, tuple]:
         """Of a tile: the end of the blocks that it touches, how many these are, and the span of
         each Q tile."""
         found = [self.blocks(work, t, seqlen_q, seqlen_k) for t in range(self.config.q_tiles)]
@@ -164,7 +165,7 @@ class Shared:
         """Of this CTA among those of its tile."""
         return cute.arch.block_idx_in_cluster() if self.config.pair else 0
 
-    def row_block(self, work: Work, t: Int32 | int) -> Int32:
+    def row_block(self, work: WorkTile, t: Int32 | int) -> Int32:
         """This CTA's 128 rows of a Q tile, counted in such blocks."""
         c = self.config
-        return (work.m_block * c.q_tiles + t) * c.ctas + self.rank()
+        return (work.m * c.q_tiles + t) * c.ctas + self.rank()

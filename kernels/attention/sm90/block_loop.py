@@ -113,13 +113,11 @@ class BlockLoop:
         # NOTE: an accumulator that outlived its step would keep its registers in the next
         acc_s = self.qk.accumulator(self.tile_n)
         self.k.wait_full(k)
-        if cutlass.const_expr(self.turns is not None):
-            self.turns.wait(self.warpgroup)
+        self.await_turn()
         self.qk.issue(acc_s, self.tSrQ, k.slot, False)
         self.v.wait_full(v)
         self.pv.issue(self.acc_o, self.tOrP, v.slot, True)
-        if cutlass.const_expr(self.turns is not None):
-            self.turns.signal((self.warpgroup + 1) % self.warpgroups)
+        self.end_turn()
         warpgroup.wait_group(1)
         self.k.release(k)
         k.advance()
@@ -139,15 +137,23 @@ class BlockLoop:
                 self.scale_output()
         return k, v
 
+    def await_turn(self) -> None:
+        if self.turns is not None:
+            self.turns.wait(self.warpgroup)
+
+    def end_turn(self) -> None:
+        if self.turns is not None:
+            self.turns.signal((self.warpgroup + 1) % self.warpgroups)
+
     @cute.jit
     def pass_over(self, count: Int32, state: State, in_turn: cutlass.Constexpr[bool]) -> State:
         """Release `count` blocks that these rows do not see, as steps do or, not `in_turn`, as the
         first block."""
         k, v = state
         for _ in cutlass.range(count, unroll=1):
-            if cutlass.const_expr(in_turn and self.turns is not None):
-                self.turns.wait(self.warpgroup)
-                self.turns.signal((self.warpgroup + 1) % self.warpgroups)
+            if cutlass.const_expr(in_turn):
+                self.await_turn()
+                self.end_turn()
             # NOTE: an arrival before the slot is full could still count for its last round
             self.k.wait_full(k)
             self.k.release(k)

@@ -32,18 +32,23 @@ from cutex.device.attention.products import (
     make_mma,
     product,
 )
-from cutex.device.attention.rows import Rows
+from cutex.device.attention.rows import Rows, tma_operand
 from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.attention.softmax import Softmax
 from cutex.device.pipeline import OrderedBarrier, Ring, Warps, publish_barriers
+from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.config import ForwardConfig
-from cutex.kernels.attention.order import TileOrder
+from cutex.kernels.attention.order import TileOrder, grid
 from cutex.kernels.attention.signature import Passed, Sizes, arguments
 from cutex.kernels.attention.sm90.block_loop import BlockLoop
 from cutex.kernels.attention.sm90.load import Load
-from cutex.kernels.attention.sm90.shared import Shared, operand
-from cutex.kernels.attention.work_ring import END, SAFE, Work, WorkRing
+from cutex.kernels.attention.sm90.shared import Shared
+from cutex.kernels.attention.work_ring import END, SAFE, WorkRing
+from cutex.schedulers.counter import Counter
+from cutex.schedulers.dispatch import Source
+from cutex.schedulers.one_tile import OwnNumber
+from cutex.schedulers.persistent import EqualSteps
 
 STORE_BARRIER = 1  # the first of one named barrier for each warpgroup
 TURN_BARRIER = 4  # the same, for the warpgroups' turns
@@ -121,30 +126,16 @@ class Forward:
         """Whether Q's slot is given back after the last QK, not with what became of the tile."""
         return self.config.own_o and not self.optimistic
 
+    def source(self, passed: Passed) -> Source:
+        """Where LOAD gets its tiles from."""
+        if self.config.dispatch == "dynamic":
+            return Counter(passed.counter)
+        return OwnNumber() if self.config.dispatch == "one" else EqualSteps()
+
     def rows(self, info: Any, side: str) -> Rows:
         """Of Q and O ("q"), or of K and V ("k")."""
         c = self.config
         return Rows(info, c.pack, c.ragged_q) if side == "q" else Rows(info, 1, c.ragged_k)
-
-    def order(self, sizes: Sizes) -> TileOrder:
-        c = self.config
-        return TileOrder(
-            num_m_blocks=cute.ceil_div(sizes.longest_q * c.pack, c.tile_m),
-            heads=sizes.heads // c.pack,
-            batch=sizes.batch,
-            longest_first=c.banded,
-            rows_k=self.mean_rows_k(sizes),
-            heads_per_kv=self.heads_per_kv(sizes),
-            l2_rows=c.l2_bytes // (c.k_bytes + c.v_bytes) * c.tile_n,
-        )
-
-    def mean_rows_k(self, sizes: Sizes) -> Int32:
-        """Keys of a sequence, on average where they differ."""
-        return sizes.rows_k // sizes.batch if self.config.varlen_k else sizes.rows_k
-
-    def heads_per_kv(self, sizes: Sizes) -> Int32:
-        """Heads, or groups of packed heads, that read one head of K and V."""
-        return sizes.heads // self.config.pack // sizes.heads_kv
 
     @cute.jit
     def __call__(
@@ -156,14 +147,15 @@ class Forward:
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         of_q, of_k = self.rows(None, "q"), self.rows(None, "k")
         o_slots = c.warpgroups * (1 if c.own_o else c.q_stages)
-        q = operand(load, mQ, of_q, (ROWS, c.head_dim), c.warpgroups * c.q_stages)
-        k = operand(load, mK, of_k, (c.tile_n, c.head_dim), c.num_stages)
-        v = operand(load, mV, of_k, (c.tile_n, c.head_dim_v), c.num_stages)
-        o = operand(store, mO, of_q, (ROWS, c.head_dim_v // c.o_parts), o_slots)
-        total = self.order(sizes).total
-        grid = total if c.dispatch == "one" else cutlass.min(Int32(c.num_ctas), total)
+        q = tma_operand(load, mQ, of_q, (ROWS, c.head_dim), c.warpgroups * c.q_stages)
+        k = tma_operand(load, mK, of_k, (c.tile_n, c.head_dim), c.num_stages)
+        v = tma_operand(load, mV, of_k, (c.tile_n, c.head_dim_v), c.num_stages)
+        o = tma_operand(store, mO, of_q, (ROWS, c.head_dim_v // c.o_parts), o_slots)
         self.kernel(q, k, v, o, passed, sizes).launch(
-            grid=(grid, 1, 1), block=(self.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream
+            grid=(grid(c, TileOrder.of(c, sizes).total), 1, 1),
+            block=(self.num_threads, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
         )
 
     @cute.kernel
@@ -199,7 +191,8 @@ class Forward:
             cute.arch.setmaxregister_decrease(self.registers.load)
             if warp == self.load_warps.first:
                 operands = self.rows(q, "q"), self.rows(k, "k"), self.rows(v, "k")
-                Load(c, self.order(sizes), *operands, shared).run()
+                order, source = TileOrder.of(c, sizes), self.source(passed)
+                Load(c, order, *operands, source, shared).run()
         else:
             cute.arch.setmaxregister_increase(self.registers.mma)
             self.compute(o, shared)
@@ -228,17 +221,17 @@ class Forward:
         lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         own_info = shared.info._replace(tile_m=ROWS)
         turns = OrderedBarrier(TURN_BARRIER) if c.warpgroups > 1 else None
-        if cutlass.const_expr(turns is not None):  # noqa: SIM102 - known when tracing
+        if cutlass.const_expr(c.warpgroups > 1):  # noqa: SIM102 - known when tracing
             if wg == c.warpgroups - 1:
-                turns.signal(0)
+                OrderedBarrier(TURN_BARRIER).signal(0)
         q_take, state = work_ring.q.consumer(), (shared.k.consumer(), shared.v.consumer())
         work_ring.q.wait_full(q_take)
         mode = work_ring.mode(q_take.slot)
         while mode != END:
             work = work_ring.work(q_take.slot)
             seq_q, seqlen_k = work_ring.lengths(q_take.slot)
-            tile = shared.info.n_blocks(work.m_block, seq_q.length, seqlen_k)
-            m_block = work.m_block * c.warpgroups + wg  # of this warpgroup's rows
+            tile = shared.info.n_blocks(work.m, seq_q.length, seqlen_k)
+            m_block = work.m * c.warpgroups + wg  # of this warpgroup's rows
             blocks = own_info.n_blocks(m_block, seq_q.length, seqlen_k)
             q_slot = q_take.slot * c.warpgroups + wg
             rows = self.thread_rows(work, wg)
@@ -292,14 +285,14 @@ class Forward:
         """fp16 ends at 2^16, which `Softmax.add` should not reach either."""
         return min(self.config.slack, 4.0) if dtype is cutlass.Float16 else self.config.slack
 
-    def thread_rows(self, work: Work, wg: Int32) -> tuple[Int32, Int32]:
+    def thread_rows(self, work: WorkTile, wg: Int32) -> tuple[Int32, Int32]:
         """The two packed rows of a sequence's head that this thread holds."""
         thread, _, _ = cute.arch.thread_idx()
-        first = work.m_block * self.config.tile_m + wg * ROWS
+        first = work.m * self.config.tile_m + wg * ROWS
         row = first + thread % WARPGROUP // 32 * 16 + thread % 32 // 4
         return row, row + 8
 
-    def score_ops(self, shared: Shared, rows, work: Work, seqlen_q, seqlen_k) -> ScoreOps:
+    def score_ops(self, shared: Shared, rows, work: WorkTile, seqlen_q, seqlen_k) -> ScoreOps:
         c, passed = self.config, shared.passed
         thread, _, _ = cute.arch.thread_idx()
         queries = tuple(row // c.pack for row in rows)
@@ -308,16 +301,16 @@ class Forward:
         functions = c.score_mod, c.mask_mod
         return ScoreOps(mask, passed.scale, passed.softcap, *functions, work.batch, heads)
 
-    def sinks(self, passed: Passed, rows, work: Work) -> tuple[Float32, ...] | None:
+    def sinks(self, passed: Passed, rows, work: WorkTile) -> tuple[Float32, ...]:
         if passed.sink is None:
-            return None
+            return ()
         pack = self.config.pack
         return tuple(passed.sink[work.head * pack + row % pack] for row in rows)
 
     @cute.jit
     def without_keys(self, sinks, lse: cute.Tensor) -> None:
         for r in cutlass.range_constexpr(2):
-            lse[r] = -Float32.inf if sinks is None else sinks[r]
+            lse[r] = sinks[r] if len(sinks) > 0 else -Float32.inf
 
     @cute.jit
     def load_q(self, tiled_mma: cute.TiledMma, sQ: cute.Tensor, tSrQ: cute.Tensor) -> None:
@@ -329,7 +322,13 @@ class Forward:
 
     @cute.jit
     def store(
-        self, o: cpasync.TmaInfo, shared: Shared, acc_o, work: Work, seq_q: SeqlenInfo, slot: Int32
+        self,
+        o: cpasync.TmaInfo,
+        shared: Shared,
+        acc_o,
+        work: WorkTile,
+        seq_q: SeqlenInfo,
+        slot: Int32,
     ) -> None:
         """Round O, put it into `slot`, a part of its columns at a time, and start the stores, which
         leave out rows past the end.
@@ -365,7 +364,7 @@ class Forward:
                 bSG_sO, bSG_gO = cpasync.tma_partition(
                     o.atom, 0, cute.make_layout(1), from_smem, to_gmem
                 )
-                m = work.m_block * c.warpgroups + wg
+                m = work.m * c.warpgroups + wg
                 cute.copy(o.atom, bSG_sO[None, slot], bSG_gO[None, m])
                 cute.arch.cp_async_bulk_commit_group()
 
@@ -376,7 +375,7 @@ class Forward:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def store_lse(self, mLSE: cute.Tensor, lse, work: Work, seq_q: SeqlenInfo, rows) -> None:
+    def store_lse(self, mLSE: cute.Tensor, lse, work: WorkTile, seq_q: SeqlenInfo, rows) -> None:
         """By one of the four threads that hold a row."""
         pack = self.config.pack
         thread, _, _ = cute.arch.thread_idx()

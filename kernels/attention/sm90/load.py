@@ -10,10 +10,12 @@ from cutlass import Int32, cute
 from cutex.device.attention.rows import Rows, tile_loads
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.pipeline import PipelineState
+from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.config import ForwardConfig
 from cutex.kernels.attention.order import TileOrder
 from cutex.kernels.attention.sm90.shared import Shared
-from cutex.kernels.attention.work_ring import NORMAL, SAFE, Work
+from cutex.kernels.attention.work_ring import NORMAL, SAFE
+from cutex.schedulers.dispatch import Source, Turn
 
 Fills = tuple[PipelineState, PipelineState]  # of the rings of K and of V
 Lengths = tuple[SeqlenInfo, SeqlenInfo]  # of queries and of keys
@@ -26,6 +28,7 @@ class Load:
     q: Rows  # with the TMA operand each
     k: Rows
     v: Rows
+    source: Source
     shared: Shared
 
     @cute.jit
@@ -39,42 +42,52 @@ class Load:
         c, order, ring = self.config, self.order, self.shared.work
         q_fill, fills = ring.q.producer(), (self.shared.k.producer(), self.shared.v.producer())
         ring.clear()
-        index, _, _ = cute.arch.block_idx()
+        turn = self.source.first()
         looked_at = Int32(0)  # slots that have come back well since the last tile went out
-        while index < order.total or looked_at < c.q_stages:
+        while turn.index < order.total or looked_at < c.q_stages:
             back = PipelineState(c.q_stages, q_fill.slot, q_fill.phase)
             back.skip(looked_at)
             ring.q.empty.wait(back.phase, back.slot)
             failed = ring.take_back(back.slot)
             work, mode = ring.work(back.slot), Int32(SAFE)
             if not failed:
-                work = Work(*order.tile(cutlass.min(index, order.total - 1)))
+                work = order.tile(cutlass.min(turn.index, order.total - 1))
                 mode = Int32(NORMAL)
-            if not failed and index >= order.total:
+            if not failed and turn.index >= order.total:
                 looked_at += 1
             else:
                 looked_at = Int32(0)
                 lengths = self.shared.lengths(work.batch)
                 asked = Int32(0)
-                if lengths[0].length * c.pack > work.m_block * c.tile_m:
-                    fills, asked = self.tile(work, mode, lengths, q_fill, fills)
+                if lengths[0].length * c.pack > work.m * c.tile_m:
+                    fills, asked = self.tile(work, mode, turn, lengths, q_fill, fills)
                     q_fill.advance()
                 else:
-                    asked = self.ask(mode)
+                    asked = self.ask(mode, turn)
                 if not failed:
-                    index = self.next_index(index, asked)
+                    turn = self.source.next(turn, asked, order.total)
         ring.end(q_fill)
 
     @cute.jit
     def tile(
-        self, work: Work, mode: Int32, lengths: Lengths, q_fill: PipelineState, fills: Fills
+        self,
+        work: WorkTile,
+        mode: Int32,
+        turn: Turn,
+        lengths: Lengths,
+        q_fill: PipelineState,
+        fills: Fills,
     ) -> tuple[Fills, Int32]:
         """Q, and K and V block by block in the order in which the products need them; what `ask`
-        returned."""
+        returned.
+
+        NOTE: it asks when all but the last load are out: the answer is there when the last slot is
+        empty, and a CTA that is late still gets fewer tiles.
+        """
         shared, c = self.shared, self.config
         k_fill, v_fill = fills
         seq_q, seq_k = lengths
-        blocks = shared.info.n_blocks(work.m_block, seq_q.length, seq_k.length)
+        blocks = shared.info.n_blocks(work.m, seq_q.length, seq_k.length)
         head_kv = work.head // self.order.heads_per_kv
         loads_q = tile_loads(self.q, shared.sQ, (work.head, work.batch, seq_q))
         loads_k = tile_loads(self.k, shared.sK, (head_kv, work.batch, seq_k))
@@ -82,7 +95,7 @@ class Load:
         full = shared.work.announce(q_fill, mode, work, seq_q, seq_k)
         for wg in cutlass.range_constexpr(c.warpgroups):
             slot = q_fill.slot * c.warpgroups + wg
-            loads_q.load(work.m_block * c.warpgroups + wg, slot, full)
+            loads_q.load(work.m * c.warpgroups + wg, slot, full)
         asked = Int32(0)
         if blocks.end > blocks.first:
             loads_k.load(blocks.end - 1, k_fill.slot, shared.k.acquire(k_fill))
@@ -93,40 +106,17 @@ class Load:
                 k_fill.advance()
                 loads_v.load(n_block + 1, v_fill.slot, shared.v.acquire(v_fill))
                 v_fill.advance()
-            asked = self.ask(mode)
+            asked = self.ask(mode, turn)
             loads_v.load(blocks.first, v_fill.slot, shared.v.acquire(v_fill))
             v_fill.advance()
         else:
-            asked = self.ask(mode)
+            asked = self.ask(mode, turn)
         return (k_fill, v_fill), asked
 
-    # ---- the next tile
-
     @cute.jit
-    def ask(self, mode: Int32) -> Int32:
-        """Take a number from the counter, in lane 0, for a tile that goes out the first time.
-
-        NOTE: that is when all but the last load of a tile are out: the answer is there when the
-        last slot is empty, and a CTA that is late still gets fewer tiles.
-        """
+    def ask(self, mode: Int32, turn: Turn) -> Int32:
+        """Ask for the next tile, unless this one has been handed out before."""
         asked = Int32(0)
-        if cutlass.const_expr(self.config.dispatch == "dynamic"):  # noqa: SIM102 - when tracing
-            if cute.arch.lane_idx() == 0 and mode == NORMAL:
-                counter = self.shared.passed.counter
-                asked = cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
+        if mode == NORMAL:
+            asked = self.source.ask(turn)
         return asked
-
-    @cute.jit
-    def next_index(self, index: Int32, asked: Int32) -> Int32:
-        """Of the tile to come, `order.total` or more if there is none."""
-        total, (grid, _, _) = self.order.total, cute.arch.grid_dim()
-        if cutlass.const_expr(self.config.dispatch == "one"):
-            index = total
-        elif cutlass.const_expr(self.config.dispatch == "static"):
-            index += grid
-        else:
-            counter = self.shared.passed.counter
-            if cute.arch.lane_idx() == 0 and asked == total - 1:
-                counter[0] = Int32(0)  # asked once for each tile: this was the last
-            index = grid + cute.arch.shuffle_sync(asked, 0)
-        return index

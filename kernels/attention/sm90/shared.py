@@ -1,16 +1,12 @@
-"""What the roles of a CTA of the Hopper forward share, and how its TMA operands are made."""
+"""What the roles of a CTA of the Hopper forward share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from cutlass import Int32, cute
-from cutlass.cute.nvgpu import cpasync
 
-from cutex.device.atoms.mma import slots_layout
 from cutex.device.attention.block_info import BlockInfo
-from cutex.device.attention.rows import Rows, tma_view
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.pipeline import Ring
 from cutex.kernels.attention.signature import Passed, Sizes
@@ -37,15 +33,3 @@ class Shared:
         """Of the queries and of the keys of a sequence."""
         q, k = self.sizes.seqlens(self.passed)
         return q.of(batch), k.of(batch)
-
-
-def operand(
-    op: Any, mX: cute.Tensor, rows: Rows, tile: tuple[int, int], num_slots: int
-) -> cpasync.TmaInfo:
-    """What moves tiles of (rows, columns) between mX and slots of smem, columns contiguous, in the
-    widest swizzle that cuts them evenly."""
-    row_bytes = tile[1] * mX.element_type.width // 8
-    swizzle = next(s for s in (128, 64, 32) if row_bytes % s == 0)
-    slots = slots_layout(mX.element_type, *tile, num_slots, swizzle)
-    view = tma_view(mX, rows.pack, rows.ragged)
-    return cpasync.make_tiled_tma_atom(op, view, slots, rows.tiler(*tile))

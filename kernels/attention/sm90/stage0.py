@@ -20,6 +20,7 @@ Measured: 314 TFLOPS with 16384 tokens, 277 causal with 4096.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import cutlass
@@ -29,14 +30,15 @@ from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.memory import SmemAllocator
 
 from cutex.device.atoms.mma import WARPGROUP, allocate_slots, contiguous_rows_layout, slots_layout
-from cutex.device.attention.block_info import Band, BlockInfo, Blocks
+from cutex.device.attention.block_info import Blocks
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.products import Product, a_from_smem, make_mma, product
 from cutex.device.attention.softmax import LOG2_E, Softmax, rows_of
 from cutex.device.epilogue.vector_store import store_vectors
-from cutex.device.pipeline import Barrier, publish_barriers
+from cutex.device.pipeline import Barrier, Ring, publish_barriers
+from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.ladder import WARPGROUP_ROWS
-from cutex.kernels.attention.launch import Attention, Loads, Operands, Out, Slots, Tile
+from cutex.kernels.attention.launch import Attention, Loads, Operands, Out, Slots
 
 P_BARRIER = 1  # the first of one named barrier for each warpgroup; 0 is the whole CTA's
 
@@ -118,6 +120,7 @@ class Stage0(Attention):
 
     arch = "sm_90a"
     number = 0
+    q_rows = WARPGROUP_ROWS
 
     @property
     def num_threads(self) -> int:
@@ -128,7 +131,7 @@ class Stage0(Attention):
         is."""
         return -float("inf")
 
-    def barriers(self, smem: SmemAllocator) -> Barriers:
+    def barriers(self, smem: SmemAllocator) -> Iterable[Barrier | Ring]:
         return Barriers(
             Barrier.allocate(smem, "q loaded", arrivals=1),
             Barrier.allocate(smem, "k and v loaded", arrivals=1),
@@ -142,23 +145,13 @@ class Stage0(Attention):
         barriers = self.barriers(smem)
         publish_barriers(barriers)
 
-        tile = Tile(*cute.arch.block_idx())
+        tile = self.own_tile()
         part = self.part(operands, slots, p, tile, scale)
         blocks = self.n_blocks(operands, tile)
         self.mainloop(operands.loads(slots, tile), part, barriers, tile, blocks)
         self.store(part, out, tile)
 
     # ---- a tile and its parts
-
-    @property
-    def band(self) -> Band:
-        return Band(None, 0 if self.config.causal else None)
-
-    @cute.jit
-    def n_blocks(self, operands: Operands, tile: Tile) -> Blocks:
-        c = self.config
-        info = BlockInfo(c.tile_m, c.tile_n, self.band)
-        return info.n_blocks(tile.m_block, operands.seqlen_q, operands.seqlen_k)
 
     @cute.jit
     def warpgroup(self) -> Int32:
@@ -167,15 +160,15 @@ class Stage0(Attention):
         return cute.arch.make_warp_uniform(thread // WARPGROUP)
 
     @cute.jit
-    def rows(self, tile: Tile) -> tuple[Int32, Int32]:
+    def rows(self, tile: WorkTile) -> tuple[Int32, Int32]:
         """The two rows of the head that this thread holds in an accumulator."""
         thread, _, _ = cute.arch.thread_idx()
-        first = tile.m_block * self.config.tile_m + thread // 32 * 16 + thread % 32 // 4
+        first = tile.m * self.config.tile_m + thread // 32 * 16 + thread % 32 // 4
         return first, first + 8
 
     @cute.jit
     def part(
-        self, operands: Operands, slots: Slots, p, tile: Tile, scale: Float32, q_slot: Int32 = 0
+        self, operands: Operands, slots: Slots, p, tile: WorkTile, scale: Float32, q_slot: Int32 = 0
     ) -> Part:
         c = self.config
         dtype = operands.dtype
@@ -216,7 +209,7 @@ class Stage0(Attention):
 
     @cute.jit
     def mainloop(
-        self, loads: Loads, part: Part, barriers: Barriers, tile: Tile, blocks: Blocks
+        self, loads: Loads, part: Part, barriers: Barriers, tile: WorkTile, blocks: Blocks
     ) -> None:
         c = self.config
         q_loaded, loaded = barriers
@@ -259,23 +252,23 @@ class Stage0(Attention):
         return part.softmax.next(scores, part.factors)
 
     @cute.jit
-    def load_q(self, loads: Loads, tile: Tile, full: cute.Pointer, slot: Int32 = 0) -> None:
+    def load_q(self, loads: Loads, tile: WorkTile, full: cute.Pointer, slot: Int32 = 0) -> None:
         """Start the loads of a tile's rows, 64 for each warpgroup. A whole warp."""
         wgs = self.config.warpgroups
         for wg in cutlass.range_constexpr(wgs):
-            loads.q.load(tile.m_block * wgs + wg, slot * wgs + wg, full)
+            loads.q.load(tile.m * wgs + wg, slot * wgs + wg, full)
 
     # ---- out
 
     @cute.jit
-    def store(self, part: Part, out: Out, tile: Tile) -> None:
+    def store(self, part: Part, out: Out, tile: WorkTile) -> None:
         """Divide O by the sums, and store it and the LSE."""
         self.normalize(part, out, tile)
         thread, _, _ = cute.arch.thread_idx()
         acc_o = part.acc_o
         mO = out.mO[tile.batch, None, tile.head, None]  # (seqlen_q, D)
         rows_d = (WARPGROUP_ROWS, self.config.head_dim)
-        block = (tile.m_block * self.config.warpgroups + self.warpgroup(), 0)
+        block = (tile.m * self.config.warpgroups + self.warpgroup(), 0)
         thr_mma = part.pv.tiled_mma.get_slice(thread % WARPGROUP)
         tOgO = thr_mma.partition_C(cute.local_tile(mO, rows_d, block))  # (MMA, 1, 1)
         cO = cute.local_tile(cute.make_identity_tensor(mO.shape), rows_d, block)
@@ -285,12 +278,12 @@ class Stage0(Attention):
         store_vectors(tOrO, tOgO, tOcO, mO.shape, width=2)
 
     @cute.jit
-    def normalize(self, part: Part, out: Out, tile: Tile) -> Boolean:
+    def normalize(self, part: Part, out: Out, tile: WorkTile) -> Boolean:
         """Divide O by the sums, and store the LSE; whether the sums are in the range that they
         should be in."""
         thread, _, _ = cute.arch.thread_idx()
         lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-        in_range = part.softmax.finish(None, part.factors, lse)
+        in_range = part.softmax.finish((), part.factors, lse)
         part.scale_o(True)
         rows = self.rows(tile)
         for r in cutlass.range_constexpr(2):

@@ -26,7 +26,8 @@ from cutlass.memory import SmemAllocator
 from cutex.device.atoms.tma import TileLoads
 from cutex.device.attention.block_info import Blocks
 from cutex.device.pipeline import Barrier, PipelineState, Ring
-from cutex.kernels.attention.launch import Loads, Tile
+from cutex.device.work_tile import WorkTile
+from cutex.kernels.attention.launch import Loads
 from cutex.kernels.attention.sm90.stage0 import Part
 from cutex.kernels.attention.sm90.stage1 import Stage1
 
@@ -72,10 +73,10 @@ class Stage2(Stage1):
 
     @cute.jit
     def mainloop(
-        self, loads: Loads, part: Part, barriers: Barriers, tile: Tile, blocks: Blocks
+        self, loads: Loads, part: Part, barriers: Barriers, tile: WorkTile, blocks: Blocks
     ) -> None:
         c = self.config
-        q_loaded, k, v = barriers
+        q_loaded, k, v = barriers.q_loaded, barriers.k, barriers.v
         loader = cute.arch.warp_idx() == 0
         k_fill, v_fill, take = k.producer(), v.producer(), k.consumer()
         if loader:

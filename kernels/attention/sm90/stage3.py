@@ -28,7 +28,8 @@ from cutlass.memory import SmemAllocator
 
 from cutex.device.attention.block_info import Blocks
 from cutex.device.pipeline import Warps, publish_barriers
-from cutex.kernels.attention.launch import Loads, Operands, Out, Tile
+from cutex.device.work_tile import WorkTile
+from cutex.kernels.attention.launch import Loads, Operands, Out
 from cutex.kernels.attention.sm90.stage0 import Part
 from cutex.kernels.attention.sm90.stage2 import Barriers, Stage2
 
@@ -82,7 +83,7 @@ class Stage3(Stage2):
         barriers = self.barriers(smem)
         publish_barriers(barriers)
 
-        tile = Tile(*cute.arch.block_idx())
+        tile = self.own_tile()
         blocks = self.n_blocks(operands, tile)
         warp = cute.arch.warp_idx()
         if warp >= self.load_warps.first:
@@ -97,8 +98,8 @@ class Stage3(Stage2):
             self.store(part, out, tile)
 
     @cute.jit
-    def load(self, loads: Loads, barriers: Barriers, tile: Tile, blocks: Blocks) -> None:
-        q_loaded, k, v = barriers
+    def load(self, loads: Loads, barriers: Barriers, tile: WorkTile, blocks: Blocks) -> None:
+        q_loaded, k, v = barriers.q_loaded, barriers.k, barriers.v
         k_fill, v_fill = k.producer(), v.producer()
         with cute.arch.elect_one():
             q_loaded.arrive_expecting(self.config.q_bytes)
@@ -110,7 +111,7 @@ class Stage3(Stage2):
 
     @cute.jit
     def compute(self, part: Part, barriers: Barriers, blocks: Blocks) -> None:
-        q_loaded, k, v = barriers
+        q_loaded, k, v = barriers.q_loaded, barriers.k, barriers.v
         take = k.consumer()
         q_loaded.wait(0)
         for i in cutlass.range(blocks.end - blocks.first, unroll=1):

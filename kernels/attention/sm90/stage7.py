@@ -36,14 +36,16 @@ from cutex.device.atoms.mma import WARPGROUP, allocate_slots
 from cutex.device.atoms.tma import TileStores
 from cutex.device.attention.block_info import Blocks
 from cutex.device.pipeline import PipelineState, Ring, publish_barriers
+from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.ladder import WARPGROUP_ROWS
-from cutex.kernels.attention.launch import Operands, Slots, Tile, partition
+from cutex.kernels.attention.launch import Operands, Slots, partition
 from cutex.kernels.attention.order import TileOrder
 from cutex.kernels.attention.sm90.stage0 import Part, round_to_smem
 from cutex.kernels.attention.sm90.stage1 import RegisterP
 from cutex.kernels.attention.sm90.stage4 import Places
 from cutex.kernels.attention.sm90.stage6 import Stage6
 from cutex.kernels.attention.work_ring import END, NORMAL, WorkRing
+from cutex.schedulers.counter import Counter
 
 O_BARRIER = 3  # the first of one named barrier for each warpgroup; those below are the turns'
 
@@ -141,11 +143,11 @@ class Stage7(Stage6):
             l2_rows=arch_named(self.arch).l2_bytes // (2 * c.k_bytes) * c.tile_n,
         )
 
-    def barriers(self, smem: SmemAllocator) -> Barriers:
+    def barriers(self, smem: SmemAllocator) -> Barriers:  # type: ignore[override] # own roles'
         c = self.config
         work = WorkRing.allocate(smem, c.q_stages, c.q_bytes, self.compute_warps.count)
-        _, k, v = super().barriers(smem)
-        return Barriers(work, k, v)
+        below = super().barriers(smem)
+        return Barriers(work, below.k, below.v)
 
     @cute.kernel
     def kernel(self, operands: Operands, out: Out, counter: cute.Tensor, scale: Float32) -> None:
@@ -174,12 +176,13 @@ class Stage7(Stage6):
         work = barriers.work
         order = self.order(operands)
         fills = Fills(work.q.producer(), barriers.k.producer(), barriers.v.producer())
-        index, _, _ = cute.arch.block_idx()
-        while index < order.total:
-            tile = Tile(*order.tile(index))
+        source = Counter(counter)
+        turn = source.first()
+        while turn.index < order.total:
+            tile = order.tile(turn.index)
             work.q.empty.wait(fills.q.phase, fills.q.slot)
             fills = self.load_tile(operands, slots, barriers, fills, tile, NORMAL)
-            index = self.next_index(counter, order.total)
+            turn = source.next(turn, source.ask(turn), order.total)
         work.q.empty.wait(fills.q.phase, fills.q.slot)
         work.end(fills.q)
 
@@ -190,7 +193,7 @@ class Stage7(Stage6):
         slots: Slots,
         barriers: Barriers,
         fills: Fills,
-        tile: Tile,
+        tile: WorkTile,
         mode: Int32,
     ) -> Fills:
         """Into an empty slot of Q, and K and V as they become empty."""
@@ -204,17 +207,6 @@ class Stage7(Stage6):
             k = self.load_block(loads.k, barriers.k, k, n_block)
             v = self.load_block(loads.v, barriers.v, v, n_block)
         return Fills(q, k, v)
-
-    @cute.jit
-    def next_index(self, counter: cute.Tensor, total: Int32) -> Int32:
-        """Of the tile to come; `total` or more if there is none. A whole warp."""
-        grid, _, _ = cute.arch.grid_dim()
-        asked = Int32(0)
-        if cute.arch.lane_idx() == 0:
-            asked = cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
-            if asked == total - 1:  # once for each tile: this was the last
-                counter[0] = Int32(0)
-        return grid + cute.arch.shuffle_sync(asked, 0)
 
     # ---- COMPUTE
 
@@ -235,7 +227,7 @@ class Stage7(Stage6):
         work.q.wait_full(take)
         mode = work.mode(take.slot)
         while mode != END:
-            tile = Tile(*work.work(take.slot))
+            tile = work.work(take.slot)
             part = self.part(operands, slots, p, tile, scale, take.slot)
             at = self.compute_tile(
                 part, barriers, at, take, out, tile, self.n_blocks(operands, tile)
@@ -254,7 +246,7 @@ class Stage7(Stage6):
         at: Places,
         take: PipelineState,
         out: Out,
-        tile: Tile,
+        tile: WorkTile,
         blocks: Blocks,
     ) -> Places:
         """O in registers and the LSE of a tile, whose slot of Q is released."""
@@ -265,7 +257,7 @@ class Stage7(Stage6):
         return at
 
     @cute.jit
-    def store(self, part: Part, out: Out, sO: cute.Tensor, tile: Tile) -> None:
+    def store(self, part: Part, out: Out, sO: cute.Tensor, tile: WorkTile) -> None:
         """Start the store of O, which leaves out rows past the end."""
         mine = self.warpgroup()
         self.wait_stores()
@@ -274,7 +266,7 @@ class Stage7(Stage6):
         round_to_smem(part.acc_o, mma, sO_mine, O_BARRIER + mine)
         if cute.arch.warp_idx() % 4 == 0:
             bSG_sO, bSG_gO = partition(out.o, sO, tile.head, tile.batch)
-            block = tile.m_block * self.config.warpgroups + mine
+            block = tile.m * self.config.warpgroups + mine
             TileStores(out.o.atom, bSG_sO, bSG_gO).store(mine, block)
 
     @cute.jit

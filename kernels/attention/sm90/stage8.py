@@ -26,11 +26,13 @@ from cutlass import BFloat16, Boolean, Int32, cute
 from cutex.device.attention.block_info import Blocks
 from cutex.device.attention.softmax import rows_of
 from cutex.device.pipeline import PipelineState
-from cutex.kernels.attention.launch import Operands, Slots, Tile
+from cutex.device.work_tile import WorkTile
+from cutex.kernels.attention.launch import Operands, Slots
 from cutex.kernels.attention.sm90.stage0 import Part
 from cutex.kernels.attention.sm90.stage4 import Places
 from cutex.kernels.attention.sm90.stage7 import Barriers, Fills, Out, Stage7
 from cutex.kernels.attention.work_ring import NORMAL, SAFE
+from cutex.schedulers.counter import Counter
 
 
 class Stage8(Stage7):
@@ -67,7 +69,7 @@ class Stage8(Stage7):
         at: Places,
         take: PipelineState,
         out: Out,
-        tile: Tile,
+        tile: WorkTile,
         blocks: Blocks,
     ) -> Places:
         safe = barriers.work.mode(take.slot) == SAFE
@@ -107,21 +109,22 @@ class Stage8(Stage7):
         order = self.order(operands)
         fills = Fills(work.q.producer(), barriers.k.producer(), barriers.v.producer())
         work.clear()
-        index, _, _ = cute.arch.block_idx()
+        source = Counter(counter)
+        turn = source.first()
         came_well = Int32(0)  # slots in turn, since the last tile went out
-        while index < order.total or came_well < work.q.num_slots:
+        while turn.index < order.total or came_well < work.q.num_slots:
             back = PipelineState(work.q.num_slots, fills.q.slot, fills.q.phase)
             back.skip(came_well)
             work.q.empty.wait(back.phase, back.slot)
             failed = work.take_back(back.slot)
-            if failed or index < order.total:
-                tile, mode = Tile(*work.work(back.slot)), Int32(SAFE)
+            if failed or turn.index < order.total:
+                tile, mode = work.work(back.slot), Int32(SAFE)
                 if not failed:
-                    tile, mode = Tile(*order.tile(index)), Int32(NORMAL)
+                    tile, mode = order.tile(turn.index), Int32(NORMAL)
                 fills = self.load_tile(operands, slots, barriers, fills, tile, mode)
                 came_well = Int32(0)
                 if not failed:
-                    index = self.next_index(counter, order.total)
+                    turn = source.next(turn, source.ask(turn), order.total)
             else:
                 came_well += 1
         work.end(fills.q)

@@ -1,0 +1,52 @@
+"""Vote: the load warps of a pair of CTAs tell each other whether a tile has to be computed again,
+so that both take the same tiles in the same order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cutlass import Boolean, Int32, cute
+from cutlass.memory import SmemAllocator
+
+from cutex.device.pipeline import Barrier, PipelineState
+
+SLOTS = 2  # one CTA may be a vote ahead of the other
+
+
+@dataclass(frozen=True)
+class Vote:
+    """
+    barrier     arrives                                             waits
+    vote[slot]  1: LOAD, 1: the other CTA's, which has read the     LOAD
+                vote before, and 4 bytes from there
+    """
+
+    votes: cute.Tensor  # (SLOT) of the other CTA
+    cast: Barrier
+
+    @staticmethod
+    def allocate(smem: SmemAllocator) -> Vote:
+        votes = cute.make_tensor(smem.allocate_array(Int32, SLOTS), cute.make_layout(SLOTS))
+        return Vote(votes, Barrier.allocate(smem, "vote", arrivals=2, slots=SLOTS))
+
+    @staticmethod
+    def first() -> PipelineState:
+        """The state of a load warp before its first vote."""
+        return PipelineState(SLOTS, Int32(0), Int32(0))
+
+    @cute.jit
+    def either(self, failed: Boolean, state: PipelineState) -> Boolean:
+        """Whether a tile `failed` in one of the CTAs. A whole warp."""
+        slot = state.slot
+        peer = cute.arch.block_idx_in_cluster() ^ 1
+        with cute.arch.elect_one():
+            self.cast.arrive_expecting(4, slot)
+            # NOTE: st.async does not say that this warp has read the vote before; an arrival does
+            cute.arch.mbarrier_arrive(self.cast[slot], peer)
+            cute.arch.store_async_dsmem(
+                self.votes.iterator + slot, Int32(failed), self.cast[slot], peer
+            )
+        self.cast.wait(state.phase, slot)
+        other = self.votes[slot] != 0
+        cute.arch.sync_warp()
+        return failed | other
