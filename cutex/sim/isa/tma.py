@@ -77,7 +77,7 @@ def tensor_load(d: Decoder) -> Execute:
             bar_cta, bar = shared_place(d, b, row, lane, int(bars[row, lane]), 8, 8)
             mask = int(masks[row, lane]) if masks is not None else None
             _order_grids(m, tmap, at, int(b.idx[row]), False, ins)
-            m.global_races.box(tmap, at, cta, ins)
+            m.global_races.box(tmap, at, int(b.idx[row]), box_places, ins)
             for target in targets(d, cta, mask):
                 signal = (bar_cta if mask is None else signalled(m, target, bar_cta, pair), bar)
                 m.mbarriers.use(*signal, int(b.idx[row]), ins)
@@ -244,7 +244,7 @@ def tensor_store(d: Decoder, combine: str | None) -> Execute:
             _order_grids(m, tmap, where, warp, True, ins)
             op = Operation(
                 f"the TMA store of {_box(m, tmap, where)}", warp, ins, ("store", m.flight.issued),
-                _storer(m, tmap, where, cta, offset, combine, groups, ins),
+                _storer(m, tmap, where, (cta, offset), combine, groups, ins),
                 Engine.TMA_STORE, tmap.bytes,
                 reads=[Span(cta, offset, offset + tmap.bytes)],
                 agents=[(m.clocks.agent(Kind.BULK, warp), groups[0].last)],
@@ -278,13 +278,12 @@ def _storer(
     m: Machine,
     tmap: TensorMap,
     at: tuple[int, ...],
-    cta: int,
-    offset: int,
+    source: tuple[int, int],
     combine: str | None,
     groups: list[BulkGroup],
     ins: Any,
 ) -> Callable[[], None]:
-    owner = m.grid.cta_cluster[[cta]]
+    cta, offset = source
 
     def complete() -> None:
         n = tmap.bytes // 16
@@ -300,12 +299,13 @@ def _storer(
             if combine is not None:
                 old = np.ascontiguousarray(target)
                 new = atomics.combine(combine, _KINDS[tmap.kind], old, new)
-            if combine is None or m.grid_order.lets_start:
-                region, places = _places(m, tmap, part, target)
+            region, places = _places(m, tmap, part, target)
+            if combine is None:
                 words = new.reshape(-1, 1).view(np.uint8)
-                if combine is None:
-                    m.global_races.note(region, places, words, owner, ins)
-                m.grid_order.wrote(region, places, tmap.itemsize)
+                m.global_races.note(region, places, words, groups[0].by, ins)
+            else:
+                m.global_races.reduced(region, places, tmap.itemsize, groups[0].by, ins)
+            m.grid_order.wrote(region, places, tmap.itemsize)
             target[...] = new
         for group in groups:
             group.finished()

@@ -142,6 +142,7 @@ class Machine:
         self.smem_shadow = SmemShadow(self)
         self.async_accesses = AsyncAccesses(self)
         self.lifetimes = Lifetimes(self)
+        self.global_races.order.start()
 
     def register(self, reg: Reg) -> np.ndarray:
         """(warps, 32) of a register, where its values are: see `homes`."""
