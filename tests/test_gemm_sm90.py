@@ -147,6 +147,18 @@ ROUND = {
     "64x32, three rows, not swapped": {
         **SMALL, "tile_m": 64, "tile_n": 32, "warpgroups": 1, "rows": 3, "swap_ab": False
     },
+    "64x40, three rows, not swapped": {
+        **SMALL, "tile_m": 64, "tile_n": 40, "epi_n": 40, "warpgroups": 1, "rows": 3,
+        "swap_ab": False,
+    },
+    "192x24, 1x4, not swapped": {
+        **SMALL, "tile_m": 192, "tile_n": 24, "epi_n": 24, "warpgroups": 3, "cluster_n": 4,
+        "rows": 1, "swap_ab": False,
+    },
+    "128x136, two rows split in two, not swapped": {
+        **SMALL, "tile_n": 136, "epi_n": 136, "rows": 2, "split_k": 2, "num_stages": 5,
+        "swap_ab": False,
+    },
     "256x160": {
         **SMALL, "tile_m": 256, "tile_n": 160, "columns": 1, "num_stages": 3, "epi_n": 32
     },

@@ -28,6 +28,7 @@ class GemmConfig:
     time, from a ring of num_stages slots."""
 
     arch: ClassVar[str]  # whose kernels take it
+    mma_columns: ClassVar[int] = 16  # that tile_n is a multiple of
 
     tile_m: int = 128
     tile_n: int = 128
@@ -63,6 +64,11 @@ class GemmConfig:
     def stage_bytes(self) -> int:
         """Bytes of A and B in one slot of the ring, of all `ctas`: what a full barrier expects."""
         return (self.tile_m + self.tile_n) * self.tile_k * ELEMENT
+
+    @property
+    def odd_rows(self) -> bool:
+        """Whether a row of the tile is an odd multiple of 16 bytes, and stored whole."""
+        return self.tile_n % 16 == 8
 
     @property
     def partial_bytes(self) -> int:
@@ -104,10 +110,13 @@ class GemmConfig:
         raise NotImplementedError
 
     def _why_not_shape(self, arch: Arch) -> str | None:
-        if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
-            return f"tile_n={self.tile_n}: one MMA takes a multiple of 16 from 16 to 256"
-        if self.epi_n not in (0, 16, 32, 64) or (self.epi_n and self.tile_n % self.epi_n):
-            return f"epi_n={self.epi_n}: TMA stores 16, 32 or 64 columns, and divides tile_n"
+        if self.tile_n % self.mma_columns or not 16 <= self.tile_n <= 256:
+            by = self.mma_columns
+            return f"tile_n={self.tile_n}: one MMA takes a multiple of {by} from 16 to 256"
+        if self.epi_n not in (0, 16, 32, 64) and not (self.odd_rows and self.epi_n == self.tile_n):
+            return f"epi_n={self.epi_n}: TMA stores 16, 32 or 64 columns, or an odd multiple of 8"
+        if self.epi_n and self.tile_n % self.epi_n:
+            return f"epi_n={self.epi_n}: divides tile_n"
         if self.tile_k % 64 or self.tile_k < 64:
             return f"tile_k={self.tile_k}: a 128-byte swizzle takes a multiple of 64"
         if self.raster_along not in ("m", "n") or self.raster_group < 1:

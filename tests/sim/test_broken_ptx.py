@@ -15,7 +15,8 @@ from cutex.sim import BadAddress, BadOperand, Deadlock, Endless, SimError, Unkno
 from cutex.sim.host.capture import HostFunction, HostTensor
 from cutex.sim.ptx.decode import _DEFINITIONS, Decoder
 from cutex.sim.ptx.forms import has_form
-from cutex.sim.ptx.parse import Instruction, Operands, parse
+from cutex.sim.ptx.operands import Operands
+from cutex.sim.ptx.parse import Instruction, parse
 from cutex.sim.run import Simulation
 
 OUT = {"out": np.zeros(32, np.uint32)}

@@ -10,7 +10,8 @@ from ptx_kernel import simulate_ptx
 
 from cutex.compile import compile
 from cutex.kernels.gemm import stage
-from cutex.sim.ptx.parse import Reg, parse
+from cutex.sim.ptx.operands import Reg
+from cutex.sim.ptx.parse import parse
 from cutex.sim.ptx.temporaries import homes, lasting, used
 
 _TEXT = """.version 8.7

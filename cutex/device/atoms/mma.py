@@ -40,6 +40,19 @@ def slots_layout(
     return cute.tile_to_shape(atom, (rows, k, num_slots), order=(0, 1, 2))
 
 
+def rows_layout(
+    dtype: type[cutlass.Numeric], rows: int, columns: int, num_slots: int
+) -> cute.ComposedLayout:
+    """The layout (bRows, bCols, SLOT) of tiles that are stored by rows: swizzled where a row is a
+    power of two of bytes, else one row after the other, whose odd multiples of 16 bytes lie in
+    different banks anyway."""
+    row_bytes = columns * dtype.width // 8
+    if row_bytes // CORE_BYTES % 2 == 0:
+        return slots_layout(dtype, rows, columns, num_slots, swizzle=row_bytes)
+    layout = cute.make_layout((rows, columns, num_slots), stride=(columns, 1, rows * columns))
+    return cute.make_composed_layout(cute.make_swizzle(0, 4, 3), 0, layout)
+
+
 def transposed_slots_layout(
     dtype: type[cutlass.Numeric], rows: int, columns: int, num_slots: int
 ) -> cute.ComposedLayout:

@@ -10,8 +10,8 @@ from cutex.sim.isa.access import SPACES, Access
 from cutex.sim.isa.data import HINTS, elements, vector_length
 from cutex.sim.machine.batch import Batch
 from cutex.sim.numerics.rounding import narrow, widen
+from cutex.sim.ptx.declarations import WIDTH
 from cutex.sim.ptx.decode import TYPES, Decoder, Execute, instruction
-from cutex.sim.ptx.parse import WIDTH
 
 _COMBINE: dict[str, Any] = {
     "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and,

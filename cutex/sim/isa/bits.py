@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from cutex.sim.ptx.declarations import WIDTH
 from cutex.sim.ptx.decode import TYPES, UNSIGNED, Decoder, Execute, instruction
-from cutex.sim.ptx.parse import WIDTH
 
 
 @instruction("and", "or", "xor")

@@ -25,8 +25,8 @@ from cutex.sim.machine.bulk_groups import BulkGroup
 from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.operation import Engine, Operation, Span
 from cutex.sim.machine.waits import Wait
+from cutex.sim.ptx.declarations import WIDTH
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
-from cutex.sim.ptx.parse import WIDTH
 
 
 @instruction("cp.async")

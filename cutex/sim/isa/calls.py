@@ -17,7 +17,7 @@ import numpy as np
 from cutex.sim.machine.batch import Batch
 from cutex.sim.machine.memory import LOCAL_WINDOW
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
-from cutex.sim.ptx.parse import Symbol, Vector
+from cutex.sim.ptx.operands import Symbol, Vector
 
 _CONVERSION = re.compile(
     rb"%[-+ #0]*(?:\*|\d*)(?:\.(?:\*|\d*))?"

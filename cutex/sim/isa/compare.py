@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from cutex.sim.isa.floating import PACKED, is_float, read_float
+from cutex.sim.ptx.declarations import WIDTH
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
-from cutex.sim.ptx.parse import WIDTH
 
 _COMPARE: dict[str, Any] = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,

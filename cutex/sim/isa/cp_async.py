@@ -14,7 +14,7 @@ import numpy as np
 
 from cutex.sim.errors import BadOperand
 from cutex.sim.isa.access import Access, Lanes
-from cutex.sim.isa.sync import BarrierOperand
+from cutex.sim.isa.mbarrier import BarrierOperand
 from cutex.sim.machine.async_copies import Part
 from cutex.sim.machine.batch import RETRY, Batch
 from cutex.sim.machine.machine import Machine
@@ -22,7 +22,8 @@ from cutex.sim.machine.memory import shared_addresses
 from cutex.sim.machine.operation import WORD
 from cutex.sim.machine.waits import Wait
 from cutex.sim.ptx.decode import Decoder, Execute
-from cutex.sim.ptx.parse import Instruction, Reg
+from cutex.sim.ptx.operands import Reg
+from cutex.sim.ptx.parse import Instruction
 
 _MODS = (
     "async", "ca", "cg", "shared", "cta", "global", "L2", "cache_hint", "64B", "128B", "256B",

@@ -9,8 +9,9 @@ import numpy as np
 from cutex.sim.isa.access import SPACES, Access
 from cutex.sim.machine.batch import Batch
 from cutex.sim.machine.memory import LOCAL_WINDOW, SHARED_WINDOW, WINDOWS, window_of
+from cutex.sim.ptx.declarations import WIDTH
 from cutex.sim.ptx.decode import TYPES, Decoder, Execute, instruction
-from cutex.sim.ptx.parse import WIDTH, Address, Operand, Reg, Vector
+from cutex.sim.ptx.operands import Address, Operand, Reg, Vector
 
 HINTS = {
     "nc", "weak", "relaxed", "acquire", "release", "volatile", "cta", "cluster", "gpu", "sys", "L1",

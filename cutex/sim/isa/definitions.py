@@ -14,10 +14,13 @@ from cutex.sim.isa import (
     floating,
     fragments,
     integer,
+    mbarrier,
     mma_sync,
     remote,
     sync,
     tcgen05,
+    tcgen05_access,
+    tcgen05_alloc,
     tcgen05_copy,
     tcgen05_mma,
     tensormap_replace,
@@ -26,6 +29,7 @@ from cutex.sim.isa import (
 )
 
 ARITHMETIC = (bits, compare, convert, floating, integer)
-MEMORY = (data, atomics, fragments, bulk, remote, tcgen05, tcgen05_copy)
-CONTROL = (warp, sync, clc, calls, tensormap_replace)
+MEMORY = (data, atomics, fragments, bulk, remote)
+CONTROL = (warp, sync, mbarrier, clc, calls, tensormap_replace)
+TENSOR_MEMORY = (tcgen05, tcgen05_access, tcgen05_alloc, tcgen05_copy)
 MATRICES = (wgmma, tcgen05_mma, mma_sync)

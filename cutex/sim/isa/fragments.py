@@ -13,7 +13,7 @@ from cutex.sim.isa.sync import require_whole_warp
 from cutex.sim.machine.batch import Batch
 from cutex.sim.machine.memory import shared_addresses
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
-from cutex.sim.ptx.parse import Operand, Vector
+from cutex.sim.ptx.operands import Operand, Vector
 
 
 class _Matrices:

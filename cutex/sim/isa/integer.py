@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from cutex.sim.isa.floating import arithmetic, change_sign, extremum, is_float
+from cutex.sim.ptx.declarations import WIDTH
 from cutex.sim.ptx.decode import TYPES, UNSIGNED, Decoder, Execute, instruction
-from cutex.sim.ptx.parse import WIDTH
 
 _WIDE = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
 

@@ -15,7 +15,7 @@ from cutex.sim.isa.matrices import ELEMENTS, ITEMSIZE, accumulate
 from cutex.sim.isa.sync import require_whole_warp
 from cutex.sim.machine.batch import Batch
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
-from cutex.sim.ptx.parse import Vector
+from cutex.sim.ptx.operands import Vector
 
 _K = {2: (8, 16), 4: (4, 8), 1: (16, 32)}  # of one instruction, by bytes of an element
 _G, _Q = np.arange(32) // 4, np.arange(32) % 4

@@ -13,8 +13,9 @@ from cutex.sim.isa.atomics import combine
 from cutex.sim.machine.batch import Batch
 from cutex.sim.machine.memory import shared_addresses
 from cutex.sim.machine.operation import Engine, Operation, Span
+from cutex.sim.ptx.declarations import WIDTH
 from cutex.sim.ptx.decode import TYPES, Decoder, Execute, Read, instruction
-from cutex.sim.ptx.parse import WIDTH, Vector
+from cutex.sim.ptx.operands import Vector
 
 _REDUCTIONS = ("add", "min", "max", "and", "or", "xor", "inc", "dec")
 _MODS = ("async", "weak", "relaxed", "shared", "cluster", "mbarrier", "complete_tx", "bytes")

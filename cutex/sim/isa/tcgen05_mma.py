@@ -29,7 +29,7 @@ from cutex.sim.machine.batch import Batch
 from cutex.sim.machine.memory import POISON32
 from cutex.sim.machine.operation import Engine, Place, Rectangle
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
-from cutex.sim.ptx.parse import Address, Vector
+from cutex.sim.ptx.operands import Address, Vector
 
 A_COLUMNS = 8  # of tensor memory: 32 bytes of K
 _UPPER_POISON = np.uint32(POISON32 & 0xFFFF0000)  # of a column that holds a 16-bit accumulator

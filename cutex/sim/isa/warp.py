@@ -10,7 +10,7 @@ import numpy as np
 
 from cutex.sim.errors import BadOperand
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
-from cutex.sim.ptx.parse import Operand
+from cutex.sim.ptx.operands import Operand
 
 if TYPE_CHECKING:
     from cutex.sim.machine.batch import Batch

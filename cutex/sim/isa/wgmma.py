@@ -24,7 +24,8 @@ from cutex.sim.machine.waits import Wait
 from cutex.sim.machine.warpgroup import Descriptors, Group, Rendezvous
 from cutex.sim.numerics.fp8_sum import add_products
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
-from cutex.sim.ptx.parse import Imm, Instruction, Operand, Reg, Vector
+from cutex.sim.ptx.operands import Imm, Operand, Reg, Vector
+from cutex.sim.ptx.parse import Instruction
 
 
 def accumulator_registers(code: list[Instruction]) -> set[int]:

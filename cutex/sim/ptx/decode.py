@@ -15,12 +15,11 @@ import numpy as np
 
 from cutex.sim.errors import SimError, UnknownInstruction
 from cutex.sim.machine.memory import MODULE_WINDOW, PARAM_WINDOW
+from cutex.sim.ptx.declarations import WIDTH
 from cutex.sim.ptx.forms import has_form, misfit
-from cutex.sim.ptx.parse import (
-    WIDTH,
+from cutex.sim.ptx.operands import (
     Address,
     Imm,
-    Instruction,
     Not,
     Operand,
     Pair,
@@ -30,6 +29,7 @@ from cutex.sim.ptx.parse import (
     Symbol,
     Vector,
 )
+from cutex.sim.ptx.parse import Instruction
 
 if TYPE_CHECKING:
     from cutex.sim.machine.batch import Batch

@@ -7,18 +7,15 @@ labels and registers of their own, vector operands, predicates, ``_`` sinks and 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple, SupportsIndex, overload
+from typing import Any, NamedTuple
 
 from cutex.debug_info import Buffer, DebugInfo, Stack, debug_info_of, where
 from cutex.sim.ptx.declarations import (
     SPACES,
-    WIDTH,
     Param,
     Variable,
-    integer,
     line_at,
     module_variables,
     parameters,
@@ -26,69 +23,10 @@ from cutex.sim.ptx.declarations import (
     unreadable,
     variable,
 )
-
-
-@dataclass(frozen=True)
-class Reg:
-    """A virtual register: ``bank`` is its width in bits (1 for predicates), ``index`` its place in
-    that bank.
-    """
-
-    bank: int
-    index: int
-    name: str
-
-
-@dataclass(frozen=True)
-class Imm:
-    value: int | float
-    bits: int = 0  # of a float written as its bits: 0f... 32, 0d... 64
-
-
-@dataclass(frozen=True)
-class Special:
-    name: str  # "%tid.x"
-
-
-@dataclass(frozen=True)
-class Symbol:
-    name: str  # a parameter, a shared or global variable
-    offset: int = 0
-
-
-@dataclass(frozen=True)
-class Address:
-    """``[base+offset]``; ``coords`` where the bracket holds ``[map, {c0, c1}]``."""
-
-    base: Operand
-    offset: int = 0
-    coords: tuple[Operand, ...] | None = None
-
-
-@dataclass(frozen=True)
-class Vector:
-    items: tuple[Operand, ...]
-
-
-@dataclass(frozen=True)
-class Pair:
-    first: Operand  # ``%r1|%p1``
-    second: Operand
-
-
-@dataclass(frozen=True)
-class Not:
-    reg: Reg  # ``!%p1`` as a source operand
-
-
-@dataclass(frozen=True)
-class Sink:
-    pass
-
+from cutex.sim.ptx.operands import Address, Operand, Operands, Reg
+from cutex.sim.ptx.scopes import Scopes
 
 BRANCHES = ("bra", "ret", "exit", "trap")  # what the scheduler itself executes
-
-Operand = Reg | Imm | Special | Symbol | Address | Vector | Pair | Not | Sink
 
 
 class Source(NamedTuple):
@@ -113,29 +51,6 @@ class Source(NamedTuple):
             return here
         own = next(call for call in self.stack if call.file == self.stack[-1].file)
         return f"{here}, called at {where(own)}"
-
-
-class Operands(list[Operand]):
-    """The operands of an instruction, which know which of them a definition has looked at.
-
-    What nobody looked at is not understood: see `Decoder.account`.
-    """
-
-    def __init__(self, operands: Iterable[Operand] = ()) -> None:
-        super().__init__(operands)
-        self.asked: set[int] = set()
-
-    @overload
-    def __getitem__(self, k: SupportsIndex) -> Operand: ...
-    @overload
-    def __getitem__(self, k: slice) -> list[Operand]: ...
-    def __getitem__(self, k: SupportsIndex | slice) -> Operand | list[Operand]:
-        found = super().__getitem__(k)
-        if isinstance(k, slice):
-            self.asked.update(range(len(self))[k])
-        else:
-            self.asked.add(range(len(self))[k])
-        return found
 
 
 @lru_cache(maxsize=4096)
@@ -191,7 +106,6 @@ _STATEMENT = re.compile(
     r"(?:@(!?)([\w$%.]+)\s+)?([a-z]\w*(?:(?:\.|::)\w+)*)(?:\s+(.*)|(?=\()(.*))?", re.S
 )
 _PLAIN = re.compile(r"[^\n{}:;]+")  # what ends no statement, label, scope or line
-_FLOAT = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 
 
@@ -242,7 +156,7 @@ def parse(text: str) -> dict[str, Program]:
                 limit *= int(n)
         programs[entry.group(1)] = Program(
             entry.group(1), target.group(1) if target else "", reader.code, params, size,
-            reader.variables, {b: len(r) for b, r in reader.banks.items()}, limit,
+            reader.variables, {b: len(r) for b, r in reader.scopes.banks.items()}, limit,
             reader.all_labels, debug_info.of_kernel(entry.group(1), entries),
         )  # fmt: skip
     return programs
@@ -260,23 +174,14 @@ class _Body:
         debug_info: DebugInfo,
     ) -> None:
         self.files, self.variables, self.debug_info = files, variables, debug_info
-        self.banks: dict[int, dict[str, int]] = {1: {}, 16: {}, 32: {}, 64: {}, 128: {}}
-        self.declared: list[dict[str, tuple[int, str]]] = [
-            {}
-        ]  # per scope: name -> (bank, unique name)
-        self.ranges: dict[tuple[int, str], tuple[int, int]] = {}  # scope, "%r": count, bank
-        self.vectors: dict[tuple[int, str], int] = {}  # scope, name: elements
-        self.labels: dict[tuple[int, str], int] = {}
+        self.scopes = Scopes()
         self.all_labels: dict[str, int] = {}
         self.code: list[Instruction] = []
-        self.call_params: set[str] = set()  # .param variables of the body: what calls pass
-        self._parents: dict[int, int] = {0: -1}
-        self._scopes_of: dict[int, dict[str, tuple[int, str]]] = {0: {}}
         self._read(text, at + 1)
 
     def _read(self, text: str, at: int) -> None:
         line = text.count("\n", 0, at) + 1
-        scope, next_scope, piece, began = 0, 1, "", line
+        scope, piece, began = 0, "", line
         pending: list[tuple[int, str, int, Source | None]] = []
         source: Source | None = None
         while True:
@@ -297,14 +202,11 @@ class _Body:
             if blank and not char.isspace():
                 began = line
             if char == "{" and blank:
-                self._parents[next_scope], scope = scope, next_scope
-                self._scopes_of[scope] = {}
-                next_scope += 1
-                piece = ""
+                scope, piece = self.scopes.open(scope), ""
             elif char == "}" and blank:
                 if scope == 0:
                     break
-                scope, piece = self._parents[scope], ""
+                scope, piece = self.scopes.parents[scope], ""
             elif (
                 char == ":"
                 and text[at + 1 : at + 2] != ":"
@@ -312,17 +214,17 @@ class _Body:
                 and re.fullmatch(r"\s*[$\w]+", piece)
             ):
                 name = piece.strip()
-                if (scope, name) in self.labels:
+                if (scope, name) in self.scopes.labels:
                     raise unreadable(began, f"{name}:", "a second label of that name")
-                self.labels[scope, name] = self.all_labels[name] = len(pending)
+                self.scopes.labels[scope, name] = self.all_labels[name] = len(pending)
                 piece = ""
             elif char == ";":
                 statement = " ".join(piece.split())
                 piece = ""
                 if statement.startswith(".reg"):
-                    self._declare(statement, scope, began)
+                    self.scopes.declare(statement, scope, began)
                 elif statement.startswith(".param"):
-                    self._declare_param(statement, scope, began)
+                    self.scopes.declare_param(statement, scope, began)
                 elif statement.startswith(SPACES):
                     v = variable(statement, began)
                     self.variables[v.name] = v
@@ -334,7 +236,7 @@ class _Body:
             else:
                 piece += char
             at += 1
-        if not pending or pending[-1][1] != "ret" or len(pending) in self.labels.values():
+        if not pending or pending[-1][1] != "ret" or len(pending) in self.scopes.labels.values():
             pending.append((0, "ret", line, source))  # PTX ISA 9.7.12.7: the end of the body
         for inside, statement, began, source in pending:
             self.code.append(self._read_instruction(inside, statement, began, source))
@@ -350,79 +252,6 @@ class _Body:
             return Source(*stack[0][:3], stack)
         return Source(file, line, column + 1 if column else 0)
 
-    def _declare(self, statement: str, scope: int, line: int) -> None:
-        m = re.fullmatch(r"\.reg\s+(?:\.v([24])\s+)?\.(\w+)\s+(.*)", statement)
-        if not m or m.group(2) not in WIDTH:
-            raise unreadable(line, statement, "the declaration")
-        bank = max(WIDTH[m.group(2)], 16) if m.group(2) != "pred" else 1
-        known = self._scopes_of[scope]
-        for name in m.group(3).replace(" ", "").split(","):
-            ranged = re.fullmatch(r"([%\w$]+)<(\d+)>", name)
-            if not ranged and not re.fullmatch(r"[%\w$]+", name):
-                raise unreadable(line, statement, f"the name {name}")
-            if name in known or (ranged and (scope, ranged.group(1)) in self.ranges):
-                raise unreadable(line, statement, f"{name} is declared twice")
-            if m.group(1):  # a vector: its elements are registers (PTX ISA 5.4.2)
-                if ranged or bank == 1:
-                    raise unreadable(line, statement, "the declaration")
-                self.vectors[scope, name] = int(m.group(1))
-                for x, r in zip("xyzw"[: int(m.group(1))], "rgba", strict=False):
-                    unique = f"{name}.{x}" if scope == 0 else f"{name}.{x}@{scope}"
-                    known[f"{name}.{x}"] = known[f"{name}.{r}"] = bank, unique
-                known[name] = bank, name  # which no operand is by itself
-            elif ranged:
-                self.ranges[scope, ranged.group(1)] = int(ranged.group(2)), bank
-            else:
-                known[name] = (bank, name if scope == 0 else f"{name}@{scope}")
-
-    def _in_range(self, name: str, scope: int) -> tuple[int, str] | None:
-        """A register of a range such as %r<100>, which declares %r0 to %r99."""
-        prefix = name.rstrip("0123456789")
-        number = name[len(prefix) :]
-        while number:
-            count, bank = self.ranges.get((scope, prefix), (0, 0))
-            if (number == "0" or number[0] != "0") and int(number) < count:
-                return bank, name if scope == 0 else f"{name}@{scope}"
-            prefix, number = prefix + number[0], number[1:]  # as in %r1<5>
-        return None
-
-    def _declare_param(self, statement: str, scope: int, line: int) -> None:
-        """What passes one scalar to a call or back (PTX ISA 5.1.6.4) is a register here."""
-        m = re.fullmatch(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+([\w$]+)", statement)
-        if not m or m.group(1) not in WIDTH:
-            raise unreadable(line, statement, "the declaration")
-        unique = f"{m.group(2)}@{scope}"
-        self._scopes_of[scope][m.group(2)] = max(WIDTH[m.group(1)], 16), unique
-        self.call_params.add(unique)
-
-    def _register(self, name: str, scope: int) -> Reg | None:
-        while scope >= 0:
-            hit = self._scopes_of[scope].get(name) or self._in_range(name, scope)
-            if hit:
-                bank, unique = hit
-                index = self.banks[bank].setdefault(unique, len(self.banks[bank]))
-                return Reg(bank, index, unique)
-            scope = self._parents[scope]
-        return None
-
-    def _vector(self, name: str, scope: int) -> Vector | None:
-        """All elements of a register that was declared with .v2 or .v4."""
-        while scope >= 0:
-            if count := self.vectors.get((scope, name)):
-                items = [self._register(f"{name}.{x}", scope) for x in "xyzw"[:count]]
-                return Vector(tuple(item for item in items if item))
-            if name in self._scopes_of[scope]:
-                return None
-            scope = self._parents[scope]
-        return None
-
-    def _label(self, name: str, scope: int) -> int | None:
-        while scope >= 0:
-            if (scope, name) in self.labels:
-                return self.labels[scope, name]
-            scope = self._parents[scope]
-        return None
-
     def _read_instruction(
         self, scope: int, text: str, line: int, source: Source | None
     ) -> Instruction:
@@ -433,7 +262,7 @@ class _Body:
         rest = rest or call or ""
         guard_reg = None
         if guard:
-            guard_reg = self._register(guard, scope)
+            guard_reg = self.scopes.register(guard, scope)
             if guard_reg is None or guard_reg.bank != 1:
                 raise unreadable(line, text, f"the predicate {guard} is not declared")
         target: int | None = None
@@ -443,12 +272,12 @@ class _Body:
             if op not in (name, f"{name}.uni") or (name != "bra" and rest):
                 raise unreadable(line, text)
             if name == "bra":
-                target = self._label(rest.strip(), scope)
+                target = self.scopes.label(rest.strip(), scope)
                 if target is None:
                     raise unreadable(line, text, f"the label {rest.strip()} is not defined")
         else:
             try:
-                operands = [self._operand(o, scope) for o in split_operands(rest)]
+                operands = [self.scopes.operand(o, scope) for o in split_operands(rest)]
             except ValueError as error:
                 raise unreadable(line, text, str(error)) from None
             op, operands = self._passed(op, operands)
@@ -462,63 +291,9 @@ class _Body:
                 if (
                     isinstance(o, Address)
                     and isinstance(o.base, Reg)
-                    and o.base.name in self.call_params
+                    and o.base.name in self.scopes.call_params
                     and not o.offset
                 ):
                     kind = op.rpartition(".")[2]
                     return f"mov.{kind}", [*operands[:i], o.base, *operands[i + 1 :]]
         return op, operands
-
-    def _operand(self, text: str, scope: int) -> Operand:
-        """What one operand names. Raises ValueError, which says what cannot be read."""
-        if text == "_":
-            return Sink()
-        if text[:1] in ("{", "("):
-            return Vector(tuple(self._operand(t, scope) for t in split_operands(text[1:-1])))
-        if text[:1] == "[":
-            return self._address(text[1:-1].strip(), scope)
-        if text.count("|") == 1:
-            a, b = (self._operand(t.strip(), scope) for t in text.split("|"))
-            return Pair(a, b)
-        value = integer(text)
-        if value is not None:
-            return Imm(value)
-        if m := re.fullmatch(r"0[fF]([0-9a-fA-F]{8})|0[dD]([0-9a-fA-F]{16})", text):
-            return Imm(int(m.group(1) or m.group(2), 16), 32 if m.group(1) else 64)
-        if _FLOAT.fullmatch(text):
-            return Imm(float(text))
-        if text[:1] == "!":
-            reg = self._register(text[1:].strip(), scope)
-            if reg and reg.bank == 1:
-                return Not(reg)
-        if self.vectors and (vector := self._vector(text, scope)):
-            return vector
-        reg = self._register(text, scope)
-        if reg:
-            return reg
-        if re.fullmatch(r"%\w+(\.\w+)?", text):
-            return Special(text)
-        m = re.fullmatch(r"([A-Za-z_$][\w$]*)\s*(?:\+\s*(-?\w+))?", text)
-        offset = integer(m.group(2) or "0") if m else None
-        if m is None or offset is None:
-            raise ValueError(f"the operand {text!r}")
-        return Symbol(m.group(1), offset)
-
-    def _address(self, inner: str, scope: int) -> Address:
-        pieces = split_operands(inner)
-        if not 1 <= len(pieces) <= 2:
-            raise ValueError(f"the address [{inner}]")
-        coords = None
-        if len(pieces) > 1:
-            vector = self._operand(pieces[1], scope)
-            coords = vector.items if isinstance(vector, Vector) else (vector,)
-        m = re.fullmatch(r"(.+?)\s*\+\s*(-?\w+)", pieces[0])
-        base, offset = (m.group(1), integer(m.group(2))) if m else (pieces[0], 0)
-        if offset is None:
-            raise ValueError(f"the address [{inner}]")
-        found = self._operand(base, scope)
-        if not isinstance(found, Reg | Symbol | Imm) or (
-            isinstance(found, Reg) and found.bank not in (32, 64)
-        ):
-            raise ValueError(f"the address [{inner}]")
-        return Address(found, offset, coords)

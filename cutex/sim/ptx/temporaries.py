@@ -15,7 +15,8 @@ import numpy as np
 
 from cutex.sim.ptx.flow import LEAVES
 from cutex.sim.ptx.once import once
-from cutex.sim.ptx.parse import Address, Instruction, Not, Pair, Program, Reg, Vector
+from cutex.sim.ptx.operands import Address, Not, Pair, Reg, Vector
+from cutex.sim.ptx.parse import Instruction, Program
 
 # What reads and writes the registers of its own lane only, and at once.
 _LOCAL = frozenset((

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cutex.errors import CutexError
-from cutex.sim.isa.sync import BarrierOperand
+from cutex.sim.isa.mbarrier import BarrierOperand
 from cutex.sim.isa.tensormap import MAP_BYTES, TensorMap, decode_map
 from cutex.sim.machine.batch import RETRY, Batch
 from cutex.sim.machine.memory import PARAM_WINDOW
 from cutex.sim.machine.operation import Engine, Operation, Span
 from cutex.sim.ptx.decode import Decoder
-from cutex.sim.ptx.parse import Address, Imm, Instruction, Vector
+from cutex.sim.ptx.operands import Address, Imm, Vector
+from cutex.sim.ptx.parse import Instruction
 from cutex.sim.timing.events import (
     Arrive,
     Cluster,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.config import ELEMENT, GemmConfig, ceil_div
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Sm90Config(GemmConfig):
     """A GemmConfig, with the warpgroups that run wgmma and the clusters that share loads."""
 
     arch = "sm_90a"
+    mma_columns = 8
 
     warpgroups: int = 0  # that run wgmma; 0: one for each 64 rows of the tile
     pingpong: bool = False  # they work on tiles of their own in turn, not on parts of one
@@ -102,6 +104,8 @@ class Sm90Config(GemmConfig):
             return f"epi_stages={self.epi_stages}: C is stored through at least one slot"
         if not self.warpgroups and self.tile_m != 128:
             return f"tile_m={self.tile_m}: without warpgroups, 128 a CTA"
+        if self.odd_rows and (self.epi_stages > 1 or self.swap_ab):
+            return f"tile_n={self.tile_n}: odd multiples of 8 are stored whole, not transposed"
         if self.warpgroups and (reason := self._why_not_warpgroups()):
             return reason
         return self._why_not_one_tile() or self._why_not_split()
@@ -187,6 +191,10 @@ class Sm90Config(GemmConfig):
 
     def why_not_signature(self, signature: GeneralConfig) -> str | None:
         out = signature.out
+        if self.odd_rows and (DTYPES[out.dtype].bits != 16 or signature.gated):
+            return f"tile_n={self.tile_n}: odd multiples of 8 are stored as 16 bits, ungated"
+        if self.odd_rows and not (signature.k_major[1] and signature.columns_contiguous):
+            return f"tile_n={self.tile_n}: odd multiples of 8 take B by K, and out by rows"
         if self.spread and (signature.ops or out.batched or not out.tma):
             return f"spread={self.spread}: out's places count from the tile's, and rows twice"
         if (self.columns or self.rows) and out.batched:

@@ -137,7 +137,10 @@ def _tile_k(tile_m: int, tile_n: int) -> int:
 
 
 def _epilogue(tile_n: int) -> int:
-    """Columns of C that are stored at a time: a divisor of tile_n, up to a line of 128 bytes."""
+    """Columns of C that are stored at a time: a divisor of tile_n, up to a line of 128 bytes, or
+    all where they are an odd multiple of 8."""
+    if tile_n % 16:
+        return tile_n
     return next(n for n in (64, 32, 16) if tile_n % n == 0)
 
 
@@ -205,17 +208,17 @@ def _columns(m: int, n: int, k: int) -> Iterator[Sm90Config]:
 def _rows(m: int, n: int, k: int) -> Iterator[Sm90Config]:
     """Not swapped: few rows of tiles, as wide as N needs to give a tile to every SM."""
     for cluster_n, cluster_m, split_k in _together():
-        if split_k > 1:  # swapped, the same finds narrower tiles
-            continue
+        size = cluster_m * cluster_n * split_k
         for tile_m in WARPGROUPS:
             rows = ceil_div(m, tile_m * cluster_m)
-            most = AT_ONCE[cluster_m * cluster_n] // (rows * cluster_m * cluster_n)
+            most = AT_ONCE[size] // (rows * size)
             if rows > FEW or not most:
                 continue
-            unit = 16 if cluster_m < 4 else 32
+            unit = 8 * cluster_m  # each CTA of a cluster loads whole rows by 8
             tile_n = ceil_div(n, unit * most * cluster_n) * unit
-            for wider in (tile_n, tile_n + unit):
-                if wider <= 256:
+            even = ceil_div(tile_n, 16) * 16
+            for wider in dict.fromkeys((tile_n, even, even + 16)):
+                if 16 <= wider <= 256:
                     yield _tile(tile_m, wider, WARPGROUPS[tile_m], cluster_m, cluster_n, split_k,
                                 rows=rows)  # fmt: skip
 

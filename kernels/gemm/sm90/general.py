@@ -29,6 +29,7 @@ from cutex.device.atoms.mma import (
     allocate_slots,
     contiguous_rows_layout,
     make_wgmma,
+    rows_layout,
     slots_layout,
     transposed_slots_layout,
     wgmma,
@@ -217,10 +218,9 @@ class General:
 
     def epilogue_slots(self, dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
         """Slots for parts of out: (64, epiN, SLOT), each warpgroup's together."""
-        c, columns = self.tiles, self.config.out_columns
+        columns = self.config.out_columns
         if self.config.columns_contiguous:
-            swizzle = c.epi_n * ELEMENT // (2 if self.config.gated else 1)
-            return slots_layout(dtype, 64, columns, self.num_slots, swizzle)
+            return rows_layout(dtype, 64, columns, self.num_slots)
         return transposed_slots_layout(dtype, 64, columns, self.num_slots)
 
     @property

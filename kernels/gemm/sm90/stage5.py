@@ -21,7 +21,7 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex.device.atoms.mma import Wgmma, allocate_slots, make_wgmma, slots_layout, wgmma
+from cutex.device.atoms.mma import Wgmma, allocate_slots, make_wgmma, rows_layout, wgmma
 from cutex.device.atoms.multicast import AbOperands, Cluster
 from cutex.device.atoms.tma import load_operand, store_operand
 from cutex.device.epilogue.sm90.tma_store import WarpgroupStore, warpgroup_store
@@ -66,9 +66,7 @@ class Stage5(Stage4):
     def epilogue_slots(self, dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
         """Slots for parts of C: (64, epiN, SLOT), each warpgroup's together."""
         c = self.config
-        return slots_layout(
-            dtype, 64, c.epi_n, c.epi_stages * c.mma_warpgroups, swizzle=c.epi_n * ELEMENT
-        )
+        return rows_layout(dtype, 64, c.epi_n, c.epi_stages * c.mma_warpgroups)
 
     def ring(self, smem: SmemAllocator) -> Ring:
         c = self.config

@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp
 
 from cutex.device.atoms.mma import WARPGROUP, make_wgmma
 from cutex.device.epilogue.epilogue_ops import BoundOps, Fragment
-from cutex.device.epilogue.sm90.tma_store import WarpgroupStore, warpgroup_store
+from cutex.device.epilogue.sm90.tma_store import WarpgroupStore, registers_of, warpgroup_store
 from cutex.device.pipeline import Barrier
 
 QUAD = 0x1C1F  # of a shuffle: lanes count within their four (PTX ISA, shfl.sync)
@@ -237,9 +237,10 @@ class FusedStore:
         plain = self.plain
         corner = row * self.part[0], column * self.part[1]
         x = apply_to_part(self.ops, values, corner, self.batch, held)
-        tRS_rC = cute.make_rmem_tensor(plain.tRS_sC[None, None, None, 0].shape, plain.dtype)
-        flat = cute.make_layout(cute.size(tRS_rC))
-        rounded = cute.make_rmem_tensor(cute.size(tRS_rC), plain.dtype)
+        size = cute.size(plain.bSG_sC, mode=[0]) // WARPGROUP  # gates leave half
+        tRS_rC = registers_of(plain.tRS_sC[None, None, None, slot], size)
+        flat = cute.make_layout(size)
+        rounded = cute.make_rmem_tensor(size, plain.dtype)
         rounded.store(cute.make_tensor(x.values.iterator, flat).load().to(plain.dtype))
         if cutlass.const_expr(self.ops.gated):
             rounded = neighbours(rounded)

@@ -18,17 +18,26 @@ WARP_ROWS = 16  # of a wgmma's 64, that each of its warps holds
 FIRST_WARPGROUP_BARRIER = 1  # on sm_90a each warpgroup has one
 
 
-def accumulator_parts(acc: cute.Tensor, tRS_sC: cute.Tensor) -> cute.Tensor:
-    """A thread's accumulators by parts, each as large as a slot of tRS_sC (R2S, R2S_M, R2S_N,
-    SLOT), columns first: (V, PART)."""
-    size = cute.size(tRS_sC[None, None, None, 0])
+def accumulator_parts(acc: cute.Tensor, elements: int) -> cute.Tensor:
+    """A warpgroup's thread's accumulators by parts of `elements`, columns first: (V, PART)."""
+    size = elements // WARPGROUP
     return cute.make_tensor(acc.iterator, cute.make_layout((size, cute.size(acc) // size)))
+
+
+def registers_of(tRS_sC: cute.Tensor, count: int) -> cute.Tensor:
+    """The `count` registers that a copy to a slot, (R2S, R2S_M, R2S_N), takes.
+
+    NOTE: of an stmatrix of two 8x8, half of the lanes have a row to write to that it ignores.
+    """
+    (vector, *rest), *others = tRS_sC.shape
+    shape = ((vector * count // cute.size(tRS_sC), *rest), *others)
+    return cute.make_rmem_tensor(shape, tRS_sC.element_type)
 
 
 @cute.jit
 def round_to_smem(r2s: cute.TiledCopy, values: cute.Tensor, tRS_sC: cute.Tensor) -> None:
     """Round a part's `values` (V) and put them into a slot, (R2S, R2S_M, R2S_N)."""
-    tRS_rC = cute.make_rmem_tensor(tRS_sC.shape, tRS_sC.element_type)
+    tRS_rC = registers_of(tRS_sC, cute.size(values))
     flat = cute.make_tensor(tRS_rC.iterator, cute.make_layout(cute.size(tRS_rC)))
     flat.store(values.load().to(tRS_sC.element_type))
     cute.copy(r2s, tRS_rC, tRS_sC)
@@ -67,7 +76,7 @@ class WarpgroupStore(NamedTuple):
 
     def parts(self, acc: cute.Tensor) -> cute.Tensor:
         """A thread's accumulators by parts, 64 x epiN, columns first: (V, PART)."""
-        return accumulator_parts(acc, self.tRS_sC)
+        return accumulator_parts(acc, cute.size(self.bSG_sC, mode=[0]))
 
     @cute.jit
     def store_part(
@@ -119,7 +128,7 @@ class WarpStore(NamedTuple):
     def store(self, acc: cute.Tensor, row_tile: Int32, row_step: Int32, column_tile: Int32) -> None:
         """Store `acc`; arguments as of WarpgroupStore.store."""
         rows, columns, num_slots = (cute.size(self.sC, mode=[i]) for i in range(3))
-        parts = accumulator_parts(acc, self.tRS_sC)  # (V, PART)
+        parts = accumulator_parts(acc, rows * columns)  # (V, PART)
         per_row = cute.size(parts, mode=[1]) // cute.size(acc, mode=[1])
         for part in cutlass.range_constexpr(cute.size(parts, mode=[1])):
             slot = part % num_slots
@@ -203,7 +212,7 @@ def warpgroup_store(
     With `transpose`, the 64 rows are what is contiguous in sC and in global memory. Elements of 32
     bits, which stmatrix does not take, go to smem `words` at a time."""
     part = cute.size(sC, mode=[0]), cute.size(sC, mode=[1])
-    op, bits = StMatrix8x8x16bOp(transpose, 4), 0
+    op, bits = StMatrix8x8x16bOp(transpose, 4 if part[1] % 16 == 0 else 2), 0
     if cutlass.const_expr(words > 0):
         op, bits = CopyUniversalOp(), 32 * words
     r2s, tRS_sC, sC = warpgroup_slots(sC, num_slots, op, bits)

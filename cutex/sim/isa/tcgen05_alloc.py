@@ -1,0 +1,132 @@
+"""Allocation of tensor memory (PTX ISA 9.7.16.7): alloc, dealloc, relinquish_alloc_permit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from cutex.sim.errors import BadOperand, BarrierMisuse
+from cutex.sim.isa.sync import require_whole_warp
+from cutex.sim.isa.tcgen05 import cta_group
+from cutex.sim.machine.batch import RETRY, Batch
+from cutex.sim.machine.machine import Machine
+from cutex.sim.machine.memory import as_bytes, shared_addresses
+from cutex.sim.machine.operation import Rectangle
+from cutex.sim.machine.tmem import COLUMNS
+from cutex.sim.machine.waits import Wait
+from cutex.sim.ptx.decode import Decoder, Execute, instruction
+from cutex.sim.ptx.parse import Instruction
+
+
+@instruction("tcgen05.alloc")
+def alloc(d: Decoder) -> Execute:
+    """9.7.16.7.1: a power of two of columns, at least 32; waits until they are free, writes their
+    address to shared memory. With cta_group::2 the pair allocates together, so each waits for the
+    other.
+    """
+    d.only("alloc", "cta_group", "1", "2", "sync", "aligned", "shared", "cta")
+    address, columns, m, ins = d.address(0), d.src(1, "u32"), d.m, d.ins
+    pair = cta_group(d) == 2
+
+    def execute(b: Batch) -> np.ndarray | None:
+        require_whole_warp(d, b)
+        out = np.zeros(b.n, np.int8)
+        counts, where = b.one(columns(b)), shared_addresses(b.one(address(b)))
+        for row in np.nonzero(b.any_active())[0].tolist():
+            warp, n = int(b.idx[row]), int(counts[row])
+            cta = int(m.grid.warp_cta[warp])
+            if n < 32 or n > COLUMNS or n & (n - 1):
+                raise BadOperand.at(
+                    ins, f"tcgen05.alloc of {n} columns: takes 32, 64, 128, 256 or 512"
+                )
+            if cta in m.tmem.relinquished:
+                raise BarrierMisuse.at(ins, "tcgen05.alloc after relinquish_alloc_permit")
+            first = m.tmem.request(cta, pair, n, ins)
+            if first is None:
+                out[row] = RETRY
+                tell = lambda n=n, cta=cta: f"tcgen05.alloc: {m.tmem.why_not(cta, n)}"
+                m.sleep(warp, Wait("tensor memory", ("tmem", cta), ins, tell))
+                continue
+            target, offset = m.grid.shared_location(b.idx[row : row + 1], where[row : row + 1])
+            m.check_shared(b.idx[row : row + 1], np.zeros(1, int), target, offset, 4, ins)
+            lane = np.zeros(1, int)
+            m.smem_shadow.generic(b.idx[row : row + 1], lane, target, offset, 4, True, ins)
+            m.box_swizzle[target, offset >> 4] = 0
+            m.smem[target[0], offset[0] : offset[0] + 4] = as_bytes(np.array([first], np.uint32))[0]
+            m.progress += 1
+        return out if out.any() else None
+
+    return execute
+
+
+@instruction("tcgen05.dealloc")
+def dealloc(d: Decoder) -> Execute:
+    """9.7.16.7.1, 9.7.16.5: comes after all accesses to these columns. With cta_group::2, after
+    those of the peer's as well; it may wait for the peer to deallocate too, and does here.
+    """
+    address, columns, m, ins = d.src(0, "u32"), d.src(1, "u32"), d.m, d.ins
+    pair = cta_group(d) == 2
+
+    def execute(b: Batch) -> np.ndarray | None:
+        require_whole_warp(d, b)
+        firsts, counts = b.one(address(b)), b.one(columns(b))
+        out = np.zeros(b.n, np.int8)
+        for row in np.nonzero(b.any_active())[0].tolist():
+            warp = int(b.idx[row])
+            cta, first, n = (
+                int(m.grid.warp_cta[warp]),
+                int(firsts[row]) & 0xFFFF,
+                int(counts[row]),
+            )
+            both = [cta, cta ^ 1] if pair else [cta]
+            if m.tmem.together("dealloc", cta, pair):
+                continue  # the peer, which came later, has freed both
+            m.tmem.check(cta, first, n, m.grid.name_warp(warp), ins)
+            places = [Rectangle(c, 0, 128, first, first + n) for c in both]
+            if cta not in m.tmem.came["dealloc"]:
+                for place in places:
+                    m.tmem.shadow.before_free(warp, place, ins)
+            if not m.tmem.meet("dealloc", cta, pair):
+                out[row] = RETRY
+                m.sleep(warp, Wait("tensor memory", ("tmem", cta), ins, _peer_teller(m, cta, ins)))
+                continue
+            by = f"{m.grid.name_warp(warp)} at {ins.where()}"
+            for place in places:
+                m.tmem.shadow.free(place)
+                m.tmem.free(place.cta, first, n, by)
+                m.wake(("tmem", place.cta))
+            m.progress += 1
+        return out if out.any() else None
+
+    return execute
+
+
+def _peer_teller(m: Machine, cta: int, ins: Instruction) -> Callable[[], str]:
+    return lambda: f"{ins.op}: the other CTA of the pair, {m.grid.name_cta(cta ^ 1)}, has not come"
+
+
+@instruction("tcgen05.relinquish_alloc_permit")
+def relinquish(d: Decoder) -> Execute:
+    """9.7.16.7.1, 9.7.16.5: this CTA allocates no more; with cta_group::2, nor does its peer, for
+    which it may wait.
+    """
+    m, ins, pair = d.m, d.ins, cta_group(d) == 2
+
+    def execute(b: Batch) -> np.ndarray | None:
+        out = np.zeros(b.n, np.int8)
+        for row in np.nonzero(b.any_active())[0].tolist():
+            warp = int(b.idx[row])
+            cta = int(m.grid.warp_cta[warp])
+            m.tmem.relinquished.add(cta)
+            if m.tmem.together("relinquish", cta, pair):
+                continue
+            if m.tmem.meet("relinquish", cta, pair):
+                m.progress += 1
+                m.wake(("tmem", cta ^ 1 if pair else cta))
+                continue
+            out[row] = RETRY
+            m.sleep(warp, Wait("tensor memory", ("tmem", cta), ins, _peer_teller(m, cta, ins)))
+        return out if out.any() else None
+
+    return execute

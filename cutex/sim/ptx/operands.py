@@ -1,0 +1,91 @@
+"""What an operand of an instruction can be: a register, a number, an address, several of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import SupportsIndex, overload
+
+
+@dataclass(frozen=True)
+class Reg:
+    """A virtual register: ``bank`` is its width in bits (1 for predicates), ``index`` its place in
+    that bank.
+    """
+
+    bank: int
+    index: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Imm:
+    value: int | float
+    bits: int = 0  # of a float written as its bits: 0f... 32, 0d... 64
+
+
+@dataclass(frozen=True)
+class Special:
+    name: str  # "%tid.x"
+
+
+@dataclass(frozen=True)
+class Symbol:
+    name: str  # a parameter, a shared or global variable
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Address:
+    """``[base+offset]``; ``coords`` where the bracket holds ``[map, {c0, c1}]``."""
+
+    base: Operand
+    offset: int = 0
+    coords: tuple[Operand, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Vector:
+    items: tuple[Operand, ...]
+
+
+@dataclass(frozen=True)
+class Pair:
+    first: Operand  # ``%r1|%p1``
+    second: Operand
+
+
+@dataclass(frozen=True)
+class Not:
+    reg: Reg  # ``!%p1`` as a source operand
+
+
+@dataclass(frozen=True)
+class Sink:
+    pass
+
+
+Operand = Reg | Imm | Special | Symbol | Address | Vector | Pair | Not | Sink
+
+
+class Operands(list[Operand]):
+    """The operands of an instruction, which know which of them a definition has looked at.
+
+    What nobody looked at is not understood: see `Decoder.account`.
+    """
+
+    def __init__(self, operands: Iterable[Operand] = ()) -> None:
+        super().__init__(operands)
+        self.asked: set[int] = set()
+
+    @overload
+    def __getitem__(self, k: SupportsIndex) -> Operand: ...
+    @overload
+    def __getitem__(self, k: slice) -> list[Operand]: ...
+    def __getitem__(self, k: SupportsIndex | slice) -> Operand | list[Operand]:
+        found = super().__getitem__(k)
+        if isinstance(k, slice):
+            self.asked.update(range(len(self))[k])
+        else:
+            self.asked.add(range(len(self))[k])
+        return found
