@@ -81,13 +81,15 @@ class ClusterOrder:
         self.observed: dict[int, Known] = {}  # by warp: what strong reads saw since its last fence
         self.acquired: dict[int, list[Known]] = {}  # by warp: what it knew after each acquire
 
-    def fence(self, warps: np.ndarray) -> None:
+    def fence(self, warps: np.ndarray, releases: bool) -> None:
+        """A fence of the whole GPU, before the clocks count it."""
         if not self.active:
             return
         for warp in warps.tolist():
             if warp in self.observed:
                 self._acquire(warp, self.observed.pop(warp))
-            self.fenced[warp] = self._now(warp)
+            if releases:
+                self.fenced[warp] = self._now(warp)
 
     def read(self, warp: int, address: int, how: Strength) -> None:
         """A strong read."""

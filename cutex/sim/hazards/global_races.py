@@ -32,6 +32,7 @@ _PLAIN, _STRONG, _ATOMIC = range(3)  # writes
 
 _REMEDY = "an atomic instead, or one CTA that does both, or a flag with release and acquire"
 _WEAK = Strength(False, False, False, False)
+_CHANGES = Strength(True, True, False, False)
 
 Places = Callable[["Machine", Any, tuple[int, ...]], tuple[Region, np.ndarray] | None]
 
@@ -261,6 +262,7 @@ class GlobalRaces:
                 f"{last.line[place]})",
                 ins,
             )
+        self._after_loads(region, places, np.ones(places.shape, bool), by, ins, _CHANGES)
         last.set(places, mine, by, ins.line, _ATOMIC)
 
     def _check_box(self, read: BoxRead, places: Places, warp: int | None = None) -> None:

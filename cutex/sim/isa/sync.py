@@ -200,7 +200,7 @@ def fence(d: Decoder) -> Execute:
     def execute(b: Batch) -> None:
         warps = b.idx[b.any_active()]
         if of_all:
-            m.global_races.order.fence(warps)
+            m.global_races.order.fence(warps, releases)
         if releases:
             m.clocks.fence_release(warps)
 

@@ -58,7 +58,7 @@ class BulkGroups:
         self.committed.setdefault(thread, []).append(group)
         self.unwritten.setdefault(thread, []).append(group.last)
 
-    def overdue(self, thread: Thread, allowed: int, written: bool = True) -> bool:
+    def overdue(self, thread: Thread, allowed: int, written: bool) -> bool:
         """Whether a group older than the ``allowed`` most recent ones is still in flight; the
         thread knows of all of these if none is: that they have read shared memory, and, if
         ``written``, that global memory has what they wrote.
