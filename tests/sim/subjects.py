@@ -200,7 +200,7 @@ def _attention_stage(arch: str, number: int) -> Subject:
     stage = attention.stage(arch, number).fitted(problem)
     config = stage.config()
     if config.dispatch == "dynamic":
-        config = replace(config, num_ctas=1)
+        config = replace(config, num_ctas=2)
 
     def launch(run: Callable[..., None], kernel: Any) -> str | None:
         inputs, (out, lse) = problem.inputs(), problem.outputs()

@@ -9,7 +9,7 @@ import pytest
 from barriers import CLUSTER_SYNC, EVERY_ORDER, START, again, copy, init, rows, wait
 from ptx_kernel import Shape, simulate_ptx
 
-from cutex.sim import BarrierMisuse, Hazards
+from cutex.sim import BarrierMisuse, Hazards, SimError
 
 
 def each_order(body: str, arrays: dict, shape: Shape, **more) -> list[np.ndarray]:
@@ -90,6 +90,25 @@ HANDOVER = """
       add.u32 %r5, %r5, 1; setp.lt.u32 %p2, %r5, 6; @%p2 bra CONSUMER;
     END: st.global.b32 [%out_i], v;
 """
+
+
+AGAIN = """
+    setp.lt.u32 %p0, %i, 32; @!%p0 bra LAST;
+    bar.arrive 1, 64; TOLD bar.arrive 1, 64; bra END;
+    LAST: bar.sync 1, 64; TELLS bar.sync 1, 64;
+    END:
+"""
+
+
+@pytest.mark.parametrize("order", ["fifo", "eager", "starved", "random"])
+def test_an_arrival_that_waits_for_nothing_is_not_made_twice(order):
+    """PTX ISA 9.7.13.1: bar.arrive, then any other, before the barrier is reset."""
+    told = AGAIN.replace("TOLD", "bar.sync 2, 64;").replace("TELLS", "bar.arrive 2, 64;")
+    simulate_ptx(told, {}, Shape(block=64), order=order)
+    with pytest.raises(SimError, match=r"arrives at named barrier 1 again, and nothing"):
+        simulate_ptx(
+            AGAIN.replace("TOLD", "").replace("TELLS", ""), {}, Shape(block=64), order=order
+        )
 
 
 @pytest.mark.parametrize("threads", [1, 16, 48, 97])

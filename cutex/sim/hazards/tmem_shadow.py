@@ -57,11 +57,18 @@ class TmemShadow:
         if write:
             self._forget(place)
 
-    def before_free(self, warp: int, place: Rectangle, ins: Instruction) -> None:
-        """tcgen05.dealloc, which is synchronous: it needs no fence of its own before it."""
+    def before_free(self, warp: int, place: Rectangle, own: bool, ins: Instruction) -> None:
+        """tcgen05.dealloc, which is synchronous: it needs no fence of its own before it. ``own``:
+        the place is of the warp's CTA.
+
+        NOTE: the warps of a pair have to know of the accesses of both CTAs (9.7.16.7.1). Examples
+        of NVIDIA let each know of its own CTA's only: as the two deallocate together, that is
+        right where dealloc waits for the peer, which it may, and need not.
+        """
         usable = np.maximum(self.clocks.usable[warp], self.clocks.ordered[warp])
-        self._check(warp, place, True, "tcgen05.dealloc", ins, usable)
-        self.m.async_accesses.touch(place, True, "tcgen05.dealloc", warp, ins, usable)
+        why = "" if own else "only the peer's tcgen05.dealloc, for which this one need not wait"
+        self._check(warp, place, True, "tcgen05.dealloc", ins, usable, why)
+        self.m.async_accesses.touch(place, True, "tcgen05.dealloc", warp, ins, usable, why)
 
     def free(self, place: Rectangle) -> None:
         """The place is nobody's."""
@@ -80,8 +87,11 @@ class TmemShadow:
         what: str,
         ins: Instruction,
         usable: np.ndarray,
+        bearable: str = "",
     ) -> None:
-        """``usable`` (slots,): what the access comes after by the letter."""
+        """``usable`` (slots,): what the access comes after by the letter. ``bearable``: why it is
+        an advisory only that nothing orders the two, if it is.
+        """
         at, known = _units(place), self.clocks.known[warp]
         others = [(self.writer, self.written, self.line, "stored")]
         if write:
@@ -106,6 +116,8 @@ class TmemShadow:
             elif not advisory and int(self.clocks.known[peer, slot]) < count[unit, column]:
                 wait = "st" if did == "stored" else "ld"
                 why += f", and that warp has not waited with tcgen05.wait::{wait}"
+            if bearable and not advisory:
+                why, advisory = f"{bearable}, comes after that", True
             self.m.findings.add(
                 "race",
                 f"{what} of {self.m.grid.name_warp(warp)} {'overwrites' if write else 'reads'} "
