@@ -11,7 +11,8 @@ from cutex.bench import autotune
 from cutex.kernels.gemm import stage
 from cutex.kernels.gemm.choose import choose, ranked
 from cutex.kernels.gemm.config import GemmConfig
-from cutex.kernels.gemm.sm90.cost_model import candidates, predict, walked
+from cutex.kernels.gemm.sm90.candidates import candidates, walked
+from cutex.kernels.gemm.sm90.cost_model import predict
 from cutex.problem.gemm import GemmProblem
 from cutex.problem.protocol import size_class
 

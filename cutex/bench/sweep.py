@@ -141,6 +141,13 @@ def parser() -> Parser:
     p.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
     p.add_argument("--compare", default=",".join(PEERS), metavar="PEER,PEER")
     p.add_argument("--tuned", action="store_true", help="tune each problem first (cutex.tune)")
+    p.add_argument(
+        "--below",
+        type=float,
+        metavar="RATIO",
+        help="only problems whose untuned row in the file has less than so many times the best of "
+        "the others' speed",
+    )
     p.add_argument("--seconds", type=float, metavar="S", help="stop after so many")
     p.add_argument("--out", default="results", metavar="DIR", help="default: results")
     p.add_argument("--list", action="store_true", help="print the problems and their sources")
@@ -179,6 +186,9 @@ def main(load: Callable[[], Ours], argv: Sequence[str] | None = None) -> int:
     ours = load()
     device = torch.cuda.get_device_name().lower().replace(" ", "-")
     file = Path(args.out) / "sweep" / f"{device}.jsonl"
+    if args.below is not None:
+        slow = {r.name for r in rows.read(file) if not r.tuned and (r.ratio or 0) < args.below}
+        entries = [e for e in entries if e.name in slow]
     with ours.tuning() if args.tuned else nullcontext():
         found = sweep(entries, ours, file, compare, args.tuned, args.seconds)
     print(rows.text(found))

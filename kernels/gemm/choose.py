@@ -29,7 +29,7 @@ def predictions(
     `problem`; `majors`: whether K is contiguous in A and in B."""
     model = COST_MODELS[arch.name]
     fits = [c for c in model.candidates(problem, arch, majors) if c.why_not(problem, arch) is None]
-    return {c: model.predict(c, problem, arch, batch, majors) for c in fits}
+    return dict(zip(fits, model.predictions(fits, problem, arch, batch, majors), strict=True))
 
 
 def ranked(

@@ -8,6 +8,7 @@ in the mean, and 3.7 % at worst (tests/test_cost_model_sm100.py). Imports neithe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -138,6 +139,17 @@ def predict(
     asking = min(1.0, at_once * c.ctas * c.split_k / arch.num_sms)  # few SMs cannot ask for all
     memory = moved / (arch.hbm_gbs * 0.9 * 1e9 * min(1.0, asking / 0.8) / arch.clock_hz)
     return (max(cycles, memory) + ends) / arch.clock_hz * 1e6
+
+
+def predictions(
+    configs: Sequence[Sm100Config],
+    problem: GemmProblem,
+    arch: Arch,
+    batch: int = 1,
+    majors: tuple[bool, bool] = (True, True),
+) -> list[float]:
+    """Microseconds that the model expects of `batch` such problems in one launch, with each."""
+    return [predict(c, problem, arch, batch, majors) for c in configs]
 
 
 def _mma_cycles(c: Sm100Config, arch: Arch) -> float:

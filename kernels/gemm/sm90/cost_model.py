@@ -1,58 +1,59 @@
-"""The configs that Hopper's chosen kernel is tried with, and a model of their time.
+"""A model of how long Hopper's chosen kernel takes with a config.
 
-The model counts what a config spends: tensor core cycles, bytes that each SM gets through L2, bytes
-from memory, energy, and what is not hidden: the first loads, the last stores, sums exchanged. Tiles
-that all run at once (one_round.py, spread.py) and tiles that are walked have constants of their
-own. Both sets are fitted on times of some 3,000 pairs of a problem and a config, measured on one
-H200 (docs/facts.md), of the half of the corpus that is for fitting (cutex/problem/models.py).
+The model counts what a config spends: tensor core cycles, bytes through the port of shared memory,
+bytes that each SM gets through L2, bytes from memory, energy, and what is not hidden: the first
+loads, the last stores, sums exchanged. Tiles that all run at once and tiles that are walked have
+constants of their own. What the model is off by at pairs that were measured nearby (measured.py) is
+added. Constants and errors are fitted (fit.py) on times of some 12,000 pairs of a problem and a
+config on H200s (results/configs), all of the half of the corpus that is for fitting
+(cutex/problem/models.py) and of other such problems.
 
 Imports neither torch nor the DSL.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cutex.arch import arch as arch_named
-from cutex.kernels.gemm.config import BARRIERS, ELEMENT, ceil_div
+import numpy as np
+
+from cutex.kernels.gemm.config import ELEMENT, ceil_div
+from cutex.kernels.gemm.sm90.candidates import AT_ONCE, FEW, Majors, candidates
 from cutex.kernels.gemm.sm90.config import Sm90Config
-from cutex.problem.gemm import GemmProblem
+from cutex.kernels.gemm.sm90.measured import errors_nearby, place
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
+    from cutex.problem.gemm import GemmProblem
 
-Majors = tuple[bool, bool]  # whether K is contiguous in A, in B
+__all__ = ["Costs", "Counts", "candidates", "count", "modelled", "predict", "predictions"]
 
-PINGPONG = [(128, n) for n in range(96, 209, 16)] + [(192, n) for n in (64, 80, 96, 112, 128)]
-PINGPONG += [(64, n) for n in (128, 160, 192, 224, 256)]
-COOPERATIVE = [(128, n) for n in range(64, 257, 16)] + [(256, n) for n in range(64, 209, 16)]
-COOPERATIVE += [(192, n) for n in range(64, 193, 16)] + [(64, n) for n in range(16, 257, 16)]
-CLUSTERS = ((1, 1), (2, 1), (1, 2))  # of CTAs that walk tiles
-WARPGROUPS = {64: 1, 128: 2, 192: 3, 256: 2}  # by rows of a tile that they share
-FEW = 4  # clusters along the side of C that is cut into few, at most
-# CTAs that run at one time, by those of a cluster: some GPCs have SMs left over
-AT_ONCE = {1: 132, 2: 132, 3: 108, 4: 120}
 TPCS = 66  # pairs of SMs; CTAs take one of each first
 ROWS_OUTSIDE = 8  # of a box, that cost nothing
-SHALLOW = 164 * 1024  # 1.01 times as fast as all of smem with M = 1 to 16: SMs stay together
 SPREAD = 0.99  # of the time of tiles that leave a few SMs without
-NARROW = 32  # rows of an operand that TMA loads one box each of, where K is not contiguous
+WALKED_ONCE = 1.04  # of the time of the same tiles that need not be walked
+# times that stores of 16 columns of C at a time take: 32 bytes of a line; swapped, of 128
+SHORT_STORES = {False: 1.9, True: 1.15}
+HIDING = 1.5  # of a ping-pong tile's store and the next mainloop: infinite if one hid the other
+NEAR = 1.4  # times the least that is modelled: above, a config is not looked at closely
+LAUNCH_ENDS = 0.5  # of a tile's store, that nothing hides at the end
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Rates and times that an Arch does not state: fitted on one H200, Gaussian bf16 data."""
+    """Rates and times that an Arch does not state: fitted on H200s, Gaussian bf16 data."""
 
     clock_ghz: float
-    mma: float  # cycles of wgmma, times those that its shape takes
+    mma: float  # cycles of wgmma, times those that its FLOPs take
+    port_reads: float  # cycles of the port of smem, times those of 128 bytes that wgmma reads
+    port_writes: float  # and that TMA writes
     l2_bytes: float  # that one SM gets through L2 in a cycle, however many ask
     paired: float  # the share of a load's time that it takes because a TPC's other SM loads, too
     received: float  # what a byte costs that another CTA of the cluster has asked for
     latency: float  # cycles in which the ring must be filled once
-    overlap: float  # of MMAs, loads and latency: infinite if the longest hid the others
+    overlap: float  # of MMAs, port, loads and latency: infinite if the longest hid the others
     step: float  # cycles to hand over a slot of the ring
     epilogue_bytes: float  # a cycle
     tile: float  # cycles beside
@@ -67,204 +68,146 @@ class Costs:
     launch_us: float
     exchange_us: float  # of sums between the CTAs of a split
     exchange_gbs: float  # at which their bytes are read
-    narrow: float  # loads of boxes of NARROW rows, times others
+    narrow: float  # loads of boxes of few rows, times others
     outside: float  # cycles for a row of a TMA box that lies outside of the operand
 
 
 ROUND = Costs(
-    clock_ghz=2.04,
-    mma=1.24,
-    l2_bytes=61.0,
-    paired=0.173,
-    received=0.451,
-    latency=2070.0,
-    overlap=10.0,
-    step=23.0,
-    epilogue_bytes=30.3,
-    tile=7.62,
-    flop_us=1.16e-09,
+    clock_ghz=2.0,
+    mma=1.12,
+    port_reads=0.685,
+    port_writes=0.637,
+    l2_bytes=65.8,
+    paired=0.185,
+    received=0.21,
+    latency=2340.0,
+    overlap=16.2,
+    step=22.2,
+    epilogue_bytes=31.6,
+    tile=7.4,
+    flop_us=1.11e-09,
     l2_us=6.33e-12,
-    memory_us=6.38e-10,
-    memory_gbs=4220.0,
-    again=0.236,
-    sm_gbs=41.3,
-    lone_sm_gbs=236.0,
-    balance=4.34,
-    launch_us=1.65,
-    exchange_us=0.818,
-    exchange_gbs=25.8,
-    narrow=1.15,
-    outside=2.48,
+    memory_us=6.44e-10,
+    memory_gbs=4360.0,
+    again=0.234,
+    sm_gbs=41.7,
+    lone_sm_gbs=295.0,
+    balance=3.52,
+    launch_us=1.71,
+    exchange_us=0.612,
+    exchange_gbs=17.0,
+    narrow=1.49,
+    outside=4.85,
 )
 WALK = Costs(
-    clock_ghz=1.94,
-    mma=1.34,
-    l2_bytes=58.8,
+    clock_ghz=1.96,
+    mma=1.33,
+    port_reads=0.909,
+    port_writes=0.664,
+    l2_bytes=59.7,
     paired=0.9,
-    received=0.702,
-    latency=2550.0,
-    overlap=10.0,
-    step=1.48,
-    epilogue_bytes=30.8,
+    received=0.529,
+    latency=2670.0,
+    overlap=11.1,
+    step=1.46,
+    epilogue_bytes=28.2,
     tile=15.5,
-    flop_us=8.77e-10,
+    flop_us=9.87e-10,
     l2_us=2.25e-11,
     memory_us=1.22e-10,
-    memory_gbs=4300.0,
-    again=0.207,
+    memory_gbs=4330.0,
+    again=0.179,
     sm_gbs=67.7,
-    lone_sm_gbs=104.0,
-    balance=3.52,
-    launch_us=1.97,
+    lone_sm_gbs=101.0,
+    balance=3.56,
+    launch_us=1.61,
     exchange_us=1.0,
     exchange_gbs=40.0,
-    narrow=1.22,
-    outside=6.82,
+    narrow=1.27,
+    outside=7.17,
 )
 
 
-def _deepest(config: Sm90Config, arch: Arch) -> Sm90Config:
-    """`config` with as many slots as smem holds, or SHALLOW bytes of the narrowest tiles."""
-    room = arch.smem_per_cta - BARRIERS - config.epi_bytes
-    if config.tile_n == 16:
-        room = min(room, SHALLOW)
-    return replace(config, num_stages=max(2, min(24, room // config.stage_bytes)))
+class Counts(NamedTuple):
+    """What a config spends on a problem; or of many configs, an array of each."""
+
+    one_round: Any  # bool: whether all tiles run at once
+    walked_once: Any  # bool: and could be more
+    spread: Any  # bool
+    pingpong: Any  # bool
+    useful: Any  # CTAs that compute something
+    ctas: Any
+    rounds: Any  # of CTAs that run at one time
+    alone: Any  # bool: no CTA has a cluster, nor its TPC another CTA
+    one_each: Any  # bool: TPCs have one useful CTA at most
+    k_tiles: Any  # that a CTA computes of one tile
+    slots: Any
+    mma: Any  # cycles of a K tile's FLOPs
+    reads: Any  # cycles in which 128 bytes each are read by wgmma: A by itself, B by each warpgroup
+    writes: Any  # and written by TMA
+    asked: Any  # bytes of a K tile that a CTA asks L2 for
+    received: Any  # and gets because another CTA of the cluster has
+    narrow: Any  # bool: B comes in boxes of few rows
+    outside: Any  # rows of a box that lie outside of the operand
+    elements: Any  # of a tile of C
+    store: Any  # times that a byte of C takes to be stored
+    flops: Any  # of useful CTAs
+    memory_bytes: Any
+    again_bytes: Any  # of the larger operand, that further clusters ask for
+    split: Any  # bool
+    exchanged: Any  # bytes of sums that a CTA reads of others
 
 
-def _tile_k(tile_m: int, tile_n: int) -> int:
-    """K of a slot: narrow tiles take more, so that they hand over fewer slots."""
-    return 128 if tile_m + tile_n <= 128 or (tile_m == 128 and tile_n <= 32) else 64
-
-
-def _epilogue(tile_n: int) -> int:
-    """Columns of C that are stored at a time: a divisor of tile_n, up to a line of 128 bytes, or
-    all where they are an odd multiple of 8."""
-    if tile_n % 16:
-        return tile_n
-    return next(n for n in (64, 32, 16) if tile_n % n == 0)
-
-
-@lru_cache
-def walked(arch_name: str) -> tuple[Sm90Config, ...]:
-    """The configs whose CTAs walk tiles."""
-    arch = arch_named(arch_name)
-    found: dict[Sm90Config, None] = {}
-    for pingpong, tiles in ((True, PINGPONG), (False, COOPERATIVE)):
-        for m, n in tiles:
-            for cluster_m, cluster_n in CLUSTERS:
-                for swap_ab in (False, True):
-                    config = Sm90Config(
-                        tile_m=m,
-                        tile_n=n,
-                        tile_k=_tile_k(m, n),
-                        epi_n=_epilogue(n),
-                        epi_stages=1 if pingpong else 2,
-                        warpgroups=2 if pingpong else WARPGROUPS[m],
-                        pingpong=pingpong,
-                        cluster_m=cluster_m,
-                        cluster_n=cluster_n,
-                        swap_ab=swap_ab,
-                    )
-                    config = _deepest(config, arch)
-                    if config.why_not(None, arch) is None:
-                        found[config] = None
-    return tuple(found)
-
-
-@lru_cache(maxsize=256)
-def of_one_round(mnk: tuple[int, int, int], arch_name: str) -> tuple[Sm90Config, ...]:
-    """The configs whose tiles, fitted to M, N and K, all run at once."""
-    arch, problem = arch_named(arch_name), GemmProblem(*mnk)
-    found: dict[Sm90Config, None] = {}
-    for config in (*_spread(*mnk), *_columns(*mnk), *_rows(*mnk)):
-        config = _deepest(config, arch)
-        if config.num_stages > 2 and config.why_not(problem, arch) is None:
-            found[config] = None
-    return tuple(found)
-
-
-def _together() -> Iterator[tuple[int, int, int]]:
-    """Clusters that share loads of the larger operand, and those that share K: CTAs along the side
-    that is cut into few, along the other, and along K."""
-    yield from ((1, 1, 1), (1, 2, 1), (1, 4, 1), (4, 1, 1))
-    yield from ((1, 1, split_k) for split_k in (2, 3, 4))
-
-
-def _columns(m: int, n: int, k: int) -> Iterator[Sm90Config]:
-    """Swapped: few columns of tiles, as wide as M needs."""
-    for cluster_m, cluster_n, split_k in _together():
-        for columns in range(1, FEW + 1):
-            unit = 16 if cluster_m < 4 else 32  # each CTA of a cluster loads whole rows by 8
-            tile_n = ceil_div(m, unit * columns * cluster_n) * unit
-            if tile_n > 256 or ceil_div(m, tile_n * cluster_n) != columns:
-                continue
-            for tile_m, warpgroups in WARPGROUPS.items():
-                ctas = ceil_div(n, tile_m * cluster_m) * cluster_m * columns * cluster_n * split_k
-                if ctas <= AT_ONCE[cluster_m * cluster_n * split_k]:
-                    yield _tile(tile_m, tile_n, warpgroups, cluster_m, cluster_n, split_k,
-                                swap_ab=True, columns=columns)  # fmt: skip
-
-
-def _rows(m: int, n: int, k: int) -> Iterator[Sm90Config]:
-    """Not swapped: few rows of tiles, as wide as N needs to give a tile to every SM."""
-    for cluster_n, cluster_m, split_k in _together():
-        size = cluster_m * cluster_n * split_k
-        for tile_m in WARPGROUPS:
-            rows = ceil_div(m, tile_m * cluster_m)
-            most = AT_ONCE[size] // (rows * size)
-            if rows > FEW or not most:
-                continue
-            unit = 8 * cluster_m  # each CTA of a cluster loads whole rows by 8
-            tile_n = ceil_div(n, unit * most * cluster_n) * unit
-            even = ceil_div(tile_n, 16) * 16
-            for wider in dict.fromkeys((tile_n, even, even + 16)):
-                if 16 <= wider <= 256:
-                    yield _tile(tile_m, wider, WARPGROUPS[tile_m], cluster_m, cluster_n, split_k,
-                                rows=rows)  # fmt: skip
-
-
-def _spread(m: int, n: int, k: int) -> Iterator[Sm90Config]:
-    """Swapped: tiles that overlap, one for each SM."""
-    for tile_m in (64, 128):
-        if m <= 64:
-            yield _tile(tile_m, ceil_div(m, 16) * 16, WARPGROUPS[tile_m], 1, 1, 1,
-                        swap_ab=True, spread=True)  # fmt: skip
-
-
-def _tile(
-    tile_m: int,
-    tile_n: int,
-    warpgroups: int,
-    cluster_m: int,
-    cluster_n: int,
-    split_k: int,
-    **more: Any,
-) -> Sm90Config:
-    return Sm90Config(
-        tile_m=tile_m,
-        tile_n=tile_n,
-        tile_k=_tile_k(tile_m, tile_n),
-        epi_n=_epilogue(tile_n),
-        epi_stages=1,
-        warpgroups=warpgroups,
-        cluster_m=cluster_m,
-        cluster_n=cluster_n,
-        split_k=split_k,
-        **more,
+def count(
+    config: Sm90Config,
+    problem: GemmProblem,
+    arch: Arch,
+    batch: int = 1,
+    majors: Majors = (True, True),
+) -> Counts:
+    """What `config` spends on `batch` of `problem` in one launch."""
+    c = config
+    m, n = c.computed(problem)
+    size = c.cluster_m * c.cluster_n * c.split_k
+    down, across = ceil_div(m, c.tile_m), ceil_div(n, c.tile_n)
+    useful = arch.num_sms if c.spread else down * across * batch * c.split_k
+    down = ceil_div(down, c.cluster_m) * c.cluster_m
+    across = ceil_div(across, c.cluster_n) * c.cluster_n
+    ctas = arch.num_sms if c.spread else down * across * batch * c.split_k
+    rounds = ceil_div(ctas, min(AT_ONCE.get(size, arch.num_sms), arch.num_sms))
+    told_apart = c.one_tile or c.split_k > 1
+    k_tiles = ceil_div(ceil_div(problem.k, c.tile_k), c.split_k)
+    asked = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * c.tile_k * ELEMENT
+    sharers = ceil_div(across, c.cluster_n) if m >= n else ceil_div(down, c.cluster_m)
+    again = 0 if c.spread else (min(sharers, FEW) - 1) * max(m, n) * problem.k * ELEMENT * batch
+    steps = c.tile_k / 16  # of a wgmma
+    return Counts(
+        one_round=told_apart or rounds == 1,
+        walked_once=rounds == 1 and not told_apart,
+        spread=c.spread,
+        pingpong=c.pingpong,
+        useful=useful,
+        ctas=ctas,
+        rounds=rounds,
+        alone=size == 1 and ctas <= TPCS,
+        one_each=size <= 2 and useful <= TPCS,
+        k_tiles=k_tiles,
+        slots=c.num_stages,
+        mma=c.tile_m / 64 * c.tile_n / 2 * steps,
+        reads=c.tile_m / 64 * (16 + c.tile_n / 4) * steps,
+        writes=(c.tile_m + c.tile_n) / 4 * steps,
+        asked=asked,
+        received=c.stage_bytes - asked,
+        narrow=not (majors[0] if c.swap_ab else majors[1]) and c.tile_n % 64 > 0,
+        outside=_rows_outside(c, m, n) * c.tile_k / 64,
+        elements=c.tile_m * c.tile_n,
+        store=SHORT_STORES[c.swap_ab] if c.epi_n == 16 else 1.0,
+        flops=2 * useful * c.tile_m * c.tile_n * k_tiles * c.tile_k,
+        memory_bytes=problem.bytes * batch,
+        again_bytes=again,
+        split=c.split_k > 1,
+        exchanged=c.partial_bytes * (c.split_k - 1) / c.split_k if c.split_k > 1 else 0,
     )
-
-
-def candidates(problem: GemmProblem, arch: Arch, majors: Majors = (True, True)) -> list[Sm90Config]:
-    """All configs that are worth a look."""
-    every = (*of_one_round(problem.mnk, arch.name), *walked(arch.name))
-    return [c for c in every if _shares_the_larger(c, problem) and _loads_well(c, majors)]
-
-
-def _shares_the_larger(config: Sm90Config, problem: GemmProblem) -> bool:
-    """Whether pairs share the operand that is at least twice as large as the other: the other stays
-    in L2, and a pair that shares it loses 10 to 20 %."""
-    m, n = config.computed(problem)
-    return not ((m >= 2 * n and config.cluster_m == 2) or (n >= 2 * m and config.cluster_n == 2))
 
 
 def _rows_outside(c: Sm90Config, m: int, n: int) -> float:
@@ -278,10 +221,62 @@ def _rows_outside(c: Sm90Config, m: int, n: int) -> float:
     return max(0, tile - inside - ROWS_OUTSIDE) / (1 if c.one_tile else tiles)
 
 
-def _loads_well(config: Sm90Config, majors: Majors) -> bool:
-    """Whether TMA's boxes are not narrower than NARROW rows where rows are what is contiguous."""
-    a, b = reversed(majors) if config.swap_ab else majors
-    return (a or config.tile_m % NARROW == 0) and (b or config.tile_n % NARROW == 0)
+def modelled(x: Counts, round_costs: Costs = ROUND, walk_costs: Costs = WALK) -> np.ndarray:
+    """Microseconds that the model alone expects; `x` of arrays."""
+
+    class Here:
+        """Each cost, of each config's kind."""
+
+        def __getattr__(self, name: str) -> np.ndarray:
+            return np.where(x.one_round, getattr(round_costs, name), getattr(walk_costs, name))
+
+    cost = Here()
+    # one step of K of one CTA, in cycles
+    load = (
+        (x.asked + cost.received * x.received) / cost.l2_bytes * np.where(x.narrow, cost.narrow, 1)
+    )
+    load = load * (1 - cost.paired * x.alone) + cost.outside * x.outside
+    p, port = cost.overlap, cost.port_reads * x.reads + cost.port_writes * x.writes
+    units = (cost.mma * x.mma, port, load, cost.latency / (x.slots - 1))
+    step = sum(unit**p for unit in units) ** (1 / p) + cost.step
+
+    leaving = x.elements * x.store * ELEMENT / cost.epilogue_bytes
+    main = x.k_tiles * step + cost.tile
+    hidden = (main**HIDING + leaving**HIDING) ** (1 / HIDING)
+    busy = x.rounds * np.where(x.pingpong, hidden, main + leaving) / cost.clock_ghz / 1e3
+    energy = x.flops * cost.flop_us + x.asked * x.ctas * x.k_tiles * cost.l2_us
+    energy = energy + x.memory_bytes * cost.memory_us
+    of_sms = x.useful * np.where(x.one_each, cost.lone_sm_gbs, cost.sm_gbs)
+    gbs = np.minimum(cost.memory_gbs, of_sms)
+    memory = (x.memory_bytes + cost.again * x.again_bytes) / gbs / 1e3
+    q = cost.balance
+    time = (busy**q + energy**q + memory**q) ** (1 / q)
+    time = time + x.split * (cost.exchange_us + x.exchanged / cost.exchange_gbs / 1e3)
+    time = time + cost.launch_us + LAUNCH_ENDS * leaving / cost.clock_ghz / 1e3
+    return time * np.where(x.walked_once, WALKED_ONCE, 1) * np.where(x.spread, SPREAD, 1)
+
+
+def columns(counts: Sequence[Counts]) -> Counts:
+    """`counts` as one, of arrays."""
+    return Counts(*map(np.array, zip(*counts, strict=True)))
+
+
+def predictions(
+    configs: Sequence[Sm90Config],
+    problem: GemmProblem,
+    arch: Arch,
+    batch: int = 1,
+    majors: Majors = (True, True),
+) -> list[float]:
+    """Microseconds that are expected of `batch` such problems in one launch, with each config."""
+    if not configs:
+        return []
+    counts = [count(c, problem, arch, batch, majors) for c in configs]
+    times = modelled(columns(counts))
+    near = np.flatnonzero(times <= NEAR * times.min())
+    places = [place(configs[i], problem, counts[i], majors) for i in near.tolist()]
+    times[near] *= np.exp(errors_nearby(np.array(places, np.float32)))
+    return times.tolist()
 
 
 def predict(
@@ -291,49 +286,5 @@ def predict(
     batch: int = 1,
     majors: Majors = (True, True),
 ) -> float:
-    """Microseconds that the model expects of `batch` such problems in one launch."""
-    c = config
-    at_once = c.one_tile or c.split_k > 1
-    costs = ROUND if at_once else WALK
-    m, n = c.computed(problem)
-    size = c.cluster_m * c.cluster_n * c.split_k
-    down, across = ceil_div(m, c.tile_m), ceil_div(n, c.tile_n)
-    useful = arch.num_sms if c.spread else down * across * batch * c.split_k  # CTAs
-    down = ceil_div(down, c.cluster_m) * c.cluster_m
-    across = ceil_div(across, c.cluster_n) * c.cluster_n
-    ctas = arch.num_sms if c.spread else down * across * batch * c.split_k
-    room = min(AT_ONCE.get(size, arch.num_sms), arch.num_sms)
-    rounds = ceil_div(ctas, room)
-    lone = size <= 2 and useful <= TPCS
-    k_tiles = ceil_div(ceil_div(problem.k, c.tile_k), c.split_k)
-
-    # one step of K of one CTA, in cycles; wgmma of few columns takes as long as its A from smem
-    narrow = not (majors[0] if c.swap_ab else majors[1]) and c.tile_n % 64
-    mma = c.tile_m / 64 * max(c.tile_n / 2, 16 + c.tile_n / 4) * c.tile_k / 16 * costs.mma
-    asked = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * c.tile_k * ELEMENT
-    from_others = c.stage_bytes - asked
-    load = (asked + costs.received * from_others) / costs.l2_bytes * (costs.narrow if narrow else 1)
-    load *= 1 - costs.paired * (size == 1 and ctas <= TPCS)
-    load += costs.outside * _rows_outside(c, m, n) * c.tile_k / 64
-    wait = costs.latency / (c.num_stages - 1)
-    p = costs.overlap
-    step = (mma**p + load**p + wait**p) ** (1 / p) + costs.step
-
-    leaving = c.tile_m * c.tile_n * ELEMENT / costs.epilogue_bytes
-    tile = k_tiles * step + costs.tile + (0 if c.pingpong else leaving)
-    busy = rounds * tile / costs.clock_ghz / 1e3
-    flops = 2 * useful * c.tile_m * c.tile_n * k_tiles * c.tile_k
-    memory_bytes = problem.bytes * batch
-    energy = flops * costs.flop_us + asked * ctas * k_tiles * costs.l2_us
-    energy += memory_bytes * costs.memory_us
-    sharers = ceil_div(across, c.cluster_n) if m >= n else ceil_div(down, c.cluster_m)
-    again = 0 if c.spread else (min(sharers, FEW) - 1) * max(m, n) * problem.k * ELEMENT * batch
-    gbs = min(costs.memory_gbs, useful * (costs.lone_sm_gbs if lone else costs.sm_gbs))
-    memory = (memory_bytes + costs.again * again) / gbs / 1e3
-    q = costs.balance
-    time = (busy**q + energy**q + memory**q) ** (1 / q)
-    if c.split_k > 1:
-        others = c.partial_bytes * (c.split_k - 1) / c.split_k
-        time += costs.exchange_us + others / costs.exchange_gbs / 1e3
-    time += costs.launch_us + leaving / costs.clock_ghz / 2e3
-    return time * (SPREAD if c.spread else 1)
+    """Microseconds that are expected of `batch` such problems in one launch."""
+    return predictions([config], problem, arch, batch, majors)[0]

@@ -46,7 +46,6 @@ from cutex.device.epilogue.epilogue_ops import Add, BoundOps
 from cutex.device.epilogue.sm90.fused_store import ElementStore, fused_store
 from cutex.device.epilogue.sm90.tma_store import warp_store, warpgroup_store
 from cutex.device.pipeline import Barrier, Warps, publish_barriers
-from cutex.kernels.gemm.config import ELEMENT
 from cutex.kernels.gemm.signature import GeneralConfig, modes, transposed
 from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config
 from cutex.kernels.gemm.sm90.load import LoadOneTile, LoadTiles, Scheduler

@@ -27,7 +27,6 @@ from cutex.device.atoms.tma import load_operand, store_operand
 from cutex.device.epilogue.sm90.tma_store import WarpgroupStore, warpgroup_store
 from cutex.device.pipeline import Ring, publish_barriers
 from cutex.device.work_tile import WorkTile
-from cutex.kernels.gemm.config import ELEMENT
 from cutex.kernels.gemm.sm90.stage4 import Stage4
 from cutex.schedulers.one_tile import OneTilePerCta
 

@@ -1,0 +1,183 @@
+"""The configs that Hopper's chosen kernel is tried with.
+
+Imports neither torch nor the DSL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from cutex.arch import arch as arch_named
+from cutex.kernels.gemm.config import BARRIERS, ceil_div
+from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.problem.gemm import GemmProblem
+
+if TYPE_CHECKING:
+    from cutex.arch import Arch
+
+Majors = tuple[bool, bool]  # whether K is contiguous in A, in B
+
+PINGPONG = [(128, n) for n in range(96, 209, 16)] + [(192, n) for n in (64, 80, 96, 112, 128)]
+PINGPONG += [(64, n) for n in (128, 160, 192, 224, 256)]
+COOPERATIVE = [(128, n) for n in range(64, 257, 16)] + [(256, n) for n in range(64, 209, 16)]
+COOPERATIVE += [(192, n) for n in range(64, 193, 16)] + [(64, n) for n in range(16, 257, 16)]
+CLUSTERS = ((1, 1), (2, 1), (1, 2))  # of CTAs that walk tiles
+WARPGROUPS = {64: 1, 128: 2, 192: 3, 256: 2}  # by rows of a tile that they share
+FEW = 4  # clusters along the side of C that is cut into few, at most
+# CTAs that run at one time, by those of a cluster: some GPCs have SMs left over
+AT_ONCE = {1: 132, 2: 132, 3: 108, 4: 120}
+SHALLOW = 164 * 1024  # 1.01 times as fast as all of smem with M = 1 to 16: SMs stay together
+NARROW = 32  # rows of an operand that TMA loads one box each of, where K is not contiguous
+
+
+def _deepest(config: Sm90Config, arch: Arch) -> Sm90Config:
+    """`config` with as many slots as smem holds, or SHALLOW bytes of the narrowest tiles."""
+    room = arch.smem_per_cta - BARRIERS - config.epi_bytes
+    if config.tile_n == 16:
+        room = min(room, SHALLOW)
+    return replace(config, num_stages=max(2, min(24, room // config.stage_bytes)))
+
+
+def _tile_k(tile_m: int, tile_n: int) -> int:
+    """K of a slot: narrow tiles take more, so that they hand over fewer slots."""
+    return 128 if tile_m + tile_n <= 128 or (tile_m == 128 and tile_n <= 32) else 64
+
+
+def _epilogue(tile_n: int) -> int:
+    """Columns of C that are stored at a time: a divisor of tile_n, up to a line of 128 bytes, or
+    all where they are an odd multiple of 8."""
+    if tile_n % 16:
+        return tile_n
+    return next(n for n in (64, 32, 16) if tile_n % n == 0)
+
+
+@lru_cache
+def walked(arch_name: str) -> tuple[Sm90Config, ...]:
+    """The configs whose CTAs walk tiles."""
+    arch = arch_named(arch_name)
+    found: dict[Sm90Config, None] = {}
+    for pingpong, tiles in ((True, PINGPONG), (False, COOPERATIVE)):
+        for m, n in tiles:
+            for cluster_m, cluster_n in CLUSTERS:
+                for swap_ab in (False, True):
+                    config = Sm90Config(
+                        tile_m=m,
+                        tile_n=n,
+                        tile_k=_tile_k(m, n),
+                        epi_n=_epilogue(n),
+                        epi_stages=1 if pingpong else 2,
+                        warpgroups=2 if pingpong else WARPGROUPS[m],
+                        pingpong=pingpong,
+                        cluster_m=cluster_m,
+                        cluster_n=cluster_n,
+                        swap_ab=swap_ab,
+                    )
+                    config = _deepest(config, arch)
+                    if config.why_not(None, arch) is None:
+                        found[config] = None
+    return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def of_one_round(mnk: tuple[int, int, int], arch_name: str) -> tuple[Sm90Config, ...]:
+    """The configs whose tiles, fitted to M, N and K, all run at once."""
+    arch, problem = arch_named(arch_name), GemmProblem(*mnk)
+    found: dict[Sm90Config, None] = {}
+    for config in (*_spread(*mnk), *_columns(*mnk), *_rows(*mnk)):
+        config = _deepest(config, arch)
+        if config.num_stages > 2 and config.why_not(problem, arch) is None:
+            found[config] = None
+    return tuple(found)
+
+
+def _together() -> Iterator[tuple[int, int, int]]:
+    """Clusters that share loads of the larger operand, and those that share K: CTAs along the side
+    that is cut into few, along the other, and along K."""
+    yield from ((1, 1, 1), (1, 2, 1), (1, 4, 1), (4, 1, 1))
+    yield from ((1, 1, split_k) for split_k in (2, 3, 4))
+
+
+def _columns(m: int, n: int, k: int) -> Iterator[Sm90Config]:
+    """Swapped: few columns of tiles, as wide as M needs."""
+    for cluster_m, cluster_n, split_k in _together():
+        for columns in range(1, FEW + 1):
+            unit = 16 if cluster_m < 4 else 32  # each CTA of a cluster loads whole rows by 8
+            tile_n = ceil_div(m, unit * columns * cluster_n) * unit
+            if tile_n > 256 or ceil_div(m, tile_n * cluster_n) != columns:
+                continue
+            for tile_m, warpgroups in WARPGROUPS.items():
+                ctas = ceil_div(n, tile_m * cluster_m) * cluster_m * columns * cluster_n * split_k
+                if ctas <= AT_ONCE[cluster_m * cluster_n * split_k]:
+                    yield _tile(tile_m, tile_n, warpgroups, cluster_m, cluster_n, split_k,
+                                swap_ab=True, columns=columns)  # fmt: skip
+
+
+def _rows(m: int, n: int, k: int) -> Iterator[Sm90Config]:
+    """Not swapped: few rows of tiles, as wide as N needs to give a tile to every SM."""
+    for cluster_n, cluster_m, split_k in _together():
+        size = cluster_m * cluster_n * split_k
+        for tile_m in WARPGROUPS:
+            rows = ceil_div(m, tile_m * cluster_m)
+            most = AT_ONCE[size] // (rows * size)
+            if rows > FEW or not most:
+                continue
+            unit = 8 * cluster_m  # each CTA of a cluster loads whole rows by 8
+            tile_n = ceil_div(n, unit * most * cluster_n) * unit
+            even = ceil_div(tile_n, 16) * 16
+            for wider in dict.fromkeys((tile_n, even, even + 16)):
+                if 16 <= wider <= 256:
+                    yield _tile(tile_m, wider, WARPGROUPS[tile_m], cluster_m, cluster_n, split_k,
+                                rows=rows)  # fmt: skip
+
+
+def _spread(m: int, n: int, k: int) -> Iterator[Sm90Config]:
+    """Swapped: tiles that overlap, one for each SM."""
+    for tile_m in (64, 128):
+        if m <= 64:
+            yield _tile(tile_m, ceil_div(m, 16) * 16, WARPGROUPS[tile_m], 1, 1, 1,
+                        swap_ab=True, spread=True)  # fmt: skip
+
+
+def _tile(
+    tile_m: int,
+    tile_n: int,
+    warpgroups: int,
+    cluster_m: int,
+    cluster_n: int,
+    split_k: int,
+    **more: Any,
+) -> Sm90Config:
+    return Sm90Config(
+        tile_m=tile_m,
+        tile_n=tile_n,
+        tile_k=_tile_k(tile_m, tile_n),
+        epi_n=_epilogue(tile_n),
+        epi_stages=1,
+        warpgroups=warpgroups,
+        cluster_m=cluster_m,
+        cluster_n=cluster_n,
+        split_k=split_k,
+        **more,
+    )
+
+
+def candidates(problem: GemmProblem, arch: Arch, majors: Majors = (True, True)) -> list[Sm90Config]:
+    """All configs that are worth a look."""
+    every = (*of_one_round(problem.mnk, arch.name), *walked(arch.name))
+    return [c for c in every if _shares_the_larger(c, problem) and _loads_well(c, majors)]
+
+
+def _shares_the_larger(config: Sm90Config, problem: GemmProblem) -> bool:
+    """Whether pairs share the operand that is at least twice as large as the other: the other stays
+    in L2, and a pair that shares it loses 10 to 20 %."""
+    m, n = config.computed(problem)
+    return not ((m >= 2 * n and config.cluster_m == 2) or (n >= 2 * m and config.cluster_n == 2))
+
+
+def _loads_well(config: Sm90Config, majors: Majors) -> bool:
+    """Whether TMA's boxes are not narrower than NARROW rows where rows are what is contiguous."""
+    a, b = reversed(majors) if config.swap_ab else majors
+    return (a or config.tile_m % NARROW == 0) and (b or config.tile_n % NARROW == 0)

@@ -1,0 +1,235 @@
+"""python -m cutex.kernels.gemm.sm90.fit: fit the cost model to what was measured (see --help).
+
+The costs minimise the weighted squares of the errors' logarithms (Gauss and Newton's steps in
+logarithms of the costs, drawn towards those before; errors above LARGE count linearly). Configs
+close to the best of their problem weigh most: it is between them that the model chooses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cutex.arch import arch as arch_named
+from cutex.command import answered
+from cutex.kernels.gemm.sm90 import cost_model, measured
+from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.kernels.gemm.sm90.cost_model import ROUND, WALK, Costs, Counts, columns, count, modelled
+from cutex.problem.gemm import GemmProblem
+
+ROOT = Path(__file__).resolve().parents[3]
+TIMES = ROOT / "results" / "configs" / "gemm-nvidia-h200.jsonl"
+MAJORS = {"forward": (True, True), "dgrad": (True, False), "wgrad": (False, False)}
+# costs of walked tiles that no pair depends on
+FIXED = {"WALK": {"paired", "exchange_us", "exchange_gbs"}, "ROUND": set()}
+CLOSE = (
+    0.25  # logarithm of a time over the best of its problem, at which a weight has fallen to 1/e
+)
+LARGE = 0.08
+DRAWN = 0.1  # how much costs are drawn towards those before
+KEPT = 1.5  # times the best of its problem: slower pairs say nothing of the choice
+FOLDS = 5
+PASSES = 12
+
+
+class Pairs(NamedTuple):
+    """Measured pairs of a problem and a config: an array of each, a place for each pair."""
+
+    counts: Counts
+    places: np.ndarray  # (PAIR, DIMENSION)
+    times: np.ndarray  # logarithms of microseconds
+    over_best: np.ndarray  # logarithms of times over the best of the same problem on the same card
+    over_others: np.ndarray  # and over the best of other libraries
+    problem: np.ndarray  # an index: the same for all cards
+    config: np.ndarray
+
+
+def read(file: Path = TIMES) -> Pairs:
+    """All pairs of the file that candidates are among."""
+    head, *rows = map(json.loads, file.read_text().splitlines())
+    configs = [Sm90Config.from_row(row) for row in head["configs"]]
+    arch = arch_named("sm_90a")
+    found: list[tuple[Any, ...]] = []
+    numbers: dict[Any, int] = {}
+    for row in rows:
+        problem, majors = GemmProblem(row["m"], row["n"], row["k"]), MAJORS[row["pass"]]
+        number = numbers.setdefault((problem.mnk, row["pass"]), len(numbers))
+        allowed = set(map(geometry, cost_model.candidates(problem, arch, majors)))
+        times = {int(i): us for i, us in row["us"].items() if geometry(configs[int(i)]) in allowed}
+        for i, us in times.items():
+            spent = count(configs[i], problem, arch, 1, majors)
+            ratios = us / min(times.values()), us / min(row["others"].values())
+            where = measured.place(configs[i], problem, spent, majors)
+            found.append((spent, where, math.log(us), *map(math.log, ratios), number, i))
+    counts, places, *rest = zip(*found, strict=True)
+    return Pairs(columns(counts), np.array(places), *map(np.array, rest))
+
+
+def geometry(c: Sm90Config) -> Sm90Config:
+    """`c` but for its slots."""
+    return replace(c, num_stages=1, epi_stages=1, epi_n=0)
+
+
+@dataclass(frozen=True)
+class Model:
+    """The costs of both kinds of walk."""
+
+    round: Costs = ROUND
+    walk: Costs = WALK
+
+    def errors(self, pairs: Pairs) -> np.ndarray:
+        """Logarithms of measured over modelled time."""
+        return pairs.times - np.log(modelled(pairs.counts, self.round, self.walk))
+
+    def values(self) -> dict[tuple[str, str], float]:
+        """The logarithms of those costs that are fitted."""
+        both = {"ROUND": asdict(self.round), "WALK": asdict(self.walk)}
+        return {
+            (kind, name): math.log(value)
+            for kind, costs in both.items()
+            for name, value in costs.items()
+            if name not in FIXED[kind]
+        }
+
+    def with_values(self, values: dict[tuple[str, str], float]) -> Model:
+        of = {kind: {n: math.exp(v) for (k, n), v in values.items() if k == kind} for kind in FIXED}
+        return Model(replace(self.round, **of["ROUND"]), replace(self.walk, **of["WALK"]))
+
+
+def part(pairs: Pairs, which: np.ndarray) -> Pairs:
+    """Some of the pairs."""
+    counts = Counts(*(x[which] for x in pairs.counts))
+    return Pairs(counts, *(x[which] for x in pairs[1:]))
+
+
+def fitted(start: Model, pairs: Pairs, passes: int = PASSES) -> Model:
+    """The model whose errors are least."""
+    names = list(start.values())
+    first = at = np.array(list(start.values().values()))
+    weights = np.exp(-((pairs.over_best / CLOSE) ** 2)) + 0.03
+
+    def errors(values: np.ndarray) -> np.ndarray:
+        return start.with_values(dict(zip(names, values, strict=True))).errors(pairs)
+
+    def cost(values: np.ndarray, e: np.ndarray) -> float:
+        size = np.abs(e)
+        squares = np.where(size < LARGE, e * e / 2, LARGE * (size - LARGE / 2))
+        return float((weights * squares).sum() + DRAWN * ((values - first) ** 2).sum() / 2)
+
+    e, damping = errors(at), 1e-3
+    least = cost(at, e)
+    for _ in range(passes):
+        steps = 1e-4 * np.eye(len(at))
+        slopes = np.stack([(errors(at + step) - e) / 1e-4 for step in steps], axis=1)
+        heavy = weights * np.minimum(1, LARGE / np.maximum(np.abs(e), 1e-9))
+        normal = slopes.T @ (slopes * heavy[:, None]) + DRAWN * np.eye(len(at))
+        down = slopes.T @ (heavy * e) + DRAWN * (at - first)
+        for _ in range(8):
+            move = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), down)
+            there = at - move.clip(-0.5, 0.5)
+            errors_there = errors(there)
+            if (now := cost(there, errors_there)) < least:
+                at, e, least, damping = there, errors_there, now, damping / 3
+                break
+            damping *= 4
+        else:
+            break
+    return start.with_values(dict(zip(names, at, strict=True)))
+
+
+def known(model: Model, pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
+    """Places and errors that measured.npz holds."""
+    kept = pairs.over_best < math.log(KEPT)
+    return (
+        pairs.places[kept].astype(np.float16),
+        model.errors(pairs)[kept].clip(-1, 1).astype(np.float16),
+    )
+
+
+def held_out(model: Model, pairs: Pairs) -> np.ndarray:
+    """Logarithms of what is expected of each pair by a model that knows nothing of its problem:
+    fitted on the other folds, by their errors nearby corrected."""
+    folds = np.random.default_rng(0).integers(0, FOLDS, pairs.problem.max() + 1)[pairs.problem]
+    expected = np.empty_like(pairs.times)
+    for fold in range(FOLDS):
+        others, here = part(pairs, folds != fold), folds == fold
+        of_fold = fitted(model, others, passes=4)
+        places, errors = known(of_fold, others)
+        places, errors = places.astype(np.float32), errors.astype(np.float32)
+        for some in np.array_split(np.flatnonzero(here), 8):
+            near = measured.estimate(pairs.places[some].astype(np.float32), places, errors)
+            expected[some] = pairs.times[some] - of_fold.errors(part(pairs, some)) + near
+    return expected
+
+
+def judge(pairs: Pairs, expected: np.ndarray) -> str:
+    """How good the choice is that `expected` makes among each problem's measured configs."""
+    losses, ratios = [], []
+    for number in range(pairs.problem.max() + 1):
+        here = np.flatnonzero(pairs.problem == number)
+        of_config = {c: here[pairs.config[here] == c] for c in np.unique(pairs.config[here])}
+        if len(of_config) < 2:
+            continue
+        means = {c: pairs.over_others[i].mean() for c, i in of_config.items()}
+        taken = min(of_config, key=lambda c: expected[of_config[c]].mean())
+        losses.append(means[taken] - min(means.values()))
+        ratios.append(-means[taken])
+    lost, ratio = np.exp(losses) - 1, np.exp(ratios)
+    return (
+        f"{len(lost)} problems: {math.exp(np.mean(ratios)):.4f} times the best of the others, "
+        f"{(ratio < 0.97).mean():.1%} below 0.97, {(ratio < 0.9).mean():.1%} below 0.90; "
+        f"{lost.mean():.2%} lost to the best measured, {(lost > 0.05).mean():.1%} above 5 %"
+    )
+
+
+def write(model: Model, pairs: Pairs) -> None:
+    """Put the costs into cost_model.py, and places and errors into measured.npz."""
+    places, errors = known(model, pairs)
+    with measured.FILE.open("wb") as file:
+        np.savez_compressed(file, places=places, errors=errors)
+    source = Path(cost_model.__file__)
+    text = source.read_text()
+    for name, costs in (("ROUND", model.round), ("WALK", model.walk)):
+        lines = "".join(f"    {field}={value!r},\n" for field, value in asdict(costs).items())
+        text = re.sub(
+            rf"{name} = Costs\(\n(.*?\n)??\)\n", f"{name} = Costs(\n{lines})\n", text, flags=re.S
+        )
+    source.write_text(text)
+
+
+def rounded(model: Model) -> Model:
+    """`model` with costs of three digits."""
+    both = ({n: float(f"{v:.3g}") for n, v in asdict(x).items()} for x in (model.round, model.walk))
+    return Model(*(Costs(**costs) for costs in both))
+
+
+@answered
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m cutex.kernels.gemm.sm90.fit",
+        description="Fit the cost model of Hopper's GEMM to results/configs, and say how good its "
+        "choices are on problems that it was not fitted on.",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="change cost_model.py and measured.npz, not only look"
+    )
+    args = parser.parse_args(argv)
+    pairs = read()
+    print(f"{len(pairs.times)} pairs; held out by problem, in {FOLDS} folds:")
+    print(judge(pairs, held_out(Model(), pairs)))
+    if args.write:
+        write(rounded(fitted(Model(), pairs)), pairs)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""What the cost model was off by, at pairs of a problem and a config that were measured nearby.
+
+A pair has a place: sizes of the problem, tile and cluster by their logarithms, and what tells kinds
+of kernels apart, each scaled by how much it says about an error. The error of a pair that was not
+measured is taken to be the mean of those that were, each weighed by its distance (Nadaraya and
+Watson's estimate, drawn towards none), and a little more where few are near: what is not known must
+promise more to be chosen. measured.npz holds places and errors; fit.py writes it.
+
+Imports neither torch nor the DSL.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import log2
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from cutex.kernels.gemm.sm90.candidates import Majors
+    from cutex.kernels.gemm.sm90.config import Sm90Config
+    from cutex.kernels.gemm.sm90.cost_model import Counts
+    from cutex.problem.gemm import GemmProblem
+
+FILE = Path(__file__).with_name("measured.npz")
+WIDTH = 0.85  # of the weights, a Gaussian's of distance: sqrt(1/2) of a doubling of two sizes
+PRIOR = 0.3  # measurements without error that every place has beside
+CAUTION = 0.06  # of the time, where nothing was measured nearby
+LARGEST = 0.35  # an error, in logarithms, that is believed
+
+
+def place(
+    config: Sm90Config, problem: GemmProblem, counts: Counts, majors: Majors
+) -> tuple[float, ...]:
+    """Where the pair of `problem` and `config` lies."""
+    c = config
+    return (
+        *(log2(problem.m), log2(problem.n), log2(problem.k)),
+        *(2.0 * log2(c.tile_m), 1.5 * log2(c.tile_n)),
+        *(2.0 * log2(c.cluster_m), 2.0 * log2(c.cluster_n), 2.0 * log2(c.split_k)),
+        *(1.5 * c.swap_ab, 3.0 * c.pingpong, 2.0 * (c.rows > 0), 2.0 * (c.columns > 0)),
+        *(5.0 * c.spread, 0.7 * c.mma_warpgroups),
+        *(3.0 * counts.ctas / 132 / counts.rounds, log2(counts.rounds)),
+        *(1.5 * counts.narrow, 1.0 - majors[0]),
+    )
+
+
+@lru_cache(maxsize=1)
+def measured() -> tuple[np.ndarray, np.ndarray]:
+    """The places (PAIR, DIMENSION) and errors (PAIR), logarithms of measured over modelled time."""
+    with np.load(FILE) as file:
+        return file["places"].astype(np.float32), file["errors"].astype(np.float32)
+
+
+def errors_nearby(places: np.ndarray) -> np.ndarray:
+    """Logarithms by which the model is expected to be off at `places` (PLACE, DIMENSION)."""
+    return estimate(places, *measured())
+
+
+def estimate(places: np.ndarray, known: np.ndarray, errors: np.ndarray) -> np.ndarray:
+    """Logarithms by which the model is expected to be off at `places`, which at `known` is off by
+    `errors`."""
+    squares = (places**2).sum(1)[:, None] + (known**2).sum(1)[None] - 2 * places @ known.T
+    weights = np.exp(-np.maximum(squares, 0) / (2 * WIDTH**2))
+    near = weights.sum(1)
+    mean = weights @ errors.clip(-LARGEST, LARGEST) / (near + PRIOR)
+    return mean + CAUTION * np.sqrt(PRIOR / (near + PRIOR))
