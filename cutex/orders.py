@@ -1,8 +1,8 @@
-"""The names of the simulator's orders of events; cutex/sim/policy.py says what they do.
-
-Here, so that the command line can name them without importing the simulator.
+"""What command lines say of the simulator without importing it: the names of its orders of events,
+which cutex/sim/policy.py explains, and how many processes may share a grid.
 """
 
 from __future__ import annotations
 
 ORDERS = ("fifo", "eager", "starved", "peer-late", "elected", "random")
+MOST_JOBS = 64

@@ -100,6 +100,35 @@ def test_resources_and_bank_conflicts_are_told(stride, tmp_path, capsys, monkeyp
     assert ("no bank conflicts" in told) == (stride == 33)
 
 
+ARGUMENTS = """
+import os
+import sys
+
+print("order", sys.argv[1:], os.getcwd(), flush=True)
+os._exit(7) if "die" in sys.argv else sys.exit(3)
+"""
+
+
+def test_each_order_is_a_process_with_the_arguments_of_the_script(tmp_path, capsys, monkeypatch):
+    """However it ends, the next one runs; the libraries are imported before, not by each."""
+    monkeypatch.setattr(check, "ORDERS", ("fifo", "eager"))
+    script = tmp_path / "mine.py"
+    script.write_text(ARGUMENTS)
+    for argument, code in (("live", 3), ("die", 7)):
+        assert check.main([str(script), argument, "--seeds", "9"]) == 1
+        told = capsys.readouterr()
+        assert f"exit code {code}" in told.out and f"['{argument}', '--seeds', '9']" in told.out
+        assert os.getcwd() in told.out and "in order fifo, eager" in told.out
+
+
+def test_the_end_of_what_runs_the_orders_is_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(check.sys, "executable", "/bin/false")
+    script = tmp_path / "mine.py"
+    script.write_text("")
+    assert check.main([str(script)]) == 1
+    assert "14 orders, 1 report" in capsys.readouterr().out
+
+
 def test_a_script_that_fails_by_itself_is_told(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(check, "ORDERS", ("fifo",))
     script = tmp_path / "mine.py"

@@ -93,7 +93,7 @@ def kernels(monkeypatch):
     def compile_stage(stage, dtype):
         return Kernel(f"stage{stage.number}", 100.0, gpu.device, faults.get(stage.number))
 
-    def simulate(compiled, a, b, c, order, seed):
+    def simulate(compiled, a, b, c, order, seed, jobs):
         compiled(a, b, c)
         return SimpleNamespace(seconds=0.5, instructions=1000, findings=[])
 
@@ -185,7 +185,7 @@ def test_a_wrong_result_is_exit_code_1_and_named(kernels, capsys, tmp_path):
 def test_a_finding_is_exit_code_1_even_with_the_right_numbers(
     kernels, capsys, tmp_path, monkeypatch
 ):
-    def simulate(compiled, a, b, c, order, seed):
+    def simulate(compiled, a, b, c, order, seed, jobs):
         compiled(a, b, c)
         return SimpleNamespace(seconds=0.5, instructions=1000, findings=["race: two writers"])
 

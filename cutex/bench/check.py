@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,27 +69,34 @@ def orders(seeds: int) -> list[tuple[str, int]]:
     return [(o, s) for o in ORDERS for s in range(1 if o in ALIKE else seeds)]
 
 
-def run(args: argparse.Namespace, order: str, seed: int) -> Run:
-    with tempfile.TemporaryDirectory(prefix="cutex-") as folder:
-        told = Path(folder) / "found.json"
-        command = [sys.executable, "-m", "cutex.sim", "--arch", args.arch, "--order", order,
-                   "--seed", str(seed), "--json", str(told)]  # fmt: skip
-        command += ["--resources"] if (order, seed) == orders(args.seeds)[0] else []
-        ran = subprocess.run(
-            [*command, str(args.script), *args.arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-        text = told.read_text() if told.exists() else ""
-    return Run(order, seed, ran.returncode, ran.stdout, json.loads(text) if text else {})
-
-
 def runs(args: argparse.Namespace) -> Iterator[Run]:
     """Every order, as many at a time as there are cores, in the order of `orders`."""
-    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        yield from pool.map(lambda each: run(args, *each), orders(args.seeds))
+    wanted, ended = orders(args.seeds), dict[int, int]()  # exit codes
+    with tempfile.TemporaryDirectory(prefix="cutex-") as name:
+        folder = Path(name)
+        commands = [
+            ["--arch", args.arch, "--order", order, "--seed", str(seed),
+             "--json", str(folder / f"{i}.json"), *(["--resources"] if i == 0 else []),
+             str(args.script), *args.arguments]
+            for i, (order, seed) in enumerate(wanted)
+        ]  # fmt: skip
+        (folder / "runs.json").write_text(json.dumps(commands))
+        command = [sys.executable, "-m", "cutex.sim.each_order", name, str(os.cpu_count() or 1)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for i, (order, seed) in enumerate(wanted):
+                while i not in ended:
+                    number, _, code = process.stdout.readline().partition(" ")
+                    if not number:  # NOTE: killed, for instance
+                        ended |= dict.fromkeys(range(i, len(wanted)), process.wait() or 1)
+                        break
+                    ended[int(number)] = int(code)
+                output, found = (_text(folder / f"{i}.{kind}") for kind in ("txt", "json"))
+                yield Run(order, seed, ended[i], output, json.loads(found) if found else {})
+
+
+def _text(file: Path) -> str:
+    return file.read_text(errors="replace") if file.exists() else ""
 
 
 def check(args: argparse.Namespace) -> int:

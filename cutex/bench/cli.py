@@ -19,7 +19,7 @@ from cutex.bench import timing
 from cutex.bench.progress import progress
 from cutex.bench.run import DEVICES, Options, admit, choose_device, compile_stage, run_stages
 from cutex.command import answered, refuse
-from cutex.orders import ORDERS
+from cutex.orders import MOST_JOBS, ORDERS
 from cutex.problem import Problem
 from cutex.problem.stage import Stage, ladders
 from cutex.results import Result, Timing, gbs
@@ -61,6 +61,7 @@ def parser(kind: type[Problem]) -> Parser:
     sim.add_argument(
         "--seeds", type=int, metavar="N", help="run N orders of that kind; default kind: random"
     )
+    add_jobs(sim)
     add_clock(sim)
     add_timing(p.add_argument_group("on a GPU"), [kind])
     out = p.add_argument_group("output")
@@ -76,6 +77,15 @@ def add_problem(what: argparse._ArgumentGroup, kinds: Sequence[type[Problem]]) -
     what.add_argument("--dtype", default="bf16", metavar="|".join(dtypes), help="default: bf16")
     what.add_argument("--init", default="normal", metavar="|".join(inits), help="default: normal")
     what.add_argument("--seed", type=int, default=0, help="of the data and of random orders")
+
+
+def add_jobs(sim: argparse._ActionsContainer) -> None:
+    sim.add_argument(
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="processes that simulate a grid's clusters, where these are independent; default: 1",
+    )
 
 
 def add_clock(sim: argparse._ArgumentGroup) -> None:
@@ -227,7 +237,7 @@ def _clock(args: argparse.Namespace, stage: Stage, device: str) -> Clock | None:
 def _options(kind: type[Problem], args: argparse.Namespace, device: str) -> Options:
     if not 0 <= args.seed < LARGEST_SEED:
         raise ValueError(f"--seed {args.seed}: takes a number from 0 to {LARGEST_SEED - 1}")
-    groups = {"sim": ("order", "seeds"), "cuda": ("compare", "cache_state", "check_only")}
+    groups = {"sim": ("order", "seeds", "jobs"), "cuda": ("compare", "cache_state", "check_only")}
     for group, names in groups.items():
         for name in names if group != device else ():
             if getattr(args, name) not in (None, False):
@@ -237,6 +247,8 @@ def _options(kind: type[Problem], args: argparse.Namespace, device: str) -> Opti
         raise ValueError(
             f"--seeds {args.seeds}: takes a number from 1 to 10000, of orders other than fifo"
         )
+    if args.jobs is not None and not 1 <= args.jobs <= MOST_JOBS:
+        raise ValueError(f"--jobs {args.jobs}: takes a number from 1 to {MOST_JOBS}")
     compare = tuple(dict.fromkeys(args.compare.split(","))) if args.compare else ()
     for name in compare:
         if name not in kind.peers:
@@ -244,6 +256,7 @@ def _options(kind: type[Problem], args: argparse.Namespace, device: str) -> Opti
     return Options(
         order=args.order or ("random" if args.seeds else "fifo"),
         seeds=args.seeds or 1,
+        jobs=args.jobs or 1,
         compare=compare,
         cache_state=args.cache_state or "cold",
         check_only=args.check_only,

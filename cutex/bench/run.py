@@ -33,6 +33,7 @@ class Options:
 
     order: str = "fifo"  # simulator: out of cutex.orders.ORDERS
     seeds: int = 1  # simulator: how many orders of that kind, where there is more than one
+    jobs: int = 1  # simulator: processes for grids of independent clusters
     compare: tuple[str, ...] = ()  # names of the problem's peers
     cache_state: str = "cold"
     check_only: bool = False  # leave out the timing
@@ -155,7 +156,7 @@ def _simulate(problem: Problem, stage: Stage, options: Options) -> Result:
     for order, seed in orders:
         name = order if order == "fifo" else f"{order}:{seed}"
         tensors = *inputs, *problem.outputs()
-        run = partial(simulate, compiled, order=order, seed=seed)
+        run = partial(simulate, compiled, order=order, seed=seed, jobs=options.jobs)
         launch = problem.launcher(run, compiled.argument_names)
         try:
             report = cast("SimReport", launch(*tensors))

@@ -197,7 +197,7 @@ def _asked(
     kind: type[Problem], args: argparse.Namespace, rental: Rental
 ) -> Iterator[dict[str, Any]]:
     """The fields of the Requests for one operator on one GPU, one for each problem."""
-    args = argparse.Namespace(**{**vars(args), "seeds": None, "order": None})
+    args = argparse.Namespace(**{**vars(args), "seeds": None, "order": None, "jobs": None})
     case = None if args.op in OPS else args.op
     if args.op == "confirm":
         args.compare = args.compare or ",".join(kind.confirm_peers or list(kind.peers)[:1])

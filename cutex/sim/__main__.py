@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cutex.arch import ARCHS, arch
 from cutex.command import INTERRUPTED, print_nowhere, refuse
-from cutex.orders import ORDERS
+from cutex.orders import MOST_JOBS, ORDERS
 
 # Libraries that keep compiled kernels on disk and load them from there, past the simulator.
 NO_DISK_CACHES = {"QUACK_CACHE_ENABLED": "0", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}
@@ -36,6 +36,11 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--max-instructions", type=int, metavar="N", help="of all warps, after which it is ended"
     )
+    out.add_argument(
+        "--jobs", type=int, default=1, metavar="N",
+        help="processes that simulate a grid's clusters, where these are independent",
+    )  # fmt: skip
+    out.add_argument("--unchecked", action="store_true", help="look for no races: a quarter faster")
     out.add_argument("--json", type=Path, metavar="FILE", help="write what was found, for programs")
     out.add_argument("--ptx", action="store_true", help="print the PTX around what was found")
     out.add_argument(
@@ -67,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return refuse(f"--seed {options.seed}: takes a number from 0 to {(1 << 31) - 1}")
     if options.max_instructions is not None and options.max_instructions < 1:
         return refuse(f"--max-instructions {options.max_instructions}: takes a number from 1")
+    if not 1 <= options.jobs <= MOST_JOBS:
+        return refuse(f"--jobs {options.jobs}: takes a number from 1 to {MOST_JOBS}")
     if options.json is not None:
         try:
             options.json.write_text("")  # NOTE: tried before anything is run
@@ -85,8 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with torch_on_cpu(gpu) as memory:
         clock = Clock(options.gpu, options.trace) if options.time else None
         calls = Calls(
-            options.order, options.seed, memory, options.max_instructions, clock, options.resources
-        )
+            options.order, options.seed, memory, options.max_instructions, clock,
+            options.resources, options.jobs, not options.unchecked,
+        )  # fmt: skip
         try:
             with dsl_on_cpu(gpu, calls):
                 code = _run(options.script)

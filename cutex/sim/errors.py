@@ -96,6 +96,12 @@ class Hazards(SimError):
         super().__init__(f"{head}\n{told(findings)}")
 
 
+class CooperativeTooLarge(SimError):
+    """A cooperative launch of more CTAs than run side by side, which the driver refuses."""
+
+    rule = "launch"
+
+
 class LaunchError(SimError):
     """The kernel's own host code refused the arguments, before anything was launched."""
 

@@ -41,6 +41,7 @@ class Policy:
     operation, or waits for another, meets it still in flight.
     """
 
+    divides = True  # clusters that run apart run as they do together, but for the order of both
     gathers = True  # a batch stops where other warps stand, to run on with them
     completes_at_once = False  # operations complete before any warp runs on
 
@@ -123,7 +124,7 @@ class Elected(Policy):
 class Random(Policy):
     """A seed decides which warps run, for how long, and which operation completes when."""
 
-    gathers = False
+    divides, gathers = False, False
     COMPLETE = 0.3  # of turns, in which an operation completes
     SPLIT = 0.5  # of batches, of which only some warps run
     REFUSE = 0.1  # of cluster launch requests

@@ -7,7 +7,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from time import perf_counter
@@ -19,11 +19,19 @@ from threadpoolctl import ThreadpoolController
 from cutex import cache
 from cutex.arch import arch as arch_named
 from cutex.debug_info import recording
-from cutex.orders import ORDERS
-from cutex.sim.errors import Finding, Hazards, SimError
+from cutex.orders import MOST_JOBS, ORDERS
+from cutex.sim import division
+from cutex.sim.errors import CooperativeTooLarge, Finding, Hazards, SimError
 from cutex.sim.hazards.findings import Findings
+from cutex.sim.hazards.global_races import orders_clusters
 from cutex.sim.hazards.grid_order import Stream
-from cutex.sim.host.capture import PACKED, HostFunction, HostTensor, Launch
+from cutex.sim.host.capture import (
+    PACKED,
+    HostFunction,
+    HostTensor,
+    Launch,
+    PlainHostFunction,
+)
 from cutex.sim.isa.tma import box_places
 from cutex.sim.machine.banks import BankConflicts
 from cutex.sim.machine.machine import Machine
@@ -70,6 +78,8 @@ def simulate(
     max_instructions: int | None = None,
     time: bool = False,
     gpu: str = "",
+    jobs: int = 1,
+    checks: bool = True,
 ) -> SimReport:
     """Runs a kernel on the CPU: its real host code and PTX, every warp, barrier, TMA copy and MMA.
 
@@ -89,6 +99,10 @@ def simulate(
     max_instructions: of all warps of one launch, after which it is ended as Endless; None for no
         limit.
 
+    jobs: processes that simulate a grid of independent clusters together, on as many cores.
+    checks: look for races, which takes a fifth to a third of a run; without, it tells of wrong
+        numbers, deadlocks, bad addresses and misused barriers only.
+
     Returns a SimReport. Raises Deadlock, Endless, BadAddress, BarrierMisuse, BadOperand,
     UnknownInstruction, each with a report; Hazards after a run with findings (unless
     ``raise_findings`` is False: then they are in the report); NoCompiler where a C compiler is
@@ -96,6 +110,8 @@ def simulate(
     """
     if order not in ORDERS:
         raise ValueError(f"order {order!r}: takes one of {', '.join(ORDERS)}")
+    if not 1 <= jobs <= MOST_JOBS:
+        raise ValueError(f"jobs {jobs}: takes 1 to {MOST_JOBS}")
     arch_named(arch)
     started = perf_counter()
     host, programs, arguments, reached = captured(compiled, tensors, arch)
@@ -104,7 +120,10 @@ def simulate(
         if tensor is None:
             raise TypeError(f"memory takes CPU tensors, got {type(more).__name__}")
         reached.append(tensor)
-    run = Simulation(programs, reached, order=order, seed=seed, limit=max_instructions)
+    limit = max_instructions
+    run = Simulation(
+        programs, reached, order=order, seed=seed, limit=limit, jobs=jobs, checks=checks
+    )
     if time:
         from cutex.sim.timing.call import time_call
 
@@ -156,9 +175,12 @@ class Simulation:
         seed: int = 0,
         limit: int | None = None,
         cubin: bytes | None = None,
+        jobs: int = 1,
+        checks: bool = True,
     ) -> None:
         """``cubin``: the kernels' code, if what they take and bank conflicts are to be reported."""
-        self.limit, self.cubin, self.stream = limit, cubin, Stream()
+        self.limit, self.cubin, self.stream, self.jobs = limit, cubin, Stream(), jobs
+        self.checks = checks
         self.programs, self.tensors, self.order, self.seed = programs, tensors, order, seed
         self.report = SimReport()
         self._found: dict[tuple[str, str, bool], Finding] = {}
@@ -172,28 +194,62 @@ class Simulation:
                 f"({', '.join(self.programs)})"
             )
         _check_launch(program, what)
-        scheduler = self._scheduler(program, what)
-        # NOTE: products are small here; one BLAS thread is faster than several that wait for each
-        # other
-        try:
-            with uncollected(), _blas().limit(limits=1, user_api="blas"):
-                self._run(scheduler, what)
-        finally:  # NOTE: what was found before an error counts
-            self._add_up(scheduler, what)
-            scheduler.m.release()
-
-    def _scheduler(self, program: Program, what: Launch) -> Scheduler:
+        where = self._residency(program, what)
+        if what.cooperative and 0 < where.gpu_ctas < what.num_ctas:
+            raise CooperativeTooLarge(
+                f"launch: {what.kernel} is launched cooperatively with {what.num_ctas} CTAs, of "
+                f"which {where.gpu_ctas} run side by side, {where.why}"
+            )
         memory = GlobalMemory()
         for tensor in self.tensors:
             memory.add_tensor(tensor)
+        # NOTE: products are small here; one BLAS thread is faster than several that wait for each
+        # other
+        with uncollected(), _blas().limit(limits=1, user_api="blas"):
+            if self.jobs > 1 and self._run_divided(program, what, memory):
+                return
+            scheduler = self._scheduler(program, what, memory, where)
+            try:
+                self._run(scheduler, what)
+            finally:  # NOTE: what was found before an error counts
+                self._add_up(scheduler, what)
+                scheduler.m.release()
+
+    def _run_divided(self, program: Program, what: Launch, memory: GlobalMemory) -> bool:
+        """Runs it in several processes; False if that cannot be, or one has to tell of it."""
+        order = policy(self.order, self.seed + self.report.launches)
+        if self.limit is not None or self.cubin is not None or not self.checks:
+            return False  # NOTE: what clusters touch is seen by the checks
+        if division.why_not(program, what, order, memory, orders_clusters(program)):
+            return False
+        size, where = what.cluster_size, self._residency(program, what)
+
+        def run(clusters: list[int]) -> division.Part | None:
+            here = replace(where, ctas=min(where.ctas, len(clusters) * size))
+            scheduler = self._scheduler(program, what, memory, here)
+            self._run_clusters(scheduler, clusters)
+            machine = scheduler.m
+            if len(machine.findings):
+                return None
+            return division.Part(scheduler.executed, machine.global_races.touched(box_places))
+
+        clusters = order.start_order(list(range(what.num_ctas // size)))
+        parts = division.run_parts(memory, division.shares(clusters, self.jobs), run)
+        if parts is None:
+            return False
+        self._count(program, what, np.sum([part.executed for part in parts], 0))
+        return True
+
+    def _scheduler(
+        self, program: Program, what: Launch, memory: GlobalMemory, where: Residency
+    ) -> Scheduler:
         params = np.zeros(-(-program.param_bytes // 64) * 64 + 64, np.uint8)
         for p, raw in zip(
             program.params, what.param_bytes([p.size for p in program.params]), strict=True
         ):
             params[p.offset : p.offset + p.size] = np.frombuffer(raw, np.uint8)
         order = policy(self.order, self.seed + self.report.launches)
-        where = self._residency(program, what)
-        machine = Machine(program, what, memory, params, where, order, self.stream)
+        machine = Machine(program, what, memory, params, where, order, self.stream, self.checks)
         machine.banks = None if self.cubin is None else BankConflicts()
         _add_module_variables(machine)
         return Scheduler(machine, self.limit)
@@ -202,9 +258,13 @@ class Simulation:
         return residency(program, what)
 
     def _run(self, scheduler: Scheduler, what: Launch) -> None:
+        clusters = list(range(what.num_ctas // what.cluster_size))
+        self._run_clusters(scheduler, scheduler.policy.start_order(clusters))
+
+    def _run_clusters(self, scheduler: Scheduler, clusters: Sequence[int]) -> None:
+        """``clusters``: of the grid, in the order in which they start."""
         machine = scheduler.m
-        clusters = list(range(what.num_ctas // machine.grid.cluster_size))
-        queue = machine.pending_clusters = PendingClusters(machine.policy.start_order(clusters))
+        queue = machine.pending_clusters = PendingClusters(clusters)
         while queue:
             machine.load_clusters(queue.start(machine.grid.num_ctas // machine.grid.cluster_size))
             try:
@@ -217,20 +277,24 @@ class Simulation:
 
     def _add_up(self, scheduler: Scheduler, what: Launch) -> None:
         report, machine = self.report, scheduler.m
-        report.launches += 1
-        report.ctas += what.num_ctas
-        report.instructions += int(scheduler.executed.sum())
+        self._count(machine.program, what, scheduler.executed)
         if self.cubin is not None:
             report.kernels[what.kernel] = resources(machine, what, self.cubin)
-        counts = Counter(report.counts)
-        for ins, n in zip(machine.program.code, scheduler.executed.tolist(), strict=True):
-            if n:
-                counts[ins.op] += n
-        report.counts = dict(counts.most_common())
         for finding in machine.findings:
             self._found.setdefault((finding.rule, finding.where, finding.advisory), finding)
         report.findings = [f for f in self._found.values() if not f.advisory]
         report.advisories = [f for f in self._found.values() if f.advisory]
+
+    def _count(self, program: Program, what: Launch, executed: np.ndarray) -> None:
+        report = self.report
+        report.launches += 1
+        report.ctas += what.num_ctas
+        report.instructions += int(executed.sum())
+        counts = Counter(report.counts)
+        for ins, n in zip(program.code, executed.tolist(), strict=True):
+            if n:
+                counts[ins.op] += n
+        report.counts = dict(counts.most_common())
 
 
 def _told(error: SimError, findings: Findings) -> SimError:
@@ -306,11 +370,27 @@ def load(
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "kernel.o"
             compiled.export_to_c(str(path), "kernel")
-            loaded = HostFunction(path, "kernel"), parse(ptx)
+            loaded = HostFunction(path, "kernel"), _programs(ptx)
             loaded[0].cubin = getattr(compiled, "__cubin__", None)
     with suppress(AttributeError, TypeError):
         compiled._cutex_sim = loaded
     return loaded
+
+
+def load_plain(compiled: Any) -> tuple[HostFunction, dict[str, Program]]:
+    """The same of what was compiled without TVM-FFI."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.o"
+        path.write_bytes(compiled.dump_to_object("kernel"))
+        host = PlainHostFunction(path, "kernel")
+    host.cubin = getattr(compiled, "__cubin__", None)
+    ptx = getattr(compiled, "_cutex_ptx", None) or getattr(compiled, "__ptx__", None)
+    return host, _programs(ptx or "")
+
+
+def _programs(ptx: str) -> dict[str, Program]:
+    """None of a function without a kernel: of its PTX, the DSL gives no more than a file's name."""
+    return parse(ptx) if "\n" in ptx else {}
 
 
 def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:

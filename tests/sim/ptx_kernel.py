@@ -15,6 +15,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -80,10 +81,11 @@ def simulate_ptx(
     order: str = "fifo",
     seed: int = 0,
     assembles: bool = True,
+    **how: Any,
 ) -> SimReport:
     """Runs the snippet in the simulator; ``arrays`` are written in place. Raises Hazards too.
 
-    ``assembles``: whether NVIDIA's assembler takes it.
+    ``assembles``: whether NVIDIA's assembler takes it. ``how``: further options of `Simulation`.
     """
     shape = shape or Shape()
     text = module(body, arrays, shape, arch, head)
@@ -92,7 +94,7 @@ def simulate_ptx(
     tensors = [HostTensor.of(array, name) for name, array in arrays.items()]
     values = [ctypes.c_uint64(t.address) for t in tensors]
     params = (ctypes.c_void_p * len(values))(*[ctypes.addressof(v) for v in values])
-    run = Simulation(parse(text), tensors, order=order, seed=seed)
+    run = Simulation(parse(text), tensors, order=order, seed=seed, **how)
     run.launch(shape.launch("snippet", params))
     if run.report.findings:
         raise Hazards(run.report.findings)

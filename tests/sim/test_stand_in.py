@@ -224,6 +224,70 @@ def test_the_script_has_the_last_word(tmp_path, end, code):
     assert ("AssertionError" in ran.stderr) == ("assert" in end)
 
 
+WITHOUT_TVM_FFI = """
+class Scaled:
+    def __init__(self, pointer, n):
+        self.pointer, self.n = pointer, n
+
+    def __c_pointers__(self):
+        return self.pointer.__c_pointers__()
+
+    def __get_mlir_types__(self):
+        return self.pointer.__get_mlir_types__()
+
+    def __extract_mlir_values__(self):
+        return self.pointer.__extract_mlir_values__()
+
+    def __new_from_mlir_values__(self, values):
+        return Scaled(self.pointer.__new_from_mlir_values__(values), self.n)
+
+
+@cute.jit
+def in_a_tuple(ab: tuple, c: cute.Tensor, scale: cutlass.Float32, stream: CUstream):
+    add(ab[0], ab[1], c, scale, stream)
+
+
+@cute.jit
+def of_its_own(sa: Scaled, b: cute.Tensor, c: cute.Tensor, kind: type[cutlass.Numeric],
+               scale: cutlass.Constexpr, stream: CUstream):
+    assert kind is cutlass.Float32
+    add(cute.make_tensor(sa.pointer, cute.make_layout(sa.n)), b, c, kind(scale), stream)
+
+
+@cute.jit
+def no_kernel(a: cute.Tensor):
+    print(a.element_type)
+
+
+ta, tb, tc = (from_dlpack(x) for x in (a, b, c))
+mine = Scaled(make_ptr(cutlass.Float32, a.data_ptr(), cute.AddressSpace.gmem), 150)
+for _ in range(2):
+    cute.compile(in_a_tuple, (ta, tb), tc, 2.0, stream)((ta, tb), tc, 2.0, stream)
+in_a_tuple((ta, tb), tc, 2.0, stream)
+c.zero_()
+of_its_own(mine, tb, tc, cutlass.Float32, 2.0, stream)
+cute.compile(no_kernel, ta)(ta)
+exported = cute.compile(add, ta, tb, tc, 2.0, stream)
+exported(ta, tb, tc, 2.0, stream)
+exported.export_to_c(sys.argv[1], "add", function_prefix="add")
+"""
+
+
+def test_what_compiles_without_tvm_ffi_only_runs_too(tmp_path):
+    """Tensors in tuples, objects of the script's own; what it exports, it exports as it asks."""
+    done = run(tmp_path, HEAD + WITHOUT_TVM_FFI + CHECK, script=(str(tmp_path),))
+    assert done.returncode == 0, done.stderr
+    assert "5 launches of 3 kernels" in done.stderr and "no findings" in done.stderr
+    assert "add_wrapper" in (tmp_path / "add.h").read_text() and (tmp_path / "add.o").exists()
+
+
+def test_a_tensor_in_a_tuple_has_its_name_in_reports(tmp_path):
+    calls = WITHOUT_TVM_FFI.partition("c.zero_()")[0]
+    done = run(tmp_path, HEAD.replace("randn(150)", "randn(100)") + calls)
+    assert done.returncode == 1
+    assert "past the end of ab[1]" in done.stderr and "c[i] = a[i] + b[i] * scale" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [(("none.py",), "none.py is not a file"), (("--seed", "-1", __file__), "--seed -1: takes"),
@@ -237,6 +301,62 @@ def test_bad_input_is_one_sentence(options, sentence):
     assert ran.returncode == 2
     assert sentence in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+BY_HAND = """
+import cuda.bindings.runtime as cudart
+from cutlass.base_dsl.runtime.cuda import DSLCudaRuntimeError, checkCudaErrors
+from cutlass.cute.testing import autotune_jit
+
+
+@cute.kernel
+def fill_kernel(p: cute.Pointer, n: cutlass.Constexpr):
+    smem = cute.arch.dynamic_smem_size()
+    block, _, _ = cute.arch.block_idx()
+    cute.make_tensor(p, cute.make_layout(n))[block] = smem
+
+
+@cute.jit
+def fill(p: cute.Pointer, n: cutlass.Constexpr):
+    fill_kernel(p, n).launch(grid=(n, 1, 1), block=(1024, 1, 1), smem=512, cooperative=True)
+
+
+def pointer(address):
+    return make_ptr(cutlass.Int32, address, cute.AddressSpace.gmem)
+
+
+memory = checkCudaErrors(cudart.cudaMalloc(16))
+checkCudaErrors(cudart.cudaMemset(memory, 7, 16))
+fill(pointer(memory), 3)
+checkCudaErrors(cudart.cudaDeviceSynchronize())
+read = torch.empty(4, dtype=torch.int32)
+to_host = cudart.cudaMemcpyKind.cudaMemcpyDeviceToHost
+checkCudaErrors(cudart.cudaMemcpy(read.data_ptr(), memory, 16, to_host))
+assert read.tolist() == [512, 512, 512, 0x07070707], read
+checkCudaErrors(cudart.cudaFree(memory))
+cutlass.cuda.stream_sync(cutlass.cuda.default_stream())
+try:
+    fill(pointer(torch.empty(4096, dtype=torch.int32, device="cuda").data_ptr()), 4096)
+except DSLCudaRuntimeError as error:
+    assert error.error_code == cudart.cudaError_t.cudaErrorCooperativeLaunchTooLarge
+
+
+@autotune_jit(params_dict={"scale": [2.0, 3.0]}, update_on_change=["a"], warmup_iterations=1)
+@cute.jit
+def tuned(a: cute.Tensor, b: cute.Tensor, c: cute.Tensor, stream: CUstream,
+          scale: cutlass.Constexpr = 4.0):
+    add(a, b, c, cutlass.Float32(scale), stream)
+
+
+tuned(*[from_dlpack(x) for x in (a, b, c)], stream)
+"""
+
+
+def test_memory_of_the_runtime_cooperative_launches_and_the_tuner_of_the_dsl(tmp_path):
+    """Memory by cudaMalloc, dynamic smem, a cooperative grid that is refused, and one config."""
+    done = run(tmp_path, HEAD + BY_HAND + CHECK)
+    assert done.returncode == 0, done.stderr
+    assert "right" in done.stdout and "no findings" in done.stderr
 
 
 def test_what_the_script_has_on_the_gpu_is_what_lives():

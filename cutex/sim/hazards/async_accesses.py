@@ -91,21 +91,18 @@ class AsyncAccesses:
 
     def issue(self, op: Operation) -> None:
         """``op`` accesses its places from here on: it must come after what is there."""
-        rows = self.m.clocks.known[op.issuers]
-        everyone, each = rows.min(0).tolist(), rows.tolist()
+        shadow = self.m.smem_shadow
         tracks: list[Track] = []
         for write, places in ((False, op.reads), (True, op.writes)):
             for place in places:
-                issuers, known = op.issuers, everyone
-                if place.part is not None:
-                    issuers, known = [issuers[place.part]], each[place.part]
-                if isinstance(place, Span):
-                    for warp in issuers:
-                        self.m.smem_shadow.asynchronous(warp, place, write, op)
-                else:
+                issuers = op.issuers if place.part is None else [op.issuers[place.part]]
+                if not isinstance(place, Span):
                     self.m.tmem.shadow.issue(op.warp, place, write, op.what, op.instruction)
+                elif shadow.touched(place):
+                    for warp in issuers:
+                        shadow.asynchronous(warp, place, write, op)
                 tracks.append(self._track(place))
-                self._check(op, tracks[-1], place, write, known)
+                self._check(op, tracks[-1], place, write, issuers)
         for place, track in zip(op.reads, tracks, strict=False):
             for slot, count in self._agents(op, place):
                 if slot not in track.reads:
@@ -117,21 +114,30 @@ class AsyncAccesses:
             track.write.set(place.cta, slot, count, op)
 
     def _check(
-        self, op: Operation, track: Track, place: Place, write: bool, known: list[int]
+        self, op: Operation, track: Track, place: Place, write: bool, issuers: list[int]
     ) -> None:
-        cta, verb = place.cta, "overwrites" if write else "reads"
+        """All of ``issuers`` must know of what is there."""
+        cta, known = place.cta, self.m.clocks.known.item
         for other in track.meets:
-            for last, did in self._lasts(other, write):
-                if last.count[cta] > known[last.slot[cta]]:
-                    before = last.operation[cta]
-                    assert before is not None
-                    if before.queue != op.queue:
-                        why = self._bearable(before, last, cta, op.warp)
-                        if op.source is not None and op.source == before.source:
-                            why = why or "both copy the same bytes to the same place"
-                        self._race(op.what, verb, op.warp, op.instruction, place, before, did, why)
-                        if not why:
-                            return
+            lasts = [other.write, *other.reads.values()] if write else [other.write]
+            for last in lasts:
+                count, slot = last.count.item(cta), last.slot.item(cta)
+                for warp in issuers if count else ():
+                    if count > known(warp, slot):
+                        break
+                else:
+                    continue
+                before = last.operation[cta]
+                assert before is not None
+                if before.queue != op.queue:
+                    verb = "overwrites" if write else "reads"
+                    did = "write" if last is other.write else "read"
+                    why = self._bearable(before, last, cta, op.warp)
+                    if op.source is not None and op.source == before.source:
+                        why = why or "both copy the same bytes to the same place"
+                    self._race(op.what, verb, op.warp, op.instruction, place, before, did, why)
+                    if not why:
+                        return
 
     @staticmethod
     def _lasts(track: Track, write: bool) -> Iterator[tuple[Last, str]]:
@@ -234,11 +240,14 @@ class AsyncAccesses:
         ins: Instruction,
     ) -> None:
         """Ordinary accesses by lanes: each ``width`` bytes of shared memory, (lanes,) arrays."""
-        for track in self._near(int(offset.min()), int(offset.max()) + width):
+        near = self._near(int(offset.min()), int(offset.max()) + width)
+        if not near:
+            return
+        heads = np.flatnonzero(np.diff(warps, prepend=-1) | np.diff(cta, prepend=-1))
+        at, by = cta[heads], warps[heads]
+        for track in near:
             for last, did in self._lasts(track, write):
-                heads = np.flatnonzero(np.diff(warps, prepend=-1) | np.diff(cta, prepend=-1))
-                at = cta[heads]
-                known = self.m.clocks.known[warps[heads], last.slot[at]]
+                known = self.m.clocks.known[by, last.slot[at]]
                 if not (last.count[at] > known).any():
                     continue
                 unknown = last.count[cta] > self.m.clocks.known[warps, last.slot[cta]]

@@ -57,6 +57,7 @@ class Clocks:
         warps = np.arange(machine.grid.num_warps)
         rank = machine.grid.cta_rank[machine.grid.warp_cta]
         self.slot = rank * machine.grid.warps_per_cta + machine.grid.warp_in_cta
+        self._slots: list[int] = self.slot.tolist()
         self.rows = np.zeros((4, machine.grid.num_warps, width), np.int32)
         self.known, self.visible, self.follows, self.ordered = self.rows
         self.usable = np.zeros_like(self.ordered)  # of ``ordered``, what the warp's fence took over
@@ -89,8 +90,9 @@ class Clocks:
 
     def learn(self, warp: int, slot: int, count: int) -> None:
         """``warp`` has waited for the agent's first ``count`` operations (or phases)."""
-        both = self.rows[::2, warp, slot]  # it knows, and it follows
-        np.maximum(both, count, out=both)
+        for row in (self.known, self.follows):
+            if row.item(warp, slot) < count:
+                row[warp, slot] = count
 
     def count(self, warps: int | np.ndarray) -> None:
         """What these warps do from now on is later."""
@@ -127,11 +129,11 @@ class Clocks:
 
     def now(self, warp: int) -> int:
         """The warp's own count."""
-        return int(self.known[warp, self.slot[warp]])
+        return self.known.item(warp, self._slots[warp])
 
     def agent(self, kind: Kind, warp: int) -> int:
         """The slot of what acts for the warp."""
-        return int(kind) * self.warps + int(self.slot[warp])
+        return kind * self.warps + self._slots[warp]
 
     def barrier_slot(self, cta: int, offset: int, again: bool) -> int:
         """A slot for the mbarrier that is initialised there, perhaps anew."""

@@ -57,8 +57,8 @@ def is_fence(op: str) -> bool:
     return _FENCE.match(op) is not None
 
 
-def orders_clusters(program: Program) -> bool:
-    """Whether any instruction may tell one cluster of another."""
+def _releases(program: Program) -> bool:
+    """Whether any instruction releases to other clusters, or acquires from them."""
     return any(
         is_fence(ins.op) or strength(ins.op)[2:] != (False, False)
         for ins in program.code
@@ -71,7 +71,7 @@ class ClusterOrder:
 
     def __init__(self, machine: Machine) -> None:
         self.m = machine
-        self.active = orders_clusters(machine.program)
+        self.active = machine.checks and _releases(machine.program)
         self.released: dict[int, Known] = {}  # by address
         self.start()
 

@@ -13,14 +13,14 @@ has been written when they are issued.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cutex.sim.hazards.cluster_order import ClusterOrder, Strength, strength
+from cutex.sim.hazards.cluster_order import ClusterOrder, Strength, is_fence, strength
 from cutex.sim.machine.memory import Region
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.parse import Instruction, Program
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
@@ -34,7 +34,26 @@ _REMEDY = "an atomic instead, or one CTA that does both, or a flag with release 
 _WEAK = Strength(False, False, False, False)
 _CHANGES = Strength(True, True, False, False)
 
-Places = Callable[["Machine", Any, tuple[int, ...]], tuple[Region, np.ndarray] | None]
+
+class Touched(NamedTuple):
+    """What some clusters of a grid have accessed, by the regions' addresses; bits are packed."""
+
+    written: dict[int, np.ndarray]  # bytes
+    read: dict[int, np.ndarray]
+    loaded: set[int]  # by TMA, of regions that these clusters do not write
+
+    def clashes(self, other: Touched) -> bool:
+        """Whether both touch a byte, and one of them writes it."""
+        pairs = [(self.written, other.written), (self.written, other.read)]
+        pairs += [(self.read, other.written)]
+        if self.loaded & other.written.keys() or other.loaded & self.written.keys():
+            return True
+        return any(bool((a[base] & b[base]).any()) for a, b in pairs for base in a.keys() & b)
+
+
+Places = Callable[
+    ["Machine", Any, tuple[int, ...], Container[int]], tuple[Region, np.ndarray] | None
+]
 
 
 class BoxRead(NamedTuple):
@@ -72,12 +91,22 @@ class Last:
             self.slot[at], self.count[at] = by.slots[:, None], by.counts[:, None]
 
 
+def orders_clusters(program: Program) -> bool:
+    """Whether clusters may tell each other anything, or order what they do, by global memory."""
+    return any(
+        (strength(ins.op).strong or is_fence(ins.op) or ins.name == "multimem")
+        and "shared" not in ins.op
+        for ins in program.code
+    )
+
+
 class GlobalRaces:
     """Who wrote each byte of the launch's tensors last, and who has read it."""
 
     def __init__(self, machine: Machine) -> None:
         self.m = machine
-        self.active = not any(ins.name == "multimem" for ins in machine.program.code)
+        code = machine.program.code
+        self.active = machine.checks and not any(ins.name == "multimem" for ins in code)
         self.order = ClusterOrder(machine)
         self.writes: dict[int, Last] = {}  # by the region's address
         self.reads: dict[int, Last] = {}
@@ -177,6 +206,25 @@ class GlobalRaces:
         elif self.writes:
             self._check_box(read, places, warp)
 
+    def touched(self, places: Places) -> Touched:
+        """By the clusters that have run."""
+        written = {base: last.who != 0 for base, last in self.writes.items()}
+        read = {base: last.who != 0 for base, last in self.reads.items()}
+        loaded = set()
+        for box in self.boxes.values():
+            found = places(self.m, box.tmap, box.at, written)
+            if found is not None:
+                region, offsets = found
+                marks = read.setdefault(region.base, np.zeros(len(region.data), bool))
+                marks[offsets[:, None] + np.arange(box.tmap.itemsize)] = True
+            elif (region_of := self.m.memory.find(box.tmap.address)) is not None:
+                loaded.add(region_of.base)
+        return Touched(
+            {base: np.packbits(marks) for base, marks in written.items()},
+            {base: np.packbits(marks) for base, marks in read.items()},
+            loaded - written.keys(),
+        )
+
     def finish(self, places: Places) -> None:
         """The grid has run. ``places``: the tensor and the bytes of it that a TMA load reads."""
         if self.writes:
@@ -266,8 +314,8 @@ class GlobalRaces:
         last.set(places, mine, by, ins.line, _ATOMIC)
 
     def _check_box(self, read: BoxRead, places: Places, warp: int | None = None) -> None:
-        found = places(self.m, read.tmap, read.at)
-        if found is None or found[0].base not in self.writes:
+        found = places(self.m, read.tmap, read.at, self.writes)
+        if found is None:
             return
         region, offsets = found
         last, at = self.writes[region.base], offsets[:, None]

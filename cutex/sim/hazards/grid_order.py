@@ -65,7 +65,7 @@ class GridOrder:
         names = [ins.op for ins in machine.program.code]
         self.footprint = Footprint(kernel)
         self.lets_start = "griddepcontrol.launch_dependents" in names
-        self.active = programmatic or self.lets_start
+        self.active = machine.checks and (programmatic or self.lets_start)
         self.waited = False
         if not programmatic:
             stream.running.clear()

@@ -123,10 +123,13 @@ class SmemShadow:
             page = self.pages.setdefault(key, np.zeros((_PAGE, self.clocks.warps), np.int32))
             page[word[mine] % _PAGE, slot[mine]] = count[mine]
 
+    def touched(self, span: Span) -> bool:
+        """Whether ordinary accesses may have touched it."""
+        low, high = self.low.item(span.cta), self.high.item(span.cta)
+        return span.high > low * WORD and span.low <= high * WORD
+
     def asynchronous(self, warp: int, span: Span, write: bool, op: Operation) -> None:
         """``op`` of the async proxy by ``warp``; ``write``: it overwrites the span."""
-        if span.high <= self.low[span.cta] * WORD or span.low > self.high[span.cta] * WORD:
-            return
         if span.chunks is None:
             word = np.arange(span.low // WORD, -(-span.high // WORD))
         else:

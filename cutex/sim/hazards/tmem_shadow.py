@@ -13,6 +13,7 @@ a commit implies) and an ::after_thread_sync. Kernels of NVIDIA leave these out:
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,6 +39,8 @@ class TmemShadow:
         self.written, self.read = np.zeros(shape, np.int32), np.zeros(shape, np.int32)  # 0: none
         self.line = np.zeros(shape, np.int32)  # of the last store in the PTX
         self.read_line = np.zeros(shape, np.int32)
+        # by CTA: places that operations have overwritten since its last ld or st
+        self.overwritten: dict[int, set[Hashable]] = {}
 
     def access(self, warp: int, place: Rectangle, write: bool, ins: Instruction) -> None:
         """A tcgen05.ld or st of ``warp``."""
@@ -46,6 +49,7 @@ class TmemShadow:
         self.m.async_accesses.touch(place, write, what, warp, ins, self.clocks.usable[warp])
         kind = Kind.STORE if write else Kind.LOAD
         number = self.m.tmem.accesses.issue(kind, warp, ins)
+        self.overwritten.pop(place.cta, None)
         at = _units(place)
         who, when = (self.writer, self.written) if write else (self.reader, self.read)
         who[at], when[at] = self.clocks.agent(kind, warp), number
@@ -53,9 +57,13 @@ class TmemShadow:
 
     def issue(self, warp: int, place: Rectangle, write: bool, what: str, ins: Instruction) -> None:
         """An operation of the tensor cores by ``warp``; ``write``: it overwrites the place."""
+        overwritten = self.overwritten.setdefault(place.cta, set())
+        if place.key in overwritten:
+            return
         self._check(warp, place, write, what, ins, self.clocks.usable[warp])
         if write:
             self._forget(place)
+            overwritten.add(place.key)
 
     def before_free(self, warp: int, place: Rectangle, own: bool, ins: Instruction) -> None:
         """tcgen05.dealloc, which is synchronous: it needs no fence of its own before it. ``own``:

@@ -24,7 +24,7 @@ from cutex.errors import NoCompiler
 from cutex.sim.errors import LaunchError, SimError
 from cutex.sim.host.encode_map import encode_tiled
 
-_CLUSTER_DIMENSION, _PROGRAMMATIC_LAUNCH = 4, 6  # cudaLaunchAttributeID
+_COOPERATIVE, _CLUSTER_DIMENSION, _PROGRAMMATIC_LAUNCH = 2, 4, 6  # cudaLaunchAttributeID
 _ATTRIBUTE_BYTES = 72
 
 
@@ -39,6 +39,7 @@ class Launch:
     smem: int
     params: Any  # pointer to pointers, valid only inside the callback
     programmatic: bool = False  # may start before the launch before it has ended
+    cooperative: bool = False  # all of its CTAs run side by side
 
     @property
     def num_ctas(self) -> int:
@@ -212,9 +213,7 @@ class HostFunction:
     """The linked host half of one compiled kernel."""
 
     def __init__(self, object_file: Path, symbol: str) -> None:
-        self.library = C.CDLL(
-            str(link(object_file)), mode=getattr(os, "RTLD_LOCAL", 0) | os.RTLD_NOW
-        )
+        self.library = _loaded(object_file)
         self.function = getattr(self.library, f"__tvm_ffi_{symbol}")
         self.function.restype = C.c_int
         self.function.argtypes = [C.c_void_p, C.POINTER(_Any), C.c_int32, C.POINTER(_Any)]
@@ -227,6 +226,12 @@ class HostFunction:
         ``arguments``: `HostTensor`, int, float or None. Raises TypeError, ValueError or LaunchError
         with the host code's own words when it refuses them, and whatever ``on_launch`` raised.
         """
+        keep: list[Any] = []
+        packed = (_Any * max(1, len(arguments)))(*[_pack(a, keep) for a in arguments])
+        self._run(lambda: self.function(None, packed, len(arguments), C.byref(_Any())), on_launch)
+
+    def _run(self, function: Callable[[], int], on_launch: Callable[[Launch], None]) -> None:
+        """The host code's function, which returns 0, with its launches and errors caught."""
         raised: list[BaseException] = []
         refused: list[tuple[str, str]] = []
 
@@ -251,7 +256,8 @@ class HostFunction:
                         _cluster(c),
                         int(c.smem),
                         params,
-                        _programmatic(c),
+                        bool(_attribute(c, _PROGRAMMATIC_LAUNCH)[0]),
+                        bool(_attribute(c, _COOPERATIVE)[0]),
                     )
                 )
             except BaseException as error:
@@ -265,9 +271,7 @@ class HostFunction:
             _ENCODE_HOOK(encode),
         )
         self.library.cutex_sim_hooks(*hooks)
-        keep: list[Any] = []
-        packed = (_Any * max(1, len(arguments)))(*[_pack(a, keep) for a in arguments])
-        code = self.function(None, packed, len(arguments), C.byref(_Any()))
+        code = function()
         self.library.cutex_sim_hooks(None, None, None)
         if raised:
             raise raised[0]
@@ -279,6 +283,51 @@ class HostFunction:
             raise LaunchError(f"the host code returned {code}")
 
 
+class PlainHostFunction(HostFunction):
+    """That of a kernel compiled without TVM-FFI: it takes a pointer to each of its arguments, and
+    then one to its result (the C interface that the DSL exports).
+    """
+
+    def __init__(self, object_file: Path, prefix: str) -> None:
+        self.library = _loaded(object_file)
+        code = object_file.read_bytes()
+        entry = re.search(rf"_mlir_{prefix}__mlir_ciface_\w+".encode(), code)
+        if entry is None:
+            raise SimError(f"{object_file.name} has no function that the simulator could call")
+        self.function = getattr(self.library, entry.group().decode())
+        self.function.restype = None
+        self.argument_names, self.cubin = [], None
+        for name in ("cuda_init", "cuda_load_to_device"):
+            if f"_mlir_{prefix}_{name}".encode() in code:
+                self._load(getattr(self.library, f"_mlir_{prefix}_{name}"))
+
+    @staticmethod
+    def _load(function: Any) -> None:
+        """Hands it a library, a device and room for an error, as the DSL's own header does."""
+        library, device, error = C.c_void_p(1), C.c_int32(0), C.c_int32(0)
+        at = C.pointer(library)
+        places = [C.addressof(at), C.addressof(device), C.addressof(error)]
+        if function.__name__.endswith("cuda_init"):
+            del places[1]
+        function((C.c_void_p * len(places))(*places))
+
+    def __call__(self, arguments: Sequence[Any], on_launch: Callable[[Launch], None]) -> None:
+        """``arguments``: addresses, as ints or c_void_p."""
+        result = C.c_int32(0)
+        packed = (C.c_void_p * (len(arguments) + 1))(*arguments, C.addressof(result))
+
+        def call() -> int:
+            self.function(packed, C.c_int32(len(packed)))
+            return result.value
+
+        self._run(call, on_launch)
+
+
+def _loaded(object_file: Path) -> C.CDLL:
+    mode = getattr(os, "RTLD_LOCAL", 0) | os.RTLD_NOW
+    return C.CDLL(str(link(object_file)), mode=mode)
+
+
 def _argument_names(object_file: Path) -> list[str]:
     """Names of the host function's parameters, from the signature that it keeps for its own error
     messages.
@@ -288,21 +337,17 @@ def _argument_names(object_file: Path) -> list[str]:
 
 
 def _cluster(config: _Config) -> tuple[int, int, int]:
-    for i in range(config.num_attributes):
-        at = config.attributes + i * _ATTRIBUTE_BYTES
-        if C.c_uint32.from_address(at).value == _CLUSTER_DIMENSION:
-            x, y, z = (C.c_uint32.from_address(at + 8 + 4 * j).value for j in range(3))
-            return (max(x, 1), max(y, 1), max(z, 1))
-    return (1, 1, 1)
+    x, y, z = _attribute(config, _CLUSTER_DIMENSION, 3)
+    return max(x, 1), max(y, 1), max(z, 1)
 
 
-def _programmatic(config: _Config) -> bool:
-    """Whether the launch has programmatic stream serialisation."""
+def _attribute(config: _Config, kind: int, count: int = 1) -> list[int]:
+    """The first ``count`` words of an attribute of a launch; zeros where it has none of it."""
     for i in range(config.num_attributes):
         at = config.attributes + i * _ATTRIBUTE_BYTES
-        if C.c_uint32.from_address(at).value == _PROGRAMMATIC_LAUNCH:
-            return bool(C.c_uint32.from_address(at + 8).value)
-    return False
+        if C.c_uint32.from_address(at).value == kind:
+            return [C.c_uint32.from_address(at + 8 + 4 * j).value for j in range(count)]
+    return [0] * count
 
 
 def _of_numbers(values: Sequence[Any]) -> bool:

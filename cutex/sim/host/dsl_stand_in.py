@@ -12,30 +12,35 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import cuda.bindings.driver as driver
+import cuda.bindings.runtime as cuda_runtime
 import cutlass.cute.testing
 import cutlass.testing
 import torch
 from cutlass import cute
 from cutlass._mlir import ir
+from cutlass._mlir.passmanager import PassManager
 from cutlass.base_dsl import compiler
 from cutlass.base_dsl.dsl import BaseDSL
+from cutlass.base_dsl.runtime.cuda import create_cuda_runtime_error
 from cutlass.cute import runtime
 
 from cutex.arch import Arch
 from cutex.cache import plain_folder
 from cutex.debug_info import recording
-from cutex.sim.errors import Finding, SimError
+from cutex.sim.errors import CooperativeTooLarge, Finding, SimError
 from cutex.sim.host.capture import HostTensor, Launch
+from cutex.sim.host.cuda_stand_in import CudaMemory
 from cutex.sim.host.torch_stand_in import DeviceMemory, patched
 from cutex.sim.reports import around, folded
-from cutex.sim.run import SimReport, Simulation, is_stream, load
+from cutex.sim.run import SimReport, Simulation, is_stream, load, load_plain
 from cutex.tracing import tracing
 
 
@@ -47,7 +52,12 @@ class Clock:
     trace: str | None
     told: set[str] = field(default_factory=set)
 
-    def run(self, function: Simulated, arguments: list[Any], regions: list[HostTensor]) -> None:
+    def run(
+        self,
+        function: Simulated | PlainSimulated,
+        arguments: list[Any],
+        regions: list[HostTensor],
+    ) -> None:
         """Prints the time of the call's launches, each kernel once for each grid."""
         from cutex.sim.timing.call import time_call
 
@@ -77,13 +87,22 @@ class Calls:
     limit: int | None = None
     clock: Clock | None = None
     resources: bool = False  # tell what each kernel takes
+    jobs: int = 1  # processes that simulate a grid together
+    checks: bool = True  # look for races
     launches: dict[str, int] = field(default_factory=dict)
     report: SimReport = field(default_factory=SimReport)
     errors: list[tuple[SimError, str]] = field(default_factory=list)  # with the PTX they are about
 
-    def run(self, function: Simulated, arguments: list[Any]) -> None:
+    def run(
+        self,
+        function: Simulated | PlainSimulated,
+        arguments: list[Any],
+        tensors: Sequence[HostTensor] = (),
+    ) -> None:
+        """``tensors``: those that ``arguments`` hold no longer, but addresses."""
         started = time.perf_counter()
-        regions = self.memory.regions([a for a in arguments if isinstance(a, HostTensor)])
+        named = [*tensors, *(a for a in arguments if isinstance(a, HostTensor))]
+        regions = self.memory.regions(named)
         if self.clock is not None:
             try:
                 self.clock.run(function, arguments, regions)
@@ -92,13 +111,20 @@ class Calls:
                 raise
         sim = Simulation(
             function.programs, regions, order=self.order, seed=self.seed, limit=self.limit,
-            cubin=(function.host.cubin or b"") if self.resources else None,
+            cubin=(function.host.cubin or b"") if self.resources else None, jobs=self.jobs,
+            checks=self.checks,
         )  # fmt: skip
 
         def launch(what: Launch) -> None:
             self.launches[what.kernel] = self.launches.get(what.kernel, 0) + 1
             try:
                 sim.launch(what)
+            except CooperativeTooLarge as error:
+                raise create_cuda_runtime_error(
+                    cuda_runtime.cudaError_t.cudaErrorCooperativeLaunchTooLarge.value,
+                    cuda_runtime.cudaError_t,
+                    error,
+                ) from None
             except SimError as error:  # NOTE: counted, also where the script catches it
                 self.errors.append((error, function.ptx))
                 raise
@@ -123,7 +149,7 @@ class Calls:
             f"{launches} launch{'es' * (launches != 1)} of {kernels} "
             f"kernel{'s' * (kernels != 1)} in order {self.order}, {done.instructions} "
             f"warp-instructions, {done.seconds:.1f} s, {found or 'no'} "
-            f"finding{'s' * (found != 1)}{more}{ended}"
+            f"finding{'s' * (found != 1)}{more}{ended}{'' if self.checks else ', races unchecked'}"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -175,9 +201,16 @@ class Simulated:
     """What cute.compile returned, which runs in the simulator when it is called."""
 
     def __init__(
-        self, compiled: Any, parameters: dict[str, inspect.Parameter], calls: Calls
+        self,
+        compiled: Any,
+        parameters: dict[str, inspect.Parameter],
+        calls: Calls,
+        plain: Callable[[], Any] | None,
     ) -> None:
-        self.compiled, self.calls = compiled, calls
+        """``plain``: compiles the same without TVM-FFI, as the script has asked; None where it has
+        asked for TVM-FFI.
+        """
+        self.compiled, self.calls, self.plain = compiled, calls, plain
         self.parameters = list(parameters)
         self.defaults = {
             n: p.default for n, p in parameters.items() if p.default is not inspect.Parameter.empty
@@ -187,6 +220,10 @@ class Simulated:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.compiled, name)
+
+    def export_to_c(self, *arguments: Any, **named: Any) -> None:
+        compiled = self.compiled if self.plain is None else self.plain()
+        compiled.export_to_c(*arguments, **named)
 
     def __call__(self, *arguments: Any, **named: Any) -> None:
         """Constants were compiled in; the host code has its own stream unless it names one."""
@@ -201,8 +238,58 @@ class Simulated:
         self.calls.run(self, values)
 
 
+class _Type:
+    """Stands for a type among the arguments of a call, which the host code takes no pointer to."""
+
+    def __c_pointers__(self) -> list[int]:
+        return []
+
+
+class PlainSimulated:
+    """The same of a function that only compiles without TVM-FFI: with objects of the script's own
+    among its arguments, or tensors in tuples. The DSL itself turns these into pointers.
+    """
+
+    def __init__(self, compiled: Any, calls: Calls) -> None:
+        self.compiled, self.calls = compiled, calls
+        self.host, self.programs = load_plain(compiled)
+        self.ptx: str = getattr(compiled, "_cutex_ptx", "") or ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.compiled, name)
+
+    def __call__(self, *arguments: Any, **named: Any) -> None:
+        values = [_Type() if isinstance(a, type) else a for a in arguments]
+        pointers, adapted = self.compiled.execution_args.generate_execution_args(
+            tuple(values), named
+        )
+        self.calls.run(self, pointers, list(self._tensors(arguments, named)))
+        del adapted  # which the pointers are to
+
+    def runtime_arguments(self, arguments: Any, named: dict[str, Any]) -> tuple[Any, ...]:
+        """Of those of a call of the jitted function, the ones that were not compiled in."""
+        return self.compiled.execution_args.get_rectified_args_from_original_args(arguments, named)
+
+    def _tensors(self, arguments: Any, named: dict[str, Any]) -> Iterator[HostTensor]:
+        """Those among the arguments, with names for reports."""
+        names = [n for n in self.compiled.execution_args.signature.parameters if n != "self"]
+        names += [f"argument {i}" for i in range(len(names), len(arguments))]
+        for name, value in [*zip(names, arguments, strict=False), *named.items()]:
+            items = value if isinstance(value, tuple | list) else (value,)
+            for i, item in enumerate(items):
+                if _is_tensor(item):
+                    yield _value(item, name if items is not value else f"{name}[{i}]")
+
+
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or hasattr(value, "_dltensor_wrapper")
+
+
+def _holds_tensors(value: Any) -> bool:
+    """A tuple or list of tensors, in however many layers."""
+    return isinstance(value, tuple | list) and any(
+        _is_tensor(v) or _holds_tensors(v) for v in value
+    )
 
 
 def _takes_stream(arguments: Any) -> bool:
@@ -261,6 +348,8 @@ class Compiler:
         function = self._compile(dsl, body, only, arguments, named)
         if only:
             return function
+        if isinstance(function, PlainSimulated):
+            return function(*function.runtime_arguments(arguments, named))
         bound = inspect.signature(body).bind(*arguments, **named)
         bound.apply_defaults()
         wanted = function.host.argument_names
@@ -268,34 +357,71 @@ class Compiler:
 
     def _compile(
         self, dsl: Any, body: Any, only: bool, arguments: Any, named: dict[str, Any]
-    ) -> Simulated:
+    ) -> Simulated | PlainSimulated:
         options = dsl.compile_options if only else compiler.CompileOptions()
-        for option in (
-            compiler.EnableTVMFFI(True),
+        asked = options.options.get(compiler.EnableTVMFFI)
+        with_ffi = asked is not None and bool(asked.value)
+        plain = lambda: self._trace(dsl, body, options, False, arguments, named)
+        own_stream = not _takes_stream([*arguments, *named.values()])
+        fakes = [_fake(a, own_stream) for a in arguments]
+        fake_named = {name: _fake(a, own_stream) for name, a in named.items()}
+        parameters = dict(inspect.signature(body).parameters)
+        parameters.pop("self", None)
+        compiled = None
+        # NOTE: TVM-FFI takes tuples of tensors as arrays of its own tensors only
+        if with_ffi or not any(map(_holds_tensors, [*arguments, *named.values()])):
+            try:
+                compiled = self._trace(dsl, body, options, True, fakes, fake_named)
+            except Exception:
+                if with_ffi:
+                    raise
+        try:
+            if compiled is None:  # NOTE: what fails in either way, fails as the script would see it
+                return PlainSimulated(plain(), self.calls)
+            return Simulated(compiled, parameters, self.calls, None if with_ffi else plain)
+        except SimError as error:  # NOTE: of PTX that the simulator does not read
+            self.calls.errors.append((error, getattr(compiled, "_cutex_ptx", "")))
+            raise
+
+    def _trace(
+        self,
+        dsl: Any,
+        body: Any,
+        options: Any,
+        with_ffi: bool,
+        arguments: Sequence[Any],
+        named: dict[str, Any],
+    ) -> Any:
+        ours = (
+            compiler.EnableTVMFFI(with_ffi),
             compiler.KeepPTX(True),
             compiler.KeepCUBIN(True),
             compiler.GenerateLineInfo(True),
             compiler.GPUArch(self.arch.name),
             compiler.DumpDir(self.folder.name),
-        ):
-            options.options[type(option)] = option
-        dsl.compile_options = options
-        own_stream = not _takes_stream([*arguments, *named.values()])
-        fakes = [_fake(a, own_stream) for a in arguments]
-        fake_named = {name: _fake(a, own_stream) for name, a in named.items()}
-        with tracing(), recording() as recorder:
+        )
+        dsl.compile_options = copy(options)  # NOTE: the script may use its own again
+        dsl.compile_options.options = {**options.options, **{type(o): o for o in ours}}
+        with ExitStack() as stack:
+            stack.enter_context(tracing())
+            recorder = stack.enter_context(recording())
+            if not with_ffi:
+                hook = compiler.PostCompileHookContext(dsl.compiler_provider, _strip_debug_info)
+                stack.enter_context(hook)
             compiled = self.original(
-                dsl, body, *fakes, compile_only=True, no_cache=True, **fake_named
+                dsl, body, *arguments, compile_only=True, no_cache=True, **named
             )
-        if compiled.__ptx__:
+        if compiled.__ptx__ and "\n" in compiled.__ptx__:  # else it is a file's name, of no kernel
             compiled._cutex_ptx = recorder.annotate(compiled.__ptx__)
-        parameters = dict(inspect.signature(body).parameters)
-        parameters.pop("self", None)
-        try:
-            return Simulated(compiled, parameters, self.calls)
-        except SimError as error:  # NOTE: of PTX that the simulator does not read
-            self.calls.errors.append((error, getattr(compiled, "_cutex_ptx", "")))
-            raise
+        return compiled
+
+
+def _strip_debug_info(module: ir.Module) -> None:
+    """Of the host code, the PTX having been made: LLVM refuses the calls of its C interface else,
+    which have none.
+    """
+    passes = PassManager.parse("builtin.module(strip-debuginfo)", context=module.context)
+    passes.run(module.operation)
 
 
 def _fake(value: Any, own_stream: bool) -> Any:
@@ -350,16 +476,25 @@ def _benchmark(callable: Any, **how: Any) -> float:
     return math.nan
 
 
+def _benchmark_for_autotune(callable: Any, *arguments: Any, **named: Any) -> float:
+    """One call of a configuration: all are as fast, so that the DSL's tuner keeps the first."""
+    how = ("warmup_iterations", "iterations", "use_cold_l2", "print_verbose", "current_stream")
+    callable(*arguments, **{n: v for n, v in named.items() if n not in how})
+    return 0.0
+
+
 @contextmanager
 def dsl_on_cpu(arch: Arch, calls: Calls) -> Iterator[None]:
     from cutlass.utils import HardwareInfo
 
-    compile = Compiler(arch, calls)
+    compile, cuda = Compiler(arch, calls), CudaMemory(calls.memory)
     ok = (driver.CUresult.CUDA_SUCCESS,)
     with ExitStack() as stack:
         for target, values in (
             (BaseDSL, {"_func": lambda dsl, body, *a, **k: compile(dsl, body, *a, **k)}),
-            (cutlass.testing, {"benchmark": _benchmark}),
+            (cutlass.testing, {
+                "benchmark": _benchmark, "_benchmark_for_autotune": _benchmark_for_autotune,
+            }),
             (cutlass.cute.testing, {"benchmark": _benchmark}),
             (HardwareInfo, {
                 "__init__": lambda self, *_: None,
@@ -373,7 +508,9 @@ def dsl_on_cpu(arch: Arch, calls: Calls) -> Iterator[None]:
                 "cuInit": lambda *_: ok,
                 "cuDeviceGetCount": lambda *_: (*ok, 1),
                 "cuDriverGetVersion": lambda *_: (*ok, 13000),
+                **cuda.driver_functions(),
             }),
+            (cuda_runtime, cuda.runtime_functions()),
             (cutlass.cuda, {"initialize_cuda_context": lambda *_, **__: None}),
         ):  # fmt: skip
             stack.enter_context(patched(target, **values))

@@ -242,15 +242,16 @@ class SharedOperand:
     def _check_written(self) -> None:
         """What TMA wrote with one swizzle and the descriptor reads with another is scrambled."""
         modes = self.m.box_swizzle[self.cta].take(self.chunks)
+        wrong = modes != self.desc.bits + 1
+        if not np.count_nonzero(wrong):
+            return
         if (modes < 0).any():
             self.m.findings.add(
                 "uninitialised",
                 f"{self.form.what} ({self.desc}) holds shared memory that nothing has written",
                 self.ins,
             )
-        wrong = modes != self.desc.bits + 1
-        if wrong.any():
-            wrong &= modes > 0
+        wrong &= modes > 0
         if wrong.any():
             at = tuple(v[0] for v in np.nonzero(wrong))
             line = int(self.m.box_line[self.cta, self.chunks[at]])

@@ -228,7 +228,10 @@ def _add(
     cells: np.ndarray, rows: Any, value: np.ndarray, desc: InstructionDescriptor, scale: Any
 ) -> None:
     """D in ``rows`` of ``cells``; a 16-bit accumulator is the low half of a column."""
-    if desc.out == "f32":
+    if desc.out == "f32" and scale == 1.0 and isinstance(rows, slice):
+        total = cells.view(np.float32)[rows]  # in place
+        total += value
+    elif desc.out == "f32":
         old = cells.view(np.float32)[rows] if scale is not None else None
         cells.view(np.float32)[rows] = _sum(old, value, desc, scale)
     elif desc.out == "s32":

@@ -130,6 +130,11 @@ class TensorMap:
         return None
 
     @property
+    def plain(self) -> bool:
+        """Elements come to shared memory as they are."""
+        return not (self.tf32 or self.padded)
+
+    @property
     def fill(self) -> int:
         """What elements outside the tensor read as; the NaN was read from an H200."""
         return _NAN_FILL[self.kind] if self.nan_fill else 0
@@ -211,9 +216,13 @@ class Overlap:
     slices: tuple[slice, ...]
     offset: int  # bytes from the tensor's address; added to it modulo 2^64, as hardware does
 
-    @property
+    @cached_property
     def empty(self) -> bool:
         return any(s.start >= s.stop for s in self.slices)
+
+    def whole(self, tmap: TensorMap) -> bool:
+        """The whole box of ``tmap`` is."""
+        return all(s == slice(0, n) for s, n in zip(self.slices, tmap.traversed, strict=True))
 
 
 def overlap(tmap: TensorMap, at: tuple[int, ...]) -> Overlap:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -34,28 +35,41 @@ from cutex.sim.machine.operation import Engine, Operation, Span
 from cutex.sim.ptx.decode import Decoder, Execute
 
 
-def read_map(d: Decoder, warp: int, address: int) -> TensorMap:
-    """The map that an operation of ``warp`` takes."""
-    m = d.m
-    if address & (63):
-        raise BadOperand.at(d.ins, f"tensor map at 0x{address:x} is not 64-byte aligned")
-    if address & PARAM_WINDOW:
-        at = address & (PARAM_WINDOW - 1)
-        raw = m.params[at : at + MAP_BYTES].tobytes()
-    else:
-        m.tensor_maps.use(warp, address, d.ins)
-        raw = m.memory.view(address, MAP_BYTES, f"the tensor map of {d.ins.op}").tobytes()
-    tmap = decode_map(raw)
-    why = tmap.why_not()
-    if why:
-        raise BadOperand.at(d.ins, f"tensor map at 0x{address:x}: {why}")
-    return tmap
+class MapOperand:
+    """The tensor map that an instruction takes."""
+
+    def __init__(self, d: Decoder) -> None:
+        self.d, self.m = d, d.m
+        self.parameters: dict[int, TensorMap] = {}  # by address: these do not change
+
+    def read(self, warp: int, address: int) -> TensorMap:
+        """The map that an operation of ``warp`` takes."""
+        tmap = self.parameters.get(address)
+        if tmap is not None:
+            return tmap
+        m, ins = self.m, self.d.ins
+        if address & (63):
+            raise BadOperand.at(ins, f"tensor map at 0x{address:x} is not 64-byte aligned")
+        if address & PARAM_WINDOW:
+            at = address & (PARAM_WINDOW - 1)
+            raw = m.params[at : at + MAP_BYTES].tobytes()
+        else:
+            m.tensor_maps.use(warp, address, ins)
+            raw = m.memory.view(address, MAP_BYTES, f"the tensor map of {ins.op}").tobytes()
+        tmap = decode_map(raw)
+        why = tmap.why_not()
+        if why:
+            raise BadOperand.at(ins, f"tensor map at 0x{address:x}: {why}")
+        if address & PARAM_WINDOW:
+            self.parameters[address] = tmap
+        return tmap
 
 
 def tensor_load(d: Decoder) -> Execute:
     """Global to shared, completing on an mbarrier with the bytes of the whole box."""
     m, ins = d.m, d.ins
     to, tmap_at, barrier = Value(d.address(0)), Value(d.address(1, True)), Value(d.address(2))
+    map_of, boxes = MapOperand(d), Boxes(d)
     coordinates = [Value(c) for c in d.coordinates(1)]
     multicast = multicast_mask(d)
     pair = "cta_group::2" in ins.op
@@ -64,8 +78,9 @@ def tensor_load(d: Decoder) -> Execute:
         t, maps, bars, cs = to(b), tmap_at(b), barrier(b), [c(b) for c in coordinates]
         masks = multicast(b) if multicast else None
         for row, lane in active_lanes(b):
-            tmap = read_map(d, int(b.idx[row]), int(maps[row, lane]))
+            tmap = map_of.read(int(b.idx[row]), int(maps[row, lane]))
             at = _place(d, tmap, tuple(int(c[row, lane]) for c in cs))
+            box = boxes.of(tmap, at)
             align = 128 if tmap.swizzle else 16
             cta, offset = shared_place(d, b, row, lane, int(t[row, lane]), tmap.bytes, 16)
             if offset % align and tmap.swizzle:
@@ -82,9 +97,9 @@ def tensor_load(d: Decoder) -> Execute:
                 signal = (bar_cta if mask is None else signalled(m, target, bar_cta, pair), bar)
                 m.mbarriers.use(*signal, int(b.idx[row]), ins)
                 op = Operation(
-                    f"the TMA load of {_box(m, tmap, at)}", int(b.idx[row]), ins,
+                    f"the TMA load of {box.name}", int(b.idx[row]), ins,
                     ("tma", m.flight.issued, target),
-                    _loader(m, tmap, at, target, offset, signal, ins),
+                    _loader(m, box, target, offset, signal, ins),
                     Engine.TMA_LOAD, tmap.bytes,
                     writes=[Span(target, offset, offset + tmap.bytes)], signals=[signal],
                     source=(tmap, at),
@@ -94,12 +109,49 @@ def tensor_load(d: Decoder) -> Execute:
     return execute
 
 
-def _box(m: Machine, tmap: TensorMap, at: tuple[int, ...]) -> str:
-    """'mB[0, 64] (bf16 tensor 256x256, box 256x64)': the tensor by the name of its memory."""
-    region = m.memory.find(tmap.address)
-    if region is None or region.base != tmap.address:
-        return f"a {tmap}"
-    return f"{region.name}{list(reversed(at))} ({tmap})"
+class Box:
+    """A box of a tensor, which many CTAs may load: what is the same for all of them."""
+
+    def __init__(self, d: Decoder, tmap: TensorMap, at: tuple[int, ...]) -> None:
+        self.m, self.ins, self.tmap, self.at = d.m, d.ins, tmap, at
+        self.part = overlap(tmap, at)
+
+    @cached_property
+    def name(self) -> str:
+        """'mB[0, 64] (bf16 tensor 256x256, box 256x64)': the tensor by the name of its memory."""
+        region = self.m.memory.find(self.tmap.address)
+        if region is None or region.base != self.tmap.address:
+            return f"a {self.tmap}"
+        return f"{region.name}{list(reversed(self.at))} ({self.tmap})"
+
+    @cached_property
+    def window(self) -> np.ndarray:
+        """The tensor's elements under the box, as `_window`; there must be some."""
+        what = "load" if "mbarrier" in self.ins.parts else "store"
+        why = f"the TMA {what} at {self.ins.where()}"
+        return _window(self.m, self.tmap, self.part, why)
+
+    def chunks(self) -> np.ndarray:
+        """(bytes / 16,) what a load brings to shared memory, by 16 bytes, before the swizzle."""
+        tmap, part = self.tmap, self.part
+        if not (part.whole(tmap) and tmap.plain):
+            return _filled(self).reshape(-1).view(np.complex128)
+        return np.ascontiguousarray(self.window).reshape(-1).view(np.complex128)
+
+
+class Boxes:
+    """The boxes that an instruction has met."""
+
+    def __init__(self, d: Decoder) -> None:
+        self.d = d
+        self.met: dict[tuple[int, tuple[int, ...]], Box] = {}
+
+    def of(self, tmap: TensorMap, at: tuple[int, ...]) -> Box:
+        key = id(tmap), at  # NOTE: each box keeps its map, so that its number stays its own
+        box = self.met.get(key)
+        if box is None:
+            box = self.met[key] = Box(self.d, tmap, at)
+        return box
 
 
 def _place(d: Decoder, tmap: TensorMap, at: tuple[int, ...]) -> tuple[int, ...]:
@@ -168,43 +220,55 @@ def _places(
 
 
 def box_places(
-    m: Machine, tmap: TensorMap, at: tuple[int, ...]
+    m: Machine, tmap: TensorMap, at: tuple[int, ...], among: Container[int]
 ) -> tuple[Region, np.ndarray] | None:
-    """The tensor that a load reads, and the first byte of each element; None outside of it."""
+    """The tensor that a load reads, and the first byte of each element; None outside of it, or
+    where it is not ``among`` these, by their addresses.
+    """
     part = overlap(tmap, at)
     if part.empty:
+        return None
+    region = m.memory.find(tmap.address_of(part))
+    if region is None or region.base not in among:
         return None
     return _places(m, tmap, part, _window(m, tmap, part, "a TMA load"))
 
 
+def _filled(of: Box) -> np.ndarray:
+    """The elements of a box that is not just a part of its tensor."""
+    tmap, part = of.tmap, of.part
+    box = np.zeros(tmap.traversed[::-1], _word(tmap))
+    if tmap.nan_fill:
+        box[...] = tmap.fill
+    if not part.empty:
+        box[part.slices[::-1]] = of.window
+    if tmap.tf32:
+        # NOTE: to nearest, as seen on an H200; that a tie goes away from zero is a guess
+        finite = (box & np.uint32(0x7F800000)) != np.uint32(0x7F800000)
+        box += np.where(finite, np.uint32(0x1000), np.uint32(0))
+        box &= np.uint32(0xFFFFE000)
+    return _padded(box) if tmap.padded else box
+
+
+@lru_cache(maxsize=4096)
+def _swizzled(first: int, count: int, swizzle: int) -> np.ndarray:
+    """Where ``count`` chunks of 16 bytes lie that begin with number ``first``; read-only."""
+    return swizzle_chunks(first + np.arange(count), swizzle)
+
+
 def _loader(
-    m: Machine,
-    tmap: TensorMap,
-    at: tuple[int, ...],
-    cta: int,
-    offset: int,
-    signal: tuple[int, int],
-    ins: Any,
+    m: Machine, box: Box, cta: int, offset: int, signal: tuple[int, int], ins: Any
 ) -> Callable[[], None]:
+    tmap = box.tmap
+
     def complete() -> None:
-        box = np.zeros(tmap.traversed[::-1], _word(tmap))
-        if tmap.nan_fill:
-            box[...] = tmap.fill
-        part = overlap(tmap, at)
-        if not part.empty:
-            box[part.slices[::-1]] = _window(m, tmap, part, f"the TMA load at {ins.where()}")
-        if tmap.tf32:
-            # NOTE: to nearest, as seen on an H200; that a tie goes away from zero is a guess
-            finite = (box & np.uint32(0x7F800000)) != np.uint32(0x7F800000)
-            box += np.where(finite, np.uint32(0x1000), np.uint32(0))
-            box &= np.uint32(0xFFFFE000)
-        if tmap.padded:
-            box = _padded(box)
-        chunks = box.reshape(-1).view(np.uint64).reshape(-1, 2)
-        where = swizzle_chunks((offset >> 4) + np.arange(len(chunks)), tmap.swizzle)
-        m.smem[cta].view(np.uint64).reshape(-1, 2)[where] = chunks
-        m.box_swizzle[cta, where] = tmap.swizzle + 1
-        m.box_line[cta, where] = ins.line
+        chunks = box.chunks()
+        where = _swizzled(offset >> 4, len(chunks), tmap.swizzle)
+        m.smem_chunks[cta][where] = chunks
+        row = m.box_swizzle[cta], m.box_line[cta]
+        # NOTE: a swizzle stays within rows of 128 bytes
+        span = where if offset % 128 else slice(offset >> 4, (offset >> 4) + len(chunks))
+        row[0][span], row[1][span] = tmap.swizzle + 1, ins.line
         m.mbarriers.complete_tx(*signal, tmap.tx_bytes, "a TMA load", ins)
 
     return complete
@@ -220,6 +284,7 @@ def tensor_store(d: Decoder, combine: str | None) -> Execute:
     """Shared to global; elements outside the tensor are not written."""
     m, ins = d.m, d.ins
     tmap_at, frm = Value(d.address(0, True)), Value(d.address(1))
+    map_of, boxes = MapOperand(d), Boxes(d)
     coordinates = [Value(c) for c in d.coordinates(0)]
 
     def execute(b: Batch) -> None:
@@ -231,20 +296,21 @@ def tensor_store(d: Decoder, combine: str | None) -> Execute:
             # uniform instruction does
             same.setdefault(key, []).append(lane)
         for (row, address, source, *at), lanes in same.items():
-            tmap = read_map(d, int(b.idx[row]), address)
+            tmap = map_of.read(int(b.idx[row]), address)
             if tmap.padded:
                 raise BadOperand.at(ins, f"a store of a {tmap} is not defined")
             if combine and tmap.kind not in _KINDS:
                 raise BadOperand.at(ins, f"a reduction into a {tmap} is not defined")
             where = _place(d, tmap, tuple(at))
+            box = boxes.of(tmap, where)
             _check_stored_rows(d, tmap, where)
             cta, offset = shared_place(d, b, row, lanes[0], source, tmap.bytes, 16)
             warp = int(b.idx[row])
             groups = [m.bulk_groups.joined((warp, lane)) for lane in lanes]
             _order_grids(m, tmap, where, warp, True, ins)
             op = Operation(
-                f"the TMA store of {_box(m, tmap, where)}", warp, ins, ("store", m.flight.issued),
-                _storer(m, tmap, where, (cta, offset), combine, groups, ins),
+                f"the TMA store of {box.name}", warp, ins, ("store", m.flight.issued),
+                _storer(m, box, cta, offset, combine, groups, ins),
                 Engine.TMA_STORE, tmap.bytes,
                 reads=[Span(cta, offset, offset + tmap.bytes)],
                 agents=[(m.clocks.agent(Kind.BULK, warp), groups[0].last)],
@@ -276,25 +342,20 @@ def _check_stored_rows(d: Decoder, tmap: TensorMap, at: tuple[int, ...]) -> None
 
 def _storer(
     m: Machine,
-    tmap: TensorMap,
-    at: tuple[int, ...],
-    source: tuple[int, int],
+    of: Box,
+    cta: int,
+    offset: int,
     combine: str | None,
     groups: list[BulkGroup],
     ins: Any,
 ) -> Callable[[], None]:
-    cta, offset = source
+    tmap, part = of.tmap, of.part
 
     def complete() -> None:
-        n = tmap.bytes // 16
-        where = swizzle_chunks((offset >> 4) + np.arange(n), tmap.swizzle)
-        chunks = m.smem[cta].view(np.uint64).reshape(-1, 2)[where]
-        box = (
-            np.ascontiguousarray(chunks).reshape(-1).view(_word(tmap)).reshape(tmap.traversed[::-1])
-        )
-        part = overlap(tmap, at)
+        where = _swizzled(offset >> 4, tmap.bytes // 16, tmap.swizzle)
+        box = m.smem_chunks[cta].take(where).view(_word(tmap)).reshape(tmap.traversed[::-1])
         if not part.empty:
-            target = _window(m, tmap, part, f"the TMA store at {ins.where()}")
+            target = of.window
             new = np.ascontiguousarray(box[part.slices[::-1]])
             if combine is not None:
                 old = np.ascontiguousarray(target)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Hashable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,9 +20,9 @@ from cutex.sim.isa.matrices import (
 )
 from cutex.sim.isa.sync import require_whole_warp
 from cutex.sim.machine.batch import RETRY, Batch
-from cutex.sim.machine.operation import Engine, Operation
+from cutex.sim.machine.operation import Engine, Operation, Place, Span
 from cutex.sim.machine.waits import Wait
-from cutex.sim.machine.warpgroup import Descriptors, Group, Rendezvous
+from cutex.sim.machine.warpgroup import Descriptors, Group, Registers, Rendezvous
 from cutex.sim.numerics.fp8_sum import add_products
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.operands import Imm, Operand, Reg, Vector
@@ -108,6 +109,15 @@ def mma_async(d: Decoder) -> Execute:
     return Wgmma(d).execute
 
 
+class _Operands(NamedTuple):
+    """What a warpgroup's wgmma reads of shared memory."""
+
+    a: SharedOperand | None  # None: A is in registers
+    b: SharedOperand
+    reads: list[Place]
+    bytes: int
+
+
 class Wgmma:
     """One wgmma of the program, which the warps of a warpgroup execute together."""
 
@@ -127,6 +137,9 @@ class Wgmma:
             raise d.unknown("size of D")
         self.a_registers = _indices(ops[1])  # none where A is in shared memory
         self.touches = np.array(self.registers + self.a_registers)
+        self.results = Registers.of(self.registers)
+        self.sources = Registers.of(self.a_registers) if self.a_registers else None
+        self.operands: dict[Hashable, _Operands] = {}
         self.a_desc = None if self.a_registers else d.src(1, "b64")
         self.b_desc = d.src(2, "b64")
         keep = ops[3]
@@ -176,12 +189,12 @@ class Wgmma:
         that it accesses comes after a fence.
         """
         m, key = self.m, where[:2]
-        inside = [int(m.grid.warp_in_cta[warp]) % 4 for warp in by_warp]
-        acc = m.warpgroups.take(key, inside, self.registers, self.n, self.d_kind, self.ins)
+        inside = [warp // m.grid.num_ctas % 4 for warp in by_warp]
+        acc = m.warpgroups.take(key, inside, self.results, self.n, self.d_kind, self.ins)
         first = next(iter(by_warp.values()))
         meeting = m.warpgroups.meeting.setdefault(where, Rendezvous(self.ins, first, acc))
         for warp, descriptors in by_warp.items():
-            if (descriptors, self.ins) != (meeting.descriptors, meeting.ins):
+            if descriptors != meeting.descriptors or self.ins is not meeting.ins:
                 raise BadOperand.at(
                     self.ins,
                     f"{m.grid.name_warp(warp)} executes another wgmma, or other descriptors, than "
@@ -192,8 +205,8 @@ class Wgmma:
             meeting.groups.append((warp, state.open))
             meeting.agents.append((m.clocks.agent(Kind.TENSOR, warp), state.commits + 1))
             if not fenced:
-                m.warpgroups.check_fence(warp, self.registers + self.a_registers, self.ins)
-            m.warpgroups.hold(warp, self.registers, self.a_registers, self.ins)
+                m.warpgroups.check_fence(warp, self.touches, self.ins)
+            m.warpgroups.hold(warp, self.results, self.sources, self.ins)
         if self.a_registers:
             words = m.registers[32][np.ix_(self.a_registers, list(by_warp))]
             fragments = _a_fragment(words, self.a_form.kind)
@@ -203,42 +216,50 @@ class Wgmma:
             self._issue(key, meeting)
 
     def _issue(self, key: tuple[int, int], meeting: Rendezvous) -> None:
-        b_op = self._shared(key[0], meeting.descriptors.b, self.b_form)
-        reads = [b_op.span()]
-        if meeting.descriptors.a is not None:
-            a_op = self._shared(key[0], meeting.descriptors.a, self.a_form)
-            # NOTE: each warp multiplies its own 16 rows of A, and NVIDIA's kernels rely on it: what
-            # another warp may do with them, the PTX ISA does not say
-            inside = [int(self.m.grid.warp_in_cta[warp]) % 4 for warp, _ in meeting.groups]
-            reads += [a_op.quarter(which, part) for part, which in enumerate(inside)]
-            a_values: Callable[[], np.ndarray] = a_op.values
-        else:
-            a_values = lambda: np.concatenate([meeting.fragments[i] for i in range(4)])
-        complete = lambda: self._complete(key, meeting, a_values(), b_op.values())
+        descriptors = meeting.descriptors
+        inside = tuple(warp // self.m.grid.num_ctas % 4 for warp, _ in meeting.groups)
+        place = key[0], descriptors.a, descriptors.b, inside
+        operands = self.operands.get(place)
+        if operands is None:
+            operands = self.operands[place] = self._operands(key[0], descriptors, inside)
         warp, queue = self.m.warpgroups.warp(key, 0), ("wgmma", *key)
         op = Operation(
-            "the wgmma", warp, self.ins, queue, complete, Engine.WGMMA,
-            bytes=sum(s.size for s in reads), flops=2 * 64 * self.n * self.k, reads=[*reads],
+            "the wgmma", warp, self.ins, queue, lambda: self._complete(key, meeting, operands),
+            Engine.WGMMA, operands.bytes, 2 * 64 * self.n * self.k, operands.reads,
             agents=meeting.agents, issuers=[w for w, _ in meeting.groups],
         )  # fmt: skip
         self.m.flight.issue(op)
+
+    def _operands(self, cta: int, descriptors: Descriptors, inside: tuple[int, ...]) -> _Operands:
+        """``inside``: of the warps that issue it, which of the warpgroup each of them is."""
+        a, b = None, self._shared(cta, descriptors.b, self.b_form)
+        reads: list[Place] = [b.span()]
+        if descriptors.a is not None:
+            a = self._shared(cta, descriptors.a, self.a_form)
+            # NOTE: each warp multiplies its own 16 rows of A, and NVIDIA's kernels rely on it: what
+            # another warp may do with them, the PTX ISA does not say
+            reads += [a.quarter(which, part) for part, which in enumerate(inside)]
+        return _Operands(a, b, reads, sum(s.size for s in reads if isinstance(s, Span)))
 
     def _shared(self, cta: int, descriptor: int, form: Form) -> SharedOperand:
         desc = read_descriptor(descriptor, False, self.ins)
         return SharedOperand(self.m, cta, desc, form, self.ins)
 
-    def _complete(
-        self, key: tuple[int, int], meeting: Rendezvous, a: np.ndarray, b: np.ndarray
-    ) -> None:
-        """``a`` (64, K), ``b`` (N, K)"""
-        m, values = self.m, meeting.acc.values
-        a = -a if self.negate else a
-        old = values.reshape(64, self.n) if meeting.descriptors.keep else None
-        if self.a_form.kind in ("e4m3", "e5m2") and self.d_kind == "f32":
-            total = add_products(np.zeros((64, self.n), np.float32) if old is None else old, a, b)
+    def _complete(self, key: tuple[int, int], meeting: Rendezvous, operands: _Operands) -> None:
+        m, values = self.m, meeting.acc.values.reshape(64, self.n)
+        if operands.a is None:
+            a = np.concatenate([meeting.fragments[i] for i in range(4)])
         else:
-            total = accumulate(old, a @ b.T, self.d_kind, self.saturate)
-        values[...] = total.reshape(values.shape)
+            a = operands.a.values()  # (64, K)
+        a = -a if self.negate else a
+        b = operands.b.values()  # (N, K)
+        old = values if meeting.descriptors.keep else None
+        if self.a_form.kind in ("e4m3", "e5m2") and self.d_kind == "f32":
+            values[...] = add_products(np.zeros_like(values) if old is None else old, a, b)
+        elif self.d_kind == "f32" and old is not None:
+            old += a @ b.T
+        else:
+            values[...] = accumulate(old, a @ b.T, self.d_kind, self.saturate)
         m.warpgroups.release(key, meeting.acc)
         for warp, group in meeting.groups:
             group.in_flight -= 1

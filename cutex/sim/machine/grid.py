@@ -35,6 +35,7 @@ class Grid:
     def place(self, clusters: Sequence[int]) -> None:
         """Makes these clusters of the grid (numbered by x, then y, then z) resident."""
         self.present = count = len(clusters) * self.cluster_size
+        self._warp_names: dict[int, str] = {}
         assert count <= self.num_ctas
         self.cta_coord = np.zeros((self.num_ctas, 3), np.uint32)
         self.cta_cluster = np.zeros(self.num_ctas, np.int64)  # its number in the grid
@@ -70,10 +71,14 @@ class Grid:
         return own - self.cta_rank[own] + rank, (addresses & np.uint64(0xFFFFFF)).astype(np.int64)
 
     def name_warp(self, warp: int) -> str:
-        cta = int(self.warp_cta[warp])
-        x, y, z = self.cta_coord[cta]
-        rank = f" (rank {self.cta_rank[cta]} of its cluster)" if self.cluster_size > 1 else ""
-        return f"CTA ({x},{y},{z}){rank} warp {self.warp_in_cta[warp]}"
+        name = self._warp_names.get(warp)
+        if name is None:
+            cta = int(self.warp_cta[warp])
+            x, y, z = self.cta_coord[cta]
+            rank = f" (rank {self.cta_rank[cta]} of its cluster)" if self.cluster_size > 1 else ""
+            name = f"CTA ({x},{y},{z}){rank} warp {self.warp_in_cta[warp]}"
+            self._warp_names[warp] = name
+        return name
 
     def name_cta(self, cta: int) -> str:
         x, y, z = self.cta_coord[cta]

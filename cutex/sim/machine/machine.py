@@ -22,6 +22,7 @@ from cutex.sim.hazards.grid_order import GridOrder, Stream
 from cutex.sim.hazards.lifetimes import Lifetimes
 from cutex.sim.hazards.map_changes import TensorMapChanges
 from cutex.sim.hazards.smem_shadow import SmemShadow
+from cutex.sim.hazards.unchecked import Unchecked
 from cutex.sim.host.capture import Launch
 from cutex.sim.machine.async_copies import AsyncCopies
 from cutex.sim.machine.banks import BankConflicts
@@ -66,7 +67,10 @@ class Machine:
         residency: Residency,
         policy: Policy,
         stream: Stream,
+        checks: bool = True,
     ) -> None:
+        """``checks``: races are looked for, in memory of whatever kind."""
+        self.checks = checks
         self.program, self.memory, self.params = program, memory, params
         self.residency, self.policy = residency, policy
         self.grid: Grid = Grid(launch, residency.ctas)
@@ -140,9 +144,10 @@ class Machine:
         self.last_wait: dict[int, dict[tuple[int, int], PassedWait]] = defaultdict(dict)
         self.register_pools: dict[int, RegisterPool] = {}  # by cta
         self.clocks = Clocks(self)
-        self.smem_shadow = SmemShadow(self)
-        self.async_accesses = AsyncAccesses(self)
-        self.lifetimes = Lifetimes(self)
+        unchecked: Any = Unchecked()
+        self.smem_shadow = SmemShadow(self) if self.checks else unchecked
+        self.async_accesses = AsyncAccesses(self) if self.checks else unchecked
+        self.lifetimes = Lifetimes(self) if self.checks else unchecked
         self.global_races.order.start()
 
     def register(self, reg: Reg) -> np.ndarray:

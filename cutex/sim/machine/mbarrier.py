@@ -44,9 +44,9 @@ class MBarrier:
     phases: int = 0  # completed
     tx_expected: int = 0  # bytes announced in this phase, and bytes that came
     tx_arrived: int = 0
-    last: str = "nobody"
+    last: tuple[str, Instruction] | None = None  # who touched it, and by what
     remote: bool = False  # the last arrival came from another CTA
-    announced: str = ""  # where bytes were announced last
+    announced: Instruction | None = None  # what announced bytes last
     given: np.ndarray | None = None  # what the arrivals of this phase release (see clocks)
     released: np.ndarray | None = None  # that of the last completed phase
 
@@ -161,7 +161,7 @@ class MBarriers:
         self, cta: int, offset: int, count: int, who: str, ins: Instruction, drop: bool = False
     ) -> None:
         barrier = self.get(cta, offset, ins)
-        barrier.last = f"{who} at {ins.where()}"
+        barrier.last = who, ins
         if count > barrier.pending:
             raise BarrierMisuse.at(
                 ins,
@@ -178,8 +178,8 @@ class MBarriers:
         barrier = self.get(cta, offset, ins)
         barrier.tx += size
         barrier.tx_expected += size
-        barrier.announced = ins.place()
-        barrier.last = f"{who} at {ins.where()}"
+        barrier.announced = ins
+        barrier.last = who, ins
         if abs(barrier.tx) > MAX_COUNT:
             raise BarrierMisuse.at(
                 ins,
@@ -192,7 +192,7 @@ class MBarriers:
         barrier = self.get(cta, offset, ins)
         barrier.tx -= size
         barrier.tx_arrived += size
-        barrier.last = f"{who} at {ins.where()}"
+        barrier.last = who, ins
         self._advance(cta, offset, barrier)
 
     def _advance(self, cta: int, offset: int, barrier: MBarrier) -> None:
@@ -234,6 +234,8 @@ class MBarriers:
     def describe(self, cta: int, offset: int) -> str:
         """State for the deadlock report, with what is wrong with the bytes if something is."""
         b = self.barriers[cta, offset]
+        announced = b.announced.place() if b.announced else ""
+        last = f"{b.last[0]} at {b.last[1].where()}" if b.last else "nobody"
         text = (
             f"{self.name(cta, offset)}: {b.phases} phase{'s' if b.phases != 1 else ''} complete, "
             f"{b.pending} of {b.expected} arrivals pending, tx-count {b.tx}"
@@ -241,14 +243,14 @@ class MBarriers:
         if b.tx > 0 and not any((cta, offset) in op.signals for op in self.machine.flight):
             text += (
                 f" (expect_tx announced {b.tx_expected} bytes, {b.tx_arrived} came and no copy is "
-                f"in flight), announced at {b.announced}"
+                f"in flight), announced at {announced}"
             )
         elif b.tx < 0:
             text += (
                 f" ({b.tx_arrived} bytes came, expect_tx announced only {b.tx_expected}), "
-                f"announced at {b.announced}"
+                f"announced at {announced}"
             )
-        return f"{text}, last touched by {b.last}"
+        return f"{text}, last touched by {last}"
 
     def leftovers(self) -> list[tuple[str, Instruction]]:
         """Barriers whose transaction bytes never came out even, for the end of a run."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cutex.sim.errors import BadAddress
 from cutex.sim.hazards.tmem_accesses import TmemAccesses
 from cutex.sim.hazards.tmem_shadow import TmemShadow
+from cutex.sim.hazards.unchecked import Unchecked
 from cutex.sim.machine.memory import POISON32
 from cutex.sim.ptx.parse import Instruction
 
@@ -52,13 +53,15 @@ class TensorMemory:
     def shadow(self) -> TmemShadow:
         """Made when first used: it knows of no earlier access."""
         if self._shadow is None:
-            self._shadow = TmemShadow(self.machine)
+            nothing: Any = Unchecked()
+            self._shadow = TmemShadow(self.machine) if self.machine.checks else nothing
         return self._shadow
 
     @property
     def accesses(self) -> TmemAccesses:
         if self._accesses is None:
-            self._accesses = TmemAccesses(self.machine)
+            nothing: Any = Unchecked()
+            self._accesses = TmemAccesses(self.machine) if self.machine.checks else nothing
         return self._accesses
 
     def request(self, cta: int, pair: bool, count: int, ins: Instruction) -> int | None:

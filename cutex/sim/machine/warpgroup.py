@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -17,11 +18,26 @@ if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
 
+class Registers:
+    """32-bit registers of an operand, in fragment order: one object for each such tuple."""
+
+    __slots__ = ("array", "indices", "members")
+
+    def __init__(self, indices: tuple[int, ...]) -> None:
+        self.indices, self.members = indices, frozenset(indices)
+        self.array = np.array(indices, np.intp)
+
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def of(indices: tuple[int, ...]) -> Registers:
+        return Registers(indices)
+
+
 @dataclass
 class Accumulator:
     """The D registers of a warpgroup while wgmma works on them; warps load and leave one by one."""
 
-    registers: tuple[int, ...]  # indices in the 32-bit bank, in fragment order
+    registers: Registers
     values: np.ndarray  # (4 warps, 16 rows, N); int32 where kind is s32, else float32
     by: Instruction
     kind: str = "f32"
@@ -42,7 +58,6 @@ class Unwaited(NamedTuple):
     by: Instruction
 
 
-Registers = tuple[int, ...]  # indices in the 32-bit bank
 SEEN, CHANGED = 1, 2  # how a register was accessed
 
 
@@ -77,6 +92,7 @@ class Rendezvous:
     fragments: dict[int, np.ndarray] = field(default_factory=dict)
 
 
+@lru_cache(maxsize=64)
 def fragment_coordinates(n: int) -> tuple[np.ndarray, np.ndarray]:
     """Row (of 16) and column of register i in lane t of an m64nNk16 D fragment: two (N/2, 32)
     arrays (9.7.15.5.2).
@@ -129,7 +145,7 @@ class WarpgroupMma:
         self,
         key: tuple[int, int],
         inside: list[int],
-        registers: tuple[int, ...],
+        registers: Registers,
         n: int,
         kind: str,
         ins: Instruction,
@@ -143,9 +159,9 @@ class WarpgroupMma:
         accumulators = self.accumulators.setdefault(key, [])
         acc = None
         for other in accumulators:
-            if other.registers == registers:
+            if other.registers is registers:
                 acc = other
-            elif set(other.registers) & set(registers):
+            elif not other.registers.members.isdisjoint(registers.members):
                 who = self.m.grid.name_warp(self.warp(key, inside[0]))
                 self.m.findings.add(
                     "race",
@@ -156,14 +172,14 @@ class WarpgroupMma:
             dtype = np.int32 if kind == "s32" else np.float32
             acc = Accumulator(registers, np.empty((4, 16, n), dtype), ins, kind)
             accumulators.append(acc)
-        fresh = [i for i in inside if not acc.loaded[i]]
+        fresh = [] if acc.loaded.all() else [i for i in inside if not acc.loaded[i]]
         if fresh:
             bank, row, column = self.m.registers[32], *fragment_coordinates(n)
-            warps = [self.warp(key, i) for i in fresh]
-            fragments = _unpack(bank[np.ix_(registers, warps)], kind)  # (N/2, warps, 32)
+            where = np.ix_(registers.indices, [self.warp(key, i) for i in fresh])
+            fragments = _unpack(bank[where], kind)  # (N/2, warps, 32)
             for j, i in enumerate(fresh):
                 acc.values[i][row, column] = fragments[:, j]
-            bank[np.ix_(registers, warps)] = POISON32
+            bank[where] = POISON32
             acc.loaded[fresh] = True
         acc.in_flight[inside] += 1
         return acc
@@ -177,7 +193,7 @@ class WarpgroupMma:
         row, column = fragment_coordinates(acc.values.shape[2])
         fragments = np.stack([acc.values[i][row, column] for i in done], 1)
         warps = [self.warp(key, int(i)) for i in done]
-        self.m.registers[32][np.ix_(acc.registers, warps)] = _pack(fragments, acc.kind)
+        self.m.registers[32][np.ix_(acc.registers.indices, warps)] = _pack(fragments, acc.kind)
         acc.loaded[done] = False
         if not acc.loaded.any():
             self.accumulators[key].remove(acc)
@@ -190,11 +206,13 @@ class WarpgroupMma:
         self.held[at] = True
         return bool(self.fenced[warps].all()) and not self.touched[at].any()
 
-    def hold(self, warp: int, results: Registers, sources: Registers, ins: Instruction) -> None:
+    def hold(
+        self, warp: int, results: Registers, sources: Registers | None, ins: Instruction
+    ) -> None:
         """A wgmma of the warp, in its open group, takes these registers."""
         state = self.state(warp)
         state.results[results] = Unwaited(state.commits + 1, ins)
-        if sources:
+        if sources is not None:
             state.sources[sources] = Unwaited(state.commits + 1, ins)
 
     def waited(self, warp: int, group: int) -> None:
@@ -205,7 +223,7 @@ class WarpgroupMma:
                 del unwaited[registers]
         self.held[warp] = False
         for registers in (*state.results, *state.sources):
-            self.held[warp, list(registers)] = True
+            self.held[warp, registers.array] = True
 
     def fence(self, warps: np.ndarray) -> None:
         """wgmma.fence of these warps."""
@@ -221,8 +239,8 @@ class WarpgroupMma:
         for warp in b.idx[self.held[at].any(1)].tolist():
             state = self.state(warp)
             for registers, unwaited in state.results.items():
-                if not (read | written).isdisjoint(registers):
-                    verb = "writes" if read.isdisjoint(registers) else "reads"
+                if not registers.members.isdisjoint(read | written):
+                    verb = "writes" if registers.members.isdisjoint(read) else "reads"
                     self.m.findings.add(
                         "race",
                         f"{self.m.grid.name_warp(warp)} {verb} an accumulator register before "
@@ -230,7 +248,7 @@ class WarpgroupMma:
                         ins,
                     )
             for registers, unwaited in state.sources.items():
-                if not written.isdisjoint(registers):
+                if not registers.members.isdisjoint(written):
                     self.m.findings.add(
                         "race",
                         f"{self.m.grid.name_warp(warp)} writes an A register that the wgmma issued "
@@ -239,14 +257,14 @@ class WarpgroupMma:
                         ins,
                     )
 
-    def check_fence(self, warp: int, registers: Registers, ins: Instruction) -> None:
+    def check_fence(self, warp: int, registers: np.ndarray, ins: Instruction) -> None:
         """What wgmma accesses comes after a fence of all ordinary accesses (9.7.15.7.1).
 
         NOTE: a mov may be the compiler's, for a loop that carries an accumulator, and none in the
         end: such stand behind the fence of NVIDIA's persistent GEMM of Hopper. And its GEMM of fp8
         with two accumulators reads one, then has wgmma overwrite it, with no fence in between.
         """
-        touched = self.touched[warp, list(registers)]
+        touched = self.touched[warp, registers]
         if self.fenced[warp] and not touched.any():
             return
         why = "its first wgmma comes without a wgmma.fence before it"

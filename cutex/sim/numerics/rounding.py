@@ -28,7 +28,9 @@ def f32_to_bf16(x: Any, mode: str = "rn") -> Any:
     elif mode in ("rm", "rp"):
         away = np.signbit(x) == (mode == "rm")
         u = u + np.where(away & np.isfinite(x), np.uint32(0xFFFF), np.uint32(0))
-    return np.where(np.isnan(x), np.uint16(0x7FFF), (u >> np.uint32(16)).astype(np.uint16))
+    bits = (u >> np.uint32(16)).astype(np.uint16)
+    nan = np.isnan(x)
+    return np.where(nan, np.uint16(0x7FFF), bits) if nan.any() else bits
 
 
 def widen(bits: Any, kind: str) -> Any:

@@ -229,10 +229,10 @@ class Decoder:
         wide = UNSIGNED[WIDTH[kind]]
 
         def read(b: Batch) -> Any:
-            value = np.zeros((b.n, 32), wide)
+            parts = np.empty((b.n, 32, len(reads)), UNSIGNED[part])
             for j, r in enumerate(reads):
-                value |= np.asarray(r(b)).astype(wide) << wide(part * j)
-            return value.view(TYPES[kind])
+                parts[:, :, j] = r(b)
+            return parts.view(wide)[:, :, 0].view(TYPES[kind])
 
         return read
 
@@ -291,8 +291,9 @@ class Decoder:
 
         def write(b: Batch, v: Any) -> None:
             v = b.lanes(np.asarray(v).view(wide) if np.ndim(v) else wide(v))
+            parts = np.ascontiguousarray(v).view(narrow).reshape(b.n, 32, len(writes))
             for j, w in enumerate(writes):
-                w(b, (v >> wide(part * j)).astype(narrow))
+                w(b, parts[:, :, j])
 
         return write
 

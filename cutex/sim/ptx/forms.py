@@ -20,6 +20,9 @@ _SHARED = r"\.shared(::cta|::cluster)?"
 _SCOPE = r"\.(cta|cluster|gpu|sys)"
 _ORDER = rf"(\.(weak|volatile)|\.(relaxed|acquire|release){_SCOPE})?"
 _SPACE = rf"(\.(global|local|const|generic|param(::entry|::func)?)|{_SHARED})?"
+# NOTE: NVIDIA's assembler takes both in either order, and an example of CUTLASS has
+# ld.global.acquire (cooperative_launch.py)
+_ORDERED = rf"({_ORDER}{_SPACE}|{_SPACE}{_ORDER})"
 _HINTS = (
     r"(\.(ca|cg|cs|lu|cv|wb|wt|nc)|\.(L1::)?(evict_\w+|no_allocate)|\.L2::evict_\w+|"
     r"\.level::eviction_priority|\.L2::cache_hint|\.L2::(64|128|256)B)*"
@@ -77,9 +80,9 @@ FORMS = {
     "mov": rf"{_ANY}|\.pred",
     "cvta": rf"(\.to)?(\.(global|local|const|param(::entry)?)|{_SHARED})\.u(32|64)",
     "isspacep": rf"\.(global|local|const|param(::entry)?)|{_SHARED}",
-    "ld": rf"{_ORDER}{_SPACE}{_HINTS}(\.unified)?{_HINTS}(\.v[248])?{_ANY}",
+    "ld": rf"{_ORDERED}{_HINTS}(\.unified)?{_HINTS}(\.v[248])?{_ANY}",
     "ldu": rf"(\.global)?(\.v[24])?{_ANY}",
-    "st": rf"{_ORDER}{_SPACE}{_HINTS}(\.v[248])?{_ANY}",
+    "st": rf"{_ORDERED}{_HINTS}(\.v[248])?{_ANY}",
     "prefetch": r"(\.(global|local))?\.L[12](::evict_(last|normal))?|(\.(param|const))?\.tensormap",
     "prefetchu": r"\.L1",
     "applypriority": r"(\.global)?\.L2::evict_normal",

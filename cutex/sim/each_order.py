@@ -1,0 +1,70 @@
+"""python -m cutex.sim.each_order FOLDER N: a script in many orders, as `cutex.check` asks for it.
+
+Most of what a run of a small script takes is importing torch and the DSL. Here that is done once,
+and each run is a fork of this process, at most N at a time. FOLDER/runs.json is a list of runs,
+each the arguments of `python -m cutex.sim`; what run i prints goes to FOLDER/i.txt, and a line
+"i exit-code" to standard output when it has ended.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from cutex.sim.__main__ import NO_DISK_CACHES, main, parser
+
+
+def fork_each(folder: Path, at_once: int, runs: Sequence[Sequence[str]]) -> int:
+    """Ends in each of the runs with its exit code; in the process that started them with 0."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the runs end, and this with the last
+    running: dict[int, int] = {}  # process: number of its run
+    for number, arguments in enumerate(runs):
+        while len(running) >= at_once:
+            _tell_end(running)
+        process = os.fork()
+        if process == 0:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            _print_to(folder / f"{number}.txt")
+            return main(arguments)
+        running[process] = number
+    while running:
+        _tell_end(running)
+    return 0
+
+
+def _print_to(file: Path) -> None:
+    """Whatever this process prints from here on."""
+    told = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(told, sys.stdout.fileno())
+    os.dup2(told, sys.stderr.fileno())
+    os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
+
+
+def _tell_end(running: dict[int, int]) -> None:
+    """Waits for one to end."""
+    process, status = os.wait()
+    print(running.pop(process), os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _import_once(arch: str) -> None:
+    """What every run imports, with what it sets before that."""
+    os.environ["CUTE_DSL_ARCH"] = arch
+    os.environ.update(NO_DISK_CACHES)
+    with suppress(Exception):  # which each run tells of
+        import cutex.sim.host.dsl_stand_in
+        import cutex.sim.host.torch_stand_in  # noqa: F401
+    gc.collect()
+    gc.freeze()  # what is never looked at again stays shared
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    wanted = json.loads((folder / "runs.json").read_text())
+    _import_once(parser().parse_args(wanted[0]).arch)
+    raise SystemExit(fork_each(folder, int(sys.argv[2]), wanted))

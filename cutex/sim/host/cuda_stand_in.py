@@ -1,0 +1,93 @@
+"""What scripts call of the CUDA driver and runtime besides launches: memory, and waiting for it.
+
+Memory is host memory that the kernels of the script may access, as that of torch is; a launch is
+over when it returns, so there is nothing to wait for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import cuda.bindings.driver as driver
+import cuda.bindings.runtime as runtime
+import torch
+
+from cutex.sim.host.torch_stand_in import DeviceMemory
+
+
+class CudaMemory:
+    """What a script has allocated by itself."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self.memory = memory
+        self.held: dict[int, torch.Tensor] = {}  # by address
+
+    def allocate(self, size: int, *_: Any) -> int:
+        tensor = self.memory.add(torch.empty(int(size), dtype=torch.uint8))
+        self.held[tensor.data_ptr()] = tensor
+        return tensor.data_ptr()
+
+    def free(self, address: Any, *_: Any) -> None:
+        self.held.pop(int(address), None)
+
+    @staticmethod
+    def fill(address: Any, value: int, size: int, *_: Any) -> None:
+        ctypes.memset(int(address), value, size)
+
+    @staticmethod
+    def fill_words(address: Any, value: int, count: int, *_: Any) -> None:
+        (ctypes.c_uint32 * count).from_address(int(address))[:] = [value] * count
+
+    @staticmethod
+    def copy(to: Any, frm: Any, size: int, *_: Any) -> None:
+        ctypes.memmove(_address(to), _address(frm), size)
+
+    def runtime_functions(self) -> dict[str, Callable[..., Any]]:
+        """Those of `cuda.bindings.runtime`."""
+        ok = runtime.cudaError_t.cudaSuccess
+        functions = {
+            "cudaMalloc": self.allocate, "cudaMallocAsync": self.allocate, "cudaFree": self.free,
+            "cudaFreeAsync": self.free, "cudaMemset": self.fill, "cudaMemsetAsync": self.fill,
+            "cudaMemcpy": self.copy, "cudaMemcpyAsync": self.copy,
+        }  # fmt: skip
+        waits = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaGetLastError")
+        return _answering(ok, functions, waits)
+
+    def driver_functions(self) -> dict[str, Callable[..., Any]]:
+        """Those of `cuda.bindings.driver`."""
+        functions: dict[str, Callable[..., Any]] = {
+            "cuMemAlloc": self.allocate, "cuMemAllocAsync": self.allocate, "cuMemFree": self.free,
+            "cuMemFreeAsync": self.free, "cuMemsetD8": self.fill, "cuMemsetD8Async": self.fill,
+            "cuMemsetD32": self.fill_words, "cuMemsetD32Async": self.fill_words,
+        }  # fmt: skip
+        for name in ("cuMemcpy", "cuMemcpyHtoD", "cuMemcpyDtoH", "cuMemcpyDtoD"):
+            functions |= {name: self.copy, f"{name}Async": self.copy}
+        waits = ("cuStreamSynchronize", "cuCtxSynchronize")
+        return _answering(driver.CUresult.CUDA_SUCCESS, functions, waits)
+
+
+def _answering(
+    ok: Any, functions: dict[str, Callable[..., Any]], waits: tuple[str, ...]
+) -> dict[str, Callable[..., Any]]:
+    """As these bindings answer: a tuple of the error code and what there is to return."""
+
+    def answering(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> tuple[Any, ...]:
+            found = function(*arguments)
+            return (ok,) if found is None else (ok, found)
+
+        return call
+
+    nothing = {name: lambda *_: (ok,) for name in waits}
+    return {name: answering(function) for name, function in functions.items()} | nothing
+
+
+def _address(memory: Any) -> int:
+    """Of a pointer, or of what holds bytes."""
+    if hasattr(memory, "__array_interface__"):
+        return int(memory.__array_interface__["data"][0])
+    if isinstance(memory, bytearray | memoryview):
+        return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    return int(memory)
