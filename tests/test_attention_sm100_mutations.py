@@ -233,3 +233,24 @@ def test_what_synchronises_is_missed(kernel, operator):
     found = [(site, wrong(site.mutant, case)) for site in sites(kernel, operator)]
     unnoticed = [f"line {s.line}: {s.text}" for s, message in found if message is None]
     assert found and not unnoticed, "\n".join(unnoticed)
+
+
+# at how many places nothing follows that needs it: dealloc, which is synchronous (9.7.16.6.1)
+BY_THE_LETTER = {"a wait for tcgen05.ld": 0, "a fence of tcgen05": 1}
+
+
+@SLOW
+@pytest.mark.parametrize("operator", BY_THE_LETTER)
+def test_what_orders_tensor_memory_by_the_letter_is_told(kernel, operator):
+    """Registers are true dependencies, and hardware forgives a missing fence: advisories."""
+    inputs, untold = FALLING.inputs(), []
+    for site in sites(kernel, operator):
+        out, lse = FALLING.outputs()
+        arguments = (*inputs[:3], out, lse, torch.zeros(2, dtype=torch.int32))
+        try:
+            report = simulate(site.mutant, *arguments, FALLING.softmax_scale, -FALLING.window[0])
+        except SimError:
+            continue
+        if all(a.rule == "parked wait" for a in report.advisories):
+            untold.append(f"line {site.line}: {site.text}")
+    assert len(untold) == BY_THE_LETTER[operator], "\n".join(untold)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cutex.sim.errors import BadOperand, Deadlock, Endless, SimError
-from cutex.sim.hazards.tmem_shadow import load_sites
+from cutex.sim.hazards.tmem_loads import watched
 from cutex.sim.isa import definitions, wgmma  # noqa: F401 - the first registers instructions
 from cutex.sim.machine.batch import ARRIVED, RETRY, Batch
 from cutex.sim.machine.divergence import BLOCKED, DONE, RUNNING, YIELDED
@@ -47,7 +47,7 @@ class Scheduler:
         self.code = machine.program.code
         self.decoded: list[Execute | None] = [None] * len(self.code)
         self.watched = _watched(machine.program)
-        self.loaded = load_sites(machine.program)[1]
+        self.loading = watched(machine.program).steps
         self.guards = [None if i.guard is None else machine.register(i.guard) for i in self.code]
         self.polls, self.whole = _polling(machine.program), _whole_warp(machine.program)
         self.executed = np.zeros(len(self.code), np.int64)  # warp-instructions
@@ -202,8 +202,8 @@ class Scheduler:
             execute = decoded[pc]
             if execute is None:
                 execute = decoded[pc] = decode(ins, m)
-            if pc in self.loaded:
-                m.tmem.accesses.use(batch, pc)
+            if pc in self.loading:
+                m.tmem.accesses.step(batch, self.loading[pc], ins)
             if pc in self.watched:
                 m.warpgroups.access(batch, *self.watched[pc], ins)
             try:

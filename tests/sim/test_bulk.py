@@ -132,7 +132,7 @@ def test_bulk_copies_of_other_than_16_bytes_are_refused(size, at):
 
 def test_a_group_is_overdue_while_an_older_one_than_allowed_is_in_flight():
     nothing = lambda *_: 0
-    clocks = SimpleNamespace(agent=nothing, learn=nothing)
+    clocks = SimpleNamespace(agent=nothing, written_slot=nothing, learn=nothing)
     machine = SimpleNamespace(wake=nothing, clocks=clocks, flight=SimpleNamespace(issued=0))
     groups, thread = BulkGroups(machine), (0, 0)
     made = []
@@ -140,13 +140,13 @@ def test_a_group_is_overdue_while_an_older_one_than_allowed_is_in_flight():
         made.append(groups.joined(thread))
         groups.commit(thread)
     groups.commit(thread)  # an empty one
-    assert groups.overdue(thread, 3) and groups.overdue(thread, 0)
+    assert groups.overdue(thread, 3, True) and groups.overdue(thread, 0, True)
     made[2].finished()
     made[1].finished()
-    assert groups.overdue(thread, 3)  # the oldest of four is not done
-    assert not groups.overdue(thread, 4)
+    assert groups.overdue(thread, 3, True)  # the oldest of four is not done
+    assert not groups.overdue(thread, 4, True)
     made[0].finished()
-    assert not groups.overdue(thread, 0)
+    assert not groups.overdue(thread, 0, True)
 
 
 def three_stores(wait: str, overwrite: int) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -69,14 +69,16 @@ def test_it_runs_as_it_is_and_is_right(name: str, arch: str, tmp_path: Path) -> 
             pytest.skip(f"needs {needed}: pip install -e '.[peers]'")
     path = tmp_path / "script.py"
     path.write_text(text)
+    found = tmp_path / "found.json"
+    command = [sys.executable, "-W", "ignore", "-m", "cutex.sim", "--arch", arch]
     ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "cutex.sim", "--arch", arch, str(path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=600,
-        env={**os.environ, "HOME": str(tmp_path)},
+        [*command, "--json", str(found), str(path)], cwd=ROOT, capture_output=True, text=True,
+        timeout=600, env={**os.environ, "HOME": str(tmp_path)},
     )  # fmt: skip
     assert "Traceback" not in ran.stderr, ran.stderr
-    found = set(re.findall(r"^cutex: (?!advisory|\d+ launch)(.*)", ran.stderr, re.M))
-    # NOTE: on Blackwell one kernel of its backward returns while its last TMA stores may still
-    # read shared memory
-    known = {f for f in found if (name, arch) == ("attention", "sm_100a") and "TMA store" in f}
-    assert found == known, ran.stderr
+    told = json.loads(found.read_text())
+    # NOTE: on Blackwell a kernel of its backward returns while its last TMA stores, of dK and of
+    # dV, may still read shared memory: it leaves out the commit and the wait behind the last ones
+    left = 2 if (name, arch) == ("attention", "sm_100a") else 0
+    assert not told["errors"] and len(told["findings"]) == left, ran.stderr
+    assert all("TMA store of md" in json.dumps(f) for f in told["findings"])

@@ -61,9 +61,121 @@ def test_neither_are_places_of_ones_own_nor_two_writes_of_one_cluster() -> None:
     run("st.global.u32 [%x], %cta;", cluster=4)
 
 
-def test_a_kernel_that_can_order_its_clusters_is_not_judged() -> None:
-    body = "st.global.u32 [%x], %cta; fence.acq_rel.gpu; red.global.add.u32 [%x+4], 1;"
-    assert run(body)[1] == 32 * 4
+# -- what orders clusters --------------------------------------------------------------------------
+
+# x[0] is data, x[8] the flag: warp 1 of CTA 0 writes, its warp 0 tells; CTA 1's warp 0 waits for
+# that, and its warp 1 reads into x[16].
+HANDED_OVER = """
+    shr.u32 %r5, %i, 5; setp.ne.u32 %p1, %lane, 0; setp.ne.u32 %p0, %cta, 0; @%p0 bra OTHER;
+    setp.ne.u32 %p2, %r5, 1; or.pred %p2, %p2, %p1; @!%p2 st.global.u32 [%x], 7;
+    bar.sync 0; setp.ne.u32 %p2, %r5, 0; or.pred %p2, %p2, %p1; @%p2 bra END; TELL bra END;
+    OTHER: setp.ne.u32 %p2, %r5, 2; or.pred %p2, %p2, %p1; @%p2 bra READ;
+    WAIT: LOOK setp.eq.u32 %p3, %r1, 0; @%p3 bra WAIT; AFTER
+    READ: bar.sync 0; setp.ne.u32 %p2, %r5, 3; or.pred %p2, %p2, %p1; @%p2 bra END;
+    ld.global.u32 %r2, [%x]; st.global.u32 [%x+64], %r2;
+    END:
+"""
+TELLS = {
+    "release": "st.release.gpu.global.u32 [%x+32], 1;",
+    "fence": "fence.acq_rel.gpu; st.relaxed.gpu.global.u32 [%x+32], 1;",
+    "membar": "membar.gl; st.volatile.global.u32 [%x+32], 1;",
+    "atomic": "red.release.gpu.global.add.u32 [%x+32], 1;",
+}
+LOOKS = {
+    "acquire": ("ld.acquire.gpu.global.u32 %r1, [%x+32];", ""),
+    "fence": ("ld.relaxed.gpu.global.u32 %r1, [%x+32];", "fence.acq_rel.gpu;"),
+    "atomic": ("atom.acquire.gpu.global.add.u32 %r1, [%x+32], 0;", ""),
+}
+NO_TELLS = {
+    "relaxed": "st.relaxed.gpu.global.u32 [%x+32], 1;",
+    "atomic": "red.global.add.u32 [%x+32], 1;",
+    "narrow": "fence.acq_rel.cluster; st.relaxed.gpu.global.u32 [%x+32], 1;",
+}
+READ_TOO_EARLY = r"race: CTA \(1,0,0\) reads x\[0\] .* CTA \(0,0,0\) wrote it .* nothing orders"
+
+
+def handed_over(tell: str, look: tuple[str, str], order: str) -> None:
+    body = HANDED_OVER.replace("TELL", tell).replace("LOOK", look[0]).replace("AFTER", look[1])
+    assert run(body, order, grid=2, block=64)[16] == 7
+
+
+@pytest.mark.parametrize("order", ["fifo", "random"])
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("tell", TELLS)
+def test_a_release_that_is_acquired_orders_clusters(tell: str, look: str, order: str) -> None:
+    """PTX ISA 8.8: and through barriers the other warps of both."""
+    handed_over(TELLS[tell], LOOKS[look], order)
+
+
+@pytest.mark.parametrize("order", ["fifo", "random"])
+@pytest.mark.parametrize("tell", NO_TELLS)
+def test_what_does_not_release_orders_nothing(tell: str, order: str) -> None:
+    with pytest.raises(Hazards, match=READ_TOO_EARLY):
+        handed_over(NO_TELLS[tell], LOOKS["acquire"], order)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_does_not_acquire_is_not_ordered(order: str) -> None:
+    with pytest.raises(Hazards, match=READ_TOO_EARLY):
+        handed_over(TELLS["release"], ("ld.relaxed.gpu.global.u32 %r1, [%x+32];", ""), order)
+
+
+TICKETS = """
+    setp.ne.u32 %p0, %lane, 0; @%p0 ret; atom.global.add.u32 %r0, [%x], 1;
+    mad.wide.u32 %d0, %r0, 4, %x; st.global.u32 [%d0+16], %cta;
+    setp.ne.u32 %p1, %r0, 3; @%p1 ret; st.global.u32 [%x], 0;
+"""
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_who_drew_the_last_ticket_may_set_the_counter_back(order: str) -> None:
+    """Its store comes after its own atomic on the place, and that after all others."""
+    assert sorted(run(TICKETS, order)[4:8]) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_an_atomic_elsewhere_orders_nothing(order: str) -> None:
+    with pytest.raises(Hazards, match=ANOTHER):
+        run("st.global.u32 [%x], %cta; red.global.add.u32 [%x+4], 1;", order)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_an_atomic_and_an_ordinary_store_race(order: str) -> None:
+    """CTA 0 adds with a load and a store, the others with atomics: what they add may be lost."""
+    body = f"""setp.ne.u32 %p0, %lane, 0; @%p0 ret; setp.ne.u32 %p1, %cta, 0; @%p1 bra REST;
+        {ADDED} bra END; REST: red.global.add.u32 [%x], 1; END:"""
+    with pytest.raises(Hazards, match=r"race: .*(by an atomic, and|wrote|changes it by atomics)"):
+        run(body, order)
+
+
+def test_a_load_beside_atomics_is_an_advisory() -> None:
+    """By the letter (8.7.1): a look at a maximum before it is raised."""
+    body = """setp.ne.u32 %p0, %lane, 0; @%p0 ret; ld.global.u32 %r0, [%x];
+        setp.ge.u32 %p1, %r0, %cta; @%p1 ret; red.global.max.u32 [%x], %cta;"""
+    x = np.zeros(64, np.uint32)
+    report = simulate_ptx(body, {"x": x}, FOUR)
+    assert x[0] == 3 and "only one of them is an atomic" in report.advisories[0].message
+
+
+STORED_IN_BULK = """
+    setp.ne.u32 %p1, %lane, 0; setp.ne.u32 %p0, %cta, 0; @%p0 bra OTHER;
+    @%p1 bra END; mov.u32 %r0, smem; st.shared.u32 [%r0], 7; fence.proxy.async.shared::cta;
+    cp.async.bulk.global.shared::cta.bulk_group [%x], [%r0], 16;
+    cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0; WRITTEN
+    st.release.gpu.global.u32 [%x+32], 1; bra END;
+    OTHER: ld.acquire.gpu.global.u32 %r1, [%x+32]; setp.eq.u32 %p3, %r1, 0; @%p3 bra OTHER;
+    ld.global.u32 %r2, [%x]; st.global.u32 [%x+64], %r2;
+    END:
+"""
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_a_bulk_store_has_read_it_may_not_have_written(order: str) -> None:
+    """PTX ISA 9.7.9.25.4.6: wait_group.read says nothing of global memory."""
+    written = STORED_IN_BULK.replace("WRITTEN", "cp.async.bulk.wait_group 0;")
+    assert run(written, order, grid=2, smem=16)[16] == 7
+    with pytest.raises(Hazards, match=READ_TOO_EARLY):
+        run(STORED_IN_BULK.replace("WRITTEN", ""), order, grid=2, smem=16)
 
 
 def test_bulk_stores_are_watched() -> None:

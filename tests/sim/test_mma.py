@@ -329,3 +329,17 @@ def test_the_first_wgmma_comes_after_a_fence(order):
 def test_a_fence_stands_between_an_access_to_registers_and_a_wgmma(register, order):
     with pytest.raises(Hazards, match="a register that the warp has accessed since its last"):
         edited(FENCE, f"{FENCE} add.u32 {register}, {register}, 0;", **order)
+
+
+@each_order
+@pytest.mark.parametrize("register", ["%r20", "%r64"])
+def test_a_read_that_no_fence_follows_is_an_advisory(register, order):
+    """By the letter (9.7.15.7.1): NVIDIA's GEMM of fp8 on Hopper reads an accumulator so."""
+    told: list[str] = []
+
+    def execute(body: str, arrays: dict, shape: Shape, **how) -> None:
+        body = body.replace(FENCE, f"{FENCE} add.u32 %r9, {register}, 0;")
+        told.extend(a.message for a in simulate_ptx(body, arrays, shape, **order).advisories)
+
+    IN_REGISTERS.run(execute)
+    assert len(told) == 1 and "accessed since its last wgmma.fence" in told[0]

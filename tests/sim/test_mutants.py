@@ -23,7 +23,6 @@ LADDERS = [("sm_90a", n) for n in (5, 6, 8)] + [("sm_100a", n) for n in (4, 6, 8
 # places, of all, at which a mutant of the sample does no harm, and why
 HARMLESS = {
     ("sm_90a", 3, "a fence of wgmma"): (1, "no register is accessed between two wgmmas"),
-    ("sm_100a", 3, "a wait for tcgen05.ld"): (3, "a later one waits before the columns are freed"),
     ("sm_100a", 3, "a fence of tcgen05"): (1, "dealloc is synchronous (PTX ISA 9.7.16.6.1)"),
 }
 
@@ -68,8 +67,7 @@ def test_every_harmful_mutant_is_found(key, operator, order):
 REPEATED = (
     "an mbarrier's wait", "an mbarrier's arrival", "an mbarrier's initialisation",
     "an arrival less", "a wait for bulk stores", "a wait for one bulk store more",
-    "a group of bulk stores", "a named barrier", "a wait for tcgen05.ld", "a fence of tcgen05",
-    "a fence of wgmma",
+    "a group of bulk stores", "a named barrier", "a fence of tcgen05", "a fence of wgmma",
 )  # fmt: skip
 
 
@@ -103,7 +101,7 @@ def test_what_is_weakened_or_moved_is_told(subject, operator):
 
 # operators of which nothing may be told, at places where docs/simulator.md says why
 MAY_BE_HARMLESS = {
-    "a wait for tcgen05.ld", "a wait for tcgen05.ld or st, later", "another fence",
+    "a wait for tcgen05.ld or st, later", "another fence",
     "every lane elected", "a barrier of a warp", "a wait for bulk stores",
     "a wait for one bulk store more", "a wait for bulk stores, later", "a group of bulk stores",
     "a group of bulk stores, earlier", "a named barrier", "a named barrier, later",

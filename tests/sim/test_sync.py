@@ -92,6 +92,24 @@ HANDOVER = """
 """
 
 
+AGAIN = "FIRST 1, 64; bar.sync 1, 64;"
+COUNTED_TWICE = "bar.arrive 1, 96; setp.lt.u32 %p0, %i, 32; @%p0 bar.sync 1, 96; bar.sync 0;"
+
+
+@pytest.mark.parametrize("order", ["fifo", "eager"])
+def test_an_arrival_that_waits_for_nothing_is_not_followed_by_another(order):
+    """PTX ISA 9.7.13.1: bar.arrive, then any other, before the barrier is known to be reset."""
+    simulate_ptx(AGAIN.replace("FIRST", "bar.sync"), {}, Shape(block=64), order=order)
+    with pytest.raises(Hazards, match=r"arrives at named barrier 1 again, and nothing"):
+        simulate_ptx(AGAIN.replace("FIRST", "bar.arrive"), {}, Shape(block=64), order=order)
+
+
+@pytest.mark.parametrize("order", ["fifo", "eager", "starved", "random"])
+def test_a_warp_may_count_twice_in_one_phase(order):
+    """As FlashAttention's does that arrives with all, then waits as the one that stores."""
+    simulate_ptx(COUNTED_TWICE, {}, Shape(block=64), order=order)
+
+
 @pytest.mark.parametrize("threads", [1, 16, 48, 97])
 @pytest.mark.parametrize(
     "barrier", ["bar.sync 0", "barrier.sync 1", "bar.sync 2, ALL", "barrier.cta.sync 3, ALL"]

@@ -314,6 +314,9 @@ SYNC = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
 ORDERS = ("fifo", "eager", "starved", "peer-late", "random")
 
 
+OUT = np.zeros(128, np.uint32)
+
+
 def pairs(end: str, before: str = "") -> str:
     """Both CTAs of a pair allocate all columns, and end by `end`."""
     return f"""
@@ -357,5 +360,21 @@ def test_a_pair_deallocates_after_what_both_have_loaded(order):
     fence = "tcgen05.fence::before_thread_sync;"
     free = FREE.format(g=2, at=12, n=512)
     run(pairs(f"{SYNC} {free}", before=load + fence), warps=1, ctas=2, order=order)
-    with pytest.raises(Hazards, match=r"tcgen05\.dealloc of .* overwrites tensor memory column"):
-        run(pairs(free, before=load + fence), warps=1, ctas=2, order=order)
+    shape = Shape(grid=2, block=32, cluster=2, smem=1024)
+    apart = pairs(free, before=load + fence)
+    (told,) = simulate_ptx(apart, {"out": OUT}, shape, arch="sm_100a", order=order).advisories
+    assert "only the peer's tcgen05.dealloc, for which this one need not wait" in told.message
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_pair_deallocates_after_all_warps_of_its_own_ctas(order):
+    """That the peer comes to deallocate too says nothing of them."""
+    load = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r15}, [%r12]; tcgen05.wait::ld.sync.aligned;"
+    body = f"""
+        mov.u32 %r0, smem; mov.u32 %r1, %tid.x; setp.lt.u32 %p2, %r1, 32;
+        @%p2 {ALLOC.format(g=2, at=0, n=512)} bar.sync 0; ld.shared.u32 %r12, [%r0];
+        {load} tcgen05.fence::before_thread_sync; TOGETHER @%p2 {FREE.format(g=2, at=12, n=512)}
+    """
+    run(body.replace("TOGETHER", f"{SYNC} bar.sync 0;"), warps=2, ctas=2, order=order)
+    with pytest.raises(SimError, match=r"tcgen05\.dealloc of .* no barrier orders|has freed"):
+        run(body.replace("TOGETHER", ""), warps=2, ctas=2, order=order)

@@ -188,8 +188,11 @@ class AsyncAccesses:
         warp: int,
         ins: Instruction,
         usable: np.ndarray,
+        bearable: str = "",
     ) -> None:
-        """An access by a warp to tensor memory, which comes after ``usable`` by the letter."""
+        """An access by a warp to tensor memory, which comes after ``usable`` by the letter.
+        ``bearable``: why it is an advisory only that nothing else orders the two, if it is.
+        """
         if not self.tracks:
             return
         known, cta = self.m.clocks.known[warp], place.cta
@@ -200,6 +203,7 @@ class AsyncAccesses:
                 if count > known[slot]:
                     assert before is not None
                     why = self._bearable(before, last, cta, warp)
+                    why = why or (bearable and f"{bearable}, comes after that")
                     self._race(what, verb, warp, ins, place, before, did, why)
                     return
                 if count > usable[slot]:

@@ -74,7 +74,7 @@ class Clocks:
         given[2] = self.follows[warp]
         if whole:
             given[3, self.slot[warp]] = given[0, self.slot[warp]]
-        self._count(warp)
+        self.count(warp)
         return given
 
     def take(self, warp: int, given: np.ndarray | None) -> None:
@@ -94,7 +94,8 @@ class Clocks:
             if row.item(warp, slot) < count:
                 row[warp, slot] = count
 
-    def _count(self, warps: int | np.ndarray) -> None:
+    def count(self, warps: int | np.ndarray) -> None:
+        """What these warps do from now on is later."""
         self.known[warps, self.slot[warps]] += 1
         self.follows[warps, self.slot[warps]] += 1
 
@@ -112,17 +113,17 @@ class Clocks:
     def fence_proxy(self, warps: np.ndarray) -> None:
         """fence.proxy.async: all that these warps know becomes visible to the async proxy."""
         self.visible[warps] = np.maximum(self.visible[warps], self.known[warps])
-        self._count(warps)
+        self.count(warps)
 
     def fence_release(self, warps: np.ndarray) -> None:
         """A fence that releases to the cluster: relaxed arrivals after it carry what is known."""
         self.fenced[:, warps] = self.rows[:, warps]
-        self._count(warps)
+        self.count(warps)
 
     def lanes_meet(self, warps: np.ndarray) -> None:
         """bar.warp.sync: what one lane does from now on comes after what the others did."""
         self.ordered[warps, self.slot[warps]] = self.known[warps, self.slot[warps]]
-        self._count(warps)
+        self.count(warps)
 
     # -- mbarriers ---------------------------------------------------------------------------------
 
@@ -139,12 +140,24 @@ class Clocks:
         rank, which = int(self.m.grid.cta_rank[cta]), 0
         if again:
             which = 1 + sum(key[:2] == (rank, offset) for key in self.barriers)
+        return self._more(rank, offset, which)
+
+    def _more(self, rank: int, offset: int, which: int) -> int:
+        """A slot behind those of the warps' agents."""
         key = rank, offset, which
         if key not in self.barriers:
             slot = self.barriers[key] = self.warps * len(Kind) + len(self.barriers)
             if slot == self.rows.shape[2]:
                 self._widen()
         return self.barriers[key]
+
+    def acquire_slot(self, warp: int) -> int:
+        """The slot of what the warp acquires from other clusters (see cluster_order)."""
+        return self._more(-1, -1, int(self.slot[warp]))
+
+    def written_slot(self, warp: int) -> int:
+        """The slot of the warp's bulk stores as global memory has them, complete to the last."""
+        return self._more(-1, -2, int(self.slot[warp]))
 
     def grid_slot(self) -> int:
         """The slot of the grids before this one, whose end counts once."""

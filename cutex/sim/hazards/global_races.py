@@ -1,38 +1,38 @@
 """Two clusters that access the same place of global memory, one of them to write it.
 
 Nothing orders the clusters of a grid but what they tell each other through global memory (PTX ISA
-8.7, causality order). Where a kernel has no instruction that could, such a place holds whatever
-came last, and a load gets that or what was before: a race, whichever it was in the order at hand.
-The same bytes written twice are no fault. Loads of ordinary instructions are remembered by byte;
-TMA loads as what they are, and compared at the end with what has been written in their tensors.
+8.8, 8.9; see cluster_order). What nothing orders is a race, in whichever order it came: such a
+place holds what came last, and a load gets that or what was before. The same bytes written twice
+are no fault. Two strong accesses, atomics among them, never race (8.7.1); one beside an ordinary
+one does by the letter, and really where an atomic and an ordinary store meet: one is lost.
+
+Loads of ordinary instructions are remembered by byte. TMA loads, where clusters have no order, as
+what they are, and compared at the end with what has been written in their tensors; else with what
+has been written when they are issued.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from cutex.sim.hazards.cluster_order import ClusterOrder, Strength, is_fence, strength
 from cutex.sim.machine.memory import Region
 from cutex.sim.ptx.parse import Instruction, Program
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
-LARGEST = 1 << 26  # bytes of a tensor that is watched: eight bytes are kept for each
-LARGEST_READ = 1 << 18  # of one whose loads are: four more, and time
-# Instructions by which clusters may order what they do: atomics, ordered accesses and fences.
-_ORDERS = re.compile(
-    r"(atom|red|multimem)\.|(ld|st)(\.global)?\.(acquire|release|relaxed|volatile|mmio)"
-    r"|fence\.[\w.]*(gpu|sys)|membar\.(gl|sys)"
-)
-
-
+LARGEST = 1 << 26  # bytes of a tensor that is watched: nine bytes are kept for each, or 15
+LARGEST_READ = 1 << 18  # of one whose loads are: as many more, and time
 MANY = np.uint32(0xFFFFFFFF)  # clusters that have read a byte
+_PLAIN, _STRONG, _ATOMIC = range(3)  # writes
 
 _REMEDY = "an atomic instead, or one CTA that does both, or a flag with release and acquire"
+_WEAK = Strength(False, False, False, False)
+_CHANGES = Strength(True, True, False, False)
 
 
 class Touched(NamedTuple):
@@ -65,9 +65,39 @@ class BoxRead(NamedTuple):
     instruction: Instruction
 
 
+class By(NamedTuple):
+    """Who accesses: warps, the slots of their agents and the counts of these, (n,) each or (1,)."""
+
+    warps: np.ndarray
+    slots: np.ndarray
+    counts: np.ndarray
+
+
+class Last:
+    """Of each byte of a tensor, the last access of a kind."""
+
+    def __init__(self, size: int, counted: bool) -> None:
+        """``counted``: clusters may have an order, so that counts matter."""
+        self.who = np.zeros(size, np.uint32)  # 1 + the number of the cluster in the grid; 0: none
+        self.line = np.zeros(size, np.int32)  # of the PTX
+        self.how = np.zeros(size, np.uint8)
+        self.slot = np.zeros(size if counted else 0, np.int16)
+        self.count = np.zeros(size if counted else 0, np.int32)
+
+    def set(self, at: np.ndarray, who: np.ndarray, by: By, line: int, how: int = 0) -> None:
+        """``at`` (n, bytes), ``who`` likewise."""
+        self.who[at], self.line[at], self.how[at] = who, line, how
+        if len(self.slot):
+            self.slot[at], self.count[at] = by.slots[:, None], by.counts[:, None]
+
+
 def orders_clusters(program: Program) -> bool:
-    """Whether clusters may order what they do, through global memory."""
-    return any(_ORDERS.match(ins.op) and "shared" not in ins.op for ins in program.code)
+    """Whether clusters may tell each other anything, or order what they do, by global memory."""
+    return any(
+        (strength(ins.op).strong or is_fence(ins.op) or ins.name == "multimem")
+        and "shared" not in ins.op
+        for ins in program.code
+    )
 
 
 class GlobalRaces:
@@ -75,119 +105,111 @@ class GlobalRaces:
 
     def __init__(self, machine: Machine) -> None:
         self.m = machine
-        self.active = machine.checks and not orders_clusters(machine.program)
-        # by the region's address: 1 + the number of the cluster in the grid (0: none), PTX line
-        self.shadows: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self.readers: dict[int, np.ndarray] = {}  # likewise; MANY where there are several
+        code = machine.program.code
+        self.active = machine.checks and not any(ins.name == "multimem" for ins in code)
+        self.order = ClusterOrder(machine)
+        self.writes: dict[int, Last] = {}  # by the region's address
+        self.reads: dict[int, Last] = {}
         self.boxes: dict[tuple[Any, ...], BoxRead] = {}
+
+    # -- accesses ----------------------------------------------------------------------------------
 
     def load(self, addresses: np.ndarray, size: int, warps: np.ndarray, ins: Instruction) -> None:
         """``size`` bytes at each address, which lie in tensors, are read by ``warps`` (n,)."""
         if not self.active or not len(addresses):
             return
         region = self.m.memory.find(int(addresses[0]))
-        if region is None or len(region.data) > LARGEST_READ:
+        if region is None:
+            return
+        how = strength(ins.op)
+        if len(region.data) > (LARGEST if how.strong else LARGEST_READ):
             return
         inside = (addresses >= np.uint64(region.base)) & (addresses < np.uint64(region.end))
-        owners = self.m.grid.cta_cluster[self.m.grid.warp_cta[warps]].astype(np.uint32) + 1
-        places = (addresses[inside] - np.uint64(region.base)).astype(np.int64)[:, None]
-        places = places + np.arange(size)
-        mine = np.broadcast_to(owners[inside, None], places.shape)
-        if region.base in self.shadows:
-            who, line = self.shadows[region.base]
-            other = (who[places] != 0) & (who[places] != mine)
-            if other.any():
-                at = tuple(int(v[0]) for v in np.nonzero(other))
-                place = int(places[at])
-                self.m.findings.add(
-                    "race",
-                    f"{self._name(int(mine[at]) - 1)} reads {region.element(place)}, and "
-                    f"{self._name(int(who[place]) - 1)} wrote it (PTX line {line[place]}): nothing "
-                    "orders the two",
-                    ins,
-                    remedy=_REMEDY,
-                )
-        readers = self.readers.setdefault(region.base, np.zeros(len(region.data), np.uint32))
-        before = readers[places]
-        readers[places] = np.where((before == 0) | (before == mine), mine, MANY)
-        readers[places[readers[places] != mine]] = MANY  # of several in one batch
+        addresses, warps = addresses[inside], warps[inside]
+        places = (addresses - np.uint64(region.base)).astype(np.int64)[:, None] + np.arange(size)
+        if how.atomic:
+            self._atomic(region, places, self._lanes(warps), ins)
+        else:
+            self._read(region, places, warps, how, ins)
+        if how.strong and self.order.active:
+            for warp, address in set(zip(warps.tolist(), addresses.tolist(), strict=True)):
+                self.order.read(warp, address, how)
+                if how.atomic:
+                    self.order.write(warp, address, how)
 
     def store(
         self, addresses: np.ndarray, values: np.ndarray, complain: Any, warps: np.ndarray, ins: Any
     ) -> None:
         """As `GlobalMemory.store`, by ``warps`` (n,)."""
-        memory = self.m.memory
-        if not self.active:
+        memory, how = self.m.memory, strength(ins.op)
+        if not self.active or how.atomic:  # NOTE: which has been read before, as an access of both
             memory.store(addresses, values, complain)
             return
-        owners = self.m.grid.cta_cluster[self.m.grid.warp_cta[warps]]
+        owners = self._clusters(warps)
         alone = len(np.unique(addresses)) == len(addresses) or len(np.unique(owners)) == 1
         for owner in (None,) if alone else np.unique(owners).tolist():
             some = slice(None) if owner is None else owners == owner
-            where, new, mine = addresses[some], values[some], owners[some]
+            where, new, by = addresses[some], values[some], self._lanes(warps[some])
             for region, members, offsets in memory.by_region(where, values.shape[1], complain):
-                self.note(region, offsets, new[members], mine[members], ins)
+                mine = By(*(x[members] for x in by))
+                self.note(region, offsets, new[members], mine, ins, how)
             memory.store(where, new, complain)
+        if how.strong and self.order.active:
+            for warp, address in set(zip(warps.tolist(), addresses.tolist(), strict=True)):
+                self.order.write(warp, address, how)
 
     def note(
         self,
         region: Region,
         offsets: np.ndarray,
         values: np.ndarray,
-        owners: np.ndarray,
+        by: By,
         ins: Instruction,
+        how: Strength = _WEAK,
     ) -> None:
-        """``values`` (n, size) bytes are about to be written at ``offsets`` (n,) of the region, by
-        the clusters ``owners`` (n,) or (1,)."""
+        """``values`` (n, size) bytes are about to be written at ``offsets`` (n,) of the region."""
         if not self.active or len(region.data) > LARGEST:
             return
-        if region.base not in self.shadows:
-            size = len(region.data)
-            self.shadows[region.base] = np.zeros(size, np.uint32), np.zeros(size, np.uint32)
-        who, line = self.shadows[region.base]
         places = offsets[:, None] + np.arange(values.shape[1])
-        mine = np.broadcast_to((owners + 1).astype(np.uint32)[:, None], places.shape)
-        before = who[places]
-        other = (before != 0) & (before != mine) & (region.data[places] != values)
+        differs = region.data[places] != values
+        mine, last = self._mine(by, places), self._last(region, self.writes)
+        other = (last.who[places] != 0) & (last.who[places] != mine) & differs
+        if how.strong:
+            other &= last.how[places] == _PLAIN
+        self._unordered(other, last, places, by)
         if other.any():
             at = tuple(int(v[0]) for v in np.nonzero(other))
             place = int(places[at])
-            self.m.findings.add(
-                "race",
-                f"{self._name(int(mine[at]) - 1)} writes {region.element(place)}, and "
-                f"{self._name(int(before[at]) - 1)} wrote another value there (PTX line "
-                f"{line[place]}): nothing orders the two",
+            flag = how.strong or last.how[place] == _STRONG
+            self._race(
+                f"{self._name(mine[at])} writes {region.element(place)}, and "
+                f"{self._name(last.who[place])} {_DID[last.how[place]]} (PTX line "
+                f"{last.line[place]})",
                 ins,
-                remedy=_REMEDY,
+                flag,
             )
-        if region.base in self.readers:
-            reader = self.readers[region.base][places]
-            other = (reader != 0) & (reader != mine) & (region.data[places] != values)
-            if other.any():
-                at = tuple(int(v[0]) for v in np.nonzero(other))
-                peer = "others have" if reader[at] == MANY else ""
-                peer = peer or f"{self._name(int(reader[at]) - 1)} has"
-                self.m.findings.add(
-                    "race",
-                    f"{self._name(int(mine[at]) - 1)} writes "
-                    f"{region.element(int(places[at]))}, which {peer} read: nothing orders the two",
-                    ins,
-                    remedy=_REMEDY,
-                )
-        who[places], line[places] = mine, ins.line
+        self._after_loads(region, places, differs, by, ins, how)
+        last.set(places, mine, by, ins.line, _STRONG if how.strong else _PLAIN)
 
-    def box(self, tmap: Any, at: tuple[int, ...], cta: int, ins: Instruction) -> None:
-        """A TMA load into ``cta``."""
-        if self.active:
-            owner = int(self.m.grid.cta_cluster[cta])
-            key = id(tmap), at, owner
-            if key not in self.boxes:
-                self.boxes[key] = BoxRead(tmap, at, owner, ins)
+    def reduced(self, region: Region, offsets: np.ndarray, size: int, by: By, ins: Any) -> None:
+        """A bulk reduction has changed ``size`` bytes at each offset, an element at a time."""
+        if self.active and len(region.data) <= LARGEST:
+            self._atomic(region, offsets[:, None] + np.arange(size), by, ins)
+
+    def box(self, tmap: Any, at: tuple[int, ...], warp: int, places: Places, ins: Any) -> None:
+        """A TMA load that ``warp`` issues."""
+        if not self.active:
+            return
+        read = BoxRead(tmap, at, int(self._clusters(np.array([warp]))[0]), ins)
+        if not self.order.active:
+            self.boxes.setdefault((id(tmap), at, read.owner), read)
+        elif self.writes:
+            self._check_box(read, places, warp)
 
     def touched(self, places: Places) -> Touched:
         """By the clusters that have run."""
-        written = {base: who != 0 for base, (who, _) in self.shadows.items()}
-        read = {base: reader != 0 for base, reader in self.readers.items()}
+        written = {base: last.who != 0 for base, last in self.writes.items()}
+        read = {base: last.who != 0 for base, last in self.reads.items()}
         loaded = set()
         for box in self.boxes.values():
             found = places(self.m, box.tmap, box.at, written)
@@ -205,26 +227,153 @@ class GlobalRaces:
 
     def finish(self, places: Places) -> None:
         """The grid has run. ``places``: the tensor and the bytes of it that a TMA load reads."""
-        if not self.shadows:
-            return
-        for read in self.boxes.values():
-            found = places(self.m, read.tmap, read.at, self.shadows)
-            if found is None:
-                continue
-            region, offsets = found
-            who, line = self.shadows[region.base]
-            other = (who[offsets] != 0) & (who[offsets] != read.owner + 1)
-            if other.any():
-                place = int(offsets[int(other.argmax())])
-                self.m.findings.add(
-                    "race",
-                    f"a TMA load of {self._name(read.owner)} reads byte {place} of "
-                    f"{region.description or region.name}, which {self._name(int(who[place]) - 1)} "
-                    f"writes (PTX line {line[place]}): nothing orders the two",
-                    read.instruction,
-                )
+        if self.writes:
+            for read in self.boxes.values():
+                self._check_box(read, places)
 
-    def _name(self, cluster: int) -> str:
-        x, y, z = self.m.grid.coordinates(cluster * self.m.grid.cluster_size)
+    # -- checks ------------------------------------------------------------------------------------
+
+    def _read(
+        self,
+        region: Region,
+        places: np.ndarray,
+        warps: np.ndarray,
+        how: Strength,
+        ins: Instruction,
+    ) -> None:
+        by = self._lanes(warps)
+        mine = self._mine(by, places)
+        if region.base in self.writes:
+            last = self.writes[region.base]
+            other = (last.who[places] != 0) & (last.who[places] != mine)
+            if how.strong:
+                other &= last.how[places] == _PLAIN
+            self._unordered(other, last, places, by)
+            if other.any():
+                at = tuple(int(v[0]) for v in np.nonzero(other))
+                place = int(places[at])
+                self._race(
+                    f"{self._name(mine[at])} reads {region.element(place)}, and "
+                    f"{self._name(last.who[place])} wrote it (PTX line {last.line[place]})",
+                    ins,
+                    how.strong or last.how[place] != _PLAIN,
+                )
+        if how.strong:
+            return
+        readers = self._last(region, self.reads)
+        other = (readers.who[places] != 0) & (readers.who[places] != mine)
+        self._unordered(other, readers, places, by)
+        readers.set(places, np.where(other, MANY, mine), by, ins.line)
+        readers.who[places[readers.who[places] != mine]] = MANY  # of several in one batch
+
+    def _after_loads(
+        self,
+        region: Region,
+        places: np.ndarray,
+        differs: np.ndarray,
+        by: By,
+        ins: Instruction,
+        how: Strength,
+    ) -> None:
+        """A write comes after the loads of other clusters, and before those that follow."""
+        readers = self.reads.get(region.base)
+        if readers is None:
+            return
+        mine, reader = self._mine(by, places), readers.who[places]
+        other = (reader != 0) & (reader != mine) & differs
+        if self.order.active:
+            other &= reader != MANY  # NOTE: of several readers only one's count is kept
+            self._unordered(other, readers, places, by)
+            readers.who[places] = 0
+        if other.any():
+            at = tuple(int(v[0]) for v in np.nonzero(other))
+            peer = "others have" if reader[at] == MANY else f"{self._name(reader[at])} has"
+            self._race(
+                f"{self._name(mine[at])} writes {region.element(int(places[at]))}, which {peer} "
+                "read",
+                ins,
+                how.strong,
+            )
+
+    def _atomic(self, region: Region, places: np.ndarray, by: By, ins: Instruction) -> None:
+        """A read and a write in one, of which ordinary accesses must be ordered."""
+        mine, last = self._mine(by, places), self._last(region, self.writes)
+        other = (last.who[places] != 0) & (last.who[places] != mine)
+        other &= last.how[places] == _PLAIN
+        self._unordered(other, last, places, by)
+        if other.any():
+            at = tuple(int(v[0]) for v in np.nonzero(other))
+            place = int(places[at])
+            self._race(
+                f"{self._name(mine[at])} changes {region.element(place)} by an atomic, and "
+                f"{self._name(last.who[place])} {_DID[_PLAIN]} by an ordinary store (PTX line "
+                f"{last.line[place]})",
+                ins,
+            )
+        self._after_loads(region, places, np.ones(places.shape, bool), by, ins, _CHANGES)
+        last.set(places, mine, by, ins.line, _ATOMIC)
+
+    def _check_box(self, read: BoxRead, places: Places, warp: int | None = None) -> None:
+        found = places(self.m, read.tmap, read.at, self.writes)
+        if found is None:
+            return
+        region, offsets = found
+        last, at = self.writes[region.base], offsets[:, None]
+        other = (last.who[at] != 0) & (last.who[at] != read.owner + 1)
+        if warp is not None:
+            self._unordered(other, last, at, self._lanes(np.array([warp])))
+        if other.any():
+            place = int(offsets[int(other.argmax())])
+            self._race(
+                f"a TMA load of {self._name(read.owner + 1)} reads byte {place} of "
+                f"{region.description or region.name}, which {self._name(last.who[place])} "
+                f"writes (PTX line {last.line[place]})",
+                read.instruction,
+            )
+
+    def _unordered(self, other: np.ndarray, last: Last, places: np.ndarray, by: By) -> None:
+        """Keeps of ``other``, places whose last access was another cluster's, those of which the
+        warps of ``by`` do not know.
+        """
+        if not self.order.active or not other.any():
+            return
+        row, column = np.nonzero(other)
+        at = places[row, column]
+        warps = np.broadcast_to(by.warps, len(places))[row]
+        keys = np.stack([warps, last.who[at].astype(np.int64) - 1, last.slot[at]])
+        found, which = np.unique(keys, axis=1, return_inverse=True)
+        limits = np.array([self.order.known(*map(int, key)) for key in found.T])
+        other[row, column] = last.count[at] > limits[which.reshape(-1)]
+
+    # -- names -------------------------------------------------------------------------------------
+
+    def _clusters(self, warps: np.ndarray) -> np.ndarray:
+        return self.m.grid.cta_cluster[self.m.grid.warp_cta[warps]]
+
+    def _lanes(self, warps: np.ndarray) -> By:
+        slots = self.m.clocks.slot[warps]
+        return By(warps, slots, self.m.clocks.known[warps, slots])
+
+    def _mine(self, by: By, places: np.ndarray) -> np.ndarray:
+        who = (self._clusters(by.warps) + 1).astype(np.uint32)
+        return np.broadcast_to(who[:, None], places.shape)
+
+    def _last(self, region: Region, accesses: dict[int, Last]) -> Last:
+        if region.base not in accesses:
+            accesses[region.base] = Last(len(region.data), self.order.active)
+        return accesses[region.base]
+
+    def _race(self, message: str, ins: Instruction, letter: Any = False) -> None:
+        """``letter``: one of the two accesses is strong."""
+        message += ": nothing orders the two"
+        if letter:
+            message += ", and only one of them is an atomic, volatile, relaxed or the like"
+        self.m.findings.add("race", message, ins, bool(letter), remedy=_REMEDY)
+
+    def _name(self, who: int) -> str:
+        x, y, z = self.m.grid.coordinates((int(who) - 1) * self.m.grid.cluster_size)
         what = "CTA" if self.m.grid.cluster_size == 1 else "the cluster of CTA"
         return f"{what} ({x},{y},{z})"
+
+
+_DID = ("wrote another value there", "set it by a strong store", "changes it by atomics")

@@ -213,16 +213,18 @@ def _bulk_storer(
     group: BulkGroup,
 ) -> Callable[[], None]:
     m = d.m
-    owner = m.grid.cta_cluster[[source[0]]]
 
     def complete() -> None:
         old = m.memory.view(target, n, f"the bulk store at {d.ins.where()}")
         new = _combined(d, reduction, old, m.smem[source[0], source[1] : source[1] + n])
         region = m.memory.find(target)
-        if reduction is None and region is not None:
-            m.global_races.note(region, np.array([target - region.base]), new[None], owner, d.ins)
         if region is not None:
-            m.grid_order.wrote(region, np.array([target - region.base]), n)
+            place = np.array([target - region.base])
+            if reduction is None:
+                m.global_races.note(region, place, new[None], group.by, d.ins)
+            else:
+                m.global_races.reduced(region, place, n, group.by, d.ins)
+            m.grid_order.wrote(region, place, n)
         old[:] = new
         group.finished()
 
@@ -253,16 +255,16 @@ def _commit_group(d: Decoder) -> Execute:
 
 def _wait_group(d: Decoder) -> Execute:
     """9.7.9.25.4.6: until at most N of this thread's groups are pending; .read and full completion
-    coincide here.
+    coincide here, but of the former other clusters learn nothing.
     """
     m, ins = d.m, d.ins
-    allowed = d.immediate(0)
+    allowed, written = d.immediate(0), "read" not in d.mods
 
     def execute(b: Batch) -> np.ndarray | None:
         out = np.zeros(b.n, np.int8)
         for row, lane in active_lanes(b):
             thread = (int(b.idx[row]), lane)
-            if not out[row] and m.bulk_groups.overdue(thread, allowed):
+            if not out[row] and m.bulk_groups.overdue(thread, allowed, written):
                 out[row] = RETRY
                 m.sleep(
                     thread[0],

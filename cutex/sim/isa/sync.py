@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from cutex.sim.errors import BarrierMisuse
+from cutex.sim.hazards.cluster_order import is_fence
 from cutex.sim.machine.batch import ARRIVED, RETRY, Batch
 from cutex.sim.machine.machine import Machine, RegisterPool
 from cutex.sim.machine.memory import SHARED_WINDOW
@@ -181,7 +182,7 @@ def getctarank(d: Decoder) -> Execute:
 @instruction("fence", "membar")
 def fence(d: Decoder) -> Execute:
     """9.7.13.4: memory is sequentially consistent here, so fences change no value; what they order
-    is remembered (see clocks).
+    is remembered (see clocks, cluster_order).
     """
     m = d.m
     if "mbarrier_init" in d.mods:
@@ -192,9 +193,18 @@ def fence(d: Decoder) -> Execute:
         if "async" in d.mods and "global" not in d.mods:
             return lambda b: m.clocks.fence_proxy(b.idx[b.any_active()])
         return lambda b: None
-    if "acquire" in d.mods or not {"cluster", "gpu", "sys", "gl"} & d.mods:
+    if not {"cluster", "gpu", "sys", "gl"} & d.mods:
         return lambda b: None
-    return lambda b: m.clocks.fence_release(b.idx[b.any_active()])
+    releases, of_all = "acquire" not in d.mods, is_fence(d.ins.op)
+
+    def execute(b: Batch) -> None:
+        warps = b.idx[b.any_active()]
+        if of_all:
+            m.global_races.order.fence(warps, releases)
+        if releases:
+            m.clocks.fence_release(warps)
+
+    return execute
 
 
 def _fence_map(d: Decoder) -> Execute:

@@ -86,7 +86,7 @@ def dealloc(d: Decoder) -> Execute:
             places = [Rectangle(c, 0, 128, first, first + n) for c in both]
             if cta not in m.tmem.came["dealloc"]:
                 for place in places:
-                    m.tmem.shadow.before_free(warp, place, ins)
+                    m.tmem.shadow.before_free(warp, place, place.cta == cta, ins)
             if not m.tmem.meet("dealloc", cta, pair):
                 out[row] = RETRY
                 m.sleep(warp, Wait("tensor memory", ("tmem", cta), ins, _peer_teller(m, cta, ins)))

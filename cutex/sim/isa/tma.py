@@ -92,7 +92,7 @@ def tensor_load(d: Decoder) -> Execute:
             bar_cta, bar = shared_place(d, b, row, lane, int(bars[row, lane]), 8, 8)
             mask = int(masks[row, lane]) if masks is not None else None
             _order_grids(m, tmap, at, int(b.idx[row]), False, ins)
-            m.global_races.box(tmap, at, cta, ins)
+            m.global_races.box(tmap, at, int(b.idx[row]), box_places, ins)
             for target in targets(d, cta, mask):
                 signal = (bar_cta if mask is None else signalled(m, target, bar_cta, pair), bar)
                 m.mbarriers.use(*signal, int(b.idx[row]), ins)
@@ -349,7 +349,6 @@ def _storer(
     groups: list[BulkGroup],
     ins: Any,
 ) -> Callable[[], None]:
-    owner = m.grid.cta_cluster[[cta]]
     tmap, part = of.tmap, of.part
 
     def complete() -> None:
@@ -361,12 +360,13 @@ def _storer(
             if combine is not None:
                 old = np.ascontiguousarray(target)
                 new = atomics.combine(combine, _KINDS[tmap.kind], old, new)
-            if combine is None or m.grid_order.lets_start:
-                region, places = _places(m, tmap, part, target)
+            region, places = _places(m, tmap, part, target)
+            if combine is None:
                 words = new.reshape(-1, 1).view(np.uint8)
-                if combine is None:
-                    m.global_races.note(region, places, words, owner, ins)
-                m.grid_order.wrote(region, places, tmap.itemsize)
+                m.global_races.note(region, places, words, groups[0].by, ins)
+            else:
+                m.global_races.reduced(region, places, tmap.itemsize, groups[0].by, ins)
+            m.grid_order.wrote(region, places, tmap.itemsize)
             target[...] = new
         for group in groups:
             group.finished()

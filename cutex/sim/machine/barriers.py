@@ -25,6 +25,10 @@ class NamedBarrier:
     result: tuple[int, int] = (0, 0)  # votes and voters of the phase that completed last
     given: np.ndarray | None = None  # what the arrived warps release (see clocks)
     released: np.ndarray | None = None  # that of the last completed phase
+    # warps that have arrived in this phase, whole, with their counts (see clocks); and for each
+    # warp those of the last phase in which it did
+    present: dict[int, int] = field(default_factory=dict)
+    last: dict[int, dict[int, int]] = field(default_factory=dict)
 
 
 class NamedBarriers:
@@ -65,8 +69,32 @@ class NamedBarriers:
         barrier.arrived += 32 if expected and whole else threads
         barrier.voters += threads
         barrier.votes += votes
+        if whole:
+            self._check_again(barrier, warp, number, ins)
+            barrier.present[warp] = m.clocks.now(warp)
+            barrier.last[warp] = barrier.present
         barrier.given = m.clocks.join(barrier.given, m.clocks.give(warp))
         return self._release_if_full(key)
+
+    def _check_again(self, barrier: NamedBarrier, warp: int, number: int, ins: Instruction) -> None:
+        """A warp that did not wait at its last arrival must know otherwise that the barrier has
+        completed since: it may arrive twice in one phase else, and in its next one not at all
+        (9.7.13.1). In one phase a warp may count twice, where that is meant: FlashAttention-4 has
+        one that arrives as all do, then waits as the one that stores.
+        """
+        m, last = self.machine, barrier.last.get(warp, {})
+        for peer, count in last.items() if last is not barrier.present else ():
+            if m.clocks.known[warp, m.clocks.slot[peer]] < count:
+                m.findings.add(
+                    "barrier",
+                    f"{m.grid.name_warp(warp)} arrives at named barrier {number} again, and "
+                    "nothing that it has waited for says that the barrier has completed: its own "
+                    "last arrival was a bar.arrive, which does not wait",
+                    ins,
+                    remedy="bar.sync at the arrival before, or a wait for another barrier behind "
+                    "which all have arrived at this one",
+                )
+                return
 
     def threads_left(self, cta: int) -> None:
         """Threads of ``cta`` have returned: barriers that wait for all wait for fewer."""
@@ -91,6 +119,7 @@ class NamedBarriers:
             return False
         barrier.result = barrier.votes, barrier.voters
         barrier.arrived = barrier.voters = barrier.votes = 0
+        barrier.present = {}
         barrier.released, barrier.given = barrier.given, None
         for warp, _ in self.machine.sleepers.get(("bar", *key), ()):
             self.machine.clocks.take(warp, barrier.released)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from cutex.sim.hazards.clocks import Kind
+from cutex.sim.hazards.global_races import By
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
@@ -18,6 +21,12 @@ class BulkGroup:
     def __init__(self, machine: Machine, thread: Thread) -> None:
         self.m, self.thread, self.in_flight = machine, thread, 0
         self.last = 0  # number of its last operation
+
+    @property
+    def by(self) -> By:
+        """Who writes to global memory."""
+        slot = self.m.clocks.written_slot(self.thread[0])
+        return By(*(np.array([x]) for x in (self.thread[0], slot, self.last)))
 
     def finished(self) -> None:
         self.in_flight -= 1
@@ -34,6 +43,8 @@ class BulkGroups:
     def clear(self) -> None:
         self.open: dict[Thread, BulkGroup] = {}
         self.committed: dict[Thread, list[BulkGroup]] = {}
+        # the last operation of each group of which is not known that global memory has it
+        self.unwritten: dict[Thread, list[int]] = {}
 
     def joined(self, thread: Thread) -> BulkGroup:
         """The group of the operation that is issued next."""
@@ -45,17 +56,23 @@ class BulkGroups:
     def commit(self, thread: Thread) -> None:
         group = self.open.pop(thread) if thread in self.open else BulkGroup(self.m, thread)
         self.committed.setdefault(thread, []).append(group)
+        self.unwritten.setdefault(thread, []).append(group.last)
 
-    def overdue(self, thread: Thread, allowed: int) -> bool:
+    def overdue(self, thread: Thread, allowed: int, written: bool) -> bool:
         """Whether a group older than the ``allowed`` most recent ones is still in flight; the
-        thread knows of all of these if none is.
+        thread knows of all of these if none is: that they have read shared memory, and, if
+        ``written``, that global memory has what they wrote.
         """
         groups = self.committed.setdefault(thread, [])
         older = groups[: max(0, len(groups) - allowed)]
         if any(g.in_flight for g in older):
             return True
+        clocks, warp = self.m.clocks, thread[0]
+        if written and (unwritten := self.unwritten.get(thread)):
+            known = unwritten[: max(0, len(unwritten) - allowed)]
+            clocks.learn(warp, clocks.written_slot(warp), max(known, default=0))
+            del unwritten[: len(known)]
         if older:
-            clocks, warp = self.m.clocks, thread[0]
             clocks.learn(warp, clocks.agent(Kind.BULK, warp), max(g.last for g in older))
             del groups[: len(older)]
         return False

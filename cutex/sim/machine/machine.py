@@ -148,6 +148,7 @@ class Machine:
         self.smem_shadow = SmemShadow(self) if self.checks else unchecked
         self.async_accesses = AsyncAccesses(self) if self.checks else unchecked
         self.lifetimes = Lifetimes(self) if self.checks else unchecked
+        self.global_races.order.start()
 
     def register(self, reg: Reg) -> np.ndarray:
         """(warps, 32) of a register, where its values are: see `homes`."""

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cutex.sim.errors import BadAddress
-from cutex.sim.hazards.tmem_shadow import TmemAccesses, TmemShadow
+from cutex.sim.hazards.tmem_accesses import TmemAccesses
+from cutex.sim.hazards.tmem_shadow import TmemShadow
 from cutex.sim.hazards.unchecked import Unchecked
 from cutex.sim.machine.memory import POISON32
 from cutex.sim.ptx.parse import Instruction

@@ -58,7 +58,7 @@ class Unwaited(NamedTuple):
     by: Instruction
 
 
-MOVED, USED = 1, 2  # how a register was accessed
+SEEN, CHANGED = 1, 2  # how a register was accessed
 
 
 @dataclass
@@ -128,7 +128,7 @@ class WarpgroupMma:
         self.warps: dict[int, WarpState] = defaultdict(WarpState)
         self.fenced = np.zeros(self.m.grid.num_warps, bool)  # once at least
         shape = self.m.grid.num_warps, self.m.program.registers.get(32, 0)
-        # by other instructions since the last wgmma.fence: MOVED by mov only, USED by any
+        # by other instructions since the last wgmma.fence: CHANGED, or SEEN: read, or by a mov
         self.touched = np.zeros(shape, np.uint8)
         self.held = np.zeros(shape, bool)  # by wgmmas that the warp has not waited for
         self.accumulators: dict[tuple[int, int], list[Accumulator]] = {}  # by (cta, warpgroup)
@@ -233,7 +233,9 @@ class WarpgroupMma:
     def access(self, b: Batch, read: set[int], written: set[int], ins: Instruction) -> None:
         """An instruction other than a wgmma reads and writes registers that some wgmma uses."""
         at = b.idx[:, None], list(read | written)
-        self.touched[at] = np.maximum(self.touched[at], MOVED if ins.name == "mov" else USED)
+        self.touched[at] = np.maximum(self.touched[at], SEEN)
+        if written and ins.name != "mov":
+            self.touched[b.idx[:, None], list(written)] = CHANGED
         for warp in b.idx[self.held[at].any(1)].tolist():
             state = self.state(warp)
             for registers, unwaited in state.results.items():
@@ -259,7 +261,8 @@ class WarpgroupMma:
         """What wgmma accesses comes after a fence of all ordinary accesses (9.7.15.7.1).
 
         NOTE: a mov may be the compiler's, for a loop that carries an accumulator, and none in the
-        end: such stand behind the fence of NVIDIA's persistent GEMM of Hopper.
+        end: such stand behind the fence of NVIDIA's persistent GEMM of Hopper. And its GEMM of fp8
+        with two accumulators reads one, then has wgmma overwrite it, with no fence in between.
         """
         touched = self.touched[warp, registers]
         if self.fenced[warp] and not touched.any():
@@ -270,5 +273,5 @@ class WarpgroupMma:
                 "its wgmma accesses a register that the warp has accessed since its last "
                 "wgmma.fence"
             )
-        moved = bool(self.fenced[warp]) and int(touched.max()) == MOVED
-        self.m.findings.add("race", f"{self.m.grid.name_warp(warp)}: {why}", ins, advisory=moved)
+        seen = bool(self.fenced[warp]) and int(touched.max()) == SEEN
+        self.m.findings.add("race", f"{self.m.grid.name_warp(warp)}: {why}", ins, advisory=seen)

@@ -84,7 +84,7 @@ def _temporaries(program: Program) -> dict[Place, tuple[int, int]]:
         guard = {(1, ins.guard.index)} if ins.guard is not None else set()
         written, read = _touched(ins) if local else (set(), set())
         if not local:
-            others.update(p for o in ins.operands for p in _places(o))
+            others.update(p for o in ins.operands for p in places_of(o))
         for place in guard | read:
             if place not in spans or block[spans[place][0]] != block[pc]:
                 others.add(place)
@@ -106,25 +106,25 @@ def _touched(ins: Instruction) -> tuple[set[Place], set[Place]]:
     """The registers that it writes, and those that it reads."""
     split = 0 if ins.name == "st" else 1
     operands = list(ins.operands)
-    written = {p for o in operands[:split] for p in _places(o)}
-    return written, {p for o in operands[split:] for p in _places(o)}
+    written = {p for o in operands[:split] for p in places_of(o)}
+    return written, {p for o in operands[split:] for p in places_of(o)}
 
 
-def _places(operand: object) -> Iterator[Place]:
+def places_of(operand: object) -> Iterator[Place]:
     if isinstance(operand, Reg):
         yield operand.bank, operand.index
     elif isinstance(operand, Not):
         yield operand.reg.bank, operand.reg.index
     elif isinstance(operand, Vector):
         for item in operand.items:
-            yield from _places(item)
+            yield from places_of(item)
     elif isinstance(operand, Pair):
-        yield from _places(operand.first)
-        yield from _places(operand.second)
+        yield from places_of(operand.first)
+        yield from places_of(operand.second)
     elif isinstance(operand, Address):
-        yield from _places(operand.base)
+        yield from places_of(operand.base)
         for item in operand.coords or ():
-            yield from _places(item)
+            yield from places_of(item)
 
 
 def _blocks(code: list[Instruction]) -> list[int]:

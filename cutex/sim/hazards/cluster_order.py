@@ -1,0 +1,154 @@
+"""What clusters know of each other, through atomics, fences and ordered accesses of global memory.
+
+A release is an access ``.release`` (or ``.acq_rel``), or a fence of the whole GPU and a strong
+write after it; an acquire is an access ``.acquire``, or a strong read and a fence after it. Where
+the acquire reads what the release wrote, or an atomic after it on the same place, whoever acquired
+knows of all that the releasing warp knew (PTX ISA 8.8, 8.9.2). Without either an atomic orders
+nothing.
+
+Counts are those of the vector clocks, which are of a cluster; so what a warp has acquired of other
+clusters is kept beside them, and the clocks of its own cluster say who knows how many of its
+acquires.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from cutex.sim.ptx.parse import Program
+
+if TYPE_CHECKING:
+    from cutex.sim.machine.machine import Machine
+
+Known = dict[int, np.ndarray]  # by cluster of the grid: counts of its agents, by slot
+
+_FENCE = re.compile(r"(fence(?!\.proxy)|membar)\.[\w.]*(gpu|gl|sys)")
+_NARROW = re.compile(r"\.(cta|cluster)(?!::)\b")
+
+
+class Strength(NamedTuple):
+    """How an access takes part in the order of clusters."""
+
+    strong: bool  # another strong one does not race with it (8.7.1)
+    atomic: bool
+    acquires: bool
+    releases: bool
+
+
+@lru_cache(maxsize=1024)
+def strength(op: str) -> Strength:
+    """Of an opcode; one whose scope is a CTA or a cluster says nothing to other clusters."""
+    parts = op.split(".")
+    if _NARROW.search(op) or parts[0] not in ("ld", "st", "atom", "red"):
+        return Strength(False, False, False, False)
+    atomic = parts[0] in ("atom", "red")
+    both = "acq_rel" in parts
+    acquires, releases = both or "acquire" in parts, both or "release" in parts
+    strong = atomic or acquires or releases or not {"relaxed", "volatile", "mmio"}.isdisjoint(parts)
+    return Strength(strong, atomic, acquires, releases)
+
+
+def is_fence(op: str) -> bool:
+    """Of the whole GPU, or more."""
+    return _FENCE.match(op) is not None
+
+
+def _releases(program: Program) -> bool:
+    """Whether any instruction releases to other clusters, or acquires from them."""
+    return any(
+        is_fence(ins.op) or strength(ins.op)[2:] != (False, False)
+        for ins in program.code
+        if "shared" not in ins.op
+    )
+
+
+class ClusterOrder:
+    """Of the grid; costs nothing where no instruction could order its clusters."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.m = machine
+        self.active = machine.checks and _releases(machine.program)
+        self.released: dict[int, Known] = {}  # by address
+        self.start()
+
+    def start(self) -> None:
+        """Other clusters are resident."""
+        self.fenced: dict[int, Known] = {}  # by warp: what its last fence released
+        self.observed: dict[int, Known] = {}  # by warp: what strong reads saw since its last fence
+        self.acquired: dict[int, list[Known]] = {}  # by warp: what it knew after each acquire
+
+    def fence(self, warps: np.ndarray, releases: bool) -> None:
+        """A fence of the whole GPU, before the clocks count it."""
+        if not self.active:
+            return
+        for warp in warps.tolist():
+            if warp in self.observed:
+                self._acquire(warp, self.observed.pop(warp))
+            if releases:
+                self.fenced[warp] = self._now(warp)
+
+    def read(self, warp: int, address: int, how: Strength) -> None:
+        """A strong read."""
+        if (seen := self.released.get(address)) is None:
+            return
+        if how.acquires:
+            self._acquire(warp, seen)
+        else:
+            self.observed[warp] = _joined(self.observed.get(warp, {}), seen)
+
+    def write(self, warp: int, address: int, how: Strength) -> None:
+        """A strong write: what was released there before goes on, as behind an atomic."""
+        given = self._now(warp) if how.releases else self.fenced.get(warp)
+        if how.releases:
+            self.m.clocks.count(warp)
+        if given is not None:
+            self.released[address] = _joined(self.released.get(address, {}), given)
+
+    def known(self, warp: int, cluster: int, slot: int) -> int:
+        """How far ``warp`` knows what an agent of another cluster did."""
+        row = self._foreign(warp).get(cluster)
+        return int(row[slot]) if row is not None and slot < len(row) else 0
+
+    def _now(self, warp: int) -> Known:
+        m = self.m
+        own = int(m.grid.cta_cluster[m.grid.warp_cta[warp]])
+        return {**self._foreign(warp), own: m.clocks.known[warp].copy()}
+
+    def _foreign(self, warp: int) -> Known:
+        """What ``warp`` has learned, through its cluster's acquires that it knows of."""
+        m, out = self.m, dict[int, np.ndarray]()
+        first = m.grid.first_cta[warp]
+        for other, steps in self.acquired.items():
+            if m.grid.first_cta[other] != first:
+                continue
+            count = int(m.clocks.known[warp, m.clocks.acquire_slot(other)])
+            if count:
+                out = _joined(out, steps[count - 1])
+        return out
+
+    def _acquire(self, warp: int, what: Known) -> None:
+        steps = self.acquired.setdefault(warp, [])
+        before = steps[-1] if steps else {}
+        after = _joined(before, what)
+        if after is not before:
+            steps.append(after)
+            self.m.clocks.learn(warp, self.m.clocks.acquire_slot(warp), len(steps))
+
+
+def _joined(a: Known, b: Known) -> Known:
+    """Both; ``a`` itself where ``b`` adds nothing."""
+    out = a
+    for cluster, row in b.items():
+        mine = out.get(cluster)
+        if mine is not None and len(mine) >= len(row) and (mine[: len(row)] >= row).all():
+            continue
+        if mine is not None:
+            row, mine = sorted((row, mine), key=len, reverse=True)
+            row = row.copy()
+            np.maximum(row[: len(mine)], mine, out=row[: len(mine)])
+        out = {**out, cluster: row}
+    return out

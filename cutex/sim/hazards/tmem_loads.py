@@ -1,0 +1,106 @@
+"""Which registers hold what a tcgen05.ld has yet to bring.
+
+A load is complete after its warp's ``tcgen05.wait::ld``. What uses one of its registers before that
+waits for the value, as a true dependency is respected (PTX ISA 9.7.16.6.4.5); but a ``mov``, which
+compilers put between a load and its wait, only gives the register another name: the copy is in
+flight too. A load whose registers meet nothing but copies before a wait of the same block needs no
+watching, so kernels that wait as they should cost nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from cutex.sim.ptx.flow import LEAVES
+from cutex.sim.ptx.once import once
+from cutex.sim.ptx.operands import Address
+from cutex.sim.ptx.parse import Instruction, Program
+from cutex.sim.ptx.temporaries import Place, places_of
+
+_READS_ALL = ("bar", "barrier", "nanosleep", "call")  # whose first operand is no result
+
+
+class Step(NamedTuple):
+    """What an instruction does with watched registers, by their columns."""
+
+    reads: np.ndarray
+    writes: np.ndarray
+    copies: bool
+
+
+class Watched(NamedTuple):
+    """The loads of a program whose registers are used before a wait."""
+
+    loads: dict[int, np.ndarray]  # by PTX line: the columns of the registers that it fills
+    steps: dict[int, Step]  # by place in the program
+    columns: int
+
+
+@once
+def watched(program: Program) -> Watched:
+    code = program.code
+    heads = {ins.target for ins in code if ins.name == "bra"}
+    loads = [pc for pc, ins in enumerate(code) if is_load(ins) and not _waited(code, pc, heads)]
+    columns = _copied(code, {place for pc in loads for place in _effects(code[pc])[0]})
+    steps = {}
+    for pc, ins in enumerate(code if loads else ()):
+        written, read = (_columns(columns, places) for places in _effects(ins))
+        if len(read) or (len(written) and not is_load(ins)):
+            steps[pc] = Step(read, written, _copies(ins))
+    filled = {code[pc].line: _columns(columns, _effects(code[pc])[0]) for pc in loads}
+    return Watched(filled, steps, len(columns))
+
+
+def is_load(ins: Instruction) -> bool:
+    return ins.op.startswith("tcgen05.ld")
+
+
+def _copies(ins: Instruction) -> bool:
+    return ins.name == "mov"
+
+
+def _waited(code: list[Instruction], pc: int, heads: set[int]) -> bool:
+    """Whether the block of a load waits for it before anything but copies sees its registers."""
+    filled = _effects(code[pc])[0]
+    for at in range(pc + 1, len(code)):
+        ins = code[at]
+        if at in heads or ins.name == "bra" or ins.name in LEAVES:
+            return False
+        if ins.op.startswith("tcgen05.wait::ld"):
+            return ins.guard is None
+        written, read = _effects(ins)
+        if read & filled:
+            if not _copies(ins):
+                return False
+            filled |= written
+    return False
+
+
+def _copied(code: list[Instruction], filled: set[Place]) -> dict[Place, int]:
+    """A column for each of these registers, and for each that copies of them may reach."""
+    moves = [_effects(ins) for ins in code if _copies(ins)] if filled else []
+    reached, more = set(filled), True
+    while more:
+        found = {p for written, read in moves if read & reached for p in written} - reached
+        reached |= found
+        more = bool(found)
+    return {place: i for i, place in enumerate(sorted(reached))}
+
+
+def _columns(columns: dict[Place, int], places: Iterable[Place]) -> np.ndarray:
+    return np.array([columns[p] for p in places if p in columns], np.int64)
+
+
+def _effects(ins: Instruction) -> tuple[set[Place], set[Place]]:
+    """The registers that an instruction writes, and those that it reads."""
+    split = int(ins.name not in _READS_ALL and ins.parts[1:2] != ("dealloc",))
+    written, read = set[Place](), set[Place]()
+    for i, operand in enumerate(ins.operands):
+        into = written if i < split and not isinstance(operand, Address) else read
+        into.update(places_of(operand))
+    if ins.guard is not None:
+        read.add((ins.guard.bank, ins.guard.index))
+    return written, read
