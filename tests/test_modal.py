@@ -21,7 +21,6 @@ import pytest
 
 import cutex.bench.run
 from cutex import results
-from cutex.cache import cache_dir
 from cutex.kernels.gemm import stages
 from cutex.problem import Check
 
@@ -49,12 +48,6 @@ def load(path: Path):
 @pytest.fixture(scope="module")
 def modal_app():
     return load(Path(__file__).resolve().parent.parent / "modal_app.py")
-
-
-@pytest.fixture
-def callers_cache() -> str:
-    """CUTEX_CACHE outside of the container, where the tests before have left their kernels."""
-    return str(cache_dir())
 
 
 @pytest.fixture
@@ -170,11 +163,7 @@ def test_tests_bring_back_the_report_and_the_exit_code(cloud, modal_run, tmp_pat
     assert len(cloud.runs) == 2
 
 
-def test_confirm_checks_every_blackwell_stage_and_measures_what_is_open(
-    callers_cache, cloud, modal_run, tmp_path
-):
-    # there is nothing to see in how the container compiles the ladder once more
-    cloud.faults.setenv("CUTEX_CACHE", callers_cache)
+def test_confirm_checks_every_blackwell_stage_and_measures_what_is_open(cloud, modal_run, tmp_path):
     ran = modal_run("--op", "confirm", *SMALL, "--no-preflight")
     assert ran.code == 0, ran.out + ran.err
     gemms = [r for r in rows(tmp_path) if r.op == "gemm"]
