@@ -29,6 +29,16 @@ def test_the_page_is_what_the_rows_render(root) -> None:
     assert (root / bounds.PAGE).read_text() == bounds.page(rows)
 
 
+def test_the_model_is_never_above_a_bound(root) -> None:
+    """Both at one clock rate, so cycles of the simulator's clock against those of each unit."""
+    model = bounds.predicted(bounds.PROBLEM, root / bounds.PREDICTED)
+    rows = [r for r in bounds.read(root / bounds.FOLDER) if r.kernel in model]
+    assert len(rows) == len(LADDER)
+    for row in rows:
+        most = max(row.bounds(bounds.PROBLEM, GPU).values()) / GPU.clock_hz
+        assert model[row.kernel] <= bounds.PROBLEM.flops / most / 1e12, row.kernel
+
+
 ROW = bounds.Row(
     kernel="a pair",
     title="by hand",

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from cutex.bench import probes
+from cutex.bench import clock_probes, probes
 from cutex.compile import compile
 from cutex.compile.resources import opcodes, sass
 from cutex.errors import NoDisassembler
@@ -15,6 +15,7 @@ from cutex.kernels.probes import sm90
 from cutex.kernels.probes.sm100 import REPEATS
 from cutex.kernels.probes.sm100 import probes as all_probes
 from cutex.sim import simulate
+from cutex.sim.timing import gpus
 
 TIMED = {  # opcode of the timed instruction, and how often it stands outside of the timing
     "TmemLoad": ("LDTM", lambda c: c.batch),
@@ -84,3 +85,47 @@ def test_a_hopper_probe_runs_without_a_finding(probe):
     report = simulate(compile(probe, probes.DTYPE, "sm_90a"), *more, out)
     assert not report.findings
     assert out.view(torch.int32)[0, :2].any()
+
+
+# ---- constants of the simulator's clock
+
+
+def measured_on_an_h200(root) -> list[dict]:
+    """Rows of the probes' one run on an H200 that `plan` has, cycles as medians."""
+    kept = json.loads((root / "results/timing/probes-sm90-2026-11-22.json").read_text())["rows"]
+    found = []
+    for row in kept:
+        cycles = row.get("cycles")
+        if row["probe"] == "tmastores":
+            if row["where"] != "l2" or (row["n"], row["slots"]) not in ((64, 1), (128, 4)):
+                continue
+            cycles = cycles[1]
+        elif row["probe"] in ("signal", "poll", "peer", "tma"):
+            cycles = sorted(c[0] if isinstance(c, list) else c for c in cycles)[1]
+        found.append({**row, "cycles": cycles})
+    return found
+
+
+def test_probes_give_the_constants_of_the_h200(root):
+    found = clock_probes.constants(measured_on_an_h200(root), gpus.H200.clock)
+    assert len(found) == 13
+    for name, value in found.items():
+        assert value == pytest.approx(getattr(gpus.H200, name), rel=0.08), name
+
+
+def test_what_a_b200_measures_replaces_the_constants(root, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpus, "SOURCES", dict(gpus.SOURCES))
+    row = {"probe": "constants", "ok": True, "arch": "sm_100a", "ghz": 1.9,
+           "clock_rows": measured_on_an_h200(root)}  # fmt: skip
+    assert "wake 92.15" in probes.table([row])
+    probes.record([row], "2027-01-02T00:00:00+00:00", tmp_path)
+    board = gpus.measured(gpus.B200, tmp_path / "timing/constants-b200.json")
+    assert board.l2_bytes == pytest.approx(gpus.H200.l2_bytes, rel=0.02)
+    assert (board.mma_flops, board.sms) == (gpus.B200.mma_flops, gpus.B200.sms)
+    assert gpus.SOURCES["l2_bytes"][1] == "probe, 2027-01-02"
+    assert gpus.measured(gpus.B200, tmp_path / "none.json") is gpus.B200
+
+
+def test_the_clocks_probes_run_on_blackwell():
+    rows = clock_probes.measure("sm_100a", "sim")
+    assert {r["probe"] for r in rows} == {r["probe"] for r in clock_probes.plan(2)}

@@ -26,7 +26,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -42,6 +42,7 @@ ARCH = "sm_100a"
 GPU = arch(ARCH)
 PROBLEM = problem_class(DEFAULT_OP).of(problem_class(DEFAULT_OP).cases["cuda"][0])
 FOLDER, PAGE = Path("results/bounds"), Path("docs/bounds.md")
+PREDICTED = Path("results/timing") / f"predicted-{ARCH}.jsonl"
 INST_BYTES = 32  # of each row of A and of B that one MMA reads: 16 elements
 
 
@@ -235,10 +236,11 @@ COLUMNS = (
     ("waves", "% of SMs"),
     *((unit, "us") for unit in ("tensor", "smem", "L2", "HBM")),
     ("bound", "TFLOPS"),
+    ("model", "TFLOPS"),
 )
 
 
-def cells(r: Row, problem: Problem, gpu: Arch) -> list[str]:
+def cells(r: Row, problem: Problem, gpu: Arch, model: Mapping[str, float]) -> list[str]:
     waves, used = r.waves(problem, gpu)
     needs = {unit: cycles / gpu.clock_hz * 1e6 for unit, cycles in r.bounds(problem, gpu).items()}
     unit = max(needs, key=lambda u: needs[u])
@@ -257,14 +259,23 @@ def cells(r: Row, problem: Problem, gpu: Arch) -> list[str]:
         f"{waves}, {100 * used:.0f}",
         *(f"{us:.0f}" for us in needs.values()),
         f"{unit} {problem.flops / needs[unit] / 1e6:.0f}",
+        f"{model[r.kernel]:.0f}" if r.kernel in model else "",
     ]
+
+
+def predicted(problem: Problem, file: Path) -> dict[str, float]:
+    """TFLOPS at the highest clock by the simulator's clock, of each stage (docs/time.md)."""
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    cycles = {f"stage {r['stage']}": r["cycles"] for r in rows if r["size"] == problem.size}
+    return {k: problem.flops * GPU.clock_hz / c / 1e12 for k, c in cycles.items()}
 
 
 def table(rows: Iterable[Row], problem: Problem = PROBLEM, gpu: str = ARCH) -> str:
     """The rows as a Markdown table."""
     head = [f"{name}<br>{unit}" for name, unit in COLUMNS]
     rule = ["---", *("---:" for _ in COLUMNS[1:])]
-    body = [cells(r, problem, arch(gpu)) for r in rows]
+    model = predicted(problem, PREDICTED)
+    body = [cells(r, problem, arch(gpu), model) for r in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *body))
 
 
@@ -279,10 +290,11 @@ def page(rows: Sequence[Row]) -> str:
 Times are bounds for {p.size} in bf16 on {gpu.num_sms} SMs at {gpu.clock_hz / 1e9:.2f} GHz,
 the clock at which the stated {gpu.dense_tflops["bf16"]:.0f} TFLOPS hold; each unit by itself, as
 `cutex/analysis/bounds.py` says. They leave out what a kernel does not overlap: stages 0 and 1 load
-and compute in turn, stages 0 to 5 store after they have computed. The rate of L2 is a public
-model's figure; the cycles of an MMA are a fit to published measurements. CUTLASS's example is
-compiled from a clone of CUTLASS that the user names, for the same problem, 256x256 tiles and
-clusters of 2x1.
+and compute in turn, stages 0 to 5 store after they have computed; what they then leave is the last
+column, the cycles of the simulator's clock ([time.md](time.md)) at the same clock rate. The rate of
+L2 is a public model's figure, which the clock's own is below; the cycles of an MMA are a fit to
+published measurements. CUTLASS's example is compiled from a clone of CUTLASS that the user names,
+for the same problem, 256x256 tiles and clusters of 2x1.
 """
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from cutex.arch import arch
 from cutex.bench.run import compile_stage, settle
 from cutex.problem import Problem
 from cutex.problem.stage import AnyStage
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 TILES = 2.6  # that a cluster runs in detail, of each warpgroup that has tiles of its own
 DETAILED_FLOPS = 6e8  # a CTA, where tiles differ
+WALKED = 3  # tiles that a CTA walks over, where they differ in their steps
 STEPS = (6, 14)  # of the two tiles that are recorded where tiles differ in their steps
 
 
@@ -45,10 +47,12 @@ def _record_lengths(problem: Problem, stage: AnyStage, tiles: tuple[int, ...]) -
 
     config = stage.config()
     longest = max(tiles)
+    # NOTE: enough of them that a CTA which walks over tiles walks here, too
+    count = min(len(tiles), WALKED * arch(stage.arch).num_sms + 1)
     records, lengths = [], []
     for wanted in (min(STEPS[0], max(1, longest // 2)), min(STEPS[1], longest)):
-        brief = problem.with_steps(config, wanted)
-        records.append(_record(brief, stage, TILES * brief.work(config)[1], look=False))
+        brief = problem.with_steps(config, wanted, count)
+        records.append(_record(brief, stage, (WALKED + 0.3) * brief.work(config)[1], look=False))
         lengths.append(brief.tile_steps(config)[0])
     long = _launched(problem, stage, lambda h, p, a, r: look_at(h, p, a, r, records[1]))
     short = replace(records[0], grid=long.grid, sharing=long.sharing)

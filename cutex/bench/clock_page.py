@@ -10,7 +10,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from cutex.bench import clock_b200
+from cutex.bench import clock_foreign as foreign
 from cutex.bench.clock import record
+from cutex.bench.clock_b200 import ROWS
 from cutex.bench.clock_errors import (
     FOLDER,
     board,
@@ -22,6 +25,7 @@ from cutex.bench.clock_errors import (
     table,
     traces_file,
 )
+from cutex.bench.clock_fit import report_b200, report_power
 from cutex.bench.clock_picture import ARCHS, timelines
 from cutex.bench.run import settle
 from cutex.command import answered
@@ -95,6 +99,25 @@ def predicted(arch: str, file: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def stored_foreign() -> dict[str, Any]:
+    return stored.load(foreign.TRACES) if foreign.TRACES.exists() else {}
+
+
+def _of_b200(file: Path, fit: bool) -> int:
+    try:
+        rows = clock_b200.measured(file)
+    except (OSError, ValueError) as error:
+        print(f"cutex: --b200: {error}", file=sys.stderr)
+        return 2
+    traced: dict[str, Any] = stored.load(clock_b200.TRACES)
+    if fit:
+        print(report_b200(rows, traced))
+    else:
+        model = clock_b200.B200Model(traced)
+        print(clock_b200.table(list(clock_b200.errors(rows, model))))
+    return 0
+
+
 @answered
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(
@@ -104,7 +127,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--store", action="store_true", help="record all measured rows anew")
     p.add_argument("--predict", action="store_true", help=f"write {PREDICTED}")
     p.add_argument("--rows", action="store_true", help="print every row")
+    p.add_argument("--b200", nargs="?", type=Path, const=ROWS, metavar="FILE",
+                   help=f"only against published rows of a B200, by default {ROWS}")  # fmt: skip
+    p.add_argument("--fit", choices=("power", "b200"), help="print constants fitted anew")
     args = p.parse_args(argv)
+    if args.b200 or args.fit == "b200":
+        return _of_b200(args.b200 or ROWS, args.fit == "b200")
     if args.predict:
         found_ = predicted("sm_100a", traces_file(DEFAULT_OP, "sm_100a"))
         PREDICTED.write_text("".join(json.dumps(row) + "\n" for row in found_))
@@ -122,12 +150,19 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{e.row.key:48} {held:4} {e.row.cycles:11.0f} {e.timed.cycles:11.0f} "
                 f"{100 * e.cycles:6.1f} %  {e.row.mhz:6.0f} {e.mhz:6.0f}  {e.timed.binds}"
             )
+    if args.fit:
+        print(report_power(found, board()))
+        return 0
     text = table(found)
-    print(text)
+    others = foreign.table(
+        list(foreign.errors(foreign.measured(MEASURED), stored_foreign(), board()))
+    )
+    print(f"{text}\n\n{others}")
     if args.page:
         try:
             page = PAGE.read_text()
             page = written(written(page, "constants", constants()), "errors", text)
+            page = written(page, "foreign", others)
         except (OSError, ValueError) as error:
             print(f"cutex: {error}", file=sys.stderr)
             return 2

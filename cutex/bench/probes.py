@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cutex.arch import arch
-from cutex.bench import run
+from cutex.bench import clock_probes, run
 from cutex.compile import compile
 from cutex.problem import DEFAULT_OP, problem_class
 from cutex.problem.stage import stages
@@ -34,18 +34,35 @@ def _probes(name: str) -> list[Any]:
 
 
 def compile_all(name: str) -> list[Compiled]:
-    return [compile(probe, DTYPE, name) for probe in _probes(name)]
+    return [
+        *(compile(probe, DTYPE, name) for probe in _probes(name)),
+        *clock_probes.compile_all(name),
+    ]
 
 
 def measure(name: str, device: str) -> list[dict[str, Any]]:
     """Run every probe on "cuda" or "sim"; one row each, with cycles and whether it was right.
 
-    On a GPU a last row holds the clock and power of the top of the ladder under sustained load.
+    A further row holds what the constants of the simulator's clock come of; on a GPU a last one the
+    clock and power of the top of the ladder under sustained load.
     """
     rows = [_measure_one(probe, compile(probe, DTYPE, name), device) for probe in _probes(name)]
+    rows.append(_for_the_clock(name, device))
     if run.choose_device(device, arch(name)) == "cuda":
         rows.append(_sustained(name))
     return rows
+
+
+def _for_the_clock(name: str, device: str) -> dict[str, Any]:
+    from cutex.bench.timing import gpu_state
+
+    rows = clock_probes.measure(name, device)
+    row: dict[str, Any] = {"probe": "constants of the simulator's clock", "ok": bool(rows)}
+    if run.choose_device(device, arch(name)) == "cuda":
+        state = gpu_state() or {}
+        ghz = state.get("clock_mhz", arch(name).clock_hz / 1e6) / 1e3
+        row.update(arch=name, ghz=ghz, clock_rows=rows)
+    return row
 
 
 def _measure_one(probe: Any, compiled: Compiled, device: str) -> dict[str, Any]:
@@ -118,6 +135,9 @@ def _titled(row: dict[str, Any]) -> str:
 def _told(row: dict[str, Any]) -> str:
     if not row["ok"]:
         return "WRONG"
+    if "clock_rows" in row:
+        found = clock_probes.constants(row["clock_rows"], row["ghz"])
+        return ", ".join(f"{key} {value:.4g}" for key, value in found.items())
     if "tflops" in row:
         clocks = [s["clock_mhz"] for s in row["states"] if s and "clock_mhz" in s]
         span = f"{max(clocks):.0f} -> {clocks[-1]:.0f} MHz" if clocks else "clock unknown"
@@ -129,8 +149,12 @@ def _told(row: dict[str, Any]) -> str:
 
 
 def record(rows: list[dict[str, Any]], when: str, folder: Path) -> Path:
-    """Keep the rows of one run; a run recorded again replaces itself."""
+    """Keep the rows of one run; a run recorded again replaces itself. The clock's constants replace
+    those that there were."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"probes-sm100-{when[:19].replace(':', '')}.json"
     path.write_text(json.dumps(rows, indent=1) + "\n")
+    for row in rows:
+        if "clock_rows" in row:
+            clock_probes.keep(row["clock_rows"], row["arch"], when, row["ghz"], folder)
     return path

@@ -139,9 +139,9 @@ class Problem(Computation):
         them out; none where a step more than another is all that tiles could differ in."""
         return ()
 
-    def with_steps(self, config: Any, steps: int) -> Self:
-        """A problem for the same kernel, all of whose tiles take `steps`, or fewer if they must;
-        asked for where there are `tile_steps`."""
+    def with_steps(self, config: Any, steps: int, tiles: int = 1) -> Self:
+        """A problem for the same kernel of at least so many tiles, all of which take `steps`, or
+        fewer if they must; asked for where there are `tile_steps`."""
         raise NotImplementedError
 
     def tuning_class(self) -> list[Any]:

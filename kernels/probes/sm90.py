@@ -1,4 +1,5 @@
-"""Probes of sm_90a: cycles of a Hopper SM, its TMA engine and L2; a small kernel for each.
+"""Probes of sm_90a: cycles of a Hopper SM, its TMA engine and L2; a small kernel for each. Those
+without a wgmma are sm_100a's, too.
 
 Each writes 32-bit words into a row of mOut for each CTA, as its docstring says. What the figures
 were on an H200 stands in results/timing/.
@@ -81,17 +82,16 @@ def row_words(mOut: cute.Tensor, row: Int32) -> cute.Tensor:
 class Probe:
     """Launches `kernel` with one CTA for each row of mOut (rows, WIDTH)."""
 
-    arch: ClassVar[str] = "sm_90a"
     cluster: ClassVar[int] = 1
     num_threads: int = 32
     kernel: Any
 
-    def __init__(self, config: ProbeConfig) -> None:
-        self.config = config
+    def __init__(self, config: ProbeConfig, arch: str = "sm_90a") -> None:
+        self.config, self.arch = config, arch
 
     @property
     def name(self) -> str:
-        return f"sm90_probe_{type(self).__name__.lower()}"
+        return f"{self.arch.rstrip('a').replace('_', '')}_probe_{type(self).__name__.lower()}"
 
     def operands(self, dtype: str) -> tuple[Operand, ...]:
         return (Operand("mOut", ("m", "n"), dtype),)

@@ -129,7 +129,7 @@ QUICK = {  # problems that CI reckons
     "gemm": ("2048x2048x2048", "4096x4096x4096", "4096x14336x4096"),
     "attention": ("4,4096,16,128", "4,4096,32,64 causal"),
 }
-LARGEST = {"gemm": (0.02, 0.10, 0.12), "attention": (0.08, 0.18, 0.22)}  # median, ninth, largest
+LARGEST = {"gemm": (0.02, 0.10, 0.12), "attention": (0.05, 0.12, 0.26)}  # median, ninth, largest
 
 
 @pytest.mark.parametrize("op", QUICK)

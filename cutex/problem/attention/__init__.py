@@ -212,9 +212,10 @@ class AttentionProblem(Problem):
     def tile_steps(self, config: Any) -> tuple[int, ...]:
         return tuple(config.key_blocks(self))
 
-    def with_steps(self, config: Any, steps: int) -> AttentionProblem:
+    def with_steps(self, config: Any, steps: int, tiles: int = 1) -> AttentionProblem:
         rows = config.tile_m // getattr(config, "pack", 1)
-        return replace(self, seqlen_q=rows, seqlen_k=steps * config.tile_n)
+        brief = replace(self, batch=1, seqlen_q=rows, seqlen_k=steps * config.tile_n)
+        return replace(brief, batch=-(-tiles // len(brief.tile_steps(config))))
 
     # ---- data and judgement
 

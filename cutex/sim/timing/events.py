@@ -23,6 +23,7 @@ class Work(NamedTuple):
     lsu: float
     uniform: float
     port: float
+    beside: float = 0.0  # cycles that a warp alone takes longer beside a wgmma
 
     def part(self, share: float) -> Work:
         return Work(*(x * share for x in self))

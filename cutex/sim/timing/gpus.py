@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 
@@ -11,13 +13,14 @@ class Power:
     """Energies are at the highest clock."""
 
     limit_w: float = 695.0  # at which the board holds itself
-    idle_w: float = 80.0
+    idle_w: float = 101.0
     flop_pj: float = 0.911  # of a 16-bit FLOP on Gaussian data
     l2_pj: float = 27.4  # of a byte that an SM loads or stores
-    hbm_pj: float = 54.8  # of a byte, whatever the clock
+    issue_pj: float = 276.0  # of an instruction of a warp
+    hbm_pj: float = 29.6  # of a byte, whatever the clock
     volts_base: float = 0.45
-    volts_slope: float = 0.2  # a GHz
-    burst_ghz: float = 0.84  # that the clock loses for each part of the time with MMAs, in bursts
+    volts_slope: float = 0.205  # a GHz
+    burst_ghz: float = 0.598  # that the clock loses for each part of the time with MMAs, in bursts
     lowest_ghz: float = 0.9
 
 
@@ -57,9 +60,9 @@ class Gpu:
     wgmma_issue: float = 4.0
     wgmma_queue: int = 8
     shared_registers: bool = False  # accumulators of MMAs are in registers
-    fma_beside_mma: float = 1.9  # the time of the pipe, relative to its own
-    alu_beside_mma: float = 1.93
-    mufu_beside_mma: float = 1.27
+    fma_beside_mma: float = 2.0  # the time of the pipe, relative to its own
+    alu_beside_mma: float = 2.0
+    mufu_beside_mma: float = 1.33
     mma_beside_fma: float = 0.19  # cycles that the tensor core loses to an FMA of a sub-core
     mma_commit: float = 130.0  # from the last tcgen05.mma to its commit's arrival
     tmem_bytes: float = 512.0  # a cycle, of tcgen05.ld and st of an SM
@@ -92,7 +95,10 @@ B200 = Gpu(
     l2_requests=156.0, l2_capacity=100e6, mma_commit=150.0, launch_control=800.0,
     launch=1800.0, cta_turnover=450.0, clusters_of_four=33, try_wait=10.0,
     band=0.17, clock_band=0.15,
-    power=Power(limit_w=1000.0, idle_w=180.0, flop_pj=0.6, l2_pj=15.0, hbm_pj=40.0),
+    power=Power(
+        limit_w=1000.0, idle_w=180.0, flop_pj=0.6, issue_pj=0.0, l2_pj=15.0, hbm_pj=40.0,
+        volts_slope=0.2, burst_ghz=0.84,
+    ),
 )  # fmt: skip
 H200 = Gpu(
     "H200", "sm_90a", sms=132, clock=1.98, mma_flops=4096, smem_bytes=128, l2_bytes=4620.0,
@@ -138,12 +144,12 @@ SOURCES: dict[str, tuple[str, str]] = {
     "remote_arrive": ("probe peer, +-2 %", "the H200's"),
     "bar": ("probe signal named, +-2 %", "the H200's"),
     "cluster_barrier": ("half of 320 cycles there and back, +-20 %", "the H200's"),
-    "wgmma_latency": ("prior, +-50 %", "-"),
+    "wgmma_latency": ("probe busy: serial, 62 with its issue, +-3 %", "-"),
     "wgmma_issue": ("prior", "prior"),
     "wgmma_queue": ("prior: FlashGPU-Sim's fit has 5 to 8", "-"),
-    "fma_beside_mma": ("probe busy: FMA beside wgmma, +-15 %", "-"),
-    "alu_beside_mma": ("probe busy: max and cvt beside wgmma, +-3 %", "-"),
-    "mufu_beside_mma": ("probe busy: ex2 beside wgmma, +-5 %", "-"),
+    "fma_beside_mma": ("probe busy: FMA beside wgmma, 1.8 to 2.6", "-"),
+    "alu_beside_mma": ("probe busy: max and cvt beside wgmma, 1.9 to 2.5", "-"),
+    "mufu_beside_mma": ("probe busy: ex2 beside wgmma, 1.26 to 1.33", "-"),
     "mma_beside_fma": ("probe busy: wgmma beside FMA, 0.75 to 0.8 of four sub-cores", "-"),
     "mma_commit": ("-", "published: batches end 132 to 182 cycles late"),
     "tmem_bytes": ("-", "prior, not known well"),
@@ -155,7 +161,24 @@ SOURCES: dict[str, tuple[str, str]] = {
     "l2_capacity": ("60 MB less what stores take", "126 MB, the same"),
 }
 
-GPUS = {"h200": H200, "b200": B200}
+
+def constants_file(name: str) -> Path:
+    """Where what probes measured on a GPU is kept, and stands in for the constants above."""
+    return Path(__file__).parents[3] / f"results/timing/constants-{name}.json"
+
+
+def measured(board: Gpu, file: Path) -> Gpu:
+    """``board`` with the constants that ``file`` has, if it is there, and their source."""
+    if not file.exists():
+        return board
+    kept = json.loads(file.read_text())
+    for name in kept["constants"]:
+        ours, _ = SOURCES[name]
+        SOURCES[name] = ours, f"probe, {kept['when'][:10]}"
+    return replace(board, **kept["constants"])
+
+
+GPUS = {"h200": H200, "b200": measured(B200, constants_file("b200"))}
 
 
 def of_arch(arch: str) -> str:

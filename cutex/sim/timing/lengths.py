@@ -20,6 +20,7 @@ from cutex.sim.timing.trace import Traced
 from cutex.sim.timing.traffic import clusters_at_once, loaded, shared, stored
 from cutex.sim.timing.units import Memory
 
+AHEAD = 1000.0  # cycles, of SMs that are not in step: a box of 32 KB at an SM's share of L2
 ROUNDS = 3  # of CTAs on an SM that are replayed, where each has one tile
 
 
@@ -71,8 +72,8 @@ def predict_lengths(traced: Lengths, gpu: Gpu, whole: Whole, log: bool = False) 
     busy_sms = min(len(tiles), groups) * size
     miss = missed / total if total else 1.0
     # NOTE: the first tiles of all SMs are in step, later ones are not
-    waits = miss if len(tiles) > groups * slots else 1.0
-    memory = Memory(miss, busy_sms, shared(traced.long), waits=waits)
+    waits, ahead = (miss, AHEAD) if len(tiles) > groups * slots else (1.0, 0.0)
+    memory = Memory(miss, busy_sms, shared(traced.long, loads), waits=waits, ahead=ahead)
     times = []
     for one, tile in both:
         walks = one.record.flops > 1.5 * tile

@@ -16,8 +16,10 @@ import re
 import subprocess
 import tempfile
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from cutex.cubin import nvdisasm
 from cutex.errors import NoDisassembler
@@ -75,12 +77,19 @@ class Cost:
 
     slots: float = 0.0
     cycles: float = 0.0
+    beside: float = 0.0  # cycles that a single warp takes longer beside a wgmma
     pipes: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PIPES, 0.0))
+    sass: list[tuple[int, int]] = field(default_factory=list)  # block, address of each instruction
+    parts: list[Cost] = field(default_factory=list)  # of each of these
 
-    @property
-    def busy(self) -> float:
-        """Cycles that the sub-core cannot give to other warps: of its busiest pipe."""
-        return max(self.slots, *(self.pipes[p] for p in PIPES))
+    def add(self, more: Cost) -> None:
+        self.slots += more.slots
+        self.cycles += more.cycles
+        self.beside += more.beside
+        for pipe, busy in more.pipes.items():
+            self.pipes[pipe] += busy
+        self.sass += more.sass
+        self.parts.append(more)
 
 
 _LINE = re.compile(r'//## File "\.nv_debug_ptx_txt", line (\d+)')
@@ -132,33 +141,47 @@ def read(text: str) -> list[Sass]:
     return code
 
 
-def costs(code: list[Sass]) -> dict[int, Cost]:
-    """By line of the PTX, what one execution of its instruction costs."""
+def costs(code: list[Sass], beside: Mapping[str, float] = MappingProxyType({})) -> dict[int, Cost]:
+    """By line of the PTX, what one execution of its instruction costs; ``beside`` says how many
+    times slower each pipe is beside a wgmma.
+    """
     found: dict[int, Cost] = defaultdict(Cost)
     blocks: dict[int, set[int]] = defaultdict(set)
+    for ins in code:
+        blocks[ins.line].add(ins.block)
+    slow = _in_order(code, beside) if beside else None
+    for i, (ins, cycles) in enumerate(zip(code, _in_order(code, {}), strict=True)):
+        if ins.opcode == "NOP":
+            continue
+        part = 1.0 / len(blocks[ins.line])  # of several copies of the line one is executed
+        pipe, busy = _pipe(ins.opcode)
+        pipes = dict.fromkeys(PIPES, 0.0) | {pipe: part * busy}
+        longer = max(0.0, slow[i] - cycles) if slow else 0.0
+        found[ins.line].add(Cost(part, part * cycles, part * longer, pipes, [(ins.block, ins.at)]))
+    return dict(found)
+
+
+def _in_order(code: list[Sass], slower: Mapping[str, float]) -> list[float]:
+    """Cycles of each instruction in a single warp: it issues when the one before lets it, what it
+    waits for is there and its pipe is free.
+    """
+    taken: list[float] = []
     ready = [0.0] * 6
+    free: dict[str, float] = {}
     now, block = 0.0, -1
     for ins in code:
         if ins.block != block:
-            block, now, ready = ins.block, 0.0, [0.0] * 6
+            block, now, ready, free = ins.block, 0.0, [0.0] * 6, {}
         issue = max([now, *(ready[i] for i in range(6) if ins.waits >> i & 1)])
-        cost = found[ins.line]
-        blocks[ins.line].add(ins.block)
-        after = issue + ins.stall
         if ins.opcode != "NOP":
-            cost.slots += 1
-            cost.cycles += after - now
-            pipe, cycles = _pipe(ins.opcode)
-            cost.pipes[pipe] += cycles
+            pipe, busy = _pipe(ins.opcode)
+            issue = max(issue, free.get(pipe, 0.0))
+            free[pipe] = issue + busy * slower.get(pipe, 1.0)
         for scoreboard in ins.sets:
             ready[scoreboard] = max(ready[scoreboard], issue + _latency(ins.opcode))
-        now = after
-    for line, cost in found.items():
-        copies = len(blocks[line])
-        cost.slots /= copies
-        cost.cycles /= copies
-        cost.pipes = {p: c / copies for p, c in cost.pipes.items()}
-    return dict(found)
+        taken.append(issue + ins.stall - now)
+        now = issue + ins.stall
+    return taken
 
 
 def _pipe(opcode: str) -> tuple[str, float]:

@@ -1,10 +1,10 @@
 """The clock that power allows: what a kernel draws at each clock, held against the board's limit.
 
-Watts are those that the board draws anyway, and energy for each FLOP of the tensor cores, each byte
-through L2 and each byte of HBM; the first two grow with the square of the voltage, and that with
-the clock. Kernels whose tensor cores run in bursts lose clock though they draw far less than the
-limit (stages 0 and 1 of the GEMM ladder: 1.80 and 1.70 GHz at 490 to 640 W): for those a line
-through what was measured stands in for a model.
+Watts are those that the board draws anyway, and energy for each FLOP of the tensor cores, each
+instruction of a warp, each byte through L2 and each byte of HBM; all but the last grow with the
+square of the voltage, and that with the clock. Kernels whose tensor cores run in bursts lose clock
+though they draw far less than the limit (stages 0 and 1 of the GEMM ladder: 1.80 and 1.70 GHz at
+490 to 640 W): for those a line through what was measured stands in for a model.
 """
 
 from __future__ import annotations
@@ -26,8 +26,12 @@ def watts(timed: Timed, gpu: Gpu, ghz: float, data: str = "normal") -> float:
     p = gpu.power
     seconds = timed.cycles / ghz * 1e-9
     volts = (p.volts_base + p.volts_slope * ghz) / (p.volts_base + p.volts_slope * gpu.clock)
-    switching = DATA.get(data, 1.0) * p.flop_pj * timed.flops + p.l2_pj * (
-        timed.loaded + timed.stored
+    # instructions of a warp, of four sub-cores of each SM
+    issued = 4 * gpu.sms * timed.busy.get("issue slots", 0.0) * timed.cycles
+    switching = (
+        DATA.get(data, 1.0) * p.flop_pj * timed.flops
+        + p.l2_pj * (timed.loaded + timed.stored)
+        + p.issue_pj * issued
     )
     moved = p.hbm_pj * (timed.dram + timed.stored)
     return p.idle_w + (switching * volts**2 + moved) * 1e-12 / seconds

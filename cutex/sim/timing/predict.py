@@ -49,13 +49,13 @@ def predict(
     by_tensor = {tmap: size * times for tmap, size in loaded(record).items()}
     loads, stores = sum(by_tensor.values()), stored(record) * times
     missed = dram(traced, by_tensor, gpu)
-    memory = Memory(missed / loads if loads else 1.0, busy_sms, shared(traced))
+    memory = Memory(missed / loads if loads else 1.0, busy_sms, shared(traced, by_tensor))
     turns = 1 if extended else min(rounds, most_rounds or rounds)
     replay = Replay(record, gpu, memory, rounds=turns, slots=slots, log=log)
     run = replay.run()
     cycles = run.end
     if extended:
-        cycles = _extended(run, work, whole.tile_flops * size, record.flops)
+        cycles = whole_cycles(run, work, whole.tile_flops * size, record.flops)
     drained = max(0.0, run.stores_end - run.end) if not extended else 0.0
     return Timed(
         cycles=cycles + drained + gpu.launch,
@@ -74,7 +74,7 @@ def predict(
     )
 
 
-def _extended(run: Run, work: float, tile: float, recorded: float) -> float:
+def whole_cycles(run: Run, work: float, tile: float, recorded: float) -> float:
     """The end of a cluster that does ``work`` FLOPs, from the steady part of its record."""
     first = tile or recorded / 4
     last = math.floor(recorded / tile) * tile if tile else recorded

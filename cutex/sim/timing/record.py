@@ -9,7 +9,7 @@ of a barrier a warp needed, how many groups it left in flight.
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -44,11 +44,13 @@ from cutex.sim.timing.events import (
     Work,
 )  # fmt: skip
 from cutex.sim.timing.machine_code import Cost
+from cutex.sim.timing.order import by_instruction
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
 SECTOR = 32  # bytes
+PIECE = 64.0  # cycles of ordinary instructions that are kept together: their order beyond is kept
 _RATES = (
     ("mxf4", 4.0), ("f8f6f4", 2.0), ("kind::i8", 2.0), ("kind::tf32", 0.5),
     (".e4m3.", 2.0), (".e5m2.", 2.0), (".s8.", 2.0), (".u8.", 2.0), (".tf32.", 0.5),
@@ -72,14 +74,12 @@ class Recorder:
         self.m, self.limit, self.enough_loads = machine, limit, enough_loads
         code = machine.program.code
         self.code = code
-        self.cost = np.zeros((len(code), len(Work._fields)))
-        on_line = Counter(ins.line for ins in code)
-        for pc, ins in enumerate(code):
-            if cost := costs.get(ins.line):
-                own = cost.cycles, cost.slots, *cost.pipes.values()
-                share = 1 / on_line[ins.line]  # inline assembly has several instructions on a line
-                self.cost[pc] = *(x * share for x in own), _port(ins)
         self.kinds: list[Callable[[Batch, Any], None] | None] = [self._kind(i) for i in code]
+        labels = set(machine.program.labels.values())
+        events = [kind is not None for kind in self.kinds]
+        own = by_instruction(code, labels, events, costs)
+        port = [_port(ins) if costs else 0.0 for ins in code]
+        self.cost = np.column_stack([own[:, :-1], port, own[:, -1]])
         self.work = np.zeros((machine.grid.num_warps, len(Work._fields)))
         self.programs: dict[int, list[Event]] = defaultdict(list)
         self.maps: dict[int, TensorMap] = {}  # by address
@@ -99,6 +99,8 @@ class Recorder:
 
     def step(self, batch: Batch, pc: int) -> None:
         self.work[batch.idx] += self.cost[pc]
+        for warp in batch.idx[self.work[batch.idx, 0] >= PIECE].tolist():
+            self._flush(warp)
         self.counts[batch.idx, pc] += 1
         self.steps += batch.n
 
@@ -248,8 +250,9 @@ class Recorder:
                 program = self.programs[warp]
                 if box := self._map(source[0]):
                     rows = max(1, program[-1].size // int(box.box[0] * box.itemsize))
-                    spans = zip(source[1:], box.box, box.dims, strict=False)
-                    outside = any(at < 0 or at + n > size for at, n, size in spans)
+                    corner = box.place(source[1:]) or source[1:]
+                    spans = zip(corner, box.box, box.dims, strict=False)
+                    outside = any(x < 0 or x + n > size for x, n, size in spans)
                     program[-1] = program[-1]._replace(source=source, rows=rows, outside=outside)
                 else:
                     program[-1] = program[-1]._replace(source=source, rows=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 from cutex.cubin import Cubin
@@ -17,12 +18,15 @@ from cutex.sim.ptx.parse import Program
 from cutex.sim.run import Simulation
 from cutex.sim.scheduler import Scheduler
 from cutex.sim.timing.events import Event, Load, Record, Reply
-from cutex.sim.timing.machine_code import Cost, costs, disassemble
+from cutex.sim.timing.gpus import H200
+from cutex.sim.timing.machine_code import ALU, FMA, MUFU, Cost, costs, disassemble
 from cutex.sim.timing.record import Enough, Recorder
 
 SM_REGISTERS = 65536
+BESIDE = {FMA: H200.fma_beside_mma, ALU: H200.alu_beside_mma, MUFU: H200.mufu_beside_mma}
 TMEM_COLUMNS = 512  # of an SM
 MOST_LOADS = 24  # of each CTA, to see what they share
+TOGETHER = 4  # loads of a tensor within which CTAs share a box: so far apart costs GEMMs nothing
 
 
 @dataclass
@@ -75,7 +79,7 @@ class _Few(Simulation):
         flops: float,
     ) -> None:
         super().__init__(programs, tensors)
-        self.cost: dict[int, Cost] = costs(disassemble(cubin))
+        self.cost: dict[int, Cost] = costs(disassemble(cubin), BESIDE)
         self.registers, self.flops = Cubin(cubin).registers, flops
         self.traced: list[Traced] = []
         self.all_at_once = False
@@ -134,10 +138,16 @@ class _Few(Simulation):
         recorder = Recorder(machine, {}, enough_loads=most)
         self._until_enough(scheduler, recorder)
         boxes: dict[tuple[Any, ...], int] = {}
-        for program in recorder.programs.values():
-            for load_ in _loads(program)[:most]:
-                boxes[load_.source] = load_.size
-                traced.sharing.setdefault(load_.source[0], Sharing()).loaded += load_.size
+        paths = _paths(traced.record)
+        for warp, program in recorder.programs.items():
+            first = {load_.source[0]: load_ for load_ in reversed(_loads(program)[:most])}
+            for tmap, load_ in first.items():
+                _, *at = load_.source
+                sharing = traced.sharing.setdefault(tmap, Sharing())
+                for step in paths.get((tmap, int(machine.grid.warp_in_cta[warp])), [()]):
+                    box = (tmap, *(x + dx for x, dx in zip_longest(at, step, fillvalue=0)))
+                    boxes[box] = load_.size
+                    sharing.loaded += load_.size
         for source, size in boxes.items():
             traced.sharing[source[0]].different += size
         for tmap, sharing in traced.sharing.items():
@@ -155,6 +165,22 @@ class _Few(Simulation):
 def _loads(program: list[Event]) -> list[Load]:
     """Those of tensors that TMA knows by a map."""
     return [e for e in program if isinstance(e, Load) and isinstance(e.source[0], int)]
+
+
+def _paths(record: Record) -> dict[tuple[int, int], list[tuple[int, ...]]]:
+    """By tensor and warp of a CTA, how far the recorded cluster's next loads are from its first."""
+    paths: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+    for warp, program in record.programs.items():
+        by_tensor: dict[int, list[tuple[int, ...]]] = {}
+        for load_ in _loads(program):
+            by_tensor.setdefault(load_.source[0], []).append(load_.source[1:])
+        for tmap, found in by_tensor.items():
+            steps = [
+                tuple(x - first for x, first in zip(at, found[0], strict=True))
+                for at in found[:TOGETHER]
+            ]
+            paths.setdefault((tmap, record.place[warp]), steps)
+    return paths
 
 
 def _loads_that_tell(record: Record) -> int:

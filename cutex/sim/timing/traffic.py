@@ -39,11 +39,13 @@ def stored(record: Record) -> float:
     return total
 
 
-def shared(traced: Traced) -> float:
-    """Part of the bytes that a cluster loads which another asks for at the same time."""
-    loaded = sum(s.loaded for s in traced.sharing.values())
-    different = sum(s.different for s in traced.sharing.values())
-    return 1.0 - different / loaded if loaded else 0.0
+def shared(traced: Traced, loads: dict[int, float]) -> float:
+    """Part of the bytes that a cluster loads which another asks for at about the same time;
+    ``loads`` are its bytes of each tensor.
+    """
+    known = {tmap: size for tmap, size in loads.items() if tmap in traced.sharing}
+    different = sum(size * traced.sharing[tmap].part for tmap, size in known.items())
+    return 1.0 - different / sum(known.values()) if known else 0.0
 
 
 def dram(traced: Traced, loads: dict[int, float], gpu: Gpu) -> float:

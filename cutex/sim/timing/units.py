@@ -18,6 +18,7 @@ class Memory:
     shared: float = 0.0  # part of the bytes that other SMs ask for at the same time
     write_back: float = 1.0  # part of stored bytes that go on to HBM
     waits: float = 1.0  # part of loads that wait for HBM: all where CTAs run in step
+    ahead: float = 0.0  # cycles that an SM may be ahead of its share of L2: others are idle
 
 
 @dataclass

@@ -99,13 +99,12 @@ class Warp:
         registers, and the wgmma beside FMAs. Returns the cycles that the warp takes longer.
         """
         g = self.gpu
-        alone = max(work.slots, *pipes.values())
         pipes[FMA] *= g.fma_beside_mma
         pipes[ALU] *= g.alu_beside_mma
         pipes[MUFU] *= g.mufu_beside_mma
         if 2 * work.fma > work.cycles:  # the wgmma loses to FMAs that come one after the other
             self.sm.tensor.free += work.fma * g.mma_beside_fma
-        return max(work.slots, *pipes.values()) - alone
+        return work.beside
 
     def _log(
         self,
@@ -166,7 +165,7 @@ class Warp:
         ends = []
         read = e.size * (1.0 - g.l2_merged * m.shared)
         # a row of a box is a request of its own, however short, and whoever else asks for it
-        l2 = sm.l2.serve(at, max(read / g.l2_bytes, e.rows / g.l2_requests) * share)
+        l2 = sm.l2.serve(at, max(read / g.l2_bytes, e.rows / g.l2_requests) * share) - m.ahead
         hbm = sm.hbm.serve(at, e.size * m.miss * share / g.hbm_bytes) if m.miss else at
         for signal, cta in zip(e.signals, e.ctas, strict=True):
             target = self.i.sm[cta]

@@ -1,0 +1,121 @@
+"""The clock against what others wrote and measured; its fits; what instructions cost in order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cutex.bench import clock_b200
+from cutex.bench import clock_foreign as foreign
+from cutex.bench.clock_errors import Summary, board
+from cutex.bench.clock_fit import descend
+from cutex.bench.clock_page import MEASURED, main
+from cutex.sim.ptx.parse import Instruction
+from cutex.sim.timing import stored
+from cutex.sim.timing.events import Load, Record
+from cutex.sim.timing.machine_code import ALU, FMA, MUFU, PIPES, Sass, costs
+from cutex.sim.timing.order import FIELDS, by_instruction
+from cutex.sim.timing.trace import TOGETHER, _paths
+
+
+def test_errors_of_cutlass_on_hopper_do_not_grow():
+    rows = foreign.measured(MEASURED)
+    found = list(foreign.errors(rows, stored.load(foreign.TRACES), board()))
+    assert len(found) == len(rows) == 15
+    errors = Summary.of(e.cycles for e in found)
+    assert errors.median <= 0.02, errors
+    assert errors.ninth <= 0.05
+    assert errors.largest <= 0.10
+
+
+B200_SAMPLE = ((4096, 7168, 2048), (2048, 7168, 4096), (4096, 4096, 16384), (7168, 1536, 4096))
+B200_LARGEST = {"fp16": (0.08, 0.20), "fp8": (0.10, 0.26), "nvfp4": (0.15, 0.32)}  # median, largest
+
+
+@pytest.mark.parametrize("dtype", B200_LARGEST)
+def test_errors_against_a_b200_do_not_grow(dtype):
+    """On some problems with the largest tile; `python -m cutex.clock --b200` does them all."""
+    rows = [
+        r
+        for r in clock_b200.measured()
+        if r.dtype == dtype and r.mnk in B200_SAMPLE and r.tile == (256, 256)
+    ]
+    assert len(rows) >= 6
+    model = clock_b200.B200Model(stored.load(clock_b200.TRACES))
+    errors = Summary.of(e.relative for e in clock_b200.errors(rows, model))
+    assert errors.count == len(rows)
+    assert errors.median <= B200_LARGEST[dtype][0], errors
+    assert errors.largest <= B200_LARGEST[dtype][1], errors
+
+
+def test_half_of_the_b200s_problems_are_held_out():
+    problems = {r.mnk: r.held_out for r in clock_b200.measured()}
+    assert len(problems) == 40
+    assert sum(problems.values()) == 22
+
+
+def test_a_file_that_is_no_table_of_rows_is_refused_in_one_sentence(tmp_path, capsys):
+    file = tmp_path / "rows.csv"
+    file.write_text("a,b\n1,2\n")
+    for path, says in ((file, "is no table of dtype, m"), (tmp_path / "none.csv", "No such file")):
+        assert main(["--b200", str(path)]) == 2
+        told = capsys.readouterr().err
+        assert says in told
+        assert told.count("\n") == 1
+
+
+def test_fitting_finds_the_constants_that_rows_were_made_with():
+    true = {"a": 3.0, "b": 0.5}
+    rows = [(1.0, 2.0), (4.0, 1.0), (2.0, 7.0)]
+    wanted = [true["a"] * x + true["b"] * y for x, y in rows]
+
+    def loss(values):
+        got = [values["a"] * x + values["b"] * y for x, y in rows]
+        return sum(abs(g / w - 1) for g, w in zip(got, wanted, strict=True))
+
+    found = descend({"a": 2.0, "b": 1.0}, loss)
+    assert loss(found) < 0.1 < loss({"a": 2.0, "b": 1.0})
+    assert found == pytest.approx(true, rel=0.15)
+
+
+# ---- what a stretch of instructions costs
+
+
+def sass(at: int, opcode: str, line: int, stall: int = 1) -> Sass:
+    return Sass(at, opcode, line, stall, (), 0)
+
+
+def test_a_warp_beside_a_wgmma_waits_for_pipes_that_are_slower():
+    code = [sass(16 * i, "FMNMX", 7) for i in range(8)] + [sass(128, "EXIT", 9)]
+    alone = costs(code)[7]
+    beside = costs(code, {FMA: 2.0, ALU: 2.0, MUFU: 1.33})[7]
+    assert alone.cycles == beside.cycles == 15  # two for each, and the last need not wait
+    assert beside.beside == 14
+    assert alone.beside == 0
+    assert alone.pipes[ALU] == 16
+
+
+def ptx(line: int) -> Instruction:
+    return Instruction("add.f32", (), None, False, line, "")
+
+
+def test_a_stretch_without_events_is_charged_in_the_order_of_its_machine_code():
+    """Four lines whose exponential ptxas moved from the last to the second place."""
+    code = [sass(0, "FADD", 1), sass(16, "MUFU.EX2", 4), sass(32, "FADD", 2), sass(48, "FADD", 3)]
+    program = [ptx(line) for line in (1, 2, 3, 4)]
+    charged = by_instruction(program, set(), [False] * 4, costs(code))
+    mufu = FIELDS.index(MUFU)
+    assert charged[:, mufu].tolist() == [0, 8, 0, 0]
+    after_an_event = by_instruction(program, set(), [False, False, True, False], costs(code))
+    assert after_an_event[:, mufu].tolist() == [0, 0, 0, 8]
+    total = [sum(c.pipes[p] for c in costs(code).values()) for p in PIPES]
+    np.testing.assert_allclose(charged[:, 2 : 2 + len(PIPES)].sum(0), total)
+
+
+def test_loads_that_follow_one_another_count_as_asked_for_together():
+    """Each next box of a tensor, as far from its first as the recorded CTA went."""
+    loads = [Load((), 64, (7, 100 - 10 * i, 3), 1) for i in range(TOGETHER + 2)]
+    record = Record({0: [Load((), 64, (9, 5), 1), *loads]}, {}, {0: 0}, {0: 2}, 1, 1, 1, True)
+    paths = _paths(record)
+    assert paths[7, 2] == [(-10 * i, 0) for i in range(TOGETHER)]
+    assert paths[9, 2] == [(0,)]
