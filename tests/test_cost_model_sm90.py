@@ -1,18 +1,23 @@
-"""Hopper's cost model, judged by what was measured on an H200: results/configs."""
+"""Hopper's cost model, judged by what was measured on H200s: results/configs."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cutex.arch import arch
+from cutex.kernels.gemm.sm90 import fit
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.cost_model import candidates, predict
+from cutex.kernels.gemm.sm90.measured import FILE as MEASURED_PAIRS
 from cutex.problem.gemm import GemmProblem
+from cutex.problem.models import corpus
 
 H200 = arch("sm_90a")
 MEASURED = Path(__file__).parent.parent / "results" / "configs" / "gemm-nvidia-h200.jsonl"
@@ -83,3 +88,30 @@ def test_predicted_times_are_within_a_tenth(measured) -> None:
             if us < 1.25 * best
         ]
     assert math.sqrt(sum(e * e for e in errors) / len(errors)) <= 0.1
+
+
+@pytest.fixture(scope="module")
+def pairs() -> fit.Pairs:
+    return fit.read()
+
+
+def test_what_is_known_of_pairs_is_what_was_measured(pairs: fit.Pairs) -> None:
+    """measured.npz, from results/configs and the costs as they stand: fit --write was run since."""
+    places, errors = fit.known(fit.Model(), pairs)
+    with np.load(MEASURED_PAIRS) as file:
+        assert np.array_equal(file["places"], places)
+        assert np.abs(file["errors"] - errors).max() < 2e-3
+
+
+def test_the_choice_is_good_where_nothing_of_the_problem_was_measured(pairs: fit.Pairs) -> None:
+    """Errors nearby are those of other problems; the costs were fitted on all of them."""
+    verdict = fit.judge(pairs, fit.held_out(fit.Model(), pairs, passes=0))
+    found = re.match(r"(\d+) problems: ([\d.]+) times .*?([\d.]+)% below 0.97", verdict)
+    assert found is not None, verdict
+    assert int(found[1]) > 1000 and float(found[2]) >= 1.09 and float(found[3]) <= 5, verdict
+
+
+def test_only_problems_that_are_for_fitting_were_measured() -> None:
+    reported = {(*e.problem.mnk, e.problem.direction) for e in corpus() if not e.fits}
+    _, rows = fit.measured_rows()
+    assert len(rows) > 2000 and not {(r["m"], r["n"], r["k"], r["pass"]) for r in rows} & reported

@@ -18,6 +18,7 @@ from cutex.device.epilogue.epilogue_ops import Activation, Add, Alpha, Elementwi
 from cutex.dtypes import of_torch
 from cutex.kernels.gemm import stage
 from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
+from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.general import General
 from cutex.ops.arrange import result
 from cutex.ops.plan import config_for
@@ -116,6 +117,24 @@ def test_a_matrix_comes_in_through_the_slots_that_out_leaves_by(slots: dict, ord
     assert torch.equal(out, want)
     cutex.simulate(compiled, a, b, held, held, order=order, seed=2)  # over itself
     assert torch.equal(held, want)
+
+
+@pytest.mark.parametrize("order", ["eager", "random"])
+@pytest.mark.parametrize("tma", [True, False], ids=["by TMA", "by element"])
+def test_odd_multiples_of_8_columns_go_through_the_epilogue(tma: bool, order: str) -> None:
+    """Rows of 80 bytes, two rows of tiles: the last has 40 of 64 rows, and 24 of 40 columns."""
+    tiles = Sm90Config(
+        tile_m=64, tile_n=40, num_stages=4, epi_n=40, epi_stages=1, warpgroups=1, rows=2
+    )
+    out = OperandLayout("fp16", tma=tma)
+    b = OperandLayout(major="column")
+    config = GeneralConfig(tiles, b=b, out=out, ops=(Activation("relu"),))
+    compiled = compile(General(config), "bf16", "sm_90a")
+    a, b = normal("cpu", 104, 136).round(), normal("cpu", 264, 136, seed=1).round().mT
+    stored = torch.full((104, 264 if tma else 265), torch.nan, dtype=torch.float16)[:, :264]
+    report = cutex.simulate(compiled, a, b, stored, order=order, seed=1)
+    assert not report.findings
+    assert torch.equal(stored, F.relu(a.float() @ b.float()).half())
 
 
 @pytest.mark.parametrize("dtype", [bf16, torch.float8_e4m3fn])

@@ -12,14 +12,13 @@ import torch
 
 from cutex.arch import arch
 from cutex.dtypes import DTYPES
-from cutex.kernels.gemm.choose import ranked
+from cutex.kernels.gemm.choose import ranked, rows_class
 from cutex.kernels.gemm.config import GemmConfig
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm100.config import Sm100Config
 from cutex.ops import choices
 from cutex.ops.choices import CallClass
 from cutex.problem.gemm import GemmProblem
-from cutex.problem.protocol import size_class
 from cutex.problem.stage import package
 
 if TYPE_CHECKING:
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from cutex.compile.user_function import UserFunction
     from cutex.device.epilogue.epilogue_ops import EpilogueOp
     from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
-
-FINE_ROWS = 512
 
 
 def proposals(calls: CallClass) -> Iterator[GemmConfig]:
@@ -97,12 +94,6 @@ def call_class(
     n, k = (min(max(8, -(-size // 8) * 8), 1 << 20) for size in (n, k))
     m = min(rows_class(m), 1 << 20)
     return CallClass((m, n, k, batch), layouts, ops, arch_name)
-
-
-def rows_class(m: int) -> int:
-    """M as the choice of a config takes it: by 16 up to FINE_ROWS, above in CLASSES steps from one
-    power of two to the next, so that serving meets few kernels; always rounded up."""
-    return -(-m // 16) * 16 if m <= FINE_ROWS else size_class(m)
 
 
 def candidates(calls: CallClass) -> Iterator[GeneralConfig]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cutex.arch import arch as target
 from cutex.arch import local_arch
-from cutex.kernels.gemm.choose import cover, predictions
+from cutex.kernels.gemm.choose import cover, predictions, rows_class
 from cutex.kernels.gemm.signature import GeneralConfig
 from cutex.ops import building, choices
 from cutex.ops.arrange import arrange
@@ -27,7 +27,6 @@ from cutex.ops.plan import (
     kernel_for,
     majors_of,
     problem_of,
-    rows_class,
 )
 
 MOST_KERNELS = 24

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from cutex.kernels.gemm.config import GemmConfig
 from cutex.kernels.gemm.sm90 import cost_model as sm90
 from cutex.kernels.gemm.sm100 import cost_model as sm100
+from cutex.problem.protocol import size_class
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
@@ -19,7 +20,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+FINE_ROWS = 512
+
 COST_MODELS: dict[str, Any] = {"sm_90a": sm90, "sm_100a": sm100}  # modules that are alike
+
+
+def rows_class(m: int) -> int:
+    """M as the choice of a config takes it: by 16 up to FINE_ROWS, above in CLASSES steps from one
+    power of two to the next, so that serving meets few kernels; always rounded up."""
+    return -(-m // 16) * 16 if m <= FINE_ROWS else size_class(m)
 
 
 def predictions(

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +22,12 @@ import numpy as np
 
 from cutex.arch import arch as arch_named
 from cutex.command import answered
+from cutex.kernels.gemm.choose import rows_class
 from cutex.kernels.gemm.sm90 import cost_model, measured
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.cost_model import ROUND, WALK, Costs, Counts, columns, count, modelled
 from cutex.problem.gemm import GemmProblem
+from cutex.problem.models import corpus
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMES = ROOT / "results" / "configs" / "gemm-nvidia-h200.jsonl"
@@ -36,6 +39,7 @@ CLOSE = (
 )
 LARGE = 0.08
 DRAWN = 0.1  # how much costs are drawn towards those before
+ROWS = (1, 17, 65, 129, 385, 1025, 1 << 30)
 KEPT = 1.5  # times the best of its problem: slower pairs say nothing of the choice
 FOLDS = 5
 PASSES = 12
@@ -53,16 +57,25 @@ class Pairs(NamedTuple):
     config: np.ndarray
 
 
+def measured_rows(file: Path = TIMES) -> tuple[list[Sm90Config], list[dict[str, Any]]]:
+    """The file's configs, and its rows but for problems that are only for reporting."""
+    head, *rows = map(json.loads, file.read_text().splitlines())
+    reported = {(*e.problem.mnk, e.problem.direction) for e in corpus() if not e.fits}
+    rows = [r for r in rows if (r["m"], r["n"], r["k"], r["pass"]) not in reported]
+    return [Sm90Config.from_row(row) for row in head["configs"]], rows
+
+
 def read(file: Path = TIMES) -> Pairs:
     """All pairs of the file that candidates are among."""
-    head, *rows = map(json.loads, file.read_text().splitlines())
-    configs = [Sm90Config.from_row(row) for row in head["configs"]]
+    configs, rows = measured_rows(file)
     arch = arch_named("sm_90a")
     found: list[tuple[Any, ...]] = []
     numbers: dict[Any, int] = {}
     for row in rows:
-        problem, majors = GemmProblem(row["m"], row["n"], row["k"]), MAJORS[row["pass"]]
-        number = numbers.setdefault((problem.mnk, row["pass"]), len(numbers))
+        # as the choice sees it
+        problem = GemmProblem(rows_class(row["m"]), row["n"], row["k"])
+        majors = MAJORS[row["pass"]]
+        number = numbers.setdefault((row["m"], *problem.mnk, row["pass"]), len(numbers))
         allowed = set(map(geometry, cost_model.candidates(problem, arch, majors)))
         times = {int(i): us for i, us in row["us"].items() if geometry(configs[int(i)]) in allowed}
         for i, us in times.items():
@@ -155,14 +168,14 @@ def known(model: Model, pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
     )
 
 
-def held_out(model: Model, pairs: Pairs) -> np.ndarray:
+def held_out(model: Model, pairs: Pairs, passes: int = 4) -> np.ndarray:
     """Logarithms of what is expected of each pair by a model that knows nothing of its problem:
     fitted on the other folds, by their errors nearby corrected."""
     folds = np.random.default_rng(0).integers(0, FOLDS, pairs.problem.max() + 1)[pairs.problem]
     expected = np.empty_like(pairs.times)
     for fold in range(FOLDS):
         others, here = part(pairs, folds != fold), folds == fold
-        of_fold = fitted(model, others, passes=4)
+        of_fold = fitted(model, others, passes)
         places, errors = known(of_fold, others)
         places, errors = places.astype(np.float32), errors.astype(np.float32)
         for some in np.array_split(np.flatnonzero(here), 8):
@@ -173,7 +186,7 @@ def held_out(model: Model, pairs: Pairs) -> np.ndarray:
 
 def judge(pairs: Pairs, expected: np.ndarray) -> str:
     """How good the choice is that `expected` makes among each problem's measured configs."""
-    losses, ratios = [], []
+    losses, ratios, rows = [], [], []
     for number in range(pairs.problem.max() + 1):
         here = np.flatnonzero(pairs.problem == number)
         of_config = {c: here[pairs.config[here] == c] for c in np.unique(pairs.config[here])}
@@ -183,11 +196,18 @@ def judge(pairs: Pairs, expected: np.ndarray) -> str:
         taken = min(of_config, key=lambda c: expected[of_config[c]].mean())
         losses.append(means[taken] - min(means.values()))
         ratios.append(-means[taken])
+        rows.append(round(2 ** pairs.places[here[0]][0]))
     lost, ratio = np.exp(losses) - 1, np.exp(ratios)
+    by_rows = [
+        f"{least} {np.exp(np.mean(of)):.3f}"
+        for least, most in pairwise(ROWS)
+        if (of := [r for r, m in zip(ratios, rows, strict=True) if least <= m < most])
+    ]
     return (
         f"{len(lost)} problems: {math.exp(np.mean(ratios)):.4f} times the best of the others, "
         f"{(ratio < 0.97).mean():.1%} below 0.97, {(ratio < 0.9).mean():.1%} below 0.90; "
-        f"{lost.mean():.2%} lost to the best measured, {(lost > 0.05).mean():.1%} above 5 %"
+        f"{lost.mean():.2%} lost to the best measured, {(lost > 0.05).mean():.1%} above 5 %\n"
+        f"by the least M: {', '.join(by_rows)}"
     )
 
 
