@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from cutex.problem.models import corpus
 from cutex.report import charts
 from cutex.results import sweep
 from cutex.results.sweep import Summary, SweepRow
@@ -57,9 +59,12 @@ def markdown(sweeps: dict[str, list[SweepRow]], pictures: str) -> list[str]:
 
 def table(dtype: str, rows: Sequence[SweepRow]) -> tuple[str, str]:
     when = max(r.run for r in rows)[:10]
+    commits = Counter(r.environment.get("commit", "unknown") for r in rows)
+    of = sum(not e.fits for e in corpus(dtype))
     caption = (
         f"`cutex.matmul` untuned, times the best of {others(rows)} in the same run: {dtype}, "
-        f"Gaussian data, cold L2, {when}; the half of the corpus that nothing was fitted on."
+        f"Gaussian data, cold L2, {when}; {len(rows)} of the {of} problems that nothing was fitted "
+        f"on, {' and '.join(f'{n} at {commit}' for commit, n in commits.items())}."
     )
     cells = [("all", Summary.of(rows))]
     cells += [(f"{title} {name}", summary) for title, name, summary in sweep.by_class(rows)]
