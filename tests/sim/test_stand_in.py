@@ -381,5 +381,11 @@ def test_what_the_script_has_on_the_gpu_is_what_lives():
         both = torch.cat([kept.flatten(), view])
         assert both.is_cuda and both.data_ptr() % ALIGNMENT == 0
         assert not both.cpu().is_cuda and not torch.zeros(4).is_cuda
+        largest = kept.max(dim=0)  # several tensors, by name
+        assert largest.values.is_cuda and largest.indices.is_cuda and not host.max(0).values.is_cuda
+        assert all(x.is_cuda for x in (*view.topk(2), *view.unique(return_counts=True)))
+        first, _ = view.split(28)
+        first += 1
+        assert first.is_cuda and view[0] == 9, "a view of what is there stays one"
     assert torch.cuda.is_available is before
     assert not kept.is_cuda

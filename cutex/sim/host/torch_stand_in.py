@@ -22,6 +22,7 @@ from cutex.sim.host.capture import HostTensor
 ALIGNMENT = 512  # bytes, of the CUDA caching allocator
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
+RETURNED = (tuple, list, *torch.return_types.all_return_types)  # several tensors
 _IS_CUDA, _DEVICE = torch.Tensor.is_cuda.__get__, torch.Tensor.device.__get__
 
 
@@ -130,6 +131,12 @@ class OnCpu(TorchFunctionMode):
             out = args[0].clone()
         else:
             out = func(*map(_on_cpu, args), **{k: _on_cpu(v) for k, v in kwargs.items()})
+        return self._placed(out, args, to_gpu, to_host)
+
+    def _placed(self, out: Any, args: tuple[Any, ...], to_gpu: bool, to_host: bool) -> Any:
+        """What a call returns, with its tensors on the GPU where they should be."""
+        if type(out) in RETURNED:  # as max(dim=0), topk and split return
+            return type(out)([self._placed(x, args, to_gpu, to_host) for x in out])
         if not isinstance(out, torch.Tensor):
             return out
         if (to_gpu or to_host) and any(out is a for a in args):
