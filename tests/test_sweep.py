@@ -123,6 +123,18 @@ def test_a_sweep_goes_on_where_it_was_cut_off(tmp_path, monkeypatch):
     assert len(measured) == 5
 
 
+def test_only_what_was_slow_untuned_is_taken(tmp_path):
+    fast, slow, healed, alone, never = corpus()[:5]
+    file = tmp_path / "rows.jsonl"
+    rows.append(file, replace(ROW, name=fast.name, us=10.0))  # 1.1 times the best of the others
+    rows.append(file, replace(ROW, name=slow.name, us=20.0))
+    rows.append(file, replace(ROW, name=healed.name, us=10.0))
+    rows.append(file, replace(ROW, name=healed.name, us=20.0, tuned=True))
+    rows.append(file, replace(ROW, name=alone.name, us=20.0, peers={}))
+    assert sweep.timed_below(0.97, [fast, slow, healed, alone, never], file) == [slow]
+    assert sweep.timed_below(0.97, [slow], tmp_path / "none.jsonl") == []
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_built_ahead_is_what_the_calls_take(dtype, monkeypatch):
     """A sweep's kernels are compiled in parallel before its first problem, and no other."""

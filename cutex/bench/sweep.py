@@ -187,12 +187,20 @@ def main(load: Callable[[], Ours], argv: Sequence[str] | None = None) -> int:
     device = torch.cuda.get_device_name().lower().replace(" ", "-")
     file = Path(args.out) / "sweep" / f"{device}.jsonl"
     if args.below is not None:
-        slow = {r.name for r in rows.read(file) if not r.tuned and (r.ratio or 0) < args.below}
-        entries = [e for e in entries if e.name in slow]
+        entries = timed_below(args.below, entries, file)
+        if not entries:
+            return refuse(f"{file}: no problem was timed untuned below {args.below}")
     with ours.tuning() if args.tuned else nullcontext():
         found = sweep(entries, ours, file, compare, args.tuned, args.seconds)
     print(rows.text(found))
     return 0 if all(r.ok for r in found) else 1
+
+
+def timed_below(ratio: float, entries: Iterable[Entry], file: Path) -> list[Entry]:
+    """Those of `entries` whose untuned row in `file` has less than `ratio` times the best of the
+    others' speed."""
+    timed = {row.name: row.ratio for row in rows.read(file) if not row.tuned}
+    return [e for e in entries if (found := timed.get(e.name)) is not None and found < ratio]
 
 
 def chosen(half: str, dtype: str) -> list[Entry]:

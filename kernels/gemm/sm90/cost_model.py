@@ -38,7 +38,7 @@ WALKED_ONCE = 1.04  # of the time of the same tiles that need not be walked
 SHORT_STORES = {False: 1.9, True: 1.15}
 HIDING = 1.5  # of a ping-pong tile's store and the next mainloop: infinite if one hid the other
 NEAR = 1.4  # times the least that is modelled: above, a config is not looked at closely
-LAUNCH_ENDS = 0.5  # of a tile's store, that nothing hides at the end
+LAST_STORE = 0.5  # of a tile's store, that nothing hides at the end
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def modelled(x: Counts, round_costs: Costs = ROUND, walk_costs: Costs = WALK) ->
     q = cost.balance
     time = (busy**q + energy**q + memory**q) ** (1 / q)
     time = time + x.split * (cost.exchange_us + x.exchanged / cost.exchange_gbs / 1e3)
-    time = time + cost.launch_us + LAUNCH_ENDS * leaving / cost.clock_ghz / 1e3
+    time = time + cost.launch_us + LAST_STORE * leaving / cost.clock_ghz / 1e3
     return time * np.where(x.walked_once, WALKED_ONCE, 1) * np.where(x.spread, SPREAD, 1)
 
 
