@@ -17,7 +17,9 @@ from cutlass import Float32, cute
 
 import cutex
 from cutex.arch import local_arch
-from cutex.ops.attention import plan
+from cutex.kernels.attention.choose import fill
+from cutex.kernels.attention.config import ForwardConfig
+from cutex.ops.attention import eager, plan
 from cutex.problem.attention.case import AttentionCase, Inputs
 from cutex.problem.attention.randomized import draw
 
@@ -127,6 +129,28 @@ PLAIN = AttentionCase(heads_q=2, heads_kv=1, head_dim=64, head_dim_v=64, causal=
 )
 def test_causal_edges_of_tiles_and_rows_without_keys(place, queries, keys):
     hold(place, replace(PLAIN, seqlen_q=queries, seqlen_k=keys))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "in_registers"), [pytest.param(96, 64, marks=pytest.mark.slow), (256, 128)]
+)
+def test_columns_of_q_in_registers_and_the_others_in_smem(place, head_dim, in_registers):
+    case = replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim, seqlen_q=70, seqlen_k=130)
+    inputs, results = case.inputs(place.device), []
+    for columns in (in_registers, 0):
+        asked = mock.Mock(side_effect=lambda *of, c=columns: replace(fill(*of), q_in_registers=c))
+        eager.forget()
+        with mock.patch.object(plan, "fill", asked), place.prepared():
+            results.append(run(case, inputs))
+        assert asked.call_count
+    eager.forget()
+    assert case.check(inputs, *results[0]).ok
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("columns", [32, -64, 192])
+def test_columns_of_q_that_cannot_be_in_registers_are_refused(columns):
+    assert "columns of Q by 64" in ForwardConfig(q_in_registers=columns).why_not()
 
 
 def test_scores_that_move_with_every_key_and_one_that_dwarfs_all(place):
