@@ -196,9 +196,9 @@ def test_a_finding_is_told_and_is_exit_code_1(tmp_path):
 
 def test_ptx_that_the_simulator_does_not_read_is_told_and_is_exit_code_1(tmp_path):
     text = HEAD + CALLS["compiled"].replace("compiled = ", """
-from cutex.sim.host import dsl_stand_in
+from cutex.sim.host import simulated
 from cutex.sim.ptx import parse
-dsl_stand_in.load = lambda compiled, *rest: parse.parse(compiled.__ptx__.replace(".b32", ".b99"))
+simulated.load = lambda compiled, *rest: parse.parse(compiled.__ptx__.replace(".b32", ".b99"))
 compiled = """, 1)  # fmt: skip
     ran = run(tmp_path, text)
     assert ran.returncode == 1
