@@ -83,7 +83,7 @@ class Clash(NamedTuple):
 
 
 class Last:
-    """Of each byte of a tensor, the last access of a kind."""
+    """The last access of a kind to each byte of a tensor."""
 
     def __init__(self, size: int, counted: bool) -> None:
         """``counted``: clusters may have an order, so that counts matter."""

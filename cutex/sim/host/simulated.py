@@ -84,7 +84,7 @@ class PlainSimulated:
         del adapted  # which the pointers are to
 
     def runtime_arguments(self, arguments: Any, named: dict[str, Any]) -> tuple[Any, ...]:
-        """Of those of a call of the jitted function, the ones that were not compiled in."""
+        """The arguments of a call of the jitted function that were not compiled in."""
         return self.compiled.execution_args.get_rectified_args_from_original_args(arguments, named)
 
     def _tensors(self, arguments: Any, named: dict[str, Any]) -> Iterator[HostTensor]:
