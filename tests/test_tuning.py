@@ -161,13 +161,18 @@ def test_classes_of_rows_are_never_smaller_than_what_is_in_them():
 LAYERS_70B = ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672))
 
 
-def test_serving_a_70b_model_takes_few_kernels(monkeypatch):
-    """For every M from 1 to 8192 and each of the four weights."""
+@pytest.mark.parametrize(
+    "layers",
+    [LAYERS_70B[::3], pytest.param(LAYERS_70B, marks=pytest.mark.slow)],
+    ids=["the widest and the deepest", "all four"],
+)
+def test_serving_a_70b_model_takes_few_kernels(monkeypatch, layers):
+    """For every M from 1 to 8192."""
     asked = []
     monkeypatch.setattr(building, "build", lambda jobs, seconds=None: asked.extend(jobs))
     monkeypatch.setattr("cutex.ops.warming.kernel_for", lambda *_: None)
     with simulated("sm_90a"):
-        count = cutex.warm_up([(range(1, 8193), n, k) for n, k in LAYERS_70B])
+        count = cutex.warm_up([(range(1, 8193), n, k) for n, k in layers])
     assert count == len(asked) <= 24
 
 

@@ -108,14 +108,14 @@ class MixedProduct(NamedTuple):
 
 @cute.jit
 def product(tiled_mma: cute.TiledMma, sB: cute.Tensor) -> Product:
-    """Of this thread's warpgroup, with sB (bN, bK, SLOT)."""
+    """The part of this thread's warpgroup in the product with sB (bN, bK, SLOT)."""
     thr_mma = tiled_mma.get_slice(first_thread(tiled_mma))
     return Product(tiled_mma, tiled_mma.make_fragment_B(thr_mma.partition_B(sB)))
 
 
 @cute.jit
 def first_thread(tiled_mma: cute.TiledMma) -> Int32:
-    """Of this thread's warpgroup; uniform, so that descriptors come from uniform registers."""
+    """The first thread of this warpgroup; uniform, so that descriptors are in such registers."""
     thread, _, _ = cute.arch.thread_idx()
     return cute.arch.make_warp_uniform(thread % cute.size(tiled_mma) // WARPGROUP) * WARPGROUP
 
