@@ -3,11 +3,13 @@
 Cooperative: all work on one tile, and store it together.
 PingPong:    each has tiles of its own, and stores while the other computes.
 SplitK:      all work on a share of one tile's K; the CTAs of the cluster exchange their sums.
+StreamK:     all work on a tile or a part of its K; CTAs exchange their sums in global memory.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, cute
@@ -23,6 +25,7 @@ from cutex.kernels.gemm.signature import GeneralConfig
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.load import Scheduler, k_share
 from cutex.schedulers.persistent import StaticWalk
+from cutex.schedulers.stream_k import StreamedTiles, StreamedWalk
 
 # named barriers: 0 is the CTA's, 1 to 3 are the warpgroups' own
 ORDER_BARRIER = 3  # and 4: the order of two warpgroups in ping-pong
@@ -40,6 +43,11 @@ class MmaRole:
     config: GeneralConfig
     tiles: Sm90Config
     scheduler: Scheduler
+
+    @property
+    def num_threads(self) -> int:
+        """Of all warpgroups that run wgmma."""
+        return self.tiles.mma_warpgroups * WARPGROUP
 
     def run(
         self,
@@ -195,19 +203,10 @@ class SplitK(MmaRole):
         self.store_share(mma, epilogue, first, walk)
         sync_cluster()
 
-    @property
-    def num_threads(self) -> int:
-        return self.tiles.mma_warpgroups * WARPGROUP
-
     def sums(self, mma: Wgmma, first: cute.Pointer) -> cute.Tensor:
         """The place of this thread's accumulators in the smem from `first` on, (VECTOR,
         NumVectors), the vectors of all threads side by side."""
-        thread, _, _ = cute.arch.thread_idx()
-        threads, count = self.num_threads, cute.size(mma.tCrAcc) // VECTOR
-        layout = cute.make_layout(
-            (VECTOR, count, threads), stride=(1, VECTOR * threads, VECTOR)
-        )  # (VECTOR, NumVectors, THREAD)
-        return cute.make_tensor(first, layout)[None, None, thread]
+        return of_thread(first, cute.size(mma.tCrAcc) // VECTOR, self.num_threads)
 
     @cute.jit
     def leave_sums(
@@ -249,6 +248,114 @@ class SplitK(MmaRole):
                 epilogue.wait(0)
                 flat = cute.make_tensor(total.iterator, cute.make_layout(cute.size(total)))
                 epilogue.store_part(flat, 0, row + part // per_row * step, column + part % per_row)
+
+
+class Workspace(NamedTuple):
+    """Global memory by which the CTAs of a launch exchange sums."""
+
+    sums: cute.Tensor  # of fp32: a tile's for each CTA
+    flags: cute.Tensor  # Int32, one for each MMA warp of each CTA; 0 before and after
+
+
+@dataclass(frozen=True)
+class StreamK(MmaRole):
+    """All warpgroups compute a segment of K of a tile. Who has the tile's first K tiles adds up the
+    sums that other CTAs left of the rest, in the same order in every run, and stores it.
+
+    A warp has the same place in all tiles, so it waits for the same warp of another CTA only.
+
+    NOTE: a kernel before in the stream may be using the same workspace. An MMA warp has waited for
+    a slot of the ring that was filled after griddepcontrol.wait, before it reads or writes there.
+    """
+
+    scheduler: StreamedTiles
+    workspace: Workspace
+
+    @cute.jit
+    def run(
+        self,
+        mma: Wgmma,
+        ab: SharedRing,
+        epilogue: EpilogueStore,
+        num_k_tiles: Int32,
+        mC: cute.Tensor,
+    ) -> None:
+        walk = self.scheduler.streamed_walk(mC, num_k_tiles)
+        take = ab.consumer()
+        for turn in cutlass.range(walk.turns, unroll=1):
+            segment = walk.segment(turn)
+            take = self.mainloop(mma, ab, take, segment.count)
+            if segment.first > 0:
+                self.leave(mma, walk.share)
+            else:
+                if segment.count < num_k_tiles:
+                    self.add_others(mma, walk)
+                self.store(mma, epilogue, walk.tile(segment))
+
+    @cute.jit
+    def leave(self, mma: Wgmma, share: Int32) -> None:
+        """Put this warp's sums into its CTA's place, and say so."""
+        sums, flag = self.place(mma, share)
+        cute.autovec_copy(thread_vectors(mma.tCrAcc), sums)
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.store(flag, Int32(1), sem="release", scope="gpu")
+
+    @cute.jit
+    def add_others(self, mma: Wgmma, walk: StreamedWalk) -> None:
+        """Add to the accumulators what the shares after this one have of the rest of its tile."""
+        share = walk.share + 1
+        _, begin = walk.bounds
+        tile_end = walk.end_of_tile(begin)
+        while begin < tile_end:
+            end = walk.shares.cut(share + 1)
+            if begin < end:
+                self.add(mma, share)
+            begin = end
+            share += 1
+
+    @cute.jit
+    def add(self, mma: Wgmma, share: Int32) -> None:
+        """Add to the accumulators what the CTA of `share` leaves; its flag is 0 again then."""
+        sums, flag = self.place(mma, share)
+        if cute.arch.lane_idx() == 0:
+            left = Int32(0)
+            while left == 0:
+                left = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
+            cute.arch.store(flag, Int32(0), sem="relaxed", scope="gpu")
+        cute.arch.sync_warp()
+        total = thread_vectors(mma.tCrAcc)
+        theirs = cute.make_rmem_tensor_like(total)
+        cute.autovec_copy(sums, theirs)
+        total.store(total.load() + theirs.load())
+
+    def place(self, mma: Wgmma, share: Int32) -> tuple[cute.Tensor, cute.Pointer]:
+        """Where this thread's accumulators go, of the CTA in this one's place in the cluster of
+        `share`, (VECTOR, NumVectors), and the flag of this warp there."""
+        c, warps = self.tiles, self.num_threads // 32
+        rank = Int32(0)
+        if c.cluster_m * c.cluster_n > 1:
+            rank = cute.arch.block_idx_in_cluster()
+        cta = share * (c.cluster_m * c.cluster_n) + rank
+        first = self.workspace.sums.iterator + cta * (c.tile_m * c.tile_n)
+        count = cute.size(mma.tCrAcc) // VECTOR
+        flag = self.workspace.flags.iterator + (cta * warps + cute.arch.warp_idx())
+        return of_thread(first, count, self.num_threads), flag
+
+
+def of_thread(first: cute.Pointer, count: int, threads: int) -> cute.Tensor:
+    """The place of this thread's vectors in the memory from `first` on, (VECTOR, NumVectors), those
+    of all threads side by side."""
+    thread, _, _ = cute.arch.thread_idx()
+    layout = cute.make_layout(
+        (VECTOR, count, threads), stride=(1, VECTOR * threads, VECTOR)
+    )  # (VECTOR, NumVectors, THREAD)
+    return cute.make_tensor(first, layout)[None, None, thread]
+
+
+def thread_vectors(acc: cute.Tensor) -> cute.Tensor:
+    """A thread's accumulators as (VECTOR, NumVectors)."""
+    return cute.make_tensor(acc.iterator, cute.make_layout((VECTOR, cute.size(acc) // VECTOR)))
 
 
 def vectors(parts: cute.Tensor) -> cute.Tensor:
