@@ -148,9 +148,7 @@ class General:
             return OneRound((c.tile_m, c.tile_n), cluster, c.columns, c.rows, c.split_k)
         raster = Raster(c.raster_group, c.raster_along)
         if c.stream_k:
-            return StreamedTiles(
-                raster, (c.tile_m, c.tile_n), cluster, num_ctas, rounds=c.stream_k
-            )
+            return StreamedTiles(raster, (c.tile_m, c.tile_n), cluster, num_ctas, rounds=c.stream_k)
         return StaticPersistent(raster, (c.tile_m, c.tile_n), cluster, num_ctas, c.split_k)
 
     @property

@@ -64,9 +64,7 @@ class LoadTiles:
                 cute.prefetch(streamed.atom, streamed.gmem[None, k_tile])
 
     @cute.jit
-    def begin(
-        self, operands: AbOperands, mC: cute.Tensor
-    ) -> tuple[AbLoads, Int32 | int, Int32]:
+    def begin(self, operands: AbOperands, mC: cute.Tensor) -> tuple[AbLoads, Int32 | int, Int32]:
         """The loads of the first tile, the first K tile of it, and how many there are."""
         walk = self.scheduler.walk(mC)
         tile = walk.tile_at(walk.start)

@@ -231,7 +231,7 @@ class SplitK(MmaRole):
         parts = vectors(epilogue.parts(mma.tCrAcc))  # (VECTOR, NumVectors, PART)
         count = cute.size(parts, mode=[1])
         per_row = c.tile_n // c.epi_n
-        vector = cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=32 * VECTOR)
+        vector = vector_copy()
         for part in cutlass.range_constexpr(cute.size(parts, mode=[2])):
             if part % c.split_k == walk.split:
                 total = cute.make_rmem_tensor((VECTOR, count), Float32)
@@ -296,7 +296,7 @@ class StreamK(MmaRole):
     def leave(self, mma: Wgmma, share: Int32) -> None:
         """Put this warp's sums into its CTA's place, and say so."""
         sums, flag = self.place(mma, share)
-        cute.autovec_copy(thread_vectors(mma.tCrAcc), sums)
+        cute.copy(vector_copy(), thread_vectors(mma.tCrAcc), sums)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.store(flag, Int32(1), sem="release", scope="gpu")
@@ -326,7 +326,7 @@ class StreamK(MmaRole):
         cute.arch.sync_warp()
         total = thread_vectors(mma.tCrAcc)
         theirs = cute.make_rmem_tensor_like(total)
-        cute.autovec_copy(sums, theirs)
+        cute.copy(vector_copy(), sums, theirs)
         total.store(total.load() + theirs.load())
 
     def place(self, mma: Wgmma, share: Int32) -> tuple[cute.Tensor, cute.Pointer]:
@@ -338,6 +338,7 @@ class StreamK(MmaRole):
             rank = cute.arch.block_idx_in_cluster()
         cta = share * (c.cluster_m * c.cluster_n) + rank
         first = self.workspace.sums.iterator + cta * (c.tile_m * c.tile_n)
+        first = first.align(4 * VECTOR)
         count = cute.size(mma.tCrAcc) // VECTOR
         flag = self.workspace.flags.iterator + (cta * warps + cute.arch.warp_idx())
         return of_thread(first, count, self.num_threads), flag
@@ -351,6 +352,11 @@ def of_thread(first: cute.Pointer, count: int, threads: int) -> cute.Tensor:
         (VECTOR, count, threads), stride=(1, VECTOR * threads, VECTOR)
     )  # (VECTOR, NumVectors, THREAD)
     return cute.make_tensor(first, layout)[None, None, thread]
+
+
+def vector_copy() -> cute.CopyAtom:
+    """A copy of one vector."""
+    return cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=32 * VECTOR)
 
 
 def thread_vectors(acc: cute.Tensor) -> cute.Tensor:
