@@ -85,13 +85,14 @@ class General:
                                                                  before they write the next
     3-4 (order)     with ping-pong: the warpgroup that has       the other, before it issues its own
                     issued its tile
-    5   (sums)      with split_k: the MMA warps, their wgmma     the same, before sums overwrite A
-                    being done
+    5   (sums)      with split_k or stream_k: the MMA warps,     the same, before sums overwrite A
+                    their wgmma being done
     (cluster)       with split_k: all threads of the MMA warps,  the same, before they add up; and
                     having left their sums; having read them     before the smem may go
 
     smem            bytes
-    sA              tile_m * tile_k * 2 * num_stages; with split_k then tile_m * tile_n * 4, sums
+    sA              tile_m * tile_k * 2 * num_stages; with split_k then tile_m * tile_n * 4, sums;
+                    with stream_k then parts of others' sums, as many as there is room for
     sB              tile_n * tile_k * 2 * num_stages
     sC              64 * epi_n * 2 * epi_stages * warpgroups; half behind a gate; none by element
     ab, held        16 * num_stages, 8 * epi_stages * warpgroups

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, cute
-from cutlass.cute.nvgpu import CopyUniversalOp, warpgroup
+from cutlass.cute.nvgpu import CopyUniversalOp, cpasync, warpgroup
 
 from cutex.device.atoms.mma import WARPGROUP, Wgmma
 from cutex.device.atoms.multicast import SharedRing
@@ -295,53 +295,86 @@ class StreamK(MmaRole):
     @cute.jit
     def leave(self, mma: Wgmma, share: Int32) -> None:
         """Put this warp's sums into its CTA's place, and say so."""
-        sums, flag = self.place(mma, share)
-        cute.copy(vector_copy(), thread_vectors(mma.tCrAcc), sums)
+        cute.copy(vector_copy(), thread_vectors(mma.tCrAcc), self.place(mma, share))
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.store(flag, Int32(1), sem="release", scope="gpu")
+            cute.arch.store(self.flag(share), Int32(1), sem="release", scope="gpu")
 
     @cute.jit
     def add_others(self, mma: Wgmma, walk: StreamedWalk) -> None:
-        """Add to the accumulators what the shares after this one have of the rest of its tile."""
-        share = walk.share + 1
-        _, begin = walk.bounds
-        tile_end = walk.end_of_tile(begin)
-        while begin < tile_end:
-            end = walk.shares.cut(share + 1)
-            if begin < end:
-                self.add(mma, share)
-            begin = end
+        """Add to the accumulators what the shares after this one have of the rest of its tile.
+
+        NOTE: through the smem of A, vector by vector as TMA is done with it: a finished tile is the
+        last of a share, so nothing is loaded any more. The accumulators leave no registers for as
+        many loads as it takes to hide L2's latency.
+        """
+        self.wait_for_others(walk)
+        cute.arch.barrier(barrier_id=SUMS_BARRIER, number_of_threads=self.num_threads)
+        total = thread_vectors(mma.tCrAcc)  # (VECTOR, NumVectors)
+        count = cute.size(total, mode=[1])
+        depth = self.depth(count)
+        first = cute.recast_ptr(mma.sA.iterator, dtype=Float32)
+        held = of_thread(first, depth, self.num_threads)  # (VECTOR, DEPTH)
+        copy = cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=32 * VECTOR)
+        share, tile_end = walk.share + 1, walk.end_of_tile(walk.bounds[1])
+        theirs = self.place(mma, share)
+        for i in cutlass.range_constexpr(depth):
+            cute.copy(copy, theirs[None, i], held[None, i])
+            cute.arch.cp_async_commit_group()
+        more = True
+        while more:
+            theirs = self.place(mma, share)
             share += 1
+            after = self.place(mma, share)
+            more = walk.shares.cut(share) < tile_end
+            for i in cutlass.range_constexpr(count):
+                cute.arch.cp_async_wait_group(depth - 1)
+                part = total[None, i]
+                part.store(part.load() + held[None, i % depth].load())
+                if cutlass.const_expr(i + depth < count):
+                    cute.copy(copy, theirs[None, i + depth], held[None, i % depth])
+                elif more:
+                    cute.copy(copy, after[None, i + depth - count], held[None, i % depth])
+                cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def add(self, mma: Wgmma, share: Int32) -> None:
-        """Add to the accumulators what the CTA of `share` leaves; its flag is 0 again then."""
-        sums, flag = self.place(mma, share)
-        if cute.arch.lane_idx() == 0:
+    def wait_for_others(self, walk: StreamedWalk) -> None:
+        """Wait until this warp's sums of the rest of its tile are there, a lane for each share, and
+        set their flags back to 0."""
+        share = walk.share + 1 + cute.arch.lane_idx()
+        tile_end = walk.end_of_tile(walk.bounds[1])
+        while walk.shares.cut(share) < tile_end:
+            flag = self.flag(share)
             left = Int32(0)
             while left == 0:
                 left = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
             cute.arch.store(flag, Int32(0), sem="relaxed", scope="gpu")
+            share += 32
         cute.arch.sync_warp()
-        total = thread_vectors(mma.tCrAcc)
-        theirs = cute.make_rmem_tensor_like(total)
-        cute.copy(vector_copy(), sums, theirs)
-        total.store(total.load() + theirs.load())
 
-    def place(self, mma: Wgmma, share: Int32) -> tuple[cute.Tensor, cute.Pointer]:
-        """Where this thread's accumulators go, of the CTA in this one's place in the cluster of
-        `share`, (VECTOR, NumVectors), and the flag of this warp there."""
-        c, warps = self.tiles, self.num_threads // 32
-        rank = Int32(0)
-        if c.cluster_m * c.cluster_n > 1:
-            rank = cute.arch.block_idx_in_cluster()
-        cta = share * (c.cluster_m * c.cluster_n) + rank
-        first = self.workspace.sums.iterator + cta * (c.tile_m * c.tile_n)
-        first = first.align(4 * VECTOR)
+    def depth(self, count: int) -> int:
+        """Vectors of each thread, of `count`, that are loaded at a time: a divisor of them, so that
+        each has one place in the ring's A."""
+        room = self.tiles.a_bytes // (4 * VECTOR * self.num_threads)
+        return max(n for n in range(1, room + 1) if count % n == 0)
+
+    def cta(self, share: Int32) -> Int32:
+        """The number of the CTA of `share` that has this one's place in its cluster."""
+        size = self.tiles.cluster_m * self.tiles.cluster_n
+        rank = cute.arch.block_idx_in_cluster() if size > 1 else Int32(0)
+        return share * size + rank
+
+    def flag(self, share: Int32) -> cute.Pointer:
+        """The flag of this warp there."""
+        warps = self.num_threads // 32
+        return self.workspace.flags.iterator + (self.cta(share) * warps + cute.arch.warp_idx())
+
+    def place(self, mma: Wgmma, share: Int32) -> cute.Tensor:
+        """Where this thread's accumulators go there, (VECTOR, NumVectors)."""
+        elements = self.tiles.tile_m * self.tiles.tile_n
+        first = self.workspace.sums.iterator + self.cta(share) * elements
         count = cute.size(mma.tCrAcc) // VECTOR
-        flag = self.workspace.flags.iterator + (cta * warps + cute.arch.warp_idx())
-        return of_thread(first, count, self.num_threads), flag
+        return of_thread(first.align(4 * VECTOR), count, self.num_threads)
 
 
 def of_thread(first: cute.Pointer, count: int, threads: int) -> cute.Tensor:
