@@ -25,11 +25,17 @@ PINGPONG += [(64, n) for n in (128, 160, 192, 224, 256)]
 COOPERATIVE = [(128, n) for n in range(64, 257, 16)] + [(256, n) for n in range(64, 209, 16)]
 COOPERATIVE += [(192, n) for n in range(64, 193, 16)] + [(64, n) for n in range(16, 257, 16)]
 CLUSTERS = ((1, 1), (2, 1), (1, 2))  # of CTAs that walk tiles
+STREAMED_CLUSTERS = (*CLUSTERS, (4, 1), (1, 4))  # of CTAs that stream them
 WARPGROUPS = {64: 1, 128: 2, 192: 3, 256: 2}  # by rows of a tile that they share
 FEW = 4  # clusters along the side of C that is cut into few, at most
 # CTAs that run at one time, by those of a cluster: some GPCs have SMs left over
 AT_ONCE = {1: 132, 2: 132, 3: 108, 4: 120}
 SHALLOW = 164 * 1024  # 1.01 times as fast as all of smem with M = 1 to 16: SMs stay together
+# tiles are streamed where their rounds are fewer, and the last leaves more of the GPU without work
+FEW_ROUNDS, IDLE = 8, 0.04
+LEAST_STEPS = 8  # of 64 along K, in a cluster's share
+OUTSIDE = 1.2  # times the elements of C that streamed tiles have in all
+L2_RATE = 64  # bytes that an SM gets through L2 in a cycle of full MMA rate, at most
 NARROW = 32  # rows of an operand that TMA loads one box each of, where K is not contiguous
 
 
@@ -91,6 +97,55 @@ def of_one_round(mnk: tuple[int, int, int], arch_name: str) -> tuple[Sm90Config,
         if config.num_stages > 2 and config.why_not(problem, arch) is None:
             found[config] = None
     return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def streamed(mnk: tuple[int, int, int], arch_name: str) -> tuple[Sm90Config, ...]:
+    """The configs whose CTAs take equal shares of the tiles' steps along K, where that leaves fewer
+    of them without work than whole tiles do."""
+    problem = GemmProblem(*mnk)
+    return tuple(c for c in _streamed(arch_name) if _gains_by_streaming(c, problem))
+
+
+@lru_cache
+def _streamed(arch_name: str) -> tuple[Sm90Config, ...]:
+    arch = arch_named(arch_name)
+    found: list[Sm90Config] = []
+    for m, n in COOPERATIVE:
+        for cluster_m, cluster_n in STREAMED_CLUSTERS:
+            asked = m / cluster_n + n / cluster_m  # bytes of 64 K tiles and of their MMAs' cycles
+            if asked * 4096 > L2_RATE * m * n:
+                continue
+            for swap_ab in (False, True):
+                tile = _tile(m, n, WARPGROUPS[m], cluster_m, cluster_n, 1, swap_ab=swap_ab)
+                at_once = AT_ONCE[cluster_m * cluster_n]
+                config = replace(
+                    tile,
+                    epi_stages=2,
+                    stream_k=1,
+                    num_ctas=0 if at_once == arch.num_sms else at_once,
+                )
+                config = _deepest(config, arch)
+                if config.num_stages > 2 and config.why_not(None, arch) is None:
+                    found += [config, replace(config, stream_k=2)]
+    return tuple(found)
+
+
+def _gains_by_streaming(config: Sm90Config, problem: GemmProblem) -> bool:
+    c = config
+    m, n = c.computed(problem)
+    down, across = ceil_div(m, c.tile_m * c.cluster_m), ceil_div(n, c.cluster_columns)
+    clusters = AT_ONCE[c.cluster_m * c.cluster_n] // (c.cluster_m * c.cluster_n)
+    rounds = down * across / clusters
+    whole = ceil_div(down * across, clusters)
+    # NOTE: with more than a round, the last and the one before: a tile is then cut once at most
+    return (
+        c.stream_k == min(whole, 2)
+        and rounds < FEW_ROUNDS
+        and rounds < (1 - IDLE) * whole
+        and rounds * problem.k >= LEAST_STEPS * 64
+        and down * c.tile_m * c.cluster_m * across * c.cluster_columns <= OUTSIDE * m * n
+    )
 
 
 def _together() -> Iterator[tuple[int, int, int]]:
@@ -166,7 +221,8 @@ def _tile(
 
 def candidates(problem: GemmProblem, arch: Arch, majors: Majors = (True, True)) -> list[Sm90Config]:
     """All configs that are worth a look."""
-    every = (*of_one_round(problem.mnk, arch.name), *walked(arch.name))
+    mnk, name = problem.mnk, arch.name
+    every = (*of_one_round(mnk, name), *walked(name), *streamed(mnk, name))
     return [c for c in every if _shares_the_larger(c, problem) and _loads_well(c, majors)]
 
 
