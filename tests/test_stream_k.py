@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+from mutations import mutate
 from torch import Tensor
 
 import cutex
@@ -20,6 +22,10 @@ from cutex.ops import choices, workspace
 from cutex.ops.plan import forget
 from cutex.schedulers.raster import Raster, TileOrder
 from cutex.schedulers.stream_k import FINISH, LEAST, Segment, Shares, StreamedWalk, whole_rounds
+from cutex.sim import Hazards
+
+SLOW = pytest.mark.slow
+SLOW_ORDERS = [pytest.param(order, marks=SLOW) for order in ("fifo", "peer-late", "random")]
 
 TILES = Sm90Config(
     tile_n=128, num_stages=3, epi_n=64, epi_stages=2, warpgroups=2, num_ctas=5, stream_k=1
@@ -85,11 +91,13 @@ def integers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) ->
     return torch.randint(-2, 3, shape, generator=generator).to(dtype)
 
 
-def launch(config: GeneralConfig, *tensors: Tensor, times: int = 1, **order: object) -> None:
-    """In the simulator; the last tensor is out, before what the epilogue takes."""
+def launch(
+    config: GeneralConfig, *tensors: Tensor, times: int = 1, kernel: Any = None, **order: Any
+) -> None:
+    """In the simulator, on a workspace of its own; `kernel`: in place of the one that is meant."""
     needs = config.tiles.workspace
     assert needs is not None
-    compiled = compile(General(config), config.a.dtype, "sm_90a")
+    compiled = kernel or compile(General(config), "bf16", "sm_90a")
     sums = torch.full((needs.sums,), torch.nan)
     flags = torch.zeros(needs.flags, dtype=torch.int32)
     for _ in range(times):
@@ -102,39 +110,74 @@ def launch(config: GeneralConfig, *tensors: Tensor, times: int = 1, **order: obj
 
 
 KINDS = {
-    "128x128": {},
-    "128x72, one warp's rows of 16 bytes": {"tile_n": 72, "epi_n": 72, "epi_stages": 1},
     "192x64, three warpgroups": {"tile_m": 192, "tile_n": 64, "warpgroups": 3},
+    "2x2, by all": {"tile_n": 64, "cluster_m": 2, "cluster_n": 2, "num_ctas": 12, "stream_k": 9},
+    "128x128": {},
+    "128x72, odd rows": {"tile_n": 72, "epi_n": 72, "epi_stages": 1},
     "64x96, one warpgroup": {"tile_m": 64, "tile_n": 96, "warpgroups": 1, "epi_n": 32},
     "256x208, 240 registers": {"tile_m": 256, "tile_n": 208, "epi_n": 16, "num_ctas": 3},
+    "256x80, many to a tile": {"tile_m": 256, "tile_n": 80, "epi_n": 16, "num_ctas": 17},
     "1x2": {"tile_n": 64, "cluster_n": 2, "num_ctas": 8},
-    "2x1, all rounds": {"tile_n": 64, "cluster_m": 2, "num_ctas": 6, "stream_k": 9},
-    "2x2": {"tile_n": 64, "cluster_m": 2, "cluster_n": 2, "num_ctas": 12},
+    "2x1, two rounds": {"tile_n": 64, "cluster_m": 2, "num_ctas": 6, "stream_k": 2},
 }
 
 
-@pytest.mark.parametrize("swap_ab", [False, True])
-@pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS.keys())
+@pytest.mark.parametrize("swap_ab", [False, pytest.param(True, marks=SLOW)])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(x, id=name, marks=[] if i < 1 else SLOW)
+        for i, (name, x) in enumerate(KINDS.items())
+    ],
+)
 def test_tiles_that_are_cut_come_out_exact(changes: dict, swap_ab: bool) -> None:
     tiles = replace(TILES, swap_ab=swap_ab, **changes)
     if swap_ab and tiles.odd_rows:
         pytest.skip("odd rows are not transposed")
     m, n = (200, 328) if swap_ab else (328, 200)
-    b = OperandLayout(major="column")
-    config = GeneralConfig(tiles, b=b, out=OperandLayout("fp32" if n % 2 else "bf16"))
-    x, y = integers(m, 1096), integers(n, 1096, seed=1).mT
+    x, y = integers(m, 840), integers(n, 840, seed=1).mT
     out = torch.full((m, n), torch.nan, dtype=torch.bfloat16)
+    config = GeneralConfig(tiles, b=OperandLayout(major="column"))
     launch(config, x, y, out, order="random", seed=1)
     assert torch.equal(out, (x.float() @ y.float()).bfloat16())
 
 
-@pytest.mark.parametrize("order", ["fifo", "eager", "starved", "peer-late", "random"])
+@pytest.mark.parametrize("order", ["eager", "starved", *SLOW_ORDERS])
 def test_two_launches_in_a_row_are_right_in_every_order(order: str) -> None:
-    tiles = replace(TILES, tile_n=64, cluster_n=2, num_ctas=6)
-    x, y = integers(200, 840), integers(840, 200, seed=1)
-    out = torch.full((200, 200), torch.nan, dtype=torch.bfloat16)
+    """Of three tiles, and six clusters of two CTAs."""
+    tiles = replace(TILES, tile_n=64, cluster_n=2, num_ctas=12)
+    x, y = integers(136, 840), integers(840, 200, seed=1)
+    out = torch.full((136, 200), torch.nan, dtype=torch.bfloat16)
     launch(GeneralConfig(tiles), x, y, out, times=2, order=order, seed=3)
     assert torch.equal(out, (x.float() @ y.float()).bfloat16())
+
+
+@pytest.mark.slow
+def test_more_share_a_tile_than_a_warp_has_lanes() -> None:
+    tiles = replace(TILES, tile_m=64, tile_n=64, warpgroups=1, num_ctas=80)
+    x, y = integers(64, 64 * 330), integers(64 * 330, 128, seed=1)
+    out = torch.full((64, 128), torch.nan, dtype=torch.bfloat16)
+    launch(GeneralConfig(tiles), x, y, out, times=2, order="starved", seed=1)
+    assert torch.equal(out, (x.float() @ y.float()).bfloat16())
+
+
+FAULTS = {
+    "a flag says nothing of the sums": (r"st\.release\.gpu", "st.relaxed.gpu", "race"),
+    "a flag is read, and nothing else known": (r"ld\.acquire\.gpu", "ld.relaxed.gpu", "race"),
+    "nobody waits for a flag": (r"ld\.acquire\.gpu\S* +(%r\d+), [^;]*;", r"mov.b32 \1, 1;", "race"),
+    "flags stay": (r"st\.relaxed\.gpu[^;]*;", "", "flags"),
+    "sums overwrite what wgmma reads": (r"bar\.sync\s+5,[^;]*;", "", "race"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+def test_a_fault_in_the_exchange_is_found(fault: tuple[str, str, str]) -> None:
+    tiles = replace(TILES, tile_n=64)
+    config = GeneralConfig(tiles)
+    kernel = mutate(compile(General(config), "bf16", "sm_90a"), *fault[:2])
+    x, y, out = integers(128, 840), integers(840, 128, seed=1), torch.empty(128, 128).bfloat16()
+    with pytest.raises((AssertionError, Hazards), match=fault[2]):
+        launch(config, x, y, out, kernel=kernel)
 
 
 # ---- cutex.matmul
