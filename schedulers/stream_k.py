@@ -38,16 +38,23 @@ class Segment(NamedTuple):
     count: Any
 
 
+class Step(NamedTuple):
+    """A place in the row of all steps: before K tile `k_tile` of a tile, not behind its last."""
+
+    tile: Any
+    k_tile: Any
+
+
 @dataclass(frozen=True)
 class Shares:
-    """The row of all steps, cut into shares: step s is K tile s % k_tiles of tile s // k_tiles."""
+    """The row of all steps, cut into shares."""
 
     tiles: Int32 | int
     k_tiles: Int32 | int  # of a tile, at least 1
     count: int
 
-    def cut(self, number: Index) -> Index:
-        """The step at which share `number` begins, and the one before it ends.
+    def cut(self, number: Index) -> Step:
+        """Where share `number` begins, and the one before it ends.
 
         A tile is taken to be FINISH steps longer than it is, at its front. What would leave fewer
         than LEAST K tiles of it on one side is put where the tile begins or ends.
@@ -58,8 +65,9 @@ class Shares:
         at = number * each + cutlass.min(number, steps - each * self.count)
         tile = at // length
         k_tile = at - tile * length - FINISH
-        inside = select(self.k_tiles - k_tile < LEAST, self.k_tiles, k_tile)
-        return tile * self.k_tiles + select(k_tile < LEAST, 0, inside)
+        at_front, at_end = k_tile < LEAST, self.k_tiles - k_tile < LEAST
+        inside = select(at_end, 0, k_tile)
+        return Step(tile + select(at_front, 0, select(at_end, 1, 0)), select(at_front, 0, inside))
 
 
 @dataclass(frozen=True)
@@ -83,38 +91,33 @@ class StreamedWalk:
         return self.shares.count - 1 - self.cluster
 
     @property
-    def bounds(self) -> tuple[Int32 | int, Int32 | int]:
-        return self.shares.cut(self.share), self.shares.cut(self.share + 1)
+    def begin(self) -> Step:
+        return self.shares.cut(self.share)
+
+    @property
+    def end(self) -> Step:
+        return self.shares.cut(self.share + 1)
 
     @property
     def turns(self) -> Int32 | int:
         """How many segments there are."""
-        begin, end = self.bounds
-        k_tiles = self.shares.k_tiles
-        parts = (end + (k_tiles - 1)) // k_tiles - begin // k_tiles
-        return self.rounds + select(begin < end, parts, 0)
+        begin, end = self.begin, self.end
+        return self.rounds + end.tile - begin.tile + select(end.k_tile > 0, 1, 0)
 
     def segment(self, turn: Index) -> Segment:
-        begin, end = self.bounds
-        k_tiles = self.shares.k_tiles
-        tile = begin // k_tiles + (turn - self.rounds)
-        first = cutlass.max(begin - tile * k_tiles, 0)
-        count = cutlass.min(end - tile * k_tiles, k_tiles) - first
-        whole = turn < self.rounds
-        return Segment(
-            select(whole, self.cluster + turn * self.shares.count, self.streamed(tile)),
-            select(whole, 0, first),
-            select(whole, k_tiles, count),
+        begin, end, k_tiles = self.begin, self.end, self.shares.k_tiles
+        streamed = turn - self.rounds  # negative: a whole tile of those before
+        tile = begin.tile + streamed
+        first = select(streamed == 0, begin.k_tile, 0)
+        index = select(
+            streamed < 0, turn * self.shares.count + self.cluster, self.first_streamed + tile
         )
+        return Segment(index, first, select(tile == end.tile, end.k_tile, k_tiles) - first)
 
-    def end_of_tile(self, step: Index) -> Index:
-        """The step at which the tile ends that `step` lies in."""
-        k_tiles = self.shares.k_tiles
-        return (step // k_tiles + 1) * k_tiles
-
-    def streamed(self, tile: Index) -> Index:
-        """The index of a tile, of those that shares are of."""
-        return self.rounds * self.shares.count + tile
+    @property
+    def first_streamed(self) -> Int32 | int:
+        """The index of the first tile that shares are of."""
+        return self.rounds * self.shares.count
 
     def tile(self, segment: Segment) -> WorkTile:
         """This CTA's tile."""

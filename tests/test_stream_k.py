@@ -77,7 +77,7 @@ def test_every_step_comes_once_and_who_waits_was_launched_later(k_tiles: int, ro
 def test_shares_differ_by_little() -> None:
     """But for what goes with a neighbour, by a step: the front of a tile counts as FINISH more."""
     shares = Shares(21, 336, 66)
-    cuts = [shares.cut(i) for i in range(67)]
+    cuts = [step.tile * 336 + step.k_tile for step in map(shares.cut, range(67))]
     fronts = [sum(a <= tile * 336 < b for tile in range(21)) for a, b in pairwise(cuts)]
     steps = [b - a + FINISH * front for (a, b), front in zip(pairwise(cuts), fronts, strict=True)]
     assert max(steps) - min(steps) <= FINISH + LEAST + 1

@@ -316,7 +316,7 @@ class StreamK(MmaRole):
         first = cute.recast_ptr(mma.sA.iterator, dtype=Float32)
         held = of_thread(first, depth, self.num_threads)  # (VECTOR, DEPTH)
         copy = cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=32 * VECTOR)
-        share, tile_end = walk.share + 1, walk.end_of_tile(walk.bounds[1])
+        share, tile = walk.share + 1, walk.end.tile
         theirs = self.place(mma, share)
         for i in cutlass.range_constexpr(depth):
             cute.copy(copy, theirs[None, i], held[None, i])
@@ -326,7 +326,7 @@ class StreamK(MmaRole):
             theirs = self.place(mma, share)
             share += 1
             after = self.place(mma, share)
-            more = walk.shares.cut(share) < tile_end
+            more = walk.shares.cut(share).tile == tile
             for i in cutlass.range_constexpr(count):
                 cute.arch.cp_async_wait_group(depth - 1)
                 part = total[None, i]
@@ -342,8 +342,7 @@ class StreamK(MmaRole):
         """Wait until this warp's sums of the rest of its tile are there, a lane for each share, and
         set their flags back to 0."""
         share = walk.share + 1 + cute.arch.lane_idx()
-        tile_end = walk.end_of_tile(walk.bounds[1])
-        while walk.shares.cut(share) < tile_end:
+        while walk.shares.cut(share).tile == walk.end.tile:
             flag = self.flag(share)
             left = Int32(0)
             while left == 0:
