@@ -41,7 +41,7 @@ class Sm90Config(GemmConfig):
     columns: int = 0  # of clusters, each of which has one tile (one_round.py); 0: tiles are walked
     rows: int = 0  # of clusters, likewise
     spread: bool = False  # one tile on each SM, overlapping (spread.py)
-    stream_k: int = 0  # rounds of walked tiles, from the last, that are streamed (stream_k.py)
+    stream_k: int = 0  # rounds, the last ones, whose tiles are streamed (schedulers/stream_k.py)
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Sm90Config:
