@@ -5,13 +5,14 @@ Imports neither torch nor the DSL.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from cutex.arch import arch as arch_named
-from cutex.kernels.gemm.config import BARRIERS, ceil_div
+from cutex.kernels.gemm.config import BARRIERS, ELEMENT, ceil_div
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.problem.gemm import GemmProblem
 
@@ -34,8 +35,8 @@ SHALLOW = 164 * 1024  # 1.01 times as fast as all of smem with M = 1 to 16: SMs 
 # tiles are streamed where their rounds are fewer, and the last leaves more of the GPU without work
 FEW_ROUNDS, IDLE = 8, 0.04
 LEAST_STEPS = 8  # of 64 along K, in a cluster's share
-OUTSIDE = 1.2  # times the elements of C that streamed tiles have in all
-L2_RATE = 64  # bytes that an SM gets through L2 in a cycle of full MMA rate, at most
+MOST_STREAMED = 40
+L2_RATE = 64  # bytes that an SM gets through L2 in a cycle, at most
 NARROW = 32  # rows of an operand that TMA loads one box each of, where K is not contiguous
 
 
@@ -102,9 +103,28 @@ def of_one_round(mnk: tuple[int, int, int], arch_name: str) -> tuple[Sm90Config,
 @lru_cache(maxsize=256)
 def streamed(mnk: tuple[int, int, int], arch_name: str) -> tuple[Sm90Config, ...]:
     """The configs whose CTAs take equal shares of the tiles' steps along K, where that leaves fewer
-    of them without work than whole tiles do."""
+    of them without work than whole tiles do; of these those that take the fewest cycles at least.
+    """
     problem = GemmProblem(*mnk)
-    return tuple(c for c in _streamed(arch_name) if _gains_by_streaming(c, problem))
+    found = [c for c in _streamed(arch_name) if _gains_by_streaming(c, problem)]
+    return tuple(sorted(found, key=lambda c: _least_cycles(c, problem))[:MOST_STREAMED])
+
+
+def _rounds(config: Sm90Config, problem: GemmProblem) -> float:
+    """Tiles of a streamed config, those outside of C with them, by CTAs that run at one time."""
+    c = config
+    m, n = c.computed(problem)
+    size = c.cluster_m * c.cluster_n
+    clusters = ceil_div(m, c.tile_m * c.cluster_m) * ceil_div(n, c.cluster_columns)
+    return clusters / (AT_ONCE[size] // size)
+
+
+def _least_cycles(config: Sm90Config, problem: GemmProblem) -> float:
+    """What a CTA takes if L2 and the tensor cores are never late, sums included."""
+    c, rounds = config, _rounds(config, problem)
+    asked = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * ELEMENT / L2_RATE
+    step = max(asked, c.tile_m * c.tile_n / 2048)  # for one of K
+    return rounds * problem.k * step + (1 + max(1, 1 / rounds - 1)) * c.partial_bytes / L2_RATE
 
 
 @lru_cache
@@ -113,9 +133,6 @@ def _streamed(arch_name: str) -> tuple[Sm90Config, ...]:
     found: list[Sm90Config] = []
     for m, n in COOPERATIVE:
         for cluster_m, cluster_n in STREAMED_CLUSTERS:
-            asked = m / cluster_n + n / cluster_m  # bytes of 64 K tiles and of their MMAs' cycles
-            if asked * 4096 > L2_RATE * m * n:
-                continue
             for swap_ab in (False, True):
                 tile = _tile(m, n, WARPGROUPS[m], cluster_m, cluster_n, 1, swap_ab=swap_ab)
                 at_once = AT_ONCE[cluster_m * cluster_n]
@@ -132,19 +149,15 @@ def _streamed(arch_name: str) -> tuple[Sm90Config, ...]:
 
 
 def _gains_by_streaming(config: Sm90Config, problem: GemmProblem) -> bool:
-    c = config
+    c, rounds = config, _rounds(config, problem)
     m, n = c.computed(problem)
-    down, across = ceil_div(m, c.tile_m * c.cluster_m), ceil_div(n, c.cluster_columns)
-    clusters = AT_ONCE[c.cluster_m * c.cluster_n] // (c.cluster_m * c.cluster_n)
-    rounds = down * across / clusters
-    whole = ceil_div(down * across, clusters)
     # NOTE: with more than a round, the last and the one before: a tile is then cut once at most
     return (
-        c.stream_k == min(whole, 2)
-        and rounds < FEW_ROUNDS
-        and rounds < (1 - IDLE) * whole
+        c.stream_k == min(math.ceil(rounds), 2)
+        and rounds < min(FEW_ROUNDS, (1 - IDLE) * math.ceil(rounds))
         and rounds * problem.k >= LEAST_STEPS * 64
-        and down * c.tile_m * c.cluster_m * across * c.cluster_columns <= OUTSIDE * m * n
+        and not (m >= 2 * n and c.cluster_m > 1)
+        and not (n >= 2 * m and c.cluster_n > 1)
     )
 
 
