@@ -9,6 +9,8 @@ hands out the indices:
     counter.py     CTAs take them from a counter while the kernel runs
     clc.py         the hardware hands them out while the kernel runs (sm_100a)
 
+stream_k.py hands out no indices: it cuts the steps along K of all tiles into equal shares.
+
 One warp of a CTA asks a source, `Source`, and may do other work before it needs the answer:
 
     turn = source.first()

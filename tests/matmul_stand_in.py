@@ -40,7 +40,7 @@ class StandIn:
         monkeypatch.setattr(eager, "arch_of", lambda device: "sm_90a")
         eager._plans.clear()
 
-    def launcher(self, compiled: Any, _: Any) -> Any:
+    def launcher(self, compiled: Any, *_: Any) -> Any:
         def launch(*arguments: Any) -> None:
             for x in arguments:
                 if isinstance(x, Tensor):  # what a GPU would be given is an address

@@ -62,6 +62,10 @@ def test_a_config_is_refused_by_the_other_arch(name: str) -> None:
         (Sm90Config(tile_m=256, tile_n=256, warpgroups=2), "256 accumulators a thread"),
         (Sm90Config(cluster_m=3), "cluster 3x1"),
         (Sm90Config(warpgroups=2, epi_n=64), "epi_stages=0"),
+        (Sm90Config(warpgroups=2, stream_k=1, pingpong=True), "takes no pingpong"),
+        (Sm90Config(warpgroups=2, stream_k=1, columns=1), "stream_k=1"),
+        (Sm90Config(warpgroups=2, num_stages=6, stream_k=1, split_k=2), "stream_k=1"),
+        (Sm90Config(warpgroups=2, stream_k=-1), "stream_k=-1"),
         (Sm100Config(tile_n=128, epi_n=32, epi_stages=1), "epi_stages=1"),
         (Sm100Config(tile_m=512, tile_n=256, pair=True, num_acc=3), "num_acc=3"),
         (Sm100Config(tile_m=256, tile_n=256, pair=True, num_acc=3), "768 columns"),
@@ -72,6 +76,12 @@ def test_a_config_is_refused_by_the_other_arch(name: str) -> None:
 )
 def test_a_config_that_does_not_fit_says_why(config: Sm90Config | Sm100Config, reason: str) -> None:
     assert reason in (config.why_not(None, arch(config.arch)) or "")
+
+
+def test_the_ladder_refuses_what_needs_a_workspace() -> None:
+    ninth = stage("sm_90a", 9)
+    with pytest.raises(ValueError, match="stream_k=1"):
+        ninth.kernel(Sm90Config(warpgroups=2, num_stages=4, stream_k=1))
 
 
 def test_an_fp32_result_has_twice_the_sub_tiles() -> None:

@@ -102,7 +102,8 @@ def test_a_shortlist_has_no_config_twice_and_begins_with_the_choice() -> None:
         problem = GemmProblem(m, n, 4096)
         short = shortlist(problem, arch("sm_90a"), 1000)
         assert len(set(short)) == len(short)
-        assert short == ranked(problem, arch("sm_90a"))
+        every = ranked(problem, arch("sm_90a"))
+        assert short == [c for c in every if not c.workspace], "the ladder passes no workspace"
         assert short[0] == choose(problem, arch("sm_90a"))
     assert choose(GemmProblem(160, 8192, 8192), arch("sm_90a")).columns
     assert choose(GemmProblem(16, 8192, 8192), arch("sm_90a")).spread

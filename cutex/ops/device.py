@@ -6,12 +6,16 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from cutex.arch import ALL, ARCHS
 from cutex.compile import Compiled
+from cutex.ops.workspace import buffers
+
+if TYPE_CHECKING:
+    from cutex.kernels.gemm.config import Workspace
 
 ORDERS = ("order", "seed", "memory")  # what `simulated` hands to cutex.simulate
 SEVERAL_GPUS = torch.cuda.is_available() and torch.cuda.device_count() > 1
@@ -99,11 +103,18 @@ def current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def launcher(compiled: Compiled, arguments: list[Any]) -> Callable[..., None]:
-    """A function that launches `compiled`, once it is known to take `arguments`.
+def launcher(
+    compiled: Compiled, arguments: list[Any], needs: Workspace | None = None
+) -> Callable[..., None]:
+    """A function that launches `compiled`, once it is known to take `arguments` and, where it has
+    `needs`, a workspace behind them, which the function adds.
 
     One for the simulator raises ValueError outside the `simulated` that it was made in.
     """
+    if needs is not None:
+        device = arguments[0].device
+        launch_with = launcher(compiled, [*arguments, *buffers(needs, device)])
+        return lambda *tensors: launch_with(*tensors, *buffers(needs, device))
     simulation = _simulation.get()
     if simulation is None or not arguments[0].is_cpu:
         return compiled.function(*arguments)

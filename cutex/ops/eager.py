@@ -303,7 +303,7 @@ def _run(call: Call, remember: bool) -> Tensor:
         config = config_for(arranged.sizes, layouts, arranged.ops, arch)
     compiled = kernel_for(config, arch)
     with current(call.a.device):
-        function = launcher(compiled, arranged.tensors)
+        function = launcher(compiled, arranged.tensors, config.tiles.workspace)
         function(*arranged.tensors)
     if remember and arranged.as_given:
         _remember(_Plan(function, call, arranged), call)

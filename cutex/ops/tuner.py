@@ -121,7 +121,8 @@ def compete(
     copies = operand_copies(arranged, arch(arch_name).l2_bytes)
     launches: dict[str, Any] = {}
     for i, config in enumerate(configs):
-        launches[str(i)] = launcher(kernel_for(config, arch_name), list(copies[0]))
+        compiled = kernel_for(config, arch_name)
+        launches[str(i)] = launcher(compiled, list(copies[0]), config.tiles.workspace)
     us = timer(launches, copies, LOOK)
     limit = BEHIND * min(us.values())
     finalists = {name: launch for name, launch in launches.items() if us[name] <= limit}

@@ -50,13 +50,13 @@ def ranked(
 
 
 def shortlist(problem: GemmProblem, arch: Arch, count: int) -> list[GemmConfig]:
-    """The first `count` of the ranking."""
-    return ranked(problem, arch)[:count]
+    """The first `count` of the ranking, of those that need nothing beside the ladder's operands."""
+    return [c for c in ranked(problem, arch) if c.workspace is None][:count]
 
 
 def choose(problem: GemmProblem, arch: Arch) -> GemmConfig:
-    """The model's best."""
-    return ranked(problem, arch)[0]
+    """The first of them."""
+    return shortlist(problem, arch, 1)[0]
 
 
 def cover(times: Sequence[Mapping[T, float]], count: int) -> list[T]:

@@ -9,7 +9,7 @@ Sizes are in units of 2 bytes: tile_k = 64 is 128 elements of fp8, epi_n = 64 is
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
@@ -20,6 +20,13 @@ ELEMENT = 2  # bytes of bf16 and fp16
 BARRIERS = 1024  # bytes of smem kept for barriers and the like
 MAX_INT = 2**31 - 1  # sizes and TMA coordinates are 32-bit
 MAX_GRID = 65535  # CTAs along grid y
+
+
+class Workspace(NamedTuple):
+    """Global memory by which CTAs exchange sums."""
+
+    sums: int  # of fp32
+    flags: int  # words of int32: 0 before and after each launch
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,11 @@ class GemmConfig:
     def partial_bytes(self) -> int:
         """Bytes of one tile's fp32 sums."""
         return 4 * self.tile_m * self.tile_n
+
+    @property
+    def workspace(self) -> Workspace | None:
+        """What a launch needs in global memory beside its operands."""
+        return None
 
     @property
     def epi_bytes(self) -> int:

@@ -14,7 +14,7 @@ from cutlass import cute
 from cutex.compile import Argument, Operand
 from cutex.device.epilogue.epilogue_ops import BoundOps, EpilogueOp, has_gate, op_arguments
 from cutex.dtypes import DTYPES
-from cutex.kernels.gemm.config import GemmConfig
+from cutex.kernels.gemm.config import GemmConfig, Workspace
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
@@ -80,12 +80,14 @@ class GeneralConfig:
         return (self.out.major == "row") != self.tiles.swap_ab
 
     def arguments(self) -> tuple[Argument, ...]:
-        """a (M, K), b (K, N), out (M, N), each with L before if batched; what operations take."""
+        """a (M, K), b (K, N), out (M, N), each with L before if batched; what operations take; the
+        workspace, if there is one."""
         return (
             self.a.argument("a", "m", "k", "la"),
             self.b.argument("b", "k", "n", "lb"),
             self.out.argument("out", "m", "half" if self.gated else "n", "l"),
             *op_arguments(self.ops),
+            *workspace_arguments(self.tiles.workspace),
         )
 
     def why_not(self, problem: GemmProblem | None, arch: Arch) -> str | None:
@@ -110,6 +112,14 @@ class GeneralConfig:
         bounds = cute.size(mProduct, mode=[0]), cute.size(mProduct, mode=[1])
         swapped = self.tiles.swap_ab
         return BoundOps(self.ops, arguments, bounds[::-1] if swapped else bounds, swapped)
+
+
+def workspace_arguments(workspace: Workspace | None) -> tuple[Argument, ...]:
+    """The sums and the flags."""
+    if workspace is None:
+        return ()
+    flags = Operand("flags", ("flags",), "int32", aligned=False, whole=False)
+    return Operand("sums", ("sums",), "fp32"), flags
 
 
 def ladder(tiles: GemmConfig) -> GeneralConfig:

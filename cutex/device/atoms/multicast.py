@@ -169,6 +169,10 @@ class AbOperands:
     sB: cute.Tensor  # (bN, bK, SLOT)
     k_major: tuple[bool, bool] = (True, True)
 
+    @property
+    def num_k_tiles(self) -> Int32:
+        return cute.ceil_div(cute.size(self.a.tma_tensor, mode=[1]), cute.size(self.sA, mode=[1]))
+
     @cute.jit
     def loads(self, tile: WorkTile, cluster: cutlass.Constexpr[Cluster]) -> AbLoads:
         """The loads of this CTA, whose tile is `tile`, for its cluster."""

@@ -22,12 +22,14 @@ from cutex.kernels.attention.choose import CONFIGS, AnyConfig, Shape, fill, on_g
 from cutex.ops.attention.call import DTYPES, AttentionCall
 from cutex.ops.device import SEVERAL_GPUS, current, launcher, simulated_arch
 from cutex.ops.plain import empty_of
+from cutex.ops.workspace import flags
 from cutex.problem.stage import package
 
 if TYPE_CHECKING:
     from cutex.compile import Compiled
 
 ALIGN = 16  # bytes
+COUNTER = 2  # words of the dynamic scheduler
 
 
 def why_copied(x: Tensor, one_list: bool) -> str | None:
@@ -143,7 +145,7 @@ class Plan:
         if sink is not None:
             arguments.append(sink.to(torch.float32).contiguous())
         if self.dynamic:
-            arguments.append(counter(self.device))
+            arguments.append(flags(self.device, COUNTER))
         arguments += self.scalars
         if self.launch is None:
             self.launch = there(self.device, launcher(self.compiled, arguments))
@@ -169,7 +171,7 @@ class Plan:
         def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Any:
             out = empty(shape, strides, dtype)
             if dynamic:
-                rest = (*rest, counter(device))
+                rest = (*rest, flags(device, COUNTER))
             if not with_lse:
                 launch(q, k, v, out, *rest, *scalars)
                 return out
@@ -305,25 +307,3 @@ def there(device: torch.device, launch: Callable[..., None]) -> Callable[..., No
             launch(*arguments)
 
     return on_device
-
-
-_counters: dict[tuple[int, int], Tensor] = {}
-
-
-def counter(device: torch.device) -> Tensor:
-    """Two words of zero for the dynamic scheduler, which leaves them so.
-
-    One pair serves all launches of one stream, which run one after another. A CUDA graph gets its
-    own, zeroed in the graph, because it may be replayed on any stream.
-    """
-    if device.type != "cuda":
-        key = (-1, 0)
-    elif torch._C._cuda_isCurrentStreamCapturing():
-        return torch.zeros(2, dtype=torch.int32, device=device)
-    else:
-        index = device.index
-        key = (index, torch._C._cuda_getCurrentRawStream(index))
-    found = _counters.get(key)
-    if found is None:
-        found = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
-    return found

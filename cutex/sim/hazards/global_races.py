@@ -133,7 +133,8 @@ class GlobalRaces:
         how = strength(ins.op)
         if len(region.data) > (LARGEST if how.strong else LARGEST_READ):
             return
-        inside = (addresses >= np.uint64(region.base)) & (addresses < np.uint64(region.end))
+        ends = addresses + np.uint64(size)
+        inside = (addresses >= np.uint64(region.base)) & (ends <= np.uint64(region.end))
         addresses, warps = addresses[inside], warps[inside]
         places = (addresses - np.uint64(region.base)).astype(np.int64)[:, None] + np.arange(size)
         if how.atomic:

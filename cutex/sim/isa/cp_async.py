@@ -63,9 +63,13 @@ class _Copy:
             return
         cta, offset = m.grid.shared_location(to.warps, shared_addresses(to.addresses))
         m.check_shared(to.warps, to.lanes, cta, offset, self.size, self.ins)
+        m.async_accesses.lanes(to.warps, cta, offset, self.size, True, self.ins)
         sizes = self._sizes(b)
         some = source.pick(sizes > 0)
         m.grid_order.lanes(some.warps, some.addresses, self.size, False, self.ins)
+        for n in np.unique(sizes[sizes > 0]).tolist():
+            these = source.pick(sizes == n)
+            m.global_races.load(these.addresses, n, these.warps, self.ins)
         for warp in np.unique(to.warps).tolist():
             mine = to.warps == warp
             where = Lanes(to.warps[mine], to.lanes[mine], offset[mine])

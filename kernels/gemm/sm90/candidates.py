@@ -5,13 +5,14 @@ Imports neither torch nor the DSL.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from cutex.arch import arch as arch_named
-from cutex.kernels.gemm.config import BARRIERS, ceil_div
+from cutex.kernels.gemm.config import BARRIERS, ELEMENT, ceil_div
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.problem.gemm import GemmProblem
 
@@ -25,11 +26,17 @@ PINGPONG += [(64, n) for n in (128, 160, 192, 224, 256)]
 COOPERATIVE = [(128, n) for n in range(64, 257, 16)] + [(256, n) for n in range(64, 209, 16)]
 COOPERATIVE += [(192, n) for n in range(64, 193, 16)] + [(64, n) for n in range(16, 257, 16)]
 CLUSTERS = ((1, 1), (2, 1), (1, 2))  # of CTAs that walk tiles
+STREAMED_CLUSTERS = (*CLUSTERS, (4, 1), (1, 4))  # of CTAs that stream them
 WARPGROUPS = {64: 1, 128: 2, 192: 3, 256: 2}  # by rows of a tile that they share
 FEW = 4  # clusters along the side of C that is cut into few, at most
 # CTAs that run at one time, by those of a cluster: some GPCs have SMs left over
 AT_ONCE = {1: 132, 2: 132, 3: 108, 4: 120}
 SHALLOW = 164 * 1024  # 1.01 times as fast as all of smem with M = 1 to 16: SMs stay together
+# tiles are streamed where their rounds are fewer, and the last leaves more of the GPU without work
+FEW_ROUNDS, IDLE = 8, 0.04
+LEAST_STEPS = 8  # of 64 along K, in a cluster's share
+MOST_STREAMED = 40
+L2_RATE = 64  # bytes that an SM gets through L2 in a cycle, at most
 NARROW = 32  # rows of an operand that TMA loads one box each of, where K is not contiguous
 
 
@@ -91,6 +98,67 @@ def of_one_round(mnk: tuple[int, int, int], arch_name: str) -> tuple[Sm90Config,
         if config.num_stages > 2 and config.why_not(problem, arch) is None:
             found[config] = None
     return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def streamed(mnk: tuple[int, int, int], arch_name: str) -> tuple[Sm90Config, ...]:
+    """The configs whose CTAs take equal shares of the tiles' steps along K, where that leaves fewer
+    of them without work than whole tiles do; of these those that take the fewest cycles at least.
+    """
+    problem = GemmProblem(*mnk)
+    found = [c for c in _streamed(arch_name) if _gains_by_streaming(c, problem)]
+    return tuple(sorted(found, key=lambda c: _least_cycles(c, problem))[:MOST_STREAMED])
+
+
+def _rounds(config: Sm90Config, problem: GemmProblem) -> float:
+    """Tiles of a streamed config, those outside of C with them, by CTAs that run at one time."""
+    c = config
+    m, n = c.computed(problem)
+    size = c.cluster_m * c.cluster_n
+    clusters = ceil_div(m, c.tile_m * c.cluster_m) * ceil_div(n, c.cluster_columns)
+    return clusters / (AT_ONCE[size] // size)
+
+
+def _least_cycles(config: Sm90Config, problem: GemmProblem) -> float:
+    """What a CTA takes if L2 and the tensor cores are never late, sums included."""
+    c, rounds = config, _rounds(config, problem)
+    asked = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * ELEMENT / L2_RATE
+    step = max(asked, c.tile_m * c.tile_n / 2048)  # for one of K
+    return rounds * problem.k * step + (1 + max(1, 1 / rounds - 1)) * c.partial_bytes / L2_RATE
+
+
+@lru_cache
+def _streamed(arch_name: str) -> tuple[Sm90Config, ...]:
+    arch = arch_named(arch_name)
+    found: list[Sm90Config] = []
+    for m, n in COOPERATIVE:
+        for cluster_m, cluster_n in STREAMED_CLUSTERS:
+            for swap_ab in (False, True):
+                tile = _tile(m, n, WARPGROUPS[m], cluster_m, cluster_n, 1, swap_ab=swap_ab)
+                at_once = AT_ONCE[cluster_m * cluster_n]
+                config = replace(
+                    tile,
+                    epi_stages=2,
+                    stream_k=1,
+                    num_ctas=0 if at_once == arch.num_sms else at_once,
+                )
+                config = _deepest(config, arch)
+                if config.num_stages > 2 and config.why_not(None, arch) is None:
+                    found += [config, replace(config, stream_k=2)]
+    return tuple(found)
+
+
+def _gains_by_streaming(config: Sm90Config, problem: GemmProblem) -> bool:
+    c, rounds = config, _rounds(config, problem)
+    m, n = c.computed(problem)
+    # NOTE: with more than a round, the last and the one before: a tile is then cut once at most
+    return (
+        c.stream_k == min(math.ceil(rounds), 2)
+        and rounds < min(FEW_ROUNDS, (1 - IDLE) * math.ceil(rounds))
+        and rounds * problem.k >= LEAST_STEPS * 64
+        and not (m >= 2 * n and c.cluster_m > 1)
+        and not (n >= 2 * m and c.cluster_n > 1)
+    )
 
 
 def _together() -> Iterator[tuple[int, int, int]]:
@@ -166,7 +234,8 @@ def _tile(
 
 def candidates(problem: GemmProblem, arch: Arch, majors: Majors = (True, True)) -> list[Sm90Config]:
     """All configs that are worth a look."""
-    every = (*of_one_round(problem.mnk, arch.name), *walked(arch.name))
+    mnk, name = problem.mnk, arch.name
+    every = (*of_one_round(mnk, name), *walked(name), *streamed(mnk, name))
     return [c for c in every if _shares_the_larger(c, problem) and _loads_well(c, majors)]
 
 

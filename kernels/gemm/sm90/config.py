@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cutex.arch import arch as arch_named
 from cutex.dtypes import DTYPES
-from cutex.kernels.gemm.config import ELEMENT, GemmConfig, ceil_div
+from cutex.kernels.gemm.config import ELEMENT, GemmConfig, Workspace, ceil_div
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
@@ -40,6 +41,7 @@ class Sm90Config(GemmConfig):
     columns: int = 0  # of clusters, each of which has one tile (one_round.py); 0: tiles are walked
     rows: int = 0  # of clusters, likewise
     spread: bool = False  # one tile on each SM, overlapping (spread.py)
+    stream_k: int = 0  # rounds, the last ones, whose tiles are streamed (schedulers/stream_k.py)
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Sm90Config:
@@ -87,6 +89,14 @@ class Sm90Config(GemmConfig):
         return self.tile_n * self.cluster_n
 
     @property
+    def workspace(self) -> Workspace | None:
+        """A place for the sums of each CTA, and a flag for each warp that leaves them there."""
+        if not self.stream_k:
+            return None
+        num_ctas = self.num_ctas or arch_named(self.arch).num_sms
+        return Workspace(num_ctas * self.tile_m * self.tile_n, num_ctas * 4 * self.mma_warpgroups)
+
+    @property
     def a_bytes(self) -> int:
         """Bytes of A in the whole ring."""
         return self.num_stages * self.tile_m * self.tile_k * ELEMENT
@@ -108,7 +118,7 @@ class Sm90Config(GemmConfig):
             return f"tile_n={self.tile_n}: odd multiples of 8 are stored whole, not transposed"
         if self.warpgroups and (reason := self._why_not_warpgroups()):
             return reason
-        return self._why_not_one_tile() or self._why_not_split()
+        return self._why_not_one_tile() or self._why_not_split() or self._why_not_streamed()
 
     def _why_not_warpgroups(self) -> str | None:
         if self.tile_m % 64 or not 64 <= self.tile_m <= 256:
@@ -150,6 +160,16 @@ class Sm90Config(GemmConfig):
             return (
                 f"split_k={self.split_k}: the ring's {self.a_bytes} bytes of A must hold "
                 f"{self.partial_bytes} of sums, and its warpgroups work on one tile"
+            )
+        return None
+
+    def _why_not_streamed(self) -> str | None:
+        if self.stream_k < 0:
+            return f"stream_k={self.stream_k}: 0, or as many rounds as are streamed"
+        if self.stream_k and (self.pingpong or self.one_tile or self.split_k > 1):
+            return (
+                f"stream_k={self.stream_k}: takes no pingpong, spread, columns, rows or split_k "
+                f"beside"
             )
         return None
 

@@ -13,6 +13,7 @@ Imports neither torch nor the DSL.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,6 +39,7 @@ WALKED_ONCE = 1.04  # of the time of the same tiles that need not be walked
 SHORT_STORES = {False: 1.9, True: 1.15}
 HIDING = 1.5  # of a ping-pong tile's store and the next mainloop: infinite if one hid the other
 NEAR = 1.4  # times the least that is modelled: above, a config is not looked at closely
+STREAMED = math.inf  # times the time that is modelled of streamed tiles: none was measured
 LAST_STORE = 0.5  # of a tile's store, that nothing hides at the end
 
 
@@ -136,8 +138,8 @@ class Counts(NamedTuple):
     spread: Any  # bool
     pingpong: Any  # bool
     useful: Any  # CTAs that compute something
-    ctas: Any
-    rounds: Any  # of CTAs that run at one time
+    ctas: Any  # one for each tile, where tiles are streamed, too
+    rounds: Any  # of CTAs that run at one time; streamed, no whole number
     alone: Any  # bool: no CTA has a cluster, nor its TPC another CTA
     one_each: Any  # bool: TPCs have one useful CTA at most
     k_tiles: Any  # that a CTA computes of one tile
@@ -154,8 +156,8 @@ class Counts(NamedTuple):
     flops: Any  # of useful CTAs
     memory_bytes: Any
     again_bytes: Any  # of the larger operand, that further clusters ask for
-    split: Any  # bool
-    exchanged: Any  # bytes of sums that a CTA reads of others
+    split: Any  # bool: whether CTAs share the K of a tile
+    exchanged: Any  # bytes of sums that a CTA reads of others, in turn
 
 
 def count(
@@ -174,7 +176,8 @@ def count(
     down = ceil_div(down, c.cluster_m) * c.cluster_m
     across = ceil_div(across, c.cluster_n) * c.cluster_n
     ctas = arch.num_sms if c.spread else down * across * batch * c.split_k
-    rounds = ceil_div(ctas, min(AT_ONCE.get(size, arch.num_sms), arch.num_sms))
+    at_once = min(AT_ONCE.get(size, arch.num_sms), arch.num_sms)
+    rounds = ctas / at_once if c.stream_k else ceil_div(ctas, at_once)
     told_apart = c.one_tile or c.split_k > 1
     k_tiles = ceil_div(ceil_div(problem.k, c.tile_k), c.split_k)
     asked = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * c.tile_k * ELEMENT
@@ -182,11 +185,11 @@ def count(
     again = 0 if c.spread else (min(sharers, FEW) - 1) * max(m, n) * problem.k * ELEMENT * batch
     steps = c.tile_k / 16  # of a wgmma
     return Counts(
-        one_round=told_apart or rounds == 1,
-        walked_once=rounds == 1 and not told_apart,
+        one_round=told_apart or (rounds == 1 and not c.stream_k),
+        walked_once=rounds == 1 and not told_apart and not c.stream_k,
         spread=c.spread,
         pingpong=c.pingpong,
-        useful=useful,
+        useful=at_once if c.stream_k else useful,
         ctas=ctas,
         rounds=rounds,
         alone=size == 1 and ctas <= TPCS,
@@ -205,9 +208,17 @@ def count(
         flops=2 * useful * c.tile_m * c.tile_n * k_tiles * c.tile_k,
         memory_bytes=problem.bytes * batch,
         again_bytes=again,
-        split=c.split_k > 1,
-        exchanged=c.partial_bytes * (c.split_k - 1) / c.split_k if c.split_k > 1 else 0,
+        split=c.split_k > 1 or c.stream_k > 0,
+        exchanged=_exchanged(c, rounds),
     )
+
+
+def _exchanged(c: Sm90Config, rounds: float) -> float:
+    """Bytes of sums that a CTA reads of others; of streamed tiles, that one which finishes a tile
+    does, and those that it waits for to be left."""
+    if c.stream_k:
+        return c.partial_bytes * (1 + max(1.0, 1 / rounds - 1))
+    return c.partial_bytes * (c.split_k - 1) / c.split_k
 
 
 def _rows_outside(c: Sm90Config, m: int, n: int) -> float:
@@ -276,6 +287,7 @@ def predictions(
     near = np.flatnonzero(times <= NEAR * times.min())
     places = [place(configs[i], problem, counts[i], majors) for i in near.tolist()]
     times[near] *= np.exp(errors_nearby(np.array(places, np.float32)))
+    times *= np.where([c.stream_k > 0 for c in configs], STREAMED, 1.0)
     return times.tolist()
 
 

@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[3]
 TIMES = ROOT / "results" / "configs" / "gemm-nvidia-h200.jsonl"
 MAJORS = {"forward": (True, True), "dgrad": (True, False), "wgrad": (False, False)}
 # costs of walked tiles that no pair depends on
-FIXED = {"WALK": {"paired", "exchange_us", "exchange_gbs"}, "ROUND": set()}
+FIXED = {"WALK": {"paired"}, "ROUND": set()}
 CLOSE = (
     0.25  # logarithm of a time over the best of its problem, at which a weight has fallen to 1/e
 )

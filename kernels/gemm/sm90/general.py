@@ -48,13 +48,22 @@ from cutex.device.epilogue.sm90.tma_store import warp_store, warpgroup_store
 from cutex.device.pipeline import Barrier, Warps, publish_barriers
 from cutex.kernels.gemm.signature import GeneralConfig, modes, transposed
 from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config
-from cutex.kernels.gemm.sm90.load import LoadOneTile, LoadTiles, Scheduler
-from cutex.kernels.gemm.sm90.mma import Cooperative, EpilogueStore, MmaRole, PingPong, SplitK
+from cutex.kernels.gemm.sm90.load import LoadOneTile, LoadSegments, LoadTiles, Scheduler
+from cutex.kernels.gemm.sm90.mma import (
+    Cooperative,
+    EpilogueStore,
+    MmaRole,
+    PingPong,
+    SplitK,
+    StreamK,
+    Workspace,
+)
 from cutex.kernels.gemm.sm90.one_round import OneRound
 from cutex.kernels.gemm.sm90.pace import Pace
 from cutex.kernels.gemm.sm90.spread import Spread
 from cutex.schedulers.persistent import StaticPersistent
 from cutex.schedulers.raster import Raster
+from cutex.schedulers.stream_k import StreamedTiles
 
 
 class General:
@@ -68,18 +77,22 @@ class General:
                     with ping-pong, of the warpgroup at work
     held[slot]      1: the warp that stores, and the bytes by    the warpgroup, before it reads
                     TMA of a matrix to add (PartLoads)           the slot
+    flags[warp]     with stream_k, in global memory: the same    that warp of the CTA that finishes
+                    warp of a CTA, having left its sums of a     the tile, before it adds them up
+                    tile that another CTA finishes
     0   (CTA)       all threads, barriers being initialised      all; with a cluster, its barrier
     1-3 (warpgroup) its threads, having written a slot of sC     the same, before TMA stores it and
                                                                  before they write the next
     3-4 (order)     with ping-pong: the warpgroup that has       the other, before it issues its own
                     issued its tile
-    5   (sums)      with split_k: the MMA warps, their wgmma     the same, before sums overwrite A
-                    being done
+    5   (sums)      with split_k or stream_k: the MMA warps,     the same, before sums overwrite A
+                    their wgmma being done
     (cluster)       with split_k: all threads of the MMA warps,  the same, before they add up; and
                     having left their sums; having read them     before the smem may go
 
     smem            bytes
-    sA              tile_m * tile_k * 2 * num_stages; with split_k then tile_m * tile_n * 4, sums
+    sA              tile_m * tile_k * 2 * num_stages; with split_k then tile_m * tile_n * 4, sums;
+                    with stream_k then parts of others' sums, as many as there is room for
     sB              tile_n * tile_k * 2 * num_stages
     sC              64 * epi_n * 2 * epi_stages * warpgroups; half behind a gate; none by element
     ab, held        16 * num_stages, 8 * epi_stages * warpgroups
@@ -135,6 +148,8 @@ class General:
         if c.columns or c.rows:
             return OneRound((c.tile_m, c.tile_n), cluster, c.columns, c.rows, c.split_k)
         raster = Raster(c.raster_group, c.raster_along)
+        if c.stream_k:
+            return StreamedTiles(raster, (c.tile_m, c.tile_n), cluster, num_ctas, rounds=c.stream_k)
         return StaticPersistent(raster, (c.tile_m, c.tile_n), cluster, num_ctas, c.split_k)
 
     @property
@@ -149,13 +164,17 @@ class General:
     def load_role(self) -> LoadTiles:
         if self.tiles.one_tile:
             return LoadOneTile(self.tiles, self.cluster, self.scheduler, self.pace)
+        if isinstance(self.scheduler, StreamedTiles):
+            return LoadSegments(self.tiles, self.cluster, self.scheduler)
         return LoadTiles(self.tiles, self.cluster, self.scheduler)
 
-    @property
-    def mma_role(self) -> MmaRole:
-        c = self.tiles
+    def mma_role(self, workspace: Workspace | None) -> MmaRole:
+        c, scheduler = self.tiles, self.scheduler
+        if isinstance(scheduler, StreamedTiles):
+            assert workspace is not None  # as the config has it
+            return StreamK(self.config, c, scheduler, workspace)
         role = SplitK if c.split_k > 1 else PingPong if c.pingpong else Cooperative
-        return role(self.config, c, self.scheduler)
+        return role(self.config, c, scheduler)
 
     @property
     def majors(self) -> tuple[OperandMajorMode, ...]:
@@ -166,13 +185,25 @@ class General:
     @cute.jit
     def __call__(self, mA: cute.Tensor, mB: cute.Tensor, mOut: cute.Tensor, *rest) -> None:
         """a (M, K), b (K, N), out (M, N), each with L before where batched; what the operations
-        take; a stream."""
+        take; with stream_k sums and flags, the workspace; a stream."""
         mA, mB = modes(mA, columns_first=False), modes(mB, columns_first=True)
-        self.launch(mA, mB, modes(mOut, columns_first=False), rest[:-1], rest[-1])
+        *passed, stream = rest
+        workspace = None
+        if cutlass.const_expr(self.tiles.workspace is not None):
+            *passed, sums, flags = passed
+            workspace = Workspace(sums, flags)
+        mOut = modes(mOut, columns_first=False)
+        self.launch(mA, mB, mOut, tuple(passed), stream, workspace)
 
     @cute.jit
     def launch(
-        self, mA: cute.Tensor, mB: cute.Tensor, mOut: cute.Tensor, passed: tuple[Any, ...], stream
+        self,
+        mA: cute.Tensor,
+        mB: cute.Tensor,
+        mOut: cute.Tensor,
+        passed: tuple[Any, ...],
+        stream,
+        workspace: Workspace | None = None,
     ) -> None:
         """mA (M, K), mB (N, K), mOut (M, N), each with L behind where batched."""
         c = self.tiles
@@ -187,7 +218,7 @@ class General:
             out = store_operand(mOut, slots)
             passed = self.preload(passed, slots)
         rows = mOut if self.config.out.whole else None
-        self.kernel(a, b, out, rows, passed).launch(
+        self.kernel(a, b, out, rows, passed, workspace).launch(
             grid=self.scheduler.grid(self.config.product(mOut)),
             block=(self.num_threads, 1, 1),
             cluster=(c.cluster_m, c.cluster_n, c.split_k),
@@ -251,6 +282,7 @@ class General:
         out: Any,
         rows: cute.Tensor | None,
         passed: tuple[Any, ...],
+        workspace: Workspace | None,
     ) -> None:
         """`out`: a TmaInfo, or where TMA cannot step through it a tensor, (M, N) or (M, N, L);
         `rows`: the same as a tensor, if its rows are whole vectors of 16 bytes."""
@@ -271,7 +303,7 @@ class General:
             held = Barrier.allocate(smem, "held", arrivals=1, slots=self.num_slots)
         a, out = self.from_first_row(a, out)
         operands = AbOperands(a, b, sA, sB, self.config.k_major)
-        load, mma_role = self.load_role, self.mma_role
+        load, mma_role = self.load_role, self.mma_role(workspace)
         warp = cute.arch.warp_idx()
         if warp == self.load_warps.first:
             load.start(operands, mProduct)
@@ -288,8 +320,7 @@ class General:
             warpgroups = 1 if c.pingpong else c.mma_warpgroups
             mma = wgmma(make_wgmma(warpgroups, c.tile_n, *kinds, *self.majors), sA, sB)
             epilogue = self.epilogue(out, sC, rows, self.config.bind(mProduct, passed), held)
-            num_k_tiles = cute.ceil_div(cute.size(a.tma_tensor, mode=[1]), self.config.k_elements)
-            mma_role.run(mma, ab, epilogue, num_k_tiles, mProduct)
+            mma_role.run(mma, ab, epilogue, operands.num_k_tiles, mProduct)
             epilogue.drain()
 
     def from_first_row(self, a: cpasync.TmaInfo, out: Any) -> tuple[cpasync.TmaInfo, Any]:

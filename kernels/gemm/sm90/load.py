@@ -17,6 +17,7 @@ from cutex.kernels.gemm.sm90.one_round import OneRound
 from cutex.kernels.gemm.sm90.pace import Pace, now, wait_until
 from cutex.kernels.gemm.sm90.spread import Spread
 from cutex.schedulers.persistent import StaticPersistent
+from cutex.schedulers.stream_k import StreamedTiles
 
 Scheduler = StaticPersistent | OneRound | Spread
 
@@ -53,10 +54,7 @@ class LoadTiles:
         cpasync.prefetch_descriptor(operands.b.atom)
         if cutlass.const_expr(self.streams_a or self.streams_b):
             cute.arch.griddepcontrol_launch_dependents()
-            walk = self.scheduler.walk(mC)
-            tile = walk.tile_at(walk.start)
-            loads = operands.loads(tile, self.cluster)
-            first, count = self.share(tile.split, loads.num_k_tiles)
+            loads, first, count = self.begin(operands, mC)
             c = self.tiles
             streamed, rows = loads.a, c.tile_m // c.cluster_n
             if cutlass.const_expr(self.streams_b):
@@ -64,6 +62,14 @@ class LoadTiles:
             ahead = max(1, BYTES_AHEAD // (rows * c.tile_k * ELEMENT))
             for k_tile in cutlass.range(first, first + cutlass.min(count, ahead), unroll=1):
                 cute.prefetch(streamed.atom, streamed.gmem[None, k_tile])
+
+    @cute.jit
+    def begin(self, operands: AbOperands, mC: cute.Tensor) -> tuple[AbLoads, Int32 | int, Int32]:
+        """The loads of the first tile, the first K tile of it, and how many there are."""
+        walk = self.scheduler.walk(mC)
+        tile = walk.tile_at(walk.start)
+        loads = operands.loads(tile, self.cluster)
+        return loads, *self.share(tile.split, loads.num_k_tiles)
 
     @cute.jit
     def run(self, operands: AbOperands, ab: SharedRing, mC: cute.Tensor) -> None:
@@ -84,6 +90,32 @@ class LoadTiles:
         """The first K tile of share `split`, and how many it has."""
         count = k_share(self.tiles, num_k_tiles)
         return split * count, count
+
+
+@dataclass(frozen=True)
+class LoadSegments(LoadTiles):
+    """The load role of a CTA that walks segments of tiles (stream_k.py)."""
+
+    scheduler: StreamedTiles
+
+    @cute.jit
+    def begin(self, operands: AbOperands, mC: cute.Tensor) -> tuple[AbLoads, Int32, Int32]:
+        walk = self.scheduler.streamed_walk(mC, operands.num_k_tiles)
+        segment = walk.segment(Int32(0))
+        return operands.loads(walk.tile(segment), self.cluster), segment.first, segment.count
+
+    @cute.jit
+    def run(self, operands: AbOperands, ab: SharedRing, mC: cute.Tensor) -> None:
+        walk = self.scheduler.streamed_walk(mC, operands.num_k_tiles)
+        cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(not (self.streams_a or self.streams_b)):
+            cute.arch.griddepcontrol_launch_dependents()
+        fill = ab.producer()
+        for turn in cutlass.range(walk.turns, unroll=1):
+            segment = walk.segment(turn)
+            loads = operands.loads(walk.tile(segment), self.cluster)
+            fill = fill_ring(loads, ab, fill, segment.first, segment.first + segment.count)
+        ab.drain(fill)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def place(
         *(2.0 * log2(c.tile_m), 1.5 * log2(c.tile_n)),
         *(2.0 * log2(c.cluster_m), 2.0 * log2(c.cluster_n), 2.0 * log2(c.split_k)),
         *(1.5 * c.swap_ab, 3.0 * c.pingpong, 2.0 * (c.rows > 0), 2.0 * (c.columns > 0)),
-        *(5.0 * c.spread, 0.7 * c.mma_warpgroups),
+        *(5.0 * c.spread - 5.0 * (c.stream_k > 0), 0.7 * c.mma_warpgroups),
         *(4.5 * counts.ctas / 132 / counts.rounds, log2(counts.rounds)),
         *(1.5 * counts.narrow, 1.0 - majors[0]),
     )

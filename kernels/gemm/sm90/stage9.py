@@ -50,6 +50,8 @@ class Stage9(General):
     number = 9
 
     def __init__(self, tiles: Sm90Config) -> None:
+        if tiles.workspace is not None:
+            raise ValueError(f"stream_k={tiles.stream_k}: the ladder has no workspace to pass")
         super().__init__(ladder(tiles))
 
     @property

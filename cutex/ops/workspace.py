@@ -1,0 +1,87 @@
+"""Global memory that a kernel needs beside its operands, kept for each stream.
+
+Launches of one stream run one after another and share it. A CUDA graph may be replayed on any
+stream, beside others, so what it captures takes memory of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from cutex.kernels.gemm.config import Workspace
+
+RESERVE = 1 << 20  # words of zero that are kept for captures, 4 MB
+
+_flags: dict[tuple[int, int, int], Tensor] = {}  # by device, stream and number
+_sums: dict[tuple[int, int], Tensor] = {}  # by device and stream
+_reserves: dict[int, Tensor] = {}  # by device: words of zero that nothing uses yet
+_captured: dict[tuple[int, int, int, int], Tensor] = {}  # by device, stream, capture and number
+
+
+def buffers(needs: Workspace, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What the next launch on the current stream of `device` exchanges sums by."""
+    return sums(device, needs.sums), flags(device, needs.flags)
+
+
+def flags(device: torch.device, count: int) -> Tensor:
+    """`count` words of zero (int32), which a launch leaves so."""
+    stream = 0
+    if device.type == "cuda":
+        if torch._C._cuda_isCurrentStreamCapturing():
+            return _flags_of_capture(device, count)
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+    key = (index_of(device), stream, count)
+    found = _flags.get(key)
+    if found is None:
+        found = _flags[key] = _zeros(device, count)
+        if device.type == "cuda" and device.index not in _reserves:
+            _reserves[device.index] = _zeros(device, RESERVE)
+    return found
+
+
+def sums(device: torch.device, count: int) -> Tensor:
+    """At least `count` numbers (float32), of any values."""
+    if device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing():
+        return torch.empty(count, dtype=torch.float32, device=device)
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    key = (index_of(device), stream)
+    found = _sums.get(key)
+    if found is None or found.numel() < count:
+        found = _sums[key] = torch.empty(count, dtype=torch.float32, device=device)
+    return found
+
+
+def index_of(device: torch.device) -> int:
+    """The number of a GPU; -1 for the CPU."""
+    return device.index if device.type == "cuda" else -1
+
+
+def _zeros(device: torch.device, count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+def _flags_of_capture(device: torch.device, count: int) -> Tensor:
+    """Words for all launches of the capture at hand, on this stream.
+
+    NOTE: taken from words that were zeroed before. A launch that zeroes them, in the graph, would
+    take 2 us of every replay; where no words are left, that is what happens.
+    """
+    from cuda.bindings import driver
+
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    error, _, capture, *_ = driver.cuStreamGetCaptureInfo(stream)
+    key = (device.index, stream, -1 if error else int(capture), count)
+    if not error and key in _captured:
+        return _captured[key]
+    reserve = _reserves.get(device.index)
+    if error or reserve is None or reserve.numel() < count:
+        _reserves.pop(device.index, None)
+        _flags.clear()  # the next launch that is not captured finds a new reserve
+        return _zeros(device, count)
+    found, _reserves[device.index] = reserve[:count], reserve[count:]
+    _captured[key] = found
+    return found

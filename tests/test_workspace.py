@@ -1,0 +1,113 @@
+"""The memory that kernels need beside their operands: whose it is, and what a capture takes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cuda.bindings import driver
+
+import cutex
+from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.ops import choices, workspace
+from cutex.ops.plan import forget
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The current stream of a GPU by name only, whose memory is the CPU's."""
+    now = SimpleNamespace(handle=7, capture=0, zeroed=0)
+
+    def zeros(device: torch.device, count: int) -> torch.Tensor:
+        now.zeroed += 1
+        return torch.zeros(count, dtype=torch.int32)
+
+    for name in ("_flags", "_sums", "_reserves", "_captured"):
+        monkeypatch.setattr(workspace, name, {})
+    monkeypatch.setattr(workspace, "_zeros", zeros)
+    monkeypatch.setattr(
+        torch._C, "_cuda_isCurrentStreamCapturing", lambda: now.capture > 0, raising=False
+    )
+    raw = "_cuda_getCurrentRawStream"  # which torch has not, if it was built without CUDA
+    monkeypatch.setattr(torch._C, raw, lambda index: now.handle, raising=False)
+    monkeypatch.setattr(driver, "cuStreamGetCaptureInfo", lambda _: (0, 1, now.capture, None))
+    return now
+
+
+def apart(*tensors: torch.Tensor) -> bool:
+    """Whether no two share memory."""
+    spans = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in tensors)
+    return all(a[1] <= b[0] for a, b in pairwise(spans))
+
+
+def test_launches_of_a_stream_share_flags_and_streams_do_not(stream: SimpleNamespace) -> None:
+    first = workspace.flags(GPU, 8)
+    assert workspace.flags(GPU, 8) is first
+    of_others = workspace.flags(GPU, 2)
+    stream.handle = 9
+    assert apart(first, of_others, workspace.flags(GPU, 8))
+
+
+def test_a_capture_takes_flags_of_its_own_and_zeroes_none(stream: SimpleNamespace) -> None:
+    eager = workspace.flags(GPU, 8)
+    zeroed, stream.capture = stream.zeroed, 1
+    first = workspace.flags(GPU, 8)
+    assert workspace.flags(GPU, 8) is first, "launches of one capture and stream follow each other"
+    stream.handle = 9
+    forked = workspace.flags(GPU, 8)
+    stream.handle, stream.capture = 7, 2
+    assert apart(eager, first, forked, workspace.flags(GPU, 8))
+    assert stream.zeroed == zeroed, "nothing is zeroed in the graph"
+
+
+@pytest.mark.parametrize("error", [0, 1], ids=["all are taken", "no capture is known"])
+def test_where_no_flags_are_left_a_graph_zeroes_its_own(
+    stream: SimpleNamespace, error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workspace, "RESERVE", 64 if error else 12)
+    eager = workspace.flags(GPU, 8)
+    stream.capture = 1
+    first = workspace.flags(GPU, 8)
+    monkeypatch.setattr(driver, "cuStreamGetCaptureInfo", lambda _: (error, 1, 2, None))
+    zeroed = stream.zeroed
+    second = workspace.flags(GPU, 8)
+    assert stream.zeroed == zeroed + 1 and apart(eager, first, second)
+    stream.capture = 0
+    workspace.flags(GPU, 8)
+    stream.capture = 3
+    monkeypatch.setattr(driver, "cuStreamGetCaptureInfo", lambda _: (0, 1, 3, None))
+    zeroed = stream.zeroed
+    assert apart(first, second, workspace.flags(GPU, 8)) and stream.zeroed == zeroed
+
+
+@pytest.mark.gpu
+def test_graphs_and_streams_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured call is replayed beside calls of another stream, on Hopper streamed ones."""
+    tiles = Sm90Config(
+        tile_m=128, tile_n=128, num_stages=5, epi_n=64, epi_stages=2, warpgroups=2, stream_k=2
+    )
+    monkeypatch.setattr(choices, "preferred", lambda calls: tiles)
+    forget()
+    x = torch.randint(-2, 3, (512, 4096), device="cuda").bfloat16()
+    w = torch.randint(-2, 3, (3072, 4096), device="cuda").bfloat16()
+    want = cutex.matmul(x, w.mT)
+    assert torch.equal(want, (x.double() @ w.double().mT).bfloat16())
+    out, graph = torch.empty_like(want), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            cutex.matmul(x, w.mT, out=out)
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    for _ in range(50):
+        out.zero_()
+        graph.replay()
+        with torch.cuda.stream(other):
+            beside = cutex.matmul(x, w.mT)
+        torch.cuda.synchronize()
+        assert torch.equal(out, want) and torch.equal(beside, want)
+    assert not any(x.any() for x in (*workspace._flags.values(), *workspace._captured.values()))
+    forget()
