@@ -124,7 +124,7 @@ def test_columns_of_q_in_registers_and_the_others_in_smem(place, head_dim, in_re
         asked = mock.Mock(side_effect=lambda *of, c=columns: replace(fill(*of), q_in_registers=c))
         eager.forget()
         with mock.patch.object(plan, "fill", asked), place.prepared():
-            results.append(run(case, inputs))
+            results.append(call(case, inputs))
         assert asked.call_count
     eager.forget()
     assert case.check(inputs, *results[0]).ok

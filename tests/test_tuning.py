@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 import cutex
 from cutex.arch import arch
 from cutex.kernels.gemm.signature import OperandLayout
-from cutex.ops import building, choices, simulated, tuner
+from cutex.ops import building, choices, shipping, simulated, tuner
 from cutex.ops.arrange import Arranged, arrange
 from cutex.ops.checks import Call
 from cutex.ops.plan import (
@@ -121,6 +122,14 @@ def test_what_cutex_comes_with_fits_its_problems_and_is_taken():
         assert config_for((m, n, k, 1), layouts, (), "sm_90a").tiles == tiles
         batched = replace(calls, sizes=(m, n, k, 2))
         assert choices.shipped(batched) is None
+
+
+def test_what_cutex_comes_with_is_what_was_measured_best():
+    table = choices._shipped("sm_90a")
+    every = list(shipping.measured())
+    assert len(every) > 5 * len(table) / 2
+    for calls, times in random.Random(0).sample(every, 30):
+        assert shipping.better(calls, times) == choices.shipped(calls), calls.sizes
 
 
 def test_tuning_takes_a_time_above_zero():
