@@ -34,6 +34,7 @@ LENGTHS = {  # K that are recorded
 }  # fmt: skip
 STEADY = 2  # tiles, the last of a record, that follow at the pace of all others
 OVERHEAD_US = 7.0  # that these rows have more than a launch in a graph: fit, +-1
+SLOWER, SLOW_US = 0.12, 80.0  # MMAs, for so long at the start of a launch: fit, +-0.04, +-30
 HOST_US = {"fp16": 0.0, "fp8": 0.0, "nvfp4": 23.1}  # below which the host is slower: fit, +-0.5
 
 
@@ -107,7 +108,8 @@ class B200Model:
         if k > long:  # where in the end the tensor cores bind, if they do not at a short K
             slope = max(slope, tensor / long)
         cycles = max(b + slope * (k - long) + self.gpu.launch, 0.0)
-        return max(cycles / GHZ / 1e3 + self.overhead, HOST_US[row.dtype])
+        us = cycles / GHZ / 1e3 + self.overhead
+        return max(us + slow_start(tensor / long * k / GHZ / 1e3, us), HOST_US[row.dtype])
 
     def _cycles(self, row: B200Row, k: int) -> tuple[float, float]:
         """Of the row's grid, if its K were ``k``; and of the tensor cores alone."""
@@ -158,6 +160,13 @@ def after_tiles(run: Run, tiles: int, tile: float, recorded: int) -> float:
     stored = len(run.tiles)
     drain = run.tiles[-1] - ends[stored - 1] if stored else run.drain
     return ends[-1] + (tiles - recorded) * each + drain
+
+
+def slow_start(tensor: float, us: float) -> float:
+    """Microseconds that a launch takes longer, as these rows show it, because its first MMAs are
+    slower; ``tensor`` of its ``us`` the tensor cores are busy, and where others bind they hide it.
+    """
+    return SLOWER * min(tensor, SLOW_US) * min(1.0, tensor / us) ** 2
 
 
 def refetched(ratio: float) -> float:
