@@ -281,7 +281,7 @@ class Busy(Probe):
         for _ in cutlass.range(c.count, unroll=1):
             for _ in cutlass.range_constexpr(8):
                 for i in cutlass.range_constexpr(UNROLL):
-                    for part, x in zip(parts, chains):
+                    for part, x in zip(parts, chains, strict=True):
                         self.step(part, x, i, sW, thread)
         cycles = clock() - start
         total = Int32(0)

@@ -99,9 +99,10 @@ class Warp:
         registers, and the wgmma beside FMAs. Returns the cycles that the warp takes longer.
         """
         g = self.gpu
+        pipes[MUFU] *= g.mufu_beside_mma
+        pipes[MUFU] += g.mufu_lost_beside_mma * (work.fma + work.alu / 2)
         pipes[FMA] *= g.fma_beside_mma
         pipes[ALU] *= g.alu_beside_mma
-        pipes[MUFU] *= g.mufu_beside_mma
         if 2 * work.fma > work.cycles:  # the wgmma loses to FMAs that come one after the other
             self.sm.tensor.free += work.fma * g.mma_beside_fma
         return work.beside
