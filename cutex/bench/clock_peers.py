@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,15 +113,13 @@ def fa4(calls: Recording, row: Mapping[str, Any]) -> Lengths:
 
     longest = max(tiles)
     steps = min(STEPS[0], max(1, longest // 2)), min(STEPS[1], longest)
-    short, long = (
-        calls.of(
-            lambda n=n: forward(1, rows // pack, n * keys, pack, 1),
-            lambda h, p, a, r: trace(h, p, a, r, look=False)[0],
-        )
-        for n in steps
-    )
+    records = []
+    for n in steps:
+        call = partial(forward, 1, rows // pack, n * keys, pack, 1)
+        records.append(calls.of(call, lambda h, p, a, r: trace(h, p, a, r, look=False)[0]))
+    short, brief = records
     sizes = (p[name] for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv"))
-    long = calls.of(lambda: forward(*sizes), lambda h, p, a, r: look_at(h, p, a, r, long))
+    long = calls.of(partial(forward, *sizes), lambda h, p, a, r: look_at(h, p, a, r, brief))
     return Lengths(replace(short, grid=long.grid, sharing=long.sharing), long, steps, tiles)
 
 
@@ -151,7 +150,7 @@ def empty(*shape: int) -> torch.Tensor:
 
 def main(argv: Sequence[str] | None = None) -> int:
     libraries = sys.argv[1:] if argv is None else argv
-    how = {"quack": quack, "fa4": fa4}
+    how: dict[str, Callable[..., Traced | Lengths]] = {"quack": quack, "fa4": fa4}
     for name in libraries:
         if name not in how:
             return refuse(f"{name}: takes {' or '.join(how)}")

