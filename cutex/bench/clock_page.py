@@ -100,10 +100,6 @@ def predicted(arch: str, file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def stored_foreign() -> dict[str, Any]:
-    return stored.load(foreign.TRACES) if foreign.TRACES.exists() else {}
-
-
 def _of_b200(file: Path, fit: bool, page: bool) -> int:
     try:
         rows = clock_b200.measured(file)
@@ -172,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     text = table(found)
     others = foreign.table(
-        list(foreign.errors(foreign.measured(MEASURED), stored_foreign(), board()))
+        list(foreign.errors(foreign.measured(MEASURED), foreign.traces(), board()))
     )
     print(f"{text}\n\n{others}")
     if args.page:

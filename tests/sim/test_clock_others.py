@@ -13,23 +13,42 @@ from cutex.bench import clock_foreign as foreign
 from cutex.bench.clock_errors import Summary, board
 from cutex.bench.clock_fit import descend
 from cutex.bench.clock_page import MEASURED, main
+from cutex.sim.ptx.operands import Reg
 from cutex.sim.ptx.parse import Instruction
 from cutex.sim.timing import stored
 from cutex.sim.timing.events import Load, Record
 from cutex.sim.timing.machine_code import ALU, FMA, MUFU, PIPES, Sass, costs
 from cutex.sim.timing.order import FIELDS, by_instruction
+from cutex.sim.timing.regions import regions
 from cutex.sim.timing.replay import Run
 from cutex.sim.timing.trace import TOGETHER, _paths
 
+FOREIGN = {  # rows; median, nine of ten and largest error that may be
+    "cutlass": (15, 0.02, 0.05, 0.10),
+    "quack": (25, 0.01, 0.04, 0.15),
+    "fa4": (24, 0.05, 0.10, 0.18),
+}
+LONG = ("quack",)  # of which CI reckons two problems
 
-def test_errors_of_cutlass_on_hopper_do_not_grow():
-    rows = foreign.measured(MEASURED)
-    found = list(foreign.errors(rows, stored.load(foreign.TRACES), board()))
-    assert len(found) == len(rows) == 15
+
+@pytest.mark.parametrize(
+    "library, quick",
+    [
+        *((name, name in LONG) for name in FOREIGN),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in LONG),
+    ],
+)
+def test_errors_of_others_kernels_on_hopper_do_not_grow(library, quick):
+    count, *most = FOREIGN[library]
+    rows = [r for r in foreign.measured(MEASURED) if r.library == library]
+    assert len(rows) == count
+    if quick:
+        rows = [r for r in rows if r.problem in ("2048x2048x2048", "4096x4096x4096")]
+    found = list(foreign.errors(rows, foreign.traces([library]), board()))
+    assert len(found) == len(rows) >= 10
     errors = Summary.of(e.cycles for e in found)
-    assert errors.median <= 0.02, errors
-    assert errors.ninth <= 0.05
-    assert errors.largest <= 0.10
+    for told, limit in zip((errors.median, errors.ninth, errors.largest), most, strict=True):
+        assert told <= limit + 0.01 * quick, errors  # a part of the rows
 
 
 EVERY = 9  # of the held out rows of a B200; `python -m cutex.clock --b200` does them all
@@ -119,21 +138,60 @@ def test_a_warp_beside_a_wgmma_waits_for_pipes_that_are_slower():
     assert alone.pipes[ALU] == 16
 
 
-def ptx(line: int) -> Instruction:
-    return Instruction("add.f32", (), None, False, line, "")
+def ptx(line: int, op: str = "add.f32") -> Instruction:
+    return Instruction(op, (), None, False, line, "")
 
 
 def test_a_stretch_without_events_is_charged_in_the_order_of_its_machine_code():
     """Four lines whose exponential ptxas moved from the last to the second place."""
     code = [sass(0, "FADD", 1), sass(16, "MUFU.EX2", 4), sass(32, "FADD", 2), sass(48, "FADD", 3)]
     program = [ptx(line) for line in (1, 2, 3, 4)]
-    charged = by_instruction(program, set(), [False] * 4, costs(code))
+    charged = by_instruction(program, [False] * 4, costs(code))
     mufu = FIELDS.index(MUFU)
     assert charged[:, mufu].tolist() == [0, 8, 0, 0]
-    after_an_event = by_instruction(program, set(), [False, False, True, False], costs(code))
-    assert after_an_event[:, mufu].tolist() == [0, 0, 0, 8]
     total = [sum(c.pipes[p] for c in costs(code).values()) for p in PIPES]
     np.testing.assert_allclose(charged[:, 2 : 2 + len(PIPES)].sum(0), total)
+
+
+def test_what_ptxas_moved_past_a_wait_is_charged_behind_it():
+    """The exponential of line 2 comes behind the wait of line 3, the addition of 5 before it."""
+    code = [
+        sass(0, "FMUL", 1), sass(16, "FADD", 5), sass(32, "WARPGROUP.DEPBAR", 3),
+        sass(48, "MUFU.EX2", 2), sass(64, "FMUL", 4),
+    ]  # fmt: skip
+    program = [ptx(line) for line in (1, 2, 3, 4, 5)]
+    charged = by_instruction(program, [False, False, True, False, False], costs(code))
+    mufu, fma = FIELDS.index(MUFU), FIELDS.index(FMA)
+    assert charged[:2, mufu].sum() == 0
+    assert charged[3:, mufu].sum() == 8
+    assert charged[:2, fma].sum() == 2
+    assert charged[3:, fma].sum() == 1
+
+
+def test_wgmmas_are_told_by_their_order_where_their_lines_are_others():
+    """Of two products between two waits the machine code has the lines of what feeds them."""
+    code = [
+        sass(0, "SYNCS.PHASECHK", 1), sass(16, "HGMMA", 5), sass(32, "FADD", 6),
+        sass(48, "HGMMA", 2), sass(64, "WARPGROUP.DEPBAR", 4),
+    ]  # fmt: skip
+    program = [
+        ptx(1, "mbarrier.try_wait"), ptx(2, "wgmma.mma"), ptx(5), ptx(3, "wgmma.mma"),
+        ptx(4, "wgmma.wait"), ptx(6),
+    ]  # fmt: skip
+    events = [True, True, False, True, True, False]
+    charged = by_instruction(program, events, costs(code))
+    assert charged[2, FIELDS.index(FMA)] == 1
+
+
+def branch(line: int, target: int, guard: bool = True) -> Instruction:
+    taken = Reg(1, 0, "%p1") if guard else None
+    return Instruction("bra", (), taken, False, line, "", target=target)
+
+
+def test_regions_are_what_runs_equally_often():
+    """1, a loop of 2 and 3 around a branch over 4, and 5 behind it; 3 and 5 follow no branch."""
+    program = [ptx(1), ptx(2), branch(3, 4), ptx(4), ptx(5), branch(6, 1), ptx(7)]
+    assert regions(program) == [0, 1, 1, 3, 1, 1, 0]
 
 
 def test_loads_that_follow_one_another_count_as_asked_for_together():

@@ -66,6 +66,7 @@ class Gpu:
     fma_beside_mma: float = 2.0  # the time of the pipe, relative to its own
     alu_beside_mma: float = 2.0
     mufu_beside_mma: float = 1.33
+    mufu_lost_beside_mma: float = 0.5  # cycles of MUFU, to an instruction of FMA or ALU
     mma_beside_fma: float = 0.19  # cycles that the tensor core loses to an FMA of a sub-core
     mma_commit: float = 130.0  # from the last tcgen05.mma to its commit's arrival
     tmem_bytes: float = 512.0  # a cycle, of tcgen05.ld and st of an SM
@@ -157,6 +158,7 @@ SOURCES: dict[str, tuple[str, str]] = {
     "fma_beside_mma": ("probe busy: FMA beside wgmma, 1.8 to 2.6", "-"),
     "alu_beside_mma": ("probe busy: max and cvt beside wgmma, 1.9 to 2.5", "-"),
     "mufu_beside_mma": ("probe busy: ex2 beside wgmma, 1.26 to 1.33", "-"),
+    "mufu_lost_beside_mma": ("fit, attention; probe busy of one warp: 0.9 to 1.4", "-"),
     "mma_beside_fma": ("probe busy: wgmma beside FMA, 0.75 to 0.8 of four sub-cores", "-"),
     "mma_commit": ("-", "published: batches end 132 to 182 cycles late"),
     "tmem_bytes": ("-", "prior, not known well"),

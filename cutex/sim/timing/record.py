@@ -76,9 +76,8 @@ class Recorder:
         code = machine.program.code
         self.code = code
         self.kinds: list[Callable[[Batch, Any], None] | None] = [self._kind(i) for i in code]
-        labels = set(machine.program.labels.values())
         events = [kind is not None for kind in self.kinds]
-        own = by_instruction(code, labels, events, costs)
+        own = by_instruction(code, events, costs)
         port = [_port(ins) if costs else 0.0 for ins in code]
         self.cost = np.column_stack([own[:, :-1], port, own[:, -1]])
         self.work = np.zeros((machine.grid.num_warps, len(Work._fields)))

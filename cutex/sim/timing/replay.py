@@ -43,7 +43,8 @@ class Run:
 
 class Replay:
     """``record``'s clusters on SMs of their own; each cluster slot runs ``rounds`` of them, one
-    after the other, ``slots`` side by side on the same SMs.
+    after the other, ``slots`` side by side on the same SMs, each of which starts ``apart`` cycles
+    after the one before.
     """
 
     def __init__(
@@ -54,10 +55,11 @@ class Replay:
         *,
         rounds: int = 1,
         slots: int = 1,
+        apart: float = 0.0,
         log: bool = False,
     ) -> None:
         self.record, self.gpu, self.memory = record, gpu, memory
-        self.rounds, self.slots, self.log = rounds, slots, log
+        self.rounds, self.slots, self.apart, self.log = rounds, slots, apart, log
         self.sms = [Sm(i) for i in range(record.cluster_size)]
         self.heap: list[tuple[float, int, Callable[[float], None]]] = []
         self.number = 0
@@ -82,7 +84,7 @@ class Replay:
         for slot in range(self.slots):
             if self.queue:
                 self.queue.popleft()
-                Instance(self, self.programs_of[0], slot).start(0.0)
+                Instance(self, self.programs_of[0], slot).start(slot * self.apart)
         while self.heap:
             at, _, then = heapq.heappop(self.heap)
             self.end = max(self.end, at)

@@ -24,7 +24,6 @@ from cutex.sim.timing.events import (
     Wait,
     Work,
 )
-from cutex.sim.timing.machine_code import ALU, FMA, MUFU, PIPES
 from cutex.sim.timing.units import Interval
 
 if TYPE_CHECKING:
@@ -118,8 +117,11 @@ class Warp:
         same ports of the registers; and makes the wgmma slower beside FMAs.
         """
         g = self.gpu
-        slower = {FMA: g.fma_beside_mma, ALU: g.alu_beside_mma, MUFU: g.mufu_beside_mma}
-        pipes = tuple(getattr(work, name) * slower.get(name, 1.0) for name in PIPES)
+        lost = g.mufu_lost_beside_mma * (work.fma + work.alu / 2)
+        pipes = (
+            work.fma * g.fma_beside_mma, work.alu * g.alu_beside_mma,
+            work.mufu * g.mufu_beside_mma + lost, work.lsu, work.uniform,
+        )  # fmt: skip
         if 2 * work.fma > work.cycles:  # the wgmma loses to FMAs that come one after the other
             self.sm.tensor.free += work.fma * g.mma_beside_fma
         return pipes, work.cycles + work.beside
