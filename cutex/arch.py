@@ -25,7 +25,7 @@ class Arch:
     dense_tflops: dict[str, float]  # by input dtype, fp32 accumulation
     mma_flops: int  # of the tensor cores, a cycle and SM, dense, 16-bit inputs
     smem_bytes_per_clock: int  # a cycle and SM
-    l2_bytes_per_clock: int | None = None  # a cycle, of all SMs; None: not known
+    l2_bytes_per_clock: int  # a cycle, of all SMs
     exponentials: int = 16  # of MUFU, a cycle and SM
     kernels: str = ""  # the arch whose kernels it runs, where it has none of its own
 
@@ -51,6 +51,7 @@ ARCHS: dict[str, Arch] = {
             dense_tflops={"bf16": 989.0, "fp16": 989.0},
             mma_flops=4096,
             smem_bytes_per_clock=128,
+            l2_bytes_per_clock=4620,
         ),
         Arch(
             name="sm_100a",
@@ -65,7 +66,7 @@ ARCHS: dict[str, Arch] = {
             dense_tflops={"bf16": 2250.0, "fp16": 2250.0},
             mma_flops=8192,
             smem_bytes_per_clock=128,
-            l2_bytes_per_clock=10_200,  # 20 TB/s at 1.96 GHz: a public model's figure
+            l2_bytes_per_clock=12_700,
         ),
     )
 }

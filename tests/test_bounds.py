@@ -8,8 +8,10 @@ from cutex.analysis import bounds
 from cutex.arch import arch
 from cutex.kernels.gemm import Stage, stages
 from cutex.problem.gemm import GemmProblem
+from cutex.sim.timing.gpus import B200, H200, Gpu
 
-GPU = arch(bounds.ARCH)
+FACTS = arch(bounds.ARCH)
+BOARD = bounds.BOARD
 LADDER = stages(bounds.ARCH)
 
 
@@ -21,7 +23,7 @@ def test_the_code_does_what_the_config_says(stage: Stage) -> None:
     assert row.step_bytes == c.stage_bytes
     assert row.ctas == c.ctas
     assert row.spill_bytes == 0
-    assert c.smem_bytes <= row.smem_bytes <= GPU.smem_per_cta
+    assert c.smem_bytes <= row.smem_bytes <= FACTS.smem_per_cta
 
 
 def test_the_page_is_what_the_rows_render(root) -> None:
@@ -35,7 +37,7 @@ def test_the_model_is_never_above_a_bound(root) -> None:
     rows = [r for r in bounds.read(root / bounds.FOLDER) if r.kernel in model]
     assert len(rows) == len(LADDER)
     for row in rows:
-        most = max(row.bounds(bounds.PROBLEM, GPU).values()) / GPU.clock_hz
+        most = max(row.bounds(bounds.PROBLEM, BOARD).values()) / BOARD.clock / 1e9
         assert model[row.kernel] <= bounds.PROBLEM.flops / most / 1e12, row.kernel
 
 
@@ -59,21 +61,30 @@ def test_bounds_are_those_of_the_arithmetic() -> None:
     assert (ROW.mma_cycles, ROW.mma_smem_bytes, ROW.flops_per_byte) == (128, 8192, 128)
     assert ROW.smem_share == 0.5
     problem = GemmProblem(74 * 256, 256, 64)
-    assert ROW.waves(problem, GPU) == (1, 1.0)
-    found = ROW.bounds(problem, GPU)
+    assert ROW.waves(problem, BOARD) == (1, 1.0)
+    found = ROW.bounds(problem, BOARD)
     assert found["tensor"] == 4 * 128
     assert found["smem"] == 4 * 64
-    assert found["L2"] == pytest.approx(74 * 65536 / GPU.l2_bytes_per_clock)
+    assert found["L2"] == pytest.approx(74 * 65536 / BOARD.l2_bytes)
+
+
+@pytest.mark.parametrize("board", [H200, B200], ids=lambda b: b.name)
+def test_rates_that_others_take_from_the_arch_are_those_of_the_clock(board: Gpu) -> None:
+    facts = arch(board.arch)
+    assert board.sms == facts.num_sms
+    assert board.mma_flops == facts.mma_flops
+    assert board.smem_bytes == facts.smem_bytes_per_clock
+    assert board.l2_bytes == facts.l2_bytes_per_clock
 
 
 def test_a_tile_more_than_fits_is_a_second_wave() -> None:
-    waves, used = ROW.waves(GemmProblem(75 * 256, 256, 64), GPU)
+    waves, used = ROW.waves(GemmProblem(75 * 256, 256, 64), BOARD)
     assert (waves, used) == (2, pytest.approx(75 / 148))
 
 
 def test_a_narrow_mma_is_bound_by_shared_memory() -> None:
     narrow = replace(ROW, mma=(128, 64, 16), ctas=1, tile=(128, 64))
-    assert (narrow.mma_cycles, narrow.mma_smem_bytes / GPU.smem_bytes_per_clock) == (32, 48)
+    assert (narrow.mma_cycles, narrow.mma_smem_bytes / BOARD.smem_bytes) == (32, 48)
 
 
 def test_a_descriptor_may_be_put_together_from_constants() -> None:

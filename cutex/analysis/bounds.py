@@ -10,11 +10,11 @@ what come from the config. From these follow bounds on the time of one problem, 
     L2       what all CTAs load
     HBM      inputs and outputs once
 
-each at its rate in cutex/arch.py.
+each at its rate in the simulator's clock (docs/time.md), which predicts the same stages from the
+same constants.
 
 A bound is not a prediction. It leaves out the way into and out of a kernel, and of a tile where the
-kernel does not overlap it, and any wait for latency. The cycles of an MMA are a fit to published
-measurements, max(N/2, smem bytes / 128) to within 11 % (docs/facts.md).
+kernel does not overlap it, and any wait for latency.
 
 Rows are kept in results/bounds/*.jsonl, and docs/bounds.md is rendered from them.
 """
@@ -32,14 +32,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from cutex.arch import Arch, arch
+from cutex.arch import arch
 from cutex.command import answered
 from cutex.compile.resources import Code, resources, sass
 from cutex.problem import DEFAULT_OP, Problem, problem_class
 from cutex.problem.stage import Stage, stages
+from cutex.sim.timing.gpus import Gpu, gpu, of_arch
 
 ARCH = "sm_100a"
-GPU = arch(ARCH)
+GHZ = arch(ARCH).clock_hz / 1e9  # at which the stated peak holds
+BOARD = gpu(of_arch(ARCH)).at(GHZ)
 PROBLEM = problem_class(DEFAULT_OP).of(problem_class(DEFAULT_OP).cases["cuda"][0])
 FOLDER, PAGE = Path("results/bounds"), Path("docs/bounds.md")
 PREDICTED = Path("results/timing") / f"predicted-{ARCH}.jsonl"
@@ -68,7 +70,7 @@ class Row:
     def mma_cycles(self) -> float:
         """Cycles that one MMA takes of the tensor cores alone."""
         m, n, k = self.mma
-        return 2 * m * n * k / (GPU.mma_flops * self.ctas)
+        return 2 * m * n * k / (BOARD.mma_flops * self.ctas)
 
     @property
     def mma_smem_bytes(self) -> int:
@@ -89,27 +91,26 @@ class Row:
     @property
     def smem_share(self) -> float:
         """The busy share of the smem port while MMAs run back to back at the tensor cores' pace."""
-        return self.mma_smem_bytes / GPU.smem_bytes_per_clock / self.mma_cycles
+        return self.mma_smem_bytes / BOARD.smem_bytes / self.mma_cycles
 
-    def waves(self, problem: Problem, gpu: Arch) -> tuple[int, float]:
+    def waves(self, problem: Problem, board: Gpu) -> tuple[int, float]:
         """The number of waves, and the share of the SMs' time in them that has a tile."""
         tiles = problem.grid(self.tile)
-        at_once = gpu.num_sms // self.ctas
+        at_once = board.sms // self.ctas
         waves = -(-tiles // at_once)
-        return waves, tiles * self.ctas / (waves * gpu.num_sms)
+        return waves, tiles * self.ctas / (waves * board.sms)
 
-    def bounds(self, problem: Problem, gpu: Arch) -> dict[str, float]:
+    def bounds(self, problem: Problem, board: Gpu) -> dict[str, float]:
         """Cycles that each unit needs at least."""
-        assert gpu.l2_bytes_per_clock is not None
         steps = problem.steps(self.tile, self.step_flops)
         per_tile = steps * self.step_mmas
-        waves, _ = self.waves(problem, gpu)
+        waves, _ = self.waves(problem, board)
         loaded = problem.grid(self.tile) * steps * self.step_bytes
         return {
             "tensor": waves * per_tile * self.mma_cycles,
-            "smem": waves * per_tile * self.mma_smem_bytes / gpu.smem_bytes_per_clock,
-            "L2": loaded / gpu.l2_bytes_per_clock,
-            "HBM": problem.bytes / (gpu.hbm_gbs * 1e9 / gpu.clock_hz),
+            "smem": waves * per_tile * self.mma_smem_bytes / board.smem_bytes,
+            "L2": loaded * (1.0 - board.l2_merged) / board.l2_bytes,
+            "HBM": problem.bytes / board.hbm_bytes,
         }
 
 
@@ -240,9 +241,9 @@ COLUMNS = (
 )
 
 
-def cells(r: Row, problem: Problem, gpu: Arch, model: Mapping[str, float]) -> list[str]:
-    waves, used = r.waves(problem, gpu)
-    needs = {unit: cycles / gpu.clock_hz * 1e6 for unit, cycles in r.bounds(problem, gpu).items()}
+def cells(r: Row, problem: Problem, board: Gpu, model: Mapping[str, float]) -> list[str]:
+    waves, used = r.waves(problem, board)
+    needs = {u: cycles / board.clock / 1e3 for u, cycles in r.bounds(problem, board).items()}
     unit = max(needs, key=lambda u: needs[u])
     return [
         f"{r.kernel}: {r.title}",
@@ -264,37 +265,38 @@ def cells(r: Row, problem: Problem, gpu: Arch, model: Mapping[str, float]) -> li
 
 
 def predicted(problem: Problem, file: Path) -> dict[str, float]:
-    """TFLOPS at the highest clock by the simulator's clock, of each stage (docs/time.md)."""
+    """TFLOPS at the same clock rate by the simulator's clock, of each stage (docs/time.md)."""
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     cycles = {f"stage {r['stage']}": r["cycles"] for r in rows if r["size"] == problem.size}
-    return {k: problem.flops * GPU.clock_hz / c / 1e12 for k, c in cycles.items()}
+    return {k: problem.flops * GHZ / c / 1e3 for k, c in cycles.items()}
 
 
-def table(rows: Iterable[Row], problem: Problem = PROBLEM, gpu: str = ARCH) -> str:
+def table(rows: Iterable[Row], problem: Problem = PROBLEM, board: Gpu = BOARD) -> str:
     """The rows as a Markdown table."""
     head = [f"{name}<br>{unit}" for name, unit in COLUMNS]
     rule = ["---", *("---:" for _ in COLUMNS[1:])]
     model = predicted(problem, PREDICTED)
-    body = [cells(r, problem, arch(gpu), model) for r in rows]
+    body = [cells(r, problem, board, model) for r in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *body))
 
 
 def page(rows: Sequence[Row]) -> str:
-    gpu, p = arch(ARCH), PROBLEM
-    return f"""# What is known of the {gpu.title} ladder without a {gpu.board}
+    facts, p = arch(ARCH), PROBLEM
+    return f"""# What is known of the {facts.title} ladder without a {facts.board}
 
 `python -m cutex.bounds` writes this page from `results/bounds/`. Nothing in it was timed.
 
 {table(rows)}
 
-Times are bounds for {p.size} in bf16 on {gpu.num_sms} SMs at {gpu.clock_hz / 1e9:.2f} GHz,
-the clock at which the stated {gpu.dense_tflops["bf16"]:.0f} TFLOPS hold; each unit by itself, as
-`cutex/analysis/bounds.py` says. They leave out what a kernel does not overlap: stages 0 and 1 load
-and compute in turn, stages 0 to 5 store after they have computed; what they then leave is the last
-column, the cycles of the simulator's clock ([time.md](time.md)) at the same clock rate. The rate of
-L2 is a public model's figure, which the clock's own is below; the cycles of an MMA are a fit to
-published measurements. CUTLASS's example is compiled from a clone of CUTLASS that the user names,
-for the same problem, 256x256 tiles and clusters of 2x1.
+Times are bounds for {p.size} in bf16 on {BOARD.sms} SMs at {GHZ:.2f} GHz,
+the clock at which the stated {facts.dense_tflops["bf16"]:.0f} TFLOPS hold; each unit by itself, as
+`cutex/analysis/bounds.py` says, at its rate in the simulator's clock ([time.md](time.md), where
+every constant has its source): {BOARD.mma_flops:.0f} FLOP, {BOARD.smem_bytes:.0f} bytes of shared
+memory a cycle and SM, {BOARD.l2_bytes:.0f} bytes a cycle from L2 and {BOARD.hbm_gbs:.0f} GB/s from
+HBM for all. They leave out what a kernel does not overlap: stages 0 and 1 load and compute in turn,
+stages 0 to 5 store after they have computed; what they then leave is the last column, the cycles of
+that clock at the same rate. CUTLASS's example is compiled from a clone of CUTLASS that the user
+names, for the same problem, 256x256 tiles and clusters of 2x1.
 """
 
 

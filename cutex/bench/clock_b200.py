@@ -13,12 +13,12 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from cutex.bench.clock_errors import FOLDER, Summary
 from cutex.sim.timing.gpus import Gpu, gpu
-from cutex.sim.timing.predict import whole_cycles
-from cutex.sim.timing.replay import Replay, Run
+from cutex.sim.timing.replay import Replay, Run, when
 from cutex.sim.timing.trace import Traced
 from cutex.sim.timing.traffic import clusters_at_once, loaded
 from cutex.sim.timing.units import Memory
@@ -26,13 +26,16 @@ from cutex.sim.timing.units import Memory
 ROWS = FOLDER / "b200-1300mhz.csv"
 TRACES = FOLDER / "traces-cutlass-sm_100a.json.gz"
 GHZ = 1.3
-ROW = 128  # bytes of K of a box
-PADDED = 16  # bytes that TMA wants rows of a tensor to be a multiple of
 COLUMNS = ("dtype", "m", "n", "k", "mma_m", "mma_n", "cluster_m", "cluster_n", "us")
 BYTES = {"fp16": 2.0, "fp8": 1.0, "nvfp4": 0.5}  # of an element of A and B
 FACTORS = 16  # elements of nvfp4 that share a scale factor of a byte
-LENGTHS = {"fp16": (1024, 2048), "fp8": (2048, 4096), "nvfp4": (4096, 8192)}  # K that are recorded
-OVERHEAD_US = 10.7  # that these rows have more than a launch in a graph: fit, +-1
+LENGTHS = {  # K that are recorded
+    "fp16": (256, 512, 1024, 2048), "fp8": (256, 512, 1024, 2048), "nvfp4": (512, 2048, 4096),
+}  # fmt: skip
+STEADY = 2  # tiles, the last of a record, that follow at the pace of all others
+OVERHEAD_US = 7.0  # that these rows have more than a launch in a graph: fit, +-1
+SLOWER, SLOW_US = 0.12, 80.0  # MMAs, for so long at the start of a launch: fit, +-0.04, +-30
+HOST_US = {"fp16": 0.0, "fp8": 0.0, "nvfp4": 23.1}  # below which the host is slower: fit, +-0.5
 
 
 @dataclass(frozen=True)
@@ -50,14 +53,17 @@ class B200Row:
         text = "x".join(map(str, self.mnk))
         return int(hashlib.sha256(text.encode()).hexdigest(), 16) % 2 == 1
 
+    @property
+    def padded(self) -> tuple[int, int, int]:
+        """The problem as it was run: each extent a multiple of 16 bytes of A and B."""
+        elements = round(16 / BYTES[self.dtype])
+        m, n, k = (-(-x // elements) * elements for x in self.mnk)
+        return m, n, k
+
     def key(self, k: int) -> str:
         """The name of the record with this K."""
         (m, n), (x, y) = self.tile, self.cluster
         return f"{self.dtype}/{m}x{n}/{x}x{y}/{k}"
-
-    @property
-    def keys(self) -> tuple[str, str]:
-        return self.key(LENGTHS[self.dtype][0]), self.key(LENGTHS[self.dtype][1])
 
 
 @dataclass(frozen=True)
@@ -91,18 +97,24 @@ class B200Model:
 
     traced: Mapping[str, Traced]
     gpu: Gpu = field(default_factory=lambda: gpu(f"b200,clock={GHZ}"))
-    runs: dict[tuple[str, float, float, int], Run] = field(default_factory=dict)
+    overhead: float = OVERHEAD_US
+    runs: dict[tuple[str, float, int], Run] = field(default_factory=dict)
 
     def us(self, row: B200Row) -> float:
-        short, long = LENGTHS[row.dtype]
-        a, b = (self._cycles(row, k) for k in (short, long))
-        cycles = a + (b - a) * (row.mnk[2] - short) / (long - short)
-        return (cycles + self.gpu.launch) / GHZ / 1e3 + OVERHEAD_US
+        k = row.padded[2]
+        short, long = _beside(k, LENGTHS[row.dtype])
+        (a, _), (b, tensor) = (self._cycles(row, length) for length in (short, long))
+        slope = (b - a) / (long - short)
+        if k > long:  # where in the end the tensor cores bind, if they do not at a short K
+            slope = max(slope, tensor / long)
+        cycles = max(b + slope * (k - long) + self.gpu.launch, 0.0)
+        us = cycles / GHZ / 1e3 + self.overhead
+        return max(us + slow_start(tensor / long * k / GHZ / 1e3, us), HOST_US[row.dtype])
 
-    def _cycles(self, row: B200Row, k: int) -> float:
-        """Of the row's grid, if its K were ``k``."""
+    def _cycles(self, row: B200Row, k: int) -> tuple[float, float]:
+        """Of the row's grid, if its K were ``k``; and of the tensor cores alone."""
         record = self.traced[row.key(k)].record
-        m, n, whole_k = row.mnk
+        m, n, whole_k = row.padded
         size = row.cluster[0] * row.cluster[1]
         rows = math.ceil(m / (row.tile[0] * row.cluster[0] / 2))
         columns = math.ceil(n / (row.tile[1] * row.cluster[1]))
@@ -110,48 +122,82 @@ class B200Model:
         loads = loaded(record)
         tile = 2.0 * (row.tile[0] * row.cluster[0] / 2) * (row.tile[1] * row.cluster[1]) * k
         times = rows * columns * (whole_k / k) / (record.flops / tile)
-        # clusters walk along M first
-        part_a, part_b = min(rows, at_once) / at_once, math.ceil(at_once / rows) / at_once
-        parts = dict(zip(sorted(loads), (part_a, part_b) * 2, strict=False))
-        footprint = dict(zip(sorted(loads), self._footprints(row), strict=False))
-        again = sum(footprint.values()) > self.gpu.l2_capacity
-        missed = sum(
-            max(min(footprint[x], times * size), parts[x] * times * size if again else 0.0)
-            for x, size in loads.items()
-        )
-        total = sum(loads.values())
-        miss = round(min(1.0, missed / (times * total)), 2)
-        shared = round(1.0 - sum(parts[x] * size for x, size in loads.items()) / total, 2)
-        found = row.key(k), miss, shared, at_once * size
+        # clusters walk along M first, so A is needed again for each group of columns
+        passes = columns / math.ceil(at_once / rows)
+        missed = 0.0
+        for x, footprint in zip(sorted(loads), self._footprints(row), strict=False):
+            again = 0.0
+            if x in sorted(loads)[::2]:
+                again = (passes - 1) * footprint * refetched(footprint / self.gpu.l2_capacity)
+            missed += min(footprint + again, times * size * loads[x])
+        miss = _rounded(min(1.0, missed / (times * size * sum(loads.values()))))
+        found = row.key(k), miss, at_once * size
         if found not in self.runs:
-            memory = Memory(miss, at_once * size, shared)
+            memory = Memory(miss, at_once * size, ahead=self.gpu.l2_ahead)
             self.runs[found] = Replay(record, self.gpu, memory).run()
         tiles = math.ceil(rows * columns / at_once)
-        cycles = whole_cycles(self.runs[found], tiles * tile, tile, record.flops)
-        return cycles + tiles * self._outside(row)
-
-    def _outside(self, row: B200Row) -> float:
-        """Cycles of a tile whose last boxes are outside in part, which TMA has one at a time; only
-        where rows of A and B had to be padded (K of 257) do the measured times show them.
-        """
-        if row.mnk[2] * BYTES[row.dtype] % PADDED == 0:
-            return 0.0
-        x, y = row.cluster  # CTAs of a cluster share what they load
-        boxes = ROW * (row.tile[0] / 2 / y + row.tile[1] / x)
-        return boxes / self.gpu.tma_outside
+        run = self.runs[found]
+        tensor = tiles * tile * run.units["tensor core"] / record.flops
+        return after_tiles(run, tiles, tile, math.floor(record.flops / tile + 1e-6)), tensor
 
     @staticmethod
     def _footprints(row: B200Row) -> tuple[float, ...]:
         """Bytes of A, B and their scale factors."""
-        m, n, k = row.mnk
+        m, n, k = row.padded
         size = BYTES[row.dtype]
         return m * k * size, n * k * size, m * k / FACTORS, n * k / FACTORS
+
+
+def after_tiles(run: Run, tiles: int, tile: float, recorded: int) -> float:
+    """When the stores of the last of so many tiles of ``tile`` FLOPs are done. The last of those
+    recorded take as long as all that follow, for by then what was loaded and stored at leisure is
+    used up.
+    """
+    if tiles <= len(run.tiles):
+        return run.tiles[tiles - 1]
+    ends = [when(run, n * tile) for n in range(1, recorded + 1)]
+    each = (ends[-1] - ends[-1 - STEADY]) / STEADY
+    stored = len(run.tiles)
+    drain = run.tiles[-1] - ends[stored - 1] if stored else run.drain
+    return ends[-1] + (tiles - recorded) * each + drain
+
+
+def slow_start(tensor: float, us: float) -> float:
+    """Microseconds that a launch takes longer, as these rows show it, because its first MMAs are
+    slower; ``tensor`` of its ``us`` the tensor cores are busy, and where others bind they hide it.
+    """
+    return SLOWER * min(tensor, SLOW_US) * min(1.0, tensor / us) ** 2
+
+
+def refetched(ratio: float) -> float:
+    """Part of a tensor that is gone when it is next walked over, where it is ``ratio`` times as
+    large as a cache that replaces lines at random: m = 1 - exp(-m ratio).
+    """
+    if ratio <= 1.0:
+        return 0.0
+    part = 1.0
+    for _ in range(100):
+        part = 1.0 - math.exp(-part * ratio)
+    return part
+
+
+def _beside(k: int, lengths: Sequence[int]) -> tuple[int, int]:
+    """The two recorded lengths between which, or beyond which, ``k`` lies."""
+    for pair in pairwise(lengths):
+        if k <= pair[1]:
+            return pair
+    return lengths[-2], lengths[-1]
+
+
+def _rounded(part: float) -> float:
+    """To steps of an eighth of itself, so that few different replays are needed."""
+    return 2.0 ** (round(8 * math.log2(part)) / 8) if part > 1e-3 else 0.0
 
 
 def errors(rows: Iterable[B200Row], model: B200Model) -> Iterator[B200Error]:
     """Of rows whose kernel was recorded."""
     for row in rows:
-        if all(key in model.traced for key in row.keys):
+        if all(row.key(k) in model.traced for k in LENGTHS[row.dtype]):
             yield B200Error(row, model.us(row))
 
 

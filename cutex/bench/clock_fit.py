@@ -1,14 +1,18 @@
 """Constants of the clock, fitted anew: `python -m cutex.clock --fit power` or `--fit b200`.
 
-By turns each constant is made larger and smaller, and what lowers the mean error of the rows that
-are not held out is kept. Nothing is written: what it prints goes into cutex/sim/timing/gpus.py.
+Of power, by turns each constant is made larger and smaller, and what lowers the mean error of the
+rows that are not held out is kept; of a B200, where each try takes seconds, all are moved together.
+Nothing is written: what is printed goes into cutex/sim/timing/gpus.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
+
+import numpy as np
 
 from cutex.bench.clock_b200 import B200Error, B200Model, B200Row
 from cutex.bench.clock_b200 import errors as b200_errors
@@ -19,7 +23,14 @@ from cutex.sim.timing.trace import Traced
 
 T = TypeVar("T")
 POWER = ("limit_w", "idle_w", "flop_pj", "issue_pj", "l2_pj", "hbm_pj", "burst_ghz", "volts_slope")
-RATES = ("l2_bytes", "l2_latency", "hbm_latency", "tma_store_bytes", "try_wait")
+RATES = (
+    "l2_bytes", "l2_copies", "l2_store", "l2_latency", "l2_ahead", "tmem_copy_bytes", "overhead",
+)  # fmt: skip
+EVERY = 3  # of the rows of a B200 one is fitted to, which tells as much as all
+ROUNDS = 3
+NUDGE = 1.06  # relative, to measure a slope
+LONGEST = 0.3  # step, of a logarithm
+RIDGE = 1.0  # that keeps constants which rows do not tell from where they are
 STEPS = (0.2, 0.07, 0.025)  # relative
 CAP = 0.3  # an error counts for no more
 SMALL = 50.0  # where a constant of 0 starts
@@ -46,8 +57,9 @@ def changed(old: T, values: Mapping[str, Any]) -> T:
     return replace(old, **values)  # type: ignore[type-var]
 
 
-def mean(values: Sequence[float]) -> float:
-    return sum(min(abs(v), CAP) for v in values) / len(values)
+def mean(values: Iterable[float]) -> float:
+    found = [min(abs(v), CAP) for v in values]
+    return sum(found) / len(found)
 
 
 def fit_power(found: Sequence[Error], gpu: Gpu) -> dict[str, float]:
@@ -66,16 +78,62 @@ def clock_error(e: Error, gpu: Gpu) -> float:
     return 1e3 * clock_ghz(e.timed, gpu, e.row.problem.init) / e.row.mhz - 1
 
 
+def b200_model(traced: Mapping[str, Traced], values: Mapping[str, float]) -> B200Model:
+    """One with other constants: of the GPU, or the rows' own."""
+    model = B200Model(traced)
+    own = {name: value for name, value in values.items() if hasattr(model, name)}
+    board = changed(model.gpu, {k: v for k, v in values.items() if k not in own})
+    return changed(model, {**own, "gpu": board, "runs": {}})
+
+
 def fit_b200(rows: Sequence[B200Row], traced: Mapping[str, Traced]) -> dict[str, float]:
-    """Rates and latencies of a B200 from the published rows."""
-    mine = [r for r in rows if not r.held_out]
-    gpu = B200Model(traced).gpu
+    """Rates and latencies of a B200 from the published rows that are not held out."""
+    mine = [r for r in rows if not r.held_out][::EVERY]
+    model = B200Model(traced)
 
-    def loss(values: Mapping[str, float]) -> float:
-        model = B200Model(traced, changed(gpu, values))
-        return mean([e.relative for e in b200_errors(mine, model)])
+    def residuals(values: Mapping[str, float]) -> np.ndarray:
+        found = b200_errors(mine, b200_model(traced, values))
+        return np.array([math.log1p(e.relative) for e in found])
 
-    return descend({name: getattr(gpu, name) for name in RATES}, loss)
+    start = {n: getattr(model if hasattr(model, n) else model.gpu, n) for n in RATES}
+    return newton(start, residuals)
+
+
+def newton(
+    start: Mapping[str, float], residuals: Callable[[Mapping[str, float]], np.ndarray]
+) -> dict[str, float]:
+    """The values, from ``start``, that make the mean of the residuals small, of which none counts
+    for more than ``CAP``: what each value does to each residual is measured, and the best step if
+    all were linear is taken as far as it helps.
+    """
+    best = dict(start)
+    at = residuals(best)
+    for _ in range(ROUNDS):
+        nudged = [residuals({**best, name: best[name] * NUDGE}) for name in best]
+        slopes = np.column_stack([(found - at) / math.log(NUDGE) for found in nudged])
+        step = np.clip(_least_absolute(slopes, at), -LONGEST, LONGEST)
+        for part in (1.0, 0.5, 0.25):
+            factors = zip(best, np.exp(part * step), strict=True)
+            tried = {name: float(best[name] * factor) for name, factor in factors}
+            found = residuals(tried)
+            if mean(found) < mean(at) - 1e-5:
+                best, at = tried, found
+                break
+        else:
+            break
+    return best
+
+
+def _least_absolute(slopes: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """The step that makes the mean of ``|at + slopes @ step|`` least, by squares weighted anew."""
+    step = np.zeros(slopes.shape[1])
+    for _ in range(50):
+        left = np.abs(at + slopes @ step)
+        weight = np.where(left < CAP, 1.0, 0.1) / np.maximum(left, 0.01)
+        square = slopes.T @ (weight[:, None] * slopes)
+        square += RIDGE * np.eye(len(step))
+        step = np.linalg.solve(square, -slopes.T @ (weight * at))
+    return step
 
 
 def told(values: Mapping[str, float], held: Sequence[float]) -> str:
@@ -94,6 +152,6 @@ def report_power(found: Sequence[Error], gpu: Gpu) -> str:
 
 def report_b200(rows: Sequence[B200Row], traced: Mapping[str, Traced]) -> str:
     values = fit_b200(rows, traced)
-    model = B200Model(traced, changed(B200Model(traced).gpu, values))
+    model = b200_model(traced, values)
     held: list[B200Error] = list(b200_errors([r for r in rows if r.held_out], model))
     return told(values, [e.relative for e in held])

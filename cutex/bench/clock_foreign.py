@@ -1,45 +1,49 @@
-"""How far off the clock is on kernels that are not ours: CUTLASS's Hopper GEMMs.
+"""How far off the clock is on others' kernels on Hopper: CUTLASS's and quack's GEMMs, and
+flash-attn-4's forward.
 
-Their cycles were measured on the H200 beside ours; their records were made from a clone of
-CUTLASS's examples (commit of 2026-08-20). Nothing is fitted to them.
+Their cycles were measured on the H200 beside ours. CUTLASS's records were made from a clone of its
+examples (commit of 2026-08-20), the others by cutex/bench/clock_peers.py. Nothing is fitted to any.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cutex.bench.clock_errors import FOLDER, Summary
+from cutex.problem import problem_class
+from cutex.sim.timing import stored
 from cutex.sim.timing.gpus import Gpu
+from cutex.sim.timing.lengths import Lengths
 from cutex.sim.timing.predict import predict
 from cutex.sim.timing.timed import Whole
 from cutex.sim.timing.trace import Traced
 
-TRACES = FOLDER / "traces-cutlass-sm_90a.json.gz"
+LIBRARIES = {"cutlass": "CUTLASS", "quack": "quack 0.6.5", "fa4": "flash-attn-4 4.0.0b36"}
+QUACK = {"tile_m": 128, "tile_n": 192, "pingpong": True, "cluster_m": 2}  # its default
+STATED = ("dtype", "init", "seed")
 
 
 @dataclass(frozen=True)
 class ForeignRow:
-    """One of CUTLASS's kernels on one problem, measured."""
+    """A kernel of another library on one problem, measured. ``work`` is a GEMM's."""
 
-    example: str
-    tile: tuple[int, int]
-    cluster: tuple[int, int]
-    mnk: tuple[int, int, int]
+    library: str
+    kernel: str  # as tables name it
+    problem: str
+    key: str  # of its record
     cycles: float
     mhz: float
+    work: Whole | None = None
 
-    @property
-    def key(self) -> str:
-        sizes = ("x".join(map(str, x)) for x in (self.tile, self.cluster, self.mnk))
-        return "/".join(("cutlass", self.example, *sizes))
-
-    @property
-    def work(self) -> Whole:
-        m, n, k = self.mnk
-        return Whole(2.0 * m * n * k, 2.0 * self.tile[0] * self.tile[1] * k)
+    def whole(self, traced: Traced | Lengths) -> Whole:
+        if isinstance(traced, Lengths):
+            step = traced.record.flops / traced.steps[1]
+            return Whole(step * sum(traced.tiles))
+        return self.work or Whole()
 
 
 @dataclass(frozen=True)
@@ -49,41 +53,83 @@ class ForeignError:
 
 
 def measured(file: Path) -> list[ForeignRow]:
-    found = []
-    for line in file.read_text().splitlines():
-        r = json.loads(line)
-        if r.get("kernel") == "cutlass":
-            c, p = r["config"], r["problem"]
-            found.append(
-                ForeignRow(
-                    c["example"], tuple(c["tile"]), tuple(c["cluster"]), (p["m"], p["n"], p["k"]),
-                    r["cycles"], r["mhz"],
-                )
-            )  # fmt: skip
+    rows = map(json.loads, file.read_text().splitlines())
+    return [row_of(r) for r in rows if r.get("kernel") in LIBRARIES]
+
+
+def row_of(r: Mapping[str, Any]) -> ForeignRow:
+    """A row of the file of measured cycles."""
+    library, p, c = r["kernel"], r["problem"], r.get("config", {})
+    if r["op"] == "attention":
+        sizes = {name: value for name, value in p.items() if name not in STATED}
+        size = problem_class("attention").of(sizes).size
+        return ForeignRow(library, "forward", size, f"{library}/{size}", r["cycles"], r["mhz"])
+    mnk = m, n, k = p["m"], p["n"], p["k"]
+    size = _by(mnk)
+    if library == "cutlass":
+        tile = c["tile"]
+        key = "/".join((library, c["example"], _by(tile), _by(c["cluster"]), size))
+        name = f"{c['example'].removeprefix('hopper_')} {_by(tile)}, {_by(c['cluster'])}"
+    else:
+        name, c = (_quack_name(c), c) if c else ("default", QUACK)
+        tile = c["tile_m"], c["tile_n"]
+        key = f"{library}/{name}/{size}"
+    work = Whole(2.0 * m * n * k, 2.0 * tile[0] * tile[1] * k)
+    return ForeignRow(library, name, size, key, r["cycles"], r["mhz"], work)
+
+
+def _by(sizes: Iterable[int]) -> str:
+    return "x".join(map(str, sizes))
+
+
+def _quack_name(c: Mapping[str, Any]) -> str:
+    turns = " pingpong" if c["pingpong"] else ""
+    return f"{c['tile_m']}x{c['tile_n']}{turns}, {c['cluster_m']}x1"
+
+
+def traces_file(library: str) -> Path:
+    return FOLDER / f"traces-{library}-sm_90a.json.gz"
+
+
+def traces(libraries: Iterable[str] = LIBRARIES) -> dict[str, Traced | Lengths]:
+    """All records that are kept of these libraries' kernels."""
+    found: dict[str, Traced | Lengths] = {}
+    for file in map(traces_file, libraries):
+        if file.exists():
+            found |= stored.load(file)
     return found
 
 
 def errors(
-    rows: Sequence[ForeignRow], traced: Mapping[str, Traced], gpu: Gpu
+    rows: Sequence[ForeignRow], traced: Mapping[str, Traced | Lengths], gpu: Gpu
 ) -> Iterator[ForeignError]:
     """Of rows whose kernel was recorded."""
     for row in rows:
-        if row.key in traced:
-            timed = predict(traced[row.key], gpu.at(row.mhz / 1e3), row.work)
+        if one := traced.get(row.key):
+            timed = predict(one, gpu.at(row.mhz / 1e3), row.whole(one))
             yield ForeignError(row, timed.cycles / row.cycles - 1)
 
 
 def table(found: Sequence[ForeignError]) -> str:
-    """Markdown: errors in % by problem and kernel."""
-    kernels = list(dict.fromkeys((e.row.example, e.row.tile, e.row.cluster) for e in found))
-    named = ["{} {}x{}, {}x{}".format(e.removeprefix("hopper_"), *t, *c) for e, t, c in kernels]
-    lines = [f"| problem | {' | '.join(named)} |", "| --- |" + " ---: |" * len(named)]
-    for mnk in dict.fromkeys(e.row.mnk for e in found):
-        of = {(e.row.example, e.row.tile, e.row.cluster): e for e in found if e.row.mnk == mnk}
-        told = (f"{100 * of[k].cycles:+.1f} %" if k in of else "" for k in kernels)
-        lines.append(f"| {'x'.join(map(str, mnk))} | {' | '.join(told)} |")
-    lines += [
-        "",
-        f"Rows, median, nine of ten, largest in %: {Summary.of(e.cycles for e in found)}.",
+    """Markdown: by library, and each row's error in %."""
+    lines = [
+        "| kernels of | rows | median % | nine of ten % | largest % |",
+        "| --- | ---: | ---: | ---: | ---: |",
     ]
+    mine = {name: [e for e in found if e.row.library == name] for name in LIBRARIES}
+    for name, part in mine.items():
+        lines.append(f"| {LIBRARIES[name]} | {Summary.of(e.cycles for e in part)} |")
+    lines.append(f"| all | {Summary.of(e.cycles for e in found)} |")
+    for name, part in mine.items():
+        lines += ["", *_each(LIBRARIES[name], part)]
     return "\n".join(lines)
+
+
+def _each(library: str, found: Sequence[ForeignError]) -> list[str]:
+    kernels = list(dict.fromkeys(e.row.kernel for e in found))
+    lines = [f"| {library} | {' | '.join(kernels)} |", "| --- |" + " ---: |" * len(kernels)]
+    for problem in dict.fromkeys(e.row.problem for e in found):
+        of = {e.row.kernel: e for e in found if e.row.problem == problem}
+        told = (f"{100 * of[k].cycles:+.1f} %" if k in of else "" for k in kernels)
+        lines.append(f"| {problem} | {' | '.join(told)} |")
+    return lines

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from cutex.bench.clock_fit import report_b200, report_power
 from cutex.bench.clock_picture import ARCHS, timelines
 from cutex.bench.run import settle
 from cutex.command import answered
-from cutex.problem import DEFAULT_OP, problem_class
+from cutex.problem import DEFAULT_OP, OPS, problem_class
 from cutex.problem.stage import stages
 from cutex.sim.timing import stored
 from cutex.sim.timing.gpus import GPUS, SOURCES
@@ -99,11 +100,7 @@ def predicted(arch: str, file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def stored_foreign() -> dict[str, Any]:
-    return stored.load(foreign.TRACES) if foreign.TRACES.exists() else {}
-
-
-def _of_b200(file: Path, fit: bool) -> int:
+def _of_b200(file: Path, fit: bool, page: bool) -> int:
     try:
         rows = clock_b200.measured(file)
     except (OSError, ValueError) as error:
@@ -114,7 +111,23 @@ def _of_b200(file: Path, fit: bool) -> int:
         print(report_b200(rows, traced))
     else:
         model = clock_b200.B200Model(traced)
-        print(clock_b200.table(list(clock_b200.errors(rows, model))))
+        found = clock_b200.table(list(clock_b200.errors(rows, model)))
+        print(found)
+        if page:
+            return _write({"constants": constants(), "b200": found})
+    return 0
+
+
+def _write(parts: dict[str, str]) -> int:
+    """Puts each of the parts between its marks on the page."""
+    try:
+        page = PAGE.read_text()
+        for name, text in parts.items():
+            page = written(page, name, text)
+    except (OSError, ValueError) as error:
+        print(f"cutex: {error}", file=sys.stderr)
+        return 2
+    PAGE.write_text(page)
     return 0
 
 
@@ -132,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--fit", choices=("power", "b200"), help="print constants fitted anew")
     args = p.parse_args(argv)
     if args.b200 or args.fit == "b200":
-        return _of_b200(args.b200 or ROWS, args.fit == "b200")
+        return _of_b200(args.b200 or ROWS, args.fit == "b200", args.page)
     if args.predict:
         found_ = predicted("sm_100a", traces_file(DEFAULT_OP, "sm_100a"))
         PREDICTED.write_text("".join(json.dumps(row) + "\n" for row in found_))
@@ -155,19 +168,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     text = table(found)
     others = foreign.table(
-        list(foreign.errors(foreign.measured(MEASURED), stored_foreign(), board()))
+        list(foreign.errors(foreign.measured(MEASURED), foreign.traces(), board()))
     )
     print(f"{text}\n\n{others}")
     if args.page:
-        try:
-            page = PAGE.read_text()
-            page = written(written(page, "constants", constants()), "errors", text)
-            page = written(page, "foreign", others)
-        except (OSError, ValueError) as error:
-            print(f"cutex: {error}", file=sys.stderr)
-            return 2
-        PAGE.write_text(page)
-        for arch in ARCHS:
-            if html := timelines(arch, stages(DEFAULT_OP, arch)):
-                (FOLDER / f"timeline-{DEFAULT_OP}-{arch}.html").write_text(html)
+        if code := _write({"constants": constants(), "errors": text, "foreign": others}):
+            return code
+        for op, arch in product(OPS, ARCHS):
+            if html := timelines(op, arch, stages(op, arch)):
+                (FOLDER / f"timeline-{op}-{arch}.html").write_text(html)
     return 0

@@ -6,60 +6,89 @@ Drawn from the stored records of the ladders (docs/time.md), so it needs neither
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
 from cutex.bench.clock_errors import traces_file
-from cutex.problem import DEFAULT_OP, problem_class
+from cutex.problem import Problem, problem_class
 from cutex.problem.stage import AnyStage
 from cutex.sim.timing import stored
 from cutex.sim.timing.gpus import gpu, of_arch
-from cutex.sim.timing.picture import UNITS, joined, one_of_each
+from cutex.sim.timing.lengths import Lengths
+from cutex.sim.timing.picture import UNITS, Bar, joined, one_of_each
 from cutex.sim.timing.predict import predict
 from cutex.sim.timing.timed import Whole
+from cutex.sim.timing.trace import Traced
 from cutex.sim.timing.units import Interval
+from cutex.svg import Canvas, colour, fits
 
 ARCHS = ("sm_90a", "sm_100a")
-SIZES = {"m": 4096, "n": 4096, "k": 4096}
 SPAN = 9000.0  # cycles that a picture shows, two thirds of them before the end of a tile
-WIDTH, LEFT, ROW = 1200, 190, 15
-COLOURS = {
-    "work": "#3a7d44", "unit": "#33658a", "MMA": "#f6ae2d", "TMA": "#86bbd8", "stores": "#c9ada7",
-    "TMA store": "#c9ada7",
+TICK = 1000
+WIDTH, LEFT, TOP, ROW = 1320.0, 130.0, 24.0, 19.0
+PALE = ".45"  # opacity of a wait, which has the colour of what it waits for
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a bar is, as the legend says it, and its colour."""
+
+    told: str
+    hue: int | str
+    pale: bool = True
+
+
+WORK = Kind("the warp works", 2, pale=False)
+UNIT = Kind("a unit works", 0, pale=False)
+LOADS, MMA, STORES = Kind("waits for loads", 0), Kind("for MMAs", 1), Kind("for stores", 5)
+TMEM, BARRIER = Kind("for tensor memory", 3), Kind("at a barrier", "soft")
+WARPS = Kind("for a warp", 4)
+KINDS = (UNIT, WORK, LOADS, MMA, STORES, TMEM, BARRIER, WARPS)
+WAITS = {
+    "TMA": LOADS, "MMA": MMA, "MMA queue": MMA, "TMA store": STORES, "stores": STORES,
+    "global memory": LOADS, "tensor memory": TMEM, "cluster": BARRIER,
 }  # fmt: skip
-OTHER = "#d9d9d9"  # of waits for anything else
 
 
-def timelines(arch: str, ladder: Sequence[AnyStage]) -> str:
+def kind(bar: Bar) -> Kind:
+    """A wait is named for what ends it: a unit, a barrier's number, or the role of a warp."""
+    if bar.kind != "wait":
+        return WORK if bar.kind == "work" else UNIT
+    return BARRIER if bar.told.startswith("barrier") else WAITS.get(bar.told, WARPS)
+
+
+def timelines(op: str, arch: str, ladder: Sequence[AnyStage]) -> str:
     """HTML: one picture for each stage of which there is a record; nothing without records."""
-    file = traces_file(DEFAULT_OP, arch)
+    file = traces_file(op, arch)
     if not file.is_file():
         return ""
     records = stored.load(file)
-    problem = problem_class(DEFAULT_OP).of(SIZES)
+    problems = problem_class(op)
+    problem = problems.of(problems.cases["confirm"][-1])
     parts = []
     for one in ladder:
-        traced = records.get(f"{one.op}/{arch}/{one.number}/{problem.size}")
-        if traced is None:
+        if (traced := records.get(f"{op}/{arch}/{one.number}/{problem.size}")) is None:
             continue
-        config = one.default
-        whole = Whole(*problem.work(config))
-        timed = predict(traced, gpu(of_arch(arch)), whole, log=True, most_rounds=2)
-        end = _tile_end(timed.intervals)
+        intervals = _intervals(problem, one, traced)
         title = f"{one.number} {one.title}: {one.idea}"
-        parts.append(f"<figure>{svg(timed.intervals, end, title)}</figure>")
+        parts.append(f"<figure>{svg(intervals, tile_end(intervals), title)}</figure>")
     if not parts:
         return ""
     return (
-        f"<p>{SPAN:.0f} cycles around the end of a tile of {problem.size}, by the simulator's "
-        "clock: the units of one SM, and one warp of each role and warpgroup. Green: the warp "
-        "works; blue: a unit does; yellow: it waits for MMAs; light blue: for TMA; brown: for its "
-        f"stores; grey: for others.</p>{''.join(parts)}"
+        f"<p>{SPAN:.0f} cycles around the end of a tile of {escape(problem.size)}, by the "
+        "simulator's clock: the units of one SM, and one warp of each role and warpgroup, named as "
+        f"in the code, with its number.</p><p>{_legend()}</p>{''.join(parts)}"
     )
 
 
-def _tile_end(intervals: Sequence[Interval]) -> float:
-    """When the first MMA of the longest pause between MMAs of CTA 0 begins, or the first store."""
+def _intervals(problem: Problem, one: AnyStage, traced: Traced | Lengths) -> list[Interval]:
+    whole = Whole(problem.work(one.fitted(problem).config())[0])
+    return predict(traced, gpu(of_arch(one.arch)), whole, log=True, most_rounds=2).intervals
+
+
+def tile_end(intervals: Sequence[Interval]) -> float:
+    """When the first store of CTA 0 begins, or else where the longest pause between its MMAs."""
     outs = sorted(i.start for i in intervals if i.track == "TMA out" and i.cta == 0)
     if outs:
         return outs[0]
@@ -71,31 +100,41 @@ def _tile_end(intervals: Sequence[Interval]) -> float:
 def svg(intervals: Sequence[Interval], around: float, title: str) -> str:
     """The tracks of CTA 0, ``SPAN`` cycles of them."""
     start = max(0.0, around - SPAN * 2 / 3)
-    scale = (WIDTH - LEFT) / SPAN
+    end, scale = start + SPAN, (WIDTH - LEFT) / SPAN
     tracks: dict[str, list[Interval]] = {}
     for i in intervals:
-        if i.cta == 0 and i.end > start and i.start < start + SPAN and i.end > i.start:
+        if i.cta == 0 and i.end > start and i.start < end and i.end > i.start:
             tracks.setdefault(i.track, []).append(i)
     rows = [t for t in UNITS if t in tracks] + one_of_each(tracks)
-    height = ROW * (len(rows) + 1) + 4
-    parts = [
-        f'<svg viewBox="0 0 {WIDTH} {height}" width="100%" role="img" font-size="11" '
-        'fill="currentColor">',
-        f"<title>{escape(title)}</title>",
-        f'<text x="0" y="11" font-weight="bold">{escape(title)}</text>',
-    ]
+    bottom = TOP + ROW * len(rows)
+    canvas = Canvas(WIDTH, bottom + 18, title)
+    canvas.text(0, 14, title, "ink", 13, font_weight="600")
+    for cycle in range(0, int(SPAN) + 1, TICK):
+        x = LEFT + cycle * scale
+        canvas.line(x, TOP, x, bottom, "grid")
+        anchor = "end" if cycle + TICK > SPAN else "middle"
+        canvas.text(x, bottom + 13, str(cycle), size=10, text_anchor=anchor)
+    canvas.text(0, bottom + 13, "cycles", size=10)
     for n, name in enumerate(rows):
-        y = ROW * (n + 1) + 2
-        parts.append(f'<text x="0" y="{y + 11}">{escape(name)}</text>')
+        y = TOP + ROW * n
+        canvas.text(0, y + 13, name, "ink", 12)
         for bar in joined(tracks[name], 1.0 / scale):
-            x = LEFT + (max(bar.start, start) - start) * scale
-            width = (min(bar.end, start + SPAN) - max(bar.start, start)) * scale
-            parts.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW - 3}" '
-                f'fill="{_colour(bar.kind, bar.told)}"><title>{escape(bar.told)}</title></rect>'
-            )
-    return "".join([*parts, "</svg>"])
+            first, last = max(bar.start, start), min(bar.end, end)
+            x, width = LEFT + (first - start) * scale, (last - first) * scale
+            found = kind(bar)
+            opacity = {"fill_opacity": PALE} if found.pale else {}
+            canvas.rect(x, y + 1, max(width, 0.5), ROW - 3, found.hue, **opacity)
+            if bar.told and width > 40:
+                canvas.text(x + 4, y + 13, fits(bar.told, width - 6, 10), "ink", 10)
+    fixed = f' width="{WIDTH:g}" height="{canvas.height:g}"'
+    return canvas.svg().replace(fixed, ' width="100%"', 1)  # as wide as the page
 
 
-def _colour(kind: str, told: str) -> str:
-    return COLOURS.get(told if kind == "wait" else kind, OTHER)
+def _legend() -> str:
+    """A square and a word for each kind of bar."""
+    return " ".join(
+        f'<span style="white-space:nowrap;margin-right:1em"><svg width="14" height="12">'
+        f'<rect width="14" height="12" fill="{colour(k.hue)}"'
+        f'{f""" fill-opacity="{PALE}" """ if k.pale else ""}/></svg> {escape(k.told)}</span>'
+        for k in KINDS
+    )

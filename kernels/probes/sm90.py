@@ -133,7 +133,8 @@ class Busy(Probe):
 
     kind: "A+B". A out of "none", "wgmma", "registers" (A of the product comes from there), "serial"
         (waits for each round; the others for the round before). B the same, or "ex2", "fma", "max",
-        "cvt" (two floats to one word of bf16), "shfl", "lds", "lds8" (8 lanes at a bank)
+        "cvt" (two floats to one word of bf16), "shfl", "lds", "lds8" (8 lanes at a bank); or 64 of
+        each of several, by turns: "ex2&fma"
     words: cycles of the first, cycles of the second
     """
 
@@ -210,35 +211,53 @@ class Busy(Probe):
         self, what: cutlass.Constexpr[str], sW: cute.Tensor, out: cute.Tensor, thread: Int32
     ) -> None:
         c = self.config
-        x = cute.make_rmem_tensor((UNROLL,), Int32 if what in WHOLE else Float32)
-        for i in cutlass.range(UNROLL, unroll_full=True):
-            x[i] = x.element_type(sW[thread + i])
-        factor = x.element_type(sW[0])
+        parts = what.split("&")
+        chains = [
+            cute.make_rmem_tensor((UNROLL,), Int32 if part in WHOLE else Float32) for part in parts
+        ]
+        for x in chains:
+            for i in cutlass.range(UNROLL, unroll_full=True):
+                x[i] = x.element_type(sW[thread + i])
         start = clock()
         for _ in cutlass.range(c.count, unroll=1):
             for _ in cutlass.range_constexpr(8):
                 for i in cutlass.range_constexpr(UNROLL):
-                    if cutlass.const_expr(what == "ex2"):
-                        x[i] = exp2(x[i])
-                    elif cutlass.const_expr(what == "fma"):
-                        x[i] = x[i] * factor + factor
-                    elif cutlass.const_expr(what == "max"):
-                        x[i] = cute.arch.fmax(x[i], x[(i + 1) % UNROLL])
-                    elif cutlass.const_expr(what == "cvt"):
-                        x[i] = packed(x[i], factor)
-                    elif cutlass.const_expr(what == "shfl"):
-                        x[i] = cute.arch.shuffle_sync_bfly(x[i], offset=1)
-                    elif cutlass.const_expr(what == "lds"):
-                        x[i] = sW[thread + 32 * i + x[i]]
-                    else:
-                        x[i] = sW[8 * (thread % 32) + i + x[i]]
+                    for part, x in zip(parts, chains, strict=True):
+                        self.step(part, x, i, sW, thread)
         cycles = clock() - start
-        total = x.element_type(0)
-        for i in cutlass.range(UNROLL, unroll_full=True):
-            total += x[i]
+        total = Int32(0)
+        for x in chains:
+            for i in cutlass.range(UNROLL, unroll_full=True):
+                total += Int32(x[i])
         if thread % WARPGROUP == 0:
             out[1] = cycles
-            out[3] = Int32(total)
+            out[3] = total
+
+    @cute.jit
+    def step(
+        self,
+        what: cutlass.Constexpr[str],
+        x: cute.Tensor,
+        i: cutlass.Constexpr[int],
+        sW: cute.Tensor,
+        thread: Int32,
+    ) -> None:
+        """One instruction of chain ``i``."""
+        factor = x.element_type(0.5)
+        if cutlass.const_expr(what == "ex2"):
+            x[i] = exp2(x[i])
+        elif cutlass.const_expr(what == "fma"):
+            x[i] = x[i] * factor + factor
+        elif cutlass.const_expr(what == "max"):
+            x[i] = cute.arch.fmax(x[i], x[(i + 1) % UNROLL])
+        elif cutlass.const_expr(what == "cvt"):
+            x[i] = packed(x[i], factor)
+        elif cutlass.const_expr(what == "shfl"):
+            x[i] = cute.arch.shuffle_sync_bfly(x[i], offset=1)
+        elif cutlass.const_expr(what == "lds"):
+            x[i] = sW[thread + 32 * i + x[i]]
+        else:
+            x[i] = sW[8 * (thread % 32) + i + x[i]]
 
 
 class Signal(Probe):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -10,42 +13,82 @@ from cutex.bench import clock_foreign as foreign
 from cutex.bench.clock_errors import Summary, board
 from cutex.bench.clock_fit import descend
 from cutex.bench.clock_page import MEASURED, main
+from cutex.sim.ptx.operands import Reg
 from cutex.sim.ptx.parse import Instruction
 from cutex.sim.timing import stored
 from cutex.sim.timing.events import Load, Record
 from cutex.sim.timing.machine_code import ALU, FMA, MUFU, PIPES, Sass, costs
 from cutex.sim.timing.order import FIELDS, by_instruction
+from cutex.sim.timing.regions import regions
+from cutex.sim.timing.replay import Run
 from cutex.sim.timing.trace import TOGETHER, _paths
 
+FOREIGN = {  # rows; median, nine of ten and largest error that may be
+    "cutlass": (15, 0.02, 0.05, 0.10),
+    "quack": (25, 0.01, 0.04, 0.15),
+    "fa4": (24, 0.05, 0.10, 0.18),
+}
+LONG = ("quack",)  # of which CI reckons two problems
 
-def test_errors_of_cutlass_on_hopper_do_not_grow():
-    rows = foreign.measured(MEASURED)
-    found = list(foreign.errors(rows, stored.load(foreign.TRACES), board()))
-    assert len(found) == len(rows) == 15
+
+@pytest.mark.parametrize(
+    "library, quick",
+    [
+        *((name, name in LONG) for name in FOREIGN),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in LONG),
+    ],
+)
+def test_errors_of_others_kernels_on_hopper_do_not_grow(library, quick):
+    count, *most = FOREIGN[library]
+    rows = [r for r in foreign.measured(MEASURED) if r.library == library]
+    assert len(rows) == count
+    if quick:
+        rows = [r for r in rows if r.problem in ("2048x2048x2048", "4096x4096x4096")]
+    found = list(foreign.errors(rows, foreign.traces([library]), board()))
+    assert len(found) == len(rows) >= 10
     errors = Summary.of(e.cycles for e in found)
-    assert errors.median <= 0.02, errors
-    assert errors.ninth <= 0.05
-    assert errors.largest <= 0.10
+    for told, limit in zip((errors.median, errors.ninth, errors.largest), most, strict=True):
+        assert told <= limit + 0.01 * quick, errors  # a part of the rows
 
 
-B200_SAMPLE = ((4096, 7168, 2048), (2048, 7168, 4096), (4096, 4096, 16384), (7168, 1536, 4096))
-B200_LARGEST = {"fp16": (0.08, 0.20), "fp8": (0.10, 0.26), "nvfp4": (0.15, 0.32)}  # median, largest
+EVERY = 9  # of the held out rows of a B200; `python -m cutex.clock --b200` does them all
+B200_LARGEST = {"fp16": (0.055, 0.14), "fp8": (0.07, 0.17), "nvfp4": (0.07, 0.20)}  # median, ninth
+
+
+@cache
+def b200() -> clock_b200.B200Model:
+    return clock_b200.B200Model(stored.load(clock_b200.TRACES))
 
 
 @pytest.mark.parametrize("dtype", B200_LARGEST)
 def test_errors_against_a_b200_do_not_grow(dtype):
-    """On some problems with the largest tile; `python -m cutex.clock --b200` does them all."""
-    rows = [
-        r
-        for r in clock_b200.measured()
-        if r.dtype == dtype and r.mnk in B200_SAMPLE and r.tile == (256, 256)
-    ]
-    assert len(rows) >= 6
-    model = clock_b200.B200Model(stored.load(clock_b200.TRACES))
-    errors = Summary.of(e.relative for e in clock_b200.errors(rows, model))
+    rows = [r for r in clock_b200.measured() if r.dtype == dtype and r.held_out][::EVERY]
+    assert len(rows) >= 15
+    errors = Summary.of(e.relative for e in clock_b200.errors(rows, b200()))
     assert errors.count == len(rows)
     assert errors.median <= B200_LARGEST[dtype][0], errors
-    assert errors.largest <= B200_LARGEST[dtype][1], errors
+    assert errors.ninth <= B200_LARGEST[dtype][1], errors
+
+
+def test_a_cache_of_random_lines_keeps_what_fits_and_part_of_what_does_not():
+    assert clock_b200.refetched(0.9) == 0.0
+    part = clock_b200.refetched(2.0)
+    assert part == pytest.approx(1 - np.exp(-2 * part))
+    assert clock_b200.refetched(1.2) < part < 1.0
+
+
+def test_rows_were_run_with_extents_of_16_bytes():
+    row = clock_b200.B200Row("nvfp4", (4096, 257, 257), (256, 256), (2, 1), 1.0)
+    assert row.padded == (4096, 288, 288)
+    assert replace(row, dtype="fp16").padded == (4096, 264, 264)
+
+
+def test_more_tiles_take_as_long_as_the_last_recorded_ones():
+    """Tiles of 10 FLOPs whose MMAs end at 100, 150, 200; the stores of the first two 30 later."""
+    mma = [(100.0, 10.0), (150.0, 20.0), (200.0, 30.0)]
+    run = Run(230.0, mma, {}, {}, {}, [], 230.0, [0.0], 0.0, [130.0, 180.0])
+    assert clock_b200.after_tiles(run, 1, 10.0, 3) == 130.0
+    assert clock_b200.after_tiles(run, 5, 10.0, 3) == 200.0 + 2 * 50.0 + 30.0
 
 
 def test_half_of_the_b200s_problems_are_held_out():
@@ -95,21 +138,60 @@ def test_a_warp_beside_a_wgmma_waits_for_pipes_that_are_slower():
     assert alone.pipes[ALU] == 16
 
 
-def ptx(line: int) -> Instruction:
-    return Instruction("add.f32", (), None, False, line, "")
+def ptx(line: int, op: str = "add.f32") -> Instruction:
+    return Instruction(op, (), None, False, line, "")
 
 
 def test_a_stretch_without_events_is_charged_in_the_order_of_its_machine_code():
     """Four lines whose exponential ptxas moved from the last to the second place."""
     code = [sass(0, "FADD", 1), sass(16, "MUFU.EX2", 4), sass(32, "FADD", 2), sass(48, "FADD", 3)]
     program = [ptx(line) for line in (1, 2, 3, 4)]
-    charged = by_instruction(program, set(), [False] * 4, costs(code))
+    charged = by_instruction(program, [False] * 4, costs(code))
     mufu = FIELDS.index(MUFU)
     assert charged[:, mufu].tolist() == [0, 8, 0, 0]
-    after_an_event = by_instruction(program, set(), [False, False, True, False], costs(code))
-    assert after_an_event[:, mufu].tolist() == [0, 0, 0, 8]
     total = [sum(c.pipes[p] for c in costs(code).values()) for p in PIPES]
     np.testing.assert_allclose(charged[:, 2 : 2 + len(PIPES)].sum(0), total)
+
+
+def test_what_ptxas_moved_past_a_wait_is_charged_behind_it():
+    """The exponential of line 2 comes behind the wait of line 3, the addition of 5 before it."""
+    code = [
+        sass(0, "FMUL", 1), sass(16, "FADD", 5), sass(32, "WARPGROUP.DEPBAR", 3),
+        sass(48, "MUFU.EX2", 2), sass(64, "FMUL", 4),
+    ]  # fmt: skip
+    program = [ptx(line) for line in (1, 2, 3, 4, 5)]
+    charged = by_instruction(program, [False, False, True, False, False], costs(code))
+    mufu, fma = FIELDS.index(MUFU), FIELDS.index(FMA)
+    assert charged[:2, mufu].sum() == 0
+    assert charged[3:, mufu].sum() == 8
+    assert charged[:2, fma].sum() == 2
+    assert charged[3:, fma].sum() == 1
+
+
+def test_wgmmas_are_told_by_their_order_where_their_lines_are_others():
+    """Of two products between two waits the machine code has the lines of what feeds them."""
+    code = [
+        sass(0, "SYNCS.PHASECHK", 1), sass(16, "HGMMA", 5), sass(32, "FADD", 6),
+        sass(48, "HGMMA", 2), sass(64, "WARPGROUP.DEPBAR", 4),
+    ]  # fmt: skip
+    program = [
+        ptx(1, "mbarrier.try_wait"), ptx(2, "wgmma.mma"), ptx(5), ptx(3, "wgmma.mma"),
+        ptx(4, "wgmma.wait"), ptx(6),
+    ]  # fmt: skip
+    events = [True, True, False, True, True, False]
+    charged = by_instruction(program, events, costs(code))
+    assert charged[2, FIELDS.index(FMA)] == 1
+
+
+def branch(line: int, target: int, guard: bool = True) -> Instruction:
+    taken = Reg(1, 0, "%p1") if guard else None
+    return Instruction("bra", (), taken, False, line, "", target=target)
+
+
+def test_regions_are_what_runs_equally_often():
+    """1, a loop of 2 and 3 around a branch over 4, and 5 behind it; 3 and 5 follow no branch."""
+    program = [ptx(1), ptx(2), branch(3, 4), ptx(4), ptx(5), branch(6, 1), ptx(7)]
+    assert regions(program) == [0, 1, 1, 3, 1, 1, 0]
 
 
 def test_loads_that_follow_one_another_count_as_asked_for_together():

@@ -78,12 +78,22 @@ def test_more_of_a_rate_is_never_slower(arch, number, name):
     assert predict(traced, more, whole).cycles <= predict(traced, board, whole).cycles * (1 + 1e-6)
 
 
-def test_a_higher_clock_and_more_sms_are_never_slower():
-    traced, whole = recorded("sm_90a", 6)
-    report = [time_of(traced, whole, f"h200,clock={ghz}") for ghz in (1.2, 1.5, 1.98)]
+@pytest.mark.parametrize("arch, name", [("sm_90a", "h200"), ("sm_100a", "b200")])
+def test_a_higher_clock_is_never_slower(arch, name):
+    traced, whole = recorded(arch, 6)
+    report = [time_of(traced, whole, f"{name},clock={ghz}") for ghz in (1.2, 1.5, 1.95)]
     assert report == sorted(report, reverse=True)
-    big = stored.load(traces_file("gemm", "sm_90a"))["gemm/sm_90a/5/4096x4096x4096"]
-    cycles = [predict(big, gpu(f"h200,sms={n}")).cycles for n in (66, 132, 264)]
+
+
+@pytest.mark.parametrize("arch, name, number", [("sm_90a", "h200", 5), ("sm_100a", "b200", 7)])
+def test_more_sms_are_never_slower(arch, name, number):
+    problem = GemmProblem(4096, 4096, 4096)
+    traced = stored.load(traces_file("gemm", arch))[f"gemm/{arch}/{number}/{problem.size}"]
+    whole = Whole(*problem.work(stage("gemm", arch, number).config()))
+    sms = gpu(name).sms
+    cycles = [
+        predict(traced, gpu(f"{name},sms={n}"), whole).cycles for n in (sms // 2, sms, 2 * sms)
+    ]
     assert cycles == sorted(cycles, reverse=True)
 
 

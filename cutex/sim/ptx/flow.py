@@ -27,7 +27,7 @@ class ControlFlow:
             chain = self._chains[pc] = frozenset(places)
         return chain
 
-    def _followers(self, pc: int) -> list[int]:
+    def followers(self, pc: int) -> list[int]:
         ins, end = self.code[pc], len(self.code)
         if ins.name in LEAVES:
             return [end] if ins.guard is None else [end, pc + 1]
@@ -42,7 +42,7 @@ class ControlFlow:
         Cooper, Harvey and Kennedy's algorithm on the reversed graph.
         """
         end = len(self.code)
-        followers = [self._followers(pc) for pc in range(end)]
+        followers = [self.followers(pc) for pc in range(end)]
         order = self._from_the_end(followers)
         number = {pc: i for i, pc in enumerate(order)}
         nearest = [-1] * end + [end]

@@ -118,6 +118,13 @@ class Settled(NamedTuple):
     """tcgen05.wait::ld or ::st."""
 
 
+class Copy(NamedTuple):
+    """tcgen05.cp: columns of tensor memory that it fills, in each of the CTAs."""
+
+    columns: int
+    ctas: tuple[int, ...]
+
+
 class Reply(NamedTuple):
     """A cluster launch request, with the barriers that its answer arrives on."""
 

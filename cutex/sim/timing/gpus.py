@@ -40,6 +40,9 @@ class Gpu:
     hbm_latency: float  # beside that
     l2_requests: float = 96.0  # a cycle, of rows of boxes of all SMs
     l2_merged: float = 0.5  # part of what several SMs ask for at once that is read once for two
+    l2_copies: float = 0.0  # part of a load that each further CTA of a multicast costs again
+    l2_store: float = 0.0  # bytes of loads that a stored one takes the place of
+    l2_ahead: float = 0.0  # cycles that an SM may be ahead of its share, for others are behind
     tma_issue: float = 8.0  # of the engine, for an instruction
     tma_row: float = 0.9  # of the engine, for a row of a box, however short
     tma_outside: float = 15.5  # bytes a cycle, of boxes of which a part is outside the tensor
@@ -63,10 +66,12 @@ class Gpu:
     fma_beside_mma: float = 2.0  # the time of the pipe, relative to its own
     alu_beside_mma: float = 2.0
     mufu_beside_mma: float = 1.33
+    mufu_lost_beside_mma: float = 0.5  # cycles of MUFU, to an instruction of FMA or ALU
     mma_beside_fma: float = 0.19  # cycles that the tensor core loses to an FMA of a sub-core
     mma_commit: float = 130.0  # from the last tcgen05.mma to its commit's arrival
     tmem_bytes: float = 512.0  # a cycle, of tcgen05.ld and st of an SM
     tmem_latency: float = 30.0
+    tmem_copy_bytes: float = 128.0  # a cycle, that tcgen05.cp fills, while the tensor core waits
     launch_control: float = 800.0
     cta_turnover: float = 1000.0
     launch: float = 3000.0  # from the end of the kernel before to the first instruction
@@ -90,11 +95,11 @@ class Gpu:
 
 
 B200 = Gpu(
-    "B200", "sm_100a", sms=148, clock=1.965, mma_flops=8192, smem_bytes=128, l2_bytes=7500.0,
-    hbm_gbs=7260.0, store_bytes=5000.0, tma_bytes=128.0, l2_latency=700.0, hbm_latency=700.0,
-    l2_requests=156.0, l2_capacity=100e6, mma_commit=150.0, launch_control=800.0,
-    launch=1800.0, cta_turnover=450.0, clusters_of_four=33, try_wait=10.0,
-    band=0.17, clock_band=0.15,
+    "B200", "sm_100a", sms=148, clock=1.965, mma_flops=8192, smem_bytes=128, l2_bytes=12700.0,
+    hbm_gbs=7260.0, store_bytes=5000.0, tma_bytes=128.0, l2_latency=700.0, hbm_latency=680.0,
+    l2_requests=156.0, l2_merged=0.0, l2_copies=1.06, l2_store=2.95, l2_ahead=440.0,
+    l2_capacity=77e6, clusters_of_four=33, try_wait=10.0, tmem_copy_bytes=170.0, mma_commit=150.0,
+    launch_control=800.0, launch=1800.0, cta_turnover=450.0, band=0.15, clock_band=0.15,
     power=Power(
         limit_w=1000.0, idle_w=180.0, flop_pj=0.6, issue_pj=0.0, l2_pj=15.0, hbm_pj=40.0,
         volts_slope=0.2, burst_ghz=0.84,
@@ -119,7 +124,10 @@ SOURCES: dict[str, tuple[str, str]] = {
         "fit: rows of a B200 at 1300 MHz, +-10 %",
     ),
     "l2_requests": ("fit, stage 0, +-5 %", "prior: as many more as bytes"),
-    "l2_merged": ("fit, stages 1 to 5; +-0.15", "the H200's, +-0.3"),
+    "l2_merged": ("fit, stages 1 to 5; +-0.15", "none is seen in those rows"),
+    "l2_copies": ("none is seen: each is free", "fit: the same, +-0.2; a multicast saves nothing"),
+    "l2_store": ("stores have a path of their own", "fit: the same, +-10 %"),
+    "l2_ahead": ("none is seen", "fit: the same, +-300"),
     "hbm_gbs": ("probe tma, 6 GB, +-3 %", "SemiAnalysis, TMA, +-3 %"),
     "store_bytes": ("probe tmastores: 132 SMs into L2, +-8 %", "prior"),
     "tma_store_bytes": ("probe tmastores: one SM, +-1 %", "the H200's"),
@@ -127,9 +135,9 @@ SOURCES: dict[str, tuple[str, str]] = {
     "tma_row": ("fit, stage 0 of few rows, +-5 %", "the H200's"),
     "l2_latency": (
         "probe tma: a box at a time, +-5 %",
-        "fit: rows of a B200 at 1300 MHz; SemiAnalysis has 1413 under load",
+        "fit: the same, with hbm_latency; SemiAnalysis has 1413 in all under load",
     ),
-    "hbm_latency": ("probe tma: the same from memory, +-10 %", "fit: the same, +-30 %"),
+    "hbm_latency": ("probe tma: the same from memory, +-10 %", "fit: half of both, +-30 %"),
     "tma_outside": ("fit, stages 2 to 5 of 16 and 64 rows, +-5 %", "the H200's"),
     "tma_issue": ("prior, below what the probe can tell", "prior"),
     "tma_gap": ("prior", "prior"),
@@ -150,15 +158,17 @@ SOURCES: dict[str, tuple[str, str]] = {
     "fma_beside_mma": ("probe busy: FMA beside wgmma, 1.8 to 2.6", "-"),
     "alu_beside_mma": ("probe busy: max and cvt beside wgmma, 1.9 to 2.5", "-"),
     "mufu_beside_mma": ("probe busy: ex2 beside wgmma, 1.26 to 1.33", "-"),
+    "mufu_lost_beside_mma": ("fit, attention; probe busy of one warp: 0.9 to 1.4", "-"),
     "mma_beside_fma": ("probe busy: wgmma beside FMA, 0.75 to 0.8 of four sub-cores", "-"),
     "mma_commit": ("-", "published: batches end 132 to 182 cycles late"),
     "tmem_bytes": ("-", "prior, not known well"),
     "tmem_latency": ("-", "prior, not known well"),
+    "tmem_copy_bytes": ("-", "fit: the rows in nvfp4, +-15 %"),
     "launch_control": ("-", "prior, not known"),
     "cta_turnover": ("probe empty: 573 cycles with an empty CTA, +-10 %", "the H200's"),
     "launch": ("probe empty: 1.07 us in a graph, +-15 %", "the H200's"),
     "clusters_of_four": ("as many as SMs allow", "fit: rows of a B200 at 1300 MHz, 32 to 36"),
-    "l2_capacity": ("60 MB less what stores take", "126 MB, the same"),
+    "l2_capacity": ("60 MB less what stores take", "fit: the one problem whose A is larger"),
 }
 
 

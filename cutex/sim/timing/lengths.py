@@ -20,7 +20,7 @@ from cutex.sim.timing.trace import Traced
 from cutex.sim.timing.traffic import clusters_at_once, loaded, shared, stored
 from cutex.sim.timing.units import Memory
 
-AHEAD = 1000.0  # cycles, of SMs that are not in step: a box of 32 KB at an SM's share of L2
+AHEAD = 1000.0  # cycles, of SMs and of CTAs that are not in step: a box of 32 KB from L2
 ROUNDS = 3  # of CTAs on an SM that are replayed, where each has one tile
 
 
@@ -78,7 +78,9 @@ def predict_lengths(traced: Lengths, gpu: Gpu, whole: Whole, log: bool = False) 
     for one, tile in both:
         walks = one.record.flops > 1.5 * tile
         rounds = 1 if walks else ROUNDS * slots
-        run = Replay(one.record, gpu, memory, rounds=rounds, slots=slots, log=log).run()
+        # NOTE: CTAs of an SM in step would want the same pipe all the time
+        replay = Replay(one.record, gpu, memory, rounds=rounds, slots=slots, apart=ahead, log=log)
+        run = replay.run()
         times.append(_walking(run, tile, one.record) if walks else _one_each(run, slots, gpu))
     first, each, last = (
         [
@@ -131,7 +133,7 @@ def _walking(run: Run, tile: float, record: Record) -> TileTime:
 def _one_each(run: Run, slots: int, gpu: Gpu) -> TileTime:
     """Of clusters with one tile each, one after the other in each of the slots."""
     starts = sorted(run.starts)
-    each = (starts[-1] - starts[0]) / (len(starts) / slots - 1)
+    each = (starts[-1] - starts[slots - 1]) / (len(starts) / slots - 1)
     return TileTime(each, each, max(0.0, run.stores_end - run.end) - gpu.cta_turnover)
 
 

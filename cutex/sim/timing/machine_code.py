@@ -6,8 +6,7 @@ assembler decided: how many cycles to stall before the next instruction, which s
 for and which it sets. So an instruction of the PTX costs what the SASS that came of it costs; what
 came of none costs nothing.
 
-NOTE: order is the PTX's: what ptxas moved from one side of a wait to the other is charged where the
-PTX has it.
+Which of a program's instructions run in which order is told by order.py.
 """
 
 from __future__ import annotations
@@ -54,6 +53,7 @@ _ASYNCHRONOUS = (
     "LDTM", "STTM", "LDG", "DEPBAR", "MEMBAR", "NANOSLEEP", "CCTL", "ACQBULK", "ERRBAR", "FENCE",
     "USETMAXREG", "LDGDEPBAR", "ATOM", "WARPSYNC", "PREEXIT", "ACQSHMINIT", "UTMACMDFLUSH",
 )  # fmt: skip
+_PRODUCTS = ("HGMMA", "QGMMA", "IGMMA")
 
 
 @dataclass
@@ -81,6 +81,8 @@ class Cost:
     pipes: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PIPES, 0.0))
     sass: list[tuple[int, int]] = field(default_factory=list)  # block, address of each instruction
     parts: list[Cost] = field(default_factory=list)  # of each of these
+    asynchronous: list[int] = field(default_factory=list)  # addresses of what is an event
+    products: list[int] = field(default_factory=list)  # and of wgmmas
 
     def add(self, more: Cost) -> None:
         self.slots += more.slots
@@ -141,15 +143,18 @@ def read(text: str) -> list[Sass]:
     return code
 
 
-def costs(code: list[Sass], beside: Mapping[str, float] = MappingProxyType({})) -> dict[int, Cost]:
+def costs(
+    code: list[Sass], beside: Mapping[str, float] = MappingProxyType({}), lost: float = 0.0
+) -> dict[int, Cost]:
     """By line of the PTX, what one execution of its instruction costs; ``beside`` says how many
-    times slower each pipe is beside a wgmma.
+    times slower each pipe is beside a wgmma, ``lost`` how many cycles MUFU then loses to each
+    instruction of FMA or ALU.
     """
     found: dict[int, Cost] = defaultdict(Cost)
     blocks: dict[int, set[int]] = defaultdict(set)
     for ins in code:
         blocks[ins.line].add(ins.block)
-    slow = _in_order(code, beside) if beside else None
+    slow = _in_order(code, beside, lost) if beside else None
     for i, (ins, cycles) in enumerate(zip(code, _in_order(code, {}), strict=True)):
         if ins.opcode == "NOP":
             continue
@@ -157,11 +162,16 @@ def costs(code: list[Sass], beside: Mapping[str, float] = MappingProxyType({})) 
         pipe, busy = _pipe(ins.opcode)
         pipes = dict.fromkeys(PIPES, 0.0) | {pipe: part * busy}
         longer = max(0.0, slow[i] - cycles) if slow else 0.0
-        found[ins.line].add(Cost(part, part * cycles, part * longer, pipes, [(ins.block, ins.at)]))
+        cost = found[ins.line]
+        cost.add(Cost(part, part * cycles, part * longer, pipes, [(ins.block, ins.at)]))
+        if ins.opcode.startswith(_PRODUCTS):
+            cost.products.append(ins.at)
+        elif ins.opcode.startswith(_ASYNCHRONOUS):
+            cost.asynchronous.append(ins.at)
     return dict(found)
 
 
-def _in_order(code: list[Sass], slower: Mapping[str, float]) -> list[float]:
+def _in_order(code: list[Sass], slower: Mapping[str, float], lost: float = 0.0) -> list[float]:
     """Cycles of each instruction in a single warp: it issues when the one before lets it, what it
     waits for is there and its pipe is free.
     """
@@ -177,6 +187,8 @@ def _in_order(code: list[Sass], slower: Mapping[str, float]) -> list[float]:
             pipe, busy = _pipe(ins.opcode)
             issue = max(issue, free.get(pipe, 0.0))
             free[pipe] = issue + busy * slower.get(pipe, 1.0)
+            if pipe in (FMA, ALU):
+                free[MUFU] = free.get(MUFU, 0.0) + lost
         for scoreboard in ins.sets:
             ready[scoreboard] = max(ready[scoreboard], issue + _latency(ins.opcode))
         taken.append(issue + ins.stall - now)

@@ -1,22 +1,26 @@
 """What each PTX instruction costs, in the machine code's order.
 
-ptxas moves instructions: exponentials between the multiplications that feed them. In a straight
-stretch of PTX without an event every instruction is executed once, so the stretch's machine code is
-charged in its own order, evenly over the stretch.
+ptxas moves instructions: exponentials between the multiplications that feed them, and past a wait
+for a product that they do not need. So what runs equally often is charged in the order of its
+machine code: between two events an instruction falls as its address does between theirs.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from cutex.sim.ptx.parse import Instruction
 from cutex.sim.timing.machine_code import PIPES, Cost
+from cutex.sim.timing.regions import regions
 
 FIELDS = ("cycles", "slots", *PIPES, "beside")
 _BRANCHES = ("bra", "brx", "ret", "exit", "call", "trap")
+Anchor = tuple[int, int]  # an event: its address in the machine code, its place in the program
 
 
 def row(cost: Cost) -> list[float]:
@@ -25,50 +29,72 @@ def row(cost: Cost) -> list[float]:
 
 
 def by_instruction(
-    code: Sequence[Instruction], labels: set[int], events: Sequence[bool], costs: Mapping[int, Cost]
+    code: Sequence[Instruction], events: Sequence[bool], costs: Mapping[int, Cost]
 ) -> np.ndarray:
-    """(instructions, FIELDS): what each costs. ``labels`` are those that a branch may reach,
-    ``events`` says which are events of their own.
-    """
+    """(instructions, FIELDS): what each costs. ``events`` says which are events of their own."""
     found = np.zeros((len(code), len(FIELDS)))
     on_line = Counter(ins.line for ins in code)
-    stretch: list[int] = []
-    for pc, ins in enumerate(code):
-        if pc in labels:
-            _charge(found, stretch, code, costs)
-            stretch = []
+    alike: dict[int, list[int]] = defaultdict(list)
+    for pc, (ins, region) in enumerate(zip(code, regions(code), strict=True)):
         # NOTE: inline assembly has several instructions on a line
         if events[pc] or ins.name in _BRANCHES or on_line[ins.line] > 1:
-            _charge(found, stretch, code, costs)
-            stretch = []
             if cost := costs.get(ins.line):
                 found[pc] = np.array(row(cost)) / on_line[ins.line]
         else:
-            stretch.append(pc)
-    _charge(found, stretch, code, costs)
+            alike[region].append(pc)
+    anchors = _anchors(code, events, costs)
+    for mine in alike.values():
+        _charge(found, mine, code, costs, [a for a in anchors if mine[0] < a[1] < mine[-1]])
     return found
+
+
+def _anchors(
+    code: Sequence[Instruction], events: Sequence[bool], costs: Mapping[int, Cost]
+) -> list[Anchor]:
+    """Every event that the machine code shows, by address.
+
+    NOTE: of a wgmma the line tells too little, for it may be that of its accumulators; but ptxas
+    keeps their order, so between two other events they are told by counting.
+    """
+    mma = {pc for pc, ins in enumerate(code) if ins.op.startswith("wgmma.mma")}
+    found = sorted(
+        (at, pc)
+        for pc, ins in enumerate(code)
+        if events[pc] and pc not in mma and ins.line in costs
+        for at in costs[ins.line].asynchronous
+    )
+    products = sorted(at for cost in costs.values() for at in cost.products)
+    more: list[Anchor] = []
+    for (low, first), (high, last) in pairwise([(-1, -1), *found, (1 << 62, len(code))]):
+        theirs = [pc for pc in sorted(mma) if first < pc < last]
+        here = [at for at in products if low < at < high]
+        if len(theirs) == len(here):
+            more += zip(here, theirs, strict=True)
+    return sorted([*found, *more])
 
 
 def _charge(
     found: np.ndarray,
-    stretch: Sequence[int],
+    mine: Sequence[int],
     code: Sequence[Instruction],
     costs: Mapping[int, Cost],
+    anchors: Sequence[Anchor],
 ) -> None:
-    mine = [costs[code[pc].line] for pc in stretch if code[pc].line in costs]
-    parts = [(at, part) for cost in mine for at, part in zip(cost.sass, cost.parts, strict=True)]
-    parts.sort(key=_place(mine))
-    for i, (_, part) in enumerate(parts):
-        found[stretch[i * len(stretch) // len(parts)]] += row(part)
-
-
-def _place(mine: Sequence[Cost]) -> Callable[[tuple[tuple[int, int], Cost]], float]:
-    """What to sort by: addresses, or, where there are copies, how far each is through its own."""
-    if all(len({block for block, _ in cost.sass}) == 1 for cost in mine):
-        return lambda item: item[0][1]
-    ends: dict[int, list[int]] = {}
-    for cost in mine:
-        for block, at in cost.sass:
-            ends.setdefault(block, []).append(at)
-    spans = {block: (min(at), max(1, max(at) - min(at))) for block, at in ends.items()}
-    return lambda item: (item[0][1] - spans[item[0][0]][0]) / spans[item[0][0]][1]
+    """Instructions that run equally often, with the events between them."""
+    places = [at for at, _ in anchors]
+    bounds = sorted({-1, len(code), *(pc for _, pc in anchors)})
+    parts: dict[int, list[tuple[float, Cost]]] = defaultdict(list)  # by the event before
+    for pc in mine:
+        if cost := costs.get(code[pc].line):
+            for (_, at), part in zip(cost.sass, cost.parts, strict=True):
+                i = bisect_right(places, at)
+                start, event = anchors[i - 1] if i else (0, -1)
+                stop = places[i] if i < len(places) else at + 1
+                parts[event].append(((at - start) / (stop - start), part))
+    for event, here in parts.items():
+        last = bounds[bounds.index(event) + 1]
+        onto = [pc for pc in mine if event < pc < last]
+        onto = onto or [min(mine, key=lambda pc: (abs(pc - last), pc))]
+        here.sort(key=lambda item: item[0])
+        for i, (_, part) in enumerate(here):
+            found[onto[i * len(onto) // len(here)]] += row(part)

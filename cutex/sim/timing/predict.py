@@ -49,7 +49,9 @@ def predict(
     by_tensor = {tmap: size * times for tmap, size in loaded(record).items()}
     loads, stores = sum(by_tensor.values()), stored(record) * times
     missed = dram(traced, by_tensor, gpu)
-    memory = Memory(missed / loads if loads else 1.0, busy_sms, shared(traced, by_tensor))
+    memory = Memory(
+        missed / loads if loads else 1.0, busy_sms, shared(traced, by_tensor), ahead=gpu.l2_ahead
+    )
     turns = 1 if extended else min(rounds, most_rounds or rounds)
     replay = Replay(record, gpu, memory, rounds=turns, slots=slots, log=log)
     run = replay.run()

@@ -20,7 +20,7 @@ from cutex.sim.isa.mbarrier import BarrierOperand
 from cutex.sim.isa.tensormap import MAP_BYTES, TensorMap, decode_map
 from cutex.sim.machine.batch import RETRY, Batch
 from cutex.sim.machine.memory import PARAM_WINDOW
-from cutex.sim.machine.operation import Engine, Operation, Span
+from cutex.sim.machine.operation import Engine, Operation, Rectangle, Span
 from cutex.sim.ptx.decode import Decoder
 from cutex.sim.ptx.operands import Address, Imm, Vector
 from cutex.sim.ptx.parse import Instruction
@@ -29,6 +29,7 @@ from cutex.sim.timing.events import (
     Cluster,
     Columns,
     Commit,
+    Copy,
     Event,
     Group,
     Load,
@@ -75,9 +76,8 @@ class Recorder:
         code = machine.program.code
         self.code = code
         self.kinds: list[Callable[[Batch, Any], None] | None] = [self._kind(i) for i in code]
-        labels = set(machine.program.labels.values())
         events = [kind is not None for kind in self.kinds]
-        own = by_instruction(code, labels, events, costs)
+        own = by_instruction(code, events, costs)
         port = [_port(ins) if costs else 0.0 for ins in code]
         self.cost = np.column_stack([own[:, :-1], port, own[:, -1]])
         self.work = np.zeros((machine.grid.num_warps, len(Work._fields)))
@@ -173,6 +173,10 @@ class Recorder:
             half = len(ctas) == 1 and len(op.writes) > 1
             rate = _rate(op.instruction.op) * (0.5 if half else 1.0)
             self._add(op.warp, Mma(0, 0, op.flops, op.bytes // len(ctas), ctas, rate))
+        elif op.engine is Engine.TCGEN05_CP:
+            filled = [p for p in op.writes if isinstance(p, Rectangle)]
+            columns = filled[0].high - filled[0].low
+            self._add(op.warp, Copy(columns, tuple(p.cta for p in filled)))
         elif op.engine is Engine.LAUNCH_CONTROL:
             self._add(op.warp, Reply(tuple(op.signals)))
 

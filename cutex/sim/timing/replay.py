@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cutex.sim.timing.events import Event, Place, Record
+from cutex.sim.timing.events import Event, Place, Record, Store, Wait
 from cutex.sim.timing.gpus import Gpu
 from cutex.sim.timing.units import Barrier, Interval, Memory, Sm
 from cutex.sim.timing.warp import Warp
@@ -38,11 +38,13 @@ class Run:
     stores_end: float
     starts: list[float]
     drain: float  # from a tile's last MMA to the end of its stores
+    tiles: list[float]  # when the bulk stores of a tile, and of all before it, are done
 
 
 class Replay:
     """``record``'s clusters on SMs of their own; each cluster slot runs ``rounds`` of them, one
-    after the other, ``slots`` side by side on the same SMs.
+    after the other, ``slots`` side by side on the same SMs, each of which starts ``apart`` cycles
+    after the one before.
     """
 
     def __init__(
@@ -53,10 +55,11 @@ class Replay:
         *,
         rounds: int = 1,
         slots: int = 1,
+        apart: float = 0.0,
         log: bool = False,
     ) -> None:
         self.record, self.gpu, self.memory = record, gpu, memory
-        self.rounds, self.slots, self.log = rounds, slots, log
+        self.rounds, self.slots, self.apart, self.log = rounds, slots, apart, log
         self.sms = [Sm(i) for i in range(record.cluster_size)]
         self.heap: list[tuple[float, int, Callable[[float], None]]] = []
         self.number = 0
@@ -78,10 +81,10 @@ class Replay:
 
     def run(self) -> Run:
         self.queue = deque(range(self.rounds))
-        for _ in range(self.slots):
+        for slot in range(self.slots):
             if self.queue:
                 self.queue.popleft()
-                Instance(self, self.programs_of[0]).start(0.0)
+                Instance(self, self.programs_of[0], slot).start(slot * self.apart)
         while self.heap:
             at, _, then = heapq.heappop(self.heap)
             self.end = max(self.end, at)
@@ -94,6 +97,7 @@ class Replay:
         return Run(
             self.end, self.mma, dict(units), {r: dict(w) for r, w in self.waits.items()},
             dict(self.worked), self.intervals, self.stores_end, self.starts, self._drain(),
+            self._tiles(),
         )  # fmt: skip
 
     def _drain(self) -> float:
@@ -110,23 +114,29 @@ class Replay:
         before = max((t for t, _ in self.mma if t <= first), default=first)
         return last - before
 
+    def _tiles(self) -> list[float]:
+        each = sum(map(_stores_of_a_tile, self.programs_of[0].values()))
+        ends = sorted(self.stores)
+        return ends[each - 1 :: each] if each else []
+
     def at(self, when: float, then: Callable[[float], None]) -> None:
         self.number += 1
         heapq.heappush(self.heap, (when, self.number, then))
 
-    def ended(self, now: float) -> None:
-        """A cluster has left its SMs."""
+    def ended(self, now: float, slot: int) -> None:
+        """A cluster has left its SMs, and its slot of them."""
         if self.queue:
             self.queue.popleft()
             which = (self.rounds - len(self.queue)) % len(self.programs_of)
-            Instance(self, self.programs_of[which]).start(now + self.gpu.cta_turnover)
+            Instance(self, self.programs_of[which], slot).start(now + self.gpu.cta_turnover)
 
 
 class Instance:
     """One cluster that runs: the state of its barriers and groups."""
 
-    def __init__(self, replay: Replay, programs: dict[int, list[Event]]) -> None:
+    def __init__(self, replay: Replay, programs: dict[int, list[Event]], slot: int) -> None:
         self.r, self.gpu, self.programs = replay, replay.gpu, programs
+        self.slot = slot
         record = replay.record
         self.barriers = {at: Barrier(n, n) for at, n in record.barriers.items()}
         self.named: dict[tuple[int, int], list[Any]] = defaultdict(lambda: [0, []])
@@ -148,7 +158,7 @@ class Instance:
         self.alive -= 1
         self.r.left -= 1
         if not self.alive:
-            self.r.ended(now)
+            self.r.ended(now, self.slot)
 
     # -- mbarriers ---------------------------------------------------------------------------------
 
@@ -187,6 +197,17 @@ class Instance:
             self.r.ended_by = None
 
         return then
+
+
+def _stores_of_a_tile(program: Sequence[Event]) -> int:
+    """Bulk stores of a warp until it waits for the next tile."""
+    count = 0
+    for e in program:
+        if isinstance(e, Store):
+            count += 1
+        elif count and isinstance(e, Wait):
+            break
+    return count
 
 
 def when(run: Run, flops: float) -> float:

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from cutex.sim.ptx.parse import Instruction
-from cutex.sim.timing.events import Columns, Event, Load, Mma, Store
+from cutex.sim.timing.events import Columns, Event, Load, Mma, Reply, Store
 
 _LIBRARIES = ("site-packages", "/device/", "/schedulers/")  # what kernels share
 _WHOLE = {"kernel", "__call__"}  # all warps run it
@@ -21,7 +21,7 @@ _PARTS = {"give_registers", "take_registers", "run", "start", "part", "tile_coun
 def role(counts: list[tuple[Instruction, int]], program: list[Event]) -> str:
     """Of a warp that executed instructions so many times, and has these events."""
     if not any(isinstance(e, Load | Mma | Store | Columns) for e in program):
-        return "others"
+        return by_deeds(program)
     found: Counter[str] = Counter()
     called: set[str] = set()
     for ins, n in counts:
@@ -58,7 +58,7 @@ def by_deeds(program: list[Event]) -> str:
         return "load and mma" if kinds[Load] else "mma"
     if kinds[Columns] or kinds[Store]:
         return "epilogue"
-    return "others"
+    return "schedule" if kinds[Reply] else "others"
 
 
 def _function(path: str, line: int) -> str:

@@ -17,7 +17,7 @@ from cutex.sim.timing.trace import Sharing, Traced
 _KINDS: tuple[Any, ...] = (
     events.Work, events.Wait, events.Arrive, events.Load, events.Store, events.Mma, events.Commit,
     events.Group, events.Named, events.Cluster, events.Touch, events.Columns, events.Settled,
-    events.Reply,
+    events.Reply, events.Copy,
 )  # fmt: skip
 
 

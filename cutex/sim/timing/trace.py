@@ -79,7 +79,7 @@ class _Few(Simulation):
         flops: float,
     ) -> None:
         super().__init__(programs, tensors)
-        self.cost: dict[int, Cost] = costs(disassemble(cubin), BESIDE)
+        self.cost: dict[int, Cost] = costs(disassemble(cubin), BESIDE, H200.mufu_lost_beside_mma)
         self.registers, self.flops = Cubin(cubin).registers, flops
         self.traced: list[Traced] = []
         self.all_at_once = False

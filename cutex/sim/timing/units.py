@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from cutex.sim.timing.machine_code import PIPES
@@ -31,9 +31,10 @@ class Unit:
 
     def serve(self, at: float, cycles: float) -> float:
         """The end of a service asked for at ``at``."""
-        self.free = max(self.free, at) + cycles
+        end = (at if at > self.free else self.free) + cycles
+        self.free = end
         self.busy += cycles
-        return self.free
+        return end
 
 
 @dataclass
@@ -65,14 +66,16 @@ class SubCore:
 
     def __init__(self) -> None:
         self.slots = Unit("issue slots")
-        self.pipes = {name: Unit(f"{name} pipe") for name in PIPES}
+        self.pipes = [Unit(f"{name} pipe") for name in PIPES]
 
-    def serve(self, at: float, slots: float, pipes: dict[str, float]) -> float:
-        """The end of a piece of work that takes so many issue slots and cycles of pipes."""
+    def serve(self, at: float, slots: float, pipes: Iterable[float]) -> float:
+        """The end of a piece of work that takes so many issue slots and cycles of each pipe."""
         end = self.slots.serve(at, slots)
-        for name, cycles in pipes.items():
+        for unit, cycles in zip(self.pipes, pipes, strict=True):
             if cycles:
-                end = max(end, self.pipes[name].serve(at, cycles))
+                done = unit.serve(at, cycles)
+                if done > end:
+                    end = done
         return end
 
 
@@ -91,7 +94,7 @@ class Sm:
 
     @property
     def units(self) -> list[Unit]:
-        cores = [u for core in self.cores for u in (core.slots, *core.pipes.values())]
+        cores = [u for core in self.cores for u in (core.slots, *core.pipes)]
         return [
             *cores, self.port, self.tensor, self.tmem, self.issue, self.ingest, self.outside,
             self.out, self.l2, self.hbm,

@@ -11,6 +11,7 @@ from cutex.sim.timing.events import (
     Cluster,
     Columns,
     Commit,
+    Copy,
     Event,
     Group,
     Load,
@@ -23,13 +24,29 @@ from cutex.sim.timing.events import (
     Wait,
     Work,
 )
-from cutex.sim.timing.machine_code import ALU, FMA, MUFU, PIPES
 from cutex.sim.timing.units import Interval
 
 if TYPE_CHECKING:
     from cutex.sim.timing.replay import Instance
 
 QUANTUM = 64.0  # cycles of a sub-core for which one warp may hold it before others have their turn
+
+
+def _settles(program: list[Event]) -> set[int]:
+    """The places behind a tcgen05.ld or st whose end a later tcgen05.wait waits for, or another
+    right behind it.
+    """
+    found: set[int] = set()
+    waits = False
+    for at in range(len(program), 0, -1):
+        kind = type(program[at - 1])
+        if kind is Columns:
+            if waits:
+                found.add(at)
+            waits = True
+        elif kind is not Work:
+            waits = kind is Settled
+    return found
 
 
 class Warp:
@@ -53,6 +70,7 @@ class Warp:
         self.cluster_arrived = 0
         self.remaining: Work | None = None
         self.pending_tmem = 0.0
+        self.settles = _settles(program)
         self.issued_mma: float = 0.0  # end of the last tcgen05.mma of this warp
 
     # -- running -----------------------------------------------------------------------------------
@@ -81,10 +99,10 @@ class Warp:
             part, self.remaining = work, None
             if share < 1.0:
                 part, self.remaining = work.part(share), work.part(1.0 - share)
-            pipes = {name: getattr(part, name) for name in PIPES}
+            pipes: tuple[float, ...] = part[2:7]
             cycles = part.cycles
             if self.gpu.shared_registers and self.sm.tensor.free > now:
-                cycles += self._slowed(pipes, part)
+                pipes, cycles = self._slowed(part)
             end = max(self.core.serve(now, part.slots, pipes), now + cycles)
             if part.port:
                 end = max(end, self.sm.port.serve(now, part.port))
@@ -94,17 +112,19 @@ class Warp:
             self.r.at(end, self.go)
             return
 
-    def _slowed(self, pipes: dict[str, float], work: Work) -> float:
-        """Makes pipes slower beside a wgmma, whose accumulators pass through the same ports of the
-        registers, and the wgmma beside FMAs. Returns the cycles that the warp takes longer.
+    def _slowed(self, work: Work) -> tuple[tuple[float, ...], float]:
+        """Cycles of the pipes and of the warp beside a wgmma, whose accumulators pass through the
+        same ports of the registers; and makes the wgmma slower beside FMAs.
         """
         g = self.gpu
-        pipes[FMA] *= g.fma_beside_mma
-        pipes[ALU] *= g.alu_beside_mma
-        pipes[MUFU] *= g.mufu_beside_mma
+        lost = g.mufu_lost_beside_mma * (work.fma + work.alu / 2)
+        pipes = (
+            work.fma * g.fma_beside_mma, work.alu * g.alu_beside_mma,
+            work.mufu * g.mufu_beside_mma + lost, work.lsu, work.uniform,
+        )  # fmt: skip
         if 2 * work.fma > work.cycles:  # the wgmma loses to FMAs that come one after the other
             self.sm.tensor.free += work.fma * g.mma_beside_fma
-        return work.beside
+        return pipes, work.cycles + work.beside
 
     def _log(
         self,
@@ -114,7 +134,8 @@ class Warp:
         end: float,
         by: tuple[str, float] | None = None,
     ) -> None:
-        if end > start:
+        # NOTE: of CTAs side by side on an SM the first is told of, so that tracks do not overlap
+        if end > start and not self.i.slot:
             self.r.intervals.append(Interval(self.track, name, start, end, kind, self.cta, by))
 
     def _waiter(self, whom: str | Callable[[], str], now: float) -> Callable[[float], None]:
@@ -143,6 +164,8 @@ class Warp:
     def wait(self, e: Wait, now: float) -> float | None:
         b = self.i.barriers[e.barrier]
         if b.phases >= e.phases:
+            if self.r.log:
+                self._log("work", "", now, now + self.gpu.try_wait)
             return now + self.gpu.try_wait
         b.waiting.append((e.phases, self._waiter(lambda: b.by, now)))
         return -1.0
@@ -163,7 +186,8 @@ class Warp:
         share = m.sms
         at = issued
         ends = []
-        read = e.size * (1.0 - g.l2_merged * m.shared)
+        copies = 1.0 + g.l2_copies * (len(e.signals) - 1)
+        read = e.size * copies * (1.0 - g.l2_merged * m.shared)
         # a row of a box is a request of its own, however short, and whoever else asks for it
         l2 = sm.l2.serve(at, max(read / g.l2_bytes, e.rows / g.l2_requests) * share) - m.ahead
         hbm = sm.hbm.serve(at, e.size * m.miss * share / g.hbm_bytes) if m.miss else at
@@ -185,6 +209,9 @@ class Warp:
         issued = sm.issue.serve(now, g.tma_issue)
         rate = min(g.tma_store_bytes, g.store_bytes / self.r.memory.sms)
         out = sm.out.serve(issued, e.size / rate)
+        if g.l2_store:  # loads wait for stores, and stores for loads
+            share = e.size * g.l2_store * self.r.memory.sms / g.l2_bytes
+            out = max(out, sm.l2.serve(issued, share) - self.r.memory.ahead)
         if self.r.memory.write_back:
             out = max(
                 out,
@@ -340,7 +367,16 @@ class Warp:
     def columns(self, e: Columns, now: float) -> float | None:
         cycles = e.columns * 32 * 4 / self.gpu.tmem_bytes
         self.pending_tmem = self.sm.tmem.serve(now, cycles) + self.gpu.tmem_latency
-        return None
+        # NOTE: without a tcgen05.wait in the PTX the machine code waits by a scoreboard
+        if self.at in self.settles:
+            return None
+        return self._until("tensor memory", now, self.pending_tmem)
+
+    def copy(self, e: Copy, now: float) -> float | None:
+        cycles = e.columns * 128 * 4 / self.gpu.tmem_copy_bytes
+        for cta in e.ctas:
+            self.i.sm[cta].tensor.serve(now, cycles)
+        return now + self.gpu.wgmma_issue
 
     def settled(self, e: Settled, now: float) -> float | None:
         return self._until("tensor memory", now, self.pending_tmem)
@@ -358,5 +394,5 @@ _DO: dict[type, Callable[[Warp, Any, float], float | None]] = {
     Wait: Warp.wait, Arrive: Warp.arrive, Load: Warp.load, Store: Warp.store,
     Commit: Warp.commit, Group: Warp.group, Mma: Warp.mma, Named: Warp.name_barrier,
     Cluster: Warp.cluster, Touch: Warp.touch, Columns: Warp.columns, Settled: Warp.settled,
-    Reply: Warp.reply,
+    Reply: Warp.reply, Copy: Warp.copy,
 }  # fmt: skip

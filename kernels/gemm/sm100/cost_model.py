@@ -33,7 +33,7 @@ class Costs:
     """Cycles of a B200 beside the rates of its Arch (docs/facts.md): the first three and the last
     two are fitted on measured rows, the others are estimates from the code."""
 
-    l2_share: float = 1.11  # of the rate of L2 that the Arch states
+    l2_share: float = 0.8915  # of the rate of L2 that the Arch states
     overlap: float = 6.3  # of MMAs and loads: infinite if the longer hid the shorter
     tile: int = 30  # of a tile, beside its epilogue and its mainloop
     sub_tile: int = 150  # of an epilogue: 32 columns out of tensor memory and into smem

@@ -1,0 +1,174 @@
+"""Records of quack's GEMM and of flash-attn-4's forward, as their users call them, on sm_90a.
+
+    CUTE_DSL_ARCH=sm_90a python -m cutex.bench.clock_peers quack fa4
+
+needs the extra `peers` and takes a quarter of an hour. For the rows that were measured it writes
+results/timing/traces-*-sm_90a.json.gz; `python -m cutex.clock` reckons their errors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from cutex.arch import arch
+from cutex.bench.clock import STEPS, TILES
+from cutex.bench.clock_foreign import QUACK, row_of, traces_file
+from cutex.bench.clock_page import MEASURED
+from cutex.command import refuse
+from cutex.sim.__main__ import NO_DISK_CACHES
+from cutex.sim.host.capture import HostTensor
+from cutex.sim.host.dsl_stand_in import Calls, PlainSimulated, Simulated, dsl_on_cpu
+from cutex.sim.host.torch_stand_in import DeviceMemory, torch_on_cpu
+from cutex.sim.timing import stored
+from cutex.sim.timing.lengths import Lengths
+from cutex.sim.timing.trace import Traced, look_at, trace
+
+ARCH = "sm_90a"
+FA4_TILES = {64: (192, 128), 128: (128, 128), 256: (128, 80)}  # by head dim: queries, keys
+FA4_L2 = 50 << 20  # bytes of K and V that its causal order keeps together
+DRAWN = 4096  # tokens, of tensors that are drawn: larger ones are only looked at
+
+
+class Recording(Calls):
+    """Makes of each launch what ``how`` does of its host code, programs, arguments and tensors;
+    runs none.
+    """
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        super().__init__("fifo", 0, memory)
+        self.how: Callable[..., Traced] = lambda h, p, a, r: trace(h, p, a, r)[0]
+        self.found: list[Traced] = []
+
+    def run(
+        self,
+        function: Simulated | PlainSimulated,
+        arguments: list[Any],
+        tensors: Sequence[HostTensor] = (),
+    ) -> None:
+        named = [*tensors, *(a for a in arguments if isinstance(a, HostTensor))]
+        regions = self.memory.regions(named)
+        self.found.append(self.how(function.host, function.programs, arguments, regions))
+
+    def of(self, call: Callable[[], Any], how: Callable[..., Traced]) -> Traced:
+        """What ``how`` makes of the one launch of ``call``."""
+        self.how, self.found = how, []
+        call()
+        (found,) = self.found
+        return found
+
+
+@contextmanager
+def recording() -> Iterator[Recording]:
+    with torch_on_cpu(arch(ARCH)) as memory:
+        calls = Recording(memory)
+        with dsl_on_cpu(arch(ARCH), calls):
+            yield calls
+
+
+def quack(calls: Recording, row: Mapping[str, Any]) -> Traced:
+    from quack.gemm_config import GemmConfig
+    from quack.gemm_interface import gemm, gemm_tuned
+
+    p, c = row["problem"], row["config"] or QUACK
+    m, n, k = p["m"], p["n"], p["k"]
+    a, b, out = (empty(*shape) for shape in ((m, k), (n, k), (m, n)))
+    groups = 2 if c["pingpong"] else 1
+    limit = (TILES * groups - groups + 1) * 2 * c["tile_m"] * c["tile_n"] * k
+
+    def call() -> None:
+        if not row["config"]:
+            gemm(a, b.T, out=out, tuned=False)
+            return
+        more = {"cluster_n": 1, "is_dynamic_persistent": False, "device_capacity": 9}
+        gemm_tuned.fn(a, b.T, out, config=GemmConfig(**c, **more))
+
+    return calls.of(call, lambda h, p, a, r: trace(h, p, a, r, limit)[0])
+
+
+def fa4(calls: Recording, row: Mapping[str, Any]) -> Lengths:
+    """Tiles of two lengths, of one head; and a look at the loads of the whole."""
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    p = row["problem"]
+    dim, causal, pack = p["head_dim"], p["causal"], p["heads_q"] // p["heads_kv"]
+    rows, keys = FA4_TILES[dim]
+    tiles = fa4_tiles(p)
+
+    def forward(batch: int, queries: int, tokens: int, heads: int, heads_kv: int) -> None:
+        shapes = ((queries, heads), (tokens, heads_kv), (tokens, heads_kv), (queries, heads))
+        q, k, v, out = (empty(batch, *shape, dim) for shape in shapes)
+        if batch * tokens <= DRAWN:
+            q, k, v = (torch.randn(x.shape).bfloat16().cuda() for x in (q, k, v))
+        lse = torch.empty(batch, heads, queries, device="cuda")
+        _flash_attn_fwd(q, k, v, out=out, lse=lse, causal=causal)
+
+    longest = max(tiles)
+    steps = min(STEPS[0], max(1, longest // 2)), min(STEPS[1], longest)
+    records = []
+    for n in steps:
+        call = partial(forward, 1, rows // pack, n * keys, pack, 1)
+        records.append(calls.of(call, lambda h, p, a, r: trace(h, p, a, r, look=False)[0]))
+    short, brief = records
+    sizes = (p[name] for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv"))
+    long = calls.of(partial(forward, *sizes), lambda h, p, a, r: look_at(h, p, a, r, brief))
+    return Lengths(replace(short, grid=long.grid, sharing=long.sharing), long, steps, tiles)
+
+
+def fa4_tiles(p: Mapping[str, Any]) -> tuple[int, ...]:
+    """Blocks of keys of each tile, in the order of the grid: causal, the longest first, for as many
+    heads at a time as L2 holds K and V of.
+    """
+    rows, keys = FA4_TILES[p["head_dim"]]
+    pack = p["heads_q"] // p["heads_kv"]
+    blocks = -(-p["seqlen_q"] * pack // rows)  # of queries
+    heads, most = p["heads_kv"] * p["batch"], -(-p["seqlen_k"] // keys)
+    if not p["causal"]:
+        return (most,) * blocks * heads
+    size = p["seqlen_k"] * (p["head_dim"] + p["head_dim_v"]) * 2
+    together = 1 << max(0, (FA4_L2 // size).bit_length() - 1)
+    beyond = p["seqlen_k"] - p["seqlen_q"]
+    found: list[int] = []
+    for first in range(0, heads, together):
+        for block in reversed(range(blocks)):
+            last = -(-(block + 1) * rows // pack) + beyond
+            found += [min(most, -(-last // keys))] * min(together, heads - first)
+    return tuple(found)
+
+
+def empty(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    libraries = sys.argv[1:] if argv is None else argv
+    how: dict[str, Callable[..., Traced | Lengths]] = {"quack": quack, "fa4": fa4}
+    for name in libraries:
+        if name not in how:
+            return refuse(f"{name}: takes {' or '.join(how)}")
+    if os.environ.get("CUTE_DSL_ARCH") != ARCH:
+        return refuse(f"CUTE_DSL_ARCH must be {ARCH}: the CuTe DSL reads it when it is imported")
+    os.environ.update(NO_DISK_CACHES)
+    rows = [json.loads(line) for line in MEASURED.read_text().splitlines()]
+    with recording() as calls:
+        for name in libraries:
+            found: dict[str, Traced | Lengths] = {}
+            for row in rows:
+                if row["kernel"] == name:
+                    key = row_of(row).key
+                    found[key] = how[name](calls, row)
+                    print(key, flush=True)
+            stored.save(found, traces_file(name))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
