@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Hashable
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -77,6 +77,7 @@ def tensor_load(d: Decoder) -> Execute:
     def execute(b: Batch) -> None:
         t, maps, bars, cs = to(b), tmap_at(b), barrier(b), [c(b) for c in coordinates]
         masks = multicast(b) if multicast else None
+        alike: dict[Hashable, list[Operation]] = {}
         for row, lane in active_lanes(b):
             tmap = map_of.read(int(b.idx[row]), int(maps[row, lane]))
             at = _place(d, tmap, tuple(int(c[row, lane]) for c in cs))
@@ -98,13 +99,17 @@ def tensor_load(d: Decoder) -> Execute:
                 m.mbarriers.use(*signal, int(b.idx[row]), ins)
                 op = Operation(
                     f"the TMA load of {box.name}", int(b.idx[row]), ins,
-                    ("tma", m.flight.issued, target),
+                    None,
                     _loader(m, box, target, offset, signal, ins),
                     Engine.TMA_LOAD, tmap.bytes,
                     writes=[Span(target, offset, offset + tmap.bytes)], signals=[signal],
                     source=(tmap, at),
                 )  # fmt: skip
-                m.flight.issue(op)
+                ranks = int(m.grid.cta_rank[cta]), int(m.grid.cta_rank[target])
+                who = int(m.grid.warp_in_cta[b.idx[row]]), lane
+                alike.setdefault((who, ranks, offset, tmap.bytes), []).append(op)
+        for ops in alike.values():
+            m.flight.issue(*ops)
 
     return execute
 
