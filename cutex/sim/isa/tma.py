@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable
+from collections.abc import Callable, Container, Hashable, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -71,7 +71,7 @@ def tensor_load(d: Decoder) -> Execute:
     to, tmap_at, barrier = Value(d.address(0)), Value(d.address(1, True)), Value(d.address(2))
     map_of, boxes = MapOperand(d), Boxes(d)
     coordinates = [Value(c) for c in d.coordinates(1)]
-    multicast = multicast_mask(d)
+    multicast, places_of = multicast_mask(d), _places_of(d)
     pair = "cta_group::2" in ins.op
 
     def execute(b: Batch) -> None:
@@ -80,10 +80,10 @@ def tensor_load(d: Decoder) -> Execute:
         alike: dict[Hashable, list[Operation]] = {}
         for row, lane in active_lanes(b):
             tmap = map_of.read(int(b.idx[row]), int(maps[row, lane]))
-            at = _place(d, tmap, tuple(int(c[row, lane]) for c in cs))
-            box = boxes.of(tmap, at)
-            align = 128 if tmap.swizzle else 16
-            cta, offset = shared_place(d, b, row, lane, int(t[row, lane]), tmap.bytes, 16)
+            places = places_of(tmap, tuple(int(c[row, lane]) for c in cs))
+            found = [boxes.of(tmap, at) for at in places]
+            size, align = tmap.bytes * len(found), 128 if tmap.swizzle else 16
+            cta, offset = shared_place(d, b, row, lane, int(t[row, lane]), size, 16)
             if offset % align and tmap.swizzle:
                 m.findings.add(
                     "bad operand",
@@ -92,22 +92,21 @@ def tensor_load(d: Decoder) -> Execute:
                 )
             bar_cta, bar = shared_place(d, b, row, lane, int(bars[row, lane]), 8, 8)
             mask = int(masks[row, lane]) if masks is not None else None
-            _order_grids(m, tmap, at, int(b.idx[row]), False, ins)
-            m.global_races.box(tmap, at, int(b.idx[row]), box_places, ins)
+            for at in places:
+                _order_grids(m, tmap, at, int(b.idx[row]), False, ins)
+                m.global_races.box(tmap, at, int(b.idx[row]), box_places, ins)
             for target in targets(d, cta, mask):
                 signal = (bar_cta if mask is None else signalled(m, target, bar_cta, pair), bar)
                 m.mbarriers.use(*signal, int(b.idx[row]), ins)
                 op = Operation(
-                    f"the TMA load of {box.name}", int(b.idx[row]), ins,
-                    None,
-                    _loader(m, box, target, offset, signal, ins),
-                    Engine.TMA_LOAD, tmap.bytes,
-                    writes=[Span(target, offset, offset + tmap.bytes)], signals=[signal],
-                    source=(tmap, at),
+                    f"the TMA load of {_named(found)}", int(b.idx[row]), ins, None,
+                    _loader(m, found, target, offset, signal, ins), Engine.TMA_LOAD, size,
+                    writes=[Span(target, offset, offset + size)], signals=[signal],
+                    source=(tmap, places),
                 )  # fmt: skip
                 ranks = int(m.grid.cta_rank[cta]), int(m.grid.cta_rank[target])
                 who = int(m.grid.warp_in_cta[b.idx[row]]), lane
-                alike.setdefault((who, ranks, offset, tmap.bytes), []).append(op)
+                alike.setdefault((who, ranks, offset, size), []).append(op)
         for ops in alike.values():
             m.flight.issue(*ops)
 
@@ -157,6 +156,34 @@ class Boxes:
         if box is None:
             box = self.met[key] = Box(self.d, tmap, at)
         return box
+
+
+def _places_of(
+    d: Decoder,
+) -> Callable[[TensorMap, tuple[int, ...]], tuple[tuple[int, ...], ...]]:
+    """Where the boxes of an instruction with these coordinates start, in the map's elements: one,
+    or with gather4 and scatter4 (PTX ISA 5.5.3) a row of each of four, which lie one behind the
+    other in shared memory.
+    """
+    if not {"gather4", "scatter4"} & set(d.mods):
+        return lambda tmap, at: (_place(d, tmap, at),)
+    if "2d" not in d.mods or d.m.program.target.startswith("sm_90"):
+        raise d.unknown(f"four rows of other than 2d, or on {d.m.program.target}")
+
+    def four(tmap: TensorMap, at: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        if len(at) != 5 or tmap.rank != 2 or tmap.traversed[1] != 1:
+            raise BadOperand.at(
+                d.ins,
+                f"{len(at)} coordinates and a {tmap}: four rows are a column and four rows, of a "
+                "tensor map of rank 2 whose box is one row",
+            )
+        return tuple(_place(d, tmap, (at[0], row)) for row in at[1:])
+
+    return four
+
+
+def _named(boxes: Sequence[Box]) -> str:
+    return ", ".join(dict.fromkeys(box.name for box in boxes))
 
 
 def _place(d: Decoder, tmap: TensorMap, at: tuple[int, ...]) -> tuple[int, ...]:
@@ -262,19 +289,20 @@ def _swizzled(first: int, count: int, swizzle: int) -> np.ndarray:
 
 
 def _loader(
-    m: Machine, box: Box, cta: int, offset: int, signal: tuple[int, int], ins: Any
+    m: Machine, boxes: Sequence[Box], cta: int, offset: int, signal: tuple[int, int], ins: Any
 ) -> Callable[[], None]:
-    tmap = box.tmap
+    tmap = boxes[0].tmap
 
     def complete() -> None:
-        chunks = box.chunks()
+        each = [box.chunks() for box in boxes]
+        chunks = each[0] if len(each) == 1 else np.concatenate(each)
         where = _swizzled(offset >> 4, len(chunks), tmap.swizzle)
         m.smem_chunks[cta][where] = chunks
         row = m.box_swizzle[cta], m.box_line[cta]
         # NOTE: a swizzle stays within rows of 128 bytes
         span = where if offset % 128 else slice(offset >> 4, (offset >> 4) + len(chunks))
         row[0][span], row[1][span] = tmap.swizzle + 1, ins.line
-        m.mbarriers.complete_tx(*signal, tmap.tx_bytes, "a TMA load", ins)
+        m.mbarriers.complete_tx(*signal, tmap.tx_bytes * len(boxes), "a TMA load", ins)
 
     return complete
 
@@ -290,7 +318,7 @@ def tensor_store(d: Decoder, combine: str | None) -> Execute:
     m, ins = d.m, d.ins
     tmap_at, frm = Value(d.address(0, True)), Value(d.address(1))
     map_of, boxes = MapOperand(d), Boxes(d)
-    coordinates = [Value(c) for c in d.coordinates(0)]
+    coordinates, places_of = [Value(c) for c in d.coordinates(0)], _places_of(d)
 
     def execute(b: Batch) -> None:
         maps, f, cs = tmap_at(b), frm(b), [c(b) for c in coordinates]
@@ -306,18 +334,17 @@ def tensor_store(d: Decoder, combine: str | None) -> Execute:
                 raise BadOperand.at(ins, f"a store of a {tmap} is not defined")
             if combine and tmap.kind not in _KINDS:
                 raise BadOperand.at(ins, f"a reduction into a {tmap} is not defined")
-            where = _place(d, tmap, tuple(at))
-            box = boxes.of(tmap, where)
-            _check_stored_rows(d, tmap, where)
-            cta, offset = shared_place(d, b, row, lanes[0], source, tmap.bytes, 16)
-            warp = int(b.idx[row])
+            places, warp = places_of(tmap, tuple(at)), int(b.idx[row])
+            found, size = [boxes.of(tmap, where) for where in places], tmap.bytes * len(places)
+            for where in places:
+                _check_stored_rows(d, tmap, where)
+                _order_grids(m, tmap, where, warp, True, ins)
+            cta, offset = shared_place(d, b, row, lanes[0], source, size, 16)
             groups = [m.bulk_groups.joined((warp, lane)) for lane in lanes]
-            _order_grids(m, tmap, where, warp, True, ins)
             op = Operation(
-                f"the TMA store of {box.name}", warp, ins, ("store", m.flight.issued),
-                _storer(m, box, cta, offset, combine, groups, ins),
-                Engine.TMA_STORE, tmap.bytes,
-                reads=[Span(cta, offset, offset + tmap.bytes)],
+                f"the TMA store of {_named(found)}", warp, ins, None,
+                _storer(m, found, cta, offset, combine, groups, ins),
+                Engine.TMA_STORE, size, reads=[Span(cta, offset, offset + size)],
                 agents=[(m.clocks.agent(Kind.BULK, warp), groups[0].last)],
             )  # fmt: skip
             m.flight.issue(op)
@@ -347,32 +374,36 @@ def _check_stored_rows(d: Decoder, tmap: TensorMap, at: tuple[int, ...]) -> None
 
 def _storer(
     m: Machine,
-    of: Box,
+    boxes: Sequence[Box],
     cta: int,
     offset: int,
     combine: str | None,
     groups: list[BulkGroup],
     ins: Any,
 ) -> Callable[[], None]:
-    tmap, part = of.tmap, of.part
+    tmap = boxes[0].tmap
+
+    def store(of: Box, box: np.ndarray) -> None:
+        part, target = of.part, of.window
+        new = np.ascontiguousarray(box[part.slices[::-1]])
+        if combine is not None:
+            old = np.ascontiguousarray(target)
+            new = atomics.combine(combine, _KINDS[tmap.kind], old, new)
+        region, places = _places(m, tmap, part, target)
+        if combine is None:
+            words = new.reshape(-1, 1).view(np.uint8)
+            m.global_races.note(region, places, words, groups[0].by, ins)
+        else:
+            m.global_races.reduced(region, places, tmap.itemsize, groups[0].by, ins)
+        m.grid_order.wrote(region, places, tmap.itemsize)
+        target[...] = new
 
     def complete() -> None:
-        where = _swizzled(offset >> 4, tmap.bytes // 16, tmap.swizzle)
-        box = m.smem_chunks[cta].take(where).view(_word(tmap)).reshape(tmap.traversed[::-1])
-        if not part.empty:
-            target = of.window
-            new = np.ascontiguousarray(box[part.slices[::-1]])
-            if combine is not None:
-                old = np.ascontiguousarray(target)
-                new = atomics.combine(combine, _KINDS[tmap.kind], old, new)
-            region, places = _places(m, tmap, part, target)
-            if combine is None:
-                words = new.reshape(-1, 1).view(np.uint8)
-                m.global_races.note(region, places, words, groups[0].by, ins)
-            else:
-                m.global_races.reduced(region, places, tmap.itemsize, groups[0].by, ins)
-            m.grid_order.wrote(region, places, tmap.itemsize)
-            target[...] = new
+        where = _swizzled(offset >> 4, tmap.bytes * len(boxes) // 16, tmap.swizzle)
+        stored = m.smem_chunks[cta].take(where).view(_word(tmap))
+        for of, box in zip(boxes, np.split(stored, len(boxes)), strict=True):
+            if not of.part.empty:
+                store(of, box.reshape(tmap.traversed[::-1]))
         for group in groups:
             group.finished()
 
