@@ -139,6 +139,11 @@ def test_broken_texts_of_compiled_kernels(arch):
             assert "PTX line" in str(error) or "which is not in the PTX" in str(error)
 
 
+@pytest.mark.parametrize("text", ["{", '{"frames": [], "calls": [], "smem": []}', "[1, 2]", "{}"])
+def test_a_changed_comment_about_the_source_says_nothing(text):
+    assert debug_info_of(f"\n{_MARK}{text}\n") == DebugInfo({}, {})
+
+
 # ---- every token is accounted for
 
 
