@@ -11,6 +11,7 @@ import pytest
 from broken_ptx import broken
 from ptx_kernel import Shape, module, simulate_ptx
 
+from cutex.debug_info import _MARK, DebugInfo, debug_info_of
 from cutex.sim import BadAddress, BadOperand, Deadlock, Endless, SimError, UnknownInstruction
 from cutex.sim.host.capture import HostFunction, HostTensor
 from cutex.sim.ptx.decode import _DEFINITIONS, Decoder
