@@ -10,7 +10,7 @@ import numpy as np
 
 from cutex.sim.errors import BadOperand
 from cutex.sim.hazards.clocks import Kind
-from cutex.sim.isa import atomics
+from cutex.sim.isa import atomics, im2col
 from cutex.sim.isa.bulk_operands import (
     Value,
     active_lanes,
@@ -19,6 +19,7 @@ from cutex.sim.isa.bulk_operands import (
     signalled,
     targets,
 )
+from cutex.sim.isa.im2col import PixelBox
 from cutex.sim.isa.tensormap import (
     MAP_BYTES,
     Overlap,
@@ -33,6 +34,7 @@ from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.memory import PARAM_WINDOW, Region
 from cutex.sim.machine.operation import Engine, Operation, Span
 from cutex.sim.ptx.decode import Decoder, Execute
+from cutex.sim.ptx.operands import Vector
 
 
 class MapOperand:
@@ -70,7 +72,7 @@ def tensor_load(d: Decoder) -> Execute:
     m, ins = d.m, d.ins
     to, tmap_at, barrier = Value(d.address(0)), Value(d.address(1, True)), Value(d.address(2))
     map_of, boxes = MapOperand(d), Boxes(d)
-    coordinates = [Value(c) for c in d.coordinates(1)]
+    coordinates = [Value(c) for c in (*d.coordinates(1), *_offsets(d))]
     multicast, places_of = multicast_mask(d), _places_of(d)
     pair = "cta_group::2" in ins.op
 
@@ -81,7 +83,7 @@ def tensor_load(d: Decoder) -> Execute:
         for row, lane in active_lanes(b):
             tmap = map_of.read(int(b.idx[row]), int(maps[row, lane]))
             places = places_of(tmap, tuple(int(c[row, lane]) for c in cs))
-            found = [boxes.of(tmap, at) for at in places]
+            found = [boxes.loaded(tmap, at) for at in places]
             size, align = tmap.bytes * len(found), 128 if tmap.swizzle else 16
             cta, offset = shared_place(d, b, row, lane, int(t[row, lane]), size, 16)
             if offset % align and tmap.swizzle:
@@ -149,6 +151,7 @@ class Boxes:
     def __init__(self, d: Decoder) -> None:
         self.d = d
         self.met: dict[tuple[int, tuple[int, ...]], Box] = {}
+        self.pixels: dict[tuple[int, tuple[int, ...]], PixelBox] = {}
 
     def of(self, tmap: TensorMap, at: tuple[int, ...]) -> Box:
         key = id(tmap), at  # NOTE: each box keeps its map, so that its number stays its own
@@ -156,6 +159,15 @@ class Boxes:
         if box is None:
             box = self.met[key] = Box(self.d, tmap, at)
         return box
+
+    def loaded(self, tmap: TensorMap, at: tuple[int, ...]) -> Box | PixelBox:
+        """The same, or of a map of im2col mode."""
+        if tmap.pixels is None:
+            return self.of(tmap, at)
+        key = id(tmap), at
+        if key not in self.pixels:
+            self.pixels[key] = PixelBox(self.d.m.memory, tmap, at)
+        return self.pixels[key]
 
 
 def _places_of(
@@ -165,6 +177,9 @@ def _places_of(
     or with gather4 and scatter4 (PTX ISA 5.5.3) a row of each of four, which lie one behind the
     other in shared memory.
     """
+    if "im2col" in d.mods:
+        rank = len(d.coordinates(1))
+        return lambda tmap, at: (im2col.start(tmap, at[:rank], at[rank:], d.ins),)
     if not {"gather4", "scatter4"} & set(d.mods):
         return lambda tmap, at: (_place(d, tmap, at),)
     if "2d" not in d.mods or d.m.program.target.startswith("sm_90"):
@@ -182,12 +197,20 @@ def _places_of(
     return four
 
 
-def _named(boxes: Sequence[Box]) -> str:
+def _offsets(d: Decoder) -> list[Any]:
+    """Those of im2col mode, 16 bits each."""
+    operand = d.ins.operands[3] if "im2col" in d.mods else None
+    return [d.read(o, "u16") for o in operand.items] if isinstance(operand, Vector) else []
+
+
+def _named(boxes: Sequence[Box | PixelBox]) -> str:
     return ", ".join(dict.fromkeys(box.name for box in boxes))
 
 
 def _place(d: Decoder, tmap: TensorMap, at: tuple[int, ...]) -> tuple[int, ...]:
     """Coordinates in the map's elements."""
+    if tmap.pixels is not None:
+        raise BadOperand.at(d.ins, f"a {tmap} is of im2col mode, this copy of tiled mode")
     if len(at) != tmap.rank:
         raise BadOperand.at(d.ins, f"{len(at)} coordinates for a tensor map of rank {tmap.rank}")
     # Seen on an H200: an inner coordinate that is not a multiple of 16 bytes traps.
@@ -204,7 +227,13 @@ def _place(d: Decoder, tmap: TensorMap, at: tuple[int, ...]) -> tuple[int, ...]:
 def _order_grids(
     m: Machine, tmap: TensorMap, at: tuple[int, ...], warp: int, write: bool, ins: Any
 ) -> None:
-    if m.grid_order.active and not (part := overlap(tmap, at)).empty:
+    if tmap.pixels is not None:
+        places = PixelBox(m.memory, tmap, at).places() if m.grid_order.active else None
+        if places is not None:
+            region, first = places
+            low, size = int(first.min()), int(first.max() - first.min()) + tmap.itemsize
+            m.grid_order.box(warp, region.base + low, size, write, ins)
+    elif m.grid_order.active and not (part := overlap(tmap, at)).empty:
         m.grid_order.box(warp, tmap.address_of(part), _extent(tmap, part), write, ins)
 
 
@@ -257,6 +286,9 @@ def box_places(
     """The tensor that a load reads, and the first byte of each element; None outside of it, or
     where it is not ``among`` these, by their addresses.
     """
+    if tmap.pixels is not None:
+        found = PixelBox(m.memory, tmap, at).places()
+        return None if found is None or found[0].base not in among else found
     part = overlap(tmap, at)
     if part.empty:
         return None
@@ -289,7 +321,12 @@ def _swizzled(first: int, count: int, swizzle: int) -> np.ndarray:
 
 
 def _loader(
-    m: Machine, boxes: Sequence[Box], cta: int, offset: int, signal: tuple[int, int], ins: Any
+    m: Machine,
+    boxes: Sequence[Box | PixelBox],
+    cta: int,
+    offset: int,
+    signal: tuple[int, int],
+    ins: Any,
 ) -> Callable[[], None]:
     tmap = boxes[0].tmap
 
