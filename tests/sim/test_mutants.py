@@ -109,7 +109,7 @@ MAY_BE_HARMLESS = {
     "an arrival in another CTA", "a fence of wgmma", "a fence of wgmma, later",
     "a commit of tcgen05", "a commit of tcgen05, earlier", "a commit to one CTA less",
     "a fence of tcgen05", "an arrival less", "an atomic that is none",
-    "an mbarrier's arrival, earlier",
+    "an mbarrier's arrival, earlier", "a wait for the grid before", "a cluster's arrival, relaxed",
 }  # fmt: skip
 
 

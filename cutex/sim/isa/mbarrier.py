@@ -188,19 +188,21 @@ def mbarrier_wait(d: Decoder) -> Execute:
         result = np.zeros((b.n, 32), bool)
         out = np.zeros(b.n, np.int8)
         failed = False
+        warps = b.idx.tolist()
         for row, groups in barrier.by_warp(b, values):
-            warp = int(b.idx[row])
+            warp, some = warps[row], len(groups) > 1
             for lanes, cta, offset in groups:
                 value = int(values[row, lanes[0]])
                 waited = m.mbarriers.use(cta, offset, warp, ins)
                 if not passed(waited.phases, value):
                     continue
                 m.mbarriers.acquire(waited, warp)
-                result[row, lanes] = True
+                some = True
+                result[row, slice(None) if lanes is _LANES else lanes] = True
                 if by_parity:
                     m.last_wait[warp][cta, offset] = PassedWait(value & 1, waited.phases, ins)
             # NOTE: where lanes wait for several barriers, those that have to get false at once
-            if result[row].any() or len(groups) > 1:
+            if some:
                 continue
             lanes, cta, offset = groups[0]
             if may_sleep and not m.timed_out[warp, lanes].all():

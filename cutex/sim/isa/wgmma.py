@@ -74,13 +74,14 @@ def wait(d: Decoder) -> Execute:
     def execute(b: Batch) -> np.ndarray | None:
         require_whole_warp(d, b)
         out = np.zeros(b.n, np.int8)
+        warps = b.idx.tolist()
         for row in np.nonzero(b.any_active())[0].tolist():
-            warp = int(b.idx[row])
+            warp = warps[row]
             state = m.warpgroups.state(warp)
             groups = state.committed
             while groups and not groups[0].in_flight:
                 groups.pop(0)
-            if any(g.in_flight for g in groups[: max(0, len(groups) - n)]):
+            if len(groups) > n and any(g.in_flight for g in groups[: len(groups) - n]):
                 out[row] = RETRY
                 m.sleep(
                     warp,

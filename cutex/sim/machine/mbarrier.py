@@ -138,7 +138,7 @@ class MBarriers:
     def reach(self, barrier: MBarrier, warp: int, what: str, ins: Instruction) -> None:
         """A warp, which may be of another CTA, is about to arrive, or to change the bytes."""
         m = self.machine
-        barrier.remote = bool(barrier.cta != m.grid.warp_cta[warp])
+        barrier.remote = barrier.cta != m.grid.cta_of(warp)
         if barrier.remote:
             use = RemoteUse(m.clocks.now(warp), barrier.phases + 1, what, warp, ins)
             m.lifetimes.use(barrier.cta, int(m.clocks.slot[warp]), use, barrier)
