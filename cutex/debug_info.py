@@ -77,11 +77,17 @@ class DebugInfo(NamedTuple):
 
 
 def debug_info_of(ptx: str) -> DebugInfo:
-    """What a `Recorder` has written into the text; nothing where none was at work."""
+    """What a `Recorder` has written into the text; nothing where none was at work, or where what it
+    wrote was changed: it is a comment.
+    """
     at = ptx.rfind(f"\n{_MARK}")
-    if at < 0:
-        return DebugInfo({}, {})
-    written = json.loads(ptx[at + 1 + len(_MARK) :].partition("\n")[0])
+    if at >= 0:
+        with suppress(ValueError, IndexError, KeyError, TypeError, AttributeError):
+            return _read(json.loads(ptx[at + 1 + len(_MARK) :].partition("\n")[0]))
+    return DebugInfo({}, {})
+
+
+def _read(written: dict[str, Any]) -> DebugInfo:
     frames = [Call(*f) for f in written["frames"]]
     calls = {(f, n, c): tuple(frames[i] for i in stack) for f, n, c, stack in written["calls"]}
     return DebugInfo(calls, {k: [Buffer(*b) for b in v] for k, v in written["smem"].items()})

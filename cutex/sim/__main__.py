@@ -40,6 +40,10 @@ def parser() -> argparse.ArgumentParser:
         "--jobs", type=int, default=1, metavar="N",
         help="processes that simulate a grid's clusters, where these are independent",
     )  # fmt: skip
+    out.add_argument(
+        "--clusters", type=int, metavar="N",
+        help="simulate no more of a grid, and say so; the outputs of others are not written",
+    )  # fmt: skip
     out.add_argument("--unchecked", action="store_true", help="look for no races: a quarter faster")
     out.add_argument("--json", type=Path, metavar="FILE", help="write what was found, for programs")
     out.add_argument("--ptx", action="store_true", help="print the PTX around what was found")
@@ -74,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return refuse(f"--max-instructions {options.max_instructions}: takes a number from 1")
     if not 1 <= options.jobs <= MOST_JOBS:
         return refuse(f"--jobs {options.jobs}: takes a number from 1 to {MOST_JOBS}")
+    if options.clusters is not None and (options.clusters < 1 or options.unchecked):
+        return refuse(f"--clusters {options.clusters}: takes a number from 1, and checks")
     if options.json is not None:
         try:
             options.json.write_text("")  # NOTE: tried before anything is run
@@ -94,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         clock = Clock(options.gpu, options.trace) if options.time else None
         calls = Calls(
             options.order, options.seed, memory, options.max_instructions, clock,
-            options.resources, options.jobs, not options.unchecked,
+            options.resources, options.jobs, not options.unchecked, options.clusters,
         )  # fmt: skip
         try:
             with dsl_on_cpu(gpu, calls):

@@ -8,13 +8,11 @@ Each order of `cutex.orders` is a class here.
 from __future__ import annotations
 
 import random
-from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from cutex.orders import ORDERS
-from cutex.sim.machine.operation import Engine
 
 if TYPE_CHECKING:
     from cutex.sim.machine.flight import Flight
@@ -71,14 +69,7 @@ class Policy:
         """Operations that complete as no warp can run: whoever waits for one but needs another
         meets that one in flight.
         """
-        heads = [queue[0] for queue in flight.queues.values()]
-        first_cta = flight.machine.grid.first_cta
-        oldest: dict[int, Operation] = {}
-        for op in [op for op in heads if op.engine is not Engine.TMA_STORE] or heads:
-            other = oldest.setdefault(first_cta[op.warp], op)
-            if op.number < other.number:
-                oldest[first_cta[op.warp]] = op
-        return sorted(oldest.values(), key=attrgetter("number"))
+        return flight.oldest(stores=False) or flight.oldest(stores=True)
 
     def refuses_launch(self) -> bool:
         """Whether a cluster launch request is refused although clusters are left."""

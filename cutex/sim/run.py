@@ -20,7 +20,7 @@ from cutex import cache
 from cutex.arch import arch as arch_named
 from cutex.debug_info import recording
 from cutex.orders import MOST_JOBS, ORDERS
-from cutex.sim import division
+from cutex.sim import division, sampling
 from cutex.sim.errors import CooperativeTooLarge, Finding, Hazards, SimError
 from cutex.sim.hazards.findings import Findings
 from cutex.sim.hazards.global_races import orders_clusters
@@ -42,6 +42,7 @@ from cutex.sim.policy import policy
 from cutex.sim.ptx.parse import Program, parse
 from cutex.sim.reports import headed, told
 from cutex.sim.resources import KernelResources, resources
+from cutex.sim.sampling import Sampled
 from cutex.sim.scheduler import Scheduler
 from cutex.sim.sides import sides_of
 from cutex.tracing import tracing, uncollected
@@ -65,6 +66,10 @@ class SimReport:
     counts: dict[str, int] = field(default_factory=dict)
     times: list[TimeReport] = field(default_factory=list)  # of each launch, where asked for
     kernels: dict[str, KernelResources] = field(default_factory=dict)  # where asked for
+    # where only some clusters of a launch were to be simulated: of which, and which elements of
+    # each tensor of up to 64 MB these have written
+    sampled: list[Sampled] = field(default_factory=list)
+    written: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 def simulate(
@@ -80,6 +85,7 @@ def simulate(
     gpu: str = "",
     jobs: int = 1,
     checks: bool = True,
+    clusters: int | None = None,
 ) -> SimReport:
     """Runs a kernel on the CPU: its real host code and PTX, every warp, barrier, TMA copy and MMA.
 
@@ -100,6 +106,10 @@ def simulate(
         limit.
 
     jobs: processes that simulate a grid of independent clusters together, on as many cores.
+    clusters: simulate no more than so many of the grid, evenly from its first to its last. The
+        report says of which launches (``sampled``), and what was ``written``: nothing else is to be
+        compared. A kernel whose clusters may wait for each other through global memory runs whole;
+        a call that launches another kernel behind a sampled one is refused.
     checks: look for races, which takes a fifth to a third of a run; without, it tells of wrong
         numbers, deadlocks, bad addresses and misused barriers only.
 
@@ -112,6 +122,8 @@ def simulate(
         raise ValueError(f"order {order!r}: takes one of {', '.join(ORDERS)}")
     if not 1 <= jobs <= MOST_JOBS:
         raise ValueError(f"jobs {jobs}: takes 1 to {MOST_JOBS}")
+    if clusters is not None and (clusters < 1 or not checks):
+        raise ValueError(f"clusters {clusters}: takes a number from 1, and checks")
     arch_named(arch)
     started = perf_counter()
     host, programs, arguments, reached = captured(compiled, tensors, arch)
@@ -122,8 +134,9 @@ def simulate(
         reached.append(tensor)
     limit = max_instructions
     run = Simulation(
-        programs, reached, order=order, seed=seed, limit=limit, jobs=jobs, checks=checks
-    )
+        programs, reached, order=order, seed=seed, limit=limit, jobs=jobs, checks=checks,
+        clusters=clusters,
+    )  # fmt: skip
     if time:
         from cutex.sim.timing.call import time_call
 
@@ -177,10 +190,11 @@ class Simulation:
         cubin: bytes | None = None,
         jobs: int = 1,
         checks: bool = True,
+        clusters: int | None = None,
     ) -> None:
         """``cubin``: the kernels' code, if what they take and bank conflicts are to be reported."""
         self.limit, self.cubin, self.stream, self.jobs = limit, cubin, Stream(), jobs
-        self.checks = checks
+        self.checks, self.clusters = checks, clusters
         self.programs, self.tensors, self.order, self.seed = programs, tensors, order, seed
         self.report = SimReport()
         self._found: dict[tuple[str, str, bool], Finding] = {}
@@ -194,6 +208,7 @@ class Simulation:
                 f"({', '.join(self.programs)})"
             )
         _check_launch(program, what)
+        sampling.refuse_more(self.report.sampled, what)
         where = self._residency(program, what)
         if what.cooperative and 0 < where.gpu_ctas < what.num_ctas:
             raise CooperativeTooLarge(
@@ -213,7 +228,24 @@ class Simulation:
                 self._run(scheduler, what)
             finally:  # NOTE: what was found before an error counts
                 self._add_up(scheduler, what)
+                self._sample(program, what, memory, [scheduler.m.global_races.written()])
                 scheduler.m.release()
+
+    def _clusters(self, program: Program, what: Launch) -> list[int]:
+        return sampling.pick(program, what, self.clusters)
+
+    def _sample(
+        self,
+        program: Program,
+        what: Launch,
+        memory: GlobalMemory,
+        written: Sequence[dict[int, np.ndarray]],
+    ) -> None:
+        """Tells of clusters that were not run; ``written`` by those that were."""
+        ran, count = len(self._clusters(program, what)), what.num_ctas // what.cluster_size
+        if ran < count:
+            self.report.sampled.append(Sampled(what.kernel, ran, count))
+            self.report.written |= sampling.elements(self.tensors, memory, written)
 
     def _run_divided(self, program: Program, what: Launch, memory: GlobalMemory) -> bool:
         """Runs it in several processes; False if that cannot be, or one has to tell of it."""
@@ -233,10 +265,11 @@ class Simulation:
                 return None
             return division.Part(scheduler.executed, machine.global_races.touched(box_places))
 
-        clusters = order.start_order(list(range(what.num_ctas // size)))
+        clusters = order.start_order(self._clusters(program, what))
         parts = division.run_parts(memory, division.shares(clusters, self.jobs), run)
         if parts is None:
             return False
+        self._sample(program, what, memory, [part.touched.written for part in parts])
         self._count(program, what, np.sum([part.executed for part in parts], 0))
         return True
 
@@ -255,10 +288,10 @@ class Simulation:
         return Scheduler(machine, self.limit)
 
     def _residency(self, program: Program, what: Launch) -> Residency:
-        return residency(program, what)
+        return residency(program, what, len(self._clusters(program, what)) * what.cluster_size)
 
     def _run(self, scheduler: Scheduler, what: Launch) -> None:
-        clusters = list(range(what.num_ctas // what.cluster_size))
+        clusters = self._clusters(scheduler.m.program, what)
         self._run_clusters(scheduler, scheduler.policy.start_order(clusters))
 
     def _run_clusters(self, scheduler: Scheduler, clusters: Sequence[int]) -> None:
@@ -288,7 +321,7 @@ class Simulation:
     def _count(self, program: Program, what: Launch, executed: np.ndarray) -> None:
         report = self.report
         report.launches += 1
-        report.ctas += what.num_ctas
+        report.ctas += len(self._clusters(program, what)) * what.cluster_size
         report.instructions += int(executed.sum())
         counts = Counter(report.counts)
         for ins, n in zip(program.code, executed.tolist(), strict=True):

@@ -11,6 +11,7 @@ import pytest
 from broken_ptx import broken
 from ptx_kernel import Shape, module, simulate_ptx
 
+from cutex.debug_info import _MARK, DebugInfo, debug_info_of
 from cutex.sim import BadAddress, BadOperand, Deadlock, Endless, SimError, UnknownInstruction
 from cutex.sim.host.capture import HostFunction, HostTensor
 from cutex.sim.ptx.decode import _DEFINITIONS, Decoder
@@ -137,6 +138,11 @@ def test_broken_texts_of_compiled_kernels(arch):
             host(tensors, run.launch)
         except SimError as error:
             assert "PTX line" in str(error) or "which is not in the PTX" in str(error)
+
+
+@pytest.mark.parametrize("text", ["{", '{"frames": [], "calls": [], "smem": []}', "[1, 2]", "{}"])
+def test_a_changed_comment_about_the_source_says_nothing(text):
+    assert debug_info_of(f"\n{_MARK}{text}\n") == DebugInfo({}, {})
 
 
 # ---- every token is accounted for

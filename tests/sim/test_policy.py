@@ -36,10 +36,11 @@ def test_an_operation_says_its_engine_bytes_and_flops(arch, engine, monkeypatch)
     flops, size = Counter[Engine](), Counter[Engine]()
     issue = Flight.issue
 
-    def noted(flight: Flight, op: Operation) -> None:
-        flops[op.engine] += op.flops
-        size[op.engine] += op.bytes
-        issue(flight, op)
+    def noted(flight: Flight, *ops: Operation) -> None:
+        for op in ops:
+            flops[op.engine] += op.flops
+            size[op.engine] += op.bytes
+        issue(flight, *ops)
 
     monkeypatch.setattr(Flight, "issue", noted)
     target = stage(arch, 5)

@@ -14,8 +14,8 @@ agent, with counts of the vector clocks (see clocks).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -42,9 +42,10 @@ class Last:
     def __init__(self, num_ctas: int) -> None:
         self.slot = np.zeros(num_ctas, np.int32)
         self.count = np.zeros(num_ctas, np.int32)  # 0: none
-        self.operation: list[Operation | None] = [None] * num_ctas
+        self.operation = np.full(num_ctas, None, object)
 
-    def set(self, cta: int, slot: int, count: int, op: Operation) -> None:
+    def set(self, cta: Any, slot: int, count: Any, op: Any) -> None:
+        """Of one CTA, or of several, with an array of each but the slot."""
         self.slot[cta], self.count[cta], self.operation[cta] = slot, count, op
 
 
@@ -105,13 +106,64 @@ class AsyncAccesses:
                 self._check(op, tracks[-1], place, write, issuers)
         for place, track in zip(op.reads, tracks, strict=False):
             for slot, count in self._agents(op, place):
-                if slot not in track.reads:
-                    track.reads[slot] = Last(self.m.grid.num_ctas)
-                track.reads[slot].set(place.cta, slot, count, op)
+                self._reads(track, slot).set(place.cta, slot, count, op)
         for place, track in zip(op.writes, tracks[len(op.reads) :], strict=True):
             self._forget(track, place.cta)
             ((slot, count),) = self._agents(op, place)
             track.write.set(place.cta, slot, count, op)
+
+    def issue_alike(self, ops: Sequence[Operation]) -> None:
+        """Operations of one instruction, in clusters of their own, whose places are the same in
+        each: they are checked together, or one by one where there may be something to tell.
+        """
+        first, columns = ops[0], list(zip(*(op.reads + op.writes for op in ops), strict=True))
+        issuers = np.array([op.issuers for op in ops])
+        of_warps = np.array([op.agents for op in ops]) if first.agents else None
+        accesses: list[tuple[bool, Track, np.ndarray, np.ndarray]] = []
+        for i, places in enumerate(columns):
+            place, write = places[0], i >= len(first.reads)
+            track, ctas = self._track(place), np.array([p.cta for p in places])
+            by = issuers if place.part is None else issuers[:, place.part, None]
+            if of_warps is None:
+                agents = np.array([self._agents(*each) for each in zip(ops, places, strict=True)])
+            else:
+                agents = of_warps if place.part is None else of_warps[:, place.part, None]
+            same = bool((agents[..., 0] == agents[0, :, 0]).all())  # slots, of other clusters
+            if not same or not self._come_after(track, place, write, ctas, by):
+                for op in ops:
+                    self.issue(op)
+                return
+            accesses.append((write, track, ctas, agents))
+        operations = np.array(ops, object)
+        for write, track, ctas, agents in accesses:
+            if write:
+                self._forget(track, ctas)
+            for slot, counts in zip(agents[0, :, 0].tolist(), agents[..., 1].T, strict=True):
+                last = track.write if write else self._reads(track, slot)
+                last.set(ctas, slot, counts, operations)
+
+    def _come_after(
+        self, track: Track, place: Place, write: bool, ctas: np.ndarray, issuers: np.ndarray
+    ) -> bool:
+        """Whether accesses to a place in ``ctas`` (n,), by warps (n, those of an operation), come
+        after all others there for certain.
+        """
+        if not isinstance(place, Span) or self.m.smem_shadow.touched_any(place, ctas):
+            return False
+        for other in track.meets:
+            for last, _ in self._lasts(other, write):
+                count = last.count[ctas]
+                if not np.count_nonzero(count):
+                    continue
+                known = self.m.clocks.known[issuers, last.slot[ctas, None]]
+                if np.count_nonzero(count[:, None] > known):
+                    return False
+        return True
+
+    def _reads(self, track: Track, slot: int) -> Last:
+        if slot not in track.reads:
+            track.reads[slot] = Last(self.m.grid.num_ctas)
+        return track.reads[slot]
 
     def _check(
         self, op: Operation, track: Track, place: Place, write: bool, issuers: list[int]
@@ -224,7 +276,7 @@ class AsyncAccesses:
             self._forget(self._track(place), place.cta)
 
     @staticmethod
-    def _forget(track: Track, cta: int) -> None:
+    def _forget(track: Track, cta: int | np.ndarray) -> None:
         for inner in track.covers:
             inner.write.count[cta] = 0
             for last in inner.reads.values():

@@ -77,6 +77,14 @@ class Clocks:
         self.count(warp)
         return given
 
+    def give_each(self, warps: np.ndarray, whole: np.ndarray) -> dict[int, np.ndarray]:
+        """What each of several warps (n,) releases; ``whole`` (n,)."""
+        given = self.rows[:, warps].swapaxes(0, 1).copy()  # (n, 4, slots)
+        own, of = self.slot[warps][whole], np.flatnonzero(whole)
+        given[of, 3, own] = given[of, 0, own]
+        self.count(warps)
+        return dict(zip(warps.tolist(), given, strict=True))
+
     def take(self, warp: int, given: np.ndarray | None) -> None:
         """``warp`` acquires what others gave."""
         if given is not None:

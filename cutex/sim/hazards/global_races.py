@@ -210,9 +210,13 @@ class GlobalRaces:
         elif self.writes:
             self._check_box(read, places, warp)
 
+    def written(self) -> dict[int, np.ndarray]:
+        """A bit for each byte, by the regions' addresses, of those that may be looked at."""
+        return {base: np.packbits(last.who != 0) for base, last in self.writes.items()}
+
     def touched(self, places: Places) -> Touched:
         """By the clusters that have run."""
-        written = {base: last.who != 0 for base, last in self.writes.items()}
+        written = self.writes
         read = {base: last.who != 0 for base, last in self.reads.items()}
         loaded = set()
         for box in self.boxes.values():
@@ -224,7 +228,7 @@ class GlobalRaces:
             elif (region_of := self.m.memory.find(box.tmap.address)) is not None:
                 loaded.add(region_of.base)
         return Touched(
-            {base: np.packbits(marks) for base, marks in written.items()},
+            self.written(),
             {base: np.packbits(marks) for base, marks in read.items()},
             loaded - written.keys(),
         )

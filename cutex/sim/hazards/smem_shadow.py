@@ -128,6 +128,11 @@ class SmemShadow:
         low, high = self.low.item(span.cta), self.high.item(span.cta)
         return span.high > low * WORD and span.low <= high * WORD
 
+    def touched_any(self, span: Span, ctas: np.ndarray) -> bool:
+        """Whether they may have in any of these CTAs."""
+        low, high = self.low[ctas], self.high[ctas]
+        return bool(((span.high > low * WORD) & (span.low <= high * WORD)).any())
+
     def asynchronous(self, warp: int, span: Span, write: bool, op: Operation) -> None:
         """``op`` of the async proxy by ``warp``; ``write``: it overwrites the span."""
         if span.chunks is None:

@@ -67,6 +67,7 @@ class Calls:
     resources: bool = False  # report what each kernel takes
     jobs: int = 1  # processes that simulate a grid together
     checks: bool = True  # look for races
+    clusters: int | None = None  # of a grid, that are simulated
     launches: dict[str, int] = field(default_factory=dict)
     report: SimReport = field(default_factory=SimReport)
     errors: list[tuple[SimError, str]] = field(default_factory=list)  # with the PTX they are about
@@ -91,7 +92,7 @@ class Calls:
         sim = Simulation(
             function.programs, regions, order=self.order, seed=self.seed, limit=self.limit,
             cubin=(function.host.cubin or b"") if self.resources else None, jobs=self.jobs,
-            checks=self.checks,
+            checks=self.checks, clusters=self.clusters,
         )  # fmt: skip
 
         def launch(what: Launch) -> None:
@@ -129,6 +130,7 @@ class Calls:
             f"kernel{'s' * (kernels != 1)} in order {self.order}, {done.instructions} "
             f"warp-instructions, {done.seconds:.1f} s, {found or 'no'} "
             f"finding{'s' * (found != 1)}{more}{ended}{'' if self.checks else ', races unchecked'}"
+            + "".join(f"; {text}" for text in dict.fromkeys(map(str, done.sampled)))
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -139,6 +141,7 @@ class Calls:
             "launches": self.launches,
             "warp_instructions": self.report.instructions,
             "seconds": self.report.seconds,
+            "sampled": [str(s) for s in self.report.sampled],
             "errors": [{"type": type(e).__name__, "report": str(e)} for e, _ in self.errors],
             "kernels": [k.as_dict() for k in self.report.kernels.values()],
             "findings": [r.as_dict() for r in folded(self.report.findings)],
@@ -165,6 +168,7 @@ class Calls:
         total.instructions += new.instructions
         total.seconds += new.seconds
         total.kernels.update(new.kernels)
+        total.sampled += new.sampled
         for mine, theirs in ((total.findings, new.findings), (total.advisories, new.advisories)):
             known = {(f.rule, f.where) for f in mine}
             for finding in theirs:

@@ -166,10 +166,12 @@ class _Stream:
 
 
 class _Event:
-    cuda_event = 0
+    cuda_event = 0  # made by its first record, as torch does
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
-    def record(self, *_: Any) -> None: ...
+    def record(self, *_: Any) -> None:
+        self.cuda_event = id(self)
+
     def wait(self, *_: Any) -> None: ...
     def synchronize(self) -> None: ...
     def query(self) -> bool:

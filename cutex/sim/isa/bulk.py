@@ -44,8 +44,8 @@ def bulk_copy(d: Decoder) -> Execute:
         if "tensor" not in d.mods:
             d.src(1, "u32")
         return lambda b: None
-    d.only(*MODS)
     to_shared = d.ins.op.split("global")[0].find("shared") >= 0
+    d.only(*MODS, *(["im2col"] if to_shared else []))
     if "tensor" in d.mods:
         return tensor_load(d) if to_shared else tensor_store(d, None)
     if "global" not in d.mods:

@@ -15,8 +15,8 @@ from cutex.sim.ptx.decode import Decoder
 
 MODS = (
     "async", "bulk", "tensor", "1d", "2d", "3d", "4d", "5d", "shared", "cta", "cluster", "global",
-    "tile", "mbarrier", "complete_tx", "bytes", "L2", "cache_hint", "bulk_group", "multicast",
-    "cta_group", "1", "2",
+    "tile", "gather4", "scatter4", "mbarrier", "complete_tx", "bytes", "L2", "cache_hint",
+    "bulk_group", "multicast", "cta_group", "1", "2",
     "reduce", "add", "min", "max", "and", "or", "xor",
 )  # fmt: skip
 

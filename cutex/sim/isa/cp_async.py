@@ -160,7 +160,8 @@ def _arriver(
 ) -> Callable[[np.ndarray], None]:
     def arrive(given: np.ndarray) -> None:
         who = f"cp.async of {m.grid.name_warp(warp)}"
-        m.mbarriers.give(*barrier, given, ins)
-        m.mbarriers.arrive(*barrier, len(lanes), who, ins)
+        after = m.mbarriers.get(*barrier, ins)
+        m.mbarriers.give(after, given)
+        m.mbarriers.arrive(after, len(lanes), who, ins)
 
     return arrive

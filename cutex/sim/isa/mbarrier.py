@@ -114,29 +114,29 @@ def mbarrier_arrive(d: Decoder) -> Execute:
         amounts = b.lanes(amount(b)) if amount else None
         tokens = np.zeros((b.n, 32), np.uint64)
         places = list(barrier.each(b))
+        warps, mbarriers, found = b.idx.tolist(), d.m.mbarriers, []
         for row, _, cta, offset in places:
-            d.m.mbarriers.use(cta, offset, int(b.idx[row]), d.ins)
-            d.m.mbarriers.reach(cta, offset, int(b.idx[row]), "an arrival", d.ins)
+            found.append(mbarriers.use(cta, offset, warps[row], d.ins))
+            mbarriers.reach(found[-1], warps[row], "an arrival", d.ins)
         whole = np.ones(b.n, bool) if b.mask is None else ~(d.m.live[b.idx] & ~b.mask).any(1)
-        given = {
-            int(b.idx[row]): d.m.clocks.give(int(b.idx[row]), whole=bool(whole[row]))
-            for row in np.nonzero(b.any_active())[0]
-        }
-        for row, lane, cta, offset in places:
-            mine = given[int(b.idx[row])]
-            if not to_cluster and cta != d.m.grid.warp_cta[b.idx[row]]:
+        active, ctas = b.any_active(), d.m.grid.warp_cta[b.idx].tolist()
+        given = d.m.clocks.give_each(b.idx[active], whole[active])
+        for (row, lane, _, _), at in zip(places, found, strict=True):
+            mine = given[warps[row]]
+            if not to_cluster and at.cta != ctas[row]:
                 mine = mine.copy()
                 mine[3, : d.m.clocks.warps] = 0
-            d.m.mbarriers.give(cta, offset, mine, d.ins)
-            who = f"{d.m.grid.name_warp(int(b.idx[row]))} lane {lane}"
+            mbarriers.give(at, mine)
+            who = f"{d.m.grid.name_warp(warps[row])} lane {lane}"
             n = int(amounts[row, lane]) if amounts is not None else 1
-            tokens[row, lane] = d.m.mbarriers.phases(cta, offset)
+            if state:
+                tokens[row, lane] = at.phases
             if expect:
                 # NOTE: tx first, or a phase whose bytes have come could complete on the arrival
                 # alone
-                d.m.mbarriers.expect_tx(cta, offset, n, who, d.ins)
+                mbarriers.expect_tx(at, n, who, d.ins)
                 n = 1
-            d.m.mbarriers.arrive(cta, offset, n, who, d.ins, drop)
+            mbarriers.arrive(at, n, who, d.ins, drop)
         if state:
             state(b, tokens)
 
@@ -148,15 +148,19 @@ def mbarrier_tx(d: Decoder) -> Execute:
     """9.7.13.15.11, 9.7.13.15.12"""
     d.only(*_MBARRIER_MODS)
     barrier, size = BarrierOperand(d, 0), d.src(1, "u32")
-    change = d.m.mbarriers.expect_tx if d.parts[1] == "expect_tx" else d.m.mbarriers.complete_tx
+    expects = d.parts[1] == "expect_tx"
 
     def execute(b: Batch) -> None:
         sizes = b.lanes(size(b))
         for row, lane, cta, offset in barrier.each(b):
-            warp = int(b.idx[row])
-            d.m.mbarriers.use(cta, offset, warp, d.ins)
-            d.m.mbarriers.reach(cta, offset, warp, f"a {d.parts[1]}", d.ins)
-            change(cta, offset, int(sizes[row, lane]), d.m.grid.name_warp(warp), d.ins)
+            warp, n = int(b.idx[row]), int(sizes[row, lane])
+            at = d.m.mbarriers.use(cta, offset, warp, d.ins)
+            d.m.mbarriers.reach(at, warp, f"a {d.parts[1]}", d.ins)
+            who = d.m.grid.name_warp(warp)
+            if expects:
+                d.m.mbarriers.expect_tx(at, n, who, d.ins)
+            else:
+                d.m.mbarriers.complete_tx(cta, offset, n, who, d.ins)
 
     return execute
 
@@ -184,19 +188,21 @@ def mbarrier_wait(d: Decoder) -> Execute:
         result = np.zeros((b.n, 32), bool)
         out = np.zeros(b.n, np.int8)
         failed = False
+        warps = b.idx.tolist()
         for row, groups in barrier.by_warp(b, values):
-            warp = int(b.idx[row])
+            warp, some = warps[row], len(groups) > 1
             for lanes, cta, offset in groups:
                 value = int(values[row, lanes[0]])
                 waited = m.mbarriers.use(cta, offset, warp, ins)
                 if not passed(waited.phases, value):
                     continue
                 m.mbarriers.acquire(waited, warp)
-                result[row, lanes] = True
+                some = True
+                result[row, slice(None) if lanes is _LANES else lanes] = True
                 if by_parity:
                     m.last_wait[warp][cta, offset] = PassedWait(value & 1, waited.phases, ins)
             # NOTE: where lanes wait for several barriers, those that have to get false at once
-            if result[row].any() or len(groups) > 1:
+            if some:
                 continue
             lanes, cta, offset = groups[0]
             if may_sleep and not m.timed_out[warp, lanes].all():

@@ -189,9 +189,7 @@ def _arriver(
                 number = int(given[0, m.clocks.agent(Kind.TENSOR, warp)])
                 use = RemoteUse(number, after.phases + 1, "the commit", warp, ins)
                 m.lifetimes.use(target, m.clocks.agent(Kind.TENSOR, warp), use, after)
-            m.mbarriers.give(target, offset, given, ins)
-            m.mbarriers.arrive(
-                target, offset, 1, f"tcgen05.commit of {m.grid.name_warp(warp)}", ins
-            )
+            m.mbarriers.give(after, given)
+            m.mbarriers.arrive(after, 1, f"tcgen05.commit of {m.grid.name_warp(warp)}", ins)
 
     return complete

@@ -2,7 +2,8 @@
 
 NVIDIA documents the tensor map as opaque. The layout here was established from descriptors made by
 the DSL and the driver, from the immediates of ``tensormap.replace``, and by loading hand-made
-descriptors on an H200; only the first 64 bytes are used in tiled mode.
+descriptors on an H200; only the first 64 bytes are used in tiled mode. That of im2col mode is from
+what the DSL makes of corners, strides and columns of 3 to 5 dimensions; no GPU has been asked.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _TYPE_BYTES = {
     0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 4, 9: 8, 10: 2, _B4X16: 1, **_PADDED,
 }  # fmt: skip
 _F32_FTZ = 8
+_IM2COL = 1  # a bit of the flags
 _NAN_FILL = {6: 0x7FF7, 10: 0x7FF7, 7: 0x7FF77FF7}  # f16, bf16, f32
 _TYPE_NAMES = {
     0: "u8",
@@ -43,6 +45,22 @@ _TYPE_NAMES = {
 
 
 @dataclass(frozen=True)
+class Pixels:
+    """What a map of im2col mode has besides (PTX ISA 5.5.4): corners of the bounding box, by W, H
+    and D, as far as the tensor has them; and pixels of a column.
+    """
+
+    lower: tuple[int, ...]
+    upper: tuple[int, ...]
+    count: int
+
+    def bounds(self, tmap: TensorMap) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The first and the last place of the filter's base."""
+        sizes = zip(tmap.dims[1:-1], self.upper, strict=True)
+        return self.lower, tuple(size - 1 + corner for size, corner in sizes)
+
+
+@dataclass(frozen=True)
 class TensorMap:
     """Dimensions, strides and box, innermost first; strides in bytes, ``strides[0]`` the element's
     size. Of packed 4-bit elements, two are one element here: a byte; of padded 4- or 6-bit ones 16,
@@ -58,6 +76,7 @@ class TensorMap:
     swizzle: int  # 0 none, 1 32 B, 2 64 B, 3 128 B, 4 128 B of 32-byte atoms
     nan_fill: bool
     tf32: bool
+    pixels: Pixels | None = None  # in im2col mode, in which a box has channels only
 
     @property
     def itemsize(self) -> int:
@@ -100,12 +119,16 @@ class TensorMap:
     @cached_property
     def bytes(self) -> int:
         """Bytes of one box in shared memory, out-of-bounds elements included."""
-        return self.shared_itemsize * prod(self.traversed)
+        return self.shared_itemsize * prod(self.traversed) * self._columns
 
     @cached_property
     def tx_bytes(self) -> int:
         """What complete_tx counts of a load: without padding, as CUTLASS's examples announce."""
-        return self.itemsize * prod(self.traversed)
+        return self.itemsize * prod(self.traversed) * self._columns
+
+    @property
+    def _columns(self) -> int:
+        return 1 if self.pixels is None else self.pixels.count
 
     def why_not(self) -> str | None:
         """Why no copy takes this map: what traps, or what the simulator does not define."""
@@ -122,6 +145,8 @@ class TensorMap:
         if self.swizzle and row < span:
             # NOTE: CUDA asks for room for whole swizzle rows there, without saying what is where
             return f"box rows of {row} bytes are narrower than the {span}-byte swizzle: not defined"
+        if self.pixels is not None and not (self.plain and self.rank > 2):
+            return "the simulator does not define im2col mode of padded or tf32 elements"
         if self.kind == _F32_FTZ:
             return "the simulator does not define copies of f32.ftz"
         if self.nan_fill and self.kind not in _NAN_FILL:
@@ -148,7 +173,7 @@ class TensorMap:
 
 @lru_cache(maxsize=4096)
 def decode_map(raw: bytes) -> TensorMap:
-    """Decodes a tiled-mode tensor map. Raises BadOperand for what is not one."""
+    """Decodes a tensor map of tiled or im2col mode. Raises BadOperand for what is not one."""
     w = np.frombuffer(raw[:64], np.uint32).astype(np.int64)
     flags = int(w[2])
     rank, kind = (flags >> 4 & 7) + 1, flags >> 7 & 15
@@ -176,6 +201,13 @@ def decode_map(raw: bytes) -> TensorMap:
         (int(w[14]) >> 8 * i & 255) + 1 for i in range(rank - 1)
     ]
     dims = [int(w[8 + i]) + 1 for i in range(rank)]
+    pixels = None
+    if flags & _IM2COL:
+        if not 3 <= rank <= 5:
+            raise BadOperand(f"bad operand: tensor map of im2col mode with rank {rank}")
+        box[1:] = [1] * (rank - 1)
+        corners = _corners(int(w[14]), rank), _corners(int(w[14]) >> 16, rank)
+        pixels = Pixels(*corners, (int(w[15]) & 1023) + 1)
     if kind == _B4X16 or kind in _PADDED:
         count = 2 if kind == _B4X16 else 16
         if dims[0] % count or box[0] % count:
@@ -193,7 +225,15 @@ def decode_map(raw: bytes) -> TensorMap:
         swizzle=swizzle,
         nan_fill=bool(flags >> 15 & 1),
         tf32=bool(flags >> 16 & 1),
+        pixels=pixels,
     )
+
+
+def _corners(word: int, rank: int) -> tuple[int, ...]:
+    """By W, H and D, signed: of 16, 8 or 5 bits, as there is one of them, two or three."""
+    bits = {3: 16, 4: 8, 5: 5}[rank]
+    values = [word >> bits * i & (1 << bits) - 1 for i in range(rank - 2)]
+    return tuple(v - (v >> bits - 1 << bits) for v in values)
 
 
 def swizzle_chunks(chunks: np.ndarray, bits: int) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Hashable, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from cutex.sim.errors import BadOperand
 from cutex.sim.hazards.clocks import Kind
-from cutex.sim.isa import atomics
+from cutex.sim.isa import atomics, im2col
 from cutex.sim.isa.bulk_operands import (
     Value,
     active_lanes,
@@ -19,6 +19,7 @@ from cutex.sim.isa.bulk_operands import (
     signalled,
     targets,
 )
+from cutex.sim.isa.im2col import PixelBox
 from cutex.sim.isa.tensormap import (
     MAP_BYTES,
     Overlap,
@@ -33,6 +34,7 @@ from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.memory import PARAM_WINDOW, Region
 from cutex.sim.machine.operation import Engine, Operation, Span
 from cutex.sim.ptx.decode import Decoder, Execute
+from cutex.sim.ptx.operands import Vector
 
 
 class MapOperand:
@@ -70,19 +72,20 @@ def tensor_load(d: Decoder) -> Execute:
     m, ins = d.m, d.ins
     to, tmap_at, barrier = Value(d.address(0)), Value(d.address(1, True)), Value(d.address(2))
     map_of, boxes = MapOperand(d), Boxes(d)
-    coordinates = [Value(c) for c in d.coordinates(1)]
-    multicast = multicast_mask(d)
+    coordinates = [Value(c) for c in (*d.coordinates(1), *_offsets(d))]
+    multicast, places_of = multicast_mask(d), _places_of(d)
     pair = "cta_group::2" in ins.op
 
     def execute(b: Batch) -> None:
         t, maps, bars, cs = to(b), tmap_at(b), barrier(b), [c(b) for c in coordinates]
         masks = multicast(b) if multicast else None
+        alike: dict[Hashable, list[Operation]] = {}
         for row, lane in active_lanes(b):
             tmap = map_of.read(int(b.idx[row]), int(maps[row, lane]))
-            at = _place(d, tmap, tuple(int(c[row, lane]) for c in cs))
-            box = boxes.of(tmap, at)
-            align = 128 if tmap.swizzle else 16
-            cta, offset = shared_place(d, b, row, lane, int(t[row, lane]), tmap.bytes, 16)
+            places = places_of(tmap, tuple(int(c[row, lane]) for c in cs))
+            found = [boxes.loaded(tmap, at) for at in places]
+            size, align = tmap.bytes * len(found), 128 if tmap.swizzle else 16
+            cta, offset = shared_place(d, b, row, lane, int(t[row, lane]), size, 16)
             if offset % align and tmap.swizzle:
                 m.findings.add(
                     "bad operand",
@@ -91,20 +94,23 @@ def tensor_load(d: Decoder) -> Execute:
                 )
             bar_cta, bar = shared_place(d, b, row, lane, int(bars[row, lane]), 8, 8)
             mask = int(masks[row, lane]) if masks is not None else None
-            _order_grids(m, tmap, at, int(b.idx[row]), False, ins)
-            m.global_races.box(tmap, at, int(b.idx[row]), box_places, ins)
+            for at in places:
+                _order_grids(m, tmap, at, int(b.idx[row]), False, ins)
+                m.global_races.box(tmap, at, int(b.idx[row]), box_places, ins)
             for target in targets(d, cta, mask):
                 signal = (bar_cta if mask is None else signalled(m, target, bar_cta, pair), bar)
                 m.mbarriers.use(*signal, int(b.idx[row]), ins)
                 op = Operation(
-                    f"the TMA load of {box.name}", int(b.idx[row]), ins,
-                    ("tma", m.flight.issued, target),
-                    _loader(m, box, target, offset, signal, ins),
-                    Engine.TMA_LOAD, tmap.bytes,
-                    writes=[Span(target, offset, offset + tmap.bytes)], signals=[signal],
-                    source=(tmap, at),
+                    f"the TMA load of {_named(found)}", int(b.idx[row]), ins, None,
+                    _loader(m, found, target, offset, signal, ins), Engine.TMA_LOAD, size,
+                    writes=[Span(target, offset, offset + size)], signals=[signal],
+                    source=(tmap, places),
                 )  # fmt: skip
-                m.flight.issue(op)
+                ranks = int(m.grid.cta_rank[cta]), int(m.grid.cta_rank[target])
+                who = int(m.grid.warp_in_cta[b.idx[row]]), lane
+                alike.setdefault((who, ranks, offset, size), []).append(op)
+        for ops in alike.values():
+            m.flight.issue(*ops)
 
     return execute
 
@@ -145,6 +151,7 @@ class Boxes:
     def __init__(self, d: Decoder) -> None:
         self.d = d
         self.met: dict[tuple[int, tuple[int, ...]], Box] = {}
+        self.pixels: dict[tuple[int, tuple[int, ...]], PixelBox] = {}
 
     def of(self, tmap: TensorMap, at: tuple[int, ...]) -> Box:
         key = id(tmap), at  # NOTE: each box keeps its map, so that its number stays its own
@@ -153,9 +160,57 @@ class Boxes:
             box = self.met[key] = Box(self.d, tmap, at)
         return box
 
+    def loaded(self, tmap: TensorMap, at: tuple[int, ...]) -> Box | PixelBox:
+        """The same, or of a map of im2col mode."""
+        if tmap.pixels is None:
+            return self.of(tmap, at)
+        key = id(tmap), at
+        if key not in self.pixels:
+            self.pixels[key] = PixelBox(self.d.m.memory, tmap, at)
+        return self.pixels[key]
+
+
+def _places_of(
+    d: Decoder,
+) -> Callable[[TensorMap, tuple[int, ...]], tuple[tuple[int, ...], ...]]:
+    """Where the boxes of an instruction with these coordinates start, in the map's elements: one,
+    or with gather4 and scatter4 (PTX ISA 5.5.3) a row of each of four, which lie one behind the
+    other in shared memory.
+    """
+    if "im2col" in d.mods:
+        rank = len(d.coordinates(1))
+        return lambda tmap, at: (im2col.start(tmap, at[:rank], at[rank:], d.ins),)
+    if not {"gather4", "scatter4"} & set(d.mods):
+        return lambda tmap, at: (_place(d, tmap, at),)
+    if "2d" not in d.mods or d.m.program.target.startswith("sm_90"):
+        raise d.unknown(f"four rows of other than 2d, or on {d.m.program.target}")
+
+    def four(tmap: TensorMap, at: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        if len(at) != 5 or tmap.rank != 2 or tmap.traversed[1] != 1:
+            raise BadOperand.at(
+                d.ins,
+                f"{len(at)} coordinates and a {tmap}: four rows are a column and four rows, of a "
+                "tensor map of rank 2 whose box is one row",
+            )
+        return tuple(_place(d, tmap, (at[0], row)) for row in at[1:])
+
+    return four
+
+
+def _offsets(d: Decoder) -> list[Any]:
+    """Those of im2col mode, 16 bits each."""
+    operand = d.ins.operands[3] if "im2col" in d.mods else None
+    return [d.read(o, "u16") for o in operand.items] if isinstance(operand, Vector) else []
+
+
+def _named(boxes: Sequence[Box | PixelBox]) -> str:
+    return ", ".join(dict.fromkeys(box.name for box in boxes))
+
 
 def _place(d: Decoder, tmap: TensorMap, at: tuple[int, ...]) -> tuple[int, ...]:
     """Coordinates in the map's elements."""
+    if tmap.pixels is not None:
+        raise BadOperand.at(d.ins, f"a {tmap} is of im2col mode, this copy of tiled mode")
     if len(at) != tmap.rank:
         raise BadOperand.at(d.ins, f"{len(at)} coordinates for a tensor map of rank {tmap.rank}")
     # Seen on an H200: an inner coordinate that is not a multiple of 16 bytes traps.
@@ -172,7 +227,13 @@ def _place(d: Decoder, tmap: TensorMap, at: tuple[int, ...]) -> tuple[int, ...]:
 def _order_grids(
     m: Machine, tmap: TensorMap, at: tuple[int, ...], warp: int, write: bool, ins: Any
 ) -> None:
-    if m.grid_order.active and not (part := overlap(tmap, at)).empty:
+    if tmap.pixels is not None:
+        places = PixelBox(m.memory, tmap, at).places() if m.grid_order.active else None
+        if places is not None:
+            region, first = places
+            low, size = int(first.min()), int(first.max() - first.min()) + tmap.itemsize
+            m.grid_order.box(warp, region.base + low, size, write, ins)
+    elif m.grid_order.active and not (part := overlap(tmap, at)).empty:
         m.grid_order.box(warp, tmap.address_of(part), _extent(tmap, part), write, ins)
 
 
@@ -225,6 +286,9 @@ def box_places(
     """The tensor that a load reads, and the first byte of each element; None outside of it, or
     where it is not ``among`` these, by their addresses.
     """
+    if tmap.pixels is not None:
+        found = PixelBox(m.memory, tmap, at).places()
+        return None if found is None or found[0].base not in among else found
     part = overlap(tmap, at)
     if part.empty:
         return None
@@ -257,19 +321,25 @@ def _swizzled(first: int, count: int, swizzle: int) -> np.ndarray:
 
 
 def _loader(
-    m: Machine, box: Box, cta: int, offset: int, signal: tuple[int, int], ins: Any
+    m: Machine,
+    boxes: Sequence[Box | PixelBox],
+    cta: int,
+    offset: int,
+    signal: tuple[int, int],
+    ins: Any,
 ) -> Callable[[], None]:
-    tmap = box.tmap
+    tmap = boxes[0].tmap
 
     def complete() -> None:
-        chunks = box.chunks()
+        each = [box.chunks() for box in boxes]
+        chunks = each[0] if len(each) == 1 else np.concatenate(each)
         where = _swizzled(offset >> 4, len(chunks), tmap.swizzle)
         m.smem_chunks[cta][where] = chunks
         row = m.box_swizzle[cta], m.box_line[cta]
         # NOTE: a swizzle stays within rows of 128 bytes
         span = where if offset % 128 else slice(offset >> 4, (offset >> 4) + len(chunks))
         row[0][span], row[1][span] = tmap.swizzle + 1, ins.line
-        m.mbarriers.complete_tx(*signal, tmap.tx_bytes, "a TMA load", ins)
+        m.mbarriers.complete_tx(*signal, tmap.tx_bytes * len(boxes), "a TMA load", ins)
 
     return complete
 
@@ -285,7 +355,7 @@ def tensor_store(d: Decoder, combine: str | None) -> Execute:
     m, ins = d.m, d.ins
     tmap_at, frm = Value(d.address(0, True)), Value(d.address(1))
     map_of, boxes = MapOperand(d), Boxes(d)
-    coordinates = [Value(c) for c in d.coordinates(0)]
+    coordinates, places_of = [Value(c) for c in d.coordinates(0)], _places_of(d)
 
     def execute(b: Batch) -> None:
         maps, f, cs = tmap_at(b), frm(b), [c(b) for c in coordinates]
@@ -301,18 +371,17 @@ def tensor_store(d: Decoder, combine: str | None) -> Execute:
                 raise BadOperand.at(ins, f"a store of a {tmap} is not defined")
             if combine and tmap.kind not in _KINDS:
                 raise BadOperand.at(ins, f"a reduction into a {tmap} is not defined")
-            where = _place(d, tmap, tuple(at))
-            box = boxes.of(tmap, where)
-            _check_stored_rows(d, tmap, where)
-            cta, offset = shared_place(d, b, row, lanes[0], source, tmap.bytes, 16)
-            warp = int(b.idx[row])
+            places, warp = places_of(tmap, tuple(at)), int(b.idx[row])
+            found, size = [boxes.of(tmap, where) for where in places], tmap.bytes * len(places)
+            for where in places:
+                _check_stored_rows(d, tmap, where)
+                _order_grids(m, tmap, where, warp, True, ins)
+            cta, offset = shared_place(d, b, row, lanes[0], source, size, 16)
             groups = [m.bulk_groups.joined((warp, lane)) for lane in lanes]
-            _order_grids(m, tmap, where, warp, True, ins)
             op = Operation(
-                f"the TMA store of {box.name}", warp, ins, ("store", m.flight.issued),
-                _storer(m, box, cta, offset, combine, groups, ins),
-                Engine.TMA_STORE, tmap.bytes,
-                reads=[Span(cta, offset, offset + tmap.bytes)],
+                f"the TMA store of {_named(found)}", warp, ins, None,
+                _storer(m, found, cta, offset, combine, groups, ins),
+                Engine.TMA_STORE, size, reads=[Span(cta, offset, offset + size)],
                 agents=[(m.clocks.agent(Kind.BULK, warp), groups[0].last)],
             )  # fmt: skip
             m.flight.issue(op)
@@ -342,32 +411,36 @@ def _check_stored_rows(d: Decoder, tmap: TensorMap, at: tuple[int, ...]) -> None
 
 def _storer(
     m: Machine,
-    of: Box,
+    boxes: Sequence[Box],
     cta: int,
     offset: int,
     combine: str | None,
     groups: list[BulkGroup],
     ins: Any,
 ) -> Callable[[], None]:
-    tmap, part = of.tmap, of.part
+    tmap = boxes[0].tmap
+
+    def store(of: Box, box: np.ndarray) -> None:
+        part, target = of.part, of.window
+        new = np.ascontiguousarray(box[part.slices[::-1]])
+        if combine is not None:
+            old = np.ascontiguousarray(target)
+            new = atomics.combine(combine, _KINDS[tmap.kind], old, new)
+        region, places = _places(m, tmap, part, target)
+        if combine is None:
+            words = new.reshape(-1, 1).view(np.uint8)
+            m.global_races.note(region, places, words, groups[0].by, ins)
+        else:
+            m.global_races.reduced(region, places, tmap.itemsize, groups[0].by, ins)
+        m.grid_order.wrote(region, places, tmap.itemsize)
+        target[...] = new
 
     def complete() -> None:
-        where = _swizzled(offset >> 4, tmap.bytes // 16, tmap.swizzle)
-        box = m.smem_chunks[cta].take(where).view(_word(tmap)).reshape(tmap.traversed[::-1])
-        if not part.empty:
-            target = of.window
-            new = np.ascontiguousarray(box[part.slices[::-1]])
-            if combine is not None:
-                old = np.ascontiguousarray(target)
-                new = atomics.combine(combine, _KINDS[tmap.kind], old, new)
-            region, places = _places(m, tmap, part, target)
-            if combine is None:
-                words = new.reshape(-1, 1).view(np.uint8)
-                m.global_races.note(region, places, words, groups[0].by, ins)
-            else:
-                m.global_races.reduced(region, places, tmap.itemsize, groups[0].by, ins)
-            m.grid_order.wrote(region, places, tmap.itemsize)
-            target[...] = new
+        where = _swizzled(offset >> 4, tmap.bytes * len(boxes) // 16, tmap.swizzle)
+        stored = m.smem_chunks[cta].take(where).view(_word(tmap))
+        for of, box in zip(boxes, np.split(stored, len(boxes)), strict=True):
+            if not of.part.empty:
+                store(of, box.reshape(tmap.traversed[::-1]))
         for group in groups:
             group.finished()
 

@@ -22,7 +22,7 @@ from cutex.sim.isa.sync import require_whole_warp
 from cutex.sim.machine.batch import RETRY, Batch
 from cutex.sim.machine.operation import Engine, Operation, Place, Span
 from cutex.sim.machine.waits import Wait
-from cutex.sim.machine.warpgroup import Descriptors, Group, Registers, Rendezvous
+from cutex.sim.machine.warpgroup import Descriptors, Group, Registers, Rendezvous, Unwaited
 from cutex.sim.numerics.fp8_sum import add_products
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.operands import Imm, Operand, Reg, Vector
@@ -74,13 +74,14 @@ def wait(d: Decoder) -> Execute:
     def execute(b: Batch) -> np.ndarray | None:
         require_whole_warp(d, b)
         out = np.zeros(b.n, np.int8)
+        warps = b.idx.tolist()
         for row in np.nonzero(b.any_active())[0].tolist():
-            warp = int(b.idx[row])
+            warp = warps[row]
             state = m.warpgroups.state(warp)
             groups = state.committed
             while groups and not groups[0].in_flight:
                 groups.pop(0)
-            if any(g.in_flight for g in groups[: max(0, len(groups) - n)]):
+            if len(groups) > n and any(g.in_flight for g in groups[: len(groups) - n]):
                 out[row] = RETRY
                 m.sleep(
                     warp,
@@ -172,19 +173,26 @@ class Wgmma:
         all_b, all_keep = bs.tolist(), keep.tolist()
         all_a = [None] * b.n if a_s is None else a_s.tolist()
         warps = b.idx.tolist()
+        states = m.warpgroups.warps
         for row in rows.tolist():
             warp = warps[row]
-            state = m.warpgroups.state(warp)
+            state = states[warp]
             where = ctas[row], groups[row], state.issued
             descriptors = Descriptors(all_a[row], all_b[row], all_keep[row])
             parts.setdefault(where, {})[warp] = descriptors
             state.issued += 1
+        alike: dict[Hashable, list[Operation]] = {}
         for where, by_warp in parts.items():
-            self._join(where, by_warp, fenced)
+            meeting = self._join(where, by_warp, fenced)
+            if len(meeting.groups) == 4:
+                del m.warpgroups.meeting[where]
+                self._issue(where[:2], meeting, alike)
+        for ops in alike.values():
+            m.flight.issue(*ops)
 
     def _join(
         self, where: tuple[int, int, int], by_warp: dict[int, Descriptors], fenced: bool
-    ) -> None:
+    ) -> Rendezvous:
         """Some warps of a warpgroup, which may be all of it, come to their wgmma. ``fenced``: all
         that it accesses comes after a fence.
         """
@@ -200,22 +208,29 @@ class Wgmma:
                     f"{m.grid.name_warp(warp)} executes another wgmma, or other descriptors, than "
                     "its warpgroup",
                 )
-            state = m.warpgroups.state(warp)
+            state = m.warpgroups.warps[warp]
             state.open.in_flight += 1
             meeting.groups.append((warp, state.open))
             meeting.agents.append((m.clocks.agent(Kind.TENSOR, warp), state.commits + 1))
             if not fenced:
                 m.warpgroups.check_fence(warp, self.touches, self.ins)
-            m.warpgroups.hold(warp, self.results, self.sources, self.ins)
+            unwaited = Unwaited(state.commits + 1, self.ins)  # that its open group has in flight
+            state.results[self.results] = unwaited
+            if self.sources is not None:
+                state.sources[self.sources] = unwaited
         if self.a_registers:
             words = m.registers[32][np.ix_(self.a_registers, list(by_warp))]
             fragments = _a_fragment(words, self.a_form.kind)
             meeting.fragments.update(zip(inside, fragments, strict=True))
-        if len(meeting.groups) == 4:
-            del m.warpgroups.meeting[where]
-            self._issue(key, meeting)
+        return meeting
 
-    def _issue(self, key: tuple[int, int], meeting: Rendezvous) -> None:
+    def _issue(
+        self,
+        key: tuple[int, int],
+        meeting: Rendezvous,
+        alike: dict[Hashable, list[Operation]],
+    ) -> None:
+        """Adds the operation to those that read the same places in other CTAs."""
         descriptors = meeting.descriptors
         inside = tuple(warp // self.m.grid.num_ctas % 4 for warp, _ in meeting.groups)
         place = key[0], descriptors.a, descriptors.b, inside
@@ -228,7 +243,8 @@ class Wgmma:
             Engine.WGMMA, operands.bytes, 2 * 64 * self.n * self.k, operands.reads,
             agents=meeting.agents, issuers=[w for w, _ in meeting.groups],
         )  # fmt: skip
-        self.m.flight.issue(op)
+        rank = int(self.m.grid.cta_rank[key[0]])
+        alike.setdefault((descriptors, inside, rank, key[1]), []).append(op)
 
     def _operands(self, cta: int, descriptors: Descriptors, inside: tuple[int, ...]) -> _Operands:
         """``inside``: of the warps that issue it, which of the warpgroup each of them is."""

@@ -54,15 +54,27 @@ class BulkGroups:
         return group
 
     def commit(self, thread: Thread) -> None:
-        group = self.open.pop(thread) if thread in self.open else BulkGroup(self.m, thread)
+        group = self.open.pop(thread, None)
+        if group is None:
+            if self.idle(thread):
+                return
+            group = BulkGroup(self.m, thread)
         self.committed.setdefault(thread, []).append(group)
         self.unwritten.setdefault(thread, []).append(group.last)
+
+    def idle(self, thread: Thread) -> bool:
+        """Whether it has committed nothing that it has yet to wait for: an empty group more, or a
+        wait, changes nothing.
+        """
+        return not self.committed.get(thread) and not self.unwritten.get(thread)
 
     def overdue(self, thread: Thread, allowed: int, written: bool) -> bool:
         """Whether a group older than the ``allowed`` most recent ones is still in flight; the
         thread knows of all of these if none is: that they have read shared memory, and, if
         ``written``, that global memory has what they wrote.
         """
+        if self.idle(thread):
+            return False
         groups = self.committed.setdefault(thread, [])
         older = groups[: max(0, len(groups) - allowed)]
         if any(g.in_flight for g in older):

@@ -29,6 +29,8 @@ class Flight:
 
     def clear(self) -> None:
         self.queues: dict[Hashable, deque[Operation]] = {}
+        # the same by first CTA of the cluster, bulk stores apart; completed ones leave late
+        self.lines: dict[bool, dict[int, deque[Operation]]] = {False: {}, True: {}}
         self.count = 0
         self.issued = 0
         # what a thread (warp, lane, cta_group) issued to the tensor cores since its last commit;
@@ -39,18 +41,44 @@ class Flight:
         for queue in self.queues.values():
             yield from queue
 
-    def issue(self, op: Operation) -> None:
-        """Puts ``op`` in flight; it must be ordered after what is on its places."""
+    def issue(self, *ops: Operation) -> None:
+        """Puts operations in flight, which must be ordered after what is on their places. Several
+        are of one instruction, each of a cluster of its own, with the same places in all.
+        """
+        for op in ops:
+            self._add(op)
+        if len(ops) == 1:
+            self.machine.async_accesses.issue(ops[0])
+        else:
+            self.machine.async_accesses.issue_alike(ops)
+
+    def _add(self, op: Operation) -> None:
         self.machine.progress += 1
         self.issued += 1
         op.number = self.issued
-        self.machine.async_accesses.issue(op)
+        if op.queue is None:
+            op.queue = self.issued
         self.queues.setdefault(op.queue, deque()).append(op)
+        cluster = self.machine.grid.first_cta[op.warp]
+        line = self.lines[op.is_store].setdefault(cluster, deque())
+        while line and line[0].done:
+            line.popleft()
+        line.append(op)
         self.count += 1
 
     def heads(self) -> list[Operation]:
         """The operations that may complete next, oldest first."""
         return sorted((q[0] for q in self.queues.values()), key=_number)
+
+    def oldest(self, stores: bool) -> list[Operation]:
+        """Of each cluster the oldest bulk store, or the oldest operation that is none."""
+        found = []
+        for line in self.lines[stores].values():
+            while line and line[0].done:
+                line.popleft()
+            if line:
+                found.append(line[0])
+        return sorted(found, key=_number)
 
     def complete(self, op: Operation) -> None:
         queue = self.queues[op.queue]

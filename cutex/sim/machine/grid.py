@@ -70,6 +70,9 @@ class Grid:
         rank = (addresses >> np.uint64(24)).astype(np.int64)
         return own - self.cta_rank[own] + rank, (addresses & np.uint64(0xFFFFFF)).astype(np.int64)
 
+    def cta_of(self, warp: int) -> int:
+        return warp % self.num_ctas
+
     def name_warp(self, warp: int) -> str:
         name = self._warp_names.get(warp)
         if name is None:

@@ -35,6 +35,8 @@ class Made:
 
 @dataclass
 class MBarrier:
+    cta: int
+    offset: int
     expected: int  # arrivals per phase
     pending: int
     made: Made
@@ -83,7 +85,7 @@ class MBarriers:
                 advisory=True,
             )
         slot = self.machine.clocks.barrier_slot(cta, offset, old is not None)
-        self.barriers[cta, offset] = MBarrier(count, count, made, slot)
+        self.barriers[cta, offset] = MBarrier(cta, offset, count, count, made, slot)
         self.machine.progress += 1
 
     def fence_init(self, warp: int, lanes: np.ndarray) -> None:
@@ -121,9 +123,8 @@ class MBarriers:
             remedy="sync_threads() behind mbarrier_init, or a barrier of the cluster for its CTAs",
         )
 
-    def give(self, cta: int, offset: int, given: np.ndarray, ins: Instruction) -> None:
+    def give(self, barrier: MBarrier, given: np.ndarray) -> None:
         """What an arriver releases to whoever waits for this phase; before it arrives."""
-        barrier = self.get(cta, offset, ins)
         barrier.given = self.machine.clocks.join(barrier.given, given)
 
     def acquire(self, barrier: MBarrier, warp: int) -> None:
@@ -134,14 +135,13 @@ class MBarriers:
         clocks.take(warp, barrier.released)
         clocks.learn(warp, barrier.slot, barrier.phases)
 
-    def reach(self, cta: int, offset: int, warp: int, what: str, ins: Instruction) -> None:
+    def reach(self, barrier: MBarrier, warp: int, what: str, ins: Instruction) -> None:
         """A warp, which may be of another CTA, is about to arrive, or to change the bytes."""
         m = self.machine
-        barrier = self.get(cta, offset, ins)
-        barrier.remote = bool(cta != m.grid.warp_cta[warp])
+        barrier.remote = barrier.cta != m.grid.cta_of(warp)
         if barrier.remote:
             use = RemoteUse(m.clocks.now(warp), barrier.phases + 1, what, warp, ins)
-            m.lifetimes.use(cta, int(m.clocks.slot[warp]), use, barrier)
+            m.lifetimes.use(barrier.cta, int(m.clocks.slot[warp]), use, barrier)
 
     def invalidate(self, cta: int, offset: int, ins: Instruction) -> None:
         self.get(cta, offset, ins)
@@ -158,24 +158,22 @@ class MBarriers:
         return barrier
 
     def arrive(
-        self, cta: int, offset: int, count: int, who: str, ins: Instruction, drop: bool = False
+        self, barrier: MBarrier, count: int, who: str, ins: Instruction, drop: bool = False
     ) -> None:
-        barrier = self.get(cta, offset, ins)
         barrier.last = who, ins
         if count > barrier.pending:
             raise BarrierMisuse.at(
                 ins,
                 f"{who} arrives {count} time{'s' if count > 1 else ''} on "
-                f"{self.name(cta, offset)}, which expects only {barrier.pending} more of "
-                f"{barrier.expected} in phase {barrier.phases}",
+                f"{self.name(barrier.cta, barrier.offset)}, which expects only "
+                f"{barrier.pending} more of {barrier.expected} in phase {barrier.phases}",
             )
         barrier.pending -= count
         if drop:
             barrier.expected -= count
-        self._advance(cta, offset, barrier)
+        self._advance(barrier)
 
-    def expect_tx(self, cta: int, offset: int, size: int, who: str, ins: Instruction) -> None:
-        barrier = self.get(cta, offset, ins)
+    def expect_tx(self, barrier: MBarrier, size: int, who: str, ins: Instruction) -> None:
         barrier.tx += size
         barrier.tx_expected += size
         barrier.announced = ins
@@ -183,19 +181,19 @@ class MBarriers:
         if abs(barrier.tx) > MAX_COUNT:
             raise BarrierMisuse.at(
                 ins,
-                f"tx-count {barrier.tx} of {self.name(cta, offset)} leaves its range of "
-                f"+-{MAX_COUNT}",
+                f"tx-count {barrier.tx} of {self.name(barrier.cta, barrier.offset)} leaves its "
+                f"range of +-{MAX_COUNT}",
             )
-        self._advance(cta, offset, barrier)
+        self._advance(barrier)
 
     def complete_tx(self, cta: int, offset: int, size: int, who: str, ins: Instruction) -> None:
         barrier = self.get(cta, offset, ins)
         barrier.tx -= size
         barrier.tx_arrived += size
         barrier.last = who, ins
-        self._advance(cta, offset, barrier)
+        self._advance(barrier)
 
-    def _advance(self, cta: int, offset: int, barrier: MBarrier) -> None:
+    def _advance(self, barrier: MBarrier) -> None:
         self.machine.progress += 1
         if barrier.pending == 0 and barrier.tx == 0:
             barrier.phases += 1
@@ -203,8 +201,8 @@ class MBarriers:
             barrier.tx_expected = barrier.tx_arrived = 0
             barrier.released, barrier.given = barrier.given, None
             if barrier.remote and self.machine.grid.cluster_size > _FEW_CTAS:
-                self._parked(cta, offset)
-            self.machine.wake((cta, offset))
+                self._parked(barrier.cta, barrier.offset)
+            self.machine.wake((barrier.cta, barrier.offset))
 
     def _parked(self, cta: int, offset: int) -> None:
         """Whoever sleeps in a try_wait until another CTA of a large cluster arrives."""

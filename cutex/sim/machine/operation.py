@@ -138,6 +138,7 @@ Agent = tuple[int, int]  # its slot in the vector clocks, and its count there: s
 class Operation:
     """One asynchronous operation.
 
+    ``queue``: what is in the same one completes in order; None for one of its own.
     ``signals``: the mbarriers that it completes on, one of each CTA that it writes, or one for all.
     ``agents``: those whose knowledge says that it is complete, where that is no mbarrier: of each
     warp of a wgmma, or of the thread whose commits or bulk groups wait for it.

@@ -28,8 +28,11 @@ class Residency:
     gpu_ctas: int = 0  # that the GPU holds, whatever the simulator can
 
 
-def residency(program: Program, launch: Launch) -> Residency:
-    """Whole clusters, as many as the GPU holds; as the simulator's memory does, if that is less."""
+def residency(program: Program, launch: Launch, ctas: int | None = None) -> Residency:
+    """Whole clusters, as many as the GPU holds; as the simulator's memory does, if that is less.
+    ``ctas``: of the grid, those that run.
+    """
+    num_ctas = launch.num_ctas if ctas is None else ctas
     gpu = _gpu(program)
     per_sm = _per_sm(program, launch)
     limits = [
@@ -38,10 +41,10 @@ def residency(program: Program, launch: Launch) -> Residency:
     ]
     if any(i.name == "clusterlaunchcontrol" for i in program.code):
         # NOTE: with all clusters resident there would be none left to take over
-        limits.append((launch.num_ctas // 3, "so that cluster launch control finds others"))
-    ctas, why = min(limits, key=lambda limit: limit[0])
+        limits.append((num_ctas // 3, "so that cluster launch control finds others"))
+    most, why = min(limits, key=lambda limit: limit[0])
     size = launch.cluster_size
-    return Residency(min(launch.num_ctas, max(1, ctas // size) * size), why, limits[0][0])
+    return Residency(min(num_ctas, max(1, most // size) * size), why, limits[0][0])
 
 
 def _gpu(program: Program) -> Arch:

@@ -42,8 +42,8 @@ class Accumulator:
     by: Instruction
     kind: str = "f32"
     # per warp: operations in flight, and whether its registers are loaded
-    in_flight: np.ndarray = field(default_factory=lambda: np.zeros(4, np.int64))
-    loaded: np.ndarray = field(default_factory=lambda: np.zeros(4, bool))
+    in_flight: list[int] = field(default_factory=lambda: [0] * 4)
+    loaded: list[bool] = field(default_factory=lambda: [False] * 4)
 
 
 @dataclass
@@ -172,30 +172,31 @@ class WarpgroupMma:
             dtype = np.int32 if kind == "s32" else np.float32
             acc = Accumulator(registers, np.empty((4, 16, n), dtype), ins, kind)
             accumulators.append(acc)
-        fresh = [] if acc.loaded.all() else [i for i in inside if not acc.loaded[i]]
+        fresh = [i for i in inside if not acc.loaded[i]]
         if fresh:
             bank, row, column = self.m.registers[32], *fragment_coordinates(n)
             where = np.ix_(registers.indices, [self.warp(key, i) for i in fresh])
             fragments = _unpack(bank[where], kind)  # (N/2, warps, 32)
             for j, i in enumerate(fresh):
                 acc.values[i][row, column] = fragments[:, j]
+                acc.loaded[i] = True
             bank[where] = POISON32
-            acc.loaded[fresh] = True
-        acc.in_flight[inside] += 1
+        for i in inside:
+            acc.in_flight[i] += 1
         return acc
 
     def release(self, key: tuple[int, int], acc: Accumulator) -> None:
         """One operation of all four warps is complete: the last one gives the registers back."""
-        acc.in_flight -= 1
-        done = np.nonzero(acc.loaded & (acc.in_flight == 0))[0]
-        if not len(done):
+        acc.in_flight = [count - 1 for count in acc.in_flight]
+        done = [i for i in range(4) if acc.loaded[i] and not acc.in_flight[i]]
+        if not done:
             return
         row, column = fragment_coordinates(acc.values.shape[2])
         fragments = np.stack([acc.values[i][row, column] for i in done], 1)
-        warps = [self.warp(key, int(i)) for i in done]
+        warps = [self.warp(key, i) for i in done]
         self.m.registers[32][np.ix_(acc.registers.indices, warps)] = _pack(fragments, acc.kind)
-        acc.loaded[done] = False
-        if not acc.loaded.any():
+        acc.loaded = [loaded and i not in done for i, loaded in enumerate(acc.loaded)]
+        if not any(acc.loaded):
             self.accumulators[key].remove(acc)
 
     # -- accesses to registers ---------------------------------------------------------------------
@@ -205,15 +206,6 @@ class WarpgroupMma:
         at = warps[:, None], registers
         self.held[at] = True
         return bool(self.fenced[warps].all()) and not self.touched[at].any()
-
-    def hold(
-        self, warp: int, results: Registers, sources: Registers | None, ins: Instruction
-    ) -> None:
-        """A wgmma of the warp, in its open group, takes these registers."""
-        state = self.state(warp)
-        state.results[results] = Unwaited(state.commits + 1, ins)
-        if sources is not None:
-            state.sources[sources] = Unwaited(state.commits + 1, ins)
 
     def waited(self, warp: int, group: int) -> None:
         """The warp's first ``group`` groups are complete, and it knows that."""

@@ -89,9 +89,10 @@ class Recorder:
         self.loads = np.zeros(machine.grid.num_ctas, int)
         issue = machine.flight.issue
 
-        def recorded(op: Operation) -> None:
-            self._operation(op)
-            issue(op)
+        def recorded(*ops: Operation) -> None:
+            for op in ops:
+                self._operation(op)
+            issue(*ops)
 
         machine.flight.issue = recorded  # type: ignore[method-assign]
 

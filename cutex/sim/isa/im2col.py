@@ -1,0 +1,104 @@
+"""Bulk-tensor loads in im2col mode (PTX ISA 5.5.4): pixels of a batch of images, one behind the
+other, as a convolution takes them.
+
+The base of the filter walks through a bounding box in W, H and D, from the place that the
+instruction names: along W by its traversal stride, at the end of the box to the next row, then the
+next plane, then the next image. Each pixel lies at the base plus the instruction's offsets.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from cutex.sim.errors import BadOperand
+from cutex.sim.isa.tensormap import TensorMap
+from cutex.sim.machine.memory import GlobalMemory, Region
+from cutex.sim.ptx.parse import Instruction
+
+
+def start(
+    tmap: TensorMap, coordinates: tuple[int, ...], offsets: tuple[int, ...], ins: Instruction
+) -> tuple[int, ...]:
+    """Where an instruction's pixels start, with its offsets behind. Raises BadOperand."""
+    why = ""
+    if tmap.pixels is None:
+        why = "the tensor map is of tiled mode"
+    elif len(coordinates) != tmap.rank or len(offsets) != tmap.rank - 2:
+        why = f"{len(coordinates)} coordinates and {len(offsets)} offsets for rank {tmap.rank}"
+    elif coordinates[0] * tmap.itemsize % 16:
+        why = f"channel {coordinates[0]} is not a multiple of 16 bytes"
+    else:
+        limit = 1 << 16 // (tmap.rank - 2)
+        box = zip(coordinates[1:-1], *tmap.pixels.bounds(tmap), strict=True)
+        if not all(low <= at <= high for at, low, high in box):
+            why = f"the filter's base {coordinates[1:-1]} lies outside the bounding box"
+        elif not all(0 <= offset < limit for offset in offsets):
+            why = f"offsets {offsets} are not from 0 to {limit - 1}"
+    if why:
+        raise BadOperand.at(ins, f"a load in im2col mode of a {tmap}: {why}")
+    return coordinates + offsets
+
+
+@lru_cache(maxsize=4096)
+def pixels(tmap: TensorMap, at: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """(pixels,) bytes from the tensor's address to each pixel's first channel, and whether it lies
+    in the tensor.
+    """
+    assert tmap.pixels is not None
+    spatial = tmap.rank - 2
+    base, shift = list(at[1 : tmap.rank]), (*at[tmap.rank :], 0)
+    lower, upper = tmap.pixels.bounds(tmap)
+    found = np.empty((tmap.pixels.count, spatial + 1), np.int64)
+    for row in found:
+        row[:] = base
+        for i in range(spatial + 1):
+            base[i] += tmap.steps[1 + i] if i < spatial else 1
+            if i == spatial or base[i] <= upper[i]:
+                break
+            base[i] = lower[i]
+    found += shift
+    inside = np.all((found >= 0) & (found < tmap.dims[1:]), axis=1)
+    return found @ np.array(tmap.strides[1:]) + at[0] * tmap.itemsize, np.asarray(inside)
+
+
+class PixelBox:
+    """The pixels that a load takes."""
+
+    def __init__(self, memory: GlobalMemory, tmap: TensorMap, at: tuple[int, ...]) -> None:
+        self.memory, self.tmap, self.at = memory, tmap, at
+
+    @property
+    def name(self) -> str:
+        region = self.memory.find(self.tmap.address)
+        return f"{region.name if region else 'a tensor'}{list(self.at)} ({self.tmap})"
+
+    def places(self) -> tuple[Region, np.ndarray] | None:
+        """Its tensor, and the first byte of each element there; None where none is inside."""
+        tmap, (offsets, inside) = self.tmap, pixels(self.tmap, self.at)
+        channels = min(tmap.box[0], tmap.dims[0] - self.at[0])
+        first = offsets[inside]
+        if not len(first) or channels <= 0 or self.at[0] < 0:
+            return None
+        last = tmap.address + int(first.max()) + channels * tmap.itemsize - 1
+        region, end = self.memory.find(tmap.address + int(first.min())), self.memory.find(last)
+        if region is None or region is not end:
+            why = f"a load in im2col mode of {self.name} reaches outside of it"
+            self.memory.view(tmap.address + int(first.min()), last + 1 - tmap.address, why)
+        assert region is not None
+        elements = first[:, None] + np.arange(channels) * tmap.itemsize
+        return region, (elements + (tmap.address - region.base)).reshape(-1)
+
+    def chunks(self) -> np.ndarray:
+        """(bytes / 16,) what comes to shared memory, by 16 bytes, before the swizzle."""
+        tmap, (_, inside) = self.tmap, pixels(self.tmap, self.at)
+        word = np.dtype(f"u{tmap.itemsize}")
+        out = np.full((len(inside), tmap.box[0]), tmap.fill, word)
+        found = self.places()
+        if found is not None:
+            region, elements = found
+            raw = region.data[elements[:, None] + np.arange(tmap.itemsize)]
+            values = np.ascontiguousarray(raw).view(word).reshape(int(inside.sum()), -1)
+            out[inside, : values.shape[1]] = values
+        return out.reshape(-1).view(np.complex128)
