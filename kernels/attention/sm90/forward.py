@@ -233,6 +233,8 @@ class Forward:
             rows = self.thread_rows(work, wg)
             score_ops = self.score_ops(shared, rows, work, seq_q.length, seqlen_k)
             softmax = Softmax.start(score_ops.scale_log2(), self.slack(dtype))
+            if cutlass.const_expr(self.optimistic):
+                softmax = softmax.keeping_shift()
             trusted = Boolean(True)
             loop = BlockLoop(
                 query.qk, pv, query.of_slot(q_slot), acc_o, tOrP, shared.k, shared.v,
