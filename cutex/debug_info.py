@@ -252,7 +252,7 @@ class _Paths:
         return self.number[key]
 
     def _kind(self, frame: FrameType) -> str:
-        """Whose the function is: an author's, the DSL's, or the one that calls a kernel's body."""
+        """A function's author: a user, the DSL, or the DSL where it calls a kernel's body."""
         from cutlass._mlir_helpers import op
 
         code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))

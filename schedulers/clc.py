@@ -48,7 +48,7 @@ class Replies:
         return self.index(x)
 
     def index(self, x: Int32) -> Int32:
-        """That of a CTA's tile, by its place in the grid."""
+        """The index of a CTA's tile, by its place in the grid."""
         return x // self.ctas
 
     @cute.jit

@@ -13,23 +13,14 @@ from cutlass import Int32, cute
 
 from cutex.device.work_tile import WorkTile, place_in_cluster
 from cutex.schedulers.dispatch import Ticket, Turn
+from cutex.schedulers.one_tile import OwnNumber
 from cutex.schedulers.raster import Raster, TileOrder, clusters
 
 
 @dataclass(frozen=True)
-class EqualSteps:
+class EqualSteps(OwnNumber):
     """A source for CTAs, or clusters of `ctas`, of a grid along x: number c of G is given c, c + G,
     c + 2 G, ..."""
-
-    ctas: int = 1
-    barriers: tuple[()] = ()
-
-    def first(self) -> Turn:
-        x, _, _ = cute.arch.block_idx()
-        return Turn(x // self.ctas, Int32(0))
-
-    def ask(self, turn: Turn) -> Int32:
-        return Int32(0)
 
     def next(self, turn: Turn, asked: Int32, total: Int32) -> Turn:
         ctas, _, _ = cute.arch.grid_dim()

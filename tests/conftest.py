@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import threadpoolctl
 import torch
 
 from cutex.arch import arch, local_arch
@@ -15,6 +16,15 @@ from cutex.bench import timing
 from cutex.bench.run import choose_device
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_configure() -> None:
+    """A thread for each test: `-n` has a worker on each core, and threads that wait for each other
+    on a busy core spin, which quintuples what numpy takes for a small product."""
+    torch.set_num_threads(1)
+    threadpoolctl.threadpool_limits(1)
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # of what tests start
+        os.environ.setdefault(name, "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,10 +14,13 @@ from unittest import mock
 import pytest
 import torch
 from cutlass import Float32, cute
+from flash_attn_calls import call
 
 import cutex
 from cutex.arch import local_arch
-from cutex.ops.attention import plan
+from cutex.kernels.attention.choose import fill
+from cutex.kernels.attention.config import ForwardConfig
+from cutex.ops.attention import eager, plan
 from cutex.problem.attention.case import AttentionCase, Inputs
 from cutex.problem.attention.randomized import draw
 
@@ -61,28 +64,10 @@ def place() -> Place:
     return GPU if here is not None and here.name == ARCH else SIMULATOR
 
 
-def run(case: AttentionCase, inputs: Inputs, **more) -> tuple[torch.Tensor, torch.Tensor]:
-    """O and LSE by the public function that takes the case."""
-    more = {
-        "softmax_scale": case.scale,
-        "causal": case.causal,
-        "window_size": case.window,
-        "softcap": case.softcap,
-        "learnable_sink": inputs.sink,
-        "return_lse": True,
-        **more,
-    }
-    if not case.varlen:
-        return cutex.flash_attn_func(*inputs[:3], **more)
-    longest = (max(x) if x else None for x in (case.lengths_q, case.lengths_k))
-    used = {"seqused_q": inputs.seqused_q, "seqused_k": inputs.seqused_k}
-    return cutex.flash_attn_varlen_func(*inputs[:5], *longest, **used, **more)
-
-
 def hold(place: Place, case: AttentionCase, **order) -> None:
     inputs = case.inputs(place.device)
     with place.prepared(**order):
-        out, lse = run(case, inputs)
+        out, lse = call(case, inputs)
     found = case.check(inputs, out, lse)
     assert found.ok, f"{case}: {found.message}"
 
@@ -129,6 +114,28 @@ def test_causal_edges_of_tiles_and_rows_without_keys(place, queries, keys):
     hold(place, replace(PLAIN, seqlen_q=queries, seqlen_k=keys))
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "in_registers"), [pytest.param(96, 64, marks=pytest.mark.slow), (256, 128)]
+)
+def test_columns_of_q_in_registers_and_the_others_in_smem(place, head_dim, in_registers):
+    case = replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim, seqlen_q=70, seqlen_k=130)
+    inputs, results = case.inputs(place.device), []
+    for columns in (in_registers, 0):
+        asked = mock.Mock(side_effect=lambda *of, c=columns: replace(fill(*of), q_in_registers=c))
+        eager.forget()
+        with mock.patch.object(plan, "fill", asked), place.prepared():
+            results.append(call(case, inputs))
+        assert asked.call_count
+    eager.forget()
+    assert case.check(inputs, *results[0]).ok
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("columns", [32, -64, 192])
+def test_columns_of_q_that_cannot_be_in_registers_are_refused(columns):
+    assert "columns of Q by 64" in ForwardConfig(q_in_registers=columns).why_not()
+
+
 def test_scores_that_move_with_every_key_and_one_that_dwarfs_all(place):
     for init in ("rising", "falling", "huge", "offset"):
         hold(place, replace(PLAIN, seqlen_q=140, seqlen_k=300, init=init))
@@ -140,7 +147,7 @@ def test_orders_do_not_change_a_bit(place):
     found = []
     for order in place.orders if place is SIMULATOR else ({},) * 20:
         with place.prepared(**order):
-            found.append(run(case, inputs))
+            found.append(call(case, inputs))
     for other in found[1:]:
         assert all(torch.equal(x, y) for x, y in zip(found[0], other, strict=True))
 
@@ -158,7 +165,7 @@ def test_users_functions(place):
     case = replace(PLAIN, causal=False, seqlen_q=70, seqlen_k=150, heads_kv=2)
     inputs = case.inputs(place.device)
     with place.prepared():
-        out, lse = run(case, inputs, score_mod=tilted, mask_mod=even_keys)
+        out, lse = call(case, inputs, score_mod=tilted, mask_mod=even_keys)
     q, k, v = (x[0].double().transpose(0, 1) for x in inputs[:3])
     far = (torch.arange(70)[:, None] - torch.arange(150)).clamp(min=0).to(q.device)
     tilt = 0.0625 * far * torch.arange(1, 3, device=q.device)[:, None, None]
@@ -212,10 +219,10 @@ def test_far_apart_entries_of_a_batch(place):
 def test_a_cuda_graph_replays_it(place):
     case = replace(PLAIN, seqlen_q=900, seqlen_k=900, batch=3)
     inputs = case.inputs("cuda")
-    out, lse = run(case, inputs)
+    out, lse = call(case, inputs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = run(case, inputs)
+        captured = call(case, inputs)
     for _ in range(3):
         for x in captured:
             x.fill_(torch.nan)

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_attention import PLAIN, SIMULATOR, even_keys, hold, run, tilted
+from flash_attn_calls import call
+from test_attention import PLAIN, SIMULATOR, even_keys, hold, tilted
 
 import cutex
 from cutex.arch import arch
@@ -85,7 +86,7 @@ def test_a_tile_taken_too_boldly_is_done_again_also_by_a_key_of_the_fma_units():
         inputs = case.inputs()
         inputs.k[:, key] = 24 * inputs.q[:, 133, :1]
         with PLACE.prepared():
-            out, lse = run(case, inputs)
+            out, lse = call(case, inputs)
         found = case.check(inputs, out, lse)
         assert found.ok, f"key {key}: {found.message}"
 
@@ -97,7 +98,7 @@ def test_nan_of_a_key_reaches_every_row_whatever_unit_takes_it():
         inputs = case.inputs()
         inputs.k[:, key] = torch.nan
         with PLACE.prepared():
-            out, lse = run(case, inputs)
+            out, lse = call(case, inputs)
         assert out.isnan().all() and lse.isnan().all(), key
 
 
@@ -108,7 +109,7 @@ def test_orders_do_not_change_a_bit():
     found = []
     for order in ORDERS:
         with PLACE.prepared(**order):
-            found.append(run(case, inputs))
+            found.append(call(case, inputs))
     for other in found[1:]:
         assert all(torch.equal(x, y) for x, y in zip(found[0], other, strict=True))
 
@@ -118,7 +119,7 @@ def test_users_functions():
     case = replace(PLAIN, causal=False, seqlen_q=70, seqlen_k=150, heads_kv=2)
     inputs = case.inputs()
     with PLACE.prepared():
-        out, lse = run(case, inputs, score_mod=tilted, mask_mod=even_keys)
+        out, lse = call(case, inputs, score_mod=tilted, mask_mod=even_keys)
     q, k, v = (x[0].double().transpose(0, 1) for x in inputs[:3])
     far = (torch.arange(70)[:, None] - torch.arange(150)).clamp(min=0)
     tilt = 0.0625 * far * torch.arange(1, 3)[:, None, None]
@@ -232,7 +233,7 @@ def test_four_heads_of_512_tokens_take_seconds():
     inputs = case.inputs()
     start = time.process_time()
     with cutex.ops.simulated("sm_100a"):
-        run(case, inputs)
+        call(case, inputs)
     assert time.process_time() - start < 25  # 5 s where it was measured, on one core
 
 

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ import pytest
 from cutex.arch import arch
 from cutex.kernels.gemm.sm90 import fit
 from cutex.kernels.gemm.sm90.config import Sm90Config
-from cutex.kernels.gemm.sm90.cost_model import candidates, predict
+from cutex.kernels.gemm.sm90.cost_model import candidates, predictions
 from cutex.kernels.gemm.sm90.measured import FILE as MEASURED_PAIRS
 from cutex.problem.gemm import GemmProblem
 from cutex.problem.models import corpus
@@ -26,9 +26,21 @@ MAJORS = {"forward": (True, True), "dgrad": (True, False), "wgrad": (False, Fals
 Times = dict[Sm90Config, float]
 
 
+class Timed(NamedTuple):
+    """A problem that was timed, with the microseconds of the configs that are candidates for it:
+    as they were measured, and as the model predicts them."""
+
+    row: dict[str, Any]
+    times: Times
+    predicted: Times
+
+    @property
+    def chosen(self) -> Sm90Config:
+        return min(self.predicted, key=self.predicted.__getitem__)
+
+
 @pytest.fixture(scope="module")
-def measured() -> list[tuple[dict[str, Any], Times]]:
-    """Each problem that was timed, with the configs that are candidates for it."""
+def measured() -> list[Timed]:
     head, *rows = map(json.loads, MEASURED.read_text().splitlines())
     configs = [Sm90Config.from_row(row) for row in head["configs"]]
     found = []
@@ -38,7 +50,8 @@ def measured() -> list[tuple[dict[str, Any], Times]]:
         times = {configs[int(i)]: us for i, us in row["us"].items()}
         times = {c: us for c, us in times.items() if geometry(c) in allowed}
         if len(times) > 1:
-            found.append((row, times))
+            predicted = predictions(list(times), problem, H200, 1, majors)
+            found.append(Timed(row, times, dict(zip(times, predicted, strict=True))))
     return found
 
 
@@ -50,14 +63,9 @@ def geometry(c: Sm90Config) -> tuple[Any, ...]:
     )
 
 
-def chosen(row: dict[str, Any], times: Times) -> Sm90Config:
-    problem, majors = GemmProblem(row["m"], row["n"], row["k"]), MAJORS[row["pass"]]
-    return min(times, key=lambda c: predict(c, problem, H200, 1, majors))
-
-
 def test_what_the_model_ranks_first_is_close_to_the_best_that_was_timed(measured) -> None:
     assert len(measured) > 400
-    losses = [times[chosen(row, times)] / min(times.values()) - 1 for row, times in measured]
+    losses = [x.times[x.chosen] / min(x.times.values()) - 1 for x in measured]
     assert sum(losses) / len(losses) <= 0.02
     assert sum(loss > 0.1 for loss in losses) <= 0.06 * len(losses)
 
@@ -69,9 +77,9 @@ def test_what_the_model_ranks_first_is_close_to_the_best_that_was_timed(measured
 def test_the_choice_is_faster_than_others_in_the_mean(measured, least, most, mean) -> None:
     """Than the best of cuBLAS and quack, in the same run."""
     ratios = [
-        min(row["others"].values()) / times[chosen(row, times)]
-        for row, times in measured
-        if least <= row["m"] <= most
+        min(x.row["others"].values()) / x.times[x.chosen]
+        for x in measured
+        if least <= x.row["m"] <= most
     ]
     assert math.exp(sum(map(math.log, ratios)) / len(ratios)) >= mean
 
@@ -79,14 +87,9 @@ def test_the_choice_is_faster_than_others_in_the_mean(measured, least, most, mea
 def test_predicted_times_are_within_a_tenth(measured) -> None:
     """Root mean square, of those that are within a quarter of the best."""
     errors = []
-    for row, times in measured:
-        problem, majors = GemmProblem(row["m"], row["n"], row["k"]), MAJORS[row["pass"]]
-        best = min(times.values())
-        errors += [
-            math.log(predict(c, problem, H200, 1, majors) / us)
-            for c, us in times.items()
-            if us < 1.25 * best
-        ]
+    for x in measured:
+        best = min(x.times.values())
+        errors += [math.log(x.predicted[c] / us) for c, us in x.times.items() if us < 1.25 * best]
     assert math.sqrt(sum(e * e for e in errors) / len(errors)) <= 0.1
 
 

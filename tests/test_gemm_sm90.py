@@ -126,6 +126,7 @@ ROUND = {
     "64x80, split in three, in two": {
         **SMALL, "tile_m": 64, "tile_n": 80, "warpgroups": 1, "split_k": 3, "columns": 2
     },
+    "128x32, split in two, in five": {**SMALL, "tile_n": 32, "split_k": 2, "columns": 5},
     "192x144, split in four, in two": {
         **SMALL, "tile_m": 192, "tile_n": 144, "warpgroups": 3, "split_k": 4, "columns": 2,
         "num_stages": 5,

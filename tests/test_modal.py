@@ -21,6 +21,7 @@ import pytest
 
 import cutex.bench.run
 from cutex import results
+from cutex.cache import cache_dir
 from cutex.kernels.gemm import stages
 from cutex.problem import Check
 
@@ -35,6 +36,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The run function is executing locally"),
 ]
 SMALL = ("--mnk", "64,64,64", "--check-only")
+SHARED = cache_dir()  # where other tests leave the same kernels
 
 
 def load(path: Path):
@@ -154,16 +156,18 @@ def test_sweep_goes_over_problems_and_gpus(cloud, modal_run, tmp_path):
 
 
 def test_tests_bring_back_the_report_and_the_exit_code(cloud, modal_run, tmp_path):
-    ran = modal_run("--op", "tests", "--tests", "tests/test_arch.py -q -p no:cacheprovider")
+    alone = "tests/test_arch.py -q -p no:cacheprovider --noconftest"  # which would import torch
+    ran = modal_run("--op", "tests", "--tests", alone)
     assert ran.code == 0, ran.out + ran.err
     (report,) = (tmp_path / "results").glob("junit-*.xml")
     assert 'failures="0"' in report.read_text()
-    none = modal_run("--op", "tests", "--tests", "tests/test_arch.py -q -k no_such_test")
+    none = modal_run("--op", "tests", "--tests", f"{alone} -k no_such_test")
     assert none.code == 5  # pytest's: no tests were run
     assert len(cloud.runs) == 2
 
 
 def test_confirm_checks_every_blackwell_stage_and_measures_what_is_open(cloud, modal_run, tmp_path):
+    cloud.faults.setenv("CUTEX_CACHE", str(SHARED))
     ran = modal_run("--op", "confirm", *SMALL, "--no-preflight")
     assert ran.code == 0, ran.out + ran.err
     gemms = [r for r in rows(tmp_path) if r.op == "gemm"]

@@ -11,7 +11,7 @@ from cutex.bench import clock_probes, probes
 from cutex.compile import compile
 from cutex.compile.resources import opcodes, sass
 from cutex.errors import NoDisassembler
-from cutex.kernels.probes import sm90
+from cutex.kernels.probes import sm90, sm90_tma
 from cutex.kernels.probes.sm100 import REPEATS
 from cutex.kernels.probes.sm100 import probes as all_probes
 from cutex.sim import simulate
@@ -73,7 +73,7 @@ HOPPER = [
     )),
     sm90.Poll(sm90.ProbeConfig(count=8)),
     *(sm90.PeerLoads(sm90.ProbeConfig(kind=kind, count=3)) for kind in ("chain", "stream")),
-    sm90.TmaStores(sm90.ProbeConfig(n=64, slots=2, count=5)),
+    sm90_tma.TmaStores(sm90.ProbeConfig(n=64, slots=2, count=5)),
 ]  # fmt: skip
 
 

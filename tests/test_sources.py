@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import cutlass
@@ -104,16 +105,51 @@ def users(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def python(code: str, root: Path, *more: Path) -> str:
-    path = ":".join(map(str, (root, *more)))
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+# A Python that has imported torch and the DSL, which no key knows of; each program that it is given
+# runs in a fork of it, so that it imports what is cutex's or a user's anew
+FORKING = """
+import json, os, sys
+import cutlass, torch
+for line in sys.stdin:
+    program = json.loads(line)
+    if (process := os.fork()) == 0:
+        for number in (1, 2):
+            os.dup2(os.open(program["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
+        os.environ.update(program["env"])
+        sys.path[:0] = program["path"]
+        exec(compile(program["code"], "<string>", "exec"), {"__name__": "__main__"})
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def forking() -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", FORKING],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with process:
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture
+def python(forking, tmp_path) -> Callable[..., str]:
+    """Run a program with folders before all others on its path; returns what it prints."""
+    env = {name: os.environ[name] for name in ("CUTEX_CACHE",) if name in os.environ}
+
+    def run(code: str, *path: Path, **more: str) -> str:
+        out = tmp_path / "printed"
+        out.unlink(missing_ok=True)
+        program = {
+            "code": code, "path": [*map(str, path)], "env": {**env, **more}, "out": str(out)
+        }  # fmt: skip
+        print(json.dumps(program), file=forking.stdin, flush=True)
+        assert forking.stdout.readline() == "0\n", out.read_text()
+        return out.read_text()
+
+    return run
 
 
 # stage 5 inherits from stage 0, and the general kernel traces all of stage 9: those alone in CI
@@ -127,7 +163,9 @@ SLOW = [name for name in KERNELS if name.endswith(("stage 0", "stage 9"))]
         for name, body in KERNELS.items()
     ],
 )
-def test_every_module_that_tracing_a_kernel_loads_is_in_its_key(body, root, users, monkeypatch):
+def test_every_module_that_tracing_a_kernel_loads_is_in_its_key(
+    body, python, root, users, monkeypatch
+):
     code = TRACED.format(body=textwrap.dedent(body))
     module, loaded = json.loads(python(code, root, users).splitlines()[-1])
     assert f"{root}/cutex/device/pipeline.py" in loaded.values()
@@ -159,21 +197,21 @@ print(c.key, c.from_cache)
 """
 
 
-def test_an_edit_to_what_a_users_stage_imports_compiles_it_anew(root, users, tmp_path, monkeypatch):
-    monkeypatch.setenv("CUTEX_CACHE", str(tmp_path / "cache"))
-    first, from_cache = python(KEY, root, users).split()
+def test_an_edit_to_what_a_users_stage_imports_compiles_it_anew(python, root, users, tmp_path):
+    key_of = lambda: python(KEY, root, users, CUTEX_CACHE=str(tmp_path / "cache")).split()
+    first, from_cache = key_of()
     assert from_cache == "False"
-    assert python(KEY, root, users).split() == [first, "True"]
+    assert key_of() == [first, "True"]
     keys = [first]
     for edited in ("mine/rows.py", "factors.py", "mine/__init__.py"):
         with (users / edited).open("a") as file:
             file.write("# edited\n")
-        key, from_cache = python(KEY, root, users).split()
+        key, from_cache = key_of()
         assert key not in keys and from_cache == "False", edited
         keys.append(key)
 
 
-def test_a_key_does_not_depend_on_where_the_files_are(root, tmp_path):
+def test_a_key_does_not_depend_on_where_the_files_are(python, root, tmp_path):
     copy = tmp_path / "copy"
     code = (
         "from cutex.compile.sources import sources_digest as d;"
@@ -211,7 +249,7 @@ def test_functions_and_what_they_close_over_are_part_of_a_config(users, monkeypa
         assert "mine.rows" in {source.module for source in closure(modules_of(config))}
 
 
-def test_the_search_is_cheap(root):
+def test_the_search_is_cheap(python, root):
     code = """
 import time
 from cutex.kernels.gemm import stage

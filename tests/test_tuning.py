@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 import cutex
 from cutex.arch import arch
 from cutex.kernels.gemm.signature import OperandLayout
-from cutex.ops import building, choices, simulated, tuner
+from cutex.ops import building, choices, shipping, simulated, tuner
 from cutex.ops.arrange import Arranged, arrange
 from cutex.ops.checks import Call
 from cutex.ops.plan import (
@@ -123,6 +124,14 @@ def test_what_cutex_comes_with_fits_its_problems_and_is_taken():
         assert choices.shipped(batched) is None
 
 
+def test_what_cutex_comes_with_is_what_was_measured_best():
+    table = choices._shipped("sm_90a")
+    every = list(shipping.measured())
+    assert len(every) > 5 * len(table) / 2
+    for calls, times in random.Random(0).sample(every, 30):
+        assert shipping.better(calls, times) == choices.shipped(calls), calls.sizes
+
+
 def test_tuning_takes_a_time_above_zero():
     with pytest.raises(ValueError, match="seconds"), cutex.tuning(0):
         pass
@@ -161,13 +170,18 @@ def test_classes_of_rows_are_never_smaller_than_what_is_in_them():
 LAYERS_70B = ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672))
 
 
-def test_serving_a_70b_model_takes_few_kernels(monkeypatch):
-    """For every M from 1 to 8192 and each of the four weights."""
+@pytest.mark.parametrize(
+    "layers",
+    [LAYERS_70B[::3], pytest.param(LAYERS_70B, marks=pytest.mark.slow)],
+    ids=["the widest and the deepest", "all four"],
+)
+def test_serving_a_70b_model_takes_few_kernels(monkeypatch, layers):
+    """For every M from 1 to 8192."""
     asked = []
     monkeypatch.setattr(building, "build", lambda jobs, seconds=None: asked.extend(jobs))
     monkeypatch.setattr("cutex.ops.warming.kernel_for", lambda *_: None)
     with simulated("sm_90a"):
-        count = cutex.warm_up([(range(1, 8193), n, k) for n, k in LAYERS_70B])
+        count = cutex.warm_up([(range(1, 8193), n, k) for n, k in layers])
     assert count == len(asked) <= 24
 
 

@@ -68,13 +68,13 @@ def compile_all(name: str) -> list[Compiled]:
 
 
 def _compiled(row: dict[str, Any], name: str) -> Compiled:
-    from cutex.kernels.probes import sm90
+    from cutex.kernels.probes import sm90, sm90_tma
 
     rows = row.get("n", row.get("box", 0) // ROW)  # of a box
     config = sm90.ProbeConfig(row.get("kind", ""), rows, row.get("slots", 0), row["count"])
     kinds = {
         "signal": sm90.Signal, "peer": sm90.PeerSignal, "poll": sm90.Poll,
-        "tma": sm90.TmaStream, "tmastores": sm90.TmaStores,
+        "tma": sm90_tma.TmaStream, "tmastores": sm90_tma.TmaStores,
     }  # fmt: skip
     return compile(kinds[row["probe"]](config, name), DTYPE, name)
 

@@ -11,7 +11,7 @@ from cutex.results.result import Result, gbs, tflops
 
 @dataclass(frozen=True)
 class Rate:
-    """Of one time. `peak` is the stated one, in the same unit; of a GPU of the arch."""
+    """The rate of one time. `peak` is the stated one, in the same unit; of a GPU of the arch."""
 
     value: float
     unit: str  # "TFLOPS" | "GB/s"
@@ -43,7 +43,7 @@ def rate(problem: Problem, arch_name: str, us: float) -> Rate:
 
 
 def rate_of(result: Result) -> Rate | None:
-    """Of a timed result whose problem this version knows."""
+    """The rate of a timed result whose problem this version knows."""
     if result.timing is None or not result.known:
         return None
     return rate(result.case, result.arch, result.timing.median_us)

@@ -83,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return refuse(why)
     os.environ["CUTE_DSL_ARCH"] = options.arch  # which the DSL reads once, when it is imported
     os.environ.update(NO_DISK_CACHES)
-    from cutex.sim.host.dsl_stand_in import Calls, Clock, dsl_on_cpu
+    from cutex.sim.host.calls import Calls, Clock
+    from cutex.sim.host.dsl_stand_in import dsl_on_cpu
     from cutex.sim.host.torch_stand_in import torch_on_cpu
 
     gpu = arch(options.arch)

@@ -70,7 +70,7 @@ class KernelResources:
 
 
 def resources(machine: Machine, launch: Launch, cubin: bytes | None) -> KernelResources:
-    """Of the kernel that ``machine`` has run; ``cubin``: its code, for the registers."""
+    """Resources of the kernel that ``machine`` has run; ``cubin``: its code, for the registers."""
     try:
         code = Cubin(cubin, launch.kernel) if cubin else None
     except ValueError:  # NOTE: what others compiled may lack the attributes

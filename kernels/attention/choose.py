@@ -24,7 +24,7 @@ CONFIGS: dict[str, type[AnyConfig]] = {
 # by head dims of K and of V: what fits smem and registers
 _TILES: dict[tuple[int, int], dict[str, Any]] = {
     (64, 64): {"tile_m": 192, "tile_n": 128, "num_stages": 4},
-    (96, 96): {"tile_m": 192, "tile_n": 80, "num_stages": 3},
+    (96, 96): {"tile_m": 192, "tile_n": 80, "num_stages": 3, "q_in_registers": 64},
     (128, 128): {"tile_m": 128, "tile_n": 128},
     (192, 128): {"tile_m": 128, "tile_n": 112, "q_stages": 1},
     (192, 192): {"tile_m": 128, "tile_n": 96, "q_stages": 1, "o_parts": 2},
@@ -53,9 +53,10 @@ def fill(config: AnyConfig, shape: Shape, arch: Arch) -> AnyConfig:
     tiles = _TILES.get((config.head_dim, config.head_dim_v), {})
     config = replace(config, **tiles)
     if config.modified:  # a user's functions need registers of their own
-        config = replace(config, tile_m=128, tile_n=min(config.tile_n, 96))
+        tiles = {"tile_m": 128, "tile_n": min(config.tile_n, 96), "q_in_registers": 0}
+        config = replace(config, **tiles)
     elif config.head_dim == config.head_dim_v == 128 and shape.longest_k >= LONG:
-        config = replace(config, q_in_registers=True)
+        config = replace(config, q_in_registers=128)
     group = shape.heads_q // shape.heads_kv
     pack = gcd(group, MOST_PACKED) if shape.longest_q < config.tile_m else 1
     return replace(config, pack=pack)

@@ -78,7 +78,7 @@ class ForwardConfig(Computed):
     q_stages: int = 2
     own_o: bool = True  # O leaves through smem of its own, not through Q's
     o_parts: int = 1  # of O's columns that leave through that one after the other
-    q_in_registers: bool = False  # operand A of QK comes from registers, not from smem
+    q_in_registers: int = 0  # columns of operand A of QK that come from registers, not from smem
     slack: float = 8.0  # powers of two before sums and outputs are scaled down
     optimistic: bool = True  # blocks without a mask are not searched for a larger score
     dispatch: str = "dynamic"  # who hands out tiles: "one" (a CTA each), "static", "dynamic"
@@ -114,9 +114,8 @@ class ForwardConfig(Computed):
 
     @property
     def accumulators(self) -> int:
-        """Registers of a consumer thread that hold S, P and O, and Q where it is kept there."""
-        q = self.head_dim // 4 if self.q_in_registers else 0
-        return self.tile_n // 2 + self.tile_n // 4 + self.head_dim_v // 2 + q
+        """Registers of a consumer thread that hold S, P and O, and what is kept there of Q."""
+        return (3 * self.tile_n + 2 * self.head_dim_v + self.q_in_registers) // 4
 
     def why_not(self, problem: Any = None, arch: Any = None) -> str | None:
         """Why this config cannot run, in one sentence."""
@@ -134,6 +133,8 @@ class ForwardConfig(Computed):
             return f"num_stages={self.num_stages}, q_stages={self.q_stages}: at least 2; 1 or 2"
         if self.head_dim_v % (32 * self.o_parts) or (self.o_parts > 1 and not self.own_o):
             return f"o_parts={self.o_parts}: parts of O have columns by 32, and smem of its own"
+        if self.q_in_registers not in (*range(0, self.head_dim, 64), self.head_dim):
+            return f"q_in_registers={self.q_in_registers}: columns of Q by 64, or all"
         limit = {1: 208, 2: 208, 3: 128}[self.warpgroups]
         if self.accumulators > limit:
             return (

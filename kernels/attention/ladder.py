@@ -56,12 +56,12 @@ class LadderConfig:
 
     @property
     def q_bytes(self) -> int:
-        """Of one tile's rows; O has as many."""
+        """Bytes of one tile's rows; O has as many."""
         return self.tile_m * self.head_dim * ELEMENT
 
     @property
     def k_bytes(self) -> int:
-        """Of one block of keys."""
+        """Bytes of one block of keys."""
         return self.tile_n * self.head_dim * ELEMENT
 
     @property

@@ -128,7 +128,7 @@ class Attention(ABC):
     @property
     @abstractmethod
     def num_threads(self) -> int:
-        """Of a CTA."""
+        """Threads of a CTA."""
 
     def operands(self, dtype: str) -> tuple[Operand | Scalar, ...]:
         """q (batch, seqlen_q, heads, D), k and v (batch, seqlen_k, heads_kv, D), o as q, lse

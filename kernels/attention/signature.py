@@ -96,7 +96,7 @@ class Sizes(NamedTuple):
         return self.heads // pack // self.heads_kv
 
     def seqlens(self, passed: Passed) -> tuple[Seqlens, Seqlens]:
-        """Of queries and of keys."""
+        """The lengths of queries and of keys."""
         return (
             Seqlens(self.rows_q, passed.cu_seqlens_q, passed.seqused_q),
             Seqlens(self.rows_k, passed.cu_seqlens_k, passed.seqused_k),

@@ -112,7 +112,7 @@ class WorkRing:
         return self.words[0, slot]
 
     def lengths(self, slot: Int32) -> tuple[SeqlenInfo, Int32]:
-        """Of the queries, and how many keys."""
+        """The lengths of the queries, and how many keys there are."""
         q = SeqlenInfo(self.words[4, slot], self.words[5, slot])
         return q, self.words[6, slot]
 

@@ -1,5 +1,5 @@
-"""Probes of sm_90a: cycles of a Hopper SM, its TMA engine and L2; a small kernel for each. Those
-without a wgmma are sm_100a's, too.
+"""Probes of sm_90a: cycles of a Hopper SM and of a cluster; a small kernel for each (those of TMA
+stand in sm90_tma.py). Those without a wgmma are sm_100a's, too.
 
 Each writes 32-bit words into a row of mOut for each CTA, as its docstring says. What the figures
 were on an H200 stands in results/timing/.
@@ -13,14 +13,13 @@ from typing import Any, ClassVar
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass._mlir.dialects import llvm
-from cutlass.cute.nvgpu import CopyUniversalOp, cpasync, warpgroup
+from cutlass.cute.nvgpu import CopyUniversalOp, warpgroup
 from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.memory import SmemAllocator
 
 from cutex.compile import Operand
 from cutex.device.atoms.mma import WARPGROUP, allocate_slots, slots_layout
 from cutex.device.atoms.scalar import exp2
-from cutex.device.atoms.tma import load_operand, store_operand, tile_loads, tile_stores
 from cutex.device.attention.products import a_from_smem, a_registers, make_mma, product
 from cutex.device.pipeline import Barrier, OrderedBarrier, publish_barriers, sync_cluster
 from cutex.kernels.probes.sm100 import clock
@@ -126,64 +125,6 @@ class Clocks(Probe):
             out[0] = smid()
             out[1], out[2] = Int32(cycles & 0x7FFFFFFF), Int32(cycles >> 31)
             out[3], out[4] = Int32(nanoseconds & 0x7FFFFFFF), Int32(nanoseconds >> 31)
-
-
-class TmaStream(Probe):
-    """A warp of each CTA loads `count` boxes of `n` rows x 128 bytes, `slots` in flight. CTA i
-    starts at box i * `count` of mX and goes round it: whether L2 holds them is up to its size.
-
-    words: smid, cycles from the first issue to the last arrival
-    """
-
-    def operands(self, dtype: str) -> tuple[Operand, ...]:
-        return Operand("mX", ("r", "k"), dtype), Operand("mOut", ("m", "n"), dtype)
-
-    @cute.jit
-    def __call__(self, mX: cute.Tensor, mOut: cute.Tensor, stream) -> None:
-        c = self.config
-        layout = slots_layout(mX.element_type, c.n, BOX_K, c.slots, 128)
-        self.kernel(load_operand(mX, layout), mOut).launch(
-            grid=(cute.size(mOut, mode=[0]), 1, 1), block=(32, 1, 1), stream=stream
-        )
-
-    @cute.kernel
-    def kernel(self, x: cpasync.TmaInfo, mOut: cute.Tensor) -> None:
-        c = self.config
-        block, _, _ = cute.arch.block_idx()
-        thread, _, _ = cute.arch.thread_idx()
-        smem = SmemAllocator()
-        sX = allocate_slots(smem, mOut.element_type, x.smem_layout)  # (bRows, bK, SLOT)
-        full = Barrier.allocate(smem, "loaded", arrivals=1, slots=c.slots)
-        publish_barriers((full,))
-        out = row_words(mOut, block)
-        boxes = cute.size(x.tma_tensor, mode=[0]) // c.n
-        box = (block * c.count) % boxes
-        slot, phase = Int32(0), Int32(1)
-        start = clock()
-        for i in cutlass.range(c.count, unroll=1):
-            if i >= c.slots:
-                full.wait(phase, slot)
-            with cute.arch.elect_one():
-                full.arrive_expecting(c.n * BOX_K * 2, slot)
-            loads = tile_loads(x, sX, box)
-            loads.load(Int32(0), slot, full[slot])
-            box += 1
-            if box == boxes:
-                box = Int32(0)
-            slot += 1
-            if slot == c.slots:
-                slot = Int32(0)
-                phase ^= 1
-        for _ in cutlass.range(c.slots, unroll=1):
-            full.wait(phase, slot)
-            slot += 1
-            if slot == c.slots:
-                slot = Int32(0)
-                phase ^= 1
-        cycles = clock() - start
-        if thread == 0:
-            out[0] = smid()
-            out[1] = cycles
 
 
 class Busy(Probe):
@@ -428,48 +369,6 @@ class PeerLoads(Probe):
             out = row_words(mOut, block)
             out[0] = cycles
             out[1] = total
-
-
-class TmaStores(Probe):
-    """A warp of each CTA stores `count` boxes of `n` rows x 128 bytes, each a group, no more than
-    `slots` of them unread.
-
-    words: cycles until all are read, cycles until all are written
-    """
-
-    def operands(self, dtype: str) -> tuple[Operand, ...]:
-        return Operand("mX", ("r", "k"), dtype), Operand("mOut", ("m", "n"), dtype)
-
-    @cute.jit
-    def __call__(self, mX: cute.Tensor, mOut: cute.Tensor, stream) -> None:
-        c = self.config
-        layout = slots_layout(mX.element_type, c.n, BOX_K, c.slots, 128)
-        self.kernel(store_operand(mX, layout), mOut).launch(
-            grid=(cute.size(mOut, mode=[0]), 1, 1), block=(32, 1, 1), stream=stream
-        )
-
-    @cute.kernel
-    def kernel(self, x: cpasync.TmaInfo, mOut: cute.Tensor) -> None:
-        c = self.config
-        block, _, _ = cute.arch.block_idx()
-        thread, _, _ = cute.arch.thread_idx()
-        sX = allocate_slots(SmemAllocator(), mOut.element_type, x.smem_layout)  # (bRows, bK, SLOT)
-        boxes = cute.size(x.tma_tensor, mode=[0]) // c.n
-        box, slot = (block * c.count) % boxes, Int32(0)
-        start = clock()
-        for _ in cutlass.range(c.count, unroll=1):
-            tile_stores(x, sX, box).store(slot, Int32(0))
-            cute.arch.cp_async_bulk_wait_group(c.slots - 1, read=True)
-            box = (box + 1) % boxes
-            slot = (slot + 1) % c.slots
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        read = clock() - start
-        cute.arch.cp_async_bulk_wait_group(0)
-        written = clock() - start
-        if thread == 0:
-            out = row_words(mOut, block)
-            out[0] = read
-            out[1] = written
 
 
 class Empty(Probe):

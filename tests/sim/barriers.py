@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import numpy as np
+from ptx_kernel import Shape, simulate_ptx
 
 from cutex.orders import ORDERS
 
 START = "mov.b32 %r99, 0;"  # the rounds of a loop that waits
 EVERY_ORDER = [{"order": o} for o in ORDERS if o != "random"]
 EVERY_ORDER += [{"order": "random", "seed": s} for s in range(3)]
+
+
+def each_order(body: str, arrays: dict, shape: Shape, **more) -> list[np.ndarray]:
+    """Runs the snippet in every order; the last array, which is the same each time."""
+    name = list(arrays)[-1]
+    found = []
+    for order in EVERY_ORDER:
+        fresh = {n: a.copy() for n, a in arrays.items()}
+        simulate_ptx(body, fresh, shape, **order, **more)
+        found.append(fresh[name])
+    for other in found[1:]:
+        assert (other == found[0]).all()
+    return found[0]
 
 
 def again(label: str, predicate: str) -> str:

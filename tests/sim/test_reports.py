@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -163,16 +161,10 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_the_last_line_and_the_exit_code_agree_with_what_was_found(kind, tmp_path, root):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT.replace("FAULT", FAULTS[kind]))
+def test_the_last_line_and_the_exit_code_agree_with_what_was_found(kind, tmp_path, run_script):
     told = tmp_path / "told.json"
-    ran = subprocess.run(
-        [sys.executable, "-m", "cutex.sim", "--arch", "sm_90a", "--ptx", "--json", told, script],
-        cwd=root,
-        capture_output=True,
-        text=True,
-    )
+    how = ("--arch", "sm_90a", "--ptx", "--json", str(told))
+    ran = run_script(SCRIPT.replace("FAULT", FAULTS[kind]), *how)
     last = ran.stderr.splitlines()[-1]
     found = json.loads(told.read_text())
     assert last.startswith("cutex: 1 launch of 1 kernel"), ran.stderr
@@ -190,11 +182,6 @@ def test_the_last_line_and_the_exit_code_agree_with_what_was_found(kind, tmp_pat
     else:
         assert "1 finding" in last
         assert found["findings"][0]["sides"][0]["stack"][0]["text"] == FAULTS[kind]
-
-
-@pytest.fixture
-def root() -> Path:
-    return Path(__file__).parents[2]
 
 
 def test_what_was_found_before_an_error_is_told_with_it():

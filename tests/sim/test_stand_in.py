@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from cutex.sim.host import simulated
+from cutex.sim.ptx import parse
+
 ROOT = Path(__file__).parents[2]
 HEAD = """
 import sys
@@ -171,9 +174,9 @@ def test_a_script_runs_as_on_a_gpu(tmp_path):
     assert ran.stderr.rstrip().endswith("no findings")
 
 
-def test_the_gpu_the_order_and_the_seed_can_be_told(tmp_path):
+def test_the_gpu_the_order_and_the_seed_can_be_told(run_script):
     how = ("--arch", "sm_90a", "--order", "random", "--seed", "3")
-    ran = run(tmp_path, HEAD + CALLS["jitted"] + CHECK, *how)
+    ran = run_script(HEAD + CALLS["jitted"] + CHECK, *how)
     assert ran.returncode == 0, ran.stderr
     assert "right (9, 0)" in ran.stdout
     assert "in order random" in ran.stderr
@@ -186,42 +189,45 @@ RACE = HEAD.replace("c[i] = a[i] + b[i] * scale", """
 """)  # fmt: skip
 
 
-def test_a_finding_is_told_and_is_exit_code_1(tmp_path):
-    ran = run(tmp_path, RACE + CALLS["jitted"])
+def test_a_finding_is_told_and_is_exit_code_1(run_script):
+    ran = run_script(RACE + CALLS["jitted"])
     assert ran.returncode == 1
     assert "script.py:19:16: race: CTA (0,0,0) warp" in ran.stderr
     assert "no barrier orders the two" in ran.stderr
     assert ran.stderr.rstrip().endswith("1 finding")
 
 
-def test_ptx_that_the_simulator_does_not_read_is_told_and_is_exit_code_1(tmp_path):
-    text = HEAD + CALLS["compiled"].replace("compiled = ", """
-from cutex.sim.host import dsl_stand_in
-from cutex.sim.ptx import parse
-dsl_stand_in.load = lambda compiled, *rest: parse.parse(compiled.__ptx__.replace(".b32", ".b99"))
-compiled = """, 1)  # fmt: skip
-    ran = run(tmp_path, text)
+def test_ptx_that_the_simulator_does_not_read_is_told_and_is_exit_code_1(run_script, monkeypatch):
+    def load(compiled, *_):
+        return parse.parse(compiled.__ptx__.replace(".b32", ".b99"))
+
+    monkeypatch.setattr(simulated, "load", load)
+    ran = run_script(HEAD + CALLS["compiled"])
     assert ran.returncode == 1
     assert "cannot be read: the declaration: .reg .b99" in ran.stderr
 
 
-def test_an_access_out_of_bounds_ends_it_with_the_name_of_the_tensor(tmp_path):
+def test_an_access_out_of_bounds_ends_it_with_the_name_of_the_tensor(run_script):
     beyond = HEAD.replace("if i < cute.size(a):", "if True:")
-    ran = run(tmp_path, beyond + CALLS["jitted"])
+    ran = run_script(beyond + CALLS["jitted"])
     assert ran.returncode == 1
     assert "0 bytes past the end of" in ran.stderr
     assert "Traceback" not in ran.stderr
 
 
 @pytest.mark.parametrize(
-    ("end", "code"),
-    [("raise SystemExit(3)", 3), ("import sys; sys.exit('no')", 1), ("assert False", 1)],
+    ("end", "code"), [("raise SystemExit(3)", 3), ("import sys; sys.exit('no')", 1)]
 )
-def test_the_script_has_the_last_word(tmp_path, end, code):
-    ran = run(tmp_path, end)
+def test_the_script_has_the_last_word(run_script, end, code):
+    ran = run_script(end)
     assert ran.returncode == code
     assert ("no\n" in ran.stderr) == ("'no'" in end)
-    assert ("AssertionError" in ran.stderr) == ("assert" in end)
+
+
+def test_what_a_script_raises_is_pythons_to_print(tmp_path):
+    ran = run(tmp_path, "assert False")
+    assert ran.returncode == 1
+    assert "AssertionError" in ran.stderr
 
 
 WITHOUT_TVM_FFI = """
@@ -273,17 +279,17 @@ exported.export_to_c(sys.argv[1], "add", function_prefix="add")
 """
 
 
-def test_what_compiles_without_tvm_ffi_only_runs_too(tmp_path):
+def test_what_compiles_without_tvm_ffi_only_runs_too(run_script, tmp_path):
     """Tensors in tuples, objects of the script's own; what it exports, it exports as it asks."""
-    done = run(tmp_path, HEAD + WITHOUT_TVM_FFI + CHECK, script=(str(tmp_path),))
+    done = run_script(HEAD + WITHOUT_TVM_FFI + CHECK, script=(str(tmp_path),))
     assert done.returncode == 0, done.stderr
     assert "5 launches of 3 kernels" in done.stderr and "no findings" in done.stderr
     assert "add_wrapper" in (tmp_path / "add.h").read_text() and (tmp_path / "add.o").exists()
 
 
-def test_a_tensor_in_a_tuple_has_its_name_in_reports(tmp_path):
+def test_a_tensor_in_a_tuple_has_its_name_in_reports(run_script):
     calls = WITHOUT_TVM_FFI.partition("c.zero_()")[0]
-    done = run(tmp_path, HEAD.replace("randn(150)", "randn(100)") + calls)
+    done = run_script(HEAD.replace("randn(150)", "randn(100)") + calls)
     assert done.returncode == 1
     assert "past the end of ab[1]" in done.stderr and "c[i] = a[i] + b[i] * scale" in done.stderr
 
@@ -352,9 +358,9 @@ tuned(*[from_dlpack(x) for x in (a, b, c)], stream)
 """
 
 
-def test_memory_of_the_runtime_cooperative_launches_and_the_tuner_of_the_dsl(tmp_path):
+def test_memory_of_the_runtime_cooperative_launches_and_the_tuner_of_the_dsl(run_script):
     """Memory by cudaMalloc, dynamic smem, a cooperative grid that is refused, and one config."""
-    done = run(tmp_path, HEAD + BY_HAND + CHECK)
+    done = run_script(HEAD + BY_HAND + CHECK)
     assert done.returncode == 0, done.stderr
     assert "right" in done.stdout and "no findings" in done.stderr
 

@@ -90,7 +90,7 @@ def at_least(x: Float32, y: Float32 | float, *, loc=None, ip=None) -> Float32:
 
 @dsl_user_op
 def largest(x: Float32, y: Float32, z: Float32, *, loc=None, ip=None) -> Float32:
-    """Of three, by one instruction; NaN if one is."""
+    """The largest of three, by one instruction; NaN if one is."""
     values = [Float32(v).ir_value(loc=loc, ip=ip) for v in (x, y, z)]
     ptx = "max.NaN.f32 $0, $1, $2, $3;"
     return Float32(

@@ -35,6 +35,11 @@ def make_mma(
     return cute.make_tiled_mma(op, (warpgroups, 1, 1))
 
 
+# A: registers ((2, 2, 2), 1, MMA_K) or descriptors (MMA, MMA_M, MMA_K); or both, of which the first
+# has the first steps of K, and the other all
+Operand = cute.Tensor | tuple[cute.Tensor, cute.Tensor]
+
+
 class Product(NamedTuple):
     """A warpgroup's wgmma of all of K, B from a slot of smem."""
 
@@ -47,14 +52,26 @@ class Product(NamedTuple):
     ) -> None:
         """Start acc = A @ B[slot]^T, plus acc if `accumulate`, as one group; A is (MMA, MMA_M,
         MMA_K), registers or descriptors."""
+        warpgroup.fence()
+        self.steps(acc, tCrA, slot, accumulate)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def steps(
+        self,
+        acc: cute.Tensor,
+        tCrA: cute.Tensor,
+        slot: Int32,
+        accumulate: cutlass.Boolean,
+        first: cutlass.Constexpr[int] = 0,
+    ) -> None:
+        """The wgmma of A's steps of K, from `first` on."""
         # NOTE: setting a field changes the object, which must not outlive the loop it is set in
         tiled_mma = cute.make_tiled_mma(self.tiled_mma.op, self.tiled_mma.thr_layout_vmnk.shape[1:])
-        warpgroup.fence()
-        for k_block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
+        for k_block in cutlass.range_constexpr(first, cute.size(tCrA, mode=[2])):
             tiled_mma.set(warpgroup.Field.ACCUMULATE, accumulate if k_block == 0 else True)
             tCrB = self.tCrB[None, None, k_block, slot]
             cute.gemm(tiled_mma, acc, tCrA[None, None, k_block], tCrB, acc)
-        warpgroup.commit_group()
 
     @cute.jit
     def accumulator(self, columns: cutlass.Constexpr[int]) -> cute.Tensor:
@@ -64,16 +81,41 @@ class Product(NamedTuple):
         return self.tiled_mma.make_fragment_C(shape)
 
 
+class MixedProduct(NamedTuple):
+    """A Product whose A lies in registers up to some step of K, and in smem from there on."""
+
+    rs: Product
+    ss: Product
+
+    @cute.jit
+    def issue(
+        self,
+        acc: cute.Tensor,
+        tCrA: tuple[cute.Tensor, cute.Tensor],
+        slot: Int32,
+        accumulate: cutlass.Boolean,
+    ) -> None:
+        """As Product.issue, of both parts of A."""
+        registers, smem = tCrA
+        warpgroup.fence()
+        self.rs.steps(acc, registers, slot, accumulate)
+        self.ss.steps(acc, smem, slot, True, cute.size(registers, mode=[2]))
+        warpgroup.commit_group()
+
+    def accumulator(self, columns: int) -> cute.Tensor:
+        return self.ss.accumulator(columns)
+
+
 @cute.jit
 def product(tiled_mma: cute.TiledMma, sB: cute.Tensor) -> Product:
-    """Of this thread's warpgroup, with sB (bN, bK, SLOT)."""
+    """The part of this thread's warpgroup in the product with sB (bN, bK, SLOT)."""
     thr_mma = tiled_mma.get_slice(first_thread(tiled_mma))
     return Product(tiled_mma, tiled_mma.make_fragment_B(thr_mma.partition_B(sB)))
 
 
 @cute.jit
 def first_thread(tiled_mma: cute.TiledMma) -> Int32:
-    """Of this thread's warpgroup; uniform, so that descriptors come from uniform registers."""
+    """The first thread of this warpgroup; uniform, so that descriptors are in such registers."""
     thread, _, _ = cute.arch.thread_idx()
     return cute.arch.make_warp_uniform(thread % cute.size(tiled_mma) // WARPGROUP) * WARPGROUP
 

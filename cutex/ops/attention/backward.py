@@ -30,7 +30,7 @@ def why_no_gradient(call: AttentionCall) -> str | None:
 def gradients(
     call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Of q, k, v and learnable_sink, from the gradient of out; all of them laid out as it is."""
+    """Gradients of q, k, v and learnable_sink, from that of out; all of them laid out as it is."""
     dsink = None
     if call.learnable_sink is not None:
         dsink = sink_gradient(call.learnable_sink, grad_out, out, lse)

@@ -58,12 +58,12 @@ class AttentionCall:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Of q, and of k and v."""
+        """Heads of q, and of k and v."""
         return self.q.shape[-2], self.k.shape[-2]
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """Of q and k, and of v."""
+        """Head dims of q and k, and of v."""
         return self.q.shape[-1], self.v.shape[-1]
 
     @property

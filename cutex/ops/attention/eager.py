@@ -165,7 +165,7 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 
 
 def forget() -> None:
-    """Of all plans."""
+    """Drop all plans."""
     _known.clear()
     _plans.clear()
 

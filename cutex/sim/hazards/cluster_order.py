@@ -41,7 +41,7 @@ class Strength(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def strength(op: str) -> Strength:
-    """Of an opcode; one whose scope is a CTA or a cluster says nothing to other clusters."""
+    """An opcode's strength; one of the scope of a CTA or a cluster says nothing to others."""
     parts = op.split(".")
     if _NARROW.search(op) or parts[0] not in ("ld", "st", "atom", "red"):
         return Strength(False, False, False, False)
@@ -53,7 +53,7 @@ def strength(op: str) -> Strength:
 
 
 def is_fence(op: str) -> bool:
-    """Of the whole GPU, or more."""
+    """Whether an opcode is a fence of the whole GPU, or more."""
     return _FENCE.match(op) is not None
 
 
@@ -67,7 +67,7 @@ def _releases(program: Program) -> bool:
 
 
 class ClusterOrder:
-    """Of the grid; costs nothing where no instruction could order its clusters."""
+    """The order of a grid's clusters; costs nothing where no instruction could order them."""
 
     def __init__(self, machine: Machine) -> None:
         self.m = machine

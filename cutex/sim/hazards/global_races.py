@@ -73,8 +73,17 @@ class By(NamedTuple):
     counts: np.ndarray
 
 
+class Clash(NamedTuple):
+    """Two accesses of a byte by clusters that nothing orders: numbers of the later and the earlier
+    one, as `Last.who` has them, and the byte's place in its region."""
+
+    later: int
+    earlier: int
+    place: int
+
+
 class Last:
-    """Of each byte of a tensor, the last access of a kind."""
+    """The last access of a kind to each byte of a tensor."""
 
     def __init__(self, size: int, counted: bool) -> None:
         """``counted``: clusters may have an order, so that counts matter."""
@@ -173,24 +182,18 @@ class GlobalRaces:
             return
         places = offsets[:, None] + np.arange(values.shape[1])
         differs = region.data[places] != values
-        mine, last = self._mine(by, places), self._last(region, self.writes)
-        other = (last.who[places] != 0) & (last.who[places] != mine) & differs
-        if how.strong:
-            other &= last.how[places] == _PLAIN
-        self._unordered(other, last, places, by)
-        if other.any():
-            at = tuple(int(v[0]) for v in np.nonzero(other))
-            place = int(places[at])
-            flag = how.strong or last.how[place] == _STRONG
+        last = self._last(region, self.writes)
+        among = differs & (last.how[places] == _PLAIN) if how.strong else differs
+        if clash := self._clash(last, places, by, among):
+            before = last.how[clash.place]
             self._race(
-                f"{self._name(mine[at])} writes {region.element(place)}, and "
-                f"{self._name(last.who[place])} {_DID[last.how[place]]} (PTX line "
-                f"{last.line[place]})",
+                f"{self._name(clash.later)} writes {region.element(clash.place)}, and "
+                f"{self._name(clash.earlier)} {_DID[before]} (PTX line {last.line[clash.place]})",
                 ins,
-                flag,
+                how.strong or before == _STRONG,
             )
         self._after_loads(region, places, differs, by, ins, how)
-        last.set(places, mine, by, ins.line, _STRONG if how.strong else _PLAIN)
+        last.set(places, self._mine(by, places), by, ins.line, _STRONG if how.strong else _PLAIN)
 
     def reduced(self, region: Region, offsets: np.ndarray, size: int, by: By, ins: Any) -> None:
         """A bulk reduction has changed ``size`` bytes at each offset, an element at a time."""
@@ -243,27 +246,20 @@ class GlobalRaces:
         ins: Instruction,
     ) -> None:
         by = self._lanes(warps)
-        mine = self._mine(by, places)
         if region.base in self.writes:
             last = self.writes[region.base]
-            other = (last.who[places] != 0) & (last.who[places] != mine)
-            if how.strong:
-                other &= last.how[places] == _PLAIN
-            self._unordered(other, last, places, by)
-            if other.any():
-                at = tuple(int(v[0]) for v in np.nonzero(other))
-                place = int(places[at])
+            among = last.how[places] == _PLAIN if how.strong else True
+            if clash := self._clash(last, places, by, among):
                 self._race(
-                    f"{self._name(mine[at])} reads {region.element(place)}, and "
-                    f"{self._name(last.who[place])} wrote it (PTX line {last.line[place]})",
+                    f"{self._name(clash.later)} reads {region.element(clash.place)}, and "
+                    f"{self._name(clash.earlier)} wrote it (PTX line {last.line[clash.place]})",
                     ins,
-                    how.strong or last.how[place] != _PLAIN,
+                    how.strong or last.how[clash.place] != _PLAIN,
                 )
         if how.strong:
             return
-        readers = self._last(region, self.reads)
-        other = (readers.who[places] != 0) & (readers.who[places] != mine)
-        self._unordered(other, readers, places, by)
+        mine, readers = self._mine(by, places), self._last(region, self.reads)
+        other = self._others(readers, places, by)
         readers.set(places, np.where(other, MANY, mine), by, ins.line)
         readers.who[places[readers.who[places] != mine]] = MANY  # of several in one batch
 
@@ -280,17 +276,16 @@ class GlobalRaces:
         readers = self.reads.get(region.base)
         if readers is None:
             return
-        mine, reader = self._mine(by, places), readers.who[places]
-        other = (reader != 0) & (reader != mine) & differs
+        if self.order.active:  # NOTE: of several readers only one's count is kept
+            differs = differs & (readers.who[places] != MANY)
+        clash = self._clash(readers, places, by, differs)
         if self.order.active:
-            other &= reader != MANY  # NOTE: of several readers only one's count is kept
-            self._unordered(other, readers, places, by)
             readers.who[places] = 0
-        if other.any():
-            at = tuple(int(v[0]) for v in np.nonzero(other))
-            peer = "others have" if reader[at] == MANY else f"{self._name(reader[at])} has"
+        if clash:
+            several = clash.earlier == MANY
+            peer = "others have" if several else f"{self._name(clash.earlier)} has"
             self._race(
-                f"{self._name(mine[at])} writes {region.element(int(places[at]))}, which {peer} "
+                f"{self._name(clash.later)} writes {region.element(clash.place)}, which {peer} "
                 "read",
                 ins,
                 how.strong,
@@ -298,21 +293,16 @@ class GlobalRaces:
 
     def _atomic(self, region: Region, places: np.ndarray, by: By, ins: Instruction) -> None:
         """A read and a write in one, of which ordinary accesses must be ordered."""
-        mine, last = self._mine(by, places), self._last(region, self.writes)
-        other = (last.who[places] != 0) & (last.who[places] != mine)
-        other &= last.how[places] == _PLAIN
-        self._unordered(other, last, places, by)
-        if other.any():
-            at = tuple(int(v[0]) for v in np.nonzero(other))
-            place = int(places[at])
+        last = self._last(region, self.writes)
+        if clash := self._clash(last, places, by, last.how[places] == _PLAIN):
             self._race(
-                f"{self._name(mine[at])} changes {region.element(place)} by an atomic, and "
-                f"{self._name(last.who[place])} {_DID[_PLAIN]} by an ordinary store (PTX line "
-                f"{last.line[place]})",
+                f"{self._name(clash.later)} changes {region.element(clash.place)} by an atomic, "
+                f"and {self._name(clash.earlier)} {_DID[_PLAIN]} by an ordinary store (PTX line "
+                f"{last.line[clash.place]})",
                 ins,
             )
         self._after_loads(region, places, np.ones(places.shape, bool), by, ins, _CHANGES)
-        last.set(places, mine, by, ins.line, _ATOMIC)
+        last.set(places, self._mine(by, places), by, ins.line, _ATOMIC)
 
     def _check_box(self, read: BoxRead, places: Places, warp: int | None = None) -> None:
         found = places(self.m, read.tmap, read.at, self.writes)
@@ -331,6 +321,28 @@ class GlobalRaces:
                 f"writes (PTX line {last.line[place]})",
                 read.instruction,
             )
+
+    def _clash(
+        self, last: Last, places: np.ndarray, by: By, among: np.ndarray | bool
+    ) -> Clash | None:
+        """The first of the places of ``_others`` at which ``among`` holds, if there is one."""
+        other = self._others(last, places, by, among)
+        if not other.any():
+            return None
+        at = tuple(int(v[0]) for v in np.nonzero(other))
+        place = int(places[at])
+        return Clash(int(self._mine(by, places)[at]), int(last.who[place]), place)
+
+    def _others(
+        self, last: Last, places: np.ndarray, by: By, among: np.ndarray | bool = True
+    ) -> np.ndarray:
+        """At which places (n, bytes) the last access was another cluster's, of which the warps of
+        ``by`` do not know; only where ``among`` holds.
+        """
+        who = last.who[places]
+        other = (who != 0) & (who != self._mine(by, places)) & among
+        self._unordered(other, last, places, by)
+        return other
 
     def _unordered(self, other: np.ndarray, last: Last, places: np.ndarray, by: By) -> None:
         """Keeps of ``other``, places whose last access was another cluster's, those of which the

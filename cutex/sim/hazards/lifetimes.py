@@ -32,7 +32,7 @@ class RemoteUse:
 
 
 class Lifetimes:
-    """Of the resident CTAs."""
+    """Which CTAs of the resident ones have ended, and what their warps knew then."""
 
     def __init__(self, machine: Machine) -> None:
         self.m = machine

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TmemAccesses:
-    """Of all resident warps."""
+    """Accesses of all resident warps to tensor memory."""
 
     def __init__(self, machine: Machine) -> None:
         self.m, self.clocks = machine, machine.clocks

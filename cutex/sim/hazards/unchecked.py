@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Unchecked:
-    """Is told of every access, and finds nothing; whatever its method, it does nothing."""
+    """Takes the place of a check and finds nothing: every method does nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("_"):

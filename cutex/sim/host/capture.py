@@ -284,8 +284,8 @@ class HostFunction:
 
 
 class PlainHostFunction(HostFunction):
-    """That of a kernel compiled without TVM-FFI: it takes a pointer to each of its arguments, and
-    then one to its result (the C interface that the DSL exports).
+    """The host code of a kernel compiled without TVM-FFI: it takes a pointer to each of its
+    arguments, and then one to its result (the C interface that the DSL exports).
     """
 
     def __init__(self, object_file: Path, prefix: str) -> None:

@@ -85,7 +85,7 @@ def _answering(
 
 
 def _address(memory: Any) -> int:
-    """Of a pointer, or of what holds bytes."""
+    """The address of a pointer, or of what holds bytes."""
     if hasattr(memory, "__array_interface__"):
         return int(memory.__array_interface__["data"][0])
     if isinstance(memory, bytearray | memoryview):

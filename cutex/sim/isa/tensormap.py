@@ -84,7 +84,7 @@ class TensorMap:
         return None if at[0] % 2 else (at[0] // 2, *at[1:])
 
     def address_of(self, part: Overlap) -> int:
-        """Of its first element: maps of ragged rows have strides that take it around 2^64."""
+        """Its first element's address: strides of ragged rows' maps take it around 2^64."""
         return (self.address + part.offset) % 2**64
 
     @cached_property

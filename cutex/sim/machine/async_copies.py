@@ -37,7 +37,7 @@ class PendingCopy:
 
 
 class AsyncCopies:
-    """Of all resident warps."""
+    """Asynchronous copies of all resident warps."""
 
     def __init__(self, machine: Machine) -> None:
         self.m = machine

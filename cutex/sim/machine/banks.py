@@ -20,7 +20,7 @@ BANKS = 32
 
 @dataclass
 class Wavefronts:
-    """Of one instruction, all that executed it together."""
+    """Wavefronts of one instruction, of all that executed it together."""
 
     instruction: Instruction
     needed: int = 0  # without a conflict

@@ -38,5 +38,5 @@ def add_products(old: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _exponents(x: np.ndarray) -> np.ndarray:
-    """Of the leading bit."""
+    """Exponents of the leading bits."""
     return np.where(x == 0, np.int32(_NOTHING), np.frexp(x)[1] - 1)

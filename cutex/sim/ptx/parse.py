@@ -83,7 +83,7 @@ class Instruction:
         return f"PTX line {self.line}: {text}{source}"
 
     def place(self) -> str:
-        """Of the source, as `Source.where`; else the PTX line."""
+        """The place in the source, as `Source.where`; else the PTX line."""
         return self.source.where() if self.source else f"PTX line {self.line}"
 
 

@@ -56,7 +56,7 @@ class Row:
     loop: int  # instructions of the softmax loop, for one block
 
     def cycles(self) -> dict[str, float]:
-        """Of one block of keys, by unit."""
+        """Cycles of one block of keys, by unit."""
         gpu, n, both = arch(ARCH), self.tile_n, self.head_dim + self.head_dim_v
         rows = ROWS * self.q_tiles
         reads = self.q_tiles * (ROWS + n // self.ctas) * self.head_dim  # A and B of QK

@@ -39,12 +39,12 @@ class Sm100Config(Computed):
 
     @property
     def ctas(self) -> int:
-        """That work on a tile together."""
+        """CTAs that work on a tile together."""
         return 2 if self.pair else 1
 
     @property
     def mma_rows(self) -> int:
-        """Of one MMA: of one Q tile of all CTAs."""
+        """Rows of one MMA: of one Q tile of all CTAs."""
         return ROWS * self.ctas
 
     @property
@@ -63,19 +63,19 @@ class Sm100Config(Computed):
 
     @property
     def columns(self) -> int:
-        """Of tensor memory: S of two blocks, with P over it, and O of all Q tiles."""
+        """Columns of tensor memory: S of two blocks, with P over it, and O of all Q tiles."""
         return self.o_column + self.q_tiles * self.head_dim_v
 
     # ---- bytes of one CTA
 
     @property
     def q_bytes(self) -> int:
-        """Of one Q tile."""
+        """Bytes of one Q tile."""
         return ROWS * self.head_dim * ELEMENT
 
     @property
     def k_bytes(self) -> int:
-        """Of one slot: all its keys or, of a pair, half of them."""
+        """Bytes of one slot: all its keys or, of a pair, half of them."""
         return self.tile_n * self.head_dim * ELEMENT // self.ctas
 
     @property

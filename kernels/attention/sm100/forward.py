@@ -53,7 +53,7 @@ from cutex.schedulers.persistent import EqualSteps
 
 
 class Registers(NamedTuple):
-    """Of a thread, by role. All roles together have 65536."""
+    """Registers of a thread, by role. All roles together have 65536."""
 
     epilogue: int
     softmax: int

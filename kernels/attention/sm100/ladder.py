@@ -31,7 +31,7 @@ class Sm100LadderConfig(LadderConfig):
 
     @property
     def columns(self) -> int:
-        """Of tensor memory: S and O of all Q tiles."""
+        """Columns of tensor memory: S and O of all Q tiles."""
         return self.o_column + self.q_tiles * self.head_dim
 
     @property

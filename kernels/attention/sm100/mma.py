@@ -195,7 +195,7 @@ class Mma:
         commit(b.o_full[t], pair)
 
     def buffer(self, t: int, own: Int32) -> Int32:
-        """Of the scores of a Q tile's block."""
+        """The buffer of the scores of a Q tile's block."""
         return Int32(t) if self.config.q_tiles > 1 else own & 1
 
 

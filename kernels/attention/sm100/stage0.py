@@ -162,7 +162,7 @@ class Stage0(Attention):
         tmem,
         scale: Float32,
     ) -> Part:
-        """Of Q tile t."""
+        """The part of Q tile t."""
         c, dtype = self.config, operands.dtype
         qk_mma = make_umma16(c.tile_n, dtype, 1, a_in_tmem=False, b_rows_contiguous=False)
         pv_mma = make_umma16(c.head_dim, dtype, 1, not c.p_in_smem, b_rows_contiguous=True)

@@ -117,7 +117,7 @@ class Stage2(Stage1):
 
     @cute.jit
     def q_tile(self) -> Int32:
-        """Whose rows this softmax warp has."""
+        """The Q tile whose rows this softmax warp has."""
         return cute.arch.warp_idx() // 4
 
     @cute.jit

@@ -121,7 +121,7 @@ class Shared:
 
     @cute.jit
     def lengths(self, batch: Int32) -> tuple[SeqlenInfo, SeqlenInfo]:
-        """Of the queries and of the keys of a sequence."""
+        """The lengths of the queries and of the keys of a sequence."""
         q, k = self.sizes.seqlens(self.passed)
         return q.of(batch), k.of(batch)
 
@@ -162,7 +162,7 @@ class Shared:
                 barrier.arrive(slot)
 
     def rank(self) -> Int32 | int:
-        """Of this CTA among those of its tile."""
+        """The rank of this CTA among those of its tile."""
         return cute.arch.block_idx_in_cluster() if self.config.pair else 0
 
     def row_block(self, work: WorkTile, t: Int32 | int) -> Int32:

@@ -19,7 +19,7 @@ from cutlass import Boolean, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from cutex.device.attention.block_info import Blocks
-from cutex.device.attention.products import Product, round_to
+from cutex.device.attention.products import MixedProduct, Operand, Product, round_to
 from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.softmax import Softmax, rows_of
 from cutex.device.pipeline import OrderedBarrier, PipelineState, Ring
@@ -29,9 +29,9 @@ State = tuple[PipelineState, PipelineState]  # in the rings of K and of V
 
 @dataclass(frozen=True)
 class BlockLoop:
-    qk: Product
+    qk: Product | MixedProduct
     pv: Product
-    tSrQ: cute.Tensor  # (MMA, MMA_M, MMA_K) descriptors or registers
+    tSrQ: Operand
     acc_o: cute.Tensor  # (MMA, 1, 1) fp32
     tOrP: cute.Tensor  # ((2, 2, 2), 1, MMA_K), rounded
     k: Ring

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, StMatrix8x8x16bOp
+from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.memory import SmemAllocator
 
 from cutex.compile import Argument
@@ -27,11 +27,11 @@ from cutex.device.attention.block_info import BlockInfo
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.products import (
     ROWS,
-    a_from_smem,
     a_registers,
     make_mma,
     product,
 )
+from cutex.device.attention.query import Query
 from cutex.device.attention.rows import Rows, tma_operand
 from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.seqlen_info import SeqlenInfo
@@ -207,14 +207,10 @@ class Forward:
         dtype = sQ.element_type
         thread, _, _ = cute.arch.thread_idx()
         wg = cute.arch.make_warp_uniform(thread // WARPGROUP)
-        qk = product(make_mma(1, c.tile_n, dtype, c.q_in_registers, False), sK)
+        query = Query.of(sQ, sK, c.q_in_registers)
         transposed = contiguous_rows_layout(dtype, c.head_dim_v, c.tile_n, c.num_stages)
         sVt = cute.make_tensor(sV.iterator, transposed.outer)  # (DV, bN, SLOT)
         pv = product(make_mma(1, c.head_dim_v, dtype, True, True), sVt)
-        if cutlass.const_expr(c.q_in_registers):
-            tSrQ = a_registers(c.head_dim, dtype)
-        else:
-            tSrQ = a_from_smem(qk.tiled_mma, sQ)  # (MMA, MMA_M, MMA_K, WG * SLOT)
         acc_o = pv.accumulator(c.head_dim_v)
         tOrP = a_registers(c.tile_n, dtype)
         factors = cute.make_rmem_tensor(cute.make_layout(2), Float32)
@@ -238,14 +234,9 @@ class Forward:
             score_ops = self.score_ops(shared, rows, work, seq_q.length, seqlen_k)
             softmax = Softmax.start(score_ops.scale_log2(), self.slack(dtype))
             trusted = Boolean(True)
-            tSrQ_tile = tSrQ
-            if cutlass.const_expr(c.q_in_registers):
-                self.load_q(qk.tiled_mma, sQ[None, None, q_slot], tSrQ)
-            else:
-                tSrQ_tile = tSrQ[None, None, None, q_slot]
             loop = BlockLoop(
-                qk, pv, tSrQ_tile, acc_o, tOrP, shared.k, shared.v, score_ops, softmax,
-                factors, turns, wg, c.warpgroups, self.optimistic,
+                query.qk, pv, query.of_slot(q_slot), acc_o, tOrP, shared.k, shared.v,
+                score_ops, softmax, factors, turns, wg, c.warpgroups, self.optimistic,
             )  # fmt: skip
             if blocks.end > blocks.first and m_block * ROWS < seq_q.length * c.pack:
                 state = loop.pass_over(tile.end - blocks.end, state, True)
@@ -311,14 +302,6 @@ class Forward:
     def without_keys(self, sinks, lse: cute.Tensor) -> None:
         for r in cutlass.range_constexpr(2):
             lse[r] = sinks[r] if len(sinks) > 0 else -Float32.inf
-
-    @cute.jit
-    def load_q(self, tiled_mma: cute.TiledMma, sQ: cute.Tensor, tSrQ: cute.Tensor) -> None:
-        """This warpgroup's rows of Q (64, D) into registers."""
-        thread, _, _ = cute.arch.thread_idx()
-        load = cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), sQ.element_type)
-        s2r = cute.make_tiled_copy_A(load, tiled_mma).get_slice(thread % WARPGROUP)
-        cute.copy(s2r, s2r.partition_S(sQ), s2r.retile(tSrQ))
 
     @cute.jit
     def store(

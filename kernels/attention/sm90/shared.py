@@ -30,6 +30,6 @@ class Shared:
 
     @cute.jit
     def lengths(self, batch: Int32) -> tuple[SeqlenInfo, SeqlenInfo]:
-        """Of the queries and of the keys of a sequence."""
+        """The lengths of the queries and of the keys of a sequence."""
         q, k = self.sizes.seqlens(self.passed)
         return q.of(batch), k.of(batch)

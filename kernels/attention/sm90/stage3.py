@@ -35,7 +35,7 @@ from cutex.kernels.attention.sm90.stage2 import Barriers, Stage2
 
 
 class Registers(NamedTuple):
-    """Of a thread, by role. All roles together have 65536."""
+    """Registers of a thread, by role. All roles together have 65536."""
 
     load: int
     compute: int

@@ -13,7 +13,6 @@ Imports neither torch nor the DSL.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -39,7 +38,6 @@ WALKED_ONCE = 1.04  # of the time of the same tiles that need not be walked
 SHORT_STORES = {False: 1.9, True: 1.15}
 HIDING = 1.5  # of a ping-pong tile's store and the next mainloop: infinite if one hid the other
 NEAR = 1.4  # times the least that is modelled: above, a config is not looked at closely
-STREAMED = math.inf  # times the time that is modelled of streamed tiles: none was measured
 LAST_STORE = 0.5  # of a tile's store, that nothing hides at the end
 
 
@@ -75,58 +73,58 @@ class Costs:
 
 
 ROUND = Costs(
-    clock_ghz=2.23,
-    mma=1.25,
-    port_reads=0.208,
-    port_writes=1.61,
-    l2_bytes=58.3,
-    paired=0.261,
-    received=0.0973,
-    latency=2560.0,
-    overlap=18.8,
-    step=15.0,
-    epilogue_bytes=29.2,
-    tile=7.04,
+    clock_ghz=2.38,
+    mma=1.33,
+    port_reads=0.163,
+    port_writes=1.79,
+    l2_bytes=54.6,
+    paired=0.279,
+    received=0.0738,
+    latency=2650.0,
+    overlap=17.2,
+    step=12.2,
+    epilogue_bytes=27.2,
+    tile=6.88,
     flop_us=1.1e-09,
     l2_us=6.33e-12,
-    memory_us=6.36e-10,
-    memory_gbs=4380.0,
-    again=0.227,
-    sm_gbs=42.0,
-    lone_sm_gbs=355.0,
+    memory_us=6.3e-10,
+    memory_gbs=4370.0,
+    again=0.23,
+    sm_gbs=41.9,
+    lone_sm_gbs=382.0,
     balance=3.42,
     launch_us=1.72,
-    exchange_us=0.625,
-    exchange_gbs=16.8,
+    exchange_us=0.62,
+    exchange_gbs=17.4,
     narrow=1.53,
-    outside=5.97,
+    outside=6.37,
 )
 WALK = Costs(
-    clock_ghz=2.23,
-    mma=0.913,
-    port_reads=0.761,
-    port_writes=0.64,
-    l2_bytes=68.7,
+    clock_ghz=2.28,
+    mma=0.912,
+    port_reads=0.764,
+    port_writes=0.623,
+    l2_bytes=72.3,
     paired=0.9,
-    received=0.794,
-    latency=2430.0,
-    overlap=23.6,
-    step=1.48,
-    epilogue_bytes=20.5,
+    received=0.769,
+    latency=2440.0,
+    overlap=34.1,
+    step=1.47,
+    epilogue_bytes=22.7,
     tile=15.4,
     flop_us=1.35e-09,
-    l2_us=2.25e-11,
+    l2_us=2.23e-11,
     memory_us=1.22e-10,
-    memory_gbs=4320.0,
-    again=0.185,
+    memory_gbs=4330.0,
+    again=0.229,
     sm_gbs=67.7,
     lone_sm_gbs=101.0,
-    balance=3.39,
-    launch_us=1.78,
-    exchange_us=1.0,
-    exchange_gbs=40.0,
-    narrow=0.986,
-    outside=10.4,
+    balance=3.22,
+    launch_us=1.79,
+    exchange_us=1.65,
+    exchange_gbs=40.8,
+    narrow=1.04,
+    outside=12.1,
 )
 
 
@@ -287,7 +285,6 @@ def predictions(
     near = np.flatnonzero(times <= NEAR * times.min())
     places = [place(configs[i], problem, counts[i], majors) for i in near.tolist()]
     times[near] *= np.exp(errors_nearby(np.array(places, np.float32)))
-    times *= np.where([c.stream_k > 0 for c in configs], STREAMED, 1.0)
     return times.tolist()
 
 

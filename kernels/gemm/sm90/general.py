@@ -355,7 +355,8 @@ class General:
         if sC is None:
             return ElementStore(out, config.epi_columns, ops)
         scheduler = self.scheduler
-        if rows is not None and c.swap_ab and c.one_tile and c.few_columns:
+        few = c.one_tile and c.few_columns and c.split_k == 1
+        if rows is not None and c.swap_ab and few:
             first_row = scheduler.first_row(rows) if isinstance(scheduler, Spread) else Int32(0)
             return warp_store(rows, sC, c.epi_stages, first_row)
         if rows is not None:

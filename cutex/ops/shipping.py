@@ -1,0 +1,110 @@
+"""python -m cutex.ops.shipping: the choices for Hopper that cutex comes with (see --help).
+
+A class of calls is in the table where a config was measured on H200s that is faster than the cost
+model's first by SLOWER, or whose first was not measured, and MEASURED others were. To be run after
+the model was fitted (cutex/kernels/gemm/sm90/fit.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from cutex.arch import arch
+from cutex.command import answered
+from cutex.kernels.gemm.signature import OperandLayout
+from cutex.kernels.gemm.sm90 import fit
+from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.kernels.gemm.sm90.cost_model import candidates as all_candidates
+from cutex.ops.choices import CallClass
+from cutex.ops.plan import call_class, candidates, fitted, majors_of, problem_of
+
+FILE = Path(fit.__file__).with_name("choices.json")
+SLOWER = 1.03
+MEASURED = 3
+
+Layouts = tuple[OperandLayout, OperandLayout, OperandLayout]
+
+
+def measured() -> Iterator[tuple[CallClass, dict[Sm90Config, float]]]:
+    """Classes of calls, and the mean times of their configs over those of others on the same cards;
+    not of calls that take the choice of a larger M."""
+    configs, rows = fit.measured_rows()
+    found: dict[tuple[Any, ...], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        for i, us in row["us"].items():
+            mnk_and_pass = row["m"], row["n"], row["k"], row["pass"]
+            found[mnk_and_pass][int(i)].append(us / min(row["others"].values()))
+    for (*mnk, direction), times in sorted(found.items()):
+        a, b = fit.MAJORS[direction]
+        layouts = (
+            OperandLayout(major="row" if a else "column"),
+            OperandLayout(major="column" if b else "row"),
+            OperandLayout(),
+        )
+        sizes = mnk[0], mnk[1], mnk[2], 1
+        calls = call_class(sizes, layouts, (), "sm_90a")
+        if calls.sizes == sizes:
+            yield calls, {configs[i]: fmean(t) for i, t in times.items()}
+
+
+def better(calls: CallClass, times: dict[Sm90Config, float]) -> Sm90Config | None:
+    """The config to take instead of the model's first; None if that is as good."""
+    every = all_candidates(problem_of(calls), arch("sm_90a"), majors_of(calls))
+    allowed = {fit.geometry(c) for c in every}
+    times = {c: t for c, t in times.items() if fit.geometry(c) in allowed and fitted(c, calls)}
+    if not times:
+        return None
+    best = min(times, key=times.__getitem__)
+    first = next(candidates(calls)).tiles
+    assert isinstance(first, Sm90Config)
+    of_first = [t for c, t in times.items() if fit.geometry(c) == fit.geometry(first)]
+    if of_first:
+        return best if min(of_first) > SLOWER * times[best] else None
+    return best if len(times) >= MEASURED else None
+
+
+def table() -> dict[str, dict[str, Any]]:
+    """Fields of configs that are not as usual, by M, N, K and what is contiguous in a and b."""
+    usual = asdict(Sm90Config())
+    found = {}
+    for calls, times in measured():
+        if config := better(calls, times):
+            a, b = majors_of(calls)
+            m, n, k, _ = calls.sizes
+            name = f"{m}x{n}x{k} {'k' if a else 'm'}{'k' if b else 'n'}"
+            found[name] = {f: v for f, v in asdict(config).items() if v != usual[f]}
+    return found
+
+
+def text(rows: dict[str, dict[str, Any]]) -> str:
+    """The file, a class a line."""
+    lines = (f"{json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+@answered
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m cutex.ops.shipping",
+        description="Find the classes of calls whose best measured config the cost model of "
+        "Hopper's GEMM does not choose. Run after it was fitted.",
+    )
+    parser.add_argument("--write", action="store_true", help=f"change {FILE.name}, not only look")
+    args = parser.parse_args(argv)
+    rows = table()
+    print(f"{len(rows)} classes of calls")
+    if args.write:
+        FILE.write_text(text(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""Arguments of a script's jitted functions: as the captured host code takes them, and as they are
+compiled for.
+
+Tensors may be torch's, the DSL's own (``from_dlpack``), or addresses (``make_ptr``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from typing import Any
+
+import cutlass
+import torch
+from cutlass import cute
+from cutlass.cute import runtime
+
+from cutex.sim.host.capture import HostTensor
+from cutex.sim.run import is_stream
+
+
+def is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or hasattr(value, "_dltensor_wrapper")
+
+
+def holds_tensors(value: Any) -> bool:
+    """A tuple or list of tensors, in however many layers."""
+    return isinstance(value, tuple | list) and any(is_tensor(v) or holds_tensors(v) for v in value)
+
+
+def takes_stream(arguments: Any) -> bool:
+    """Host code without a tensor cannot ask its environment for the stream."""
+    return not any(is_tensor(a) or hasattr(a, "dynamic_shapes_mask") for a in arguments)
+
+
+def captured(given: Any, name: str) -> Any:
+    """An argument as the captured host code takes it."""
+    if isinstance(given, torch.Tensor):
+        return HostTensor.of(given, name)
+    if hasattr(given, "_dltensor_wrapper"):
+        return _of_dsl(given, name)
+    if hasattr(given, "_pointer"):
+        return ctypes.c_void_p(int(given._pointer))
+    if is_stream(given):
+        return ctypes.c_void_p()  # the default stream
+    if isinstance(given, cutlass.Numeric):
+        return given.value
+    if isinstance(given, tuple | list):
+        return tuple(captured(g, name) for g in given)
+    return given
+
+
+_FOUR_BITS = "float4_e2m1fn_x2"
+
+
+def _of_dsl(tensor: Any, name: str) -> HostTensor:
+    """A tensor made by ``from_dlpack``; its element type may be another than its bytes' own."""
+    from cutlass.cute._tvm_ffi_args_spec_converter import NumericToTVMFFIDtype
+
+    tensor.load_dltensor()
+    kind, shape, strides = tensor.element_type, tuple(tensor.shape), tuple(tensor.stride)
+    if kind is cutlass.Float4E2M1FN:  # two a byte, along what is contiguous
+        shape = tuple(n // 2 if s == 1 else n for n, s in zip(shape, strides, strict=True))
+        strides = tuple(s if s == 1 else s // 2 for s in strides)
+        return HostTensor(tensor.data_ptr, shape, strides, _FOUR_BITS, 1, tensor, name)
+    size = max(1, kind.width // 8)
+    dtype = NumericToTVMFFIDtype[kind]
+    return HostTensor(tensor.data_ptr, shape, strides, dtype, size, tensor, name)
+
+
+def stand_for(value: Any, own_stream: bool) -> Any:
+    """What stands for an argument when a function is compiled: its type and layout."""
+    if is_stream(value):
+        return runtime.make_fake_stream(use_tvm_ffi_env_stream=own_stream)
+    if isinstance(value, torch.Tensor):  # as the DSL's own TensorAdapter takes it
+        value = runtime.from_dlpack(value).mark_layout_dynamic()
+    if hasattr(value, "_dltensor_wrapper"):
+        return _fake_of_dsl(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*[stand_for(v, own_stream) for v in value])
+    if isinstance(value, tuple | list):
+        return type(value)(stand_for(v, own_stream) for v in value)
+    return value
+
+
+def _fake_of_dsl(tensor: Any) -> Any:
+    """Dynamic where the tensor is, and divisible as it says; elements of 4 bits come in pairs."""
+    tensor.load_dltensor()
+    kind = tensor.element_type
+    pairs = 2 if kind.width == 4 else 1
+    layout = str(tensor)[:-1].partition(" o ")[2]  # "(?,?{div=8}):(?{i64 div=8},1)"
+    by_n, by_stride = (_divisibilities(part) for part in layout.split(":"))
+    shape, strides = [], []
+    for i, (n, stride) in enumerate(zip(tensor.shape, tensor.stride, strict=True)):
+        among = max(by_n[i], pairs if stride == 1 else 1)
+        shape.append(cute.sym_int(divisibility=among) if tensor.dynamic_shapes_mask[i] else n)
+        among = max(by_stride[i], pairs)
+        dynamic = tensor.dynamic_strides_mask[i]
+        strides.append(cute.sym_int64(divisibility=among) if dynamic else stride)
+    align = tensor._assumed_align or max(1, kind.width // 8)
+    return runtime.make_fake_tensor(kind, tuple(shape), tuple(strides), assumed_align=align)
+
+
+def _divisibilities(modes: str) -> list[int]:
+    """What each mode of a flat layout, as the DSL writes it, is known to be a multiple of."""
+    found = (re.search(r"div=(\d+)", mode) for mode in modes.strip("()").split(","))
+    return [int(m[1]) if m else 1 for m in found]

@@ -1,0 +1,173 @@
+"""What a script on a machine without a GPU launches, and what is found in it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cuda.bindings.runtime as cuda_runtime
+from cutlass.base_dsl.runtime.cuda import create_cuda_runtime_error
+
+from cutex.sim.errors import CooperativeTooLarge, Finding, SimError
+from cutex.sim.host.capture import HostTensor, Launch
+from cutex.sim.host.torch_stand_in import DeviceMemory
+from cutex.sim.reports import around, folded
+from cutex.sim.run import SimReport, Simulation
+
+if TYPE_CHECKING:
+    from cutex.sim.host.simulated import PlainSimulated, Simulated
+
+
+@dataclass
+class Clock:
+    """The times that --time asks for: on which GPU, and where a picture of the last launch goes."""
+
+    gpu: str
+    trace: str | None
+    printed: set[str] = field(default_factory=set)
+
+    def run(
+        self,
+        function: Simulated | PlainSimulated,
+        arguments: list[Any],
+        regions: list[HostTensor],
+    ) -> None:
+        """Prints the time of the call's launches, each kernel once for each grid."""
+        from cutex.sim.timing.call import time_call
+
+        try:
+            reports = time_call(
+                function.host, function.programs, arguments, regions, self.gpu,
+                log=self.trace is not None,
+            )  # fmt: skip
+        except ValueError as error:
+            print(f"cutex: no time: {error}", file=sys.stderr)
+            return
+        for report in reports:
+            if str(report) not in self.printed:
+                self.printed.add(str(report))
+                print(f"cutex: {report}", file=sys.stderr)
+            if self.trace:
+                report.write_trace(Path(self.trace))
+
+
+@dataclass
+class Calls:
+    """The launches of a script by kernel, and what was found, even where the script catches it."""
+
+    order: str
+    seed: int
+    memory: DeviceMemory
+    limit: int | None = None
+    clock: Clock | None = None
+    resources: bool = False  # report what each kernel takes
+    jobs: int = 1  # processes that simulate a grid together
+    checks: bool = True  # look for races
+    launches: dict[str, int] = field(default_factory=dict)
+    report: SimReport = field(default_factory=SimReport)
+    errors: list[tuple[SimError, str]] = field(default_factory=list)  # with the PTX they are about
+    _ptx: dict[Finding, str] = field(default_factory=dict, init=False, repr=False)
+
+    def run(
+        self,
+        function: Simulated | PlainSimulated,
+        arguments: list[Any],
+        tensors: Sequence[HostTensor] = (),
+    ) -> None:
+        """``tensors``: those that ``arguments`` hold no longer, but addresses."""
+        started = time.perf_counter()
+        named = [*tensors, *(a for a in arguments if isinstance(a, HostTensor))]
+        regions = self.memory.regions(named)
+        if self.clock is not None:
+            try:
+                self.clock.run(function, arguments, regions)
+            except SimError as error:
+                self.errors.append((error, function.ptx))
+                raise
+        sim = Simulation(
+            function.programs, regions, order=self.order, seed=self.seed, limit=self.limit,
+            cubin=(function.host.cubin or b"") if self.resources else None, jobs=self.jobs,
+            checks=self.checks,
+        )  # fmt: skip
+
+        def launch(what: Launch) -> None:
+            self.launches[what.kernel] = self.launches.get(what.kernel, 0) + 1
+            try:
+                sim.launch(what)
+            except CooperativeTooLarge as error:
+                raise create_cuda_runtime_error(
+                    cuda_runtime.cudaError_t.cudaErrorCooperativeLaunchTooLarge.value,
+                    cuda_runtime.cudaError_t,
+                    error,
+                ) from None
+            except SimError as error:  # NOTE: counted, also where the script catches it
+                self.errors.append((error, function.ptx))
+                raise
+
+        try:
+            function.host(arguments, launch)
+        finally:
+            sim.report.seconds = time.perf_counter() - started
+            self._add(sim.report, function.ptx)
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.errors or self.report.findings)
+
+    def __str__(self) -> str:
+        done, kernels, launches = self.report, len(self.launches), sum(self.launches.values())
+        found, advised = len(self.report.findings), len(self.report.advisories)
+        more = f", {advised} advisor{'y' if advised == 1 else 'ies'}" if advised else ""
+        names = ", ".join(dict.fromkeys(type(e).__name__ for e, _ in self.errors))
+        ended = f", ended by {names}" if names else ""
+        return (
+            f"{launches} launch{'es' * (launches != 1)} of {kernels} "
+            f"kernel{'s' * (kernels != 1)} in order {self.order}, {done.instructions} "
+            f"warp-instructions, {done.seconds:.1f} s, {found or 'no'} "
+            f"finding{'s' * (found != 1)}{more}{ended}{'' if self.checks else ', races unchecked'}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as `str`, and all findings, for programs."""
+        return {
+            "order": self.order,
+            "seed": self.seed,
+            "launches": self.launches,
+            "warp_instructions": self.report.instructions,
+            "seconds": self.report.seconds,
+            "errors": [{"type": type(e).__name__, "report": str(e)} for e, _ in self.errors],
+            "kernels": [k.as_dict() for k in self.report.kernels.values()],
+            "findings": [r.as_dict() for r in folded(self.report.findings)],
+            "advisories": [r.as_dict() for r in folded(self.report.advisories)],
+        }
+
+    def tell(self, with_ptx: bool) -> None:
+        """Everything that was found, to stderr; with the PTX around it if asked for."""
+        for kernel in self.report.kernels.values():
+            print(f"cutex: {kernel}", file=sys.stderr)
+        for report in (*folded(self.report.findings), *folded(self.report.advisories)):
+            print(f"cutex: {report}", file=sys.stderr)
+            if with_ptx:
+                print(around(self._ptx[report.root], str(report.root)), file=sys.stderr)
+        for error, ptx in self.errors:
+            print(f"cutex: {error}", file=sys.stderr)
+            if with_ptx:
+                print(around(ptx, str(error)), file=sys.stderr)
+
+    def _add(self, new: SimReport, ptx: str) -> None:
+        total = self.report
+        total.launches += new.launches
+        total.ctas += new.ctas
+        total.instructions += new.instructions
+        total.seconds += new.seconds
+        total.kernels.update(new.kernels)
+        for mine, theirs in ((total.findings, new.findings), (total.advisories, new.advisories)):
+            known = {(f.rule, f.where) for f in mine}
+            for finding in theirs:
+                if (finding.rule, finding.where) not in known:
+                    mine.append(finding)
+                    self._ptx[finding] = ptx

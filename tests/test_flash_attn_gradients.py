@@ -1,0 +1,115 @@
+"""Gradients of flash_attn_func and flash_attn_varlen_func, against autograd in float64."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_stand_in import StandIn, flash_on_cpu
+from flash_attn_calls import SMALL, call
+from torch.nn import functional as F
+
+import cutex
+from cutex.ops.attention import eager
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    yield StandIn(monkeypatch)
+    eager.forget()
+
+
+GRADIENTS = {
+    "dense": {},
+    "causal": {"causal": True},
+    "more queries than keys": {"causal": True, "seqlen_q": 50},
+    "window": {"window": (6, 3)},
+    "192/128": {"head_dim": 192, "head_dim_v": 128},
+    "sink": {"sink": True, "window": (4, None)},
+    "packed": {"lengths_q": (12, 9), "lengths_k": (7, 30), "causal": True},
+    "packed with a sink": {"lengths_q": (12, 0), "lengths_k": (7, 30), "sink": True},
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_are_those_of_the_definition(stand_in, name, compiled):
+    problem = replace(SMALL, dtype="fp16", **GRADIENTS[name])
+    inputs = problem.inputs()
+    leaves = [x.clone().requires_grad_() for x in (*inputs[:3], inputs.sink) if x is not None]
+    sink = leaves[3] if problem.sink else None
+    mine = inputs._replace(q=leaves[0], k=leaves[1], v=leaves[2], sink=sink)
+    function = torch.compile(call, backend="aot_eager") if compiled else call
+    with flash_on_cpu():
+        out, _ = function(problem, mine)
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).half()
+        out.backward(grad)
+    torch._dynamo.reset()
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    want = definition(problem, *wide)
+    want.backward(grad.double())
+    for x, y in zip(leaves, wide, strict=True):
+        torch.testing.assert_close(x.grad.double(), y.grad, rtol=0.02, atol=0.01)
+
+
+def definition(problem, q, k, v, sink=None):
+    """O in float64, by autograd's own operations."""
+    outs = []
+    group = problem.heads_q // problem.heads_kv
+    for s in problem.sequences:
+        a, b, c = (problem.rows(x, s, side) for x, side in ((q, "q"), (k, "k"), (v, "k")))
+        b, c = (x.repeat_interleave(group, 1) for x in (b, c))
+        scores = torch.einsum("qhd,khd->hqk", a, b) * problem.softmax_scale
+        offset = torch.arange(s.keys) - torch.arange(s.queries)[:, None] - (s.keys - s.queries)
+        lo, hi = problem.band
+        hidden = torch.zeros_like(offset, dtype=torch.bool)
+        hidden |= offset < lo if lo is not None else hidden
+        hidden |= offset > hi if hi is not None else hidden
+        scores = scores.masked_fill(hidden, -1e30)
+        if sink is not None:
+            column = sink[:, None, None].expand(*scores.shape[:2], 1)
+            scores = torch.cat((scores, column), -1)
+        p = scores.softmax(-1)[..., : s.keys].masked_fill(hidden, 0.0)
+        outs.append(torch.einsum("hqk,khd->qhd", p, c))
+    return torch.cat(outs) if problem.lengths_q is not None else torch.stack(outs)
+
+
+NO_GRADIENT = {
+    "softcap=3.0, which torch's flash backward does not know": {"softcap": 3.0},
+    "seqused_k, which torch's flash backward does not know": {"used_k": (3, 4)},
+    "cu_seqlens_q or cu_seqlens_k alone": {"lengths_q": (3, 4)},
+}
+
+
+@pytest.mark.parametrize("sentence", NO_GRADIENT)
+def test_where_there_is_no_gradient_it_says_so_at_once(stand_in, sentence):
+    problem = replace(SMALL, **NO_GRADIENT[sentence])
+    inputs = problem.inputs()
+    mine = inputs._replace(q=inputs.q.requires_grad_())
+    with pytest.raises(ValueError, match=sentence):
+        call(problem, mine)
+    with torch.no_grad():
+        assert problem.check(inputs, *call(problem, mine)).ok
+
+
+def test_there_is_no_gradient_through_lse_nor_through_a_users_function(stand_in):
+    q, k, v = (x.requires_grad_() for x in SMALL.inputs()[:3])
+    out, lse = cutex.flash_attn_func(q, k, v, return_lse=True)
+    assert out.requires_grad and not lse.requires_grad
+    with pytest.raises(ValueError, match="score_mod cannot be given"):
+        cutex.flash_attn_func(q, k, v, score_mod=lambda s, *_: s)
+
+
+def test_a_plan_changes_nothing_about_gradients(stand_in):
+    q, k, v = SMALL.inputs()[:3]
+    sink = torch.zeros(4)
+    for a, b, c, d in itertools.product((False, True), repeat=4):
+        tensors = [x.detach().requires_grad_(r) for x, r in ((q, a), (k, b), (v, c), (sink, d))]
+        out = cutex.flash_attn_func(*tensors[:3], learnable_sink=tensors[3])
+        assert out.requires_grad == (a or b or c or d)
+    with torch.inference_mode():
+        assert not cutex.flash_attn_func(q, k, v).requires_grad
+        mine = [x.clone() for x in (q, k, v)]
+    assert F.mse_loss(cutex.flash_attn_func(*mine), cutex.flash_attn_func(q, k, v)) == 0
