@@ -48,6 +48,7 @@ from cutex.device.epilogue.sm90.tma_store import warp_store, warpgroup_store
 from cutex.device.pipeline import Barrier, Warps, publish_barriers
 from cutex.kernels.gemm.signature import GeneralConfig, modes, transposed
 from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config
+from cutex.kernels.gemm.sm90.exchange import Exchange
 from cutex.kernels.gemm.sm90.load import LoadOneTile, LoadSegments, LoadTiles, Scheduler
 from cutex.kernels.gemm.sm90.mma import (
     Cooperative,
@@ -56,7 +57,6 @@ from cutex.kernels.gemm.sm90.mma import (
     PingPong,
     SplitK,
     StreamK,
-    Workspace,
 )
 from cutex.kernels.gemm.sm90.one_round import OneRound
 from cutex.kernels.gemm.sm90.pace import Pace
@@ -168,11 +168,11 @@ class General:
             return LoadSegments(self.tiles, self.cluster, self.scheduler)
         return LoadTiles(self.tiles, self.cluster, self.scheduler)
 
-    def mma_role(self, workspace: Workspace | None) -> MmaRole:
+    def mma_role(self, workspace: tuple[cute.Tensor, cute.Tensor] | None) -> MmaRole:
         c, scheduler = self.tiles, self.scheduler
         if isinstance(scheduler, StreamedTiles):
             assert workspace is not None  # as the config has it
-            return StreamK(self.config, c, scheduler, workspace)
+            return StreamK(self.config, c, scheduler, Exchange(c, *workspace))
         role = SplitK if c.split_k > 1 else PingPong if c.pingpong else Cooperative
         return role(self.config, c, scheduler)
 
@@ -191,7 +191,7 @@ class General:
         workspace = None
         if cutlass.const_expr(self.tiles.workspace is not None):
             *passed, sums, flags = passed
-            workspace = Workspace(sums, flags)
+            workspace = sums, flags
         mOut = modes(mOut, columns_first=False)
         self.launch(mA, mB, mOut, tuple(passed), stream, workspace)
 
@@ -203,7 +203,7 @@ class General:
         mOut: cute.Tensor,
         passed: tuple[Any, ...],
         stream,
-        workspace: Workspace | None = None,
+        workspace: tuple[cute.Tensor, cute.Tensor] | None = None,
     ) -> None:
         """mA (M, K), mB (N, K), mOut (M, N), each with L behind where batched."""
         c = self.tiles
@@ -282,10 +282,11 @@ class General:
         out: Any,
         rows: cute.Tensor | None,
         passed: tuple[Any, ...],
-        workspace: Workspace | None,
+        workspace: tuple[cute.Tensor, cute.Tensor] | None,
     ) -> None:
         """`out`: a TmaInfo, or where TMA cannot step through it a tensor, (M, N) or (M, N, L);
-        `rows`: the same as a tensor, if its rows are whole vectors of 16 bytes."""
+        `rows`: the same as a tensor, if its rows are whole vectors of 16 bytes; `workspace`: with
+        stream_k, sums and flags (exchange.py)."""
         c = self.tiles
         kinds = a.atom.value_type, b.atom.value_type
         smem = SmemAllocator()

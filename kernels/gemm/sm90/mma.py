@@ -9,11 +9,10 @@ StreamK:     all work on a tile or a part of its K; CTAs exchange their sums in 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, cute
-from cutlass.cute.nvgpu import CopyUniversalOp, cpasync, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from cutex.device.atoms.mma import WARPGROUP, Wgmma
 from cutex.device.atoms.multicast import SharedRing
@@ -23,14 +22,19 @@ from cutex.device.pipeline import OrderedBarrier, PipelineState, sync_cluster
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.signature import GeneralConfig
 from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.kernels.gemm.sm90.exchange import (
+    SUMS_BARRIER,
+    VECTOR,
+    Exchange,
+    of_thread,
+    vector_copy,
+)
 from cutex.kernels.gemm.sm90.load import Scheduler, k_share
 from cutex.schedulers.persistent import StaticWalk
-from cutex.schedulers.stream_k import StreamedTiles, StreamedWalk
+from cutex.schedulers.stream_k import StreamedTiles
 
-# named barriers: 0 is the CTA's, 1 to 3 are the warpgroups' own
+# named barriers: 0 is the CTA's, 1 to 3 are the warpgroups' own, 5 is SUMS_BARRIER
 ORDER_BARRIER = 3  # and 4: the order of two warpgroups in ping-pong
-SUMS_BARRIER = 5  # all MMA warps of a CTA
-VECTOR = 4  # fp32 sums that move at a time: 16 bytes
 
 PartStore = FusedStore | ElementStore | WarpgroupStore
 EpilogueStore = PartStore | WarpStore
@@ -250,26 +254,18 @@ class SplitK(MmaRole):
                 epilogue.store_part(flat, 0, row + part // per_row * step, column + part % per_row)
 
 
-class Workspace(NamedTuple):
-    """Global memory by which the CTAs of a launch exchange sums."""
-
-    sums: cute.Tensor  # of fp32: a tile's for each CTA
-    flags: cute.Tensor  # Int32, one for each MMA warp of each CTA; 0 before and after
-
-
 @dataclass(frozen=True)
 class StreamK(MmaRole):
     """All warpgroups compute a segment of K of a tile. Who has the tile's first K tiles adds up the
-    sums that other CTAs left of the rest, in the same order in every run, and stores it.
+    sums that other CTAs left of the rest, and stores it.
 
-    A warp has the same place in all tiles, so it waits for the same warp of another CTA only.
-
-    NOTE: a kernel before in the stream may be using the same workspace. An MMA warp has waited for
-    a slot of the ring that was filled after griddepcontrol.wait, before it reads or writes there.
+    NOTE: a kernel before in the stream may be using the same memory for sums and flags. An MMA warp
+    has waited for a slot of the ring that was filled after griddepcontrol.wait, before it touches
+    them.
     """
 
     scheduler: StreamedTiles
-    workspace: Workspace
+    exchange: Exchange
 
     @cute.jit
     def run(
@@ -286,114 +282,11 @@ class StreamK(MmaRole):
             segment = walk.segment(turn)
             take = self.mainloop(mma, ab, take, segment.count)
             if segment.first > 0:
-                self.leave(mma, walk.share)
+                self.exchange.leave(mma.tCrAcc, walk)
             else:
                 if segment.count < num_k_tiles:
-                    self.add_others(mma, walk)
+                    self.exchange.add_others(mma.tCrAcc, mma.sA, walk)
                 self.store(mma, epilogue, walk.tile(segment))
-
-    @cute.jit
-    def leave(self, mma: Wgmma, share: Int32) -> None:
-        """Put this warp's sums into its CTA's place, and say so."""
-        cute.copy(vector_copy(), thread_vectors(mma.tCrAcc), self.place(mma, share))
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.store(self.flag(share), Int32(1), sem="release", scope="gpu")
-
-    @cute.jit
-    def add_others(self, mma: Wgmma, walk: StreamedWalk) -> None:
-        """Add to the accumulators what the shares after this one have of the rest of its tile.
-
-        NOTE: through the smem of A, vector by vector as TMA is done with it: a finished tile is the
-        last of a share, so nothing is loaded any more. The accumulators leave no registers for as
-        many loads as it takes to hide L2's latency.
-        """
-        self.wait_for_others(walk)
-        cute.arch.barrier(barrier_id=SUMS_BARRIER, number_of_threads=self.num_threads)
-        total = thread_vectors(mma.tCrAcc)  # (VECTOR, NumVectors)
-        count = cute.size(total, mode=[1])
-        depth = self.depth(count)
-        first = cute.recast_ptr(mma.sA.iterator, dtype=Float32)
-        held = of_thread(first, depth, self.num_threads)  # (VECTOR, DEPTH)
-        copy = cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=32 * VECTOR)
-        share, tile = walk.share + 1, walk.end.tile
-        theirs = self.place(mma, share)
-        for i in cutlass.range_constexpr(depth):
-            cute.copy(copy, theirs[None, i], held[None, i])
-            cute.arch.cp_async_commit_group()
-        more = True
-        while more:
-            theirs = self.place(mma, share)
-            share += 1
-            after = self.place(mma, share)
-            more = walk.shares.cut(share).tile == tile
-            for i in cutlass.range_constexpr(count):
-                cute.arch.cp_async_wait_group(depth - 1)
-                part = total[None, i]
-                part.store(part.load() + held[None, i % depth].load())
-                if cutlass.const_expr(i + depth < count):
-                    cute.copy(copy, theirs[None, i + depth], held[None, i % depth])
-                elif more:
-                    cute.copy(copy, after[None, i + depth - count], held[None, i % depth])
-                cute.arch.cp_async_commit_group()
-
-    @cute.jit
-    def wait_for_others(self, walk: StreamedWalk) -> None:
-        """Wait until this warp's sums of the rest of its tile are there, a lane for each share, and
-        set their flags back to 0."""
-        share = walk.share + 1 + cute.arch.lane_idx()
-        while walk.shares.cut(share).tile == walk.end.tile:
-            flag = self.flag(share)
-            left = Int32(0)
-            while left == 0:
-                left = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
-            cute.arch.store(flag, Int32(0), sem="relaxed", scope="gpu")
-            share += 32
-        cute.arch.sync_warp()
-
-    def depth(self, count: int) -> int:
-        """Vectors of each thread, of `count`, that are loaded at a time: a divisor of them, so that
-        each has one place in the ring's A."""
-        room = self.tiles.a_bytes // (4 * VECTOR * self.num_threads)
-        return max(n for n in range(1, room + 1) if count % n == 0)
-
-    def cta(self, share: Int32) -> Int32:
-        """The number of the CTA of `share` that has this one's place in its cluster."""
-        size = self.tiles.cluster_m * self.tiles.cluster_n
-        rank = cute.arch.block_idx_in_cluster() if size > 1 else Int32(0)
-        return share * size + rank
-
-    def flag(self, share: Int32) -> cute.Pointer:
-        """The flag of this warp there."""
-        warps = self.num_threads // 32
-        return self.workspace.flags.iterator + (self.cta(share) * warps + cute.arch.warp_idx())
-
-    def place(self, mma: Wgmma, share: Int32) -> cute.Tensor:
-        """Where this thread's accumulators go there, (VECTOR, NumVectors)."""
-        elements = self.tiles.tile_m * self.tiles.tile_n
-        first = self.workspace.sums.iterator + self.cta(share) * elements
-        count = cute.size(mma.tCrAcc) // VECTOR
-        return of_thread(first.align(4 * VECTOR), count, self.num_threads)
-
-
-def of_thread(first: cute.Pointer, count: int, threads: int) -> cute.Tensor:
-    """The place of this thread's vectors in the memory from `first` on, (VECTOR, NumVectors), those
-    of all threads side by side."""
-    thread, _, _ = cute.arch.thread_idx()
-    layout = cute.make_layout(
-        (VECTOR, count, threads), stride=(1, VECTOR * threads, VECTOR)
-    )  # (VECTOR, NumVectors, THREAD)
-    return cute.make_tensor(first, layout)[None, None, thread]
-
-
-def vector_copy() -> cute.CopyAtom:
-    """A copy of one vector."""
-    return cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=32 * VECTOR)
-
-
-def thread_vectors(acc: cute.Tensor) -> cute.Tensor:
-    """A thread's accumulators as (VECTOR, NumVectors)."""
-    return cute.make_tensor(acc.iterator, cute.make_layout((VECTOR, cute.size(acc) // VECTOR)))
 
 
 def vectors(parts: cute.Tensor) -> cute.Tensor:
