@@ -139,7 +139,7 @@ QUICK = {  # problems that CI reckons
     "gemm": ("2048x2048x2048", "4096x4096x4096", "4096x14336x4096"),
     "attention": ("4,4096,16,128", "4,4096,32,64 causal"),
 }
-LARGEST = {"gemm": (0.02, 0.10, 0.12), "attention": (0.05, 0.12, 0.26)}  # median, ninth, largest
+LARGEST = {"gemm": (0.02, 0.10, 0.12), "attention": (0.05, 0.10, 0.18)}  # median, ninth, largest
 
 
 @pytest.mark.parametrize("op", QUICK)
@@ -148,7 +148,7 @@ def test_errors_against_measured_cycles_do_not_grow(op, quick):
     rows = [r for r in ladder(measured(MEASURED)) if r.op == op]
     traced = stored_traces(rows)
     rows = [r for r in rows if r.key in traced and (not quick or r.problem.size in QUICK[op])]
-    assert len(rows) >= (10 if quick else 80)
+    assert len(rows) >= (10 if quick else 70)
     found = list(errors(rows, traced, board()))
     held = Summary.of(e.cycles for e in found if e.row.held_out)
     median, ninth, largest = LARGEST[op]

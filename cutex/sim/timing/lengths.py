@@ -20,7 +20,8 @@ from cutex.sim.timing.trace import Traced
 from cutex.sim.timing.traffic import clusters_at_once, loaded, shared, stored
 from cutex.sim.timing.units import Memory
 
-AHEAD = 1000.0  # cycles, of SMs and of CTAs that are not in step: a box of 32 KB from L2
+AHEAD = 1000.0  # cycles, of SMs that are not in step: a box of 32 KB at an SM's share of L2
+APART = 1500.0  # cycles, of CTAs of an SM: half a block of keys, where they want different pipes
 ROUNDS = 3  # of CTAs on an SM that are replayed, where each has one tile
 
 
@@ -79,7 +80,8 @@ def predict_lengths(traced: Lengths, gpu: Gpu, whole: Whole, log: bool = False) 
         walks = one.record.flops > 1.5 * tile
         rounds = 1 if walks else ROUNDS * slots
         # NOTE: CTAs of an SM in step would want the same pipe all the time
-        replay = Replay(one.record, gpu, memory, rounds=rounds, slots=slots, apart=ahead, log=log)
+        apart = APART if ahead else 0.0
+        replay = Replay(one.record, gpu, memory, rounds=rounds, slots=slots, apart=apart, log=log)
         run = replay.run()
         times.append(_walking(run, tile, one.record) if walks else _one_each(run, slots, gpu))
     first, each, last = (
