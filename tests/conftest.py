@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -89,15 +89,15 @@ class FakeGpu:
                 return (end.at - self.at) / 1e3
 
         class Graph:
+            def capture_begin(self) -> None:
+                gpu.capturing = []
+
+            def capture_end(self) -> None:
+                self.work, gpu.capturing = gpu.capturing, None
+
             def replay(self) -> None:
                 for work in self.work:
                     gpu.launch(*work)
-
-        @contextmanager
-        def graph(g: Graph):
-            gpu.capturing = []
-            yield
-            g.work, gpu.capturing = gpu.capturing, None
 
         for name, value in {
             "is_available": lambda: True,
@@ -106,7 +106,8 @@ class FakeGpu:
             "get_device_name": lambda device=None: "NVIDIA H200",
             "Event": Event,
             "CUDAGraph": Graph,
-            "graph": graph,
+            "Stream": lambda device: None,
+            "stream": lambda stream: nullcontext(),
             "synchronize": lambda: None,
             "_sleep": lambda cycles: gpu.launch("sleep", cycles / 2000),
         }.items():

@@ -24,6 +24,7 @@ from cutex.bench.clock import STEPS, TILES
 from cutex.bench.clock_foreign import QUACK, row_of, traces_file
 from cutex.bench.clock_page import MEASURED
 from cutex.command import refuse
+from cutex.problem import problem_class
 from cutex.sim.__main__ import NO_DISK_CACHES
 from cutex.sim.host.capture import HostTensor
 from cutex.sim.host.dsl_stand_in import Calls, PlainSimulated, Simulated, dsl_on_cpu
@@ -75,23 +76,20 @@ def recording() -> Iterator[Recording]:
 
 
 def quack(calls: Recording, row: Mapping[str, Any]) -> Traced:
-    from quack.gemm_config import GemmConfig
-    from quack.gemm_interface import gemm, gemm_tuned
-
+    kind = problem_class(row["op"])
     p, c = row["problem"], row["config"] or QUACK
     m, n, k = p["m"], p["n"], p["k"]
     a, b, out = (empty(*shape) for shape in ((m, k), (n, k), (m, n)))
     groups = 2 if c["pingpong"] else 1
     limit = (TILES * groups - groups + 1) * 2 * c["tile_m"] * c["tile_n"] * k
 
-    def call() -> None:
-        if not row["config"]:
-            gemm(a, b.T, out=out, tuned=False)
-            return
-        more = {"cluster_n": 1, "is_dynamic_persistent": False, "device_capacity": 9}
-        gemm_tuned.fn(a, b.T, out, config=GemmConfig(**c, **more))
-
-    return calls.of(call, lambda h, p, a, r: trace(h, p, a, r, limit)[0])
+    peer = kind.peers["quack"]
+    if row["config"]:
+        assert peer.configured is not None
+        launch = peer.configured(c)
+    else:
+        launch, _ = peer.load(kind(**p))
+    return calls.of(lambda: launch(a, b, out), lambda h, p, a, r: trace(h, p, a, r, limit)[0])
 
 
 def fa4(calls: Recording, row: Mapping[str, Any]) -> Lengths:

@@ -33,6 +33,16 @@ def _quack(tuned: bool) -> tuple[Launch, str]:
     return lambda a, b, c: gemm(a, b.T, out=c, tuned=tuned), f"quack-kernels {version}"
 
 
+def _quack_with(config: Mapping[str, Any]) -> Launch:
+    """quack's kernel with the config that is given, by the fields of its own GemmConfig."""
+    from quack.gemm_config import GemmConfig as QuackConfig
+    from quack.gemm_interface import gemm_tuned
+
+    more = {"cluster_n": 1, "is_dynamic_persistent": False, "device_capacity": 9}
+    chosen = QuackConfig(**config, **more)
+    return lambda a, b, c: gemm_tuned.fn(a, b.T, c, config=chosen)
+
+
 def _mnk(*sizes: tuple[int, int, int]) -> tuple[Sizes, ...]:
     return tuple({"m": m, "n": n, "k": k} for m, n, k in sizes)
 
@@ -62,7 +72,9 @@ class GemmProblem(Problem):
     }
     peers: ClassVar[Mapping[str, PeerKernel]] = {
         "cublas": PeerKernel("cuBLAS", lambda _: _cublas()),
-        "quack": PeerKernel("quack, default config", lambda _: _quack(tuned=False), 15.0),
+        "quack": PeerKernel(
+            "quack, default config", lambda _: _quack(tuned=False), 15.0, _quack_with
+        ),
         # tries all its configs first
         "quack-tuned": PeerKernel("quack, tuned", lambda _: _quack(tuned=True), 150.0),
     }

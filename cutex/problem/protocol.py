@@ -43,6 +43,7 @@ class PeerKernel:
     # does not do
     load: Callable[[Any], tuple[Launch, str]]
     setup_seconds: float = 0.0  # on a rented GPU: its own compilation and tuning
+    configured: Callable[[Mapping[str, Any]], Launch] | None = None  # a launch with its own tiles
 
 
 class Computation(ABC):
