@@ -23,7 +23,7 @@ from cutex.arch import arch
 from cutex.bench.clock import STEPS, TILES
 from cutex.bench.clock_foreign import QUACK, row_of, traces_file
 from cutex.bench.clock_page import MEASURED
-from cutex.command import refuse
+from cutex.command import answered, refuse
 from cutex.problem import problem_class
 from cutex.sim.__main__ import NO_DISK_CACHES
 from cutex.sim.host.capture import HostTensor
@@ -146,6 +146,7 @@ def empty(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, device="cuda", dtype=torch.bfloat16)
 
 
+@answered
 def main(argv: Sequence[str] | None = None) -> int:
     libraries = sys.argv[1:] if argv is None else argv
     how: dict[str, Callable[..., Traced | Lengths]] = {"quack": quack, "fa4": fa4}
