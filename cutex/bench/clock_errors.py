@@ -46,7 +46,9 @@ class Row:
 
     @property
     def key(self) -> str:
-        return f"{self.op}/{self.arch}/{self.stage}/{self.problem.size}"
+        """What was run, also the name of its record."""
+        key = f"{self.op}/{self.arch}/{self.stage}/{self.problem.size}"
+        return f"{key}/{json.dumps(self.config)}" if self.set == "configs" else key
 
     @property
     def held_out(self) -> bool:

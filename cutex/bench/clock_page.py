@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from cutex.bench import clock_b200
+from cutex.bench import clock_b200, clock_configs
 from cutex.bench import clock_foreign as foreign
 from cutex.bench.clock import record
 from cutex.bench.clock_b200 import ROWS
@@ -151,9 +151,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         PREDICTED.write_text("".join(json.dumps(row) + "\n" for row in found_))
         print(f"wrote {PREDICTED}")
         return 0
-    rows = ladder(measured(MEASURED))
+    every = measured(MEASURED)
+    rows, configs = ladder(every), clock_configs.configs(every)
     if args.store:
         store_traces(rows)
+        clock_configs.store(configs)
     traced = stored_traces(rows)
     found = list(errors([r for r in rows if r.key in traced], traced, board()))
     if args.rows:
@@ -170,9 +172,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     others = foreign.table(
         list(foreign.errors(foreign.measured(MEASURED), foreign.traces(), board()))
     )
-    print(f"{text}\n\n{others}")
+    chosen = clock_configs.table(clock_configs.found(configs))
+    print(f"{text}\n\n{others}\n\n{chosen}")
     if args.page:
-        if code := _write({"constants": constants(), "errors": text, "foreign": others}):
+        parts = {"constants": constants(), "errors": text, "foreign": others, "configs": chosen}
+        if code := _write(parts):
             return code
         for op, arch in product(OPS, ARCHS):
             if html := timelines(op, arch, stages(op, arch)):

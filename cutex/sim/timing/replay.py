@@ -159,6 +159,17 @@ class Instance:
         self.r.left -= 1
         if not self.alive:
             self.r.ended(now, self.slot)
+        else:
+            self.check_cluster(now)
+
+    def check_cluster(self, now: float) -> None:
+        """A cluster barrier waits for every warp that has not ended."""
+        if 0 < self.cluster_count >= self.alive:
+            self.cluster_count = 0
+            self.cluster_phase += 1
+            ready, self.cluster_waiting = self.cluster_waiting, []
+            for _, wake in ready:
+                self.r.at(now + self.gpu.cluster_barrier, wake)
 
     # -- mbarriers ---------------------------------------------------------------------------------
 

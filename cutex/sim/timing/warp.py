@@ -340,12 +340,7 @@ class Warp:
         if not e.waits:
             self.cluster_arrived = i.cluster_phase + 1
             i.cluster_count += 1
-            if i.cluster_count == len(i.warps):
-                i.cluster_count = 0
-                i.cluster_phase += 1
-                ready, i.cluster_waiting = i.cluster_waiting, []
-                for _, wake in ready:
-                    self.r.at(now + self.gpu.cluster_barrier, wake)
+            i.check_cluster(now)
             return None
         if i.cluster_phase >= self.cluster_arrived:
             return now + self.gpu.cluster_barrier
