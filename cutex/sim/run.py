@@ -99,7 +99,7 @@ def simulate(
         report says of which launches (``sampled``), and what was ``written``: nothing else is to be
         compared. A kernel whose clusters may wait for each other through global memory runs whole;
         a call that launches another kernel behind a sampled one is refused.
-    checks: look for races, which takes a fifth to a third of a run; without, it tells of wrong
+    checks: look for races, which takes a fifth to two fifths of a run; without, it tells of wrong
         numbers, deadlocks, bad addresses and misused barriers only.
 
     Returns a SimReport. Raises Deadlock, Endless, BadAddress, BarrierMisuse, BadOperand,
