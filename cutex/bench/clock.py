@@ -67,7 +67,7 @@ def _record(problem: Problem, stage: AnyStage, limit: float, look: bool = True) 
 
 def _launched(problem: Problem, stage: AnyStage, how: Callable[..., Traced]) -> Traced:
     """What ``how`` makes of a launch, on data that costs nothing to compute with where it may."""
-    from cutex.sim.run import captured
+    from cutex.sim.host.loaded import captured
 
     compiled = compile_stage(stage, problem.dtype)
     found: list[Traced] = []

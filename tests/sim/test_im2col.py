@@ -16,8 +16,8 @@ from ptx_kernel import simulate_ptx
 from tensor_maps import aligned, encode, swizzled
 
 from cutex.sim.errors import BadOperand, Hazards, UnknownInstruction
+from cutex.sim.host.loaded import captured
 from cutex.sim.isa.tensormap import Pixels, decode_map
-from cutex.sim.run import captured
 
 IM2COL = LOAD.replace(".tile.", ".im2col.")
 

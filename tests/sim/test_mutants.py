@@ -114,7 +114,7 @@ MAY_BE_HARMLESS = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)  # attention's take ten minutes beside others that fill the machine
+@pytest.mark.timeout(7200)  # a minute at most for attention alone, more beside others
 @pytest.mark.parametrize("subject", SUBJECTS.values(), ids=lambda s: s.name)
 def test_mutants_of_every_kind_are_told(subject):
     rows = [run(subject, site) for site in mutants(subject, at_most=2)]

@@ -16,7 +16,7 @@ from cutlass import cute
 from cutlass.cute import runtime
 
 from cutex.sim.host.capture import HostTensor
-from cutex.sim.run import is_stream
+from cutex.sim.host.loaded import is_stream
 
 
 def is_tensor(value: Any) -> bool:

@@ -11,7 +11,7 @@ import torch
 from cutex.sim.host.arguments import captured, is_tensor, takes_stream
 from cutex.sim.host.calls import Calls
 from cutex.sim.host.capture import HostTensor
-from cutex.sim.run import is_stream, load, load_plain
+from cutex.sim.host.loaded import is_stream, load, load_plain
 
 
 class Simulated:

@@ -261,10 +261,13 @@ def _wait_group(d: Decoder) -> Execute:
     allowed, written = d.immediate(0), "read" not in d.mods
 
     def execute(b: Batch) -> np.ndarray | None:
-        out = np.zeros(b.n, np.int8)
-        for row, lane in active_lanes(b):
-            thread = (int(b.idx[row]), lane)
-            if not out[row] and m.bulk_groups.overdue(thread, allowed, written):
+        out, warps = np.zeros(b.n, np.int8), b.idx.tolist()
+        busy = m.bulk_groups.busy()
+        for row, lane in active_lanes(b) if busy else ():
+            thread = (warps[row], lane)
+            if thread not in busy or out[row]:
+                continue
+            if m.bulk_groups.overdue(thread, allowed, written):
                 out[row] = RETRY
                 m.sleep(
                     thread[0],

@@ -68,6 +68,11 @@ class BulkGroups:
         """
         return not self.committed.get(thread) and not self.unwritten.get(thread)
 
+    def busy(self) -> set[Thread]:
+        """The threads that are not idle."""
+        both = *self.committed.items(), *self.unwritten.items()
+        return {thread for thread, groups in both if groups}
+
     def overdue(self, thread: Thread, allowed: int, written: bool) -> bool:
         """Whether a group older than the ``allowed`` most recent ones is still in flight; the
         thread knows of all of these if none is: that they have read shared memory, and, if

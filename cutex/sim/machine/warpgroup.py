@@ -188,6 +188,8 @@ class WarpgroupMma:
     def release(self, key: tuple[int, int], acc: Accumulator) -> None:
         """One operation of all four warps is complete: the last one gives the registers back."""
         acc.in_flight = [count - 1 for count in acc.in_flight]
+        if min(acc.in_flight):
+            return
         done = [i for i in range(4) if acc.loaded[i] and not acc.in_flight[i]]
         if not done:
             return

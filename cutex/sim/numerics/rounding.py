@@ -14,9 +14,12 @@ import numpy as np
 MODES = ("rn", "rz", "rm", "rp")  # to nearest even, to zero, down, up
 SMALLEST_NORMAL = {"f16": 2.0**-14, "bf16": 2.0**-126, "f32": 2.0**-126, "f64": 2.0**-1022}
 
+_SIXTEEN = np.uint32(16)
+
 
 def bf16_to_f32(x: Any) -> Any:
-    return (np.asarray(x).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    words = np.asarray(x).astype(np.uint32)
+    return np.left_shift(words, _SIXTEEN, out=words if words.ndim else None).view(np.float32)
 
 
 def f32_to_bf16(x: Any, mode: str = "rn") -> Any:

@@ -1,0 +1,165 @@
+"""Compiled functions as the simulator takes them: the host half linked, the PTX parsed, and the
+arguments of a call as the host half takes them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from cutex import cache
+from cutex.debug_info import recording
+from cutex.sim.host.capture import PACKED, HostFunction, HostTensor, PlainHostFunction
+from cutex.sim.ptx.parse import Program, parse
+from cutex.tracing import tracing
+
+
+def captured(
+    compiled: Any, tensors: Sequence[Any], arch: str = "sm_100a"
+) -> tuple[HostFunction, dict[str, Program], list[Any], list[HostTensor]]:
+    """The host half and the programs of what `simulate` takes, its arguments as the host half takes
+    them, and the tensors among these.
+    """
+    host, programs = load(compiled, tensors, arch)
+    arguments = _arguments(compiled, host, tensors)
+    return host, programs, arguments, [a for a in arguments if isinstance(a, HostTensor)]
+
+
+def _arguments(compiled: Any, host: HostFunction, values: Sequence[Any]) -> list[Any]:
+    """What the host code takes: streams are its own, and constants were compiled in."""
+    if not hasattr(compiled, "export_to_c") and not hasattr(compiled, "object_path"):
+        named = zip(_parameter_names(compiled), values, strict=False)
+        values = [v for name, v in named if name in host.argument_names]
+    values = [v for v in values if not is_stream(v)]
+    names = [*host.argument_names, *(f"argument {i}" for i in range(len(values)))][: len(values)]
+    return [HostTensor.of(v, n) or v for v, n in zip(values, names, strict=True)]
+
+
+def is_stream(argument: Any) -> bool:
+    return type(argument).__name__ in ("CUstream", "_FakeStream")
+
+
+def load(
+    compiled: Any, tensors: Sequence[Any], arch: str
+) -> tuple[HostFunction, dict[str, Program]]:
+    """The linked host half and the parsed PTX of whatever the caller has."""
+    cached = getattr(compiled, "_cutex_sim", None)
+    if cached is not None:
+        return cached
+    if hasattr(compiled, "object_path") and hasattr(compiled, "symbol"):
+        loaded = HostFunction(Path(compiled.object_path), compiled.symbol), parse(compiled.ptx)
+        loaded[0].cubin = getattr(compiled, "cubin", None)
+    else:
+        if not hasattr(compiled, "export_to_c"):
+            compiled = _compile(compiled, tensors, arch)
+        ptx = getattr(compiled, "_cutex_ptx", None) or getattr(compiled, "__ptx__", None)
+        if not ptx:
+            raise TypeError(
+                "the compiled function carries no PTX: compile it with cute.KeepPTX(True), or "
+                "pass the @cute.jit function"
+            )
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "kernel.o"
+            compiled.export_to_c(str(path), "kernel")
+            loaded = HostFunction(path, "kernel"), _programs(ptx)
+            loaded[0].cubin = getattr(compiled, "__cubin__", None)
+    with suppress(AttributeError, TypeError):
+        compiled._cutex_sim = loaded
+    return loaded
+
+
+def load_plain(compiled: Any) -> tuple[HostFunction, dict[str, Program]]:
+    """The same of what was compiled without TVM-FFI."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.o"
+        path.write_bytes(compiled.dump_to_object("kernel"))
+        host = PlainHostFunction(path, "kernel")
+    host.cubin = getattr(compiled, "__cubin__", None)
+    ptx = getattr(compiled, "_cutex_ptx", None) or getattr(compiled, "__ptx__", None)
+    return host, _programs(ptx or "")
+
+
+def _programs(ptx: str) -> dict[str, Program]:
+    """None of a function without a kernel: of its PTX, the DSL gives no more than a file's name."""
+    return parse(ptx) if "\n" in ptx else {}
+
+
+def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:
+    """Compiles a jitted function for ``arch`` with the layouts of ``tensors``; needs no GPU."""
+    import cutlass.cute as cute
+    from cutlass.base_dsl.compiler import DumpDir
+    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+    if not callable(function):
+        raise TypeError(
+            "simulate takes a compiled kernel or a @cute.jit function, got "
+            f"{type(function).__name__}"
+        )
+    arguments = []
+    for i, t in enumerate(tensors):
+        host = HostTensor.of(t, f"argument {i}")
+        if host is not None:
+            align = next(a for a in (32, 16, 8, 4, 2, 1) if host.address % a == 0)
+            shape, strides = _layout(host)
+            arguments.append(
+                make_fake_tensor(
+                    _element_type(host), shape, strides, assumed_align=max(align, host.itemsize)
+                )
+            )
+        elif is_stream(t):
+            arguments.append(make_fake_stream(use_tvm_ffi_env_stream=True))
+        else:
+            arguments.append(t)
+    with cache.plain_folder() as folder, tracing(), recording() as recorder:
+        options = (
+            cute.GPUArch(arch),
+            cute.EnableTVMFFI(True),
+            cute.KeepPTX(True),
+            cute.KeepCUBIN(True),
+            cute.GenerateLineInfo(True),
+            DumpDir(folder),
+        )
+        compiled = cute.compile[options](function, *arguments)
+    compiled._cutex_ptx = recorder.annotate(compiled.__ptx__)
+    return compiled
+
+
+def _layout(tensor: HostTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides as the kernel sees them: of single elements, where two are packed."""
+    if tensor.dtype not in PACKED:
+        return tensor.shape, tensor.strides
+    if 1 not in tensor.strides:
+        raise ValueError(f"{tensor.name}: {tensor.dtype} needs a dimension that is contiguous")
+    at = tensor.strides.index(1)
+    shape = tuple(n * 2 if i == at else n for i, n in enumerate(tensor.shape))
+    return shape, tuple(s if i == at else s * 2 for i, s in enumerate(tensor.strides))
+
+
+def _element_type(tensor: HostTensor) -> Any:
+    """The DSL's type of a tensor's elements."""
+    import cutlass
+
+    name = {
+        "float8_e4m3fn": "Float8E4M3FN",
+        "float8_e5m2": "Float8E5M2",
+        "float8_e8m0fnu": "Float8E8M0FNU",
+        "float4_e2m1fn_x2": "Float4E2M1FN",
+    }.get(tensor.dtype) or tensor.dtype.replace("bfloat", "BFloat").replace(
+        "uint", "Uint"
+    ).capitalize()
+    name = {"Bfloat16": "BFloat16", "Bool": "Boolean"}.get(name, name)
+    found = getattr(cutlass, name, None)
+    if found is None:
+        raise TypeError(f"{tensor.name} has dtype {tensor.dtype}, for which the DSL has no type")
+    return found
+
+
+def _parameter_names(function: Any) -> list[str]:
+    """Names of a jitted function's parameters, without self."""
+    target = function if inspect.isroutine(function) else type(function).__call__
+    names = list(inspect.signature(target).parameters)
+    return [n for n in names if n != "self"]
