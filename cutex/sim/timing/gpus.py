@@ -108,7 +108,7 @@ B200 = Gpu(
 H200 = Gpu(
     "H200", "sm_90a", sms=132, clock=1.98, mma_flops=4096, smem_bytes=128, l2_bytes=4620.0,
     hbm_gbs=4500.0, store_bytes=2550.0, tma_bytes=106.0, l2_latency=227.0, hbm_latency=600.0,
-    launch=1800.0, cta_turnover=450.0, shared_registers=True,
+    launch=1800.0, cta_turnover=450.0, clusters_of_four=30, shared_registers=True,
 )  # fmt: skip
 
 # By constant: how the H200's is known and how well, and the B200's. "probe" is a kernel of
@@ -167,7 +167,10 @@ SOURCES: dict[str, tuple[str, str]] = {
     "launch_control": ("-", "prior, not known"),
     "cta_turnover": ("probe empty: 573 cycles with an empty CTA, +-10 %", "the H200's"),
     "launch": ("probe empty: 1.07 us in a graph, +-15 %", "the H200's"),
-    "clusters_of_four": ("as many as SMs allow", "fit: rows of a B200 at 1300 MHz, 32 to 36"),
+    "clusters_of_four": (
+        "GEMMs: 29 run at one time, 32 do not",
+        "fit: rows of a B200 at 1300 MHz, 32 to 36",
+    ),
     "l2_capacity": ("60 MB less what stores take", "fit: the one problem whose A is larger"),
 }
 
