@@ -198,19 +198,19 @@ def mbarrier_wait(d: Decoder) -> Execute:
                     continue
                 m.mbarriers.acquire(waited, warp)
                 some = True
-                result[row, slice(None) if lanes is _LANES else lanes] = True
+                result[row, _all_or(lanes)] = True
                 if by_parity:
                     m.last_wait[warp][cta, offset] = PassedWait(value & 1, waited.phases, ins)
             # NOTE: where lanes wait for several barriers, those that have to get false at once
             if some:
                 continue
-            lanes, cta, offset = groups[0]
-            if may_sleep and not m.timed_out[warp, lanes].all():
+            which = _all_or(lanes)
+            if may_sleep and np.count_nonzero(m.timed_out[warp, which]) < len(lanes):
                 out[row] = RETRY
                 failed = True
-                tell = _mbarrier_teller(m, cta, offset, int(values[row, lanes[0]]), by_parity)
+                tell = _mbarrier_teller(m, cta, offset, value, by_parity)
                 m.sleep(warp, Wait("mbarrier", (cta, offset), ins, tell))
-            m.timed_out[warp, lanes] = False
+            m.timed_out[warp, which] = False
         if failed:
             keep = out == 0
             write(Batch(b.idx[keep], None if b.mask is None else b.mask[keep]), result[keep])
@@ -219,6 +219,11 @@ def mbarrier_wait(d: Decoder) -> Execute:
         return None
 
     return execute
+
+
+def _all_or(lanes: np.ndarray) -> slice | np.ndarray:
+    """An index of these lanes: of all 32 the cheap one."""
+    return slice(None) if lanes is _LANES else lanes
 
 
 def _mbarrier_teller(
