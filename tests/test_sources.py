@@ -221,6 +221,37 @@ def test_a_key_does_not_depend_on_where_the_files_are(python, root, tmp_path):
     assert python(code, root) == python(code, copy)
 
 
+def test_a_kernel_from_the_cache_names_the_files_at_hand(python, root, users, tmp_path):
+    """Another copy of the same sources compiled it: with the column numbers, stacks and roles that
+    a report reads from the files, wherever they are now.
+    """
+    code = (
+        KEY
+        + """
+from cutex.sim.ptx.parse import parse
+files = {
+    place.file
+    for program in parse(c.ptx).values()
+    for instruction in program.code
+    if instruction.source
+    for place in (instruction.source, *instruction.source.stack)
+}
+print(*sorted(files), sep="\\n")
+"""
+    )
+    here, there = tmp_path / "a", tmp_path / "b c"
+    for copy in (here, there):
+        shutil.copytree(root / "cutex", copy / "cutex")
+        shutil.copytree(users / "mine", copy / "mine")
+        shutil.copy(users / "factors.py", copy)
+    named = {}
+    for copy in (here, there):
+        first, *files = python(code, copy, CUTEX_CACHE=str(tmp_path / "cache")).splitlines()
+        named[copy] = {Path(file).relative_to(copy) for file in files}  # ValueError if it is not
+    assert first.endswith("True")
+    assert named[here] == named[there] and len(named[here]) > 3
+
+
 def test_what_has_no_file_is_never_taken_from_a_cache(monkeypatch):
     monkeypatch.setitem(sys.modules, "a_notebook", types.ModuleType("a_notebook"))
     assert sources_digest(["a_notebook"]) != sources_digest(["a_notebook"])

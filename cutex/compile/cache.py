@@ -4,7 +4,9 @@ An entry is one folder, named by the hash of everything that it was made from:
 
     <cache>/kernels/<key>/{kernel.o, kernel.ptx, kernel.cubin, meta.json}
 
-meta.json holds each file's checksum; an entry that does not match is built anew.
+meta.json holds each file's checksum; an entry that does not match is built anew. The key has no
+paths in it, so an entry may have been compiled from another copy of the same sources: its PTX names
+their files, and is read as if it had been compiled from those at hand.
 """
 
 from __future__ import annotations
@@ -23,9 +25,14 @@ FILES = {"object": "kernel.o", "ptx": "kernel.ptx", "cubin": "kernel.cubin"}
 
 
 def find_or_build(
-    key: str, operands: tuple[Argument, ...], build: Callable[[Path], None]
+    key: str,
+    operands: tuple[Argument, ...],
+    build: Callable[[Path], None],
+    places: Callable[[], dict[str, str]],
 ) -> Compiled:
-    """The kernel of that key, which `build` compiles into a folder if need be."""
+    """The kernel of that key, which `build` compiles into a folder if need be; `places` says where
+    its top-level modules are now.
+    """
     built = False
 
     def build_it(folder: Path) -> None:
@@ -33,12 +40,17 @@ def find_or_build(
         build(folder)
         built = True
 
-    found = cache.find_or_build("kernels", key, lambda entry: read(entry, key, operands), build_it)
+    def read_it(folder: Path) -> Compiled | None:
+        return read(folder, key, operands, places)
+
+    found = cache.find_or_build("kernels", key, read_it, build_it)
     found.from_cache = not built
     return found
 
 
-def read(entry: Path, key: str, operands: tuple[Argument, ...]) -> Compiled | None:
+def read(
+    entry: Path, key: str, operands: tuple[Argument, ...], places: Callable[[], dict[str, str]]
+) -> Compiled | None:
     """The entry, if it is complete and every checksum matches; else None."""
     try:
         meta = json.loads((entry / "meta.json").read_bytes())
@@ -46,6 +58,7 @@ def read(entry: Path, key: str, operands: tuple[Argument, ...]) -> Compiled | No
         whole = (
             meta["key"] == key
             and meta.pop("checksum") == digest(canonical(meta))
+            and isinstance(meta["places"], dict)
             and meta["checksums"] == {kind: digest(content) for kind, content in data.items()}
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -56,7 +69,7 @@ def read(entry: Path, key: str, operands: tuple[Argument, ...]) -> Compiled | No
         symbol=meta["symbol"],
         arch=meta["arch"],
         operands=operands,
-        ptx=data["ptx"].decode(),
+        ptx=_moved(data["ptx"].decode(), meta["places"], places()),
         cubin=data["cubin"],
         object_path=entry / FILES["object"],
         dynamic_smem=meta["dynamic_smem"],
@@ -64,6 +77,15 @@ def read(entry: Path, key: str, operands: tuple[Argument, ...]) -> Compiled | No
         compile_seconds=meta["compile_seconds"],
         from_cache=True,
     )
+
+
+def _moved(ptx: str, old: dict[str, str], new: dict[str, str]) -> str:
+    """The text with the files of each module where they are now; its lines stay what they are."""
+    for top in old.keys() & new.keys():
+        before, now = json.dumps(old[top])[:-1], json.dumps(new[top])[:-1]  # with the quote before
+        for after in ('"', "/"):  # a file, or one in a package
+            ptx = ptx.replace(before + after, now + after)
+    return ptx
 
 
 def canonical(value: dict[str, Any]) -> bytes:

@@ -19,7 +19,7 @@ from cutex.compile import cache as store
 from cutex.compile.arguments import Argument, fake_arguments
 from cutex.compile.cache import FILES, canonical, digest
 from cutex.compile.compiled import Compiled
-from cutex.compile.sources import modules_of, sources_digest
+from cutex.compile.sources import modules_of, places_of, sources_digest
 from cutex.tracing import tracing
 
 OPT_LEVEL = 3
@@ -58,18 +58,22 @@ def compile(kernel: Kernel, dtype: str, arch: str, *, cache: bool = True) -> Com
     symbol = f"{_device_name(kernel, dtype)}_{key[:8]}"
     operands = kernel.operands(dtype)
 
+    def places() -> dict[str, str]:
+        return places_of(modules_of(kernel, kernel.config))
+
     def build(folder: Path) -> None:
-        _build(kernel, dtype, arch, folder, {**ingredients, "key": key, "symbol": symbol})
+        entry = {**ingredients, "key": key, "symbol": symbol, "places": places()}
+        _build(kernel, dtype, arch, folder, entry)
 
     if not cache:
         folder = tempfile.TemporaryDirectory(prefix="cutex-")
         build(Path(folder.name))
-        compiled = store.read(Path(folder.name), key, operands)
+        compiled = store.read(Path(folder.name), key, operands, places)
         assert compiled is not None, "an entry just written must read back"
         compiled._folder, compiled.from_cache = folder, False
         return compiled
     if key not in _in_process:
-        _in_process[key] = store.find_or_build(key, operands, build)
+        _in_process[key] = store.find_or_build(key, operands, build, places)
     return _in_process[key]
 
 

@@ -93,6 +93,21 @@ def closure(modules: Iterable[str]) -> list[Source]:
     return sorted(source for source in found.values() if source is not None)
 
 
+def places_of(modules: Iterable[str]) -> dict[str, str]:
+    """Where the top-level modules among `closure(modules)` are: a package's folder, else a file."""
+    return _places(frozenset(modules))
+
+
+@cache
+def _places(modules: frozenset[str]) -> dict[str, str]:
+    places = {}
+    for top in sorted({source.module.partition(".")[0] for source in closure(modules)}):
+        file, folders = _locate(top)
+        if place := folders[0] if folders else file:
+            places[top] = str(place)
+    return places
+
+
 def modules_of(*values: object) -> set[str]:
     """The modules that define what `values` are made of: classes, bases, functions, fields."""
     names: set[str] = set()

@@ -168,7 +168,7 @@ SOURCES: dict[str, tuple[str, str]] = {
     "cta_turnover": ("probe empty: 573 cycles with an empty CTA, +-10 %", "the H200's"),
     "launch": ("probe empty: 1.07 us in a graph, +-15 %", "the H200's"),
     "clusters_of_four": (
-        "GEMMs: 29 run at one time, 32 do not",
+        "kernels timed: 29 run at one time, 32 do not",
         "fit: rows of a B200 at 1300 MHz, 32 to 36",
     ),
     "l2_capacity": ("60 MB less what stores take", "fit: the one problem whose A is larger"),
