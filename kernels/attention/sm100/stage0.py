@@ -73,7 +73,8 @@ class SmemP(NamedTuple):
 
 
 class Stage0(Attention):
-    """
+    """The kernel of stage 0: its barriers and its memory.
+
     barrier   arrives                                  waits
     q_loaded  1: warp 0, and the bytes by TMA          all threads, before the first product
     loaded    1: warp 0, and the bytes by TMA          all threads, before a block's products

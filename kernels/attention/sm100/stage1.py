@@ -43,7 +43,8 @@ class TmemP:
 
 
 class Stage1(Stage0):
-    """
+    """The kernel of stage 1: its barriers and its memory.
+
     barriers: as in stage 0.
 
     smem      bytes (head_dim 128)              tmem   columns

@@ -44,7 +44,8 @@ class Barriers:
 
 
 class Stage2(Stage1):
-    """
+    """The kernel of stage 2: its barriers and its memory.
+
     barrier          arrives                                   waits
     q_loaded         1: LOAD, and the bytes by TMA             MMA, before the first Q K^T
     k.full, v.full   1: LOAD, and the bytes by TMA             MMA

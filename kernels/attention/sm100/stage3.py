@@ -26,7 +26,8 @@ from cutex.kernels.attention.sm100.stage2 import Barriers, Stage2
 
 
 class Stage3(Stage2):
-    """
+    """The kernel of stage 3: its barriers and its memory.
+
     barriers: as in stage 2, of S, P and O one for each Q tile.
 
     smem      bytes (head_dim 128)                            tmem   columns

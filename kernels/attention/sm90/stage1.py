@@ -36,7 +36,8 @@ class RegisterP(NamedTuple):
 
 
 class Stage1(Stage0):
-    """
+    """The kernel of stage 1: its barriers and its memory.
+
     barriers: as in stage 0, but for that of P.
 
     smem      bytes (head_dim 128)

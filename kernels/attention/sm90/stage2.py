@@ -43,7 +43,8 @@ class Barriers:
 
 
 class Stage2(Stage1):
-    """
+    """The kernel of stage 2: its barriers and its memory.
+
     barrier         arrives                               waits
     q_loaded        1: warp 0, and the bytes by TMA       all threads, before the first product
     k.full[slot]    1: warp 0, and the bytes by TMA       all threads, before Q K^T

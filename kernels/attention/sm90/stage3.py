@@ -42,7 +42,8 @@ class Registers(NamedTuple):
 
 
 class Stage3(Stage2):
-    """
+    """The kernel of stage 3: its barriers and its memory.
+
     barrier         arrives                               waits
     q_loaded        1: LOAD, and the bytes by TMA         COMPUTE, before the first product
     k.full[slot]    1: LOAD, and the bytes by TMA         COMPUTE, before Q K^T

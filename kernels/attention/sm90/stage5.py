@@ -28,7 +28,8 @@ TURNS = OrderedBarrier(first_barrier=1)  # one for each warpgroup
 
 
 class Stage5(Stage4):
-    """
+    """The kernel of stage 5: its barriers and its memory.
+
     barrier   arrives                                        waits
     (turn)    the warpgroup that has started its products    the other, before it starts its own
     others as in stage 4

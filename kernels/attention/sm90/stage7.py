@@ -76,7 +76,8 @@ class Fills(NamedTuple):
 
 
 class Stage7(Stage6):
-    """
+    """The kernel of stage 7: its barriers and its memory.
+
     barrier         arrives                                    waits
     q.full[slot]    1: LOAD, and the bytes by TMA; or LOAD     COMPUTE, before the tile's first
                     alone, when there is no tile left          product

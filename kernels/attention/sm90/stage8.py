@@ -36,7 +36,8 @@ from cutex.schedulers.counter import Counter
 
 
 class Stage8(Stage7):
-    """
+    """The kernel of stage 8: its barriers and its memory.
+
     barrier         arrives                                    waits
     q.empty[slot]   1 a COMPUTE warp, which has said whether   LOAD
                     its rows came out well
