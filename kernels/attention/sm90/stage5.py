@@ -46,7 +46,7 @@ class Stage5(Stage4):
 
     @cute.jit
     def first_turn(self) -> None:
-        """Warpgroup 0's, as if warpgroup 1 had passed it on."""
+        """Give warpgroup 0 the first turn, as if warpgroup 1 had passed it on."""
         if self.warpgroup() == 1:
             TURNS.signal(0)
 
