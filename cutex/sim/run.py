@@ -160,7 +160,8 @@ class Simulation:
         checks: bool = True,
         clusters: int | None = None,
     ) -> None:
-        """``cubin``: the kernels' code, if their resources and bank conflicts are to be reported."""
+        """``cubin``: the kernels' code, if their resources and bank conflicts are to be
+        reported."""
         self.limit, self.cubin, self.stream, self.jobs = limit, cubin, Stream(), jobs
         self.checks, self.clusters = checks, clusters
         self.programs, self.tensors, self.order, self.seed = programs, tensors, order, seed
@@ -209,7 +210,7 @@ class Simulation:
         memory: GlobalMemory,
         written: Sequence[dict[int, np.ndarray]],
     ) -> None:
-        """Record the clusters that were not run; ``written``: the bytes written by those that were."""
+        """Record the clusters that were not run; ``written``: the bytes that the others wrote."""
         ran, count = len(self._clusters(program, what)), what.num_ctas // what.cluster_size
         if ran < count:
             self.report.sampled.append(Sampled(what.kernel, ran, count))

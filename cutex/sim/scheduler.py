@@ -364,7 +364,8 @@ class Scheduler:
 
 
 def _in_brief(wait: Wait) -> str:
-    """The place and the object of a warp's wait, without its barrier's state except errors in it."""
+    """The place and the object of a warp's wait, without its barrier's state except errors in
+    it."""
     what, _, state = wait.tell().partition(": ")
     what = re.sub(r" \(that is [^)]*\)", "", what)
     wrong = re.search(r" \([^(]*expect_tx announced.*(?=, last touched)", state)

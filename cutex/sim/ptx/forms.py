@@ -157,7 +157,8 @@ def _form(op: str) -> re.Pattern[str] | None:
 
 @lru_cache(maxsize=4096)
 def misfit(op: str) -> str:
-    """The modifier of an opcode that does not match its form; "" if all match or no form is known."""
+    """The modifier of an opcode that does not match its form; "" if all match or no form is
+    known."""
     form = _form(op)
     modifiers = op.removeprefix(opcode_parts(op)[0])
     if form is None or form.fullmatch(modifiers):
