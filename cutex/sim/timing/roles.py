@@ -1,5 +1,5 @@
-"""What the warps of a kernel are called: as the function of its source in which they spend most of
-their instructions, or by what they do where the source is not here.
+"""Names for the warps of a kernel: the function of its source in which they execute most of their
+instructions, or a name by their events where the source is not here.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from pathlib import Path
 from cutex.sim.ptx.parse import Instruction
 from cutex.sim.timing.events import Columns, Event, Load, Mma, Reply, Store
 
-_LIBRARIES = ("site-packages", "/device/", "/schedulers/")  # what kernels share
-_WHOLE = {"kernel", "__call__"}  # all warps run it
-# what a role begins with, or is made of, in our kernels: no name for what it does
+_LIBRARIES = ("site-packages", "/device/", "/schedulers/")  # code that kernels share
+_WHOLE = {"kernel", "__call__"}  # functions that all warps run
+# functions with which a role begins, or of which it consists, in our kernels: not names of a role
 _PARTS = {"give_registers", "take_registers", "run", "start", "part", "tile_counts"}
 
 
 def role(counts: list[tuple[Instruction, int]], program: list[Event]) -> str:
-    """Of a warp that executed instructions so many times, and has these events."""
+    """The name of a warp that executed instructions so many times, and has these events."""
     if not any(isinstance(e, Load | Mma | Store | Columns) for e in program):
         return by_deeds(program)
     found: Counter[str] = Counter()
@@ -37,8 +37,8 @@ def role(counts: list[tuple[Instruction, int]], program: list[Event]) -> str:
 
 
 def distinct(names: dict[int, str], programs: dict[int, list[Event]]) -> dict[int, str]:
-    """The names of warps, told by deeds where a function's tells no role, or warps that do
-    different things share it.
+    """The names of warps: the function's, or one by events where that names no role, or where warps
+    with different events share it.
     """
     deeds = {warp: by_deeds(programs.get(warp, [])) for warp in names}
     of_name: dict[str, set[str]] = {}
@@ -71,7 +71,7 @@ def _function(path: str, line: int) -> str:
 
 @cache
 def _called_by_kernel(path: str) -> frozenset[str]:
-    """Methods that a `kernel` of the file calls."""
+    """The methods that a `kernel` of the file calls."""
     names = set()
     for node in ast.walk(_tree(path)):
         if isinstance(node, ast.FunctionDef) and node.name in _WHOLE:
