@@ -1,4 +1,4 @@
-"""Kernels built before they are needed: no call of a server then waits for a compiler."""
+"""Building kernels before they are needed, so that no call of a server waits for a compiler."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ Shape = tuple[Rows, int, int]
 
 
 def kernels_built() -> int:
-    """How many kernels of `cutex.matmul` this process has had to compile, not finding them on disk,
-    where those are not counted that `warm_up` and `tune` compile in processes of their own."""
+    """The number of kernels of `cutex.matmul` that this process had to compile because they were
+    not on disk, without those that `warm_up` and `tune` compile in other processes."""
     return BUILT.count
 
 
@@ -79,16 +79,16 @@ def warm_up(
 
 
 def build_ahead(operands: Iterable[tuple[Tensor, Tensor]], out_dtype: torch.dtype) -> int:
-    """Build, in parallel, the kernel that `cutex.matmul(a, b, out_dtype=...)` takes of each (a, b),
-    whose data is not read (they may be on "meta"). Returns how many kernels that are."""
+    """Build, in parallel, the kernel that `cutex.matmul(a, b, out_dtype=...)` takes for each (a,
+    b), whose data is not read (they may be on "meta"). Return the number of kernels."""
     configs = dict.fromkeys(_config(a, b, out_dtype) for a, b in operands)
     building.build([(config, _arch()) for config in configs])
     return len(configs)
 
 
 def tiles_of(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> str:
-    """The tiles that `cutex.matmul(a, b, out_dtype=...)` takes: the fields that are not as usual,
-    and the cut of a tile."""
+    """The tiles that `cutex.matmul(a, b, out_dtype=...)` takes, as text: the sizes of a tile and
+    its stages, and the fields that differ from the defaults."""
     tiles = _config(a, b, out_dtype).tiles
     always = ("tile_m", "tile_n", "tile_k", "num_stages")
     said = [f for f in fields(tiles) if f.name in always or getattr(tiles, f.name) != f.default]
@@ -135,7 +135,7 @@ def _arch() -> str:
 
 
 def _classes(shape: Shape) -> Iterator[tuple[int, int, int]]:
-    """The least and the largest M of each class of `shape`, and its N and K."""
+    """The smallest and the largest M of each class of `shape`, with its N and K."""
     rows, n, k = shape
     if isinstance(rows, int):
         yield rows, n, k
