@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
-from itertools import groupby
+from itertools import compress, groupby
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -78,12 +79,13 @@ def warm_up(
     return len(configs)
 
 
-def build_ahead(operands: Iterable[tuple[Tensor, Tensor]], out_dtype: torch.dtype) -> int:
+def build_ahead(operands: Iterable[tuple[Tensor, Tensor]], out_dtype: torch.dtype) -> list[Path]:
     """Build, in parallel, the kernel that `cutex.matmul(a, b, out_dtype=...)` takes of each (a, b),
-    whose data is not read (they may be on "meta"). Returns how many kernels that are."""
-    configs = dict.fromkeys(_config(a, b, out_dtype) for a, b in operands)
-    building.build([(config, _arch()) for config in configs])
-    return len(configs)
+    whose data is not read (they may be on "meta"). Returns the folders of the cache that hold them;
+    of one that does not compile there is none."""
+    configs = list(dict.fromkeys(_config(a, b, out_dtype) for a, b in operands))
+    built = building.build([(config, _arch()) for config in configs])
+    return [kernel_for(c, _arch()).object_path.parent for c in compress(configs, built)]
 
 
 def tiles_of(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> str:
