@@ -160,6 +160,10 @@ def gpu(monkeypatch):
     return gpu
 
 
+def asked(entries):
+    return sweep.Asked(list(entries), ("cublas",))
+
+
 def ours(built):
     """What a sweep times; `built` is given what was built."""
 
@@ -174,23 +178,23 @@ def test_a_sweep_goes_on_where_it_was_cut_off(gpu, tmp_path):
     entries = corpus()[:5]
     file = tmp_path / "rows.jsonl"
     built = []
-    sweep.sweep(entries[:2], ours(built), file, ["cublas"])
-    assert len(sweep.sweep(entries, ours(built), file, ["cublas"])) == 5
+    sweep.sweep(asked(entries[:2]), ours(built), file)
+    assert len(sweep.sweep(asked(entries), ours(built), file)) == 5
     assert sorted(gpu.measured) == sorted(e.name for e in entries)
     assert built == [(2, torch.bfloat16), (3, torch.bfloat16)]  # what is left, and that alone
     gpu.commit = "another"
-    sweep.sweep(entries[:1], ours(built), file, ["cublas"], seconds=0)
+    sweep.sweep(asked(entries[:1]), ours(built), file, seconds=0)
     assert len(gpu.measured) == 5
 
 
 def test_a_sweep_says_how_far_it_is_and_what_is_left(gpu, tmp_path, capsys, monkeypatch):
     entries = corpus()[:4]
-    sweep.sweep(entries, ours([]), tmp_path / "rows.jsonl", ["cublas"])
+    sweep.sweep(asked(entries), ours([]), tmp_path / "rows.jsonl")
     out, err = capsys.readouterr()
     assert [line[:5] for line in out.splitlines()] == [f"[{i}/4]" for i in (1, 2, 3, 4)]
     assert "1.100x, 0 min left" in out and "1 kernels built in 0 s" in err
     gpu.commit = "another"
-    sweep.sweep(entries, ours([]), tmp_path / "rows.jsonl", ["cublas"], seconds=0)
+    sweep.sweep(asked(entries), ours([]), tmp_path / "rows.jsonl", seconds=0)
     assert "stopped after 0 s; 4 problems are left" in capsys.readouterr().err
 
 
@@ -199,12 +203,12 @@ def test_a_problem_that_raises_costs_no_other_and_is_not_tried_again(gpu, tmp_pa
     file = tmp_path / "rows.jsonl"
     bad = min(entries, key=lambda e: draw(e.name, 1 << 32))  # the first to be measured
     gpu.raises[bad.name] = MemoryError("out of memory")
-    found = sweep.sweep(entries, ours([]), file, ["cublas"])
+    found = sweep.sweep(asked(entries), ours([]), file)
     assert len(found) == 4
     (wrong,) = (r for r in found if not r.ok)
     assert (wrong.name, wrong.message) == (bad.name, "MemoryError: out of memory")
     assert f"WRONG: {bad.name}: MemoryError" in rows.text(found)
-    sweep.sweep(entries, ours([]), file, ["cublas"])
+    sweep.sweep(asked(entries), ours([]), file)
     assert gpu.measured.count(bad.name) == 1
 
 
@@ -212,7 +216,7 @@ def test_a_sweep_ends_where_the_gpu_does(gpu, tmp_path, capsys):
     entries = corpus()[:4]
     first = min(entries, key=lambda e: draw(e.name, 1 << 32))
     gpu.raises[first.name], gpu.works = RuntimeError("illegal address"), False
-    found = sweep.sweep(entries, ours([]), tmp_path / "rows.jsonl", ["cublas"])
+    found = sweep.sweep(asked(entries), ours([]), tmp_path / "rows.jsonl")
     assert [r.name for r in found] == gpu.measured == [first.name]
     assert f"{first.name} left the GPU unusable" in capsys.readouterr().err
 

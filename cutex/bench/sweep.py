@@ -45,6 +45,22 @@ class Ours:
     simulated: Callable[[str], AbstractContextManager[Any]]  # within it all runs in the simulator
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Problems, and what they are timed beside."""
+
+    entries: list[Entry]
+    compare: tuple[str, ...]
+
+
+def left(asked: Asked, there: Iterable[SweepRow], commit: str | None, tuned: bool) -> list[Entry]:
+    """What of `asked` the rows `there` do not have, in an order drawn by the problems' names, so
+    that a sweep that was cut off is a fair sample."""
+    known = rows.timed(there, commit, tuned, asked.compare)
+    unknown = [e for e in asked.entries if e.name not in known]
+    return sorted(unknown, key=lambda e: draw(e.name, 1 << 32))
+
+
 def measure(
     entry: Entry, ours: Ours, compare: Sequence[str], tuned: bool, l2_bytes: int
 ) -> SweepRow:
@@ -105,54 +121,45 @@ def row_of(entry: Entry, compare: Sequence[str], tuned: bool, message: str) -> S
 
 
 def sweep(
-    entries: Iterable[Entry],
+    asked: Asked,
     ours: Ours,
     file: Path,
-    compare: Sequence[str],
     tuned: bool = False,
     seconds: float | None = None,
 ) -> list[SweepRow]:
-    """Measure `entries` that `file` has no row of from this commit beside `compare`; returns all
-    rows of theirs.
+    """Measure what of `asked` `file` has no row of from this commit; returns all rows of theirs.
 
-    Stops after `seconds`, when the next call goes on. Problems come in an order drawn by their
-    names, so that a sweep that was cut off is a fair sample. One that raises is a row that is not
+    Stops after `seconds`, when the next call goes on. A problem that raises is a row that is not
     ok, which the next call does not try again.
     """
     arch = local_arch()
     assert arch is not None, "the command line has seen to it"
     begin = time.monotonic()
-    known = rows.timed(rows.read(file), environment()["commit"], tuned, compare)
-    wanted = list(entries)
-    left = [e for e in wanted if e.name not in known]
-    left.sort(key=lambda e: draw(e.name, 1 << 32))
-    if len(left) < len(wanted):
-        print(f"{len(wanted) - len(left)} problems are in {file} already", file=sys.stderr)
-    if left and not tuned:
+    todo = left(asked, rows.read(file), environment()["commit"], tuned)
+    if len(todo) < len(asked.entries):
+        print(f"{len(asked.entries) - len(todo)} problems are in {file} already", file=sys.stderr)
+    if todo and not tuned:
         begun = time.monotonic()
-        kernels = build(left, ours)
+        kernels = build(todo, ours)
         print(f"{len(kernels)} kernels built in {time.monotonic() - begun:.0f} s", file=sys.stderr)
     first = time.monotonic()
-    for i, entry in enumerate(left):
+    for i, entry in enumerate(todo):
         if seconds is not None and time.monotonic() - begin > seconds:
-            print(
-                f"stopped after {seconds:g} s; {len(left) - i} problems are left for the same "
-                "command",
-                file=sys.stderr,
-            )
+            after = f"stopped after {seconds:g} s; {len(todo) - i} problems are left"
+            print(f"{after} for the same command", file=sys.stderr)
             break
         try:
-            row = measure(entry, ours, compare, tuned, arch.l2_bytes)
+            row = measure(entry, ours, asked.compare, tuned, arch.l2_bytes)
         except Exception as error:  # NOTE: one problem must not cost those behind it
-            row = row_of(entry, compare, tuned, f"{type(error).__name__}: {error}"[:200])
+            row = row_of(entry, asked.compare, tuned, f"{type(error).__name__}: {error}"[:200])
         rows.append(file, row)
         ratio = "wrong" if not row.ok else f"{row.ratio:.3f}x" if row.ratio else f"{row.us} us"
-        minutes = (time.monotonic() - first) / (i + 1) * (len(left) - i - 1) / 60
-        print(f"[{i + 1}/{len(left)}] {entry.name}: {ratio}, {minutes:.0f} min left", flush=True)
+        minutes = (time.monotonic() - first) / (i + 1) * (len(todo) - i - 1) / 60
+        print(f"[{i + 1}/{len(todo)}] {entry.name}: {ratio}, {minutes:.0f} min left", flush=True)
         if not row.ok and not gpu_works():
             print(f"stopped: {entry.name} left the GPU unusable for this process", file=sys.stderr)
             break
-    names = {e.name for e in wanted}
+    names = {e.name for e in asked.entries}
     return [r for r in rows.read(file) if r.name in names and r.tuned == tuned]
 
 
@@ -220,14 +227,6 @@ def parser() -> Parser:
     return p
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A command line, validated."""
-
-    entries: list[Entry]
-    compare: tuple[str, ...]
-
-
 def asked(args: argparse.Namespace) -> Asked:
     """What `args` ask for; ValueError, in one sentence, where they make no sense."""
     compare = tuple(name for name in args.compare.split(",") if name)
@@ -284,14 +283,14 @@ def main(load: Callable[[], Ours], argv: Sequence[str] | None = None) -> int:
         return refuse(str(error))
     import torch
 
-    ours, entries = load(), todo.entries
+    ours = load()
     file = rows.file_of(Path(args.out), torch.cuda.get_device_name())
     if args.below is not None:
-        entries = timed_below(args.below, entries, file)
-        if not entries:
+        todo = replace(todo, entries=timed_below(args.below, todo.entries, file))
+        if not todo.entries:
             return refuse(f"{file}: no problem was timed untuned below {args.below}")
     with ours.tuning() if args.tuned else nullcontext():
-        found = sweep(entries, ours, file, todo.compare, args.tuned, args.seconds)
+        found = sweep(todo, ours, file, args.tuned, args.seconds)
     print(rows.text_by_device(found))
     return 0 if all(r.ok for r in found) else 1
 
