@@ -252,7 +252,12 @@ def test_only_what_was_slow_untuned_is_taken(tmp_path):
 def test_what_is_built_ahead_is_what_the_calls_take(dtype, monkeypatch):
     """A sweep's kernels are compiled in parallel before its first problem, and no other."""
     jobs = []
-    monkeypatch.setattr(building, "build", lambda asked: jobs.extend(asked) or [True] * len(asked))
+
+    def build(asked, ended):
+        jobs.extend(asked)
+        return [ended() is None for _ in asked]
+
+    monkeypatch.setattr(building, "build", build)
     monkeypatch.setattr(warming, "kernel_for", lambda config, arch: kernel_in(f"of {config}"))
     problems = [e.problem for e in corpus(dtype) if e.problem.bytes < 1 << 22][:6]
     with simulated("sm_90a"):
@@ -269,7 +274,7 @@ def kernel_in(folder):
 
 
 def test_a_kernel_that_does_not_compile_has_no_folder(monkeypatch):
-    monkeypatch.setattr(building, "build", lambda asked: [False] * len(asked))
+    monkeypatch.setattr(building, "build", lambda asked, ended: [False] * len(asked))
     monkeypatch.setattr(warming, "kernel_for", lambda *_: pytest.fail("compiled here"))
     with simulated("sm_90a"):
         assert build_ahead([LayerProblem(24, 40, 16).inputs("meta")], torch.bfloat16) == []

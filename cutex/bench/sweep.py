@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from cutex.arch import ARCHS, local_arch
 from cutex.bench import timing
 from cutex.bench.cli import Parser, refuse
-from cutex.bench.progress import progress
 from cutex.bench.run import environment, run_time
 from cutex.command import answered
 from cutex.problem.layer import PEERS, LayerProblem
@@ -166,8 +165,7 @@ def sweep(
 def build(entries: Sequence[Entry], ours: Ours) -> list[Path]:
     """Compile what `entries`, which are of one dtype, take; the folders of the kernels."""
     operands = [e.problem.inputs("meta") for e in entries]
-    with progress(f"the kernels of {len(entries)} problems are built"):
-        return ours.build(operands, entries[0].problem.outputs("meta")[0].dtype)
+    return ours.build(operands, entries[0].problem.outputs("meta")[0].dtype)
 
 
 def gpu_works() -> bool:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -75,9 +75,14 @@ class _Server:
 _servers: list[_Server] = []  # none, or the one
 
 
-def build(jobs: Sequence[Job], seconds: float | None = None) -> list[bool]:
+def build(
+    jobs: Sequence[Job],
+    seconds: float | None = None,
+    ended: Callable[[], object] = lambda: None,
+) -> list[bool]:
     """Compile `jobs`, the first first; which of them are on disk, or are so after `seconds`, from
-    when the compiler is imported. One that does not compile is not."""
+    when the compiler is imported. One that does not compile is not. `ended` is called after each.
+    """
     done = [False] * len(jobs)
     if not jobs:
         return done
@@ -93,6 +98,7 @@ def build(jobs: Sequence[Job], seconds: float | None = None) -> list[bool]:
             if batch == server.batches:
                 done[number] = bool(built)
                 left -= 1
+                ended()
             if not left:
                 return done
         server.give(())

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cutex.arch import arch as target
 from cutex.arch import local_arch
+from cutex.bench.progress import progress
 from cutex.kernels.gemm.choose import cover, predictions, rows_class
 from cutex.kernels.gemm.signature import GeneralConfig
 from cutex.ops import building, choices
@@ -81,10 +82,11 @@ def warm_up(
 
 def build_ahead(operands: Iterable[tuple[Tensor, Tensor]], out_dtype: torch.dtype) -> list[Path]:
     """Build, in parallel, the kernel that `cutex.matmul(a, b, out_dtype=...)` takes of each (a, b),
-    whose data is not read (they may be on "meta"). Returns the folders of the cache that hold them;
-    of one that does not compile there is none."""
+    whose data is not read (they may be on "meta"), and show how far it is. Returns the folders of
+    the cache that hold them; of one that does not compile there is none."""
     configs = list(dict.fromkeys(_config(a, b, out_dtype) for a, b in operands))
-    built = building.build([(config, _arch()) for config in configs])
+    with progress("kernels are built", len(configs)) as step:
+        built = building.build([(config, _arch()) for config in configs], ended=step)
     return [kernel_for(c, _arch()).object_path.parent for c in compress(configs, built)]
 
 
