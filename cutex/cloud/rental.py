@@ -42,8 +42,8 @@ TUNE = 10.0  # a stage that chooses its config by time
 TESTS = 300.0
 SCRIPT = 60.0
 PROBES = 60.0
-LAYERS, LAYER = 20.0, 2.0  # a call that sweeps over layers of models; each layer, each thing timed
-BATCH = 32  # layers that one call sweeps over
+LAYERS, LAYER = 20.0, 0.7  # a call that sweeps over layers of models; each layer, each thing timed
+BATCH = 48  # layers that one call sweeps over
 
 
 def kinds() -> list[type[Problem]]:
