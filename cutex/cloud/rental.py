@@ -103,7 +103,10 @@ def parser() -> Parser:
         help=f"of pytest; default: {DEFAULT_TESTS}",
     )
     what.add_argument(
-        "--half", choices=sweep.HALVES, default="report", help="of --op layers; default: report"
+        "--half",
+        choices=sweep.HALVES,
+        default="report",
+        help="of --op layers, whose --dtype is bf16 or e4m3; default: report",
     )
     what.add_argument("--tuned", action="store_true", help="of --op layers: tune each first")
     what.add_argument(
