@@ -139,7 +139,12 @@ def parser() -> Parser:
     )
     p.add_argument("--half", choices=HALVES, default="report", help="default: report")
     p.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
-    p.add_argument("--compare", default=",".join(PEERS), metavar="PEER,PEER")
+    p.add_argument(
+        "--compare",
+        default=",".join(PEERS),
+        metavar="PEER,PEER",
+        help="default: %(default)s",
+    )
     p.add_argument("--tuned", action="store_true", help="tune each problem first (cutex.tune)")
     p.add_argument(
         "--below",
@@ -149,7 +154,7 @@ def parser() -> Parser:
         "the others' speed",
     )
     p.add_argument("--seconds", type=float, metavar="S", help="stop after so many")
-    p.add_argument("--out", default="results", metavar="DIR", help="default: results")
+    p.add_argument("--out", default="results", metavar="DIR", help="ledger; default: results")
     p.add_argument("--list", action="store_true", help="print the problems and their sources")
     p.add_argument("--summary", action="store_true", help="time nothing, sum up what is there")
     return p
@@ -164,6 +169,9 @@ def main(load: Callable[[], Ours], argv: Sequence[str] | None = None) -> int:
         for name in compare:
             if name not in PEERS:
                 raise ValueError(f"--compare {name!r} is not one of {', '.join(PEERS)}")
+        for name in ("below", "seconds"):
+            if (number := getattr(args, name)) is not None and not number > 0:
+                raise ValueError(f"--{name} {number}: takes a number above 0")
         entries = chosen(args.half, args.dtype)
         if args.list:
             for e in entries:
@@ -171,6 +179,8 @@ def main(load: Callable[[], Ours], argv: Sequence[str] | None = None) -> int:
             return 0
         if args.summary:
             files = sorted(Path(args.out).glob("sweep/*.jsonl"))
+            if not files:
+                raise ValueError(f"--out {args.out}: there is no sweep in this folder")
             names = {e.name for e in entries}
             found = [r for f in files for r in rows.read(f) if r.name in names]
             print(rows.text([r for r in found if r.tuned == args.tuned]))
