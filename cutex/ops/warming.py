@@ -62,6 +62,10 @@ def warm_up(
     TypeError or ValueError for what `cutex.matmul` would not take, and where there is no Hopper or
     Blackwell GPU.
     """
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+    if not isinstance(shapes, Iterable):
+        raise TypeError(f"shapes must be an iterable of (M, N, K), got {type(shapes).__name__}")
     arch = _arch()
     classes: dict[CallClass, None] = {}
     for shape in shapes:
@@ -140,7 +144,17 @@ def _arch() -> str:
 
 def _classes(shape: Shape) -> Iterator[tuple[int, int, int]]:
     """The smallest and the largest M of each class of `shape`, with its N and K."""
+    if not (
+        isinstance(shape, tuple | list)
+        and len(shape) == 3
+        and isinstance(shape[0], int | range)
+        and all(isinstance(x, int) for x in shape[1:])
+    ):
+        raise TypeError(f"shapes holds {shape!r}: (M, N, K) of whole numbers is due, M or a range")
     rows, n, k = shape
+    least = min(rows, default=0) if isinstance(rows, range) else rows
+    if min(least, n, k) < 0:
+        raise ValueError(f"shapes holds {shape!r}: sizes are at least 0")
     if isinstance(rows, int):
         yield rows, n, k
         return
