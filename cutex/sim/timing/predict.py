@@ -7,6 +7,7 @@ import math
 from cutex.sim.timing.gpus import Gpu
 from cutex.sim.timing.lengths import Lengths, predict_lengths
 from cutex.sim.timing.replay import Replay, Run, when
+from cutex.sim.timing.sampled import Sampled, predict_sampled
 from cutex.sim.timing.timed import Timed, Whole
 from cutex.sim.timing.trace import Traced
 from cutex.sim.timing.traffic import clusters_at_once, dram, loaded, shared, stored
@@ -14,7 +15,7 @@ from cutex.sim.timing.units import Memory
 
 
 def predict(
-    traced: Traced | Lengths,
+    traced: Traced | Lengths | Sampled,
     gpu: Gpu,
     whole: Whole | None = None,
     log: bool = False,
@@ -30,6 +31,8 @@ def predict(
     whole = whole or Whole()
     if isinstance(traced, Lengths):
         return predict_lengths(traced, gpu, whole, log)
+    if isinstance(traced, Sampled):
+        return predict_sampled(traced, gpu, log)
     record = traced.record
     size = record.cluster_size
     groups = clusters_at_once(gpu, size)

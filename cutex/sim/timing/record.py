@@ -24,6 +24,7 @@ from cutex.sim.machine.operation import Engine, Operation, Rectangle, Span
 from cutex.sim.ptx.decode import Decoder
 from cutex.sim.ptx.operands import Address, Imm, Vector
 from cutex.sim.ptx.parse import Instruction
+from cutex.sim.timing.counters import SharedCounters
 from cutex.sim.timing.events import (
     Arrive,
     Cluster,
@@ -71,11 +72,13 @@ class Recorder:
         costs: dict[int, Cost],
         limit: float = 0.0,
         enough_loads: int = 0,
+        counters: SharedCounters | None = None,
     ) -> None:
         self.m, self.limit, self.enough_loads = machine, limit, enough_loads
         code = machine.program.code
         self.code = code
         self.kinds: list[Callable[[Batch, Any], None] | None] = [self._kind(i) for i in code]
+        self.before = [counters.before(i) if counters else None for i in code]
         events = [kind is not None for kind in self.kinds]
         own = by_instruction(code, events, costs)
         port = [_port(ins) if costs else 0.0 for ins in code]
@@ -99,6 +102,8 @@ class Recorder:
     # -- called by the scheduler -------------------------------------------------------------------
 
     def step(self, batch: Batch, pc: int) -> None:
+        if (before := self.before[pc]) is not None:
+            before(batch)
         self.work[batch.idx] += self.cost[pc]
         for warp in batch.idx[self.work[batch.idx, 0] >= PIECE].tolist():
             self._flush(warp)
