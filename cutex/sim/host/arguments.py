@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import cutlass
@@ -28,6 +29,15 @@ def holds_tensors(value: Any) -> bool:
     return isinstance(value, tuple | list) and any(is_tensor(v) or holds_tensors(v) for v in value)
 
 
+def tensors_in(values: Iterable[Any]) -> Iterator[HostTensor]:
+    """The tensors among captured arguments, also those in tuples."""
+    for value in values:
+        if isinstance(value, HostTensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from tensors_in(value)
+
+
 def takes_stream(arguments: Any) -> bool:
     """Host code without a tensor cannot ask its environment for the stream."""
     return not any(is_tensor(a) or hasattr(a, "dynamic_shapes_mask") for a in arguments)
@@ -46,7 +56,7 @@ def captured(given: Any, name: str) -> Any:
     if isinstance(given, cutlass.Numeric):
         return given.value
     if isinstance(given, tuple | list):
-        return tuple(captured(g, name) for g in given)
+        return tuple(captured(g, f"{name}[{i}]") for i, g in enumerate(given))
     return given
 
 
