@@ -146,11 +146,41 @@ def _benchmark(function: Callable[[], Any], *_: Any, **how: Any) -> Any:
     return math.nan if wanted is None else [math.nan] * len(wanted)
 
 
+class _TritonDriver:
+    """triton.runtime.driver.active, as benchmarks ask for it."""
+
+    def clear_cache(self, _: Any) -> None: ...
+    def get_empty_cache_for_benchmark(self) -> torch.Tensor:
+        return torch.empty(0)
+
+    def get_benchmarker(self) -> Callable[..., Any]:
+        return _benchmark
+
+    def get_device_interface(self) -> Any:
+        return torch.cuda
+
+    def get_active_torch_device(self) -> torch.device:
+        return GPU
+
+    def get_current_device(self) -> int:
+        return 0
+
+
+def _without_gpu(module: ModuleType) -> None:
+    """Changes a module of Triton's."""
+    if module.__name__ == "triton.testing":
+        module.do_bench = module.do_bench_cudagraph = _benchmark  # type: ignore[attr-defined]
+    else:
+        module.driver.set_active(_TritonDriver())
+
+
 class TritonTesting:
-    """Finds triton.testing for a script that imports it, and has it ask for no GPU."""
+    """Finds what a script imports of Triton to take times, and has it ask for no GPU."""
+
+    NAMES = ("triton.testing", "triton.runtime.driver")
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "triton.testing":
+        if name not in self.NAMES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
@@ -158,15 +188,15 @@ class TritonTesting:
 
             def exec_module(module: ModuleType) -> None:
                 load(module)
-                module.do_bench = module.do_bench_cudagraph = _benchmark  # type: ignore[attr-defined]
+                _without_gpu(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
     def __enter__(self) -> None:
-        loaded = sys.modules.get("triton.testing")
-        if loaded is not None:
-            loaded.do_bench = loaded.do_bench_cudagraph = _benchmark  # type: ignore[attr-defined]
+        for name in self.NAMES:
+            if name in sys.modules:
+                _without_gpu(sys.modules[name])
         sys.meta_path.insert(0, self)
 
     def __exit__(self, *_: Any) -> None:
