@@ -73,15 +73,18 @@ class Mma(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """Of a group of "wgmma" or "bulk"; of tcgen05 with the barriers that it arrives on."""
+    """Of a group of "wgmma", "bulk" or "cp.async"; of tcgen05 with the barriers that it arrives
+    on.
+    """
 
     what: str
     barriers: tuple[Place, ...] = ()
 
 
 class Group(NamedTuple):
-    """Until at most ``pending`` groups of "wgmma" or "bulk" are in flight; of bulk with ``read``
-    until they have been read."""
+    """Until at most ``pending`` groups of "wgmma", "bulk" or "cp.async" are in flight; of bulk with
+    ``read`` until they have been read.
+    """
 
     what: str
     pending: int
@@ -106,6 +109,28 @@ class Touch(NamedTuple):
     sectors: int
     lines: int
     waits: bool
+
+
+class Fetch(NamedTuple):
+    """A load from global memory by ordinary instructions, or by cp.async that is not bulk."""
+
+    sectors: int
+    lines: int
+    tensor: int  # its address
+    registers: bool  # or, by cp.async, shared memory
+
+
+class Need(NamedTuple):
+    """Until the warp's first ``loads`` into registers are there."""
+
+    loads: int
+
+
+class Landed(NamedTuple):
+    """Arrivals on an mbarrier when all cp.async of the warp before are complete."""
+
+    barrier: Place
+    arrivals: int
 
 
 class Columns(NamedTuple):
@@ -134,6 +159,14 @@ class Reply(NamedTuple):
 Event = Any  # one of the above
 
 
+class Fetched(NamedTuple):
+    """What a cluster fetches of one tensor: bytes in all, bytes that differ, and its size."""
+
+    loaded: float
+    different: float
+    size: float
+
+
 @dataclass
 class Record:
     """The programs of the warps of a few clusters."""
@@ -149,3 +182,4 @@ class Record:
     flops: float = 0.0  # of all MMAs
     steps: int = 0
     roles: dict[int, str] = field(default_factory=dict)  # of each warp
+    fetched: dict[int, Fetched] = field(default_factory=dict)  # by the tensor's address
