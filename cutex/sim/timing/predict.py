@@ -10,7 +10,7 @@ from cutex.sim.timing.replay import Replay, Run, when
 from cutex.sim.timing.sampled import Sampled, predict_sampled
 from cutex.sim.timing.timed import Timed, Whole
 from cutex.sim.timing.trace import Traced
-from cutex.sim.timing.traffic import clusters_at_once, dram, loaded, shared, stored
+from cutex.sim.timing.traffic import clusters_at_once, dram, fetched, loaded, shared, stored
 from cutex.sim.timing.units import Memory
 
 
@@ -55,8 +55,12 @@ def predict(
     loads, stores = sum(by_tensor.values()), stored(record) * times
     missed = dram(traced, by_tensor, gpu)
     memory = Memory(
-        missed / loads if loads else 1.0, busy_sms, shared(traced, by_tensor), ahead=gpu.l2_ahead
-    )
+        missed / loads if loads else 1.0, busy_sms, shared(traced, by_tensor),
+        fetched=fetched(traced), ahead=gpu.l2_ahead,
+    )  # fmt: skip
+    for at, f in record.fetched.items():
+        loads += f.loaded * times
+        missed += f.loaded * times * memory.fetched[at]
     turns = 1 if extended else min(rounds, most_rounds or rounds)
     replay = Replay(record, gpu, memory, rounds=turns, slots=slots, log=log)
     run = replay.run()
