@@ -117,7 +117,7 @@ def test_the_sorted_ratios_are_summed_up_by_tenths():
 def test_each_device_is_summed_up_for_itself():
     text = rows.text_by_device([ROW, replace(ROW, device_name="NVIDIA B200", us=20.0)])
     assert [line for line in text.splitlines() if "NVIDIA" in line] == [
-        *("NVIDIA B200", "NVIDIA H200")
+        *("NVIDIA B200: 1 at unknown", "NVIDIA H200: 1 at unknown")
     ]
     assert text.count("all 1: ") == 2
 
@@ -228,7 +228,7 @@ def test_the_command_times_sums_up_and_goes_on(gpu, tmp_path, capsys):
     command = ["--only", str(todo), "--compare", "cublas", "--out", str(tmp_path)]
     assert sweep.main(lambda: ours([]), command) == 0
     out = capsys.readouterr().out
-    assert "NVIDIA H200\nall 12: 1.100x" in out
+    assert "NVIDIA H200: 12 at c\nall 12: 1.100x" in out
     assert out.partition("lowest:")[2].count("1.100") == 10
     assert sweep.main(lambda: ours([]), command) == 0
     assert "12 problems are in" in capsys.readouterr().err and len(gpu.measured) == 12

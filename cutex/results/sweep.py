@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -195,8 +196,16 @@ def text(rows: Sequence[SweepRow]) -> str:
 
 
 def text_by_device(rows: Iterable[SweepRow]) -> str:
-    """`text` of each device's rows, under its name."""
+    """`text` of each device's rows, under its name and the commits that were timed."""
     devices: dict[str, list[SweepRow]] = {}
     for row in rows:
         devices.setdefault(row.device_name, []).append(row)
-    return "\n\n".join(f"{name}\n{text(members)}" for name, members in sorted(devices.items()))
+    return "\n\n".join(
+        f"{name}: {commits(members)}\n{text(members)}" for name, members in sorted(devices.items())
+    )
+
+
+def commits(rows: Iterable[SweepRow]) -> str:
+    """How many of `rows` are of which commit."""
+    counts = Counter(r.environment.get("commit") or "unknown" for r in rows)
+    return " and ".join(f"{count} at {commit}" for commit, count in counts.items())
