@@ -90,6 +90,7 @@ def test_a_summary_is_of_the_best_of_the_others():
     slow = replace(ROW, name="b", us=20.0, mnk=(5000, 512, 20000))
     summary = Summary.of([ROW, slow, replace(ROW, us=None)])
     assert (summary.count, summary.worst, summary.below) == (2, pytest.approx(0.55), 0.5)
+    assert str(summary).endswith("worst 0.55, 50% below 0.97, 1 below 0.90")
     assert summary.mean == pytest.approx((1.1 * 0.55) ** 0.5)
     classes = {(title, name) for title, name, _ in rows.by_class([ROW, slow])}
     assert {("M", "1-16"), ("M", "over 1024"), ("N", "1-2048"), ("K", "over 8192")} <= classes

@@ -136,6 +136,7 @@ class Summary:
     mean: float  # geometric
     worst: float
     below: float  # the share that is below LOW
+    far_below: int  # how many are below LOWEST
 
     @staticmethod
     def of(rows: Iterable[SweepRow]) -> Summary:
@@ -144,10 +145,14 @@ class Summary:
         if not ratios:
             raise ValueError("no row was timed beside others")
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        return Summary(len(ratios), mean, min(ratios), sum(x < LOW for x in ratios) / len(ratios))
+        low, lowest = (sum(x < limit for x in ratios) for limit in (LOW, LOWEST))
+        return Summary(len(ratios), mean, min(ratios), low / len(ratios), lowest)
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f}x, worst {self.worst:.2f}, {self.below:.0%} below {LOW}"
+        return (
+            f"{self.mean:.3f}x, worst {self.worst:.2f}, {self.below:.0%} below {LOW}, "
+            f"{self.far_below} below {LOWEST:.2f}"
+        )
 
 
 def by_class(rows: Sequence[SweepRow]) -> Iterator[tuple[str, str, Summary]]:
