@@ -18,9 +18,15 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import modal
-
 from cutex.cloud import calls, prices, remote, rental
+from cutex.command import refuse
+
+try:
+    import modal
+except ModuleNotFoundError:
+    raise SystemExit(
+        refuse("modal is not installed; pip install -e '.[cu13,modal]' in this clone installs it")
+    ) from None
 
 HERE = Path(__file__).resolve().parent
 CACHES = ["**/__pycache__", "**/*.pyc"]  # all other files travel, C sources too

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec
+from pathlib import Path
+from typing import NoReturn, ParamSpec
 
-from cutex.errors import Missing
+from cutex.errors import BadOption, Missing
 
 INTERRUPTED = 130  # exit code of what Ctrl-C ended
 INSTALL = "pip install -e '.[cu13]' in cutex's clone installs it"
 
 P = ParamSpec("P")
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose complaint is a BadOption, without the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BadOption(message)
 
 
 def refuse(sentence: str) -> int:
@@ -22,14 +31,32 @@ def refuse(sentence: str) -> int:
     return 2
 
 
+def writable(option: str, text: str) -> Path:
+    """The file that an option names; BadOption where it cannot be written. Makes an empty one."""
+    file = Path(text)
+    try:
+        with file.open("a"):  # what stands there is kept until there is something to write
+            pass
+    except OSError as error:
+        raise BadOption(f"{option} {text or repr(text)}: {error.strerror}") from None
+    return file
+
+
+def in_clone(file: Path) -> None:
+    """BadOption where `file`, which a clone of cutex has, cannot be: asked before long work."""
+    if not file.parent.is_dir():
+        raise BadOption(f"{file.parent}/ is not here: {file} is written in a clone of cutex")
+
+
 def print_nowhere() -> None:
     """From here on nothing is printed: whatever read it has gone."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def answered(main: Callable[P, int]) -> Callable[P, int]:
-    """`main` of a command: a reader that leaves (`| head`), Ctrl-C, what the disk refuses and what
-    is not installed end it with a sentence at most, never with a traceback.
+    """`main` of a command: bad options, a reader that leaves (`| head`), Ctrl-C, what the disk or
+    the memory refuses and what is not installed end it with a sentence at most, never with a
+    traceback.
     """
 
     @wraps(main)
@@ -44,8 +71,10 @@ def answered(main: Callable[P, int]) -> Callable[P, int]:
         except KeyboardInterrupt:
             print("cutex: interrupted", file=sys.stderr)
             return INTERRUPTED
-        except Missing as error:
+        except (BadOption, Missing) as error:
             return refuse(str(error))
+        except MemoryError as error:
+            return refuse(f"this machine has too little memory: {error}")
         except ModuleNotFoundError as error:
             name = (error.name or "").partition(".")[0]
             if name in ("", "cutex"):

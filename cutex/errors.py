@@ -1,7 +1,8 @@
 """The root of cutex's own exceptions.
 
 What a caller got wrong is a ValueError or a TypeError, as everywhere in Python. What is wrong with
-a kernel (cutex.sim.SimError) or with this machine (Missing) is a CutexError.
+a kernel (cutex.sim.SimError), with this machine (Missing) or on a command line (BadOption) is a
+CutexError.
 """
 
 from __future__ import annotations
@@ -9,6 +10,11 @@ from __future__ import annotations
 
 class CutexError(Exception):
     """Anything that cutex reports of its own accord."""
+
+
+class BadOption(CutexError):
+    """A command line's options make no sense, or name a file that cannot be; the message says it
+    in one sentence."""
 
 
 class Missing(CutexError):

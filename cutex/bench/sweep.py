@@ -210,7 +210,7 @@ def parser() -> Parser:
         "the others' speed",
     )
     p.add_argument("--seconds", type=float, metavar="S", help="stop after so many")
-    p.add_argument("--out", default="results", metavar="DIR", help="default: results")
+    p.add_argument("--out", default="results", metavar="DIR", help="ledger; default: results")
     instead = p.add_mutually_exclusive_group()
     instead.add_argument("--list", action="store_true", help="print the problems and their sources")
     instead.add_argument(

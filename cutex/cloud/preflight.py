@@ -1,4 +1,4 @@
-"""What is compiled and simulated here before anything is rented."""
+"""The preflight: everything is compiled and simulated on this machine before anything is rented."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from cutex.problem.stage import stage as stage_named
 
 
 def preflight(made: Plan, say: Callable[[str], None]) -> tuple[bool, dict[str, bytes]]:
-    """Compile every kernel asked for, and run it in the simulator on less.
+    """Compile every kernel of the plan, and simulate it on a reduced problem.
 
-    Returns whether all was right, and by arch the compiled kernels, packed to travel.
+    Returns whether all results were right, and by arch the compiled kernels, packed for the
+    container.
     """
     entries: dict[str, set[Path]] = {}
     layers: dict[str, list[Request]] = {}
@@ -55,7 +56,8 @@ def preflight(made: Plan, say: Callable[[str], None]) -> tuple[bool, dict[str, b
 
 
 def _configs(stage: AnyStage, problem: Problem) -> list[Config]:
-    """All configs that `stage` may run with there: of one that chooses by time, every candidate."""
+    """All configs that `stage` may run with in the container: every candidate, for a stage that
+    chooses by timing."""
     if not stage.chooses:
         return [stage.config()]
     from cutex.bench.autotune import CANDIDATES
@@ -64,7 +66,8 @@ def _configs(stage: AnyStage, problem: Problem) -> list[Config]:
 
 
 def _preflight_script(request: Request, say: Callable[[str], None]) -> bool:
-    """Run the script in the simulator, in a process of its own; its output is shown."""
+    """Run the script in the simulator, in a process of its own, and show its output. Return whether
+    its exit code was 0."""
     assert request.script is not None
     with tempfile.TemporaryDirectory(prefix="cutex-") as folder:
         file = Path(folder) / request.script

@@ -1,8 +1,8 @@
 """The part that runs in the rented container: the same `run` as everywhere else, on its GPU.
 
-A request and a reply are plain data. A container may be taken away and its input given to another:
-a request changes nothing outside but the volume of compiled kernels, and the ledger is written
-where the request came from.
+A request and a reply are plain data. A container may be preempted and its request given to another:
+a request changes nothing outside the container but the volume of compiled kernels, and the ledger
+is written where the request came from.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _probes(request: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _tests(arguments: list[str]) -> dict[str, Any]:
-    """Run pytest on the mounted tests; returns its report and its exit code."""
+    """Run pytest on the mounted tests; return its report (JUnit XML) and its exit code."""
     root = Path(__file__).resolve().parents[2]
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "junit.xml"
@@ -111,7 +111,7 @@ def _tests(arguments: list[str]) -> dict[str, Any]:
 
 
 def _script(request: dict[str, Any]) -> dict[str, Any]:
-    """Run the user's script as it is, in an empty folder; what it printed, and its exit code."""
+    """Run the user's script unchanged, in an empty folder; return its output and its exit code."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / Path(request["script"]).name
         file.write_bytes(request["source"])
@@ -125,7 +125,7 @@ def _script(request: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Clock:
-    """A clock of the seconds of rent since the last lap; the first lap began with the process."""
+    """A clock of the rented seconds since the last lap; the first lap begins with the process."""
 
     def __init__(self) -> None:
         self._from = time.time() - _process_seconds()
@@ -137,7 +137,7 @@ class _Clock:
 
 
 def _process_seconds() -> float:
-    """How long this process has been running; 0 where the kernel does not say."""
+    """The seconds for which this process has been running; 0 if /proc does not say."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         up = float(Path("/proc/uptime").read_text().split()[0])
@@ -163,7 +163,7 @@ def pack(entries: Iterable[Path]) -> bytes:
 
 
 def unpack(archive: bytes) -> None:
-    """Put packed entries into this machine's kernel cache, beside what is there."""
+    """Add packed entries to this machine's kernel cache."""
     if not archive:
         return
     from cutex.cache import cache_dir
@@ -177,7 +177,7 @@ def unpack(archive: bytes) -> None:
 
 
 def _add_entries(source: Path, target: Path) -> None:
-    """Copy what `target` lacks; each entry appears there whole."""
+    """Copy the entries that `target` lacks; each appears there complete."""
     for entry in source.iterdir() if source.is_dir() else ():
         if entry.is_dir() and not entry.name.startswith(".") and not (target / entry.name).exists():
             target.mkdir(parents=True, exist_ok=True)
@@ -190,10 +190,10 @@ def _add_entries(source: Path, target: Path) -> None:
 
 
 class Volume:
-    """Kernels, and configs chosen by time, that are kept between runs of the same sources.
+    """A network volume with kernels and timed choices, kept between runs of the same sources.
 
-    NOTE: the cache itself is on the container's own disk, because it needs locks and renames,
-    which a network volume may not have. An entry that did not arrive whole is made anew.
+    NOTE: the cache itself is on the container's own disk, because it needs locks and renames, which
+    a network volume may not have. An entry that did not arrive complete is built again.
     """
 
     def __init__(self, sources: str, mounted: str = VOLUME) -> None:

@@ -1,6 +1,7 @@
 """Renting a GPU for a run: preflight, plan and price first; replies into the ledger as they come.
 
-What rents is given from outside (modal_app.py), so all of this runs, and is tested, without Modal.
+The function that rents is passed in (by modal_app.py), so all of this runs, and is tested, without
+Modal.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ Rent = Callable[[str, list[dict[str, Any]], int], AsyncIterator[Reply]]
 DEFAULT_GPU = "B200"
 DEFAULT_TESTS = f"tests/test_{DEFAULT_OP}.py -q"
 
-# What a call takes, in seconds. Estimates, with room: the price afterwards is by measured seconds.
+# The seconds that a call takes: generous estimates; the final price is by measured seconds.
 CHECK = 6.0  # per problem: inputs, reference, check
-VARIANT = 2.0  # per stage or peer: warm-up and 50 rounds; what a peer takes beside: PeerKernel
+VARIANT = 2.0  # per stage or peer: warm-up and 50 rounds; a peer's setup is in its PeerKernel
 TUNE = 10.0  # a stage that chooses its config by time
 TESTS = 300.0
 SCRIPT = 60.0
@@ -65,7 +66,7 @@ class Parser(cli.Parser):
 
 
 def as_typed(argv: Sequence[str], typed: Sequence[str]) -> list[str]:
-    """`argv` with the `--` that `modal run` takes out of the command line `typed`."""
+    """`argv` with the `--` put back that `modal run` removes from the command line `typed`."""
     own = list(typed[typed.index("--") + 1 :]) if "--" in typed else []
     if not own or "--" in argv or list(argv[-len(own) :]) != own:
         return list(argv)
@@ -137,7 +138,8 @@ def parser() -> Parser:
 
 
 def plan(args: argparse.Namespace) -> Plan:
-    """The Plan of a command line; ValueError, in one sentence, where it makes no sense."""
+    """The Plan of a command line; ValueError, in one sentence, for options that do not go
+    together."""
     rentals = prices.overridden([prices.rental(name) for name in args.gpu.split(",")], args.rate)
     rentals = list({r.gpu: r for r in rentals}.values())
     if len(rentals) > 1 and args.op not in ("sweep", "layers"):
@@ -192,7 +194,7 @@ def _requests(args: argparse.Namespace, rental: Rental) -> list[Request]:
 
 
 def _script(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a Request for the script that `args` name."""
+    """The fields of a Request for the script named in `args`."""
     if args.script is None:
         raise ValueError("--op script: the path of a Python file is needed")
     try:
@@ -217,7 +219,7 @@ def _layers(args: argparse.Namespace, rental: Rental) -> Iterator[dict[str, Any]
 
 
 def _kinds(args: argparse.Namespace, rental: Rental) -> list[type[Problem]]:
-    """The operators that `args` mean: one by name; else those with sizes in `args`, or all that
+    """The operators that `args` mean: the one named; else those whose sizes are given, or all that
     have a ladder for the GPU."""
     if args.op in OPS:
         return [problem_class(args.op)]
@@ -266,7 +268,7 @@ def main(
     rent: Rent,
     running: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> int:
-    """Run the command line `argv`, renting through `rent` while `running`; the exit code."""
+    """Run the command line `argv`, renting through `rent` while `running`; return the exit code."""
     try:
         size_options = [option for kind in kinds() for option in kind.size_options]
         args = parser().parse_args(cli.join_sizes(argv, size_options))
@@ -318,7 +320,7 @@ def main(
 async def collect(
     made: Plan, args: argparse.Namespace, rent: Rent, say: Callable[[str], None]
 ) -> int:
-    """Rent all GPUs at once, and record each reply as it arrives; the exit code."""
+    """Rent all GPUs at once, and record each reply as it arrives; return the exit code."""
     ledger = Ledger(made, args, say)
 
     async def fetch(rental: Rental) -> None:

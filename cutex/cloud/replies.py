@@ -1,4 +1,4 @@
-"""What comes back from rented GPUs: printed, recorded and added up as it arrives."""
+"""The replies of rented GPUs: printed, recorded and added up as they arrive."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Reply = dict[str, Any] | BaseException
 class Ledger:
     """The replies that have arrived: printed, recorded, and added up.
 
-    Each stands for itself: whatever is wrong with one, or with writing it down, costs no other.
+    Each is handled on its own: an error in one reply, or in writing it down, affects no other.
     """
 
     def __init__(self, made: Plan, args: argparse.Namespace, say: Callable[[str], None]) -> None:
@@ -47,8 +47,8 @@ class Ledger:
         if isinstance(reply, BaseException):
             self._fails()
             self.failed += 1
-            # NOTE: what failed ran, and is paid for, from the reply before it on; no longer than
-            # its limits let it
+            # NOTE: a failed call ran, and is paid for, since the reply before it, at most for its
+            # time limits
             most = STARTUP_LIMIT + self.made.limit(rental)
             self.seconds[rental.gpu] += min(time.monotonic() - self.since[rental.gpu], most)
             self._arrived(rental)
@@ -85,7 +85,7 @@ class Ledger:
         self.since[rental.gpu] = time.monotonic()
 
     def account(self) -> None:
-        """Tell at the end what was paid for, what is missing, and what went wrong."""
+        """Print at the end the sweeps, the cost, the missing replies, and the errors."""
         for file in sorted({file for file, _ in self.swept}):
             found = [r for r in sweeps.read(file) if (file, _kind(r)) in self.swept]
             self.say(sweeps.text_by_device(found))
@@ -110,10 +110,10 @@ class Ledger:
 
     @contextmanager
     def _apart(self, what: object) -> Iterator[None]:
-        """Within, an error costs only itself; `what` it concerns is kept."""
+        """A context in which an error affects only `what`, which is kept in a rescue file."""
         try:
             yield
-        except OSError:  # NOTE: nobody reads what is printed, and it is recorded all the same
+        except OSError:  # NOTE: standard output is closed; the reply is recorded all the same
             print_nowhere()
         except Exception as error:
             self._foreign(what, error)

@@ -32,7 +32,7 @@ DECODE = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 FEW = (80, 96, 112, 128, 144, 160, 192, 224, 256, 320, 384)
 PREFILL = (512, 640, 768, 1024, 1536, 2048, 3000, 4096, 6144, 8192, 16384)
 TRAINED = (1024, 2048, 4096, 8192, 16384)
-MAX_FLOPS = 4e12  # 6 ms; what is larger behaves alike
+MAX_FLOPS = 4e12  # 6 ms on an H200; larger problems behave alike
 MAX_BYTES = 4 << 30
 
 

@@ -23,10 +23,10 @@ __all__ = [
     "read_all", "slug", "tflops",
 ]  # fmt: skip
 
-Notice = Callable[[str], None]  # takes a sentence about what is passed over
+Notice = Callable[[str], None]  # takes a sentence about a line that is skipped
 
-_MOST_NOTICES = 5  # of a ledger's damaged lines
-_LONGEST = 80  # characters of a device's name in that of a file
+_MOST_NOTICES = 5  # notices of damaged lines per ledger
+_LONGEST = 80  # characters of a device's name in a file's name
 
 
 def ledger(folder: Path, result: Result) -> Path:
@@ -43,7 +43,7 @@ def slug(device_name: str) -> str:
 
 
 def append(path: Path, result: Result) -> bool:
-    """Add one line to the ledger at `path`; False if this very result is in it already.
+    """Add one line to the ledger at `path`; return False if it holds this very result already.
 
     Whole or not at all, under a lock (cutex/results/appending.py): a retried call cannot record its
     rows twice.
@@ -56,7 +56,7 @@ def append(path: Path, result: Result) -> bool:
 
 
 def _of_run(path: Path, run_id: str) -> Iterator[Result]:
-    """The rows of one run, without parsing those of others."""
+    """The rows of one run, read without parsing those of others."""
     mark = json.dumps({"id": run_id}, separators=(",", ":"))[1:-1]
     with path.open(errors="replace") as lines:
         for _, result in _parsed((line for line in lines if mark in line), lambda *_: None):
@@ -64,14 +64,14 @@ def _of_run(path: Path, run_id: str) -> Iterator[Result]:
 
 
 def notice(sentence: str) -> None:
-    """Print a sentence about a line that is passed over to stderr."""
+    """Print a sentence about a skipped line to stderr."""
     print(f"cutex: {sentence}", file=sys.stderr)
 
 
 def read(path: Path, report: Notice = lambda sentence: None) -> list[Result]:
     """All results in the ledger at `path`, oldest first.
 
-    A torn or foreign line is passed over, and `report` is called with a sentence about it; a row
+    A torn or foreign line is skipped, and `report` is called with a sentence about it; a row
     delivered twice, or merged twice from two branches, counts once.
     """
     found: dict[Any, Result] = {}
@@ -95,7 +95,8 @@ def read(path: Path, report: Notice = lambda sentence: None) -> list[Result]:
 def _parsed(
     lines: Iterable[str], damaged: Callable[[int, str], None]
 ) -> Iterator[tuple[int, Result]]:
-    """The Results of `lines` with their numbers, from 1; `damaged` takes lines that hold none."""
+    """The Results of `lines` with their numbers, from 1; `damaged` is called for lines that hold
+    none."""
     parser = Lines()
     for number, line in enumerate(lines, 1):
         try:
@@ -107,7 +108,7 @@ def _parsed(
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Within, no garbage is collected: none is made here, and the search takes half the time."""
+    """A context without garbage collection: parsing makes no garbage, and takes half the time."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -118,12 +119,12 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def folder_given(path: Path) -> Path:
-    """The folder that --results names; ValueError, in one sentence, if it is not there."""
+    """The folder named by --results; ValueError, in one sentence, if it does not exist."""
     if not path.is_dir():
         raise ValueError(f"--results {path}: there is no such folder; a run makes it")
     return path
 
 
 def read_all(folder: Path, report: Notice = lambda sentence: None) -> list[Result]:
-    """Every result of every ledger in `folder`, by file name, then oldest first; see `read`."""
+    """The results of all ledgers in `folder`, by file name, then oldest first; see `read`."""
     return [r for path in sorted(folder.glob("*.jsonl")) for r in read(path, report)]

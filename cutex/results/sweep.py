@@ -1,7 +1,7 @@
-"""The rows of a sweep over many problems: speed beside others, by class of problem.
+"""The rows of a sweep over many problems: speed relative to other libraries, by class of problem.
 
-One JSON line per problem in results/sweep/<device>.jsonl, only ever appended; of a problem's rows
-the newest counts.
+One JSON line per problem in results/sweep/<device>.jsonl, append-only; the newest of a problem's
+rows counts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from cutex.results import slug
 from cutex.results.appending import appending
 
-LOW, LOWEST = 0.97, 0.90  # ratios that a summary counts
+LOW, LOWEST = 0.97, 0.90  # ratios below which a summary counts problems
 
 TOKENS = ((1, 16), (17, 64), (65, 128), (129, 384), (385, 1024), (1025, None))
 WIDE = ((1, 2048), (2049, 8192), (8193, None))
@@ -28,7 +28,7 @@ LAYOUTS = {"forward": "TN", "dgrad": "NN", "wgrad": "NT"}  # BLAS's names of a p
 
 @dataclass(frozen=True)
 class SweepRow:
-    """What one problem of a corpus took, ours and others', interleaved in one process."""
+    """The times of one problem of a corpus, ours and others', interleaved in one process."""
 
     name: str
     source: str
@@ -52,13 +52,13 @@ class SweepRow:
 
     @property
     def ratio(self) -> float | None:
-        """Speed relative to the best of the others: above 1 is faster than all of them."""
+        """The speed relative to the best of the others: above 1 is faster than all of them."""
         if self.us is None or not self.peers:
             return None
         return min(self.peers.values()) / self.us
 
     def share_of_limit(self, gbs: float, tflops: float) -> float | None:
-        """The time that memory or the tensor cores need at these rates, over ours."""
+        """The time that memory or the tensor cores need at these rates, relative to ours."""
         if self.us is None:
             return None
         return max(self.bytes / gbs / 1e3, self.flops / tflops / 1e6) / self.us
@@ -140,7 +140,7 @@ class Summary:
 
     @staticmethod
     def of(rows: Iterable[SweepRow]) -> Summary:
-        """ValueError if none of `rows` was timed beside others."""
+        """The summary of `rows`; ValueError if none was timed beside others."""
         ratios = [r.ratio for r in rows if r.ratio is not None]
         if not ratios:
             raise ValueError("no row was timed beside others")
@@ -156,7 +156,7 @@ class Summary:
 
 
 def by_class(rows: Sequence[SweepRow]) -> Iterator[tuple[str, str, Summary]]:
-    """(classification, class, summary) of each class that has a problem."""
+    """The (classification, class, summary) of each class that has a problem."""
     timed = [r for r in rows if r.ratio is not None]
     for title, classify in CLASSES.items():
         groups: dict[str, list[SweepRow]] = {}
@@ -185,7 +185,8 @@ def spread(rows: Iterable[SweepRow]) -> list[float]:
 
 
 def text(rows: Sequence[SweepRow]) -> str:
-    """A summary to print: all, the sorted ratios, by class, the ten worst, and what was wrong."""
+    """A summary to print: all problems, their sorted ratios, by class, the ten worst, and the wrong
+    ones."""
     wrong = [f"WRONG: {row.name}: {row.message}" for row in rows if not row.ok]
     if not any(row.ratio for row in rows):
         return "\n".join(["no problem was timed beside others", *wrong])

@@ -1,5 +1,5 @@
-"""What the warps of a kernel are called: as the function that its body calls for them, or by what
-they do where the source is not here.
+"""Names for the warps of a kernel: the function that the kernel's body calls for them, or a name by
+their events where the source is not here.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from cutex.debug_info import Call
 from cutex.sim.ptx.parse import Instruction
 from cutex.sim.timing.events import Columns, Event, Load, Mma, Reply, Store
 
-_LIBRARIES = ("site-packages", "/device/", "/schedulers/")  # what kernels share
-_WHOLE = {"kernel", "__call__"}  # all warps run it
-# what a role begins with, or is made of, in our kernels: no name for what it does
+_LIBRARIES = ("site-packages", "/device/", "/schedulers/")  # code that kernels share
+_WHOLE = {"kernel", "__call__"}  # functions that all warps run
+# functions with which a role begins, or of which it consists, in our kernels: not names of a role
 _PARTS = {"give_registers", "take_registers", "run", "start", "part", "tile_counts"}
 _METHOD = {"run", "start", "__call__"}  # of an object that is the role: its class has the name
 _DEEDS = (r"wgmma\.mma_async|tcgen05\.mma", r"cp\.async\.bulk.*complete_tx")  # of roles' own
-
-
-DEPTH = 3  # of calls from the kernel's body on, within which roles part
+DEPTH = 3  # calls from the kernel's body on within which roles part
 
 
 def role(counts: list[tuple[Instruction, int]], program: list[Event]) -> tuple[str, ...]:
@@ -83,8 +81,8 @@ def _shared(path: str) -> bool:
 
 
 def distinct(names: dict[int, tuple[str, ...]], programs: dict[int, list[Event]]) -> dict[int, str]:
-    """The name of each warp: the first of its `names` that no warp shares that does different
-    things, or else by deeds.
+    """The name of each warp: the first of its `names` that no warp with different events shares, or
+    else a name by its events.
     """
     deeds = {warp: by_deeds(programs.get(warp, [])) for warp in names}
     settled: dict[int, str] = {}
@@ -132,7 +130,7 @@ def _class(path: str, line: int) -> str:
 
 @cache
 def _called_by_kernel(path: str) -> frozenset[str]:
-    """Methods that a `kernel` of the file calls."""
+    """The methods that a `kernel` of the file calls."""
     names = set()
     for node in ast.walk(_tree(path)):
         if isinstance(node, ast.FunctionDef) and node.name in _WHOLE:
