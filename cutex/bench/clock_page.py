@@ -28,7 +28,7 @@ from cutex.bench.clock_fit import report_b200, report_power
 from cutex.bench.clock_picture import ARCHS, timelines
 from cutex.bench.run import settle
 from cutex.command import Parser, answered, in_clone, refuse
-from cutex.problem import DEFAULT_OP, OPS, problem_class
+from cutex.problem import OPS, problem_class
 from cutex.problem.stage import stages
 from cutex.sim.timing import stored
 from cutex.sim.timing.gpus import GPUS, SOURCES
@@ -67,15 +67,15 @@ def written(page: str, name: str, text: str) -> str:
     return f"{before}{first}\n{text}\n\n{last}{after}"
 
 
-def predicted(arch: str, file: Path) -> list[dict[str, Any]]:
-    """Rows for the ladder of an arch that nobody has timed: a time, a rate and their bands."""
-    kind = problem_class(DEFAULT_OP)
-    board_ = board(arch)
+def predicted(op: str, arch: str) -> list[dict[str, Any]]:
+    """Rows for a ladder that nobody has timed on its arch: a time, a rate and their bands."""
+    kind = problem_class(op)
+    board_, file = board(arch), traces_file(op, arch)
     problems = [kind.of(sizes) for sizes in kind.cases["confirm"]]
     have = stored.load(file) if file.exists() else {}
     rows = []
     for problem in problems:
-        for one in stages(DEFAULT_OP, arch):
+        for one in stages(op, arch):
             key = f"{one.op}/{arch}/{one.number}/{problem.size}"
             one = settle(one, problem, timed=False)
             if key not in have:
@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _of_b200(args.b200 or ROWS, args.fit == "b200", args.page)
     if args.predict:
         in_clone(PREDICTED)
-        found_ = predicted("sm_100a", traces_file(DEFAULT_OP, "sm_100a"))
+        found_ = [row for op in OPS for row in predicted(op, "sm_100a")]
         PREDICTED.write_text("".join(json.dumps(row) + "\n" for row in found_))
         print(f"wrote {PREDICTED}")
         return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,28 +37,9 @@ def time_call(
     board = gpu_named(gpu or of_arch(target))
     if board.arch != target:
         raise ValueError(f"gpu {gpu!r} is a GPU of {board.arch}, the kernel is for {target}")
-    kept = [] if whole else [_kept(t) for t in regions]
-
-    def restore() -> None:
-        for address, bytes_ in kept:
-            ctypes.memmove(address, bytes_, len(bytes_))
-
-    try:
-        traced: Sequence[Traced | Sampled]
-        if whole is None and not limit:
-            traced = sample(host, programs, arguments, regions, restore)
-        else:
-            traced = trace(host, programs, arguments, regions, limit)
-    finally:
-        restore()
+    traced: Sequence[Traced | Sampled]
+    if whole is None and not limit:
+        traced = sample(host, programs, arguments, regions)
+    else:
+        traced = trace(host, programs, arguments, regions, limit)
     return [time_launch(t, board, whole, log=log, data=data) for t in traced]
-
-
-def _kept(tensor: HostTensor) -> tuple[int, bytes]:
-    """The address at which a tensor begins in memory, and its bytes, with those between its
-    elements.
-    """
-    spans = [(n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True)]
-    low = tensor.address + tensor.itemsize * sum(min(0, span) for span in spans)
-    count = 0 if 0 in tensor.shape else sum(abs(span) for span in spans) + 1
-    return low, ctypes.string_at(low, count * tensor.itemsize)

@@ -1,13 +1,14 @@
 """Counters in global memory from which the CTAs of a persistent grid take their tiles.
 
-One cluster is recorded where many would run, so it would be handed every tile. Each time that it
-asks a counter again, all other clusters count as having asked once since.
+One cluster is recorded where many would run, so it would be handed every tile. Clusters count as
+asking in turn: those before it ask first, and all others between one time that it asks and the
+next.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from cutex.sim.ptx.decode import Decoder
 from cutex.sim.ptx.parse import Instruction
 
 WORDS = {"u32": ctypes.c_uint32, "s32": ctypes.c_int32, "u64": ctypes.c_uint64}
+Counter = tuple[int, int]  # the line of the PTX that adds to it, and its address
 
 
 class SharedCounters:
@@ -26,10 +28,14 @@ class SharedCounters:
     tiles, which a CTA adds to once each, are none.
     """
 
-    def __init__(self, machine: Machine, others: int) -> None:
-        self.m, self.others = machine, others
-        self.known: set[tuple[int, int]] = set()  # line of the PTX, address
-        self.asked_again = False
+    def __init__(
+        self, machine: Machine, others: int, number: int = 0, known: Iterable[Counter] = ()
+    ) -> None:
+        """``number``: of the recorded cluster, so many of which asked the ``known`` counters before
+        it."""
+        self.m, self.others, self.number, self.known = machine, others, number, set(known)
+        self.asked: set[Counter] = set()
+        self.asked_again: set[Counter] = set()
 
     def before(self, ins: Instruction) -> Callable[[Batch], None] | None:
         """What is to be done before the instruction; None for any but an integer addition."""
@@ -47,11 +53,14 @@ class SharedCounters:
                     continue
                 lane = int(np.argmax(lanes))
                 counter = ins.line, int(places[row, lane])
-                if counter in self.known:
-                    self.asked_again = True
-                    # NOTE: it has been asked before, so the address is known to be good
-                    value = word.from_address(counter[1])
-                    value.value += self.others * int(amounts[row, lane])
-                self.known.add(counter)
+                before = 0
+                if counter in self.asked:
+                    self.asked_again.add(counter)
+                    before = self.others
+                elif counter in self.known:
+                    before = self.number
+                if before:  # NOTE: it has been asked before, so the address is known to be good
+                    word.from_address(counter[1]).value += before * int(amounts[row, lane])
+                self.asked.add(counter)
 
         return ask

@@ -47,13 +47,15 @@ def role(counts: list[tuple[Instruction, int]], program: list[Event]) -> tuple[s
 
 def _entered(counts: list[tuple[Instruction, int]], depth: int) -> str:
     """The function, of those that are `depth` calls below the kernel's body, in which the warp
-    issues MMAs, or else loads, or else spends most instructions; "" where that is shared code.
+    issues MMAs, or else loads, or else spends most instructions; "" where that is shared code, or
+    the kernel's body itself.
     """
     found: Counter[str] = Counter()
     by_deed: list[Counter[str]] = [Counter() for _ in _DEEDS]
     for ins, n in counts:
         stack = ins.source.stack if ins.source else ()
         if len(stack) <= depth:
+            found[""] += n if len(stack) == 1 else 0
             continue
         entered = stack[-1 - depth]
         name = "" if _shared(entered.file) else _role_name(entered)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +20,13 @@ import numpy as np
 from cutex.sim.errors import SimError
 from cutex.sim.host.capture import HostFunction, HostTensor, Launch
 from cutex.sim.ptx.parse import Program
+from cutex.sim.timing.contents import Contents
 from cutex.sim.timing.events import Record, Work
 from cutex.sim.timing.gpus import Gpu
 from cutex.sim.timing.replay import Replay, Run
 from cutex.sim.timing.timed import Timed
 from cutex.sim.timing.trace import Few, Traced, machine_code
-from cutex.sim.timing.traffic import clusters_at_once, dram, loaded, shared, stored
+from cutex.sim.timing.traffic import clusters_at_once, dram, fetched, loaded, shared, stored
 from cutex.sim.timing.units import Memory
 
 FEW, MORE = 4, 16  # clusters that are recorded, and where those differ
@@ -81,8 +82,8 @@ def numbers(clusters: int, count: int) -> list[int]:
 
 
 class Sampler(Few):
-    """Records one cluster of each launch, and several where those of a grid differ; ``restore``
-    undoes what a record has written.
+    """Records one cluster of each launch, and several where those of a grid differ; each finds
+    memory as it was before the call.
     """
 
     def __init__(
@@ -90,14 +91,13 @@ class Sampler(Few):
         programs: dict[str, Program],
         tensors: Sequence[HostTensor],
         cubin: bytes,
-        restore: Callable[[], None],
     ) -> None:
         super().__init__(programs, tensors, cubin, 0.0)
-        self.restore = restore
+        self.before = Contents(tensors)
         self.found: list[Traced | Sampled] = []
 
     def record(self, what: Launch, number: int = 0) -> Record:
-        self.restore()
+        self.before.restore()
         return super().record(what, number)
 
     def see(self, what: Launch) -> None:
@@ -106,7 +106,7 @@ class Sampler(Few):
         self.found.append(first)
         if first.takes_over:
             return
-        dynamic = self.counters is not None and self.counters.asked_again
+        dynamic = bool(self.counters)
         records = {0: first.record}
         # NOTE: some clusters cannot run without those before them, as where they wait their turn
         with suppress(SimError):
@@ -130,13 +130,15 @@ def sample(
     programs: dict[str, Program],
     arguments: list[Any],
     regions: Sequence[HostTensor],
-    restore: Callable[[], None] = lambda: None,
 ) -> list[Traced | Sampled]:
-    """Record every launch of a call; ``restore`` undoes what a record has written to ``regions``.
-    Raises ValueError for a kernel whose machine code is not known.
+    """Record every launch of a call, and put back what ``regions`` held. Raises ValueError for a
+    kernel whose machine code is not known.
     """
-    sampler = Sampler(programs, regions, machine_code(host), restore)
-    host(arguments, sampler.see)
+    sampler = Sampler(programs, regions, machine_code(host))
+    try:
+        host(arguments, sampler.see)
+    finally:
+        sampler.before.restore()
     return sampler.found
 
 
@@ -153,11 +155,13 @@ def predict_sampled(sampled: Sampled, gpu: Gpu, log: bool = False) -> Timed:
     total = sum(by_tensor.values())
     missed = dram(first, by_tensor, gpu)
     memory = Memory(
-        missed / total if total else 1.0,
-        min(count, groups) * size,
-        shared(first, by_tensor),
-        ahead=gpu.l2_ahead,
-    )
+        missed / total if total else 1.0, min(count, groups) * size, shared(first, by_tensor),
+        fetched=fetched(first), ahead=gpu.l2_ahead,
+    )  # fmt: skip
+    for at, miss in memory.fetched.items():
+        found = [r.fetched[at].loaded if at in r.fetched else 0.0 for r in records]
+        total += count * sampled.mean(found)
+        missed += count * sampled.mean(found) * miss
     runs = [
         Replay(r, gpu, memory, rounds=ROUNDS * slots, slots=slots, log=log and r is sampled.record)
         .run()

@@ -17,7 +17,7 @@ from cutex.sim.machine.residency import SM_SMEM, SM_THREADS, Residency, residenc
 from cutex.sim.ptx.parse import Program
 from cutex.sim.run import Simulation
 from cutex.sim.scheduler import Scheduler
-from cutex.sim.timing.counters import SharedCounters
+from cutex.sim.timing.counters import Counter, SharedCounters
 from cutex.sim.timing.events import Event, Load, Record, Reply
 from cutex.sim.timing.gpus import H200
 from cutex.sim.timing.machine_code import ALU, FMA, MUFU, Cost, costs, disassemble
@@ -85,7 +85,7 @@ class Few(Simulation):
         self.registers, self.flops = Cubin(cubin).registers, flops
         self.traced: list[Traced] = []
         self.all_at_once, self.number = False, 0
-        self.counters: SharedCounters | None = None  # of the last record
+        self.counters: set[Counter] = set()  # that cluster 0 takes tiles from
         self.in_step = True  # CTAs count as sharing a box only if they load it at the same time
 
     def record_only(self, what: Launch) -> None:
@@ -122,13 +122,14 @@ class Few(Simulation):
         at_once = max(1, residency(machine.program, what).gpu_ctas // what.cluster_size)
         machine.pending_clusters = PendingClusters(list(range(self.number, clusters, at_once)))
         machine.load_clusters(machine.pending_clusters.start(1))
-        self.counters = None
+        counters = None
         if 1 < clusters <= at_once:
-            self.counters = SharedCounters(machine, clusters - 1)
-        recorder = Recorder(
-            machine, self.cost, self.flops * what.cluster_size, counters=self.counters
-        )
+            known = self.counters if self.number else ()
+            counters = SharedCounters(machine, clusters - 1, self.number, known)
+        recorder = Recorder(machine, self.cost, self.flops * what.cluster_size, counters=counters)
         complete = self._until_enough(scheduler, recorder)
+        if self.number == 0:
+            self.counters = counters.asked_again if counters else set()
         threads = 32 * what.warps_per_cta
         held = min(
             SM_THREADS // threads,
