@@ -1,4 +1,4 @@
-"""The parts of docs/time.md that are made from the code: constants, and the table of errors."""
+"""The generated parts of docs/time.md: the constants, and the tables of errors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PREDICTED = FOLDER / "predicted-sm_100a.jsonl"
 
 
 def constants() -> str:
-    """Markdown: every constant of every GPU, with its source and band."""
+    """Markdown: every constant of every GPU, with its source and error."""
     lines = [
         "| constant | H200 | how known | B200 | how known |",
         "| --- | ---: | --- | ---: | --- |",
@@ -70,7 +70,8 @@ def written(page: str, name: str, text: str) -> str:
 
 
 def predicted(arch: str, file: Path) -> list[dict[str, Any]]:
-    """Rows for the ladder of an arch that nobody has timed: a time, a rate and their bands."""
+    """For the ladder of an arch without measurements, one row for each stage: a time, a rate, and
+    bands."""
     kind = problem_class(DEFAULT_OP)
     board_ = board(arch)
     problems = [kind.of(sizes) for sizes in kind.cases["confirm"]]
@@ -119,7 +120,7 @@ def _of_b200(file: Path, fit: bool, page: bool) -> int:
 
 
 def _write(parts: dict[str, str]) -> int:
-    """Puts each of the parts between its marks on the page."""
+    """Write each of the parts between its marks on the page."""
     try:
         page = PAGE.read_text()
         for name, text in parts.items():

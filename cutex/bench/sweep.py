@@ -1,4 +1,5 @@
-"""A sweep: what a caller gets, untuned or tuned, on every problem of a corpus, beside others.
+"""A sweep: the speed of the library's call, untuned or tuned, on every problem of a corpus, beside
+other libraries.
 
 All variants of a problem take turns in one process (cutex/bench/timing.py); problems that the file
 has a row of, from the same commit, are left out, so that a sweep that was cut off goes on.
@@ -33,12 +34,12 @@ SAMPLING = timing.Sampling(rounds=15, warm_up_seconds=0.05, sample_us=2000.0, ea
 
 @dataclass(frozen=True)
 class Ours:
-    """What is timed."""
+    """The library's functions that are timed."""
 
     matmul: Callable[..., Any]  # (a, b, out=...)
-    tuning: Callable[[], AbstractContextManager[Any]]  # within it every problem is tuned
+    tuning: Callable[[], AbstractContextManager[Any]]  # a context in which every problem is tuned
     build: Callable[[Iterable[tuple[Any, Any]], Any], int]  # kernels of many (a, b), for a dtype
-    tiles: Callable[[Any, Any, Any], str]  # that (a, b) of a dtype of out takes
+    tiles: Callable[[Any, Any, Any], str]  # the tiles for (a, b) and a dtype of out
 
 
 def measure(
@@ -95,10 +96,11 @@ def sweep(
     tuned: bool = False,
     seconds: float | None = None,
 ) -> list[SweepRow]:
-    """Measure `entries` that `file` has no row of from this commit; returns all rows of theirs.
+    """Measure `entries` that `file` has no row of from this commit, and return all rows of
+    `entries`.
 
-    Stops after `seconds`, when the next call goes on. Problems come in an order drawn by their
-    names, so that a sweep that was cut off is a fair sample.
+    It stops after `seconds`; the next call goes on from there. Problems come in an order drawn by
+    their names, so that a sweep that was cut off is a fair sample.
     """
     arch = local_arch()
     assert arch is not None, "the command line has seen to it"
@@ -157,7 +159,7 @@ def parser() -> Parser:
 
 @answered
 def main(load: Callable[[], Ours], argv: Sequence[str] | None = None) -> int:
-    """Run the command line; `load` imports what is timed."""
+    """Run the command line; `load` imports the functions that are timed."""
     try:
         args = parser().parse_args(argv)
         compare = [name for name in args.compare.split(",") if name]
@@ -197,8 +199,8 @@ def main(load: Callable[[], Ours], argv: Sequence[str] | None = None) -> int:
 
 
 def timed_below(ratio: float, entries: Iterable[Entry], file: Path) -> list[Entry]:
-    """Those of `entries` whose untuned row in `file` has less than `ratio` times the best of the
-    others' speed."""
+    """Those of `entries` whose untuned row in `file` has less than `ratio` times the speed of the
+    fastest other library."""
     timed = {row.name: row.ratio for row in rows.read(file) if not row.tuned}
     return [e for e in entries if (found := timed.get(e.name)) is not None and found < ratio]
 
