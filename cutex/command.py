@@ -1,4 +1,4 @@
-"""How every command ends: whatever is not the kernel's fault is one sentence and an exit code."""
+"""The end of every command: anything but a fault of the kernel is one sentence and an exit code."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ from typing import ParamSpec
 
 from cutex.errors import Missing
 
-INTERRUPTED = 130  # exit code of what Ctrl-C ended
+INTERRUPTED = 130  # exit code after Ctrl-C
 INSTALL = "pip install -e '.[cu13]' in cutex's clone installs it"
 
 P = ParamSpec("P")
 
 
 def refuse(sentence: str) -> int:
-    """Tell why a command does nothing; the exit code of bad input."""
+    """Print why a command does nothing, and return the exit code of bad input."""
     print(f"cutex: {sentence}", file=sys.stderr)
     return 2
 
 
 def print_nowhere() -> None:
-    """From here on nothing is printed: whatever read it has gone."""
+    """Discard all further output, whose reader has gone."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def answered(main: Callable[P, int]) -> Callable[P, int]:
-    """`main` of a command: a reader that leaves (`| head`), Ctrl-C, what the disk refuses and what
-    is not installed end it with a sentence at most, never with a traceback.
-    """
+    """Wrap the `main` of a command: a reader that leaves (`| head`), Ctrl-C, an error of the disk
+    and a missing installation end it with one sentence at most, never with a traceback."""
 
     @wraps(main)
     def run(*args: P.args, **kwargs: P.kwargs) -> int:

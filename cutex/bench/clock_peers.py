@@ -36,7 +36,7 @@ from cutex.sim.timing.trace import Traced, look_at, trace
 ARCH = "sm_90a"
 FA4_TILES = {64: (192, 128), 128: (128, 128), 256: (128, 80)}  # by head dim: queries, keys
 FA4_L2 = 50 << 20  # bytes of K and V of the heads that its causal order groups
-DRAWN = 4096  # tokens up to which tensors get random data; only loads of larger ones are recorded
+DRAWN = 4096  # tokens up to which tensors get random data: of larger ones only loads matter
 
 
 class Recording(Calls):
