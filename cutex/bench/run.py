@@ -298,7 +298,7 @@ def _check_again(
     return check if check.ok else replace(check, message=f"after timing: {check.message}")
 
 
-# ---- where and with what
+# ---- date, versions and commit of a run
 
 
 @cache

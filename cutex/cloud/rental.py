@@ -123,7 +123,7 @@ def parser() -> Parser:
     return p
 
 
-# ---- what is asked for
+# ---- the request
 
 
 def plan(args: argparse.Namespace) -> Plan:

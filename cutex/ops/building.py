@@ -175,7 +175,7 @@ def serve() -> None:
     import gc
     import signal
 
-    for arch in ARCHS:  # children share what is imported here
+    for arch in ARCHS:  # children share the modules imported here
         import_module(f"{package('gemm', arch)}.general")
     out = os.dup(1)
     os.dup2(2, 1)  # prints of the compiler must not mix with the answers

@@ -84,12 +84,12 @@ class Problem(Computation):
 
     op: ClassVar[str]  # its name in ledgers, `python -m cutex.<op>` and `cutex.kernels.<op>`
     title: ClassVar[str]
-    about: ClassVar[str]  # a phrase on what the ladder computes, for --help
+    about: ClassVar[str]  # the ladder's computation in a phrase, for --help
     dtypes: ClassVar[tuple[str, ...]]
     inits: ClassVar[tuple[str, ...]]
     size_options: ClassVar[tuple[str, ...]]  # options that `add_options` adds, such as --mnk
     # sizes by occasion: "cuda" and "sim" are a command's defaults, one each; "sweep" and "confirm"
-    # are what these operations of modal_app.py run
+    # are for these operations of modal_app.py
     cases: ClassVar[Mapping[str, Sequence[Sizes]]]
     peers: ClassVar[Mapping[str, PeerKernel]]  # by name; ratios in reports are to the first
     # those that --op confirm of modal_app.py times beside the ladder; none: the first

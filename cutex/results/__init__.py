@@ -106,7 +106,7 @@ def read(path: Path, report: Notice = lambda sentence: None) -> list[Result]:
 
     with _no_garbage_collection(), path.open(errors="replace") as lines:
         for number, result in _parsed(lines, damaged):
-            # NOTE: rows from before run ids cannot be told from repetitions, and all count
+            # NOTE: rows without a run id may be repetitions, but all count
             found.setdefault(result.key if result.id else number, result)
     if passed_over > _MOST_NOTICES:
         report(f"{path}: so are {passed_over - _MOST_NOTICES} more lines")

@@ -1,4 +1,4 @@
-"""From a compiled kernel to its launches: the real host code runs, and each launch calls back.
+"""The launches of a compiled kernel: the real host code runs, and each launch calls back.
 
 The kernel's exported object (a TVM-FFI function) is linked with ``shim.c`` in place of the DSL's
 runtime, loaded, and called with CPU tensors that are described as GPU tensors. The host code

@@ -89,8 +89,9 @@ def _float_to_integer(d: Decoder, to: str, frm: str) -> Execute:
 
 
 def _to_float(d: Decoder, to: str, frm: str) -> Execute:
-    """To a float from an integer or another float, rounded once; .rni and the like keep the
-    format."""
+    """Convert an integer or another float to a float, rounded once; .rni and the like keep the
+    format.
+    """
     d.only(*MODES, *_TO_INTEGRAL, "ftz", "sat", "relu", "satfinite")
     mode, from_float = rounding_mode(d), frm in FLOATS
     integral = next((f for m, f in _TO_INTEGRAL.items() if m in d.mods), None)

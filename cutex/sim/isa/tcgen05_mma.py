@@ -183,7 +183,7 @@ class Mma:
         if not self.halved:
             return [(self.lanes, a_rows @ b_all.T)]
         n = len(self.lanes)
-        # NOTE: of A in tensor memory, the upper lanes hold what the second half of N takes
+        # NOTE: the upper lanes of A in tensor memory hold the rows for the second half of N
         return [
             (self.lanes, a_rows[:n] @ b_all[: self.width].T),
             (self.lanes + 64, a_rows[-n:] @ b_all[self.width :].T),

@@ -257,7 +257,7 @@ class Wgmma:
         if descriptors.a is not None:
             a = self._shared(cta, descriptors.a, self.a_form)
             # NOTE: each warp multiplies its own 16 rows of A, and NVIDIA's kernels rely on it; the
-            # PTX ISA does not say what other warps may do with them meanwhile
+            # PTX ISA does not define whether other warps may write them during the wgmma
             reads += [a.quarter(which, part) for part, which in enumerate(inside)]
         return _Operands(a, b, reads, sum(s.size for s in reads if isinstance(s, Span)))
 
