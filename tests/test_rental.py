@@ -1,4 +1,4 @@
-"""Renting, with somebody else than Modal to rent from."""
+"""Renting, from a stand-in for Modal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def args(*argv: str):
 
 
 class Cloud:
-    """Answers every request with one right result per stage; remembers what it was asked."""
+    """Replies to every request with one right result per stage; records the requests."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict, int]] = []

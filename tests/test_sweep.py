@@ -1,4 +1,4 @@
-"""The corpus of models' layers, the sweep over it, and what is summed up and drawn of it."""
+"""The corpus of models' layers, the sweep over it, and its summary and pictures."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_problem_is_one_that_a_model_has(dtype: str):
 
 @pytest.mark.parametrize("direction", PASSES)
 def test_the_passes_are_those_of_autograd(direction: str):
-    """Shapes, and which side is contiguous, of what torch multiplies in a layer's backward."""
+    """Shapes and contiguous modes of the products in torch's backward of a layer."""
     problem = LayerProblem(24, 40, 16, direction)
     a, b = problem.inputs()
     (out,) = problem.outputs()
@@ -117,7 +117,7 @@ def test_a_sweep_goes_on_where_it_was_cut_off(tmp_path, monkeypatch):
     sweep.sweep(entries[:2], ours, file, ["cublas"])
     assert len(sweep.sweep(entries, ours, file, ["cublas"])) == 5
     assert sorted(measured) == sorted(e.name for e in entries)
-    assert built == [(2, torch.bfloat16), (3, torch.bfloat16)]  # what is left, and that alone
+    assert built == [(2, torch.bfloat16), (3, torch.bfloat16)]  # the rest, and only that
     monkeypatch.setattr(sweep, "environment", lambda: {"commit": "another"})
     sweep.sweep(entries[:1], ours, file, ["cublas"], seconds=0)
     assert len(measured) == 5
@@ -137,7 +137,7 @@ def test_only_what_was_slow_untuned_is_taken(tmp_path):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_built_ahead_is_what_the_calls_take(dtype, monkeypatch):
-    """A sweep's kernels are compiled in parallel before its first problem, and no other."""
+    """A sweep compiles its kernels in parallel before its first problem, and no others."""
     jobs = []
     monkeypatch.setattr(building, "build", jobs.extend)
     problems = [e.problem for e in corpus(dtype) if e.problem.bytes < 1 << 22][:6]
@@ -150,13 +150,13 @@ def test_what_is_built_ahead_is_what_the_calls_take(dtype, monkeypatch):
 
 
 def read_back(said):
-    """The config whose fields a row of a sweep says."""
+    """The config from the fields in a row of a sweep."""
     fields = dict(field.split("=") for field in said.split())
     return Sm90Config(**{name: literal_eval(value) for name, value in fields.items()})
 
 
 def plan_for(operands, out):
-    """The config that `cutex.matmul(*operands, out=out)` takes."""
+    """The config that `cutex.matmul(*operands, out=out)` uses."""
     call = Call(*operands, out=out)
     check(call)
     arranged = arrange(call, out, "sm_90a")
