@@ -4,6 +4,7 @@ modal run modal_app.py --op gemm --stage all --mnk 8192,8192,4096 --gpu B200 --c
 modal run modal_app.py --op script mine.py --gpu B200 -- its own arguments
 modal run modal_app.py --op tests --gpu B200
 modal run modal_app.py --op sweep --gpu B200,H200,H100! --compare cublas
+modal run modal_app.py --op layers --gpu H200,B200 --compare cublas,quack
 modal run modal_app.py --op confirm --gpu B200
 
 python modal_app.py takes the same options, needs no token for --help and --dry-run, and starts
@@ -17,9 +18,15 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import modal
-
 from cutex.cloud import calls, prices, remote, rental
+from cutex.command import refuse
+
+try:
+    import modal
+except ModuleNotFoundError:
+    raise SystemExit(
+        refuse("modal is not installed; pip install -e '.[cu13,modal]' in this clone installs it")
+    ) from None
 
 HERE = Path(__file__).resolve().parent
 CACHES = ["**/__pycache__", "**/*.pyc"]  # all other files travel, C sources too

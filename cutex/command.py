@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec
+from pathlib import Path
+from typing import NoReturn, ParamSpec
 
-from cutex.errors import Missing
+from cutex.errors import BadOption, Missing
 
 INTERRUPTED = 130  # exit code after Ctrl-C
 INSTALL = "pip install -e '.[cu13]' in cutex's clone installs it"
 
 P = ParamSpec("P")
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that raises BadOption, without printing the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BadOption(message)
 
 
 def refuse(sentence: str) -> int:
@@ -22,14 +31,34 @@ def refuse(sentence: str) -> int:
     return 2
 
 
+def writable(option: str, text: str) -> Path:
+    """Return the file that an option names, and make an empty one. Raises BadOption where it cannot
+    be written."""
+    file = Path(text)
+    try:
+        with file.open("a"):  # keeps the file's text until there is something to write
+            pass
+    except OSError as error:
+        raise BadOption(f"{option} {text or repr(text)}: {error.strerror}") from None
+    return file
+
+
+def in_clone(file: Path) -> None:
+    """Raise BadOption unless the folder of `file`, which a clone of cutex has, exists; for use
+    before long work."""
+    if not file.parent.is_dir():
+        raise BadOption(f"{file.parent}/ is not here: {file} is written in a clone of cutex")
+
+
 def print_nowhere() -> None:
     """Discard all further output, whose reader has gone."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def answered(main: Callable[P, int]) -> Callable[P, int]:
-    """Wrap the `main` of a command: a reader that leaves (`| head`), Ctrl-C, an error of the disk
-    and a missing installation end it with one sentence at most, never with a traceback."""
+    """Wrap the `main` of a command: bad options, a reader that leaves (`| head`), Ctrl-C, an error
+    of the disk, a lack of memory and a missing installation end it with one sentence at most, never
+    with a traceback."""
 
     @wraps(main)
     def run(*args: P.args, **kwargs: P.kwargs) -> int:
@@ -43,8 +72,10 @@ def answered(main: Callable[P, int]) -> Callable[P, int]:
         except KeyboardInterrupt:
             print("cutex: interrupted", file=sys.stderr)
             return INTERRUPTED
-        except Missing as error:
+        except (BadOption, Missing) as error:
             return refuse(str(error))
+        except MemoryError as error:
+            return refuse(f"this machine has too little memory: {error}")
         except ModuleNotFoundError as error:
             name = (error.name or "").partition(".")[0]
             if name in ("", "cutex"):

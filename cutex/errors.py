@@ -1,14 +1,19 @@
 """The base classes of cutex's own exceptions.
 
 A caller's error is a ValueError or a TypeError, as everywhere in Python. An error of a kernel
-(cutex.sim.SimError) or of this machine (Missing) is a CutexError.
+(cutex.sim.SimError), of this machine (Missing) or of a command line (BadOption) is a CutexError.
 """
 
 from __future__ import annotations
 
 
 class CutexError(Exception):
-    """An error of a kernel or of this machine that cutex reports."""
+    """An error of a kernel, of this machine or of a command line that cutex reports."""
+
+
+class BadOption(CutexError):
+    """A command line with options that do not fit each other, or with a file that cannot be; the
+    message is one sentence."""
 
 
 class Missing(CutexError):

@@ -22,7 +22,6 @@ Rows are kept in results/bounds/*.jsonl, and docs/bounds.md is rendered from the
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -34,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from cutex.arch import arch
-from cutex.command import answered
+from cutex.command import Parser, answered, in_clone
 from cutex.compile.resources import Code, resources, sass
 from cutex.problem import DEFAULT_OP, Problem, problem_class
 from cutex.problem.stage import Stage, stages
@@ -324,7 +323,7 @@ def write(rows: Iterable[Row], file: Path) -> None:
 
 @answered
 def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="python -m cutex.bounds", description="Write results/bounds/ and docs/bounds.md."
     )
     p.add_argument(
@@ -334,6 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="a clone of CUTLASS, whose example then stands beside the stages; or CUTEX_CUTLASS",
     )
     args = p.parse_args(argv)
+    in_clone(PAGE)
     try:
         if args.cutlass:
             write([peer_row(Path(args.cutlass))], FOLDER / f"{ARCH}-cutlass.jsonl")

@@ -34,7 +34,7 @@ from cutex.analysis.traced import (
     tv_owners,
 )
 from cutex.arch import arch
-from cutex.command import answered
+from cutex.command import Parser, answered
 from cutex.svg import Canvas, alone
 
 CELL = 26.0
@@ -260,14 +260,12 @@ def draw_tmem(tile: tuple[int, int], dtype: str) -> str:
 # ---- the command
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="python -m cutex.layout", description="Draw layouts and instructions as SVG."
-    )
-    common = argparse.ArgumentParser(add_help=False)
+def parser() -> Parser:
+    p = Parser(prog="python -m cutex.layout", description="Draw layouts and instructions as SVG.")
+    common = Parser(add_help=False)
     common.add_argument("--out", metavar="FILE", help="default: KIND.svg; - prints it")
     common.add_argument("--dtype", default="bf16", choices=DTYPES)
-    sub = p.add_subparsers(dest="kind", required=True)
+    sub = p.add_subparsers(dest="kind", required=True, metavar="layout|tv|swizzle|mma|tma|tmem")
     one = sub.add_parser("layout", parents=[common], help="offsets of a CuTe layout")
     one.add_argument("layout", help='as "(4,8):(8,1)"')
     one.add_argument("--swizzle", metavar="B,M,S", help="composed with a swizzle of offsets")

@@ -7,14 +7,13 @@ as fast as its slowest limit allows; the rest of its time is its own.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cutex.arch import Arch, arch
-from cutex.command import answered
+from cutex.command import Parser, answered
 from cutex.problem import DEFAULT_OP, OPS, Problem, problem_class
 from cutex.results import Result, gbs, notice, read_all, tflops
 
@@ -200,17 +199,20 @@ def _measured(
     ]
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+def parser() -> Parser:
+    p = Parser(
         prog="python -m cutex.roofline",
         description="Say which limit binds a problem on a GPU, and what the best time could be.",
     )
-    p.add_argument("--op", choices=OPS, default=DEFAULT_OP)
+    p.add_argument("--op", choices=OPS, default=DEFAULT_OP, help="default: %(default)s")
     for op in OPS:
         problem_class(op).add_options(p.add_argument_group(f"sizes of {op}"))
-    p.add_argument("--dtype", default="bf16")
+    p.add_argument("--dtype", default="bf16", help="default: bf16")
     p.add_argument("--gpu", default="b200", metavar="|".join(GPUS), help="default: b200")
-    p.add_argument("--results", type=Path, default=Path("results"), metavar="DIR")
+    p.add_argument(
+        "--results", type=Path, default=Path("results"), metavar="DIR",
+        help="ledgers, of what was measured; default: results",
+    )  # fmt: skip
     return p
 
 
@@ -219,6 +221,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         on, kind = gpu(args.gpu), problem_class(args.op)
+        for other in OPS:
+            if other != args.op and problem_class(other).sizes_given(args):
+                raise ValueError(f"the sizes are of {other}: give --op {other}")
         wanted = kind.sizes_given(args) or kind.cases["cuda"]
         problems = [kind.of(sizes, args.dtype) for sizes in wanted]
         rows = [r for r in read_all(args.results, notice) if r.known]

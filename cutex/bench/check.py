@@ -11,17 +11,19 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cutex.arch import ALL
-from cutex.command import answered, refuse
+from cutex.command import Parser, answered, refuse
 from cutex.orders import ORDERS
 
 ALIKE = ("fifo", "eager")  # orders that no seed changes
@@ -44,6 +46,10 @@ class Run:
         return self.order if self.order in ALIKE else f"{self.order}:{self.seed}"
 
     @property
+    def launched(self) -> bool:
+        return bool(self.found.get("launches") or self.found.get("errors"))
+
+    @property
     def reports(self) -> list[str]:
         """The reports of findings and errors; of a script that failed without one, its code and
         output."""
@@ -52,8 +58,8 @@ class Run:
         return found or ([f"exit code {self.code}\n{self.output.rstrip()}"] if self.code else [])
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+def parser() -> Parser:
+    p = Parser(
         prog="python -m cutex.check",
         description="Run a script that asks for a GPU in the simulator, in every order of events.",
         epilog="Exit codes: 0 nothing found in any order; 1 something; 2 bad input.",
@@ -62,7 +68,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seeds", type=int, default=3, metavar="N", help="of each order; default: 3")
     p.add_argument("--watch", action="store_true", help="again whenever the file is saved")
     p.add_argument("script", type=Path, metavar="FILE.py")
-    p.add_argument("arguments", nargs=argparse.REMAINDER, help="those of the script")
+    rest = p.add_argument("arguments", nargs=argparse.REMAINDER, help="those of the script")
+    rest.required = False
     return p
 
 
@@ -84,7 +91,7 @@ def runs(args: argparse.Namespace) -> Iterator[Run]:
         ]  # fmt: skip
         (folder / "runs.json").write_text(json.dumps(commands))
         command = [sys.executable, "-m", "cutex.sim.each_order", name, str(os.cpu_count() or 1)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        with _group(command) as process:
             assert process.stdout is not None
             for i, (order, seed) in enumerate(wanted):
                 while i not in ended:
@@ -97,17 +104,34 @@ def runs(args: argparse.Namespace) -> Iterator[Run]:
                 yield Run(order, seed, ended[i], output, json.loads(found) if found else {})
 
 
+@contextmanager
+def _group(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    """`command` in a process group of its own, which ends with the block, and says nothing then."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
+        try:
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+
+
 def _text(file: Path) -> str:
     return file.read_text(errors="replace") if file.exists() else ""
 
 
 def check(args: argparse.Namespace) -> int:
-    """Run all orders, print their findings, and return the exit code."""
+    """Run all orders, print their findings, and return the exit code. A script that ends before it
+    has launched anything would end so in every order, and is run in the first only."""
     by_report: dict[str, list[str]] = {}
     kernels: list[str] = []
     count, started = 0, time.monotonic()
     for done in runs(args):
         count += 1
+        if not done.launched and done.code == 0:
+            return refuse(f"{args.script} launches no kernel, so there is nothing to check")
+        if not done.launched:
+            print(done.output, end="", file=sys.stderr)
+            return refuse(f"{args.script} ends before it has launched a kernel")
         verdict = f"{len(done.reports)} found" if done.reports else "nothing found"
         print(f"{done.name:<12} {verdict}", file=sys.stderr, flush=True)
         kernels += [kernel["text"] for kernel in done.found.get("kernels", [])]

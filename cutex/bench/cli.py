@@ -12,14 +12,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import NoReturn
 
 from cutex.arch import Arch, arch, local_arch
 from cutex.bench import timing
 from cutex.bench.progress import progress
-from cutex.bench.run import DEVICES, Options, admit, choose_device, compile_stage, run_stages
-from cutex.command import answered, refuse
-from cutex.orders import MOST_JOBS, ORDERS
+from cutex.bench.run import (
+    DEVICES,
+    Options,
+    admit,
+    choose_device,
+    compile_stage,
+    has_room,
+    run_stages,
+)
+from cutex.command import Parser, answered, refuse, writable
+from cutex.orders import MOST_JOBS, add_order
 from cutex.problem import Problem
 from cutex.problem.stage import AnyStage, ladders
 from cutex.results import Result, Timing, gbs
@@ -29,14 +36,6 @@ from cutex.results.recorder import Recorder, try_folder
 DEFAULT_ARCH = "sm_100a"  # the arch to simulate where there is no GPU, if it has a ladder
 LARGEST_SEED = 1 << 31
 EMITS = ("ptx", "sass", "resources", "bounds")
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises ValueError for bad input, which main answers with one
-    sentence."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
 
 
 def parser(kind: type[Problem]) -> Parser:
@@ -60,7 +59,7 @@ def parser(kind: type[Problem]) -> Parser:
     )
     add_problem(what, [kind])
     sim = p.add_argument_group("in the simulator")
-    sim.add_argument("--order", choices=ORDERS, help="of events; default: fifo")
+    add_order(sim)
     sim.add_argument(
         "--seeds", type=int, metavar="N", help="run N orders of that kind; default kind: random"
     )
@@ -183,7 +182,7 @@ def plan(kind: type[Problem], args: argparse.Namespace) -> Job:
     here = local_arch() if args.arch is None and args.device != "sim" else None
     archs = ladders(kind.op).archs
     usual = DEFAULT_ARCH if DEFAULT_ARCH in archs else archs[0]
-    target = arch(args.arch or (here.name if here else usual))
+    target = arch((here.name if here else usual) if args.arch is None else args.arch)
     if args.emit == "bounds" and not target.tmem_columns:
         raise ValueError(f"--emit bounds reads tcgen05 code, which {target.name} has not")
     wanted = choose_stages(kind, args.stage, target)
@@ -208,7 +207,9 @@ def job(
 ) -> Job:
     """Return the Job of these stages on this device, "cuda" or "sim". Without sizes in `args` it
     has those of `case`, by default the device's."""
-    clock = _clock(args, wanted[0], device)
+    clock, emit = _clock(args, wanted[0], device), getattr(args, "emit", None)
+    if emit:
+        _refuse_beside(f"--emit {emit}", args, ("time", *RUNNING, "json"))
     case = "cuda" if clock and case is None else case
     problems = [
         kind.of(sizes, args.dtype, args.init, args.seed)
@@ -217,6 +218,12 @@ def job(
     options = _options(kind, args, device)
     for problem in problems:
         admit(problem, wanted, device, options)
+        if device == "sim" and not (clock or emit):
+            has_room(problem)
+    if clock and clock.trace and len(wanted) * len(problems) > 1:
+        raise ValueError(
+            f"--trace keeps one run, these are {len(wanted)} stages of {len(problems)} sizes"
+        )
     return Job(wanted, problems, device, options, clock)
 
 
@@ -231,12 +238,23 @@ def _clock(args: argparse.Namespace, stage: AnyStage, device: str) -> Clock | No
         return None
     if device != "sim":
         raise ValueError("--time is for device sim: on a GPU times are measured")
+    _refuse_beside("--time", args, RUNNING)
     from cutex.sim.timing.gpus import gpu, of_arch
 
     text = args.what_if or of_arch(stage.arch)
     if gpu(text).arch != stage.arch:
         raise ValueError(f"--gpu {text}: is no GPU of {stage.arch}")
-    return Clock(text, Path(args.trace) if args.trace else None)
+    return Clock(text, writable("--trace", args.trace) if args.trace is not None else None)
+
+
+RUNNING = ("order", "seeds", "jobs", "compare", "cache_state", "check_only", "expect")
+
+
+def _refuse_beside(what: str, args: argparse.Namespace, names: Iterable[str]) -> None:
+    """ValueError for the first of these options that is given: `what` would leave it out."""
+    for name in names:
+        if getattr(args, name, None):
+            raise ValueError(f"--{name.replace('_', '-')} does not go with {what}")
 
 
 def _options(kind: type[Problem], args: argparse.Namespace, device: str) -> Options:
@@ -272,9 +290,10 @@ def _options(kind: type[Problem], args: argparse.Namespace, device: str) -> Opti
 def list_stages(kind: type[Problem], only: str | None) -> None:
     """Print the ladder of every arch, or of one."""
     found = ladders(kind.op)
-    for target in [arch(only)] if only else map(arch, found.archs):
+    for target in map(arch, found.archs) if only is None else [arch(only)]:
+        stages = found.stages(target.name)
         print(f"{target.name}  {target.title} ({target.board})")
-        for s in found.stages(target.name):
+        for s in stages:
             print(f"{s.number:5}  {s.title:<24}  {s.idea}")
 
 

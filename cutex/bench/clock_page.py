@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from itertools import product
@@ -29,7 +27,7 @@ from cutex.bench.clock_errors import (
 from cutex.bench.clock_fit import report_b200, report_power
 from cutex.bench.clock_picture import ARCHS, timelines
 from cutex.bench.run import settle
-from cutex.command import answered
+from cutex.command import Parser, answered, in_clone, refuse
 from cutex.problem import DEFAULT_OP, OPS, problem_class
 from cutex.problem.stage import stages
 from cutex.sim.timing import stored
@@ -104,9 +102,8 @@ def predicted(arch: str, file: Path) -> list[dict[str, Any]]:
 def _of_b200(file: Path, fit: bool, page: bool) -> int:
     try:
         rows = clock_b200.measured(file)
-    except (OSError, ValueError) as error:
-        print(f"cutex: --b200: {error}", file=sys.stderr)
-        return 2
+    except ValueError as error:
+        return refuse(f"--b200: {error}")
     traced: dict[str, Any] = stored.load(clock_b200.TRACES)
     if fit:
         print(report_b200(rows, traced))
@@ -125,18 +122,15 @@ def _write(parts: dict[str, str]) -> int:
         page = PAGE.read_text()
         for name, text in parts.items():
             page = written(page, name, text)
-    except (OSError, ValueError) as error:
-        print(f"cutex: {error}", file=sys.stderr)
-        return 2
+    except ValueError as error:
+        return refuse(str(error))
     PAGE.write_text(page)
     return 0
 
 
 @answered
 def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(
-        prog="python -m cutex.clock", description="How far off the simulator's clock is."
-    )
+    p = Parser(prog="python -m cutex.clock", description="How far off the simulator's clock is.")
     p.add_argument("--page", action="store_true", help=f"write {PAGE}")
     p.add_argument("--store", action="store_true", help="record all measured rows anew")
     p.add_argument("--predict", action="store_true", help=f"write {PREDICTED}")
@@ -148,6 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.b200 or args.fit == "b200":
         return _of_b200(args.b200 or ROWS, args.fit == "b200", args.page)
     if args.predict:
+        in_clone(PREDICTED)
         found_ = predicted("sm_100a", traces_file(DEFAULT_OP, "sm_100a"))
         PREDICTED.write_text("".join(json.dumps(row) + "\n" for row in found_))
         print(f"wrote {PREDICTED}")

@@ -73,6 +73,17 @@ def admit(problem: Problem, stages: Sequence[AnyStage], device: str, options: Op
     return target
 
 
+def has_room(problem: Problem) -> None:
+    """ValueError where this machine's memory cannot hold a simulated run of `problem`: operands,
+    and in float64 those and a result, to compare with."""
+    needed, there = 9 * problem.bytes, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise ValueError(
+            f"{problem.size}: simulated and checked, this takes some {needed / 1e9:.0f} GB of "
+            f"memory, and this machine has {there / 1e9:.0f}; take smaller sizes, or --time"
+        )
+
+
 def run(
     problem: Problem, stage: AnyStage, device: str = "auto", options: Options | None = None
 ) -> Result:

@@ -39,7 +39,8 @@ class Request:
     pytest: list[str] | None = None
     script: str | None = None  # the name of a file
     source: bytes = b""  # its text
-    arguments: list[str] = field(default_factory=list)  # arguments of the script
+    arguments: list[str] = field(default_factory=list)  # arguments of the script, or of cutex.sweep
+    layers: list[str] = field(default_factory=list)  # names of problems of cutex.sweep
     commit: str | None = None
     kernels: bytes = b""
 
@@ -48,6 +49,8 @@ class Request:
             return f"pytest {shlex.join(self.pytest)}"
         if self.script is not None:
             return shlex.join(["python", self.script, *self.arguments])
+        if self.layers:
+            return f"{len(self.layers)} layers of models {shlex.join(self.arguments)}"
         if self.problem is None:
             return "timing probes"
         size, dtype = size_name(self.op, self.problem), self.problem["dtype"]

@@ -23,6 +23,7 @@ def preflight(made: Plan, say: Callable[[str], None]) -> tuple[bool, dict[str, b
     container.
     """
     entries: dict[str, set[Path]] = {}
+    layers: dict[str, list[Request]] = {}
     right, seen = True, set()
     for request in made.requests:
         folders = entries.setdefault(request.arch, set())
@@ -30,6 +31,8 @@ def preflight(made: Plan, say: Callable[[str], None]) -> tuple[bool, dict[str, b
             right &= _preflight_probes(request.arch, folders, say)
         if request.script is not None:
             right &= _preflight_script(request, say)
+        if request.layers:
+            layers.setdefault(request.arch, []).append(request)
         if request.problem is None:
             continue
         problem = problem_class(request.op)(**request.problem)
@@ -47,6 +50,8 @@ def preflight(made: Plan, say: Callable[[str], None]) -> tuple[bool, dict[str, b
                 right = False
                 what = f"stage {stage.number} of {stage.arch} on {small.size}"
                 say(f"preflight: {what}: {result.message}")
+    for name, requests in layers.items():
+        right &= _preflight_layers(name, requests, entries[name], say)
     return right, {name: remote.pack(folders) for name, folders in entries.items()}
 
 
@@ -72,6 +77,22 @@ def _preflight_script(request: Request, say: Callable[[str], None]) -> bool:
     if code:
         say(f"preflight: {request}: exit code {code} in the simulator")
     return code == 0
+
+
+def _preflight_layers(
+    target: str, requests: list[Request], folders: set[Path], say: Callable[[str], None]
+) -> bool:
+    """Compile the kernels of all that `requests`, of one arch, sweep over."""
+    with tempfile.TemporaryDirectory(prefix="cutex-") as folder:
+        only = Path(folder) / "only"
+        only.write_text("\n".join(name for request in requests for name in request.layers))
+        command = [sys.executable, "-m", "cutex.sweep", *requests[0].arguments]
+        command += ["--preflight", target, "--only", str(only)]
+        ran = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
+    folders |= {Path(line) for line in ran.stdout.splitlines()}
+    if ran.returncode:
+        say(f"preflight: layers of models on {target}: exit code {ran.returncode}")
+    return ran.returncode == 0
 
 
 def _preflight_probes(target: str, folders: set[Path], say: Callable[[str], None]) -> bool:

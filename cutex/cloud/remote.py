@@ -37,6 +37,8 @@ def execute(request: dict[str, Any]) -> dict[str, Any]:
         reply.update(_tests(request["pytest"]))
     elif request["script"] is not None:
         reply.update(_script(request))
+    elif request["layers"]:
+        reply.update(_layers(request))
     elif request["probes"]:
         reply["probes"] = _probes(request)
     else:
@@ -56,15 +58,38 @@ def _run(request: dict[str, Any], notices: list[str]) -> list[str]:
     options = Options(**request["options"], notice=notices.append)
     with Volume(sources_digest(s.module for s in stages)):
         found = run_stages(problem_class(op)(**problem), stages, "cuda", options)
-    here = {
+    return [
+        replace(r, run=request["run"], environment={**r.environment, **_here(request)}).to_json()
+        for r in found
+    ]
+
+
+def _here(request: dict[str, Any]) -> dict[str, Any]:
+    """What a row says of where it was measured."""
+    return {
         "commit": request["commit"],  # the sources came without their history
         "rented": request["gpu"],
         "container": os.environ.get("MODAL_TASK_ID"),
     }
-    return [
-        replace(r, run=request["run"], environment={**r.environment, **here}).to_json()
+
+
+def _layers(request: dict[str, Any]) -> dict[str, Any]:
+    """Run python -m cutex.sweep on the problems that the request names; its rows."""
+    from cutex.results import sweep
+
+    root = Path(__file__).resolve().parents[2]
+    with tempfile.TemporaryDirectory() as folder:
+        only = Path(folder) / "only"
+        only.write_text("\n".join(request["layers"]))
+        command = (sys.executable, "-m", "cutex.sweep", *request["arguments"])
+        # NOTE: its output goes to the container's log, which Modal shows while it runs
+        ran = subprocess.run((*command, "--only", only, "--out", folder), cwd=root, check=False)
+        found = [row for file in Path(folder).glob("sweep/*.jsonl") for row in sweep.read(file)]
+    lines = [
+        replace(r, run=request["run"], environment={**r.environment, **_here(request)}).to_json()
         for r in found
     ]
+    return {"code": ran.returncode, "layers": lines}
 
 
 def _probes(request: dict[str, Any]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cutex.arch import arch
-from cutex.bench import cli
+from cutex.bench import cli, sweep
 from cutex.bench.run import Options, commit, run_time
 from cutex.cloud import prices
 from cutex.cloud.calls import Plan, Request
@@ -28,6 +28,7 @@ from cutex.command import INTERRUPTED, answered, print_nowhere, refuse
 from cutex.errors import Missing
 from cutex.problem import DEFAULT_OP, OPS, Problem, problem_class
 from cutex.problem.stage import AnyStage, ladders
+from cutex.results import sweep as rows
 from cutex.results.recorder import try_folder
 
 Rent = Callable[[str, list[dict[str, Any]], int], AsyncIterator[Reply]]
@@ -42,6 +43,8 @@ TUNE = 10.0  # a stage that chooses its config by time
 TESTS = 300.0
 SCRIPT = 60.0
 PROBES = 60.0
+LAYERS, LAYER = 20.0, 0.7  # a call that sweeps over layers of models; each layer, each thing timed
+BATCH = 48  # layers that one call sweeps over
 
 
 def kinds() -> list[type[Problem]]:
@@ -79,17 +82,18 @@ def parser() -> Parser:
     what = p.add_argument_group("what to run")
     what.add_argument(
         "--op",
-        choices=(*OPS, "script", "tests", "sweep", "confirm"),
+        choices=(*OPS, "script", "tests", "sweep", "layers", "confirm"),
         default=DEFAULT_OP,
         help=f"{', '.join(OPS)}: as python -m cutex.OP; script: a file of yours, in the simulator "
-        "here and then as it is there; tests: pytest there; sweep: many problems "
-        f"and GPUs; confirm: all that only a B200 can answer; default: {DEFAULT_OP}",
+        "here and then as it is there; tests: pytest there; sweep: many problems and GPUs; layers: "
+        "as python -m cutex.sweep, in parts; confirm: all that only a B200 can answer; default: "
+        f"{DEFAULT_OP}",
     )
     what.add_argument(
         "--gpu",
         default=DEFAULT_GPU,
         metavar="|".join(prices.RENTALS),
-        help="default: B200; for sweep several, as B200,H200",
+        help="default: B200; for sweep and layers several, as B200,H200",
     )
     what.add_argument("--stage", default="all", metavar="N|all|list", help="default: all")
     cli.add_problem(what, kinds())
@@ -99,6 +103,13 @@ def parser() -> Parser:
         metavar="ARGS",
         help=f"of pytest; default: {DEFAULT_TESTS}",
     )
+    what.add_argument(
+        "--half",
+        choices=sweep.HALVES,
+        default="report",
+        help="of --op layers, whose --dtype is bf16 or e4m3; default: report",
+    )
+    what.add_argument("--tuned", action="store_true", help="of --op layers: tune each first")
     what.add_argument(
         "script",
         nargs="?",
@@ -131,14 +142,19 @@ def plan(args: argparse.Namespace) -> Plan:
     together."""
     rentals = prices.overridden([prices.rental(name) for name in args.gpu.split(",")], args.rate)
     rentals = list({r.gpu: r for r in rentals}.values())
-    if len(rentals) > 1 and args.op != "sweep":
-        raise ValueError(f"--gpu {args.gpu}: --op {args.op} takes one GPU; sweep takes several")
+    if len(rentals) > 1 and args.op not in ("sweep", "layers"):
+        raise ValueError(
+            f"--gpu {args.gpu}: --op {args.op} takes one GPU; sweep and layers take several"
+        )
     if args.max_cost is not None and not args.max_cost > 0:
         raise ValueError(f"--max-cost {args.max_cost}: dollars above 0 are needed")
     requests: list[Request] = []
     for r in rentals:
         requests += _requests(args, r)
     requests = [replace(request, index=i) for i, request in enumerate(requests)]
+    rentals = [r for r in rentals if any(request.gpu == r.gpu for request in requests)]
+    if not rentals:
+        raise ValueError(f"--op layers: {args.out} has all of these from this commit already")
     made = Plan(rentals, requests, args.max_cost)
     if args.max_cost is not None and made.usd > args.max_cost:
         raise ValueError(
@@ -163,6 +179,8 @@ def _requests(args: argparse.Namespace, rental: Rental) -> list[Request]:
         return [Request(**shared, seconds=SCRIPT, **_script(args))]
     if args.script is not None:
         raise ValueError(f"{args.script!r}: --op script runs a file, and this is --op {args.op}")
+    if args.op == "layers":
+        return [Request(**shared, **asked) for asked in _layers(args, rental)]
     if args.op == "confirm" and rental.arch != "sm_100a":
         raise ValueError(f"--gpu {rental.gpu}: --op confirm asks what only a B200 can answer")
     requests = [
@@ -184,6 +202,20 @@ def _script(args: argparse.Namespace) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"--op script {args.script}: {error.strerror}") from None
     return {"script": Path(args.script).name, "source": source, "arguments": args.arguments}
+
+
+def _layers(args: argparse.Namespace, rental: Rental) -> Iterator[dict[str, Any]]:
+    """The fields of the Requests for the layers of models that no row is there of, in batches."""
+    given = ["--half", args.half, "--dtype", args.dtype, *["--tuned"] * args.tuned]
+    given += [] if args.compare is None else ["--compare", args.compare]
+    todo = sweep.asked(sweep.parser().parse_args(given))
+    files = Path(args.out).glob("sweep/*.jsonl")
+    there = [r for f in files for r in rows.read(f) if r.environment.get("rented") == rental.gpu]
+    left = sweep.left(todo, there, commit(), args.tuned)
+    each = LAYER * (1 + len(todo.compare)) + TUNE * args.tuned
+    for first in range(0, len(left), BATCH):
+        names = [entry.name for entry in left[first : first + BATCH]]
+        yield {"seconds": LAYERS + each * len(names), "layers": names, "arguments": given}
 
 
 def _kinds(args: argparse.Namespace, rental: Rental) -> list[type[Problem]]:

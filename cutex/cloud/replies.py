@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from cutex.cloud.calls import STARTUP_LIMIT, Plan
 from cutex.cloud.prices import Rental
 from cutex.command import print_nowhere
 from cutex.results import Result
+from cutex.results import sweep as sweeps
 from cutex.results.recorder import Recorder
 
 Reply = dict[str, Any] | BaseException
@@ -38,6 +40,7 @@ class Ledger:
         self.since = dict.fromkeys(self.seconds, time.monotonic())  # the last reply of each GPU
         self.answered: set[int] = set()  # indices of requests
         self.failed = 0  # calls that ended in an exception
+        self.swept: set[tuple[Path, tuple[str, bool, bool]]] = set()  # files, and kinds of rows
         self.code = 0
 
     def take(self, rental: Rental, reply: Reply) -> None:
@@ -68,6 +71,8 @@ class Ledger:
             for notice in reply.get("notices", ()):
                 print(f"cutex: {notice}", file=sys.stderr)
         self._take_rows(rental, reply, seconds)
+        if "layers" in reply and not again:
+            self._take_layers(reply)
         if "probes" in reply:
             self._take_probes(reply["probes"])
         if "junit" in reply:
@@ -80,7 +85,10 @@ class Ledger:
         self.since[rental.gpu] = time.monotonic()
 
     def account(self) -> None:
-        """Print at the end the cost, the missing replies, and the errors."""
+        """Print at the end the sweeps, the cost, the missing replies, and the errors."""
+        for file in sorted({file for file, _ in self.swept}):
+            found = [r for r in sweeps.read(file) if (file, _kind(r)) in self.swept]
+            self.say(sweeps.text_by_device(found))
         for rental in self.made.rentals:
             spent = self.seconds[rental.gpu]
             self.say(f"{rental.gpu}: {spent:.0f} s measured, about ${rental.usd(spent):.2f}")
@@ -130,6 +138,23 @@ class Ledger:
             with self._apart(rows[-1].to_json()):
                 self.lines.peers(rows[-1])
 
+    def _take_layers(self, reply: dict[str, Any]) -> None:
+        """Rows of python -m cutex.sweep, into its files."""
+        for line in reply["layers"]:
+            with self._apart(line):
+                row = sweeps.SweepRow.from_json(line)
+                file = sweeps.file_of(self.recorder.folder, row.device_name)
+                self.recorder.attempt("sweep", partial(sweeps.append, file, row), line)
+                self.swept.add((file, _kind(row)))
+                if not row.ok:
+                    self._fails()
+                if self.as_json:
+                    print(line, flush=True)
+                ratio = f"{row.ratio:.3f}x" if row.ratio else f"{row.us} us"
+                self.say(f"{row.device_name}: {row.name}: {ratio if row.ok else row.message}")
+        with self._apart(reply):
+            self._fails(int(reply["code"]))
+
     def _take_probes(self, found: list[dict[str, Any]]) -> None:
         from cutex.bench import probes
 
@@ -172,6 +197,11 @@ def _stamp(reply: object, made: Plan) -> tuple[int, float]:
     if not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
         raise ValueError(f"it took {seconds!r} seconds")
     return index, float(seconds)
+
+
+def _kind(row: sweeps.SweepRow) -> tuple[str, bool, bool]:
+    """What rows that are summed up together have in common."""
+    return row.dtype, row.fits, row.tuned
 
 
 def _sentence(error: BaseException) -> str:

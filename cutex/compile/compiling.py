@@ -86,7 +86,6 @@ def _build(
     from cutlass.cute.runtime import make_fake_stream
 
     start = time.perf_counter()
-    dumped = plain_folder()
     options = (
         cute.GPUArch(arch),
         cute.EnableTVMFFI(True),
@@ -94,19 +93,18 @@ def _build(
         cute.KeepCUBIN(True),
         OptLevel(OPT_LEVEL),
         GenerateLineInfo(True),  # changes no instruction; the simulator's reports need the lines
-        DumpDir(dumped.name),  # NOTE: PTX and cubin would otherwise land in the working directory
     )
     arguments = fake_arguments(kernel.operands(dtype))
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    with tracing(), debug_info.recording() as recorder:
+    with plain_folder() as dumped, tracing(), debug_info.recording() as recorder:
         # NOTE: "cutlass" in a kernel's name makes ptxas choose registers by other rules
         # (NVIDIA/cutlass issue 3389), so the name is ours, whole.
         type(kernel).kernel.set_name_prefix(  # type: ignore[attr-defined]
             _device_name(kernel, dtype), remove_cutlass_symbol=True, keep_mangled_name=False
         )
-        function = cute.compile[options](kernel, *arguments, stream)
+        # NOTE: PTX and cubin would otherwise land in the working directory
+        function = cute.compile[(*options, DumpDir(dumped))](kernel, *arguments, stream)
         function.export_to_c(str(folder / FILES["object"]), ingredients["symbol"])
-    dumped.cleanup()
     (folder / FILES["ptx"]).write_text(recorder.annotate(function.__ptx__))
     (folder / FILES["cubin"]).write_bytes(function.__cubin__)
     meta = {

@@ -17,7 +17,8 @@ import hashlib
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
@@ -56,7 +57,11 @@ class UserFunction:
         return self._stable and all(look() is value for look, value in self._watched)
 
     def __call__(self, *args: Any) -> Any:
-        return self.function(*args)
+        result = self.function(*args)
+        if result is None:
+            inner = inspect.unwrap(self.function)
+            raise TypeError(f"{getattr(inner, '__qualname__', inner)} returns None, not a number")
+        return result
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, UserFunction) and self.key == other.key
@@ -68,6 +73,20 @@ class UserFunction:
         inner = inspect.unwrap(self.function)
         name = getattr(inner, "__qualname__", type(inner).__name__)
         return f"UserFunction({name}, {self.key})"
+
+
+def arguments_taken(function: Callable[..., Any], counts: Sequence[int]) -> int | None:
+    """The first of `counts` of positional arguments that `function` can be called with; None if it
+    cannot be called with any, or, being no Python function, does not tell."""
+    try:
+        signature = inspect.signature(inspect.unwrap(function))
+    except (TypeError, ValueError):
+        return None
+    for count in counts:
+        with suppress(TypeError):
+            signature.bind(*range(count))
+            return count
+    return None
 
 
 class _Reader:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -75,9 +75,13 @@ class _Server:
 _servers: list[_Server] = []  # none, or the one
 
 
-def build(jobs: Sequence[Job], seconds: float | None = None) -> list[bool]:
-    """Compile `jobs` in order. Returns for each whether it is on disk, at the latest `seconds`
-    after the compiler is imported; a job that does not compile is not."""
+def build(
+    jobs: Sequence[Job],
+    seconds: float | None = None,
+    ended: Callable[[], object] = lambda: None,
+) -> list[bool]:
+    """Compile `jobs` in order, and call `ended` after each. Returns for each whether it is on disk,
+    at the latest `seconds` after the compiler is imported; a job that does not compile is not."""
     done = [False] * len(jobs)
     if not jobs:
         return done
@@ -93,6 +97,7 @@ def build(jobs: Sequence[Job], seconds: float | None = None) -> list[bool]:
             if batch == server.batches:
                 done[number] = bool(built)
                 left -= 1
+                ended()
             if not left:
                 return done
         server.give(())

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cutex import dtypes
+from cutex.compile.user_function import arguments_taken
 
 IN_DTYPES = tuple(dtypes.DTYPES[name] for name in ("bf16", "fp16", "e4m3", "e5m2", "fp32"))
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -204,6 +205,11 @@ def _check_fused(call: Call) -> None:
     elif call.activation is not None and not callable(call.activation):
         kind = type(call.activation).__name__
         raise TypeError(f"activation must be a name, a function or None, got {kind}")
+    elif call.activation is not None and arguments_taken(call.activation, (1, 3)) is None:
+        raise TypeError(
+            f"activation {call.activation!r}: must be a Python function of one DSL Float32, or of "
+            "it, its row and its column"
+        )
     for name in ("bias", "residual"):
         x = getattr(call, name)
         if x is not None and x.dtype not in OUT_DTYPES:

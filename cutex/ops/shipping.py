@@ -7,7 +7,6 @@ after fitting the model (cutex/kernels/gemm/sm90/fit.py).
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import defaultdict
@@ -18,7 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from cutex.arch import arch
-from cutex.command import answered
+from cutex.command import Parser, answered
 from cutex.kernels.gemm.signature import OperandLayout
 from cutex.kernels.gemm.sm90 import fit
 from cutex.kernels.gemm.sm90.config import Sm90Config
@@ -93,7 +92,7 @@ def text(rows: dict[str, dict[str, Any]]) -> str:
 
 @answered
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m cutex.ops.shipping",
         description="Find the classes of calls whose best measured config the cost model of "
         "Hopper's GEMM does not choose. Run after it was fitted.",

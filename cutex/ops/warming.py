@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
-from itertools import groupby
+from itertools import compress, groupby
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from cutex.arch import arch as target
 from cutex.arch import local_arch
+from cutex.bench.progress import progress
 from cutex.kernels.gemm.choose import cover, predictions, rows_class
 from cutex.kernels.gemm.signature import GeneralConfig
 from cutex.ops import building, choices
@@ -60,6 +62,10 @@ def warm_up(
     TypeError or ValueError for what `cutex.matmul` would not take, and where there is no Hopper or
     Blackwell GPU.
     """
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+    if not isinstance(shapes, Iterable):
+        raise TypeError(f"shapes must be an iterable of (M, N, K), got {type(shapes).__name__}")
     arch = _arch()
     classes: dict[CallClass, None] = {}
     for shape in shapes:
@@ -78,12 +84,14 @@ def warm_up(
     return len(configs)
 
 
-def build_ahead(operands: Iterable[tuple[Tensor, Tensor]], out_dtype: torch.dtype) -> int:
-    """Build, in parallel, the kernel that `cutex.matmul(a, b, out_dtype=...)` takes for each (a,
-    b), whose data is not read (they may be on "meta"). Return the number of kernels."""
-    configs = dict.fromkeys(_config(a, b, out_dtype) for a, b in operands)
-    building.build([(config, _arch()) for config in configs])
-    return len(configs)
+def build_ahead(operands: Iterable[tuple[Tensor, Tensor]], out_dtype: torch.dtype) -> list[Path]:
+    """Build, in parallel, the kernel that `cutex.matmul(a, b, out_dtype=...)` takes of each (a, b),
+    whose data is not read (they may be on "meta"), and show how far it is. Returns the folders of
+    the cache that hold them; of one that does not compile there is none."""
+    configs = list(dict.fromkeys(_config(a, b, out_dtype) for a, b in operands))
+    with progress("kernels are built", len(configs)) as step:
+        built = building.build([(config, _arch()) for config in configs], ended=step)
+    return [kernel_for(c, _arch()).object_path.parent for c in compress(configs, built)]
 
 
 def tiles_of(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> str:
@@ -136,7 +144,17 @@ def _arch() -> str:
 
 def _classes(shape: Shape) -> Iterator[tuple[int, int, int]]:
     """The smallest and the largest M of each class of `shape`, with its N and K."""
+    if not (
+        isinstance(shape, tuple | list)
+        and len(shape) == 3
+        and isinstance(shape[0], int | range)
+        and all(isinstance(x, int) for x in shape[1:])
+    ):
+        raise TypeError(f"shapes holds {shape!r}: (M, N, K) of whole numbers is due, M or a range")
     rows, n, k = shape
+    least = min(rows, default=0) if isinstance(rows, range) else rows
+    if min(least, n, k) < 0:
+        raise ValueError(f"shapes holds {shape!r}: sizes are at least 0")
     if isinstance(rows, int):
         yield rows, n, k
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cutex.arch import Arch
-from cutex.command import answered
+from cutex.command import Parser, answered
 from cutex.problem import DEFAULT_OP
 from cutex.problem.stage import AnyStage
 from cutex.report import charts, sweeps
@@ -179,14 +178,20 @@ def _picture(op: str, target: Arch) -> str:
     return f"ladder-{target.name}.svg" if op == DEFAULT_OP else f"ladder-{op}-{target.name}.svg"
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+def parser() -> Parser:
+    p = Parser(
         prog="python -m cutex.report",
         description="Write report.html, and the ladders into README.md, from the ledgers.",
     )
-    p.add_argument("--results", type=Path, default=Path("results"), metavar="DIR")
-    p.add_argument("--readme", type=Path, default=Path("README.md"), metavar="FILE")
-    p.add_argument("--html", type=Path, default=Path("report.html"), metavar="FILE")
+    for name, usual, kind, what in (
+        ("results", "results", "DIR", "the ledgers"),
+        ("readme", "README.md", "FILE", "with the marks that the ladders are written between"),
+        ("html", "report.html", "FILE", "the page"),
+    ):
+        p.add_argument(
+            f"--{name}", type=Path, default=Path(usual), metavar=kind,
+            help=f"{what}; default: {usual}",
+        )  # fmt: skip
     return p
 
 
@@ -203,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             picture.write_text(svg)
         args.readme.write_text(text)
         args.html.write_text(page(rows, sweeps.sections(models)))
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         print(f"cutex: {error}", file=sys.stderr)
         return 2
     print(f"wrote {args.readme} and {args.html}")

@@ -5,10 +5,8 @@ python -m cutex.results list|compare|best|merge reads it (cutex/results/history.
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -16,12 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from cutex.results.appending import appending
 from cutex.results.lines import Lines
 from cutex.results.result import Peer, Result, Timing, gbs, tflops
 
 __all__ = [
     "Peer", "Result", "Timing", "append", "folder_given", "gbs", "ledger", "notice", "read",
-    "read_all", "tflops",
+    "read_all", "slug", "tflops",
 ]  # fmt: skip
 
 Notice = Callable[[str], None]  # takes a sentence about a line that is skipped
@@ -33,47 +32,27 @@ _LONGEST = 80  # characters of a device's name in a file's name
 def ledger(folder: Path, result: Result) -> Path:
     """The file in `folder` for this operator and device, such as OP-nvidia-h200.jsonl."""
     device = "sim" if result.device == "sim" else result.device_name
-    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")[:_LONGEST]
     if not re.fullmatch("[a-z0-9_]+", result.op):
         raise ValueError(f"op {result.op!r} names no ledger: small letters and digits are needed")
-    return folder / f"{result.op}-{slug}.jsonl"
+    return folder / f"{result.op}-{slug(device)}.jsonl"
+
+
+def slug(device_name: str) -> str:
+    """The name of a device as a part of a file's, such as nvidia-h200."""
+    return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")[:_LONGEST]
 
 
 def append(path: Path, result: Result) -> bool:
     """Add one line to the ledger at `path`; return False if it holds this very result already.
 
-    Atomic, under a lock: concurrent runs do not mix their lines, a retried call cannot record its
-    rows twice, and a line cut short by a full disk is removed before OSError is raised. A last line
-    torn by a crash is ended first, so that it does not merge with this one.
+    Whole or not at all, under a lock (cutex/results/appending.py): a retried call cannot record its
+    rows twice.
     """
-    line = result.to_json()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+    with appending(path) as add:
         if result.id and any(r.key == result.key for r in _of_run(path, result.id)):
             return False
-        size = os.fstat(fd).st_size
-        torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
-        try:
-            _write(fd, (("\n" if torn else "") + line + "\n").encode(errors="replace"))
-            os.fsync(fd)
-        except OSError:
-            os.ftruncate(fd, size)
-            raise
+        add(result.to_json())
         return True
-    finally:
-        os.close(fd)
-
-
-def _write(fd: int, data: bytes) -> None:
-    """Write all of `data`: os.write may write less of it, and raise the reason only at the next
-    call."""
-    while data:
-        written = os.write(fd, data)
-        if not written:
-            raise OSError("nothing was written")
-        data = data[written:]
 
 
 def _of_run(path: Path, run_id: str) -> Iterator[Result]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cutex.command import answered
+from cutex.command import Parser, answered
 from cutex.problem import OPS, Sizes, problem_class
 from cutex.results import Result, Timing, append, folder_given, ledger, notice, read, read_all
 from cutex.results.rate import rate_of
@@ -147,18 +147,16 @@ def _is(commit: str, wanted: str) -> bool:
 # ---- the command
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="python -m cutex.results", description="Read the ledgers in results/."
-    )
-    common = argparse.ArgumentParser(add_help=False)
+def parser() -> Parser:
+    p = Parser(prog="python -m cutex.results", description="Read the ledgers in results/.")
+    common = Parser(add_help=False)
     common.add_argument("--results", type=Path, default=Path("results"), metavar="DIR")
     common.add_argument("--stage", type=int, metavar="N")
     common.add_argument("--arch", help="such as sm_90a")
     for op in OPS:
         problem_class(op).add_options(common.add_argument_group(f"sizes of {op}"))
     common.add_argument("--device", metavar="NAME", help="part of the device's name, such as h200")
-    sub = p.add_subparsers(dest="what", required=True)
+    sub = p.add_subparsers(dest="what", required=True, metavar="list|best|compare|merge")
     listing = sub.add_parser("list", parents=[common], help="the last rows, with their notes")
     listing.add_argument("--last", type=int, default=30, metavar="N", help="default: 30")
     sub.add_parser("best", parents=[common], help="the fastest of each problem")

@@ -11,7 +11,6 @@ Loads are clamped to the matrix instead of guarded: elements outside of it are n
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from cutex.compile import Argument, Operand, Scalar
-from cutex.compile.user_function import UserFunction
+from cutex.compile.user_function import UserFunction, arguments_taken
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 
@@ -217,10 +216,10 @@ class Elementwise:
         return ()
 
     def apply(self, x: Fragment) -> None:
-        takes = len(inspect.signature(inspect.unwrap(self.function.function)).parameters)
+        takes = arguments_taken(self.function.function, (1, 3))
         for r, m in enumerate(x.rows):
             for c, n in enumerate(x.columns):
-                where = (m, n)[: takes - 1]
+                where = (m, n) if takes == 3 else ()
                 x.values[r, c] = Float32(self.function(x.values[r, c], *where))
 
 

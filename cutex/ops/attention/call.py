@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutex.compile.user_function import arguments_taken
+
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
+SCORE_MOD = ("score", "batch", "head", "query", "key")  # what it takes; mask_mod no score
 MAX_LENGTH = 2**30 - 1  # rows of a sequence
 
 Window = tuple[int | None, int | None]
@@ -126,10 +129,14 @@ def check(call: AttentionCall) -> None:
                 f"learnable_sink has shape {tuple(sink.shape)}, it must be one number for each of "
                 f"the {call.heads[0]} heads of q"
             )
-    for name in ("score_mod", "mask_mod"):
+    for name, takes in (("score_mod", SCORE_MOD), ("mask_mod", SCORE_MOD[1:])):
         function = getattr(call, name)
-        if function is not None and not callable(function):
+        if function is None:
+            continue
+        if not callable(function):
             raise TypeError(f"{name} must be a function or None, got {type(function).__name__}")
+        if arguments_taken(function, (len(takes),)) is None:
+            raise TypeError(f"{name} {function!r}: must be a Python function of {', '.join(takes)}")
 
 
 def _check_operands(call: AttentionCall) -> None:

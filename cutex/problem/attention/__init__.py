@@ -4,6 +4,7 @@ are those of an AttentionCase."""
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -128,7 +129,7 @@ class AttentionProblem(Problem):
             raise ValueError(
                 f"heads_q={self.heads_q}: must be a multiple of heads_kv={self.heads_kv}"
             )
-        if self.softcap < 0:
+        if not 0 <= self.softcap < math.inf:
             raise ValueError(f"softcap={self.softcap}: must be positive, or 0 for none")
         for name, known in (("dtype", DTYPES), ("init", INITS)):
             if getattr(self, name) not in known:

@@ -226,7 +226,7 @@ def gpu(text: str) -> Gpu:
             number = float(value)
         except ValueError:
             raise ValueError(f"--gpu {change!r}: takes NAME=NUMBER") from None
-        if number <= 0:
+        if not 0 < number < float("inf"):
             raise ValueError(f"--gpu {change!r}: takes a number above 0")
         found = _changed(found, key, number)
     return found

@@ -16,7 +16,6 @@ are kept in results/attention-bounds/, and docs/attention-bounds.md is rendered 
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from cutex.arch import arch
-from cutex.command import answered
+from cutex.command import Parser, answered, in_clone
 from cutex.compile.resources import Code, opcodes, resources, sass
 from cutex.kernels.attention.choose import Shape
 from cutex.kernels.attention.config import ELEMENT, HEAD_DIMS
@@ -182,9 +181,10 @@ def read(file: Path) -> list[Row]:
 
 @answered
 def main(argv: Sequence[str] | None = None) -> int:
-    argparse.ArgumentParser(
+    Parser(
         prog="python -m cutex.kernels.attention.sm100.bounds", description=f"Write {PAGE} anew."
     ).parse_args(argv)
+    in_clone(PAGE)
     from cutex.kernels.attention.sm100 import fa4
 
     rows = [row(c) for c in configs()]

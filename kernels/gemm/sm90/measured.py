@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 FILE = Path(__file__).with_name("measured.npz")
 WIDTH = 0.85  # of the Gaussian weights of distance: sqrt(1/2) of a doubling of two sizes
+SIZES = 3  # the first dimensions of a place: M, N and K
+FARTHEST = 4.0  # in sizes: beyond, a weight is below 2e-5 and not computed
 PRIOR = 0.3  # weight of the assumed zero error
 CAUTION = 0.06  # added to the logarithm of the time where nothing was measured nearby
 LARGEST = 0.35  # clip of a measured error, in logarithms
@@ -57,14 +59,22 @@ def measured() -> tuple[np.ndarray, np.ndarray]:
 
 def errors_nearby(places: np.ndarray) -> np.ndarray:
     """The model's expected errors at `places` (PLACE, DIMENSION), as logarithms."""
-    return estimate(places, *measured())
+    known, errors = measured()
+    sizes, of_known = places[:, :SIZES], known[:, :SIZES]
+    away = np.maximum(sizes.min(0) - of_known, of_known - sizes.max(0)).clip(0)
+    near = (away**2).sum(1) < FARTHEST**2
+    return estimate(places, known[near], errors[near])
 
 
 def estimate(places: np.ndarray, known: np.ndarray, errors: np.ndarray) -> np.ndarray:
     """The model's expected errors, as logarithms, at `places`, given its `errors` at the places
     `known`."""
-    squares = (places**2).sum(1)[:, None] + (known**2).sum(1)[None] - 2 * places @ known.T
-    weights = np.exp(-np.maximum(squares, 0) / (2 * WIDTH**2))
+    scale = WIDTH * 2**0.5
+    places, known = places.astype(known.dtype) / scale, known / scale
+    weights = 2 * places @ known.T  # in place from here on: 3 million pairs a problem
+    weights -= (places**2).sum(1)[:, None]
+    weights -= (known**2).sum(1)[None]
+    np.exp(np.minimum(weights, 0, out=weights), out=weights)
     near = weights.sum(1)
     mean = weights @ errors.clip(-LARGEST, LARGEST) / (near + PRIOR)
     return mean + CAUTION * np.sqrt(PRIOR / (near + PRIOR))
