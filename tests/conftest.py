@@ -74,7 +74,7 @@ class FakeGpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_us = 0.0
-        self.log: list[str] = []  # what ran, repeats of one name told once
+        self.log: list[str] = []  # names of the launches, repeats of one only once
         self.capturing: list[tuple[str, float, Callable[[], object]]] | None = None
         gpu = self
 

@@ -78,8 +78,8 @@ def fitted_on(mnk: tuple[int, int, int]) -> bool:
 
 
 def losses() -> dict[tuple[int, int, int], float]:
-    """By problem, the time that the width ranked first by the model takes longer than the best,
-    relative."""
+    """The time that the width ranked first by the model takes longer than the best, relative, by
+    problem."""
     found = {}
     for row in csv.DictReader(MEASURED.read_text().splitlines()):
         m, n, k = (int(row[name]) for name in "mnk")

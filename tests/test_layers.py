@@ -46,7 +46,7 @@ SIM_KNOWS = {
         "tracing",
     )
 }
-OPERATORS = ("problem", "ops", "kernels")  # the rest speaks of no one operator
+OPERATORS = ("problem", "ops", "kernels")  # the rest names no operator
 
 
 def sources(root: Path) -> dict[str, Path]:

@@ -306,9 +306,9 @@ def swept(tmp_path) -> list[SweepRow]:
 
 @pytest.fixture
 def container(monkeypatch):
-    """What runs there, in this process, with a `python -m cutex.sweep` that takes no time.
+    """A container in this process, with a `python -m cutex.sweep` that takes no time.
 
-    broken: names of problems that come out wrong.
+    broken: names of problems with a wrong result.
     """
     container = SimpleNamespace(calls=[], broken=set())
 
@@ -373,7 +373,7 @@ def test_a_layer_that_is_wrong_there_fails_the_command(cloud, run, container, tm
 
 
 def test_layers_are_compiled_here_in_one_go(monkeypatch, tmp_path):
-    """All of an arch by one process, which says where the kernels are."""
+    """All of an arch are compiled by one process, which prints the folders of the kernels."""
     made = rental.plan(args(*LAYERS, "--gpu", "H200,B200,H100!", "--out", str(tmp_path)))
     calls = []
 

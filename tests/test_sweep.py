@@ -99,7 +99,7 @@ def test_a_summary_is_of_the_best_of_the_others():
 
 
 def test_a_layout_is_named_as_blas_names_it():
-    """T: a matrix that is stored with K contiguous, of BLAS's two, which are b and a of ours."""
+    """T: a matrix stored with K contiguous; BLAS's two operands are our b and a."""
     for direction in PASSES:
         a_by_k, b_by_k = LayerProblem(24, 40, 16, direction).k_contiguous
         name = ("T" if b_by_k else "N") + ("N" if a_by_k else "T")
@@ -143,7 +143,7 @@ def test_a_problem_is_timed_again_beside_a_peer_that_was_not_asked_for():
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU on which every problem takes as long as ROW; `measured`: names, in order."""
+    """A GPU on which every problem takes as long as ROW; `measured` has the names, in order."""
     gpu = SimpleNamespace(measured=[], raises={}, commit="c", works=True)
 
     def measure(entry, *_):
@@ -165,7 +165,7 @@ def asked(entries):
 
 
 def ours(built):
-    """What a sweep times; `built` is given what was built."""
+    """The functions that a sweep times; `built` gets the builds."""
 
     def build(operands, dtype):
         built.append((len(operands), dtype))
@@ -327,7 +327,7 @@ def test_bad_input_is_one_sentence(argv, says, gpu, tmp_path, capsys):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_preflight_checks_each_layout_in_the_simulator(dtype, monkeypatch, tmp_path, capsys):
-    """And says where the kernels are, of which it compiles all that are asked for."""
+    """It also prints the folders of the kernels, all of which it compiles."""
     todo = tmp_path / "todo"
     entries = [e for e in corpus(dtype) if not e.fits][:2]
     todo.write_text("\n".join(e.name for e in entries))

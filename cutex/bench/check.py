@@ -106,7 +106,7 @@ def runs(args: argparse.Namespace) -> Iterator[Run]:
 
 @contextmanager
 def _group(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """`command` in a process group of its own, which ends with the block, and says nothing then."""
+    """A context with `command` in a process group of its own, which ends with the block."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
         try:
             yield process

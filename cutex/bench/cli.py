@@ -251,7 +251,7 @@ RUNNING = ("order", "seeds", "jobs", "compare", "cache_state", "check_only", "ex
 
 
 def _refuse_beside(what: str, args: argparse.Namespace, names: Iterable[str]) -> None:
-    """ValueError for the first of these options that is given: `what` would leave it out."""
+    """Raise ValueError if one of these options is given, which `what` would ignore."""
     for name in names:
         if getattr(args, name, None):
             raise ValueError(f"--{name.replace('_', '-')} does not go with {what}")

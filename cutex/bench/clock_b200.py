@@ -201,8 +201,8 @@ def errors(rows: Iterable[B200Row], model: B200Model) -> Iterator[B200Error]:
 
 
 def losses(found: Sequence[B200Error]) -> list[float]:
-    """By problem, the time that the config which the model ranks first loses to the fastest one,
-    relative."""
+    """The time that the config ranked first by the model loses to the fastest one, relative, by
+    problem."""
     problems: dict[tuple[str, tuple[int, int, int]], list[B200Error]] = {}
     for e in found:
         problems.setdefault((e.row.dtype, e.row.mnk), []).append(e)

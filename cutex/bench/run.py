@@ -30,7 +30,7 @@ DEVICES = ("auto", "cuda", "sim")
 
 @dataclass(frozen=True)
 class Options:
-    """How to run a problem; no option changes the numbers that it computes."""
+    """The way to run a problem; no option changes the numbers that it computes."""
 
     order: str = "fifo"  # simulator: one of cutex.orders.ORDERS
     seeds: int = 1  # simulator: the number of orders of that kind, if it has seeds
@@ -74,8 +74,8 @@ def admit(problem: Problem, stages: Sequence[AnyStage], device: str, options: Op
 
 
 def has_room(problem: Problem) -> None:
-    """ValueError where this machine's memory cannot hold a simulated run of `problem`: operands,
-    and in float64 those and a result, to compare with."""
+    """Raise ValueError unless this machine's memory can hold a simulated run of `problem`: its
+    operands, and operands and result of the reference in float64."""
     needed, there = 9 * problem.bytes, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > there:
         raise ValueError(

@@ -94,7 +94,7 @@ def measure(
 
 
 def row_of(entry: Entry, compare: Sequence[str], tuned: bool, message: str) -> SweepRow:
-    """The row of a problem of which nothing is known but `message`."""
+    """The row of a problem without a result, with `message` as the reason."""
     import torch
 
     problem = entry.problem
@@ -165,14 +165,14 @@ def sweep(
 
 
 def build(entries: Sequence[Entry], ours: Ours) -> list[Path]:
-    """Compile what `entries`, which are of one dtype, take; the folders of the kernels."""
+    """Compile the kernels of `entries`, which are of one dtype, and return their folders."""
     operands = [e.problem.inputs("meta") for e in entries]
     return ours.build(operands, entries[0].problem.outputs("meta")[0].dtype)
 
 
 def gpu_works() -> bool:
     """Whether this process can still use its GPU: after an access to a wrong address no launch
-    succeeds, and all later problems would be taken for wrong."""
+    succeeds, and all later problems would count as wrong."""
     import torch
 
     try:
@@ -330,7 +330,7 @@ def preflight(arch_name: str, entries: Sequence[Entry], ours: Ours) -> int:
 
 
 def timed_below(ratio: float, entries: Iterable[Entry], file: Path) -> list[Entry]:
-    """Those of `entries` whose untuned row in `file` has less than `ratio` times the speed of the
-    fastest other library."""
+    """The entries whose untuned row in `file` has less than `ratio` times the speed of the fastest
+    other library."""
     timed = {row.name: row.ratio for row in rows.read(file) if not row.tuned}
     return [e for e in entries if (found := timed.get(e.name)) is not None and found < ratio]

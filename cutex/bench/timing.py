@@ -96,7 +96,7 @@ def summarise(
 
 @dataclass(frozen=True)
 class Sampling:
-    """How long variants are timed, and how often."""
+    """The length and the number of samples of a timing."""
 
     rounds: int = ROUNDS
     warm_up_seconds: float = WARM_UP_SECONDS

@@ -76,8 +76,8 @@ class UserFunction:
 
 
 def arguments_taken(function: Callable[..., Any], counts: Sequence[int]) -> int | None:
-    """The first of `counts` of positional arguments that `function` can be called with; None if it
-    cannot be called with any, or, being no Python function, does not tell."""
+    """The first of `counts` that `function` accepts as its number of positional arguments; None if
+    there is none, or if it has no signature, not being a Python function."""
     try:
         signature = inspect.signature(inspect.unwrap(function))
     except (TypeError, ValueError):

@@ -80,7 +80,7 @@ def build(
     seconds: float | None = None,
     ended: Callable[[], object] = lambda: None,
 ) -> list[bool]:
-    """Compile `jobs` in order, and call `ended` after each. Returns for each whether it is on disk,
+    """Compile `jobs` in order, and call `ended` after each. Return for each whether it is on disk,
     at the latest `seconds` after the compiler is imported; a job that does not compile is not."""
     done = [False] * len(jobs)
     if not jobs:

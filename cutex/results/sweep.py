@@ -98,8 +98,8 @@ def read(file: Path) -> list[SweepRow]:
 def timed(
     rows: Iterable[SweepRow], commit: str | None, tuned: bool, peers: Sequence[str]
 ) -> set[str]:
-    """The names of the problems that need not be timed again: those that `rows` has from the same
-    commit, tuned alike, beside at least `peers`."""
+    """The names of the problems that need not be timed again: those with a row in `rows` from the
+    same commit, tuned alike, beside at least `peers`."""
     return {
         r.name
         for r in rows

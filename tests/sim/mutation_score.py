@@ -1,9 +1,9 @@
-"""Runs mutants of our kernels and says what became of each operator's.
+"""Run mutants of our kernels, and count the outcomes of each operator's.
 
     python tests/sim/mutation_score.py results.jsonl [--at-most 6] [--subject gemm] [--share 0/2]
 
 appends a line for each mutant that the file does not have yet, and prints the table of all that it
-has. A mutant is run in the default order, and where nothing is told of it in the others.
+has. A mutant is run in the default order, and without a report also in the others.
 """
 
 from __future__ import annotations

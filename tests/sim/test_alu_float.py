@@ -74,7 +74,7 @@ def test_a_sum_whose_tail_float64_cannot_hold_is_rounded_by_it(execute):
 
 
 def test_fma_does_not_round_twice(execute):
-    """The product lies just beside a tie of float32, by less than float64 would show."""
+    """The product is just beside a tie of float32, by less than float64 would show."""
     x, y = np.float32(1 + 2.0**-12), np.float32(1 + 2.0**-12)
     exact = float(x) * float(y)
     z = np.array([2.0**30 * s for s in (1, -1, 3, 5)] + [2.0**-90, -(2.0**-90)], np.float32)

@@ -270,7 +270,7 @@ COUNT = """mov.u32 %r0, 0; LOOP: add.u32 %r0, %r0, 1; setp.lt.u32 %p0, %r0, {};
 
 
 def test_a_long_loop_is_no_deadlock(monkeypatch):
-    """What 3,000,000 rounds are to the limit as it is, 100,000 are to a thirtieth of it."""
+    """100,000 rounds at a thirtieth of the limit stand for 3,000,000 at the real one."""
     from cutex.sim import scheduler
 
     monkeypatch.setattr(scheduler, "_ROUNDS", scheduler._ROUNDS // 30)

@@ -31,7 +31,7 @@ def program(body: str):
 
 
 def places(body: str) -> dict[str, int]:
-    """By register of ``body``, its storage."""
+    """The storage of each register of ``body``."""
     found = program(body)
     registers = {
         o for ins in found.code for o in ins.operands if isinstance(o, Reg) and o.bank == 32

@@ -165,8 +165,8 @@ def test_errors_against_measured_cycles_do_not_grow(op, quick):
 
 @pytest.mark.slow
 def test_the_config_that_the_clock_calls_best_loses_little_time():
-    """At most 3 % on each of the README's problems; in cycles, of which memory's clock makes more
-    or fewer, 4 %.
+    """It loses at most 3 % on each of the README's problems; in cycles, of which memory's clock
+    makes more or fewer, 4 %.
     """
     found = clock_configs.choices(clock_configs.found(clock_configs.configs(measured(MEASURED))))
     assert len(found) == 11

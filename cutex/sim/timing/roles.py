@@ -25,7 +25,7 @@ DEPTH = 3  # calls from the kernel's body on within which roles part
 
 def role(counts: list[tuple[Instruction, int]], program: list[Event]) -> tuple[str, ...]:
     """The names of a warp that executed instructions so many times, and has these events: first
-    that of the function that the kernel's body calls, then of one that this calls.
+    that of the function that the kernel's body calls, then that of the function below it.
     """
     if not any(isinstance(e, Load | Mma | Store | Columns) for e in program):
         return (by_deeds(program),)
@@ -68,7 +68,7 @@ def _entered(counts: list[tuple[Instruction, int]], depth: int) -> str:
 
 
 def _role_name(entered: Call) -> str:
-    """'load_tiles' of a method `load_tiles`; 'softmax' of the method `run` of a SoftmaxRole."""
+    """'load_tiles' for a method `load_tiles`; 'softmax' for the method `run` of a SoftmaxRole."""
     cls, _, function = entered.function.rpartition(".")
     if function not in _METHOD:
         return function

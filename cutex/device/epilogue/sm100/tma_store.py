@@ -109,7 +109,7 @@ class SubTiles(NamedTuple):
 
 
 def stores_until_reuse(part: int, num_parts: int, num_slots: int) -> int:
-    """How many stores after the last use of its slot the store of `part` comes, over consecutive
+    """The number of stores from the last use of its slot to the store of `part`, over consecutive
     tiles."""
     if part >= num_slots:
         return num_slots
