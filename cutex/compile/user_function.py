@@ -25,7 +25,7 @@ from uuid import uuid4
 from cutex.errors import CutexError
 
 _VALUES = (type(None), bool, int, float, complex, str, bytes, type(...))
-_FIXED = {"cutlass", "numpy", "torch", *sys.stdlib_module_names}  # as their versions have them
+_FIXED = {"cutlass", "numpy", "torch", *sys.stdlib_module_names}  # packages fixed by their versions
 _EVASIVE = {"eval", "exec", "globals", "locals", "vars", "getattr", "__import__"}
 
 

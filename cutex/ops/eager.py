@@ -107,7 +107,7 @@ def _unplanned(call: Call) -> Tensor:
         or (_grad_enabled() and any(x.requires_grad for x in given))
     ):
         return _through_operator(call)
-    result = planned(*call.arguments)  # which autocast may have kept from its plan
+    result = planned(*call.arguments)  # autocast may have kept the call from its plan
     result = run(call) if result is None else result
     written(call.out, call.amax)
     return result
@@ -142,7 +142,7 @@ class _Plan:
         self.device = call.a.device
         self.empty = empty_of(call.a.device, SEVERAL_GPUS)
         self.tall = arranged.tall
-        self.names = arranged.names  # of the arguments beside a, b and out
+        self.names = arranged.names  # names of the arguments beside a, b and out
         given = dict(zip(self.names, arranged.tensors[3:], strict=True))
         self.copies_out = "c" in given and given["c"].data_ptr() != arranged.tensors[2].data_ptr()
         self.functions = user_functions(arranged.ops)

@@ -35,7 +35,7 @@ class SweepRow:
     mnk: tuple[int, int, int]
     direction: str
     dtype: str
-    fits: bool  # of the half that choices may be fitted on
+    fits: bool  # it is of the half on which choices may be fitted
     ok: bool
     message: str
     us: float | None  # ours, the median; None if wrong

@@ -53,7 +53,7 @@ class SimReport:
     ctas: int = 0
     seconds: float = 0.0
     counts: dict[str, int] = field(default_factory=dict)
-    times: list[TimeReport] = field(default_factory=list)  # of each launch, where asked for
+    times: list[TimeReport] = field(default_factory=list)  # one for each launch, with ``time``
     kernels: dict[str, KernelResources] = field(default_factory=dict)  # where asked for
     # if only some clusters of a launch were simulated: which launches, and which elements of each
     # tensor of up to 64 MB were written

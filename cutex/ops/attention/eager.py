@@ -158,7 +158,7 @@ class Known(NamedTuple):
 
 
 _known: dict[tuple[Any, ...], tuple[Known, ...]] = per_device({})  # by options and shapes
-_plans: dict[tuple[Any, ...], Plan] = per_device({})  # by all that they depend on
+_plans: dict[tuple[Any, ...], Plan] = per_device({})  # by everything that a plan depends on
 _grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
 
@@ -248,7 +248,7 @@ def _remember(
     key: tuple[Any, ...], plan: Plan, launch: Callable[..., Any], tensors: tuple[Tensor, ...]
 ) -> None:
     if len(set(map(id, tensors))) < len(tensors):
-        return  # of which a guard is never sure
+        return  # a guard never accepts one tensor twice
     wants_gradient = any(x.requires_grad for x in tensors)
     always = not (wants_gradient or plan.has_functions)
     known = Known(guard(tensors), always, wants_gradient, plan, launch)

@@ -52,7 +52,7 @@ class Overrides:
 
     library: torch.library.Library
     originals: dict[tuple[str, str], Any] = field(default_factory=dict)
-    order: list[int] | None = None  # of SDPA's backends, as it was
+    order: list[int] | None = None  # SDPA's backends as they were ordered
 
     @classmethod
     def install(cls) -> Overrides:

@@ -216,7 +216,7 @@ class Wgmma:
             meeting.agents.append((m.clocks.agent(Kind.TENSOR, warp), state.commits + 1))
             if not fenced:
                 m.warpgroups.check_fence(warp, self.touches, self.ins)
-            unwaited = Unwaited(state.commits + 1, self.ins)  # in flight in its open group
+            unwaited = Unwaited(state.commits + 1, self.ins)  # in flight, in the open group
             state.results[self.results] = unwaited
             if self.sources is not None:
                 state.sources[self.sources] = unwaited

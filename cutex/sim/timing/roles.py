@@ -18,9 +18,9 @@ _LIBRARIES = ("site-packages", "/device/", "/schedulers/")  # code that kernels 
 _WHOLE = {"kernel", "__call__"}  # functions that all warps run
 # functions with which a role begins, or of which it consists, in our kernels: not names of a role
 _PARTS = {"give_registers", "take_registers", "run", "start", "part", "tile_counts"}
-_METHOD = {"run", "start", "__call__"}  # of an object that is the role: its class has the name
-_DEEDS = (r"wgmma\.mma_async|tcgen05\.mma", r"cp\.async\.bulk.*complete_tx")  # of roles' own
-DEPTH = 3  # calls from the kernel's body on within which roles part
+_METHOD = {"run", "start", "__call__"}  # methods of a role's object: its class has the name
+_DEEDS = (r"wgmma\.mma_async|tcgen05\.mma", r"cp\.async\.bulk.*complete_tx")  # only roles run them
+DEPTH = 3  # the calls, from the kernel's body on, in which roles may differ
 
 
 def role(counts: list[tuple[Instruction, int]], program: list[Event]) -> tuple[str, ...]:

@@ -153,7 +153,7 @@ class TileStore(NamedTuple):
 
     parts: SubTiles
     stores: TileStores
-    first_column: Int32  # of the tile, in sub-tiles
+    first_column: Int32  # the tile's first column, in sub-tiles
 
     @cute.jit
     def store(self, tTR_rAcc: cute.Tensor, part: cutlass.Constexpr[int]) -> None:
