@@ -107,7 +107,7 @@ PLANTS = {
         "exchange", CLUSTER.format("  # both have stored"), "", "= mine[0]", "race"
     ),
     "a CTA leaves while the other reads its shared memory": Plant(
-        "exchange", CLUSTER.format("  # nobody leaves before"), "", "= mine[0]", "exit"
+        "exchange", CLUSTER.format("  # no thread leaves before"), "", "= mine[0]", "exit"
     ),
     "registers are asked for that nobody gives back": Plant(
         "exchange", "block=[64, 1, 1], cluster", "block=[512, 1, 1], cluster",
