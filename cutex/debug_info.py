@@ -262,7 +262,8 @@ class _Paths:
 
         code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
         kind = "edge" if code.co_name == _KERNEL_EDGE else "framework"
-        stand_in = module.startswith("cutex.sim.")  # a script's calls pass through it
+        # NOTE: a script's calls pass through the first, a @deprecated function's through the second
+        stand_in = module.startswith("cutex.sim.") or module == "typing_extensions"
         if not (
             stand_in or op._is_framework_module(module) or op._is_framework_frame(code.co_filename)
         ):

@@ -342,7 +342,7 @@ def test_layers_of_models_are_swept_in_parts_and_recorded_as_they_come(
     assert sorted(r.name for r in swept(tmp_path)) == sorted(e.name for e in half)
     (where,) = {(r.environment["rented"], r.environment["commit"]) for r in swept(tmp_path)}
     assert where == ("H200", commit())
-    assert f"NVIDIA H200\nall {len(half)}: 1.100x" in ran.out
+    assert f"NVIDIA H200: {len(half)} at {commit()}\nall {len(half)}: 1.100x" in ran.out
     assert f"NVIDIA H200: {half[0].name}: 1.100x" in ran.out
 
 

@@ -90,6 +90,7 @@ def test_a_summary_is_of_the_best_of_the_others():
     slow = replace(ROW, name="b", us=20.0, mnk=(5000, 512, 20000))
     summary = Summary.of([ROW, slow, replace(ROW, us=None)])
     assert (summary.count, summary.worst, summary.below) == (2, pytest.approx(0.55), 0.5)
+    assert str(summary).endswith("worst 0.55, 50% below 0.97, 1 below 0.90")
     assert summary.mean == pytest.approx((1.1 * 0.55) ** 0.5)
     classes = {(title, name) for title, name, _ in rows.by_class([ROW, slow])}
     assert {("M", "1-16"), ("M", "over 1024"), ("N", "1-2048"), ("K", "over 8192")} <= classes
@@ -117,7 +118,7 @@ def test_the_sorted_ratios_are_summed_up_by_tenths():
 def test_each_device_is_summed_up_for_itself():
     text = rows.text_by_device([ROW, replace(ROW, device_name="NVIDIA B200", us=20.0)])
     assert [line for line in text.splitlines() if "NVIDIA" in line] == [
-        *("NVIDIA B200", "NVIDIA H200")
+        *("NVIDIA B200: 1 at unknown", "NVIDIA H200: 1 at unknown")
     ]
     assert text.count("all 1: ") == 2
 
@@ -228,7 +229,7 @@ def test_the_command_times_sums_up_and_goes_on(gpu, tmp_path, capsys):
     command = ["--only", str(todo), "--compare", "cublas", "--out", str(tmp_path)]
     assert sweep.main(lambda: ours([]), command) == 0
     out = capsys.readouterr().out
-    assert "NVIDIA H200\nall 12: 1.100x" in out
+    assert "NVIDIA H200: 12 at c\nall 12: 1.100x" in out
     assert out.partition("lowest:")[2].count("1.100") == 10
     assert sweep.main(lambda: ours([]), command) == 0
     assert "12 problems are in" in capsys.readouterr().err and len(gpu.measured) == 12

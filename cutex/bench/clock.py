@@ -54,7 +54,7 @@ def _record_lengths(problem: Problem, stage: AnyStage, tiles: tuple[int, ...]) -
         brief = problem.with_steps(config, wanted, count)
         records.append(_record(brief, stage, (WALKED + 0.3) * brief.work(config)[1], look=False))
         lengths.append(brief.tile_steps(config)[0])
-    long = _launched(problem, stage, lambda h, p, a, r: look_at(h, p, a, r, records[1]))
+    long = launched(problem, stage, lambda h, p, a, r: look_at(h, p, a, r, records[1]))
     short = replace(records[0], grid=long.grid, sharing=long.sharing)
     return Lengths(short, long, (lengths[0], lengths[1]), tiles)
 
@@ -62,10 +62,10 @@ def _record_lengths(problem: Problem, stage: AnyStage, tiles: tuple[int, ...]) -
 def _record(problem: Problem, stage: AnyStage, limit: float, look: bool = True) -> Traced:
     from cutex.sim.timing.trace import trace
 
-    return _launched(problem, stage, lambda h, p, a, r: trace(h, p, a, r, limit, look)[0])
+    return launched(problem, stage, lambda h, p, a, r: trace(h, p, a, r, limit, look)[0])
 
 
-def _launched(problem: Problem, stage: AnyStage, how: Callable[..., Traced]) -> Traced:
+def launched(problem: Problem, stage: AnyStage, how: Callable[..., Traced]) -> Traced:
     """Return ``how``'s record of a launch, on zeros where the problem may have them: they cost
     nothing."""
     from cutex.sim.host.loaded import captured

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -69,12 +68,11 @@ def markdown(sweeps: dict[str, list[SweepRow]], pictures: str) -> list[str]:
 
 def table(dtype: str, rows: Sequence[SweepRow]) -> tuple[str, str]:
     when = max(r.run for r in rows)[:10]
-    commits = Counter(r.environment.get("commit", "unknown") for r in rows)
     of = sum(not e.fits for e in corpus(dtype))
     caption = (
         f"`cutex.matmul` untuned, times the best of {others(rows)} in the same run: {dtype}, "
         f"Gaussian data, cold L2, {when}; {len(rows)} of the {of} problems that nothing was fitted "
-        f"on, {' and '.join(f'{n} at {commit}' for commit, n in commits.items())}."
+        f"on, {sweep.commits(rows)}."
     )
     cells = [("all", Summary.of(rows))]
     cells += [(f"{title} {name}", summary) for title, name, summary in sweep.by_class(rows)]

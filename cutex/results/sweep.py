@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -135,6 +136,7 @@ class Summary:
     mean: float  # geometric
     worst: float
     below: float  # the share that is below LOW
+    far_below: int  # how many are below LOWEST
 
     @staticmethod
     def of(rows: Iterable[SweepRow]) -> Summary:
@@ -143,10 +145,14 @@ class Summary:
         if not ratios:
             raise ValueError("no row was timed beside others")
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        return Summary(len(ratios), mean, min(ratios), sum(x < LOW for x in ratios) / len(ratios))
+        low, lowest = (sum(x < limit for x in ratios) for limit in (LOW, LOWEST))
+        return Summary(len(ratios), mean, min(ratios), low / len(ratios), lowest)
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f}x, worst {self.worst:.2f}, {self.below:.0%} below {LOW}"
+        return (
+            f"{self.mean:.3f}x, worst {self.worst:.2f}, {self.below:.0%} below {LOW}, "
+            f"{self.far_below} below {LOWEST:.2f}"
+        )
 
 
 def by_class(rows: Sequence[SweepRow]) -> Iterator[tuple[str, str, Summary]]:
@@ -196,8 +202,16 @@ def text(rows: Sequence[SweepRow]) -> str:
 
 
 def text_by_device(rows: Iterable[SweepRow]) -> str:
-    """`text` of each device's rows, under its name."""
+    """`text` of each device's rows, under its name and the commits that were timed."""
     devices: dict[str, list[SweepRow]] = {}
     for row in rows:
         devices.setdefault(row.device_name, []).append(row)
-    return "\n\n".join(f"{name}\n{text(members)}" for name, members in sorted(devices.items()))
+    return "\n\n".join(
+        f"{name}: {commits(members)}\n{text(members)}" for name, members in sorted(devices.items())
+    )
+
+
+def commits(rows: Iterable[SweepRow]) -> str:
+    """How many of `rows` are of which commit."""
+    counts = Counter(r.environment.get("commit") or "unknown" for r in rows)
+    return " and ".join(f"{count} at {commit}" for commit, count in counts.items())

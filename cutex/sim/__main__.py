@@ -23,6 +23,7 @@ from cutex.orders import MOST_JOBS, add_order
 
 # Libraries that keep compiled kernels on disk and load them from there, past the simulator.
 NO_DISK_CACHES = {"QUACK_CACHE_ENABLED": "0", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}
+INTERPRETED = {"TRITON_INTERPRET": "1"}  # Triton kernels of the script run on the CPU
 
 
 def parser() -> Parser:
@@ -91,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if why := _bad_clock(options):
         return refuse(why)
     os.environ["CUTE_DSL_ARCH"] = options.arch  # the DSL reads it once, when it is imported
-    os.environ.update(NO_DISK_CACHES)
+    os.environ.update(NO_DISK_CACHES | INTERPRETED)
     from cutex.sim.host.calls import Calls, Clock
     from cutex.sim.host.dsl_stand_in import dsl_on_cpu
     from cutex.sim.host.torch_stand_in import torch_on_cpu

@@ -9,7 +9,7 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
-from elementwise import apply, expect_equal, integers
+from elementwise import apply, crossed, expect_equal, integers
 from ptx_kernel import simulate_ptx
 from softfloat import (
     BF16,
@@ -74,6 +74,22 @@ def test_a_narrow_result_is_extended_into_its_wide_register(execute, to):
     code = f"{{{{ .reg .b64 t; cvt.u64.u32 t, {{a}}; cvt.{to}.u64 {{d}}, t; }}}}"
     got = apply(execute, code, np.int32, x)
     expect_equal(got, x.astype(INTEGERS[to]).astype(np.int32), x)
+
+
+@pytest.mark.parametrize("kind", ["u16", "s16", "u8", "s8", "u4", "s4", "u2", "s2"])
+def test_two_integers_are_clamped_and_packed_above_what_there_is(execute, kind):
+    bits = int(kind[1:])
+    least, most = (0, 2**bits - 1) if kind[0] == "u" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    high, low = crossed(integers(np.int32), integers(np.int32, seed=1))
+    third = ", {c}" if bits < 16 else ""
+    above = integers(np.uint32, seed=2, count=len(high))[: len(high)]
+    code = f"cvt.pack.sat.{kind}.s32{'.b32' if third else ''} {{d}}, {{a}}, {{b}}{third};"
+    got = apply(execute, code, np.uint32, high, low, *([above] if third else []))
+    want = above.astype(np.uint64) << 2 * bits if third else np.zeros(len(high), np.uint64)
+    for i, x in enumerate((low, high)):
+        clamped = np.clip(x.astype(np.int64), least, most) & (2**bits - 1)
+        want |= clamped.astype(np.uint64) << bits * i
+    expect_equal(got, want.astype(np.uint32), high, low)
 
 
 def test_a_narrow_source_is_read_from_the_low_bits_of_its_register(execute):

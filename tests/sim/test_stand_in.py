@@ -295,6 +295,32 @@ def test_a_tensor_in_a_tuple_has_its_name_in_reports(run_script):
     assert "past the end of ab[1]" in done.stderr and "c[i] = a[i] + b[i] * scale" in done.stderr
 
 
+BY_TVM_FFI = """
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+
+@cute.jit
+def in_a_tuple(abp: tuple, c: cute.Tensor, scale: cutlass.Float32, stream: CUstream):
+    a = cute.make_tensor(abp[1][1], cute.make_layout(150))
+    add(a, abp[0], c, scale, stream)
+
+
+fake = make_fake_tensor(cutlass.Float32, (150,), (1,))
+at = make_ptr(cutlass.Float32, 0, cute.AddressSpace.gmem)
+environment = make_fake_stream(use_tvm_ffi_env_stream=True)
+compiled = cute.compile(
+    in_a_tuple, (fake, (fake, at)), fake, 2.0, environment, options="--enable-tvm-ffi"
+)
+compiled((b, (b, a.data_ptr())), c, 2.0)
+"""
+
+
+def test_tvm_ffi_takes_tensors_and_pointers_in_tuples(run_script):
+    done = run_script(HEAD + BY_TVM_FFI + CHECK)
+    assert done.returncode == 0, done.stderr
+    assert "right" in done.stdout and "no findings" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [(("none.py",), "none.py is not a file"), (("--seed", "-1", __file__), "--seed -1: takes"),

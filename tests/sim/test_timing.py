@@ -12,7 +12,7 @@ import torch
 from cutlass import Float32, cute
 
 from cutex.bench import clock_configs
-from cutex.bench.clock import record, time_stage
+from cutex.bench.clock import launched, record, time_stage
 from cutex.bench.clock_errors import (
     Error,
     Row,
@@ -26,6 +26,7 @@ from cutex.bench.clock_errors import (
     traces_file,
 )
 from cutex.bench.clock_page import MEASURED, PAGE, constants
+from cutex.bench.run import settle
 from cutex.gemm import main as gemm_main
 from cutex.problem import problem_class
 from cutex.problem.gemm import GemmProblem
@@ -40,6 +41,7 @@ from cutex.sim.timing.machine_code import costs, read
 from cutex.sim.timing.predict import predict
 from cutex.sim.timing.replay import Replay
 from cutex.sim.timing.roles import distinct
+from cutex.sim.timing.sampled import Sampled, numbers, sample
 from cutex.sim.timing.timed import Whole
 from cutex.sim.timing.units import Interval, Memory
 
@@ -236,6 +238,37 @@ def test_causal_tiles_have_the_blocks_of_keys_that_they_see(dispatch, steps):
     alike = problem.with_steps(config, 3)
     assert alike.tile_steps(config) == (3,)
     assert alike.work(config) == (3 * block, 3 * block)
+
+
+@pytest.mark.parametrize(
+    "number, causal",
+    [
+        (2, True),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        pytest.param(8, True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_grid_of_unknown_tiles_takes_as_long_as_one_of_known_ones(number, causal):
+    """CTAs with one tile each, all alike and not, and CTAs that take theirs from a counter."""
+    problem = problem_class("attention").of(
+        {"batch": 4, "seqlen_q": 512, "seqlen_k": 512, "heads_q": 16, "heads_kv": 16,
+         "head_dim": 64, "head_dim_v": 64, "causal": causal}
+    )  # fmt: skip
+    one = settle(stage("attention", "sm_90a", number), problem, timed=False)
+    known, whole = record(problem, one)
+    blind = launched(problem, one, lambda host, *rest: sample(host, *rest)[0])
+    assert isinstance(blind, Sampled) == causal
+    found = predict(blind, gpu("h200"))
+    assert found.cycles == pytest.approx(predict(known, gpu("h200"), whole).cycles, rel=0.15)
+    assert bool(found.sampled[0]) == causal
+    assert found.flops == pytest.approx(whole.flops, rel=0.15)
+
+
+def test_samples_are_spread_over_a_grid_whatever_its_period():
+    assert numbers(3, 16) == [0, 2, 1]
+    for period in (2, 7, 64, 1000):
+        places = [n % period for n in numbers(1 << 16, 16)]
+        assert 0.3 < np.mean(places) / max(1, period - 1) < 0.7
 
 
 def test_a_cluster_barrier_does_not_wait_for_warps_that_have_ended():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import cutlass
@@ -26,6 +27,15 @@ def is_tensor(value: Any) -> bool:
 def holds_tensors(value: Any) -> bool:
     """Whether ``value`` is a tuple or list that contains a tensor, at any depth."""
     return isinstance(value, tuple | list) and any(is_tensor(v) or holds_tensors(v) for v in value)
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[HostTensor]:
+    """The tensors among captured arguments, also those in tuples."""
+    for value in values:
+        if isinstance(value, HostTensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from tensors_in(value)
 
 
 def takes_stream(arguments: Any) -> bool:
@@ -48,7 +58,7 @@ def captured(given: Any, name: str) -> Any:
     if isinstance(given, cutlass.Numeric):
         return given.value
     if isinstance(given, tuple | list):
-        return tuple(captured(g, name) for g in given)
+        return tuple(captured(g, f"{name}[{i}]") for i, g in enumerate(given))
     return given
 
 

@@ -13,6 +13,7 @@ import cuda.bindings.runtime as cuda_runtime
 from cutlass.base_dsl.runtime.cuda import create_cuda_runtime_error
 
 from cutex.sim.errors import CooperativeTooLarge, Finding, SimError
+from cutex.sim.host.arguments import tensors_in
 from cutex.sim.host.capture import HostTensor, Launch
 from cutex.sim.host.torch_stand_in import DeviceMemory
 from cutex.sim.reports import around, folded
@@ -83,7 +84,7 @@ class Calls:
     ) -> None:
         """Simulate one call; ``tensors`` are those that ``arguments`` hold only as addresses."""
         started = time.perf_counter()
-        named = [*tensors, *(a for a in arguments if isinstance(a, HostTensor))]
+        named = [*tensors, *tensors_in(arguments)]
         regions = self.memory.regions(named)
         if self.clock is not None:
             try:

@@ -84,6 +84,10 @@ class _DLTensor(C.Structure):
     ]  # fmt: skip
 
 
+class _ManagedTensor(C.Structure):  # DLManagedTensor
+    _fields_ = [("tensor", _DLTensor), ("context", C.c_void_p), ("deleter", C.c_void_p)]
+
+
 class _Value(C.Union):
     _fields_ = [("i", C.c_int64), ("f", C.c_double), ("p", C.c_void_p)]
 
@@ -224,8 +228,9 @@ class HostFunction:
     def __call__(self, arguments: Sequence[Any], on_launch: Callable[[Launch], None]) -> None:
         """Run the host code; ``on_launch`` is called for each launch, in order.
 
-        ``arguments``: `HostTensor`, int, float or None. Raises TypeError, ValueError or LaunchError
-        with the host code's own message when it refuses them, and any exception of ``on_launch``.
+        ``arguments``: `HostTensor`, int, float, None, pointer, or tuples of these. Raises
+        TypeError, ValueError or LaunchError with the host code's own message when it refuses
+        them, and any exception of ``on_launch``.
         """
         keep: list[Any] = []
         packed = (_Any * max(1, len(arguments)))(*[_pack(a, keep) for a in arguments])
@@ -351,28 +356,12 @@ def _attribute(config: _Config, kind: int, count: int = 1) -> list[int]:
     return [0] * count
 
 
-def _of_numbers(values: Sequence[Any]) -> bool:
-    return all(
-        _of_numbers(v) if isinstance(v, tuple | list) else v is None or isinstance(v, int | float)
-        for v in values
-    )
-
-
 def _pack(argument: Any, keep: list[Any]) -> _Any:
     if argument is None:
         return _Any(_NONE)
     if isinstance(argument, HostTensor):
-        if argument.dtype not in _DLPACK_TYPE:
-            raise TypeError(
-                f"{argument.name} has dtype {argument.dtype}, which the simulator cannot pass on"
-            )
-        code, bits = _DLPACK_TYPE[argument.dtype]
-        n, lanes = len(argument.shape), 1 + (argument.dtype in PACKED)
-        shape, strides = (C.c_int64 * n)(*argument.shape), (C.c_int64 * n)(*argument.strides)
-        tensor = _DLTensor(
-            argument.address, _Device(_CUDA, 0), n, _DataType(code, bits, lanes), shape, strides, 0
-        )
-        keep += [shape, strides, tensor, argument.owner]
+        _check_dtype(argument)
+        tensor = _dl_tensor(argument, keep)
         return _Any(_TENSOR, 0, _Value(p=C.addressof(tensor)))
     if isinstance(argument, bool | int):
         return _Any(_INT, 0, _Value(i=int(argument)))
@@ -380,13 +369,66 @@ def _pack(argument: Any, keep: list[Any]) -> _Any:
         return _Any(_FLOAT, 0, _Value(f=argument))
     if isinstance(argument, C.c_void_p):
         return _Any(_POINTER, 0, _Value(p=argument.value))
-    if isinstance(argument, tuple | list) and _of_numbers(argument):
+    if isinstance(argument, tuple | list):
         import tvm_ffi
 
-        array = tvm_ffi.convert(tuple(argument))
+        array = tvm_ffi.convert(_item(argument, keep))
         keep.append(array)
         return _Any(_ARRAY, 0, _Value(p=array.__chandle__()))
-    raise TypeError(
-        f"the simulator cannot pass {type(argument).__name__} to a kernel: tensors, int, float, "
-        "None, and tuples of numbers and None only"
+    raise TypeError(_cannot_pass(argument))
+
+
+def _dl_tensor(tensor: HostTensor, keep: list[Any]) -> _DLTensor:
+    """Says that it lies on a GPU."""
+    code, bits = _DLPACK_TYPE[tensor.dtype]
+    n, lanes = len(tensor.shape), 1 + (tensor.dtype in PACKED)
+    shape, strides = (C.c_int64 * n)(*tensor.shape), (C.c_int64 * n)(*tensor.strides)
+    made = _DLTensor(
+        tensor.address, _Device(_CUDA, 0), n, _DataType(code, bits, lanes), shape, strides, 0
+    )
+    keep += [shape, strides, made, tensor.owner]
+    return made
+
+
+class _Capsule:
+    """A tensor as DLPack hands it over, to be made an object of TVM-FFI's."""
+
+    def __init__(self, tensor: HostTensor, keep: list[Any]) -> None:
+        self.managed = _ManagedTensor(_dl_tensor(tensor, keep), None, None)
+        keep.append(self)
+
+    def __dlpack__(self, **_: Any) -> Any:
+        new = C.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = C.py_object, [C.c_void_p, C.c_char_p, C.c_void_p]
+        return new(C.addressof(self.managed), b"dltensor", None)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _CUDA, 0
+
+
+def _item(value: Any, keep: list[Any]) -> Any:
+    """An item of a tuple, in however many layers, as TVM-FFI takes it."""
+    import tvm_ffi
+
+    if isinstance(value, tuple | list):
+        return tuple(_item(v, keep) for v in value)
+    if isinstance(value, HostTensor):
+        _check_dtype(value)
+        return tvm_ffi.from_dlpack(_Capsule(value, keep))
+    if value is None or isinstance(value, int | float | C.c_void_p):
+        return value
+    raise TypeError(_cannot_pass(value))
+
+
+def _check_dtype(tensor: HostTensor) -> None:
+    if tensor.dtype not in _DLPACK_TYPE:
+        raise TypeError(
+            f"{tensor.name} has dtype {tensor.dtype}, which the simulator cannot pass on"
+        )
+
+
+def _cannot_pass(value: Any) -> str:
+    return (
+        f"the simulator cannot pass {type(value).__name__} to a kernel: tensors, pointers, int, "
+        "float, None, and tuples of these only"
     )

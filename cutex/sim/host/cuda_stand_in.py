@@ -1,5 +1,5 @@
-"""Stand-ins for the CUDA driver and runtime functions that scripts call besides launches: memory,
-and waiting for it.
+"""Stand-ins for the CUDA driver and runtime functions that scripts call besides launches: questions
+about the GPU, memory, and waiting for it.
 
 Memory is host memory that the script's kernels may access, like torch's; a launch is complete when
 it returns, so waits do nothing.
@@ -15,7 +15,60 @@ import cuda.bindings.driver as driver
 import cuda.bindings.runtime as runtime
 import torch
 
+from cutex.arch import Arch
 from cutex.sim.host.torch_stand_in import DeviceMemory
+
+
+class CudaDevice:
+    """What a script asks the driver and the runtime of its one GPU."""
+
+    def __init__(self, arch: Arch) -> None:
+        kind = driver.CUdevice_attribute
+        major, minor = arch.capability
+        known = {
+            "COMPUTE_CAPABILITY_MAJOR": major, "COMPUTE_CAPABILITY_MINOR": minor,
+            "MULTIPROCESSOR_COUNT": arch.num_sms, "L2_CACHE_SIZE": arch.l2_bytes,
+            "WARP_SIZE": 32, "MAX_THREADS_PER_BLOCK": 1024,
+            "MAX_THREADS_PER_MULTIPROCESSOR": 2048, "MAX_BLOCKS_PER_MULTIPROCESSOR": 32,
+            "MAX_REGISTERS_PER_BLOCK": 65536, "MAX_REGISTERS_PER_MULTIPROCESSOR": 65536,
+            "MAX_SHARED_MEMORY_PER_BLOCK": 48 << 10,
+            "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": 227 << 10,
+            "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR": 228 << 10,
+            "RESERVED_SHARED_MEMORY_PER_BLOCK": 1 << 10,
+            "COOPERATIVE_LAUNCH": 1, "CLUSTER_LAUNCH": 1, "UNIFIED_ADDRESSING": 1,
+        }  # fmt: skip
+        self.attributes = {
+            int(getattr(kind, f"CU_DEVICE_ATTRIBUTE_{name}")): value
+            for name, value in known.items()
+        }
+        self.name = f"NVIDIA {arch.board}".encode()
+
+    def attribute(self, which: Any, *_: Any) -> int:
+        """By its number, which the driver and the runtime share."""
+        found = self.attributes.get(int(which))
+        if found is None:
+            raise NotImplementedError(
+                f"the GPU that the simulator stands in for has no {getattr(which, 'name', which)}"
+            )
+        return found
+
+    def runtime_functions(self) -> dict[str, Callable[..., Any]]:
+        functions = {
+            "cudaGetDevice": lambda *_: 0, "cudaGetDeviceCount": lambda *_: 1,
+            "cudaDeviceGetAttribute": self.attribute,
+        }  # fmt: skip
+        return _answering(runtime.cudaError_t.cudaSuccess, functions, ("cudaSetDevice",))
+
+    def driver_functions(self) -> dict[str, Callable[..., Any]]:
+        device, context = driver.CUdevice(0), driver.CUcontext(1)
+        functions: dict[str, Callable[..., Any]] = {
+            "cuDeviceGet": lambda *_: device, "cuDeviceGetCount": lambda *_: 1,
+            "cuDriverGetVersion": lambda *_: 13000, "cuCtxGetDevice": lambda *_: device,
+            "cuCtxGetCurrent": lambda *_: context,
+            "cuDevicePrimaryCtxRetain": lambda *_: context,
+            "cuDeviceGetName": lambda *_: self.name, "cuDeviceGetAttribute": self.attribute,
+        }  # fmt: skip
+        return _answering(driver.CUresult.CUDA_SUCCESS, functions, ("cuInit", "cuCtxSetCurrent"))
 
 
 class CudaMemory:

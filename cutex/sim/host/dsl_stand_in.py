@@ -21,6 +21,7 @@ from cutlass._mlir import ir
 from cutlass._mlir.passmanager import PassManager
 from cutlass.base_dsl import compiler
 from cutlass.base_dsl.dsl import BaseDSL
+from cutlass.base_dsl.export import ExternalBinaryModule
 
 from cutex.arch import Arch
 from cutex.cache import plain_folder
@@ -28,7 +29,7 @@ from cutex.debug_info import recording
 from cutex.sim.errors import SimError
 from cutex.sim.host.arguments import holds_tensors, stand_for, takes_stream
 from cutex.sim.host.calls import Calls
-from cutex.sim.host.cuda_stand_in import CudaMemory
+from cutex.sim.host.cuda_stand_in import CudaDevice, CudaMemory
 from cutex.sim.host.simulated import PlainSimulated, Simulated
 from cutex.sim.host.torch_stand_in import patched
 from cutex.tracing import tracing
@@ -148,12 +149,19 @@ def _benchmark_for_autotune(callable: Any, *arguments: Any, **named: Any) -> flo
     return 0.0
 
 
+def _no_object_files(module: Any, file_path: str, *_: Any, **__: Any) -> None:
+    """ExternalBinaryModule.__init__"""
+    raise NotImplementedError(
+        f"{file_path} holds a kernel's machine code and not its PTX, which is what the simulator "
+        "runs: let the script compile the kernel, for instance by moving its cache away"
+    )
+
+
 @contextmanager
 def dsl_on_cpu(arch: Arch, calls: Calls) -> Iterator[None]:
     from cutlass.utils import HardwareInfo
 
-    compile, cuda = Compiler(arch, calls), CudaMemory(calls.memory)
-    ok = (driver.CUresult.CUDA_SUCCESS,)
+    compile, cuda, device = Compiler(arch, calls), CudaMemory(calls.memory), CudaDevice(arch)
     with ExitStack() as stack:
         for target, values in (
             (BaseDSL, {"_func": lambda dsl, body, *a, **k: compile(dsl, body, *a, **k)}),
@@ -170,12 +178,10 @@ def dsl_on_cpu(arch: Arch, calls: Calls) -> Iterator[None]:
                 "get_l2_cache_size_in_bytes": lambda self: arch.l2_bytes,
             }),
             (driver, {
-                "cuInit": lambda *_: ok,
-                "cuDeviceGetCount": lambda *_: (*ok, 1),
-                "cuDriverGetVersion": lambda *_: (*ok, 13000),
-                **cuda.driver_functions(),
+                **device.driver_functions(), **cuda.driver_functions(),
             }),
-            (cuda_runtime, cuda.runtime_functions()),
+            (cuda_runtime, {**device.runtime_functions(), **cuda.runtime_functions()}),
+            (ExternalBinaryModule, {"__init__": _no_object_files}),
             (cutlass.cuda, {"initialize_cuda_context": lambda *_, **__: None}),
         ):  # fmt: skip
             stack.enter_context(patched(target, **values))

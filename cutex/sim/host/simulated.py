@@ -11,6 +11,7 @@ import torch
 from cutex.sim.host.arguments import captured, is_tensor, takes_stream
 from cutex.sim.host.calls import Calls
 from cutex.sim.host.capture import HostTensor
+from cutex.sim.host.cuda_graphs import deferred
 from cutex.sim.host.loaded import is_stream, load, load_plain
 
 
@@ -46,6 +47,8 @@ class Simulated:
         """Run a call. Constants were compiled in; the host code has its own stream unless it names
         one.
         """
+        if deferred(lambda: self(*arguments, **named)):
+            return
         given = list(arguments)
         given += [named[n] for n in self.parameters[len(given) :] if n in named]
         wanted = self.host.argument_names
@@ -80,6 +83,8 @@ class PlainSimulated:
         return getattr(self.compiled, name)
 
     def __call__(self, *arguments: Any, **named: Any) -> None:
+        if deferred(lambda: self(*arguments, **named)):
+            return
         values = [_Type() if isinstance(a, type) else a for a in arguments]
         pointers, adapted = self.compiled.execution_args.generate_execution_args(
             tuple(values), named

@@ -6,7 +6,6 @@ kernel may reach one by an address alone, as a grouped GEMM does.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -14,16 +13,26 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext, _device_constructors
+from torch.utils._pytree import tree_leaves
 
 from cutex.arch import Arch
 from cutex.sim.host.capture import HostTensor
+from cutex.sim.host.torch_cuda import (
+    GPU,
+    Generator,
+    TritonTesting,
+    cuda_functions,
+    marks,
+    uncompiled,
+)
 
 ALIGNMENT = 512  # bytes, of the CUDA caching allocator
 CPU = torch.device("cpu")
-GPU = torch.device("cuda", 0)
 RETURNED = (tuple, list, *torch.return_types.all_return_types)  # several tensors
 _IS_CUDA, _DEVICE = torch.Tensor.is_cuda.__get__, torch.Tensor.device.__get__
+_GRAD = torch.Tensor.grad.__get__
 
 
 class Allocation(NamedTuple):
@@ -105,6 +114,47 @@ def _on_cpu(value: Any) -> Any:
     return CPU if _names("cuda", [value]) else value
 
 
+def _default_device() -> str:
+    """The type of torch.set_default_device, or of the innermost `with torch.device(...)`."""
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, DeviceContext):
+            return mode.device.type
+    return "cpu"
+
+
+def _no_gpu(
+    context: DeviceContext, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+) -> Any:
+    """DeviceContext.__torch_function__: a GPU is named to `OnCpu` only, where that is still to
+    come, and not to what it calls.
+    """
+    kwargs = dict(kwargs or {})
+    if func in _CONSTRUCTORS and kwargs.get("device") is None:
+        below = any(isinstance(m, OnCpu) for m in _get_current_function_mode_stack())
+        if context.device.type != "cuda" or below:
+            kwargs["device"] = context.device
+    return func(*args, **kwargs)
+
+
+def _of_type(product: Callable[..., Any]) -> Callable[..., Any]:
+    """A product that torch rounds to a type of its own on GPUs only, of float32 operands."""
+
+    def call(*operands: Any, out_dtype: torch.dtype, out: Any = None, **how: Any) -> Any:
+        wide = [o.float() if isinstance(o, torch.Tensor) else o for o in operands]
+        made = product(*wide, **how).to(out_dtype)
+        return made if out is None else out.copy_(made)
+
+    return call
+
+
+_PRODUCTS = {
+    f: _of_type(f)
+    for product in ("mm", "bmm", "addmm", "baddbmm")
+    for f in (getattr(torch, product), getattr(torch.Tensor, product))
+}
+_CONSTRUCTORS = _device_constructors()
+
+
 class OnCpu(TorchFunctionMode):
     """A mode in which calls that name the device "cuda", or take a tensor there, create their
     results there.
@@ -113,17 +163,30 @@ class OnCpu(TorchFunctionMode):
     def __init__(self, memory: DeviceMemory) -> None:
         super().__init__()
         self.memory = memory
+        self.backward = False  # of tensors on the GPU: so are the gradients that torch makes
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        if self.backward:
+            for a in args:
+                if isinstance(a, torch.Tensor) and a not in self.memory:
+                    self.memory.add(a)
         if func is torch.Tensor.record_stream:
             return None
-        if func is torch.device:
+        if func is torch.device or func is torch._C._nn._parse_to:
             return func(*args, **kwargs)
+        if func is torch.Tensor.pin_memory or func is torch.Tensor.is_pinned:
+            return args[0] if func is torch.Tensor.pin_memory else False
+        kwargs.pop("pin_memory", None)
+        if func in _CONSTRUCTORS and kwargs.get("device") is None and _default_device() == "cuda":
+            kwargs["device"] = GPU
         if func == _IS_CUDA:
             return args[0] in self.memory
+        if func == _GRAD:  # NOTE: the tensor itself, as a script may change it in place
+            grad = func(*args)
+            return self.memory.add(grad) if grad is not None and args[0] in self.memory else grad
         if func == _DEVICE:
             return GPU if args[0] in self.memory else func(*args)
         given = (*args, *kwargs.values())
@@ -132,7 +195,8 @@ class OnCpu(TorchFunctionMode):
         if func in (torch.Tensor.cuda, torch.Tensor.cpu):
             out = args[0].clone()
         else:
-            out = func(*map(_on_cpu, args), **{k: _on_cpu(v) for k, v in kwargs.items()})
+            call = _PRODUCTS.get(func, func) if "out_dtype" in kwargs else func
+            out = call(*map(_on_cpu, args), **{k: _on_cpu(v) for k, v in kwargs.items()})
         return self._placed(out, args, to_gpu, to_host)
 
     def _placed(self, out: Any, args: tuple[Any, ...], to_gpu: bool, to_host: bool) -> Any:
@@ -152,73 +216,6 @@ class OnCpu(TorchFunctionMode):
         flat = [b for a in args for b in (a if isinstance(a, tuple | list) else [a])]
         made_of = any(isinstance(a, torch.Tensor) and a in self.memory for a in flat)
         return made_of and out not in self.memory
-
-
-class _Stream:
-    cuda_stream, device = 0, GPU
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-    def synchronize(self) -> None: ...
-    def wait_stream(self, _: Any) -> None: ...
-    def wait_event(self, _: Any) -> None: ...
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *_: Any) -> None: ...
-
-
-class _Event:
-    cuda_event = 0  # made by its first record, as torch does
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-    def record(self, *_: Any) -> None:
-        self.cuda_event = id(self)
-
-    def wait(self, *_: Any) -> None: ...
-    def synchronize(self) -> None: ...
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, _: Any) -> float:
-        return math.nan  # the simulator has no time
-
-
-class _Properties:
-    def __init__(self, arch: Arch) -> None:
-        self.name = f"NVIDIA {arch.board}"
-        self.major, self.minor = arch.capability
-        self.multi_processor_count = arch.num_sms
-        self.L2_cache_size = arch.l2_bytes
-        self.total_memory = 128 << 30
-        self.warp_size = 32
-
-
-def _calls(arch: Arch) -> dict[str, Any]:
-    """The stand-ins for functions of torch.cuda; each is a separate function, as torch's compiler
-    requires.
-    """
-    nothing = lambda: lambda *_, **__: None
-    stream = lambda: lambda *_, **__: _Stream()
-    return {
-        "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
-        "get_device_capability": lambda *_: arch.capability,
-        "get_device_name": lambda *_: f"NVIDIA {arch.board}",
-        "get_device_properties": lambda *_: _Properties(arch),
-        **{name: stream() for name in ("current_stream", "default_stream", "stream")},
-        "Stream": _Stream, "ExternalStream": type("ExternalStream", (_Stream,), {}),
-        "Event": _Event, "_lazy_init": nothing(),
-        **{name: nothing() for name in (
-            "synchronize", "set_device", "init", "empty_cache", "manual_seed", "manual_seed_all",
-            "reset_peak_memory_stats")},
-    }  # fmt: skip
-
-
-def _marks() -> dict[str, Any]:
-    """The stand-ins for torch.cuda.nvtx."""
-    return {
-        "range_push": lambda *_: 0, "range_pop": lambda: 0, "mark": lambda *_: None,
-        "range_start": lambda *_: 0, "range_end": lambda *_: None,
-    }  # fmt: skip
 
 
 class CustomOps:
@@ -255,6 +252,30 @@ class CustomOps:
         return inside
 
 
+class Load:
+    """torch.load: what the file or the script says is on a GPU, is."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self.memory, self.original = memory, torch.load
+
+    def __call__(self, file: Any, map_location: Any = None, *arguments: Any, **how: Any) -> Any:
+        asked = _names("cuda", [map_location])
+        placed = set()
+
+        def place(storage: Any, location: str) -> Any:
+            if asked or location.startswith("cuda"):
+                placed.add(storage.data_ptr())
+            return storage
+
+        if map_location is None or asked:
+            map_location = place
+        out = self.original(file, map_location, *arguments, **how)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() in placed:
+                self.memory.add(leaf)
+        return out
+
+
 def _names_kind(kind: str, kinds: Any) -> bool:
     return kinds is not None and kind in ([kinds] if isinstance(kinds, str) else kinds)
 
@@ -279,8 +300,20 @@ def patched(target: Any, **values: Any) -> Iterator[None]:
 def torch_on_cpu(arch: Arch) -> Iterator[DeviceMemory]:
     memory = DeviceMemory()
     with ExitStack() as stack:
-        stack.enter_context(patched(torch.cuda, **_calls(arch)))
-        stack.enter_context(patched(torch.cuda.nvtx, **_marks()))
+        stack.enter_context(patched(torch.cuda, **cuda_functions(arch)))
+        stack.enter_context(patched(torch, Generator=Generator, compile=uncompiled))
+        stack.enter_context(patched(torch, load=Load(memory)))
+        stack.enter_context(patched(torch.version, cuda="13.0"))
+        stack.enter_context(
+            patched(
+                torch.accelerator,
+                is_available=lambda: True,
+                current_accelerator=lambda *_, **__: GPU,
+            )
+        )
+        stack.enter_context(patched(DeviceContext, __torch_function__=_no_gpu))
+        stack.enter_context(TritonTesting())
+        stack.enter_context(patched(torch.cuda.nvtx, **marks()))
         stack.enter_context(patched(torch.cuda.profiler, start=lambda: None, stop=lambda: None))
         mode = stack.enter_context(OnCpu(memory))
         # NOTE: torch calls this one without asking a mode
@@ -289,5 +322,16 @@ def torch_on_cpu(arch: Arch) -> Iterator[DeviceMemory]:
         )
         ops, engine = CustomOps(mode), torch.autograd._engine_run_backward
         stack.enter_context(patched(torch.library, custom_op=ops))
-        stack.enter_context(patched(torch.autograd, _engine_run_backward=ops.within(engine)))
+
+        def backward(tensors: Any, *arguments: Any, **named: Any) -> Any:
+            before, mode.backward = (
+                mode.backward,
+                any(isinstance(t, torch.Tensor) and t in memory for t in tensors),
+            )
+            try:
+                return ops.within(engine)(tensors, *arguments, **named)
+            finally:
+                mode.backward = before
+
+        stack.enter_context(patched(torch.autograd, _engine_run_backward=backward))
         yield memory

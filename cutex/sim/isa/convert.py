@@ -28,6 +28,8 @@ _LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38}
 @instruction("cvt")
 def cvt(d: Decoder) -> Execute:
     """cvt (9.7.9.21): dispatches by the two types."""
+    if d.parts[1] == "pack":
+        return _pack_integers(d)
     kinds = [p for p in d.parts[1:] if p in TYPES or p in SMALL or p in (POWERS, FIXED)]
     if len(kinds) != 2:
         raise d.unknown()
@@ -147,6 +149,29 @@ def _pack(d: Decoder, half: str) -> Execute:
         return np.asarray(narrow(_limited(d, np.asarray(x), half), half, mode)).astype(np.uint32)
 
     return lambda b: write(b, rounded(high(b)) << np.uint32(16) | rounded(low(b)))
+
+
+def _pack_integers(d: Decoder) -> Execute:
+    """Two s32 clamped to 16 bits or fewer, the first above the second; above both what the third
+    operand has low (PTX ISA, cvt.pack).
+    """
+    d.only("pack", "sat", "u4", "s4", "u2", "s2")
+    high, low, write = d.src(1, "s32"), d.src(2, "s32"), d.dst(0, "b32")
+    kind = d.parts[3]
+    bits = int(kind[1:])
+    least, most = (
+        (0, (1 << bits) - 1) if kind[0] == "u" else (-(1 << bits - 1), (1 << bits - 1) - 1)
+    )
+    above = d.src(3, "b32") if bits < 16 else None
+
+    def clamped(x: Any) -> Any:
+        return np.clip(x, least, most).astype(np.uint32) & np.uint32((1 << bits) - 1)
+
+    def execute(b: Any) -> None:
+        out = clamped(high(b)) << np.uint32(bits) | clamped(low(b))
+        write(b, out if above is None else out | above(b) << np.uint32(2 * bits))
+
+    return execute
 
 
 def _to_tf32(d: Decoder) -> Execute:

@@ -77,7 +77,7 @@ FORMS = {
     "selp": r"\.([bus](16|32|64)|f(32|64))",
     "slct": r"(\.ftz)?\.([bus](16|32|64)|f(32|64))\.(s32|f32)",
     "cvt": r"(\.rs|\.rna|\.r[nzmp]i?)?(\.(relu|satfinite|ftz|sat|scaled::n2::ue8m0))*"
-    rf"{_CONVERTED}{_CONVERTED}",
+    rf"{_CONVERTED}{_CONVERTED}|\.pack\.sat\.([us]16\.s32|[us][248]\.s32\.b32)",
     "mov": rf"{_ANY}|\.pred",
     "cvta": rf"(\.to)?(\.(global|local|const|param(::entry)?)|{_SHARED})\.u(32|64)",
     "isspacep": rf"\.(global|local|const|param(::entry)?)|{_SHARED}",

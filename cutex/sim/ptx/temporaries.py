@@ -82,7 +82,7 @@ def _temporaries(program: Program) -> dict[Place, tuple[int, int]]:
     for pc, ins in enumerate(program.code):
         local = ins.name in _LOCAL and _LATER.isdisjoint(ins.parts)
         guard = {(1, ins.guard.index)} if ins.guard is not None else set()
-        written, read = _touched(ins) if local else (set(), set())
+        written, read = touched(ins) if local else (set(), set())
         if not local:
             others.update(p for o in ins.operands for p in places_of(o))
         for place in guard | read:
@@ -102,7 +102,7 @@ def _temporaries(program: Program) -> dict[Place, tuple[int, int]]:
     return {place: span for place, span in spans.items() if place not in others}
 
 
-def _touched(ins: Instruction) -> tuple[set[Place], set[Place]]:
+def touched(ins: Instruction) -> tuple[set[Place], set[Place]]:
     """The registers that an instruction writes, and those that it reads."""
     split = 0 if ins.name == "st" else 1
     operands = list(ins.operands)

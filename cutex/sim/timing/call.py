@@ -11,8 +11,9 @@ from cutex.sim.ptx.parse import Program
 from cutex.sim.timing.gpus import gpu as gpu_named
 from cutex.sim.timing.gpus import of_arch
 from cutex.sim.timing.report import TimeReport, time_launch
+from cutex.sim.timing.sampled import Sampled, sample
 from cutex.sim.timing.timed import Whole
-from cutex.sim.timing.trace import trace
+from cutex.sim.timing.trace import Traced, trace
 
 
 def time_call(
@@ -38,11 +39,19 @@ def time_call(
     if board.arch != target:
         raise ValueError(f"gpu {gpu!r} is a GPU of {board.arch}, the kernel is for {target}")
     kept = [] if whole else [_kept(t) for t in regions]
+
+    def restore() -> None:
+        for address, bytes_ in kept:
+            ctypes.memmove(address, bytes_, len(bytes_))
+
     try:
-        traced = trace(host, programs, arguments, regions, limit)
+        traced: Sequence[Traced | Sampled]
+        if whole is None and not limit:
+            traced = sample(host, programs, arguments, regions, restore)
+        else:
+            traced = trace(host, programs, arguments, regions, limit)
     finally:
-        for address, data_ in kept:
-            ctypes.memmove(address, data_, len(data_))
+        restore()
     return [time_launch(t, board, whole, log=log, data=data) for t in traced]
 
 

@@ -74,15 +74,17 @@ class Mma(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """The end of a group of "wgmma" or "bulk" operations; or tcgen05.commit, with its barriers."""
+    """The end of a group of "wgmma", "bulk" or "cp.async" operations; or tcgen05.commit, with its
+    barriers.
+    """
 
     what: str
     barriers: tuple[Place, ...] = ()
 
 
 class Group(NamedTuple):
-    """A wait until at most ``pending`` groups of "wgmma" or "bulk" operations are in flight; with
-    ``read``, until the others' sources have been read.
+    """A wait until at most ``pending`` groups of "wgmma", "bulk" or "cp.async" operations are in
+    flight; with ``read``, until the others' sources have been read.
     """
 
     what: str
@@ -112,6 +114,28 @@ class Touch(NamedTuple):
     waits: bool
 
 
+class Fetch(NamedTuple):
+    """A load from global memory by ordinary instructions, or by cp.async that is not bulk."""
+
+    sectors: int
+    lines: int
+    tensor: int  # its address
+    registers: bool  # or, by cp.async, shared memory
+
+
+class Need(NamedTuple):
+    """Until the warp's first ``loads`` into registers are there."""
+
+    loads: int
+
+
+class Landed(NamedTuple):
+    """Arrivals on an mbarrier when all cp.async of the warp before are complete."""
+
+    barrier: Place
+    arrivals: int
+
+
 class Columns(NamedTuple):
     """tcgen05.ld or st: columns of tensor memory, of 32 lanes."""
 
@@ -138,6 +162,14 @@ class Reply(NamedTuple):
 Event = Any  # one of the above
 
 
+class Fetched(NamedTuple):
+    """What a cluster fetches of one tensor: bytes in all, bytes that differ, and its size."""
+
+    loaded: float
+    different: float
+    size: float
+
+
 @dataclass
 class Record:
     """The programs of the warps of a few clusters."""
@@ -153,3 +185,4 @@ class Record:
     flops: float = 0.0  # FLOPs of all MMAs
     steps: int = 0
     roles: dict[int, str] = field(default_factory=dict)  # the role of each warp
+    fetched: dict[int, Fetched] = field(default_factory=dict)  # by the tensor's address

@@ -7,14 +7,15 @@ import math
 from cutex.sim.timing.gpus import Gpu
 from cutex.sim.timing.lengths import Lengths, predict_lengths
 from cutex.sim.timing.replay import Replay, Run, when
+from cutex.sim.timing.sampled import Sampled, predict_sampled
 from cutex.sim.timing.timed import Timed, Whole
 from cutex.sim.timing.trace import Traced
-from cutex.sim.timing.traffic import clusters_at_once, dram, loaded, shared, stored
+from cutex.sim.timing.traffic import clusters_at_once, dram, fetched, loaded, shared, stored
 from cutex.sim.timing.units import Memory
 
 
 def predict(
-    traced: Traced | Lengths,
+    traced: Traced | Lengths | Sampled,
     gpu: Gpu,
     whole: Whole | None = None,
     log: bool = False,
@@ -30,6 +31,8 @@ def predict(
     whole = whole or Whole()
     if isinstance(traced, Lengths):
         return predict_lengths(traced, gpu, whole, log)
+    if isinstance(traced, Sampled):
+        return predict_sampled(traced, gpu, log)
     record = traced.record
     size = record.cluster_size
     groups = clusters_at_once(gpu, size)
@@ -52,8 +55,12 @@ def predict(
     loads, stores = sum(by_tensor.values()), stored(record) * times
     missed = dram(traced, by_tensor, gpu)
     memory = Memory(
-        missed / loads if loads else 1.0, busy_sms, shared(traced, by_tensor), ahead=gpu.l2_ahead
-    )
+        missed / loads if loads else 1.0, busy_sms, shared(traced, by_tensor),
+        fetched=fetched(traced), ahead=gpu.l2_ahead,
+    )  # fmt: skip
+    for at, f in record.fetched.items():
+        loads += f.loaded * times
+        missed += f.loaded * times * memory.fetched[at]
     turns = 1 if extended else min(rounds, most_rounds or rounds)
     replay = Replay(record, gpu, memory, rounds=turns, slots=slots, log=log)
     run = replay.run()

@@ -24,6 +24,7 @@ from cutex.sim.machine.operation import Engine, Operation, Rectangle, Span
 from cutex.sim.ptx.decode import Decoder
 from cutex.sim.ptx.operands import Address, Imm, Vector
 from cutex.sim.ptx.parse import Instruction
+from cutex.sim.timing.counters import SharedCounters
 from cutex.sim.timing.events import (
     Arrive,
     Cluster,
@@ -32,6 +33,7 @@ from cutex.sim.timing.events import (
     Copy,
     Event,
     Group,
+    Landed,
     Load,
     Mma,
     Named,
@@ -44,13 +46,13 @@ from cutex.sim.timing.events import (
     Wait,
     Work,
 )  # fmt: skip
+from cutex.sim.timing.fetches import SECTOR, Fetches, into_registers, width
 from cutex.sim.timing.machine_code import Cost
 from cutex.sim.timing.order import by_instruction
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
-SECTOR = 32  # bytes
 PIECE = 64.0  # cycles of ordinary instructions that become one `Work`
 _RATES = (
     ("mxf4", 4.0), ("f8f6f4", 2.0), ("kind::i8", 2.0), ("kind::tf32", 0.5),
@@ -71,11 +73,16 @@ class Recorder:
         costs: dict[int, Cost],
         limit: float = 0.0,
         enough_loads: int = 0,
+        counters: SharedCounters | None = None,
     ) -> None:
         self.m, self.limit, self.enough_loads = machine, limit, enough_loads
         code = machine.program.code
         self.code = code
-        self.kinds: list[Callable[[Batch, Any], None] | None] = [self._kind(i) for i in code]
+        self.before = [counters.before(i) if counters else None for i in code]
+        self.fetches = Fetches(machine, code, self._add)
+        self.kinds: list[Callable[[Batch, Any], None] | None] = [
+            self._kind(pc, ins) for pc, ins in enumerate(code)
+        ]
         events = [kind is not None for kind in self.kinds]
         own = by_instruction(code, events, costs)
         port = [_port(ins) if costs else 0.0 for ins in code]
@@ -99,6 +106,9 @@ class Recorder:
     # -- called by the scheduler -------------------------------------------------------------------
 
     def step(self, batch: Batch, pc: int) -> None:
+        if (before := self.before[pc]) is not None:
+            before(batch)
+        self.fetches.step(batch, pc)
         self.work[batch.idx] += self.cost[pc]
         for warp in batch.idx[self.work[batch.idx, 0] >= PIECE].tolist():
             self._flush(warp)
@@ -132,7 +142,7 @@ class Recorder:
             {w: int(g.warp_cta[w]) for w in range(g.num_warps)},
             {w: int(g.warp_in_cta[w]) for w in range(g.num_warps)},
             g.cluster_size, g.num_ctas, g.warps_per_cta, complete, self.flops, self.steps,
-            distinct(roles, self.programs),
+            distinct(roles, self.programs), self.fetches.fetched(),
         )  # fmt: skip
 
     # -- events ------------------------------------------------------------------------------------
@@ -183,7 +193,7 @@ class Recorder:
 
     _turn = 1
 
-    def _kind(self, ins: Instruction) -> Callable[[Batch, Any], None] | None:
+    def _kind(self, pc: int, ins: Instruction) -> Callable[[Batch, Any], None] | None:
         op = ins.op
         if op.startswith(("mbarrier.try_wait", "mbarrier.test_wait")):
             return self._wait(ins)
@@ -200,6 +210,15 @@ class Recorder:
             return self._source(ins)
         if op.startswith("cp.async.bulk"):
             return self._next_turn
+        if op.startswith("cp.async.mbarrier"):
+            return self._landed(ins)
+        if op.startswith("cp.async.commit_group"):
+            return self._each(lambda b, r: Commit("cp.async"))
+        if op.startswith("cp.async.wait"):
+            left = int(ins.operands[0].value) if ins.operands else -1  # type: ignore[union-attr]
+            return self._each(lambda b, r: Group("cp.async", left), passed=True)
+        if op.startswith("cp.async") or into_registers(ins):
+            return self.fetches.kind(pc, ins)
         if op.startswith("wgmma.mma"):
             mma = _wgmma(ins)
             return self._each(lambda b, r: mma)
@@ -224,7 +243,7 @@ class Recorder:
             return self._each(lambda b, r: Settled())
         if ins.name in ("st", "red") and "global" in ins.parts:
             return self._global(ins, False)
-        if (ins.name in ("ld", "atom")) and "global" in ins.parts:
+        if ins.name == "atom" and "global" in ins.parts:
             return self._global(ins, True)
         return None
 
@@ -329,6 +348,19 @@ class Recorder:
 
         return add
 
+    def _landed(self, ins: Instruction) -> Callable[[Batch, Any], None]:
+        barrier = BarrierOperand(Decoder(ins, self.m), 0)
+        counts = "noinc" in ins.parts  # or what it adds to the phase's arrivals it takes
+
+        def add(b: Batch, verdict: Any) -> None:
+            found: dict[tuple[int, Place], int] = defaultdict(int)
+            for row, _, cta, offset in barrier.each(b):
+                found[row, (cta, offset)] += 1
+            for (row, place), n in found.items():
+                self._add(int(b.idx[row]), Landed(place, n if counts else 0))
+
+        return add
+
     def _bar(self, ins: Instruction) -> Callable[[Batch, Any], None]:
         d = Decoder(ins, self.m)
         number = d.src(0, "u32")
@@ -372,14 +404,14 @@ class Recorder:
     def _global(self, ins: Instruction, waits: bool) -> Callable[[Batch, Any], None]:
         d = Decoder(ins, self.m)
         address = d.address(next(i for i, o in enumerate(ins.operands) if isinstance(o, Address)))
-        width = _width(ins)
+        size = width(ins)
 
         def add(b: Batch, verdict: Any) -> None:
             addresses = b.lanes(address(b)).astype(np.int64)
             active = b.active()
             for row in np.nonzero(b.any_active())[0].tolist():
                 at = addresses[row][active[row]]
-                ends = np.concatenate([at, at + width - 1])
+                ends = np.concatenate([at, at + size - 1])
                 sectors = len(np.unique(ends // SECTOR))
                 lines = len(np.unique(ends // 128))
                 self._add(int(b.idx[row]), Touch(sectors, lines, waits))
@@ -403,16 +435,10 @@ def _rate(op: str) -> float:
     return 1.0
 
 
-def _width(ins: Instruction) -> int:
-    """Bytes of one lane's access."""
-    bits = next((int(p[1:]) for p in reversed(ins.parts) if re.fullmatch(r"[bufs]\d+", p)), 32)
-    return bits // 8 * int(next((p[1:] for p in ins.parts if re.fullmatch(r"v\d", p)), 1))
-
-
 def _port(ins: Instruction) -> float:
     """Cycles of the smem port, 128 bytes each, without bank conflicts."""
     if ins.name in ("ld", "st") and "shared" in ins.parts:
-        return 32 * _width(ins) / 128
+        return 32 * width(ins) / 128
     if ins.name in ("ldmatrix", "stmatrix"):
         return float(next((p[1:] for p in ins.parts if re.fullmatch(r"x\d", p)), 1))
     if ins.name == "shfl":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from cutex.sim.timing.lengths import Lengths
 from cutex.sim.timing.picture import UNITS, draw
 from cutex.sim.timing.power import clock_ghz
 from cutex.sim.timing.predict import predict
+from cutex.sim.timing.sampled import Sampled
 from cutex.sim.timing.timed import Timed, Whole
 from cutex.sim.timing.trace import Traced
 from cutex.sim.timing.units import Interval
@@ -63,6 +65,7 @@ class TimeReport:
 
     def __str__(self) -> str:
         low, high = self.us_band
+        ran, count = self.timed.sampled
         top = sorted(self.busy.items(), key=lambda item: -item[1])
         lines = [
             f"{self.kernel} on {self.gpu}: predicted, not measured",
@@ -70,6 +73,7 @@ class TimeReport:
             f"at {self.clock_ghz:.2f} GHz (+-{100 * self.clock_band:.0f} %)",
             f"  {self.us:12,.1f} us ({low:,.1f} to {high:,.1f})"
             + (f", {self.tflops:,.0f} TFLOPS" if self.flops else ""),
+            *([f"  clusters differ: {ran} of {count} were recorded"] if ran else []),
             f"  binds: {self.binds}; busy "
             + ", ".join(f"{name} {100 * part:.0f} %" for name, part in top if part >= 0.05),
             f"  {'role':<16}{'warps':>6}{'works':>8}   waits for",
@@ -91,6 +95,7 @@ class TimeReport:
             "kernel": self.kernel, "gpu": self.gpu, "predicted": True, "cycles": self.cycles,
             "clock_ghz": self.clock_ghz, "us": self.us, "us_low": low, "us_high": high,
             "tflops": self.tflops, "binds": self.binds, "busy": self.busy,
+            "clusters_recorded": self.timed.sampled[0] or None,
             "roles": [asdict(r) for r in self.roles],
         }  # fmt: skip
         return json.dumps(found)
@@ -105,7 +110,7 @@ class TimeReport:
 
 
 def time_launch(
-    traced: Traced | Lengths,
+    traced: Traced | Lengths | Sampled,
     gpu: Gpu,
     whole: Whole | None = None,
     *,
@@ -124,7 +129,8 @@ def time_launch(
         waited = timed.waited.get(name, {})
         roles.append(
             Role(
-                name, len(warps) // (record.ctas or 1), timed.worked.get(name, 0.0) / count,
+                name, math.ceil(len(warps) / (record.ctas or 1)),
+                timed.worked.get(name, 0.0) / count,
                 {k: v / count for k, v in waited.items()},
             )
         )  # fmt: skip
@@ -133,7 +139,7 @@ def time_launch(
         gpu=gpu.name,
         cycles=timed.cycles,
         clock_ghz=ghz,
-        band=gpu.band,
+        band=math.hypot(gpu.band, timed.sampling_error),
         clock_band=gpu.clock_band,
         flops=timed.flops,
         binds=timed.binds,

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from cutex.sim.timing import events
-from cutex.sim.timing.events import Load, Record
+from cutex.sim.timing.events import Fetched, Load, Record
 from cutex.sim.timing.lengths import Lengths
 from cutex.sim.timing.trace import Sharing, Traced
 
 _KINDS: tuple[Any, ...] = (
     events.Work, events.Wait, events.Arrive, events.Load, events.Store, events.Mma, events.Commit,
     events.Group, events.Named, events.Cluster, events.Touch, events.Columns, events.Settled,
-    events.Reply, events.Copy,
+    events.Reply, events.Copy, events.Fetch, events.Need, events.Landed,
 )  # fmt: skip
 
 
@@ -86,5 +86,6 @@ def _traced(row: dict[str, Any], programs: list[list[Any]]) -> Traced:
     r["barriers"] = {(cta, offset): n for cta, offset, n in r["barriers"]}
     for name in ("cta", "place", "roles"):
         r[name] = {int(w): x for w, x in r[name].items()}
+    r["fetched"] = {int(at): Fetched(*x) for at, x in r.get("fetched", {}).items()}
     sharing = {int(m): Sharing(**s) for m, s in row["sharing"].items()}
     return Traced(Record(**r), tuple(row["grid"]), row["per_sm"], sharing, row["name"])

@@ -34,6 +34,8 @@ class Timed:
     stored: float = 0.0
     dram: float = 0.0
     side_by_side: int = 1  # CTAs of an SM
+    sampled: tuple[int, int] = (0, 0)  # recorded clusters that differ, of how many; none if alike
+    sampling_error: float = 0.0  # relative, of the cycles: that of a mean over the recorded ones
 
     @property
     def binds(self) -> str:

@@ -17,6 +17,7 @@ from cutex.sim.machine.residency import SM_SMEM, SM_THREADS, Residency, residenc
 from cutex.sim.ptx.parse import Program
 from cutex.sim.run import Simulation
 from cutex.sim.scheduler import Scheduler
+from cutex.sim.timing.counters import SharedCounters
 from cutex.sim.timing.events import Event, Load, Record, Reply
 from cutex.sim.timing.gpus import H200
 from cutex.sim.timing.machine_code import ALU, FMA, MUFU, Cost, costs, disassemble
@@ -67,7 +68,7 @@ class Traced:
         return x * y * z // self.record.cluster_size
 
 
-class _Few(Simulation):
+class Few(Simulation):
     """Simulates one cluster of each launch, until ``flops`` MMA FLOPs of each CTA, and then the
     first loads of all CTAs that run side by side.
     """
@@ -83,15 +84,24 @@ class _Few(Simulation):
         self.cost: dict[int, Cost] = costs(disassemble(cubin), BESIDE, H200.mufu_lost_beside_mma)
         self.registers, self.flops = Cubin(cubin).registers, flops
         self.traced: list[Traced] = []
-        self.all_at_once = False
+        self.all_at_once, self.number = False, 0
+        self.counters: SharedCounters | None = None  # of the last record
+        self.in_step = True  # CTAs count as sharing a box only if they load it at the same time
 
-    def launch(self, what: Launch) -> None:
+    def record_only(self, what: Launch) -> None:
+        self.record(what)
+
+    def see(self, what: Launch) -> None:
+        """Record a launch and look at what its CTAs share."""
         self.record(what)
         self.look(what)
 
-    def record(self, what: Launch) -> None:
-        self.all_at_once = False
+    def record(self, what: Launch, number: int = 0) -> Record:
+        """The record of the cluster of that number."""
+        self.all_at_once, self.number = False, number
         super().launch(what)
+        traced = self.traced[-1] if number == 0 else self.traced.pop()
+        return traced.record
 
     def look(self, what: Launch) -> None:
         self.all_at_once = True
@@ -110,9 +120,14 @@ class _Few(Simulation):
         clusters = what.num_ctas // what.cluster_size
         # NOTE: with cluster launch control the first cluster takes its share of all tiles
         at_once = max(1, residency(machine.program, what).gpu_ctas // what.cluster_size)
-        machine.pending_clusters = PendingClusters(list(range(0, clusters, at_once)))
+        machine.pending_clusters = PendingClusters(list(range(self.number, clusters, at_once)))
         machine.load_clusters(machine.pending_clusters.start(1))
-        recorder = Recorder(machine, self.cost, self.flops * what.cluster_size)
+        self.counters = None
+        if 1 < clusters <= at_once:
+            self.counters = SharedCounters(machine, clusters - 1)
+        recorder = Recorder(
+            machine, self.cost, self.flops * what.cluster_size, counters=self.counters
+        )
         complete = self._until_enough(scheduler, recorder)
         threads = 32 * what.warps_per_cta
         held = min(
@@ -145,9 +160,9 @@ class _Few(Simulation):
             for tmap, load_ in first.items():
                 _, *at = load_.source
                 sharing = traced.sharing.setdefault(tmap, Sharing())
-                for step in paths.get((tmap, int(machine.grid.warp_in_cta[warp])), [()]):
-                    box = (tmap, *(x + dx for x, dx in zip_longest(at, step, fillvalue=0)))
-                    boxes[box] = load_.size
+                path = paths.get((tmap, int(machine.grid.warp_in_cta[warp])), [()])
+                for box in _boxes(at, path, self.in_step):
+                    boxes[(tmap, *box)] = load_.size
                     sharing.loaded += load_.size
         for source, size in boxes.items():
             traced.sharing[source[0]].different += size
@@ -184,6 +199,18 @@ def _paths(record: Record) -> dict[tuple[int, int], list[tuple[int, ...]]]:
             ]
             paths.setdefault((tmap, record.place[warp]), steps)
     return paths
+
+
+def _boxes(
+    first: Sequence[int], path: Sequence[tuple[int, ...]], in_step: bool
+) -> list[tuple[int, ...]]:
+    """The boxes at ``first`` and along ``path``; if not ``in_step``, with their number on the path
+    instead of the coordinates that change along it, for CTAs that walk the same way from elsewhere.
+    """
+    if in_step:
+        return [tuple(x + dx for x, dx in zip_longest(first, by, fillvalue=0)) for by in path]
+    stays = [x for x, *by in zip_longest(first, *path, fillvalue=0) if not any(by)]
+    return [(n, *stays) for n in range(len(path))]
 
 
 def _loads_that_tell(record: Record) -> int:
@@ -227,7 +254,7 @@ def trace(
     without a cubin.
     """
     few = _few(host, programs, regions, limit)
-    host(arguments, few.launch if look else few.record)
+    host(arguments, few.see if look else few.record_only)
     return few.traced
 
 
@@ -236,10 +263,15 @@ def _few(
     programs: dict[str, Program],
     regions: Sequence[HostTensor],
     limit: float = 0.0,
-) -> _Few:
+) -> Few:
+    return Few(programs, regions, machine_code(host), limit)
+
+
+def machine_code(host: HostFunction) -> bytes:
+    """The cubin, which has the costs of instructions; ValueError where there is none."""
     if not host.cubin:
         raise ValueError("its cubin is not there, which tells what instructions cost")
-    return _Few(programs, regions, host.cubin, limit)
+    return host.cubin
 
 
 def look_at(

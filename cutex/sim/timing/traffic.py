@@ -27,6 +27,15 @@ def loaded(record: Record) -> dict[int, float]:
     return loads
 
 
+def fetched(traced: Traced) -> dict[int, float]:
+    """Part of the bytes, of each tensor, that all clusters fetch from memory: each byte once."""
+    missed = {}
+    for at, f in traced.record.fetched.items():
+        once = min(f.size, f.different * traced.clusters)
+        missed[at] = once / (f.loaded * traced.clusters) if f.loaded else 0.0
+    return missed
+
+
 def stored(record: Record) -> float:
     """The bytes that a cluster stores."""
     total = 0.0

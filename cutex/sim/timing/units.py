@@ -19,6 +19,7 @@ class Memory:
     shared: float = 0.0  # share of the bytes that other SMs request at the same time
     write_back: float = 1.0  # share of stored bytes that go on to HBM
     waits: float = 1.0  # share of loads that wait for HBM: all where CTAs run in step
+    fetched: dict[int, float] = field(default_factory=dict)  # the miss of ordinary loads, by tensor
     ahead: float = 0.0  # cycles by which an SM may exceed its share of L2, as others are idle
 
 
@@ -92,6 +93,7 @@ class Sm:
         self.ingest = Unit("TMA bytes")
         self.outside = Unit("TMA outside")
         self.out = Unit("stores")
+        self.lines = Unit("loads")
         self.l2 = Unit("L2 share")
         self.hbm = Unit("HBM share")
 
@@ -100,5 +102,5 @@ class Sm:
         cores = [u for core in self.cores for u in (core.slots, *core.pipes)]
         return [
             *cores, self.port, self.tensor, self.tmem, self.issue, self.ingest, self.outside,
-            self.out, self.l2, self.hbm,
+            self.out, self.lines, self.l2, self.hbm,
         ]  # fmt: skip

@@ -13,10 +13,13 @@ from cutex.sim.timing.events import (
     Commit,
     Copy,
     Event,
+    Fetch,
     Group,
+    Landed,
     Load,
     Mma,
     Named,
+    Need,
     Reply,
     Settled,
     Store,
@@ -65,6 +68,9 @@ class Warp:
         self.open: list[float] = []  # for each bulk store of the open group, when smem is read
         self.open_done: list[float] = []
         self.bulk: list[tuple[float, float]] = []  # for each group, when smem is read; its end
+        self.fetched: list[float] = []  # when each load into registers, and all before it, are done
+        self.copying = 0.0  # the end of all cp.async of the warp
+        self.copied: list[float] = []  # and at each commit of them
         self.mmas = 0  # wgmmas issued
         self.committed: list[int] = []  # ``mmas`` at each commit
         self.cluster_arrived = 0
@@ -234,6 +240,8 @@ class Warp:
         if e.what == "bulk":
             self.bulk.append((max(self.open, default=now), max(self.open_done, default=now)))
             self.open, self.open_done = [], []
+        elif e.what == "cp.async":
+            self.copied.append(self.copying)
         elif e.what == "wgmma":
             self.committed.append(self.mmas)
         else:
@@ -247,6 +255,10 @@ class Warp:
             older = self.bulk[: max(0, len(self.bulk) - e.pending)]
             then = max((g[0] if e.read else g[1] for g in older), default=now)
             return self._until("TMA store", now, then)
+        if e.what == "cp.async":
+            ends = [*self.copied, self.copying]  # NOTE: -1 pending is of wait_all
+            at = len(ends) - e.pending - 2
+            return self._until("global memory", now, ends[at]) if at >= 0 else None
         at = len(self.committed) - e.pending - 1
         if at < 0 or not self.committed[at]:
             return None
@@ -359,6 +371,30 @@ class Warp:
         then = end - g.store_queue * g.line_cycles
         return self._until("stores", now, then)
 
+    def fetch(self, e: Fetch, now: float) -> float | None:
+        """The warp goes on until it needs what it loads; an SM takes in a line after another."""
+        g, m, size = self.gpu, self.r.memory, 32 * e.sectors
+        miss = m.fetched.get(e.tensor, 1.0)
+        taken = self.sm.lines.serve(now, e.lines * g.line_cycles)
+        end = max(taken, self.sm.l2.serve(now, size * m.sms / g.l2_bytes))
+        if miss:
+            end = max(end, self.sm.hbm.serve(now, size * miss * m.sms / g.hbm_bytes))
+        end += g.global_latency if miss > 0.5 else g.l2_latency
+        if e.registers:
+            self.fetched.append(max(end, self.fetched[-1] if self.fetched else 0.0))
+        else:
+            self.copying = max(self.copying, end)
+        return None
+
+    def need(self, e: Need, now: float) -> float | None:
+        return self._until("global memory", now, self.fetched[e.loads - 1])
+
+    def landed(self, e: Landed, now: float) -> float | None:
+        end = max(now, self.copying)
+        arrive = partial(self.i.arrive, e.barrier, e.arrivals, 0, self.role, self.track)
+        self.r.at(end, arrive)
+        return None
+
     def columns(self, e: Columns, now: float) -> float | None:
         cycles = e.columns * 32 * 4 / self.gpu.tmem_bytes
         self.pending_tmem = self.sm.tmem.serve(now, cycles) + self.gpu.tmem_latency
@@ -389,5 +425,5 @@ _DO: dict[type, Callable[[Warp, Any, float], float | None]] = {
     Wait: Warp.wait, Arrive: Warp.arrive, Load: Warp.load, Store: Warp.store,
     Commit: Warp.commit, Group: Warp.group, Mma: Warp.mma, Named: Warp.name_barrier,
     Cluster: Warp.cluster, Touch: Warp.touch, Columns: Warp.columns, Settled: Warp.settled,
-    Reply: Warp.reply, Copy: Warp.copy,
+    Reply: Warp.reply, Copy: Warp.copy, Fetch: Warp.fetch, Need: Warp.need, Landed: Warp.landed,
 }  # fmt: skip

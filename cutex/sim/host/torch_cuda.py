@@ -1,0 +1,203 @@
+"""torch.cuda as a script sees it on a machine with a GPU, where there is none."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import math
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from cutex.arch import Arch
+from cutex.sim.host.cuda_graphs import CUDAGraph, graph
+
+GPU = torch.device("cuda", 0)
+
+
+class _Stream:
+    cuda_stream, device = 0, GPU
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def wait_stream(self, _: Any) -> None: ...
+    def wait_event(self, _: Any) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: Any = None) -> Any:
+        event = event or _Event()
+        event.record()
+        return event
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+class _Event:
+    cuda_event = 0  # made by its first record, as torch does
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def record(self, *_: Any) -> None:
+        self.cuda_event = id(self)
+
+    def wait(self, *_: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: Any) -> float:
+        return math.nan  # the simulator has no time
+
+
+class _Properties:
+    def __init__(self, arch: Arch) -> None:
+        self.name = f"NVIDIA {arch.board}"
+        self.major, self.minor = arch.capability
+        self.multi_processor_count = arch.num_sms
+        self.L2_cache_size = arch.l2_bytes
+        self.total_memory = 128 << 30
+        self.warp_size = 32
+        self.max_threads_per_block = 1024
+        self.max_threads_per_multi_processor = 2048
+        self.regs_per_multiprocessor = 65536
+        self.shared_memory_per_block = 48 << 10
+        self.shared_memory_per_block_optin = 227 << 10
+        self.shared_memory_per_multiprocessor = 228 << 10
+        self.is_integrated = self.is_multi_gpu_board = 0
+        self.uuid = "GPU-00000000-0000-0000-0000-000000000000"
+
+
+class _Nothing:
+    """torch.cuda.device, which makes a GPU the current one."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: Any) -> None: ...
+
+
+class _Runtime:
+    """torch.cuda.cudart(): each function answers that it succeeded."""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        if not name.startswith("cuda"):
+            raise AttributeError(name)
+        return lambda *_, **__: 0
+
+
+class Generator(torch.Generator):
+    """torch.Generator, of a GPU too."""
+
+    def __new__(cls, device: Any = "cpu") -> Generator:
+        return super().__new__(cls, "cpu")
+
+
+def cuda_functions(arch: Arch) -> dict[str, Any]:
+    """What stands for functions of torch.cuda, each a function of its own, as torch's compiler
+    asks for.
+    """
+    nothing = lambda: lambda *_, **__: None
+    stream = lambda: lambda *_, **__: _Stream()
+    total = _Properties(arch).total_memory
+    return {
+        "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
+        "get_device_capability": lambda *_: arch.capability,
+        "get_device_name": lambda *_: f"NVIDIA {arch.board}",
+        "get_device_properties": lambda *_: _Properties(arch),
+        "get_arch_list": lambda: [arch.name], "mem_get_info": lambda *_: (total, total),
+        "can_device_access_peer": lambda *_: False,
+        "is_bf16_supported": lambda *_, **__: True, "cudart": lambda: _Runtime(),
+        "device": type("device", (_Nothing,), {}), "device_of": type("device_of", (_Nothing,), {}),
+        **{name: stream() for name in ("current_stream", "default_stream", "stream")},
+        "Stream": _Stream, "ExternalStream": type("ExternalStream", (_Stream,), {}),
+        "Event": _Event, "_lazy_init": nothing(),
+        "CUDAGraph": CUDAGraph, "graph": graph, "graph_pool_handle": lambda: (0, 0),
+        "is_current_stream_capturing": lambda: CUDAGraph.capturing is not None,
+        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_: torch.set_rng_state(state),
+        **{name: nothing() for name in (
+            "synchronize", "set_device", "init", "empty_cache", "manual_seed", "manual_seed_all",
+            "seed", "seed_all", "ipc_collect", "_sleep", "set_stream",
+            "reset_peak_memory_stats", "reset_max_memory_allocated")},
+    }  # fmt: skip
+
+
+def marks() -> dict[str, Any]:
+    """What stands for torch.cuda.nvtx."""
+    return {
+        "range_push": lambda *_: 0, "range_pop": lambda: 0, "mark": lambda *_: None,
+        "range_start": lambda *_: 0, "range_end": lambda *_: None,
+    }  # fmt: skip
+
+
+def uncompiled(function: Any = None, **_: Any) -> Any:
+    """torch.compile: the function as it is, which gives the same values."""
+    return function if function is not None else lambda f: f
+
+
+def _benchmark(function: Callable[[], Any], *_: Any, **how: Any) -> Any:
+    """Triton's do_bench: one call, and no time."""
+    function()
+    wanted = how.get("quantiles")
+    return math.nan if wanted is None else [math.nan] * len(wanted)
+
+
+class _TritonDriver:
+    """triton.runtime.driver.active, as benchmarks ask for it."""
+
+    def clear_cache(self, _: Any) -> None: ...
+    def get_empty_cache_for_benchmark(self) -> torch.Tensor:
+        return torch.empty(0)
+
+    def get_benchmarker(self) -> Callable[..., Any]:
+        return _benchmark
+
+    def get_device_interface(self) -> Any:
+        return torch.cuda
+
+    def get_active_torch_device(self) -> torch.device:
+        return GPU
+
+    def get_current_device(self) -> int:
+        return 0
+
+
+def _without_gpu(module: ModuleType) -> None:
+    """Changes a module of Triton's."""
+    if module.__name__ == "triton.testing":
+        module.do_bench = module.do_bench_cudagraph = _benchmark  # type: ignore[attr-defined]
+    else:
+        module.driver.set_active(_TritonDriver())
+
+
+class TritonTesting:
+    """Finds what a script imports of Triton to take times, and has it ask for no GPU."""
+
+    NAMES = ("triton.testing", "triton.runtime.driver")
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in self.NAMES:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                _without_gpu(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+    def __enter__(self) -> None:
+        for name in self.NAMES:
+            if name in sys.modules:
+                _without_gpu(sys.modules[name])
+        sys.meta_path.insert(0, self)
+
+    def __exit__(self, *_: Any) -> None:
+        sys.meta_path.remove(self)

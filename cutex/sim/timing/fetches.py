@@ -1,0 +1,121 @@
+"""What warps load from global memory by ordinary instructions and by cp.async that is not bulk:
+which bytes, and where a warp first needs what it has loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cutex.sim.machine.batch import Batch
+from cutex.sim.ptx.decode import Decoder
+from cutex.sim.ptx.operands import Address
+from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.temporaries import touched
+from cutex.sim.timing.events import Event, Fetch, Fetched, Need
+
+if TYPE_CHECKING:
+    from cutex.sim.machine.machine import Machine
+
+SECTOR = 32  # bytes
+
+
+def into_registers(ins: Instruction) -> bool:
+    return ins.name == "ld" and "global" in ins.parts
+
+
+class Fetches:
+    """Of the warps of a machine; ``add`` appends an event to a warp's program."""
+
+    def __init__(
+        self, machine: Machine, code: list[Instruction], add: Callable[[int, Event], None]
+    ) -> None:
+        self.m, self.add = machine, add
+        self.loaded: dict[int, float] = defaultdict(float)  # bytes, by the base of their tensor
+        self.sectors: dict[int, set[int]] = defaultdict(set)
+        self.count: dict[int, int] = defaultdict(int)  # loads into registers, of a warp
+        self.needed: dict[int, int] = defaultdict(int)  # the last that the warp waited for
+        self.loads: dict[int, dict[Any, int]] = defaultdict(dict)  # of a warp, by register
+        both = [touched(ins) for ins in code]
+        self.written, self.read = [w for w, _ in both], [r for _, r in both]
+        held: set[Any] = set()
+        moves = [pc for pc, ins in enumerate(code) if ins.name == "mov"]
+        for pc, ins in enumerate(code):
+            if into_registers(ins):
+                held |= self.written[pc]
+        while True:  # NOTE: mov only renames, so what it copies is not needed yet
+            new = {p for pc in moves if self.read[pc] & held for p in self.written[pc]} - held
+            if not new:
+                break
+            held |= new
+        self.moves = {pc for pc in moves if self.read[pc] & held}
+        self.uses = {pc for pc in range(len(code)) if self.read[pc] & held} - self.moves
+
+    def step(self, batch: Batch, pc: int) -> None:
+        """Before an instruction executes."""
+        if pc in self.moves:
+            for warp in batch.idx.tolist():
+                loads = self.loads[warp]
+                number = max((loads.get(p, 0) for p in self.read[pc]), default=0)
+                loads.update(dict.fromkeys(self.written[pc], number))
+        elif pc in self.uses:
+            for warp in batch.idx.tolist():
+                loads = self.loads[warp]
+                number = max(loads.get(p, 0) for p in self.read[pc])
+                if number > self.needed[warp]:
+                    self.needed[warp] = number
+                    self.add(warp, Need(number))
+
+    def kind(self, pc: int, ins: Instruction) -> Callable[[Batch, Any], None]:
+        """What is to be kept of a load, or of a copy, that has executed."""
+        d = Decoder(ins, self.m)
+        registers = into_registers(ins)
+        addresses = [i for i, o in enumerate(ins.operands) if isinstance(o, Address)]
+        address = d.address(addresses[-1])
+        size = width(ins) if registers else int(ins.operands[addresses[-1] + 1].value)  # type: ignore[union-attr]
+        part = None if registers or len(ins.operands) < 4 else d.src(3, "u32")
+
+        def add(b: Batch, verdict: Any) -> None:
+            found = b.lanes(address(b)).astype(np.int64)
+            active = b.active()
+            if part is not None and "ignore" not in ins.op:
+                active = active & (b.lanes(part(b)) > 0)
+            for row in np.nonzero(b.any_active())[0].tolist():
+                warp = int(b.idx[row])
+                at = found[row][active[row]]
+                if registers:
+                    self.count[warp] += 1
+                    numbers = dict.fromkeys(self.written[pc], self.count[warp])
+                    self.loads[warp].update(numbers)
+                self.add(warp, self._fetch(at, size, registers))
+
+        return add
+
+    def _fetch(self, at: np.ndarray, size: int, registers: bool) -> Fetch:
+        if not len(at):
+            return Fetch(0, 0, 0, registers)
+        steps = np.arange(0, size, SECTOR)
+        ends = np.concatenate([at + size - 1, (at[:, None] + steps).ravel()])
+        sectors = np.unique(ends // SECTOR)
+        region = self.m.memory.find(int(at[0]))
+        base = region.base if region is not None else 0
+        self.loaded[base] += SECTOR * len(sectors)
+        self.sectors[base].update(sectors.tolist())
+        return Fetch(len(sectors), len(np.unique(sectors // 4)), base, registers)
+
+    def fetched(self) -> dict[int, Fetched]:
+        sizes = {r.base: float(len(r.data)) for r in self.m.memory.regions}
+        return {
+            base: Fetched(loaded, float(SECTOR * len(self.sectors[base])), sizes.get(base, loaded))
+            for base, loaded in self.loaded.items()
+        }
+
+
+def width(ins: Instruction) -> int:
+    """Bytes of a lane's access."""
+    bits = next((int(p[1:]) for p in reversed(ins.parts) if re.fullmatch(r"[bufs]\d+", p)), 32)
+    return bits // 8 * int(next((p[1:] for p in ins.parts if re.fullmatch(r"v\d", p)), 1))
