@@ -212,6 +212,6 @@ def text_by_device(rows: Iterable[SweepRow]) -> str:
 
 
 def commits(rows: Iterable[SweepRow]) -> str:
-    """How many of `rows` are of which commit."""
+    """The number of `rows` of each commit."""
     counts = Counter(r.environment.get("commit") or "unknown" for r in rows)
     return " and ".join(f"{count} at {commit}" for commit, count in counts.items())

@@ -152,8 +152,8 @@ def _pack(d: Decoder, half: str) -> Execute:
 
 
 def _pack_integers(d: Decoder) -> Execute:
-    """Two s32 clamped to 16 bits or fewer, the first above the second; above both what the third
-    operand has low (PTX ISA, cvt.pack).
+    """Two s32 clamped to 16 bits or fewer, the first above the second, and above both the low bits
+    of the third operand (PTX ISA, cvt.pack).
     """
     d.only("pack", "sat", "u4", "s4", "u2", "s2")
     high, low, write = d.src(1, "s32"), d.src(2, "s32"), d.dst(0, "b32")

@@ -1,6 +1,6 @@
 """Counters in global memory from which the CTAs of a persistent grid take their tiles.
 
-One cluster is recorded where many would run, so it would be handed every tile. Each time that it
+One cluster is recorded where many would run, so it would get every tile. Each time that it
 asks a counter again, all other clusters count as having asked once since.
 """
 
@@ -20,10 +20,11 @@ WORDS = {"u32": ctypes.c_uint32, "s32": ctypes.c_int32, "u64": ctypes.c_uint64}
 
 
 class SharedCounters:
-    """Those that a recorded cluster asks, for ``others`` clusters beside it.
+    """The counters from which a recorded cluster takes tiles, advanced for ``others`` clusters
+    beside it.
 
-    A counter is a word that one lane adds to by the same ``atom`` more than once; the flags of
-    tiles, which a CTA adds to once each, are none.
+    A counter is a word to which one lane adds by the same ``atom`` more than once; the flags of
+    tiles, to which a CTA adds once each, are none.
     """
 
     def __init__(self, machine: Machine, others: int) -> None:
@@ -32,7 +33,8 @@ class SharedCounters:
         self.asked_again = False
 
     def before(self, ins: Instruction) -> Callable[[Batch], None] | None:
-        """What is to be done before the instruction; None for any but an integer addition."""
+        """The function to call before the instruction; None for any but an atomic integer
+        addition."""
         word = WORDS.get(ins.parts[-1])
         if ins.name != "atom" or not {"global", "add"} <= set(ins.parts) or word is None:
             return None
