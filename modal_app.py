@@ -30,7 +30,7 @@ except ModuleNotFoundError:
 
 HERE = Path(__file__).resolve().parent
 CACHES = ["**/__pycache__", "**/*.pyc"]  # all other files travel, C sources too
-THERE = "/root"  # where Modal puts Python sources
+THERE = "/root"  # the folder in which Modal puts Python sources
 WHEELS = (  # as in constraints.txt; the DSL needs no CUDA toolkit
     "torch==2.13.0",
     "nvidia-cutlass-dsl[cu13]==4.8.1",
@@ -48,7 +48,7 @@ WHEELS = (  # as in constraints.txt; the DSL needs no CUDA toolkit
     "hypothesis==6.170.15",
 )
 
-PYTHON = "3.12"  # of the image; the tests take it too, where it is installed
+PYTHON = "3.12"  # the image's version; the tests take it too, where it is installed
 
 image = (
     modal.Image.debian_slim(python_version=PYTHON)
@@ -79,7 +79,7 @@ def run(request: dict) -> dict:
 
 
 async def rent(gpu: str, requests: list[dict], timeout: int) -> AsyncIterator[rental.Reply]:
-    """One reply or exception per request, as they arrive."""
+    """Yield one reply or exception per request, as they arrive."""
     replies = run.with_options(gpu=gpu, timeout=timeout).starmap.aio(
         [(request,) for request in requests], order_outputs=False, return_exceptions=True
     )

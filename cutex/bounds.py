@@ -1,4 +1,4 @@
-"""python -m cutex.bounds (see --help): the door to cutex.analysis.bounds."""
+"""python -m cutex.bounds (see --help): the command of cutex.analysis.bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""python -m cutex.check (see --help): the door to cutex.bench.check."""
+"""python -m cutex.check (see --help): the command of cutex.bench.check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""python -m cutex.layout (see --help): the door to cutex.analysis.layout."""
+"""python -m cutex.layout (see --help): the command of cutex.analysis.layout."""
 
 from __future__ import annotations
 

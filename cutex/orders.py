@@ -1,6 +1,5 @@
-"""What command lines say of the simulator without importing it: the names of its orders of events,
-which cutex/sim/policy.py explains at length, and how many processes may share a grid.
-"""
+"""The simulator's choices on command lines, which read them without importing it: the names of its
+orders of events, explained in cutex/sim/policy.py, and the limit on processes that share a grid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""python -m cutex.roofline (see --help): the door to cutex.analysis.roofline."""
+"""python -m cutex.roofline (see --help): the command of cutex.analysis.roofline."""
 
 from __future__ import annotations
 

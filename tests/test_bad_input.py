@@ -9,7 +9,7 @@ SIM = ["--device", "sim"]
 
 
 def refused(capsys, argv: list[str]) -> str:
-    """The one sentence that `argv` is answered with."""
+    """The one sentence that the command prints for `argv`."""
     assert main(argv) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -90,7 +90,7 @@ def test_no_c_compiler_is_one_sentence(python, tmp_path):
         *("--out", str(tmp_path / "out")),
         PATH=str(tmp_path),
         CC="",
-        CUTEX_CACHE=str(tmp_path / "cache"),  # where no shim lies ready
+        CUTEX_CACHE=str(tmp_path / "cache"),  # where no shim is ready
     )
     assert ran.returncode == 2, ran.stderr
     sentence = ran.stderr.splitlines()[-1]  # progress comes before it on a slow machine

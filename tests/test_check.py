@@ -110,7 +110,8 @@ os._exit(7) if "die" in sys.argv else sys.exit(3)
 
 
 def test_each_order_is_a_process_with_the_arguments_of_the_script(tmp_path, capsys, monkeypatch):
-    """However it ends, the next one runs; the libraries are imported before, not by each."""
+    """A run may end in any way; the next one still runs. The libraries are imported once, before
+    all."""
     monkeypatch.setattr(check, "ORDERS", ("fifo", "eager"))
     script = tmp_path / "mine.py"
     script.write_text(ARGUMENTS)

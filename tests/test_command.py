@@ -42,8 +42,8 @@ def test_what_ends_a_command_is_one_sentence(error, code, says, capfd):
 
 
 def test_every_command_ends_so():
-    """All functions called main, but those that hand on to another's, and that of cutex.sim: what
-    a script of the user's raises is the script's own."""
+    """All functions named main, except those that call another's, and that of cutex.sim, since a
+    script's exception is the script's own."""
     files = {*ROOT.glob("cutex/**/*.py"), *ROOT.glob("kernels/**/*.py")}
     open_ended = []
     for file in sorted(files - {ROOT / "cutex/sim/__main__.py"}):
@@ -168,7 +168,7 @@ def test_what_is_imported_is_declared():
 
 
 def test_nobody_is_told_to_install_what_is_not_ours():
-    """The name on the package index is somebody else's."""
+    """The package index has another project under the name."""
     for file in [
         *(ROOT / "cutex").rglob("*.py"),
         ROOT / "README.md",

@@ -1,4 +1,4 @@
-"""What flash_attn_func and flash_attn_varlen_func answer to bad input: one sentence."""
+"""flash_attn_func and flash_attn_varlen_func raise one sentence for bad input."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def modal_app():
 
 @pytest.fixture
 def cloud(root, modal_app, monkeypatch, tmp_path):
-    """Modal as `modal run` sees it; its GPUs are the simulator, its disk is `tmp_path`."""
+    """Modal for `modal run`: its GPUs are the simulator, its disk is `tmp_path`."""
     offline = load(root / "tests" / "modal_offline.py")
     monkeypatch.setattr(cutex.bench.run, "choose_device", lambda name, target: "sim")
     monkeypatch.setenv("CUTEX_CACHE", str(tmp_path / "container"))
@@ -70,7 +70,8 @@ def cloud(root, modal_app, monkeypatch, tmp_path):
 
 
 def heed_ctrl_c() -> None:
-    """A shell that starts tests in the background has them and their children ignore it."""
+    """Restore Ctrl-C, which tests and their children ignore if a shell starts them in the
+    background."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -298,7 +299,7 @@ def test_everything_that_runs_there_is_sent(cloud, modal_run, modal_app, root, t
             ("-m", "pytest", *modal_app.rental.DEFAULT_TESTS.split(), "--collect-only"),
         )
     ]
-    if there:  # it reads every file, even without what they import
+    if there:  # it reads every file, even without their imports
         commands.append((there, "-m", "compileall", "-q", "."))
     for command in commands:
         ran = subprocess.run(
@@ -312,7 +313,7 @@ def test_everything_that_runs_there_is_sent(cloud, modal_run, modal_app, root, t
 
 
 def image_python(version: str) -> str | None:
-    """The Python of the image's version that is installed here: this one, or one on the path."""
+    """The Python of the image's version on this machine: this one, or one on the path."""
     if sys.version_info[:2] == tuple(map(int, version.split("."))):
         return sys.executable
     found = shutil.which(f"python{version}")  # NOTE: a shim may stand for none
@@ -321,13 +322,13 @@ def image_python(version: str) -> str | None:
 
 
 def has_wheels(python: str) -> bool:
-    """Whether what the image installs is installed there."""
+    """Whether the image's packages are installed there."""
     code = "import cutlass, pytest, torch"
     return subprocess.run([python, "-c", code], capture_output=True).returncode == 0
 
 
 def test_the_tree_is_written_for_the_python_of_the_image(root, modal_app):
-    """Where that version is not installed, its grammar and its library at least are asked."""
+    """Where that version is not installed, at least its grammar and its library are checked."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     assert project["requires-python"] == ">=3.11" and modal_app.PYTHON >= "3.11"
     gone = {"asynchat", "asyncore", "distutils", "imp", "smtpd"}  # with Python 3.12

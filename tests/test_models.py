@@ -1,7 +1,7 @@
-"""The sizes of the corpus's models against what is published of the models as a whole.
+"""The sizes of the corpus's models against published figures of the whole models.
 
 A model's parameters, as its checkpoint counts them, must be those of its layers here, each as often
-as the model has it, and of what is no layer here: one wrong size of one layer makes another count.
+as the model has it, and of its other parts: one wrong size of one layer makes another count.
 """
 
 from __future__ import annotations

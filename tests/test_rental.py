@@ -1,4 +1,4 @@
-"""Renting, with somebody else than Modal to rent from."""
+"""Renting, from a stand-in for Modal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def args(*argv: str):
 
 
 class Cloud:
-    """Answers every request with one right result per stage; remembers what it was asked."""
+    """Replies to every request with one right result per stage; records the requests."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict, int]] = []
@@ -306,9 +306,9 @@ def swept(tmp_path) -> list[SweepRow]:
 
 @pytest.fixture
 def container(monkeypatch):
-    """What runs there, in this process, with a `python -m cutex.sweep` that takes no time.
+    """A container in this process, with a `python -m cutex.sweep` that takes no time.
 
-    broken: names of problems that come out wrong.
+    broken: names of problems with a wrong result.
     """
     container = SimpleNamespace(calls=[], broken=set())
 
@@ -373,7 +373,7 @@ def test_a_layer_that_is_wrong_there_fails_the_command(cloud, run, container, tm
 
 
 def test_layers_are_compiled_here_in_one_go(monkeypatch, tmp_path):
-    """All of an arch by one process, which says where the kernels are."""
+    """All of an arch are compiled by one process, which prints the folders of the kernels."""
     made = rental.plan(args(*LAYERS, "--gpu", "H200,B200,H100!", "--out", str(tmp_path)))
     calls = []
 

@@ -1,4 +1,4 @@
-"""The corpus of models' layers, the sweep over it, and what is summed up and drawn of it."""
+"""The corpus of models' layers, the sweep over it, and its summary and pictures."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_problem_is_one_that_a_model_has(dtype: str):
 
 @pytest.mark.parametrize("direction", PASSES)
 def test_the_passes_are_those_of_autograd(direction: str):
-    """Shapes, and which side is contiguous, of what torch multiplies in a layer's backward."""
+    """Shapes and contiguous modes of the products in torch's backward of a layer."""
     problem = LayerProblem(24, 40, 16, direction)
     a, b = problem.inputs()
     (out,) = problem.outputs()
@@ -100,7 +100,7 @@ def test_a_summary_is_of_the_best_of_the_others():
 
 
 def test_a_layout_is_named_as_blas_names_it():
-    """T: a matrix that is stored with K contiguous, of BLAS's two, which are b and a of ours."""
+    """T: a matrix stored with K contiguous; BLAS's two operands are our b and a."""
     for direction in PASSES:
         a_by_k, b_by_k = LayerProblem(24, 40, 16, direction).k_contiguous
         name = ("T" if b_by_k else "N") + ("N" if a_by_k else "T")
@@ -144,7 +144,7 @@ def test_a_problem_is_timed_again_beside_a_peer_that_was_not_asked_for():
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU on which every problem takes as long as ROW; `measured`: names, in order."""
+    """A GPU on which every problem takes as long as ROW; `measured` has the names, in order."""
     gpu = SimpleNamespace(measured=[], raises={}, commit="c", works=True)
 
     def measure(entry, *_):
@@ -166,7 +166,7 @@ def asked(entries):
 
 
 def ours(built):
-    """What a sweep times; `built` is given what was built."""
+    """The functions that a sweep times; `built` gets the builds."""
 
     def build(operands, dtype):
         built.append((len(operands), dtype))
@@ -182,7 +182,7 @@ def test_a_sweep_goes_on_where_it_was_cut_off(gpu, tmp_path):
     sweep.sweep(asked(entries[:2]), ours(built), file)
     assert len(sweep.sweep(asked(entries), ours(built), file)) == 5
     assert sorted(gpu.measured) == sorted(e.name for e in entries)
-    assert built == [(2, torch.bfloat16), (3, torch.bfloat16)]  # what is left, and that alone
+    assert built == [(2, torch.bfloat16), (3, torch.bfloat16)]  # the rest, and only that
     gpu.commit = "another"
     sweep.sweep(asked(entries[:1]), ours(built), file, seconds=0)
     assert len(gpu.measured) == 5
@@ -251,7 +251,7 @@ def test_only_what_was_slow_untuned_is_taken(tmp_path):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_built_ahead_is_what_the_calls_take(dtype, monkeypatch):
-    """A sweep's kernels are compiled in parallel before its first problem, and no other."""
+    """A sweep compiles its kernels in parallel before its first problem, and no others."""
     jobs = []
 
     def build(asked, ended):
@@ -282,13 +282,13 @@ def test_a_kernel_that_does_not_compile_has_no_folder(monkeypatch):
 
 
 def read_back(said):
-    """The config whose fields a row of a sweep says."""
+    """The config from the fields in a row of a sweep."""
     fields = dict(field.split("=") for field in said.split())
     return Sm90Config(**{name: literal_eval(value) for name, value in fields.items()})
 
 
 def plan_for(operands, out):
-    """The config that `cutex.matmul(*operands, out=out)` takes."""
+    """The config that `cutex.matmul(*operands, out=out)` uses."""
     call = Call(*operands, out=out)
     check(call)
     arranged = arrange(call, out, "sm_90a")
@@ -328,7 +328,7 @@ def test_bad_input_is_one_sentence(argv, says, gpu, tmp_path, capsys):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_preflight_checks_each_layout_in_the_simulator(dtype, monkeypatch, tmp_path, capsys):
-    """And says where the kernels are, of which it compiles all that are asked for."""
+    """It also prints the folders of the kernels, all of which it compiles."""
     todo = tmp_path / "todo"
     entries = [e for e in corpus(dtype) if not e.fits][:2]
     todo.write_text("\n".join(e.name for e in entries))

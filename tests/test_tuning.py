@@ -1,4 +1,4 @@
-"""Choices by time, kernels built ahead, and what is remembered of them."""
+"""Choices by time, kernels built ahead, and the files of both."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from cutex.ops.plan import (
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """A GPU by name only, the simulator in its place, and an empty cache."""
+    """A GPU by name only, with the simulator in its place, and an empty cache."""
     monkeypatch.setenv("CUTEX_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
@@ -57,7 +57,7 @@ def config_of(arranged: Arranged):
 
 
 def built(jobs, seconds=None) -> list[bool]:
-    """In the place of other processes: this one compiles when it has to."""
+    """The replacement of the builder processes: kernels compile in this process, when needed."""
     return [True] * len(jobs)
 
 
@@ -104,7 +104,7 @@ def test_without_time_to_compile_the_models_first_is_taken(gpu, monkeypatch):
 
 
 def test_what_cutex_comes_with_fits_its_problems_and_is_taken():
-    """kernels/gemm/sm90/choices.json, by the sizes and layouts that its names say."""
+    """kernels/gemm/sm90/choices.json, by the sizes and layouts in its names."""
     table = choices._shipped("sm_90a")
     assert len(table) > 50
     for name in table:
@@ -179,7 +179,7 @@ LAYERS_70B = ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672))
     ids=["the widest and the deepest", "all four"],
 )
 def test_serving_a_70b_model_takes_few_kernels(monkeypatch, layers):
-    """For every M from 1 to 8192."""
+    """Kernels for every M from 1 to 8192."""
     asked = []
     monkeypatch.setattr(building, "build", lambda jobs, seconds=None: asked.extend(jobs))
     monkeypatch.setattr("cutex.ops.warming.kernel_for", lambda *_: None)

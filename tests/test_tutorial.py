@@ -29,7 +29,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 @pytest.fixture
 def clone(tmp_path, monkeypatch) -> Path:
-    """A folder that looks like the clone to a command, and may be written to."""
+    """A writable folder that looks like the clone to a command."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / PICTURES).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -71,7 +71,7 @@ TIMELINES = [c for c in DRAWN if "--trace" in c.line]
     ids=str,
 )
 def test_a_timeline_is_drawn_by_the_command_below_it(command, clone):
-    """The clock is fitted anew at times, so lengths may differ a little."""
+    """The clock is fitted again at times, so lengths may differ a little."""
     in_process(command.line)
     drawn, shown = (busy((folder / command.picture).read_text()) for folder in (clone, ROOT))
     assert list(drawn) == list(shown)
@@ -80,7 +80,7 @@ def test_a_timeline_is_drawn_by_the_command_below_it(command, clone):
 
 
 def busy(svg: str) -> dict[str, float]:
-    """The part of the picture's width that each track fills with work."""
+    """The share of the picture's width in which each track works."""
     filled: dict[str, float] = defaultdict(float)
     names: dict[float, str] = {}
     for mark in ElementTree.fromstring(svg):
@@ -131,7 +131,7 @@ def test_the_gains_are_those_of_the_readme():
     assert steps((ROOT / "README.md").read_text()) in TEXT
 
 
-# -- what the page says of PTX ---------------------------------------------------------------------
+# -- the page's statements on PTX ------------------------------------------------------------------
 
 PTX = {
     "1_vector_add": [r"ld\.global\.v2\.b64"],
@@ -159,7 +159,7 @@ def test_without_the_promise_of_alignment_loads_are_of_4_bytes(clone, monkeypatc
 
 
 def ptx(script: str, arch: str, monkeypatch) -> str:
-    """That of the one function that the script compiles."""
+    """The PTX of the one function that the script compiles."""
     seen = []
 
     class Seen(dsl_stand_in.Simulated):
@@ -202,7 +202,7 @@ def test_each_example_runs_on_a_gpu_as_it_is(file):
 
 @pytest.mark.slow
 def test_the_page_is_what_a_shell_gives(clone):
-    """With an interpreter for each command, as a reader has it."""
+    """One interpreter for each command, as for a reader."""
     Path("README.md").write_text((ROOT / "README.md").read_text())
     assert plain(written(TEXT)) == plain(TEXT)
 

@@ -1,6 +1,6 @@
 """The command line of an operator: one vocabulary of problem, stage, arch, device and output.
 
-Exit codes: 0 all right; 1 a wrong result or a simulator finding; 2 bad input, with one sentence on
+Exit codes: 0 success; 1 a wrong result or a simulator finding; 2 bad input, with one sentence on
 stderr. Neither torch nor the DSL is imported before there is something to run.
 """
 
@@ -33,7 +33,7 @@ from cutex.results import Result, Timing, gbs
 from cutex.results.rate import rate
 from cutex.results.recorder import Recorder, try_folder
 
-DEFAULT_ARCH = "sm_100a"  # what is simulated where there is no GPU, if there is a ladder for it
+DEFAULT_ARCH = "sm_100a"  # the arch to simulate where there is no GPU, if it has a ladder
 LARGEST_SEED = 1 << 31
 EMITS = ("ptx", "sass", "resources", "bounds")
 
@@ -128,12 +128,13 @@ class Job:
     problems: list[Problem]
     device: str
     options: Options
-    clock: Clock | None = None  # to predict the time instead
+    clock: Clock | None = None  # not None: predict the time instead
 
 
 @dataclass(frozen=True)
 class Clock:
-    """What --time asks for."""
+    """The options of --time: the GPU, as `cutex.sim.timing.gpus.gpu` takes it, and a file for the
+    trace."""
 
     gpu: str
     trace: Path | None
@@ -141,7 +142,7 @@ class Clock:
 
 @answered
 def main(kind: type[Problem], argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` of an operator; returns the exit code."""
+    """Run the command line `argv` of an operator, and return the exit code."""
     try:
         given = sys.argv[1:] if argv is None else argv
         args = parser(kind).parse_args(join_sizes(given, kind.size_options))
@@ -163,7 +164,7 @@ def main(kind: type[Problem], argv: Sequence[str] | None = None) -> int:
 
 
 def join_sizes(argv: Sequence[str], options: Sequence[str]) -> list[str]:
-    """Turn `--size -8` into `--size=-8`: argparse would take a negative size for an option."""
+    """Turn `--size -8` into `--size=-8`, since argparse takes a negative size for an option."""
     joined: list[str] = []
     for word in argv:
         if joined and joined[-1] in options:
@@ -174,7 +175,8 @@ def join_sizes(argv: Sequence[str], options: Sequence[str]) -> list[str]:
 
 
 def plan(kind: type[Problem], args: argparse.Namespace) -> Job:
-    """The Job that the arguments ask for; ValueError, in one sentence, where they make no sense."""
+    """Return the Job that the arguments state. Raises ValueError, with one sentence, for bad
+    ones."""
     if args.device not in DEVICES:
         raise ValueError(f"--device {args.device!r} is not one of {', '.join(DEVICES)}")
     here = local_arch() if args.arch is None and args.device != "sim" else None
@@ -203,8 +205,8 @@ def job(
     device: str,
     case: str | None = None,
 ) -> Job:
-    """What `args` ask for of these stages on this device, "cuda" or "sim"; without sizes in `args`,
-    those of `case`, by default the device's."""
+    """Return the Job of these stages on this device, "cuda" or "sim". Without sizes in `args` it
+    has those of `case`, by default the device's."""
     clock, emit = _clock(args, wanted[0], device), getattr(args, "emit", None)
     if emit:
         _refuse_beside(f"--emit {emit}", args, ("time", *RUNNING, "json"))
@@ -226,8 +228,8 @@ def job(
 
 
 def _clock(args: argparse.Namespace, stage: AnyStage, device: str) -> Clock | None:
-    """What --time, --trace and --gpu ask for; ValueError where they make no sense."""
-    # NOTE: a rental's --gpu is another one
+    """Return the options --time, --trace and --gpu. Raises ValueError for a bad combination."""
+    # NOTE: a rental's --gpu is another option
     options = {"--trace": "trace", "--gpu": "what_if"}
     given = [name for name, n in options.items() if getattr(args, n, None) is not None]
     if not getattr(args, "time", False):
@@ -249,7 +251,7 @@ RUNNING = ("order", "seeds", "jobs", "compare", "cache_state", "check_only", "ex
 
 
 def _refuse_beside(what: str, args: argparse.Namespace, names: Iterable[str]) -> None:
-    """ValueError for the first of these options that is given: `what` would leave it out."""
+    """Raise ValueError if one of these options is given, which `what` would ignore."""
     for name in names:
         if getattr(args, name, None):
             raise ValueError(f"--{name.replace('_', '-')} does not go with {what}")
@@ -318,9 +320,9 @@ def emit(stage: AnyStage, dtype: str, what: str) -> None:
 
 
 def run(job: Job, out: Path, as_json: bool) -> int:
-    """Run a job, print a line and append a line to the ledger per result; returns the exit code.
+    """Run a job, print a line and append a line to the ledger per result, and return the exit code.
 
-    A result is printed before it is recorded, and one that cannot be written ends nothing.
+    A result is printed before it is recorded; one that cannot be written does not end the run.
     """
     console, recorder = Lines(job.device, job.options.compare, as_json), Recorder(out)
     code = 0
@@ -337,7 +339,7 @@ def run(job: Job, out: Path, as_json: bool) -> int:
                 for result in found:
                     try:
                         console.result(result)
-                    except Exception as error:  # NOTE: it was measured, and is recorded
+                    except Exception as error:  # NOTE: the result is still recorded
                         unprinted = error
                     recorder.row(result)
                     code = code if result.ok else 1
@@ -384,10 +386,8 @@ SIMULATED = (("orders", 6), ("time s", 8), ("TFLOPS", -15))
 
 
 class Lines:
-    """The output of a run: a header with units, then one line per result; or JSON lines.
-
-    On a terminal there is colour.
-    """
+    """The output of a run: a header with units, then one line per result, coloured on a terminal;
+    or JSON lines."""
 
     def __init__(self, device: str, peers: tuple[str, ...], as_json: bool) -> None:
         timed = (*TIMED, *((f"x {name}", max(8, len(name) + 2)) for name in peers))

@@ -1,4 +1,4 @@
-"""The parts of docs/time.md that are made from the code: constants, and the table of errors."""
+"""The generated parts of docs/time.md: the constants, and the tables of errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PREDICTED = FOLDER / "predicted-sm_100a.jsonl"
 
 
 def constants() -> str:
-    """Markdown: every constant of every GPU, with its source and band."""
+    """Markdown: every constant of every GPU, with its source and error."""
     lines = [
         "| constant | H200 | how known | B200 | how known |",
         "| --- | ---: | --- | ---: | --- |",
@@ -68,7 +68,8 @@ def written(page: str, name: str, text: str) -> str:
 
 
 def predicted(op: str, arch: str) -> list[dict[str, Any]]:
-    """Rows for a ladder that nobody has timed on its arch: a time, a rate and their bands."""
+    """For a ladder without measurements on its arch, one row for each stage: a time, a rate, and
+    bands."""
     kind = problem_class(op)
     board_, file = board(arch), traces_file(op, arch)
     problems = [kind.of(sizes) for sizes in kind.cases["confirm"]]
@@ -116,7 +117,7 @@ def _of_b200(file: Path, fit: bool, page: bool) -> int:
 
 
 def _write(parts: dict[str, str]) -> int:
-    """Puts each of the parts between its marks on the page."""
+    """Write each of the parts between its marks on the page."""
     try:
         page = PAGE.read_text()
         for name, text in parts.items():

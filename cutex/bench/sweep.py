@@ -1,4 +1,5 @@
-"""A sweep: what a caller gets, untuned or tuned, on every problem of a corpus, beside others.
+"""A sweep: the speed of the library's call, untuned or tuned, on every problem of a corpus, beside
+other libraries.
 
 All variants of a problem take turns in one process (cutex/bench/timing.py); problems that the file
 has a row of, from the same commit, are left out, so that a sweep that was cut off goes on.
@@ -35,26 +36,26 @@ SAMPLING = timing.Sampling(rounds=15, warm_up_seconds=0.05, sample_us=2000.0, ea
 
 @dataclass(frozen=True)
 class Ours:
-    """What is timed."""
+    """The library's functions that are timed."""
 
     matmul: Callable[..., Any]  # (a, b, out=...)
-    tuning: Callable[[], AbstractContextManager[Any]]  # within it every problem is tuned
-    build: Callable[[Iterable[tuple[Any, Any]], Any], list[Path]]  # of many (a, b), a dtype of out
-    tiles: Callable[[Any, Any, Any], str]  # that (a, b) of a dtype of out takes
-    simulated: Callable[[str], AbstractContextManager[Any]]  # within it all runs in the simulator
+    tuning: Callable[[], AbstractContextManager[Any]]  # a context in which every problem is tuned
+    build: Callable[[Iterable[tuple[Any, Any]], Any], list[Path]]  # for many (a, b), a dtype of out
+    tiles: Callable[[Any, Any, Any], str]  # the tiles for (a, b) and a dtype of out
+    simulated: Callable[[str], AbstractContextManager[Any]]  # a context that runs in the simulator
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Problems, and what they are timed beside."""
+    """The problems of a sweep, and the names of the libraries beside which they are timed."""
 
     entries: list[Entry]
     compare: tuple[str, ...]
 
 
 def left(asked: Asked, there: Iterable[SweepRow], commit: str | None, tuned: bool) -> list[Entry]:
-    """What of `asked` the rows `there` do not have, in an order drawn by the problems' names, so
-    that a sweep that was cut off is a fair sample."""
+    """The entries of `asked` that have no row in `there`, in an order drawn by the problems' names,
+    so that a sweep that was cut off is a fair sample."""
     known = rows.timed(there, commit, tuned, asked.compare)
     unknown = [e for e in asked.entries if e.name not in known]
     return sorted(unknown, key=lambda e: draw(e.name, 1 << 32))
@@ -93,7 +94,7 @@ def measure(
 
 
 def row_of(entry: Entry, compare: Sequence[str], tuned: bool, message: str) -> SweepRow:
-    """The row of a problem of which nothing is known but `message`."""
+    """The row of a problem without a result, with `message` as the reason."""
     import torch
 
     problem = entry.problem
@@ -126,10 +127,11 @@ def sweep(
     tuned: bool = False,
     seconds: float | None = None,
 ) -> list[SweepRow]:
-    """Measure what of `asked` `file` has no row of from this commit; returns all rows of theirs.
+    """Measure the entries of `asked` that `file` has no row of from this commit, and return all
+    their rows.
 
-    Stops after `seconds`, when the next call goes on. A problem that raises is a row that is not
-    ok, which the next call does not try again.
+    It stops after `seconds`; the next call goes on from there. A problem that raises is a row that
+    is not ok, which the next call does not try again.
     """
     arch = local_arch()
     assert arch is not None, "the command line has seen to it"
@@ -163,14 +165,14 @@ def sweep(
 
 
 def build(entries: Sequence[Entry], ours: Ours) -> list[Path]:
-    """Compile what `entries`, which are of one dtype, take; the folders of the kernels."""
+    """Compile the kernels of `entries`, which are of one dtype, and return their folders."""
     operands = [e.problem.inputs("meta") for e in entries]
     return ours.build(operands, entries[0].problem.outputs("meta")[0].dtype)
 
 
 def gpu_works() -> bool:
     """Whether this process can still use its GPU: after an access to a wrong address no launch
-    succeeds, and all later problems would be taken for wrong."""
+    succeeds, and all later problems would count as wrong."""
     import torch
 
     try:
@@ -226,7 +228,7 @@ def parser() -> Parser:
 
 
 def asked(args: argparse.Namespace) -> Asked:
-    """What `args` ask for; ValueError, in one sentence, where they make no sense."""
+    """Return the sweep that `args` state. Raises ValueError, with one sentence, for bad ones."""
     compare = tuple(name for name in args.compare.split(",") if name)
     for name in compare:
         if name not in PEERS:
@@ -245,7 +247,7 @@ def asked(args: argparse.Namespace) -> Asked:
 
 
 def listed(entries: Sequence[Entry], file: str) -> list[Entry]:
-    """Those of `entries` that the lines of `file` begin with the names of."""
+    """The entries whose names begin the lines of `file`."""
     try:
         lines = Path(file).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -260,7 +262,7 @@ def listed(entries: Sequence[Entry], file: str) -> list[Entry]:
 
 @answered
 def main(load: Callable[[], Ours], argv: Sequence[str] | None = None) -> int:
-    """Run the command line; `load` imports what is timed."""
+    """Run the command line; `load` imports the functions that are timed."""
     try:
         args = parser().parse_args(argv)
         todo = asked(args)
@@ -294,7 +296,7 @@ def main(load: Callable[[], Ours], argv: Sequence[str] | None = None) -> int:
 
 
 def summary(args: argparse.Namespace, entries: Iterable[Entry]) -> int:
-    """Print what the files have of `entries`, by device; the exit code."""
+    """Print the rows of `entries` by device, and return the exit code."""
     files = sorted(Path(args.out).glob("sweep/*.jsonl"))
     names = {e.name for e in entries}
     every = [r for f in files for r in rows.read(f) if r.name in names]
@@ -309,8 +311,8 @@ def summary(args: argparse.Namespace, entries: Iterable[Entry]) -> int:
 
 
 def preflight(arch_name: str, entries: Sequence[Entry], ours: Ours) -> int:
-    """Compile what `entries` take on `arch_name`, check a small problem of each of their layouts in
-    the simulator, and print the folders of the kernels; the exit code."""
+    """Compile the kernels of `entries` for `arch_name`, check a small problem of each of their
+    layouts in the simulator, print the folders of the kernels, and return the exit code."""
     right = True
     with ours.simulated(arch_name):
         for direction in dict.fromkeys(e.problem.direction for e in entries):
@@ -328,7 +330,7 @@ def preflight(arch_name: str, entries: Sequence[Entry], ours: Ours) -> int:
 
 
 def timed_below(ratio: float, entries: Iterable[Entry], file: Path) -> list[Entry]:
-    """Those of `entries` whose untuned row in `file` has less than `ratio` times the best of the
-    others' speed."""
+    """The entries whose untuned row in `file` has less than `ratio` times the speed of the fastest
+    other library."""
     timed = {row.name: row.ratio for row in rows.read(file) if not row.tuned}
     return [e for e in entries if (found := timed.get(e.name)) is not None and found < ratio]

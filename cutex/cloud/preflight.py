@@ -82,7 +82,7 @@ def _preflight_script(request: Request, say: Callable[[str], None]) -> bool:
 def _preflight_layers(
     target: str, requests: list[Request], folders: set[Path], say: Callable[[str], None]
 ) -> bool:
-    """Compile the kernels of all that `requests`, of one arch, sweep over."""
+    """Compile the kernels of all layers in `requests`, which are of one arch."""
     with tempfile.TemporaryDirectory(prefix="cutex-") as folder:
         only = Path(folder) / "only"
         only.write_text("\n".join(name for request in requests for name in request.layers))

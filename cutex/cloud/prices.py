@@ -19,7 +19,7 @@ class Rental:
 
     gpu: str
     arch: str
-    usd_per_hour: float  # of the GPU alone
+    usd_per_hour: float  # price of the GPU alone
 
     @property
     def usd_per_second(self) -> float:

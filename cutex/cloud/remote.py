@@ -65,7 +65,7 @@ def _run(request: dict[str, Any], notices: list[str]) -> list[str]:
 
 
 def _here(request: dict[str, Any]) -> dict[str, Any]:
-    """What a row says of where it was measured."""
+    """The fields of a row on the device and the versions of its measurement."""
     return {
         "commit": request["commit"],  # the sources came without their history
         "rented": request["gpu"],
@@ -74,7 +74,7 @@ def _here(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layers(request: dict[str, Any]) -> dict[str, Any]:
-    """Run python -m cutex.sweep on the problems that the request names; its rows."""
+    """Run python -m cutex.sweep on the problems of the request, and return its rows."""
     from cutex.results import sweep
 
     root = Path(__file__).resolve().parents[2]

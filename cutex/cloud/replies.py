@@ -139,7 +139,7 @@ class Ledger:
                 self.lines.peers(rows[-1])
 
     def _take_layers(self, reply: dict[str, Any]) -> None:
-        """Rows of python -m cutex.sweep, into its files."""
+        """Append rows of python -m cutex.sweep to its files."""
         for line in reply["layers"]:
             with self._apart(line):
                 row = sweeps.SweepRow.from_json(line)
@@ -200,7 +200,7 @@ def _stamp(reply: object, made: Plan) -> tuple[int, float]:
 
 
 def _kind(row: sweeps.SweepRow) -> tuple[str, bool, bool]:
-    """What rows that are summed up together have in common."""
+    """The properties that rows of one summary share."""
     return row.dtype, row.fits, row.tuned
 
 

@@ -42,7 +42,7 @@ class Compiled:
             self.function(*tensors)(*tensors)
         except Exception:
             # NOTE: the launcher itself checks every argument before it launches; this check is
-            # slower, and here to say in one sentence what the launcher refused.
+            # slower, and names in one sentence the argument that the launcher refused.
             self.check(*tensors)
             raise
 

@@ -164,8 +164,8 @@ def _is_installed(top: str) -> bool:
 
 
 def _is_recorded(top: str, place: Path) -> bool:
-    """Whether `place`, a file or folder of `top`, was installed into the folder around it, whatever
-    that is called, as by pip install --target."""
+    """Whether `place`, a file or folder of `top`, was installed into the folder around it, under
+    any name of that folder, as by pip install --target."""
     root = (place if place.name in (top, f"{top}.py") else place.parent).parent
     start = re.compile(rf"^{re.escape(top)}(/|\.py,)", re.MULTILINE)
     records = root.glob("*.dist-info/RECORD")

@@ -1,11 +1,11 @@
-"""UserFunction: a function of a user's own that a kernel traces, identified by what it computes.
+"""UserFunction: a function of a user's own that a kernel traces, identified by its computation.
 
 A compiled kernel may be reused only if the functions in it would be traced alike. The place where a
 function is written does not decide that: two lambdas share a line, a global or a function in
-another file changes. So the key holds what Python runs: the code, its closure, its defaults, the
-globals and attributes of modules that it names, and the same of every function among these.
-Anything that cannot be identified this way (an object of a foreign class, an attribute known only
-at run time) makes the key unique, and the kernel is compiled again on every request.
+another file changes. So the key holds everything that Python runs: the code, its closure, its
+defaults, the globals and attributes of modules that it names, and the same of every function among
+these. Anything that cannot be identified this way (an object of a foreign class, an attribute known
+only at run time) makes the key unique, and the kernel is compiled again on every request.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from uuid import uuid4
 from cutex.errors import CutexError
 
 _VALUES = (type(None), bool, int, float, complex, str, bytes, type(...))
-_FIXED = {"cutlass", "numpy", "torch", *sys.stdlib_module_names}  # as their versions have them
+_FIXED = {"cutlass", "numpy", "torch", *sys.stdlib_module_names}  # packages fixed by their versions
 _EVASIVE = {"eval", "exec", "globals", "locals", "vars", "getattr", "__import__"}
 
 
@@ -76,8 +76,8 @@ class UserFunction:
 
 
 def arguments_taken(function: Callable[..., Any], counts: Sequence[int]) -> int | None:
-    """The first of `counts` of positional arguments that `function` can be called with; None if it
-    cannot be called with any, or, being no Python function, does not tell."""
+    """The first of `counts` that `function` accepts as its number of positional arguments; None if
+    there is none, or if it has no signature, not being a Python function."""
     try:
         signature = inspect.signature(inspect.unwrap(function))
     except (TypeError, ValueError):
@@ -102,7 +102,7 @@ class _Reader:
         if kind in _VALUES:
             yield f"{kind.__name__} {value!r}"
         elif kind in (tuple, frozenset, list, dict, set):
-            # NOTE: what can change without becoming another object cannot be watched
+            # NOTE: a container that changes in place cannot be watched
             self.owner._stable &= kind in (tuple, frozenset)
             items = list(value.items() if kind is dict else value)
             yield f"{kind.__name__} of {len(items)}"
@@ -141,7 +141,7 @@ class _Reader:
     def _function(self, function: types.FunctionType) -> Iterator[str]:
         wrapped = getattr(function, "__wrapped__", None)
         if wrapped is not None and _written_in(function) in _FIXED:
-            yield "decorated"  # by the DSL, which traces what it wraps
+            yield "decorated"  # by the DSL, which traces the wrapped function
             yield from self.parts(wrapped)
             return
         yield "function"

@@ -13,7 +13,7 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 from cutlass.memory import SmemAllocator
 
-MAX_COUNT = 2**20 - 1  # of pending arrivals, and of expected bytes (PTX ISA, mbarrier object)
+MAX_COUNT = 2**20 - 1  # most pending arrivals, and most expected bytes (PTX ISA, mbarrier object)
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Barrier:
     """The mbarriers of one event: one, or one for each slot of a ring."""
 
     event: str
-    arrivals: int  # to complete a phase
+    arrivals: int  # arrivals that complete a phase
     slots: int
     ptr: cute.Pointer
 

@@ -80,7 +80,7 @@ def build(
     seconds: float | None = None,
     ended: Callable[[], object] = lambda: None,
 ) -> list[bool]:
-    """Compile `jobs` in order, and call `ended` after each. Returns for each whether it is on disk,
+    """Compile `jobs` in order, and call `ended` after each. Return for each whether it is on disk,
     at the latest `seconds` after the compiler is imported; a job that does not compile is not."""
     done = [False] * len(jobs)
     if not jobs:
@@ -180,7 +180,7 @@ def serve() -> None:
     import gc
     import signal
 
-    for arch in ARCHS:  # children share what is imported here
+    for arch in ARCHS:  # children share the modules imported here
         import_module(f"{package('gemm', arch)}.general")
     out = os.dup(1)
     os.dup2(2, 1)  # prints of the compiler must not mix with the answers

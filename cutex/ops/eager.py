@@ -45,15 +45,15 @@ def matmul(
 
     a (.., M, K) and b (.., K, N): bfloat16, float16 or float32, both alike, or float8_e4m3fn /
     float8_e5m2; accumulated in fp32. float32 is read as tf32, whatever precision torch is set to;
-    a first call warns where torch would not. Batch sizes broadcast. Any strides; what TMA cannot
-    step through (a base or stride that is no multiple of 16 bytes; on Hopper float32 and fp8 whose
+    a first call warns where torch would not. Batch sizes broadcast. Any strides; a tensor that TMA
+    cannot read (a base or stride that is no multiple of 16 bytes; on Hopper float32 and fp8 whose
     K is not contiguous) is copied first.
     bias: (N,) or (1, N), or (M, 1). residual: broadcasts to the result. Both of any float dtype.
     activation: "relu", "gelu", "gelu_tanh", "silu"; "gated_silu" or "gated_gelu", act(even columns)
         * odd columns, which leaves (.., M, N / 2); or a function of one DSL Float32, or of it and
         its row and column (@cute.jit if it branches). gelu of -inf is 0, its limit; torch has NaN.
-    alpha, beta: numbers, not tensors. beta: factor of what out held before.
-    out: where to write; of any strides; no memory of what is read, but it may be residual itself.
+    alpha, beta: numbers, not tensors. beta: the factor of out's previous values.
+    out: the tensor to write, of any strides; it may be residual itself, but overlap no other input.
     out_dtype: bfloat16, float16 or float32; by default that of a, bfloat16 for fp8.
     scale_a, scale_b: float32, one number each, or one for each row of a and each column of b.
     amax: float32 of one element, raised to the largest magnitude of the result before rounding, to
@@ -61,8 +61,8 @@ def matmul(
 
     Differentiable in a, b, bias and residual, forward and backward, to any order, except where out,
     a scale, amax or a function of the user's is given. torch.autocast casts a and b as those of
-    torch.matmul, unless out is given. Raises TypeError or ValueError, in one sentence that names
-    the argument, for what does not fit, and where there is no Hopper or Blackwell GPU.
+    torch.matmul, unless out is given. Raises TypeError or ValueError, with one sentence that names
+    the argument, for arguments that do not fit, and where there is no Hopper or Blackwell GPU.
     """
     if _is_compiling():
         return _through_operator(
@@ -96,7 +96,7 @@ def _unplanned(call: Call) -> Tensor:
     given = call.tensors.values()
     for name in ("out", "amax"):
         x = getattr(call, name)
-        if x is not None and x.is_neg():  # torch's way to resolve what is written to is broken
+        if x is not None and x.is_neg():  # NOTE: torch itself writes such an output wrongly
             memory = x.resolve_neg()
             result = _unplanned(replace(call, **{name: memory}))
             x.copy_(memory)
@@ -107,7 +107,7 @@ def _unplanned(call: Call) -> Tensor:
         or (_grad_enabled() and any(x.requires_grad for x in given))
     ):
         return _through_operator(call)
-    result = planned(*call.arguments)  # which autocast may have kept from its plan
+    result = planned(*call.arguments)  # autocast may have kept the call from its plan
     result = run(call) if result is None else result
     written(call.out, call.amax)
     return result
@@ -142,7 +142,7 @@ class _Plan:
         self.device = call.a.device
         self.empty = empty_of(call.a.device, SEVERAL_GPUS)
         self.tall = arranged.tall
-        self.names = arranged.names  # of the arguments beside a, b and out
+        self.names = arranged.names  # names of the arguments beside a, b and out
         given = dict(zip(self.names, arranged.tensors[3:], strict=True))
         self.copies_out = "c" in given and given["c"].data_ptr() != arranged.tensors[2].data_ptr()
         self.functions = user_functions(arranged.ops)
@@ -234,7 +234,7 @@ def planned(
             (a.shape, b.shape, activation, out_dtype, alpha, beta, a is b, bias is None,
              residual is None, out is None, scale_a is None, scale_b is None, amax is None)
         )  # fmt: skip
-    except (AttributeError, TypeError, RuntimeError):  # what is no tensor, `check` names
+    except (AttributeError, TypeError, RuntimeError):  # `check` names an argument that is no tensor
         return None
     if plans is None:
         return None

@@ -1,4 +1,4 @@
-"""From the sizes and layouts of an arranged call to the kernel that computes it."""
+"""The choice of a kernel for the sizes and layouts of an arranged call."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def _activation_gradient(name: str, grad: Tensor, x: Tensor) -> Tensor:
     return torch.stack((of_gate, grad * _ACTIVATIONS[name](gate)), -1).flatten(-2)
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # of gates
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # the activations of gates
     "gelu": torch.ops.aten.gelu,
     "silu": torch.ops.aten.silu,
 }
@@ -164,7 +164,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # of gates
 def _derivative(name: str, grad: Tensor, x: Tensor) -> Tensor:
     """grad times the derivative of an activation at x, itself differentiable."""
     if not torch.is_grad_enabled() and not differentiation.is_forward():
-        return _KERNELS[name](grad, x)  # which have no derivatives, or not all
+        return _KERNELS[name](grad, x)  # these lack some derivatives of their own
     if name == "relu":
         return torch.where(x <= 0, 0.0, grad)
     if name == "silu":

@@ -85,9 +85,9 @@ def warm_up(
 
 
 def build_ahead(operands: Iterable[tuple[Tensor, Tensor]], out_dtype: torch.dtype) -> list[Path]:
-    """Build, in parallel, the kernel that `cutex.matmul(a, b, out_dtype=...)` takes of each (a, b),
-    whose data is not read (they may be on "meta"), and show how far it is. Returns the folders of
-    the cache that hold them; of one that does not compile there is none."""
+    """Build in parallel the kernels of `cutex.matmul(a, b, out_dtype=...)` for each (a, b), whose
+    data is not read (they may be on "meta"), and show the progress. Return their folders in the
+    cache, without those that do not compile."""
     configs = list(dict.fromkeys(_config(a, b, out_dtype) for a, b in operands))
     with progress("kernels are built", len(configs)) as step:
         built = building.build([(config, _arch()) for config in configs], ended=step)

@@ -14,8 +14,8 @@ model's layers up to its published parameter count.
 | Command R | huggingface/transformers: src/transformers/models/cohere/configuration_cohere.py |
 | Mistral Small, Yi, GPT-2, BERT, Whisper | config.json alone |
 
-A layer's passes are those of cutex/problem/layer.py; half of the corpus, by a hash of what is
-computed, is for fitting choices, the other half only for reporting.
+A layer's passes are those of cutex/problem/layer.py; half of the corpus, by a hash of the product,
+is for fitting choices, the other half only for reporting.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ Launch = Callable[..., object]
 Sizes = Mapping[str, Any]  # fields of a problem: its sizes, and options beside dtype and data
 
 BESIDE_SIZES = ("dtype", "init", "seed")  # fields that every problem has
-CLASSES = 8  # of sizes that share a tuned config, between one power of two and the next
+CLASSES = 8  # ranges from one power of two to the next whose sizes share a tuned config
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Check:
 class PeerKernel:
     """An implementation of the same operator by others, which `--compare` times beside ours."""
 
-    title: str  # in tables
+    title: str  # its name in tables
     # its launch for a problem, and its version; may raise ImportError, or ValueError for a problem
     # that it does not support
     load: Callable[[Any], tuple[Launch, str]]
@@ -84,17 +84,17 @@ class Problem(Computation):
 
     op: ClassVar[str]  # its name in ledgers, `python -m cutex.<op>` and `cutex.kernels.<op>`
     title: ClassVar[str]
-    about: ClassVar[str]  # a phrase on what the ladder computes, for --help
+    about: ClassVar[str]  # the ladder's computation in a phrase, for --help
     dtypes: ClassVar[tuple[str, ...]]
     inits: ClassVar[tuple[str, ...]]
     size_options: ClassVar[tuple[str, ...]]  # options that `add_options` adds, such as --mnk
     # sizes by occasion: "cuda" and "sim" are a command's defaults, one each; "sweep" and "confirm"
-    # are what these operations of modal_app.py run
+    # are for these operations of modal_app.py
     cases: ClassVar[Mapping[str, Sequence[Sizes]]]
     peers: ClassVar[Mapping[str, PeerKernel]]  # by name; ratios in reports are to the first
     # those that --op confirm of modal_app.py times beside the ladder; none: the first
     confirm_peers: ClassVar[tuple[str, ...]] = ()
-    wave_tile: ClassVar[tuple[int, ...]]  # of the output: one SM's share of a wave in large kernels
+    wave_tile: ClassVar[tuple[int, ...]]  # an SM's tile of the output in a large kernel's wave
 
     dtype: str
     init: str

@@ -36,15 +36,15 @@ from cutex.svg import alone
 BEGIN = "<!-- ladders: written by python -m cutex.report from results/ -->"
 END = "<!-- end of ladders -->"
 
-PICTURES = "docs"  # beside the README
+PICTURES = "docs"  # folder beside the README
 PREDICTED = Path("results/timing")
 
 Kind = tuple[str, str, str, str]  # device, dtype, data, state of the L2
 
 
 def ladders(results: Iterable[Result]) -> str:
-    """The ladders as Markdown: for each operator and arch one table per GPU and kind of data, or
-    the bare ladder if it is untimed."""
+    """Return the ladders as Markdown: for each operator and arch one table per GPU and kind of
+    data, or the bare ladder if it is untimed."""
     timed: dict[tuple[str, str], dict[Kind, list[Result]]] = {}
     for r in results:
         if r.ok and r.timing is not None:
@@ -132,7 +132,7 @@ def _band(row: dict[str, Any] | None) -> str:
 
 
 def predicted(op: str, arch: str) -> list[dict[str, Any]]:
-    """What `python -m cutex.clock --predict` wrote of a ladder that nobody has timed."""
+    """The rows that `python -m cutex.clock --predict` wrote for a ladder without measurements."""
     file = PREDICTED / f"predicted-{arch}.jsonl"
     lines = file.read_text().splitlines() if file.is_file() else []
     return [row for row in map(json.loads, lines) if row["op"] == op]
@@ -146,8 +146,8 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 def rewrite(
     readme: str, results: Iterable[Result], models: dict[str, list[SweepRow]] | None = None
 ) -> str:
-    """`readme` with the part between the marks made anew, from results and from sweeps over models'
-    layers by device; ValueError without marks."""
+    """Return `readme` with the part between the marks made anew, from results and from sweeps over
+    models' layers by device. Raises ValueError without marks."""
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -157,7 +157,7 @@ def rewrite(
 
 
 def pictures(results: Iterable[Result]) -> dict[str, str]:
-    """The ladder of each arch that was timed, as SVG by file name: its main kind and size."""
+    """The ladder of each arch that was timed, as SVG by file name, for its main kind and size."""
     rows = list(results)
     drawn = {}
     for op, target, ladder in all_ladders():

@@ -1,4 +1,4 @@
-"""The sweeps over models' layers, as the report and the README show them."""
+"""The sweeps over models' layers, in the report and in the README."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ WIDTH = 760
 
 
 def read_sweeps(results: Path) -> dict[str, list[SweepRow]]:
-    """By device: the problems that were only for reporting, untuned, timed beside others."""
+    """By device, the untuned rows of problems that are only for reporting, timed beside other
+    libraries."""
     found: dict[str, list[SweepRow]] = {}
     for file in sorted(results.glob("sweep/*.jsonl")):
         for row in sweep.read(file):

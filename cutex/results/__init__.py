@@ -38,15 +38,15 @@ def ledger(folder: Path, result: Result) -> Path:
 
 
 def slug(device_name: str) -> str:
-    """The name of a device as a part of a file's, such as nvidia-h200."""
+    """The name of a device as a part of a file name, such as nvidia-h200."""
     return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")[:_LONGEST]
 
 
 def append(path: Path, result: Result) -> bool:
-    """Add one line to the ledger at `path`; return False if it holds this very result already.
+    """Add one line to the ledger at `path`; return False if it has this very result already.
 
-    Whole or not at all, under a lock (cutex/results/appending.py): a retried call cannot record its
-    rows twice.
+    The line is written completely or not at all, under a lock (cutex/results/appending.py): a
+    retried call cannot record its rows twice.
     """
     with appending(path) as add:
         if result.id and any(r.key == result.key for r in _of_run(path, result.id)):
@@ -85,7 +85,7 @@ def read(path: Path, report: Notice = lambda sentence: None) -> list[Result]:
 
     with _no_garbage_collection(), path.open(errors="replace") as lines:
         for number, result in _parsed(lines, damaged):
-            # NOTE: rows from before run ids cannot be told from repetitions, and all count
+            # NOTE: rows without a run id may be repetitions, but all count
             found.setdefault(result.key if result.id else number, result)
     if passed_over > _MOST_NOTICES:
         report(f"{path}: so are {passed_over - _MOST_NOTICES} more lines")

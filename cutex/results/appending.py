@@ -1,4 +1,5 @@
-"""Adding lines to a file that several processes may add to, and that a crash may have torn."""
+"""Adding lines to a file to which several processes may add, and whose last line a crash may have
+torn."""
 
 from __future__ import annotations
 
@@ -11,10 +12,12 @@ from pathlib import Path
 
 @contextmanager
 def appending(path: Path) -> Iterator[Callable[[str], None]]:
-    """Within, nobody else adds to the file at `path`; what is yielded adds one line.
+    """A context in which only this process adds to the file at `path`, by the function that it
+    yields.
 
-    Whole or not at all: what a full disk cut short is taken back before OSError is raised. A last
-    line torn by a crash is ended first, so that it does not swallow the new one.
+    A line is added completely or not at all: on a full disk the part of it is removed before
+    OSError is raised. A last line torn by a crash is ended first, so that it does not join the new
+    one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -37,7 +40,7 @@ def appending(path: Path) -> Iterator[Callable[[str], None]]:
 
 
 def _write(fd: int, data: bytes) -> None:
-    """All of `data`: os.write may take less of it, and then say why it took no more."""
+    """Write all of `data`; os.write may write a part, and raise only when it is called again."""
     while data:
         written = os.write(fd, data)
         if not written:

@@ -51,7 +51,7 @@ class Recorder:
         """Append `result` to its ledger."""
         try:
             append(ledger(self.folder, result), result)
-        except Exception as error:  # NOTE: whatever it is, the row was paid for
+        except Exception as error:  # NOTE: any error, since the row was paid for
             self._keep(result.to_json(), f"a row was not recorded: {_reason(error)}")
 
     def attempt(self, what: str, write: Callable[[], object], content: object) -> None:

@@ -36,7 +36,7 @@ class SweepRow:
     mnk: tuple[int, int, int]
     direction: str
     dtype: str
-    fits: bool  # of the half that choices may be fitted on
+    fits: bool  # it is of the half on which choices may be fitted
     ok: bool
     message: str
     us: float | None  # ours, the median; None if wrong
@@ -99,8 +99,8 @@ def read(file: Path) -> list[SweepRow]:
 def timed(
     rows: Iterable[SweepRow], commit: str | None, tuned: bool, peers: Sequence[str]
 ) -> set[str]:
-    """The names of the problems that need not be timed again: those that `rows` has from the same
-    commit, tuned alike, beside at least `peers`."""
+    """The names of the problems that need not be timed again: those with a row in `rows` from the
+    same commit, tuned alike, beside at least `peers`."""
     return {
         r.name
         for r in rows
@@ -212,6 +212,6 @@ def text_by_device(rows: Iterable[SweepRow]) -> str:
 
 
 def commits(rows: Iterable[SweepRow]) -> str:
-    """How many of `rows` are of which commit."""
+    """The number of `rows` of each commit."""
     counts = Counter(r.environment.get("commit") or "unknown" for r in rows)
     return " and ".join(f"{count} at {commit}" for commit, count in counts.items())

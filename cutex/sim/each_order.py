@@ -60,7 +60,7 @@ def _import_once(arch: str) -> None:
         import cutex.sim.host.dsl_stand_in
         import cutex.sim.host.torch_stand_in  # noqa: F401
     gc.collect()
-    gc.freeze()  # what is never looked at again stays shared
+    gc.freeze()  # objects that are not visited again stay shared
 
 
 if __name__ == "__main__":

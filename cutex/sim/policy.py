@@ -53,7 +53,7 @@ class Policy:
         return clusters
 
     def late(self, grid: Grid) -> np.ndarray:
-        """Which warps, (warps,), run only when nothing else can."""
+        """The warps that run only when nothing else can, (warps,) bool."""
         return np.zeros(grid.num_warps, bool)
 
     def turn(self, warps: np.ndarray, places: np.ndarray) -> Turn:
@@ -77,21 +77,24 @@ class Policy:
 
 
 class Eager(Policy):
-    """As fifo, but an operation completes as soon as it may, before any warp continues."""
+    """The order of fifo, but an operation completes as soon as it may, before any warp
+    continues."""
 
     completes_at_once = True
 
 
 class Starved(Policy):
-    """As fifo, but one warp of each CTA, picked by the seed, runs only when nothing else can."""
+    """The order of fifo, but one warp of each CTA, picked by the seed, runs only when nothing else
+    can.
+    """
 
     def late(self, grid: Grid) -> np.ndarray:
         return grid.warp_in_cta == self.seed % grid.warps_per_cta
 
 
 class PeerLate(Policy):
-    """As fifo, but all CTAs of a cluster except one, picked by the seed, run only when nothing else
-    can.
+    """The order of fifo, but all CTAs of a cluster except one, picked by the seed, run only when
+    nothing else can.
     """
 
     def late(self, grid: Grid) -> np.ndarray:
@@ -102,9 +105,9 @@ class PeerLate(Policy):
 
 
 class Elected(Policy):
-    """As fifo, but elect.sync returns another lane than the first, picked by the seed.
+    """The order of fifo, but elect.sync returns another lane than the first, picked by the seed.
 
-    An order of its own: hardware returns the first, and some public kernels rely on it.
+    It is an order of its own, for hardware returns the first, and some public kernels rely on it.
     """
 
     def __init__(self, seed: int) -> None:

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from cutex.sim.errors import Finding
 
 _WAITED = re.compile(r"on which this warp last waited with parity \d+ at (PTX line \d+)[^\n]*")
-_WHERE = re.compile(r"(PTX line \d+): [^()]*? \((?=[^()\s]+:\d+)")  # with its instruction
+_WHERE = re.compile(
+    r"(PTX line \d+): [^()]*? \((?=[^()\s]+:\d+)"
+)  # a PTX line with its instruction
 _PTX = re.compile(r"PTX line (\d+)")
 
 

@@ -53,7 +53,7 @@ class SimReport:
     ctas: int = 0
     seconds: float = 0.0
     counts: dict[str, int] = field(default_factory=dict)
-    times: list[TimeReport] = field(default_factory=list)  # of each launch, where asked for
+    times: list[TimeReport] = field(default_factory=list)  # one for each launch, with ``time``
     kernels: dict[str, KernelResources] = field(default_factory=dict)  # where asked for
     # if only some clusters of a launch were simulated: which launches, and which elements of each
     # tensor of up to 64 MB were written
@@ -76,9 +76,9 @@ def simulate(
     checks: bool = True,
     clusters: int | None = None,
 ) -> SimReport:
-    """Runs a kernel on the CPU: its real host code and PTX, every warp, barrier, TMA copy and MMA.
+    """Run a kernel on the CPU: its real host code and PTX, every warp, barrier, TMA copy and MMA.
 
-    compiled: a `cutex.compile.Compiled`; or what ``cute.compile`` returned with TVM-FFI and KeepPTX
+    compiled: a `cutex.compile.Compiled`; or a result of ``cute.compile`` with TVM-FFI and KeepPTX
         on; or a ``@cute.jit`` function (or an object with a jitted ``__call__``), which is compiled
         for ``arch`` first.
     tensors: CPU torch tensors or numpy arrays of any shape and strides, written in place; also int,
@@ -96,10 +96,10 @@ def simulate(
 
     jobs: processes that simulate a grid of independent clusters together, on as many cores.
     clusters: simulate no more than so many of the grid, evenly from its first to its last. The
-        report says of which launches (``sampled``), and what was ``written``: nothing else is to be
+        report lists these launches (``sampled``), and the elements ``written``: only these may be
         compared. A kernel whose clusters may wait for each other through global memory runs whole;
         a call that launches another kernel behind a sampled one is refused.
-    checks: look for races, which takes a fifth to two fifths of a run; without, it tells of wrong
+    checks: look for races, which takes a fifth to two fifths of a run; without, it finds wrong
         numbers, deadlocks, bad addresses and misused barriers only.
 
     Returns a SimReport. Raises Deadlock, Endless, BadAddress, BarrierMisuse, BadOperand,
@@ -222,7 +222,7 @@ class Simulation:
         """
         order = policy(self.order, self.seed + self.report.launches)
         if self.limit is not None or self.cubin is not None or not self.checks:
-            return False  # NOTE: what clusters touch is seen by the checks
+            return False  # NOTE: only the checks record the memory that clusters access
         if division.why_not(program, what, order, memory, orders_clusters(program)):
             return False
         size, where = what.cluster_size, self._residency(program, what)

@@ -53,7 +53,7 @@ def refuse_more(sampled: Sequence[Sampled], launch: Launch) -> None:
 def elements(
     tensors: Sequence[HostTensor], memory: GlobalMemory, written: Sequence[dict[int, np.ndarray]]
 ) -> dict[str, np.ndarray]:
-    """By the name of a tensor, which of its elements (in its shape) were fully written;
+    """Return, by the name of a tensor, its elements that were fully written, bool in its shape;
     ``written``: for each part of the grid, one bit per byte, by the memory's address.
     """
     found = {}

@@ -253,7 +253,7 @@ class Scheduler:
         return None if holds.all() else holds
 
     def _spins(self, batch: Batch, polled: bool) -> bool:
-        """At the end of a loop: whether it has run many rounds while nothing happened elsewhere."""
+        """Whether the loop that ends here has run many rounds while nothing happened elsewhere."""
         if self.m.progress != self.seen:
             self.seen = self.m.progress
             self.idle[:] = 0
@@ -382,7 +382,7 @@ def _lanes(lanes: np.ndarray | None) -> str:
 
 @once
 def _whole_warp(program: Program) -> list[bool]:
-    """By instruction: whether it needs its whole warp."""
+    """Return, by instruction, whether it needs its whole warp."""
     return [
         "aligned" in ins.parts or (ins.name == "bar" and ins.parts[1:2] != ("warp",))
         for ins in program.code

@@ -1,4 +1,5 @@
-"""simulate() as others call it: any jitted function, torch or numpy, and what it says no to."""
+"""simulate() as users call it: any jitted function, torch or numpy, and the errors for bad
+input."""
 
 from __future__ import annotations
 
@@ -214,14 +215,14 @@ def test_without_a_c_compiler_the_sentence_says_what_to_install(monkeypatch, tmp
     monkeypatch.delenv("CC", raising=False)
     kernel, tensors = gemm_arguments()
     kernel.__dict__.pop("_cutex_sim", None)
-    monkeypatch.setenv("CUTEX_CACHE", str(tmp_path / "cache"))  # where it does not lie linked
+    monkeypatch.setenv("CUTEX_CACHE", str(tmp_path / "cache"))  # where it is not linked yet
     with pytest.raises(NoCompiler, match=r"needs a C compiler .* install one") as error:
         simulate(kernel, *tensors)
     one_sentence(error.value)
 
 
 def test_no_gpu_is_looked_for():
-    """Simulating imports neither a CUDA driver nor what would need one."""
+    """Simulating imports neither a CUDA driver nor a module that needs one."""
     code = """
 import numpy as np, sys
 from cutex.sim import simulate
@@ -274,7 +275,7 @@ def test_poison_that_reaches_the_result_fails_the_check():
 
 
 def test_threads_may_call_the_same_kernels_host_code_at_one_time() -> None:
-    """Both are one library, and each launch is told to the thread that it comes from."""
+    """Both threads use one library, and each launch reaches the thread that made it."""
     kernel = compile(stage("sm_90a", 0).kernel(), "bf16", "sm_90a")
     host = HostFunction(kernel.object_path, kernel.symbol)
     ready = Barrier(2)
@@ -295,7 +296,7 @@ def test_threads_may_call_the_same_kernels_host_code_at_one_time() -> None:
         assert list(pool.map(launched, (128, 512))) == [[1], [4]]
 
 
-# -- what a kernel is given ------------------------------------------------------------------------
+# -- arguments of a kernel -------------------------------------------------------------------------
 
 
 @cute.kernel

@@ -1,4 +1,4 @@
-"""What a report says: where in the user's program, the cause once, and an honest last line."""
+"""Reports: the place in the user's program, each cause once, and a correct last line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulator's clock: bounds that it keeps, what it sees of overlap, and how far off it is."""
+"""The simulator's clock: its bounds, the overlap that it shows, and its error."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_two_accumulators_let_the_epilogue_run_under_the_next_tiles_mainloop():
     assert overlap(report.intervals, "store_tiles", "tensor core") > 1000
 
 
-# ---- against what was measured
+# ---- against measurements
 
 
 QUICK = {  # problems that CI reckons
@@ -167,8 +167,8 @@ def test_errors_against_measured_cycles_do_not_grow(op, quick):
 
 @pytest.mark.slow
 def test_the_config_that_the_clock_calls_best_loses_little_time():
-    """At most 3 % on each of the README's problems; in cycles, of which memory's clock makes more
-    or fewer, 4 %.
+    """It loses at most 3 % on each of the README's problems; in cycles, of which memory's clock
+    makes more or fewer, 4 %.
     """
     found = clock_configs.choices(clock_configs.found(clock_configs.configs(measured(MEASURED))))
     assert len(found) == 11
@@ -184,7 +184,9 @@ def chosen(cycles: float, mhz: float, told: float) -> Error:
 
 
 def test_a_choice_loses_what_its_config_takes_more_than_the_best_measured_one():
-    """The second is called best in cycles; at their clocks the first is, and it is."""
+    """The second is first in predicted cycles; at their clock rates the first is, and it is the
+    best.
+    """
     (choice,) = clock_configs.choices([chosen(1000, 2000, 1010), chosen(1100, 1000, 900)])
     assert choice.cycles == pytest.approx(0.1)
     assert choice.time == 0.0
@@ -215,7 +217,7 @@ def test_the_page_has_every_constant_as_it_is_in_the_code():
 
 
 def test_tiles_go_to_whoever_is_free():
-    """Of two workers one has the tile of 3 steps, the other three of 1."""
+    """Of two workers one takes the tile of 3 steps, the other three of 1."""
     each = [0.0, 10.0, 20.0, 30.0]
     assert handed_out((3, 1, 1, 1), 2, each, each) == 30.0
     assert handed_out((1, 1, 1, 3), 2, each, each) == 40.0
@@ -309,7 +311,7 @@ def test_control_codes_say_how_long_an_instruction_waits():
     assert cost[8].cycles == 24 - 1 + 5
 
 
-# ---- what people see
+# ---- reports and pictures
 
 
 @cute.kernel

@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, tcgen05, warpgroup
 from cutlass.memory import SmemAllocator
 
 WARPGROUP = 128  # threads that execute one wgmma together
-INST_BYTES = 32  # of K in one instruction: 16 elements of 16 bits
+INST_BYTES = 32  # bytes of K in one instruction: 16 elements of 16 bits
 CORE_ROWS, CORE_BYTES = 8, 16  # a core matrix: 8 rows of 16 bytes, the unit of all layouts
 TF32_ROWS = (2, 5, 2)  # the swizzle of fp32 operands that are contiguous along their rows, not K
 PAIR_MASK = 0b11  # the multicast mask of the two CTAs of a pair, from the leader's rank on

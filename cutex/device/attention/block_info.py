@@ -88,7 +88,7 @@ class BlockInfo(NamedTuple):
         """The blocks of keys that the rows of `m_block` touch."""
         first_q, last_q = self.queries(m_block, seqlen_q)
         shift = seqlen_k - seqlen_q
-        begin, clean_begin = 0, 0  # of keys that some row sees; that all rows see
+        begin, clean_begin = 0, 0  # of the keys that some row sees; of those that all rows see
         end, clean_end = seqlen_k, seqlen_k
         if self.band.lo is not None:
             begin = larger(first_q + shift + self.band.lo, 0)
@@ -103,7 +103,7 @@ class BlockInfo(NamedTuple):
         first_k = n_block * self.tile_n
         last_k = (n_block + 1) * self.tile_n - 1
         shift = seqlen_k - seqlen_q
-        begin, clean_begin = 0, 0  # of queries that see some key; that see all keys
+        begin, clean_begin = 0, 0  # of the queries that see some key; of those that see all keys
         end, clean_end = seqlen_q, seqlen_q
         if self.band.hi is not None:
             begin = larger(first_k - shift - self.band.hi, 0)

@@ -20,7 +20,7 @@ WORD = 32
 
 
 def count_below(bound: Int32, quad: Int32 | None) -> Int32:
-    """How many columns of this thread, counted from its first, are below `bound`."""
+    """The number of columns of this thread, counted from its first, that are below `bound`."""
     bound = cutlass.max(bound, 0)
     if quad is None:
         return bound

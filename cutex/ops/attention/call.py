@@ -14,7 +14,7 @@ from cutex.compile.user_function import arguments_taken
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
-SCORE_MOD = ("score", "batch", "head", "query", "key")  # what it takes; mask_mod no score
+SCORE_MOD = ("score", "batch", "head", "query", "key")  # its parameters; mask_mod lacks score
 MAX_LENGTH = 2**30 - 1  # rows of a sequence
 
 Window = tuple[int | None, int | None]

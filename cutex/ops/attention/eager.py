@@ -38,9 +38,9 @@ def flash_attn_func(
 
     q (batch, seqlen_q, heads, head dim), k (batch, seqlen_k, heads_kv, head dim), v (batch,
     seqlen_k, heads_kv, head dim of v): bfloat16 or float16, all alike, accumulated in fp32; heads a
-    multiple of heads_kv; head dims 64, 96, 128, 192, 256, or 192 with 128 of v. Any strides; what
-    TMA cannot step through (a head dim that is not contiguous; a base or another stride that is no
-    multiple of 16 bytes) is copied first.
+    multiple of heads_kv; head dims 64, 96, 128, 192, 256, or 192 with 128 of v. Any strides; a
+    tensor that TMA cannot read (a head dim that is not contiguous; a base or another stride that is
+    no multiple of 16 bytes) is copied first.
     softmax_scale: 1 / sqrt(head dim) by default.
     causal: query i sees keys j <= i + seqlen_k - seqlen_q, so that the last query sees all.
     window_size: (left, right), how many keys on either side of that last one a query sees; None is
@@ -56,8 +56,8 @@ def flash_attn_func(
     Returns out (batch, seqlen_q, heads, head dim of v), contiguous. A row that sees no key is 0 and
     has an lse of -inf, or of its sink. Differentiable in q, k, v and learnable_sink by torch's own
     flash backward, except with softcap, score_mod or mask_mod; lse is not differentiable. Raises
-    TypeError or ValueError, in one sentence that names the argument, for what does not fit, and
-    where there is no Hopper or Blackwell GPU.
+    TypeError or ValueError, with one sentence that names the argument, for arguments that do not
+    fit, and where there is no Hopper or Blackwell GPU.
     """
     if not _is_compiling() and nobody_watches():
         key: tuple[Any, ...] | None
@@ -71,7 +71,7 @@ def flash_attn_func(
                 if known.takes(*given) and (known.always or known.still()):
                     return known.launch(*given)
         except (AttributeError, TypeError, ValueError, RuntimeError):
-            key = None  # what is no tensor, or a base that is not aligned: the checks will say
+            key = None  # not a tensor, or a base that is not aligned: the checks raise for it
     else:
         key = None
     return _unknown(
@@ -151,14 +151,14 @@ class Known(NamedTuple):
     always: bool  # whether it is valid with gradients on, and has no function that may change
     wants_gradient: bool
     plan: Plan
-    launch: Callable[..., Any]  # returns what the functions return
+    launch: Callable[..., Any]  # has the same result as the functions
 
     def still(self) -> bool:
         return not (self.wants_gradient and _grad_enabled()) and self.plan.is_current()
 
 
 _known: dict[tuple[Any, ...], tuple[Known, ...]] = per_device({})  # by options and shapes
-_plans: dict[tuple[Any, ...], Plan] = per_device({})  # by all that they depend on
+_plans: dict[tuple[Any, ...], Plan] = per_device({})  # by everything that a plan depends on
 _grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
 
@@ -248,7 +248,7 @@ def _remember(
     key: tuple[Any, ...], plan: Plan, launch: Callable[..., Any], tensors: tuple[Tensor, ...]
 ) -> None:
     if len(set(map(id, tensors))) < len(tensors):
-        return  # of which a guard is never sure
+        return  # a guard never accepts one tensor twice
     wants_gradient = any(x.requires_grad for x in tensors)
     always = not (wants_gradient or plan.has_functions)
     known = Known(guard(tensors), always, wants_gradient, plan, launch)

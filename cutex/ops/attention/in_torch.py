@@ -52,7 +52,7 @@ class Overrides:
 
     library: torch.library.Library
     originals: dict[tuple[str, str], Any] = field(default_factory=dict)
-    order: list[int] | None = None  # of SDPA's backends, as it was
+    order: list[int] | None = None  # SDPA's backends as they were ordered
 
     @classmethod
     def install(cls) -> Overrides:
@@ -185,7 +185,7 @@ def _scaled_dot_product_flash_attention(
     *,
     scale: float | None = None,
 ) -> Any:
-    """As _flash_attention_forward, for q (batch, heads, rows, D), with the further values that
+    """Run _flash_attention_forward for q (batch, heads, rows, D), with the further values that
     torch's autograd saves."""
     out = torch.empty_like(query)
     q, k, v, o = (x.transpose(1, 2) for x in (query, key, value, out))

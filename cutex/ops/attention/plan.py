@@ -1,4 +1,4 @@
-"""From the tensors of one flash_attn call to a compiled kernel and its arguments.
+"""`Plan`: the compiled kernel and the arguments for one flash_attn call's tensors.
 
 A plan is valid for every call with the same dtypes, shapes, strides and options. q, k and v are
 passed unchanged if TMA can step through them: head dim contiguous, base and all other strides a

@@ -218,8 +218,8 @@ class AsyncAccesses:
                     last.count[place.cta] = barrier.phases + 1
 
     def unknown(self, cta: int, known: np.ndarray) -> Iterator[tuple[Operation, str]]:
-        """The operations on the shared memory of ``cta`` that ``known`` (slots,) does not include,
-        and what they do there.
+        """Yield the operations on the shared memory of ``cta`` that ``known`` (slots,) does not
+        include, and the kind of their access.
         """
         for track in self.spans:
             for last, did in self._lasts(track, True):

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class RemoteUse:
     """The last use of a CTA's memory or mbarrier by an agent of another CTA."""
 
-    count: int  # of the agent, see clocks
-    phase: int  # of the mbarrier used, which completes after it; 0 for no mbarrier
+    count: int  # the agent's count at the use, see clocks
+    phase: int  # the phase of the mbarrier used that completes after it; 0: no mbarrier
     what: str
     warp: int
     instruction: Instruction

@@ -71,7 +71,7 @@ def _of_dsl(tensor: Any, name: str) -> HostTensor:
 
     tensor.load_dltensor()
     kind, shape, strides = tensor.element_type, tuple(tensor.shape), tuple(tensor.stride)
-    if kind is cutlass.Float4E2M1FN:  # two a byte, along what is contiguous
+    if kind is cutlass.Float4E2M1FN:  # two a byte, along the contiguous mode
         shape = tuple(n // 2 if s == 1 else n for n, s in zip(shape, strides, strict=True))
         strides = tuple(s if s == 1 else s // 2 for s in strides)
         return HostTensor(tensor.data_ptr, shape, strides, _FOUR_BITS, 1, tensor, name)

@@ -1,4 +1,4 @@
-"""From a compiled kernel to its launches: the real host code runs, and each launch calls back.
+"""The launches of a compiled kernel: the real host code runs, and each launch calls back.
 
 The kernel's exported object (a TVM-FFI function) is linked with ``shim.c`` in place of the DSL's
 runtime, loaded, and called with CPU tensors that are described as GPU tensors. The host code
@@ -379,7 +379,8 @@ def _pack(argument: Any, keep: list[Any]) -> _Any:
 
 
 def _dl_tensor(tensor: HostTensor, keep: list[Any]) -> _DLTensor:
-    """Says that it lies on a GPU."""
+    """The DLTensor of `tensor`, described as on a GPU; `keep` gets the objects to which it
+    points."""
     code, bits = _DLPACK_TYPE[tensor.dtype]
     n, lanes = len(tensor.shape), 1 + (tensor.dtype in PACKED)
     shape, strides = (C.c_int64 * n)(*tensor.shape), (C.c_int64 * n)(*tensor.strides)
@@ -391,7 +392,7 @@ def _dl_tensor(tensor: HostTensor, keep: list[Any]) -> _DLTensor:
 
 
 class _Capsule:
-    """A tensor as DLPack hands it over, to be made an object of TVM-FFI's."""
+    """A tensor as DLPack's capsule, from which TVM-FFI makes an object."""
 
     def __init__(self, tensor: HostTensor, keep: list[Any]) -> None:
         self.managed = _ManagedTensor(_dl_tensor(tensor, keep), None, None)
@@ -407,7 +408,7 @@ class _Capsule:
 
 
 def _item(value: Any, keep: list[Any]) -> Any:
-    """An item of a tuple, in however many layers, as TVM-FFI takes it."""
+    """An item of a tuple, nested to any depth, in the form that TVM-FFI takes."""
     import tvm_ffi
 
     if isinstance(value, tuple | list):

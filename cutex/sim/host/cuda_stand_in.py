@@ -1,8 +1,6 @@
-"""Stand-ins for the CUDA driver and runtime functions that scripts call besides launches: questions
-about the GPU, memory, and waiting for it.
-
-Memory is host memory that the script's kernels may access, like torch's; a launch is complete when
-it returns, so waits do nothing.
+"""Stand-ins for the CUDA driver and runtime functions that scripts call besides launches:
+properties of the GPU, memory, and synchronization. Memory is host memory that the script's kernels
+may access, like torch's; a launch is complete when it returns, so waits do nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from cutex.sim.host.torch_stand_in import DeviceMemory
 
 
 class CudaDevice:
-    """What a script asks the driver and the runtime of its one GPU."""
+    """The properties of a script's one GPU, as the driver and the runtime return them."""
 
     def __init__(self, arch: Arch) -> None:
         kind = driver.CUdevice_attribute
@@ -44,7 +42,7 @@ class CudaDevice:
         self.name = f"NVIDIA {arch.board}".encode()
 
     def attribute(self, which: Any, *_: Any) -> int:
-        """By its number, which the driver and the runtime share."""
+        """The attribute of a number, which the driver and the runtime share."""
         found = self.attributes.get(int(which))
         if found is None:
             raise NotImplementedError(

@@ -253,7 +253,7 @@ class CustomOps:
 
 
 class Load:
-    """torch.load: what the file or the script says is on a GPU, is."""
+    """torch.load: tensors on a GPU, by the file or by the script, are on the stand-in's."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self.memory, self.original = memory, torch.load

@@ -91,8 +91,9 @@ def _float_to_integer(d: Decoder, to: str, frm: str) -> Execute:
 
 
 def _to_float(d: Decoder, to: str, frm: str) -> Execute:
-    """To a float from an integer or another float, rounded once; .rni and the like keep the
-    format."""
+    """Convert an integer or another float to a float, rounded once; .rni and the like keep the
+    format.
+    """
     d.only(*MODES, *_TO_INTEGRAL, "ftz", "sat", "relu", "satfinite")
     mode, from_float = rounding_mode(d), frm in FLOATS
     integral = next((f for m, f in _TO_INTEGRAL.items() if m in d.mods), None)
@@ -151,8 +152,8 @@ def _pack(d: Decoder, half: str) -> Execute:
 
 
 def _pack_integers(d: Decoder) -> Execute:
-    """Two s32 clamped to 16 bits or fewer, the first above the second; above both what the third
-    operand has low (PTX ISA, cvt.pack).
+    """Two s32 clamped to 16 bits or fewer, the first above the second, and above both the low bits
+    of the third operand (PTX ISA, cvt.pack).
     """
     d.only("pack", "sat", "u4", "s4", "u2", "s2")
     high, low, write = d.src(1, "s32"), d.src(2, "s32"), d.dst(0, "b32")

@@ -43,8 +43,8 @@ def start(
 
 @lru_cache(maxsize=4096)
 def pixels(tmap: TensorMap, at: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """For each of (pixels,): the bytes from the tensor's address to its first channel, and whether
-    it is inside the tensor.
+    """Return, for each pixel (pixels,), the bytes from the tensor's address to its first channel,
+    and whether it is inside the tensor.
     """
     assert tmap.pixels is not None
     spatial = tmap.rank - 2

@@ -203,7 +203,7 @@ def accumulate(old: np.ndarray | None, product: np.ndarray, kind: str, saturate:
 class Form:
     """The interpretation of an operand in shared memory: (rows, k_bytes of K) of ``kind``."""
 
-    what: str  # for reports
+    what: str  # the operand's name in reports
     kind: str
     rows: int
     mn_major: bool = False

@@ -66,8 +66,8 @@ class _TmemAccess:
         split = d.immediate(address + 1) if self.shape == "16x32bx2" else 0
         self.lanes, self.columns = fragment(self.shape, repeats)
         if self.packed:
-            # NOTE: the shape says where 16-bit elements lie in registers, one per column: the two
-            # halves of a register are neighbouring columns (CUTLASS's _16b atoms)
+            # NOTE: the shape gives the registers of 16-bit elements, one per column: the two halves
+            # of a register are neighbouring columns (CUTLASS's _16b atoms)
             self.lanes = np.repeat(self.lanes, 2, 0)
             self.columns = np.stack([2 * self.columns, 2 * self.columns + 1], 1).reshape(-1, 32)
         if split:

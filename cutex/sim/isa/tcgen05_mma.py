@@ -32,7 +32,7 @@ from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.operands import Address, Vector
 
 A_COLUMNS = 8  # columns of tensor memory that A takes: 32 bytes of K
-_UPPER_POISON = np.uint32(POISON32 & 0xFFFF0000)  # of a column that holds a 16-bit accumulator
+_UPPER_POISON = np.uint32(POISON32 & 0xFFFF0000)  # bits of columns above a 16-bit accumulator
 
 
 @lru_cache(maxsize=64)
@@ -183,7 +183,7 @@ class Mma:
         if not self.halved:
             return [(self.lanes, a_rows @ b_all.T)]
         n = len(self.lanes)
-        # NOTE: of A in tensor memory, the upper lanes hold what the second half of N takes
+        # NOTE: the upper lanes of A in tensor memory hold the rows for the second half of N
         return [
             (self.lanes, a_rows[:n] @ b_all[: self.width].T),
             (self.lanes + 64, a_rows[-n:] @ b_all[self.width :].T),

@@ -151,7 +151,7 @@ class TensorMap:
         if self.swizzle and row > span:
             return f"box rows of {row} bytes are wider than the {span}-byte swizzle"
         if self.swizzle and row < span:
-            # NOTE: CUDA asks for room for whole swizzle rows there, without saying what is where
+            # NOTE: CUDA requires room for whole swizzle rows and does not define their layout
             return f"box rows of {row} bytes are narrower than the {span}-byte swizzle: not defined"
         if self.pixels is not None and not (self.plain and self.rank > 2):
             return "the simulator does not define im2col mode of padded or tf32 elements"

@@ -216,7 +216,7 @@ class Wgmma:
             meeting.agents.append((m.clocks.agent(Kind.TENSOR, warp), state.commits + 1))
             if not fenced:
                 m.warpgroups.check_fence(warp, self.touches, self.ins)
-            unwaited = Unwaited(state.commits + 1, self.ins)  # in flight in its open group
+            unwaited = Unwaited(state.commits + 1, self.ins)  # in flight, in the open group
             state.results[self.results] = unwaited
             if self.sources is not None:
                 state.sources[self.sources] = unwaited
@@ -257,7 +257,7 @@ class Wgmma:
         if descriptors.a is not None:
             a = self._shared(cta, descriptors.a, self.a_form)
             # NOTE: each warp multiplies its own 16 rows of A, and NVIDIA's kernels rely on it; the
-            # PTX ISA does not say what other warps may do with them meanwhile
+            # PTX ISA does not define whether other warps may write them during the wgmma
             reads += [a.quarter(which, part) for part, which in enumerate(inside)]
         return _Operands(a, b, reads, sum(s.size for s in reads if isinstance(s, Span)))
 

@@ -57,8 +57,8 @@ class Divergence:
     def meeting_places(
         self, idx: np.ndarray, mask: np.ndarray, place: int
     ) -> tuple[int, frozenset[int]]:
-        """Where a batch may have to stop: the next higher place at which lanes of its warps are,
-        and all places where it would have to wait for them.
+        """The places at which a batch may have to stop: the next higher one with lanes of its
+        warps, and all at which it would have to wait for them.
         """
         others = self.live[idx] & self.apart[idx][:, None] & ~mask
         if not others.any():

@@ -127,8 +127,8 @@ class MBarriers:
         )
 
     def give(self, barrier: MBarrier, given: np.ndarray) -> None:
-        """Add the clock of an arrival to what a wait for this phase acquires; called before it
-        arrives.
+        """Add the clock of an arrival to the clock that a wait for this phase acquires; called
+        before it arrives.
         """
         barrier.given = self.machine.clocks.join(barrier.given, given)
 

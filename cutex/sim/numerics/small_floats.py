@@ -49,8 +49,8 @@ def _pair(d: Decoder, frm: str) -> tuple[Any, Any]:
 
 
 def to_small(d: Decoder, to: str, frm: str) -> Execute:
-    """To a pair of small floats, rounded to nearest and saturated; the first source is in the upper
-    place.
+    """Convert to a pair of small floats, rounded to nearest and saturated; the first source is in
+    the upper place.
     """
     d.only("rn", "satfinite", "relu", *SMALL)
     upper, lower = _pair(d, frm)
@@ -67,7 +67,7 @@ def to_small(d: Decoder, to: str, frm: str) -> Execute:
 
 
 def from_small(d: Decoder, frm: str, to: str) -> Execute:
-    """From a pair of small floats to two halves: exact."""
+    """Convert a pair of small floats to two halves, exactly."""
     d.only("rn", "relu", *SMALL)
     if to != "f16x2":
         raise d.unknown()
@@ -102,7 +102,7 @@ def to_powers(d: Decoder, frm: str) -> Execute:
 
 
 def from_powers(d: Decoder, to: str) -> Execute:
-    """From two powers of two to two bf16: exact."""
+    """Convert two powers of two to two bf16, exactly."""
     d.only("rn", POWERS)
     if to != "bf16x2":
         raise d.unknown()

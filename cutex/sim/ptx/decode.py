@@ -1,4 +1,4 @@
-"""From an instruction to a function of a batch: operand access by type, and the table of
+"""Turns an instruction into a function of a batch: operand access by type, and the table of
 definitions.
 
 A definition is registered with ``@instruction("add", ...)`` under the first part of the opcode. It

@@ -33,8 +33,8 @@ Place = tuple[int, int]  # bank, index
 
 @once
 def homes(program: Program) -> dict[int, list[int]]:
-    """By bank: for each register, the register whose storage it uses; its own if it shares none, or
-    if it is the first of those that share it.
+    """Return, by bank and register, the register whose storage it uses: its own if it shares none,
+    or if it is the first of those that share it.
     """
     found = {bank: list(range(count)) for bank, count in program.registers.items()}
     pool: dict[int, list[int]] = {bank: [] for bank in found}
@@ -59,13 +59,13 @@ def homes(program: Program) -> dict[int, list[int]]:
 
 @once
 def used(program: Program) -> dict[int, np.ndarray]:
-    """By bank: the storage indices that are in use."""
+    """Return, by bank, the storage indices that are in use."""
     return {bank: np.unique(np.array(at, np.int64)) for bank, at in homes(program).items()}
 
 
 @once
 def lasting(program: Program) -> dict[int, list[int]]:
-    """By bank: the registers that are not temporaries."""
+    """Return, by bank, the registers that are not temporaries."""
     spans = _temporaries(program)
     return {
         bank: [i for i in range(count) if (bank, i) not in spans]
@@ -128,7 +128,7 @@ def places_of(operand: object) -> Iterator[Place]:
 
 
 def _blocks(code: list[Instruction]) -> list[int]:
-    """By instruction: the number of its basic block."""
+    """Return, by instruction, the number of its basic block."""
     heads = {ins.target for ins in code if ins.name == "bra"}
     out, number = [], 0
     for pc, ins in enumerate(code):

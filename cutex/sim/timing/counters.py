@@ -1,6 +1,6 @@
 """Counters in global memory from which the CTAs of a persistent grid take their tiles.
 
-One cluster is recorded where many would run, so it would be handed every tile. Clusters count as
+One cluster is recorded where many would run, so it would get every tile. Clusters count as
 asking in turn: those before it ask first, and all others between one time that it asks and the
 next.
 """
@@ -22,10 +22,11 @@ Counter = tuple[int, int]  # the line of the PTX that adds to it, and its addres
 
 
 class SharedCounters:
-    """Those that a recorded cluster asks, for ``others`` clusters beside it.
+    """The counters from which a recorded cluster takes tiles, advanced for ``others`` clusters
+    beside it.
 
-    A counter is a word that one lane adds to by the same ``atom`` more than once; the flags of
-    tiles, which a CTA adds to once each, are none.
+    A counter is a word to which one lane adds by the same ``atom`` more than once; the flags of
+    tiles, to which a CTA adds once each, are none.
     """
 
     def __init__(
@@ -38,7 +39,8 @@ class SharedCounters:
         self.asked_again: set[Counter] = set()
 
     def before(self, ins: Instruction) -> Callable[[Batch], None] | None:
-        """What is to be done before the instruction; None for any but an integer addition."""
+        """The function to call before the instruction; None for any but an atomic integer
+        addition."""
         word = WORDS.get(ins.parts[-1])
         if ins.name != "atom" or not {"global", "add"} <= set(ins.parts) or word is None:
             return None

@@ -124,13 +124,13 @@ class Fetch(NamedTuple):
 
 
 class Need(NamedTuple):
-    """Until the warp's first ``loads`` into registers are there."""
+    """A wait for the data of the warp's first ``loads`` loads into registers."""
 
     loads: int
 
 
 class Landed(NamedTuple):
-    """Arrivals on an mbarrier when all cp.async of the warp before are complete."""
+    """Arrivals on an mbarrier when all earlier cp.async of the warp are complete."""
 
     barrier: Place
     arrivals: int
@@ -163,7 +163,9 @@ Event = Any  # one of the above
 
 
 class Fetched(NamedTuple):
-    """What a cluster fetches of one tensor: bytes in all, bytes that differ, and its size."""
+    """The bytes that a cluster fetches of one tensor: in all, and of different addresses; and its
+    size.
+    """
 
     loaded: float
     different: float

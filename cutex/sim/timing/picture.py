@@ -21,7 +21,7 @@ TICKS = (50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000)
 
 @dataclass
 class Bar:
-    """Neighbouring intervals of one kind on a track, drawn as one; ``told`` is its label."""
+    """Neighbouring intervals of one kind on a track, drawn as one; ``told`` is the label."""
 
     start: float
     end: float

@@ -18,14 +18,14 @@ _LIBRARIES = ("site-packages", "/device/", "/schedulers/")  # code that kernels 
 _WHOLE = {"kernel", "__call__"}  # functions that all warps run
 # functions with which a role begins, or of which it consists, in our kernels: not names of a role
 _PARTS = {"give_registers", "take_registers", "run", "start", "part", "tile_counts"}
-_METHOD = {"run", "start", "__call__"}  # of an object that is the role: its class has the name
-_DEEDS = (r"wgmma\.mma_async|tcgen05\.mma", r"cp\.async\.bulk.*complete_tx")  # of roles' own
-DEPTH = 3  # calls from the kernel's body on within which roles part
+_METHOD = {"run", "start", "__call__"}  # methods of a role's object: its class has the name
+_DEEDS = (r"wgmma\.mma_async|tcgen05\.mma", r"cp\.async\.bulk.*complete_tx")  # only roles run them
+DEPTH = 3  # the calls, from the kernel's body on, in which roles may differ
 
 
 def role(counts: list[tuple[Instruction, int]], program: list[Event]) -> tuple[str, ...]:
     """The names of a warp that executed instructions so many times, and has these events: first
-    that of the function that the kernel's body calls, then of one that this calls.
+    that of the function that the kernel's body calls, then that of the function below it.
     """
     if not any(isinstance(e, Load | Mma | Store | Columns) for e in program):
         return (by_deeds(program),)
@@ -70,7 +70,7 @@ def _entered(counts: list[tuple[Instruction, int]], depth: int) -> str:
 
 
 def _role_name(entered: Call) -> str:
-    """'load_tiles' of a method `load_tiles`; 'softmax' of the method `run` of a SoftmaxRole."""
+    """'load_tiles' for a method `load_tiles`; 'softmax' for the method `run` of a SoftmaxRole."""
     cls, _, function = entered.function.rpartition(".")
     if function not in _METHOD:
         return function

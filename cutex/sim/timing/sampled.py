@@ -1,4 +1,4 @@
-"""The time of a grid whose clusters differ in a way that nobody states, such as a causal mask.
+"""The time of a grid whose clusters differ in an unknown way, for instance by a causal mask.
 
 Where a grid has more clusters than run at one time, a few spread over it are recorded, and more if
 those differ. The time of each other cluster is taken from the recorded ones around it, and all are
@@ -46,7 +46,7 @@ class Sampled:
 
     @property
     def record(self) -> Record:
-        """The one with most work."""
+        """The record with most work."""
         return max(self.records.values(), key=work)
 
     @property
@@ -76,7 +76,9 @@ def work(record: Record) -> float:
 
 
 def numbers(clusters: int, count: int) -> list[int]:
-    """``count`` clusters of a grid, or as many as there are, the first and the last among them."""
+    """The numbers of ``count`` clusters of a grid, or of all, with the first and the last among
+    them.
+    """
     spread = (int((n * TURN) % 1 * clusters) for n in range(1, 3 * count))
     return list(dict.fromkeys((0, clusters - 1, *spread)))[:count]
 
@@ -143,7 +145,7 @@ def sample(
 
 
 def predict_sampled(sampled: Sampled, gpu: Gpu, log: bool = False) -> Timed:
-    """Cycles of the whole grid."""
+    """Return the cycles of the whole grid."""
     first, count = sampled.first, sampled.clusters
     size = first.record.cluster_size
     groups = clusters_at_once(gpu, size)
@@ -198,13 +200,13 @@ def predict_sampled(sampled: Sampled, gpu: Gpu, log: bool = False) -> Timed:
 
 
 def _each(run: Run, slots: int) -> float:
-    """Cycles from the start of a cluster to that of the next on the same SMs."""
+    """Cycles from the start of a cluster to that of the next one on the same SMs."""
     starts = sorted(run.starts)
     return (starts[-1] - starts[slots - 1]) / (len(starts) / slots - 1)
 
 
 def _handed_out(times: np.ndarray, workers: int) -> float:
-    """The end of the last of ``workers``, of which whoever is free takes the next cluster."""
+    """The end of the last of ``workers``, where the first free one takes the next cluster."""
     free = [0.0] * min(workers, len(times))
     for cycles in times.tolist():
         heapq.heapreplace(free, free[0] + cycles)
@@ -212,7 +214,7 @@ def _handed_out(times: np.ndarray, workers: int) -> float:
 
 
 def _part(parts: Sequence[dict[str, float]], whole: float) -> dict[str, float]:
-    """The sums of ``parts`` by name, over ``whole``."""
+    """The shares of ``parts`` in ``whole``, summed up by name."""
     total: dict[str, float] = defaultdict(float)
     for part in parts:
         for name, cycles in part.items():

@@ -92,7 +92,7 @@ class Few(Simulation):
         self.record(what)
 
     def see(self, what: Launch) -> None:
-        """Record a launch and look at what its CTAs share."""
+        """Record a launch, and the loads that its CTAs share."""
         self.record(what)
         self.look(what)
 
@@ -269,7 +269,8 @@ def _few(
 
 
 def machine_code(host: HostFunction) -> bytes:
-    """The cubin, which has the costs of instructions; ValueError where there is none."""
+    """Return the cubin, which has the costs of instructions. Raises ValueError where there is
+    none."""
     if not host.cubin:
         raise ValueError("its cubin is not there, which tells what instructions cost")
     return host.cubin

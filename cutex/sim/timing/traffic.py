@@ -28,7 +28,9 @@ def loaded(record: Record) -> dict[int, float]:
 
 
 def fetched(traced: Traced) -> dict[int, float]:
-    """Part of the bytes, of each tensor, that all clusters fetch from memory: each byte once."""
+    """The share of the bytes of each tensor that all clusters fetch from HBM, where each comes
+    once.
+    """
     missed = {}
     for at, f in traced.record.fetched.items():
         once = min(f.size, f.different * traced.clusters)

@@ -372,7 +372,9 @@ class Warp:
         return self._until("stores", now, then)
 
     def fetch(self, e: Fetch, now: float) -> float | None:
-        """The warp goes on until it needs what it loads; an SM takes in a line after another."""
+        """Start a load, after which the warp goes on until it needs the data; an SM takes one line
+        after the other.
+        """
         g, m, size = self.gpu, self.r.memory, 32 * e.sectors
         miss = m.fetched.get(e.tensor, 1.0)
         taken = self.sm.lines.serve(now, e.lines * g.line_cycles)

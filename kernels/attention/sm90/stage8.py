@@ -57,7 +57,8 @@ class Stage8(Stage7):
     def weigh(
         self, part: Part, acc_s: cute.Tensor, n_block: Int32, kind: cutlass.Constexpr[str]
     ) -> Boolean:
-        """As in stage 7; with kind "add", no score larger than the reference is looked for."""
+        """The same as in stage 7; with kind "add", without a search for scores larger than the
+        reference."""
         if cutlass.const_expr(kind == "add"):
             part.softmax.add(rows_of(acc_s))
             return Boolean(False)

@@ -82,7 +82,7 @@ def configs(arch_name: str) -> tuple[Sm100Config, ...]:
 def candidates(
     problem: GemmProblem, arch: Arch, majors: tuple[bool, bool] = (True, True)
 ) -> tuple[Sm100Config, ...]:
-    """All candidate configs, whatever the problem and the majors of its operands."""
+    """All candidate configs, for every problem and every major of its operands."""
     return configs(arch.name)
 
 

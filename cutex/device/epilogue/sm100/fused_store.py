@@ -28,8 +28,8 @@ class FusedTileStore:
     parts: SubTiles
     target: TileStores | cute.Tensor  # or out (M, N), for single elements
     ops: BoundOps
-    row: Int32  # of the product
-    first_column: Int32  # of the tile, in sub-tiles
+    row: Int32  # this thread's row of the product
+    first_column: Int32  # the tile's first column, in sub-tiles
     columns: int
     batch: Int32 | int
 

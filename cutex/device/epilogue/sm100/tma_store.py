@@ -109,7 +109,7 @@ class SubTiles(NamedTuple):
 
 
 def stores_until_reuse(part: int, num_parts: int, num_slots: int) -> int:
-    """How many stores after the last use of its slot the store of `part` comes, over consecutive
+    """The number of stores from the last use of its slot to the store of `part`, over consecutive
     tiles."""
     if part >= num_slots:
         return num_slots
@@ -153,7 +153,7 @@ class TileStore(NamedTuple):
 
     parts: SubTiles
     stores: TileStores
-    first_column: Int32  # of the tile, in sub-tiles
+    first_column: Int32  # the tile's first column, in sub-tiles
 
     @cute.jit
     def store(self, tTR_rAcc: cute.Tensor, part: cutlass.Constexpr[int]) -> None:

@@ -76,8 +76,8 @@ class PartLoads:
     s2r: cute.TiledCopy
     tSR_sX: cute.Tensor  # (S2R, S2R_M, S2R_N, SLOT)
     full: Barrier
-    first: Int32  # of this warpgroup's barriers
-    bytes: int  # of a part
+    first: Int32  # index of the first of this warpgroup's barriers
+    bytes: int  # bytes of a part
 
     @cute.jit
     def start(self, slot: cutlass.Constexpr[int], row: Int32, column: Int32, batch: Int32) -> None:

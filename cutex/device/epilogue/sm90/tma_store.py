@@ -124,7 +124,7 @@ class WarpStore(NamedTuple):
     tRS_sC: cute.Tensor  # (R2S, R2S_M, R2S_N, SLOT)
     sC: cute.Tensor  # (64, epiN, SLOT) of this warpgroup
     mC: cute.Tensor  # (M, N), its rows contiguous and of a multiple of 16 bytes
-    first_row: Int32  # of mC, from which tiles are counted
+    first_row: Int32  # the row of mC from which tiles are counted
 
     @cute.jit
     def store(self, acc: cute.Tensor, row_tile: Int32, row_step: Int32, column_tile: Int32) -> None:
