@@ -22,6 +22,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 FORMAT = 1  # of the comment
+_PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _MARK = "// cutex: "
 _KERNEL, _OUTSIDE = 0, -1  # paths: to a kernel's own body; not within one
 _CODES = range(1000, 1 << 16)  # of columns that stand for a call stack; 16 bits in LLVM
@@ -44,9 +45,12 @@ class Call(NamedTuple):
 
 def where(at: Any) -> str:
     """'kernel.py:74:9' of a place with a file, a line and a column, relative to the working
-    directory where the file is below it.
+    directory where the file is below it; cutex's own files are called cutex/... wherever it is
+    installed.
     """
     file = at.file.removeprefix(os.getcwd() + os.sep)
+    if file.startswith(_PACKAGE + os.sep):
+        file = os.path.basename(_PACKAGE) + file.removeprefix(_PACKAGE)
     return f"{file}:{at.line}:{at.column}" if at.column else f"{file}:{at.line}"
 
 

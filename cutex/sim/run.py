@@ -60,6 +60,18 @@ class SimReport:
     sampled: list[Sampled] = field(default_factory=list)
     written: dict[str, np.ndarray] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        """What was found, how long launches take where that was asked for, and one line of all."""
+        found = len(self.findings)
+        done = (
+            f"{self.launches} launch{'es' * (self.launches != 1)} of {self.ctas} CTAs, "
+            f"{self.instructions} warp-instructions, {self.seconds:.1f} s, {found or 'no'} "
+            f"finding{'s' * (found != 1)}, {len(self.advisories) or 'no'} "
+            f"advisor{'y' if len(self.advisories) == 1 else 'ies'}"
+        )
+        parts = [told(self.findings), told(self.advisories), *self.kernels.values(), *self.times]
+        return "\n".join([*(str(part) for part in parts if part), *map(str, self.sampled), done])
+
 
 def simulate(
     compiled: Any,
@@ -129,7 +141,11 @@ def simulate(
     if time:
         from cutex.sim.timing.call import time_call
 
-        times = time_call(host, programs, arguments, reached, gpu)
+        try:
+            times = time_call(host, programs, arguments, reached, gpu)
+        except SimError:
+            host(arguments, run.launch)  # NOTE: it ends there too, and is told with names and calls
+            raise
     host(arguments, run.launch)
     report = run.report
     report.times = times if time else []
