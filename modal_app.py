@@ -4,6 +4,7 @@ modal run modal_app.py --op gemm --stage all --mnk 8192,8192,4096 --gpu B200 --c
 modal run modal_app.py --op script mine.py --gpu B200 -- its own arguments
 modal run modal_app.py --op tests --gpu B200
 modal run modal_app.py --op sweep --gpu B200,H200,H100! --compare cublas
+modal run modal_app.py --op layers --gpu H200,B200 --compare cublas,quack
 modal run modal_app.py --op confirm --gpu B200
 
 python modal_app.py takes the same options, needs no token for --help and --dry-run, and starts

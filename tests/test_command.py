@@ -113,8 +113,8 @@ REFUSED = [
     (["cutex.clock", "--predict"], "results/timing/ is not here"),
     (["cutex.bounds"], "docs/ is not here: docs/bounds.md is written in a clone of cutex"),
     (["cutex.report"], "README.md: No such file or directory"),
-    (["cutex.sweep", "--seconds", "nan"], "--seconds nan: takes a number above 0"),
-    (["cutex.sweep", "--summary"], "--out results: there is no sweep in this folder"),
+    (["cutex.sweep", "--seconds", "nan"], "--seconds nan: a number above 0 is needed"),
+    (["cutex.sweep", "--summary"], "results/sweep has no untuned row"),
 ]
 
 

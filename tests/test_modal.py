@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,8 +23,11 @@ import pytest
 import cutex.bench.run
 from cutex import results
 from cutex.cache import cache_dir
+from cutex.cloud import remote
 from cutex.kernels.gemm import stages
 from cutex.problem import Check
+from cutex.problem.models import corpus
+from cutex.results import sweep
 
 modal = pytest.importorskip("modal", reason="modal is not installed: pip install -e '.[modal]'")
 if modal.__version__.split(".")[:2] != ["1", "6"]:
@@ -153,6 +157,27 @@ def test_sweep_goes_over_problems_and_gpus(cloud, modal_run, tmp_path):
     }
     found = {(r.environment["rented"], r.sizes[1]) for r in rows(tmp_path)}
     assert found == {(gpu, n) for gpu in ("B200", "H200", "H100!") for n in (64, 128)}
+
+
+def test_layers_of_models_come_back_as_rows_of_a_sweep(cloud, modal_run, root, tmp_path):
+    (row, *_) = sweep.read(root / "results" / "sweep" / "nvidia-h200.jsonl")
+
+    def swept(command, **_):  # as python -m cutex.sweep ... --only FILE --out DIR on an H200
+        only, out = Path(command[-3]), Path(command[-1])
+        for name in only.read_text().splitlines():
+            sweep.append(sweep.file_of(out, "NVIDIA H200"), replace(row, name=name))
+        return SimpleNamespace(returncode=0)
+
+    cloud.faults.setattr(remote, "subprocess", SimpleNamespace(run=swept))
+    asked = ("--op", "layers", "--gpu", "H200", "--dtype", "e4m3", "--compare", "cublas")
+    ran = modal_run(*asked, "--no-preflight")
+    assert ran.code == 0, ran.out + ran.err
+    found = sweep.read(tmp_path / "results" / "sweep" / "nvidia-h200.jsonl")
+    assert {r.name for r in found} == {e.name for e in corpus("e4m3") if not e.fits}
+    assert {(r.environment["commit"], r.environment["rented"]) for r in found} == {
+        ("abc1234", "H200")
+    }
+    assert f"all {len(found)}: " in ran.out
 
 
 def test_tests_bring_back_the_report_and_the_exit_code(cloud, modal_run, tmp_path):

@@ -141,7 +141,10 @@ def test_tuning_takes_a_time_above_zero():
 def test_processes_build_what_they_are_given_and_leave_what_does_not_compile(gpu):
     arranged = call(64, 128, 64)
     first = next(candidates(classed(arranged)))
-    assert building.build([(first, "sm_90a"), (first, "sm_1")]) == [True, False]
+    ended = []
+    jobs = [(first, "sm_90a"), (first, "sm_1")]
+    assert building.build(jobs, ended=lambda: ended.append(None)) == [True, False]
+    assert len(ended) == 2
     assert len(list(gpu.glob("kernels/*/meta.json"))) == 1
     assert building.build([]) == []
 

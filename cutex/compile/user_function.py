@@ -1,11 +1,11 @@
-"""UserFunction: a function of a user's own that a kernel traces, known by what it computes.
+"""UserFunction: a function of a user's own that a kernel traces, identified by what it computes.
 
-A compiled kernel may be taken for another only if the functions in it would be traced alike. Where
-a function is written says nothing of that: two lambdas share a line, a global or a helper in
-another file changes. So the key holds what Python runs: the code, what it closes over, its
-defaults, the globals and attributes of modules that it names, and the same of every function among
-these. What cannot be known in this way (an object of a foreign class, an attribute that only
-running tells) makes the key unique, and the kernel is then compiled anew each time it is asked for.
+A compiled kernel may be reused only if the functions in it would be traced alike. The place where a
+function is written does not decide that: two lambdas share a line, a global or a function in
+another file changes. So the key holds what Python runs: the code, its closure, its defaults, the
+globals and attributes of modules that it names, and the same of every function among these.
+Anything that cannot be identified this way (an object of a foreign class, an attribute known only
+at run time) makes the key unique, and the kernel is compiled again on every request.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _EVASIVE = {"eval", "exec", "globals", "locals", "vars", "getattr", "__import__"
 
 
 class Unkeyable(CutexError):
-    """What a value computes cannot be known from looking at it."""
+    """A value whose computation cannot be determined by inspection."""
 
 
 class UserFunction:
-    """A user's function, to be called as it is; equal to others that compute the same alike.
+    """A user's function, called unchanged; equal to others that compute the same.
 
-    `cacheable` says whether its key holds in other processes too. `is_current()` tells, at the cost
-    of a few comparisons, whether what it refers to is still what it was keyed by.
+    `cacheable` says whether its key is valid in other processes too. `is_current()` says, after a
+    few comparisons, whether everything that it refers to is unchanged since the key was made.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self._watched: list[tuple[Callable[[], Any], Any]] = []
-        self._stable = True  # all that can change without notice is watched
+        self._stable = True  # whether everything that may change is watched
         digest = hashlib.sha256()
         try:
             for part in _Reader(self).parts(function):
@@ -90,7 +90,8 @@ def arguments_taken(function: Callable[..., Any], counts: Sequence[int]) -> int 
 
 
 class _Reader:
-    """Writes down what a function is made of, and lets its owner watch what may change."""
+    """The reader of a function's parts, which form its key; it lets the owner watch those that may
+    change."""
 
     def __init__(self, owner: UserFunction) -> None:
         self.owner = owner
@@ -167,7 +168,8 @@ class _Reader:
         yield from self.parts(code.co_consts)
 
     def _names(self, code: types.CodeType, scope: dict[str, Any]) -> Iterator[str]:
-        """The globals that the code names; of those that are modules, what is taken from them."""
+        """The parts of the globals that the code names; of modules only the attributes that are
+        used."""
         for path in sorted(set(_paths(code))):
             name, *attributes = path
             if name in _EVASIVE:
@@ -196,7 +198,7 @@ class _Reader:
 
 
 def _paths(code: types.CodeType) -> Iterator[tuple[str, ...]]:
-    """Every global that the code loads, with the attributes that it loads of it right after."""
+    """Every global that the code loads, with the chain of attributes that it loads from it."""
     path: list[str] = []
     for instruction in dis.get_instructions(code):
         name = str(instruction.argval)
@@ -222,5 +224,5 @@ def _is_fixed(value: Any) -> bool:
 
 
 def _written_in(function: Any) -> str:
-    """The package in whose files a function stands, whoever it claims to be."""
+    """The package in whose files a function is written, whatever its `__module__` says."""
     return str(getattr(function, "__globals__", {}).get("__name__", "")).partition(".")[0]

@@ -1,4 +1,4 @@
-"""One call of `cutex.matmul`: its arguments, and the checks that they pass."""
+"""One call of `cutex.matmul`: its arguments, and their checks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Call:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """All of them, in order."""
+        """All arguments, in order."""
         return tuple(getattr(self, f.name) for f in fields(self))
 
     @property
@@ -65,19 +65,21 @@ class Call:
 
     @property
     def gate(self) -> str | None:
-        """The activation of the even columns, which then multiply the odd ones; None without."""
+        """The activation of the even columns, which the odd ones are multiplied with; None without
+        a gate."""
         name = self.activation if isinstance(self.activation, str) else ""
         return name.removeprefix("gated_") if name.startswith("gated_") else None
 
 
 def by_row(bias: Tensor, call: Call) -> bool:
-    """Whether bias has one number for each row of the result, rather than for each column."""
+    """Whether bias has one number per row of the result, rather than one per column."""
     n = call.b.shape[-1]
     return bias.shape not in ((n,), (1, n))
 
 
 def check(call: Call) -> None:
-    """TypeError or ValueError, in one sentence that names the argument, if `call` cannot be run."""
+    """Raise TypeError or ValueError, in one sentence that names the argument, if `call` is not
+    supported."""
     for name in ("a", "b"):
         x = getattr(call, name)
         if not isinstance(x, Tensor):
@@ -98,7 +100,7 @@ def check(call: Call) -> None:
 
 
 def number(name: str, x: Any) -> float:
-    """x as a float; TypeError if it is no number that is known on the host, such as a tensor."""
+    """x as a float; TypeError if it is not a number on the host, such as a tensor."""
     if isinstance(x, torch.SymInt | torch.SymFloat):
         return x
     if not isinstance(x, Real):
@@ -107,7 +109,7 @@ def number(name: str, x: Any) -> float:
 
 
 def check_memory(call: Call) -> None:
-    """The checks of a call that is to be run, which ask where its tensors are."""
+    """Check the addresses of the tensors, of a call that is about to run."""
     for name, x in call.tensors.items():
         last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
         end = (x.storage_offset() + last + 1) * x.itemsize
@@ -136,7 +138,7 @@ def check_memory(call: Call) -> None:
 
 
 def extents(x: Tensor, y: Tensor) -> tuple[int, int]:
-    """Bytes from their bases on that x and y fill: one of each, where one of them has gaps."""
+    """The bytes that x and y occupy from their bases on; 1 for both if one of them has gaps."""
     return (x.nbytes, y.nbytes) if _is_dense(x) and _is_dense(y) else (1, 1)
 
 

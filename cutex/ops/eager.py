@@ -1,4 +1,5 @@
-"""`cutex.matmul` as it is called: what may run directly does so by a plan, all else through torch.
+"""`cutex.matmul`: calls that need nothing from torch run directly, by a plan, all others through
+torch.
 
 A plan is found by the shapes and options of a call; dtypes, strides, devices, dispatch keys and
 gradients of its tensors are compared by the guards of torch.compile, in one call.
@@ -82,12 +83,12 @@ def matmul(
 
 
 def written(*tensors: Tensor | None) -> None:
-    """Count a write to them, so that autograd sees that what it saved has changed."""
+    """Count a write to the tensors, so that autograd detects changes of saved tensors."""
     _increment_version([x for x in tensors if x is not None])
 
 
 def _unplanned(call: Call) -> Tensor:
-    """A call without a plan: through the operator where torch has more to do than to run it."""
+    """Run a call without a plan: through the operator if torch has more to do than to run it."""
     if isinstance(call.a, Tensor) and autocast.is_on(call.a.device):
         with autocast.off(call.a.device):
             return _unplanned(_cast(call))
@@ -113,7 +114,7 @@ def _unplanned(call: Call) -> Tensor:
 
 
 def _cast(call: Call) -> Call:
-    """The call as autocast has it: one that is given out stays as it is."""
+    """The call as autocast casts it; a call with `out` is left unchanged."""
     if call.out is not None or not isinstance(call.b, Tensor):
         return call
     a, b = autocast.cast(call.a, call.b)
@@ -124,9 +125,9 @@ def _cast(call: Call) -> Call:
 
 
 class _Plan:
-    """A call whose operands are passed as they are: its launch, and the result to allocate.
+    """A call whose operands are passed unchanged: its launch, and the result to allocate.
 
-    What neither the key nor `takes` says, the launcher checks: that bases are aligned.
+    The launcher checks what neither the key nor `takes` covers: that bases are aligned.
     """
 
     def __init__(self, function: Callable[..., None], call: Call, arranged: Arranged) -> None:
@@ -145,14 +146,14 @@ class _Plan:
         given = dict(zip(self.names, arranged.tensors[3:], strict=True))
         self.copies_out = "c" in given and given["c"].data_ptr() != arranged.tensors[2].data_ptr()
         self.functions = user_functions(arranged.ops)
-        # from the base of a to that of out, and from that of b: those between which they overlap
+        # the range of distances from the base of a to that of out at which they overlap; same for b
         self.distances: tuple[int, ...] = ()
         if call.out is not None:
             bounds = [extents(call.out, x) for x in (call.a, call.b)]
             self.distances = tuple(x for of_out, of_x in bounds for x in (-of_out, of_x))
 
     def is_current(self) -> bool:
-        """Whether the user's functions in it still compute what they did."""
+        """Whether the user's functions in it still compute the same."""
         return all(f.is_current() for f in self.functions)
 
     def overlaps(self, out: Tensor, a: Tensor, b: Tensor, *rest: Tensor | None) -> bool:
@@ -208,7 +209,7 @@ _increment_version = torch._C._increment_version
 
 
 def distinct(call: Call) -> list[Tensor]:
-    """The tensors that a guard is asked about; b is not where it is a."""
+    """The tensors that a guard compares; b is left out if it is the same tensor as a."""
     given = list(call.tensors.values())
     return given[:1] + given[2:] if call.a is call.b else given
 
@@ -227,7 +228,7 @@ def planned(
     alpha: float,
     beta: float,
 ) -> Tensor | None:
-    """The result by a plan that takes these very tensors, or None if there is none."""
+    """The result by a plan that takes these tensors, or None if there is none."""
     try:
         plans = _plans.get(
             (a.shape, b.shape, activation, out_dtype, alpha, beta, a is b, bias is None,
@@ -277,7 +278,7 @@ def _remember(plan: _Plan, call: Call) -> None:
 
 
 def run(call: Call) -> Tensor:
-    """A checked call on plain tensors, with whatever its operands need; remembers its plan."""
+    """Run a checked call on plain tensors, preparing its operands; keep its plan."""
     check_memory(call)
     return _run(call, remember=len(set(map(id, distinct(call)))) == len(distinct(call)))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cutex.problem.models import corpus
 from cutex.report import charts
-from cutex.results import sweep
+from cutex.results import slug, sweep
 from cutex.results.sweep import Summary, SweepRow
 from cutex.svg import alone
 
@@ -25,11 +25,17 @@ def read_sweeps(results: Path) -> dict[str, list[SweepRow]]:
     return found
 
 
-def picture_name(device_name: str) -> str:
-    return f"sweep-{device_name.lower().replace(' ', '-')}.svg"
+def by_dtype(rows: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
+    return {
+        dtype: [r for r in rows if r.dtype == dtype] for dtype in sorted({r.dtype for r in rows})
+    }
 
 
-def picture(device_name: str, rows: Sequence[SweepRow]) -> str:
+def picture_name(device_name: str, dtype: str) -> str:
+    return f"sweep-{slug(device_name)}-{dtype}.svg"
+
+
+def picture(device_name: str, dtype: str, rows: Sequence[SweepRow]) -> str:
     """The sorted ratios, coloured by M."""
     of_m = sweep.CLASSES["M"]
     names = [name for title, name, _ in sweep.by_class(rows) if title == "M"]
@@ -38,7 +44,8 @@ def picture(device_name: str, rows: Sequence[SweepRow]) -> str:
         for r in rows
         if r.ratio is not None
     ]
-    title = f"Speed beside the best of {others(rows)}, layers of public models, {device_name}"
+    best = f"the best of {others(rows)}" if " and " in others(rows) else others(rows)
+    title = f"Speed beside {best}, layers of public models, {dtype}, {device_name}"
     return charts.ratios(title, points, [f"M {name}" for name in names], WIDTH)
 
 
@@ -51,9 +58,11 @@ def markdown(sweeps: dict[str, list[SweepRow]], pictures: str) -> list[str]:
     parts = []
     for device_name, rows in sweeps.items():
         parts.append(f"### Layers of public models on {device_name}")
-        parts.append(f"![Sorted ratios]({pictures}/{picture_name(device_name)})")
-        for dtype in sorted({r.dtype for r in rows}):
-            parts += table(dtype, [r for r in rows if r.dtype == dtype])
+        for dtype, members in by_dtype(rows).items():
+            parts.append(
+                f"![Sorted ratios, {dtype}]({pictures}/{picture_name(device_name, dtype)})"
+            )
+            parts += table(dtype, members)
     return parts
 
 
@@ -81,7 +90,11 @@ def table(dtype: str, rows: Sequence[SweepRow]) -> tuple[str, str]:
 
 def pictures(sweeps: dict[str, list[SweepRow]]) -> dict[str, str]:
     """SVG by file name."""
-    return {picture_name(name): alone(picture(name, rows)) for name, rows in sweeps.items()}
+    return {
+        picture_name(name, dtype): alone(picture(name, dtype, members))
+        for name, rows in sweeps.items()
+        for dtype, members in by_dtype(rows).items()
+    }
 
 
 def sections(sweeps: dict[str, list[SweepRow]]) -> list[tuple[str, str]]:
@@ -90,8 +103,9 @@ def sections(sweeps: dict[str, list[SweepRow]]) -> list[tuple[str, str]]:
 
     return [
         (
-            f"Layers of public models, {name}",
-            picture(name, rows) + f"<pre>{escape(sweep.text(rows))}</pre>",
+            f"Layers of public models, {dtype}, {name}",
+            picture(name, dtype, members) + f"<pre>{escape(sweep.text(members))}</pre>",
         )
         for name, rows in sweeps.items()
+        for dtype, members in by_dtype(rows).items()
     ]

@@ -1,9 +1,8 @@
-"""python -m cutex.sim script.py: run a script that asks for a GPU, with the simulator in its place.
+"""python -m cutex.sim script.py: run a script that needs a GPU in the simulator instead.
 
-The script is not changed. What it puts on "cuda" is in host memory, what it compiles with the
-CuTe DSL is compiled for the GPU that it sees, and what it launches is simulated: every
-warp, barrier, copy and MMA. Exit codes: the script's own; 1 for a finding or an error of the
-simulator; 2 for bad input.
+The script is not changed. Its "cuda" tensors are in host memory, its CuTe DSL kernels are compiled
+for the arch that it sees, and its launches are simulated: every warp, barrier, copy and MMA. Exit
+codes: the script's own; 1 for a finding or an error of the simulator; 2 for bad input.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         writable("--json", str(options.json)).write_text("")  # an earlier run's goes
     if why := _bad_clock(options):
         return refuse(why)
-    os.environ["CUTE_DSL_ARCH"] = options.arch  # which the DSL reads once, when it is imported
+    os.environ["CUTE_DSL_ARCH"] = options.arch  # the DSL reads it once, when it is imported
     os.environ.update(NO_DISK_CACHES)
     from cutex.sim.host.calls import Calls, Clock
     from cutex.sim.host.dsl_stand_in import dsl_on_cpu
@@ -118,7 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(script: str) -> int:
-    """Run the script as Python would; its exit code. What is wrong in kernels is printed later."""
+    """Run the script as Python would, and return its exit code. Errors of kernels are printed
+    later.
+    """
     from cutex.sim.errors import LaunchError, SimError
 
     try:
@@ -155,7 +156,7 @@ def _within(script: str, trace: TracebackType | None) -> TracebackType | None:
 
 
 def _bad_clock(options: argparse.Namespace) -> str:
-    """What is wrong with --time, --trace and --gpu; nothing if empty."""
+    """A sentence on what is wrong with --time, --trace and --gpu; empty if nothing is."""
     if not options.time:
         given = "--trace" if options.trace is not None else "--gpu" if options.gpu else ""
         return f"{given} goes with --time" if given else ""

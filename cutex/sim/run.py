@@ -1,4 +1,4 @@
-"""The public entry: run a compiled kernel, or any @cute.jit function, on CPU tensors."""
+"""The public entry: simulate a compiled kernel, or any @cute.jit function, on CPU tensors."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class SimReport:
-    """What a simulated run did. ``instructions`` counts warp-instructions, ``counts`` them by
-    opcode; ``advisories`` break the letter of the PTX ISA, and are no failure.
+    """The outcome of a simulated run. ``instructions`` counts warp-instructions, ``counts`` the
+    same by opcode; ``advisories`` break the letter of the PTX ISA, and are no failure.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -55,8 +55,8 @@ class SimReport:
     counts: dict[str, int] = field(default_factory=dict)
     times: list[TimeReport] = field(default_factory=list)  # of each launch, where asked for
     kernels: dict[str, KernelResources] = field(default_factory=dict)  # where asked for
-    # where only some clusters of a launch were to be simulated: of which, and which elements of
-    # each tensor of up to 64 MB these have written
+    # if only some clusters of a launch were simulated: which launches, and which elements of each
+    # tensor of up to 64 MB were written
     sampled: list[Sampled] = field(default_factory=list)
     written: dict[str, np.ndarray] = field(default_factory=dict)
 
@@ -172,7 +172,7 @@ def _blas() -> ThreadpoolController:
 
 
 class Simulation:
-    """The launches of one call, run one after another; ``report`` adds up what they did."""
+    """The launches of one call, run one after another; ``report`` adds up their outcomes."""
 
     def __init__(
         self,
@@ -187,7 +187,8 @@ class Simulation:
         checks: bool = True,
         clusters: int | None = None,
     ) -> None:
-        """``cubin``: the kernels' code, if what they take and bank conflicts are to be reported."""
+        """``cubin``: the kernels' code, if their resources and bank conflicts are to be
+        reported."""
         self.limit, self.cubin, self.stream, self.jobs = limit, cubin, Stream(), jobs
         self.checks, self.clusters = checks, clusters
         self.programs, self.tensors, self.order, self.seed = programs, tensors, order, seed
@@ -195,7 +196,7 @@ class Simulation:
         self._found: dict[tuple[str, str, bool], Finding] = {}
 
     def launch(self, what: Launch) -> None:
-        """Runs every CTA of ``what`` to its end. Raises SimError for what cannot go on."""
+        """Run every CTA of ``what`` to its end. Raises SimError for a run that cannot continue."""
         program = self.programs.get(what.kernel)
         if program is None:
             raise SimError(
@@ -221,7 +222,7 @@ class Simulation:
             scheduler = self._scheduler(program, what, memory, where)
             try:
                 self._run(scheduler, what)
-            finally:  # NOTE: what was found before an error counts
+            finally:  # NOTE: findings before an error count
                 self._add_up(scheduler, what)
                 self._sample(program, what, memory, [scheduler.m.global_races.written()])
                 scheduler.m.release()
@@ -236,14 +237,16 @@ class Simulation:
         memory: GlobalMemory,
         written: Sequence[dict[int, np.ndarray]],
     ) -> None:
-        """Tells of clusters that were not run; ``written`` by those that were."""
+        """Record the clusters that were not run; ``written``: the bytes that the others wrote."""
         ran, count = len(self._clusters(program, what)), what.num_ctas // what.cluster_size
         if ran < count:
             self.report.sampled.append(Sampled(what.kernel, ran, count))
             self.report.written |= sampling.elements(self.tensors, memory, written)
 
     def _run_divided(self, program: Program, what: Launch, memory: GlobalMemory) -> bool:
-        """Runs it in several processes; False if that cannot be, or one has to tell of it."""
+        """Run the launch in several processes; return False if that is impossible, or if one
+        process has to report findings.
+        """
         order = policy(self.order, self.seed + self.report.launches)
         if self.limit is not None or self.cubin is not None or not self.checks:
             return False  # NOTE: what clusters touch is seen by the checks
@@ -290,7 +293,7 @@ class Simulation:
         self._run_clusters(scheduler, scheduler.policy.start_order(clusters))
 
     def _run_clusters(self, scheduler: Scheduler, clusters: Sequence[int]) -> None:
-        """``clusters``: of the grid, in the order in which they start."""
+        """Run ``clusters`` of the grid, in the order in which they start."""
         machine = scheduler.m
         queue = machine.pending_clusters = PendingClusters(clusters)
         while queue:
@@ -326,7 +329,7 @@ class Simulation:
 
 
 def _told(error: SimError, findings: Findings) -> SimError:
-    """The error that ended a run, as a report, with what was found before it."""
+    """The error that ended a run, as a report, together with the findings before it."""
     before = [f for f in findings if not f.advisory]
     text = findings.names.told(str(error))
     sides = sides_of(text, findings.program)
@@ -339,7 +342,9 @@ def _told(error: SimError, findings: Findings) -> SimError:
 
 
 def _check_launch(program: Program, what: Launch) -> None:
-    """What a driver refuses: empty or oversized dimensions, clusters that do not fit the grid."""
+    """Raise ValueError for a launch that the driver refuses: empty or oversized dimensions, a grid
+    that is no multiple of the cluster.
+    """
     threads = what.block[0] * what.block[1] * what.block[2]
     if min(what.grid) < 1 or threads < 1 or threads > 1024:
         raise ValueError(

@@ -247,8 +247,10 @@ def test_a_cluster_barrier_does_not_wait_for_warps_that_have_ended():
 def test_warps_that_do_different_things_have_different_names():
     load, mma = Load((), 0, (0,), 1), Mma(64, 64, 0, 0, (), 1.0)
     programs = {0: [mma], 1: [load], 2: [load], 3: []}
-    names = {0: "work", 1: "work", 2: "take", 3: "others"}
+    names = {0: ("work",), 1: ("work",), 2: ("take",), 3: ("others",)}
     assert distinct(names, programs) == {0: "mma", 1: "load", 2: "take", 3: "others"}
+    deeper = {0: ("work", "outputs"), 1: ("work", "prefetch"), 2: ("work", "prefetch"), 3: ("",)}
+    assert distinct(deeper, programs) == {0: "outputs", 1: "prefetch", 2: "prefetch", 3: ""}
 
 
 # ---- machine code

@@ -22,7 +22,7 @@ Window = tuple[int | None, int | None]
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The arguments of flash_attn_func, and of flash_attn_varlen_func, which has more."""
+    """The arguments of flash_attn_func, or of flash_attn_varlen_func, which has more."""
 
     q: Tensor
     k: Tensor
@@ -49,7 +49,7 @@ class AttentionCall:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that are given."""
+        """All tensors that are given."""
         sink = () if self.learnable_sink is None else (self.learnable_sink,)
         return (self.q, self.k, self.v, *self.lengths.values(), *sink)
 
@@ -61,12 +61,12 @@ class AttentionCall:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Heads of q, and of k and v."""
+        """The numbers of heads of q, and of k and v."""
         return self.q.shape[-2], self.k.shape[-2]
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """Head dims of q and k, and of v."""
+        """The head dims of q and k, and of v."""
         return self.q.shape[-1], self.v.shape[-1]
 
     @property
@@ -75,7 +75,7 @@ class AttentionCall:
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
-        """(batch, heads, seqlen_q) or, of packed sequences, (heads, total_q)."""
+        """The shape of LSE: (batch, heads, seqlen_q) or, for packed sequences, (heads, total_q)."""
         *batch, rows, heads, _ = self.q.shape
         return (*batch, heads, rows)
 
@@ -87,7 +87,8 @@ class AttentionCall:
 
     @property
     def window(self) -> Window:
-        """Without bounds that no row of these lengths can feel; right is 0 where causal."""
+        """The window without bounds that have no effect at these lengths; its right side is 0 if
+        causal."""
         left, right = self.window_size
         right = 0 if self.causal else right
         longest_q, longest_k = (x.shape[-3] for x in (self.q, self.k))
@@ -101,7 +102,8 @@ class AttentionCall:
 
 
 def check(call: AttentionCall) -> None:
-    """TypeError or ValueError, in one sentence that names the argument, for what cannot be."""
+    """Raise TypeError or ValueError, in one sentence that names the argument, for an unsupported
+    call."""
     for name in ("q", "k", "v", *call.lengths, "learnable_sink"):
         x = getattr(call, name)
         if x is None and name == "learnable_sink":
@@ -201,8 +203,7 @@ def _is_fake(x: Tensor) -> bool:
 
 
 def _check_values(call: AttentionCall) -> None:
-    """Of the lengths, where looking at them is free: not on a GPU, which would have to be waited
-    for."""
+    """Check the values of the lengths, on the CPU only: on a GPU that would have to wait for it."""
     for side, x in (("q", call.q), ("k", call.k)):
         longest = x.shape[-3]
         cu, used = (getattr(call, f"{kind}_{side}") for kind in ("cu_seqlens", "seqused"))

@@ -1,6 +1,5 @@
-"""`cutex.flash_attn_func` and `flash_attn_varlen_func` as they are called: each looks for a plan of
-these options and shapes that takes these tensors, and launches it.
-"""
+"""`cutex.flash_attn_func` and `flash_attn_varlen_func`: each call looks up a plan for its options
+and shapes that takes its tensors, and launches it."""
 
 from __future__ import annotations
 
@@ -146,10 +145,10 @@ def flash_attn_varlen_func(
 
 
 class Known(NamedTuple):
-    """A plan that takes its tensors as they are given, as the functions above use it."""
+    """A plan that takes its tensors as they are given, in the form that the functions above use."""
 
     takes: Callable[..., bool]  # whether tensors are like those that it was made for
-    always: bool  # whether it holds with gradients on, and has no function that may change
+    always: bool  # whether it is valid with gradients on, and has no function that may change
     wants_gradient: bool
     plan: Plan
     launch: Callable[..., Any]  # returns what the functions return
@@ -173,7 +172,7 @@ def forget() -> None:
 def _unknown(
     call: AttentionCall, return_lse: bool, key: tuple[Any, ...] | None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """A call that is not known: through the operator where torch has more to do than to run it."""
+    """Run a call that has no plan: through the operator if torch has more to do than to run it."""
     if _is_compiling():
         return _through_operator(call, return_lse)
     operands = call.q, call.k, call.v
@@ -199,8 +198,8 @@ def attend(
     out: Tensor | None = None,
     key: tuple[Any, ...] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """O and LSE of plain tensors, O in `out` if that is given; with a `key`, calls like it are
-    known from then on."""
+    """O and LSE of plain tensors, O in `out` if given; with a `key`, later calls like it find a
+    plan."""
     tensors = (call.q, call.k, call.v, out, call.learnable_sink, call.cu_seqlens_q,
                call.cu_seqlens_k, call.seqused_q, call.seqused_k)  # fmt: skip
     whole = (
@@ -227,8 +226,8 @@ def run(
     out: Tensor | None = None,
     key: tuple[Any, ...] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The call, checked, on plain tensors; remembers its plan under `whole`, and for the functions
-    above under `key`."""
+    """Run a checked call on plain tensors; keep its plan under `whole`, and for the functions above
+    under `key`."""
     check_device(call.q.device)
     if 0 in (*call.out_shape, call.k.shape[-3], call.batch, longest_q(call)):
         return _nothing_to_see(call, with_lse, out)
@@ -263,7 +262,7 @@ def _described(x: Tensor | None) -> tuple[Any, ...] | None:
 def _nothing_to_see(
     call: AttentionCall, with_lse: bool, out: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Of rows that see no key; of no rows nothing is written."""
+    """O and LSE of rows that see no key; for no rows nothing is written."""
     rows = longest_q(call) > 0
     out = call.q.new_empty(call.out_shape) if out is None else out
     lse = call.q.new_empty(call.lse_shape, dtype=torch.float32) if with_lse else None
@@ -277,7 +276,7 @@ def _nothing_to_see(
 
 
 def _through_operator(call: AttentionCall, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """As one node of a graph."""
+    """Run the call as one node of a graph."""
     for name in ("score_mod", "mask_mod"):
         if getattr(call, name) is not None:
             raise ValueError(

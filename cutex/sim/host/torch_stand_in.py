@@ -1,7 +1,7 @@
-"""torch as a script sees it on a machine with a GPU, where there is none: "cuda" is the CPU.
+"""torch as a script sees it on a machine with a GPU, on a machine without one: "cuda" is the CPU.
 
-What a script puts on the GPU is in host memory, aligned as the CUDA allocator aligns it, and is
-remembered: a kernel may reach it by an address alone, as a grouped GEMM does.
+The script's GPU tensors are in host memory, aligned as by the CUDA allocator, and are registered: a
+kernel may reach one by an address alone, as a grouped GEMM does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _IS_CUDA, _DEVICE = torch.Tensor.is_cuda.__get__, torch.Tensor.device.__get__
 
 
 class Allocation(NamedTuple):
-    """What a tensor takes of its storage, which may be longer so that it is aligned."""
+    """The part of its storage that a tensor occupies; the storage may be longer, for alignment."""
 
     storage: StorageWeakRef
     address: int
@@ -36,7 +36,7 @@ class Allocation(NamedTuple):
 
 
 class DeviceMemory:
-    """What the script holds on its GPU."""
+    """The memory that the script holds on its GPU."""
 
     def __init__(self) -> None:
         self._held: dict[int, Allocation] = {}  # by the address of the storage
@@ -55,8 +55,8 @@ class DeviceMemory:
         return held is not None and not held.storage.expired()
 
     def regions(self, named: list[HostTensor]) -> list[HostTensor]:
-        """All that is alive, as the one of ``named`` that fills it or else as bytes; and those of
-        ``named`` that lie elsewhere."""
+        """All live memory, each part as the tensor of ``named`` that fills it, else as bytes; and
+        the tensors of ``named`` that are outside of it."""
         self._held = {at: a for at, a in self._held.items() if not a.storage.expired()}
         names: dict[int, list[str]] = {a.address: [] for a in self._held.values()}
         filling: dict[int, HostTensor] = {}
@@ -84,13 +84,13 @@ class DeviceMemory:
 
 
 def span(tensor: torch.Tensor) -> int:
-    """Bytes from its first element to behind its last."""
+    """The bytes from a tensor's first element to the end of its last."""
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values and strides, at a multiple of ALIGNMENT."""
+    """A tensor with the same values and strides, at a multiple of ALIGNMENT."""
     if not tensor.numel() or tensor.data_ptr() % ALIGNMENT == 0:
         return tensor
     size = span(tensor)
@@ -115,7 +115,9 @@ def _on_cpu(value: Any) -> Any:
 
 
 class OnCpu(TorchFunctionMode):
-    """Calls that name the device "cuda", or take a tensor that is there, make theirs there."""
+    """A mode in which calls that name the device "cuda", or take a tensor there, create their
+    results there.
+    """
 
     def __init__(self, memory: DeviceMemory) -> None:
         super().__init__()
@@ -143,7 +145,7 @@ class OnCpu(TorchFunctionMode):
         return self._placed(out, args, to_gpu, to_host)
 
     def _placed(self, out: Any, args: tuple[Any, ...], to_gpu: bool, to_host: bool) -> Any:
-        """What a call returns, with its tensors on the GPU where they should be."""
+        """The result of a call, with its tensors moved to the GPU where they should be."""
         if type(out) in RETURNED:  # as max(dim=0), topk and split return
             return type(out)([self._placed(x, args, to_gpu, to_host) for x in out])
         if not isinstance(out, torch.Tensor):
@@ -155,7 +157,7 @@ class OnCpu(TorchFunctionMode):
         return out
 
     def _comes_from_gpu(self, out: torch.Tensor, args: tuple[Any, ...]) -> bool:
-        """Whether ``out`` was made of a tensor on the GPU, and is no view of one there."""
+        """Whether ``out`` was computed from a tensor on the GPU, and is no view of one there."""
         flat = [b for a in args for b in (a if isinstance(a, tuple | list) else [a])]
         made_of = any(isinstance(a, torch.Tensor) and a in self.memory for a in flat)
         return made_of and out not in self.memory
@@ -201,8 +203,8 @@ class _Properties:
 
 
 def _calls(arch: Arch) -> dict[str, Any]:
-    """What stands for functions of torch.cuda, each a function of its own, as torch's compiler
-    asks for.
+    """The stand-ins for functions of torch.cuda; each is a separate function, as torch's compiler
+    requires.
     """
     nothing = lambda: lambda *_, **__: None
     stream = lambda: lambda *_, **__: _Stream()
@@ -221,7 +223,7 @@ def _calls(arch: Arch) -> dict[str, Any]:
 
 
 def _marks() -> dict[str, Any]:
-    """What stands for torch.cuda.nvtx."""
+    """The stand-ins for torch.cuda.nvtx."""
     return {
         "range_push": lambda *_: 0, "range_pop": lambda: 0, "mark": lambda *_: None,
         "range_start": lambda *_: 0, "range_end": lambda *_: None,
@@ -229,8 +231,8 @@ def _marks() -> dict[str, Any]:
 
 
 class CustomOps:
-    """torch.library's operators of a script: their kernels for "cuda" are those of all devices, and
-    find a GPU as the script does, though torch takes a mode off in a call.
+    """A replacement for torch.library.custom_op: a script's kernels for "cuda" serve all devices,
+    and run within the stand-in, although torch disables modes during such a call.
     """
 
     def __init__(self, mode: OnCpu) -> None:
@@ -240,7 +242,7 @@ class CustomOps:
         self, name: str, fn: Any = None, /, *, mutates_args: Any, device_types: Any = None,
         schema: str | None = None, **how: Any,
     ) -> Any:  # fmt: skip
-        """torch.library.custom_op"""
+        """The replacement for torch.library.custom_op, with its signature."""
 
         def register(fn: Callable[..., Any]) -> Any:
             found = schema or torch.library.infer_schema(fn, mutates_args=mutates_args)
@@ -252,7 +254,7 @@ class CustomOps:
         return register if fn is None else register(fn)
 
     def within(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """``fn`` with the stand-in on."""
+        """``fn`` run with the stand-in active."""
 
         @wraps(fn)
         def inside(*arguments: Any, **named: Any) -> Any:
@@ -268,7 +270,7 @@ def _names_kind(kind: str, kinds: Any) -> bool:
 
 @contextmanager
 def patched(target: Any, **values: Any) -> Iterator[None]:
-    """Attributes of ``target`` with other values, for a while."""
+    """A context in which attributes of ``target`` have other values."""
     before = {name: getattr(target, name) for name in values if hasattr(target, name)}
     try:
         for name, value in values.items():
@@ -290,7 +292,7 @@ def torch_on_cpu(arch: Arch) -> Iterator[DeviceMemory]:
         stack.enter_context(patched(torch.cuda.nvtx, **_marks()))
         stack.enter_context(patched(torch.cuda.profiler, start=lambda: None, stop=lambda: None))
         mode = stack.enter_context(OnCpu(memory))
-        # NOTE: torch asks no mode about this one
+        # NOTE: torch calls this one without asking a mode
         stack.enter_context(
             patched(torch.Tensor, get_device=lambda tensor: 0 if tensor in memory else -1)
         )

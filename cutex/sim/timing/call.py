@@ -1,4 +1,4 @@
-"""The time of the launches of one call, before it runs for its values."""
+"""Predicted times of the launches of one call."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ def time_call(
     log: bool = False,
     data: str = "normal",
 ) -> list[TimeReport]:
-    """One report a launch, on ``gpu`` (see `gpus.gpu`), by default that of the kernels' arch.
+    """Return one report for each launch, on ``gpu`` (see `gpus.gpu`), by default that of the
+    kernels' arch.
 
-    The recorded clusters run for real, so what they write is put back. ``whole`` says what the
-    grid has to do where only ``limit`` MMA FLOPs a CTA are recorded.
+    The recorded clusters run for real, so the memory that they write is restored. ``whole`` states
+    the work of the grid where only ``limit`` MMA FLOPs of each CTA are recorded.
     """
     target = next(iter(programs.values())).target
     board = gpu_named(gpu or of_arch(target))
@@ -46,7 +47,9 @@ def time_call(
 
 
 def _kept(tensor: HostTensor) -> tuple[int, bytes]:
-    """Where a tensor begins in memory, and its bytes, those between its elements too."""
+    """The address at which a tensor begins in memory, and its bytes, with those between its
+    elements.
+    """
     spans = [(n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True)]
     low = tensor.address + tensor.itemsize * sum(min(0, span) for span in spans)
     count = 0 if 0 in tensor.shape else sum(abs(span) for span in spans) + 1

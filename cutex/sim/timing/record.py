@@ -1,9 +1,9 @@
-"""What each warp of a run did, in its own order: the input of the clock.
+"""The events of each warp of a run, in its own order: the input of the clock.
 
-A `Recorder` is told by the scheduler of every instruction that executes (`step`, before it;
-`done`, after it). Ordinary instructions add up to a piece of work; what is asynchronous, signals or
-waits becomes an event of the warp's program. The values of waits are kept as they were: which phase
-of a barrier a warp needed, how many groups it left in flight.
+The scheduler calls a `Recorder` for every instruction that executes (`step` before it, `done` after
+it). Ordinary instructions add up to a piece of work; one that is asynchronous, signals or waits
+becomes an event of the warp's program. Waits are recorded with their values in the run: the phase
+of a barrier that a warp needed, the number of groups that it left in flight.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
 SECTOR = 32  # bytes
-PIECE = 64.0  # cycles of ordinary instructions that are kept together: their order beyond is kept
+PIECE = 64.0  # cycles of ordinary instructions that become one `Work`
 _RATES = (
     ("mxf4", 4.0), ("f8f6f4", 2.0), ("kind::i8", 2.0), ("kind::tf32", 0.5),
     (".e4m3.", 2.0), (".e5m2.", 2.0), (".s8.", 2.0), (".u8.", 2.0), (".tf32.", 0.5),
@@ -59,11 +59,11 @@ _RATES = (
 
 
 class Enough(CutexError):
-    """The recorder has seen what it was to see."""
+    """Ends a run whose recorder has all that it needs."""
 
 
 class Recorder:
-    """Of the resident warps of a machine, until ``limit`` MMA FLOPs have been issued."""
+    """Records the resident warps of a machine, until ``limit`` MMA FLOPs have been issued."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Recorder:
         self.programs: dict[int, list[Event]] = defaultdict(list)
         self.maps: dict[int, TensorMap] = {}  # by address
         self.flops, self.steps = 0.0, 0
-        self.columns = 0  # of tensor memory, of a CTA's largest allocation
+        self.columns = 0  # columns of tensor memory of a CTA's largest allocation
         self.counts = np.zeros((machine.grid.num_warps, len(code)), np.int64)
         self.loads = np.zeros(machine.grid.num_ctas, int)
         issue = machine.flight.issue
@@ -96,7 +96,7 @@ class Recorder:
 
         machine.flight.issue = recorded  # type: ignore[method-assign]
 
-    # -- told by the scheduler ---------------------------------------------------------------------
+    # -- called by the scheduler -------------------------------------------------------------------
 
     def step(self, batch: Batch, pc: int) -> None:
         self.work[batch.idx] += self.cost[pc]
@@ -148,7 +148,7 @@ class Recorder:
         self.programs[warp].append(event)
 
     def _operation(self, op: Operation) -> None:
-        """An asynchronous operation is put in flight."""
+        """Record an asynchronous operation when it is put in flight."""
         if op.engine in (Engine.TMA_LOAD, Engine.DSMEM):
             source = (op.what, op.number)
             loads = self.programs[op.warp]
@@ -240,7 +240,7 @@ class Recorder:
         self._turn += 1
 
     def _source(self, ins: Instruction) -> Callable[[Batch, Any], None]:
-        """Keeps with a load which box of which tensor it is."""
+        """Record with a load its box: the tensor map's address and the coordinates."""
         d = Decoder(ins, self.m)
         tmap, coordinates = d.address(1, coordinates=True), d.coordinates(1)
 
@@ -268,7 +268,9 @@ class Recorder:
     def _each(
         self, make: Callable[[Batch, int], Event], passed: bool = False
     ) -> Callable[[Batch, Any], None]:
-        """An event for every warp with an active lane; with ``passed`` for those that go on."""
+        """Record an event for every warp with an active lane; with ``passed``, only for those that
+        need not try again.
+        """
 
         def add(b: Batch, verdict: Any) -> None:
             for row in np.nonzero(b.any_active())[0].tolist():
@@ -278,7 +280,7 @@ class Recorder:
         return add
 
     def _map(self, address: int) -> TensorMap | None:
-        """A tensor map among the kernel's parameters; None of others."""
+        """The tensor map at ``address``, a parameter of the kernel; None at other addresses."""
         if not address & PARAM_WINDOW:
             return None
         if address not in self.maps:
@@ -394,7 +396,7 @@ def _wgmma(ins: Instruction) -> Mma:
 
 
 def _rate(op: str) -> float:
-    """Of an MMA by the type of its operands."""
+    """FLOPs per cycle of an MMA, by the type of its operands, relative to 16-bit operands."""
     for part, rate in _RATES:
         if part in op:
             return rate
@@ -402,13 +404,13 @@ def _rate(op: str) -> float:
 
 
 def _width(ins: Instruction) -> int:
-    """Bytes of a lane's access."""
+    """Bytes of one lane's access."""
     bits = next((int(p[1:]) for p in reversed(ins.parts) if re.fullmatch(r"[bufs]\d+", p)), 32)
     return bits // 8 * int(next((p[1:] for p in ins.parts if re.fullmatch(r"v\d", p)), 1))
 
 
 def _port(ins: Instruction) -> float:
-    """Cycles of the smem port, 128 bytes each, without conflicts of banks."""
+    """Cycles of the smem port, 128 bytes each, without bank conflicts."""
     if ins.name in ("ld", "st") and "shared" in ins.parts:
         return 32 * _width(ins) / 128
     if ins.name in ("ldmatrix", "stmatrix"):

@@ -1,4 +1,4 @@
-"""What people see of a timed launch: a short table, and a picture for Perfetto."""
+"""The report of a timed launch: a short table, JSON, and a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from cutex.sim.timing.units import Interval
 
 @dataclass
 class Role:
-    """Warps of one name: how much of the time they work, and for whom they wait, parts of 1."""
+    """The warps of one role: the share of time in which they work, and in which they wait for
+    whom."""
 
     name: str
     warps: float  # of a CTA; of a pair's leader, half of that
@@ -30,8 +31,8 @@ class Role:
 
 @dataclass
 class TimeReport:
-    """How long a launch takes on a GPU, by the model. ``band`` is the relative error to expect of
-    the cycles, ``clock_band`` that of the clock, both of docs/time.md.
+    """The time of a launch on a GPU, by the model. ``band`` is the expected relative error of the
+    cycles, ``clock_band`` that of the clock, both from docs/time.md.
     """
 
     kernel: str
@@ -84,7 +85,7 @@ class TimeReport:
         return chrome_trace(self.intervals, f"{self.kernel} on {self.gpu}")
 
     def to_json(self) -> str:
-        """One line."""
+        """The report as one line of JSON."""
         low, high = self.us_band
         found = {
             "kernel": self.kernel, "gpu": self.gpu, "predicted": True, "cycles": self.cycles,
@@ -95,7 +96,7 @@ class TimeReport:
         return json.dumps(found)
 
     def write_trace(self, file: Path) -> None:
-        """A picture of the first CTA if the file is called so, .svg; else JSON for Perfetto."""
+        """Write a picture of the first CTA if ``file`` ends in .svg; else JSON for Perfetto."""
         if file.suffix == ".svg":
             title = f"the first CTA on {self.gpu}, predicted: {self.cycles:,.0f} cycles in all"
             file.write_text(draw(self.intervals, title))
@@ -144,8 +145,8 @@ def time_launch(
 
 
 def chrome_trace(intervals: list[Interval], title: str) -> dict[str, Any]:
-    """Tracks per CTA: each warp of a role, the tensor core, TMA in and out; arrows from what ends a
-    wait to the waiter.
+    """Tracks of each CTA: each warp of a role, the tensor core, TMA in and out; an arrow leads from
+    the track that ends a wait to the waiter.
     """
     tracks: dict[tuple[int, str], int] = {}
     events: list[dict[str, Any]] = []
@@ -181,7 +182,7 @@ def chrome_trace(intervals: list[Interval], title: str) -> dict[str, Any]:
 
 
 def busiest(intervals: list[Interval]) -> dict[str, float]:
-    """Cycles by track, for a glance."""
+    """Busy cycles by track."""
     total: dict[str, float] = defaultdict(float)
     for i in intervals:
         total[i.track] += i.end - i.start

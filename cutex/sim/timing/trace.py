@@ -24,15 +24,15 @@ from cutex.sim.timing.record import Enough, Recorder
 
 SM_REGISTERS = 65536
 BESIDE = {FMA: H200.fma_beside_mma, ALU: H200.alu_beside_mma, MUFU: H200.mufu_beside_mma}
-TMEM_COLUMNS = 512  # of an SM
-MOST_LOADS = 24  # of each CTA, to see what they share
-TOGETHER = 4  # loads of a tensor within which CTAs share a box: so far apart costs GEMMs nothing
+TMEM_COLUMNS = 512  # columns of an SM's tensor memory
+MOST_LOADS = 24  # loads of each CTA that are recorded, to see which boxes CTAs share
+TOGETHER = 4  # loads of a tensor within which CTAs share a box: GEMMs lose nothing so far apart
 
 
 @dataclass
 class Sharing:
-    """What CTAs that run at the same time load of one tensor: bytes in all, and of different boxes;
-    ``footprint`` is the tensor's own.
+    """The bytes that CTAs load of one tensor at the same time: of all loads, and of different
+    boxes. ``footprint`` is the size of the tensor in bytes.
     """
 
     loaded: float = 0.0
@@ -46,17 +46,18 @@ class Sharing:
 
 @dataclass
 class Traced:
-    """The record of one launch, and what is known of the whole grid."""
+    """The record of one launch, with its grid and the sharing of loads between CTAs."""
 
     record: Record
     grid: tuple[int, int, int]
-    per_sm: int  # CTAs that an SM holds
+    per_sm: int  # resident CTAs of an SM
     sharing: dict[int, Sharing]  # by tensor map
     name: str = ""
 
     @property
     def takes_over(self) -> bool:
-        """Whether running clusters take over those that have not started."""
+        """Whether running clusters take over work of those that have not started (launch
+        control)."""
         programs = self.record.programs.values()
         return any(isinstance(e, Reply) for program in programs for e in program)
 
@@ -67,8 +68,8 @@ class Traced:
 
 
 class _Few(Simulation):
-    """Simulates one cluster of each launch, until ``flops`` of MMAs a CTA, after a look at the
-    first loads of all that run side by side.
+    """Simulates one cluster of each launch, until ``flops`` MMA FLOPs of each CTA, and then the
+    first loads of all CTAs that run side by side.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class _Few(Simulation):
             return
         machine = scheduler.m
         clusters = what.num_ctas // what.cluster_size
-        # NOTE: by cluster launch control the first takes what would be its share of all
+        # NOTE: with cluster launch control the first cluster takes its share of all tiles
         at_once = max(1, residency(machine.program, what).gpu_ctas // what.cluster_size)
         machine.pending_clusters = PendingClusters(list(range(0, clusters, at_once)))
         machine.load_clusters(machine.pending_clusters.start(1))
@@ -163,12 +164,14 @@ class _Few(Simulation):
 
 
 def _loads(program: list[Event]) -> list[Load]:
-    """Those of tensors that TMA knows by a map."""
+    """The loads by tensor map of a program."""
     return [e for e in program if isinstance(e, Load) and isinstance(e.source[0], int)]
 
 
 def _paths(record: Record) -> dict[tuple[int, int], list[tuple[int, ...]]]:
-    """By tensor and warp of a CTA, how far the recorded cluster's next loads are from its first."""
+    """Return, by tensor and warp of a CTA, the offsets of the recorded cluster's next boxes from
+    its first.
+    """
     paths: dict[tuple[int, int], list[tuple[int, ...]]] = {}
     for warp, program in record.programs.items():
         by_tensor: dict[int, list[tuple[int, ...]]] = {}
@@ -184,7 +187,7 @@ def _paths(record: Record) -> dict[tuple[int, int], list[tuple[int, ...]]]:
 
 
 def _loads_that_tell(record: Record) -> int:
-    """So many loads of a CTA that each tensor is among them."""
+    """The number of loads of a CTA among which is one of each tensor; at most MOST_LOADS."""
     most = 0
     for program in record.programs.values():
         loads = _loads(program)
@@ -198,7 +201,7 @@ def _loads_that_tell(record: Record) -> int:
 
 
 def _footprint(machine: Machine, address: int) -> float:
-    """Bytes of the tensor of a map among the kernel's parameters; 0 of others."""
+    """Bytes of the tensor of a map among the kernel's parameters; 0 for other addresses."""
     if not address & PARAM_WINDOW:
         return 0.0
     at = address & (PARAM_WINDOW - 1)
@@ -217,9 +220,11 @@ def trace(
     limit: float = 0.0,
     look: bool = True,
 ) -> list[Traced]:
-    """Records the first cluster of every launch of a call, until ``limit`` FLOPs of MMAs a CTA; 0:
-    to its end. look: see what CTAs that run side by side share of their loads. Raises ValueError
-    for a kernel whose machine code is not known.
+    """Record the first cluster of every launch of a call, until ``limit`` MMA FLOPs of each CTA; 0:
+    to its end.
+
+    look: record also which loads CTAs that run side by side share. Raises ValueError for a kernel
+    without a cubin.
     """
     few = _few(host, programs, regions, limit)
     host(arguments, few.launch if look else few.record)
@@ -244,7 +249,9 @@ def look_at(
     regions: Sequence[HostTensor],
     like: Traced,
 ) -> Traced:
-    """A record of the same kernel with the grid of another call, and with what its CTAs share."""
+    """Return a copy of the record ``like`` with the grid of another call and the sharing of its
+    loads.
+    """
     few = _few(host, programs, regions)
 
     def launch(what: Launch) -> None:
