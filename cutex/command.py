@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
 from typing import NoReturn, ParamSpec
@@ -23,6 +24,18 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise BadOption(message)
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Each `python -m cutex.X` and what it does, as the first line of its module says."""
+    here = Path(__file__).parent
+    files = {file.stem: file for file in here.glob("[!_]*.py")}
+    files |= {file.parent.name: file for file in here.glob("*/__main__.py")}
+    for name, file in sorted(files.items()):
+        says = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
+        command, _, what = says.partition(": ")
+        if command.startswith(f"python -m cutex.{name}"):
+            yield command, what.removesuffix(".").removesuffix(" (see --help)")
 
 
 def refuse(sentence: str) -> int:

@@ -22,6 +22,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 FORMAT = 1  # version of the comment's format
+_PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _MARK = "// cutex: "
 _KERNEL, _OUTSIDE = 0, -1  # paths: to a kernel's own body; outside of a kernel
 _CODES = range(1000, 1 << 16)  # columns that stand for a call stack; 16 bits in LLVM
@@ -42,9 +43,13 @@ class Call(NamedTuple):
 
 
 def where(at: Any) -> str:
-    """'kernel.py:74:9' for a place with a file, a line and a column, relative to the working
-    directory where the file is below it."""
+    """'kernel.py:74:9' of a place with a file, a line and a column, relative to the working
+    directory where the file is below it; cutex's own files are called cutex/... wherever it is
+    installed.
+    """
     file = at.file.removeprefix(os.getcwd() + os.sep)
+    if file.startswith(_PACKAGE + os.sep):
+        file = os.path.basename(_PACKAGE) + file.removeprefix(_PACKAGE)
     return f"{file}:{at.line}:{at.column}" if at.column else f"{file}:{at.line}"
 
 

@@ -397,6 +397,16 @@ BAD: dict[str, tuple[Callable[[], Tensor], type[Exception], str]] = {
     "bias": (lambda: cutex.matmul(A, B, bias=A), ValueError, "bias has shape"),
     "residual": (lambda: cutex.matmul(A, B, residual=A), ValueError, "residual has shape"),
     "activation": (lambda: cutex.matmul(A, B, activation="tanh"), ValueError, "activation 'tanh'"),
+    "a builtin": (
+        lambda: cutex.matmul(A, B, activation=torch.relu),
+        TypeError,
+        "must be a Python function of one DSL Float32, or of it, its row and its column",
+    ),
+    "two arguments": (
+        lambda: cutex.matmul(A, B, activation=lambda x, y: x),
+        TypeError,
+        "must be a Python function of one DSL Float32, or of it, its row and its column",
+    ),
     "out": (lambda: cutex.matmul(A, B, out=A), ValueError, "out has shape"),
     "out_dtype": (lambda: cutex.matmul(A, B, out_dtype=torch.int8), TypeError, "out_dtype"),
     "overlap": (

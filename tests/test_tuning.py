@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -186,6 +187,22 @@ def test_serving_a_70b_model_takes_few_kernels(monkeypatch, layers):
     with simulated("sm_90a"):
         count = cutex.warm_up([(range(1, 8193), n, k) for n, k in layers])
     assert count == len(asked) <= 24
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtype", "error", "sentence"),
+    [
+        (5, torch.bfloat16, TypeError, "shapes must be an iterable of (M, N, K), got int"),
+        ([(1, 2)], torch.bfloat16, TypeError, "shapes holds (1, 2): (M, N, K) of whole numbers"),
+        ([(1, 2.0, 3)], torch.bfloat16, TypeError, "shapes holds (1, 2.0, 3): (M, N, K) of"),
+        ([(-1, 8, 8)], torch.bfloat16, ValueError, "shapes holds (-1, 8, 8): sizes are at least 0"),
+        ([(range(-2, 9), 8, 8)], torch.bfloat16, ValueError, "sizes are at least 0"),
+        ([(1, 8, 8)], "bf16", TypeError, "dtype must be a torch.dtype, got 'bf16'"),
+    ],
+)
+def test_what_cannot_be_warmed_up_is_one_sentence(shapes, dtype, error, sentence):
+    with simulated("sm_90a"), pytest.raises(error, match=re.escape(sentence)):
+        cutex.warm_up(shapes, dtype)
 
 
 def test_after_warming_up_no_call_compiles(monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -99,6 +100,41 @@ def test_each_example_is_short_and_told_of():
         broken = [b for b in SHOWN if file.name in b[0].line and "broken.py" in b[-1].line]
         reports = "".join(block[-1].output for block in broken)
         assert re.search(r"^cutex: .*\b(race|deadlock|bad address): ", reports, re.MULTILINE), file
+
+
+OWN_STAGE, OWN_OUTPUT = re.findall(r"```(?:python|text)\n(.*?)```", TEXT, re.DOTALL)
+
+
+def run_own_stage(code: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    file = tmp_path / "mine.py"
+    file.write_text(code)
+    return subprocess.run(
+        [sys.executable, file], capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+def test_the_stage_of_ones_own_is_right_and_takes_what_the_page_says(tmp_path):
+    """The clock is fitted anew at times, so cycles may differ a little."""
+    ran = run_own_stage(OWN_STAGE, tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    for told, shown in zip(ran.stdout.splitlines(), OWN_OUTPUT.splitlines(), strict=True):
+        *words, cycles, unit = told.split()
+        *due, cycles_due, _ = shown.split()
+        assert (words, unit) == (due, "cycles")
+        assert int(cycles.replace(",", "")) == pytest.approx(
+            int(cycles_due.replace(",", "")), rel=0.1
+        )
+
+
+def test_its_deadlock_is_told_by_its_own_lines_and_the_name_of_the_slot(tmp_path):
+    code = OWN_STAGE.replace("ab.release(take)", "pass").replace("(Stage2, InOrder)", "(InOrder,)")
+    code = code.replace(", time=True", "")
+    ran = run_own_stage(code, tmp_path)
+    line = 1 + next(i for i, x in enumerate(code.splitlines()) if "load(k_tile + ab" in x)
+    (first,) = (text for text in ran.stderr.splitlines() if ": deadlock: " in text)
+    assert "Deadlock: cutex/device/pipeline.py:" in first and f"called at mine.py:{line}:" in first
+    assert "of mbarrier barriers.ab.empty[0] (" in first
 
 
 def test_each_picture_is_drawn_and_shown():

@@ -50,6 +50,11 @@ class Run:
         return bool(self.found.get("launches") or self.found.get("errors"))
 
     @property
+    def refused(self) -> bool:
+        """Whether the simulator could not run it: no Python, no C compiler, no cache."""
+        return self.code == 2 and not self.launched and self.output.startswith("cutex: ")
+
+    @property
     def reports(self) -> list[str]:
         """The reports of findings and errors; of a script that failed without one, its code and
         output."""
@@ -127,16 +132,18 @@ def check(args: argparse.Namespace) -> int:
     count, started = 0, time.monotonic()
     for done in runs(args):
         count += 1
-        if not done.launched and done.code == 0:
-            return refuse(f"{args.script} launches no kernel, so there is nothing to check")
-        if not done.launched:
+        if done.refused:
             print(done.output, end="", file=sys.stderr)
-            return refuse(f"{args.script} ends before it has launched a kernel")
+            return 2
+        if done.found and not done.launched and not done.code:
+            return refuse(f"{args.script} launches no kernel, so there is nothing to check")
         verdict = f"{len(done.reports)} found" if done.reports else "nothing found"
         print(f"{done.name:<12} {verdict}", file=sys.stderr, flush=True)
         kernels += [kernel["text"] for kernel in done.found.get("kernels", [])]
         for report in done.reports:
             by_report.setdefault(_cause(report), [report]).append(done.name)
+        if done.found and not done.launched:
+            break
     for report, *names in by_report.values():
         print(f"\n{report}\n  in order {', '.join(names)}")
     if kernels:

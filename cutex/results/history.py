@@ -181,6 +181,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.what == "merge":
             return _merge(args.files, args.results)
         rows = _chosen(read_all(folder_given(args.results), notice), args)
+        if not rows:
+            notice("the ledger has no row like that")
         match args.what:
             case "list" if args.last < 1:
                 raise ValueError(f"--last {args.last}: takes a number from 1")

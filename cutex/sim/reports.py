@@ -17,6 +17,7 @@ _WHERE = re.compile(
     r"(PTX line \d+): [^()]*? \((?=[^()\s]+:\d+)"
 )  # a PTX line with its instruction
 _PTX = re.compile(r"PTX line (\d+)")
+_TOLD = 4  # findings of one cause that its report lists
 
 
 @dataclass
@@ -34,7 +35,9 @@ class Report:
             return text
         same = "wait" if _WAITED.search(self.root.message) else "cause"
         lines = [f"  {len(self.followers)} more follow from the same {same}:"]
-        lines += [f"    {f.rule} at {f.where}" for f in self.followers]
+        lines += [f"    {f.rule} at {f.where}" for f in self.followers[:_TOLD]]
+        if (left := len(self.followers) - _TOLD) > 0:
+            lines.append(f"    and {left} more")
         return "\n".join([text, *lines])
 
     def as_dict(self) -> dict[str, Any]:

@@ -60,6 +60,19 @@ class SimReport:
     sampled: list[Sampled] = field(default_factory=list)
     written: dict[str, np.ndarray] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        """What was found, how long launches take where that was asked for, and one line of all."""
+        found = len(self.findings)
+        done = (
+            f"{self.launches} launch{'es' * (self.launches != 1)} of {self.ctas} "
+            f"CTA{'s' * (self.ctas != 1)}, "
+            f"{self.instructions} warp-instructions, {self.seconds:.1f} s, {found or 'no'} "
+            f"finding{'s' * (found != 1)}, {len(self.advisories) or 'no'} "
+            f"advisor{'y' if len(self.advisories) == 1 else 'ies'}"
+        )
+        parts = [told(self.findings), told(self.advisories), *self.kernels.values(), *self.times]
+        return "\n".join([*(str(part) for part in parts if part), *map(str, self.sampled), done])
+
 
 def simulate(
     compiled: Any,
@@ -109,8 +122,18 @@ def simulate(
     """
     if order not in ORDERS:
         raise ValueError(f"order {order!r}: takes one of {', '.join(ORDERS)}")
+    for name, number in (("seed", seed), ("jobs", jobs), ("clusters", clusters),
+                         ("max_instructions", max_instructions)):  # fmt: skip
+        if number is not None and not isinstance(number, int):
+            raise TypeError(f"{name} must be an int, got {number!r}")
     if not 1 <= jobs <= MOST_JOBS:
         raise ValueError(f"jobs {jobs}: takes 1 to {MOST_JOBS}")
+    if not 0 <= seed < 1 << 31:
+        raise ValueError(f"seed {seed}: takes a number from 0 to {(1 << 31) - 1}")
+    if max_instructions is not None and max_instructions < 1:
+        raise ValueError(f"max_instructions {max_instructions}: takes a number from 1")
+    if gpu and not time:
+        raise ValueError(f"gpu {gpu!r} goes with time=True")
     if clusters is not None and (clusters < 1 or not checks):
         raise ValueError(f"clusters {clusters}: takes a number from 1, and checks")
     arch_named(arch)
@@ -129,7 +152,11 @@ def simulate(
     if time:
         from cutex.sim.timing.call import time_call
 
-        times = time_call(host, programs, arguments, reached, gpu)
+        try:
+            times = time_call(host, programs, arguments, reached, gpu)
+        except SimError:
+            host(arguments, run.launch)  # NOTE: it ends there too, and is told with names and calls
+            raise
     host(arguments, run.launch)
     report = run.report
     report.times = times if time else []

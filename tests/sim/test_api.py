@@ -172,6 +172,30 @@ def test_what_is_no_kernel_is_refused():
         simulate(3, *numbers())
 
 
+@pytest.mark.parametrize(
+    ("options", "kind", "sentence"),
+    [
+        ({"seed": -1}, ValueError, "seed -1: takes a number from 0"),
+        ({"seed": "a"}, TypeError, "seed must be an int, got 'a'"),
+        ({"jobs": 1.5}, TypeError, "jobs must be an int, got 1.5"),
+        ({"clusters": 2.0}, TypeError, "clusters must be an int, got 2.0"),
+        ({"max_instructions": 0}, ValueError, "max_instructions 0: takes a number from 1"),
+        ({"gpu": "b200"}, ValueError, "gpu 'b200' goes with time=True"),
+    ],
+)
+def test_what_makes_no_sense_is_one_sentence(options, kind, sentence):
+    with pytest.raises(kind, match=sentence):
+        simulate(scale, *numbers(), 3, 7, **options)
+
+
+@pytest.mark.parametrize("given", [(), (3, 7, 9)])
+def test_another_number_of_arguments_is_one_sentence(given):
+    sentence = f"scale cannot be called with {2 + len(given)} arguments: "
+    with pytest.raises(TypeError, match=sentence) as error:
+        simulate(scale, *numbers(), *given)
+    assert "\n" not in str(error.value)
+
+
 def test_an_unknown_order_is_refused_before_anything_else():
     with pytest.raises(ValueError, match="order 'backwards': takes one of fifo") as error:
         simulate(None, order="backwards")

@@ -49,24 +49,29 @@ def gradients(
         for x, most in ((q, call.max_seqlen_q), (k, call.max_seqlen_k))
     ]
     nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout of 0
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        grad_out.contiguous(),
-        q,
-        k,
-        v,
-        out,
-        lse,
-        call.cu_seqlens_q,
-        call.cu_seqlens_k,
-        *longest,
-        0.0,
-        call.causal,
-        nothing,
-        torch.empty(0, dtype=torch.uint64, device=q.device),
-        scale=call.scale,
-        window_size_left=-1 if left is None else left,
-        window_size_right=-1 if right is None else right,
-    )
+    try:
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            grad_out.contiguous(),
+            q,
+            k,
+            v,
+            out,
+            lse,
+            call.cu_seqlens_q,
+            call.cu_seqlens_k,
+            *longest,
+            0.0,
+            call.causal,
+            nothing,
+            torch.empty(0, dtype=torch.uint64, device=q.device),
+            scale=call.scale,
+            window_size_left=-1 if left is None else left,
+            window_size_right=-1 if right is None else right,
+        )
+    except NotImplementedError as error:
+        raise ValueError(
+            f"the gradient of attention is torch's flash backward, which does not run on {q.device}"
+        ) from error
     return dq, dk, dv[..., :head_dim_v], dsink
 
 

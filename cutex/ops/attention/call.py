@@ -184,7 +184,8 @@ def _check_lengths(call: AttentionCall) -> None:
             raise TypeError(f"{name} has dtype {x.dtype}, which is not int32")
         expected = call.batch + name.startswith("cu")
         if x.dim() != 1 or x.shape[0] != expected or expected < name.startswith("cu"):
-            raise ValueError(f"{name} has shape {tuple(x.shape)}, it must be ({expected},)")
+            due = max(expected, int(name.startswith("cu")))
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, it must be ({due},)")
     for name in ("max_seqlen_q", "max_seqlen_k"):
         most = getattr(call, name)
         if most is None:
@@ -239,6 +240,8 @@ def _check_numbers(call: AttentionCall) -> None:
             raise ValueError(f"window_size={tuple(window)}: write None, not -1, for an open side")
         if bound < 0:
             raise ValueError(f"window_size={tuple(window)}: a side is at least 0, or None if open")
+    if not isinstance(call.causal, (int, torch.SymBool)) or call.causal not in (0, 1):
+        raise TypeError(f"causal must be True or False, got {call.causal!r}")
     for name in ("softcap", "softmax_scale"):
         x = getattr(call, name)
         if x is None and name == "softmax_scale":

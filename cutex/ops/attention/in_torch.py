@@ -33,8 +33,8 @@ def activate() -> None:
         )
     if not torch.cuda.is_available() and simulated_arch() is None:
         raise ValueError(
-            "there is no GPU here: activate() needs a Hopper GPU, or the simulator, as in `with "
-            'cutex.ops.simulated("sm_90a"): cutex.attention.activate()`'
+            "there is no GPU here: activate() needs a Hopper or Blackwell GPU, or the simulator, "
+            'as in `with cutex.ops.simulated("sm_90a"): cutex.attention.activate()`'
         )
     register(NAME, register_fn=Overrides.install)
     torch_attention.activate_flash_attention_impl(NAME)

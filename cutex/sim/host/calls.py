@@ -86,12 +86,12 @@ class Calls:
         started = time.perf_counter()
         named = [*tensors, *tensors_in(arguments)]
         regions = self.memory.regions(named)
+        untimed: SimError | None = None
         if self.clock is not None:
             try:
                 self.clock.run(function, arguments, regions)
-            except SimError as error:
-                self.errors.append((error, function.ptx))
-                raise
+            except SimError as error:  # NOTE: the run below ends so too, and tells more of it
+                untimed = error
         sim = Simulation(
             function.programs, regions, order=self.order, seed=self.seed, limit=self.limit,
             cubin=(function.host.cubin or b"") if self.resources else None, jobs=self.jobs,
@@ -117,6 +117,9 @@ class Calls:
         finally:
             sim.report.seconds = time.perf_counter() - started
             self._add(sim.report, function.ptx)
+        if untimed is not None:
+            self.errors.append((untimed, function.ptx))
+            raise untimed
 
     @property
     def failed(self) -> bool:

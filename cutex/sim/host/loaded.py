@@ -118,6 +118,11 @@ def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:
             arguments.append(make_fake_stream(use_tvm_ffi_env_stream=True))
         else:
             arguments.append(t)
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise TypeError(f"{name} cannot be called with {len(tensors)} arguments: {error}") from None
     with cache.plain_folder() as folder, tracing(), recording() as recorder:
         options = (
             cute.GPUArch(arch),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -63,9 +64,11 @@ class DeviceMemory:
         return held is not None and not held.storage.expired()
 
     def regions(self, named: list[HostTensor]) -> list[HostTensor]:
-        """All live memory, as bytes, and the tensors of ``named`` that are outside of it."""
+        """All live memory, each part as the tensor of ``named`` that fills it, else as bytes; and
+        the tensors of ``named`` that are outside of it."""
         self._held = {at: a for at, a in self._held.items() if not a.storage.expired()}
         names: dict[int, list[str]] = {a.address: [] for a in self._held.values()}
+        filling: dict[int, HostTensor] = {}
         others = []
         for tensor in named:
             homes = (a for a in self._held.values() if 0 <= tensor.address - a.address < a.size)
@@ -74,13 +77,19 @@ class DeviceMemory:
                 others.append(tensor)
             else:
                 names[home.address].append(tensor.name)
+                elements = math.prod(tensor.shape)
+                steps = zip(tensor.shape, tensor.strides, strict=True)
+                dense = 1 + sum((n - 1) * s for n, s in steps) == elements
+                if dense and home.size == elements * tensor.itemsize:
+                    filling[home.address] = tensor
         return others + [
-            HostTensor(
-                a.address, (a.size,), (1,), "uint8", 1, a.storage,
-                "/".join(dict.fromkeys(names[a.address])) or "a tensor",
+            replace(
+                filling.get(a.address) or HostTensor(a.address, (a.size,), (1,), "uint8", 1, None),
+                owner=a.storage,
+                name="/".join(dict.fromkeys(names[a.address])) or "a tensor",
             )
             for a in self._held.values()
-        ]  # fmt: skip
+        ]
 
 
 def span(tensor: torch.Tensor) -> int:

@@ -6,6 +6,7 @@ labels and registers of their own, vector operands, predicates, ``_`` sinks and 
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -42,15 +43,18 @@ class Source(NamedTuple):
     stack: Stack = ()
 
     def where(self) -> str:
-        """'tma.py:50:9, called at kernel.py:74:9': the second part only if the kernel is in another
+        """'tma.py:50:9, called at stage.py:74:9': the second part only if the kernel is in another
         file.
 
-        Files are relative to the working directory where they are below it.
+        That is the innermost call from another folder, such as a library's caller; where all are in
+        one folder, the innermost in the kernel's own file.
         """
         here = where(self)
         if not self.stack or self.stack[-1].file == self.file:
             return here
-        own = next(call for call in self.stack if call.file == self.stack[-1].file)
+        folder, kernel = os.path.dirname(self.file), self.stack[-1].file
+        from_elsewhere = (c for c in self.stack if os.path.dirname(c.file) != folder)
+        own = next(from_elsewhere, None) or next(c for c in self.stack if c.file == kernel)
         return f"{here}, called at {where(own)}"
 
 

@@ -26,7 +26,7 @@ class Role:
     whom."""
 
     name: str
-    warps: int
+    warps: float  # of a CTA; of a pair's leader, half of that
     worked: float
     waited: dict[str, float]
 
@@ -81,7 +81,7 @@ class TimeReport:
         for role in self.roles:
             waits = sorted(role.waited.items(), key=lambda item: -item[1])
             told = ", ".join(f"{name} {100 * part:.0f} %" for name, part in waits if part >= 0.01)
-            lines.append(f"  {role.name:<16}{role.warps:>6}{100 * role.worked:>7.0f}%   {told}")
+            lines.append(f"  {role.name:<16}{role.warps:>6g}{100 * role.worked:>7.0f}%   {told}")
         return "\n".join(lines)
 
     def chrome_trace(self) -> dict[str, Any]:
@@ -129,8 +129,7 @@ def time_launch(
         waited = timed.waited.get(name, {})
         roles.append(
             Role(
-                name, math.ceil(len(warps) / (record.ctas or 1)),
-                timed.worked.get(name, 0.0) / count,
+                name, len(warps) / (record.ctas or 1), timed.worked.get(name, 0.0) / count,
                 {k: v / count for k, v in waited.items()},
             )
         )  # fmt: skip
