@@ -6,6 +6,7 @@ kernel may reach one by an address alone, as a grouped GEMM does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
