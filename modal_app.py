@@ -4,6 +4,7 @@ modal run modal_app.py --op gemm --stage all --mnk 8192,8192,4096 --gpu B200 --c
 modal run modal_app.py --op script mine.py --gpu B200 -- its own arguments
 modal run modal_app.py --op tests --gpu B200
 modal run modal_app.py --op sweep --gpu B200,H200,H100! --compare cublas
+modal run modal_app.py --op layers --gpu H200,B200 --compare cublas,quack
 modal run modal_app.py --op confirm --gpu B200
 
 python modal_app.py takes the same options, needs no token for --help and --dry-run, and starts
@@ -17,13 +18,19 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import modal
-
 from cutex.cloud import calls, prices, remote, rental
+from cutex.command import refuse
+
+try:
+    import modal
+except ModuleNotFoundError:
+    raise SystemExit(
+        refuse("modal is not installed; pip install -e '.[cu13,modal]' in this clone installs it")
+    ) from None
 
 HERE = Path(__file__).resolve().parent
 CACHES = ["**/__pycache__", "**/*.pyc"]  # all other files travel, C sources too
-THERE = "/root"  # where Modal puts Python sources
+THERE = "/root"  # the folder in which Modal puts Python sources
 WHEELS = (  # as in constraints.txt; the DSL needs no CUDA toolkit
     "torch==2.13.0",
     "nvidia-cutlass-dsl[cu13]==4.8.1",
@@ -41,7 +48,7 @@ WHEELS = (  # as in constraints.txt; the DSL needs no CUDA toolkit
     "hypothesis==6.170.15",
 )
 
-PYTHON = "3.12"  # of the image; the tests take it too, where it is installed
+PYTHON = "3.12"  # the image's version; the tests take it too, where it is installed
 
 image = (
     modal.Image.debian_slim(python_version=PYTHON)
@@ -72,7 +79,7 @@ def run(request: dict) -> dict:
 
 
 async def rent(gpu: str, requests: list[dict], timeout: int) -> AsyncIterator[rental.Reply]:
-    """One reply or exception per request, as they arrive."""
+    """Yield one reply or exception per request, as they arrive."""
     replies = run.with_options(gpu=gpu, timeout=timeout).starmap.aio(
         [(request,) for request in requests], order_outputs=False, return_exceptions=True
     )

@@ -1,7 +1,7 @@
-"""Facts per GPU: what a kernel may use, and the rates that a time is compared with.
+"""Facts per GPU: the resources that a kernel may use, and the peak rates.
 
-Peaks are the vendor's dense figures, never sparse, of the SXM boards: H200 (700 W) and
-B200 (1000 W). The source of each figure is in docs/facts.md.
+Peaks are the vendor's dense figures, never sparse, of the SXM boards: H200 (700 W) and B200 (1000
+W). The source of each figure is in docs/facts.md.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Arch:
-    """One GPU architecture as the DSL names it, with the facts of its reference board."""
+    """One GPU architecture under the DSL's name, with the facts of its reference board."""
 
-    name: str  # what the DSL and ptxas call it: "sm_90a"
+    name: str  # the name for the DSL and ptxas: "sm_90a"
     title: str  # "Hopper"
-    board: str  # the board that the figures below belong to
+    board: str  # the board of the figures below
     capability: tuple[int, int]
     num_sms: int
     smem_per_cta: int  # bytes of shared memory that one CTA may opt in to
-    tmem_columns: int  # 128-lane columns of tensor memory per SM; 0 where there is none
+    tmem_columns: int  # 128-lane columns of tensor memory per SM; 0: no tensor memory
     l2_bytes: int
     hbm_gbs: float  # GB/s
     dense_tflops: dict[str, float]  # by input dtype, fp32 accumulation
-    mma_flops: int  # of the tensor cores, a cycle and SM, dense, 16-bit inputs
-    smem_bytes_per_clock: int  # a cycle and SM
-    l2_bytes_per_clock: int  # a cycle, of all SMs
-    exponentials: int = 16  # of MUFU, a cycle and SM
-    kernels: str = ""  # the arch whose kernels it runs, where it has none of its own
+    mma_flops: int  # dense tensor core FLOPs per cycle and SM, 16-bit inputs
+    smem_bytes_per_clock: int  # per cycle and SM
+    l2_bytes_per_clock: int  # per cycle, of all SMs
+    exponentials: int = 16  # exponentials per cycle and SM, by MUFU
+    kernels: str = ""  # the arch whose kernels it runs, if it has none of its own
 
     @property
     def clock_hz(self) -> float:
@@ -71,7 +71,7 @@ ARCHS: dict[str, Arch] = {
     )
 }
 
-# archs that run another's kernels, compiled for them and configured by their own facts: attention's
+# archs that run another's attention kernels, compiled for them and configured by their own facts
 RELATIVES: dict[str, Arch] = {
     a.name: a
     for a in (
@@ -92,7 +92,7 @@ ALL: dict[str, Arch] = ARCHS | RELATIVES
 
 
 def arch(name: str) -> Arch:
-    """The facts of `name`; ValueError if cutex has no kernels for it."""
+    """Return the facts of `name`. Raises ValueError if cutex has no kernels for it."""
     try:
         return ALL[name]
     except KeyError:
@@ -105,7 +105,8 @@ def kernels_of(name: str) -> str:
 
 
 def local_arch() -> Arch | None:
-    """The arch of this process's CUDA device; None without one, or if cutex does not know it."""
+    """The arch of this process's CUDA device; None without a device, or for one that is not in
+    ARCHS."""
     try:
         import torch
     except ImportError:

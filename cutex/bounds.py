@@ -1,4 +1,4 @@
-"""python -m cutex.bounds (see --help): the door to cutex.analysis.bounds."""
+"""python -m cutex.bounds: what is known of the Blackwell GEMMs from their code (see --help)."""
 
 from __future__ import annotations
 

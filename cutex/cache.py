@@ -1,11 +1,11 @@
-"""The cache on disk: where it is, that it is this user's own, and its entries.
+"""The cache on disk: its folder, the check that only this user can write to it, and its entries.
 
     <cache>/kernels/<key>/   compiled kernels (cutex/compile/cache.py)
     <cache>/sim/<key>/       their host code, linked for the simulator (cutex/sim/host/capture.py)
     <cache>/tuned/<key>.json configs chosen by time (cutex/bench/autotune.py)
 
 An entry is a folder, named by the hash of everything that it was made from. It is written under
-another name and renamed, so it is there whole or not at all; what is damaged is made anew.
+another name and renamed, so it is complete or absent; a damaged one is made anew.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from cutex.errors import NoCache
 
 Found = TypeVar("Found")
 
-_SCRATCH = "."  # what the name of an unfinished entry begins with
-_DEAD = 3600.0  # seconds after which an unfinished entry is nobody's any more
+_SCRATCH = "."  # the prefix of an unfinished entry's name
+_DEAD = 3600.0  # age in seconds at which an unfinished entry is taken to be abandoned
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 
 def cache_dir() -> Path:
-    """$CUTEX_CACHE, where that is set and not empty; or cutex in the platform's cache folder."""
+    """$CUTEX_CACHE, if that is set and not empty; else cutex in the platform's cache folder."""
     given = os.environ.get("CUTEX_CACHE")
     if given:
         return Path(given).absolute()
@@ -46,11 +46,12 @@ def cache_dir() -> Path:
 def find_or_build(
     kind: str, key: str, read: Callable[[Path], Found | None], build: Callable[[Path], None]
 ) -> Found:
-    """What `read` makes of the entry `key` among those of `kind`, which `build` writes if need be.
+    """Return `read`'s result for the entry `key` among those of `kind`, which `build` writes if
+    need be.
 
-    `read` takes the entry's folder and returns None for one that is not whole; `build` fills a
+    `read` takes the entry's folder and returns None for one that is incomplete; `build` fills a
     folder that becomes the entry. Two processes that want the same entry build it once. Raises
-    NoCache, in one sentence, where another user could write, or this one cannot.
+    NoCache, with one sentence, where another user could write, or this one cannot.
     """
     from filelock import FileLock
 
@@ -70,7 +71,7 @@ def find_or_build(
             _remove(entry)
             scratch = Path(tempfile.mkdtemp(prefix=f"{_SCRATCH}{key}-", dir=folder))
         try:
-            with _refusals(folder, _FULL):  # NOTE: what else a compiler raises is its own
+            with _refusals(folder, _FULL):  # NOTE: a compiler's other errors pass through
                 build(scratch)
             with _refusals(folder):
                 scratch.rename(entry)
@@ -84,7 +85,8 @@ def find_or_build(
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file of the cache, whole or not at all. Raises NoCache where that is impossible."""
+    """Write a file of the cache, complete or not at all. Raises NoCache where that is
+    impossible."""
     make_private(path.parent)
     with _refusals(path.parent):
         _sweep(path.parent, path.name)
@@ -102,7 +104,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def _read(entry: Path, read: Callable[[Path], Found | None]) -> Found | None:
-    """The entry, unless another user can write to it or its files."""
+    """Read the entry; None if another user can write to it or its files."""
     with suppress(OSError):
         for path in (entry, *entry.iterdir()):
             if _writers(path.lstat()):
@@ -113,7 +115,8 @@ def _read(entry: Path, read: Callable[[Path], Found | None]) -> Found | None:
 
 @contextmanager
 def _refusals(folder: Path, which: Collection[int] = ()) -> Iterator[None]:
-    """Within, what the disk refuses is one sentence; `which` of the errors, if not all."""
+    """A context that turns errors of the disk into NoCache; only those in `which`, if it has
+    any."""
     try:
         yield
     except OSError as error:
@@ -130,7 +133,7 @@ def _refusals(folder: Path, which: Collection[int] = ()) -> Iterator[None]:
 
 @cache
 def _swept(folder: Path) -> set[Path]:
-    """The old leftovers in `folder`, which a process looks for once."""
+    """The old leftovers in `folder`, listed once per process."""
     old = time.time() - _DEAD
     return {p for p in folder.iterdir() if _unfinished(p) and p.lstat().st_mtime < old}
 
@@ -140,13 +143,14 @@ def _unfinished(path: Path) -> bool:
 
 
 def _sweep(folder: Path, key: str) -> None:
-    """Remove what killed processes left: of this key, whose lock is held, and what is old."""
+    """Remove leftovers of processes that were killed: those of this key, whose lock is held, and
+    old ones."""
     for path in {*folder.glob(f"{_SCRATCH}{key}-*"), *_swept(folder)}:
         _remove(path)
 
 
 def _remove(path: Path) -> None:
-    """Whatever it is: a folder, a file, a link to nowhere, or nothing."""
+    """Remove a folder, a file or a broken link, if there is one at `path`."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -159,7 +163,8 @@ def _remove(path: Path) -> None:
 def make_private(folder: Path) -> None:
     """Make `folder`, for this user alone. Raises NoCache if another user can write to it.
 
-    What is in the cache is loaded as native code: who can put a file there runs as this user.
+    Entries of the cache are loaded as native code: whoever can put a file there runs code as this
+    user.
     """
     with _refusals(folder):
         for parent in reversed([folder, *folder.parents]):
@@ -178,7 +183,7 @@ def make_private(folder: Path) -> None:
 
 
 def _writers(found: os.stat_result) -> str | None:
-    """Who can write there beside this user and root; None if nobody."""
+    """The user or group that can write there beside this user and root; None if there is none."""
     if found.st_uid not in (os.getuid(), 0):
         return f"user {found.st_uid}"
     if found.st_mode & stat.S_IWOTH and not stat.S_ISLNK(found.st_mode):
@@ -207,9 +212,9 @@ def _own_group(gid: int) -> bool:
 
 
 def plain_folder() -> tempfile.TemporaryDirectory[str]:
-    """A temporary folder for what the DSL dumps.
+    """A temporary folder for files that the DSL dumps.
 
-    NOTE: it passes the folder on in a text of options, which an apostrophe or a blank ends.
+    NOTE: the DSL passes the folder on in a text of options, which an apostrophe or a blank ends.
     """
     for parent in (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"):
         if re.fullmatch(r"[\w./+-]+", parent) and os.access(parent, os.W_OK):

@@ -1,4 +1,4 @@
-"""python -m cutex.check (see --help): the door to cutex.bench.check."""
+"""python -m cutex.check: run a script in the simulator, in every order of events (see --help)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A cubin, the ELF file of a compiled kernel: its figures, and the program that disassembles it."""
+"""A cubin, the ELF file of a compiled kernel: its registers, memory and threads; and nvdisasm's
+path."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from cutex.errors import NoDisassembler
 
 
 def nvdisasm() -> Path:
-    """Where it is; NoDisassembler if nowhere."""
+    """Return the path of nvdisasm. Raises NoDisassembler if it is not installed."""
     for folder in sys.path:
         for name in ("cu*/bin/nvdisasm", "cuda_nvdisasm/bin/nvdisasm"):
             for found in sorted(Path(folder or ".").glob(f"nvidia/{name}")):
@@ -31,10 +32,10 @@ _WITH_LENGTH = 4  # EIFMT_SVAL: a 16-bit length follows, then the value; else a 
 
 
 class Cubin:
-    """The figures of a kernel in a cubin, a 64-bit little-endian ELF file."""
+    """The registers, memory and threads of a kernel in a cubin, a 64-bit little-endian ELF file."""
 
     def __init__(self, data: bytes, kernel: str | None = None) -> None:
-        """``kernel``: its name; None for the only one there is."""
+        """``kernel``: its name; None for the only one."""
         self._data = data
         sections = dict(self._sections())
         kernels = [name.removeprefix(".text.") for name in sections if name.startswith(".text.")]
@@ -57,7 +58,7 @@ class Cubin:
         self.static_smem = max(0, smem - _RESERVED_SMEM)
 
     def _sections(self) -> Iterator[tuple[str, tuple[int, int, int]]]:
-        """(name, (type, offset, size)) of each section, names made unique by the first."""
+        """Yield (name, (type, offset, size)) of each section."""
         (table,) = struct.unpack_from("<Q", self._data, 0x28)
         width, count, names = struct.unpack_from("<3H", self._data, 0x3A)
         rows = [struct.unpack_from("<IIQQQQ", self._data, table + i * width) for i in range(count)]

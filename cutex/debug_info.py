@@ -1,9 +1,9 @@
-"""What the trace of a kernel knows and its PTX does not: call stacks, and names of shared memory.
+"""Facts of a kernel's trace that its PTX lacks: call stacks, and names of shared memory.
 
-A .loc of PTX names one line, though functions called from several places stand at that line, and
-of shared memory PTX has only offsets. A `Recorder` watches while the DSL traces a kernel, and gives
-each further way to come to a line a column number of its own (the first keeps the true column: a
-column changes no instruction). What it has seen is one comment at the end of the PTX, which
+A .loc of PTX names one line, though functions called from several places have that line, and of
+shared memory PTX has only offsets. A `Recorder` watches while the DSL traces a kernel, and gives
+each further call stack of a line a column number of its own (the first keeps the true column: a
+column changes no instruction). It writes its findings as one comment at the end of the PTX, which
 `debug_info_of` reads.
 """
 
@@ -21,10 +21,11 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-FORMAT = 1  # of the comment
+FORMAT = 1  # version of the comment's format
+_PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _MARK = "// cutex: "
-_KERNEL, _OUTSIDE = 0, -1  # paths: to a kernel's own body; not within one
-_CODES = range(1000, 1 << 16)  # of columns that stand for a call stack; 16 bits in LLVM
+_KERNEL, _OUTSIDE = 0, -1  # paths: to a kernel's own body; outside of a kernel
+_CODES = range(1000, 1 << 16)  # columns that stand for a call stack; 16 bits in LLVM
 _KERNEL_EDGE = "kernel_wrapper"  # the DSL's function that calls a kernel's body
 _GENERATED = re.compile(r"(ifexp_)?(\w+_block|\w+_region|loop_body)_\d+")  # by the DSL's rewriting
 _LOC = re.compile(r"^\s*\.loc\s+(\d+)\s+(\d+)\s+(\d+)", re.M)
@@ -32,9 +33,8 @@ _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.M)
 
 
 class Call(NamedTuple):
-    """A place in the source and the function that it stands in; line and column count from 1, a
-    column that is not known is 0.
-    """
+    """A place in the source and its function; line and column count from 1, an unknown column is
+    0."""
 
     file: str
     line: int
@@ -44,9 +44,12 @@ class Call(NamedTuple):
 
 def where(at: Any) -> str:
     """'kernel.py:74:9' of a place with a file, a line and a column, relative to the working
-    directory where the file is below it.
+    directory where the file is below it; cutex's own files are called cutex/... wherever it is
+    installed.
     """
     file = at.file.removeprefix(os.getcwd() + os.sep)
+    if file.startswith(_PACKAGE + os.sep):
+        file = os.path.basename(_PACKAGE) + file.removeprefix(_PACKAGE)
     return f"{file}:{at.line}:{at.column}" if at.column else f"{file}:{at.line}"
 
 
@@ -59,17 +62,18 @@ class Buffer(NamedTuple):
     name: str
     offset: int
     size: int  # bytes
-    unit: int  # bytes of an element; 0 where that is not known
+    unit: int  # bytes of an element; 0: unknown
 
 
 class DebugInfo(NamedTuple):
-    """Of one PTX text: stacks by (file, line, column of the .loc); buffers by kernel's function."""
+    """Facts of one PTX text: stacks by (file, line, column of the .loc); buffers by the kernel's
+    function."""
 
     calls: dict[tuple[str, int, int], Stack]
     buffers: dict[str, list[Buffer]]
 
     def of_kernel(self, entry: str, entries: int) -> list[Buffer]:
-        """The buffers of an entry of the PTX; none where it is not certain which they are."""
+        """The buffers of an entry of the PTX; none if more than one kernel's may be meant."""
         if len(self.buffers) == entries == 1:
             return next(iter(self.buffers.values()))
         named = [b for function, b in self.buffers.items() if f"_{function}_" in f"_{entry}_"]
@@ -77,9 +81,8 @@ class DebugInfo(NamedTuple):
 
 
 def debug_info_of(ptx: str) -> DebugInfo:
-    """What a `Recorder` has written into the text; nothing where none was at work, or where what it
-    wrote was changed: it is a comment.
-    """
+    """The findings that a `Recorder` wrote into the text; empty where none ran, or where its
+    comment was changed."""
     at = ptx.rfind(f"\n{_MARK}")
     if at >= 0:
         with suppress(ValueError, IndexError, KeyError, TypeError, AttributeError):
@@ -95,7 +98,7 @@ def _read(written: dict[str, Any]) -> DebugInfo:
 
 @contextmanager
 def recording() -> Iterator[Recorder]:
-    """Records whatever the DSL traces meanwhile."""
+    """A context that records what the DSL traces in it."""
     from cutlass.memory import SmemAllocator
 
     recorder = Recorder()
@@ -107,7 +110,7 @@ def recording() -> Iterator[Recorder]:
 
     from cutlass._mlir_helpers import op
 
-    # NOTE: it passes for a function of the DSL's own: what it builds stands where its caller is
+    # NOTE: it passes for a function of the DSL, so its operations get the caller's location
     alloca.__code__ = alloca.__code__.replace(co_filename=original.__code__.co_filename)
     SmemAllocator._smem_alloca = alloca
     try:
@@ -118,18 +121,18 @@ def recording() -> Iterator[Recorder]:
 
 
 class Recorder:
-    """Of one compilation."""
+    """Records the call stacks and the shared memory of one compilation."""
 
     def __init__(self) -> None:
         self.calls: dict[tuple[str, int, int], Stack] = {}
         self.buffers: dict[str, list[Buffer]] = {}
-        self._codes: dict[tuple[str, int], int] = {}  # columns given, by file and line
+        self._codes: dict[tuple[str, int], int] = {}  # columns in use, by file and line
         self._columns: dict[Stack, int] = {}
         self._paths = _Paths()
         self._known: dict[int, Any] = {}  # locations, by path
 
     def annotate(self, ptx: str) -> str:
-        """The text with what was seen of its lines, as a comment at its end."""
+        """The text with the stacks and buffers of its lines, as a comment at its end."""
         ptx = ptx.rstrip("\0")
         files = dict(_FILE.findall(ptx))
         there = {(files.get(f, ""), int(n), int(c)) for f, n, c in _LOC.findall(ptx)}
@@ -145,7 +148,8 @@ class Recorder:
     # -- call stacks -------------------------------------------------------------------------------
 
     def locate(self, loc: Any) -> Any:
-        """The location of the operation that the DSL is about to build, told apart by its stack."""
+        """The location of the operation that the DSL is about to build, distinguished by its
+        stack."""
         path = self._paths.of(sys._getframe(2))
         if path <= _KERNEL:
             return loc
@@ -154,7 +158,7 @@ class Recorder:
         return self._known[path] or loc
 
     def _location(self, stack: Stack) -> Any:
-        """A location with a column that stands for the stack; None where its own does."""
+        """A location with a column that stands for the stack; None if the true column does."""
         from cutlass._mlir import ir
 
         here = stack[0]
@@ -175,7 +179,7 @@ class Recorder:
     # -- shared memory -----------------------------------------------------------------------------
 
     def allocate(self, layout: Any, dtype: Any, alignment: int, fields: Any) -> None:
-        """An allocation: the DSL places them one after another."""
+        """Record an allocation; the DSL places them one after another."""
         from cutlass import cute
 
         frame = sys._getframe(2)
@@ -183,7 +187,7 @@ class Recorder:
         if not stack:
             return
         buffers = self.buffers.setdefault(stack[-1].function.rpartition(".")[2], [])
-        with suppress(TypeError):  # of a layout that is not static
+        with suppress(TypeError):  # a layout that is not static
             size = cute.cosize(layout) * dtype.width // 8
             alignment = max(alignment, dtype.width // 8)
             end = buffers[-1].offset + buffers[-1].size if buffers else 0
@@ -196,24 +200,24 @@ class Recorder:
             for field, bytes_, offset in fields:
                 unit = 8 if bytes_ % 8 == 0 else 4
                 buffers.append(Buffer(f"{prefix}{field}", at + offset, bytes_, unit))
-            if buffers[-1].offset + buffers[-1].size < at + size:  # what pads a struct
+            if buffers[-1].offset + buffers[-1].size < at + size:  # the padding of a struct
                 buffers.append(Buffer(f"{prefix}padding", at + size, 0, 0))
 
 
 class _Paths:
-    """Numbers for the ways down from the kernel, through functions of its author's, to a place.
+    """Numbers for the call paths from the kernel, through functions of its author, to a place.
 
     NOTE: an operation is built every 50 microseconds, 50 calls deep. Most come from the function
-    that built the one before, so the way down to that is kept.
+    that built the one before, so the path to that is kept.
     """
 
     def __init__(self) -> None:
         self.kinds: dict[int, str] = {}
-        self.codes: list[CodeType] = []  # NOTE: which keeps their numbers theirs
+        self.codes: list[CodeType] = []  # NOTE: keeps them alive, so that each id stays unique
         self.number: dict[tuple[int, int, int], int] = {}
         self.steps: list[tuple[CodeType | None, int, int]] = [(None, 0, _KERNEL)]
         self.way: list[FrameType] = []  # the calls under way, the kernel's first
-        self.above: dict[FrameType, int] = {}  # the path that each of them was called on
+        self.above: dict[FrameType, int] = {}  # the path of each of their callers
 
     def of(self, frame: FrameType | None) -> int:
         """The path to the innermost of an author's functions; _OUTSIDE where there is no kernel."""
@@ -242,7 +246,7 @@ class _Paths:
         return path
 
     def frames(self, path: int) -> tuple[tuple[CodeType, int], ...]:
-        """What stands at each step of a path, innermost first."""
+        """The code and the instruction of each step of a path, innermost first."""
         found = []
         while path > _KERNEL:
             code, at, path = self.steps[path]
@@ -263,7 +267,7 @@ class _Paths:
 
         code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
         kind = "edge" if code.co_name == _KERNEL_EDGE else "framework"
-        # NOTE: through which a script's calls come, and what marks functions as deprecated
+        # NOTE: a script's calls pass through the first, a @deprecated function's through the second
         stand_in = module.startswith("cutex.sim.") or module == "typing_extensions"
         if not (
             stand_in or op._is_framework_module(module) or op._is_framework_frame(code.co_filename)
@@ -275,7 +279,7 @@ class _Paths:
 
 
 def _stack(frames: tuple[tuple[CodeType, int], ...]) -> Stack:
-    """Without the functions that the DSL makes of loops and branches, which are no calls."""
+    """The call stack of frames, without the functions that the DSL makes of loops and branches."""
     stack: list[Call] = []
     inner = ""  # the enclosing functions of a generated one
     for code, at in frames:
@@ -299,7 +303,8 @@ def _position(code: CodeType, at: int) -> tuple[int, int]:
 
 
 def _element_bytes(frame: FrameType | None) -> int:
-    """Of what allocate_array or allocate_tensor, above this frame, was asked for."""
+    """Bytes of an element of the allocate_array or allocate_tensor call above this frame; 0 without
+    one."""
     for _ in range(8):
         if frame is None:
             break
@@ -310,9 +315,8 @@ def _element_bytes(frame: FrameType | None) -> int:
 
 
 def _assigned(stack: Stack) -> str:
-    """The name of what a call returns: the variables that it is assigned to on the way down to the
-    kernel, as `ab.full` for a `full` of what the kernel calls `ab`.
-    """
+    """The name of a call's result: the variables to which it is assigned on the way from the
+    kernel, as `ab.full` for a `full` in the call that the kernel assigns to `ab`."""
     names: list[str] = []
     for call in stack:
         name = _target(call)

@@ -28,18 +28,19 @@ class DType:
         return self.name
 
     def bytes(self, elements: int) -> int:
-        """Bytes of so many elements; ValueError if they do not fill the last byte."""
+        """Return the bytes of so many elements. Raises ValueError if they do not fill the last
+        byte."""
         if elements * self.bits % 8:
             raise ValueError(f"{elements} elements of {self.name} are no whole number of bytes")
         return elements * self.bits // 8
 
     def elements(self, num_bytes: int) -> int:
-        """How many elements fit into so many bytes."""
+        """The number of elements that fit into so many bytes."""
         return num_bytes * 8 // self.bits
 
     @property
     def torch(self) -> torch.dtype:
-        """The torch type; loads torch. AttributeError if this torch does not have it."""
+        """The torch type; loads torch. Raises AttributeError if this torch does not have it."""
         import torch
 
         return getattr(torch, self.torch_name)
@@ -68,7 +69,7 @@ DTYPES: dict[str, DType] = {
 
 
 def of_torch(given: torch.dtype) -> DType | None:
-    """The record of a torch type; None for one that cutex does not know."""
+    """The record of a torch type; None for one that is not in DTYPES."""
     return _BY_TORCH_NAME.get(str(given).removeprefix("torch."))
 
 

@@ -1,18 +1,23 @@
-"""The root of cutex's own exceptions.
+"""The base classes of cutex's own exceptions.
 
-What a caller got wrong is a ValueError or a TypeError, as everywhere in Python. What is wrong with
-a kernel (cutex.sim.SimError) or with this machine (Missing) is a CutexError.
+A caller's error is a ValueError or a TypeError, as everywhere in Python. An error of a kernel
+(cutex.sim.SimError), of this machine (Missing) or of a command line (BadOption) is a CutexError.
 """
 
 from __future__ import annotations
 
 
 class CutexError(Exception):
-    """Anything that cutex reports of its own accord."""
+    """An error of a kernel, of this machine or of a command line that cutex reports."""
+
+
+class BadOption(CutexError):
+    """A command line with options that do not fit each other, or with a file that cannot be; the
+    message is one sentence."""
 
 
 class Missing(CutexError):
-    """Something that a run needs is not installed on this machine; the message says what."""
+    """Something that a run needs is not installed on this machine; the message names it."""
 
 
 class NoCompiler(Missing):
@@ -20,7 +25,7 @@ class NoCompiler(Missing):
 
 
 class NoDisassembler(Missing):
-    """There is no nvdisasm, which prints the SASS that instructions are read from."""
+    """There is no nvdisasm, which prints the SASS of a cubin."""
 
 
 class NoCache(Missing):

@@ -1,4 +1,4 @@
-"""python -m cutex.layout (see --help): the door to cutex.analysis.layout."""
+"""python -m cutex.layout: draw layouts and instructions as SVG (see --help)."""
 
 from __future__ import annotations
 

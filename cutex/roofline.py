@@ -1,4 +1,4 @@
-"""python -m cutex.roofline (see --help): the door to cutex.analysis.roofline."""
+"""python -m cutex.roofline: which limit binds a problem, and how fast it could be (see --help)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""SVG text, with nothing but the standard library.
+"""SVG text, with only the standard library.
 
 Colours are CSS variables with the light theme's value as fallback, so that a picture follows its
-page; standing alone, as in a README, it brings a style that follows the reader's theme.
+page; as a file of its own, as in a README, it has a style that follows the reader's theme.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DARK = {
 }  # fmt: skip
 HUES = 6
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif"
-CHARACTER = 0.56  # of the font size: a character's width, on average
+CHARACTER = 0.56  # a character's mean width, relative to the font size
 
 
 def variables(theme: dict[str, str]) -> str:
@@ -30,7 +30,7 @@ def variables(theme: dict[str, str]) -> str:
 
 
 def alone(svg: str) -> str:
-    """A chart as a file of its own, for light and dark readers."""
+    """A chart as a file of its own, for a light and a dark theme."""
     style = (
         f"<style>svg{{{variables(LIGHT)}background:var(--page)}}"
         f"@media (prefers-color-scheme:dark){{svg{{{variables(DARK)}}}}}</style>"
@@ -99,6 +99,6 @@ def _attributes(more: dict[str, str]) -> str:
 
 
 def fits(text: str, width: float, size: float) -> str:
-    """`text`, cut to about `width`."""
+    """Return `text`, cut to about `width`."""
     room = int(width / (size * CHARACTER))
     return text if len(text) <= room else text[: max(1, room - 1)].rstrip(" ,") + "…"

@@ -8,10 +8,10 @@ from cutex.bench import sweep
 
 
 def ours() -> sweep.Ours:
-    from cutex.ops import matmul, tuning
+    from cutex.ops import matmul, simulated, tuning
     from cutex.ops.warming import build_ahead, tiles_of
 
-    return sweep.Ours(matmul, tuning, build_ahead, tiles_of)
+    return sweep.Ours(matmul, tuning, build_ahead, tiles_of, simulated)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

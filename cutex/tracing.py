@@ -1,10 +1,10 @@
-"""Tracing with the DSL: one kernel at a time, and without what it does over and over.
+"""Tracing with the DSL: one kernel at a time, and without repeated look-ups.
 
-The DSL looks up where each operation stands in its source: it walks up the stack to the first frame
+The DSL looks up the place of each operation in its source: it walks up the stack to the first frame
 that is not its own, and through that function's table of positions from the start. A kernel has
 some 30,000 operations at a few thousand places, so within `tracing` each place is looked up once.
-Nor are cycles collected there, which takes long in a process that holds torch and the DSL. What is
-traced is the same, locations included.
+Nor are cycles collected there, which takes long in a process that holds torch and the DSL. The
+traced IR is the same, locations included.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _one_at_a_time = threading.RLock()
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    """Within, this thread alone traces, and faster."""
+    """A context in which only this thread traces, and faster."""
     from cutlass._mlir_helpers import op
 
     with _one_at_a_time, uncollected(), _Places(op).looked_up():
@@ -31,7 +31,8 @@ def tracing() -> Iterator[None]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Within, no cycles are collected: what makes few of them, or frees its own, goes faster."""
+    """A context without garbage collection of cycles, for code that makes few of them or frees its
+    own."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -42,7 +43,7 @@ def uncollected() -> Iterator[None]:
 
 
 class _Places:
-    """What the DSL's `op` has looked up of the places that one compile comes by."""
+    """The look-ups of the DSL's `op` for the places of one compile."""
 
     CALLER, LOCATION = "_get_caller_frame_info", "_get_location_from_frame_info"
     OWN, INFO = "_is_framework_stack_frame", "_fast_frameinfo"
@@ -52,14 +53,14 @@ class _Places:
         self.own: dict[int, bool] = {}  # by code: whether it is the DSL's
         self.infos: dict[tuple[int, int], Any] = {}  # by code and instruction
         self.locations: dict[int, Any] = {}  # by info
-        self.codes: list[CodeType] = []  # NOTE: which keeps their numbers theirs
+        self.codes: list[CodeType] = []  # NOTE: keeps them alive, so that each id stays unique
 
     @contextmanager
     def looked_up(self) -> Iterator[None]:
         op = self.op
         names = (self.CALLER, self.LOCATION, self.OWN, self.INFO)
         if not all(hasattr(op, name) for name in names) or getattr(op, "_INCLUDE_LIB_FRAME", True):
-            yield  # another DSL, or one that is being debugged, looks for itself
+            yield  # another DSL, or one that is being debugged, keeps its own look-ups
             return
         caller, self.locate = getattr(op, self.CALLER), getattr(op, self.LOCATION)
         self.is_own, self.inform = getattr(op, self.OWN), getattr(op, self.INFO)
@@ -72,7 +73,7 @@ class _Places:
             setattr(op, self.LOCATION, self.locate)
 
     def caller(self) -> Any:
-        """Where the first frame stands that is not the DSL's, from the caller's caller on."""
+        """The place of the first frame that is not the DSL's, from the caller's caller on."""
         start: FrameType | None = sys._getframe(2)
         frame, own = start, self.own
         while frame is not None:
@@ -91,7 +92,7 @@ class _Places:
         return self.infos[place]
 
     def location(self, info: Any) -> Any:
-        """The same in the IR, of whose contexts each has its own."""
+        """The place in the IR; each of its contexts has a location of its own."""
         known = self.locations.get(id(info))
         if known is None or known.context != self.op.ir.Context.current:
             known = self.locations[id(info)] = self.locate(info)

@@ -4,8 +4,9 @@ The grid has a CTA, or a cluster of two, for every tile. Those that fit run; a r
 wants more work takes over one that has not started (PTX ISA, clusterlaunchcontrol.try_cancel). So
 an SM that another kernel holds, or that was late, takes fewer tiles, and none waits for it.
 
-One warp asks, of a pair the leader's, and the hardware writes the reply into the smem of both CTAs.
-A refusal ends the sequence, for whatever reason it came: what was not taken over starts on its own.
+One warp asks, for a pair the leader's, and the hardware writes the reply into the smem of both
+CTAs. A refusal ends the sequence, whatever its reason: a CTA that was not taken over starts on its
+own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from cutex.device.work_tile import WorkTile
 from cutex.schedulers.dispatch import Ticket, Turn
 from cutex.schedulers.raster import TileOrder
 
-CTAS = 2  # of a pair, along M
+CTAS = 2  # CTAs of a pair, along M
 REPLY_BYTES = 16
 DEPTH = 2  # replies that may be unread
 
@@ -35,7 +36,7 @@ class Replies:
 
     words: cute.Pointer  # 16 bytes a slot
     asked: Barrier
-    ctas: int  # of a tile: 1, or a pair
+    ctas: int  # CTAs of a tile: 1, or 2 of a pair
 
     @staticmethod
     def allocate(smem: SmemAllocator, ctas: int, slots: int) -> Replies:
@@ -43,17 +44,18 @@ class Replies:
         return Replies(words, Barrier.allocate(smem, "tile asked for", 1, slots), ctas)
 
     def first(self) -> Int32:
-        """The index that a CTA or pair begins with."""
+        """The index of this CTA's or pair's first tile."""
         x, _, _ = cute.arch.block_idx()
         return self.index(x)
 
     def index(self, x: Int32) -> Int32:
-        """The index of a CTA's tile, by its place in the grid."""
+        """The index of a tile, given the grid position `x` of its CTA."""
         return x // self.ctas
 
     @cute.jit
     def ask(self, slot: Int32 | int) -> None:
-        """Ask once more, into a slot that all have read. A whole warp, of a pair the leader's."""
+        """Ask once more, into a slot that all have read. A whole warp, for a pair the leader's,
+        calls it."""
         if cutlass.const_expr(self.ctas == 1):
             with cute.arch.elect_one():
                 self.asked.arrive_expecting(REPLY_BYTES, slot)
@@ -67,7 +69,8 @@ class Replies:
 
     @cute.jit
     def read(self, slot: Int32 | int, phase: Int32) -> tuple[Int32, Boolean]:
-        """Wait for a reply: the place of a CTA that is taken over, and whether there is one."""
+        """Wait for a reply; return the grid position of the CTA that is taken over, and whether
+        there is one."""
         self.asked.wait(phase, slot)
         x, _, _, taken = cute.arch.clc_response(self.words + slot)
         cute.arch.fence_view_async_shared()  # NOTE: the next reply comes through the async proxy
@@ -76,7 +79,7 @@ class Replies:
 
 @dataclass(frozen=True)
 class LaunchControl:
-    """A source for CTAs, or pairs of them.
+    """A source of tiles for CTAs, or pairs of them.
 
     barrier  arrives                                             waits
     asked    those of Replies                                    the asking warps
@@ -128,7 +131,7 @@ class LaunchControl:
 
 @dataclass(frozen=True)
 class ClcDispatch:
-    """A dispatcher of a pair, in which one warp of the leader asks ahead, and every role of both
+    """A dispatcher for a pair, in which one warp of the leader asks ahead, and every role of both
     CTAs reads the replies.
 
     barrier        arrives                                  waits
@@ -143,7 +146,8 @@ class ClcDispatch:
 
     @staticmethod
     def allocate(smem: SmemAllocator, order: TileOrder, readers: int) -> ClcDispatch:
-        """`readers`: warps of both CTAs that follow the sequence, the one that asks among them."""
+        """Allocate the barriers; `readers` is the number of warps of both CTAs that follow the
+        sequence, the asking one included."""
         replies = Replies.allocate(smem, CTAS, DEPTH)
         read = Barrier.allocate(smem, "tile read", arrivals=readers, slots=DEPTH)
         return ClcDispatch(order, replies, read)
@@ -157,7 +161,7 @@ class ClcDispatch:
 
     @cute.jit
     def next(self, ticket: Ticket) -> Ticket:
-        """Wait for the reply and read it. A whole warp."""
+        """Wait for the reply and return its ticket. A whole warp calls it."""
         x, taken = self.replies.read(ticket.slot, ticket.phase)
         with cute.arch.elect_one():
             self.read.arrive_at_leader(ticket.slot)
@@ -167,8 +171,8 @@ class ClcDispatch:
 
     @cute.jit
     def schedule(self) -> None:
-        """Ask for one tile after the other, until there is none: one warp of the leader; the peer's
-        has nothing to do."""
+        """Ask for one tile after the other, until there is none. One warp of each CTA calls it, and
+        only the leader's asks."""
         if is_leader():
             state = PipelineState(DEPTH, Int32(0), Int32(1))
             ticket = self.first()

@@ -1,9 +1,8 @@
 """A counter in global memory: CTAs take the next tile when they need one (any arch).
 
-Tiles that differ in their work, or SMs that differ in their speed, leave a static walk with CTAs
-that end late. Here CTA c of G begins with index c, and every further index is G plus what the
-counter held when the CTA asked. The last to be refused sets the counter back, so that the next
-launch finds it as this one did.
+Where tiles differ in their work, or SMs in their speed, some CTAs of a static walk end late. Here
+CTA c of G begins with index c, and every further index is G plus the counter's value when the CTA
+asked. The last CTA to be refused resets the counter for the next launch.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ DEPTH = 2  # indices that may be unread
 
 @dataclass(frozen=True)
 class Counter:
-    """A source for CTAs of a grid along x, of no more CTAs than there are tiles."""
+    """A source of tiles for CTAs of a grid along x, with no more CTAs than there are tiles."""
 
     words: cute.Tensor  # Int32 in global memory, of which the first counts; 0 before and after
     barriers: tuple[()] = ()
@@ -33,7 +32,7 @@ class Counter:
 
     @cute.jit
     def ask(self, turn: Turn) -> Int32:
-        """What the counter held, in lane 0."""
+        """Increment the counter; return its old value, in lane 0."""
         asked = Int32(0)
         if cute.arch.lane_idx() == 0:
             asked = cute.arch.atomic_add(self.words.iterator, Int32(1), sem="relaxed", scope="gpu")
@@ -43,14 +42,14 @@ class Counter:
     def next(self, turn: Turn, asked: Int32, total: Int32) -> Turn:
         words = self.words
         if cute.arch.lane_idx() == 0 and asked == total - 1:
-            words[0] = Int32(0)  # asked once for each tile: this was the last
+            words[0] = Int32(0)  # the counter is asked once for each tile: this was the last time
         ctas, _, _ = cute.arch.grid_dim()
         return Turn(ctas + cute.arch.shuffle_sync(asked, 0), turn.phase)
 
 
 @dataclass(frozen=True)
 class CounterDispatch:
-    """A dispatcher of a CTA whose asking warp writes the indices ahead into a ring in smem.
+    """A dispatcher for a CTA whose asking warp writes the indices ahead into a ring in smem.
 
     barrier          arrives                                  waits
     announced[slot]  1: the asking warp, having written the   every role
@@ -69,7 +68,8 @@ class CounterDispatch:
     def allocate(
         smem: SmemAllocator, order: Order, total: Int32, counter: cute.Tensor, readers: int
     ) -> CounterDispatch:
-        """`readers`: warps of this CTA that follow the sequence, the asking warp not among them."""
+        """Allocate the ring and its barriers; `readers` is the number of warps of this CTA that
+        follow the sequence, the asking one not included."""
         indices = smem.allocate_tensor(Int32, cute.make_layout(DEPTH), byte_alignment=16)
         announced = Barrier.allocate(smem, "tile announced", arrivals=1, slots=DEPTH)
         read = Barrier.allocate(smem, "tile read", arrivals=readers, slots=DEPTH)
@@ -85,7 +85,7 @@ class CounterDispatch:
 
     @cute.jit
     def next(self, ticket: Ticket) -> Ticket:
-        """Wait for the next index and read it. A whole warp."""
+        """Wait for the next index and return its ticket. A whole warp calls it."""
         self.announced.wait(ticket.phase, ticket.slot)
         index = self.indices[ticket.slot]
         cute.arch.sync_warp()
@@ -100,7 +100,8 @@ class CounterDispatch:
 
     @cute.jit
     def schedule(self) -> None:
-        """Ask for one tile after the other and announce each, until there is none. One warp."""
+        """Ask for one tile after the other and announce each, until there is none. One warp calls
+        it."""
         state = PipelineState(DEPTH, Int32(0), Int32(1))
         indices = self.indices
         turn = self.source.first()

@@ -20,10 +20,9 @@ One warp of a CTA asks a source, `Source`, and may do other work before it needs
         ...
         turn = source.next(turn, asked, total)
 
-Where the asking warp loads what a tile needs, its ring of operands says which tile that is
-(attention: work_ring.py). Elsewhere every role follows a `Dispatcher`, which asks its source in a
-warp of its own, if it has to be asked. All roles of a CTA then see the same sequence, each at its
-own pace:
+Where the asking warp also loads the operands, their ring announces the tile (attention:
+work_ring.py). Elsewhere every role follows a `Dispatcher`, which asks its source in a warp of its
+own, if it has to be asked. All roles of a CTA then see the same sequence, each at its own pace:
 
     ticket = dispatch.first()
     while ticket.valid:
@@ -69,28 +68,30 @@ class Order(Protocol):
 
 
 class Turn(NamedTuple):
-    """An asking warp's position: the index that it was given, no less than the number of tiles if
-    there was none left, and the parity of the barrier that its next answer completes."""
+    """An asking warp's position: its index, at least the number of tiles if none was left, and the
+    parity of the barrier phase that its next answer completes."""
 
     index: Int32
     phase: Int32
 
 
 class Source(Protocol):
-    """Hands out each index once. One warp of a CTA, or of each CTA of a pair, calls it, whole."""
+    """A source hands out each index once. One whole warp of a CTA, or of each CTA of a pair, calls
+    its methods."""
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
         """The barriers that a kernel initialises before any warp asks."""
 
     def first(self) -> Turn:
-        """The turn with the index that a CTA or pair begins with."""
+        """The turn with the first index of a CTA or pair."""
 
     def ask(self, turn: Turn) -> Int32:
-        """Ask for the next index; what `next` takes."""
+        """Ask for the next index; return the value that `next` takes."""
 
     def next(self, turn: Turn, asked: Int32, total: Int32) -> Turn:
-        """Wait for the answer: the next of `total` indices, if there is one left."""
+        """Wait for the answer; return the turn with the next of `total` indices, if there is one
+        left."""
 
 
 class Dispatcher(Protocol):
@@ -101,7 +102,7 @@ class Dispatcher(Protocol):
         """The barriers that a kernel initialises before any role asks."""
 
     def schedule(self) -> None:
-        """The work of a scheduling warp, where tiles must be asked for; elsewhere nothing."""
+        """Do the work of a scheduling warp, where tiles must be asked for; elsewhere nothing."""
 
     def first(self) -> Ticket: ...
     def next(self, ticket: Ticket) -> Ticket: ...

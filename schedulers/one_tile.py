@@ -1,4 +1,4 @@
-"""One tile for each CTA or cluster: the hardware's own order of the grid hands them out."""
+"""One tile for each CTA or cluster: the hardware hands out tiles in the grid's own order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cutex.schedulers.raster import TileOrder
 
 
 class OneTilePerCta:
-    """One tile for each CTA of a two-dimensional grid: x walks down M, y along N."""
+    """One tile for each CTA of a two-dimensional grid: x runs along M, y along N."""
 
     @staticmethod
     @cute.jit
@@ -30,7 +30,7 @@ class OneTilePerCta:
 
 @dataclass(frozen=True)
 class OwnNumber:
-    """A source of one index: the number of the CTA or, of `ctas` along x, of their cluster."""
+    """A source of one index: the number of the CTA or, with `ctas` > 1 along x, of its cluster."""
 
     ctas: int = 1
     barriers: tuple[()] = ()
@@ -48,15 +48,15 @@ class OwnNumber:
 
 @dataclass(frozen=True)
 class OneTilePerCluster:
-    """One tile for each cluster of `ctas` along x: of every cluster_m of them, as the order counts,
-    each with a share of its K, `WorkTile.split`."""
+    """A dispatcher of one tile for each cluster of `ctas` along x: cluster_m CTAs along M for each
+    share of K, `WorkTile.split`."""
 
     order: TileOrder
     ctas: int
     barriers: tuple[()] = ()
 
     def schedule(self) -> None:
-        """Nobody needs to be asked."""
+        """Do nothing: tiles need not be asked for."""
 
     def first(self) -> Ticket:
         turn = OwnNumber(self.ctas).first()

@@ -1,7 +1,7 @@
-"""Static persistent CTAs, one per SM, which walk their share of the tiles in equal steps.
+"""Static persistent CTAs, one per SM, which take their share of the tiles in equal steps.
 
 Cluster c of G takes the indices c, c + G, c + 2 G, ... of the order, so at any time the grid works
-on neighbours in that order. All roles of a CTA walk alike and need not talk about it.
+on neighbours in that order. All roles of a CTA compute the same sequence and need not communicate.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from cutex.schedulers.raster import Raster, TileOrder, clusters
 
 @dataclass(frozen=True)
 class EqualSteps(OwnNumber):
-    """A source for CTAs, or clusters of `ctas`, of a grid along x: number c of G is given c, c + G,
-    c + 2 G, ..."""
+    """A source for CTAs, or clusters of `ctas`, of a grid along x: number c of G gets c, c + G, c +
+    2 G, ..."""
 
     def next(self, turn: Turn, asked: Int32, total: Int32) -> Turn:
         ctas, _, _ = cute.arch.grid_dim()
@@ -32,7 +32,7 @@ class StaticWalk:
     """A dispatcher of the indices `start`, `start + step`, ... below `end`.
 
     A kernel whose roles need no ticket loops over the indices and calls `tile_at`. CTAs that share
-    the K of a tile walk alike, and differ in `split`.
+    the K of a tile take the same indices, and differ in `split`.
     """
 
     order: TileOrder
@@ -43,7 +43,7 @@ class StaticWalk:
     barriers: tuple[()] = ()
 
     def schedule(self) -> None:
-        """Nobody needs to be asked."""
+        """Do nothing: tiles need not be asked for."""
 
     def first(self) -> Ticket:
         return Ticket(self.start, self.start < self.end, Int32(0), Int32(0))
@@ -65,26 +65,26 @@ class StaticWalk:
 
 @dataclass(frozen=True)
 class StaticPersistent:
-    """A grid of clusters (x along M, y along N, z counts them) that walks the tiles of C, which is
-    (M, N) or, with a batch, (M, N, L).
+    """A grid of clusters (x along M, y along N, z counts them) that loops over the tiles of C,
+    which is (M, N) or, with a batch, (M, N, L).
 
-    With `split_k` > 1 a cluster is as many CTAs deep along z, which share the K of one tile; the
-    grid then covers all tiles at once.
+    With `split_k` > 1 a cluster has as many CTAs along z, which share the K of one tile; the grid
+    then covers all tiles at once.
     """
 
     raster: Raster
     tile: tuple[int, int]
     cluster: tuple[int, int]
-    num_ctas: int  # that run at one time
+    num_ctas: int  # CTAs that run at one time
     split_k: int = 1
 
     def counts(self, mC: cute.Tensor) -> tuple[Int32, Int32]:
-        """Clusters along M and N that cover one matrix of mC."""
+        """The numbers of clusters along M and N that cover one matrix of mC."""
         m, n = cute.ceil_div(mC.shape[:2], self.tile)
         return clusters(m, self.cluster[0]), clusters(n, self.cluster[1])
 
     def total(self, mC: cute.Tensor) -> Int32:
-        """Clusters that cover all of mC."""
+        """The number of clusters that cover all of mC."""
         clusters_m, clusters_n = self.counts(mC)
         total = clusters_m * clusters_n
         return total * cute.size(mC, mode=[2]) if cute.rank(mC) == 3 else total
@@ -98,7 +98,7 @@ class StaticPersistent:
         return across, down, cutlass.min(at_once, total)
 
     def walk(self, mC: cute.Tensor) -> StaticWalk:
-        """The walk of the cluster that this CTA belongs to."""
+        """The walk of this CTA's cluster."""
         order = TileOrder(self.raster, *self.counts(mC), *self.cluster, cute.rank(mC) == 3)
         _, _, first = cute.arch.block_idx()
         _, _, step = cute.arch.grid_dim()

@@ -1,10 +1,10 @@
-"""Orders of tiles: pure bijections from an index to a tile.
+"""Raster orders of tiles: pure bijections from an index to a tile.
 
-The CTAs that run at one time hold consecutive indices, and what they share of A and B comes from
-L2. Rows of tiles one after the other would share one row of A and all of B; a block that is as
-high as it is wide shares the most. So the tiles are cut into bands, `group` clusters across; within
-a band the order goes across first, then one step along. Every second band runs backwards, and so
-begins with the operand that the band before has just used.
+The CTAs that run at one time hold consecutive indices, and the parts of A and B that they share
+come from L2. Rows of tiles one after the other would share one row of A and all of B; a block that
+is as high as it is wide shares the most. So the tiles are cut into bands, `group` clusters across;
+within a band the order goes across first, then one step along. Every second band runs backwards,
+and so begins with the operand that the band before has just used.
 
 Plain operators only: Python ints run it, and the same code traces in the DSL.
 """
@@ -29,15 +29,15 @@ class Raster:
     """Bands of `group` clusters of rows ("m") or columns ("n"), walked along the other side."""
 
     group: int = 8
-    along: str = "m"  # the side that a band takes `group` of, which changes fastest
+    along: str = "m"  # the side along which a band is `group` clusters wide; it changes fastest
     serpentine: bool = True
 
     def cluster(self, index: Index, clusters_m: Index, clusters_n: Index) -> tuple[Index, Index]:
-        """(m, n) of cluster `index` out of clusters_m * clusters_n."""
+        """The (m, n) of cluster `index` out of clusters_m * clusters_n."""
         across, length = (clusters_m, clusters_n) if self.along == "m" else (clusters_n, clusters_m)
         band = index // (self.group * length)
         place = index - band * (self.group * length)
-        width = cutlass.min(self.group, across - band * self.group)  # the last band is what is left
+        width = cutlass.min(self.group, across - band * self.group)  # the last band may be narrower
         step = place // width
         fast = band * self.group + place - step * width
         slow = step
@@ -61,8 +61,8 @@ class TileOrder:
     batched: bool = False
 
     def tile(self, index: Int32 | int) -> WorkTile:
-        """The tile of the first CTA of cluster `index`; the CTA at (m, n) of it has the tile m
-        below and n to the right."""
+        """The tile of the first CTA of cluster `index`; its CTA (m, n) has the tile m rows below
+        and n columns to the right."""
         batch: Int32 | int = 0
         if self.batched:
             clusters = self.clusters_m * self.clusters_n
@@ -73,5 +73,6 @@ class TileOrder:
 
 
 def clusters(tiles: Index, cluster: int) -> Index:
-    """How many clusters of `cluster` cover `tiles`; the last may reach over the edge."""
+    """The number of clusters of `cluster` tiles that cover `tiles`; the last may extend over the
+    edge."""
     return (tiles + (cluster - 1)) // cluster

@@ -1,13 +1,14 @@
 """Stream-K: clusters take equal shares of all steps along K, not whole tiles.
 
-Where the tiles do not fill the GPU in whole rounds, SMs are idle in the last. So the K tiles of
-all tiles are laid in one row, tile after tile, and the row is cut into one share for each cluster,
-all alike but for one step (Osama, Merrill, Cecka, Garland and Owens, "Stream-K", PPoPP 2023). A
-share is the rear part of one tile, whole tiles, and the front part of another; or a part of one.
+Where the tiles do not fill the GPU in whole rounds, SMs are idle in the last one. So the K tiles of
+all tiles are put in one row, tile after tile, and the row is cut into one share for each cluster,
+equal to within one step (Osama, Merrill, Cecka, Garland and Owens, "Stream-K", PPoPP 2023). A share
+is the rear part of one tile, whole tiles, and the front part of another; or a part of one.
 
-A cluster walks its share from front to rear. Whoever has the front of a tile finishes it: it is the
-last to work on it, so the sums of the others are there, mostly, when it asks for them. The others
-leave theirs, each once at most: a share that begins within a tile is the only one to leave any.
+A cluster works on its share from front to rear. The cluster that has the front of a tile finishes
+it: it is the last to work on it, so the sums of the others are mostly ready when it needs them. The
+others write their sums to the workspace, each at most once: only a share that begins within a tile
+writes any.
 
 Plain operators only: Python ints run it, and the same code traces in the DSL.
 """
@@ -26,8 +27,8 @@ from cutex.schedulers.raster import TileOrder
 
 Index = TypeVar("Index", int, Int32)
 
-LEAST = 4  # K tiles of a part: fewer cost more than they spare, and go with their neighbours
-FINISH = 4  # K tiles in whose time a tile's end is done: sums of others to add, and the store
+LEAST = 4  # K tiles of a part, at least: fewer cost more than they save
+FINISH = 4  # the time of a tile's end, adding others' sums and the store, in K tiles
 
 
 class Segment(NamedTuple):
@@ -39,7 +40,7 @@ class Segment(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A place in the row of all steps: before K tile `k_tile` of a tile, not behind its last."""
+    """A position in the row of all steps: before K tile `k_tile` of a tile, not after its last."""
 
     tile: Any
     k_tile: Any
@@ -54,10 +55,10 @@ class Shares:
     count: int
 
     def cut(self, number: Index) -> Step:
-        """Where share `number` begins, and the one before it ends.
+        """The step at which share `number` begins, and the one before it ends.
 
-        A tile is taken to be FINISH steps longer than it is, at its front. What would leave fewer
-        than LEAST K tiles of it on one side is put where the tile begins or ends.
+        A tile is counted as FINISH steps longer than it is, at its front. A cut that would leave
+        fewer than LEAST K tiles of it on one side is moved to where the tile begins or ends.
         """
         length = self.k_tiles + FINISH
         steps = self.tiles * length
@@ -72,7 +73,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class StreamedWalk:
-    """The segments of cluster `cluster`: whole tiles of the first `rounds`, then its share of the
+    """The segments of cluster `cluster`: whole tiles in the first `rounds`, then its share of the
     rest."""
 
     order: TileOrder
@@ -82,11 +83,11 @@ class StreamedWalk:
 
     @property
     def share(self) -> Int32 | int:
-        """The number of its share.
+        """The number of this cluster's share.
 
         NOTE: clusters wait for sums of later shares only. Shares go to clusters in reverse, so they
         wait for clusters that were launched before them: all of these run, or have run, and the
-        grid need not be launched as one (cooperatively).
+        grid needs no cooperative launch.
         """
         return self.shares.count - 1 - self.cluster
 
@@ -100,7 +101,7 @@ class StreamedWalk:
 
     @property
     def turns(self) -> Int32 | int:
-        """How many segments there are."""
+        """The number of segments."""
         begin, end = self.begin, self.end
         return self.rounds + end.tile - begin.tile + select(end.k_tile > 0, 1, 0)
 
@@ -116,7 +117,7 @@ class StreamedWalk:
 
     @property
     def first_streamed(self) -> Int32 | int:
-        """The index of the first tile that shares are of."""
+        """The index of the first tile that is split into shares."""
         return self.rounds * self.shares.count
 
     def tile(self, segment: Segment) -> WorkTile:
@@ -128,14 +129,14 @@ class StreamedWalk:
 
 @dataclass(frozen=True)
 class StreamedTiles(StaticPersistent):
-    """A grid of clusters as of StaticPersistent, of which the tiles of the last `rounds` rounds are
-    streamed, and those before, whole, walked in equal steps."""
+    """A grid of clusters as of StaticPersistent; the tiles of the last `rounds` rounds are split
+    along K, those before are taken whole, in equal steps."""
 
     rounds: int = 1
 
     @property
     def clusters(self) -> int:
-        """Clusters that run at one time."""
+        """The number of clusters that run at one time."""
         across, down = self.cluster
         return max(1, self.num_ctas // (across * down))
 
@@ -143,7 +144,7 @@ class StreamedTiles(StaticPersistent):
         return *self.cluster, self.clusters
 
     def streamed_walk(self, mC: cute.Tensor, num_k_tiles: Int32) -> StreamedWalk:
-        """The walk of the cluster that this CTA belongs to."""
+        """The walk of this CTA's cluster."""
         order = TileOrder(self.raster, *self.counts(mC), *self.cluster, cute.rank(mC) == 3)
         _, _, cluster = cute.arch.block_idx()
         rounds = whole_rounds(self.total(mC), self.clusters, self.rounds)
@@ -152,12 +153,12 @@ class StreamedTiles(StaticPersistent):
 
 
 def whole_rounds(tiles: Index, clusters: int, streamed: int) -> Index:
-    """Rounds of whole tiles, before the last `streamed` rounds."""
+    """The number of rounds of whole tiles, before the last `streamed` rounds."""
     return cutlass.max((tiles + (clusters - 1)) // clusters - streamed, 0)
 
 
 def select(condition: Any, if_so: Any, if_not: Any) -> Any:
-    """One of two numbers, both of which are computed."""
+    """`if_so` or `if_not`; both are computed."""
     if isinstance(condition, bool):
         return if_so if condition else if_not
     return Int32(cutlass.select_(condition, Int32(if_so), Int32(if_not)))

@@ -19,7 +19,7 @@ from cutex.problem.attention.reference import attend
 
 
 class StandIn:
-    """Launches that were asked for: each the config and the arguments by name."""
+    """The requested launches, each its config and its arguments by name."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launches: list[tuple[Any, dict[str, Any]]] = []
@@ -96,7 +96,7 @@ def problem_of(config: Any, given: dict[str, Any]) -> AttentionCase:
 
 @contextlib.contextmanager
 def flash_on_cpu():
-    """torch's flash backward for tensors of the CPU, by definition and autograd in float64."""
+    """torch's flash backward for CPU tensors, by definition and autograd in float64."""
 
     def backward(
         grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, rng, unused, *,
@@ -131,7 +131,8 @@ def flash_on_cpu():
 
 
 def _gradients(grad, q, k, v, out, lse, scale, left, right):
-    """dq, dk, dv of one sequence from its O and LSE, as FlashAttention's backward does it."""
+    """dq, dk, dv of one sequence from its O and LSE, by the formulas of FlashAttention's
+    backward."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))

@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def pytest_configure() -> None:
-    """A thread for each test: `-n` has a worker on each core, and threads that wait for each other
-    on a busy core spin, which quintuples what numpy takes for a small product."""
+    """Set one thread for each test: `-n` has a worker on each core, and threads that wait for each
+    other on a busy core spin, which takes numpy's small products five times as long."""
     torch.set_num_threads(1)
     threadpoolctl.threadpool_limits(1)
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # of what tests start
@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def root() -> Path:
-    """The clone that the tests stand in."""
+    """The root folder of the clone."""
     return ROOT
 
 
@@ -54,7 +54,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def python():
-    """Run this Python in the clone with `args`; returns the completed process."""
+    """Run Python in the clone with `args`, and return the completed process."""
 
     def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -74,7 +74,7 @@ class FakeGpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_us = 0.0
-        self.log: list[str] = []  # what ran, repeats of one name told once
+        self.log: list[str] = []  # names of the launches, repeats of one only once
         self.capturing: list[tuple[str, float, Callable[[], object]]] | None = None
         gpu = self
 

@@ -1,4 +1,4 @@
-"""flash_attn_func and flash_attn_varlen_func, called with what a case of attention says."""
+"""flash_attn_func and flash_attn_varlen_func, called with the arguments of an attention case."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKED = AttentionCase(
 
 
 def call(case: AttentionCase, inputs: Inputs, **more) -> tuple[torch.Tensor, torch.Tensor]:
-    """O and LSE by the public function that takes the case."""
+    """O and LSE by the public function for the case."""
     more = {
         "softmax_scale": case.scale,
         "causal": case.causal,

@@ -29,7 +29,7 @@ from cutex.problem.matmul import ACTIVATIONS, FLOAT8
 
 
 class StandIn:
-    """Launches that were asked for: each a config and its arguments."""
+    """The requested launches, each its config and its arguments."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launches: list[tuple[Any, tuple[Any, ...]]] = []
@@ -43,7 +43,7 @@ class StandIn:
     def launcher(self, compiled: Any, *_: Any) -> Any:
         def launch(*arguments: Any) -> None:
             for x in arguments:
-                if isinstance(x, Tensor):  # what a GPU would be given is an address
+                if isinstance(x, Tensor):  # a GPU would get an address
                     assert is_plain(x) and x.data_ptr()
             self.launches.append((compiled.config, arguments))
             with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
@@ -107,7 +107,7 @@ def plain_torch(
 
 
 def agree(got: Tensor, want: Tensor) -> bool:
-    """Within what roundings to bf16 on the way can do."""
+    """Whether two results differ by no more than intermediate roundings to bf16 can."""
     if got.shape != want.shape or got.dtype != want.dtype or got.numel() == 0:
         return got.shape == want.shape and got.dtype == want.dtype
     got, want = got.double(), want.double()

@@ -1,8 +1,8 @@
 """As much of Modal's control plane as `modal run` needs, on a port of this machine.
 
-Functions run in this very process, in threads. What the client asked for is kept in `seen`; what
-goes wrong in a cloud (a preemption, a late answer) is asked for by attributes. For the stock client
-of modal 1.6: it speaks the protocol of that minor version, which is private to the package.
+Functions run in this process, in threads. The client's requests are kept in `seen`; attributes turn
+on a cloud's failures (a preemption, a late answer). It is for the stock client of modal 1.6, and
+speaks the protocol of that minor version, which is private to the package.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FAILURE = pb.GenericResult.GENERIC_STATUS_FAILURE
 TOKEN = "e30.eyJleHAiOjk5OTk5OTk5OTl9.x"  # a JWT that expires in the year 2286
 BUILDER = pb.ImageMetadata(image_builder_version="2025.06")
 
-# What needs no thought: the answer is the same whatever is asked.
+# Requests with a constant answer.
 ANSWERS: dict[str, Callable[[], Any]] = {
     "ClientHello": pb.ClientHelloResponse,
     "AuthTokenGet": lambda: pb.AuthTokenGetResponse(token=TOKEN),
@@ -59,7 +59,7 @@ ANSWERS: dict[str, Callable[[], Any]] = {
 
 @dataclass
 class Call:
-    """One function call: inputs that wait, and those that were answered."""
+    """One function call: its pending inputs, and those with a result."""
 
     function: str
     waiting: deque[pb.FunctionPutInputsItem] = field(default_factory=deque)
@@ -67,7 +67,8 @@ class Call:
 
 
 class ControlPlane(api_grpc.ModalClientBase):
-    """`functions` by name; one server, one thread, any number of clients after one another."""
+    """The server, with `functions` by name: one server and thread for any number of clients in
+    turn."""
 
     def __init__(self, functions: dict[str, Callable[..., Any]]) -> None:
         self.functions = functions
@@ -128,7 +129,7 @@ class ControlPlane(api_grpc.ModalClientBase):
         )
 
     async def FunctionBindParams(self, stream: Any) -> None:
-        """with_options: the same function, on another GPU."""
+        """Handle with_options: the same function, on another GPU."""
         r = await self._receive("FunctionBindParams", stream)
         gpu = r.function_options.resources.gpu_config.gpu_type
         bound = f"{r.function_id}@{gpu}"

@@ -1,6 +1,6 @@
 """Attention as it runs: on a GPU where there is one, else in the simulator, against float64.
 
-What is compiled is drawn apart from what is run on it, so that few kernels see many shapes.
+Kernels and the shapes that they run are drawn separately, so that few kernels get many shapes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ARCH = "sm_90a"
 
 @dataclass(frozen=True)
 class Place:
-    """Where tests run, and how large."""
+    """The device of the tests, and the size of their problems."""
 
     device: str
     largest: float  # power of two of sequences
@@ -39,7 +39,7 @@ class Place:
 
     @contextlib.contextmanager
     def prepared(self, **order) -> Iterator[None]:
-        """Within, tensors of `device` run, and what torch allocates is NaN."""
+        """A context in which tensors of `device` run, and torch's new allocations are NaN."""
         before = torch.are_deterministic_algorithms_enabled()
         torch.use_deterministic_algorithms(True)
         try:
@@ -102,7 +102,7 @@ def test_four_hundred_randomized_cases(place, kernel):
         hold(place, draw(9000 + 4 * kernel + number, place.largest, place.most_work, kernel))
 
 
-# ---- what randomness may miss
+# ---- cases that random draws may miss
 
 PLAIN = AttentionCase(heads_q=2, heads_kv=1, head_dim=64, head_dim_v=64, causal=True)
 
@@ -153,7 +153,7 @@ def test_orders_do_not_change_a_bit(place):
 
 
 def tilted(score, batch, head, q, k):
-    """A user's own: keys far behind the query count less, by head."""
+    """A user's own score function: keys far behind the query count less, by head."""
     return score - 0.0625 * cute.arch.fmax(Float32(q - k), 0.0) * (head + 1)
 
 
@@ -182,7 +182,7 @@ def test_users_functions(place):
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
 def test_tensors_beyond_32_bit_offsets(place, causal):
-    """2^31 elements and more in each of q, k, v and O; the last sequences are looked at."""
+    """2^31 elements and more in each of q, k, v and O; the last sequences are compared."""
     batch, rows, heads = 8200, 128, 16
     case = AttentionCase(
         batch=batch, heads_q=heads, heads_kv=heads, seqlen_q=rows, seqlen_k=rows, causal=causal
@@ -251,7 +251,8 @@ def test_gradients_by_torchs_flash_backward(place, causal):
 
 @pytest.mark.gpu
 def test_a_call_costs_the_host_less_than_torchs(place):
-    """Of problems too small to hide it; interleaved, for other processes slow both down."""
+    """Problems too small to hide the host's time; interleaved, since other processes slow both
+    down."""
     q, k, v = AttentionCase(batch=1, seqlen_q=64, seqlen_k=64).inputs("cuda")[:3]
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
     calls = {

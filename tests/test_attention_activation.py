@@ -22,7 +22,7 @@ from cutex.ops.attention import eager
 @contextlib.contextmanager
 def activated():
     with cutex.ops.simulated("sm_90a"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch tells of every override
+        warnings.simplefilter("ignore", UserWarning)  # torch warns of every override
         cutex.attention.activate()
         try:
             yield
@@ -32,7 +32,7 @@ def activated():
 
 @pytest.fixture
 def active(monkeypatch):
-    """The stand-in behind torch's attention of CPU tensors."""
+    """The stand-in behind torch's attention for CPU tensors."""
     stand_in = StandIn(monkeypatch)
     with activated():
         yield stand_in
@@ -74,7 +74,7 @@ def test_what_the_kernel_does_not_take_runs_as_before(active, more):
 
 
 def test_the_operators_of_the_gpu_path_give_what_torch_expects(active):
-    """As torch calls them there: layouts as its meta functions promise, LSE for its backward."""
+    """Called as torch calls them: layouts as its meta functions state, LSE for its backward."""
     q, k, v = (heads_first(seed=i) for i in range(3))
     found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
     with torch.device("meta"):
@@ -258,7 +258,7 @@ def test_a_model_of_transformers_on_a_gpu(on_gpu, tiny):
     for name, want in exact.named_parameters():
         mine, theirs = (
             (m.get_parameter(name).grad - want.grad).norm() for m in (model, own)
-        )  # what bf16 costs either way
+        )  # the error of bf16 either way
         assert mine <= 2 * theirs, name
     with torch.no_grad():
         made = model.generate(ids[:, :9], max_new_tokens=4, do_sample=False)

@@ -1,4 +1,4 @@
-"""AttentionCase: its reference, what its tolerance finds, and where its NaN lie."""
+"""AttentionCase: its reference, the errors that its tolerance finds, and the places of its NaN."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKED = replace(SMALL, lengths_q=(20, 0, 33), lengths_k=(41, 7, 18), batch=3, t
 
 
 def solved(problem: AttentionCase, **changed):
-    """The problem's inputs, and what torch at the kernel's precision makes of a problem."""
+    """The problem's inputs, and torch's result for them at the kernel's precision."""
     other = replace(problem, **changed)
     inputs = problem.inputs()
     out, lse = problem.outputs()

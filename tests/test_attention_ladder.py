@@ -28,7 +28,7 @@ each_of_hopper = pytest.mark.parametrize("stage", LADDER, ids=[str(s.number) for
 
 
 def each(in_ci: Collection[int]) -> pytest.MarkDecorator:
-    """Parametrises over all stages, those but Hopper's of these numbers behind the slow marker."""
+    """Parametrise over all stages; Hopper's other than these numbers have the slow marker."""
     return pytest.mark.parametrize(
         "stage",
         [
@@ -83,7 +83,7 @@ def check(stage: Stage, problem: AttentionProblem, **how) -> None:
     assert found.ok, found.message
 
 
-# ---- right, whatever the order of events
+# ---- right in every order of events
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -159,7 +159,7 @@ def test_scores_that_move_the_maximum(stage: Stage, init: str) -> None:
 
 @some_stages
 def test_lse_of_equal_scores_is_exact(stage: Stage) -> None:
-    """Of Q = 0 all exponentials are 1: their sum is the number of keys, O the mean of V."""
+    """With Q = 0 all exponentials are 1: their sum is the number of keys, O the mean of V."""
     problem = sized(64, True, seqlen_q=150, seqlen_k=200)
     _, k, v = problem.inputs()
     q, v = torch.zeros(1, 150, 2, 64, dtype=k.dtype), torch.ones_like(v)
@@ -201,7 +201,7 @@ def test_the_counter_is_left_as_it_was(number: int) -> None:
 
 
 class Once(Stage8):
-    """Stage 8 without the second try: its load warp does not look at what comes back."""
+    """Stage 8 without the second try: its load warp does not read the rows' verdict."""
 
     number = 80
     load_tiles = Stage7.load_tiles
@@ -229,7 +229,7 @@ def test_a_tile_taken_too_boldly_is_done_again(causal: bool, dtype: str) -> None
     assert not problem.check(q, k, v, out, lse).ok
 
 
-# ---- what is compiled
+# ---- the compiled code
 
 
 @pytest.mark.parametrize("head_dim", [128, *(pytest.param(x, marks=SLOW) for x in (64, 256))])
@@ -256,7 +256,7 @@ def products(stage: Stage) -> int:
 @pytest.mark.parametrize("head_dim", [pytest.param(64, marks=SLOW), 128])
 @each_of_hopper
 def test_no_wgmma_waits_for_the_one_before(stage: Stage, head_dim: int) -> None:
-    """One wait for each product: ptxas, where it has to, waits behind every instruction."""
+    """One wait for each product: where ptxas has to serialize, it waits after every instruction."""
     config = stage.fitted(sized(head_dim, True)).config()
     found = resources(compile(stage.kernel(config), "bf16", stage.arch))
     if found.note:

@@ -21,7 +21,7 @@ from cutex.kernels.attention.sm90.forward import Forward
 from cutex.problem.attention.case import AttentionCase
 from cutex.sim import SimError, simulate
 
-# one CTA for all tiles, so that what one leaves behind meets the next
+# one CTA for all tiles, so that leftovers of one reach the next
 CONFIG = ForwardConfig(
     head_dim=64, head_dim_v=64, causal=True, window=(True, False), tile_n=64, num_ctas=1
 )
@@ -42,7 +42,7 @@ def kernel():
 
 
 def wrong(kernel, case=CASE, orders=ORDERS) -> str | None:
-    """What is wrong with a kernel, under the first order that shows it."""
+    """The error of a kernel, under the first order that shows one."""
     inputs = case.inputs()
     left, _ = case.window
     for order in orders:

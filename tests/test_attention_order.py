@@ -1,4 +1,4 @@
-"""TileOrder: every tile once, in whichever order."""
+"""TileOrder: every tile once, in every order."""
 
 from __future__ import annotations
 

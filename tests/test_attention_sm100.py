@@ -1,4 +1,4 @@
-"""flash_attn_func on Blackwell, in the simulator, against float64, by the rules of Hopper's."""
+"""flash_attn_func on Blackwell, in the simulator, against float64, with Hopper's tolerances."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_150_randomized_cases(kernel):
         hold_drawn(kernel, number, largest=9)
 
 
-# ---- what randomness may miss
+# ---- cases that random draws may miss
 
 
 @SLOW
@@ -79,8 +79,8 @@ def test_scores_that_move_with_every_key_and_one_that_dwarfs_all(init, head_dim)
 
 @SLOW
 def test_a_tile_taken_too_boldly_is_done_again_also_by_a_key_of_the_fma_units():
-    """Blocks are taken from the last one down; a key of the first has the largest scores, now in a
-    column that MUFU takes, now in one that FMA units do."""
+    """Blocks are taken from the last one down; a key of the first has the largest scores, either in
+    a column computed by MUFU, or in one computed by FMA units."""
     case = replace(PLAIN, heads_q=1, causal=False, seqlen_q=300, seqlen_k=600)
     for key in range(32, 40):
         inputs = case.inputs()
@@ -187,7 +187,7 @@ def test_matmul_says_that_a_b300_has_no_kernel_of_it():
         cutex.matmul(x, x)
 
 
-# ---- what is compiled
+# ---- the compiled code
 
 
 @pytest.mark.parametrize(

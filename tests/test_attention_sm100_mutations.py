@@ -22,7 +22,7 @@ from cutex.problem.attention.case import AttentionCase
 from cutex.sim import SimError, simulate
 
 SLOW = pytest.mark.slow
-# one CTA for all tiles, so that what one leaves behind meets the next
+# one CTA for all tiles, so that leftovers of one reach the next
 CONFIG = Sm100Config(
     head_dim=64, head_dim_v=64, causal=True, window=(True, False), tile_n=64, p_first=32, num_ctas=1
 )
@@ -47,7 +47,7 @@ def kernel():
 
 
 def wrong(kernel, case=CASE, config=CONFIG, inputs=None, **order) -> str | None:
-    """What is wrong with a kernel."""
+    """The error of a kernel."""
     inputs = inputs or case.inputs()
     band = [-case.window[0]] if config.window[0] else []
     out, lse = case.outputs()
@@ -76,12 +76,12 @@ def test_the_unchanged_kernel_is_right_where_references_move(config):
 
 
 def another_row(monkeypatch):
-    """A lane quarter that is another warp's."""
+    """The lane quarter of another warp."""
     monkeypatch.setattr(tmem_rows, "LANES", 64)
 
 
 def p_too_far(monkeypatch):
-    """P written where S has yet to be read."""
+    """P written to columns where S is still to be read."""
     store = softmax.store_columns
 
     def further(tmem, column, values):
@@ -91,7 +91,7 @@ def p_too_far(monkeypatch):
 
 
 def late_scaling(monkeypatch):
-    """O scaled when P V has been allowed to begin."""
+    """O scaled after P V has been allowed to begin."""
 
     @cute.jit
     def step(self, n_block: Int32, state, kind: cutlass.Constexpr[str], masked):
@@ -109,12 +109,12 @@ def late_scaling(monkeypatch):
 
 
 def no_scaling(monkeypatch):
-    """A scale that is forgotten."""
+    """A scaling of O that is left out."""
     monkeypatch.setattr(softmax.RowLoop, "scale_output", lambda self, state: None)
 
 
 def early_release(monkeypatch):
-    """A slot of K that is read after it has been given back."""
+    """A slot of K that is read after its release."""
     scores = mma.Products.scores
 
     def other(self, tile, buffer, slot):
@@ -144,7 +144,7 @@ def window_off_by_one(monkeypatch):
 
 
 def half_of_the_warps(monkeypatch):
-    """An MMA that waits for one CTA's P only."""
+    """An MMA that waits for the P of one CTA only."""
     allocate = Barrier.allocate
 
     def less(smem, event, arrivals, slots=1):
@@ -154,7 +154,7 @@ def half_of_the_warps(monkeypatch):
 
 
 def half_of_the_bytes(monkeypatch):
-    """A load that counts its own CTA's half only."""
+    """A load that counts the bytes of its own CTA's half only."""
     allocate = PairRing.allocate.__func__
 
     def less(cls, smem, name, num_slots, slot_bytes, consumers):
@@ -192,7 +192,7 @@ def test_a_fault_is_found(monkeypatch, fault, config, case):
 
 
 def bold_inputs(row: int):
-    """Blocks are taken from the last one down; of `row` alone a key of the first has the largest
+    """Blocks are taken from the last one down; only for `row` a key of the first has the largest
     score. Rows 0 to 127 of every 256 are the leader's."""
     inputs = BOLD_CASE.inputs()
     inputs.k[:, 5] = 24 * inputs.q[:, row]
@@ -229,7 +229,7 @@ LEFT_OUT = ("a wait for tcgen05.st", "a commit of tcgen05", "a named barrier", "
 @pytest.mark.parametrize("operator", LEFT_OUT)
 def test_what_synchronises_is_missed(kernel, operator):
     assert operator in OPERATORS
-    case = replace(CASE, heads_q=2)  # so that what is the last of a tile is not the last of all
+    case = replace(CASE, heads_q=2)  # so that the last event of a tile is not the last of all
     found = [(site, wrong(site.mutant, case)) for site in sites(kernel, operator)]
     unnoticed = [f"line {s.line}: {s.text}" for s, message in found if message is None]
     assert found and not unnoticed, "\n".join(unnoticed)
@@ -242,7 +242,7 @@ BY_THE_LETTER = {"a wait for tcgen05.ld": 0, "a fence of tcgen05": 1}
 @SLOW
 @pytest.mark.parametrize("operator", BY_THE_LETTER)
 def test_what_orders_tensor_memory_by_the_letter_is_told(kernel, operator):
-    """Registers are true dependencies, and hardware forgives a missing fence: advisories."""
+    """Registers are true dependencies, and hardware works without the fence: advisories."""
     inputs, untold = FALLING.inputs(), []
     for site in sites(kernel, operator):
         out, lse = FALLING.outputs()

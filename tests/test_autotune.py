@@ -22,7 +22,7 @@ PROBLEM = GemmProblem(4096, 4096, 4096)
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A GPU's name without the GPU, and an empty cache: where the choices are kept."""
+    """A GPU's name without the GPU, and an empty cache for the choices."""
 
     class Properties:
         name, multi_processor_count = "NVIDIA H200", 132
@@ -35,7 +35,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 class Clock:
-    """Times that favour one config; counts how often it is asked."""
+    """Times that favour one config; counts its calls."""
 
     def __init__(self, favourite: GemmConfig) -> None:
         self.favourite, self.calls = favourite, 0

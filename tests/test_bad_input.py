@@ -9,7 +9,7 @@ SIM = ["--device", "sim"]
 
 
 def refused(capsys, argv: list[str]) -> str:
-    """The one sentence that `argv` is answered with."""
+    """The one sentence that the command prints for `argv`."""
     assert main(argv) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -47,6 +47,20 @@ def refused(capsys, argv: list[str]) -> str:
         (["--check-only"], "--check-only is for device cuda"),
         (["--emit", "llvm"], "--emit"),
         (["--fast"], "--fast"),
+        (["--arch", ""], "arch '' is not one of sm_90a, sm_100a"),
+        (["--mnk", "99992,99992,99992"], "simulated and checked, this takes some"),
+        (["--time", "--order", "random"], "--order does not go with --time"),
+        (["--time", "--jobs", "2"], "--jobs does not go with --time"),
+        (["--time", "--gpu", "b200,clock=nan"], "--gpu 'clock=nan': takes a number above 0"),
+        (["--time", "--gpu", "b200,clock=inf"], "--gpu 'clock=inf': takes a number above 0"),
+        (
+            ["--time", "--stage", "3", "--trace", "/nowhere/t.json"],
+            "/nowhere/t.json: No such",
+        ),
+        (["--time", "--trace", "/dev/null"], "--trace keeps one run, these are 10 stages"),
+        (["--emit", "ptx", "--time"], "--time does not go with --emit ptx"),
+        (["--emit", "ptx", "--seeds", "2"], "--seeds does not go with --emit ptx"),
+        (["--stage", "list", "--arch", "sm_103a"], "arch 'sm_103a' has no GEMM ladder"),
     ],
 )
 def test_bad_input_is_answered_with_one_sentence(capsys, argv, says):
@@ -90,7 +104,7 @@ def test_no_c_compiler_is_one_sentence(python, tmp_path):
         *("--out", str(tmp_path / "out")),
         PATH=str(tmp_path),
         CC="",
-        CUTEX_CACHE=str(tmp_path / "cache"),  # where no shim lies ready
+        CUTEX_CACHE=str(tmp_path / "cache"),  # where no shim is ready
     )
     assert ran.returncode == 2, ran.stderr
     sentence = ran.stderr.splitlines()[-1]  # progress comes before it on a slow machine

@@ -1,4 +1,4 @@
-"""BlockInfo says of every block what a boolean matrix of who sees whom says."""
+"""BlockInfo of every block, against a boolean matrix of queries and the keys that they see."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKS = (1, 2, 4, 8)
 
 
 def bands(tile: int) -> list[Band]:
-    """Every pair of a left and a right window around the tile's size, and none."""
+    """All pairs of a left and a right window around the tile's size, and none."""
     windows = (None, 0, 1, tile - 1, tile, tile + 1, 100)
     sides = itertools.product(windows, windows)
     return [Band(None if left is None else -left, right) for left, right in sides]
@@ -44,7 +44,8 @@ def visible(seqlen_q: int, seqlen_k: int, band: Band) -> np.ndarray:
 
 
 def tiled(info: BlockInfo, seqlen_q: int, seqlen_k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Two matrices (m_blocks, n_blocks): blocks with a pair that is seen; blocks without a mask."""
+    """Two matrices (m_blocks, n_blocks): the blocks with a visible pair; the blocks without a
+    mask."""
     seen = np.repeat(visible(seqlen_q, seqlen_k, info.band), info.pack, axis=0)
     rows, keys = seen.shape
     m_blocks, n_blocks = -(-rows // info.tile_m), -(-keys // info.tile_n)
@@ -57,7 +58,7 @@ def tiled(info: BlockInfo, seqlen_q: int, seqlen_k: int) -> tuple[np.ndarray, np
 
 
 def expect(blocks: Blocks, touched: np.ndarray, clean: np.ndarray) -> None:
-    """Hold `blocks` against one row, or one column, of each matrix."""
+    """Compare `blocks` with one row, or one column, of each matrix."""
     first, end, clean_first, clean_end = blocks
     assert 0 <= first <= clean_first <= clean_end <= end
     assert list(range(first, end)) == list(np.flatnonzero(touched))
@@ -77,7 +78,8 @@ def hold(info: BlockInfo, seqlen_q: int, seqlen_k: int) -> None:
 
 
 def test_all_pairs_of_lengths_with_some_of_everything_else():
-    """Each pair of lengths meets a dozen of the other combinations, each of those 17 pairs."""
+    """Each pair of lengths occurs with a dozen of the other combinations, each of those with 17
+    pairs."""
     r = random.Random(0)
     deck: list[BlockInfo] = []
     for seqlen_q, seqlen_k in itertools.product(LENGTHS, LENGTHS):
@@ -114,7 +116,7 @@ def test_a_band_that_sees_nothing_touches_nothing():
 
 
 class Number(int):
-    """An int that refuses what the DSL's Int32 might round otherwise: to divide below 0."""
+    """An int that raises where the DSL's Int32 might round otherwise: for a division below 0."""
 
     def __add__(self, other):
         return Number(int(self) + int(other))

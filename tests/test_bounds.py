@@ -17,7 +17,7 @@ LADDER = stages(bounds.ARCH)
 
 @pytest.mark.parametrize("stage", LADDER, ids=lambda s: str(s.number))
 def test_the_code_does_what_the_config_says(stage: Stage) -> None:
-    """What was read from PTX and SASS covers one tile by one tile_k, and loads it once."""
+    """The MMAs in PTX and SASS cover one tile by one tile_k, and its loads read it once."""
     c, row = stage.config(), bounds.stage_row(stage)
     assert row.step_flops == 2 * c.tile_m * c.tile_n * c.tile_k
     assert row.step_bytes == c.stage_bytes
@@ -32,7 +32,8 @@ def test_the_page_is_what_the_rows_render(root) -> None:
 
 
 def test_the_model_is_never_above_a_bound(root) -> None:
-    """Both at one clock rate, so cycles of the simulator's clock against those of each unit."""
+    """Both at one clock rate, so that cycles of the simulator's clock compare with those of each
+    unit."""
     model = bounds.predicted(bounds.PROBLEM, root / bounds.PREDICTED)
     rows = [r for r in bounds.read(root / bounds.FOLDER) if r.kernel in model]
     assert len(rows) == len(LADDER)

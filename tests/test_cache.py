@@ -1,4 +1,4 @@
-"""The cache: where it is, whose it is, and what becomes of damage."""
+"""The cache: its folder, its owner, and damaged entries."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_what_the_cache_makes_is_for_this_user_alone(here):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
-# ---- what a run needs of it
+# ---- the parts that a run needs
 
 
 def test_a_linked_kernel_needs_no_c_compiler(here, compiled, monkeypatch, tmp_path):

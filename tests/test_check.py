@@ -110,10 +110,11 @@ os._exit(7) if "die" in sys.argv else sys.exit(3)
 
 
 def test_each_order_is_a_process_with_the_arguments_of_the_script(tmp_path, capsys, monkeypatch):
-    """However it ends, the next one runs; the libraries are imported before, not by each."""
+    """A run may end in any way; the next one still runs. The libraries are imported once, before
+    all."""
     monkeypatch.setattr(check, "ORDERS", ("fifo", "eager"))
     script = tmp_path / "mine.py"
-    script.write_text(ARGUMENTS)
+    script.write_text(KERNEL.replace("SHIFT", "") + ARGUMENTS)
     for argument, code in (("live", 3), ("die", 7)):
         assert check.main([str(script), argument, "--seeds", "9"]) == 1
         told = capsys.readouterr()
@@ -129,12 +130,30 @@ def test_the_end_of_what_runs_the_orders_is_told(tmp_path, capsys, monkeypatch):
     assert "14 orders, 1 report" in capsys.readouterr().out
 
 
-def test_a_script_that_fails_by_itself_is_told(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(check, "ORDERS", ("fifo",))
+def test_a_script_that_fails_by_itself_is_told_once(tmp_path, capsys):
+    """Before it has launched anything, no order can change how it ends."""
     script = tmp_path / "mine.py"
     script.write_text("raise SystemExit('wrong result')")
     assert check.main([str(script)]) == 1
-    assert "exit code 1\nwrong result" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "exit code 1\nwrong result" in told and "1 order, 1 report" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("x = (", "mine.py:1 is no Python: '(' was never closed"),
+        ("print('no kernel')", "mine.py launches no kernel, so there is nothing to check"),
+    ],
+)
+def test_what_cannot_be_checked_is_not_called_right(text, says, tmp_path, capsys):
+    script = tmp_path / "mine.py"
+    script.write_text(text)
+    assert check.main([str(script)]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    (sentence,) = told.err.splitlines()
+    assert sentence.startswith("cutex: ") and sentence.endswith(says)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +215,11 @@ def test_what_is_saved_during_a_run_is_checked_after_it(tmp_path, monkeypatch):
     [
         ("def (:\n", [], "mine.py:1 is no Python: invalid syntax"),
         ("\0", [], "is no Python"),
-        ("", ["--time", "--trace", "/nowhere/t.json"], "--trace /nowhere/t.json: there is no such"),
+        (
+            "",
+            ["--time", "--trace", "/nowhere/t.json"],
+            "--trace /nowhere/t.json: No such file or directory",
+        ),
     ],
 )
 def test_what_the_simulator_cannot_run_is_one_sentence(text, options, says, tmp_path, capsys):

@@ -74,7 +74,7 @@ def test_the_list_can_be_of_one_arch(capsys):
 
 @dataclass
 class Kernel:
-    """Stands in for a compiled stage: torch does the work, `fault` spoils it."""
+    """The stand-in for a compiled stage: torch computes, and `fault` changes the result."""
 
     name: str
     us: float
@@ -98,7 +98,7 @@ class Kernel:
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Stages compile to torch's product; the dict holds the faults by stage number."""
+    """Stages compile to torch's product; the dict has the faults by stage number."""
     faults: dict[int, object] = {}
     gpu = SimpleNamespace(device=None)
 

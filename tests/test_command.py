@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import errno
+import importlib
 import importlib.metadata
 import os
 import re
@@ -42,8 +43,8 @@ def test_what_ends_a_command_is_one_sentence(error, code, says, capfd):
 
 
 def test_every_command_ends_so():
-    """All functions called main, but those that hand on to another's, and that of cutex.sim: what
-    a script of the user's raises is the script's own."""
+    """All functions named main, except those that call another's, and that of cutex.sim, since a
+    script's exception is the script's own."""
     files = {*ROOT.glob("cutex/**/*.py"), *ROOT.glob("kernels/**/*.py")}
     open_ended = []
     for file in sorted(files - {ROOT / "cutex/sim/__main__.py"}):
@@ -98,6 +99,74 @@ def test_a_reader_that_leaves_is_no_error(command):
     err = process.stderr.read()
     assert process.wait(100) == 0, err
     assert err == ""
+
+
+REFUSED = [
+    (["cutex.sim"], "the following arguments are required: script"),
+    (["cutex.sim", "--order", "lifo", "x.py"], "argument --order: invalid choice: 'lifo'"),
+    (["cutex.check"], "the following arguments are required: FILE.py"),
+    (["cutex.results"], "the following arguments are required: list|best|compare|merge"),
+    (["cutex.layout", "swizzle", "7"], "argument bytes: invalid choice: 7"),
+    (["cutex.roofline", "--op", "conv"], "argument --op: invalid choice: 'conv'"),
+    (["cutex.roofline", "--size", "1,2,3,64"], "the sizes are of attention: give --op attention"),
+    (["cutex.clock", "--fit", "all"], "argument --fit: invalid choice: 'all'"),
+    (["cutex.clock", "--predict"], "results/timing/ is not here"),
+    (["cutex.bounds"], "docs/ is not here: docs/bounds.md is written in a clone of cutex"),
+    (["cutex.report"], "README.md: No such file or directory"),
+    (["cutex.sweep", "--seconds", "nan"], "--seconds nan: a number above 0 is needed"),
+    (["cutex.sweep", "--summary"], "results/sweep has no untuned row"),
+]
+
+
+@pytest.mark.parametrize(("command", "says"), REFUSED, ids=[" ".join(c) for c, _ in REFUSED])
+def test_every_command_refuses_with_one_sentence(command, says, tmp_path, monkeypatch, capsys):
+    (tmp_path / "results").mkdir()
+    monkeypatch.chdir(tmp_path)
+    package = (ROOT / command[0].replace(".", "/")).is_dir()
+    door = importlib.import_module(f"{command[0]}.__main__" if package else command[0])
+    assert door.main(command[1:]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    (sentence,) = told.err.splitlines()
+    assert sentence.startswith("cutex: ") and says in sentence
+
+
+def test_python_m_cutex_lists_every_command(capsys):
+    from cutex.__main__ import main
+
+    assert main() == 0
+    lines = re.findall(
+        r"^python -m cutex\.(\w+)\S*( script\.py)?  +(.+)$", capsys.readouterr().out, re.M
+    )
+    folder = ROOT / "cutex"
+    named = {file.stem: file for file in folder.glob("[!_]*.py")}
+    named |= {file.parent.name: file for file in folder.glob("*/__main__.py")}
+    doors = {n for n, file in named.items() if 'if __name__ == "__main__":' in file.read_text()}
+    assert {name for name, _, _ in lines} == doors
+    assert all("(see --help)" not in what for _, _, what in lines)
+
+
+def test_what_a_script_raises_is_told_from_its_own_line_on(tmp_path, capfd):
+    from cutex.sim.__main__ import main
+
+    script = tmp_path / "mine.py"
+    script.write_text("def f():\n    raise KeyError('mine')\n\nf()\n")
+    assert main([str(script)]) == 1
+    told = capfd.readouterr().err
+    places = re.findall(r'File ".*?(\w+\.py)", line (\d+)', told)
+    assert places == [("mine.py", "4"), ("mine.py", "2")]
+    assert told.splitlines()[-1].startswith("cutex: 0 launches")
+
+
+def test_without_modal_its_command_says_so(tmp_path):
+    (tmp_path / "modal.py").write_text("raise ModuleNotFoundError('no', name='modal')")
+    done = subprocess.run(
+        [sys.executable, ROOT / "modal_app.py", "--help"], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("cutex: modal is not installed; pip install -e ")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_path_with_an_apostrophe_is_a_path(tmp_path):
@@ -168,7 +237,7 @@ def test_what_is_imported_is_declared():
 
 
 def test_nobody_is_told_to_install_what_is_not_ours():
-    """The name on the package index is somebody else's."""
+    """The package index has another project under the name."""
     for file in [
         *(ROOT / "cutex").rglob("*.py"),
         ROOT / "README.md",

@@ -37,7 +37,7 @@ def disassemble(compiled: Compiled) -> str:
         pytest.skip(str(missing))
 
 
-# what is compiled
+# the compiled code
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -122,7 +122,7 @@ def test_without_a_disassembler_the_rest_is_still_told(monkeypatch: pytest.Monke
     assert "pip install nvidia-cuda-nvdisasm" in str(r)
 
 
-# what is refused
+# refused arguments
 
 
 def test_a_kernel_compiles_for_its_own_arch_only() -> None:
@@ -217,19 +217,19 @@ def test_wrong_shapes_are_refused_in_one_sentence(
     assert str(refused.value).startswith(sentence) and "\n" not in str(refused.value)
 
 
-# what is kept on disk
+# the cache on disk
 
 
 @pytest.fixture
 def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache on disk, and none in this process."""
+    """An empty cache on disk, and an empty one in this process."""
     monkeypatch.setenv("CUTEX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("cutex.compile.compiling._in_process", {})
     return tmp_path / "cache"
 
 
 def compile_again(monkeypatch: pytest.MonkeyPatch) -> Compiled:
-    """Stage 0 as another process would find it."""
+    """Compile stage 0 as another process would."""
     monkeypatch.setattr("cutex.compile.compiling._in_process", {})
     return compile(stage("sm_90a", 0).kernel(), "bf16", "sm_90a")
 

@@ -73,12 +73,13 @@ LOCKED = replace(
 
 
 def fitted_on(mnk: tuple[int, int, int]) -> bool:
-    """Whether the model's constants were fitted on this problem, too."""
+    """Whether the model's constants were fitted on this problem."""
     return hashlib.sha256("x".join(map(str, mnk)).encode()).digest()[0] % 2 == 0
 
 
 def losses() -> dict[tuple[int, int, int], float]:
-    """What the width that the model ranks first takes longer than the best, by problem."""
+    """The time that the width ranked first by the model takes longer than the best, relative, by
+    problem."""
     found = {}
     for row in csv.DictReader(MEASURED.read_text().splitlines()):
         m, n, k = (int(row[name]) for name in "mnk")
@@ -92,7 +93,7 @@ def losses() -> dict[tuple[int, int, int], float]:
 
 
 def test_widths_ranked_first_are_close_to_the_best_that_a_b200_measured() -> None:
-    """Judged on the problems that nothing was fitted on."""
+    """Judged on problems that were held out of every fit."""
     judged = [loss for mnk, loss in losses().items() if not fitted_on(mnk)]
     assert len(judged) == 15
     assert sum(judged) / len(judged) <= 0.01

@@ -1,4 +1,4 @@
-"""Hopper's cost model, judged by what was measured on H200s: results/configs."""
+"""Hopper's cost model, against measurements on H200s: results/configs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Times = dict[Sm90Config, float]
 
 
 class Timed(NamedTuple):
-    """A problem that was timed, with the microseconds of the configs that are candidates for it:
-    as they were measured, and as the model predicts them."""
+    """A problem that was timed, with the microseconds of the candidate configs: measured, and
+    predicted by the model."""
 
     row: dict[str, Any]
     times: Times
@@ -56,7 +56,7 @@ def measured() -> list[Timed]:
 
 
 def geometry(c: Sm90Config) -> tuple[Any, ...]:
-    """A config but for its slots."""
+    """A config without its number of slots."""
     return (
         *(c.tile_m, c.tile_n, c.tile_k, c.cluster_m, c.cluster_n, c.split_k),
         *(c.swap_ab, c.pingpong, c.columns, c.rows, c.spread),
@@ -75,7 +75,7 @@ def test_what_the_model_ranks_first_is_close_to_the_best_that_was_timed(measured
     [(1, 64, 1.10), (65, 128, 1.10), (129, 384, 1.05), (1025, 1 << 20, 1.0)],
 )
 def test_the_choice_is_faster_than_others_in_the_mean(measured, least, most, mean) -> None:
-    """Than the best of cuBLAS and quack, in the same run."""
+    """Faster than the best of cuBLAS and quack, in the same run."""
     ratios = [
         min(x.row["others"].values()) / x.times[x.chosen]
         for x in measured
@@ -85,7 +85,7 @@ def test_the_choice_is_faster_than_others_in_the_mean(measured, least, most, mea
 
 
 def test_predicted_times_are_within_a_tenth(measured) -> None:
-    """Root mean square, of those that are within a quarter of the best."""
+    """The root mean square error of the configs within a quarter of the best."""
     errors = []
     for x in measured:
         best = min(x.times.values())
@@ -99,7 +99,7 @@ def pairs() -> fit.Pairs:
 
 
 def test_what_is_known_of_pairs_is_what_was_measured(pairs: fit.Pairs) -> None:
-    """measured.npz, from results/configs and the costs as they stand: fit --write was run since."""
+    """measured.npz is what fit --write makes of results/configs and the present costs."""
     places, errors = fit.known(fit.Model(), pairs)
     with np.load(MEASURED_PAIRS) as file:
         assert np.array_equal(file["places"], places)
@@ -107,7 +107,7 @@ def test_what_is_known_of_pairs_is_what_was_measured(pairs: fit.Pairs) -> None:
 
 
 def test_the_choice_is_good_where_nothing_of_the_problem_was_measured(pairs: fit.Pairs) -> None:
-    """Errors nearby are those of other problems; the costs were fitted on all of them."""
+    """Errors of neighbours are those of other problems; the costs were fitted on all of them."""
     verdict = fit.judge(pairs, fit.held_out(fit.Model(), pairs, passes=0))
     found = re.match(r"(\d+) problems: ([\d.]+) times .*?([\d.]+)% below 0.97", verdict)
     assert found is not None, verdict

@@ -30,8 +30,8 @@ class WalkConfig:
 
 
 class Walks:
-    """Each role counts in mSeen (L, M, N, ROLE) the tiles that it is given, and adds to mSum (ROLE,
-    CTA) where in its sequence each tile came, times the tile's number."""
+    """Each role counts in mSeen (L, M, N, ROLE) the tiles that it gets, and adds to mSum (ROLE,
+    CTA) the position of each tile in its sequence times the tile's number."""
 
     arch = "sm_90a"
     dtypes = ("fp32",)

@@ -9,8 +9,8 @@ SHAPES = [(parts, slots) for parts in range(2, 9) for slots in (2, 3, 4) if part
 
 @pytest.mark.parametrize("parts, slots", SHAPES)
 def test_the_stores_between_two_uses_of_a_slot_are_counted(parts: int, slots: int) -> None:
-    """Against a walk over three tiles; two, at least, or a slot would be written while it is
-    stored."""
+    """Against a walk over three tiles; at least two, or a slot would be written while a store reads
+    it."""
     uses: dict[int, int] = {}
     for i in range(3 * parts):
         part = i % parts

@@ -1,4 +1,5 @@
-"""cutex.flash_attn_func and flash_attn_varlen_func: what reaches the kernel, and torch."""
+"""cutex.flash_attn_func and flash_attn_varlen_func: the kernel's arguments, and torch's view of
+them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def stand_in(monkeypatch):
     eager.forget()
 
 
-# ---- what reaches the kernel
+# ---- the kernel's arguments
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -72,7 +73,7 @@ def test_one_row_or_one_head_may_have_any_strides(stand_in):
         ((None, None), False, (False, (False, False))),
         ((None, 0), False, (True, (False, False))),
         ((38, 22), False, (False, (True, True))),
-        ((39, 23), False, (False, (False, False))),  # nobody feels these bounds
+        ((39, 23), False, (False, (False, False))),  # these bounds change nothing
         ((5, None), True, (True, (True, False))),
         ((5, 9), True, (True, (True, False))),  # as FlashAttention has it: causal wins
         ((2**40, 2**40), False, (False, (False, False))),
@@ -202,7 +203,7 @@ def test_a_function_that_changes_is_compiled_again(stand_in):
     assert factor == [2.0]
 
 
-# ---- what torch does with it
+# ---- under torch's transforms
 
 
 def test_the_operator_is_what_torch_expects(stand_in):

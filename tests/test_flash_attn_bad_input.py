@@ -1,4 +1,4 @@
-"""What flash_attn_func and flash_attn_varlen_func answer to bad input: one sentence."""
+"""flash_attn_func and flash_attn_varlen_func raise one sentence for bad input."""
 
 from __future__ import annotations
 
@@ -84,6 +84,19 @@ BAD = [
     ),
     (TypeError, "learnable_sink must be a torch.Tensor, got float", {"learnable_sink": 0.5}),
     (TypeError, "score_mod must be a function or None, got int", {"score_mod": 3}),
+    (TypeError, "causal must be True or False, got 'yes'", {"causal": "yes"}),
+    (TypeError, "causal must be True or False, got None", {"causal": None}),
+    (
+        TypeError,
+        "score_mod <.*>: must be a Python function of score, batch, head, query, key",
+        {"score_mod": lambda score, batch: score},
+    ),
+    (
+        TypeError,
+        "mask_mod <.*>: must be a Python function of batch, head, query, key",
+        {"mask_mod": lambda query, key: query >= key},
+    ),
+    (TypeError, "score_mod <.*>: must be a Python function of score", {"score_mod": torch.tanh}),
 ]
 
 

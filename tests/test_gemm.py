@@ -21,7 +21,7 @@ each_stage = pytest.mark.parametrize(
 def launch(
     compiled: Compiled, device: str, *tensors: torch.Tensor, order: str = "fifo", seed: int = 0
 ) -> None:
-    """Run on `device` and leave the results in the CPU tensors given."""
+    """Run on `device` and write the results to the CPU tensors given."""
     if device == "sim":
         from cutex.sim import simulate
 

@@ -1,4 +1,4 @@
-"""The configs of both archs, and the rows of ledgers that hold them."""
+"""The configs of both archs, and the rows of ledgers that contain them."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def test_the_ladder_refuses_what_needs_a_workspace() -> None:
 
 
 def test_an_fp32_result_has_twice_the_sub_tiles() -> None:
-    """160 columns in sub-tiles of 32 leave 5, in three slots; of 16, 10: the last and the next
-    tile's first would share a slot."""
+    """160 columns are 5 sub-tiles of 32, in three slots; of 16 they are 10, and the last would
+    share a slot with the next tile's first."""
     config = Sm100Config(tile_m=256, tile_n=160, pair=True, epi_n=32, epi_stages=3, num_stages=4)
     b200 = arch("sm_100a")
     assert config.why_not(None, b200) is None

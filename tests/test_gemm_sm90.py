@@ -1,4 +1,4 @@
-"""What stages 4 to 9 of sm_90a can be configured to, beside their defaults."""
+"""The configs of stages 4 to 9 of sm_90a other than their defaults."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_pingpong_tiles_come_out_exact_when_few_ctas_walk_many(changes: dict) ->
 @pytest.mark.parametrize("changes", SWAPPED.values(), ids=SWAPPED.keys())
 @pytest.mark.parametrize("m", [1, 16, 100])
 def test_swapped_and_split_come_out_exact(m: int, changes: dict, k: int) -> None:
-    """k=64 is less than one step for each of a split, which then adds zeros."""
+    """k=64 is less than one step for each part of a split, which then adds zeros."""
     check(9, (m, 264, k), changes, "random", 3)
 
 
@@ -180,7 +180,7 @@ def test_a_walk_of_several_tiles_does_not_depend_on_the_order_of_events(
 
 
 class Paced(Stage9):
-    """Keeps a pace however little it reads: steps of 1248 ns for 312 rows."""
+    """Keeps a pace however few bytes it reads: steps of 1248 ns for 312 rows."""
 
     @property
     def name(self) -> str:
@@ -218,7 +218,7 @@ def test_a_pace_changes_no_result_and_a_clock_that_stands_still_no_end(
 
 
 class Hasty(Stage9):
-    """Does not wait for the MMA before it releases a slot, for want of a full one."""
+    """Does not wait for the MMA before it releases a slot."""
 
     @property
     def name(self) -> str:

@@ -70,7 +70,7 @@ EVERYTHING = (
 
 
 def config(tile: str, ops: tuple[EpilogueOp, ...] = (), **layouts: OperandLayout) -> GeneralConfig:
-    """As cutex.plan makes it of a candidate with that tile."""
+    """The config that cutex.plan makes from a candidate with that tile."""
     m, n, split_k, swap_ab = TILES[tile]
     tiles = next(
         c

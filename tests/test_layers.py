@@ -1,4 +1,4 @@
-"""What may import what: the layers of the package, read from its sources."""
+"""The layers of the package, and the imports that each allows, read from its sources."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SIM_KNOWS = {
         "tracing",
     )
 }
-OPERATORS = ("problem", "ops", "kernels")  # the rest speaks of no one operator
+OPERATORS = ("problem", "ops", "kernels")  # the rest names no operator
 
 
 def sources(root: Path) -> dict[str, Path]:
@@ -66,7 +66,7 @@ def part(module: str) -> str:
 
 
 def imports(tree: ast.Module, known: set[str], *, at_run_time: bool) -> Iterator[tuple[str, bool]]:
-    """The modules of cutex that `tree` imports, and whether it does so as soon as it is loaded."""
+    """The modules of cutex that `tree` imports, and whether it does so when it is loaded."""
     skipped: set[ast.AST] = set()
     late: set[ast.AST] = set()
     for node in ast.walk(tree):
@@ -122,7 +122,7 @@ def test_imports_point_downwards(package, trees, at_run_time):
 
 
 def related(module: str, name: str) -> bool:
-    """Whether two modules of one layer may know each other: device code takes work tiles, and
+    """Whether two modules of one layer may import each other: device code takes work tiles, and
     schedulers are device code, too."""
     pair = {part(module), part(name)}
     return len(pair) == 1 or pair == {"device", "schedulers"}

@@ -52,7 +52,8 @@ def pip(*args: str | Path, into: Path, cwd: Path) -> None:
 
 
 def check_ladder(python: Path, cwd: Path) -> None:
-    """The package works in `cwd` under its own name, and leaves the name `kernels` free."""
+    """Assert that the package works in `cwd` under its own name, and leaves the name `kernels`
+    free."""
     assert "sm_90a" in sh(python, "-m", "cutex.gemm", "--stage", "list", cwd=cwd)
     where = sh(python, "-c", "import cutex.kernels.gemm as m; print(m.__file__)", cwd=cwd).strip()
     assert Path(where).parts[-4:] == ("cutex", "kernels", "gemm", "__init__.py")
@@ -111,7 +112,8 @@ def test_it_works_from_a_wheel(clone, bare_python, tmp_path):
 
 
 def check_simulation(wheel: Path, cwd: Path) -> None:
-    """A kernel compiles and runs in the simulator from the installed wheel, C sources and all."""
+    """Assert that a kernel compiles and runs in the simulator from the installed wheel, with its C
+    sources."""
     installed = cwd / "installed"
     sh(
         *(sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"),

@@ -120,7 +120,7 @@ def test_the_picture_can_be_printed(capsys):
 
 
 def boxes(svg: str) -> list[tuple[str, float, float, float, float]]:
-    """Every text of a picture with about the box that it takes: left, top, right, bottom."""
+    """Each text of a picture with its approximate box: left, top, right, bottom."""
     found = []
     for text in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text"):
         words, size = "".join(text.itertext()), float(text.get("font-size", 12))

@@ -31,7 +31,7 @@ bf16 = torch.bfloat16
 
 @pytest.fixture
 def place(device: str, arch: str) -> Iterator[str]:
-    """Where torch's tensors live: on the GPU, or on the CPU within the simulator."""
+    """The device of torch's tensors: the GPU, or the CPU within the simulator."""
     with ops.simulated(arch) if device == "sim" else nullcontext():
         yield "cpu" if device == "sim" else "cuda"
 
@@ -160,7 +160,7 @@ def test_k_of_zero_leaves_what_the_epilogue_adds(arch: str, place: str) -> None:
 @pytest.mark.parametrize("n", [40, 37], ids=["by TMA", "from a copy"])
 @each_arch
 def test_beta_reads_what_out_holds_at_each_call(arch: str, place: str, n: int) -> None:
-    """The second call takes the plan of the first."""
+    """The second call uses the plan of the first."""
     a, b, out = normal(place, 24, 16), normal(place, 16, n), normal(place, 24, n, seed=1)
     want = out.float()
     for _ in range(2):
@@ -207,7 +207,7 @@ FACTOR = 2.0
 def test_a_function_is_known_by_what_it_computes(
     arch: str, place: str, remembered: bool, monkeypatch
 ) -> None:
-    """Not by its line, which two lambdas share, nor by itself, whose globals may change."""
+    """Its key is not its line, which two lambdas share, nor itself, whose globals may change."""
     a, b = normal(place, 40, 24), normal(place, 24, 48)
     product = a.float() @ b.float()
     twice, thrice = (lambda x: x * 2.0), (lambda x: x * 3.0)  # fmt: skip
@@ -233,7 +233,7 @@ def test_gates_leave_half_the_columns(arch: str, place: str, name: str) -> None:
 
 
 def test_tma_stores_only_rows_of_whole_units() -> None:
-    """It writes 16 bytes at a time, whatever lies there: seen on an H200."""
+    """TMA writes 16 bytes at a time, over any data there, as seen on an H200."""
     memory = torch.zeros(8, 32, dtype=bf16)
     assert result(memory[:, :24])[1].tma
     assert not result(memory[:, :21])[1].tma
@@ -339,7 +339,7 @@ def test_a_cuda_graph_repeats_the_call() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_call_runs_on_the_gpu_and_stream_of_its_tensors() -> None:
-    """Called twice, since the second call takes the plan of the first."""
+    """Called twice, since the second call uses the plan of the first."""
     stream = torch.cuda.Stream("cuda:1")
     for dtype in (bf16, torch.float16):
         for device in ("cuda:1", "cuda:0", "cuda:1"):
@@ -397,6 +397,16 @@ BAD: dict[str, tuple[Callable[[], Tensor], type[Exception], str]] = {
     "bias": (lambda: cutex.matmul(A, B, bias=A), ValueError, "bias has shape"),
     "residual": (lambda: cutex.matmul(A, B, residual=A), ValueError, "residual has shape"),
     "activation": (lambda: cutex.matmul(A, B, activation="tanh"), ValueError, "activation 'tanh'"),
+    "a builtin": (
+        lambda: cutex.matmul(A, B, activation=torch.relu),
+        TypeError,
+        "must be a Python function of one DSL Float32, or of it, its row and its column",
+    ),
+    "two arguments": (
+        lambda: cutex.matmul(A, B, activation=lambda x, y: x),
+        TypeError,
+        "must be a Python function of one DSL Float32, or of it, its row and its column",
+    ),
     "out": (lambda: cutex.matmul(A, B, out=A), ValueError, "out has shape"),
     "out_dtype": (lambda: cutex.matmul(A, B, out_dtype=torch.int8), TypeError, "out_dtype"),
     "overlap": (

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,8 +23,11 @@ import pytest
 import cutex.bench.run
 from cutex import results
 from cutex.cache import cache_dir
+from cutex.cloud import remote
 from cutex.kernels.gemm import stages
 from cutex.problem import Check
+from cutex.problem.models import corpus
+from cutex.results import sweep
 
 modal = pytest.importorskip("modal", reason="modal is not installed: pip install -e '.[modal]'")
 if modal.__version__.split(".")[:2] != ["1", "6"]:
@@ -54,7 +58,7 @@ def modal_app():
 
 @pytest.fixture
 def cloud(root, modal_app, monkeypatch, tmp_path):
-    """Modal as `modal run` sees it; its GPUs are the simulator, its disk is `tmp_path`."""
+    """Modal for `modal run`: its GPUs are the simulator, its disk is `tmp_path`."""
     offline = load(root / "tests" / "modal_offline.py")
     monkeypatch.setattr(cutex.bench.run, "choose_device", lambda name, target: "sim")
     monkeypatch.setenv("CUTEX_CACHE", str(tmp_path / "container"))
@@ -66,7 +70,8 @@ def cloud(root, modal_app, monkeypatch, tmp_path):
 
 
 def heed_ctrl_c() -> None:
-    """A shell that starts tests in the background has them and their children ignore it."""
+    """Restore Ctrl-C, which tests and their children ignore if a shell starts them in the
+    background."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -153,6 +158,27 @@ def test_sweep_goes_over_problems_and_gpus(cloud, modal_run, tmp_path):
     }
     found = {(r.environment["rented"], r.sizes[1]) for r in rows(tmp_path)}
     assert found == {(gpu, n) for gpu in ("B200", "H200", "H100!") for n in (64, 128)}
+
+
+def test_layers_of_models_come_back_as_rows_of_a_sweep(cloud, modal_run, root, tmp_path):
+    (row, *_) = sweep.read(root / "results" / "sweep" / "nvidia-h200.jsonl")
+
+    def swept(command, **_):  # as python -m cutex.sweep ... --only FILE --out DIR on an H200
+        only, out = Path(command[-3]), Path(command[-1])
+        for name in only.read_text().splitlines():
+            sweep.append(sweep.file_of(out, "NVIDIA H200"), replace(row, name=name))
+        return SimpleNamespace(returncode=0)
+
+    cloud.faults.setattr(remote, "subprocess", SimpleNamespace(run=swept))
+    asked = ("--op", "layers", "--gpu", "H200", "--dtype", "e4m3", "--compare", "cublas")
+    ran = modal_run(*asked, "--no-preflight")
+    assert ran.code == 0, ran.out + ran.err
+    found = sweep.read(tmp_path / "results" / "sweep" / "nvidia-h200.jsonl")
+    assert {r.name for r in found} == {e.name for e in corpus("e4m3") if not e.fits}
+    assert {(r.environment["commit"], r.environment["rented"]) for r in found} == {
+        ("abc1234", "H200")
+    }
+    assert f"all {len(found)}: " in ran.out
 
 
 def test_tests_bring_back_the_report_and_the_exit_code(cloud, modal_run, tmp_path):
@@ -273,7 +299,7 @@ def test_everything_that_runs_there_is_sent(cloud, modal_run, modal_app, root, t
             ("-m", "pytest", *modal_app.rental.DEFAULT_TESTS.split(), "--collect-only"),
         )
     ]
-    if there:  # it reads every file, even without what they import
+    if there:  # it reads every file, even without their imports
         commands.append((there, "-m", "compileall", "-q", "."))
     for command in commands:
         ran = subprocess.run(
@@ -287,7 +313,7 @@ def test_everything_that_runs_there_is_sent(cloud, modal_run, modal_app, root, t
 
 
 def image_python(version: str) -> str | None:
-    """The Python of the image's version that is installed here: this one, or one on the path."""
+    """The Python of the image's version on this machine: this one, or one on the path."""
     if sys.version_info[:2] == tuple(map(int, version.split("."))):
         return sys.executable
     found = shutil.which(f"python{version}")  # NOTE: a shim may stand for none
@@ -296,13 +322,13 @@ def image_python(version: str) -> str | None:
 
 
 def has_wheels(python: str) -> bool:
-    """Whether what the image installs is installed there."""
+    """Whether the image's packages are installed there."""
     code = "import cutlass, pytest, torch"
     return subprocess.run([python, "-c", code], capture_output=True).returncode == 0
 
 
 def test_the_tree_is_written_for_the_python_of_the_image(root, modal_app):
-    """Where that version is not installed, its grammar and its library at least are asked."""
+    """Where that version is not installed, at least its grammar and its library are checked."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     assert project["requires-python"] == ">=3.11" and modal_app.PYTHON >= "3.11"
     gone = {"asynchat", "asyncore", "distutils", "imp", "smtpd"}  # with Python 3.12

@@ -1,5 +1,5 @@
-"""No finding above an advisory in kernels that nobody has broken: 200 randomized problems, in turns
-on both archs, of matmul and of attention, in every order of events.
+"""No finding above an advisory in correct kernels: 200 randomized problems, in turns on both archs,
+of matmul and of attention, in every order of events.
 
     pytest -m slow tests/test_no_false_alarm.py
 """

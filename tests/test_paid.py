@@ -1,4 +1,4 @@
-"""What a rental gave is kept, whatever arrives and whatever the disk does."""
+"""The results of a rental are kept, with any reply and any failure of the disk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cloud() -> Cloud:
 
 @pytest.fixture
 def run(cloud, tmp_path, capsys, monkeypatch):
-    """Rent with `cloud` into tmp_path/results; what needs rescue goes to tmp_path/rescue."""
+    """Rent with `cloud` into tmp_path/results; rescue files go to tmp_path/rescue."""
     (tmp_path / "rescue").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "rescue"))
 
@@ -48,7 +48,7 @@ def rescued(tmp_path) -> list[str]:
 
 
 def change_replies(cloud, change):
-    """`change(reply, number)` gives what arrives in the place of each reply."""
+    """Replace each reply by `change(reply, number)`."""
     honest = cloud.rent
 
     async def rent(*given):
@@ -255,7 +255,7 @@ WORDS = [None, True, -1, 0, 1 << 63, 1e308, float("nan"), "", "\x1b[2J", "../.."
 
 
 def spoiled(choose: random.Random) -> str:
-    """A row with something wrong in it, somewhere."""
+    """A row with an error somewhere."""
     data = json.loads(row(peers=[results.Peer("cublas", "torch 2", row().timing)]).to_json())
     place = data
     while True:

@@ -1,4 +1,5 @@
-"""cutex.ops.plain: what a kernel may be launched on directly, and what torch must see first."""
+"""cutex.ops.plain: the tensors on which a kernel may be launched directly, and those for torch
+first."""
 
 from __future__ import annotations
 
@@ -109,7 +110,7 @@ def test_a_guard_knows_the_modes_that_change_dispatch(mode) -> None:
 
 
 def seen_within(run: Callable[[Callable[[Tensor], Tensor]], object]) -> bool:
-    """nobody_watches within a transform."""
+    """The result of nobody_watches within a transform."""
     found: list[bool] = []
 
     def function(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Probes measure what they say: the timed instructions are there, and do their work."""
+"""Probes measure what they name: the timed instructions are in the code, and have their effect."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_hopper_probe_runs_without_a_finding(probe):
 
 
 def measured_on_an_h200(root) -> list[dict]:
-    """Rows of the probes' one run on an H200 that `plan` has, cycles as medians."""
+    """Rows of the probes' one run on an H200 that `plan` has; cycles are medians."""
     kept = json.loads((root / "results/timing/probes-sm90-2026-11-22.json").read_text())["rows"]
     found = []
     for row in kept:

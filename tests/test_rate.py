@@ -1,4 +1,4 @@
-"""What binds a problem says how its speed is told: TFLOPS, or GB/s and microseconds."""
+"""The unit of a problem's speed follows from its limit: TFLOPS, or GB/s and microseconds."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_progress_is_a_line_every_few_seconds_where_stderr_is_no_terminal(monkey
 
 def test_the_driver_is_kept_with_a_result(monkeypatch):
     monkeypatch.setattr(timing, "driver_version", lambda: "580.65.06")
-    assert environment.__wrapped__()["driver"] == "580.65.06"  # not what is remembered
+    assert environment.__wrapped__()["driver"] == "580.65.06"  # not the remembered one
 
 
 def test_a_list_of_fewer_rows_than_one_is_refused(tmp_path, capsys):

@@ -26,7 +26,7 @@ def readme(root) -> str:
 
 
 def commands(readme: str) -> list[str]:
-    """Every line of every bash block."""
+    """All lines of all bash blocks."""
     blocks = re.findall(r"```bash\n(.*?)```", readme, flags=re.DOTALL)
     return [line for block in blocks for line in block.splitlines()]
 
@@ -64,7 +64,7 @@ def test_every_other_command_is_one_that_its_parser_takes(readme):
 
 
 def on_this_machine(readme: str) -> list[str]:
-    """The commands that need neither a GPU, nor an account, nor somebody who ends them."""
+    """The commands that need neither a GPU, nor an account, nor a user to end them."""
     needs = (SETUP, "modal run ", "--compare", "--watch")
     alone = [line for line in commands(readme) if not any(word in line for word in needs)]
     return [*alone, *(line for line in commands(readme) if line.endswith("--dry-run"))]

@@ -1,18 +1,27 @@
-"""Renting, with somebody else than Modal to rent from."""
+"""Renting, from a stand-in for Modal."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from cutex import results
+from cutex.bench import sweep
+from cutex.bench.run import commit
 from cutex.cloud import calls, preflight, prices, remote, rental, replies
 from cutex.kernels.gemm import stages
 from cutex.problem.gemm import GemmProblem
+from cutex.problem.models import corpus
 from cutex.problem.stage import ladders
 from cutex.results import Result, Timing
+from cutex.results import sweep as sweep_rows
+from cutex.results.sweep import SweepRow
 
 BIG = ["--mnk", "8192,8192,4096"]
 
@@ -22,7 +31,7 @@ def args(*argv: str):
 
 
 class Cloud:
-    """Answers every request with one right result per stage; remembers what it was asked."""
+    """Replies to every request with one right result per stage; records the requests."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict, int]] = []
@@ -260,7 +269,7 @@ def test_a_name_may_be_written_small():
         (["--gpu", "B200+"], "may be answered with a B300"),
         (["--gpu", "B200:2"], "--gpu 'B200:2' is not one of"),
         (["--gpu", ""], "--gpu '' is not one of"),
-        (["--gpu", "B200,H200"], "--op gemm takes one GPU; sweep takes several"),
+        (["--gpu", "B200,H200"], "--op gemm takes one GPU; sweep and layers take several"),
         (["--op", "confirm", "--gpu", "H200"], "asks what only a B200 can answer"),
         (["--op", "convolution"], "--op"),
         (["--max-cost", "0.001"], "--max-cost 0.001: this would cost about $0."),
@@ -273,6 +282,8 @@ def test_a_name_may_be_written_small():
         (["--mnk", "8,8,7"], "K=7: must be a multiple of 8"),
         (["--mnk", "8,8,8"], "cache state cold needs operands"),
         (["--compare", "mkl"], "--compare 'mkl' is not one of"),
+        (["--op", "layers", "--compare", "cudnn"], "'cudnn' is not one of cublas, quack"),
+        (["--op", "layers", "--dtype", "fp16"], "argument --dtype: invalid choice: 'fp16'"),
     ],
 )
 def test_bad_input_is_answered_with_one_sentence(cloud, run, argv, says):
@@ -282,6 +293,102 @@ def test_bad_input_is_answered_with_one_sentence(cloud, run, argv, says):
     assert sentence.startswith("cutex: ")
     assert says in sentence
     assert cloud.asked == []
+
+
+# ---- layers of public models
+
+LAYERS = ["--op", "layers", "--gpu", "H200", "--compare", "cublas"]
+
+
+def swept(tmp_path) -> list[SweepRow]:
+    return sweep_rows.read(tmp_path / "results" / "sweep" / "nvidia-h200.jsonl")
+
+
+@pytest.fixture
+def container(monkeypatch):
+    """A container in this process, with a `python -m cutex.sweep` that takes no time.
+
+    broken: names of problems with a wrong result.
+    """
+    container = SimpleNamespace(calls=[], broken=set())
+
+    def run(command, cwd, check):
+        python, dash_m, module, *argv = map(str, command)
+        assert (python, dash_m, module) == (sys.executable, "-m", "cutex.sweep")
+        assert (cwd / "cutex" / "sweep.py").exists()
+        given = sweep.parser().parse_args(argv)
+        asked = sweep.asked(given)
+        container.calls.append(asked)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+        for entry in asked.entries:
+            row = sweep.row_of(entry, asked.compare, given.tuned, "illegal address")
+            if entry.name not in container.broken:
+                row = replace(row, ok=True, us=10.0, peers={"cublas": 11.0}, message="")
+            sweep_rows.append(sweep_rows.file_of(Path(given.out), row.device_name), row)
+        return SimpleNamespace(returncode=int(bool(container.broken)))
+
+    monkeypatch.setattr(remote, "subprocess", SimpleNamespace(run=run))
+    return container
+
+
+def test_layers_of_models_are_swept_in_parts_and_recorded_as_they_come(
+    cloud, run, container, tmp_path
+):
+    cloud.rent = there
+    ran = run(*LAYERS)
+    assert ran.code == 0, ran.err
+    half = [e for e in corpus() if not e.fits]
+    assert len(container.calls) == -(-len(half) // rental.BATCH)
+    assert sorted(r.name for r in swept(tmp_path)) == sorted(e.name for e in half)
+    (where,) = {(r.environment["rented"], r.environment["commit"]) for r in swept(tmp_path)}
+    assert where == ("H200", commit())
+    assert f"NVIDIA H200: {len(half)} at {commit()}\nall {len(half)}: 1.100x" in ran.out
+    assert f"NVIDIA H200: {half[0].name}: 1.100x" in ran.out
+
+
+def test_layers_that_are_there_already_are_not_rented_for(cloud, run, container, tmp_path):
+    cloud.rent = there
+    assert run(*LAYERS, "--dtype", "e4m3").code == 0
+    file = tmp_path / "results" / "sweep" / "nvidia-h200.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:-2]) + lines[-2][:99])  # as if it had been cut off
+    asked = container.calls.copy()
+    ran = run(*LAYERS, "--dtype", "e4m3")
+    assert ran.code == 0, ran.err
+    (again,) = container.calls[len(asked) :]
+    assert len(again.entries) == 2
+    assert f"all {len(lines)}: 1.100x" in ran.out  # with those that were there
+    ran = run(*LAYERS, "--dtype", "e4m3")
+    assert ran.code == 2 and "has all of these from this commit already" in ran.err
+    assert run(*LAYERS, "--dtype", "e4m3", "--tuned", "--dry-run").code == 0
+
+
+def test_a_layer_that_is_wrong_there_fails_the_command(cloud, run, container, tmp_path):
+    cloud.rent = there
+    container.broken = {next(e.name for e in corpus("e4m3") if not e.fits)}
+    ran = run(*LAYERS, "--dtype", "e4m3")
+    assert ran.code == 1
+    assert [r.name for r in swept(tmp_path) if not r.ok] == [*container.broken]
+    assert f"WRONG: {next(iter(container.broken))}: illegal address" in ran.out
+
+
+def test_layers_are_compiled_here_in_one_go(monkeypatch, tmp_path):
+    """All of an arch are compiled by one process, which prints the folders of the kernels."""
+    made = rental.plan(args(*LAYERS, "--gpu", "H200,B200,H100!", "--out", str(tmp_path)))
+    calls = []
+
+    def run(command, check, stdout, text):
+        given = sweep.parser().parse_args(command[3:])
+        calls.append((given.preflight, len(sweep.asked(given).entries)))
+        return SimpleNamespace(returncode=0, stdout=f"{tmp_path}\n")
+
+    monkeypatch.setattr(preflight, "subprocess", SimpleNamespace(run=run, PIPE=subprocess.PIPE))
+    packed = []
+    monkeypatch.setattr(remote, "pack", lambda folders: packed.append(folders) or b"")
+    right, _ = preflight.preflight(made, print)
+    half = sum(not e.fits for e in corpus())
+    assert right and calls == [("sm_90a", half), ("sm_100a", half)]
+    assert packed == [{tmp_path}] * 2
 
 
 # ---- a script of the user's

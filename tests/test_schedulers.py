@@ -16,7 +16,7 @@ CLUSTERS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
 
 
 def tiles_in_order(raster: Raster, tiles_m: int, tiles_n: int, cluster: tuple[int, int]):
-    """Every tile that some CTA of some cluster works on, edges aside."""
+    """All tiles that some CTA of some cluster works on, apart from the edges."""
     down, across = clusters(tiles_m, cluster[0]), clusters(tiles_n, cluster[1])
     for index in range(down * across):
         m, n = raster.cluster(index, down, across)
@@ -144,7 +144,7 @@ def test_a_pace_is_what_memory_gives_and_only_for_what_l2_does_not_hold() -> Non
 
 
 def test_a_wave_of_a_square_raster_reads_less_than_rows_in_turn() -> None:
-    """132 CTAs of an 8192x8192 C in 128x256 tiles: rows of A and B that a wave needs."""
+    """132 CTAs of an 8192x8192 C in 128x256 tiles: the rows of A and B that a wave reads."""
 
     def rows(raster: Raster) -> int:
         wave = [raster.cluster(i, 64, 32) for i in range(132)]

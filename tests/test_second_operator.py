@@ -1,4 +1,4 @@
-"""What it takes to add an operator: a Problem, a ladder, and an entry in OPS. Here: G = X @ X^T."""
+"""Adding an operator takes a Problem, a ladder, and an entry in OPS. Here: G = X @ X^T."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class GramStage(Stage):
 
 
 def fitting(config):
-    """`config`, which takes any problem of this operator."""
+    """Return `config`, which fits any problem of this operator."""
     base = type(config)
     why_not = {"why_not": lambda self, problem, arch: base.why_not(self, None, arch)}
     return type("GramConfig", (base,), why_not)(**vars(config))
@@ -122,7 +122,7 @@ def fitting(config):
 
 @pytest.fixture
 def gram(monkeypatch) -> type[Problem]:
-    """The operator, added."""
+    """The operator, added to OPS."""
     rungs = [
         GramStage(s.number, s.arch, s.title, f"X twice: {s.idea}", fitting(s.default))
         for s in gemm.stages("sm_90a")[:2]

@@ -1,4 +1,5 @@
-"""What the key of a compiled kernel knows of its sources, beside what a fresh process imports."""
+"""The key of a compiled kernel, and the sources that it covers, beside those that a fresh process
+imports."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ KERNELS = {
 
 @pytest.fixture
 def users(tmp_path: Path) -> Path:
-    """A user's folder with a stage of their own, which imports a helper by way of another."""
+    """A user's folder with a stage, which imports a helper by way of another module."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").write_text("")
     (tmp_path / "mine" / "stages.py").write_text(
@@ -105,7 +106,7 @@ def users(tmp_path: Path) -> Path:
     return tmp_path
 
 
-# A Python that has imported torch and the DSL, which no key knows of; each program that it is given
+# A Python that has imported torch and the DSL, which no key covers; each program that it is given
 # runs in a fork of it, so that it imports what is cutex's or a user's anew
 FORKING = """
 import json, os, sys
@@ -136,7 +137,7 @@ def forking() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def python(forking, tmp_path) -> Callable[..., str]:
-    """Run a program with folders before all others on its path; returns what it prints."""
+    """Run a program with folders before all others on its path; return its output."""
     env = {name: os.environ[name] for name in ("CUTEX_CACHE",) if name in os.environ}
 
     def run(code: str, *path: Path, **more: str) -> str:
@@ -222,9 +223,8 @@ def test_a_key_does_not_depend_on_where_the_files_are(python, root, tmp_path):
 
 
 def test_a_kernel_from_the_cache_names_the_files_at_hand(python, root, users, tmp_path):
-    """Another copy of the same sources compiled it: with the column numbers, stacks and roles that
-    a report reads from the files, wherever they are now.
-    """
+    """Another copy of the same sources compiled it; column numbers, stacks and roles are read from
+    the files here."""
     code = (
         KEY
         + """

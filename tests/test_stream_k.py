@@ -80,7 +80,8 @@ def test_every_step_comes_once_and_who_waits_was_launched_later(k_tiles: int, ro
 
 
 def test_shares_differ_by_little() -> None:
-    """But for what goes with a neighbour, by a step: the front of a tile counts as FINISH more."""
+    """They differ by a step, and by the steps left to a neighbour: the front of a tile counts as
+    FINISH more."""
     shares = Shares(21, 336, 66)
     cuts = [step.tile * 336 + step.k_tile for step in map(shares.cut, range(67))]
     fronts = [sum(a <= tile * 336 < b for tile in range(21)) for a, b in pairwise(cuts)]
@@ -99,7 +100,7 @@ def integers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) ->
 def launch(
     config: GeneralConfig, *tensors: Tensor, times: int = 1, kernel: Any = None, **order: Any
 ) -> None:
-    """In the simulator, on a workspace of its own; `kernel`: in place of the one that is meant."""
+    """Simulate on a workspace of its own; `kernel` replaces the compiled one."""
     needs = config.tiles.workspace
     assert needs is not None
     compiled = kernel or compile(General(config), "bf16", "sm_90a")
@@ -149,7 +150,7 @@ def test_tiles_that_are_cut_come_out_exact(changes: dict, swap_ab: bool) -> None
 
 @pytest.mark.parametrize("order", ["eager", "starved", *SLOW_ORDERS])
 def test_two_launches_in_a_row_are_right_in_every_order(order: str) -> None:
-    """Of three tiles, and six clusters of two CTAs."""
+    """Three tiles, and six clusters of two CTAs."""
     tiles = replace(TILES, tile_n=64, cluster_n=2, num_ctas=12)
     x, y = integers(136, 840), integers(840, 200, seed=1)
     out = torch.full((136, 200), torch.nan, dtype=torch.bfloat16)
@@ -190,7 +191,7 @@ def test_a_fault_in_the_exchange_is_found(fault: tuple[str, str, str]) -> None:
 
 @pytest.fixture
 def streamed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every call of cutex.matmul takes TILES, in the simulator."""
+    """Every call of cutex.matmul uses TILES, in the simulator."""
     monkeypatch.setattr(choices, "preferred", lambda calls: replace(TILES, tile_n=64))
     forget()
     with ops.simulated(order="random", seed=1):
@@ -199,7 +200,8 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_matmul_finds_a_workspace_for_it(streamed: None) -> None:
-    """With a bias, an activation, and a matrix that comes in by TMA; again, by its plan."""
+    """A call with a bias, an activation, and a matrix that is loaded by TMA; then again, by its
+    plan."""
     x, w, bias = integers(200, 584), integers(264, 584, seed=1), integers(264, seed=2)
     residual = integers(200, 264, seed=3)
     want = (x.float() @ w.float().T + bias.float()).relu() + residual.float()

@@ -34,7 +34,7 @@ def only_when_asked_for(request: pytest.FixtureRequest) -> None:
 
 
 def randomized(seed: int, dtype: str) -> GemmProblem:
-    """Sizes of one tile and of many, most of them odd; every fourth on Gaussian data."""
+    """Draw sizes of one tile and of many, most of them odd; every fourth on Gaussian data."""
     r = random.Random(f"{seed} {dtype}")
     m = r.choice([r.randint(1, 128), r.randint(129, 700), 256 * r.randint(1, 3)])
     n = 8 * r.choice([r.randint(1, 16), r.randint(17, 90), 32 * r.randint(1, 3)])
@@ -44,7 +44,7 @@ def randomized(seed: int, dtype: str) -> GemmProblem:
 
 
 def config_for(stage: Stage, seed: int) -> GemmConfig:
-    """The stage's own; of a persistent grid, few CTAs; of stage 9, any of the space."""
+    """The stage's own config; for a persistent grid with few CTAs; for stage 9 any of the space."""
     if stage.chooses:
         return random.Random(seed).choice(cost_model.configs(B200.name))
     own = stage.config()

@@ -1,4 +1,4 @@
-"""Randomized calls of cutex.matmul beside plain torch: nothing is silently different under whatever
+"""Randomized calls of cutex.matmul beside plain torch: no result differs silently under code that
 wraps tensors, watches calls or transforms functions."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def minus(x: Tensor) -> Tensor:
 # ---- 1,000 randomized calls beside plain torch
 
 Function = Callable[..., Tensor]
-Pairs = Iterator[tuple[Tensor, Tensor]]  # what cutex gives, and torch
+Pairs = Iterator[tuple[Tensor, Tensor]]  # the results of cutex and of torch
 
 
 def plainly(f: Function, g: Function, a: Tensor, b: Tensor) -> Pairs:
@@ -197,7 +197,8 @@ DERIVATIVES = (gradient, backward, tangents)
 
 
 def attack(seed: int) -> str:
-    """One randomized call in one randomized way; "same", or the sentence of a refusal."""
+    """Make one randomized call in one randomized way; return "same", or the sentence of a
+    refusal."""
     r = random.Random(seed)
     way = r.choice(WAYS)
     problem = draw(r.randrange(10**6), largest=5, most_work=2**14)

@@ -1,5 +1,5 @@
-"""What torch promises of an operator, of cutex.matmul: writes, numbers, derivatives of any order,
-maps, autocast, infinities, and whose the simulator is."""
+"""torch's contract for an operator, on cutex.matmul: writes, numbers, derivatives of any order,
+maps, autocast, infinities, and the simulator of each thread."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-# ---- what is written to
+# ---- outputs
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
@@ -174,7 +174,7 @@ ACTIVATED = ("relu", "gelu", "gelu_tanh", "silu", "gated_silu", "gated_gelu", No
 
 
 def differentiable(matmul: Function, activation: str | None, x: Tensor) -> Tensor:
-    """A number, from one matrix, with a bias and a residual of it."""
+    """A scalar function of one matrix, with a bias and a residual computed from it."""
     b = torch.linspace(-1, 1, 48).view(6, 8)
     n = 4 if (activation or "").startswith("gated") else 8
     residual = x.sum(-1, keepdim=True).expand(*x.shape[:-1], n)
@@ -217,7 +217,7 @@ def test_derivatives_of_any_order_are_those_of_torch(
 
 
 def test_operators_take_plans_too(stand_in: StandIn, monkeypatch) -> None:
-    """Inside torch.compile, under autocast, in training, with one tensor as both operands."""
+    """Within torch.compile, under autocast, in training, with one tensor as both operands."""
     arranged = []
     arrange = eager.arrange
     monkeypatch.setattr(eager, "arrange", lambda *args: arranged.append(args) or arrange(*args))
@@ -361,7 +361,7 @@ def test_the_first_float32_that_torch_would_read_in_full_is_warned_of(
 
 
 def bias_alone(bias: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """A row of the result of a product of zeros, and amax."""
+    """A row of the result for zero operands, and amax."""
     a, b = torch.zeros(8, 16, dtype=bf16), torch.zeros(16, 8, dtype=bf16)
     amax = options.pop("amax", torch.ones(1))
     return cutex.matmul(a, b, bias=bias, out_dtype=torch.float32, amax=amax, **options)[0], amax
@@ -426,7 +426,7 @@ def test_simulators_nest_and_belong_to_their_thread() -> None:
 
 
 def test_a_plan_of_another_threads_simulator_is_not_run() -> None:
-    """Plans are one table for all threads; a call here finds that of the thread."""
+    """Plans are one table for all threads; a call here uses the simulator of its own thread."""
     made, done = threading.Event(), threading.Event()
 
     def elsewhere() -> None:

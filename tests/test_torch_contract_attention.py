@@ -1,4 +1,4 @@
-"""What torch promises of an operator, of cutex.flash_attn_func, beside its definition."""
+"""torch's contract for an operator, on cutex.flash_attn_func, beside its definition."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def agree(got: Tensor, want: Tensor) -> bool:
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """The same by flash_attn_varlen_func."""
+    """The same call by flash_attn_varlen_func."""
     cu_q, cu_k = (
         torch.arange(0, x.shape[0] * x.shape[1] + 1, x.shape[1], dtype=torch.int32) for x in (q, k)
     )

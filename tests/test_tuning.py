@@ -1,9 +1,10 @@
-"""Choices by time, kernels built ahead, and what is remembered of them."""
+"""Choices by time, kernels built ahead, and the files of both."""
 
 from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -29,7 +30,7 @@ from cutex.ops.plan import (
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """A GPU by name only, the simulator in its place, and an empty cache."""
+    """A GPU by name only, with the simulator in its place, and an empty cache."""
     monkeypatch.setenv("CUTEX_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
@@ -57,7 +58,7 @@ def config_of(arranged: Arranged):
 
 
 def built(jobs, seconds=None) -> list[bool]:
-    """In the place of other processes: this one compiles when it has to."""
+    """The replacement of the builder processes: kernels compile in this process, when needed."""
     return [True] * len(jobs)
 
 
@@ -104,7 +105,7 @@ def test_without_time_to_compile_the_models_first_is_taken(gpu, monkeypatch):
 
 
 def test_what_cutex_comes_with_fits_its_problems_and_is_taken():
-    """kernels/gemm/sm90/choices.json, by the sizes and layouts that its names say."""
+    """kernels/gemm/sm90/choices.json, by the sizes and layouts in its names."""
     table = choices._shipped("sm_90a")
     assert len(table) > 50
     for name in table:
@@ -140,7 +141,10 @@ def test_tuning_takes_a_time_above_zero():
 def test_processes_build_what_they_are_given_and_leave_what_does_not_compile(gpu):
     arranged = call(64, 128, 64)
     first = next(candidates(classed(arranged)))
-    assert building.build([(first, "sm_90a"), (first, "sm_1")]) == [True, False]
+    ended = []
+    jobs = [(first, "sm_90a"), (first, "sm_1")]
+    assert building.build(jobs, ended=lambda: ended.append(None)) == [True, False]
+    assert len(ended) == 2
     assert len(list(gpu.glob("kernels/*/meta.json"))) == 1
     assert building.build([]) == []
 
@@ -176,13 +180,29 @@ LAYERS_70B = ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672))
     ids=["the widest and the deepest", "all four"],
 )
 def test_serving_a_70b_model_takes_few_kernels(monkeypatch, layers):
-    """For every M from 1 to 8192."""
+    """Kernels for every M from 1 to 8192."""
     asked = []
     monkeypatch.setattr(building, "build", lambda jobs, seconds=None: asked.extend(jobs))
     monkeypatch.setattr("cutex.ops.warming.kernel_for", lambda *_: None)
     with simulated("sm_90a"):
         count = cutex.warm_up([(range(1, 8193), n, k) for n, k in layers])
     assert count == len(asked) <= 24
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtype", "error", "sentence"),
+    [
+        (5, torch.bfloat16, TypeError, "shapes must be an iterable of (M, N, K), got int"),
+        ([(1, 2)], torch.bfloat16, TypeError, "shapes holds (1, 2): (M, N, K) of whole numbers"),
+        ([(1, 2.0, 3)], torch.bfloat16, TypeError, "shapes holds (1, 2.0, 3): (M, N, K) of"),
+        ([(-1, 8, 8)], torch.bfloat16, ValueError, "shapes holds (-1, 8, 8): sizes are at least 0"),
+        ([(range(-2, 9), 8, 8)], torch.bfloat16, ValueError, "sizes are at least 0"),
+        ([(1, 8, 8)], "bf16", TypeError, "dtype must be a torch.dtype, got 'bf16'"),
+    ],
+)
+def test_what_cannot_be_warmed_up_is_one_sentence(shapes, dtype, error, sentence):
+    with simulated("sm_90a"), pytest.raises(error, match=re.escape(sentence)):
+        cutex.warm_up(shapes, dtype)
 
 
 def test_after_warming_up_no_call_compiles(monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -29,7 +30,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 @pytest.fixture
 def clone(tmp_path, monkeypatch) -> Path:
-    """A folder that looks like the clone to a command, and may be written to."""
+    """A writable folder that looks like the clone to a command."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / PICTURES).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -71,7 +72,7 @@ TIMELINES = [c for c in DRAWN if "--trace" in c.line]
     ids=str,
 )
 def test_a_timeline_is_drawn_by_the_command_below_it(command, clone):
-    """The clock is fitted anew at times, so lengths may differ a little."""
+    """The clock is fitted again at times, so lengths may differ a little."""
     in_process(command.line)
     drawn, shown = (busy((folder / command.picture).read_text()) for folder in (clone, ROOT))
     assert list(drawn) == list(shown)
@@ -80,7 +81,7 @@ def test_a_timeline_is_drawn_by_the_command_below_it(command, clone):
 
 
 def busy(svg: str) -> dict[str, float]:
-    """The part of the picture's width that each track fills with work."""
+    """The share of the picture's width in which each track works."""
     filled: dict[str, float] = defaultdict(float)
     names: dict[float, str] = {}
     for mark in ElementTree.fromstring(svg):
@@ -99,6 +100,41 @@ def test_each_example_is_short_and_told_of():
         broken = [b for b in SHOWN if file.name in b[0].line and "broken.py" in b[-1].line]
         reports = "".join(block[-1].output for block in broken)
         assert re.search(r"^cutex: .*\b(race|deadlock|bad address): ", reports, re.MULTILINE), file
+
+
+OWN_STAGE, OWN_OUTPUT = re.findall(r"```(?:python|text)\n(.*?)```", TEXT, re.DOTALL)
+
+
+def run_own_stage(code: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    file = tmp_path / "mine.py"
+    file.write_text(code)
+    return subprocess.run(
+        [sys.executable, file], capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+def test_the_stage_of_ones_own_is_right_and_takes_what_the_page_says(tmp_path):
+    """The clock is fitted anew at times, so cycles may differ a little."""
+    ran = run_own_stage(OWN_STAGE, tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    for told, shown in zip(ran.stdout.splitlines(), OWN_OUTPUT.splitlines(), strict=True):
+        *words, cycles, unit = told.split()
+        *due, cycles_due, _ = shown.split()
+        assert (words, unit) == (due, "cycles")
+        assert int(cycles.replace(",", "")) == pytest.approx(
+            int(cycles_due.replace(",", "")), rel=0.1
+        )
+
+
+def test_its_deadlock_is_told_by_its_own_lines_and_the_name_of_the_slot(tmp_path):
+    code = OWN_STAGE.replace("ab.release(take)", "pass").replace("(Stage2, InOrder)", "(InOrder,)")
+    code = code.replace(", time=True", "")
+    ran = run_own_stage(code, tmp_path)
+    line = 1 + next(i for i, x in enumerate(code.splitlines()) if "load(k_tile + ab" in x)
+    (first,) = (text for text in ran.stderr.splitlines() if ": deadlock: " in text)
+    assert "Deadlock: cutex/device/pipeline.py:" in first and f"called at mine.py:{line}:" in first
+    assert "of mbarrier barriers.ab.empty[0] (" in first
 
 
 def test_each_picture_is_drawn_and_shown():
@@ -131,7 +167,7 @@ def test_the_gains_are_those_of_the_readme():
     assert steps((ROOT / "README.md").read_text()) in TEXT
 
 
-# -- what the page says of PTX ---------------------------------------------------------------------
+# -- the page's statements on PTX ------------------------------------------------------------------
 
 PTX = {
     "1_vector_add": [r"ld\.global\.v2\.b64"],
@@ -159,7 +195,7 @@ def test_without_the_promise_of_alignment_loads_are_of_4_bytes(clone, monkeypatc
 
 
 def ptx(script: str, arch: str, monkeypatch) -> str:
-    """That of the one function that the script compiles."""
+    """The PTX of the one function that the script compiles."""
     seen = []
 
     class Seen(dsl_stand_in.Simulated):
@@ -202,7 +238,7 @@ def test_each_example_runs_on_a_gpu_as_it_is(file):
 
 @pytest.mark.slow
 def test_the_page_is_what_a_shell_gives(clone):
-    """With an interpreter for each command, as a reader has it."""
+    """One interpreter for each command, as for a reader."""
     Path("README.md").write_text((ROOT / "README.md").read_text())
     assert plain(written(TEXT)) == plain(TEXT)
 

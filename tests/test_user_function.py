@@ -12,7 +12,7 @@ import cutlass
 import pytest
 from cutlass import Float32, cute
 
-from cutex.compile.user_function import UserFunction
+from cutex.compile.user_function import UserFunction, arguments_taken
 
 FACTOR = 2.0
 TABLE = [1.0, 2.0]
@@ -41,6 +41,32 @@ def jitted(x):
     if x > 0.0:
         x = helper(x)
     return x
+
+
+@pytest.mark.parametrize(
+    ("function", "count"),
+    [
+        (lambda x: x, 1),
+        (lambda x, slope=0.1: x * slope, 1),  # a default is no coordinate
+        (lambda x, m, n: x, 3),
+        (lambda x, m: x, None),
+        (lambda: 0, None),
+        (functools.partial(lambda factor, x: x * factor, 2.0), 1),
+        (lambda *x: x[0], 1),
+        (jitted, 1),
+        (max, None),
+    ],
+)
+def test_a_function_takes_the_arguments_that_it_cannot_do_without(function, count):
+    assert arguments_taken(function, (1, 3)) == count
+
+
+def test_a_function_that_returns_nothing_is_named():
+    def forgetful(x):
+        x + 1
+
+    with pytest.raises(TypeError, match=r"forgetful returns None, not a number"):
+        UserFunction(forgetful)(1.0)
 
 
 def test_two_lambdas_on_one_line_differ():

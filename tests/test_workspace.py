@@ -1,4 +1,5 @@
-"""The memory that kernels need beside their operands: whose it is, and what a capture takes."""
+"""The memory that kernels need beside their operands: its owner, and its use under graph
+capture."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def apart(*tensors: torch.Tensor) -> bool:
-    """Whether no two share memory."""
+    """Whether no two tensors share memory."""
     spans = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in tensors)
     return all(a[1] <= b[0] for a, b in pairwise(spans))
 
@@ -86,7 +87,7 @@ def test_where_no_flags_are_left_a_graph_zeroes_its_own(
 
 @pytest.mark.gpu
 def test_graphs_and_streams_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A captured call is replayed beside calls of another stream, on Hopper streamed ones."""
+    """A captured call is replayed beside calls of another stream, on Hopper with stream-K."""
     tiles = Sm90Config(
         tile_m=128, tile_n=128, num_stages=5, epi_n=64, epi_stages=2, warpgroups=2, stream_k=2
     )

@@ -1,6 +1,6 @@
-"""What is derived in docs/tutorial.md: its commands' output, its pictures, its table of steps.
+"""The generated parts of docs/tutorial.md: its commands' output, its pictures, its table of steps.
 
-A ```console block holds commands behind "$ " with their output, a ```bash block commands alone.
+A ```console block has commands behind "$ " with their output, a ```bash block commands alone.
 `python tests/tutorial_page.py`, from the clone's root, runs them in a shell, and writes the output
 into the page and the pictures beside it; tests/test_tutorial.py compares.
 """
@@ -29,7 +29,7 @@ _STEPS = re.compile(r"(<!-- steps: .*? -->\n).*?(<!-- end of steps -->)", re.DOT
 
 @dataclass(frozen=True)
 class Command:
-    """A command line, and the text that the page says it prints; None if it says nothing."""
+    """A command line, and its output on the page; None if the page has none."""
 
     line: str
     output: str | None = None
@@ -57,7 +57,7 @@ def commands(page: str) -> list[list[Command]]:
 
 
 def in_process(line: str) -> str:
-    """What a command prints to a terminal, without a new interpreter for each `python -m`."""
+    """The output of a command to a terminal, without a new interpreter for each `python -m`."""
     asked = _PYTHON.fullmatch(line)
     if not asked:
         return in_shell(line)
@@ -71,13 +71,13 @@ def in_process(line: str) -> str:
         module.main(shlex.split(asked["rest"]))
     if not asked["pipe"]:
         return out.getvalue()
-    # NOTE: Python keeps what goes into a pipe back until it ends, but not stderr
+    # NOTE: Python buffers output to a pipe until it ends, but not stderr
     lines = (err.getvalue() + out.getvalue()).splitlines(keepends=True)
     return "".join(lines[: int(asked["pipe"].split()[-1])])
 
 
 def in_shell(line: str) -> str:
-    """What a command prints to a terminal."""
+    """The output of a command to a terminal."""
     at_once = "" if "|" in line else "1"  # NOTE: as a terminal has it, and a pipe has not
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     ran = subprocess.run(
@@ -91,14 +91,15 @@ def in_shell(line: str) -> str:
 
 
 def plain(output: str) -> str:
-    """Without what differs from run to run: seconds, addresses, and where the clone is."""
+    """The output without the parts that differ from run to run: seconds, addresses, the clone's
+    path."""
     output = output.replace(f"{ROOT}/", "")
     output = re.sub(r"\b\d+\.\d s\b", "0.1 s", output)
     return re.sub(r"\b0x[0-9a-f]{8,}\b", "0x7f0000000000", output)
 
 
 def steps(readme: str) -> str:
-    """What each stage of Hopper's GEMM ladder gains, from the README's table of it."""
+    """The gain of each stage of Hopper's GEMM ladder, from the README's table."""
     ladder = readme.partition("### GEMM on Hopper")[2].partition("\n### ")[0]
     rows = re.findall(r"^\| (\d) \| ([^|]+) \| (\d+) \(", ladder, re.MULTILINE)
     lines = ["| stage | what it adds | TFLOPS | times the stage before |", "|---|---|---:|---:|"]
@@ -111,7 +112,7 @@ def steps(readme: str) -> str:
 
 
 def written(page: str) -> str:
-    """The page with the output that its commands have, and the steps that the README has."""
+    """The page with the output of its commands, and the steps of the README."""
 
     def block(found: re.Match[str]) -> str:
         (inside,) = commands(found[0])

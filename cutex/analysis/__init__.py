@@ -1,1 +1,1 @@
-"""What is known of a kernel without timing it: rooflines, bounds, layouts."""
+"""Analysis of a kernel without a run: rooflines, bounds, layouts."""

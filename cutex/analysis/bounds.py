@@ -1,27 +1,27 @@
 """python -m cutex.bounds: facts and bounds of a kernel for a GPU that is not here.
 
-Registers, memory and the mainloop are read from the compiled code: which MMA (its instruction
-descriptor in the PTX), how many of them between two waits (the innermost loop of the SASS that
-starts MMAs), how many bytes a step of it loads (expect_tx in the PTX). Tile, ring and who shares
-what come from the config. From these follow bounds on the time of one problem, by each unit alone:
+Registers, memory and the mainloop are read from the compiled code: the MMA (its instruction
+descriptor in the PTX), the number of MMAs between two waits (the innermost loop of the SASS that
+starts MMAs), the bytes that a step of it loads (expect_tx in the PTX). The tile, the ring and the
+sharing of operands come from the config. From these follow bounds on the time of one problem, by
+each unit alone:
 
     tensor   MMAs back to back in every wave; an MMA takes N/2 cycles
-    smem     what an MMA reads of its operands
-    L2       what all CTAs load
+    smem     the operands that MMAs read
+    L2       the loads of all CTAs
     HBM      inputs and outputs once
 
 each at its rate in the simulator's clock (docs/time.md), which predicts the same stages from the
 same constants.
 
-A bound is not a prediction. It leaves out the way into and out of a kernel, and of a tile where the
-kernel does not overlap it, and any wait for latency.
+A bound is not a prediction. It leaves out the prologue and epilogue of a kernel, those of a tile
+where the kernel does not overlap them, and any wait for latency.
 
 Rows are kept in results/bounds/*.jsonl, and docs/bounds.md is rendered from them.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -33,24 +33,24 @@ from pathlib import Path
 from typing import Any
 
 from cutex.arch import arch
-from cutex.command import answered
+from cutex.command import Parser, answered, in_clone
 from cutex.compile.resources import Code, resources, sass
 from cutex.problem import DEFAULT_OP, Problem, problem_class
 from cutex.problem.stage import Stage, stages
 from cutex.sim.timing.gpus import Gpu, gpu, of_arch
 
 ARCH = "sm_100a"
-GHZ = arch(ARCH).clock_hz / 1e9  # at which the stated peak holds
+GHZ = arch(ARCH).clock_hz / 1e9  # the clock at which the stated peak holds
 BOARD = gpu(of_arch(ARCH)).at(GHZ)
 PROBLEM = problem_class(DEFAULT_OP).of(problem_class(DEFAULT_OP).cases["cuda"][0])
 FOLDER, PAGE = Path("results/bounds"), Path("docs/bounds.md")
 PREDICTED = Path("results/timing") / f"predicted-{ARCH}.jsonl"
-INST_BYTES = 32  # of each row of A and of B that one MMA reads: 16 elements
+INST_BYTES = 32  # bytes of each row of A and of B that one MMA reads: 16 elements
 
 
 @dataclass(frozen=True)
 class Row:
-    """One compiled sm_100a kernel. Bytes of memory are per CTA; a step is one turn of the
+    """One compiled sm_100a kernel. Bytes of memory are per CTA; a step is one iteration of the
     mainloop."""
 
     kernel: str
@@ -59,16 +59,16 @@ class Row:
     spill_bytes: int
     smem_bytes: int
     tmem_columns: int
-    tile: tuple[int, int]  # of the output, computed by `ctas` together
+    tile: tuple[int, int]  # rows and columns of the output that `ctas` CTAs compute together
     ctas: int
     mma: tuple[int, int, int]  # M, N, K of one instruction
     step_mmas: int
-    step_bytes: int  # loaded by all `ctas`
-    ring_bytes: int  # of A and B that one CTA can have in flight
+    step_bytes: int  # bytes that all `ctas` CTAs load
+    ring_bytes: int  # bytes of A and B that one CTA can have in flight
 
     @property
     def mma_cycles(self) -> float:
-        """Cycles that one MMA takes of the tensor cores alone."""
+        """Cycles that one MMA occupies the tensor cores."""
         m, n, k = self.mma
         return 2 * m * n * k / (BOARD.mma_flops * self.ctas)
 
@@ -85,23 +85,23 @@ class Row:
 
     @property
     def flops_per_byte(self) -> float:
-        """FLOPs for each byte that comes through L2."""
+        """FLOPs for each byte loaded through L2."""
         return self.step_flops / self.step_bytes
 
     @property
     def smem_share(self) -> float:
-        """The busy share of the smem port while MMAs run back to back at the tensor cores' pace."""
+        """The busy share of the smem port while the tensor cores run MMAs back to back."""
         return self.mma_smem_bytes / BOARD.smem_bytes / self.mma_cycles
 
     def waves(self, problem: Problem, board: Gpu) -> tuple[int, float]:
-        """The number of waves, and the share of the SMs' time in them that has a tile."""
+        """The number of waves, and the share of the SMs' time in them that computes a tile."""
         tiles = problem.grid(self.tile)
         at_once = board.sms // self.ctas
         waves = -(-tiles // at_once)
         return waves, tiles * self.ctas / (waves * board.sms)
 
     def bounds(self, problem: Problem, board: Gpu) -> dict[str, float]:
-        """Cycles that each unit needs at least."""
+        """The least cycles that each unit needs."""
         steps = problem.steps(self.tile, self.step_flops)
         per_tile = steps * self.step_mmas
         waves, _ = self.waves(problem, board)
@@ -118,7 +118,7 @@ class Row:
 
 
 def row(compiled: Code, kernel: str, title: str, **config: Any) -> Row:
-    """The Row of a compiled kernel; `config` gives the fields that the code does not."""
+    """The Row of a compiled kernel; `config` has the fields that the code does not show."""
     found = resources(compiled)
     m, n, ctas = mma_shape(compiled.ptx)
     return Row(
@@ -137,10 +137,9 @@ def row(compiled: Code, kernel: str, title: str, **config: Any) -> Row:
 
 
 def constants(ptx: str, before: str) -> set[int]:
-    """The values that the operand after `before` can have; ValueError where they are no constants.
-
-    Followed back through mov, selp and or, which is how the DSL builds instruction descriptors.
-    """
+    """Return the possible values of the operand after `before`, followed back through mov, selp and
+    or, from which the DSL builds instruction descriptors. Raises ValueError where they are not
+    constants."""
     values: set[int] = set()
     for use in re.finditer(rf"{before}(%r\d+|\d+)", ptx):
         values |= _possible(ptx[: use.start()], use[1])
@@ -163,7 +162,8 @@ def _possible(ptx: str, operand: str) -> set[int]:
 
 
 def mma_shape(ptx: str) -> tuple[int, int, int]:
-    """M, N and CTAs of the one kind of tcgen05.mma in `ptx` (PTX ISA, instruction descriptor)."""
+    """Return M, N and CTAs of the one kind of tcgen05.mma in `ptx` (PTX ISA, instruction
+    descriptor)."""
     found = {
         ((d >> 24 & 0x1F) * 16, (d >> 17 & 0x3F) * 8, int(group))
         for group in re.findall(r"tcgen05\.mma\.cta_group::(\d)", ptx)
@@ -175,8 +175,8 @@ def mma_shape(ptx: str) -> tuple[int, int, int]:
 
 
 def step_mmas(code: str) -> int:
-    """MMAs for each commit in the mainloop: of the innermost loops in the SASS that start any, the
-    one with most (others may take the first or the last steps of a tile)."""
+    """The MMAs for each commit in the mainloop: of the innermost loops in the SASS that start MMAs,
+    the one with most (others may compute the first or the last steps of a tile)."""
     lines = code.splitlines()
     labels = {m[1]: i for i, line in enumerate(lines) if (m := re.match(r"(\.L_x_\d+):", line))}
     loops = []
@@ -265,7 +265,8 @@ def cells(r: Row, problem: Problem, board: Gpu, model: Mapping[str, float]) -> l
 
 
 def predicted(problem: Problem, file: Path) -> dict[str, float]:
-    """TFLOPS at the same clock rate by the simulator's clock, of each stage (docs/time.md)."""
+    """The TFLOPS of each stage at the same clock rate, predicted by the simulator's clock
+    (docs/time.md)."""
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     cycles = {f"stage {r['stage']}": r["cycles"] for r in rows if r["size"] == problem.size}
     return {k: problem.flops * GHZ / c / 1e3 for k, c in cycles.items()}
@@ -322,7 +323,7 @@ def write(rows: Iterable[Row], file: Path) -> None:
 
 @answered
 def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="python -m cutex.bounds", description="Write results/bounds/ and docs/bounds.md."
     )
     p.add_argument(
@@ -332,6 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="a clone of CUTLASS, whose example then stands beside the stages; or CUTEX_CUTLASS",
     )
     args = p.parse_args(argv)
+    in_clone(PAGE)
     try:
         if args.cutlass:
             write([peer_row(Path(args.cutlass))], FOLDER / f"{ARCH}-cutlass.jsonl")

@@ -1,14 +1,14 @@
 """python -m cutex.layout: pictures of layouts and instructions, from the objects the kernels use.
 
 layout   a CuTe layout: the offset of every coordinate
-tv       a thread-value layout: who holds what of a tile
+tv       a thread-value layout: the thread and value that own each element of a tile
 swizzle  the shared memory layout of an operand, with the banks of its units
-mma      what one tensor core instruction reads and writes, and who holds its accumulator
-tma      the box that one TMA instruction moves, and where its rows land
-tmem     tensor memory: the place of an accumulator, and which warp reads what of it
+mma      the operands and the result of one tensor core instruction, and its accumulator's owners
+tma      the box that one TMA instruction moves, and the addresses of its rows
+tmem     tensor memory: the columns of an accumulator, and the lanes that each warp reads
 
-Each picture is drawn from offsets that the DSL computes while it traces
-(cutex/analysis/traced.py); no GPU is needed.
+Each picture is drawn from offsets that the DSL computes while it traces (cutex/analysis/traced.py);
+no GPU is needed.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from cutex.analysis.traced import (
     tv_owners,
 )
 from cutex.arch import arch
-from cutex.command import answered
+from cutex.command import Parser, answered
 from cutex.svg import Canvas, alone
 
 CELL = 26.0
-_MOST_ROWS = 1024  # of a swizzle's picture
-DTYPES = ("bf16", "fp16")  # of the operands drawn
+_MOST_ROWS = 1024  # rows of a swizzle's picture
+DTYPES = ("bf16", "fp16")  # dtypes of the operands
 PASTEL = ("#cfe0f7", "#f9dcc9", "#cdebd9", "#f3e2b3", "#e0d4f3", "#f6cfd9", "#cfeaea", "#e4e4d8")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One square of a grid: its text, and which of the pastel colours it has."""
+    """One square of a grid: its text, and the index of its pastel colour."""
 
     text: str
     tone: int
@@ -58,7 +58,7 @@ Grid = Sequence[Sequence[Cell]]
 
 
 def draw_grid(title: str, grid: Grid, corner: str = "", cell: float = CELL) -> str:
-    """Cells with their row and column numbers."""
+    """Draw cells with their row and column numbers."""
     widest = max(len(c.text) for row in grid for c in row)
     wide = max(cell, 7.2 * widest + 6)
     left, top = 34.0, 58.0 if corner else 44.0
@@ -127,11 +127,11 @@ def _owner_grid(
 
 
 def draw_swizzle(swizzle: int, dtype: str, rows: int = 8) -> str:
-    """Two bank maps side by side: the same rows without and with the swizzle."""
+    """Draw two bank maps side by side: the same rows without and with the swizzle."""
     plain, permuted = smem_addresses(swizzle, dtype, rows)
     wide, high, left, top = 44.0, CELL, 34.0, 76.0
     units = len(plain[0])
-    gap = max(left + wide * units + 40, 230)  # room for what stands below
+    gap = max(left + wide * units + 40, 230)  # room for the text below
     canvas = Canvas(max(2 * gap, 560), top + high * rows + 44, f"{swizzle}-byte swizzle")
     name = f"{swizzle}-byte swizzle, {dtype}: banks of the 16-byte units of {rows} rows"
     canvas.text(4, 16, name, "ink", 13, font_weight="600")
@@ -150,7 +150,7 @@ def draw_swizzle(swizzle: int, dtype: str, rows: int = 8) -> str:
 
 
 def draw_mma(name: str, tile: tuple[int, int], dtype: str) -> str:
-    """A left, B above, C between; below, who holds the corner of C."""
+    """Draw A on the left, B above, C between them; below, the owners of C's corner."""
     found = mma(name, tile, dtype)
     m, n, k = found.shape
     scale, deep = max(0.9, 230 / max(m, n)), 5.0
@@ -220,7 +220,8 @@ def draw_tma(tile: tuple[int, int], swizzle: int, dtype: str) -> str:
 
 
 def draw_tmem(tile: tuple[int, int], dtype: str) -> str:
-    """128 lanes by 512 columns: the accumulator, the quarters that warps may read, the loads."""
+    """Draw 128 lanes by 512 columns: the accumulator, each warp's quarter of the lanes, the
+    loads."""
     columns_here = arch("sm_100a").tmem_columns
     m, n = tile
     if m != 128 or n % 16 or not 16 <= n <= 256:
@@ -259,14 +260,12 @@ def draw_tmem(tile: tuple[int, int], dtype: str) -> str:
 # ---- the command
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="python -m cutex.layout", description="Draw layouts and instructions as SVG."
-    )
-    common = argparse.ArgumentParser(add_help=False)
+def parser() -> Parser:
+    p = Parser(prog="python -m cutex.layout", description="Draw layouts and instructions as SVG.")
+    common = Parser(add_help=False)
     common.add_argument("--out", metavar="FILE", help="default: KIND.svg; - prints it")
     common.add_argument("--dtype", default="bf16", choices=DTYPES)
-    sub = p.add_subparsers(dest="kind", required=True)
+    sub = p.add_subparsers(dest="kind", required=True, metavar="layout|tv|swizzle|mma|tma|tmem")
     one = sub.add_parser("layout", parents=[common], help="offsets of a CuTe layout")
     one.add_argument("layout", help='as "(4,8):(8,1)"')
     one.add_argument("--swizzle", metavar="B,M,S", help="composed with a swizzle of offsets")
@@ -298,7 +297,8 @@ def _numbers(option: str, text: str, count: int) -> tuple[int, ...]:
 
 
 def draw(args: argparse.Namespace) -> str:
-    """The picture that the command line asks for; ValueError in one sentence if there is none."""
+    """Return the picture that the command line names. Raises ValueError, with one sentence, for bad
+    input."""
 
     def tile() -> tuple[int, int]:
         m, n = _numbers("--tile", args.tile, 2)

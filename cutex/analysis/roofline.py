@@ -1,26 +1,26 @@
-"""python -m cutex.roofline: which limit binds a problem on a GPU, and how fast it could be at best.
+"""python -m cutex.roofline: the limit that binds a problem on a GPU, and its shortest possible
+time.
 
-A limit is stated (the vendor's data sheet) or reached (somebody measured it). A kernel is at best
-as fast as its slowest limit allows; what it lacks to that is its own.
+A limit is stated (the vendor's data sheet) or reached (measured by somebody). A kernel is at best
+as fast as its slowest limit allows; the rest of its time is its own.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cutex.arch import Arch, arch
-from cutex.command import answered
+from cutex.command import Parser, answered
 from cutex.problem import DEFAULT_OP, OPS, Problem, problem_class
 from cutex.results import Result, gbs, notice, read_all, tflops
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """A rate that was reached, and by which kernel."""
+    """A rate that was reached, and the kernel that reached it."""
 
     rate: float
     how: str
@@ -28,14 +28,14 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A board: what is stated of it, and what has been reached on it. TFLOPS and GB/s."""
+    """A board: its stated limits, and the rates reached on it, in TFLOPS and GB/s."""
 
     name: str
     arch: str
     num_sms: int
     hbm_gbs: float
-    dense_tflops: float  # bf16 and fp16
-    reached_tflops: Ceiling | None = None  # on Gaussian data
+    dense_tflops: float  # for bf16 and fp16
+    reached_tflops: Ceiling | None = None  # measured on Gaussian data
     reached_gbs: Ceiling | None = None
 
 
@@ -60,7 +60,8 @@ GPUS = {
 
 
 def gpu(name: str) -> Gpu:
-    """The GPU of that name; ValueError, in one sentence, for one that cutex does not know."""
+    """Return the GPU of that name. Raises ValueError, with one sentence, for one that cutex does
+    not have."""
     try:
         return GPUS[name.lower().rstrip("!")]
     except KeyError:
@@ -69,13 +70,13 @@ def gpu(name: str) -> Gpu:
 
 
 def of_device(device_name: str) -> Gpu | None:
-    """The GPU that a driver's name such as "NVIDIA H200" means."""
+    """The GPU for a driver's name such as "NVIDIA H200"."""
     return next((g for g in GPUS.values() if g.name in device_name.upper().split()), None)
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The time that one resource allows at best."""
+    """The least time that one resource allows, in microseconds."""
 
     resource: str  # "tensor cores" | "memory"
     rate: float
@@ -86,7 +87,7 @@ class Limit:
 
 
 def limits(problem: Problem, on: Gpu, results: Iterable[Result] = ()) -> list[Limit]:
-    """The limits of `problem`, stated ones first; what the ledger holds counts as reached."""
+    """The limits of `problem`, stated ones first; rates in the ledger count as reached."""
     flops, traffic = problem.flops, problem.bytes
 
     def tensor(rate: float, how: str, stated: bool) -> Limit:
@@ -130,7 +131,8 @@ def binding(found: Sequence[Limit]) -> Limit:
 
 
 def waves(problem: Problem, on: Gpu) -> tuple[int, float]:
-    """Tiles of the output, and how many waves of all SMs they are: a part costs a whole wave."""
+    """The tiles of the output, and the number of waves of all SMs, of which a fraction costs a
+    whole one."""
     tiles = problem.grid(problem.wave_tile)
     return tiles, tiles / on.num_sms
 
@@ -197,17 +199,20 @@ def _measured(
     ]
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+def parser() -> Parser:
+    p = Parser(
         prog="python -m cutex.roofline",
         description="Say which limit binds a problem on a GPU, and what the best time could be.",
     )
-    p.add_argument("--op", choices=OPS, default=DEFAULT_OP)
+    p.add_argument("--op", choices=OPS, default=DEFAULT_OP, help="default: %(default)s")
     for op in OPS:
         problem_class(op).add_options(p.add_argument_group(f"sizes of {op}"))
-    p.add_argument("--dtype", default="bf16")
+    p.add_argument("--dtype", default="bf16", help="default: bf16")
     p.add_argument("--gpu", default="b200", metavar="|".join(GPUS), help="default: b200")
-    p.add_argument("--results", type=Path, default=Path("results"), metavar="DIR")
+    p.add_argument(
+        "--results", type=Path, default=Path("results"), metavar="DIR",
+        help="ledgers, of what was measured; default: results",
+    )  # fmt: skip
     return p
 
 
@@ -216,6 +221,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         on, kind = gpu(args.gpu), problem_class(args.op)
+        for other in OPS:
+            if other != args.op and problem_class(other).sizes_given(args):
+                raise ValueError(f"the sizes are of {other}: give --op {other}")
         wanted = kind.sizes_given(args) or kind.cases["cuda"]
         problems = [kind.of(sizes, args.dtype) for sizes in wanted]
         rows = [r for r in read_all(args.results, notice) if r.known]

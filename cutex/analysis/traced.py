@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST_CELLS = 4096
-BANKS, BANK_BYTES, UNIT = 32, 4, 16  # of shared memory; a unit is what swizzles permute
+BANKS, BANK_BYTES, UNIT = 32, 4, 16  # shared memory; swizzles permute units of UNIT bytes
 MMAS = {"wgmma": "sm_90a", "tcgen05": "sm_100a", "tcgen05-pair": "sm_100a"}
 
 Shape = Any  # an int, or a tuple of shapes
 
 
 def traced(arch_name: str, body: Callable[..., Any], *fake: Any) -> Any:
-    """What `body` returns when the DSL traces it for an arch: Python values, where static."""
+    """Trace `body` with the DSL for an arch, and return its result: Python values, where static."""
     from cutlass import cute
 
     returned: list[Any] = []
@@ -31,7 +31,8 @@ def traced(arch_name: str, body: Callable[..., Any], *fake: Any) -> Any:
 
 
 def parse_layout(text: str) -> tuple[Shape, Shape]:
-    """ "(4,8):(8,1)" as a shape and a stride of the same profile; ValueError if it is none."""
+    """Parse "(4,8):(8,1)" into a shape and a stride of the same profile. Raises ValueError for
+    other text."""
     shape_text, colon, stride_text = text.replace(" ", "").partition(":")
     try:
         shape, stride = ast.literal_eval(shape_text), ast.literal_eval(stride_text)
@@ -52,8 +53,8 @@ def _alike(shape: Shape, stride: Shape, positive: bool) -> bool:
 
 
 def offsets(shape: Shape, stride: Shape, swizzle: tuple[int, int, int] | None) -> list[list[int]]:
-    """The offset of each coordinate of a layout, as rows and columns; modes beyond two join the
-    columns."""
+    """Return the offset of each coordinate of a layout, as rows and columns; modes beyond two join
+    the columns."""
 
     def body() -> list[list[int]]:
         from cutlass import cute
@@ -79,8 +80,8 @@ def _fits(rows: int, columns: int) -> None:
 
 
 def owners(tv: Any, tile: tuple[int, int]) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    """Who holds each (row, column) of a tile: (thread, value) of a traced TV layout, whose offsets
-    count down the columns of the tile."""
+    """Return the owners of each (row, column) of a tile: (thread, value) of a traced TV layout,
+    whose offsets count down the columns of the tile."""
     from cutlass import cute
 
     found: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -111,8 +112,8 @@ def tv_owners(
 
 
 def smem_addresses(swizzle: int, dtype: str, rows: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Byte addresses of the 16-byte units of `rows` rows, without and with the swizzle, in the
-    layout that operands have in shared memory (cutex/device/atoms/mma.py).
+    """Return byte addresses of the 16-byte units of `rows` rows, without and with the swizzle, in
+    the layout of operands in shared memory (cutex/device/atoms/mma.py).
 
     NOTE: the swizzle permutes bits of byte addresses; the DSL puts it on the pointer, so a composed
     layout must be recast to bytes before its offsets mean anything.
@@ -143,14 +144,15 @@ def _dtype(name: str) -> Any:
 
 
 def bank_conflict(addresses: Sequence[int]) -> int:
-    """How many turns a warp's access to these 16-byte units takes, eight units being one turn."""
+    """The number of turns of a warp's access to these 16-byte units, of which one turn serves
+    eight."""
     groups = [address // UNIT % (BANKS * BANK_BYTES // UNIT) for address in addresses]
     return max(groups.count(group) for group in groups)
 
 
 @dataclass(frozen=True)
 class Mma:
-    """One tensor core instruction, and who holds its accumulator."""
+    """One tensor core instruction, and the owners of its accumulator."""
 
     name: str
     shape: tuple[int, int, int]
@@ -199,11 +201,11 @@ def mma(name: str, tile: tuple[int, int], dtype: str) -> Mma:
 
 @dataclass(frozen=True)
 class Box:
-    """What one TMA load moves of an operand's tile, and the layout it is moved to."""
+    """The box that one TMA load of an operand's tile moves, and the layout that it is moved to."""
 
     rows: int
-    elements: int  # of a row
-    instructions: int  # for the whole tile
+    elements: int  # elements of a row
+    instructions: int  # TMA loads for the whole tile
     bytes: int
     smem: str
 
@@ -243,8 +245,8 @@ def _fake_matrix(dtype: str) -> Any:
 
 
 def tmem_reads(tile: tuple[int, int], dtype: str) -> tuple[list[int], list[int], list[list[int]]]:
-    """Lanes and columns of an accumulator, and for each load of the epilogue the lane that each of
-    its threads reads."""
+    """Return the lanes and columns of an accumulator, and for each load of the epilogue the lane
+    that each of its threads reads."""
     m, n = tile
 
     def body() -> tuple[list[int], list[int], list[list[int]]]:
@@ -260,7 +262,7 @@ def tmem_reads(tile: tuple[int, int], dtype: str) -> tuple[list[int], list[int],
         load = tmem.make_load(part)
         tv = load.layout_dst_tv_tiled  # offsets count down the tiler's columns
         threads = int(cute.size(tv, mode=[0]))
-        tiler = load.tiler_mn[0]  # the tile's rows in the order that tv counts them in
+        tiler = load.tiler_mn[0]  # the tile's rows in the order in which tv counts them
         rows = [int(tiler(int(tv((thread, 0))) % tmem.LANES)) for thread in range(threads)]
         layout = acc.layout
         lanes = [int(layout((i, 0))) >> 16 for i in range(m)]

@@ -1,1 +1,1 @@
-"""Running a stage: the command line, timing, autotuning, probes."""
+"""Runs of a stage: the command line, timing, autotuning, probes; and the error of the clock."""

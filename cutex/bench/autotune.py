@@ -1,4 +1,5 @@
-"""Choose a stage's config by time: the model proposes, this GPU decides, the disk remembers.
+"""Autotuning: the model proposes configs of a stage, this GPU times them, and a file keeps the
+fastest.
 
 The candidates that the model ranks first (`Stage.shortlist`) are compiled and timed with the
 project's own protocol (cutex/bench/timing.py: graphs, cold L2, turns in random order), the best few
@@ -6,9 +7,9 @@ of them once more and longer. The winner is kept in
 
     <cache>/tuned/<key>.json
 
-where the key holds the GPU, the class of problem, the versions and the sources. The file is
-written under another name and renamed; two processes that want the same choice make it once; one
-that cannot be read is made anew.
+where the key holds the GPU, the class of problem, the versions and the sources. The file is written
+under another name and renamed; two processes that want the same choice make it once; one that
+cannot be read is made anew.
 
 CUTEX_AUTOTUNE=0 turns all of it off: then the model's first choice is taken.
 """
@@ -35,14 +36,14 @@ from cutex.problem.stage import AnyStage, Config
 
 Timer = Callable[[Sequence[Config], int], dict[Config, float]]  # configs, rounds -> us
 
-CANDIDATES = 20  # of the model's that are timed
+CANDIDATES = 20  # configs of the model's ranking that are timed
 FINALISTS = 4
 ROUNDS, FINAL_ROUNDS = 8, 30
 WARM_UP_SECONDS = 0.3
 
 
 def enabled() -> bool:
-    """False if CUTEX_AUTOTUNE is 0; ValueError if it is neither 0 nor 1 nor unset."""
+    """Return False if CUTEX_AUTOTUNE is 0. Raises ValueError if it is neither 0 nor 1 nor unset."""
     given = os.environ.get("CUTEX_AUTOTUNE", "1")
     if given not in ("0", "1"):
         raise ValueError(f"CUTEX_AUTOTUNE={given!r}: 0 takes the model's choice, 1 times it")
@@ -50,10 +51,11 @@ def enabled() -> bool:
 
 
 def tuned(stage: AnyStage, problem: Problem, time: Timer | None = None) -> Config:
-    """The config of `stage` for `problem` on this process's GPU: remembered, or timed now.
+    """Return the config of `stage` for `problem` on this process's GPU: kept from before, or timed
+    now.
 
-    Takes 10 to 20 seconds the first time for a class of problems, mostly to compile. `time` takes
-    the place of the GPU's own measurement.
+    It takes 10 to 20 seconds the first time for a class of problems, mostly to compile. `time`
+    takes the place of the GPU's own measurement.
     """
     from filelock import FileLock
 
@@ -62,7 +64,7 @@ def tuned(stage: AnyStage, problem: Problem, time: Timer | None = None) -> Confi
         return stage.choose(problem)
     try:
         copies = timing.copies_to_rotate(problem.bytes, target.l2_bytes, "cold")
-    except ValueError:  # too small to be timed so, and too small to gain
+    except ValueError:  # NOTE: operands too small to rotate; such a problem gains nothing, either
         return stage.choose(problem)
     key = _key(stage, problem)
     file = cache_dir() / "tuned" / f"{_digest(key)}.json"
@@ -79,7 +81,7 @@ def tuned(stage: AnyStage, problem: Problem, time: Timer | None = None) -> Confi
 
 
 def remembered(stage: AnyStage, problem: Problem) -> Config | None:
-    """What `tuned` has chosen for the class of `problem` before; None if it never did."""
+    """The config that `tuned` chose for the class of `problem` before; None if it never did."""
     if not enabled():
         return None
     key = _key(stage, problem)
@@ -87,7 +89,8 @@ def remembered(stage: AnyStage, problem: Problem) -> Config | None:
 
 
 def compete(stage: AnyStage, problem: Problem, time: Timer) -> dict[Config, float]:
-    """Microseconds of the finalists: the best of the model's best."""
+    """Time the model's candidates, then the best of them longer; return the latter's
+    microseconds."""
     first = stage.shortlist(problem, CANDIDATES)
     times = time(first, ROUNDS)
     finalists = sorted(times, key=times.__getitem__)[:FINALISTS]
@@ -138,7 +141,7 @@ def _digest(key: dict[str, Any]) -> str:
 
 
 def _read(file: Path, key: dict[str, Any], stage: AnyStage) -> Config | None:
-    """The config in `file`; None if it is not there, not whole, or not of this key."""
+    """The config in `file`; None if it is missing, incomplete or of another key."""
     try:
         entry = json.loads(file.read_text())
         return stage.config_from_row(entry["config"]) if entry["key"] == key else None

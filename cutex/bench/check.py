@@ -1,8 +1,8 @@
 """python -m cutex.check FILE.py: a kernel author's inner loop.
 
 The script runs in the simulator once in every order of events, and with several seeds where an
-order has them; what any of them finds is printed once, with the orders that find it. The first run
-also prints what each kernel takes of an SM, and where shared memory's banks conflict.
+order has them; each finding is printed once, with the orders in which it occurs. The first run also
+prints the resources that each kernel takes of an SM, and the bank conflicts of shared memory.
 """
 
 from __future__ import annotations
@@ -11,48 +11,60 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cutex.arch import ALL
-from cutex.command import answered, refuse
+from cutex.command import Parser, answered, refuse
 from cutex.orders import ORDERS
 
 ALIKE = ("fifo", "eager")  # orders that no seed changes
-_RULE = re.compile(r"(?:^|:\d+: )([a-z][a-z -]*): ")  # of a report's first line, behind its place
+_RULE = re.compile(r"(?:^|:\d+: )([a-z][a-z -]*): ")  # the rule, in a report's first line
 LOOK = 0.3  # seconds between two looks at a file that is watched
 
 
 @dataclass
 class Run:
-    """One run of the script: how it ended, and what was found."""
+    """One run of the script: its exit code, its output, and the simulator's findings."""
 
     order: str
     seed: int
     code: int
-    output: str  # what the script and the simulator printed
-    found: dict[str, Any] = field(default_factory=dict)  # as --json of cutex.sim writes it
+    output: str  # the output of the script and of the simulator
+    found: dict[str, Any] = field(default_factory=dict)  # the file that --json of cutex.sim writes
 
     @property
     def name(self) -> str:
         return self.order if self.order in ALIKE else f"{self.order}:{self.seed}"
 
     @property
+    def launched(self) -> bool:
+        return bool(self.found.get("launches") or self.found.get("errors"))
+
+    @property
+    def refused(self) -> bool:
+        """Whether the simulator could not run it: no Python, no C compiler, no cache."""
+        return self.code == 2 and not self.launched and self.output.startswith("cutex: ")
+
+    @property
     def reports(self) -> list[str]:
-        """The reports of findings and errors; the script's own end where it failed by itself."""
+        """The reports of findings and errors; of a script that failed without one, its code and
+        output."""
         found = [r["text"] for r in self.found.get("findings", [])]
         found += [e["report"] for e in self.found.get("errors", [])]
         return found or ([f"exit code {self.code}\n{self.output.rstrip()}"] if self.code else [])
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+def parser() -> Parser:
+    p = Parser(
         prog="python -m cutex.check",
         description="Run a script that asks for a GPU in the simulator, in every order of events.",
         epilog="Exit codes: 0 nothing found in any order; 1 something; 2 bad input.",
@@ -61,7 +73,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seeds", type=int, default=3, metavar="N", help="of each order; default: 3")
     p.add_argument("--watch", action="store_true", help="again whenever the file is saved")
     p.add_argument("script", type=Path, metavar="FILE.py")
-    p.add_argument("arguments", nargs=argparse.REMAINDER, help="those of the script")
+    rest = p.add_argument("arguments", nargs=argparse.REMAINDER, help="those of the script")
+    rest.required = False
     return p
 
 
@@ -70,7 +83,8 @@ def orders(seeds: int) -> list[tuple[str, int]]:
 
 
 def runs(args: argparse.Namespace) -> Iterator[Run]:
-    """Every order, as many at a time as there are cores, in the order of `orders`."""
+    """Run the script in every order, as many at a time as there are cores; yield in the order of
+    `orders`."""
     wanted, ended = orders(args.seeds), dict[int, int]()  # exit codes
     with tempfile.TemporaryDirectory(prefix="cutex-") as name:
         folder = Path(name)
@@ -82,12 +96,12 @@ def runs(args: argparse.Namespace) -> Iterator[Run]:
         ]  # fmt: skip
         (folder / "runs.json").write_text(json.dumps(commands))
         command = [sys.executable, "-m", "cutex.sim.each_order", name, str(os.cpu_count() or 1)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        with _group(command) as process:
             assert process.stdout is not None
             for i, (order, seed) in enumerate(wanted):
                 while i not in ended:
                     number, _, code = process.stdout.readline().partition(" ")
-                    if not number:  # NOTE: killed, for instance
+                    if not number:  # NOTE: a run that was killed, for instance
                         ended |= dict.fromkeys(range(i, len(wanted)), process.wait() or 1)
                         break
                     ended[int(number)] = int(code)
@@ -95,22 +109,41 @@ def runs(args: argparse.Namespace) -> Iterator[Run]:
                 yield Run(order, seed, ended[i], output, json.loads(found) if found else {})
 
 
+@contextmanager
+def _group(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    """A context with `command` in a process group of its own, which ends with the block."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
+        try:
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+
+
 def _text(file: Path) -> str:
     return file.read_text(errors="replace") if file.exists() else ""
 
 
 def check(args: argparse.Namespace) -> int:
-    """Run all orders, and print what they found; the exit code."""
+    """Run all orders, print their findings, and return the exit code. A script that ends before it
+    has launched anything would end so in every order, and is run in the first only."""
     by_report: dict[str, list[str]] = {}
     kernels: list[str] = []
     count, started = 0, time.monotonic()
     for done in runs(args):
         count += 1
+        if done.refused:
+            print(done.output, end="", file=sys.stderr)
+            return 2
+        if done.found and not done.launched and not done.code:
+            return refuse(f"{args.script} launches no kernel, so there is nothing to check")
         verdict = f"{len(done.reports)} found" if done.reports else "nothing found"
         print(f"{done.name:<12} {verdict}", file=sys.stderr, flush=True)
         kernels += [kernel["text"] for kernel in done.found.get("kernels", [])]
         for report in done.reports:
             by_report.setdefault(_cause(report), [report]).append(done.name)
+        if done.found and not done.launched:
+            break
     for report, *names in by_report.values():
         print(f"\n{report}\n  in order {', '.join(names)}")
     if kernels:
@@ -124,7 +157,7 @@ def check(args: argparse.Namespace) -> int:
 
 
 def _cause(report: str) -> str:
-    """What two orders' reports share if they have one cause: the rule and the place."""
+    """The rule and the place of a report: equal where two orders' reports have one cause."""
     lines = report.splitlines()
     place = next((line for line in lines if line.lstrip().startswith("at PTX line")), "")
     rule = _RULE.search(lines[0])
@@ -138,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return refuse(f"{args.script} is not a file")
     if not 1 <= args.seeds <= 1000:
         return refuse(f"--seeds {args.seeds}: takes a number from 1 to 1000")
-    saved = _saved(args.script)  # before each run: what is saved during one is looked at after it
+    saved = _saved(args.script)  # before each run, so that a file saved during it is run again
     code = check(args)
     while args.watch:
         print(f"watching {args.script}; Ctrl-C ends it", file=sys.stderr)
@@ -150,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _saved(file: Path) -> int:
-    """When the file was saved; 0 while an editor replaces it."""
+    """The file's modification time, in ns; 0 while an editor replaces it."""
     try:
         return file.stat().st_mtime_ns
     except OSError:

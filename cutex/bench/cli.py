@@ -1,6 +1,6 @@
 """The command line of an operator: one vocabulary of problem, stage, arch, device and output.
 
-Exit codes: 0 all right; 1 a wrong result or a simulator finding; 2 bad input, with one sentence on
+Exit codes: 0 success; 1 a wrong result or a simulator finding; 2 bad input, with one sentence on
 stderr. Neither torch nor the DSL is imported before there is something to run.
 """
 
@@ -12,30 +12,30 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import NoReturn
 
 from cutex.arch import Arch, arch, local_arch
 from cutex.bench import timing
 from cutex.bench.progress import progress
-from cutex.bench.run import DEVICES, Options, admit, choose_device, compile_stage, run_stages
-from cutex.command import answered, refuse
-from cutex.orders import MOST_JOBS, ORDERS
+from cutex.bench.run import (
+    DEVICES,
+    Options,
+    admit,
+    choose_device,
+    compile_stage,
+    has_room,
+    run_stages,
+)
+from cutex.command import Parser, answered, refuse, writable
+from cutex.orders import MOST_JOBS, add_order
 from cutex.problem import Problem
 from cutex.problem.stage import AnyStage, ladders
 from cutex.results import Result, Timing, gbs
 from cutex.results.rate import rate
 from cutex.results.recorder import Recorder, try_folder
 
-DEFAULT_ARCH = "sm_100a"  # what is simulated where there is no GPU, if there is a ladder for it
+DEFAULT_ARCH = "sm_100a"  # the arch to simulate where there is no GPU, if it has a ladder
 LARGEST_SEED = 1 << 31
 EMITS = ("ptx", "sass", "resources", "bounds")
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that leaves bad input to main, to be answered with one sentence."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
 
 
 def parser(kind: type[Problem]) -> Parser:
@@ -59,7 +59,7 @@ def parser(kind: type[Problem]) -> Parser:
     )
     add_problem(what, [kind])
     sim = p.add_argument_group("in the simulator")
-    sim.add_argument("--order", choices=ORDERS, help="of events; default: fifo")
+    add_order(sim)
     sim.add_argument(
         "--seeds", type=int, metavar="N", help="run N orders of that kind; default kind: random"
     )
@@ -128,12 +128,13 @@ class Job:
     problems: list[Problem]
     device: str
     options: Options
-    clock: Clock | None = None  # to predict the time instead
+    clock: Clock | None = None  # not None: predict the time instead
 
 
 @dataclass(frozen=True)
 class Clock:
-    """What --time asks for."""
+    """The options of --time: the GPU, as `cutex.sim.timing.gpus.gpu` takes it, and a file for the
+    trace."""
 
     gpu: str
     trace: Path | None
@@ -141,7 +142,7 @@ class Clock:
 
 @answered
 def main(kind: type[Problem], argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` of an operator; returns the exit code."""
+    """Run the command line `argv` of an operator, and return the exit code."""
     try:
         given = sys.argv[1:] if argv is None else argv
         args = parser(kind).parse_args(join_sizes(given, kind.size_options))
@@ -163,7 +164,7 @@ def main(kind: type[Problem], argv: Sequence[str] | None = None) -> int:
 
 
 def join_sizes(argv: Sequence[str], options: Sequence[str]) -> list[str]:
-    """Turn `--size -8` into `--size=-8`: argparse would take a negative size for an option."""
+    """Turn `--size -8` into `--size=-8`, since argparse takes a negative size for an option."""
     joined: list[str] = []
     for word in argv:
         if joined and joined[-1] in options:
@@ -174,13 +175,14 @@ def join_sizes(argv: Sequence[str], options: Sequence[str]) -> list[str]:
 
 
 def plan(kind: type[Problem], args: argparse.Namespace) -> Job:
-    """The Job that the arguments ask for; ValueError, in one sentence, where they make no sense."""
+    """Return the Job that the arguments state. Raises ValueError, with one sentence, for bad
+    ones."""
     if args.device not in DEVICES:
         raise ValueError(f"--device {args.device!r} is not one of {', '.join(DEVICES)}")
     here = local_arch() if args.arch is None and args.device != "sim" else None
     archs = ladders(kind.op).archs
     usual = DEFAULT_ARCH if DEFAULT_ARCH in archs else archs[0]
-    target = arch(args.arch or (here.name if here else usual))
+    target = arch((here.name if here else usual) if args.arch is None else args.arch)
     if args.emit == "bounds" and not target.tmem_columns:
         raise ValueError(f"--emit bounds reads tcgen05 code, which {target.name} has not")
     wanted = choose_stages(kind, args.stage, target)
@@ -203,9 +205,11 @@ def job(
     device: str,
     case: str | None = None,
 ) -> Job:
-    """What `args` ask for of these stages on this device, "cuda" or "sim"; without sizes in `args`,
-    those of `case`, by default the device's."""
-    clock = _clock(args, wanted[0], device)
+    """Return the Job of these stages on this device, "cuda" or "sim". Without sizes in `args` it
+    has those of `case`, by default the device's."""
+    clock, emit = _clock(args, wanted[0], device), getattr(args, "emit", None)
+    if emit:
+        _refuse_beside(f"--emit {emit}", args, ("time", *RUNNING, "json"))
     case = "cuda" if clock and case is None else case
     problems = [
         kind.of(sizes, args.dtype, args.init, args.seed)
@@ -214,12 +218,18 @@ def job(
     options = _options(kind, args, device)
     for problem in problems:
         admit(problem, wanted, device, options)
+        if device == "sim" and not (clock or emit):
+            has_room(problem)
+    if clock and clock.trace and len(wanted) * len(problems) > 1:
+        raise ValueError(
+            f"--trace keeps one run, these are {len(wanted)} stages of {len(problems)} sizes"
+        )
     return Job(wanted, problems, device, options, clock)
 
 
 def _clock(args: argparse.Namespace, stage: AnyStage, device: str) -> Clock | None:
-    """What --time, --trace and --gpu ask for; ValueError where they make no sense."""
-    # NOTE: a rental's --gpu is another one
+    """Return the options --time, --trace and --gpu. Raises ValueError for a bad combination."""
+    # NOTE: a rental's --gpu is another option
     options = {"--trace": "trace", "--gpu": "what_if"}
     given = [name for name, n in options.items() if getattr(args, n, None) is not None]
     if not getattr(args, "time", False):
@@ -228,12 +238,23 @@ def _clock(args: argparse.Namespace, stage: AnyStage, device: str) -> Clock | No
         return None
     if device != "sim":
         raise ValueError("--time is for device sim: on a GPU times are measured")
+    _refuse_beside("--time", args, RUNNING)
     from cutex.sim.timing.gpus import gpu, of_arch
 
     text = args.what_if or of_arch(stage.arch)
     if gpu(text).arch != stage.arch:
         raise ValueError(f"--gpu {text}: is no GPU of {stage.arch}")
-    return Clock(text, Path(args.trace) if args.trace else None)
+    return Clock(text, writable("--trace", args.trace) if args.trace is not None else None)
+
+
+RUNNING = ("order", "seeds", "jobs", "compare", "cache_state", "check_only", "expect")
+
+
+def _refuse_beside(what: str, args: argparse.Namespace, names: Iterable[str]) -> None:
+    """Raise ValueError if one of these options is given, which `what` would ignore."""
+    for name in names:
+        if getattr(args, name, None):
+            raise ValueError(f"--{name.replace('_', '-')} does not go with {what}")
 
 
 def _options(kind: type[Problem], args: argparse.Namespace, device: str) -> Options:
@@ -269,9 +290,10 @@ def _options(kind: type[Problem], args: argparse.Namespace, device: str) -> Opti
 def list_stages(kind: type[Problem], only: str | None) -> None:
     """Print the ladder of every arch, or of one."""
     found = ladders(kind.op)
-    for target in [arch(only)] if only else map(arch, found.archs):
+    for target in map(arch, found.archs) if only is None else [arch(only)]:
+        stages = found.stages(target.name)
         print(f"{target.name}  {target.title} ({target.board})")
-        for s in found.stages(target.name):
+        for s in stages:
             print(f"{s.number:5}  {s.title:<24}  {s.idea}")
 
 
@@ -298,9 +320,9 @@ def emit(stage: AnyStage, dtype: str, what: str) -> None:
 
 
 def run(job: Job, out: Path, as_json: bool) -> int:
-    """Run a job, print a line and append a line to the ledger per result; returns the exit code.
+    """Run a job, print a line and append a line to the ledger per result, and return the exit code.
 
-    A result is printed before it is recorded, and one that cannot be written ends nothing.
+    A result is printed before it is recorded; one that cannot be written does not end the run.
     """
     console, recorder = Lines(job.device, job.options.compare, as_json), Recorder(out)
     code = 0
@@ -317,7 +339,7 @@ def run(job: Job, out: Path, as_json: bool) -> int:
                 for result in found:
                     try:
                         console.result(result)
-                    except Exception as error:  # NOTE: it was measured, and is recorded
+                    except Exception as error:  # NOTE: the result is still recorded
                         unprinted = error
                     recorder.row(result)
                     code = code if result.ok else 1
@@ -364,10 +386,8 @@ SIMULATED = (("orders", 6), ("time s", 8), ("TFLOPS", -15))
 
 
 class Lines:
-    """The output of a run: a header with units, then one line per result; or JSON lines.
-
-    On a terminal there is colour.
-    """
+    """The output of a run: a header with units, then one line per result, coloured on a terminal;
+    or JSON lines."""
 
     def __init__(self, device: str, peers: tuple[str, ...], as_json: bool) -> None:
         timed = (*TIMED, *((f"x {name}", max(8, len(name) + 2)) for name in peers))

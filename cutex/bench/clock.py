@@ -1,4 +1,4 @@
-"""The predicted time of a stage, by the simulator's clock; nothing is checked or measured."""
+"""The predicted time of a stage, by the simulator's clock, without a check or a measurement."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from cutex.sim.timing.timed import Whole
     from cutex.sim.timing.trace import Traced
 
-TILES = 2.6  # that a cluster runs in detail, of each warpgroup that has tiles of its own
-DETAILED_FLOPS = 6e8  # a CTA, where tiles differ
-WALKED = 3  # tiles that a CTA walks over, where they differ in their steps
-STEPS = (6, 14)  # of the two tiles that are recorded where tiles differ in their steps
+TILES = 2.6  # recorded tiles of a cluster, for each warpgroup that has tiles of its own
+DETAILED_FLOPS = 6e8  # recorded MMA FLOPs of a CTA, where tiles differ
+WALKED = 3  # recorded tiles of a CTA, where they differ in their steps
+STEPS = (6, 14)  # steps of the two tiles that are recorded, where tiles differ in their steps
 
 
 def record(problem: Problem, stage: AnyStage) -> tuple[Traced | Lengths, Whole]:
-    """One cluster of a stage's launch, and what the whole grid has to do."""
+    """Return the record of one cluster of a stage's launch, and the work of the whole grid."""
     from cutex.sim.timing.timed import Whole
 
     stage = settle(stage, problem, timed=False)
@@ -41,20 +41,20 @@ def record(problem: Problem, stage: AnyStage) -> tuple[Traced | Lengths, Whole]:
 
 
 def _record_lengths(problem: Problem, stage: AnyStage, tiles: tuple[int, ...]) -> Lengths:
-    """Records of tiles of two lengths, and a look at the loads of the whole."""
+    """Return records of tiles of two lengths, with the sharing of loads in the whole grid."""
     from cutex.sim.timing.lengths import Lengths
     from cutex.sim.timing.trace import look_at
 
     config = stage.config()
     longest = max(tiles)
-    # NOTE: enough of them that a CTA which walks over tiles walks here, too
+    # NOTE: enough tiles that a persistent CTA computes several of them here, too
     count = min(len(tiles), WALKED * arch(stage.arch).num_sms + 1)
     records, lengths = [], []
     for wanted in (min(STEPS[0], max(1, longest // 2)), min(STEPS[1], longest)):
         brief = problem.with_steps(config, wanted, count)
         records.append(_record(brief, stage, (WALKED + 0.3) * brief.work(config)[1], look=False))
         lengths.append(brief.tile_steps(config)[0])
-    long = _launched(problem, stage, lambda h, p, a, r: look_at(h, p, a, r, records[1]))
+    long = launched(problem, stage, lambda h, p, a, r: look_at(h, p, a, r, records[1]))
     short = replace(records[0], grid=long.grid, sharing=long.sharing)
     return Lengths(short, long, (lengths[0], lengths[1]), tiles)
 
@@ -62,11 +62,12 @@ def _record_lengths(problem: Problem, stage: AnyStage, tiles: tuple[int, ...]) -
 def _record(problem: Problem, stage: AnyStage, limit: float, look: bool = True) -> Traced:
     from cutex.sim.timing.trace import trace
 
-    return _launched(problem, stage, lambda h, p, a, r: trace(h, p, a, r, limit, look)[0])
+    return launched(problem, stage, lambda h, p, a, r: trace(h, p, a, r, limit, look)[0])
 
 
-def _launched(problem: Problem, stage: AnyStage, how: Callable[..., Traced]) -> Traced:
-    """What ``how`` makes of a launch, on data that costs nothing to compute with where it may."""
+def launched(problem: Problem, stage: AnyStage, how: Callable[..., Traced]) -> Traced:
+    """Return ``how``'s record of a launch, on zeros where the problem may have them: they cost
+    nothing."""
     from cutex.sim.host.loaded import captured
 
     compiled = compile_stage(stage, problem.dtype)

@@ -1,4 +1,4 @@
-"""How far off the clock is on a B200 that others measured: CUTLASS's persistent GEMMs, 1300 MHz.
+"""The error of the clock on published times of a B200: CUTLASS's persistent GEMMs at 1300 MHz.
 
 The rows are hbarclay/gemm-model's (commit 0de20a8): 40 problems x tiles x clusters in fp16, fp8 and
 nvfp4, with the SMs' clock held, so that cycles alone count. Two short K of each kernel are
@@ -27,20 +27,20 @@ ROWS = FOLDER / "b200-1300mhz.csv"
 TRACES = FOLDER / "traces-cutlass-sm_100a.json.gz"
 GHZ = 1.3
 COLUMNS = ("dtype", "m", "n", "k", "mma_m", "mma_n", "cluster_m", "cluster_n", "us")
-BYTES = {"fp16": 2.0, "fp8": 1.0, "nvfp4": 0.5}  # of an element of A and B
+BYTES = {"fp16": 2.0, "fp8": 1.0, "nvfp4": 0.5}  # bytes of an element of A and B
 FACTORS = 16  # elements of nvfp4 that share a scale factor of a byte
-LENGTHS = {  # K that are recorded
+LENGTHS = {  # values of K that are recorded
     "fp16": (256, 512, 1024, 2048), "fp8": (256, 512, 1024, 2048), "nvfp4": (512, 2048, 4096),
 }  # fmt: skip
-STEADY = 2  # tiles, the last of a record, that follow at the pace of all others
-OVERHEAD_US = 7.0  # that these rows have more than a launch in a graph: fit, +-1
-SLOWER, SLOW_US = 0.12, 80.0  # MMAs, for so long at the start of a launch: fit, +-0.04, +-30
-HOST_US = {"fp16": 0.0, "fp8": 0.0, "nvfp4": 23.1}  # below which the host is slower: fit, +-0.5
+STEADY = 2  # the last tiles of a record, whose pace all later ones keep
+OVERHEAD_US = 7.0  # the rows' time beyond that of a launch in a graph: fit, +-1
+SLOWER, SLOW_US = 0.12, 80.0  # MMAs take 12 % longer in a launch's first us: fit, +-0.04, +-30
+HOST_US = {"fp16": 0.0, "fp8": 0.0, "nvfp4": 23.1}  # the host's time of a launch: fit, +-0.5
 
 
 @dataclass(frozen=True)
 class B200Row:
-    """One kernel on one problem, measured. ``tile`` is that of a pair of CTAs."""
+    """One kernel on one problem, measured. ``tile`` is the tile of a pair of CTAs."""
 
     dtype: str
     mnk: tuple[int, int, int]
@@ -77,7 +77,7 @@ class B200Error:
 
 
 def measured(file: Path = ROWS) -> list[B200Row]:
-    """Rows of the published file; ValueError for another."""
+    """Return the rows of the published file. Raises ValueError for another file."""
     with file.open() as text:
         found = list(csv.DictReader(text))
     if not found or not set(COLUMNS) <= set(found[0]):
@@ -93,7 +93,7 @@ def measured(file: Path = ROWS) -> list[B200Row]:
 
 @dataclass
 class B200Model:
-    """Times of rows by one set of constants; replays are kept."""
+    """The predicted times of rows by one set of constants; replays are cached."""
 
     traced: Mapping[str, Traced]
     gpu: Gpu = field(default_factory=lambda: gpu(f"b200,clock={GHZ}"))
@@ -105,14 +105,15 @@ class B200Model:
         short, long = _beside(k, LENGTHS[row.dtype])
         (a, _), (b, tensor) = (self._cycles(row, length) for length in (short, long))
         slope = (b - a) / (long - short)
-        if k > long:  # where in the end the tensor cores bind, if they do not at a short K
+        if k > long:  # NOTE: the tensor cores may bind at this K, though not at a short one
             slope = max(slope, tensor / long)
         cycles = max(b + slope * (k - long) + self.gpu.launch, 0.0)
         us = cycles / GHZ / 1e3 + self.overhead
         return max(us + slow_start(tensor / long * k / GHZ / 1e3, us), HOST_US[row.dtype])
 
     def _cycles(self, row: B200Row, k: int) -> tuple[float, float]:
-        """Of the row's grid, if its K were ``k``; and of the tensor cores alone."""
+        """The cycles of the row's grid, if its K were ``k``; and the busy cycles of the tensor
+        cores."""
         record = self.traced[row.key(k)].record
         m, n, whole_k = row.padded
         size = row.cluster[0] * row.cluster[1]
@@ -149,10 +150,9 @@ class B200Model:
 
 
 def after_tiles(run: Run, tiles: int, tile: float, recorded: int) -> float:
-    """When the stores of the last of so many tiles of ``tile`` FLOPs are done. The last of those
-    recorded take as long as all that follow, for by then what was loaded and stored at leisure is
-    used up.
-    """
+    """The end of the stores of the last of ``tiles`` tiles of ``tile`` FLOPs. All later ones take
+    as long as the last of the recorded ones, for by then buffers no longer hide loads and
+    stores."""
     if tiles <= len(run.tiles):
         return run.tiles[tiles - 1]
     ends = [when(run, n * tile) for n in range(1, recorded + 1)]
@@ -163,16 +163,15 @@ def after_tiles(run: Run, tiles: int, tile: float, recorded: int) -> float:
 
 
 def slow_start(tensor: float, us: float) -> float:
-    """Microseconds that a launch takes longer, as these rows show it, because its first MMAs are
-    slower; ``tensor`` of its ``us`` the tensor cores are busy, and where others bind they hide it.
-    """
+    """Microseconds that these rows' launches take longer because their first MMAs are slower. The
+    tensor cores are busy for ``tensor`` of the launch's ``us``; where others bind they hide the
+    loss."""
     return SLOWER * min(tensor, SLOW_US) * min(1.0, tensor / us) ** 2
 
 
 def refetched(ratio: float) -> float:
-    """Part of a tensor that is gone when it is next walked over, where it is ``ratio`` times as
-    large as a cache that replaces lines at random: m = 1 - exp(-m ratio).
-    """
+    """The share of a tensor that is evicted before it is read again, where it is ``ratio`` times as
+    large as a cache that replaces lines at random: m = 1 - exp(-m ratio)."""
     if ratio <= 1.0:
         return 0.0
     part = 1.0
@@ -182,7 +181,7 @@ def refetched(ratio: float) -> float:
 
 
 def _beside(k: int, lengths: Sequence[int]) -> tuple[int, int]:
-    """The two recorded lengths between which, or beyond which, ``k`` lies."""
+    """The two recorded values of K between which ``k`` is, or the two nearest to it."""
     for pair in pairwise(lengths):
         if k <= pair[1]:
             return pair
@@ -190,19 +189,20 @@ def _beside(k: int, lengths: Sequence[int]) -> tuple[int, int]:
 
 
 def _rounded(part: float) -> float:
-    """To steps of an eighth of itself, so that few different replays are needed."""
+    """Round to steps of an eighth of an octave, so that few different replays are needed."""
     return 2.0 ** (round(8 * math.log2(part)) / 8) if part > 1e-3 else 0.0
 
 
 def errors(rows: Iterable[B200Row], model: B200Model) -> Iterator[B200Error]:
-    """Of rows whose kernel was recorded."""
+    """The errors of the rows whose kernel was recorded."""
     for row in rows:
         if all(row.key(k) in model.traced for k in LENGTHS[row.dtype]):
             yield B200Error(row, model.us(row))
 
 
 def losses(found: Sequence[B200Error]) -> list[float]:
-    """What the tile and cluster that the model calls best lose to the best, by problem."""
+    """The time that the config ranked first by the model loses to the fastest one, relative, by
+    problem."""
     problems: dict[tuple[str, tuple[int, int, int]], list[B200Error]] = {}
     for e in found:
         problems.setdefault((e.row.dtype, e.row.mnk), []).append(e)

@@ -1,4 +1,4 @@
-"""Whether the simulator's clock ranks the configs of a problem as a GPU does.
+"""The simulator's clock as a ranking of the configs of a problem, against a GPU's.
 
 Of each problem of the README eight configs of the last stage were measured, those that the
 library's choice ranks first (results/timing/cycles-*.jsonl, set "configs").
@@ -19,24 +19,24 @@ TRACES = FOLDER / "traces-configs-sm_90a.json.gz"
 
 
 def configs(rows: Iterable[Row]) -> list[Row]:
-    """Those of configs of one stage."""
+    """The rows that are configs of one stage."""
     return [r for r in rows if r.set == "configs"]
 
 
 def store(rows: Sequence[Row]) -> None:
-    """Records these rows anew, and keeps the records."""
+    """Record these rows again, and write the records to TRACES."""
     stored.save({r.key: record(r.problem, r.as_stage())[0] for r in rows}, TRACES)
 
 
 def found(rows: Sequence[Row]) -> list[Error]:
-    """The errors of those that are recorded."""
+    """The errors of the rows that are recorded."""
     traced: Mapping[str, Traced | Lengths] = stored.load(TRACES)
     return list(errors([r for r in rows if r.key in traced], traced, board()))
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What choosing a problem's config by the clock costs, relative to the best measured one."""
+    """The loss from choosing a problem's config by the clock, relative to the best measured one."""
 
     problem: str
     errors: Sequence[Error]
@@ -47,7 +47,7 @@ class Choice:
 
     @property
     def time(self) -> float:
-        """At the clock that each ran at."""
+        """The loss in time, at the clock rate of each measurement."""
         return self._lost(
             lambda e: e.timed.cycles / e.row.mhz, lambda e: e.row.cycles / e.row.mhz
         )  # fmt: skip
@@ -62,7 +62,8 @@ def choices(all_errors: Sequence[Error]) -> list[Choice]:
 
 
 def table(all_errors: Sequence[Error]) -> str:
-    """Markdown: by problem, what the config called best loses, and how far off all are."""
+    """Markdown: by problem, the loss of the config that the clock ranks first, and the errors of
+    all."""
     lines = [
         "| problem | cycles lost % | time lost % | rows | median % | nine of ten % | largest % |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",

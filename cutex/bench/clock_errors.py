@@ -1,9 +1,8 @@
-"""How far off the simulator's clock is: its cycles beside those that were measured.
+"""The error of the simulator's clock: its cycles against measured ones.
 
 Rows of results/timing/cycles-*.jsonl were measured on a GPU: a CUDA graph of launches for a quarter
 of a second, and the SMs' own cycle counters read by a kernel before and one behind it, so the
-cycles are exact, whatever the clock did meanwhile. Half of them are held out of every fit, by a
-hash of what was run.
+cycles are exact at any clock rate. Half of them are held out of every fit, by a hash of `Row.key`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ FOLDER = Path("results/timing")
 
 @dataclass(frozen=True)
 class Row:
-    """One stage, measured. ``cycles`` of the SMs for a launch, ``mhz`` their mean clock."""
+    """One stage, measured: ``cycles`` of the SMs for a launch, ``mhz`` their mean clock."""
 
     arch: str
     op: str
@@ -46,7 +45,7 @@ class Row:
 
     @property
     def key(self) -> str:
-        """What was run, also the name of its record."""
+        """The stage, the problem and the config, as text: also the name of its record."""
         key = f"{self.op}/{self.arch}/{self.stage}/{self.problem.size}"
         return f"{key}/{json.dumps(self.config)}" if self.set == "configs" else key
 
@@ -68,7 +67,7 @@ class Error:
 
     @property
     def cycles(self) -> float:
-        """Relative."""
+        """The relative error of the cycles."""
         return self.timed.cycles / self.row.cycles - 1
 
     @property
@@ -77,7 +76,7 @@ class Error:
 
 
 def measured(file: Path, arch: str = "sm_90a") -> list[Row]:
-    """Rows of our stages; kernels of others are left out."""
+    """Rows of our stages; kernels of other libraries are left out."""
     found = []
     for line in file.read_text().splitlines():
         r = json.loads(line)
@@ -96,17 +95,17 @@ def measured(file: Path, arch: str = "sm_90a") -> list[Row]:
 
 
 def ladder(rows: Iterable[Row]) -> list[Row]:
-    """Those of the ladders on Gaussian data."""
+    """The rows of the ladders on Gaussian data."""
     return [r for r in rows if r.set == "ladder" and r.problem.init == "normal"]
 
 
 def traces_file(op: str, arch: str) -> Path:
-    """Where the records of an operator's stages are kept."""
+    """The file of the records of an operator's stages."""
     return FOLDER / f"traces-{op}-{arch}.json.gz"
 
 
 def stored_traces(rows: Iterable[Row]) -> dict[str, Traced | Lengths]:
-    """All records that are kept of the operators and archs of these rows."""
+    """All stored records of the operators and archs of these rows."""
     found: dict[str, Traced | Lengths] = {}
     for file in {traces_file(r.op, r.arch): None for r in rows}:
         if file.exists():
@@ -115,7 +114,7 @@ def stored_traces(rows: Iterable[Row]) -> dict[str, Traced | Lengths]:
 
 
 def store_traces(rows: Sequence[Row]) -> None:
-    """Records these rows anew, and keeps the records."""
+    """Record these rows again, and write the records to their files."""
     for file in {traces_file(r.op, r.arch): None for r in rows}:
         mine = [r for r in rows if traces_file(r.op, r.arch) == file]
         stored.save({r.key: record(r.problem, r.as_stage())[0] for r in mine}, file)
@@ -134,7 +133,7 @@ def errors(
 class Summary:
     count: int
     median: float
-    ninth: float  # of ten within it
+    ninth: float  # nine of ten are within it
     largest: float
 
     @classmethod
@@ -151,9 +150,8 @@ class Summary:
 
 
 def in_order(found: Sequence[Error], least: float = 0.05) -> tuple[int, int]:
-    """Of pairs of stages on the same problem whose measured cycles differ by more than ``least``:
-    those that the clock has in the right order, and all.
-    """
+    """The number of pairs of stages on one problem that the clock has in the right order, and of
+    all such pairs whose measured cycles differ by more than ``least``, relative."""
     right = total = 0
     for i, a in enumerate(found):
         for b in found[:i]:

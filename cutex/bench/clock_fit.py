@@ -1,8 +1,8 @@
-"""Constants of the clock, fitted anew: `python -m cutex.clock --fit power` or `--fit b200`.
+"""A fit of constants of the clock: `python -m cutex.clock --fit power` or `--fit b200`.
 
-Of power, by turns each constant is made larger and smaller, and what lowers the mean error of the
-rows that are not held out is kept; of a B200, where each try takes seconds, all are moved together.
-Nothing is written: what is printed goes into cutex/sim/timing/gpus.py.
+For power, each constant in turn is made larger and smaller, and a change that lowers the mean error
+of the rows that are not held out is kept; for a B200, where each try takes seconds, all constants
+are moved together. Nothing is written: the output goes into cutex/sim/timing/gpus.py by hand.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ POWER = ("limit_w", "idle_w", "flop_pj", "issue_pj", "l2_pj", "hbm_pj", "burst_g
 RATES = (
     "l2_bytes", "l2_copies", "l2_store", "l2_latency", "l2_ahead", "tmem_copy_bytes", "overhead",
 )  # fmt: skip
-EVERY = 3  # of the rows of a B200 one is fitted to, which tells as much as all
+EVERY = 3  # the fit uses one of so many rows of a B200, which is as good as all
 ROUNDS = 3
-NUDGE = 1.06  # relative, to measure a slope
-LONGEST = 0.3  # step, of a logarithm
-RIDGE = 1.0  # that keeps constants which rows do not tell from where they are
-STEPS = (0.2, 0.07, 0.025)  # relative
-CAP = 0.3  # an error counts for no more
-SMALL = 50.0  # where a constant of 0 starts
+NUDGE = 1.06  # the factor on a constant by which a slope is measured
+LONGEST = 0.3  # the longest step of a constant's logarithm
+RIDGE = 1.0  # weight that keeps constants which the rows do not determine at their values
+STEPS = (0.2, 0.07, 0.025)  # relative changes of a constant
+CAP = 0.3  # the relative error as which all larger ones count
+SMALL = 50.0  # the start of a constant that is 0
 
 
 def descend(
     start: Mapping[str, float], loss: Callable[[Mapping[str, float]], float]
 ) -> dict[str, float]:
-    """The values, from ``start``, from which no step of any one lowers ``loss``."""
+    """Return values, found from ``start``, from which no step of any single one lowers ``loss``."""
     best, least = dict(start), loss(start)
     for step in STEPS:
         moved = True
@@ -63,7 +63,7 @@ def mean(values: Iterable[float]) -> float:
 
 
 def fit_power(found: Sequence[Error], gpu: Gpu) -> dict[str, float]:
-    """Energies from measured clocks; the cycles of ``found`` are taken as they are."""
+    """Fit the energies to measured clocks; the cycles of ``found`` stay as they are."""
     rows = [e for e in found if not e.row.held_out]
 
     def loss(values: Mapping[str, float]) -> float:
@@ -79,7 +79,7 @@ def clock_error(e: Error, gpu: Gpu) -> float:
 
 
 def b200_model(traced: Mapping[str, Traced], values: Mapping[str, float]) -> B200Model:
-    """One with other constants: of the GPU, or the rows' own."""
+    """A model with other constants, each the GPU's or the model's own."""
     model = B200Model(traced)
     own = {name: value for name, value in values.items() if hasattr(model, name)}
     board = changed(model.gpu, {k: v for k, v in values.items() if k not in own})
@@ -87,7 +87,7 @@ def b200_model(traced: Mapping[str, Traced], values: Mapping[str, float]) -> B20
 
 
 def fit_b200(rows: Sequence[B200Row], traced: Mapping[str, Traced]) -> dict[str, float]:
-    """Rates and latencies of a B200 from the published rows that are not held out."""
+    """Fit the rates and latencies of a B200 to the published rows that are not held out."""
     mine = [r for r in rows if not r.held_out][::EVERY]
     model = B200Model(traced)
 
@@ -102,10 +102,9 @@ def fit_b200(rows: Sequence[B200Row], traced: Mapping[str, Traced]) -> dict[str,
 def newton(
     start: Mapping[str, float], residuals: Callable[[Mapping[str, float]], np.ndarray]
 ) -> dict[str, float]:
-    """The values, from ``start``, that make the mean of the residuals small, of which none counts
-    for more than ``CAP``: what each value does to each residual is measured, and the best step if
-    all were linear is taken as far as it helps.
-    """
+    """Return values, found from ``start``, at which the mean of the residuals is small, each
+    counted as at most ``CAP``: the slope of each residual in each value is measured, and the best
+    step of the linear model is taken as far as it helps."""
     best = dict(start)
     at = residuals(best)
     for _ in range(ROUNDS):
@@ -125,7 +124,8 @@ def newton(
 
 
 def _least_absolute(slopes: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """The step that makes the mean of ``|at + slopes @ step|`` least, by squares weighted anew."""
+    """The step that minimizes the mean of ``|at + slopes @ step|``, by iteratively reweighted
+    squares."""
     step = np.zeros(slopes.shape[1])
     for _ in range(50):
         left = np.abs(at + slopes @ step)
@@ -137,7 +137,7 @@ def _least_absolute(slopes: np.ndarray, at: np.ndarray) -> np.ndarray:
 
 
 def told(values: Mapping[str, float], held: Sequence[float]) -> str:
-    """The constants, and the errors of the rows that nothing was fitted to."""
+    """The constants, and the errors of the rows that were held out."""
     lines = [f"{name:16} {value:.4g}" for name, value in values.items()]
     return "\n".join(
         [*lines, f"held out: rows | median | nine of ten | largest: {Summary.of(held)}"]

@@ -1,4 +1,4 @@
-"""How far off the clock is on others' kernels on Hopper: CUTLASS's and quack's GEMMs, and
+"""The error of the clock on other libraries' kernels on Hopper: CUTLASS's and quack's GEMMs, and
 flash-attn-4's forward.
 
 Their cycles were measured on the H200 beside ours. CUTLASS's records were made from a clone of its
@@ -29,12 +29,12 @@ STATED = ("dtype", "init", "seed")
 
 @dataclass(frozen=True)
 class ForeignRow:
-    """A kernel of another library on one problem, measured. ``work`` is a GEMM's."""
+    """A kernel of another library on one problem, measured. ``work`` is given for a GEMM."""
 
     library: str
-    kernel: str  # as tables name it
+    kernel: str  # its name in tables
     problem: str
-    key: str  # of its record
+    key: str  # the name of its record
     cycles: float
     mhz: float
     work: Whole | None = None
@@ -92,7 +92,7 @@ def traces_file(library: str) -> Path:
 
 
 def traces(libraries: Iterable[str] = LIBRARIES) -> dict[str, Traced | Lengths]:
-    """All records that are kept of these libraries' kernels."""
+    """All stored records of these libraries' kernels."""
     found: dict[str, Traced | Lengths] = {}
     for file in map(traces_file, libraries):
         if file.exists():
@@ -103,7 +103,7 @@ def traces(libraries: Iterable[str] = LIBRARIES) -> dict[str, Traced | Lengths]:
 def errors(
     rows: Sequence[ForeignRow], traced: Mapping[str, Traced | Lengths], gpu: Gpu
 ) -> Iterator[ForeignError]:
-    """Of rows whose kernel was recorded."""
+    """The errors of the rows whose kernel was recorded."""
     for row in rows:
         if one := traced.get(row.key):
             timed = predict(one, gpu.at(row.mhz / 1e3), row.whole(one))

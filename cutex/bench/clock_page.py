@@ -1,10 +1,8 @@
-"""The parts of docs/time.md that are made from the code: constants, and the table of errors."""
+"""The generated parts of docs/time.md: the constants, and the tables of errors."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from itertools import product
@@ -29,8 +27,8 @@ from cutex.bench.clock_errors import (
 from cutex.bench.clock_fit import report_b200, report_power
 from cutex.bench.clock_picture import ARCHS, timelines
 from cutex.bench.run import settle
-from cutex.command import answered
-from cutex.problem import DEFAULT_OP, OPS, problem_class
+from cutex.command import Parser, answered, in_clone, refuse
+from cutex.problem import OPS, problem_class
 from cutex.problem.stage import stages
 from cutex.sim.timing import stored
 from cutex.sim.timing.gpus import GPUS, SOURCES
@@ -43,7 +41,7 @@ PREDICTED = FOLDER / "predicted-sm_100a.jsonl"
 
 
 def constants() -> str:
-    """Markdown: every constant of every GPU, with its source and band."""
+    """Markdown: every constant of every GPU, with its source and error."""
     lines = [
         "| constant | H200 | how known | B200 | how known |",
         "| --- | ---: | --- | ---: | --- |",
@@ -69,15 +67,16 @@ def written(page: str, name: str, text: str) -> str:
     return f"{before}{first}\n{text}\n\n{last}{after}"
 
 
-def predicted(arch: str, file: Path) -> list[dict[str, Any]]:
-    """Rows for the ladder of an arch that nobody has timed: a time, a rate and their bands."""
-    kind = problem_class(DEFAULT_OP)
-    board_ = board(arch)
+def predicted(op: str, arch: str) -> list[dict[str, Any]]:
+    """For a ladder without measurements on its arch, one row for each stage: a time, a rate, and
+    bands."""
+    kind = problem_class(op)
+    board_, file = board(arch), traces_file(op, arch)
     problems = [kind.of(sizes) for sizes in kind.cases["confirm"]]
     have = stored.load(file) if file.exists() else {}
     rows = []
     for problem in problems:
-        for one in stages(DEFAULT_OP, arch):
+        for one in stages(op, arch):
             key = f"{one.op}/{arch}/{one.number}/{problem.size}"
             one = settle(one, problem, timed=False)
             if key not in have:
@@ -103,9 +102,8 @@ def predicted(arch: str, file: Path) -> list[dict[str, Any]]:
 def _of_b200(file: Path, fit: bool, page: bool) -> int:
     try:
         rows = clock_b200.measured(file)
-    except (OSError, ValueError) as error:
-        print(f"cutex: --b200: {error}", file=sys.stderr)
-        return 2
+    except ValueError as error:
+        return refuse(f"--b200: {error}")
     traced: dict[str, Any] = stored.load(clock_b200.TRACES)
     if fit:
         print(report_b200(rows, traced))
@@ -119,23 +117,20 @@ def _of_b200(file: Path, fit: bool, page: bool) -> int:
 
 
 def _write(parts: dict[str, str]) -> int:
-    """Puts each of the parts between its marks on the page."""
+    """Write each of the parts between its marks on the page."""
     try:
         page = PAGE.read_text()
         for name, text in parts.items():
             page = written(page, name, text)
-    except (OSError, ValueError) as error:
-        print(f"cutex: {error}", file=sys.stderr)
-        return 2
+    except ValueError as error:
+        return refuse(str(error))
     PAGE.write_text(page)
     return 0
 
 
 @answered
 def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(
-        prog="python -m cutex.clock", description="How far off the simulator's clock is."
-    )
+    p = Parser(prog="python -m cutex.clock", description="How far off the simulator's clock is.")
     p.add_argument("--page", action="store_true", help=f"write {PAGE}")
     p.add_argument("--store", action="store_true", help="record all measured rows anew")
     p.add_argument("--predict", action="store_true", help=f"write {PREDICTED}")
@@ -147,7 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.b200 or args.fit == "b200":
         return _of_b200(args.b200 or ROWS, args.fit == "b200", args.page)
     if args.predict:
-        found_ = predicted("sm_100a", traces_file(DEFAULT_OP, "sm_100a"))
+        in_clone(PREDICTED)
+        found_ = [row for op in OPS for row in predicted(op, "sm_100a")]
         PREDICTED.write_text("".join(json.dumps(row) + "\n" for row in found_))
         print(f"wrote {PREDICTED}")
         return 0

@@ -3,7 +3,7 @@
     CUTE_DSL_ARCH=sm_90a python -m cutex.bench.clock_peers quack fa4
 
 needs the extra `peers` and takes a quarter of an hour. For the rows that were measured it writes
-results/timing/traces-*-sm_90a.json.gz; `python -m cutex.clock` reckons their errors.
+results/timing/traces-*-sm_90a.json.gz; `python -m cutex.clock` computes their errors.
 """
 
 from __future__ import annotations
@@ -35,14 +35,13 @@ from cutex.sim.timing.trace import Traced, look_at, trace
 
 ARCH = "sm_90a"
 FA4_TILES = {64: (192, 128), 128: (128, 128), 256: (128, 80)}  # by head dim: queries, keys
-FA4_L2 = 50 << 20  # bytes of K and V that its causal order keeps together
-DRAWN = 4096  # tokens, of tensors that are drawn: larger ones are only looked at
+FA4_L2 = 50 << 20  # bytes of K and V of the heads that its causal order groups
+DRAWN = 4096  # tokens up to which tensors get random data: of larger ones only loads matter
 
 
 class Recording(Calls):
-    """Makes of each launch what ``how`` does of its host code, programs, arguments and tensors;
-    runs none.
-    """
+    """Passes each launch's host code, programs, arguments and tensors to ``how``, and keeps the
+    record; the launch does not run."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         super().__init__("fifo", 0, memory)
@@ -60,7 +59,7 @@ class Recording(Calls):
         self.found.append(self.how(function.host, function.programs, arguments, regions))
 
     def of(self, call: Callable[[], Any], how: Callable[..., Traced]) -> Traced:
-        """What ``how`` makes of the one launch of ``call``."""
+        """Return ``how``'s record of the one launch of ``call``."""
         self.how, self.found = how, []
         call()
         (found,) = self.found
@@ -93,7 +92,7 @@ def quack(calls: Recording, row: Mapping[str, Any]) -> Traced:
 
 
 def fa4(calls: Recording, row: Mapping[str, Any]) -> Lengths:
-    """Tiles of two lengths, of one head; and a look at the loads of the whole."""
+    """Record tiles of two lengths, of one head, and the sharing of loads in the whole grid."""
     from flash_attn.cute.interface import _flash_attn_fwd
 
     p = row["problem"]
@@ -122,9 +121,8 @@ def fa4(calls: Recording, row: Mapping[str, Any]) -> Lengths:
 
 
 def fa4_tiles(p: Mapping[str, Any]) -> tuple[int, ...]:
-    """Blocks of keys of each tile, in the order of the grid: causal, the longest first, for as many
-    heads at a time as L2 holds K and V of.
-    """
+    """Return the key blocks of each tile, in the order of the grid: causal, the longest first, in
+    groups of as many heads as have K and V in L2 together."""
     rows, keys = FA4_TILES[p["head_dim"]]
     pack = p["heads_q"] // p["heads_kv"]
     blocks = -(-p["seqlen_q"] * pack // rows)  # of queries

@@ -1,6 +1,6 @@
-"""A picture of the end of one tile and the start of the next, as the simulator's clock has it.
+"""A picture of the end of one tile and the start of the next, by the simulator's clock.
 
-Drawn from the stored records of the ladders (docs/time.md), so it needs neither a GPU nor the DSL.
+It is drawn from the stored records of the ladders (docs/time.md), without a GPU or the DSL.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ ARCHS = ("sm_90a", "sm_100a")
 SPAN = 9000.0  # cycles that a picture shows, two thirds of them before the end of a tile
 TICK = 1000
 WIDTH, LEFT, TOP, ROW = 1320.0, 130.0, 24.0, 19.0
-PALE = ".45"  # opacity of a wait, which has the colour of what it waits for
+PALE = ".45"  # opacity of a wait, in the colour of the unit that ends it
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a bar is, as the legend says it, and its colour."""
+    """A kind of bar: its words in the legend, and its colour."""
 
     told: str
     hue: int | str
@@ -52,14 +52,15 @@ WAITS = {
 
 
 def kind(bar: Bar) -> Kind:
-    """A wait is named for what ends it: a unit, a barrier's number, or the role of a warp."""
+    """The kind of a bar; a wait is named after what ends it: a unit, a barrier's number, or a
+    role."""
     if bar.kind != "wait":
         return WORK if bar.kind == "work" else UNIT
     return BARRIER if bar.told.startswith("barrier") else WAITS.get(bar.told, WARPS)
 
 
 def timelines(op: str, arch: str, ladder: Sequence[AnyStage]) -> str:
-    """HTML: one picture for each stage of which there is a record; nothing without records."""
+    """HTML: one picture for each stage with a stored record; empty without records."""
     file = traces_file(op, arch)
     if not file.is_file():
         return ""
@@ -88,7 +89,8 @@ def _intervals(problem: Problem, one: AnyStage, traced: Traced | Lengths) -> lis
 
 
 def tile_end(intervals: Sequence[Interval]) -> float:
-    """When the first store of CTA 0 begins, or else where the longest pause between its MMAs."""
+    """The start of the first store of CTA 0; without stores, of the longest pause between its
+    MMAs."""
     outs = sorted(i.start for i in intervals if i.track == "TMA out" and i.cta == 0)
     if outs:
         return outs[0]
@@ -98,7 +100,7 @@ def tile_end(intervals: Sequence[Interval]) -> float:
 
 
 def svg(intervals: Sequence[Interval], around: float, title: str) -> str:
-    """The tracks of CTA 0, ``SPAN`` cycles of them."""
+    """The tracks of CTA 0 during ``SPAN`` cycles, of which two thirds are before ``around``."""
     start = max(0.0, around - SPAN * 2 / 3)
     end, scale = start + SPAN, (WIDTH - LEFT) / SPAN
     tracks: dict[str, list[Interval]] = {}

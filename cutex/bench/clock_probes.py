@@ -1,9 +1,9 @@
 """Constants of the clock from probes, for the H200 and for a B200 that `confirm` rents.
 
-Small kernels of kernels/probes/sm90.py, which run on both: barriers that two sides signal in turn,
-polls, streams of TMA loads from L2 and from memory, and TMA stores. What they measured on a B200
-is kept in results/timing/constants-b200.json and stands in for the priors of
-cutex/sim/timing/gpus.py from then on.
+The probes are small kernels of kernels/probes/sm90.py, which run on both: barriers that two sides
+signal in turn, polls, streams of TMA loads from L2 and from HBM, and TMA stores. Results on a B200
+are kept in results/timing/constants-b200.json, and replace the priors of cutex/sim/timing/gpus.py
+from then on.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 DTYPE = "bf16"
 ROW = 128  # bytes of a row of a box
 SIMULATED = 16  # loads or turns in the simulator
-IN_L2, IN_MEMORY = 24 << 20, 4 << 30  # bytes of what streams go round
+IN_L2, IN_MEMORY = 24 << 20, 4 << 30  # bytes that a stream of loads reads over and over
 # cycles of a turn, a wait or a box that are the probe's own instructions, as on the H200
 OWN = {"named": 17.0, "mbarrier": 21.0, "peer": 27.0, "poll": 2.5, "box": 36.0}
 
 
 def plan(sms: int, count: int = 400) -> list[dict[str, Any]]:
-    """What is measured: rows without their cycles. ``count``: loads or turns of each."""
+    """The measurements, as rows without their cycles. ``count``: loads or turns of each."""
     rows: list[dict[str, Any]] = [
         {"probe": "signal", "kind": "named", "count": count},
         {"probe": "signal", "kind": "mbarrier", "count": count},
@@ -54,8 +54,7 @@ def plan(sms: int, count: int = 400) -> list[dict[str, Any]]:
 
 def measure(name: str, device: str) -> list[dict[str, Any]]:
     """The rows of `plan` for the arch ``name`` with their cycles, on "cuda"; on "sim", where a
-    clock counts instructions, one of each kind runs.
-    """
+    clock counts instructions, one row of each kind."""
     device = run.choose_device(device, arch(name))
     if device == "cuda":
         return [{**row, "cycles": _cycles(row, name, device)} for row in plan(arch(name).num_sms)]
@@ -107,7 +106,8 @@ def _cycles(row: dict[str, Any], name: str, device: str) -> Any:
 
 
 def constants(rows: Iterable[dict[str, Any]], clock: float) -> dict[str, float]:
-    """Constants of `Gpu` from measured rows, whose ``cycles`` are medians; ``clock`` in GHz."""
+    """Return constants of `Gpu` from measured rows, whose ``cycles`` are medians; ``clock`` is in
+    GHz."""
     by = {_key(r): r for r in rows if r.get("probe") in ("signal", "peer", "poll")}
     turn = {key: by[key]["cycles"] / by[key]["count"] / 2 for key in by if key != "poll"}
     found = {
@@ -120,7 +120,7 @@ def constants(rows: Iterable[dict[str, Any]], clock: float) -> dict[str, float]:
     sms = max(r["ctas"] for r in loads)
 
     def each(where: str, box: int, slots: int, ctas: int) -> float:
-        """Cycles of a box."""
+        """Cycles for each box."""
         wanted = where, box, slots, ctas
         row = next(r for r in loads if (r["where"], r["box"], r["slots"], r["ctas"]) == wanted)
         return float(row["cycles"]) / row["count"]
@@ -153,7 +153,7 @@ def _key(row: dict[str, Any]) -> str:
 
 
 def keep(rows: Sequence[dict[str, Any]], name: str, when: str, clock: float, results: Path) -> Path:
-    """Writes the constants of an arch's GPU into ``results``, where the clock looks for them."""
+    """Write the constants of an arch's GPU into ``results``, from which the clock reads them."""
     path = results / "timing" / constants_file(of_arch(name)).name
     path.parent.mkdir(parents=True, exist_ok=True)
     measured = {key: round(value, 2) for key, value in constants(rows, clock).items()}

@@ -1,7 +1,7 @@
-"""The times of single instructions, which a timing model needs and only a GPU can give.
+"""The times of single instructions, measured on a GPU as input of a timing model.
 
-Run by `modal run modal_app.py --op confirm`. In the simulator a clock counts instructions, so there
-the probes only prove that they run.
+`modal run modal_app.py --op confirm` runs them. In the simulator a clock counts instructions, so a
+run there only checks the probes.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ def compile_all(name: str) -> list[Compiled]:
 
 
 def measure(name: str, device: str) -> list[dict[str, Any]]:
-    """Run every probe on "cuda" or "sim"; one row each, with cycles and whether it was right.
+    """Run every probe on "cuda" or "sim"; return one row each, with cycles and whether it was
+    right.
 
-    A further row holds what the constants of the simulator's clock come of; on a GPU a last one the
-    clock and power of the top of the ladder under sustained load.
+    A further row holds the measurements for the constants of the simulator's clock; on a GPU a last
+    one has the clock and power of the top of the ladder under sustained load.
     """
     rows = [_measure_one(probe, compile(probe, DTYPE, name), device) for probe in _probes(name)]
     rows.append(_for_the_clock(name, device))
@@ -96,7 +97,8 @@ def _measure_one(probe: Any, compiled: Compiled, device: str) -> dict[str, Any]:
 
 
 def _sustained(name: str) -> dict[str, Any]:
-    """The clock and power of the first operator's top stage under a load of some seconds."""
+    """Measure the clock and power of the first operator's top stage under a load of some
+    seconds."""
     import time
 
     import torch
@@ -149,8 +151,8 @@ def _told(row: dict[str, Any]) -> str:
 
 
 def record(rows: list[dict[str, Any]], when: str, folder: Path) -> Path:
-    """Keep the rows of one run; a run recorded again replaces itself. The clock's constants replace
-    those that there were."""
+    """Write the rows of one run to a file; a run recorded again replaces itself. The clock's
+    constants replace the older ones."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"probes-sm100-{when[:19].replace(':', '')}.json"
     path.write_text(json.dumps(rows, indent=1) + "\n")

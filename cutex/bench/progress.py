@@ -13,7 +13,7 @@ EVERY = 5.0  # seconds between two lines
 
 @contextmanager
 def progress(what: str, steps: int = 0) -> Iterator[Callable[[], None]]:
-    """Shows `what` while it runs; what is yielded is called after each of `steps`."""
+    """Show `what` while the block runs; the block gets a function to call after each of `steps`."""
     done = [0]
 
     def state() -> str:

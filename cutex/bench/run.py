@@ -1,4 +1,5 @@
-"""The one path of every caller: compile a stage, launch it on a device, check it, time it."""
+"""The path of every caller to a result: compile a stage, launch it on a device, check it, time
+it."""
 
 from __future__ import annotations
 
@@ -29,21 +30,21 @@ DEVICES = ("auto", "cuda", "sim")
 
 @dataclass(frozen=True)
 class Options:
-    """How to run, as opposed to what: nothing here changes the numbers that come out."""
+    """The way to run a problem; no option changes the numbers that it computes."""
 
-    order: str = "fifo"  # simulator: out of cutex.orders.ORDERS
-    seeds: int = 1  # simulator: how many orders of that kind, where there is more than one
+    order: str = "fifo"  # simulator: one of cutex.orders.ORDERS
+    seeds: int = 1  # simulator: the number of orders of that kind, if it has seeds
     jobs: int = 1  # simulator: processes for grids of independent clusters
     compare: tuple[str, ...] = ()  # names of the problem's peers
     cache_state: str = "cold"
     check_only: bool = False  # leave out the timing
     expect: str = ""  # a note: what the run is expected to give, and why
-    id: str = field(default_factory=lambda: uuid4().hex[:12])  # of the run, in the ledger
+    id: str = field(default_factory=lambda: uuid4().hex[:12])  # the run's id in the ledger
     notice: Callable[[str], None] = lambda sentence: print(sentence, file=sys.stderr)
 
 
 def choose_device(name: str, target: Arch) -> str:
-    """Resolve `name` to "cuda" or "sim"; ValueError for "cuda" where no GPU of `target` is."""
+    """Resolve `name` to "cuda" or "sim". Raises ValueError for "cuda" without a GPU of `target`."""
     if name not in DEVICES:
         raise ValueError(f"device {name!r} is not one of {', '.join(DEVICES)}")
     if name == "sim":
@@ -58,7 +59,8 @@ def choose_device(name: str, target: Arch) -> str:
 
 
 def admit(problem: Problem, stages: Sequence[AnyStage], device: str, options: Options) -> Arch:
-    """The one arch of `stages`; ValueError if they have two, or if this cannot be run or timed."""
+    """Return the one arch of `stages`. Raises ValueError if they have two, or for a run or a timing
+    that is not possible."""
     target = arch(stages[0].arch)
     for stage in stages:
         if stage.arch != target.name:
@@ -71,10 +73,21 @@ def admit(problem: Problem, stages: Sequence[AnyStage], device: str, options: Op
     return target
 
 
+def has_room(problem: Problem) -> None:
+    """Raise ValueError unless this machine's memory can hold a simulated run of `problem`: its
+    operands, and operands and result of the reference in float64."""
+    needed, there = 9 * problem.bytes, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise ValueError(
+            f"{problem.size}: simulated and checked, this takes some {needed / 1e9:.0f} GB of "
+            f"memory, and this machine has {there / 1e9:.0f}; take smaller sizes, or --time"
+        )
+
+
 def run(
     problem: Problem, stage: AnyStage, device: str = "auto", options: Options | None = None
 ) -> Result:
-    """Run one stage on one problem: see run_stages."""
+    """Run one stage on one problem; see run_stages."""
     return run_stages(problem, [stage], device, options)[0]
 
 
@@ -103,7 +116,8 @@ def run_stages(
 
 
 def settle(stage: AnyStage, problem: Problem, timed: bool) -> AnyStage:
-    """The stage with its config for `problem`; if it chooses and is `timed`, the fastest here."""
+    """The stage with its config for `problem`: if it chooses, the model's choice, or if `timed` the
+    fastest on this GPU."""
     stage = stage.fitted(problem)
     if not stage.chooses:
         return stage
@@ -144,7 +158,7 @@ def _result(
 
 
 def _simulate(problem: Problem, stage: AnyStage, options: Options) -> Result:
-    """One Result over all orders; the first order that fails ends it."""
+    """Simulate all orders, up to the first that fails, and return one Result."""
     from cutex.sim import SimError, simulate
 
     compiled, config = compile_stage(stage, problem.dtype), stage.config()
@@ -273,7 +287,7 @@ def _check_launch(problem: Problem, launch: Launch, tile: tuple[int, ...] | None
 
 
 def _check_on_gpu(problem: Problem, stage: AnyStage, launch: Launch) -> Check:
-    """Small integers first, where the check is exact, then the problem's own data."""
+    """Check small integers first, where the result is exact, then the problem's own data."""
     tile = problem.tile(stage.config())
     if (small := problem.exact()) != problem:
         exact = _check_launch(small, launch, tile)
@@ -285,7 +299,8 @@ def _check_on_gpu(problem: Problem, stage: AnyStage, launch: Launch) -> Check:
 def _check_again(
     problem: Problem, stage: AnyStage, tensors: timing.Operands, measured: timing.Measured
 ) -> Check:
-    """Check what the timed graph itself writes: a figure counts only for a right result."""
+    """Check the output of the timed graph itself, since a figure counts only with a right
+    result."""
     blanks = problem.outputs("cuda")
     for output, blank in zip(tensors[-len(blanks) :], blanks, strict=True):
         output.copy_(blank)
@@ -294,7 +309,7 @@ def _check_again(
     return check if check.ok else replace(check, message=f"after timing: {check.message}")
 
 
-# ---- where and with what
+# ---- date, versions and commit of a run
 
 
 @cache
@@ -304,7 +319,7 @@ def run_time() -> str:
 
 @cache
 def environment() -> dict[str, Any]:
-    """Versions and commit that a figure belongs to."""
+    """The versions and the commit that a figure belongs to."""
     import torch
 
     found: dict[str, Any] = {"python": sys.version.partition(" ")[0], "torch": torch.__version__}
@@ -322,8 +337,8 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """CUTEX_COMMIT, or the commit of the clone that holds this package; "+edited" behind it if any
-    file that the package consists of was edited or added since."""
+    """CUTEX_COMMIT, or the commit of the clone that holds this package, with "+edited" if any file
+    of the package was edited or added since; None without either."""
     given = os.environ.get("CUTEX_COMMIT")
     package = Path(__file__).resolve().parents[1]
     root = package.parent

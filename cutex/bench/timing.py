@@ -46,11 +46,11 @@ def quantile(samples: Sequence[float], q: float) -> float:
 
 
 def copies_to_rotate(operand_bytes: int, l2_bytes: int, cache_state: str) -> int:
-    """How many sets of operands to take turns with.
+    """Return the number of sets of operands to take turns with.
 
     cold: together at least ROTATE_L2 times the L2, and never fewer than two, so that no launch
-    finds its own operands where the launch before left them. hot: one. ValueError for operands so
-    small that it would take more than MAX_COPIES.
+    finds its own operands where the launch before left them. hot: one. Raises ValueError for
+    operands so small that it would take more than MAX_COPIES.
     """
     if cache_state == "hot":
         return 1
@@ -64,13 +64,14 @@ def copies_to_rotate(operand_bytes: int, l2_bytes: int, cache_state: str) -> int
 
 
 def launches_per_sample(launch_us: float, copies: int, sample_us: float = SAMPLE_US) -> int:
-    """How many launches one graph holds: whole turns through the copies, about `sample_us` long."""
+    """The number of launches in one graph: whole turns through the copies, about `sample_us`
+    long."""
     turns = sample_us / (launch_us * copies)
     return copies * max(1, min(round(turns), MAX_LAUNCHES // copies))
 
 
 def interleave(names: Sequence[str], rounds: int, seed: int = 0) -> Iterator[list[str]]:
-    """`rounds` random orders of `names`."""
+    """Yield `rounds` random orders of `names`."""
     draw = random.Random(seed)
     for _ in range(rounds):
         yield draw.sample(names, len(names))
@@ -95,22 +96,22 @@ def summarise(
 
 @dataclass(frozen=True)
 class Sampling:
-    """How long variants are timed."""
+    """The length and the number of samples of a timing."""
 
     rounds: int = ROUNDS
     warm_up_seconds: float = WARM_UP_SECONDS
-    sample_us: float = SAMPLE_US  # aimed at
+    sample_us: float = SAMPLE_US  # aimed length of one graph replay
     eager_calls: int = EAGER_CALLS
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The findings of time_variants."""
+    """The result of time_variants."""
 
     timings: dict[str, Timing]
-    gpu_before: dict[str, float] | None  # under load, in the first timed round
-    gpu_after: dict[str, float] | None  # under load, in the last
-    replay: dict[str, Callable[[], None]]  # runs what was timed once more
+    gpu_before: dict[str, float] | None  # clock, power, temperature, in the first timed round
+    gpu_after: dict[str, float] | None  # the same in the last
+    replay: dict[str, Callable[[], None]]  # replays the graph that was timed
 
 
 def time_variants(
@@ -121,8 +122,8 @@ def time_variants(
     sampling: Sampling | None = None,
 ) -> Measured:
     """Time every variant on the same rotating `operands` (see copies_to_rotate).
-    Raises whatever a
-       variant raises on its first, eager call. Results are not checked here.
+
+    Raises any exception of a variant's first, eager call. Results are not checked here.
     """
     import torch
 
@@ -175,7 +176,7 @@ def time_variants(
 
 
 def _launch_cost(launch: Launch, operands: Operands, calls: int) -> float:
-    """Microseconds of host time that one eager call takes, median; warms the variant up."""
+    """The host time of one eager call, the median in microseconds; it also warms the variant up."""
     import torch
 
     for _ in range(3):
@@ -191,7 +192,7 @@ def _launch_cost(launch: Launch, operands: Operands, calls: int) -> float:
 
 
 def _estimate(launch: Launch, operands: Sequence[Operands]) -> float:
-    """Microseconds of GPU time per launch, roughly, eager."""
+    """The GPU time of an eager launch, in microseconds, approximately."""
     import torch
 
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -206,7 +207,7 @@ def _estimate(launch: Launch, operands: Sequence[Operands]) -> float:
 
 
 def _capture(launch: Launch, operands: Sequence[Operands], launches: int) -> torch.cuda.CUDAGraph:
-    """The graph of so many launches.
+    """Capture a graph of so many launches.
 
     NOTE: not by torch.cuda.graph, which collects garbage first: 0.25 s each time in a process that
     has compilers loaded.
@@ -227,7 +228,8 @@ def _capture(launch: Launch, operands: Sequence[Operands], launches: int) -> tor
 
 @cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
-    """One for all graphs: libraries keep memory for each stream that they meet."""
+    """The stream on which all graphs are captured, since libraries allocate memory for each
+    stream."""
     import torch
 
     return torch.cuda.Stream(device)

@@ -1,1 +1,1 @@
-"""Renting a GPU: prices, preflight, what runs in the container."""
+"""Renting a GPU: prices, preflight, and the part that runs in the container."""

@@ -1,4 +1,4 @@
-"""What a command rents: its requests, by GPU, what they cost, and when they are ended."""
+"""The calls that a command rents: its requests by GPU, their cost, and their time limits."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from cutex.cloud import prices
 from cutex.cloud.prices import Rental
 from cutex.problem import size_name
 
-START = 40.0  # a container starts, imports torch and the DSL; once per GPU
+START = 40.0  # seconds in which a container starts, imports torch and the DSL; once per GPU
 SLACK = 4.0  # times the estimate, after which a call is ended
 SHORTEST_LIMIT = 120
 LEAST_LIMIT = 60  # under --max-cost: the first call of a container still imports torch and the DSL
 STARTUP_LIMIT = 180  # seconds after which Modal gives up on a container that does not start
-RESTARTS = 1  # of each call, on a container that is taken away, are counted in the most
+RESTARTS = 1  # restarts of each call, after a preemption, that the highest cost includes
 NOT_COVERED = (
     "not counted: a second preemption of one call, building the image (once), and the volume of "
     "compiled kernels (cents a month)"
@@ -27,7 +27,7 @@ class Request:
     """One call in one container; `remote.execute` takes it as a dict."""
 
     index: int
-    run: str  # UTC time, alike for all that one command asks for
+    run: str  # UTC time, the same for all requests of one command
     gpu: str
     arch: str
     seconds: float  # estimate
@@ -39,7 +39,8 @@ class Request:
     pytest: list[str] | None = None
     script: str | None = None  # the name of a file
     source: bytes = b""  # its text
-    arguments: list[str] = field(default_factory=list)  # those of the script
+    arguments: list[str] = field(default_factory=list)  # arguments of the script, or of cutex.sweep
+    layers: list[str] = field(default_factory=list)  # names of problems of cutex.sweep
     commit: str | None = None
     kernels: bytes = b""
 
@@ -48,6 +49,8 @@ class Request:
             return f"pytest {shlex.join(self.pytest)}"
         if self.script is not None:
             return shlex.join(["python", self.script, *self.arguments])
+        if self.layers:
+            return f"{len(self.layers)} layers of models {shlex.join(self.arguments)}"
         if self.problem is None:
             return "timing probes"
         size, dtype = size_name(self.op, self.problem), self.problem["dtype"]
@@ -58,7 +61,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that one command asks for, by GPU, and what it costs."""
+    """All requests of one command, by GPU, and their cost."""
 
     rentals: list[Rental]
     requests: list[Request]
@@ -75,7 +78,7 @@ class Plan:
         return sum(r.usd(self.seconds(r)) for r in self.rentals)
 
     def limit(self, rental: Rental) -> int:
-        """Seconds after which Modal ends a call: generous, yet within --max-cost in all.
+        """The seconds after which Modal ends a call: generous, yet within --max-cost in all.
 
         The start of a container has a limit of its own, STARTUP_LIMIT.
         """
@@ -87,13 +90,13 @@ class Plan:
         return max(LEAST_LIMIT, int(longest), int(limit))
 
     def _each(self, rental: Rental, seconds: float) -> float:
-        """What of `seconds` each call may take, if each is begun again once."""
+        """The seconds of each call if all of them share `seconds`, and each is restarted once."""
         runs = 1 + RESTARTS
         return (seconds - runs * STARTUP_LIMIT) / (runs * len(self.on(rental.gpu)))
 
     @property
     def most(self) -> float:
-        """Dollars that it costs if every call is begun again, and runs into its limit each time."""
+        """The cost in dollars if every call is restarted, and runs into its limit each time."""
         return sum(
             r.usd((1 + RESTARTS) * (STARTUP_LIMIT + len(self.on(r.gpu)) * self.limit(r)))
             for r in self.rentals

@@ -1,4 +1,4 @@
-"""What is compiled and simulated here before anything is rented."""
+"""The preflight: everything is compiled and simulated on this machine before anything is rented."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from cutex.problem.stage import stage as stage_named
 
 
 def preflight(made: Plan, say: Callable[[str], None]) -> tuple[bool, dict[str, bytes]]:
-    """Compile every kernel asked for, and run it in the simulator on less.
+    """Compile every kernel of the plan, and simulate it on a reduced problem.
 
-    Returns whether all was right, and by arch the compiled kernels, packed to travel.
+    Returns whether all results were right, and by arch the compiled kernels, packed for the
+    container.
     """
     entries: dict[str, set[Path]] = {}
+    layers: dict[str, list[Request]] = {}
     right, seen = True, set()
     for request in made.requests:
         folders = entries.setdefault(request.arch, set())
@@ -29,6 +31,8 @@ def preflight(made: Plan, say: Callable[[str], None]) -> tuple[bool, dict[str, b
             right &= _preflight_probes(request.arch, folders, say)
         if request.script is not None:
             right &= _preflight_script(request, say)
+        if request.layers:
+            layers.setdefault(request.arch, []).append(request)
         if request.problem is None:
             continue
         problem = problem_class(request.op)(**request.problem)
@@ -46,11 +50,14 @@ def preflight(made: Plan, say: Callable[[str], None]) -> tuple[bool, dict[str, b
                 right = False
                 what = f"stage {stage.number} of {stage.arch} on {small.size}"
                 say(f"preflight: {what}: {result.message}")
+    for name, requests in layers.items():
+        right &= _preflight_layers(name, requests, entries[name], say)
     return right, {name: remote.pack(folders) for name, folders in entries.items()}
 
 
 def _configs(stage: AnyStage, problem: Problem) -> list[Config]:
-    """All configs that `stage` may run with there: of one that chooses by time, every candidate."""
+    """All configs that `stage` may run with in the container: every candidate, for a stage that
+    chooses by timing."""
     if not stage.chooses:
         return [stage.config()]
     from cutex.bench.autotune import CANDIDATES
@@ -59,7 +66,8 @@ def _configs(stage: AnyStage, problem: Problem) -> list[Config]:
 
 
 def _preflight_script(request: Request, say: Callable[[str], None]) -> bool:
-    """Run the script in the simulator, in a process of its own; its output is shown."""
+    """Run the script in the simulator, in a process of its own, and show its output. Return whether
+    its exit code was 0."""
     assert request.script is not None
     with tempfile.TemporaryDirectory(prefix="cutex-") as folder:
         file = Path(folder) / request.script
@@ -69,6 +77,22 @@ def _preflight_script(request: Request, say: Callable[[str], None]) -> bool:
     if code:
         say(f"preflight: {request}: exit code {code} in the simulator")
     return code == 0
+
+
+def _preflight_layers(
+    target: str, requests: list[Request], folders: set[Path], say: Callable[[str], None]
+) -> bool:
+    """Compile the kernels of all layers in `requests`, which are of one arch."""
+    with tempfile.TemporaryDirectory(prefix="cutex-") as folder:
+        only = Path(folder) / "only"
+        only.write_text("\n".join(name for request in requests for name in request.layers))
+        command = [sys.executable, "-m", "cutex.sweep", *requests[0].arguments]
+        command += ["--preflight", target, "--only", str(only)]
+        ran = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
+    folders |= {Path(line) for line in ran.stdout.splitlines()}
+    if ran.returncode:
+        say(f"preflight: layers of models on {target}: exit code {ran.returncode}")
+    return ran.returncode == 0
 
 
 def _preflight_probes(target: str, folders: set[Path], say: Callable[[str], None]) -> bool:

@@ -1,7 +1,7 @@
-"""The GPUs that Modal rents, by name, and what they cost.
+"""The GPUs that Modal rents, by name, and their prices.
 
-Rates change: these are of the date below, `--rate B200=6.25` overrides one, and
-`modal billing rates` gives today's.
+Rates change: these are of the date below, `--rate B200=6.25` overrides one, and `modal billing
+rates` gives today's.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 AS_OF = "2026-06"  # modal.com/pricing
-CORES, GIB = 4, 32  # what a container is given beside its GPU
+CORES, GIB = 4, 32  # CPU cores and memory of a container
 USD_PER_CORE_HOUR, USD_PER_GIB_HOUR = 0.047, 0.008
 
 
@@ -19,11 +19,11 @@ class Rental:
 
     gpu: str
     arch: str
-    usd_per_hour: float  # of the GPU alone
+    usd_per_hour: float  # price of the GPU alone
 
     @property
     def usd_per_second(self) -> float:
-        """The price of all that a container holds."""
+        """The price in dollars per second of the GPU, the cores and the memory of a container."""
         beside = CORES * USD_PER_CORE_HOUR + GIB * USD_PER_GIB_HOUR
         return (self.usd_per_hour + beside) / 3600
 
@@ -39,16 +39,16 @@ RENTALS = {
         Rental("H100!", "sm_90a", 3.95),
     )
 }
-INEXACT = {  # names that Modal knows, and answers with one of several GPUs
+INEXACT = {  # names for which Modal may give one of several GPUs
     "H100": "may be answered with an H200; take H100! or H200",
     "B200+": "may be answered with a B300; take B200",
 }
 
 
 def rental(name: str) -> Rental:
-    """The rental of Modal's name for a GPU, in either case.
+    """The rental of a GPU by Modal's name, in upper or lower case.
 
-    ValueError, in one sentence, for another name and for one that may be answered by another GPU.
+    ValueError, in one sentence, for another name, and for one for which Modal may give another GPU.
     """
     gpu = name.strip().upper()
     if gpu in INEXACT:

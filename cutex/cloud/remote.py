@@ -1,8 +1,8 @@
 """The part that runs in the rented container: the same `run` as everywhere else, on its GPU.
 
-A request and a reply are plain data. A container may be taken away and its input given to another:
-a request changes nothing outside but the volume of compiled kernels, and the ledger is written
-where the request came from.
+A request and a reply are plain data. A container may be preempted and its request given to another:
+a request changes nothing outside the container but the volume of compiled kernels, and the ledger
+is written where the request came from.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ def execute(request: dict[str, Any]) -> dict[str, Any]:
         reply.update(_tests(request["pytest"]))
     elif request["script"] is not None:
         reply.update(_script(request))
+    elif request["layers"]:
+        reply.update(_layers(request))
     elif request["probes"]:
         reply["probes"] = _probes(request)
     else:
@@ -56,15 +58,38 @@ def _run(request: dict[str, Any], notices: list[str]) -> list[str]:
     options = Options(**request["options"], notice=notices.append)
     with Volume(sources_digest(s.module for s in stages)):
         found = run_stages(problem_class(op)(**problem), stages, "cuda", options)
-    here = {
+    return [
+        replace(r, run=request["run"], environment={**r.environment, **_here(request)}).to_json()
+        for r in found
+    ]
+
+
+def _here(request: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a row on the device and the versions of its measurement."""
+    return {
         "commit": request["commit"],  # the sources came without their history
         "rented": request["gpu"],
         "container": os.environ.get("MODAL_TASK_ID"),
     }
-    return [
-        replace(r, run=request["run"], environment={**r.environment, **here}).to_json()
+
+
+def _layers(request: dict[str, Any]) -> dict[str, Any]:
+    """Run python -m cutex.sweep on the problems of the request, and return its rows."""
+    from cutex.results import sweep
+
+    root = Path(__file__).resolve().parents[2]
+    with tempfile.TemporaryDirectory() as folder:
+        only = Path(folder) / "only"
+        only.write_text("\n".join(request["layers"]))
+        command = (sys.executable, "-m", "cutex.sweep", *request["arguments"])
+        # NOTE: its output goes to the container's log, which Modal shows while it runs
+        ran = subprocess.run((*command, "--only", only, "--out", folder), cwd=root, check=False)
+        found = [row for file in Path(folder).glob("sweep/*.jsonl") for row in sweep.read(file)]
+    lines = [
+        replace(r, run=request["run"], environment={**r.environment, **_here(request)}).to_json()
         for r in found
     ]
+    return {"code": ran.returncode, "layers": lines}
 
 
 def _probes(request: dict[str, Any]) -> list[dict[str, Any]]:
@@ -74,7 +99,7 @@ def _probes(request: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _tests(arguments: list[str]) -> dict[str, Any]:
-    """Run pytest on the mounted tests; returns its report and its exit code."""
+    """Run pytest on the mounted tests; return its report (JUnit XML) and its exit code."""
     root = Path(__file__).resolve().parents[2]
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "junit.xml"
@@ -86,7 +111,7 @@ def _tests(arguments: list[str]) -> dict[str, Any]:
 
 
 def _script(request: dict[str, Any]) -> dict[str, Any]:
-    """Run the user's script as it is, in an empty folder; what it printed, and its exit code."""
+    """Run the user's script unchanged, in an empty folder; return its output and its exit code."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / Path(request["script"]).name
         file.write_bytes(request["source"])
@@ -100,7 +125,7 @@ def _script(request: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Clock:
-    """A clock of the seconds of rent since the last lap; the first lap began with the process."""
+    """A clock of the rented seconds since the last lap; the first lap begins with the process."""
 
     def __init__(self) -> None:
         self._from = time.time() - _process_seconds()
@@ -112,7 +137,7 @@ class _Clock:
 
 
 def _process_seconds() -> float:
-    """How long this process has been running; 0 where the kernel does not say."""
+    """The seconds for which this process has been running; 0 if /proc does not say."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         up = float(Path("/proc/uptime").read_text().split()[0])
@@ -138,7 +163,7 @@ def pack(entries: Iterable[Path]) -> bytes:
 
 
 def unpack(archive: bytes) -> None:
-    """Put packed entries into this machine's kernel cache, beside what is there."""
+    """Add packed entries to this machine's kernel cache."""
     if not archive:
         return
     from cutex.cache import cache_dir
@@ -152,7 +177,7 @@ def unpack(archive: bytes) -> None:
 
 
 def _add_entries(source: Path, target: Path) -> None:
-    """Copy what `target` lacks; each entry appears there whole."""
+    """Copy the entries that `target` lacks; each appears there complete."""
     for entry in source.iterdir() if source.is_dir() else ():
         if entry.is_dir() and not entry.name.startswith(".") and not (target / entry.name).exists():
             target.mkdir(parents=True, exist_ok=True)
@@ -165,10 +190,10 @@ def _add_entries(source: Path, target: Path) -> None:
 
 
 class Volume:
-    """Kernels, and configs chosen by time, that are kept between runs of the same sources.
+    """A network volume with kernels and timed choices, kept between runs of the same sources.
 
-    NOTE: the cache itself is on the container's own disk, because it needs locks and renames,
-    which a network volume may not have. An entry that did not arrive whole is made anew.
+    NOTE: the cache itself is on the container's own disk, because it needs locks and renames, which
+    a network volume may not have. An entry that did not arrive complete is built again.
     """
 
     def __init__(self, sources: str, mounted: str = VOLUME) -> None:

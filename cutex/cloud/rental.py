@@ -1,6 +1,7 @@
 """Renting a GPU for a run: preflight, plan and price first; replies into the ledger as they come.
 
-What rents is given from outside (modal_app.py), so all of this runs, and is tested, without Modal.
+The function that rents is passed in (by modal_app.py), so all of this runs, and is tested, without
+Modal.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cutex.arch import arch
-from cutex.bench import cli
+from cutex.bench import cli, sweep
 from cutex.bench.run import Options, commit, run_time
 from cutex.cloud import prices
 from cutex.cloud.calls import Plan, Request
@@ -27,6 +28,7 @@ from cutex.command import INTERRUPTED, answered, print_nowhere, refuse
 from cutex.errors import Missing
 from cutex.problem import DEFAULT_OP, OPS, Problem, problem_class
 from cutex.problem.stage import AnyStage, ladders
+from cutex.results import sweep as rows
 from cutex.results.recorder import try_folder
 
 Rent = Callable[[str, list[dict[str, Any]], int], AsyncIterator[Reply]]
@@ -34,13 +36,15 @@ Rent = Callable[[str, list[dict[str, Any]], int], AsyncIterator[Reply]]
 DEFAULT_GPU = "B200"
 DEFAULT_TESTS = f"tests/test_{DEFAULT_OP}.py -q"
 
-# What a call takes, in seconds. Estimates, with room: the price afterwards is by measured seconds.
+# The seconds that a call takes: generous estimates; the final price is by measured seconds.
 CHECK = 6.0  # per problem: inputs, reference, check
-VARIANT = 2.0  # per stage or peer: warm-up and 50 rounds; what a peer takes beside: PeerKernel
+VARIANT = 2.0  # per stage or peer: warm-up and 50 rounds; a peer's setup is in its PeerKernel
 TUNE = 10.0  # a stage that chooses its config by time
 TESTS = 300.0
 SCRIPT = 60.0
 PROBES = 60.0
+LAYERS, LAYER = 20.0, 0.7  # a call that sweeps over layers of models; each layer, each thing timed
+BATCH = 48  # layers that one call sweeps over
 
 
 def kinds() -> list[type[Problem]]:
@@ -62,7 +66,7 @@ class Parser(cli.Parser):
 
 
 def as_typed(argv: Sequence[str], typed: Sequence[str]) -> list[str]:
-    """`argv` with the `--` that `modal run` takes out of the command line `typed`."""
+    """`argv` with the `--` put back that `modal run` removes from the command line `typed`."""
     own = list(typed[typed.index("--") + 1 :]) if "--" in typed else []
     if not own or "--" in argv or list(argv[-len(own) :]) != own:
         return list(argv)
@@ -78,17 +82,18 @@ def parser() -> Parser:
     what = p.add_argument_group("what to run")
     what.add_argument(
         "--op",
-        choices=(*OPS, "script", "tests", "sweep", "confirm"),
+        choices=(*OPS, "script", "tests", "sweep", "layers", "confirm"),
         default=DEFAULT_OP,
         help=f"{', '.join(OPS)}: as python -m cutex.OP; script: a file of yours, in the simulator "
-        "here and then as it is there; tests: pytest there; sweep: many problems "
-        f"and GPUs; confirm: all that only a B200 can answer; default: {DEFAULT_OP}",
+        "here and then as it is there; tests: pytest there; sweep: many problems and GPUs; layers: "
+        "as python -m cutex.sweep, in parts; confirm: all that only a B200 can answer; default: "
+        f"{DEFAULT_OP}",
     )
     what.add_argument(
         "--gpu",
         default=DEFAULT_GPU,
         metavar="|".join(prices.RENTALS),
-        help="default: B200; for sweep several, as B200,H200",
+        help="default: B200; for sweep and layers several, as B200,H200",
     )
     what.add_argument("--stage", default="all", metavar="N|all|list", help="default: all")
     cli.add_problem(what, kinds())
@@ -98,6 +103,13 @@ def parser() -> Parser:
         metavar="ARGS",
         help=f"of pytest; default: {DEFAULT_TESTS}",
     )
+    what.add_argument(
+        "--half",
+        choices=sweep.HALVES,
+        default="report",
+        help="of --op layers, whose --dtype is bf16 or e4m3; default: report",
+    )
+    what.add_argument("--tuned", action="store_true", help="of --op layers: tune each first")
     what.add_argument(
         "script",
         nargs="?",
@@ -122,21 +134,27 @@ def parser() -> Parser:
     return p
 
 
-# ---- what is asked for
+# ---- the request
 
 
 def plan(args: argparse.Namespace) -> Plan:
-    """The Plan of a command line; ValueError, in one sentence, where it makes no sense."""
+    """The Plan of a command line; ValueError, in one sentence, for options that do not go
+    together."""
     rentals = prices.overridden([prices.rental(name) for name in args.gpu.split(",")], args.rate)
     rentals = list({r.gpu: r for r in rentals}.values())
-    if len(rentals) > 1 and args.op != "sweep":
-        raise ValueError(f"--gpu {args.gpu}: --op {args.op} takes one GPU; sweep takes several")
+    if len(rentals) > 1 and args.op not in ("sweep", "layers"):
+        raise ValueError(
+            f"--gpu {args.gpu}: --op {args.op} takes one GPU; sweep and layers take several"
+        )
     if args.max_cost is not None and not args.max_cost > 0:
         raise ValueError(f"--max-cost {args.max_cost}: dollars above 0 are needed")
     requests: list[Request] = []
     for r in rentals:
         requests += _requests(args, r)
     requests = [replace(request, index=i) for i, request in enumerate(requests)]
+    rentals = [r for r in rentals if any(request.gpu == r.gpu for request in requests)]
+    if not rentals:
+        raise ValueError(f"--op layers: {args.out} has all of these from this commit already")
     made = Plan(rentals, requests, args.max_cost)
     if args.max_cost is not None and made.usd > args.max_cost:
         raise ValueError(
@@ -161,6 +179,8 @@ def _requests(args: argparse.Namespace, rental: Rental) -> list[Request]:
         return [Request(**shared, seconds=SCRIPT, **_script(args))]
     if args.script is not None:
         raise ValueError(f"{args.script!r}: --op script runs a file, and this is --op {args.op}")
+    if args.op == "layers":
+        return [Request(**shared, **asked) for asked in _layers(args, rental)]
     if args.op == "confirm" and rental.arch != "sm_100a":
         raise ValueError(f"--gpu {rental.gpu}: --op confirm asks what only a B200 can answer")
     requests = [
@@ -174,7 +194,7 @@ def _requests(args: argparse.Namespace, rental: Rental) -> list[Request]:
 
 
 def _script(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a Request for the script that `args` name."""
+    """The fields of a Request for the script named in `args`."""
     if args.script is None:
         raise ValueError("--op script: the path of a Python file is needed")
     try:
@@ -184,8 +204,22 @@ def _script(args: argparse.Namespace) -> dict[str, Any]:
     return {"script": Path(args.script).name, "source": source, "arguments": args.arguments}
 
 
+def _layers(args: argparse.Namespace, rental: Rental) -> Iterator[dict[str, Any]]:
+    """The fields of the Requests for the layers of models that have no row yet, in batches."""
+    given = ["--half", args.half, "--dtype", args.dtype, *["--tuned"] * args.tuned]
+    given += [] if args.compare is None else ["--compare", args.compare]
+    todo = sweep.asked(sweep.parser().parse_args(given))
+    files = Path(args.out).glob("sweep/*.jsonl")
+    there = [r for f in files for r in rows.read(f) if r.environment.get("rented") == rental.gpu]
+    left = sweep.left(todo, there, commit(), args.tuned)
+    each = LAYER * (1 + len(todo.compare)) + TUNE * args.tuned
+    for first in range(0, len(left), BATCH):
+        names = [entry.name for entry in left[first : first + BATCH]]
+        yield {"seconds": LAYERS + each * len(names), "layers": names, "arguments": given}
+
+
 def _kinds(args: argparse.Namespace, rental: Rental) -> list[type[Problem]]:
-    """The operators that `args` mean: one by name; else those with sizes in `args`, or all that
+    """The operators that `args` mean: the one named; else those whose sizes are given, or all that
     have a ladder for the GPU."""
     if args.op in OPS:
         return [problem_class(args.op)]
@@ -234,7 +268,7 @@ def main(
     rent: Rent,
     running: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> int:
-    """Run the command line `argv`, renting through `rent` while `running`; the exit code."""
+    """Run the command line `argv`, renting through `rent` while `running`; return the exit code."""
     try:
         size_options = [option for kind in kinds() for option in kind.size_options]
         args = parser().parse_args(cli.join_sizes(argv, size_options))
@@ -286,7 +320,7 @@ def main(
 async def collect(
     made: Plan, args: argparse.Namespace, rent: Rent, say: Callable[[str], None]
 ) -> int:
-    """Rent all GPUs at once, and record each reply as it arrives; the exit code."""
+    """Rent all GPUs at once, and record each reply as it arrives; return the exit code."""
     ledger = Ledger(made, args, say)
 
     async def fetch(rental: Rental) -> None:

@@ -1,4 +1,4 @@
-"""What comes back from rented GPUs: printed, recorded and added up as it arrives."""
+"""The replies of rented GPUs: printed, recorded and added up as they arrive."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from cutex.cloud.calls import STARTUP_LIMIT, Plan
 from cutex.cloud.prices import Rental
 from cutex.command import print_nowhere
 from cutex.results import Result
+from cutex.results import sweep as sweeps
 from cutex.results.recorder import Recorder
 
 Reply = dict[str, Any] | BaseException
@@ -25,7 +27,7 @@ Reply = dict[str, Any] | BaseException
 class Ledger:
     """The replies that have arrived: printed, recorded, and added up.
 
-    Each stands for itself: whatever is wrong with one, or with writing it down, costs no other.
+    Each is handled on its own: an error in one reply, or in writing it down, affects no other.
     """
 
     def __init__(self, made: Plan, args: argparse.Namespace, say: Callable[[str], None]) -> None:
@@ -38,14 +40,15 @@ class Ledger:
         self.since = dict.fromkeys(self.seconds, time.monotonic())  # the last reply of each GPU
         self.answered: set[int] = set()  # indices of requests
         self.failed = 0  # calls that ended in an exception
+        self.swept: set[tuple[Path, tuple[str, bool, bool]]] = set()  # files, and kinds of rows
         self.code = 0
 
     def take(self, rental: Rental, reply: Reply) -> None:
         if isinstance(reply, BaseException):
             self._fails()
             self.failed += 1
-            # NOTE: what failed ran, and is paid for, from the reply before it on; no longer than
-            # its limits let it
+            # NOTE: a failed call ran, and is paid for, since the reply before it, at most for its
+            # time limits
             most = STARTUP_LIMIT + self.made.limit(rental)
             self.seconds[rental.gpu] += min(time.monotonic() - self.since[rental.gpu], most)
             self._arrived(rental)
@@ -68,6 +71,8 @@ class Ledger:
             for notice in reply.get("notices", ()):
                 print(f"cutex: {notice}", file=sys.stderr)
         self._take_rows(rental, reply, seconds)
+        if "layers" in reply and not again:
+            self._take_layers(reply)
         if "probes" in reply:
             self._take_probes(reply["probes"])
         if "junit" in reply:
@@ -80,7 +85,10 @@ class Ledger:
         self.since[rental.gpu] = time.monotonic()
 
     def account(self) -> None:
-        """Tell at the end what was paid for, what is missing, and what went wrong."""
+        """Print at the end the sweeps, the cost, the missing replies, and the errors."""
+        for file in sorted({file for file, _ in self.swept}):
+            found = [r for r in sweeps.read(file) if (file, _kind(r)) in self.swept]
+            self.say(sweeps.text_by_device(found))
         for rental in self.made.rentals:
             spent = self.seconds[rental.gpu]
             self.say(f"{rental.gpu}: {spent:.0f} s measured, about ${rental.usd(spent):.2f}")
@@ -102,10 +110,10 @@ class Ledger:
 
     @contextmanager
     def _apart(self, what: object) -> Iterator[None]:
-        """Within, an error costs only itself; `what` it concerns is kept."""
+        """A context in which an error affects only `what`, which is kept in a rescue file."""
         try:
             yield
-        except OSError:  # NOTE: nobody reads what is printed, and it is recorded all the same
+        except OSError:  # NOTE: standard output is closed; the reply is recorded all the same
             print_nowhere()
         except Exception as error:
             self._foreign(what, error)
@@ -129,6 +137,23 @@ class Ledger:
         if rows and self.lines is not None:
             with self._apart(rows[-1].to_json()):
                 self.lines.peers(rows[-1])
+
+    def _take_layers(self, reply: dict[str, Any]) -> None:
+        """Append rows of python -m cutex.sweep to its files."""
+        for line in reply["layers"]:
+            with self._apart(line):
+                row = sweeps.SweepRow.from_json(line)
+                file = sweeps.file_of(self.recorder.folder, row.device_name)
+                self.recorder.attempt("sweep", partial(sweeps.append, file, row), line)
+                self.swept.add((file, _kind(row)))
+                if not row.ok:
+                    self._fails()
+                if self.as_json:
+                    print(line, flush=True)
+                ratio = f"{row.ratio:.3f}x" if row.ratio else f"{row.us} us"
+                self.say(f"{row.device_name}: {row.name}: {ratio if row.ok else row.message}")
+        with self._apart(reply):
+            self._fails(int(reply["code"]))
 
     def _take_probes(self, found: list[dict[str, Any]]) -> None:
         from cutex.bench import probes
@@ -172,6 +197,11 @@ def _stamp(reply: object, made: Plan) -> tuple[int, float]:
     if not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
         raise ValueError(f"it took {seconds!r} seconds")
     return index, float(seconds)
+
+
+def _kind(row: sweeps.SweepRow) -> tuple[str, bool, bool]:
+    """The properties that rows of one summary share."""
+    return row.dtype, row.fits, row.tuned
 
 
 def _sentence(error: BaseException) -> str:

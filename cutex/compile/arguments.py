@@ -1,7 +1,7 @@
 """The arguments of a kernel: tensors whose sizes have names, and host numbers.
 
 Sizes and strides are symbolic while a kernel is compiled, so that one compiled kernel serves all
-shapes. Its operands promise strides and alignment, which are checked before a launch.
+shapes. Operands declare strides and alignment, which are checked before a launch.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ ALIGN = 16  # bytes: TMA takes base addresses and row strides that are multiples
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor argument: names of its sizes, e.g. ("m", "k"), and what its strides promise."""
+    """A tensor argument: the names of its sizes, e.g. ("m", "k"), and the constraints on its
+    strides."""
 
     name: str
     sizes: tuple[str, ...]
     dtype: str
     contiguous: int | None = -1  # the mode of stride 1; None: no stride is known
     aligned: bool = True  # base and other strides are multiples of 16 bytes, as TMA takes them
-    whole: bool = True  # so is the contiguous size
+    whole: bool = True  # the contiguous size is a multiple of 16 bytes, too
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,15 @@ class Scalar:
 
 
 Argument = Operand | Scalar
-SCALARS = {"fp32": float, "int32": int}  # what a Scalar of a dtype takes
+SCALARS = {"fp32": float, "int32": int}  # the Python type of a Scalar of each dtype
 
 
 # ---- checked, before a launch
 
 
 def check_arguments(arguments: Sequence[Argument], values: Sequence[object]) -> None:
-    """TypeError or ValueError, in one sentence, if `values` are not what `arguments` promise."""
+    """Raise TypeError or ValueError, in one sentence, if `values` do not meet the constraints of
+    `arguments`."""
     sizes: dict[str, tuple[int, str]] = {}
     for argument, x in zip(arguments, values, strict=True):
         if isinstance(argument, Operand):
@@ -107,11 +109,12 @@ def _check_strides(operand: Operand, x: torch.Tensor) -> None:
 
 
 def fake_arguments(arguments: Sequence[Argument]) -> list[Any]:
-    """Stand-ins of symbolic size: 32-bit sizes, 64-bit strides; scalars."""
+    """Stand-ins for the arguments while a kernel is compiled: tensors with symbolic sizes (32 bits)
+    and strides (64 bits), and scalars."""
     from cutlass import cute
 
     operands = [o for o in arguments if isinstance(o, Operand)]
-    # a size that is somewhere the contiguous one is a multiple of the unit everywhere
+    # a size that is the contiguous one of any operand is a multiple of the unit in all of them
     unit = {o.sizes[-1]: _unit(o) for o in operands if o.whole}
     size: dict[str, Any] = {}
     for letter in (letter for o in operands for letter in o.sizes):

@@ -4,9 +4,9 @@ An entry is one folder, named by the hash of everything that it was made from:
 
     <cache>/kernels/<key>/{kernel.o, kernel.ptx, kernel.cubin, meta.json}
 
-meta.json holds each file's checksum; an entry that does not match is built anew. The key has no
-paths in it, so an entry may have been compiled from another copy of the same sources: its PTX names
-their files, and is read as if it had been compiled from those at hand.
+meta.json holds each file's checksum; an entry that does not match is built again. The key contains
+no paths, so an entry may have been compiled from another copy of the same sources: file names in
+its PTX are replaced by those of the sources of this process.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ def find_or_build(
     build: Callable[[Path], None],
     places: Callable[[], dict[str, str]],
 ) -> Compiled:
-    """The kernel of that key, which `build` compiles into a folder if need be; `places` says where
-    its top-level modules are now.
-    """
+    """The kernel with that key; `build` compiles it into a folder if the cache lacks it. `places`
+    returns the current files or folders of the top-level modules."""
     built = False
 
     def build_it(folder: Path) -> None:
@@ -51,7 +50,7 @@ def find_or_build(
 def read(
     entry: Path, key: str, operands: tuple[Argument, ...], places: Callable[[], dict[str, str]]
 ) -> Compiled | None:
-    """The entry, if it is complete and every checksum matches; else None."""
+    """The kernel in folder `entry`, if it is complete and every checksum matches; else None."""
     try:
         meta = json.loads((entry / "meta.json").read_bytes())
         data = {kind: (entry / name).read_bytes() for kind, name in FILES.items()}
@@ -80,7 +79,8 @@ def read(
 
 
 def _moved(ptx: str, old: dict[str, str], new: dict[str, str]) -> str:
-    """The text with the files of each module where they are now; its lines stay what they are."""
+    """The PTX `text` with the old file names of each module replaced by the new ones; line numbers
+    stay."""
     for top in old.keys() & new.keys():
         before, now = json.dumps(old[top])[:-1], json.dumps(new[top])[:-1]  # with the quote before
         for after in ('"', "/"):  # a file, or one in a package

@@ -1,4 +1,4 @@
-"""A compiled kernel: what is known of it, and its launch on torch's stream."""
+"""A compiled kernel: its code and properties, and its launch on torch's stream."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Compiled:
     ptx: str
     cubin: bytes
     object_path: Path
-    dynamic_smem: int  # bytes that the launch asks for, beside what the cubin declares
+    dynamic_smem: int  # bytes that the launch requests, beside the static smem in the cubin
     key: str
-    compile_seconds: float  # that the compilation took, in whichever process
+    compile_seconds: float  # time of the compilation, in this process or an earlier one
     from_cache: bool
     _function: Callable[..., None] | None = field(default=None, repr=False)
     _folder: tempfile.TemporaryDirectory[str] | None = field(default=None, repr=False)
@@ -36,23 +36,25 @@ class Compiled:
         return tuple(operand.name for operand in self.operands)
 
     def __call__(self, *tensors: torch.Tensor | float) -> None:
-        """Launch on torch's current stream. TypeError or ValueError, in one sentence, if not."""
+        """Launch on torch's current stream. Raises TypeError or ValueError, in one sentence, if it
+        cannot."""
         try:
             self.function(*tensors)(*tensors)
         except Exception:
             # NOTE: the launcher itself checks every argument before it launches; this check is
-            # slower, and here to say in one sentence what the launcher refused.
+            # slower, and names in one sentence the argument that the launcher refused.
             self.check(*tensors)
             raise
 
     def function(self, *tensors: torch.Tensor | float) -> Callable[..., None]:
-        """The launcher itself, once `tensors` are known to be what it takes."""
+        """The launcher itself, loaded after a check that it takes `tensors`."""
         if self._function is None:
             self._function = self._load(*tensors)
         return self._function
 
     def check(self, *tensors: torch.Tensor | float) -> None:
-        """TypeError or ValueError, in one sentence, if `tensors` are not what this kernel takes."""
+        """Raise TypeError or ValueError, in one sentence, if this kernel does not take
+        `tensors`."""
         names = ", ".join(self.argument_names)
         if len(tensors) != len(self.operands):
             raise TypeError(f"{self.symbol} takes {names}, got {len(tensors)} arguments")

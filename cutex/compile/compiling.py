@@ -1,4 +1,4 @@
-"""Compiles a kernel for any arch on any machine; no GPU and no CUDA toolkit is needed for it."""
+"""Compilation of a kernel for any arch on any machine, without a GPU or the CUDA toolkit."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ OPT_LEVEL = 3
 
 
 class Kernel(Protocol):
-    """What can be compiled: an object that also has a jit `__call__`, which takes its operands and
-    a stream, and a `kernel`, the device function that it launches.
+    """An object that can be compiled. It also has a jit `__call__`, which takes its operands and a
+    stream, and a `kernel`, the device function that it launches.
 
-    It may name the input types that it takes in `dtypes`; without, they are bf16 and fp16.
+    It may name the input dtypes that it takes in `dtypes`; the default is bf16 and fp16.
     """
 
     arch: str
@@ -47,7 +47,7 @@ def compile(kernel: Kernel, dtype: str, arch: str, *, cache: bool = True) -> Com
     """Compile `kernel` for inputs of `dtype` ("bf16", "fp16", ...) and `arch` ("sm_90a", ...).
 
     With `cache` the result is kept in this process and on disk (see cutex/cache.py), and taken from
-    there where it is; two processes that want the same kernel compile it once.
+    there if it exists; two processes that need the same kernel compile it once.
     """
     if dtype not in (known := getattr(kernel, "dtypes", ("bf16", "fp16"))):
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(known)}")
@@ -86,27 +86,25 @@ def _build(
     from cutlass.cute.runtime import make_fake_stream
 
     start = time.perf_counter()
-    dumped = plain_folder()
     options = (
         cute.GPUArch(arch),
         cute.EnableTVMFFI(True),
         cute.KeepPTX(True),
         cute.KeepCUBIN(True),
         OptLevel(OPT_LEVEL),
-        GenerateLineInfo(True),  # changes no instruction; the simulator's reports name Python lines
-        DumpDir(dumped.name),  # NOTE: PTX and cubin would otherwise land in the working directory
+        GenerateLineInfo(True),  # changes no instruction; the simulator's reports need the lines
     )
     arguments = fake_arguments(kernel.operands(dtype))
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    with tracing(), debug_info.recording() as recorder:
+    with plain_folder() as dumped, tracing(), debug_info.recording() as recorder:
         # NOTE: "cutlass" in a kernel's name makes ptxas choose registers by other rules
         # (NVIDIA/cutlass issue 3389), so the name is ours, whole.
         type(kernel).kernel.set_name_prefix(  # type: ignore[attr-defined]
             _device_name(kernel, dtype), remove_cutlass_symbol=True, keep_mangled_name=False
         )
-        function = cute.compile[options](kernel, *arguments, stream)
+        # NOTE: PTX and cubin would otherwise land in the working directory
+        function = cute.compile[(*options, DumpDir(dumped))](kernel, *arguments, stream)
         function.export_to_c(str(folder / FILES["object"]), ingredients["symbol"])
-    dumped.cleanup()
     (folder / FILES["ptx"]).write_text(recorder.annotate(function.__ptx__))
     (folder / FILES["cubin"]).write_bytes(function.__cubin__)
     meta = {
@@ -123,9 +121,10 @@ _LAUNCH_CONFIG = r"!llvm.struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, 
 
 
 def launched_smem(host_ir: str) -> int:
-    """The dynamic smem of the first launch: member 2 of its cudaLaunchConfig_t, a constant.
+    """The dynamic smem, in bytes, of the first launch: member 2 of its cudaLaunchConfig_t, a
+    constant.
 
-    The DSL works it out while it compiles and keeps it nowhere else.
+    The DSL computes it while it compiles and stores it nowhere else.
     """
     for member in re.finditer(
         r"(%\w+) = llvm.getelementptr %\w+\[0, 2\] : .*" + re.escape(_LAUNCH_CONFIG), host_ir

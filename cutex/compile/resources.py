@@ -1,4 +1,4 @@
-"""What a compiled kernel takes: registers, spills, shared and tensor memory, instructions.
+"""The resources of a compiled kernel: registers, spills, shared and tensor memory, instructions.
 
 Registers and stack are read from the cubin, an ELF file, so no CUDA toolkit is needed. Instructions
 are counted in the SASS, which nvdisasm prints; it comes with the pip package nvidia-cuda-nvdisasm.
@@ -17,7 +17,7 @@ from typing import Protocol
 from cutex.cubin import Cubin, nvdisasm
 from cutex.errors import NoDisassembler
 
-# what each class of instructions is called in SASS, by how the opcode begins
+# the opcodes of each class of instructions in SASS, by their first parts
 CLASSES = {
     "mma": ("HGMMA", "UTCHMMA", "UTCQMMA", "HMMA"),
     "mma wait": ("WARPGROUP.DEPBAR", "UTCBAR"),
@@ -38,7 +38,7 @@ CLASSES = {
 
 @dataclass(frozen=True)
 class Resources:
-    """What one compiled kernel takes. Registers and spills are per thread, memory per CTA."""
+    """The resources of one compiled kernel. Registers and spills are per thread, memory per CTA."""
 
     kernel: str
     num_threads: int
@@ -92,7 +92,8 @@ def resources(compiled: Code) -> Resources:
 
 
 def tmem_columns(ptx: str) -> int:
-    """Tensor memory that the kernel allocates, from the constants given to tcgen05.alloc."""
+    """The columns of tensor memory that the kernel allocates, from the constants given to
+    tcgen05.alloc."""
     total = 0
     for alloc in re.finditer(r"tcgen05\.alloc\S*\s+\[[^]]+\],\s*(%r\d+|\d+);", ptx):
         count = alloc[1]
@@ -106,7 +107,7 @@ def tmem_columns(ptx: str) -> int:
 
 
 def count_instructions(text: str) -> dict[str, int]:
-    """How many instructions of each class stand in the SASS `text`, and in all, nops aside."""
+    """The number of instructions of each class in the SASS `text`, and in total, without nops."""
     counts = dict.fromkeys(CLASSES, 0)
     total = 0
     for opcode in opcodes(text):
@@ -118,7 +119,7 @@ def count_instructions(text: str) -> dict[str, int]:
 
 
 def opcodes(text: str) -> Iterator[str]:
-    """The opcodes in the SASS `text`, modifiers included, as HGMMA.64x256x16.F32.BF16."""
+    """The opcodes in the SASS `text`, with modifiers, such as HGMMA.64x256x16.F32.BF16."""
     for line in re.finditer(
         r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[0-9T]+\s+)?([A-Z][^\s;]*)", text, re.M
     ):
@@ -126,7 +127,7 @@ def opcodes(text: str) -> Iterator[str]:
 
 
 def sass(compiled: Code) -> str:
-    """The machine code as text. NoDisassembler if there is no nvdisasm."""
+    """The machine code as text. Raises NoDisassembler if there is no nvdisasm."""
     with tempfile.TemporaryDirectory(prefix="cutex-") as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(compiled.cubin)

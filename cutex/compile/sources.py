@@ -2,9 +2,9 @@
 
 The key of a compiled kernel holds the digest of these files, so none may be missing that the
 kernel could execute, a user's own included. The search starts at the modules that define the
-kernel's class, its bases and what its config holds, and follows every import statement, inside
-functions too, to modules and to the packages around them. Two things are left to their version
-numbers: the standard library, and installed distributions other than cutex and the kernel's own.
+kernel's class, its bases and the objects in its config, and follows every import statement, inside
+functions too, to modules and to the packages around them. Two things are identified by their
+version: the standard library, and installed distributions other than cutex and the kernel's own.
 
 Nothing is imported for the search; reading and scanning all of cutex takes some milliseconds.
 """
@@ -50,17 +50,18 @@ class Source(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a module is: its file, and the folders of its submodules if it is a package."""
+    """The location of a module: its file, and the folders of its submodules if it is a package."""
 
     file: Path | None
     folders: tuple[str, ...] | None
 
 
 def sources_digest(modules: Iterable[str]) -> str:
-    """The digest of every file that `modules` may execute; the same wherever the files are.
+    """The digest of every file that `modules` may execute; it does not depend on where the files
+    are.
 
-    A module without a file, as in a notebook, gives another digest each time, so that what it
-    defines is never taken from a cache.
+    A module without a file, as in a notebook, gives another digest each time, so that its
+    definitions are never taken from a cache.
     """
     names = frozenset(modules)
     if any(_is_fileless(name) for name in names):
@@ -94,7 +95,8 @@ def closure(modules: Iterable[str]) -> list[Source]:
 
 
 def places_of(modules: Iterable[str]) -> dict[str, str]:
-    """Where the top-level modules among `closure(modules)` are: a package's folder, else a file."""
+    """The locations of the top-level modules among `closure(modules)`: a package's folder, else a
+    file."""
     return _places(frozenset(modules))
 
 
@@ -109,7 +111,7 @@ def _places(modules: frozenset[str]) -> dict[str, str]:
 
 
 def modules_of(*values: object) -> set[str]:
-    """The modules that define what `values` are made of: classes, bases, functions, fields."""
+    """The modules that define the parts of `values`: classes, bases, functions, fields."""
     names: set[str] = set()
     waiting, seen = list(values), set()
     while waiting:
@@ -146,7 +148,7 @@ def _parts(value: Any) -> Iterable[object]:
 
 
 def _is_pinned(top: str, own: set[str]) -> bool:
-    """Whether a version stands for a top-level module."""
+    """Whether the version of a top-level module identifies its content."""
     if top in sys.stdlib_module_names or top in DEPENDENCIES:
         return True
     return top not in own and _is_installed(top)
@@ -162,8 +164,8 @@ def _is_installed(top: str) -> bool:
 
 
 def _is_recorded(top: str, place: Path) -> bool:
-    """Whether `place`, a file or folder of `top`, was installed into the folder around it, whatever
-    that is called: so it is with pip install --target."""
+    """Whether `place`, a file or folder of `top`, was installed into the folder around it, under
+    any name of that folder, as by pip install --target."""
     root = (place if place.name in (top, f"{top}.py") else place.parent).parent
     start = re.compile(rf"^{re.escape(top)}(/|\.py,)", re.MULTILINE)
     records = root.glob("*.dist-info/RECORD")
@@ -175,8 +177,8 @@ def _is_fileless(name: str) -> bool:
 
 
 def _locate(name: str) -> Place:
-    """Where `name` was imported from or, if it was not yet, would be; Place(None, None) if it is
-    no module."""
+    """The place that `name` was imported from or, if it was not imported yet, would be; Place(None,
+    None) if it is no module."""
     module = sys.modules.get(name)
     if module is not None:
         file, folders = getattr(module, "__file__", None), getattr(module, "__path__", None)
@@ -202,7 +204,7 @@ def _search(name: str) -> Place:
 
 @cache
 def _read(name: str) -> Source | None:
-    """None for what is no module, or has no Python source."""
+    """The source of a module; None if it is no module, or has no Python source."""
     file, folders = _locate(name)
     if file is None or file.suffix != ".py":
         return None
@@ -213,7 +215,8 @@ def _read(name: str) -> Source | None:
 
 
 def _imports(text: str, package: str) -> Iterator[str]:
-    """What the import statements in `text`, a module of `package`, may load."""
+    """The modules, or names in modules, that the import statements in `text`, a module of
+    `package`, may load."""
     for statement in _IMPORT.finditer(_FOR_TYPES.sub("", text)):
         if statement["modules"] is not None:
             yield from _names(statement["modules"])
@@ -227,7 +230,7 @@ def _imports(text: str, package: str) -> Iterator[str]:
 
 
 def _names(listed: str) -> Iterator[str]:
-    """`a.b as c, d` -> a.b, d"""
+    """The imported names in a list: `a.b as c, d` gives a.b and d."""
     for part in re.sub(r"#[^\n]*|[()\\]", " ", listed).split(","):
         if words := part.split():
             yield words[0]

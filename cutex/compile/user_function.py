@@ -1,11 +1,11 @@
-"""UserFunction: a function of a user's own that a kernel traces, known by what it computes.
+"""UserFunction: a function of a user's own that a kernel traces, identified by its computation.
 
-A compiled kernel may be taken for another only if the functions in it would be traced alike. Where
-a function is written says nothing of that: two lambdas share a line, a global or a helper in
-another file changes. So the key holds what Python runs: the code, what it closes over, its
+A compiled kernel may be reused only if the functions in it would be traced alike. The place where a
+function is written does not decide that: two lambdas share a line, a global or a function in
+another file changes. So the key holds everything that Python runs: the code, its closure, its
 defaults, the globals and attributes of modules that it names, and the same of every function among
-these. What cannot be known in this way (an object of a foreign class, an attribute that only
-running tells) makes the key unique, and the kernel is then compiled anew each time it is asked for.
+these. Anything that cannot be identified this way (an object of a foreign class, an attribute known
+only at run time) makes the key unique, and the kernel is compiled again on every request.
 """
 
 from __future__ import annotations
@@ -17,32 +17,33 @@ import hashlib
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
 from cutex.errors import CutexError
 
 _VALUES = (type(None), bool, int, float, complex, str, bytes, type(...))
-_FIXED = {"cutlass", "numpy", "torch", *sys.stdlib_module_names}  # as their versions have them
+_FIXED = {"cutlass", "numpy", "torch", *sys.stdlib_module_names}  # packages fixed by their versions
 _EVASIVE = {"eval", "exec", "globals", "locals", "vars", "getattr", "__import__"}
 
 
 class Unkeyable(CutexError):
-    """What a value computes cannot be known from looking at it."""
+    """A value whose computation cannot be determined by inspection."""
 
 
 class UserFunction:
-    """A user's function, to be called as it is; equal to others that compute the same alike.
+    """A user's function, called unchanged; equal to others that compute the same.
 
-    `cacheable` says whether its key holds in other processes too. `is_current()` tells, at the cost
-    of a few comparisons, whether what it refers to is still what it was keyed by.
+    `cacheable` says whether its key is valid in other processes too. `is_current()` says, after a
+    few comparisons, whether everything that it refers to is unchanged since the key was made.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self._watched: list[tuple[Callable[[], Any], Any]] = []
-        self._stable = True  # all that can change without notice is watched
+        self._stable = True  # whether everything that may change is watched
         digest = hashlib.sha256()
         try:
             for part in _Reader(self).parts(function):
@@ -56,7 +57,11 @@ class UserFunction:
         return self._stable and all(look() is value for look, value in self._watched)
 
     def __call__(self, *args: Any) -> Any:
-        return self.function(*args)
+        result = self.function(*args)
+        if result is None:
+            inner = inspect.unwrap(self.function)
+            raise TypeError(f"{getattr(inner, '__qualname__', inner)} returns None, not a number")
+        return result
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, UserFunction) and self.key == other.key
@@ -70,8 +75,23 @@ class UserFunction:
         return f"UserFunction({name}, {self.key})"
 
 
+def arguments_taken(function: Callable[..., Any], counts: Sequence[int]) -> int | None:
+    """The first of `counts` that `function` accepts as its number of positional arguments; None if
+    there is none, or if it has no signature, not being a Python function."""
+    try:
+        signature = inspect.signature(inspect.unwrap(function))
+    except (TypeError, ValueError):
+        return None
+    for count in counts:
+        with suppress(TypeError):
+            signature.bind(*range(count))
+            return count
+    return None
+
+
 class _Reader:
-    """Writes down what a function is made of, and lets its owner watch what may change."""
+    """The reader of a function's parts, which form its key; it lets the owner watch those that may
+    change."""
 
     def __init__(self, owner: UserFunction) -> None:
         self.owner = owner
@@ -82,7 +102,7 @@ class _Reader:
         if kind in _VALUES:
             yield f"{kind.__name__} {value!r}"
         elif kind in (tuple, frozenset, list, dict, set):
-            # NOTE: what can change without becoming another object cannot be watched
+            # NOTE: a container that changes in place cannot be watched
             self.owner._stable &= kind in (tuple, frozenset)
             items = list(value.items() if kind is dict else value)
             yield f"{kind.__name__} of {len(items)}"
@@ -121,7 +141,7 @@ class _Reader:
     def _function(self, function: types.FunctionType) -> Iterator[str]:
         wrapped = getattr(function, "__wrapped__", None)
         if wrapped is not None and _written_in(function) in _FIXED:
-            yield "decorated"  # by the DSL, which traces what it wraps
+            yield "decorated"  # by the DSL, which traces the wrapped function
             yield from self.parts(wrapped)
             return
         yield "function"
@@ -148,7 +168,8 @@ class _Reader:
         yield from self.parts(code.co_consts)
 
     def _names(self, code: types.CodeType, scope: dict[str, Any]) -> Iterator[str]:
-        """The globals that the code names; of those that are modules, what is taken from them."""
+        """The parts of the globals that the code names; of modules only the attributes that are
+        used."""
         for path in sorted(set(_paths(code))):
             name, *attributes = path
             if name in _EVASIVE:
@@ -177,7 +198,7 @@ class _Reader:
 
 
 def _paths(code: types.CodeType) -> Iterator[tuple[str, ...]]:
-    """Every global that the code loads, with the attributes that it loads of it right after."""
+    """Every global that the code loads, with the chain of attributes that it loads from it."""
     path: list[str] = []
     for instruction in dis.get_instructions(code):
         name = str(instruction.argval)
@@ -203,5 +224,5 @@ def _is_fixed(value: Any) -> bool:
 
 
 def _written_in(function: Any) -> str:
-    """The package in whose files a function stands, whoever it claims to be."""
+    """The package in whose files a function is written, whatever its `__module__` says."""
     return str(getattr(function, "__globals__", {}).get("__name__", "")).partition(".")[0]

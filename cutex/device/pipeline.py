@@ -13,7 +13,7 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 from cutlass.memory import SmemAllocator
 
-MAX_COUNT = 2**20 - 1  # of pending arrivals, and of expected bytes (PTX ISA, mbarrier object)
+MAX_COUNT = 2**20 - 1  # most pending arrivals, and most expected bytes (PTX ISA, mbarrier object)
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Barrier:
     """The mbarriers of one event: one, or one for each slot of a ring."""
 
     event: str
-    arrivals: int  # to complete a phase
+    arrivals: int  # arrivals that complete a phase
     slots: int
     ptr: cute.Pointer
 
@@ -51,8 +51,8 @@ class Barrier:
         return self.ptr + slot
 
     def init(self) -> None:
-        """Initialise all slots. One thread; a fence and a CTA barrier must follow before any other
-        uses them."""
+        """Initialise all slots. One thread calls it; a fence and a CTA barrier must follow before
+        any other thread uses them."""
         for slot in range(self.slots):
             cute.arch.mbarrier_init(self[slot], self.arrivals)
 
@@ -61,23 +61,26 @@ class Barrier:
         cute.arch.mbarrier_wait(self[slot], phase)
 
     def arrive(self, slot: Int32 | int = 0) -> None:
-        """Arrive once for each thread that executes this."""
+        """Arrive once for each calling thread."""
         cute.arch.mbarrier_arrive(self[slot])
 
     def arrive_at_leader(self, slot: Int32 | int = 0) -> None:
         """Arrive on the barrier of the pair's leader, once for each thread.
 
-        NOTE: a release of CTA scope, as in CUTLASS. It says that this warp's reads are over, and
-        no data goes to the leader with it; cluster scope would wait for a fence of the whole GPU.
+        NOTE: a release of CTA scope, as in CUTLASS. The arrival says that this warp's reads are
+        complete, and publishes no data to the leader; cluster scope would wait for a fence of the
+        whole GPU.
         """
         cute.arch.mbarrier_arrive(self[slot], leader_rank())
 
     def arrive_expecting_at(self, rank: Int32, num_bytes: int, slot: Int32 | int = 0) -> None:
-        """Arrive on the barrier of CTA `rank` of the cluster, expecting `num_bytes`. One thread."""
+        """Arrive on the barrier of CTA `rank` of the cluster, and expect `num_bytes`. One thread
+        calls it."""
         cute.arch.mbarrier_arrive_and_expect_tx(self[slot], num_bytes, rank)
 
     def arrive_expecting(self, num_bytes: int, slot: Int32 | int = 0) -> None:
-        """Arrive, and expect `num_bytes` that asynchronous copies have yet to bring. One thread."""
+        """Arrive, and expect `num_bytes` of asynchronous copies still to come. One thread calls
+        it."""
         if not 1 <= num_bytes <= MAX_COUNT:
             raise ValueError(f"{self.event}: {num_bytes} bytes, an mbarrier counts to {MAX_COUNT}")
         cute.arch.mbarrier_arrive_and_expect_tx(self[slot], num_bytes)
@@ -138,16 +141,17 @@ class Ring:
         self.empty.init()
 
     def producer(self) -> PipelineState:
-        """The state of the role that fills, at its start."""
+        """The initial state of the role that fills the slots."""
         # NOTE: a wait for parity 1 on a fresh barrier returns at once: every slot starts empty.
         return PipelineState(self.num_slots, Int32(0), Int32(1))
 
     def consumer(self) -> PipelineState:
-        """The state of a role that empties, at its start."""
+        """The initial state of a role that empties the slots."""
         return PipelineState(self.num_slots, Int32(0), Int32(0))
 
     def acquire(self, state: PipelineState) -> cute.Pointer:
-        """Wait until the slot is empty; arm its full barrier, which is returned. A whole warp."""
+        """Wait until the slot is empty, then arm its full barrier and return it. A whole warp calls
+        it."""
         self.empty.wait(state.phase, state.slot)
         with cute.arch.elect_one():
             self.full.arrive_expecting(self.slot_bytes, state.slot)
@@ -158,19 +162,20 @@ class Ring:
         self.full.wait(state.phase, state.slot)
 
     def is_full(self, state: PipelineState) -> Boolean:
-        """Whether all lanes of this warp see the slot full: then none has to wait. A whole warp."""
+        """Whether all lanes of this warp see the slot full, so that none has to wait. A whole warp
+        calls it."""
         seen = cute.arch.mbarrier_test_wait(self.full[state.slot], state.phase)
         return cute.arch.vote_all_sync(seen)
 
     def release(self, state: PipelineState) -> None:
-        """Arrive once for this warp: its reads of the slot are over."""
+        """Arrive once for this warp: its reads of the slot are complete."""
         with cute.arch.elect_one():
             self.empty.arrive(state.slot)
 
 
 @dataclass(frozen=True)
 class PairRing(Ring):
-    """The ring of a pair of CTAs: each fills slots of its own, and one MMA reads both.
+    """The ring of a pair of CTAs: each fills its own slots, and one MMA reads both.
 
     full[slot]:  the leader's counts: 1 arrival, the leader's, and `slot_bytes`, of both CTAs.
     empty[slot]: each CTA has its own, and the commit of the MMA arrives on both.
@@ -201,23 +206,23 @@ class AccRing(Ring):
         return AccRing.allocate(smem, "acc", num_slots, slot_bytes=0, consumers=readers)
 
     def acquire(self, state: PipelineState) -> cute.Pointer:
-        """Wait until the accumulator has been read; returns the barrier to commit to."""
+        """Wait until the accumulator has been read; return the barrier to commit to."""
         self.empty.wait(state.phase, state.slot)
         return self.full[state.slot]
 
     def release(self, state: PipelineState) -> None:
-        """Arrive once for this warp: its reads of the accumulator are over."""
+        """Arrive once for this warp: its reads of the accumulator are complete."""
         with cute.arch.elect_one():
             self.empty.arrive_at_leader(state.slot)
 
 
 def is_leader() -> Boolean:
-    """Whether this CTA is the one of its pair that starts the MMAs."""
+    """Whether this CTA is the leader of its pair, the one that starts the MMAs."""
     return cute.arch.block_idx_in_cluster() == leader_rank()
 
 
 def leader_rank() -> Int32:
-    """The rank of the leader of this CTA's pair: ranks 0 and 1 are a pair, 2 and 3, ..."""
+    """The rank of the leader of this CTA's pair: ranks 0 and 1 are a pair, 2 and 3 the next."""
     return cute.arch.block_idx_in_cluster() // 2 * 2
 
 
@@ -236,8 +241,8 @@ def publish_barriers(
 ) -> None:
     """Initialise `barriers` by one thread, and publish them to all threads and to TMA.
 
-    Where CTAs signal each other, to the whole `cluster`; `with_data`, what else was written to smem
-    is published, too.
+    With `cluster`, to all threads of the cluster, whose CTAs then may signal each other; with
+    `with_data`, everything else written to smem is published, too.
     """
     if cute.arch.warp_idx() == 0:
         with cute.arch.elect_one():
@@ -257,7 +262,8 @@ def publish_barriers(
 
 @dataclass(frozen=True)
 class OrderedBarrier:
-    """Two warpgroups enter a section in alternation: each waits for the other's signal.
+    """The barrier by which two warpgroups enter a section in alternation: each waits for the
+    other's signal.
 
     Each warpgroup has one named barrier, `first_barrier` + its number; a phase is complete when the
     128 threads that signal and the 128 that wait have arrived.
@@ -266,9 +272,9 @@ class OrderedBarrier:
     first_barrier: int
 
     def wait(self, warpgroup: Int32) -> None:
-        """Wait for the other warpgroup's signal. All threads of `warpgroup`."""
+        """Wait for the other warpgroup's signal. All threads of `warpgroup` call it."""
         cute.arch.barrier(barrier_id=self.first_barrier + warpgroup, number_of_threads=256)
 
     def signal(self, warpgroup: Int32) -> None:
-        """Let `warpgroup` enter. All threads of the other warpgroup."""
+        """Let `warpgroup` enter. All threads of the other warpgroup call it."""
         cute.arch.barrier_arrive(barrier_id=self.first_barrier + warpgroup, number_of_threads=256)

@@ -1,12 +1,11 @@
 """The operands of one `cutex.matmul` call, arranged as the kernel takes them.
 
-Operands that TMA can step through are passed as they are; what it costs where it cannot, the notes
-of an Arranged say:
+Operands that TMA can step through are passed unchanged; the notes of an Arranged give the cost of
+the others:
 
-- a and b need one side contiguous, and the base and all other strides a multiple of 16 bytes; tf32
-  and fp8 on Hopper also K contiguous. Else each call copies the operand first.
-- out, where its base, strides or contiguous side are no such multiples, is stored element by
-  element.
+- a and b need one contiguous side, and a base and other strides that are multiples of 16 bytes;
+  tf32 and fp8 on Hopper also K contiguous. Otherwise each call copies the operand first.
+- out, if its base, strides or contiguous size are no such multiples, is stored element by element.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ K_ONLY = {"sm_90a": (1, 4), "sm_100a": ()}
 
 
 def name_of(x: Tensor) -> str:
-    """The name of the element type, such as "bf16"; ValueError for one that cutex does not know."""
+    """The name of the element type, such as "bf16"; ValueError for one that cutex does not have."""
     found = dtypes.of_torch(x.dtype)
     if found is None:
         raise ValueError(f"{x.dtype} is no element type of cutex")
@@ -51,7 +50,7 @@ def aligned(x: Tensor, contiguous: int) -> bool:
 
 
 def normal(x: Tensor, contiguous: int) -> Tensor:
-    """The same tensor, with strides that TMA takes in the modes of size 1, too."""
+    """The same tensor, with strides that TMA takes also in the modes of size 1."""
     unit = ALIGN // x.element_size()
     strides = [
         1 if d == x.dim() + contiguous else s if n > 1 or s % unit == 0 else unit
@@ -71,7 +70,7 @@ def repacked(x: Tensor, contiguous: int) -> Tensor:
 
 
 def operand(x: Tensor, k_side: int, k_only: bool) -> tuple[Tensor, OperandLayout, str]:
-    """x (R, C) or (L, R, C) as the kernel takes it, its layout, and a note if that took a copy."""
+    """x (R, C) or (L, R, C) as the kernel takes it, its layout, and a note if it was copied."""
     from cutex.kernels.gemm.signature import OperandLayout
 
     note = ""
@@ -87,8 +86,8 @@ def operand(x: Tensor, k_side: int, k_only: bool) -> tuple[Tensor, OperandLayout
 def result(x: Tensor) -> tuple[Tensor, OperandLayout, str]:
     """out as the kernel takes it, its layout and a note; it is never copied.
 
-    NOTE: a TMA store writes units of 16 bytes whole: on an H200, where rows ended within one, the
-    memory behind them was overwritten.
+    NOTE: a TMA store writes whole units of 16 bytes: on an H200, where rows ended within one, the
+    memory after them was overwritten.
     """
     from cutex.kernels.gemm.signature import OperandLayout
 
@@ -104,16 +103,16 @@ def result(x: Tensor) -> tuple[Tensor, OperandLayout, str]:
 class Arranged:
     """A call in the kernel's terms: one matrix or a batch of them."""
 
-    tensors: list[Any]  # a, b, out and what the epilogue takes
+    tensors: list[Any]  # a, b, out and the arguments of the epilogue
     a: OperandLayout
     b: OperandLayout
     out: OperandLayout
     ops: tuple[EpilogueOp, ...]
-    names: tuple[str, ...]  # of what the epilogue takes
-    notes: dict[str, str]  # by operand: what makes the call slower than it could be
+    names: tuple[str, ...]  # names of the epilogue's arguments
+    notes: dict[str, str]  # by operand: the reason why the call is slower than it could be
     sizes: tuple[int, int, int, int]  # M, N, K, L
-    as_given: bool  # every tensor is what the call was given
-    tall: bool  # but for a, out and residual, which are seen as one matrix
+    as_given: bool  # every tensor is passed as the call was given it
+    tall: bool  # except a, out and residual, which are viewed as one matrix
 
 
 def arrange(call: Call, out: Tensor, arch_name: str) -> Arranged:
@@ -175,7 +174,7 @@ def arrange(call: Call, out: Tensor, arch_name: str) -> Arranged:
 
 
 def as_one(x: Tensor) -> Tensor | None:
-    """(.., R, C) as one matrix (.. * R, C), where it can be seen so without a copy."""
+    """(.., R, C) viewed as one matrix (.. * R, C), or None where that needs a copy."""
     try:
         return x.view(-1, x.shape[-1])
     except RuntimeError:
@@ -185,7 +184,7 @@ def as_one(x: Tensor) -> Tensor | None:
 def fused(
     call: Call, out: Tensor, residual: Tensor | None, arch_name: str
 ) -> tuple[tuple[EpilogueOp, ...], list[tuple[str, Any]]]:
-    """The operations of the epilogue, and the arguments that they take, by name."""
+    """The operations of the epilogue, and their arguments by name."""
     from cutex.device.epilogue import epilogue_ops
 
     ops: list[EpilogueOp] = []
@@ -208,8 +207,9 @@ def fused(
         add(epilogue_ops.Alpha(), ("alpha", float(call.alpha)))
     if call.beta != 0.0:
         op = matrix("c", out, beta=True)
-        # NOTE: on Hopper, whole rows come in by TMA. What threads load from the matrix that TMA
-        # then stores to takes 1.9 to 5.8 times as long, from a copy 1.05 (H200; docs/facts.md)
+        # NOTE: on Hopper, whole rows are loaded by TMA. With loads by threads from the matrix that
+        # TMA then stores to, a call takes 1.9 to 5.8 times as long; from a copy, 1.05 times (H200;
+        # docs/facts.md)
         in_place = op.whole and not arch(arch_name).tmem_columns
         add(op, ("c", out if in_place else out.clone()), ("beta", float(call.beta)))
     if call.bias is not None:

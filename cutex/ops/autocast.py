@@ -1,6 +1,6 @@
 """torch.autocast: operands are cast as torch.matmul's are, and then everything runs as without it.
 
-As in torch, a call that is given `out` is left alone.
+As in torch, a call with `out` is not cast.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ def is_on(device: torch.device) -> bool:
 
 
 def cast(*tensors: Tensor) -> list[Tensor]:
-    """The tensors in autocast's dtype for their device, which is one of `is_on`."""
+    """The tensors in autocast's dtype for their device, for which `is_on` must be true."""
     return [
         x.to(torch.get_autocast_dtype(x.device.type)) if x.dtype in _CAST else x for x in tensors
     ]
 
 
 def off(device: torch.device) -> Any:
-    """Within, autocast is off for `device`."""
+    """A context in which autocast is off for `device`."""
     return torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(_KEYS[device.type]))
 
 
 def register(library: torch.library.Library, name: str, count: int) -> None:
-    """Let autocast cast the first `count` arguments of an operator, all of them tensors."""
+    """Register autocast for an operator whose first `count` arguments, all tensors, are cast."""
     operator = getattr(getattr(torch.ops, library.ns), name).default
 
     def cast_and_call(*args: Any) -> Any:

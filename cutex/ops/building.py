@@ -1,8 +1,8 @@
 """Kernels compiled in parallel, into the cache on disk, by children of one process.
 
 That process starts on first use, imports the compiler once, forks a child for each kernel, and
-stays. It imports cutex alone: the caller's script is not run again in it, whatever it does at its
-top level. A child that nobody waits for any more is ended, and takes no time from others.
+stays. It imports only cutex: the caller's script is not run again in it, whatever it does at its
+top level. A child whose kernel is no longer wanted is ended, so that it takes no time from others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 
 MOST = 16  # children at a time
 START = "from cutex.ops.building import serve; serve()"
-LENGTH = struct.Struct("<Q")  # before each batch
+LENGTH = struct.Struct("<Q")  # the length in bytes before each batch
 
-Job = tuple["GeneralConfig", str]  # and the arch
+Job = tuple["GeneralConfig", str]  # a config and its arch
 
 
 @dataclass
 class _Server:
-    """The process, as its caller sees it: batches of jobs go in, a line for each job comes out."""
+    """The caller's side of that process: batches of jobs go in, a line for each job comes out."""
 
     process: subprocess.Popen[bytes]
     batches: int = 0
-    ready: bool = False  # it has said that the compiler is imported
+    ready: bool = False  # it has reported that the compiler is imported
     unread: bytes = b""
 
     def give(self, jobs: Sequence[Job]) -> None:
-        """Compile `jobs`, the first first, and nothing of an earlier batch."""
+        """Compile `jobs` in order, and drop the jobs of earlier batches."""
         assert self.process.stdin is not None
         self.batches += 1
         message = pickle.dumps((self.batches, list(jobs)))
@@ -53,7 +53,7 @@ class _Server:
         self.process.stdin.flush()
 
     def lines(self, until: float | None) -> Iterator[bytes]:
-        """What it says, until then, or until it ends."""
+        """The lines that the process prints, until the time `until` or until the process ends."""
         assert self.process.stdout is not None
         with selectors.DefaultSelector() as said:
             said.register(self.process.stdout, selectors.EVENT_READ)
@@ -75,9 +75,13 @@ class _Server:
 _servers: list[_Server] = []  # none, or the one
 
 
-def build(jobs: Sequence[Job], seconds: float | None = None) -> list[bool]:
-    """Compile `jobs`, the first first; which of them are on disk, or are so after `seconds`, from
-    when the compiler is imported. One that does not compile is not."""
+def build(
+    jobs: Sequence[Job],
+    seconds: float | None = None,
+    ended: Callable[[], object] = lambda: None,
+) -> list[bool]:
+    """Compile `jobs` in order, and call `ended` after each. Return for each whether it is on disk,
+    at the latest `seconds` after the compiler is imported; a job that does not compile is not."""
     done = [False] * len(jobs)
     if not jobs:
         return done
@@ -93,6 +97,7 @@ def build(jobs: Sequence[Job], seconds: float | None = None) -> list[bool]:
             if batch == server.batches:
                 done[number] = bool(built)
                 left -= 1
+                ended()
             if not left:
                 return done
         server.give(())
@@ -134,12 +139,12 @@ def stop() -> None:
 
 @dataclass
 class _Children:
-    """The children that compile, each with the end of a pipe that closes when it ends."""
+    """The compiling children, each with the read end of a pipe that closes when the child ends."""
 
     jobs: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # batch, number, pid
 
     def fork(self, batch: int, number: int, job: Job) -> int:
-        """The pipe of a new child that compiles `job`."""
+        """Fork a child that compiles `job`; return the read end of its pipe."""
         from cutex.ops.plan import kernel_for
 
         ours, theirs = os.pipe()
@@ -163,7 +168,7 @@ class _Children:
         return batch, number, status == 0
 
     def end(self) -> None:
-        """Have all of them end, without waiting for it."""
+        """End all children, without waiting for them."""
         from signal import SIGKILL
 
         for _, _, pid in self.jobs.values():
@@ -171,14 +176,14 @@ class _Children:
 
 
 def serve() -> None:
-    """Compile what comes in, until nothing more does; runs in a process of its own."""
+    """Compile the jobs read from standard input until it closes; runs in a process of its own."""
     import gc
     import signal
 
-    for arch in ARCHS:  # children share what is imported here
+    for arch in ARCHS:  # children share the modules imported here
         import_module(f"{package('gemm', arch)}.general")
     out = os.dup(1)
-    os.dup2(2, 1)  # what is printed on the way is no answer
+    os.dup2(2, 1)  # prints of the compiler must not mix with the answers
     children = _Children()
 
     def ended(*_: object) -> None:
@@ -209,7 +214,7 @@ def serve() -> None:
 
 
 def _read(count: int) -> bytes:
-    """So many bytes of standard input, no more."""
+    """Exactly `count` bytes of standard input."""
     parts = []
     while count:
         part = os.read(0, count)

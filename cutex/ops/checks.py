@@ -1,4 +1,4 @@
-"""One call of `cutex.matmul`: its arguments, and the checks that they pass."""
+"""One call of `cutex.matmul`: its arguments, and their checks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cutex import dtypes
+from cutex.compile.user_function import arguments_taken
 
 IN_DTYPES = tuple(dtypes.DTYPES[name] for name in ("bf16", "fp16", "e4m3", "e5m2", "fp32"))
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -43,7 +44,7 @@ class Call:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """All of them, in order."""
+        """All arguments, in order."""
         return tuple(getattr(self, f.name) for f in fields(self))
 
     @property
@@ -64,19 +65,21 @@ class Call:
 
     @property
     def gate(self) -> str | None:
-        """The activation of the even columns, which then multiply the odd ones; None without."""
+        """The activation of the even columns, which the odd ones are multiplied with; None without
+        a gate."""
         name = self.activation if isinstance(self.activation, str) else ""
         return name.removeprefix("gated_") if name.startswith("gated_") else None
 
 
 def by_row(bias: Tensor, call: Call) -> bool:
-    """Whether bias has one number for each row of the result, rather than for each column."""
+    """Whether bias has one number per row of the result, rather than one per column."""
     n = call.b.shape[-1]
     return bias.shape not in ((n,), (1, n))
 
 
 def check(call: Call) -> None:
-    """TypeError or ValueError, in one sentence that names the argument, if `call` cannot be run."""
+    """Raise TypeError or ValueError, in one sentence that names the argument, if `call` is not
+    supported."""
     for name in ("a", "b"):
         x = getattr(call, name)
         if not isinstance(x, Tensor):
@@ -97,7 +100,7 @@ def check(call: Call) -> None:
 
 
 def number(name: str, x: Any) -> float:
-    """x as a float; TypeError if it is no number that is known on the host, such as a tensor."""
+    """x as a float; TypeError if it is not a number on the host, such as a tensor."""
     if isinstance(x, torch.SymInt | torch.SymFloat):
         return x
     if not isinstance(x, Real):
@@ -106,7 +109,7 @@ def number(name: str, x: Any) -> float:
 
 
 def check_memory(call: Call) -> None:
-    """The checks of a call that is to be run, which ask where its tensors are."""
+    """Check the addresses of the tensors, of a call that is about to run."""
     for name, x in call.tensors.items():
         last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
         end = (x.storage_offset() + last + 1) * x.itemsize
@@ -135,7 +138,7 @@ def check_memory(call: Call) -> None:
 
 
 def extents(x: Tensor, y: Tensor) -> tuple[int, int]:
-    """Bytes from their bases on that x and y fill: one of each, where one of them has gaps."""
+    """The bytes that x and y occupy from their bases on; 1 for both if one of them has gaps."""
     return (x.nbytes, y.nbytes) if _is_dense(x) and _is_dense(y) else (1, 1)
 
 
@@ -202,6 +205,11 @@ def _check_fused(call: Call) -> None:
     elif call.activation is not None and not callable(call.activation):
         kind = type(call.activation).__name__
         raise TypeError(f"activation must be a name, a function or None, got {kind}")
+    elif call.activation is not None and arguments_taken(call.activation, (1, 3)) is None:
+        raise TypeError(
+            f"activation {call.activation!r}: must be a Python function of one DSL Float32, or of "
+            "it, its row and its column"
+        )
     for name in ("bias", "residual"):
         x = getattr(call, name)
         if x is not None and x.dtype not in OUT_DTYPES:

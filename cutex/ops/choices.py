@@ -1,13 +1,14 @@
-"""Choices that were made by time: on this machine, by `cutex.tune`, or before, for common layers.
+"""Tile choices made by timing: on this machine, by `cutex.tune`, or shipped with cutex for common
+layers.
 
-A choice is tiles for a class of calls: device, sizes, layouts and epilogue. Those that cutex comes
-with, of one H200, stand beside its arch's kernels (choices.json), where they are at least 3 %
-faster than the model's choice, or its choice was not timed. Those of this machine are files in the
-cache,
+A choice is the tiles for a class of calls: device, sizes, layouts and epilogue. Shipped choices,
+from an H200, are in choices.json beside the arch's kernels, where they are at least 3 % faster than
+the model's choice, or where that was not timed. Those of this machine are files in the cache,
 
     <cache>/choices/<key>.json
 
-written under another name and renamed; what cannot be read, or does not fit, is no choice.
+written under another name and renamed; a file that cannot be read, or whose config does not fit, is
+ignored.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CallClass:
-    """Calls that share a choice: M, N, K and batch as `config_for` rounds them, operands, ops."""
+    """Calls that share a choice: M, N, K and batch as rounded by `config_for`, operands, ops."""
 
     sizes: tuple[int, int, int, int]
     layouts: tuple[OperandLayout, OperandLayout, OperandLayout]
@@ -46,7 +47,8 @@ class CallClass:
     arch: str
 
     def key(self) -> dict[str, Any] | None:
-        """What the file of the choice is named by; None where nothing can be timed."""
+        """The fields that the name of the choice's file is derived from; None where nothing can be
+        timed."""
         if not torch.cuda.is_available():
             return None
         return {
@@ -71,7 +73,7 @@ def _file(key: dict[str, Any]) -> Path:
 
 
 def remembered(calls: CallClass) -> GemmConfig | None:
-    """The tiles that were chosen for `calls` on this machine; None if none were."""
+    """The tiles that were chosen for `calls` on this machine, or None."""
     key = calls.key()
     if key is None:
         return None
@@ -87,7 +89,8 @@ def remembered(calls: CallClass) -> GemmConfig | None:
 
 
 def remember(calls: CallClass, tiles: GemmConfig, us: dict[str, float]) -> None:
-    """Keep `tiles` as the choice for `calls`; `us` says what the candidates took."""
+    """Store `tiles` as the choice for `calls`; `us` are the times of the candidates in
+    microseconds."""
     key = calls.key()
     if key is None:
         return
@@ -103,17 +106,17 @@ _preferred: dict[CallClass, GemmConfig] = {}
 
 
 def prefer(calls: CallClass, tiles: GemmConfig) -> None:
-    """Have `calls` take `tiles` in this process, unless others were chosen by time."""
+    """Make `calls` take `tiles` in this process, unless others were chosen by timing."""
     _preferred[calls] = tiles
 
 
 def preferred(calls: CallClass) -> GemmConfig | None:
-    """The config that `prefer` was given for `calls`; None if it was given none."""
+    """The tiles given to `prefer` for `calls`, or None."""
     return _preferred.get(calls)
 
 
 def shipped(calls: CallClass) -> GemmConfig | None:
-    """The tiles that cutex comes with for `calls`; None if there are none, or for a batch."""
+    """The tiles shipped with cutex for `calls`; None if there are none, or for a batch."""
     *mnk, batch = calls.sizes
     a, b, _ = calls.layouts
     if batch != 1 or a.dtype not in ("bf16", "fp16"):
@@ -129,7 +132,8 @@ def shipped(calls: CallClass) -> GemmConfig | None:
 
 @lru_cache
 def _shipped(arch_name: str) -> dict[str, dict[str, Any]]:
-    """By M, N, K and what is contiguous in a and b: the fields that are not as usual."""
+    """The shipped choices, by M, N, K and the contiguous sides of a and b: fields that differ from
+    the defaults."""
     package_file = import_module(package("gemm", arch_name)).__file__
     assert package_file is not None
     file = Path(package_file).parent / "choices.json"

@@ -1,4 +1,4 @@
-"""The devices that torch operators run on: CUDA, or the simulator for tensors of the CPU."""
+"""The devices of torch operators: CUDA, or the simulator for tensors on the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cutex.ops.workspace import buffers
 if TYPE_CHECKING:
     from cutex.kernels.gemm.config import Workspace
 
-ORDERS = ("order", "seed", "memory")  # what `simulated` hands to cutex.simulate
+ORDERS = ("order", "seed", "memory")  # options of `simulated` that are passed to cutex.simulate
 SEVERAL_GPUS = torch.cuda.is_available() and torch.cuda.device_count() > 1
 
 _caches: list[dict[Any, Any]] = []
@@ -26,14 +26,14 @@ Cache = TypeVar("Cache", bound=dict[Any, Any])
 
 
 def per_device(cache: Cache) -> Cache:
-    """`cache`, to be emptied whenever tensors of the CPU get or lose the simulator."""
+    """`cache`, registered to be cleared whenever CPU tensors start or stop being simulated."""
     _caches.append(cache)
     return cache
 
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """What tensors of the CPU run on within `simulated`."""
+    """The simulator that CPU tensors run on within `simulated`."""
 
     arch: str
     orders: dict[str, Any]
@@ -44,10 +44,10 @@ _simulation: ContextVar[Simulation | None] = ContextVar("simulation", default=No
 
 @contextmanager
 def simulated(arch: str = "sm_90a", **orders: Any) -> Iterator[None]:
-    """Within, this thread's tensors on the CPU run in the simulator.
+    """A context in which this thread's CPU tensors run in the simulator.
 
-    orders: order, seed and memory, see cutex.simulate. Where one stands in another, the inner
-    one counts. Raises ValueError for an arch without kernels, TypeError for another option.
+    orders: order, seed and memory, see cutex.simulate. The innermost of nested contexts counts.
+    Raises ValueError for an arch without kernels, TypeError for another option.
     """
     if arch not in ALL:
         raise ValueError(f"arch {arch!r}: cutex has kernels for {', '.join(ALL)}")
@@ -65,19 +65,20 @@ def simulated(arch: str = "sm_90a", **orders: Any) -> Iterator[None]:
 
 
 def forget_plans() -> None:
-    """Have every call look up its kernel anew."""
+    """Make every call look up its kernel again."""
     for cache in _caches:
         cache.clear()
 
 
 def simulated_arch() -> str | None:
-    """The arch that this thread's tensors of the CPU are simulated on, if they are."""
+    """The arch that this thread's CPU tensors are simulated on, or None."""
     simulation = _simulation.get()
     return None if simulation is None else simulation.arch
 
 
 def arch_of(device: torch.device) -> str:
-    """The arch of what runs on `device`; ValueError, in one sentence, if nothing does."""
+    """The arch of the GPU `device`, or the one simulated for the CPU; ValueError, in one sentence,
+    if there is none."""
     if device.type == "cpu" and (simulated := simulated_arch()) is not None:
         if simulated not in ARCHS:
             known = " and ".join(ARCHS)
@@ -99,17 +100,18 @@ def arch_of(device: torch.device) -> str:
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Within, a CUDA `device` is the current one."""
+    """A context in which a CUDA `device` is the current one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def launcher(
     compiled: Compiled, arguments: list[Any], needs: Workspace | None = None
 ) -> Callable[..., None]:
-    """A function that launches `compiled`, once it is known to take `arguments` and, where it has
-    `needs`, a workspace behind them, which the function adds.
+    """A function that launches `compiled`, after a check that it takes `arguments`; if it `needs` a
+    workspace, the function appends one.
 
-    One for the simulator raises ValueError outside the `simulated` that it was made in.
+    A launcher for the simulator raises ValueError outside the `simulated` context that it was made
+    in.
     """
     if needs is not None:
         device = arguments[0].device

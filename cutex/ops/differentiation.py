@@ -1,8 +1,8 @@
 """Derivatives of an operator in Python, for autograd, forward differentiation and torch.func.
 
-torch.library.register_autograd knows reverse mode only: under torch.func.grad it raises, and it
-drops the tangents of forward mode without a word. The kernel here, on the operator's Autograd key,
-differentiates one level; what is below it, another transform or the device, gets the operator again
+torch.library.register_autograd supports reverse mode only: under torch.func.grad it raises, and it
+silently drops the tangents of forward mode. The kernel here, on the operator's Autograd key,
+differentiates one level; the level below, another transform or the device, gets the operator again
 from the dispatcher.
 """
 
@@ -22,7 +22,7 @@ _below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 def is_wanted(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether a gradient or a tangent of what is computed from `tensors` is wanted."""
+    """Whether a gradient or a tangent of a result computed from `tensors` is wanted."""
     given = [x for x in tensors if x is not None]
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         return True
@@ -50,12 +50,13 @@ def register(
     backward: Callable[..., Any],
     forward_mode: Callable[..., Any] | None = None,
 ) -> None:
-    """Differentiate an operator by `setup(ctx, inputs, output)`, `backward(ctx, *gradients)` and
-    `forward_mode(ctx, *tangents)`, which are as of torch.autograd.Function."""
+    """Register the derivatives of an operator: `setup(ctx, inputs, output)`, `backward(ctx,
+    *gradients)` and `forward_mode(ctx, *tangents)`, with the meaning of torch.autograd.Function's
+    methods."""
     operator = getattr(getattr(torch.ops, library.ns), name).default
 
     def forward(*args: Any) -> Any:
-        # NOTE: a Function turns both modes off, which levels further out may be in
+        # NOTE: a Function turns both modes off, although outer levels may be in them
         with _below_autograd(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             return operator(*args)
 

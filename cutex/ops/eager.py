@@ -1,4 +1,5 @@
-"""`cutex.matmul` as it is called: what may run directly does so by a plan, all else through torch.
+"""`cutex.matmul`: calls that need nothing from torch run directly, by a plan, all others through
+torch.
 
 A plan is found by the shapes and options of a call; dtypes, strides, devices, dispatch keys and
 gradients of its tensors are compared by the guards of torch.compile, in one call.
@@ -44,15 +45,15 @@ def matmul(
 
     a (.., M, K) and b (.., K, N): bfloat16, float16 or float32, both alike, or float8_e4m3fn /
     float8_e5m2; accumulated in fp32. float32 is read as tf32, whatever precision torch is set to;
-    a first call warns where torch would not. Batch sizes broadcast. Any strides; what TMA cannot
-    step through (a base or stride that is no multiple of 16 bytes; on Hopper float32 and fp8 whose
+    a first call warns where torch would not. Batch sizes broadcast. Any strides; a tensor that TMA
+    cannot read (a base or stride that is no multiple of 16 bytes; on Hopper float32 and fp8 whose
     K is not contiguous) is copied first.
     bias: (N,) or (1, N), or (M, 1). residual: broadcasts to the result. Both of any float dtype.
     activation: "relu", "gelu", "gelu_tanh", "silu"; "gated_silu" or "gated_gelu", act(even columns)
         * odd columns, which leaves (.., M, N / 2); or a function of one DSL Float32, or of it and
         its row and column (@cute.jit if it branches). gelu of -inf is 0, its limit; torch has NaN.
-    alpha, beta: numbers, not tensors. beta: factor of what out held before.
-    out: where to write; of any strides; no memory of what is read, but it may be residual itself.
+    alpha, beta: numbers, not tensors. beta: the factor of out's previous values.
+    out: the tensor to write, of any strides; it may be residual itself, but overlap no other input.
     out_dtype: bfloat16, float16 or float32; by default that of a, bfloat16 for fp8.
     scale_a, scale_b: float32, one number each, or one for each row of a and each column of b.
     amax: float32 of one element, raised to the largest magnitude of the result before rounding, to
@@ -60,8 +61,8 @@ def matmul(
 
     Differentiable in a, b, bias and residual, forward and backward, to any order, except where out,
     a scale, amax or a function of the user's is given. torch.autocast casts a and b as those of
-    torch.matmul, unless out is given. Raises TypeError or ValueError, in one sentence that names
-    the argument, for what does not fit, and where there is no Hopper or Blackwell GPU.
+    torch.matmul, unless out is given. Raises TypeError or ValueError, with one sentence that names
+    the argument, for arguments that do not fit, and where there is no Hopper or Blackwell GPU.
     """
     if _is_compiling():
         return _through_operator(
@@ -82,12 +83,12 @@ def matmul(
 
 
 def written(*tensors: Tensor | None) -> None:
-    """Count a write to them, so that autograd sees that what it saved has changed."""
+    """Count a write to the tensors, so that autograd detects changes of saved tensors."""
     _increment_version([x for x in tensors if x is not None])
 
 
 def _unplanned(call: Call) -> Tensor:
-    """A call without a plan: through the operator where torch has more to do than to run it."""
+    """Run a call without a plan: through the operator if torch has more to do than to run it."""
     if isinstance(call.a, Tensor) and autocast.is_on(call.a.device):
         with autocast.off(call.a.device):
             return _unplanned(_cast(call))
@@ -95,7 +96,7 @@ def _unplanned(call: Call) -> Tensor:
     given = call.tensors.values()
     for name in ("out", "amax"):
         x = getattr(call, name)
-        if x is not None and x.is_neg():  # torch's way to resolve what is written to is broken
+        if x is not None and x.is_neg():  # NOTE: torch itself writes such an output wrongly
             memory = x.resolve_neg()
             result = _unplanned(replace(call, **{name: memory}))
             x.copy_(memory)
@@ -106,14 +107,14 @@ def _unplanned(call: Call) -> Tensor:
         or (_grad_enabled() and any(x.requires_grad for x in given))
     ):
         return _through_operator(call)
-    result = planned(*call.arguments)  # which autocast may have kept from its plan
+    result = planned(*call.arguments)  # autocast may have kept the call from its plan
     result = run(call) if result is None else result
     written(call.out, call.amax)
     return result
 
 
 def _cast(call: Call) -> Call:
-    """The call as autocast has it: one that is given out stays as it is."""
+    """The call as autocast casts it; a call with `out` is left unchanged."""
     if call.out is not None or not isinstance(call.b, Tensor):
         return call
     a, b = autocast.cast(call.a, call.b)
@@ -124,9 +125,9 @@ def _cast(call: Call) -> Call:
 
 
 class _Plan:
-    """A call whose operands are passed as they are: its launch, and the result to allocate.
+    """A call whose operands are passed unchanged: its launch, and the result to allocate.
 
-    What neither the key nor `takes` says, the launcher checks: that bases are aligned.
+    The launcher checks what neither the key nor `takes` covers: that bases are aligned.
     """
 
     def __init__(self, function: Callable[..., None], call: Call, arranged: Arranged) -> None:
@@ -141,18 +142,18 @@ class _Plan:
         self.device = call.a.device
         self.empty = empty_of(call.a.device, SEVERAL_GPUS)
         self.tall = arranged.tall
-        self.names = arranged.names  # of the arguments beside a, b and out
+        self.names = arranged.names  # names of the arguments beside a, b and out
         given = dict(zip(self.names, arranged.tensors[3:], strict=True))
         self.copies_out = "c" in given and given["c"].data_ptr() != arranged.tensors[2].data_ptr()
         self.functions = user_functions(arranged.ops)
-        # from the base of a to that of out, and from that of b: those between which they overlap
+        # the range of distances from the base of a to that of out at which they overlap; same for b
         self.distances: tuple[int, ...] = ()
         if call.out is not None:
             bounds = [extents(call.out, x) for x in (call.a, call.b)]
             self.distances = tuple(x for of_out, of_x in bounds for x in (-of_out, of_x))
 
     def is_current(self) -> bool:
-        """Whether the user's functions in it still compute what they did."""
+        """Whether the user's functions in it still compute the same."""
         return all(f.is_current() for f in self.functions)
 
     def overlaps(self, out: Tensor, a: Tensor, b: Tensor, *rest: Tensor | None) -> bool:
@@ -208,7 +209,7 @@ _increment_version = torch._C._increment_version
 
 
 def distinct(call: Call) -> list[Tensor]:
-    """The tensors that a guard is asked about; b is not where it is a."""
+    """The tensors that a guard compares; b is left out if it is the same tensor as a."""
     given = list(call.tensors.values())
     return given[:1] + given[2:] if call.a is call.b else given
 
@@ -227,13 +228,13 @@ def planned(
     alpha: float,
     beta: float,
 ) -> Tensor | None:
-    """The result by a plan that takes these very tensors, or None if there is none."""
+    """The result by a plan that takes these tensors, or None if there is none."""
     try:
         plans = _plans.get(
             (a.shape, b.shape, activation, out_dtype, alpha, beta, a is b, bias is None,
              residual is None, out is None, scale_a is None, scale_b is None, amax is None)
         )  # fmt: skip
-    except (AttributeError, TypeError, RuntimeError):  # what is no tensor, `check` names
+    except (AttributeError, TypeError, RuntimeError):  # `check` names an argument that is no tensor
         return None
     if plans is None:
         return None
@@ -277,7 +278,7 @@ def _remember(plan: _Plan, call: Call) -> None:
 
 
 def run(call: Call) -> Tensor:
-    """A checked call on plain tensors, with whatever its operands need; remembers its plan."""
+    """Run a checked call on plain tensors, preparing its operands; keep its plan."""
     check_memory(call)
     return _run(call, remember=len(set(map(id, distinct(call)))) == len(distinct(call)))
 

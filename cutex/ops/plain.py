@@ -1,8 +1,8 @@
-"""Whether tensors are no more than memory, so that a kernel may be launched on them directly.
+"""Whether tensors are plain memory, so that a kernel may be launched on them directly.
 
-All else goes through torch's dispatcher: subclasses and fake tensors, tensors wrapped by
-torch.func's transforms, views that are negated lazily, tensors without memory, and whatever a
-transform, a mode, a tracer or forward differentiation that is on would want to see.
+Everything else goes through torch's dispatcher: subclasses and fake tensors, tensors wrapped by
+torch.func's transforms, views that are negated lazily, tensors without memory, and all calls while
+a transform, a mode, a tracer or forward differentiation is active.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FOREIGN_BITS = ~_PLAIN_KEYS.raw_repr()
 
 
 def nobody_watches() -> bool:
-    """Whether no transform, mode or tracer is on; torch.set_default_device changes nothing here."""
+    """Whether no transform, mode or tracer is active; torch.set_default_device does not count."""
     return (
         not _transforms_active()
         and not _dispatch_modes()
@@ -45,15 +45,15 @@ def nobody_watches() -> bool:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether x is memory of the CPU or of a GPU, by its class and all its dispatch keys."""
+    """Whether x is plain memory of the CPU or of a GPU, by its class and all its dispatch keys."""
     return type(x) in _PLAIN and not _keys(x).raw_repr() & _FOREIGN_BITS
 
 
 def guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Whether other tensors are of the same classes, dtypes, devices, sizes and strides, require
-    gradients alike, and have the same dispatch keys under the modes that are on.
+    """A function that returns whether other tensors have the same classes, dtypes, devices, sizes,
+    strides, requires_grad and dispatch keys, under the modes that are active.
 
-    NOTE: all must differ: two that are one tensor are never taken.
+    NOTE: the tensors must be distinct: a guard never accepts the same tensor twice.
     """
     return _guards.TensorGuards(
         *tensors,
@@ -63,8 +63,8 @@ def guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 def empty_of(device: torch.device, several: bool) -> Callable[..., Tensor]:
-    """A function of shape, strides and dtype that allocates there, in half of empty_strided's time
-    unless there are `several` GPUs."""
+    """A function of shape, strides and dtype that allocates on `device`, in half the time of
+    empty_strided unless there are `several` GPUs."""
     if device.type == "cpu":
         return _guards._empty_strided_cpu
     if not several:
@@ -75,7 +75,7 @@ def empty_of(device: torch.device, several: bool) -> Callable[..., Tensor]:
 
 
 def bare(x: Any) -> Any:
-    """What an operator's kernel gets, without the subclass that torch passes along."""
+    """x without the tensor subclass that torch passes along to an operator's kernel."""
     if isinstance(x, Tensor) and type(x) not in _PLAIN:
         with torch._C.DisableTorchFunctionSubclass():
             return x.as_subclass(Tensor)

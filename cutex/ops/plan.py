@@ -1,4 +1,4 @@
-"""From the sizes and layouts of an arranged call to the kernel that computes it."""
+"""The choice of a kernel for the sizes and layouts of an arranged call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 
 def proposals(calls: CallClass) -> Iterator[GemmConfig]:
-    """The config that the autotuner chose on this GPU, if it did, then the model's ranking."""
+    """The config that the autotuner chose on this GPU, if there is one, then the model's
+    ranking."""
     from cutex.bench import autotune
     from cutex.kernels.gemm import stages
 
@@ -43,7 +44,7 @@ def proposals(calls: CallClass) -> Iterator[GemmConfig]:
 
 
 def problem_of(calls: CallClass) -> GemmProblem:
-    """One matrix of `calls`, as configs and the model take it."""
+    """The problem of one matrix of `calls`, for configs and the cost model."""
     m, n, k, _ = calls.sizes
     dtype = calls.layouts[0].dtype
     return GemmProblem(m, n, k, dtype if dtype in ("bf16", "fp16") else "bf16")
@@ -61,7 +62,7 @@ def config_for(
     ops: tuple[EpilogueOp, ...],
     arch_name: str,
 ) -> GeneralConfig:
-    """What was chosen by time for such calls, or else the first of `candidates`."""
+    """The config chosen by timing for such calls, or else the first of `candidates`."""
     calls = call_class(sizes, layouts, ops, arch_name)
     return _config_of(calls)
 
@@ -76,7 +77,7 @@ def _config_of(calls: CallClass) -> GeneralConfig:
 
 
 def forget() -> None:
-    """Look choices up anew."""
+    """Make all choices be looked up again."""
     config_for.cache_clear()
     _config_of.cache_clear()
 
@@ -90,15 +91,15 @@ def call_class(
     """The class of calls of these sizes (M, N, K, batch), all of which take the same config."""
     m, n, k, batch = sizes
     k = DTYPES[layouts[0].dtype].bytes(k) // 2  # tiles are cut in units of 2 bytes
-    # whole units, and no larger than makes a difference
+    # rounded up to whole units, and clamped where larger sizes make no difference
     n, k = (min(max(8, -(-size // 8) * 8), 1 << 20) for size in (n, k))
     m = min(rows_class(m), 1 << 20)
     return CallClass((m, n, k, batch), layouts, ops, arch_name)
 
 
 def candidates(calls: CallClass) -> Iterator[GeneralConfig]:
-    """The configs of the general kernel that can do `calls`, best first, as the model has it;
-    ValueError if there is none."""
+    """The configs of the general kernel that can run `calls`, fastest predicted first; ValueError
+    if there is none."""
     none = True
     for tiles in proposals(calls):
         if (config := fitted(tiles, calls)) is not None:
@@ -110,8 +111,8 @@ def candidates(calls: CallClass) -> Iterator[GeneralConfig]:
 
 
 def fitted(tiles: GemmConfig, calls: CallClass) -> GeneralConfig | None:
-    """The config of the general kernel with `tiles`, its epilogue cut as the operations need it;
-    None if it cannot do `calls`."""
+    """The config of the general kernel with `tiles`, its epilogue parts sized for the operations;
+    None if it cannot run `calls`."""
     from cutex.kernels.gemm.signature import GeneralConfig
 
     ops, out = calls.ops, calls.layouts[2]
@@ -129,7 +130,7 @@ def fitted(tiles: GemmConfig, calls: CallClass) -> GeneralConfig | None:
 
 def with_slots(tiles: Sm90Config, arch_name: str) -> Sm90Config:
     """`tiles` with smaller sub-tiles of out, so that fewer registers are in use at a time, and with
-    as many slots for them as smem holds, so that what comes in through them is loaded early."""
+    as many slots for them as fit in smem, so that a matrix loaded through them is loaded early."""
     if tiles.epi_n == 64 and tiles.epi_stages == 1:
         tiles = replace(tiles, epi_n=32)
     more = (replace(tiles, epi_stages=n) for n in (4, 3, 2))
@@ -149,7 +150,7 @@ def kernel_for(config: GeneralConfig, arch_name: str) -> Compiled:
 
 @dataclass
 class Built:
-    """How many kernels this process had to compile, not finding them on disk."""
+    """The number of kernels that this process had to compile because they were not on disk."""
 
     count: int = 0
 
@@ -158,7 +159,7 @@ BUILT = Built()
 
 
 def user_functions(ops: Iterable[EpilogueOp]) -> list[UserFunction]:
-    """The functions of a user's own among `ops`."""
+    """The user's own functions among `ops`."""
     from cutex.device.epilogue.epilogue_ops import Elementwise
 
     return [op.function for op in ops if isinstance(op, Elementwise)]

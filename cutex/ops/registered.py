@@ -1,7 +1,7 @@
 """`cutex.matmul` as torch sees it: registered operators with fakes, derivatives and FLOPs.
 
-torch.ops.cutex.matmul and matmul_out serve torch.compile, autograd, torch.func, and whatever wraps
-tensors or watches.
+torch.ops.cutex.matmul and matmul_out serve torch.compile, autograd, torch.func, tensor subclasses,
+modes and transforms.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _NAMES = ("a", "b", "bias", "residual", "scale_a", "scale_b", "activation")
 
 
 def _call(*args: Any) -> Call:
-    """What torch passes to matmul, which leaves defaults at the end out."""
+    """The call from matmul's arguments; torch leaves out trailing defaults."""
     return Call(**dict(zip((*_NAMES, "out_dtype", "alpha"), args, strict=False)))
 
 
 def _call_out(*args: Any) -> Call:
-    """What torch passes to matmul_out."""
+    """The call from matmul_out's arguments."""
     return Call(**dict(zip(("out", *_NAMES, "alpha", "beta"), args, strict=False)))
 
 
 def _call_amax(amax: Tensor, *args: Any) -> Call:
-    """What torch passes to matmul_amax."""
+    """The call from matmul_amax's arguments."""
     return replace(_call_out(*args), amax=amax)
 
 
@@ -83,7 +83,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients. The input of an activation is computed again, by one more GEMM, not kept."""
+    """The gradients. The input of an activation is not saved but computed again, by one more
+    GEMM."""
     a, b, bias = ctx.saved_tensors
     # NOTE: as many as the caller wrote out; those left to their defaults are missing
     needs_a, needs_b, needs_bias, needs_residual = (*ctx.needs_input_grad, False, False)[:4]
@@ -115,7 +116,7 @@ def _forward_mode(
     of_residual: Tensor | None = None,
     *_: None,
 ) -> Tensor:
-    """The tangent of the result, from those of what it is made of."""
+    """The tangent of the result, given those of the inputs."""
     saved: list[Any] = [differentiation.primal(x) for x in ctx.saved_tensors]
     a, b, bias = saved
 
@@ -135,7 +136,7 @@ def _forward_mode(
 
 
 def _activation_tangent(name: str, tangent: Tensor, x: Tensor) -> Tensor:
-    """The tangent of an activation's result, from that of its input x, both in float32."""
+    """The tangent of an activation's result, given that of its input x, both in float32."""
     if not name.startswith("gated_"):
         return _derivative(name, tangent, x)
     name = name.removeprefix("gated_")
@@ -145,7 +146,7 @@ def _activation_tangent(name: str, tangent: Tensor, x: Tensor) -> Tensor:
 
 
 def _activation_gradient(name: str, grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient of x, the activation's input, both in float32; a gate takes two columns."""
+    """The gradient of x, the activation's input, in float32; a gate takes two columns."""
     if not name.startswith("gated_"):
         return _derivative(name, grad, x)
     name = name.removeprefix("gated_")
@@ -154,16 +155,16 @@ def _activation_gradient(name: str, grad: Tensor, x: Tensor) -> Tensor:
     return torch.stack((of_gate, grad * _ACTIVATIONS[name](gate)), -1).flatten(-2)
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # of gates
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # the activations of gates
     "gelu": torch.ops.aten.gelu,
     "silu": torch.ops.aten.silu,
 }
 
 
 def _derivative(name: str, grad: Tensor, x: Tensor) -> Tensor:
-    """grad times the derivative of an activation at x; it can itself be differentiated."""
+    """grad times the derivative of an activation at x, itself differentiable."""
     if not torch.is_grad_enabled() and not differentiation.is_forward():
-        return _KERNELS[name](grad, x)  # which have no derivatives, or not all
+        return _KERNELS[name](grad, x)  # these lack some derivatives of their own
     if name == "relu":
         return torch.where(x <= 0, 0.0, grad)
     if name == "silu":
@@ -188,7 +189,8 @@ _KERNELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def _mapped(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
-    """Many calls as one whose batch has one dimension more; where that cannot be, one by one."""
+    """Run the calls of a vmap as one with one more batch dimension; where that is not possible, one
+    by one."""
     call, dims = _call(*args), _call(*in_dims)
     if not (dims.bias is dims.scale_a is dims.scale_b is None):
         results = [
@@ -216,7 +218,7 @@ def _mapped(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Ten
 
 
 def _register_written(name: str, call_of: Callable[..., Call]) -> None:
-    """An operator that writes to its arguments, as `call_of` reads them."""
+    """Register an operator that writes to its arguments; `call_of` makes a Call of them."""
     operator = getattr(torch.ops.cutex, name).default
 
     def launch(*args: Any) -> None:
@@ -250,7 +252,7 @@ def _register_written(name: str, call_of: Callable[..., Call]) -> None:
 
 
 def _flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
-    """As torch counts products, from shapes."""
+    """The FLOPs as torch counts products, from shapes."""
     batch = math.prod(torch.broadcast_shapes(a[:-2], b[:-2]))
     return 2 * batch * a[-2] * a[-1] * b[-1]
 

@@ -1,13 +1,12 @@
-"""python -m cutex.ops.shipping: the choices for Hopper that cutex comes with (see --help).
+"""python -m cutex.ops.shipping: make the table of choices for Hopper that cutex ships (see --help).
 
-A class of calls is in the table where a config was measured on H200s that is faster than the cost
-model's first by SLOWER, or whose first was not measured, and MEASURED others were. To be run after
-the model was fitted (cutex/kernels/gemm/sm90/fit.py).
+A class of calls is in the table if a config measured on H200s is faster than the cost model's first
+by the factor SLOWER, or if that first was not measured and at least MEASURED others were. To be run
+after fitting the model (cutex/kernels/gemm/sm90/fit.py).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import defaultdict
@@ -18,7 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from cutex.arch import arch
-from cutex.command import answered
+from cutex.command import Parser, answered
 from cutex.kernels.gemm.signature import OperandLayout
 from cutex.kernels.gemm.sm90 import fit
 from cutex.kernels.gemm.sm90.config import Sm90Config
@@ -34,8 +33,8 @@ Layouts = tuple[OperandLayout, OperandLayout, OperandLayout]
 
 
 def measured() -> Iterator[tuple[CallClass, dict[Sm90Config, float]]]:
-    """Classes of calls, and the mean times of their configs over those of others on the same cards;
-    not of calls that take the choice of a larger M."""
+    """Classes of calls, with the mean times of their configs relative to other libraries on the
+    same cards; without calls that take the choice of a larger M."""
     configs, rows = fit.measured_rows()
     found: dict[tuple[Any, ...], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
@@ -72,7 +71,8 @@ def better(calls: CallClass, times: dict[Sm90Config, float]) -> Sm90Config | Non
 
 
 def table() -> dict[str, dict[str, Any]]:
-    """Fields of configs that are not as usual, by M, N, K and what is contiguous in a and b."""
+    """The config fields that differ from the defaults, by M, N, K and the contiguous sides of a and
+    b."""
     usual = asdict(Sm90Config())
     found = {}
     for calls, times in measured():
@@ -85,14 +85,14 @@ def table() -> dict[str, dict[str, Any]]:
 
 
 def text(rows: dict[str, dict[str, Any]]) -> str:
-    """The file, a class a line."""
+    """The text of the file, one class per line."""
     lines = (f"{json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 @answered
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m cutex.ops.shipping",
         description="Find the classes of calls whose best measured config the cost model of "
         "Hopper's GEMM does not choose. Run after it was fitted.",

@@ -1,12 +1,11 @@
-"""Tuning where users are: the choice of tiles for one call, by time, remembered on disk.
+"""Tuning on the user's machine: the choice of tiles for one call, by timing, stored on disk.
 
-    cutex.tune(x, w.mT, bias=b)      # this call, as cutex.matmul takes it
-
-    with cutex.tuning():             # whatever is called inside, the first time
+    cutex.tune(x, w.mT, bias=b)      # this call, with the arguments of cutex.matmul
+    with cutex.tuning():             # every call inside, the first time
         model(batch)
 
-The model's first candidates are compiled in parallel, timed on copies of the call's own operands
-with a cold L2, and those that are behind after a first look are left out.
+The model's first candidates are compiled in parallel and timed on copies of the call's own operands
+with a cold L2; those that are slow in a first look are left out.
 """
 
 from __future__ import annotations
@@ -32,24 +31,25 @@ if TYPE_CHECKING:
     from cutex.kernels.gemm.signature import GeneralConfig
     from cutex.ops.arrange import Arranged
 
-SECONDS = 3.0  # for one call
+SECONDS = 3.0  # the limit of one call's tuning
 CANDIDATES = 16
-COMPILING = 0.6  # the share of the time after which no more kernels are waited for
+COMPILING = 0.6  # the share of the time after which the wait for compilations ends
 LOOK = timing.Sampling(rounds=3, warm_up_seconds=0.02, sample_us=400.0, eager_calls=1)
 FINAL = timing.Sampling(rounds=9, warm_up_seconds=0.02, sample_us=1500.0, eager_calls=1)
-BEHIND = 1.1  # times the best of the first look: what takes longer is left out
+BEHIND = 1.1  # configs slower than this multiple of the first look's best are left out
 
-# times variants, by name, on copies of operands: us
+# a function that times variants by name on copies of operands, in microseconds
 Timer = Callable[[Mapping[str, Any], Sequence[tuple[Any, ...]], timing.Sampling], dict[str, float]]
 
-_seconds: list[float] = []  # of the contexts that are open, the innermost last
-_last: deque[GeneralConfig] = deque(maxlen=1)  # of the last call that was tuned
+_seconds: list[float] = []  # limits of the open contexts, the innermost last
+_last: deque[GeneralConfig] = deque(maxlen=1)  # the config of the last call that was tuned
 
 
 @contextmanager
 def tuning(seconds: float = SECONDS) -> Iterator[None]:
-    """Within, the first call of `cutex.matmul` of each kind is tuned, in at most `seconds`; the
-    first of a process waits some seconds more, until the compiler is imported beside it."""
+    """A context in which the first call of `cutex.matmul` of each kind is tuned, in at most
+    `seconds`; the first one in a process takes some seconds more, until the compiler is imported in
+    another process."""
     if not seconds > 0:
         raise ValueError(f"seconds is {seconds}: tuning takes a number above 0")
     forget_plans()  # calls that were made before are looked at again
@@ -62,8 +62,9 @@ def tuning(seconds: float = SECONDS) -> Iterator[None]:
 
 
 def tune(a: Tensor, b: Tensor, *, seconds: float = SECONDS, **options: Any) -> GemmConfig:
-    """Tune this call of `cutex.matmul`, which takes the same `options`, in at most `seconds`; the
-    tiles that it and calls like it then take. What was tuned before is not tuned again.
+    """Tune this call of `cutex.matmul`, which takes the same `options`, in at most `seconds`.
+    Return the tiles that it and calls like it then take. Calls that were tuned before are not tuned
+    again.
 
     Raises what `cutex.matmul` raises.
     """
@@ -90,7 +91,7 @@ def tuned_config(arranged: Arranged, arch_name: str) -> GeneralConfig:
 def choose_by_time(
     arranged: Arranged, arch_name: str, seconds: float, timer: Timer | None = None
 ) -> GeneralConfig:
-    """The fastest config for an arranged call, remembered or timed now; the model's first where
+    """The fastest config for an arranged call, stored before or timed now; the model's first if
     nothing is compiled in time."""
     layouts = arranged.a, arranged.b, arranged.out
     calls = call_class(arranged.sizes, layouts, arranged.ops, arch_name)
@@ -117,7 +118,7 @@ def compete(
     until: float,
     timer: Timer,
 ) -> dict[GeneralConfig, float]:
-    """Microseconds of the finalists; of the first look, if there is no time for a second."""
+    """The microseconds of the finalists, or of the first look if there is no time for a second."""
     copies = operand_copies(arranged, arch(arch_name).l2_bytes)
     launches: dict[str, Any] = {}
     for i, config in enumerate(configs):
@@ -132,8 +133,8 @@ def compete(
 
 
 def operand_copies(arranged: Arranged, l2_bytes: int) -> list[tuple[Any, ...]]:
-    """Copies of a call's arguments, as many as L2 does not hold; the first is the call's own, but
-    for out, which a tuned call must not write more than once."""
+    """Copies of a call's arguments, as many as exceed L2; the first is the call's own, except for
+    out, which a tuned call must not write more than once."""
     tensors = [x for x in arranged.tensors[:3] if isinstance(x, Tensor)]
     bytes_of_one = max(1, sum(x.numel() * x.element_size() for x in tensors))
     count = min(64, timing.copies_to_rotate(max(bytes_of_one, 1 << 16), l2_bytes, "cold"))

@@ -1,16 +1,18 @@
-"""Kernels built before they are needed: no call of a server then waits for a compiler."""
+"""Building kernels before they are needed, so that no call of a server waits for a compiler."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
-from itertools import groupby
+from itertools import compress, groupby
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from cutex.arch import arch as target
 from cutex.arch import local_arch
+from cutex.bench.progress import progress
 from cutex.kernels.gemm.choose import cover, predictions, rows_class
 from cutex.kernels.gemm.signature import GeneralConfig
 from cutex.ops import building, choices
@@ -36,8 +38,8 @@ Shape = tuple[Rows, int, int]
 
 
 def kernels_built() -> int:
-    """How many kernels of `cutex.matmul` this process has had to compile, not finding them on disk,
-    where those are not counted that `warm_up` and `tune` compile in processes of their own."""
+    """The number of kernels of `cutex.matmul` that this process had to compile because they were
+    not on disk, without those that `warm_up` and `tune` compile in other processes."""
     return BUILT.count
 
 
@@ -60,6 +62,10 @@ def warm_up(
     TypeError or ValueError for what `cutex.matmul` would not take, and where there is no Hopper or
     Blackwell GPU.
     """
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+    if not isinstance(shapes, Iterable):
+        raise TypeError(f"shapes must be an iterable of (M, N, K), got {type(shapes).__name__}")
     arch = _arch()
     classes: dict[CallClass, None] = {}
     for shape in shapes:
@@ -78,17 +84,19 @@ def warm_up(
     return len(configs)
 
 
-def build_ahead(operands: Iterable[tuple[Tensor, Tensor]], out_dtype: torch.dtype) -> int:
-    """Build, in parallel, the kernel that `cutex.matmul(a, b, out_dtype=...)` takes of each (a, b),
-    whose data is not read (they may be on "meta"). Returns how many kernels that are."""
-    configs = dict.fromkeys(_config(a, b, out_dtype) for a, b in operands)
-    building.build([(config, _arch()) for config in configs])
-    return len(configs)
+def build_ahead(operands: Iterable[tuple[Tensor, Tensor]], out_dtype: torch.dtype) -> list[Path]:
+    """Build in parallel the kernels of `cutex.matmul(a, b, out_dtype=...)` for each (a, b), whose
+    data is not read (they may be on "meta"), and show the progress. Return their folders in the
+    cache, without those that do not compile."""
+    configs = list(dict.fromkeys(_config(a, b, out_dtype) for a, b in operands))
+    with progress("kernels are built", len(configs)) as step:
+        built = building.build([(config, _arch()) for config in configs], ended=step)
+    return [kernel_for(c, _arch()).object_path.parent for c in compress(configs, built)]
 
 
 def tiles_of(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> str:
-    """The tiles that `cutex.matmul(a, b, out_dtype=...)` takes: the fields that are not as usual,
-    and the cut of a tile."""
+    """The tiles that `cutex.matmul(a, b, out_dtype=...)` takes, as text: the sizes of a tile and
+    its stages, and the fields that differ from the defaults."""
     tiles = _config(a, b, out_dtype).tiles
     always = ("tile_m", "tile_n", "tile_k", "num_stages")
     said = [f for f in fields(tiles) if f.name in always or getattr(tiles, f.name) != f.default]
@@ -135,8 +143,18 @@ def _arch() -> str:
 
 
 def _classes(shape: Shape) -> Iterator[tuple[int, int, int]]:
-    """The least and the largest M of each class of `shape`, and its N and K."""
+    """The smallest and the largest M of each class of `shape`, with its N and K."""
+    if not (
+        isinstance(shape, tuple | list)
+        and len(shape) == 3
+        and isinstance(shape[0], int | range)
+        and all(isinstance(x, int) for x in shape[1:])
+    ):
+        raise TypeError(f"shapes holds {shape!r}: (M, N, K) of whole numbers is due, M or a range")
     rows, n, k = shape
+    least = min(rows, default=0) if isinstance(rows, range) else rows
+    if min(least, n, k) < 0:
+        raise ValueError(f"shapes holds {shape!r}: sizes are at least 0")
     if isinstance(rows, int):
         yield rows, n, k
         return

@@ -1,7 +1,7 @@
 """Global memory that a kernel needs beside its operands, kept for each stream.
 
 Launches of one stream run one after another and share it. A CUDA graph may be replayed on any
-stream, beside others, so what it captures takes memory of its own.
+stream, beside others, so captured launches get memory of their own.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torch import Tensor
 if TYPE_CHECKING:
     from cutex.kernels.gemm.config import Workspace
 
-RESERVE = 1 << 20  # words of zero that are kept for captures, 4 MB
+RESERVE = 1 << 20  # zeroed words that are kept for captures, 4 MB
 
-_flags: dict[tuple[int, int, int], Tensor] = {}  # by device, stream and number
+_flags: dict[tuple[int, int, int], Tensor] = {}  # by device, stream and count
 _sums: dict[tuple[int, int], Tensor] = {}  # by device and stream
-_reserves: dict[int, Tensor] = {}  # by device: words of zero that nothing uses yet
-_captured: dict[tuple[int, int, int, int], Tensor] = {}  # by device, stream, capture and number
+_reserves: dict[int, Tensor] = {}  # by device: zeroed words that nothing uses yet
+_captured: dict[tuple[int, int, int, int], Tensor] = {}  # by device, stream, capture and count
 
 
 def buffers(needs: Workspace, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What the next launch on the current stream of `device` exchanges sums by."""
+    """The sums and the flags for the next launch on the current stream of `device`."""
     return sums(device, needs.sums), flags(device, needs.flags)
 
 
 def flags(device: torch.device, count: int) -> Tensor:
-    """`count` words of zero (int32), which a launch leaves so."""
+    """`count` zeroed words (int32), which a launch leaves zeroed."""
     stream = 0
     if device.type == "cuda":
         if torch._C._cuda_isCurrentStreamCapturing():
@@ -44,7 +44,7 @@ def flags(device: torch.device, count: int) -> Tensor:
 
 
 def sums(device: torch.device, count: int) -> Tensor:
-    """At least `count` numbers (float32), of any values."""
+    """At least `count` float32 elements, of any values."""
     if device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing():
         return torch.empty(count, dtype=torch.float32, device=device)
     stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
@@ -56,7 +56,7 @@ def sums(device: torch.device, count: int) -> Tensor:
 
 
 def index_of(device: torch.device) -> int:
-    """The number of a GPU; -1 for the CPU."""
+    """The index of a GPU; -1 for the CPU."""
     return device.index if device.type == "cuda" else -1
 
 
@@ -65,10 +65,10 @@ def _zeros(device: torch.device, count: int) -> Tensor:
 
 
 def _flags_of_capture(device: torch.device, count: int) -> Tensor:
-    """Words for all launches of the capture at hand, on this stream.
+    """The zeroed words for the launches of the current capture, on this stream.
 
-    NOTE: taken from words that were zeroed before. A launch that zeroes them, in the graph, would
-    take 2 us of every replay; where no words are left, that is what happens.
+    NOTE: taken from words that were zeroed before. Zeroing them in the graph would take 2 us of
+    every replay; that happens only if no words are left.
     """
     from cuda.bindings import driver
 

@@ -6,8 +6,8 @@ from importlib import import_module
 
 from cutex.problem.protocol import BESIDE_SIZES, Check, Launch, PeerKernel, Problem, Sizes
 
-# where the Problem of each is, in the order in which reports show them; a command that asks for no
-# operator means the first
+# the Problem class of each operator, in the order in which reports show them; the first is the
+# default of commands
 OPS = {
     "gemm": "cutex.problem.gemm:GemmProblem",
     "attention": "cutex.problem.attention:AttentionProblem",
@@ -29,7 +29,7 @@ def problem_class(op: str) -> type[Problem]:
 
 
 def size_name(op: str, sizes: Sizes) -> str:
-    """One word for the sizes of a problem, also of an operator that this version does not know."""
+    """One word for the sizes of a problem, also of an operator that this version does not have."""
     try:
         return problem_class(op).size_name(sizes)
     except (ValueError, KeyError):

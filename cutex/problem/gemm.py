@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("bf16", "fp16")
 INITS = ("int", "normal", "uniform", "zeros")
-TMA_BYTES = 16  # a TMA stride is a multiple of these
+TMA_BYTES = 16  # a TMA stride is a multiple of so many bytes
 
 
 def _cublas() -> tuple[Launch, str]:
@@ -34,7 +34,7 @@ def _quack(tuned: bool) -> tuple[Launch, str]:
 
 
 def _quack_with(config: Mapping[str, Any]) -> Launch:
-    """quack's kernel with the config that is given, by the fields of its own GemmConfig."""
+    """quack's kernel with a given config, the fields of quack's own GemmConfig."""
     from quack.gemm_config import GemmConfig as QuackConfig
     from quack.gemm_interface import gemm_tuned
 
@@ -113,7 +113,7 @@ class GemmProblem(Problem):
 
     @property
     def bytes(self) -> int:
-        """The least traffic with global memory: A and B read once, C written once."""
+        """The least traffic with global memory, in bytes: A and B read once, C written once."""
         return self._element.bytes(self.m * self.k + self.n * self.k + self.m * self.n)
 
     @property
@@ -142,9 +142,9 @@ class GemmProblem(Problem):
     def inputs(
         self, device: str | torch.device = "cpu", copy: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A (M, K) and B (N, K), row-major, drawn on `device` from the seed.
+        """The inputs A (M, K) and B (N, K), row-major, drawn on `device` from the seed.
 
-        int: whole numbers in [-2, 2], whose sums fp32 holds exactly; normal: mean 0, deviation 1;
+        int: integers in [-2, 2], whose sums fp32 holds exactly; normal: mean 0, deviation 1;
         uniform: [-1, 1). `copy` numbers independent draws.
         """
         import torch
@@ -166,7 +166,7 @@ class GemmProblem(Problem):
         return draw(self.m), draw(self.n)
 
     def output(self, device: str | torch.device = "cpu") -> torch.Tensor:
-        """C (M, N), row-major, every element NaN until a kernel writes it."""
+        """The output C (M, N), row-major, every element NaN until a kernel writes it."""
         import torch
 
         return torch.full((self.m, self.n), torch.nan, dtype=self.torch_dtype(), device=device)

@@ -24,7 +24,8 @@ PASSES = ("forward", "dgrad", "wgrad")
 
 @dataclass(frozen=True)
 class LayerProblem(Computation):
-    """out = a @ b of a layer with `inputs_of` inputs and `outputs_of` outputs, for `tokens`.
+    """out = a @ b in one pass of a layer with weight (out_features, in_features), for `tokens`
+    tokens.
 
     Gaussian data. fp8 (e4m3) takes the forward pass only, whose result is bf16.
     """
@@ -70,7 +71,8 @@ class LayerProblem(Computation):
     def inputs(
         self, device: str | torch.device = "cpu", copy: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """a (M, K) and b (K, N), Gaussian, drawn on `device` from the seed; none on "meta"."""
+        """The inputs a (M, K) and b (K, N), Gaussian, drawn on `device` from the seed; on "meta"
+        without data."""
         import torch
 
         generator = None
@@ -89,7 +91,7 @@ class LayerProblem(Computation):
         return draw(m, k, a_by_k), draw(k, n, not b_by_k)
 
     def outputs(self, device: str | torch.device = "cpu") -> tuple[torch.Tensor]:
-        """out (M, N), row-major, every element NaN until a kernel writes it."""
+        """The output (M, N), row-major, every element NaN until a kernel writes it."""
         import torch
 
         m, n, _ = self.mnk
@@ -97,8 +99,8 @@ class LayerProblem(Computation):
         return (torch.full((m, n), torch.nan, dtype=dtype, device=device),)
 
     def check(self, *tensors: torch.Tensor, tile: tuple[int, ...] | None = None) -> Check:
-        """Compare out with the product in fp32 of the same operands: no element further off than
-        rounding out once and adding up K products in fp32 or, of fp8, in 14 bits may put it."""
+        """Compare out with the product in fp32 of the same operands. The bound of an element's
+        error: rounding out once, and adding up K products in fp32 or, for fp8, in 14 bits."""
         import torch
 
         a, b, out = tensors
@@ -142,5 +144,5 @@ def _quack(problem: LayerProblem) -> Launch:
     return lambda a, b, out: gemm(a, b, out=out, tuned=False)
 
 
-# launches of (a, b, out); may raise ImportError, or ValueError for what they do not do
+# launches of (a, b, out); may raise ImportError, or ValueError for problems they do not support
 PEERS: Mapping[str, Callable[[LayerProblem], Launch]] = {"cublas": _cublas, "quack": _quack}

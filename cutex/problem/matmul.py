@@ -1,8 +1,8 @@
 """Randomized cases of `cutex.matmul`: layouts of the operands, data, reference and tolerance.
 
 The tolerance is twice the error of torch's own sequence of operations, each rounded to the dtype of
-the result, and what tensor cores lose when they add up (they truncate: PTX leaves the precision of
-the accumulation open; `MatmulProblem.truncation` says what is allowed and why).
+the result, plus the loss of tensor cores in adding up (they truncate: PTX leaves the precision of
+the accumulation open; `MatmulProblem.truncation` bounds it, with the reason).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cutex.problem.protocol import Check, Computation
 
-GUARD = 5.0  # in the memory around an operand
+GUARD = 5.0  # the value of the memory around an operand
 ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
     None: lambda x: x,
     "relu": F.relu,
@@ -33,7 +33,7 @@ ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
 
 
 def leaky(x: Any) -> Any:
-    """A function of a user's own, on DSL numbers; ACTIVATIONS holds the same of torch."""
+    """A user's own activation function, on DSL numbers; ACTIVATIONS holds the same for torch."""
     from cutlass import cute
 
     return cute.arch.fmax(x, 0.125 * x, nan=True)
@@ -55,7 +55,7 @@ class View:
     def memory(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device
     ) -> Tensor:
-        """Memory for the matrices, with a guard on every side."""
+        """The memory for the matrices, with a guard on every side."""
         *batch, rows, columns = shape
         if self.transposed:
             rows, columns = columns, rows
@@ -64,7 +64,7 @@ class View:
         return torch.full(whole, GUARD, device=device).to(dtype)
 
     def of(self, memory: Tensor) -> Tensor:
-        """The matrices in `memory`; of a repeated batch, its one entry."""
+        """The matrices in `memory`; of a repeated batch, its single entry."""
         x = memory[..., 1:-1, self.before : memory.shape[-1] - self.after]
         return x.mT if self.transposed else x
 
@@ -120,7 +120,8 @@ class MatmulProblem(Computation):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the inputs: the arguments of `cutex.matmul` that are tensors, but for out."""
+        """The names of the inputs: the arguments of `cutex.matmul` that are tensors, without
+        out."""
         given = {
             "bias": self.bias,
             "residual": self.residual,
@@ -131,7 +132,7 @@ class MatmulProblem(Computation):
         return ("a", "b", *(name for name, wanted in given.items() if wanted))
 
     def inputs(self, device: str | torch.device = "cpu", copy: int = 0) -> tuple[Tensor, ...]:
-        """The tensors of `names`."""
+        """The input tensors, in the order of `names`."""
         g = torch.Generator(device).manual_seed(self.seed + 1_000_003 * copy)
 
         def matrix(
@@ -162,7 +163,7 @@ class MatmulProblem(Computation):
         return tuple(tensors)
 
     def outputs(self, device: str | torch.device = "cpu") -> tuple[Tensor]:
-        """out, in its view of guarded memory: NaN, or what beta scales."""
+        """The output in its view of guarded memory: NaN, or random data if beta scales it."""
         view = self.out or View()
         out = view.of(view.memory(self.shape, self.out_dtype, device)).fill_(torch.nan)
         if self.beta:
@@ -171,8 +172,8 @@ class MatmulProblem(Computation):
         return (out,)
 
     def run(self, device: str, matmul: Callable[..., Tensor]) -> str | None:
-        """Calls `matmul`, which is `cutex.matmul` or takes its place; says what is wrong with the
-        result, or None."""
+        """Call `matmul`, which is `cutex.matmul` or a substitute; return a sentence on the first
+        error of the result, or None."""
         inputs = self.inputs(device)
         options = dict(zip(self.names, inputs, strict=True))
         options.update(activation=self.function, alpha=self.alpha)
@@ -192,12 +193,12 @@ class MatmulProblem(Computation):
 
     @property
     def function(self) -> Any:
-        """The activation as `cutex.matmul` takes it."""
+        """The activation in the form that `cutex.matmul` takes."""
         return leaky if self.activation == "leaky" else self.activation
 
     def check(self, *tensors: Tensor, tile: tuple[int, ...] | None = None) -> Check:
         """Compare out, the last of `tensors`, with the reference in float64: its error is at most
-        twice that of torch's own operations, and what `truncation` and `approximation` allow."""
+        twice that of torch's own operations, plus the bounds `truncation` and `approximation`."""
         *inputs, c = tensors
         given = dict(zip(self.names, inputs, strict=True))
 
@@ -228,9 +229,9 @@ class MatmulProblem(Computation):
     def reference(
         self, given: Mapping[str, Tensor], held: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        """The result in `dtype`, after a product in float64 or float32 that is rounded to it.
+        """The result in `dtype`, from a product in float64 or float32 that is rounded to it.
 
-        given: the inputs by name. held: what out held before.
+        given: the inputs by name. held: the former content of out.
         """
         a, b = given["a"], given["b"]
         wide = torch.float64 if dtype is torch.float64 else torch.float32
@@ -253,13 +254,13 @@ class MatmulProblem(Computation):
         return 3e-7 if "gelu" in (self.activation or "") else 0.0
 
     def truncation(self) -> float:
-        """The error that tensor cores may make in adding up K products, 32 bytes at a time.
+        """The largest error that tensor cores may make in adding up K products, 32 bytes at a time.
 
-        Hopper's fp8 steps align 32 products and the sum so far to the largest of them, cut each off
-        13 bits below, and so the sum (docs/facts.md). A loss between 0 and one such unit, of either
-        sign, has a mean square of a third; the root of the sum of all 34 a step, at the unit of the
-        largest sum, is 1.8 times the largest error of 113 randomized cases. Other types keep the
-        bits of fp32.
+        Hopper's fp8 steps align 32 products and the sum so far to the largest of them, truncate
+        each 13 bits below it, and then the sum (docs/facts.md). A loss between 0 and one such unit,
+        of either sign, has a mean square of a third; the root of the sum of all 34 per step, at the
+        unit of the largest sum, is 1.8 times the largest error of 113 randomized cases. Other types
+        keep the bits of fp32.
         """
         steps = -(-self.k * self.dtype.itemsize // 32)
         largest = 6 * max(self.k, 1) ** 0.5 * abs(self.alpha) * (2.25 if self.scales else 1)
@@ -271,14 +272,14 @@ class MatmulProblem(Computation):
 
 
 def as_tf32(x: Tensor) -> Tensor:
-    """fp32 without its 13 low bits, which is what a tensor core reads."""
+    """fp32 without its 13 low bits, as a tensor core reads it."""
     return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
 def draw(seed: int, largest: float = 7, most_work: int = 2**21) -> MatmulProblem:
-    """One case, always the same for a seed: sizes up to 2^largest, every view, dtype, epilogue.
+    """A case drawn from `seed`: sizes up to 2^largest, every view, dtype and epilogue.
 
-    most_work: M * N * K at most.
+    most_work: the limit of M * N * K.
     """
     r = random.Random(seed)
 

@@ -1,8 +1,21 @@
 """The corpus: linear layers of public models times token counts, with the source of each shape.
 
-Sizes are those of the models' own configuration files (config.json of the named repository on
-huggingface.co). A layer's passes are those of cutex/problem/layer.py; half of the corpus, by a hash
-of what is computed, is for fitting choices, the other half only for reporting.
+Sizes are those of the models' own configuration: config.json of the repository that a `Model`
+names. The files below say the same sizes, and ask for no account; tests/test_models.py adds each
+model's layers up to its published parameter count.
+
+| models | repository: file |
+|---|---|
+| Llama, Qwen, Mixtral, Gemma, Phi | Lightning-AI/litgpt: litgpt/config.py |
+| Gemma | google/gemma_pytorch: gemma/config.py |
+| DeepSeek-V3 | deepseek-ai/DeepSeek-V3: inference/configs/config_671B.json |
+| DeepSeek-V2-Lite | AMD-AGI/Primus: primus/configs/models/megatron/deepseek_v2_lite.yaml |
+| gpt-oss-120b | openai/gpt-oss: gpt_oss/torch/model.py |
+| Command R | huggingface/transformers: src/transformers/models/cohere/configuration_cohere.py |
+| Mistral Small, Yi, GPT-2, BERT, Whisper | config.json alone |
+
+A layer's passes are those of cutex/problem/layer.py; half of the corpus, by a hash of the product,
+is for fitting choices, the other half only for reporting.
 """
 
 from __future__ import annotations
@@ -19,7 +32,7 @@ DECODE = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 FEW = (80, 96, 112, 128, 144, 160, 192, 224, 256, 320, 384)
 PREFILL = (512, 640, 768, 1024, 1536, 2048, 3000, 4096, 6144, 8192, 16384)
 TRAINED = (1024, 2048, 4096, 8192, 16384)
-MAX_FLOPS = 4e12  # 6 ms; what is larger behaves alike
+MAX_FLOPS = 4e12  # 6 ms on an H200; larger problems behave alike
 MAX_BYTES = 4 << 30
 
 
@@ -42,7 +55,8 @@ class Model:
 def dense(
     source: str, hidden: int, heads: int, kv_heads: int, head_dim: int, ffn: int, vocab: int = 0
 ) -> Model:
-    """A decoder with grouped heads and a gated FFN, its Q, K and V, and its gate and up, fused."""
+    """A decoder with grouped heads and a gated FFN (of a mixture, one expert's), its Q, K and V,
+    and its gate and up, fused."""
     layers = [
         Layer("qkv", (heads + 2 * kv_heads) * head_dim, hidden),
         Layer("o", hidden, heads * head_dim),
@@ -55,7 +69,7 @@ def dense(
 
 
 def plain(source: str, hidden: int, ffn: int) -> Model:
-    """A transformer with as many heads of K and V as of Q, and an FFN without a gate."""
+    """A transformer with as many heads of K and V as of Q, fused, and an FFN without a gate."""
     return Model(
         source,
         (

@@ -1,7 +1,7 @@
 """The interface of an operator, by which it is checked, timed, tuned and reported.
 
-One subclass of Problem per operator is all that bench, results, report, analysis and cloud know of
-it; its stages are found as `cutex.kernels.<op>` (cutex/problem/stage.py).
+bench, results, report, analysis and cloud use an operator only through its subclass of Problem; its
+stages are found as `cutex.kernels.<op>` (cutex/problem/stage.py).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     import torch
     from _typeshed import DataclassInstance
 
-# of a problem's inputs and outputs in their order; writes the outputs, or returns a tuple of them
+# a function of a problem's inputs and outputs, in order; it writes the outputs, or returns a tuple
 Launch = Callable[..., object]
 Sizes = Mapping[str, Any]  # fields of a problem: its sizes, and options beside dtype and data
 
 BESIDE_SIZES = ("dtype", "init", "seed")  # fields that every problem has
-CLASSES = 8  # of sizes that share a tuned config, between one power of two and the next
+CLASSES = 8  # ranges from one power of two to the next whose sizes share a tuned config
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Check:
 class PeerKernel:
     """An implementation of the same operator by others, which `--compare` times beside ours."""
 
-    title: str  # in tables
-    # its launch for a problem, and its version; may raise ImportError, or ValueError for what it
-    # does not do
+    title: str  # its name in tables
+    # its launch for a problem, and its version; may raise ImportError, or ValueError for a problem
+    # that it does not support
     load: Callable[[Any], tuple[Launch, str]]
     setup_seconds: float = 0.0  # on a rented GPU: its own compilation and tuning
     configured: Callable[[Mapping[str, Any]], Launch] | None = None  # a launch with its own tiles
@@ -75,26 +75,26 @@ class Computation(ABC):
 
 
 class Problem(Computation):
-    """What a ladder computes: sizes, data, reference and tolerance, alike for every caller.
+    """A problem of an operator: sizes, data, reference and tolerance, the same for every caller.
 
     A subclass is a frozen dataclass of numbers and names: its sizes first, then dtype, init and
-    seed. Its fields are what a ledger keeps of it. It raises ValueError, in one sentence, for what
-    makes no sense.
+    seed. A ledger stores its fields. It raises ValueError, in one sentence, for values that are not
+    valid.
     """
 
-    op: ClassVar[str]  # of ledgers, of `python -m cutex.<op>` and of `cutex.kernels.<op>`
+    op: ClassVar[str]  # its name in ledgers, `python -m cutex.<op>` and `cutex.kernels.<op>`
     title: ClassVar[str]
-    about: ClassVar[str]  # what the ladder computes, for --help
+    about: ClassVar[str]  # the ladder's computation in a phrase, for --help
     dtypes: ClassVar[tuple[str, ...]]
     inits: ClassVar[tuple[str, ...]]
     size_options: ClassVar[tuple[str, ...]]  # options that `add_options` adds, such as --mnk
     # sizes by occasion: "cuda" and "sim" are a command's defaults, one each; "sweep" and "confirm"
-    # are what these operations of modal_app.py run
+    # are for these operations of modal_app.py
     cases: ClassVar[Mapping[str, Sequence[Sizes]]]
     peers: ClassVar[Mapping[str, PeerKernel]]  # by name; ratios in reports are to the first
     # those that --op confirm of modal_app.py times beside the ladder; none: the first
     confirm_peers: ClassVar[tuple[str, ...]] = ()
-    wave_tile: ClassVar[tuple[int, ...]]  # of the output: one SM's share of a wave in large kernels
+    wave_tile: ClassVar[tuple[int, ...]]  # an SM's tile of the output in a large kernel's wave
 
     dtype: str
     init: str
@@ -104,26 +104,28 @@ class Problem(Computation):
 
     @abstractmethod
     def grid(self, tile: Sequence[int]) -> int:
-        """How many tiles of this extent cover the output."""
+        """The number of tiles of this extent that cover the output."""
 
     @abstractmethod
     def steps(self, tile: Sequence[int], step_flops: int) -> int:
-        """How many steps of so many FLOPs the mainloop takes over one tile."""
+        """The number of steps of `step_flops` FLOPs that the mainloop takes over one tile."""
 
     # ---- other data and sizes
 
     def exact(self) -> Self:
-        """The same on data for which the check is exact: small integers."""
+        """This problem on data for which the check is exact: small integers."""
         return type(self)(**{**self.as_dict(), "init": "int"})
 
     @abstractmethod
     def reduced(self) -> Self:
-        """What the simulator runs instead: a few tiles, the same remainders, exact data."""
+        """The problem that the simulator runs instead: a few tiles, the same remainders, exact
+        data."""
 
     # ---- a stage's kernel
 
     def launcher(self, kernel: Launch, arguments: Sequence[str]) -> Launch:
-        """A function of the inputs and outputs that launches `kernel`, which takes `arguments`."""
+        """A function of the inputs and outputs that launches `kernel`, whose parameters are
+        `arguments`."""
         return kernel
 
     @abstractmethod
@@ -131,22 +133,22 @@ class Problem(Computation):
         """The extents of the part of the output that a CTA of `config` computes."""
 
     def work(self, config: Any) -> tuple[float, float]:
-        """MMA FLOPs of a launch of `config`, and those of one CTA for one output tile, both as
-        computed, whole tiles; 0 for the latter where tiles differ."""
+        """The MMA FLOPs of a launch of `config`, and those of one CTA for one output tile, counting
+        whole tiles; 0 for the latter where tiles differ."""
         return float(self.flops), 0.0
 
     def tile_steps(self, config: Any) -> tuple[int, ...]:
-        """Steps of the main loop of each tile, in the order in which a launch of `config` hands
-        them out; none where a step more than another is all that tiles could differ in."""
+        """The steps of the main loop of each tile, in the order in which a launch of `config` hands
+        them out; empty if all tiles take the same number, give or take one."""
         return ()
 
     def with_steps(self, config: Any, steps: int, tiles: int = 1) -> Self:
-        """A problem for the same kernel of at least so many tiles, all of which take `steps`, or
-        fewer if they must; asked for where there are `tile_steps`."""
+        """A problem for the same kernel with at least `tiles` tiles, all of which take `steps`
+        steps, or fewer if they must; only for operators that have `tile_steps`."""
         raise NotImplementedError
 
     def tuning_class(self) -> list[Any]:
-        """What problems that share a tuned config have in common, beside the dtype."""
+        """The values that problems that share a tuned config have in common, beside the dtype."""
         return [size_class(s) if type(s) is int else s for s in self.sizes]
 
     # ---- names and options
@@ -180,17 +182,18 @@ class Problem(Computation):
     @property
     @abstractmethod
     def series(self) -> Mapping[str, int]:
-        """The lines of a sweep's chart that this is a point of, by title, and its place on x."""
+        """The lines of a sweep's chart that this problem is a point of, by title, with its x
+        value."""
 
     @classmethod
     @abstractmethod
     def add_options(cls, group: argparse._ArgumentGroup) -> None:
-        """Add `size_options`, each left None unless given."""
+        """Add the options in `size_options`; an option that is not given must be None."""
 
     @classmethod
     @abstractmethod
     def sizes_given(cls, args: argparse.Namespace) -> list[Sizes]:
-        """The sizes that `args` name; none if they name none. ValueError for what are no sizes."""
+        """The sizes that `args` give; empty if they give none. ValueError for invalid sizes."""
 
 
 def size_class(size: int) -> int:

@@ -1,7 +1,7 @@
-"""A stage of a ladder, of any operator, and how to find one.
+"""A stage of a ladder, of any operator, and the functions that find one.
 
 The ladders of an operator are `cutex.kernels.<op>.LADDERS`; a stage that chooses its config for
-each problem asks `cutex.kernels.<op>.choose`. Importing this loads neither torch nor the DSL.
+each problem calls `cutex.kernels.<op>.choose`. Importing this loads neither torch nor the DSL.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 
 
 class Config(Protocol):
-    """How a kernel cuts a problem up: a frozen dataclass, whole in the compile key."""
+    """A kernel's config, with its tiling: a frozen dataclass, all of it part of the compile key."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def why_not(self, problem: Any, arch: Arch) -> str | None:
-        """Why this config cannot run `problem` (or, for None, anything) on `arch`."""
+        """The reason why this config cannot run `problem` (or, for None, any problem) on `arch`, or
+        None."""
 
 
 P_contra = TypeVar("P_contra", bound=Problem, contravariant=True)
@@ -33,9 +34,9 @@ C_co = TypeVar("C_co", bound=Config, covariant=True)
 
 @dataclass(frozen=True)
 class Stage(Generic[P_contra, C_co]):
-    """A rung of a ladder: one idea more than the rung below.
+    """A stage of a ladder: one idea more than the stage below.
 
-    Each operator has its subclass, of its problem and its config.
+    Each operator has a subclass, for its problem and its config.
     """
 
     op: ClassVar[str]
@@ -45,7 +46,7 @@ class Stage(Generic[P_contra, C_co]):
     title: str
     idea: str
     default: C_co
-    chooses: bool = False  # a config for each problem: cutex.kernels.<op>.choose, and by time
+    chooses: bool = False  # chooses a config per problem (cutex.kernels.<op>.choose), or by timing
 
     @property
     def module(self) -> str:
@@ -55,7 +56,7 @@ class Stage(Generic[P_contra, C_co]):
         return self.default
 
     def config_from_row(self, row: dict[str, Any]) -> C_co:
-        """The config that a row of a ledger or a cache holds; TypeError or ValueError if none."""
+        """The config in a row of a ledger or a cache; TypeError or ValueError if it holds none."""
         return type(self.default)(**row)
 
     def kernel(self, config: Config | None = None) -> Kernel:
@@ -64,11 +65,11 @@ class Stage(Generic[P_contra, C_co]):
         return cls(config or self.default)
 
     def with_config(self, config: Any) -> Self:
-        """The same stage with `config`, a C_co, for its own."""
+        """The same stage with `config`, a C_co, as its default."""
         return replace(self, default=config)
 
     def fitted(self, problem: P_contra) -> Self:
-        """The stage with what its config has to know of `problem`, such as the size of a head."""
+        """The stage with the parts of its config that depend on `problem`, such as the head dim."""
         return self
 
     # ---- configs for each problem
@@ -83,30 +84,31 @@ class Stage(Generic[P_contra, C_co]):
         return import_module(self.chooser).choose(problem, arch(self.arch))
 
     def shortlist(self, problem: P_contra, count: int) -> list[C_co]:
-        """The `count` configs that are most worth a try."""
+        """The `count` configs that are most worth timing."""
         return import_module(self.chooser).shortlist(problem, arch(self.arch), count)
 
 
-AnyStage: TypeAlias = Stage[Any, Config]  # of whichever operator
+AnyStage: TypeAlias = Stage[Any, Config]  # of any operator
 S = TypeVar("S", bound=AnyStage)
 
 
 @dataclass(frozen=True)
 class Ladders(Generic[S]):
-    """All stages of an operator, of every arch."""
+    """All stages of an operator, on every arch."""
 
-    title: str  # of the operator
+    title: str  # the operator's
     rungs: tuple[S, ...]
     relatives: bool = False  # whether it also runs on archs that run another's kernels
 
     @property
     def archs(self) -> list[str]:
-        """Those that have a ladder of their own."""
+        """The archs that have a ladder of their own."""
         return _in_order(s.arch for s in self.rungs)
 
     @property
     def runs_on(self) -> list[str]:
-        """Those, and if it has `relatives` the archs that run the kernels of one of those."""
+        """The archs that can run the stages: `archs` and, with `relatives`, those that run the
+        kernels of one of these."""
         also = [a for a in RELATIVES if kernels_of(a) in self.archs] if self.relatives else []
         return _in_order([*self.archs, *also])
 

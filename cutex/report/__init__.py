@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cutex.arch import Arch
-from cutex.command import answered
+from cutex.command import Parser, answered
 from cutex.problem import DEFAULT_OP
 from cutex.problem.stage import AnyStage
 from cutex.report import charts, sweeps
@@ -37,15 +36,15 @@ from cutex.svg import alone
 BEGIN = "<!-- ladders: written by python -m cutex.report from results/ -->"
 END = "<!-- end of ladders -->"
 
-PICTURES = "docs"  # beside the README
+PICTURES = "docs"  # folder beside the README
 PREDICTED = Path("results/timing")
 
 Kind = tuple[str, str, str, str]  # device, dtype, data, state of the L2
 
 
 def ladders(results: Iterable[Result]) -> str:
-    """The ladders as Markdown: for each operator and arch one table per GPU and kind of data, or
-    the bare ladder if it is untimed."""
+    """Return the ladders as Markdown: for each operator and arch one table per GPU and kind of
+    data, or the bare ladder if it is untimed."""
     timed: dict[tuple[str, str], dict[Kind, list[Result]]] = {}
     for r in results:
         if r.ok and r.timing is not None:
@@ -133,7 +132,7 @@ def _band(row: dict[str, Any] | None) -> str:
 
 
 def predicted(op: str, arch: str) -> list[dict[str, Any]]:
-    """What `python -m cutex.clock --predict` wrote of a ladder that nobody has timed."""
+    """The rows that `python -m cutex.clock --predict` wrote for a ladder without measurements."""
     file = PREDICTED / f"predicted-{arch}.jsonl"
     lines = file.read_text().splitlines() if file.is_file() else []
     return [row for row in map(json.loads, lines) if row["op"] == op]
@@ -147,8 +146,8 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 def rewrite(
     readme: str, results: Iterable[Result], models: dict[str, list[SweepRow]] | None = None
 ) -> str:
-    """`readme` with the part between the marks made anew, from results and from sweeps over models'
-    layers by device; ValueError without marks."""
+    """Return `readme` with the part between the marks made anew, from results and from sweeps over
+    models' layers by device. Raises ValueError without marks."""
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -158,7 +157,7 @@ def rewrite(
 
 
 def pictures(results: Iterable[Result]) -> dict[str, str]:
-    """The ladder of each arch that was timed, as SVG by file name: its main kind and size."""
+    """The ladder of each arch that was timed, as SVG by file name, for its main kind and size."""
     rows = list(results)
     drawn = {}
     for op, target, ladder in all_ladders():
@@ -179,14 +178,20 @@ def _picture(op: str, target: Arch) -> str:
     return f"ladder-{target.name}.svg" if op == DEFAULT_OP else f"ladder-{op}-{target.name}.svg"
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+def parser() -> Parser:
+    p = Parser(
         prog="python -m cutex.report",
         description="Write report.html, and the ladders into README.md, from the ledgers.",
     )
-    p.add_argument("--results", type=Path, default=Path("results"), metavar="DIR")
-    p.add_argument("--readme", type=Path, default=Path("README.md"), metavar="FILE")
-    p.add_argument("--html", type=Path, default=Path("report.html"), metavar="FILE")
+    for name, usual, kind, what in (
+        ("results", "results", "DIR", "the ledgers"),
+        ("readme", "README.md", "FILE", "with the marks that the ladders are written between"),
+        ("html", "report.html", "FILE", "the page"),
+    ):
+        p.add_argument(
+            f"--{name}", type=Path, default=Path(usual), metavar=kind,
+            help=f"{what}; default: {usual}",
+        )  # fmt: skip
     return p
 
 
@@ -203,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             picture.write_text(svg)
         args.readme.write_text(text)
         args.html.write_text(page(rows, sweeps.sections(models)))
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         print(f"cutex: {error}", file=sys.stderr)
         return 2
     print(f"wrote {args.readme} and {args.html}")

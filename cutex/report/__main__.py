@@ -1,4 +1,4 @@
-"""python -m cutex.report (see --help)."""
+"""python -m cutex.report: one page of all results, and the tables of the README (see --help)."""
 
 from __future__ import annotations
 

@@ -9,11 +9,11 @@ from html import escape
 
 from cutex.svg import Canvas, colour, fits
 
-HEAD = 24.0  # of a chart's title
+HEAD = 24.0  # height of a chart's title
 
 
 def _titled(width: float, height: float, title: str) -> Canvas:
-    """A canvas with its title on top: what it shows, of which size, in which unit."""
+    """A canvas with its title on top: the quantity, the size and the unit."""
     canvas = Canvas(width, height, title)
     canvas.text(2, 15, fits(title, width - 4, 13.5), "ink", 13.5, font_weight="600")
     return canvas
@@ -62,7 +62,7 @@ class Axis:
 
     low: float
     high: float
-    start: float  # on the canvas
+    start: float  # position of `low` on the canvas, px
     end: float
     log: bool = False
 
@@ -89,7 +89,7 @@ class Axis:
 
 
 def _round_step(span: float) -> float:
-    """About five steps, of 1, 2 or 5 times a power of ten."""
+    """The step for about five ticks: 1, 2 or 5 times a power of ten."""
     raw = span / 5
     power = 10 ** math.floor(math.log10(raw))
     return next(m * power for m in (1, 2, 5, 10) if m * power >= raw)
@@ -104,7 +104,7 @@ def number(value: float) -> str:
 
 @dataclass(frozen=True)
 class Roof:
-    """A ceiling of computing and the slope of the memory that leads up to it."""
+    """The peak of one unit, TFLOPS, and the rate of the memory that leads up to it, GB/s."""
 
     name: str
     tflops: float
@@ -131,7 +131,7 @@ def roofline(title: str, roofs: Sequence[Roof], points: Sequence[Point], width: 
     lowest = min([p.tflops for p in points] + [left * min(slopes) / 1e3]) / 1.5
     x = Axis(left, right, 50, width - 84, log=True)
     y = Axis(lowest, highest, height - 40, HEAD + 22, log=True)
-    label = -math.inf  # where the last ceiling's name stands
+    label = -math.inf  # the position of the last ceiling's name
     canvas = _titled(width, height, title)
     _grid(canvas, x, y, "FLOP per byte of memory traffic", "TFLOPS")
     for roof in sorted(roofs, key=lambda roof: -roof.tflops):
@@ -225,7 +225,8 @@ class Ratio:
 
 
 def ratios(title: str, points: Sequence[Ratio], names: Sequence[str], width: float) -> str:
-    """Ratios sorted from the lowest, a dot for each problem, over a line at 1; `names` of hues."""
+    """Draw ratios sorted from the lowest, a dot for each problem, over a line at 1; `names` is the
+    legend of the hues."""
     height = HEAD + 300.0
     ordered = sorted(points, key=lambda p: p.value)
     low, high = min(0.9, ordered[0].value) * 0.98, max(1.1, ordered[-1].value) * 1.02

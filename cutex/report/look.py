@@ -1,4 +1,4 @@
-"""How the page of results looks and what it does when clicked: its style sheet and its script."""
+"""The style sheet and the script of the page of results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The report as one HTML page: nothing to fetch, a little script to sort and choose, two themes."""
+"""The report as one HTML page, without other files: a short script to sort and choose, two
+themes."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ WIDTHS = (("wide", 1000), ("narrow", 360))  # each chart is drawn for two kinds 
 
 
 def page(results: Iterable[Result], models: Sequence[tuple[str, str]] = ()) -> str:
-    """The whole page, as text; `models`: titles and HTML of the sweeps over models' layers."""
+    """The whole page, as text; `models` has titles and HTML of the sweeps over models' layers."""
     rows = sorted(results, key=lambda r: r.run)
     of_models = {"models": ("Models", "".join(f"<h3>{t}</h3>{x}" for t, x in models))}
     sections = {
@@ -235,7 +236,7 @@ def _sweep(kind: history.Kind, title: str, rows: Rows) -> str:
 
 
 def table(name: str, head: Sequence[str], rows: Sequence[Sequence[tuple[str, Any]]]) -> str:
-    """A table that sorts: each cell is its HTML and its sort key; numbers are flush right."""
+    """A sortable table: each cell is its HTML and its sort key; numbers are flush right."""
     numeric = [isinstance(key, int | float) for _, key in rows[0]]
     titles = "".join(
         f'<th{" class=n" if n else ""}><button type="button">{said(title)}</button></th>'
@@ -332,7 +333,7 @@ def _history(rows: Rows) -> str:
 
 
 def _environments(rows: Rows) -> str:
-    """Each set of versions that figures were taken with, newest first."""
+    """Each set of versions with which figures were taken, newest first."""
     found: dict[tuple[Any, ...], Result] = {}
     for r in rows:
         if r.timing is not None:

@@ -1,4 +1,4 @@
-"""The rows of a report: by ladder, by kind of figure and by size, and what they are called."""
+"""The rows of a report: by ladder, by kind of figure and by size, and their names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DATA = {
     "zeros": "zeros",
 }
 CACHE = {"cold": "cold L2", "hot": "hot L2"}
-OTHER_HUE = 5  # of a peer that no operator knows
+OTHER_HUE = 5  # the hue of a peer that no operator lists
 
 Sizes = tuple[Any, ...]
 Rows = Sequence[Result]
@@ -40,7 +40,7 @@ def _peer_titles() -> dict[str, str]:
 
 
 def kinds(rows: Rows) -> dict[history.Kind, list[Result]]:
-    """Timed rows by what makes figures comparable."""
+    """Timed rows, grouped by the properties that make figures comparable."""
     found: dict[history.Kind, list[Result]] = {}
     for r in history.timed(rows):
         found.setdefault(history.kind(r), []).append(r)
@@ -54,7 +54,7 @@ def caption(kind: history.Kind) -> str:
 
 
 def baseline(op: str) -> str:
-    """The peer that speeds are relative to."""
+    """The peer to which speeds are relative."""
     return next(iter(problem_class(op).peers))
 
 
@@ -64,7 +64,7 @@ def heading(op: str, target: Arch) -> str:
 
 
 def all_ladders() -> Iterator[tuple[str, Arch, list[AnyStage]]]:
-    """Every operator, every arch that it has a ladder for, and that ladder."""
+    """Yield every operator, every arch with a ladder for it, and that ladder."""
     for op in OPS:
         found = ladders(op)
         for target in ARCHS.values():
@@ -73,12 +73,12 @@ def all_ladders() -> Iterator[tuple[str, Arch, list[AnyStage]]]:
 
 
 def newest(rows: Rows) -> dict[tuple[int, Sizes], Result]:
-    """The newest row of each stage and sizes."""
+    """The newest row for each pair of stage and sizes."""
     return {(r.stage, r.sizes): r for r in sorted(rows, key=lambda r: r.run)}
 
 
 def main_sizes(rows: Rows) -> list[Result]:
-    """One row of each size: those with the most stages first, the larger first among them."""
+    """One row of each size: those with the most stages first, among them the larger first."""
     stages: dict[Sizes, set[int]] = {}
     for r in rows:
         stages.setdefault(r.sizes, set()).add(r.stage)
@@ -109,6 +109,6 @@ def ladder_bars(ladder: Sequence[AnyStage], rows: Rows, sizes: Sizes) -> list[ch
 
 
 def last_peers(rows: Rows) -> list[tuple[Result, Peer]]:
-    """Each peer as last timed, with the row it was timed beside."""
+    """The latest timing of each peer, with the row of its run."""
     found = {p.name: (r, p) for r in sorted(rows, key=lambda r: (r.run, r.stage)) for p in r.peers}
     return [found[name] for name in sorted(found)]

@@ -1,14 +1,13 @@
-"""The sweeps over models' layers, as the report and the README show them."""
+"""The sweeps over models' layers, in the report and in the README."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from cutex.problem.models import corpus
 from cutex.report import charts
-from cutex.results import sweep
+from cutex.results import slug, sweep
 from cutex.results.sweep import Summary, SweepRow
 from cutex.svg import alone
 
@@ -16,7 +15,8 @@ WIDTH = 760
 
 
 def read_sweeps(results: Path) -> dict[str, list[SweepRow]]:
-    """By device: the problems that were only for reporting, untuned, timed beside others."""
+    """By device, the untuned rows of problems that are only for reporting, timed beside other
+    libraries."""
     found: dict[str, list[SweepRow]] = {}
     for file in sorted(results.glob("sweep/*.jsonl")):
         for row in sweep.read(file):
@@ -25,11 +25,17 @@ def read_sweeps(results: Path) -> dict[str, list[SweepRow]]:
     return found
 
 
-def picture_name(device_name: str) -> str:
-    return f"sweep-{device_name.lower().replace(' ', '-')}.svg"
+def by_dtype(rows: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
+    return {
+        dtype: [r for r in rows if r.dtype == dtype] for dtype in sorted({r.dtype for r in rows})
+    }
 
 
-def picture(device_name: str, rows: Sequence[SweepRow]) -> str:
+def picture_name(device_name: str, dtype: str) -> str:
+    return f"sweep-{slug(device_name)}-{dtype}.svg"
+
+
+def picture(device_name: str, dtype: str, rows: Sequence[SweepRow]) -> str:
     """The sorted ratios, coloured by M."""
     of_m = sweep.CLASSES["M"]
     names = [name for title, name, _ in sweep.by_class(rows) if title == "M"]
@@ -38,7 +44,8 @@ def picture(device_name: str, rows: Sequence[SweepRow]) -> str:
         for r in rows
         if r.ratio is not None
     ]
-    title = f"Speed beside the best of {others(rows)}, layers of public models, {device_name}"
+    best = f"the best of {others(rows)}" if " and " in others(rows) else others(rows)
+    title = f"Speed beside {best}, layers of public models, {dtype}, {device_name}"
     return charts.ratios(title, points, [f"M {name}" for name in names], WIDTH)
 
 
@@ -51,20 +58,21 @@ def markdown(sweeps: dict[str, list[SweepRow]], pictures: str) -> list[str]:
     parts = []
     for device_name, rows in sweeps.items():
         parts.append(f"### Layers of public models on {device_name}")
-        parts.append(f"![Sorted ratios]({pictures}/{picture_name(device_name)})")
-        for dtype in sorted({r.dtype for r in rows}):
-            parts += table(dtype, [r for r in rows if r.dtype == dtype])
+        for dtype, members in by_dtype(rows).items():
+            parts.append(
+                f"![Sorted ratios, {dtype}]({pictures}/{picture_name(device_name, dtype)})"
+            )
+            parts += table(dtype, members)
     return parts
 
 
 def table(dtype: str, rows: Sequence[SweepRow]) -> tuple[str, str]:
     when = max(r.run for r in rows)[:10]
-    commits = Counter(r.environment.get("commit", "unknown") for r in rows)
     of = sum(not e.fits for e in corpus(dtype))
     caption = (
         f"`cutex.matmul` untuned, times the best of {others(rows)} in the same run: {dtype}, "
         f"Gaussian data, cold L2, {when}; {len(rows)} of the {of} problems that nothing was fitted "
-        f"on, {' and '.join(f'{n} at {commit}' for commit, n in commits.items())}."
+        f"on, {sweep.commits(rows)}."
     )
     cells = [("all", Summary.of(rows))]
     cells += [(f"{title} {name}", summary) for title, name, summary in sweep.by_class(rows)]
@@ -81,7 +89,11 @@ def table(dtype: str, rows: Sequence[SweepRow]) -> tuple[str, str]:
 
 def pictures(sweeps: dict[str, list[SweepRow]]) -> dict[str, str]:
     """SVG by file name."""
-    return {picture_name(name): alone(picture(name, rows)) for name, rows in sweeps.items()}
+    return {
+        picture_name(name, dtype): alone(picture(name, dtype, members))
+        for name, rows in sweeps.items()
+        for dtype, members in by_dtype(rows).items()
+    }
 
 
 def sections(sweeps: dict[str, list[SweepRow]]) -> list[tuple[str, str]]:
@@ -90,8 +102,9 @@ def sections(sweeps: dict[str, list[SweepRow]]) -> list[tuple[str, str]]:
 
     return [
         (
-            f"Layers of public models, {name}",
-            picture(name, rows) + f"<pre>{escape(sweep.text(rows))}</pre>",
+            f"Layers of public models, {dtype}, {name}",
+            picture(name, dtype, members) + f"<pre>{escape(sweep.text(members))}</pre>",
         )
         for name, rows in sweeps.items()
+        for dtype, members in by_dtype(rows).items()
     ]

@@ -5,10 +5,8 @@ python -m cutex.results list|compare|best|merge reads it (cutex/results/history.
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -16,67 +14,49 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from cutex.results.appending import appending
 from cutex.results.lines import Lines
 from cutex.results.result import Peer, Result, Timing, gbs, tflops
 
 __all__ = [
     "Peer", "Result", "Timing", "append", "folder_given", "gbs", "ledger", "notice", "read",
-    "read_all", "tflops",
+    "read_all", "slug", "tflops",
 ]  # fmt: skip
 
-Notice = Callable[[str], None]  # takes a sentence about what is passed over
+Notice = Callable[[str], None]  # takes a sentence about a line that is skipped
 
-_MOST_NOTICES = 5  # of a ledger's damaged lines
-_LONGEST = 80  # characters of a device's name in that of a file
+_MOST_NOTICES = 5  # notices of damaged lines per ledger
+_LONGEST = 80  # characters of a device's name in a file's name
 
 
 def ledger(folder: Path, result: Result) -> Path:
     """The file in `folder` for this operator and device, such as OP-nvidia-h200.jsonl."""
     device = "sim" if result.device == "sim" else result.device_name
-    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")[:_LONGEST]
     if not re.fullmatch("[a-z0-9_]+", result.op):
         raise ValueError(f"op {result.op!r} names no ledger: small letters and digits are needed")
-    return folder / f"{result.op}-{slug}.jsonl"
+    return folder / f"{result.op}-{slug(device)}.jsonl"
+
+
+def slug(device_name: str) -> str:
+    """The name of a device as a part of a file name, such as nvidia-h200."""
+    return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")[:_LONGEST]
 
 
 def append(path: Path, result: Result) -> bool:
-    """Add one line to the ledger at `path`; False if this very result is in it already.
+    """Add one line to the ledger at `path`; return False if it has this very result already.
 
-    Whole or not at all, under a lock: concurrent runs do not mix their lines, a retried call cannot
-    record its rows twice, and what a full disk cut short is taken back before OSError is raised. A
-    last line torn by a crash is ended first, so that it does not swallow this one.
+    The line is written completely or not at all, under a lock (cutex/results/appending.py): a
+    retried call cannot record its rows twice.
     """
-    line = result.to_json()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+    with appending(path) as add:
         if result.id and any(r.key == result.key for r in _of_run(path, result.id)):
             return False
-        size = os.fstat(fd).st_size
-        torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
-        try:
-            _write(fd, (("\n" if torn else "") + line + "\n").encode(errors="replace"))
-            os.fsync(fd)
-        except OSError:
-            os.ftruncate(fd, size)
-            raise
+        add(result.to_json())
         return True
-    finally:
-        os.close(fd)
-
-
-def _write(fd: int, data: bytes) -> None:
-    """All of `data`: os.write may take less of it, and then say why it took no more."""
-    while data:
-        written = os.write(fd, data)
-        if not written:
-            raise OSError("nothing was written")
-        data = data[written:]
 
 
 def _of_run(path: Path, run_id: str) -> Iterator[Result]:
-    """The rows of one run, without parsing those of others."""
+    """The rows of one run, read without parsing those of others."""
     mark = json.dumps({"id": run_id}, separators=(",", ":"))[1:-1]
     with path.open(errors="replace") as lines:
         for _, result in _parsed((line for line in lines if mark in line), lambda *_: None):
@@ -84,14 +64,14 @@ def _of_run(path: Path, run_id: str) -> Iterator[Result]:
 
 
 def notice(sentence: str) -> None:
-    """Print a sentence about a line that is passed over to stderr."""
+    """Print a sentence about a skipped line to stderr."""
     print(f"cutex: {sentence}", file=sys.stderr)
 
 
 def read(path: Path, report: Notice = lambda sentence: None) -> list[Result]:
     """All results in the ledger at `path`, oldest first.
 
-    A torn or foreign line is passed over, and `report` is called with a sentence about it; a row
+    A torn or foreign line is skipped, and `report` is called with a sentence about it; a row
     delivered twice, or merged twice from two branches, counts once.
     """
     found: dict[Any, Result] = {}
@@ -105,7 +85,7 @@ def read(path: Path, report: Notice = lambda sentence: None) -> list[Result]:
 
     with _no_garbage_collection(), path.open(errors="replace") as lines:
         for number, result in _parsed(lines, damaged):
-            # NOTE: rows from before run ids cannot be told from repetitions, and all count
+            # NOTE: rows without a run id may be repetitions, but all count
             found.setdefault(result.key if result.id else number, result)
     if passed_over > _MOST_NOTICES:
         report(f"{path}: so are {passed_over - _MOST_NOTICES} more lines")
@@ -115,7 +95,8 @@ def read(path: Path, report: Notice = lambda sentence: None) -> list[Result]:
 def _parsed(
     lines: Iterable[str], damaged: Callable[[int, str], None]
 ) -> Iterator[tuple[int, Result]]:
-    """The Results of `lines` with their numbers, from 1; `damaged` takes lines that hold none."""
+    """The Results of `lines` with their numbers, from 1; `damaged` is called for lines that hold
+    none."""
     parser = Lines()
     for number, line in enumerate(lines, 1):
         try:
@@ -127,7 +108,7 @@ def _parsed(
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Within, no garbage is collected: none is made here, and the search takes half the time."""
+    """A context without garbage collection: parsing makes no garbage, and takes half the time."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -138,12 +119,12 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def folder_given(path: Path) -> Path:
-    """The folder that --results names; ValueError, in one sentence, if it is not there."""
+    """The folder named by --results; ValueError, in one sentence, if it does not exist."""
     if not path.is_dir():
         raise ValueError(f"--results {path}: there is no such folder; a run makes it")
     return path
 
 
 def read_all(folder: Path, report: Notice = lambda sentence: None) -> list[Result]:
-    """Every result of every ledger in `folder`, by file name, then oldest first; see `read`."""
+    """The results of all ledgers in `folder`, by file name, then oldest first; see `read`."""
     return [r for path in sorted(folder.glob("*.jsonl")) for r in read(path, report)]

@@ -1,4 +1,4 @@
-"""python -m cutex.results (see --help)."""
+"""python -m cutex.results: read the ledger of results (see --help)."""
 
 from __future__ import annotations
 

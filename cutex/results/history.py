@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cutex.command import answered
+from cutex.command import Parser, answered
 from cutex.problem import OPS, Sizes, problem_class
 from cutex.results import Result, Timing, append, folder_given, ledger, notice, read, read_all
 from cutex.results.rate import rate_of
 
 Table = list[list[str]]
 
-FIELDS: dict[str, Callable[[Result], str | None]] = {  # what `compare --by` may tell apart
+FIELDS: dict[str, Callable[[Result], str | None]] = {  # the fields that `compare --by` takes
     "commit": lambda r: _text(r.environment.get("commit")),
     "dsl": lambda r: _text(r.environment.get("nvidia-cutlass-dsl")),
     "torch": lambda r: _text(r.environment.get("torch")),
@@ -30,7 +30,7 @@ def _text(value: Any) -> str | None:
 
 
 class Kind(NamedTuple):
-    """What two figures must share to be compared."""
+    """The properties that two figures must share to be compared."""
 
     op: str
     arch: str
@@ -46,13 +46,13 @@ def kind(r: Result) -> Kind:
 
 
 def timed(results: Iterable[Result]) -> list[Result]:
-    """The results with a figure: right, and measured on a GPU; oldest first."""
+    """The results with a figure: correct, and measured on a GPU; oldest first."""
     right = (r for r in results if r.ok and r.timing is not None and r.tflops is not None)
     return sorted(right, key=lambda r: r.run)
 
 
 def best(results: Iterable[Result]) -> list[Result]:
-    """The fastest of each problem and kind, by kind and size."""
+    """The fastest result of each problem and kind, by kind and size."""
     fastest: dict[tuple[Kind, tuple[Any, ...]], Result] = {}
     for r in timed(results):
         held = fastest.setdefault((kind(r), r.sizes), r)
@@ -62,7 +62,7 @@ def best(results: Iterable[Result]) -> list[Result]:
 
 
 def _flops(r: Result) -> int:
-    """The FLOPs of the problem; 0 for one that this version does not know."""
+    """The FLOPs of the problem; 0 for a problem that this version does not have."""
     return r.case.flops if r.known else 0
 
 
@@ -77,14 +77,15 @@ def _median(r: Result) -> float:
 
 @dataclass(frozen=True)
 class Change:
-    """The same stage on the same problem, in two places of the history."""
+    """The same stage on the same problem, at two points of the history."""
 
     before: Result
     after: Result
 
     @property
     def speedup(self) -> float:
-        """Above 1 is faster. Beside a peer that both runs timed, the GPU's own drift cancels."""
+        """The ratio of the times, before over after: above 1 is faster. If both runs timed the same
+        peer, times are relative to it, and the GPU's own drift cancels."""
         plain = _median(self.before) / _median(self.after)
         peer = self.peer
         if peer is None:
@@ -95,7 +96,7 @@ class Change:
 
     @property
     def peer(self) -> str | None:
-        """The peer that both were timed beside, in the same version."""
+        """The peer that both were timed beside, in the same version; None if there is none."""
         versions = {p.name: p.version for p in self.after.peers}
         for p in self.before.peers:
             if versions.get(p.name) == p.version:
@@ -104,7 +105,8 @@ class Change:
 
     @property
     def noise(self) -> float:
-        """The sum of half the p20-p80 bands, relative to the medians; a change below it is none."""
+        """The sum of half the p20-p80 bands, relative to the medians; a smaller change counts as
+        none."""
         return sum((_took(r).p80_us - _took(r).p20_us) / 2 / _median(r) for r in self._both)
 
     @property
@@ -119,7 +121,7 @@ class Change:
 
 
 def changes(results: Iterable[Result], by: str, before: str, after: str) -> list[Change]:
-    """The newest rows of `before` and of `after` that timed the same, paired."""
+    """The newest rows of `before` and of `after` that timed the same problem, paired."""
     newest: dict[str, dict[tuple[Any, ...], Result]] = {before: {}, after: {}}
     for r in timed(results):
         name = FIELDS[by](r)
@@ -134,7 +136,8 @@ def changes(results: Iterable[Result], by: str, before: str, after: str) -> list
 
 
 def _is(commit: str, wanted: str) -> bool:
-    """Whether two commits are the same; one may be abbreviated, and an edited one is another."""
+    """Whether two commits are the same; one may be abbreviated, and an edited commit differs from a
+    clean one."""
     commit, _, edited = commit.partition("+")
     wanted, _, wanted_edited = wanted.partition("+")
     shortest = min(len(commit), len(wanted))
@@ -144,18 +147,16 @@ def _is(commit: str, wanted: str) -> bool:
 # ---- the command
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="python -m cutex.results", description="Read the ledgers in results/."
-    )
-    common = argparse.ArgumentParser(add_help=False)
+def parser() -> Parser:
+    p = Parser(prog="python -m cutex.results", description="Read the ledgers in results/.")
+    common = Parser(add_help=False)
     common.add_argument("--results", type=Path, default=Path("results"), metavar="DIR")
     common.add_argument("--stage", type=int, metavar="N")
     common.add_argument("--arch", help="such as sm_90a")
     for op in OPS:
         problem_class(op).add_options(common.add_argument_group(f"sizes of {op}"))
     common.add_argument("--device", metavar="NAME", help="part of the device's name, such as h200")
-    sub = p.add_subparsers(dest="what", required=True)
+    sub = p.add_subparsers(dest="what", required=True, metavar="list|best|compare|merge")
     listing = sub.add_parser("list", parents=[common], help="the last rows, with their notes")
     listing.add_argument("--last", type=int, default=30, metavar="N", help="default: 30")
     sub.add_parser("best", parents=[common], help="the fastest of each problem")
@@ -180,6 +181,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.what == "merge":
             return _merge(args.files, args.results)
         rows = _chosen(read_all(folder_given(args.results), notice), args)
+        if not rows:
+            notice("the ledger has no row like that")
         match args.what:
             case "list" if args.last < 1:
                 raise ValueError(f"--last {args.last}: takes a number from 1")
@@ -196,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _merge(files: Sequence[Path], folder: Path) -> int:
-    """Append to the ledgers in `folder` what they lack of the rows in `files`."""
+    """Append the rows in `files` that the ledgers in `folder` lack."""
     rows = [row for file in files for row in read(file, notice)]
     added = sum(append(ledger(folder, row), row) for row in rows)
     print(f"{added} of {len(rows)} rows added to {folder}")
@@ -277,7 +280,7 @@ def _figures(r: Result) -> list[str]:
 
 
 def _rate(r: Result) -> str:
-    """In the unit of what binds; the time has a column of its own."""
+    """The rate in the unit of what limits the problem; the time has a column of its own."""
     found = rate_of(r)
     return "" if found is None else f"{found.value:.0f}{' GB/s' if found.by_memory else ''}"
 
@@ -355,5 +358,5 @@ def _print(table: Table) -> None:
 
 
 def _printable(cell: str) -> str:
-    """A cell without what would move a terminal's cursor: a row may come from elsewhere."""
+    """A cell without characters that move a terminal's cursor: a row may come from elsewhere."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in cell)

@@ -1,4 +1,4 @@
-"""How fast a time is, in the unit of what binds the problem: TFLOPS, or GB/s of memory."""
+"""The rate of a time, in the unit of what limits the problem: TFLOPS, or GB/s of memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cutex.results.result import Result, gbs, tflops
 
 @dataclass(frozen=True)
 class Rate:
-    """The rate of one time. `peak` is the stated one, in the same unit; of a GPU of the arch."""
+    """The rate of one time; `peak` is the arch's stated peak in the same unit."""
 
     value: float
     unit: str  # "TFLOPS" | "GB/s"
@@ -27,14 +27,13 @@ class Rate:
         return self.unit == "GB/s"
 
     def __str__(self) -> str:
-        """'655', as tables of TFLOPS have it; '4101 GB/s, 32.8 us' where memory binds."""
+        """The rate as tables show it: '655' in TFLOPS; '4101 GB/s, 32.8 us' where memory limits."""
         return f"{self.value:.0f} GB/s, {self.us:.1f} us" if self.by_memory else f"{self.value:.0f}"
 
 
 def rate(problem: Problem, arch_name: str, us: float) -> Rate:
-    """Of `us` microseconds. Memory binds where a problem's bytes take the stated bandwidth longer
-    than its FLOPs take the stated dense peak.
-    """
+    """The rate of a time of `us` microseconds. Memory limits where a problem's bytes take longer at
+    the stated bandwidth than its FLOPs take at the stated dense peak."""
     target = arch(arch_name)
     dense = target.dense_tflops.get(problem.dtype, max(target.dense_tflops.values()))
     if problem.bytes / target.hbm_gbs / 1e3 > problem.flops / dense / 1e6:
@@ -43,7 +42,8 @@ def rate(problem: Problem, arch_name: str, us: float) -> Rate:
 
 
 def rate_of(result: Result) -> Rate | None:
-    """The rate of a timed result whose problem this version knows."""
+    """The rate of a result; None if it has no timing, or if this version does not have its
+    problem."""
     if result.timing is None or not result.known:
         return None
     return rate(result.case, result.arch, result.timing.median_us)

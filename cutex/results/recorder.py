@@ -1,4 +1,4 @@
-"""Keeping what a run gave, whatever the disk does: nothing that was measured is lost."""
+"""Recording the results of a run so that no disk error loses a measurement."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from cutex.results.result import Result
 
 
 def try_folder(folder: Path) -> None:
-    """See that results can be kept in `folder`, which need not be there, and leave no trace.
+    """Check that results can be written to `folder`, which need not exist, without leaving a trace.
 
-    Raises ValueError, in one sentence, if they cannot: asked before anything is run or rented.
+    Raises ValueError, in one sentence, if they cannot: called before anything is run or rented.
     """
     there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     try:
@@ -35,10 +35,10 @@ def try_folder(folder: Path) -> None:
 
 
 class Recorder:
-    """Where the rows and files of one run go: into `folder`, else into a file of rescue.
+    """The writer of a run's rows and files: into `folder`, or else into a rescue file.
 
-    No failure ends the run. `troubles` has one sentence about each; what could not be written is in
-    a file in the system's folder for temporary ones, and printed where that failed too.
+    No failure ends the run. `troubles` has one sentence about each; content that could not be
+    written goes to a file in the system's temporary folder, and is printed if that fails too.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,11 +51,12 @@ class Recorder:
         """Append `result` to its ledger."""
         try:
             append(ledger(self.folder, result), result)
-        except Exception as error:  # NOTE: whatever it is, the row was paid for
+        except Exception as error:  # NOTE: any error, since the row was paid for
             self._keep(result.to_json(), f"a row was not recorded: {_reason(error)}")
 
     def attempt(self, what: str, write: Callable[[], object], content: object) -> None:
-        """Have `write` put `content` into a file in the folder; where it fails, rescue it."""
+        """Call `write`, which puts `content` into a file in the folder; if it fails, rescue the
+        content."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write()
@@ -63,11 +64,11 @@ class Recorder:
             self._keep(_as_json({what: content}), f"{what} was not written: {_reason(error)}")
 
     def foreign(self, what: object, error: Exception) -> None:
-        """Keep what should have been a row or a reply, and is none."""
+        """Keep an object that is not the row or the reply it should be."""
         self._keep(_as_json({"foreign": what}), f"a reply is not as it should be: {_reason(error)}")
 
     def summary(self) -> list[str]:
-        """Sentences for the end of the run: what failed, and where what it concerned is."""
+        """Sentences for the end of the run: each failure, and where its content is."""
         sentences = list(dict.fromkeys(self.troubles))
         if self._rescue is not None:
             sentences.append(
@@ -94,14 +95,14 @@ class Recorder:
 
 
 def _reason(error: Exception) -> str:
-    """An exception in one line."""
+    """The reason of an exception, in one line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(": ")
 
 
 def _as_json(value: object) -> str:
-    """`value` in one line; what JSON does not know as Python writes it."""
+    """`value` as one line of JSON; values that JSON lacks are written as their repr."""
     for write in (lambda: json.dumps(value, default=repr), lambda: json.dumps(ascii(value))):
         try:
             return write()

@@ -1,4 +1,4 @@
-"""What one run of one stage gave: its Result, and the line of JSON that keeps it."""
+"""Result: the outcome of one run of one stage, and the line of JSON that stores it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cutex.problem import BESIDE_SIZES, Problem, problem_class, size_name
 
 @dataclass(frozen=True)
 class Timing:
-    """How long one variant took on a GPU, in microseconds per launch, launch cost excluded."""
+    """The time of one variant on a GPU, in microseconds per launch, launch cost excluded."""
 
     median_us: float
     p20_us: float
@@ -36,7 +36,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Result:
-    """What one stage did on one problem and one device."""
+    """The outcome of one stage on one problem and one device."""
 
     op: str
     stage: int
@@ -49,8 +49,8 @@ class Result:
     ok: bool
     max_error: float | None  # None where the output holds a NaN, or there is no output
     tolerance: float | None  # None where it is not finite
-    message: str  # why it is ok or is not
-    run: str  # UTC time at which the run began; shared by all that was interleaved
+    message: str  # the reason why it is ok or not
+    run: str  # UTC time at which the run began; the same for all interleaved variants
     environment: dict[str, Any]  # versions, commit
     compile_seconds: float = 0.0
     from_cache: bool = False
@@ -85,12 +85,12 @@ class Result:
 
     @property
     def case(self) -> Problem:
-        """The problem; ValueError or TypeError if this version does not know it."""
+        """The problem; ValueError or TypeError if this version does not have it."""
         return _case(self.op, tuple(self.problem.items()))
 
     @property
     def known(self) -> bool:
-        """Whether this version knows the arch, and the problem with its FLOPs and bytes."""
+        """Whether this version has the arch, and the problem with its FLOPs and bytes."""
         try:
             arch(self.arch)
             return type(self.case.flops) is type(self.case.bytes) is int
@@ -98,7 +98,7 @@ class Result:
             return False
 
     def ratio(self, peer: str) -> float | None:
-        """Speed relative to `peer` in the same run: above 1 is faster than it."""
+        """The speed relative to `peer` in the same run: above 1 is faster than the peer."""
         for p in self.peers:
             if p.name == peer and self.timing is not None:
                 return p.timing.median_us / self.timing.median_us
@@ -115,9 +115,9 @@ class Result:
 
     @classmethod
     def from_json(cls, line: str) -> Result:
-        """The Result of one line; fields that this version does not know are ignored.
+        """The Result of one line; fields that this version does not have are ignored.
 
-        Raises ValueError, in one sentence, for what is no row of a ledger.
+        Raises ValueError, in one sentence, if the line is no row of a ledger.
         """
         from cutex.results.lines import Lines
 
@@ -140,11 +140,12 @@ def gbs(num_bytes: int, microseconds: float) -> float:
     return num_bytes / microseconds / 1e3
 
 
-DIGITS = 6  # of a float in the ledger; no clock here is better than that
+DIGITS = 6  # significant digits of a float in the ledger; no clock used is more precise
 
 
 def _plain(value: Any) -> Any:
-    """`value` for JSON, which has no NaN and no infinity: null. Floats keep DIGITS digits."""
+    """`value` for JSON, which has no NaN and no infinity: these become null. Floats keep DIGITS
+    digits."""
     match value:
         case float():
             return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None

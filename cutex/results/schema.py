@@ -1,7 +1,7 @@
-"""What the fields of a ledger's rows may hold, as their dataclasses declare it.
+"""The valid values of the fields of a ledger's rows, derived from their dataclasses.
 
-A ledger travels: through git, from rented machines, by hand. What reads it relies on the types, so
-they are held against each row before it becomes a Result.
+A ledger travels: through git, from rented machines, by hand. Its readers rely on the types, so each
+row is checked before it becomes a Result.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from cutex.results.result import Peer, Result, Timing
 
 Holds = Callable[[Any], bool]
 
-_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")  # of an operator, which is part of a file's name
-_LARGEST = 1 << 62  # of a whole number: sizes, counts and seeds stay below
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")  # an operator's name, which is part of a file's name
+_LARGEST = 1 << 62  # integers (sizes, counts and seeds) stay below
 
 
 def _number(value: Any) -> bool:
@@ -30,7 +30,7 @@ def _whole(value: Any) -> bool:
 
 
 def _problem(value: Any) -> bool:
-    """Numbers and names, its dtype and init among them."""
+    """Whether a value is a problem's fields: numbers and names, among them dtype and init."""
     return (
         type(value) is dict
         and type(value.get("dtype")) is str
@@ -62,7 +62,7 @@ _BY_TYPE: Mapping[Any, Holds] = {
 
 
 def _holds(hint: Any) -> Holds:
-    """Whether a value read from JSON is of the annotated type."""
+    """The predicate whether a value read from JSON is of the annotated type."""
     if hint in _BY_TYPE:
         return _BY_TYPE[hint]
     inner = [_holds(argument) for argument in get_args(hint)]
@@ -77,6 +77,6 @@ def _holds(hint: Any) -> Holds:
 
 
 def fields_of(cls: type) -> dict[str, Holds]:
-    """For each field of a dataclass of rows, whether a value may stand in it."""
+    """For each field of a row's dataclass, the predicate whether a value is valid."""
     hints = get_type_hints(cls)
     return {name: _BY_NAME.get((cls, name)) or _holds(hint) for name, hint in hints.items()}

@@ -1,28 +1,34 @@
-"""The rows of a sweep over many problems: speed beside others, by class of problem.
+"""The rows of a sweep over many problems: speed relative to other libraries, by class of problem.
 
-One JSON line per problem in results/sweep/<device>.jsonl, only ever appended; of a problem's rows
-the newest counts.
+One JSON line per problem in results/sweep/<device>.jsonl, append-only; the newest of a problem's
+rows counts.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-LOW, LOWEST = 0.97, 0.90  # ratios that a summary counts
+from cutex.results import slug
+from cutex.results.appending import appending
+
+LOW, LOWEST = 0.97, 0.90  # ratios below which a summary counts problems
 
 TOKENS = ((1, 16), (17, 64), (65, 128), (129, 384), (385, 1024), (1025, None))
 WIDE = ((1, 2048), (2049, 8192), (8193, None))
 DEEP = ((1, 1024), (1025, 8192), (8193, None))
+LAYOUTS = {"forward": "TN", "dgrad": "NN", "wgrad": "NT"}  # BLAS's names of a pass's operands
 
 
 @dataclass(frozen=True)
 class SweepRow:
-    """What one problem of a corpus took, ours and others', interleaved in one process."""
+    """The times of one problem of a corpus, ours and others', interleaved in one process."""
 
     name: str
     source: str
@@ -30,7 +36,7 @@ class SweepRow:
     mnk: tuple[int, int, int]
     direction: str
     dtype: str
-    fits: bool  # of the half that choices may be fitted on
+    fits: bool  # it is of the half on which choices may be fitted
     ok: bool
     message: str
     us: float | None  # ours, the median; None if wrong
@@ -42,16 +48,17 @@ class SweepRow:
     bytes: int = 0
     kernel: str = ""  # the tiles that ran: fields of their config
     environment: dict[str, Any] = field(default_factory=dict)
+    asked: tuple[str, ...] = ()  # the peers asked for; one that failed is not in `peers`
 
     @property
     def ratio(self) -> float | None:
-        """Speed relative to the best of the others: above 1 is faster than all of them."""
+        """The speed relative to the best of the others: above 1 is faster than all of them."""
         if self.us is None or not self.peers:
             return None
         return min(self.peers.values()) / self.us
 
     def share_of_limit(self, gbs: float, tflops: float) -> float | None:
-        """The time that memory or the tensor cores need at these rates, over ours."""
+        """The time that memory or the tensor cores need at these rates, relative to ours."""
         if self.us is None:
             return None
         return max(self.bytes / gbs / 1e3, self.flops / tflops / 1e6) / self.us
@@ -63,13 +70,18 @@ class SweepRow:
     def from_json(line: str) -> SweepRow:
         row = json.loads(line)
         known = {f.name for f in fields(SweepRow)}
-        return SweepRow(**{**{k: v for k, v in row.items() if k in known}, "mnk": (*row["mnk"],)})
+        row = {k: v for k, v in row.items() if k in known}
+        return SweepRow(**{**row, "mnk": (*row["mnk"],), "asked": (*row.get("asked", ()),)})
+
+
+def file_of(folder: Path, device_name: str) -> Path:
+    """The file in `folder` for this device, such as sweep/nvidia-h200.jsonl."""
+    return folder / "sweep" / f"{slug(device_name)}.jsonl"
 
 
 def append(file: Path, row: SweepRow) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a") as out:
-        out.write(row.to_json() + "\n")
+    with appending(file) as add:
+        add(row.to_json())
 
 
 def read(file: Path) -> list[SweepRow]:
@@ -82,6 +94,20 @@ def read(file: Path) -> list[SweepRow]:
             continue
         newest[row.device_name, row.name, row.tuned] = row
     return list(newest.values())
+
+
+def timed(
+    rows: Iterable[SweepRow], commit: str | None, tuned: bool, peers: Sequence[str]
+) -> set[str]:
+    """The names of the problems that need not be timed again: those with a row in `rows` from the
+    same commit, tuned alike, beside at least `peers`."""
+    return {
+        r.name
+        for r in rows
+        if r.tuned == tuned
+        and r.environment.get("commit") == commit
+        and {*peers} <= {*r.asked, *r.peers}
+    }
 
 
 # ---- classes
@@ -98,7 +124,7 @@ CLASSES: Mapping[str, Callable[[SweepRow], str]] = {
     "M": lambda row: _range(row.mnk[0], TOKENS),
     "N": lambda row: _range(row.mnk[1], WIDE),
     "K": lambda row: _range(row.mnk[2], DEEP),
-    "pass": lambda row: row.direction,
+    "layout": lambda row: f"{LAYOUTS[row.direction]} ({row.direction})",
 }
 
 
@@ -110,32 +136,34 @@ class Summary:
     mean: float  # geometric
     worst: float
     below: float  # the share that is below LOW
+    far_below: int  # how many are below LOWEST
 
     @staticmethod
     def of(rows: Iterable[SweepRow]) -> Summary:
-        """ValueError if none of `rows` was timed beside others."""
+        """The summary of `rows`; ValueError if none was timed beside others."""
         ratios = [r.ratio for r in rows if r.ratio is not None]
         if not ratios:
             raise ValueError("no row was timed beside others")
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        return Summary(len(ratios), mean, min(ratios), sum(x < LOW for x in ratios) / len(ratios))
+        low, lowest = (sum(x < limit for x in ratios) for limit in (LOW, LOWEST))
+        return Summary(len(ratios), mean, min(ratios), low / len(ratios), lowest)
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f}x, worst {self.worst:.2f}, {self.below:.0%} below {LOW}"
+        return (
+            f"{self.mean:.3f}x, worst {self.worst:.2f}, {self.below:.0%} below {LOW}, "
+            f"{self.far_below} below {LOWEST:.2f}"
+        )
 
 
 def by_class(rows: Sequence[SweepRow]) -> Iterator[tuple[str, str, Summary]]:
-    """(classification, class, summary) of each class that has a problem."""
+    """The (classification, class, summary) of each class that has a problem."""
     timed = [r for r in rows if r.ratio is not None]
     for title, classify in CLASSES.items():
         groups: dict[str, list[SweepRow]] = {}
         for row in sorted(timed, key=lambda r: r.mnk):
             groups.setdefault(classify(row), []).append(row)
-        ordered = sorted(
-            groups.items(), key=lambda item: (item[0].startswith("over"), _first(item[0]))
-        )
-        for name, members in ordered:
-            yield title, name, Summary.of(members)
+        for name in sorted(groups, key=lambda x: (x.startswith("over"), _first(x), x)):
+            yield title, name, Summary.of(groups[name])
 
 
 def _first(name: str) -> int:
@@ -149,16 +177,41 @@ def worst(rows: Iterable[SweepRow], count: int = 10) -> list[SweepRow]:
     return sorted(timed, key=lambda r: r.ratio or 0.0)[:count]
 
 
+def spread(rows: Iterable[SweepRow]) -> list[float]:
+    """Eleven of the sorted ratios: the lowest, every tenth part of the way, and the highest."""
+    ratios = sorted(r.ratio for r in rows if r.ratio is not None)
+    cuts = statistics.quantiles(ratios, n=10, method="inclusive") if len(ratios) > 1 else ratios * 9
+    return [*ratios[:1], *cuts, *ratios[-1:]]
+
+
 def text(rows: Sequence[SweepRow]) -> str:
-    """A summary to print: all, by class, the ten worst, and what was wrong."""
+    """A summary to print: all problems, their sorted ratios, by class, the ten worst, and the wrong
+    ones."""
     wrong = [f"WRONG: {row.name}: {row.message}" for row in rows if not row.ok]
     if not any(row.ratio for row in rows):
         return "\n".join(["no problem was timed beside others", *wrong])
     lines = [f"all {Summary.of(rows).count}: {Summary.of(rows)}"]
+    lines.append(f"sorted, by tenths: {' '.join(f'{ratio:.2f}' for ratio in spread(rows))}")
     for title, name, summary in by_class(rows):
-        lines.append(f"  {title:>4} {name:<12} {summary.count:>4}  {summary}")
+        lines.append(f"  {title:>6} {name:<13} {summary.count:>4}  {summary}")
     lines.append("lowest:")
     for row in worst(rows):
         beside = ", ".join(f"{name} {us:.1f}" for name, us in row.peers.items())
         lines.append(f"  {row.ratio:.3f}  {row.name}  {row.us:.1f} us, {beside}  {row.source}")
     return "\n".join(lines + wrong)
+
+
+def text_by_device(rows: Iterable[SweepRow]) -> str:
+    """`text` of each device's rows, under its name and the commits that were timed."""
+    devices: dict[str, list[SweepRow]] = {}
+    for row in rows:
+        devices.setdefault(row.device_name, []).append(row)
+    return "\n\n".join(
+        f"{name}: {commits(members)}\n{text(members)}" for name, members in sorted(devices.items())
+    )
+
+
+def commits(rows: Iterable[SweepRow]) -> str:
+    """The number of `rows` of each commit."""
+    counts = Counter(r.environment.get("commit") or "unknown" for r in rows)
+    return " and ".join(f"{count} at {commit}" for commit, count in counts.items())

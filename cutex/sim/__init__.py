@@ -2,26 +2,50 @@
 
 from cutex.sim import simulate
 report = simulate(compiled, a, b, c, order="random", seed=3)
+
+Names are imported on first use, so that the command lines answer before numpy is there.
 """
 
 from __future__ import annotations
 
-from cutex.errors import NoCompiler
-from cutex.sim.errors import (
-    BadAddress,
-    BadOperand,
-    BarrierMisuse,
-    Deadlock,
-    Endless,
-    Finding,
-    Hazards,
-    LaunchError,
-    SimError,
-    UnknownInstruction,
-)
-from cutex.sim.run import SimReport, simulate
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cutex.errors import NoCompiler
+    from cutex.sim.errors import (
+        BadAddress,
+        BadOperand,
+        BarrierMisuse,
+        Deadlock,
+        Endless,
+        Finding,
+        Hazards,
+        LaunchError,
+        SimError,
+        UnknownInstruction,
+    )
+    from cutex.sim.run import SimReport, simulate
 
 __all__ = [
     "BadAddress", "BadOperand", "BarrierMisuse", "Deadlock", "Endless", "Finding", "Hazards",
     "LaunchError", "NoCompiler", "SimError", "SimReport", "UnknownInstruction", "simulate",
 ]  # fmt: skip
+
+_HOMES = {
+    "NoCompiler": "cutex.errors",
+    "SimReport": "cutex.sim.run",
+    "simulate": "cutex.sim.run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'cutex.sim' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES.get(name, "cutex.sim.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

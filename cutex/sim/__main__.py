@@ -1,9 +1,8 @@
-"""python -m cutex.sim script.py: run a script that asks for a GPU, with the simulator in its place.
+"""python -m cutex.sim script.py: run a script that needs a GPU in the simulator instead.
 
-The script is not changed. What it puts on "cuda" is in host memory, what it compiles with the
-CuTe DSL is compiled for the GPU that it sees, and what it launches is simulated: every
-warp, barrier, copy and MMA. Exit codes: the script's own; 1 for a finding or an error of the
-simulator; 2 for bad input.
+The script is not changed. Its "cuda" tensors are in host memory, its CuTe DSL kernels are compiled
+for the arch that it sees, and its launches are simulated: every warp, barrier, copy and MMA. Exit
+codes: the script's own; 1 for a finding or an error of the simulator; 2 for bad input.
 """
 
 from __future__ import annotations
@@ -15,25 +14,27 @@ import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 
 from cutex.arch import ALL, arch
-from cutex.command import INTERRUPTED, print_nowhere, refuse
-from cutex.orders import MOST_JOBS, ORDERS
+from cutex.command import INTERRUPTED, Parser, answered, print_nowhere, refuse, writable
+from cutex.errors import Missing
+from cutex.orders import MOST_JOBS, add_order
 
 # Libraries that keep compiled kernels on disk and load them from there, past the simulator.
 NO_DISK_CACHES = {"QUACK_CACHE_ENABLED": "0", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}
 INTERPRETED = {"TRITON_INTERPRET": "1"}  # Triton kernels of the script run on the CPU
 
 
-def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(
+def parser() -> Parser:
+    out = Parser(
         prog="python -m cutex.sim",
         description="Run a script that asks for a GPU, with the simulator in its place.",
         epilog="Exit codes: the script's own; 1 for a finding; 2 for bad input.",
     )
     out.add_argument("--arch", default="sm_100a", choices=ALL, help="default: %(default)s")
-    out.add_argument("--order", default="fifo", choices=ORDERS, help="default: %(default)s")
-    out.add_argument("--seed", type=int, default=0, metavar="N")
+    add_order(out)
+    out.add_argument("--seed", type=int, default=0, metavar="N", help="of the order; default: 0")
     out.add_argument(
         "--max-instructions", type=int, metavar="N", help="of all warps, after which it is ended"
     )
@@ -56,13 +57,18 @@ def parser() -> argparse.ArgumentParser:
         "--trace", metavar="FILE", help="with --time: for Perfetto; FILE.svg: a picture of one CTA"
     )
     out.add_argument(
-        "--gpu", default="", metavar="NAME,K=V", help='for --time, as "b200,clock=1.6,l2=12"'
+        "--gpu",
+        default="",
+        metavar="NAME,K=V",
+        help='for --time, as "b200,clock=1.6,l2=12" (GHz, TB/s)',
     )
     out.add_argument("script", help="a Python script that compiles and launches kernels")
-    out.add_argument("arguments", nargs=argparse.REMAINDER, help="those of the script")
+    rest = out.add_argument("arguments", nargs=argparse.REMAINDER, help="those of the script")
+    rest.required = False
     return out
 
 
+@answered
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     script = Path(options.script)
@@ -82,13 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.clusters is not None and (options.clusters < 1 or options.unchecked):
         return refuse(f"--clusters {options.clusters}: takes a number from 1, and checks")
     if options.json is not None:
-        try:
-            options.json.write_text("")  # NOTE: tried before anything is run
-        except OSError as error:
-            return refuse(f"--json {options.json}: {error.strerror}")
+        writable("--json", str(options.json)).write_text("")  # an earlier run's goes
     if why := _bad_clock(options):
         return refuse(why)
-    os.environ["CUTE_DSL_ARCH"] = options.arch  # which the DSL reads once, when it is imported
+    os.environ["CUTE_DSL_ARCH"] = options.arch  # the DSL reads it once, when it is imported
     os.environ.update(NO_DISK_CACHES | INTERPRETED)
     from cutex.sim.host.calls import Calls, Clock
     from cutex.sim.host.dsl_stand_in import dsl_on_cpu
@@ -100,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with torch_on_cpu(gpu) as memory:
         clock = Clock(options.gpu, options.trace) if options.time else None
         calls = Calls(
-            options.order, options.seed, memory, options.max_instructions, clock,
+            options.order or "fifo", options.seed, memory, options.max_instructions, clock,
             options.resources, options.jobs, not options.unchecked, options.clusters,
         )  # fmt: skip
         try:
@@ -115,11 +118,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(script: str) -> int:
-    """Run the script as Python would; its exit code. What is wrong in kernels is printed later."""
+    """Run the script as Python would, and return its exit code. Errors of kernels are printed
+    later.
+    """
     from cutex.sim.errors import LaunchError, SimError
 
     try:
         runpy.run_path(script, run_name="__main__")
+    except Missing:  # as a C compiler
+        raise
     except SystemExit as left:
         if isinstance(left.code, str):
             print(left.code, file=sys.stderr)
@@ -134,13 +141,25 @@ def _run(script: str) -> int:
     except KeyboardInterrupt:
         print("cutex: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except Exception as error:
+        told = error.with_traceback(_within(script, error.__traceback__))
+        sys.excepthook(type(told), told, told.__traceback__)
+        return 1
     return 0
 
 
+def _within(script: str, trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the script's own first frame on, as Python would print it."""
+    found = trace
+    while found is not None and found.tb_frame.f_code.co_filename != script:
+        found = found.tb_next
+    return found or trace
+
+
 def _bad_clock(options: argparse.Namespace) -> str:
-    """What is wrong with --time, --trace and --gpu; nothing if empty."""
+    """A sentence on what is wrong with --time, --trace and --gpu; empty if nothing is."""
     if not options.time:
-        given = "--trace" if options.trace else "--gpu" if options.gpu else ""
+        given = "--trace" if options.trace is not None else "--gpu" if options.gpu else ""
         return f"{given} goes with --time" if given else ""
     from cutex.sim.timing.gpus import gpu, of_arch
 
@@ -148,10 +167,10 @@ def _bad_clock(options: argparse.Namespace) -> str:
         board = gpu(options.gpu or of_arch(options.arch))
     except ValueError as error:
         return str(error)
-    if options.trace and not Path(options.trace).absolute().parent.is_dir():
-        return f"--trace {options.trace}: there is no such folder"
     if board.arch != options.arch:
         return f"--gpu {options.gpu}: is a GPU of {board.arch}, the script runs for {options.arch}"
+    if options.trace is not None:
+        writable("--trace", options.trace)
     return ""
 
 

@@ -1,10 +1,10 @@
-"""A grid divided among processes: each simulates some of its clusters, in memory that they share.
+"""A grid divided among processes: each simulates some of its clusters, in memory that all share.
 
-Nothing orders the clusters of a grid (PTX ISA 8.7), so they may as well be simulated apart, but for
-kernels in which they tell each other something. What is found is told by one process that simulates
-all of them: so where a part finds anything, or two parts touch the same bytes and one of them
-writes there, the launch is undone and simulated again, undivided. Numbers and reports are those of
-one process; only the order of events within a cluster may be another one.
+Nothing orders the clusters of a grid (PTX ISA 8.7), so they may be simulated separately, unless the
+kernel communicates between them. Findings are reported by one process that simulates all clusters:
+where a part finds anything, or two parts touch the same bytes and one of them writes there, the
+launch is undone and simulated again, undivided. Numbers and reports are those of one process; only
+the order of events within a cluster may differ.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from cutex.sim.machine.memory import GlobalMemory
 from cutex.sim.policy import Policy
 from cutex.sim.ptx.parse import Program
 
-# What clusters can tell each other by, besides memory: who comes first.
+# Instructions by which clusters can communicate besides memory.
 _TELLS = re.compile(r"clusterlaunchcontrol|griddepcontrol|tensormap|call\b")
 _CLOCKS = re.compile(r"%(clock|globaltimer)")
 
 
 class Part(NamedTuple):
-    """What a process says of the clusters that it has simulated, where it has found nothing."""
+    """The result of a process that has simulated its clusters without finding anything."""
 
     executed: np.ndarray  # (instructions of the program,) warp-instructions
     touched: Touched
@@ -44,8 +44,8 @@ class Part(NamedTuple):
 def why_not(
     program: Program, what: Launch, policy: Policy, memory: GlobalMemory, orders: bool
 ) -> str:
-    """Why a launch is simulated by one process; "" if several may. ``orders``: the program has
-    instructions by which clusters may order what they do.
+    """The reason why a launch is simulated by one process; "" if several may. ``orders``: whether
+    the program has instructions by which clusters may order their accesses.
     """
     if what.num_ctas == what.cluster_size:
         return "the grid has one cluster"
@@ -63,7 +63,7 @@ def why_not(
 
 
 def shares(clusters: Sequence[int], jobs: int) -> list[list[int]]:
-    """The clusters in order, in at most ``jobs`` parts that differ by one at most."""
+    """The clusters, in order, in at most ``jobs`` parts whose sizes differ by at most one."""
     jobs = min(jobs, len(clusters), MOST_JOBS)
     bounds = [len(clusters) * i // jobs for i in range(jobs + 1)]
     return [list(clusters[a:b]) for a, b in pairwise(bounds)]
@@ -72,8 +72,9 @@ def shares(clusters: Sequence[int], jobs: int) -> list[list[int]]:
 def run_parts(
     memory: GlobalMemory, parts: Sequence[list[int]], run: Callable[[list[int]], Part | None]
 ) -> list[Part] | None:
-    """Each part in a process of its own, which ``run`` simulates; it gives None where something was
-    found. None, and ``memory`` as it was, unless all of them can be told apart from nothing else.
+    """Run each part in a process of its own, by ``run``, which returns None if it finds something.
+
+    Returns None, with ``memory`` restored, unless all parts are independent of each other.
     """
     with _shared(memory) as keep, _processes(parts, run) as ends:
         told: dict[Connection, Part] = {}
@@ -97,8 +98,8 @@ def run_parts(
 
 @contextmanager
 def _shared(memory: GlobalMemory) -> Iterator[Callable[[set[int]], None]]:
-    """Within, ``memory`` is one that processes share; what is called keeps what they wrote to the
-    regions at these addresses.
+    """A context in which ``memory`` is shared between processes. It yields a function that keeps
+    the writes to the regions at the given addresses.
     """
     originals = [region.data for region in memory.regions]
     for region, original in zip(memory.regions, originals, strict=True):
@@ -121,7 +122,9 @@ def _shared(memory: GlobalMemory) -> Iterator[Callable[[set[int]], None]]:
 def _processes(
     parts: Sequence[list[int]], run: Callable[[list[int]], Part | None]
 ) -> Iterator[list[Connection]]:
-    """Copies of this process, which end with the context if not before, and tell by these."""
+    """A context of forked processes, one per part, that end with it at the latest; yields the ends
+    of pipes that deliver their results.
+    """
     context = multiprocessing.get_context("fork")
     ends: list[Connection] = []
     processes: list[ForkProcess] = []
@@ -141,9 +144,9 @@ def _processes(
 
 
 def _tell(end: Connection, clusters: list[int], run: Callable[[list[int]], Part | None]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that waits ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
     try:
         part = run(clusters)
-    except Exception:  # NOTE: one process does it again, and tells
+    except Exception:  # NOTE: one process runs it again, and reports the error
         part = None
     end.send(part)

@@ -1,9 +1,9 @@
-"""python -m cutex.sim.each_order FOLDER N: a script in many orders, as `cutex.check` asks for it.
+"""python -m cutex.sim.each_order FOLDER N: run a script in many orders, for `cutex.check`.
 
-Most of what a run of a small script takes is importing torch and the DSL. Here that is done once,
-and each run is a fork of this process, at most N at a time. FOLDER/runs.json is a list of runs,
-each the arguments of `python -m cutex.sim`; what run i prints goes to FOLDER/i.txt, and a line
-"i exit-code" to standard output when it has ended.
+Importing torch and the DSL takes most of the time of a small script. Here that is done once, and
+each run is a fork of this process, at most N at a time. FOLDER/runs.json is a list of runs, each
+the arguments of `python -m cutex.sim`; the output of run i goes to FOLDER/i.txt, and a line "i
+exit-code" to standard output when it has ended.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from cutex.sim.__main__ import NO_DISK_CACHES, main, parser
 
 
 def fork_each(folder: Path, at_once: int, runs: Sequence[Sequence[str]]) -> int:
-    """Ends in each of the runs with its exit code; in the process that started them with 0."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the runs end, and this with the last
+    """Fork the runs; return each run's exit code in its process, and 0 in the parent process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the runs end, and this process after the last
     running: dict[int, int] = {}  # process: number of its run
     for number, arguments in enumerate(runs):
         while len(running) >= at_once:
@@ -39,7 +39,7 @@ def fork_each(folder: Path, at_once: int, runs: Sequence[Sequence[str]]) -> int:
 
 
 def _print_to(file: Path) -> None:
-    """Whatever this process prints from here on."""
+    """Redirect all further output of this process to ``file``."""
     told = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(told, sys.stdout.fileno())
     os.dup2(told, sys.stderr.fileno())
@@ -47,20 +47,20 @@ def _print_to(file: Path) -> None:
 
 
 def _tell_end(running: dict[int, int]) -> None:
-    """Waits for one to end."""
+    """Wait for one run to end, and print its number and exit code."""
     process, status = os.wait()
     print(running.pop(process), os.waitstatus_to_exitcode(status), flush=True)
 
 
 def _import_once(arch: str) -> None:
-    """What every run imports, with what it sets before that."""
+    """Import the modules that every run needs, with the environment set before."""
     os.environ["CUTE_DSL_ARCH"] = arch
     os.environ.update(NO_DISK_CACHES)
-    with suppress(Exception):  # which each run tells of
+    with suppress(Exception):  # each run reports it
         import cutex.sim.host.dsl_stand_in
         import cutex.sim.host.torch_stand_in  # noqa: F401
     gc.collect()
-    gc.freeze()  # what is never looked at again stays shared
+    gc.freeze()  # objects that are not visited again stay shared
 
 
 if __name__ == "__main__":

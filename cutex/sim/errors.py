@@ -1,4 +1,4 @@
-"""What a simulated run can report: findings, and the errors that end it."""
+"""The reports of a simulated run: findings, and the errors that end it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that the simulator holds against a kernel.
+    """A rule that a kernel breaks, at one place.
 
     ``rule`` is a short name ("race", "tx-count", "uninitialised", ...), ``message`` one sentence
-    that says who did what to which memory, ``where`` the PTX and Python lines that did it. An
-    ``advisory`` breaks the letter of the PTX ISA in a way that hardware is known to bear.
-    ``sides``: the instructions that it names, the one at fault first; ``remedy``: what would order
-    the two, if that is what it is about.
+    with the threads, their accesses and the memory, ``where`` the PTX and Python lines. An
+    ``advisory`` breaks the letter of the PTX ISA in a way that hardware is known to tolerate.
+    ``sides``: the instructions involved, the one at fault first; ``remedy``: what would order the
+    two, for findings about order.
     """
 
     rule: str
@@ -48,13 +48,13 @@ class SimError(CutexError):
 
 
 class Deadlock(SimError):
-    """Nothing can run, nothing is in flight, and not every warp has returned."""
+    """No warp can run, nothing is in flight, and not every warp has returned."""
 
     rule = "deadlock"
 
 
 class Endless(SimError):
-    """Warps that go on without end, or for longer than they were given."""
+    """Warps that run without end, or longer than their limit."""
 
     rule = "endless"
 
@@ -78,7 +78,7 @@ class BadOperand(SimError):
 
 
 class UnknownInstruction(SimError):
-    """PTX that this simulator does not define; running on would give a wrong result."""
+    """PTX that this simulator does not define; continuing would give a wrong result."""
 
     rule = "unknown instruction"
 
@@ -97,7 +97,7 @@ class Hazards(SimError):
 
 
 class CooperativeTooLarge(SimError):
-    """A cooperative launch of more CTAs than run side by side, which the driver refuses."""
+    """A cooperative launch of more CTAs than run at one time, which the driver refuses."""
 
     rule = "launch"
 

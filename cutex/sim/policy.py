@@ -1,8 +1,8 @@
-"""The orders of events: one object decides whatever hardware leaves open.
+"""The orders of events: one object makes every choice that the hardware leaves open.
 
-Which warps run next and for how long, which operation in flight completes and when, which lane
-``elect.sync`` returns, which clusters start first, and whether a cluster launch request is refused.
-Each order of `cutex.orders` is a class here.
+It chooses the warps that run next and for how long, the operation in flight that completes and
+when, the lane that ``elect.sync`` returns, the clusters that start first, and whether a cluster
+launch request is refused. Each order of `cutex.orders` is a class here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cutex.sim.machine.grid import Grid
     from cutex.sim.machine.operation import Operation
 
-_TURN = 4096  # instructions a batch may run before others at higher positions get their turn
+_TURN = 4096  # instructions that a batch runs before warps at higher positions get their turn
 
 
 class Turn(NamedTuple):
@@ -31,17 +31,17 @@ class Turn(NamedTuple):
 
 
 class Policy:
-    """The order "fifo", and what the others change.
+    """The order "fifo", and the base of the others.
 
     Warps run until they wait, the one at the lowest program position first, so that warps at the
-    same place run as one batch; operations in flight complete only when no warp can run, the oldest
-    of each cluster, bulk stores last. That is late and one by one, so whoever does not wait for an
-    operation, or waits for another, meets it still in flight.
+    same position run as one batch; operations in flight complete only when no warp can run, the
+    oldest of each cluster, bulk stores last. That is late and one by one, so a warp that does not
+    wait for an operation, or waits for another one, finds it still in flight.
     """
 
-    divides = True  # clusters that run apart run as they do together, but for the order of both
-    gathers = True  # a batch stops where other warps stand, to run on with them
-    completes_at_once = False  # operations complete before any warp runs on
+    divides = True  # clusters run the same whether simulated together or in separate processes
+    gathers = True  # a batch stops where other warps wait, to continue with them
+    completes_at_once = False  # operations complete before any warp continues
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -53,21 +53,21 @@ class Policy:
         return clusters
 
     def late(self, grid: Grid) -> np.ndarray:
-        """(warps,) those that run only when nothing else can."""
+        """The warps that run only when nothing else can, (warps,) bool."""
         return np.zeros(grid.num_warps, bool)
 
     def turn(self, warps: np.ndarray, places: np.ndarray) -> Turn:
-        """Of ``warps``, which stand at ``places``: those that run next."""
+        """The warps, out of ``warps`` at program positions ``places``, that run next."""
         place = int(places.min())
         return Turn(place, warps[places == place], _TURN)
 
     def early(self, flight: Flight) -> list[Operation]:
-        """Operations that complete now, although warps might run."""
+        """The operations that complete now, although warps could run."""
         return []
 
     def due(self, flight: Flight) -> list[Operation]:
-        """Operations that complete as no warp can run: whoever waits for one but needs another
-        meets that one in flight.
+        """The operations that complete because no warp can run: one at a time, so that a warp that
+        waits for one but needs another finds that one in flight.
         """
         return flight.oldest(stores=False) or flight.oldest(stores=True)
 
@@ -77,21 +77,24 @@ class Policy:
 
 
 class Eager(Policy):
-    """As fifo, but an operation completes as soon as it may, before any warp runs on."""
+    """The order of fifo, but an operation completes as soon as it may, before any warp
+    continues."""
 
     completes_at_once = True
 
 
 class Starved(Policy):
-    """As fifo, but one warp of each CTA, which the seed picks, runs only when nothing else can."""
+    """The order of fifo, but one warp of each CTA, picked by the seed, runs only when nothing else
+    can.
+    """
 
     def late(self, grid: Grid) -> np.ndarray:
         return grid.warp_in_cta == self.seed % grid.warps_per_cta
 
 
 class PeerLate(Policy):
-    """As fifo, but all CTAs of a cluster except one, which the seed picks, run only when nothing
-    else can.
+    """The order of fifo, but all CTAs of a cluster except one, picked by the seed, run only when
+    nothing else can.
     """
 
     def late(self, grid: Grid) -> np.ndarray:
@@ -102,9 +105,9 @@ class PeerLate(Policy):
 
 
 class Elected(Policy):
-    """As fifo, but elect.sync returns another lane than the first, which the seed picks.
+    """The order of fifo, but elect.sync returns another lane than the first, picked by the seed.
 
-    An order of its own: hardware returns the first, and some public kernels rely on it.
+    It is an order of its own, for hardware returns the first, and some public kernels rely on it.
     """
 
     def __init__(self, seed: int) -> None:
@@ -113,12 +116,12 @@ class Elected(Policy):
 
 
 class Random(Policy):
-    """A seed decides which warps run, for how long, and which operation completes when."""
+    """The seed decides which warps run, for how long, and which operation completes when."""
 
     divides, gathers = False, False
-    COMPLETE = 0.3  # of turns, in which an operation completes
-    SPLIT = 0.5  # of batches, of which only some warps run
-    REFUSE = 0.1  # of cluster launch requests
+    COMPLETE = 0.3  # share of turns in which an operation completes
+    SPLIT = 0.5  # share of batches of which only some warps run
+    REFUSE = 0.1  # share of cluster launch requests that are refused
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -153,7 +156,7 @@ _POLICIES = {
 
 
 def policy(order: str, seed: int) -> Policy:
-    """Raises ValueError for an order that `cutex.orders` does not name."""
+    """The policy of ``order``. Raises ValueError for an order that is not in `cutex.orders`."""
     if order not in ORDERS:
         raise ValueError(f"order {order!r}: takes one of {', '.join(ORDERS)}")
     return _POLICIES[order](seed)

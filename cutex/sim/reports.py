@@ -1,4 +1,4 @@
-"""How findings read: the cause first, what follows from it folded under it, with source text."""
+"""The text of findings: the cause first, its consequences folded under it, with source text."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ if TYPE_CHECKING:
     from cutex.sim.errors import Finding
 
 _WAITED = re.compile(r"on which this warp last waited with parity \d+ at (PTX line \d+)[^\n]*")
-_WHERE = re.compile(r"(PTX line \d+): [^()]*? \((?=[^()\s]+:\d+)")  # with its instruction
+_WHERE = re.compile(
+    r"(PTX line \d+): [^()]*? \((?=[^()\s]+:\d+)"
+)  # a PTX line with its instruction
 _PTX = re.compile(r"PTX line (\d+)")
+_TOLD = 4  # findings of one cause that its report lists
 
 
 @dataclass
@@ -32,11 +35,13 @@ class Report:
             return text
         same = "wait" if _WAITED.search(self.root.message) else "cause"
         lines = [f"  {len(self.followers)} more follow from the same {same}:"]
-        lines += [f"    {f.rule} at {f.where}" for f in self.followers]
+        lines += [f"    {f.rule} at {f.where}" for f in self.followers[:_TOLD]]
+        if (left := len(self.followers) - _TOLD) > 0:
+            lines.append(f"    and {left} more")
         return "\n".join([text, *lines])
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for programs."""
+        """The content of the report for programs."""
         return {
             **_plain(self.root),
             "text": str(self),
@@ -45,7 +50,7 @@ class Report:
 
 
 def folded(findings: Iterable[Finding]) -> list[Report]:
-    """One report for each cause, those that explain the most first; see `_cause`."""
+    """One report per cause, those with the most findings first; see `_cause`."""
     groups: dict[object, Report] = {}
     first: object = None
     for number, finding in enumerate(findings):
@@ -62,11 +67,12 @@ def folded(findings: Iterable[Finding]) -> list[Report]:
 
 
 def _cause(finding: Finding) -> object:
-    """What findings of one cause share.
+    """A key that findings with the same cause share.
 
-    The wait that the warps in them passed last. A CTA that returns too early for an operation
-    follows from the wait that another access was too early for. Else the rule and the place of the
-    other side, which nothing orders before them; or the own place, of instructions of one line.
+    It is the wait that their warps passed last: a CTA that returns too early for an operation has
+    the same cause as another access after that wait. Otherwise it is the rule and the place of the
+    other side, which nothing orders before them; or the finding's own place, for instructions of
+    one line.
     """
     if waited := _WAITED.search(finding.message):
         return waited.group(1)
@@ -75,12 +81,14 @@ def _cause(finding: Finding) -> object:
 
 
 def told(findings: Sequence[Finding]) -> str:
-    """All of them as text."""
+    """The reports of all findings as text."""
     return "\n".join(map(str, folded(findings)))
 
 
 def headed(text: str, sides: Sequence[Side]) -> str:
-    """``text`` behind the place of the first side, as compilers write it, and the source of all."""
+    """``text`` after the place of the first side, in the form of a compiler message, with the
+    source of all sides.
+    """
     stacks = [s for s in sides if s.stack]
     head, *rest = text.split("\n")
     text = "\n".join([_WHERE.sub(r"\1 (", head), *rest])

@@ -1,4 +1,4 @@
-"""What a launched kernel takes of an SM, and where shared memory's banks conflict."""
+"""The SM resources of a launched kernel, and its shared memory bank conflicts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from cutex.sim.machine.banks import Wavefronts
     from cutex.sim.machine.machine import Machine
 
-# registers of an SM; of each of its four parts; and how many a warp gets at a time
+# registers of an SM, parts of an SM, and the unit in which a warp gets registers
 _REGISTERS, _PARTS, _UNIT = 65536, 4, 256
-_NAME = 48  # characters of a kernel's name: the DSL's hold the types of all arguments
+_NAME = 48  # characters of a kernel's name: the DSL's contain the types of all arguments
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,9 @@ class Conflict:
 
 @dataclass(frozen=True)
 class KernelResources:
-    """Of one kernel as it was launched; registers and spills are per thread, None if not known."""
+    """The resources of one kernel as it was launched; registers and spills are per thread, None if
+    unknown.
+    """
 
     kernel: str
     threads: int
@@ -48,7 +50,7 @@ class KernelResources:
     smem_bytes: int  # static and dynamic
     tmem_columns: int
     ctas_per_sm: int
-    limit: str  # of what an SM has no more
+    limit: str  # the resource that limits ctas_per_sm
     conflicts: tuple[Conflict, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -70,10 +72,12 @@ class KernelResources:
 
 
 def resources(machine: Machine, launch: Launch, cubin: bytes | None) -> KernelResources:
-    """Resources of the kernel that ``machine`` has run; ``cubin``: its code, for the registers."""
+    """The resources of the kernel that ``machine`` has run; ``cubin`` is its code, for the
+    registers.
+    """
     try:
         code = Cubin(cubin, launch.kernel) if cubin else None
-    except ValueError:  # NOTE: what others compiled may lack the attributes
+    except ValueError:  # NOTE: kernels compiled by others may lack the attributes
         code = None
     smem = machine.static_smem + launch.smem
     warps = launch.warps_per_cta
@@ -96,7 +100,7 @@ def resources(machine: Machine, launch: Launch, cubin: bytes | None) -> KernelRe
 
 
 def _conflicts(machine: Machine) -> list[Conflict]:
-    """The worst first."""
+    """The bank conflicts, the worst first."""
     seen = machine.banks.by_line.values() if machine.banks else ()
     worse: list[Wavefronts] = sorted(
         (w for w in seen if w.taken > w.needed), key=lambda w: w.needed - w.taken

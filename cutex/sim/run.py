@@ -1,4 +1,4 @@
-"""The public entry: run a compiled kernel, or any @cute.jit function, on CPU tensors."""
+"""The public entry: simulate a compiled kernel, or any @cute.jit function, on CPU tensors."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class SimReport:
-    """What a simulated run did. ``instructions`` counts warp-instructions, ``counts`` them by
-    opcode; ``advisories`` break the letter of the PTX ISA, and are no failure.
+    """The outcome of a simulated run. ``instructions`` counts warp-instructions, ``counts`` the
+    same by opcode; ``advisories`` break the letter of the PTX ISA, and are no failure.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -53,12 +53,25 @@ class SimReport:
     ctas: int = 0
     seconds: float = 0.0
     counts: dict[str, int] = field(default_factory=dict)
-    times: list[TimeReport] = field(default_factory=list)  # of each launch, where asked for
+    times: list[TimeReport] = field(default_factory=list)  # one for each launch, with ``time``
     kernels: dict[str, KernelResources] = field(default_factory=dict)  # where asked for
-    # where only some clusters of a launch were to be simulated: of which, and which elements of
-    # each tensor of up to 64 MB these have written
+    # if only some clusters of a launch were simulated: which launches, and which elements of each
+    # tensor of up to 64 MB were written
     sampled: list[Sampled] = field(default_factory=list)
     written: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """What was found, how long launches take where that was asked for, and one line of all."""
+        found = len(self.findings)
+        done = (
+            f"{self.launches} launch{'es' * (self.launches != 1)} of {self.ctas} "
+            f"CTA{'s' * (self.ctas != 1)}, "
+            f"{self.instructions} warp-instructions, {self.seconds:.1f} s, {found or 'no'} "
+            f"finding{'s' * (found != 1)}, {len(self.advisories) or 'no'} "
+            f"advisor{'y' if len(self.advisories) == 1 else 'ies'}"
+        )
+        parts = [told(self.findings), told(self.advisories), *self.kernels.values(), *self.times]
+        return "\n".join([*(str(part) for part in parts if part), *map(str, self.sampled), done])
 
 
 def simulate(
@@ -76,9 +89,9 @@ def simulate(
     checks: bool = True,
     clusters: int | None = None,
 ) -> SimReport:
-    """Runs a kernel on the CPU: its real host code and PTX, every warp, barrier, TMA copy and MMA.
+    """Run a kernel on the CPU: its real host code and PTX, every warp, barrier, TMA copy and MMA.
 
-    compiled: a `cutex.compile.Compiled`; or what ``cute.compile`` returned with TVM-FFI and KeepPTX
+    compiled: a `cutex.compile.Compiled`; or a result of ``cute.compile`` with TVM-FFI and KeepPTX
         on; or a ``@cute.jit`` function (or an object with a jitted ``__call__``), which is compiled
         for ``arch`` first.
     tensors: CPU torch tensors or numpy arrays of any shape and strides, written in place; also int,
@@ -96,10 +109,10 @@ def simulate(
 
     jobs: processes that simulate a grid of independent clusters together, on as many cores.
     clusters: simulate no more than so many of the grid, evenly from its first to its last. The
-        report says of which launches (``sampled``), and what was ``written``: nothing else is to be
+        report lists these launches (``sampled``), and the elements ``written``: only these may be
         compared. A kernel whose clusters may wait for each other through global memory runs whole;
         a call that launches another kernel behind a sampled one is refused.
-    checks: look for races, which takes a fifth to two fifths of a run; without, it tells of wrong
+    checks: look for races, which takes a fifth to two fifths of a run; without, it finds wrong
         numbers, deadlocks, bad addresses and misused barriers only.
 
     Returns a SimReport. Raises Deadlock, Endless, BadAddress, BarrierMisuse, BadOperand,
@@ -109,8 +122,18 @@ def simulate(
     """
     if order not in ORDERS:
         raise ValueError(f"order {order!r}: takes one of {', '.join(ORDERS)}")
+    for name, number in (("seed", seed), ("jobs", jobs), ("clusters", clusters),
+                         ("max_instructions", max_instructions)):  # fmt: skip
+        if number is not None and not isinstance(number, int):
+            raise TypeError(f"{name} must be an int, got {number!r}")
     if not 1 <= jobs <= MOST_JOBS:
         raise ValueError(f"jobs {jobs}: takes 1 to {MOST_JOBS}")
+    if not 0 <= seed < 1 << 31:
+        raise ValueError(f"seed {seed}: takes a number from 0 to {(1 << 31) - 1}")
+    if max_instructions is not None and max_instructions < 1:
+        raise ValueError(f"max_instructions {max_instructions}: takes a number from 1")
+    if gpu and not time:
+        raise ValueError(f"gpu {gpu!r} goes with time=True")
     if clusters is not None and (clusters < 1 or not checks):
         raise ValueError(f"clusters {clusters}: takes a number from 1, and checks")
     arch_named(arch)
@@ -129,7 +152,11 @@ def simulate(
     if time:
         from cutex.sim.timing.call import time_call
 
-        times = time_call(host, programs, arguments, reached, gpu)
+        try:
+            times = time_call(host, programs, arguments, reached, gpu)
+        except SimError:
+            host(arguments, run.launch)  # NOTE: it ends there too, and is told with names and calls
+            raise
     host(arguments, run.launch)
     report = run.report
     report.times = times if time else []
@@ -145,7 +172,7 @@ def _blas() -> ThreadpoolController:
 
 
 class Simulation:
-    """The launches of one call, run one after another; ``report`` adds up what they did."""
+    """The launches of one call, run one after another; ``report`` adds up their outcomes."""
 
     def __init__(
         self,
@@ -160,7 +187,8 @@ class Simulation:
         checks: bool = True,
         clusters: int | None = None,
     ) -> None:
-        """``cubin``: the kernels' code, if what they take and bank conflicts are to be reported."""
+        """``cubin``: the kernels' code, if their resources and bank conflicts are to be
+        reported."""
         self.limit, self.cubin, self.stream, self.jobs = limit, cubin, Stream(), jobs
         self.checks, self.clusters = checks, clusters
         self.programs, self.tensors, self.order, self.seed = programs, tensors, order, seed
@@ -168,7 +196,7 @@ class Simulation:
         self._found: dict[tuple[str, str, bool], Finding] = {}
 
     def launch(self, what: Launch) -> None:
-        """Runs every CTA of ``what`` to its end. Raises SimError for what cannot go on."""
+        """Run every CTA of ``what`` to its end. Raises SimError for a run that cannot continue."""
         program = self.programs.get(what.kernel)
         if program is None:
             raise SimError(
@@ -194,7 +222,7 @@ class Simulation:
             scheduler = self._scheduler(program, what, memory, where)
             try:
                 self._run(scheduler, what)
-            finally:  # NOTE: what was found before an error counts
+            finally:  # NOTE: findings before an error count
                 self._add_up(scheduler, what)
                 self._sample(program, what, memory, [scheduler.m.global_races.written()])
                 scheduler.m.release()
@@ -209,17 +237,19 @@ class Simulation:
         memory: GlobalMemory,
         written: Sequence[dict[int, np.ndarray]],
     ) -> None:
-        """Tells of clusters that were not run; ``written`` by those that were."""
+        """Record the clusters that were not run; ``written``: the bytes that the others wrote."""
         ran, count = len(self._clusters(program, what)), what.num_ctas // what.cluster_size
         if ran < count:
             self.report.sampled.append(Sampled(what.kernel, ran, count))
             self.report.written |= sampling.elements(self.tensors, memory, written)
 
     def _run_divided(self, program: Program, what: Launch, memory: GlobalMemory) -> bool:
-        """Runs it in several processes; False if that cannot be, or one has to tell of it."""
+        """Run the launch in several processes; return False if that is impossible, or if one
+        process has to report findings.
+        """
         order = policy(self.order, self.seed + self.report.launches)
         if self.limit is not None or self.cubin is not None or not self.checks:
-            return False  # NOTE: what clusters touch is seen by the checks
+            return False  # NOTE: only the checks record the memory that clusters access
         if division.why_not(program, what, order, memory, orders_clusters(program)):
             return False
         size, where = what.cluster_size, self._residency(program, what)
@@ -263,7 +293,7 @@ class Simulation:
         self._run_clusters(scheduler, scheduler.policy.start_order(clusters))
 
     def _run_clusters(self, scheduler: Scheduler, clusters: Sequence[int]) -> None:
-        """``clusters``: of the grid, in the order in which they start."""
+        """Run ``clusters`` of the grid, in the order in which they start."""
         machine = scheduler.m
         queue = machine.pending_clusters = PendingClusters(clusters)
         while queue:
@@ -299,7 +329,7 @@ class Simulation:
 
 
 def _told(error: SimError, findings: Findings) -> SimError:
-    """The error that ended a run, as a report, with what was found before it."""
+    """The error that ended a run, as a report, together with the findings before it."""
     before = [f for f in findings if not f.advisory]
     text = findings.names.told(str(error))
     sides = sides_of(text, findings.program)
@@ -312,7 +342,9 @@ def _told(error: SimError, findings: Findings) -> SimError:
 
 
 def _check_launch(program: Program, what: Launch) -> None:
-    """What a driver refuses: empty or oversized dimensions, clusters that do not fit the grid."""
+    """Raise ValueError for a launch that the driver refuses: empty or oversized dimensions, a grid
+    that is no multiple of the cluster.
+    """
     threads = what.block[0] * what.block[1] * what.block[2]
     if min(what.grid) < 1 or threads < 1 or threads > 1024:
         raise ValueError(

@@ -1,5 +1,5 @@
-"""Some of a grid's clusters instead of all: what they do is what they do in the whole grid, as
-nothing orders clusters (PTX ISA 8.7), and what the others would have written is not.
+"""Simulating some of a grid's clusters: they behave as in the whole grid, since nothing orders
+clusters (PTX ISA 8.7); the writes of the others are missing.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Sampled:
 
 
 def pick(program: Program, launch: Launch, count: int | None) -> list[int]:
-    """The clusters to simulate, in their order: ``count``, evenly from the first of the grid to the
-    last; all of them for None, and where some may wait for others through global memory.
+    """The clusters to simulate, in order: ``count``, spread evenly from the first of the grid to
+    the last; all of them if None, or if some may wait for others through global memory.
     """
     clusters = list(range(launch.num_ctas // launch.cluster_size))
     if count is None or count >= len(clusters) or orders_clusters(program):
@@ -42,7 +42,7 @@ def pick(program: Program, launch: Launch, count: int | None) -> list[int]:
 
 
 def refuse_more(sampled: Sequence[Sampled], launch: Launch) -> None:
-    """Raises ValueError for a launch behind one of the same call that was sampled."""
+    """Raise ValueError for a launch after a sampled one in the same call."""
     if sampled:
         raise ValueError(
             f"clusters={sampled[0].clusters}: {launch.kernel} may read what the clusters of "
@@ -53,8 +53,8 @@ def refuse_more(sampled: Sequence[Sampled], launch: Launch) -> None:
 def elements(
     tensors: Sequence[HostTensor], memory: GlobalMemory, written: Sequence[dict[int, np.ndarray]]
 ) -> dict[str, np.ndarray]:
-    """By the name of a tensor, which of its elements (its shape) were written, all bytes of each;
-    ``written``: of several parts of the grid, a bit for each byte, by the memory's address.
+    """Return, by the name of a tensor, its elements that were fully written, bool in its shape;
+    ``written``: for each part of the grid, one bit per byte, by the memory's address.
     """
     found = {}
     for tensor in tensors:

@@ -1,6 +1,6 @@
-"""Who runs next: batches of warps, asynchronous operations, time-outs; and the deadlock report.
+"""The scheduler: batches of warps, asynchronous operations, time-outs, and the deadlock report.
 
-What hardware leaves open, the machine's policy decides.
+Choices that the hardware leaves open are made by the machine's policy.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from cutex.sim.machine.waits import Wait
     from cutex.sim.timing.record import Recorder
 
-# Rounds of a loop, while nothing happens anywhere, after which a warp lets others run: of one that
-# reads what others may write, and of any other.
+# Rounds of a loop without any progress elsewhere, after which a warp yields: for a loop that reads
+# memory that others may write, and for any other.
 _SPINS, _LONG_LOOP = 16, 4096
-# Times that all who wait may look again in vain before it is called a deadlock; and rounds of a
-# loop that waits for nothing before it is called endless.
+# How often all waiting warps may poll in vain before it is a deadlock; and rounds of a loop that
+# waits for nothing before it is endless.
 _PATIENCE, _ROUNDS = 512, 1 << 24
-_BRIEF = 4  # waits that a deadlock's first line names
+_BRIEF = 4  # waits that the first line of a deadlock report names
 
 
 class Scheduler:
@@ -52,10 +52,10 @@ class Scheduler:
         self.polls, self.whole = _polling(machine.program), _whole_warp(machine.program)
         self.executed = np.zeros(len(self.code), np.int64)  # warp-instructions
         self.turn = np.zeros(machine.grid.num_warps, np.int64)
-        self.idle = np.zeros(machine.grid.num_warps, np.int64)  # loops since anything happened
-        self.computes = np.zeros(machine.grid.num_warps, bool)  # gives way, yet waits for nothing
+        self.idle = np.zeros(machine.grid.num_warps, np.int64)  # loop rounds since any progress
+        self.computes = np.zeros(machine.grid.num_warps, bool)  # yielded, but waits for nothing
         self.limit = limit
-        self.recorder: Recorder | None = None  # of what warps do, for the clock
+        self.recorder: Recorder | None = None  # of the warps' events, for the clock
 
     def run(self) -> None:
         m = self.m
@@ -88,13 +88,13 @@ class Scheduler:
             self.m.flight.complete(op)
 
     def _resume(self) -> None:
-        """Something has happened: warps that spin look again."""
+        """Resume spinning warps, because something has happened."""
         self.resumed, self.patience, self.waited = self.m.progress, 1.0, 0
         self.lanes.state[self.lanes.state == YIELDED] = RUNNING
 
     def _time_out(self) -> None:
-        """Nothing can run: sleeping try_waits return false once, and warps that spin look again. If
-        that leads to nothing new, however often, it is a deadlock.
+        """Nothing can run: sleeping try_waits return false once, and spinning warps poll again. If
+        that leads to no progress however often, it is a deadlock.
         """
         m = self.m
         spinning = self.lanes.state == YIELDED
@@ -116,7 +116,9 @@ class Scheduler:
             m.time_out(warp, wait)
 
     def _registers(self, which: np.ndarray) -> bytes:
-        """Everything that decides what these warps do next, while memory does not change."""
+        """The state that decides what these warps do next, as long as memory does not change, as
+        bytes.
+        """
         state = [self.m.progress.to_bytes(8, "little"), self.lanes.pc[which].tobytes()]
         state += [
             r[np.ix_(used(self.m.program)[bank], which)].tobytes()
@@ -145,7 +147,7 @@ class Scheduler:
     # -- executing ---------------------------------------------------------------------------------
 
     def _run(self, batch: Batch, pc: int, stop: int, waits: frozenset[int], limit: int) -> None:
-        """Executes from ``pc`` until the batch reaches ``stop`` (where others wait to join) or one
+        """Execute from ``pc`` until the batch reaches ``stop`` (where others wait to join) or one
         of ``waits`` (where it waits for others), splits, blocks, spins or ends.
         """
         m, code, guards, decoded = self.m, self.code, self.guards, self.decoded
@@ -241,7 +243,7 @@ class Scheduler:
     def _guarded(
         self, batch: Batch, base: np.ndarray | None, guard: np.ndarray | None, negated: bool
     ) -> np.ndarray | None:
-        """Lanes for which the instruction's predicate holds; None for all of a full batch."""
+        """The lanes for which the instruction's predicate holds; None for all of a full batch."""
         if guard is None:
             return base
         holds = guard[batch.sel]
@@ -251,7 +253,7 @@ class Scheduler:
         return None if holds.all() else holds
 
     def _spins(self, batch: Batch, polled: bool) -> bool:
-        """At the end of a loop: whether it has gone round often while nothing happened anywhere."""
+        """Whether the loop that ends here has run many rounds while nothing happened elsewhere."""
         if self.m.progress != self.seen:
             self.seen = self.m.progress
             self.idle[:] = 0
@@ -262,7 +264,7 @@ class Scheduler:
         return True
 
     def _park(self, batch: Batch, verdict: np.ndarray, pc: int) -> Batch | None:
-        """Puts blocked warps to sleep; the batch of those that go on."""
+        """Put blocked warps to sleep; return the batch of those that continue."""
         asleep = self.lanes.state[batch.idx] == BLOCKED
         retry = verdict == RETRY
         arrived = (verdict == ARRIVED) & asleep
@@ -296,7 +298,7 @@ class Scheduler:
             m.clusters.warps_left(cta)
 
     def _places(self, why: str) -> str:
-        """Where the warps stand that would go on after ``why``."""
+        """The places of the warps that would continue after ``why``."""
         lines = [f"endless: {why}, and warps would go on"]
         going = np.nonzero(self.lanes.state != DONE)[0]
         for pc in np.unique(self.lanes.pc[going])[:12].tolist():
@@ -351,7 +353,7 @@ class Scheduler:
         return "\n".join(lines)
 
     def leftovers(self) -> None:
-        """What must not remain when every warp has returned."""
+        """Report state that must not remain when every warp has returned."""
         m = self.m
         for message, ins in m.mbarriers.leftovers():
             m.findings.add("tx-count", message, ins)
@@ -362,7 +364,8 @@ class Scheduler:
 
 
 def _in_brief(wait: Wait) -> str:
-    """Where and for what a warp waits, without the state of its barrier but what is wrong there."""
+    """The place and the object of a warp's wait, without its barrier's state except errors in
+    it."""
     what, _, state = wait.tell().partition(": ")
     what = re.sub(r" \(that is [^)]*\)", "", what)
     wrong = re.search(r" \([^(]*expect_tx announced.*(?=, last touched)", state)
@@ -379,7 +382,7 @@ def _lanes(lanes: np.ndarray | None) -> str:
 
 @once
 def _whole_warp(program: Program) -> list[bool]:
-    """By instruction: whether it needs its whole warp."""
+    """Return, by instruction, whether it needs its whole warp."""
     return [
         "aligned" in ins.parts or (ins.name == "bar" and ins.parts[1:2] != ("warp",))
         for ins in program.code
@@ -392,7 +395,7 @@ def _polling(program: Program) -> list[bool]:
 
 
 def _polls(ins: Instruction) -> bool:
-    """Whether it reads what other threads may write at any time."""
+    """Whether an instruction reads memory that other threads may write at any time."""
     if ins.name in ("atom", "mbarrier"):
         return True
     return ins.name == "ld" and bool({"volatile", "relaxed", "acquire", "cv"} & set(ins.parts))
@@ -406,7 +409,7 @@ def _without_place(text: str) -> str:
 
 @once
 def _watched(program: Program) -> dict[int, tuple[set[int], set[int]]]:
-    """Instructions, other than wgmma's own, that read or write registers which some wgmma uses."""
+    """The instructions, other than wgmma's own, that read or write registers used by a wgmma."""
     used = wgmma.accumulator_registers(program.code)
     out: dict[int, tuple[set[int], set[int]]] = {}
     if not used:

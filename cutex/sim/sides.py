@@ -1,5 +1,5 @@
-"""The two sides of a finding: instructions that it names, their call stacks, the names of what they
-touch.
+"""The two sides of a finding: the instructions involved, their call stacks, and the names of the
+memory that they access.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _PTX = re.compile(r"PTX line (\d+)")
 _STANDS = re.compile(r"^ +at PTX line (\d+)", re.M)
 _SHARED = re.compile(r"\b(shared memory|shared|mbarrier) 0x([0-9a-f]+)(?:\.\.0x([0-9a-f]+))?")
-_MOST = 8  # sides of one report
+_MOST = 8  # sides of one report, at most
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Side:
 
 
 def excerpt(call: Call) -> Iterator[str]:
-    """The line of source of a call, and a caret under its column."""
+    """The source line of a call, and a caret under its column."""
     source = linecache.getline(call.file, call.line).rstrip("\n").expandtabs()
     if source.strip():
         indent = len(source) - len(source.lstrip())
@@ -75,7 +75,7 @@ def excerpt(call: Call) -> Iterator[str]:
 
 
 def sides_of(text: str, program: Program) -> tuple[Side, ...]:
-    """The instructions whose PTX lines ``text`` names, each once; those first at which warps stand,
+    """The instructions whose PTX lines ``text`` names, each once; first those at which warps wait,
     which have a line of the text to themselves.
     """
     named = [*_STANDS.findall(text), *_PTX.findall(text)]
@@ -85,7 +85,7 @@ def sides_of(text: str, program: Program) -> tuple[Side, ...]:
 
 
 def _range(first: str, last: str) -> str:
-    """'sA[0..63]' of the names of two elements."""
+    """'sA[0..63]' from the names of two elements."""
     buffer, _, index = first.partition("[")
     if index and last.startswith(f"{buffer}["):
         return f"{buffer}[{index.rstrip(']')}..{last.removeprefix(buffer)[1:]}"
@@ -94,21 +94,21 @@ def _range(first: str, last: str) -> str:
 
 @dataclass(frozen=True)
 class SmemNames:
-    """What the kernel calls the parts of its shared memory."""
+    """The kernel's names for the parts of its shared memory."""
 
     buffers: list[Buffer]
-    start: int  # of the dynamic part
+    start: int  # address of the dynamic part
 
     @classmethod
     def of(cls, program: Program, start: int, dynamic: int) -> SmemNames:
-        """``dynamic``: bytes that the launch asked for. Where they are not what the kernel was seen
-        to allocate, nothing is named.
+        """The names of ``program``'s buffers; none if ``dynamic``, the bytes that the launch
+        requested, is not the sum of the recorded allocations.
         """
         size = max((b.offset + b.size for b in program.buffers), default=0)
         return cls(program.buffers if size == dynamic else [], start)
 
     def told(self, text: str) -> str:
-        """``text`` with the names of the addresses in it."""
+        """``text`` with the shared addresses in it named."""
         return _SHARED.sub(self._named, text) if self.buffers else text
 
     def _named(self, m: re.Match[str]) -> str:
@@ -121,7 +121,9 @@ class SmemNames:
         return f"{kind} {name} ({m[0].removeprefix(kind).strip()})"
 
     def at(self, address: int) -> str:
-        """'ab.full[2]' of a shared address: elements count from the buffer's start, in memory."""
+        """'ab.full[2]', the name of a shared address: elements count from the buffer's start, in
+        memory order.
+        """
         for name, offset, size, unit in self.buffers:
             within = address - self.start - offset
             if name and 0 <= within < size:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Stage(stage_of_any.Stage[AttentionProblem, LadderConfig]):
-    """A rung of an attention ladder."""
+    """A stage of an attention ladder."""
 
     op = "attention"
 
@@ -29,7 +29,7 @@ class Stage(stage_of_any.Stage[AttentionProblem, LadderConfig]):
 
 
 class Forward(stage_of_any.Stage[AttentionProblem, AnyConfig]):
-    """The production kernel at the top of a ladder, with the config for each problem."""
+    """The production kernel at the top of a ladder, with the config chosen for each problem."""
 
     op = "attention"
 

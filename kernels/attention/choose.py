@@ -1,4 +1,5 @@
-"""Which config computes a problem: tiles by head dim, packed heads where queries are few."""
+"""The choice of an attention config for a problem: tiles by head dim, packed heads where queries
+are few."""
 
 from __future__ import annotations
 
@@ -21,23 +22,24 @@ CONFIGS: dict[str, type[AnyConfig]] = {
     "sm_103a": Sm100Config,
 }
 
-# by head dims of K and of V: what fits smem and registers
+# by head dims of K and of V: the tiles that fit smem and registers
 _TILES: dict[tuple[int, int], dict[str, Any]] = {
     (64, 64): {"tile_m": 192, "tile_n": 128, "num_stages": 4},
     (96, 96): {"tile_m": 192, "tile_n": 80, "num_stages": 3, "q_in_registers": 64},
     (128, 128): {"tile_m": 128, "tile_n": 128},
     (192, 128): {"tile_m": 128, "tile_n": 112, "q_stages": 1},
     (192, 192): {"tile_m": 128, "tile_n": 96, "q_stages": 1, "o_parts": 2},
-    # tensor cores are busy without, and Q's only slot comes back before the tile is judged
+    # not optimistic: tensor cores are busy anyway, and Q's only slot is released before the tile
+    # is known to be valid
     (256, 256): {"tile_m": 128, "tile_n": 64, "q_stages": 1, "o_parts": 2, "optimistic": False},
 }
-LONG = 8192  # keys, from which on Q in registers pays
-MOST_PACKED = 64  # rows of a warpgroup
+LONG = 8192  # keys from which on Q in registers is faster
+MOST_PACKED = 64  # packed heads, at most the rows of a warpgroup
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes that a choice depends on: no sequence has more than `longest_q` queries."""
+    """The sizes that the choice depends on: no sequence has more than `longest_q` queries."""
 
     batch: int
     heads_q: int
@@ -47,7 +49,8 @@ class Shape:
 
 
 def fill(config: AnyConfig, shape: Shape, arch: Arch) -> AnyConfig:
-    """`config`, which says what is computed, with how that is done."""
+    """`config`, whose fields of `Computed` are set, with tiles and rings chosen for `shape` and
+    `arch`."""
     if isinstance(config, Sm100Config):
         return sm100.fill(config, shape, arch)
     tiles = _TILES.get((config.head_dim, config.head_dim_v), {})
@@ -63,7 +66,7 @@ def fill(config: AnyConfig, shape: Shape, arch: Arch) -> AnyConfig:
 
 
 def on_gpu(config: AnyConfig, shape: Shape, num_sms: int, l2_bytes: int) -> AnyConfig:
-    """`config` for a GPU's SMs and L2, of which Q and O take a share."""
+    """`config` fitted to a GPU's SMs and its L2, of which Q and O take a share."""
     m_blocks = -(-shape.longest_q * config.pack // config.tile_m)
     if m_blocks * (shape.heads_q // config.pack) * shape.batch <= num_sms:
         config = replace(config, dispatch="one")  # there is nothing to hand out

@@ -1,4 +1,4 @@
-"""How an attention kernel cuts the problem up, what it computes, and when that does not fit."""
+"""The configs of attention kernels: what a kernel computes, and the tiling on Hopper."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
 
 @dataclass(frozen=True)
 class Computed:
-    """What an attention kernel is compiled to compute, on any arch."""
+    """The function that an attention kernel is compiled to compute, on any arch."""
 
     head_dim: int = 128
     head_dim_v: int = 128
@@ -36,7 +36,7 @@ class Computed:
 
     @property
     def banded(self) -> bool:
-        """Whether blocks of rows differ in how many blocks of keys they touch."""
+        """Whether blocks of rows differ in the number of key blocks that they touch."""
         return self.causal or any(self.window)
 
     @property
@@ -53,13 +53,14 @@ class Computed:
         return self.varlen_k or self.used_k
 
     def key_blocks(self, problem: AttentionProblem) -> list[int]:
-        """Of each tile of a problem, in the order in which CTAs come to the tiles."""
+        """The number of key blocks of each tile of a problem, in the order in which CTAs take the
+        tiles."""
         from cutex.kernels.attention.order import key_blocks
 
         return key_blocks(problem, cast("AnyConfig", self))
 
     def why_not_computed(self) -> str | None:
-        """Why no kernel computes it, in one sentence."""
+        """The reason why no kernel computes it, as one sentence, or None."""
         if (self.head_dim, self.head_dim_v) not in HEAD_DIMS:
             known = ", ".join(f"{k}" if k == v else f"{k}/{v}" for k, v in HEAD_DIMS)
             return f"head dim {self.head_dim}/{self.head_dim_v}: there are kernels for {known}"
@@ -70,22 +71,23 @@ class Computed:
 
 @dataclass(frozen=True)
 class ForwardConfig(Computed):
-    """One CTA computes tile_m rows of O, tile_n keys at a time, from rings of num_stages."""
+    """The Hopper tiling: one CTA computes tile_m rows of O, tile_n keys at a time, from rings of
+    num_stages slots."""
 
     tile_m: int = 128
     tile_n: int = 128
     num_stages: int = 2  # slots of K, and of V
     q_stages: int = 2
-    own_o: bool = True  # O leaves through smem of its own, not through Q's
-    o_parts: int = 1  # of O's columns that leave through that one after the other
+    own_o: bool = True  # O is stored through smem of its own, not through Q's
+    o_parts: int = 1  # parts of O's columns that are stored through it one after the other
     q_in_registers: int = 0  # columns of operand A of QK that come from registers, not from smem
     slack: float = 8.0  # powers of two before sums and outputs are scaled down
     optimistic: bool = True  # blocks without a mask are not searched for a larger score
-    dispatch: str = "dynamic"  # who hands out tiles: "one" (a CTA each), "static", "dynamic"
-    num_ctas: int = 132  # of a persistent grid
-    l2_bytes: int = 50 * 2**20  # what heads that are worked on at one time should fit into
+    dispatch: str = "dynamic"  # how tiles are handed out: "one" (a CTA each), "static", "dynamic"
+    num_ctas: int = 132  # CTAs of a persistent grid
+    l2_bytes: int = 50 * 2**20  # bytes that heads in work at one time should fit into
 
-    ctas: ClassVar[int] = 1  # that work on a tile together
+    ctas: ClassVar[int] = 1  # CTAs that work on a tile together
 
     @property
     def warpgroups(self) -> int:
@@ -114,11 +116,12 @@ class ForwardConfig(Computed):
 
     @property
     def accumulators(self) -> int:
-        """Registers of a consumer thread that hold S, P and O, and what is kept there of Q."""
+        """The registers of a consumer thread that hold S, P, O, and the columns of Q kept in
+        registers."""
         return (3 * self.tile_n + 2 * self.head_dim_v + self.q_in_registers) // 4
 
     def why_not(self, problem: Any = None, arch: Any = None) -> str | None:
-        """Why this config cannot run, in one sentence."""
+        """The reason why this config cannot run, as one sentence, or None."""
         if reason := self.why_not_computed():
             return reason
         if self.tile_m % 64 or not 64 <= self.tile_m <= 192:

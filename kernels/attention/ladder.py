@@ -1,7 +1,7 @@
-"""How a stage of the attention ladder cuts a problem up, and when that does not fit.
+"""The config of a stage of the attention ladder: the tiling, and the problems that it fits.
 
-The stages take dense Q, K, V and O of one head dim, causal or not; what else attention can be is
-the production kernel's (kernels/attention/config.py).
+The stages take dense Q, K, V and O of one head dim, causal or not; all other variants of attention
+are left to the production kernel (kernels/attention/config.py).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ ELEMENT = 2  # bytes of bf16 and fp16
 BARRIERS = 1024  # bytes of smem kept for barriers and the like
 HEAD_DIMS = (64, 128, 256)
 WARPGROUP_ROWS = 64  # of one wgmma
-PLAIN = {"window": "", "softcap": 0.0, "varlen": False}  # what a problem must be for these stages
+PLAIN = {"window": "", "softcap": 0.0, "varlen": False}  # the fields of a problem that they take
 
 
 @dataclass(frozen=True)
 class LadderConfig:
-    """One CTA computes tile_m rows of O, tile_n keys at a time, from num_stages slots of K and as
-    many of V."""
+    """The tiling of a stage: one CTA computes tile_m rows of O, tile_n keys at a time, from
+    num_stages slots of K and as many of V."""
 
     head_dim: int = 128
     causal: bool = False
@@ -31,22 +31,22 @@ class LadderConfig:
     tile_n: int = 128
     num_stages: int = 1
     q_stages: int = 1
-    p_in_smem: bool = False  # on its way from the softmax to the second product
-    own_o: bool = False  # O leaves through smem of its own
-    dispatch: str = "one"  # who hands out tiles: the hardware, one a CTA, or a counter: "dynamic"
-    num_ctas: int = 0  # of a persistent grid; 0: as many as the arch has SMs
+    p_in_smem: bool = False  # P goes from the softmax to the second product through smem
+    own_o: bool = False  # O is stored through smem of its own
+    dispatch: str = "one"  # how tiles are handed out: "one" (a CTA each) or "dynamic" (a counter)
+    num_ctas: int = 0  # CTAs of a persistent grid; 0: as many as the arch has SMs
 
     pack: ClassVar[int] = 1
     ctas: ClassVar[int] = 1
-    l2_bytes: ClassVar[int] = 50 * 2**20  # that heads in work at one time should fit into
-    # beside O and LSE they are passed a scale only
+    l2_bytes: ClassVar[int] = 50 * 2**20  # bytes that heads in work at one time should fit into
+    # the stages take no argument but Q, K, V, O, LSE and a scale
     lse: ClassVar[bool] = True
     softcap: ClassVar[bool] = False
     window: ClassVar[tuple[bool, bool]] = (False, False)
     varlen_q: ClassVar[bool] = False
 
     def fitted(self, head_dim: int, causal: bool) -> LadderConfig:
-        """The same for another problem; heads of 256 leave room for half as many keys."""
+        """This config for another problem; with heads of 256, a block has half as many keys."""
         keys = min(self.tile_n, 128 * 128 // head_dim)
         return replace(self, head_dim=head_dim, causal=causal, tile_n=keys)
 
@@ -56,12 +56,12 @@ class LadderConfig:
 
     @property
     def q_bytes(self) -> int:
-        """Bytes of one tile's rows; O has as many."""
+        """Bytes of the Q rows of one tile; its O has as many."""
         return self.tile_m * self.head_dim * ELEMENT
 
     @property
     def k_bytes(self) -> int:
-        """Bytes of one block of keys."""
+        """Bytes of K in one block of keys."""
         return self.tile_n * self.head_dim * ELEMENT
 
     @property
@@ -75,13 +75,15 @@ class LadderConfig:
         return rows + 2 * self.k_bytes * self.num_stages + p
 
     def key_blocks(self, problem: AttentionProblem) -> list[int]:
-        """Of each tile of a problem, in the order in which CTAs come to the tiles."""
+        """The number of key blocks of each tile of a problem, in the order in which CTAs take the
+        tiles."""
         from cutex.kernels.attention.order import key_blocks
 
         return key_blocks(problem, self)
 
     def why_not(self, problem: AttentionProblem | None, arch: Arch) -> str | None:
-        """Why this config cannot run `problem` (or, for None, anything) on `arch`."""
+        """The reason why this config cannot run `problem` (or, for None, any problem) on `arch`, or
+        None."""
         if self.head_dim not in HEAD_DIMS:
             return f"head_dim={self.head_dim}: the ladder takes {', '.join(map(str, HEAD_DIMS))}"
         if self.tile_m != 2 * WARPGROUP_ROWS:

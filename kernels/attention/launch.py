@@ -1,4 +1,5 @@
-"""What every attention stage shares on the host and at its head: operands, tensor maps, grid."""
+"""The parts that every attention stage shares: operands, tensor maps, grid, and a CTA's own
+tile."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ from cutex.kernels.attention.ladder import LadderConfig
 
 
 class Out(NamedTuple):
-    """What the kernel writes."""
+    """The tensors that the kernel writes."""
 
     mO: cute.Tensor  # (batch, seqlen_q, heads, D)
     mLSE: cute.Tensor  # (batch, heads, seqlen_q) fp32
 
 
 class Slots(NamedTuple):
-    """Where TMA brings Q, K and V to."""
+    """The smem slots that TMA loads Q, K and V into."""
 
     sQ: cute.Tensor  # (64, D, WG * SLOT), or on Blackwell (128, D, TILE)
     sK: cute.Tensor  # (bN, D, SLOT)
@@ -36,7 +37,7 @@ class Slots(NamedTuple):
 
 
 class Loads(NamedTuple):
-    """The loads of one tile: of Q by 64 rows, of K and V by blocks of keys."""
+    """The loads of one tile: Q by blocks of 64 rows, K and V by blocks of keys."""
 
     q: TileLoads
     k: TileLoads
@@ -44,7 +45,7 @@ class Loads(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Q, K and V as TMA sees them, (seqlen, D, heads, batch)."""
+    """The TMA operands Q, K and V, (seqlen, D, heads, batch) each."""
 
     q: cpasync.TmaInfo
     k: cpasync.TmaInfo
@@ -64,7 +65,7 @@ class Operands(NamedTuple):
 
     @property
     def heads_per_kv(self) -> Int32:
-        """Query heads that share a head of K and V."""
+        """The number of query heads that share a head of K and V."""
         return cute.size(self.q.tma_tensor, mode=[2]) // cute.size(self.k.tma_tensor, mode=[2])
 
     @cute.jit
@@ -85,8 +86,8 @@ class Operands(NamedTuple):
 def partition(
     operand: cpasync.TmaInfo, sX: cute.Tensor, head: Int32, batch: Int32
 ) -> tuple[cute.Tensor, cute.Tensor]:
-    """The slots of `sX` (bRows, D, SLOT), and the blocks of as many rows of one head that TMA moves
-    to or from them: (TMA, SLOT), (TMA, RestRows)."""
+    """The slots of `sX` (bRows, D, SLOT) and the blocks of bRows rows of one head, as TMA moves
+    them: (TMA, SLOT) and (TMA, RestRows)."""
     mX = operand.tma_tensor[None, None, head, batch]  # (seqlen, D)
     rows_d = (cute.size(sX, mode=[0]), cute.size(sX, mode=[1]))
     gX = cute.local_tile(mX, rows_d, (None, 0))  # (bRows, D, RestRows)
@@ -103,13 +104,13 @@ def row_blocks(operand: cpasync.TmaInfo, sX: cute.Tensor, head: Int32, batch: In
 
 
 class Attention(ABC):
-    """O = softmax(scale * Q K^T) V and its LSE. A stage adds `kernel`, `num_threads` and what it
+    """O = softmax(scale * Q K^T) V and its LSE. A stage defines `kernel`, `num_threads` and what it
     changes."""
 
     arch: ClassVar[str]
     number: ClassVar[int]
-    q_rows: ClassVar[int]  # of a slot of Q
-    min_stages: ClassVar[int] = 1  # slots that the rings need to turn
+    q_rows: ClassVar[int]  # rows of a slot of Q
+    min_stages: ClassVar[int] = 1  # slots that the rings need
     kernel: Any  # the device function: (operands, out, scale)
 
     def __init__(self, config: LadderConfig) -> None:
@@ -128,18 +129,18 @@ class Attention(ABC):
     @property
     @abstractmethod
     def num_threads(self) -> int:
-        """Threads of a CTA."""
+        """The number of threads in a CTA."""
 
     def operands(self, dtype: str) -> tuple[Operand | Scalar, ...]:
-        """q (batch, seqlen_q, heads, D), k and v (batch, seqlen_k, heads_kv, D), o as q, lse
-        (batch, heads, seqlen_q) fp32, scale."""
+        """The arguments: q (batch, seqlen_q, heads, D), k and v (batch, seqlen_k, heads_kv, D), o
+        as q, lse (batch, heads, seqlen_q) fp32, and scale."""
         q, k = ("b", "sq", "h", "d"), ("b", "sk", "hk", "d")
         shapes = (("q", q), ("k", k), ("v", k), ("o", q))
         lse = Operand("lse", ("b", "h", "sq"), "fp32", aligned=False, whole=False)
         return (*(Operand(name, sizes, dtype) for name, sizes in shapes), lse, Scalar("scale"))
 
     def slots(self, dtype: type[cutlass.Numeric], rows: int, num_slots: int) -> cute.ComposedLayout:
-        """(rows, D, SLOT), swizzled by 128 bytes."""
+        """The smem layout (rows, D, SLOT), swizzled by 128 bytes."""
         return slots_layout(dtype, rows, self.config.head_dim, num_slots, swizzle=128)
 
     @cute.jit
@@ -184,13 +185,13 @@ class Attention(ABC):
 
     @staticmethod
     def own_tile() -> WorkTile:
-        """The tile of this CTA, where each has one."""
+        """The tile of this CTA, in a grid of one tile per CTA."""
         m, head, batch = cute.arch.block_idx()
         return WorkTile(m, head=head, batch=batch)
 
     @cute.jit
     def n_blocks(self, operands: Operands, tile: WorkTile) -> Blocks:
-        """The blocks of keys that a tile touches."""
+        """The blocks of keys that `tile` touches."""
         c = self.config
         info = BlockInfo(c.tile_m, c.tile_n, self.band)
         return info.n_blocks(tile.m, operands.seqlen_q, operands.seqlen_k)

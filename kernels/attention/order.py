@@ -1,10 +1,10 @@
-"""TileOrder: which tile of attention comes when.
+"""TileOrder: the order in which the tiles of attention are computed.
 
-Units are (head, batch entry) pairs, heads first. Without a band all tiles take as long, and the
-order is plain: the blocks of rows of one unit after the other, so that those in work at one time
-share K and V. With one, blocks of rows differ: those that see the most keys go first, so that the
-short ones fill the gaps at the end; and since a wave of long blocks reaches over many units, units
-come in groups whose K and V fit into L2 together.
+Units are (head, batch entry) pairs, heads first. Without a band all tiles take equally long, and
+the order is plain: the blocks of rows of one unit after the other, so that those in work at one
+time share K and V. With a band, blocks of rows differ: those that see the most keys go first, so
+that the short ones fill the gaps at the end; and since a wave of long blocks spans many units,
+units come in groups whose K and V fit into L2 together.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TileOrder:
-    """A bijection of 0 <= index < total and work tiles, in Python's ints or the DSL's."""
+    """A bijection from 0 <= index < total to work tiles, in Python ints or the DSL's Int32."""
 
     num_m_blocks: Any
-    heads: Any  # that own tiles: groups of packed heads count once
+    heads: Any  # heads that own tiles; a group of packed heads counts once
     batch: Any
     longest_first: bool
     rows_k: Any  # keys of a sequence
@@ -39,7 +39,7 @@ class TileOrder:
 
     @staticmethod
     def of(config: AnyConfig, sizes: Sizes) -> TileOrder:
-        """The order that a production kernel takes the tiles of a problem in."""
+        """The order in which a production kernel takes the tiles of a problem."""
         c = config
         return TileOrder(
             num_m_blocks=cute.ceil_div(sizes.longest_q * c.pack, c.tile_m),
@@ -76,16 +76,18 @@ class TileOrder:
 
 
 def grid(config: AnyConfig, total: Int32) -> Int32:
-    """CTAs along x of a production kernel: those of all tiles or, where CTAs step or ask for tiles,
-    as many as run at one time."""
+    """The CTAs along x of a production kernel: those of all tiles or, with "static" and "dynamic"
+    dispatch, as many as run at one time."""
     if config.dispatch in ("static", "dynamic"):
         total = cutlass.min(Int32(config.num_ctas // config.ctas), total)
     return total * config.ctas
 
 
 def key_blocks(problem: AttentionProblem, config: AnyConfig | LadderConfig) -> list[int]:
-    """The blocks of keys of each tile, in the order in which CTAs, or pairs of them, come to the
-    tiles. Sequences of a packed problem are alike, so they need no lengths here.
+    """The number of key blocks of each tile, in the order in which CTAs, or pairs of them, take the
+    tiles.
+
+    The sequences of a packed problem have equal lengths, so no lengths are needed.
     """
     pack, tile_m, tile_n = config.pack, config.tile_m, config.tile_n
     left, right = problem.bounds

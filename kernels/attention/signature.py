@@ -1,4 +1,4 @@
-"""What an attention kernel is passed, in the order of its launch, alike on every arch."""
+"""The arguments of an attention kernel, in the order of its launch, the same on every arch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from cutex.kernels.attention.choose import AnyConfig
 
 
 def arguments(config: AnyConfig, dtype: str) -> tuple[Argument, ...]:
-    """q, k, v, o, and what `config` says is passed besides; Passed has it in the same order."""
+    """The arguments q, k, v, o, and those that `config` adds, in the order of the fields of
+    Passed."""
     c = config
     q = ("tq", "h", "d") if c.varlen_q else ("b", "sq", "h", "d")
     k = ("tk", "hk", "d") if c.varlen_k else ("b", "sk", "hk", "d")
@@ -44,7 +45,8 @@ def arguments(config: AnyConfig, dtype: str) -> tuple[Argument, ...]:
 
 
 class Passed(NamedTuple):
-    """What a kernel is passed besides q, k, v and o; None for what it is not."""
+    """The arguments of a kernel after q, k, v and o; None for those that its config does not
+    have."""
 
     lse: Any = None  # (batch, heads, seqlen_q) or (heads, total_q)
     cu_seqlens_q: Any = None  # (batch + 1)
@@ -72,9 +74,9 @@ class Sizes(NamedTuple):
     """The extents of a problem."""
 
     batch: Int32
-    heads: Int32  # of q
+    heads: Int32  # query heads
     heads_kv: Int32
-    rows_q: Int32  # of mode seqlen or, of a ragged side, of all sequences
+    rows_q: Int32  # size of mode seqlen; of a ragged side, the rows of all sequences
     rows_k: Int32
     longest_q: Int32  # no sequence has more queries
 
@@ -92,7 +94,8 @@ class Sizes(NamedTuple):
         return Sizes(*(Int32(x) for x in (batch, heads, heads_kv, rows_q, rows_k, longest)))
 
     def heads_per_kv(self, pack: int) -> Int32:
-        """Heads, or groups of `pack` packed ones, that read one head of K and V."""
+        """The number of heads, or of groups of `pack` packed heads, that read one head of K and
+        V."""
         return self.heads // pack // self.heads_kv
 
     def seqlens(self, passed: Passed) -> tuple[Seqlens, Seqlens]:

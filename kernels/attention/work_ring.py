@@ -1,9 +1,10 @@
-"""WorkRing: the slots of Q, each with the tile that it belongs to and what became of it.
+"""WorkRing: the slots of Q, each with the tile that it holds and whether the tile's result is
+valid.
 
-The load warp hands out tiles with their Q: a slot says which tile it holds, of sequences of what
-lengths, so that consumers learn of it by the barrier that they wait for anyway, and of lengths that
-lie in global memory without asking there. With the slot's release each consumer warp says
-whether the tile came out well; a tile that did not is loaded again, to be computed in safe mode.
+The load warp hands out tiles with their Q: a slot's words give its tile and the lengths of its
+sequences, so that consumers get both behind the barrier that they wait for anyway, without a read
+of global memory. On releasing a slot, each consumer warp says whether its rows are valid; a tile
+that is not is loaded again, to be computed in safe mode.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from cutex.device.pipeline import PipelineState, Ring
 from cutex.device.work_tile import WorkTile
 
 END, NORMAL, SAFE = 0, 1, 2  # how a slot's tile is to be computed; END: there are no more tiles
-WORDS = 8  # of a slot; the last is none: three words are loaded as four
+WORDS = 8  # words of a slot; the last is unused, because three words are loaded as four
 
 
 @dataclass(frozen=True)
 class WorkRing:
-    """
+    """The ring of Q's slots and their words.
+
+    barrier         arrives                                   waits
     q.full[slot]    1: LOAD, and the bytes by TMA             consumers, before the first QK
     q.empty[slot]   1 a consumer warp, done with the tile     LOAD
     """
@@ -52,7 +55,7 @@ class WorkRing:
 
     @cute.jit
     def clear(self) -> None:
-        """Before the first tile: no slot holds one that failed."""
+        """Mark all slots as holding no failed tile, before the first tile."""
         lane, words = cute.arch.lane_idx(), self.failed
         for slot in cutlass.range_constexpr(self.q.num_slots):
             if lane < cute.size(words, mode=[0]):
@@ -67,7 +70,7 @@ class WorkRing:
         seq_q: SeqlenInfo | None = None,
         seq_k: SeqlenInfo | None = None,
     ) -> cute.Pointer:
-        """Fill the words of an empty slot and arm its barrier, which is returned."""
+        """Fill the words of an empty slot, arm its barrier and return it."""
         words = self.words
         with cute.arch.elect_one():
             values: tuple[Int32 | int, ...] = (mode, work.m, work.head, work.batch)
@@ -83,7 +86,7 @@ class WorkRing:
 
     @cute.jit
     def end(self, state: PipelineState) -> None:
-        """Tell the consumers that there are no more tiles."""
+        """Announce to the consumers that there are no more tiles."""
         words = self.words
         with cute.arch.elect_one():
             words[0, state.slot] = Int32(END)
@@ -91,7 +94,7 @@ class WorkRing:
 
     @cute.jit
     def take_back(self, slot: Int32) -> Boolean:
-        """Whether the tile of an emptied slot failed, which this forgets."""
+        """Whether the tile of an emptied slot failed; the mark is cleared."""
         lane, words = cute.arch.lane_idx(), self.failed
         failed = Boolean(False)
         if lane < cute.size(words, mode=[0]):
@@ -112,7 +115,7 @@ class WorkRing:
         return self.words[0, slot]
 
     def lengths(self, slot: Int32) -> tuple[SeqlenInfo, Int32]:
-        """The lengths of the queries, and how many keys there are."""
+        """The rows of the queries' sequence, and the number of keys."""
         q = SeqlenInfo(self.words[4, slot], self.words[5, slot])
         return q, self.words[6, slot]
 
@@ -120,7 +123,8 @@ class WorkRing:
 
     @cute.jit
     def release(self, state: PipelineState, trusted: Boolean) -> None:
-        """By a whole warp: it is done with the slot, and with `trusted` rows."""
+        """Release the slot for this warp, and mark it as failed unless all its rows are `trusted`.
+        A whole warp calls it."""
         failed = Int32(1) - Int32(cute.arch.vote_all_sync(trusted))
         words = self.failed
         with cute.arch.elect_one():

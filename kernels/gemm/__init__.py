@@ -13,12 +13,12 @@ from cutex.problem.gemm import GemmProblem
 
 
 class Stage(stage_of_any.Stage[GemmProblem, GemmConfig]):
-    """A rung of a GEMM ladder."""
+    """A stage of a GEMM ladder."""
 
     op = "gemm"
 
     def config_from_row(self, row: dict[str, Any]) -> GemmConfig:
-        """The config that a row of a ledger or a cache holds, of whichever version of cutex."""
+        """The config in a row of a ledger or a cache, written by any version of cutex."""
         return type(self.default).from_row(row)
 
 

@@ -22,20 +22,20 @@ T = TypeVar("T")
 
 FINE_ROWS = 512
 
-COST_MODELS: dict[str, Any] = {"sm_90a": sm90, "sm_100a": sm100}  # modules that are alike
+COST_MODELS: dict[str, Any] = {"sm_90a": sm90, "sm_100a": sm100}  # modules of one interface
 
 
 def rows_class(m: int) -> int:
-    """M as the choice of a config takes it: by 16 up to FINE_ROWS, above in CLASSES steps from one
-    power of two to the next, so that serving meets few kernels; always rounded up."""
+    """M rounded up to the sizes that configs are chosen for, so that serving compiles few kernels:
+    multiples of 16 up to FINE_ROWS, above that CLASSES steps from one power of two to the next."""
     return -(-m // 16) * 16 if m <= FINE_ROWS else size_class(m)
 
 
 def predictions(
     problem: GemmProblem, arch: Arch, batch: int = 1, majors: tuple[bool, bool] = (True, True)
 ) -> dict[GemmConfig, float]:
-    """Microseconds that the model of `arch` expects of each candidate that can run `batch` of
-    `problem`; `majors`: whether K is contiguous in A and in B."""
+    """The microseconds that the model of `arch` predicts for each candidate config that can run
+    `batch` of `problem`; `majors` says whether K is contiguous in A and in B."""
     model = COST_MODELS[arch.name]
     fits = [c for c in model.candidates(problem, arch, majors) if c.why_not(problem, arch) is None]
     return dict(zip(fits, model.predictions(fits, problem, arch, batch, majors), strict=True))
@@ -44,28 +44,30 @@ def predictions(
 def ranked(
     problem: GemmProblem, arch: Arch, batch: int = 1, majors: tuple[bool, bool] = (True, True)
 ) -> list[GemmConfig]:
-    """The candidates of `predictions`, best first."""
+    """The candidate configs of `problem`, fastest predicted first."""
     times = predictions(problem, arch, batch, majors)
     return sorted(times, key=times.__getitem__)
 
 
 def shortlist(problem: GemmProblem, arch: Arch, count: int) -> list[GemmConfig]:
-    """The first `count` of the ranking, of those that need nothing beside the ladder's operands."""
+    """The first `count` of the ranking, among configs that need no workspace."""
     return [c for c in ranked(problem, arch) if c.workspace is None][:count]
 
 
 def choose(problem: GemmProblem, arch: Arch) -> GemmConfig:
-    """The first of them."""
+    """The config that the cost model ranks first."""
     return shortlist(problem, arch, 1)[0]
 
 
 def cover(times: Sequence[Mapping[T, float]], count: int) -> list[T]:
-    """Up to `count` configs that together cost little more than the best of each of `times`, one
-    after the other, each the one that gains most; every problem has one of them.
+    """Choose up to `count` configs that together cost little more than the best config of each
+    problem.
 
+    `times` holds, for each problem, the microseconds of the configs that can run it. Greedy: each
+    config in turn is the one that gains most; in the end every problem has one that can run it.
     ValueError if `count` are too few for that.
     """
-    worst = [math.log(100.0)] * len(times)  # where none of those found does it
+    worst = [math.log(100.0)] * len(times)  # where no config found so far can run the problem
     loss = [{c: math.log(us / min(t.values())) for c, us in t.items()} for t in times]
     found: list[T] = []
     for _ in range(count):

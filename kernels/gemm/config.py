@@ -1,6 +1,6 @@
-"""The config of a GEMM kernel, how it cuts a problem up, in what both archs share.
+"""The config of a GEMM kernel, that is how it tiles a problem: the fields that both archs share.
 
-What only one arch has, and when a config does not fit it, stands in sm90/config.py and
+The fields of one arch alone, and the limits that a config must keep, are in sm90/config.py and
 sm100/config.py. Imports neither torch nor the DSL.
 
 Sizes are in units of 2 bytes: tile_k = 64 is 128 elements of fp8, epi_n = 64 is 32 columns of fp32.
@@ -23,19 +23,19 @@ MAX_GRID = 65535  # CTAs along grid y
 
 
 class Workspace(NamedTuple):
-    """Global memory by which CTAs exchange sums."""
+    """Global memory through which CTAs exchange partial sums."""
 
-    sums: int  # of fp32
+    sums: int  # fp32 elements
     flags: int  # words of int32: 0 before and after each launch
 
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """The cut of a problem: one CTA, or a pair, computes tile_m x tile_n of C, tile_k of K at a
+    """The tiling of a problem: one CTA, or a pair, computes tile_m x tile_n of C, tile_k of K at a
     time, from a ring of num_stages slots."""
 
-    arch: ClassVar[str]  # whose kernels take it
-    mma_columns: ClassVar[int] = 16  # that tile_n is a multiple of
+    arch: ClassVar[str]  # the arch whose kernels take it
+    mma_columns: ClassVar[int] = 16  # tile_n is a multiple of it
 
     tile_m: int = 128
     tile_n: int = 128
@@ -51,10 +51,10 @@ class GemmConfig:
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Self:
-        """The config that `row` of a ledger or a cache holds.
+        """The config in `row` of a ledger or a cache.
 
-        A row may lack fields, which then have their defaults. One written when both archs shared a
-        config also has the other arch's fields, which must be of no effect. ValueError otherwise.
+        Fields that the row lacks have their defaults. Rows written when both archs shared a config
+        also hold the other arch's fields, which must have no effect. ValueError otherwise.
         """
         known = {f.name for f in fields(cls)}
         for name in row.keys() - known:
@@ -64,17 +64,18 @@ class GemmConfig:
 
     @property
     def ctas(self) -> int:
-        """CTAs that compute one tile."""
+        """The number of CTAs that compute one tile."""
         return 1
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes of A and B in one slot of the ring, of all `ctas`: what a full barrier expects."""
+        """Bytes of A and B in one slot of the ring, over all `ctas`: the bytes that a full barrier
+        expects."""
         return (self.tile_m + self.tile_n) * self.tile_k * ELEMENT
 
     @property
     def odd_rows(self) -> bool:
-        """Whether a row of the tile is an odd multiple of 16 bytes, and stored whole."""
+        """Whether a row of the tile is an odd multiple of 16 bytes, and so is stored whole."""
         return self.tile_n % 16 == 8
 
     @property
@@ -84,7 +85,7 @@ class GemmConfig:
 
     @property
     def workspace(self) -> Workspace | None:
-        """What a launch needs in global memory beside its operands."""
+        """The global memory that a launch needs beside its operands, or None."""
         return None
 
     @property
@@ -100,9 +101,10 @@ class GemmConfig:
     def why_not(
         self, problem: GemmProblem | None, arch: Arch, epi_parts: int | None = None
     ) -> str | None:
-        """Why this config cannot run `problem` (or, for None, anything) on `arch`.
+        """The reason why this config cannot run `problem` (or, for None, any problem) on `arch`, or
+        None.
 
-        `epi_parts`: sub-tiles of a tile's columns, where they are not of 2-byte elements.
+        `epi_parts`: the sub-tiles of a tile's columns, if their elements are not of 2 bytes.
         """
         if arch.name != self.arch:
             return f"a config of {self.arch}: {arch.name} has another"
@@ -114,11 +116,11 @@ class GemmConfig:
 
     @property
     def epi_parts(self) -> int:
-        """Sub-tiles of a tile's columns, of 2-byte elements."""
+        """The number of sub-tiles of a tile's columns, with 2-byte elements."""
         return self.tile_n // self.epi_n if self.epi_n else 0
 
     def why_not_arch(self, arch: Arch, epi_parts: int) -> str | None:
-        """Why the arch's own part does not fit, for any problem."""
+        """The reason why the arch's own fields do not fit, whatever the problem, or None."""
         raise NotImplementedError
 
     def _why_not_shape(self, arch: Arch) -> str | None:
@@ -143,7 +145,7 @@ class GemmConfig:
         return None
 
     def why_not_problem(self, problem: GemmProblem, arch: Arch) -> str | None:
-        """Why `problem` does not fit this config, which fits the arch."""
+        """The reason why this config, which fits the arch, does not fit `problem`, or None."""
         for name, size in (("M", problem.m), ("N", problem.n), ("K", problem.k)):
             if size + 256 > MAX_INT:
                 return f"{name}={size}: sizes are 32-bit"
@@ -152,11 +154,11 @@ class GemmConfig:
         return None
 
     def why_not_signature(self, signature: GeneralConfig) -> str | None:
-        """Why these tiles cannot compute `signature`, whatever its sizes."""
+        """The reason why these tiles cannot compute `signature`, whatever its sizes, or None."""
         raise NotImplementedError
 
 
-# fields that rows hold and a config lacks, with the value that changes nothing
+# fields of older rows that a config lacks, with the value that has no effect
 NO_EFFECT: dict[str, Any] = {
     "l2_ahead": 0,
     "pair": False,

@@ -1,4 +1,4 @@
-"""CUTLASS's persistent GEMM of CTA pairs, compiled from a clone, to stand beside our stages."""
+"""CUTLASS's persistent GEMM of CTA pairs, compiled from a clone, for comparison with our stages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MNK = (8192, 8192, 4096)
 
 @dataclass(frozen=True)
 class Example:
-    """What was compiled, and how it cuts the problem up."""
+    """The compiled example, and its tiling."""
 
     ptx: str
     cubin: bytes
@@ -26,9 +26,9 @@ class Example:
 
 
 def compiled(clone: Path) -> Example:
-    """The example for MNK in bf16, with 256x256 tiles and clusters of 2x1.
+    """Compile the example for MNK in bf16, with 256x256 tiles and clusters of 2x1.
 
-    ValueError if the clone does not have it.
+    ValueError if the clone does not contain it.
     """
     path = clone / EXAMPLE
     if not path.exists():

@@ -22,12 +22,12 @@ def row_major(dtype: str) -> tuple[Operand, ...]:
 
 
 class Gemm:
-    """C[M,N] = A[M,K] @ B[N,K]^T. A stage adds `kernel`, `num_threads` and what it changes."""
+    """C[M,N] = A[M,K] @ B[N,K]^T. A stage defines `kernel`, `num_threads` and what it changes."""
 
     arch: ClassVar[str]
     number: ClassVar[int]
-    swizzle: ClassVar[int]  # bytes of an smem row that are permuted; 16: none
-    min_stages: ClassVar[int] = 1  # slots that the ring needs to turn
+    swizzle: ClassVar[int]  # width of the smem swizzle in bytes; 16: none
+    min_stages: ClassVar[int] = 1  # slots that the ring needs
     config: GemmConfig
     kernel: Any  # the device function: (a: TmaInfo, b: TmaInfo, mC)
 
@@ -42,7 +42,7 @@ class Gemm:
 
     @property
     def num_threads(self) -> int:
-        """Threads of a CTA."""
+        """The number of threads in a CTA."""
         raise NotImplementedError
 
     @property
@@ -53,7 +53,7 @@ class Gemm:
         return row_major(dtype)
 
     def slots(self, dtype: type[cutlass.Numeric], rows: int) -> cute.ComposedLayout:
-        """The ring of tiles of one operand in smem: (bRows, bK, SLOT)."""
+        """The smem layout (bRows, bK, SLOT) of the ring of one operand's tiles."""
         c = self.config
         return slots_layout(dtype, rows, c.tile_k, c.num_stages, self.swizzle)
 

@@ -1,7 +1,7 @@
-"""The signature of the general GEMM, out = ops(A @ B), in the host's terms, on both archs.
+"""The signature of the general GEMM, out = ops(A @ B), as the host sees it, on both archs.
 
-A (L, M, K), B (L, K, N) and out (L, M, N) are passed as torch holds them, L where there is one; the
-kernels (sm90/general.py, sm100/general.py) see each as rows and columns of the MMA.
+A (L, M, K), B (L, K, N) and out (L, M, N) are passed in torch's order of modes, L where there is
+one; the kernels (sm90/general.py, sm100/general.py) see each as rows and columns of the MMA.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OperandLayout:
-    """The memory layout of an argument: `major` says whether the elements of a "row" or of a
-    "column" are contiguous."""
+    """The memory layout of an argument: `major` says whether a "row" or a "column" is
+    contiguous."""
 
     dtype: str = "bf16"
     major: str = "row"
     batched: bool = False
-    tma: bool = True  # base and strides are multiples of 16 bytes; without, any strides will do
-    whole: bool = False  # so is the contiguous size
+    tma: bool = True  # base and strides are multiples of 16 bytes; if False, any strides
+    whole: bool = False  # the contiguous size is a multiple of 16 bytes, too
 
     def argument(self, name: str, rows: str, columns: str, batch: str) -> Operand:
         sizes = (batch, rows, columns) if self.batched else (rows, columns)
@@ -40,7 +40,7 @@ class OperandLayout:
 
 @dataclass(frozen=True)
 class GeneralConfig:
-    """The config of the general kernel: what it computes, and the tiles that this is cut into."""
+    """The config of the general kernel: what it computes, and the tiling."""
 
     tiles: GemmConfig
     a: OperandLayout = field(default_factory=OperandLayout)
@@ -50,7 +50,7 @@ class GeneralConfig:
 
     @property
     def k_elements(self) -> int:
-        """Elements of K in a tile."""
+        """The elements of K in a tile."""
         return self.tiles.tile_k * 16 // DTYPES[self.a.dtype].bits
 
     @property
@@ -60,12 +60,12 @@ class GeneralConfig:
 
     @property
     def epi_columns(self) -> int:
-        """Columns of the product that are stored at a time."""
+        """The columns of the product that are stored at a time."""
         return self.tiles.epi_n * 16 // DTYPES[self.out.dtype].bits
 
     @property
     def out_columns(self) -> int:
-        """Columns of out that are stored at a time."""
+        """The columns of out that are stored at a time."""
         return self.epi_columns // (2 if self.gated else 1)
 
     @property
@@ -76,12 +76,13 @@ class GeneralConfig:
 
     @property
     def columns_contiguous(self) -> bool:
-        """Whether rows of what is computed, with swap_ab of out transposed, are contiguous."""
+        """Whether rows of the kernel's result (out, or out transposed with swap_ab) are
+        contiguous."""
         return (self.out.major == "row") != self.tiles.swap_ab
 
     def arguments(self) -> tuple[Argument, ...]:
-        """a (M, K), b (K, N), out (M, N), each with L before if batched; what operations take; the
-        workspace, if there is one."""
+        """The kernel's arguments: a (M, K), b (K, N), out (M, N), each with L in front if batched;
+        those of the operations; the workspace, if there is one."""
         return (
             self.a.argument("a", "m", "k", "la"),
             self.b.argument("b", "k", "n", "lb"),
@@ -91,7 +92,8 @@ class GeneralConfig:
         )
 
     def why_not(self, problem: GemmProblem | None, arch: Arch) -> str | None:
-        """Why this cannot compute `problem` (or, for None, anything) on `arch`."""
+        """The reason why this config cannot compute `problem` (or, for None, any) on `arch`, or
+        None."""
         tiles = self.tiles
         parts = tiles.tile_n // self.epi_columns if tiles.epi_n else 0
         if reason := tiles.why_not(problem, arch, parts):
@@ -101,21 +103,22 @@ class GeneralConfig:
         return tiles.why_not_signature(self)
 
     def product(self, mOut: cute.Tensor) -> cute.Tensor:
-        """A tensor of the product's shape: out, or one of twice its columns, before gates."""
+        """A tensor of the product's shape: out, or with gates one of twice its columns."""
         if not self.gated:
             return mOut
         m, n, *batch = mOut.shape
         return cute.make_identity_tensor((m, 2 * n, *batch))
 
     def bind(self, mProduct: cute.Tensor, arguments: tuple[Any, ...]) -> BoundOps:
-        """The operations on the product (M, N), which with swap_ab is transposed."""
+        """The operations with their arguments, bound to the product (M, N), transposed with
+        swap_ab."""
         bounds = cute.size(mProduct, mode=[0]), cute.size(mProduct, mode=[1])
         swapped = self.tiles.swap_ab
         return BoundOps(self.ops, arguments, bounds[::-1] if swapped else bounds, swapped)
 
 
 def workspace_arguments(workspace: Workspace | None) -> tuple[Argument, ...]:
-    """The sums and the flags."""
+    """The arguments of the workspace, sums and flags; none without one."""
     if workspace is None:
         return ()
     flags = Operand("flags", ("flags",), "int32", aligned=False, whole=False)
@@ -123,13 +126,14 @@ def workspace_arguments(workspace: Workspace | None) -> tuple[Argument, ...]:
 
 
 def ladder(tiles: GemmConfig) -> GeneralConfig:
-    """The plain product of the ladder's operands, row-major, where B is passed as (N, K)."""
+    """The config of the ladder's plain product: row-major operands, B passed as (N, K)."""
     row, column = OperandLayout(whole=True), OperandLayout(major="column", whole=True)
     return GeneralConfig(tiles, a=row, b=column, out=row)
 
 
 def modes(mX: cute.Tensor, columns_first: bool) -> cute.Tensor:
-    """mX as (rows, columns), or of (L, rows, columns), (rows, columns, L); maybe columns first."""
+    """mX (rows, columns) or (L, rows, columns) as (rows, columns) or (rows, columns, L), with rows
+    and columns exchanged if `columns_first`."""
     order = [1, 0] if columns_first else [0, 1]
     if cute.rank(mX) == 3:
         order = [order[0] + 1, order[1] + 1, 0]
@@ -137,6 +141,6 @@ def modes(mX: cute.Tensor, columns_first: bool) -> cute.Tensor:
 
 
 def transposed(mX: cute.Tensor) -> cute.Tensor:
-    """(M, N) as (N, M), or (M, N, L) as (N, M, L)."""
+    """mX (M, N) as (N, M), or (M, N, L) as (N, M, L)."""
     order = [1, 0, 2][: cute.rank(mX)]
     return cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=order))

@@ -1,1 +1,1 @@
-"""Kernels that take the time of single instructions, where only a real GPU can tell."""
+"""Kernels that measure the time of single instructions, for figures that need a real GPU."""

@@ -1,7 +1,7 @@
-"""Probes of sm_100a: what an instruction takes, in cycles of its SM; a small kernel for each.
+"""Probes of sm_100a: the cycles of single instructions, measured by a small kernel for each.
 
 Each writes its cycles, REPEATS times, as 32-bit words into mOut, an untyped row; the first time is
-a warm-up. What was loaded is written behind them, so that no load can be left out.
+a warm-up. The loaded data is written after them, so that no load can be optimised away.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ BOX_BYTES = BOX[0] * BOX[1] * 2
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    columns: int = 0  # of tensor memory that one instruction moves, per warp 32 lanes
+    columns: int = 0  # columns of tensor memory that one instruction moves, 32 lanes per warp
     batch: int = 0  # instructions before one wait
 
 
 class Probe:
-    """Launches `kernel` on mOut (rows, WIDTH), whose first row it writes."""
+    """The launch of `kernel` on mOut (rows, WIDTH), whose first row it writes."""
 
     arch: ClassVar[str] = "sm_100a"
     title: ClassVar[str]
@@ -74,8 +74,11 @@ class Probe:
 
 @dsl_user_op
 def clock(*, loc=None, ip=None) -> Int32:
-    """Cycles of this SM. NOTE: as inline assembly that claims all of memory, because the DSL's own
-    clock may move past the instructions that it is to time."""
+    """The cycle counter of this SM, in cycles.
+
+    NOTE: inline assembly that clobbers memory, because the DSL's own clock may move past the
+    instructions that it is to time.
+    """
     reading = llvm.inline_asm(
         T.i32(), [], "mov.u32 $0, %clock;", "=r,~{memory}", has_side_effects=True, loc=loc, ip=ip
     )
@@ -91,19 +94,21 @@ def words(mOut: cute.Tensor) -> cute.Tensor:
 
 
 class TmemAccess(Probe):
-    """Four warps move columns of tensor memory to or from registers, 32 bits of each lane."""
+    """Four warps that move columns of tensor memory to or from registers, 32 bits per lane and
+    column."""
 
     num_threads = LANES
     loads: ClassVar[bool]
 
     @property
     def bytes(self) -> int:
-        """Moved between two readings of the clock."""
+        """The bytes moved between two readings of the clock."""
         return LANES * 4 * self.config.columns * self.config.batch
 
     @property
     def total(self) -> int:
-        """The sum of a thread's registers, 0, 1, 2, ..., after each turn and at the end."""
+        """The expected sum of a thread's registers: 0, 1, 2, ..., summed after each repeat and at
+        the end."""
         count = self.config.columns * self.config.batch
         return (REPEATS + 1) * count * (count - 1) // 2
 
@@ -151,7 +156,7 @@ class TmemAccess(Probe):
             else:
                 cute.arch.fence_view_async_tmem_store()
             cycles = clock() - start
-            # NOTE: a load whose registers nobody reads is left out by ptxas, unless all are summed
+            # NOTE: ptxas drops a load whose registers are not read, so all are summed
             for i in cutlass.range_constexpr(c.batch):
                 for j in cutlass.range(c.columns, unroll_full=True):
                     total += rX[i][j]
@@ -181,7 +186,8 @@ class TmemStore(TmemAccess):
 
 
 class SmemCopy(Probe):
-    """Copies from smem to tensor memory, 128 lanes of 8 columns, until their commit arrives."""
+    """Copies from smem to tensor memory, 128 lanes of 8 columns, timed until their commit
+    arrives."""
 
     title = "tcgen05.cp 128x256b"
     num_threads = LANES
@@ -192,7 +198,8 @@ class SmemCopy(Probe):
 
     @property
     def total(self) -> int:
-        """The last lane's sum of its columns, which all hold the lane's number, counted from 1."""
+        """The expected sum of the last lane's columns, which all hold the lane's number, counted
+        from 1."""
         return LANES * self.config.columns * self.config.batch
 
     @cute.kernel
@@ -247,7 +254,7 @@ class SmemCopy(Probe):
         barrier: cutlass.Constexpr[Barrier],
         repeat: cutlass.Constexpr[int],
     ) -> Int32:
-        """By one warp."""
+        """The cycles of `batch` copies and their commit, issued by one warp."""
         c = self.config
         op = tcgen05.Cp128x256bOp(tcgen05.CtaGroup.ONE)
         tile = cute.make_layout((LANES, c.columns), stride=(1 << 16, 1))
@@ -265,7 +272,8 @@ class SmemCopy(Probe):
 
 
 class PeerBarrier(Probe):
-    """A barrier's way to the other CTA of a pair and back: each waits for the other's arrival."""
+    """The round trip of a barrier arrival to the other CTA of a pair: each waits for the other's
+    arrival."""
 
     title = "mbarrier arrive at the peer CTA and back"
     cluster = 2
@@ -295,7 +303,7 @@ class PeerBarrier(Probe):
 
 
 class TmaLoad(Probe):
-    """One TMA load of a box that L2 holds, from its issue to the wait's end."""
+    """One TMA load of a box that is in L2, from its issue to the end of the wait."""
 
     title = "TMA load of 16 KB from L2, one CTA"
     pair = False
@@ -338,7 +346,7 @@ class TmaLoad(Probe):
 
 
 class PairTmaLoad(TmaLoad):
-    """Each CTA of a pair loads a box, and all bytes arrive on the leader's barrier."""
+    """One TMA load per CTA of a pair, whose bytes all arrive on the leader's barrier."""
 
     title = "TMA load of 2 x 16 KB from L2, a pair of CTAs"
     pair = True
@@ -346,8 +354,8 @@ class PairTmaLoad(TmaLoad):
 
 
 class ClcReply(Probe):
-    """From asking for another cluster's work to the reply's arrival. One CTA for each row of mOut;
-    the first asks, until nothing is left.
+    """The time from asking for another cluster's work to the arrival of the reply. One CTA for each
+    row of mOut; the first asks until nothing is left.
 
     NOTE: to ask again after a reply that nothing is left is undefined (PTX ISA,
     clusterlaunchcontrol.try_cancel), so many more CTAs than run at once are launched.
@@ -387,7 +395,7 @@ class ClcReply(Probe):
 
 
 def probes() -> list[Probe]:
-    """One instruction for the latency, several in flight for the bandwidth."""
+    """The probes: one instruction for its latency, several in flight for the bandwidth."""
     found: list[Probe] = []
     for kind in (TmemLoad, TmemStore):
         for columns, batch in ((1, 1), (32, 1), (64, 1), (32, 4), (64, 2)):

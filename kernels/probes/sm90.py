@@ -1,8 +1,8 @@
-"""Probes of sm_90a: cycles of a Hopper SM and of a cluster; a small kernel for each (those of TMA
-stand in sm90_tma.py). Those without a wgmma are sm_100a's, too.
+"""Probes of sm_90a: cycles of a Hopper SM and of a cluster, measured by a small kernel for each
+(those of TMA are in sm90_tma.py). Probes without a wgmma also run on sm_100a.
 
-Each writes 32-bit words into a row of mOut for each CTA, as its docstring says. What the figures
-were on an H200 stands in results/timing/.
+Each writes 32-bit words into a row of mOut for each CTA, as its docstring says. The figures
+measured on an H200 are in results/timing/.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BOX_K = 64  # elements of 16 bits in a row of a TMA box
 PEER_WORDS = 4 * WARPGROUP * 8  # of smem that another CTA reads
 UNROLL = 8  # independent chains of an arithmetic loop
 MULTIPLY = ("wgmma", "registers", "serial")
-WHOLE = ("lds", "lds8")  # of whole numbers
+WHOLE = ("lds", "lds8")  # kinds whose chains are integers
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class ProbeConfig:
     kind: str = ""
     n: int = 0  # columns of a wgmma, rows of a TMA box, KB of smem
     slots: int = 0  # boxes in flight
-    count: int = 0  # times that a loop goes round
+    count: int = 0  # rounds of the loop
 
 
 @dsl_user_op
 def smid(*, loc=None, ip=None) -> Int32:
-    """The number of this SM."""
+    """The number of the calling thread's SM."""
     reading = llvm.inline_asm(
         T.i32(), [], "mov.u32 $0, %smid;", "=r", has_side_effects=True, loc=loc, ip=ip
     )
@@ -51,7 +51,7 @@ def smid(*, loc=None, ip=None) -> Int32:
 
 @dsl_user_op
 def clock64(*, loc=None, ip=None) -> Int64:
-    """Cycles of this SM since long before the launch."""
+    """The 64-bit cycle counter of this SM."""
     reading = llvm.inline_asm(
         T.i64(), [], "mov.u64 $0, %clock64;", "=l,~{memory}", has_side_effects=True, loc=loc, ip=ip
     )
@@ -79,7 +79,7 @@ def row_words(mOut: cute.Tensor, row: Int32) -> cute.Tensor:
 
 
 class Probe:
-    """Launches `kernel` with one CTA for each row of mOut (rows, WIDTH)."""
+    """The launch of `kernel` with one CTA for each row of mOut (rows, WIDTH)."""
 
     cluster: ClassVar[int] = 1
     num_threads: int = 32
@@ -106,8 +106,8 @@ class Probe:
 
 
 class Clocks(Probe):
-    """The SM's number, its cycle counter and the nanoseconds of the whole GPU: two launches tell
-    the mean clock between them. Takes `n` KB of smem, so that a CTA has an SM for itself.
+    """The SM's number, its cycle counter and the GPU's nanosecond timer: two launches give the mean
+    clock between them. Takes `n` KB of smem, so that a CTA has an SM to itself.
 
     words: smid, cycles (2 words), nanoseconds (2 words)
     """
@@ -242,7 +242,7 @@ class Busy(Probe):
         sW: cute.Tensor,
         thread: Int32,
     ) -> None:
-        """One instruction of chain ``i``."""
+        """Issue one instruction of chain `i`."""
         factor = x.element_type(0.5)
         if cutlass.const_expr(what == "ex2"):
             x[i] = exp2(x[i])
@@ -261,7 +261,7 @@ class Busy(Probe):
 
 
 class Signal(Probe):
-    """Two sides take turns `count` times: warpgroups by named barriers ("named") or by mbarriers
+    """Two warpgroups that take turns `count` times, by named barriers ("named") or by mbarriers
     ("mbarrier").
 
     words: cycles of all turns; a turn is there and back
@@ -301,7 +301,7 @@ class Signal(Probe):
 
 
 class Poll(Probe):
-    """A warp waits `count` times for a phase that is complete.
+    """A warp that waits `count` times for a phase that is complete.
 
     words: cycles
     """
@@ -321,7 +321,7 @@ class Poll(Probe):
 
 
 class PeerSignal(Probe):
-    """Two CTAs of a cluster take turns `count` times by mbarriers at each other.
+    """Two CTAs of a cluster that take turns `count` times, by mbarriers in each other's smem.
 
     words: cycles of all turns; a turn is there and back
     """
@@ -351,9 +351,9 @@ class PeerSignal(Probe):
 
 
 class PeerLoads(Probe):
-    """The threads of one CTA read the smem of the other of its cluster: words one after the other,
-    each of which says where the next is ("chain"), or vectors of 16 bytes, `count` x 8 of them
-    ("stream").
+    """The threads of one CTA read the smem of the other in its cluster: words one after the other,
+    each of which holds the address of the next ("chain"), or vectors of 16 bytes, `count` x 8 of
+    them ("stream").
 
     words: cycles
     """
@@ -391,8 +391,8 @@ class PeerLoads(Probe):
 
 
 class Empty(Probe):
-    """CTAs of 384 threads and `n` KB of smem that do nothing: what a launch and the next CTA on an
-    SM take.
+    """CTAs of 384 threads and `n` KB of smem that do nothing, for the time of a launch and of the
+    start of the next CTA on an SM.
 
     words: smid
     """

@@ -1,4 +1,5 @@
-"""Probes of TMA: boxes that a CTA loads from L2 or HBM, or stores, so many in flight (any arch)."""
+"""Probes of TMA: boxes that a CTA loads from L2 or HBM, or stores, with a given number in flight
+(any arch)."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from cutex.kernels.probes.sm100 import clock
 
 
 class BoxProbe(Probe):
-    """Launches `kernel` with one warp for each row of mOut, and mX (rows, columns) as boxes of `n`
-    rows x 128 bytes, for TMA to load or to store."""
+    """The launch of `kernel` with one warp for each row of mOut, and mX (rows, columns) as boxes of
+    `n` rows x 128 bytes, for TMA to load or to store."""
 
     tma_operand: ClassVar[Callable[..., Any]]
 
@@ -37,8 +38,9 @@ class BoxProbe(Probe):
 
 
 class TmaStream(BoxProbe):
-    """A warp of each CTA loads `count` boxes of `n` rows x 128 bytes, `slots` in flight. CTA i
-    starts at box i * `count` of mX and goes round it: whether L2 holds them is up to its size.
+    """One warp of each CTA, which loads `count` boxes of `n` rows x 128 bytes, `slots` in flight.
+    CTA i starts at box i * `count` of mX and wraps around; the size of mX decides whether L2 holds
+    the boxes.
 
     words: smid, cycles from the first issue to the last arrival
     """
@@ -86,8 +88,8 @@ class TmaStream(BoxProbe):
 
 
 class TmaStores(BoxProbe):
-    """A warp of each CTA stores `count` boxes of `n` rows x 128 bytes, each a group, no more than
-    `slots` of them unread.
+    """One warp of each CTA, which stores `count` boxes of `n` rows x 128 bytes, each a group, with
+    at most `slots` of them unread.
 
     words: cycles until all are read, cycles until all are written
     """

@@ -1,4 +1,4 @@
-"""PTX with which the tests of synchronisation begin."""
+"""PTX that the tests of synchronisation share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ EVERY_ORDER += [{"order": "random", "seed": s} for s in range(3)]
 
 
 def each_order(body: str, arrays: dict, shape: Shape, **more) -> list[np.ndarray]:
-    """Runs the snippet in every order; the last array, which is the same each time."""
+    """Run the snippet in every order, and return the last array, which must be the same each
+    time."""
     name = list(arrays)[-1]
     found = []
     for order in EVERY_ORDER:
@@ -26,7 +27,9 @@ def each_order(body: str, arrays: dict, shape: Shape, **more) -> list[np.ndarray
 
 
 def again(label: str, predicate: str) -> str:
-    """Back to ``label`` while ``predicate`` holds; but a GPU does not hang: then it goes on."""
+    """A branch back to ``label`` while ``predicate`` holds, at most 200000 times, so that no GPU
+    hangs.
+    """
     return (
         "add.u32 %r99, %r99, 1; setp.lt.and.u32 %p15, %r99, 200000, "
         f"{predicate}; @%p15 bra {label};"
@@ -34,7 +37,7 @@ def again(label: str, predicate: str) -> str:
 
 
 def wait(bar: str, parity: object, name: str, space: str = "shared::cta") -> str:
-    """Waits for a phase."""
+    """A wait for a phase."""
     return f"""{START}
     {name}: mbarrier.try_wait.parity.{space}.b64 %p14, [{bar}], {parity}; {again(name, "!%p14")}
     """

@@ -1,4 +1,4 @@
-"""PTX that is broken somewhere, drawn from a seed: a token, an operand, a modifier, a line, a
+"""Broken PTX, drawn from a seed: the fault is in a token, an operand, a modifier, a line or a
 character.
 """
 
@@ -19,7 +19,7 @@ _OPERANDS = ("%r5", "7", "%p1", "%d3", "[%d1]", "{%r1, %r2}", "_", "smem", "%r1|
 
 
 def broken(text: str, choose: random.Random, words: list[str]) -> str:
-    """`text` with one thing changed behind its header; `words` are modifiers to draw from."""
+    """Return `text` with one change behind its header; `words` are modifiers to draw from."""
     at = text.index("{", text.index(".entry"))
     head, body = text[:at], text[at:]
     change = choose.choice(

@@ -24,7 +24,9 @@ DEVICES = _devices()
 
 @pytest.fixture(params=DEVICES)
 def execute(request: pytest.FixtureRequest):
-    """Runs a PTX snippet on (body, arrays, shape): in the simulator, and on a Hopper GPU here."""
+    """A function that runs a PTX snippet on (body, arrays, shape): in the simulator, and on this
+    machine's Hopper GPU, if it has one.
+    """
     return DEVICES[request.param]
 
 
@@ -32,8 +34,8 @@ def execute(request: pytest.FixtureRequest):
 def run_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., SimpleNamespace]:
-    """Runs a script's text by `python -m cutex.sim` with options, in this process: a new one would
-    take two seconds to import torch and the DSL.
+    """A function that runs a script's text by `python -m cutex.sim` with options, in this process,
+    since a new one would take two seconds to import torch and the DSL.
     """
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -1,4 +1,4 @@
-"""Kernels around one bulk or tensor copy, and what the copy does, element by element."""
+"""Kernels around one bulk or tensor copy, and a definition of the copy, element by element."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import numpy as np
 from ptx_kernel import Shape
 from tensor_maps import aligned, encode, size_of, swizzled
 
-FILL = 0xEE  # what shared memory holds before a copy
+FILL = 0xEE  # the bytes of shared memory before a copy
 BYTES = 16384  # of shared memory that is filled and looked at
 LOAD = "shared::cluster.global.tile.mbarrier::complete_tx::bytes"
 
 
 @dataclass
 class Tensor:
-    """A tensor in global memory; everything innermost first, ``pad`` in bytes per dimension."""
+    """A tensor in global memory; all tuples have the innermost mode first; ``pad`` is in bytes per
+    dimension.
+    """
 
     kind: str
     dims: tuple[int, ...]
@@ -35,7 +37,7 @@ class Tensor:
         self.data = aligned(raw)
 
     def byte_at(self, position: tuple[int, ...]) -> int | None:
-        """Of the element at ``position``; None outside."""
+        """The byte offset of the element at ``position``; None outside."""
         if not all(0 <= x < d for x, d in zip(position, self.dims, strict=True)):
             return None
         strides = (size_of(self.kind), *self.strides)
@@ -43,7 +45,7 @@ class Tensor:
 
 
 def _tf32(bits: int) -> bytes:
-    """To the nearest with 10 bits of mantissa; infinities and NaNs are cut."""
+    """Round to the nearest with 10 bits of mantissa; infinities and NaNs are truncated."""
     if bits >> 23 & 0xFF != 0xFF:
         bits += 0x1000
     return (bits & 0xFFFFE000).to_bytes(4, "little")
@@ -51,7 +53,7 @@ def _tf32(bits: int) -> bytes:
 
 @dataclass
 class Copy:
-    """One box of a tensor: its map, its coordinates, and where in shared memory it lies."""
+    """One box of a tensor: its map, its coordinates, and its address in shared memory."""
 
     tensor: Tensor
     box: tuple[int, ...]
@@ -64,7 +66,7 @@ class Copy:
 
     @property
     def map(self) -> np.ndarray:
-        """Without the address, which the kernel puts in."""
+        """The tensor map without the address, which the kernel puts in."""
         t = self.tensor
         raw = encode(0, t.kind, t.dims, t.strides, self.box, self.steps or None,
                      swizzle=self.swizzle, nan=self.nan, tf32=self.tf32)  # fmt: skip
@@ -75,7 +77,7 @@ class Copy:
         return "{" + ", ".join(map(str, self.at)) + "}"
 
     def elements(self) -> list[tuple[np.ndarray, int | None]]:
-        """For each element of the box: its bytes' places in shared memory, its byte in the tensor
+        """For each element of the box, the offsets of its bytes in shared memory and in the tensor
         (None outside).
         """
         size = size_of(self.tensor.kind)
@@ -166,8 +168,8 @@ DONE = "@%p0 cp.async.bulk.commit_group; @%p0 cp.async.bulk.wait_group 0;"
 
 
 def run(execute, copy: Copy, body: str, smem: np.ndarray | None = None, ctas: int = 1, **how):
-    """The body after SETUP, by one warp per CTA of a cluster; returns what `s` holds at the end,
-    (ctas, BYTES).
+    """Run the body after SETUP by one warp per CTA of a cluster, and return `s`, (ctas, BYTES), at
+    the end.
     """
     s = aligned(np.full((ctas, BYTES), FILL, np.uint8) if smem is None else smem)
     arrays = {"map": copy.map, "x": copy.tensor.data, "s": s}

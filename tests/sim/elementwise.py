@@ -12,8 +12,9 @@ _REGISTER = {1: "%h", 2: "%h", 4: "%r", 8: "%d"}
 
 
 def apply(execute, code: str, out, *inputs: np.ndarray, also=None, head: str = ""):
-    """``code`` with {a} {b} {c} .. for the registers of the inputs and {d} for the result, whose
-    dtype is ``out``; ``bool`` stands for predicates. ``also``: dtype of a second result, {e}.
+    """Apply ``code`` to each element, with {a} {b} {c} .. for the registers of the inputs and {d}
+    for the result, whose dtype is ``out``; ``bool`` stands for predicates. ``also``: dtype of a
+    second result, {e}.
 
     Returns the results, one per input element.
     """
@@ -51,7 +52,7 @@ def _kind(dtype: np.dtype) -> str:
 
 
 def integers(dtype, seed: int = 0, count: int = 40) -> np.ndarray:
-    """Edge values of an integer type and random ones, of all magnitudes."""
+    """Edge values of an integer type and random ones of all magnitudes."""
     info, random = np.iinfo(dtype), np.random.default_rng(seed)
     bits = info.bits
     edges = {0, 1, 2, 3, 5, bits - 1, bits, info.max, info.max - 1, info.min, info.min + 1}
@@ -70,7 +71,7 @@ def _wrap(value: int, bits: int, signed: bool) -> int:
 
 
 def crossed(*columns: np.ndarray, limit: int = 2048, seed: int = 1) -> list[np.ndarray]:
-    """Every combination of the columns' values, or ``limit`` of them drawn at random."""
+    """All combinations of the columns' values, or ``limit`` of them drawn at random."""
     shape = tuple(len(c) for c in columns)
     total = int(np.prod(shape))
     if total <= limit:
@@ -82,7 +83,7 @@ def crossed(*columns: np.ndarray, limit: int = 2048, seed: int = 1) -> list[np.n
 
 
 def expect_equal(got: np.ndarray, want: np.ndarray, *inputs: np.ndarray) -> None:
-    """Bits equal, where both are not NaN; names the first operands that differ."""
+    """Assert equal bits, where both are not NaN; the message has the first operands that differ."""
     want = np.asarray(want, got.dtype)
     raw = f"u{got.itemsize}"
     same = got.view(raw) == want.view(raw)

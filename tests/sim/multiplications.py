@@ -1,5 +1,5 @@
-"""One tcgen05.mma as a kernel: operands in shared memory, an accumulator in tensor memory, and what
-comes of them. Every lane and column that it must not touch is looked at as well.
+"""One tcgen05.mma as a kernel, with operands in shared memory and an accumulator in tensor memory,
+and its result by definition. Every lane and column that it must not change is compared as well.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ptx_kernel import Shape, simulate_ptx
 from tensor_maps import aligned
 
 LANES = 128
-IDLE = 0x3C5A0000  # what tensor memory holds before, plus lane and column
+IDLE = 0x3C5A0000  # the word of tensor memory before, to which lane and column are added
 SMEM = 65536
 B_AT = 32768
 OUT = {"f32": (1, np.float32), "f16": (0, np.float16), "s32": (2, np.int32)}
@@ -23,8 +23,8 @@ KINDS = {"f16": "f16", "bf16": "f16", "tf32": "tf32", "u8": "i8", "s8": "i8",
 
 
 def kernel(mma: str, group: int, width: int) -> str:
-    """Four warps per CTA: shared memory from s, ``width`` columns of tensor memory from t, one
-    MMA, t back.
+    """The kernel of four warps per CTA: copy s to shared memory and t to ``width`` columns of
+    tensor memory, run one MMA, and copy tensor memory back to t.
     """
     fence = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" * (group == 2)
     return f"""
@@ -93,7 +93,7 @@ _FOURS = ["{" + ", ".join(f"%r{64 + 4 * i + j}" for j in range(4)) + "}" for i i
 
 
 def _each_32_columns(width: int, *texts: str) -> str:
-    """The texts for every 32 columns; what moves four registers stands eight times."""
+    """The texts for every 32 columns; those that move four registers occur eight times."""
     out = []
     for at in range(0, width, 32):
         for text in texts:
@@ -139,7 +139,7 @@ class Mma:
 
     @property
     def width(self) -> int:
-        """Columns of tensor memory that are set and looked at: D, and some more."""
+        """Columns of tensor memory that are set and compared: D, and some more."""
         return min(512, -(-(self.column + self.n + 16) // 32) * 32)
 
     def values(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -150,7 +150,8 @@ class Mma:
         return a, b, c
 
     def places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """CTA of the pair, lane and column of each value of D (m, n): data paths A, B, D and F."""
+        """CTA of the pair, lane and column of each value of D (m, n), by data paths A, B, D and
+        F."""
         m, n = np.arange(self.m)[:, None], np.arange(self.n)[None, :]
         zero = 0 * (m + n)
         if self.group == 2 and self.m == 256:
@@ -219,7 +220,7 @@ class Mma:
         return images
 
     def tensor_memory(self) -> np.ndarray:
-        """(ctas, lanes, columns) words before the MMA."""
+        """The words before the MMA, (ctas, lanes, columns)."""
         lane, column = np.arange(LANES)[:, None], np.arange(self.width)[None, :]
         t = np.broadcast_to(IDLE + lane * 512 + column, (self.group, LANES, self.width)).copy()
         t = t.astype(np.uint32)
@@ -251,7 +252,7 @@ class Mma:
         return sign * (a @ b.T) + (c * 0.5**self.scale if self.accumulate else 0)
 
     def run(self, t: np.ndarray | None = None, **how) -> np.ndarray:
-        """Tensor memory afterwards."""
+        """Run the MMA, and return tensor memory afterwards."""
         t = aligned(self.tensor_memory() if t is None else t)
         arrays = {"s": aligned(self.shared()), "t": t.reshape(-1, self.width)}
         shape = Shape(grid=self.group, block=128, cluster=self.group, smem=SMEM + 64)
@@ -271,14 +272,14 @@ class Mma:
             written = (off[cta, lane // 32] >> (lane % 32).astype(np.uint32) & 1) == 0
         want = before.copy()
         want[cta[written], lane[written], column[written]] = words[written]
-        if self.d == "f16":  # the upper halves are nobody's
+        if self.d == "f16":  # the upper halves are not used
             got[cta, lane, column] &= 0xFFFF
             want[cta, lane, column] &= 0xFFFF
         np.testing.assert_array_equal(got, want)
 
 
 def operand(kind: str, swizzle: int = 128, mn_major: bool = False, rows: int = 128, start: int = 0):
-    """With gaps between its atoms, which the strides of the descriptor jump over."""
+    """An operand with gaps between its atoms, which the descriptor's strides skip."""
     gap = (1024 if swizzle == 128 else 512) if rows * size_of(kind) <= 256 else 0
     k_atoms = 32 // size_of(kind) // atom_rows(swizzle)
     return packed(kind, swizzle, mn_major, start, rows, gap, k_atoms)

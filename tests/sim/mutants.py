@@ -1,7 +1,7 @@
 """Mutants of compiled kernels: each drops, weakens or moves one instruction that synchronises.
 
-An operator makes of one instruction another text, or exchanges it with an access beside it, at
-every place of a kernel's PTX where that is possible; so it takes any kernel.
+An operator replaces the text of one instruction, or exchanges the instruction with an access beside
+it, at every place of a kernel's PTX where that is possible; so it is not bound to a kernel.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _drop(text: str) -> str:
 
 
 def _pass(text: str) -> str:
-    """A wait that lets everybody through."""
+    """A wait that never waits."""
     predicate = re.search(r"_wait\S*\s+([%\w]+)\s*,", text)
     assert predicate
     return f"setp.eq.u32 {predicate[1]}, 0, 0;"
@@ -47,7 +47,7 @@ def _replace(pattern: str, replacement: str) -> Callable[[str], str]:
 
 
 def _number(change: int, least: int, pattern: str = r", (\d+);") -> Callable[[str], str]:
-    """Adds to the immediate that ``pattern`` finds, where at least ``least`` is left."""
+    """Add ``change`` to the immediate that ``pattern`` finds, if the sum is at least ``least``."""
 
     def number(text: str) -> str:
         m = re.search(pattern, text)
@@ -59,7 +59,7 @@ def _number(change: int, least: int, pattern: str = r", (\d+);") -> Callable[[st
 
 
 def _operand(which: str, compute: str, kind: str = "b32") -> Callable[[str], str]:
-    """Another value for the operand that ``which`` finds: what ``compute`` leaves in ``other``."""
+    """Replace the operand that ``which`` finds by ``other``, which ``compute`` sets."""
 
     def operand(text: str) -> str:
         m = re.search(which, text)
@@ -75,7 +75,7 @@ _PARITY = r"_wait\.parity\S*\s+[%\w]+,\s*\[[^\]]*\],\s*(%\w+|\d+)"
 _LAST = r",\s*(%\w+|\d+)\s*;"
 _ONE_LESS_OF_A_MASK = "sub.u16 other, {0}, 1; and.b16 other, other, {0};"
 
-# name: opcode (a pattern), what becomes of it
+# name: opcode (a pattern), the change of its text
 OPERATORS: dict[str, tuple[str, Callable[[str], str]]] = {
     "an mbarrier's wait": (r"mbarrier\.(try|test)_wait", _pass),
     "another parity": (r"mbarrier\.\w+\.parity", _operand(_PARITY, "xor.b32 other, {}, 1;")),
@@ -134,7 +134,7 @@ OPERATORS: dict[str, tuple[str, Callable[[str], str]]] = {
 
 
 def _not_atomic(text: str) -> str:
-    """A load, a sum and a store."""
+    """Replace an atomic by a load, a sum and a store."""
     m = re.search(r"^(@\S+\s+)?(?:atom|red)\S*\s+(?:([%\w]+),\s*)?(\[[^\]]*\]),\s*([%\w]+);", text)
     if m is None:
         return text
@@ -145,7 +145,7 @@ def _not_atomic(text: str) -> str:
     )
 
 
-# What hands over, moved before the access that it follows; what waits, behind the one it precedes.
+# Arrivals, moved before the access that they follow; waits, moved behind the one they precede.
 EARLIER: dict[str, str] = {
     "an mbarrier's arrival, earlier": r"mbarrier\.arrive(?!.*expect_tx)",
     "a commit of tcgen05, earlier": r"tcgen05\.commit",
@@ -169,7 +169,7 @@ ALL = (*OPERATORS, *EARLIER, *LATER)
 
 
 def sites(kernel, operator: str) -> Iterator[Site]:
-    """Every mutant that an operator makes of a compiled kernel."""
+    """All mutants of a compiled kernel by one operator."""
     ptx = kernel.ptx
     if operator in OPERATORS:
         changes = _replaced(ptx, operator)
@@ -187,12 +187,12 @@ def _replaced(ptx: str, operator: str) -> Iterator[tuple[re.Match[str], str]]:
         if not re.match(opcode, m["op"]) or (text := change(m["all"])) == m["all"]:
             continue
         if operator == "an arrival less" and _constant(ptx[: m.start()], m["all"]) == 1:
-            continue  # nobody takes a barrier of none
+            continue  # the barrier without an id is not used
         yield m, ptx[: m.start("all")] + text + ptx[m.end("all") :]
 
 
 def _constant(before: str, text: str) -> int | None:
-    """The last operand of an instruction, where it is a number."""
+    """The last operand of an instruction, if it is a number; else None."""
     m = re.search(_LAST, text)
     if m is None or m[1].isdigit():
         return m and int(m[1])
@@ -200,7 +200,7 @@ def _constant(before: str, text: str) -> int | None:
     return int(made[-1]) if made and made[-1].isdigit() else None
 
 
-# Pieces of code that stay whole: what an elected thread does; inline assembly; an instruction.
+# Pieces of code that stay whole: an elected thread's code; inline assembly; an instruction.
 _UNIT = re.compile(
     r"^[ \t]*elect\.sync[^;]*;\s*(?:(?:\.loc[^\n]*|not\.pred[^;]*;)\s*)*"
     r"@!?%p\d+ bra\s+(?P<to>\$\w+);"
@@ -212,7 +212,7 @@ _UNIT = re.compile(
 
 
 def _moved(ptx: str, operator: str) -> Iterator[tuple[re.Match[str], str]]:
-    """What the operator moves, at each place; the program that this makes."""
+    """The instruction that the operator moves, and the PTX that results, for each place."""
     step = -1 if operator in EARLIER else 1
     opcode = (EARLIER | LATER)[operator]
     units = list(_UNIT.finditer(ptx))
@@ -235,7 +235,7 @@ def _moved(ptx: str, operator: str) -> Iterator[tuple[re.Match[str], str]]:
 def _up_to_an_access(
     ptx: str, units: list[re.Match[str]], i: int, step: int
 ) -> list[re.Match[str]] | None:
-    """The units from the one beside unit i to the next access, within a straight piece of code."""
+    """The units from the one beside unit i to the next access, within straight-line code."""
     passed: list[re.Match[str]] = []
     while 0 <= i + step < len(units):
         first, last = sorted((units[i], units[i + step]), key=lambda m: m.start())
@@ -250,8 +250,8 @@ def _up_to_an_access(
 
 
 def _ahead(passed: list[str], text: str) -> list[str] | None:
-    """``passed``, from ``text`` back to an access, with ``text`` ahead of the access, and whatever
-    makes its registers; None where the access does, or a wait would move along.
+    """``passed``, from ``text`` back to an access, with ``text`` and the instructions that set its
+    registers before the access; None where the access sets them, or a wait would move along.
     """
     needs, along, stays = _named(text), [text], list[str]()
     for other in passed[:-1]:
@@ -274,6 +274,8 @@ def _named(text: str) -> set[str]:
 
 
 def _made(text: str) -> set[str]:
-    """Registers that instructions write: their first operands, but for stores and the like."""
+    """The registers that instructions write: their first operands, except those of stores and the
+    like.
+    """
     made = re.findall(r"(?:^|;)\s*(?:@\S+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|[^;}\[,]*)[,;]", text, re.M)
     return _named(" ".join(made))

@@ -1,9 +1,9 @@
-"""Runs mutants of our kernels and says what became of each operator's.
+"""Run mutants of our kernels, and count the outcomes of each operator's.
 
     python tests/sim/mutation_score.py results.jsonl [--at-most 6] [--subject gemm] [--share 0/2]
 
 appends a line for each mutant that the file does not have yet, and prints the table of all that it
-has. A mutant is run in the default order, and where nothing is told of it in the others.
+has. A mutant is run in the default order, and without a report also in the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KINDS = ("found", "advisory", "values", "nothing")
 
 
 def spread(items: Sequence[Any], at_most: int) -> list[Any]:
-    """At most so many of them, evenly over all."""
+    """Return at most so many of them, spread evenly."""
     if len(items) <= at_most:
         return list(items)
     return [items[i * len(items) // at_most] for i in range(at_most)]
@@ -34,7 +34,7 @@ def mutants(subject: Subject, at_most: int) -> Iterator[Site]:
 
 
 def run(subject: Subject, site: Site, orders: Sequence[dict[str, Any]] = ORDERS) -> dict[str, Any]:
-    """What became of a mutant: in the first of the orders that tells of it."""
+    """The outcome of a mutant: that of the first order with a report."""
     worst, seen = None, {}
     for order in orders:
         outcome = subject.outcome(site.mutant, **order)
@@ -55,7 +55,7 @@ def run(subject: Subject, site: Site, orders: Sequence[dict[str, Any]] = ORDERS)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """By operator, in Markdown."""
+    """A Markdown table of the outcomes by operator."""
     out = [
         "| operator | mutants | found | advisory | values | nothing |",
         "|---|---:|---:|---:|---:|---:|",

@@ -1,4 +1,4 @@
-"""Faults put into compiled kernels by editing their PTX: what a report must name."""
+"""Faults put into compiled kernels by editing their PTX, which a report must name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Mutant:
 
 
 def mutate(compiled, pattern: str, replacement: str, count: int = 1) -> Mutant:
-    """Replaces the first ``count`` matches; a pattern that matches nothing is a broken test."""
+    """Replace the first ``count`` matches; a pattern without a match is a broken test."""
     ptx, n = re.subn(pattern, replacement, compiled.ptx, count=count, flags=re.M)
     assert n == count, f"{pattern!r} matched {n} times"
     return Mutant(compiled.object_path, compiled.symbol, ptx)
@@ -32,12 +32,12 @@ def expect_tx_plus(compiled, delta: int) -> Mutant:
 
 
 def without(compiled, instruction: str) -> Mutant:
-    """Drops the first instruction whose opcode begins so."""
+    """Drop the first instruction whose opcode starts with the given text."""
     return mutate(compiled, rf"^\s*(@!?%p\d+ )?{re.escape(instruction)}[^;]*;", "")
 
 
 def flipped_parity(compiled, which: int) -> Mutant:
-    """The ``which``-th try_wait of the program waits for the other parity."""
+    """Make the ``which``-th try_wait of the program wait for the other parity."""
     waits = list(
         re.finditer(r"mbarrier\.try_wait\.parity[^;]*?\], (%r\d+|\d)(, 10000000)?;", compiled.ptx)
     )
@@ -52,7 +52,7 @@ def flipped_parity(compiled, which: int) -> Mutant:
 
 
 def other_swizzle(compiled, arch: str) -> Mutant:
-    """Shared memory descriptors that say 64-byte swizzle where TMA wrote 128."""
+    """Give shared memory descriptors a 64-byte swizzle where TMA wrote with 128."""
     shift, old, new = (61, 2, 4) if arch == "sm_100a" else (62, 1, 2)
 
     def swap(m: re.Match[str]) -> str:

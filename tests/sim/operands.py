@@ -1,6 +1,6 @@
-"""Matrices as the operands of tensor cores: element formats, and their places in shared memory.
+"""Matrices as the operands of tensor cores: element formats, and their offsets in shared memory.
 
-The places are PTX's canonical layouts, written per byte; the simulator has its own.
+The offsets are PTX's canonical layouts, written per byte, independent of the simulator's code.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ def size_of(kind: str) -> int:
 
 
 def k_of(kind: str) -> int:
-    """Of one instruction: 32 bytes."""
+    """The elements along K of one instruction: 32 bytes."""
     return 32 // size_of(kind)
 
 
 def atom_rows(swizzle: int) -> int:
-    """Of an atom's `width` bytes; the swizzle repeats after as many."""
+    """The rows of a swizzle atom, after which the swizzle repeats."""
     return 4 if swizzle == ATOMS_OF_32 else 8
 
 
 def small_integers(kind: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Values that the format holds exactly, with sums that every accumulator holds."""
+    """Random values that the format holds exactly, with sums that every accumulator holds
+    exactly."""
     low, high = {
         "e5m2": (-4, 5), "u8": (0, 256), "s8": (-128, 128), "e2m1": (-4, 5), "e2m3": (-7, 8),
         "e3m2": (-8, 9),
@@ -49,9 +50,9 @@ def small_integers(kind: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Layout:
-    """An operand's place in shared memory; strides, offset and swizzle in bytes.
+    """An operand's layout in shared memory; strides, offset and swizzle in bytes.
 
-    ``lbo`` and ``sbo`` are what the descriptor says; 0 where the layout does not use it.
+    ``lbo`` and ``sbo`` are fields of the descriptor; 0 where the layout does not use them.
     """
 
     kind: str
@@ -62,7 +63,7 @@ class Layout:
     start: int = 0
 
     def places(self, rows: int, k: int) -> np.ndarray:
-        """(rows, k) byte offsets of elements, before the swizzle and without the start."""
+        """Byte offsets (rows, k) of elements, before the swizzle and without the start."""
         row, col = np.arange(rows)[:, None], np.arange(k)[None, :]
         size, width = size_of(self.kind), abs(self.swizzle) or 16  # bytes of an atom's row
         if not self.mn_major:
@@ -80,8 +81,8 @@ class Layout:
         return byte % 16 + byte // 16 * self.sbo + col % 8 * 16 + col // 8 * self.lbo
 
     def put(self, smem: np.ndarray, values: np.ndarray) -> None:
-        """Writes ``values`` (rows, K) into an image of shared memory whose byte 0 lies at a
-        multiple of 1024.
+        """Write ``values`` (rows, K) into an image of shared memory whose byte 0 is at a multiple
+        of 1024.
         """
         raw = np.ascontiguousarray(values.astype(FORMATS[self.kind])).view(np.uint8)
         if self.kind in PADDED:
@@ -92,14 +93,14 @@ class Layout:
             smem[swizzled(at + i, self.swizzle)] = raw[..., i]
 
     def descriptor(self, arch: str) -> int:
-        """Without the address."""
+        """The descriptor without the address."""
         mode = MODES[arch][self.swizzle]
         value = (self.lbo >> 4) << 16 | (self.sbo >> 4) << 32
         return value | (mode << 62 if arch == "sm_90a" else mode << 61 | 1 << 46)
 
 
 def padded(codes: np.ndarray, bits: int) -> np.ndarray:
-    """(..., 16 n) codes, a byte each -> as many bytes: 16 codes side by side, then a filling."""
+    """Codes (..., 16 n), a byte each, as as many bytes: each 16 codes packed, then a filling."""
     units = codes.reshape(-1, 16)
     out = np.full_like(units, 0x7E)
     for row, unit in zip(out, units.tolist(), strict=True):

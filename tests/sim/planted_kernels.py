@@ -1,4 +1,4 @@
-"""Five small kernels that are right, in which test_planted.py plants faults, a line at a time."""
+"""Five small correct kernels, in which test_planted.py plants faults, a line at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def partition(operand, sX, tile):
 
 @cute.kernel
 def add_one_kernel(x: cpasync.TmaInfo, y: cpasync.TmaInfo):
-    """A tile by TMA into shared memory, one added by 64 threads, and back by TMA."""
+    """Load a tile by TMA into shared memory, add one by 64 threads, and store it by TMA."""
     smem = SmemAllocator()
     sX = smem.allocate_tensor(Float32, cute.make_layout(TILE, stride=(64, 1)), 128)
     loaded = smem.allocate_array(Int64, 1)
@@ -66,7 +66,7 @@ PART = 32 * ADDERS
 
 @cute.kernel
 def sums_kernel(x: cpasync.TmaInfo, mSum: cute.Tensor):
-    """Sums of rows: a warp loads parts of a row into a ring of two slots, two warps add."""
+    """Sum rows: a warp loads parts of a row into a ring of two slots, two warps add."""
     smem = SmemAllocator()
     sX = smem.allocate_tensor(Float32, cute.make_layout((1, PART, SLOTS)), 128)
     full = smem.allocate_array(Int64, SLOTS)
@@ -110,7 +110,7 @@ def sums(mX: cute.Tensor, mSum: cute.Tensor):
 
 @cute.kernel
 def exchange_kernel(mX: cute.Tensor, mY: cute.Tensor):
-    """Two CTAs of a cluster, each with 168 registers a thread, store what the other has in smem."""
+    """Two CTAs of a cluster, with 168 registers a thread, each store the smem of the other."""
     smem = SmemAllocator()
     sX = smem.allocate_tensor(Float32, cute.make_layout(64))
     thread, cta = cute.arch.thread_idx()[0] % 64, cute.arch.block_idx()[0]
@@ -124,7 +124,7 @@ def exchange_kernel(mX: cute.Tensor, mY: cute.Tensor):
     load = cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=32)
     cute.copy(load, theirs, mine)
     mY[cta * 64 + thread] = mine[0]
-    cute.arch.cluster_arrive()  # nobody leaves before
+    cute.arch.cluster_arrive()  # no thread leaves before
     cute.arch.cluster_wait()
 
 
@@ -238,7 +238,7 @@ def integers(*shape: int) -> torch.Tensor:
 
 
 def operands(kernel: str) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """What a kernel takes, its result last, and what that must be."""
+    """The arguments of a kernel, its result last, and the expected result."""
     if kernel == "add_one":
         x = integers(32, 128)
         return [x, torch.zeros_like(x)], x + 1

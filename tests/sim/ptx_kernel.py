@@ -1,9 +1,11 @@
 """Snippets of PTX as kernels: a body of instructions becomes an entry over arrays.
 
 The same text runs in the simulator and, where the machine has a Hopper GPU, on it.
-In the body stand, declared: predicates %p0.., 16-bit %h0.., 32-bit %r0.., 64-bit %d0..; and set:
-%i, the thread's number in a one-dimensional grid; %lane; and for each array ``x``: %x, its address,
-and %x_i, the address of ``x[i]`` (a row where ``x`` has more than one dimension).
+
+The body finds declared: predicates %p0.., 16-bit %h0.., 32-bit %r0.., 64-bit %d0..; and set: %i,
+the thread's number in a one-dimensional grid; %lane; and for each array ``x``: %x, its address, and
+%x_i, the address of ``x[i]`` (a row where ``x`` has more than one dimension).
+
 With dynamic shared memory, ``smem`` is its symbol.
 """
 
@@ -29,7 +31,7 @@ VERSION = "8.6"
 
 @dataclass(frozen=True)
 class Shape:
-    """How a snippet is launched; smem in bytes."""
+    """The launch of a snippet; smem in bytes."""
 
     grid: int | tuple[int, int, int] = 1
     block: int | tuple[int, int, int] = 32
@@ -83,7 +85,7 @@ def simulate_ptx(
     assembles: bool = True,
     **how: Any,
 ) -> SimReport:
-    """Runs the snippet in the simulator; ``arrays`` are written in place. Raises Hazards too.
+    """Run the snippet in the simulator; ``arrays`` are written in place. Raises Hazards too.
 
     ``assembles``: whether NVIDIA's assembler takes it. ``how``: further options of `Simulation`.
     """
@@ -104,7 +106,7 @@ def simulate_ptx(
 def run_on_gpu(
     body: str, arrays: Mapping[str, np.ndarray], shape: Shape | None = None, *, head: str = ""
 ) -> None:
-    """Runs the snippet on the GPU of this machine; ``arrays`` are written in place."""
+    """Run the snippet on the GPU of this machine; ``arrays`` are written in place."""
     import torch
     from cuda.bindings import driver
 
@@ -148,7 +150,7 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 
 @cache
 def _assemble(text: str, arch: str) -> None:
-    """Has $CUTEX_PTXAS, if set, read the snippet: finds a test's own bad PTX without a GPU."""
+    """Assemble the snippet with $CUTEX_PTXAS, if set: finds a test's own bad PTX without a GPU."""
     ptxas = os.environ.get("CUTEX_PTXAS")
     if ptxas:
         command = [ptxas, f"-arch={arch}", "-O0", "-o", os.devnull, "/dev/stdin"]

@@ -1,6 +1,6 @@
-"""Floating-point formats in exact fractions: the reference that arithmetic is held to.
+"""Floating-point formats in exact fractions: the reference for arithmetic.
 
-Every number of every format here is a Python float, exactly, so values travel as floats.
+Every number of every format here is a Python float, exactly, so values are passed as floats.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class Format:
         return math.copysign(0.0, value) if abs(value) < self.smallest_normal else value
 
     def round(self, exact: Fraction | float, mode: str = "rn") -> float:
-        """The format's number that ``mode`` says (rn, rz, rm, rp, rna); infinity past the top."""
+        """The format's number for an exact value in ``mode`` (rn, rz, rm, rp, rna); infinity past
+        the top.
+        """
         if isinstance(exact, float):
             if not math.isfinite(exact) or exact == 0:
                 return exact
@@ -99,7 +101,7 @@ FORMATS = {f.name: f for f in (F16, BF16, F32, F64)}
 
 
 def arithmetic(name: str, form: Format, mode: str, *values: float) -> float:
-    """add, sub, mul, div, fma or sqrt, rounded once."""
+    """The result of add, sub, mul, div, fma or sqrt, rounded once."""
     plain = _plain(name, *values)
     by_zero = name == "div" and values[1] == 0
     if by_zero or not all(map(math.isfinite, values)):
@@ -113,7 +115,9 @@ def arithmetic(name: str, form: Format, mode: str, *values: float) -> float:
 
 
 def _zero(name: str, mode: str, a: float, b: float, c: float = 0.0) -> float:
-    """An exact zero: of a product, its sign; of a sum, that of both terms or what ``mode`` says."""
+    """The sign of an exact zero: a product's own sign; for a sum, that of both terms, or
+    ``mode``'s.
+    """
     sign = lambda x: math.copysign(1, x)
     if name in ("mul", "div"):
         return math.copysign(0.0, sign(a) * sign(b))
@@ -132,7 +136,7 @@ def _exact(name: str, a: Fraction, b: Fraction, c: Fraction = Fraction(0)) -> Fr
 
 
 def _plain(name: str, *values: float) -> float:
-    """By the rules for infinities, NaN and zeros."""
+    """The result by the rules for infinities, NaN and zeros."""
     with np.errstate(all="ignore"):
         a, *rest = map(np.float64, values)
         if name == "sqrt":

@@ -1,5 +1,5 @@
-"""Ten small kernels without an MMA, each of another style, all right; test_styled.py plants a fault
-in each.
+"""Ten small correct kernels without an MMA, each of another style; test_styled.py plants a fault in
+each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def copy_atom(bits):
 
 @cute.kernel
 def add_kernel(mX: cute.Tensor, mY: cute.Tensor, mZ: cute.Tensor):
-    """Vectors of four, those behind the end left out."""
+    """Add vectors of four elements, except those behind the end."""
     block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
     at = block * THREADS + thread
     x, y, z = (cute.local_tile(t, (4,), (at,)) for t in (mX, mY, mZ))
@@ -36,7 +36,7 @@ def add(mX: cute.Tensor, mY: cute.Tensor, mZ: cute.Tensor):
 
 @cute.jit
 def block_sum(value: Float32, sums: cute.Tensor):
-    """By shuffles in each warp, then by shared memory; every thread gets it."""
+    """Sum by shuffles in each warp, then by shared memory; every thread gets the sum."""
     for i in cutlass.range_constexpr(5):
         value += cute.arch.shuffle_sync_bfly(value, 1 << i)
     thread = cute.arch.thread_idx()[0]
@@ -69,7 +69,7 @@ def norm(mX: cute.Tensor, mY: cute.Tensor):
 
 @cute.kernel
 def histogram_kernel(mX: cute.Tensor, mBins: cute.Tensor):
-    """By atomics, first in shared memory, then in global memory."""
+    """A histogram by atomics, first in shared memory, then in global memory."""
     smem = SmemAllocator()
     bins = smem.allocate_tensor(Int32, cute.make_layout(16))
     block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
@@ -113,7 +113,7 @@ def prefix(mX: cute.Tensor, mY: cute.Tensor):
 
 @cute.kernel
 def transpose_kernel(mX: cute.Tensor, mY: cute.Tensor):
-    """A 32x32 tile by shared memory whose rows are swizzled."""
+    """Transpose a 32x32 tile by shared memory with swizzled rows."""
     smem = SmemAllocator()
     rows = cute.make_layout((32, 32), stride=(32, 1))
     tile = smem.allocate_tensor(Float32, rows, 128, cute.make_swizzle(5, 2, 5))
@@ -134,7 +134,7 @@ def transpose(mX: cute.Tensor, mY: cute.Tensor):
 
 @cute.kernel
 def stencil_kernel(mX: cute.Tensor, mY: cute.Tensor):
-    """Sums of three neighbours, of tiles that cp.async brings into two buffers in turn."""
+    """Sums of three neighbours, of tiles that cp.async loads into two buffers in turn."""
     smem = SmemAllocator()
     sX = smem.allocate_tensor(Float32, cute.make_layout((THREADS + 2, 2)))
     thread, tiles = cute.arch.thread_idx()[0], cute.size(mY) // THREADS
@@ -169,7 +169,7 @@ def stencil(mX: cute.Tensor, mY: cute.Tensor):
 
 @cute.kernel
 def last_kernel(mX: cute.Tensor, mPartial: cute.Tensor, mCount: cute.Tensor, mSum: cute.Tensor):
-    """The CTA that counts last adds up what all have stored."""
+    """The CTA that counts last adds up the sums that all have stored."""
     smem = SmemAllocator()
     sums = smem.allocate_tensor(Float32, cute.make_layout(WARPS))
     last = smem.allocate_tensor(Int32, cute.make_layout(1))
@@ -231,7 +231,7 @@ def cluster(mX: cute.Tensor, mSum: cute.Tensor):
 
 @cute.kernel
 def pipe_kernel(mX: cute.Tensor, mY: cute.Tensor):
-    """A warp brings tiles by bulk copies into two slots; the others double them."""
+    """A warp loads tiles by bulk copies into two slots; the others double them."""
     smem = SmemAllocator()
     size = THREADS - 32
     sX = smem.allocate_tensor(Float32, cute.make_layout((size, 2)), 128)
@@ -300,7 +300,7 @@ KERNELS = (
 
 
 def operands(kernel: str) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """What a kernel takes, its result last, and what that must be."""
+    """The arguments of a kernel, its result last, and the expected result."""
     chance = torch.Generator().manual_seed(0)
 
     def integers(*shape: int) -> torch.Tensor:

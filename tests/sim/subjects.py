@@ -1,6 +1,6 @@
-"""Kernels that are mutated: each with inputs so large that every ring wraps and every CTA of a
-persistent grid computes several tiles, and a check of what it wrote. Attention's scores fall from
-key to key, so that what scales its output runs as well.
+"""Kernels for mutants: each with inputs so large that every ring wraps and every CTA of a
+persistent grid computes several tiles, and a check of its output. Attention's scores fall from key
+to key, so that the code that scales its output runs as well.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ORDERS = ({}, {"order": "eager"}, {"order": "starved", "seed": 1}, {"order": "pe
 
 @dataclass
 class Outcome:
-    """What a run came to: "found", an "advisory", wrong "values" only, or "nothing"."""
+    """The outcome of a run: "found", an "advisory", wrong "values" only, or "nothing"."""
 
     kind: str
     message: str = ""
@@ -45,8 +45,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Subject:
-    """``build`` compiles the kernel; ``run`` launches it by the function that it is given, and says
-    what is wrong with the result."""
+    """``build`` compiles the kernel; ``launch`` runs it by the function that it is given, and
+    returns the error of the result, or None.
+    """
 
     name: str
     build: Callable[[], Any]
@@ -57,7 +58,7 @@ class Subject:
         return self.build()
 
     def outcome(self, kernel: Any, **order: Any) -> Outcome:
-        """Of one run of the kernel, or a mutant of it."""
+        """The outcome of one run of the kernel, or of a mutant of it."""
         advisories: list[Finding] = []
 
         def launch(*arguments: Any) -> None:
@@ -83,7 +84,9 @@ def _first(
     cause: int | None = None,
     remedy: str = "",
 ) -> None:
-    """In place of `Findings.add`: the first finding ends the run, an advisory does not."""
+    """The replacement of `Findings.add` that ends the run at the first finding, but not at an
+    advisory.
+    """
     if not advisory:
         raise SimError(f"{rule}: {message}")
     _ADD(self, rule, message, instruction, advisory, cause, remedy)
@@ -124,7 +127,7 @@ def _differs(got: torch.Tensor, want: torch.Tensor) -> str | None:
 
 
 def _residual() -> Subject:
-    """Hopper's ping-pong kernel on two clusters: a bias, a residual that comes in by TMA, ReLU."""
+    """Hopper's ping-pong kernel on two clusters: a bias, a residual loaded by TMA, ReLU."""
     tiles = replace(
         gemm.stage("sm_90a", 8).config(), num_stages=3, num_ctas=4, epi_n=32, epi_stages=3
     )

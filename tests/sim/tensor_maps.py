@@ -1,4 +1,4 @@
-"""Tensor maps made by hand, from the table of their bits; and tensors that they describe."""
+"""Tensor maps, encoded by hand from the table of their bits, and the tensors that they describe."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def encode(
     flags: int = 0,
     rest: bytes = bytes(64),
 ) -> bytes:
-    """128 bytes. Dimensions innermost first; ``strides`` in bytes, without that of the innermost;
-    ``flags`` are or-ed into word 2, ``rest`` are the 64 bytes that hardware ignores.
+    """The 128 bytes of a map. Dimensions innermost first; ``strides`` in bytes, without the
+    innermost; ``flags`` are or-ed into word 2, ``rest`` are the 64 bytes that hardware ignores.
     """
     words = [0] * 16
     rank = len(dims)
@@ -68,9 +68,9 @@ def aligned(array: np.ndarray, to: int = 128) -> np.ndarray:
 
 
 def swizzled(address: np.ndarray, swizzle: int) -> np.ndarray:
-    """Where the hardware puts the byte of shared memory at ``address``: bits 4.. are XORed with
-    bits 7.., one, two or three of them for 32, 64 and 128 bytes; with atoms of 32 bytes, bits 5 and
-    6 with 7 and 8.
+    """The address at which the hardware puts the byte of ``address`` in shared memory: bits 4.. are
+    XORed with bits 7.., one, two or three of them for 32, 64 and 128 bytes; with atoms of 32 bytes,
+    bits 5 and 6 with 7 and 8.
     """
     if swizzle == ATOMS_OF_32:
         return address ^ ((address >> 7) & 3) << 5

@@ -25,7 +25,7 @@ def differs(form: Format, bits: int, want: float) -> bool:
 
 
 def expect(form: Format, got: np.ndarray, reference, *columns: np.ndarray) -> None:
-    """Each result, decoded, is what ``reference`` makes of the decoded operands."""
+    """Assert that each decoded result is ``reference`` of the decoded operands."""
     rows = zip(*(decode(form, c) for c in columns), strict=True)
     for k, (bits, row) in enumerate(zip(got.tolist(), rows, strict=True)):
         want = reference(*row)
@@ -74,7 +74,7 @@ def test_a_sum_whose_tail_float64_cannot_hold_is_rounded_by_it(execute):
 
 
 def test_fma_does_not_round_twice(execute):
-    """The product lies just beside a tie of float32, by less than float64 would show."""
+    """The product is just beside a tie of float32, by less than float64 would show."""
     x, y = np.float32(1 + 2.0**-12), np.float32(1 + 2.0**-12)
     exact = float(x) * float(y)
     z = np.array([2.0**30 * s for s in (1, -1, 3, 5)] + [2.0**-90, -(2.0**-90)], np.float32)
@@ -150,7 +150,7 @@ def test_fma_relu(execute, form):
 
 
 def choose(name: str, nan: bool, *values: float) -> float:
-    """IEEE minimumNumber (or, with ``nan``, minimum): -0 lies below +0."""
+    """IEEE minimumNumber (or, with ``nan``, minimum): -0 is below +0."""
     numbers = [v for v in values if not math.isnan(v)]
     if not numbers or (nan and len(numbers) < len(values)):
         return math.nan

@@ -33,7 +33,7 @@ def truncated(a: int, b: int) -> int:
 
 
 def check(execute, op: str, kind: str, reference, *kinds: str, columns=None, out: str = "") -> None:
-    """``op`` over operands of ``kinds`` against ``reference`` of Python integers."""
+    """Compare ``op`` over operands of ``kinds`` with ``reference`` on Python integers."""
     kinds = kinds or (kind, kind)
     columns = columns or [integers(DTYPES[k], seed=i) for i, k in enumerate(kinds)]
     values = crossed(*columns)

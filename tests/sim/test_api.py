@@ -1,4 +1,5 @@
-"""simulate() as others call it: any jitted function, torch or numpy, and what it says no to."""
+"""simulate() as users call it: any jitted function, torch or numpy, and the errors for bad
+input."""
 
 from __future__ import annotations
 
@@ -171,6 +172,30 @@ def test_what_is_no_kernel_is_refused():
         simulate(3, *numbers())
 
 
+@pytest.mark.parametrize(
+    ("options", "kind", "sentence"),
+    [
+        ({"seed": -1}, ValueError, "seed -1: takes a number from 0"),
+        ({"seed": "a"}, TypeError, "seed must be an int, got 'a'"),
+        ({"jobs": 1.5}, TypeError, "jobs must be an int, got 1.5"),
+        ({"clusters": 2.0}, TypeError, "clusters must be an int, got 2.0"),
+        ({"max_instructions": 0}, ValueError, "max_instructions 0: takes a number from 1"),
+        ({"gpu": "b200"}, ValueError, "gpu 'b200' goes with time=True"),
+    ],
+)
+def test_what_makes_no_sense_is_one_sentence(options, kind, sentence):
+    with pytest.raises(kind, match=sentence):
+        simulate(scale, *numbers(), 3, 7, **options)
+
+
+@pytest.mark.parametrize("given", [(), (3, 7, 9)])
+def test_another_number_of_arguments_is_one_sentence(given):
+    sentence = f"scale cannot be called with {2 + len(given)} arguments: "
+    with pytest.raises(TypeError, match=sentence) as error:
+        simulate(scale, *numbers(), *given)
+    assert "\n" not in str(error.value)
+
+
 def test_an_unknown_order_is_refused_before_anything_else():
     with pytest.raises(ValueError, match="order 'backwards': takes one of fifo") as error:
         simulate(None, order="backwards")
@@ -214,14 +239,14 @@ def test_without_a_c_compiler_the_sentence_says_what_to_install(monkeypatch, tmp
     monkeypatch.delenv("CC", raising=False)
     kernel, tensors = gemm_arguments()
     kernel.__dict__.pop("_cutex_sim", None)
-    monkeypatch.setenv("CUTEX_CACHE", str(tmp_path / "cache"))  # where it does not lie linked
+    monkeypatch.setenv("CUTEX_CACHE", str(tmp_path / "cache"))  # where it is not linked yet
     with pytest.raises(NoCompiler, match=r"needs a C compiler .* install one") as error:
         simulate(kernel, *tensors)
     one_sentence(error.value)
 
 
 def test_no_gpu_is_looked_for():
-    """Simulating imports neither a CUDA driver nor what would need one."""
+    """Simulating imports neither a CUDA driver nor a module that needs one."""
     code = """
 import numpy as np, sys
 from cutex.sim import simulate
@@ -274,7 +299,7 @@ def test_poison_that_reaches_the_result_fails_the_check():
 
 
 def test_threads_may_call_the_same_kernels_host_code_at_one_time() -> None:
-    """Both are one library, and each launch is told to the thread that it comes from."""
+    """Both threads use one library, and each launch reaches the thread that made it."""
     kernel = compile(stage("sm_90a", 0).kernel(), "bf16", "sm_90a")
     host = HostFunction(kernel.object_path, kernel.symbol)
     ready = Barrier(2)
@@ -295,7 +320,7 @@ def test_threads_may_call_the_same_kernels_host_code_at_one_time() -> None:
         assert list(pool.map(launched, (128, 512))) == [[1], [4]]
 
 
-# -- what a kernel is given ------------------------------------------------------------------------
+# -- arguments of a kernel -------------------------------------------------------------------------
 
 
 @cute.kernel

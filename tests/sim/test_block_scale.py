@@ -20,7 +20,7 @@ FACTOR_VALUES = {"ue8m0": [0.25, 0.5, 1, 2, 4], "ue4m3": [0.5, 0.75, 1, 1.5, 2, 
 
 @dataclass
 class Scaled(Mma):
-    """4-bit operands are given as layouts of bytes, two elements in each."""
+    """A block-scaled MMA; 4-bit operands are given as layouts of bytes, two elements in each."""
 
     kind: str = "mxf8f6f4"
     vector: str = ".scale_vec::1X"
@@ -59,7 +59,7 @@ class Scaled(Mma):
         return value | self.n >> 3 << 17 | self.m >> 7 << 27
 
     def codes(self, rows: int, seed: int) -> np.ndarray:
-        """(rows, K) elements: 4-bit codes, or small integers."""
+        """Random elements (rows, K): 4-bit codes, or small integers."""
         if self.four_bits:
             return np.random.default_rng(seed).integers(0, 16, (rows, 64))
         return small_integers(self.b.kind, (rows, 32), seed)
@@ -68,7 +68,7 @@ class Scaled(Mma):
         return np.where(codes & 8, -1, 1) * FOURS[codes & 7] if self.four_bits else codes
 
     def values(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Codes of A and B; what D holds before."""
+        """The codes of A and B, and D before the MMA."""
         c = np.random.default_rng(self.seed + 2).integers(-64, 64, (self.m, self.n))
         return self.codes(self.m, self.seed), self.codes(self.n, self.seed + 1), c
 
@@ -105,8 +105,8 @@ class Scaled(Mma):
     def put(
         self, t: np.ndarray, column: int, byte: int, factors: np.ndarray, halves: bool = False
     ) -> None:
-        """In all four quarters of the lanes of ``t`` (128, columns); of a pair with M = 128 the
-        first half of B in the first two, the second in the others.
+        """Write factors to all four quarters of the lanes of ``t`` (128, columns); for a pair with
+        M = 128 the first half of B to the first two quarters, the second half to the others.
         """
         raw = factors.astype(FACTOR_TYPES[self.factors]).view(np.uint8).astype(np.uint32)
         below = self.n // 2 if halves else len(factors)

@@ -1,4 +1,6 @@
-"""Accesses outside of every tensor, buffer or stack: each names warp, lane, place and neighbour."""
+"""Accesses outside of every tensor, buffer or stack: the report names warp, lane, address and
+neighbour.
+"""
 
 from __future__ import annotations
 

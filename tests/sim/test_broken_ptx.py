@@ -59,12 +59,14 @@ BODIES = [
     "prmt.b32 %r2, %r2, %i, 0x5410; lop3.b32 %r2, %r2, %i, 7, 0x96; st.global.u32 [%a_i], %r2;",
 ]
 WORDS = sorted({*re.findall(r"[.:]([a-zA-Z]\w*)", " ".join(BODIES)), "zzz", "sat", "v4", "f64"})
-# Warp-instructions after which a broken loop is ended: an order of magnitude above what is needed.
+# Warp-instructions after which a broken loop is ended: ten times as many as a right one needs.
 LIMIT = 2000
 
 
 def told(text: str, shape: Shape = SHAPE) -> str:
-    """What becomes of a module of one array: "right", "finding" or the error, which is its own."""
+    """The outcome of a module of one array: "right", "finding" or the name of the simulator's
+    error.
+    """
     array = np.arange(64, dtype=np.uint32)
     spare = np.zeros(1 << 16, np.uint8)
     tensor = HostTensor.of(array, "a")
@@ -117,7 +119,7 @@ def test_more_broken_texts():
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_broken_texts_of_compiled_kernels(arch):
-    """The host code of stage 0 launches what its PTX has become."""
+    """The host code of stage 0 launches its broken PTX."""
     import torch
 
     from cutex.compile import compile
@@ -149,7 +151,7 @@ def test_a_changed_comment_about_the_source_says_nothing(text):
 
 
 def executed(texts: list[str]) -> list[tuple[str, str]]:
-    """(statement, opcode) of all that the bodies execute."""
+    """(statement, opcode) of all instructions that the bodies execute."""
     found = []
     for body in texts:
         for statement in re.sub(r"\w+:\s", "", body.replace("{ ", "").replace("} ", "")).split(";"):
@@ -268,7 +270,7 @@ COUNT = """mov.u32 %r0, 0; LOOP: add.u32 %r0, %r0, 1; setp.lt.u32 %p0, %r0, {};
 
 
 def test_a_long_loop_is_no_deadlock(monkeypatch):
-    """What 3,000,000 rounds are to the limit as it is, 100,000 are to a thirtieth of it."""
+    """100,000 rounds at a thirtieth of the limit stand for 3,000,000 at the real one."""
     from cutex.sim import scheduler
 
     monkeypatch.setattr(scheduler, "_ROUNDS", scheduler._ROUNDS // 30)

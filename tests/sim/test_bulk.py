@@ -1,4 +1,4 @@
-"""Bulk copies of plain bytes, groups that wait for them, and stores that complete on mbarriers.
+"""Bulk copies of plain bytes, waits for their groups, and stores that complete on mbarriers.
 
 Snippets run in the simulator, and on a Hopper GPU where there is one.
 """
@@ -181,7 +181,7 @@ ASYNC = "async{}.shared::cluster.mbarrier::complete_tx::bytes"
 
 
 def remote(text: str, size: int, offset: int = 0) -> str:
-    """Rank 1 of two CTAs runs the text for rank 0, all lanes: %r12 its shared memory, %r13 its
+    """Run the text in rank 1 of two CTAs for rank 0, on all lanes: %r12 its shared memory, %r13 its
     mbarrier; rank 0 waits for ``size`` bytes.
     """
     return f"""
@@ -206,7 +206,7 @@ def remote(text: str, size: int, offset: int = 0) -> str:
 
 
 def lanes_words(smem: np.ndarray) -> np.ndarray:
-    """(32 lanes, 4 words), 16 bytes per lane."""
+    """Words (32 lanes, 4), 16 bytes per lane."""
     return smem[:512].view(np.uint32).reshape(32, 4)
 
 

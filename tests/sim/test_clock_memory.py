@@ -25,7 +25,7 @@ LAUNCH = 1.0  # microseconds, of the launch and the first loads
 
 
 def predicted(kernel: str, *tensors: torch.Tensor) -> float:
-    """Microseconds of all its launches."""
+    """The microseconds of all its launches."""
     found = captured(getattr(styled_kernels, kernel), tensors, "sm_90a")
     return sum(report.us for report in time_call(*found))
 

@@ -1,4 +1,4 @@
-"""The clock against what others wrote and measured; its fits; what instructions cost in order."""
+"""The clock against published measurements; its fits; the costs of instructions in order."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_fitting_finds_the_constants_that_rows_were_made_with():
     assert found == pytest.approx(true, rel=0.15)
 
 
-# ---- what a stretch of instructions costs
+# ---- the cost of a run of instructions
 
 
 def sass(at: int, opcode: str, line: int, stall: int = 1) -> Sass:
@@ -169,7 +169,7 @@ def test_what_ptxas_moved_past_a_wait_is_charged_behind_it():
 
 
 def test_wgmmas_are_told_by_their_order_where_their_lines_are_others():
-    """Of two products between two waits the machine code has the lines of what feeds them."""
+    """Two products between two waits have, in the machine code, the lines of their inputs."""
     code = [
         sass(0, "SYNCS.PHASECHK", 1), sass(16, "HGMMA", 5), sass(32, "FADD", 6),
         sass(48, "HGMMA", 2), sass(64, "WARPGROUP.DEPBAR", 4),
@@ -195,7 +195,7 @@ def test_regions_are_what_runs_equally_often():
 
 
 def test_loads_that_follow_one_another_count_as_asked_for_together():
-    """Each next box of a tensor, as far from its first as the recorded CTA went."""
+    """Each next box of a tensor is as far from its first as in the recorded CTA."""
     loads = [Load((), 64, (7, 100 - 10 * i, 3), 1) for i in range(TOGETHER + 2)]
     record = Record({0: [Load((), 64, (9, 5), 1), *loads]}, {}, {0: 0}, {0: 2}, 1, 1, 1, True)
     paths = _paths(record)

@@ -1,4 +1,4 @@
-"""The pictures of the ladders: what overlaps where, from the stored records."""
+"""The pictures of the ladders: the overlap of tracks, from the stored records."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def intervals(arch: str, number: int) -> list[Interval]:
 
 
 def share(arch: str, number: int, a: str, b: str) -> float:
-    """Of the cycles in which a track that starts with `a` works, those in which `b` does too."""
+    """The share of the cycles in which tracks of `a` work that tracks of `b` work in, too."""
     mine = [i for i in intervals(arch, number) if i.cta == 0 and i.kind != "wait"]
     grid = np.zeros((2, int(max(i.end for i in mine)) + 1), bool)
     for i in mine:
@@ -69,7 +69,7 @@ def test_ping_pong_puts_stores_under_mmas():
 
 @pytest.mark.parametrize("arch, number", [("sm_90a", 0), ("sm_100a", 0), ("sm_100a", 6)])
 def test_a_warp_does_one_thing_at_a_time(arch, number):
-    """Stage 0 has CTAs side by side on an SM, of which the picture tells of one."""
+    """Stage 0 has several CTAs on an SM, of which the picture shows one."""
     tracks: dict[tuple[int, str], list[Interval]] = {}
     for i in intervals(arch, number):
         if i.kind != "unit":

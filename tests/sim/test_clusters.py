@@ -1,4 +1,4 @@
-"""CTAs that wait for each other: by the barriers of a cluster, its shared memory, or flags in
+"""CTAs that wait for each other: by cluster barriers, shared memory of the cluster, or flags in
 global memory.
 """
 

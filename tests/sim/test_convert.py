@@ -342,7 +342,7 @@ def test_powers_of_two_around_the_size_of_a_number(source, mode, finite):
 
 
 def _power(value: float, above: bool, finite: bool) -> int:
-    """The code of 2^(code - 127), by trying all of them."""
+    """The code of 2^(code - 127), found by trying all codes."""
     if math.isnan(value):
         return 255
     size = Fraction(abs(value)) if math.isfinite(value) else Fraction(2) ** 200

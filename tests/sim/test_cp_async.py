@@ -1,4 +1,6 @@
-"""Non-bulk cp.async: what arrives in shared memory, who may read it when, and who is told."""
+"""Non-bulk cp.async: the data in shared memory, the time from which others may read it, and
+arrivals.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def source() -> np.ndarray:
 
 
 def copied(execute, text: str, mask: int = 0, shape: Shape = SHAPE, **how) -> np.ndarray:
-    """(64, 4) what the threads found, moved back to whose copy it was."""
+    """The threads' data, (64, 4), in the order of the threads that copied it."""
     out = np.zeros((64, 4), np.uint32)
     body = COPY.replace("BODY", text).replace("N;", f"{mask};")
     execute(body, {"a": source(), "out": out}, shape, **how)
@@ -80,7 +82,7 @@ def test_a_cache_policy_changes_nothing(execute):
 
 
 def test_nothing_is_read_where_nothing_is_taken(execute):
-    """Both ways to leave out the source also leave out its address."""
+    """Both ways to omit the source also omit its address."""
     far = "add.u64 from, from, 1073741824; "
     for last in ("n", "%p2"):
         text = f"setp.eq.u32 %p2, n, 0; {far}cp.async.cg.shared.global [mine], [from], 16, {last};"
@@ -224,7 +226,7 @@ def test_an_ordinary_arrival_does_not_wait_for_copies():
 
 
 def test_an_arrival_waits_for_the_copies_before_it_only():
-    """Each slot has its barrier: that of slot 0 says nothing of slot 1."""
+    """Each slot has its barrier: that of slot 0 does not cover slot 1."""
     body = f"""{init(32)} .reg .b32 next, data; .reg .b64 from; add.u32 next, bar, 8;
     @%p0 mbarrier.init.shared.b64 [next], 32; bar.sync 0; add.u32 data, bar, 128;
     mad.lo.u32 data, %lane, 16, data; mad.wide.u32 from, %lane, 16, %a; setp.lt.u32 %p1, %i, 32;
@@ -243,7 +245,7 @@ def test_an_arrival_waits_for_the_copies_before_it_only():
         simulate_ptx(body.replace("WAITED", "bar"), {"a": a, "out": out}, shape)
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- refused operands ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -286,5 +288,5 @@ def test_a_bulk_store_of_what_was_copied_is_told_without_a_fence(order):
 
 
 def rows_like(array: np.ndarray) -> np.ndarray:
-    """Of the same shape, at a multiple of 16 bytes."""
+    """Rows of the same shape, at a multiple of 16 bytes."""
     return rows(*array.shape)

@@ -1,4 +1,4 @@
-"""What waits for ever is reported as a deadlock that says who waits for what."""
+"""A wait that never ends is reported as a deadlock, with every waiter and its wait."""
 
 from __future__ import annotations
 
@@ -202,12 +202,12 @@ def test_setmaxnreg_takes_steps_of_8():
         simulate_ptx(body, {}, Shape(block=128), assembles=False)
 
 
-# -- what came before ------------------------------------------------------------------------------
+# -- events before the deadlock --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("end", ["bar.sync 1, 64;", "ld.global.u32 %r1, [%x+4096];"])
 def test_races_found_before_the_end_of_a_run_are_told_with_it(end):
-    """Of a deadlock, or an access outside every tensor."""
+    """The end of the run is a deadlock, or an access outside every tensor."""
     body = f"""mov.u32 %r9, smem; setp.ge.u32 %p0, %i, 32; @%p0 st.shared.b32 [%r9], %i;
         @!%p0 ld.shared.b32 %r0, [%r9]; @%p0 bra END; {end} END:"""
     with pytest.raises(

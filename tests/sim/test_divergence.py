@@ -62,7 +62,7 @@ def test_loops_of_different_length(execute):
 
 
 def test_a_warp_is_whole_again_after_a_loop():
-    """In the simulator; hardware promises it only to instructions that synchronise."""
+    """The simulator's behaviour; hardware promises it only to instructions that synchronise."""
     out = np.zeros(32, np.uint32)
     body = """
     mov.b32 %r0, 0; LOOP: add.u32 %r0, %r0, 1; setp.lt.u32 %p0, %r0, %lane; @%p0 bra LOOP;
@@ -109,7 +109,7 @@ def test_a_block_that_is_no_multiple_of_the_warp(execute):
 
 @pytest.mark.parametrize("first", ["setp.eq.u32", "setp.ne.u32"], ids=["waiter low", "waiter high"])
 def test_one_side_of_a_branch_waits_for_a_flag_that_the_other_sets(execute, first):
-    """Whichever side comes first in the program."""
+    """Either side may come first in the program."""
     flag, out = np.zeros(1, np.uint32), np.zeros(32, np.uint32)
     wait = f"""
       {START} SPIN: ld.volatile.global.b32 %r0, [%flag]; setp.eq.u32 %p1, %r0, 0;
@@ -143,7 +143,8 @@ def test_one_side_sleeps_at_an_mbarrier_on_which_the_other_arrives(execute):
 def test_each_lane_in_turn():
     """Lane k waits until the counter is k, then raises it: no lane can go before the one below.
 
-    In the simulator: whether hardware lets lanes leave the loop alone is the compiler's choice.
+    It is the simulator's behaviour: whether hardware lets lanes leave the loop alone is the
+    compiler's choice.
     """
     counter, out = np.zeros(1, np.uint32), np.zeros(32, np.uint32)
     body = """
@@ -156,7 +157,9 @@ def test_each_lane_in_turn():
 
 
 def test_bar_warp_sync_joins_different_places(execute):
-    """Lanes meet at different instructions; what one side wrote before, the other reads after."""
+    """Lanes meet at different instructions; the writes of one side before are visible to the other
+    after.
+    """
     out = np.zeros(32, np.uint32)
     body = """
     .reg .b32 mine, peer, x; mov.u32 mine, smem; xor.b32 x, %lane, 16; mad.lo.u32 peer, x, 4, mine;

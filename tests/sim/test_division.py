@@ -1,5 +1,5 @@
-"""How a run may be made faster: a grid whose clusters several processes simulate gives the same
-numbers, counts and reports; without checks it gives the same numbers.
+"""Faster runs: a grid whose clusters several processes simulate gives the same numbers, counts and
+reports; a run without checks gives the same numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EIGHT = Shape(grid=8, block=32)
 
 @pytest.fixture
 def divided(monkeypatch) -> list[bool]:
-    """Of each launch that was to be divided, whether all of its parts were kept."""
+    """A list that gets, for each launch to be divided, whether all of its parts were kept."""
     kept: list[bool] = []
     run_parts = division.run_parts
 
@@ -48,7 +48,7 @@ def test_numbers_and_counts_are_those_of_one_process(arch: str, number: int, div
 
 
 def found(body: str, jobs: int, order: str = "fifo", **more: np.ndarray) -> tuple[str, list[int]]:
-    """What is told of a snippet, and what it has written."""
+    """The reports of a snippet, and the values that it wrote."""
     x = np.zeros(64, np.uint32)
     try:
         report = simulate_ptx(body, {"x": x, **more}, EIGHT, order=order, jobs=jobs)

@@ -1,4 +1,4 @@
-"""What the driver would make of a tensor map, and kernels whose host code asks it to."""
+"""The stand-in for the driver's encoder of tensor maps, and kernels whose host code calls it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ ROWS, COLUMNS = 32, 64
 
 @cute.kernel
 def copy_kernel(desc: cutlass.GridConstant[cuda.TensorMap], out: cute.Tensor):
-    """One box by TMA into smem, and from there to `out` as it lies."""
+    """Load one box by TMA into smem, and copy it unchanged to `out`."""
     thread, _, _ = cute.arch.thread_idx()
     smem = cutlass.Array(cutlass.Float16, (ROWS, COLUMNS), space=cutlass.AddressSpace.smem)
     full = cutlass.Array(cutlass.Int64, 1, space=cutlass.AddressSpace.smem)

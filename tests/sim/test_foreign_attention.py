@@ -19,7 +19,8 @@ ORDERS = [{}, {"order": "random", "seed": 1}, {"order": "starved", "seed": 4}]
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize("tokens, heads", [(512, 4), (200, 1)])
 def test_forward_is_that_of_torch(tokens, heads, order, monkeypatch):
-    """Within twice the rounding of the exact output to bf16, plus that of P to bf16."""
+    """The error is within twice that of rounding the exact output to bf16, plus that of P to
+    bf16."""
     from cuda.bindings.driver import CUstream
 
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_100a")  # else it takes the arch of the GPU that is here

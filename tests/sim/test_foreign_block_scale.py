@@ -1,6 +1,6 @@
 """NVIDIA's block-scaled GEMMs run unmodified, from a clone of CUTLASS (test_foreign_kernels.py).
 
-They anchor where scale factors lie in tensor memory, of which the PTX ISA has figures only.
+They fix the layout of scale factors in tensor memory, of which the PTX ISA has figures only.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Operand:
 
     @property
     def data(self) -> torch.Tensor:
-        """As bytes; two 4-bit elements in each, the first in the lower half."""
+        """The matrix as bytes; two 4-bit elements in each, the first in the lower half."""
         raw = self.numbers.view(np.uint8)
         if self.element == "e2m1":
             raw = raw[:, ::2] & 15 | raw[:, 1::2] << 4
@@ -63,7 +63,9 @@ class Operand:
 
     @property
     def blocked_factors(self) -> torch.Tensor:
-        """In blocks of 128 rows by 4 factors: 32 x 16 bytes, rows 32 apart side by side."""
+        """The factors in blocks of 128 rows by 4 factors: 32 x 16 bytes, rows 32 apart side by
+        side.
+        """
         rows, count = self.factors.shape
         out = np.zeros((rows // 128, count // 4, 32, 4, 4), FACTORS[self.factor][1])
         r, g = np.arange(rows)[:, None], np.arange(count)[None, :]
@@ -72,7 +74,7 @@ class Operand:
 
 
 def check(gemm, a: Operand, b: Operand, more: tuple, order: dict) -> None:
-    """The rounded product, exactly; ``more`` are constants after the pointers."""
+    """Compare with the rounded product, exactly; ``more`` are constants after the pointers."""
     element, factor = ELEMENTS[a.element][0], FACTORS[a.factor][0]
 
     @cute.jit

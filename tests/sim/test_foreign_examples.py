@@ -1,4 +1,4 @@
-"""CUTLASS's CuTe DSL examples as they are, each by its own command line and held to its own check.
+"""CUTLASS's CuTe DSL examples unmodified, each with its own command line and its own check.
 
     CUTEX_CUTLASS=path/to/cutlass pytest -n 8 tests/sim/test_foreign_examples.py
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
     not CLONE, reason="needs a clone of CUTLASS's examples: set CUTEX_CUTLASS to it"
 )
 
-FINDINGS = {  # what is wrong with them
+FINDINGS = {  # the faults of these examples
     "experimental/primitives/reduction/cluster_tmem_reduce.py": (
         "by the tcgen05.cp issued by", "reads tensor memory", "no barrier orders the two"),
     "experimental/primitives/mapa.py": (

@@ -26,7 +26,7 @@ def examples_import_each_other(monkeypatch):
 
 
 def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False) -> torch.Tensor:
-    """Of (heads, tokens, dims), in float64."""
+    """Attention of (heads, tokens, dims), in float64."""
     scores = q.double() @ k.double().mT * q.shape[-1] ** -0.5
     if causal:
         later = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)

@@ -37,7 +37,7 @@ TUTORIALS = [f"fp16_gemm_{i}" for i in range(6)]
 
 
 def example(folder: str, name: str):
-    """The example as a module, from where it lies."""
+    """The example as a module, loaded from its file in the clone."""
     path = ALL_EXAMPLES / folder / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -57,7 +57,7 @@ def operands(m: int, n: int, k: int, dtype: torch.dtype, batch: bool = False):
 
 
 def assert_close(c: torch.Tensor, reference: torch.Tensor) -> None:
-    """Within twice the error of rounding the exact product to the output's type."""
+    """Assert an error within twice that of rounding the exact product to the output's type."""
     rounding = (reference.to(c.dtype).double() - reference).abs().max()
     assert (c.reshape(reference.shape).double() - reference).abs().max() <= 2 * rounding
 
@@ -113,7 +113,9 @@ def test_gemms_of_blackwell(name, pair, tile, tma_store, order):
 @pytest.mark.parametrize("pair", [False, True])
 @pytest.mark.parametrize("majors", ["mk", "kn", "mn"])
 def test_gemms_of_blackwell_in_tf32_of_every_major(majors, pair, order):
-    """Of A and B; what is contiguous along M or N comes in 32-byte atoms of a 128-byte swizzle."""
+    """Every major of A and B; an operand contiguous along M or N has 32-byte atoms of a 128-byte
+    swizzle.
+    """
     module = example("cute/blackwell/kernel/dense_gemm", "dense_gemm")
     tile, cluster = ((256, 128), (2, 1)) if pair else ((128, 128), (1, 1))
     gemm = module.DenseGemmKernel(cutlass.Float32, pair, tile, cluster, True)
@@ -149,7 +151,7 @@ def test_persistent_gemm_of_hopper(tile, cluster, order):
 @pytest.mark.parametrize("order", ORDERS[:2], ids=str)
 @pytest.mark.parametrize("pair", [False, True])
 def test_blockwise_gemm_of_blackwell_with_scales_by_cp_async(pair, order):
-    """Factors of 1x128 of A and 128x128 of B, applied to the accumulator."""
+    """Scale factors of 1x128 of A and 128x128 of B, applied to the accumulator."""
     module = example("cute/blackwell/kernel/blockwise_gemm", "blockwise_gemm")
     m, n, k = 256, 256, 512
     a, b = (torch.randint(-3, 4, (rows, k)).double() for rows in (m, n))
@@ -195,7 +197,7 @@ def test_cp_async_that_arrives_on_an_mbarrier_in_a_cluster(order):
 
 
 def test_the_tutorials_write_past_the_end_when_m_is_no_multiple_of_the_tile():
-    """They ask for whole tiles; the simulator says what happens otherwise."""
+    """They require whole tiles; the simulator reports the accesses of other sizes."""
     module = example("cute/blackwell/tutorial/tutorial_gemm", "fp16_gemm_1")
     a, b, c, _ = operands(640, 512, 192, torch.float16)
     with pytest.raises(BadAddress, match=r"bytes past the end of c \(640x512 float16\)"):

@@ -1,4 +1,4 @@
-"""What fp8 sums on Hopper keep, against the rule in exact integers."""
+"""The bits that fp8 sums on Hopper keep, against the rule in exact integers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def exponent(x: Fraction) -> int:
 
 
 def cut(x: Fraction, at: int) -> Fraction:
-    """Towards zero, to a multiple of 2^at."""
+    """Truncate towards zero, to a multiple of 2^at."""
     unit = Fraction(2) ** at
     return int(x / unit) * unit
 

@@ -1,6 +1,6 @@
 """Copies of four rows (PTX ISA 9.7.9.27, .tile::gather4 and .tile::scatter4) against their
-definition, element by element: a box of one row at each of four places of a matrix, one behind the
-other in shared memory, whose addresses the swizzle takes as a whole.
+definition, element by element: a box of one row at each of four places of a matrix, one after the
+other in shared memory, where the swizzle applies to all four rows together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SCATTER = "global.shared::cta.tile::scatter4.bulk_group"
 
 @dataclass
 class FourRows(Copy):
-    """``at``: a column and four rows."""
+    """A copy of four rows; ``at``: a column and four rows."""
 
     def elements(self) -> list[tuple[np.ndarray, int | None]]:
         out = []

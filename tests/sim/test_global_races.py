@@ -1,4 +1,5 @@
-"""Clusters that write, or write and read, one place of global memory, and nothing orders them."""
+"""Clusters that write, or write and read, one word of global memory without an order between
+them."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def run(body: str, order: str = "fifo", **shape) -> np.ndarray:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_different_values_are_a_race(order: str) -> None:
-    """Lane by lane all CTAs write to the same words, whether in one step or in several."""
+    """All CTAs write to the same words lane by lane, in one step or in several."""
     with pytest.raises(Hazards, match=ANOTHER):
         run("mad.wide.u32 %d0, %lane, 4, %x; st.global.u32 [%d0], %cta;", order)
 
@@ -38,7 +39,7 @@ ADDED = "ld.global.u32 %r0, [%x]; add.u32 %r0, %r0, 1; st.global.u32 [%x], %r0;"
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_sum_without_atomics_is_a_race(order: str) -> None:
-    """All CTAs add to one word: what one reads, another writes."""
+    """All CTAs add to one word by a load and a store, so one reads a word that another writes."""
     with pytest.raises(Hazards, match=r"race: .*(reads x\[0\]|which .* read: nothing orders)"):
         run(f"setp.ne.u32 %p0, %lane, 0; @%p0 ret; {ADDED}", order)
     with_atomics = "setp.ne.u32 %p0, %lane, 0; @%p0 ret; red.global.add.u32 [%x], 1;"
@@ -47,7 +48,7 @@ def test_a_sum_without_atomics_is_a_race(order: str) -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_what_only_one_cluster_reads_and_writes_is_its_own(order: str) -> None:
-    """As is what all read and nobody writes."""
+    """No race either where all clusters read and none writes."""
     own = "mad.wide.u32 %d0, %cta, 4, %x; ld.global.u32 %r0, [%d0]; st.global.u32 [%d0], %cta;"
     run(f"{own} ld.global.u32 %r1, [%x+128];", order)
 
@@ -61,9 +62,9 @@ def test_neither_are_places_of_ones_own_nor_two_writes_of_one_cluster() -> None:
     run("st.global.u32 [%x], %cta;", cluster=4)
 
 
-# -- what orders clusters --------------------------------------------------------------------------
+# -- order between clusters ------------------------------------------------------------------------
 
-# x[0] is data, x[8] the flag: warp 1 of CTA 0 writes, its warp 0 tells; CTA 1's warp 0 waits for
+# x[0] is data, x[8] the flag: warp 1 of CTA 0 writes, its warp 0 sets; CTA 1's warp 0 waits for
 # that, and its warp 1 reads into x[16].
 HANDED_OVER = """
     shr.u32 %r5, %i, 5; setp.ne.u32 %p1, %lane, 0; setp.ne.u32 %p0, %cta, 0; @%p0 bra OTHER;
@@ -103,7 +104,7 @@ def handed_over(tell: str, look: tuple[str, str], order: str) -> None:
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("tell", TELLS)
 def test_a_release_that_is_acquired_orders_clusters(tell: str, look: str, order: str) -> None:
-    """PTX ISA 8.8: and through barriers the other warps of both."""
+    """PTX ISA 8.8: it also orders the other warps of both, through barriers."""
     handed_over(TELLS[tell], LOOKS[look], order)
 
 
@@ -141,7 +142,7 @@ def test_an_atomic_elsewhere_orders_nothing(order: str) -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_atomic_and_an_ordinary_store_race(order: str) -> None:
-    """CTA 0 adds with a load and a store, the others with atomics: what they add may be lost."""
+    """CTA 0 adds with a load and a store, the others with atomics: their sums may be lost."""
     body = f"""setp.ne.u32 %p0, %lane, 0; @%p0 ret; setp.ne.u32 %p1, %cta, 0; @%p1 bra REST;
         {ADDED} bra END; REST: red.global.add.u32 [%x], 1; END:"""
     with pytest.raises(Hazards, match=r"race: .*(by an atomic, and|wrote|changes it by atomics)"):
@@ -171,7 +172,7 @@ STORED_IN_BULK = """
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_what_a_bulk_store_has_read_it_may_not_have_written(order: str) -> None:
-    """PTX ISA 9.7.9.25.4.6: wait_group.read says nothing of global memory."""
+    """PTX ISA 9.7.9.25.4.6: wait_group.read does not cover global memory."""
     written = STORED_IN_BULK.replace("WRITTEN", "cp.async.bulk.wait_group 0;")
     assert run(written, order, grid=2, smem=16)[16] == 7
     with pytest.raises(Hazards, match=READ_TOO_EARLY):
@@ -193,7 +194,7 @@ def test_bulk_stores_are_watched() -> None:
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("arch, number", [("sm_90a", 5), ("sm_100a", 4)])
 def test_tiles_stored_over_each_other_are_found(arch: str, number: int, order: str) -> None:
-    """As if the way out did not count the tiles of M: every row of tiles goes to the first."""
+    """As if the store did not count the tiles of M: every row of tiles goes to the first."""
     kernel = compile(stage(arch, number).kernel(), "bf16", arch)
     problem = GemmProblem(512, 256, 64, dtype="bf16", init="int")
     a, b = problem.inputs("cpu")
@@ -210,7 +211,7 @@ def test_tiles_stored_over_each_other_are_found(arch: str, number: int, order: s
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_a_product_written_over_its_operand_is_found(arch: str, order: str) -> None:
-    """Other CTAs load by TMA what one stores, whichever comes first."""
+    """Other CTAs load by TMA the words that one stores, in either order."""
     kernel = compile(stage(arch, 5).kernel(), "bf16", arch)
     problem = GemmProblem(512, 512, 512, dtype="bf16", init="int")
     a, b = problem.inputs("cpu")

@@ -1,4 +1,4 @@
-"""Two launches of one call of which the second may start before the first has ended."""
+"""Two launches of one call, the second of which may start before the first has ended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ READ = "ld.global.u32 %r0, [%y_i]; st.global.u32 [%z_i], %r0;"
 
 
 def found(first: str, second: str, programmatic: bool = True) -> list[Finding]:
-    """Everything that is told of the two, advisories too."""
+    """All reports of the two launches, advisories included."""
     arrays = {name: np.zeros(128, np.uint32) for name in "xyz"}
     texts = [module(body, arrays, SHAPE, "sm_90a", "") for body in (first, second)]
     programs = parse(texts[0]) | parse(texts[1].replace("snippet", "second"))
@@ -40,7 +40,7 @@ def found(first: str, second: str, programmatic: bool = True) -> list[Finding]:
     [
         f"{WAIT} {READ}",
         f"setp.eq.u32 %p0, %i, %i; @!%p0 bra on; {WAIT} on: {READ}",
-        # one warp waits, and a barrier tells the others
+        # one warp waits, and a barrier orders the others after it
         f"mov.u32 %r1, %tid.x; setp.lt.u32 %p0, %r1, 32; @!%p0 bra on; {WAIT} on: bar.sync 0;"
         f"{READ}",
     ],
@@ -61,7 +61,7 @@ def test_a_write_races_with_what_the_kernel_before_reads() -> None:
 
 
 def test_other_places_are_an_advisory() -> None:
-    """Which kernel stands before it, only its caller knows."""
+    """Only the caller knows which kernel precedes it."""
     (only,) = found(FIRST, "ld.global.u32 %r0, [%z_i];")
     assert only.advisory and "right only behind a kernel that does not write it" in only.message
 
@@ -71,5 +71,5 @@ def test_launches_in_order_need_no_wait() -> None:
 
 
 def test_a_kernel_that_lets_none_start_early_ends_first() -> None:
-    """Then nothing is known against it, but that another kernel may stand there."""
+    """Only an advisory remains, for the unknown kernel before it."""
     assert all(f.advisory for f in found(FIRST.replace(LET, ""), READ))

@@ -24,7 +24,9 @@ IM2COL = LOAD.replace(".tile.", ".im2col.")
 
 @dataclass
 class Columns(Copy):
-    """``box``: channels, and pixels of a column; the rest by W, H, D, as far as there are these."""
+    """A copy in im2col mode. ``box``: channels, and pixels of a column; the rest by W, H, D, as
+    many as the tensor has.
+    """
 
     offsets: tuple[int, ...] = ()
     lower: tuple[int, ...] = ()
@@ -47,8 +49,8 @@ class Columns(Copy):
         return aligned(words.view(np.uint8))
 
     def bases(self) -> list[tuple[int, ...]]:
-        """Places of the filter's base, W first and N last: those of the bounding boxes of all
-        images, and of images that there are not, from the instruction's own on.
+        """Positions of the filter's base, W first and N last: those of the bounding boxes of all
+        images, and of images past the last, from the instruction's own on.
         """
         steps = self.steps or (1,) * len(self.lower)
         ends = [d + corner for d, corner in zip(self.tensor.dims[1:-1], self.upper, strict=True)]

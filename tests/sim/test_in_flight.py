@@ -1,4 +1,6 @@
-"""Who waits for one asynchronous operation and uses another is found out in the default order."""
+"""A kernel that waits for one asynchronous operation and uses another is found in the default
+order.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ TWO_LOADS = f"""{init(1)}
 
 
 def two_loads(waited: str, second_by: str, **order) -> np.ndarray:
-    """Rows 0 and 1 on two barriers, by one thread or by two of different warps; row 1 is read."""
+    """Load rows 0 and 1 on two barriers, by one thread or by two of different warps; row 1 is
+    read."""
     a, out = rows(2, 64), np.zeros(64, np.uint32)
     load = "@{p} mbarrier.arrive.expect_tx.shared.b64 _, [{bar}], 256; @{p} "
     first = load.format(p="%p0", bar="bar") + copy("data", "%a", 256)
@@ -46,7 +49,7 @@ def two_loads(waited: str, second_by: str, **order) -> np.ndarray:
 @each_order
 @pytest.mark.parametrize("second_by", ["%p0", "%p7"], ids=["one thread", "two warps"])
 def test_a_wait_for_one_copy_is_none_for_the_next(second_by, order):
-    """Also where the other is complete by chance."""
+    """It is found also where the other copy happens to be complete."""
     two_loads("other", second_by, **order)
     with pytest.raises(Hazards, match=r"the bulk copy .* on which this warp never waited"):
         two_loads("bar", second_by, **order)
@@ -155,7 +158,7 @@ def simulate_text(case: Mma, text: str, **order) -> None:
 @each_order
 @pytest.mark.parametrize("a", ["shared", "tensor"])
 def test_an_mma_comes_after_the_stores_of_other_warps(a, order):
-    """To its accumulator, or to A: whatever the order of events, a barrier must say so."""
+    """Stores to its accumulator, or to A: in every order of events, a barrier must order them."""
     source = operand("f16") if a == "shared" else "f16"
     case = Mma(source, operand("f16", start=B_AT), 128, 64, column=32, a_column=8)
     text = kernel(case.text(), 1, case.width)
@@ -170,7 +173,7 @@ def test_an_mma_comes_after_the_stores_of_other_warps(a, order):
 
 @each_order
 def test_an_mma_comes_after_the_loads_of_other_warps(order):
-    """As of an accumulator that the epilogue still reads."""
+    """For instance, loads of an accumulator that the epilogue still reads."""
     case = Mma(operand("f16"), operand("f16", start=B_AT), 128, 64)
     text = kernel(case.text(), 1, case.width)
     again = case.text() + wait("%r1", 1, "AGAIN")
@@ -189,7 +192,7 @@ def test_an_mma_comes_after_the_loads_of_other_warps(order):
 
 @each_order
 def test_columns_that_were_given_back_are_nobodys(order):
-    """Another warp may store to them at once where they are allocated anew."""
+    """Another warp may store to them at once where they are allocated again."""
     body = """
         .reg .b32 at, t; mov.u32 at, smem; setp.lt.u32 %p1, %i, 32; @!%p1 bra OTHER;
         tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [at], 32; ld.shared.b32 t, [at];

@@ -1,4 +1,4 @@
-"""Lanes of a warp are threads of their own: who orders them by the letter of the PTX ISA."""
+"""Lanes of a warp are separate threads: the order between them is by the letter of the PTX ISA."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_an_arrival_in_another_cta_has_the_clusters_scope() -> None:
     assert "has to be .release.cluster" in told
 
 
-# -- other things that are told --------------------------------------------------------------------
+# -- other reports ---------------------------------------------------------------------------------
 
 
 def test_a_barrier_that_only_some_have_arrived_on_at_the_end_is_told() -> None:

@@ -1,4 +1,4 @@
-"""A CTA that returns takes its shared memory with it: whatever still uses that is found."""
+"""A CTA's shared memory ends when it returns: later uses of it are found."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STORE = """
 
 @each_order
 def test_the_last_store_is_waited_for(order):
-    """By the thread that issued it: nobody else can. That it was read is enough."""
+    """Only the thread that issued it can wait; a wait for its reads is enough."""
     out = rows(1, 64)
     shape = Shape(block=64, smem=256)
     for done in ("wait_group.read 0", "wait_group 0"):
@@ -80,7 +80,7 @@ ARRIVE = f"""{init(1)} .reg .b32 far, rank; mov.u32 rank, %cluster_ctarank;
 
 @each_order
 def test_a_cta_stays_until_the_last_remote_arrival(order):
-    """Whoever waits for the phase, as a producer that drains its ring, or for the cluster."""
+    """It may wait for the phase, as a producer that drains its ring, or for the cluster."""
     for stay in (wait("bar", 0, "W"), CLUSTER_SYNC):
         simulate_ptx(ARRIVE.replace("%i, 0", "%lane, 0") + stay, {}, PAIR, **order)
     with pytest.raises(Hazards, match=r"exit: .*an arrival of CTA"):
@@ -99,7 +99,7 @@ LOADED = f"""{init(1).replace("%i, 0", "%lane, 0")} .reg .b32 far, rank;
 @each_order
 @pytest.mark.parametrize(("arrive", "advisories"), [("arrive", 0), ("arrive.relaxed", 1)])
 def test_a_relaxed_barrier_after_a_wait_is_an_advisory(arrive, advisories, order):
-    """The bytes that a TMA load wrote are there; but nothing releases them to the other CTA."""
+    """The bytes of a TMA load have arrived, but no release makes them visible to the other CTA."""
     a, out = rows(1, 64), np.zeros(64, np.uint32)
     met = f"barrier.cluster.{arrive}.aligned; barrier.cluster.wait.aligned;"
     shape = Shape(grid=2, cluster=2, smem=1024)
@@ -114,7 +114,7 @@ def test_a_relaxed_barrier_after_a_wait_is_an_advisory(arrive, advisories, order
 
 @each_order
 def test_a_write_comes_after_all_readers_not_only_the_last(order):
-    """Warps 1 and 2 read a word that warp 0 overwrites; it has heard of one of them."""
+    """Warps 1 and 2 read a word that warp 0 overwrites, which is ordered after one of them only."""
     body = """
         .reg .b32 at; mov.u32 at, smem; setp.lt.u32 %p0, %i, 32; @%p0 st.shared.b32 [at], %r9;
         bar.sync 0; @!%p0 ld.shared.b32 %r0, [at]; setp.ge.u32 %p1, %i, 64;
@@ -146,7 +146,7 @@ COME, AWAIT = TURNS.format("arrive"), TURNS.format("wait")
     ],
 )
 def test_each_arrival_at_the_cluster_barrier_has_its_wait(body, sentence, order):
-    """Also where the barrier was complete by chance (PTX ISA 9.7.13.3)."""
+    """It is found also where the barrier happens to be complete (PTX ISA 9.7.13.3)."""
     with pytest.raises(BarrierMisuse, match=sentence):
         simulate_ptx(body, {}, PAIR, **order)
     simulate_ptx(f"{COME} {AWAIT} {COME} {AWAIT} {COME}", {}, PAIR, **order)

@@ -13,7 +13,7 @@ VECTORS = [(b, n) for b in (8, 16, 32, 64) for n in (1, 2, 4) if b * n <= 128]
 
 
 def move(bits: int, count: int, load: str, source: str, store: str, target: str) -> str:
-    """Loads a vector of ``count`` registers at ``source`` and stores it at ``target``."""
+    """Load a vector of ``count`` registers from ``source`` and store it to ``target``."""
     names = ", ".join(f"{REGISTER[bits]}{i}" for i in range(count))
     vector, items = (f".v{count}", "{" + names + "}") if count > 1 else ("", names)
     return (
@@ -167,7 +167,7 @@ KINDS = {
     ("kind", "name"), [(kind, name) for kind, names in KINDS.items() for name in names]
 )
 def test_atomics_on_one_place_each(execute, kind, name, space):
-    """Each lane has a place of its own, so what it was before is known too."""
+    """Each lane has a word of its own, so its previous value is compared too."""
     dtype = np.dtype(f"{'i' if kind[0] == 's' else 'u'}{int(kind[1:]) // 8}")
     random, info = np.random.default_rng(7), np.iinfo(dtype)
     a, x = (random.integers(info.min // 4, info.max // 4, 32, dtype) for _ in range(2))
@@ -208,7 +208,9 @@ def test_compare_and_swap(execute):
 
 
 def test_a_lock_made_of_compare_and_swap_lets_one_lane_in_at_a_time():
-    """In the simulator: whether hardware lets lanes leave a loop alone is the compiler's choice."""
+    """The simulator's behaviour: whether hardware lets lanes leave a loop alone is the compiler's
+    choice.
+    """
     state = np.zeros(2, np.uint32)
     body = """
     AGAIN: atom.global.acquire.gpu.cas.b32 %r0, [%state], 0, 1; setp.ne.u32 %p0, %r0, 0;
@@ -297,7 +299,9 @@ def test_stmatrix_is_its_inverse(execute, count, trans):
 
 
 def _place(t: int, value: int, modes: tuple, values: tuple) -> int:
-    """Which byte of a matrix of 16-byte rows a value of lane t is: DSL layouts, (count, stride)."""
+    """The byte of a matrix of 16-byte rows that is a value of lane t, by DSL layouts, (count,
+    stride).
+    """
     place = t % 4 * modes[0] + t // 4 * modes[1]
     for count, stride in values:
         place += value % count * stride

@@ -54,7 +54,7 @@ def d_places(n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def a_fragments(a: np.ndarray, kind: str) -> np.ndarray:
-    """A (64, K) as the registers of 128 threads: (128, 4) words."""
+    """Return A (64, K) as the registers of 128 threads: (128, 4) words."""
     per = 4 // np.dtype(FORMATS[kind]).itemsize
     thread, value = np.arange(128)[:, None], np.arange(4 * per)[None, :]
     t, word, e = thread % 32, value // per, value % per
@@ -111,7 +111,7 @@ class Wgmma:
         return product + (c if self.scale_d else 0)
 
     def run(self, execute, c: np.ndarray | None = None, **how) -> np.ndarray:
-        """D, (64, n)."""
+        """Run it, and return D (64, n)."""
         a, b, given = self.values()
         c = given if c is None else c
         smem = np.zeros(98304, np.uint8)
@@ -238,7 +238,7 @@ def test_products_of_normal_numbers_are_near_float64(execute):
     np.testing.assert_allclose(case.run(execute), want, atol=1e-4)
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- refused operands ------------------------------------------------------------------------------
 
 
 def test_an_operand_past_the_end_of_shared_memory_is_refused():
@@ -285,7 +285,7 @@ IN_REGISTERS = Wgmma("f16", packed("f16", 128, start=B_AT), 16)
 
 
 def edited(at: str, text: str, **order) -> None:
-    """A wgmma with A in registers, with ``text`` in place of ``at``."""
+    """Run a wgmma with A in registers, with ``text`` in place of ``at``."""
 
     def execute(body: str, arrays: dict, shape: Shape, **how) -> None:
         assert body.count(at) == 1

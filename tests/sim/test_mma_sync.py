@@ -1,4 +1,5 @@
-"""mma.sync against a product of matrices, whose elements PTX's formulas put into registers."""
+"""mma.sync against a product of matrices, whose elements are put into registers by PTX's
+formulas."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def place_of_c(t: int, i: int) -> tuple[int, int]:
 
 
 def lanes(matrix: np.ndarray, kind, count: int, place) -> np.ndarray:
-    """(32, count) elements of each lane, as 32-bit words."""
+    """The elements of each lane, (32, count), as 32-bit words."""
     out = np.array([[matrix[place(t, i)] for i in range(count)] for t in range(32)]).astype(kind)
     return np.ascontiguousarray(out).view(np.uint32).reshape(32, -1)
 
@@ -53,7 +54,7 @@ def text(op: str, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> str:
 
 
 def run(execute, kind: str, k: int, out: str, more: str = "", seed: int = 0, c=None, **how):
-    """D, and what it should be."""
+    """Return D and the expected D."""
     per = 4 // size_of(kind)
     a, b = small_integers(kind, (16, k), seed), small_integers(kind, (k, 8), seed + 1)
     c = np.random.default_rng(seed + 2).integers(-9, 10, (16, 8)) if c is None else c
@@ -92,7 +93,7 @@ def test_integers_wrap_or_saturate(execute, saturate):
 
 
 def test_each_warp_has_its_own():
-    """Four warps in one numpy call, of which one takes no part."""
+    """Four warps in one numpy call, one of which takes no part."""
     a = np.random.default_rng(0).integers(0, 1 << 16, (128, 4), np.uint32)
     a[:] = np.float16(1).view(np.uint16) * np.uint32(0x10001)
     out = np.zeros((128, 4), np.float32)

@@ -1,8 +1,8 @@
 """Every mutant of a kernel that can go wrong is found, in the default order and in the one in which
 all operations are complete at once.
 
-What an operator makes of a stage is found at every place, but for those of HARMLESS: the PTX ISA
-does not ask for these instructions there, or nothing comes that would need them at this size.
+Mutants of a stage are found at every place, except those of HARMLESS: the PTX ISA does not require
+these instructions there, or no later instruction needs them at this size.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LEFT_OUT = (
 
 
 def survivors(arch: str, number: int, operator: str, order: str) -> tuple[list[str], int]:
-    """Mutants of which nothing is told, not even an advisory; and how many there are."""
+    """The mutants without any report, even an advisory; and the number of all mutants."""
     kernel = compile(stage(arch, number).kernel(), "bf16", arch)
     left, count = [], 0
     for site in sites(kernel, operator):
@@ -82,7 +82,7 @@ def test_mutants_of_the_ladders_are_found(key, operator):
         assert not left, "\n".join(left)
 
 
-OTHERS = (  # a fixed sample of what is weakened or moved
+OTHERS = (  # a fixed sample of weakened or moved instructions
     ("gemm sm_90a 3", "another parity"),
     ("gemm sm_100a 3", "half the bytes"),
     ("gemm sm_100a 3", "a commit of tcgen05, earlier"),
@@ -99,7 +99,7 @@ def test_what_is_weakened_or_moved_is_told(subject, operator):
     assert run(SUBJECTS[subject], site)["kind"] in ("found", "advisory")
 
 
-# operators of which nothing may be told, at places where docs/simulator.md says why
+# operators without a report, at places for which docs/simulator.md gives the reason
 MAY_BE_HARMLESS = {
     "a wait for tcgen05.ld or st, later", "another fence",
     "every lane elected", "a barrier of a warp", "a wait for bulk stores",

@@ -1,4 +1,4 @@
-"""A fault in a compiled kernel is reported as what it is, whatever the order of events."""
+"""A fault in a compiled kernel is reported as what it is, in every order of events."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def test_a_dropped_arrive_is_a_deadlock_on_the_empty_barrier(kernels, number, or
 
 @pytest.mark.parametrize("number", [2, 3])
 def test_a_consumer_that_waits_with_the_wrong_parity_reads_what_tma_still_writes(kernels, number):
-    """The first full-barrier wait with parity 1 passes on a fresh barrier: the report says which
-    wait let it through.
+    """The first full-barrier wait with parity 1 passes on a fresh barrier: the report names the
+    wait that passed.
     """
     with pytest.raises((Hazards, Deadlock)) as report:
         run(flipped_parity(kernels["sm_90a", number], 1))

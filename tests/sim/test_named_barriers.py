@@ -1,4 +1,4 @@
-"""Barriers of a CTA, by name: bar.sync, bar.arrive and bar.red (PTX ISA 9.7.13.1)."""
+"""Named barriers of a CTA: bar.sync, bar.arrive and bar.red (PTX ISA 9.7.13.1)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def test_a_barrier_over_half_of_the_warps_orders_only_them():
 
 @pytest.mark.parametrize(("bits", "step"), [(8, 1), (16, 2)])
 def test_warps_may_write_neighbouring_bytes_of_a_word(bits, step):
-    """Warp 0 the even and warp 1 the odd ones; where both write the same, it is a race."""
+    """Warp 0 writes the even and warp 1 the odd ones; where both write the same byte, it is a
+    race."""
     body = f"""
     .reg .b32 at, w; mov.u32 at, smem; shr.u32 w, %i, 5; mad.lo.u32 w, %lane, 2, w;
     mad.lo.u32 at, w, {step}, at; cvt.u16.u32 %h0, %i; st.shared.b{bits} [at], %h0; bar.sync 0;
@@ -90,7 +91,7 @@ def test_an_arrival_that_waits_for_nothing_is_not_followed_by_another(order):
 
 @pytest.mark.parametrize("order", ["fifo", "eager", "starved", "random"])
 def test_a_warp_may_count_twice_in_one_phase(order):
-    """As FlashAttention's does that arrives with all, then waits as the one that stores."""
+    """As in FlashAttention, where a warp arrives with all, then waits as the one that stores."""
     simulate_ptx(COUNTED_TWICE, {}, Shape(block=64), order=order)
 
 
@@ -107,7 +108,7 @@ def test_the_last_warp_need_not_be_whole(execute, barrier, threads):
 
 
 def test_lanes_that_have_returned_are_not_waited_for(execute):
-    """Nor are the rest of a warp kept by those that return while they wait."""
+    """Nor does the rest of a warp wait for lanes that return during the wait."""
     out = np.zeros(64, np.uint32)
     body = """
     setp.ge.u32 %p0, %lane, 20; @%p0 ret; setp.ge.u32 %p0, %lane, 10; @%p0 bra LATER;

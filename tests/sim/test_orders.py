@@ -1,4 +1,4 @@
-"""Hazards that only some schedules would show as wrong numbers are found in every order."""
+"""Hazards that give wrong numbers in some schedules only are found in every order."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_stage_is_exact_under_adversarial_orders(stage, order):
 
 
 def mutants(kernel, pattern: str) -> list[Mutant]:
-    """One for each place where ``pattern`` stands: there it is removed."""
+    """One mutant for each match of ``pattern``, without it."""
     return [
         Mutant(kernel.object_path, kernel.symbol, kernel.ptx[: m.start()] + kernel.ptx[m.end() :])
         for m in re.finditer(pattern, kernel.ptx)
@@ -90,7 +90,9 @@ def test_a_slot_reused_while_one_store_too_many_may_be_pending_is_found_in_fifo_
 
 
 def test_ordinary_stores_and_loads_of_two_warps_need_a_barrier():
-    """A kernel whose warp 1 reads what warp 0 wrote: with bar.sync nothing, without it a race."""
+    """A kernel whose warp 1 reads the words that warp 0 wrote: right with bar.sync, without it a
+    race.
+    """
 
     def kernel_of(with_barrier: bool):
         @cute.kernel

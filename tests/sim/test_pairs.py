@@ -1,4 +1,4 @@
-"""Nothing in how a pair of CTAs signals each other can be left out unnoticed."""
+"""No signal between the CTAs of a pair can be left out unnoticed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Faults planted in small kernels, of as many kinds as there are: each is found, and the first line
-of its report names the line at fault.
+"""Faults of many kinds, planted in small kernels: each is found, and the first line of its report
+names the line at fault.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ SOURCE = Path(planted_kernels.__file__)
 
 
 class Plant(NamedTuple):
-    """``old``: a line of the kernel's, or a part of one; ``new`` stands there instead. ``fault``:
-    a part of the line that the report must name.
+    """``old``, a line of the kernel or a part of one, is replaced by ``new``. ``fault``: a part of
+    the line that the report must name.
     """
 
     kernel: str
     old: str
     new: str
     fault: str
-    says: str  # the report's rule, or what else its first line says
+    says: str  # the report's rule, or another part of its first line
 
 
 ADDS = "sX[row, thread] = sX[row, thread] + 1"
@@ -107,7 +107,7 @@ PLANTS = {
         "exchange", CLUSTER.format("  # both have stored"), "", "= mine[0]", "race"
     ),
     "a CTA leaves while the other reads its shared memory": Plant(
-        "exchange", CLUSTER.format("  # nobody leaves before"), "", "= mine[0]", "exit"
+        "exchange", CLUSTER.format("  # no thread leaves before"), "", "= mine[0]", "exit"
     ),
     "registers are asked for that nobody gives back": Plant(
         "exchange", "block=[64, 1, 1], cluster", "block=[512, 1, 1], cluster",

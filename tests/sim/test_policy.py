@@ -1,4 +1,4 @@
-"""One object decides the order of events, and an operation in flight says what it costs."""
+"""One object decides the order of events, and an operation in flight has its own cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""printf from a kernel: what C's printf makes of the same text, lane by lane."""
+"""printf in a kernel, against C's printf of the same text, lane by lane."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ PRECISIONS = st.sampled_from(["", ".", ".0", ".3", ".9"])
        st.sampled_from(["", "l", "ll", "h", "hh", "z"]))  # fmt: skip
 def test_integers_are_those_of_c(flags, width, precision, kind, value, length):
     length = "" if kind == "c" else length
-    value = value % 95 + 32 if kind == "c" else value  # what can be seen
+    value = value % 95 + 32 if kind == "c" else value  # the visible output
     spec = f"%{flags}{width}{precision}{length}{kind}".encode()
     wide = length in ("l", "ll", "z")
     want = c_printf(spec, (ctypes.c_int64 if wide else ctypes.c_int32)(value))

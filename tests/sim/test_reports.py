@@ -1,4 +1,4 @@
-"""What a report says: where in the user's program, the cause once, and an honest last line."""
+"""Reports: the place in the user's program, each cause once, and a correct last line."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 from mutations import flipped_parity
 from ptx_kernel import module
 
+from cutex import debug_info
 from cutex.compile import compile
 from cutex.debug_info import Call
 from cutex.kernels.gemm import stage
-from cutex.sim import Finding, Hazards, SimError, simulate
-from cutex.sim.ptx.parse import parse
+from cutex.sim import Finding, Hazards, SimError, SimReport, simulate
+from cutex.sim.ptx.parse import Source, parse
 from cutex.sim.reports import around, folded
 from cutex.sim.sides import Side, SmemNames
 
@@ -123,6 +124,37 @@ def test_a_caret_stands_under_the_column_of_each_call(tmp_path):
         "      ^",
         "    called at no.py:7:1",
     ]
+
+
+def test_of_many_that_follow_a_few_are_listed():
+    side = Side(5, "st.shared.b32 [%r1], %r2", (Call("k.py", 3, 1, "kernel"),), "k.py:3:1")
+    many = [Finding("race", f"PTX line {i}: x", "over", sides=(side,)) for i in range(40)]
+    (report,) = folded(many)
+    text = str(report)
+    assert "39 more follow from the same cause:" in text and "    and 35 more" in text
+    assert len(report.as_dict()["followers"]) == 39
+
+
+def test_the_place_is_the_call_from_another_folder_and_our_files_have_short_names():
+    here = str(Path(debug_info.__file__).parent)
+    atom, ring = (Call(f"{here}/device/{f}.py", 5, 1, f) for f in ("atoms", "pipeline"))
+    mine, kernel = Call("/a/mine.py", 7, 3, "load"), Call(f"{here}/k/stage0.py", 9, 1, "kernel")
+    stack = (atom, ring, mine, kernel)
+    assert Source(*atom[:3], stack).where() == (
+        "cutex/device/atoms.py:5:1, called at /a/mine.py:7:3"
+    )
+    beside = Call("/a/kernel.py", 1, 1, "kernel")
+    assert Source(*mine[:3], (mine, beside)).where() == (
+        "/a/mine.py:7:3, called at /a/kernel.py:1:1"
+    )
+
+
+def test_what_simulate_returns_can_be_printed():
+    told = str(SimReport(launches=1, ctas=4, instructions=9, findings=[Finding("race", "x", "y")]))
+    assert told.splitlines()[0] == "race: x"
+    assert told.splitlines()[-1] == (
+        "1 launch of 4 CTAs, 9 warp-instructions, 0.0 s, 1 finding, no advisories"
+    )
 
 
 def test_ptx_is_shown_around_each_line():

@@ -1,5 +1,5 @@
-"""Some clusters of a grid may be simulated instead of all: they do what they do among all, and the
-report says which were not run, and what may be compared.
+"""Some clusters of a grid may be simulated instead of all: they compute the same as among all, and
+the report lists those that did not run and the elements that may be compared.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A simulator that is slow is not used: 512x512x512 within a second per stage, once compiled.
 
-CPU time: other processes may hold the cores for a while. They also slow what runs beside them, and
-machines differ; so a second is as long as a loop of Python takes longer than where it was set.
+CPU time: other processes may hold the cores for a while. They also slow the code that runs beside
+them, and machines differ; so a second is scaled by the time of a Python loop relative to the
+machine on which it was set.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def test_512_cubed_takes_less_than_a_second(stage):
 
 
 def test_looking_for_races_costs_less_than_as_much_again():
-    """The best of several, in turns: what else the machine does, both meet."""
+    """The best of several runs, in turns, so that other work of the machine affects both."""
     kernel = compile(stage("sm_100a", 6).kernel(), "bf16", "sm_100a")
     a, b = PROBLEM.inputs()
     seconds: dict[bool, list[float]] = {True: [], False: []}

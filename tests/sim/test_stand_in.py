@@ -161,7 +161,7 @@ cute.compile(by_addresses, *pointers, 150, stream)(*pointers, 150, stream)
 
 
 def test_a_script_runs_as_on_a_gpu(tmp_path):
-    """However it compiles and calls: one script for all, since each takes seconds to start."""
+    """All ways to compile and call are in one script, since each takes seconds to start."""
     each = [f"c.fill_(float('nan'))\n{call}\n{CHECK}print('done', {name!r})"
             for name, call in CALLS.items()]  # fmt: skip
     ran = run(tmp_path, HEAD + "\n".join(each), script=("--mine", "3"))
@@ -280,7 +280,8 @@ exported.export_to_c(sys.argv[1], "add", function_prefix="add")
 
 
 def test_what_compiles_without_tvm_ffi_only_runs_too(run_script, tmp_path):
-    """Tensors in tuples, objects of the script's own; what it exports, it exports as it asks."""
+    """Tensors in tuples, objects of the script's own; its exports have the form that it
+    requests."""
     done = run_script(HEAD + WITHOUT_TVM_FFI + CHECK, script=(str(tmp_path),))
     assert done.returncode == 0, done.stderr
     assert "5 launches of 3 kernels" in done.stderr and "no findings" in done.stderr

@@ -1,5 +1,5 @@
-"""Small kernels in styles that the ladders and public examples show little of: each is right with
-no finding, and with a fault planted in it, the report names the line at fault.
+"""Small kernels in styles that are rare in the ladders and public examples: each is right without a
+finding, and with a planted fault the report names the line at fault.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ SOURCE = Path(styled_kernels.__file__)
 
 
 class Plant(NamedTuple):
-    """``old``: a part of a kernel's text; ``new`` stands there instead. ``fault``: a part of the
-    line that the report must name; ``says``: what its first line says.
+    """``old``, a part of a kernel's text, is replaced by ``new``. ``fault``: a part of the line
+    that the report must name; ``says``: a part of its first line.
     """
 
     old: str

@@ -134,7 +134,7 @@ def test_a_in_tensor_memory(kind, m, group):
 
 
 def test_a_pair_with_m_128_reads_a_from_the_lanes_of_each_half_of_n():
-    """The upper 64 lanes are read too: other values there are other results."""
+    """The upper 64 lanes are read too: other values there give other results."""
     case = Mma("f16", operand("f16", start=B_AT), 128, 64, 2, column=32)
     t = case.tensor_memory()
     t[:, 64:, :8] = 0
@@ -257,7 +257,7 @@ def test_the_4_lane_copy_is_named():
         case.run()
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- refused operands ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Registers that share memory: never two whose values are needed at the same time."""
+"""Registers that share storage: never two whose values are needed at the same time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def program(body: str):
 
 
 def places(body: str) -> dict[str, int]:
-    """By register of ``body``: the place that it takes."""
+    """The storage of each register of ``body``."""
     found = program(body)
     registers = {
         o for ins in found.code for o in ins.operands if isinstance(o, Reg) and o.bank == 32
@@ -88,7 +88,7 @@ def test_no_two_live_values_of_a_kernel_share_a_place(arch: str) -> None:
 
 
 def registers_of(ins) -> set[tuple[int, int]]:
-    """Every register that the text of an instruction names, by a walk of its own."""
+    """All registers that the text of an instruction names, found independently of the simulator."""
     found, left = set(), [*ins.operands, ins.guard]
     while left:
         item = left.pop()

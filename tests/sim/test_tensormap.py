@@ -1,7 +1,7 @@
-"""Tensor maps decode to what an encoder of the tests put in, and boxes to the elements under them.
+"""Tensor maps decode to the fields that the tests encoded, and boxes to the elements under them.
 
-The bits of a map: found by sweeping the DSL, the driver and ``tensormap.replace`` one field at a
-time, and by loads on an H200.
+The bits of a map were found by sweeping the DSL, the driver and ``tensormap.replace`` one field at
+a time, and by loads on an H200.
 """
 
 from __future__ import annotations

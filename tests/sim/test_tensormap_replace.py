@@ -14,7 +14,7 @@ BEFORE = {
     "address": 0x7F0000001000, "kind": "f16", "dims": [640, 320, 7], "strides": [1280, 409600],
     "box": [64, 32, 1], "steps": [1, 2, 1], "swizzle": 128, "flags": 1 << 18,
 }  # fmt: skip
-CHANGES = [  # the instruction's field, type and operands; what it makes of the map
+CHANGES = [  # the instruction's field, type and operands; the resulting map
     ("global_address", "b64", "0x123456789ab0", {"address": 0x123456789AB0}),
     ("rank", "b32", "3", {"dims": [640, 320, 7, 1], "strides": [1280, 409600, 0]}),
     ("box_dim", "b32", "0, 48", {"box": [48, 32, 1]}),
@@ -108,7 +108,7 @@ RELEASE = """mov.u32 %r30, smem; add.u32 %r30, %r30, 512;
 
 
 def load(change: str, publish: str, run=simulate_ptx, **how) -> list[int]:
-    """32 words by a map of ``a``, which the kernel has point to ``b``."""
+    """32 words by a map of ``a``, which the kernel sets to ``b``."""
     a, b = (aligned(np.arange(32, dtype=np.uint32) + at) for at in (0, 1000))
     out = np.zeros(32, np.uint32)
     text = LOAD.replace("CHANGE\n", f"{change}\n").replace("PUBLISH", publish)

@@ -1,4 +1,4 @@
-"""The simulator's clock: bounds that it keeps, what it sees of overlap, and how far off it is."""
+"""The simulator's clock: its bounds, the overlap that it shows, and its error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from cutlass import Float32, cute
 
 from cutex.bench import clock_configs
-from cutex.bench.clock import record, time_stage
+from cutex.bench.clock import launched, record, time_stage
 from cutex.bench.clock_errors import (
     Error,
     Row,
@@ -26,6 +26,7 @@ from cutex.bench.clock_errors import (
     traces_file,
 )
 from cutex.bench.clock_page import MEASURED, PAGE, constants
+from cutex.bench.run import settle
 from cutex.gemm import main as gemm_main
 from cutex.problem import problem_class
 from cutex.problem.gemm import GemmProblem
@@ -40,6 +41,7 @@ from cutex.sim.timing.machine_code import costs, read
 from cutex.sim.timing.predict import predict
 from cutex.sim.timing.replay import Replay
 from cutex.sim.timing.roles import distinct
+from cutex.sim.timing.sampled import Sampled, numbers, sample
 from cutex.sim.timing.timed import Whole
 from cutex.sim.timing.units import Interval, Memory
 
@@ -136,7 +138,7 @@ def test_two_accumulators_let_the_epilogue_run_under_the_next_tiles_mainloop():
     assert overlap(report.intervals, "store_tiles", "tensor core") > 1000
 
 
-# ---- against what was measured
+# ---- against measurements
 
 
 QUICK = {  # problems that CI reckons
@@ -165,8 +167,8 @@ def test_errors_against_measured_cycles_do_not_grow(op, quick):
 
 @pytest.mark.slow
 def test_the_config_that_the_clock_calls_best_loses_little_time():
-    """At most 3 % on each of the README's problems; in cycles, of which memory's clock makes more
-    or fewer, 4 %.
+    """It loses at most 3 % on each of the README's problems; in cycles, of which memory's clock
+    makes more or fewer, 4 %.
     """
     found = clock_configs.choices(clock_configs.found(clock_configs.configs(measured(MEASURED))))
     assert len(found) == 11
@@ -182,7 +184,9 @@ def chosen(cycles: float, mhz: float, told: float) -> Error:
 
 
 def test_a_choice_loses_what_its_config_takes_more_than_the_best_measured_one():
-    """The second is called best in cycles; at their clocks the first is, and it is."""
+    """The second is first in predicted cycles; at their clock rates the first is, and it is the
+    best.
+    """
     (choice,) = clock_configs.choices([chosen(1000, 2000, 1010), chosen(1100, 1000, 900)])
     assert choice.cycles == pytest.approx(0.1)
     assert choice.time == 0.0
@@ -213,7 +217,7 @@ def test_the_page_has_every_constant_as_it_is_in_the_code():
 
 
 def test_tiles_go_to_whoever_is_free():
-    """Of two workers one has the tile of 3 steps, the other three of 1."""
+    """Of two workers one takes the tile of 3 steps, the other three of 1."""
     each = [0.0, 10.0, 20.0, 30.0]
     assert handed_out((3, 1, 1, 1), 2, each, each) == 30.0
     assert handed_out((1, 1, 1, 3), 2, each, each) == 40.0
@@ -236,6 +240,37 @@ def test_causal_tiles_have_the_blocks_of_keys_that_they_see(dispatch, steps):
     assert alike.work(config) == (3 * block, 3 * block)
 
 
+@pytest.mark.parametrize(
+    "number, causal",
+    [
+        (2, True),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        pytest.param(8, True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_grid_of_unknown_tiles_takes_as_long_as_one_of_known_ones(number, causal):
+    """CTAs with one tile each, all alike and not, and CTAs that take theirs from a counter."""
+    problem = problem_class("attention").of(
+        {"batch": 4, "seqlen_q": 512, "seqlen_k": 512, "heads_q": 16, "heads_kv": 16,
+         "head_dim": 64, "head_dim_v": 64, "causal": causal}
+    )  # fmt: skip
+    one = settle(stage("attention", "sm_90a", number), problem, timed=False)
+    known, whole = record(problem, one)
+    blind = launched(problem, one, lambda host, *rest: sample(host, *rest)[0])
+    assert isinstance(blind, Sampled) == causal
+    found = predict(blind, gpu("h200"))
+    assert found.cycles == pytest.approx(predict(known, gpu("h200"), whole).cycles, rel=0.15)
+    assert bool(found.sampled[0]) == causal
+    assert found.flops == pytest.approx(whole.flops, rel=0.15)
+
+
+def test_samples_are_spread_over_a_grid_whatever_its_period():
+    assert numbers(3, 16) == [0, 2, 1]
+    for period in (2, 7, 64, 1000):
+        places = [n % period for n in numbers(1 << 16, 16)]
+        assert 0.3 < np.mean(places) / max(1, period - 1) < 0.7
+
+
 def test_a_cluster_barrier_does_not_wait_for_warps_that_have_ended():
     """One of the two warps ends at once; the other's barrier is complete without it."""
     programs: dict[int, list[Event]] = {0: [Cluster(False), Cluster(True)], 1: []}
@@ -247,8 +282,10 @@ def test_a_cluster_barrier_does_not_wait_for_warps_that_have_ended():
 def test_warps_that_do_different_things_have_different_names():
     load, mma = Load((), 0, (0,), 1), Mma(64, 64, 0, 0, (), 1.0)
     programs = {0: [mma], 1: [load], 2: [load], 3: []}
-    names = {0: "work", 1: "work", 2: "take", 3: "others"}
+    names = {0: ("work",), 1: ("work",), 2: ("take",), 3: ("others",)}
     assert distinct(names, programs) == {0: "mma", 1: "load", 2: "take", 3: "others"}
+    deeper = {0: ("work", "outputs"), 1: ("work", "prefetch"), 2: ("work", "prefetch"), 3: ("",)}
+    assert distinct(deeper, programs) == {0: "outputs", 1: "prefetch", 2: "prefetch", 3: ""}
 
 
 # ---- machine code
@@ -274,7 +311,7 @@ def test_control_codes_say_how_long_an_instruction_waits():
     assert cost[8].cycles == 24 - 1 + 5
 
 
-# ---- what people see
+# ---- reports and pictures
 
 
 @cute.kernel

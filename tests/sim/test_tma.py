@@ -31,7 +31,7 @@ from tensor_maps import ATOMS_OF_32, aligned, encode, size_of, swizzled
 from cutex.sim.errors import BadOperand, Hazards, SimError, UnknownInstruction
 
 REFUSED = (BadOperand, Hazards)
-B4X16 = 11  # packed 4-bit elements: a type that only the map knows
+B4X16 = 11  # packed 4-bit elements: a type that only the map has
 
 
 def check_load(execute, copy: Copy) -> None:
@@ -271,7 +271,7 @@ def test_reading_what_a_load_still_writes_is_a_race():
         run(simulate_ptx, copy, load_text(copy) + "ld.shared.u32 %r9, [%r0];" + WAIT)
 
 
-# -- what hardware refuses -------------------------------------------------------------------------
+# -- refused by hardware ---------------------------------------------------------------------------
 
 
 def refused(copy: Copy, text: str, sentence: str) -> None:
@@ -359,7 +359,7 @@ def test_reductions_that_the_simulator_does_not_define_are_named(name):
 
 
 class Packed(Copy):
-    """A copy of bytes whose map and coordinates speak of two 4-bit elements in each."""
+    """A copy of bytes whose map and coordinates count two 4-bit elements in each byte."""
 
     @property
     def map(self) -> np.ndarray:
@@ -401,7 +401,7 @@ PADDED = {"b4x16_p64": (12, 8), "b6x16_p32": (13, 12)}  # the map's type; bytes 
 
 
 class Padded(Copy):
-    """A copy of bytes whose map speaks of 16 elements in 8 or 12 of them; coordinates too."""
+    """A copy of bytes whose map and coordinates count 16 elements in 8 or 12 of them."""
 
     size = 8
     kind = 12
@@ -415,7 +415,7 @@ class Padded(Copy):
 
     @property
     def bytes(self) -> int:
-        """Of the transaction: those in global memory."""
+        """The bytes of the transaction: those in global memory."""
         return 8 * self.size * self.box[1]
 
 
@@ -461,7 +461,9 @@ def test_padded_elements_take_a_swizzle_of_128_bytes_or_none(swizzle):
 
 @pytest.mark.parametrize("order", ["fifo", "eager", "random"])
 def test_two_loads_to_one_place_race_unless_they_bring_the_same(order):
-    """Then it is an advisory: kernels of others have several warps load what all of them read."""
+    """Equal bytes are an advisory: in others' kernels several warps load the data that all of them
+    read.
+    """
     copy = Copy(Tensor("f16", (64, 8)), (64, 4), (0, 0))
     reports = []
 

@@ -1,4 +1,5 @@
-"""Tensor memory: which lanes and columns each form of ld and st moves, and who owns columns.
+"""Tensor memory: the lanes and columns that each form of ld and st moves, and the owners of
+columns.
 
 PTX shows the register fragments as figures; the strides here are those of CUTLASS's atoms.
 """
@@ -19,8 +20,8 @@ SPLIT = 96  # columns between the halves of 16x32bx2
 
 @dataclass(frozen=True)
 class Form:
-    """Of ld and st: (count, stride in bits) per mode of the thread and of its registers, in a
-    matrix whose rows, one per lane, have ``width`` bits; x2, x4 .. repeat it along the columns.
+    """A form of ld and st: (count, stride in bits) per mode of the thread and of its registers, in
+    a matrix whose rows, one per lane, have ``width`` bits; x2, x4 .. repeat it along the columns.
     """
 
     width: int
@@ -36,7 +37,7 @@ class Form:
         bit = thread[None, :] + _bits(register % count, self.registers)[:, None]
         lane = bit // self.width
         column = bit % self.width // 32 + (register // count * (self.width // 32))[:, None]
-        if packed:  # elements of 16 bits lie in a column each
+        if packed:  # elements of 16 bits have a column each
             column = np.stack([2 * column, 2 * column + 1], 1)
         else:
             column = column[:, None]
@@ -89,7 +90,7 @@ def listed(registers: list[str]) -> str:
 
 
 def whole(op: str, width: int) -> str:
-    """All ``width`` columns of this warp's lanes from or to t."""
+    """Copy all ``width`` columns of this warp's lanes from t (``op`` ld) or to t (st)."""
     out = []
     for at in range(0, width, 32):
         moves = [f"{op}.global.u32 " + ("{r}, [{m}];" if op == "ld" else "[{m}], {r};")] * 32
@@ -144,7 +145,7 @@ def test_ld_and_st(shape, repeats, packed):
     np.testing.assert_array_equal(arrays["t"] & low, t & low)
 
 
-# -- what a warp may not touch ---------------------------------------------------------------------
+# -- lanes and columns of other warps --------------------------------------------------------------
 
 
 def run(body: str, warps: int = 4, ctas: int = 1, **how) -> np.ndarray:
@@ -234,7 +235,7 @@ def test_allocating_after_the_permit_was_given_up_is_refused():
 
 
 def waiting(free: str) -> str:
-    """Warp 0 takes all columns; warp 1 asks for 256 and writes 7 once it has them."""
+    """Warp 0 allocates all columns; warp 1 requests 256 and writes 7 once it has them."""
     return f"""
         mov.u32 %r0, smem;
         add.u32 %r1, %r0, 16;
@@ -318,7 +319,7 @@ OUT = np.zeros(128, np.uint32)
 
 
 def pairs(end: str, before: str = "") -> str:
-    """Both CTAs of a pair allocate all columns, and end by `end`."""
+    """Both CTAs of a pair allocate all columns, and end with `end`."""
     return f"""
         mov.u32 %r0, smem; {ALLOC.format(g=2, at=0, n=512)} ld.shared.u32 %r12, [%r0];
         .reg .b32 rank; mov.u32 rank, %cluster_ctarank; setp.eq.u32 %p1, rank, 0; {before} {end}
@@ -388,7 +389,7 @@ def test_a_relaxed_cluster_barrier_orders_tensor_memory_with_a_fence_before_it(o
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_pair_deallocates_after_all_warps_of_its_own_ctas(order):
-    """That the peer comes to deallocate too says nothing of them."""
+    """The peer's deallocation does not order the CTA's own warps."""
     load = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r15}, [%r12]; tcgen05.wait::ld.sync.aligned;"
     body = f"""
         mov.u32 %r0, smem; mov.u32 %r1, %tid.x; setp.lt.u32 %p2, %r1, 32;

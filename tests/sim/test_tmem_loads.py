@@ -1,4 +1,5 @@
-"""tcgen05.ld is asynchronous: what holds its registers, what uses them, and what comes after it.
+"""tcgen05.ld is asynchronous: instructions that hold its registers, that use them, and that follow
+it.
 
 Warp 0 loads a column of tensor memory; a barrier; then warp 1 frees the columns.
 """
@@ -52,7 +53,7 @@ def test_copies_before_the_wait_are_no_uses(held, order):
 @each_order
 @pytest.mark.parametrize("copies", ["", COPIES, f"bra ON; ON: {COPIES}"])
 def test_a_use_before_the_wait_is_told(copies, order):
-    """PTX ISA 9.7.16.6.4.5: right, but the use says nothing to others."""
+    """PTX ISA 9.7.16.6.4.5: the value is right, but the use orders nothing for other threads."""
     report = run(f"{copies} {USE} {WAIT}", order)
     assert rules(report) == ["register"]
     assert "tcgen05.ld at PTX line" in report.advisories[0].message
@@ -60,7 +61,7 @@ def test_a_use_before_the_wait_is_told(copies, order):
 
 @each_order
 def test_a_use_without_a_wait_orders_others_by_the_letter_only(order):
-    """9.7.16.6.4.4: the load is complete, but nothing that was waited for says so."""
+    """9.7.16.6.4.4: the load is complete, but no wait makes that known to others."""
     report = run(USE, order)
     assert sorted(rules(report)) == ["race", "register"]
     assert any("a wait or a tcgen05.fence is missing" in a.message for a in report.advisories)
@@ -77,14 +78,14 @@ def test_a_load_is_in_flight_until_more_than_a_copy_uses_it(held, order):
 
 @each_order
 def test_a_copy_that_is_overwritten_is_in_flight_no_longer(order):
-    """``other`` has held what the load brings, and is used when it holds something else."""
+    """``other`` held the loaded value, and is used when it holds another one."""
     held = f"{COPIES} mov.u32 other, 5; add.u32 other, other, 1; {WAIT} {USE}"
     assert rules(run(held, order)) == []
 
 
 @each_order
 def test_an_earlier_load_is_not_complete_because_a_later_one_is_used(order):
-    """Nothing orders two loads: the second one's use says nothing of the first."""
+    """Nothing orders two loads: a use of the second does not complete the first."""
     second = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {other}, [t]; add.u32 other, other, 1;"
     with pytest.raises(Hazards, match=r"tcgen05\.dealloc of .* loaded at PTX line \d+"):
         run(second, order, USE)

@@ -16,21 +16,21 @@ from cutlass.cute.nvgpu import OperandMajorMode, tcgen05, warpgroup
 from cutlass.memory import SmemAllocator
 
 WARPGROUP = 128  # threads that execute one wgmma together
-INST_BYTES = 32  # of K in one instruction: 16 elements of 16 bits
+INST_BYTES = 32  # bytes of K in one instruction: 16 elements of 16 bits
 CORE_ROWS, CORE_BYTES = 8, 16  # a core matrix: 8 rows of 16 bytes, the unit of all layouts
-TF32_ROWS = (2, 5, 2)  # the swizzle of fp32 that is contiguous along its rows, not along K
-PAIR_MASK = 0b11  # the CTAs of a pair, from the leader's rank on
+TF32_ROWS = (2, 5, 2)  # the swizzle of fp32 operands that are contiguous along their rows, not K
+PAIR_MASK = 0b11  # the multicast mask of the two CTAs of a pair, from the leader's rank on
 SMEM_ALIGN = 1024  # bytes: 8 rows of 128 bytes, the period of the widest swizzle
 
 
 def slots_layout(
     dtype: type[cutlass.Numeric], rows: int, k: int, num_slots: int, swizzle: int
 ) -> cute.ComposedLayout:
-    """The layout (bRows, bK, SLOT) of K-major tiles, in atoms of 8 rows of `swizzle` bytes: 16
-    (none), 32, 64 or 128.
+    """The layout (bRows, bK, SLOT) of K-major tiles, in atoms of 8 rows of `swizzle` bytes: 16 (no
+    swizzle), 32, 64 or 128.
 
     Within an atom, the 16-byte units of row r are permuted by XOR with r, so that the 8 rows of a
-    core matrix lie in different banks (PTX ISA, "Shared Memory Matrix Layout").
+    core matrix fall into different banks (PTX ISA, "Shared Memory Matrix Layout").
     """
     bits = {16: 0, 32: 1, 64: 2, 128: 3}[swizzle]
     width = swizzle * 8 // dtype.width  # elements in a row of the atom
@@ -43,9 +43,9 @@ def slots_layout(
 def rows_layout(
     dtype: type[cutlass.Numeric], rows: int, columns: int, num_slots: int
 ) -> cute.ComposedLayout:
-    """The layout (bRows, bCols, SLOT) of tiles that are stored by rows: swizzled where a row is a
-    power of two of bytes, else one row after the other, whose odd multiples of 16 bytes lie in
-    different banks anyway."""
+    """The layout (bRows, bCols, SLOT) of tiles stored row by row: swizzled where the bytes of a row
+    are a power of two; unswizzled otherwise, where the row stride, an odd multiple of 16 bytes,
+    already spreads the rows over different banks."""
     row_bytes = columns * dtype.width // 8
     if row_bytes // CORE_BYTES % 2 == 0:
         return slots_layout(dtype, rows, columns, num_slots, swizzle=row_bytes)
@@ -67,11 +67,12 @@ def transposed_slots_layout(
 def contiguous_rows_layout(
     dtype: type[cutlass.Numeric], rows: int, k: int, num_slots: int
 ) -> cute.ComposedLayout:
-    """The layout (bRows, bK, SLOT) of operands contiguous along their rows, which wgmma reads for
-    16-bit elements, and tcgen05.mma for all.
+    """The layout (bRows, bK, SLOT) of operands whose rows mode is contiguous (MN-major), which
+    wgmma reads for 16-bit elements, and tcgen05.mma for all.
 
-    In atoms of 8 of K by as many bytes of rows, up to 128, as cut them evenly; of fp32 always 128,
-    of which the swizzle leaves 32 together (PTX ISA, "Shared Memory Layout and Swizzling").
+    An atom is 8 steps of K by 32, 64 or 128 bytes of rows, the largest that divides bRows evenly.
+    fp32 takes 128 bytes and the swizzle that permutes units of 32 bytes (PTX ISA, "Shared Memory
+    Layout and Swizzling").
     """
     fp32 = dtype.width == 32
     units = (128,) if fp32 else (128, 64, 32)
@@ -87,8 +88,8 @@ def contiguous_rows_layout(
 
 
 def contiguous_lanes_layout(columns: int, num_slots: int) -> cute.ComposedLayout:
-    """The layout (128, bCols, SLOT) of tiles contiguous along their rows, without a swizzle: the
-    threads of a warp, each one row, write neighbours."""
+    """The layout (128, bCols, SLOT) of tiles whose rows mode is contiguous, without a swizzle: the
+    threads of a warp, one row each, write adjacent addresses."""
     layout = cute.make_layout((128, columns, num_slots), stride=(1, 128, 128 * columns))
     return cute.make_composed_layout(cute.make_swizzle(0, 4, 3), 0, layout)
 
@@ -96,12 +97,12 @@ def contiguous_lanes_layout(columns: int, num_slots: int) -> cute.ComposedLayout
 def allocate_slots(
     smem: SmemAllocator, dtype: type[cutlass.Numeric], layout: cute.ComposedLayout
 ) -> cute.Tensor:
-    """Slots of `layout` in smem."""
+    """Allocate the slots of `layout` in smem: a tensor of the layout's shape, swizzled."""
     return smem.allocate_tensor(dtype, layout.outer, SMEM_ALIGN, swizzle=layout.inner)
 
 
 class Wgmma(NamedTuple):
-    """A CTA's wgmma, of which each warpgroup computes its own rows, by 64, and all columns."""
+    """A CTA's wgmma: each warpgroup computes its own blocks of 64 rows, all columns."""
 
     tiled_mma: cute.TiledMma
     tCrA: cute.Tensor  # (MMA, MMA_M, MMA_K, SLOT) descriptors
@@ -141,7 +142,8 @@ def make_wgmma(
     a_major: OperandMajorMode = OperandMajorMode.K,
     b_major: OperandMajorMode = OperandMajorMode.K,
 ) -> cute.TiledMma:
-    """The wgmma of `warpgroups` along M, which take 64 rows of `tile_n` columns each at a time."""
+    """The tiled wgmma of `warpgroups` warpgroups along M; one instruction computes 64 rows of
+    `tile_n` columns for each."""
     shape = (64, tile_n, 8 * INST_BYTES // dtype.width)
     source = warpgroup.OperandSource.SMEM
     if dtype.width == 8:  # its B may be of another 8-bit type
@@ -155,7 +157,7 @@ def make_wgmma(
 
 
 def as_tf32(sX: cute.Tensor) -> cute.Tensor:
-    """fp32 slots (bRows, bK, SLOT) swizzled by 128 bytes, as an MMA of tf32 takes them."""
+    """The fp32 slots `sX` (bRows, bK, SLOT), swizzled by 128 bytes, recast to tf32 for the MMA."""
     first = sX.stride[0]
     while isinstance(first, tuple):
         first = first[0]
@@ -165,9 +167,9 @@ def as_tf32(sX: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def wgmma(tiled_mma: cute.TiledMma, sA: cute.Tensor, sB: cute.Tensor) -> Wgmma:
-    """This thread's part of the CTA's MMA on sA (bM, bK, SLOT) and sB (bN, bK, SLOT).
+    """The calling thread's part of the CTA's MMA on sA (bM, bK, SLOT) and sB (bN, bK, SLOT).
 
-    Every `tiled_mma.size` threads, from thread 0 on, can run it.
+    The threads that run it are consecutive: `tiled_mma.size` of them, from a multiple of that on.
     """
     thread, _, _ = cute.arch.thread_idx()
     # NOTE: uniform in the warpgroup, so that descriptors are computed in uniform registers
@@ -187,8 +189,8 @@ def wgmma(tiled_mma: cute.TiledMma, sA: cute.Tensor, sB: cute.Tensor) -> Wgmma:
 
 @cute.jit
 def commit(barrier: cute.Pointer, pair: cutlass.Constexpr[bool]) -> None:
-    """Arrive once on `barrier`, of a pair in both CTAs, when every MMA started so far is complete.
-    A whole warp."""
+    """Arrive once on `barrier` (with `pair`, on that of both CTAs) when every MMA started so far is
+    complete. A whole warp calls it."""
     with cute.arch.elect_one():
         if cutlass.const_expr(pair):
             mask = Int32(PAIR_MASK) << (cute.arch.block_idx_in_cluster() // 2 * 2)
@@ -198,7 +200,8 @@ def commit(barrier: cute.Pointer, pair: cutlass.Constexpr[bool]) -> None:
 
 
 class Umma(NamedTuple):
-    """The tcgen05.mma of a CTA, or of a pair by its leader; accumulator in tensor memory."""
+    """The tcgen05.mma of a CTA, or of a pair of CTAs, whose leader issues it; the accumulator is in
+    tensor memory."""
 
     tiled_mma: cute.TiledMma
     tCrA: cute.Tensor  # (MMA, MMA_M, MMA_K, SLOT) descriptors
@@ -206,7 +209,7 @@ class Umma(NamedTuple):
     tCtAcc: cute.Tensor  # (MMA, MMA_M, MMA_N) fp32 in tensor memory, here maybe with a mode ACC
 
     def into(self, acc: Int32, block: int = 0) -> Umma:
-        """The MMA of one block of A's rows into accumulator `acc` of several."""
+        """The MMA of row block `block` of A into accumulator `acc`, of several side by side."""
         one = (None, (None, block), None, None)  # (MMA, (1, MMA_M), MMA_K, SLOT)
         return self._replace(
             tCrA=cute.logical_divide(self.tCrA, (None, 1, None, None))[one],
@@ -215,7 +218,7 @@ class Umma(NamedTuple):
 
     @cute.jit
     def issue(self, slot: Int32, accumulate: cutlass.Boolean) -> None:
-        """Start acc = A[slot] @ B[slot]^T, plus acc if `accumulate`. A whole warp."""
+        """Start acc = A[slot] @ B[slot]^T, plus acc if `accumulate`. A whole warp calls it."""
         tiled_mma = self.tiled_mma
         for k_block in cutlass.range_constexpr(cute.size(self.tCrA, mode=[2])):
             tiled_mma.set(tcgen05.Field.ACCUMULATE, accumulate if k_block == 0 else True)
@@ -224,9 +227,10 @@ class Umma(NamedTuple):
 
     @cute.jit
     def commit(self, barrier: cute.Pointer) -> None:
-        """Arrive once on `barrier` when every MMA started so far is complete. A whole warp.
+        """Arrive once on `barrier` when every MMA started so far is complete. A whole warp calls
+        it.
 
-        A pair's MMA arrives on that barrier in both CTAs.
+        For a pair, the arrival is on that barrier in both CTAs.
         """
         commit(barrier, cute.size(self.tiled_mma.thr_id) == 2)
 
@@ -239,8 +243,8 @@ def make_umma(
     majors: tuple[OperandMajorMode, OperandMajorMode] = (OperandMajorMode.K, OperandMajorMode.K),
     pair: bool = False,
 ) -> cute.TiledMma:
-    """The tcgen05.mma of 16-bit elements, of 8-bit ones, where B may be of another type, or of fp32
-    as tf32."""
+    """The tiled tcgen05.mma of `tile_m` x `tile_n` for 16-bit elements, 8-bit ones (B may have
+    another 8-bit type), or fp32 as tf32."""
     shape = (tile_m, tile_n, 8 * INST_BYTES // dtype.width)
     group = tcgen05.CtaGroup.TWO if pair else tcgen05.CtaGroup.ONE
     how = shape, group, tcgen05.OperandSource.SMEM, *majors
@@ -259,11 +263,12 @@ def umma(
     tmem: cute.Pointer,
     num_acc: cutlass.Constexpr[int] = 0,
 ) -> Umma:
-    """The MMA on this CTA's sA (bM, bK, SLOT) and sB (bN, bK, SLOT), accumulator at `tmem`.
+    """The MMA on this CTA's sA (bM, bK, SLOT) and sB (bN, bK, SLOT), with the accumulator at
+    `tmem`.
 
-    Of a pair, each CTA holds half the rows of A, of B and of the accumulator; sA may hold several
-    blocks of the rows that one instruction takes. `num_acc` accumulators are side by side, in a
-    mode of their own.
+    Each CTA of a pair holds half the rows of A, of B and of the accumulator. sA may hold several
+    blocks of the rows that one instruction takes. With `num_acc` > 0, so many accumulators are side
+    by side, in a mode of their own.
     """
     ctas = cute.size(tiled_mma.thr_id)
     m, n, _ = tiled_mma.shape_mnk
@@ -283,6 +288,7 @@ def umma(
 
 @cute.jit
 def instruction_tiles(sX: cute.Tensor, rows: cutlass.Constexpr[int]) -> cute.Tensor:
-    """sX (bRows, bK, SLOT) as (MMA, MMA_ROWS, MMA_K, SLOT): `rows` and 32 bytes of K at a time."""
+    """sX (bRows, bK, SLOT) as (MMA, MMA_ROWS, MMA_K, SLOT): one instruction takes `rows` rows and
+    32 bytes of K."""
     k = 8 * INST_BYTES // sX.element_type.width
     return cute.group_modes(cute.flat_divide(sX, (rows, k)), 0, 2)

@@ -1,9 +1,9 @@
 """TMA multicast: the CTAs of a cluster load the tiles that they have in common once.
 
-In a cluster of (m, n) CTAs, those in one row of it work on the same rows of C, and so on the same
-tiles of A; those in one column on the same tiles of B. Each loads an equal part of a shared tile
-and TMA writes it into the smem of all, at the same place, and counts its bytes on each one's own
-barrier.
+In a cluster of (m, n) CTAs, the CTAs in one row work on the same rows of C, and so need the same
+tiles of A; those in one column need the same tiles of B. Each loads an equal part of a shared tile;
+TMA writes it into the smem of all sharers, at the same offset, and counts its bytes on each CTA's
+own barrier.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cutex.device.work_tile import WorkTile, place_in_cluster
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster of (m, n) CTAs, of rank m + n * size_m each, and this CTA's place in it."""
+    """A cluster of size_m x size_n CTAs, where CTA (m, n) has rank m + n * size_m."""
 
     size_m: int
     size_n: int
@@ -34,19 +34,19 @@ class Cluster:
 
     @property
     def neighbours(self) -> int:
-        """CTAs in this one's row or column, itself counted once."""
+        """The number of CTAs in this one's row or column, itself counted once."""
         return self.size_m + self.size_n - 1
 
     def place(self) -> tuple[Int32, Int32]:
         return place_in_cluster(self.size_m, self.size_n)
 
     def row_mask(self) -> Int16:
-        """The multicast mask of the CTAs with the same m: they share A."""
+        """The multicast mask of the CTAs with the same m, which share A."""
         m, _ = self.place()
         return Int16(sum(1 << (j * self.size_m) for j in range(self.size_n)) << m)
 
     def column_mask(self) -> Int16:
-        """The multicast mask of the CTAs with the same n: they share B."""
+        """The multicast mask of the CTAs with the same n, which share B."""
         _, n = self.place()
         return Int16(((1 << self.size_m) - 1) << (n * self.size_m))
 
@@ -74,8 +74,8 @@ class Cluster:
 def shared_operand(
     mX: cute.Tensor, smem_layout: cute.ComposedLayout, sharers: cutlass.Constexpr[int]
 ) -> cpasync.TmaInfo:
-    """The tensor map of `mX` (rows, K) that loads tiles for `sharers` CTAs, each its part of the
-    rows."""
+    """The tensor map of `mX` (rows, K) with which `sharers` CTAs load a tile together, each an
+    equal part of its rows."""
     if cutlass.const_expr(sharers == 1):
         return load_operand(mX, smem_layout)
     tile = cute.size(smem_layout, mode=[0]), cute.size(smem_layout, mode=[1])
@@ -84,7 +84,7 @@ def shared_operand(
 
 
 class SharedTileLoads(NamedTuple):
-    """The loads of this CTA's part of each tile, into the smem of all CTAs of `mask`."""
+    """The loads of this CTA's part of each tile, into the smem of all CTAs in `mask`."""
 
     atom: cute.CopyAtom
     gmem: cute.Tensor  # (TMA, RestK)
@@ -106,7 +106,8 @@ def shared_tile_loads(
     sharers: cutlass.Constexpr[int],
     mask: Int16,
 ) -> TileLoads | SharedTileLoads:
-    """The loads of `part` of `sharers` of a row of tiles; `sX` is (bRows, bK, SLOT)."""
+    """The loads of part number `part`, of `sharers` along the rows, of each tile in row `row_tile`;
+    `sX` is (bRows, bK, SLOT)."""
     if cutlass.const_expr(sharers == 1):
         return tile_loads(operand, sX, row_tile)
     tile = cute.size(sX, mode=[0]), cute.size(sX, mode=[1])
@@ -123,10 +124,11 @@ def k_shared_operand(
     part_layout: cute.ComposedLayout,
     sharers: cutlass.Constexpr[int],
 ) -> cpasync.TmaInfo:
-    """The tensor map of `mX` (rows, K) that loads tiles for `sharers` CTAs, each its part of K,
-    laid out as `part_layout`.
+    """The tensor map of `mX` (rows, K) with which `sharers` CTAs load a tile together, each an
+    equal part of K with the smem layout `part_layout`.
 
-    Where the rows are what is contiguous, TMA boxes of whole swizzle atoms would not divide them.
+    Operands contiguous along their rows take this one: their rows cannot be divided into TMA boxes
+    of whole swizzle atoms.
     """
     if cutlass.const_expr(sharers == 1):
         return load_operand(mX, smem_layout)
@@ -145,7 +147,8 @@ def k_shared_tile_loads(
     sharers: cutlass.Constexpr[int],
     mask: Int16,
 ) -> TileLoads | SharedTileLoads:
-    """The loads of `part` of `sharers` of each tile's K; `sX` is (bRows, bK, SLOT)."""
+    """The loads of part number `part`, of `sharers` along K, of each tile in row `row_tile`; `sX`
+    is (bRows, bK, SLOT)."""
     if cutlass.const_expr(sharers == 1):
         return tile_loads(operand, sX, row_tile)
     tile = cute.size(sX, mode=[0]), cute.size(sX, mode=[1]) // sharers
@@ -160,8 +163,8 @@ def k_shared_tile_loads(
 
 @dataclass(frozen=True)
 class AbOperands:
-    """The tensor maps of A and B, and the slots that they load into; `k_major` says of each whether
-    K is what is contiguous."""
+    """The tensor maps of A and B, and the smem slots that they load into; `k_major` says of each
+    operand whether it is contiguous along K."""
 
     a: cpasync.TmaInfo
     b: cpasync.TmaInfo
@@ -175,7 +178,8 @@ class AbOperands:
 
     @cute.jit
     def loads(self, tile: WorkTile, cluster: cutlass.Constexpr[Cluster]) -> AbLoads:
-        """The loads of this CTA, whose tile is `tile`, for its cluster."""
+        """The loads that this CTA starts for `tile`, its own tile of C: its part of what `cluster`
+        shares."""
         m, n = cluster.place()
         loads_a = shared_tile_loads if self.k_major[0] else k_shared_tile_loads
         loads_b = shared_tile_loads if self.k_major[1] else k_shared_tile_loads
@@ -188,7 +192,7 @@ class AbOperands:
 
 @dataclass(frozen=True)
 class SharedRing(Ring):
-    """The ring of a CTA whose slots its neighbours fill, too.
+    """The ring of a CTA whose slots its neighbours in the cluster fill, too.
 
     full[slot]:  1 arrival, of this CTA's load warp, and `slot_bytes`, whoever loaded them.
     empty[slot]: the MMA warps of all neighbours: this CTA may then write into the smem of each.
@@ -205,7 +209,7 @@ class SharedRing(Ring):
         warps: int,
         cluster: Cluster,
     ) -> SharedRing:
-        """A ring whose slots `warps` warps of each CTA empty."""
+        """Allocate a ring whose slots `warps` warps of each CTA empty."""
         full = Barrier.allocate(smem, f"{name} full", arrivals=1, slots=num_slots)
         arrivals = warps * cluster.neighbours
         empty = Barrier.allocate(smem, f"{name} empty", arrivals=arrivals, slots=num_slots)
@@ -213,7 +217,7 @@ class SharedRing(Ring):
 
     @cute.jit
     def release(self, state: PipelineState) -> None:
-        """Arrive once at each neighbour for this warp: its reads of the slot are over."""
+        """Arrive once at each neighbour for this warp: its reads of the slot are complete."""
         if cutlass.const_expr(self.cluster.size == 1):
             with cute.arch.elect_one():
                 self.empty.arrive(state.slot)
@@ -225,8 +229,8 @@ class SharedRing(Ring):
 
     @cute.jit
     def drain(self, state: PipelineState) -> None:
-        """Wait until every slot is empty; by the load warp, after its last load. No neighbour then
-        has anything left to write here or to signal, so this CTA may end."""
+        """Wait until every slot is empty; called by the load warp, after its last load. No
+        neighbour then has anything left to write here or to signal, so this CTA may exit."""
         for _ in cutlass.range(self.num_slots, unroll=1):
             self.empty.wait(state.phase, state.slot)
             state.advance()

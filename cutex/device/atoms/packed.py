@@ -1,7 +1,7 @@
-"""Instructions on two fp32 at a time (sm_100a): half the issue slots of single ones, and 2^x by
-them.
+"""Packed fp32 instructions of sm_100a, two values each (half the issue slots of scalar ones), and
+2^x built from them.
 
-NOTE: PTX of our own, without side effects, which the compiler may schedule among everything else.
+NOTE: inline PTX without side effects, so that the compiler may schedule it freely.
 """
 
 from __future__ import annotations
@@ -63,11 +63,13 @@ def _packed(instruction: str, operands: tuple[Pair, ...], loc, ip) -> Pair:
 
 
 def exp2_by_fma(x: Pair) -> tuple[Pair, Pair]:
-    """2^x of both without MUFU, within 3e-6 of it: 2^whole * 2^fraction, the first by adding to the
-    exponent, the second by a polynomial (Cody and Waite). And what tells whether it is that: of x
-    >= 128 or NaN ROUND + 128 or more or NaN; then the first may be anything.
+    """Return 2^x of both values, computed without MUFU, and the shifted x that tells whether they
+    are valid.
 
-    For x < -127 it is 2^-127.
+    2^x = 2^whole * 2^fraction (Cody and Waite): the first factor is an addition to the exponent,
+    the second a polynomial; the relative error is below 3e-6. For x < -127 the result is 2^-127.
+    For x >= 128 or NaN the result is undefined, and the second value returned is at least ROUND +
+    128, or NaN.
     """
     x = at_least(x[0], -127.0), at_least(x[1], -127.0)
     shifted = add2_down(x, (ROUND, ROUND))
@@ -80,7 +82,7 @@ def exp2_by_fma(x: Pair) -> tuple[Pair, Pair]:
 
 @dsl_user_op
 def at_least(x: Float32, y: Float32 | float, *, loc=None, ip=None) -> Float32:
-    """The larger one; NaN if one is (PTX ISA, max.NaN)."""
+    """The larger of x and y; NaN if one is (PTX ISA, max.NaN)."""
     values = [Float32(v).ir_value(loc=loc, ip=ip) for v in (x, y)]
     ptx = "max.NaN.f32 $0, $1, $2;"
     return Float32(
@@ -90,7 +92,7 @@ def at_least(x: Float32, y: Float32 | float, *, loc=None, ip=None) -> Float32:
 
 @dsl_user_op
 def largest(x: Float32, y: Float32, z: Float32, *, loc=None, ip=None) -> Float32:
-    """The largest of three, by one instruction; NaN if one is."""
+    """The largest of three, by one instruction; NaN if one of them is."""
     values = [Float32(v).ir_value(loc=loc, ip=ip) for v in (x, y, z)]
     ptx = "max.NaN.f32 $0, $1, $2, $3;"
     return Float32(
@@ -100,7 +102,7 @@ def largest(x: Float32, y: Float32, z: Float32, *, loc=None, ip=None) -> Float32
 
 @dsl_user_op
 def _scale(x: Float32, shifted: Float32, *, loc=None, ip=None) -> Float32:
-    """x times two to the whole number in the low bits of `shifted`."""
+    """x times 2^n, where n is the integer in the low bits of `shifted`."""
     ptx = (
         "{ .reg .b32 e, m; mov.b32 e, $2; mov.b32 m, $1; "
         "shl.b32 e, e, 23; add.s32 m, m, e; mov.b32 $0, m; }"

@@ -1,7 +1,7 @@
 """Scalar instructions that the compiler may move: exponentials and logarithms of base 2, tanh.
 
 NOTE: cute.arch.exp2 is marked as having side effects, which pins it where it was written; an online
-softmax lives from its exponentials being scheduled among everything else.
+softmax is fast only if its exponentials can be scheduled between other instructions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _unary(ptx: str, x: Float32, loc, ip) -> Float32:
 
 @dsl_user_op
 def low_bits(count: Int32, *, loc=None, ip=None) -> Int32:
-    """A word whose `count` lowest bits are 1, from 32 on all (PTX ISA: shl clamps)."""
+    """A word whose `count` lowest bits are 1; all bits from 32 on (PTX ISA: shl clamps)."""
     value = Int32(count).ir_value(loc=loc, ip=ip)
     ptx = "{ .reg .b32 ones; shl.b32 ones, -1, $1; not.b32 $0, ones; }"
     return Int32(

@@ -1,4 +1,5 @@
-"""TMA: tiles of a matrix, between global memory and slots of smem, by one elected thread."""
+"""TMA: copies of tiles between a matrix in global memory and slots of smem, by one elected
+thread."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from cutex.device.work_tile import WorkTile
 
-EVICT_FIRST = 0x12F0_0000_0000_0000  # an L2 policy, as createpolicy.fractional makes it for all
+EVICT_FIRST = 0x12F0_0000_0000_0000  # an L2 cache policy, as createpolicy.fractional encodes it
 
 
 @cute.jit
@@ -20,7 +21,7 @@ def load_operand(
     """The tensor map that loads tiles of `mX` (rows, K) into slots of `smem_layout` (bRows, bK,
     SLOT).
 
-    Of a `pair` of CTAs each loads its own tiles, and all bytes arrive on the leader's barrier.
+    With `pair`, each CTA loads its own tiles, and all bytes are counted on the leader's barrier.
     """
     rows, k = cute.size(smem_layout, mode=[0]), cute.size(smem_layout, mode=[1])
     group = tcgen05.CtaGroup.TWO if pair else tcgen05.CtaGroup.ONE
@@ -29,7 +30,7 @@ def load_operand(
 
 
 def matrix(operand: cpasync.TmaInfo, tile: WorkTile) -> cpasync.TmaInfo:
-    """The matrix of the tile's batch entry; an operand with one entry serves all tiles."""
+    """The matrix of the tile's batch entry; an operand with a single entry serves all tiles."""
     mX = operand.tma_tensor
     if cute.rank(mX) == 3:
         entry = cutlass.min(tile.batch, cute.size(mX, mode=[2]) - 1)
@@ -38,7 +39,7 @@ def matrix(operand: cpasync.TmaInfo, tile: WorkTile) -> cpasync.TmaInfo:
 
 
 class TileLoads(NamedTuple):
-    """The loads of one CTA's row of tiles of an operand."""
+    """The loads of one row of tiles of an operand, a tile for each step of K."""
 
     atom: cute.CopyAtom
     gmem: cute.Tensor  # (TMA, RestK)
@@ -46,13 +47,14 @@ class TileLoads(NamedTuple):
 
     @cute.jit
     def load(self, k_tile: Int32, slot: Int32, full: cute.Pointer) -> None:
-        """Start the load of tile `k_tile` into `slot`; its bytes arrive on `full`. A whole warp."""
+        """Start the load of tile `k_tile` into `slot`; its bytes arrive on `full`. A whole warp
+        calls it."""
         cute.copy(self.atom, self.gmem[None, k_tile], self.smem[None, slot], tma_bar_ptr=full)
 
 
 @cute.jit
 def tile_loads(operand: cpasync.TmaInfo, sX: cute.Tensor, row_tile: Int32) -> TileLoads:
-    """The loads of row `row_tile` of tiles; `sX` is (bRows, bK, SLOT)."""
+    """The loads of the tiles in row `row_tile`; `sX` is (bRows, bK, SLOT)."""
     tile = (cute.size(sX, mode=[0]), cute.size(sX, mode=[1]))
     gX = cute.local_tile(operand.tma_tensor, tile, (row_tile, None))  # (bRows, bK, RestK)
     tXsX, tXgX = cpasync.tma_partition(
@@ -73,7 +75,7 @@ class AbLoads(NamedTuple):
 
     @cute.jit
     def load(self, k_tile: Int32, slot: Int32, full: cute.Pointer) -> None:
-        """Start both loads of K tile `k_tile` into `slot`. A whole warp."""
+        """Start both loads of K tile `k_tile` into `slot`. A whole warp calls it."""
         self.a.load(k_tile, slot, full)
         self.b.load(k_tile, slot, full)
 
@@ -97,8 +99,8 @@ class PairOperands(NamedTuple):
 
     @cute.jit
     def loads(self, tile: WorkTile) -> AbLoads:
-        """The loads of this CTA's half of the rows of A and of B; `tile` counts rows of a CTA,
-        columns of a pair."""
+        """The loads of this CTA's half of the rows of A and of B; `tile.m` counts tiles of one CTA,
+        `tile.n` tiles of the pair."""
         rank = cute.arch.block_idx_in_cluster() % 2
         a, b = matrix(self.a, tile), matrix(self.b, tile)
         return AbLoads(tile_loads(a, self.sA, tile.m), tile_loads(b, self.sB, 2 * tile.n + rank))
@@ -107,14 +109,13 @@ class PairOperands(NamedTuple):
 @cute.jit
 def store_operand(mX: cute.Tensor, smem_layout: cute.ComposedLayout) -> cpasync.TmaInfo:
     """The tensor map that stores slots of `smem_layout` (bRows, bCols, SLOT) to tiles of `mX`
-    (rows, cols). TMA leaves out elements outside of mX.
-    """
+    (rows, cols). TMA leaves out elements outside of mX."""
     tile = (cute.size(smem_layout, mode=[0]), cute.size(smem_layout, mode=[1]))
     return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mX, smem_layout, tile)
 
 
 class TileStores(NamedTuple):
-    """The stores of one CTA's row of tiles of an operand."""
+    """The stores of one row of tiles of an operand."""
 
     atom: cute.CopyAtom
     smem: cute.Tensor  # (TMA, SLOT)
@@ -122,7 +123,8 @@ class TileStores(NamedTuple):
 
     @cute.jit
     def store(self, slot: Int32, column_tile: Int32) -> None:
-        """Start the store of `slot`, as a bulk group of its own. A whole warp, always the same."""
+        """Start the store of `slot`, as a bulk group of its own. A whole warp, always the same one,
+        calls it."""
         cute.copy(self.atom, self.smem[None, slot], self.gmem[None, column_tile])
         cute.arch.cp_async_bulk_commit_group()
 
@@ -134,8 +136,8 @@ def tile_stores(
     row_tile: Int32,
     policy: cutlass.Constexpr[int | None] = None,
 ) -> TileStores:
-    """The stores to row `row_tile` of tiles; `sX` is (bRows, bCols, SLOT); `policy` says what L2
-    keeps."""
+    """The stores to the tiles in row `row_tile`; `sX` is (bRows, bCols, SLOT); `policy` is an L2
+    cache policy."""
     tile = (cute.size(sX, mode=[0]), cute.size(sX, mode=[1]))
     gX = cute.local_tile(operand.tma_tensor, tile, (row_tile, None))  # (bRows, bCols, RestCols)
     tXsX, tXgX = cpasync.tma_partition(

@@ -1,7 +1,7 @@
 """Tensor memory: 128 lanes x 512 columns of 32 bits, where tcgen05.mma accumulates.
 
 A warp may read only the 32 lanes of its quarter, (warp % 4) * 32 and up, so an accumulator of 128
-rows is read by four consecutive warps, each thread one row.
+rows is read by four consecutive warps, one row per thread.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ WIDEST_LOAD = 64  # columns in one tcgen05.ld: 64 registers in flight
 class Tmem:
     """An allocation of tensor memory, held by the CTA from `acquire` to `free`.
 
-    A `pair` of CTAs allocates and frees together: each its own, the same columns.
+    The CTAs of a `pair` allocate and free together: the same columns in each.
     """
 
     columns: int
     pair: bool
-    address: cute.Pointer  # in smem: where the hardware writes what it gave
+    address: cute.Pointer  # in smem: where the hardware writes the allocation's address
 
     @staticmethod
     def allocate(smem: SmemAllocator, columns: int, pair: bool = False) -> Tmem:
@@ -39,7 +39,8 @@ class Tmem:
         return Tmem(power, pair, smem.allocate_array(Int32, 1))
 
     def acquire(self) -> None:
-        """Allocate. A whole warp, the one that frees; a CTA barrier must come before `pointer`."""
+        """Allocate the columns. The whole warp that later frees them calls it; a CTA barrier must
+        come before `pointer`."""
         cute.arch.alloc_tmem(self.columns, self.address, is_two_cta=self.pair)
         cute.arch.relinquish_tmem_alloc_permit(is_two_cta=self.pair)
 
@@ -47,31 +48,32 @@ class Tmem:
         return cute.arch.retrieve_tmem_ptr(Float32, 16, self.address)
 
     def free(self, pointer: cute.Pointer) -> None:
-        """Free. The warp that acquired it, after every other warp's last read."""
+        """Free the columns. The warp that acquired them calls it, after every other warp's last
+        read."""
         cute.arch.dealloc_tmem(pointer, self.columns, is_two_cta=self.pair)
 
 
 @dsl_user_op
 def fence_after_sync(*, loc=None, ip=None) -> None:
-    """A fence before the first tcgen05 instruction that relies on a barrier just passed (PTX ISA,
+    """Fence before the first tcgen05 instruction that relies on the barrier just passed (PTX ISA,
     tcgen05.fence::after_thread_sync)."""
     nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def fence_before_sync(*, loc=None, ip=None) -> None:
-    """A fence after the last tcgen05 instruction that a barrier about to be signalled vouches for
+    """Fence after the last tcgen05 instruction that the barrier about to be signalled must cover
     (PTX ISA, tcgen05.fence::before_thread_sync)."""
     nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC, loc=loc, ip=ip)
 
 
 def load_columns(num_columns: int) -> int:
-    """Columns of the widest load that divides `num_columns`."""
+    """The columns of the widest load that divides `num_columns`."""
     return next(c for c in (WIDEST_LOAD, 32, 16) if num_columns % c == 0)
 
 
 def make_load(tAcc: cute.Tensor) -> cute.TiledCopy:
-    """The load of a tile tAcc (128, C) of tensor memory by 128 threads, each one row."""
+    """The load of a tile tAcc (128, C) of tensor memory by 128 threads, one row each."""
     columns = cute.size(tAcc, mode=[1])
     repetition = tcgen05.Repetition(columns)
     atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(repetition), Float32)

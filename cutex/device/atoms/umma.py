@@ -1,6 +1,6 @@
-"""tcgen05.mma of attention: operand A from shared or from tensor memory, by one emitter.
+"""The tcgen05.mma of attention, with operand A in shared or in tensor memory.
 
-Of a pair of CTAs each holds half of the rows of A and of the accumulator, and half of B.
+Each CTA of a pair holds half the rows of A and of the accumulator, and half of B.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutex.device.atoms.mma import instruction_tiles
 from cutex.device.atoms.tmem import LANES
 
-K = 16  # of one instruction, in elements of 16 bits
+K = 16  # elements of 16 bits along K in one instruction
 
 
 def make_umma16(
@@ -24,7 +24,7 @@ def make_umma16(
     a_in_tmem: bool,
     b_rows_contiguous: bool,
 ) -> cute.TiledMma:
-    """The tcgen05.mma of 128 rows a CTA and 16-bit elements."""
+    """The tiled tcgen05.mma of 16-bit elements, 128 rows per CTA by `columns`."""
     group = tcgen05.CtaGroup.TWO if ctas == 2 else tcgen05.CtaGroup.ONE
     source = tcgen05.OperandSource.TMEM if a_in_tmem else tcgen05.OperandSource.SMEM
     b_major = OperandMajorMode.MN if b_rows_contiguous else OperandMajorMode.K
@@ -34,7 +34,8 @@ def make_umma16(
 
 
 class UmmaProduct(NamedTuple):
-    """acc = A B^T by one thread, B from a slot of smem, acc at a column of tensor memory."""
+    """The product acc = A B^T, issued by one thread: B in a slot of smem, acc at a column of tensor
+    memory."""
 
     tiled_mma: cute.TiledMma
     tCrB: cute.Tensor  # (MMA, MMA_N, MMA_K, SLOT) descriptors
@@ -49,9 +50,11 @@ class UmmaProduct(NamedTuple):
         accumulate: Boolean,
         k_blocks: cutlass.Constexpr[tuple[int, int]],
     ) -> None:
-        """Start the product of the k_blocks [first, end) of A (MMA, MMA_M, MMA_K), descriptors or
-        tensor memory, with B[slot]; plus acc, unless it is the first and not `accumulate`. A whole
-        warp."""
+        """Start A B[slot]^T over `k_blocks` [first, end), added to acc, which the first block
+        overwrites unless `accumulate`. A whole warp calls it.
+
+        tCrA (MMA, MMA_M, MMA_K) is smem descriptors or tensor memory; acc begins at `column`.
+        """
         # NOTE: setting a field changes the object, which must not outlive the loop it is set in
         tiled_mma = cute.make_tiled_mma(self.tiled_mma.op)
         acc = cute.make_tensor(self.tCtAcc.iterator + column, self.tCtAcc.layout)
@@ -70,7 +73,8 @@ class UmmaProduct(NamedTuple):
 def umma_product(
     tiled_mma: cute.TiledMma, sB: cute.Tensor, tmem: cute.Pointer, columns: cutlass.Constexpr[int]
 ) -> UmmaProduct:
-    """With sB (bN / ctas, bK, SLOT), accumulators of `columns` in the tensor memory from `tmem`."""
+    """The product with sB (bN / ctas, bK, SLOT), whose accumulators have `columns` columns in the
+    tensor memory from `tmem` on."""
     ctas = cute.size(tiled_mma.thr_id)
     acc = tiled_mma.make_fragment_C(tiled_mma.partition_shape_C((LANES * ctas, columns)))
     tCrB = tiled_mma.make_fragment_B(instruction_tiles(sB, columns // ctas))
@@ -85,7 +89,8 @@ def a_from_tmem(
     k: cutlass.Constexpr[int],
     dtype: cutlass.Constexpr[type[cutlass.Numeric]],
 ) -> cute.Tensor:
-    """Operand A of 128 rows a CTA and `k` elements that begin at a column: (MMA, MMA_M, MMA_K)."""
+    """Operand A (MMA, MMA_M, MMA_K) of 128 rows per CTA and `k` elements, in tensor memory from
+    `column` on."""
     ctas = cute.size(tiled_mma.thr_id)
     shape = tiled_mma.partition_shape_A((LANES * ctas, k))
     layout = tiled_mma.make_fragment_A(shape).layout

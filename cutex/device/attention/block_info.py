@@ -32,7 +32,7 @@ def larger(a: Any, b: Any) -> Any:
 
 
 def ceil_div(a: Any, b: int) -> Any:
-    """The quotient of `a` >= 0, rounded up."""
+    """a / b for `a` >= 0, rounded up."""
     return (a + (b - 1)) // b
 
 
@@ -62,9 +62,9 @@ class Blocks(NamedTuple):
 class BlockInfo(NamedTuple):
     """The relation between blocks of tile_m rows and blocks of tile_n keys.
 
-    `pack` query heads that share a head of K and V lie in the rows together: row r is query
-    r // pack. Rows past the last query do not count: a block whose rows within seqlen_q see all its
-    tile_n keys is clean.
+    `pack` query heads that share a head of K and V share the rows: row r is query r // pack. Rows
+    past the last query do not count: a block is clean if its rows within seqlen_q see all tile_n
+    keys of it.
     """
 
     tile_m: int
@@ -79,7 +79,7 @@ class BlockInfo(NamedTuple):
         return ceil_div(seqlen_k, self.tile_n)
 
     def queries(self, m_block: Int, seqlen_q: Int) -> tuple[Int, Int]:
-        """The first and the last query of a block that has at least one."""
+        """The first and the last query of `m_block`, which has at least one."""
         first = m_block * self.tile_m // self.pack
         last = ((m_block + 1) * self.tile_m - 1) // self.pack
         return first, smaller(last, seqlen_q - 1)
@@ -88,7 +88,7 @@ class BlockInfo(NamedTuple):
         """The blocks of keys that the rows of `m_block` touch."""
         first_q, last_q = self.queries(m_block, seqlen_q)
         shift = seqlen_k - seqlen_q
-        begin, clean_begin = 0, 0  # of keys that some row sees; that all rows see
+        begin, clean_begin = 0, 0  # of the keys that some row sees; of those that all rows see
         end, clean_end = seqlen_k, seqlen_k
         if self.band.lo is not None:
             begin = larger(first_q + shift + self.band.lo, 0)
@@ -103,7 +103,7 @@ class BlockInfo(NamedTuple):
         first_k = n_block * self.tile_n
         last_k = (n_block + 1) * self.tile_n - 1
         shift = seqlen_k - seqlen_q
-        begin, clean_begin = 0, 0  # of queries that see some key; that see all keys
+        begin, clean_begin = 0, 0  # of the queries that see some key; of those that see all keys
         end, clean_end = seqlen_q, seqlen_q
         if self.band.hi is not None:
             begin = larger(first_k - shift - self.band.hi, 0)
@@ -121,7 +121,8 @@ class BlockInfo(NamedTuple):
 
     @staticmethod
     def _blocks(begin: Int, end: Int, clean_begin: Int, clean_end: Int, tile: int) -> Blocks:
-        """The blocks of `tile` keys that [begin, end) touches; those within the clean keys."""
+        """The blocks of `tile` keys that [begin, end) touches; clean are those within [clean_begin,
+        clean_end)."""
         first = begin // tile
         last = first + any_in(begin, end) * (ceil_div(end, tile) - first)
         return ordered(first, last, ceil_div(clean_begin, tile), clean_end // tile)
@@ -129,7 +130,8 @@ class BlockInfo(NamedTuple):
     def _rows(
         self, begin: Int, end: Int, clean_begin: Int, clean_end: Int, seqlen_q: Int
     ) -> Blocks:
-        """The same of queries, in blocks of rows, of which the last may be clean and not full."""
+        """The blocks of rows that queries [begin, end) touch; the last block of the sequence may be
+        clean although it is not full."""
         first = begin * self.pack // self.tile_m
         last = ceil_div(end * self.pack, self.tile_m)
         last = first + any_in(begin, end) * (last - first)
@@ -145,6 +147,6 @@ def any_in(begin: Int, end: Int) -> Int:
 
 
 def ordered(first: Int, end: Int, clean_first: Int, clean_end: Int) -> Blocks:
-    """Blocks whose clean range lies within the whole."""
+    """Blocks [first, end) with the clean range clamped to them."""
     clean_first = smaller(larger(clean_first, first), end)
     return Blocks(first, end, clean_first, larger(smaller(clean_end, end), clean_first))

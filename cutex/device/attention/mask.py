@@ -1,9 +1,9 @@
-"""Mask: which scores of a block of an accumulator count, as one keep-word a row.
+"""Mask: which scores of a block of an accumulator count, as one keep-word per row.
 
-In a row of a wgmma accumulator a thread holds the columns 8 j + 2 t + {0, 1} of every 8, t being
-its place among the four threads of the row; of one in tensor memory it holds whole rows. How many
-of these lie below a bound is arithmetic on the bound, so a row's keep-word is two shifts, whatever
-the width of the block, and each score one select.
+In a row of a wgmma accumulator a thread holds columns 8 j + 2 t + {0, 1} of every 8, where t is its
+place among the four threads of the row; of an accumulator in tensor memory it holds whole rows. The
+number of its columns below a bound is arithmetic on the bound, so a row's keep-word takes two
+shifts, whatever the width of the block, and each score one select.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WORD = 32
 
 
 def count_below(bound: Int32, quad: Int32 | None) -> Int32:
-    """How many columns of this thread, counted from the first, are smaller than `bound`."""
+    """The number of columns of this thread, counted from its first, that are below `bound`."""
     bound = cutlass.max(bound, 0)
     if quad is None:
         return bound
@@ -28,10 +28,10 @@ def count_below(bound: Int32, quad: Int32 | None) -> Int32:
 
 
 class Mask(NamedTuple):
-    """What the rows of one thread may see of the keys.
+    """The keys that the rows of one thread may see.
 
-    `queries` are the query indices of the thread's rows, `quad` its place among the four threads of
-    a row, None where a thread holds whole rows.
+    `queries` are the query indices of the thread's rows; `quad` is the thread's place among the
+    four threads of a row, None where a thread holds whole rows.
     """
 
     band: Band
@@ -42,15 +42,15 @@ class Mask(NamedTuple):
     quad: Int32 | None = None
 
     def key(self, c: int, n_block: Int32) -> Int32:
-        """The key of column c of this thread."""
+        """The index of the key in this thread's column c."""
         if self.quad is None:
             return n_block * self.tile_n + c
         return n_block * self.tile_n + 2 * self.quad + (8 * (c // 2) + c % 2)
 
     @cute.jit
     def apply(self, scores: cute.Tensor, n_block: Int32, column: int = 0) -> None:
-        """Put -inf in place of the scores, (rows, columns), that do not count; they are this
-        thread's columns of the block from `column` on."""
+        """Set the `scores` (rows, columns) that do not count to -inf; they are this thread's
+        columns of block `n_block` from `column` on."""
         first_key = n_block * self.tile_n + column
         num_columns = cute.size(scores, mode=[1])
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
@@ -68,8 +68,7 @@ class Mask(NamedTuple):
                     scores[r, c] = scores[r, c] if kept else -Float32.inf
 
     def _bounds(self, r: int, first_key: Int32) -> tuple[Int32, Int32]:
-        """The keys of the block that row r sees, as [begin, end) from its first key on; (end,
-        begin)."""
+        """The keys that row r sees, as an (end, begin) pair relative to `first_key`."""
         shift = self.seqlen_k - self.seqlen_q + self.queries[r]
         end, begin = self.seqlen_k, Int32(0)
         if self.band.hi is not None:

@@ -1,8 +1,8 @@
 """The two products of attention by wgmma: S = Q K^T and O += P V.
 
-P comes from the registers that S was computed in: 16 columns of an accumulator lie in a thread just
-as 16 columns of operand A do (PTX ISA, "Register Fragments for wgmma.mma_async"), so rounding is
-all that is between.
+P comes from the registers that S was computed in: a thread holds 16 columns of an accumulator in
+the same places as 16 columns of operand A (PTX ISA, "Register Fragments for wgmma.mma_async"), so
+all that remains to be done is rounding.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from cutex.device.atoms.mma import WARPGROUP
 
-ROWS = 64  # of one wgmma
-K = 16  # of one wgmma, in elements of 16 bits
+ROWS = 64  # rows of one wgmma
+K = 16  # elements of 16 bits along K in one wgmma
 
 
 def make_mma(
@@ -26,7 +26,8 @@ def make_mma(
     a_in_registers: bool,
     b_rows_contiguous: bool,
 ) -> cute.TiledMma:
-    """A wgmma of 64 rows for each warpgroup, whose B is K-major or, as V is, not."""
+    """The tiled wgmma of 64 rows per warpgroup, whose B is K-major or, as V is, contiguous along
+    its rows."""
     source = warpgroup.OperandSource.RMEM if a_in_registers else warpgroup.OperandSource.SMEM
     b_major = OperandMajorMode.MN if b_rows_contiguous else OperandMajorMode.K
     op = warpgroup.MmaF16BF16Op(
@@ -35,13 +36,13 @@ def make_mma(
     return cute.make_tiled_mma(op, (warpgroups, 1, 1))
 
 
-# A: registers ((2, 2, 2), 1, MMA_K) or descriptors (MMA, MMA_M, MMA_K); or both, of which the first
-# has the first steps of K, and the other all
+# Operand A: registers ((2, 2, 2), 1, MMA_K) or descriptors (MMA, MMA_M, MMA_K); or both: registers
+# for the first blocks of K, descriptors for all
 Operand = cute.Tensor | tuple[cute.Tensor, cute.Tensor]
 
 
 class Product(NamedTuple):
-    """A warpgroup's wgmma of all of K, B from a slot of smem."""
+    """A warpgroup's wgmma over all of K, with B from a slot of smem."""
 
     tiled_mma: cute.TiledMma
     tCrB: cute.Tensor  # (MMA, MMA_N, MMA_K, SLOT) descriptors
@@ -65,7 +66,7 @@ class Product(NamedTuple):
         accumulate: cutlass.Boolean,
         first: cutlass.Constexpr[int] = 0,
     ) -> None:
-        """The wgmma of A's steps of K, from `first` on."""
+        """Issue the wgmma of A's blocks of K, from block `first` on."""
         # NOTE: setting a field changes the object, which must not outlive the loop it is set in
         tiled_mma = cute.make_tiled_mma(self.tiled_mma.op, self.tiled_mma.thr_layout_vmnk.shape[1:])
         for k_block in cutlass.range_constexpr(first, cute.size(tCrA, mode=[2])):
@@ -75,14 +76,14 @@ class Product(NamedTuple):
 
     @cute.jit
     def accumulator(self, columns: cutlass.Constexpr[int]) -> cute.Tensor:
-        """fp32 registers for 64 rows of each warpgroup: (MMA, 1, 1)."""
+        """fp32 registers for 64 rows per warpgroup: (MMA, 1, 1)."""
         rows = cute.size(self.tiled_mma) // WARPGROUP * ROWS
         shape = self.tiled_mma.partition_shape_C((rows, columns))
         return self.tiled_mma.make_fragment_C(shape)
 
 
 class MixedProduct(NamedTuple):
-    """A Product whose A lies in registers up to some step of K, and in smem from there on."""
+    """A Product whose A is in registers up to some block of K, and in smem from there on."""
 
     rs: Product
     ss: Product
@@ -95,7 +96,8 @@ class MixedProduct(NamedTuple):
         slot: Int32,
         accumulate: cutlass.Boolean,
     ) -> None:
-        """As Product.issue, of both parts of A."""
+        """Start the product as Product.issue does, with A given as (registers, smem
+        descriptors)."""
         registers, smem = tCrA
         warpgroup.fence()
         self.rs.steps(acc, registers, slot, accumulate)
@@ -108,22 +110,22 @@ class MixedProduct(NamedTuple):
 
 @cute.jit
 def product(tiled_mma: cute.TiledMma, sB: cute.Tensor) -> Product:
-    """The part of this thread's warpgroup in the product with sB (bN, bK, SLOT)."""
+    """This warpgroup's part in the product with sB (bN, bK, SLOT)."""
     thr_mma = tiled_mma.get_slice(first_thread(tiled_mma))
     return Product(tiled_mma, tiled_mma.make_fragment_B(thr_mma.partition_B(sB)))
 
 
 @cute.jit
 def first_thread(tiled_mma: cute.TiledMma) -> Int32:
-    """The first thread of this warpgroup; uniform, so that descriptors are in such registers."""
+    """The first thread of this warpgroup, warp-uniform, so that descriptors are in uniform
+    registers."""
     thread, _, _ = cute.arch.thread_idx()
     return cute.arch.make_warp_uniform(thread % cute.size(tiled_mma) // WARPGROUP) * WARPGROUP
 
 
 @cute.jit
 def a_from_smem(tiled_mma: cute.TiledMma, sA: cute.Tensor) -> cute.Tensor:
-    """Descriptors of the rows of this thread's warpgroup: (MMA, MMA_M, MMA_K, SLOT) of (bM, bK,
-    SLOT)."""
+    """The descriptors (MMA, MMA_M, MMA_K, SLOT) of this warpgroup's rows of sA (bM, bK, SLOT)."""
     thr_mma = tiled_mma.get_slice(first_thread(tiled_mma))
     return tiled_mma.make_fragment_A(thr_mma.partition_A(sA))
 

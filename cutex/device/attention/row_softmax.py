@@ -1,8 +1,9 @@
-"""The softmax of one whole row a thread, as tensor memory hands it out, two columns at a time.
+"""The softmax of one whole row per thread, as loads of tensor memory return it, two columns at a
+time.
 
-A share of the exponentials is computed on FMA units (FlashAttention-4): the tensor cores of an
-sm_100 take as long for a block of 128 keys at head dim 128 as MUFU for its exponentials, and FMA
-units, which would idle, are eight times as wide.
+A share of the exponentials is computed on the FMA units (as in FlashAttention-4): for a block of
+128 keys at head dim 128, the tensor cores of an sm_100 take as long as MUFU takes for the
+exponentials, while the FMA units, eight times as wide, would idle.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from cutex.device.atoms.packed import ROUND, add2, exp2_by_fma, fma2, largest
 from cutex.device.atoms.scalar import exp2
 from cutex.device.attention.softmax import Softmax
 
-PAIRS = 16  # of columns, of which `by_fma` are not MUFU's
-TRUSTED = 30.0  # powers of two, as of sums
+PAIRS = 16  # pairs of columns in one group; `by_fma` of them use the FMA units, the rest MUFU
+TRUSTED = 30.0  # the largest trusted exponent of 2, the same as for sums
 
 
 @dataclass(frozen=True)
 class RowSoftmax(Softmax):
-    """References and sums of a thread's row.
+    """The reference and the sum of a thread's row.
 
-    by_fma: of 16 pairs of columns so many go through FMA units. There scores of -inf do not become
-    quite 0, so blocks with a mask use none, and large ones become anything, see `by_fma_is_exact`.
+    by_fma: how many of 16 pairs of columns use the FMA units. There a score of -inf becomes 2^-127,
+    not 0, so blocks with a mask use none; large scores become anything, see `by_fma_is_exact`.
     """
 
-    top: cute.Tensor = None  # (1) the largest of what exp2_by_fma says of its numbers; by `start`
+    top: cute.Tensor = None  # (1) the largest shifted number from exp2_by_fma; `start` makes it
     by_fma: int = 0
 
     rows: ClassVar[int] = 1
@@ -42,7 +43,7 @@ class RowSoftmax(Softmax):
         return replace(super().start(scale_log2, slack), top=top)
 
     def partly_by_fma(self, share: int) -> Self:
-        """The same, `share` of 16 exponentials by FMA units."""
+        """The same, with `share` of 16 pairs of exponentials on the FMA units."""
         return replace(self, by_fma=share)
 
     @cute.jit
@@ -67,5 +68,5 @@ class RowSoftmax(Softmax):
         return total[0] + total[1]
 
     def by_fma_is_exact(self) -> Boolean:
-        """Whether FMA units had no number that is too large for them."""
+        """Whether every number that went through the FMA units was small enough for them."""
         return self.top[0] <= ROUND + TRUSTED

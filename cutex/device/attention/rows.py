@@ -1,7 +1,7 @@
 """Rows of one sequence and head as TMA sees them: loads past the end give zeros, stores past it
 write nothing, also where another sequence's rows follow.
 
-A dense side, (batch, seqlen, heads, D), has a mode for the batch, and TMA knows where it ends. A
+A dense side, (batch, seqlen, heads, D), has a mode for the batch, so TMA's own bounds end it. A
 ragged one, (total, heads, D), or a dense one of which only some rows count, needs an end that
 moves. Its tensor map has three modes along the rows, x, y and z, whose coordinates for row r of a
 sequence of `length` rows at `offset` are
@@ -32,8 +32,8 @@ WRAP = 2**34  # bytes: END times this is 2^64
 
 
 def tma_view(mX: cute.Tensor, pack: int, ragged: bool) -> cute.Tensor:
-    """(X, D, H, B) of a dense tensor, (X, D, H, Y, Z) of a ragged one; with `pack` > 1 X is
-    (heads, X) and there is no H."""
+    """mX as (X, D, H, B) if it is dense, (X, D, H, Y, Z) if `ragged`; with `pack` > 1, mode X is
+    (heads, X) and there is no mode H."""
     shape, stride = mX.shape, mX.stride
     batch_modes: tuple[Any, ...]
     batch_strides: tuple[Any, ...]
@@ -61,7 +61,7 @@ def tma_view(mX: cute.Tensor, pack: int, ragged: bool) -> cute.Tensor:
 
 
 class Rows(NamedTuple):
-    """A TMA operand, (X, D, ..) as tma_view makes it, and how its rows are packed."""
+    """A TMA operand (X, D, ..) as tma_view makes it, and how its rows are packed."""
 
     info: cpasync.TmaInfo
     pack: int
@@ -69,7 +69,7 @@ class Rows(NamedTuple):
 
     @cute.jit
     def of(self, head: Int32, batch: Int32, seqlen: SeqlenInfo) -> cute.Tensor:
-        """The rows of one head, or of one group of `pack` heads, of one sequence: (X, D)."""
+        """The rows (X, D) of one head, or of one group of `pack` heads, of one sequence."""
         mX = self.info.tma_tensor
         if cutlass.const_expr(self.pack > 1):
             mX = cute.domain_offset(((head * self.pack, 0), *self._nothing(mX)), mX)
@@ -87,7 +87,7 @@ class Rows(NamedTuple):
         return (0,) * (cute.rank(mX) - 1)
 
     def tiler(self, rows: int, columns: int) -> cute.Tile:
-        """A tile of `rows` packed rows."""
+        """The tiler of `rows` packed rows by `columns`."""
         if self.pack > 1:
             return (self.pack, rows // self.pack), columns
         return rows, columns
@@ -101,8 +101,8 @@ class Rows(NamedTuple):
         tile: cutlass.Constexpr,
         part: Int32 | int = 0,
     ) -> cute.Tensor:
-        """The tiles, (rows, columns), of one head of one sequence, of the columns' `part`-th tile:
-        (bRows, bColumns, Rest)."""
+        """The tiles (bRows, bColumns, Rest) of one head of one sequence, from column tile `part`;
+        `tile` is (rows, columns)."""
         first = ((0, None), part) if self.pack > 1 else (None, part)
         return cute.local_tile(self.of(head, batch, seqlen), self.tiler(*tile), first)
 
@@ -110,8 +110,8 @@ class Rows(NamedTuple):
 def tma_operand(
     op: Any, mX: cute.Tensor, rows: Rows, tile: tuple[int, int], num_slots: int
 ) -> cpasync.TmaInfo:
-    """What moves tiles of (rows, columns) between mX and slots of smem, columns contiguous, in the
-    widest swizzle that cuts them evenly."""
+    """The TMA atom and tensor that move tiles (rows, columns) between mX and smem slots, columns
+    contiguous, with the widest swizzle that divides a row evenly."""
     row_bytes = tile[1] * mX.element_type.width // 8
     swizzle = next(s for s in (128, 64, 32) if row_bytes % s == 0)
     slots = slots_layout(mX.element_type, *tile, num_slots, swizzle)
@@ -126,8 +126,8 @@ def tile_loads(
     of: tuple[Int32, Int32, SeqlenInfo],
     part: Int32 | int = 0,
 ) -> TileLoads:
-    """The loads of one head of one sequence, `of` (head, batch, seqlen), of the `part`-th of its
-    columns, into sX (rows, columns, SLOT)."""
+    """The loads of one head of one sequence, `of` (head, batch, seqlen), from column tile `part`,
+    into sX (rows, columns, SLOT)."""
     gX = rows.tiles(*of, (cute.size(sX, mode=[0]), cute.size(sX, mode=[1])), part)
     tXsX, tXgX = cpasync.tma_partition(
         rows.info.atom,

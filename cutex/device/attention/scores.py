@@ -1,8 +1,8 @@
-"""ScoreOps: what happens to the scores of a block between Q K^T and the softmax.
+"""ScoreOps: the operations on the scores of a block between Q K^T and the softmax.
 
 In this order: soft cap, a user's score function, the band and the end of the keys, a user's mask
-function. Without the first two, scores stay as they come from the tensor core, and the softmax
-scales them.
+function. Without the first two, scores stay as the tensor core leaves them, and the softmax scales
+them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from cutex.device.attention.softmax import LOG2_E
 
 @dataclass(frozen=True)
 class ScoreOps:
-    """For the rows of one thread, of which row r is query `mask.queries[r]` of `heads[r]`."""
+    """The score operations for the rows of one thread: row r is query `mask.queries[r]` of head
+    `heads[r]`."""
 
     mask: Mask
     scale: Float32
@@ -32,12 +33,12 @@ class ScoreOps:
 
     @property
     def elementwise(self) -> bool:
-        """Whether scores change in blocks without a mask, too."""
+        """Whether scores change even in blocks without a mask."""
         functions = self.softcap, self.score_mod, self.mask_mod
         return any(f is not None for f in functions)
 
     def scale_log2(self) -> Float32:
-        """Powers of two in a unit of what `apply` leaves."""
+        """The factor that turns a score as `apply` leaves it into a power of two."""
         if self.score_mod is not None:
             return Float32(LOG2_E)
         unit = self.scale if self.softcap is None else self.softcap
@@ -51,8 +52,8 @@ class ScoreOps:
         masked: cutlass.Constexpr[bool],
         column: Int32 | int = 0,
     ) -> None:
-        """To `scores`, (rows, columns), the thread's columns of the block from `column` on;
-        `masked` says whether the band cuts this block."""
+        """Apply the operations to `scores` (rows, columns), the thread's columns of block `n_block`
+        from `column` on; `masked` says whether the band cuts the block."""
         if cutlass.const_expr(self.softcap is not None):
             factor = self.scale / self.softcap
             for i in cutlass.range_constexpr(cute.size(scores)):
@@ -72,5 +73,5 @@ class ScoreOps:
                     scores[r, c] = scores[r, c] if counts else -Float32.inf
 
     def _place(self, r: int, c: int, n_block: Int32) -> tuple[Int32, Int32, Int32, Int32]:
-        """Batch entry, head, query and key of a score."""
+        """The batch entry, head, query and key of the score in row r, column c."""
         return self.batch, self.heads[r], self.mask.queries[r], self.mask.key(c, n_block)

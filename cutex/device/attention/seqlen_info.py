@@ -13,18 +13,18 @@ from cutlass import Int32, Int64, cute
 
 
 class SeqlenInfo(NamedTuple):
-    """One sequence of one side."""
+    """The rows of one sequence on one side (queries, or keys and values)."""
 
     offset: Int32  # rows before it, where all sequences are one list of rows; else 0
     length: Int32
 
     def offset64(self) -> Int64:
-        """For addresses: rows times a stride may exceed 32 bits."""
+        """The offset for addresses: rows times a stride may exceed 32 bits."""
         return Int64(self.offset)
 
 
 class Seqlens(NamedTuple):
-    """The lengths of all sequences of one side, as the kernel is passed them."""
+    """The lengths of all sequences of one side, as kernel arguments."""
 
     static: Int32  # the size of mode seqlen, or of mode total
     cu_seqlens: cute.Tensor | None = None  # (batch + 1) int32
@@ -32,7 +32,8 @@ class Seqlens(NamedTuple):
 
     @property
     def ragged(self) -> bool:
-        """Whether a sequence may end before other rows do, so that TMA must know where."""
+        """Whether other rows may follow a sequence's last one, so that TMA must be given its
+        end."""
         return self.cu_seqlens is not None or self.seqused is not None
 
     def of(self, batch: Int32) -> SeqlenInfo:

@@ -1,19 +1,18 @@
 """The online softmax of the rows that a thread holds, in base 2.
 
 Scores arrive in blocks of columns. Each row keeps a reference, the largest score seen when it was
-last set, and the sum of 2^(scale * (score - reference)). When a block raises the maximum, what was
-summed up so far is scaled down (Milakov and Gimelshein, arXiv 1805.02867; FlashAttention).
+last set, and the sum of 2^(scale * (score - reference)). When a block raises the maximum, the sum
+so far is scaled down (Milakov and Gimelshein, arXiv 1805.02867; FlashAttention).
 
 The reference need not be the maximum: as long as the maximum exceeds it by less than `slack` powers
 of two, the exponentials stay below 2^slack, which fp32 sums and 16-bit probabilities hold as well
 as ones below 1; so a warp whose rows all stay within it leaves sums and outputs as they are
 (FlashAttention-4's conditional rescaling).
 
-Nor need the maximum be known. Scores of one row seldom spread further than bf16's exponent reaches,
-so `add` takes the reference of the blocks before as it is and looks for no larger score, and
-`finish` tells from the sums whether that went well; where it did not, the rows are done again with
-`next`. (Like the unified maximum of FlashDecoding++, arXiv 2311.01282, with a reference of each
-row's own.)
+Nor need the maximum be computed. Scores of one row seldom spread further than bf16's exponent
+reaches, so `add` takes the reference of the blocks before as it is and looks for no larger score;
+`finish` detects from the sums whether any overflowed, and such rows are computed again with `next`.
+(Like the unified maximum of FlashDecoding++, arXiv 2311.01282, with a reference per row.)
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from cutlass import Boolean, Float32, cute
 from cutex.device.atoms.scalar import exp2, log2, reciprocal
 
 LN2 = 0.6931471805599453
-TRUSTED_SUM = 2.0**30  # of exponentials: far from the largest bf16 and fp32, V's size included
+TRUSTED_SUM = 2.0**30  # largest trusted sum of exponentials; times V, far below the fp32 maximum
 LOG2_E = 1.4426950408889634
 
 
@@ -46,7 +45,7 @@ def over_quad(x: Float32, op: cutlass.Constexpr) -> Float32:
 
 @cute.jit
 def row_max(scores: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
-    """The largest score of row r in this thread, by two chains."""
+    """The largest of this thread's scores in row r, by two chains of maxima."""
     columns = cute.size(scores, mode=[1])
     a, b = scores[r, 0], scores[r, 1]
     for c in cutlass.range_constexpr(2, columns, 2):
@@ -57,7 +56,8 @@ def row_max(scores: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
 
 @dataclass(frozen=True)
 class Softmax:
-    """References and sums of a thread's rows: of a wgmma accumulator two, each in four threads."""
+    """The references and sums of a thread's rows: two rows of a wgmma accumulator, each shared by
+    four threads."""
 
     reference: cute.Tensor  # (rows) in units of scores; -inf before the first key
     sums: cute.Tensor  # (rows) of this thread's columns alone
@@ -66,35 +66,36 @@ class Softmax:
     shift: cute.Tensor | None = None  # (rows) the reference in powers of two; 0, not -inf
 
     rows: ClassVar[int] = 2
-    over_row: ClassVar[Any] = staticmethod(over_quad)  # what combines the threads of a row
+    over_row: ClassVar[Any] = staticmethod(over_quad)  # the reduction over the threads of a row
 
     @classmethod
     def start(cls, scale_log2: Float32, slack: float) -> Self:
-        """Before the first block."""
+        """The state before the first block."""
         rows = cute.make_layout(cls.rows)
         reference = cute.make_rmem_tensor(rows, Float32)
         sums = cute.make_rmem_tensor(rows, Float32)
         return cls(reference, sums, scale_log2, slack)
 
     def keeping_shift(self) -> Self:
-        """The same, with `shift` in registers of its own.
+        """The same, with `shift` in registers of its own, the only value that `add` reads.
 
-        NOTE: that is all that `add` has use for. Where it was computed there from the reference,
-        which LSE needs in the end, LSE cost 3 % at head dim 64; `next` is better off without.
+        NOTE: with `shift` computed in `add` from the reference, which LSE needs in the end, LSE
+        cost 3 % at head dim 64; `next` is faster without.
         """
         return replace(self, shift=cute.make_rmem_tensor(cute.make_layout(self.rows), Float32))
 
     @cute.jit
     def first(self, scores: cute.Tensor) -> None:
-        """Turn the first block of scores, (rows, columns), into exponentials."""
+        """Turn the first block of scores (rows, columns) into exponentials, and set the
+        references."""
         for r in cutlass.range_constexpr(self.rows):
             self.set_reference(r, self.over_row(row_max(scores, r), cute.arch.fmax))
             self.sums[r] = self._exponentials(scores, r)
 
     @cute.jit
     def next(self, scores: cute.Tensor, factors: cute.Tensor) -> Boolean:
-        """Turn a further block of scores into exponentials; `factors` (rows) get what outputs so
-        far must be multiplied with, if the result is true."""
+        """Turn a further block of scores into exponentials. Returns whether outputs so far must be
+        multiplied by `factors` (rows), which are then set."""
         highest = [self.over_row(row_max(scores, r), cute.arch.fmax) for r in range(self.rows)]
         rescale = self.raise_references(highest, factors)
         for r in cutlass.range_constexpr(self.rows):
@@ -103,8 +104,9 @@ class Softmax:
 
     @cute.jit
     def raise_references(self, highest: list[Float32], factors: cute.Tensor) -> Boolean:
-        """To the `highest` scores of a block, if some row of this warp exceeds its own by more than
-        the slack, which is the result; sums are scaled with `factors` (rows)."""
+        """Raise the references to the `highest` scores of a block, if some row of this warp exceeds
+        its own by more than the slack, and scale the sums by `factors` (rows). Returns whether it
+        did."""
         rescale = Boolean(False)
         for r in cutlass.range_constexpr(self.rows):
             above = (highest[r] - self.reference[r]) * self.scale_log2
@@ -126,20 +128,21 @@ class Softmax:
             self.shift[r] = self._finite(reference) * self.scale_log2
 
     def shift_of(self, r: int) -> Float32:
-        """Powers of two that row r's scores are lowered by."""
+        """The power of two by which row r's scores are lowered."""
         if self.shift is not None:
             return self.shift[r]
         return self._finite(self.reference[r]) * self.scale_log2
 
     @cute.jit
     def add(self, scores: cute.Tensor) -> None:
-        """Turn a further block of scores into exponentials of the reference that there is."""
+        """Turn a further block of scores into exponentials, with the references left as they
+        are."""
         for r in cutlass.range_constexpr(self.rows):
             self.sums[r] += self._exponentials(scores, r)
 
     @cute.jit
     def _exponentials(self, scores: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
-        """Turn row r into exponentials; returns their sum."""
+        """Turn row r into exponentials; return their sum."""
         shift, columns = self.shift_of(r), cute.size(scores, mode=[1])
         for c in cutlass.range_constexpr(columns):
             scores[r, c] = exp2(scores[r, c] * self.scale_log2 - shift)
@@ -156,12 +159,12 @@ class Softmax:
 
     @cute.jit
     def finish(self, sinks: tuple[Float32, ...], factors: cute.Tensor, lse: cute.Tensor) -> Boolean:
-        """After the last block: `factors` (rows) get what outputs must be multiplied with, `lse`
-        (rows) the natural logarithm of the sums; rows without keys get 0 and -inf. Returns whether
-        the sums are within what `add` may be trusted with.
+        """Finish the rows after the last block. Sets `factors` (rows), by which outputs must be
+        multiplied, and `lse` (rows), the natural logarithm of the sums; rows without keys get 0 and
+        -inf. Returns whether no sum exceeds the limit up to which `add` is exact.
 
         `sinks` are, for each row, the score, natural and scaled, of one more key that has no value;
-        none if there is no such key.
+        empty if there is no such key.
         """
         trusted = Boolean(True)
         for r in cutlass.range_constexpr(self.rows):

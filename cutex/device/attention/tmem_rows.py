@@ -1,6 +1,6 @@
-"""Rows of tensor memory: each thread of a warpgroup has one, and moves parts of it.
+"""Rows of tensor memory: each thread of a warpgroup owns one, and moves parts of it.
 
-A row of scores becomes probabilities part by part. Where its largest score must be known first, it
+A row of scores becomes probabilities part by part. Where its largest score is needed first, the row
 is read twice: 128 scores in registers would leave none for anything else.
 """
 
@@ -18,12 +18,12 @@ from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.softmax import row_max
 from cutex.device.epilogue.sm100.tma_store import SubTiles, sub_tiles
 
-PART = 32  # columns that move at a time
+PART = 32  # columns of one load or store
 
 
 @cute.jit
 def columns_of(tmem: cute.Pointer, column: Int32 | int, count: cutlass.Constexpr[int]) -> SubTiles:
-    """This thread's row of `count` columns of tensor memory, by PART."""
+    """This thread's row of `count` columns of tensor memory, in parts of PART columns."""
     thread, _, _ = cute.arch.thread_idx()
     layout = cute.make_layout((LANES, count), stride=(1 << 16, 1))
     return sub_tiles(cute.make_tensor(tmem + column, layout), None, thread % LANES, PART)
@@ -31,7 +31,7 @@ def columns_of(tmem: cute.Pointer, column: Int32 | int, count: cutlass.Constexpr
 
 @cute.jit
 def store_columns(tmem: cute.Pointer, column: Int32, values: cute.Tensor) -> None:
-    """Start the store of a thread's `values`, 32 bits each, to columns of its lane."""
+    """Start the store of a thread's `values`, 32 bits each, to its lane from `column` on."""
     thread, _, _ = cute.arch.thread_idx()
     count = cute.size(values)
     layout = cute.make_layout((LANES, count), stride=(1 << 16, 1))
@@ -59,7 +59,7 @@ def scale_columns(
 
 @cute.jit
 def rounded(scores: cute.Tensor, dtype: cutlass.Constexpr[type[cutlass.Numeric]]) -> cute.Tensor:
-    """A part of a row in 16 bits: (PART)."""
+    """A part of a row, (PART), rounded to the 16-bit `dtype`."""
     flat = cute.make_layout(PART)
     found = cute.make_rmem_tensor(flat, dtype)
     found.store(cute.make_tensor(scores.iterator, flat).load().to(dtype))
@@ -68,7 +68,7 @@ def rounded(scores: cute.Tensor, dtype: cutlass.Constexpr[type[cutlass.Numeric]]
 
 @dataclass(frozen=True)
 class ScoreRow:
-    """One thread's row of a block of scores in tensor memory, at a column."""
+    """One thread's row of a block of scores in tensor memory."""
 
     tmem: cute.Pointer
     tile_n: int
@@ -77,7 +77,7 @@ class ScoreRow:
 
     @cute.jit
     def search(self, column: Int32, n_block: Int32, masked: Boolean | bool) -> Float32:
-        """The largest score. Those that are masked, or otherwise not what QK left, are written
+        """The largest score of the row. Scores that masking or other operations change are written
         back, for `exponentials` to read."""
         changed = masked
         if cutlass.const_expr(self.score_ops.elementwise):
@@ -109,9 +109,9 @@ class ScoreRow:
         by_fma: cutlass.Constexpr[int],
         store: cutlass.Constexpr,
     ) -> None:
-        """Turn scores into exponentials, which `store(scores, part)` takes part by part, (1, PART)
-        each; a part is loaded while the one before is worked on. Scores that have been `searched`
-        are final."""
+        """Turn the scores into exponentials, passed part by part, (1, PART) each, to `store(scores,
+        part)`; the next part is loaded while one is computed. Scores that have been `searched` are
+        final."""
         softmax = self.softmax.partly_by_fma(by_fma)
         parts = columns_of(self.tmem, column, self.tile_n)
         following = parts.start_load(0)

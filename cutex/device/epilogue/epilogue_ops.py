@@ -1,8 +1,8 @@
 """The operations that an epilogue runs on the product, in fp32 registers, before it is stored.
 
-An operation is a frozen dataclass, part of the compile key. `arguments` lists what it takes from
-the host; `apply` changes a fragment whose coordinates are known, or returns another. Operations run
-in the order given:
+An operation is a frozen dataclass, part of the compile key. `arguments` lists its host arguments;
+`apply` changes a fragment whose coordinates are known, or returns another. Operations run in the
+order given:
 
     (Alpha(), Bias("column", "bf16"), Activation("gelu"), Add("residual", "bf16"))
 
@@ -11,7 +11,6 @@ Loads are clamped to the matrix instead of guarded: elements outside of it are n
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,20 +19,20 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from cutex.compile import Argument, Operand, Scalar
-from cutex.compile.user_function import UserFunction
+from cutex.compile.user_function import UserFunction, arguments_taken
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 
 
 class Fragment(NamedTuple):
-    """The values of a tile that one thread holds, in R rows and C columns, not always adjacent."""
+    """The values of a tile that one thread holds: R rows by C columns, not always adjacent."""
 
     values: cute.Tensor  # (R, C) fp32 in registers
     rows: tuple[Int32, ...]  # R of M
     columns: tuple[Int32, ...]  # C of N
     batch: Int32 | int
     bounds: tuple[Int32, Int32]  # (M, N)
-    run: int  # of columns that are neighbours, the first a multiple of it: a power of two, or 1
+    run: int  # columns in turn that are neighbours: a power of two that divides the first's index
 
     @property
     def safe_rows(self) -> tuple[Int32, ...]:
@@ -48,7 +47,7 @@ class Fragment(NamedTuple):
         return len(self.rows), len(self.columns)
 
     def load_width(self, dtype: type[cutlass.Numeric]) -> int:
-        """Neighbours that one load, of up to 16 bytes, brings."""
+        """The number of neighbouring elements that one load, of up to 16 bytes, brings."""
         return min(self.run, 128 // dtype.width)
 
     def map(self, function: Callable[[Float32], Float32]) -> None:
@@ -76,7 +75,8 @@ class Alpha:
 
 @dataclass(frozen=True)
 class Scale:
-    """x * scale, fp32 on the device: one for each "row" or "column", or for the "tensor"."""
+    """x * scale, fp32 on the device: one number for each "row" or "column", or one for the
+    "tensor"."""
 
     name: str
     by: str = "tensor"
@@ -96,9 +96,9 @@ class Scale:
 
 @dataclass(frozen=True)
 class Bias:
-    """x + bias, where bias holds one number for each "row" or each "column".
+    """x + bias, with one number for each "row" or each "column".
 
-    whole: base and length are multiples of 16 bytes, so neighbours come with one load.
+    whole: base and length are multiples of 16 bytes, so that one load brings several neighbours.
     """
 
     by: str = "column"
@@ -123,10 +123,10 @@ class Bias:
 
 @dataclass(frozen=True)
 class Add:
-    """x + matrix, or x + beta * matrix with `beta`; the matrix is as large as the output.
+    """x + matrix, or x + beta * matrix with `beta`; the matrix has the shape of the output.
 
-    whole: its rows are contiguous, N, base and the other strides are multiples of 16 bytes, so
-    neighbours come with one load.
+    whole: its rows are contiguous, and N, base and the other strides are multiples of 16 bytes, so
+    that one load brings several neighbours.
     """
 
     name: str
@@ -177,7 +177,8 @@ class Activation:
 
 @dataclass(frozen=True)
 class Gate:
-    """act(x[:, 0::2]) * x[:, 1::2]: gates and gated columns alternate; half are left."""
+    """act(x[:, 0::2]) * x[:, 1::2]: gate columns and gated columns alternate; half of them are
+    left."""
 
     kind: str
 
@@ -202,7 +203,7 @@ class Elementwise:
     """A user's function(x), or function(x, m, n) with coordinates, on DSL numbers; one that
     branches on them must be a @cute.jit function.
 
-    NOTE: the compile key, which is made of this object's repr, says what the function computes.
+    NOTE: the repr of the function, which identifies what it computes, is part of the compile key.
     """
 
     function: UserFunction
@@ -215,10 +216,10 @@ class Elementwise:
         return ()
 
     def apply(self, x: Fragment) -> None:
-        takes = len(inspect.signature(inspect.unwrap(self.function.function)).parameters)
+        takes = arguments_taken(self.function.function, (1, 3))
         for r, m in enumerate(x.rows):
             for c, n in enumerate(x.columns):
-                where = (m, n)[: takes - 1]
+                where = (m, n) if takes == 3 else ()
                 x.values[r, c] = Float32(self.function(x.values[r, c], *where))
 
 
@@ -251,7 +252,8 @@ EpilogueOp = Alpha | Scale | Bias | Add | Activation | Gate | Elementwise | Amax
 
 
 def op_arguments(ops: tuple[EpilogueOp, ...]) -> tuple[Argument, ...]:
-    """The arguments that a kernel with these operations takes beside its matrices, in order."""
+    """The host arguments that a kernel with these operations takes beside its matrices, in
+    order."""
     return tuple(argument for op in ops for argument in op.arguments())
 
 
@@ -262,20 +264,20 @@ def has_gate(ops: tuple[EpilogueOp, ...]) -> bool:
 
 @dataclass(frozen=True)
 class BoundOps:
-    """The operations of an epilogue with their arguments, and the extent of the product."""
+    """The operations of an epilogue, their arguments, and the extent of the product."""
 
     ops: tuple[EpilogueOp, ...]
     arguments: tuple[Any, ...]  # the values of op_arguments(ops)
     bounds: tuple[Int32, Int32]  # (M, N) of the product, as out is oriented
     transposed: bool  # the accumulator's rows are out's columns
-    preloaded: int | None = None  # the argument that `apply` is given in registers
+    preloaded: int | None = None  # the index of the argument that `apply` takes from registers
 
     @property
     def gated(self) -> bool:
         return has_gate(self.ops)
 
     def apply(self, x: Fragment, preloaded: cute.Tensor | None = None) -> Fragment:
-        """Run all operations on x; returns the fragment to store. `preloaded` (R, C)."""
+        """Run all operations on x; return the fragment to store. `preloaded` is (R, C)."""
         arguments = list(self.arguments)
         if preloaded is not None and self.preloaded is not None:
             arguments[self.preloaded] = Preloaded(preloaded)
@@ -289,7 +291,8 @@ class BoundOps:
 
     @cute.jit
     def store_elements(self, x: Fragment, out: cute.Tensor) -> None:
-        """Store each element of x that is in bounds to out (M, N), oriented as the accumulator.
+        """Store each element of x that is in bounds to out (M, N), or to out (N, M) if
+        `transposed`.
 
         NOTE: columns first: a thread has few rows, and keeps their addresses.
         """
@@ -316,14 +319,14 @@ def _combine(
 
 
 def _load(matrix: cute.Tensor, row: Int32, column: Int32, count: int) -> list[Float32]:
-    """`count` neighbours in a row, with one load."""
+    """`count` neighbours in a row of `matrix`, by one load."""
     if count == 1:
         return [matrix[row, column].to(Float32)]
     return _neighbours(matrix[row, None], column, count)
 
 
 def _neighbours(vector: cute.Tensor, place: Int32, count: int) -> list[Float32]:
-    """`count` of them, one at `place`, with one load."""
+    """`count` neighbours, among them the element at `place`, by one load aligned to all of them."""
     start = vector.iterator + (place & ~(count - 1))
     start = start.align(count * vector.element_type.width // 8)
     loaded = cute.make_tensor(start, cute.make_layout(count)).load().to(Float32)

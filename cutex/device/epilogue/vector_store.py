@@ -13,8 +13,8 @@ def store_vectors(
 ) -> None:
     """Store rX to gX, `width` elements at a time, where cX, the global coordinate, is in bounds.
 
-    All three are alike in shape; consecutive elements lie in a row, and a vector that starts in
-    bounds must end in bounds.
+    All three have one shape; consecutive elements are neighbours in a row, and a vector that starts
+    in bounds must end in bounds.
     """
     vectors = cute.make_layout((width, cute.size(rX) // width))
     rX = cute.composition(rX, vectors)  # (V, NumV)

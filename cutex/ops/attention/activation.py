@@ -1,4 +1,4 @@
-"""cutex.attention.activate: attention of other libraries on our kernel."""
+"""cutex.attention.activate: our attention kernel behind the functions of other libraries."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["activate", "deactivate"]
 
 
 def activate() -> None:
-    """Let torch's attention run on cutex, and give it to transformers under the name "cutex".
+    """Make torch's attention run on cutex, and register it in transformers under the name "cutex".
 
     From then on torch.nn.functional.scaled_dot_product_attention and torch.nn.attention.varlen run
-    on our kernel what it takes (bfloat16 and float16 of its head dims; no mask but causal and
-    windows, no dropout) and as before what it does not; torch.nn.attention lists it as the flash
+    supported calls on our kernel (bfloat16 and float16 with its head dims; no mask but causal and
+    windows, no dropout), and all others as before; torch.nn.attention lists it as the flash
     implementation "cutex". Where transformers is installed, models take
     `attn_implementation="cutex"`. Raises ValueError, in one sentence, where there is neither a GPU
     nor the simulator, and with a torch before 2.11.
@@ -27,5 +27,5 @@ def activate() -> None:
 
 
 def deactivate() -> None:
-    """Give torch its own kernels back."""
+    """Restore torch's own kernels."""
     in_torch.deactivate()

@@ -1,9 +1,9 @@
 """Gradients of attention by torch's own flash backward, from our O and LSE.
 
-torch.ops.aten._flash_attention_backward takes what FlashAttention-2 takes: one head dim, a band, no
-softcap, no sink, no seqused. A sink needs no more than that: LSE has its share, so the
-probabilities come out right, and its own gradient is a sum over rows. Where v has another head dim,
-zeros make it as wide as q.
+torch.ops.aten._flash_attention_backward supports what FlashAttention-2 supports: one head dim, a
+band, no softcap, no sink, no seqused. A sink needs no support: it is part of LSE, so the
+probabilities are right, and its own gradient is a sum over rows. Where v has another head dim, it
+is padded with zeros to that of q.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cutex.ops.attention.call import AttentionCall
 
 
 def why_no_gradient(call: AttentionCall) -> str | None:
-    """What torch's flash backward cannot do of it, or None."""
+    """The reason why torch's flash backward does not support the call, or None."""
     if call.softcap:
         return f"softcap={call.softcap}, which torch's flash backward does not know"
     for name in ("seqused_q", "seqused_k"):
@@ -30,7 +30,8 @@ def why_no_gradient(call: AttentionCall) -> str | None:
 def gradients(
     call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and learnable_sink, from that of out; all of them laid out as it is."""
+    """The gradients of q, k, v and learnable_sink, given that of out; each has the layout of its
+    tensor."""
     dsink = None
     if call.learnable_sink is not None:
         dsink = sink_gradient(call.learnable_sink, grad_out, out, lse)
@@ -48,29 +49,35 @@ def gradients(
         for x, most in ((q, call.max_seqlen_q), (k, call.max_seqlen_k))
     ]
     nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout of 0
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        grad_out.contiguous(),
-        q,
-        k,
-        v,
-        out,
-        lse,
-        call.cu_seqlens_q,
-        call.cu_seqlens_k,
-        *longest,
-        0.0,
-        call.causal,
-        nothing,
-        torch.empty(0, dtype=torch.uint64, device=q.device),
-        scale=call.scale,
-        window_size_left=-1 if left is None else left,
-        window_size_right=-1 if right is None else right,
-    )
+    try:
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            grad_out.contiguous(),
+            q,
+            k,
+            v,
+            out,
+            lse,
+            call.cu_seqlens_q,
+            call.cu_seqlens_k,
+            *longest,
+            0.0,
+            call.causal,
+            nothing,
+            torch.empty(0, dtype=torch.uint64, device=q.device),
+            scale=call.scale,
+            window_size_left=-1 if left is None else left,
+            window_size_right=-1 if right is None else right,
+        )
+    except NotImplementedError as error:
+        raise ValueError(
+            f"the gradient of attention is torch's flash backward, which does not run on {q.device}"
+        ) from error
     return dq, dk, dv[..., :head_dim_v], dsink
 
 
 def sink_gradient(sink: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """(heads,): less the sink's share of a row's probability, times what O gives for the row."""
+    """The gradient of the sink, (heads,): minus the sink's probability times the row's sum of
+    grad_out * out."""
     delta = (
         (grad_out.float() * out.float()).sum(-1).transpose(-1, -2)
     )  # like lse, (.., heads, rows)

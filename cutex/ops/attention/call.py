@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutex.compile.user_function import arguments_taken
+
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
+SCORE_MOD = ("score", "batch", "head", "query", "key")  # its parameters; mask_mod lacks score
 MAX_LENGTH = 2**30 - 1  # rows of a sequence
 
 Window = tuple[int | None, int | None]
@@ -19,7 +22,7 @@ Window = tuple[int | None, int | None]
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The arguments of flash_attn_func, and of flash_attn_varlen_func, which has more."""
+    """The arguments of flash_attn_func, or of flash_attn_varlen_func, which has more."""
 
     q: Tensor
     k: Tensor
@@ -46,7 +49,7 @@ class AttentionCall:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that are given."""
+        """All tensors that are given."""
         sink = () if self.learnable_sink is None else (self.learnable_sink,)
         return (self.q, self.k, self.v, *self.lengths.values(), *sink)
 
@@ -58,12 +61,12 @@ class AttentionCall:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Heads of q, and of k and v."""
+        """The numbers of heads of q, and of k and v."""
         return self.q.shape[-2], self.k.shape[-2]
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """Head dims of q and k, and of v."""
+        """The head dims of q and k, and of v."""
         return self.q.shape[-1], self.v.shape[-1]
 
     @property
@@ -72,7 +75,7 @@ class AttentionCall:
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
-        """(batch, heads, seqlen_q) or, of packed sequences, (heads, total_q)."""
+        """The shape of LSE: (batch, heads, seqlen_q) or, for packed sequences, (heads, total_q)."""
         *batch, rows, heads, _ = self.q.shape
         return (*batch, heads, rows)
 
@@ -84,7 +87,8 @@ class AttentionCall:
 
     @property
     def window(self) -> Window:
-        """Without bounds that no row of these lengths can feel; right is 0 where causal."""
+        """The window without bounds that have no effect at these lengths; its right side is 0 if
+        causal."""
         left, right = self.window_size
         right = 0 if self.causal else right
         longest_q, longest_k = (x.shape[-3] for x in (self.q, self.k))
@@ -98,7 +102,8 @@ class AttentionCall:
 
 
 def check(call: AttentionCall) -> None:
-    """TypeError or ValueError, in one sentence that names the argument, for what cannot be."""
+    """Raise TypeError or ValueError, in one sentence that names the argument, for an unsupported
+    call."""
     for name in ("q", "k", "v", *call.lengths, "learnable_sink"):
         x = getattr(call, name)
         if x is None and name == "learnable_sink":
@@ -124,10 +129,14 @@ def check(call: AttentionCall) -> None:
                 f"learnable_sink has shape {tuple(sink.shape)}, it must be one number for each of "
                 f"the {call.heads[0]} heads of q"
             )
-    for name in ("score_mod", "mask_mod"):
+    for name, takes in (("score_mod", SCORE_MOD), ("mask_mod", SCORE_MOD[1:])):
         function = getattr(call, name)
-        if function is not None and not callable(function):
+        if function is None:
+            continue
+        if not callable(function):
             raise TypeError(f"{name} must be a function or None, got {type(function).__name__}")
+        if arguments_taken(function, (len(takes),)) is None:
+            raise TypeError(f"{name} {function!r}: must be a Python function of {', '.join(takes)}")
 
 
 def _check_operands(call: AttentionCall) -> None:
@@ -175,7 +184,8 @@ def _check_lengths(call: AttentionCall) -> None:
             raise TypeError(f"{name} has dtype {x.dtype}, which is not int32")
         expected = call.batch + name.startswith("cu")
         if x.dim() != 1 or x.shape[0] != expected or expected < name.startswith("cu"):
-            raise ValueError(f"{name} has shape {tuple(x.shape)}, it must be ({expected},)")
+            due = max(expected, int(name.startswith("cu")))
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, it must be ({due},)")
     for name in ("max_seqlen_q", "max_seqlen_k"):
         most = getattr(call, name)
         if most is None:
@@ -193,8 +203,7 @@ def _is_fake(x: Tensor) -> bool:
 
 
 def _check_values(call: AttentionCall) -> None:
-    """Of the lengths, where looking at them is free: not on a GPU, which would have to be waited
-    for."""
+    """Check the values of the lengths, on the CPU only: on a GPU that would have to wait for it."""
     for side, x in (("q", call.q), ("k", call.k)):
         longest = x.shape[-3]
         cu, used = (getattr(call, f"{kind}_{side}") for kind in ("cu_seqlens", "seqused"))
@@ -231,6 +240,8 @@ def _check_numbers(call: AttentionCall) -> None:
             raise ValueError(f"window_size={tuple(window)}: write None, not -1, for an open side")
         if bound < 0:
             raise ValueError(f"window_size={tuple(window)}: a side is at least 0, or None if open")
+    if not isinstance(call.causal, (int, torch.SymBool)) or call.causal not in (0, 1):
+        raise TypeError(f"causal must be True or False, got {call.causal!r}")
     for name in ("softcap", "softmax_scale"):
         x = getattr(call, name)
         if x is None and name == "softmax_scale":

@@ -1,6 +1,5 @@
-"""`cutex.flash_attn_func` and `flash_attn_varlen_func` as they are called: each looks for a plan of
-these options and shapes that takes these tensors, and launches it.
-"""
+"""`cutex.flash_attn_func` and `flash_attn_varlen_func`: each call looks up a plan for its options
+and shapes that takes its tensors, and launches it."""
 
 from __future__ import annotations
 
@@ -39,9 +38,9 @@ def flash_attn_func(
 
     q (batch, seqlen_q, heads, head dim), k (batch, seqlen_k, heads_kv, head dim), v (batch,
     seqlen_k, heads_kv, head dim of v): bfloat16 or float16, all alike, accumulated in fp32; heads a
-    multiple of heads_kv; head dims 64, 96, 128, 192, 256, or 192 with 128 of v. Any strides; what
-    TMA cannot step through (a head dim that is not contiguous; a base or another stride that is no
-    multiple of 16 bytes) is copied first.
+    multiple of heads_kv; head dims 64, 96, 128, 192, 256, or 192 with 128 of v. Any strides; a
+    tensor that TMA cannot read (a head dim that is not contiguous; a base or another stride that is
+    no multiple of 16 bytes) is copied first.
     softmax_scale: 1 / sqrt(head dim) by default.
     causal: query i sees keys j <= i + seqlen_k - seqlen_q, so that the last query sees all.
     window_size: (left, right), how many keys on either side of that last one a query sees; None is
@@ -57,8 +56,8 @@ def flash_attn_func(
     Returns out (batch, seqlen_q, heads, head dim of v), contiguous. A row that sees no key is 0 and
     has an lse of -inf, or of its sink. Differentiable in q, k, v and learnable_sink by torch's own
     flash backward, except with softcap, score_mod or mask_mod; lse is not differentiable. Raises
-    TypeError or ValueError, in one sentence that names the argument, for what does not fit, and
-    where there is no Hopper or Blackwell GPU.
+    TypeError or ValueError, with one sentence that names the argument, for arguments that do not
+    fit, and where there is no Hopper or Blackwell GPU.
     """
     if not _is_compiling() and nobody_watches():
         key: tuple[Any, ...] | None
@@ -72,7 +71,7 @@ def flash_attn_func(
                 if known.takes(*given) and (known.always or known.still()):
                     return known.launch(*given)
         except (AttributeError, TypeError, ValueError, RuntimeError):
-            key = None  # what is no tensor, or a base that is not aligned: the checks will say
+            key = None  # not a tensor, or a base that is not aligned: the checks raise for it
     else:
         key = None
     return _unknown(
@@ -146,20 +145,20 @@ def flash_attn_varlen_func(
 
 
 class Known(NamedTuple):
-    """A plan that takes its tensors as they are given, as the functions above use it."""
+    """A plan that takes its tensors as they are given, in the form that the functions above use."""
 
     takes: Callable[..., bool]  # whether tensors are like those that it was made for
-    always: bool  # whether it holds with gradients on, and has no function that may change
+    always: bool  # whether it is valid with gradients on, and has no function that may change
     wants_gradient: bool
     plan: Plan
-    launch: Callable[..., Any]  # returns what the functions return
+    launch: Callable[..., Any]  # has the same result as the functions
 
     def still(self) -> bool:
         return not (self.wants_gradient and _grad_enabled()) and self.plan.is_current()
 
 
 _known: dict[tuple[Any, ...], tuple[Known, ...]] = per_device({})  # by options and shapes
-_plans: dict[tuple[Any, ...], Plan] = per_device({})  # by all that they depend on
+_plans: dict[tuple[Any, ...], Plan] = per_device({})  # by everything that a plan depends on
 _grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
 
@@ -173,7 +172,7 @@ def forget() -> None:
 def _unknown(
     call: AttentionCall, return_lse: bool, key: tuple[Any, ...] | None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """A call that is not known: through the operator where torch has more to do than to run it."""
+    """Run a call that has no plan: through the operator if torch has more to do than to run it."""
     if _is_compiling():
         return _through_operator(call, return_lse)
     operands = call.q, call.k, call.v
@@ -199,8 +198,8 @@ def attend(
     out: Tensor | None = None,
     key: tuple[Any, ...] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """O and LSE of plain tensors, O in `out` if that is given; with a `key`, calls like it are
-    known from then on."""
+    """O and LSE of plain tensors, O in `out` if given; with a `key`, later calls like it find a
+    plan."""
     tensors = (call.q, call.k, call.v, out, call.learnable_sink, call.cu_seqlens_q,
                call.cu_seqlens_k, call.seqused_q, call.seqused_k)  # fmt: skip
     whole = (
@@ -227,8 +226,8 @@ def run(
     out: Tensor | None = None,
     key: tuple[Any, ...] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The call, checked, on plain tensors; remembers its plan under `whole`, and for the functions
-    above under `key`."""
+    """Run a checked call on plain tensors; keep its plan under `whole`, and for the functions above
+    under `key`."""
     check_device(call.q.device)
     if 0 in (*call.out_shape, call.k.shape[-3], call.batch, longest_q(call)):
         return _nothing_to_see(call, with_lse, out)
@@ -249,7 +248,7 @@ def _remember(
     key: tuple[Any, ...], plan: Plan, launch: Callable[..., Any], tensors: tuple[Tensor, ...]
 ) -> None:
     if len(set(map(id, tensors))) < len(tensors):
-        return  # of which a guard is never sure
+        return  # a guard never accepts one tensor twice
     wants_gradient = any(x.requires_grad for x in tensors)
     always = not (wants_gradient or plan.has_functions)
     known = Known(guard(tensors), always, wants_gradient, plan, launch)
@@ -263,7 +262,7 @@ def _described(x: Tensor | None) -> tuple[Any, ...] | None:
 def _nothing_to_see(
     call: AttentionCall, with_lse: bool, out: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Of rows that see no key; of no rows nothing is written."""
+    """O and LSE of rows that see no key; for no rows nothing is written."""
     rows = longest_q(call) > 0
     out = call.q.new_empty(call.out_shape) if out is None else out
     lse = call.q.new_empty(call.lse_shape, dtype=torch.float32) if with_lse else None
@@ -277,7 +276,7 @@ def _nothing_to_see(
 
 
 def _through_operator(call: AttentionCall, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """As one node of a graph."""
+    """Run the call as one node of a graph."""
     for name in ("score_mod", "mask_mod"):
         if getattr(call, name) is not None:
             raise ValueError(

@@ -1,8 +1,8 @@
 """torch's own attention on our kernel: scaled_dot_product_attention and torch.nn.attention.varlen.
 
 torch lets others implement the operators behind its flash backend
-(torch.nn.attention.register_flash_attention_impl). Ours take what the kernel can do and hand all
-else to the kernels that were there before. Backward is torch's own, from our O and LSE.
+(torch.nn.attention.register_flash_attention_impl). Ours run what the kernel supports, and pass
+everything else to the kernels registered before. Backward is torch's own, from our O and LSE.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FLASH = torch_attention.SDPBackend.FLASH_ATTENTION.value
 
 
 def activate() -> None:
-    """Let scaled_dot_product_attention and varlen_attn run on our kernel, where it can."""
+    """Make scaled_dot_product_attention and varlen_attn run supported calls on our kernel."""
     register = getattr(torch_attention, "register_flash_attention_impl", None)
     if register is None:
         raise ValueError(
@@ -33,26 +33,26 @@ def activate() -> None:
         )
     if not torch.cuda.is_available() and simulated_arch() is None:
         raise ValueError(
-            "there is no GPU here: activate() needs a Hopper GPU, or the simulator, as in `with "
-            'cutex.ops.simulated("sm_90a"): cutex.attention.activate()`'
+            "there is no GPU here: activate() needs a Hopper or Blackwell GPU, or the simulator, "
+            'as in `with cutex.ops.simulated("sm_90a"): cutex.attention.activate()`'
         )
     register(NAME, register_fn=Overrides.install)
     torch_attention.activate_flash_attention_impl(NAME)
 
 
 def deactivate() -> None:
-    """Give torch its own kernels back."""
+    """Restore torch's own kernels."""
     if torch_attention.current_flash_attention_impl() == NAME:
         torch_attention.restore_flash_attention_impl()
 
 
 @dataclass
 class Overrides:
-    """The operators that are ours at present, and what they replaced."""
+    """The operators that are currently overridden, and their original kernels."""
 
     library: torch.library.Library
     originals: dict[tuple[str, str], Any] = field(default_factory=dict)
-    order: list[int] | None = None  # of SDPA's backends, as it was
+    order: list[int] | None = None  # SDPA's backends as they were ordered
 
     @classmethod
     def install(cls) -> Overrides:
@@ -83,7 +83,10 @@ class Overrides:
         self.library.impl(name, ours, key, with_keyset=True, allow_override=True)
 
     def prefer_flash(self) -> None:
-        """NOTE: torch puts cuDNN first on a Hopper GPU, and does so at its first choice."""
+        """Put the flash backend first in SDPA's order.
+
+        NOTE: torch puts cuDNN first on a Hopper GPU, and does so at its first choice.
+        """
         q = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16, device="cuda")
         torch._fused_sdp_choice(q, q, q)
         self.order = list(torch._C._get_sdp_priority_order())
@@ -96,7 +99,7 @@ class Overrides:
         self.library._destroy()
 
 
-# ---- the operators: each returns None for what the kernel does not take
+# ---- the operators: each returns None for a call that the kernel does not support
 
 
 def _takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -130,7 +133,8 @@ def _flash_attention_forward(
     num_splits: int | None = None,
     out: Tensor | None = None,
 ) -> Any:
-    """(output, logsumexp, rng_state, unused, debug_mask) of q (batch, rows, heads, D) or packed."""
+    """Returns (output, logsumexp, rng_state, unused, debug_mask) for q (batch, rows, heads, D) or
+    packed."""
     if (
         dropout_p != 0
         or return_debug_mask
@@ -157,7 +161,7 @@ def _flash_attention_forward(
 
 
 def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """rng_state, unused and debug_mask."""
+    """Returns the rng_state, unused and debug_mask of a call without dropout."""
     return (
         q.new_zeros(2, dtype=torch.uint64),
         q.new_zeros((), dtype=torch.uint64),
@@ -166,7 +170,7 @@ def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _flash_attention_forward_no_dropout_inplace(out: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """logsumexp; the output goes to `out`."""
+    """Returns logsumexp; the output is written to `out`."""
     found = _flash_attention_forward(*args, **kwargs, out=out)
     return None if found is None else found[1]
 
@@ -181,7 +185,8 @@ def _scaled_dot_product_flash_attention(
     *,
     scale: float | None = None,
 ) -> Any:
-    """The same of q (batch, heads, rows, D), with what torch's autograd keeps besides."""
+    """Run _flash_attention_forward for q (batch, heads, rows, D), with the further values that
+    torch's autograd saves."""
     out = torch.empty_like(query)
     q, k, v, o = (x.transpose(1, 2) for x in (query, key, value, out))
     rows, keys = query.shape[2], key.shape[2]
@@ -204,7 +209,8 @@ def _scaled_dot_product_flash_attention_for_cpu(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Any:
-    """(output, logsumexp), in the simulator; torch aligns causal masks of the CPU top left."""
+    """Returns (output, logsumexp), from the simulator; torch aligns causal masks on the CPU top
+    left."""
     if attn_mask is not None or (is_causal and query.shape[2] != key.shape[2]):
         return None
     found = _scaled_dot_product_flash_attention(

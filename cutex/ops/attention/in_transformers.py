@@ -16,7 +16,7 @@ NAME = "cutex"
 
 def register() -> None:
     AttentionInterface.register(NAME, attention)
-    # a mask is then None, or (batch, keys) of what is no padding, as flash attention has it
+    # a mask is then None, or (batch, keys), True where a key is no padding, as in flash attention
     AttentionMaskInterface.register(NAME, flash_attention_mask)
 
 
@@ -34,10 +34,10 @@ def attention(
     s_aux: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """(batch, rows, heads, D) of query, key and value (batch, heads, rows, D).
+    """The output (batch, rows, heads, D) for query, key and value (batch, heads, rows, D).
 
     Padding is left out, and sequences that are packed into one row of the batch are kept apart.
-    Raises ValueError for dropout and for masks of more than padding.
+    Raises ValueError for dropout, and for masks of more than padding.
     """
     if dropout:
         raise ValueError(f"dropout={dropout}: attn_implementation {NAME!r} has none")
@@ -82,7 +82,8 @@ def _is_packed(position_ids: Tensor | None, q: Tensor, k: Tensor) -> bool:
 def _without_padding(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any]
 ) -> Tensor:
-    """Of the rows that `mask` (batch, keys) keeps; the queries are its last. Other rows are 0."""
+    """Attention over the rows that `mask` (batch, keys) keeps; the queries are the last rows. Other
+    rows are 0."""
     masks = mask[:, -q.shape[1] :], mask
     lengths = [m.sum(-1, dtype=torch.int32) for m in masks]
     ends = [torch.nn.functional.pad(n.cumsum(0, dtype=torch.int32), (1, 0)) for n in lengths]

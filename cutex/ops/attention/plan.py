@@ -1,9 +1,9 @@
-"""From the tensors of one flash_attn call to a compiled kernel and its arguments.
+"""`Plan`: the compiled kernel and the arguments for one flash_attn call's tensors.
 
-A plan holds for every call with the same dtypes, shapes, strides and options. q, k and v are passed
-as they are if TMA can step through them: head dim contiguous, base and all other strides a multiple
-of 16 bytes; where seqused is given without cu_seqlens, also one batch entry right behind the other.
-What does not fit is copied first, at each call.
+A plan is valid for every call with the same dtypes, shapes, strides and options. q, k and v are
+passed unchanged if TMA can step through them: head dim contiguous, base and all other strides a
+multiple of 16 bytes; with seqused but no cu_seqlens, also batch entries that directly follow each
+other. Otherwise the tensor is copied first, at each call.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from cutex.compile import Compiled
 
 ALIGN = 16  # bytes
-COUNTER = 2  # words of the dynamic scheduler
+COUNTER = 2  # words of the dynamic scheduler's counter
 
 
 def why_copied(x: Tensor, one_list: bool) -> str | None:
-    """Why TMA cannot step through x (.., rows, heads, head dim) as it is, or None.
+    """The reason why TMA cannot step through x (.., rows, heads, head dim), or None.
 
     one_list: the rows of all batch entries must follow one another at one stride.
     """
@@ -50,7 +50,7 @@ def why_copied(x: Tensor, one_list: bool) -> str | None:
 
 
 def stepped(x: Tensor, one_list: bool) -> Tensor:
-    """The same with strides that TMA takes in the modes of size 1, too."""
+    """The same tensor, with strides that TMA takes also in the modes of size 1."""
     unit = ALIGN // x.element_size()
     strides = [
         s if n > 1 or s % unit == 0 else unit
@@ -63,7 +63,8 @@ def stepped(x: Tensor, one_list: bool) -> Tensor:
 
 
 class Plan:
-    """A call's kernel, what to allocate for it, and what its operands need before each launch."""
+    """A call's kernel, the outputs to allocate for it, and the preparation of its operands before
+    each launch."""
 
     def __init__(self, call: AttentionCall, with_lse: bool) -> None:
         self.functions = tuple(
@@ -102,17 +103,18 @@ class Plan:
             sink is None or (sink.dtype == torch.float32 and sink.is_contiguous())
         )
         self.dtype = call.q.dtype
-        # from the first launch on, if all tensors are passed as they are given: the same in a
-        # third of the time, of q, k, v, the lengths and the sink
+        # set at the first launch if all tensors are passed as they are given: a function of q, k,
+        # v, the lengths and the sink that does the same in a third of the time
         self.short: Callable[..., Any] | None = None
         self.has_functions = any(self.functions)
 
     def is_current(self) -> bool:
-        """Whether the functions in it still compute what they did."""
+        """Whether the user's functions in it still compute the same."""
         return all(f is None or f.is_current() for f in self.functions)
 
     def outputs(self, q: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Where to write O, if nowhere yet, and, if it is wanted, LSE."""
+        """The tensor to write O to, allocated if `out` is None, and that of LSE, if it is
+        wanted."""
         if out is None or why_copied(out, one_list=self.lists[0]) is not None:
             out = q.new_empty_strided(self.shape, self.strides)
         elif not self.as_given:
@@ -130,8 +132,8 @@ class Plan:
         sink: Tensor | None,
         given: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Launch on the operands; ValueError or TypeError if the launcher finds them others than
-        the plan's. `lengths` are the int32 tensors there are, `given` is where to write O."""
+        """Launch on the operands; ValueError or TypeError if they are not like the plan's.
+        `lengths` are the int32 tensors that are given, `given` is where to write O."""
         out, lse = self.outputs(q, given)
         if not self.as_given:
             q, k, v = (
@@ -160,7 +162,8 @@ class Plan:
         return given, lse
 
     def _short(self, launch: Callable[..., None]) -> Callable[..., Any]:
-        """What flash_attn_func returns, with nothing decided again that the plan knows."""
+        """A function that launches and returns what flash_attn_func returns, without repeating the
+        plan's decisions."""
         shape, strides, lse_shape, lse_strides = (
             self.shape, self.strides, self.lse_shape, self.lse_strides
         )  # fmt: skip
@@ -183,7 +186,7 @@ class Plan:
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Its strides."""
+    """The strides of a contiguous tensor of this shape."""
     return torch.empty(shape, device="meta").stride()
 
 
@@ -193,14 +196,14 @@ def packed(x: Tensor) -> Tensor:
 
 
 def longest_q(call: AttentionCall) -> int:
-    """The most rows that a sequence can have."""
+    """The largest number of queries that a sequence can have."""
     rows = call.q.shape[-3]
     most = call.max_seqlen_q if call.cu_seqlens_q is not None else None
     return rows if most is None else min(most, rows)
 
 
 def longest_k(call: AttentionCall) -> int:
-    """The most keys that a sequence can have."""
+    """The largest number of keys that a sequence can have."""
     rows = call.k.shape[-3]
     most = call.max_seqlen_k if call.cu_seqlens_k is not None else None
     return rows if most is None else min(most, rows)
@@ -237,7 +240,7 @@ def config_for(
 
 @cache
 def resources(device: torch.device, name: str) -> tuple[int, int]:
-    """SMs and bytes of L2."""
+    """The number of SMs, and the bytes of L2."""
     if device.type != "cuda":
         simulated = arch(name)
         return simulated.num_sms, simulated.l2_bytes
@@ -260,7 +263,7 @@ def kernel_for(config: AnyConfig, dtype: str, arch: str) -> Compiled:
 
 
 def arch_name(device: torch.device) -> str | None:
-    """The arch of what runs on `device`, or is simulated there; None for what is no GPU."""
+    """The arch of the GPU `device`, or the arch simulated for the CPU; None for other devices."""
     if device.type == "cpu":
         return simulated_arch()
     if device.type != "cuda":
@@ -271,19 +274,19 @@ def arch_name(device: torch.device) -> str | None:
 
 
 def arch_of(device: torch.device) -> str:
-    """The same of a device that `check_device` takes; of another, as for tests of the host side,
-    the first that there are kernels for."""
+    """The arch of a device that `check_device` accepts; for others, as in tests of the host side,
+    the first arch that has kernels."""
     name = arch_name(device)
     return name if name in CONFIGS else next(iter(CONFIGS))
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether there is a kernel for it."""
+    """Whether there is a kernel for the device."""
     return arch_name(device) in CONFIGS
 
 
 def check_device(device: torch.device) -> None:
-    """ValueError, in one sentence, if there is no kernel for it."""
+    """Raise ValueError, in one sentence, if there is no kernel for the device."""
     name = arch_name(device)
     if name is None:
         raise ValueError(
@@ -298,7 +301,7 @@ def check_device(device: torch.device) -> None:
 
 
 def there(device: torch.device, launch: Callable[..., None]) -> Callable[..., None]:
-    """The same, with several GPUs, wherever the current one is."""
+    """`launch` with `device` as the current one, which matters with several GPUs."""
     if not SEVERAL_GPUS or device.type != "cuda":
         return launch
 

@@ -1,6 +1,6 @@
 """`cutex.flash_attn_func` as torch sees it: a registered operator with a fake, gradients and FLOPs.
 
-torch.ops.cutex.flash_attn serves torch.compile, autograd, and whatever wraps tensors or watches.
+torch.ops.cutex.flash_attn serves torch.compile, autograd, tensor subclasses, modes and transforms.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TENSORS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_
 
 
 def _call(*args: Any) -> AttentionCall:
-    """What torch passes to the operator, which leaves defaults at the end out."""
+    """The call from the operator's arguments; torch leaves out trailing defaults."""
     tensors, options = args[: len(_TENSORS)], args[len(_TENSORS) :]
     defaults = (None, False, None, None, 0.0, None)
     scale, causal, left, right, softcap, sink = options + defaults[len(options) :]
@@ -86,7 +86,8 @@ def _backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Any, ...]:
 
 
 def _mapped(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-    """Many calls as one of a larger batch; of packed sequences and sinks, one by one."""
+    """Run the calls of a vmap as one of a larger batch; for packed sequences and sinks, one by
+    one."""
     n = info.batch_size
     if any(x is not None for x in (*args[3:9], *in_dims[9:])):
         results = [
@@ -106,14 +107,15 @@ def _flops(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None = None, cu_k: Tensor | None = None,
     *rest: Any, **more: Any,
 ) -> int:  # fmt: skip
-    """As torch counts attention: every pair of a query and a key of one sequence, seen or not."""
+    """The FLOPs as torch counts attention: every pair of a query and a key of one sequence, seen or
+    not."""
     pairs = q.shape[-3] * k.shape[-3]
     if cu_q is None and cu_k is None:
         pairs *= q.shape[0]
     elif cu_q is not None and cu_k is not None:
         if is_plain(cu_q):
             pairs = int((cu_q.diff().long() * cu_k.diff()).sum())
-        else:  # lengths that nobody knows: alike
+        else:  # the lengths are unknown: taken to be equal
             pairs //= max(cu_q.shape[0] - 1, 1)
     return 2 * pairs * q.shape[-2] * (q.shape[-1] + v.shape[-1])
 

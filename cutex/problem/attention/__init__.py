@@ -1,9 +1,10 @@
-"""Attention forward as the ladder computes it: sizes, band, peers; its data and its judgement are
-those of an AttentionCase."""
+"""Attention forward as the ladder computes it: sizes, band and peers; data, reference and tolerance
+are those of an AttentionCase."""
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("bf16", "fp16")
 INITS = ("normal", "offset", "rising", "falling", "huge")
-TOKENS, WIDTH = 16384, 2048  # of a case that is timed: batch * seqlen, heads * head_dim
+TOKENS, WIDTH = 16384, 2048  # batch * seqlen and heads * head_dim of a case that is timed
 
 
 def _sizes(seqlen: int, head_dim: int, causal: bool) -> Sizes:
@@ -35,7 +36,8 @@ def _both(head_dim: int, *seqlens: int) -> tuple[Sizes, ...]:
 
 
 def _cudnn(problem: AttentionProblem) -> tuple[Launch, str]:
-    """cuDNN through torch, which has it without a copy of heads before rows only."""
+    """cuDNN through torch, whose operator takes (batch, heads, rows, D): views of q, k and v, and
+    copies of K and V where query heads share them."""
     import torch
 
     if problem.varlen or problem.window or problem.softcap:
@@ -76,11 +78,11 @@ def _fa4(problem: AttentionProblem) -> tuple[Launch, str]:
 
 @dataclass(frozen=True)
 class AttentionProblem(Problem):
-    """O = softmax(Q K^T / sqrt(head_dim)) V, and LSE, of sequences that are alike.
+    """O = softmax(Q K^T / sqrt(head_dim)) V, and LSE, of sequences of equal length.
 
-    window: "" or how many keys a query sees to its left and right, as "127,0"; "-" for all.
-    varlen: sequences packed one behind the other, told apart by cu_seqlens. Raises ValueError for
-    what makes no sense.
+    window: "" or how many keys a query sees to its left and right, as "127,0"; "-" for all. varlen:
+    sequences are packed one after the other, and separated by cu_seqlens. Raises ValueError for
+    values that are not valid together.
     """
 
     op = "attention"
@@ -127,7 +129,7 @@ class AttentionProblem(Problem):
             raise ValueError(
                 f"heads_q={self.heads_q}: must be a multiple of heads_kv={self.heads_kv}"
             )
-        if self.softcap < 0:
+        if not 0 <= self.softcap < math.inf:
             raise ValueError(f"softcap={self.softcap}: must be positive, or 0 for none")
         for name, known in (("dtype", DTYPES), ("init", INITS)):
             if getattr(self, name) not in known:
@@ -136,7 +138,7 @@ class AttentionProblem(Problem):
 
     @property
     def bounds(self) -> tuple[int | None, int | None]:
-        """The window's sides, None where it is open."""
+        """The window's (left, right), None where it is open."""
         if not self.window:
             return None, None
         try:
@@ -151,7 +153,8 @@ class AttentionProblem(Problem):
 
     @cached_property
     def case(self) -> AttentionCase:
-        """The same with data, a reference and a tolerance. Loads torch."""
+        """The AttentionCase of this problem, with data, a reference and a tolerance. Loads
+        torch."""
         from cutex.problem.attention.case import AttentionCase
 
         lengths: dict[str, Any] = {"seqlen_q": self.seqlen_q, "seqlen_k": self.seqlen_k}
@@ -166,7 +169,7 @@ class AttentionProblem(Problem):
 
     @cached_property
     def pairs(self) -> int:
-        """Pairs of a query and a key that it sees, over the batch, of one head.
+        """The number of pairs of a query and a key that it sees, over the batch, of one head.
 
         Of a causal square it is half of all pairs, as the field counts it, which leaves out half of
         the diagonal.
@@ -220,15 +223,15 @@ class AttentionProblem(Problem):
     # ---- data and judgement
 
     def inputs(self, device: str | torch.device = "cpu", copy: int = 0) -> tuple[torch.Tensor, ...]:
-        """q, k, v and, of packed sequences, cu_seqlens_q and cu_seqlens_k."""
+        """The inputs q, k, v and, for packed sequences, cu_seqlens_q and cu_seqlens_k."""
         return tuple(x for x in self.case.inputs(device, copy) if x is not None)
 
     def outputs(self, device: str | torch.device = "cpu") -> tuple[torch.Tensor, ...]:
-        """O and LSE."""
+        """The outputs O and LSE."""
         return self.case.outputs(device)
 
     def check(self, *tensors: torch.Tensor, tile: tuple[int, ...] | None = None) -> Check:
-        """Compare O and LSE with float64: see cutex/problem/attention/check.py."""
+        """Compare O and LSE with float64; see cutex/problem/attention/check.py."""
         from cutex.problem.attention.case import Inputs
 
         *inputs, out, lse = tensors
@@ -259,7 +262,7 @@ class AttentionProblem(Problem):
         return launch
 
     def exact(self) -> AttentionProblem:
-        """The same: exponentials are exact on no data."""
+        """This problem itself: exponentials are exact on no data."""
         return self
 
     def reduced(self) -> AttentionProblem:
@@ -279,7 +282,7 @@ class AttentionProblem(Problem):
 
     @classmethod
     def size_name(cls, sizes: Sizes) -> str:
-        """As --size takes it, and what else there is: "4,4096,16,128 causal"."""
+        """The sizes as --size takes them, and the options that are set: "4,4096,16,128 causal"."""
         words = [str(sizes["batch"])]
         for one, other in (("seqlen_q", "seqlen_k"), ("heads_q", "heads_kv"),
                            ("head_dim", "head_dim_v")):  # fmt: skip

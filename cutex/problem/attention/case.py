@@ -1,4 +1,4 @@
-"""What attention forward computes: shapes, data, reference and tolerance.
+"""One case of attention forward: shapes, data, reference and tolerance.
 
 O = softmax(mask(softcap(scale * Q K^T))) V and LSE, the natural logarithm of the sum of the
 exponentials, with the meaning of FlashAttention's functions: a band of visible keys aligned bottom
@@ -58,18 +58,17 @@ class Sequence(NamedTuple):
 class AttentionCase:
     """One attention forward.
 
-    lengths_q, lengths_k: rows of each sequence, in tensors packed one behind the other (varlen by
+    lengths_q, lengths_k: rows of each sequence, in tensors packed one after the other (varlen by
     cu_seqlens; seqlen_q or seqlen_k is then their maximum). used_q, used_k: how many rows of each
-    sequence count (seqused). tail: rows behind the last packed sequence. window (left, right): keys
+    sequence count (seqused). tail: rows after the last packed sequence. window (left, right): keys
     that a query sees on either side of its own, None for all. scale: 1 / sqrt(head_dim) by default.
+    init: q, k and v are Gaussian; "offset": q and k are around 20, so that scores are large and
+    nearly equal; "rising", "falling": the scores of a row rise or fall by 0.1 per key, so that its
+    maximum moves with every block, in whichever order they come; "huge": one key in each sequence
+    is 64 times as large. Memory that holds no data (around views, rows past `used`, the tail) is
+    NaN. views: the memory layouts of q, k and v, out of VIEWS.
 
-    init: q, k and v are Gaussian; "offset": q and k around 20, so that scores are large and alike;
-    "rising", "falling": the scores of a row do so by 0.1 a key, so that its maximum moves with
-    every block, in whichever order they come;
-    "huge": one key in each sequence is 64 times as large. Whatever is no data (memory around views,
-    rows past `used`, the tail) is NaN. views: how q, k and v lie in memory, of VIEWS.
-
-    Raises ValueError, in one sentence, for what is no problem.
+    Raises ValueError, in one sentence, for values that are no valid problem.
     """
 
     batch: int = 1
@@ -140,7 +139,8 @@ class AttentionCase:
 
     @property
     def band(self) -> tuple[int | None, int | None]:
-        """Bounds on k - q - (seqlen_k - seqlen_q) for a key that is seen."""
+        """The bounds (lo, hi) on k - q - (seqlen_k - seqlen_q) of a visible key, None where
+        open."""
         left, right = self.window
         return None if left is None else -left, 0 if self.causal else right
 
@@ -150,7 +150,7 @@ class AttentionCase:
 
     @property
     def varlen(self) -> bool:
-        """Whether it takes FlashAttention's varlen function."""
+        """Whether the case needs FlashAttention's varlen function."""
         given = (self.lengths_q, self.lengths_k, self.used_q, self.used_k)
         return any(x is not None for x in given)
 
@@ -167,7 +167,7 @@ class AttentionCase:
 
     @cached_property
     def visible_pairs(self) -> int:
-        """Pairs of a query and a key that it sees, over the batch, of one head."""
+        """The number of pairs of a query and a key that it sees, over the batch, of one head."""
         lo, hi = self.band
         pairs = 0
         for _, _, queries, _, keys in self.sequences:
@@ -180,10 +180,10 @@ class AttentionCase:
 
     @property
     def flops(self) -> int:
-        """Of both products over the visible pairs.
+        """The FLOPs of both products over the visible pairs.
 
-        Of a causal square it is half of the full one's, as the field counts it, which leaves out
-        half of the diagonal.
+        Of a causal square they are half of the full one's, as the field counts them, which leaves
+        out half of the diagonal.
         """
         pairs = 2 * self.visible_pairs
         if self.causal and self.window[0] is None:
@@ -194,7 +194,8 @@ class AttentionCase:
 
     @property
     def bytes(self) -> int:
-        """Least traffic with global memory: Q, K and V read once, O and LSE written once."""
+        """The least traffic with global memory, in bytes: Q, K and V read once, O and LSE written
+        once."""
         queries = sum(x.queries for x in self.sequences)
         keys = sum(x.keys for x in self.sequences)
         row = self.head_dim + self.head_dim_v
@@ -257,7 +258,7 @@ class AttentionCase:
         return x if lengths is None else x[0]
 
     def _distort(self, x: Tensor, side: str, generator: torch.Generator) -> None:
-        """Make a Gaussian q or k (batch or 1, rows, heads, head_dim) what `init` says."""
+        """Change a Gaussian q or k (batch or 1, rows, heads, head_dim) to the data of `init`."""
         if self.init == "offset":
             x.add_(20.0)
         elif self.init in ("rising", "falling"):
@@ -279,10 +280,8 @@ class AttentionCase:
                     self.rows(entries, s, "k")[at].mul_(64.0)
 
     def outputs(self, device: str | torch.device = "cpu") -> tuple[Tensor, Tensor]:
-        """O like q with head_dim_v; LSE (batch, heads_q, seqlen_q) or (heads_q, total_q), float32.
-
-        Every element is NaN until a kernel writes it.
-        """
+        """The outputs, every element NaN until a kernel writes it: O like q with head_dim_v; LSE
+        (batch, heads_q, seqlen_q) or (heads_q, total_q), float32."""
         rows = (self.batch, self.seqlen_q)
         lse: tuple[int, ...] = (self.batch, self.heads_q, self.seqlen_q)
         if self.lengths_q is not None:
@@ -295,19 +294,20 @@ class AttentionCase:
     # ---- the result
 
     def rows(self, x: Tensor, s: Sequence, side: str) -> Tensor:
-        """The rows of one sequence in x, which is laid out as q and o are, or as k and v."""
+        """The rows of one sequence in x, which is laid out like q and o (side "q") or like k and v
+        ("k")."""
         first, count = (s.first_q, s.queries) if side == "q" else (s.first_k, s.keys)
         packed = getattr(self, f"lengths_{side}") is not None
         return x[first : first + count] if packed else x[s.entry, :count]
 
     def lse_rows(self, lse: Tensor, s: Sequence) -> Tensor:
-        """The same of LSE: (heads_q, rows)."""
+        """The rows of one sequence in LSE, as (heads_q, rows)."""
         return self.rows(lse.transpose(-1, -2), s, "q").T
 
     def check(
         self, inputs: Inputs, out: Tensor, lse: Tensor | None, poisoned: bool = True
     ) -> Check:
-        """Hold O, and LSE where given, against float64: see check.py.
+        """Compare O, and LSE where given, with float64; see check.py.
 
         poisoned: out and lse were NaN before, and must still be where no sequence has a row.
         """
@@ -317,7 +317,7 @@ class AttentionCase:
 def laid_out(
     view: str, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str | torch.device
 ) -> tuple[Tensor, bool]:
-    """Memory, all NaN, in which (batch, rows, heads, head_dim) lie as `view` says.
+    """Memory, all NaN, for a (batch, rows, heads, head_dim) tensor laid out as `view` says.
 
     Returns the part to fill, and whether it is to be expanded to `shape`. TMA can step through all
     views but "shifted", whose rows begin anywhere, and "transposed", whose rows are contiguous.

@@ -1,12 +1,12 @@
-"""How far a computed O and LSE may be from float64.
+"""The check of a computed O and LSE against float64.
 
-As in FlashAttention's own suite, a kernel may err twice as much as the same computation done by
-torch at the kernel's precision (reference.attend). Here that is asked of three errors of
-O: the largest, as there; that of each row relative to the row, because rows of many keys are small,
-and a wrong key in one drowns in the largest error; and that of all, relative to the whole. To each
-is added half a unit in the last place, and what tensor cores lose when they add up a score, which
-torch's float32 does not (`truncation`). LSE never passes through the operands' dtype, and is held
-to twice the error of float32.
+As in FlashAttention's own suite, a kernel's error may be twice that of the same computation by
+torch at the kernel's precision (reference.attend). Here that bounds three errors of O: the largest,
+as there; that of each row relative to the row, because rows of many keys are small, and a wrong key
+in one is lost in the largest error; and that of all rows together, relative to the whole. To each
+bound is added half a unit in the last place, and the loss of tensor cores in adding up a score,
+which torch's float32 does not have (`truncation`). LSE never passes through the operands' dtype;
+its bound is twice the error of float32.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 def check(
     problem: AttentionCase, inputs: Inputs, out: Tensor, lse: Tensor | None, poisoned: bool
 ) -> Check:
-    """Sequence by sequence; with `poisoned`, rows that belong to none must still be NaN."""
+    """Compare O and LSE sequence by sequence; with `poisoned`, rows that belong to none must still
+    be NaN."""
     worst, tolerance = 0.0, 0.0
     for s in problem.sequences:
         q, mine = problem.rows(inputs.q, s, "q"), problem.rows(out, s, "q")
@@ -48,8 +49,8 @@ def check(
 
 
 def truncation(problem: AttentionCase, q: Tensor, k: Tensor) -> float:
-    """What may be lost of a score: a unit of float32, cut off, after every 16 products; with a soft
-    cap also what the hardware's tanh may be off by, 2^-11 of it (PTX ISA, tanh.approx)."""
+    """The largest loss of a score: a unit of float32, truncated, after every 16 products; with a
+    soft cap also the error of the hardware's tanh, 2^-11 of it (PTX ISA, tanh.approx)."""
     if not q.numel() or not k.numel():
         return 0.0
     norm_q, norm_k = (float(x.double().square().sum(-1).max().sqrt()) for x in (q, k))
@@ -59,7 +60,8 @@ def truncation(problem: AttentionCase, q: Tensor, k: Tensor) -> float:
 
 
 def compare(out: Tensor, want: Tensor, torchs: Tensor, lost: float, largest_v: float) -> Check:
-    """O (rows, heads, head_dim_v) against float64's; `lost` of a score moves a mean of v so far."""
+    """Compare O (rows, heads, head_dim_v) with float64's `want`; an error `lost` of the scores
+    moves a mean of v by up to that share of `largest_v`."""
     nan = ~out.isfinite()
     if nan.any():
         at = _first(nan)
@@ -91,13 +93,13 @@ def compare(out: Tensor, want: Tensor, torchs: Tensor, lost: float, largest_v: f
 
 
 def relative(error: Tensor, want: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """The norm of the error over that of what is wanted; 0 / 0 is 0."""
+    """The norm of the error over that of `want`; 0 / 0 is 0."""
     error, want = (x.square().sum(dims).sqrt() for x in (error, want))
     return torch.where(error == 0, 0.0, error / want)
 
 
 def compare_lse(lse: Tensor, want: Tensor, torchs: Tensor, lost: float) -> Check:
-    """LSE (heads, rows) against float64's; -inf only where that has it."""
+    """Compare LSE (heads, rows) with float64's `want`; it must be -inf exactly where that is."""
     finite = want.isfinite()
     bad = (lse.isfinite() != finite) | (~finite & (lse != want))
     tolerance, max_error = 0.0, 0.0
@@ -115,7 +117,7 @@ def compare_lse(lse: Tensor, want: Tensor, torchs: Tensor, lost: float) -> Check
 
 
 def written_elsewhere(problem: AttentionCase, out: Tensor, lse: Tensor | None) -> str | None:
-    """A sentence if a row that belongs to no sequence was written to."""
+    """A sentence that names the first row written although it belongs to no sequence, or None."""
     free = torch.ones(out.shape[:-2], dtype=torch.bool, device=out.device)
     for s in problem.sequences:
         problem.rows(free, s, "q").fill_(False)

@@ -1,4 +1,4 @@
-"""Randomized attention problems: every feature in every combination, always the same for a seed."""
+"""Randomized attention problems: every feature in every combination, reproducible from a seed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ def draw(
     kernel: int | None = None,
     head_dims: tuple[tuple[int, int], ...] = HEAD_DIMS,
 ) -> AttentionCase:
-    """One problem, of sequences up to 2^largest.
+    """A problem drawn from `seed`, with sequences up to 2^largest.
 
-    most_work: pairs of a query and a key, seen or not, times heads and head_dim + head_dim_v.
-    kernel: seed of what a kernel is compiled for (head dims, dtype, band, options, how sequences
-    are told apart), by default `seed`; sizes, views and data are drawn from `seed`.
+    most_work: the limit of pairs of a query and a key, seen or not, times heads and head_dim +
+    head_dim_v. kernel: the seed of everything that a kernel is compiled for (head dims, dtype,
+    band, options, how sequences are separated), by default `seed`; sizes, views and data are drawn
+    from `seed`.
     """
     r = random.Random(seed)
     of_kernel = random.Random(f"kernel {seed if kernel is None else kernel}")
@@ -50,7 +51,8 @@ def draw(
 
 
 def _what(r: random.Random, head_dims: tuple[tuple[int, int], ...]) -> tuple[dict[str, Any], str]:
-    """What is compiled, and how sequences are told apart; a bounded side of the window is True."""
+    """The compiled options, and the way in which sequences are separated; a bounded side of the
+    window is True."""
     head_dim, head_dim_v = r.choice((*head_dims[:2], *head_dims))  # the common ones twice
     windows = ((True, None), (True, None), (None, True), (True, True))
     what = {
@@ -66,7 +68,7 @@ def _what(r: random.Random, head_dims: tuple[tuple[int, int], ...]) -> tuple[dic
 
 
 def _lengths(r: random.Random, batch: int, largest: float) -> list[tuple[int, int]]:
-    """Rows and keys of each sequence."""
+    """The numbers of queries and of keys of each sequence."""
 
     def length() -> int:
         kind = r.random()
@@ -92,7 +94,8 @@ def _lengths(r: random.Random, batch: int, largest: float) -> list[tuple[int, in
 
 
 def _sizes(r: random.Random, kind: str, lengths: list[tuple[int, int]]) -> dict[str, Any]:
-    """How the sequences are told apart: not at all, by cu_seqlens, by seqused."""
+    """The fields that separate the sequences in the way `kind`: dense, by cu_seqlens, by
+    seqused."""
     batch = len(lengths)
     q, k = (tuple(x) for x in zip(*lengths, strict=True))
     if kind == "dense":
@@ -118,7 +121,7 @@ def _sizes(r: random.Random, kind: str, lengths: list[tuple[int, int]]) -> dict[
 
 
 def _window(r: random.Random, longest: int) -> int:
-    """One side, around the edges of tiles or anywhere."""
+    """One side of a window, around the edges of tiles or anywhere."""
     edges = (0, 1, 63, 64, 65, 127, 128, 129)
     return r.choice(edges) if r.random() < 0.5 else r.randint(0, longest)
 

@@ -1,7 +1,7 @@
-"""Attention by its definition, in torch: what kernels are held against.
+"""Attention by its definition, in torch: the reference that kernels are compared with.
 
-`attend` computes it twice over with one code: in float64, which is the reference, and at the
-kernels' own precision, whose error says what a kernel may err.
+`attend` computes it twice by the same code: in float64, which is the reference, and at the kernels'
+own precision, whose error bounds that of a kernel.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def attend(
     *,
     exact: bool,
 ) -> tuple[Tensor, Tensor]:
-    """O (rows, heads_q, head_dim_v) and LSE (heads_q, rows) of one sequence.
+    """The O (rows, heads_q, head_dim_v) and LSE (heads_q, rows) of one sequence.
 
     q (rows, heads_q, head_dim), k (keys, heads_kv, head_dim), v (keys, heads_kv, head_dim_v).
     exact: all in float64. Otherwise at the kernels' precision: scores, exponentials and sums in
     float32, the probabilities rounded to the operands' dtype before they multiply v, O rounded to
-    that dtype at the end, in float64 again.
+    that dtype at the end. Both results are returned as float64.
     """
     wide = torch.float64 if exact else torch.float32
     rows, keys = q.shape[0], k.shape[0]
@@ -73,7 +73,7 @@ def attend(
 def visible(
     problem: AttentionCase, chunk: slice, rows: int, keys: int, device: torch.device
 ) -> Tensor:
-    """(rows of the chunk, keys): whether the query sees the key."""
+    """Whether each query of the chunk sees each key, (rows of the chunk, keys)."""
     queries = torch.arange(chunk.start, chunk.stop, device=device)[:, None]
     offset = torch.arange(keys, device=device) - queries - (keys - rows)
     lo, hi = problem.band

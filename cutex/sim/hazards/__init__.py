@@ -1,3 +1,3 @@
-"""What orders two accesses, and the reports of those that nothing orders."""
+"""The order of accesses, and the reports of accesses that nothing orders."""
 
 from __future__ import annotations

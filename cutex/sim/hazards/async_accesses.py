@@ -1,15 +1,15 @@
-"""Asynchronous accesses to shared and tensor memory, and who knows that they are complete.
+"""Asynchronous accesses to shared and tensor memory, and the warps that are ordered after them.
 
 A TMA copy, a tensor-core operation or a bulk store accesses memory at some moment between its issue
-and its completion, which releases into the mbarrier, the commit or the group that it belongs to.
-Whoever touches the same memory afterwards must have acquired that completion, through whatever
-barriers (PTX ISA 8.9.1 and 9.7.13.15.5 for mbarriers; 9.7.15.7.3 for wgmma, 9.7.16.6.2 for
-tcgen05, 9.7.9.25.4.6 for bulk groups): it races else, be the operation still in flight or complete
-by chance.
+and its completion, which releases to the mbarrier, the commit or the group that it belongs to. A
+later access to the same memory must have acquired that completion, through any chain of barriers
+(PTX ISA 8.9.1 and 9.7.13.15.5 for mbarriers; 9.7.15.7.3 for wgmma, 9.7.16.6.2 for tcgen05,
+9.7.9.25.4.6 for bulk groups); otherwise it races, whether the operation is still in flight or
+happens to be complete.
 
-A `Track` is one place that operations access, of all CTAs: the kernels of a grid have the same
-places, so what meets what is looked up once. It keeps the last write and the last read of each
-agent, with counts of the vector clocks (see clocks).
+A `Track` is one place that operations access, in all CTAs: the kernels of a grid have the same
+places, so the overlap of two places is computed once. It keeps the last write, and the last read of
+each agent, with counts of the vector clocks (see clocks).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cutex.sim.ptx.parse import Instruction
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
-_COMPLETES = {  # what says that operations without an mbarrier of their own are complete
+_COMPLETES = {  # the wait that orders an access after an operation without an mbarrier
     Engine.TMA_STORE: "cp.async.bulk.wait_group by the thread that issued it",
     Engine.WGMMA: "wgmma.wait_group by its warps",
     Engine.TCGEN05_MMA: "tcgen05.commit to an mbarrier by the thread that issued it, and a wait",
@@ -45,23 +45,24 @@ class Last:
         self.operation = np.full(num_ctas, None, object)
 
     def set(self, cta: Any, slot: int, count: Any, op: Any) -> None:
-        """Of one CTA, or of several, with an array of each but the slot."""
+        """Set the last access of one CTA, or of several, with an array of each value but the
+        slot."""
         self.slot[cta], self.count[cta], self.operation[cta] = slot, count, op
 
 
 class Track:
-    """One place, whichever the CTA."""
+    """One place, in all CTAs."""
 
     def __init__(self, place: Place, num_ctas: int) -> None:
         self.place = place
         self.write = Last(num_ctas)
         self.reads: dict[int, Last] = {}  # by slot
-        self.meets: list[Track] = []  # those that share memory with it, itself included
-        self.covers: list[Track] = []  # those that lie within it, itself included
+        self.meets: list[Track] = []  # the tracks that overlap it, itself included
+        self.covers: list[Track] = []  # the tracks inside of it, itself included
 
 
 class AsyncAccesses:
-    """Of all resident CTAs."""
+    """The asynchronous accesses of all resident CTAs."""
 
     def __init__(self, machine: Machine) -> None:
         self.m = machine
@@ -91,7 +92,9 @@ class AsyncAccesses:
     # -- operations --------------------------------------------------------------------------------
 
     def issue(self, op: Operation) -> None:
-        """``op`` accesses its places from here on: it must come after what is there."""
+        """Record that ``op`` accesses its places from here on, and check that it is ordered after
+        earlier accesses.
+        """
         shadow = self.m.smem_shadow
         tracks: list[Track] = []
         for write, places in ((False, op.reads), (True, op.writes)):
@@ -113,8 +116,8 @@ class AsyncAccesses:
             track.write.set(place.cta, slot, count, op)
 
     def issue_alike(self, ops: Sequence[Operation]) -> None:
-        """Operations of one instruction, in clusters of their own, whose places are the same in
-        each: they are checked together, or one by one where there may be something to tell.
+        """As `issue`, for operations of one instruction in different clusters, with the same places
+        in each: checked together, or one by one where a race is possible.
         """
         first, columns = ops[0], list(zip(*(op.reads + op.writes for op in ops), strict=True))
         issuers = np.array([op.issuers for op in ops])
@@ -145,8 +148,8 @@ class AsyncAccesses:
     def _come_after(
         self, track: Track, place: Place, write: bool, ctas: np.ndarray, issuers: np.ndarray
     ) -> bool:
-        """Whether accesses to a place in ``ctas`` (n,), by warps (n, those of an operation), come
-        after all others there for certain.
+        """Whether accesses to a place in ``ctas`` (n,), by warps (n, those of an operation), are
+        certainly ordered after all others there.
         """
         if not isinstance(place, Span) or self.m.smem_shadow.touched_any(place, ctas):
             return False
@@ -168,7 +171,7 @@ class AsyncAccesses:
     def _check(
         self, op: Operation, track: Track, place: Place, write: bool, issuers: list[int]
     ) -> None:
-        """All of ``issuers`` must know of what is there."""
+        """Report a race unless all ``issuers`` are ordered after earlier accesses to the place."""
         cta, known = place.cta, self.m.clocks.known.item
         for other in track.meets:
             lasts = [other.write, *other.reads.values()] if write else [other.write]
@@ -193,14 +196,15 @@ class AsyncAccesses:
 
     @staticmethod
     def _lasts(track: Track, write: bool) -> Iterator[tuple[Last, str]]:
-        """What an access must come after."""
+        """The earlier accesses that an access must be ordered after."""
         yield track.write, "write"
         if write:
             for last in track.reads.values():
                 yield last, "read"
 
     def complete(self, op: Operation) -> None:
-        """``op`` is complete: those of an mbarrier's phase are now known by its number."""
+        """Record the completion of ``op``: the number of its mbarrier's phase then identifies
+        it."""
         if op.agents:
             return
         for write, places in ((False, op.reads), (True, op.writes)):
@@ -214,8 +218,8 @@ class AsyncAccesses:
                     last.count[place.cta] = barrier.phases + 1
 
     def unknown(self, cta: int, known: np.ndarray) -> Iterator[tuple[Operation, str]]:
-        """Operations on the shared memory of ``cta`` that ``known`` (slots,) does not include, and
-        what they do there.
+        """Yield the operations on the shared memory of ``cta`` that ``known`` (slots,) does not
+        include, and the kind of their access.
         """
         for track in self.spans:
             for last, did in self._lasts(track, True):
@@ -225,7 +229,7 @@ class AsyncAccesses:
                     yield op, "writes" if did == "write" else "reads"
 
     def _agents(self, op: Operation, place: Place) -> list[Agent]:
-        """Those who tell of the end of its access to ``place``."""
+        """The agents whose counts mark the end of its access to ``place``."""
         if op.agents:
             return op.agents if place.part is None else [op.agents[place.part]]
         return [(self.m.mbarriers.barriers[op.signal_on(place.cta)].slot, NEVER)]
@@ -242,8 +246,8 @@ class AsyncAccesses:
         usable: np.ndarray,
         bearable: str = "",
     ) -> None:
-        """An access by a warp to tensor memory, which comes after ``usable`` by the letter.
-        ``bearable``: why it is an advisory only that nothing else orders the two, if it is.
+        """Check an access by a warp to tensor memory; ``usable``: the counts that strictly precede
+        it. ``bearable``: the reason why a missing order is an advisory only, if it is.
         """
         if not self.tracks:
             return
@@ -272,7 +276,7 @@ class AsyncAccesses:
                     )
 
     def forget(self, place: Place) -> None:
-        """The place is given back: it is nobody's."""
+        """Drop the accesses to a place that is freed."""
         if self.tracks:
             self._forget(self._track(place), place.cta)
 
@@ -292,7 +296,8 @@ class AsyncAccesses:
         write: bool,
         ins: Instruction,
     ) -> None:
-        """Ordinary accesses by lanes: each ``width`` bytes of shared memory, (lanes,) arrays."""
+        """Check ordinary accesses by lanes: each ``width`` bytes of shared memory, (lanes,)
+        arrays."""
         near = self._near(int(offset.min()), int(offset.max()) + width)
         if not near:
             return
@@ -318,7 +323,7 @@ class AsyncAccesses:
                         return
 
     def _near(self, low: int, high: int) -> list[Track]:
-        """Tracks of shared memory whose bounds meet ``[low, high)``."""
+        """The tracks of shared memory whose bounds overlap ``[low, high)``."""
         if self._bounds is None:
             bounds = [(t.place.low, t.place.high) for t in self.spans]
             lows, highs = np.array(bounds, np.int64).reshape(-1, 2).T
@@ -339,7 +344,7 @@ class AsyncAccesses:
         did: str,
         bearable: str,
     ) -> None:
-        """``bearable``: why it is an advisory only, if it is."""
+        """Report a race; ``bearable``: the reason why it is an advisory only, if it is."""
         m = self.m
         issued = f"issued by {m.grid.name_warp(other.warp)} at {other.instruction.where()}"
         message = f"{what} of {m.grid.name_warp(warp)} {verb} {place} "
@@ -360,7 +365,7 @@ class AsyncAccesses:
         m.findings.add("race", message, ins, bool(bearable), remedy=self._remedy(other, place.cta))
 
     def _remedy(self, other: Operation, cta: int) -> str:
-        """What says that an operation is complete."""
+        """The wait that orders an access after an operation."""
         if other.signals:
             barrier = self.m.mbarriers.name(*other.signal_on(cta)).partition(" (init")[0]
             return f"a wait, by this warp or one that it waits for, for the phase of {barrier}"
@@ -368,10 +373,11 @@ class AsyncAccesses:
         return f"{wait}, then a barrier with this warp if it is another"
 
     def _bearable(self, before: Operation, last: Last, cta: int, warp: int) -> str:
-        """What makes an access of ``warp`` after an operation a fault by the letter only.
+        """The reason why an access of ``warp`` after an operation breaks only the letter of the
+        ISA; "" if it is a race.
 
         To the PTX ISA (9.7.15.7.3) a wgmma is one operation of the warpgroup, whose end one warp
-        may tell of, and NVIDIA's kernels rely on it; but its tensor cores are four.
+        may pass on, and NVIDIA's kernels rely on it; but its tensor cores are four.
         """
         clocks = self.m.clocks
         if any(clocks.known[warp, slot] >= count for slot, count in before.agents):
@@ -384,7 +390,7 @@ class AsyncAccesses:
         return ""
 
     def _last_wait(self, warp: int, barrier: tuple[int, int]) -> str:
-        """What the racing warp knows of the barrier on which the operation completes."""
+        """The racing warp's last wait on the barrier on which the operation completes, as text."""
         m = self.m
         name = m.mbarriers.name(*barrier)
         seen = m.last_wait[warp].get(barrier)

@@ -1,14 +1,13 @@
-"""What clusters know of each other, through atomics, fences and ordered accesses of global memory.
+"""The order of clusters, through atomics, fences and ordered accesses of global memory.
 
 A release is an access ``.release`` (or ``.acq_rel``), or a fence of the whole GPU and a strong
-write after it; an acquire is an access ``.acquire``, or a strong read and a fence after it. Where
-the acquire reads what the release wrote, or an atomic after it on the same place, whoever acquired
-knows of all that the releasing warp knew (PTX ISA 8.8, 8.9.2). Without either an atomic orders
-nothing.
+write after it; an acquire is an access ``.acquire``, or a strong read and a fence after it. If the
+acquire reads the value of the release, or of an atomic after it on the same place, the acquiring
+warp is ordered after everything that the releasing warp was ordered after (PTX ISA 8.8, 8.9.2).
+Without either an atomic orders nothing.
 
-Counts are those of the vector clocks, which are of a cluster; so what a warp has acquired of other
-clusters is kept beside them, and the clocks of its own cluster say who knows how many of its
-acquires.
+Counts are those of the vector clocks, which belong to a cluster; so the clocks that a warp acquires
+from other clusters are kept separately, and the clocks of its own cluster count its acquires.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from cutex.sim.ptx.parse import Program
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
-Known = dict[int, np.ndarray]  # by cluster of the grid: counts of its agents, by slot
+Known = dict[int, np.ndarray]  # a clock: by cluster of the grid, counts of its agents, by slot
 
 _FENCE = re.compile(r"(fence(?!\.proxy)|membar)\.[\w.]*(gpu|gl|sys)")
 _NARROW = re.compile(r"\.(cta|cluster)(?!::)\b")
 
 
 class Strength(NamedTuple):
-    """How an access takes part in the order of clusters."""
+    """The role of an access in the order of clusters."""
 
     strong: bool  # another strong one does not race with it (8.7.1)
     atomic: bool
@@ -41,7 +40,9 @@ class Strength(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def strength(op: str) -> Strength:
-    """An opcode's strength; one of the scope of a CTA or a cluster says nothing to others."""
+    """The strength of an opcode; one with the scope of a CTA or a cluster orders nothing across
+    clusters.
+    """
     parts = op.split(".")
     if _NARROW.search(op) or parts[0] not in ("ld", "st", "atom", "red"):
         return Strength(False, False, False, False)
@@ -53,7 +54,7 @@ def strength(op: str) -> Strength:
 
 
 def is_fence(op: str) -> bool:
-    """Whether an opcode is a fence of the whole GPU, or more."""
+    """Whether an opcode is a fence with the scope of the GPU or the system."""
     return _FENCE.match(op) is not None
 
 
@@ -67,7 +68,7 @@ def _releases(program: Program) -> bool:
 
 
 class ClusterOrder:
-    """The order of a grid's clusters; costs nothing where no instruction could order them."""
+    """The order of a grid's clusters; costs nothing if no instruction could order them."""
 
     def __init__(self, machine: Machine) -> None:
         self.m = machine
@@ -76,13 +77,13 @@ class ClusterOrder:
         self.start()
 
     def start(self) -> None:
-        """Other clusters are resident."""
-        self.fenced: dict[int, Known] = {}  # by warp: what its last fence released
-        self.observed: dict[int, Known] = {}  # by warp: what strong reads saw since its last fence
-        self.acquired: dict[int, list[Known]] = {}  # by warp: what it knew after each acquire
+        """Reset the state for other resident clusters."""
+        self.fenced: dict[int, Known] = {}  # by warp: the clock that its last fence released
+        self.observed: dict[int, Known] = {}  # by warp: clocks read strongly since its last fence
+        self.acquired: dict[int, list[Known]] = {}  # by warp: its clock after each acquire
 
     def fence(self, warps: np.ndarray, releases: bool) -> None:
-        """A fence of the whole GPU, before the clocks count it."""
+        """A fence of the whole GPU, called before the clocks count it."""
         if not self.active:
             return
         for warp in warps.tolist():
@@ -101,7 +102,7 @@ class ClusterOrder:
             self.observed[warp] = _joined(self.observed.get(warp, {}), seen)
 
     def write(self, warp: int, address: int, how: Strength) -> None:
-        """A strong write: what was released there before goes on, as behind an atomic."""
+        """A strong write: the clock released there before is kept, as with an atomic."""
         given = self._now(warp) if how.releases else self.fenced.get(warp)
         if how.releases:
             self.m.clocks.count(warp)
@@ -109,7 +110,7 @@ class ClusterOrder:
             self.released[address] = _joined(self.released.get(address, {}), given)
 
     def known(self, warp: int, cluster: int, slot: int) -> int:
-        """How far ``warp`` knows what an agent of another cluster did."""
+        """The count of an agent of another cluster up to which ``warp`` is ordered after it."""
         row = self._foreign(warp).get(cluster)
         return int(row[slot]) if row is not None and slot < len(row) else 0
 
@@ -119,7 +120,9 @@ class ClusterOrder:
         return {**self._foreign(warp), own: m.clocks.known[warp].copy()}
 
     def _foreign(self, warp: int) -> Known:
-        """What ``warp`` has learned, through its cluster's acquires that it knows of."""
+        """The clocks of other clusters that ``warp`` has, through acquires of its cluster that
+        precede it.
+        """
         m, out = self.m, dict[int, np.ndarray]()
         first = m.grid.first_cta[warp]
         for other, steps in self.acquired.items():
@@ -140,7 +143,7 @@ class ClusterOrder:
 
 
 def _joined(a: Known, b: Known) -> Known:
-    """Both; ``a`` itself where ``b`` adds nothing."""
+    """The join of both clocks; ``a`` itself if ``b`` adds nothing."""
     out = a
     for cluster, row in b.items():
         mine = out.get(cluster)

@@ -10,7 +10,7 @@ from cutex.sim.sides import SmemNames, sides_of
 
 
 class Findings:
-    """What the simulator holds against a kernel, in the order in which it was found."""
+    """The findings about a kernel, in the order in which they were found."""
 
     def __init__(self, program: Program, names: SmemNames) -> None:
         self.program, self.names = program, names
@@ -25,8 +25,9 @@ class Findings:
         cause: int | None = None,
         remedy: str = "",
     ) -> None:
-        """``cause``: the PTX line that all with the same cause share, where it is another one's:
-        then only the first of them is reported. ``remedy``: what would order the two.
+        """Add a finding. ``cause``: the PTX line that findings of one cause share, if it is another
+        instruction's: only the first of them is reported. ``remedy``: what would order the two
+        accesses.
         """
         key = rule, instruction.line if cause is None else -cause, advisory
         if key not in self._found:

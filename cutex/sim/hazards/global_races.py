@@ -1,14 +1,14 @@
-"""Two clusters that access the same place of global memory, one of them to write it.
+"""Races of two clusters on global memory, where at least one of them writes.
 
-Nothing orders the clusters of a grid but what they tell each other through global memory (PTX ISA
-8.8, 8.9; see cluster_order). What nothing orders is a race, in whichever order it came: such a
-place holds what came last, and a load gets that or what was before. The same bytes written twice
-are no fault. Two strong accesses, atomics among them, never race (8.7.1); one beside an ordinary
-one does by the letter, and really where an atomic and an ordinary store meet: one is lost.
+Only communication through global memory orders the clusters of a grid (PTX ISA 8.8, 8.9; see
+cluster_order). Unordered accesses are a race, in whichever order they were simulated: the place
+keeps the last write, and a load may return either value. Writing the same bytes twice is no fault.
+Two strong accesses, atomics among them, never race (8.7.1); a strong and an ordinary access race by
+the letter, and in fact if an atomic and an ordinary store meet: one is lost.
 
-Loads of ordinary instructions are remembered by byte. TMA loads, where clusters have no order, as
-what they are, and compared at the end with what has been written in their tensors; else with what
-has been written when they are issued.
+Loads by ordinary instructions are recorded by byte. TMA loads are recorded as boxes if clusters
+have no order, and compared at the end with all writes to their tensors; otherwise they are compared
+with earlier writes when they are issued.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from cutex.sim.ptx.parse import Instruction, Program
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
-LARGEST = 1 << 26  # bytes of a tensor that is watched: nine bytes are kept for each, or 15
-LARGEST_READ = 1 << 18  # of one whose loads are: as many more, and time
-MANY = np.uint32(0xFFFFFFFF)  # clusters that have read a byte
-_PLAIN, _STRONG, _ATOMIC = range(3)  # writes
+LARGEST = 1 << 26  # bytes of the largest watched tensor: the state takes 9 or 15 times as many
+LARGEST_READ = 1 << 18  # bytes of the largest tensor whose loads are watched, at the same cost
+MANY = np.uint32(0xFFFFFFFF)  # marks a byte that several clusters have read
+_PLAIN, _STRONG, _ATOMIC = range(3)  # kinds of writes
 
 _REMEDY = "an atomic instead, or one CTA that does both, or a flag with release and acquire"
 _WEAK = Strength(False, False, False, False)
@@ -36,14 +36,14 @@ _CHANGES = Strength(True, True, False, False)
 
 
 class Touched(NamedTuple):
-    """What some clusters of a grid have accessed, by the regions' addresses; bits are packed."""
+    """The accesses of some clusters of a grid, by the regions' addresses; bits are packed."""
 
     written: dict[int, np.ndarray]  # bytes
     read: dict[int, np.ndarray]
-    loaded: set[int]  # by TMA, of regions that these clusters do not write
+    loaded: set[int]  # regions loaded by TMA that these clusters do not write
 
     def clashes(self, other: Touched) -> bool:
-        """Whether both touch a byte, and one of them writes it."""
+        """Whether both touch a byte that one of them writes."""
         pairs = [(self.written, other.written), (self.written, other.read)]
         pairs += [(self.read, other.written)]
         if self.loaded & other.written.keys() or other.loaded & self.written.keys():
@@ -57,7 +57,7 @@ Places = Callable[
 
 
 class BoxRead(NamedTuple):
-    """A TMA load: of what, by which cluster of the grid."""
+    """A TMA load of a box, by the cluster ``owner`` of the grid."""
 
     tmap: Any
     at: tuple[int, ...]
@@ -66,7 +66,7 @@ class BoxRead(NamedTuple):
 
 
 class By(NamedTuple):
-    """Who accesses: warps, the slots of their agents and the counts of these, (n,) each or (1,)."""
+    """The agents of an access: warps, their slots and their counts, (n,) each or (1,)."""
 
     warps: np.ndarray
     slots: np.ndarray
@@ -74,8 +74,9 @@ class By(NamedTuple):
 
 
 class Clash(NamedTuple):
-    """Two accesses of a byte by clusters that nothing orders: numbers of the later and the earlier
-    one, as `Last.who` has them, and the byte's place in its region."""
+    """Two unordered accesses of a byte by different clusters: the numbers of the later and of the
+    earlier one, as in `Last.who`, and the byte's place in its region.
+    """
 
     later: int
     earlier: int
@@ -86,7 +87,7 @@ class Last:
     """The last access of a kind to each byte of a tensor."""
 
     def __init__(self, size: int, counted: bool) -> None:
-        """``counted``: clusters may have an order, so that counts matter."""
+        """``counted``: whether clusters may have an order, so that counts matter."""
         self.who = np.zeros(size, np.uint32)  # 1 + the number of the cluster in the grid; 0: none
         self.line = np.zeros(size, np.int32)  # of the PTX
         self.how = np.zeros(size, np.uint8)
@@ -94,14 +95,16 @@ class Last:
         self.count = np.zeros(size if counted else 0, np.int32)
 
     def set(self, at: np.ndarray, who: np.ndarray, by: By, line: int, how: int = 0) -> None:
-        """``at`` (n, bytes), ``who`` likewise."""
+        """Set the last access of the places ``at`` (n, bytes) by ``who``, of the same shape."""
         self.who[at], self.line[at], self.how[at] = who, line, how
         if len(self.slot):
             self.slot[at], self.count[at] = by.slots[:, None], by.counts[:, None]
 
 
 def orders_clusters(program: Program) -> bool:
-    """Whether clusters may tell each other anything, or order what they do, by global memory."""
+    """Whether the program's clusters may communicate, or order their accesses, through global
+    memory.
+    """
     return any(
         (strength(ins.op).strong or is_fence(ins.op) or ins.name == "multimem")
         and "shared" not in ins.op
@@ -110,7 +113,7 @@ def orders_clusters(program: Program) -> bool:
 
 
 class GlobalRaces:
-    """Who wrote each byte of the launch's tensors last, and who has read it."""
+    """The last write to each byte of the launch's tensors, and its readers."""
 
     def __init__(self, machine: Machine) -> None:
         self.m = machine
@@ -124,7 +127,7 @@ class GlobalRaces:
     # -- accesses ----------------------------------------------------------------------------------
 
     def load(self, addresses: np.ndarray, size: int, warps: np.ndarray, ins: Instruction) -> None:
-        """``size`` bytes at each address, which lie in tensors, are read by ``warps`` (n,)."""
+        """A load of ``size`` bytes at each address, all in tensors, by ``warps`` (n,)."""
         if not self.active or not len(addresses):
             return
         region = self.m.memory.find(int(addresses[0]))
@@ -150,9 +153,9 @@ class GlobalRaces:
     def store(
         self, addresses: np.ndarray, values: np.ndarray, complain: Any, warps: np.ndarray, ins: Any
     ) -> None:
-        """As `GlobalMemory.store`, by ``warps`` (n,)."""
+        """A store with the arguments of `GlobalMemory.store`, by ``warps`` (n,)."""
         memory, how = self.m.memory, strength(ins.op)
-        if not self.active or how.atomic:  # NOTE: which has been read before, as an access of both
+        if not self.active or how.atomic:  # NOTE: an atomic was recorded by `load`, as both
             memory.store(addresses, values, complain)
             return
         owners = self._clusters(warps)
@@ -177,7 +180,9 @@ class GlobalRaces:
         ins: Instruction,
         how: Strength = _WEAK,
     ) -> None:
-        """``values`` (n, size) bytes are about to be written at ``offsets`` (n,) of the region."""
+        """A write of ``values`` (n, size) bytes at ``offsets`` (n,) of the region, before it
+        happens.
+        """
         if not self.active or len(region.data) > LARGEST:
             return
         places = offsets[:, None] + np.arange(values.shape[1])
@@ -196,7 +201,9 @@ class GlobalRaces:
         last.set(places, self._mine(by, places), by, ins.line, _STRONG if how.strong else _PLAIN)
 
     def reduced(self, region: Region, offsets: np.ndarray, size: int, by: By, ins: Any) -> None:
-        """A bulk reduction has changed ``size`` bytes at each offset, an element at a time."""
+        """A bulk reduction of ``size`` bytes at each offset, an element at a time, after it
+        happened.
+        """
         if self.active and len(region.data) <= LARGEST:
             self._atomic(region, offsets[:, None] + np.arange(size), by, ins)
 
@@ -211,11 +218,11 @@ class GlobalRaces:
             self._check_box(read, places, warp)
 
     def written(self) -> dict[int, np.ndarray]:
-        """A bit for each byte, by the regions' addresses, of those that may be looked at."""
+        """The written bytes of the watched tensors, as packed bits by the regions' addresses."""
         return {base: np.packbits(last.who != 0) for base, last in self.writes.items()}
 
     def touched(self, places: Places) -> Touched:
-        """By the clusters that have run."""
+        """The accesses of the clusters that have run."""
         written = self.writes
         read = {base: last.who != 0 for base, last in self.reads.items()}
         loaded = set()
@@ -234,7 +241,9 @@ class GlobalRaces:
         )
 
     def finish(self, places: Places) -> None:
-        """The grid has run. ``places``: the tensor and the bytes of it that a TMA load reads."""
+        """Check the recorded boxes at the end of the grid. ``places``: a function that gives the
+        tensor and the bytes that a TMA load reads.
+        """
         if self.writes:
             for read in self.boxes.values():
                 self._check_box(read, places)
@@ -265,7 +274,7 @@ class GlobalRaces:
         mine, readers = self._mine(by, places), self._last(region, self.reads)
         other = self._others(readers, places, by)
         readers.set(places, np.where(other, MANY, mine), by, ins.line)
-        readers.who[places[readers.who[places] != mine]] = MANY  # of several in one batch
+        readers.who[places[readers.who[places] != mine]] = MANY  # several readers in one batch
 
     def _after_loads(
         self,
@@ -276,11 +285,11 @@ class GlobalRaces:
         ins: Instruction,
         how: Strength,
     ) -> None:
-        """A write comes after the loads of other clusters, and before those that follow."""
+        """Report a write that is not ordered after the loads of other clusters."""
         readers = self.reads.get(region.base)
         if readers is None:
             return
-        if self.order.active:  # NOTE: of several readers only one's count is kept
+        if self.order.active:  # NOTE: only one of several readers' counts is kept
             differs = differs & (readers.who[places] != MANY)
         clash = self._clash(readers, places, by, differs)
         if self.order.active:
@@ -296,7 +305,7 @@ class GlobalRaces:
             )
 
     def _atomic(self, region: Region, places: np.ndarray, by: By, ins: Instruction) -> None:
-        """A read and a write in one, of which ordinary accesses must be ordered."""
+        """An atomic, which is a read and a write; ordinary accesses must be ordered with it."""
         last = self._last(region, self.writes)
         if clash := self._clash(last, places, by, last.how[places] == _PLAIN):
             self._race(
@@ -329,7 +338,7 @@ class GlobalRaces:
     def _clash(
         self, last: Last, places: np.ndarray, by: By, among: np.ndarray | bool
     ) -> Clash | None:
-        """The first of the places of ``_others`` at which ``among`` holds, if there is one."""
+        """The first of the places of ``_others`` at which ``among`` holds, or None."""
         other = self._others(last, places, by, among)
         if not other.any():
             return None
@@ -340,8 +349,8 @@ class GlobalRaces:
     def _others(
         self, last: Last, places: np.ndarray, by: By, among: np.ndarray | bool = True
     ) -> np.ndarray:
-        """At which places (n, bytes) the last access was another cluster's, of which the warps of
-        ``by`` do not know; only where ``among`` holds.
+        """The places (n, bytes) whose last access was another cluster's and is not ordered before
+        the warps of ``by``; only where ``among`` holds.
         """
         who = last.who[places]
         other = (who != 0) & (who != self._mine(by, places)) & among
@@ -349,8 +358,8 @@ class GlobalRaces:
         return other
 
     def _unordered(self, other: np.ndarray, last: Last, places: np.ndarray, by: By) -> None:
-        """Keeps of ``other``, places whose last access was another cluster's, those of which the
-        warps of ``by`` do not know.
+        """Keep of ``other``, places whose last access was another cluster's, those not ordered
+        before the warps of ``by``.
         """
         if not self.order.active or not other.any():
             return
@@ -381,7 +390,7 @@ class GlobalRaces:
         return accesses[region.base]
 
     def _race(self, message: str, ins: Instruction, letter: Any = False) -> None:
-        """``letter``: one of the two accesses is strong."""
+        """Report a race; ``letter``: whether one of the two accesses is strong."""
         message += ": nothing orders the two"
         if letter:
             message += ", and only one of them is an atomic, volatile, relaxed or the like"

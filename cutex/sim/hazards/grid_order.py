@@ -1,12 +1,12 @@
-"""Grids of one stream that may run side by side, and `griddepcontrol.wait` between them.
+"""Grids of one stream that may overlap, and `griddepcontrol.wait` between them.
 
-A grid that is launched with programmatic stream serialisation may start as soon as the one before
-it has executed ``griddepcontrol.launch_dependents`` in all its CTAs; what that one reads and writes
-is done, and visible, for those who come after a ``griddepcontrol.wait`` (PTX ISA 9.7.13.13). Grids
-are simulated one after another, so the vector clocks tell: the end of the grids before has a slot
-of its own, which a wait learns, and barriers pass on. Whoever touches global memory without knowing
-of it races with the grids before if they touch the same bytes. If they do not, the kernel is right
-behind some kernels and wrong behind others: an advisory.
+A grid launched with programmatic stream serialisation may start as soon as the one before it has
+executed ``griddepcontrol.launch_dependents`` in all its CTAs; the accesses of that grid are
+complete and visible after a ``griddepcontrol.wait`` (PTX ISA 9.7.13.13). Grids are simulated one
+after another, so the vector clocks decide: the end of the grids before has a slot of its own, which
+a wait acquires and barriers pass on. An access of global memory that is not ordered after it races
+with the grids before if they touch the same bytes. If they do not, the kernel is right after some
+kernels and wrong after others: an advisory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Footprint:
-    """What a grid that lets the next one start has written, by byte, and read, by range."""
+    """The bytes written, and the ranges read, by a grid that lets the next one start."""
 
     kernel: str
     written: dict[int, np.ndarray] = field(default_factory=dict)  # by a tensor's address
@@ -40,7 +40,7 @@ class Footprint:
         self.read[region.base] = min(low, old[0]), max(high, old[1])
 
     def wrote(self, low: int, high: int) -> bool:
-        """Any of the bytes at these addresses."""
+        """Whether it wrote any of the bytes in ``[low, high)``."""
         return any(
             bool(marks[max(low - base, 0) : max(high - base, 0)].any())
             for base, marks in self.written.items()
@@ -51,14 +51,16 @@ class Footprint:
 
 
 class Stream:
-    """The grids of a stream that the next one may find still running."""
+    """The grids of a stream that may still run when the next one starts."""
 
     def __init__(self) -> None:
         self.running: list[Footprint] = []
 
 
 class GridOrder:
-    """Of the launch at hand. Costs nothing where it neither waits nor lets the next one start."""
+    """The order of the current launch after earlier ones. Costs nothing if it neither waits nor
+    lets the next one start.
+    """
 
     def __init__(self, machine: Machine, kernel: str, programmatic: bool, stream: Stream) -> None:
         self.m, self.programmatic, self.stream = machine, programmatic, stream
@@ -78,7 +80,7 @@ class GridOrder:
                 self.m.clocks.learn(warp, slot, 1)
 
     def finish(self) -> None:
-        """The grid has run."""
+        """Record the end of the grid."""
         if self.waited:
             self.stream.running.clear()
         if self.lets_start:
@@ -89,7 +91,7 @@ class GridOrder:
     def lanes(
         self, warps: np.ndarray, addresses: np.ndarray, size: int, write: bool, ins: Instruction
     ) -> None:
-        """``size`` bytes at each address (n,), by the lanes of ``warps`` (n,)."""
+        """Accesses to ``size`` bytes at each address (n,), by lanes of ``warps`` (n,)."""
         if not self.active or not len(addresses):
             return
         if self.lets_start:
@@ -110,7 +112,7 @@ class GridOrder:
                 self._early(warp, region, low, high, write, ins)
 
     def box(self, warp: int, address: int, size: int, write: bool, ins: Instruction) -> None:
-        """A bulk copy that ``warp`` issues, of memory between these addresses."""
+        """A bulk copy issued by ``warp``, of ``size`` bytes from ``address`` on."""
         if not self.active:
             return
         region = self.m.memory.find(address)
@@ -123,7 +125,7 @@ class GridOrder:
             self._early(warp, region, address, address + size, write, ins)
 
     def wrote(self, region: Region, offsets: np.ndarray, size: int) -> None:
-        """A bulk store has written ``size`` bytes at each offset."""
+        """A bulk store that has written ``size`` bytes at each offset."""
         if self.lets_start:
             self.footprint.write(region, offsets, size)
 

@@ -1,9 +1,9 @@
-"""The end of a CTA: its shared memory and mbarriers must outlive all that still uses them.
+"""The end of a CTA: its shared memory and mbarriers must outlive all accesses to them.
 
 A CTA ends with its last thread. Accesses of other CTAs of the cluster (PTX ISA 9.7.16.5, 9.7.13.4)
-and asynchronous operations on its shared memory must come before that: each of them must be known,
-by the vector clocks, to some warp of the CTA when that warp returns. So a missing wait is found
-whether or not the CTA ended too early in the order at hand.
+and asynchronous operations on its shared memory must come before that: some warp of the CTA must be
+ordered after each of them, by the vector clocks, when that warp returns. So a missing wait is found
+whether or not the CTA ended too early in the simulated order.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
 
 @dataclass
 class RemoteUse:
-    """The last use of something of a CTA by an agent of another one."""
+    """The last use of a CTA's memory or mbarrier by an agent of another CTA."""
 
-    count: int  # of the agent, see clocks
-    phase: int  # of the mbarrier used, which completes after it; 0 for no mbarrier
+    count: int  # the agent's count at the use, see clocks
+    phase: int  # the phase of the mbarrier used that completes after it; 0: no mbarrier
     what: str
     warp: int
     instruction: Instruction
 
 
 class Lifetimes:
-    """Which CTAs of the resident ones have ended, and what their warps knew then."""
+    """The resident CTAs that have ended, and the clocks of their warps at that time."""
 
     def __init__(self, machine: Machine) -> None:
         self.m = machine
         self.ended = np.zeros(machine.grid.num_ctas, bool)
-        # what the warps that have returned knew, (4, slots), by CTA
+        # the joined clocks of the warps that have returned, (4, slots), by CTA
         self.known: dict[int, np.ndarray] = {}
         self.uses: dict[int, dict[tuple[int, int], RemoteUse]] = {}  # by CTA; slot, barrier's slot
 
     def use(self, cta: int, slot: int, use: RemoteUse, barrier: MBarrier | None = None) -> None:
-        """An agent of another CTA uses shared memory, or an mbarrier, of ``cta``."""
+        """Record that an agent of another CTA uses shared memory, or an mbarrier, of ``cta``."""
         if self.ended[cta]:
             m = self.m
             m.findings.add(
@@ -54,7 +54,7 @@ class Lifetimes:
         self.uses.setdefault(cta, {})[slot, -1 if barrier is None else barrier.slot] = use
 
     def lanes(self, warps: np.ndarray, cta: np.ndarray, write: bool, ins: Instruction) -> None:
-        """Accesses by lanes to shared memory of ``cta`` (lanes,), where that is another one's."""
+        """Accesses by lanes to shared memory of ``cta`` (lanes,), where that is another CTA."""
         m = self.m
         if m.grid.cluster_size == 1:
             return
@@ -67,7 +67,7 @@ class Lifetimes:
             self.use(target, int(m.clocks.slot[warp]), use)
 
     def warps_left(self, warps: np.ndarray) -> None:
-        """Warps have returned; their CTAs too, where they were the last."""
+        """Record that warps have returned, and end the CTAs whose last warps they were."""
         m = self.m
         for warp in warps.tolist():
             cta, known = int(m.grid.warp_cta[warp]), m.clocks.rows[:, warp]

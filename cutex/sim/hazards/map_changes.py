@@ -1,4 +1,6 @@
-"""Tensor maps in global memory that a kernel changes, and the fence that tells TMA of it."""
+"""Tensor maps in global memory that a kernel changes, and the fence that makes changes visible to
+TMA.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class TensorMapChanges:
-    """When maps in global memory changed, and when each CTA last fenced them.
+    """The times at which maps in global memory changed, and at which each CTA last fenced them.
 
-    A TMA operation may take an older copy of a map that this launch has changed, unless a
+    A TMA operation may use an older copy of a map that this launch has changed, unless a
     ``fence.proxy.tensormap::generic.acquire`` of the map comes in between (9.7.9.29).
     """
 

@@ -1,11 +1,11 @@
-"""Shadow of shared memory: who wrote and read each 4 bytes with ordinary instructions.
+"""Shadow of shared memory: the last ordinary writer and the readers of each 4 bytes.
 
-Of each word it remembers the last agent that wrote it (a warp, or its non-bulk cp.async), and the
-warps that have read it since: the last one, and apart from it those whose reads the last one does
-not come after. Counts are those of the vector clocks (see clocks); so an access races with another
-in every order of events, or in none. Operations of the async proxy are compared with what is here
-when they are issued; what they do themselves, async_accesses remembers. Atomics, volatile, acquire
-and release accesses synchronise by themselves, and are left out.
+For each word it keeps the last agent that wrote it (a warp, or its non-bulk cp.async), and the
+warps that have read it since: the last one, and separately those whose reads are not ordered before
+the last one's. Counts are those of the vector clocks (see clocks); so an access races with another
+in every order of events, or in none. Operations of the async proxy are compared with this state
+when they are issued; their own accesses are recorded by async_accesses. Atomics, volatile, acquire
+and release accesses synchronise by themselves, and are not recorded.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
 _WHOLE = np.uint8(0b1111)  # all bytes of a word
-_COPIED = np.uint8(0b10000)  # by cp.async
-_ALONE = np.uint8(0b100000)  # by one lane of its warp
+_COPIED = np.uint8(0b10000)  # written by cp.async
+_ALONE = np.uint8(0b100000)  # accessed by one lane of its warp
 _PAGE = 64  # words
 
 
 class _Last:
-    """Of each word of each CTA, the last access of a kind."""
+    """The last access of a kind to each word of each CTA."""
 
     def __init__(self, shape: tuple[int, int], did: str) -> None:
         self.slot = np.zeros(shape, np.int16)
@@ -43,7 +43,7 @@ class _Last:
         count: np.ndarray,
         part: np.ndarray | np.uint8,
     ) -> None:
-        """Bytes add up while it is the same agent."""
+        """Set the last access; the bytes of one agent's accesses add up."""
         if part is _WHOLE:
             self.bytes[at] = part
         else:
@@ -54,17 +54,17 @@ class _Last:
 
 
 class SmemShadow:
-    """Of all resident CTAs."""
+    """The shadow of all resident CTAs' shared memory."""
 
     def __init__(self, machine: Machine) -> None:
         self.m, self.clocks = machine, machine.clocks
         shape = (machine.grid.num_ctas, machine.smem_bytes // WORD)
         self.writes, self.reads = _Last(shape, "wrote"), _Last(shape, "read")
-        self.line = np.zeros(shape, np.int32)  # of the last write, in the PTX; 32 times, plus lane
+        self.line = np.zeros(shape, np.int32)  # 32 * the PTX line of the last write + its lane
         # further readers: by CTA and page, (word of the page, warp's slot) of counts
         self.pages: dict[tuple[int, int], np.ndarray] = {}
         self.shared = np.zeros(shape, bool)  # words that have further readers
-        # words that ordinary accesses have touched: most spans of TMA and MMA lie elsewhere
+        # bounds of the words touched by ordinary accesses: most TMA and MMA spans are outside
         self.low = np.full(machine.grid.num_ctas, shape[1])
         self.high = np.full(machine.grid.num_ctas, -1)
 
@@ -78,8 +78,8 @@ class SmemShadow:
         write: bool,
         ins: Instruction,
     ) -> None:
-        """Ordinary loads or stores of ``width`` bytes each, by flat arrays of warp, lane, CTA and
-        offset.
+        """Ordinary loads or stores of ``width`` bytes each, given as flat arrays of warp, lane, CTA
+        and offset.
         """
         alone = len(warps) == 1 or bool((warps[1:] != warps[:-1]).all())
         words = max(width // WORD, 1)
@@ -103,7 +103,7 @@ class SmemShadow:
         before, when = self.reads.slot[at], self.reads.count[at]
         self._keep((when > self.clocks.known[warps, before]) & (before != slot), at, before, when)
         self.reads.set(at, slot, count, part)
-        self._keep(self.reads.slot[at] != slot, at, slot, count)  # of several in one batch
+        self._keep(self.reads.slot[at] != slot, at, slot, count)  # several readers in one batch
 
     def _keep(
         self,
@@ -112,7 +112,7 @@ class SmemShadow:
         slot: np.ndarray,
         count: np.ndarray,
     ) -> None:
-        """Readers that stay beside the last one."""
+        """Keep readers that the last one is not ordered after."""
         if not which.any():
             return
         cta, word = at[0][which], at[1][which]
@@ -124,17 +124,19 @@ class SmemShadow:
             page[word[mine] % _PAGE, slot[mine]] = count[mine]
 
     def touched(self, span: Span) -> bool:
-        """Whether ordinary accesses may have touched it."""
+        """Whether ordinary accesses may have touched the span."""
         low, high = self.low.item(span.cta), self.high.item(span.cta)
         return span.high > low * WORD and span.low <= high * WORD
 
     def touched_any(self, span: Span, ctas: np.ndarray) -> bool:
-        """Whether they may have in any of these CTAs."""
+        """Whether ordinary accesses may have touched the span in any of these CTAs."""
         low, high = self.low[ctas], self.high[ctas]
         return bool(((span.high > low * WORD) & (span.low <= high * WORD)).any())
 
     def asynchronous(self, warp: int, span: Span, write: bool, op: Operation) -> None:
-        """``op`` of the async proxy by ``warp``; ``write``: it overwrites the span."""
+        """Check ``op`` of the async proxy, issued by ``warp``; ``write``: whether it overwrites the
+        span.
+        """
         if span.chunks is None:
             word = np.arange(span.low // WORD, -(-span.high // WORD))
         else:
@@ -142,7 +144,7 @@ class SmemShadow:
             word = (span.chunks.reshape(-1, 1) * per + np.arange(per)).reshape(-1)
         warps, cta = np.full(len(word), warp), np.full(len(word), span.cta)
         lanes = None
-        if op.engine is Engine.WGMMA:  # which every lane issues, behind its own stores
+        if op.engine is Engine.WGMMA:  # every lane issues it, after its own stores
             lanes = self.line[cta, word] & 31
         self._check(warps, lanes, cta, word, _WHOLE, write, op.what, op.instruction)
         self._check_proxy(warp, (cta, word), self.writes, write, op)
@@ -155,8 +157,7 @@ class SmemShadow:
         self, warp: int, lanes: np.ndarray, word: np.ndarray, number: int, ins: Instruction
     ) -> None:
         """The ``number``-th cp.async of ``warp``: ``lanes`` (n,) write words (n, words) of its
-        CTA.
-        """
+        CTA."""
         lanes = np.broadcast_to(lanes[:, None], word.shape).reshape(-1)
         word = word.reshape(-1)
         cta = np.full(len(word), self.m.grid.warp_cta[warp])
@@ -172,7 +173,7 @@ class SmemShadow:
         self.high[cta[0]] = max(self.high[cta[0]], int(word.max()))
 
     def _forget(self, cta: np.ndarray, word: np.ndarray) -> None:
-        """Words that are overwritten have no further readers."""
+        """Drop the further readers of words that are overwritten."""
         again = self.shared[cta, word]
         if again.any():
             for c, w in zip(cta[again].tolist(), word[again].tolist(), strict=True):
@@ -228,8 +229,8 @@ class SmemShadow:
         what: str,
         ins: Instruction,
     ) -> None:
-        """``late`` accesses come after stores that their warps know of, but not by the letter: they
-        are held to what several lanes of a warp stored.
+        """Report, as an advisory, ``late`` accesses whose warps are ordered after a store, but not
+        after the lane of the warp that made it.
         """
         other, line = self.writes.slot[at], self.line[at]
         mine = other == self.clocks.slot[warps]
@@ -292,11 +293,12 @@ class SmemShadow:
         write: bool,
         op: Operation,
     ) -> None:
-        """Between an ordinary access and one of the async proxy stands a fence (9.7.9.25.1).
+        """Report an ordinary access and one of the async proxy without a fence in between
+        (9.7.9.25.1).
 
-        NOTE: kernels of NVIDIA overwrite by TMA what ldmatrix has read, with no more than an
-        mbarrier in between, but fence the reply ring of cluster launch control. Nor have those that
-        multiply what non-bulk cp.async has copied, which is of the generic proxy, any fence.
+        NOTE: kernels of NVIDIA overwrite by TMA memory that ldmatrix has read, with only an
+        mbarrier in between, but fence the reply ring of cluster launch control. Nor do kernels that
+        multiply data copied by non-bulk cp.async, which is of the generic proxy, have a fence.
         """
         visible, known = self.clocks.visible[warp], self.clocks.known[warp]
         slot, count = last.slot[at], last.count[at]

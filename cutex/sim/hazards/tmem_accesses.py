@@ -1,7 +1,7 @@
-"""The tcgen05.ld and st of each warp, and how far each warp has waited for its own.
+"""The tcgen05.ld and st of each warp, and those that each warp has waited for.
 
-Both are asynchronous: stores are complete after ``tcgen05.wait::st``, loads after ``wait::ld``
-(PTX ISA 9.7.16.6.2.1.2, 9.7.16.8.5), or once something has used what they loaded (see tmem_loads).
+Both are asynchronous: stores are complete after ``tcgen05.wait::st``, loads after ``wait::ld`` (PTX
+ISA 9.7.16.6.2.1.2, 9.7.16.8.5), or once an instruction has used the loaded value (see tmem_loads).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class TmemAccesses:
         self.issued = {Kind.LOAD: np.zeros(warps, int), Kind.STORE: np.zeros(warps, int)}
         self.waited = {Kind.LOAD: np.zeros(warps, int), Kind.STORE: np.zeros(warps, int)}
         self.watched = watched(machine.program)
-        # by warp and watched register: the number of the load that fills it, or filled it
+        # by warp and watched register: the number of the last load into it
         self.filled_by = np.zeros((warps, self.watched.columns), int)
         self.complete = np.zeros(warps, int)  # loads of each warp, from its first one on
-        # by warp: watched loads that are not complete, with their PTX line, and those beyond that
-        # are, because something has used them
+        # by warp: watched loads that are not complete, with their PTX line; and later ones that
+        # are, because their values were used
         self.lines: list[dict[int, int]] = [{} for _ in range(warps)]
         self.used: list[set[int]] = [set() for _ in range(warps)]
         self.in_flight = False  # whether any load is not complete
@@ -48,7 +48,7 @@ class TmemAccesses:
         return number
 
     def wait(self, kind: Kind, warps: np.ndarray) -> None:
-        """wait::ld or wait::st of these warps."""
+        """A wait::ld or wait::st of these warps."""
         slots, counts = self._slots(kind, warps), self.issued[kind][warps]
         self.waited[kind][warps] = counts
         for row in (self.clocks.known, self.clocks.follows, self.clocks.usable):
@@ -80,7 +80,9 @@ class TmemAccesses:
             self.filled_by[warps[:, None], step.writes] = np.maximum(before, filled_by[:, None])
 
     def _use(self, warp: int, registers: np.ndarray, ins: Instruction) -> None:
-        """Loads whose registers are used without a wait are complete; nothing else follows."""
+        """Mark loads as complete whose registers are used without a wait; nothing else is ordered
+        by it.
+        """
         used, known = self.used[warp], int(self.complete[warp])
         for number in set(self.filled_by[warp, registers].tolist()) - used:
             if number <= known:

@@ -1,10 +1,10 @@
-"""Which registers hold what a tcgen05.ld has yet to bring.
+"""The registers that hold results of a tcgen05.ld in flight.
 
-A load is complete after its warp's ``tcgen05.wait::ld``. What uses one of its registers before that
-waits for the value, as a true dependency is respected (PTX ISA 9.7.16.6.4.5); but a ``mov``, which
-compilers put between a load and its wait, only gives the register another name: the copy is in
-flight too. A load whose registers meet nothing but copies before a wait of the same block needs no
-watching, so kernels that wait as they should cost nothing here.
+A load is complete after its warp's ``tcgen05.wait::ld``. An instruction that uses one of its
+registers before that waits for the value, since true dependencies are respected (PTX ISA
+9.7.16.6.4.5); but a ``mov``, which compilers put between a load and its wait, only renames the
+register: the copy is in flight, too. A load whose registers are only copied before a wait of the
+same block needs no watching, so kernels that wait correctly cost nothing here.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from cutex.sim.ptx.operands import Address
 from cutex.sim.ptx.parse import Instruction, Program
 from cutex.sim.ptx.temporaries import Place, places_of
 
-_READS_ALL = ("bar", "barrier", "nanosleep", "call")  # whose first operand is no result
+_READS_ALL = ("bar", "barrier", "nanosleep", "call")  # opcodes whose first operand is no result
 
 
 class Step(NamedTuple):
-    """What an instruction does with watched registers, by their columns."""
+    """The watched registers that an instruction reads and writes, by their columns."""
 
     reads: np.ndarray
     writes: np.ndarray
@@ -63,7 +63,9 @@ def _copies(ins: Instruction) -> bool:
 
 
 def _waited(code: list[Instruction], pc: int, heads: set[int]) -> bool:
-    """Whether the block of a load waits for it before anything but copies sees its registers."""
+    """Whether the block of a load waits for it before an instruction other than a copy uses its
+    registers.
+    """
     filled = _effects(code[pc])[0]
     for at in range(pc + 1, len(code)):
         ins = code[at]

@@ -1,10 +1,10 @@
-"""Shadow of tensor memory: who stored and loaded each column with tcgen05.st and ld.
+"""Shadow of tensor memory: the last tcgen05.st and ld of each column.
 
-It remembers, for each column of 16 lanes, the last warp that stored there and the last that loaded,
-with the counts of these agents (see clocks). Both instructions are asynchronous, and complete by
-what tmem_accesses says. Whoever touches the same columns comes after that, or races; MMAs and
-copies when they are issued (what they do themselves, async_accesses remembers), tcgen05.dealloc as
-a write.
+It keeps, for each column of 16 lanes, the last warp that stored there and the last that loaded,
+with the counts of these agents (see clocks). Both instructions are asynchronous; tmem_accesses
+defines their completion. A later access to the same columns must be ordered after it, or races:
+MMAs and copies when they are issued (their own accesses are recorded by async_accesses),
+tcgen05.dealloc as a write.
 
 By the letter (9.7.16.6.3, 9.7.16.6.4.4) a load that others wait for needs its wait::ld however its
 registers were used, and every hand-over between threads a tcgen05.fence::before_thread_sync (which
@@ -26,25 +26,25 @@ from cutex.sim.ptx.parse import Instruction
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
-_LANES = 16  # of a unit: half of what a warp may touch
+_LANES = 16  # lanes of a unit: half of a warp's quarter
 _UNITS, _COLUMNS = 128 // _LANES, 512
 
 
 class TmemShadow:
-    """By CTA, 16 lanes and column."""
+    """The shadow by CTA, 16 lanes and column."""
 
     def __init__(self, machine: Machine) -> None:
         self.m, self.clocks = machine, machine.clocks
         shape = (machine.grid.num_ctas, _UNITS, _COLUMNS)
         self.writer, self.reader = np.zeros(shape, np.int16), np.zeros(shape, np.int16)  # slots
         self.written, self.read = np.zeros(shape, np.int32), np.zeros(shape, np.int32)  # 0: none
-        self.line = np.zeros(shape, np.int32)  # of the last store in the PTX
+        self.line = np.zeros(shape, np.int32)  # PTX line of the last store
         self.read_line = np.zeros(shape, np.int32)
         # by CTA: places that operations have overwritten since its last ld or st
         self.overwritten: dict[int, set[Hashable]] = {}
 
     def access(self, warp: int, place: Rectangle, write: bool, ins: Instruction) -> None:
-        """A tcgen05.ld or st of ``warp``."""
+        """Check and record a tcgen05.ld or st of ``warp``."""
         what = "tcgen05.st" if write else "tcgen05.ld"
         self._check(warp, place, write, what, ins, self.clocks.usable[warp])
         self.m.async_accesses.touch(place, write, what, warp, ins, self.clocks.usable[warp])
@@ -57,7 +57,9 @@ class TmemShadow:
         (self.line if write else self.read_line)[at] = ins.line
 
     def issue(self, warp: int, place: Rectangle, write: bool, what: str, ins: Instruction) -> None:
-        """An operation of the tensor cores by ``warp``; ``write``: it overwrites the place."""
+        """Check an operation of the tensor cores issued by ``warp``; ``write``: whether it
+        overwrites the place.
+        """
         overwritten = self.overwritten.setdefault(place.cta, set())
         if place.key in overwritten:
             return
@@ -67,12 +69,12 @@ class TmemShadow:
             overwritten.add(place.key)
 
     def before_free(self, warp: int, place: Rectangle, own: bool, ins: Instruction) -> None:
-        """tcgen05.dealloc, which is synchronous: it needs no fence of its own before it. ``own``:
-        the place is of the warp's CTA.
+        """Check a tcgen05.dealloc, which is synchronous and so needs no fence before it. ``own``:
+        whether the place is in the warp's CTA.
 
-        NOTE: the warps of a pair have to know of the accesses of both CTAs (9.7.16.7.1). Examples
-        of NVIDIA let each know of its own CTA's only: as the two deallocate together, that is
-        right where dealloc waits for the peer, which it may, and need not.
+        NOTE: the warps of a pair must be ordered after the accesses of both CTAs (9.7.16.7.1).
+        Examples of NVIDIA order each only after its own CTA's: as the two deallocate together, that
+        is right where dealloc waits for the peer, which it may, and need not.
         """
         usable = np.maximum(self.clocks.usable[warp], self.clocks.ordered[warp])
         why = "" if own else "only the peer's tcgen05.dealloc, for which this one need not wait"
@@ -80,7 +82,7 @@ class TmemShadow:
         self.m.async_accesses.touch(place, True, "tcgen05.dealloc", warp, ins, usable, why)
 
     def free(self, place: Rectangle) -> None:
-        """The place is nobody's."""
+        """Drop the accesses to a freed place."""
         self.m.async_accesses.forget(place)
         self._forget(place)
 
@@ -98,8 +100,8 @@ class TmemShadow:
         usable: np.ndarray,
         bearable: str = "",
     ) -> None:
-        """``usable`` (slots,): what the access comes after by the letter. ``bearable``: why it is
-        an advisory only that nothing orders the two, if it is.
+        """Report a race; ``usable`` (slots,): the counts that strictly precede the access.
+        ``bearable``: the reason why a missing order is an advisory only, if it is.
         """
         at, known = _units(place), self.clocks.follows[warp]
         others = [(self.writer, self.written, self.line, "stored")]

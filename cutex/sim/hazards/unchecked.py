@@ -1,4 +1,4 @@
-"""What stands where races are looked for, in a run that looks for none."""
+"""The stand-in for race checks in a run without them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Unchecked:
-    """Takes the place of a check and finds nothing: every method does nothing."""
+    """A check that finds nothing: every method does nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("_"):

@@ -1,5 +1,5 @@
-"""Arguments of a script's jitted functions: as the captured host code takes them, and as they are
-compiled for.
+"""Arguments of a script's jitted functions: the values passed to the captured host code, and the
+stand-ins that the functions are compiled with.
 
 Tensors may be torch's, the DSL's own (``from_dlpack``), or addresses (``make_ptr``).
 """
@@ -25,7 +25,7 @@ def is_tensor(value: Any) -> bool:
 
 
 def holds_tensors(value: Any) -> bool:
-    """A tuple or list of tensors, in however many layers."""
+    """Whether ``value`` is a tuple or list that contains a tensor, at any depth."""
     return isinstance(value, tuple | list) and any(is_tensor(v) or holds_tensors(v) for v in value)
 
 
@@ -39,12 +39,14 @@ def tensors_in(values: Iterable[Any]) -> Iterator[HostTensor]:
 
 
 def takes_stream(arguments: Any) -> bool:
-    """Host code without a tensor cannot ask its environment for the stream."""
+    """Whether the host code needs a stream argument: without a tensor it cannot ask its
+    environment.
+    """
     return not any(is_tensor(a) or hasattr(a, "dynamic_shapes_mask") for a in arguments)
 
 
 def captured(given: Any, name: str) -> Any:
-    """An argument as the captured host code takes it."""
+    """An argument in the form that the captured host code takes."""
     if isinstance(given, torch.Tensor):
         return HostTensor.of(given, name)
     if hasattr(given, "_dltensor_wrapper"):
@@ -64,12 +66,12 @@ _FOUR_BITS = "float4_e2m1fn_x2"
 
 
 def _of_dsl(tensor: Any, name: str) -> HostTensor:
-    """A tensor made by ``from_dlpack``; its element type may be another than its bytes' own."""
+    """A tensor made by ``from_dlpack``; its element type may differ from that of its bytes."""
     from cutlass.cute._tvm_ffi_args_spec_converter import NumericToTVMFFIDtype
 
     tensor.load_dltensor()
     kind, shape, strides = tensor.element_type, tuple(tensor.shape), tuple(tensor.stride)
-    if kind is cutlass.Float4E2M1FN:  # two a byte, along what is contiguous
+    if kind is cutlass.Float4E2M1FN:  # two a byte, along the contiguous mode
         shape = tuple(n // 2 if s == 1 else n for n, s in zip(shape, strides, strict=True))
         strides = tuple(s if s == 1 else s // 2 for s in strides)
         return HostTensor(tensor.data_ptr, shape, strides, _FOUR_BITS, 1, tensor, name)
@@ -79,7 +81,7 @@ def _of_dsl(tensor: Any, name: str) -> HostTensor:
 
 
 def stand_for(value: Any, own_stream: bool) -> Any:
-    """What stands for an argument when a function is compiled: its type and layout."""
+    """The stand-in for an argument when a function is compiled: its type and layout."""
     if is_stream(value):
         return runtime.make_fake_stream(use_tvm_ffi_env_stream=own_stream)
     if isinstance(value, torch.Tensor):  # as the DSL's own TensorAdapter takes it
@@ -94,7 +96,9 @@ def stand_for(value: Any, own_stream: bool) -> Any:
 
 
 def _fake_of_dsl(tensor: Any) -> Any:
-    """Dynamic where the tensor is, and divisible as it says; elements of 4 bits come in pairs."""
+    """A fake tensor with the dynamic modes and divisibilities of ``tensor``; 4-bit elements come in
+    pairs.
+    """
     tensor.load_dltensor()
     kind = tensor.element_type
     pairs = 2 if kind.width == 4 else 1
@@ -112,6 +116,6 @@ def _fake_of_dsl(tensor: Any) -> Any:
 
 
 def _divisibilities(modes: str) -> list[int]:
-    """What each mode of a flat layout, as the DSL writes it, is known to be a multiple of."""
+    """The known divisor of each mode of a flat layout, as the DSL prints it; 1 if none is known."""
     found = (re.search(r"div=(\d+)", mode) for mode in modes.strip("()").split(","))
     return [int(m[1]) if m else 1 for m in found]

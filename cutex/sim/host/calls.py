@@ -1,4 +1,4 @@
-"""What a script on a machine without a GPU launches, and what is found in it."""
+"""The launches of a script on a machine without a GPU, and their findings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Clock:
-    """The times that --time asks for: on which GPU, and where a picture of the last launch goes."""
+    """The times that --time prints: on which GPU, and the file for a trace of the last launch."""
 
     gpu: str
     trace: str | None
@@ -37,7 +37,7 @@ class Clock:
         arguments: list[Any],
         regions: list[HostTensor],
     ) -> None:
-        """Prints the time of the call's launches, each kernel once for each grid."""
+        """Print the time of the call's launches, each kernel once per grid."""
         from cutex.sim.timing.call import time_call
 
         try:
@@ -58,20 +58,22 @@ class Clock:
 
 @dataclass
 class Calls:
-    """The launches of a script by kernel, and what was found, even where the script catches it."""
+    """The launches of a script by kernel, and all findings, even where the script catches the
+    error.
+    """
 
     order: str
     seed: int
     memory: DeviceMemory
     limit: int | None = None
     clock: Clock | None = None
-    resources: bool = False  # report what each kernel takes
+    resources: bool = False  # report each kernel's resources
     jobs: int = 1  # processes that simulate a grid together
     checks: bool = True  # look for races
-    clusters: int | None = None  # of a grid, that are simulated
+    clusters: int | None = None  # clusters of a grid that are simulated; None: all
     launches: dict[str, int] = field(default_factory=dict)
     report: SimReport = field(default_factory=SimReport)
-    errors: list[tuple[SimError, str]] = field(default_factory=list)  # with the PTX they are about
+    errors: list[tuple[SimError, str]] = field(default_factory=list)  # with the kernel's PTX
     _ptx: dict[Finding, str] = field(default_factory=dict, init=False, repr=False)
 
     def run(
@@ -80,16 +82,16 @@ class Calls:
         arguments: list[Any],
         tensors: Sequence[HostTensor] = (),
     ) -> None:
-        """``tensors``: those that ``arguments`` hold no longer, but addresses."""
+        """Simulate one call; ``tensors`` are those that ``arguments`` hold only as addresses."""
         started = time.perf_counter()
         named = [*tensors, *tensors_in(arguments)]
         regions = self.memory.regions(named)
+        untimed: SimError | None = None
         if self.clock is not None:
             try:
                 self.clock.run(function, arguments, regions)
-            except SimError as error:
-                self.errors.append((error, function.ptx))
-                raise
+            except SimError as error:  # NOTE: the run below ends so too, and tells more of it
+                untimed = error
         sim = Simulation(
             function.programs, regions, order=self.order, seed=self.seed, limit=self.limit,
             cubin=(function.host.cubin or b"") if self.resources else None, jobs=self.jobs,
@@ -115,6 +117,9 @@ class Calls:
         finally:
             sim.report.seconds = time.perf_counter() - started
             self._add(sim.report, function.ptx)
+        if untimed is not None:
+            self.errors.append((untimed, function.ptx))
+            raise untimed
 
     @property
     def failed(self) -> bool:
@@ -135,7 +140,7 @@ class Calls:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as `str`, and all findings, for programs."""
+        """The content of `str`, and all findings, for programs."""
         return {
             "order": self.order,
             "seed": self.seed,
@@ -150,7 +155,7 @@ class Calls:
         }
 
     def tell(self, with_ptx: bool) -> None:
-        """Everything that was found, to stderr; with the PTX around it if asked for."""
+        """Print all findings to stderr, with the surrounding PTX if asked for."""
         for kernel in self.report.kernels.values():
             print(f"cutex: {kernel}", file=sys.stderr)
         for report in (*folded(self.report.findings), *folded(self.report.advisories)):

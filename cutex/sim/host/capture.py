@@ -1,9 +1,9 @@
-"""From a compiled kernel to its launches: the real host code runs, and each launch calls back.
+"""The launches of a compiled kernel: the real host code runs, and each launch calls back.
 
 The kernel's exported object (a TVM-FFI function) is linked with ``shim.c`` in place of the DSL's
-runtime, loaded, and called with CPU tensors that are described as if they lay on the GPU. The host
-code computes grids, tensor maps and parameters exactly as on a machine with a GPU; `Launch` holds
-what it asked for.
+runtime, loaded, and called with CPU tensors that are described as GPU tensors. The host code
+computes grids, tensor maps and parameters exactly as on a machine with a GPU; `Launch` holds the
+launch that it requested.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Launch:
     smem: int
     params: Any  # pointer to pointers, valid only inside the callback
     programmatic: bool = False  # may start before the launch before it has ended
-    cooperative: bool = False  # all of its CTAs run side by side
+    cooperative: bool = False  # all of its CTAs run at one time
 
     @property
     def num_ctas(self) -> int:
@@ -113,13 +113,13 @@ _DLPACK_TYPE = {  # name -> (code, bits), DLPack 1.1; two lanes where PACKED
     "float8_e8m0fnu": (14, 8), "float4_e2m1fn_x2": (17, 4), "float6_e2m3fn": (15, 6),
     "float6_e3m2fn": (16, 6), "int4": (0, 4),
 }  # fmt: skip
-PACKED = ("float4_e2m1fn_x2",)  # two elements a byte
+PACKED = ("float4_e2m1fn_x2",)  # two elements per byte
 
 
 @dataclass
 class HostTensor:
-    """A CPU tensor as the launcher sees it; strides in elements, ``dtype`` by name. An element of a
-    PACKED type is two.
+    """A CPU tensor as the launcher sees it; strides in elements, ``dtype`` by name. One element of
+    a PACKED type holds two values.
     """
 
     address: int
@@ -132,7 +132,7 @@ class HostTensor:
 
     @staticmethod
     def of(tensor: Any, name: str) -> HostTensor | None:
-        """Reads a torch tensor or numpy array; None if ``tensor`` is neither."""
+        """The HostTensor of a torch tensor or numpy array; None if ``tensor`` is neither."""
         if hasattr(tensor, "data_ptr") and hasattr(tensor, "stride"):  # torch
             if tensor.device.type != "cpu":
                 raise TypeError(f"{name} lies on {tensor.device}: the simulator takes CPU tensors")
@@ -150,7 +150,7 @@ class HostTensor:
 
 
 def c_compiler() -> str:
-    """Path of the system C compiler ($CC, cc, gcc or clang). Raises NoCompiler."""
+    """The path of the system C compiler ($CC, cc, gcc or clang). Raises NoCompiler."""
     for name in filter(None, [os.environ.get("CC"), "cc", "gcc", "clang"]):
         path = shutil.which(name)
         if path:
@@ -165,10 +165,11 @@ _LIBRARY, _CHECKSUM = "kernel.so", "sha256"  # of an entry of the cache
 
 
 def link(object_file: Path) -> Path:
-    """Shared library of ``object_file`` and the shim; cached by content, checked by its checksum.
+    """The shared library of ``object_file`` and the shim; cached by content, verified by its
+    checksum.
 
     Raises NoCompiler where it is not in the cache and there is no C compiler, NoCache without a
-    cache of this user's own, SimError with the linker's words if it fails.
+    cache of this user's own, SimError with the linker's message if it fails.
     """
     shim = Path(__file__).with_name("shim.c")
     made_of = hashlib.sha256(shim.read_bytes() + object_file.read_bytes()).hexdigest()
@@ -200,7 +201,7 @@ def _link(shim: Path, object_file: Path, library: Path) -> None:
 
 
 def _whole(entry: Path) -> Path | None:
-    """The library of an entry whose checksum is right."""
+    """The library of a cache entry, or None if its checksum is wrong."""
     library = entry / _LIBRARY
     try:
         right = (entry / _CHECKSUM).read_text() == _digest(library)
@@ -222,21 +223,21 @@ class HostFunction:
         self.function.restype = C.c_int
         self.function.argtypes = [C.c_void_p, C.POINTER(_Any), C.c_int32, C.POINTER(_Any)]
         self.argument_names = _argument_names(object_file)
-        self.cubin: bytes | None = None  # of its kernel, where who made it kept it
+        self.cubin: bytes | None = None  # the kernel's, if the caller has it
 
     def __call__(self, arguments: Sequence[Any], on_launch: Callable[[Launch], None]) -> None:
-        """Runs the host code; ``on_launch`` is called for each launch, in order.
+        """Run the host code; ``on_launch`` is called for each launch, in order.
 
         ``arguments``: `HostTensor`, int, float, None, pointer, or tuples of these. Raises
-        TypeError, ValueError or LaunchError with the host code's own words when it refuses them,
-        and whatever ``on_launch`` raised.
+        TypeError, ValueError or LaunchError with the host code's own message when it refuses
+        them, and any exception of ``on_launch``.
         """
         keep: list[Any] = []
         packed = (_Any * max(1, len(arguments)))(*[_pack(a, keep) for a in arguments])
         self._run(lambda: self.function(None, packed, len(arguments), C.byref(_Any())), on_launch)
 
     def _run(self, function: Callable[[], int], on_launch: Callable[[Launch], None]) -> None:
-        """The host code's function, which returns 0, with its launches and errors caught."""
+        """Call the host code's ``function``, which returns 0, and catch its launches and errors."""
         raised: list[BaseException] = []
         refused: list[tuple[str, str]] = []
 
@@ -289,8 +290,8 @@ class HostFunction:
 
 
 class PlainHostFunction(HostFunction):
-    """The host code of a kernel compiled without TVM-FFI: it takes a pointer to each of its
-    arguments, and then one to its result (the C interface that the DSL exports).
+    """The host code of a kernel compiled without TVM-FFI: it takes a pointer to each argument, and
+    then one to its result (the C interface that the DSL exports).
     """
 
     def __init__(self, object_file: Path, prefix: str) -> None:
@@ -308,7 +309,9 @@ class PlainHostFunction(HostFunction):
 
     @staticmethod
     def _load(function: Any) -> None:
-        """Hands it a library, a device and room for an error, as the DSL's own header does."""
+        """Call the load function with a library, a device and room for an error, as the DSL's own
+        header does.
+        """
         library, device, error = C.c_void_p(1), C.c_int32(0), C.c_int32(0)
         at = C.pointer(library)
         places = [C.addressof(at), C.addressof(device), C.addressof(error)]
@@ -317,7 +320,7 @@ class PlainHostFunction(HostFunction):
         function((C.c_void_p * len(places))(*places))
 
     def __call__(self, arguments: Sequence[Any], on_launch: Callable[[Launch], None]) -> None:
-        """``arguments``: addresses, as ints or c_void_p."""
+        """Run the host code; ``arguments`` are addresses, as ints or c_void_p."""
         result = C.c_int32(0)
         packed = (C.c_void_p * (len(arguments) + 1))(*arguments, C.addressof(result))
 
@@ -334,9 +337,7 @@ def _loaded(object_file: Path) -> C.CDLL:
 
 
 def _argument_names(object_file: Path) -> list[str]:
-    """Names of the host function's parameters, from the signature that it keeps for its own error
-    messages.
-    """
+    """The names of the host function's parameters, from the signature in its own error messages."""
     m = re.search(rb"when calling: `\w+\((.*?)\)`", object_file.read_bytes())
     return re.findall(r"(\w+): ", re.sub(r"\([^()]*\)", "", m.group(1).decode())) if m else []
 
@@ -347,7 +348,7 @@ def _cluster(config: _Config) -> tuple[int, int, int]:
 
 
 def _attribute(config: _Config, kind: int, count: int = 1) -> list[int]:
-    """The first ``count`` words of an attribute of a launch; zeros where it has none of it."""
+    """The first ``count`` words of an attribute of a launch; zeros if the launch lacks it."""
     for i in range(config.num_attributes):
         at = config.attributes + i * _ATTRIBUTE_BYTES
         if C.c_uint32.from_address(at).value == kind:
@@ -378,7 +379,8 @@ def _pack(argument: Any, keep: list[Any]) -> _Any:
 
 
 def _dl_tensor(tensor: HostTensor, keep: list[Any]) -> _DLTensor:
-    """Says that it lies on a GPU."""
+    """The DLTensor of `tensor`, described as on a GPU; `keep` gets the objects to which it
+    points."""
     code, bits = _DLPACK_TYPE[tensor.dtype]
     n, lanes = len(tensor.shape), 1 + (tensor.dtype in PACKED)
     shape, strides = (C.c_int64 * n)(*tensor.shape), (C.c_int64 * n)(*tensor.strides)
@@ -390,7 +392,7 @@ def _dl_tensor(tensor: HostTensor, keep: list[Any]) -> _DLTensor:
 
 
 class _Capsule:
-    """A tensor as DLPack hands it over, to be made an object of TVM-FFI's."""
+    """A tensor as DLPack's capsule, from which TVM-FFI makes an object."""
 
     def __init__(self, tensor: HostTensor, keep: list[Any]) -> None:
         self.managed = _ManagedTensor(_dl_tensor(tensor, keep), None, None)
@@ -406,7 +408,7 @@ class _Capsule:
 
 
 def _item(value: Any, keep: list[Any]) -> Any:
-    """An item of a tuple, in however many layers, as TVM-FFI takes it."""
+    """An item of a tuple, nested to any depth, in the form that TVM-FFI takes."""
     import tvm_ffi
 
     if isinstance(value, tuple | list):

@@ -1,5 +1,5 @@
-"""CUDA graphs of a script, where there is no GPU: what is captured is recorded and not run, each
-replay runs it.
+"""CUDA graphs of a script, where there is no GPU: captured work is recorded, and each replay runs
+it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _ALLOCATE = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_str
 
 
 class Capture(TorchDispatchMode):
-    """Records torch's operators; what they write is not written, and what they return is undefined
-    until the replay.
+    """Records torch's operators without a write to their outputs, whose values are undefined until
+    the replay.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
 
 
 def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-    """Runs an operator into the tensors that it returned when it was captured."""
+    """Run an operator into the tensors that it returned when it was captured."""
     with torch._C.DisableTorchFunction(), torch.no_grad():
         new = func(*args, **kwargs)
         for old, made in zip(tree_flatten(out)[0], tree_flatten(new)[0], strict=True):
@@ -120,7 +120,7 @@ class graph:
 
 
 def deferred(launch: Callable[[], None]) -> bool:
-    """Whether a launch is part of a graph that is being captured, which runs it when replayed."""
+    """Whether a launch is part of a graph that is being captured, and so runs only in replays."""
     capture = CUDAGraph.capturing
     if capture is None or capture.inside:
         return False

@@ -1,8 +1,6 @@
-"""What scripts call of the CUDA driver and runtime besides launches: what GPU there is, memory, and
-waiting for it.
-
-Memory is host memory that the kernels of the script may access, as that of torch is; a launch is
-over when it returns, so there is nothing to wait for.
+"""Stand-ins for the CUDA driver and runtime functions that scripts call besides launches:
+properties of the GPU, memory, and synchronization. Memory is host memory that the script's kernels
+may access, like torch's; a launch is complete when it returns, so waits do nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from cutex.sim.host.torch_stand_in import DeviceMemory
 
 
 class CudaDevice:
-    """What a script asks the driver and the runtime of its one GPU."""
+    """The properties of a script's one GPU, as the driver and the runtime return them."""
 
     def __init__(self, arch: Arch) -> None:
         kind = driver.CUdevice_attribute
@@ -44,7 +42,7 @@ class CudaDevice:
         self.name = f"NVIDIA {arch.board}".encode()
 
     def attribute(self, which: Any, *_: Any) -> int:
-        """By its number, which the driver and the runtime share."""
+        """The attribute of a number, which the driver and the runtime share."""
         found = self.attributes.get(int(which))
         if found is None:
             raise NotImplementedError(
@@ -72,7 +70,7 @@ class CudaDevice:
 
 
 class CudaMemory:
-    """What a script has allocated by itself."""
+    """The memory that a script has allocated by the CUDA API."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self.memory = memory
@@ -99,7 +97,7 @@ class CudaMemory:
         ctypes.memmove(_address(to), _address(frm), size)
 
     def runtime_functions(self) -> dict[str, Callable[..., Any]]:
-        """Those of `cuda.bindings.runtime`."""
+        """The stand-ins for functions of `cuda.bindings.runtime`."""
         ok = runtime.cudaError_t.cudaSuccess
         functions = {
             "cudaMalloc": self.allocate, "cudaMallocAsync": self.allocate, "cudaFree": self.free,
@@ -110,7 +108,7 @@ class CudaMemory:
         return _answering(ok, functions, waits)
 
     def driver_functions(self) -> dict[str, Callable[..., Any]]:
-        """Those of `cuda.bindings.driver`."""
+        """The stand-ins for functions of `cuda.bindings.driver`."""
         functions: dict[str, Callable[..., Any]] = {
             "cuMemAlloc": self.allocate, "cuMemAllocAsync": self.allocate, "cuMemFree": self.free,
             "cuMemFreeAsync": self.free, "cuMemsetD8": self.fill, "cuMemsetD8Async": self.fill,
@@ -125,7 +123,9 @@ class CudaMemory:
 def _answering(
     ok: Any, functions: dict[str, Callable[..., Any]], waits: tuple[str, ...]
 ) -> dict[str, Callable[..., Any]]:
-    """As these bindings answer: a tuple of the error code and what there is to return."""
+    """The functions with the return convention of the bindings: a tuple of the error code and the
+    result.
+    """
 
     def answering(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> tuple[Any, ...]:
@@ -139,7 +139,7 @@ def _answering(
 
 
 def _address(memory: Any) -> int:
-    """The address of a pointer, or of what holds bytes."""
+    """The address of a pointer, or of an object that holds bytes."""
     if hasattr(memory, "__array_interface__"):
         return int(memory.__array_interface__["data"][0])
     if isinstance(memory, bytearray | memoryview):

@@ -1,6 +1,6 @@
-"""The CuTe DSL as a script uses it on a machine with a GPU, where there is none.
+"""The CuTe DSL as a script uses it on a machine with a GPU, on a machine without one.
 
-What a script compiles is compiled for the GPU that is stood in for; what it launches runs in the
+A script's kernels are compiled for the arch of the GPU that is simulated; its launches run in the
 simulator.
 """
 
@@ -36,7 +36,7 @@ from cutex.tracing import tracing
 
 
 class Compiler:
-    """Takes the place of the DSL's own way to compile and run a jitted function."""
+    """A replacement for the DSL's own function that compiles and runs a jitted function."""
 
     def __init__(self, arch: Arch, calls: Calls) -> None:
         self.arch, self.calls = arch, calls
@@ -45,7 +45,7 @@ class Compiler:
 
     def __call__(self, dsl: Any, body: Any, *arguments: Any, **named: Any) -> Any:
         if ir.Context.current is not None and ir.InsertionPoint.current is not None:
-            return self.original(dsl, body, *arguments, **named)  # called by what is compiled
+            return self.original(dsl, body, *arguments, **named)  # called while compiling
         only = named.pop("compile_only", False)
         named.pop("no_cache", None)
         function = self._compile(dsl, body, only, arguments, named)
@@ -79,10 +79,10 @@ class Compiler:
                 if with_ffi:
                     raise
         try:
-            if compiled is None:  # NOTE: what fails in either way, fails as the script would see it
+            if compiled is None:  # NOTE: fails both ways, and so as the script would see it
                 return PlainSimulated(plain(), self.calls)
             return Simulated(compiled, parameters, self.calls, None if with_ffi else plain)
-        except SimError as error:  # NOTE: of PTX that the simulator does not read
+        except SimError as error:  # NOTE: PTX that the simulator does not define
             self.calls.errors.append((error, getattr(compiled, "_cutex_ptx", "")))
             raise
 
@@ -120,15 +120,15 @@ class Compiler:
 
 
 def _strip_debug_info(module: ir.Module) -> None:
-    """Of the host code, the PTX having been made: LLVM refuses the calls of its C interface else,
-    which have none.
+    """Remove debug info from the host code, after the PTX was made: the calls of its C interface
+    have none, and LLVM refuses the mixture.
     """
     passes = PassManager.parse("builtin.module(strip-debuginfo)", context=module.context)
     passes.run(module.operation)
 
 
 def _benchmark(callable: Any, **how: Any) -> float:
-    """cute.testing.benchmark: one call, and no time."""
+    """A replacement for cute.testing.benchmark: makes one call, and returns no time (NaN)."""
     arguments = how.get("kernel_arguments")
     generate = how.get("workspace_generator")
     if arguments is None and generate is not None:
@@ -141,7 +141,9 @@ def _benchmark(callable: Any, **how: Any) -> float:
 
 
 def _benchmark_for_autotune(callable: Any, *arguments: Any, **named: Any) -> float:
-    """One call of a configuration: all are as fast, so that the DSL's tuner keeps the first."""
+    """Makes one call of a configuration and returns 0: all are equally fast, so the DSL's tuner
+    keeps the first.
+    """
     how = ("warmup_iterations", "iterations", "use_cold_l2", "print_verbose", "current_stream")
     callable(*arguments, **{n: v for n, v in named.items() if n not in how})
     return 0.0

@@ -1,4 +1,4 @@
-"""What the driver's cuTensorMapEncodeTiled makes of its arguments.
+"""The driver's cuTensorMapEncodeTiled: a tensor map from its arguments.
 
 Kernels of ``cutlass.experimental`` have the driver encode their tensor maps, where those of
 ``cutlass.cute`` encode them in their own host code. The layout is that of
@@ -31,7 +31,7 @@ _INTERLEAVE_32 = 2
 
 @dataclass(frozen=True)
 class TiledMap:
-    """Arguments of cuTensorMapEncodeTiled, innermost dimension first; ``strides`` in bytes,
+    """The arguments of cuTensorMapEncodeTiled, innermost dimension first; ``strides`` in bytes,
     without that of the innermost; enumerations by their number in the driver's API.
     """
 
@@ -47,7 +47,7 @@ class TiledMap:
     nan_fill: bool = False
 
     def refusal(self) -> str | None:
-        """Why the driver returns CUDA_ERROR_INVALID_VALUE, or None."""
+        """The reason why the driver returns CUDA_ERROR_INVALID_VALUE, or None."""
         rank = len(self.dims)
         if self.kind not in _TYPES or self.interleave > 2 or self.swizzle >= len(_SWIZZLE_BYTES):
             return f"type {self.kind}, interleave {self.interleave}, swizzle {self.swizzle}"
@@ -87,7 +87,7 @@ class TiledMap:
         return f"box rows of {row} bytes with a {span}-byte swizzle" if 0 < span < row else None
 
     def encode(self) -> bytes:
-        """The 128 bytes. Raises ValueError for what the driver refuses."""
+        """The 128 bytes of the map. Raises ValueError for arguments that the driver refuses."""
         why = self.refusal()
         if why is not None:
             raise ValueError(f"cuTensorMapEncodeTiled refuses {why}")
@@ -131,7 +131,9 @@ def encode_tiled(
     l2_promotion: int,
     fill: int,
 ) -> None:
-    """As the driver's function, with its own arguments; raises ValueError for what it refuses."""
+    """Encode a map like the driver's function, with its arguments; raises ValueError for those it
+    refuses.
+    """
     shown = min(rank, 6)  # more dimensions are refused for their number
     tiled = TiledMap(
         kind,

@@ -1,5 +1,5 @@
-"""Compiled functions as the simulator takes them: the host half linked, the PTX parsed, and the
-arguments of a call as the host half takes them.
+"""Compiled functions in the simulator's form: the host half linked, the PTX parsed, and the
+arguments of a call converted for the host half.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from cutex.tracing import tracing
 def captured(
     compiled: Any, tensors: Sequence[Any], arch: str = "sm_100a"
 ) -> tuple[HostFunction, dict[str, Program], list[Any], list[HostTensor]]:
-    """The host half and the programs of what `simulate` takes, its arguments as the host half takes
-    them, and the tensors among these.
+    """The host half and the programs of a function given to `simulate`, its arguments converted for
+    the host half, and the tensors among these.
     """
     host, programs = load(compiled, tensors, arch)
     arguments = _arguments(compiled, host, tensors)
@@ -30,7 +30,9 @@ def captured(
 
 
 def _arguments(compiled: Any, host: HostFunction, values: Sequence[Any]) -> list[Any]:
-    """What the host code takes: streams are its own, and constants were compiled in."""
+    """The arguments that the host code takes: it has its own stream, and constants were compiled
+    in.
+    """
     if not hasattr(compiled, "export_to_c") and not hasattr(compiled, "object_path"):
         named = zip(_parameter_names(compiled), values, strict=False)
         values = [v for name, v in named if name in host.argument_names]
@@ -46,7 +48,7 @@ def is_stream(argument: Any) -> bool:
 def load(
     compiled: Any, tensors: Sequence[Any], arch: str
 ) -> tuple[HostFunction, dict[str, Program]]:
-    """The linked host half and the parsed PTX of whatever the caller has."""
+    """The linked host half and the parsed PTX of a compiled or jitted function."""
     cached = getattr(compiled, "_cutex_sim", None)
     if cached is not None:
         return cached
@@ -73,7 +75,7 @@ def load(
 
 
 def load_plain(compiled: Any) -> tuple[HostFunction, dict[str, Program]]:
-    """The same of what was compiled without TVM-FFI."""
+    """The linked host half and the parsed PTX of a function compiled without TVM-FFI."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.o"
         path.write_bytes(compiled.dump_to_object("kernel"))
@@ -84,12 +86,14 @@ def load_plain(compiled: Any) -> tuple[HostFunction, dict[str, Program]]:
 
 
 def _programs(ptx: str) -> dict[str, Program]:
-    """None of a function without a kernel: of its PTX, the DSL gives no more than a file's name."""
+    """The programs in ``ptx``; none for a function without a kernel, whose PTX the DSL gives as a
+    file name.
+    """
     return parse(ptx) if "\n" in ptx else {}
 
 
 def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:
-    """Compiles a jitted function for ``arch`` with the layouts of ``tensors``; needs no GPU."""
+    """Compile a jitted function for ``arch`` with the layouts of ``tensors``; needs no GPU."""
     import cutlass.cute as cute
     from cutlass.base_dsl.compiler import DumpDir
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
@@ -114,6 +118,11 @@ def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:
             arguments.append(make_fake_stream(use_tvm_ffi_env_stream=True))
         else:
             arguments.append(t)
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise TypeError(f"{name} cannot be called with {len(tensors)} arguments: {error}") from None
     with cache.plain_folder() as folder, tracing(), recording() as recorder:
         options = (
             cute.GPUArch(arch),
@@ -129,7 +138,7 @@ def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:
 
 
 def _layout(tensor: HostTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides as the kernel sees them: of single elements, where two are packed."""
+    """Shape and strides as the kernel sees them, in single elements also for packed types."""
     if tensor.dtype not in PACKED:
         return tensor.shape, tensor.strides
     if 1 not in tensor.strides:
@@ -159,7 +168,7 @@ def _element_type(tensor: HostTensor) -> Any:
 
 
 def _parameter_names(function: Any) -> list[str]:
-    """Names of a jitted function's parameters, without self."""
+    """The names of a jitted function's parameters, without self."""
     target = function if inspect.isroutine(function) else type(function).__call__
     names = list(inspect.signature(target).parameters)
     return [n for n in names if n != "self"]

@@ -1,4 +1,4 @@
-"""Functions that the CuTe DSL has compiled, which run in the simulator when a script calls them."""
+"""Functions compiled by the CuTe DSL that run in the simulator when a script calls them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cutex.sim.host.loaded import is_stream, load, load_plain
 
 
 class Simulated:
-    """A function that cute.compile returned, which runs in the simulator when it is called."""
+    """A function returned by cute.compile that runs in the simulator when it is called."""
 
     def __init__(
         self,
@@ -25,8 +25,8 @@ class Simulated:
         calls: Calls,
         plain: Callable[[], Any] | None,
     ) -> None:
-        """``plain``: compiles the same without TVM-FFI, as the script has asked; None where it has
-        asked for TVM-FFI.
+        """``plain``: a function that compiles it without TVM-FFI, if the script did not ask for
+        TVM-FFI; else None.
         """
         self.compiled, self.calls, self.plain = compiled, calls, plain
         self.parameters = list(parameters)
@@ -44,7 +44,9 @@ class Simulated:
         compiled.export_to_c(*arguments, **named)
 
     def __call__(self, *arguments: Any, **named: Any) -> None:
-        """Constants were compiled in; the host code has its own stream unless it names one."""
+        """Run a call. Constants were compiled in; the host code has its own stream unless it names
+        one.
+        """
         if deferred(lambda: self(*arguments, **named)):
             return
         given = list(arguments)
@@ -53,21 +55,23 @@ class Simulated:
         given = [g for g in given if not (is_stream(g) and not takes_stream(given))]
         given += [self.defaults[n] for n in wanted[len(given) :] if n in self.defaults]
         names = [*wanted, *(f"argument {i}" for i in range(len(given)))]
-        with torch._C.DisableTorchFunction():  # which tensors are where, as it is
+        with torch._C.DisableTorchFunction():  # to see the tensors' real devices
             values = [captured(g, n) for g, n in zip(given, names, strict=False)]
         self.calls.run(self, values)
 
 
 class _Type:
-    """Stands for a type among the arguments of a call, which the host code takes no pointer to."""
+    """A stand-in for a type among the arguments of a call, for which the host code takes no
+    pointer.
+    """
 
     def __c_pointers__(self) -> list[int]:
         return []
 
 
 class PlainSimulated:
-    """A function that only compiles without TVM-FFI: with objects of the script's own
-    among its arguments, or tensors in tuples. The DSL itself turns these into pointers.
+    """A function that only compiles without TVM-FFI: with objects of the script's own among its
+    arguments, or tensors in tuples. The DSL itself turns these into pointers.
     """
 
     def __init__(self, compiled: Any, calls: Calls) -> None:
@@ -86,14 +90,14 @@ class PlainSimulated:
             tuple(values), named
         )
         self.calls.run(self, pointers, list(self._tensors(arguments, named)))
-        del adapted  # which the pointers are to
+        del adapted  # kept until here because the pointers are to it
 
     def runtime_arguments(self, arguments: Any, named: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments of a call of the jitted function that were not compiled in."""
         return self.compiled.execution_args.get_rectified_args_from_original_args(arguments, named)
 
     def _tensors(self, arguments: Any, named: dict[str, Any]) -> Iterator[HostTensor]:
-        """Those among the arguments, with names for reports."""
+        """The tensors among the arguments, with names for reports."""
         names = [n for n in self.compiled.execution_args.signature.parameters if n != "self"]
         names += [f"argument {i}" for i in range(len(names), len(arguments))]
         for name, value in [*zip(names, arguments, strict=False), *named.items()]:

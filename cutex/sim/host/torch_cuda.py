@@ -1,4 +1,4 @@
-"""torch.cuda as a script sees it on a machine with a GPU, where there is none."""
+"""Stand-ins for torch.cuda on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class _Nothing:
 
 
 class _Runtime:
-    """torch.cuda.cudart(): each function answers that it succeeded."""
+    """torch.cuda.cudart(): each function returns success."""
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         if not name.startswith("cuda"):
@@ -90,15 +90,15 @@ class _Runtime:
 
 
 class Generator(torch.Generator):
-    """torch.Generator, of a GPU too."""
+    """torch.Generator, also for a GPU."""
 
     def __new__(cls, device: Any = "cpu") -> Generator:
         return super().__new__(cls, "cpu")
 
 
 def cuda_functions(arch: Arch) -> dict[str, Any]:
-    """What stands for functions of torch.cuda, each a function of its own, as torch's compiler
-    asks for.
+    """The stand-ins for functions of torch.cuda; each is a separate function, as torch's compiler
+    requires.
     """
     nothing = lambda: lambda *_, **__: None
     stream = lambda: lambda *_, **__: _Stream()
@@ -127,7 +127,7 @@ def cuda_functions(arch: Arch) -> dict[str, Any]:
 
 
 def marks() -> dict[str, Any]:
-    """What stands for torch.cuda.nvtx."""
+    """The stand-ins for torch.cuda.nvtx."""
     return {
         "range_push": lambda *_: 0, "range_pop": lambda: 0, "mark": lambda *_: None,
         "range_start": lambda *_: 0, "range_end": lambda *_: None,
@@ -135,7 +135,7 @@ def marks() -> dict[str, Any]:
 
 
 def uncompiled(function: Any = None, **_: Any) -> Any:
-    """torch.compile: the function as it is, which gives the same values."""
+    """torch.compile: the function unchanged, which gives the same values."""
     return function if function is not None else lambda f: f
 
 
@@ -147,7 +147,7 @@ def _benchmark(function: Callable[[], Any], *_: Any, **how: Any) -> Any:
 
 
 class _TritonDriver:
-    """triton.runtime.driver.active, as benchmarks ask for it."""
+    """triton.runtime.driver.active, as benchmarks read it."""
 
     def clear_cache(self, _: Any) -> None: ...
     def get_empty_cache_for_benchmark(self) -> torch.Tensor:
@@ -167,7 +167,7 @@ class _TritonDriver:
 
 
 def _without_gpu(module: ModuleType) -> None:
-    """Changes a module of Triton's."""
+    """Change a module of Triton's so that it needs no GPU."""
     if module.__name__ == "triton.testing":
         module.do_bench = module.do_bench_cudagraph = _benchmark  # type: ignore[attr-defined]
     else:
@@ -175,7 +175,9 @@ def _without_gpu(module: ModuleType) -> None:
 
 
 class TritonTesting:
-    """Finds what a script imports of Triton to take times, and has it ask for no GPU."""
+    """Finds the modules of Triton that a script imports to take times, and changes them to need no
+    GPU.
+    """
 
     NAMES = ("triton.testing", "triton.runtime.driver")
 

@@ -1,13 +1,15 @@
-"""torch as a script sees it on a machine with a GPU, where there is none: "cuda" is the CPU.
+"""torch as a script sees it on a machine with a GPU, on a machine without one: "cuda" is the CPU.
 
-What a script puts on the GPU is in host memory, aligned as the CUDA allocator aligns it, and is
-remembered: a kernel may reach it by an address alone, as a grouped GEMM does.
+The script's GPU tensors are in host memory, aligned as by the CUDA allocator, and are registered: a
+kernel may reach one by an address alone, as a grouped GEMM does.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -36,7 +38,7 @@ _GRAD = torch.Tensor.grad.__get__
 
 
 class Allocation(NamedTuple):
-    """What a tensor takes of its storage, which may be longer so that it is aligned."""
+    """The part of its storage that a tensor occupies; the storage may be longer, for alignment."""
 
     storage: StorageWeakRef
     address: int
@@ -44,7 +46,7 @@ class Allocation(NamedTuple):
 
 
 class DeviceMemory:
-    """What the script holds on its GPU."""
+    """The memory that the script holds on its GPU."""
 
     def __init__(self) -> None:
         self._held: dict[int, Allocation] = {}  # by the address of the storage
@@ -63,9 +65,11 @@ class DeviceMemory:
         return held is not None and not held.storage.expired()
 
     def regions(self, named: list[HostTensor]) -> list[HostTensor]:
-        """All that is alive, as bytes; and those of ``named`` that lie elsewhere."""
+        """All live memory, each part as the tensor of ``named`` that fills it, else as bytes; and
+        the tensors of ``named`` that are outside of it."""
         self._held = {at: a for at, a in self._held.items() if not a.storage.expired()}
         names: dict[int, list[str]] = {a.address: [] for a in self._held.values()}
+        filling: dict[int, HostTensor] = {}
         others = []
         for tensor in named:
             homes = (a for a in self._held.values() if 0 <= tensor.address - a.address < a.size)
@@ -74,23 +78,29 @@ class DeviceMemory:
                 others.append(tensor)
             else:
                 names[home.address].append(tensor.name)
+                elements = math.prod(tensor.shape)
+                steps = zip(tensor.shape, tensor.strides, strict=True)
+                dense = 1 + sum((n - 1) * s for n, s in steps) == elements
+                if dense and home.size == elements * tensor.itemsize:
+                    filling[home.address] = tensor
         return others + [
-            HostTensor(
-                a.address, (a.size,), (1,), "uint8", 1, a.storage,
-                "/".join(dict.fromkeys(names[a.address])) or "a tensor",
+            replace(
+                filling.get(a.address) or HostTensor(a.address, (a.size,), (1,), "uint8", 1, None),
+                owner=a.storage,
+                name="/".join(dict.fromkeys(names[a.address])) or "a tensor",
             )
             for a in self._held.values()
-        ]  # fmt: skip
+        ]
 
 
 def span(tensor: torch.Tensor) -> int:
-    """Bytes from its first element to behind its last."""
+    """The bytes from a tensor's first element to the end of its last."""
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values and strides, at a multiple of ALIGNMENT."""
+    """A tensor with the same values and strides, at a multiple of ALIGNMENT."""
     if not tensor.numel() or tensor.data_ptr() % ALIGNMENT == 0:
         return tensor
     size = span(tensor)
@@ -156,7 +166,9 @@ _CONSTRUCTORS = _device_constructors()
 
 
 class OnCpu(TorchFunctionMode):
-    """Calls that name the device "cuda", or take a tensor that is there, make theirs there."""
+    """A mode in which calls that name the device "cuda", or take a tensor there, create their
+    results there.
+    """
 
     def __init__(self, memory: DeviceMemory) -> None:
         super().__init__()
@@ -198,7 +210,7 @@ class OnCpu(TorchFunctionMode):
         return self._placed(out, args, to_gpu, to_host)
 
     def _placed(self, out: Any, args: tuple[Any, ...], to_gpu: bool, to_host: bool) -> Any:
-        """What a call returns, with its tensors on the GPU where they should be."""
+        """The result of a call, with its tensors moved to the GPU where they should be."""
         if type(out) in RETURNED:  # as max(dim=0), topk and split return
             return type(out)([self._placed(x, args, to_gpu, to_host) for x in out])
         if not isinstance(out, torch.Tensor):
@@ -210,15 +222,15 @@ class OnCpu(TorchFunctionMode):
         return out
 
     def _comes_from_gpu(self, out: torch.Tensor, args: tuple[Any, ...]) -> bool:
-        """Whether ``out`` was made of a tensor on the GPU, and is no view of one there."""
+        """Whether ``out`` was computed from a tensor on the GPU, and is no view of one there."""
         flat = [b for a in args for b in (a if isinstance(a, tuple | list) else [a])]
         made_of = any(isinstance(a, torch.Tensor) and a in self.memory for a in flat)
         return made_of and out not in self.memory
 
 
 class CustomOps:
-    """torch.library's operators of a script: their kernels for "cuda" are those of all devices, and
-    find a GPU as the script does, though torch takes a mode off in a call.
+    """A replacement for torch.library.custom_op: a script's kernels for "cuda" serve all devices,
+    and run within the stand-in, although torch disables modes during such a call.
     """
 
     def __init__(self, mode: OnCpu) -> None:
@@ -228,7 +240,7 @@ class CustomOps:
         self, name: str, fn: Any = None, /, *, mutates_args: Any, device_types: Any = None,
         schema: str | None = None, **how: Any,
     ) -> Any:  # fmt: skip
-        """torch.library.custom_op"""
+        """The replacement for torch.library.custom_op, with its signature."""
 
         def register(fn: Callable[..., Any]) -> Any:
             found = schema or torch.library.infer_schema(fn, mutates_args=mutates_args)
@@ -240,7 +252,7 @@ class CustomOps:
         return register if fn is None else register(fn)
 
     def within(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """``fn`` with the stand-in on."""
+        """``fn`` run with the stand-in active."""
 
         @wraps(fn)
         def inside(*arguments: Any, **named: Any) -> Any:
@@ -251,7 +263,7 @@ class CustomOps:
 
 
 class Load:
-    """torch.load: what the file or the script says is on a GPU, is."""
+    """torch.load: tensors on a GPU, by the file or by the script, are on the stand-in's."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self.memory, self.original = memory, torch.load
@@ -280,7 +292,7 @@ def _names_kind(kind: str, kinds: Any) -> bool:
 
 @contextmanager
 def patched(target: Any, **values: Any) -> Iterator[None]:
-    """Attributes of ``target`` with other values, for a while."""
+    """A context in which attributes of ``target`` have other values."""
     before = {name: getattr(target, name) for name in values if hasattr(target, name)}
     try:
         for name, value in values.items():
@@ -314,7 +326,7 @@ def torch_on_cpu(arch: Arch) -> Iterator[DeviceMemory]:
         stack.enter_context(patched(torch.cuda.nvtx, **marks()))
         stack.enter_context(patched(torch.cuda.profiler, start=lambda: None, stop=lambda: None))
         mode = stack.enter_context(OnCpu(memory))
-        # NOTE: torch asks no mode about this one
+        # NOTE: torch calls this one without asking a mode
         stack.enter_context(
             patched(torch.Tensor, get_device=lambda tensor: 0 if tensor in memory else -1)
         )

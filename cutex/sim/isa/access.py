@@ -23,7 +23,7 @@ _SYNCHRONISES = {"volatile", "relaxed", "acquire", "release"}
 
 
 class Lanes(NamedTuple):
-    """Active lanes of a batch, flattened: their warp, number and address."""
+    """The active lanes of a batch, flattened: the warp, number and address of each."""
 
     warps: np.ndarray
     lanes: np.ndarray
@@ -34,7 +34,7 @@ class Lanes(NamedTuple):
 
 
 class Access:
-    """The memory operand of one instruction, ``width`` bytes for each lane."""
+    """The memory operand of one instruction, ``width`` bytes per lane."""
 
     def __init__(self, d: Decoder, operand: int, width: int) -> None:
         self.d, self.m, self.width = d, d.m, width
@@ -51,7 +51,7 @@ class Access:
         return Lanes(b.idx[row], lane, addresses[row, lane])
 
     def load(self, b: Batch) -> np.ndarray:
-        """(n, 32, width) bytes; inactive lanes hold zeros."""
+        """The bytes that each lane loads, (n, 32, width); inactive lanes hold zeros."""
         got = self.fetch(self.lanes(b))
         if b.mask is None:
             return got.reshape(b.n, 32, -1)
@@ -60,20 +60,20 @@ class Access:
         return out
 
     def store(self, b: Batch, data: np.ndarray) -> None:
-        """``data`` (n, 32, width) bytes."""
+        """Store ``data``, (n, 32, width) bytes."""
         where = self.lanes(b)
         if len(where.addresses):
             self.put(where, data.reshape(-1, self.width) if b.mask is None else data[b.mask])
 
     def fetch(self, where: Lanes) -> np.ndarray:
-        """(lanes, width) bytes."""
+        """The bytes at ``where``, (lanes, width)."""
         out = np.zeros((len(where.addresses), self.width), np.uint8)
         for space, which in self._by_space(where.addresses):
             out[which] = self._fetch(space, where.pick(which))
         return out
 
     def put(self, where: Lanes, values: np.ndarray) -> None:
-        """``values`` (lanes, width) bytes; where addresses repeat, the last lane wins."""
+        """Store ``values``, (lanes, width) bytes; where addresses repeat, the last lane wins."""
         for space, which in self._by_space(where.addresses):
             self._put(space, where.pick(which), values[which])
 
@@ -103,7 +103,7 @@ class Access:
         return got
 
     def _put(self, space: str, where: Lanes, values: np.ndarray) -> None:
-        self.m.progress += space != "local"  # which nobody else sees
+        self.m.progress += space != "local"  # no other thread sees local memory
         if space == "shared":
             words, first = self._shared(where, write=True)
             values = np.ascontiguousarray(values).view(words.dtype)
@@ -134,9 +134,11 @@ class Access:
         return m.smem_words(word), (cta * m.smem_bytes + offset) // word
 
     def _in_window(self, where: Lanes, what: str, window: int) -> None:
-        """Raises BadAddress for one that is neither an offset nor a generic address of the space.
+        """Raise BadAddress for an address that is neither an offset nor a generic address of the
+        space.
 
-        NOTE: of shared memory, bits 24 and up name the CTA, which is checked with the offset.
+        NOTE: in shared memory, bits 24 and up hold the CTA, which is checked together with the
+        offset.
         """
         bits = 61 if what == "shared" else 32
         high = where.addresses >> np.uint64(bits)
@@ -151,7 +153,9 @@ class Access:
             )
 
     def _private(self, where: Lanes, what: str, size: int) -> np.ndarray:
-        """(lanes, width) offsets into memory of ``size`` bytes that is not global or shared."""
+        """The offsets, (lanes, width), into a memory of ``size`` bytes that is not global or
+        shared.
+        """
         self._in_window(where, what, LOCAL_WINDOW if what == "local" else PARAM_WINDOW)
         at = (where.addresses & np.uint64(0xFFFFFFFF)).astype(np.int64)
         for bad, why in (
@@ -168,7 +172,7 @@ class Access:
         return at[:, None] + np.arange(self.width)
 
     def refuse(self, where: Lanes, verb: str) -> Any:
-        """Raises BadAddress for the k-th access to global memory."""
+        """A function that raises BadAddress for the k-th access to global memory."""
 
         def refuse(k: int, why: str) -> None:
             who = f"{self.m.grid.name_warp(int(where.warps[k]))} lane {int(where.lanes[k])}"
@@ -180,7 +184,9 @@ class Access:
     def observe(
         self, where: Lanes, cta: np.ndarray, offset: np.ndarray, width: int, write: bool
     ) -> None:
-        """Reports a race with other accesses, and with operations on these bytes."""
+        """Report races of this access with other accesses, and with asynchronous operations on
+        these bytes.
+        """
         m, warps = self.m, where.warps
         if not self.synchronises:
             m.smem_shadow.generic(warps, where.lanes, cta, offset, width, write, self.d.ins)

@@ -23,7 +23,9 @@ _HALVES = {"f16": "f16", "f16x2": "f16", "bf16": "bf16", "bf16x2": "bf16"}
 
 
 def combine(name: str, kind: str, old: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """``name`` of arrays in the type ``kind``; halves as 16-bit words, or two in a 32-bit one."""
+    """The operation ``name`` on arrays of type ``kind``; halves as 16-bit words, or two in a 32-bit
+    one.
+    """
     if kind in _HALVES:
         half = _HALVES[kind]
         values = (widen(np.ascontiguousarray(v).view(np.uint16), half) for v in (old, x))
@@ -33,7 +35,7 @@ def combine(name: str, kind: str, old: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 @instruction("atom", "red")
 def atomic(d: Decoder) -> Execute:
-    """Lane by lane, in lane order, each element whole."""
+    """atom, red (9.7.13.6, 9.7.13.7): lane by lane, in lane order, each element atomically."""
     d.only(*SPACES, *_COMBINE, "cas", *HINTS, "acq_rel", "noftz", "v2", "v4", "v8")
     at = 1 if d.ins.name == "atom" else 0
     count, word = vector_length(d), f"b{WIDTH[d.type]}"
@@ -58,7 +60,7 @@ def atomic(d: Decoder) -> Execute:
             one = where.pick(slice(k, k + 1))
             old = access.fetch(one).view(dtype)  # (1, count)
             new = np.ascontiguousarray(updated(old, x[k : k + 1], y[k : k + 1]))
-            if not (new == old).all():  # NOTE: who fails to change anything may spin
+            if not (new == old).all():  # NOTE: a lane that changes nothing may spin
                 access.put(one, new.view(np.uint8))
             olds[row[k], where.lanes[k]] = old[0]
         for i, write in enumerate(writes):
@@ -68,5 +70,5 @@ def atomic(d: Decoder) -> Execute:
 
 
 def _by_lane(b: Batch, reads: list[Any], dtype: Any) -> np.ndarray:
-    """(n, 32, elements)"""
+    """The values that ``reads`` give, (n, 32, elements)."""
     return np.stack([b.lanes(r(b)) for r in reads], 2).astype(dtype, copy=False)

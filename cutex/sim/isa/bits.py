@@ -12,7 +12,7 @@ from cutex.sim.ptx.decode import TYPES, UNSIGNED, Decoder, Execute, instruction
 
 @instruction("and", "or", "xor")
 def logic(d: Decoder) -> Execute:
-    """9.7.8.1-3, also on predicates."""
+    """and, or, xor (9.7.8.1-3), also on predicates."""
     d.only()
     f = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[d.ins.name]
     return d.map(f, 2)
@@ -20,21 +20,21 @@ def logic(d: Decoder) -> Execute:
 
 @instruction("not")
 def not_(d: Decoder) -> Execute:
-    """9.7.8.4"""
+    """not (9.7.8.4): the complement, also of predicates."""
     d.only()
     return d.map(np.invert, 1)
 
 
 @instruction("cnot")
 def cnot(d: Decoder) -> Execute:
-    """9.7.8.5: 1 for zero, else 0"""
+    """cnot (9.7.8.5): 1 for zero, else 0."""
     d.only()
     return d.map(lambda x: np.asarray(x == 0).astype(TYPES[d.type]), 1)
 
 
 @instruction("lop3")
 def lop3(d: Decoder) -> Execute:
-    """9.7.8.6: any function of three bits, by its truth table."""
+    """lop3 (9.7.8.6): any function of three bits, by its truth table."""
     d.only()
     a, b2, c, table, write = d.src(1), d.src(2), d.src(3), d.immediate(4), d.dst()
 
@@ -51,7 +51,7 @@ def lop3(d: Decoder) -> Execute:
 
 @instruction("shl", "shr")
 def shift(d: Decoder) -> Execute:
-    """9.7.8.7, 9.7.8.8: amounts above the width are clamped to it."""
+    """shl, shr (9.7.8.7, 9.7.8.8): amounts above the width are clamped to it."""
     d.only()
     a, amount, write = d.src(1), d.src(2, "u32"), d.dst()
     bits, left, dtype = WIDTH[d.type], d.ins.name == "shl", TYPES[d.type]
@@ -73,7 +73,7 @@ def shift(d: Decoder) -> Execute:
 
 @instruction("shf")
 def funnel_shift(d: Decoder) -> Execute:
-    """9.7.8.5: the upper (left) or lower (right) word of the shifted pair {b, a}."""
+    """shf (9.7.8.5): the upper (left) or lower (right) word of the shifted pair {b, a}."""
     d.only("l", "r", "wrap", "clamp")
     a, b2, amount, write = d.src(1), d.src(2), d.src(3), d.dst()
     wrap, left = "wrap" in d.mods, "l" in d.mods
@@ -106,21 +106,23 @@ def _leading_zeros(x: Any, bits: int) -> Any:
 
 @instruction("popc")
 def popc(d: Decoder) -> Execute:
-    """9.7.1.16"""
+    """popc (9.7.1.16): the number of set bits."""
     a, write = d.src(1), d.dst(0, "u32")
     return lambda b: write(b, _count_bits(a(b)))
 
 
 @instruction("clz")
 def clz(d: Decoder) -> Execute:
-    """9.7.1.17"""
+    """clz (9.7.1.17): the number of leading zeros."""
     a, write, bits = d.src(1), d.dst(0, "u32"), WIDTH[d.type]
     return lambda b: write(b, _leading_zeros(a(b), bits))
 
 
 @instruction("bfind")
 def bfind(d: Decoder) -> Execute:
-    """9.7.1.18: the most significant set (of negative numbers: clear) bit; all ones if none."""
+    """bfind (9.7.1.18): the most significant set bit (of negative numbers: clear bit); all ones if
+    none.
+    """
     d.only("shiftamt")
     a, write, bits = d.src(1), d.dst(0, "u32"), WIDTH[d.type]
     unsigned = TYPES[f"u{bits}"]
@@ -143,7 +145,7 @@ def bfind(d: Decoder) -> Execute:
 
 @instruction("brev")
 def brev(d: Decoder) -> Execute:
-    """9.7.1.19"""
+    """brev (9.7.1.19): the bits in reverse order."""
     a, write, bits, dtype = d.src(1), d.dst(), WIDTH[d.type], TYPES[d.type]
 
     def execute(b: Any) -> None:
@@ -157,13 +159,13 @@ def brev(d: Decoder) -> Execute:
 
 
 def _field(pos: Any, length: Any) -> Any:
-    """Position and length of a bit field: only 8 bits of each count."""
+    """The position and the length of a bit field: only the low 8 bits of each count."""
     byte = np.uint32(255)
     return tuple((np.asarray(v) & byte).astype(np.uint64) for v in (pos, length))
 
 
 def _low_bits(n: Any) -> Any:
-    """uint64 with the ``n`` lowest bits set."""
+    """A uint64 with its ``n`` lowest bits set."""
     n = np.asarray(n, np.uint64)
     ones = (np.uint64(1) << np.minimum(n, np.uint64(63))) - np.uint64(1)
     return np.where(n >= 64, ~np.uint64(0), ones)
@@ -171,7 +173,8 @@ def _low_bits(n: Any) -> Any:
 
 @instruction("bfe")
 def bfe(d: Decoder) -> Execute:
-    """9.7.1.20: bits [pos, pos+len); signed types repeat the field's last bit that exists."""
+    """bfe (9.7.1.20): bits [pos, pos+len); signed types extend the sign of the last existing
+    bit."""
     a, pos, length, write = d.src(1), d.src(2, "u32"), d.src(3, "u32"), d.dst()
     bits, dtype, signed = WIDTH[d.type], TYPES[d.type], d.type[0] == "s"
     unsigned = UNSIGNED[bits]
@@ -192,7 +195,7 @@ def bfe(d: Decoder) -> Execute:
 
 @instruction("bfi")
 def bfi(d: Decoder) -> Execute:
-    """9.7.1.21: inserts the low ``len`` bits of a into b at ``pos``."""
+    """bfi (9.7.1.21): b with the low ``len`` bits of a inserted at ``pos``."""
     a, into, pos, length, write = d.src(1), d.src(2), d.src(3, "u32"), d.src(4, "u32"), d.dst()
     bits, dtype = WIDTH[d.type], TYPES[d.type]
 
@@ -208,7 +211,7 @@ def bfi(d: Decoder) -> Execute:
 
 
 def _amount(d: Decoder, read: Any, limit: int) -> Any:
-    """A bit count: .wrap modulo 32, .clamp at most ``limit``."""
+    """A function that reads a bit count: .wrap modulo 32, .clamp at most ``limit``."""
     if "wrap" in d.mods:
         return lambda b: np.asarray(read(b)).astype(np.uint64) & np.uint64(31)
     return lambda b: np.minimum(np.asarray(read(b)).astype(np.uint64), np.uint64(limit))
@@ -216,7 +219,7 @@ def _amount(d: Decoder, read: Any, limit: int) -> Any:
 
 @instruction("bmsk")
 def bmsk(d: Decoder) -> Execute:
-    """9.7.1.23: ones in [a, a+b)"""
+    """bmsk (9.7.1.23): ones in [a, a+b)."""
     d.only("clamp", "wrap")
     first, length = _amount(d, d.src(1, "u32"), 32), _amount(d, d.src(2, "u32"), 32)
     write = d.dst()
@@ -225,7 +228,7 @@ def bmsk(d: Decoder) -> Execute:
 
 @instruction("szext")
 def szext(d: Decoder) -> Execute:
-    """9.7.1.22: the low b bits of a, sign- or zero-extended"""
+    """szext (9.7.1.22): the low b bits of a, sign- or zero-extended."""
     d.only("clamp", "wrap")
     a, count, write = d.src(1, "u32"), _amount(d, d.src(2, "u32"), 32), d.dst(0, "u32")
     signed = d.type == "s32"
@@ -255,7 +258,9 @@ _PERMUTATIONS = {
 
 @instruction("prmt")
 def prmt(d: Decoder) -> Execute:
-    """9.7.8.9: each nibble of the selector picks a byte of {b, a}, bit 3 replicates its sign."""
+    """prmt (9.7.8.9): each nibble of the selector picks a byte of {b, a}; its bit 3 replicates the
+    sign.
+    """
     d.only(*_PERMUTATIONS)
     a, b2, selector, write = d.src(1), d.src(2), d.src(3), d.dst()
     mode = next((m for m in _PERMUTATIONS if m in d.mods), None)

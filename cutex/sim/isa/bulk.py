@@ -31,7 +31,7 @@ from cutex.sim.ptx.decode import Decoder, Execute, instruction
 
 @instruction("cp.async")
 def bulk_copy(d: Decoder) -> Execute:
-    """9.7.9.25.4, 9.7.9.27: routes to the form at hand."""
+    """cp.async and cp.async.bulk (9.7.9.25.4, 9.7.9.27): dispatches to the form of ``d``."""
     if "bulk" not in d.mods:
         return copy_async(d)
     if "commit_group" in d.mods:
@@ -58,7 +58,7 @@ _REDUCTIONS, _COUNTERS = ("add", "min", "max", "and", "or", "xor"), ("inc", "dec
 
 @instruction("cp.reduce")
 def bulk_reduce(d: Decoder) -> Execute:
-    """9.7.9.25.4.2, 9.7.9.27.3: a store that combines element by element."""
+    """cp.reduce.async.bulk (9.7.9.25.4.2, 9.7.9.27.3): a store that combines element by element."""
     d.only(*MODS, "reduce", "noftz", *_COUNTERS)
     plain = (*_REDUCTIONS, *_COUNTERS)
     name = next((p for p in d.parts if p in (_REDUCTIONS if "tensor" in d.mods else plain)), None)
@@ -70,7 +70,7 @@ def bulk_reduce(d: Decoder) -> Execute:
 
 
 def _plain_load(d: Decoder) -> Execute:
-    """9.7.9.25.4.1: contiguous bytes, a multiple of 16, global to shared."""
+    """Contiguous bytes, a multiple of 16, from global to shared memory (9.7.9.25.4.1)."""
     m, ins = d.m, d.ins
     to, frm, size, barrier = (
         Value(d.address(0)),
@@ -119,7 +119,9 @@ def _bulk_loader(
 
 
 def _shared_copy(d: Decoder, reduction: str | None) -> Execute:
-    """9.7.9.25.4.1: own shared memory to that of a CTA of the cluster, whose mbarrier completes."""
+    """Bytes from own shared memory to that of a CTA of the cluster, whose mbarrier completes
+    (9.7.9.25.4.1).
+    """
     m, ins = d.m, d.ins
     to, frm, barrier = Value(d.address(0)), Value(d.address(1)), Value(d.address(3))
     size = Value(d.src(2, "u32"))
@@ -170,7 +172,7 @@ def _mover(
 
 
 def _combined(d: Decoder, reduction: str | None, old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Bytes, combined in the instruction's type."""
+    """The bytes ``old`` and ``new`` combined in the instruction's type."""
     if reduction is None:
         return new
     word = np.dtype(f"u{WIDTH[d.type] // 8}")
@@ -244,7 +246,9 @@ def _check_plain(d: Decoder, size: int, address: int) -> None:
 
 
 def _commit_group(d: Decoder) -> Execute:
-    """9.7.9.25.4.5"""
+    """cp.async.bulk.commit_group (9.7.9.25.4.5): the thread's operations since the last one form a
+    group.
+    """
 
     def execute(b: Batch) -> None:
         for row, lane in active_lanes(b):
@@ -254,8 +258,9 @@ def _commit_group(d: Decoder) -> Execute:
 
 
 def _wait_group(d: Decoder) -> Execute:
-    """9.7.9.25.4.6: until at most N of this thread's groups are pending; .read and full completion
-    coincide here, but of the former other clusters learn nothing.
+    """cp.async.bulk.wait_group (9.7.9.25.4.6): waits until at most N of this thread's groups are
+    pending. Reads and full completion coincide here, but after .read the writes are not visible to
+    other clusters.
     """
     m, ins = d.m, d.ins
     allowed, written = d.immediate(0), "read" not in d.mods

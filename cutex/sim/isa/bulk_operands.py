@@ -27,7 +27,7 @@ def active_lanes(b: Batch) -> list[tuple[int, int]]:
 
 
 class Value:
-    """One operand, read per lane."""
+    """The value of one operand, read per lane."""
 
     def __init__(self, read: Any) -> None:
         self.read = read
@@ -39,8 +39,8 @@ class Value:
 def shared_place(
     d: Decoder, b: Batch, row: int, lane: int, address: int, size: int, align: int
 ) -> tuple[int, int]:
-    """(cta, offset) of ``size`` bytes; raises BadAddress outside shared memory and BadOperand where
-    misaligned.
+    """The (cta, offset) of ``size`` bytes; raises BadAddress outside shared memory and BadOperand
+    where misaligned.
     """
     warp, place = int(b.idx[row]), shared_address(address)
     cta, offset = d.m.shared_at(warp, lane, place, 1, d.ins)
@@ -57,7 +57,7 @@ def shared_place(
 
 
 def targets(d: Decoder, cta: int, mask: int | None) -> list[int]:
-    """CTAs that a (multicast) copy writes."""
+    """The CTAs that a (multicast) copy writes."""
     if mask is None:
         return [cta]
     first = cta - int(d.m.grid.cta_rank[cta])
@@ -72,9 +72,8 @@ def multicast_mask(d: Decoder) -> Callable[[Batch], np.ndarray] | None:
 
 
 def signalled(m: Machine, target: int, barrier_cta: int, pair: bool) -> int:
-    """The CTA whose mbarrier a multicast copy into ``target`` completes on.
-
-    Its own; with cta_group::2, that of its pair with the same parity of rank as the barrier's.
+    """The CTA whose mbarrier a multicast copy into ``target`` completes on: its own; with
+    cta_group::2, the one of its pair whose rank has the parity of the barrier's.
     """
     if not pair:
         return target

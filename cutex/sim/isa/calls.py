@@ -1,7 +1,7 @@
-"""Calls (PTX ISA 9.7.12.5): of vprintf alone. A kernel's own functions come inlined.
+"""Calls (PTX ISA 9.7.12.5): of vprintf only, because a kernel's own functions are inlined.
 
 ``cute.printf``, ``cute.print_tensor`` and device-side assertions print by it (CUDA C++ Programming
-Guide, Formatted Output). Lanes print in their order as soon as their warp comes there, to stdout; a
+Guide, Formatted Output). Lanes print in order as soon as their warp executes the call, to stdout; a
 GPU keeps the text until the host synchronises.
 """
 
@@ -50,7 +50,7 @@ def call(d: Decoder) -> Execute:
 
 
 def _text(d: Decoder, address: int) -> bytes:
-    """The bytes at ``address`` up to a zero."""
+    """The bytes at ``address`` up to the first zero."""
     region = d.m.memory.find(address)
     if region is None:
         raise d.unknown(f"text at 0x{address:x}, outside global memory")
@@ -58,7 +58,7 @@ def _text(d: Decoder, address: int) -> bytes:
 
 
 class Arguments:
-    """What a call of vprintf reads, one after another, each aligned to its size."""
+    """The arguments of a vprintf call, read one after another, each aligned to its size."""
 
     def __init__(self, d: Decoder, warp: int, lane: int, address: int) -> None:
         self.d, self.at, self.taken = d, 0, 0
@@ -81,7 +81,8 @@ class Arguments:
 
 
 def printed(template: bytes, arguments: Any) -> str:
-    """What printf makes of ``template``: each conversion by the C library's own."""
+    """The text that printf makes of ``template``, each conversion by the C library's own
+    snprintf."""
 
     def converted(m: re.Match[bytes]) -> bytes:
         spec, kind = m[0], m["kind"]

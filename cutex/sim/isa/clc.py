@@ -2,8 +2,8 @@
 not started.
 
 The reply is opaque; here its four words are 1 (a cluster was taken) or 0, and the first CTA's x, y
-and z. A request may be refused although clusters are left: hardware does so under contention, so
-random orders do too.
+and z. A request may be refused although clusters are left: hardware does so under contention, and
+so does the random order.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ REPLY_BYTES = 16
 
 @instruction("clusterlaunchcontrol")
 def clusterlaunchcontrol(d: Decoder) -> Execute:
-    """9.7.13.16: routes to try_cancel and query_cancel."""
+    """clusterlaunchcontrol (9.7.13.16): dispatches to try_cancel and query_cancel."""
     return _try_cancel(d) if "try_cancel" in d.mods else _query(d)
 
 
 def _try_cancel(d: Decoder) -> Execute:
-    """Writes the reply to shared memory and completes 16 bytes on the mbarrier; with .multicast, in
-    every CTA of the cluster.
+    """try_cancel: writes the reply to shared memory and completes 16 bytes on the mbarrier; with
+    .multicast, in every CTA of the cluster.
     """
     d.only(
         "try_cancel", "async", "shared", "cta", "mbarrier", "complete_tx", "bytes", "multicast",
@@ -90,8 +90,8 @@ def _reply(
 
 
 def _query(d: Decoder) -> Execute:
-    """is_canceled, get_first_ctaid (vector, or ::x, ::y, ::z). A refused reply holds no
-    coordinates, but poison.
+    """query_cancel: is_canceled, or get_first_ctaid (vector, or ::x, ::y, ::z). A refused reply has
+    poison in place of coordinates.
     """
     operand = d.ins.operands[1]
     if not isinstance(operand, Reg) or operand.bank != 128:

@@ -66,8 +66,8 @@ _NAMES = (
 
 @instruction("setp")
 def setp(d: Decoder) -> Execute:
-    """9.7.7.2: p = compare [boolop c]; q, in p|q, has the complement of the comparison, combined
-    likewise. Packed types write p of the lower and q of the upper element.
+    """setp (9.7.7.2): p = compare [boolop c]; q, in p|q, has the complement of the comparison,
+    combined likewise. Packed types write p of the lower and q of the upper element.
     """
     d.only(*_NAMES)
     compare = _comparison(d)
@@ -94,7 +94,7 @@ def setp(d: Decoder) -> Execute:
 
 @instruction("set")
 def set_(d: Decoder) -> Execute:
-    """9.7.7.1: all ones (or 1.0) where the comparison holds."""
+    """set (9.7.7.1): all ones (or 1.0) where the comparison holds."""
     d.only(*_NAMES)
     if d.type in PACKED or len(d) > 3:
         raise d.unknown()
@@ -110,7 +110,7 @@ def set_(d: Decoder) -> Execute:
 
 @instruction("selp")
 def selp(d: Decoder) -> Execute:
-    """9.7.7.3: c ? a : b"""
+    """selp (9.7.7.3): c ? a : b."""
     d.only()
     kind = f"b{WIDTH[d.type]}"
     a, b2, c, write = d.src(1, kind), d.src(2, kind), d.src(3, "pred"), d.dst(0, kind)
@@ -119,7 +119,7 @@ def selp(d: Decoder) -> Execute:
 
 @instruction("slct")
 def slct(d: Decoder) -> Execute:
-    """9.7.7.4: c >= 0 ? a : b"""
+    """slct (9.7.7.4): c >= 0 ? a : b."""
     d.only("ftz")
     kind = f"b{WIDTH[d.parts[-2]]}"
     a, b2, c, write = d.src(1, kind), d.src(2, kind), d.src(3), d.dst(0, kind)

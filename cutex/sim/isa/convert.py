@@ -27,7 +27,7 @@ _LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38}
 
 @instruction("cvt")
 def cvt(d: Decoder) -> Execute:
-    """Routes by the two types."""
+    """cvt (9.7.9.21): dispatches by the two types."""
     if d.parts[1] == "pack":
         return _pack_integers(d)
     kinds = [p for p in d.parts[1:] if p in TYPES or p in SMALL or p in (POWERS, FIXED)]
@@ -56,7 +56,7 @@ def cvt(d: Decoder) -> Execute:
 
 
 def _integer_to_integer(d: Decoder, to: str, frm: str) -> Execute:
-    """Truncated or extended; .sat clamps to the range of the result."""
+    """Integer to integer: truncated or extended; .sat clamps to the range of the result."""
     d.only("sat")
     read, write, kind = d.src(1, frm), d.dst(0, to), TYPES[to]
     if "sat" not in d.mods:
@@ -68,7 +68,9 @@ def _integer_to_integer(d: Decoder, to: str, frm: str) -> Execute:
 
 
 def _float_to_integer(d: Decoder, to: str, frm: str) -> Execute:
-    """Rounded as said and clamped to the range; NaN is 0 unless 64 bits are on either side."""
+    """Float to integer: rounded by the mode and clamped to the range; NaN gives 0 unless one side
+    has 64 bits.
+    """
     d.only(*_TO_INTEGRAL, "ftz", "sat")
     read, write = read_float(d, 1, frm), d.dst(0, to)
     rounding = _TO_INTEGRAL[next(m for m in _TO_INTEGRAL if m in d.mods)]
@@ -89,7 +91,9 @@ def _float_to_integer(d: Decoder, to: str, frm: str) -> Execute:
 
 
 def _to_float(d: Decoder, to: str, frm: str) -> Execute:
-    """From an integer or another float, rounded once; .rni and its kin keep the format."""
+    """Convert an integer or another float to a float, rounded once; .rni and the like keep the
+    format.
+    """
     d.only(*MODES, *_TO_INTEGRAL, "ftz", "sat", "relu", "satfinite")
     mode, from_float = rounding_mode(d), frm in FLOATS
     integral = next((f for m, f in _TO_INTEGRAL.items() if m in d.mods), None)
@@ -105,7 +109,7 @@ def _to_float(d: Decoder, to: str, frm: str) -> Execute:
         write(b, narrow(_limited(d, x, to), to, mode))
 
     def _integer_to_f64(x: Any) -> Any:
-        """To odd where float64 cannot hold it, unless that is the result."""
+        """Rounded to odd where float64 cannot hold the integer, unless float64 is the result."""
         if to == "f64" and mode == "rn":
             return x.astype(np.float64)
         high = (x >> x.dtype.type(32)).astype(np.float64) * 2.0**32 if x.itemsize == 8 else 0.0
@@ -125,7 +129,7 @@ def _round_sum(high: Any, low: Any, mode: str) -> Any:
 
 
 def _limited(d: Decoder, x: Any, to: str) -> Any:
-    """.sat, .relu, .satfinite and .ftz of a value that is about to be rounded to ``to``."""
+    """A value that is about to be rounded to ``to``, after .sat, .relu, .satfinite and .ftz."""
     if "sat" in d.mods:
         x = np.where(np.isnan(x), np.zeros_like(x), np.clip(x, 0, 1))
     if "relu" in d.mods:
@@ -136,7 +140,7 @@ def _limited(d: Decoder, x: Any, to: str) -> Any:
 
 
 def _pack(d: Decoder, half: str) -> Execute:
-    """Two float32 into one packed word, the first source in the upper half."""
+    """Two float32 packed into one word, the first source in the upper half."""
     d.only("rn", "rz", "relu", "satfinite")
     high, low, write = d.src(1, "f32"), d.src(2, "f32"), d.dst(0, "b32")
     mode = rounding_mode(d)
@@ -148,8 +152,8 @@ def _pack(d: Decoder, half: str) -> Execute:
 
 
 def _pack_integers(d: Decoder) -> Execute:
-    """Two s32 clamped to 16 bits or fewer, the first above the second; above both what the third
-    operand has low (PTX ISA, cvt.pack).
+    """Two s32 clamped to 16 bits or fewer, the first above the second, and above both the low bits
+    of the third operand (PTX ISA, cvt.pack).
     """
     d.only("pack", "sat", "u4", "s4", "u2", "s2")
     high, low, write = d.src(1, "s32"), d.src(2, "s32"), d.dst(0, "b32")
@@ -171,7 +175,7 @@ def _pack_integers(d: Decoder) -> Execute:
 
 
 def _to_tf32(d: Decoder) -> Execute:
-    """tf32 keeps 10 mantissa bits: .rna to nearest, ties away; .rn ties to even."""
+    """Float32 to tf32, with 10 mantissa bits: .rna to nearest, ties away; .rn ties to even."""
     d.only("rna", "rn", "rz", "satfinite", "relu")
     x, write = d.src(1, "f32"), d.dst(0, "b32")
     largest = np.float32(3.4011621342146535e38)

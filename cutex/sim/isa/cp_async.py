@@ -1,8 +1,8 @@
 """Non-bulk asynchronous copies, global to shared memory (PTX ISA 9.7.9.25.3, 9.7.13.15.15).
 
-They are of the generic proxy, so the ISA asks for a fence.proxy.async before an MMA or a TMA store
-reads what they wrote. NVIDIA's own mainloops (CUTLASS's sm100 collectives with cp.async) have none:
-that is an advisory.
+They belong to the generic proxy, so the ISA requires a fence.proxy.async before an MMA or a TMA
+store reads their result. NVIDIA's own mainloops (CUTLASS's sm100 collectives with cp.async) have
+none: a missing fence is an advisory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MODS = (
 
 
 def copy_async(d: Decoder) -> Execute:
-    """9.7.9.25.3: routes to the form at hand."""
+    """cp.async (9.7.9.25.3): dispatches to the form of ``d``."""
     if "commit_group" in d.mods:
         return lambda b: _commit(d.m, b)
     if "wait_group" in d.mods or "wait_all" in d.mods:
@@ -42,7 +42,9 @@ def copy_async(d: Decoder) -> Execute:
 
 
 class _Copy:
-    """9.7.9.25.3.1: 4, 8 or 16 bytes per thread, of which src-size come and the rest is zeros."""
+    """The copy itself (9.7.9.25.3.1): 4, 8 or 16 bytes per thread, of which src-size are read and
+    the rest are zeros.
+    """
 
     def __init__(self, d: Decoder) -> None:
         d.only(*_MODS)
@@ -79,7 +81,7 @@ class _Copy:
             m.async_copies.issue(warp, Part(where, copy), words, size, self.ins)
 
     def _sizes(self, b: Batch) -> np.ndarray:
-        """Bytes that each active lane reads."""
+        """The number of bytes that each active lane reads."""
         if self.read is None:
             return np.full(int(b.active().sum()), self.size)
         given = b.lanes(self.read(b))[b.active()]
@@ -106,14 +108,16 @@ class _Copy:
 
 
 def _commit(m: Machine, b: Batch) -> None:
-    """9.7.9.25.3.2"""
+    """cp.async.commit_group (9.7.9.25.3.2): the thread's copies since the last one form a group."""
     active = b.active()
     for row, warp in enumerate(b.idx.tolist()):
         m.async_copies.groups(warp)[active[row]] += 1
 
 
 def _wait(d: Decoder) -> Execute:
-    """9.7.9.25.3.3: until at most N of each thread's groups are pending; wait_all commits first."""
+    """cp.async.wait_group (9.7.9.25.3.3): waits until at most N of each thread's groups are
+    pending; wait_all commits first.
+    """
     m, ins = d.m, d.ins
     everything = "wait_all" in d.mods
     allowed = 0 if everything else d.immediate(0)
@@ -134,8 +138,8 @@ def _wait(d: Decoder) -> Execute:
 
 
 def _arrive(d: Decoder) -> Execute:
-    """9.7.13.15.15: arrives, once for each thread, when all its copies are complete; without .noinc
-    the phase expects as many arrivals more.
+    """cp.async.mbarrier.arrive (9.7.13.15.15): arrives, once per thread, when all its copies are
+    complete; without .noinc the phase expects so many arrivals more.
     """
     d.only("async", "mbarrier", "arrive", "noinc", "shared", "cta")
     barrier, m, ins = BarrierOperand(d, 0), d.m, d.ins

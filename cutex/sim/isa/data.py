@@ -23,7 +23,7 @@ HINTS = {
 
 @instruction("mov")
 def mov(d: Decoder) -> Execute:
-    """9.7.9.5: also packs and unpacks vectors, and takes the address of a variable."""
+    """mov (9.7.9.5): also packs and unpacks vectors, and takes the address of a variable."""
     d.only()
     if d.type == "b128":
         return _mov_128(d)
@@ -33,7 +33,7 @@ def mov(d: Decoder) -> Execute:
 
 
 def _mov_128(d: Decoder) -> Execute:
-    """Between a 128-bit register and another, or two of 64 bits."""
+    """mov between a 128-bit register and another, or two of 64 bits."""
     halves = [_halves(d, o) for o in d.ins.operands[:2]]
 
     def execute(b: Batch) -> None:
@@ -44,7 +44,7 @@ def _mov_128(d: Decoder) -> Execute:
 
 
 def _halves(d: Decoder, operand: Operand) -> list[tuple[Any, Any]]:
-    """(read, write) of the low and the high 64 bits of an operand."""
+    """Functions (read, write) of the low and of the high 64 bits of an operand."""
     if isinstance(operand, Vector):
         return [(d.read(o, "b64"), d.write(o, "b64")) for o in operand.items]
     assert isinstance(operand, Reg)
@@ -63,7 +63,9 @@ def _halves(d: Decoder, operand: Operand) -> list[tuple[Any, Any]]:
 
 @instruction("cvta")
 def cvta(d: Decoder) -> Execute:
-    """9.7.9.20: to and from generic addresses; only the shared and local windows are elsewhere."""
+    """cvta (9.7.9.20): to and from generic addresses; only those of the shared and local windows
+    differ.
+    """
     d.only("to", "param", "entry", *SPACES, "cta", "cluster")
     space = next(s for s in SPACES if s in d.mods)
     window = np.uint64({"shared": SHARED_WINDOW, "local": LOCAL_WINDOW}.get(space, 0))
@@ -76,7 +78,7 @@ def cvta(d: Decoder) -> Execute:
 
 @instruction("isspacep")
 def isspacep(d: Decoder) -> Execute:
-    """9.7.9.19"""
+    """isspacep (9.7.9.19): whether a generic address is in the space."""
     d.only(*SPACES, "cta", "cluster", "entry")
     space = next(s for s in SPACES if s in d.mods)
     read, write = d.src(1, "u64"), d.dst(0, "pred")
@@ -103,7 +105,7 @@ def vector_length(d: Decoder) -> int:
 
 
 def elements(d: Decoder, k: int, count: int) -> tuple[Operand, ...]:
-    """The items of a vector operand; a single operand is its own item."""
+    """The items of a vector operand; of another operand, itself."""
     operand = d.ins.operands[k]
     items = operand.items if isinstance(operand, Vector) else (operand,)
     if len(items) != count or isinstance(operand, Vector) != (count > 1):
@@ -113,7 +115,9 @@ def elements(d: Decoder, k: int, count: int) -> tuple[Operand, ...]:
 
 @instruction("ld", "ldu")
 def ld(d: Decoder) -> Execute:
-    """9.7.9.8: parameter, global, constant, shared, local and generic loads of 1 to 8 elements."""
+    """ld (9.7.9.8): parameter, global, constant, shared, local and generic loads of 1 to 8
+    elements.
+    """
     d.only(*SPACES, *HINTS, "v2", "v4", "v8")
     if d.type == "b128":
         return _ld_128(d)
@@ -142,7 +146,7 @@ def _ld_128(d: Decoder) -> Execute:
 
 @instruction("st")
 def st(d: Decoder) -> Execute:
-    """9.7.9.11"""
+    """st (9.7.9.11): stores of 1 to 8 elements."""
     d.only(*SPACES, *HINTS, "v2", "v4", "v8")
     count, size = vector_length(d), WIDTH[d.type] // 8
     access, kind = Access(d, 0, size * count), f"b{8 * size}"
@@ -163,7 +167,7 @@ def st(d: Decoder) -> Execute:
 
 @instruction("prefetch", "prefetchu", "applypriority", "discard", "createpolicy")
 def cache_control(d: Decoder) -> Execute:
-    """9.7.9.15 and on: no effect on values."""
+    """prefetch and other cache control (9.7.9.15 and on): no effect on values."""
     if d.ins.name == "createpolicy":
         write = d.dst(0, "b64")
         d.ins.operands[1:]

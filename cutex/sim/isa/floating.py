@@ -1,7 +1,7 @@
 """Floating-point arithmetic (PTX ISA 9.7.3 to 9.7.5).
 
-Halves compute in float64 and round once. Approximate functions (ex2.approx, ...) are computed as
-exactly as float64 allows and rounded: the hardware's differ by about 2 ulp.
+Halves are computed in float64 and rounded once. Approximate functions (ex2.approx, ...) are
+computed as exactly as float64 allows and rounded: the hardware's results differ by about 2 ulp.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ def rounding_mode(d: Decoder) -> str:
 
 
 def flush(values: Any, kind: str) -> Any:
-    """.ftz: subnormal numbers become zeros of their sign."""
+    """``values`` with subnormal numbers replaced by zeros of their sign (.ftz)."""
     small = np.abs(values) < SMALLEST_NORMAL[kind]
     return np.where(small, np.copysign(np.zeros_like(values), values), values)
 
 
 def read_float(d: Decoder, k: int, type_: str = "") -> Read:
-    """Reads operand ``k`` ready to compute with: (n, 32), or (n, 32, 2) for packed types."""
+    """A function that reads operand ``k`` for computation: (n, 32), or (n, 32, 2) for packed
+    types."""
     type_ = type_ or d.type
     kind, count = PACKED.get(type_, (type_, 1))
     if count == 1:
@@ -62,7 +63,7 @@ def read_float(d: Decoder, k: int, type_: str = "") -> Read:
 
 
 def write_float(d: Decoder) -> Write:
-    """Writes results in the type, rounding, and with the .sat, .relu and .ftz, of ``d``."""
+    """A function that writes results in the type of ``d``, with its rounding, .sat, .relu, .ftz."""
     kind, count = PACKED.get(d.type, (d.type, 1))
     finish, mode = _finish(d, kind), rounding_mode(d)
     if count == 1:
@@ -99,18 +100,20 @@ _NATIVE = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divi
 
 
 def _wide(name: str, mode: str) -> Callable[..., Any]:
-    """In float64, such that one more rounding gives the result of a single one."""
+    """The operation in float64, such that one more rounding gives the correctly rounded result."""
     if name in ("add", "sub"):
         sign = 1.0 if name == "add" else -1.0
         return lambda x, y: add_exactly(x, sign * np.asarray(y, np.float64), mode)
-    if name == "fma":  # NOTE: the product of two float32 is exact in float64
+    if name == "fma":  # NOTE: the product of two float32 numbers is exact in float64
         return lambda x, y, z: add_exactly(np.asarray(x, np.float64) * y, z, mode)
-    f = _NATIVE[name]  # NOTE: a quotient of float32 is never so near to another that it misleads
+    f = _NATIVE[name]  # NOTE: float32 quotients are never near enough to a tie to round wrongly
     return lambda x, y: f(np.asarray(x, np.float64), np.asarray(y, np.float64))
 
 
 def arithmetic(d: Decoder, name: str) -> Execute:
-    """9.7.3.3 to 9.7.3.8, 9.7.4 and 9.7.5; mixed precision: the last operand is f32."""
+    """add, sub, mul, div, fma (9.7.3.3 to 9.7.3.8, 9.7.4, 9.7.5); in mixed precision the last
+    operand is f32.
+    """
     d.only(*MODES, "ftz", "sat", "relu", "approx", "full")
     types = [p for p in d.parts[1:] if p in FLOATS or p in PACKED]
     count = 3 if name == "fma" else 2
@@ -137,7 +140,7 @@ def arithmetic(d: Decoder, name: str) -> Execute:
 
 @instruction("fma")
 def fma(d: Decoder) -> Execute:
-    """9.7.3.7: one rounding."""
+    """fma (9.7.3.7): a * b + c, rounded once."""
     return arithmetic(d, "fma")
 
 
@@ -145,7 +148,7 @@ def fma(d: Decoder) -> Execute:
 
 
 def extremum(d: Decoder) -> Execute:
-    """min and max (9.7.3.11, 9.7.3.12): numbers before NaN unless .NaN; -0 is below +0."""
+    """min, max (9.7.3.11, 9.7.3.12): numbers before NaN unless .NaN; -0 is below +0."""
     d.only("ftz", "NaN", "xorsign", "abs")
     count = len(d) - 1
     lower, propagate, absolute = d.ins.name == "min", "NaN" in d.mods, "abs" in d.mods
@@ -175,7 +178,7 @@ def extremum(d: Decoder) -> Execute:
 
 
 def change_sign(d: Decoder) -> Execute:
-    """neg and abs (9.7.3.9, 9.7.3.10): of the sign bit alone."""
+    """neg, abs (9.7.3.9, 9.7.3.10): changes only the sign bit."""
     d.only("ftz")
     kind = f"b{64 if _SIGN[d.type] >> 32 else 32 if _SIGN[d.type] >> 16 else 16}"
     if "ftz" in d.mods:
@@ -191,7 +194,7 @@ def change_sign(d: Decoder) -> Execute:
 
 @instruction("copysign")
 def copysign(d: Decoder) -> Execute:
-    """9.7.3.2: the magnitude of b with the sign of a"""
+    """copysign (9.7.3.2): the magnitude of b with the sign of a."""
     x, y, write = d.src(1), d.src(2), d.dst()
     return lambda b: write(b, np.copysign(y(b), x(b)))
 
@@ -206,7 +209,7 @@ _UNARY: dict[str, Any] = {
 
 @instruction(*_UNARY)
 def unary(d: Decoder) -> Execute:
-    """9.7.3.13 to 9.7.3.22"""
+    """rcp, sqrt, rsqrt, sin, cos, lg2, ex2, tanh (9.7.3.13 to 9.7.3.22)."""
     d.only(*MODES, "ftz", "approx")
     if d.type == "f64" and rounding_mode(d) != "rn":
         raise d.unknown(f".{rounding_mode(d)}.f64")
@@ -216,7 +219,7 @@ def unary(d: Decoder) -> Execute:
 
 @instruction("testp")
 def testp(d: Decoder) -> Execute:
-    """9.7.3.1"""
+    """testp (9.7.3.1): whether a float is finite, infinite, a number, normal or subnormal."""
     smallest = SMALLEST_NORMAL[d.type]
     test: Any = {
         "finite": np.isfinite, "infinite": np.isinf, "number": lambda x: ~np.isnan(x),

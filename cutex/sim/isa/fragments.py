@@ -1,7 +1,7 @@
 """Matrix fragments between registers and shared memory (PTX ISA 9.7.14.5.15, 9.7.14.5.16).
 
 The PTX ISA shows the fragments of 8-bit elements as figures; the layouts here are those of the
-DSL's copy atoms (LdMatrix16x16x8bOp, StMatrix16x8x8bOp), and what CUTLASS's examples rely on.
+DSL's copy atoms (LdMatrix16x16x8bOp, StMatrix16x8x8bOp), on which CUTLASS's examples rely.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from cutex.sim.ptx.operands import Operand, Vector
 
 
 class _Matrices:
-    """1, 2 or 4 matrices, each of 8 or 16 rows of 16 bytes: where they lie, the lanes say in order.
+    """1, 2 or 4 matrices of 8 or 16 rows of 16 bytes each; the lanes, in order, give the rows'
+    addresses.
 
-    16-bit elements come as 8x8 matrices, 8-bit ones as the transposed ``narrow`` shape.
+    16-bit elements form 8x8 matrices, 8-bit ones the transposed ``narrow`` shape.
     """
 
     def __init__(self, d: Decoder, operand: int, narrow: str) -> None:
@@ -33,7 +34,7 @@ class _Matrices:
         self.access = Access(d, operand, 16)
 
     def registers(self, k: int, count: int) -> tuple[Operand, ...]:
-        """The registers of the vector operand ``k``, of which there must be ``count``."""
+        """The registers of the vector operand ``k``, which must be ``count``."""
         operand = self.d.ins.operands[k]
         items = operand.items if isinstance(operand, Vector) else ()
         if len(items) != count:
@@ -41,12 +42,12 @@ class _Matrices:
         return items
 
     def rows(self, b: Batch) -> Batch:
-        """The warps of the batch that take part, whole."""
+        """The warps of the batch that take part, with all lanes."""
         require_whole_warp(self.d, b)
         return b if b.mask is None else Batch(b.idx[b.any_active()], None)
 
     def elements(self, b: Batch, write: bool) -> np.ndarray:
-        """(n, lanes, 8 or 16): which element of all shared memory each one of a row is."""
+        """The index of each element of each row in all shared memory, (n, lanes, 8 or 16)."""
         n, m = self.lanes, self.d.m
         addresses = b.lanes(self.access.address(b))[:, :n]
         warps, lanes = np.repeat(b.idx, n), np.tile(np.arange(n), b.n)
@@ -68,10 +69,10 @@ class _Matrices:
 
 @instruction("ldmatrix")
 def ldmatrix(d: Decoder) -> Execute:
-    """8x8 matrices of 16-bit elements; lane t holds row t/4, columns 2(t%4)+{0,1}.
+    """ldmatrix: 8x8 matrices of 16-bit elements; lane t gets row t/4, columns 2(t%4)+{0,1}.
 
-    Of 8-bit elements 16x16 ones, transposed: lane t holds of the rows 4(t%4)+{0..3} the elements
-    t/4 in one register, t/4 + 8 in the next.
+    8-bit elements form 16x16 matrices, transposed: lane t gets from the rows 4(t%4)+{0..3} the
+    elements t/4 in one register, t/4 + 8 in the next.
     """
     matrices = _Matrices(d, 1, "m16n16")
     registers = matrices.count * (2 if matrices.narrow else 1)
@@ -96,7 +97,8 @@ def ldmatrix(d: Decoder) -> Execute:
 
 @instruction("stmatrix")
 def stmatrix(d: Decoder) -> Execute:
-    """The inverse of ldmatrix, for 8-bit elements of 16x8 matrices: of the rows 2(t%4)+{0,1}."""
+    """stmatrix: the inverse of ldmatrix; 8-bit elements form 16x8 matrices, in rows
+    2(t%4)+{0,1}."""
     matrices = _Matrices(d, 0, "m16n8")
     reads = [d.read(s, "b32") for s in matrices.registers(1, matrices.count)]
 

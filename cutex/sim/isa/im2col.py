@@ -1,9 +1,9 @@
-"""Bulk-tensor loads in im2col mode (PTX ISA 5.5.4): pixels of a batch of images, one behind the
-other, as a convolution takes them.
+"""Bulk-tensor loads in im2col mode (PTX ISA 5.5.4): consecutive pixels of a batch of images, in the
+order of a convolution.
 
-The base of the filter walks through a bounding box in W, H and D, from the place that the
-instruction names: along W by its traversal stride, at the end of the box to the next row, then the
-next plane, then the next image. Each pixel lies at the base plus the instruction's offsets.
+The base of the filter moves through a bounding box in W, H and D, from the instruction's
+coordinates: along W by its traversal stride, at the end of the box to the next row, then the next
+plane, then the next image. Each pixel is at the base plus the instruction's offsets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cutex.sim.ptx.parse import Instruction
 def start(
     tmap: TensorMap, coordinates: tuple[int, ...], offsets: tuple[int, ...], ins: Instruction
 ) -> tuple[int, ...]:
-    """Where an instruction's pixels start, with its offsets behind. Raises BadOperand."""
+    """The start of an instruction's pixels, with its offsets appended. Raises BadOperand."""
     why = ""
     if tmap.pixels is None:
         why = "the tensor map is of tiled mode"
@@ -43,8 +43,8 @@ def start(
 
 @lru_cache(maxsize=4096)
 def pixels(tmap: TensorMap, at: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """(pixels,) bytes from the tensor's address to each pixel's first channel, and whether it lies
-    in the tensor.
+    """Return, for each pixel (pixels,), the bytes from the tensor's address to its first channel,
+    and whether it is inside the tensor.
     """
     assert tmap.pixels is not None
     spatial = tmap.rank - 2
@@ -64,7 +64,7 @@ def pixels(tmap: TensorMap, at: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray
 
 
 class PixelBox:
-    """The pixels that a load takes."""
+    """The pixels that one load reads."""
 
     def __init__(self, memory: GlobalMemory, tmap: TensorMap, at: tuple[int, ...]) -> None:
         self.memory, self.tmap, self.at = memory, tmap, at
@@ -75,7 +75,9 @@ class PixelBox:
         return f"{region.name if region else 'a tensor'}{list(self.at)} ({self.tmap})"
 
     def places(self) -> tuple[Region, np.ndarray] | None:
-        """Its tensor, and the first byte of each element there; None where none is inside."""
+        """Its tensor, and the offset of the first byte of each element there; None if none is
+        inside.
+        """
         tmap, (offsets, inside) = self.tmap, pixels(self.tmap, self.at)
         channels = min(tmap.box[0], tmap.dims[0] - self.at[0])
         first = offsets[inside]
@@ -91,7 +93,9 @@ class PixelBox:
         return region, (elements + (tmap.address - region.base)).reshape(-1)
 
     def chunks(self) -> np.ndarray:
-        """(bytes / 16,) what comes to shared memory, by 16 bytes, before the swizzle."""
+        """The data written to shared memory, in chunks of 16 bytes before the swizzle, (bytes /
+        16,).
+        """
         tmap, (_, inside) = self.tmap, pixels(self.tmap, self.at)
         word = np.dtype(f"u{tmap.itemsize}")
         out = np.full((len(inside), tmap.box[0]), tmap.fill, word)

@@ -1,4 +1,6 @@
-"""Integer arithmetic (PTX ISA 9.7.1, 9.7.2); the float forms of its opcodes go to floating."""
+"""Integer arithmetic (PTX ISA 9.7.1, 9.7.2); float forms of the same opcodes are passed to
+floating.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ _WIDE = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
 
 @instruction("add", "sub")
 def add_sub(d: Decoder) -> Execute:
-    """9.7.1.1, 9.7.1.2: modulo 2^n, or saturated; 9.7.2: .cc keeps the carry (or borrow)."""
+    """add, sub (9.7.1.1, 9.7.1.2): modulo 2^n, or saturated; .cc (9.7.2) keeps the carry or
+    borrow."""
     if is_float(d):
         return arithmetic(d, d.ins.name)
     d.only("sat", "cc")
@@ -30,13 +33,13 @@ def add_sub(d: Decoder) -> Execute:
 
 @instruction("addc", "subc")
 def add_sub_carried(d: Decoder) -> Execute:
-    """9.7.2.2, 9.7.2.4: with the carry that the instruction before kept."""
+    """addc, subc (9.7.2.2, 9.7.2.4): with the carry kept by an earlier instruction."""
     d.only("cc")
     return _with_carry(d, lambda x, y: (x, y), True)
 
 
 def _with_carry(d: Decoder, terms: Any, carried: bool) -> Execute:
-    """x +- y +- carry of the two ``terms`` made of the operands."""
+    """x +- y +- carry, of the two ``terms`` made of the operands."""
     reads, write = [d.src(k + 1) for k in range(len(d) - 1)], d.dst()
     bits, keeps, subtract = WIDTH[d.type], "cc" in d.mods, d.ins.name.startswith("sub")
     unsigned, carry = UNSIGNED[bits], d.m.carry
@@ -60,7 +63,7 @@ def _with_carry(d: Decoder, terms: Any, carried: bool) -> Execute:
 
 @instruction("mul")
 def mul(d: Decoder) -> Execute:
-    """9.7.1.3: .lo low half, .hi high half, .wide twice the width."""
+    """mul (9.7.1.3): .lo the low half, .hi the high half, .wide twice the width."""
     if is_float(d):
         return arithmetic(d, "mul")
     d.only("lo", "hi", "wide")
@@ -85,7 +88,7 @@ def _product(d: Decoder) -> Any:
 
 
 def _high_64(x: Any, y: Any) -> Any:
-    """High half of a 64x64 product, from 32-bit halves."""
+    """The high half of a 64x64 product, from 32-bit halves."""
     x, y = np.asarray(x, np.uint64), np.asarray(y, np.uint64)
     low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     a, b, c, e = x & low, x >> half, y & low, y >> half
@@ -106,7 +109,7 @@ def _high_64_signed(x: Any, y: Any) -> Any:
 
 @instruction("mad", "madc")
 def mad(d: Decoder) -> Execute:
-    """9.7.1.4, 9.7.2.5, 9.7.2.6: a * b + c, halves as in mul."""
+    """mad, madc (9.7.1.4, 9.7.2.5, 9.7.2.6): a * b + c, with the halves of mul."""
     if is_float(d):
         return arithmetic(d, "fma")
     d.only("lo", "hi", "wide", "cc")
@@ -120,7 +123,7 @@ def mad(d: Decoder) -> Execute:
 
 @instruction("mul24", "mad24")
 def mul24(d: Decoder) -> Execute:
-    """9.7.1.5, 9.7.1.6: of the low 24 bits, the low or high 32 of the 48."""
+    """mul24, mad24 (9.7.1.5, 9.7.1.6): the low or high 32 of the 48 bits of a 24-bit product."""
     d.only("lo", "hi")
     shift = np.int64(16 if "hi" in d.mods else 0)
     kind = TYPES[d.type]
@@ -142,7 +145,9 @@ def _extend(x: Any, bits: int, signed: bool) -> Any:
 
 @instruction("dp4a", "dp2a")
 def dot_product(d: Decoder) -> Execute:
-    """9.7.1.24, 9.7.1.25: c + the products of 4 bytes, or of 2 halves with 2 bytes of b."""
+    """dp4a, dp2a (9.7.1.24, 9.7.1.25): c + the products of 4 bytes, or of 2 halves with 2 bytes of
+    b.
+    """
     d.only("lo", "hi")
     kinds = [p for p in d.parts[1:] if p in ("u32", "s32")]
     a, b2, c = (d.src(k + 1, "u32") for k in range(3))
@@ -164,7 +169,8 @@ def dot_product(d: Decoder) -> Execute:
 
 
 def _divide(x: Any, y: Any, remainder: bool) -> Any:
-    """Truncated towards zero; by zero gives all ones (unspecified in PTX)."""
+    """The quotient truncated towards zero, or the remainder; by zero all ones (undefined in
+    PTX)."""
     x, y = np.broadcast_arrays(x, y)
     zero = y == 0
     safe = np.where(zero, y.dtype.type(1), y)
@@ -177,7 +183,7 @@ def _divide(x: Any, y: Any, remainder: bool) -> Any:
 
 @instruction("div")
 def div(d: Decoder) -> Execute:
-    """9.7.1.8"""
+    """div (9.7.1.8): truncated towards zero."""
     if is_float(d):
         return arithmetic(d, "div")
     d.only()
@@ -186,14 +192,14 @@ def div(d: Decoder) -> Execute:
 
 @instruction("rem")
 def rem(d: Decoder) -> Execute:
-    """9.7.1.9: the sign of the dividend."""
+    """rem (9.7.1.9): the remainder, with the sign of the dividend."""
     d.only()
     return d.map(lambda x, y: _divide(x, y, True), 2)
 
 
 @instruction("min", "max")
 def minimum(d: Decoder) -> Execute:
-    """9.7.1.12, 9.7.1.13"""
+    """min, max (9.7.1.12, 9.7.1.13)."""
     if is_float(d):
         return extremum(d)
     d.only("relu")
@@ -205,7 +211,7 @@ def minimum(d: Decoder) -> Execute:
 
 @instruction("neg", "abs")
 def negate(d: Decoder) -> Execute:
-    """9.7.1.10, 9.7.1.11"""
+    """neg, abs (9.7.1.10, 9.7.1.11)."""
     if is_float(d):
         return change_sign(d)
     d.only()
@@ -214,5 +220,5 @@ def negate(d: Decoder) -> Execute:
 
 @instruction("sad")
 def sad(d: Decoder) -> Execute:
-    """9.7.1.7: c + |a - b|"""
+    """sad (9.7.1.7): c + |a - b|."""
     return d.map(lambda x, y, z: z + np.where(x > y, x - y, y - x), 3)

@@ -33,7 +33,9 @@ _NAMES = {0: "no", 1: "32-byte", 2: "64-byte", 3: "128-byte", 4: "128-byte (atom
 
 @dataclass(frozen=True)
 class Descriptor:
-    """Byte offsets; ``bits`` of swizzle: 0 none, 1, 2, 3 for 32, 64, 128 bytes, ATOMS_OF_32."""
+    """A matrix descriptor, in byte offsets; ``bits`` of swizzle: 0 none, 1, 2, 3 for 32, 64, 128
+    bytes, ATOMS_OF_32.
+    """
 
     start: int
     leading: int
@@ -48,7 +50,7 @@ class Descriptor:
 
 
 def read_descriptor(value: int, blackwell: bool, ins: Instruction) -> Descriptor:
-    """Decodes a 64-bit matrix descriptor (9.7.16.4.1; wgmma 9.7.15.5.1). Raises BadOperand."""
+    """Decode a 64-bit matrix descriptor (9.7.16.4.1; wgmma 9.7.15.5.1). Raises BadOperand."""
     found = _decoded(value, blackwell)
     if isinstance(found, str):
         raise BadOperand.at(ins, found)
@@ -57,7 +59,7 @@ def read_descriptor(value: int, blackwell: bool, ins: Instruction) -> Descriptor
 
 @lru_cache(maxsize=4096)
 def _decoded(value: int, blackwell: bool) -> Descriptor | str:
-    """The descriptor, or what is wrong with it."""
+    """The descriptor, or a sentence on what is wrong with it."""
     if blackwell:
         mode, fixed = value >> 61 & 7, value >> 46 & 7
         if fixed != 1:
@@ -80,7 +82,9 @@ def _decoded(value: int, blackwell: bool) -> Descriptor | str:
 def operand_chunks(
     desc: Descriptor, rows: int, k_bytes: int, mn_major: bool, itemsize: int
 ) -> np.ndarray:
-    """Absolute chunk numbers: K-major (rows, k_bytes / 16), MN-major (K, rows * itemsize / 16)."""
+    """The absolute chunk numbers of an operand: K-major (rows, k_bytes / 16), MN-major (K, rows *
+    itemsize / 16).
+    """
     width, steps = (8, 4) if desc.bits == ATOMS_OF_32 else (1 << desc.bits, 8)
     lead, stride, start = desc.leading >> 4, desc.stride >> 4, desc.start >> 4
     if not mn_major:
@@ -95,13 +99,13 @@ def operand_chunks(
     return swizzle_chunks(start + at, desc.bits)
 
 
-Shape = tuple[Descriptor, int, int, bool, int]  # as `operand_chunks` takes it
+Shape = tuple[Descriptor, int, int, bool, int]  # the arguments of `operand_chunks`
 _numbers: dict[object, int] = {}
 
 
 class Extent:
-    """Chunks that an operand, or a part of it, lies in, whichever the CTA; ``number`` is that of
-    their place among all that were ever met.
+    """The chunks of an operand, or of a part of it, in any CTA's shared memory; ``number``
+    identifies the set of chunks.
     """
 
     __slots__ = ("chunks", "high", "low", "number")
@@ -122,14 +126,16 @@ def extent(shape: Shape) -> Extent:
 
 @lru_cache(maxsize=4096)
 def quarters(shape: Shape) -> list[Extent]:
-    """Of its rows."""
+    """The extents of the four quarters of an operand's rows."""
     chunks = np.split(extent(shape).chunks, 4, axis=1 if shape[3] else 0)
     return [Extent(part, (*shape, which)) for which, part in enumerate(chunks)]
 
 
 @lru_cache(maxsize=4096)
 def _right_modes(shape: Shape) -> bytes:
-    """What `Machine.box_swizzle` holds where all chunks were written as they are read."""
+    """The content of `Machine.box_swizzle` if all chunks were written with the swizzle they are
+    read with.
+    """
     return bytes([shape[0].bits + 1]) * extent(shape).chunks.size
 
 
@@ -158,7 +164,7 @@ ELEMENTS: dict[str, Any] = {
         (raw.view(np.uint8) & 63).view(ml_dtypes.float6_e3m2fn).astype(np.float32)
     ),
 }
-# bytes; two of e2m1 share one, which is always K-major, as are padded ones
+# bytes per element; two e2m1 share one; e2m1 and padded elements are always K-major
 ITEMSIZE = {
     "f16": 2, "bf16": 2, "tf32": 4, **dict.fromkeys(
         ("e4m3", "e5m2", "s8", "u8", "e2m1", "padded e2m1", "padded e2m3", "padded e3m2"), 1),
@@ -166,12 +172,14 @@ ITEMSIZE = {
 
 
 def _nibbles(raw: np.ndarray) -> np.ndarray:
-    """(..., n) bytes -> (..., 2 n) of their halves, the lower first."""
+    """(..., n) bytes as (..., 2 n) halves, the lower first."""
     return np.stack([raw & 15, raw >> 4], -1).reshape(*raw.shape[:-1], -1)
 
 
 def spread(raw: np.ndarray, bits: int) -> np.ndarray:
-    """(..., 16 n) bytes, of which each 16 begin with 16 elements of ``bits`` -> a byte for each."""
+    """(..., 16 n) bytes, each 16 of which begin with 16 elements of ``bits`` bits, as one byte per
+    element.
+    """
     units = np.ascontiguousarray(raw).view(np.uint8).reshape(-1, 16)[:, : 2 * bits]
     each = np.unpackbits(units, axis=1, bitorder="little").reshape(-1, bits)
     out = np.packbits(each, axis=1, bitorder="little")  # bits above are zero
@@ -193,9 +201,9 @@ def accumulate(old: np.ndarray | None, product: np.ndarray, kind: str, saturate:
 
 @dataclass(frozen=True)
 class Form:
-    """What an operand in shared memory is taken for: (rows, k_bytes of K) of ``kind``."""
+    """The interpretation of an operand in shared memory: (rows, k_bytes of K) of ``kind``."""
 
-    what: str  # for reports
+    what: str  # the operand's name in reports
     kind: str
     rows: int
     mn_major: bool = False
@@ -203,7 +211,7 @@ class Form:
 
 
 class SharedOperand:
-    """A matrix in the shared memory of a CTA, where a descriptor says."""
+    """A matrix in the shared memory of a CTA, at the place that a descriptor gives."""
 
     def __init__(
         self, m: Machine, cta: int, desc: Descriptor, form: Form, ins: Instruction
@@ -231,11 +239,11 @@ class SharedOperand:
         return self.extent.span(self.cta)
 
     def quarter(self, which: int, part: int) -> Span:
-        """A quarter of its rows, which the ``part``-th of four warps reads."""
+        """A quarter of its rows, as read by the ``part``-th of four warps."""
         return quarters(self.shape)[which].span(self.cta, part)
 
     def values(self) -> np.ndarray:
-        """(rows, K) float32."""
+        """The values as float32, (rows, K)."""
         raw = self.raw()
         values = ELEMENTS[self.form.kind](raw.reshape(raw.shape[0], -1))
         return values.T if self.form.mn_major else values
@@ -247,7 +255,7 @@ class SharedOperand:
         return raw.reshape(*self.chunks.shape, 2)
 
     def _check_written(self) -> None:
-        """What TMA wrote with one swizzle and the descriptor reads with another is scrambled."""
+        """Raise BadOperand if TMA wrote the data with another swizzle than the descriptor's."""
         modes = self.m.box_swizzle[self.cta].take(self.chunks)
         if modes.tobytes() == self.right_modes:
             return

@@ -19,7 +19,7 @@ _LANES = np.arange(32)
 
 
 class BarrierOperand:
-    """The mbarrier operand: per active lane of each warp, (row, lane, cta, offset)."""
+    """The mbarrier operand of an instruction: the barrier that each active lane names."""
 
     def __init__(self, d: Decoder, operand: int) -> None:
         self.d, self.address = d, d.address(operand)
@@ -27,8 +27,8 @@ class BarrierOperand:
     def by_warp(
         self, b: Batch, values: np.ndarray
     ) -> Iterator[tuple[int, list[tuple[np.ndarray, int, int]]]]:
-        """For each warp, its row and groups of lanes that name the same barrier and value: (lanes,
-        cta, offset).
+        """For each warp, its row and the groups of lanes that name the same barrier and value:
+        (lanes, cta, offset).
         """
         addresses = shared_addresses(b.lanes(self.address(b)))
         active, first, row = b.active(), b.first_lane(), np.arange(b.n)
@@ -72,7 +72,7 @@ _MBARRIER_MODS = (
 
 @instruction("mbarrier.init")
 def mbarrier_init(d: Decoder) -> Execute:
-    """9.7.13.15.9"""
+    """mbarrier.init (9.7.13.15.9): a new barrier that expects ``count`` arrivals per phase."""
     barrier, count = BarrierOperand(d, 0), d.src(1, "u32")
 
     def execute(b: Batch) -> None:
@@ -87,7 +87,7 @@ def mbarrier_init(d: Decoder) -> Execute:
 
 @instruction("mbarrier.inval")
 def mbarrier_inval(d: Decoder) -> Execute:
-    """9.7.13.15.10"""
+    """mbarrier.inval (9.7.13.15.10): the memory is no barrier any more."""
     barrier = BarrierOperand(d, 0)
 
     def execute(b: Batch) -> None:
@@ -100,7 +100,9 @@ def mbarrier_inval(d: Decoder) -> Execute:
 
 @instruction("mbarrier.arrive", "mbarrier.arrive_drop")
 def mbarrier_arrive(d: Decoder) -> Execute:
-    """9.7.13.15.13, 9.7.13.15.14: .expect_tx raises the tx-count first, then arrives once."""
+    """mbarrier.arrive, arrive_drop (9.7.13.15.13, 9.7.13.15.14): .expect_tx raises the tx-count
+    first, then arrives once.
+    """
     d.only(*_MBARRIER_MODS)
     operands = d.ins.operands
     at = next((i for i, o in enumerate(operands) if isinstance(o, Address)), 0)
@@ -132,7 +134,7 @@ def mbarrier_arrive(d: Decoder) -> Execute:
             if state:
                 tokens[row, lane] = at.phases
             if expect:
-                # NOTE: tx first, or a phase whose bytes have come could complete on the arrival
+                # NOTE: tx first, or a phase whose bytes have arrived could complete on the arrival
                 # alone
                 mbarriers.expect_tx(at, n, who, d.ins)
                 n = 1
@@ -145,7 +147,8 @@ def mbarrier_arrive(d: Decoder) -> Execute:
 
 @instruction("mbarrier.expect_tx", "mbarrier.complete_tx")
 def mbarrier_tx(d: Decoder) -> Execute:
-    """9.7.13.15.11, 9.7.13.15.12"""
+    """mbarrier.expect_tx, complete_tx (9.7.13.15.11, 9.7.13.15.12): raises or lowers the
+    tx-count."""
     d.only(*_MBARRIER_MODS)
     barrier, size = BarrierOperand(d, 0), d.src(1, "u32")
     expects = d.parts[1] == "expect_tx"
@@ -167,8 +170,8 @@ def mbarrier_tx(d: Decoder) -> Execute:
 
 @instruction("mbarrier.try_wait", "mbarrier.test_wait")
 def mbarrier_wait(d: Decoder) -> Execute:
-    """9.7.13.15.16: true if the phase of that parity (or token) has completed; try_wait may sleep
-    until then.
+    """mbarrier.test_wait, try_wait (9.7.13.15.16): true if the phase of that parity (or token) is
+    complete; try_wait may sleep until then.
     """
     d.only(*_MBARRIER_MODS)
     barrier, write = BarrierOperand(d, 1), d.dst(0, "pred")
@@ -222,7 +225,7 @@ def mbarrier_wait(d: Decoder) -> Execute:
 
 
 def _all_or(lanes: np.ndarray) -> slice | np.ndarray:
-    """An index of these lanes: of all 32 the cheap one."""
+    """An index of these lanes; a slice, which is cheaper, if they are all 32."""
     return slice(None) if lanes is _LANES else lanes
 
 
@@ -245,5 +248,5 @@ def _mbarrier_teller(
 
 @instruction("mbarrier.pending_count")
 def mbarrier_pending(d: Decoder) -> Execute:
-    """9.7.13.15.17"""
+    """mbarrier.pending_count (9.7.13.15.17): not defined here."""
     raise d.unknown()

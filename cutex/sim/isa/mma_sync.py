@@ -17,18 +17,18 @@ from cutex.sim.machine.batch import Batch
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.operands import Vector
 
-_K = {2: (8, 16), 4: (4, 8), 1: (16, 32)}  # of one instruction, by bytes of an element
+_K = {2: (8, 16), 4: (4, 8), 1: (16, 32)}  # K of one instruction, by bytes of an element
 _G, _Q = np.arange(32) // 4, np.arange(32) % 4
 
 
 def _along_k(registers: int, per: int) -> np.ndarray:
-    """(registers, 32, per): which element of K each one of a register is."""
+    """The index along K of each element of each register, (registers, 32, per)."""
     r, i = np.arange(registers)[:, None, None], np.arange(per)
     return 4 * per * r + per * _Q[:, None] + i
 
 
 def _values(words: list[np.ndarray], kind: str) -> np.ndarray:
-    """(n, registers, 32, per) numbers of the words of each lane."""
+    """The numbers in the words of each lane, (n, registers, 32, per)."""
     raw = np.ascontiguousarray(np.stack(words, 1)).view(np.uint8)  # (n, registers, 32 * 4)
     shape = (*raw.shape[:2], 32, 4 // ITEMSIZE[kind])
     return ELEMENTS[kind](raw.reshape(-1, 4)).reshape(shape)
@@ -36,7 +36,7 @@ def _values(words: list[np.ndarray], kind: str) -> np.ndarray:
 
 @instruction("mma")
 def mma(d: Decoder) -> Execute:
-    """D = A B + C. Sums are float32, as those of wgmma are taken to be."""
+    """mma.sync (9.7.14.5): D = A B + C, with sums in float32, as for wgmma."""
     shape = next((m for p in d.parts if (m := re.fullmatch(r"m(\d+)n(\d+)k(\d+)", p))), None)
     kinds = [p for p in d.parts if p in ELEMENTS or p in ("f32", "s32")]
     if shape is None or shape.groups()[:2] != ("16", "8") or len(kinds) != 4:
@@ -80,7 +80,9 @@ def mma(d: Decoder) -> Execute:
 
 
 def _old(words: list[np.ndarray], kind: str) -> np.ndarray:
-    """C as (n, rows 2, 32, columns 2): a register each, or both columns of f16 in one."""
+    """C as (n, rows 2, 32, columns 2), from one register per element, or one for both columns of
+    f16.
+    """
     stacked = np.ascontiguousarray(np.stack(words, 1))  # (n, registers, 32)
     n = len(stacked)
     if kind == "f16":

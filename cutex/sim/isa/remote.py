@@ -23,14 +23,16 @@ _MODS = ("async", "weak", "relaxed", "shared", "cluster", "mbarrier", "complete_
 
 @instruction("st.async")
 def store_async(d: Decoder) -> Execute:
-    """9.7.9.12: 1, 2 or 4 values per thread; their bytes count on the mbarrier when they arrive."""
+    """st.async (9.7.9.12): 1, 2 or 4 values per thread; their bytes count on the mbarrier when they
+    arrive.
+    """
     d.only(*_MODS, "v2", "v4")
     return _remote(d, None)
 
 
 @instruction("red.async")
 def reduce_async(d: Decoder) -> Execute:
-    """9.7.13.7: each thread's value combines with what is there, whole."""
+    """red.async (9.7.13.7): each thread's value is combined atomically with the value in memory."""
     d.only(*_MODS, *_REDUCTIONS)
     name = next((p for p in d.parts if p in _REDUCTIONS), None)
     if name is None or WIDTH[d.type] not in (32, 64):
@@ -80,7 +82,7 @@ def _remote(d: Decoder, reduction: str | None) -> Execute:
             new = np.ascontiguousarray(values[rows[k], lanes[k]])
             op = Operation(
                 f"the {ins.name}.async", warp, ins,
-                # NOTE: reductions of one place are whole, so they do not race with each other
+                # NOTE: reductions of one place are atomic, so they do not race with each other
                 ("remote", target if reduction else m.flight.issued, reduction),
                 completer(target, offset, bar, new), Engine.DSMEM, size,
                 writes=[Span(target, offset, offset + size)], signals=[bar],

@@ -18,7 +18,9 @@ from cutex.sim.ptx.decode import Decoder, Execute, instruction
 
 
 def require_whole_warp(d: Decoder, b: Batch) -> None:
-    """Instructions marked .aligned: all live lanes of the warp, or BarrierMisuse."""
+    """Raise BarrierMisuse unless all live lanes of the warp execute the instruction, which is
+    .aligned.
+    """
     if b.mask is None:
         return
     live = d.m.live[b.idx]
@@ -38,8 +40,8 @@ def require_whole_warp(d: Decoder, b: Batch) -> None:
 
 @instruction("bar", "barrier.sync", "barrier.arrive", "barrier.red", "barrier.cta")
 def bar(d: Decoder) -> Execute:
-    """9.7.13.1: barrier ``id`` completes when ``count`` threads (all that live, if not given) have
-    arrived.
+    """bar, barrier (9.7.13.1): barrier ``id`` completes when ``count`` threads (all live ones if
+    not given) have arrived.
     """
     if d.parts[1] == "warp":
         return _warp_sync(d)
@@ -86,7 +88,7 @@ def bar(d: Decoder) -> Execute:
 
 
 def _reduction(d: Decoder) -> Callable[[Batch, tuple[int, int]], None]:
-    """bar.red: writes what all threads voted, once they have."""
+    """bar.red: a function that writes the result of all threads' votes."""
     kind = next((k for k in ("popc", "and", "or") if k in d.mods), "")
     if not kind:
         raise d.unknown("reduction")
@@ -100,7 +102,7 @@ def _reduction(d: Decoder) -> Callable[[Batch, tuple[int, int]], None]:
 
 
 def _warp_sync(d: Decoder) -> Execute:
-    """9.7.13.2: the lanes that the mask names wait for each other."""
+    """bar.warp.sync (9.7.13.2): the lanes in the mask wait for each other."""
     d.only("warp", "sync")
     mask, m, ins = d.src(0, "b32"), d.m, d.ins
 
@@ -134,8 +136,8 @@ def _warp_sync(d: Decoder) -> Execute:
 
 @instruction("barrier.cluster")
 def barrier_cluster(d: Decoder) -> Execute:
-    """9.7.13.4: all threads of the cluster arrive; each warp waits for the phase in which it
-    arrived.
+    """barrier.cluster (9.7.13.4): all threads of the cluster arrive; each warp waits for the phase
+    in which it arrived.
     """
     d.only("cluster", "arrive", "wait", "release", "relaxed", "acquire", "aligned")
     m, ins = d.m, d.ins
@@ -160,7 +162,7 @@ def barrier_cluster(d: Decoder) -> Execute:
 
 @instruction("mapa")
 def mapa(d: Decoder) -> Execute:
-    """9.7.9.23: the same offset in CTA ``rank`` of the cluster."""
+    """mapa (9.7.9.23): the same offset in CTA ``rank`` of the cluster."""
     a, rank, write = d.src(1), d.src(2, "u32"), d.dst()
     wide = d.type == "u64"
 
@@ -174,15 +176,15 @@ def mapa(d: Decoder) -> Execute:
 
 @instruction("getctarank")
 def getctarank(d: Decoder) -> Execute:
-    """9.7.9.24"""
+    """getctarank (9.7.9.24): the rank of the CTA that a shared address belongs to."""
     a, write = d.src(1), d.dst(0, "u32")
     return lambda b: write(b, np.asarray(a(b)).astype(np.uint64) >> np.uint64(24) & np.uint64(0xF))
 
 
 @instruction("fence", "membar")
 def fence(d: Decoder) -> Execute:
-    """9.7.13.4: memory is sequentially consistent here, so fences change no value; what they order
-    is remembered (see clocks, cluster_order).
+    """fence, membar (9.7.13.4): memory is sequentially consistent here, so fences change no value;
+    the order that they establish is recorded for the hazard checks (see clocks, cluster_order).
     """
     m = d.m
     if "mbarrier_init" in d.mods:
@@ -208,7 +210,9 @@ def fence(d: Decoder) -> Execute:
 
 
 def _fence_map(d: Decoder) -> Execute:
-    """Makes changes of one tensor map known to the TMA operations of this CTA that follow."""
+    """fence.proxy.tensormap: makes changes of one tensor map visible to later TMA operations of
+    this CTA.
+    """
     m, address = d.m, d.address(0)
     if d.immediate(1) != 128:
         raise d.unknown(f"{d.immediate(1)} bytes")
@@ -229,8 +233,8 @@ def _fence_init(m: Machine, b: Batch) -> None:
 
 @instruction("griddepcontrol")
 def griddepcontrol(d: Decoder) -> Execute:
-    """9.7.13.13: launches run one after another, so the grids before are complete; who has waited
-    for them is remembered (see GridOrder).
+    """griddepcontrol (9.7.13.13): launches run one after another, so the grids before are complete;
+    which warps have waited for them is recorded (see GridOrder).
     """
     if "wait" in d.mods:
         return lambda b: d.m.grid_order.wait(b.idx[b.any_active()])
@@ -239,18 +243,18 @@ def griddepcontrol(d: Decoder) -> Execute:
 
 @instruction("nanosleep", "pmevent")
 def nanosleep(d: Decoder) -> Execute:
-    """9.7.19"""
+    """nanosleep, pmevent (9.7.19): no effect here."""
     d.src(0, "u32")
     return lambda b: None
 
 
 @instruction("setmaxnreg")
 def setmaxnreg(d: Decoder) -> Execute:
-    """9.7.19.5: .inc waits until the CTA's pool has the registers that .dec gave back.
+    """setmaxnreg (9.7.19.5): .inc waits until the CTA's pool has the registers that .dec released.
 
     A CTA starts with 65536 / threads registers per thread, rounded down to 8, as ptxas allots with
-    one CTA per SM. What the rounding leaves is not in its pool: on an H200 four warpgroups that ask
-    for 120 hang where one gave back all but 24 of its 96, though 65536 would do.
+    one CTA per SM. The rounding's remainder is not in its pool: on an H200 four warpgroups that
+    request 120 hang where one released all but 24 of its 96, though 65536 would suffice.
     """
     d.only("inc", "dec", "sync", "aligned")
     wanted, m, ins = d.immediate(0), d.m, d.ins

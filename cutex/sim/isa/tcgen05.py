@@ -1,5 +1,5 @@
-"""Fifth-generation tensor cores of sm_100a (PTX ISA 9.7.16): who issues an mma or cp, and what
-orders them: wait, fence and commit.
+"""Fifth-generation tensor cores of sm_100a (PTX ISA 9.7.16): the issue of mma and cp, and the
+instructions that order them: wait, fence and commit.
 
 Tensor memory is 128 lanes x 512 columns of 32 bits per CTA, addressed as lane << 16 | column.
 """
@@ -25,7 +25,9 @@ from cutex.sim.ptx.parse import Instruction
 
 @instruction("tcgen05.wait")
 def wait(d: Decoder) -> Execute:
-    """9.7.16.8.3: ld and st take effect when they execute; who has waited is remembered."""
+    """tcgen05.wait (9.7.16.8.3): ld and st take effect when they execute; which warps have waited
+    is recorded.
+    """
     d.only("wait", "ld", "st", "sync", "aligned")
     kind = Kind.LOAD if "ld" in d.mods else Kind.STORE
 
@@ -38,7 +40,7 @@ def wait(d: Decoder) -> Execute:
 
 @instruction("tcgen05.fence")
 def fence(d: Decoder) -> Execute:
-    """9.7.16.11.1: what it orders is remembered (see TmemAccesses)."""
+    """tcgen05.fence (9.7.16.11.1): the order that it establishes is recorded (see TmemAccesses)."""
     d.only("fence", "before_thread_sync", "after_thread_sync")
     if "before_thread_sync" in d.mods:
         return lambda b: d.m.tmem.accesses.before_sync(b.idx[b.any_active()])
@@ -52,8 +54,8 @@ def cta_group(d: Decoder) -> int:
 
 @dataclass(frozen=True)
 class Issuer:
-    """The thread that issues an mma, cp or commit, and the CTAs that carry it out (9.7.16.5): its
-    own, or with cta_group::2 its pair, even CTA first. Any thread of either CTA may issue for both.
+    """The thread that issues an mma, cp or commit, and the CTAs that execute it (9.7.16.5): its
+    own, or with cta_group::2 its pair, even CTA first. A thread of either CTA may issue for both.
     """
 
     m: Machine
@@ -69,7 +71,8 @@ class Issuer:
         return [first + r for r in range(self.group)]
 
     def require_peer(self) -> None:
-        """9.7.16.5: the other CTA of the pair must be there, and not have exited."""
+        """Raise BadOperand unless the other CTA of the pair exists and has not exited
+        (9.7.16.5)."""
         m = self.m
         if self.group == 1:
             return
@@ -96,7 +99,7 @@ class Issuer:
         writes: list[Place],
         flops: int = 0,
     ) -> None:
-        """An mma or cp: those of one CTA, or pair, are carried out in order."""
+        """Issue an mma or cp: those of one CTA, or pair, are executed in order."""
         self.require_peer()
         what, queue = f"the {engine}", ("tcgen05", self.ctas[0])
         size = sum(place.size for place in reads if isinstance(place, Span))
@@ -112,8 +115,8 @@ class Issuer:
         return self.m.clocks.agent(Kind.TENSOR, self.warp)
 
     def commit(self, barrier: tuple[int, int], arrive: Callable[[np.ndarray], None]) -> None:
-        """Arrives when what this thread issued before is complete: nobody else's work counts.
-        ``arrive`` takes what is released then.
+        """Call ``arrive`` when the operations that this thread issued before are complete; those of
+        other threads do not count. Its argument is the clock released then.
         """
         self.require_peer()
         given = self.m.clocks.give(self.warp)
@@ -133,8 +136,8 @@ class Issuer:
 
 @instruction("tcgen05.commit")
 def commit(d: Decoder) -> Execute:
-    """9.7.16.12.1: arrives once on the mbarrier when all earlier mma and cp of this thread, with
-    the same cta_group, are complete.
+    """tcgen05.commit (9.7.16.12.1): arrives once on the mbarrier when all earlier mma and cp of
+    this thread, with the same cta_group, are complete.
     """
     d.only(
         "commit",

@@ -1,7 +1,7 @@
 """tcgen05.ld and tcgen05.st: between tensor memory and registers (PTX ISA 9.7.16.8).
 
-The PTX ISA gives the register fragments as figures; `fragment` is that of CUTLASS's atoms, which
-the kernels use.
+The PTX ISA gives the register fragments as figures; `fragment` is the layout of CUTLASS's atoms,
+which the kernels use.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from cutex.sim.ptx.operands import Address, Operand, Vector
 
 @lru_cache(maxsize=256)
 def fragment(shape: str, repeats: int) -> tuple[np.ndarray, np.ndarray]:
-    """(lane, column) of register i in thread t, relative to the address: two (registers, 32)
-    arrays.
+    """The lane and the column of register i in thread t, relative to the address: two (registers,
+    32) arrays.
     """
     t = np.arange(32)[None, :]
     if shape == "32x32b":
@@ -62,12 +62,12 @@ class _TmemAccess:
         self.shape = next(s for s in _SHAPES if s in d.mods)
         repeats = next(int(p[1:]) for p in d.parts if p[0] == "x" and p[1:].isdigit())
         self.packed = "16b" in d.mods
-        # 16x32bx2 alone has an immediate, behind the address
+        # only 16x32bx2 has an immediate, after the address
         split = d.immediate(address + 1) if self.shape == "16x32bx2" else 0
         self.lanes, self.columns = fragment(self.shape, repeats)
         if self.packed:
-            # NOTE: the shape says where 16-bit elements lie in registers, one per column: the two
-            # halves of a register are neighbouring columns (CUTLASS's _16b atoms)
+            # NOTE: the shape gives the registers of 16-bit elements, one per column: the two halves
+            # of a register are neighbouring columns (CUTLASS's _16b atoms)
             self.lanes = np.repeat(self.lanes, 2, 0)
             self.columns = np.stack([2 * self.columns, 2 * self.columns + 1], 1).reshape(-1, 32)
         if split:
@@ -78,7 +78,7 @@ class _TmemAccess:
         )
 
     def registers(self, k: int) -> tuple[Operand, ...]:
-        """The registers that operand ``k`` names, one for each of the fragment."""
+        """The registers of operand ``k``, as many as the fragment has."""
         operand = self.d.ins.operands[k]
         items = operand.items if isinstance(operand, Vector) else (operand,)
         wanted = len(self.columns) // (2 if self.packed else 1)
@@ -87,12 +87,13 @@ class _TmemAccess:
         return items
 
     def places(self, b: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Rows of the batch that take part, and cta, lane, column of every register: (rows,
-        registers, 32).
+        """The rows of the batch that take part, and the cta, lane and column of every register,
+        (rows, registers, 32).
 
-        NOTE: hardware ignores the bits of an address that name a warp's quarter, and DeepGEMM's
+        NOTE: hardware ignores the bits of an address that give a warp's quarter, and DeepGEMM's
         kernels leave them zero (sm100_bf16_gemm.cuh, 54e2261), as does an example of CUTLASS
-        (1cta_mma_a_from_tmem.py). Whoever names the quarter of another warp expects its lanes.
+        (1cta_mma_a_from_tmem.py). A kernel that gives the quarter of another warp expects its
+        lanes, which is an error.
         """
         require_whole_warp(self.d, b)
         rows = np.nonzero(b.any_active())[0]
@@ -149,7 +150,7 @@ class _TmemAccess:
 
 @instruction("tcgen05.ld")
 def ld(d: Decoder) -> Execute:
-    """9.7.16.8.1: each warp reads its quarter of the lanes."""
+    """tcgen05.ld (9.7.16.8.1): each warp reads its quarter of the lanes."""
     access = _TmemAccess(d, 1)
     writes = [d.write(t, "b32") for t in access.registers(0)]
 
@@ -170,7 +171,7 @@ def ld(d: Decoder) -> Execute:
 
 @instruction("tcgen05.st")
 def st(d: Decoder) -> Execute:
-    """9.7.16.8.2"""
+    """tcgen05.st (9.7.16.8.2): each warp writes its quarter of the lanes."""
     access = _TmemAccess(d, 0)
     reads = [d.read(s, "b32") for s in access.registers(len(d) - 1)]
 

@@ -21,9 +21,9 @@ from cutex.sim.ptx.parse import Instruction
 
 @instruction("tcgen05.alloc")
 def alloc(d: Decoder) -> Execute:
-    """9.7.16.7.1: a power of two of columns, at least 32; waits until they are free, writes their
-    address to shared memory. With cta_group::2 the pair allocates together, so each waits for the
-    other.
+    """tcgen05.alloc (9.7.16.7.1): a power of two of columns, at least 32; waits until they are
+    free, and writes their address to shared memory. With cta_group::2 the pair allocates together,
+    so each CTA waits for the other.
     """
     d.only("alloc", "cta_group", "1", "2", "sync", "aligned", "shared", "cta")
     address, columns, m, ins = d.address(0), d.src(1, "u32"), d.m, d.ins
@@ -62,8 +62,8 @@ def alloc(d: Decoder) -> Execute:
 
 @instruction("tcgen05.dealloc")
 def dealloc(d: Decoder) -> Execute:
-    """9.7.16.7.1, 9.7.16.5: comes after all accesses to these columns. With cta_group::2, after
-    those of the peer's as well; it may wait for the peer to deallocate too, and does here.
+    """tcgen05.dealloc (9.7.16.7.1, 9.7.16.5): must follow all accesses to these columns, with
+    cta_group::2 also the peer's; it may wait until the peer deallocates, too, and does here.
     """
     address, columns, m, ins = d.src(0, "u32"), d.src(1, "u32"), d.m, d.ins
     pair = cta_group(d) == 2
@@ -81,7 +81,7 @@ def dealloc(d: Decoder) -> Execute:
             )
             both = [cta, cta ^ 1] if pair else [cta]
             if m.tmem.together("dealloc", cta, pair):
-                continue  # the peer, which came later, has freed both
+                continue  # the peer, the second of both to arrive, has freed both
             m.tmem.check(cta, first, n, m.grid.name_warp(warp), ins)
             places = [Rectangle(c, 0, 128, first, first + n) for c in both]
             if cta not in m.tmem.came["dealloc"]:
@@ -108,8 +108,8 @@ def _peer_teller(m: Machine, cta: int, ins: Instruction) -> Callable[[], str]:
 
 @instruction("tcgen05.relinquish_alloc_permit")
 def relinquish(d: Decoder) -> Execute:
-    """9.7.16.7.1, 9.7.16.5: this CTA allocates no more; with cta_group::2, nor does its peer, for
-    which it may wait.
+    """tcgen05.relinquish_alloc_permit (9.7.16.7.1, 9.7.16.5): this CTA allocates no more; with
+    cta_group::2, neither does its peer, for which it may wait.
     """
     m, ins, pair = d.m, d.ins, cta_group(d) == 2
 

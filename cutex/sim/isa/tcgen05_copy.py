@@ -13,7 +13,7 @@ from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.operation import Engine, Rectangle
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 
-# lanes that row r of the source goes to, by form: CUTLASS's atoms (the PTX ISA gives figures)
+# the lanes that row r of the source is copied to, by form: CUTLASS's atoms (figures in the PTX ISA)
 _LANES: dict[str, Callable[[np.ndarray], list[np.ndarray]]] = {
     "": lambda r: [r],
     "02_13": lambda r: [r, r + 64],  # 64 rows to warps 0 and 1, and again to 2 and 3
@@ -22,14 +22,14 @@ _LANES: dict[str, Callable[[np.ndarray], list[np.ndarray]]] = {
 }
 _FORMS = {"128x256b": ("",), "128x128b": ("",), "64x128b": ("02_13", "01_23"),
           "32x128b": ("warpx4",)}  # fmt: skip
-_PADDED = {"b4x16_p64": (4, 2), "b6x16_p32": (6, 0)}  # bits of an element; its place in a byte
+_PADDED = {"b4x16_p64": (4, 2), "b6x16_p32": (6, 0)}  # bits of an element; its shift in a byte
 
 
 @instruction("tcgen05.cp")
 def copy(d: Decoder) -> Execute:
-    """9.7.16.9.1: rows of 128 or 256 bits of K-major core matrices, one lane each or repeated; in
-    order with the MMAs that follow. With cta_group::2 each CTA of the pair copies its own. Of
-    elements of 4 or 6 bits, padded to 16 bytes for 16 of them, each may come into a byte.
+    """tcgen05.cp (9.7.16.9.1): rows of 128 or 256 bits of K-major core matrices, each to one lane
+    or repeated, in order with later MMAs. With cta_group::2 each CTA of the pair copies its own.
+    Elements of 4 or 6 bits, 16 of them padded to 16 bytes, may be unpacked to a byte each.
     """
     d.only("cp", "cta_group", "1", "2", "warpx2", "warpx4", "02_13", "01_23", *_FORMS, *_PADDED,
            "b8x16")  # fmt: skip

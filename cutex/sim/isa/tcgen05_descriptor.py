@@ -1,6 +1,6 @@
 """The 32-bit instruction descriptor of tcgen05.mma (PTX ISA 9.7.16.4.2), and the shapes that exist.
 
-Dense forms only: what asks for another, or for a type that is not defined here, is a BadOperand.
+Dense forms only: a descriptor of another form, or of a type not defined here, is a BadOperand.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _RESULTS: dict[str, dict[int, str]] = {  # of D
 _FACTORS: dict[str, dict[int, str]] = {  # scale factors
     "mxf8f6f4": {1: "ue8m0"}, "mxf4": {1: "ue8m0"}, "mxf4nvf4": {0: "ue4m3", 1: "ue8m0"},
 }  # fmt: skip
-_K = {"tf32": 8, "f16": 16, "bf16": 16, "e2m1": 64}  # those of other types have 8 bits
+_K = {"tf32": 8, "f16": 16, "bf16": 16, "e2m1": 64}  # other types have 8 bits
 
 
 @dataclass(frozen=True)
 class InstructionDescriptor:
-    """Types and shape of one multiplication."""
+    """The types and the shape of one multiplication."""
 
     a: str
     b: str
@@ -45,7 +45,9 @@ class InstructionDescriptor:
 
     @property
     def k(self) -> int:
-        """Elements of K in one instruction: 32 bytes of each row, padded ones as in 8 bits."""
+        """The elements of K in one instruction: 32 bytes of each row; padded elements count as 8
+        bits.
+        """
         return _K.get(self.a, 32)
 
     @property
@@ -54,7 +56,7 @@ class InstructionDescriptor:
 
 
 def read_instruction(bits: int, kind: str, ins: Instruction) -> InstructionDescriptor:
-    """Tables 42, 43 and 44."""
+    """Decode an instruction descriptor (tables 42, 43 and 44)."""
     scaled = kind in _FACTORS
     # NOTE: with 4-bit operands, bit 12 is of sparse ones ("version", which the DSL's builder sets)
     wide = 3 if kind.startswith("mxf4") else 7
@@ -95,8 +97,9 @@ def read_instruction(bits: int, kind: str, ins: Instruction) -> InstructionDescr
 
 
 def check_shape(desc: InstructionDescriptor, group: int, ins: Instruction) -> None:
-    """Table 39: M 64 or 128 (one CTA), 128 or 256 (pair); N in steps of 8 or 16, of integers 16
-    (besides 8 and 24) or 32; twice that where B has 8 bits and is N-major (the DSL's own check).
+    """Check the shape (table 39): M 64 or 128 (one CTA), 128 or 256 (pair); N in steps of 8 or 16,
+    for integers 16 (besides 8 and 24) or 32; twice that where B has 8 bits and is N-major (the
+    DSL's own check).
     """
     ms: tuple[int, ...] = (64, 128) if group == 1 else (128, 256)
     step = 8 * group
@@ -105,7 +108,7 @@ def check_shape(desc: InstructionDescriptor, group: int, ins: Instruction) -> No
     if desc.factors:
         ms, step = ((128,), 8) if group == 1 else ((128, 256), 16)
         if group == 2 and desc.m == 128:
-            step = 64  # NOTE: where the factors of a half that is not whole words lie is unknown
+            step = 64  # NOTE: the place of a half's factors is unknown unless it is whole words
     if desc.integer:
         step = 32 if group == 2 else 16
     small = desc.integer and group == 1 and desc.n in (8, 24)

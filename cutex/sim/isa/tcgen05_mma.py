@@ -31,13 +31,13 @@ from cutex.sim.machine.operation import Engine, Place, Rectangle
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.operands import Address, Vector
 
-A_COLUMNS = 8  # of tensor memory: 32 bytes of K
-_UPPER_POISON = np.uint32(POISON32 & 0xFFFF0000)  # of a column that holds a 16-bit accumulator
+A_COLUMNS = 8  # columns of tensor memory that A takes: 32 bytes of K
+_UPPER_POISON = np.uint32(POISON32 & 0xFFFF0000)  # bits of columns above a 16-bit accumulator
 
 
 @lru_cache(maxsize=64)
 def accumulator_lanes(m: int, group: int, base_lane: int) -> np.ndarray:
-    """Lane of each of a CTA's accumulator rows (data paths A, B (first half of N), D, F of
+    """The lane of each of a CTA's accumulator rows (data paths A, B (first half of N), D, F of
     CUTLASS).
     """
     rows = np.arange(m // group)
@@ -50,8 +50,8 @@ def accumulator_lanes(m: int, group: int, base_lane: int) -> np.ndarray:
 
 @instruction("tcgen05.mma")
 def mma(d: Decoder) -> Execute:
-    """9.7.16.10.9.1: D (tensor memory) = A (shared or tensor memory) * B (shared memory) + D if
-    enabled.
+    """tcgen05.mma (9.7.16.10.9.1): D (tensor memory) = A (shared or tensor memory) * B (shared
+    memory), plus D if enabled.
     """
     d.only(
         "mma", "cta_group", "1", "2", "kind", *TYPES, "collector", "a", "discard",
@@ -104,7 +104,7 @@ def mma(d: Decoder) -> Execute:
 
 
 def _enabled_lanes(off: list[int], group: int) -> np.ndarray:
-    """(group, 128): whether D is written to the lane; bit i of word w is lane 32 w + i."""
+    """Whether D is written to each lane, (group, 128); bit i of word w is lane 32 w + i."""
     if not any(off):
         return np.ones((group, 128), bool)
     bits = np.array(off, np.uint32).reshape(group, 4, 1) >> np.arange(32, dtype=np.uint32) & 1
@@ -113,8 +113,8 @@ def _enabled_lanes(off: list[int], group: int) -> np.ndarray:
 
 @dataclass
 class Mma:
-    """One multiplication: D = A * B + D * scale, by one CTA or by a pair, each with its own rows of
-    A and D, and its share of B's columns.
+    """One multiplication: D = A * B + D * scale, by one CTA or by a pair, each CTA with its own
+    rows of A and D, and its share of B's columns.
     """
 
     issuer: Issuer
@@ -179,11 +179,11 @@ class Mma:
     def _products(
         self, a_rows: np.ndarray, b_all: np.ndarray
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Lanes, and what they add."""
+        """The products, each with the lanes that they are added to."""
         if not self.halved:
             return [(self.lanes, a_rows @ b_all.T)]
         n = len(self.lanes)
-        # NOTE: of A in tensor memory, the upper lanes hold what the second half of N takes
+        # NOTE: the upper lanes of A in tensor memory hold the rows for the second half of N
         return [
             (self.lanes, a_rows[:n] @ b_all[: self.width].T),
             (self.lanes + 64, a_rows[-n:] @ b_all[self.width :].T),
@@ -198,8 +198,8 @@ class Mma:
         return [SharedOperand(self.m, cta, desc, form, self.ins) for cta in self.ctas]
 
     def _a_in_tmem(self, cta: int) -> Callable[[], np.ndarray]:
-        """A from tensor memory: row per lane, packed elements along 8 columns (9.7.16.10.5); those
-        of 4 and 6 bits in a byte each.
+        """A function that reads A from tensor memory: one row per lane, packed elements along 8
+        columns (9.7.16.10.5); those of 4 and 6 bits in a byte each.
         """
         kind, column = self.desc.a.replace("padded", "byte"), self.a & 0xFFFF
         lanes = accumulator_lanes(self.desc.m, len(self.ctas), self.a >> 16)
@@ -215,7 +215,7 @@ class Mma:
 
 
 def _rectangles(cta: int, desc: InstructionDescriptor, address: int, width: int) -> list[Rectangle]:
-    """The lanes that an accumulator, or A, takes: with M = 64, half of each quarter."""
+    """The lanes that an accumulator, or A, occupies: with M = 64, half of each quarter."""
     lane, low = address >> 16, address & 0xFFFF
     if desc.m == 64:
         halves = [(32 * q + lane, 32 * q + lane + 16) for q in range(4)]
@@ -227,7 +227,9 @@ def _rectangles(cta: int, desc: InstructionDescriptor, address: int, width: int)
 def _add(
     cells: np.ndarray, rows: Any, value: np.ndarray, desc: InstructionDescriptor, scale: Any
 ) -> None:
-    """D in ``rows`` of ``cells``; a 16-bit accumulator is the low half of a column."""
+    """Add ``value`` to D in ``rows`` of ``cells``; a 16-bit accumulator is the low half of a
+    column.
+    """
     if desc.out == "f32" and scale == 1.0 and isinstance(rows, slice):
         total = cells.view(np.float32)[rows]  # in place
         total += value

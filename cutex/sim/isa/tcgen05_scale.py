@@ -1,10 +1,10 @@
 """Block scaling of tcgen05.mma: scale factors in tensor memory (PTX ISA 9.7.16.10.7).
 
 Row r of A, or of B, has its factors in lane r % 32 of column r / 32 of the operand, in 1, 2 or 4
-bytes of the word from the one that the instruction descriptor names; each CTA of a pair has those
-of its own rows of A, and all of B's. They must lie in all four quarters of the lanes alike; but of
-a pair with M = 128, those of the first half of B in the first two, those of the second in the
-others, as the results do (CUTLASS's 2cta_mma_blockscale_m128.py).
+bytes of the word, from the byte that the instruction descriptor gives; each CTA of a pair has those
+of its own rows of A, and all of B's. All four quarters of the lanes must hold the same factors; but
+for a pair with M = 128, the first two quarters hold those of the first half of B, the others those
+of the second, like the results (CUTLASS's 2cta_mma_blockscale_m128.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cutex.sim.isa.tcgen05 import Issuer
 
 _DTYPES = {"ue8m0": ml_dtypes.float8_e8m0fnu, "ue4m3": ml_dtypes.float8_e4m3fn}
-_COUNTS = {  # factors per row: by kind, and what the instruction says
+_COUNTS = {  # factors per row, by kind and modifier
     "mxf8f6f4": {"1X": 1, "block32": 1, "": 1},
     "mxf4": {"2X": 2, "block32": 2, "": 2},
     "mxf4nvf4": {"2X": 2, "block32": 2, "4X": 4, "block16": 4},
@@ -33,7 +33,7 @@ SIZES = ("scale_vec", "1X", "2X", "4X", "block16", "block32")
 
 
 def factors_per_row(d: Decoder, kind: str) -> int:
-    """Table 56."""
+    """The number of scale factors per row (table 56)."""
     said = next((s for s in SIZES[1:] if s in d.mods), "")
     count = _COUNTS.get(kind, {}).get(said)
     if count is None:
@@ -43,7 +43,7 @@ def factors_per_row(d: Decoder, kind: str) -> int:
 
 @dataclass
 class BlockScales:
-    """The factors of one multiplication, ``count`` for each row of A and of B."""
+    """The scale factors of one multiplication, ``count`` for each row of A and of B."""
 
     issuer: Issuer
     desc: InstructionDescriptor
@@ -64,11 +64,13 @@ class BlockScales:
 
     @property
     def halved(self) -> bool:
-        """Whether the lanes hold the two halves of N one above the other."""
+        """Whether the lanes hold the two halves of N one below the other."""
         return len(self.issuer.ctas) == 2 and self.desc.m == 128
 
     def places(self) -> list[Rectangle]:
-        """What is read; raises BadAddress where it is not allocated."""
+        """The rectangles of tensor memory that are read; raises BadAddress where they are not
+        allocated.
+        """
         m, issuer, out = self.issuer.m, self.issuer, []
         for cta in issuer.ctas:
             for address, rows in self._rows:
@@ -79,13 +81,13 @@ class BlockScales:
 
     @property
     def _rows(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(address, rows that lie below each other) of A and of B."""
+        """The address, and the number of rows below each other, of A and of B."""
         if self.halved:
             return (self.a, 64), (self.b, self.desc.n // 2)
         return (self.a, 128), (self.b, self.desc.n)
 
     def of_a(self, cta: int, values: np.ndarray) -> np.ndarray:
-        """``values`` (rows, K), scaled."""
+        """``values`` (rows, K) of A, scaled."""
         return self._scaled(cta, values, self.a & 0xFFFF, self.desc.a_byte, len(values))
 
     def of_b(self, cta: int, values: np.ndarray) -> np.ndarray:
@@ -94,7 +96,9 @@ class BlockScales:
     def _scaled(
         self, cta: int, values: np.ndarray, column: int, byte: int, below: int
     ) -> np.ndarray:
-        """``below`` rows lie below each other; where there are twice as many, in half the lanes."""
+        """``values``, scaled. ``below`` rows are below each other; if there are twice as many, in
+        half the lanes.
+        """
         rows, k = values.shape
         r = np.arange(rows)
         copies = 4 * below // rows

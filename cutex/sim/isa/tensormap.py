@@ -3,7 +3,8 @@
 NVIDIA documents the tensor map as opaque. The layout here was established from descriptors made by
 the DSL and the driver, from the immediates of ``tensormap.replace``, and by loading hand-made
 descriptors on an H200; only the first 64 bytes are used in tiled mode. That of im2col mode is from
-what the DSL makes of corners, strides and columns of 3 to 5 dimensions; no GPU has been asked.
+the DSL's encoding of corners, strides and columns in 3 to 5 dimensions; it has not been tested on a
+GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from cutex.sim.errors import BadOperand
 
 MAP_BYTES = 128
-ATOMS_OF_32 = 4  # a swizzle of 128 bytes that leaves 32 bytes together, not 16
+ATOMS_OF_32 = 4  # a swizzle of 128 bytes in units of 32 bytes, not 16
 _B4X16 = 11  # packed 4-bit elements: copied as bytes
 _PADDED = {12: 8, 13: 12}  # 16 elements of 4 or 6 bits: bytes in global memory; 16 in shared
 _TYPE_BYTES = {
@@ -46,8 +47,8 @@ _TYPE_NAMES = {
 
 @dataclass(frozen=True)
 class Pixels:
-    """What a map of im2col mode has besides (PTX ISA 5.5.4): corners of the bounding box, by W, H
-    and D, as far as the tensor has them; and pixels of a column.
+    """The further fields of a map in im2col mode (PTX ISA 5.5.4): corners of the bounding box, by
+    W, H and D, as far as the tensor has them; and pixels of a column.
     """
 
     lower: tuple[int, ...]
@@ -55,7 +56,7 @@ class Pixels:
     count: int
 
     def bounds(self, tmap: TensorMap) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The first and the last place of the filter's base."""
+        """The first and the last position of the filter's base."""
         sizes = zip(tmap.dims[1:-1], self.upper, strict=True)
         return self.lower, tuple(size - 1 + corner for size, corner in sizes)
 
@@ -63,7 +64,7 @@ class Pixels:
 @dataclass(frozen=True)
 class TensorMap:
     """Dimensions, strides and box, innermost first; strides in bytes, ``strides[0]`` the element's
-    size. Of packed 4-bit elements, two are one element here: a byte; of padded 4- or 6-bit ones 16,
+    size. Two packed 4-bit elements are one element here, a byte; so are 16 padded 4- or 6-bit ones,
     which take 16 bytes in shared memory.
     """
 
@@ -95,7 +96,8 @@ class TensorMap:
         return len(self.dims)
 
     def place(self, at: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Coordinates of an instruction in this map's elements; None if they lie within one."""
+        """The coordinates of an instruction in this map's elements; None if they fall inside
+        one."""
         if self.padded:  # in whole boxes of 128 elements
             return None if at[0] % 128 else (at[0] // 16, *at[1:])
         if self.kind != _B4X16:
@@ -103,13 +105,15 @@ class TensorMap:
         return None if at[0] % 2 else (at[0] // 2, *at[1:])
 
     def address_of(self, part: Overlap) -> int:
-        """Its first element's address: strides of ragged rows' maps take it around 2^64."""
+        """The address of the part's first element, modulo 2^64: the strides of ragged maps wrap
+        around.
+        """
         return (self.address + part.offset) % 2**64
 
     @cached_property
     def traversed(self) -> tuple[int, ...]:
-        """Elements that a copy moves along each dimension; the innermost element stride is ignored
-        by hardware.
+        """The elements that a copy moves along each dimension; hardware ignores the innermost
+        element stride.
         """
         return (
             self.box[0],
@@ -118,12 +122,14 @@ class TensorMap:
 
     @cached_property
     def bytes(self) -> int:
-        """Bytes of one box in shared memory, out-of-bounds elements included."""
+        """The bytes of one box in shared memory, out-of-bounds elements included."""
         return self.shared_itemsize * prod(self.traversed) * self._columns
 
     @cached_property
     def tx_bytes(self) -> int:
-        """What complete_tx counts of a load: without padding, as CUTLASS's examples announce."""
+        """The bytes that complete_tx counts for a load: without padding, as CUTLASS's examples
+        expect.
+        """
         return self.itemsize * prod(self.traversed) * self._columns
 
     @property
@@ -131,7 +137,9 @@ class TensorMap:
         return 1 if self.pixels is None else self.pixels.count
 
     def why_not(self) -> str | None:
-        """Why no copy takes this map: what traps, or what the simulator does not define."""
+        """The reason why no copy can use this map, a trap or a mode not defined here; None if one
+        can.
+        """
         row, span = self.box[0] * self.shared_itemsize, 16 << min(self.swizzle, 3)
         align = 32 if self.padded else 16
         if self.address % align:
@@ -143,7 +151,7 @@ class TensorMap:
         if self.swizzle and row > span:
             return f"box rows of {row} bytes are wider than the {span}-byte swizzle"
         if self.swizzle and row < span:
-            # NOTE: CUDA asks for room for whole swizzle rows there, without saying what is where
+            # NOTE: CUDA requires room for whole swizzle rows and does not define their layout
             return f"box rows of {row} bytes are narrower than the {span}-byte swizzle: not defined"
         if self.pixels is not None and not (self.plain and self.rank > 2):
             return "the simulator does not define im2col mode of padded or tf32 elements"
@@ -156,12 +164,12 @@ class TensorMap:
 
     @property
     def plain(self) -> bool:
-        """Elements come to shared memory as they are."""
+        """Whether elements are copied to shared memory unchanged."""
         return not (self.tf32 or self.padded)
 
     @property
     def fill(self) -> int:
-        """What elements outside the tensor read as; the NaN was read from an H200."""
+        """The bits that elements outside the tensor read as; the NaN was read from an H200."""
         return _NAN_FILL[self.kind] if self.nan_fill else 0
 
     def __str__(self) -> str:
@@ -173,7 +181,7 @@ class TensorMap:
 
 @lru_cache(maxsize=4096)
 def decode_map(raw: bytes) -> TensorMap:
-    """Decodes a tensor map of tiled or im2col mode. Raises BadOperand for what is not one."""
+    """Decode a tensor map of tiled or im2col mode. Raises BadOperand if it is invalid."""
     w = np.frombuffer(raw[:64], np.uint32).astype(np.int64)
     flags = int(w[2])
     rank, kind = (flags >> 4 & 7) + 1, flags >> 7 & 15
@@ -230,15 +238,15 @@ def decode_map(raw: bytes) -> TensorMap:
 
 
 def _corners(word: int, rank: int) -> tuple[int, ...]:
-    """By W, H and D, signed: of 16, 8 or 5 bits, as there is one of them, two or three."""
+    """The corner by W, H and D, signed: of 16, 8 or 5 bits for one, two or three of them."""
     bits = {3: 16, 4: 8, 5: 5}[rank]
     values = [word >> bits * i & (1 << bits) - 1 for i in range(rank - 2)]
     return tuple(v - (v >> bits - 1 << bits) for v in values)
 
 
 def swizzle_chunks(chunks: np.ndarray, bits: int) -> np.ndarray:
-    """XOR of the swizzle on 16-byte chunk numbers (byte address / 16): 3 bits for 128 B, 2 for 64
-    B, 1 for 32 B; for ATOMS_OF_32 2 bits, of pairs of chunks.
+    """The swizzled chunk numbers (16-byte chunks, byte address / 16), by XOR: 3 bits for 128 B, 2
+    for 64 B, 1 for 32 B; for ATOMS_OF_32 2 bits, in pairs of chunks.
     """
     if bits == 0:
         return chunks
@@ -249,8 +257,8 @@ def swizzle_chunks(chunks: np.ndarray, bits: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Overlap:
-    """The part of a box that is inside the tensor: slices of the box, innermost first, and where
-    it starts.
+    """The part of a box that is inside the tensor: slices of the box, innermost first, and its
+    start.
     """
 
     slices: tuple[slice, ...]
@@ -261,7 +269,7 @@ class Overlap:
         return any(s.start >= s.stop for s in self.slices)
 
     def whole(self, tmap: TensorMap) -> bool:
-        """The whole box of ``tmap`` is."""
+        """Whether it is the whole box of ``tmap``."""
         return all(s == slice(0, n) for s, n in zip(self.slices, tmap.traversed, strict=True))
 
 

@@ -1,8 +1,8 @@
 """Instructions that change a tensor map: tensormap.replace and tensormap.cp_fenceproxy (PTX ISA
 9.7.9.29, 9.7.13.16).
 
-Where each field is, and that a stride is given in bytes and a rank as one less, was read from the
-SASS that ptxas 13.0 makes of each form: a load, an insertion of bits and a store.
+The place of each field, and that a stride is given in bytes and a rank minus one, were read from
+the SASS that ptxas 13.0 generates for each form: a load, an insertion of bits and a store.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cutex.sim.ptx.decode import Decoder, Execute, instruction
 
 
 class Piece(NamedTuple):
-    """Bits of one word of a map, and the part of the given value that they take."""
+    """Bits of one word of a map, and the part of the operand's value that they hold."""
 
     word: int
     shift: int
@@ -71,7 +71,9 @@ def _pieces(d: Decoder, field: str) -> list[Piece]:
 
 
 def _type_pieces(kind: int) -> list[Piece]:
-    """The numbers of the PTX ISA have two types that the map does not: tf32 and tf32.ftz."""
+    """The pieces of an element type; the PTX ISA numbers two types that the map lacks: tf32 and
+    tf32.ftz.
+    """
     if kind in (11, 12):
         return [Piece(2, 16, 1, lambda v: 1), Piece(2, 7, 4, lambda v: v - 4)]
     return [Piece(2, 7, 4, lambda v: v if v < 11 else v - 2)]
@@ -85,7 +87,7 @@ FIELDS = (
 
 @instruction("tensormap.replace")
 def replace(d: Decoder) -> Execute:
-    """Word by word, as ptxas makes it of ordinary loads and stores."""
+    """tensormap.replace: word by word, by ordinary loads and stores, as ptxas implements it."""
     d.only("replace", "tile", *FIELDS, "global", "shared", "cta", "b1024")
     field = next(f for f in FIELDS if f in d.mods)
     value = d.src(len(d) - 1)
@@ -110,7 +112,9 @@ def replace(d: Decoder) -> Execute:
 
 @instruction("tensormap.cp_fenceproxy")
 def cp_fenceproxy(d: Decoder) -> Execute:
-    """The warp copies a map from shared to global memory, and releases it to TMA."""
+    """tensormap.cp_fenceproxy: the warp copies a map from shared to global memory, and releases it
+    to TMA.
+    """
     if d.immediate(2) != MAP_BYTES:
         raise d.unknown(f"{d.immediate(2)} bytes")
     source, target, m = Access(d, 1, 16), Access(d, 0, 16), d.m

@@ -38,14 +38,14 @@ from cutex.sim.ptx.operands import Vector
 
 
 class MapOperand:
-    """The tensor map that an instruction takes."""
+    """The tensor map operand of an instruction."""
 
     def __init__(self, d: Decoder) -> None:
         self.d, self.m = d, d.m
         self.parameters: dict[int, TensorMap] = {}  # by address: these do not change
 
     def read(self, warp: int, address: int) -> TensorMap:
-        """The map that an operation of ``warp`` takes."""
+        """The map that an operation of ``warp`` uses."""
         tmap = self.parameters.get(address)
         if tmap is not None:
             return tmap
@@ -68,7 +68,9 @@ class MapOperand:
 
 
 def tensor_load(d: Decoder) -> Execute:
-    """Global to shared, completing on an mbarrier with the bytes of the whole box."""
+    """Bulk-tensor load, global to shared, completing on an mbarrier with the bytes of the whole
+    box.
+    """
     m, ins = d.m, d.ins
     to, tmap_at, barrier = Value(d.address(0)), Value(d.address(1, True)), Value(d.address(2))
     map_of, boxes = MapOperand(d), Boxes(d)
@@ -116,7 +118,7 @@ def tensor_load(d: Decoder) -> Execute:
 
 
 class Box:
-    """A box of a tensor, which many CTAs may load: what is the same for all of them."""
+    """A box of a tensor, which many CTAs may load: the state that is the same for all of them."""
 
     def __init__(self, d: Decoder, tmap: TensorMap, at: tuple[int, ...]) -> None:
         self.m, self.ins, self.tmap, self.at = d.m, d.ins, tmap, at
@@ -132,13 +134,15 @@ class Box:
 
     @cached_property
     def window(self) -> np.ndarray:
-        """The tensor's elements under the box, as `_window`; there must be some."""
+        """The tensor's elements under the box, of which there must be some, as `_window`."""
         what = "load" if "mbarrier" in self.ins.parts else "store"
         why = f"the TMA {what} at {self.ins.where()}"
         return _window(self.m, self.tmap, self.part, why)
 
     def chunks(self) -> np.ndarray:
-        """(bytes / 16,) what a load brings to shared memory, by 16 bytes, before the swizzle."""
+        """The data that a load writes to shared memory, in chunks of 16 bytes before the swizzle,
+        (bytes / 16,).
+        """
         tmap, part = self.tmap, self.part
         if not (part.whole(tmap) and tmap.plain):
             return _filled(self).reshape(-1).view(np.complex128)
@@ -146,7 +150,7 @@ class Box:
 
 
 class Boxes:
-    """The boxes that an instruction has met."""
+    """The boxes that an instruction has accessed."""
 
     def __init__(self, d: Decoder) -> None:
         self.d = d
@@ -161,7 +165,7 @@ class Boxes:
         return box
 
     def loaded(self, tmap: TensorMap, at: tuple[int, ...]) -> Box | PixelBox:
-        """The same, or of a map of im2col mode."""
+        """The Box at ``at``, or the PixelBox of a map in im2col mode."""
         if tmap.pixels is None:
             return self.of(tmap, at)
         key = id(tmap), at
@@ -173,9 +177,9 @@ class Boxes:
 def _places_of(
     d: Decoder,
 ) -> Callable[[TensorMap, tuple[int, ...]], tuple[tuple[int, ...], ...]]:
-    """Where the boxes of an instruction with these coordinates start, in the map's elements: one,
-    or with gather4 and scatter4 (PTX ISA 5.5.3) a row of each of four, which lie one behind the
-    other in shared memory.
+    """A function that gives the starts of an instruction's boxes in the map's elements: one, or
+    with gather4 and scatter4 (PTX ISA 5.5.3) one row each of four, which are adjacent in shared
+    memory.
     """
     if "im2col" in d.mods:
         rank = len(d.coordinates(1))
@@ -198,7 +202,7 @@ def _places_of(
 
 
 def _offsets(d: Decoder) -> list[Any]:
-    """Those of im2col mode, 16 bits each."""
+    """The offsets of im2col mode, 16 bits each; none in tiled mode."""
     operand = d.ins.operands[3] if "im2col" in d.mods else None
     return [d.read(o, "u16") for o in operand.items] if isinstance(operand, Vector) else []
 
@@ -208,7 +212,7 @@ def _named(boxes: Sequence[Box | PixelBox]) -> str:
 
 
 def _place(d: Decoder, tmap: TensorMap, at: tuple[int, ...]) -> tuple[int, ...]:
-    """Coordinates in the map's elements."""
+    """The instruction's coordinates in the map's elements."""
     if tmap.pixels is not None:
         raise BadOperand.at(d.ins, f"a {tmap} is of im2col mode, this copy of tiled mode")
     if len(at) != tmap.rank:
@@ -238,7 +242,7 @@ def _order_grids(
 
 
 def _extent(tmap: TensorMap, part: Overlap) -> int:
-    """Bytes from the first element of the tensor under the box to the end of the last."""
+    """The bytes from the first element of the tensor under the box to the end of the last."""
     steps = zip(part.slices, tmap.strides, [1, *tmap.steps[1:]], strict=True)
     return sum((s.stop - s.start - 1) * stride * n for s, stride, n in steps) + tmap.itemsize
 
@@ -255,12 +259,12 @@ def _window(m: Machine, tmap: TensorMap, part: Overlap, why: str) -> np.ndarray:
 
 
 def _word(tmap: TensorMap) -> np.dtype:
-    """What one element of the map is in global memory."""
+    """The numpy type of one element of the map in global memory."""
     return np.dtype(f"V{tmap.itemsize}" if tmap.padded else f"u{tmap.itemsize}")
 
 
 def _padded(box: np.ndarray) -> np.ndarray:
-    """Each element with as many bytes behind it as make 16; which, nothing says: NaNs of fp8."""
+    """Each element padded to 16 bytes; the padding is not specified, and here fp8 NaNs."""
     packed = np.ascontiguousarray(box).view(np.uint8).reshape(-1, box.dtype.itemsize)
     out = np.full((len(packed), 16), 0x7F, np.uint8)
     out[:, : packed.shape[1]] = packed
@@ -270,7 +274,7 @@ def _padded(box: np.ndarray) -> np.ndarray:
 def _places(
     m: Machine, tmap: TensorMap, part: Overlap, window: np.ndarray
 ) -> tuple[Region, np.ndarray]:
-    """The tensor that `window` of it is in, and the offset of each of its elements, in order."""
+    """The tensor that contains the `window`, and the offset of each element of it, in order."""
     address = tmap.address_of(part)
     region = m.memory.find(address)
     assert region is not None
@@ -283,8 +287,8 @@ def _places(
 def box_places(
     m: Machine, tmap: TensorMap, at: tuple[int, ...], among: Container[int]
 ) -> tuple[Region, np.ndarray] | None:
-    """The tensor that a load reads, and the first byte of each element; None outside of it, or
-    where it is not ``among`` these, by their addresses.
+    """The tensor that a load reads, and the offset of each element's first byte; None outside of
+    it, or if its address is not ``among`` these.
     """
     if tmap.pixels is not None:
         found = PixelBox(m.memory, tmap, at).places()
@@ -299,7 +303,7 @@ def box_places(
 
 
 def _filled(of: Box) -> np.ndarray:
-    """The elements of a box that is not just a part of its tensor."""
+    """The elements of a box that is not simply a part of its tensor."""
     tmap, part = of.tmap, of.part
     box = np.zeros(tmap.traversed[::-1], _word(tmap))
     if tmap.nan_fill:
@@ -316,7 +320,7 @@ def _filled(of: Box) -> np.ndarray:
 
 @lru_cache(maxsize=4096)
 def _swizzled(first: int, count: int, swizzle: int) -> np.ndarray:
-    """Where ``count`` chunks of 16 bytes lie that begin with number ``first``; read-only."""
+    """The swizzled places of ``count`` chunks of 16 bytes from number ``first`` on; read-only."""
     return swizzle_chunks(first + np.arange(count), swizzle)
 
 
@@ -351,7 +355,7 @@ _KINDS = {  # of a tensor map's elements, for reductions
 
 
 def tensor_store(d: Decoder, combine: str | None) -> Execute:
-    """Shared to global; elements outside the tensor are not written."""
+    """Bulk-tensor store, shared to global; elements outside the tensor are not written."""
     m, ins = d.m, d.ins
     tmap_at, frm = Value(d.address(0, True)), Value(d.address(1))
     map_of, boxes = MapOperand(d), Boxes(d)
@@ -362,8 +366,8 @@ def tensor_store(d: Decoder, combine: str | None) -> Execute:
         same: dict[tuple[int, ...], list[int]] = {}
         for row, lane in active_lanes(b):
             key = (row, int(maps[row, lane]), int(f[row, lane]), *(int(c[row, lane]) for c in cs))
-            # NOTE: lanes of a warp that ask for the same store cause it once, as the hardware's
-            # uniform instruction does
+            # NOTE: lanes of a warp with the same store cause it once, as the hardware's uniform
+            # instruction does
             same.setdefault(key, []).append(lane)
         for (row, address, source, *at), lanes in same.items():
             tmap = map_of.read(int(b.idx[row]), address)
@@ -390,8 +394,8 @@ def tensor_store(d: Decoder, combine: str | None) -> Execute:
 
 
 def _check_stored_rows(d: Decoder, tmap: TensorMap, at: tuple[int, ...]) -> None:
-    """What a store does otherwise than a load, seen on an H200: it traps on a negative coordinate,
-    and bounds a row in whole units of 16 bytes.
+    """Raise BadOperand where a store differs from a load, as seen on an H200: it traps on a
+    negative coordinate, and bounds a row in whole units of 16 bytes.
     """
     if min(at) < 0:
         raise BadOperand.at(

@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 
 
 class _Members:
-    """The membermask operand: every live lane that it names must be here."""
+    """The membermask operand: every live lane in it must execute the instruction."""
 
     def __init__(self, d: Decoder, operand: Operand) -> None:
         self.d, self.read = d, d.read(operand, "u32")
 
     def __call__(self, b: Batch) -> np.ndarray:
-        """(n, 32) bool: lanes that take part. Raises BadOperand if a named one is elsewhere."""
+        """The lanes that take part, (n, 32) bool. Raises BadOperand if one in the mask is
+        elsewhere.
+        """
         mask = b.lanes(self.read(b))
         active = b.active()
         named = (b.one(mask)[:, None] >> np.arange(32, dtype=np.uint32) & np.uint32(1)).astype(bool)
@@ -55,7 +57,7 @@ def _lanes(row: np.ndarray) -> str:
 
 @instruction("shfl")
 def shfl(d: Decoder) -> Execute:
-    """9.7.9.6: c holds the clamp (bits 0-4) and the segment mask (bits 8-12)."""
+    """shfl (9.7.9.6): c holds the clamp (bits 0-4) and the segment mask (bits 8-12)."""
     d.only("sync", "idx", "up", "down", "bfly")
     mode = next(m for m in ("idx", "up", "down", "bfly") if m in d.mods)
     first, second = d.pair(0)
@@ -87,7 +89,7 @@ def shfl(d: Decoder) -> Execute:
         j = np.where(ok, j, lane)
         row = np.arange(b.n)[:, None]
         got = values[row, j]
-        # NOTE: reading from a lane that takes no part is undefined: such a lane gives poison
+        # NOTE: reading from a lane that does not take part is undefined, and gives poison here
         got = np.where(active[row, j], got, np.uint32(0x7FFF7FFF))
         write(b, got)
         if valid:
@@ -98,7 +100,7 @@ def shfl(d: Decoder) -> Execute:
 
 @instruction("vote")
 def vote(d: Decoder) -> Execute:
-    """9.7.13.9"""
+    """vote (9.7.13.9): all, any, uniform or the ballot of a predicate."""
     d.only("sync", "all", "any", "uni", "ballot")
     mode = next(m for m in ("all", "any", "uni", "ballot") if m in d.mods)
     read, members = d.src(1, "pred"), _Members(d, d.ins.operands[2])
@@ -117,13 +119,14 @@ def vote(d: Decoder) -> Execute:
 
 
 def _bits(rows: np.ndarray) -> np.ndarray:
-    """(n, 32) bool -> (n,) uint32, lane 0 in bit 0."""
+    """(n, 32) bool as (n,) uint32, lane 0 in bit 0."""
     return np.packbits(rows, axis=1, bitorder="little").view(np.uint32).reshape(-1)
 
 
 @instruction("elect")
 def elect(d: Decoder) -> Execute:
-    """9.7.13.14: one leader among the lanes of the membermask, the same for the same mask."""
+    """elect (9.7.13.14): one leader among the lanes of the membermask, the same for the same
+    mask."""
     d.only("sync")
     first, second = d.pair(0)
     lane_out = d.write(first, "b32")
@@ -143,14 +146,14 @@ def elect(d: Decoder) -> Execute:
 
 @instruction("activemask")
 def activemask(d: Decoder) -> Execute:
-    """9.7.13.11"""
+    """activemask (9.7.13.11): the active lanes, one bit each."""
     write = d.dst(0, "b32")
     return lambda b: write(b, _bits(b.active())[:, None])
 
 
 @instruction("redux")
 def redux(d: Decoder) -> Execute:
-    """9.7.13.12"""
+    """redux (9.7.13.12): a reduction over the lanes of the membermask."""
     d.only("sync", "add", "min", "max", "and", "or", "xor", "abs", "NaN")
     name = next(m for m in ("add", "min", "max", "and", "or", "xor") if m in d.mods)
     read, members, write = d.src(1), _Members(d, d.ins.operands[2]), d.dst()
@@ -175,7 +178,7 @@ def redux(d: Decoder) -> Execute:
 
 @instruction("match")
 def match(d: Decoder) -> Execute:
-    """9.7.13.10"""
+    """match (9.7.13.10): the lanes with the same value; .all: whether all have it."""
     d.only("any", "all", "sync")
     first, second = d.pair(0)
     read, members = d.src(1), _Members(d, d.ins.operands[2])

@@ -30,7 +30,7 @@ from cutex.sim.ptx.parse import Instruction
 
 
 def accumulator_registers(code: list[Instruction]) -> set[int]:
-    """32-bit registers that any wgmma of the program uses: of use to `WarpgroupMma.access`."""
+    """The 32-bit registers that any wgmma of the program uses, for `WarpgroupMma.access`."""
     found: set[int] = set()
     for ins in code:
         if ins.op.startswith("wgmma.mma_async"):
@@ -42,7 +42,9 @@ def accumulator_registers(code: list[Instruction]) -> set[int]:
 
 @instruction("wgmma.fence")
 def fence(d: Decoder) -> Execute:
-    """9.7.15.7.1: registers are written in program order here; what it orders is remembered."""
+    """wgmma.fence (9.7.15.7.1): registers are written in program order here; the order that it
+    establishes is recorded.
+    """
 
     def execute(b: Batch) -> None:
         require_whole_warp(d, b)
@@ -53,7 +55,7 @@ def fence(d: Decoder) -> Execute:
 
 @instruction("wgmma.commit_group")
 def commit(d: Decoder) -> Execute:
-    """9.7.15.7.2"""
+    """wgmma.commit_group (9.7.15.7.2): the warp's wgmmas since the last one form a group."""
 
     def execute(b: Batch) -> None:
         require_whole_warp(d, b)
@@ -68,7 +70,7 @@ def commit(d: Decoder) -> Execute:
 
 @instruction("wgmma.wait_group")
 def wait(d: Decoder) -> Execute:
-    """9.7.15.7.3: until at most N groups of this warp are pending."""
+    """wgmma.wait_group (9.7.15.7.3): waits until at most N groups of this warp are pending."""
     n, m, ins = d.immediate(0), d.m, d.ins
 
     def execute(b: Batch) -> np.ndarray | None:
@@ -104,14 +106,14 @@ _KINDS = (*_OPERANDS, "bf16", "tf32", "e4m3", "e5m2", "s8", "u8")
 
 @instruction("wgmma.mma_async")
 def mma_async(d: Decoder) -> Execute:
-    """9.7.15.5: D (64 x N, registers) = A (shared memory or registers) * B (shared memory) + D *
-    scale-d.
+    """wgmma.mma_async (9.7.15.5): D (64 x N, registers) = A (shared memory or registers) * B
+    (shared memory) + D * scale-d.
     """
     return Wgmma(d).execute
 
 
 class _Operands(NamedTuple):
-    """What a warpgroup's wgmma reads of shared memory."""
+    """The shared memory operands of a warpgroup's wgmma."""
 
     a: SharedOperand | None  # None: A is in registers
     b: SharedOperand
@@ -120,7 +122,7 @@ class _Operands(NamedTuple):
 
 
 class Wgmma:
-    """One wgmma of the program, which the warps of a warpgroup execute together."""
+    """One wgmma instruction of the program, which the warps of a warpgroup execute together."""
 
     def __init__(self, d: Decoder) -> None:
         self.d, self.m, self.ins = d, d.m, d.ins
@@ -154,7 +156,7 @@ class Wgmma:
         self.b_form = Form("operand B of wgmma", b_kind, self.n, bool(majors[1]))
 
     def _kinds(self) -> list[str]:
-        """Types of D, A and B."""
+        """The types of D, A and B."""
         kinds = [p for p in self.d.parts if p in _KINDS]
         if len(kinds) != 3 or any(kind not in _OPERANDS.get(kinds[0], ()) for kind in kinds[1:]):
             raise self.d.unknown("accumulator or operand type")
@@ -193,8 +195,8 @@ class Wgmma:
     def _join(
         self, where: tuple[int, int, int], by_warp: dict[int, Descriptors], fenced: bool
     ) -> Rendezvous:
-        """Some warps of a warpgroup, which may be all of it, come to their wgmma. ``fenced``: all
-        that it accesses comes after a fence.
+        """Let warps of a warpgroup, perhaps all of it, arrive at their wgmma. ``fenced``: whether
+        all registers that it accesses are ordered by a fence.
         """
         m, key = self.m, where[:2]
         inside = [warp // m.grid.num_ctas % 4 for warp in by_warp]
@@ -214,7 +216,7 @@ class Wgmma:
             meeting.agents.append((m.clocks.agent(Kind.TENSOR, warp), state.commits + 1))
             if not fenced:
                 m.warpgroups.check_fence(warp, self.touches, self.ins)
-            unwaited = Unwaited(state.commits + 1, self.ins)  # that its open group has in flight
+            unwaited = Unwaited(state.commits + 1, self.ins)  # in flight, in the open group
             state.results[self.results] = unwaited
             if self.sources is not None:
                 state.sources[self.sources] = unwaited
@@ -230,7 +232,7 @@ class Wgmma:
         meeting: Rendezvous,
         alike: dict[Hashable, list[Operation]],
     ) -> None:
-        """Adds the operation to those that read the same places in other CTAs."""
+        """Add the operation to those that read the same places in other CTAs."""
         descriptors = meeting.descriptors
         inside = tuple(warp // self.m.grid.num_ctas % 4 for warp, _ in meeting.groups)
         place = key[0], descriptors.a, descriptors.b, inside
@@ -247,13 +249,15 @@ class Wgmma:
         alike.setdefault((descriptors, inside, rank, key[1]), []).append(op)
 
     def _operands(self, cta: int, descriptors: Descriptors, inside: tuple[int, ...]) -> _Operands:
-        """``inside``: of the warps that issue it, which of the warpgroup each of them is."""
+        """The operands of one CTA's wgmma; ``inside``: for each issuing warp, its number in the
+        warpgroup.
+        """
         a, b = None, self._shared(cta, descriptors.b, self.b_form)
         reads: list[Place] = [b.span()]
         if descriptors.a is not None:
             a = self._shared(cta, descriptors.a, self.a_form)
-            # NOTE: each warp multiplies its own 16 rows of A, and NVIDIA's kernels rely on it: what
-            # another warp may do with them, the PTX ISA does not say
+            # NOTE: each warp multiplies its own 16 rows of A, and NVIDIA's kernels rely on it; the
+            # PTX ISA does not define whether other warps may write them during the wgmma
             reads += [a.quarter(which, part) for part, which in enumerate(inside)]
         return _Operands(a, b, reads, sum(s.size for s in reads if isinstance(s, Span)))
 
@@ -284,7 +288,7 @@ class Wgmma:
 
 
 def _indices(operand: Operand) -> tuple[int, ...]:
-    """Of the registers in a vector; none of another operand."""
+    """The indices of the registers in a vector; none for another operand."""
     items = operand.items if isinstance(operand, Vector) else ()
     return tuple(r.index for r in items if isinstance(r, Reg))
 

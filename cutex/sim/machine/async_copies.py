@@ -1,6 +1,6 @@
-"""Non-bulk copies of the resident warps that are in flight (PTX ISA 9.7.9.25.3).
+"""The non-bulk copies in flight of the resident warps (PTX ISA 9.7.9.25.3).
 
-All that the lanes of a warp copy for one group is one operation, which grows until they commit.
+All copies of a warp's lanes for one group are one operation, which grows until they commit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Part(NamedTuple):
-    """What one instruction of a warp copies: a lane each."""
+    """The copies of one instruction of a warp, one per lane."""
 
     to: Lanes  # addresses: offsets in the CTA's shared memory
     complete: Callable[[], None]
@@ -29,7 +29,9 @@ class Part(NamedTuple):
 
 @dataclass(eq=False)
 class PendingCopy:
-    """What a warp has issued and not seen complete; ``group`` (32,) which of its lanes' groups."""
+    """The copies of a warp for one group that are not known to be complete; ``group`` (32,) is each
+    lane's group number.
+    """
 
     op: Operation
     group: np.ndarray  # -1 where the lane takes no part
@@ -52,8 +54,9 @@ class AsyncCopies:
         return self.committed.setdefault(warp, np.zeros(32, int))
 
     def issue(self, warp: int, part: Part, words: np.ndarray, size: int, ins: Instruction) -> None:
-        """A copy of ``size`` bytes to ``words`` of shared memory joins the operation of the same
-        lanes and group, if it is still in flight and nobody has asked for its end.
+        """Add a copy of ``size`` bytes to ``words`` of shared memory to the operation of the same
+        lanes and group, if that is still in flight and no one waits for its end; else start a new
+        one.
         """
         group = np.full(32, -1)
         group[part.to.lanes] = self.groups(warp)[part.to.lanes]
@@ -88,8 +91,8 @@ class AsyncCopies:
         self.m.wake(("cp.async", warp))
 
     def overdue(self, warp: int, lanes: np.ndarray, allowed: int) -> bool:
-        """Whether a group of one of the ``lanes``, older than its ``allowed`` last, is pending; the
-        warp knows of all of these if none is.
+        """Whether a group of one of the ``lanes``, older than its ``allowed`` last ones, is
+        pending; if none is, the warp is ordered after all of these.
         """
         limit = self.groups(warp) - allowed
         copies = self.unwaited.get(warp, [])
@@ -105,8 +108,8 @@ class AsyncCopies:
         return False
 
     def after(self, warp: int, lanes: np.ndarray, then: Callable[[np.ndarray], None]) -> None:
-        """``then`` once all that the ``lanes`` have issued is complete; it takes what that
-        releases.
+        """Call ``then`` once all copies issued by the ``lanes`` are complete, with the clock that
+        this releases.
         """
         clocks = self.m.clocks
         given = clocks.give(warp)

@@ -1,8 +1,9 @@
-"""Bank conflicts of shared memory: 32 banks of 4 bytes, one word of each in a wavefront.
+"""Bank conflicts of shared memory: 32 banks of 4 bytes, of which a wavefront accesses one word
+each.
 
-A warp's access of 4 bytes or fewer a lane is one wavefront where no bank holds two different words
-of it; of 8 bytes a lane two, of half the warp each, of 16 bytes and of the rows of ldmatrix four
-(CUDA C++ Programming Guide, "Shared Memory" of compute capability 5.x and later).
+A warp's access of 4 bytes or fewer per lane is one wavefront if no bank has to deliver two
+different words; of 8 bytes per lane two, of half the warp each; of 16 bytes and of the rows of
+ldmatrix four (CUDA C++ Programming Guide, "Shared Memory" of compute capability 5.x and later).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ BANKS = 32
 
 @dataclass
 class Wavefronts:
-    """Wavefronts of one instruction, of all that executed it together."""
+    """The wavefronts of one instruction, over all its executions."""
 
     instruction: Instruction
     needed: int = 0  # without a conflict
@@ -36,7 +37,9 @@ class BankConflicts:
     def note(
         self, warps: np.ndarray, lanes: np.ndarray, offset: np.ndarray, width: int, ins: Instruction
     ) -> None:
-        """``width`` bytes at each offset, by flat arrays of warp, lane and offset."""
+        """Count an access to ``width`` bytes at each offset, given as flat arrays of warp, lane and
+        offset.
+        """
         if not len(offset):
             return
         words = max(width // WORD, 1)

@@ -19,14 +19,14 @@ NUM_NAMED_BARRIERS = 16
 @dataclass
 class NamedBarrier:
     arrived: int = 0  # threads
-    expected: int = 0  # threads; 0 for all that live
-    voters: int = 0  # of bar.red: threads that arrived, and of those
-    votes: int = 0  # the ones whose predicate holds
+    expected: int = 0  # threads; 0 for all live ones
+    voters: int = 0  # of bar.red: threads that arrived
+    votes: int = 0  # of bar.red: arrived threads whose predicate holds
     result: tuple[int, int] = (0, 0)  # votes and voters of the phase that completed last
-    given: np.ndarray | None = None  # what the arrived warps release (see clocks)
-    released: np.ndarray | None = None  # that of the last completed phase
-    # warps that have arrived in this phase, whole, with their counts (see clocks); and for each
-    # warp those of the last phase in which it did
+    given: np.ndarray | None = None  # the clock that the arrived warps release (see clocks)
+    released: np.ndarray | None = None  # the clock of the last completed phase
+    # warps that have arrived in this phase with all lanes, with their counts (see clocks); and for
+    # each warp, those of the last phase in which it arrived
     present: dict[int, int] = field(default_factory=dict)
     last: dict[int, dict[int, int]] = field(default_factory=dict)
 
@@ -44,10 +44,11 @@ class NamedBarriers:
     def arrive(
         self, warp: int, number: int, threads: int, votes: int, expected: int, ins: Instruction
     ) -> bool:
-        """Threads of a warp arrive; True if that completes the barrier (the others then wake).
+        """Let threads of a warp arrive; return True if that completes the barrier (the others then
+        wake).
 
-        Against an ``expected`` number a whole warp counts 32, however many of its threads there
-        are: a CTA need not be a multiple of 32.
+        Against an ``expected`` number a whole warp counts 32, however many threads it has: a CTA
+        need not be a multiple of 32.
         """
         m = self.machine
         if number >= NUM_NAMED_BARRIERS:
@@ -77,10 +78,10 @@ class NamedBarriers:
         return self._release_if_full(key)
 
     def _check_again(self, barrier: NamedBarrier, warp: int, number: int, ins: Instruction) -> None:
-        """A warp that did not wait at its last arrival must know otherwise that the barrier has
-        completed since: it may arrive twice in one phase else, and in its next one not at all
-        (9.7.13.1). In one phase a warp may count twice, where that is meant: FlashAttention-4 has
-        one that arrives as all do, then waits as the one that stores.
+        """Report a warp that did not wait at its last arrival and arrives again without being
+        ordered after that phase's completion: it may arrive twice in one phase, and not at all in
+        the next (9.7.13.1). A warp may count twice in one phase where that is intended: in
+        FlashAttention-4 one arrives as all do, then waits as the one that stores.
         """
         m, last = self.machine, barrier.last.get(warp, {})
         for peer, count in last.items() if last is not barrier.present else ():
@@ -97,7 +98,7 @@ class NamedBarriers:
                 return
 
     def threads_left(self, cta: int) -> None:
-        """Threads of ``cta`` have returned: barriers that wait for all wait for fewer."""
+        """Threads of ``cta`` have returned: barriers that wait for all threads wait for fewer."""
         for key, barrier in self.barriers.items():
             if key[0] == cta and barrier.arrived and not barrier.expected:
                 self._release_if_full(key)
@@ -149,7 +150,7 @@ class ClusterBarriers:
         ] = {}  # warp -> the phase of its arrival, until it has waited
 
     def of(self, warp: int) -> int:
-        """Number of the warp's cluster."""
+        """The number of the warp's cluster."""
         return int(self.machine.grid.warp_cta[warp]) // self.machine.grid.cluster_size
 
     def arrive(self, warp: int, relaxed: bool, ins: Instruction) -> None:
@@ -170,7 +171,9 @@ class ClusterBarriers:
         self._release_if_full(which)
 
     def _knows(self, warp: int, barrier: ClusterBarrier) -> bool:
-        """Whether the phase of its last arrival is over, and the warp knows by other barriers."""
+        """Whether the phase of the warp's last arrival is complete, and the warp is ordered after
+        it by other barriers.
+        """
         if warp in barrier.arrived or barrier.released is None:
             return False
         released = barrier.released[2]
@@ -192,7 +195,7 @@ class ClusterBarriers:
         return True
 
     def warps_left(self, cta: int) -> None:
-        """Warps of ``cta`` have returned: nobody waits for them any more."""
+        """Warps of ``cta`` have returned: the barrier waits for them no more."""
         which = cta // self.machine.grid.cluster_size
         if which in self.barriers:
             self._release_if_full(which)

@@ -1,4 +1,4 @@
-"""Warps that execute an instruction together, and what it says of each of them."""
+"""Warps that execute an instruction together, and its outcome for each of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-# What an instruction says of each warp of its batch, where not all go on:
+# The outcome of an instruction for each warp of its batch, if not all continue:
 GO, RETRY, ARRIVED = 0, 1, 2  # next instruction; blocked, executes again; blocked, has executed
 
 
@@ -28,24 +28,24 @@ class Batch:
         return np.ones((self.n, 32), bool) if self.mask is None else self.mask
 
     def lanes(self, values: Any) -> np.ndarray:
-        """(n, 32) of values that may be one for all, or one for each warp; not to be written to."""
+        """``values``, which may be one for all or one per warp, as (n, 32); read-only."""
         if getattr(values, "shape", None) == (self.n, 32):
             return values
         return np.broadcast_to(values, (self.n, 32))
 
     def any_active(self) -> np.ndarray:
-        """(n,) whether the warp has an active lane."""
+        """Whether each warp has an active lane, (n,)."""
         return np.ones(self.n, bool) if self.mask is None else np.any(self.mask, axis=1)
 
     def first_lane(self) -> np.ndarray:
-        """(n,) the lowest active lane; 0 where there is none."""
+        """The lowest active lane of each warp, (n,); 0 if there is none."""
         return np.zeros(self.n, int) if self.mask is None else self.mask.argmax(1)
 
     def pick(self, rows: np.ndarray) -> Batch:
-        """Some of its warps."""
+        """The batch of some of its warps."""
         return Batch(self.idx[rows], None if self.mask is None else self.mask[rows])
 
     def one(self, values: Any) -> np.ndarray:
-        """(n,) the value that the lowest active lane holds."""
+        """The value of the lowest active lane of each warp, (n,)."""
         v = self.lanes(values)
         return v[:, 0] if self.mask is None else v[np.arange(self.n), self.first_lane()]

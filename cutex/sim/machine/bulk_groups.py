@@ -1,4 +1,4 @@
-"""Bulk async-groups (PTX ISA 9.7.9.25.4): which bulk stores of a thread are still in flight."""
+"""Bulk async-groups (PTX ISA 9.7.9.25.4): the bulk stores of each thread that are in flight."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class BulkGroup:
 
     @property
     def by(self) -> By:
-        """Who writes to global memory."""
+        """The agent of the group's writes to global memory."""
         slot = self.m.clocks.written_slot(self.thread[0])
         return By(*(np.array([x]) for x in (self.thread[0], slot, self.last)))
 
@@ -34,7 +34,7 @@ class BulkGroup:
 
 
 class BulkGroups:
-    """Per thread: the group that is still open, and the committed ones."""
+    """Per thread: the open group, and the committed ones."""
 
     def __init__(self, machine: Machine) -> None:
         self.m = machine
@@ -43,11 +43,11 @@ class BulkGroups:
     def clear(self) -> None:
         self.open: dict[Thread, BulkGroup] = {}
         self.committed: dict[Thread, list[BulkGroup]] = {}
-        # the last operation of each group of which is not known that global memory has it
+        # the last operation of each group whose writes are not known to be complete
         self.unwritten: dict[Thread, list[int]] = {}
 
     def joined(self, thread: Thread) -> BulkGroup:
-        """The group of the operation that is issued next."""
+        """The open group, with one more operation in flight: the one that is issued next."""
         group = self.open.setdefault(thread, BulkGroup(self.m, thread))
         group.in_flight += 1
         group.last = self.m.flight.issued + 1
@@ -63,8 +63,8 @@ class BulkGroups:
         self.unwritten.setdefault(thread, []).append(group.last)
 
     def idle(self, thread: Thread) -> bool:
-        """Whether it has committed nothing that it has yet to wait for: an empty group more, or a
-        wait, changes nothing.
+        """Whether the thread has committed nothing that it has yet to wait for, so that an empty
+        group or a wait changes nothing.
         """
         return not self.committed.get(thread) and not self.unwritten.get(thread)
 
@@ -74,9 +74,9 @@ class BulkGroups:
         return {thread for thread, groups in both if groups}
 
     def overdue(self, thread: Thread, allowed: int, written: bool) -> bool:
-        """Whether a group older than the ``allowed`` most recent ones is still in flight; the
-        thread knows of all of these if none is: that they have read shared memory, and, if
-        ``written``, that global memory has what they wrote.
+        """Whether a group older than the ``allowed`` most recent ones is still in flight. If none
+        is, the thread is ordered after their reads of shared memory and, if ``written``, after
+        their writes to global memory.
         """
         if self.idle(thread):
             return False

@@ -1,9 +1,9 @@
-"""Where the lanes of each warp stand, and which of them run.
+"""The program positions of the lanes of each warp, and which of them run.
 
-Lanes that part at a branch run apart; those ahead wait where every path of the others comes through
-(at a post-dominator), as compilers make hardware do, so that a warp is whole again after an if, a
-loop or an elected lane's work. Only when nothing else in the machine can run do they go on alone,
-up to an instruction that needs the whole warp: hardware promises each lane progress.
+Lanes that diverge at a branch run separately; those ahead wait at a post-dominator, where every
+path of the others passes, as compilers make hardware do, so that a warp reconverges after an if, a
+loop or an elected lane's work. Only when nothing else in the machine can run do they continue
+alone, up to an instruction that needs the whole warp: hardware guarantees progress to each lane.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from cutex.sim.machine.batch import Batch
     from cutex.sim.machine.machine import Machine
 
-RUNNING, BLOCKED, YIELDED, DONE = 0, 1, 2, 3  # of a warp
+RUNNING, BLOCKED, YIELDED, DONE = 0, 1, 2, 3  # states of a warp
 
 
 class Divergence:
-    """Program positions and state of all resident warps, and of their lanes while they are apart.
+    """Program positions and states of all resident warps, and of their lanes while they are
+    diverged.
 
-    A warp is apart while its live lanes stand at different places, or some of them sleep. ``pc`` is
-    where the lanes of a warp stand that run next.
+    A warp is apart (diverged) while its live lanes are at different places, or some of them sleep.
+    ``pc`` is the place of a warp's lanes that run next.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -33,7 +34,7 @@ class Divergence:
         self.flow = flow_of(machine.program)
 
     def clear(self, live: np.ndarray) -> None:
-        """All lanes of ``live`` (warps, 32) at the start of the program."""
+        """Put all lanes of ``live`` (warps, 32) at the start of the program."""
         warps = len(live)
         self.live = live
         self.state = np.where(live.any(1), RUNNING, DONE).astype(np.uint8)
@@ -41,12 +42,12 @@ class Divergence:
         self.apart = np.zeros(warps, bool)
         self.lane_pc = np.zeros((warps, 32), np.int64)
         self.asleep = np.zeros((warps, 32), bool)
-        self.turn = np.zeros((warps, 32), np.int64)  # how often a lane has let others run
-        self.alone = np.zeros(warps, bool)  # lanes go on without those that they would wait for
-        self.held = np.zeros((warps, 32), bool)  # alone, before an instruction of the whole warp
+        self.turn = np.zeros((warps, 32), np.int64)  # how often a lane has yielded
+        self.alone = np.zeros(warps, bool)  # lanes continue without those that they would wait for
+        self.held = np.zeros((warps, 32), bool)  # alone, stopped at an instruction of whole warps
 
     def running(self, idx: np.ndarray, place: int) -> np.ndarray | None:
-        """Active lanes of warps that stand at ``place``, None for all of full warps."""
+        """The active lanes of warps that are at ``place``; None for all lanes of full warps."""
         live, apart = self.live[idx], self.apart[idx]
         if not apart.any() and live.all():
             return None
@@ -56,8 +57,8 @@ class Divergence:
     def meeting_places(
         self, idx: np.ndarray, mask: np.ndarray, place: int
     ) -> tuple[int, frozenset[int]]:
-        """Where a batch may have to stop: the next place above at which lanes of its warps stand,
-        and all places where it would have to wait for them.
+        """The places at which a batch may have to stop: the next higher one with lanes of its
+        warps, and all at which it would have to wait for them.
         """
         others = self.live[idx] & self.apart[idx][:, None] & ~mask
         if not others.any():
@@ -72,7 +73,7 @@ class Divergence:
     # -- moving ------------------------------------------------------------------------------------
 
     def settle(self, batch: Batch, place: np.ndarray) -> None:
-        """The batch's lanes now stand at ``place`` (n,)."""
+        """Put the batch's lanes at ``place`` (n,)."""
         if batch.mask is None:
             self.pc[batch.idx] = place
             return
@@ -88,7 +89,7 @@ class Divergence:
     def branch(
         self, batch: Batch, here: np.ndarray, taken: np.ndarray, pc: int, target: int
     ) -> None:
-        """Warps, or lanes of a warp, part ways."""
+        """Split warps, or lanes of a warp, between a branch's target and the next instruction."""
         some, every = taken.any(1), (taken == here).all(1)
         split = some & ~every
         place = np.where(every, target, pc + 1)
@@ -104,7 +105,7 @@ class Divergence:
             self.choose(idx)
 
     def leave(self, batch: Batch, leaving: np.ndarray, pc: int) -> np.ndarray:
-        """Lanes return at ``pc``; the warps that are gone with them."""
+        """Let lanes return at ``pc``; return the warps without live lanes."""
         idx = batch.idx
         lanes = np.where(self.apart[idx][:, None], self.lane_pc[idx], pc)
         lanes[batch.active() & ~leaving] = pc + 1
@@ -119,7 +120,7 @@ class Divergence:
     # -- sleeping ----------------------------------------------------------------------------------
 
     def sleep(self, warp: int, lanes: np.ndarray | None) -> None:
-        """These lanes (of a warp that is apart; else None, all) sleep until `wake`."""
+        """Let these lanes sleep until `wake`; None for all lanes of a warp that is not apart."""
         if lanes is None:
             self.state[warp] = BLOCKED
         else:
@@ -134,7 +135,7 @@ class Divergence:
             self.choose(np.array([warp]))
 
     def give_way(self, batch: Batch) -> None:
-        """Lanes that spin let others run; where there are none, until something happens."""
+        """Let spinning lanes yield to others; if there are none, until something happens."""
         self.state[batch.idx] = YIELDED
         apart = self.apart[batch.idx]
         for warp, mask in zip(batch.idx[apart], batch.active()[apart], strict=True):
@@ -144,7 +145,8 @@ class Divergence:
                 self.state[warp] = RUNNING
 
     def go_on_alone(self) -> bool:
-        """Lets lanes run that wait only for lanes of their own warp; False if there are none."""
+        """Let lanes run that wait only for lanes of their own warp; return False if there are
+        none."""
         stuck = self.apart & ~self.alone & ((self.state == BLOCKED) | (self.state == YIELDED))
         waiting = stuck & (self.live & ~self.asleep).any(1)
         idx = np.nonzero(waiting)[0]
@@ -153,7 +155,9 @@ class Divergence:
         return bool(len(idx))
 
     def hold(self, batch: Batch) -> Batch | None:
-        """Before an instruction of whole warps: lanes that are alone stay; the rest go on."""
+        """Stop lanes that are alone before an instruction of whole warps; return the batch of the
+        others.
+        """
         if batch.mask is None:
             return batch
         partial = (self.live[batch.idx] & ~batch.mask).any(1) & self.alone[batch.idx]
@@ -167,7 +171,7 @@ class Divergence:
     # -- choosing ----------------------------------------------------------------------------------
 
     def choose(self, idx: np.ndarray) -> None:
-        """Sets ``pc``, ``apart`` and ``state`` of warps whose lanes moved, slept or woke."""
+        """Set ``pc``, ``apart`` and ``state`` of warps whose lanes moved, slept or woke."""
         live = self.live[idx]
         lanes = self.lane_pc[idx]
         far = len(self.m.program.code) + 1
@@ -196,7 +200,7 @@ class Divergence:
             self._choose_one(warp)
 
     def _at(self, warp: int) -> np.ndarray:
-        """(32,) lanes of a warp that is apart that run next."""
+        """The lanes, (32,), of a diverged warp that run next."""
         awake = self.live[warp] & ~self.asleep[warp] & ~self.held[warp]
         return awake & (self.lane_pc[warp] == self.pc[warp])
 

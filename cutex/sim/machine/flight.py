@@ -29,12 +29,12 @@ class Flight:
 
     def clear(self) -> None:
         self.queues: dict[Hashable, deque[Operation]] = {}
-        # the same by first CTA of the cluster, bulk stores apart; completed ones leave late
+        # the same by first CTA of the cluster, bulk stores separately; completed ones leave late
         self.lines: dict[bool, dict[int, deque[Operation]]] = {False: {}, True: {}}
         self.count = 0
         self.issued = 0
-        # what a thread (warp, lane, cta_group) issued to the tensor cores since its last commit;
-        # where that is nothing, the last before it
+        # the operations that a thread (warp, lane, cta_group) issued to the tensor cores since its
+        # last commit; if there are none, the last one before it
         self.latest: dict[tuple[int, int, int], list[Operation]] = {}
 
     def __iter__(self) -> Iterator[Operation]:
@@ -42,8 +42,9 @@ class Flight:
             yield from queue
 
     def issue(self, *ops: Operation) -> None:
-        """Puts operations in flight, which must be ordered after what is on their places. Several
-        are of one instruction, each of a cluster of its own, with the same places in all.
+        """Put operations in flight, after checking that they are ordered after earlier accesses to
+        their places. Several operations are of one instruction, in different clusters, with the
+        same places in all.
         """
         for op in ops:
             self._add(op)
@@ -71,7 +72,7 @@ class Flight:
         return sorted((q[0] for q in self.queues.values()), key=_number)
 
     def oldest(self, stores: bool) -> list[Operation]:
-        """Of each cluster the oldest bulk store, or the oldest operation that is none."""
+        """For each cluster, the oldest bulk store, or the oldest other operation."""
         found = []
         for line in self.lines[stores].values():
             while line and line[0].done:
@@ -95,6 +96,6 @@ class Flight:
             consequence()
 
     def complete_all(self) -> None:
-        """Everything in flight, in order of issue."""
+        """Complete everything in flight, in order of issue."""
         for op in sorted(self, key=_number):
             self.complete(op)

@@ -1,4 +1,4 @@
-"""Where warps and CTAs stand: their numbers, their coordinates in the grid, and their names.
+"""The warps and CTAs of a grid: their numbers, coordinates and names.
 
 Warps are numbered ``warp * num_ctas + cta``: the same warp of all resident CTAs is a contiguous
 range.
@@ -14,7 +14,7 @@ from cutex.sim.host.capture import Launch
 
 
 class Grid:
-    """The dimensions of a launch, and which of its clusters are resident; ``dims`` in CTAs."""
+    """The dimensions of a launch (``dims`` in CTAs), and its resident clusters."""
 
     def __init__(self, launch: Launch, num_ctas: int) -> None:
         self.dims: tuple[int, int, int] = launch.grid
@@ -33,7 +33,7 @@ class Grid:
         self.place([])
 
     def place(self, clusters: Sequence[int]) -> None:
-        """Makes these clusters of the grid (numbered by x, then y, then z) resident."""
+        """Make these clusters of the grid (numbered by x, then y, then z) resident."""
         self.present = count = len(clusters) * self.cluster_size
         self._warp_names: dict[int, str] = {}
         assert count <= self.num_ctas
@@ -45,13 +45,13 @@ class Grid:
             self.cta_cluster[i] = clusters[which]
 
     def threads(self) -> np.ndarray:
-        """(warps, 32) lanes that the launch has, of the resident CTAs."""
+        """The lanes, (warps, 32), that the launch has in the resident CTAs."""
         threads = self.warp_in_cta[:, None] * 32 + np.arange(32)
         return (threads < self.num_threads) & (self.warp_cta[:, None] < self.present)
 
     def coordinates(self, linear: int) -> tuple[int, int, int]:
-        """Grid coordinates of the ``linear``-th CTA in cluster order: clusters by x, y, z; ranks
-        within, likewise.
+        """The grid coordinates of the ``linear``-th CTA in cluster order: clusters by x, y, z, and
+        ranks within them likewise.
         """
         cx, cy, cz = self.cluster
         gx, gy = self.dims[0] // cx, self.dims[1] // cy
@@ -63,7 +63,7 @@ class Grid:
     def shared_location(
         self, warps: np.ndarray, addresses: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Shared-window addresses (rank in bits 24 and up) -> (cta, byte offset), for each of
+        """The (cta, byte offset) of shared-window addresses (rank in bits 24 and up), for each of
         ``warps``.
         """
         own = self.warp_cta[warps]

@@ -1,7 +1,8 @@
-"""The state of a simulated grid: registers, shared and tensor memory, barriers, what is in flight.
+"""The state of a simulated grid: registers, shared and tensor memory, barriers, operations in
+flight.
 
-Registers of all resident warps lie in one array per bank, (register, warp, lane), so that one numpy
-call executes an instruction for every warp that stands at the same place in the program.
+Registers of all resident warps are in one array per bank, (register, warp, lane), so that one numpy
+call executes an instruction for every warp at the same place in the program.
 """
 
 from __future__ import annotations
@@ -49,14 +50,15 @@ _POISON = {1: True, 16: POISON16, 32: POISON32, 64: POISON64, 128: POISON64}  # 
 
 @dataclass
 class RegisterPool:
-    """Registers of a CTA that setmaxnreg moves: free ones, and per thread of each warp."""
+    """The registers of a CTA that setmaxnreg moves: free ones, and those per thread of each
+    warp."""
 
     free: int = 0
     held: dict[int, int] = field(default_factory=dict)
 
 
 class Machine:
-    """Everything that instructions read and write while a set of CTAs is resident."""
+    """The state that instructions read and write while a set of CTAs is resident."""
 
     def __init__(
         self,
@@ -69,7 +71,7 @@ class Machine:
         stream: Stream,
         checks: bool = True,
     ) -> None:
-        """``checks``: races are looked for, in memory of whatever kind."""
+        """``checks``: whether races are looked for, in any memory."""
         self.checks = checks
         self.program, self.memory, self.params = program, memory, params
         self.residency, self.policy = residency, policy
@@ -81,17 +83,17 @@ class Machine:
 
         names = SmemNames.of(program, SYSTEM_SMEM + self.static_smem, launch.smem)
         self.findings = Findings(program, names)
-        self.progress = 0  # grows with every visible effect; tells a spin loop from work
+        self.progress = 0  # grows with every visible effect; distinguishes a spin loop from work
         num_warps = self.grid.num_warps
         banks = {1: bool, 16: np.uint16, 32: np.uint32, 64: np.uint64, 128: np.uint64}
         self.registers = {
             bank: np.zeros((count, num_warps, 32, *((2,) if bank == 128 else ())), banks[bank])
             for bank, count in program.registers.items()
-        }  # NOTE: temporaries share places, and memory that is never touched is none
+        }  # NOTE: temporaries share storage, and untouched pages take no memory
         self.lanes = Divergence(self)
         self.sleepers: dict[Any, list[tuple[int, Wait]]] = {}  # by key
         self.ticks = 0
-        self.carry = np.zeros((num_warps, 32), bool)  # of add.cc and its kin
+        self.carry = np.zeros((num_warps, 32), bool)  # the carry of add.cc and the like
         self.smem = np.empty((residency.ctas, self.smem_bytes), np.uint8)
         self.smem_chunks = self.smem.view(np.complex128)  # the same by 16 bytes
         self.mbarriers = MBarriers(self)
@@ -109,13 +111,13 @@ class Machine:
 
     @property
     def live(self) -> np.ndarray:
-        """(warps, 32) lanes that have not returned."""
+        """The lanes, (warps, 32), that have not returned."""
         return self.lanes.live
 
     # -- residency ---------------------------------------------------------------------------------
 
     def load_clusters(self, clusters: Sequence[int]) -> None:
-        """Makes these clusters of the grid (numbered by x, then y, then z) resident, with fresh,
+        """Make these clusters of the grid (numbered by x, then y, then z) resident, with fresh,
         poisoned state.
         """
         self.grid.place(clusters)
@@ -123,8 +125,8 @@ class Machine:
         for bank, registers in self.registers.items():
             registers[lasting(self.program)[bank]] = _POISON[bank]
         self.smem.view(np.uint32)[...] = POISON32
-        # per 16 bytes: 1 + swizzle of the TMA load that wrote them (0: something else did, -1:
-        # nothing has), and its PTX line
+        # per 16 bytes: 1 + swizzle of the TMA load that wrote them (0: written otherwise, -1: not
+        # written), and its PTX line
         self.box_swizzle = np.full((num_ctas, self.smem_bytes // 16), -1, np.int8)
         self.box_line = np.zeros((num_ctas, self.smem_bytes // 16), np.int32)
         self.mbarriers.clear()
@@ -151,15 +153,15 @@ class Machine:
         self.global_races.order.start()
 
     def register(self, reg: Reg) -> np.ndarray:
-        """(warps, 32) of a register, where its values are: see `homes`."""
+        """The storage of a register, (warps, 32); see `homes`."""
         return self.registers[reg.bank][homes(self.program)[reg.bank][reg.index]]
 
     def release(self) -> None:
-        """Gives its memory back, at once: its parts know it, as it knows them."""
+        """Release its memory at once, by breaking the reference cycles between it and its parts."""
         self.__dict__.clear()
 
     def _place_variables(self) -> int:
-        """Offsets of shared, local and module variables; returns the bytes of static smem."""
+        """Assign offsets to shared, local and module variables; return the bytes of static smem."""
         self.offsets: dict[str, int] = {}
         sizes = {"shared": 0, "local": 0, "global": 0, "const": 0}
         dynamic = []
@@ -179,14 +181,14 @@ class Machine:
         return static
 
     def clock(self) -> int:
-        """What clocks show: it grows whenever it is read, and means nothing else."""
+        """The value of the clock registers: it grows with every read, and has no other meaning."""
         self.ticks += 256
         return self.ticks
 
     # -- blocking and waking -----------------------------------------------------------------------
 
     def sleep(self, warp: int, wait: Wait) -> None:
-        """The lanes of ``warp`` that execute now sleep until ``wait.key`` wakes them."""
+        """Put the executing lanes of ``warp`` to sleep until `wake` is called with ``wait.key``."""
         self.waits.setdefault(warp, []).append(wait)
         self.sleepers.setdefault(wait.key, []).append((warp, wait))
         self.lanes.state[warp] = BLOCKED
@@ -199,7 +201,7 @@ class Machine:
             self.lanes.wake(warp, wait.lanes)
 
     def time_out(self, warp: int, wait: Wait) -> None:
-        """A try_wait gives up once."""
+        """Let a try_wait return false once."""
         self.sleepers[wait.key].remove((warp, wait))
         if not self.sleepers[wait.key]:
             del self.sleepers[wait.key]
@@ -223,8 +225,8 @@ class Machine:
         size: int,
         ins: Instruction,
     ) -> None:
-        """Bounds and alignment of ``size``-byte accesses; raises BadAddress for the first that
-        breaks them.
+        """Check bounds and alignment of ``size``-byte accesses; raises BadAddress for the first bad
+        one.
         """
         first = self.grid.warp_cta[warps] - self.grid.cta_rank[self.grid.warp_cta[warps]]
         bad = (
@@ -246,7 +248,8 @@ class Machine:
     def shared_at(
         self, warp: int, lane: int, address: int, size: int, ins: Instruction
     ) -> tuple[int, int]:
-        """(cta, byte offset) of ``size`` bytes at a shared address; raises as `check_shared`."""
+        """The (cta, byte offset) of ``size`` bytes at a shared address; raises as
+        `check_shared`."""
         first = self.grid.first_cta[warp]
         cta, offset = first + (address >> 24), address & 0xFFFFFF
         if (

@@ -1,7 +1,7 @@
 """mbarrier objects (PTX ISA 9.7.13.15): arrival counts, transaction counts and phases.
 
-The 64-bit object in shared memory is opaque, so the state is kept beside it, by (cta, byte offset).
-A phase completes when its pending arrivals and its tx-count are both zero.
+The 64-bit object in shared memory is opaque, so the state is kept separately, by (cta, byte
+offset). A phase completes when its pending arrivals and its tx-count are both zero.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
 MAX_COUNT = (1 << 20) - 1
-_FEW_CTAS = 2  # of a cluster; larger ones hung (see `MBarriers._parked`)
+_FEW_CTAS = 2  # CTAs of a cluster; larger ones hung (see `MBarriers._parked`)
 
 
 @dataclass
 class Made:
-    """The initialisation of an mbarrier: by which thread, and when (see clocks)."""
+    """The initialisation of an mbarrier: its thread, and its time (see clocks)."""
 
     warp: int
     lane: int
@@ -40,17 +40,17 @@ class MBarrier:
     expected: int  # arrivals per phase
     pending: int
     made: Made
-    slot: int  # in the vector clocks, which count its phases there
-    known_to: set[int] = field(default_factory=set)  # warps that come after its initialisation
+    slot: int  # its slot in the vector clocks, which count its phases
+    known_to: set[int] = field(default_factory=set)  # warps ordered after its initialisation
     tx: int = 0
     phases: int = 0  # completed
-    tx_expected: int = 0  # bytes announced in this phase, and bytes that came
+    tx_expected: int = 0  # bytes announced, and bytes arrived, in this phase
     tx_arrived: int = 0
-    last: tuple[str, Instruction] | None = None  # who touched it, and by what
+    last: tuple[str, Instruction] | None = None  # the last thread that used it, and how
     remote: bool = False  # the last arrival came from another CTA
-    announced: Instruction | None = None  # what announced bytes last
-    given: np.ndarray | None = None  # what the arrivals of this phase release (see clocks)
-    released: np.ndarray | None = None  # that of the last completed phase
+    announced: Instruction | None = None  # the last instruction that announced bytes
+    given: np.ndarray | None = None  # the clock that this phase's arrivals release (see clocks)
+    released: np.ndarray | None = None  # the clock of the last completed phase
 
 
 class MBarriers:
@@ -89,16 +89,19 @@ class MBarriers:
         self.machine.progress += 1
 
     def fence_init(self, warp: int, lanes: np.ndarray) -> None:
-        """fence.mbarrier_init by ``lanes`` (32,) of a warp: for what these threads initialised."""
+        """A fence.mbarrier_init by ``lanes`` (32,) of a warp, for the barriers that these threads
+        initialised.
+        """
         now = self.machine.clocks.now(warp)
         for barrier in self.barriers.values():
             if barrier.made.warp == warp and lanes[barrier.made.lane]:
                 barrier.made.fenced = barrier.made.fenced or now
 
     def use(self, cta: int, offset: int, warp: int, ins: Instruction) -> MBarrier:
-        """The mbarrier that a warp uses: its initialisation must come before (9.7.13.15.1), which
-        needs a barrier in between; across CTAs, one that releases it to the cluster. No fence of
-        the async proxy: copies and commits use theirs by the generic one (9.7.9.25.4.1).
+        """The mbarrier that a warp uses. Reports a race unless its initialisation is ordered before
+        (9.7.13.15.1), which needs a barrier in between; across CTAs, one that releases it to the
+        cluster. No fence of the async proxy: copies and commits use their barriers through the
+        generic one (9.7.9.25.4.1).
         """
         barrier = self.get(cta, offset, ins)
         if warp not in barrier.known_to:
@@ -124,19 +127,22 @@ class MBarriers:
         )
 
     def give(self, barrier: MBarrier, given: np.ndarray) -> None:
-        """What an arriver releases to whoever waits for this phase; before it arrives."""
+        """Add the clock of an arrival to the clock that a wait for this phase acquires; called
+        before it arrives.
+        """
         barrier.given = self.machine.clocks.join(barrier.given, given)
 
     def acquire(self, barrier: MBarrier, warp: int) -> None:
-        """A wait of ``warp`` has passed: it comes after what the phase's arrivals released, and
-        after the operations that the phases waited for.
+        """Order ``warp``, whose wait has passed, after the phase's arrivals, and after the
+        operations that the phases waited for.
         """
         clocks = self.machine.clocks
         clocks.take(warp, barrier.released)
         clocks.learn(warp, barrier.slot, barrier.phases)
 
     def reach(self, barrier: MBarrier, warp: int, what: str, ins: Instruction) -> None:
-        """A warp, which may be of another CTA, is about to arrive, or to change the bytes."""
+        """Record that a warp, perhaps of another CTA, is about to arrive or to change the
+        tx-count."""
         m = self.machine
         barrier.remote = barrier.cta != m.grid.cta_of(warp)
         if barrier.remote:
@@ -205,7 +211,7 @@ class MBarriers:
             self.machine.wake((barrier.cta, barrier.offset))
 
     def _parked(self, cta: int, offset: int) -> None:
-        """Whoever sleeps in a try_wait until another CTA of a large cluster arrives."""
+        """Advise against a sleeping try_wait that another CTA of a large cluster ends."""
         for warp, wait in self.machine.sleepers.get((cta, offset), ()):
             self.machine.findings.add(
                 "parked wait",
@@ -230,7 +236,7 @@ class MBarriers:
         return f"mbarrier 0x{offset:x} of {self.machine.grid.name_cta(cta)}{made}"
 
     def describe(self, cta: int, offset: int) -> str:
-        """State for the deadlock report, with what is wrong with the bytes if something is."""
+        """The state for the deadlock report, with the error of the tx-count if there is one."""
         b = self.barriers[cta, offset]
         announced = b.announced.place() if b.announced else ""
         last = f"{b.last[0]} at {b.last[1].where()}" if b.last else "nobody"
@@ -251,19 +257,17 @@ class MBarriers:
         return f"{text}, last touched by {last}"
 
     def leftovers(self) -> list[tuple[str, Instruction]]:
-        """Barriers whose transaction bytes never came out even, for the end of a run."""
+        """Barriers whose tx-count is not zero at the end of a run."""
         out = []
         for (cta, offset), b in self.barriers.items():
-            # NOTE: bytes announced in a last phase for which no copy is issued and nobody waits, as
-            # some pipelines do when they drain, harm nothing
+            # NOTE: bytes announced in a last phase without a copy or a wait, as some pipelines do
+            # when they drain, are harmless
             if b.tx and b.tx_arrived:
                 out.append((f"at the end {self.describe(cta, offset)}", b.made.instruction))
         return out
 
     def half_counted(self) -> list[tuple[str, Instruction]]:
-        """Barriers that some have arrived on in their last phase, and others not, for the end of a
-        run.
-        """
+        """Barriers with some but not all arrivals in their last phase, at the end of a run."""
         return [
             (f"at the end {self.describe(*key)}", b.made.instruction)
             for key, b in self.barriers.items()

@@ -5,7 +5,7 @@ padding of a strided view, or misaligned, raises BadAddress with lane, warp, add
 tensor.
 
 Generic addresses (PTX ISA 5.1.1): a global address is the host address of the tensor's bytes; the
-shared, local and parameter windows lie far above any host address.
+shared, local and parameter windows are far above any host address.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ POISON16 = np.uint16(0x7FFF)
 
 
 def description(tensor: HostTensor) -> str:
-    """'200x136 bfloat16'."""
+    """The shape and dtype of a tensor: '200x136 bfloat16'."""
     return f"{'x'.join(map(str, tensor.shape)) or 'scalar'} {tensor.dtype}"
 
 
 def element_at(tensor: HostTensor, address: int) -> tuple[str, bool]:
-    """'[3, 17]' of an address, by the tensor's strides, and whether it has that element. Empty
-    where strides do not tell.
+    """The index of an address, '[3, 17]', by the tensor's strides, and whether the tensor has that
+    element. Empty if the strides are ambiguous.
     """
     left = (address - tensor.address) // tensor.itemsize
     index = [0] * len(tensor.shape)
@@ -69,7 +69,7 @@ class Region:
         return self.base + len(self.data)
 
     def element(self, offset: int) -> str:
-        """'c[3, 17] (200x136 bfloat16)' of the byte at ``offset``."""
+        """The name of the byte at ``offset``: 'c[3, 17] (200x136 bfloat16)'."""
         for tensor in self.tensors:
             index, inside = element_at(tensor, self.base + offset)
             if inside:
@@ -77,7 +77,7 @@ class Region:
         return f"byte {offset} of {self.description or self.name}"
 
     def holds(self, offsets: np.ndarray, size: int) -> np.ndarray:
-        """(n,) whether every byte of ``size`` at each offset belongs to the tensor."""
+        """Whether all ``size`` bytes at each offset belong to the tensor, (n,)."""
         inside = (offsets >= 0) & (offsets <= len(self.data) - size)
         if self.valid is None:
             return inside
@@ -104,7 +104,7 @@ class GlobalMemory:
         self._bases = np.array([r.base for r in self.regions], np.uint64)
 
     def add_tensor(self, tensor: HostTensor) -> None:
-        """Exactly the elements of ``tensor`` may be accessed, whatever its strides."""
+        """Add exactly the elements of ``tensor``, whatever its strides."""
         if any(s == 0 for s in tensor.shape):
             return
         low = sum(min(0, (n - 1) * s) for n, s in zip(tensor.shape, tensor.strides, strict=True))
@@ -132,7 +132,7 @@ class GlobalMemory:
         return None
 
     def why_not(self, address: int, size: int) -> str:
-        """What is wrong with an access: '12 bytes past the end of c (200x136 bfloat16)'."""
+        """The reason why an access is invalid: '12 bytes past the end of c (200x136 bfloat16)'."""
         if abs(address - int(POISON64)) < 1 << 32:
             return "which comes from a register that nothing has written"
         if not self.regions:
@@ -150,7 +150,8 @@ class GlobalMemory:
         return f"in the padding of {what}, {address - region.base} bytes from its start"
 
     def load(self, addresses: np.ndarray, size: int, complain: Any) -> np.ndarray:
-        """(n,) addresses -> (n, size) bytes; accesses may lie in different regions.
+        """The ``size`` bytes at each of ``addresses`` (n,), (n, size); they may be in different
+        regions.
 
         ``complain(k, why)`` must raise for the k-th address.
         """
@@ -160,7 +161,7 @@ class GlobalMemory:
         return out
 
     def store(self, addresses: np.ndarray, values: np.ndarray, complain: Any) -> None:
-        """``values`` (n, size) bytes; where addresses repeat, the last lane wins."""
+        """Store ``values``, (n, size) bytes; where addresses repeat, the last lane wins."""
         size = values.shape[1]
         for region, members, offsets in self.by_region(addresses, size, complain):
             region.data[offsets[:, None] + np.arange(size)] = values[members]
@@ -168,8 +169,9 @@ class GlobalMemory:
     def by_region(
         self, addresses: np.ndarray, size: int, complain: Any
     ) -> list[tuple[Region, Any, np.ndarray]]:
-        """(region, which addresses lie in it, their offsets), all of them within bounds; else it
-        complains as `load` does."""
+        """For each region: the region, the addresses in it, and their offsets, all within bounds;
+        otherwise it complains as `load` does.
+        """
         if not len(addresses):
             return []
         parts: list[tuple[Region, Any, np.ndarray]] = []
@@ -198,7 +200,7 @@ class GlobalMemory:
         return (addresses - np.uint64(region.base)).astype(np.int64)
 
     def view(self, address: int, size: int, why: str) -> np.ndarray:
-        """(size,) bytes at ``address``, writable, for bulk copies. Raises BadAddress."""
+        """The ``size`` bytes at ``address``, writable, for bulk copies. Raises BadAddress."""
         region = self.find(address)
         if region is None or address + size > region.end:
             raise BadAddress(f"{why}: 0x{address:x}..+{size}, {self.why_not(address, size)}")
@@ -224,7 +226,7 @@ def _union(parts: list[Region]) -> Region:
 
 
 def window_of(addresses: np.ndarray) -> np.ndarray:
-    """Which of WINDOWS each generic address is in; each window is 4 GB long."""
+    """The index in WINDOWS of each generic address; each window is 4 GB long."""
     high = addresses >> np.uint64(32)
     places = (PARAM_WINDOW, SHARED_WINDOW, LOCAL_WINDOW)
     return sum((high == np.uint64(w >> 32)) * (i + 1) for i, w in enumerate(places))
@@ -233,7 +235,7 @@ def window_of(addresses: np.ndarray) -> np.ndarray:
 def shared_addresses(addresses: np.ndarray) -> np.ndarray:
     """Shared addresses, generic or not, as offsets: CTA in bits 24 and up, then its byte.
 
-    One that is neither names a CTA that no cluster has, so that it is found out of bounds.
+    An address that is neither gets a CTA that no cluster has, so that it is found out of bounds.
     """
     window = addresses >> np.uint64(61)
     offsets = addresses & np.uint64(SHARED_WINDOW - 1)
@@ -241,10 +243,10 @@ def shared_addresses(addresses: np.ndarray) -> np.ndarray:
 
 
 def shared_address(address: int) -> int:
-    """The same of one address."""
+    """As `shared_addresses`, for one address."""
     return address & (SHARED_WINDOW - 1) if address >> 61 <= 1 else SHARED_WINDOW - 1
 
 
 def as_bytes(words: np.ndarray) -> np.ndarray:
-    """(n,) unsigned words -> (n, size) bytes."""
+    """(n,) unsigned words as (n, size) bytes."""
     return np.ascontiguousarray(words).view(np.uint8).reshape(len(words), words.dtype.itemsize)

@@ -1,4 +1,4 @@
-"""Asynchronous operations: who carries them out, and what they read and write."""
+"""Asynchronous operations: their engines, and the places that they read and write."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ CHUNK = 16  # bytes, the unit of swizzles
 @dataclass
 class Span:
     """Bytes ``[low, high)`` of a CTA's shared memory; ``chunks`` the exact 16-byte pieces where
-    they have gaps. ``form`` says the same of ``chunks`` in short, for look-ups. ``part``: of the
-    warps that issue the operation together, which one's part this is; None for that of all.
+    they have gaps, and ``form`` a hashable key for ``chunks``. ``part``: for an operation issued by
+    several warps together, the number of the warp that reads this part; None for all.
     """
 
     cta: int
@@ -35,7 +35,7 @@ class Span:
 
     @property
     def key(self) -> Hashable:
-        """The same for the same place of any CTA."""
+        """A key that is the same for the same place of any CTA."""
         return (self.low, self.high) if self.chunks is None else self.form
 
     def anywhere(self) -> Span:
@@ -58,7 +58,7 @@ class Span:
         return self.chunks is None or bool(np.isin(other._pieces, self._pieces).all())
 
     def holds(self, offset: np.ndarray, width: int) -> np.ndarray:
-        """(n,) whether the ``width`` bytes at each offset lie in it, in part at least."""
+        """Whether the ``width`` bytes at each offset overlap it, (n,)."""
         if self.chunks is None:
             return (offset < self.high) & (offset + width > self.low)
         return np.isin(offset // CHUNK, self._pieces)
@@ -118,7 +118,7 @@ Place = Span | Rectangle
 
 
 class Engine(StrEnum):
-    """The unit that carries out an operation."""
+    """The unit that executes an operation."""
 
     TMA_LOAD = "TMA load"
     TMA_STORE = "TMA store"
@@ -138,10 +138,10 @@ Agent = tuple[int, int]  # its slot in the vector clocks, and its count there: s
 class Operation:
     """One asynchronous operation.
 
-    ``queue``: what is in the same one completes in order; None for one of its own.
-    ``signals``: the mbarriers that it completes on, one of each CTA that it writes, or one for all.
-    ``agents``: those whose knowledge says that it is complete, where that is no mbarrier: of each
-    warp of a wgmma, or of the thread whose commits or bulk groups wait for it.
+    ``queue``: operations of one queue complete in order; None for a queue of its own. ``signals``:
+    the mbarriers that it completes on, one in each CTA that it writes, or one for all. ``agents``:
+    the agents whose counts mark its completion, if it has no mbarrier: of each warp of a wgmma, or
+    of the thread whose commits or bulk groups wait for it.
     """
 
     what: str
@@ -150,24 +150,24 @@ class Operation:
     queue: Hashable
     complete: Callable[[], None]
     engine: Engine
-    bytes: int  # that it moves to or from shared memory, of all CTAs
+    bytes: int  # bytes that it moves to or from shared memory, in all CTAs
     flops: int = 0
     reads: list[Place] = field(default_factory=list)
     writes: list[Place] = field(default_factory=list)
     signals: list[Barrier] = field(default_factory=list)
     agents: list[Agent] = field(default_factory=list)
-    issuers: list[int] = field(default_factory=list)  # warps that issue it together; else its own
+    issuers: list[int] = field(default_factory=list)  # the warps that issue it together
     number: int = 0
     done: bool = False
-    source: Hashable = None  # what a copy reads from global memory, where others may copy the same
-    then: list[Callable[[], None]] = field(default_factory=list)  # what its completion sets off
+    source: Hashable = None  # a key of the global memory that a copy reads, if others may read it
+    then: list[Callable[[], None]] = field(default_factory=list)  # called on its completion
 
     def __post_init__(self) -> None:
         self.issuers = self.issuers or [self.warp]
 
     @property
     def is_store(self) -> bool:
-        """From shared to global memory, which bulk groups wait for."""
+        """Whether it goes from shared to global memory, so that bulk groups wait for it."""
         return self.engine is Engine.TMA_STORE
 
     def signal_on(self, cta: int) -> Barrier:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 
 class PendingClusters:
-    """In launch order; taken from the front by the launch itself or by cluster launch control."""
+    """The clusters in launch order; taken from the front by the launch itself or by cluster launch
+    control.
+    """
 
     def __init__(self, clusters: Sequence[int]) -> None:
         self.clusters = deque(clusters)

@@ -1,8 +1,8 @@
-"""How many CTAs of a grid run side by side: what they wait for each other for must be among these.
+"""The number of a grid's CTAs that run at one time: only CTAs among these may wait for each other.
 
-As many as the GPU holds, by the threads and the shared memory of its SMs. It may hold fewer: of
-registers only the assembler knows, of tensor memory the program as it runs, and how clusters fill
-GPCs is not documented.
+It is as many as the GPU holds, by the threads and the shared memory of its SMs. A GPU may hold
+fewer: the register count is only known to the assembler, the use of tensor memory to the running
+program, and how clusters fill GPCs is not documented.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _STATE_BYTES = 1 << 30  # registers, shared and tensor memory that the simulator
 
 @dataclass(frozen=True)
 class Residency:
-    """``ctas`` is a multiple of the cluster's size."""
+    """The number of resident CTAs, ``ctas``, which is a multiple of the cluster's size."""
 
     ctas: int
-    why: str  # what sets the limit
-    gpu_ctas: int = 0  # that the GPU holds, whatever the simulator can
+    why: str  # the limiting resource
+    gpu_ctas: int = 0  # CTAs that the GPU holds, whatever the simulator holds
 
 
 def residency(program: Program, launch: Launch, ctas: int | None = None) -> Residency:
-    """Whole clusters, as many as the GPU holds; as the simulator's memory does, if that is less.
-    ``ctas``: of the grid, those that run.
+    """The residency in whole clusters: as many as the GPU holds, or as fit in the simulator's
+    memory if that is less. ``ctas``: the CTAs of the grid that run.
     """
     num_ctas = launch.num_ctas if ctas is None else ctas
     gpu = _gpu(program)
@@ -59,7 +59,7 @@ def _per_sm(program: Program, launch: Launch) -> int:
 
 
 def _state(program: Program, launch: Launch) -> int:
-    """Bytes that the simulator holds for a CTA."""
+    """The bytes of state that the simulator holds per CTA."""
     registers = sum(count * 32 * max(bank // 8, 1) for bank, count in program.registers.items())
     tensor_memory = 4 * 128 * 512 if "sm_10" in program.target else 0
     return launch.warps_per_cta * registers + launch.smem + 2048 + tensor_memory

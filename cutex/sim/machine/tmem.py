@@ -1,4 +1,4 @@
-"""Tensor memory: 128 lanes x 512 columns of 32 bits per CTA, and who allocated which columns."""
+"""Tensor memory: 128 lanes x 512 columns of 32 bits per CTA, and its allocation."""
 
 from __future__ import annotations
 
@@ -33,17 +33,19 @@ class TensorMemory:
         self._accesses: TmemAccesses | None = None
         # cta -> (512,) PTX line of the tcgen05.alloc that took the column, 0 where it is free
         self.owner: dict[int, np.ndarray] = {}
-        self.freed: dict[int, tuple[int, int, str]] = {}  # by CTA, the last: columns, and by whom
+        self.freed: dict[
+            int, tuple[int, int, str]
+        ] = {}  # by CTA: the last columns freed, and by whom
         self.relinquished: set[int] = set()  # CTAs that allocate no more
         self.asked: dict[int, int] = {}  # cta of a pair -> columns that it waits for
-        self.granted: dict[int, int] = {}  # cta of a pair -> first column, not yet picked up
-        # by what a pair does together: CTAs that wait for their peer, and whose peer has come
+        self.granted: dict[int, int] = {}  # cta of a pair -> first column granted, not yet returned
+        # by joint action of a pair: CTAs that wait for their peer, and those whose peer has arrived
         self.came: dict[str, set[int]] = {"dealloc": set(), "relinquish": set()}
         self.met: dict[str, set[int]] = {"dealloc": set(), "relinquish": set()}
 
     @property
     def cells(self) -> np.ndarray:
-        """(ctas, 128 lanes, 512 columns) uint32, poisoned when first used."""
+        """All cells, (ctas, 128 lanes, 512 columns) uint32, poisoned when first used."""
         if self._cells is None:
             shape = (self.machine.grid.num_ctas, LANES, COLUMNS)
             self._cells = np.full(shape, POISON32, np.uint32)
@@ -51,7 +53,7 @@ class TensorMemory:
 
     @property
     def shadow(self) -> TmemShadow:
-        """Made when first used: it knows of no earlier access."""
+        """The race checks, made when first used."""
         if self._shadow is None:
             nothing: Any = Unchecked()
             self._shadow = TmemShadow(self.machine) if self.machine.checks else nothing
@@ -65,8 +67,8 @@ class TensorMemory:
         return self._accesses
 
     def request(self, cta: int, pair: bool, count: int, ins: Instruction) -> int | None:
-        """First of ``count`` columns that now belong to the CTA; None if it must wait, for room or,
-        in a pair, for the other CTA to ask as well.
+        """The first of ``count`` columns allocated to the CTA; None if it must wait, for free
+        columns or, in a pair, for the other CTA's request.
         """
         if not pair:
             return self._allocate(cta, count, ins)
@@ -86,14 +88,15 @@ class TensorMemory:
         return None
 
     def together(self, what: str, cta: int, pair: bool) -> bool:
-        """Whether the CTA, which had to wait, has been met by its peer."""
+        """Whether the peer has met the CTA, which had to wait."""
         if pair and cta in self.met[what]:
             self.met[what].remove(cta)
             return True
         return False
 
     def meet(self, what: str, cta: int, pair: bool) -> bool:
-        """Whether the CTA, which comes, need not wait: it is no pair, or its peer waits already."""
+        """Whether the CTA, which arrives, need not wait: it has no peer, or its peer waits
+        already."""
         peer = cta ^ 1
         if not pair:
             return True
@@ -124,7 +127,7 @@ class TensorMemory:
         return first
 
     def free(self, cta: int, first: int, count: int, by: str) -> None:
-        """``by``: who frees, and where."""
+        """Free the columns; ``by``: the thread and the place, as text."""
         self.owner[cta][first : first + count] = 0
         self.freed[cta] = first, first + count, by
 
@@ -132,7 +135,7 @@ class TensorMemory:
         return int((self.owner[cta] == 0).sum())
 
     def check(self, cta: int, first: int, count: int, who: str, ins: Instruction) -> None:
-        """Raises BadAddress where one of the columns does not exist or was not allocated."""
+        """Raise BadAddress if one of the columns does not exist or is not allocated."""
         owner = self.owner.get(cta, np.zeros(COLUMNS, np.int32))
         if 0 <= first <= COLUMNS - count and owner[first : first + count].all():
             return
@@ -147,7 +150,7 @@ class TensorMemory:
         )
 
     def leftovers(self) -> list[tuple[str, int]]:
-        """What was never given back: a sentence, and the PTX line of its allocation."""
+        """Allocations that were never freed: a sentence, and the PTX line, of each."""
         return [
             (
                 f"{self.machine.grid.name_cta(cta)} returns without tcgen05.dealloc of "

@@ -1,4 +1,4 @@
-"""Why warps are blocked, and which waits have let them pass."""
+"""The waits of blocked warps, and the waits that have let them pass."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from cutex.sim.ptx.parse import Instruction
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """Why a warp is blocked, for wake-ups and for the deadlock report."""
+    """The reason why a warp is blocked, for wake-ups and for the deadlock report."""
 
     kind: str
-    key: Any  # what `Machine.wake` is called with
+    key: Any  # the argument of `Machine.wake` that ends it
     instruction: Instruction
     tell: Callable[[], str]
-    lanes: np.ndarray | None = None  # of a warp whose lanes are apart; None for all
-    on_wake: Callable[[], None] | None = None  # what it was waiting for is there
+    lanes: np.ndarray | None = None  # of a diverged warp; None for all
+    on_wake: Callable[[], None] | None = None  # called when it ends
 
 
 class PassedWait(NamedTuple):
-    """A wait by parity that let a warp pass: what the warp then knew of the barrier."""
+    """A wait by parity that has let a warp pass, with the barrier's phases at that time."""
 
     parity: int
     phases: int  # completed

@@ -1,4 +1,4 @@
-"""What a warpgroup has in flight: wgmma groups and the accumulators they work on."""
+"""The state of a warpgroup's wgmma: groups in flight and their accumulators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Registers:
-    """32-bit registers of an operand, in fragment order: one object for each such tuple."""
+    """32-bit registers of an operand, in fragment order; one object per tuple of indices."""
 
     __slots__ = ("array", "indices", "members")
 
@@ -35,7 +35,7 @@ class Registers:
 
 @dataclass
 class Accumulator:
-    """The D registers of a warpgroup while wgmma works on them; warps load and leave one by one."""
+    """The D registers of a warpgroup while wgmmas write them; warps load and release one by one."""
 
     registers: Registers
     values: np.ndarray  # (4 warps, 16 rows, N); int32 where kind is s32, else float32
@@ -72,7 +72,7 @@ class WarpState:
 
 
 class Descriptors(NamedTuple):
-    """What the warps of a warpgroup must agree on."""
+    """The operands on which the warps of a warpgroup must agree."""
 
     a: int | None  # None: A is in registers
     b: int
@@ -81,28 +81,28 @@ class Descriptors(NamedTuple):
 
 @dataclass
 class Rendezvous:
-    """One wgmma of a warpgroup: it is issued when its four warps have come."""
+    """One wgmma of a warpgroup: it is issued when its four warps have arrived."""
 
     ins: Instruction
     descriptors: Descriptors
     acc: Accumulator
     groups: list[tuple[int, Group]] = field(default_factory=list)
-    agents: list[Agent] = field(default_factory=list)  # of the warps, by their groups
+    agents: list[Agent] = field(default_factory=list)  # the warps' agents, in the order of `groups`
     # A in registers: warp of the group -> (16, K)
     fragments: dict[int, np.ndarray] = field(default_factory=dict)
 
 
 @lru_cache(maxsize=64)
 def fragment_coordinates(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row (of 16) and column of register i in lane t of an m64nNk16 D fragment: two (N/2, 32)
-    arrays (9.7.15.5.2).
+    """The row (of 16) and the column of register i in lane t of an m64nNk16 D fragment: two (N/2,
+    32) arrays (9.7.15.5.2).
     """
     i, t = np.arange(n // 2)[:, None], np.arange(32)[None, :]
     return t // 4 + 8 * (i // 2 % 2) + 0 * i, 8 * (i // 4) + 2 * (t % 4) + i % 2
 
 
 def _unpack(words: np.ndarray, kind: str) -> np.ndarray:
-    """(registers, warps, 32) words -> (values, warps, 32): two values per register for f16."""
+    """(registers, warps, 32) words as (values, warps, 32): two values per register for f16."""
     if kind == "f16":
         halves = np.ascontiguousarray(words).view(np.float16).reshape(*words.shape, 2)
         return np.moveaxis(halves, 3, 1).reshape(-1, *words.shape[1:]).astype(np.float32)
@@ -126,9 +126,9 @@ class WarpgroupMma:
 
     def clear(self) -> None:
         self.warps: dict[int, WarpState] = defaultdict(WarpState)
-        self.fenced = np.zeros(self.m.grid.num_warps, bool)  # once at least
+        self.fenced = np.zeros(self.m.grid.num_warps, bool)  # at least once
         shape = self.m.grid.num_warps, self.m.program.registers.get(32, 0)
-        # by other instructions since the last wgmma.fence: CHANGED, or SEEN: read, or by a mov
+        # accesses by other instructions since the last wgmma.fence: CHANGED, or SEEN (read, or mov)
         self.touched = np.zeros(shape, np.uint8)
         self.held = np.zeros(shape, bool)  # by wgmmas that the warp has not waited for
         self.accumulators: dict[tuple[int, int], list[Accumulator]] = {}  # by (cta, warpgroup)
@@ -138,7 +138,7 @@ class WarpgroupMma:
         return self.warps[warp]
 
     def warp(self, key: tuple[int, int], inside: int) -> int:
-        """Number of warp ``inside`` (0..3) of a warpgroup."""
+        """The number of warp ``inside`` (0..3) of a warpgroup."""
         return (key[1] * 4 + inside) * self.m.grid.num_ctas + key[0]
 
     def take(
@@ -153,8 +153,8 @@ class WarpgroupMma:
         """The accumulator in these registers: the one in flight, or a new one, loaded for the warps
         ``inside``.
 
-        While it is in flight, the registers hold poison: what reads them before wgmma.wait_group
-        reads NaN.
+        While it is in flight, the registers hold poison: an instruction that reads them before
+        wgmma.wait_group reads NaN.
         """
         accumulators = self.accumulators.setdefault(key, [])
         acc = None
@@ -186,7 +186,7 @@ class WarpgroupMma:
         return acc
 
     def release(self, key: tuple[int, int], acc: Accumulator) -> None:
-        """One operation of all four warps is complete: the last one gives the registers back."""
+        """One operation of all four warps is complete: the last one writes the registers back."""
         acc.in_flight = [count - 1 for count in acc.in_flight]
         if min(acc.in_flight):
             return
@@ -204,13 +204,15 @@ class WarpgroupMma:
     # -- accesses to registers ---------------------------------------------------------------------
 
     def take_hold(self, warps: np.ndarray, registers: np.ndarray) -> bool:
-        """wgmmas of the warps take these registers. Whether all of them come after a fence."""
+        """Mark the registers as used by wgmmas of the warps. Return whether all of them are ordered
+        by a fence.
+        """
         at = warps[:, None], registers
         self.held[at] = True
         return bool(self.fenced[warps].all()) and not self.touched[at].any()
 
     def waited(self, warp: int, group: int) -> None:
-        """The warp's first ``group`` groups are complete, and it knows that."""
+        """Record that the warp has waited for its first ``group`` groups."""
         state = self.state(warp)
         for unwaited in (state.results, state.sources):
             for registers in [r for r, u in unwaited.items() if u.group <= group]:
@@ -225,7 +227,9 @@ class WarpgroupMma:
         self.fenced[warps] = True
 
     def access(self, b: Batch, read: set[int], written: set[int], ins: Instruction) -> None:
-        """An instruction other than a wgmma reads and writes registers that some wgmma uses."""
+        """Check an instruction other than a wgmma that reads and writes registers used by some
+        wgmma.
+        """
         at = b.idx[:, None], list(read | written)
         self.touched[at] = np.maximum(self.touched[at], SEEN)
         if written and ins.name != "mov":
@@ -252,10 +256,11 @@ class WarpgroupMma:
                     )
 
     def check_fence(self, warp: int, registers: np.ndarray, ins: Instruction) -> None:
-        """What wgmma accesses comes after a fence of all ordinary accesses (9.7.15.7.1).
+        """Report wgmma registers whose ordinary accesses are not followed by a wgmma.fence
+        (9.7.15.7.1).
 
-        NOTE: a mov may be the compiler's, for a loop that carries an accumulator, and none in the
-        end: such stand behind the fence of NVIDIA's persistent GEMM of Hopper. And its GEMM of fp8
+        NOTE: a mov may be the compiler's, for a loop that carries an accumulator, and vanish in the
+        end: such movs follow the fence of NVIDIA's persistent GEMM of Hopper. And its GEMM of fp8
         with two accumulators reads one, then has wgmma overwrite it, with no fence in between.
         """
         touched = self.touched[warp, registers]

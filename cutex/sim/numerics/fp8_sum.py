@@ -1,10 +1,10 @@
-"""How a Hopper tensor core adds up fp8 products, which the PTX ISA leaves open.
+"""The sum of fp8 products in a Hopper tensor core, which the PTX ISA leaves open.
 
 For 32 of K at a time, one wgmma: align the products and the sum so far to the largest exponent
-among them (of a product: the sum of its two elements' exponents), cut each off 13 bits below it,
-towards zero, add, and cut the sum off 13 bits below its own exponent. Read off one H200, where it
-gives the bits of every element at K = 32, 64 and 256 of e4m3 (docs/facts.md); e5m2 is taken to be
-the same.
+among them (of a product: the sum of its two elements' exponents), truncate each 13 bits below it,
+towards zero, add, and truncate the sum 13 bits below its own exponent. Determined from one H200,
+where it gives the bits of every element at K = 32, 64 and 256 of e4m3 (docs/facts.md); e5m2 is
+assumed to be the same.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from __future__ import annotations
 import numpy as np
 
 KEPT = 13  # bits below the largest exponent
-_NOTHING = -(1 << 12)  # as the exponent of zero
+_NOTHING = -(1 << 12)  # stands for the exponent of zero
 
 
 def add_products(old: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """``old`` (M, N) + ``a`` (M, K) @ ``b`` (N, K).T, all float32. What is not finite adds up as in
-    float32."""
+    """``old`` (M, N) + ``a`` (M, K) @ ``b`` (N, K).T, all float32. Values that are not finite add
+    up as in float32.
+    """
     with np.errstate(invalid="ignore"):
         plain = old + a @ b.T
     finite = np.isfinite(plain)
@@ -38,5 +39,5 @@ def add_products(old: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _exponents(x: np.ndarray) -> np.ndarray:
-    """Exponents of the leading bits."""
+    """The exponents of the leading bits."""
     return np.where(x == 0, np.int32(_NOTHING), np.frexp(x)[1] - 1)

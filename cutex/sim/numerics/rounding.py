@@ -1,7 +1,7 @@
-"""Rounding: of exact results to float formats in each direction, and the bf16 that numpy lacks.
+"""Rounding of exact results to float formats in each direction, and the bf16 that numpy lacks.
 
 Sums that float64 cannot hold are rounded to odd there: the last bit is set if anything was lost, so
-that rounding once more to a narrower format gives what rounding the exact sum would have given.
+that rounding once more to a narrower format gives the correctly rounded exact sum.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def bf16_to_f32(x: Any) -> Any:
 
 
 def f32_to_bf16(x: Any, mode: str = "rn") -> Any:
-    """float32 -> bf16 bits; rn to nearest even, rz truncated. NaN is 0x7fff, as in hardware."""
+    """float32 as bf16 bits; rn to nearest even, rz truncated. NaN is 0x7fff, as in hardware."""
     x = np.ascontiguousarray(x, np.float32)
     u = x.view(np.uint32)
     if mode == "rn":
@@ -37,7 +37,7 @@ def f32_to_bf16(x: Any, mode: str = "rn") -> Any:
 
 
 def widen(bits: Any, kind: str) -> Any:
-    """Bits or values of a float type -> an array to compute with (float32, float64 for f64)."""
+    """Bits or values of a float type as an array to compute with (float32, float64 for f64)."""
     if kind == "bf16":
         return bf16_to_f32(bits)
     if kind == "f16":
@@ -46,7 +46,7 @@ def widen(bits: Any, kind: str) -> Any:
 
 
 def narrow(values: Any, kind: str, mode: str = "rn") -> Any:
-    """The inverse of `widen`, rounding once; gives values for f32 and f64, bits for halves.
+    """The inverse of `widen`, rounded once: values for f32 and f64, bits for halves.
 
     ``values`` may be float64 where ``kind`` is narrower.
     """
@@ -102,7 +102,8 @@ _FRACTIONS: dict[str, Any] = {
 
 
 def in_fractions(name: str, mode: str, *operands: Any) -> Any:
-    """add, sub, mul, div or fma of float64 arrays, rounded once: value by value, exactly."""
+    """add, sub, mul, div or fma of float64 arrays, rounded once: computed exactly, value by
+    value."""
     arrays = np.broadcast_arrays(*(np.asarray(o, np.float64) for o in operands))
     flat = [a.reshape(-1).tolist() for a in arrays]
     out = [_in_fractions(name, mode, values) for values in zip(*flat, strict=True)]

@@ -1,6 +1,6 @@
 """Conversions of pairs of 8-, 6- and 4-bit floats and of powers of two (PTX ISA 9.7.9.21).
 
-What the ISA leaves to reading, such as where a NaN goes, is that of CUDA's own emulation on hosts
+Points that the ISA leaves open, such as the code of a NaN, follow CUDA's own emulation on hosts
 (cuda_fp8.hpp, cuda_fp6.hpp, cuda_fp4.hpp).
 """
 
@@ -19,7 +19,7 @@ from cutex.sim.ptx.decode import Decoder, Execute
 
 @dataclass(frozen=True)
 class Small:
-    """A type of pairs. ``place`` bits per element; what a NaN becomes is ``nan``."""
+    """A type of pairs: ``place`` bits per element; ``nan`` is the code of a NaN."""
 
     kind: Any
     largest: float
@@ -39,7 +39,7 @@ FIXED = "s2f6x2"  # signed, two bits before the point and six behind it
 
 
 def _pair(d: Decoder, frm: str) -> tuple[Any, Any]:
-    """Readers of the upper and the lower source: two float32, or the halves of a word."""
+    """Readers of the upper and of the lower source: two float32, or the halves of a word."""
     if frm == "f32":
         return read_float(d, 1, "f32"), read_float(d, 2, "f32")
     if frm not in ("f16x2", "bf16x2"):
@@ -49,7 +49,9 @@ def _pair(d: Decoder, frm: str) -> tuple[Any, Any]:
 
 
 def to_small(d: Decoder, to: str, frm: str) -> Execute:
-    """Rounded to nearest and saturated; the first source is in the upper place."""
+    """Convert to a pair of small floats, rounded to nearest and saturated; the first source is in
+    the upper place.
+    """
     d.only("rn", "satfinite", "relu", *SMALL)
     upper, lower = _pair(d, frm)
     form, relu = SMALL[to], "relu" in d.mods
@@ -65,7 +67,7 @@ def to_small(d: Decoder, to: str, frm: str) -> Execute:
 
 
 def from_small(d: Decoder, frm: str, to: str) -> Execute:
-    """Two of them into two halves: exact."""
+    """Convert a pair of small floats to two halves, exactly."""
     d.only("rn", "relu", *SMALL)
     if to != "f16x2":
         raise d.unknown()
@@ -83,7 +85,7 @@ def from_small(d: Decoder, frm: str, to: str) -> Execute:
 
 
 def to_powers(d: Decoder, frm: str) -> Execute:
-    """The power of two next below (.rz) or above (.rp) the size of each source."""
+    """The power of two next below (.rz) or above (.rp) the magnitude of each source."""
     d.only("rz", "rp", "satfinite", POWERS)
     upper, lower = _pair(d, frm)
     above, write = "rp" in d.mods, d.dst(0, "b16")
@@ -100,7 +102,7 @@ def to_powers(d: Decoder, frm: str) -> Execute:
 
 
 def from_powers(d: Decoder, to: str) -> Execute:
-    """Two powers of two into two bf16: exact."""
+    """Convert two powers of two to two bf16, exactly."""
     d.only("rn", POWERS)
     if to != "bf16x2":
         raise d.unknown()
@@ -118,9 +120,9 @@ def from_powers(d: Decoder, to: str) -> Execute:
 
 
 def from_fixed(d: Decoder, to: str) -> Execute:
-    """Two fixed-point numbers, each times a power of two, into two bf16.
+    """Two fixed-point numbers, each times a power of two, to two bf16.
 
-    The DSL converts int8 to bf16 by it: a scale of 2^6, 0x85, makes the bytes whole numbers.
+    The DSL converts int8 to bf16 by it: a scale of 2^6, 0x85, makes the bytes integers.
     """
     d.only("rn", "satfinite", "relu", "scaled", "n2", "ue8m0", FIXED)
     if to != "bf16x2":

@@ -1,7 +1,7 @@
 """Declarations of PTX: parameters and variables (PTX ISA chapters 4.5, 5.1 and 5.4).
 
-What cannot be read is an error with its line, never passed over: running on would give a wrong
-result.
+A declaration that cannot be read is an error with its line, never skipped: continuing would give a
+wrong result.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def unreadable(line: int, text: str, why: str = "") -> UnknownInstruction:
 
 
 def integer(text: str) -> int | None:
-    """The value of an integer constant (PTX ISA 4.5.1), None for what is none of 64 bits."""
+    """The value of an integer constant (PTX ISA 4.5.1); None if ``text`` is none of 64 bits."""
     m = _INT.fullmatch(text)
     if m is None:
         return None
@@ -89,7 +89,7 @@ def parameters(header: str, line: int) -> tuple[list[Param], int]:
 
 
 def _bytes(kind: str, line: int, text: str) -> int:
-    """Bytes of a fundamental type."""
+    """The size of a fundamental type in bytes."""
     if WIDTH.get(kind, 1) < 8:
         raise unreadable(line, text, f"the type .{kind}")
     return WIDTH[kind] // 8
@@ -110,7 +110,7 @@ _VARIABLE = re.compile(
 
 
 def variable(statement: str, line: int) -> Variable:
-    """The declaration of a variable; UnknownInstruction for what is none."""
+    """The variable that a statement declares; raises UnknownInstruction if it declares none."""
     m = _VARIABLE.match(statement)
     if not m:
         raise unreadable(line, statement, "the declaration")
@@ -165,7 +165,9 @@ def module_variables(text: str) -> dict[str, Variable]:
 
 
 def split_operands(text: str) -> list[str]:
-    """Split at commas outside brackets and braces. Raises ValueError where those do not match."""
+    """The parts of ``text`` between commas outside brackets and braces. Raises ValueError where
+    those do not match.
+    """
     out, opened, piece = [], "", ""
     for char in text:
         if char in "{[(":

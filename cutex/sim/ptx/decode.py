@@ -1,4 +1,4 @@
-"""From an instruction to a function of a batch: operand access by type, and the table of
+"""Turns an instruction into a function of a batch: operand access by type, and the table of
 definitions.
 
 A definition is registered with ``@instruction("add", ...)`` under the first part of the opcode. It
@@ -63,7 +63,7 @@ _DEFINITIONS: dict[str, Callable[[Decoder], Execute]] = {}
 def instruction(
     *names: str,
 ) -> Callable[[Callable[[Decoder], Execute]], Callable[[Decoder], Execute]]:
-    """Registers a definition for opcodes whose first part (or first two, dotted) is one of
+    """Register a definition for opcodes whose first part (or first two, dotted) is one of
     ``names``.
     """
 
@@ -103,7 +103,7 @@ def decode(ins: Instruction, machine: Machine) -> Execute:
         d.account()
     except SimError:
         raise
-    except Exception as error:  # NOTE: PTX that no definition foresaw is no crash of the simulator
+    except Exception as error:  # NOTE: malformed PTX must not crash the simulator
         raise d.unknown(_MISSING.get(type(error)) or f"{type(error).__name__}: {error}") from error
     return execute
 
@@ -116,7 +116,7 @@ class Decoder:
         self.parts = ins.parts
         self.mods = frozenset(ins.parts[1:])
         self.types = [p for p in ins.parts[1:] if p in WIDTH]
-        self.checked = False  # whether the definition has said which modifiers it knows
+        self.checked = False  # whether the definition has listed the modifiers that it implements
         ins.operands.asked.clear()
 
     @property
@@ -138,8 +138,8 @@ class Decoder:
         )
 
     def only(self, *allowed: str) -> None:
-        """Raises for a modifier that this definition does not know: a wrong result is worse than an
-        error.
+        """Raise UnknownInstruction for a modifier not in ``allowed``: a wrong result is worse than
+        an error.
         """
         self.checked = True
         for part in self.ins.parts[1:]:
@@ -147,7 +147,9 @@ class Decoder:
                 raise self.unknown(f"modifier .{part}")
 
     def account(self) -> None:
-        """Raises for a modifier or an operand that the definition has not looked at."""
+        """Raise UnknownInstruction for a modifier or an operand that the definition has not looked
+        at.
+        """
         if not self.checked:
             self.only()
         if "cache_hint" in self.mods:
@@ -165,8 +167,8 @@ class Decoder:
         return self.read(self.ins.operands[k], kind or self.type)
 
     def read(self, operand: Operand, kind: str) -> Read:
-        """Reads ``operand`` as ``kind``: (n, 32) of the numpy type, or something that broadcasts to
-        it.
+        """A function that reads ``operand`` as ``kind``: (n, 32) of the numpy type, or an array
+        that broadcasts to it.
         """
         bits, dtype = WIDTH[kind], TYPES[kind]
         if isinstance(operand, Reg):
@@ -223,7 +225,7 @@ class Decoder:
         return lambda b: value
 
     def _pack(self, operand: Vector, kind: str) -> Read:
-        """``{lo, hi}`` read as one wider value (mov.b64 %rd, {%r0, %r1})."""
+        """A function that reads ``{lo, hi}`` as one wider value (mov.b64 %rd, {%r0, %r1})."""
         part = self._part(operand, kind)
         reads = [self.read(o, f"b{part}") for o in operand.items]
         wide = UNSIGNED[WIDTH[kind]]
@@ -242,7 +244,7 @@ class Decoder:
         return self.write(self.ins.operands[k], kind or self.type)
 
     def write(self, operand: Operand, kind: str) -> Write:
-        """Writes (n, 32) values of ``kind`` to the active lanes."""
+        """A function that writes (n, 32) values of ``kind`` to the active lanes."""
         if isinstance(operand, Sink):
             return lambda b, v: None
         if isinstance(operand, Vector):
@@ -298,7 +300,9 @@ class Decoder:
         return write
 
     def map(self, f: Callable[..., Any], sources: int) -> Execute:
-        """``f`` of the first ``sources`` operands, lane by lane, in the instruction's type."""
+        """The execution of ``f`` on the first ``sources`` operands, lane by lane, in the
+        instruction's type.
+        """
         reads, write = [self.src(k + 1) for k in range(sources)], self.dst()
         return lambda b: write(b, f(*(r(b) for r in reads)))
 
@@ -315,8 +319,8 @@ class Decoder:
     # -- addresses ---------------------------------------------------------------------------------
 
     def address(self, k: int, coordinates: bool = False) -> Read:
-        """(n, 32) uint64 of ``[base+offset]``; 32-bit bases are zero-extended. With
-        ``coordinates``, they stand in the bracket as well.
+        """A function that computes ``[base+offset]``, (n, 32) uint64; 32-bit bases are
+        zero-extended. With ``coordinates``, the bracket holds these as well.
         """
         operand = self.ins.operands[k]
         if not isinstance(operand, Address) or coordinates == (operand.coords is None):
@@ -345,7 +349,7 @@ class Decoder:
 
 
 def _may_be(constant: Imm, kind: str, bits: int, types: list[str]) -> bool:
-    """Whether a constant may stand where ``kind`` is read: one of floats only among floats."""
+    """Whether a constant may be read as ``kind``: a float constant only by a float type."""
     if not constant.bits and not isinstance(constant.value, float):
         return True
     if constant.bits not in (0, bits) or any(t[0] in "us" for t in (kind, *types)):

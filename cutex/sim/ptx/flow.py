@@ -1,4 +1,4 @@
-"""Control flow of a program: where lanes that part have to meet again."""
+"""Control flow of a program: the places where diverged lanes reconverge."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ LEAVES = ("ret", "exit", "trap")
 
 
 class ControlFlow:
-    """Post-dominators: the instructions that every path from a place to the end comes through."""
+    """The post-dominators of instructions: those that every path from one to the end passes."""
 
     def __init__(self, code: list[Instruction]) -> None:
         self.code = code
         self._chains: dict[int, frozenset[int]] = {}
 
     def beyond(self, pc: int) -> frozenset[int]:
-        """All post-dominators of ``pc``, without itself: where lanes ahead wait for those there."""
+        """All post-dominators of ``pc``, without itself: places where lanes that are ahead wait for
+        those at ``pc``.
+        """
         chain = self._chains.get(pc)
         if chain is None:
             end, at, places = len(self.code), pc, []
@@ -37,7 +39,8 @@ class ControlFlow:
 
     @cached_property
     def _next_common(self) -> list[int]:
-        """The immediate post-dominator of each instruction; the program's length is its end.
+        """The immediate post-dominator of each instruction; the program's length stands for its
+        end.
 
         Cooper, Harvey and Kennedy's algorithm on the reversed graph.
         """

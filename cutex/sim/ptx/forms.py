@@ -1,8 +1,9 @@
 """The modifiers of each opcode, in their order, as the PTX ISA's syntax sections give them.
 
-A definition looks for the modifiers that change what it does; what it does not look for must not
-pass. So each opcode's modifiers are held against a regular expression of all that it may have. For
-an opcode without one, its definition names those that it knows (`Decoder.only`).
+A definition looks for the modifiers that change its result; a modifier that it does not look for
+must not pass silently. So each opcode's modifiers are matched with a regular expression of all that
+it may have. For an opcode without one, its definition lists those that it implements
+(`Decoder.only`).
 """
 
 from __future__ import annotations
@@ -156,7 +157,8 @@ def _form(op: str) -> re.Pattern[str] | None:
 
 @lru_cache(maxsize=4096)
 def misfit(op: str) -> str:
-    """What is wrong with an opcode's modifiers, "" where nothing is or no form is known."""
+    """The modifier of an opcode that does not match its form; "" if all match or no form is
+    known."""
     form = _form(op)
     modifiers = op.removeprefix(opcode_parts(op)[0])
     if form is None or form.fullmatch(modifiers):
@@ -169,5 +171,5 @@ def misfit(op: str) -> str:
 
 
 def has_form(op: str) -> bool:
-    """Whether `misfit` has looked at all of the opcode's modifiers."""
+    """Whether `misfit` checks all of the opcode's modifiers."""
     return _form(op) is not None

@@ -1,4 +1,4 @@
-"""What is worked out of a program once, however often it is launched."""
+"""Analyses of a program that are computed once, however often it is launched."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Found = TypeVar("Found")
 
 
 def once(derive: Callable[[Program], Found]) -> Callable[[Program], Found]:
-    """``derive``, whose result is kept with the program."""
+    """``derive``, with its result cached in the program."""
 
     @wraps(derive)
     def derived(program: Program) -> Found:

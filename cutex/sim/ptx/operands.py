@@ -1,4 +1,4 @@
-"""What an operand of an instruction can be: a register, a number, an address, several of them."""
+"""The operands of an instruction: registers, numbers, addresses, vectors."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ Operand = Reg | Imm | Special | Symbol | Address | Vector | Pair | Not | Sink
 
 
 class Operands(list[Operand]):
-    """The operands of an instruction, which know which of them a definition has looked at.
+    """The operands of an instruction, which record those that a definition has looked at.
 
-    What nobody looked at is not understood: see `Decoder.account`.
+    An operand that was not looked at is not implemented: see `Decoder.account`.
     """
 
     def __init__(self, operands: Iterable[Operand] = ()) -> None:

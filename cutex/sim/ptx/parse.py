@@ -6,6 +6,7 @@ labels and registers of their own, vector operands, predicates, ``_`` sinks and 
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -26,14 +27,14 @@ from cutex.sim.ptx.declarations import (
 from cutex.sim.ptx.operands import Address, Operand, Operands, Reg
 from cutex.sim.ptx.scopes import Scopes
 
-BRANCHES = ("bra", "ret", "exit", "trap")  # what the scheduler itself executes
+BRANCHES = ("bra", "ret", "exit", "trap")  # opcodes that the scheduler itself executes
 
 
 class Source(NamedTuple):
     """A place in the DSL program, as .loc gives it; the column counts from 1, 0 if unknown.
 
-    ``stack``: the place and its function, what called that, and so on to the kernel; empty where
-    the trace was not recorded.
+    ``stack``: the place and its function, then their callers up to the kernel; empty if the trace
+    was not recorded.
     """
 
     file: str
@@ -42,20 +43,26 @@ class Source(NamedTuple):
     stack: Stack = ()
 
     def where(self) -> str:
-        """'tma.py:50:9, called at kernel.py:74:9': the second where the kernel is in another file.
+        """'tma.py:50:9, called at stage.py:74:9': the second part only if the kernel is in another
+        file.
 
-        Files are relative to the working directory where they are below it.
+        That is the innermost call from another folder, such as a library's caller; where all are in
+        one folder, the innermost in the kernel's own file.
         """
         here = where(self)
         if not self.stack or self.stack[-1].file == self.file:
             return here
-        own = next(call for call in self.stack if call.file == self.stack[-1].file)
+        folder, kernel = os.path.dirname(self.file), self.stack[-1].file
+        from_elsewhere = (c for c in self.stack if os.path.dirname(c.file) != folder)
+        own = next(from_elsewhere, None) or next(c for c in self.stack if c.file == kernel)
         return f"{here}, called at {where(own)}"
 
 
 @lru_cache(maxsize=4096)
 def opcode_parts(op: str) -> tuple[str, ...]:
-    """Of "mbarrier.test_wait.shared::cta": ("mbarrier", "test_wait", "shared", "cta")."""
+    """The parts of an opcode: ("mbarrier", "test_wait", "shared", "cta") of
+    "mbarrier.test_wait.shared::cta".
+    """
     return tuple(p for p in re.split(r"\.|::", op) if p)
 
 
@@ -83,7 +90,7 @@ class Instruction:
         return f"PTX line {self.line}: {text}{source}"
 
     def place(self) -> str:
-        """The place in the source, as `Source.where`; else the PTX line."""
+        """The place in the source, as `Source.where`; without source, the PTX line."""
         return self.source.where() if self.source else f"PTX line {self.line}"
 
 
@@ -105,15 +112,15 @@ class Program:
 _STATEMENT = re.compile(
     r"(?:@(!?)([\w$%.]+)\s+)?([a-z]\w*(?:(?:\.|::)\w+)*)(?:\s+(.*)|(?=\()(.*))?", re.S
 )
-_PLAIN = re.compile(r"[^\n{}:;]+")  # what ends no statement, label, scope or line
+_PLAIN = re.compile(r"[^\n{}:;]+")  # text that ends no statement, label, scope or line
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 
 
 def _without_comments(text: str) -> str:
     """The same text with blanks for comments, and for .loc within inline assembly.
 
-    NOTE: there the DSL counts lines on from the one at which the assembly stands, which is the one
-    that is meant.
+    NOTE: there the DSL counts the lines of the assembly on from its own line, and only that line is
+    meaningful.
     """
     inline = False
     lines = []
@@ -127,8 +134,8 @@ def _without_comments(text: str) -> str:
 
 
 def parse(text: str) -> dict[str, Program]:
-    """Every ``.entry`` of a PTX module, by name. Raises UnknownInstruction, with the line, for what
-    is no PTX that the simulator knows.
+    """Every ``.entry`` of a PTX module, by name. Raises UnknownInstruction, with the line, for PTX
+    that the simulator does not define.
     """
     debug_info = debug_info_of(text)
     text = _without_comments(text.rstrip("\0"))
@@ -163,7 +170,7 @@ def parse(text: str) -> dict[str, Program]:
 
 
 class _Body:
-    """Reads one function body: statements, scopes, labels; then resolves names."""
+    """A reader of one function body: statements, scopes, labels; then it resolves names."""
 
     def __init__(
         self,
@@ -285,7 +292,7 @@ class _Body:
         return Instruction(op, given, guard_reg, negated == "!", line, text, source, target or 0)
 
     def _passed(self, op: str, operands: list[Operand]) -> tuple[str, list[Operand]]:
-        """A store to what a call passes, or a load from it, as the move that it is."""
+        """A store to a call's parameter, or a load from it, as the register move that it is."""
         if op.startswith(("st.param.", "ld.param.")):
             for i, o in enumerate(operands):
                 if (

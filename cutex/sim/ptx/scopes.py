@@ -1,4 +1,4 @@
-"""The names of a PTX function body, scope by scope: registers, labels, and what an operand names.
+"""The names of a PTX function body, scope by scope: registers, labels, and the operands' names.
 
 Each pair of braces opens a scope (PTX ISA 4.4), whose names hide those around it.
 """
@@ -25,7 +25,7 @@ _FLOAT = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
 
 
 class Scopes:
-    """Numbers the scopes of one body from 0, the outermost, and resolves a name from any of them.
+    """The scopes of one body, numbered from 0, the outermost, which resolve names.
 
     ``banks``: per width in bits, the registers that operands name, each with its index.
     """
@@ -37,10 +37,10 @@ class Scopes:
         self.ranges: dict[tuple[int, str], tuple[int, int]] = {}  # scope, "%r": count, bank
         self.vectors: dict[tuple[int, str], int] = {}  # scope, name: elements
         self.labels: dict[tuple[int, str], int] = {}  # scope, name: index of an instruction
-        self.call_params: set[str] = set()  # .param variables of the body: what calls pass
+        self.call_params: set[str] = set()  # .param variables of the body, which calls pass
 
     def open(self, scope: int) -> int:
-        """A new scope within ``scope``."""
+        """Open a scope within ``scope``; return its number."""
         inner = len(self.parents)
         self.parents[inner], self.names[inner] = scope, {}
         return inner
@@ -64,14 +64,16 @@ class Scopes:
                 for x, r in zip("xyzw"[: int(m.group(1))], "rgba", strict=False):
                     unique = f"{name}.{x}" if scope == 0 else f"{name}.{x}@{scope}"
                     known[f"{name}.{x}"] = known[f"{name}.{r}"] = bank, unique
-                known[name] = bank, name  # which no operand is by itself
+                known[name] = bank, name  # the vector's own name, which no operand uses alone
             elif ranged:
                 self.ranges[scope, ranged.group(1)] = int(ranged.group(2)), bank
             else:
                 known[name] = (bank, name if scope == 0 else f"{name}@{scope}")
 
     def _in_range(self, name: str, scope: int) -> tuple[int, str] | None:
-        """A register of a range such as %r<100>, which declares %r0 to %r99."""
+        """A register of a range such as %r<100>, which declares %r0 to %r99, as (bank, unique
+        name).
+        """
         prefix = name.rstrip("0123456789")
         number = name[len(prefix) :]
         while number:
@@ -82,7 +84,9 @@ class Scopes:
         return None
 
     def declare_param(self, statement: str, scope: int, line: int) -> None:
-        """What passes one scalar to a call or back (PTX ISA 5.1.6.4) is a register here."""
+        """Declare a .param that passes one scalar to a call or back (PTX ISA 5.1.6.4); here it is a
+        register.
+        """
         m = re.fullmatch(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+([\w$]+)", statement)
         if not m or m.group(1) not in WIDTH:
             raise unreadable(line, statement, "the declaration")
@@ -119,7 +123,7 @@ class Scopes:
         return None
 
     def operand(self, text: str, scope: int) -> Operand:
-        """What one operand names. Raises ValueError, which says what cannot be read."""
+        """The operand that ``text`` names. Raises ValueError with the part that cannot be read."""
         if text == "_":
             return Sink()
         if text[:1] in ("{", "("):

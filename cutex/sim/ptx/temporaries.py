@@ -1,10 +1,10 @@
-"""Which virtual registers can share memory.
+"""Virtual registers that can share storage.
 
 PTX gives every value a register of its own, tens of thousands in unrolled code, most of which live
-for a few instructions. One that a block of straight code writes before it reads it, and that only
-instructions touch that work lane by lane, is a temporary there: it takes a place that is free from
-its first write to its last use, and what others leave there it can never show. All other registers
-keep a place of their own.
+for a few instructions. One that a basic block writes before it reads it, and that is touched only
+by instructions that work lane by lane, is a temporary there: it gets storage that is free from its
+first write to its last use, and old content of the storage can never be read. All other registers
+have storage of their own.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from cutex.sim.ptx.once import once
 from cutex.sim.ptx.operands import Address, Not, Pair, Reg, Vector
 from cutex.sim.ptx.parse import Instruction, Program
 
-# What reads and writes the registers of its own lane only, and at once.
+# Instructions that read and write the registers of their own lane only, and immediately.
 _LOCAL = frozenset((
     "abs", "add", "and", "bfe", "bfi", "brev", "clz", "cos", "cvt", "cvta", "div", "ex2", "fma",
     "ld", "lg2", "lop3", "mad", "max", "min", "mov", "mul", "neg", "not", "or", "popc", "prmt",
     "rcp", "rem", "rsqrt", "selp", "set", "setp", "shf", "shl", "shr", "sin", "sqrt", "st", "sub",
     "tanh", "xor",
 ))  # fmt: skip
-_LATER = frozenset(("async", "bulk"))  # of a store: it reads its registers when it is complete
+_LATER = frozenset(("async", "bulk"))  # modifiers of stores that read registers on completion
 _SHARED_BANKS = (1, 16, 32, 64)
 
 Place = tuple[int, int]  # bank, index
@@ -33,8 +33,8 @@ Place = tuple[int, int]  # bank, index
 
 @once
 def homes(program: Program) -> dict[int, list[int]]:
-    """By bank: for each register the one whose place it takes; its own where it shares none, and
-    where it is the first of those that share it.
+    """Return, by bank and register, the register whose storage it uses: its own if it shares none,
+    or if it is the first of those that share it.
     """
     found = {bank: list(range(count)) for bank, count in program.registers.items()}
     pool: dict[int, list[int]] = {bank: [] for bank in found}
@@ -59,13 +59,13 @@ def homes(program: Program) -> dict[int, list[int]]:
 
 @once
 def used(program: Program) -> dict[int, np.ndarray]:
-    """By bank: the places that anything is kept in."""
+    """Return, by bank, the storage indices that are in use."""
     return {bank: np.unique(np.array(at, np.int64)) for bank, at in homes(program).items()}
 
 
 @once
 def lasting(program: Program) -> dict[int, list[int]]:
-    """By bank: the registers that are no temporaries."""
+    """Return, by bank, the registers that are not temporaries."""
     spans = _temporaries(program)
     return {
         bank: [i for i in range(count) if (bank, i) not in spans]
@@ -75,7 +75,7 @@ def lasting(program: Program) -> dict[int, list[int]]:
 
 @once
 def _temporaries(program: Program) -> dict[Place, tuple[int, int]]:
-    """Each temporary with the instructions that write it first and use it last."""
+    """Each temporary, with the instructions of its first write and its last use."""
     block = _blocks(program.code)
     spans: dict[Place, tuple[int, int]] = {}
     others: set[Place] = set()
@@ -103,7 +103,7 @@ def _temporaries(program: Program) -> dict[Place, tuple[int, int]]:
 
 
 def touched(ins: Instruction) -> tuple[set[Place], set[Place]]:
-    """The registers that it writes, and those that it reads."""
+    """The registers that an instruction writes, and those that it reads."""
     split = 0 if ins.name == "st" else 1
     operands = list(ins.operands)
     written = {p for o in operands[:split] for p in places_of(o)}
@@ -128,7 +128,7 @@ def places_of(operand: object) -> Iterator[Place]:
 
 
 def _blocks(code: list[Instruction]) -> list[int]:
-    """By instruction: the number of its block, which is entered at its head only."""
+    """Return, by instruction, the number of its basic block."""
     heads = {ins.target for ins in code if ins.name == "bra"}
     out, number = [], 0
     for pc, ins in enumerate(code):

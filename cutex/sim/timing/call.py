@@ -1,8 +1,7 @@
-"""The time of the launches of one call, before it runs for its values."""
+"""Predicted times of the launches of one call."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +10,9 @@ from cutex.sim.ptx.parse import Program
 from cutex.sim.timing.gpus import gpu as gpu_named
 from cutex.sim.timing.gpus import of_arch
 from cutex.sim.timing.report import TimeReport, time_launch
+from cutex.sim.timing.sampled import Sampled, sample
 from cutex.sim.timing.timed import Whole
-from cutex.sim.timing.trace import trace
+from cutex.sim.timing.trace import Traced, trace
 
 
 def time_call(
@@ -27,27 +27,19 @@ def time_call(
     log: bool = False,
     data: str = "normal",
 ) -> list[TimeReport]:
-    """One report a launch, on ``gpu`` (see `gpus.gpu`), by default that of the kernels' arch.
+    """Return one report for each launch, on ``gpu`` (see `gpus.gpu`), by default that of the
+    kernels' arch.
 
-    The recorded clusters run for real, so what they write is put back. ``whole`` says what the
-    grid has to do where only ``limit`` MMA FLOPs a CTA are recorded.
+    The recorded clusters run for real, so the memory that they write is restored. ``whole`` states
+    the work of the grid where only ``limit`` MMA FLOPs of each CTA are recorded.
     """
     target = next(iter(programs.values())).target
     board = gpu_named(gpu or of_arch(target))
     if board.arch != target:
         raise ValueError(f"gpu {gpu!r} is a GPU of {board.arch}, the kernel is for {target}")
-    kept = [] if whole else [_kept(t) for t in regions]
-    try:
+    traced: Sequence[Traced | Sampled]
+    if whole is None and not limit:
+        traced = sample(host, programs, arguments, regions)
+    else:
         traced = trace(host, programs, arguments, regions, limit)
-    finally:
-        for address, data_ in kept:
-            ctypes.memmove(address, data_, len(data_))
     return [time_launch(t, board, whole, log=log, data=data) for t in traced]
-
-
-def _kept(tensor: HostTensor) -> tuple[int, bytes]:
-    """Where a tensor begins in memory, and its bytes, those between its elements too."""
-    spans = [(n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True)]
-    low = tensor.address + tensor.itemsize * sum(min(0, span) for span in spans)
-    count = 0 if 0 in tensor.shape else sum(abs(span) for span in spans) + 1
-    return low, ctypes.string_at(low, count * tensor.itemsize)

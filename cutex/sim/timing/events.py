@@ -1,5 +1,5 @@
-"""What warps do, as the clock knows it: ordinary instructions, and each event that is asynchronous,
-signals or waits; and the programs of a few clusters that are made of them.
+"""The events of a warp that the clock replays: ordinary instructions, added up, and one event for
+each instruction that is asynchronous, signals or waits; and `Record`, the events of a few clusters.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ Place = tuple[int, int]  # an mbarrier: CTA, offset
 
 
 class Work(NamedTuple):
-    """Ordinary instructions: cycles of a warp alone, issue slots, and cycles of each pipe of a
-    sub-core and of the smem port.
+    """Ordinary instructions: the cycles that one warp alone takes, issue slots, and cycles of each
+    pipe of a sub-core and of the smem port.
     """
 
     cycles: float
@@ -30,7 +30,8 @@ class Work(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Until ``phases`` of an mbarrier are complete."""
+    """A wait until ``phases`` phases of an mbarrier are complete, counted from its
+    initialization."""
 
     barrier: Place
     phases: int
@@ -40,7 +41,7 @@ class Wait(NamedTuple):
 class Arrive(NamedTuple):
     barrier: Place
     arrivals: int
-    expect: int  # bytes, announced with it
+    expect: int  # transaction bytes that the arrival adds, by expect_tx
     remote: bool
 
 
@@ -49,10 +50,10 @@ class Load(NamedTuple):
 
     signals: tuple[Place, ...]
     size: int  # bytes, for each of the signals
-    source: tuple[Any, ...]  # which box of which tensor
-    rows: int  # of the box, each a request of its own
-    ctas: tuple[int, ...] = ()  # into whose memory it goes, one for each of the signals
-    outside: bool = False  # a part of the box lies outside its tensor
+    source: tuple[Any, ...]  # the tensor map's address, and the box's coordinates
+    rows: int  # rows of the box, each a request of its own
+    ctas: tuple[int, ...] = ()  # the CTAs that it writes to, one for each of the signals
+    outside: bool = False  # a part of the box is outside its tensor
 
 
 class Store(NamedTuple):
@@ -62,7 +63,7 @@ class Store(NamedTuple):
 
 
 class Mma(NamedTuple):
-    """One wgmma of a warpgroup, as each of its warps issues it; or one tcgen05.mma."""
+    """One wgmma, an event of each of the four warps of its warpgroup; or one tcgen05.mma."""
 
     m: int
     n: int
@@ -73,8 +74,8 @@ class Mma(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """Of a group of "wgmma", "bulk" or "cp.async"; of tcgen05 with the barriers that it arrives
-    on.
+    """The end of a group of "wgmma", "bulk" or "cp.async" operations; or tcgen05.commit, with its
+    barriers.
     """
 
     what: str
@@ -82,8 +83,8 @@ class Commit(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Until at most ``pending`` groups of "wgmma", "bulk" or "cp.async" are in flight; of bulk with
-    ``read`` until they have been read.
+    """A wait until at most ``pending`` groups of "wgmma", "bulk" or "cp.async" operations are in
+    flight; with ``read``, until the others' sources have been read.
     """
 
     what: str
@@ -92,7 +93,8 @@ class Group(NamedTuple):
 
 
 class Named(NamedTuple):
-    """A named barrier: ``threads`` complete it; 0 for all of the CTA."""
+    """An arrival at a named barrier, which ``threads`` threads complete; 0: all threads of the
+    CTA."""
 
     number: int
     threads: int
@@ -104,7 +106,8 @@ class Cluster(NamedTuple):
 
 
 class Touch(NamedTuple):
-    """Global memory by ordinary instructions: sectors; ``waits`` where the warp waits for them."""
+    """An access to global memory by ordinary instructions; ``waits``: the warp waits for the
+    data."""
 
     sectors: int
     lines: int
@@ -121,37 +124,37 @@ class Fetch(NamedTuple):
 
 
 class Need(NamedTuple):
-    """Until the warp's first ``loads`` into registers are there."""
+    """A wait for the data of the warp's first ``loads`` loads into registers."""
 
     loads: int
 
 
 class Landed(NamedTuple):
-    """Arrivals on an mbarrier when all cp.async of the warp before are complete."""
+    """Arrivals on an mbarrier when all earlier cp.async of the warp are complete."""
 
     barrier: Place
     arrivals: int
 
 
 class Columns(NamedTuple):
-    """Tensor memory by tcgen05.ld or st: columns of 32 lanes."""
+    """tcgen05.ld or st: columns of tensor memory, of 32 lanes."""
 
     columns: int
 
 
 class Settled(NamedTuple):
-    """tcgen05.wait::ld or ::st."""
+    """A wait for this warp's tcgen05.ld and st: tcgen05.wait."""
 
 
 class Copy(NamedTuple):
-    """tcgen05.cp: columns of tensor memory that it fills, in each of the CTAs."""
+    """tcgen05.cp: the columns of tensor memory that it fills, in each of ``ctas``."""
 
     columns: int
     ctas: tuple[int, ...]
 
 
 class Reply(NamedTuple):
-    """A cluster launch request, with the barriers that its answer arrives on."""
+    """A cluster launch control request, with the barriers on which its response arrives."""
 
     barriers: tuple[Place, ...]
 
@@ -160,7 +163,9 @@ Event = Any  # one of the above
 
 
 class Fetched(NamedTuple):
-    """What a cluster fetches of one tensor: bytes in all, bytes that differ, and its size."""
+    """The bytes that a cluster fetches of one tensor: in all, and of different addresses; and its
+    size.
+    """
 
     loaded: float
     different: float
@@ -173,13 +178,13 @@ class Record:
 
     programs: dict[int, list[Event]]  # by warp
     barriers: dict[Place, int]  # arrivals of a phase
-    cta: dict[int, int]  # of each warp
-    place: dict[int, int]  # of each warp, in its CTA
+    cta: dict[int, int]  # the CTA of each warp
+    place: dict[int, int]  # the number of each warp in its CTA
     cluster_size: int
     ctas: int
     warps_per_cta: int
-    complete: bool  # whether the CTAs came to their end
-    flops: float = 0.0  # of all MMAs
+    complete: bool  # whether the CTAs ran to their end
+    flops: float = 0.0  # FLOPs of all MMAs
     steps: int = 0
-    roles: dict[int, str] = field(default_factory=dict)  # of each warp
+    roles: dict[int, str] = field(default_factory=dict)  # the role of each warp
     fetched: dict[int, Fetched] = field(default_factory=dict)  # by the tensor's address

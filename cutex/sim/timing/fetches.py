@@ -1,5 +1,5 @@
-"""What warps load from global memory by ordinary instructions and by cp.async that is not bulk:
-which bytes, and where a warp first needs what it has loaded.
+"""The bytes that warps load from global memory by ordinary instructions and by cp.async that is not
+bulk, and the instruction at which a warp first needs them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def into_registers(ins: Instruction) -> bool:
 
 
 class Fetches:
-    """Of the warps of a machine; ``add`` appends an event to a warp's program."""
+    """Records the loads of the warps of a machine; ``add`` appends an event to a warp's program."""
 
     def __init__(
         self, machine: Machine, code: list[Instruction], add: Callable[[int, Event], None]
@@ -56,7 +56,7 @@ class Fetches:
         self.uses = {pc for pc in range(len(code)) if self.read[pc] & held} - self.moves
 
     def step(self, batch: Batch, pc: int) -> None:
-        """Before an instruction executes."""
+        """Record the wait for loads that the instruction needs, before it executes."""
         if pc in self.moves:
             for warp in batch.idx.tolist():
                 loads = self.loads[warp]
@@ -71,7 +71,7 @@ class Fetches:
                     self.add(warp, Need(number))
 
     def kind(self, pc: int, ins: Instruction) -> Callable[[Batch, Any], None]:
-        """What is to be kept of a load, or of a copy, that has executed."""
+        """The function that records a load, or a copy, after it has executed."""
         d = Decoder(ins, self.m)
         registers = into_registers(ins)
         addresses = [i for i, o in enumerate(ins.operands) if isinstance(o, Address)]

@@ -1,4 +1,6 @@
-"""The constants of each GPU: cycles of the SM unless said; with source and band in docs/time.md."""
+"""The constants of each GPU: in cycles of the SM unless a comment names another unit; docs/time.md
+gives the source and the error of each.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Power:
-    """Energies are at the highest clock."""
+    """The constants of the power model; energies are those at the highest clock."""
 
-    limit_w: float = 695.0  # at which the board holds itself
+    limit_w: float = 695.0  # the board's power limit
     idle_w: float = 101.0
-    flop_pj: float = 0.911  # of a 16-bit FLOP on Gaussian data
-    l2_pj: float = 27.4  # of a byte that an SM loads or stores
-    issue_pj: float = 276.0  # of an instruction of a warp
-    hbm_pj: float = 29.6  # of a byte, whatever the clock
+    flop_pj: float = 0.911  # for a 16-bit FLOP on Gaussian data
+    l2_pj: float = 27.4  # for a byte that an SM loads or stores
+    issue_pj: float = 276.0  # for an instruction of a warp
+    hbm_pj: float = 29.6  # for a byte of HBM, at any clock
     volts_base: float = 0.45
-    volts_slope: float = 0.205  # a GHz
-    burst_ghz: float = 0.598  # that the clock loses for each part of the time with MMAs, in bursts
+    volts_slope: float = 0.205  # for each GHz
+    burst_ghz: float = 0.598  # loss of clock times the share of time with MMAs, if they are bursts
     lowest_ghz: float = 0.9
 
 
@@ -30,32 +32,32 @@ class Gpu:
     arch: str
     sms: int
     clock: float  # GHz, the highest
-    mma_flops: float  # a cycle and SM, 16-bit
-    smem_bytes: float  # a cycle, of an SM's port
-    l2_bytes: float  # a cycle, of all SMs' loads
-    hbm_gbs: float  # GB/s that a stream of loads gets
-    store_bytes: float  # a cycle, of all SMs' stores to L2
-    tma_bytes: float  # a cycle, into one SM
-    l2_latency: float  # of a TMA load
-    hbm_latency: float  # beside that
-    l2_requests: float = 96.0  # a cycle, of rows of boxes of all SMs
-    l2_merged: float = 0.5  # part of what several SMs ask for at once that is read once for two
-    l2_copies: float = 0.0  # part of a load that each further CTA of a multicast costs again
-    l2_store: float = 0.0  # bytes of loads that a stored one takes the place of
-    l2_ahead: float = 0.0  # cycles that an SM may be ahead of its share, for others are behind
-    tma_issue: float = 8.0  # of the engine, for an instruction
-    tma_row: float = 0.9  # of the engine, for a row of a box, however short
-    tma_outside: float = 15.5  # bytes a cycle, of boxes of which a part is outside the tensor
-    tma_gap: float = 8.0  # of the issuing warp
-    tma_store_bytes: float = 31.8  # a cycle, out of one SM
-    store_read: float = 170.0  # after its service until a store has read smem
-    store_latency: float = 180.0  # until it is done
-    write_buffer: float = 8e6  # bytes that L2 takes before stores feel HBM
-    store_queue: float = 8.0  # stores of a warp that wait for nothing
-    line_cycles: float = 2.4  # of an SM, for a 128-byte line that ordinary instructions touch
+    mma_flops: float  # 16-bit FLOPs per cycle and SM
+    smem_bytes: float  # bytes per cycle of an SM's smem port
+    l2_bytes: float  # bytes per cycle, loads of all SMs from L2
+    hbm_gbs: float  # GB/s of a stream of loads
+    store_bytes: float  # bytes per cycle, stores of all SMs to L2
+    tma_bytes: float  # bytes per cycle, TMA loads of one SM
+    l2_latency: float  # of a TMA load that hits L2
+    hbm_latency: float  # more, of one that misses
+    l2_requests: float = 96.0  # rows of boxes per cycle, of all SMs
+    l2_merged: float = 0.5  # share of bytes saved where several SMs request the same at one time
+    l2_copies: float = 0.0  # cost of each further CTA of a multicast, as a share of a load's
+    l2_store: float = 0.0  # cost of a stored byte at L2, in loaded bytes; 0: a path of its own
+    l2_ahead: float = 0.0  # cycles by which an SM may exceed its share of L2, as others use less
+    tma_issue: float = 8.0  # of the TMA engine, for an instruction
+    tma_row: float = 0.9  # of the TMA engine, for a row of a box of any length
+    tma_outside: float = 15.5  # bytes per cycle, boxes with a part outside the tensor
+    tma_gap: float = 8.0  # of the warp that issues a copy
+    tma_store_bytes: float = 31.8  # bytes per cycle, TMA stores of one SM
+    store_read: float = 170.0  # from the end of a store's service until it has read smem
+    store_latency: float = 180.0  # from the end of a store's service until it is complete
+    write_buffer: float = 8e6  # bytes that L2 takes before HBM slows stores down
+    store_queue: float = 8.0  # ordinary stores of a warp in flight before it has to wait
+    line_cycles: float = 2.4  # of an SM, for a 128-byte line that ordinary instructions access
     global_latency: float = 600.0
     wake: float = 92.0  # from a phase's end to the waiter's next instruction
-    try_wait: float = 90.0  # of a wait that need not
+    try_wait: float = 90.0  # of a wait for a phase that is complete already
     remote_arrive: float = 60.0
     bar: float = 32.0
     cluster_barrier: float = 180.0
@@ -63,31 +65,33 @@ class Gpu:
     wgmma_issue: float = 4.0
     wgmma_queue: int = 8
     shared_registers: bool = False  # accumulators of MMAs are in registers
-    fma_beside_mma: float = 2.0  # the time of the pipe, relative to its own
+    fma_beside_mma: float = 2.0  # cycles of the FMA pipe while a wgmma runs, over those without
     alu_beside_mma: float = 2.0
     mufu_beside_mma: float = 1.33
-    mufu_lost_beside_mma: float = 0.5  # cycles of MUFU, to an instruction of FMA or ALU
-    mma_beside_fma: float = 0.19  # cycles that the tensor core loses to an FMA of a sub-core
+    mufu_lost_beside_mma: float = 0.5  # cycles that MUFU loses to each FMA or ALU instruction
+    mma_beside_fma: float = 0.19  # cycles that the tensor core loses to each FMA of a sub-core
     mma_commit: float = 130.0  # from the last tcgen05.mma to its commit's arrival
-    tmem_bytes: float = 512.0  # a cycle, of tcgen05.ld and st of an SM
+    tmem_bytes: float = 512.0  # bytes per cycle, tcgen05.ld and st of an SM
     tmem_latency: float = 30.0
-    tmem_copy_bytes: float = 128.0  # a cycle, that tcgen05.cp fills, while the tensor core waits
+    tmem_copy_bytes: float = 128.0  # bytes per cycle that tcgen05.cp writes; no MMA runs meanwhile
     launch_control: float = 800.0
     cta_turnover: float = 1000.0
     launch: float = 3000.0  # from the end of the kernel before to the first instruction
-    l2_capacity: float = 50e6  # bytes that stay
-    clusters_of_four: int = 0  # that run side by side, where GPCs hold fewer than their SMs would
+    l2_capacity: float = 50e6  # bytes of tensors that L2 keeps
+    clusters_of_four: int = 0  # clusters of 4 CTAs that run at one time; 0: sms // 4
     power: Power = Power()
-    band: float = 0.1  # relative error to expect of cycles
-    clock_band: float = 0.05  # and of the clock
+    band: float = 0.1  # expected relative error of the cycles
+    clock_band: float = 0.05  # expected relative error of the clock
 
     @property
     def hbm_bytes(self) -> float:
-        """A cycle of the SMs at ``clock``."""
+        """HBM bytes per cycle of the SMs at ``clock``."""
         return self.hbm_gbs / self.clock
 
     def at(self, ghz: float) -> Gpu:
-        """The same while its SMs run at ``ghz``: memory and launches do not slow down with them."""
+        """The same GPU with its SMs at ``ghz``: the times of HBM and launches stay the same in
+        seconds.
+        """
         share = ghz / self.clock
         return replace(
             self, clock=ghz, launch=self.launch * share, hbm_latency=self.hbm_latency * share
@@ -111,9 +115,10 @@ H200 = Gpu(
     launch=1800.0, cta_turnover=450.0, clusters_of_four=30, shared_registers=True,
 )  # fmt: skip
 
-# By constant: how the H200's is known and how well, and the B200's. "probe" is a kernel of
-# kernels/probes/sm90.py, measured 2026-11-22 (results/timing/); "fit" is to the rows of
-# results/timing/cycles-nvidia-h200.jsonl that are not held out; "prior" is somebody's figure.
+# By constant: the source and the error of the H200's value, then of the B200's. "probe" is a kernel
+# of kernels/probes/sm90.py, measured 2026-11-22 (results/timing/); "fit" is to the rows of
+# results/timing/cycles-nvidia-h200.jsonl that are not held out; "prior" is a published figure or an
+# estimate.
 SOURCES: dict[str, tuple[str, str]] = {
     "sms": ("driver", "vendor"),
     "clock": ("driver's highest", "1.965 GHz: SemiAnalysis's node"),
@@ -176,12 +181,14 @@ SOURCES: dict[str, tuple[str, str]] = {
 
 
 def constants_file(name: str) -> Path:
-    """Where what probes measured on a GPU is kept, and stands in for the constants above."""
+    """The file of the constants that probes measured on a GPU, which replace those above."""
     return Path(__file__).parents[3] / f"results/timing/constants-{name}.json"
 
 
 def measured(board: Gpu, file: Path) -> Gpu:
-    """``board`` with the constants that ``file`` has, if it is there, and their source."""
+    """Return ``board`` with the constants of ``file``, if it exists, and enter their source in
+    SOURCES.
+    """
     if not file.exists():
         return board
     kept = json.loads(file.read_text())
@@ -195,7 +202,8 @@ GPUS = {"h200": H200, "b200": measured(B200, constants_file("b200"))}
 
 
 def of_arch(arch: str) -> str:
-    """The name of the GPU that stands for an arch; ValueError for one without constants."""
+    """The name of the GPU that stands for an arch. Raises ValueError for an arch without
+    constants."""
     for name, found in GPUS.items():
         if found.arch == arch:
             return name
@@ -203,8 +211,10 @@ def of_arch(arch: str) -> str:
 
 
 def gpu(text: str) -> Gpu:
-    """As "h200", or with other constants, as "h200,clock=1.6,l2=12": clock in GHz, l2 and hbm in
-    TB/s, sms, and every field of `Gpu` by its name. ValueError, in one sentence, for others.
+    """The GPU that a command line names: "h200", or with other constants "h200,clock=1.6,l2=12".
+
+    clock is in GHz, l2 and hbm in TB/s; sms and every field of `Gpu` go by their names. Raises
+    ValueError, with one sentence, for anything else.
     """
     name, *changes = text.split(",")
     if name.lower() not in GPUS:
@@ -216,7 +226,7 @@ def gpu(text: str) -> Gpu:
             number = float(value)
         except ValueError:
             raise ValueError(f"--gpu {change!r}: takes NAME=NUMBER") from None
-        if number <= 0:
+        if not 0 < number < float("inf"):
             raise ValueError(f"--gpu {change!r}: takes a number above 0")
         found = _changed(found, key, number)
     return found
@@ -225,7 +235,7 @@ def gpu(text: str) -> Gpu:
 def _changed(old: Gpu, key: str, number: float) -> Gpu:
     if key == "clock":
         power = replace(old.power, limit_w=float("inf"))
-        return replace(old, clock=number, power=power)  # held, whatever it draws
+        return replace(old, clock=number, power=power)  # fixed: no power limit
     if key == "l2":
         return replace(old, l2_bytes=number * 1e3 / old.clock)
     if key == "hbm":

@@ -1,7 +1,7 @@
 """The time of a grid whose tiles differ in length only.
 
 One cluster is recorded on tiles of two lengths, short ones, for the time of a tile is linear in the
-steps of its main loop. Then the tiles of the grid are handed out in their order, each to the first
+steps of its main loop. Then the tiles of the grid are assigned in their order, each to the first
 cluster that is free.
 """
 
@@ -20,9 +20,9 @@ from cutex.sim.timing.trace import Traced
 from cutex.sim.timing.traffic import clusters_at_once, loaded, shared, stored
 from cutex.sim.timing.units import Memory
 
-AHEAD = 1000.0  # cycles, of SMs that are not in step: a box of 32 KB at an SM's share of L2
-APART = 1500.0  # cycles, of CTAs of an SM: half a block of keys, where they want different pipes
-ROUNDS = 3  # of CTAs on an SM that are replayed, where each has one tile
+AHEAD = 1000.0  # `Memory.ahead` of SMs out of step: cycles of a 32 KB box at an SM's share of L2
+APART = 1500.0  # cycles between the CTAs of an SM: half a key block, so they use different pipes
+ROUNDS = 3  # CTAs of a slot that are replayed one after the other, where each has one tile
 
 
 @dataclass
@@ -31,8 +31,8 @@ class Lengths:
 
     short: Traced
     long: Traced
-    steps: tuple[int, int]  # of a tile, in the two
-    tiles: tuple[int, ...]  # steps of each tile of the grid, in the order of handing out
+    steps: tuple[int, int]  # main loop steps of a tile of ``short`` and of ``long``
+    tiles: tuple[int, ...]  # steps of each tile of the grid, in the order of their assignment
 
     @property
     def record(self) -> Record:
@@ -43,7 +43,8 @@ class Lengths:
         return self.long.name
 
     def at(self, pair: tuple[float, float], steps: float) -> float:
-        """Linear between, and beyond, what there is at the two lengths."""
+        """Return the value at ``steps`` steps, linear in the ``pair`` of values at the two
+        lengths."""
         short, long = self.steps
         if short == long:
             return pair[1]
@@ -52,7 +53,7 @@ class Lengths:
 
 @dataclass
 class TileTime:
-    """Cycles that a cluster takes: for its first tile, for each other, and after its last."""
+    """Cycles of a cluster: for its first tile, for each later one, and after its last."""
 
     first: float
     each: float
@@ -117,7 +118,7 @@ def _footprint(traced: Traced, tmap: int, loaded: float) -> float:
 def handed_out(
     tiles: Sequence[int], workers: int, first: Sequence[float], each: Sequence[float]
 ) -> float:
-    """The end of the last of ``workers``, of which whoever is free takes the next tile."""
+    """Return the end of the last of ``workers``, where the first free one takes the next tile."""
     free = [0.0] * workers
     for number, steps in enumerate(tiles):
         times = first if number < workers else each
@@ -126,21 +127,22 @@ def handed_out(
 
 
 def _walking(run: Run, tile: float, record: Record) -> TileTime:
-    """Of a cluster that computes one tile after the other."""
+    """The times of a cluster that computes one tile after the other."""
     ends = [when(run, n * tile) for n in range(1, int(record.flops / tile + 1e-6) + 1)]
     each = (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else ends[0]
     return TileTime(ends[0], each, run.drain)
 
 
 def _one_each(run: Run, slots: int, gpu: Gpu) -> TileTime:
-    """Of clusters with one tile each, one after the other in each of the slots."""
+    """The times of clusters with one tile each, which run one after the other in each of the
+    slots."""
     starts = sorted(run.starts)
     each = (starts[-1] - starts[slots - 1]) / (len(starts) / slots - 1)
     return TileTime(each, each, max(0.0, run.stores_end - run.end) - gpu.cta_turnover)
 
 
 def _moved(traced: Lengths, both: Sequence[tuple[Traced, float]]) -> tuple[dict[int, float], float]:
-    """Bytes that all tiles load, by tensor, and store."""
+    """The bytes that all tiles load, by tensor, and the bytes that they store."""
     count, steps = len(traced.tiles), sum(traced.tiles)
     parts = [tile / t.record.flops for t, tile in both]
     loads = [loaded(t.record) for t, _ in both]

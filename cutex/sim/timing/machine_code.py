@@ -1,12 +1,12 @@
-"""What the ordinary instructions of a kernel cost an SM's sub-core, from its machine code.
+"""The cost of a kernel's ordinary instructions at an SM's sub-core, from its machine code.
 
-The cubin says for each SASS instruction which line of the PTX it stands for (.nv_debug_line_sass,
-which a kernel compiled with line information has), and its 128-bit encoding holds what the
-assembler decided: how many cycles to stall before the next instruction, which scoreboards it waits
-for and which it sets. So an instruction of the PTX costs what the SASS that came of it costs; what
-came of none costs nothing.
+The cubin names for each SASS instruction the line of the PTX that it was compiled from
+(.nv_debug_line_sass, in a kernel compiled with line information), and its 128-bit encoding has the
+assembler's decisions: the cycles to stall before the next instruction, the scoreboards that it
+waits for and the one that it sets. So a PTX instruction costs as much as the SASS compiled from it;
+one without SASS costs nothing.
 
-Which of a program's instructions run in which order is told by order.py.
+order.py decides which of them run in which order.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from types import MappingProxyType
 from cutex.cubin import nvdisasm
 from cutex.errors import NoDisassembler
 
-# cycles for which an instruction of a warp keeps a pipe of its sub-core busy, by how its opcode
-# begins: 32 lanes over the lanes that the CUDA programming guide gives for 9.0 and 10.0 (table
+# cycles for which an instruction of a warp keeps a pipe of its sub-core busy, by the start of its
+# opcode: 32 lanes over the lanes that the CUDA programming guide gives for 9.0 and 10.0 (table
 # "throughput of native arithmetic instructions"), a quarter of the SM's each
 FMA, ALU, MUFU, LSU, UNIFORM = "fma", "alu", "mufu", "lsu", "uniform"
 PIPES = (FMA, ALU, MUFU, LSU, UNIFORM)
@@ -37,8 +37,8 @@ _PIPE = (
     (("LDS", "STS", "LDSM", "STSM", "LDG", "STG", "LDL", "STL", "SHFL", "ATOM", "RED"), LSU, 4.0),
     (("U", "R2UR", "S2UR"), UNIFORM, 1.0),
 )
-# cycles until the result of an instruction that sets a scoreboard is there (Hopper; the catalogue
-# of a B300 that facts name is within 10 %)
+# cycles until the result of an instruction that sets a scoreboard is available (Hopper; the
+# published figures of a B300 are within 10 %)
 _LATENCY = (
     (("F2FP",), 6),
     (("MUFU", "F2I", "I2F", "FRND", "F2F"), 24),
@@ -62,7 +62,7 @@ class Sass:
 
     at: int  # its address
     opcode: str
-    line: int  # of the PTX; 0: none
+    line: int  # its line of the PTX; 0: none
     stall: int  # cycles before the next may issue
     sets: tuple[int, ...]  # scoreboards
     waits: int  # scoreboards, a mask
@@ -71,8 +71,8 @@ class Sass:
 
 @dataclass
 class Cost:
-    """What the sub-core does for one execution of a PTX instruction: issue slots, cycles that a
-    single warp takes, and cycles of each pipe.
+    """The load of one execution of a PTX instruction on the sub-core: issue slots, the cycles that
+    a single warp takes, and cycles of each pipe.
     """
 
     slots: float = 0.0
@@ -80,9 +80,9 @@ class Cost:
     beside: float = 0.0  # cycles that a single warp takes longer beside a wgmma
     pipes: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PIPES, 0.0))
     sass: list[tuple[int, int]] = field(default_factory=list)  # block, address of each instruction
-    parts: list[Cost] = field(default_factory=list)  # of each of these
-    asynchronous: list[int] = field(default_factory=list)  # addresses of what is an event
-    products: list[int] = field(default_factory=list)  # and of wgmmas
+    parts: list[Cost] = field(default_factory=list)  # the cost of each of ``sass``
+    asynchronous: list[int] = field(default_factory=list)  # addresses of SASS that is an event
+    products: list[int] = field(default_factory=list)  # addresses of the wgmmas among them
 
     def add(self, more: Cost) -> None:
         self.slots += more.slots
@@ -102,8 +102,8 @@ _SECOND = re.compile(r"^\s*/\* 0x(\w{16}) \*/")
 
 
 def disassemble(cubin: bytes) -> list[Sass]:
-    """The one kernel of ``cubin``. NoDisassembler where there is no nvdisasm; ValueError where the
-    cubin has no line information.
+    """Return the SASS of the one kernel of ``cubin``. Raises NoDisassembler without an nvdisasm,
+    and ValueError where the cubin has no line information.
     """
     with tempfile.TemporaryDirectory(prefix="cutex-") as folder:
         file = Path(folder) / "kernel.cubin"
@@ -118,7 +118,7 @@ def disassemble(cubin: bytes) -> list[Sass]:
 
 
 def read(text: str) -> list[Sass]:
-    """What nvdisasm printed, as instructions in basic blocks."""
+    """Parse the output of nvdisasm into instructions with the numbers of their basic blocks."""
     code: list[Sass] = []
     line, block, ends = 0, 0, False
     waiting: Sass | None = None
@@ -146,9 +146,10 @@ def read(text: str) -> list[Sass]:
 def costs(
     code: list[Sass], beside: Mapping[str, float] = MappingProxyType({}), lost: float = 0.0
 ) -> dict[int, Cost]:
-    """By line of the PTX, what one execution of its instruction costs; ``beside`` says how many
-    times slower each pipe is beside a wgmma, ``lost`` how many cycles MUFU then loses to each
-    instruction of FMA or ALU.
+    """Return, by line of the PTX, the cost of one execution of its instruction.
+
+    ``beside`` gives by pipe how many times slower it is while a wgmma runs, ``lost`` the cycles
+    that MUFU then loses to each FMA or ALU instruction.
     """
     found: dict[int, Cost] = defaultdict(Cost)
     blocks: dict[int, set[int]] = defaultdict(set)
@@ -158,7 +159,7 @@ def costs(
     for i, (ins, cycles) in enumerate(zip(code, _in_order(code, {}), strict=True)):
         if ins.opcode == "NOP":
             continue
-        part = 1.0 / len(blocks[ins.line])  # of several copies of the line one is executed
+        part = 1.0 / len(blocks[ins.line])  # one of several copies of the line is executed
         pipe, busy = _pipe(ins.opcode)
         pipes = dict.fromkeys(PIPES, 0.0) | {pipe: part * busy}
         longer = max(0.0, slow[i] - cycles) if slow else 0.0
@@ -172,8 +173,8 @@ def costs(
 
 
 def _in_order(code: list[Sass], slower: Mapping[str, float], lost: float = 0.0) -> list[float]:
-    """Cycles of each instruction in a single warp: it issues when the one before lets it, what it
-    waits for is there and its pipe is free.
+    """The cycles of each instruction in a single warp, which issues it when the stall of the one
+    before has passed, the scoreboards that it waits for are clear and its pipe is free.
     """
     taken: list[float] = []
     ready = [0.0] * 6
@@ -205,7 +206,7 @@ def _pipe(opcode: str) -> tuple[str, float]:
 
 def _latency(opcode: str) -> float:
     if opcode.startswith(_ASYNCHRONOUS):
-        return 0.0  # the replay knows when these are complete
+        return 0.0  # their completion is an event of the replay
     for heads, cycles in _LATENCY:
         if opcode.startswith(heads):
             return float(cycles)

@@ -1,8 +1,8 @@
-"""What each PTX instruction costs, in the machine code's order.
+"""The cost of each PTX instruction, in the machine code's order.
 
 ptxas moves instructions: exponentials between the multiplications that feed them, and past a wait
-for a product that they do not need. So what runs equally often is charged in the order of its
-machine code: between two events an instruction falls as its address does between theirs.
+for a product that they do not need. So instructions that run equally often are charged in the order
+of their machine code: between two events goes the SASS whose addresses are between theirs.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from cutex.sim.timing.regions import regions
 
 FIELDS = ("cycles", "slots", *PIPES, "beside")
 _BRANCHES = ("bra", "brx", "ret", "exit", "call", "trap")
-Anchor = tuple[int, int]  # an event: its address in the machine code, its place in the program
+Anchor = tuple[int, int]  # an event: its address in the machine code, its index in the program
 
 
 def row(cost: Cost) -> list[float]:
-    """The figures of `FIELDS`."""
+    """The values of a cost, in the order of `FIELDS`."""
     return [cost.cycles, cost.slots, *(cost.pipes[p] for p in PIPES), cost.beside]
 
 
 def by_instruction(
     code: Sequence[Instruction], events: Sequence[bool], costs: Mapping[int, Cost]
 ) -> np.ndarray:
-    """(instructions, FIELDS): what each costs. ``events`` says which are events of their own."""
+    """Return the cost of each instruction, (instructions, FIELDS); ``events`` marks those that are
+    events.
+    """
     found = np.zeros((len(code), len(FIELDS)))
     on_line = Counter(ins.line for ins in code)
     alike: dict[int, list[int]] = defaultdict(list)
@@ -53,8 +55,8 @@ def _anchors(
 ) -> list[Anchor]:
     """Every event that the machine code shows, by address.
 
-    NOTE: of a wgmma the line tells too little, for it may be that of its accumulators; but ptxas
-    keeps their order, so between two other events they are told by counting.
+    NOTE: the line of a wgmma is ambiguous, for it may be that of its accumulators; but ptxas keeps
+    their order, so the n-th wgmma between two other events is the n-th HGMMA between theirs.
     """
     mma = {pc for pc, ins in enumerate(code) if ins.op.startswith("wgmma.mma")}
     found = sorted(
@@ -80,10 +82,12 @@ def _charge(
     costs: Mapping[int, Cost],
     anchors: Sequence[Anchor],
 ) -> None:
-    """Instructions that run equally often, with the events between them."""
+    """Add the costs of ``mine``, instructions that run equally often, with the ``anchors`` between
+    them.
+    """
     places = [at for at, _ in anchors]
     bounds = sorted({-1, len(code), *(pc for _, pc in anchors)})
-    parts: dict[int, list[tuple[float, Cost]]] = defaultdict(list)  # by the event before
+    parts: dict[int, list[tuple[float, Cost]]] = defaultdict(list)  # by the event before them
     for pc in mine:
         if cost := costs.get(code[pc].line):
             for (_, at), part in zip(cost.sass, cost.parts, strict=True):

@@ -1,4 +1,4 @@
-"""A launch's time as a picture that stands alone: the tracks of one CTA from start to end."""
+"""A launch's time as a picture in one SVG file: the tracks of one CTA from start to end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TICKS = (50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000)
 
 @dataclass
 class Bar:
-    """Neighbours of a kind on a track, told as one."""
+    """Neighbouring intervals of one kind on a track, drawn as one; ``told`` is the label."""
 
     start: float
     end: float
@@ -30,7 +30,7 @@ class Bar:
 
 
 def draw(intervals: Sequence[Interval], title: str) -> str:
-    """SVG of CTA 0: its units, and one warp of each role and warpgroup."""
+    """The SVG of CTA 0: its units, and one warp of each role and warpgroup."""
     tracks: dict[str, list[Interval]] = {}
     for interval in intervals:
         if interval.cta == 0 and interval.end > interval.start:
@@ -77,8 +77,9 @@ def one_of_each(tracks: dict[str, list[Interval]]) -> list[str]:
 
 
 def joined(intervals: Sequence[Interval], gap: float) -> list[Bar]:
-    """The intervals of a track in order, those of a kind that are less than ``gap`` cycles apart
-    as one."""
+    """The intervals of a track in order; those of a kind that are less than ``gap`` cycles apart
+    are one.
+    """
     found: list[Bar] = []
     for i in sorted(intervals, key=lambda i: i.start):
         told = i.name if i.kind == "wait" else ""

@@ -1,10 +1,10 @@
-"""The clock that power allows: what a kernel draws at each clock, held against the board's limit.
+"""The clock that power allows: the highest at which a kernel stays below the board's limit.
 
-Watts are those that the board draws anyway, and energy for each FLOP of the tensor cores, each
+The watts are those of the idle board, and an energy for each FLOP of the tensor cores, each
 instruction of a warp, each byte through L2 and each byte of HBM; all but the last grow with the
-square of the voltage, and that with the clock. Kernels whose tensor cores run in bursts lose clock
-though they draw far less than the limit (stages 0 and 1 of the GEMM ladder: 1.80 and 1.70 GHz at
-490 to 640 W): for those a line through what was measured stands in for a model.
+square of the voltage, which is linear in the clock. Kernels whose tensor cores run in bursts lose
+clock though they draw far less than the limit (stages 0 and 1 of the GEMM ladder: 1.80 and 1.70 GHz
+at 490 to 640 W): for those the model is a line through measurements (`Power.burst_ghz`).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from cutex.sim.timing.gpus import Gpu
 if TYPE_CHECKING:
     from cutex.sim.timing.timed import Timed
 
-DATA = {"normal": 1.0, "uniform": 0.95, "int": 0.65, "zeros": 0.5}  # switching, part of Gaussian
+DATA = {"normal": 1.0, "uniform": 0.95, "int": 0.65, "zeros": 0.5}  # energy of a FLOP, relative
 MEMORY = ("HBM share",)
-BURSTS = 0.5  # of the time with MMAs: what has less is taken to run them in bursts
+BURSTS = 0.5  # share of the time with MMAs below which they are taken to run in bursts
 
 
 def watts(timed: Timed, gpu: Gpu, ghz: float, data: str = "normal") -> float:
-    """At a clock of ``ghz``."""
+    """The watts that the board draws at a clock of ``ghz``."""
     p = gpu.power
     seconds = timed.cycles / ghz * 1e-9
     volts = (p.volts_base + p.volts_slope * ghz) / (p.volts_base + p.volts_slope * gpu.clock)
-    # instructions of a warp, of four sub-cores of each SM
+    # instructions of warps, from the issue slots of the four sub-cores of each SM
     issued = 4 * gpu.sms * timed.busy.get("issue slots", 0.0) * timed.cycles
     switching = (
         DATA.get(data, 1.0) * p.flop_pj * timed.flops

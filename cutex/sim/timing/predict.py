@@ -1,4 +1,4 @@
-"""From the record of a few clusters to the time of the grid."""
+"""The time of the grid, from the record of a few clusters."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from cutex.sim.timing.gpus import Gpu
 from cutex.sim.timing.lengths import Lengths, predict_lengths
 from cutex.sim.timing.replay import Replay, Run, when
+from cutex.sim.timing.sampled import Sampled, predict_sampled
 from cutex.sim.timing.timed import Timed, Whole
 from cutex.sim.timing.trace import Traced
 from cutex.sim.timing.traffic import clusters_at_once, dram, fetched, loaded, shared, stored
@@ -14,20 +15,24 @@ from cutex.sim.timing.units import Memory
 
 
 def predict(
-    traced: Traced | Lengths,
+    traced: Traced | Lengths | Sampled,
     gpu: Gpu,
     whole: Whole | None = None,
     log: bool = False,
     most_rounds: int = 0,
 ) -> Timed:
-    """Cycles of the SM's clock, from the end of the kernel before to the end of this one.
+    """Return the cycles of the SM's clock from the end of the previous kernel to the end of this
+    one.
 
-    log: keep what happened when, in ``intervals``. most_rounds: of CTAs on an SM, for a picture; 0
-        for all, without which the cycles are not those of the grid.
+        log          keep the intervals of each track, in ``intervals``
+        most_rounds  CTAs of a slot that are replayed, for a picture; 0: all, as the grid's cycles
+                     need
     """
     whole = whole or Whole()
     if isinstance(traced, Lengths):
         return predict_lengths(traced, gpu, whole, log)
+    if isinstance(traced, Sampled):
+        return predict_sampled(traced, gpu, log)
     record = traced.record
     size = record.cluster_size
     groups = clusters_at_once(gpu, size)
@@ -38,7 +43,7 @@ def predict(
         rounds, workers = 1, min(groups * traced.per_sm, traced.clusters)
     busy_sms = min(traced.clusters, groups) * size
     share = work = 0.0
-    if whole.flops:  # of the busiest cluster
+    if whole.flops:  # the busiest cluster decides
         work = whole.flops / workers
         if whole.tile_flops:
             tiles = math.ceil(whole.flops / whole.tile_flops / workers / size - 1e-9)
@@ -81,7 +86,7 @@ def predict(
 
 
 def whole_cycles(run: Run, work: float, tile: float, recorded: float) -> float:
-    """The end of a cluster that does ``work`` FLOPs, from the steady part of its record."""
+    """The end of a cluster with ``work`` FLOPs, extrapolated from the steady part of its record."""
     first = tile or recorded / 4
     last = math.floor(recorded / tile) * tile if tile else recorded
     a = when(run, first)

@@ -1,9 +1,9 @@
-"""What each warp of a run did, in its own order: the input of the clock.
+"""The events of each warp of a run, in its own order: the input of the clock.
 
-A `Recorder` is told by the scheduler of every instruction that executes (`step`, before it;
-`done`, after it). Ordinary instructions add up to a piece of work; what is asynchronous, signals or
-waits becomes an event of the warp's program. The values of waits are kept as they were: which phase
-of a barrier a warp needed, how many groups it left in flight.
+The scheduler calls a `Recorder` for every instruction that executes (`step` before it, `done` after
+it). Ordinary instructions add up to a piece of work; one that is asynchronous, signals or waits
+becomes an event of the warp's program. Waits are recorded with their values in the run: the phase
+of a barrier that a warp needed, the number of groups that it left in flight.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from cutex.sim.machine.operation import Engine, Operation, Rectangle, Span
 from cutex.sim.ptx.decode import Decoder
 from cutex.sim.ptx.operands import Address, Imm, Vector
 from cutex.sim.ptx.parse import Instruction
+from cutex.sim.timing.counters import SharedCounters
 from cutex.sim.timing.events import (
     Arrive,
     Cluster,
@@ -52,7 +53,7 @@ from cutex.sim.timing.order import by_instruction
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
-PIECE = 64.0  # cycles of ordinary instructions that are kept together: their order beyond is kept
+PIECE = 64.0  # cycles of ordinary instructions that become one `Work`
 _RATES = (
     ("mxf4", 4.0), ("f8f6f4", 2.0), ("kind::i8", 2.0), ("kind::tf32", 0.5),
     (".e4m3.", 2.0), (".e5m2.", 2.0), (".s8.", 2.0), (".u8.", 2.0), (".tf32.", 0.5),
@@ -60,11 +61,11 @@ _RATES = (
 
 
 class Enough(CutexError):
-    """The recorder has seen what it was to see."""
+    """Ends a run whose recorder has all that it needs."""
 
 
 class Recorder:
-    """Of the resident warps of a machine, until ``limit`` MMA FLOPs have been issued."""
+    """Records the resident warps of a machine, until ``limit`` MMA FLOPs have been issued."""
 
     def __init__(
         self,
@@ -72,10 +73,12 @@ class Recorder:
         costs: dict[int, Cost],
         limit: float = 0.0,
         enough_loads: int = 0,
+        counters: SharedCounters | None = None,
     ) -> None:
         self.m, self.limit, self.enough_loads = machine, limit, enough_loads
         code = machine.program.code
         self.code = code
+        self.before = [counters.before(i) if counters else None for i in code]
         self.fetches = Fetches(machine, code, self._add)
         self.kinds: list[Callable[[Batch, Any], None] | None] = [
             self._kind(pc, ins) for pc, ins in enumerate(code)
@@ -88,7 +91,7 @@ class Recorder:
         self.programs: dict[int, list[Event]] = defaultdict(list)
         self.maps: dict[int, TensorMap] = {}  # by address
         self.flops, self.steps = 0.0, 0
-        self.columns = 0  # of tensor memory, of a CTA's largest allocation
+        self.columns = 0  # columns of tensor memory of a CTA's largest allocation
         self.counts = np.zeros((machine.grid.num_warps, len(code)), np.int64)
         self.loads = np.zeros(machine.grid.num_ctas, int)
         issue = machine.flight.issue
@@ -100,9 +103,11 @@ class Recorder:
 
         machine.flight.issue = recorded  # type: ignore[method-assign]
 
-    # -- told by the scheduler ---------------------------------------------------------------------
+    # -- called by the scheduler -------------------------------------------------------------------
 
     def step(self, batch: Batch, pc: int) -> None:
+        if (before := self.before[pc]) is not None:
+            before(batch)
         self.fetches.step(batch, pc)
         self.work[batch.idx] += self.cost[pc]
         for warp in batch.idx[self.work[batch.idx, 0] >= PIECE].tolist():
@@ -153,7 +158,7 @@ class Recorder:
         self.programs[warp].append(event)
 
     def _operation(self, op: Operation) -> None:
-        """An asynchronous operation is put in flight."""
+        """Record an asynchronous operation when it is put in flight."""
         if op.engine in (Engine.TMA_LOAD, Engine.DSMEM):
             source = (op.what, op.number)
             loads = self.programs[op.warp]
@@ -254,7 +259,7 @@ class Recorder:
         self._turn += 1
 
     def _source(self, ins: Instruction) -> Callable[[Batch, Any], None]:
-        """Keeps with a load which box of which tensor it is."""
+        """Record with a load its box: the tensor map's address and the coordinates."""
         d = Decoder(ins, self.m)
         tmap, coordinates = d.address(1, coordinates=True), d.coordinates(1)
 
@@ -282,7 +287,9 @@ class Recorder:
     def _each(
         self, make: Callable[[Batch, int], Event], passed: bool = False
     ) -> Callable[[Batch, Any], None]:
-        """An event for every warp with an active lane; with ``passed`` for those that go on."""
+        """Record an event for every warp with an active lane; with ``passed``, only for those that
+        need not try again.
+        """
 
         def add(b: Batch, verdict: Any) -> None:
             for row in np.nonzero(b.any_active())[0].tolist():
@@ -292,7 +299,7 @@ class Recorder:
         return add
 
     def _map(self, address: int) -> TensorMap | None:
-        """A tensor map among the kernel's parameters; None of others."""
+        """The tensor map at ``address``, a parameter of the kernel; None at other addresses."""
         if not address & PARAM_WINDOW:
             return None
         if address not in self.maps:
@@ -421,7 +428,7 @@ def _wgmma(ins: Instruction) -> Mma:
 
 
 def _rate(op: str) -> float:
-    """Of an MMA by the type of its operands."""
+    """FLOPs per cycle of an MMA, by the type of its operands, relative to 16-bit operands."""
     for part, rate in _RATES:
         if part in op:
             return rate
@@ -429,7 +436,7 @@ def _rate(op: str) -> float:
 
 
 def _port(ins: Instruction) -> float:
-    """Cycles of the smem port, 128 bytes each, without conflicts of banks."""
+    """Cycles of the smem port, 128 bytes each, without bank conflicts."""
     if ins.name in ("ld", "st") and "shared" in ins.parts:
         return 32 * width(ins) / 128
     if ins.name in ("ldmatrix", "stmatrix"):

@@ -1,5 +1,5 @@
-"""Which instructions of a program run equally often: those of basic blocks of which each follows
-the other on every path, in the same loops.
+"""Sets of instructions that run equally often: those of basic blocks of which each follows the
+other on every path, in the same loops.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from cutex.sim.ptx.parse import Instruction
 
 
 def regions(code: Sequence[Instruction]) -> list[int]:
-    """By instruction, the number of the first with which it runs equally often; its own for what
-    is never reached.
+    """Return, by instruction, the number of the first one that runs equally often; an unreachable
+    one's own number.
     """
     flow = ControlFlow(list(code))
     end = len(code)
@@ -26,7 +26,7 @@ def regions(code: Sequence[Instruction]) -> list[int]:
     loops = _loops(edges, above)
     same = list(range(len(starts)))
     for b in range(len(starts)):
-        for a in range(len(starts)):  # NOTE: the first of all that are alike
+        for a in range(len(starts)):  # NOTE: the first of all that run equally often
             if (
                 a != b
                 and above[b] >> a & 1
@@ -43,7 +43,9 @@ def regions(code: Sequence[Instruction]) -> list[int]:
 
 
 def _dominators(edges: Sequence[Sequence[int]]) -> list[int]:
-    """By block, a mask of those that every path to it comes through; of unreached ones, of all."""
+    """Return, by block, a mask of the blocks on every path to it; all blocks for an unreachable
+    one.
+    """
     before: list[list[int]] = [[] for _ in edges]
     for a, targets in enumerate(edges):
         for b in targets:
@@ -64,7 +66,7 @@ def _dominators(edges: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _loops(edges: Sequence[Sequence[int]], above: Sequence[int]) -> list[int]:
-    """By block, a mask of the heads of the loops that it is in."""
+    """Return, by block, a mask of the heads of the loops that contain it."""
     before: list[list[int]] = [[] for _ in edges]
     for a, targets in enumerate(edges):
         for b in targets:

@@ -1,14 +1,14 @@
 """The discrete-event model: programs of warps on the units of a few SMs.
 
 Time is in cycles of the SM. Every unit is a queue: it serves requests in the order in which they
-come, one at a time, each for as long as its constant says. What a request also takes until its
-effect is seen (a latency) delays that effect, not the unit.
+come, one at a time, each for as long as its constant gives. A latency, the further time until a
+request's effect is visible, delays that effect, not the unit.
 
-    sub-core    issue slots and pipes, four an SM; a warp is at home in one
+    sub-core    issue slots and pipes, four an SM; each warp belongs to one
     port        shared memory: operands of MMAs, TMA, loads and stores of warps
     tensor      wgmma or tcgen05.mma
     tma         boxes that the TMA engine takes on; bytes into the SM
-    L2, HBM     an SM's share of what all may have
+    L2, HBM     an SM's share of the rate of all
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ from cutex.sim.timing.warp import Warp
 
 @dataclass
 class Run:
-    """The outcome of a replay; cycles."""
+    """The outcome of a replay, in cycles."""
 
     end: float
-    mma: list[tuple[float, float]]  # when FLOPs were done, and how many in all, for each MMA
-    units: dict[str, float]  # busy cycles, of SM 0
-    waits: dict[str, dict[str, float]]  # by role: what for, cycles
+    mma: list[tuple[float, float]]  # for each MMA: its end, and the FLOPs done by then
+    units: dict[str, float]  # busy cycles of each unit of SM 0
+    waits: dict[str, dict[str, float]]  # cycles by role and by who ends the wait
     worked: dict[str, float]
     intervals: list[Interval]
     stores_end: float
     starts: list[float]
     drain: float  # from a tile's last MMA to the end of its stores
-    tiles: list[float]  # when the bulk stores of a tile, and of all before it, are done
+    tiles: list[float]  # for each tile, the end of the bulk stores of it and of all before it
 
 
 class Replay:
-    """``record``'s clusters on SMs of their own; each cluster slot runs ``rounds`` of them, one
-    after the other, ``slots`` side by side on the same SMs, each of which starts ``apart`` cycles
-    after the one before.
+    """Runs ``record``'s clusters, each on its own SMs.
+
+    ``slots`` clusters run side by side on the same SMs, each of which starts ``apart`` cycles after
+    the one before; ``rounds`` clusters run in all, each in the first slot that is free.
     """
 
     def __init__(
@@ -70,9 +71,9 @@ class Replay:
         self.intervals: list[Interval] = []
         self.end = self.stores_end = 0.0
         self.starts: list[float] = []
-        self.stores: list[float] = []  # when each is done
+        self.stores: list[float] = []  # the end of each bulk store
         self.left = 0
-        self.ended_by: tuple[str, float] | None = None  # the track that ended a wait, and when
+        self.ended_by: tuple[str, float] | None = None  # the track that ended a wait, and the time
         clusters = record.ctas // record.cluster_size
         self.programs_of = [
             {w: p for w, p in record.programs.items() if record.cta[w] // record.cluster_size == c}
@@ -101,8 +102,10 @@ class Replay:
         )  # fmt: skip
 
     def _drain(self) -> float:
-        """NOTE: the first store of a tile follows its last MMA, so the first gap in the stores that
-        is longer than a load takes ends the first tile's.
+        """Cycles from the last MMA of the first tile to the end of its stores.
+
+        NOTE: the first store of a tile follows its last MMA, so the first gap in the stores that is
+        longer than a load takes ends the first tile's.
         """
         if not self.stores or not self.mma:
             return 0.0
@@ -124,7 +127,7 @@ class Replay:
         heapq.heappush(self.heap, (when, self.number, then))
 
     def ended(self, now: float, slot: int) -> None:
-        """A cluster has left its SMs, and its slot of them."""
+        """Start the next cluster in ``slot``, whose cluster has left its SMs."""
         if self.queue:
             self.queue.popleft()
             which = (self.rounds - len(self.queue)) % len(self.programs_of)
@@ -132,7 +135,7 @@ class Replay:
 
 
 class Instance:
-    """One cluster that runs: the state of its barriers and groups."""
+    """One running cluster: the state of its barriers and groups."""
 
     def __init__(self, replay: Replay, programs: dict[int, list[Event]], slot: int) -> None:
         self.r, self.gpu, self.programs = replay, replay.gpu, programs
@@ -163,7 +166,7 @@ class Instance:
             self.check_cluster(now)
 
     def check_cluster(self, now: float) -> None:
-        """A cluster barrier waits for every warp that has not ended."""
+        """Complete the cluster barrier once every warp that has not ended has arrived."""
         if 0 < self.cluster_count >= self.alive:
             self.cluster_count = 0
             self.cluster_phase += 1
@@ -211,7 +214,7 @@ class Instance:
 
 
 def _stores_of_a_tile(program: Sequence[Event]) -> int:
-    """Bulk stores of a warp until it waits for the next tile."""
+    """The number of bulk stores of a warp before it waits for the next tile."""
     count = 0
     for e in program:
         if isinstance(e, Store):
@@ -222,7 +225,7 @@ def _stores_of_a_tile(program: Sequence[Event]) -> int:
 
 
 def when(run: Run, flops: float) -> float:
-    """The time at which so many FLOPs were done."""
+    """The time at which ``flops`` FLOPs were done."""
     for at, done in run.mma:
         if done >= flops * (1 - 1e-9):
             return at

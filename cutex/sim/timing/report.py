@@ -1,8 +1,9 @@
-"""What people see of a timed launch: a short table, and a picture for Perfetto."""
+"""The report of a timed launch: a short table, JSON, and a trace for Perfetto."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from cutex.sim.timing.lengths import Lengths
 from cutex.sim.timing.picture import UNITS, draw
 from cutex.sim.timing.power import clock_ghz
 from cutex.sim.timing.predict import predict
+from cutex.sim.timing.sampled import Sampled
 from cutex.sim.timing.timed import Timed, Whole
 from cutex.sim.timing.trace import Traced
 from cutex.sim.timing.units import Interval
@@ -20,18 +22,19 @@ from cutex.sim.timing.units import Interval
 
 @dataclass
 class Role:
-    """Warps of one name: how much of the time they work, and for whom they wait, parts of 1."""
+    """The warps of one role: the share of time in which they work, and in which they wait for
+    whom."""
 
     name: str
-    warps: int
+    warps: float  # of a CTA; of a pair's leader, half of that
     worked: float
     waited: dict[str, float]
 
 
 @dataclass
 class TimeReport:
-    """How long a launch takes on a GPU, by the model. ``band`` is the relative error to expect of
-    the cycles, ``clock_band`` that of the clock, both of docs/time.md.
+    """The time of a launch on a GPU, by the model. ``band`` is the expected relative error of the
+    cycles, ``clock_band`` that of the clock, both from docs/time.md.
     """
 
     kernel: str
@@ -62,6 +65,7 @@ class TimeReport:
 
     def __str__(self) -> str:
         low, high = self.us_band
+        ran, count = self.timed.sampled
         top = sorted(self.busy.items(), key=lambda item: -item[1])
         lines = [
             f"{self.kernel} on {self.gpu}: predicted, not measured",
@@ -69,6 +73,7 @@ class TimeReport:
             f"at {self.clock_ghz:.2f} GHz (+-{100 * self.clock_band:.0f} %)",
             f"  {self.us:12,.1f} us ({low:,.1f} to {high:,.1f})"
             + (f", {self.tflops:,.0f} TFLOPS" if self.flops else ""),
+            *([f"  clusters differ: {ran} of {count} were recorded"] if ran else []),
             f"  binds: {self.binds}; busy "
             + ", ".join(f"{name} {100 * part:.0f} %" for name, part in top if part >= 0.05),
             f"  {'role':<16}{'warps':>6}{'works':>8}   waits for",
@@ -76,7 +81,7 @@ class TimeReport:
         for role in self.roles:
             waits = sorted(role.waited.items(), key=lambda item: -item[1])
             told = ", ".join(f"{name} {100 * part:.0f} %" for name, part in waits if part >= 0.01)
-            lines.append(f"  {role.name:<16}{role.warps:>6}{100 * role.worked:>7.0f}%   {told}")
+            lines.append(f"  {role.name:<16}{role.warps:>6g}{100 * role.worked:>7.0f}%   {told}")
         return "\n".join(lines)
 
     def chrome_trace(self) -> dict[str, Any]:
@@ -84,18 +89,19 @@ class TimeReport:
         return chrome_trace(self.intervals, f"{self.kernel} on {self.gpu}")
 
     def to_json(self) -> str:
-        """One line."""
+        """The report as one line of JSON."""
         low, high = self.us_band
         found = {
             "kernel": self.kernel, "gpu": self.gpu, "predicted": True, "cycles": self.cycles,
             "clock_ghz": self.clock_ghz, "us": self.us, "us_low": low, "us_high": high,
             "tflops": self.tflops, "binds": self.binds, "busy": self.busy,
+            "clusters_recorded": self.timed.sampled[0] or None,
             "roles": [asdict(r) for r in self.roles],
         }  # fmt: skip
         return json.dumps(found)
 
     def write_trace(self, file: Path) -> None:
-        """A picture of the first CTA if the file is called so, .svg; else JSON for Perfetto."""
+        """Write a picture of the first CTA if ``file`` ends in .svg; else JSON for Perfetto."""
         if file.suffix == ".svg":
             title = f"the first CTA on {self.gpu}, predicted: {self.cycles:,.0f} cycles in all"
             file.write_text(draw(self.intervals, title))
@@ -104,7 +110,7 @@ class TimeReport:
 
 
 def time_launch(
-    traced: Traced | Lengths,
+    traced: Traced | Lengths | Sampled,
     gpu: Gpu,
     whole: Whole | None = None,
     *,
@@ -123,7 +129,7 @@ def time_launch(
         waited = timed.waited.get(name, {})
         roles.append(
             Role(
-                name, len(warps) // (record.ctas or 1), timed.worked.get(name, 0.0) / count,
+                name, len(warps) / (record.ctas or 1), timed.worked.get(name, 0.0) / count,
                 {k: v / count for k, v in waited.items()},
             )
         )  # fmt: skip
@@ -132,7 +138,7 @@ def time_launch(
         gpu=gpu.name,
         cycles=timed.cycles,
         clock_ghz=ghz,
-        band=gpu.band,
+        band=math.hypot(gpu.band, timed.sampling_error),
         clock_band=gpu.clock_band,
         flops=timed.flops,
         binds=timed.binds,
@@ -144,8 +150,8 @@ def time_launch(
 
 
 def chrome_trace(intervals: list[Interval], title: str) -> dict[str, Any]:
-    """Tracks per CTA: each warp of a role, the tensor core, TMA in and out; arrows from what ends a
-    wait to the waiter.
+    """Tracks of each CTA: each warp of a role, the tensor core, TMA in and out; an arrow leads from
+    the track that ends a wait to the waiter.
     """
     tracks: dict[tuple[int, str], int] = {}
     events: list[dict[str, Any]] = []
@@ -181,7 +187,7 @@ def chrome_trace(intervals: list[Interval], title: str) -> dict[str, Any]:
 
 
 def busiest(intervals: list[Interval]) -> dict[str, float]:
-    """Cycles by track, for a glance."""
+    """Busy cycles by track."""
     total: dict[str, float] = defaultdict(float)
     for i in intervals:
         total[i.track] += i.end - i.start

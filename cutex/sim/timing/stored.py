@@ -1,4 +1,4 @@
-"""Records as a file: what a kernel's warps did, kept so that its time can be reckoned again."""
+"""Records in a file: the events of a kernel's warps, so that its time can be predicted again."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _KINDS: tuple[Any, ...] = (
 
 
 def save(traced: Mapping[str, Traced | Lengths], file: Path) -> None:
-    """Records by name; programs that several warps or records have are written once, and of loads
-    only which tensor they are from.
+    """Write records by name. Programs that several warps or records share are written once; of a
+    load's source only the tensor is written.
     """
     programs: dict[str, int] = {}
     rows: dict[str, Any] = {}
@@ -59,7 +59,7 @@ def _plain(program: list[Any]) -> list[Any]:
 
 
 def load(file: Path) -> dict[str, Traced | Lengths]:
-    """The records of `save`."""
+    """The records that `save` wrote to ``file``."""
     whole = json.loads(gzip.decompress(file.read_bytes()))
     programs = [[_event(e) for e in program] for program in whole["programs"]]
     found: dict[str, Traced | Lengths] = {}

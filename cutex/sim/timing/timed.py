@@ -1,4 +1,4 @@
-"""What is asked of the clock, and what it answers."""
+"""`Whole`, an input of the clock, and `Timed`, its result."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from cutex.sim.timing.units import Interval
 
 @dataclass(frozen=True)
 class Whole:
-    """What the whole grid has to do, where the kernel does not say: MMA FLOPs, and those of one
-    CTA for one output tile; 0: not known, the record is of all that a cluster does.
+    """The work of the whole grid, which a part of it does not show: MMA FLOPs, and those of one CTA
+    for one output tile; 0: unknown, the record has all that a cluster does.
     """
 
     flops: float = 0.0
@@ -19,13 +19,13 @@ class Whole:
 
 @dataclass
 class Timed:
-    """Cycles of one launch, and where they went."""
+    """Cycles of one launch, and the shares of its units and roles."""
 
     cycles: float
     detailed: float  # cycles that were replayed event by event
-    busy: dict[str, float]  # part of the replayed time, by unit of an SM
-    worked: dict[str, float]  # part of the replayed time, by role
-    waited: dict[str, dict[str, float]]  # the same, by role and what for
+    busy: dict[str, float]  # share of the replayed time, by unit of an SM
+    worked: dict[str, float]  # share of the replayed time, by role
+    waited: dict[str, dict[str, float]]  # share of the replayed time, by role and who ends the wait
     intervals: list[Interval] = field(default_factory=list)
     miss: float = 0.0
     rounds: int = 1
@@ -34,6 +34,8 @@ class Timed:
     stored: float = 0.0
     dram: float = 0.0
     side_by_side: int = 1  # CTAs of an SM
+    sampled: tuple[int, int] = (0, 0)  # recorded clusters that differ, of how many; none if alike
+    sampling_error: float = 0.0  # relative, of the cycles: that of a mean over the recorded ones
 
     @property
     def binds(self) -> str:

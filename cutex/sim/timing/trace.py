@@ -18,6 +18,7 @@ from cutex.sim.machine.residency import SM_SMEM, SM_THREADS, Residency, residenc
 from cutex.sim.ptx.parse import Program
 from cutex.sim.run import Simulation
 from cutex.sim.scheduler import Scheduler
+from cutex.sim.timing.counters import Counter, SharedCounters
 from cutex.sim.timing.events import Event, Load, Record, Reply
 from cutex.sim.timing.gpus import H200
 from cutex.sim.timing.machine_code import ALU, FMA, MUFU, Cost, costs, disassemble
@@ -25,15 +26,15 @@ from cutex.sim.timing.record import Enough, Recorder
 
 SM_REGISTERS = 65536
 BESIDE = {FMA: H200.fma_beside_mma, ALU: H200.alu_beside_mma, MUFU: H200.mufu_beside_mma}
-TMEM_COLUMNS = 512  # of an SM
-MOST_LOADS = 24  # of each CTA, to see what they share
-TOGETHER = 4  # loads of a tensor within which CTAs share a box: so far apart costs GEMMs nothing
+TMEM_COLUMNS = 512  # columns of an SM's tensor memory
+MOST_LOADS = 24  # loads of each CTA that are recorded, to see which boxes CTAs share
+TOGETHER = 4  # loads of a tensor within which CTAs share a box: GEMMs lose nothing so far apart
 
 
 @dataclass
 class Sharing:
-    """What CTAs that run at the same time load of one tensor: bytes in all, and of different boxes;
-    ``footprint`` is the tensor's own.
+    """The bytes that CTAs load of one tensor at the same time: of all loads, and of different
+    boxes. ``footprint`` is the size of the tensor in bytes.
     """
 
     loaded: float = 0.0
@@ -47,17 +48,18 @@ class Sharing:
 
 @dataclass
 class Traced:
-    """The record of one launch, and what is known of the whole grid."""
+    """The record of one launch, with its grid and the sharing of loads between CTAs."""
 
     record: Record
     grid: tuple[int, int, int]
-    per_sm: int  # CTAs that an SM holds
+    per_sm: int  # resident CTAs of an SM
     sharing: dict[int, Sharing]  # by tensor map
     name: str = ""
 
     @property
     def takes_over(self) -> bool:
-        """Whether running clusters take over those that have not started."""
+        """Whether running clusters take over work of those that have not started (launch
+        control)."""
         programs = self.record.programs.values()
         return any(isinstance(e, Reply) for program in programs for e in program)
 
@@ -67,9 +69,9 @@ class Traced:
         return x * y * z // self.record.cluster_size
 
 
-class _Few(Simulation):
-    """Simulates one cluster of each launch, until ``flops`` of MMAs a CTA, after a look at the
-    first loads of all that run side by side.
+class Few(Simulation):
+    """Simulates one cluster of each launch, until ``flops`` MMA FLOPs of each CTA, and then the
+    first loads of all CTAs that run side by side.
     """
 
     def __init__(
@@ -83,15 +85,24 @@ class _Few(Simulation):
         self.cost: dict[int, Cost] = costs(disassemble(cubin), BESIDE, H200.mufu_lost_beside_mma)
         self.registers, self.flops = Cubin(cubin).registers, flops
         self.traced: list[Traced] = []
-        self.all_at_once = False
+        self.all_at_once, self.number = False, 0
+        self.counters: set[Counter] = set()  # that cluster 0 takes tiles from
+        self.in_step = True  # CTAs count as sharing a box only if they load it at the same time
 
-    def launch(self, what: Launch) -> None:
+    def record_only(self, what: Launch) -> None:
+        self.record(what)
+
+    def see(self, what: Launch) -> None:
+        """Record a launch, and the loads that its CTAs share."""
         self.record(what)
         self.look(what)
 
-    def record(self, what: Launch) -> None:
-        self.all_at_once = False
+    def record(self, what: Launch, number: int = 0) -> Record:
+        """The record of the cluster of that number."""
+        self.all_at_once, self.number = False, number
         super().launch(what)
+        traced = self.traced[-1] if number == 0 else self.traced.pop()
+        return traced.record
 
     def look(self, what: Launch) -> None:
         self.all_at_once = True
@@ -108,11 +119,15 @@ class _Few(Simulation):
             return
         machine = scheduler.m
         clusters = what.num_ctas // what.cluster_size
-        # NOTE: by cluster launch control the first takes what would be its share of all
+        # NOTE: with cluster launch control the first cluster takes its share of all tiles
         at_once = max(1, residency(machine.program, what).gpu_ctas // what.cluster_size)
-        machine.pending_clusters = PendingClusters(list(range(0, clusters, at_once)))
+        machine.pending_clusters = PendingClusters(list(range(self.number, clusters, at_once)))
         machine.load_clusters(machine.pending_clusters.start(1))
-        recorder = Recorder(machine, self.cost, self.flops * what.cluster_size)
+        counters = None
+        if 1 < clusters <= at_once:
+            known = self.counters if self.number else ()
+            counters = SharedCounters(machine, clusters - 1, self.number, known)
+        recorder = Recorder(machine, self.cost, self.flops * what.cluster_size, counters=counters)
         try:
             complete = self._until_enough(scheduler, recorder)
         except Deadlock as error:  # NOTE: or one of its own, which the run for values tells
@@ -122,6 +137,8 @@ class _Few(Simulation):
                 f"one cluster of {what.kernel} does not come to its end alone: what it waits for "
                 "from others, by global memory, is nothing that the clock knows"
             ) from error
+        if self.number == 0:
+            self.counters = counters.asked_again if counters else set()
         threads = 32 * what.warps_per_cta
         held = min(
             SM_THREADS // threads,
@@ -153,9 +170,9 @@ class _Few(Simulation):
             for tmap, load_ in first.items():
                 _, *at = load_.source
                 sharing = traced.sharing.setdefault(tmap, Sharing())
-                for step in paths.get((tmap, int(machine.grid.warp_in_cta[warp])), [()]):
-                    box = (tmap, *(x + dx for x, dx in zip_longest(at, step, fillvalue=0)))
-                    boxes[box] = load_.size
+                path = paths.get((tmap, int(machine.grid.warp_in_cta[warp])), [()])
+                for box in _boxes(at, path, self.in_step):
+                    boxes[(tmap, *box)] = load_.size
                     sharing.loaded += load_.size
         for source, size in boxes.items():
             traced.sharing[source[0]].different += size
@@ -172,12 +189,14 @@ class _Few(Simulation):
 
 
 def _loads(program: list[Event]) -> list[Load]:
-    """Those of tensors that TMA knows by a map."""
+    """The loads by tensor map of a program."""
     return [e for e in program if isinstance(e, Load) and isinstance(e.source[0], int)]
 
 
 def _paths(record: Record) -> dict[tuple[int, int], list[tuple[int, ...]]]:
-    """By tensor and warp of a CTA, how far the recorded cluster's next loads are from its first."""
+    """Return, by tensor and warp of a CTA, the offsets of the recorded cluster's next boxes from
+    its first.
+    """
     paths: dict[tuple[int, int], list[tuple[int, ...]]] = {}
     for warp, program in record.programs.items():
         by_tensor: dict[int, list[tuple[int, ...]]] = {}
@@ -192,8 +211,20 @@ def _paths(record: Record) -> dict[tuple[int, int], list[tuple[int, ...]]]:
     return paths
 
 
+def _boxes(
+    first: Sequence[int], path: Sequence[tuple[int, ...]], in_step: bool
+) -> list[tuple[int, ...]]:
+    """The boxes at ``first`` and along ``path``; if not ``in_step``, with their number on the path
+    instead of the coordinates that change along it, for CTAs that walk the same way from elsewhere.
+    """
+    if in_step:
+        return [tuple(x + dx for x, dx in zip_longest(first, by, fillvalue=0)) for by in path]
+    stays = [x for x, *by in zip_longest(first, *path, fillvalue=0) if not any(by)]
+    return [(n, *stays) for n in range(len(path))]
+
+
 def _loads_that_tell(record: Record) -> int:
-    """So many loads of a CTA that each tensor is among them."""
+    """The number of loads of a CTA among which is one of each tensor; at most MOST_LOADS."""
     most = 0
     for program in record.programs.values():
         loads = _loads(program)
@@ -207,7 +238,7 @@ def _loads_that_tell(record: Record) -> int:
 
 
 def _footprint(machine: Machine, address: int) -> float:
-    """Bytes of the tensor of a map among the kernel's parameters; 0 of others."""
+    """Bytes of the tensor of a map among the kernel's parameters; 0 for other addresses."""
     if not address & PARAM_WINDOW:
         return 0.0
     at = address & (PARAM_WINDOW - 1)
@@ -226,12 +257,14 @@ def trace(
     limit: float = 0.0,
     look: bool = True,
 ) -> list[Traced]:
-    """Records the first cluster of every launch of a call, until ``limit`` FLOPs of MMAs a CTA; 0:
-    to its end. look: see what CTAs that run side by side share of their loads. Raises ValueError
-    for a kernel whose machine code is not known.
+    """Record the first cluster of every launch of a call, until ``limit`` MMA FLOPs of each CTA; 0:
+    to its end.
+
+    look: record also which loads CTAs that run side by side share. Raises ValueError for a kernel
+    without a cubin.
     """
     few = _few(host, programs, regions, limit)
-    host(arguments, few.launch if look else few.record)
+    host(arguments, few.see if look else few.record_only)
     return few.traced
 
 
@@ -240,10 +273,16 @@ def _few(
     programs: dict[str, Program],
     regions: Sequence[HostTensor],
     limit: float = 0.0,
-) -> _Few:
+) -> Few:
+    return Few(programs, regions, machine_code(host), limit)
+
+
+def machine_code(host: HostFunction) -> bytes:
+    """Return the cubin, which has the costs of instructions. Raises ValueError where there is
+    none."""
     if not host.cubin:
         raise ValueError("its cubin is not there, which tells what instructions cost")
-    return _Few(programs, regions, host.cubin, limit)
+    return host.cubin
 
 
 def look_at(
@@ -253,7 +292,9 @@ def look_at(
     regions: Sequence[HostTensor],
     like: Traced,
 ) -> Traced:
-    """A record of the same kernel with the grid of another call, and with what its CTAs share."""
+    """Return a copy of the record ``like`` with the grid of another call and the sharing of its
+    loads.
+    """
     few = _few(host, programs, regions)
 
     def launch(what: Launch) -> None:

@@ -1,4 +1,4 @@
-"""What a grid asks of L2 and of memory, from the record of a few of its clusters."""
+"""The bytes that a grid loads from L2 and from HBM, from the record of a few of its clusters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cutex.sim.timing.trace import Traced
 
 
 def clusters_at_once(gpu: Gpu, size: int) -> int:
-    """How many clusters of ``size`` CTAs run side by side, where each CTA fills an SM."""
+    """The number of clusters of ``size`` CTAs that run at one time, where each CTA fills an SM."""
     groups = gpu.sms // size
     if size == 4 and gpu.clusters_of_four:
         groups = min(groups, gpu.clusters_of_four)
@@ -18,7 +18,7 @@ def clusters_at_once(gpu: Gpu, size: int) -> int:
 
 
 def loaded(record: Record) -> dict[int, float]:
-    """Bytes that a cluster loads by TMA, of each tensor."""
+    """The bytes of each tensor that a cluster loads by TMA."""
     loads: dict[int, float] = defaultdict(float)
     for program in record.programs.values():
         for e in program:
@@ -28,7 +28,9 @@ def loaded(record: Record) -> dict[int, float]:
 
 
 def fetched(traced: Traced) -> dict[int, float]:
-    """Part of the bytes, of each tensor, that all clusters fetch from memory: each byte once."""
+    """The share of the bytes of each tensor that all clusters fetch from HBM, where each comes
+    once.
+    """
     missed = {}
     for at, f in traced.record.fetched.items():
         once = min(f.size, f.different * traced.clusters)
@@ -37,7 +39,7 @@ def fetched(traced: Traced) -> dict[int, float]:
 
 
 def stored(record: Record) -> float:
-    """Bytes that a cluster stores."""
+    """The bytes that a cluster stores."""
     total = 0.0
     for program in record.programs.values():
         for e in program:
@@ -49,7 +51,7 @@ def stored(record: Record) -> float:
 
 
 def shared(traced: Traced, loads: dict[int, float]) -> float:
-    """Part of the bytes that a cluster loads which another asks for at about the same time;
+    """The share of the bytes that a cluster loads which another loads at about the same time;
     ``loads`` are its bytes of each tensor.
     """
     known = {tmap: size for tmap, size in loads.items() if tmap in traced.sharing}
@@ -58,14 +60,14 @@ def shared(traced: Traced, loads: dict[int, float]) -> float:
 
 
 def dram(traced: Traced, loads: dict[int, float], gpu: Gpu) -> float:
-    """Bytes that ``loads`` of all clusters bring from memory: each tensor once if L2 holds them
-    all, else what CTAs that run side by side do not share, again for each round.
+    """The bytes that ``loads`` of all clusters bring from HBM: each tensor once if L2 holds them
+    all, else once again in each round the part that CTAs which run side by side do not share.
     """
     footprint = sum(s.footprint for s in traced.sharing.values())
     total = 0.0
     for tmap, size in loads.items():
         sharing = traced.sharing.get(tmap)
-        if sharing is None:  # as the best shared of those that were seen
+        if sharing is None:  # NOTE: an unrecorded tensor counts as the best shared of the others
             total += size * min((s.part for s in traced.sharing.values()), default=1.0)
             continue
         least = min(sharing.footprint or size, size)

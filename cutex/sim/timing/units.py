@@ -1,4 +1,4 @@
-"""The units of an SM, and what is kept of them."""
+"""The units of an SM, and the intervals in which they work."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from cutex.sim.timing.machine_code import PIPES
 
 @dataclass
 class Memory:
-    """How an SM's copies meet the rest of the GPU: what part of its loads misses L2, how many SMs
-    share the rates."""
+    """The rest of the GPU as an SM's copies see it: the share of its loads that misses L2, and the
+    number of SMs that share the rates.
+    """
 
-    miss: float  # part of the bytes that come from HBM
-    sms: int  # that are busy
-    shared: float = 0.0  # part of the bytes that other SMs ask for at the same time
-    write_back: float = 1.0  # part of stored bytes that go on to HBM
-    waits: float = 1.0  # part of loads that wait for HBM: all where CTAs run in step
+    miss: float  # share of the bytes that come from HBM
+    sms: int  # busy SMs
+    shared: float = 0.0  # share of the bytes that other SMs request at the same time
+    write_back: float = 1.0  # share of stored bytes that go on to HBM
+    waits: float = 1.0  # share of loads that wait for HBM: all where CTAs run in step
     fetched: dict[int, float] = field(default_factory=dict)  # the miss of ordinary loads, by tensor
-    ahead: float = 0.0  # cycles that an SM may be ahead of its share of L2: others are idle
+    ahead: float = 0.0  # cycles by which an SM may exceed its share of L2, as others are idle
 
 
 @dataclass
 class Unit:
-    """A queue; ``busy`` adds up what it served."""
+    """A queue; ``busy`` adds up the cycles that it served."""
 
     name: str
     free: float = 0.0
     busy: float = 0.0
 
     def serve(self, at: float, cycles: float) -> float:
-        """The end of a service asked for at ``at``."""
+        """Serve ``cycles`` cycles requested at ``at``, and return their end."""
         end = (at if at > self.free else self.free) + cycles
         self.free = end
         self.busy += cycles
@@ -44,7 +45,7 @@ class Barrier:
     pending: int
     tx: int = 0
     phases: int = 0
-    by: str = ""  # whom the last of a phase's arrivals came from, and its track
+    by: str = ""  # the role from which the last arrival of a phase came, and its track
     track: str = ""
     waiting: list[tuple[int, Callable[[float], None]]] = field(default_factory=list)
 
@@ -59,18 +60,20 @@ class Interval:
     end: float
     kind: str = ""  # "work", "wait", "unit"
     cta: int = 0
-    by: tuple[str, float] | None = None  # what ended a wait: its track, and when
+    by: tuple[str, float] | None = None  # the track that ended a wait, and the time
 
 
 class SubCore:
-    """Issue slots, and the pipes behind them, each a queue of its own."""
+    """A sub-core: issue slots, and the pipes behind them, each a queue of its own."""
 
     def __init__(self) -> None:
         self.slots = Unit("issue slots")
         self.pipes = [Unit(f"{name} pipe") for name in PIPES]
 
     def serve(self, at: float, slots: float, pipes: Iterable[float]) -> float:
-        """The end of a piece of work that takes so many issue slots and cycles of each pipe."""
+        """Serve work of so many issue slots and cycles of each pipe, requested at ``at``; return
+        its end.
+        """
         end = self.slots.serve(at, slots)
         for unit, cycles in zip(self.pipes, pipes, strict=True):
             if cycles:

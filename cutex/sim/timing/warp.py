@@ -1,4 +1,4 @@
-"""A warp on its way through its recorded program, event by event."""
+"""A warp that replays its recorded program, event by event."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from cutex.sim.timing.units import Interval
 if TYPE_CHECKING:
     from cutex.sim.timing.replay import Instance
 
-QUANTUM = 64.0  # cycles of a sub-core for which one warp may hold it before others have their turn
+QUANTUM = 64.0  # cycles for which one warp may hold a sub-core before another's turn
 
 
 def _settles(program: list[Event]) -> set[int]:
-    """The places behind a tcgen05.ld or st whose end a later tcgen05.wait waits for, or another
-    right behind it.
+    """The positions after a tcgen05.ld or st which a tcgen05.wait, or another ld or st, follows,
+    ordinary instructions aside.
     """
     found: set[int] = set()
     waits = False
@@ -53,7 +53,7 @@ def _settles(program: list[Event]) -> set[int]:
 
 
 class Warp:
-    """A warp on its way through its program."""
+    """A warp that replays its program."""
 
     def __init__(self, instance: Instance, number: int, program: list[Event]) -> None:
         self.i, self.r, self.gpu = instance, instance.r, instance.gpu
@@ -65,14 +65,14 @@ class Warp:
         self.role = record.roles.get(number, "") or f"warp {self.place}"
         self.track = f"{self.role} {self.place}"
         self.warpgroup = (self.cta, self.place // 4)
-        self.open: list[float] = []  # bulk stores read, of the open group
+        self.open: list[float] = []  # for each bulk store of the open group, when smem is read
         self.open_done: list[float] = []
-        self.bulk: list[tuple[float, float]] = []  # groups: read, done
+        self.bulk: list[tuple[float, float]] = []  # for each group, when smem is read; its end
         self.fetched: list[float] = []  # when each load into registers, and all before it, are done
         self.copying = 0.0  # the end of all cp.async of the warp
         self.copied: list[float] = []  # and at each commit of them
         self.mmas = 0  # wgmmas issued
-        self.committed: list[int] = []  # mmas, at each commit
+        self.committed: list[int] = []  # ``mmas`` at each commit
         self.cluster_arrived = 0
         self.remaining: Work | None = None
         self.pending_tmem = 0.0
@@ -82,7 +82,7 @@ class Warp:
     # -- running -----------------------------------------------------------------------------------
 
     def go(self, now: float) -> None:
-        """Goes on until something takes time."""
+        """Replay events until one takes time."""
         while True:
             if self.remaining is not None:
                 work = self.remaining
@@ -119,8 +119,8 @@ class Warp:
             return
 
     def _slowed(self, work: Work) -> tuple[tuple[float, ...], float]:
-        """Cycles of the pipes and of the warp beside a wgmma, whose accumulators pass through the
-        same ports of the registers; and makes the wgmma slower beside FMAs.
+        """Return the cycles of the pipes and of the warp while a wgmma runs, whose accumulators
+        pass through the same register ports; and delay the wgmma by the FMAs.
         """
         g = self.gpu
         lost = g.mufu_lost_beside_mma * (work.fma + work.alu / 2)
@@ -140,12 +140,12 @@ class Warp:
         end: float,
         by: tuple[str, float] | None = None,
     ) -> None:
-        # NOTE: of CTAs side by side on an SM the first is told of, so that tracks do not overlap
+        # NOTE: only the first of the CTAs of an SM is logged, so that tracks do not overlap
         if end > start and not self.i.slot:
             self.r.intervals.append(Interval(self.track, name, start, end, kind, self.cta, by))
 
     def _waiter(self, whom: str | Callable[[], str], now: float) -> Callable[[float], None]:
-        """To be called when what this warp waits for is there."""
+        """The function to call when the wait of this warp ends, which ``whom`` ends."""
 
         def wake(then: float) -> None:
             what = whom if isinstance(whom, str) else whom()
@@ -157,7 +157,7 @@ class Warp:
         return wake
 
     def _until(self, what: str, now: float, then: float) -> float | None:
-        """Waits for a moment that is known."""
+        """Wait for ``then``, a time that is known; None where it has passed."""
         if then <= now:
             return None
         self.r.waits[self.role][what] += then - now
@@ -165,7 +165,7 @@ class Warp:
             self._log("wait", what, now, then)
         return then
 
-    # -- events: each returns when to go on; None for at once, -1 when somebody else will wake it --
+    # -- events: each returns the time to go on; None: at once, -1: another event wakes the warp --
 
     def wait(self, e: Wait, now: float) -> float | None:
         b = self.i.barriers[e.barrier]
@@ -194,7 +194,7 @@ class Warp:
         ends = []
         copies = 1.0 + g.l2_copies * (len(e.signals) - 1)
         read = e.size * copies * (1.0 - g.l2_merged * m.shared)
-        # a row of a box is a request of its own, however short, and whoever else asks for it
+        # NOTE: each row of a box is a request of its own, even if short or shared
         l2 = sm.l2.serve(at, max(read / g.l2_bytes, e.rows / g.l2_requests) * share) - m.ahead
         hbm = sm.hbm.serve(at, e.size * m.miss * share / g.hbm_bytes) if m.miss else at
         for signal, cta in zip(e.signals, e.ctas, strict=True):
@@ -202,7 +202,7 @@ class Warp:
             into = target.ingest.serve(at, max(e.size / g.tma_bytes, e.rows * g.tma_row))
             latency = g.l2_latency + (g.hbm_latency * m.waits if m.miss else 0.0)
             end = max(into, l2, hbm) + latency
-            if e.outside:  # of which the engine has one in work at a time
+            if e.outside:  # the engine works on one such box at a time
                 end = max(end, target.outside.serve(at, e.size / g.tma_outside))
             ends.append(end)
             self.r.at(end, partial(self.i.bytes, signal, e.size, "TMA"))
@@ -367,12 +367,14 @@ class Warp:
             return self._until("global memory", now, end + g.global_latency)
         self.sm.hbm.serve(now, size * m.write_back * m.sms / g.hbm_bytes)
         self.r.stores_end = max(self.r.stores_end, end + g.store_latency)
-        # a few stores are taken in before the warp has to wait
+        # the warp need not wait for its first few stores
         then = end - g.store_queue * g.line_cycles
         return self._until("stores", now, then)
 
     def fetch(self, e: Fetch, now: float) -> float | None:
-        """The warp goes on until it needs what it loads; an SM takes in a line after another."""
+        """Start a load, after which the warp goes on until it needs the data; an SM takes one line
+        after the other.
+        """
         g, m, size = self.gpu, self.r.memory, 32 * e.sectors
         miss = m.fetched.get(e.tensor, 1.0)
         taken = self.sm.lines.serve(now, e.lines * g.line_cycles)

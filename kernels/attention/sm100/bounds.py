@@ -1,4 +1,4 @@
-"""python -m cutex.kernels.attention.sm100.bounds: what is known of the forward without a B200.
+"""python -m cutex.kernels.attention.sm100.bounds: bounds on the forward's time, without a B200.
 
 Registers and memory are those of the compiled kernel, by role those that setmaxnreg gives it; the
 instructions for each score are counted in the SASS of its shortest loop of exponentials, that of
@@ -16,7 +16,6 @@ are kept in results/attention-bounds/, and docs/attention-bounds.md is rendered 
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from cutex.arch import arch
-from cutex.command import answered
+from cutex.command import Parser, answered, in_clone
 from cutex.compile.resources import Code, opcodes, resources, sass
 from cutex.kernels.attention.choose import Shape
 from cutex.kernels.attention.config import ELEMENT, HEAD_DIMS
@@ -39,24 +38,24 @@ SHAPE = Shape(batch=1, heads_q=16, heads_kv=16, longest_q=4096, longest_k=4096)
 
 @dataclass(frozen=True)
 class Row:
-    """One compiled kernel."""
+    """The figures of one compiled kernel."""
 
     kernel: str
     head_dim: int
     head_dim_v: int
     causal: bool
-    ctas: int  # that share K and V
+    ctas: int  # CTAs that share K and V
     q_tiles: int
     tile_n: int
     registers: str  # by role: epilogue, softmax, other
     spill_bytes: int
     smem_bytes: int
     tmem_columns: int
-    by_mufu: int  # of tile_n exponentials of a row
+    by_mufu: int  # exponentials on MUFU, out of tile_n of a row
     loop: int  # instructions of the softmax loop, for one block
 
     def cycles(self) -> dict[str, float]:
-        """Cycles of one block of keys, by unit."""
+        """The cycles of one block of keys, by unit."""
         gpu, n, both = arch(ARCH), self.tile_n, self.head_dim + self.head_dim_v
         rows = ROWS * self.q_tiles
         reads = self.q_tiles * (ROWS + n // self.ctas) * self.head_dim  # A and B of QK
@@ -74,7 +73,7 @@ class Row:
 
 
 def loops(text: str) -> Iterator[list[str]]:
-    """The opcodes of every loop of a SASS listing: from a label to a branch back to it."""
+    """The opcodes of every loop of a SASS listing, from a label to a branch back to it."""
     lines = text.splitlines()
     labels = {m[1]: i for i, x in enumerate(lines) if (m := re.match(r"\s*(\.L\w+):", x))}
     for i, line in enumerate(lines):
@@ -84,8 +83,8 @@ def loops(text: str) -> Iterator[list[str]]:
 
 
 def softmax_loop(text: str, tile_n: int) -> tuple[int, int]:
-    """Instructions of the shortest loop with the exponentials of a block, and how many of these are
-    MUFU's."""
+    """The number of instructions of the shortest loop that computes a block's exponentials, and how
+    many of them are MUFU."""
     found = []
     for ops in loops(text):
         exponentials = sum(op.startswith("MUFU.EX2") for op in ops)
@@ -182,9 +181,10 @@ def read(file: Path) -> list[Row]:
 
 @answered
 def main(argv: Sequence[str] | None = None) -> int:
-    argparse.ArgumentParser(
+    Parser(
         prog="python -m cutex.kernels.attention.sm100.bounds", description=f"Write {PAGE} anew."
     ).parse_args(argv)
+    in_clone(PAGE)
     from cutex.kernels.attention.sm100 import fa4
 
     rows = [row(c) for c in configs()]

@@ -1,5 +1,5 @@
-"""Which config computes a problem on Blackwell: tiles by head dim, pairs where one CTA's memory is
-too small, one Q tile where queries are few."""
+"""The choice of an attention config on Blackwell: tiles by head dim, pairs of CTAs where one CTA's
+memory is too small, one Q tile where queries are few."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from cutex.arch import Arch
     from cutex.kernels.attention.choose import Shape
 
-# by head dims of K and of V; where a block's MMAs take twice as long as MUFU takes, no exponentials
-# on FMA units and nothing optimistic, of which the clock saw no gain either
+# by head dims of K and of V; where a block's MMAs take twice as long as its exponentials on MUFU,
+# neither FMA exponentials nor the optimistic mode are used: the simulator's clock predicts no gain
 PAIR = {"pair": True, "dispatch": "static"}
 _BOUND_BY_MMA = {**PAIR, "q_tiles": 1, "by_fma": 0, "optimistic": False}
 _TILES: dict[tuple[int, int], dict[str, Any]] = {
@@ -28,7 +28,8 @@ _TILES: dict[tuple[int, int], dict[str, Any]] = {
 
 
 def fill(config: Sm100Config, shape: Shape, arch: Arch) -> Sm100Config:
-    """`config`, which says what is computed, with how that is done."""
+    """`config`, whose fields of `Computed` are set, with tiles and rings chosen for `shape` and
+    `arch`."""
     config = replace(config, **_TILES.get((config.head_dim, config.head_dim_v), {}))
     if config.banded and config.head_dim == 128:  # the edges keep the FMA units busy enough
         config = replace(config, by_fma=2)

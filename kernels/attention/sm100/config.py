@@ -1,4 +1,4 @@
-"""How the Blackwell forward cuts attention up, and when that does not fit."""
+"""The config of the Blackwell forward: the tiling, and when it does not fit."""
 
 from __future__ import annotations
 
@@ -7,44 +7,45 @@ from typing import Any
 
 from cutex.kernels.attention.config import BARRIERS, ELEMENT, Computed
 
-ROWS = 128  # of a Q tile of one CTA: the lanes of tensor memory
+ROWS = 128  # rows of a Q tile in one CTA: the lanes of tensor memory
 TMEM_COLUMNS = 512
 P_PART = 32  # columns of scores that become probabilities together
-O_PART = 32  # columns of O that leave at a time
+O_PART = 32  # columns of O that are stored at a time
 
 
 @dataclass(frozen=True)
 class Sm100Config(Computed):
-    """One CTA computes q_tiles times 128 rows of O, tile_n keys at a time; a pair of CTAs shares K
-    and V, of which each holds half."""
+    """The Blackwell tiling: one CTA computes q_tiles times 128 rows of O, tile_n keys at a time; a
+    pair of CTAs shares K and V, of which each holds half."""
 
     tile_n: int = 128
-    q_tiles: int = 2  # in work at one time; of one tile two blocks of scores are
+    q_tiles: int = 2  # Q tiles in work at one time; with one, two of its blocks of scores are
     pair: bool = False
     num_stages: int = 2  # slots of K, and of V
-    work_slots: int = 2  # tiles that a CTA knows of
-    o_slots: int = 4  # of smem, through which O leaves
+    work_slots: int = 2  # tiles that may be announced to a CTA's roles at one time
+    o_slots: int = 4  # smem slots through which O is stored
     p_first: int = 96  # columns of P after which the second product starts; tile_n: all
-    by_fma: int = 4  # of 16 exponentials, in blocks without a mask
+    by_fma: int = 4  # of 16 exponentials, those on FMA units, in blocks without a mask
     slack: float = 8.0  # powers of two before sums and outputs are scaled down
     optimistic: bool = True  # blocks without a mask are not searched for a larger score
-    dispatch: str = "dynamic"  # who hands out tiles: "one", "static", "dynamic", "clc"
-    num_ctas: int = 148  # of a persistent grid
-    l2_bytes: int = 105 * 2**20  # what heads that are worked on at one time should fit into
+    dispatch: str = "dynamic"  # how tiles are handed out: "one", "static", "dynamic", "clc"
+    num_ctas: int = 148  # CTAs of a persistent grid
+    l2_bytes: int = 105 * 2**20  # bytes that the heads in work at one time should fit into
 
     @property
     def may_fail(self) -> bool:
-        """Whether a tile may have to be done again; a user's functions may hide all but one key."""
+        """Whether a tile may have to be computed again. Never with a user's functions, which might
+        leave a row a single key."""
         return self.optimistic and not self.modified
 
     @property
     def ctas(self) -> int:
-        """CTAs that work on a tile together."""
+        """The number of CTAs that work on a tile together."""
         return 2 if self.pair else 1
 
     @property
     def mma_rows(self) -> int:
-        """Rows of one MMA: of one Q tile of all CTAs."""
+        """The rows of one MMA: those of one Q tile in all CTAs."""
         return ROWS * self.ctas
 
     @property
@@ -53,29 +54,30 @@ class Sm100Config(Computed):
 
     @property
     def buffers(self) -> int:
-        """Blocks of scores of one Q tile that tensor memory holds."""
+        """The number of blocks of scores of one Q tile that tensor memory holds."""
         return 2 // self.q_tiles
 
     @property
     def o_column(self) -> int:
-        """The first column of tensor memory behind S."""
+        """The first column of tensor memory after S, where O begins."""
         return 2 * self.tile_n
 
     @property
     def columns(self) -> int:
-        """Columns of tensor memory: S of two blocks, with P over it, and O of all Q tiles."""
+        """The columns of tensor memory in use: two blocks of S, with P over them, and O of all Q
+        tiles."""
         return self.o_column + self.q_tiles * self.head_dim_v
 
     # ---- bytes of one CTA
 
     @property
     def q_bytes(self) -> int:
-        """Bytes of one Q tile."""
+        """Bytes of one Q tile in one CTA."""
         return ROWS * self.head_dim * ELEMENT
 
     @property
     def k_bytes(self) -> int:
-        """Bytes of one slot: all its keys or, of a pair, half of them."""
+        """Bytes of one slot of K in one CTA: all its keys or, for a pair, half of them."""
         return self.tile_n * self.head_dim * ELEMENT // self.ctas
 
     @property
@@ -88,7 +90,7 @@ class Sm100Config(Computed):
 
     @property
     def factor_bytes(self) -> int:
-        """What rows of O are scaled with at the end."""
+        """Bytes of the factors that scale rows of O at the end."""
         return 4 * ROWS * self.q_tiles * self.work_slots
 
     @property
@@ -97,7 +99,7 @@ class Sm100Config(Computed):
         return self.q_bytes * self.q_tiles + rings + self.o_bytes + self.factor_bytes
 
     def why_not(self, problem: Any = None, arch: Any = None) -> str | None:
-        """Why this config cannot run, in one sentence."""
+        """The reason why this config cannot run, as one sentence, or None."""
         if reason := self.why_not_computed():
             return reason
         if self.tile_n % P_PART or not 64 <= self.tile_n <= 128:

@@ -1,5 +1,5 @@
-"""The epilogue role: four warps that scale the rows of O and store them, by TMA, while the others
-are at the next tile."""
+"""The epilogue role: four warps that scale the rows of O and store them by TMA, while the other
+roles work on the next tile."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cutex.kernels.attention.work_ring import END, SAFE
 
 @dataclass(frozen=True)
 class Epilogue:
-    """Warps 0 to 3; thread t has row t of each Q tile."""
+    """The epilogue role, warps 0 to 3; thread t has row t of each Q tile."""
 
     shared: Shared
     o: cpasync.TmaInfo
@@ -44,7 +44,7 @@ class Epilogue:
             work = tiles.work(take.slot)
             seq_q, seqlen_k = tiles.lengths(take.slot)
             if mode == SAFE and cute.arch.warp_idx() == 0:
-                # NOTE: the tile has been stored before; the second store must come second
+                # NOTE: the tile has been stored before; this store must complete after that one
                 cute.arch.cp_async_bulk_wait_group(0)
             trusted = mode == SAFE
             well = Boolean(True)
@@ -72,7 +72,8 @@ class Epilogue:
         any_keys: Boolean,
         well: Boolean,
     ) -> Boolean:
-        """O of one Q tile; whether this row of it is finite, if those before were."""
+        """Scale and store O of one Q tile. Return `well` if this thread's row is finite, else
+        False."""
         parts = self.parts(t)
         for part in cutlass.range_constexpr(parts.num_parts):
             values = cute.make_rmem_tensor(parts.tTR_cAcc.shape, Float32)
@@ -93,7 +94,7 @@ class Epilogue:
 
     @cute.jit
     def parts(self, t: Int32) -> SubTiles:
-        """This thread's row of O of a Q tile, by what leaves at a time."""
+        """This thread's row of O of a Q tile, in parts of O_PART columns."""
         c = self.config
         thread, _, _ = cute.arch.thread_idx()
         layout = cute.make_layout((LANES, c.head_dim_v), stride=(1 << 16, 1))
@@ -104,7 +105,7 @@ class Epilogue:
 
     @cute.jit
     def stores(self, work: WorkTile, seq_q: SeqlenInfo, t: Int32) -> TileStores:
-        """The stores of one Q tile's columns, which leave out rows past the end."""
+        """The stores of one Q tile's columns, which leave out rows past the end of the sequence."""
         c, sO = self.config, self.shared.sO
         rows = Rows(self.o, c.pack, c.ragged_q)
         block = self.shared.row_block(work, t)

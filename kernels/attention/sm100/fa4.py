@@ -1,4 +1,4 @@
-"""FlashAttention-4's own Blackwell forward, compiled to stand beside ours."""
+"""FlashAttention-4's own Blackwell forward, compiled for comparison with ours."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Compiled:
 
 
 def compiled(kernel: Any, head_dim: int) -> Compiled:
-    """Its kernel object for dense heads in bf16."""
+    """Compile its kernel object for dense heads in bf16."""
     import cutlass
     from cuda.bindings.driver import CUstream
     from cutlass import Float32, cute
@@ -47,7 +47,8 @@ def compiled(kernel: Any, head_dim: int) -> Compiled:
 
 
 def rows() -> list[Row]:
-    """One for each head dim, of one CTA a tile; none where it is not installed."""
+    """The rows of FlashAttention-4's kernel, one for each head dim, with one CTA per tile; none if
+    it is not installed."""
     if find_spec("flash_attn") is None:
         return []
     from flash_attn.cute.flash_fwd_sm100 import FlashAttentionForwardSm100

@@ -5,16 +5,16 @@ into rows, of one sequence. This file holds the kernel: its memory, and which wa
 
     load.py      announces tiles, brings Q, K and V by TMA
     mma.py       S = Q K^T from shared memory, O += P V with P from tensor memory
-    softmax.py   S to P, of each Q tile by four warps, a row a thread
+    softmax.py   S to P, of each Q tile by four warps, one row per thread
     epilogue.py  O to memory, under the next tile
-    tiles.py     barriers, and what roles know of each other
+    tiles.py     barriers, and the state that the roles share
     vote.py      a pair agrees which tiles to compute again
 
-Which tile is next says a source (schedulers/dispatch.py).
+A source gives the next tile (schedulers/dispatch.py).
 
 - Only blocks that the band cuts are masked, and in those that it does not cut no larger score is
   looked for: the softmax is then a multiply-add, an exponential and a rounding, column by column,
-  and nobody touches O but the tensor core. A tile for which that was too bold is computed again.
+  and only the tensor core writes O. A tile whose sums overflow that way is computed again.
 - So no warpgroup is needed that scales O after every block; where a reference moves, which a slack
   makes rare, the softmax warps scale their rows of O themselves.
 - A share of the exponentials is computed on FMA units (row_softmax.py).
@@ -53,7 +53,7 @@ from cutex.schedulers.persistent import EqualSteps
 
 
 class Registers(NamedTuple):
-    """Registers of a thread, by role. All roles together have 65536."""
+    """Registers per thread, by role; all threads of a CTA together have 65536."""
 
     epilogue: int
     softmax: int
@@ -62,8 +62,8 @@ class Registers(NamedTuple):
 
 @dataclass(frozen=True)
 class Roles:
-    """The warps of each role. One may read only its own quarter of tensor memory, so those that do
-    come in fours."""
+    """The warps of each role. A warp may read only its own quarter of tensor memory, so roles that
+    read it have four warps, or a multiple."""
 
     q_tiles: int
 
@@ -81,7 +81,7 @@ class Roles:
 
     @property
     def load(self) -> Warps:
-        """With it and the MMA warp two that do nothing make up a warpgroup."""
+        """The load warp; it, the MMA warp and two idle warps make up a warpgroup."""
         return Warps(self.mma.end, 1)
 
     @property
@@ -94,8 +94,7 @@ class Roles:
 
 
 class Forward:
-    """
-    The barriers stand in tiles.py, all in one map.
+    """The forward kernel: its memory and registers. The map of its barriers is in tiles.py.
 
     smem of a CTA    bytes                                        hd 128   hd 64    hd 256, pair
     sQ               128 * D * 2 * q_tiles                        65536    32768    65536
@@ -163,7 +162,7 @@ class Forward:
     # ---- on the device
 
     def source(self, smem: SmemAllocator, passed: Passed) -> Source:
-        """Where LOAD gets its tiles from; both LOADs of a pair the same."""
+        """The source of LOAD's tiles, the same for both LOADs of a pair."""
         c = self.config
         if c.dispatch == "dynamic":
             return Counter(passed.counter)
@@ -217,7 +216,7 @@ class Forward:
             cute.arch.setmaxregister_increase(roles.registers.softmax)
             tile = (warp - roles.softmax.first) // 4
             SoftmaxRole(shared, tile).run()
-        # NOTE: when MMA hears of the end, all roles of this CTA are done with all tiles
+        # NOTE: when MMA reads that no tile is left, all roles of this CTA are done with all tiles
         if cutlass.const_expr(c.pair):
             sync_cluster()
         if warp == roles.mma.first:

@@ -1,4 +1,5 @@
-"""How a stage of the Blackwell attention ladder cuts a problem up, and when that does not fit."""
+"""The config of a stage of the Blackwell attention ladder: the tiling, and the problems that it
+fits."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ HEAD_DIMS = (64, 128)
 
 @dataclass(frozen=True)
 class Sm100LadderConfig(LadderConfig):
-    """One CTA computes one or two Q tiles of 128 rows, tile_n keys at a time, from num_stages slots
-    of K and as many of V."""
+    """The tiling of a stage: one CTA computes one or two Q tiles of 128 rows, tile_n keys at a
+    time, from num_stages slots of K and as many of V."""
 
     @property
     def q_tiles(self) -> int:
@@ -26,17 +27,18 @@ class Sm100LadderConfig(LadderConfig):
 
     @property
     def o_column(self) -> int:
-        """The first column of tensor memory behind S."""
+        """The first column of tensor memory after S, where O begins."""
         return self.q_tiles * self.tile_n
 
     @property
     def columns(self) -> int:
-        """Columns of tensor memory: S and O of all Q tiles."""
+        """The columns of tensor memory in use: S and O of all Q tiles."""
         return self.o_column + self.q_tiles * self.head_dim
 
     @property
     def production(self) -> Sm100Config:
-        """What a stage with the production kernel's roles starts from: none of its other ideas."""
+        """The config of a stage with the production kernel's roles, with all its further features
+        off."""
         return Sm100Config(
             head_dim=self.head_dim,
             head_dim_v=self.head_dim,
@@ -58,7 +60,8 @@ class Sm100LadderConfig(LadderConfig):
         return self.q_bytes + 2 * self.k_bytes * self.num_stages + p
 
     def why_not(self, problem: AttentionProblem | None, arch: Arch) -> str | None:
-        """Why this config cannot run `problem` (or, for None, anything) on `arch`."""
+        """The reason why this config cannot run `problem` (or, for None, any problem) on `arch`, or
+        None."""
         if self.head_dim not in HEAD_DIMS:
             return f"head_dim={self.head_dim}: the ladder takes {', '.join(map(str, HEAD_DIMS))}"
         if self.tile_m not in (ROWS, 2 * ROWS):

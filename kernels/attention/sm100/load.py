@@ -1,6 +1,6 @@
-"""The load role: one warp hands out tiles, and brings Q, K and V by TMA.
+"""The load role: one warp hands out tiles, and loads Q, K and V by TMA.
 
-Of a pair each CTA has one: it loads its own rows of Q and its half of K and V.
+Each CTA of a pair has one: it loads its own rows of Q and its half of K and V.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cutex.kernels.attention.sm100.vote import Vote
 from cutex.kernels.attention.work_ring import NORMAL, SAFE
 from cutex.schedulers.dispatch import Source
 
-Fills = tuple[PipelineState, PipelineState, PipelineState]  # in the rings of Q, of K and of V
+Fills = tuple[PipelineState, PipelineState, PipelineState]  # states in the rings of Q, K and V
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,12 @@ class Load:
 
     @cute.jit
     def run(self, shared: Shared) -> None:
-        """A slot of the tiles' ring that comes back is looked at: should its tile have failed, it
-        goes out again in safe mode, before any other. When no tile is left, the slots that are
-        still out are waited for in turn."""
+        """Announce and load tile after tile.
+
+        When a slot of the tiles' ring comes back, its result is checked: a tile that failed is
+        announced again in safe mode, before any other. When no tile is left, the remaining slots
+        are waited for in turn.
+        """
         c, tiles = self.config, shared.work
         for operand in (self.q, self.k, self.v):
             cpasync.prefetch_descriptor(operand.atom)
@@ -52,7 +55,7 @@ class Load:
         )
         tiles.clear()
         turn, votes = self.source.first(), Vote.first()
-        looked_at = Int32(0)  # slots that have come back well since the last tile went out
+        looked_at = Int32(0)  # slots checked and valid since the last tile was announced
         while turn.index < self.order.total or looked_at < c.work_slots:
             back = PipelineState(c.work_slots, fill.slot, fill.phase)
             back.skip(looked_at)
@@ -73,14 +76,14 @@ class Load:
                         shared, work, (seq_q, seq_k), (q_fill, k_fill, v_fill)
                     )
                 if not failed:
-                    # not before these loads are out: a CTA that is late gets fewer tiles
+                    # ask only after these loads are issued: a CTA that is late gets fewer tiles
                     asked = self.source.ask(turn)
                     turn = self.source.next(turn, asked, self.order.total)
             else:
                 looked_at += 1
         tiles.end(fill)
         if cutlass.const_expr(c.pair):
-            # NOTE: the peer's MMA may still arrive here; this CTA must not be gone by then
+            # NOTE: the peer's MMA may still arrive here, so this CTA must not have exited
             for ring, state in ((b.k, k_fill), (b.v, v_fill)):
                 for _ in cutlass.range_constexpr(c.num_stages):
                     ring.empty.wait(state.phase, state.slot)
@@ -89,7 +92,8 @@ class Load:
                 b.q.empty.wait(q_fill.phase, t)
 
     def agree(self, failed: Boolean, votes: PipelineState) -> tuple[Boolean, PipelineState]:
-        """Whether a tile failed in this CTA or in the other of its pair."""
+        """Whether a tile failed in this CTA or in the other one of its pair, and the state of the
+        next vote."""
         if self.vote is not None:
             failed = self.vote.either(failed, votes)
             votes.advance()
@@ -99,7 +103,8 @@ class Load:
     def load_tile(
         self, shared: Shared, work: WorkTile, lengths: tuple[SeqlenInfo, SeqlenInfo], fills: Fills
     ) -> Fills:
-        """Q, and K and V block by block in the order in which the products need them."""
+        """Load Q, and K and V block by block in the order in which the products need them; return
+        the states after."""
         c, b = self.config, shared.barriers
         seq_q, seq_k = lengths
         q_fill, k_fill, v_fill = fills

@@ -18,7 +18,8 @@ from cutex.kernels.attention.work_ring import END
 
 @dataclass(frozen=True)
 class Products:
-    """S = Q K^T, Q in shared memory, and O += P V, P in tensor memory."""
+    """The two products: S = Q K^T, with Q in shared memory, and O += P V, with P in tensor
+    memory."""
 
     config: Sm100Config
     qk: UmmaProduct
@@ -59,7 +60,7 @@ class Products:
         accumulate: Boolean,
         keys: cutlass.Constexpr[tuple[int, int]],
     ) -> None:
-        """Start O[tile] += P[buffer] V[slot] of the keys [first, end) of the block."""
+        """Start O[tile] += P[buffer] V[slot] over the keys [first, end) of the block."""
         c, pv = self.config, self.pv
         p = buffer * c.tile_n
         tOrP = a_from_tmem(pv.tiled_mma, pv.tCtAcc.iterator, p, c.tile_n, self.dtype)
@@ -69,9 +70,11 @@ class Products:
 
 @dataclass(frozen=True)
 class Mma:
-    """In a step each Q tile gets PV of the block before and QK of this one, in turn, so that the
-    tensor cores have one tile's products while the other takes exponentials. A single tile has two
-    blocks of scores, and gets QK first.
+    """The MMA role.
+
+    In a step each Q tile in turn gets PV of the block before and QK of this one, so that the tensor
+    cores compute one tile's products during the other's exponentials. A single Q tile has two
+    buffers of scores, and gets QK first.
 
     NOTE: QK overwrites P, over S, without waiting: MMAs of one CTA are executed in the order in
     which they are started, and PV, which reads P, comes first.
@@ -93,8 +96,8 @@ class Mma:
     def run(self) -> None:
         shared, tiles = self.shared, self.shared.work
         take, k, v = tiles.q.consumer(), shared.barriers.k.consumer(), shared.barriers.v.consumer()
-        turn = PipelineState(1, Int32(0), Int32(0))  # of barriers that turn once a tile
-        parities = Int32(0)  # of those of P, a bit a buffer
+        turn = PipelineState(1, Int32(0), Int32(0))  # of barriers with one phase per tile
+        parities = Int32(0)  # of the barriers of P, one bit per buffer
         tiles.q.wait_full(take)
         mode = tiles.mode(take.slot)
         while mode != END:
@@ -126,7 +129,8 @@ class Mma:
         k: PipelineState,
         phase: Int32,
     ) -> PipelineState:
-        """QK of Q tile t and step i's block, if it touches it; the last Q tile empties the slot."""
+        """Start QK of Q tile t and step i's block, if the tile touches it; the last Q tile releases
+        the slot. Return the state after."""
         b, pair = self.shared.barriers, self.config.pair
         if cutlass.const_expr(t == 0):  # noqa: SIM102 - known when tracing, the next is not
             if i < total:
@@ -156,7 +160,8 @@ class Mma:
         parities: Int32,
         phase: Int32,
     ) -> tuple[PipelineState, Int32]:
-        """PV of Q tile t and the block before step i's; the same."""
+        """Start PV of Q tile t and the block before step i's, if the tile touches it; the last Q
+        tile releases the slot. Return the state after, and the parities."""
         c, b = self.config, self.shared.barriers
         if cutlass.const_expr(t == 0):  # noqa: SIM102
             if i > 0:
@@ -187,7 +192,8 @@ class Mma:
 
     @cute.jit
     def skip(self, t: cutlass.Constexpr[int], phase: Int32) -> None:
-        """What a Q tile that touches no block owes to the other roles."""
+        """Signal the barriers of a Q tile that touches no block, for which the other roles wait all
+        the same."""
         b, pair = self.shared.barriers, self.config.pair
         b.q.full.wait(phase, t)
         commit(b.q.empty[t], pair)
@@ -195,13 +201,13 @@ class Mma:
         commit(b.o_full[t], pair)
 
     def buffer(self, t: int, own: Int32) -> Int32:
-        """The buffer of the scores of a Q tile's block."""
+        """The buffer of a Q tile's scores of its `own`-th block."""
         return Int32(t) if self.config.q_tiles > 1 else own & 1
 
 
 @cute.jit
 def follow(shared: Shared) -> None:
-    """The MMA role of a pair's other CTA: it takes note of the tiles."""
+    """Run the MMA role of a pair's second CTA: it only reads and releases the announced tiles."""
     tiles = shared.work
     take = tiles.q.consumer()
     tiles.q.wait_full(take)

@@ -1,4 +1,4 @@
-"""Part: what one Q tile of a stage of the ladder is."""
+"""Part: one Q tile of a stage of the ladder, with its products and its row of scores."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from cutex.device.attention.tmem_rows import ScoreRow
 
 
 class Probabilities(Protocol):
-    """Where those of a Q tile go on their way to the second product, as its operand A."""
+    """The place of a Q tile's probabilities between the softmax and the second product, whose
+    operand A they are."""
 
     @property
     def tCrA(self) -> cute.Tensor:
-        """(MMA, MMA_M, MMA_K)"""
+        """Operand A of the second product, (MMA, MMA_M, MMA_K)."""
 
     def store(self, scores: cute.Tensor, part: cutlass.Constexpr[int]) -> None:
-        """Round a part of this thread's row."""
+        """Round part `part` of this thread's row of `scores`, and store it."""
 
     def fence(self) -> None:
-        """Before a barrier behind which the MMA reads them."""
+        """Fence the stores, before the barrier after which the MMA reads them."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,10 @@ class Part:
     pv: UmmaProduct
     tSrQ: cute.Tensor  # (MMA, MMA_M, MMA_K) descriptors
     p: Probabilities
-    s_column: Int32 | int  # of tensor memory
+    s_column: Int32 | int  # first column of S in tensor memory
     o_column: Int32 | int
     row: ScoreRow
-    factors: cute.Tensor  # (1) what the row of O is scaled with
+    factors: cute.Tensor  # (1) the factor of the row of O
 
     @cute.jit
     def start_scores(self, slot: Int32) -> None:

@@ -2,10 +2,9 @@
 
     S[n] -> registers -> exponentials -> 16 bits -> P[n], over S, 32 columns at a time
 
-Where nothing larger is looked for, the columns of a row need not wait for each other: the first
-part of P is written while the last of S has yet to be read. Where references do move, by more than
-`slack` powers of two, these warps scale their rows of O themselves: so seldom that no other has to
-be kept waiting for it.
+Where no larger score is looked for, the columns of a row need not wait for each other: the first
+part of P is written before the last of S is read. Where references do move, by more than `slack`
+powers of two, these warps scale their rows of O themselves, which is too rare to deserve a role.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ ALL_BLOCKS = 0b100
 
 @dataclass(frozen=True)
 class RowLoop:
-    """One thread's walk over the blocks of keys of its row."""
+    """One thread's loop over the blocks of keys of its row."""
 
     shared: Shared
     tile: Int32
@@ -57,12 +56,12 @@ class RowLoop:
 
     @cute.jit
     def run(self, blocks: Blocks, state: State, safe: Boolean) -> State:
-        """P of all blocks, of which there is at least one, from the last one down."""
+        """Compute P of all blocks, of which there is at least one, from the last one down."""
         band = self.score_ops.mask.band
         self.softmax.reference[0] = -Float32.inf
         self.softmax.sums[0] = Float32(0.0)
         n_block = blocks.end - 1
-        cut = Int32(1)  # blocks to mask first; in the last one the end of the keys may lie
+        cut = Int32(1)  # blocks to mask first; the end of the keys may be in the last one
         if cutlass.const_expr(band.hi is not None):
             cut = cutlass.max(blocks.end - blocks.clean_end, 1)
         clean_first = blocks.first
@@ -70,7 +69,7 @@ class RowLoop:
             clean_first = cutlass.min(blocks.clean_first, blocks.end - cut)
         clean = blocks.end - cut - clean_first
         if cutlass.const_expr(self.optimistic):
-            # NOTE: of a band, a row may see no key before the first block that is all its own
+            # NOTE: with a band, a row may see no key before the first block that it sees whole
             searched = clean if safe else cutlass.min(clean, 1 if band.hi is not None else 0)
             state = self.steps(n_block, cut + searched, state, "searched", cut)
             n_block -= cut + searched
@@ -94,7 +93,8 @@ class RowLoop:
         kind: cutlass.Constexpr[str],
         cut: Int32 | int = 0,
     ) -> State:
-        """`count` steps from `n_block` down, of "searched" blocks the first `cut` with a mask."""
+        """Run `count` steps from `n_block` down; the first `cut` of "searched" blocks are
+        masked."""
         done, parities = state
         for i in cutlass.range(count, unroll=1):
             masked = kind == "masked"
@@ -107,8 +107,11 @@ class RowLoop:
     def step(
         self, n_block: Int32, state: State, kind: cutlass.Constexpr[str], masked: Boolean | bool
     ) -> State:
-        """kind: "masked", "clean", "searched", which may be either, or, of blocks that are clean,
-        "add": without looking for a larger score."""
+        """Compute P of one block.
+
+        kind: "masked"; "clean", without a mask; "searched", with a mask if `masked`; or "add",
+        without a mask and without looking for a larger score.
+        """
         buffer, state = self.wait_scores(state)
         if cutlass.const_expr(kind != "add"):
             highest = self.row.search(buffer * self.config.tile_n, n_block, masked)
@@ -120,9 +123,9 @@ class RowLoop:
 
     @cute.jit
     def wait_scores(self, state: State) -> tuple[Int32, State]:
-        """The buffer in which the next block's scores are, when they are.
+        """Wait for the scores of the next block; return the buffer that they are in, and the state.
 
-        Parities are those of S, a bit a buffer, and above them that of all blocks so far.
+        Parities are those of S, one bit per buffer, and above them that of all blocks so far.
         """
         done, parities = state
         buffer = self.tile if self.config.q_tiles > 1 else done & 1
@@ -132,8 +135,8 @@ class RowLoop:
 
     @cute.jit
     def exponentials(self, buffer: Int32, n_block: Int32, kind: cutlass.Constexpr[str]) -> None:
-        """S to P. By FMA units only where nothing is masked; and not in what is done again because
-        it was taken too boldly, or is NaN."""
+        """Turn S into P. FMA units are used only where nothing is masked, and not in a tile that is
+        computed again because it overflowed or has a NaN."""
         c = self.config
         fast = kind == ("add" if c.may_fail else "clean") and not c.modified
         self.row.exponentials(
@@ -146,7 +149,8 @@ class RowLoop:
 
     @cute.jit
     def store(self, buffer: Int32, scores: cute.Tensor, part: cutlass.Constexpr[int]) -> None:
-        """Put a part of a row over S, and tell MMA at the ends of what it waits for."""
+        """Store a part of a row over S, and signal MMA when the columns that it waits for are
+        complete."""
         c, b = self.config, self.shared.barriers
         words = cute.recast_tensor(rounded(scores, self.dtype), Float32)
         column = buffer * c.tile_n + part * cute.size(words)
@@ -161,8 +165,8 @@ class RowLoop:
     def scale_output(self, state: State) -> None:
         """Multiply this thread's row of O by its factor.
 
-        NOTE: with two Q tiles QK of a block is started behind PV of the one before, so whoever has
-        seen its scores has O for himself.
+        NOTE: with two Q tiles, QK of a block is started after PV of the one before, so when its
+        scores are complete no MMA is writing O.
         """
         c = self.config
         if cutlass.const_expr(c.q_tiles == 1):
@@ -175,7 +179,7 @@ class RowLoop:
 
 @dataclass(frozen=True)
 class SoftmaxRole:
-    """Warps 4 (1 + tile) to 4 (1 + tile) + 3: the rows of one Q tile."""
+    """The softmax role of one Q tile, warps 4 (1 + tile) to 4 (1 + tile) + 3."""
 
     shared: Shared
     tile: Int32
@@ -210,8 +214,9 @@ class SoftmaxRole:
         safe: Boolean,
         parities: Int32,
     ) -> tuple[Int32, Boolean]:
-        """P of all blocks, and at their end the row's factor and LSE; whether the sum is one that a
-        reference of the first blocks may be trusted for."""
+        """Compute P of all blocks of a tile, then write the row's factor and LSE. Return the
+        parities, and whether the row's sum is in the range where the first blocks' reference is
+        valid."""
         c, shared = self.config, self.shared
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % LANES
@@ -244,7 +249,8 @@ class SoftmaxRole:
 
     @property
     def slack(self) -> float:
-        """fp16 ends at 2^16, which `Softmax.add` should not reach either."""
+        """The slack in powers of two; smaller for fp16, whose range ends at 2^16, which
+        `Softmax.add` should not reach either."""
         c = self.config
         return min(c.slack, 4.0) if self.shared.sQ.element_type is cutlass.Float16 else c.slack
 

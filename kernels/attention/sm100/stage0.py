@@ -2,9 +2,9 @@
 between them, all in order.
 
 Idea: as on Hopper, O = softmax(scale * Q K^T) V never needs all scores at once (FlashAttention).
-But accumulators live in tensor memory, 128 lanes of 512 columns, one row a lane: a thread has a
-whole row of S, so that its largest score and its sum take no shuffles, and nobody's registers hold
-O. What a thread wants of either it loads, and what it changes it stores.
+But accumulators are in tensor memory, 128 lanes of 512 columns, one row per lane: a thread has a
+whole row of S, so that its largest score and its sum take no shuffles, and no registers hold O. A
+thread loads what it needs of either, and stores what it changes.
 
 A CTA is four warps and 128 rows of Q. For each block of 128 keys one warp starts the TMA loads of K
 and V, waits, and starts Q K^T; all threads raise their row's reference to the largest score so far,
@@ -12,7 +12,7 @@ scale their row of O in tensor memory by what that changes, turn S into P = exp(
 put P into smem, from where P V reads it.
 
 A block (head_dim 128) has 8.4 MFLOP, 1024 cycles of tcgen05.mma, and 16384 exponentials, 1024
-cycles of MUFU at 16 a cycle: in order the two alone allow half of the peak, and between them stand
+cycles of MUFU at 16 a cycle: in order the two alone allow half of the peak, and between them are
 64 KB from L2, and O, which goes to registers and back every time.
 """
 
@@ -61,19 +61,20 @@ class SmemP(NamedTuple):
 
     @cute.jit
     def store(self, scores: cute.Tensor, part: cutlass.Constexpr[int]) -> None:
-        """Round a part of this thread's row."""
+        """Round part `part` of this thread's row of `scores`, and store it."""
         thread, _, _ = cute.arch.thread_idx()
         row = self.sP[thread % LANES, None]
         x = rounded(scores, self.sP.element_type)
         cute.autovec_copy(x, cute.local_tile(row, (PART,), (part,)))
 
     def fence(self) -> None:
-        """Before a barrier behind which the MMA reads them."""
+        """Fence the stores, before the barrier after which the MMA reads them."""
         cute.arch.fence_view_async_shared()
 
 
 class Stage0(Attention):
-    """
+    """The kernel of stage 0: its barriers and its memory.
+
     barrier   arrives                                  waits
     q_loaded  1: warp 0, and the bytes by TMA          all threads, before the first product
     loaded    1: warp 0, and the bytes by TMA          all threads, before a block's products
@@ -101,8 +102,8 @@ class Stage0(Attention):
 
     @property
     def slack(self) -> float:
-        """Powers of two that scores may exceed their reference by before O is scaled: it always
-        is."""
+        """The powers of two by which scores may exceed their reference before O is scaled: -inf, so
+        that it always is."""
         return -float("inf")
 
     def barriers(self, smem: SmemAllocator) -> Iterable[Barrier | Ring]:
@@ -138,7 +139,7 @@ class Stage0(Attention):
     def work(
         self, operands, slots: Slots, sP, barriers, out: Out, pointer, tile: WorkTile, blocks, scale
     ) -> None:
-        """What lies between the acquisition of tensor memory and its end."""
+        """Compute this CTA's tile, between the allocation of tensor memory and its release."""
         part = self.part(operands, slots, sP, tile, 0, pointer, scale)
         self.mainloop(operands.loads(slots, tile), part, barriers, tile, blocks)
         self.store(part, out, tile, 0, blocks)
@@ -147,7 +148,7 @@ class Stage0(Attention):
 
     @cute.jit
     def query(self, tile: WorkTile, t: Int32 | int) -> Int32:
-        """The row of the head that this thread has."""
+        """The row of the head that this thread has in Q tile t."""
         thread, _, _ = cute.arch.thread_idx()
         return (tile.m * self.config.q_tiles + t) * LANES + thread % LANES
 
@@ -162,7 +163,7 @@ class Stage0(Attention):
         tmem,
         scale: Float32,
     ) -> Part:
-        """The part of Q tile t."""
+        """The Part of Q tile t."""
         c, dtype = self.config, operands.dtype
         qk_mma = make_umma16(c.tile_n, dtype, 1, a_in_tmem=False, b_rows_contiguous=False)
         pv_mma = make_umma16(c.head_dim, dtype, 1, not c.p_in_smem, b_rows_contiguous=True)
@@ -188,7 +189,7 @@ class Stage0(Attention):
         )
 
     def p_slots(self, smem: SmemAllocator, dtype: type[cutlass.Numeric]) -> cute.Tensor:
-        """(128, bN, SLOT)"""
+        """The smem slots of P, (128, bN, SLOT)."""
         return allocate_slots(smem, dtype, slots_layout(dtype, LANES, self.config.tile_n, 1, 128))
 
     def probabilities(self, pv_mma: cute.TiledMma, sP, tmem, column, dtype) -> Probabilities:
@@ -240,7 +241,7 @@ class Stage0(Attention):
     def weigh(
         self, part: Part, n_block: Int32, is_first: Boolean, kind: cutlass.Constexpr[str]
     ) -> None:
-        """Turn the scores of a block into probabilities, and scale O as their reference moves.
+        """Turn the scores of a block into probabilities, and scale O where the reference moves.
 
         kind: "masked", or "clean" where no score is to be left out.
         """
@@ -255,7 +256,7 @@ class Stage0(Attention):
 
     @cute.jit
     def store(self, part: Part, out: Out, tile: WorkTile, t: Int32 | int, blocks: Blocks) -> None:
-        """Divide O by the sums, and store it and the LSE, a row a thread."""
+        """Divide O by the sums, and store it and the LSE, one row per thread."""
         c, factors = self.config, part.factors
         lse = cute.make_rmem_tensor(cute.make_layout(1), Float32)
         part.row.softmax.finish((), factors, lse)

@@ -1,8 +1,8 @@
 """Stage 1: P stays in tensor memory, over S.
 
 Idea: tcgen05.mma takes operand A from tensor memory, too, 16 bits wide, two elements in a column.
-P of 128 keys takes 64 columns, and when a thread writes them it has read the 128 of S that they lie
-over. So P costs neither smem nor columns (FlashAttention-4).
+P of 128 keys takes 64 columns, and when a thread writes them it has read the 128 of S that they
+overwrite. So P costs neither smem nor columns (FlashAttention-4).
 
 Changed since stage 0: `p_slots` and `probabilities`, and with them where the second product reads
 its operand A (`p_in_smem`).
@@ -34,7 +34,7 @@ class TmemP:
 
     @cute.jit
     def store(self, scores: cute.Tensor, part: cutlass.Constexpr[int]) -> None:
-        """Round a part of this thread's row."""
+        """Round part `part` of this thread's row of `scores`, and store it."""
         words = cute.recast_tensor(rounded(scores, self.tCrA.element_type), Float32)
         store_columns(self.tmem, self.column + part * cute.size(words), words)
 
@@ -43,7 +43,8 @@ class TmemP:
 
 
 class Stage1(Stage0):
-    """
+    """The kernel of stage 1: its barriers and its memory.
+
     barriers: as in stage 0.
 
     smem      bytes (head_dim 128)              tmem   columns

@@ -1,14 +1,14 @@
 """Stage 2: warp roles, and rings of smem slots for K and V.
 
 Idea: one warp loads, one starts the MMAs, four do the softmax, and each waits only for what it
-needs. Loads run ahead through a ring for K and one for V, and neither who loads nor who starts MMAs
-is held up by a row that is not done.
+needs. Loads run ahead through a ring for K and one for V, and a row that is not done holds up
+neither the load nor the MMA warp.
 
 Changed since stage 1: `work` sends each warp to its role; `load`, `mma` and `softmax` are what
 stage 1's `mainloop` was. S, P and O have barriers of their own.
 
-What a block waited for its 64 KB, some 2000 cycles, is gone. Product, softmax, product are still
-one after the other: 1024 cycles of tensor cores, as many of MUFU, and what hands S and P over.
+A block's wait for its 64 KB, some 2000 cycles, is gone. Product, softmax, product are still one
+after the other: 1024 cycles of tensor cores, as many of MUFU, and the handing over of S and P.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Barriers:
 
 
 class Stage2(Stage1):
-    """
+    """The kernel of stage 2: its barriers and its memory.
+
     barrier          arrives                                   waits
     q_loaded         1: LOAD, and the bytes by TMA             MMA, before the first Q K^T
     k.full, v.full   1: LOAD, and the bytes by TMA             MMA
@@ -67,7 +68,7 @@ class Stage2(Stage1):
 
     @property
     def softmax_warps(self) -> Warps:
-        """Four for each Q tile."""
+        """The softmax warps, four for each Q tile."""
         return Warps(0, 4 * self.config.q_tiles)
 
     @property
@@ -158,10 +159,10 @@ class Stage2(Stage1):
 
     @cute.jit
     def softmax(self, part: Part, barriers: Barriers, blocks: Blocks, t: Int32) -> None:
-        """P of all blocks.
+        """Compute P of all blocks.
 
-        NOTE: a commit speaks of all MMAs started before, so S of a block says that P V of the one
-        before is done, too, and O may be scaled.
+        NOTE: a commit covers all MMAs started before, so when S of a block is complete, P V of the
+        block before is, too, and O may be scaled.
         """
         phase = Int32(0)
         for i in cutlass.range(blocks.end - blocks.first, unroll=1):
@@ -178,7 +179,7 @@ class Stage2(Stage1):
         is_first,
         kind: cutlass.Constexpr[str],
     ) -> Int32:
-        """One block; the next one's phase."""
+        """Compute P of one block; return the next block's phase."""
         barriers.s_full.wait(phase, t)
         fence_after_sync()
         self.weigh(part, n_block, is_first, kind)

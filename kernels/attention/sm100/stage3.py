@@ -1,4 +1,4 @@
-"""Stage 3: two Q tiles, so that the tensor cores have one's products while the other takes
+"""Stage 3: two Q tiles, so that the tensor cores compute one's products during the other's
 exponentials.
 
 Idea: one Q tile leaves the tensor cores idle during its softmax, and MUFU during its products. With
@@ -9,8 +9,8 @@ Changed since stage 2: `tile_m`, and `mma`, which gives P V of the block before 
 one to each Q tile in turn. It does not wait before Q K^T overwrites P: MMAs of one CTA are executed
 in the order in which they were started.
 
-Expect twice stage 2 where the rest were free: for two Q tiles a block takes 2048 cycles of tensor
-cores and 2048 of MUFU, side by side.
+Expect at most twice stage 2: for two Q tiles a block takes 2048 cycles of tensor cores and 2048 of
+MUFU, side by side.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from cutex.kernels.attention.sm100.stage2 import Barriers, Stage2
 
 
 class Stage3(Stage2):
-    """
-    barriers: as in stage 2, of S, P and O one for each Q tile.
+    """The kernel of stage 3: its barriers and its memory.
+
+    barriers: as in stage 2; those of S, P and O once for each Q tile.
 
     smem      bytes (head_dim 128)                            tmem   columns
     sQ        tile_m * head_dim * 2                 65536     S, P   2 * tile_n      256

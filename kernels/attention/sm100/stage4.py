@@ -1,7 +1,7 @@
 """Stage 4: only the blocks at an edge are masked.
 
 Idea: as in Hopper's stage 6, `BlockInfo` says which blocks all rows see whole. Those need no mask,
-and scores that QK left as they are need not be written back for the second pass.
+and unmasked scores need not be written back for the second pass.
 
 Changed since stage 3: `softmax` runs the same step in three loops: with a mask, without, and the
 first block, in which the keys may end.

@@ -6,10 +6,10 @@ the maximum of a row exceeds its reference by less than 2^8, sums and O stay as 
 
 Changed since stage 4: `slack`.
 
-What it saves is a row of O from tensor memory, multiplied, and back: 128 multiplications, 4 loads
-and 4 stores of 32 columns, and the waiting for them, between S and P, where the other Q tile's
-products are all that covers it. So rare is it then that it needs no warps of its own, as
-FlashAttention-4's correction has them.
+It saves moving a row of O from tensor memory to registers and back: 128 multiplications, 4 loads
+and 4 stores of 32 columns, and the wait for them, between S and P, where only the other Q tile's
+products can hide it. Scaling is then so rare that it needs no warps of its own, such as
+FlashAttention-4's correction warps.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Stage 7: no maximum, so that a row is one stream.
 
-Idea: where references need not be maxima, they need not be looked for either. The first blocks set
-them, blocks without a mask are taken as they come, and the sums tell at the end whether that was
-too bold; a tile for which it was is computed again, with maxima (as in Hopper's stage 8). Then no
-column waits for another: the first 32 become probabilities while the next are loaded, nobody reads
-S twice, and PV starts when three quarters of P are there, while the rest is still S.
+Idea: where references need not be maxima, the maxima need not be computed either. The first blocks
+set the references, blocks without a mask keep them, and the sums show at the end whether a row
+overflowed; such a tile is computed again, with maxima (as in Hopper's stage 8). Then no column
+waits for another: the first 32 become probabilities while the next are loaded, S is read only once,
+and PV starts when three quarters of P are complete, while the rest is still S.
 
 Changed since stage 6: `optimistic` and `p_first` (softmax.py: kind "add").
 

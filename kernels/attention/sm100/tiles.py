@@ -1,8 +1,8 @@
-"""What all roles of a CTA share: its tiles, and how they go from role to role.
+"""The state that all roles of a CTA share: its tiles, and the barriers between the roles.
 
 Every role walks the same sequence of tiles, which the load warp announces in a ring of words, and
-derives from the words, by BlockInfo, which blocks of keys each Q tile touches. So roles need not
-tell each other about loops, only about data.
+derives from the words, by BlockInfo, the blocks of keys that each Q tile touches. So roles need not
+communicate loop bounds, only data.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from cutex.kernels.attention.work_ring import WorkRing
 
 @dataclass(frozen=True)
 class TileRing(WorkRing):
-    """
+    """The ring of announced tiles.
+
+    barrier         arrives                                   waits
     q.full[slot]    1: LOAD, having written the words         all other roles
     q.empty[slot]   1 a warp of these, done with the tile     LOAD
     """
@@ -37,8 +39,8 @@ class TileRing(WorkRing):
 
 
 class Span(NamedTuple):
-    """The blocks of keys of one Q tile, counted down from the last that any Q tile of the CTA
-    touches: `count` of them, `start` after the first."""
+    """The blocks of keys of one Q tile, counted down from the last block that any Q tile of the CTA
+    touches: `count` of them, the first `start` blocks later."""
 
     start: Int32
     count: Int32
@@ -46,7 +48,8 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Barriers:
-    """
+    """The barriers between the roles.
+
     barrier          arrives                                    waits
     q.full[t]        1: LOAD, and the bytes by TMA              MMA, before a tile's first QK
     q.empty[t]       1: the commit of a tile's last QK          LOAD
@@ -104,7 +107,7 @@ class Barriers:
 
 @dataclass(frozen=True)
 class Shared:
-    """What all roles of a CTA see."""
+    """The smem, barriers, lengths and arguments that all roles of a CTA use."""
 
     config: Sm100Config
     sQ: cute.Tensor  # (128, D, TILE)
@@ -115,7 +118,7 @@ class Shared:
     work: TileRing
     barriers: Barriers
     tmem: cute.Pointer
-    info: BlockInfo  # of rows of one MMA
+    info: BlockInfo  # for blocks of the rows of one MMA
     passed: Passed
     sizes: Sizes
 
@@ -129,7 +132,8 @@ class Shared:
     def blocks(
         self, work: WorkTile, t: Int32 | int, seqlen_q: Int32, seqlen_k: Int32
     ) -> tuple[Blocks, Int32]:
-        """Those that Q tile t touches, and how many; of one beyond the last row none."""
+        """The blocks that Q tile t touches, and their number; 0 for a Q tile beyond the last
+        row."""
         c = self.config
         m_block = work.m * c.q_tiles + t
         found = self.info.n_blocks(m_block, seqlen_q, seqlen_k)
@@ -138,8 +142,7 @@ class Shared:
 
     @cute.jit
     def spans(self, work: WorkTile, seqlen_q: Int32, seqlen_k: Int32) -> tuple[Int32, Int32, tuple]:
-        """Of a tile: the end of the blocks that it touches, how many these are, and the span of
-        each Q tile."""
+        """The end of the blocks that `work` touches, their number, and the span of each Q tile."""
         found = [self.blocks(work, t, seqlen_q, seqlen_k) for t in range(self.config.q_tiles)]
         blocks, count = found[0]
         end, first = blocks.end, blocks.end - count
@@ -154,7 +157,7 @@ class Shared:
 
     @cute.jit
     def signal(self, barrier: Barrier, slot: Int32) -> None:
-        """Arrive for this warp where MMA waits: of a pair, at the leader's."""
+        """Arrive once for this warp where MMA waits: for a pair, at the leader's barrier."""
         with cute.arch.elect_one():
             if cutlass.const_expr(self.config.pair):
                 barrier.arrive_at_leader(slot)
@@ -166,6 +169,6 @@ class Shared:
         return cute.arch.block_idx_in_cluster() if self.config.pair else 0
 
     def row_block(self, work: WorkTile, t: Int32 | int) -> Int32:
-        """This CTA's 128 rows of a Q tile, counted in such blocks."""
+        """The index of this CTA's 128 rows of a Q tile, counted in blocks of 128 rows."""
         c = self.config
         return (work.m * c.q_tiles + t) * c.ctas + self.rank()

@@ -1,5 +1,5 @@
-"""Vote: the load warps of a pair of CTAs tell each other whether a tile has to be computed again,
-so that both take the same tiles in the same order."""
+"""Vote: the load warps of a pair of CTAs exchange whether a tile has to be computed again, so that
+both take the same tiles in the same order."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ SLOTS = 2  # one CTA may be a vote ahead of the other
 
 @dataclass(frozen=True)
 class Vote:
-    """
+    """The exchange of one word per tile between the two load warps.
+
     barrier     arrives                                             waits
     vote[slot]  1: LOAD, 1: the other CTA's, which has read the     LOAD
                 vote before, and 4 bytes from there
     """
 
-    votes: cute.Tensor  # (SLOT) of the other CTA
+    votes: cute.Tensor  # (SLOT), written by the other CTA
     cast: Barrier
 
     @staticmethod
@@ -36,12 +37,12 @@ class Vote:
 
     @cute.jit
     def either(self, failed: Boolean, state: PipelineState) -> Boolean:
-        """Whether a tile `failed` in one of the CTAs. A whole warp."""
+        """Whether a tile `failed` in one of the CTAs. A whole warp calls it."""
         slot = state.slot
         peer = cute.arch.block_idx_in_cluster() ^ 1
         with cute.arch.elect_one():
             self.cast.arrive_expecting(4, slot)
-            # NOTE: st.async does not say that this warp has read the vote before; an arrival does
+            # NOTE: this arrival says that this warp has read the vote before; st.async does not
             cute.arch.mbarrier_arrive(self.cast[slot], peer)
             cute.arch.store_async_dsmem(
                 self.votes.iterator + slot, Int32(failed), self.cast[slot], peer

@@ -1,13 +1,13 @@
-"""BlockLoop: one warpgroup's walk over the blocks of keys of its 64 rows.
+"""BlockLoop: one warpgroup's loop over the blocks of keys of its 64 rows.
 
     S = Q K[n]^T, P = exponentials of S, O += P V[n],  from the last block to the first
 
-What the rows of the other warpgroups see and its own do not, it passes over.
+It releases blocks that only the rows of the other warpgroups see without computing.
 
 A step issues QK of its block and, behind it, PV of the block before, whose P is in registers; the
-softmax of this block runs while the tensor cores are at that PV. Meanwhile the other warpgroup
-issues its two products: an OrderedBarrier sees to it that they alternate, so that the tensor cores
-always have one's products while the other takes exponentials.
+softmax of this block runs while the tensor cores compute that PV. Meanwhile the other warpgroup
+issues its two products: an OrderedBarrier makes them alternate, so that the tensor cores always
+have one's products during the other's exponentials.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.softmax import Softmax, rows_of
 from cutex.device.pipeline import OrderedBarrier, PipelineState, Ring
 
-State = tuple[PipelineState, PipelineState]  # in the rings of K and of V
+State = tuple[PipelineState, PipelineState]  # states in the rings of K and of V
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class BlockLoop:
 
     @cute.jit
     def run(self, blocks: Blocks, state: State, safe: Boolean) -> State:
-        """O of all blocks, of which there is at least one, but for the last PV; unscaled."""
+        """Compute O over all blocks, of which there is at least one, without the last PV and
+        unscaled; return the states after."""
         band = self.score_ops.mask.band
         n_block = blocks.end - 1
         state = self.first(n_block, state)
@@ -64,7 +65,7 @@ class BlockLoop:
             clean_first = cutlass.min(blocks.clean_first, n_block + 1)
         clean = n_block + 1 - clean_first
         if cutlass.const_expr(self.optimistic):
-            # NOTE: of a band, a row may see no key before the first block that is all its own
+            # NOTE: with a band, a row may see no key before the first block that it sees whole
             count = clean if safe else cutlass.min(clean, 1 if band.hi is not None else 0)
             state = self.steps(n_block, count, state, "clean")
             n_block -= count
@@ -77,7 +78,7 @@ class BlockLoop:
 
     @cute.jit
     def first(self, n_block: Int32, state: State) -> State:
-        """QK and softmax of the first block; the end of the keys may lie in it."""
+        """Run QK and softmax of the first block, which may contain the end of the keys."""
         k, v = state
         acc_s = self.qk.accumulator(self.tile_n)
         self.k.wait_full(k)
@@ -96,7 +97,7 @@ class BlockLoop:
     def steps(
         self, n_block: Int32, count: Int32, state: State, kind: cutlass.Constexpr[str]
     ) -> State:
-        """`count` steps from `n_block` down."""
+        """Run `count` steps from `n_block` down."""
         k, v = state
         for i in cutlass.range(count, unroll=1):
             k, v = self.step(n_block - i, (k, v), kind)
@@ -104,13 +105,13 @@ class BlockLoop:
 
     @cute.jit
     def step(self, n_block: Int32, state: State, kind: cutlass.Constexpr[str]) -> State:
-        """QK and softmax of a block, and PV of the one before.
+        """Run QK and softmax of a block, and PV of the one before.
 
-        kind: "masked", "clean" or, of blocks that are clean, "add": without looking for a larger
-        score.
+        kind: "masked"; "clean", without a mask; or "add", without a mask and without looking for a
+        larger score.
         """
         k, v = state
-        # NOTE: an accumulator that outlived its step would keep its registers in the next
+        # NOTE: an accumulator that outlives its step would keep its registers in the next
         acc_s = self.qk.accumulator(self.tile_n)
         self.k.wait_full(k)
         self.await_turn()
@@ -147,14 +148,14 @@ class BlockLoop:
 
     @cute.jit
     def pass_over(self, count: Int32, state: State, in_turn: cutlass.Constexpr[bool]) -> State:
-        """Release `count` blocks that these rows do not see, as steps do or, not `in_turn`, as the
-        first block."""
+        """Release `count` blocks that these rows do not see, taking turns as steps do or, not
+        `in_turn`, as the first block does."""
         k, v = state
         for _ in cutlass.range(count, unroll=1):
             if cutlass.const_expr(in_turn):
                 self.await_turn()
                 self.end_turn()
-            # NOTE: an arrival before the slot is full could still count for its last round
+            # NOTE: an arrival before the slot is full could still count for its previous phase
             self.k.wait_full(k)
             self.k.release(k)
             k.advance()
@@ -165,7 +166,7 @@ class BlockLoop:
 
     @cute.jit
     def last(self, state: State) -> State:
-        """PV of the last block."""
+        """Run PV of the last block."""
         k, v = state
         self.v.wait_full(v)
         self.pv.issue(self.acc_o, self.tOrP, v.slot, True)

@@ -6,9 +6,9 @@ into rows, of one sequence. What makes it fast, each with its figure in docs/fac
 - K and V stream through rings; QK of a block runs under the softmax of the one before, and the
   warpgroups alternate (block_loop.py).
 - Only blocks that the band cuts are masked, and in those that it does not cut no larger score is
-  looked for; a tile for which that was too bold is computed again (work_ring.py).
+  looked for; a tile whose sums overflow that way is computed again (work_ring.py).
 - Tiles go to CTAs as they ask for them, the longest first, heads that share L2 together. Q of the
-  next tile is there before it begins, O of the one before leaves by TMA while it runs.
+  next tile is loaded before it begins, O of the one before is stored by TMA while it runs.
 """
 
 from __future__ import annotations
@@ -51,18 +51,19 @@ from cutex.schedulers.one_tile import OwnNumber
 from cutex.schedulers.persistent import EqualSteps
 
 STORE_BARRIER = 1  # the first of one named barrier for each warpgroup
-TURN_BARRIER = 4  # the same, for the warpgroups' turns
+TURN_BARRIER = 4  # the first of one named barrier for each warpgroup's turn
 
 
 class Registers(NamedTuple):
-    """Of a thread, by role. All roles together have 65536."""
+    """Registers per thread, by role; all threads of a CTA together have 65536."""
 
     load: int
     mma: int
 
 
 class Forward:
-    """
+    """The forward kernel: its barriers, memory and registers.
+
     barrier          arrives                                waits
     q.full[slot]     1: LOAD, and the bytes by TMA          MMA, before a tile's first QK
     q.empty[slot]    1 an MMA warp, done with the tile, or  LOAD
@@ -103,7 +104,7 @@ class Forward:
 
     @property
     def load_warps(self) -> Warps:
-        """A warpgroup, of which the first warp works."""
+        """The load warps: a whole warpgroup, of which only the first warp works."""
         return Warps(first=self.mma_warps.end, count=4)
 
     @property
@@ -118,22 +119,23 @@ class Forward:
 
     @property
     def optimistic(self) -> bool:
-        """Whether a tile may have to be done again; a user's functions may hide all but one key."""
+        """Whether a tile may have to be computed again. Never with a user's functions, which might
+        leave a row a single key."""
         return self.config.optimistic and not self.config.modified
 
     @property
     def releases_early(self) -> bool:
-        """Whether Q's slot is given back after the last QK, not with what became of the tile."""
+        """Whether Q's slot is released right after the last QK, without a result of the tile."""
         return self.config.own_o and not self.optimistic
 
     def source(self, passed: Passed) -> Source:
-        """Where LOAD gets its tiles from."""
+        """The source of LOAD's tiles."""
         if self.config.dispatch == "dynamic":
             return Counter(passed.counter)
         return OwnNumber() if self.config.dispatch == "one" else EqualSteps()
 
     def rows(self, info: Any, side: str) -> Rows:
-        """Of Q and O ("q"), or of K and V ("k")."""
+        """The rows of Q and O (side "q") or of K and V ("k"), as TMA sees them."""
         c = self.config
         return Rows(info, c.pack, c.ragged_q) if side == "q" else Rows(info, 1, c.ragged_k)
 
@@ -201,7 +203,7 @@ class Forward:
 
     @cute.jit
     def compute(self, o: cpasync.TmaInfo, shared: Shared) -> None:
-        """Each warpgroup its 64 rows of every tile."""
+        """Run the MMA role: each warpgroup computes its 64 rows of every tile."""
         c = self.config
         sQ, sK, sV, work_ring = shared.sQ, shared.sK, shared.sV, shared.work
         dtype = sQ.element_type
@@ -275,7 +277,8 @@ class Forward:
         self.wait_stores()
 
     def slack(self, dtype: type[cutlass.Numeric]) -> float:
-        """fp16 ends at 2^16, which `Softmax.add` should not reach either."""
+        """The slack in powers of two; smaller for fp16, whose range ends at 2^16, which
+        `Softmax.add` should not reach either."""
         return min(self.config.slack, 4.0) if dtype is cutlass.Float16 else self.config.slack
 
     def thread_rows(self, work: WorkTile, wg: Int32) -> tuple[Int32, Int32]:
@@ -315,11 +318,11 @@ class Forward:
         seq_q: SeqlenInfo,
         slot: Int32,
     ) -> None:
-        """Round O, put it into `slot`, a part of its columns at a time, and start the stores, which
-        leave out rows past the end.
+        """Round O, write it to `slot`, one part of its columns at a time, and start the stores,
+        which leave out rows past the end.
 
-        NOTE: of a tile that is done again, both stores have one address; the second waits until the
-        first has been written, not only read.
+        NOTE: the two stores of a tile that is computed again have one address; the second waits
+        until the first has been written, not only read.
         """
         c, sO = self.config, shared.sO
         thread, _, _ = cute.arch.thread_idx()
@@ -355,13 +358,13 @@ class Forward:
 
     @cute.jit
     def wait_stores(self) -> None:
-        """Until TMA has read what this warpgroup stores."""
+        """Wait until TMA has read the smem that this warpgroup stores from."""
         if cute.arch.warp_idx() % 4 == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def store_lse(self, mLSE: cute.Tensor, lse, work: WorkTile, seq_q: SeqlenInfo, rows) -> None:
-        """By one of the four threads that hold a row."""
+        """Store the LSE of a row by one of the four threads that hold it."""
         pack = self.config.pack
         thread, _, _ = cute.arch.thread_idx()
         for r in cutlass.range_constexpr(2):

@@ -1,4 +1,4 @@
-"""Load: the warp of the Hopper forward that hands out tiles and loads what they need."""
+"""Load: the warp of the Hopper forward that hands out tiles and loads their Q, K and V."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cutex.kernels.attention.sm90.shared import Shared
 from cutex.kernels.attention.work_ring import NORMAL, SAFE
 from cutex.schedulers.dispatch import Source, Turn
 
-Fills = tuple[PipelineState, PipelineState]  # of the rings of K and of V
+Fills = tuple[PipelineState, PipelineState]  # states in the rings of K and of V
 Lengths = tuple[SeqlenInfo, SeqlenInfo]  # of queries and of keys
 
 
@@ -33,17 +33,17 @@ class Load:
 
     @cute.jit
     def run(self) -> None:
-        """Load tile after tile.
+        """Announce and load tile after tile.
 
-        A slot of Q that comes back is looked at: should its tile have failed, it goes out again in
-        safe mode, before any other. When no tile is left, the slots that are still out are waited
-        for in turn.
+        When a slot of Q comes back, its result is checked: a tile that failed is announced again in
+        safe mode, before any other. When no tile is left, the remaining slots are waited for in
+        turn.
         """
         c, order, ring = self.config, self.order, self.shared.work
         q_fill, fills = ring.q.producer(), (self.shared.k.producer(), self.shared.v.producer())
         ring.clear()
         turn = self.source.first()
-        looked_at = Int32(0)  # slots that have come back well since the last tile went out
+        looked_at = Int32(0)  # slots checked and valid since the last tile was announced
         while turn.index < order.total or looked_at < c.q_stages:
             back = PipelineState(c.q_stages, q_fill.slot, q_fill.phase)
             back.skip(looked_at)
@@ -78,11 +78,11 @@ class Load:
         q_fill: PipelineState,
         fills: Fills,
     ) -> tuple[Fills, Int32]:
-        """Q, and K and V block by block in the order in which the products need them; what `ask`
-        returned.
+        """Load Q, and K and V block by block in the order in which the products need them. Return
+        the states after, and the result of `ask`.
 
-        NOTE: it asks when all but the last load are out: the answer is there when the last slot is
-        empty, and a CTA that is late still gets fewer tiles.
+        NOTE: it asks for the next tile when all but the last load are issued: the answer is there
+        when the last slot is empty, and a CTA that is late still gets fewer tiles.
         """
         shared, c = self.shared, self.config
         k_fill, v_fill = fills
@@ -115,7 +115,7 @@ class Load:
 
     @cute.jit
     def ask(self, mode: Int32, turn: Turn) -> Int32:
-        """Ask for the next tile, unless this one has been handed out before."""
+        """Ask for the next tile, unless this tile is a repeated one."""
         asked = Int32(0)
         if mode == NORMAL:
             asked = self.source.ask(turn)

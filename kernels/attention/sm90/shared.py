@@ -1,4 +1,4 @@
-"""What the roles of a CTA of the Hopper forward share."""
+"""The state that the roles of a CTA of the Hopper forward share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cutex.kernels.attention.work_ring import WorkRing
 
 @dataclass(frozen=True)
 class Shared:
-    """What all roles of a CTA see: smem, rings, lengths."""
+    """The smem, rings, lengths and arguments that all roles of a CTA use."""
 
     sQ: cute.Tensor  # (64, D, WG * SLOT)
     sK: cute.Tensor  # (bN, D, SLOT)

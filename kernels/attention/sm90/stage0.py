@@ -52,8 +52,8 @@ class Barriers(NamedTuple):
 def round_to_smem(
     acc: cute.Tensor, tiled_mma: cute.TiledMma, sX: cute.Tensor, barrier: Int32
 ) -> None:
-    """Round a warpgroup's accumulator into sX (64, columns), for wgmma or TMA to read from there
-    when this returns; all its threads, which `barrier` is for."""
+    """Round a warpgroup's accumulator into sX (64, columns), which wgmma or TMA may read when this
+    returns. All threads of the warpgroup call it; `barrier` is theirs."""
     thread, _, _ = cute.arch.thread_idx()
     to_smem = cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), sX.element_type)
     r2s = cute.make_tiled_copy_C(to_smem, tiled_mma)
@@ -77,12 +77,12 @@ class SmemP(NamedTuple):
 
     @cute.jit
     def write(self, acc: cute.Tensor) -> None:
-        """Round what the first product's accumulator holds."""
+        """Round the first product's accumulator, and write it to sP."""
         round_to_smem(acc, self.qk_mma, self.sP, self.barrier)
 
 
 class Part(NamedTuple):
-    """A warpgroup's 64 rows of a tile: their two products, and what is between them."""
+    """A warpgroup's 64 rows of a tile: their two products, and the softmax between them."""
 
     qk: Product
     pv: Product
@@ -91,7 +91,7 @@ class Part(NamedTuple):
     acc_o: cute.Tensor  # (MMA, 1, 1) fp32 registers
     mask: Mask
     softmax: Softmax
-    factors: cute.Tensor  # (2) what a row of O is scaled with
+    factors: cute.Tensor  # (2) the factors of the rows of O
 
     @cute.jit
     def scale_o(self, when: Boolean) -> None:
@@ -103,7 +103,8 @@ class Part(NamedTuple):
 
 
 class Stage0(Attention):
-    """
+    """The kernel of stage 0: its barriers and its memory.
+
     barrier   arrives                           waits
     q_loaded  1: warp 0, and the bytes by TMA   all threads, before the first product
     loaded    1: warp 0, and the bytes by TMA   all threads, before a block's products
@@ -127,8 +128,8 @@ class Stage0(Attention):
         return self.config.warpgroups * WARPGROUP
 
     def slack(self, dtype: type[cutlass.Numeric]) -> float:
-        """Powers of two that scores may exceed their reference by before O is scaled: it always
-        is."""
+        """The powers of two by which scores may exceed their reference before O is scaled: -inf, so
+        that it always is."""
         return -float("inf")
 
     def barriers(self, smem: SmemAllocator) -> Iterable[Barrier | Ring]:
@@ -155,7 +156,7 @@ class Stage0(Attention):
 
     @cute.jit
     def warpgroup(self) -> Int32:
-        """Which of the tile's warpgroups this thread is in."""
+        """The index of this thread's warpgroup."""
         thread, _, _ = cute.arch.thread_idx()
         return cute.arch.make_warp_uniform(thread // WARPGROUP)
 
@@ -242,7 +243,7 @@ class Stage0(Attention):
     def weigh(
         self, part: Part, acc_s: cute.Tensor, n_block: Int32, kind: cutlass.Constexpr[str]
     ) -> Boolean:
-        """Turn the scores of a block into exponentials; whether O must be scaled, too.
+        """Turn the scores of a block into exponentials; return whether O must be scaled.
 
         kind: "masked", or "clean" where no score is to be left out.
         """
@@ -253,7 +254,7 @@ class Stage0(Attention):
 
     @cute.jit
     def load_q(self, loads: Loads, tile: WorkTile, full: cute.Pointer, slot: Int32 = 0) -> None:
-        """Start the loads of a tile's rows, 64 for each warpgroup. A whole warp."""
+        """Start the loads of a tile's rows, 64 for each warpgroup. A whole warp calls it."""
         wgs = self.config.warpgroups
         for wg in cutlass.range_constexpr(wgs):
             loads.q.load(tile.m * wgs + wg, slot * wgs + wg, full)
@@ -279,8 +280,8 @@ class Stage0(Attention):
 
     @cute.jit
     def normalize(self, part: Part, out: Out, tile: WorkTile) -> Boolean:
-        """Divide O by the sums, and store the LSE; whether the sums are in the range that they
-        should be in."""
+        """Divide O by the sums, and store the LSE; return whether the sums are in the range that
+        `Softmax.add` needs."""
         thread, _, _ = cute.arch.thread_idx()
         lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         in_range = part.softmax.finish((), part.factors, lse)

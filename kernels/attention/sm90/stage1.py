@@ -1,8 +1,8 @@
 """Stage 1: P stays in registers.
 
-Idea: of every 16 columns of a wgmma accumulator a thread holds just what it must hold of 16 columns
-of K of an operand A in registers (PTX ISA, "Register Fragments for wgmma.mma_async"). So what the
-softmax leaves, rounded to 16 bits, is the operand of the second product where it is.
+Idea: of every 16 columns of a wgmma accumulator a thread holds the same elements as of 16 columns
+of K of an operand A in registers (PTX ISA, "Register Fragments for wgmma.mma_async"). So the
+result of the softmax, rounded to 16 bits, is the operand of the second product in place.
 
 Changed since stage 0: `probabilities`, and with them the MMA that reads them (`p_in_smem`).
 
@@ -36,7 +36,8 @@ class RegisterP(NamedTuple):
 
 
 class Stage1(Stage0):
-    """
+    """The kernel of stage 1: its barriers and its memory.
+
     barriers: as in stage 0, but for that of P.
 
     smem      bytes (head_dim 128)

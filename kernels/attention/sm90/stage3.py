@@ -35,14 +35,15 @@ from cutex.kernels.attention.sm90.stage2 import Barriers, Stage2
 
 
 class Registers(NamedTuple):
-    """Registers of a thread, by role. All roles together have 65536."""
+    """Registers per thread, by role; all threads of a CTA together have 65536."""
 
     load: int
     compute: int
 
 
 class Stage3(Stage2):
-    """
+    """The kernel of stage 3: its barriers and its memory.
+
     barrier         arrives                               waits
     q_loaded        1: LOAD, and the bytes by TMA         COMPUTE, before the first product
     k.full[slot]    1: LOAD, and the bytes by TMA         COMPUTE, before Q K^T
@@ -65,7 +66,7 @@ class Stage3(Stage2):
 
     @property
     def load_warps(self) -> Warps:
-        """A warpgroup, of which the first warp works."""
+        """The load warps: a whole warpgroup, of which only the first warp works."""
         return Warps(first=self.compute_warps.end, count=4)
 
     @property

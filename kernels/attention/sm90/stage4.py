@@ -4,11 +4,11 @@ Idea: a block's softmax needs its scores, and P V needs the softmax, but the nex
 needs neither. So a warpgroup starts Q K^T of block j and P V of block j - 1 together, waits for the
 first of the two, and takes the softmax of block j while the second runs.
 
-Changed since stage 3: `compute`. The first Q K^T stands before the loop and the last P V behind it,
-and K and V have places of their own, for the ring of K is a block ahead.
+Changed since stage 3: `compute`. The first Q K^T is before the loop and the last P V after it, and
+K and V have states of their own, for the ring of K is a block ahead.
 
-NOTE: a step makes its accumulator anew. One that lived through the loop would be kept beside the
-one being computed, and what does not fit into registers makes ptxas wait for every wgmma.
+NOTE: a step makes its accumulator anew. One that outlived a step would be kept beside the one being
+computed, and accumulators that do not fit into registers make ptxas wait for every wgmma.
 
 A warpgroup's block in order is Q K^T, softmax and P V: 512 + 800 + 512 cycles at least, and twice
 the products where both warpgroups are at it. Here the 512 to 1024 of P V fall under the softmax.
@@ -32,7 +32,7 @@ from cutex.kernels.attention.sm90.stage3 import Stage3
 
 
 class Places(NamedTuple):
-    """Where a warpgroup is in the rings of K and V."""
+    """A warpgroup's states in the rings of K and V."""
 
     k: PipelineState
     v: PipelineState
@@ -53,7 +53,8 @@ class Stage4(Stage3):
 
     @cute.jit
     def attend(self, part: Part, barriers: Barriers, at: Places, blocks: Blocks) -> Places:
-        """All blocks of keys, of which there is one at least; returns the places after."""
+        """Compute over all blocks of keys, of which there is at least one; return the states
+        after."""
         at = self.first_scores(part, barriers, at, blocks.end - 1)
         at = self.further_blocks(part, barriers, at, blocks)
         return self.last_product(part, barriers, at)
@@ -85,7 +86,7 @@ class Stage4(Stage3):
         count: Int32,
         kind: cutlass.Constexpr[str],
     ) -> Places:
-        """`count` blocks, from `n_block` down."""
+        """Run `count` steps, from block `n_block` down."""
         for i in cutlass.range(count, unroll=1):
             at = self.step(part, barriers, at, n_block - i, kind)
         return at
@@ -99,7 +100,7 @@ class Stage4(Stage3):
         n_block: Int32,
         kind: cutlass.Constexpr[str],
     ) -> Places:
-        """Scores and exponentials of a block, and P V of the one before."""
+        """Compute scores and exponentials of a block, and P V of the one before."""
         acc_s = part.qk.accumulator(self.config.tile_n)
         barriers.k.wait_full(at.k)
         self.issue(part, barriers, at, acc_s)

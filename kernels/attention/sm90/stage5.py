@@ -28,7 +28,8 @@ TURNS = OrderedBarrier(first_barrier=1)  # one for each warpgroup
 
 
 class Stage5(Stage4):
-    """
+    """The kernel of stage 5: its barriers and its memory.
+
     barrier   arrives                                        waits
     (turn)    the warpgroup that has started its products    the other, before it starts its own
     others as in stage 4
@@ -45,7 +46,7 @@ class Stage5(Stage4):
 
     @cute.jit
     def first_turn(self) -> None:
-        """Warpgroup 0's, as if warpgroup 1 had passed it on."""
+        """Give warpgroup 0 the first turn, as if warpgroup 1 had passed it on."""
         if self.warpgroup() == 1:
             TURNS.signal(0)
 

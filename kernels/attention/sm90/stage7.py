@@ -2,8 +2,8 @@
 
 Idea: with a tile for each CTA, an SM that ends one stores O, waits for a new CTA, its barriers, its
 Q and its first K before it computes again. A CTA that stays has the next tile's Q, K and V on their
-way while it still computes, and TMA stores O while the next tile begins. And who hands out the
-tiles can choose the order (order.py): causal tiles differ in length, so the longest go first and
+way while it still computes, and TMA stores O while the next tile begins. And the order of the tiles
+can be chosen (order.py): causal tiles differ in length, so the longest go first and
 the short ones fill the gaps at the end. A CTA asks a counter for its next tile when it has loaded
 the one before; one that is late gets fewer.
 
@@ -51,7 +51,7 @@ O_BARRIER = 3  # the first of one named barrier for each warpgroup; those below 
 
 
 class Out(NamedTuple):
-    """What the kernel writes."""
+    """The tensors that the kernel writes."""
 
     o: cpasync.TmaInfo  # (seqlen_q, D, heads, batch)
     mLSE: cute.Tensor  # (batch, heads, seqlen_q) fp32
@@ -68,7 +68,7 @@ class Barriers:
 
 
 class Fills(NamedTuple):
-    """Where the load warp is in each ring."""
+    """The load warp's states in each ring."""
 
     q: PipelineState
     k: PipelineState
@@ -76,7 +76,8 @@ class Fills(NamedTuple):
 
 
 class Stage7(Stage6):
-    """
+    """The kernel of stage 7: its barriers and its memory.
+
     barrier         arrives                                    waits
     q.full[slot]    1: LOAD, and the bytes by TMA; or LOAD     COMPUTE, before the tile's first
                     alone, when there is no tile left          product
@@ -100,7 +101,8 @@ class Stage7(Stage6):
     number = 7
 
     def operands(self, dtype: str) -> tuple[Operand | Scalar, ...]:
-        """And, before scale, counter (2) int32: 0 before and after."""
+        """The arguments of the stages before and, before scale, counter (2) int32, which is 0
+        before and after a launch."""
         *tensors, scale = super().operands(dtype)
         counter = Operand("counter", ("words",), "int32", aligned=False, whole=False)
         return (*tensors, counter, scale)
@@ -196,7 +198,8 @@ class Stage7(Stage6):
         tile: WorkTile,
         mode: Int32,
     ) -> Fills:
-        """Into an empty slot of Q, and K and V as they become empty."""
+        """Load Q into an empty slot, and K and V as their slots become empty; return the states
+        after."""
         q, k, v = fills
         loads = operands.loads(slots, tile)
         blocks = self.n_blocks(operands, tile)
@@ -249,7 +252,7 @@ class Stage7(Stage6):
         tile: WorkTile,
         blocks: Blocks,
     ) -> Places:
-        """O in registers and the LSE of a tile, whose slot of Q is released."""
+        """Compute a tile: O in registers, the LSE in memory. Release its slot of Q."""
         if blocks.end > blocks.first:
             at = self.attend(part, barriers, at, blocks)
         barriers.work.q.release(take)
@@ -271,6 +274,6 @@ class Stage7(Stage6):
 
     @cute.jit
     def wait_stores(self) -> None:
-        """Until TMA has read what this warpgroup's first warp has stored."""
+        """Wait until TMA has read the smem that this warpgroup's first warp stores from."""
         if cute.arch.warp_idx() % 4 == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)

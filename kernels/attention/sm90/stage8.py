@@ -3,12 +3,12 @@
 Idea: softmax is the same whatever its scores are compared with, as long as nothing overflows. Where
 the maximum is little above the reference, sums and O can stay as they are: scaling them is left
 out until some row of a warp has a score 2^8 times as large (FlashAttention-4). And blocks that need
-no mask are not even searched for a maximum: the first ones have set the references, bf16 reaches
-as far as fp32, and the sums tell at the end whether that was too bold. A tile for which it was is
-loaded and computed again, with maxima.
+no mask are not even searched for a maximum: the first ones have set the references, bf16 has the
+range of fp32, and the sums show at the end whether a row overflowed. Such a tile is loaded and
+computed again, with maxima.
 
-Changed since stage 7: `slack`; `weigh` knows a third kind of block, "add"; `compute_tile` says how
-a tile came out, and `load_tiles` looks at that when the slot of Q comes back.
+Changed since stage 7: `slack`; `weigh` has a third kind of block, "add"; `compute_tile` reports
+whether a tile is valid, and `load_tiles` checks that when the slot of Q comes back.
 
 A step of 494 instructions becomes one of 359: without 64 FMNMX, 64 FMUL of O, shuffles and votes.
 Both warpgroups' steps are 718 issue slots a scheduler in a block's 2048 cycles instead of 988, and
@@ -36,10 +36,11 @@ from cutex.schedulers.counter import Counter
 
 
 class Stage8(Stage7):
-    """
+    """The kernel of stage 8: its barriers and its memory.
+
     barrier         arrives                                    waits
-    q.empty[slot]   1 a COMPUTE warp, which has said whether   LOAD
-                    its rows came out well
+    q.empty[slot]   1 a COMPUTE warp, having written whether   LOAD
+                    its rows are valid
     others as in stage 7
 
     smem and registers: as in stage 7.
@@ -48,14 +49,16 @@ class Stage8(Stage7):
     number = 8
 
     def slack(self, dtype: type[cutlass.Numeric]) -> float:
-        """fp16 ends at 2^16, which "add" should not come near."""
+        """The slack in powers of two; smaller for fp16, whose range ends at 2^16, which "add"
+        should not come near."""
         return 8.0 if dtype is BFloat16 else 4.0
 
     @cute.jit
     def weigh(
         self, part: Part, acc_s: cute.Tensor, n_block: Int32, kind: cutlass.Constexpr[str]
     ) -> Boolean:
-        """As before; kind "add": no score is looked for that is larger than the reference."""
+        """The same as in stage 7; with kind "add", without a search for scores larger than the
+        reference."""
         if cutlass.const_expr(kind == "add"):
             part.softmax.add(rows_of(acc_s))
             return Boolean(False)
@@ -93,7 +96,7 @@ class Stage8(Stage7):
             edges = cutlass.max(blocks.end - 1 - blocks.clean_end, 0)
             at = self.steps(part, barriers, at, n_block, edges, "masked")
             n_block -= edges
-            least = 1  # of masked blocks a row may have seen no key, and have no reference
+            least = 1  # a row may have seen no key in the masked blocks, and have no reference
         clean = n_block + 1 - blocks.first
         searched = clean if safe else cutlass.min(clean, least)
         at = self.steps(part, barriers, at, n_block, searched, "clean")
@@ -103,15 +106,15 @@ class Stage8(Stage7):
     def load_tiles(
         self, operands: Operands, slots: Slots, barriers: Barriers, counter: cute.Tensor
     ) -> None:
-        """Slots of Q are looked at when they come back, also when there are no more tiles: one that
-        failed goes out again before any other."""
+        """Announce and load tiles. Slots of Q are checked when they come back, also after the last
+        tile: one whose tile failed is announced again before any other."""
         work = barriers.work
         order = self.order(operands)
         fills = Fills(work.q.producer(), barriers.k.producer(), barriers.v.producer())
         work.clear()
         source = Counter(counter)
         turn = source.first()
-        came_well = Int32(0)  # slots in turn, since the last tile went out
+        came_well = Int32(0)  # valid slots in turn since the last tile was announced
         while turn.index < order.total or came_well < work.q.num_slots:
             back = PipelineState(work.q.num_slots, fills.q.slot, fills.q.phase)
             back.skip(came_well)
@@ -131,9 +134,10 @@ class Stage8(Stage7):
 
     @cute.jit
     def wait_stores(self) -> None:
-        """Until what this warpgroup's first warp has stored is there.
+        """Wait until the stores of this warpgroup's first warp are complete.
 
-        NOTE: read is not enough, for O of a tile that failed is written twice.
+        NOTE: it is not enough that the smem has been read, for O of a tile that failed is written
+        twice.
         """
         if cute.arch.warp_idx() % 4 == 0:
             cute.arch.cp_async_bulk_wait_group(0)

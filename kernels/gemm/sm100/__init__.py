@@ -1,1 +1,1 @@
-"""The ladder of sm_100a."""
+"""The GEMM ladder of sm_100a."""

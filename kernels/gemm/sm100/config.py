@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sm100Config(GemmConfig):
-    """A GemmConfig, with the CTAs that run one MMA and the accumulators in tensor memory."""
+    """A GemmConfig with Blackwell's fields: the CTAs that run one MMA, and the accumulators in
+    tensor memory."""
 
     arch = "sm_100a"
 
@@ -28,12 +29,12 @@ class Sm100Config(GemmConfig):
 
     @property
     def num_blocks(self) -> int:
-        """Accumulators of a pair's tile, of 256 rows each."""
+        """The number of accumulators of a pair's tile, 256 rows each."""
         return self.tile_m // 256
 
     @property
     def smem_bytes(self) -> int:
-        """Bytes of one CTA's slots, and of the sums of a tile whose K is shared."""
+        """Bytes of one CTA's slots, and with split_k of a tile's fp32 sums."""
         sums = self.partial_bytes // self.ctas if self.split_k > 1 else 0
         return super().smem_bytes + sums
 

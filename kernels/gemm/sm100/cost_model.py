@@ -1,9 +1,9 @@
-"""The configs that Blackwell's chosen kernel is tried with, and a model of their time.
+"""The candidate configs of Blackwell's general GEMM kernel, and a model of their time.
 
-No B200 was at hand: the model counts cycles, and its constants are fitted on half of 37 problems
-that were measured on one by others (CUTLASS's persistent kernel, fp16, 1300 MHz, pairs of 256 rows,
-four widths of a tile). On the other half the width that it ranks first loses 0.7 % to the best one
-in the mean, and 3.7 % at worst (tests/test_cost_model_sm100.py). Imports neither torch nor the DSL.
+The model counts cycles; its constants are fitted on half of 37 problems measured on a B200 by
+others (CUTLASS's persistent kernel, fp16, 1300 MHz, pairs of 256 rows, four tile widths). On the
+other half, the width that the model ranks first loses 0.7 % to the best one in the mean, and 3.7 %
+at worst (tests/test_cost_model_sm100.py). Imports neither torch nor the DSL.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ TILE_NS = range(64, 257, 32)
 SPLITS = (1, 2, 4)
 GROUPS = (8, 4)  # clusters across a band of the raster order
 EPI_N = 32
-DEEPEST = 12  # slots: more only cost barriers
+DEEPEST = 12  # most slots of a ring: more only cost barriers
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Cycles of a B200 beside the rates of its Arch (docs/facts.md): the first three and the last
-    two are fitted on measured rows, the others are estimates from the code."""
+    """The costs of a B200, in cycles, beside the rates of its Arch (docs/facts.md): the first three
+    and the last two are fitted on measured rows, the others are estimates from the code."""
 
-    l2_share: float = 0.8915  # of the rate of L2 that the Arch states
-    overlap: float = 6.3  # of MMAs and loads: infinite if the longer hid the shorter
-    tile: int = 30  # of a tile, beside its epilogue and its mainloop
-    sub_tile: int = 150  # of an epilogue: 32 columns out of tensor memory and into smem
-    sub_tile_shown: int = 186  # of it, and of filling the ring, under the next tile's mainloop
+    l2_share: float = 0.8915  # achieved share of the Arch's L2 rate
+    overlap: float = 6.3  # exponent of MMAs and loads: infinite if the longer hid the shorter
+    tile: int = 30  # a tile, beside its epilogue and its mainloop
+    sub_tile: int = 150  # an epilogue's 32 columns, from tensor memory to smem
+    sub_tile_shown: int = 186  # the part of them that the next tile's mainloop does not hide
     fill: int = 11600  # launch, barriers, tensor memory, first loads
     exchange: int = 2500  # two cluster barriers and the sums of the other pairs
 
@@ -46,13 +46,14 @@ B200 = Costs()
 
 
 def _epi_stages(parts: int) -> int:
-    """Slots of sub-tiles, up to 4, of which none is used twice in a row from tile to tile."""
+    """The slots for sub-tiles, up to 4, such that no slot is used twice in a row from tile to
+    tile."""
     return next(s for s in (4, 3, 2) if parts % s == 0 or (parts > s and parts % s > 1))
 
 
 @lru_cache
 def configs(arch_name: str) -> tuple[Sm100Config, ...]:
-    """All candidates."""
+    """All candidate configs of the arch."""
     arch = arch_named(arch_name)
     found: list[Sm100Config] = []
     for tile_m in (256, 512):
@@ -81,12 +82,12 @@ def configs(arch_name: str) -> tuple[Sm100Config, ...]:
 def candidates(
     problem: GemmProblem, arch: Arch, majors: tuple[bool, bool] = (True, True)
 ) -> tuple[Sm100Config, ...]:
-    """All configs, whatever the problem and whether K is contiguous in its operands."""
+    """All candidate configs, for every problem and every major of its operands."""
     return configs(arch.name)
 
 
 def deepest(config: Sm100Config, arch: Arch) -> Sm100Config:
-    """`config` with as many slots as smem has room for."""
+    """`config` with as many ring slots as fit in smem."""
     room = arch.smem_per_cta - BARRIERS - replace(config, num_stages=0).smem_bytes
     slot = config.stage_bytes // config.ctas
     return replace(config, num_stages=min(DEEPEST, room // slot))
@@ -99,7 +100,7 @@ def predict(
     batch: int = 1,
     majors: tuple[bool, bool] = (True, True),
 ) -> float:
-    """Microseconds that the model expects of `batch` such problems in one launch."""
+    """The microseconds that the model predicts for `batch` such problems in one launch."""
     c, costs = config, B200
     m, n = (problem.n, problem.m) if c.swap_ab else (problem.m, problem.n)
     tiles_m, tiles_n = ceil_div(m, c.tile_m), ceil_div(n, c.tile_n)
@@ -110,13 +111,13 @@ def predict(
     sub_tiles = c.tile_n // EPI_N
     blocks = c.tile_m // 256
 
-    # the epilogue of a tile: hidden with two tiles' accumulators; else, of two blocks, under the
-    # steps that the other takes alone (sm100/mma.py)
+    # the epilogue of a tile: hidden if tensor memory holds two tiles' accumulators; else one
+    # block's is hidden under the steps that the other block takes alone (Mma.skew)
     drain = sub_tiles * costs.sub_tile
     alone = c.num_stages // 2 * _mma_cycles(c, arch) / blocks if blocks > 1 else 0
     shown = 0 if c.num_acc >= 2 * blocks else max(0, drain - alone)
     beside = costs.tile + sub_tiles * costs.sub_tile_shown + shown
-    if c.split_k > 1:  # every wave is of new CTAs
+    if c.split_k > 1:  # every wave has new CTAs
         beside = drain + costs.exchange + costs.fill
 
     def wave(clusters: int) -> float:
@@ -127,8 +128,8 @@ def predict(
     cycles = full * wave(at_once) + wave(rest)
     ends = costs.fill + blocks * drain if c.split_k == 1 else 0
 
-    # what a wave of tiles takes from memory: strips of A and B that it does not share
-    entries = ceil_div(at_once, tiles_m * tiles_n)  # of the batch
+    # bytes that a wave of tiles reads from memory: its distinct strips of A and B
+    entries = ceil_div(at_once, tiles_m * tiles_n)  # batch entries in a wave
     of_one = min(at_once, tiles_m * tiles_n)
     across = min(c.raster_group, tiles_m, of_one)
     strips = across * c.tile_m + min(ceil_div(of_one, across), tiles_n) * c.tile_n
@@ -136,7 +137,8 @@ def predict(
     all_bytes = problem.bytes * batch
     waves = full + (rest > 0)
     moved = max(all_bytes, 0 if all_bytes < arch.l2_bytes else waves * wave_bytes)
-    asking = min(1.0, at_once * c.ctas * c.split_k / arch.num_sms)  # few SMs cannot ask for all
+    # few SMs cannot saturate the memory
+    asking = min(1.0, at_once * c.ctas * c.split_k / arch.num_sms)
     memory = moved / (arch.hbm_gbs * 0.9 * 1e9 * min(1.0, asking / 0.8) / arch.clock_hz)
     return (max(cycles, memory) + ends) / arch.clock_hz * 1e6
 
@@ -148,19 +150,22 @@ def predictions(
     batch: int = 1,
     majors: tuple[bool, bool] = (True, True),
 ) -> list[float]:
-    """Microseconds that the model expects of `batch` such problems in one launch, with each."""
+    """The microseconds that the model predicts for `batch` such problems in one launch, for each
+    config."""
     return [predict(c, problem, arch, batch, majors) for c in configs]
 
 
 def _mma_cycles(c: Sm100Config, arch: Arch) -> float:
-    """Cycles of one step's MMAs, of which each reads 32 bytes of every row."""
+    """The cycles of the MMAs of one step of K: FLOPs or smem reads, 32 bytes of every row per MMA,
+    whichever takes longer."""
     mma = 2 * 256 * c.tile_n * 16 / (arch.mma_flops * c.ctas)
     port = 32 * (256 + c.tile_n) / c.ctas / arch.smem_bytes_per_clock
     return c.tile_m // 256 * c.tile_k / 16 * max(mma, port)
 
 
 def _step_cycles(c: Sm100Config, arch: Arch, clusters: int) -> float:
-    """Cycles of one step of K, MMAs against loads through L2, with so many clusters at work."""
+    """The cycles of one step of K when `clusters` are at work: the MMAs, overlapped with loads
+    through L2."""
     assert arch.l2_bytes_per_clock, f"{arch.name}: the rate of its L2 is not known"
     load = c.stage_bytes * clusters * c.split_k / (arch.l2_bytes_per_clock * B200.l2_share)
     p = B200.overlap

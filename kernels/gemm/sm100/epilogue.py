@@ -21,12 +21,12 @@ from cutex.kernels.gemm.sm100.config import Sm100Config
 from cutex.schedulers.clc import CTAS
 from cutex.schedulers.dispatch import Dispatcher
 
-VECTOR = 4  # fp32 sums that move at a time: 16 bytes
+VECTOR = 4  # fp32 sums in one access: 16 bytes
 
 
 @dataclass(frozen=True)
 class StoreTiles:
-    """The epilogue of tiles whose K one pair computes."""
+    """The epilogue of tiles whose whole K one pair computes."""
 
     tiles: Sm100Config
     unrolled: bool
@@ -60,7 +60,7 @@ class StoreTiles:
 
     @cute.jit
     def store_unrolled(self, store: FusedTileStore, acc: AccRing, take: PipelineState) -> None:
-        """Store one accumulator: a sub-tile is loaded from tensor memory while the one before is
+        """Store one accumulator; the next sub-tile is loaded from tensor memory while one is
         stored."""
         parts = store.parts
         following = parts.start_load(0)
@@ -78,8 +78,8 @@ class StoreTiles:
     def store_in_loop(self, store: FusedTileStore, acc: AccRing, take: PipelineState) -> None:
         """Store one accumulator in a loop over its sub-tiles.
 
-        NOTE: unrolled, with bias, residual and scales, the sub-tiles of both blocks would be one
-        piece of code of which ptxas keeps what they share: 255 registers and 2 KB of spills.
+        NOTE: unrolled, with bias, residual and scales, the code of both blocks' sub-tiles shares
+        values that ptxas keeps in registers: 255 of them, and 2 KB of spills.
         """
         parts = store.parts
         following = parts.start_load(0)
@@ -102,15 +102,17 @@ class StoreTiles:
 
 @dataclass(frozen=True)
 class SplitK:
-    """The epilogue of a tile whose K the pairs of a cluster share: each leaves its fp32 sums in
-    smem, and stores every split_k-th sub-tile from all of them, in the same order in every run."""
+    """The epilogue of a tile whose K the pairs of a cluster share: each writes its fp32 sums to
+    smem, adds up every split_k-th sub-tile from all of them, in the same order in every run, and
+    stores it."""
 
     tiles: Sm100Config
     sums: cute.Tensor  # (VECTOR, NumVectors, THREAD) in smem
 
     @staticmethod
     def allocate_sums(smem: SmemAllocator, tiles: Sm100Config) -> cute.Tensor:
-        """A row of sums a thread; one vector of all threads is side by side."""
+        """Allocate the smem (VECTOR, NumVectors, THREAD) of the sums: one row per thread; the
+        vectors of all threads with one number are adjacent."""
         count = tiles.tile_n // VECTOR
         layout = cute.make_layout((VECTOR, count, LANES), stride=(1, VECTOR * LANES, VECTOR))
         return smem.allocate_tensor(Float32, layout, byte_alignment=128)
@@ -123,7 +125,7 @@ class SplitK:
         acc: AccRing,
         dispatch: cutlass.Constexpr[Dispatcher],
     ) -> None:
-        """Leave this CTA's rows of the accumulator in smem."""
+        """Write this CTA's rows of the accumulator to smem."""
         thread, _, _ = cute.arch.thread_idx()
         tile = dispatch.tile(dispatch.first())
         parts = epilogue.tile(tCtAcc[(None, None), 0, 0, 0], tile, tile.m).parts
@@ -144,7 +146,8 @@ class SplitK:
         epilogue: FusedEpilogueStore,
         dispatch: cutlass.Constexpr[Dispatcher],
     ) -> None:
-        """Add up and store this CTA's part, when all CTAs of the cluster have left their sums."""
+        """Add up and store this CTA's part, once all CTAs of the cluster have written their
+        sums."""
         c, sums = self.tiles, self.sums
         thread, _, _ = cute.arch.thread_idx()
         cute.arch.griddepcontrol_wait()
@@ -171,5 +174,5 @@ class SplitK:
         drain_stores()
 
     def vectors(self, parts: SubTiles) -> int:
-        """Vectors of sums in a thread's row of a sub-tile."""
+        """The number of vectors of sums in a thread's row of a sub-tile."""
         return self.tiles.tile_n // parts.num_parts // VECTOR

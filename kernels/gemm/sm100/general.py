@@ -1,7 +1,7 @@
 """The general GEMM on Blackwell: out = ops(A @ B) for any layout, dtype, batch and tiles.
 
-This file holds the kernel: its barriers and memory, which warps run which role, and what its tensor
-maps are. roles.py holds the load and the MMA role, epilogue.py the epilogue roles; a config
+This file holds the kernel: its barriers and memory, the warps of each role, and its tensor maps.
+roles.py holds the load and the MMA role, epilogue.py the epilogue roles; a config
 (config.py) chooses among them and among the dispatchers.
 
 - tcgen05.mma reads operands with either side contiguous in smem, fp32 (as tf32) too, in a swizzle
@@ -48,7 +48,8 @@ from cutex.schedulers.raster import Raster, TileOrder
 
 
 class Warp(IntEnum):
-    """Warps 0 to 3 are the epilogue: each may read only its own quarter of tensor memory."""
+    """The roles of the warps. Warps 0 to 3 are the epilogue: each may read only its own quarter of
+    tensor memory."""
 
     LOAD = LANES // 32
     MMA = LOAD + 1
@@ -109,8 +110,8 @@ class General:
 
     @cute.jit
     def __call__(self, mA: cute.Tensor, mB: cute.Tensor, mOut: cute.Tensor, *rest) -> None:
-        """a (M, K), b (K, N), out (M, N), each with L before where batched; what the operations
-        take; a stream."""
+        """Launch with a (M, K), b (K, N), out (M, N), each with L in front where batched, then the
+        operations' arguments, then a stream."""
         mA, mB = modes(mA, columns_first=False), modes(mB, columns_first=True)
         self.launch(mA, mB, modes(mOut, columns_first=False), rest[:-1], rest[-1])
 
@@ -118,7 +119,7 @@ class General:
     def launch(
         self, mA: cute.Tensor, mB: cute.Tensor, mOut: cute.Tensor, passed: tuple[Any, ...], stream
     ) -> None:
-        """mA (M, K), mB (N, K), mOut (M, N), each with L behind where batched."""
+        """Launch with mA (M, K), mB (N, K), mOut (M, N), each with L behind where batched."""
         c = self.tiles
         if cutlass.const_expr(c.swap_ab):
             mA, mB, mOut = mB, mA, transposed(mOut)
@@ -142,14 +143,14 @@ class General:
     def load_slots(
         self, dtype: type[cutlass.Numeric], rows: int, k_major: bool
     ) -> cute.ComposedLayout:
-        """Slots for one CTA's half of `rows`: (bRows / 2, bK, SLOT)."""
+        """The smem layout (bRows / 2, bK, SLOT) of one CTA's half of `rows` of an operand."""
         k, num_slots = self.config.k_elements, self.tiles.num_stages
         if k_major:
             return slots_layout(dtype, rows // CTAS, k, num_slots, swizzle=128)
         return contiguous_rows_layout(dtype, rows // CTAS, k, num_slots)
 
     def epilogue_slots(self, dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
-        """Slots for sub-tiles of one CTA's part of out: (128, epiN, SLOT)."""
+        """The smem layout (128, epiN, SLOT) of sub-tiles of one CTA's part of out."""
         columns, num_slots = self.config.out_columns, self.tiles.epi_stages
         if self.config.columns_contiguous:
             swizzle = columns * dtype.width // 8
@@ -157,7 +158,7 @@ class General:
         return contiguous_lanes_layout(columns, num_slots)
 
     def tile_counts(self, mProduct: cute.Tensor) -> tuple[Int32, Int32, Int32 | int]:
-        """Tiles along M, N and L that cover it."""
+        """The numbers of tiles along M, N and L that cover the product."""
         m, n = cute.ceil_div(mProduct.shape[:2], (self.tiles.tile_m, self.tiles.tile_n))
         return m, n, cute.size(mProduct, mode=[2]) if cute.rank(mProduct) == 3 else 1
 
@@ -177,7 +178,8 @@ class General:
     def kernel(
         self, a: cpasync.TmaInfo, b: cpasync.TmaInfo, out: Any, passed: tuple[Any, ...]
     ) -> None:
-        """`out`: a TmaInfo, or where TMA cannot step through it a tensor, (M, N) or (M, N, L)."""
+        """Run the roles. `out` is a TmaInfo, or, where TMA cannot step through it, a tensor (M, N)
+        or (M, N, L)."""
         c, config = self.tiles, self.config
         kinds = a.atom.value_type, b.atom.value_type
         smem = SmemAllocator()

@@ -1,6 +1,6 @@
 """The load and MMA roles of the general kernel, one warp each.
 
-A role follows the tiles that its dispatcher announces, in its own time.
+Each role follows the tiles that its dispatcher announces, at its own speed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from cutex.schedulers.dispatch import Dispatcher
 
 @dataclass(frozen=True)
 class Load:
-    """The load role: one warp fills the ring of A and B, of each tile all of K or its share."""
+    """The load role: one warp fills the ring with A and B, for each tile all of K or this pair's
+    share."""
 
     tiles: Sm100Config
 
@@ -36,7 +37,7 @@ class Load:
             tile = dispatch.tile(ticket)
             loads = operands.loads(tile)
             count = k_share(self.tiles, loads.num_k_tiles)
-            # NOTE: a share may reach past K, where TMA fills in zeros
+            # NOTE: a share may extend past K, where TMA fills in zeros
             for k_tile in cutlass.range(tile.split * count, tile.split * count + count, unroll=1):
                 loads.load(k_tile, fill.slot, ab.acquire(fill))
                 fill.advance()
@@ -46,16 +47,18 @@ class Load:
 
 @dataclass(frozen=True)
 class Mma:
-    """The MMA role: one warp of the leader starts the MMAs of a pair, for each accumulator of a
-    tile, 256 rows each, in turn."""
+    """The MMA role: one warp of the leader starts the MMAs of a pair, for each accumulator (256
+    rows) of a tile in turn."""
 
     tiles: Sm100Config
 
     @property
     def skew(self) -> int:
-        """Steps at either end of a tile that one block takes before the other: the first is then
-        complete, and read, while the second still computes. Where tensor memory holds two tiles
-        nothing needs that."""
+        """The number of steps of K by which one block of a tile is ahead of the other.
+
+        The first block is then complete, and read, while the second still computes; 1 where tensor
+        memory holds two tiles, which makes that unnecessary.
+        """
         c = self.tiles
         return 1 if c.num_acc > c.num_blocks else max(1, c.num_stages // 2)
 
@@ -102,7 +105,8 @@ class Mma:
         block: cutlass.Constexpr[int],
         fresh: cutlass.Constexpr[bool],
     ) -> None:
-        """`count` steps of one block, from the slot of `take` on; the last block empties them."""
+        """Issue `count` steps of K of one block, from the slot of `take` on; the last block
+        releases the slots."""
         state = PipelineState(take.num_slots, take.slot, take.phase)
         for step in cutlass.range(count, unroll=1):
             ab.wait_full(state)
@@ -113,5 +117,5 @@ class Mma:
 
 
 def k_share(tiles: Sm100Config, num_k_tiles: Int32) -> Int32:
-    """K tiles of one of the split_k pairs that share them."""
+    """The number of K tiles of each of the split_k pairs that share them."""
     return (num_k_tiles + (tiles.split_k - 1)) // tiles.split_k

@@ -1,10 +1,10 @@
 """Stage 0: the least that works. TMA loads a tile, tcgen05 consumes it, one after the other.
 
-Idea: one CTA computes 128x128 of C; the accumulator lives in tensor memory. For each 64 of K, one
+Idea: one CTA computes 128x128 of C; the accumulator is in tensor memory. For each 64 of K, one
 warp starts the TMA loads of A and B, waits for them, starts the MMA, and waits for it before the
-next load may overwrite the buffer. Then four warps store the accumulator, a row a thread.
+next load may overwrite the buffer. Then four warps store the accumulator, one row per thread.
 
-The buffer is not swizzled: core matrices of 8 rows x 16 bytes lie one after the other down the
+The buffer is not swizzled: core matrices of 8 rows x 16 bytes follow each other down the
 rows, so a TMA box is 16 bytes wide, a tile takes eight boxes, and each row of a box is a
 request for half an L2 sector. Expect a tenth of the peak: the MMA needs 256 cycles for such a tile,
 and waits for 2048 such requests before it.
@@ -35,7 +35,8 @@ class Barriers(NamedTuple):
 
 
 class Stage0(Gemm):
-    """
+    """The kernel of stage 0: its barriers and its memory.
+
     barrier   arrives                           waits
     loaded    1: warp 0, and the bytes by TMA   warp 0, before the MMA
     mma_done  1: the commit of warp 0           warp 0, before the next load
@@ -92,7 +93,7 @@ class Stage0(Gemm):
 
     @cute.jit
     def mainloop(self, loads: AbLoads, mma: Umma, barriers: Barriers) -> None:
-        """Compute the accumulator, which is complete when this returns. Warp 0 alone."""
+        """Compute the accumulator, which is complete when this returns. Warp 0 alone calls it."""
         loaded, mma_done = barriers.loaded, barriers.mma_done
         phase = Int32(0)
         for k_tile in cutlass.range(loads.num_k_tiles, unroll=1):

@@ -30,7 +30,8 @@ class Barriers(NamedTuple):
 
 
 class Stage2(Stage1):
-    """
+    """The kernel of stage 2: its barriers and its memory.
+
     barrier         arrives                           waits
     ab.full[slot]   1: warp 0, and the bytes by TMA   warp 0, before the MMA
     ab.empty[slot]  1: the commit of its MMA          warp 0, before it loads
@@ -55,7 +56,7 @@ class Stage2(Stage1):
 
     @cute.jit
     def mainloop(self, loads: AbLoads, mma: Umma, barriers: Barriers) -> None:
-        """Compute the accumulator, which is complete when this returns. Warp 0 alone."""
+        """Compute the accumulator, which is complete when this returns. Warp 0 alone calls it."""
         ab, acc_full = barriers.ab, barriers.acc_full
         num_k_tiles = loads.num_k_tiles
         fill, take = ab.producer(), ab.consumer()

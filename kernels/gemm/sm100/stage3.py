@@ -4,10 +4,10 @@ Idea: in stage 2 one warp issues loads and MMAs in turn, and while it waits for 
 the tensor core may run dry. Two warps need not wait for each other, only for data and for slots.
 
 Changed since stage 2: `kernel` sends each warp to its role. `load` is Hopper's, by import; `mma` is
-what is left of the mainloop. The epilogue warps wait for the accumulator, not for a warp.
+the rest of the mainloop. The epilogue warps wait for the accumulator, not for a warp.
 
-Expect 1.2 to 1.3 times stage 2: the MMAs run back to back, 512 cycles for each 64 of K. What is
-lost is the first load, and the epilogue, which is long: each thread stores a row of its own, 512
+Expect 1.2 to 1.3 times stage 2: the MMAs run back to back, 512 cycles for each 64 of K. Not hidden
+are the first load and the epilogue, which is long: each thread stores a row of its own, 512
 bytes, and nothing overlaps it (stages 4 and 6).
 """
 
@@ -31,7 +31,8 @@ from cutex.schedulers.one_tile import OneTilePerCta
 
 
 class Warp(IntEnum):
-    """Warps 0 to 3 are the epilogue: each may read only its own quarter of tensor memory."""
+    """The roles of the warps. Warps 0 to 3 are the epilogue: each may read only its own quarter of
+    tensor memory."""
 
     LOAD = LANES // 32
     MMA = LOAD + 1
@@ -39,7 +40,8 @@ class Warp(IntEnum):
 
 
 class Stage3(Stage2):
-    """
+    """The kernel of stage 3: its barriers and its memory.
+
     barrier         arrives                           waits
     ab.full[slot]   1: LOAD, and the bytes by TMA     MMA
     ab.empty[slot]  1: the commit of its MMA          LOAD

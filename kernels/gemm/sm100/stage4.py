@@ -4,7 +4,7 @@ Idea: in stage 3 each thread stores a row of its own, so the 32 threads of a war
 every instruction: 32 requests of 16 bytes each, half an L2 sector. Let TMA store instead. The four
 epilogue warps take 32 columns of the accumulator at a time: tensor memory -> registers -> smem,
 where TMA collects whole rows of 64 bytes, two sectors. While TMA reads one slot of smem the warps
-fill the next, and TMA leaves out what lies outside of C.
+fill the next, and TMA leaves out elements outside of C.
 
 Changed since stage 3: `epilogue` is a role; C gets slots in smem, swizzled by 64 bytes, so that the
 eight threads whose rows share a core matrix write to eight different groups of banks.
@@ -39,7 +39,8 @@ from cutex.schedulers.one_tile import OneTilePerCta
 
 
 class Stage4(Stage3):
-    """
+    """The kernel of stage 4: its barriers and its memory.
+
     barrier         arrives                           waits
     (sub-tile)      the epilogue warps, having        the epilogue warps, before TMA stores this
                     written their rows of a slot      slot and before they write the next
@@ -64,7 +65,7 @@ class Stage4(Stage3):
         self.kernel(a, b, out).launch(grid=grid, block=(self.num_threads, 1, 1), stream=stream)
 
     def epilogue_slots(self, dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
-        """Sub-tiles of one CTA's part of C: (bM, epiN, SLOT)."""
+        """The smem layout (bM, epiN, SLOT) of sub-tiles of one CTA's part of C."""
         c = self.config
         rows = c.tile_m // c.ctas
         return slots_layout(dtype, rows, c.epi_n, c.epi_stages, swizzle=c.epi_n * ELEMENT)

@@ -34,7 +34,8 @@ from cutex.schedulers.one_tile import OneTilePerCta
 
 
 class Stage5(Stage4):
-    """
+    """The kernel of stage 5: its barriers and its memory.
+
     barrier         arrives                             waits
     ab.full[slot]   1: LOAD of the leader, and the      MMA of the leader
                     bytes of both CTAs by TMA

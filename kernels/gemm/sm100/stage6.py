@@ -1,8 +1,8 @@
 """Stage 6: one pair of CTAs per pair of SMs, and the epilogue under the next tile's mainloop.
 
 Idea: tensor memory has 512 columns and an accumulator takes 256. With two of them, the MMA fills
-one while the epilogue warps empty the other; so a CTA stays, and works through one tile after the
-other. The loads run on across the border between tiles: the ring never drains.
+one while the epilogue warps empty the other; so a CTA is persistent, and computes one tile after
+the other. The loads continue across the border between tiles: the ring never drains.
 
 Changed since stage 5: the grid has as many CTAs as the GPU has SMs; each role is a loop over tiles
 (schedulers/dispatch.py), which are dealt out in fixed steps, row of tiles by row of tiles; a ring
@@ -36,7 +36,8 @@ from cutex.schedulers.raster import Raster
 
 
 class Stage6(Stage5):
-    """
+    """The kernel of stage 6: its barriers and its memory.
+
     barrier          arrives                             waits
     ab.full[slot]    as in stage 5                       MMA of the leader
     ab.empty[slot]   as in stage 5                       LOAD of its CTA
@@ -85,7 +86,7 @@ class Stage6(Stage5):
         )
 
     def dispatcher(self, smem: SmemAllocator, mC: cute.Tensor) -> Dispatcher:
-        """The dispatcher that hands tiles of mC (M, N) to the roles."""
+        """The dispatcher that hands out the tiles of mC (M, N) to the roles."""
         return self.scheduler().walk(mC)
 
     @cute.kernel

@@ -7,7 +7,7 @@ bands of `raster_group` rows, and through every second band backwards (scheduler
 
 Changed since stage 6: `raster`.
 
-At K=4096 a strip has 2 MB. A wave of 32768 cycles at 1.9 GHz takes 17 us, in which memory gives
+At K=4096 a strip has 2 MB. A wave of 32768 cycles at 1.9 GHz takes 17 us, in which memory delivers
 120 MB: neither order is bound by it on paper, but 73 MB a wave are 60 % of the rate, with all pairs
 asking for the same strips at nearly the same time, and 36 MB is 30 %. Others measured 1.05 to 1.15
 times on 8192-sized problems, next to nothing where A and B fit in L2 (126 MB) together.

@@ -1,7 +1,7 @@
 """Stage 8: the hardware hands out the tiles while the kernel runs.
 
-Idea: dealt out in advance, tiles wait for the slowest SM: one that another kernel holds, that lies
-farther from the memory its tiles come from, or that simply drew one tile more. Cluster launch
+Idea: dealt out in advance, tiles wait for the slowest SM: one that another kernel holds, that is
+farther from the memory its tiles come from, or that simply has one tile more. Cluster launch
 control lets a pair of CTAs ask for its next tile when it needs one (schedulers/clc.py).
 
 Changed since stage 7: a seventh warp, `schedule`, asks; the grid has a cluster for every tile; the
@@ -47,7 +47,7 @@ class Stage8(Stage7):
         )
 
     def tile_counts(self, mC: cute.Tensor) -> tuple[Int32, Int32]:
-        """Tiles of a pair along M and N that cover mC."""
+        """The numbers of a pair's tiles along M and N that cover mC."""
         m, n = cute.ceil_div(mC.shape, (self.config.tile_m, self.config.tile_n))
         return m, n
 

@@ -35,7 +35,7 @@ from cutex.kernels.gemm.sm100.general import General
 
 
 class Stage9(General):
-    """The general kernel, on the ladder's operands: mA (M, K), mB (N, K), mC (M, N), row-major."""
+    """The general kernel on the ladder's operands: mA (M, K), mB (N, K), mC (M, N), row-major."""
 
     number = 9
 

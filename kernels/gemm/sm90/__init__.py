@@ -1,1 +1,1 @@
-"""The ladder of sm_90a."""
+"""The GEMM ladder of sm_90a."""

@@ -1,4 +1,4 @@
-"""The configs that Hopper's chosen kernel is tried with.
+"""The candidate configs of Hopper's general GEMM kernel.
 
 Imports neither torch nor the DSL.
 """
@@ -25,11 +25,11 @@ PINGPONG = [(128, n) for n in range(96, 209, 16)] + [(192, n) for n in (64, 80, 
 PINGPONG += [(64, n) for n in (128, 160, 192, 224, 256)]
 COOPERATIVE = [(128, n) for n in range(64, 257, 16)] + [(256, n) for n in range(64, 209, 16)]
 COOPERATIVE += [(192, n) for n in range(64, 193, 16)] + [(64, n) for n in range(16, 257, 16)]
-CLUSTERS = ((1, 1), (2, 1), (1, 2))  # of CTAs that walk tiles
-STREAMED_CLUSTERS = (*CLUSTERS, (4, 1), (1, 4))  # of CTAs that stream them
+CLUSTERS = ((1, 1), (2, 1), (1, 2))  # of CTAs that take whole tiles
+STREAMED_CLUSTERS = (*CLUSTERS, (4, 1), (1, 4))  # of CTAs that take shares of K (stream-K)
 WARPGROUPS = {64: 1, 128: 2, 192: 3, 256: 2}  # by rows of a tile that they share
 FEW = 4  # clusters along the side of C that is cut into few, at most
-# CTAs that run at one time, by those of a cluster: some GPCs have SMs left over
+# CTAs that run at one time, by the size of a cluster: some GPCs have SMs left over
 AT_ONCE = {1: 132, 2: 132, 3: 108, 4: 120}
 SHALLOW = 164 * 1024  # 1.01 times as fast as all of smem with M = 1 to 16: SMs stay together
 # tiles are streamed where their rounds are fewer, and the last leaves more of the GPU without work
@@ -41,7 +41,8 @@ NARROW = 32  # rows of an operand that TMA loads one box each of, where K is not
 
 
 def _deepest(config: Sm90Config, arch: Arch) -> Sm90Config:
-    """`config` with as many slots as smem holds, or SHALLOW bytes of the narrowest tiles."""
+    """`config` with as many ring slots as fit in smem, or in SHALLOW bytes for the narrowest
+    tiles."""
     room = arch.smem_per_cta - BARRIERS - config.epi_bytes
     if config.tile_n == 16:
         room = min(room, SHALLOW)
@@ -49,13 +50,13 @@ def _deepest(config: Sm90Config, arch: Arch) -> Sm90Config:
 
 
 def _tile_k(tile_m: int, tile_n: int) -> int:
-    """K of a slot: narrow tiles take more, so that they hand over fewer slots."""
+    """The K of a slot: narrow tiles take more, so that fewer slots change hands."""
     return 128 if tile_m + tile_n <= 128 or (tile_m == 128 and tile_n <= 32) else 64
 
 
 def _epilogue(tile_n: int) -> int:
-    """Columns of C that are stored at a time: a divisor of tile_n, up to a line of 128 bytes, or
-    all where they are an odd multiple of 8."""
+    """The columns of C that are stored at a time: a divisor of tile_n, up to a line of 128 bytes;
+    or all of tile_n if it is an odd multiple of 8."""
     if tile_n % 16:
         return tile_n
     return next(n for n in (64, 32, 16) if tile_n % n == 0)
@@ -63,7 +64,7 @@ def _epilogue(tile_n: int) -> int:
 
 @lru_cache
 def walked(arch_name: str) -> tuple[Sm90Config, ...]:
-    """The configs whose CTAs walk tiles."""
+    """The configs whose persistent CTAs loop over whole tiles."""
     arch = arch_named(arch_name)
     found: dict[Sm90Config, None] = {}
     for pingpong, tiles in ((True, PINGPONG), (False, COOPERATIVE)):
@@ -102,16 +103,17 @@ def of_one_round(mnk: tuple[int, int, int], arch_name: str) -> tuple[Sm90Config,
 
 @lru_cache(maxsize=256)
 def streamed(mnk: tuple[int, int, int], arch_name: str) -> tuple[Sm90Config, ...]:
-    """The configs whose CTAs take equal shares of the tiles' steps along K, where that leaves fewer
-    of them without work than whole tiles do; of these those that take the fewest cycles at least.
-    """
+    """The stream-K configs, whose CTAs take equal shares of the tiles' steps along K, where that
+    leaves fewer CTAs idle than whole tiles do; at most MOST_STREAMED, by the least cycles they
+    need."""
     problem = GemmProblem(*mnk)
     found = [c for c in _streamed(arch_name) if _gains_by_streaming(c, problem)]
     return tuple(sorted(found, key=lambda c: _least_cycles(c, problem))[:MOST_STREAMED])
 
 
 def _rounds(config: Sm90Config, problem: GemmProblem) -> float:
-    """Tiles of a streamed config, those outside of C with them, by CTAs that run at one time."""
+    """The rounds of CTAs running at once that the tiles of a streamed config make, tiles outside of
+    C included."""
     c = config
     m, n = c.computed(problem)
     size = c.cluster_m * c.cluster_n
@@ -120,7 +122,8 @@ def _rounds(config: Sm90Config, problem: GemmProblem) -> float:
 
 
 def _least_cycles(config: Sm90Config, problem: GemmProblem) -> float:
-    """What a CTA takes if L2 and the tensor cores are never late, sums included."""
+    """The cycles of a CTA if neither L2 nor the tensor cores stall, the exchange of sums
+    included."""
     c, rounds = config, _rounds(config, problem)
     asked = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * ELEMENT / L2_RATE
     step = max(asked, c.tile_m * c.tile_n / 2048)  # for one of K
@@ -162,14 +165,14 @@ def _gains_by_streaming(config: Sm90Config, problem: GemmProblem) -> bool:
 
 
 def _together() -> Iterator[tuple[int, int, int]]:
-    """Clusters that share loads of the larger operand, and those that share K: CTAs along the side
-    that is cut into few, along the other, and along K."""
+    """Cluster shapes that share loads of the larger operand, and those that share K: CTAs along the
+    side of C that is cut into few, along the other side, and along K."""
     yield from ((1, 1, 1), (1, 2, 1), (1, 4, 1), (4, 1, 1))
     yield from ((1, 1, split_k) for split_k in (2, 3, 4))
 
 
 def _columns(m: int, n: int, k: int) -> Iterator[Sm90Config]:
-    """Swapped: few columns of tiles, as wide as M needs."""
+    """Swapped configs: few columns of tiles, as wide as M needs."""
     for cluster_m, cluster_n, split_k in _together():
         for columns in range(1, FEW + 1):
             unit = 16 if cluster_m < 4 else 32  # each CTA of a cluster loads whole rows by 8
@@ -184,7 +187,8 @@ def _columns(m: int, n: int, k: int) -> Iterator[Sm90Config]:
 
 
 def _rows(m: int, n: int, k: int) -> Iterator[Sm90Config]:
-    """Not swapped: few rows of tiles, as wide as N needs to give a tile to every SM."""
+    """Configs without swapping: few rows of tiles, as wide as N needs to give a tile to every
+    SM."""
     for cluster_n, cluster_m, split_k in _together():
         size = cluster_m * cluster_n * split_k
         for tile_m in WARPGROUPS:
@@ -202,7 +206,7 @@ def _rows(m: int, n: int, k: int) -> Iterator[Sm90Config]:
 
 
 def _spread(m: int, n: int, k: int) -> Iterator[Sm90Config]:
-    """Swapped: tiles that overlap, one for each SM."""
+    """Swapped configs of tiles that overlap, one for each SM."""
     for tile_m in (64, 128):
         if m <= 64:
             yield _tile(tile_m, ceil_div(m, 16) * 16, WARPGROUPS[tile_m], 1, 1, 1,
@@ -233,20 +237,20 @@ def _tile(
 
 
 def candidates(problem: GemmProblem, arch: Arch, majors: Majors = (True, True)) -> list[Sm90Config]:
-    """All configs that are worth a look."""
+    """All configs worth predicting for `problem`."""
     mnk, name = problem.mnk, arch.name
     every = (*of_one_round(mnk, name), *walked(name), *streamed(mnk, name))
     return [c for c in every if _shares_the_larger(c, problem) and _loads_well(c, majors)]
 
 
 def _shares_the_larger(config: Sm90Config, problem: GemmProblem) -> bool:
-    """Whether pairs share the operand that is at least twice as large as the other: the other stays
-    in L2, and a pair that shares it loses 10 to 20 %."""
+    """Whether the config does not let pairs share an operand half as large as the other, or
+    smaller: it stays in L2 anyway, and a pair that shares it loses 10 to 20 %."""
     m, n = config.computed(problem)
     return not ((m >= 2 * n and config.cluster_m == 2) or (n >= 2 * m and config.cluster_n == 2))
 
 
 def _loads_well(config: Sm90Config, majors: Majors) -> bool:
-    """Whether TMA's boxes are not narrower than NARROW rows where rows are what is contiguous."""
+    """Whether TMA's boxes have at least NARROW rows wherever the rows are contiguous."""
     a, b = reversed(majors) if config.swap_ab else majors
     return (a or config.tile_m % NARROW == 0) and (b or config.tile_n % NARROW == 0)

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from cutex.kernels.gemm.signature import GeneralConfig
     from cutex.problem.gemm import GemmProblem
 
-# up to which memory is all that limits, and no MMA is worth looking ahead for
+# tiles of up to so many columns are bound by memory alone: looking ahead for an MMA gains nothing
 FEW_COLUMNS = 32
-# registers a thread for them, by warpgroups that run wgmma: of three, ptxas gives each thread 128
+# accumulator registers per thread, by MMA warpgroups: with three, ptxas gives each thread 128
 ACCUMULATORS = {1: 224, 2: 208, 3: 96}
 
 
 class Registers(NamedTuple):
-    """Registers of a thread, by role; all roles together have 65536."""
+    """Registers per thread, by role; all threads of a CTA together have 65536."""
 
     load: int
     mma: int
@@ -29,7 +29,8 @@ class Registers(NamedTuple):
 
 @dataclass(frozen=True)
 class Sm90Config(GemmConfig):
-    """A GemmConfig, with the warpgroups that run wgmma and the clusters that share loads."""
+    """A GemmConfig with Hopper's fields: the warpgroups that run wgmma, and the clusters that share
+    loads."""
 
     arch = "sm_90a"
     mma_columns = 8
@@ -38,14 +39,15 @@ class Sm90Config(GemmConfig):
     pingpong: bool = False  # they work on tiles of their own in turn, not on parts of one
     cluster_m: int = 1  # CTAs along M that share tiles of B by multicast
     cluster_n: int = 1  # CTAs along N that share tiles of A
-    columns: int = 0  # of clusters, each of which has one tile (one_round.py); 0: tiles are walked
-    rows: int = 0  # of clusters, likewise
+    columns: int = 0  # columns of clusters with one tile each (one_round.py); 0: a loop over tiles
+    rows: int = 0  # rows of clusters with one tile each
     spread: bool = False  # one tile on each SM, overlapping (spread.py)
-    stream_k: int = 0  # rounds, the last ones, whose tiles are streamed (schedulers/stream_k.py)
+    stream_k: int = 0  # last rounds whose tiles are split along K (schedulers/stream_k.py)
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Sm90Config:
-        """As GemmConfig.from_row, of rows from when clusters had one column, too."""
+        """The config in `row`, as GemmConfig.from_row; also of older rows that have `column`
+        instead of `columns`."""
         if "column" in row:
             row = {"columns": int(row["column"]), **row}
             del row["column"]
@@ -57,17 +59,18 @@ class Sm90Config(GemmConfig):
 
     @property
     def warpgroup_rows(self) -> int:
-        """Rows of a tile that one warpgroup computes."""
+        """The rows of a tile that one warpgroup computes."""
         return self.tile_m if self.pingpong else self.tile_m // self.mma_warpgroups
 
     @property
     def accumulators(self) -> int:
-        """Registers a thread that hold the warpgroup's part of C."""
+        """The registers per thread that hold the warpgroup's part of C."""
         return self.warpgroup_rows * self.tile_n // 128
 
     @property
     def registers(self) -> Registers | None:
-        """The split between the roles; None: one MMA warpgroup gets all it can use without one."""
+        """The registers per thread of each role; None: one MMA warpgroup gets all it can use
+        without a split."""
         heavy = self.accumulators >= 208
         return {
             1: None,
@@ -77,7 +80,7 @@ class Sm90Config(GemmConfig):
 
     @property
     def one_tile(self) -> bool:
-        """Whether each cluster has one tile, whose place is the cluster's index."""
+        """Whether each cluster has exactly one tile, given by the cluster's index."""
         return self.spread or self.columns > 0 or self.rows > 0
 
     @property
@@ -90,7 +93,8 @@ class Sm90Config(GemmConfig):
 
     @property
     def workspace(self) -> Workspace | None:
-        """A place for the sums of each CTA, and a flag for each warp that leaves them there."""
+        """The workspace of stream-K: a tile of sums for each CTA, and a flag for each warp that
+        writes them."""
         if not self.stream_k:
             return None
         num_ctas = self.num_ctas or arch_named(self.arch).num_sms
@@ -181,7 +185,7 @@ class Sm90Config(GemmConfig):
         )
 
     def computed(self, problem: GemmProblem) -> tuple[int, int]:
-        """Rows and columns of what the MMA computes."""
+        """The rows and columns of the product that the MMA computes, exchanged with swap_ab."""
         return (problem.n, problem.m) if self.swap_ab else (problem.m, problem.n)
 
     def _why_not_round(self, problem: GemmProblem, arch: Arch) -> str | None:
@@ -202,7 +206,7 @@ class Sm90Config(GemmConfig):
             return None
         rows, columns = self.computed(problem)
         num_ctas = self.num_ctas or arch.num_sms
-        apart = ceil_div(rows, 8 * num_ctas) * 8  # they begin so many rows apart, or 8 less
+        apart = ceil_div(rows, 8 * num_ctas) * 8  # tiles begin so many rows apart, or 8 less
         if columns > self.tile_n or apart > self.tile_m:
             return f"spread={self.spread}: {num_ctas} tiles do not cover {rows}x{columns}"
         if 8 * rows < 7 * num_ctas * self.tile_m:

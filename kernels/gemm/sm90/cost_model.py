@@ -1,12 +1,12 @@
-"""A model of how long Hopper's chosen kernel takes with a config.
+"""A model of the time that Hopper's general GEMM kernel takes with a config.
 
-The model counts what a config spends: tensor core cycles, bytes through the port of shared memory,
-bytes that each SM gets through L2, bytes from memory, energy, and what is not hidden: the first
-loads, the last stores, sums exchanged. Tiles that all run at once and tiles that are walked have
-constants of their own. What the model is off by at pairs that were measured nearby (measured.py) is
-added. Constants and errors are fitted (fit.py) on times of some 12,000 pairs of a problem and a
-config on H200s (results/configs), all of the half of the corpus that is for fitting
-(cutex/problem/models.py) and of other such problems.
+The model counts the resources that a config uses: tensor core cycles, bytes through the port of
+shared memory, bytes of each SM through L2, bytes from memory, energy, and everything that is not
+hidden: the first loads, the last stores, the exchange of sums. Configs whose tiles all run at once
+and configs of persistent CTAs have constants of their own. The model's error at measured pairs
+nearby (measured.py) is added. Constants and errors are fitted (fit.py) on times of some 12,000
+pairs of a problem and a config on H200s (results/configs): all of the half of the corpus that is
+for fitting (cutex/problem/models.py), and other such problems.
 
 Imports neither torch nor the DSL.
 """
@@ -30,46 +30,46 @@ if TYPE_CHECKING:
 
 __all__ = ["Costs", "Counts", "candidates", "count", "modelled", "predict", "predictions"]
 
-TPCS = 66  # pairs of SMs; CTAs take one of each first
-ROWS_OUTSIDE = 8  # of a box, that cost nothing
-SPREAD = 0.99  # of the time of tiles that leave a few SMs without
-WALKED_ONCE = 1.04  # of the time of the same tiles that need not be walked
-# times that stores of 16 columns of C at a time take: 32 bytes of a line; swapped, of 128
+TPCS = 66  # pairs of SMs; the first CTAs take one SM of each
+ROWS_OUTSIDE = 8  # rows of a box outside of the operand that cost nothing
+SPREAD = 0.99  # time, relative to tiles that leave a few SMs idle
+WALKED_ONCE = 1.04  # time of one round in a persistent loop, relative to tiles without a loop
+# relative time of stores of 16 columns of C at a time: 32 bytes of a line; swapped, of 128
 SHORT_STORES = {False: 1.9, True: 1.15}
-HIDING = 1.5  # of a ping-pong tile's store and the next mainloop: infinite if one hid the other
-NEAR = 1.4  # times the least that is modelled: above, a config is not looked at closely
-LAST_STORE = 0.5  # of a tile's store, that nothing hides at the end
+HIDING = 1.5  # exponent of a ping-pong store and the next mainloop: infinite if one hid the other
+NEAR = 1.4  # configs above this multiple of the least modelled time are not corrected
+LAST_STORE = 0.5  # the share of a tile's store that nothing hides at the end
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Rates and times that an Arch does not state: fitted on H200s, Gaussian bf16 data."""
+    """Rates and times that an Arch does not state, fitted on H200s with Gaussian bf16 data."""
 
     clock_ghz: float
-    mma: float  # cycles of wgmma, times those that its FLOPs take
-    port_reads: float  # cycles of the port of smem, times those of 128 bytes that wgmma reads
-    port_writes: float  # and that TMA writes
-    l2_bytes: float  # that one SM gets through L2 in a cycle, however many ask
-    paired: float  # the share of a load's time that it takes because a TPC's other SM loads, too
-    received: float  # what a byte costs that another CTA of the cluster has asked for
+    mma: float  # cycles of wgmma, relative to those of its FLOPs at the peak
+    port_reads: float  # cycles of the smem port per 128 bytes that wgmma reads
+    port_writes: float  # cycles of the smem port per 128 bytes that TMA writes
+    l2_bytes: float  # bytes that one SM gets through L2 in a cycle, however many SMs load
+    paired: float  # the share of a load's time caused by the loads of the TPC's other SM
+    received: float  # cost of a byte that another CTA of the cluster requested, relative to its own
     latency: float  # cycles in which the ring must be filled once
-    overlap: float  # of MMAs, port, loads and latency: infinite if the longest hid the others
+    overlap: float  # exponent of MMAs, port, loads, latency: infinite if the longest hid the others
     step: float  # cycles to hand over a slot of the ring
-    epilogue_bytes: float  # a cycle
-    tile: float  # cycles beside
-    flop_us: float  # energy at the power limit: microseconds of the GPU a FLOP,
-    l2_us: float  # a byte through L2
-    memory_us: float  # and a byte of memory
+    epilogue_bytes: float  # bytes of C stored in a cycle
+    tile: float  # further cycles of a tile
+    flop_us: float  # energy at the power limit: microseconds of the GPU per FLOP,
+    l2_us: float  # per byte through L2
+    memory_us: float  # and per byte of memory
     memory_gbs: float
-    again: float  # what a byte costs that further clusters ask for, of the larger operand
-    sm_gbs: float  # that an SM gets from memory while all TPCs have both SMs at work
-    lone_sm_gbs: float  # and with one SM of each TPC at most
-    balance: float  # of all three
+    again: float  # cost of a byte of the larger operand that further clusters request
+    sm_gbs: float  # an SM's memory bandwidth while both SMs of every TPC are at work
+    lone_sm_gbs: float  # and with at most one SM of each TPC at work
+    balance: float  # exponent that combines time, energy and memory
     launch_us: float
-    exchange_us: float  # of sums between the CTAs of a split
-    exchange_gbs: float  # at which their bytes are read
-    narrow: float  # loads of boxes of few rows, times others
-    outside: float  # cycles for a row of a TMA box that lies outside of the operand
+    exchange_us: float  # fixed time of an exchange of sums between the CTAs of a split
+    exchange_gbs: float  # rate at which sums are read
+    narrow: float  # time of loads in boxes of few rows, relative to others
+    outside: float  # cycles for a row of a TMA box outside of the operand
 
 
 ROUND = Costs(
@@ -129,33 +129,34 @@ WALK = Costs(
 
 
 class Counts(NamedTuple):
-    """What a config spends on a problem; or of many configs, an array of each."""
+    """The resources that a config uses on a problem; each field may be an array over many
+    configs."""
 
     one_round: Any  # bool: whether all tiles run at once
-    walked_once: Any  # bool: and could be more
+    walked_once: Any  # bool: one round of persistent CTAs, whose loop could take more
     spread: Any  # bool
     pingpong: Any  # bool
     useful: Any  # CTAs that compute something
-    ctas: Any  # one for each tile, where tiles are streamed, too
-    rounds: Any  # of CTAs that run at one time; streamed, no whole number
-    alone: Any  # bool: no CTA has a cluster, nor its TPC another CTA
+    ctas: Any  # one for each tile, also with stream-K
+    rounds: Any  # of CTAs that run at one time; not a whole number with stream-K
+    alone: Any  # bool: no CTA is in a cluster, and no TPC has two CTAs
     one_each: Any  # bool: TPCs have one useful CTA at most
-    k_tiles: Any  # that a CTA computes of one tile
+    k_tiles: Any  # K tiles that a CTA computes for one tile
     slots: Any
     mma: Any  # cycles of a K tile's FLOPs
-    reads: Any  # cycles in which 128 bytes each are read by wgmma: A by itself, B by each warpgroup
-    writes: Any  # and written by TMA
-    asked: Any  # bytes of a K tile that a CTA asks L2 for
-    received: Any  # and gets because another CTA of the cluster has
-    narrow: Any  # bool: B comes in boxes of few rows
-    outside: Any  # rows of a box that lie outside of the operand
+    reads: Any  # smem cycles of wgmma, 128 bytes each: A once, B once per warpgroup
+    writes: Any  # smem cycles of TMA, 128 bytes each
+    asked: Any  # bytes of a K tile that a CTA requests from L2
+    received: Any  # bytes that it gets because another CTA of the cluster requested them
+    narrow: Any  # bool: B is loaded in boxes of few rows
+    outside: Any  # rows of a box outside of the operand
     elements: Any  # of a tile of C
-    store: Any  # times that a byte of C takes to be stored
+    store: Any  # relative time of storing a byte of C
     flops: Any  # of useful CTAs
     memory_bytes: Any
-    again_bytes: Any  # of the larger operand, that further clusters ask for
+    again_bytes: Any  # bytes of the larger operand that further clusters request
     split: Any  # bool: whether CTAs share the K of a tile
-    exchanged: Any  # bytes of sums that a CTA reads of others, in turn
+    exchanged: Any  # bytes of sums that a CTA reads from others, one after the other
 
 
 def count(
@@ -165,7 +166,7 @@ def count(
     batch: int = 1,
     majors: Majors = (True, True),
 ) -> Counts:
-    """What `config` spends on `batch` of `problem` in one launch."""
+    """The resources that `config` uses on `batch` of `problem` in one launch."""
     c = config
     m, n = c.computed(problem)
     size = c.cluster_m * c.cluster_n * c.split_k
@@ -212,16 +213,16 @@ def count(
 
 
 def _exchanged(c: Sm90Config, rounds: float) -> float:
-    """Bytes of sums that a CTA reads of others; of streamed tiles, that one which finishes a tile
-    does, and those that it waits for to be left."""
+    """The bytes of sums that a CTA reads from others; with stream-K, those of a CTA that finishes a
+    tile, and those that it waits for to be written."""
     if c.stream_k:
         return c.partial_bytes * (1 + max(1.0, 1 / rounds - 1))
     return c.partial_bytes * (c.split_k - 1) / c.split_k
 
 
 def _rows_outside(c: Sm90Config, m: int, n: int) -> float:
-    """Rows of the smaller operand's last tile that lie outside of it, but for ROWS_OUTSIDE; where
-    tiles are walked, in the mean of all of them."""
+    """The rows of the smaller operand's last tile that are outside of it, beyond ROWS_OUTSIDE; for
+    persistent CTAs, the mean over all tiles."""
     if c.spread:
         return 0
     tile, cluster, size = (c.tile_n, c.cluster_n, n) if n <= m else (c.tile_m, c.cluster_m, m)
@@ -231,10 +232,10 @@ def _rows_outside(c: Sm90Config, m: int, n: int) -> float:
 
 
 def modelled(x: Counts, round_costs: Costs = ROUND, walk_costs: Costs = WALK) -> np.ndarray:
-    """Microseconds that the model alone expects; `x` of arrays."""
+    """The microseconds that the model alone predicts; the fields of `x` are arrays."""
 
     class Here:
-        """Each cost, of each config's kind."""
+        """The costs by name, for each config those of its kind."""
 
         def __getattr__(self, name: str) -> np.ndarray:
             return np.where(x.one_round, getattr(round_costs, name), getattr(walk_costs, name))
@@ -266,7 +267,7 @@ def modelled(x: Counts, round_costs: Costs = ROUND, walk_costs: Costs = WALK) ->
 
 
 def columns(counts: Sequence[Counts]) -> Counts:
-    """`counts` as one, of arrays."""
+    """`counts` as one Counts of arrays."""
     return Counts(*map(np.array, zip(*counts, strict=True)))
 
 
@@ -277,7 +278,7 @@ def predictions(
     batch: int = 1,
     majors: Majors = (True, True),
 ) -> list[float]:
-    """Microseconds that are expected of `batch` such problems in one launch, with each config."""
+    """The predicted microseconds of `batch` such problems in one launch, with each config."""
     if not configs:
         return []
     counts = [count(c, problem, arch, batch, majors) for c in configs]
@@ -295,5 +296,5 @@ def predict(
     batch: int = 1,
     majors: Majors = (True, True),
 ) -> float:
-    """Microseconds that are expected of `batch` such problems in one launch."""
+    """The predicted microseconds of `batch` such problems in one launch."""
     return predictions([config], problem, arch, batch, majors)[0]

@@ -1,7 +1,7 @@
 """The exchange of sums between CTAs that share the K of a tile, through global memory.
 
-A thread has the same elements of every tile, so a warp waits for the same warp of another CTA only,
-and no CTA waits as a whole.
+A thread has the same elements of every tile, so a warp waits only for the warp of the same number
+in another CTA, and no CTA waits as a whole.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.schedulers.stream_k import StreamedWalk
 
 SUMS_BARRIER = 5  # a named barrier of all MMA warps of a CTA
-VECTOR = 4  # fp32 sums that move at a time: 16 bytes
+VECTOR = 4  # fp32 sums in one access: 16 bytes
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What each CTA leaves of one tile at most, for the CTA of another cluster that has the same
-    place there."""
+    """The exchange of partial sums: each CTA writes those of at most one tile, for the CTA of the
+    same rank in another cluster."""
 
     tiles: Sm90Config
-    sums: cute.Tensor  # of fp32: a tile's for each CTA
+    sums: cute.Tensor  # fp32: one tile for each CTA
     flags: cute.Tensor  # Int32, one for each MMA warp of each CTA; 0 before and after a launch
 
     @cute.jit
     def leave(self, acc: cute.Tensor, walk: StreamedWalk) -> None:
-        """Put this warp's accumulators into its CTA's place, and say so."""
+        """Write this warp's accumulators to its CTA's place in the workspace, and set its flag."""
         share = walk.share
         cute.copy(vector_copy(), thread_vectors(acc), self.place(acc, share))
         cute.arch.sync_warp()
@@ -40,12 +40,12 @@ class Exchange:
 
     @cute.jit
     def add_others(self, acc: cute.Tensor, sA: cute.Tensor, walk: StreamedWalk) -> None:
-        """Add to the accumulators what the shares after this one have of the rest of its tile, one
+        """Add to the accumulators the sums that later shares computed of the rest of this tile, one
         after the other, in the same order in every run.
 
         NOTE: through the smem of A. A tile that others have a part of is the last of a share, so
-        nothing is loaded there any more; and the accumulators leave no registers for as many loads
-        as it takes to hide L2's latency.
+        nothing more is loaded there; and the accumulators leave too few registers for the loads
+        that hide L2's latency.
         """
         self.wait_for_others(walk)
         cute.arch.barrier(barrier_id=SUMS_BARRIER, number_of_threads=self.num_threads)
@@ -79,8 +79,8 @@ class Exchange:
 
     @cute.jit
     def wait_for_others(self, walk: StreamedWalk) -> None:
-        """Wait until this warp's sums of the rest of its tile are there, a lane for each share, and
-        set their flags back to 0."""
+        """Wait until this warp's sums of the rest of its tile are written, one lane per share, and
+        reset their flags to 0."""
         share = walk.share + 1 + cute.arch.lane_idx()
         while walk.shares.cut(share).tile == walk.end.tile:
             flag = self.flag(share)
@@ -93,36 +93,36 @@ class Exchange:
 
     @property
     def num_threads(self) -> int:
-        """Of all warpgroups that run wgmma."""
+        """The number of threads that run wgmma."""
         return self.tiles.mma_warpgroups * WARPGROUP
 
     def depth(self, count: int) -> int:
-        """Vectors of each thread, of `count`, that are loaded at a time: a divisor of them, so that
-        each has one place in the ring's A."""
+        """The vectors of each thread, out of `count`, that are loaded at a time: a divisor of
+        `count`, so that each has one place in the ring's A."""
         room = self.tiles.a_bytes // (4 * VECTOR * self.num_threads)
         return max(n for n in range(1, room + 1) if count % n == 0)
 
     def cta(self, share: Int32) -> Int32:
-        """The number of the CTA of `share` that has this one's place in its cluster."""
+        """The index of the CTA of `share` that has this one's rank in its cluster."""
         size = self.tiles.cluster_m * self.tiles.cluster_n
         rank = cute.arch.block_idx_in_cluster() if size > 1 else Int32(0)
         return share * size + rank
 
     def flag(self, share: Int32) -> cute.Pointer:
-        """The flag of this warp there."""
+        """The flag of this warp in the CTA of `share`."""
         warps = self.num_threads // 32
         return self.flags.iterator + (self.cta(share) * warps + cute.arch.warp_idx())
 
     def place(self, acc: cute.Tensor, share: Int32) -> cute.Tensor:
-        """Where this thread's accumulators go there, (VECTOR, NumVectors)."""
+        """The memory (VECTOR, NumVectors) of this thread's accumulators in the CTA of `share`."""
         elements = self.tiles.tile_m * self.tiles.tile_n
         first = self.sums.iterator + self.cta(share) * elements
         return of_thread(first.align(4 * VECTOR), cute.size(acc) // VECTOR, self.num_threads)
 
 
 def of_thread(first: cute.Pointer, count: int, threads: int) -> cute.Tensor:
-    """The place of this thread's vectors in the memory from `first` on, (VECTOR, NumVectors), those
-    of all threads side by side."""
+    """This thread's vectors (VECTOR, NumVectors) in the memory from `first` on; those of all
+    threads are adjacent."""
     thread, _, _ = cute.arch.thread_idx()
     layout = cute.make_layout(
         (VECTOR, count, threads), stride=(1, VECTOR * threads, VECTOR)
@@ -131,7 +131,7 @@ def of_thread(first: cute.Pointer, count: int, threads: int) -> cute.Tensor:
 
 
 def vector_copy() -> cute.CopyAtom:
-    """A copy of one vector."""
+    """The copy atom of one vector."""
     return cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=32 * VECTOR)
 
 

@@ -1,7 +1,7 @@
-"""python -m cutex.kernels.gemm.sm90.fit: fit the cost model to what was measured (see --help).
+"""python -m cutex.kernels.gemm.sm90.fit: fit the cost model to measured times (see --help).
 
-The costs minimise the weighted squares of the errors' logarithms (Gauss and Newton's steps in
-logarithms of the costs, drawn towards those before; errors above LARGE count linearly). Configs
+The costs minimise the weighted squares of the errors' logarithms (Gauss-Newton steps in logarithms
+of the costs, regularised towards the current ones; errors above LARGE count linearly). Configs
 close to the best of their problem weigh most: it is between them that the model chooses.
 """
 
@@ -32,33 +32,33 @@ from cutex.problem.models import corpus
 ROOT = Path(__file__).resolve().parents[3]
 TIMES = ROOT / "results" / "configs" / "gemm-nvidia-h200.jsonl"
 MAJORS = {"forward": (True, True), "dgrad": (True, False), "wgrad": (False, False)}
-# costs of walked tiles that no pair depends on
+# costs that no measured pair depends on
 FIXED = {"WALK": {"paired"}, "ROUND": set()}
 CLOSE = (
     0.25  # logarithm of a time over the best of its problem, at which a weight has fallen to 1/e
 )
 LARGE = 0.08
-DRAWN = 0.1  # how much costs are drawn towards those before
+DRAWN = 0.1  # weight of the regularisation towards the current costs
 ROWS = (1, 17, 65, 129, 385, 1025, 1 << 30)
-KEPT = 1.5  # times the best of its problem: slower pairs say nothing of the choice
+KEPT = 1.5  # pairs slower than this multiple of their problem's best do not affect the choice
 FOLDS = 5
 PASSES = 12
 
 
 class Pairs(NamedTuple):
-    """Measured pairs of a problem and a config: an array of each, a place for each pair."""
+    """Measured pairs of a problem and a config: arrays with one element per pair."""
 
     counts: Counts
     places: np.ndarray  # (PAIR, DIMENSION)
     times: np.ndarray  # logarithms of microseconds
     over_best: np.ndarray  # logarithms of times over the best of the same problem on the same card
-    over_others: np.ndarray  # and over the best of other libraries
+    over_others: np.ndarray  # logarithms of times over the best of other libraries
     problem: np.ndarray  # an index: the same for all cards
     config: np.ndarray
 
 
 def measured_rows(file: Path = TIMES) -> tuple[list[Sm90Config], list[dict[str, Any]]]:
-    """The file's configs, and its rows but for problems that are only for reporting."""
+    """The file's configs, and its rows except those of problems that are only for reporting."""
     head, *rows = map(json.loads, file.read_text().splitlines())
     reported = {(*e.problem.mnk, e.problem.direction) for e in corpus() if not e.fits}
     rows = [r for r in rows if (r["m"], r["n"], r["k"], r["pass"]) not in reported]
@@ -66,7 +66,7 @@ def measured_rows(file: Path = TIMES) -> tuple[list[Sm90Config], list[dict[str, 
 
 
 def read(file: Path = TIMES) -> Pairs:
-    """All pairs of the file that candidates are among."""
+    """All pairs of the file whose config is a candidate for the problem."""
     configs, rows = measured_rows(file)
     arch = arch_named("sm_90a")
     found: list[tuple[Any, ...]] = []
@@ -88,23 +88,23 @@ def read(file: Path = TIMES) -> Pairs:
 
 
 def geometry(c: Sm90Config) -> Sm90Config:
-    """`c` but for its slots."""
+    """`c` without its numbers of slots, which then compare equal."""
     return replace(c, num_stages=1, epi_stages=1, epi_n=0)
 
 
 @dataclass(frozen=True)
 class Model:
-    """The costs of both kinds of walk."""
+    """The costs of both kinds of configs: one round of tiles, and persistent CTAs."""
 
     round: Costs = ROUND
     walk: Costs = WALK
 
     def errors(self, pairs: Pairs) -> np.ndarray:
-        """Logarithms of measured over modelled time."""
+        """The logarithms of measured over modelled time, one per pair."""
         return pairs.times - np.log(modelled(pairs.counts, self.round, self.walk))
 
     def values(self) -> dict[tuple[str, str], float]:
-        """The logarithms of those costs that are fitted."""
+        """The logarithms of the fitted costs, by kind and name."""
         both = {"ROUND": asdict(self.round), "WALK": asdict(self.walk)}
         return {
             (kind, name): math.log(value)
@@ -119,13 +119,13 @@ class Model:
 
 
 def part(pairs: Pairs, which: np.ndarray) -> Pairs:
-    """Some of the pairs."""
+    """The pairs that the mask `which` selects."""
     counts = Counts(*(x[which] for x in pairs.counts))
     return Pairs(counts, *(x[which] for x in pairs[1:]))
 
 
 def fitted(start: Model, pairs: Pairs, passes: int = PASSES) -> Model:
-    """The model whose errors are least."""
+    """The model with the least weighted error on `pairs`."""
     names = list(start.values())
     first = at = np.array(list(start.values().values()))
     weights = np.exp(-((pairs.over_best / CLOSE) ** 2)) + 0.03
@@ -160,7 +160,7 @@ def fitted(start: Model, pairs: Pairs, passes: int = PASSES) -> Model:
 
 
 def known(model: Model, pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
-    """Places and errors that measured.npz holds."""
+    """The places and errors that measured.npz is to hold."""
     kept = pairs.over_best < math.log(KEPT)
     return (
         pairs.places[kept].astype(np.float16),
@@ -169,8 +169,8 @@ def known(model: Model, pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
 
 
 def held_out(model: Model, pairs: Pairs, passes: int = 4) -> np.ndarray:
-    """Logarithms of what is expected of each pair by a model that knows nothing of its problem:
-    fitted on the other folds, by their errors nearby corrected."""
+    """The predicted logarithm of each pair's time, by cross-validation: a model fitted on the other
+    folds, corrected by their errors nearby."""
     folds = np.random.default_rng(0).integers(0, FOLDS, pairs.problem.max() + 1)[pairs.problem]
     expected = np.empty_like(pairs.times)
     for fold in range(FOLDS):
@@ -185,7 +185,8 @@ def held_out(model: Model, pairs: Pairs, passes: int = 4) -> np.ndarray:
 
 
 def judge(pairs: Pairs, expected: np.ndarray) -> str:
-    """How good the choice is that `expected` makes among each problem's measured configs."""
+    """A summary of how good a choice among each problem's measured configs is, if made by the
+    predictions `expected`."""
     losses, ratios, rows = [], [], []
     for number in range(pairs.problem.max() + 1):
         here = np.flatnonzero(pairs.problem == number)
@@ -212,7 +213,7 @@ def judge(pairs: Pairs, expected: np.ndarray) -> str:
 
 
 def write(model: Model, pairs: Pairs) -> None:
-    """Put the costs into cost_model.py, and places and errors into measured.npz."""
+    """Write the costs into cost_model.py, and places and errors into measured.npz."""
     places, errors = known(model, pairs)
     with measured.FILE.open("wb") as file:
         np.savez_compressed(file, places=places, errors=errors)
@@ -227,7 +228,7 @@ def write(model: Model, pairs: Pairs) -> None:
 
 
 def rounded(model: Model) -> Model:
-    """`model` with costs of three digits."""
+    """`model` with costs rounded to three digits."""
     both = ({n: float(f"{v:.3g}") for n, v in asdict(x).items()} for x in (model.round, model.walk))
     return Model(*(Costs(**costs) for costs in both))
 

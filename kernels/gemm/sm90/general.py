@@ -1,7 +1,7 @@
 """The general GEMM on Hopper: out = ops(A @ B) for any layout, dtype, batch and tiles.
 
-This file holds the kernel: its barriers and memory, which warps run which role, and what its tensor
-maps are. load.py holds the load roles, mma.py the MMA roles; a config (config.py) chooses among
+This file holds the kernel: its barriers and memory, the warps of each role, and its tensor maps.
+load.py holds the load roles, mma.py the MMA roles; a config (config.py) chooses among
 them and among the schedulers and epilogue stores.
 
 - wgmma reads 16-bit operands with either side contiguous in smem. Where K is not, the CTAs that
@@ -127,7 +127,8 @@ class General:
 
     @property
     def load_warps(self) -> Warps:
-        """A warpgroup, since registers move by warpgroups; the first of its warps works."""
+        """The load warps: a whole warpgroup, since registers are reallocated by warpgroups; only
+        its first warp works."""
         return Warps(first=self.mma_warps.end, count=4)
 
     @property
@@ -154,8 +155,8 @@ class General:
 
     @property
     def pace(self) -> Pace:
-        """The pace of CTAs with one tile: with more columns, L2 and the tensor cores take their
-        part of the time (docs/facts.md)."""
+        """The pace of CTAs with one tile; with more columns its share of the memory rate is lower,
+        because L2 and the tensor cores limit, too (docs/facts.md)."""
         few = self.tiles.cluster_columns <= FEW_COLUMNS and not self.tiles.rows
         share = 0.93 if few else 0.89
         return Pace.of(arch_named(self.arch), share)
@@ -184,8 +185,8 @@ class General:
 
     @cute.jit
     def __call__(self, mA: cute.Tensor, mB: cute.Tensor, mOut: cute.Tensor, *rest) -> None:
-        """a (M, K), b (K, N), out (M, N), each with L before where batched; what the operations
-        take; with stream_k sums and flags, the workspace; a stream."""
+        """Launch with a (M, K), b (K, N), out (M, N), each with L in front where batched, the
+        operations' arguments, with stream_k the workspace (sums, flags), and a stream."""
         mA, mB = modes(mA, columns_first=False), modes(mB, columns_first=True)
         *passed, stream = rest
         workspace = None
@@ -205,7 +206,7 @@ class General:
         stream,
         workspace: tuple[cute.Tensor, cute.Tensor] | None = None,
     ) -> None:
-        """mA (M, K), mB (N, K), mOut (M, N), each with L behind where batched."""
+        """Launch with mA (M, K), mB (N, K), mOut (M, N), each with L behind where batched."""
         c = self.tiles
         if cutlass.const_expr(c.swap_ab):
             mA, mB, mOut = mB, mA, transposed(mOut)
@@ -230,7 +231,7 @@ class General:
     def load_operand(
         self, mX: cute.Tensor, rows: int, sharers: int, k_major: bool
     ) -> cpasync.TmaInfo:
-        """The tensor map of mX (rows, K), of whose tiles each of `sharers` CTAs loads a part."""
+        """The tensor map of mX (rows, K), each tile of which `sharers` CTAs load in equal parts."""
         dtype, k, num_slots = mX.element_type, self.config.k_elements, self.tiles.num_stages
         if k_major:
             return shared_operand(mX, slots_layout(dtype, rows, k, num_slots, 128), sharers)
@@ -239,7 +240,8 @@ class General:
         return k_shared_operand(mX, slots, part, sharers)
 
     def preload(self, passed: tuple[Any, ...], slots: cute.ComposedLayout) -> tuple[Any, ...]:
-        """The operations' arguments, of which one may be a tensor map for the slots of out."""
+        """The operations' arguments; the one that is preloaded is replaced by its tensor map for
+        the slots of out."""
         at = self.preloaded
         if at is None:
             return passed
@@ -247,7 +249,7 @@ class General:
         return (*passed[:at], load_operand(matrix, slots), *passed[at + 1 :])
 
     def epilogue_slots(self, dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
-        """Slots for parts of out: (64, epiN, SLOT), each warpgroup's together."""
+        """The smem layout (64, epiN, SLOT) of parts of out, each warpgroup's slots together."""
         columns = self.config.out_columns
         if self.config.columns_contiguous:
             return rows_layout(dtype, 64, columns, self.num_slots)
@@ -255,13 +257,13 @@ class General:
 
     @property
     def num_slots(self) -> int:
-        """Slots for parts of out, of all warpgroups."""
+        """The number of slots for parts of out, of all warpgroups."""
         return self.tiles.epi_stages * self.tiles.mma_warpgroups
 
     @property
     def preloaded(self) -> int | None:
-        """The argument of the operations that is loaded by TMA through the slots of out: the first
-        matrix to add, if its layout and dtype are those of out."""
+        """The index of the operations' argument that is loaded by TMA into the slots of out: the
+        first matrix to add, if its layout and dtype are those of out; None if there is none."""
         c, at = self.config, 0
         if not c.out.tma or c.gated or self.tiles.epi_stages < 2 or self.tiles.split_k > 1:
             return None
@@ -284,9 +286,12 @@ class General:
         passed: tuple[Any, ...],
         workspace: tuple[cute.Tensor, cute.Tensor] | None,
     ) -> None:
-        """`out`: a TmaInfo, or where TMA cannot step through it a tensor, (M, N) or (M, N, L);
-        `rows`: the same as a tensor, if its rows are whole vectors of 16 bytes; `workspace`: with
-        stream_k, sums and flags (exchange.py)."""
+        """Run the roles.
+
+        `out`: a TmaInfo, or a tensor (M, N) or (M, N, L) where TMA cannot step through it. `rows`:
+        the same as a tensor, if its rows are whole vectors of 16 bytes. `workspace`: with stream_k,
+        sums and flags (exchange.py).
+        """
         c = self.tiles
         kinds = a.atom.value_type, b.atom.value_type
         smem = SmemAllocator()
@@ -309,7 +314,7 @@ class General:
         if warp == self.load_warps.first:
             load.start(operands, mProduct)
         barriers = (ab,) if held is None else (ab, held)
-        # NOTE: CTAs that share K signal each other only behind a cluster barrier of their own
+        # NOTE: CTAs that share K signal each other only after a cluster barrier of their own
         publish_barriers(barriers, cluster=self.cluster.size > 1)
 
         if warp >= self.load_warps.first:
@@ -325,7 +330,7 @@ class General:
             epilogue.drain()
 
     def from_first_row(self, a: cpasync.TmaInfo, out: Any) -> tuple[cpasync.TmaInfo, Any]:
-        """A and out, with `spread` counted from the first row of this CTA's tile on."""
+        """A and out; with `spread`, offset to the first row of this CTA's tile."""
         scheduler = self.scheduler
         if not isinstance(scheduler, Spread):
             return a, out
@@ -333,12 +338,13 @@ class General:
         return from_row(a, first), from_row(out, first)
 
     def give_registers(self) -> None:
-        """Release registers. The load warpgroup."""
+        """Release registers. The load warpgroup calls it."""
         if registers := self.tiles.registers:
             cute.arch.setmaxregister_decrease(registers.load)
 
     def take_registers(self) -> None:
-        """Wait until the load warpgroup has released registers, and take them. MMA warpgroups."""
+        """Wait until the load warpgroup has released registers, and take them. MMA warpgroups call
+        it."""
         if registers := self.tiles.registers:
             cute.arch.setmaxregister_increase(registers.mma)
 
@@ -350,7 +356,7 @@ class General:
         ops: BoundOps,
         held: Barrier | None,
     ) -> EpilogueStore:
-        """The store of this thread's warpgroup, or warp."""
+        """The epilogue store of this thread's warpgroup, or of its warp."""
         c, config = self.tiles, self.config
         if sC is None:
             return ElementStore(out, config.epi_columns, ops)
@@ -366,6 +372,6 @@ class General:
 
 
 def from_row(x: cpasync.TmaInfo, row: Int32) -> cpasync.TmaInfo:
-    """x, counted from `row` on."""
+    """x, offset so that its row 0 is `row`."""
     tensor = cute.domain_offset((row, 0), x.tma_tensor)
     return cpasync.TmaInfo(x.atom, tensor, x.smem_layout)

@@ -21,13 +21,14 @@ from cutex.schedulers.stream_k import StreamedTiles
 
 Scheduler = StaticPersistent | OneRound | Spread
 
-# of A or B, that each CTA asks L2 for before its kernel may begin: more delays the one before
+# bytes of A or B that each CTA prefetches before its kernel may begin: more delay the one before
 BYTES_AHEAD = 32 * 1024
 
 
 @dataclass(frozen=True)
 class LoadTiles:
-    """The load role of a CTA that walks tiles, of each all of K or its share of a split."""
+    """The load role of a CTA that loops over tiles, loading for each all of K or its share of a
+    split."""
 
     tiles: Sm90Config
     cluster: Cluster
@@ -35,20 +36,20 @@ class LoadTiles:
 
     @property
     def streams_a(self) -> bool:
-        """Whether loading A is what takes the time: few columns."""
+        """Whether the kernel's time is that of loading A: there are few columns."""
         return self.tiles.swap_ab or (self.tiles.one_tile and not self.tiles.rows)
 
     @property
     def streams_b(self) -> bool:
-        """Whether loading B is what takes the time: few rows."""
+        """Whether the kernel's time is that of loading B: there are few rows."""
         return self.tiles.rows > 0
 
     @cute.jit
     def start(self, operands: AbOperands, mC: cute.Tensor) -> None:
-        """Let the next kernel start its CTAs, and ask L2 for this tile's first A, before barriers
-        are ready and the kernel before this one ends.
+        """Let the next kernel start its CTAs, and prefetch the first bytes of this tile's streamed
+        operand into L2, before the barriers are ready and the kernel before this one ends.
 
-        NOTE: should the kernel before yet write A, then into L2, where the loads look.
+        NOTE: should the kernel before still write A, it writes to L2, where the loads find it.
         """
         cpasync.prefetch_descriptor(operands.a.atom)
         cpasync.prefetch_descriptor(operands.b.atom)
@@ -65,7 +66,7 @@ class LoadTiles:
 
     @cute.jit
     def begin(self, operands: AbOperands, mC: cute.Tensor) -> tuple[AbLoads, Int32 | int, Int32]:
-        """The loads of the first tile, the first K tile of it, and how many there are."""
+        """The loads of the first tile, its first K tile, and the number of K tiles."""
         walk = self.scheduler.walk(mC)
         tile = walk.tile_at(walk.start)
         loads = operands.loads(tile, self.cluster)
@@ -82,19 +83,19 @@ class LoadTiles:
             tile = walk.tile_at(index)
             loads = operands.loads(tile, self.cluster)
             first, count = self.share(tile.split, loads.num_k_tiles)
-            # NOTE: a share may reach past K, where TMA fills in zeros
+            # NOTE: a share may extend past K, where TMA fills in zeros
             fill = fill_ring(loads, ab, fill, first, first + count)
         ab.drain(fill)
 
     def share(self, split: Int32 | int, num_k_tiles: Int32) -> tuple[Int32 | int, Int32]:
-        """The first K tile of share `split`, and how many it has."""
+        """The first K tile of share `split`, and the number of K tiles in it."""
         count = k_share(self.tiles, num_k_tiles)
         return split * count, count
 
 
 @dataclass(frozen=True)
 class LoadSegments(LoadTiles):
-    """The load role of a CTA that walks segments of tiles (stream_k.py)."""
+    """The load role of a CTA that loops over segments of tiles (stream_k.py)."""
 
     scheduler: StreamedTiles
 
@@ -120,7 +121,7 @@ class LoadSegments(LoadTiles):
 
 @dataclass(frozen=True)
 class LoadOneTile(LoadTiles):
-    """The load role of a CTA with one tile, where memory limits: it keeps a pace (pace.py)."""
+    """The load role of a CTA with one tile, where memory limits: it loads at a pace (pace.py)."""
 
     pace: Pace
 
@@ -142,8 +143,8 @@ class LoadOneTile(LoadTiles):
         count: Int32,
         mC: cute.Tensor,
     ) -> PipelineState:
-        """Load `count` tiles of K, from `first` on: a ring of them at once, the rest no sooner than
-        memory can bring them to all CTAs alike. Returns the slot after."""
+        """Load `count` K tiles, from `first` on: a ringful at once, the rest no sooner than memory
+        can serve all CTAs alike. Return the state after."""
         c = self.tiles
         start = now()
         ring = cutlass.min(count, c.num_stages)
@@ -165,7 +166,7 @@ class LoadOneTile(LoadTiles):
 
     @cute.jit
     def ask_for_b(self, loads: AbLoads) -> None:
-        """Ask L2 for this cluster's share of B, a K tile, before all clusters load it."""
+        """Prefetch one K tile of B into L2, this cluster's share, before all clusters load it."""
         _, _, share = cute.arch.block_idx()
         if cutlass.const_expr(self.tiles.columns > 1):
             share = share // self.tiles.columns
@@ -174,7 +175,7 @@ class LoadOneTile(LoadTiles):
 
 
 def k_share(tiles: Sm90Config, num_k_tiles: Int32) -> Int32:
-    """K tiles of one of the split_k CTAs that share them."""
+    """The number of K tiles of each of the split_k CTAs that share them."""
     return (num_k_tiles + (tiles.split_k - 1)) // tiles.split_k
 
 
@@ -182,7 +183,7 @@ def k_share(tiles: Sm90Config, num_k_tiles: Int32) -> Int32:
 def fill_ring(
     loads: AbLoads, ab: SharedRing, fill: PipelineState, first: Int32 | int, end: Int32
 ) -> PipelineState:
-    """Load K tiles `first` to `end`, from slot `fill` on; returns the slot after."""
+    """Load K tiles `first` to `end`, from slot `fill` on; return the state after."""
     for k_tile in cutlass.range(first, end, unroll=1):
         loads.load(k_tile, fill.slot, ab.acquire(fill))
         fill.advance()

@@ -1,10 +1,10 @@
-"""What the cost model was off by, at pairs of a problem and a config that were measured nearby.
+"""The cost model's error at a pair of a problem and a config, estimated from measured pairs nearby.
 
-A pair has a place: sizes of the problem, tile and cluster by their logarithms, and what tells kinds
-of kernels apart, each scaled by how much it says about an error. The error of a pair that was not
-measured is taken to be the mean of those that were, each weighed by its distance (Nadaraya and
-Watson's estimate, drawn towards none), and a little more where few are near: what is not known must
-promise more to be chosen. measured.npz holds places and errors; fit.py writes it.
+A pair is a point: the logarithms of the sizes of problem, tile and cluster, and features that
+distinguish kinds of kernels, each scaled by how much it says about an error. The error of a pair
+that was not measured is the mean of the measured ones, weighted by distance (a Nadaraya-Watson
+estimate, shrunk towards zero), plus a little where few are near: an untested config must promise
+more to be chosen. measured.npz holds places and errors; fit.py writes it.
 
 Imports neither torch nor the DSL.
 """
@@ -25,16 +25,18 @@ if TYPE_CHECKING:
     from cutex.problem.gemm import GemmProblem
 
 FILE = Path(__file__).with_name("measured.npz")
-WIDTH = 0.85  # of the weights, a Gaussian's of distance: sqrt(1/2) of a doubling of two sizes
-PRIOR = 0.3  # measurements without error that every place has beside
-CAUTION = 0.06  # of the time, where nothing was measured nearby
-LARGEST = 0.35  # an error, in logarithms, that is believed
+WIDTH = 0.85  # of the Gaussian weights of distance: sqrt(1/2) of a doubling of two sizes
+SIZES = 3  # the first dimensions of a place: M, N and K
+FARTHEST = 4.0  # in sizes: beyond, a weight is below 2e-5 and not computed
+PRIOR = 0.3  # weight of the assumed zero error
+CAUTION = 0.06  # added to the logarithm of the time where nothing was measured nearby
+LARGEST = 0.35  # clip of a measured error, in logarithms
 
 
 def place(
     config: Sm90Config, problem: GemmProblem, counts: Counts, majors: Majors
 ) -> tuple[float, ...]:
-    """Where the pair of `problem` and `config` lies."""
+    """The point of the pair of `problem` and `config`."""
     c = config
     return (
         *(log2(problem.m), log2(problem.n), log2(problem.k)),
@@ -49,21 +51,30 @@ def place(
 
 @lru_cache(maxsize=1)
 def measured() -> tuple[np.ndarray, np.ndarray]:
-    """The places (PAIR, DIMENSION) and errors (PAIR), logarithms of measured over modelled time."""
+    """The places (PAIR, DIMENSION) and errors (PAIR) of measured pairs, logarithms of measured over
+    modelled time."""
     with np.load(FILE) as file:
         return file["places"].astype(np.float32), file["errors"].astype(np.float32)
 
 
 def errors_nearby(places: np.ndarray) -> np.ndarray:
-    """Logarithms by which the model is expected to be off at `places` (PLACE, DIMENSION)."""
-    return estimate(places, *measured())
+    """The model's expected errors at `places` (PLACE, DIMENSION), as logarithms."""
+    known, errors = measured()
+    sizes, of_known = places[:, :SIZES], known[:, :SIZES]
+    away = np.maximum(sizes.min(0) - of_known, of_known - sizes.max(0)).clip(0)
+    near = (away**2).sum(1) < FARTHEST**2
+    return estimate(places, known[near], errors[near])
 
 
 def estimate(places: np.ndarray, known: np.ndarray, errors: np.ndarray) -> np.ndarray:
-    """Logarithms by which the model is expected to be off at `places`, which at `known` is off by
-    `errors`."""
-    squares = (places**2).sum(1)[:, None] + (known**2).sum(1)[None] - 2 * places @ known.T
-    weights = np.exp(-np.maximum(squares, 0) / (2 * WIDTH**2))
+    """The model's expected errors, as logarithms, at `places`, given its `errors` at the places
+    `known`."""
+    scale = WIDTH * 2**0.5
+    places, known = places.astype(known.dtype) / scale, known / scale
+    weights = 2 * places @ known.T  # in place from here on: 3 million pairs a problem
+    weights -= (places**2).sum(1)[:, None]
+    weights -= (known**2).sum(1)[None]
+    np.exp(np.minimum(weights, 0, out=weights), out=weights)
     near = weights.sum(1)
     mean = weights @ errors.clip(-LARGEST, LARGEST) / (near + PRIOR)
     return mean + CAUTION * np.sqrt(PRIOR / (near + PRIOR))

@@ -1,4 +1,4 @@
-"""The MMA roles of the general kernel: warpgroups that run wgmma and store what it computes.
+"""The MMA roles of the general kernel: warpgroups that run wgmma and store the result.
 
 Cooperative: all work on one tile, and store it together.
 PingPong:    each has tiles of its own, and stores while the other computes.
@@ -50,7 +50,7 @@ class MmaRole:
 
     @property
     def num_threads(self) -> int:
-        """Of all warpgroups that run wgmma."""
+        """The number of threads that run wgmma."""
         return self.tiles.mma_warpgroups * WARPGROUP
 
     def run(
@@ -68,7 +68,7 @@ class MmaRole:
     def mainloop(
         self, mma: Wgmma, ab: SharedRing, take: PipelineState, num_k_tiles: Int32
     ) -> PipelineState:
-        """The MMA over all of K, from slot `take` on; returns the slot after. When this returns the
+        """Run the MMAs over all of K, from slot `take` on; return the state after. On return the
         accumulators are complete, and all slots are released."""
         done, take = self.issue(mma, ab, take, num_k_tiles)
         warpgroup.wait_group(0)
@@ -79,10 +79,11 @@ class MmaRole:
     def issue(
         self, mma: Wgmma, ab: SharedRing, take: PipelineState, num_k_tiles: Int32
     ) -> tuple[PipelineState, PipelineState]:
-        """Start all MMAs and release all slots but the last: returns its slot and the next.
+        """Start all MMAs and release all slots but the last; return the states of that slot and of
+        the next.
 
         An MMA is waited for when the next is issued. Where memory limits, it is waited for at once
-        if the next slot is not yet full: its own can then be loaded meanwhile.
+        if the next slot is not yet full: its own slot can then be loaded meanwhile.
         """
         done = PipelineState(take.num_slots, take.slot, take.phase)
         ab.wait_full(take)
@@ -117,8 +118,8 @@ class MmaRole:
         epilogue.store(mma.tCrAcc, row, step, column)
 
     def origin(self, tile: WorkTile) -> tuple[Int32, int, Int32]:
-        """The first row of this warpgroup in a tile, the step to its next, and the first column, in
-        parts of 64 x epiN."""
+        """The first row of this warpgroup in a tile, the step to its next row, and the first
+        column, all in parts of 64 x epiN."""
         c = self.tiles
         step = 1 if c.pingpong else c.mma_warpgroups
         first = cute.arch.warp_idx() // 4 % step
@@ -148,10 +149,10 @@ class Cooperative(MmaRole):
 
 @dataclass(frozen=True)
 class PingPong(MmaRole):
-    """Two warpgroups take every second tile: one stores while the other's wgmma run.
+    """Two warpgroups take every second tile each: one stores while the other's wgmma run.
 
-    NOTE: a warpgroup issues only when the other has issued its tile. That is what makes it right,
-    too: a wait tells odd phases of a slot from even ones only, so no more than one may lie before.
+    NOTE: a warpgroup issues only when the other has issued its tile. Correctness needs this, too: a
+    wait distinguishes only odd from even phases of a slot, so at most one phase may be outstanding.
     """
 
     @cute.jit
@@ -184,9 +185,9 @@ class PingPong(MmaRole):
 
 @dataclass(frozen=True)
 class SplitK(MmaRole):
-    """The CTAs of a cluster compute a share of one tile's K each. Each leaves its fp32 sums in its
-    smem, over the ring's A, and adds up and stores an equal part of the tile from all of them, in
-    the same order in every run."""
+    """Each CTA of a cluster computes a share of one tile's K, writes its fp32 sums to its smem,
+    over the ring's A, adds up an equal part of the tile from all of them, in the same order in
+    every run, and stores it."""
 
     @cute.jit
     def run(
@@ -208,15 +209,15 @@ class SplitK(MmaRole):
         sync_cluster()
 
     def sums(self, mma: Wgmma, first: cute.Pointer) -> cute.Tensor:
-        """The place of this thread's accumulators in the smem from `first` on, (VECTOR,
-        NumVectors), the vectors of all threads side by side."""
+        """This thread's place (VECTOR, NumVectors) for its accumulators in the smem from `first`
+        on, where the vectors of all threads are adjacent."""
         return of_thread(first, cute.size(mma.tCrAcc) // VECTOR, self.num_threads)
 
     @cute.jit
     def leave_sums(
         self, mma: Wgmma, epilogue: PartStore, first: cute.Pointer, walk: StaticWalk
     ) -> None:
-        """Put into smem what the other CTAs of the cluster add up."""
+        """Write to smem the parts that the other CTAs of the cluster add up."""
         parts = vectors(epilogue.parts(mma.tCrAcc))  # (VECTOR, NumVectors, PART)
         sums = cute.logical_divide(
             self.sums(mma, first), (None, cute.size(parts, mode=[1]))
@@ -229,7 +230,7 @@ class SplitK(MmaRole):
     def store_share(
         self, mma: Wgmma, epilogue: PartStore, first: cute.Pointer, walk: StaticWalk
     ) -> None:
-        """Add up and store every split_k-th part of the tile, beginning with this CTA's share."""
+        """Add up and store every split_k-th part of the tile, beginning with part `walk.split`."""
         c = self.tiles
         row, step, column = self.origin(walk.tile_at(walk.start))
         parts = vectors(epilogue.parts(mma.tCrAcc))  # (VECTOR, NumVectors, PART)
@@ -256,12 +257,12 @@ class SplitK(MmaRole):
 
 @dataclass(frozen=True)
 class StreamK(MmaRole):
-    """All warpgroups compute a segment of K of a tile. Who has the tile's first K tiles adds up the
-    sums that other CTAs left of the rest, and stores it.
+    """All warpgroups compute one segment of a tile's K at a time. The CTA that has the tile's first
+    K tiles adds up the sums that other CTAs wrote of the rest, and stores it.
 
-    NOTE: a kernel before in the stream may be using the same memory for sums and flags. An MMA warp
-    has waited for a slot of the ring that was filled after griddepcontrol.wait, before it touches
-    them.
+    NOTE: a kernel earlier in the stream may still use the same memory for sums and flags. Before an
+    MMA warp touches them, it has waited for a slot of the ring that was filled after
+    griddepcontrol.wait.
     """
 
     scheduler: StreamedTiles
@@ -290,6 +291,6 @@ class StreamK(MmaRole):
 
 
 def vectors(parts: cute.Tensor) -> cute.Tensor:
-    """(V, PART) as (VECTOR, NumVectors, PART)."""
+    """The parts (V, PART) as (VECTOR, NumVectors, PART)."""
     size, count = cute.size(parts, mode=[0]), cute.size(parts, mode=[1])
     return cute.make_tensor(parts.iterator, cute.make_layout((VECTOR, size // VECTOR, count)))

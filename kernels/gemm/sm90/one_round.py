@@ -1,9 +1,10 @@
-"""One round of tiles: one for each cluster, in columns or rows that the kernel is made for.
+"""One round of tiles: one for each cluster, in columns or rows that are fixed when the kernel is
+compiled.
 
 There is nothing to order: a cluster's index is its tile, and neighbours share the operand that
-takes the time: with few columns A, of which they load the same rows, with few rows B. The raster's
+takes the time: with few columns A, of which they load the same rows; with few rows B. The raster's
 divisions took as long before the first load, and again after the last MMA, as the store of the
-tile: at M = 128 and N = K = 8192 0.4 us of 39 (docs/facts.md).
+tile: at M = 128 and N = K = 8192, 0.4 us of 39 (docs/facts.md).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from cutex.schedulers.raster import clusters
 
 
 class OneStep(NamedTuple):
-    """The walk of a CTA that has one tile, to be followed like a StaticWalk."""
+    """The walk of a CTA that has one tile, with the interface of StaticWalk."""
 
     tile: WorkTile
     start: int = 0
@@ -35,9 +36,9 @@ class OneStep(NamedTuple):
 
 @dataclass(frozen=True)
 class OneRound:
-    """A grid of clusters, `columns` of them along N, or `rows` of them along M.
+    """A grid of clusters with one tile each: `columns` of them along N, or `rows` of them along M.
 
-    With `split_k` > 1 a cluster is as many CTAs deep along z, which share the K of one tile.
+    With `split_k` > 1 a cluster has as many CTAs along z, which share the K of one tile.
     """
 
     tile: tuple[int, int]

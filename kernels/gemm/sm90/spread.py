@@ -1,8 +1,8 @@
-"""One tile for each SM, though the rows do not divide so: neighbouring tiles overlap.
+"""One tile for each SM where the rows do not divide so: neighbouring tiles overlap.
 
-128 tiles of 64 rows leave 4 of 132 SMs without work. Spread evenly, 132 tiles begin 56 or 64 rows
-apart; the rows that two of them share are computed twice, alike, and stored twice. Worth it where
-memory limits and the tiles nearly fill the GPU: the rows that are read twice come from L2.
+128 tiles of 64 rows leave 4 of 132 SMs idle. Spread evenly, 132 tiles begin 56 or 64 rows apart;
+the rows that two of them share are computed twice, with the same result, and stored twice. Worth it
+where memory limits and the tiles nearly fill the GPU: the rows that are read twice come from L2.
 
 Plain operators only: Python ints run it, and the same code traces in the DSL.
 """
@@ -16,7 +16,7 @@ from cutlass import Int32, cute
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.sm90.one_round import OneStep
 
-UNIT = 8  # rows: 16 bytes of what is contiguous, which a TMA store writes whole
+UNIT = 8  # rows: 16 contiguous bytes, which a TMA store writes whole
 
 
 def first_row(cta: Int32 | int, rows: Int32 | int, num_ctas: int) -> Int32 | int:
@@ -26,7 +26,7 @@ def first_row(cta: Int32 | int, rows: Int32 | int, num_ctas: int) -> Int32 | int
 
 @dataclass(frozen=True)
 class Spread:
-    """A grid of one CTA per SM, whose tiles begin at `first_row` each."""
+    """A grid of one CTA per SM, with one tile each, which begins at `first_row`."""
 
     num_ctas: int
 
@@ -34,7 +34,7 @@ class Spread:
         return 1, 1, self.num_ctas
 
     def walk(self, mC: cute.Tensor) -> OneStep:
-        """The walk of this CTA, which counts rows from its first."""
+        """The walk of this CTA, whose rows are counted from its first one."""
         return OneStep(WorkTile(Int32(0), Int32(0)))
 
     def first_row(self, mC: cute.Tensor) -> Int32:

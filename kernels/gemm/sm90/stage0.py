@@ -4,7 +4,7 @@ Idea: one CTA computes 128x128 of C with two warpgroups of 64 rows each. For eac
 starts the TMA loads of A and B, all wait for them, all run wgmma, all wait for it, and only then
 may the next load overwrite the buffer.
 
-The buffer is not swizzled: core matrices of 8 rows x 16 bytes lie one after the other down the
+The buffer is not swizzled: core matrices of 8 rows x 16 bytes follow each other down the
 rows, so a TMA box is 16 bytes wide, a tile takes eight boxes, and each row of a box is a
 request for half an L2 sector. wgmma needs 512 cycles for such a tile, and waits for 2048 such
 requests before it.
@@ -35,7 +35,8 @@ class Barriers(NamedTuple):
 
 
 class Stage0(Gemm):
-    """
+    """The kernel of stage 0: its barriers and its memory.
+
     barrier   arrives                           waits
     loaded    1: warp 0, and the bytes by TMA   all threads, before wgmma
     (CTA)     all threads                       all threads, before the next load

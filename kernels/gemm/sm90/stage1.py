@@ -1,7 +1,7 @@
 """Stage 1: 128-byte swizzle, and a tile twice as wide.
 
 Idea: let a row of the smem tile be 128 bytes and permute its eight 16-byte units by the row's
-number. The eight rows of a core matrix still lie in different banks, and now a TMA box is the
+number. The eight rows of a core matrix are still in different banks, and now a TMA box is the
 whole tile: two TMA instructions for each 64 of K instead of sixteen, each row a full 128-byte line.
 
 Changed since stage 0: `swizzle`, and the default tile, 128x256: 85 FLOP for each byte that comes
@@ -18,7 +18,8 @@ from cutex.kernels.gemm.sm90.stage0 import Stage0
 
 
 class Stage1(Stage0):
-    """
+    """The kernel of stage 1: its barriers and its memory.
+
     smem      bytes
     sA        tile_m * tile_k * 2               16384
     sB        tile_n * tile_k * 2               32768

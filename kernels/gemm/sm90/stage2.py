@@ -1,8 +1,8 @@
 """Stage 2: a ring of smem slots, so that loads run ahead of the MMA.
 
 Idea: while wgmma reads one slot, TMA fills the others. A slot has two barriers, `full` and
-`empty`, and everyone walks the ring on their own. One group of wgmma stays in flight: when group k
-is issued, group k-1 is waited for, and its slot goes back to be filled.
+`empty`, and each warp walks the ring at its own speed. One group of wgmma stays in flight: when
+group k is issued, group k-1 is waited for, and its slot goes back to be filled.
 
 Changed since stage 1: `barriers` and `mainloop`. The first tile stands before the loop.
 
@@ -37,7 +37,8 @@ class Barriers(NamedTuple):
 
 
 class Stage2(Stage1):
-    """
+    """The kernel of stage 2: its barriers and its memory.
+
     barrier         arrives                           waits
     ab.full[slot]   1: warp 0, and the bytes by TMA   all threads, before wgmma
     ab.empty[slot]  1 a warp, its wgmma being done    warp 0, before it loads

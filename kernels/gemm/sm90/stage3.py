@@ -31,7 +31,8 @@ from cutex.schedulers.one_tile import OneTilePerCta
 
 
 class Stage3(Stage2):
-    """
+    """The kernel of stage 3: its barriers and its memory.
+
     barrier         arrives                             waits
     ab.full[slot]   1: LOAD, and the bytes by TMA       MMA warps, before wgmma
     ab.empty[slot]  1 an MMA warp, its wgmma being done LOAD, before it loads

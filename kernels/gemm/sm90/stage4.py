@@ -28,7 +28,8 @@ from cutex.schedulers.one_tile import OneTilePerCta
 
 
 class Stage4(Stage3):
-    """
+    """The kernel of stage 4: its barriers and its memory.
+
     barriers and smem: as in stage 3.
 
     registers   threads                   of each
@@ -44,7 +45,7 @@ class Stage4(Stage3):
 
     @property
     def load_warps(self) -> Warps:
-        """A warpgroup, of which the first warp works."""
+        """The load warps: a whole warpgroup, of which only the first warp works."""
         return Warps(first=self.mma_warps.end, count=4)
 
     @property
@@ -52,12 +53,13 @@ class Stage4(Stage3):
         return self.mma_warps.threads + self.load_warps.threads
 
     def give_registers(self) -> None:
-        """Release registers. The load warpgroup."""
+        """Release registers. The load warpgroup calls it."""
         if registers := self.config.registers:
             cute.arch.setmaxregister_decrease(registers.load)
 
     def take_registers(self) -> None:
-        """Wait until the load warpgroup has released registers, and take them. MMA warpgroups."""
+        """Wait until the load warpgroup has released registers, and take them. MMA warpgroups call
+        it."""
         if registers := self.config.registers:
             cute.arch.setmaxregister_increase(registers.mma)
 

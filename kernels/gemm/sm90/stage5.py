@@ -32,7 +32,8 @@ from cutex.schedulers.one_tile import OneTilePerCta
 
 
 class Stage5(Stage4):
-    """
+    """The kernel of stage 5: its barriers and its memory.
+
     barrier         arrives                           waits
     (warpgroup)     its threads, having written       the same, before TMA stores a slot
                     a slot                            and before they write the next
@@ -63,7 +64,7 @@ class Stage5(Stage4):
         )
 
     def epilogue_slots(self, dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
-        """Slots for parts of C: (64, epiN, SLOT), each warpgroup's together."""
+        """The smem layout (64, epiN, SLOT) of parts of C, each warpgroup's slots together."""
         c = self.config
         return rows_layout(dtype, 64, c.epi_n, c.epi_stages * c.mma_warpgroups)
 
@@ -119,8 +120,8 @@ class Stage5(Stage4):
         epilogue.store(mma.tCrAcc, row, step, column)
 
     def origin(self, tile: WorkTile) -> tuple[Int32, int, Int32]:
-        """The first row of this warpgroup in a tile, the step to its next, and the first column, in
-        parts of C, 64 x epiN."""
+        """The first row of this warpgroup in a tile, the step to its next row, and the first
+        column, all in parts of C, 64 x epiN."""
         c = self.config
         step = 1 if c.pingpong else c.mma_warpgroups
         first = cute.arch.warp_idx() // 4 % step

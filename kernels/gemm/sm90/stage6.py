@@ -5,7 +5,7 @@ same tiles of B. In a cluster each loads half of a shared tile, and TMA multicas
 smem of both.
 
 Changed since stage 5: the operands are loaded in parts (`AbOperands.loads` with a real cluster), a
-slot is empty when the MMA warps of all who read it say so (`SharedRing`), and a CTA stays until its
+slot is empty when the MMA warps of all its readers say so (`SharedRing`), and a CTA stays until its
 neighbours have nothing left to send: the MMA role releases its last slot too, and the load role
 waits for all slots to be empty.
 
@@ -34,7 +34,8 @@ from cutex.schedulers.raster import clusters
 
 
 class Stage6(Stage5):
-    """
+    """The kernel of stage 6: its barriers and its memory.
+
     barrier         arrives                                      waits
     ab.full[slot]   1: LOAD, and the bytes by TMA, whichever     MMA warps, before wgmma
                     CTA of the cluster loaded them
@@ -102,7 +103,7 @@ class Stage6(Stage5):
         first: Int32 | int = 0,
         end: Int32 | None = None,
     ) -> PipelineState:
-        """Load a tile's K, or its K tiles `first` to `end`, from place `fill` on; returns the place
+        """Load a tile's K, or its K tiles `first` to `end`, from state `fill` on; return the state
         after."""
         if cutlass.const_expr(end is None):
             end = loads.num_k_tiles
@@ -115,8 +116,8 @@ class Stage6(Stage5):
     def mainloop(
         self, mma: Wgmma, ab: SharedRing, take: PipelineState, num_k_tiles: Int32
     ) -> PipelineState:
-        """The MMA over all of K, from place `take` on; returns the place after. All slots are
-        released when this returns, and the accumulators are there."""
+        """Run the MMAs over all of K, from state `take` on; return the state after. On return all
+        slots are released, and the accumulators are complete."""
         done, take = self.issue(mma, ab, take, num_k_tiles)
         warpgroup.wait_group(0)
         ab.release(done)
@@ -126,7 +127,8 @@ class Stage6(Stage5):
     def issue(
         self, mma: Wgmma, ab: SharedRing, take: PipelineState, num_k_tiles: Int32
     ) -> tuple[PipelineState, PipelineState]:
-        """Start all MMAs, and release all slots but the last: returns its place and the next."""
+        """Start all MMAs, and release all slots but the last; return the states of that slot and of
+        the next."""
         done = PipelineState(take.num_slots, take.slot, take.phase)
         ab.wait_full(take)
         mma.issue(take.slot, accumulate=False)

@@ -2,9 +2,9 @@
 
 Idea: with one tile per CTA, an SM that ends a tile waits for a new CTA, its barriers and its first
 loads before it computes again. A CTA that stays keeps its ring going: while the MMA warps still
-store a tile, the load warp already fills the slots for the next. And who walks can choose the
-way: in bands of `raster_group` clusters, so that the tiles in work at one time form a block about
-as high as it is wide, and share the most of A and B in L2 (schedulers/raster.py).
+store a tile, the load warp already fills the slots for the next. And the order of the tiles can be
+chosen: in bands of `raster_group` clusters, so that the tiles in work at one time form a block
+about as high as it is wide, and share the most of A and B in L2 (schedulers/raster.py).
 
 Changed since stage 6: the grid, and both roles loop over the tiles.
 

@@ -11,10 +11,10 @@ ring, and takes its turn to issue when the other has issued its last wgmma.
 
 Measured: 717 TFLOPS, 1.06 times stage 7, and as much as a cooperative kernel could gain by
 hiding its epilogue. At 4096x4096x4096 it loses (0.90): 704 tiles of 128x192 are 5.3 rounds of 132
-SMs, that is six. Which tile suits which problem is stage 9's business.
+SMs, that is six. Stage 9 chooses the tile for each problem.
 
-NOTE: the turn is what makes it right, too. A wait on a slot's barrier tells odd phases from even
-ones only, so a warpgroup may wait for a slot only when no more than one phase lies before it.
+NOTE: correctness needs the turn, too. A wait on a slot's barrier distinguishes only odd from even
+phases, so a warpgroup may wait for a slot only when at most one phase is outstanding.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from cutex.kernels.gemm.sm90.stage7 import Stage7
 
 
 class Stage8(Stage7):
-    """
+    """The kernel of stage 8: its barriers and its memory.
+
     barrier         arrives                                      waits
     ab.empty[slot]  1 a warp of the warpgroup whose tile it is,  LOAD
                     in each CTA that this CTA's loads write to

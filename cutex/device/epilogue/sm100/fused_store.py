@@ -1,8 +1,8 @@
 """Stores of an accumulator in tensor memory through an epilogue's operations.
 
 A thread holds one row of a sub-tile, so its columns are neighbours: operations load 16 bytes at a
-time, and a gate finds what it multiplies in the next register. Then the sub-tile is rounded and
-stored by TMA, half as wide behind a gate; or element by element, to any strides.
+time, and a gate finds its factor in the next register. Then the sub-tile is rounded and stored by
+TMA, half as wide after a gate; or element by element, to any strides.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from cutex.device.work_tile import WorkTile
 
 @dataclass(frozen=True)
 class FusedTileStore:
-    """The store of one tile's accumulator: one thread's row, a sub-tile of `columns` at a time."""
+    """The store of one tile's accumulator by a thread that holds one row, `columns` columns at a
+    time."""
 
     parts: SubTiles
     target: TileStores | cute.Tensor  # or out (M, N), for single elements
     ops: BoundOps
-    row: Int32  # of the product
-    first_column: Int32  # of the tile, in sub-tiles
+    row: Int32  # this thread's row of the product
+    first_column: Int32  # the tile's first column, in sub-tiles
     columns: int
     batch: Int32 | int
 
     @cute.jit
     def store(self, tTR_rAcc: cute.Tensor, turn: cutlass.Constexpr[int], part: Int32) -> None:
-        """Store sub-tile `part`, as the `turn`-th of this tile that this CTA stores."""
+        """Store sub-tile `part`, the `turn`-th one of this tile that this CTA stores."""
         column_tile = self.first_column + part
         x = self.fragment(tTR_rAcc, column_tile * self.columns)
         if cutlass.const_expr(isinstance(self.target, cute.Tensor)):
@@ -53,7 +54,7 @@ class FusedTileStore:
             self.parts.store_next(x.values, self.target, part, column_tile)
 
     def fragment(self, tTR_rAcc: cute.Tensor, column: Int32) -> Fragment:
-        """The columns from `column` on, after the operations."""
+        """The fragment of columns from `column` on, after the operations."""
         count, ops = self.columns, self.ops
         fixed, run = (self.row,), tuple(column + i for i in range(count))
         if ops.transposed:  # the accumulator's rows are out's columns
@@ -72,7 +73,7 @@ class FusedEpilogueStore:
 
     out: cpasync.TmaInfo | cute.Tensor  # or out (M, N) or (M, N, L), for single elements
     sC: cute.Tensor | None  # (128, epiN, SLOT)
-    columns: int  # of the product in a sub-tile; epiN, or twice that before a gate
+    columns: int  # columns of the product in a sub-tile: epiN, or twice that before a gate
     ops: BoundOps
 
     def prefetch(self) -> None:
@@ -81,7 +82,8 @@ class FusedEpilogueStore:
 
     @cute.jit
     def tile(self, tAcc: cute.Tensor, tile: WorkTile, row_tile: Int32) -> FusedTileStore:
-        """The store of tAcc (128, bN) to rows `row_tile`, counted by 128, and `tile`'s columns."""
+        """The store of tAcc (128, bN) to the 128 rows of block `row_tile` and to `tile`'s
+        columns."""
         thread, _, _ = cute.arch.thread_idx()
         parts = sub_tiles(tAcc, self.sC, thread, self.columns)
         target = self.out

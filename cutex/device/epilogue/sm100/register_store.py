@@ -1,4 +1,4 @@
-"""Stores of an accumulator in tensor memory, through registers, a row a thread."""
+"""Stores of an accumulator in tensor memory through registers, one row per thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from cutex.device.work_tile import WorkTile
 
 @cute.jit
 def store_accumulator(mma: Umma, mC: cute.Tensor, tile: WorkTile, thread: Int32) -> None:
-    """Load the accumulator, round it and store it to its tile of mC (M, N). 128 threads, 0 to 127.
+    """Load the accumulator, round it and store it to its tile of mC (M, N). Threads 0 to 127 call
+    it.
 
     Each thread holds a whole row, so it stores 16 bytes at a time.
     """

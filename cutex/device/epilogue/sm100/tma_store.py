@@ -1,6 +1,6 @@
 """Stores of an accumulator in tensor memory through shared memory, by TMA.
 
-Four epilogue warps, each thread one row, take a sub-tile of columns at a time: tensor memory ->
+Four epilogue warps, one row per thread, take a sub-tile of columns at a time: tensor memory ->
 registers -> a slot of smem -> TMA.
 """
 
@@ -21,18 +21,18 @@ SUB_TILE_BARRIER = 1  # the named barrier of the four epilogue warps; 0 is the w
 
 
 class SubTiles(NamedTuple):
-    """One epilogue thread's row of an accumulator, a sub-tile of columns at a time; of threads 0
-    to 127.
+    """One row of an accumulator, as one of the epilogue threads 0 to 127 reads it, a sub-tile of
+    columns at a time.
 
-    NOTE: one barrier a sub-tile orders both ways. Behind it all warps' writes of this slot are
-    done, and fenced for TMA to read; and warp 0, which starts the stores, goes through it only
-    when the store before last has read the slot that comes next.
+    NOTE: one barrier per sub-tile orders both directions. After it, all warps' writes to this slot
+    are complete, and fenced for TMA to read; and warp 0, which starts the stores, arrives only when
+    the store before last has read the slot that comes next.
     """
 
     copy: cute.TiledCopy
     tTR_tAcc: cute.Tensor  # (T2R, T2R_M, T2R_N, NumParts)
     tTR_cAcc: cute.Tensor  # (T2R, T2R_M, T2R_N) coordinates in a sub-tile
-    tTR_sC: Any  # (T2R, T2R_M, T2R_N, SLOT); None where C leaves from registers
+    tTR_sC: Any  # (T2R, T2R_M, T2R_N, SLOT); None where C is stored from registers
 
     @property
     def num_parts(self) -> int:
@@ -47,7 +47,7 @@ class SubTiles(NamedTuple):
 
     @cute.jit
     def start_load(self, part: cutlass.Constexpr[int]) -> cute.Tensor:
-        """The registers that sub-tile `part` will be in after `wait_loads`."""
+        """Start the load of sub-tile `part`; the registers returned hold it after `wait_loads`."""
         tTR_rAcc = cute.make_rmem_tensor(self.tTR_cAcc.shape, cutlass.Float32)
         self.start_load_into(tTR_rAcc, part)
         return tTR_rAcc
@@ -67,7 +67,7 @@ class SubTiles(NamedTuple):
         part: cutlass.Constexpr[int],
         column_tile: Int32,
     ) -> None:
-        """Round sub-tile `part`, of any shape, put it into its slot and start its store to
+        """Round sub-tile `part`, of any shape, write it to its slot and start its store to
         `column_tile`."""
         num_slots = cute.size(self.tTR_sC, mode=[3])
         pending = stores_until_reuse((part + 1) % self.num_parts, self.num_parts, num_slots) - 2
@@ -91,7 +91,8 @@ class SubTiles(NamedTuple):
         column_tile: Int32,
         pending: cutlass.Constexpr[int],
     ) -> None:
-        """Store through `slot`; of the stores before, the last `pending` may still read theirs."""
+        """Store through `slot`; the last `pending` stores started before may still read their
+        slots."""
         tTR_sC = self.tTR_sC[None, None, None, slot]
         tTR_rC = cute.make_rmem_tensor(tTR_sC.shape, tTR_sC.element_type)
         flat = cute.make_layout(cute.size(tTR_rC))
@@ -108,7 +109,8 @@ class SubTiles(NamedTuple):
 
 
 def stores_until_reuse(part: int, num_parts: int, num_slots: int) -> int:
-    """How many stores after the last use of its slot the store of `part` comes, tile upon tile."""
+    """The number of stores from the last use of its slot to the store of `part`, over consecutive
+    tiles."""
     if part >= num_slots:
         return num_slots
     last_use = part + (num_parts - 1 - part) // num_slots * num_slots  # in the tile before
@@ -117,7 +119,8 @@ def stores_until_reuse(part: int, num_parts: int, num_slots: int) -> int:
 
 @cute.jit
 def drain_stores() -> None:
-    """Wait until TMA has read every slot that warp 0 stores from: smem may then go."""
+    """Wait until TMA has read every slot that warp 0 stores from, so that the smem may be
+    released."""
     if cute.arch.warp_idx() == 0:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -130,7 +133,7 @@ def sub_tiles(
     columns: cutlass.Constexpr[int] = 0,
 ) -> SubTiles:
     """The sub-tiles of `thread`: its row of tAcc (128, bN) in tensor memory and of sC (128, epiN,
-    SLOT). They are `columns` wide in tAcc, by default epiN."""
+    SLOT). In tAcc they are `columns` wide, by default epiN."""
     if cutlass.const_expr(columns == 0):
         columns = cute.size(sC, mode=[1])
     parts = cute.flat_divide(tAcc, (tmem.LANES, columns))[None, None, 0, None]
@@ -146,15 +149,15 @@ def sub_tiles(
 
 
 class TileStore(NamedTuple):
-    """The store of one tile's accumulator: its sub-tiles, and where in C they go."""
+    """The store of one tile's accumulator: its sub-tiles, and their destination in C."""
 
     parts: SubTiles
     stores: TileStores
-    first_column: Int32  # of the tile, in sub-tiles
+    first_column: Int32  # the tile's first column, in sub-tiles
 
     @cute.jit
     def store(self, tTR_rAcc: cute.Tensor, part: cutlass.Constexpr[int]) -> None:
-        """Store sub-tile `part`; a tile's sub-tiles come in order."""
+        """Store sub-tile `part`; a tile's sub-tiles are stored in order."""
         self.parts.store(tTR_rAcc, self.stores, part, self.first_column + part)
 
 

@@ -1,8 +1,8 @@
 """Stores of a wgmma's accumulators through an epilogue's operations.
 
-Accumulators are taken part by part, 64 rows by epiN columns: operations, rounding, then TMA
+Accumulators are processed in parts of 64 rows by epiN columns: operations, rounding, then TMA
 (FusedStore) or stores of single elements, to any strides (ElementStore). A matrix that is added may
-come in by TMA, through the slots that the result is stored from (PartLoads).
+be loaded by TMA, into the slots that the result is stored from (PartLoads).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cutex.device.epilogue.epilogue_ops import BoundOps, Fragment
 from cutex.device.epilogue.sm90.tma_store import WarpgroupStore, registers_of, warpgroup_store
 from cutex.device.pipeline import Barrier
 
-QUAD = 0x1C1F  # of a shuffle: lanes count within their four (PTX ISA, shfl.sync)
+QUAD = 0x1C1F  # operand c of a shuffle: lanes count within their four (PTX ISA, shfl.sync)
 
 
 def apply_to_part(
@@ -29,8 +29,8 @@ def apply_to_part(
     batch: Int32 | int,
     preloaded: cute.Tensor | None = None,
 ) -> Fragment:
-    """A part's `values` (V), whose first element is at `corner` of the product, after `ops`;
-    `preloaded` is laid out like `values`.
+    """The fragment of a part's `values` (V) after `ops`; its first element is at `corner` of the
+    product, and `preloaded` is laid out like `values`.
 
     A thread holds 2 neighbours in each of 2 rows, 8 apart, for every 8 columns (PTX ISA, wgmma,
     "Register Fragments").
@@ -66,7 +66,7 @@ class PartLoads:
                  TMA; once more at the end of a tile where     the slot
                  a slot had an odd number of parts
 
-    NOTE: so every tile begins with all barriers in phase 0, and nobody carries phases from tile to
+    NOTE: so every tile begins with all barriers in phase 0, and no phase is carried from tile to
     tile.
     """
 
@@ -76,13 +76,13 @@ class PartLoads:
     s2r: cute.TiledCopy
     tSR_sX: cute.Tensor  # (S2R, S2R_M, S2R_N, SLOT)
     full: Barrier
-    first: Int32  # of this warpgroup's barriers
-    bytes: int  # of a part
+    first: Int32  # index of the first of this warpgroup's barriers
+    bytes: int  # bytes of a part
 
     @cute.jit
     def start(self, slot: cutlass.Constexpr[int], row: Int32, column: Int32, batch: Int32) -> None:
-        """Start the load of the part at (row, column), in parts, into `slot`, which is free. One
-        warp."""
+        """Start the load of the part at (row, column), counted in parts, into `slot`, which is
+        free. One warp calls it."""
         where: tuple = (None, row, column)
         if cutlass.const_expr(cute.rank(self.bGS_gX) == 4):
             where = (None, row, column, batch)
@@ -95,7 +95,8 @@ class PartLoads:
 
     @cute.jit
     def read(self, slot: cutlass.Constexpr[int], use: cutlass.Constexpr[int]) -> cute.Tensor:
-        """This thread's (V) of the part that is the tile's `use`-th in `slot`, like values."""
+        """This thread's values (V) of the tile's `use`-th part in `slot`, in the order of the
+        accumulator's."""
         self.full.wait(use % 2, self.first + slot)
         tSR_sX = self.tSR_sX[None, None, None, slot]
         tSR_rX = cute.make_rmem_tensor(tSR_sX.shape, tSR_sX.element_type)
@@ -104,7 +105,8 @@ class PartLoads:
 
     @cute.jit
     def even_out(self, slot: cutlass.Constexpr[int]) -> None:
-        """Complete one more phase. One warp, when all have waited for the one before."""
+        """Complete one more phase of `slot`'s barrier. One warp calls it, when all have waited for
+        the phase before."""
         with cute.arch.elect_one():
             self.full.arrive(self.first + slot)
 
@@ -117,7 +119,7 @@ def part_loads(
     num_slots: cutlass.Constexpr[int],
     transpose: cutlass.Constexpr[bool],
 ) -> PartLoads:
-    """The loads of this thread's warpgroup; arguments as of `warpgroup_store`."""
+    """The loads of this thread's warpgroup; the arguments are those of `warpgroup_store`."""
     thread, _, _ = cute.arch.thread_idx()
     warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP)
     part = cute.size(sX, mode=[0]), cute.size(sX, mode=[1])
@@ -147,7 +149,7 @@ class FusedStore:
 
     plain: WarpgroupStore  # bSG_gC (TMA, RestM, RestN), or with a mode L
     ops: BoundOps
-    part: tuple[int, int]  # of the product; gates leave half its columns
+    part: tuple[int, int]  # (rows, columns) of the product; gates leave half its columns
     loads: PartLoads | None = None
     batch: Int32 | int = 0
 
@@ -157,7 +159,7 @@ class FusedStore:
 
     @cute.jit
     def store(self, acc: cute.Tensor, row_tile: Int32, row_step: Int32, column_tile: Int32) -> None:
-        """Store `acc`; arguments as of WarpgroupStore.store."""
+        """Store `acc`; the arguments are those of WarpgroupStore.store."""
         parts = self.parts(acc)  # (V, PART)
         per_row = cute.size(parts, mode=[1]) // cute.size(acc, mode=[1])
         where = [
@@ -179,10 +181,11 @@ class FusedStore:
         parts: cute.Tensor,
         where: cutlass.Constexpr[list[tuple[Int32, Int32]]],
     ) -> None:
-        """Store all parts, each through one slot: loaded, read, overwritten by the result, stored.
+        """Store all parts; in one slot each, the added matrix is loaded, read, overwritten by the
+        result, stored.
 
-        NOTE: when a part is to be stored, all stores before it have been read, so the slot of the
-        one before takes the next load: the more slots, the more loads on their way.
+        NOTE: when a part is to be stored, all stores before it have read their slots, so the slot
+        of the part before takes the next load: the more slots, the more loads in flight.
         """
         slots, count = self.num_slots, len(where)
         if self.plain.stores:
@@ -204,7 +207,7 @@ class FusedStore:
                     loads.even_out(slot)
 
     def parts(self, acc: cute.Tensor) -> cute.Tensor:
-        """A thread's accumulators by parts, 64 x epiN, columns first: (V, PART)."""
+        """A thread's accumulators (V, PART) in parts of 64 x epiN, columns first."""
         size = self.part[0] * self.part[1] // WARPGROUP
         return cute.make_tensor(acc.iterator, cute.make_layout((size, cute.size(acc) // size)))
 
@@ -218,7 +221,7 @@ class FusedStore:
     def store_part(
         self, values: cute.Tensor, slot: cutlass.Constexpr[int], row: Int32, column: Int32
     ) -> None:
-        """Store a part's `values` (V) through `slot`; row and column count in parts."""
+        """Store a part's `values` (V) through `slot`; `row` and `column` count in parts."""
         self.round(values, slot, row, column)
         self.wait(max(0, self.num_slots - 2), pending=self.num_slots > 1)
         if self.plain.stores:
@@ -233,7 +236,7 @@ class FusedStore:
         column: Int32,
         held: cute.Tensor | None = None,
     ) -> None:
-        """Run the operations on a part's `values` (V), and write the rounded result into `slot`."""
+        """Run the operations on a part's `values` (V), and write the rounded result to `slot`."""
         plain = self.plain
         corner = row * self.part[0], column * self.part[1]
         x = apply_to_part(self.ops, values, corner, self.batch, held)
@@ -250,7 +253,7 @@ class FusedStore:
 
     @cute.jit
     def start_store(self, slot: cutlass.Constexpr[int], row: Int32, column: Int32) -> None:
-        """Start the store of `slot`. One warp, the one that stores."""
+        """Start the store of `slot`. The one warp that stores calls it."""
         plain = self.plain
         where: tuple = (None, row, column)
         if cutlass.const_expr(cute.rank(plain.bSG_gC) == 4):
@@ -261,10 +264,11 @@ class FusedStore:
 
 @cute.jit
 def neighbours(gated: cute.Tensor) -> cute.Tensor:
-    """The 16-bit results of gates (V), moved to where a wgmma of half the columns holds them.
+    """The 16-bit results of gates (V), moved between threads to where a wgmma of half the columns
+    holds them.
 
-    Of four gates' columns in turn, a thread holds one, its lane's, in each of 2 rows: (2, FOURS).
-    Two fours make eight columns, of which it shall hold two neighbours: (2, 2, EIGHTS).
+    Of the columns of four gates in turn, a thread holds one, its lane's, in each of 2 rows: (2,
+    FOURS). Two fours make eight columns, of which it needs two neighbours: (2, 2, EIGHTS).
     """
     size = cute.size(gated)
     across = cute.make_layout((2, 2, size // 4), stride=(2, 1, 4))  # (FOUR, ROW, EIGHT)
@@ -316,7 +320,7 @@ class ElementStore:
     batch: Int32 | int = 0
 
     store = WarpgroupStore.store
-    num_slots = 2  # none: no part waits for another
+    num_slots = 2  # there are no slots: with 2, no part waits for another
 
     def parts(self, acc: cute.Tensor) -> cute.Tensor:
         size = 64 * self.epi_n // WARPGROUP

@@ -1,6 +1,7 @@
 """Stores of a wgmma's accumulators through shared memory, by TMA or by each warp itself.
 
-Accumulators leave in parts of 64 rows by epiN columns: registers -> stmatrix -> a slot of smem.
+Accumulators are stored in parts of 64 rows by epiN columns: registers -> stmatrix -> a slot of
+smem.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 
 from cutex.device.atoms.mma import WARPGROUP, make_wgmma
 
-WARP_ROWS = 16  # of a wgmma's 64, that each of its warps holds
-FIRST_WARPGROUP_BARRIER = 1  # on sm_90a each warpgroup has one
+WARP_ROWS = 16  # rows of a wgmma's 64 that each of its warps holds
+FIRST_WARPGROUP_BARRIER = 1  # the named barrier of warpgroup 0; each warpgroup has one
 
 
 def accumulator_parts(acc: cute.Tensor, elements: int) -> cute.Tensor:
-    """A warpgroup's thread's accumulators by parts of `elements`, columns first: (V, PART)."""
+    """A thread's accumulators (V, PART) in parts of `elements` per warpgroup, columns first."""
     size = elements // WARPGROUP
     return cute.make_tensor(acc.iterator, cute.make_layout((size, cute.size(acc) // size)))
 
@@ -27,7 +28,7 @@ def accumulator_parts(acc: cute.Tensor, elements: int) -> cute.Tensor:
 def registers_of(tRS_sC: cute.Tensor, count: int) -> cute.Tensor:
     """The `count` registers that a copy to a slot, (R2S, R2S_M, R2S_N), takes.
 
-    NOTE: of an stmatrix of two 8x8, half of the lanes have a row to write to that it ignores.
+    NOTE: an stmatrix of two 8x8 matrices ignores the row addresses of half the lanes.
     """
     (vector, *rest), *others = tRS_sC.shape
     shape = ((vector * count // cute.size(tRS_sC), *rest), *others)
@@ -36,7 +37,7 @@ def registers_of(tRS_sC: cute.Tensor, count: int) -> cute.Tensor:
 
 @cute.jit
 def round_to_smem(r2s: cute.TiledCopy, values: cute.Tensor, tRS_sC: cute.Tensor) -> None:
-    """Round a part's `values` (V) and put them into a slot, (R2S, R2S_M, R2S_N)."""
+    """Round a part's `values` (V) and write them to a slot, (R2S, R2S_M, R2S_N)."""
     tRS_rC = registers_of(tRS_sC, cute.size(values))
     flat = cute.make_tensor(tRS_rC.iterator, cute.make_layout(cute.size(tRS_rC)))
     flat.store(values.load().to(tRS_sC.element_type))
@@ -47,7 +48,7 @@ class WarpgroupStore(NamedTuple):
     """The store of one warpgroup's accumulators: registers -> slots of its own in smem -> TMA.
 
     stmatrix writes 8 rows of 16 bytes at once, which the swizzle puts into different banks; TMA
-    leaves out what lies outside of C. The store of one part runs while the next is rounded.
+    leaves out elements outside of C. The store of one part runs while the next is rounded.
     """
 
     r2s: cute.TiledCopy
@@ -75,15 +76,15 @@ class WarpgroupStore(NamedTuple):
         return cute.size(self.tRS_sC, mode=[3])
 
     def parts(self, acc: cute.Tensor) -> cute.Tensor:
-        """A thread's accumulators by parts, 64 x epiN, columns first: (V, PART)."""
+        """A thread's accumulators (V, PART) in parts of 64 x epiN, columns first."""
         return accumulator_parts(acc, cute.size(self.bSG_sC, mode=[0]))
 
     @cute.jit
     def store_part(
         self, values: cute.Tensor, slot: cutlass.Constexpr[int], row: Int32, column: Int32
     ) -> None:
-        """Round a part's `values` (V), put them into `slot`, which is free, start its store, and
-        see to it that the slot after is free."""
+        """Round a part's `values` (V), write them to `slot`, which is free, start its store, and
+        wait until the next slot is free."""
         round_to_smem(self.r2s, values, self.tRS_sC[None, None, None, slot])
         cute.arch.fence_view_async_shared()
         self.wait(max(0, self.num_slots - 2), pending=self.num_slots > 1)
@@ -97,7 +98,8 @@ class WarpgroupStore(NamedTuple):
 
     @cute.jit
     def wait(self, groups: cutlass.Constexpr[int], pending: cutlass.Constexpr[bool] = True) -> None:
-        """A barrier of the warpgroup, passed when all but the last `groups` stores are read."""
+        """Wait at a barrier of the warpgroup until TMA has read the slots of all but the last
+        `groups` stores."""
         if cutlass.const_expr(pending):  # noqa: SIM102 - known when tracing, the next is not
             if self.stores:
                 cute.arch.cp_async_bulk_wait_group(groups, read=True)
@@ -105,28 +107,28 @@ class WarpgroupStore(NamedTuple):
 
     @cute.jit
     def drain(self) -> None:
-        """Wait until TMA has read every slot: smem may then go."""
+        """Wait until TMA has read every slot, so that the smem may be released."""
         if self.stores:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
 class WarpStore(NamedTuple):
     """The transposed store of one warp's accumulators: registers -> smem of its own, where stmatrix
-    turns them -> registers -> global memory, whole sectors of 32 bytes at a time.
+    transposes them -> registers -> global memory, whole sectors of 32 bytes at a time.
 
-    No warp waits for another, nor for TMA to begin: for a CTA with one tile, whose last
-    instructions nothing hides.
+    No warp waits for another, nor for TMA to start: for a CTA with one tile, whose last
+    instructions nothing overlaps.
     """
 
     r2s: cute.TiledCopy
     tRS_sC: cute.Tensor  # (R2S, R2S_M, R2S_N, SLOT)
     sC: cute.Tensor  # (64, epiN, SLOT) of this warpgroup
     mC: cute.Tensor  # (M, N), its rows contiguous and of a multiple of 16 bytes
-    first_row: Int32  # of mC, from which tiles are counted
+    first_row: Int32  # the row of mC from which tiles are counted
 
     @cute.jit
     def store(self, acc: cute.Tensor, row_tile: Int32, row_step: Int32, column_tile: Int32) -> None:
-        """Store `acc`; arguments as of WarpgroupStore.store."""
+        """Store `acc`; the arguments are those of WarpgroupStore.store."""
         rows, columns, num_slots = (cute.size(self.sC, mode=[i]) for i in range(3))
         parts = accumulator_parts(acc, rows * columns)  # (V, PART)
         per_row = cute.size(parts, mode=[1]) // cute.size(acc, mode=[1])
@@ -141,7 +143,7 @@ class WarpStore(NamedTuple):
 
     @cute.jit
     def to_global(self, slot: cutlass.Constexpr[int], row: Int32, column: Int32) -> None:
-        """Copy this warp's rows of `slot` to mC: 2 lanes for each column, 16 bytes each."""
+        """Copy this warp's rows of `slot` to mC: 2 lanes per column, 16 bytes each."""
         width = 128 // self.mC.element_type.width
         vector = cute.make_copy_atom(CopyUniversalOp(), self.mC.element_type, num_bits_per_copy=128)
         warp, lane = cute.arch.warp_idx() % 4, cute.arch.lane_idx()
@@ -169,7 +171,7 @@ class WarpStore(NamedTuple):
                 cute.copy(vector, values[None, i], cute.make_tensor(to, (width,)))
 
     def drain(self) -> None:
-        """Nothing reads smem when its lanes are through."""
+        """Nothing to wait for: no asynchronous store reads the smem."""
 
 
 @cute.jit
@@ -185,9 +187,9 @@ def warp_store(
 def warpgroup_slots(
     sC: cute.Tensor, num_slots: cutlass.Constexpr[int], op: Any, bits: cutlass.Constexpr[int] = 0
 ) -> tuple[cute.TiledCopy, cute.Tensor, cute.Tensor]:
-    """The copy of a wgmma's accumulators to smem by `op`, `bits` at a time where it leaves that
-    open; its destinations (R2S, R2S_M, R2S_N, SLOT); the slots of this thread's warpgroup, (64,
-    epiN, SLOT)."""
+    """The copy of a wgmma's accumulators to smem by `op` (`bits` at a time where `op` leaves it
+    open), its destinations (R2S, R2S_M, R2S_N, SLOT), and the slots of this thread's warpgroup,
+    (64, epiN, SLOT)."""
     thread, _, _ = cute.arch.thread_idx()
     warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP)
     sC = cute.logical_divide(sC, (None, None, num_slots))  # (64, epiN, (SLOT, WARPGROUP))
@@ -209,8 +211,10 @@ def warpgroup_store(
     words: cutlass.Constexpr[int] = 0,
 ) -> WarpgroupStore:
     """The store of this thread's warpgroup; sC is (64, epiN, SLOT), each warpgroup has `num_slots`.
-    With `transpose`, the 64 rows are what is contiguous in sC and in global memory. Elements of 32
-    bits, which stmatrix does not take, go to smem `words` at a time."""
+
+    With `transpose`, the 64 rows are contiguous in sC and in global memory. Elements of 32 bits,
+    which stmatrix does not take, are written to smem `words` at a time.
+    """
     part = cute.size(sC, mode=[0]), cute.size(sC, mode=[1])
     op, bits = StMatrix8x8x16bOp(transpose, 4 if part[1] % 16 == 0 else 2), 0
     if cutlass.const_expr(words > 0):
