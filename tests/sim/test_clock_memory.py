@@ -9,7 +9,9 @@ import json
 import pytest
 import styled_kernels
 import torch
+from cutlass import Int32, cute
 
+from cutex.sim import simulate
 from cutex.sim.host.loaded import captured
 from cutex.sim.timing import stored
 from cutex.sim.timing.call import time_call
@@ -78,3 +80,27 @@ def test_copies_by_cp_async_are_waited_for_by_their_group(tmp_path):
     one = predicted("stencil", x[: styled_kernels.THREADS + 2], torch.zeros(styled_kernels.THREADS))
     four = predicted("stencil", x, torch.zeros(4 * styled_kernels.THREADS))
     assert one < four < one + 3 * 0.5, "the next tile is loaded while this one is added up"
+
+
+@cute.kernel
+def meeting_kernel(mCount: cute.Tensor):
+    if cute.arch.thread_idx()[0] == 0:
+        cute.arch.atomic_add(mCount.iterator, Int32(1), sem="acq_rel", scope="gpu")
+        count = Int32(0)
+        while count < cute.arch.grid_dim()[0]:
+            count = cute.arch.load(mCount.iterator, Int32, sem="acquire", scope="gpu")
+
+
+@cute.jit
+def meeting(mCount: cute.Tensor):
+    meeting_kernel(mCount).launch(grid=[4, 1, 1], block=[32, 1, 1])
+
+
+def test_a_grid_that_waits_for_itself_has_no_time_in_one_sentence():
+    count = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(
+        ValueError, match=r"one cluster of .*meeting.* does not come to its end alone"
+    ):
+        time_call(*captured(meeting, [count], "sm_90a"))
+    assert count.item() == 0, "what the record has written is put back"
+    assert not simulate(meeting, count, arch="sm_90a").findings and count.item() == 4

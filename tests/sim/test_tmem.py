@@ -368,6 +368,26 @@ def test_a_pair_deallocates_after_what_both_have_loaded(order):
 
 
 @pytest.mark.parametrize("order", ORDERS)
+def test_a_relaxed_cluster_barrier_orders_tensor_memory_with_a_fence_before_it(order):
+    """It releases no memory, but the fences compose with whatever orders execution (9.7.16.6.3)."""
+    relaxed = SYNC.replace("arrive", "arrive.relaxed")
+    body = f"""
+        mov.u32 %r0, smem; mov.u32 %r1, %tid.x; setp.lt.u32 %p2, %r1, 32;
+        @%p2 {ALLOC.format(g=2, at=0, n=512)} bar.sync 0; ld.shared.u32 %r12, [%r0];
+        tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%r15}}, [%r12]; tcgen05.wait::ld.sync.aligned;
+        FENCE {relaxed} @%p2 {FREE.format(g=2, at=12, n=512)}
+    """
+    shape = Shape(grid=2, block=64, cluster=2, smem=1024)
+    for fence in ("tcgen05.fence::before_thread_sync;", ""):
+        text = body.replace("FENCE", fence)
+        report = simulate_ptx(text, {"out": OUT}, shape, arch="sm_100a", order=order)
+        assert not report.findings
+        told = [a.message for a in report.advisories]
+        assert bool(told) is not bool(fence)
+        assert all("tcgen05.fence is missing" in message for message in told)
+
+
+@pytest.mark.parametrize("order", ORDERS)
 def test_a_pair_deallocates_after_all_warps_of_its_own_ctas(order):
     """The peer's deallocation does not order the CTA's own warps."""
     load = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r15}, [%r12]; tcgen05.wait::ld.sync.aligned;"

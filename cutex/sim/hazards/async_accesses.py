@@ -251,7 +251,8 @@ class AsyncAccesses:
         """
         if not self.tracks:
             return
-        known, cta = self.m.clocks.known[warp], place.cta
+        # NOTE: tcgen05's fences compose with what orders execution (9.7.16.6.3)
+        known, cta = self.m.clocks.follows[warp], place.cta
         verb = "overwrites" if write else "reads"
         for other in self._track(place).meets:
             for last, did in self._lasts(other, write):

@@ -70,7 +70,7 @@ class Clocks:
         ``whole``: whether all of its lanes release.
         """
         given = (self.fenced if relaxed else self.rows)[:, warp].copy()
-        given[2] = self.follows[warp]
+        given[2:] = self.rows[2:, warp]
         if whole:
             given[3, self.slot[warp]] = given[0, self.slot[warp]]
         self.count(warp)

@@ -8,7 +8,8 @@ tcgen05.dealloc as a write.
 
 By the letter (9.7.16.6.3, 9.7.16.6.4.4) a load that others wait for needs its wait::ld however its
 registers were used, and every hand-over between threads a tcgen05.fence::before_thread_sync (which
-a commit implies) and an ::after_thread_sync. Kernels of NVIDIA leave these out: an advisory.
+a commit implies) and an ::after_thread_sync. Kernels of NVIDIA leave these out: an advisory. The
+fences compose with whatever orders execution, a relaxed cluster barrier too.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class TmemShadow:
         """Report a race; ``usable`` (slots,): the counts that strictly precede the access.
         ``bearable``: the reason why a missing order is an advisory only, if it is.
         """
-        at, known = _units(place), self.clocks.known[warp]
+        at, known = _units(place), self.clocks.follows[warp]
         others = [(self.writer, self.written, self.line, "stored")]
         if write:
             others.append((self.reader, self.read, self.read_line, "loaded"))

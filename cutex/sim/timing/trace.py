@@ -8,6 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 from cutex.cubin import Cubin
+from cutex.sim.errors import Deadlock
 from cutex.sim.host.capture import HostFunction, HostTensor, Launch
 from cutex.sim.isa.tensormap import MAP_BYTES, decode_map
 from cutex.sim.machine.machine import Machine
@@ -127,7 +128,15 @@ class Few(Simulation):
             known = self.counters if self.number else ()
             counters = SharedCounters(machine, clusters - 1, self.number, known)
         recorder = Recorder(machine, self.cost, self.flops * what.cluster_size, counters=counters)
-        complete = self._until_enough(scheduler, recorder)
+        try:
+            complete = self._until_enough(scheduler, recorder)
+        except Deadlock as error:  # NOTE: or one of its own, which the run for values tells
+            if clusters == 1:
+                raise
+            raise ValueError(
+                f"one cluster of {what.kernel} does not come to its end alone: what it waits for "
+                "from others, by global memory, is nothing that the clock knows"
+            ) from error
         if self.number == 0:
             self.counters = counters.asked_again if counters else set()
         threads = 32 * what.warps_per_cta
