@@ -151,7 +151,7 @@ def test_it_can_be_taken_back(active):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_and_the_simulator_it_says_so():
-    with pytest.raises(ValueError, match="there is no GPU here: activate\\(\\) needs a Hopper GPU"):
+    with pytest.raises(ValueError, match=r"there is no GPU here: activate\(\) needs a Hopper or"):
         cutex.attention.activate()
 
 

@@ -180,12 +180,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.what == "merge":
             return _merge(args.files, args.results)
+        if args.what == "list" and args.last < 1:
+            raise ValueError(f"--last {args.last}: takes a number from 1")
         rows = _chosen(read_all(folder_given(args.results), notice), args)
         if not rows:
             notice("the ledger has no row like that")
         match args.what:
-            case "list" if args.last < 1:
-                raise ValueError(f"--last {args.last}: takes a number from 1")
             case "list":
                 _print(_listed(rows[-args.last :]))
             case "best":
