@@ -13,8 +13,9 @@ import math
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,9 +88,10 @@ def read(file: Path = TIMES) -> Pairs:
     return Pairs(columns(counts), np.array(places), *map(np.array, rest))
 
 
-def geometry(c: Sm90Config) -> Sm90Config:
-    """`c` without its numbers of slots, which then compare equal."""
-    return replace(c, num_stages=1, epi_stages=1, epi_n=0)
+# a config's fields but for its numbers of slots, which tiles alone decide
+geometry = attrgetter(
+    *(f.name for f in fields(Sm90Config) if f.name not in ("num_stages", "epi_stages", "epi_n"))
+)
 
 
 @dataclass(frozen=True)
