@@ -74,16 +74,16 @@ def hold(place: Place, case: AttentionCase, **order) -> None:
 
 # ---- randomized cases
 
-# kernels that CI compiles, and how many cases each runs; their seeds were chosen to differ in
-# everything that is compiled
+# kernels that CI compiles, and how many of their three cases it runs; their seeds were chosen to
+# differ in everything that is compiled
 KERNELS = (0, 3, 13, 26, 34)
-CASES = 3
+CASES = 2
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_randomized_cases(place, kernel):
     for number in range(CASES):
-        case = draw(CASES * kernel + number, place.largest, place.most_work, kernel)
+        case = draw(3 * kernel + number, place.largest, place.most_work, kernel)
         hold(place, case, **place.orders[number % len(place.orders)])
 
 

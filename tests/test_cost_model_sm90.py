@@ -44,7 +44,7 @@ def measured() -> list[Timed]:
     head, *rows = map(json.loads, MEASURED.read_text().splitlines())
     configs = [Sm90Config.from_row(row) for row in head["configs"]]
     found = []
-    for row in rows:
+    for row in rows[::2]:
         problem, majors = GemmProblem(row["m"], row["n"], row["k"]), MAJORS[row["pass"]]
         allowed = {geometry(c) for c in candidates(problem, H200, majors)}
         times = {configs[int(i)]: us for i, us in row["us"].items()}

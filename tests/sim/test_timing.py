@@ -34,7 +34,7 @@ from cutex.problem.stage import stage
 from cutex.sim import simulate
 from cutex.sim.__main__ import main as script_main
 from cutex.sim.timing import stored
-from cutex.sim.timing.events import Cluster, Event, Load, Mma, Record
+from cutex.sim.timing.events import Cluster, Event, Load, Mma, Record, Work
 from cutex.sim.timing.gpus import GPUS, SOURCES, Gpu, gpu
 from cutex.sim.timing.lengths import handed_out
 from cutex.sim.timing.machine_code import costs, read
@@ -43,6 +43,7 @@ from cutex.sim.timing.replay import Replay
 from cutex.sim.timing.roles import distinct
 from cutex.sim.timing.sampled import Sampled, numbers, sample
 from cutex.sim.timing.timed import Whole
+from cutex.sim.timing.trace import Traced
 from cutex.sim.timing.units import Interval, Memory
 
 SMALL = GemmProblem(512, 512, 256)
@@ -240,14 +241,8 @@ def test_causal_tiles_have_the_blocks_of_keys_that_they_see(dispatch, steps):
     assert alike.work(config) == (3 * block, 3 * block)
 
 
-@pytest.mark.parametrize(
-    "number, causal",
-    [
-        (2, True),
-        pytest.param(2, False, marks=pytest.mark.slow),
-        pytest.param(8, True, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number, causal", [(2, True), (2, False), (8, True)])
 def test_a_grid_of_unknown_tiles_takes_as_long_as_one_of_known_ones(number, causal):
     """CTAs with one tile each, all alike and not, and CTAs that take theirs from a counter."""
     problem = problem_class("attention").of(
@@ -262,6 +257,23 @@ def test_a_grid_of_unknown_tiles_takes_as_long_as_one_of_known_ones(number, caus
     assert found.cycles == pytest.approx(predict(known, gpu("h200"), whole).cycles, rel=0.15)
     assert bool(found.sampled[0]) == causal
     assert found.flops == pytest.approx(whole.flops, rel=0.15)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_clusters_between_the_recorded_ones_take_a_time_between_theirs(dynamic):
+    """Two for each SM, from 1000 cycles up to 3000: the last one begins when half the grid is done,
+    unless clusters ask for tiles; then the mean of all counts as much."""
+    board = gpu("h200")
+    records = {}
+    for number, cycles in ((0, 1000.0), (1, 1000.0), (2 * board.sms - 1, 3000.0)):
+        work = Work(cycles, cycles / 2, 0, 0, 0, 0, 0, 0)
+        records[number] = Record({0: [work]}, {}, {0: 0}, {0: 0}, 1, 1, 1, complete=True)
+    first = Traced(records[0], (2 * board.sms, 1, 1), 1, {})
+    found = predict(Sampled(first, records, dynamic), board)
+    last, mean = 2000 + 3000 + 2 * board.cta_turnover, 2 * (2000 + board.cta_turnover)
+    expected = (last + mean) / 2 if dynamic else last
+    assert found.cycles - board.launch == pytest.approx(expected, rel=0.02)
+    assert found.sampled == (3, 2 * board.sms) and found.sampling_error > 0.2
 
 
 def test_samples_are_spread_over_a_grid_whatever_its_period():

@@ -176,7 +176,7 @@ def predict_sampled(sampled: Sampled, gpu: Gpu, log: bool = False) -> Timed:
     detailed = sum(run.end for run in runs)
     end = _handed_out(times, groups * slots)
     if sampled.dynamic:  # NOTE: between the mean, and what it would be if each asked as often
-        end = (end + float(times.mean())) / 2
+        end = (end + float(times.sum()) / min(count, groups * slots)) / 2
     return Timed(
         cycles=end + drained + gpu.launch,
         detailed=longest.end,
