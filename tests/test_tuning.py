@@ -14,6 +14,7 @@ import torch
 
 import cutex
 from cutex.arch import arch
+from cutex.kernels.gemm.choose import rows_class, sizes_class
 from cutex.kernels.gemm.signature import OperandLayout
 from cutex.ops import building, choices, shipping, simulated, tuner
 from cutex.ops.arrange import Arranged, arrange
@@ -24,7 +25,6 @@ from cutex.ops.plan import (
     config_for,
     forget,
     problem_of,
-    rows_class,
 )
 
 
@@ -169,6 +169,16 @@ def test_classes_of_rows_are_never_smaller_than_what_is_in_them():
     for m in range(1, 9000):
         assert m <= rows_class(m) <= m + max(15, m // 8)
         assert rows_class(rows_class(m)) == rows_class(m)
+
+
+def test_the_number_of_tokens_is_rounded_wherever_it_stands():
+    forward, dgrad, wgrad = (True, True), (True, False), (False, False)
+    assert sizes_class((5001, 4001, 4100), forward) == (5120, 4008, 4104)
+    assert sizes_class((5001, 4001, 4100), dgrad) == (5120, 4008, 4104)
+    assert sizes_class((5001, 4001, 4100), wgrad) == (5008, 4008, 4608)
+    for majors in (forward, wgrad):
+        once = sizes_class((5001, 4001, 4100), majors)
+        assert sizes_class(once, majors) == once
 
 
 LAYERS_70B = ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672))

@@ -12,7 +12,7 @@ import torch
 
 from cutex.arch import arch
 from cutex.dtypes import DTYPES
-from cutex.kernels.gemm.choose import ranked, rows_class
+from cutex.kernels.gemm.choose import ranked, sizes_class
 from cutex.kernels.gemm.config import GemmConfig
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm100.config import Sm100Config
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from cutex.compile.user_function import UserFunction
     from cutex.device.epilogue.epilogue_ops import EpilogueOp
     from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
+
+    Layouts = tuple[OperandLayout, OperandLayout, OperandLayout]
 
 
 def proposals(calls: CallClass) -> Iterator[GemmConfig]:
@@ -52,13 +54,17 @@ def problem_of(calls: CallClass) -> GemmProblem:
 
 def majors_of(calls: CallClass) -> tuple[bool, bool]:
     """Whether K is contiguous in a and in b."""
-    return calls.layouts[0].major == "row", calls.layouts[1].major == "column"
+    return _majors(calls.layouts)
+
+
+def _majors(layouts: Layouts) -> tuple[bool, bool]:
+    return layouts[0].major == "row", layouts[1].major == "column"
 
 
 @lru_cache(maxsize=4096)
 def config_for(
     sizes: tuple[int, int, int, int],
-    layouts: tuple[OperandLayout, OperandLayout, OperandLayout],
+    layouts: Layouts,
     ops: tuple[EpilogueOp, ...],
     arch_name: str,
 ) -> GeneralConfig:
@@ -84,16 +90,16 @@ def forget() -> None:
 
 def call_class(
     sizes: tuple[int, int, int, int],
-    layouts: tuple[OperandLayout, OperandLayout, OperandLayout],
+    layouts: Layouts,
     ops: tuple[EpilogueOp, ...],
     arch_name: str,
 ) -> CallClass:
     """The class of calls of these sizes (M, N, K, batch), all of which take the same config."""
     m, n, k, batch = sizes
     k = DTYPES[layouts[0].dtype].bytes(k) // 2  # tiles are cut in units of 2 bytes
-    # rounded up to whole units, and clamped where larger sizes make no difference
-    n, k = (min(max(8, -(-size // 8) * 8), 1 << 20) for size in (n, k))
-    m = min(rows_class(m), 1 << 20)
+    rounded = sizes_class((m, n, k), _majors(layouts))
+    # clamped where larger sizes make no difference
+    m, n, k = (min(size, 1 << 20) for size in rounded)
     return CallClass((m, n, k, batch), layouts, ops, arch_name)
 
 

@@ -31,6 +31,14 @@ def rows_class(m: int) -> int:
     return -(-m // 16) * 16 if m <= FINE_ROWS else size_class(m)
 
 
+def sizes_class(mnk: tuple[int, int, int], majors: tuple[bool, bool]) -> tuple[int, int, int]:
+    """M, N and K rounded up to the sizes that configs are chosen for: multiples of 8, and the
+    number of tokens to its class. That is K in a weight's gradient, where K is contiguous in
+    neither matrix (`majors`), else M."""
+    m, n, k = (max(8, -(-size // 8) * 8) for size in mnk)
+    return (m, n, size_class(k)) if majors == (False, False) else (rows_class(mnk[0]), n, k)
+
+
 def predictions(
     problem: GemmProblem, arch: Arch, batch: int = 1, majors: tuple[bool, bool] = (True, True)
 ) -> dict[GemmConfig, float]:

@@ -23,7 +23,7 @@ import numpy as np
 
 from cutex.arch import arch as arch_named
 from cutex.command import answered
-from cutex.kernels.gemm.choose import rows_class
+from cutex.kernels.gemm.choose import sizes_class
 from cutex.kernels.gemm.sm90 import cost_model, measured
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.cost_model import ROUND, WALK, Costs, Counts, columns, count, modelled
@@ -73,9 +73,9 @@ def read(file: Path = TIMES) -> Pairs:
     found: list[tuple[Any, ...]] = []
     numbers: dict[Any, int] = {}
     for row in rows:
-        # as the choice sees it
-        problem = GemmProblem(rows_class(row["m"]), row["n"], row["k"])
         majors = MAJORS[row["pass"]]
+        # as the choice sees it
+        problem = GemmProblem(*sizes_class((row["m"], row["n"], row["k"]), majors))
         number = numbers.setdefault((row["m"], *problem.mnk, row["pass"]), len(numbers))
         allowed = set(map(geometry, cost_model.candidates(problem, arch, majors)))
         times = {int(i): us for i, us in row["us"].items() if geometry(configs[int(i)]) in allowed}
