@@ -8,6 +8,7 @@ top level. A child whose kernel is no longer wanted is ended, so that it takes n
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import pickle
 import selectors
@@ -15,6 +16,7 @@ import struct
 import subprocess
 import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from cutex.kernels.gemm.signature import GeneralConfig
 
 MOST = 16  # children at a time
+MESSAGE = 400  # characters of a child's error
 START = "from cutex.ops.building import serve; serve()"
 LENGTH = struct.Struct("<Q")  # the length in bytes before each batch
 
@@ -73,6 +76,7 @@ class _Server:
 
 
 _servers: list[_Server] = []  # none, or the one
+_told: set[str] = set()  # the reasons that warnings have given
 
 
 def build(
@@ -81,7 +85,8 @@ def build(
     ended: Callable[[], object] = lambda: None,
 ) -> list[bool]:
     """Compile `jobs` in order, and call `ended` after each. Return for each whether it is on disk,
-    at the latest `seconds` after the compiler is imported; a job that does not compile is not."""
+    at the latest `seconds` after the compiler is imported; a job that does not compile is not, and
+    a warning says why, once for each reason."""
     done = [False] * len(jobs)
     if not jobs:
         return done
@@ -93,11 +98,14 @@ def build(
         until = None if seconds is None else time.monotonic() + seconds
         left = len(jobs)
         for line in server.lines(until):
-            batch, number, built = map(int, line.split())
+            batch, number, failure = json.loads(line)
             if batch == server.batches:
-                done[number] = bool(built)
+                done[number] = failure is None
                 left -= 1
                 ended()
+                if failure is not None and failure not in _told:
+                    _told.add(failure)
+                    warnings.warn(f"a kernel was not built ahead: {failure}", stacklevel=2)
             if not left:
                 return done
         server.give(())
@@ -154,18 +162,25 @@ class _Children:
             try:
                 kernel_for(*job)
                 code = 0
+            except BaseException as error:
+                first, *_ = str(error).splitlines() or [""]
+                os.write(theirs, f"{type(error).__name__}: {first}"[:MESSAGE].encode())
             finally:
                 os._exit(code)
         os.close(theirs)
         self.jobs[ours] = batch, number, pid
         return ours
 
-    def reap(self, pipe: int) -> tuple[int, int, bool]:
-        """The batch and number of a child that ended, and whether its kernel is on disk."""
+    def reap(self, pipe: int) -> tuple[int, int, str | None]:
+        """The batch and number of a child that ended, and None if its kernel is on disk, else the
+        reason why it is not."""
         batch, number, pid = self.jobs.pop(pipe)
+        said = os.read(pipe, 4 * MESSAGE).decode(errors="replace")
         os.close(pipe)
         _, status = os.waitpid(pid, 0)
-        return batch, number, status == 0
+        if status == 0:
+            return batch, number, None
+        return batch, number, said or f"the compiler ended with {os.waitstatus_to_exitcode(status)}"
 
     def end(self) -> None:
         """End all children, without waiting for them."""
@@ -203,7 +218,7 @@ def serve() -> None:
             for event, _ in ready.select():
                 if event.fd:
                     ready.unregister(event.fd)
-                    os.write(out, b"%d %d %d\n" % children.reap(event.fd))
+                    os.write(out, json.dumps(children.reap(event.fd)).encode() + b"\n")
                     continue
                 try:
                     batch, jobs = pickle.loads(_read(*LENGTH.unpack(_read(LENGTH.size))))
