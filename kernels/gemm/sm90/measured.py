@@ -29,7 +29,7 @@ WIDTH = 0.85  # of the Gaussian weights of distance: sqrt(1/2) of a doubling of 
 SIZES = 3  # the first dimensions of a place: M, N and K
 FARTHEST = 4.0  # in sizes: beyond, a weight is below 2e-5 and not computed
 PRIOR = 0.3  # weight of the assumed zero error
-CAUTION = 0.06  # added to the logarithm of the time where nothing was measured nearby
+CAUTION = 0.08  # added to the logarithm of the time where nothing was measured nearby
 LARGEST = 0.35  # clip of a measured error, in logarithms
 
 
@@ -39,13 +39,13 @@ def place(
     """The point of the pair of `problem` and `config`."""
     c = config
     return (
-        *(log2(problem.m), log2(problem.n), log2(problem.k)),
+        *(log2(problem.m), 1.4 * log2(problem.n), log2(problem.k)),
         *(2.0 * log2(c.tile_m), 1.5 * log2(c.tile_n)),
-        *(2.0 * log2(c.cluster_m), 2.0 * log2(c.cluster_n), 2.0 * log2(c.split_k)),
-        *(1.5 * c.swap_ab, 3.0 * c.pingpong, 2.0 * (c.rows > 0), 2.0 * (c.columns > 0)),
-        *(5.0 * c.spread - 5.0 * (c.stream_k > 0), 0.7 * c.mma_warpgroups),
-        *(4.5 * counts.ctas / 132 / counts.rounds, log2(counts.rounds)),
-        *(1.5 * counts.narrow, 1.0 - majors[0]),
+        *(2.8 * log2(c.cluster_m), 4.0 * log2(c.cluster_n), 1.4 * log2(c.split_k)),
+        *(1.5 * c.swap_ab, 3.0 * c.pingpong, 2.8 * (c.rows > 0), 2.8 * (c.columns > 0)),
+        *(5.0 * c.spread - 5.0 * (c.stream_k > 0), 0.5 * c.mma_warpgroups),
+        *(6.3 * counts.ctas / 132 / counts.rounds, log2(counts.rounds)),
+        *(2.1 * counts.narrow, 0.5 * (1.0 - majors[0])),
     )
 
 
