@@ -3,8 +3,8 @@
 The processes start on first use, import the compiler once, and stay. They import only cutex: the
 caller's script is not run again in them, whatever it does at its top level.
 
-NOTE: they are not forked from one process that has imported the compiler: beside a GPU's driver none
-of such children compiled anything.
+NOTE: they are not forked from one process that has imported the compiler: beside a GPU's driver
+none of such children compiled anything.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from cutex.bench.clock_errors import (
     traces_file,
 )
 from cutex.bench.clock_page import MEASURED, PAGE, constants
+from cutex.bench.clock_page import main as clock_main
 from cutex.bench.run import settle
 from cutex.gemm import main as gemm_main
 from cutex.problem import problem_class
@@ -34,7 +35,7 @@ from cutex.problem.stage import stage
 from cutex.sim import simulate
 from cutex.sim.__main__ import main as script_main
 from cutex.sim.timing import stored
-from cutex.sim.timing.events import Cluster, Event, Load, Mma, Record, Work
+from cutex.sim.timing.events import Cluster, Event, Load, Mma, Peer, Record, Work
 from cutex.sim.timing.gpus import GPUS, SOURCES, Gpu, gpu
 from cutex.sim.timing.lengths import handed_out
 from cutex.sim.timing.machine_code import costs, read
@@ -391,3 +392,45 @@ def test_bad_input_to_a_script_is_one_sentence(capsys, tmp_path):
     ):
         assert script_main([*options, str(script)]) == 2
         assert says in capsys.readouterr().err
+
+
+# ---- loads past an operand's end, and from other CTAs' shared memory
+
+
+def test_of_a_box_past_the_end_the_rows_outside_cost():
+    """144 rows in tiles of 80: the second tile's boxes have 16 rows outside, of 128 bytes each."""
+    config = replace(
+        stage("gemm", "sm_90a", 9).default, tile_m=64, tile_n=80, tile_k=64, num_stages=6,
+        epi_n=16, epi_stages=1, swap_ab=True, warpgroups=1, pingpong=False, cluster_m=1,
+        cluster_n=2, columns=1, rows=0,
+    )  # fmt: skip
+    top = replace(stage("gemm", "sm_90a", 9), default=config, chooses=False)
+    traced, whole = record(GemmProblem(144, 128, 512), top)
+    loads = [e for p in traced.record.programs.values() for e in p if isinstance(e, Load)]
+    assert {e.outside for e in loads} == {0, 16 * 128}
+    slow = replace(board(), tma_outside=board().tma_outside / 50)
+    within, _ = record(GemmProblem(160, 128, 512), top)
+    assert predict(traced, slow, whole).cycles > 2 * predict(traced, board(), whole).cycles
+    assert predict(within, slow, whole).cycles == predict(within, board(), whole).cycles
+
+
+def test_sums_read_from_other_ctas_take_time():
+    config = replace(
+        stage("gemm", "sm_90a", 9).default, tile_m=64, tile_n=80, tile_k=64, num_stages=6,
+        epi_n=16, epi_stages=1, swap_ab=True, warpgroups=1, pingpong=False, cluster_m=1,
+        cluster_n=1, split_k=4, columns=1, rows=0,
+    )  # fmt: skip
+    top = replace(stage("gemm", "sm_90a", 9), default=config, chooses=False)
+    traced, whole = record(GemmProblem(80, 64, 1024), top)
+    sums = [e.size for p in traced.record.programs.values() for e in p if isinstance(e, Peer)]
+    assert sum(sums) == 3 * 64 * 80 * 4, "each CTA reads a quarter of the tile from three others"
+    slow = replace(board(), peer_bytes=board().peer_bytes / 50)
+    assert predict(traced, slow, whole).cycles > 2 * predict(traced, board(), whole).cycles
+
+
+def test_the_error_on_drawn_kernels_is_reported_by_kind(capsys):
+    assert clock_main(["--drawn", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "| all | 3 |" in out
+    assert clock_main(["--drawn", "0"]) == 2
+    assert "--drawn 0" in capsys.readouterr().err

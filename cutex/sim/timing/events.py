@@ -53,7 +53,7 @@ class Load(NamedTuple):
     source: tuple[Any, ...]  # the tensor map's address, and the box's coordinates
     rows: int  # rows of the box, each a request of its own
     ctas: tuple[int, ...] = ()  # the CTAs that it writes to, one for each of the signals
-    outside: bool = False  # a part of the box is outside its tensor
+    outside: int = 0  # bytes of the box's rows that are outside its tensor
 
 
 class Store(NamedTuple):
@@ -121,6 +121,12 @@ class Fetch(NamedTuple):
     lines: int
     tensor: int  # its address
     registers: bool  # or, by cp.async, shared memory
+
+
+class Peer(NamedTuple):
+    """A load from the shared memory of a CTA of the cluster."""
+
+    size: int  # bytes
 
 
 class Need(NamedTuple):

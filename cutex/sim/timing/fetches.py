@@ -1,5 +1,6 @@
-"""The bytes that warps load from global memory by ordinary instructions and by cp.async that is not
-bulk, and the instruction at which a warp first needs them.
+"""The bytes that warps load by ordinary instructions, from global memory and from other CTAs'
+shared memory, and by cp.async that is not bulk, and the instruction at which a warp first needs
+them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from cutex.sim.ptx.decode import Decoder
 from cutex.sim.ptx.operands import Address
 from cutex.sim.ptx.parse import Instruction
 from cutex.sim.ptx.temporaries import touched
-from cutex.sim.timing.events import Event, Fetch, Fetched, Need
+from cutex.sim.timing.events import Event, Fetch, Fetched, Need, Peer
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
@@ -25,7 +26,12 @@ SECTOR = 32  # bytes
 
 
 def into_registers(ins: Instruction) -> bool:
-    return ins.name == "ld" and "global" in ins.parts
+    return ins.name == "ld" and ("global" in ins.parts or from_peer(ins))
+
+
+def from_peer(ins: Instruction) -> bool:
+    """Whether the instruction loads from the shared memory of a CTA of the cluster."""
+    return ins.name == "ld" and "shared::cluster" in ins.op
 
 
 class Fetches:
@@ -73,7 +79,7 @@ class Fetches:
     def kind(self, pc: int, ins: Instruction) -> Callable[[Batch, Any], None]:
         """The function that records a load, or a copy, after it has executed."""
         d = Decoder(ins, self.m)
-        registers = into_registers(ins)
+        registers, peer = into_registers(ins), from_peer(ins)
         addresses = [i for i, o in enumerate(ins.operands) if isinstance(o, Address)]
         address = d.address(addresses[-1])
         size = width(ins) if registers else int(ins.operands[addresses[-1] + 1].value)  # type: ignore[union-attr]
@@ -91,7 +97,7 @@ class Fetches:
                     self.count[warp] += 1
                     numbers = dict.fromkeys(self.written[pc], self.count[warp])
                     self.loads[warp].update(numbers)
-                self.add(warp, self._fetch(at, size, registers))
+                self.add(warp, Peer(size * len(at)) if peer else self._fetch(at, size, registers))
 
         return add
 

@@ -47,7 +47,8 @@ class Gpu:
     l2_ahead: float = 0.0  # cycles by which an SM may exceed its share of L2, as others use less
     tma_issue: float = 8.0  # of the TMA engine, for an instruction
     tma_row: float = 0.9  # of the TMA engine, for a row of a box of any length
-    tma_outside: float = 15.5  # bytes per cycle, boxes with a part outside the tensor
+    tma_outside: float = 13.6  # bytes per cycle, rows of boxes that are outside their tensor
+    tma_zeros: float = 15.5  # bytes per cycle, boxes that are wholly outside
     tma_gap: float = 8.0  # of the warp that issues a copy
     tma_store_bytes: float = 31.8  # bytes per cycle, TMA stores of one SM
     store_read: float = 170.0  # from the end of a store's service until it has read smem
@@ -56,6 +57,8 @@ class Gpu:
     store_queue: float = 8.0  # ordinary stores of a warp in flight before it has to wait
     line_cycles: float = 2.4  # of an SM, for a 128-byte line that ordinary instructions access
     global_latency: float = 600.0
+    peer_bytes: float = 9.0  # bytes per cycle that an SM loads from others' shared memory
+    peer_latency: float = 200.0  # of such a load
     wake: float = 92.0  # from a phase's end to the waiter's next instruction
     try_wait: float = 90.0  # of a wait for a phase that is complete already
     remote_arrive: float = 60.0
@@ -143,7 +146,8 @@ SOURCES: dict[str, tuple[str, str]] = {
         "fit: the same, with hbm_latency; SemiAnalysis has 1413 in all under load",
     ),
     "hbm_latency": ("probe tma: the same from memory, +-10 %", "fit: half of both, +-30 %"),
-    "tma_outside": ("fit, stages 2 to 5 of 16 and 64 rows, +-5 %", "the H200's"),
+    "tma_outside": ("fit, stages 2 to 7 of 16 rows, +-5 %", "the H200's"),
+    "tma_zeros": ("fit, stage 8 of 64 rows, +-5 %", "the H200's"),
     "tma_issue": ("prior, below what the probe can tell", "prior"),
     "tma_gap": ("prior", "prior"),
     "store_read": ("probe tmastores: one box less its bytes, +-5 %", "the H200's"),
@@ -152,6 +156,8 @@ SOURCES: dict[str, tuple[str, str]] = {
     "store_queue": ("prior", "prior"),
     "line_cycles": ("fit, stages 2 and 3, +-10 %", "the H200's"),
     "global_latency": ("prior", "prior"),
+    "peer_bytes": ("fit, microseconds of 23 kernels that split K, +-30 %", "the H200's"),
+    "peer_latency": ("published: 180 to 210", "the H200's"),
     "wake": ("probe signal mbarrier, +-2 %", "the H200's"),
     "try_wait": ("probe poll, +-3 %", "fit: rows of a B200, below 40"),
     "remote_arrive": ("probe peer, +-2 %", "the H200's"),

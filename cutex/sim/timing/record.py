@@ -8,6 +8,7 @@ of a barrier that a warp needed, the number of groups that it left in flight.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable
@@ -275,8 +276,9 @@ class Recorder:
                 if box := self._map(source[0]):
                     rows = max(1, program[-1].size // int(box.box[0] * box.itemsize))
                     corner = box.place(source[1:]) or source[1:]
-                    spans = zip(corner, box.box, box.dims, strict=False)
-                    outside = any(x < 0 or x + n > size for x, n, size in spans)
+                    spans = zip(corner[1:], box.box[1:], box.dims[1:], strict=False)
+                    inside = math.prod(max(0, min(x + n, size) - max(x, 0)) for x, n, size in spans)
+                    outside = max(0, rows - inside) * int(box.box[0] * box.itemsize)
                     program[-1] = program[-1]._replace(source=source, rows=rows, outside=outside)
                 else:
                     program[-1] = program[-1]._replace(source=source, rows=1)

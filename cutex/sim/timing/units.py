@@ -94,6 +94,7 @@ class Sm:
         self.outside = Unit("TMA outside")
         self.out = Unit("stores")
         self.lines = Unit("loads")
+        self.peers = Unit("other CTAs' smem")
         self.l2 = Unit("L2 share")
         self.hbm = Unit("HBM share")
 
@@ -102,5 +103,5 @@ class Sm:
         cores = [u for core in self.cores for u in (core.slots, *core.pipes)]
         return [
             *cores, self.port, self.tensor, self.tmem, self.issue, self.ingest, self.outside,
-            self.out, self.lines, self.l2, self.hbm,
+            self.out, self.lines, self.peers, self.l2, self.hbm,
         ]  # fmt: skip

@@ -20,6 +20,7 @@ from cutex.sim.timing.events import (
     Mma,
     Named,
     Need,
+    Peer,
     Reply,
     Settled,
     Store,
@@ -202,8 +203,9 @@ class Warp:
             into = target.ingest.serve(at, max(e.size / g.tma_bytes, e.rows * g.tma_row))
             latency = g.l2_latency + (g.hbm_latency * m.waits if m.miss else 0.0)
             end = max(into, l2, hbm) + latency
-            if e.outside:  # the engine works on one such box at a time
-                end = max(end, target.outside.serve(at, e.size / g.tma_outside))
+            if e.outside:  # the engine works on one such row at a time
+                rate = g.tma_outside if e.outside < e.size else g.tma_zeros
+                end = max(end, target.outside.serve(at, e.outside / rate))
             ends.append(end)
             self.r.at(end, partial(self.i.bytes, signal, e.size, "TMA"))
             if self.r.log:
@@ -388,6 +390,12 @@ class Warp:
             self.copying = max(self.copying, end)
         return None
 
+    def peer(self, e: Peer, now: float) -> float | None:
+        """Start a load from the smem of another CTA, after which the warp goes on as in `fetch`."""
+        end = self.sm.peers.serve(now, e.size / self.gpu.peer_bytes) + self.gpu.peer_latency
+        self.fetched.append(max(end, self.fetched[-1] if self.fetched else 0.0))
+        return None
+
     def need(self, e: Need, now: float) -> float | None:
         return self._until("global memory", now, self.fetched[e.loads - 1])
 
@@ -427,5 +435,6 @@ _DO: dict[type, Callable[[Warp, Any, float], float | None]] = {
     Wait: Warp.wait, Arrive: Warp.arrive, Load: Warp.load, Store: Warp.store,
     Commit: Warp.commit, Group: Warp.group, Mma: Warp.mma, Named: Warp.name_barrier,
     Cluster: Warp.cluster, Touch: Warp.touch, Columns: Warp.columns, Settled: Warp.settled,
-    Reply: Warp.reply, Copy: Warp.copy, Fetch: Warp.fetch, Need: Warp.need, Landed: Warp.landed,
+    Reply: Warp.reply, Copy: Warp.copy, Fetch: Warp.fetch, Peer: Warp.peer, Need: Warp.need,
+    Landed: Warp.landed,
 }  # fmt: skip
