@@ -18,7 +18,7 @@ import cutex
 from cutex.arch import arch
 from cutex.kernels.gemm.choose import rows_class, sizes_class
 from cutex.kernels.gemm.signature import OperandLayout
-from cutex.ops import building, choices, shipping, simulated, tuner
+from cutex.ops import building, choices, drawn, shipping, simulated, tuner
 from cutex.ops.arrange import Arranged, arrange
 from cutex.ops.checks import Call
 from cutex.ops.plan import (
@@ -101,7 +101,8 @@ def test_a_choice_that_cannot_be_read_is_none(gpu, monkeypatch):
 def test_without_time_to_compile_the_models_first_is_taken(gpu, monkeypatch):
     monkeypatch.setattr(building, "build", lambda jobs, seconds=None: [False] * len(jobs))
     arranged = call(64, 128, 64)
-    chosen = tuner.choose_by_time(arranged, "sm_90a", 3.0, lambda *_: pytest.fail("timed"))
+    with pytest.warns(UserWarning, match="64x128x64 is not tuned: 0 of 16 kernels"):
+        chosen = tuner.choose_by_time(arranged, "sm_90a", 3.0, lambda *_: pytest.fail("timed"))
     assert chosen == next(candidates(classed(arranged)))
     assert not list(gpu.glob("choices/*.json"))
 
@@ -272,3 +273,11 @@ def test_one_graph_serves_every_number_of_rows():
             x = torch.randint(-2, 3, (m, 64)).bfloat16()
             assert torch.equal(compiled(x).float(), x.float() @ w.float().T)
     assert len(graphs) == 1
+
+
+def test_the_clocks_error_on_drawn_kernels_is_reported_by_kind(capsys):
+    assert drawn.main(["--count", "3"]) == 0
+    assert "| all | 3 |" in capsys.readouterr().out
+    assert list(drawn.draw(1, 5)) == list(drawn.draw(1, 5)) != list(drawn.draw(2, 5))
+    assert drawn.main(["--count", "0"]) == 2
+    assert "--count 0: from 1 to" in capsys.readouterr().err

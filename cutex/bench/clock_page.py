@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from cutex.bench import clock_b200, clock_configs, clock_drawn
+from cutex.bench import clock_b200, clock_configs
 from cutex.bench import clock_foreign as foreign
 from cutex.bench.clock import record
 from cutex.bench.clock_b200 import ROWS
@@ -138,14 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--b200", nargs="?", type=Path, const=ROWS, metavar="FILE",
                    help=f"only against published rows of a B200, by default {ROWS}")  # fmt: skip
     p.add_argument("--fit", choices=("power", "b200"), help="print constants fitted anew")
-    p.add_argument("--drawn", type=int, metavar="N",
-                   help="only against N GEMM kernels drawn from results/configs")  # fmt: skip
     args = p.parse_args(argv)
-    if args.drawn is not None:
-        if args.drawn < 1:
-            p.error(f"--drawn {args.drawn}: at least 1 is needed")
-        print(clock_drawn.table(clock_drawn.found(0, args.drawn)))
-        return 0
     if args.b200 or args.fit == "b200":
         return _of_b200(args.b200 or ROWS, args.fit == "b200", args.page)
     if args.predict:

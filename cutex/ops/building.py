@@ -125,8 +125,8 @@ def build(
     ended: Callable[[], object] = lambda: None,
 ) -> list[bool]:
     """Compile `jobs` in order, and call `ended` after each. Return for each whether it is on disk,
-    at the latest `seconds` after a first process is ready; a job that does not compile is not, and
-    a warning says why, once for each reason."""
+    at the latest `seconds` after the processes are ready; a job that does not compile is not, and a
+    warning says why, once for each reason."""
     batch = _Batch(jobs, ended)
     until = None
     with selectors.DefaultSelector() as said:
@@ -135,7 +135,7 @@ def build(
             for builder in _builders:
                 if builder not in said.get_map():
                     said.register(builder, selectors.EVENT_READ, builder)
-            if seconds is not None and until is None and any(b.ready for b in _builders):
+            if seconds is not None and until is None and all(b.ready for b in _builders):
                 until = time.monotonic() + seconds
             wait = None if until is None else until - time.monotonic()
             if wait is not None and wait <= 0:

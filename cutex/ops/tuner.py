@@ -11,6 +11,7 @@ with a cold L2; those that are slow in a first look are left out.
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -102,6 +103,10 @@ def choose_by_time(
     built = building.build([(c, arch_name) for c in proposed], COMPILING * seconds)
     until = time.monotonic() + (1 - COMPILING) * seconds
     ready = [c for c, ok in zip(proposed, built, strict=True) if ok]
+    if len(ready) < 2 < len(proposed):
+        m, n, k, _ = arranged.sizes
+        few = f"{len(ready)} of {len(proposed)} kernels were built in time"
+        warnings.warn(f"{m}x{n}x{k} is not tuned: {few}", stacklevel=2)
     if len(ready) < 2:
         return ready[0] if ready else proposed[0]
     us = compete(ready, arranged, arch_name, until, timer or time_on_gpu)

@@ -26,7 +26,6 @@ from cutex.bench.clock_errors import (
     traces_file,
 )
 from cutex.bench.clock_page import MEASURED, PAGE, constants
-from cutex.bench.clock_page import main as clock_main
 from cutex.bench.run import settle
 from cutex.gemm import main as gemm_main
 from cutex.problem import problem_class
@@ -426,11 +425,3 @@ def test_sums_read_from_other_ctas_take_time():
     assert sum(sums) == 3 * 64 * 80 * 4, "each CTA reads a quarter of the tile from three others"
     slow = replace(board(), peer_bytes=board().peer_bytes / 50)
     assert predict(traced, slow, whole).cycles > 2 * predict(traced, board(), whole).cycles
-
-
-def test_the_error_on_drawn_kernels_is_reported_by_kind(capsys):
-    assert clock_main(["--drawn", "3"]) == 0
-    out = capsys.readouterr().out
-    assert "| all | 3 |" in out
-    assert clock_main(["--drawn", "0"]) == 2
-    assert "--drawn 0" in capsys.readouterr().err

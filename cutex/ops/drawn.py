@@ -1,21 +1,25 @@
-"""The simulator's clock on kernels that nobody chose: pairs of a problem and a config drawn from
-those that were measured for the choice of tiles (results/configs), M from 1 to 16384.
+"""python -m cutex.ops.drawn: the simulator's clock on kernels that nobody chose (see --help).
 
-Their times are microseconds of short samples in turns, launch included, at a clock that is not
-known: with kernels that the power limit slows down it is up to 10 % above the predicted one.
+They are pairs of a problem and a config drawn from those that were measured for the choice of tiles
+(results/configs), M from 1 to 16384. Their times are microseconds of short samples in turns, launch
+included, at a clock that is not known: with kernels that the power limit slows down it is up to
+10 % above the predicted one.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cutex.bench.clock import time_stage
 from cutex.bench.clock_errors import Summary, board
 from cutex.bench.progress import progress
+from cutex.command import Parser, answered
+from cutex.errors import BadOption
 from cutex.kernels.gemm.sm90.fit import measured_rows
 from cutex.problem.gemm import GemmProblem
 from cutex.problem.stage import stage
@@ -70,8 +74,8 @@ def draw(seed: int, count: int) -> Iterator[tuple[GemmProblem, Sm90Config, float
         for i, us in r["us"].items()
         if us <= SLOWEST * min(r["us"].values()) and configs[int(i)].workspace is None
     ]
-    if count > len(every):
-        raise ValueError(f"--drawn {count}: {len(every)} kernels were measured")
+    if not 0 < count <= len(every):
+        raise BadOption(f"--count {count}: from 1 to {len(every)} kernels can be drawn")
     for m, n, k, config, us in rng.sample(every, count):
         yield GemmProblem(m, n, k), config, us
 
@@ -102,3 +106,21 @@ def table(drawn: Iterable[Drawn]) -> str:
             mean = f"{100 * sum(errors) / len(errors):+.1f}"
             lines.append(f"| {name} | {' | '.join([count, mean, *others])} |")
     return "\n".join(lines)
+
+
+@answered
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(
+        prog="python -m cutex.ops.drawn",
+        description="Hold the simulator's clock against GEMM kernels drawn from those whose time "
+        "was measured on H200s for the choice of tiles.",
+    )
+    parser.add_argument("--count", type=int, default=100, help="kernels, 3 s each; default: 100")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw; default: 0")
+    args = parser.parse_args(argv)
+    print(table(found(args.seed, args.count)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
