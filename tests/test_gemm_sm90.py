@@ -137,6 +137,13 @@ ROUND = {
     "64x96, 4x1, in two": {
         **SMALL, "tile_m": 64, "tile_n": 96, "warpgroups": 1, "cluster_m": 4, "columns": 2
     },
+    "64x80, 4x1, B in turn, in two": {
+        **SMALL, "tile_m": 64, "tile_n": 80, "warpgroups": 1, "cluster_m": 4, "columns": 2
+    },
+    "64x40, 2x1, B in turn, two rows, not swapped": {
+        **SMALL, "tile_m": 64, "tile_n": 40, "epi_n": 40, "warpgroups": 1, "cluster_m": 2,
+        "rows": 2, "swap_ab": False,
+    },
     "64x80, 2x1, two rows, not swapped": {
         **SMALL, "tile_m": 64, "tile_n": 80, "warpgroups": 1, "cluster_m": 2, "rows": 2,
         "swap_ab": False,
@@ -169,6 +176,15 @@ ROUND = {
 @pytest.mark.parametrize("changes", ROUND.values(), ids=ROUND.keys())
 def test_one_round_of_tiles_in_columns_comes_out_exact(changes: dict) -> None:
     check(9, (150, 264, 392), changes, "random", 5)
+
+
+@pytest.mark.parametrize("order", ["eager", "starved", "peer-late", "random"])
+@pytest.mark.parametrize("more", [{"columns": 2}, {"num_ctas": 8}], ids=["a round", "a walk"])
+def test_loads_in_turn_do_not_depend_on_the_order_of_events(more: dict, order: str) -> None:
+    """80 rows of B do not divide into four parts of whole swizzle atoms, nor seven steps of K into
+    rounds of four turns."""
+    changes = {"tile_m": 64, "tile_n": 80, "warpgroups": 1, "cluster_m": 4, "num_stages": 3}
+    check(9, (150, 600, 392), {**SMALL, **changes, **more}, order, 6)
 
 
 @pytest.mark.parametrize("number", [7, 8, 9])

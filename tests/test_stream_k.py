@@ -124,8 +124,11 @@ KINDS = {
     "256x208, 240 registers": {"tile_m": 256, "tile_n": 208, "epi_n": 16, "num_ctas": 3},
     "256x80, many to a tile": {"tile_m": 256, "tile_n": 80, "epi_n": 16, "num_ctas": 17},
     "1x2": {"tile_n": 64, "cluster_n": 2, "num_ctas": 8},
+    "4x1, loads in turn": {
+        "tile_m": 64, "tile_n": 48, "warpgroups": 1, "epi_n": 16, "cluster_m": 4, "num_ctas": 12
+    },
     "2x1, two rounds": {"tile_n": 64, "cluster_m": 2, "num_ctas": 6, "stream_k": 2},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("swap_ab", [False, pytest.param(True, marks=SLOW)])

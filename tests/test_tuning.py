@@ -112,18 +112,20 @@ def test_what_cutex_comes_with_fits_its_problems_and_is_taken():
     table = choices._shipped("sm_90a")
     assert len(table) > 50
     for name in table:
-        sizes, (a, b) = name.split()
+        sizes, (a, b), *narrow = name.split()
+        assert narrow in ([], ["fp8"])
         m, n, k = map(int, sizes.split("x"))
+        dtype, elements = ("e4m3", 2 * k) if narrow else ("bf16", k)
         layouts = (
-            OperandLayout(major="row" if a == "k" else "column"),
-            OperandLayout(major="column" if b == "k" else "row"),
+            OperandLayout(dtype, "row" if a == "k" else "column"),
+            OperandLayout(dtype, "column" if b == "k" else "row"),
             OperandLayout(),
         )
-        calls = call_class((m, n, k, 1), layouts, (), "sm_90a")
+        calls = call_class((m, n, elements, 1), layouts, (), "sm_90a")
         assert calls.sizes == (m, n, k, 1), "a class, not a size within one"
         tiles = choices.shipped(calls)
         assert tiles is not None and tiles.why_not(problem_of(calls), arch("sm_90a")) is None
-        assert config_for((m, n, k, 1), layouts, (), "sm_90a").tiles == tiles
+        assert config_for((m, n, elements, 1), layouts, (), "sm_90a").tiles == tiles
         batched = replace(calls, sizes=(m, n, k, 2))
         assert choices.shipped(batched) is None
 

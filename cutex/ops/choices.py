@@ -28,6 +28,7 @@ import torch
 from cutex.arch import arch
 from cutex.compile import cache_dir
 from cutex.compile.sources import sources_digest
+from cutex.dtypes import DTYPES
 from cutex.kernels.gemm import stages
 from cutex.kernels.gemm.config import GemmConfig
 from cutex.problem.stage import package
@@ -117,12 +118,9 @@ def preferred(calls: CallClass) -> GemmConfig | None:
 
 def shipped(calls: CallClass) -> GemmConfig | None:
     """The tiles shipped with cutex for `calls`; None if there are none, or for a batch."""
-    *mnk, batch = calls.sizes
-    a, b, _ = calls.layouts
-    if batch != 1 or a.dtype not in ("bf16", "fp16"):
+    if calls.sizes[3] != 1 or DTYPES[calls.layouts[0].dtype].bits > 16:
         return None
-    majors = ("k" if a.major == "row" else "m") + ("k" if b.major == "column" else "n")
-    row = _shipped(calls.arch).get(f"{'x'.join(map(str, mnk))} {majors}")
+    row = _shipped(calls.arch).get(name_of(calls))
     if row is None:
         return None
     config = stages(calls.arch)[-1].config_from_row(row)
@@ -130,10 +128,20 @@ def shipped(calls: CallClass) -> GemmConfig | None:
     return config
 
 
+def name_of(calls: CallClass) -> str:
+    """The name of `calls` in the table that is shipped: M, N, K in units of 2 bytes, the contiguous
+    sides of a and b, and whether their elements are of 8 bits."""
+    *mnk, _ = calls.sizes
+    a, b, _ = calls.layouts
+    majors = ("k" if a.major == "row" else "m") + ("k" if b.major == "column" else "n")
+    narrow = " fp8" if DTYPES[a.dtype].bits == 8 else ""
+    return f"{'x'.join(map(str, mnk))} {majors}{narrow}"
+
+
 @lru_cache
 def _shipped(arch_name: str) -> dict[str, dict[str, Any]]:
-    """The shipped choices, by M, N, K and the contiguous sides of a and b: fields that differ from
-    the defaults."""
+    """The shipped choices, by the name of a class of calls: fields that differ from the
+    defaults."""
     package_file = import_module(package("gemm", arch_name)).__file__
     assert package_file is not None
     file = Path(package_file).parent / "choices.json"

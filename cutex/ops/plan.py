@@ -42,7 +42,8 @@ def proposals(calls: CallClass) -> Iterator[GemmConfig]:
         found = autotune.remembered(stages(calls.arch)[-1], problem)
         if isinstance(found, GemmConfig) and found.why_not(problem, target) is None:
             yield found
-    yield from ranked(problem, target, batch, majors_of(calls))
+    bits = DTYPES[calls.layouts[0].dtype].bits
+    yield from ranked(problem, target, batch, majors_of(calls), bits)
 
 
 def problem_of(calls: CallClass) -> GemmProblem:

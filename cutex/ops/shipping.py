@@ -18,11 +18,12 @@ from typing import Any
 
 from cutex.arch import arch
 from cutex.command import Parser, answered
+from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.signature import OperandLayout
 from cutex.kernels.gemm.sm90 import fit
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.cost_model import candidates as all_candidates
-from cutex.ops.choices import CallClass
+from cutex.ops.choices import CallClass, name_of
 from cutex.ops.plan import call_class, candidates, fitted, majors_of, problem_of
 
 FILE = Path(fit.__file__).with_name("choices.json")
@@ -39,18 +40,17 @@ def measured() -> Iterator[tuple[CallClass, dict[Sm90Config, float]]]:
     found: dict[tuple[Any, ...], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         for i, us in row["us"].items():
-            mnk_and_pass = row["m"], row["n"], row["k"], row["pass"]
-            found[mnk_and_pass][int(i)].append(us / min(row["others"].values()))
-    for (*mnk, direction), times in sorted(found.items()):
+            problem = row["m"], row["n"], row["k"], row["pass"], fit.dtype_of(row)
+            found[problem][int(i)].append(us / min(row["others"].values()))
+    for (m, n, k, direction, dtype), times in sorted(found.items()):
         a, b = fit.MAJORS[direction]
         layouts = (
-            OperandLayout(major="row" if a else "column"),
-            OperandLayout(major="column" if b else "row"),
+            OperandLayout(dtype, "row" if a else "column"),
+            OperandLayout(dtype, "column" if b else "row"),
             OperandLayout(),
         )
-        sizes = mnk[0], mnk[1], mnk[2], 1
-        calls = call_class(sizes, layouts, (), "sm_90a")
-        if calls.sizes == sizes:
+        calls = call_class((m, n, k, 1), layouts, (), "sm_90a")
+        if calls.sizes == (m, n, DTYPES[dtype].bytes(k) // 2, 1):
             yield calls, {configs[i]: fmean(t) for i, t in times.items()}
 
 
@@ -71,16 +71,12 @@ def better(calls: CallClass, times: dict[Sm90Config, float]) -> Sm90Config | Non
 
 
 def table() -> dict[str, dict[str, Any]]:
-    """The config fields that differ from the defaults, by M, N, K and the contiguous sides of a and
-    b."""
+    """The config fields that differ from the defaults, by the name of a class of calls."""
     usual = asdict(Sm90Config())
     found = {}
     for calls, times in measured():
         if config := better(calls, times):
-            a, b = majors_of(calls)
-            m, n, k, _ = calls.sizes
-            name = f"{m}x{n}x{k} {'k' if a else 'm'}{'k' if b else 'n'}"
-            found[name] = {f: v for f, v in asdict(config).items() if v != usual[f]}
+            found[name_of(calls)] = {f: v for f, v in asdict(config).items() if v != usual[f]}
     return found
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from cutex.arch import arch as target
 from cutex.arch import local_arch
 from cutex.bench.progress import progress
+from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.choose import cover, predictions, rows_class
 from cutex.kernels.gemm.signature import GeneralConfig
 from cutex.ops import building, choices
@@ -118,7 +119,11 @@ def _few_for(classes: list[CallClass], arch_name: str, most: int) -> dict[CallCl
     for calls in classes:
         known = choices.remembered(calls)
         predicted = predictions(
-            problem_of(calls), target(arch_name), calls.sizes[3], majors_of(calls)
+            problem_of(calls),
+            target(arch_name),
+            calls.sizes[3],
+            majors_of(calls),
+            DTYPES[calls.layouts[0].dtype].bits,
         )
         whole = {known: 1.0} if known is not None else predicted
         fitting = ((fitted(tiles, calls), us) for tiles, us in whole.items())

@@ -40,20 +40,29 @@ def sizes_class(mnk: tuple[int, int, int], majors: tuple[bool, bool]) -> tuple[i
 
 
 def predictions(
-    problem: GemmProblem, arch: Arch, batch: int = 1, majors: tuple[bool, bool] = (True, True)
+    problem: GemmProblem,
+    arch: Arch,
+    batch: int = 1,
+    majors: tuple[bool, bool] = (True, True),
+    bits: int = 16,
 ) -> dict[GemmConfig, float]:
     """The microseconds that the model of `arch` predicts for each candidate config that can run
-    `batch` of `problem`; `majors` says whether K is contiguous in A and in B."""
+    `batch` of `problem`; `majors` says whether K is contiguous in A and in B, `bits` what their
+    elements have. K counts 2 bytes."""
     model = COST_MODELS[arch.name]
     fits = [c for c in model.candidates(problem, arch, majors) if c.why_not(problem, arch) is None]
-    return dict(zip(fits, model.predictions(fits, problem, arch, batch, majors), strict=True))
+    return dict(zip(fits, model.predictions(fits, problem, arch, batch, majors, bits), strict=True))
 
 
 def ranked(
-    problem: GemmProblem, arch: Arch, batch: int = 1, majors: tuple[bool, bool] = (True, True)
+    problem: GemmProblem,
+    arch: Arch,
+    batch: int = 1,
+    majors: tuple[bool, bool] = (True, True),
+    bits: int = 16,
 ) -> list[GemmConfig]:
     """The candidate configs of `problem`, fastest predicted first."""
-    times = predictions(problem, arch, batch, majors)
+    times = predictions(problem, arch, batch, majors, bits)
     return sorted(times, key=times.__getitem__)
 
 

@@ -1,9 +1,9 @@
 """TMA multicast: the CTAs of a cluster load the tiles that they have in common once.
 
 In a cluster of (m, n) CTAs, the CTAs in one row work on the same rows of C, and so need the same
-tiles of A; those in one column need the same tiles of B. Each loads an equal part of a shared tile;
-TMA writes it into the smem of all sharers, at the same offset, and counts its bytes on each CTA's
-own barrier.
+tiles of A; those in one column need the same tiles of B. Each loads an equal part of a shared tile,
+or, where its rows do not divide into whole swizzle atoms, whole tiles in turn; TMA writes it into
+the smem of all sharers, at the same offset, and counts its bytes on each CTA's own barrier.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from cutlass.memory import SmemAllocator
 from cutex.device.atoms.tma import AbLoads, TileLoads, load_operand, matrix, tile_loads
 from cutex.device.pipeline import Barrier, PipelineState, Ring
 from cutex.device.work_tile import WorkTile, place_in_cluster
+
+ATOM_ROWS = 8  # of a 128-byte swizzle atom
 
 
 @dataclass(frozen=True)
@@ -70,17 +72,24 @@ class Cluster:
         return rank
 
 
+def parts_of(rows: int, sharers: int) -> int:
+    """The number of parts in which `sharers` CTAs load a tile of `rows` rows: one for each, or 1,
+    the tile as a whole, if parts would not be whole swizzle atoms."""
+    return sharers if rows % (ATOM_ROWS * sharers) == 0 else 1
+
+
 @cute.jit
 def shared_operand(
     mX: cute.Tensor, smem_layout: cute.ComposedLayout, sharers: cutlass.Constexpr[int]
 ) -> cpasync.TmaInfo:
     """The tensor map of `mX` (rows, K) with which `sharers` CTAs load a tile together, each an
-    equal part of its rows."""
+    equal part of its rows, or all of it in turn."""
     if cutlass.const_expr(sharers == 1):
         return load_operand(mX, smem_layout)
     tile = cute.size(smem_layout, mode=[0]), cute.size(smem_layout, mode=[1])
     op = cpasync.CopyBulkTensorTileG2SMulticastOp()
-    return cpasync.make_tiled_tma_atom(op, mX, smem_layout, tile, num_multicast=sharers)
+    parts = parts_of(tile[0], sharers)
+    return cpasync.make_tiled_tma_atom(op, mX, smem_layout, tile, num_multicast=parts)
 
 
 class SharedTileLoads(NamedTuple):
@@ -97,24 +106,45 @@ class SharedTileLoads(NamedTuple):
         cute.copy(self.atom, gX, sX, tma_bar_ptr=full, mcast_mask=self.mask)
 
 
+class TileLoadsInTurn(NamedTuple):
+    """The loads of this CTA's turns: of every tile along K whose number, modulo `sharers`, is
+    `turn`, into the smem of all CTAs in `mask`."""
+
+    atom: cute.CopyAtom
+    gmem: cute.Tensor  # (TMA, RestK)
+    smem: cute.Tensor  # (TMA, SLOT)
+    mask: Int16
+    turn: Int32
+    sharers: int
+
+    @cute.jit
+    def load(self, k_tile: Int32, slot: Int32, full: cute.Pointer) -> None:
+        if k_tile % self.sharers == self.turn:
+            SharedTileLoads(self.atom, self.gmem, self.smem, self.mask).load(k_tile, slot, full)
+
+
 @cute.jit
 def shared_tile_loads(
     operand: cpasync.TmaInfo,
     sX: cute.Tensor,
     row_tile: Int32,
-    part: Int32,
+    number: Int32,
     sharers: cutlass.Constexpr[int],
     mask: Int16,
-) -> TileLoads | SharedTileLoads:
-    """The loads of part number `part`, of `sharers` along the rows, of each tile in row `row_tile`;
-    `sX` is (bRows, bK, SLOT)."""
+) -> TileLoads | SharedTileLoads | TileLoadsInTurn:
+    """The loads of each tile in row `row_tile` that fall to CTA `number` of the `sharers`: of its
+    part of the rows, or in its turns; `sX` is (bRows, bK, SLOT)."""
     if cutlass.const_expr(sharers == 1):
         return tile_loads(operand, sX, row_tile)
     tile = cute.size(sX, mode=[0]), cute.size(sX, mode=[1])
     gX = cute.local_tile(operand.tma_tensor, tile, (row_tile, None))  # (bRows, bK, RestK)
     sX, gX = cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
-    tXsX, tXgX = cpasync.tma_partition(operand.atom, part, cute.make_layout(sharers), sX, gX)
-    return SharedTileLoads(operand.atom, tXgX, tXsX, mask)
+    parts = parts_of(tile[0], sharers)
+    part = number if parts > 1 else 0
+    tXsX, tXgX = cpasync.tma_partition(operand.atom, part, cute.make_layout(parts), sX, gX)
+    if cutlass.const_expr(parts > 1):
+        return SharedTileLoads(operand.atom, tXgX, tXsX, mask)
+    return TileLoadsInTurn(operand.atom, tXgX, tXsX, mask, number, sharers)
 
 
 @cute.jit

@@ -149,9 +149,10 @@ def predictions(
     arch: Arch,
     batch: int = 1,
     majors: tuple[bool, bool] = (True, True),
+    bits: int = 16,
 ) -> list[float]:
     """The microseconds that the model predicts for `batch` such problems in one launch, for each
-    config."""
+    config, whatever the `bits` of an element."""
     return [predict(c, problem, arch, batch, majors) for c in configs]
 
 

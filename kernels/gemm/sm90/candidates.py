@@ -28,7 +28,7 @@ COOPERATIVE += [(192, n) for n in range(64, 193, 16)] + [(64, n) for n in range(
 CLUSTERS = ((1, 1), (2, 1), (1, 2))  # of CTAs that take whole tiles
 STREAMED_CLUSTERS = (*CLUSTERS, (4, 1), (1, 4))  # of CTAs that take shares of K (stream-K)
 WARPGROUPS = {64: 1, 128: 2, 192: 3, 256: 2}  # by rows of a tile that they share
-FEW = 4  # clusters along the side of C that is cut into few, at most
+FEW = 6  # clusters along the side of C that is cut into few, at most
 # CTAs that run at one time, by the size of a cluster: some GPCs have SMs left over
 AT_ONCE = {1: 132, 2: 132, 3: 108, 4: 120}
 SHALLOW = 164 * 1024  # 1.01 times as fast as all of smem with M = 1 to 16: SMs stay together
@@ -174,9 +174,11 @@ def _together() -> Iterator[tuple[int, int, int]]:
 def _columns(m: int, n: int, k: int) -> Iterator[Sm90Config]:
     """Swapped configs: few columns of tiles, as wide as M needs."""
     for cluster_m, cluster_n, split_k in _together():
-        for columns in range(1, FEW + 1):
-            unit = 16 if cluster_m < 4 else 32  # each CTA of a cluster loads whole rows by 8
-            tile_n = ceil_div(m, unit * columns * cluster_n) * unit
+        # B is loaded in turn, or by parts
+        units = (16, 32) if cluster_m == 4 else (16,)
+        widths = {(c, ceil_div(m, unit * c * cluster_n) * unit): None
+                  for c in range(1, FEW + 1) for unit in units}  # fmt: skip
+        for columns, tile_n in widths:
             if tile_n > 256 or ceil_div(m, tile_n * cluster_n) != columns:
                 continue
             for tile_m, warpgroups in WARPGROUPS.items():
@@ -196,10 +198,10 @@ def _rows(m: int, n: int, k: int) -> Iterator[Sm90Config]:
             most = AT_ONCE[size] // (rows * size)
             if rows > FEW or not most:
                 continue
-            unit = 8 * cluster_m  # each CTA of a cluster loads whole rows by 8
-            tile_n = ceil_div(n, unit * most * cluster_n) * unit
-            even = ceil_div(tile_n, 16) * 16
-            for wider in dict.fromkeys((tile_n, even, even + 16)):
+            tile_n = ceil_div(n, 8 * most * cluster_n) * 8
+            parts = ceil_div(tile_n, 8 * cluster_m) * 8 * cluster_m
+            even = ceil_div(parts, 16) * 16
+            for wider in dict.fromkeys((tile_n, parts, even, even + 16)):
                 if 16 <= wider <= 256:
                     yield _tile(tile_m, wider, WARPGROUPS[tile_m], cluster_m, cluster_n, split_k,
                                 rows=rows)  # fmt: skip

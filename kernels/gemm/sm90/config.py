@@ -137,8 +137,6 @@ class Sm90Config(GemmConfig):
                 f"tile_m={self.tile_m}, tile_n={self.tile_n}: {self.accumulators} accumulators a "
                 f"thread, {self.warpgroups} warpgroups have registers for {limit}"
             )
-        if self.tile_n % (8 * self.cluster_m) or self.tile_m % (8 * self.cluster_n):
-            return f"cluster {self.cluster_m}x{self.cluster_n}: each CTA loads whole rows by 8"
         return None
 
     def _why_not_one_tile(self) -> str | None:

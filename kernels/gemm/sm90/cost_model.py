@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cutex.kernels.gemm.config import ELEMENT, ceil_div
-from cutex.kernels.gemm.sm90.candidates import AT_ONCE, FEW, Majors, candidates
+from cutex.kernels.gemm.sm90.candidates import AT_ONCE, Majors, candidates
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.measured import errors_nearby, place
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Costs", "Counts", "candidates", "count", "modelled", "predict", "predictions"]
 
 TPCS = 66  # pairs of SMs; the first CTAs take one SM of each
+MOST_SHARERS = 4  # clusters whose requests of the larger operand cost more than the first's
 ROWS_OUTSIDE = 8  # rows of a box outside of the operand that cost nothing
 SPREAD = 0.99  # time, relative to tiles that leave a few SMs idle
 WALKED_ONCE = 1.04  # time of one round in a persistent loop, relative to tiles without a loop
@@ -73,58 +74,58 @@ class Costs:
 
 
 ROUND = Costs(
-    clock_ghz=2.52,
-    mma=1.43,
-    port_reads=0.132,
-    port_writes=1.95,
-    l2_bytes=51.7,
-    paired=0.294,
-    received=0.0533,
-    latency=2780.0,
-    overlap=15.7,
-    step=10.4,
-    epilogue_bytes=26.6,
-    tile=6.65,
-    flop_us=1.09e-09,
+    clock_ghz=2.64,
+    mma=1.49,
+    port_reads=0.105,
+    port_writes=2.1,
+    l2_bytes=49.4,
+    paired=0.306,
+    received=0.0391,
+    latency=2900.0,
+    overlap=15.6,
+    step=10.0,
+    epilogue_bytes=25.5,
+    tile=6.38,
+    flop_us=1.1e-09,
     l2_us=6.33e-12,
-    memory_us=6.24e-10,
+    memory_us=6.15e-10,
     memory_gbs=4370.0,
-    again=0.228,
-    sm_gbs=42.1,
-    lone_sm_gbs=421.0,
+    again=0.23,
+    sm_gbs=42.2,
+    lone_sm_gbs=464.0,
     balance=3.38,
     launch_us=1.74,
-    exchange_us=0.619,
-    exchange_gbs=17.4,
+    exchange_us=0.62,
+    exchange_gbs=17.2,
     narrow=1.49,
-    outside=6.84,
+    outside=7.24,
 )
 WALK = Costs(
-    clock_ghz=1.96,
-    mma=1.24,
-    port_reads=0.905,
-    port_writes=0.616,
-    l2_bytes=62.3,
+    clock_ghz=2.03,
+    mma=1.28,
+    port_reads=0.941,
+    port_writes=0.581,
+    l2_bytes=60.4,
     paired=0.9,
-    received=0.445,
-    latency=2660.0,
-    overlap=19.2,
-    step=1.37,
-    epilogue_bytes=27.0,
-    tile=14.6,
+    received=0.433,
+    latency=2750.0,
+    overlap=16.7,
+    step=1.25,
+    epilogue_bytes=26.2,
+    tile=13.5,
     flop_us=1.1e-09,
-    l2_us=2.2e-11,
+    l2_us=2.16e-11,
     memory_us=1.22e-10,
     memory_gbs=4370.0,
-    again=0.228,
+    again=0.229,
     sm_gbs=67.7,
     lone_sm_gbs=101.0,
-    balance=3.3,
+    balance=3.31,
     launch_us=1.48,
     exchange_us=1.85,
-    exchange_gbs=38.7,
-    narrow=1.35,
-    outside=9.76,
+    exchange_gbs=38.2,
+    narrow=1.36,
+    outside=10.3,
 )
 
 
@@ -181,7 +182,8 @@ def count(
     k_tiles = ceil_div(ceil_div(problem.k, c.tile_k), c.split_k)
     asked = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * c.tile_k * ELEMENT
     sharers = ceil_div(across, c.cluster_n) if m >= n else ceil_div(down, c.cluster_m)
-    again = 0 if c.spread else (min(sharers, FEW) - 1) * max(m, n) * problem.k * ELEMENT * batch
+    larger = max(m, n) * problem.k * ELEMENT * batch
+    again = 0 if c.spread else (min(sharers, MOST_SHARERS) - 1) * larger
     steps = c.tile_k / 16  # of a wgmma
     return Counts(
         one_round=told_apart or (rounds == 1 and not c.stream_k),
@@ -277,14 +279,16 @@ def predictions(
     arch: Arch,
     batch: int = 1,
     majors: Majors = (True, True),
+    bits: int = 16,
 ) -> list[float]:
-    """The predicted microseconds of `batch` such problems in one launch, with each config."""
+    """The predicted microseconds of `batch` such problems in one launch, with each config, where an
+    element of A and B has so many bits; K counts 2 bytes."""
     if not configs:
         return []
     counts = [count(c, problem, arch, batch, majors) for c in configs]
     times = modelled(columns(counts))
     near = np.flatnonzero(times <= NEAR * times.min())
-    places = [place(configs[i], problem, counts[i], majors) for i in near.tolist()]
+    places = [place(configs[i], problem, counts[i], majors, bits) for i in near.tolist()]
     times[near] *= np.exp(errors_nearby(np.array(places, np.float32)))
     return times.tolist()
 

@@ -23,12 +23,13 @@ import numpy as np
 
 from cutex.arch import arch as arch_named
 from cutex.command import answered
+from cutex.dtypes import DTYPES as ELEMENTS
 from cutex.kernels.gemm.choose import sizes_class
 from cutex.kernels.gemm.sm90 import cost_model, measured
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.cost_model import ROUND, WALK, Costs, Counts, columns, count, modelled
 from cutex.problem.gemm import GemmProblem
-from cutex.problem.models import corpus
+from cutex.problem.models import DTYPES, corpus
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMES = ROOT / "results" / "configs" / "gemm-nvidia-h200.jsonl"
@@ -61,9 +62,18 @@ class Pairs(NamedTuple):
 def measured_rows(file: Path = TIMES) -> tuple[list[Sm90Config], list[dict[str, Any]]]:
     """The file's configs, and its rows except those of problems that are only for reporting."""
     head, *rows = map(json.loads, file.read_text().splitlines())
-    reported = {(*e.problem.mnk, e.problem.direction) for e in corpus() if not e.fits}
-    rows = [r for r in rows if (r["m"], r["n"], r["k"], r["pass"]) not in reported]
+    reported = {e.name for dtype in DTYPES for e in corpus(dtype) if not e.fits}
+    rows = [r for r in rows if name(r) not in reported]
     return [Sm90Config.from_row(row) for row in head["configs"]], rows
+
+
+def name(row: dict[str, Any]) -> str:
+    """The name that a problem of the corpus has which the row is of."""
+    return f"{row['m']}x{row['n']}x{row['k']} {row['pass']} {dtype_of(row)}"
+
+
+def dtype_of(row: dict[str, Any]) -> str:
+    return row.get("dtype", "bf16")
 
 
 def read(file: Path = TIMES) -> Pairs:
@@ -75,14 +85,16 @@ def read(file: Path = TIMES) -> Pairs:
     for row in rows:
         majors = MAJORS[row["pass"]]
         # as the choice sees it
-        problem = GemmProblem(*sizes_class((row["m"], row["n"], row["k"]), majors))
-        number = numbers.setdefault((row["m"], *problem.mnk, row["pass"]), len(numbers))
+        bits = ELEMENTS[dtype_of(row)].bits
+        mnk = row["m"], row["n"], row["k"] * bits // 16
+        problem = GemmProblem(*sizes_class(mnk, majors))
+        number = numbers.setdefault((row["m"], *problem.mnk, row["pass"], bits), len(numbers))
         allowed = set(map(geometry, cost_model.candidates(problem, arch, majors)))
         times = {int(i): us for i, us in row["us"].items() if geometry(configs[int(i)]) in allowed}
         for i, us in times.items():
             spent = count(configs[i], problem, arch, 1, majors)
             ratios = us / min(times.values()), us / min(row["others"].values())
-            where = measured.place(configs[i], problem, spent, majors)
+            where = measured.place(configs[i], problem, spent, majors, bits)
             found.append((spent, where, math.log(us), *map(math.log, ratios), number, i))
     counts, places, *rest = zip(*found, strict=True)
     return Pairs(columns(counts), np.array(places), *map(np.array, rest))

@@ -34,9 +34,9 @@ LARGEST = 0.35  # clip of a measured error, in logarithms
 
 
 def place(
-    config: Sm90Config, problem: GemmProblem, counts: Counts, majors: Majors
+    config: Sm90Config, problem: GemmProblem, counts: Counts, majors: Majors, bits: int = 16
 ) -> tuple[float, ...]:
-    """The point of the pair of `problem` and `config`."""
+    """The point of the pair of `problem`, whose elements have `bits`, and `config`."""
     c = config
     return (
         *(log2(problem.m), 1.4 * log2(problem.n), log2(problem.k)),
@@ -45,7 +45,7 @@ def place(
         *(1.5 * c.swap_ab, 3.0 * c.pingpong, 2.8 * (c.rows > 0), 2.8 * (c.columns > 0)),
         *(5.0 * c.spread - 5.0 * (c.stream_k > 0), 0.5 * c.mma_warpgroups),
         *(6.3 * counts.ctas / 132 / counts.rounds, log2(counts.rounds)),
-        *(2.1 * counts.narrow, 0.5 * (1.0 - majors[0])),
+        *(2.1 * counts.narrow, 0.5 * (1.0 - majors[0]), 1.0 * log2(16 / bits)),
     )
 
 
