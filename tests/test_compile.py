@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda.bindings import driver
 from cutlass._mlir_helpers import op
+from cutlass.cutlass_dsl import CuTeDSL
 
 from cutex.arch import ARCHS, arch
 from cutex.compile import FILES, Compiled, compile
@@ -51,6 +53,21 @@ def test_no_stage_spills_or_overflows_its_sm(stage: Stage, dtype: str) -> None:
     config = stage.config()
     columns = config.num_acc * config.tile_n if isinstance(config, Sm100Config) else 0
     assert r.tmem_columns == columns
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_compilation_does_not_look_for_a_gpu_that_torch_does_not_see(monkeypatch, asks) -> None:
+    """With `asks` it is as the DSL has it, which looks for one many times."""
+    environment, asked = CuTeDSL._get_dsl().envar, []
+    monkeypatch.setattr(environment, "_arch", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    none = (driver.CUresult.CUDA_ERROR_NO_DEVICE,)
+    monkeypatch.setattr(driver, "cuInit", lambda flags: asked.append(flags) or none)
+    if asks:
+        monkeypatch.setattr("cutex.compile.compiling.no_gpu_looked_for", nullcontext)
+    compile(stage("sm_90a", 0).kernel(), "bf16", "sm_90a", cache=False)
+    assert asked if asks else not asked
+    assert asks or environment._arch is None, "other users of the DSL in this process may look"
 
 
 def test_what_is_traced_fast_is_what_the_dsl_traces_locations_included(monkeypatch) -> None:

@@ -9,6 +9,8 @@ import platform
 import re
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +25,7 @@ from cutex.compile.sources import modules_of, places_of, sources_digest
 from cutex.tracing import tracing
 
 OPT_LEVEL = 3
+DSL_DEFAULT = "sm_100a"  # the arch that the DSL takes to be this machine's if there is no GPU
 
 
 class Kernel(Protocol):
@@ -96,7 +99,12 @@ def _build(
     )
     arguments = fake_arguments(kernel.operands(dtype))
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    with plain_folder() as dumped, tracing(), debug_info.recording() as recorder:
+    with (
+        plain_folder() as dumped,
+        tracing(),
+        debug_info.recording() as recorder,
+        no_gpu_looked_for(),
+    ):
         # NOTE: "cutlass" in a kernel's name makes ptxas choose registers by other rules
         # (NVIDIA/cutlass issue 3389), so the name is ours, whole.
         type(kernel).kernel.set_name_prefix(  # type: ignore[attr-defined]
@@ -115,6 +123,28 @@ def _build(
     }
     meta["checksum"] = digest(canonical(meta))
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+
+
+@contextmanager
+def no_gpu_looked_for() -> Iterator[None]:
+    """A context in which the DSL does not look for this machine's GPU if torch sees none.
+
+    NOTE: the DSL asks the driver what arch its GPU has, and asks again to word the error that there
+    is none: 140 starts of the driver for each kernel, together most of a minute where a GPU is
+    hidden by CUDA_VISIBLE_DEVICES.
+    """
+    import torch
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    environment = CuTeDSL._get_dsl().envar
+    if environment._arch is not None or torch.cuda.is_available():
+        yield
+        return
+    environment.arch = DSL_DEFAULT
+    try:
+        yield
+    finally:
+        environment._arch = None
 
 
 _LAUNCH_CONFIG = r"!llvm.struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>"

@@ -1,10 +1,8 @@
 """Kernels compiled in parallel, into the cache on disk, by processes of their own.
 
 The processes start on first use, import the compiler once, and stay. They import only cutex: the
-caller's script is not run again in them, whatever it does at its top level.
-
-NOTE: they are not forked from one process that has imported the compiler: beside a GPU's driver
-none of such children compiled anything.
+caller's script is not run again in them, whatever it does at its top level. They see no GPU, so
+that none of its memory is theirs.
 """
 
 from __future__ import annotations

@@ -68,12 +68,18 @@ def measured_rows(file: Path = TIMES) -> tuple[list[Sm90Config], list[dict[str, 
 
 
 def name(row: dict[str, Any]) -> str:
-    """The name that a problem of the corpus has which the row is of."""
+    """The name of a measured row's problem, if it is of the corpus."""
     return f"{row['m']}x{row['n']}x{row['k']} {row['pass']} {dtype_of(row)}"
 
 
 def dtype_of(row: dict[str, Any]) -> str:
+    """The dtype of A and B in a measured row."""
     return row.get("dtype", "bf16")
+
+
+def sizes_of(row: dict[str, Any]) -> tuple[int, int, int]:
+    """M, N, and K in units of 2 bytes, of a measured row."""
+    return row["m"], row["n"], row["k"] * ELEMENTS[dtype_of(row)].bits // 16
 
 
 def read(file: Path = TIMES) -> Pairs:
@@ -86,8 +92,7 @@ def read(file: Path = TIMES) -> Pairs:
         majors = MAJORS[row["pass"]]
         # as the choice sees it
         bits = ELEMENTS[dtype_of(row)].bits
-        mnk = row["m"], row["n"], row["k"] * bits // 16
-        problem = GemmProblem(*sizes_class(mnk, majors))
+        problem = GemmProblem(*sizes_class(sizes_of(row), majors))
         number = numbers.setdefault((row["m"], *problem.mnk, row["pass"], bits), len(numbers))
         allowed = set(map(geometry, cost_model.candidates(problem, arch, majors)))
         times = {int(i): us for i, us in row["us"].items() if geometry(configs[int(i)]) in allowed}
