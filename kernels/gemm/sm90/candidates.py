@@ -69,24 +69,32 @@ def walked(arch_name: str) -> tuple[Sm90Config, ...]:
     found: dict[Sm90Config, None] = {}
     for pingpong, tiles in ((True, PINGPONG), (False, COOPERATIVE)):
         for m, n in tiles:
-            for cluster_m, cluster_n in CLUSTERS:
-                for swap_ab in (False, True):
-                    config = Sm90Config(
-                        tile_m=m,
-                        tile_n=n,
-                        tile_k=_tile_k(m, n),
-                        epi_n=_epilogue(n),
-                        epi_stages=1 if pingpong else 2,
-                        warpgroups=2 if pingpong else WARPGROUPS[m],
-                        pingpong=pingpong,
-                        cluster_m=cluster_m,
-                        cluster_n=cluster_n,
-                        swap_ab=swap_ab,
-                    )
-                    config = _deepest(config, arch)
-                    if config.why_not(None, arch) is None:
-                        found[config] = None
+            for cluster_m, cluster_n, swap_ab in _walked_together():
+                at_once = AT_ONCE[cluster_m * cluster_n]
+                config = Sm90Config(
+                    tile_m=m,
+                    tile_n=n,
+                    tile_k=_tile_k(m, n),
+                    epi_n=_epilogue(n),
+                    epi_stages=1 if pingpong else 2,
+                    num_ctas=0 if at_once == arch.num_sms else at_once,
+                    warpgroups=2 if pingpong else WARPGROUPS[m],
+                    pingpong=pingpong,
+                    cluster_m=cluster_m,
+                    cluster_n=cluster_n,
+                    swap_ab=swap_ab,
+                )
+                config = _deepest(config, arch)
+                if config.why_not(None, arch) is None:
+                    found[config] = None
     return tuple(found)
+
+
+def _walked_together() -> Iterator[tuple[int, int, bool]]:
+    """Cluster shapes of CTAs that take whole tiles, and whether A and B are swapped: four share
+    only the activations, where these are few rows."""
+    yield from ((*cluster, swap_ab) for cluster in CLUSTERS for swap_ab in (False, True))
+    yield 4, 1, True
 
 
 @lru_cache(maxsize=256)
@@ -242,14 +250,18 @@ def candidates(problem: GemmProblem, arch: Arch, majors: Majors = (True, True)) 
     """All configs worth predicting for `problem`."""
     mnk, name = problem.mnk, arch.name
     every = (*of_one_round(mnk, name), *walked(name), *streamed(mnk, name))
-    return [c for c in every if _shares_the_larger(c, problem) and _loads_well(c, majors)]
+    return [c for c in every if _shares_well(c, problem) and _loads_well(c, majors)]
 
 
-def _shares_the_larger(config: Sm90Config, problem: GemmProblem) -> bool:
+def _shares_well(config: Sm90Config, problem: GemmProblem) -> bool:
     """Whether the config does not let pairs share an operand half as large as the other, or
-    smaller: it stays in L2 anyway, and a pair that shares it loses 10 to 20 %."""
-    m, n = config.computed(problem)
-    return not ((m >= 2 * n and config.cluster_m == 2) or (n >= 2 * m and config.cluster_n == 2))
+    smaller: it stays in L2 anyway, and a pair that shares it loses 10 to 20 %. Four that walk over
+    tiles share only such a one."""
+    c = config
+    m, n = c.computed(problem)
+    if c.cluster_m == 4 and not (c.one_tile or c.stream_k):
+        return m >= 2 * n
+    return not ((m >= 2 * n and c.cluster_m == 2) or (n >= 2 * m and c.cluster_n == 2))
 
 
 def _loads_well(config: Sm90Config, majors: Majors) -> bool:
