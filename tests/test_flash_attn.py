@@ -164,6 +164,21 @@ def test_a_plan_is_made_once_and_kept_apart_by_all_that_it_depends_on(stand_in, 
     assert len(made) == len(variants) + 2
 
 
+def test_shapes_of_as_many_elements_have_plans_of_their_own(stand_in):
+    """A plan is found by the numbers of elements, and then by its shapes."""
+    problem = replace(SMALL, batch=2, seqlen_q=12, seqlen_k=12)
+    others = (
+        problem,
+        replace(problem, batch=3, seqlen_q=8, seqlen_k=8),
+        replace(problem, batch=1, seqlen_q=24, seqlen_k=24),
+    )
+    assert len({p.inputs().q.numel() for p in others}) == 1
+    for _ in range(3):
+        for other in others:
+            inputs = other.inputs()
+            assert other.check(inputs, *cutex.flash_attn_func(*inputs[:3], return_lse=True)).ok
+
+
 def test_a_misaligned_tensor_of_known_shape_is_copied(stand_in):
     inputs = SMALL.inputs()
     cutex.flash_attn_func(*inputs[:3])

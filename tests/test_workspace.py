@@ -3,6 +3,7 @@ capture."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -16,6 +17,8 @@ from cutex.ops import choices, workspace
 from cutex.ops.plan import forget
 
 GPU = torch.device("cuda", 0)
+
+Take = Callable[[int], torch.Tensor]
 
 
 @pytest.fixture
@@ -39,50 +42,63 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return now
 
 
+@pytest.fixture(params=["flags", "flags_of"])
+def take(request: pytest.FixtureRequest, stream: SimpleNamespace) -> Take:
+    """So many flags for the next launch, by either function."""
+    if request.param == "flags":
+        return lambda count: workspace.flags(GPU, count)
+    kept = {count: workspace.flags_of(GPU, count) for count in (2, 8)}
+    return lambda count: kept[count]()
+
+
 def apart(*tensors: torch.Tensor) -> bool:
     """Whether no two tensors share memory."""
     spans = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in tensors)
     return all(a[1] <= b[0] for a, b in pairwise(spans))
 
 
-def test_launches_of_a_stream_share_flags_and_streams_do_not(stream: SimpleNamespace) -> None:
-    first = workspace.flags(GPU, 8)
-    assert workspace.flags(GPU, 8) is first
-    of_others = workspace.flags(GPU, 2)
+def test_launches_of_a_stream_share_flags_and_streams_do_not(
+    stream: SimpleNamespace, take: Take
+) -> None:
+    first = take(8)
+    assert take(8) is first
+    of_others = take(2)
     stream.handle = 9
-    assert apart(first, of_others, workspace.flags(GPU, 8))
+    assert apart(first, of_others, take(8))
 
 
-def test_a_capture_takes_flags_of_its_own_and_zeroes_none(stream: SimpleNamespace) -> None:
-    eager = workspace.flags(GPU, 8)
+def test_a_capture_takes_flags_of_its_own_and_zeroes_none(
+    stream: SimpleNamespace, take: Take
+) -> None:
+    eager = take(8)
     zeroed, stream.capture = stream.zeroed, 1
-    first = workspace.flags(GPU, 8)
-    assert workspace.flags(GPU, 8) is first, "launches of one capture and stream follow each other"
+    first = take(8)
+    assert take(8) is first, "launches of one capture and stream follow each other"
     stream.handle = 9
-    forked = workspace.flags(GPU, 8)
+    forked = take(8)
     stream.handle, stream.capture = 7, 2
-    assert apart(eager, first, forked, workspace.flags(GPU, 8))
+    assert apart(eager, first, forked, take(8))
     assert stream.zeroed == zeroed, "nothing is zeroed in the graph"
 
 
 @pytest.mark.parametrize("error", [0, 1], ids=["all are taken", "no capture is known"])
 def test_where_no_flags_are_left_a_graph_zeroes_its_own(
-    stream: SimpleNamespace, error: int, monkeypatch: pytest.MonkeyPatch
+    stream: SimpleNamespace, take: Take, error: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workspace, "RESERVE", 64 if error else 12)
-    eager = workspace.flags(GPU, 8)
+    eager = take(8)
     stream.capture = 1
-    first = workspace.flags(GPU, 8)
+    first = take(8)
     monkeypatch.setattr(driver, "cuStreamGetCaptureInfo", lambda _: (error, 1, 2, None))
     zeroed = stream.zeroed
-    second = workspace.flags(GPU, 8)
+    second = take(8)
     assert stream.zeroed == zeroed + 1 and apart(eager, first, second)
     stream.capture = 0
-    workspace.flags(GPU, 8)
+    take(8)
     stream.capture = 3
     monkeypatch.setattr(driver, "cuStreamGetCaptureInfo", lambda _: (0, 1, 3, None))
     zeroed = stream.zeroed
-    assert apart(first, second, workspace.flags(GPU, 8)) and stream.zeroed == zeroed
+    assert apart(first, second, take(8)) and stream.zeroed == zeroed
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ stream, beside others, so captured launches get memory of their own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,6 +41,24 @@ def flags(device: torch.device, count: int) -> Tensor:
         found = _flags[key] = _zeros(device, count)
         if device.type == "cuda" and device.index not in _reserves:
             _reserves[device.index] = _zeros(device, RESERVE)
+    return found
+
+
+def flags_of(device: torch.device, count: int) -> Callable[[], Tensor]:
+    """A function that returns `flags(device, count)`, in a fifth of the time."""
+    if device.type != "cuda":
+        return lambda: flags(device, count)
+    index = device.index
+    is_capturing = torch._C._cuda_isCurrentStreamCapturing
+    stream_of = torch._C._cuda_getCurrentRawStream
+
+    def found() -> Tensor:
+        if not is_capturing():
+            kept = _flags.get((index, stream_of(index), count))
+            if kept is not None:
+                return kept
+        return flags(device, count)
+
     return found
 
 

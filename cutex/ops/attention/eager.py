@@ -63,7 +63,7 @@ def flash_attn_func(
         key: tuple[Any, ...] | None
         try:
             key = (
-                q.shape, k.shape, softmax_scale, causal, window_size, softcap, return_lse,
+                q.numel(), k.numel(), softmax_scale, causal, window_size, softcap, return_lse,
                 score_mod, mask_mod, learnable_sink is None,
             )  # fmt: skip
             given = (q, k, v) if learnable_sink is None else (q, k, v, learnable_sink)
@@ -122,7 +122,7 @@ def flash_attn_varlen_func(
         try:
             rest = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, learnable_sink)
             key = (
-                q.shape, k.shape, softmax_scale, causal, window_size, softcap, return_lse,
+                q.numel(), k.numel(), softmax_scale, causal, window_size, softcap, return_lse,
                 score_mod, mask_mod, max_seqlen_q, *[x is None for x in rest],
             )  # fmt: skip
             given = (q, k, v, *[x for x in rest if x is not None])
@@ -157,7 +157,9 @@ class Known(NamedTuple):
         return not (self.wants_gradient and _grad_enabled()) and self.plan.is_current()
 
 
-_known: dict[tuple[Any, ...], tuple[Known, ...]] = per_device({})  # by options and shapes
+MOST_ALIKE = 16  # plans for the same options and numbers of elements
+
+_known: dict[tuple[Any, ...], tuple[Known, ...]] = per_device({})  # by options and sizes
 _plans: dict[tuple[Any, ...], Plan] = per_device({})  # by everything that a plan depends on
 _grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -252,7 +254,7 @@ def _remember(
     wants_gradient = any(x.requires_grad for x in tensors)
     always = not (wants_gradient or plan.has_functions)
     known = Known(guard(tensors), always, wants_gradient, plan, launch)
-    _known[key] = (known, *_known.get(key, ())[:7])
+    _known[key] = (known, *_known.get(key, ())[: MOST_ALIKE - 1])
 
 
 def _described(x: Tensor | None) -> tuple[Any, ...] | None:

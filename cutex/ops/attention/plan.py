@@ -22,7 +22,7 @@ from cutex.kernels.attention.choose import CONFIGS, AnyConfig, Shape, fill, on_g
 from cutex.ops.attention.call import DTYPES, AttentionCall
 from cutex.ops.device import SEVERAL_GPUS, current, launcher, simulated_arch
 from cutex.ops.plain import empty_of
-from cutex.ops.workspace import flags
+from cutex.ops.workspace import flags, flags_of
 from cutex.problem.stage import package
 
 if TYPE_CHECKING:
@@ -167,14 +167,15 @@ class Plan:
         shape, strides, lse_shape, lse_strides = (
             self.shape, self.strides, self.lse_shape, self.lse_strides
         )  # fmt: skip
-        scalars, device, dtype = self.scalars, self.device, self.dtype
+        scalars, dtype = self.scalars, self.dtype
         with_lse, dynamic = self.config.lse, self.dynamic
-        empty = empty_of(device, SEVERAL_GPUS)
+        empty = empty_of(self.device, SEVERAL_GPUS)
+        counter = flags_of(self.device, COUNTER)
 
         def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Any:
             out = empty(shape, strides, dtype)
             if dynamic:
-                rest = (*rest, flags(device, COUNTER))
+                rest = (*rest, counter())
             if not with_lse:
                 launch(q, k, v, out, *rest, *scalars)
                 return out
