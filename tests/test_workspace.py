@@ -3,6 +3,7 @@ capture."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 from cuda.bindings import driver
 
 import cutex
+from cutex.kernels.gemm.config import Workspace
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.ops import choices, workspace
 from cutex.ops.plan import forget
@@ -99,6 +101,22 @@ def test_where_no_flags_are_left_a_graph_zeroes_its_own(
     monkeypatch.setattr(driver, "cuStreamGetCaptureInfo", lambda _: (0, 1, 3, None))
     zeroed = stream.zeroed
     assert apart(first, second, take(8)) and stream.zeroed == zeroed
+
+
+def test_buffers_are_kept_for_a_stream_until_they_are_too_small(
+    stream: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda count, dtype, device: made(count, dtype=dtype))
+    few, many = (workspace.buffers_of(Workspace(sums, 8), GPU) for sums in (100, 200))
+    first = few()
+    assert all(map(operator.is_, few(), first))
+    larger = many()
+    assert larger[0].numel() >= 200 and larger[1] is first[1] and few()[0] is larger[0]
+    stream.handle = 9
+    assert apart(*larger, *few())
+    stream.capture = 1
+    assert apart(*larger, *few(), *many()[:1]), "a capture has its own"
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ import torch
 
 from cutex.arch import ALL, ARCHS
 from cutex.compile import Compiled
-from cutex.ops.workspace import buffers
+from cutex.ops.workspace import buffers_of
 
 if TYPE_CHECKING:
     from cutex.kernels.gemm.config import Workspace
@@ -115,8 +115,9 @@ def launcher(
     """
     if needs is not None:
         device = arguments[0].device
-        launch_with = launcher(compiled, [*arguments, *buffers(needs, device)])
-        return lambda *tensors: launch_with(*tensors, *buffers(needs, device))
+        buffers = buffers_of(needs, device)
+        launch_with = launcher(compiled, [*arguments, *buffers()])
+        return lambda *tensors: launch_with(*tensors, *buffers())
     simulation = _simulation.get()
     if simulation is None or not arguments[0].is_cpu:
         return compiled.function(*arguments)
