@@ -59,21 +59,20 @@ def flash_attn_func(
     TypeError or ValueError, with one sentence that names the argument, for arguments that do not
     fit, and where there is no Hopper or Blackwell GPU.
     """
+    key: tuple[Any, ...] | None = None
     if not _is_compiling() and nobody_watches():
-        key: tuple[Any, ...] | None
         try:
-            key = (
-                q.numel(), k.numel(), softmax_scale, causal, window_size, softcap, return_lse,
-                score_mod, mask_mod, learnable_sink is None,
+            options = (
+                softmax_scale, causal, window_size, softcap, return_lse, score_mod, mask_mod,
+                learnable_sink is None,
             )  # fmt: skip
             given = (q, k, v) if learnable_sink is None else (q, k, v, learnable_sink)
-            for known in _known.get(key, ()):
-                if known.takes(*given) and (known.always or known.still()):
-                    return known.launch(*given)
+            known = _find(options, given)
+            if known is not None:
+                return known.launch(*given)
+            key = _key(options, given)
         except (AttributeError, TypeError, ValueError, RuntimeError):
             key = None  # not a tensor, or a base that is not aligned: the checks raise for it
-    else:
-        key = None
     return _unknown(
         AttentionCall(q, k, v, softmax_scale=softmax_scale, causal=causal,
                       window_size=window_size, softcap=softcap, learnable_sink=learnable_sink,
@@ -121,14 +120,15 @@ def flash_attn_varlen_func(
     if not _is_compiling() and nobody_watches():
         try:
             rest = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, learnable_sink)
-            key = (
-                q.numel(), k.numel(), softmax_scale, causal, window_size, softcap, return_lse,
-                score_mod, mask_mod, max_seqlen_q, *[x is None for x in rest],
+            options = (
+                softmax_scale, causal, window_size, softcap, return_lse, score_mod, mask_mod,
+                max_seqlen_q, *[x is None for x in rest],
             )  # fmt: skip
             given = (q, k, v, *[x for x in rest if x is not None])
-            for known in _known.get(key, ()):
-                if known.takes(*given) and (known.always or known.still()):
-                    return known.launch(*given)
+            known = _find(options, given)
+            if known is not None:
+                return known.launch(*given)
+            key = _key(options, given)
         except (AttributeError, TypeError, ValueError, RuntimeError):
             key = None
     return _unknown(
@@ -160,14 +160,35 @@ class Known(NamedTuple):
 MOST_ALIKE = 16  # plans for the same options and numbers of elements
 
 _known: dict[tuple[Any, ...], tuple[Known, ...]] = per_device({})  # by options and sizes
+_last: dict[None, tuple[tuple[Any, ...], Known]] = per_device({})  # of the latest call: options
 _plans: dict[tuple[Any, ...], Plan] = per_device({})  # by everything that a plan depends on
 _grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
+def _find(options: tuple[Any, ...], given: tuple[Tensor, ...]) -> Known | None:
+    """The plan for these options that takes the tensors `given` as they are: that of the latest
+    call, as where a model's layers are alike, or another."""
+    last = _last.get(None)
+    if last is not None and last[0] == options:
+        known = last[1]
+        if known.takes(*given) and (known.always or known.still()):
+            return known
+    for known in _known.get(_key(options, given), ()):
+        if known.takes(*given) and (known.always or known.still()):
+            _last[None] = options, known
+            return known
+    return None
+
+
+def _key(options: tuple[Any, ...], given: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    return given[0].numel(), given[1].numel(), *options
+
+
 def forget() -> None:
     """Drop all plans."""
     _known.clear()
+    _last.clear()
     _plans.clear()
 
 
