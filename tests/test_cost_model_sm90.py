@@ -119,4 +119,6 @@ def test_the_choice_is_good_where_nothing_of_the_problem_was_measured(pairs: fit
 def test_only_problems_that_are_for_fitting_were_measured() -> None:
     reported = {e.name for dtype in ("bf16", "e4m3") for e in corpus(dtype) if not e.fits}
     _, rows = fit.measured_rows()
-    assert len(rows) > 2000 and not set(map(fit.name, rows)) & reported
+    names = {f"{r['m']}x{r['n']}x{r['k']} {r['pass']} {r.get('dtype', 'bf16')}" for r in rows}
+    fitted = {e.name for dtype in ("bf16", "e4m3") for e in corpus(dtype) if e.fits}
+    assert len(rows) > 2000 and len(names & fitted) > 200 and not names & reported

@@ -18,6 +18,7 @@ import cutex
 from cutex.arch import arch
 from cutex.kernels.gemm.choose import rows_class, sizes_class
 from cutex.kernels.gemm.signature import OperandLayout
+from cutex.kernels.gemm.sm90 import fit
 from cutex.ops import building, choices, drawn, shipping, simulated, tuner
 from cutex.ops.arrange import Arranged, arrange
 from cutex.ops.checks import Call
@@ -281,5 +282,9 @@ def test_the_clocks_error_on_drawn_kernels_is_reported_by_kind(capsys):
     assert drawn.main(["--count", "3"]) == 0
     assert "| all | 3 |" in capsys.readouterr().out
     assert list(drawn.draw(1, 5)) == list(drawn.draw(1, 5)) != list(drawn.draw(2, 5))
+    _, rows = fit.measured_rows()
+    rows = [r for r in rows if r.get("dtype", "bf16") == "bf16"]
+    timed = {(r["m"], r["n"], r["k"], us) for r in rows for us in r["us"].values()}
+    assert all((*p.mnk, us) in timed for p, _, us in drawn.draw(3, 500)), "of its problem's dtype"
     assert drawn.main(["--count", "0"]) == 2
     assert "--count 0: from 1 to" in capsys.readouterr().err

@@ -130,8 +130,8 @@ def no_gpu_looked_for() -> Iterator[None]:
     """A context in which the DSL does not look for this machine's GPU if torch sees none.
 
     NOTE: the DSL asks the driver what arch its GPU has, and asks again to word the error that there
-    is none: 140 starts of the driver for each kernel, together most of a minute where a GPU is
-    hidden by CUDA_VISIBLE_DEVICES.
+    is none: some 280 starts of the driver before a process's first kernel, most of a minute where
+    CUDA_VISIBLE_DEVICES hides the GPU from 16 processes.
     """
     import torch
     from cutlass.cutlass_dsl import CuTeDSL

@@ -20,7 +20,7 @@ from cutex.bench.clock_errors import Summary, board
 from cutex.bench.progress import progress
 from cutex.command import Parser, answered
 from cutex.errors import BadOption
-from cutex.kernels.gemm.sm90.fit import measured_rows
+from cutex.kernels.gemm.sm90.fit import dtype_of, measured_rows
 from cutex.problem.gemm import GemmProblem
 from cutex.problem.stage import stage
 
@@ -67,7 +67,8 @@ def draw(seed: int, count: int) -> Iterator[tuple[GemmProblem, Sm90Config, float
     """`count` pairs and their microseconds, drawn by `seed`."""
     configs, rows = measured_rows()
     rng = random.Random(seed)
-    rows = [r for r in rows if r["pass"] == "forward" and 2 * r["m"] * r["n"] * r["k"] < LARGEST]
+    rows = [r for r in rows if r["pass"] == "forward" and dtype_of(r) == "bf16"]
+    rows = [r for r in rows if 2 * r["m"] * r["n"] * r["k"] < LARGEST]
     every = [
         (r["m"], r["n"], r["k"], configs[int(i)], us)
         for r in rows

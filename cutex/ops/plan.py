@@ -42,8 +42,7 @@ def proposals(calls: CallClass) -> Iterator[GemmConfig]:
         found = autotune.remembered(stages(calls.arch)[-1], problem)
         if isinstance(found, GemmConfig) and found.why_not(problem, target) is None:
             yield found
-    bits = DTYPES[calls.layouts[0].dtype].bits
-    yield from ranked(problem, target, batch, majors_of(calls), bits)
+    yield from ranked(problem, target, batch, majors_of(calls), bits_of(calls))
 
 
 def problem_of(calls: CallClass) -> GemmProblem:
@@ -56,6 +55,11 @@ def problem_of(calls: CallClass) -> GemmProblem:
 def majors_of(calls: CallClass) -> tuple[bool, bool]:
     """Whether K is contiguous in a and in b."""
     return _majors(calls.layouts)
+
+
+def bits_of(calls: CallClass) -> int:
+    """The bits of an element of a and b."""
+    return DTYPES[calls.layouts[0].dtype].bits
 
 
 def _majors(layouts: Layouts) -> tuple[bool, bool]:

@@ -40,8 +40,7 @@ def measured() -> Iterator[tuple[CallClass, dict[Sm90Config, float]]]:
     found: dict[tuple[Any, ...], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         for i, us in row["us"].items():
-            problem = row["m"], row["n"], row["k"], row["pass"], fit.dtype_of(row)
-            found[problem][int(i)].append(us / min(row["others"].values()))
+            found[fit.problem_of(row)][int(i)].append(us / min(row["others"].values()))
     for (m, n, k, direction, dtype), times in sorted(found.items()):
         a, b = fit.MAJORS[direction]
         layouts = (

@@ -103,7 +103,7 @@ def choose_by_time(
     built = building.build([(c, arch_name) for c in proposed], COMPILING * seconds)
     until = time.monotonic() + (1 - COMPILING) * seconds
     ready = [c for c, ok in zip(proposed, built, strict=True) if ok]
-    if len(ready) < 2 < len(proposed):
+    if len(ready) < min(2, len(proposed)):
         m, n, k, _ = arranged.sizes
         few = f"{len(ready)} of {len(proposed)} kernels were built in time"
         warnings.warn(f"{m}x{n}x{k} is not tuned: {few}", stacklevel=2)

@@ -13,7 +13,6 @@ from torch import Tensor
 from cutex.arch import arch as target
 from cutex.arch import local_arch
 from cutex.bench.progress import progress
-from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.choose import cover, predictions, rows_class
 from cutex.kernels.gemm.signature import GeneralConfig
 from cutex.ops import building, choices
@@ -23,6 +22,7 @@ from cutex.ops.choices import CallClass
 from cutex.ops.device import forget_plans, simulated_arch
 from cutex.ops.plan import (
     BUILT,
+    bits_of,
     call_class,
     config_for,
     fitted,
@@ -123,7 +123,7 @@ def _few_for(classes: list[CallClass], arch_name: str, most: int) -> dict[CallCl
             target(arch_name),
             calls.sizes[3],
             majors_of(calls),
-            DTYPES[calls.layouts[0].dtype].bits,
+            bits_of(calls),
         )
         whole = {known: 1.0} if known is not None else predicted
         fitting = ((fitted(tiles, calls), us) for tiles, us in whole.items())

@@ -7,13 +7,15 @@ stream, beside others, so captured launches get memory of their own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from cutex.kernels.gemm.config import Workspace
+
+T = TypeVar("T")
 
 RESERVE = 1 << 20  # zeroed words that are kept for captures, 4 MB
 
@@ -29,22 +31,16 @@ def buffers(needs: Workspace, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def buffers_of(needs: Workspace, device: torch.device) -> Callable[[], tuple[Tensor, Tensor]]:
-    """A function that returns `buffers(needs, device)`, in a fraction of the time."""
-    if device.type != "cuda":
-        return lambda: buffers(needs, device)
-    index = device.index
-    is_capturing = torch._C._cuda_isCurrentStreamCapturing
-    stream_of = torch._C._cuda_getCurrentRawStream
+    """A function that returns `buffers(needs, device)`, in less time."""
+    index = index_of(device)
 
-    def found() -> tuple[Tensor, Tensor]:
-        if not is_capturing():
-            stream = stream_of(index)
-            sums, flags = _sums.get((index, stream)), _flags.get((index, stream, needs.flags))
-            if sums is not None and flags is not None and sums.numel() >= needs.sums:
-                return sums, flags
-        return buffers(needs, device)
+    def kept(stream: int) -> tuple[Tensor, Tensor] | None:
+        sums, flags = _sums.get((index, stream)), _flags.get((index, stream, needs.flags))
+        if sums is None or flags is None or sums.numel() < needs.sums:
+            return None
+        return sums, flags
 
-    return found
+    return _kept_or(kept, lambda: buffers(needs, device), device)
 
 
 def flags(device: torch.device, count: int) -> Tensor:
@@ -64,21 +60,11 @@ def flags(device: torch.device, count: int) -> Tensor:
 
 
 def flags_of(device: torch.device, count: int) -> Callable[[], Tensor]:
-    """A function that returns `flags(device, count)`, in a fifth of the time."""
-    if device.type != "cuda":
-        return lambda: flags(device, count)
-    index = device.index
-    is_capturing = torch._C._cuda_isCurrentStreamCapturing
-    stream_of = torch._C._cuda_getCurrentRawStream
-
-    def found() -> Tensor:
-        if not is_capturing():
-            kept = _flags.get((index, stream_of(index), count))
-            if kept is not None:
-                return kept
-        return flags(device, count)
-
-    return found
+    """A function that returns `flags(device, count)`, in less time."""
+    index = index_of(device)
+    return _kept_or(
+        lambda stream: _flags.get((index, stream, count)), lambda: flags(device, count), device
+    )
 
 
 def sums(device: torch.device, count: int) -> Tensor:
@@ -96,6 +82,24 @@ def sums(device: torch.device, count: int) -> Tensor:
 def index_of(device: torch.device) -> int:
     """The index of a GPU; -1 for the CPU."""
     return device.index if device.type == "cuda" else -1
+
+
+def _kept_or(
+    kept: Callable[[int], T | None], make: Callable[[], T], device: torch.device
+) -> Callable[[], T]:
+    """A function that returns what is `kept` for the current stream, or, where that is None or
+    launches are captured, what `make` returns; it looks the device up only once."""
+    if device.type != "cuda":
+        return make
+    index = device.index
+    is_capturing = torch._C._cuda_isCurrentStreamCapturing
+    stream_of = torch._C._cuda_getCurrentRawStream
+
+    def found() -> T:
+        there = None if is_capturing() else kept(stream_of(index))
+        return make() if there is None else there
+
+    return found
 
 
 def _zeros(device: torch.device, count: int) -> Tensor:

@@ -4,8 +4,8 @@ The model counts the resources that a config uses: tensor core cycles, bytes thr
 shared memory, bytes of each SM through L2, bytes from memory, energy, and everything that is not
 hidden: the first loads, the last stores, the exchange of sums. Configs whose tiles all run at once
 and configs of persistent CTAs have constants of their own. The model's error at measured pairs
-nearby (measured.py) is added. Constants and errors are fitted (fit.py) on times of some 15,000
-pairs of a problem and a config on H200s (results/configs): all of the half of the corpus that is
+nearby (measured.py) is added. Constants and errors are fitted (fit.py) on times of pairs
+of a problem and a config on H200s (results/configs): all of the half of the corpus that is
 for fitting (cutex/problem/models.py), and other such problems.
 
 Imports neither torch nor the DSL.

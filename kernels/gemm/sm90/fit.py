@@ -62,14 +62,19 @@ class Pairs(NamedTuple):
 def measured_rows(file: Path = TIMES) -> tuple[list[Sm90Config], list[dict[str, Any]]]:
     """The file's configs, and its rows except those of problems that are only for reporting."""
     head, *rows = map(json.loads, file.read_text().splitlines())
-    reported = {e.name for dtype in DTYPES for e in corpus(dtype) if not e.fits}
-    rows = [r for r in rows if name(r) not in reported]
+    reported = {
+        (*e.problem.mnk, e.problem.direction, dtype)
+        for dtype in DTYPES
+        for e in corpus(dtype)
+        if not e.fits
+    }
+    rows = [r for r in rows if problem_of(r) not in reported]
     return [Sm90Config.from_row(row) for row in head["configs"]], rows
 
 
-def name(row: dict[str, Any]) -> str:
-    """The name of a measured row's problem, if it is of the corpus."""
-    return f"{row['m']}x{row['n']}x{row['k']} {row['pass']} {dtype_of(row)}"
+def problem_of(row: dict[str, Any]) -> tuple[int, int, int, str, str]:
+    """M, N, K in elements, the pass and the dtype of a measured row."""
+    return row["m"], row["n"], row["k"], row["pass"], dtype_of(row)
 
 
 def dtype_of(row: dict[str, Any]) -> str:
