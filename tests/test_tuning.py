@@ -87,6 +87,25 @@ def test_the_fastest_is_chosen_remembered_and_taken_by_later_calls(gpu, monkeypa
     assert json.loads(file.read_text())["key"]["sizes"] == [64, 128, 64, 1]
 
 
+def test_what_a_call_takes_untuned_is_timed_too(gpu, monkeypatch):
+    """Also a shipped choice that the model ranks behind all that are timed."""
+    monkeypatch.setattr(building, "build", built)
+    monkeypatch.setattr(tuner, "CANDIDATES", 2)
+    arranged = call(64, 128, 64)
+    shipped = list(islice(candidates(classed(arranged)), 9))[-1]
+    monkeypatch.setattr(choices, "shipped", lambda _: shipped.tiles)
+    forget()
+    assert config_of(arranged) == shipped
+    seen = []
+
+    def timer(launches, copies, sampling):
+        seen.append(sorted(launches))
+        return {name: {"0": 5.0, "1": 9.0}[name] for name in launches}
+
+    assert tuner.choose_by_time(arranged, "sm_90a", 30.0, timer) == shipped
+    assert seen == [["0", "1"]]
+
+
 def test_a_choice_that_cannot_be_read_is_none(gpu, monkeypatch):
     arranged = call(64, 128, 64)
     calls = classed(arranged)

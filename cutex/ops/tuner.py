@@ -4,8 +4,8 @@
     with cutex.tuning():             # every call inside, the first time
         model(batch)
 
-The model's first candidates are compiled in parallel and timed on copies of the call's own operands
-with a cold L2; those that are slow in a first look are left out.
+What the call takes untuned and the model's first candidates are compiled in parallel and timed on
+copies of the call's own operands with a cold L2; those that are slow in a first look are left out.
 """
 
 from __future__ import annotations
@@ -92,14 +92,15 @@ def tuned_config(arranged: Arranged, arch_name: str) -> GeneralConfig:
 def choose_by_time(
     arranged: Arranged, arch_name: str, seconds: float, timer: Timer | None = None
 ) -> GeneralConfig:
-    """The fastest config for an arranged call, stored before or timed now; the model's first if
-    nothing is compiled in time."""
+    """The fastest config for an arranged call, stored before or timed now; the one it takes untuned
+    if nothing is compiled in time."""
     layouts = arranged.a, arranged.b, arranged.out
     calls = call_class(arranged.sizes, layouts, arranged.ops, arch_name)
     on_gpu = arranged.tensors[0].is_cuda or timer is not None
     if choices.remembered(calls) is not None or not on_gpu:
         return config_for(arranged.sizes, layouts, arranged.ops, arch_name)
-    proposed = list(islice(candidates(calls), CANDIDATES))
+    untuned = config_for(arranged.sizes, layouts, arranged.ops, arch_name)
+    proposed = list(dict.fromkeys((untuned, *islice(candidates(calls), CANDIDATES))))[:CANDIDATES]
     built = building.build([(c, arch_name) for c in proposed], COMPILING * seconds)
     until = time.monotonic() + (1 - COMPILING) * seconds
     ready = [c for c, ok in zip(proposed, built, strict=True) if ok]

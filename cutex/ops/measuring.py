@@ -1,0 +1,244 @@
+"""python -m cutex.ops.measuring: time configs of Hopper's general kernel for the fit (see --help).
+
+    python -m cutex.ops.measuring problems.txt --first 6 --out timed.jsonl   # on a GPU
+    python -m cutex.ops.measuring --merge timed.jsonl                        # into results/configs
+    python -m cutex.kernels.gemm.sm90.fit --write
+    python -m cutex.ops.shipping --write
+
+A line of problems.txt is the name of a problem as cutex.sweep --list prints it, "MxNxK pass dtype",
+and after it, if others are to be timed than what the model ranks first, a JSON list of configs.
+Problems of the reporting half are refused: what is fitted on them cannot be judged by them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cutex.arch import arch, local_arch
+from cutex.bench import timing
+from cutex.bench.progress import progress
+from cutex.command import Parser, answered, writable
+from cutex.errors import BadOption
+from cutex.kernels.gemm.signature import GeneralConfig
+from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.kernels.gemm.sm90.fit import TIMES, geometry
+from cutex.ops import building
+from cutex.ops.arrange import Arranged, arrange
+from cutex.ops.checks import Call, check
+from cutex.ops.choices import CallClass
+from cutex.ops.device import launcher
+from cutex.ops.plan import call_class, candidates, config_for, fitted, kernel_for
+from cutex.ops.tuner import Timer, time_on_gpu
+from cutex.problem.layer import PASSES, PEERS, LayerProblem
+from cutex.problem.models import DTYPES, corpus
+
+ARCH = "sm_90a"
+SAMPLING = timing.Sampling(rounds=7, warm_up_seconds=0.02, sample_us=1500.0, eager_calls=1)
+NAME = re.compile(r"(\d+)x(\d+)x(\d+) (\w+) (\w+)\s*(\[.*\])?$")
+USUAL = asdict(Sm90Config())
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A problem, and the configs to time; none: those that the model ranks first."""
+
+    name: str
+    problem: LayerProblem
+    configs: tuple[Sm90Config, ...]
+
+    @property
+    def row(self) -> dict[str, Any]:
+        m, n, k = self.problem.mnk
+        row = {"m": m, "n": n, "k": k, "pass": self.problem.direction}
+        return row if self.problem.dtype == "bf16" else row | {"dtype": self.problem.dtype}
+
+
+def asked(file: Path) -> list[Asked]:
+    """The problems that the lines of `file` name. Raises BadOption for a line that is none."""
+    reported = {e.name for dtype in DTYPES for e in corpus(dtype) if not e.fits}
+    found = {}
+    try:
+        lines = file.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadOption(f"{file}: {getattr(error, 'strerror', None) or error}") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        match = NAME.match(line.strip())
+        if match is None or match[4] not in PASSES or match[5] not in DTYPES:
+            raise BadOption(f"{file} line {number}: {line!r} is no 'MxNxK pass dtype'")
+        name = " ".join(line.split()[:3])
+        if name in reported:
+            raise BadOption(f"{file} line {number}: {name} is of the half that is for reporting")
+        try:
+            rows = json.loads(match[6] or "[]")
+            configs = tuple(Sm90Config.from_row(row) for row in rows)
+            found[name] = Asked(name, _problem(*match.group(1, 2, 3, 4, 5)), configs)
+        except (ValueError, TypeError) as error:
+            raise BadOption(f"{file} line {number}: {error}") from None
+    if not found:
+        raise BadOption(f"{file} names no problem")
+    return list(found.values())
+
+
+def _problem(m: str, n: str, k: str, direction: str, dtype: str) -> LayerProblem:
+    sizes = int(m), int(n), int(k)
+    tokens, out, into = {
+        "forward": sizes,
+        "dgrad": (sizes[0], sizes[2], sizes[1]),
+        "wgrad": (sizes[2], sizes[0], sizes[1]),
+    }[direction]
+    return LayerProblem(tokens, out, into, direction, dtype)
+
+
+def arranged(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> tuple[Arranged, CallClass]:
+    """The call out = a @ b as the kernel takes it, and the class of its choice."""
+    call = Call(a, b, out_dtype=out.dtype)
+    check(call)
+    found = arrange(call, out, ARCH)
+    return found, call_class(found.sizes, (found.a, found.b, found.out), found.ops, ARCH)
+
+
+def configs_of(one: Asked, first: int) -> list[GeneralConfig]:
+    """The kernels to time: those asked for that can run the problem, or today's choice and the
+    `first` of the ranking."""
+    found, calls = arranged(*one.problem.inputs("meta"), *one.problem.outputs("meta"))
+    if one.configs:
+        fitting = [fitted(tiles, calls) for tiles in one.configs]
+        return [c for c in fitting if c is not None]
+    chosen = config_for(found.sizes, (found.a, found.b, found.out), found.ops, ARCH)
+    return list(dict.fromkeys((chosen, *islice(candidates(calls), first))))
+
+
+def measured(
+    one: Asked, configs: Sequence[GeneralConfig], device: str = "cuda", timer: Timer = time_on_gpu
+) -> dict[str, Any]:
+    """The row of a problem: microseconds of each config and of cuBLAS, in turns. Raises
+    RuntimeError for a config whose result is wrong, and ValueError for a problem whose operands
+    would have to be copied first."""
+    problem = one.problem
+    copies = timing.copies_to_rotate(problem.bytes, arch(ARCH).l2_bytes, "cold")
+    operands = [(*problem.inputs(device, copy=i), *problem.outputs(device)) for i in range(copies)]
+    expected: torch.Tensor | None = None
+    variants: dict[str, Any] = {"cublas": PEERS["cublas"](problem)}
+    found, _ = arranged(*operands[0])
+    if not found.as_given:
+        raise ValueError(f"{one.name}: TMA cannot step through its operands")
+    for i, config in enumerate(configs):
+        launch = launcher(kernel_for(config, ARCH), found.tensors, config.tiles.workspace)
+        *_, out = operands[0]
+        launch(*operands[0])
+        if expected is None:
+            if not (verdict := problem.check(*operands[0])).ok:
+                raise RuntimeError(f"{one.name}: {config.tiles}: {verdict.message}")
+            expected = out.clone()
+        # NOTE: only the order of sums differs: one unit of the rounding of the largest
+        elif not float((out - expected).abs().max()) <= float(expected.abs().max()) / 64:
+            raise RuntimeError(f"{one.name}: {config.tiles} has another result than the first")
+        out.fill_(torch.nan)
+        variants[str(i)] = launch
+    us = {name: round(us, 3) for name, us in timer(variants, operands, SAMPLING).items()}
+    others = {"cublas": us.pop("cublas")}
+    return one.row | {"others": others, "us": us, "configs": [differing(c) for c in configs]}
+
+
+def differing(config: GeneralConfig) -> dict[str, Any]:
+    """The fields of the tiles that are not the defaults."""
+    return {f: v for f, v in asdict(config.tiles).items() if v != USUAL[f]}
+
+
+def measure(problems: Sequence[Asked], first: int, out: Path, seconds: float | None) -> None:
+    """Build the kernels of `problems`, time them, and append a row each to `out`."""
+    configs = {one.name: configs_of(one, first) for one in problems}
+    build(configs.values())
+    begin = time.monotonic()
+    with progress("problems are timed", len(problems)) as step, out.open("a") as file:
+        for i, one in enumerate(problems):
+            if seconds is not None and time.monotonic() - begin > seconds:
+                print(f"stopped after {seconds:g} s; {len(problems) - i} are left", file=sys.stderr)
+                return
+            print(json.dumps(measured(one, configs[one.name])), file=file, flush=True)
+            step()
+
+
+def build(configs: Iterable[Sequence[GeneralConfig]]) -> list[Path]:
+    """Compile the configs in parallel, and return the folders of the kernels."""
+    jobs = list(dict.fromkeys((c, ARCH) for of_problem in configs for c in of_problem))
+    with progress("kernels are built", len(jobs)) as step:
+        built = building.build(jobs, ended=step)
+    return [kernel_for(*j).object_path.parent for j, ok in zip(jobs, built, strict=True) if ok]
+
+
+def merge(lines: Iterable[str], times: Path = TIMES) -> int:
+    """Append the rows of one run to results/configs, as those of a further card; return how
+    many."""
+    head, *rows = map(json.loads, times.read_text().splitlines())
+    numbers = {geometry(Sm90Config.from_row(row)): i for i, row in enumerate(head["configs"])}
+    card = max((row["card"] for row in rows), default=0) + 1
+    added = []
+    for line in lines:
+        row = json.loads(line)
+        us = {}
+        for i, fields in enumerate(row.pop("configs")):
+            key = geometry(Sm90Config.from_row(fields))
+            if key not in numbers:
+                numbers[key] = len(head["configs"])
+                head["configs"].append(fields)
+            us[str(numbers[key])] = row["us"][str(i)]
+        added.append({"card": card} | row | {"us": us})
+    text = "".join(json.dumps(row) + "\n" for row in (head, *rows, *added))
+    times.write_text(text)
+    return len(added)
+
+
+def _parser() -> Parser:
+    p = Parser(
+        prog="python -m cutex.ops.measuring",
+        description="Time configs of Hopper's general GEMM kernel beside cuBLAS on this GPU, for "
+        "the fit of the cost model that chooses among them.",
+    )
+    p.add_argument("problems", nargs="?", metavar="FILE", help="a problem a line: MxNxK pass dtype")
+    p.add_argument("--first", type=int, default=6, metavar="N", help="of the ranking; default: 6")
+    p.add_argument("--out", default="timed.jsonl", metavar="FILE", help="default: timed.jsonl")
+    p.add_argument("--seconds", type=float, metavar="S", help="stop after so many")
+    p.add_argument(
+        "--preflight",
+        action="store_true",
+        help="time nothing: compile the kernels and print where they are; needs no GPU",
+    )
+    p.add_argument("--merge", metavar="FILE", help="add the rows of FILE to results/configs")
+    return p
+
+
+@answered
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    if args.merge:
+        print(f"{merge(Path(args.merge).read_text().splitlines())} rows added to {TIMES}")
+        return 0
+    if not args.problems or args.first < 1:
+        raise BadOption("a FILE of problems is needed, and --first of at least 1")
+    problems = asked(Path(args.problems))
+    if args.preflight:
+        for folder in build(configs_of(one, args.first) for one in problems):
+            print(folder)
+        return 0
+    here = local_arch()
+    if here is None or here.name != ARCH:
+        raise BadOption("there is no Hopper GPU here; --preflight needs none")
+    measure(problems, args.first, writable("--out", args.out), args.seconds)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

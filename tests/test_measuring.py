@@ -1,0 +1,137 @@
+"""python -m cutex.ops.measuring: configs timed for the fit of Hopper's cost model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cutex.errors import BadOption
+from cutex.kernels.gemm.sm90 import fit
+from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.ops import measuring, simulated
+from cutex.problem.models import corpus
+
+NARROW = {"tile_m": 64, "tile_n": 16, "tile_k": 128, "num_stages": 3, "epi_n": 16,
+          "epi_stages": 1, "swap_ab": True, "warpgroups": 1}  # fmt: skip
+WIDE = {"tile_n": 64, "num_stages": 3, "epi_n": 64, "epi_stages": 1, "warpgroups": 2}
+LINE = f"16x128x96 forward bf16 {json.dumps([NARROW, WIDE])}"
+
+
+def written(folder: Path, *lines: str) -> Path:
+    file = folder / "problems.txt"
+    file.write_text("\n".join(lines))
+    return file
+
+
+def test_a_line_names_a_problem_and_maybe_its_configs(tmp_path: Path):
+    file = written(tmp_path, LINE, "", "512x96x64 wgrad bf16", "8x32x64 forward e4m3")
+    first, second, third = measuring.asked(file)
+    assert first.configs == (Sm90Config.from_row(NARROW), Sm90Config.from_row(WIDE))
+    assert second.problem.mnk == (512, 96, 64) and not second.configs
+    assert (second.problem.tokens, second.problem.out_features) == (64, 512)
+    assert third.row == {"m": 8, "n": 32, "k": 64, "pass": "forward", "dtype": "e4m3"}
+    chosen, *ranked = measuring.configs_of(third, 3)
+    assert 2 <= len(ranked) <= 3 and chosen not in ranked
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("16x128 forward bf16", "is no 'MxNxK pass dtype'"),
+        ("16x128x96 sideways bf16", "is no 'MxNxK pass dtype'"),
+        ("0x128x96 forward bf16", "every size must be at least 1"),
+        ('16x128x96 forward bf16 [{"tile_x": 3}]', "tile_x"),
+        ("16x128x96 forward bf16 [{]", "line 1"),
+        ("", "names no problem"),
+        (next(e.name for e in corpus() if not e.fits), "is of the half that is for reporting"),
+    ],
+)
+def test_a_line_that_cannot_be_taken_is_one_sentence(tmp_path, capsys, line, says):
+    file = written(tmp_path, line)
+    with pytest.raises(BadOption, match=r"problems\.txt"):
+        measuring.asked(file)
+    assert measuring.main([str(file), "--preflight"]) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert says in told
+
+
+def test_a_file_that_is_not_there_and_a_machine_without_a_gpu(tmp_path, capsys, monkeypatch):
+    assert measuring.main([str(tmp_path / "none.txt")]) == 2
+    assert "none.txt: No such file" in capsys.readouterr().err
+    monkeypatch.setattr(measuring, "local_arch", lambda: None)
+    file, out = written(tmp_path, LINE), tmp_path / "out.jsonl"
+    assert measuring.main([str(file), "--out", str(out)]) == 2
+    assert "no Hopper GPU" in capsys.readouterr().err and not out.exists()
+
+
+@pytest.fixture(scope="module")
+def row(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """A row from kernels that ran in the simulator; its times are of no clock."""
+    (one,) = measuring.asked(written(tmp_path_factory.mktemp("measuring"), LINE))
+
+    def timer(launches, operands, sampling):
+        assert list(launches) == ["cublas", "0", "1"] and len(operands) > 1
+        assert all(out.isnan().all() for *_, out in operands[1:])
+        return {"cublas": 4.0, "0": 3.0004, "1": 5.0}
+
+    with simulated("sm_90a"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring.timing, "copies_to_rotate", lambda *_: 2)
+        return measuring.measured(one, measuring.configs_of(one, 0), "cpu", timer)
+
+
+def test_a_row_says_what_was_timed(row: dict):
+    assert row == {
+        **{"m": 16, "n": 128, "k": 96, "pass": "forward"},
+        "others": {"cublas": 4.0},
+        "us": {"0": 3.0, "1": 5.0},
+        "configs": [NARROW, WIDE],
+    }
+
+
+def test_a_wrong_result_is_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (one,) = measuring.asked(written(tmp_path, LINE))
+    monkeypatch.setattr(measuring.timing, "copies_to_rotate", lambda *_: 2)
+    made = []
+
+    def launcher(compiled, tensors, workspace):
+        made.append(compiled)
+        scale = len(made)  # the second kernel's result is twice as large
+        return lambda a, b, out: out.copy_((scale * (a.float() @ b.float())).to(out.dtype))
+
+    monkeypatch.setattr(measuring, "launcher", launcher)
+    with pytest.raises(RuntimeError, match="another result than the first"):
+        measuring.measured(one, measuring.configs_of(one, 0), "cpu", lambda *_: {})
+    monkeypatch.setattr(measuring, "launcher", lambda *_: lambda a, b, out: None)
+    with pytest.raises(RuntimeError, match="NaN"):
+        measuring.measured(one, measuring.configs_of(one, 0), "cpu", lambda *_: {})
+
+
+def test_rows_are_merged_as_those_of_a_further_card(tmp_path: Path, row: dict):
+    times = tmp_path / "times.jsonl"
+    head = {"about": "a test", "configs": [{**WIDE, "num_stages": 5}]}
+    first = {"card": 3, "m": 8, "n": 8, "k": 8, "pass": "forward", "us": {"0": 1.0}}
+    times.write_text("".join(json.dumps(x) + "\n" for x in (head, first)))
+    assert measuring.merge([json.dumps(row)], times) == 1
+    head, *rows = map(json.loads, times.read_text().splitlines())
+    assert rows[0] == first and rows[1]["card"] == 4
+    assert rows[1]["us"] == {"0": 5.0, "1": 3.0}, "a ring's depth makes no other config"
+    assert head["configs"] == [{**WIDE, "num_stages": 5}, NARROW]
+    configs, _ = fit.measured_rows(times)
+    assert configs[1] == Sm90Config.from_row(NARROW)
+
+
+def test_the_builders_compile_what_is_asked_for(tmp_path, monkeypatch, capsys):
+    jobs = []
+
+    def build(given, ended):
+        jobs.extend(given)
+        return [False] * len(jobs)
+
+    monkeypatch.setattr(measuring.building, "build", build)
+    assert measuring.main([str(written(tmp_path, LINE)), "--preflight"]) == 0
+    assert [config.tiles for config, _ in jobs] == [
+        Sm90Config.from_row(NARROW), Sm90Config.from_row(WIDE)
+    ]  # fmt: skip
+    assert not capsys.readouterr().out
