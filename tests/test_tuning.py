@@ -199,12 +199,46 @@ def test_a_process_that_was_killed_is_replaced(gpu):
 
 
 NOISY = """
-from cutex.ops import building, plan
+from cutex.compile import worker
 
-build = plan.kernel_for
-plan.kernel_for = lambda *job: (print("noise", flush=True), build(*job))[1]
-building.work()
+answer = worker.answer
+worker.answer = lambda message: (print("noise", flush=True), answer(message))[1]
+worker.work()
 """
+
+
+def test_the_processes_do_without_torch(gpu):
+    """Whose import takes twice as long as that of the compiler."""
+    first = next(candidates(classed(call(64, 128, 64))))
+    assert building.build([(first, "sm_90a")]) == [True]
+    (builder,) = building.start(1)
+    maps = Path(f"/proc/{builder.process.pid}/maps").read_text()
+    assert "_cutlass_ir" in maps and "libtorch" not in maps
+
+
+def test_kernels_with_a_function_of_the_users_are_compiled_here(gpu, monkeypatch):
+    """Other processes do not have it, and a lambda cannot be sent to them."""
+    a, b = torch.ones(64, 64, dtype=torch.bfloat16), torch.ones(128, 64, dtype=torch.bfloat16)
+    shown = Call(a, b.mT, activation=lambda x: x + 1)
+    arranged = arrange(shown, torch.empty(64, 128, dtype=torch.bfloat16), "sm_90a")
+    some = [(c, "sm_90a") for c in islice(candidates(classed(arranged)), 3)]
+    monkeypatch.setattr(building, "start", lambda *_: pytest.fail("a process was started"))
+    assert building.build(some[:1]) == [True]
+    assert len(list(gpu.glob("kernels/*/meta.json"))) == 1
+    assert building.build(some, seconds=0.0) == [False] * 3, "the time is over"
+    wrong = [(some[0][0], "sm_2")]
+    with pytest.warns(UserWarning, match="not built ahead: .*sm2"):
+        assert building.build(wrong) == [False]
+
+
+def test_a_call_with_a_users_function_is_tuned(gpu, monkeypatch):
+    monkeypatch.setattr(tuner, "CANDIDATES", 2)
+    a = torch.ones(64, 64, dtype=torch.bfloat16)
+    shown = Call(a, a.mT, activation=lambda x: x + 1)
+    arranged = arrange(shown, torch.empty(64, 64, dtype=torch.bfloat16), "sm_90a")
+    _, second = islice(candidates(classed(arranged)), 2)
+    timer = lambda launches, *_: {"0": 2.0, "1": 1.0}
+    assert tuner.choose_by_time(arranged, "sm_90a", 60.0, timer) == second
 
 
 def test_prints_of_the_compiler_are_no_answers(gpu, monkeypatch):

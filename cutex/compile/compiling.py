@@ -127,17 +127,16 @@ def _build(
 
 @contextmanager
 def no_gpu_looked_for() -> Iterator[None]:
-    """A context in which the DSL does not look for this machine's GPU if torch sees none.
+    """A context in which the DSL does not look for this machine's GPU if there is none to see.
 
     NOTE: the DSL asks the driver what arch its GPU has, and asks again to word the error that there
     is none: some 280 starts of the driver before a process's first kernel, most of a minute where
     CUDA_VISIBLE_DEVICES hides the GPU from 16 processes.
     """
-    import torch
     from cutlass.cutlass_dsl import CuTeDSL
 
     environment = CuTeDSL._get_dsl().envar
-    if environment._arch is not None or torch.cuda.is_available():
+    if environment._arch is not None or _sees_gpu():
         yield
         return
     environment.arch = DSL_DEFAULT
@@ -145,6 +144,14 @@ def no_gpu_looked_for() -> Iterator[None]:
         yield
     finally:
         environment._arch = None
+
+
+def _sees_gpu() -> bool:
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # as in a process that only compiles
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 _LAUNCH_CONFIG = r"!llvm.struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>"

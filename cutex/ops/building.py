@@ -1,8 +1,9 @@
 """Kernels compiled in parallel, into the cache on disk, by processes of their own.
 
-The processes start on first use, import the compiler once, and stay. They import only cutex: the
-caller's script is not run again in them, whatever it does at its top level. They see no GPU, so
-that none of its memory is theirs.
+The processes start on first use, import the compiler once, and stay (cutex/compile/worker.py). They
+import only cutex: the caller's script is not run again in them, whatever it does at its top level.
+They see no GPU, so that none of its memory is theirs. Kernels with a function of the user's, which
+other processes do not have, are compiled here, one after the other.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import pickle
 import selectors
 import subprocess
 import sys
@@ -19,20 +19,21 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cutex.arch import ARCHS
+from cutex.compile import worker
+from cutex.ops.plan import kernel_for, user_functions
 from cutex.problem.stage import package
 
 if TYPE_CHECKING:
     from cutex.kernels.gemm.signature import GeneralConfig
 
 MOST = 16  # processes
-MESSAGE = 400  # characters of an error
-START = "from cutex.ops.building import work; work()"
+MODULES = tuple(f"{package('gemm', arch)}.general" for arch in ARCHS)
+START = f"from cutex.compile.worker import work; work{MODULES}"
 
 Job = tuple["GeneralConfig", str]  # a config and its arch
 
@@ -47,11 +48,11 @@ class Builder:
     ready: bool = False
     unread: bytes = b""
 
-    def give(self, batch: int, number: int, job: Job) -> None:
-        """Have `job` compiled, once the process is ready."""
+    def give(self, batch: int, number: int, message: bytes) -> None:
+        """Have the job of `message` compiled, once the process is ready."""
         assert self.process.stdin is not None
         self.job = batch, number
-        self.process.stdin.write(pickle.dumps(job))
+        self.process.stdin.write(message)
         self.process.stdin.flush()
 
     def fileno(self) -> int:
@@ -80,8 +81,10 @@ class _Batch:
         self.number = next(_batches)
         self.jobs, self.ended = jobs, ended
         self.done = [False] * len(jobs)
-        self.waiting = deque(range(len(jobs)))
-        self.left = len(jobs)
+        self.messages = {i: m for i, job in enumerate(jobs) if (m := message_of(job)) is not None}
+        self.ours = [i for i in range(len(jobs)) if i not in self.messages]  # no message
+        self.waiting = deque(self.messages)
+        self.left = len(self.messages)  # that the processes have to compile
 
     def employ(self) -> None:
         """Give a job to each process that has none, in order."""
@@ -89,7 +92,7 @@ class _Batch:
             if builder.job is None and self.waiting:
                 number = self.waiting[0]
                 try:
-                    builder.give(self.number, number, self.jobs[number])
+                    builder.give(self.number, number, self.messages[number])
                 except BrokenPipeError:  # it ended; the next call of `lines` says so
                     builder.job = None
                 else:
@@ -107,14 +110,39 @@ class _Batch:
         if builder.job is None:
             return
         (batch, number), builder.job = builder.job, None
-        if batch != self.number:
-            return
+        if batch == self.number:
+            self.left -= 1
+            self.note(number, failure)
+
+    def note(self, number: int, failure: str | None) -> None:
+        """Note how a job of this batch went."""
         self.done[number] = failure is None
-        self.left -= 1
         self.ended()
         if failure is not None and failure not in _told:
             _told.add(failure)
             warnings.warn(f"a kernel was not built ahead: {failure}", stacklevel=4)
+
+    def compile_ours(self, until: float | None) -> None:
+        """Compile here what the processes cannot, until a time of the monotonic clock."""
+        for number in self.ours:
+            if until is not None and time.monotonic() >= until:
+                return
+            config, arch = self.jobs[number]
+            try:
+                kernel_for(config, arch)
+            except Exception as error:
+                self.note(number, worker.failure_of(error))
+            else:
+                self.note(number, None)
+
+
+def message_of(job: Job) -> bytes | None:
+    """What has a process compile `job`; None if it has to be compiled here."""
+    config, arch = job
+    if config.ops and user_functions(config.ops):
+        return None
+    module = f"{package('gemm', arch)}.general"
+    return worker.message_of(worker.Job(module, "General", config, config.a.dtype, arch))
 
 
 def build(
@@ -147,6 +175,9 @@ def build(
                     said.unregister(builder)
                     _builders.remove(builder)
                     batch.end(builder, f"the compiler ended with {builder.process.wait()}")
+    if seconds is not None and until is None:
+        until = time.monotonic() + seconds
+    batch.compile_ours(until)
     return batch.done
 
 
@@ -177,26 +208,3 @@ def stop() -> None:
     for builder in _builders:
         builder.process.wait()
     _builders.clear()
-
-
-def work() -> None:
-    """Compile the jobs read from standard input until it closes; runs in a process of its own."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # prints of others must not mix with the answers
-    for arch in ARCHS:
-        import_module(f"{package('gemm', arch)}.general")
-    from cutex.ops.plan import kernel_for
-
-    print("ready", file=out, flush=True)
-    while True:
-        try:
-            job = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        failure = None
-        try:
-            kernel_for(*job)
-        except Exception as error:
-            first, *_ = str(error).splitlines() or [""]
-            failure = f"{type(error).__name__}: {first}"[:MESSAGE]
-        print(json.dumps(failure), file=out, flush=True)

@@ -1,6 +1,7 @@
 """python -m cutex.ops.measuring: time configs of Hopper's general kernel for the fit (see --help).
 
-    python -m cutex.ops.measuring problems.txt --first 6 --out timed.jsonl   # on a GPU
+    python -m cutex.ops.measuring --draw 300 > problems.txt                  # what is least known
+    python -m cutex.ops.measuring problems.txt --out timed.jsonl             # on a GPU
     python -m cutex.ops.measuring --merge timed.jsonl                        # into results/configs
     python -m cutex.kernels.gemm.sm90.fit --write
     python -m cutex.ops.shipping --write
@@ -29,20 +30,18 @@ from cutex.bench import timing
 from cutex.bench.progress import progress
 from cutex.command import Parser, answered, writable
 from cutex.errors import BadOption
+from cutex.kernels.gemm.config import GemmConfig
 from cutex.kernels.gemm.signature import GeneralConfig
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.fit import TIMES, geometry
 from cutex.ops import building
-from cutex.ops.arrange import Arranged, arrange
-from cutex.ops.checks import Call, check
-from cutex.ops.choices import CallClass
 from cutex.ops.device import launcher
-from cutex.ops.plan import call_class, candidates, config_for, fitted, kernel_for
+from cutex.ops.plan import candidates, config_for, fitted, kernel_for
 from cutex.ops.tuner import Timer, time_on_gpu
+from cutex.ops.unmeasured import ARCH, arranged, proposals
 from cutex.problem.layer import PASSES, PEERS, LayerProblem
 from cutex.problem.models import DTYPES, corpus
 
-ARCH = "sm_90a"
 SAMPLING = timing.Sampling(rounds=7, warm_up_seconds=0.02, sample_us=1500.0, eager_calls=1)
 NAME = re.compile(r"(\d+)x(\d+)x(\d+) (\w+) (\w+)\s*(\[.*\])?$")
 USUAL = asdict(Sm90Config())
@@ -101,14 +100,6 @@ def _problem(m: str, n: str, k: str, direction: str, dtype: str) -> LayerProblem
     return LayerProblem(tokens, out, into, direction, dtype)
 
 
-def arranged(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> tuple[Arranged, CallClass]:
-    """The call out = a @ b as the kernel takes it, and the class of its choice."""
-    call = Call(a, b, out_dtype=out.dtype)
-    check(call)
-    found = arrange(call, out, ARCH)
-    return found, call_class(found.sizes, (found.a, found.b, found.out), found.ops, ARCH)
-
-
 def configs_of(one: Asked, first: int) -> list[GeneralConfig]:
     """The kernels to time: those asked for that can run the problem, or today's choice and the
     `first` of the ranking."""
@@ -149,12 +140,12 @@ def measured(
         variants[str(i)] = launch
     us = {name: round(us, 3) for name, us in timer(variants, operands, SAMPLING).items()}
     others = {"cublas": us.pop("cublas")}
-    return one.row | {"others": others, "us": us, "configs": [differing(c) for c in configs]}
+    return one.row | {"others": others, "us": us, "configs": [differing(c.tiles) for c in configs]}
 
 
-def differing(config: GeneralConfig) -> dict[str, Any]:
-    """The fields of the tiles that are not the defaults."""
-    return {f: v for f, v in asdict(config.tiles).items() if v != USUAL[f]}
+def differing(tiles: GemmConfig) -> dict[str, Any]:
+    """The fields of `tiles` that are not the defaults."""
+    return {f: v for f, v in asdict(tiles).items() if v != USUAL[f]}
 
 
 def measure(problems: Sequence[Asked], first: int, out: Path, seconds: float | None) -> None:
@@ -208,7 +199,15 @@ def _parser() -> Parser:
         "the fit of the cost model that chooses among them.",
     )
     p.add_argument("problems", nargs="?", metavar="FILE", help="a problem a line: MxNxK pass dtype")
-    p.add_argument("--first", type=int, default=6, metavar="N", help="of the ranking; default: 6")
+    p.add_argument("--first", type=int, default=6, metavar="N", help="configs each; default: 6")
+    p.add_argument(
+        "--draw",
+        type=int,
+        metavar="N",
+        help="time nothing: print N problems of the fitting half, and for each the configs that "
+        "may be faster than the choice and were not timed",
+    )
+    p.add_argument("--seed", type=int, default=0, help="of --draw; default: 0")
     p.add_argument("--out", default="timed.jsonl", metavar="FILE", help="default: timed.jsonl")
     p.add_argument("--seconds", type=float, metavar="S", help="stop after so many")
     p.add_argument(
@@ -226,8 +225,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.merge:
         print(f"{merge(Path(args.merge).read_text().splitlines())} rows added to {TIMES}")
         return 0
-    if not args.problems or args.first < 1:
-        raise BadOption("a FILE of problems is needed, and --first of at least 1")
+    if args.first < 1 or (args.draw is not None and args.draw < 1):
+        raise BadOption("--first and --draw take numbers of at least 1")
+    if args.draw:
+        for one in proposals(args.draw, args.seed, args.first):
+            tiles = json.dumps([differing(c) for c in (one.choice, *one.others)])
+            print(f"{one.entry.name} {tiles}")
+        return 0
+    if not args.problems:
+        raise BadOption("a FILE of problems is needed, or --draw")
     problems = asked(Path(args.problems))
     if args.preflight:
         for folder in build(configs_of(one, args.first) for one in problems):

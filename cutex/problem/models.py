@@ -178,6 +178,25 @@ def corpus(dtype: str = "bf16") -> tuple[Entry, ...]:
     return tuple(found.values())
 
 
+def fitting(dtype: str = "bf16") -> dict[str, Entry]:
+    """Every layer with every token count, forward and, with bf16, backward, by name: those of the
+    half that choices may be fitted on, also if they are not in the corpus."""
+    counts = {"forward": (*DECODE, *FEW, *PREFILL)}
+    if dtype != "e4m3":
+        counts |= {"dgrad": TRAINED, "wgrad": TRAINED}
+    found: dict[str, Entry] = {}
+    for model in MODELS:
+        for layer in model.layers:
+            for direction, tokens in ((d, t) for d, of in counts.items() for t in of):
+                problem = LayerProblem(
+                    tokens, layer.out_features, layer.in_features, direction, dtype
+                )
+                entry = Entry(problem, model.source, layer.name)
+                if entry.fits and problem.flops <= MAX_FLOPS and problem.bytes <= MAX_BYTES:
+                    found.setdefault(entry.name, entry)
+    return found
+
+
 def drawn(counts: tuple[int, ...], number: int, seed: str) -> list[int]:
     """`number` of `counts`, spread evenly from a place that `seed` says."""
     first, step = draw(seed, len(counts)), max(1, len(counts) // number)

@@ -22,7 +22,7 @@ import numpy as np
 from cutex.kernels.gemm.config import ELEMENT, ceil_div
 from cutex.kernels.gemm.sm90.candidates import AT_ONCE, Majors, candidates
 from cutex.kernels.gemm.sm90.config import Sm90Config
-from cutex.kernels.gemm.sm90.measured import errors_nearby, place
+from cutex.kernels.gemm.sm90.measured import CAUTION, errors_nearby, place
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
@@ -281,16 +281,17 @@ def predictions(
     batch: int = 1,
     majors: Majors = (True, True),
     bits: int = 16,
+    caution: float = CAUTION,
 ) -> list[float]:
     """The predicted microseconds of `batch` such problems in one launch, with each config, where an
-    element of A and B has so many bits; K counts 2 bytes."""
+    element of A and B has so many bits; K counts 2 bytes. `caution`: as errors_nearby."""
     if not configs:
         return []
     counts = [count(c, problem, arch, batch, majors) for c in configs]
     times = modelled(columns(counts))
     near = np.flatnonzero(times <= NEAR * times.min())
     places = [place(configs[i], problem, counts[i], majors, bits) for i in near.tolist()]
-    times[near] *= np.exp(errors_nearby(np.array(places, np.float32)))
+    times[near] *= np.exp(errors_nearby(np.array(places, np.float32), caution))
     return times.tolist()
 
 

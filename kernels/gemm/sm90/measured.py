@@ -57,16 +57,19 @@ def measured() -> tuple[np.ndarray, np.ndarray]:
         return file["places"].astype(np.float32), file["errors"].astype(np.float32)
 
 
-def errors_nearby(places: np.ndarray) -> np.ndarray:
-    """The model's expected errors at `places` (PLACE, DIMENSION), as logarithms."""
+def errors_nearby(places: np.ndarray, caution: float = CAUTION) -> np.ndarray:
+    """The model's expected errors at `places` (PLACE, DIMENSION), as logarithms; with a `caution`
+    below 0, an untested config is given the benefit of the doubt."""
     known, errors = measured()
     sizes, of_known = places[:, :SIZES], known[:, :SIZES]
     away = np.maximum(sizes.min(0) - of_known, of_known - sizes.max(0)).clip(0)
     near = (away**2).sum(1) < FARTHEST**2
-    return estimate(places, known[near], errors[near])
+    return estimate(places, known[near], errors[near], caution)
 
 
-def estimate(places: np.ndarray, known: np.ndarray, errors: np.ndarray) -> np.ndarray:
+def estimate(
+    places: np.ndarray, known: np.ndarray, errors: np.ndarray, caution: float = CAUTION
+) -> np.ndarray:
     """The model's expected errors, as logarithms, at `places`, given its `errors` at the places
     `known`."""
     scale = WIDTH * 2**0.5
@@ -77,4 +80,4 @@ def estimate(places: np.ndarray, known: np.ndarray, errors: np.ndarray) -> np.nd
     np.exp(np.minimum(weights, 0, out=weights), out=weights)
     near = weights.sum(1)
     mean = weights @ errors.clip(-LARGEST, LARGEST) / (near + PRIOR)
-    return mean + CAUTION * np.sqrt(PRIOR / (near + PRIOR))
+    return mean + caution * np.sqrt(PRIOR / (near + PRIOR))
