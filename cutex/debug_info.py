@@ -296,10 +296,15 @@ def _stack(frames: tuple[tuple[CodeType, int], ...]) -> Stack:
 
 
 def _position(code: CodeType, at: int) -> tuple[int, int]:
-    for i, (line, _, column, _) in enumerate(code.co_positions()):
-        if i == at // 2:
-            return line or code.co_firstlineno, 0 if column is None else column + 1
-    return code.co_firstlineno, 0
+    places = _positions(code)
+    line, column = places[at // 2] if at // 2 < len(places) else (None, None)
+    return line or code.co_firstlineno, 0 if column is None else column + 1
+
+
+@lru_cache(maxsize=1024)
+def _positions(code: CodeType) -> list[tuple[int | None, int | None]]:
+    """The line and the column of each instruction."""
+    return [(line, column) for line, _, column, _ in code.co_positions()]
 
 
 def _element_bytes(frame: FrameType | None) -> int:
@@ -340,22 +345,24 @@ def _target(call: Call) -> str:
 
 def _parsed(call: Call) -> tuple[ast.stmt | None, ast.expr | None]:
     """The statement at a place, and the call in it that begins there."""
-    statement, expression = None, None
-    for node in ast.walk(_tree(call.file)):
-        if isinstance(node, ast.stmt) and node.lineno <= call.line <= (node.end_lineno or 0):
-            statement = node  # the innermost comes last
-        if isinstance(node, ast.Call) and (node.lineno, node.col_offset + 1) == call[1:3]:
-            expression = node
-    return statement, expression
+    statements, calls = _parsed_text("".join(linecache.getlines(call.file)))
+    return statements.get(call.line), calls.get(call[1:3])
 
 
-def _tree(file: str) -> ast.Module:
-    return _parsed_text("".join(linecache.getlines(file)))
-
-
-@lru_cache(maxsize=64)
-def _parsed_text(text: str) -> ast.Module:
+@lru_cache(maxsize=256)
+def _parsed_text(text: str) -> tuple[dict[int, ast.stmt], dict[tuple[int, int], ast.Call]]:
+    """The innermost statement of each line, and the innermost call that begins at a line and
+    column."""
+    statements: dict[int, ast.stmt] = {}
+    calls: dict[tuple[int, int], ast.Call] = {}
     try:
-        return ast.parse(text)
+        tree = ast.parse(text)
     except SyntaxError:
-        return ast.Module([], [])
+        return statements, calls
+    for node in ast.walk(tree):  # the innermost come last
+        if isinstance(node, ast.stmt):
+            for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):
+                statements[line] = node
+        elif isinstance(node, ast.Call):
+            calls[node.lineno, node.col_offset + 1] = node
+    return statements, calls

@@ -181,7 +181,7 @@ def corpus(dtype: str = "bf16") -> tuple[Entry, ...]:
 def fitting(dtype: str = "bf16") -> dict[str, Entry]:
     """Every layer with every token count, forward and, with bf16, backward, by name: those of the
     half that choices may be fitted on, also if they are not in the corpus."""
-    counts = {"forward": (*DECODE, *FEW, *PREFILL)}
+    counts: dict[str, tuple[int, ...]] = {"forward": (*DECODE, *FEW, *PREFILL)}
     if dtype != "e4m3":
         counts |= {"dgrad": TRAINED, "wgrad": TRAINED}
     found: dict[str, Entry] = {}
