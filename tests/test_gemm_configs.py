@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+import cutex
 from cutex.arch import ARCHS, arch
 from cutex.kernels.gemm import stage, stages
+from cutex.kernels.gemm.signature import OperandLayout
+from cutex.kernels.gemm.sm90.candidates import at_once, candidates
 from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.kernels.gemm.sm90.cost_model import count
 from cutex.kernels.gemm.sm100.config import Sm100Config
+from cutex.ops import choices, device, plan
+from cutex.problem.gemm import GemmProblem
 
 LEDGER = Path(__file__).parent.parent / "results" / "gemm-nvidia-h200.jsonl"
 
@@ -92,3 +100,69 @@ def test_an_fp32_result_has_twice_the_sub_tiles() -> None:
     assert config.why_not(None, b200) is None
     assert "of 10 sub-tiles" in (config.why_not(None, b200, epi_parts=10) or "")
     assert replace(config, epi_stages=4).why_not(None, b200, epi_parts=10) is None
+
+
+# ---- GPUs of fewer SMs than an H200: an H100 PCIe, an H20, a part of a GPU
+
+FEWER = [114, 78, 60]
+SIZES = [(1, 4096, 1024), (48, 5120, 512), (96, 4096, 4096), (320, 3072, 1024), (4096, 2048, 256)]
+
+
+@pytest.mark.parametrize("num_sms", FEWER)
+@pytest.mark.parametrize("mnk", SIZES, ids=str)
+def test_no_config_asks_for_more_ctas_at_a_time_than_run(mnk: tuple[int, int, int], num_sms: int):
+    target, problem = replace(arch("sm_90a"), num_sms=num_sms), GemmProblem(*mnk)
+    kinds = set()
+    for c in candidates(problem, target):
+        size = c.cluster_m * c.cluster_n * c.split_k
+        most = at_once(size, num_sms)
+        assert most <= num_sms and most % size == 0
+        kinds.add((c.one_tile, c.stream_k > 0))
+        if c.one_tile:
+            spent = count(c, problem, target)
+            assert spent.rounds == 1 and spent.ctas <= most
+            assert not c.spread or c.num_ctas == num_sms
+        else:
+            assert c.num_ctas == most
+    assert (False, False) in kinds and len(kinds) > 1
+
+
+@pytest.mark.parametrize("mnk", [(1, 4096, 512), (96, 2048, 512), (520, 1024, 256)], ids=str)
+def test_calls_on_a_gpu_of_fewer_sms_take_a_config_for_it(monkeypatch, mnk: tuple[int, int, int]):
+    m, n, k = mnk
+    layouts = OperandLayout("bf16"), OperandLayout("bf16", "column"), OperandLayout()
+    usual = plan.config_for((m, n, k, 1), layouts, (), "sm_90a").tiles
+    monkeypatch.setattr(plan, "other_sms", lambda _: 60)
+    plan.forget()
+    try:
+        with cutex.ops.simulated("sm_90a"):
+            tiles = plan.config_for((m, n, k, 1), layouts, (), "sm_90a").tiles
+            assert tiles != usual
+            x, w = torch.randint(-2, 3, (m, k)).bfloat16(), torch.randint(-2, 3, (n, k)).bfloat16()
+            y = cutex.matmul(x, w.mT)
+        assert torch.equal(y, (x.float() @ w.float().mT).bfloat16())
+    finally:
+        plan.forget()
+
+
+def test_the_sms_of_another_gpu_are_those_of_its_properties(monkeypatch):
+    found = SimpleNamespace(multi_processor_count=114)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(device, "local_arch", lambda: arch("sm_90a"))
+    assert device.other_sms("sm_90a") == 114 and device.other_sms("sm_100a") == 0
+    with cutex.ops.simulated("sm_90a"):
+        assert device.other_sms("sm_90a") == 0, "the simulator is an H200"
+    found.multi_processor_count = 132
+    assert device.other_sms("sm_90a") == 0
+
+
+def test_what_was_timed_on_an_h200_is_not_shipped_to_fewer_sms(monkeypatch):
+    layouts = OperandLayout("bf16"), OperandLayout("bf16", "column"), OperandLayout()
+    name = next(x for x in choices._shipped("sm_90a") if x.endswith("kk"))
+    sizes = *map(int, name.split()[0].split("x")), 1
+    for other, num_sms in ((0, 132), (114, 114)):
+        monkeypatch.setattr(plan, "other_sms", lambda _, found=other: found)
+        calls = plan.call_class(sizes, layouts, (), "sm_90a")
+        assert (choices.shipped(calls) is None) == (num_sms == 114)
+        assert calls.target.num_sms == num_sms

@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib import import_module, metadata
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cutex.arch import arch
+from cutex.arch import Arch, arch
 from cutex.compile import cache_dir
 from cutex.compile.sources import sources_digest
 from cutex.dtypes import DTYPES
@@ -40,12 +40,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CallClass:
-    """Calls that share a choice: M, N, K and batch as rounded by `config_for`, operands, ops."""
+    """Calls that share a choice: M, N, K and batch as rounded by `config_for`, operands, ops, arch,
+    and how many SMs the GPU has, if not as many as the arch says."""
 
     sizes: tuple[int, int, int, int]
     layouts: tuple[OperandLayout, OperandLayout, OperandLayout]
     ops: tuple[EpilogueOp, ...]
     arch: str
+    num_sms: int = 0
+
+    @property
+    def target(self) -> Arch:
+        """The facts of the arch, with the SMs of the GPU."""
+        facts = arch(self.arch)
+        return replace(facts, num_sms=self.num_sms) if self.num_sms else facts
 
     def key(self) -> dict[str, Any] | None:
         """The fields that the name of the choice's file is derived from; None where nothing can be
@@ -58,6 +66,7 @@ class CallClass:
             "layouts": [repr(x) for x in self.layouts],
             "ops": [type(op).__name__ for op in self.ops],
             "arch": self.arch,
+            "sms": self.num_sms,
             "dsl": metadata.version("nvidia-cutlass-dsl"),
             "sources": _sources(self.arch),
         }
@@ -117,8 +126,9 @@ def preferred(calls: CallClass) -> GemmConfig | None:
 
 
 def shipped(calls: CallClass) -> GemmConfig | None:
-    """The tiles shipped with cutex for `calls`; None if there are none, or for a batch."""
-    if calls.sizes[3] != 1 or DTYPES[calls.layouts[0].dtype].bits > 16:
+    """The tiles shipped with cutex for `calls`; None if there are none, for a batch, and for a GPU
+    of fewer SMs than those that they were timed on."""
+    if calls.num_sms or calls.sizes[3] != 1 or DTYPES[calls.layouts[0].dtype].bits > 16:
         return None
     row = _shipped(calls.arch).get(name_of(calls))
     if row is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from cutex.arch import ALL, ARCHS
+from cutex.arch import ALL, ARCHS, local_arch
 from cutex.compile import Compiled
 from cutex.ops.workspace import buffers_of
 
@@ -97,6 +97,15 @@ def arch_of(device: torch.device) -> str:
             "cutex.matmul has kernels for 9.0 (Hopper) and 10.0 (Blackwell); use torch.matmul there"
         )
     return arch.name
+
+
+def other_sms(arch_name: str) -> int:
+    """How many SMs this process's GPU has, if it is of the arch and has not as many as its facts
+    say, as an H100 PCIe, an H20 or a part of a GPU; else 0."""
+    if simulated_arch() is not None or (here := local_arch()) is None or here.name != arch_name:
+        return 0
+    found = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    return 0 if found == here.num_sms else int(found)
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:

@@ -18,6 +18,7 @@ from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm100.config import Sm100Config
 from cutex.ops import choices
 from cutex.ops.choices import CallClass
+from cutex.ops.device import other_sms
 from cutex.problem.gemm import GemmProblem
 from cutex.problem.stage import package
 
@@ -36,7 +37,7 @@ def proposals(calls: CallClass) -> Iterator[GemmConfig]:
     from cutex.bench import autotune
     from cutex.kernels.gemm import stages
 
-    problem, target = problem_of(calls), arch(calls.arch)
+    problem, target = problem_of(calls), calls.target
     batch = calls.sizes[3]
     if torch.cuda.is_available() and batch == 1:
         found = autotune.remembered(stages(calls.arch)[-1], problem)
@@ -105,7 +106,7 @@ def call_class(
     rounded = sizes_class((m, n, k), _majors(layouts))
     # clamped where larger sizes make no difference
     m, n, k = (min(size, 1 << 20) for size in rounded)
-    return CallClass((m, n, k, batch), layouts, ops, arch_name)
+    return CallClass((m, n, k, batch), layouts, ops, arch_name, other_sms(arch_name))
 
 
 def candidates(calls: CallClass) -> Iterator[GeneralConfig]:

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cutex.arch import arch as target
 from cutex.arch import local_arch
 from cutex.bench.progress import progress
 from cutex.kernels.gemm.choose import cover, predictions, rows_class
@@ -78,7 +77,7 @@ def warm_up(
             arranged = arrange(call, _meta(call.shape, call.dtype), arch)
             layouts = arranged.a, arranged.b, arranged.out
             classes[call_class(arranged.sizes, layouts, arranged.ops, arch)] = None
-    configs = list(dict.fromkeys(_few_for(list(classes), arch, most).values()))
+    configs = list(dict.fromkeys(_few_for(list(classes), most).values()))
     building.build([(config, arch) for config in configs])
     for config in configs:
         kernel_for(config, arch)
@@ -113,14 +112,14 @@ def _config(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> GeneralConfig:
     return config_for(arranged.sizes, layouts, arranged.ops, _arch())
 
 
-def _few_for(classes: list[CallClass], arch_name: str, most: int) -> dict[CallClass, GeneralConfig]:
+def _few_for(classes: list[CallClass], most: int) -> dict[CallClass, GeneralConfig]:
     """A config for each of `classes`, at most `most` different ones, which calls then take."""
     times: list[dict[GeneralConfig, float]] = []
     for calls in classes:
         known = choices.remembered(calls)
         predicted = predictions(
             problem_of(calls),
-            target(arch_name),
+            calls.target,
             calls.sizes[3],
             majors_of(calls),
             bits_of(calls),

@@ -29,7 +29,8 @@ CLUSTERS = ((1, 1), (2, 1), (1, 2))  # of CTAs that take whole tiles
 STREAMED_CLUSTERS = (*CLUSTERS, (4, 1), (1, 4))  # of CTAs that take shares of K (stream-K)
 WARPGROUPS = {64: 1, 128: 2, 192: 3, 256: 2}  # by rows of a tile that they share
 FEW = 6  # clusters along the side of C that is cut into few, at most
-# CTAs that run at one time, by the size of a cluster: some GPCs have SMs left over
+SMS = 132  # of an H200 or H100 SXM
+# CTAs that run at one time there, by the size of a cluster: some GPCs have SMs left over
 AT_ONCE = {1: 132, 2: 132, 3: 108, 4: 120}
 SHALLOW = 164 * 1024  # 1.01 times as fast as all of smem with M = 1 to 16: SMs stay together
 # tiles are streamed where their rounds are fewer, and the last leaves more of the GPU without work
@@ -38,6 +39,23 @@ LEAST_STEPS = 8  # of 64 along K, in a cluster's share
 MOST_STREAMED = 40
 L2_RATE = 64  # bytes that an SM gets through L2 in a cycle, at most
 NARROW = 32  # rows of an operand that TMA loads one box each of, where K is not contiguous
+
+
+def at_once(size: int, num_sms: int) -> int:
+    """The CTAs of clusters of `size` that run at one time on a GPU of `num_sms`; on others than
+    SMS, the same share of them."""
+    most = AT_ONCE.get(size, SMS)
+    return most if num_sms == SMS else num_sms * most // SMS // size * size
+
+
+def _grid(size: int, arch: Arch) -> int:
+    """The num_ctas of a config of persistent CTAs: 0 where the kernel takes as many by itself."""
+    most = at_once(size, arch.num_sms)
+    return 0 if most == arch_named(arch.name).num_sms else most
+
+
+def _on(arch_name: str, num_sms: int) -> Arch:
+    return replace(arch_named(arch_name), num_sms=num_sms)
 
 
 def _deepest(config: Sm90Config, arch: Arch) -> Sm90Config:
@@ -63,21 +81,20 @@ def _epilogue(tile_n: int) -> int:
 
 
 @lru_cache
-def walked(arch_name: str) -> tuple[Sm90Config, ...]:
+def walked(arch_name: str, num_sms: int = SMS) -> tuple[Sm90Config, ...]:
     """The configs whose persistent CTAs loop over whole tiles."""
-    arch = arch_named(arch_name)
+    arch = _on(arch_name, num_sms)
     found: dict[Sm90Config, None] = {}
     for pingpong, tiles in ((True, PINGPONG), (False, COOPERATIVE)):
         for m, n in tiles:
             for cluster_m, cluster_n, swap_ab in _walked_together():
-                at_once = AT_ONCE[cluster_m * cluster_n]
                 config = Sm90Config(
                     tile_m=m,
                     tile_n=n,
                     tile_k=_tile_k(m, n),
                     epi_n=_epilogue(n),
                     epi_stages=1 if pingpong else 2,
-                    num_ctas=0 if at_once == arch.num_sms else at_once,
+                    num_ctas=_grid(cluster_m * cluster_n, arch),
                     warpgroups=2 if pingpong else WARPGROUPS[m],
                     pingpong=pingpong,
                     cluster_m=cluster_m,
@@ -98,11 +115,13 @@ def _walked_together() -> Iterator[tuple[int, int, bool]]:
 
 
 @lru_cache(maxsize=256)
-def of_one_round(mnk: tuple[int, int, int], arch_name: str) -> tuple[Sm90Config, ...]:
+def of_one_round(
+    mnk: tuple[int, int, int], arch_name: str, num_sms: int = SMS
+) -> tuple[Sm90Config, ...]:
     """The configs whose tiles, fitted to M, N and K, all run at once."""
-    arch, problem = arch_named(arch_name), GemmProblem(*mnk)
+    arch, problem = _on(arch_name, num_sms), GemmProblem(*mnk)
     found: dict[Sm90Config, None] = {}
-    for config in (*_spread(*mnk), *_columns(*mnk), *_rows(*mnk)):
+    for config in (*_spread(*mnk, arch), *_columns(*mnk, arch), *_rows(*mnk, arch)):
         config = _deepest(config, arch)
         if config.num_stages > 2 and config.why_not(problem, arch) is None:
             found[config] = None
@@ -110,57 +129,55 @@ def of_one_round(mnk: tuple[int, int, int], arch_name: str) -> tuple[Sm90Config,
 
 
 @lru_cache(maxsize=256)
-def streamed(mnk: tuple[int, int, int], arch_name: str) -> tuple[Sm90Config, ...]:
+def streamed(
+    mnk: tuple[int, int, int], arch_name: str, num_sms: int = SMS
+) -> tuple[Sm90Config, ...]:
     """The stream-K configs, whose CTAs take equal shares of the tiles' steps along K, where that
     leaves fewer CTAs idle than whole tiles do; at most MOST_STREAMED, by the least cycles they
     need."""
     problem = GemmProblem(*mnk)
-    found = [c for c in _streamed(arch_name) if _gains_by_streaming(c, problem)]
-    return tuple(sorted(found, key=lambda c: _least_cycles(c, problem))[:MOST_STREAMED])
+    rounds = {c: _rounds(c, problem, num_sms) for c in _streamed(arch_name, num_sms)}
+    found = [c for c, r in rounds.items() if _gains_by_streaming(c, problem, r)]
+    return tuple(sorted(found, key=lambda c: _least_cycles(c, problem, rounds[c]))[:MOST_STREAMED])
 
 
-def _rounds(config: Sm90Config, problem: GemmProblem) -> float:
+def _rounds(config: Sm90Config, problem: GemmProblem, num_sms: int) -> float:
     """The rounds of CTAs running at once that the tiles of a streamed config make, tiles outside of
     C included."""
     c = config
     m, n = c.computed(problem)
     size = c.cluster_m * c.cluster_n
     clusters = ceil_div(m, c.tile_m * c.cluster_m) * ceil_div(n, c.cluster_columns)
-    return clusters / (AT_ONCE[size] // size)
+    return clusters / (at_once(size, num_sms) // size)
 
 
-def _least_cycles(config: Sm90Config, problem: GemmProblem) -> float:
+def _least_cycles(config: Sm90Config, problem: GemmProblem, rounds: float) -> float:
     """The cycles of a CTA if neither L2 nor the tensor cores stall, the exchange of sums
     included."""
-    c, rounds = config, _rounds(config, problem)
+    c = config
     asked = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * ELEMENT / L2_RATE
     step = max(asked, c.tile_m * c.tile_n / 2048)  # for one of K
     return rounds * problem.k * step + (1 + max(1, 1 / rounds - 1)) * c.partial_bytes / L2_RATE
 
 
 @lru_cache
-def _streamed(arch_name: str) -> tuple[Sm90Config, ...]:
-    arch = arch_named(arch_name)
+def _streamed(arch_name: str, num_sms: int) -> tuple[Sm90Config, ...]:
+    arch = _on(arch_name, num_sms)
     found: list[Sm90Config] = []
     for m, n in COOPERATIVE:
         for cluster_m, cluster_n in STREAMED_CLUSTERS:
             for swap_ab in (False, True):
                 tile = _tile(m, n, WARPGROUPS[m], cluster_m, cluster_n, 1, swap_ab=swap_ab)
-                at_once = AT_ONCE[cluster_m * cluster_n]
-                config = replace(
-                    tile,
-                    epi_stages=2,
-                    stream_k=1,
-                    num_ctas=0 if at_once == arch.num_sms else at_once,
-                )
+                num_ctas = _grid(cluster_m * cluster_n, arch)
+                config = replace(tile, epi_stages=2, stream_k=1, num_ctas=num_ctas)
                 config = _deepest(config, arch)
                 if config.num_stages > 2 and config.why_not(None, arch) is None:
                     found += [config, replace(config, stream_k=2)]
     return tuple(found)
 
 
-def _gains_by_streaming(config: Sm90Config, problem: GemmProblem) -> bool:
-    c, rounds = config, _rounds(config, problem)
+def _gains_by_streaming(config: Sm90Config, problem: GemmProblem, rounds: float) -> bool:
+    c = config
     m, n = c.computed(problem)
     # NOTE: with more than a round, the last and the one before: a tile is then cut once at most
     return (
@@ -179,7 +196,7 @@ def _together() -> Iterator[tuple[int, int, int]]:
     yield from ((1, 1, split_k) for split_k in (2, 3, 4))
 
 
-def _columns(m: int, n: int, k: int) -> Iterator[Sm90Config]:
+def _columns(m: int, n: int, k: int, arch: Arch) -> Iterator[Sm90Config]:
     """Swapped configs: few columns of tiles, as wide as M needs."""
     for cluster_m, cluster_n, split_k in _together():
         # B is loaded in turn, or by parts
@@ -191,19 +208,19 @@ def _columns(m: int, n: int, k: int) -> Iterator[Sm90Config]:
                 continue
             for tile_m, warpgroups in WARPGROUPS.items():
                 ctas = ceil_div(n, tile_m * cluster_m) * cluster_m * columns * cluster_n * split_k
-                if ctas <= AT_ONCE[cluster_m * cluster_n * split_k]:
+                if ctas <= at_once(cluster_m * cluster_n * split_k, arch.num_sms):
                     yield _tile(tile_m, tile_n, warpgroups, cluster_m, cluster_n, split_k,
                                 swap_ab=True, columns=columns)  # fmt: skip
 
 
-def _rows(m: int, n: int, k: int) -> Iterator[Sm90Config]:
+def _rows(m: int, n: int, k: int, arch: Arch) -> Iterator[Sm90Config]:
     """Configs without swapping: few rows of tiles, as wide as N needs to give a tile to every
     SM."""
     for cluster_n, cluster_m, split_k in _together():
         size = cluster_m * cluster_n * split_k
         for tile_m in WARPGROUPS:
             rows = ceil_div(m, tile_m * cluster_m)
-            most = AT_ONCE[size] // (rows * size)
+            most = at_once(size, arch.num_sms) // (rows * size)
             if rows > FEW or not most:
                 continue
             tile_n = ceil_div(n, 8 * most * cluster_n) * 8
@@ -215,12 +232,12 @@ def _rows(m: int, n: int, k: int) -> Iterator[Sm90Config]:
                                 rows=rows)  # fmt: skip
 
 
-def _spread(m: int, n: int, k: int) -> Iterator[Sm90Config]:
+def _spread(m: int, n: int, k: int, arch: Arch) -> Iterator[Sm90Config]:
     """Swapped configs of tiles that overlap, one for each SM."""
     for tile_m in (64, 128):
         if m <= 64:
             yield _tile(tile_m, ceil_div(m, 16) * 16, WARPGROUPS[tile_m], 1, 1, 1,
-                        swap_ab=True, spread=True)  # fmt: skip
+                        swap_ab=True, spread=True, num_ctas=_grid(1, arch))  # fmt: skip
 
 
 def _tile(
@@ -248,8 +265,8 @@ def _tile(
 
 def candidates(problem: GemmProblem, arch: Arch, majors: Majors = (True, True)) -> list[Sm90Config]:
     """All configs worth predicting for `problem`."""
-    mnk, name = problem.mnk, arch.name
-    every = (*of_one_round(mnk, name), *walked(name), *streamed(mnk, name))
+    mnk, here = problem.mnk, (arch.name, arch.num_sms)
+    every = (*of_one_round(mnk, *here), *walked(*here), *streamed(mnk, *here))
     return [c for c in every if _shares_well(c, problem) and _loads_well(c, majors)]
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cutex.kernels.gemm.config import ELEMENT, ceil_div
-from cutex.kernels.gemm.sm90.candidates import AT_ONCE, Majors, candidates
+from cutex.kernels.gemm.sm90.candidates import Majors, at_once, candidates
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.measured import CAUTION, errors_nearby, place
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Costs", "Counts", "candidates", "count", "modelled", "predict", "predictions"]
 
-TPCS = 66  # pairs of SMs; the first CTAs take one SM of each
 MOST_SHARERS = 4  # clusters whose requests of the larger operand cost more than the first's
 ROWS_OUTSIDE = 8  # rows of a box outside of the operand that cost nothing
 SPREAD = 0.99  # time, relative to tiles that leave a few SMs idle
@@ -140,6 +139,7 @@ class Counts(NamedTuple):
     pingpong: Any  # bool
     useful: Any  # CTAs that compute something
     ctas: Any  # one for each tile, also with stream-K
+    sms: Any  # of the GPU
     rounds: Any  # of CTAs that run at one time; not a whole number with stream-K
     alone: Any  # bool: no CTA is in a cluster, and no TPC has two CTAs
     one_each: Any  # bool: TPCs have one useful CTA at most
@@ -177,8 +177,8 @@ def count(
     down = ceil_div(down, c.cluster_m) * c.cluster_m
     across = ceil_div(across, c.cluster_n) * c.cluster_n
     ctas = arch.num_sms if c.spread else down * across * batch * c.split_k
-    at_once = min(AT_ONCE.get(size, arch.num_sms), arch.num_sms)
-    rounds = ctas / at_once if c.stream_k else ceil_div(ctas, at_once)
+    most = at_once(size, arch.num_sms)
+    rounds = ctas / most if c.stream_k else ceil_div(ctas, most)
     told_apart = c.one_tile or c.split_k > 1
     k_tiles = ceil_div(ceil_div(problem.k, c.tile_k), c.split_k)
     asked = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * c.tile_k * ELEMENT
@@ -186,16 +186,18 @@ def count(
     larger = max(m, n) * problem.k * ELEMENT * batch
     again = 0 if c.spread else (min(sharers, MOST_SHARERS) - 1) * larger
     steps = c.tile_k / 16  # of a wgmma
+    tpcs = arch.num_sms // 2  # pairs of SMs; the first CTAs take one SM of each
     return Counts(
         one_round=told_apart or (rounds == 1 and not c.stream_k),
         walked_once=rounds == 1 and not told_apart and not c.stream_k,
         spread=c.spread,
         pingpong=c.pingpong,
-        useful=at_once if c.stream_k else useful,
+        useful=most if c.stream_k else useful,
         ctas=ctas,
+        sms=arch.num_sms,
         rounds=rounds,
-        alone=size == 1 and ctas <= TPCS,
-        one_each=size <= 2 and useful <= TPCS,
+        alone=size == 1 and ctas <= tpcs,
+        one_each=size <= 2 and useful <= tpcs,
         k_tiles=k_tiles,
         slots=c.num_stages,
         mma=c.tile_m / 64 * c.tile_n / 2 * steps,

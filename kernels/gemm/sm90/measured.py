@@ -44,7 +44,7 @@ def place(
         *(2.8 * log2(c.cluster_m), 4.0 * log2(c.cluster_n), 1.4 * log2(c.split_k)),
         *(1.5 * c.swap_ab, 3.0 * c.pingpong, 2.8 * (c.rows > 0), 2.8 * (c.columns > 0)),
         *(5.0 * c.spread - 5.0 * (c.stream_k > 0), 0.5 * c.mma_warpgroups),
-        *(6.3 * counts.ctas / 132 / counts.rounds, log2(counts.rounds)),
+        *(6.3 * counts.ctas / counts.sms / counts.rounds, log2(counts.rounds)),
         *(2.1 * counts.narrow, 0.5 * (1.0 - majors[0]), 1.5 * log2(16 / bits)),
     )
 
