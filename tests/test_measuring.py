@@ -114,13 +114,25 @@ def test_rows_are_merged_as_those_of_a_further_card(tmp_path: Path, row: dict):
     head = {"about": "a test", "configs": [{**WIDE, "num_stages": 5}]}
     first = {"card": 3, "m": 8, "n": 8, "k": 8, "pass": "forward", "us": {"0": 1.0}}
     times.write_text("".join(json.dumps(x) + "\n" for x in (head, first)))
-    assert measuring.merge([json.dumps(row)], times) == 1
+    file = tmp_path / "timed.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    assert measuring.merge(file, times) == 1
     head, *rows = map(json.loads, times.read_text().splitlines())
     assert rows[0] == first and rows[1]["card"] == 4
     assert rows[1]["us"] == {"0": 5.0, "1": 3.0}, "a ring's depth makes no other config"
     assert head["configs"] == [{**WIDE, "num_stages": 5}, NARROW]
     configs, _ = fit.measured_rows(times)
     assert configs[1] == Sm90Config.from_row(NARROW)
+    before = times.read_text()
+    with pytest.raises(BadOption, match=r"16x128x96 forward bf16 is in times\.jsonl already"):
+        measuring.merge(file, times)
+    for wrong in ("no json", "{}", "[]", json.dumps(row | {"us": {"0": 3.0}}),
+                  json.dumps(row | {"us": {"0": 3.0, "1": 0}}), json.dumps(row | {"m": "16"}),
+                  json.dumps(row | {"configs": [{"tile_x": 1}, {}]})):  # fmt: skip
+        file.write_text(wrong)
+        with pytest.raises(BadOption, match=r"timed.jsonl line 1 is no row of a timed problem"):
+            measuring.merge(file, times)
+    assert times.read_text() == before and not list(tmp_path.glob("*.tmp"))
 
 
 def test_the_builders_compile_what_is_asked_for(tmp_path, monkeypatch, capsys):

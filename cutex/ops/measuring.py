@@ -17,7 +17,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -33,7 +33,7 @@ from cutex.errors import BadOption
 from cutex.kernels.gemm.config import GemmConfig
 from cutex.kernels.gemm.signature import GeneralConfig
 from cutex.kernels.gemm.sm90.config import Sm90Config
-from cutex.kernels.gemm.sm90.fit import TIMES, geometry
+from cutex.kernels.gemm.sm90.fit import TIMES, geometry, problem_of
 from cutex.ops import building
 from cutex.ops.device import launcher
 from cutex.ops.plan import candidates, config_for, fitted, kernel_for
@@ -170,26 +170,52 @@ def build(configs: Iterable[Sequence[GeneralConfig]]) -> list[Path]:
     return [kernel_for(*j).object_path.parent for j, ok in zip(jobs, built, strict=True) if ok]
 
 
-def merge(lines: Iterable[str], times: Path = TIMES) -> int:
-    """Append the rows of one run to results/configs, as those of a further card; return how
-    many."""
+def merge(file: Path, times: Path = TIMES) -> int:
+    """Append the rows of one run in `file` to results/configs, as those of a further card; return
+    how many. Raises BadOption, and adds none, for lines that are no such rows or are there
+    already."""
     head, *rows = map(json.loads, times.read_text().splitlines())
     numbers = {geometry(Sm90Config.from_row(row)): i for i, row in enumerate(head["configs"])}
+    known = {_identity(row) for row in rows}
     card = max((row["card"] for row in rows), default=0) + 1
     added = []
-    for line in lines:
-        row = json.loads(line)
-        us = {}
-        for i, fields in enumerate(row.pop("configs")):
-            key = geometry(Sm90Config.from_row(fields))
-            if key not in numbers:
-                numbers[key] = len(head["configs"])
-                head["configs"].append(fields)
-            us[str(numbers[key])] = row["us"][str(i)]
+    for row, tiles in timed(file):
+        for one in tiles:
+            if geometry(one) not in numbers:
+                numbers[geometry(one)] = len(head["configs"])
+                head["configs"].append(differing(one))
+        us = {str(numbers[geometry(tiles[int(i)])]): t for i, t in row["us"].items()}
         added.append({"card": card} | row | {"us": us})
+        if _identity(added[-1]) in known:
+            m, n, k, direction, dtype = problem_of(row)
+            raise BadOption(f"{file}: {m}x{n}x{k} {direction} {dtype} is in {times.name} already")
     text = "".join(json.dumps(row) + "\n" for row in (head, *rows, *added))
-    times.write_text(text)
+    scratch = times.with_suffix(".tmp")
+    scratch.write_text(text)
+    scratch.replace(times)
     return len(added)
+
+
+def timed(file: Path) -> Iterator[tuple[dict[str, Any], list[Sm90Config]]]:
+    """The rows that `measure` wrote, without their configs, and these. Raises BadOption for a line
+    that is none."""
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        try:
+            row = json.loads(line)
+            tiles = [Sm90Config.from_row(fields) for fields in row.pop("configs")]
+            sizes = all(isinstance(x, int) for x in problem_of(row)[:3])
+            times = [*row["us"].values(), *row["others"].values()]
+            if not sizes or not all(isinstance(t, float) and t > 0 for t in times):
+                raise ValueError("sizes are whole numbers, times numbers above 0")
+            if not row["others"] or {*row["us"]} != {str(i) for i in range(len(tiles))}:
+                raise ValueError("it has no time for each config and another library")
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise BadOption(f"{file} line {number} is no row of a timed problem: {error}") from None
+        yield row, tiles
+
+
+def _identity(row: dict[str, Any]) -> tuple[Any, ...]:
+    return *problem_of(row), *sorted(row["us"].items())
 
 
 def _parser() -> Parser:
@@ -223,7 +249,7 @@ def _parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.merge:
-        print(f"{merge(Path(args.merge).read_text().splitlines())} rows added to {TIMES}")
+        print(f"{merge(Path(args.merge))} rows added to {TIMES}")
         return 0
     if args.first < 1 or (args.draw is not None and args.draw < 1):
         raise BadOption("--first and --draw take numbers of at least 1")
