@@ -132,7 +132,7 @@ class GridOrder:
     def _by_region(self, addresses: np.ndarray) -> list[tuple[Region, np.ndarray]]:
         found, left = [], np.ones(len(addresses), bool)
         while left.any():
-            first = int(left.argmax())
+            first = int(np.argmax(left))
             left[first] = False
             if (region := self.m.memory.find(int(addresses[first]))) is not None:
                 inside = (addresses >= np.uint64(region.base)) & (addresses < np.uint64(region.end))

@@ -239,7 +239,7 @@ class SmemShadow:
             late &= ~mine | (line & 31 != lanes)
         if not late.any():
             return
-        k = int(late.argmax())
+        k = int(np.argmax(late))
         warp, name = int(warps[k]), self.m.grid.name_warp
         peer = self.clocks.peer(warp, int(other[k]))
         same = self.m.grid.warp_cta[peer] == self.m.grid.warp_cta[warp]

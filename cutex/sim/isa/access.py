@@ -163,7 +163,7 @@ class Access:
             (at % self.width != 0, f"not aligned to {self.width} bytes"),
         ):
             if bad.any():
-                k = int(bad.argmax())
+                k = int(np.argmax(bad))
                 who = f"{self.m.grid.name_warp(int(where.warps[k]))} lane {where.lanes[k]}"
                 raise BadAddress.at(
                     self.d.ins,

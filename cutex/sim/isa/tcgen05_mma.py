@@ -32,7 +32,7 @@ from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.operands import Address, Vector
 
 A_COLUMNS = 8  # columns of tensor memory that A takes: 32 bytes of K
-_UPPER_POISON = np.uint32(POISON32 & 0xFFFF0000)  # bits of columns above a 16-bit accumulator
+_UPPER_POISON = np.uint32(int(POISON32) & 0xFFFF0000)  # bits of columns above a 16-bit accumulator
 
 
 @lru_cache(maxsize=64)

@@ -46,7 +46,7 @@ class BankConflicts:
         at_once = BANKS // words  # lanes of a wavefront
         group = warps.astype(np.int64) * words + lanes // at_once
         word = (offset // WORD)[:, None] + np.arange(words)
-        high = int(word.max()) + 1
+        high = int(np.max(word)) + 1
         touched = np.unique((group[:, None] * high + word).reshape(-1))
         bank = touched // high * BANKS + touched % high % BANKS
         banks, words_of = np.unique(bank, return_counts=True)

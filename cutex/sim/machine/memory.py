@@ -188,7 +188,7 @@ class GlobalMemory:
         for region, members, offsets in parts:
             bad[members] = ~region.holds(offsets, size)
         if bad.any():
-            k = int(bad.argmax())
+            k = int(np.argmax(bad))
             complain(k, self.why_not(int(addresses[k]), size))
         misaligned = np.bitwise_and(addresses, np.uint64(size - 1)) != 0
         if misaligned.any():
