@@ -298,8 +298,9 @@ def _run(call: Call, remember: bool) -> Tensor:
         _warn_of_tf32()
     arranged = arrange(call, out, arch)
     layouts = arranged.a, arranged.b, arranged.out
-    if tuner.active():
-        config = tuner.tuned_config(arranged, arch)
+    seconds = tuner.limit_of_call()
+    if seconds is not None:
+        config = tuner.tuned_config(arranged, arch, seconds)
     else:
         config = config_for(arranged.sizes, layouts, arranged.ops, arch)
     compiled = kernel_for(config, arch)
