@@ -160,7 +160,7 @@ class Known(NamedTuple):
 MOST_ALIKE = 16  # plans for the same options and numbers of elements
 
 _known: dict[tuple[Any, ...], tuple[Known, ...]] = per_device({})  # by options and sizes
-_last: dict[None, tuple[tuple[Any, ...], Known]] = per_device({})  # of the latest call: options
+_latest: dict[tuple[Any, ...], Known] = per_device({})  # by options
 _plans: dict[tuple[Any, ...], Plan] = per_device({})  # by everything that a plan depends on
 _grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -168,15 +168,17 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 
 def _find(options: tuple[Any, ...], given: tuple[Tensor, ...]) -> Known | None:
     """The plan for these options that takes the tensors `given` as they are: that of the latest
-    call, as where a model's layers are alike, or another."""
-    last = _last.get(None)
-    if last is not None and last[0] == options:
-        known = last[1]
-        if known.takes(*given) and (known.always or known.still()):
-            return known
+    call with them, as where a model's layers are alike, or another.
+
+    NOTE: options are found by hash, so that one that is a tensor, which `check` refuses, is not
+    taken for the number that it holds; on a GPU that would wait for it.
+    """
+    known = _latest.get(options)
+    if known is not None and known.takes(*given) and (known.always or known.still()):
+        return known
     for known in _known.get(_key(options, given), ()):
         if known.takes(*given) and (known.always or known.still()):
-            _last[None] = options, known
+            _latest[options] = known
             return known
     return None
 
@@ -188,7 +190,7 @@ def _key(options: tuple[Any, ...], given: tuple[Tensor, ...]) -> tuple[Any, ...]
 def forget() -> None:
     """Drop all plans."""
     _known.clear()
-    _last.clear()
+    _latest.clear()
     _plans.clear()
 
 
