@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -195,6 +195,24 @@ def test_a_k_of_another_dtype_than_a_known_one_is_refused(stand_in):
     cutex.flash_attn_func(*inputs[:3])
     with pytest.raises(TypeError, match=r"k has dtype .*float16, but q has"):
         cutex.flash_attn_func(inputs.q, inputs.k.half(), inputs.v)
+
+
+@dataclass
+class Times:
+    """A function that has no hash."""
+
+    factor: float
+
+    def __call__(self, score, batch, head, query, key):
+        return score * self.factor
+
+
+def test_a_function_needs_no_hash(stand_in):
+    q, k, v = SMALL.inputs()[:3]
+    for factor in (1.0, 2.0):
+        mod = Times(factor)
+        assert cutex.flash_attn_func(q, k, v, score_mod=mod).shape == q.shape
+        assert stand_in.launches[-1][0].score_mod.function is mod
 
 
 def test_a_function_that_changes_is_compiled_again(stand_in):

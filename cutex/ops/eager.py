@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -274,7 +275,8 @@ def _remember(plan: _Plan, call: Call) -> None:
     a, b, bias, residual, out, scale_a, scale_b, amax, *options = call.arguments
     rest = (bias, residual, out, scale_a, scale_b, amax)
     key = (a.shape, b.shape, *options, a is b, *[x is None for x in rest])
-    _plans[key] = (plan, *_plans.get(key, ())[:7])
+    with suppress(TypeError):  # a function without a hash, as of a dataclass, is not looked up
+        _plans[key] = (plan, *_plans.get(key, ())[:7])
 
 
 def run(call: Call) -> Tensor:

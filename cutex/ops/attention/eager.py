@@ -161,7 +161,7 @@ MOST_ALIKE = 16  # plans for the same options and numbers of elements
 
 _known: dict[tuple[Any, ...], tuple[Known, ...]] = per_device({})  # by options and sizes
 _latest: dict[tuple[Any, ...], Known] = per_device({})  # by options
-_plans: dict[tuple[Any, ...], Plan] = per_device({})  # by everything that a plan depends on
+_plans: dict[tuple[Any, ...] | None, Plan] = per_device({})  # by everything that a plan depends on
 _grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
 
@@ -227,12 +227,15 @@ def attend(
     plan."""
     tensors = (call.q, call.k, call.v, out, call.learnable_sink, call.cu_seqlens_q,
                call.cu_seqlens_k, call.seqused_q, call.seqused_k)  # fmt: skip
-    whole = (
+    whole: tuple[Any, ...] | None = (
         *map(_described, tensors), call.q.device, call.max_seqlen_q, call.softmax_scale,
         call.causal, tuple(call.window_size), call.softcap, with_lse, call.score_mod,
         call.mask_mod,
     )  # fmt: skip
-    plan = _plans.get(whole)
+    try:
+        plan = _plans.get(whole)
+    except TypeError:  # a function without a hash, as of a dataclass, is not looked up
+        plan = whole = None
     if plan is not None and plan.is_current():
         if call.lengths and call.q.is_cpu:
             check(call)
