@@ -190,6 +190,15 @@ def test_a_misaligned_tensor_of_known_shape_is_copied(stand_in):
     assert stand_in.launches[-1][1]["q"].data_ptr() % 16 == 0
 
 
+def test_after_a_misaligned_tensor_aligned_ones_are_not_copied(stand_in):
+    q, k, v = SMALL.inputs()[:3]
+    shifted = torch.cat((q.new_zeros(1), q.flatten()))[1:].view(q.shape)
+    for x in (shifted, q, q):
+        cutex.flash_attn_func(x, k, v)
+    given = [given["q"].data_ptr() for _, given in stand_in.launches]
+    assert given[0] != shifted.data_ptr() and given[1:] == [q.data_ptr()] * 2
+
+
 def test_a_k_of_another_dtype_than_a_known_one_is_refused(stand_in):
     inputs = SMALL.inputs()
     cutex.flash_attn_func(*inputs[:3])

@@ -225,6 +225,13 @@ def test_each_thread_gets_the_tiles_of_its_own_call(timed: Timed, monkeypatch) -
     assert found == {n: cutex.tune(*calls[n]) for n in calls} and found[24] != found[4096]
 
 
+def test_without_a_gpu_no_process_is_started(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(building, "start", lambda: pytest.fail("started"))
+    with cutex.tuning():
+        pass
+
+
 def test_nothing_is_timed_while_a_graph_is_captured(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(building, "build", lambda *_: pytest.fail("compiled"))

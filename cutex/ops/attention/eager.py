@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cutex.ops import autocast
 from cutex.ops.attention.call import AttentionCall, Window, check
-from cutex.ops.attention.plan import Plan, check_device, longest_q
+from cutex.ops.attention.plan import ALIGN, Plan, check_device, longest_q
 from cutex.ops.device import current, per_device
 from cutex.ops.plain import guard, is_plain, nobody_watches
 
@@ -228,7 +228,8 @@ def attend(
     tensors = (call.q, call.k, call.v, out, call.learnable_sink, call.cu_seqlens_q,
                call.cu_seqlens_k, call.seqused_q, call.seqused_k)  # fmt: skip
     whole: tuple[Any, ...] | None = (
-        *map(_described, tensors), call.q.device, call.max_seqlen_q, call.softmax_scale,
+        *map(_described, tensors), *(x.data_ptr() % ALIGN == 0 for x in (call.q, call.k, call.v)),
+        call.q.device, call.max_seqlen_q, call.softmax_scale,
         call.causal, tuple(call.window_size), call.softcap, with_lse, call.score_mod,
         call.mask_mod,
     )  # fmt: skip
