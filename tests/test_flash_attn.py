@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from attention_stand_in import StandIn
@@ -188,6 +189,16 @@ def test_a_misaligned_tensor_of_known_shape_is_copied(stand_in):
     cutex.flash_attn_func(shifted, *inputs[1:3])
     assert SMALL.check(inputs, out, lse).ok
     assert stand_in.launches[-1][1]["q"].data_ptr() % 16 == 0
+
+
+@pytest.mark.parametrize("name", ["softmax_scale", "softcap"])
+def test_a_number_of_numpy_is_a_number(stand_in, name):
+    q, k, v = SMALL.inputs()[:3]
+    for leaf in (q, q.clone().requires_grad_()):
+        with torch.no_grad() if name == "softcap" else torch.enable_grad():
+            want, got = (cutex.flash_attn_func(leaf, k, v, **{name: kind(0.25)})
+                         for kind in (float, np.float32))  # fmt: skip
+        assert torch.equal(got, want)
 
 
 def test_after_a_misaligned_tensor_aligned_ones_are_not_copied(stand_in):

@@ -14,6 +14,7 @@ from torch import Tensor
 from cutex.ops import autocast
 from cutex.ops.attention.call import AttentionCall, Window, check
 from cutex.ops.attention.plan import ALIGN, Plan, check_device, longest_q
+from cutex.ops.checks import number
 from cutex.ops.device import current, per_device
 from cutex.ops.plain import guard, is_plain, nobody_watches
 
@@ -312,9 +313,11 @@ def _through_operator(call: AttentionCall, return_lse: bool) -> Tensor | tuple[T
                 f"{name} cannot be given under torch.compile, torch.func or a dispatch mode, nor "
                 "where a gradient is wanted"
             )
+    scale = call.softmax_scale
     out, lse = torch.ops.cutex.flash_attn(
         call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q,
-        call.max_seqlen_k, call.seqused_q, call.seqused_k, call.softmax_scale, call.causal,
-        *call.window_size, float(call.softcap), call.learnable_sink,
+        call.max_seqlen_k, call.seqused_q, call.seqused_k,
+        scale if scale is None else number("softmax_scale", scale), call.causal,
+        *call.window_size, number("softcap", call.softcap), call.learnable_sink,
     )  # fmt: skip
     return (out, lse) if return_lse else out
