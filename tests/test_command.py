@@ -158,6 +158,27 @@ def test_what_a_script_raises_is_told_from_its_own_line_on(tmp_path, capfd):
     assert told.splitlines()[-1].startswith("cutex: 0 launches")
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--json", "mine.py"], "--json mine.py: this is the script"),
+        (["--json", "link"], "--json link: this is the script"),
+        (["--time", "--trace", "mine.py"], "--trace mine.py: this is the script"),
+        (["--json", "earlier", "--gpu", "b200"], "--gpu goes with --time"),
+    ],
+)
+def test_what_is_refused_overwrites_nothing(tmp_path, monkeypatch, capfd, options, says):
+    from cutex.sim.__main__ import main
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine.py", "earlier"):
+        (tmp_path / name).write_text("pass")
+    (tmp_path / "link").symlink_to("mine.py")
+    assert main([*options, "mine.py"]) == 2
+    assert capfd.readouterr().err == f"cutex: {says}\n"
+    assert (tmp_path / "mine.py").read_text() == (tmp_path / "earlier").read_text() == "pass"
+
+
 def test_without_modal_its_command_says_so(tmp_path):
     (tmp_path / "modal.py").write_text("raise ModuleNotFoundError('no', name='modal')")
     done = subprocess.run(

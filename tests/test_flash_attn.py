@@ -3,8 +3,9 @@ them."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from attention_stand_in import StandIn
@@ -190,11 +191,48 @@ def test_a_misaligned_tensor_of_known_shape_is_copied(stand_in):
     assert stand_in.launches[-1][1]["q"].data_ptr() % 16 == 0
 
 
+@pytest.mark.parametrize("name", ["softmax_scale", "softcap"])
+def test_a_number_of_numpy_is_a_number(stand_in, name):
+    q, k, v = SMALL.inputs()[:3]
+    for leaf in (q, q.clone().requires_grad_()):
+        with torch.no_grad() if name == "softcap" else torch.enable_grad():
+            want, got = (cutex.flash_attn_func(leaf, k, v, **{name: kind(0.25)})
+                         for kind in (float, np.float32))  # fmt: skip
+        assert torch.equal(got, want)
+
+
+def test_after_a_misaligned_tensor_aligned_ones_are_not_copied(stand_in):
+    q, k, v = SMALL.inputs()[:3]
+    shifted = torch.cat((q.new_zeros(1), q.flatten()))[1:].view(q.shape)
+    for x in (shifted, q, q):
+        cutex.flash_attn_func(x, k, v)
+    given = [given["q"].data_ptr() for _, given in stand_in.launches]
+    assert given[0] != shifted.data_ptr() and given[1:] == [q.data_ptr()] * 2
+
+
 def test_a_k_of_another_dtype_than_a_known_one_is_refused(stand_in):
     inputs = SMALL.inputs()
     cutex.flash_attn_func(*inputs[:3])
     with pytest.raises(TypeError, match=r"k has dtype .*float16, but q has"):
         cutex.flash_attn_func(inputs.q, inputs.k.half(), inputs.v)
+
+
+@dataclass
+class Times:
+    """A function that has no hash."""
+
+    factor: float
+
+    def __call__(self, score, batch, head, query, key):
+        return score * self.factor
+
+
+def test_a_function_needs_no_hash(stand_in):
+    q, k, v = SMALL.inputs()[:3]
+    for factor in (1.0, 2.0):
+        mod = Times(factor)
+        assert cutex.flash_attn_func(q, k, v, score_mod=mod).shape == q.shape
+        assert stand_in.launches[-1][0].score_mod.function is mod
 
 
 def test_a_function_that_changes_is_compiled_again(stand_in):

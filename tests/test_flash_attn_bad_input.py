@@ -161,6 +161,15 @@ def test_bad_lengths_are_one_sentence(stand_in, error, sentence, changes):
     assert not stand_in.launches
 
 
+@pytest.mark.parametrize("name", ["softmax_scale", "causal", "softcap"])
+def test_a_tensor_is_no_number_with_a_plan_either(stand_in, name):
+    """On a GPU a comparison with one would wait for it at each call."""
+    cutex.flash_attn_func(**bad(**{name: 1}))
+    cutex.flash_attn_func(**bad(**{name: 1}))
+    with pytest.raises(TypeError, match=f"{name} must be .*, got "):
+        cutex.flash_attn_func(**bad(**{name: torch.ones((), dtype=torch.int32)}))
+
+
 def test_lengths_that_turn_bad_are_found_with_a_plan_too(stand_in):
     q, k, v, cu_q, cu_k = PACKED.inputs()[:5]
     cutex.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 9, 7)

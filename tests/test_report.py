@@ -102,3 +102,23 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path, capsys):
     (sentence,) = capsys.readouterr().err.splitlines()
     assert "nowhere: there is no such folder" in sentence
     assert readme.read_text() == f"{BEGIN}\n{END}\n"
+
+
+@pytest.mark.parametrize("name", ["README.md", "results/gemm.jsonl", "a folder", "nowhere/x"])
+def test_where_no_page_can_be_written_nothing_is(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("results", "a folder"):
+        (tmp_path / folder).mkdir()
+    append(tmp_path / "results" / "gemm.jsonl", result(1000.0))
+    (tmp_path / "README.md").write_text(README)
+    before = {p: p.read_text() for p in tmp_path.rglob("*") if p.is_file()}
+    assert main(["--html", name]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert {p: p.read_text() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_a_page_takes_the_place_of_an_older_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "README.md").write_text(README)
+    assert main([]) == main([]) == 0

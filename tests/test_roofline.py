@@ -75,6 +75,7 @@ def test_the_command_says_what_binds_and_what_was_measured(capsys, tmp_path):
         (["--mnk", "1,2"], "--mnk 1,2: three whole numbers"),
         (["--mnk", "16,16,12"], "K=12: must be a multiple of 8"),
         (["--dtype", "fp8"], "dtype 'fp8' is not one of"),
+        (["--results", "nowhere"], "--results nowhere: there is no such folder"),
     ],
 )
 def test_bad_input_is_answered_with_one_sentence(argv, says, capsys):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -133,6 +134,30 @@ def test_alpha_and_beta_are_numbers_of_the_host(stand_in: StandIn, name: str, va
         cutex.matmul(A, B, out=out, **{name: 2.0})
         with pytest.raises(TypeError, match=f"{name} must be a number, got {type(value).__name__}"):
             cutex.matmul(A, B, out=out, **{name: value})
+
+
+@pytest.mark.parametrize("name", ["alpha", "beta"])
+def test_a_number_that_no_float_holds_is_refused(stand_in: StandIn, name: str) -> None:
+    out = normal(16, 8)
+    with pytest.raises(ValueError, match=f"^{name} is too large for a float$"):
+        cutex.matmul(A, B, out=out, **{name: 10**400})
+
+
+@dataclass
+class Times:
+    """A function that has no hash."""
+
+    factor: float
+
+    def __call__(self, x):
+        return x * self.factor
+
+
+def test_a_function_needs_no_hash(stand_in: StandIn) -> None:
+    for factor in (1.0, 2.0):
+        out = torch.zeros(16, 8)
+        assert cutex.matmul(A, B, activation=Times(factor), out=out) is out
+        assert agree(out, plain_torch(A, B, alpha=factor, out_dtype=torch.float32))
 
 
 def test_alpha_and_beta_are_read_at_each_call(stand_in: StandIn) -> None:

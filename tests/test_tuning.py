@@ -289,12 +289,43 @@ def test_serving_a_70b_model_takes_few_kernels(monkeypatch, layers):
         ([(1, 2.0, 3)], torch.bfloat16, TypeError, "shapes holds (1, 2.0, 3): (M, N, K) of"),
         ([(-1, 8, 8)], torch.bfloat16, ValueError, "shapes holds (-1, 8, 8): sizes are at least 0"),
         ([(range(-2, 9), 8, 8)], torch.bfloat16, ValueError, "sizes are at least 0"),
+        ([(True, 8, 8)], torch.bfloat16, TypeError, "shapes holds (True, 8, 8): (M, N, K) of"),
         ([(1, 8, 8)], "bf16", TypeError, "dtype must be a torch.dtype, got 'bf16'"),
     ],
 )
 def test_what_cannot_be_warmed_up_is_one_sentence(shapes, dtype, error, sentence):
     with simulated("sm_90a"), pytest.raises(error, match=re.escape(sentence)):
         cutex.warm_up(shapes, dtype)
+
+
+@pytest.mark.parametrize("most", [0, -1, 1.5, "2", None])
+def test_the_most_kernels_to_warm_up_are_a_number_above_zero(most):
+    error = ValueError if isinstance(most, int) else TypeError
+    with simulated("sm_90a"), pytest.raises(error, match=r"^most must be a whole number above 0"):
+        cutex.warm_up([(64, 64, 64)], most=most)
+
+
+@pytest.mark.parametrize("shape", [(0, 64, 64), (64, 0, 64), (range(1), 64, 64)])
+def test_for_an_empty_result_nothing_is_warmed_up(shape):
+    with simulated("sm_90a"):
+        assert cutex.warm_up([shape]) == 0
+
+
+def test_rows_are_counted_from_none_on(monkeypatch):
+    monkeypatch.setattr("cutex.ops.warming.kernel_for", lambda *_: None)
+    monkeypatch.setattr(building, "build", lambda jobs: None)
+    with simulated("sm_90a"):
+        assert cutex.warm_up([(range(17), 64, 64)]) == cutex.warm_up([(range(1, 17), 64, 64)]) > 0
+
+
+def test_what_is_added_to_a_product_of_fp8_is_bfloat16(monkeypatch):
+    asked = []
+    monkeypatch.setattr("cutex.ops.warming.kernel_for", lambda *_: None)
+    monkeypatch.setattr(building, "build", asked.extend)
+    with simulated("sm_90a"):
+        cutex.warm_up([(64, 64, 64)], torch.float8_e4m3fn, bias=True, residual=True)
+    ((config, _),) = asked
+    assert [op.dtype for op in config.ops] == ["bf16", "bf16"]
 
 
 def test_after_warming_up_no_call_compiles(monkeypatch, tmp_path):

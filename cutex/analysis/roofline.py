@@ -15,7 +15,7 @@ from pathlib import Path
 from cutex.arch import Arch, arch
 from cutex.command import Parser, answered
 from cutex.problem import DEFAULT_OP, OPS, Problem, problem_class
-from cutex.results import Result, gbs, notice, read_all, tflops
+from cutex.results import Result, folder_given, gbs, notice, read_all, tflops
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ def _gpu(name: str, facts: Arch, tflops: Ceiling | None, gbs: Ceiling | None) ->
     peak = facts.dense_tflops["bf16"]
     return Gpu(name, facts.name, facts.num_sms, facts.hbm_gbs, peak, tflops, gbs)
 
+
+USUAL = Path("results")  # which need not be there
 
 GPUS = {
     gpu.name.lower(): gpu
@@ -210,7 +212,7 @@ def parser() -> Parser:
     p.add_argument("--dtype", default="bf16", help="default: bf16")
     p.add_argument("--gpu", default="b200", metavar="|".join(GPUS), help="default: b200")
     p.add_argument(
-        "--results", type=Path, default=Path("results"), metavar="DIR",
+        "--results", type=Path, default=USUAL, metavar="DIR",
         help="ledgers, of what was measured; default: results",
     )  # fmt: skip
     return p
@@ -226,7 +228,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ValueError(f"the sizes are of {other}: give --op {other}")
         wanted = kind.sizes_given(args) or kind.cases["cuda"]
         problems = [kind.of(sizes, args.dtype) for sizes in wanted]
-        rows = [r for r in read_all(args.results, notice) if r.known]
+        folder = args.results if args.results == USUAL else folder_given(args.results)
+        rows = [r for r in read_all(folder, notice) if r.known]
         texts = [describe(problem, on, rows) for problem in problems]
     except ValueError as error:
         print(f"cutex: {error}", file=sys.stderr)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 LENGTH = struct.Struct("<Q")
 MESSAGE = 400  # characters of an error
+READY = "ready"
 
 
 class Job(NamedTuple):
@@ -46,7 +47,7 @@ def work(*modules: str) -> None:
         import tvm_ffi  # noqa: F401  # it imports torch where there is one, and needs none
     for module in modules:
         import_module(module)
-    print("ready", file=out, flush=True)
+    print(READY, file=out, flush=True)
     while (head := sys.stdin.buffer.read(LENGTH.size)) and len(head) == LENGTH.size:
         (length,) = LENGTH.unpack(head)
         print(json.dumps(answer(sys.stdin.buffer.read(length))), file=out, flush=True)

@@ -1,9 +1,10 @@
 """Kernels compiled in parallel, into the cache on disk, by processes of their own.
 
 The processes start on first use, import the compiler once, and stay (cutex/compile/worker.py). They
-import only cutex: the caller's script is not run again in them, whatever it does at its top level.
-They see no GPU, so that none of its memory is theirs. Kernels with a function of the user's, which
-other processes do not have, are compiled here, one after the other.
+import only cutex, from where this process would: the caller's script is not run again in them,
+whatever it does at its top level. They see no GPU, so that none of its memory is theirs. One batch
+of kernels is compiled at a time, whichever thread asks. Kernels with a function of the user's,
+which other processes do not have, are compiled here, one after the other.
 """
 
 from __future__ import annotations
@@ -11,20 +12,23 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import selectors
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from itertools import count
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from cutex.arch import ARCHS
-from cutex.compile import worker
+from cutex.compile import cache_dir, worker
 from cutex.ops.plan import kernel_for, user_functions
 from cutex.problem.stage import package
 
@@ -33,17 +37,23 @@ if TYPE_CHECKING:
 
 MOST = 16  # processes
 MODULES = tuple(f"{package('gemm', arch)}.general" for arch in ARCHS)
+PATH = "import sys; sys.path[:] = sys.argv[1:]\n"
 START = f"from cutex.compile.worker import work; work{MODULES}"
+STARTING = 300.0  # seconds after which a process that is not ready is given up
+LOOK = 10.0  # seconds between looks at processes that say nothing
 
 Job = tuple["GeneralConfig", str]  # a config and its arch
 
 
-@dataclass
+@dataclass(eq=False)
 class Builder:
     """The caller's side of one process: a job goes in, a line of JSON comes out, null or why the
     kernel did not compile; and one line before, when the compiler is imported."""
 
     process: subprocess.Popen[bytes]
+    errors: IO[bytes]  # what it prints elsewhere
+    environment: dict[str, str]
+    started: float = field(default_factory=time.monotonic)
     job: tuple[int, int] | None = None  # the batch and the number of what it compiles
     ready: bool = False
     unread: bytes = b""
@@ -66,10 +76,19 @@ class Builder:
             raise EOFError
         *whole, self.unread = (self.unread + more).split(b"\n")
         for line in whole:
-            yield line.decode()
+            yield line.decode(errors="replace")
+
+    def end(self) -> str:
+        """End the process, if it has not ended; return how it did, with its last line."""
+        self.process.kill()
+        code = self.process.wait()
+        self.errors.seek(max(0, self.errors.seek(0, os.SEEK_END) - (1 << 12)))
+        *_, last = self.errors.read().decode(errors="replace").splitlines() or [""]
+        return f"the compiler ended with {code}{last and ': '}{last}"[: worker.MESSAGE]
 
 
 _builders: list[Builder] = []
+_alone = threading.RLock()  # held while a batch has the processes
 _told: set[str] = set()  # the reasons that warnings have given
 _batches = count(1)
 
@@ -88,7 +107,7 @@ class _Batch:
 
     def employ(self) -> None:
         """Give a job to each process that has none, in order."""
-        for builder in start(self.left):
+        for builder in _filled(self.left):
             if builder.job is None and self.waiting:
                 number = self.waiting[0]
                 try:
@@ -99,9 +118,9 @@ class _Batch:
                     self.waiting.popleft()
 
     def hear(self, builder: Builder, line: str) -> None:
-        """Take in what the process says."""
+        """Take in what the process says. Before it is ready, other modules may print."""
         if not builder.ready:
-            builder.ready = True
+            builder.ready = line == worker.READY
         else:
             self.end(builder, json.loads(line))
 
@@ -120,7 +139,7 @@ class _Batch:
         self.ended()
         if failure is not None and failure not in _told:
             _told.add(failure)
-            warnings.warn(f"a kernel was not built ahead: {failure}", stacklevel=4)
+            warnings.warn(f"a kernel was not built ahead: {failure}", stacklevel=5)
 
     def compile_ours(self, until: float | None) -> None:
         """Compile here what the processes cannot, until a time of the monotonic clock."""
@@ -155,49 +174,88 @@ def build(
     warning says why, once for each reason."""
     batch = _Batch(jobs, ended)
     until = None
-    with selectors.DefaultSelector() as said:
-        while batch.left:
-            batch.employ()
-            for builder in _builders:
-                if builder not in said.get_map():
-                    said.register(builder, selectors.EVENT_READ, builder)
-            if seconds is not None and until is None and all(b.ready for b in _builders):
-                until = time.monotonic() + seconds
-            wait = None if until is None else until - time.monotonic()
-            if wait is not None and wait <= 0:
-                break
-            for key, _ in said.select(wait):
-                builder = key.data
-                try:
-                    for line in builder.lines():
-                        batch.hear(builder, line)
-                except EOFError:
-                    said.unregister(builder)
-                    _builders.remove(builder)
-                    batch.end(builder, f"the compiler ended with {builder.process.wait()}")
+    if batch.left:
+        with alone():
+            start(batch.left)
+            until = _compile_there(batch, seconds)
     if seconds is not None and until is None:
         until = time.monotonic() + seconds
     batch.compile_ours(until)
     return batch.done
 
 
+def _compile_there(batch: _Batch, seconds: float | None) -> float | None:
+    """Have the processes compile their jobs of `batch`. Return until when, by the monotonic clock;
+    None without a limit, or if they never were ready."""
+    until = None
+    while batch.left:
+        batch.employ()
+        now = time.monotonic()
+        if seconds is not None and until is None and all(b.ready for b in _builders):
+            until = now + seconds
+        if until is not None and until <= now:
+            break
+        for builder in _builders:
+            if not builder.ready and now - builder.started > STARTING:
+                builder.process.kill()
+        pipes = {builder.fileno(): builder for builder in _builders}
+        for pipe in wait(list(pipes), LOOK if until is None else min(LOOK, until - now)):
+            assert isinstance(pipe, int)
+            heard = pipes[pipe]
+            try:
+                for line in heard.lines():
+                    batch.hear(heard, line)
+            except EOFError:
+                _builders.remove(heard)
+                batch.end(heard, heard.end())
+    return until
+
+
+def alone() -> AbstractContextManager[object]:
+    """A context for one thread at a time, of which no other has kernels compiled meanwhile."""
+    return _alone
+
+
 def start(most: int = MOST) -> list[Builder]:
-    """Start processes until there are `most`, or one for each core; they take seconds to be
-    ready."""
+    """Start processes until there are `most`, or one for each core; they take seconds to be ready.
+    Return them all; none, and start none, while another thread has kernels compiled."""
+    if not _alone.acquire(blocking=False):
+        return []
+    try:
+        now = _environment()
+        for builder in [b for b in _builders if b.environment != now]:
+            _builders.remove(builder)
+            builder.end()
+        return _filled(most)
+    finally:
+        _alone.release()
+
+
+def _filled(most: int) -> list[Builder]:
+    """The processes, of which those that ended are replaced."""
     for builder in [b for b in _builders if b.job is None and b.process.poll() is not None]:
         _builders.remove(builder)
     root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(x for x in (root, os.environ.get("PYTHONPATH")) if x)
+    path = [x for x in sys.path if isinstance(x, str)]
+    path += [] if root in path else [root]
     while len(_builders) < min(most, MOST, os.cpu_count() or 1):
+        environment = _environment()
+        errors = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process runs)
         process = subprocess.Popen(
-            [sys.executable, "-c", START],
+            [sys.executable, "-c", PATH + START, *path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+            stderr=errors,
+            env={**os.environ, **environment, "CUDA_VISIBLE_DEVICES": ""},
         )
-        _builders.append(Builder(process))
+        _builders.append(Builder(process, errors, environment))
     return list(_builders)
+
+
+def _environment() -> dict[str, str]:
+    """The variables that decide what a process compiles, and into which folder."""
+    of_the_dsl = {k: v for k, v in os.environ.items() if k.startswith("CUTE_DSL_")}
+    return {**of_the_dsl, "CUTEX_CACHE": str(cache_dir())}
 
 
 @atexit.register
@@ -208,3 +266,17 @@ def stop() -> None:
     for builder in _builders:
         builder.process.wait()
     _builders.clear()
+
+
+def _leave_to_the_parent() -> None:
+    """After a fork: the processes, and the lock if another thread held it, are the parent's."""
+    global _alone
+    _alone = threading.RLock()
+    for builder in _builders:
+        for pipe in (builder.process.stdin, builder.process.stdout, builder.errors):
+            assert pipe is not None
+            pipe.close()
+    _builders.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)

@@ -100,12 +100,16 @@ def check(call: Call) -> None:
 
 
 def number(name: str, x: Any) -> float:
-    """x as a float; TypeError if it is not a number on the host, such as a tensor."""
+    """x as a float; TypeError if it is not a number on the host, such as a tensor, ValueError if no
+    float is as large."""
     if isinstance(x, torch.SymInt | torch.SymFloat):
         return x
     if not isinstance(x, Real):
         raise TypeError(f"{name} must be a number, got {type(x).__name__}")
-    return float(x)
+    try:
+        return float(x)
+    except OverflowError:
+        raise ValueError(f"{name} is too large for a float") from None
 
 
 def check_memory(call: Call) -> None:

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib import import_module, metadata
@@ -26,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cutex.arch import Arch, arch
-from cutex.compile import cache_dir
+from cutex.cache import cache_dir, write_file
 from cutex.compile.sources import sources_digest
 from cutex.dtypes import DTYPES
 from cutex.kernels.gemm import stages
@@ -92,24 +90,20 @@ def remembered(calls: CallClass) -> GemmConfig | None:
         if entry["key"] != key:
             return None
         config = stages(calls.arch)[-1].config_from_row(entry["config"])
+        assert isinstance(config, GemmConfig)
+        return config if config.why_not(None, arch(calls.arch)) is None else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    assert isinstance(config, GemmConfig)
-    return config if config.why_not(None, arch(calls.arch)) is None else None
 
 
 def remember(calls: CallClass, tiles: GemmConfig, us: dict[str, float]) -> None:
     """Store `tiles` as the choice for `calls`; `us` are the times of the candidates in
-    microseconds."""
+    microseconds. Raises NoCache where that is impossible."""
     key = calls.key()
     if key is None:
         return
-    file = _file(key)
-    file.parent.mkdir(parents=True, exist_ok=True)
     entry = {"key": key, "config": asdict(tiles), "us": us}
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as scratch:
-        json.dump(entry, scratch, indent=1)
-    os.replace(scratch.name, file)
+    write_file(_file(key), json.dumps(entry, indent=1))
 
 
 _preferred: dict[CallClass, GemmConfig] = {}

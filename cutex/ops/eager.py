@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -274,7 +275,8 @@ def _remember(plan: _Plan, call: Call) -> None:
     a, b, bias, residual, out, scale_a, scale_b, amax, *options = call.arguments
     rest = (bias, residual, out, scale_a, scale_b, amax)
     key = (a.shape, b.shape, *options, a is b, *[x is None for x in rest])
-    _plans[key] = (plan, *_plans.get(key, ())[:7])
+    with suppress(TypeError):  # a function without a hash, as of a dataclass, is not looked up
+        _plans[key] = (plan, *_plans.get(key, ())[:7])
 
 
 def run(call: Call) -> Tensor:
@@ -298,8 +300,9 @@ def _run(call: Call, remember: bool) -> Tensor:
         _warn_of_tf32()
     arranged = arrange(call, out, arch)
     layouts = arranged.a, arranged.b, arranged.out
-    if tuner.active():
-        config = tuner.tuned_config(arranged, arch)
+    seconds = tuner.limit_of_call()
+    if seconds is not None:
+        config = tuner.tuned_config(arranged, arch, seconds)
     else:
         config = config_for(arranged.sizes, layouts, arranged.ops, arch)
     compiled = kernel_for(config, arch)

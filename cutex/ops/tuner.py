@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,11 @@ from torch import Tensor
 
 from cutex.arch import arch
 from cutex.bench import timing
+from cutex.errors import NoCache
 from cutex.ops import building, choices
+from cutex.ops.checks import number
 from cutex.ops.device import forget_plans, launcher
-from cutex.ops.plan import call_class, candidates, config_for, forget, kernel_for
+from cutex.ops.plan import call_class, candidates, config_for, fitted, forget, kernel_for
 
 if TYPE_CHECKING:
     from cutex.kernels.gemm.config import GemmConfig
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 
 SECONDS = 3.0  # the limit of one call's tuning
 CANDIDATES = 16
+COPIES = 64  # of a call's operands, at most
 COMPILING = 0.6  # the share of the time after which the wait for compilations ends
 LOOK = timing.Sampling(rounds=3, warm_up_seconds=0.02, sample_us=400.0, eager_calls=1)
 FINAL = timing.Sampling(rounds=9, warm_up_seconds=0.02, sample_us=1500.0, eager_calls=1)
@@ -42,24 +46,34 @@ BEHIND = 1.1  # configs slower than this multiple of the first look's best are l
 # a function that times variants by name on copies of operands, in microseconds
 Timer = Callable[[Mapping[str, Any], Sequence[tuple[Any, ...]], timing.Sampling], dict[str, float]]
 
-_seconds: list[float] = []  # limits of the open contexts, the innermost last
-_last: deque[GeneralConfig] = deque(maxlen=1)  # the config of the last call that was tuned
+
+@dataclass(eq=False)
+class Limit:
+    """The seconds that an open context gives to a call."""
+
+    seconds: float
+
+
+_limits: list[Limit] = []  # of the open contexts of all threads, the latest last
+_found: ContextVar[list[GeneralConfig] | None] = ContextVar("found", default=None)  # for `tune`
 
 
 @contextmanager
 def tuning(seconds: float = SECONDS) -> Iterator[None]:
     """A context in which the first call of `cutex.matmul` of each kind is tuned, in at most
     `seconds`; the first one in a process takes some seconds more, until the compiler is imported in
-    another process."""
-    if not seconds > 0:
+    another process. It counts for all threads, as those of a backward pass are torch's."""
+    limit = Limit(number("seconds", seconds))
+    if not limit.seconds > 0:
         raise ValueError(f"seconds is {seconds}: tuning takes a number above 0")
     forget_plans()  # calls that were made before are looked at again
-    building.start()
-    _seconds.append(seconds)
+    if torch.cuda.is_available():
+        building.start()
+    _limits.append(limit)
     try:
         yield
     finally:
-        _seconds.pop()
+        _limits.remove(limit)
 
 
 def tune(a: Tensor, b: Tensor, *, seconds: float = SECONDS, **options: Any) -> GemmConfig:
@@ -67,25 +81,36 @@ def tune(a: Tensor, b: Tensor, *, seconds: float = SECONDS, **options: Any) -> G
     Return the tiles that it and calls like it then take. Calls that were tuned before are not tuned
     again.
 
-    Raises what `cutex.matmul` raises.
+    Raises what `cutex.matmul` raises, and ValueError for a call that launches nothing.
     """
     from cutex.ops.eager import matmul
 
-    with tuning(seconds), torch.no_grad():
-        matmul(a, b, **options)
-    assert _last, "the call has asked for its config"
-    return _last[-1].tiles
+    found: list[GeneralConfig] = []
+    token = _found.set(found)
+    try:
+        with tuning(seconds), torch.no_grad():
+            matmul(a, b, **options)
+    finally:
+        _found.reset(token)
+    if not found:
+        raise ValueError(
+            "there is nothing to tune: the result is empty, or its tensors have no memory"
+        )
+    return found[-1].tiles
 
 
-def active() -> bool:
-    """Whether calls are to be tuned."""
-    return bool(_seconds)
+def limit_of_call() -> float | None:
+    """The seconds that tuning a call may take; None if calls are not to be tuned."""
+    latest = _limits[-1:]  # at once, as other threads leave their contexts
+    return latest[0].seconds if latest else None
 
 
-def tuned_config(arranged: Arranged, arch_name: str) -> GeneralConfig:
+def tuned_config(arranged: Arranged, arch_name: str, seconds: float) -> GeneralConfig:
     """The config for a call within `tuning`."""
-    config = choose_by_time(arranged, arch_name, _seconds[-1])
-    _last.append(config)
+    config = choose_by_time(arranged, arch_name, seconds)
+    found = _found.get()
+    if found is not None:
+        found.append(config)
     return config
 
 
@@ -93,13 +118,24 @@ def choose_by_time(
     arranged: Arranged, arch_name: str, seconds: float, timer: Timer | None = None
 ) -> GeneralConfig:
     """The fastest config for an arranged call, stored before or timed now; the one it takes untuned
-    if nothing is compiled in time."""
+    if nothing is compiled in time, or while a CUDA graph is captured, which timing would spoil."""
+    on_gpu = arranged.tensors[0].is_cuda
+    if timer is None and (not on_gpu or torch.cuda.is_current_stream_capturing()):
+        layouts = arranged.a, arranged.b, arranged.out
+        return config_for(arranged.sizes, layouts, arranged.ops, arch_name)
+    with building.alone():  # what others compile or time meanwhile would disturb the times
+        return _timed(arranged, arch_name, seconds, timer or time_on_gpu)
+
+
+def _timed(arranged: Arranged, arch_name: str, seconds: float, timer: Timer) -> GeneralConfig:
+    """`choose_by_time`, where calls can be timed."""
     layouts = arranged.a, arranged.b, arranged.out
     calls = call_class(arranged.sizes, layouts, arranged.ops, arch_name)
-    on_gpu = arranged.tensors[0].is_cuda or timer is not None
-    if choices.remembered(calls) is not None or not on_gpu:
-        return config_for(arranged.sizes, layouts, arranged.ops, arch_name)
     untuned = config_for(arranged.sizes, layouts, arranged.ops, arch_name)
+    if (known := choices.remembered(calls)) is not None:
+        if fitted(known, calls) != untuned:
+            forget()  # another process has tuned such calls since this one first made them
+        return config_for(arranged.sizes, layouts, arranged.ops, arch_name)
     proposed = list(dict.fromkeys((untuned, *islice(candidates(calls), CANDIDATES))))[:CANDIDATES]
     built = building.build([(c, arch_name) for c in proposed], COMPILING * seconds)
     until = time.monotonic() + (1 - COMPILING) * seconds
@@ -110,9 +146,13 @@ def choose_by_time(
         warnings.warn(f"{m}x{n}x{k} is not tuned: {few}", stacklevel=2)
     if len(ready) < 2:
         return ready[0] if ready else proposed[0]
-    us = compete(ready, arranged, arch_name, until, timer or time_on_gpu)
+    us = compete(ready, arranged, arch_name, until, timer)
     best = min(us, key=us.__getitem__)
-    choices.remember(calls, best.tiles, {str(c.tiles): round(t, 3) for c, t in us.items()})
+    try:
+        choices.remember(calls, best.tiles, {str(c.tiles): round(t, 3) for c, t in us.items()})
+    except NoCache as error:
+        warnings.warn(f"what was tuned is kept in this process only: {error}", stacklevel=2)
+        choices.prefer(calls, best.tiles)
     forget()
     return best
 
@@ -140,23 +180,29 @@ def compete(
 
 def operand_copies(arranged: Arranged, l2_bytes: int) -> list[tuple[Any, ...]]:
     """Copies of a call's arguments, as many as exceed L2; the first is the call's own, except for
-    out, which a tuned call must not write more than once."""
+    what is written, out and amax, which a tuned call must not write more than once."""
     tensors = [x for x in arranged.tensors[:3] if isinstance(x, Tensor)]
-    bytes_of_one = max(1, sum(x.numel() * x.element_size() for x in tensors))
-    count = min(64, timing.copies_to_rotate(max(bytes_of_one, 1 << 16), l2_bytes, "cold"))
+    bytes_of_one = sum(x.numel() * x.element_size() for x in tensors)
+    least = timing.ROTATE_L2 * l2_bytes // COPIES + 1
+    count = timing.copies_to_rotate(max(bytes_of_one, least), l2_bytes, "cold")
     a, b, out, *passed = arranged.tensors
     copies = []
     for i in range(count):
         ours = copied(out)
-        rest = [ours if x is out else x for x in passed]
+        rest = [
+            ours if x is out else copied(x) if name == "amax" else x
+            for name, x in zip(arranged.names, passed, strict=True)
+        ]
         copies.append((copied(a) if i else a, copied(b) if i else b, ours, *rest))
     return copies
 
 
 def copied(x: Tensor) -> Tensor:
-    """A copy with the strides of `x`."""
+    """A copy with the strides of `x`, of elements at one address as of one."""
     y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-    return y.copy_(x)
+    once = tuple(slice(1 if stride == 0 else None) for stride in x.stride())
+    y[once].copy_(x[once])
+    return y
 
 
 def time_on_gpu(

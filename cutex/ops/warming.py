@@ -16,7 +16,7 @@ from cutex.kernels.gemm.choose import cover, predictions, rows_class
 from cutex.kernels.gemm.signature import GeneralConfig
 from cutex.ops import building, choices
 from cutex.ops.arrange import arrange
-from cutex.ops.checks import Call, check
+from cutex.ops.checks import FLOAT8, Call, check
 from cutex.ops.choices import CallClass
 from cutex.ops.device import forget_plans, simulated_arch
 from cutex.ops.plan import (
@@ -56,23 +56,28 @@ def warm_up(
     """Build, in parallel, and load the kernels of `cutex.matmul(x, w.mT, ...)` for all `shapes`.
 
     shapes: (M, N, K) each, x (M, K) and w (N, K) contiguous; M may be a range of token counts. bias
-    (N,), residual (M, N), `activation` as `cutex.matmul` takes them. At most `most` kernels serve
-    them all, those that together cost the least by the model; calls in this process then take
-    these. Returns how many there are; after it none of the calls compiles (`kernels_built`). Raises
-    TypeError or ValueError for what `cutex.matmul` would not take, and where there is no Hopper or
-    Blackwell GPU.
+    (N,) and residual (M, N), both of `dtype`, or bfloat16 for fp8; `activation` as `cutex.matmul`
+    takes it. At most `most` kernels serve them all, those that together cost the least by the
+    model; calls in this process then take these. Returns how many there are; after it none of the
+    calls compiles (`kernels_built`). Raises TypeError or ValueError for what `cutex.matmul` would
+    not take, and where there is no Hopper or Blackwell GPU.
     """
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
     if not isinstance(shapes, Iterable):
         raise TypeError(f"shapes must be an iterable of (M, N, K), got {type(shapes).__name__}")
+    if type(most) is not int:
+        raise TypeError(f"most must be a whole number above 0, got {type(most).__name__}")
+    if most < 1:
+        raise ValueError(f"most must be a whole number above 0, got {most}")
     arch = _arch()
+    added = torch.bfloat16 if dtype in FLOAT8 else dtype
     classes: dict[CallClass, None] = {}
     for shape in shapes:
         for m, n, k in _classes(shape):
-            x, w, row = _meta((m, k), dtype), _meta((n, k), dtype), _meta((n,), dtype)
+            x, w, row = _meta((m, k), dtype), _meta((n, k), dtype), _meta((n,), added)
             call = Call(x, w.mT, row if bias else None, activation=activation, out_dtype=out_dtype)
-            call.residual = _meta(call.shape, dtype) if residual else None
+            call.residual = _meta(call.shape, added) if residual else None
             check(call)
             arranged = arrange(call, _meta(call.shape, call.dtype), arch)
             layouts = arranged.a, arranged.b, arranged.out
@@ -147,22 +152,25 @@ def _arch() -> str:
 
 
 def _classes(shape: Shape) -> Iterator[tuple[int, int, int]]:
-    """The smallest and the largest M of each class of `shape`, with its N and K."""
+    """The smallest and the largest M of each class of `shape`, with its N and K; none of an empty
+    result, for which nothing is launched."""
     if not (
         isinstance(shape, tuple | list)
         and len(shape) == 3
-        and isinstance(shape[0], int | range)
-        and all(isinstance(x, int) for x in shape[1:])
+        and type(shape[0]) in (int, range)
+        and all(type(x) is int for x in shape[1:])
     ):
         raise TypeError(f"shapes holds {shape!r}: (M, N, K) of whole numbers is due, M or a range")
     rows, n, k = shape
     least = min(rows, default=0) if isinstance(rows, range) else rows
     if min(least, n, k) < 0:
         raise ValueError(f"shapes holds {shape!r}: sizes are at least 0")
+    if n == 0 or rows == 0:
+        return
     if isinstance(rows, int):
         yield rows, n, k
         return
-    for _, members in groupby(sorted(rows), rows_class):
+    for _, members in groupby(sorted(m for m in rows if m), rows_class):
         of_class = list(members)
         yield from ((m, n, k) for m in {of_class[0], of_class[-1]})
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from cutex.arch import Arch
-from cutex.command import Parser, answered
+from cutex.command import Parser, answered, writable
+from cutex.errors import BadOption
 from cutex.problem import DEFAULT_OP
 from cutex.problem.stage import AnyStage
 from cutex.report import charts, sweeps
-from cutex.report.page import page
+from cutex.report.page import DOCTYPE, page
 from cutex.report.rows import (
     CACHE,
     DATA,
@@ -195,6 +196,14 @@ def parser() -> Parser:
     return p
 
 
+def _check_page(file: Path) -> None:
+    """Raise BadOption unless a page can be written to `file`, which holds nothing else."""
+    writable("--html", str(file))
+    start = file.read_bytes()[: len(DOCTYPE)] if file.is_file() else b""
+    if start not in (b"", DOCTYPE.encode()):
+        raise BadOption(f"--html {file}: this file is no page, and is left as it is")
+
+
 @answered
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
@@ -202,12 +211,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = [r for r in read_all(folder_given(args.results), notice) if r.known]
         models = sweeps.read_sweeps(args.results)
         text = rewrite(args.readme.read_text(), rows, models)
+        html = page(rows, sweeps.sections(models))
+        _check_page(args.html)
         for name, svg in {**pictures(rows), **sweeps.pictures(models)}.items():
             picture = args.readme.parent / PICTURES / name
             picture.parent.mkdir(exist_ok=True)
             picture.write_text(svg)
         args.readme.write_text(text)
-        args.html.write_text(page(rows, sweeps.sections(models)))
+        args.html.write_text(html)
     except ValueError as error:
         print(f"cutex: {error}", file=sys.stderr)
         return 2

@@ -31,6 +31,7 @@ from cutex.results import Result, Timing, history, tflops
 from cutex.results.rate import rate, rate_of
 from cutex.svg import colour
 
+DOCTYPE = "<!doctype html>"
 TIMELINES = Path("results/timing")  # written by python -m cutex.clock --page
 NEWEST = 300  # rows of history; more would make the page heavy
 WIDTHS = (("wide", 1000), ("narrow", 360))  # each chart is drawn for two kinds of screen
@@ -56,7 +57,7 @@ def page(results: Iterable[Result], models: Sequence[tuple[str, str]] = ()) -> s
     )
     span = f"{len(rows)} results" + (f", {rows[0].run[:10]} to {rows[-1].run[:10]}" if rows else "")
     return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>cutex</title>'
+        f'{DOCTYPE}<html lang="en"><head><meta charset="utf-8"><title>cutex</title>'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
         f"<style>{style()}</style></head><body><header><h1>cutex</h1><p>{span}</p>"

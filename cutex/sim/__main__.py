@@ -87,10 +87,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return refuse(f"--jobs {options.jobs}: takes a number from 1 to {MOST_JOBS}")
     if options.clusters is not None and (options.clusters < 1 or options.unchecked):
         return refuse(f"--clusters {options.clusters}: takes a number from 1, and checks")
-    if options.json is not None:
-        writable("--json", str(options.json)).write_text("")  # an earlier run's goes
+    for name in ("json", "trace"):
+        given = getattr(options, name)
+        if given is not None and os.path.exists(given) and script.samefile(given):
+            return refuse(f"--{name} {given}: this is the script")
     if why := _bad_clock(options):
         return refuse(why)
+    if options.json is not None:
+        writable("--json", str(options.json)).write_text("")  # an earlier run's goes
     os.environ["CUTE_DSL_ARCH"] = options.arch  # the DSL reads it once, when it is imported
     os.environ.update(NO_DISK_CACHES | INTERPRETED)
     from cutex.sim.host.calls import Calls, Clock

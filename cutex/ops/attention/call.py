@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
 SCORE_MOD = ("score", "batch", "head", "query", "key")  # its parameters; mask_mod lacks score
+NUMBERS: Any = (Real, torch.SymFloat)  # such as a float of Python or of numpy
 MAX_LENGTH = 2**30 - 1  # rows of a sequence
 
 Window = tuple[int | None, int | None]
@@ -246,7 +248,7 @@ def _check_numbers(call: AttentionCall) -> None:
         x = getattr(call, name)
         if x is None and name == "softmax_scale":
             continue
-        if isinstance(x, bool) or not isinstance(x, (int, float, torch.SymFloat)):
+        if isinstance(x, bool) or not isinstance(x, NUMBERS):
             raise TypeError(f"{name} must be a number, got {type(x).__name__}")
         if not isinstance(x, torch.SymFloat) and not -3e38 < x < 3e38:
             raise ValueError(f"{name}={x}: must be finite")

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from cutex.ops import autocast
 from cutex.ops.attention.call import AttentionCall, Window, check
-from cutex.ops.attention.plan import Plan, check_device, longest_q
+from cutex.ops.attention.plan import ALIGN, Plan, check_device, longest_q
+from cutex.ops.checks import number
 from cutex.ops.device import current, per_device
 from cutex.ops.plain import guard, is_plain, nobody_watches
 
@@ -160,23 +161,25 @@ class Known(NamedTuple):
 MOST_ALIKE = 16  # plans for the same options and numbers of elements
 
 _known: dict[tuple[Any, ...], tuple[Known, ...]] = per_device({})  # by options and sizes
-_last: dict[None, tuple[tuple[Any, ...], Known]] = per_device({})  # of the latest call: options
-_plans: dict[tuple[Any, ...], Plan] = per_device({})  # by everything that a plan depends on
+_latest: dict[tuple[Any, ...], Known] = per_device({})  # by options
+_plans: dict[tuple[Any, ...] | None, Plan] = per_device({})  # by everything that a plan depends on
 _grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
 def _find(options: tuple[Any, ...], given: tuple[Tensor, ...]) -> Known | None:
     """The plan for these options that takes the tensors `given` as they are: that of the latest
-    call, as where a model's layers are alike, or another."""
-    last = _last.get(None)
-    if last is not None and last[0] == options:
-        known = last[1]
-        if known.takes(*given) and (known.always or known.still()):
-            return known
+    call with them, as where a model's layers are alike, or another.
+
+    NOTE: options are found by hash, so that one that is a tensor, which `check` refuses, is not
+    taken for the number that it holds; on a GPU that would wait for it.
+    """
+    known = _latest.get(options)
+    if known is not None and known.takes(*given) and (known.always or known.still()):
+        return known
     for known in _known.get(_key(options, given), ()):
         if known.takes(*given) and (known.always or known.still()):
-            _last[None] = options, known
+            _latest[options] = known
             return known
     return None
 
@@ -188,7 +191,7 @@ def _key(options: tuple[Any, ...], given: tuple[Tensor, ...]) -> tuple[Any, ...]
 def forget() -> None:
     """Drop all plans."""
     _known.clear()
-    _last.clear()
+    _latest.clear()
     _plans.clear()
 
 
@@ -225,12 +228,16 @@ def attend(
     plan."""
     tensors = (call.q, call.k, call.v, out, call.learnable_sink, call.cu_seqlens_q,
                call.cu_seqlens_k, call.seqused_q, call.seqused_k)  # fmt: skip
-    whole = (
-        *map(_described, tensors), call.q.device, call.max_seqlen_q, call.softmax_scale,
+    whole: tuple[Any, ...] | None = (
+        *map(_described, tensors), *(x.data_ptr() % ALIGN == 0 for x in (call.q, call.k, call.v)),
+        call.q.device, call.max_seqlen_q, call.softmax_scale,
         call.causal, tuple(call.window_size), call.softcap, with_lse, call.score_mod,
         call.mask_mod,
     )  # fmt: skip
-    plan = _plans.get(whole)
+    try:
+        plan = _plans.get(whole)
+    except TypeError:  # a function without a hash, as of a dataclass, is not looked up
+        plan = whole = None
     if plan is not None and plan.is_current():
         if call.lengths and call.q.is_cpu:
             check(call)
@@ -306,9 +313,11 @@ def _through_operator(call: AttentionCall, return_lse: bool) -> Tensor | tuple[T
                 f"{name} cannot be given under torch.compile, torch.func or a dispatch mode, nor "
                 "where a gradient is wanted"
             )
+    scale = call.softmax_scale
     out, lse = torch.ops.cutex.flash_attn(
         call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q,
-        call.max_seqlen_k, call.seqused_q, call.seqused_k, call.softmax_scale, call.causal,
-        *call.window_size, float(call.softcap), call.learnable_sink,
+        call.max_seqlen_k, call.seqused_q, call.seqused_k,
+        scale if scale is None else number("softmax_scale", scale), call.causal,
+        *call.window_size, number("softcap", call.softcap), call.learnable_sink,
     )  # fmt: skip
     return (out, lse) if return_lse else out
