@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from ptx_kernel import Shape, simulate_ptx
 
-from cutex.sim import BarrierMisuse, UnknownInstruction
+from cutex.sim import BadAddress, BarrierMisuse, UnknownInstruction
 
 REGISTER = {8: "%h", 16: "%h", 32: "%r", 64: "%d"}
 VECTORS = [(b, n) for b in (8, 16, 32, 64) for n in (1, 2, 4) if b * n <= 128]
@@ -396,3 +396,21 @@ def test_a_vector_register_is_its_elements(execute):
     """
     execute(body, {"a": a, "out": out})
     assert (out == a[:, [3, 1, 2, 0]]).all()
+
+
+def test_the_sum_of_a_32_bit_address_and_its_offset_has_32_bits() -> None:
+    """Compilers fold constants into the offset, and leave a base below zero."""
+    out = np.zeros(32, np.uint32)
+    code = """
+        mov.u32 %r0, smem; sub.u32 %r1, %r0, 65536; shl.b32 %r2, %lane, 2; add.u32 %r1, %r1, %r2;
+        st.shared.u32 [%r1+65536], %lane; add.u32 %r2, %r0, %r2; ld.shared.u32 %r3, [%r2];
+        mul.wide.u32 %d0, %lane, 4; add.u64 %d0, %d0, %out; st.global.u32 [%d0], %r3;
+    """
+    simulate_ptx(code, {"out": out}, Shape(smem=128))
+    assert out.tolist() == list(range(32))
+
+
+def test_a_shared_address_of_no_cta_is_shown_whole() -> None:
+    code = "mov.u32 %r0, smem; sub.u32 %r0, %r0, 65536; ld.shared.u32 %r1, [%r0];"
+    with pytest.raises(BadAddress, match=r"shared 0xffff0400, in no CTA of its cluster, each of"):
+        simulate_ptx(code, {"out": np.zeros(32, np.uint32)}, Shape(smem=128))
