@@ -281,6 +281,23 @@ def test_ldmatrix_gives_each_lane_two_neighbours_of_a_row(execute, count, trans)
 
 
 @pytest.mark.parametrize("trans", ["", ".trans"])
+@pytest.mark.parametrize("op", ["ldmatrix", "stmatrix"])
+def test_the_number_of_matrices_may_stand_before_their_shape(op, trans):
+    """As in the inline PTX of CUTLASS and of those who took it from there."""
+    registers, results = "{%r4, %r5}", []
+    for form in (f"m8n8.x2{trans}", f"x2{trans}.m8n8"):
+        of = {"ldmatrix": f"ldmatrix.sync.aligned.m8n8.x2.shared.b16 {registers}, [here];"}
+        of["stmatrix"] = "stmatrix.sync.aligned.m8n8.x2.shared.b16 [here], {%r0, %r1};"
+        of[op] = of[op].replace("m8n8.x2", form)
+        out = np.zeros((32, 2), np.uint32)
+        body = f"""{ADDRESS} mul.lo.u32 %r0, %lane, 77773; not.b32 %r1, %r0;
+        {of["stmatrix"]} bar.sync 0; {of["ldmatrix"]} st.global.v2.b32 [%out_i], {registers};"""
+        simulate_ptx(body, {"out": out}, Shape(smem=32 * 48))
+        results.append(out)
+    assert results[0].any() and (results[0] == results[1]).all()
+
+
+@pytest.mark.parametrize("trans", ["", ".trans"])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_stmatrix_is_its_inverse(execute, count, trans):
     a = np.arange(32 * 4, dtype=np.uint32).reshape(32, 4) * 0x10003

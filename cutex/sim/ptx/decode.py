@@ -319,9 +319,9 @@ class Decoder:
     # -- addresses ---------------------------------------------------------------------------------
 
     def address(self, k: int, coordinates: bool = False) -> Read:
-        """A function that computes ``[base+offset]``, (n, 32) uint64. The sum with a 32-bit base has
-        32 bits, as compilers rely on where the base is below zero. With ``coordinates``, the bracket
-        holds these as well.
+        """A function that computes ``[base+offset]``, (n, 32) uint64. The sum with a 32-bit base
+        has 32 bits: compilers leave bases below zero. With ``coordinates``, the bracket holds these
+        as well.
         """
         operand = self.ins.operands[k]
         if not isinstance(operand, Address) or coordinates == (operand.coords is None):
