@@ -321,6 +321,48 @@ def test_tvm_ffi_takes_tensors_and_pointers_in_tuples(run_script):
     assert "right" in done.stdout and "no findings" in done.stderr
 
 
+RECORDS = """
+import dataclasses
+import torch
+from cutlass import Constexpr, Float32, cute
+from cutlass.cute.runtime import from_dlpack
+
+@dataclasses.dataclass(frozen=True)
+class Doubled:
+    @cute.jit
+    def apply(self, x):
+        return x * 2.0
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    y: cute.Tensor
+    by: Float32
+    negative: Constexpr[bool] = False
+
+@cute.kernel
+def kernel(x: cute.Tensor, y: cute.Tensor, by: Float32, then):
+    i, _, _ = cute.arch.thread_idx()
+    x[i] = then.apply(y[i] * by)
+
+@cute.jit
+def run(x: cute.Tensor, how: Scaled, then):
+    kernel(x, how.y, -how.by if how.negative else how.by, then).launch(grid=[1, 1, 1],
+                                                                       block=[32, 1, 1])
+
+x, y = torch.zeros(32, device="cuda"), torch.arange(32.0, device="cuda")
+record = Scaled(from_dlpack(y), Float32(3.0), True)
+cute.compile(run, from_dlpack(x), record, Doubled())(from_dlpack(x), record, Doubled())
+assert (x == -6 * y).all()
+run(from_dlpack(x), Scaled(from_dlpack(y), Float32(5.0)), Doubled())
+assert (x == 10 * y).all()
+"""
+
+
+def test_dataclasses_are_passed_field_by_field(run_script):
+    ran = run_script(RECORDS)
+    assert ran.returncode == 0, ran.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [(("none.py",), "none.py is not a file"), (("--seed", "-1", __file__), "--seed -1: takes"),
