@@ -297,6 +297,20 @@ def test_the_number_of_matrices_may_stand_before_their_shape(op, trans):
     assert results[0].any() and (results[0] == results[1]).all()
 
 
+def test_movmatrix_transposes_across_the_warp(execute):
+    """Lane t has row t / 4, columns 2 (t % 4) + {0, 1}; of two warps one alone takes part."""
+    a = np.random.default_rng(0).integers(0, 1 << 16, (2, 8, 8), dtype=np.uint16)
+    words = np.ascontiguousarray(a).view(np.uint32).reshape(64, 1)
+    out = np.zeros_like(words)
+    body = """
+    ld.global.b32 %r0, [%a_i]; setp.lt.u32 %p1, %i, 32; mov.b32 %r1, %r0;
+    @%p1 movmatrix.sync.aligned.m8n8.trans.b16 %r1, %r0;
+    st.global.b32 [%out_i], %r1;"""
+    execute(body, {"a": words, "out": out}, Shape(block=64))
+    got = out.view(np.uint16).reshape(2, 8, 8)
+    assert (got[0] == a[0].T).all() and (got[1] == a[1]).all()
+
+
 @pytest.mark.parametrize("trans", ["", ".trans"])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_stmatrix_is_its_inverse(execute, count, trans):

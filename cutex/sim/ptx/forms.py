@@ -133,6 +133,7 @@ FORMS = {
     r"(\.(acquire|relaxed)(\.(cta|cluster))?)?(\.shared(::cta)?)?\.b64",
     "st.async red.async": r"\.async.*",  # as their definitions say
     "ldmatrix": rf"{_ALIGNED}{_matrices('m8n8|m16n16')}(\.shared(::cta)?)?\.b(8|16)",
+    "movmatrix": rf"{_ALIGNED}\.m8n8\.trans\.b16",
     "stmatrix": rf"{_ALIGNED}{_matrices('m8n8|m16n8')}(\.shared(::cta)?)?\.b(8|16)",
     "wgmma.fence wgmma.commit_group wgmma.wait_group": r"\.(fence|commit_group|wait_group)"
     r"\.sync\.aligned",
