@@ -17,7 +17,7 @@ from torch import Tensor
 
 import cutex
 from cutex.cache import NoCache
-from cutex.ops import building, choices, eager, tuner
+from cutex.ops import building, choices, eager, plan, tuner
 from cutex.ops.arrange import arrange
 from cutex.ops.checks import Call
 from cutex.ops.plan import forget
@@ -47,6 +47,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Timed]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
     monkeypatch.setattr("cutex.bench.autotune.remembered", lambda *_: None)
+    monkeypatch.setattr(plan, "other_sms", lambda _: 0)
     monkeypatch.setattr(tuner, "kernel_for", eager.kernel_for)
     monkeypatch.setattr(tuner, "launcher", stand_in.launcher)
     monkeypatch.setattr(tuner, "CANDIDATES", 3)

@@ -196,7 +196,7 @@ def test_the_last_bytes_of_shared_memory_may_be_used():
 
 
 def test_shared_memory_of_a_cta_that_the_cluster_lacks():
-    with pytest.raises(BadAddress, match="outside the CTA's shared memory"):
+    with pytest.raises(BadAddress, match="at shared 0x2000400, in no CTA of its cluster"):
         simulate_ptx(
             "mov.u32 %r0, smem; mapa.shared::cluster.u32 %r0, %r0, 2;"
             "st.shared::cluster.b32 [%r0], 1;", {}, Shape(grid=2, cluster=2, smem=64)

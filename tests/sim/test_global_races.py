@@ -15,6 +15,7 @@ from cutex.compile import compile
 from cutex.kernels.gemm import stage
 from cutex.problem.gemm import GemmProblem
 from cutex.sim import Hazards, simulate
+from cutex.sim.hazards.cluster_order import ClusterOrder
 
 ORDERS = ["fifo", "eager", "starved", "peer-late", "random"]
 FOUR = Shape(grid=4)
@@ -156,6 +157,30 @@ def test_a_load_beside_atomics_is_an_advisory() -> None:
     x = np.zeros(64, np.uint32)
     report = simulate_ptx(body, {"x": x}, FOUR)
     assert x[0] == 3 and "only one of them is an atomic" in report.advisories[0].message
+
+
+TURNS = """
+    setp.ne.u32 %p1, %lane, 0; @%p1 bra END; add.u32 %r2, %cta, 1;
+    TURN: ld.acquire.gpu.global.u32 %r1, [%x+32]; setp.ne.u32 %p3, %r1, %cta; @%p3 bra TURN;
+    ld.global.u32 %r3, [%x]; mad.lo.u32 %r3, %r3, 2, %cta; st.global.u32 [%x], %r3;
+    st.release.gpu.global.u32 [%x+32], %r2;
+    END:
+"""
+
+
+@pytest.mark.parametrize("order", ["fifo", "random"])
+def test_a_cluster_that_spins_acquires_each_release_once(
+    order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clusters take turns; those that wait read the same release many times."""
+    acquired, acquire = [], ClusterOrder._acquire
+    monkeypatch.setattr(
+        ClusterOrder, "_acquire", lambda self, *a: acquired.append(acquire(self, *a))
+    )
+    clusters = 12
+    x = run(TURNS, order, grid=clusters)
+    assert x[0] == sum(n << (clusters - 1 - n) for n in range(clusters))
+    assert len(acquired) <= clusters * clusters / 2
 
 
 STORED_IN_BULK = """

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from ptx_kernel import Shape, simulate_ptx
 
-from cutex.sim import BarrierMisuse, UnknownInstruction
+from cutex.sim import BadAddress, BarrierMisuse, UnknownInstruction
 
 REGISTER = {8: "%h", 16: "%h", 32: "%r", 64: "%d"}
 VECTORS = [(b, n) for b in (8, 16, 32, 64) for n in (1, 2, 4) if b * n <= 128]
@@ -281,6 +281,37 @@ def test_ldmatrix_gives_each_lane_two_neighbours_of_a_row(execute, count, trans)
 
 
 @pytest.mark.parametrize("trans", ["", ".trans"])
+@pytest.mark.parametrize("op", ["ldmatrix", "stmatrix"])
+def test_the_number_of_matrices_may_stand_before_their_shape(op, trans):
+    """As in the inline PTX of CUTLASS and of those who took it from there."""
+    registers, results = "{%r4, %r5}", []
+    for form in (f"m8n8.x2{trans}", f"x2{trans}.m8n8"):
+        of = {"ldmatrix": f"ldmatrix.sync.aligned.m8n8.x2.shared.b16 {registers}, [here];"}
+        of["stmatrix"] = "stmatrix.sync.aligned.m8n8.x2.shared.b16 [here], {%r0, %r1};"
+        of[op] = of[op].replace("m8n8.x2", form)
+        out = np.zeros((32, 2), np.uint32)
+        body = f"""{ADDRESS} mul.lo.u32 %r0, %lane, 77773; not.b32 %r1, %r0;
+        {of["stmatrix"]} bar.sync 0; {of["ldmatrix"]} st.global.v2.b32 [%out_i], {registers};"""
+        simulate_ptx(body, {"out": out}, Shape(smem=32 * 48))
+        results.append(out)
+    assert results[0].any() and (results[0] == results[1]).all()
+
+
+def test_movmatrix_transposes_across_the_warp(execute):
+    """Lane t has row t / 4, columns 2 (t % 4) + {0, 1}; of two warps one alone takes part."""
+    a = np.random.default_rng(0).integers(0, 1 << 16, (2, 8, 8), dtype=np.uint16)
+    words = np.ascontiguousarray(a).view(np.uint32).reshape(64, 1)
+    out = np.zeros_like(words)
+    body = """
+    ld.global.b32 %r0, [%a_i]; setp.lt.u32 %p1, %i, 32; mov.b32 %r1, %r0;
+    @%p1 movmatrix.sync.aligned.m8n8.trans.b16 %r1, %r0;
+    st.global.b32 [%out_i], %r1;"""
+    execute(body, {"a": words, "out": out}, Shape(block=64))
+    got = out.view(np.uint16).reshape(2, 8, 8)
+    assert (got[0] == a[0].T).all() and (got[1] == a[1]).all()
+
+
+@pytest.mark.parametrize("trans", ["", ".trans"])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_stmatrix_is_its_inverse(execute, count, trans):
     a = np.arange(32 * 4, dtype=np.uint32).reshape(32, 4) * 0x10003
@@ -396,3 +427,21 @@ def test_a_vector_register_is_its_elements(execute):
     """
     execute(body, {"a": a, "out": out})
     assert (out == a[:, [3, 1, 2, 0]]).all()
+
+
+def test_the_sum_of_a_32_bit_address_and_its_offset_has_32_bits() -> None:
+    """Compilers fold constants into the offset, and leave a base below zero."""
+    out = np.zeros(32, np.uint32)
+    code = """
+        mov.u32 %r0, smem; sub.u32 %r1, %r0, 65536; shl.b32 %r2, %lane, 2; add.u32 %r1, %r1, %r2;
+        st.shared.u32 [%r1+65536], %lane; add.u32 %r2, %r0, %r2; ld.shared.u32 %r3, [%r2];
+        mul.wide.u32 %d0, %lane, 4; add.u64 %d0, %d0, %out; st.global.u32 [%d0], %r3;
+    """
+    simulate_ptx(code, {"out": out}, Shape(smem=128))
+    assert out.tolist() == list(range(32))
+
+
+def test_a_shared_address_of_no_cta_is_shown_whole() -> None:
+    code = "mov.u32 %r0, smem; sub.u32 %r0, %r0, 65536; ld.shared.u32 %r1, [%r0];"
+    with pytest.raises(BadAddress, match=r"shared 0xffff0400, in no CTA of its cluster, each of"):
+        simulate_ptx(code, {"out": np.zeros(32, np.uint32)}, Shape(smem=128))

@@ -287,6 +287,7 @@ def pair(second: str) -> str:
         {second} bra PAST;
         {ALLOC.format(g=2, at=0, n=128)}
         ld.shared.u32 %r12, [%r0];
+        barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
         {FREE.format(g=2, at=12, n=128)}
         PAST:
         barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
@@ -331,10 +332,10 @@ def test_pairs_deallocate_together(order):
     """Table 48 of PTX ISA 9.7.16.5: it may hang where one CTA waits for the other in between."""
     free = FREE.format(g=2, at=12, n=512)
     run(pairs(f"{SYNC} {free}"), warps=1, ctas=2, order=order)
-    run(pairs(f"{free} {SYNC}"), warps=1, ctas=2, order=order)
+    run(pairs(f"{free} {SYNC}", before=SYNC), warps=1, ctas=2, order=order)
     with pytest.raises(Deadlock, match=r"dealloc.*: the other CTA of the pair, .* has not come"):
         run(
-            pairs(f"@%p1 bra LEFT; {free} {SYNC} ret; LEFT: {SYNC} {free}"),
+            pairs(f"@%p1 bra LEFT; {free} {SYNC} ret; LEFT: {SYNC} {free}", before=SYNC),
             warps=1,
             ctas=2,
             order=order,
@@ -362,7 +363,7 @@ def test_a_pair_deallocates_after_what_both_have_loaded(order):
     free = FREE.format(g=2, at=12, n=512)
     run(pairs(f"{SYNC} {free}", before=load + fence), warps=1, ctas=2, order=order)
     shape = Shape(grid=2, block=32, cluster=2, smem=1024)
-    apart = pairs(free, before=load + fence)
+    apart = pairs(free, before=SYNC + load + fence)
     (told,) = simulate_ptx(apart, {"out": OUT}, shape, arch="sm_100a", order=order).advisories
     assert "only the peer's tcgen05.dealloc, for which this one need not wait" in told.message
 
@@ -397,5 +398,46 @@ def test_a_pair_deallocates_after_all_warps_of_its_own_ctas(order):
         {load} tcgen05.fence::before_thread_sync; TOGETHER @%p2 {FREE.format(g=2, at=12, n=512)}
     """
     run(body.replace("TOGETHER", f"{SYNC} bar.sync 0;"), warps=2, ctas=2, order=order)
-    with pytest.raises(SimError, match=r"tcgen05\.dealloc of .* no barrier orders|has freed"):
+    with pytest.raises(
+        SimError, match=r"tcgen05\.dealloc of .* no barrier orders|has freed|need not wait"
+    ):
         run(body.replace("TOGETHER", ""), warps=2, ctas=2, order=order)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_pair_deallocates_after_what_the_peer_allocates(order):
+    """A B300 fails where one CTA's dealloc comes first (NVIDIA/cutlass#3435)."""
+    free = FREE.format(g=2, at=12, n=512)
+    relaxed = SYNC.replace("arrive", "arrive.relaxed")
+    for barrier in (SYNC, relaxed):
+        run(pairs(free, before=barrier), warps=1, ctas=2, order=order)
+    with pytest.raises(Hazards, match=r"dealloc of .* may come before the tcgen05\.alloc of"):
+        run(pairs(free), warps=1, ctas=2, order=order)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_pair_uses_no_columns_that_one_of_its_ctas_has_begun_to_deallocate(order):
+    """Rank 0 deallocates when all have loaded; rank 1 may at once, where it waits for nothing."""
+    ld = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r15}, [%r16]; tcgen05.wait::ld.sync.aligned;"
+    body = f"""
+        mov.u32 %r0, smem; mov.u32 %r1, %tid.x; setp.lt.u32 %p2, %r1, 32;
+        .reg .b32 rank; mov.u32 rank, %cluster_ctarank; setp.eq.u32 %p1, rank, 0;
+        .reg .pred %p4; setp.ne.u32 %p4, rank, 0;
+        @%p2 {ALLOC.format(g=2, at=0, n=512)} bar.sync 0; ld.shared.u32 %r12, [%r0];
+        add.u32 %r16, %r12, 2097152; {SYNC}
+        @%p2 bra FIRST; mov.u32 %r18, 50;
+        STARTED: ld.acquire.gpu.global.u32 %r17, [%out+4]; setp.eq.u32 %p3, %r17, 0;
+        @%p3 bra STARTED;
+        LATER: sub.u32 %r18, %r18, 1; setp.ne.u32 %p3, %r18, 0; @%p3 bra LATER;
+        {ld} tcgen05.fence::before_thread_sync; WHO bar.arrive 1, 64;
+        setp.ne.u32 %p3, %r1, 32; @%p3 ret; @%p1 ret;
+        st.release.gpu.global.u32 [%out], 1; ret;
+        FIRST: setp.eq.u32 %p3, %r1, 0; and.pred %p3, %p3, %p4;
+        @%p3 st.release.gpu.global.u32 [%out+4], 1;
+        WHO bar.sync 1, 64; @!%p1 bra FREE;
+        SPIN: ld.acquire.gpu.global.u32 %r17, [%out]; setp.eq.u32 %p3, %r17, 0; @%p3 bra SPIN;
+        FREE: {FREE.format(g=2, at=12, n=512)}
+    """
+    run(body.replace("WHO", ""), warps=2, ctas=2, order=order)
+    with pytest.raises(SimError, match=r"but .* frees 0\.\.511, and need not"):
+        run(body.replace("WHO", "@%p1"), warps=2, ctas=2, order=order)

@@ -81,6 +81,7 @@ class ClusterOrder:
         self.fenced: dict[int, Known] = {}  # by warp: the clock that its last fence released
         self.observed: dict[int, Known] = {}  # by warp: clocks read strongly since its last fence
         self.acquired: dict[int, list[Known]] = {}  # by warp: its clock after each acquire
+        self.latest: dict[int, Known] = {}  # by warp: the clock that it has acquired last
 
     def fence(self, warps: np.ndarray, releases: bool) -> None:
         """A fence of the whole GPU, called before the clocks count it."""
@@ -97,7 +98,9 @@ class ClusterOrder:
         if (seen := self.released.get(address)) is None:
             return
         if how.acquires:
-            self._acquire(warp, seen)
+            if self.latest.get(warp) is not seen:  # else it spins
+                self.latest[warp] = seen
+                self._acquire(warp, seen)
         else:
             self.observed[warp] = _joined(self.observed.get(warp, {}), seen)
 
@@ -147,11 +150,15 @@ def _joined(a: Known, b: Known) -> Known:
     out = a
     for cluster, row in b.items():
         mine = out.get(cluster)
+        if mine is row:
+            continue
         if mine is not None and len(mine) >= len(row) and (mine[: len(row)] >= row).all():
             continue
         if mine is not None:
             row, mine = sorted((row, mine), key=len, reverse=True)
             row = row.copy()
             np.maximum(row[: len(mine)], mine, out=row[: len(mine)])
-        out = {**out, cluster: row}
+        if out is a:
+            out = dict(a)
+        out[cluster] = row
     return out

@@ -42,6 +42,8 @@ class TmemShadow:
         self.read_line = np.zeros(shape, np.int32)
         # by CTA: places that operations have overwritten since its last ld or st
         self.overwritten: dict[int, set[Hashable]] = {}
+        # by CTA of a pair: the warp that has allocated last, its count at that, and the PTX line
+        self.allocated: dict[int, tuple[int, int, int]] = {}
 
     def access(self, warp: int, place: Rectangle, write: bool, ins: Instruction) -> None:
         """Check and record a tcgen05.ld or st of ``warp``."""
@@ -68,18 +70,39 @@ class TmemShadow:
             self._forget(place)
             overwritten.add(place.key)
 
+    def allocate(self, warp: int, cta: int, ins: Instruction) -> None:
+        """Record that a pair's CTA has allocated."""
+        self.allocated[cta] = warp, self.clocks.now(warp), ins.line
+
     def before_free(self, warp: int, place: Rectangle, own: bool, ins: Instruction) -> None:
         """Check a tcgen05.dealloc, which is synchronous and so needs no fence before it. ``own``:
         whether the place is in the warp's CTA.
 
         NOTE: the warps of a pair must be ordered after the accesses of both CTAs (9.7.16.7.1).
         Examples of NVIDIA order each only after its own CTA's: as the two deallocate together, that
-        is right where dealloc waits for the peer, which it may, and need not.
+        is right where dealloc waits for the peer, which it may, and need not. The peer's alloc is
+        another matter: it need not wait either, and a B300 fails where it comes after the dealloc
+        (NVIDIA/cutlass#3435).
         """
+        if not own and place.cta in self.allocated:
+            self._after_alloc(warp, place.cta, ins)
         usable = np.maximum(self.clocks.usable[warp], self.clocks.ordered[warp])
         why = "" if own else "only the peer's tcgen05.dealloc, for which this one need not wait"
         self._check(warp, place, True, "tcgen05.dealloc", ins, usable, why)
         self.m.async_accesses.touch(place, True, "tcgen05.dealloc", warp, ins, usable, why)
+
+    def _after_alloc(self, warp: int, peer: int, ins: Instruction) -> None:
+        by, count, line = self.allocated[peer]
+        if self.clocks.follows[warp, self.clocks.slot[by]] < count:
+            self.m.findings.add(
+                "race",
+                f"tcgen05.dealloc of {self.m.grid.name_warp(warp)} may come before the "
+                f"tcgen05.alloc of {self.m.grid.name_warp(by)} at PTX line {line}, for which "
+                "neither need wait: no barrier orders the two",
+                ins,
+                remedy="a barrier of both CTAs between the tcgen05.alloc of one and the "
+                "tcgen05.dealloc of the other",
+            )
 
     def free(self, place: Rectangle) -> None:
         """Drop the accesses to a freed place."""

@@ -6,7 +6,9 @@ Tensors may be torch's, the DSL's own (``from_dlpack``), or addresses (``make_pt
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import dataclasses
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -22,6 +24,16 @@ from cutex.sim.host.loaded import is_stream
 
 def is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or hasattr(value, "_dltensor_wrapper")
+
+
+def is_record(value: Any) -> bool:
+    """Whether ``value`` is an instance of a dataclass of the script's."""
+    own = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return own and not is_tensor(value) and not type(value).__module__.startswith("cutlass.")
+
+
+def _fields(record: Any) -> list[tuple[str, Any]]:
+    return [(f.name, getattr(record, f.name)) for f in dataclasses.fields(record)]
 
 
 def holds_tensors(value: Any) -> bool:
@@ -59,6 +71,8 @@ def captured(given: Any, name: str) -> Any:
         return given.value
     if isinstance(given, tuple | list):
         return tuple(captured(g, f"{name}[{i}]") for i, g in enumerate(given))
+    if is_record(given):  # as TVM-FFI unpacks it
+        return tuple(captured(g, f"{name}.{field}") for field, g in _fields(given))
     return given
 
 
@@ -92,6 +106,11 @@ def stand_for(value: Any, own_stream: bool) -> Any:
         return type(value)(*[stand_for(v, own_stream) for v in value])
     if isinstance(value, tuple | list):
         return type(value)(stand_for(v, own_stream) for v in value)
+    if is_record(value):
+        made = copy.copy(value)
+        for name, item in _fields(value):
+            object.__setattr__(made, name, stand_for(item, own_stream))  # it may be frozen
+        return made
     return value
 
 

@@ -30,6 +30,7 @@ from cutex.sim.errors import SimError
 from cutex.sim.host.arguments import holds_tensors, stand_for, takes_stream
 from cutex.sim.host.calls import Calls
 from cutex.sim.host.cuda_stand_in import CudaDevice, CudaMemory
+from cutex.sim.host.loaded import is_stream
 from cutex.sim.host.simulated import PlainSimulated, Simulated
 from cutex.sim.host.torch_stand_in import patched
 from cutex.tracing import tracing
@@ -81,7 +82,8 @@ class Compiler:
         try:
             if compiled is None:  # NOTE: fails both ways, and so as the script would see it
                 return PlainSimulated(plain(), self.calls)
-            return Simulated(compiled, parameters, self.calls, None if with_ffi else plain)
+            streams = _streams_of(body, arguments, named) if own_stream else set()
+            return Simulated(compiled, parameters, streams, self.calls, None if with_ffi else plain)
         except SimError as error:  # NOTE: PTX that the simulator does not define
             self.calls.errors.append((error, getattr(compiled, "_cutex_ptx", "")))
             raise
@@ -117,6 +119,16 @@ class Compiler:
         if compiled.__ptx__ and "\n" in compiled.__ptx__:  # else it is a file's name, of no kernel
             compiled._cutex_ptx = recorder.annotate(compiled.__ptx__)
         return compiled
+
+
+def _streams_of(body: Any, arguments: Sequence[Any], named: dict[str, Any]) -> set[str]:
+    """The parameters for which a call names a stream: not those of the environment's own."""
+    bound = inspect.signature(body).bind_partial(*arguments, **named).arguments
+    return {
+        name
+        for name, value in bound.items()
+        if is_stream(value) and not getattr(value, "use_tvm_ffi_env_stream", False)
+    }
 
 
 def _strip_debug_info(module: ir.Module) -> None:

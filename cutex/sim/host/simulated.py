@@ -22,13 +22,15 @@ class Simulated:
         self,
         compiled: Any,
         parameters: dict[str, inspect.Parameter],
+        streams: set[str],
         calls: Calls,
         plain: Callable[[], Any] | None,
     ) -> None:
-        """``plain``: a function that compiles it without TVM-FFI, if the script did not ask for
-        TVM-FFI; else None.
+        """``streams``: parameters that a call names, and the host code does not have: it asks its
+        environment. ``plain``: a function that compiles it without TVM-FFI, if the script did not
+        ask for TVM-FFI; else None.
         """
-        self.compiled, self.calls, self.plain = compiled, calls, plain
+        self.compiled, self.streams, self.calls, self.plain = compiled, streams, calls, plain
         self.parameters = list(parameters)
         self.defaults = {
             n: p.default for n, p in parameters.items() if p.default is not inspect.Parameter.empty
@@ -52,6 +54,9 @@ class Simulated:
         given = list(arguments)
         given += [named[n] for n in self.parameters[len(given) :] if n in named]
         wanted = self.host.argument_names
+        takes = [n for n in self.parameters if n in wanted or n in self.streams]
+        if len(given) == len(takes):  # a stream may be its address, a number
+            given = [g for g, n in zip(given, takes, strict=True) if n not in self.streams]
         given = [g for g in given if not (is_stream(g) and not takes_stream(given))]
         given += [self.defaults[n] for n in wanted[len(given) :] if n in self.defaults]
         names = [*wanted, *(f"argument {i}" for i in range(len(given)))]

@@ -1,4 +1,4 @@
-"""Matrix fragments between registers and shared memory (PTX ISA 9.7.14.5.15, 9.7.14.5.16).
+"""Matrix fragments between registers and shared memory, and transposed (PTX ISA 9.7.14.5.15-17).
 
 The PTX ISA shows the fragments of 8-bit elements as figures; the layouts here are those of the
 DSL's copy atoms (LdMatrix16x16x8bOp, StMatrix16x8x8bOp), on which CUTLASS's examples rely.
@@ -116,5 +116,24 @@ def stmatrix(d: Decoder) -> Execute:
         where = matrices.elements(b, True)
         d.m.smem_words(matrices.itemsize)[where] = rows.reshape(where.shape)
         d.m.progress += 1
+
+    return execute
+
+
+@instruction("movmatrix")
+def movmatrix(d: Decoder) -> Execute:
+    """movmatrix (9.7.14.5.17): an 8x8 matrix of 16-bit elements, transposed across the warp's
+    registers; lane t has row t/4, columns 2(t%4)+{0,1}.
+    """
+    read, write = d.src(1, "b32"), d.write(d.ins.operands[0], "b32")
+
+    def execute(b: Batch) -> None:
+        require_whole_warp(d, b)
+        b = b if b.mask is None else Batch(b.idx[b.any_active()], None)
+        if not b.n:
+            return
+        words = np.ascontiguousarray(b.lanes(read(b)), np.uint32)  # (n, 32)
+        rows = words.view(np.uint16).reshape(b.n, 8, 8).swapaxes(1, 2)
+        write(b, np.ascontiguousarray(rows).reshape(b.n, 64).view(np.uint32))
 
     return execute

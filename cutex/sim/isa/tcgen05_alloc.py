@@ -53,6 +53,8 @@ def alloc(d: Decoder) -> Execute:
             lane = np.zeros(1, int)
             m.smem_shadow.generic(b.idx[row : row + 1], lane, target, offset, 4, True, ins)
             m.box_swizzle[target, offset >> 4] = 0
+            if pair:
+                m.tmem.shadow.allocate(warp, cta, ins)
             m.smem[target[0], offset[0] : offset[0] + 4] = as_bytes(np.array([first], np.uint32))[0]
             m.progress += 1
         return out if out.any() else None
@@ -82,16 +84,17 @@ def dealloc(d: Decoder) -> Execute:
             both = [cta, cta ^ 1] if pair else [cta]
             if m.tmem.together("dealloc", cta, pair):
                 continue  # the peer, the second of both to arrive, has freed both
-            m.tmem.check(cta, first, n, m.grid.name_warp(warp), ins)
             places = [Rectangle(c, 0, 128, first, first + n) for c in both]
+            by = f"{m.grid.name_warp(warp)} at {ins.where()}"
             if cta not in m.tmem.came["dealloc"]:
+                m.tmem.check(cta, first, n, m.grid.name_warp(warp), ins)
                 for place in places:
                     m.tmem.shadow.before_free(warp, place, place.cta == cta, ins)
             if not m.tmem.meet("dealloc", cta, pair):
+                m.tmem.freeing[cta] = first, first + n, by
                 out[row] = RETRY
                 m.sleep(warp, Wait("tensor memory", ("tmem", cta), ins, _peer_teller(m, cta, ins)))
                 continue
-            by = f"{m.grid.name_warp(warp)} at {ins.where()}"
             for place in places:
                 m.tmem.shadow.free(place)
                 m.tmem.free(place.cta, first, n, by)

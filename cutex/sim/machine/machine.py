@@ -239,10 +239,13 @@ class Machine:
         if bad.any():
             k = int(np.nonzero(bad)[0][0])
             why = "not aligned" if offset[k] & (size - 1) else "outside the CTA's shared memory"
+            address, rank = int(offset[k]), int(cta[k] - first[k])
+            if not 0 <= rank < self.grid.cluster_size:
+                address, why = address | rank << 24, "in no CTA of its cluster, each of which has"
             raise BadAddress.at(
                 ins,
                 f"{self.grid.name_warp(int(warps[k]))} lane {lanes[k]} accesses {size} bytes at "
-                f"shared 0x{int(offset[k]):x}, {why} (0x{SYSTEM_SMEM:x}..0x{self.smem_end:x})",
+                f"shared 0x{address:x}, {why} (0x{SYSTEM_SMEM:x}..0x{self.smem_end:x})",
             )
 
     def shared_at(

@@ -36,6 +36,7 @@ class TensorMemory:
         self.freed: dict[
             int, tuple[int, int, str]
         ] = {}  # by CTA: the last columns freed, and by whom
+        self.freeing: dict[int, tuple[int, int, str]] = {}  # likewise, while it waits for the peer
         self.relinquished: set[int] = set()  # CTAs that allocate no more
         self.asked: dict[int, int] = {}  # cta of a pair -> columns that it waits for
         self.granted: dict[int, int] = {}  # cta of a pair -> first column granted, not yet returned
@@ -130,14 +131,18 @@ class TensorMemory:
         """Free the columns; ``by``: the thread and the place, as text."""
         self.owner[cta][first : first + count] = 0
         self.freed[cta] = first, first + count, by
+        self.freeing.pop(cta, None)
 
     def num_free(self, cta: int) -> int:
         return int((self.owner[cta] == 0).sum())
 
     def check(self, cta: int, first: int, count: int, who: str, ins: Instruction) -> None:
-        """Raise BadAddress if one of the columns does not exist or is not allocated."""
+        """Raise BadAddress if one of the columns does not exist, is not allocated, or is being
+        freed.
+        """
         owner = self.owner.get(cta, np.zeros(COLUMNS, np.int32))
         if 0 <= first <= COLUMNS - count and owner[first : first + count].all():
+            self._check_freeing(cta, first, count, who, ins)
             return
         allocated = np.nonzero(owner)[0]
         have = "none is allocated"
@@ -148,6 +153,15 @@ class TensorMemory:
         raise BadAddress.at(
             ins, f"{who} uses tensor memory columns {first}..{first + count - 1}, but {have}{gone}"
         )
+
+    def _check_freeing(self, cta: int, first: int, count: int, who: str, ins: Instruction) -> None:
+        low, high, by = self.freeing.get(cta, (0, 0, ""))
+        if first < high and low < first + count:
+            raise BadAddress.at(
+                ins,
+                f"{who} uses tensor memory columns {first}..{first + count - 1}, but {by} frees "
+                f"{low}..{high - 1}, and need not wait for the other CTA of the pair",
+            )
 
     def leftovers(self) -> list[tuple[str, int]]:
         """Allocations that were never freed: a sentence, and the PTX line, of each."""

@@ -319,8 +319,9 @@ class Decoder:
     # -- addresses ---------------------------------------------------------------------------------
 
     def address(self, k: int, coordinates: bool = False) -> Read:
-        """A function that computes ``[base+offset]``, (n, 32) uint64; 32-bit bases are
-        zero-extended. With ``coordinates``, the bracket holds these as well.
+        """A function that computes ``[base+offset]``, (n, 32) uint64. The sum with a 32-bit base
+        has 32 bits: compilers leave bases below zero. With ``coordinates``, the bracket holds these
+        as well.
         """
         operand = self.ins.operands[k]
         if not isinstance(operand, Address) or coordinates == (operand.coords is None):
@@ -328,6 +329,9 @@ class Decoder:
         base, offset = operand.base, np.uint64(operand.offset & 0xFFFFFFFFFFFFFFFF).astype(np.int64)
         if isinstance(base, Reg):
             array = self.m.register(base)
+            if array.itemsize == 4:
+                narrow = np.uint32(operand.offset & 0xFFFFFFFF)
+                return lambda b: (array[b.sel].view(np.uint32) + narrow).astype(np.uint64)
 
             def read(b: Batch) -> Any:
                 return (array[b.sel].astype(np.int64) + offset).astype(np.uint64)

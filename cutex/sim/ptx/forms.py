@@ -38,6 +38,16 @@ _FLOAT = rf"{_ROUND}(\.ftz)?(\.sat)?(\.f(32|64|32x2)|{_HALF})"
 _MIXED = rf"{_ROUND}(\.sat)?\.f32\.b?f16"  # f32 with a half (PTX ISA 9.7.5)
 _EXTREMUM = rf"(\.ftz)?(\.NaN)?(\.xorsign\.abs)?(\.relu)?(\.f(32|64)|{_HALF})"
 
+
+def _matrices(shapes: str) -> str:
+    """Shape and number of the matrices of an ldmatrix or stmatrix.
+
+    NOTE: CUTLASS writes the number first (copy_sm75.hpp), and NVIDIA's assembler takes that.
+    """
+    count = r"\.x[124](\.trans)?"
+    return rf"(\.({shapes}){count}|{count}\.({shapes}))"
+
+
 FORMS = {
     "add sub": rf"(\.sat)?\.s32|{_INT}|\.[us]16x2|(\.cc)?\.[us](32|64)|{_FLOAT}|{_MIXED}",
     "addc subc": r"(\.cc)?\.[us](32|64)",
@@ -122,8 +132,9 @@ FORMS = {
     "mbarrier.test_wait mbarrier.try_wait": r"\.(test|try)_wait(\.parity)?"
     r"(\.(acquire|relaxed)(\.(cta|cluster))?)?(\.shared(::cta)?)?\.b64",
     "st.async red.async": r"\.async.*",  # as their definitions say
-    "ldmatrix": rf"{_ALIGNED}\.(m8n8|m16n16)\.x[124](\.trans)?(\.shared(::cta)?)?\.b(8|16)",
-    "stmatrix": rf"{_ALIGNED}\.(m8n8|m16n8)\.x[124](\.trans)?(\.shared(::cta)?)?\.b(8|16)",
+    "ldmatrix": rf"{_ALIGNED}{_matrices('m8n8|m16n16')}(\.shared(::cta)?)?\.b(8|16)",
+    "movmatrix": rf"{_ALIGNED}\.m8n8\.trans\.b16",
+    "stmatrix": rf"{_ALIGNED}{_matrices('m8n8|m16n8')}(\.shared(::cta)?)?\.b(8|16)",
     "wgmma.fence wgmma.commit_group wgmma.wait_group": r"\.(fence|commit_group|wait_group)"
     r"\.sync\.aligned",
     "tcgen05.dealloc": rf"\.dealloc{_GROUP}{_ALIGNED}\.b32",
