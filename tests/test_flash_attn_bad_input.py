@@ -69,6 +69,8 @@ BAD = [
     (TypeError, r"window_size must be a pair \(left, right\), got 5", {"window_size": 5}),
     (ValueError, "softcap=-1.0: must be positive, or 0 for none", {"softcap": -1.0}),
     (TypeError, "softcap must be a number, got str", {"softcap": "5"}),
+    (TypeError, "return_lse must be a bool, got str", {"return_lse": "no"}),
+    (TypeError, "return_lse must be a bool, got list", {"return_lse": [True]}),
     (ValueError, "softcap=nan: must be finite", {"softcap": float("nan")}),
     (ValueError, "softmax_scale=0: must be positive", {"softmax_scale": 0}),
     (TypeError, "softmax_scale must be a number, got Tensor", {"softmax_scale": torch.ones(())}),

@@ -199,6 +199,8 @@ def _unknown(
     call: AttentionCall, return_lse: bool, key: tuple[Any, ...] | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run a call that has no plan: through the operator if torch has more to do than to run it."""
+    if not isinstance(return_lse, bool):
+        raise TypeError(f"return_lse must be a bool, got {type(return_lse).__name__}")
     if _is_compiling():
         return _through_operator(call, return_lse)
     operands = call.q, call.k, call.v

@@ -7,7 +7,6 @@ close to the best of their problem weigh most: it is between them that the model
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cutex.arch import arch as arch_named
-from cutex.command import answered
+from cutex.command import Parser, answered
 from cutex.dtypes import DTYPES as ELEMENTS
 from cutex.kernels.gemm.choose import sizes_class
 from cutex.kernels.gemm.sm90 import cost_model, measured
@@ -259,7 +258,7 @@ def rounded(model: Model) -> Model:
 
 @answered
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m cutex.kernels.gemm.sm90.fit",
         description="Fit the cost model of Hopper's GEMM to results/configs, and say how good its "
         "choices are on problems that it was not fitted on.",
