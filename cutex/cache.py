@@ -34,9 +34,12 @@ _DEAD = 3600.0  # age in seconds at which an unfinished entry is taken to be aba
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 
+VARIABLE = "CUTEX_CACHE"  # of the environment
+
+
 def cache_dir() -> Path:
     """$CUTEX_CACHE, if that is set and not empty; else cutex in the platform's cache folder."""
-    given = os.environ.get("CUTEX_CACHE")
+    given = os.environ.get(VARIABLE)
     if given:
         return Path(given).absolute()
     if sys.platform == "darwin":

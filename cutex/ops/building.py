@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from cutex.arch import ARCHS
-from cutex.compile import cache_dir, worker
+from cutex.cache import VARIABLE, cache_dir
+from cutex.compile import worker
 from cutex.ops.plan import kernel_for, user_functions
 from cutex.problem.stage import package
 
@@ -255,7 +256,7 @@ def _filled(most: int) -> list[Builder]:
 def _environment() -> dict[str, str]:
     """The variables that decide what a process compiles, and into which folder."""
     of_the_dsl = {k: v for k, v in os.environ.items() if k.startswith("CUTE_DSL_")}
-    return {**of_the_dsl, "CUTEX_CACHE": str(cache_dir())}
+    return {**of_the_dsl, VARIABLE: str(cache_dir())}
 
 
 @atexit.register
