@@ -104,7 +104,7 @@ def test_an_fp32_result_has_twice_the_sub_tiles() -> None:
 
 # ---- GPUs of fewer SMs than an H200: an H100 PCIe, an H20, a part of a GPU
 
-FEWER = [114, 78, 60]
+FEWER = [114, 78, 60, 16]
 SIZES = [(1, 4096, 1024), (48, 5120, 512), (96, 4096, 4096), (320, 3072, 1024), (4096, 2048, 256)]
 
 
@@ -124,7 +124,8 @@ def test_no_config_asks_for_more_ctas_at_a_time_than_run(mnk: tuple[int, int, in
             assert not c.spread or c.num_ctas == num_sms
         else:
             assert c.num_ctas == most
-    assert (False, False) in kinds and len(kinds) > 1
+    assert (False, False) in kinds
+    assert len(kinds) > 1 or num_sms < 60  # few SMs walk over all tiles
 
 
 @pytest.mark.parametrize("mnk", [(1, 4096, 512), (96, 2048, 512), (520, 1024, 256)], ids=str)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -168,3 +169,31 @@ def test_what_is_drawn_may_be_faster_than_the_choice_and_was_not_timed(tmp_path,
     assert capsys.readouterr().out == told
     assert measuring.main(["--draw", "0"]) == 2
     assert "at least 1" in capsys.readouterr().err
+
+
+def test_a_problem_that_fails_does_not_cost_those_behind_it(tmp_path, monkeypatch, capsys):
+    file, out = written(tmp_path, LINE, "8x32x64 forward e4m3"), tmp_path / "out.jsonl"
+
+    def measured(one, configs):
+        if one.problem.dtype == "bf16":
+            raise RuntimeError("another result")
+        return one.row
+
+    monkeypatch.setattr(measuring, "local_arch", lambda: SimpleNamespace(name="sm_90a"))
+    monkeypatch.setattr(measuring, "build", lambda configs: [])
+    monkeypatch.setattr(measuring, "measured", measured)
+    assert measuring.main([str(file), "--out", str(out)]) == 1
+    assert [json.loads(line)["dtype"] for line in out.read_text().splitlines()] == ["e4m3"]
+    told = capsys.readouterr().err
+    assert "16x128x96 forward bf16: RuntimeError: another result" in told
+    assert measuring.main([str(file), "--seconds", "-1"]) == 2
+    assert "--seconds -1: a number above 0" in capsys.readouterr().err
+
+
+def test_what_needs_the_clone_says_so_without(tmp_path, monkeypatch, capsys):
+    """As installed from a wheel, which has no results."""
+    monkeypatch.setattr(measuring, "TIMES", tmp_path / "results" / "configs" / "times.jsonl")
+    for options in (["--draw", "3"], ["--merge", "timed.jsonl"]):
+        assert measuring.main(options) == 2
+        (told,) = capsys.readouterr().err.splitlines()
+        assert "clone" in told

@@ -121,7 +121,7 @@ def preferred(calls: CallClass) -> GemmConfig | None:
 
 def shipped(calls: CallClass) -> GemmConfig | None:
     """The tiles shipped with cutex for `calls`; None if there are none, for a batch, and for a GPU
-    of fewer SMs than those that they were timed on."""
+    of another number of SMs than those that they were timed on."""
     if calls.num_sms or calls.sizes[3] != 1 or DTYPES[calls.layouts[0].dtype].bits > 16:
         return None
     row = _shipped(calls.arch).get(name_of(calls))

@@ -28,7 +28,7 @@ import torch
 from cutex.arch import arch, local_arch
 from cutex.bench import timing
 from cutex.bench.progress import progress
-from cutex.command import Parser, answered, writable
+from cutex.command import Parser, answered, in_clone, writable
 from cutex.errors import BadOption
 from cutex.kernels.gemm.config import GemmConfig
 from cutex.kernels.gemm.signature import GeneralConfig
@@ -133,7 +133,7 @@ def measured(
             if not (verdict := problem.check(*operands[0])).ok:
                 raise RuntimeError(f"{one.name}: {config.tiles}: {verdict.message}")
             expected = out.clone()
-        # NOTE: only the order of sums differs: one unit of the rounding of the largest
+        # NOTE: only the order of sums differs: two units of the largest's rounding to 8 bits
         elif not float((out - expected).abs().max()) <= float(expected.abs().max()) / 64:
             raise RuntimeError(f"{one.name}: {config.tiles} has another result than the first")
         out.fill_(torch.nan)
@@ -148,8 +148,10 @@ def differing(tiles: GemmConfig) -> dict[str, Any]:
     return {f: v for f, v in asdict(tiles).items() if v != USUAL[f]}
 
 
-def measure(problems: Sequence[Asked], first: int, out: Path, seconds: float | None) -> None:
-    """Build the kernels of `problems`, time them, and append a row each to `out`."""
+def measure(problems: Sequence[Asked], first: int, out: Path, seconds: float | None) -> int:
+    """Build the kernels of `problems`, time them, and append a row each to `out`. Return how many
+    failed, of which stderr says why."""
+    failed = 0
     configs = {one.name: configs_of(one, first) for one in problems}
     build(configs.values())
     begin = time.monotonic()
@@ -157,9 +159,16 @@ def measure(problems: Sequence[Asked], first: int, out: Path, seconds: float | N
         for i, one in enumerate(problems):
             if seconds is not None and time.monotonic() - begin > seconds:
                 print(f"stopped after {seconds:g} s; {len(problems) - i} are left", file=sys.stderr)
-                return
-            print(json.dumps(measured(one, configs[one.name])), file=file, flush=True)
+                break
+            try:
+                row = measured(one, configs[one.name])
+            except Exception as error:  # NOTE: one problem must not cost those behind it
+                failed += 1
+                print(f"{one.name}: {type(error).__name__}: {error}"[:300], file=sys.stderr)
+            else:
+                print(json.dumps(row), file=file, flush=True)
             step()
+    return failed
 
 
 def build(configs: Iterable[Sequence[GeneralConfig]]) -> list[Path]:
@@ -249,11 +258,15 @@ def _parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.merge:
+        in_clone(TIMES)
         print(f"{merge(Path(args.merge))} rows added to {TIMES}")
         return 0
     if args.first < 1 or (args.draw is not None and args.draw < 1):
         raise BadOption("--first and --draw take numbers of at least 1")
+    if args.seconds is not None and not args.seconds > 0:
+        raise BadOption(f"--seconds {args.seconds:g}: a number above 0 is needed")
     if args.draw:
+        in_clone(TIMES)
         for one in proposals(args.draw, args.seed, args.first):
             tiles = json.dumps([differing(c) for c in (one.choice, *one.others)])
             print(f"{one.entry.name} {tiles}")
@@ -268,8 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     here = local_arch()
     if here is None or here.name != ARCH:
         raise BadOption("there is no Hopper GPU here; --preflight needs none")
-    measure(problems, args.first, writable("--out", args.out), args.seconds)
-    return 0
+    return 1 if measure(problems, args.first, writable("--out", args.out), args.seconds) else 0
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ CLUSTERS = ((1, 1), (2, 1), (1, 2))  # of CTAs that take whole tiles
 STREAMED_CLUSTERS = (*CLUSTERS, (4, 1), (1, 4))  # of CTAs that take shares of K (stream-K)
 WARPGROUPS = {64: 1, 128: 2, 192: 3, 256: 2}  # by rows of a tile that they share
 FEW = 6  # clusters along the side of C that is cut into few, at most
-SMS = 132  # of an H200 or H100 SXM
+SMS = arch_named("sm_90a").num_sms  # of an H200 or H100 SXM
 # CTAs that run at one time there, by the size of a cluster: some GPCs have SMs left over
 AT_ONCE = {1: 132, 2: 132, 3: 108, 4: 120}
 SHALLOW = 164 * 1024  # 1.01 times as fast as all of smem with M = 1 to 16: SMs stay together
@@ -45,7 +45,7 @@ def at_once(size: int, num_sms: int) -> int:
     """The CTAs of clusters of `size` that run at one time on a GPU of `num_sms`; on others than
     SMS, the same share of them."""
     most = AT_ONCE.get(size, SMS)
-    return most if num_sms == SMS else num_sms * most // SMS // size * size
+    return most if num_sms == SMS else max(1, num_sms * most // SMS // size) * size
 
 
 def _grid(size: int, arch: Arch) -> int:
