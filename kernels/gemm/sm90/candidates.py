@@ -31,7 +31,7 @@ WARPGROUPS = {64: 1, 128: 2, 192: 3, 256: 2}  # by rows of a tile that they shar
 FEW = 6  # clusters along the side of C that is cut into few, at most
 SMS = arch_named("sm_90a").num_sms  # of an H200 or H100 SXM
 # CTAs that run at one time there, by the size of a cluster: some GPCs have SMs left over
-AT_ONCE = {1: 132, 2: 132, 3: 108, 4: 120}
+AT_ONCE = {1: 132, 2: 132, 3: 108, 4: 120, 8: 120}
 SHALLOW = 164 * 1024  # 1.01 times as fast as all of smem with M = 1 to 16: SMs stay together
 # tiles are streamed where their rounds are fewer, and the last leaves more of the GPU without work
 FEW_ROUNDS, IDLE = 8, 0.04
@@ -190,9 +190,9 @@ def _gains_by_streaming(config: Sm90Config, problem: GemmProblem, rounds: float)
 
 
 def _together() -> Iterator[tuple[int, int, int]]:
-    """Cluster shapes that share loads of the larger operand, and those that share K: CTAs along the
-    side of C that is cut into few, along the other side, and along K."""
-    yield from ((1, 1, 1), (1, 2, 1), (1, 4, 1), (4, 1, 1))
+    """Cluster shapes that share loads of the larger operand, or of both, and those that share K:
+    CTAs along the side of C that is cut into few, along the other side, and along K."""
+    yield from ((1, 1, 1), (1, 2, 1), (1, 4, 1), (4, 1, 1), (2, 4, 1), (4, 2, 1))
     yield from ((1, 1, split_k) for split_k in (2, 3, 4))
 
 
@@ -207,6 +207,8 @@ def _columns(m: int, n: int, k: int, arch: Arch) -> Iterator[Sm90Config]:
             if tile_n > 256 or ceil_div(m, tile_n * cluster_n) != columns:
                 continue
             for tile_m, warpgroups in WARPGROUPS.items():
+                if cluster_m * cluster_n == 8 and tile_m > 64:
+                    continue  # NOTE: what they ask of L2 limits small tiles only
                 ctas = ceil_div(n, tile_m * cluster_m) * cluster_m * columns * cluster_n * split_k
                 if ctas <= at_once(cluster_m * cluster_n * split_k, arch.num_sms):
                     yield _tile(tile_m, tile_n, warpgroups, cluster_m, cluster_n, split_k,
@@ -221,7 +223,7 @@ def _rows(m: int, n: int, k: int, arch: Arch) -> Iterator[Sm90Config]:
         for tile_m in WARPGROUPS:
             rows = ceil_div(m, tile_m * cluster_m)
             most = at_once(size, arch.num_sms) // (rows * size)
-            if rows > FEW or not most:
+            if rows > FEW or not most or (cluster_m * cluster_n == 8 and tile_m > 64):
                 continue
             tile_n = ceil_div(n, 8 * most * cluster_n) * 8
             parts = ceil_div(tile_n, 8 * cluster_m) * 8 * cluster_m
