@@ -140,6 +140,14 @@ ROUND = {
     "64x80, 4x1, B in turn, in two": {
         **SMALL, "tile_m": 64, "tile_n": 80, "warpgroups": 1, "cluster_m": 4, "columns": 2
     },
+    "64x64, 4x2, in two": {
+        **SMALL, "tile_m": 64, "tile_n": 64, "epi_n": 64, "warpgroups": 1, "cluster_m": 4,
+        "cluster_n": 2, "columns": 2,
+    },
+    "64x24, 2x4, B in turn, two rows, not swapped": {
+        **SMALL, "tile_m": 64, "tile_n": 24, "epi_n": 24, "warpgroups": 1, "cluster_m": 2,
+        "cluster_n": 4, "rows": 2, "swap_ab": False,
+    },
     "64x40, 2x1, B in turn, two rows, not swapped": {
         **SMALL, "tile_m": 64, "tile_n": 40, "epi_n": 40, "warpgroups": 1, "cluster_m": 2,
         "rows": 2, "swap_ab": False,

@@ -7,6 +7,7 @@ import pytest
 from cutex.arch import arch
 from cutex.kernels.gemm.choose import choose, cover, ranked, shortlist
 from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.kernels.gemm.sm90.load import placed_unevenly
 from cutex.kernels.gemm.sm90.pace import Pace
 from cutex.kernels.gemm.sm90.spread import first_row
 from cutex.problem.gemm import GemmProblem
@@ -151,3 +152,16 @@ def test_a_wave_of_a_square_raster_reads_less_than_rows_in_turn() -> None:
         return 128 * len({m for m, _ in wave}) + 256 * len({n for _, n in wave})
 
     assert rows(Raster(group=16)) < rows(Raster(group=8)) < rows(Raster(group=1)) / 1.5
+
+
+# SMs with a CTA, K, and whether a kernel was faster if the next one started at its end: an H200
+STARTED_AT_THE_END = [
+    (72, 3584, True), (80, 2048, True), (80, 5120, True), (84, 4096, True), (84, 10752, True),
+    (96, 6144, True), (96, 8192, True), (90, 2880, False), (96, 4096, False), (108, 13824, False),
+    (112, 7168, False), (120, 5120, False), (32, 4096, False), (16, 28672, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ctas", "k", "unevenly"), STARTED_AT_THE_END)
+def test_the_next_kernel_starts_early_but_where_it_would_be_placed_unevenly(ctas, k, unevenly):
+    assert placed_unevenly(132 - ctas, 132, k) == unevenly
