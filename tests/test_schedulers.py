@@ -6,8 +6,7 @@ import pytest
 
 from cutex.arch import arch
 from cutex.kernels.gemm.choose import choose, cover, ranked, shortlist
-from cutex.kernels.gemm.sm90.config import Sm90Config
-from cutex.kernels.gemm.sm90.load import placed_unevenly
+from cutex.kernels.gemm.sm90.config import Sm90Config, placed_unevenly
 from cutex.kernels.gemm.sm90.pace import Pace
 from cutex.kernels.gemm.sm90.spread import first_row
 from cutex.problem.gemm import GemmProblem

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 FEW_COLUMNS = 32
 # accumulator registers per thread, by MMA warpgroups: with three, ptxas gives each thread 128
 ACCUMULATORS = {1: 224, 2: 208, 3: 96}
+EVEN, UNEVEN = 28, 48_000  # SMs, and SMs times K (placed_unevenly)
 
 
 class Registers(NamedTuple):
@@ -82,6 +83,14 @@ class Sm90Config(GemmConfig):
     def one_tile(self) -> bool:
         """Whether each cluster has exactly one tile, given by the cluster's index."""
         return self.spread or self.columns > 0 or self.rows > 0
+
+    @property
+    def clusters_stream(self) -> bool:
+        """Whether each CTA of a cluster, which has one tile, loads bytes of the large operand that
+        are its own."""
+        shapes = (self.cluster_m, self.columns), (self.cluster_n, self.rows)
+        alone = any(size > 1 and few == 1 for size, few in shapes)
+        return self.one_tile and (alone or self.split_k > 1)
 
     @property
     def few_columns(self) -> bool:
@@ -224,3 +233,12 @@ class Sm90Config(GemmConfig):
         if self.split_k > 1 and (out.batched or out.dtype == "fp32"):
             return f"split_k={self.split_k}: stores parts of 16 bits, of no batch"
         return None
+
+
+def placed_unevenly(idle: Any, num_sms: int, k: Any) -> Any:
+    """Whether clusters that start before a kernel like theirs ends, on its `idle` SMs, lose more
+    than they gain: if these are many, but not half of all, and K, in units of 2 bytes, is long.
+
+    Plain operators only: Python ints run it, and the same code traces in the DSL.
+    """
+    return (idle <= num_sms // 2) & ((idle - EVEN) * k >= UNEVEN)

@@ -21,7 +21,7 @@ import numpy as np
 
 from cutex.kernels.gemm.config import ELEMENT, ceil_div
 from cutex.kernels.gemm.sm90.candidates import Majors, at_once, candidates
-from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.kernels.gemm.sm90.config import Sm90Config, placed_unevenly
 from cutex.kernels.gemm.sm90.measured import CAUTION, errors_nearby, place
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ class Costs:
     again: float  # cost of a byte of the larger operand that further clusters request
     sm_gbs: float  # an SM's memory bandwidth while both SMs of every TPC are at work
     lone_sm_gbs: float  # and with at most one SM of each TPC at work
+    even_sm_gbs: float  # and of clusters that wait for the kernel before to end
+    waiting_us: float  # the time that this takes
     balance: float  # exponent that combines time, energy and memory
     launch_us: float
     exchange_us: float  # fixed time of an exchange of sums between the CTAs of a split
@@ -74,58 +76,62 @@ class Costs:
 
 
 ROUND = Costs(
-    clock_ghz=2.87,
-    mma=1.59,
-    port_reads=0.0689,
-    port_writes=2.36,
-    l2_bytes=46.0,
-    paired=0.389,
-    received=0.026,
-    latency=3120.0,
+    clock_ghz=2.93,
+    mma=1.61,
+    port_reads=0.065,
+    port_writes=2.41,
+    l2_bytes=45.2,
+    paired=0.371,
+    received=0.0244,
+    latency=3200.0,
     overlap=14.7,
-    step=8.57,
-    epilogue_bytes=20.5,
-    tile=5.8,
-    flop_us=1.11e-09,
-    l2_us=6.32e-12,
-    memory_us=5.65e-10,
-    memory_gbs=4360.0,
+    step=7.98,
+    epilogue_bytes=19.8,
+    tile=5.73,
+    flop_us=1.12e-09,
+    l2_us=6.31e-12,
+    memory_us=5.58e-10,
+    memory_gbs=4350.0,
     again=0.227,
-    sm_gbs=42.8,
+    sm_gbs=41.9,
     lone_sm_gbs=486.0,
-    balance=3.38,
+    even_sm_gbs=62.9,
+    waiting_us=0.627,
+    balance=3.4,
     launch_us=1.72,
-    exchange_us=0.637,
-    exchange_gbs=16.8,
+    exchange_us=0.625,
+    exchange_gbs=16.9,
     narrow=1.45,
-    outside=7.85,
+    outside=7.91,
 )
 WALK = Costs(
-    clock_ghz=2.12,
-    mma=1.31,
-    port_reads=1.12,
-    port_writes=0.472,
-    l2_bytes=58.1,
+    clock_ghz=2.13,
+    mma=1.32,
+    port_reads=1.14,
+    port_writes=0.453,
+    l2_bytes=57.8,
     paired=0.9,
     received=0.419,
-    latency=2860.0,
-    overlap=14.1,
-    step=1.09,
-    epilogue_bytes=24.4,
+    latency=2880.0,
+    overlap=13.8,
+    step=1.07,
+    epilogue_bytes=24.3,
     tile=12.9,
     flop_us=1.17e-09,
-    l2_us=2.09e-11,
+    l2_us=2.08e-11,
     memory_us=1.22e-10,
     memory_gbs=4310.0,
     again=0.236,
     sm_gbs=67.7,
     lone_sm_gbs=101.0,
+    even_sm_gbs=52.0,
+    waiting_us=0.9,
     balance=3.56,
     launch_us=1.75,
-    exchange_us=1.28,
+    exchange_us=1.27,
     exchange_gbs=35.8,
     narrow=1.3,
-    outside=10.7,
+    outside=10.8,
 )
 
 
@@ -143,6 +149,7 @@ class Counts(NamedTuple):
     rounds: Any  # of CTAs that run at one time; not a whole number with stream-K
     alone: Any  # bool: no CTA is in a cluster, and no TPC has two CTAs
     one_each: Any  # bool: TPCs have one useful CTA at most
+    waits: Any  # bool: clusters that start when a kernel like theirs has ended
     k_tiles: Any  # K tiles that a CTA computes for one tile
     slots: Any
     mma: Any  # cycles of a K tile's FLOPs
@@ -198,6 +205,7 @@ def count(
         rounds=rounds,
         alone=size == 1 and ctas <= tpcs,
         one_each=size <= 2 and useful <= tpcs,
+        waits=c.clusters_stream and placed_unevenly(arch.num_sms - ctas, arch.num_sms, problem.k),
         k_tiles=k_tiles,
         slots=c.num_stages,
         mma=c.tile_m / 64 * c.tile_n / 2 * steps,
@@ -261,12 +269,14 @@ def modelled(x: Counts, round_costs: Costs = ROUND, walk_costs: Costs = WALK) ->
     busy = x.rounds * np.where(x.pingpong, hidden, main + leaving) / cost.clock_ghz / 1e3
     energy = x.flops * cost.flop_us + x.asked * x.ctas * x.k_tiles * cost.l2_us
     energy = energy + x.memory_bytes * cost.memory_us
-    of_sms = x.useful * np.where(x.one_each, cost.lone_sm_gbs, cost.sm_gbs)
+    of_sm = np.where(x.one_each, cost.lone_sm_gbs, cost.sm_gbs)
+    of_sms = x.useful * np.where(x.waits, cost.even_sm_gbs, of_sm)
     gbs = np.minimum(cost.memory_gbs, of_sms)
     memory = (x.memory_bytes + cost.again * x.again_bytes) / gbs / 1e3
     q = cost.balance
     time = (busy**q + energy**q + memory**q) ** (1 / q)
     time = time + x.split * (cost.exchange_us + x.exchanged / cost.exchange_gbs / 1e3)
+    time = time + x.waits * cost.waiting_us
     time = time + cost.launch_us + LAST_STORE * leaving / cost.clock_ghz / 1e3
     return time * np.where(x.walked_once, WALKED_ONCE, 1) * np.where(x.spread, SPREAD, 1)
 

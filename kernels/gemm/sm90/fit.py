@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[3]
 TIMES = ROOT / "results" / "configs" / "gemm-nvidia-h200.jsonl"
 MAJORS = {"forward": (True, True), "dgrad": (True, False), "wgrad": (False, False)}
 # costs that no measured pair depends on
-FIXED = {"WALK": {"paired"}, "ROUND": set()}
+FIXED = {"WALK": {"paired", "even_sm_gbs", "waiting_us"}, "ROUND": set()}
 CLOSE = (
     0.25  # logarithm of a time over the best of its problem, at which a weight has fallen to 1/e
 )

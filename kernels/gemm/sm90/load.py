@@ -13,7 +13,7 @@ from cutex.device.atoms.multicast import AbOperands, Cluster, SharedRing
 from cutex.device.atoms.tma import AbLoads
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.gemm.config import ELEMENT
-from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config
+from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config, placed_unevenly
 from cutex.kernels.gemm.sm90.one_round import OneRound
 from cutex.kernels.gemm.sm90.pace import Pace, now, wait_until
 from cutex.kernels.gemm.sm90.spread import Spread
@@ -24,7 +24,6 @@ Scheduler = StaticPersistent | OneRound | Spread
 
 # bytes of A or B that each CTA prefetches before its kernel may begin: more delay the one before
 BYTES_AHEAD = 32 * 1024
-EVEN, UNEVEN = 28, 48_000  # SMs, and SMs times K (placed_unevenly)
 
 
 @dataclass(frozen=True)
@@ -45,13 +44,6 @@ class LoadTiles:
     def streams_b(self) -> bool:
         """Whether the kernel's time is that of loading B: there are few rows."""
         return self.tiles.rows > 0
-
-    @property
-    def clusters_stream(self) -> bool:
-        """Whether each CTA of a cluster loads bytes of the large operand that are its own."""
-        c = self.tiles
-        columns, rows = (c.cluster_m, c.columns), (c.cluster_n, c.rows)
-        return c.split_k > 1 or any(size > 1 and few == 1 for size, few in (columns, rows))
 
     @cute.jit
     def start(self, operands: AbOperands, mC: cute.Tensor) -> None:
@@ -156,8 +148,8 @@ class LoadOneTile(LoadTiles):
         Where memory limits, a kernel like this one then takes up to 1.2 times as long: it is left
         to start when this one has ended, a microsecond later (docs/facts.md).
         """
-        if cutlass.const_expr(self.clusters_stream):
-            c = self.tiles
+        c = self.tiles
+        if cutlass.const_expr(c.clusters_stream):
             num_sms = c.num_ctas or arch_named(c.arch).num_sms
             x, y, z = cute.arch.grid_dim()
             if not placed_unevenly(num_sms - x * y * z, num_sms, num_k_tiles * c.tile_k):
@@ -203,15 +195,6 @@ class LoadOneTile(LoadTiles):
             share = share // self.tiles.columns
         if share < loads.num_k_tiles:
             cute.prefetch(loads.b.atom, loads.b.gmem[None, share])
-
-
-def placed_unevenly(idle: Int32 | int, num_sms: int, k: Int32 | int) -> cutlass.Boolean | bool:
-    """Whether clusters that start before a kernel like theirs ends, on its `idle` SMs, lose more
-    than they gain: if these are many, but not half of all, and K, in units of 2 bytes, is long.
-
-    Plain operators only: Python ints run it, and the same code traces in the DSL.
-    """
-    return (idle <= num_sms // 2) & ((idle - EVEN) * k >= UNEVEN)
 
 
 def k_share(tiles: Sm90Config, num_k_tiles: Int32) -> Int32:
