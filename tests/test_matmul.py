@@ -102,10 +102,16 @@ SLOTS = {  # of a ping-pong kernel on few CTAs, with an even and an odd number o
 }
 
 
-@pytest.mark.parametrize("order", ["fifo", "eager", "starved", "peer-late", "random"])
-@pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS.keys())
-def test_a_matrix_comes_in_through_the_slots_that_out_leaves_by(slots: dict, order: str) -> None:
-    tiles = replace(stage("sm_90a", 8).config(), num_stages=3, num_ctas=4, **slots)
+SLOTS_IN_ORDERS = [  # each order with one of them; the rest with -m slow
+    pytest.param(name, order, marks=[pytest.mark.slow] if (i + j) % 3 else [])
+    for i, name in enumerate(SLOTS)
+    for j, order in enumerate(["fifo", "eager", "starved", "peer-late", "random"])
+]
+
+
+@pytest.mark.parametrize(("slots", "order"), SLOTS_IN_ORDERS)
+def test_a_matrix_comes_in_through_the_slots_that_out_leaves_by(slots: str, order: str) -> None:
+    tiles = replace(stage("sm_90a", 8).config(), num_stages=3, num_ctas=4, **SLOTS[slots])
     matrices = {name: OperandLayout(batched=True) for name in ("a", "b", "out")}
     add = Add("residual", "bf16", batched=True, whole=True)
     compiled = compile(General(GeneralConfig(tiles, **matrices, ops=(add,))), "bf16", "sm_90a")
