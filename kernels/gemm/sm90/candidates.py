@@ -122,7 +122,7 @@ def of_one_round(
     arch, problem = _on(arch_name, num_sms), GemmProblem(*mnk)
     found: dict[Sm90Config, None] = {}
     for config in (*_spread(*mnk, arch), *_columns(*mnk, arch), *_rows(*mnk, arch)):
-        config = _deepest(config, arch)
+        config = replace(_deepest(config, arch), num_ctas=_grid(1, arch))
         if config.num_stages > 2 and config.why_not(problem, arch) is None:
             found[config] = None
     return tuple(found)
@@ -196,6 +196,12 @@ def _together() -> Iterator[tuple[int, int, int]]:
     yield from ((1, 1, split_k) for split_k in (2, 3, 4))
 
 
+def _tile_rows(sharers: int) -> tuple[int, ...]:
+    """The rows of the tiles for which so many CTAs may share loads: eight only for the smallest,
+    which L2 limits."""
+    return (64,) if sharers == 8 else tuple(WARPGROUPS)
+
+
 def _columns(m: int, n: int, k: int, arch: Arch) -> Iterator[Sm90Config]:
     """Swapped configs: few columns of tiles, as wide as M needs."""
     for cluster_m, cluster_n, split_k in _together():
@@ -206,12 +212,10 @@ def _columns(m: int, n: int, k: int, arch: Arch) -> Iterator[Sm90Config]:
         for columns, tile_n in widths:
             if tile_n > 256 or ceil_div(m, tile_n * cluster_n) != columns:
                 continue
-            for tile_m, warpgroups in WARPGROUPS.items():
-                if cluster_m * cluster_n == 8 and tile_m > 64:
-                    continue  # NOTE: what they ask of L2 limits small tiles only
+            for tile_m in _tile_rows(cluster_m * cluster_n):
                 ctas = ceil_div(n, tile_m * cluster_m) * cluster_m * columns * cluster_n * split_k
                 if ctas <= at_once(cluster_m * cluster_n * split_k, arch.num_sms):
-                    yield _tile(tile_m, tile_n, warpgroups, cluster_m, cluster_n, split_k,
+                    yield _tile(tile_m, tile_n, WARPGROUPS[tile_m], cluster_m, cluster_n, split_k,
                                 swap_ab=True, columns=columns)  # fmt: skip
 
 
@@ -220,10 +224,10 @@ def _rows(m: int, n: int, k: int, arch: Arch) -> Iterator[Sm90Config]:
     SM."""
     for cluster_n, cluster_m, split_k in _together():
         size = cluster_m * cluster_n * split_k
-        for tile_m in WARPGROUPS:
+        for tile_m in _tile_rows(cluster_m * cluster_n):
             rows = ceil_div(m, tile_m * cluster_m)
             most = at_once(size, arch.num_sms) // (rows * size)
-            if rows > FEW or not most or (cluster_m * cluster_n == 8 and tile_m > 64):
+            if rows > FEW or not most:
                 continue
             tile_n = ceil_div(n, 8 * most * cluster_n) * 8
             parts = ceil_div(tile_n, 8 * cluster_m) * 8 * cluster_m
@@ -239,7 +243,7 @@ def _spread(m: int, n: int, k: int, arch: Arch) -> Iterator[Sm90Config]:
     for tile_m in (64, 128):
         if m <= 64:
             yield _tile(tile_m, ceil_div(m, 16) * 16, WARPGROUPS[tile_m], 1, 1, 1,
-                        swap_ab=True, spread=True, num_ctas=_grid(1, arch))  # fmt: skip
+                        swap_ab=True, spread=True)  # fmt: skip
 
 
 def _tile(
