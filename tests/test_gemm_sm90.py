@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from cutlass import cute
 from cutlass.cute.nvgpu import warpgroup
 
 from cutex.compile import compile
@@ -15,7 +16,7 @@ from cutex.kernels.gemm.sm90.pace import LOOKS, Pace
 from cutex.kernels.gemm.sm90.stage9 import Stage9
 from cutex.problem.gemm import GemmProblem
 from cutex.sim import simulate
-from cutex.sim.errors import Hazards
+from cutex.sim.errors import BarrierMisuse, Hazards
 from cutex.sim.machine.machine import Machine
 
 SLOW = pytest.mark.slow
@@ -199,6 +200,49 @@ def test_loads_in_turn_do_not_depend_on_the_order_of_events(more: dict, order: s
     rounds of four turns."""
     changes = {"tile_m": 64, "tile_n": 80, "warpgroups": 1, "cluster_m": 4, "num_stages": 3}
     check(9, (150, 600, 392), {**SMALL, **changes, **more}, order, 6)
+
+
+SPLIT = {
+    "64x160 in two, as many slots as parts": {
+        **SMALL, "tile_m": 64, "tile_n": 160, "warpgroups": 1, "epi_n": 32, "epi_stages": 3,
+        "split_k": 2, "columns": 1, "num_stages": 4,
+    },
+    "192x48 in three, fewer slots, one row": {
+        **SMALL, "tile_m": 192, "tile_n": 48, "warpgroups": 3, "rows": 1, "swap_ab": False,
+        "split_k": 3, "num_stages": 5,
+    },
+    "64x32 in four, two of which store nothing": {
+        **SMALL, "tile_m": 64, "tile_n": 32, "warpgroups": 1, "split_k": 4, "columns": 5,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "order", ["random", "starved", *(pytest.param(x, marks=SLOW) for x in ("eager", "peer-late"))]
+)
+@pytest.mark.parametrize("changes", SPLIT.values(), ids=SPLIT.keys())
+def test_sums_of_a_split_do_not_depend_on_the_order_of_events(changes: dict, order: str) -> None:
+    check(9, (150, 152, 712), changes, order, 7)
+
+
+@pytest.mark.parametrize("order", ["eager", "starved", "peer-late"])
+def test_sums_sent_before_the_ring_is_free_are_found(
+    order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class WithoutClusterBarrier:
+        def __getattr__(self, name: str):
+            return getattr(real, name) if "cluster_" not in name else lambda: None
+
+    real = cute.arch
+    changes = {**SPLIT["64x160 in two, as many slots as parts"], "num_stages": 4}
+    ninth, problem = stage("sm_90a", 9), GemmProblem(64, 152, 712, init="int")
+    kernel = ninth.kernel(replace(ninth.config(), **changes))
+    monkeypatch.setattr(cute, "arch", WithoutClusterBarrier())
+    compiled = compile(kernel, problem.dtype, ninth.arch, cache=False)
+    monkeypatch.undo()
+    found = "race|no mbarrier was initialised"  # the second where a CTA has not begun
+    with pytest.raises((Hazards, BarrierMisuse), match=found):
+        simulate(compiled, *problem.inputs(), problem.output(), order=order, seed=1)
 
 
 @pytest.mark.parametrize("number", [7, 8, 9])

@@ -15,6 +15,8 @@ from ptx_kernel import simulate_ptx
 
 from cutex.sim.errors import BadOperand, Hazards
 from cutex.sim.machine.bulk_groups import BulkGroups
+from cutex.sim.machine.flight import Flight
+from cutex.sim.machine.operation import Engine
 
 # -- plain bulk copies -----------------------------------------------------------------------------
 
@@ -251,6 +253,19 @@ def test_red_async_combines_in_the_other_cta(execute, kind, name, function):
     np.testing.assert_array_equal(
         got[0, :512].reshape(32, 16)[:, :size].copy().view(dtype)[:, 0], want
     )
+
+
+@pytest.mark.parametrize(("step", "operations"), [(4, 1), (8, 32)])
+def test_adjacent_lanes_of_st_async_are_one_operation(step, operations, monkeypatch):
+    """What a warp writes side by side arrives as a whole."""
+    issued, issue = [], Flight.issue
+    monkeypatch.setattr(Flight, "issue", lambda self, op: (issued.append(op), issue(self, op))[1])
+    text = f"mapa.shared::cluster.u32 %r18, %r0, 0; mad.lo.u32 %r18, %lane, {step}, %r18; "
+    text += f"@%p2 st.{ASYNC.format('.weak')}.b32 [%r18], %r20, [%r13];"
+    got = run(simulate_ptx, ANY, remote(text, 128), ctas=2)
+    assert len([op for op in issued if op.engine is Engine.DSMEM]) == operations
+    words, lanes = got[0].view(np.int32), np.arange(32)
+    np.testing.assert_array_equal(words[: 8 * step : step // 4], 7 + 100 * lanes)
 
 
 def test_st_async_and_its_mbarrier_lie_in_one_cta():

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -50,11 +50,13 @@ def _remote(d: Decoder, reduction: str | None) -> Execute:
     def completer(
         target: int, offset: int, bar: tuple[int, int], new: np.ndarray
     ) -> Callable[[], None]:
+        end = offset + new.nbytes
+
         def complete() -> None:
-            place = m.smem[target, offset : offset + size].view(word)
+            place = m.smem[target, offset:end].view(word)
             place[:] = new if reduction is None else combine(reduction, d.type, place, new)
-            m.box_swizzle[target, offset >> 4] = 0
-            m.mbarriers.complete_tx(bar[0], bar[1], size, f"a {ins.name}.async", ins)
+            m.box_swizzle[target, offset >> 4 : (end + 15) >> 4] = 0
+            m.mbarriers.complete_tx(bar[0], bar[1], new.nbytes, f"a {ins.name}.async", ins)
 
         return complete
 
@@ -69,24 +71,42 @@ def _remote(d: Decoder, reduction: str | None) -> Execute:
             m.check_shared(warps, lanes, cta, offset, width, ins)
             return list(zip(cta.tolist(), offset.tolist(), strict=True))
 
-        places = zip(located(to, size), located(barrier, 8), strict=True)
-        for k, ((target, offset), bar) in enumerate(places):
-            warp = int(warps[k])
+        places = list(zip(located(to, size), located(barrier, 8), strict=True))
+        for k, ((target, _), bar) in enumerate(places):
             if bar[0] != target:
                 raise BadOperand.at(
                     ins,
-                    f"{m.grid.name_warp(warp)} stores to {m.grid.name_cta(target)} and completes "
-                    f"on an mbarrier of {m.grid.name_cta(bar[0])}: they must lie in the same CTA",
+                    f"{m.grid.name_warp(int(warps[k]))} stores to {m.grid.name_cta(target)} and "
+                    f"completes on an mbarrier of {m.grid.name_cta(bar[0])}: they must lie in the "
+                    f"same CTA",
                 )
+        for first, end in _runs(warps, places, size if reduction is None else 0):
+            warp, ((target, offset), bar) = int(warps[first]), places[first]
             m.mbarriers.use(*bar, warp, ins)
-            new = np.ascontiguousarray(values[rows[k], lanes[k]])
+            new = np.ascontiguousarray(values[rows[first:end], lanes[first:end]]).reshape(-1)
             op = Operation(
                 f"the {ins.name}.async", warp, ins,
                 # NOTE: reductions of one place are atomic, so they do not race with each other
                 ("remote", target if reduction else m.flight.issued, reduction),
-                completer(target, offset, bar, new), Engine.DSMEM, size,
-                writes=[Span(target, offset, offset + size)], signals=[bar],
+                completer(target, offset, bar, new), Engine.DSMEM, new.nbytes,
+                writes=[Span(target, offset, offset + new.nbytes)], signals=[bar],
             )  # fmt: skip
             m.flight.issue(op)
 
     return execute
+
+
+def _runs(
+    warps: np.ndarray, places: list[tuple[tuple[int, int], tuple[int, int]]], size: int
+) -> Iterator[tuple[int, int]]:
+    """The runs of a warp's lanes, as first and end, whose places are adjacent and `size` bytes each
+    and which complete on one mbarrier: they are one operation, as the hardware sends them. Lanes of
+    size 0 are alone."""
+    first = 0
+    for k in range(1, len(places) + 1):
+        if k < len(places) and size and warps[k] == warps[k - 1]:
+            (target, offset), bar = places[k - 1]
+            if places[k] == ((target, offset + size), bar):
+                continue
+        yield first, k
+        first = k

@@ -67,6 +67,17 @@ def _deepest(config: Sm90Config, arch: Arch) -> Sm90Config:
     return replace(config, num_stages=max(2, min(24, room // config.stage_bytes)))
 
 
+def _stored_at_once(config: Sm90Config, arch: Arch) -> Sm90Config:
+    """`config` with a slot for each part of C that it stores, or as many as fit in the smem that
+    the ring leaves: a part then waits for no store of another."""
+    c = config
+    if c.odd_rows or (c.few_columns and c.split_k == 1):
+        return c
+    parts = ceil_div(c.warpgroup_rows // 64 * c.epi_parts, c.split_k)
+    more = (replace(c, epi_stages=n) for n in range(parts, c.epi_stages, -1))
+    return next((x for x in more if x.why_not(None, arch) is None), c)
+
+
 def _tile_k(tile_m: int, tile_n: int) -> int:
     """The K of a slot: narrow tiles take more, so that fewer slots change hands."""
     return 128 if tile_m + tile_n <= 128 or (tile_m == 128 and tile_n <= 32) else 64
@@ -123,6 +134,7 @@ def of_one_round(
     found: dict[Sm90Config, None] = {}
     for config in (*_spread(*mnk, arch), *_columns(*mnk, arch), *_rows(*mnk, arch)):
         config = replace(_deepest(config, arch), num_ctas=_grid(1, arch))
+        config = _stored_at_once(config, arch)
         if config.num_stages > 2 and config.why_not(problem, arch) is None:
             found[config] = None
     return tuple(found)
@@ -170,7 +182,7 @@ def _streamed(arch_name: str, num_sms: int) -> tuple[Sm90Config, ...]:
                 tile = _tile(m, n, WARPGROUPS[m], cluster_m, cluster_n, 1, swap_ab=swap_ab)
                 num_ctas = _grid(cluster_m * cluster_n, arch)
                 config = replace(tile, epi_stages=2, stream_k=1, num_ctas=num_ctas)
-                config = _deepest(config, arch)
+                config = _stored_at_once(_deepest(config, arch), arch)
                 if config.num_stages > 2 and config.why_not(None, arch) is None:
                     found += [config, replace(config, stream_k=2)]
     return tuple(found)

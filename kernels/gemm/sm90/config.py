@@ -109,6 +109,13 @@ class Sm90Config(GemmConfig):
         num_ctas = self.num_ctas or arch_named(self.arch).num_sms
         return Workspace(num_ctas * self.tile_m * self.tile_n, num_ctas * 4 * self.mma_warpgroups)
 
+    def sums_bytes(self, epi_parts: int) -> int:
+        """Bytes of the sums of all CTAs of a split, for the parts of the tile that one of them
+        stores; a warpgroup's tile has `epi_parts` of them in its columns."""
+        parts = self.warpgroup_rows // 64 * max(1, epi_parts)
+        mine = ceil_div(parts, self.split_k)  # some have one less
+        return mine * self.split_k * (self.partial_bytes // parts)
+
     @property
     def a_bytes(self) -> int:
         """Bytes of A in the whole ring."""
@@ -131,7 +138,9 @@ class Sm90Config(GemmConfig):
             return f"tile_n={self.tile_n}: odd multiples of 8 are stored whole, not transposed"
         if self.warpgroups and (reason := self._why_not_warpgroups()):
             return reason
-        return self._why_not_one_tile() or self._why_not_split() or self._why_not_streamed()
+        return (
+            self._why_not_one_tile() or self._why_not_split(epi_parts) or self._why_not_streamed()
+        )
 
     def _why_not_warpgroups(self) -> str | None:
         if self.tile_m % 64 or not 64 <= self.tile_m <= 256:
@@ -160,17 +169,18 @@ class Sm90Config(GemmConfig):
             return f"columns={self.columns}, rows={self.rows}: one of them is told apart"
         return None
 
-    def _why_not_split(self) -> str | None:
+    def _why_not_split(self, epi_parts: int) -> str | None:
         if not 1 <= self.split_k <= 8:
             return f"split_k={self.split_k}: 1 to 8 CTAs"
         if self.split_k == 1:
             return None
         if self.cluster_m * self.cluster_n > 1:
             return f"split_k={self.split_k}: these CTAs are a cluster, which takes no other"
-        if self.pingpong or self.partial_bytes > self.a_bytes:
+        ring, sums = self.num_stages * self.stage_bytes, self.sums_bytes(epi_parts)
+        if self.pingpong or sums > ring:
             return (
-                f"split_k={self.split_k}: the ring's {self.a_bytes} bytes of A must hold "
-                f"{self.partial_bytes} of sums, and its warpgroups work on one tile"
+                f"split_k={self.split_k}: the ring's {ring} bytes must hold {sums} of sums, and "
+                f"its warpgroups work on one tile"
             )
         return None
 

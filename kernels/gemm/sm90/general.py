@@ -55,11 +55,11 @@ from cutex.kernels.gemm.sm90.mma import (
     EpilogueStore,
     MmaRole,
     PingPong,
-    SplitK,
     StreamK,
 )
 from cutex.kernels.gemm.sm90.one_round import OneRound
 from cutex.kernels.gemm.sm90.pace import Pace
+from cutex.kernels.gemm.sm90.split_k import SplitK
 from cutex.kernels.gemm.sm90.spread import Spread
 from cutex.schedulers.persistent import StaticPersistent
 from cutex.schedulers.raster import Raster
@@ -75,6 +75,8 @@ class General:
     ab.empty[slot]  1 an MMA warp that reads this CTA's loads,   LOAD, before it loads into the
                     in its own CTA and in those that share them; smem of all of them, and at the end
                     with ping-pong, of the warpgroup at work
+    sums            with split_k: 1: MMA warp 0, and the bytes   MMA warps, before they add up
+                    by st.async of the other CTAs' sums
     held[slot]      1: the warp that stores, and the bytes by    the warpgroup, before it reads
                     TMA of a matrix to add (PartLoads)           the slot
     flags[warp]     with stream_k, in global memory: the same    that warp of the CTA that finishes
@@ -85,17 +87,17 @@ class General:
                                                                  before they write the next
     3-4 (order)     with ping-pong: the warpgroup that has       the other, before it issues its own
                     issued its tile
-    5   (sums)      with split_k or stream_k: the MMA warps,     the same, before sums overwrite A
-                    their wgmma being done
-    (cluster)       with split_k: all threads of the MMA warps,  the same, before they add up; and
-                    having left their sums; having read them     before the smem may go
+    5   (sums)      with stream_k: the MMA warps, their wgmma    the same, before sums overwrite A
+                    being done
+    (cluster)       with split_k: all threads of the MMA warps,  the same, before they send sums to
+                    their wgmma being done                       where the ring was
 
     smem            bytes
-    sA              tile_m * tile_k * 2 * num_stages; with split_k then tile_m * tile_n * 4, sums;
-                    with stream_k then parts of others' sums, as many as there is room for
-    sB              tile_n * tile_k * 2 * num_stages
+    sA, sB          tile_m * tile_k * 2 * num_stages, tile_n * tile_k * 2 * num_stages, adjacent;
+                    with split_k then the sums of all CTAs, for the parts that this one stores; with
+                    stream_k in sA then parts of others' sums, as many as there is room for
     sC              64 * epi_n * 2 * epi_stages * warpgroups; half behind a gate; none by element
-    ab, held        16 * num_stages, 8 * epi_stages * warpgroups
+    ab, held, sums  16 * num_stages, 8 * epi_stages * warpgroups, 8
 
     registers       threads             of each with 1, 2, 3 warpgroups (config.py)
     LOAD            128                 alike   40 or 24     32
@@ -169,12 +171,16 @@ class General:
             return LoadSegments(self.tiles, self.cluster, self.scheduler)
         return LoadTiles(self.tiles, self.cluster, self.scheduler)
 
-    def mma_role(self, workspace: tuple[cute.Tensor, cute.Tensor] | None) -> MmaRole:
+    def mma_role(
+        self, workspace: tuple[cute.Tensor, cute.Tensor] | None, sums: Barrier | None
+    ) -> MmaRole:
         c, scheduler = self.tiles, self.scheduler
         if isinstance(scheduler, StreamedTiles):
             assert workspace is not None  # as the config has it
             return StreamK(self.config, c, scheduler, Exchange(c, *workspace))
-        role = SplitK if c.split_k > 1 else PingPong if c.pingpong else Cooperative
+        if sums is not None:
+            return SplitK(self.config, c, scheduler, sums)
+        role = PingPong if c.pingpong else Cooperative
         return role(self.config, c, scheduler)
 
     @property
@@ -307,13 +313,16 @@ class General:
         held = None
         if cutlass.const_expr(self.preloaded is not None):
             held = Barrier.allocate(smem, "held", arrivals=1, slots=self.num_slots)
+        sums = None
+        if cutlass.const_expr(c.split_k > 1):
+            sums = Barrier.allocate(smem, "sums", arrivals=1)
         a, out = self.from_first_row(a, out)
         operands = AbOperands(a, b, sA, sB, self.config.k_major)
-        load, mma_role = self.load_role, self.mma_role(workspace)
+        load, mma_role = self.load_role, self.mma_role(workspace, sums)
         warp = cute.arch.warp_idx()
         if warp == self.load_warps.first:
             load.start(operands, mProduct)
-        barriers = (ab,) if held is None else (ab, held)
+        barriers = tuple(x for x in (ab, held, sums) if x is not None)
         # NOTE: CTAs that share K signal each other only after a cluster barrier of their own
         publish_barriers(barriers, cluster=self.cluster.size > 1)
 

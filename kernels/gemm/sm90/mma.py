@@ -2,7 +2,8 @@
 
 Cooperative: all work on one tile, and store it together.
 PingPong:    each has tiles of its own, and stores while the other computes.
-SplitK:      all work on a share of one tile's K; the CTAs of the cluster exchange their sums.
+SplitK:      all work on a share of one tile's K, and the CTAs of a cluster exchange their sums
+             (split_k.py).
 StreamK:     all work on a tile or a part of its K; CTAs exchange their sums in global memory.
 """
 
@@ -11,29 +12,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from cutex.device.atoms.mma import WARPGROUP, Wgmma
 from cutex.device.atoms.multicast import SharedRing
 from cutex.device.epilogue.sm90.fused_store import ElementStore, FusedStore
 from cutex.device.epilogue.sm90.tma_store import WarpgroupStore, WarpStore
-from cutex.device.pipeline import OrderedBarrier, PipelineState, sync_cluster
+from cutex.device.pipeline import OrderedBarrier, PipelineState
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.signature import GeneralConfig
 from cutex.kernels.gemm.sm90.config import Sm90Config
-from cutex.kernels.gemm.sm90.exchange import (
-    SUMS_BARRIER,
-    VECTOR,
-    Exchange,
-    of_thread,
-    vector_copy,
-)
-from cutex.kernels.gemm.sm90.load import Scheduler, k_share
-from cutex.schedulers.persistent import StaticWalk
+from cutex.kernels.gemm.sm90.exchange import Exchange
+from cutex.kernels.gemm.sm90.load import Scheduler
 from cutex.schedulers.stream_k import StreamedTiles
 
-# named barriers: 0 is the CTA's, 1 to 3 are the warpgroups' own, 5 is SUMS_BARRIER
+# named barriers: 0 is the CTA's, 1 to 3 are the warpgroups' own, 5 is exchange.py's
 ORDER_BARRIER = 3  # and 4: the order of two warpgroups in ping-pong
 
 PartStore = FusedStore | ElementStore | WarpgroupStore
@@ -184,78 +178,6 @@ class PingPong(MmaRole):
 
 
 @dataclass(frozen=True)
-class SplitK(MmaRole):
-    """Each CTA of a cluster computes a share of one tile's K, writes its fp32 sums to its smem,
-    over the ring's A, adds up an equal part of the tile from all of them, in the same order in
-    every run, and stores it."""
-
-    @cute.jit
-    def run(
-        self,
-        mma: Wgmma,
-        ab: SharedRing,
-        epilogue: PartStore,
-        num_k_tiles: Int32,
-        mC: cute.Tensor,
-    ) -> None:
-        count = k_share(self.tiles, num_k_tiles)
-        walk = self.scheduler.walk(mC)
-        self.mainloop(mma, ab, ab.consumer(), count)
-        cute.arch.barrier(barrier_id=SUMS_BARRIER, number_of_threads=self.num_threads)
-        first = cute.recast_ptr(mma.sA.iterator, dtype=Float32)
-        self.leave_sums(mma, epilogue, first, walk)
-        sync_cluster()
-        self.store_share(mma, epilogue, first, walk)
-        sync_cluster()
-
-    def sums(self, mma: Wgmma, first: cute.Pointer) -> cute.Tensor:
-        """This thread's place (VECTOR, NumVectors) for its accumulators in the smem from `first`
-        on, where the vectors of all threads are adjacent."""
-        return of_thread(first, cute.size(mma.tCrAcc) // VECTOR, self.num_threads)
-
-    @cute.jit
-    def leave_sums(
-        self, mma: Wgmma, epilogue: PartStore, first: cute.Pointer, walk: StaticWalk
-    ) -> None:
-        """Write to smem the parts that the other CTAs of the cluster add up."""
-        parts = vectors(epilogue.parts(mma.tCrAcc))  # (VECTOR, NumVectors, PART)
-        sums = cute.logical_divide(
-            self.sums(mma, first), (None, cute.size(parts, mode=[1]))
-        )  # (VECTOR, (NumVectors, PART))
-        for part in cutlass.range_constexpr(cute.size(parts, mode=[2])):
-            if part % self.tiles.split_k != walk.split:
-                cute.autovec_copy(parts[None, None, part], sums[None, (None, part)])
-
-    @cute.jit
-    def store_share(
-        self, mma: Wgmma, epilogue: PartStore, first: cute.Pointer, walk: StaticWalk
-    ) -> None:
-        """Add up and store every split_k-th part of the tile, beginning with part `walk.split`."""
-        c = self.tiles
-        row, step, column = self.origin(walk.tile_at(walk.start))
-        parts = vectors(epilogue.parts(mma.tCrAcc))  # (VECTOR, NumVectors, PART)
-        count = cute.size(parts, mode=[1])
-        per_row = c.tile_n // c.epi_n
-        vector = vector_copy()
-        for part in cutlass.range_constexpr(cute.size(parts, mode=[2])):
-            if part % c.split_k == walk.split:
-                total = cute.make_rmem_tensor((VECTOR, count), Float32)
-                total.fill(0.0)
-                for peer in cutlass.range_constexpr(c.split_k):
-                    values = cute.make_rmem_tensor_like(total)
-                    if peer == part % c.split_k:  # this CTA
-                        values.store(parts[None, None, part].load())
-                    else:
-                        theirs = self.sums(mma, cute.arch.map_dsmem_ptr(first, peer))
-                        theirs = cute.logical_divide(theirs, (None, count))[None, (None, part)]
-                        cute.copy(vector, theirs, values)
-                    total.store(total.load() + values.load())
-                epilogue.wait(0)
-                flat = cute.make_tensor(total.iterator, cute.make_layout(cute.size(total)))
-                epilogue.store_part(flat, 0, row + part // per_row * step, column + part % per_row)
-
-
-@dataclass(frozen=True)
 class StreamK(MmaRole):
     """All warpgroups compute one segment of a tile's K at a time. The CTA that has the tile's first
     K tiles adds up the sums that other CTAs wrote of the rest, and stores it.
@@ -288,9 +210,3 @@ class StreamK(MmaRole):
                 if segment.count < num_k_tiles:
                     self.exchange.add_others(mma.tCrAcc, mma.sA, walk)
                 self.store(mma, epilogue, walk.tile(segment))
-
-
-def vectors(parts: cute.Tensor) -> cute.Tensor:
-    """The parts (V, PART) as (VECTOR, NumVectors, PART)."""
-    size, count = cute.size(parts, mode=[0]), cute.size(parts, mode=[1])
-    return cute.make_tensor(parts.iterator, cute.make_layout((VECTOR, size // VECTOR, count)))
