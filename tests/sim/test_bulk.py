@@ -17,6 +17,9 @@ from cutex.sim.errors import BadOperand, Hazards
 from cutex.sim.machine.bulk_groups import BulkGroups
 from cutex.sim.machine.flight import Flight
 from cutex.sim.machine.operation import Engine
+from cutex.sim.scheduler import Scheduler
+from cutex.sim.timing.events import Arrive, Send
+from cutex.sim.timing.record import Recorder
 
 # -- plain bulk copies -----------------------------------------------------------------------------
 
@@ -266,6 +269,32 @@ def test_adjacent_lanes_of_st_async_are_one_operation(step, operations, monkeypa
     assert len([op for op in issued if op.engine is Engine.DSMEM]) == operations
     words, lanes = got[0].view(np.int32), np.arange(32)
     np.testing.assert_array_equal(words[: 8 * step : step // 4], 7 + 100 * lanes)
+
+
+@pytest.mark.parametrize("text", [
+    f"@%p2 st.{ASYNC.format('.weak')}.b32 [%r12], %r20, [%r13];",
+    f"@%p2 red.{ASYNC.format('.relaxed.cluster')}.add.u32 [%r12], %r20, [%r13];",
+    """mapa.shared::cluster.u32 %r12, %r0, 0; setp.eq.and.u32 %p4, %r10, 1, %p0;
+    @%p4 cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r12], [%r0],
+    128, [%r13];""",
+], ids=["st.async", "red.async", "bulk copy"])  # fmt: skip
+def test_the_clock_has_each_byte_sent_to_another_cta_once(text, monkeypatch):
+    """As many as the barrier there expects, or the clock would wait for ever or not at all."""
+    start, recorders = Scheduler.run, []
+
+    def recorded(self: Scheduler) -> None:
+        self.recorder = Recorder(self.m, {})
+        recorders.append(self.recorder)
+        start(self)
+
+    monkeypatch.setattr(Scheduler, "run", recorded)
+    run(simulate_ptx, ANY, remote(text, 128), ctas=2)
+    (recorder,) = recorders
+    events = [e for program in recorder.programs.values() for e in program]
+    (expected,) = (e for e in events if isinstance(e, Arrive) and e.expect)
+    sent = [e for e in events if isinstance(e, Send)]
+    assert {e.signal for e in sent} == {expected.barrier}
+    assert sum(e.size for e in sent) == expected.expect == 128
 
 
 def test_st_async_and_its_mbarrier_lie_in_one_cta():

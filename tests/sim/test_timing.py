@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ from cutex.problem.stage import stage
 from cutex.sim import simulate
 from cutex.sim.__main__ import main as script_main
 from cutex.sim.timing import stored
-from cutex.sim.timing.events import Cluster, Event, Load, Mma, Peer, Record, Work
+from cutex.sim.timing.events import Cluster, Event, Load, Mma, Peer, Record, Send, Work
 from cutex.sim.timing.gpus import GPUS, SOURCES, Gpu, gpu
 from cutex.sim.timing.lengths import handed_out
 from cutex.sim.timing.machine_code import costs, read
@@ -413,15 +414,33 @@ def test_of_a_box_past_the_end_the_rows_outside_cost():
     assert predict(within, slow, whole).cycles == predict(within, board(), whole).cycles
 
 
-def test_sums_read_from_other_ctas_take_time():
-    config = replace(
-        stage("gemm", "sm_90a", 9).default, tile_m=64, tile_n=80, tile_k=64, num_stages=6,
+def sums_of(arch: str, problem: GemmProblem, **split: Any):
+    """The record of a kernel whose CTAs split K, and the events by which sums come together."""
+    top = stage("gemm", arch, 9)
+    config: Any = replace(top.default, **split)
+    traced, whole = record(problem, replace(top, default=config, chooses=False))
+    events = [e for p in traced.record.programs.values() for e in p]
+    return traced, whole, [e for e in events if isinstance(e, Peer | Send)]
+
+
+def test_sums_sent_to_other_ctas_take_time():
+    traced, whole, sums = sums_of(
+        "sm_90a", GemmProblem(80, 64, 1024), tile_m=64, tile_n=80, tile_k=64, num_stages=6,
         epi_n=16, epi_stages=1, swap_ab=True, warpgroups=1, pingpong=False, cluster_m=1,
         cluster_n=1, split_k=4, columns=1, rows=0,
     )  # fmt: skip
-    top = replace(stage("gemm", "sm_90a", 9), default=config, chooses=False)
-    traced, whole = record(GemmProblem(80, 64, 1024), top)
-    sums = [e.size for p in traced.record.programs.values() for e in p if isinstance(e, Peer)]
-    assert sum(sums) == 3 * 64 * 80 * 4, "each CTA reads a quarter of the tile from three others"
-    slow = replace(board(), peer_bytes=board().peer_bytes / 50)
+    size = sum(e.size for e in sums if isinstance(e, Send))
+    assert size == 3 * 64 * 80 * 4, "each CTA takes its quarter of the tile from three others"
+    slow = replace(board(), sent_bytes=board().sent_bytes / 50)
     assert predict(traced, slow, whole).cycles > 2 * predict(traced, board(), whole).cycles
+
+
+def test_sums_read_from_other_ctas_take_time():
+    traced, whole, sums = sums_of(
+        "sm_100a", GemmProblem(256, 64, 1024), tile_m=256, tile_n=64, num_acc=1, split_k=2
+    )
+    size = sum(e.size for e in sums if isinstance(e, Peer))
+    assert size == 256 * 64 * 4, "each pair reads half of the tile from the other"
+    gpu = of("sm_100a")
+    slow = replace(gpu, peer_bytes=gpu.peer_bytes / 50)
+    assert predict(traced, slow, whole).cycles > 2 * predict(traced, gpu, whole).cycles

@@ -129,6 +129,14 @@ class Peer(NamedTuple):
     size: int  # bytes
 
 
+class Send(NamedTuple):
+    """A copy from registers or own shared memory into that of a CTA of the cluster, by st.async,
+    red.async or a bulk copy, which counts on a barrier there."""
+
+    signal: Place
+    size: int  # bytes
+
+
 class Need(NamedTuple):
     """A wait for the data of the warp's first ``loads`` loads into registers."""
 

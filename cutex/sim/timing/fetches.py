@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cutex.sim.machine.batch import Batch
+from cutex.sim.machine.memory import shared_addresses
 from cutex.sim.ptx.decode import Decoder
 from cutex.sim.ptx.operands import Address
 from cutex.sim.ptx.parse import Instruction
@@ -97,9 +98,17 @@ class Fetches:
                     self.count[warp] += 1
                     numbers = dict.fromkeys(self.written[pc], self.count[warp])
                     self.loads[warp].update(numbers)
-                self.add(warp, Peer(size * len(at)) if peer else self._fetch(at, size, registers))
+                event = self._peer(warp, at, size) if peer else self._fetch(at, size, registers)
+                self.add(warp, event)
 
         return add
+
+    def _peer(self, warp: int, at: np.ndarray, size: int) -> Peer:
+        """What a warp's own CTA holds comes as fast as by any load from shared memory."""
+        g = self.m.grid
+        addresses = shared_addresses(at.view(np.uint64))
+        cta, _ = g.shared_location(np.full(len(at), warp), addresses)
+        return Peer(size * int((cta != g.warp_cta[warp]).sum()))
 
     def _fetch(self, at: np.ndarray, size: int, registers: bool) -> Fetch:
         if not len(at):

@@ -58,7 +58,8 @@ class Gpu:
     line_cycles: float = 2.4  # of an SM, for a 128-byte line that ordinary instructions access
     global_latency: float = 600.0
     peer_bytes: float = 9.0  # bytes per cycle that an SM loads from others' shared memory
-    peer_latency: float = 200.0  # of such a load
+    sent_bytes: float = 16.0  # bytes per cycle that an SM sends to others' shared memory
+    peer_latency: float = 200.0  # of such a load, and of what is sent
     wake: float = 92.0  # from a phase's end to the waiter's next instruction
     try_wait: float = 90.0  # of a wait for a phase that is complete already
     remote_arrive: float = 60.0
@@ -157,6 +158,7 @@ SOURCES: dict[str, tuple[str, str]] = {
     "line_cycles": ("fit, stages 2 and 3, +-10 %", "the H200's"),
     "global_latency": ("prior", "prior"),
     "peer_bytes": ("fit, microseconds of 23 kernels that split K, +-30 %", "the H200's"),
+    "sent_bytes": ("prior", "the H200's"),
     "peer_latency": ("published: 180 to 210", "the H200's"),
     "wake": ("probe signal mbarrier, +-2 %", "the H200's"),
     "try_wait": ("probe poll, +-3 %", "fit: rows of a B200, below 40"),

@@ -41,6 +41,7 @@ from cutex.sim.timing.events import (
     Place,
     Record,
     Reply,
+    Send,
     Settled,
     Store,
     Touch,
@@ -160,7 +161,10 @@ class Recorder:
 
     def _operation(self, op: Operation) -> None:
         """Record an asynchronous operation when it is put in flight."""
-        if op.engine in (Engine.TMA_LOAD, Engine.DSMEM):
+        if op.engine is Engine.DSMEM:
+            size = sum(s.high - s.low for s in op.writes if isinstance(s, Span))
+            self._add(op.warp, Send(op.signals[0], size))
+        elif op.engine is Engine.TMA_LOAD:
             source = (op.what, op.number)
             loads = self.programs[op.warp]
             last = loads[-1] if loads and not self.work[op.warp].any() else None

@@ -18,7 +18,7 @@ _KINDS: tuple[Any, ...] = (
     events.Work, events.Wait, events.Arrive, events.Load, events.Store, events.Mma, events.Commit,
     events.Group, events.Named, events.Cluster, events.Touch, events.Columns, events.Settled,
     events.Reply, events.Copy, events.Fetch, events.Need, events.Landed,
-    events.Peer,
+    events.Peer, events.Send,
 )  # fmt: skip
 
 

@@ -95,6 +95,8 @@ class Sm:
         self.out = Unit("stores")
         self.lines = Unit("loads")
         self.peers = Unit("other CTAs' smem")
+        self.sent = Unit("bytes to other CTAs")
+        self.received = Unit("bytes from other CTAs")
         self.l2 = Unit("L2 share")
         self.hbm = Unit("HBM share")
 
@@ -103,5 +105,5 @@ class Sm:
         cores = [u for core in self.cores for u in (core.slots, *core.pipes)]
         return [
             *cores, self.port, self.tensor, self.tmem, self.issue, self.ingest, self.outside,
-            self.out, self.lines, self.peers, self.l2, self.hbm,
+            self.out, self.lines, self.peers, self.sent, self.received, self.l2, self.hbm,
         ]  # fmt: skip

@@ -22,6 +22,7 @@ from cutex.sim.timing.events import (
     Need,
     Peer,
     Reply,
+    Send,
     Settled,
     Store,
     Touch,
@@ -396,6 +397,15 @@ class Warp:
         self.fetched.append(max(end, self.fetched[-1] if self.fetched else 0.0))
         return None
 
+    def send(self, e: Send, now: float) -> float | None:
+        """Send bytes to the smem of a CTA, which takes them from one after the other."""
+        sm, target = self.sm, self.i.sm[e.signal[0]]
+        cycles = e.size / self.gpu.sent_bytes
+        end = max(sm.sent.serve(now, cycles), target.received.serve(now, cycles))
+        arrive = partial(self.i.bytes, e.signal, e.size, "another CTA")
+        self.r.at(end + self.gpu.peer_latency, arrive)
+        return None
+
     def need(self, e: Need, now: float) -> float | None:
         return self._until("global memory", now, self.fetched[e.loads - 1])
 
@@ -435,6 +445,6 @@ _DO: dict[type, Callable[[Warp, Any, float], float | None]] = {
     Wait: Warp.wait, Arrive: Warp.arrive, Load: Warp.load, Store: Warp.store,
     Commit: Warp.commit, Group: Warp.group, Mma: Warp.mma, Named: Warp.name_barrier,
     Cluster: Warp.cluster, Touch: Warp.touch, Columns: Warp.columns, Settled: Warp.settled,
-    Reply: Warp.reply, Copy: Warp.copy, Fetch: Warp.fetch, Peer: Warp.peer, Need: Warp.need,
-    Landed: Warp.landed,
+    Reply: Warp.reply, Copy: Warp.copy, Fetch: Warp.fetch, Peer: Warp.peer, Send: Warp.send,
+    Need: Warp.need, Landed: Warp.landed,
 }  # fmt: skip
