@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,11 +28,39 @@ def pytest_configure() -> None:
         os.environ.setdefault(name, "1")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """With `-n`, a file's tests run in one process, so that what they share is made once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False  # the last files are short ones
+    return LoadFileScheduling(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places: Counter[str] = Counter()
+    for item in items:
+        sweep = item.get_closest_marker("sweep")
+        if sweep and not item.get_closest_marker("slow"):
+            function = item.nodeid.split("[")[0]
+            if not in_part(places[function], *sweep.args):
+                item.add_marker(pytest.mark.slow)
+            places[function] += 1
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and local_arch() is None:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no GPU that cutex knows"))
+
+
+GOLDEN = (5**0.5 - 1) / 2
+
+
+def in_part(place: int, part: int) -> bool:
+    """Whether a sweep's case of this place is one of the `part`-th that always run: evenly spread,
+    the first among them, and in step with no parameter, whose values come round at a fixed
+    distance."""
+    return place * GOLDEN % 1 < 1 / part
 
 
 @pytest.fixture

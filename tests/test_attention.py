@@ -80,6 +80,7 @@ KERNELS = (0, 3, 13, 26, 34)
 CASES = 2
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_randomized_cases(place, kernel):
     for number in range(CASES):
@@ -107,6 +108,7 @@ def test_four_hundred_randomized_cases(place, kernel):
 PLAIN = AttentionCase(heads_q=2, heads_kv=1, head_dim=64, head_dim_v=64, causal=True)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("queries", "keys"), [(1, 1), (129, 127), (191, 193), (300, 40), (64, 385)], ids=str
 )

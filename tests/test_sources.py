@@ -157,6 +157,7 @@ def python(forking, tmp_path) -> Callable[..., str]:
 SLOW = [name for name in KERNELS if name.endswith(("stage 0", "stage 9"))]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "body",
     [

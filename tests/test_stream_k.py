@@ -179,6 +179,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
 def test_a_fault_in_the_exchange_is_found(fault: tuple[str, str, str]) -> None:
     tiles = replace(TILES, tile_n=64)

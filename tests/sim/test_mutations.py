@@ -109,6 +109,7 @@ def test_every_flipped_parity_is_found(kernels, key, which):
     assert any(tell in str(report.value) for tell in tells)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("key", RINGS)
 def test_a_wrong_swizzle_names_both_swizzles(kernels, key, order):
@@ -117,6 +118,7 @@ def test_a_wrong_swizzle_names_both_swizzles(kernels, key, order):
         run(other_swizzle(kernels[key], key[0]), **order)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("key", RINGS)
 def test_a_store_past_the_end_names_lane_warp_address_and_tensor(kernels, key, order):

@@ -31,6 +31,7 @@ def loop() -> float:
 IN_CI = (0, 3, 5, 8, 9)  # the stages between run the instructions of these
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "stage",
     [

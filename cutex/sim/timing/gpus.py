@@ -158,7 +158,7 @@ SOURCES: dict[str, tuple[str, str]] = {
     "line_cycles": ("fit, stages 2 and 3, +-10 %", "the H200's"),
     "global_latency": ("prior", "prior"),
     "peer_bytes": ("fit, microseconds of 23 kernels that split K, +-30 %", "the H200's"),
-    "sent_bytes": ("prior", "the H200's"),
+    "sent_bytes": ("fit, microseconds of 28 kernels that split K, +-30 %", "the H200's"),
     "peer_latency": ("published: 180 to 210", "the H200's"),
     "wake": ("probe signal mbarrier, +-2 %", "the H200's"),
     "try_wait": ("probe poll, +-3 %", "fit: rows of a B200, below 40"),
