@@ -31,8 +31,8 @@ class EqualSteps(OwnNumber):
 class StaticWalk:
     """A dispatcher of the indices `start`, `start + step`, ... below `end`.
 
-    A kernel whose roles need no ticket loops over the indices and calls `tile_at`. CTAs that share
-    the K of a tile take the same indices, and differ in `split`.
+    A kernel whose roles need no ticket loops over the indices and calls `tile_at`. The `splits`
+    CTAs that share the K of a tile take the same indices, and differ in `split`.
     """
 
     order: TileOrder
@@ -40,6 +40,7 @@ class StaticWalk:
     end: Int32
     step: Int32
     split: Int32
+    splits: int = 1
     barriers: tuple[()] = ()
 
     def schedule(self) -> None:
@@ -59,7 +60,7 @@ class StaticWalk:
     @cute.jit
     def tile_at(self, index: Int32) -> WorkTile:
         tile = self.order.tile(index)
-        m, n = place_in_cluster(self.order.cluster_m, self.order.cluster_n)
+        m, n = place_in_cluster(self.order.cluster_m, self.order.cluster_n, self.splits)
         return tile._replace(m=tile.m + m, n=tile.n + n, split=self.split)
 
 
@@ -68,8 +69,8 @@ class StaticPersistent:
     """A grid of clusters (x along M, y along N, z counts them) that loops over the tiles of C,
     which is (M, N) or, with a batch, (M, N, L).
 
-    With `split_k` > 1 a cluster has as many CTAs along z, which share the K of one tile; the grid
-    then covers all tiles at once.
+    With `split_k` > 1 a cluster has as many layers of CTAs along z, which share the K of its tiles;
+    the grid then covers all tiles at once.
     """
 
     raster: Raster
@@ -104,4 +105,4 @@ class StaticPersistent:
         _, _, step = cute.arch.grid_dim()
         split = first % self.split_k
         first, step, end = first // self.split_k, step // self.split_k, self.total(mC)
-        return StaticWalk(order, first, end, step, split)
+        return StaticWalk(order, first, end, step, split, self.split_k)

@@ -187,6 +187,17 @@ ROUND = {
         **SMALL, "tile_n": 136, "epi_n": 136, "rows": 2, "split_k": 2, "num_stages": 5,
         "swap_ab": False,
     },
+    "64x48, 2x1, split in two, in four": {
+        **SMALL, "tile_m": 64, "tile_n": 48, "warpgroups": 1, "cluster_m": 2, "split_k": 2,
+        "columns": 4,
+    },
+    "128x80, 1x2, split in four": {
+        **SMALL, "tile_n": 80, "cluster_n": 2, "split_k": 4, "columns": 1
+    },
+    "64x40, 4x1, B in turn, split in two, not swapped": {
+        **SMALL, "tile_m": 64, "tile_n": 40, "epi_n": 40, "warpgroups": 1, "cluster_m": 4,
+        "split_k": 2, "rows": 1, "swap_ab": False,
+    },
     "256x160": {
         **SMALL, "tile_m": 256, "tile_n": 160, "columns": 1, "num_stages": 3, "epi_n": 32
     },
@@ -220,6 +231,18 @@ SPLIT = {
     },
     "64x32 in four, two of which store nothing": {
         **SMALL, "tile_m": 64, "tile_n": 32, "warpgroups": 1, "split_k": 4, "columns": 5,
+    },
+    "64x48 in two, of clusters that share B": {
+        **SMALL, "tile_m": 64, "tile_n": 48, "warpgroups": 1, "cluster_m": 2, "split_k": 2,
+        "columns": 4,
+    },
+    "64x48 in three, of clusters that share A": {
+        **SMALL, "tile_m": 64, "tile_n": 48, "warpgroups": 1, "cluster_n": 2, "split_k": 3,
+        "columns": 2,
+    },
+    "64x48 in two, of clusters that share both, in a walk": {
+        **SMALL, "tile_m": 64, "tile_n": 48, "warpgroups": 1, "cluster_m": 2, "cluster_n": 2,
+        "split_k": 2,
     },
 }  # fmt: skip
 

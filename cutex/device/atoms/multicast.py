@@ -25,13 +25,19 @@ ATOM_ROWS = 8  # of a 128-byte swizzle atom
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster of size_m x size_n CTAs, where CTA (m, n) has rank m + n * size_m."""
+    """CTAs that share loads: size_m x size_n, where CTA (m, n) has rank m + n * size_m.
+
+    With `splits` > 1 the cluster has as many such groups, one for each share of a tile's K, and
+    the ranks of a group begin at a multiple of its size.
+    """
 
     size_m: int
     size_n: int
+    splits: int = 1
 
     @property
     def size(self) -> int:
+        """The number of CTAs that share loads."""
         return self.size_m * self.size_n
 
     @property
@@ -40,26 +46,32 @@ class Cluster:
         return self.size_m + self.size_n - 1
 
     def place(self) -> tuple[Int32, Int32]:
-        return place_in_cluster(self.size_m, self.size_n)
+        return place_in_cluster(self.size_m, self.size_n, self.splits)
+
+    def first_rank(self) -> Int32 | int:
+        """The rank of the first CTA of this one's group."""
+        if self.splits == 1:
+            return 0
+        rank = cute.arch.block_idx_in_cluster()
+        return rank - rank % self.size
 
     def row_mask(self) -> Int16:
         """The multicast mask of the CTAs with the same m, which share A."""
         m, _ = self.place()
-        return Int16(sum(1 << (j * self.size_m) for j in range(self.size_n)) << m)
+        row = sum(1 << (j * self.size_m) for j in range(self.size_n))
+        return Int16(row << (m + self.first_rank()))
 
     def column_mask(self) -> Int16:
         """The multicast mask of the CTAs with the same n, which share B."""
         _, n = self.place()
-        return Int16(((1 << self.size_m) - 1) << (n * self.size_m))
+        return Int16(((1 << self.size_m) - 1) << (n * self.size_m + self.first_rank()))
 
     def neighbour(self, number: Int32) -> Int32:
         """The rank of one of the `neighbours`, numbered from 0: first the column, then the row."""
         m, n = self.place()
-        if cutlass.const_expr(self.size_n == 1):
-            return number
-        if cutlass.const_expr(self.size_m == 1):
-            return number
-        return self._of_both(number, m, n)
+        if cutlass.const_expr(self.size_m > 1 and self.size_n > 1):
+            number = self._of_both(number, m, n)
+        return self.first_rank() + number
 
     @cute.jit
     def _of_both(self, number: Int32, m: Int32, n: Int32) -> Int32:

@@ -67,6 +67,10 @@ def flash_attn_func(
                 softmax_scale, causal, window_size, softcap, return_lse, score_mod, mask_mod,
                 learnable_sink is None,
             )  # fmt: skip
+            known = _latest.get(options) if learnable_sink is None else None
+            # NOTE: as in _find; most calls end here, and each step of Python costs 0.1 us
+            if known is not None and known.takes(q, k, v) and (known.always or known.still()):
+                return known.launch(q, k, v)
             given = (q, k, v) if learnable_sink is None else (q, k, v, learnable_sink)
             known = _find(options, given)
             if known is not None:

@@ -153,7 +153,7 @@ class Plan:
             self.launch = there(self.device, launcher(self.compiled, arguments))
             # NOTE: of lengths on the CPU the values are checked at each call
             if self.as_given and self.rest_as_given and not (lengths and q.is_cpu):
-                self.short = self._short(self.launch)
+                self.short = self._short(self.launch, alone=not lengths and sink is None)
         self.launch(*arguments)
         if given is None:
             return out, lse
@@ -161,9 +161,9 @@ class Plan:
             given.copy_(out)
         return given, lse
 
-    def _short(self, launch: Callable[..., None]) -> Callable[..., Any]:
+    def _short(self, launch: Callable[..., None], alone: bool) -> Callable[..., Any]:
         """A function that launches and returns what flash_attn_func returns, without repeating the
-        plan's decisions."""
+        plan's decisions; `alone`: it is passed q, k and v, and no further tensors."""
         shape, strides, lse_shape, lse_strides = (
             self.shape, self.strides, self.lse_shape, self.lse_strides
         )  # fmt: skip
@@ -183,7 +183,27 @@ class Plan:
             launch(q, k, v, out, lse, *rest, *scalars)
             return out, lse
 
-        return run
+        if not alone or len(scalars) > 1:
+            return run
+        scale = scalars[0]
+
+        def run_dense(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            """The same without unpacking, which costs as much as looking up the plan."""
+            out = empty(shape, strides, dtype)
+            if with_lse:
+                lse = empty(lse_shape, lse_strides, torch.float32)
+                if dynamic:
+                    launch(q, k, v, out, lse, counter(), scale)
+                else:
+                    launch(q, k, v, out, lse, scale)
+                return out, lse
+            if dynamic:
+                launch(q, k, v, out, counter(), scale)
+            else:
+                launch(q, k, v, out, scale)
+            return out
+
+        return run_dense
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ WARPGROUPS = {64: 1, 128: 2, 192: 3, 256: 2}  # by rows of a tile that they shar
 FEW = 6  # clusters along the side of C that is cut into few, at most
 SMS = arch_named("sm_90a").num_sms  # of an H200 or H100 SXM
 # CTAs that run at one time there, by the size of a cluster: some GPCs have SMs left over
-AT_ONCE = {1: 132, 2: 132, 3: 108, 4: 120, 8: 120}
+AT_ONCE = {1: 132, 2: 132, 3: 108, 4: 120, 6: 96, 8: 120}
 SHALLOW = 164 * 1024  # 1.01 times as fast as all of smem with M = 1 to 16: SMs stay together
 # tiles are streamed where their rounds are fewer, and the last leaves more of the GPU without work
 FEW_ROUNDS, IDLE = 8, 0.04
@@ -202,15 +202,19 @@ def _gains_by_streaming(config: Sm90Config, problem: GemmProblem, rounds: float)
 
 
 def _together() -> Iterator[tuple[int, int, int]]:
-    """Cluster shapes that share loads of the larger operand, or of both, and those that share K:
-    CTAs along the side of C that is cut into few, along the other side, and along K."""
+    """Cluster shapes that share loads, of the larger operand, the other or both, that share K, and
+    that share both: CTAs along the other side of C, along the one cut into few, and along K."""
     yield from ((1, 1, 1), (1, 2, 1), (1, 4, 1), (4, 1, 1), (2, 4, 1), (4, 2, 1))
     yield from ((1, 1, split_k) for split_k in (2, 3, 4))
+    yield from ((*pair, split_k) for split_k in (2, 3, 4) for pair in ((1, 2), (2, 1)))
+    yield from ((1, 4, 2), (4, 1, 2), (2, 2, 2))
 
 
-def _tile_rows(sharers: int) -> tuple[int, ...]:
+def _tile_rows(sharers: int, split_k: int) -> tuple[int, ...]:
     """The rows of the tiles for which so many CTAs may share loads: eight only for the smallest,
-    which L2 limits."""
+    which L2 limits, and none of many where they share K as well."""
+    if sharers > 1 and split_k > 1:
+        return 64, 128
     return (64,) if sharers == 8 else tuple(WARPGROUPS)
 
 
@@ -224,7 +228,7 @@ def _columns(m: int, n: int, k: int, arch: Arch) -> Iterator[Sm90Config]:
         for columns, tile_n in widths:
             if tile_n > 256 or ceil_div(m, tile_n * cluster_n) != columns:
                 continue
-            for tile_m in _tile_rows(cluster_m * cluster_n):
+            for tile_m in _tile_rows(cluster_m * cluster_n, split_k):
                 ctas = ceil_div(n, tile_m * cluster_m) * cluster_m * columns * cluster_n * split_k
                 if ctas <= at_once(cluster_m * cluster_n * split_k, arch.num_sms):
                     yield _tile(tile_m, tile_n, WARPGROUPS[tile_m], cluster_m, cluster_n, split_k,
@@ -236,7 +240,7 @@ def _rows(m: int, n: int, k: int, arch: Arch) -> Iterator[Sm90Config]:
     SM."""
     for cluster_n, cluster_m, split_k in _together():
         size = cluster_m * cluster_n * split_k
-        for tile_m in _tile_rows(cluster_m * cluster_n):
+        for tile_m in _tile_rows(cluster_m * cluster_n, split_k):
             rows = ceil_div(m, tile_m * cluster_m)
             most = at_once(size, arch.num_sms) // (rows * size)
             if rows > FEW or not most:

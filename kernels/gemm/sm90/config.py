@@ -130,6 +130,10 @@ class Sm90Config(GemmConfig):
     def why_not_arch(self, arch: Arch, epi_parts: int) -> str | None:
         if self.cluster_m * self.cluster_n not in (1, 2, 4, 8):
             return f"cluster {self.cluster_m}x{self.cluster_n}: 1, 2, 4 or 8 CTAs"
+        if self.cluster_m * self.cluster_n * self.split_k > 8:
+            return (
+                f"cluster {self.cluster_m}x{self.cluster_n}, split_k={self.split_k}: at most 8 CTAs"
+            )
         if self.epi_n and self.epi_stages < 1:
             return f"epi_stages={self.epi_stages}: C is stored through at least one slot"
         if not self.warpgroups and self.tile_m != 128:
@@ -174,8 +178,6 @@ class Sm90Config(GemmConfig):
             return f"split_k={self.split_k}: 1 to 8 CTAs"
         if self.split_k == 1:
             return None
-        if self.cluster_m * self.cluster_n > 1:
-            return f"split_k={self.split_k}: these CTAs are a cluster, which takes no other"
         ring, sums = self.num_stages * self.stage_bytes, self.sums_bytes(epi_parts)
         if self.pingpong or sums > ring:
             return (

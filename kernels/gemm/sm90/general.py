@@ -139,7 +139,7 @@ class General:
 
     @property
     def cluster(self) -> Cluster:
-        return Cluster(self.tiles.cluster_m, self.tiles.cluster_n)
+        return Cluster(self.tiles.cluster_m, self.tiles.cluster_n, self.tiles.split_k)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -179,7 +179,7 @@ class General:
             assert workspace is not None  # as the config has it
             return StreamK(self.config, c, scheduler, Exchange(c, *workspace))
         if sums is not None:
-            return SplitK(self.config, c, scheduler, sums)
+            return SplitK(self.config, c, scheduler, self.cluster, sums)
         role = PingPong if c.pingpong else Cooperative
         return role(self.config, c, scheduler)
 

@@ -38,7 +38,7 @@ class OneStep(NamedTuple):
 class OneRound:
     """A grid of clusters with one tile each: `columns` of them along N, or `rows` of them along M.
 
-    With `split_k` > 1 a cluster has as many CTAs along z, which share the K of one tile.
+    With `split_k` > 1 a cluster has as many layers of them along z, which share the K of its tiles.
     """
 
     tile: tuple[int, int]
@@ -54,7 +54,7 @@ class OneRound:
         return across, down, along * ((self.rows or self.columns) * self.split_k)
 
     def walk(self, mC: cute.Tensor) -> OneStep:
-        m, n = place_in_cluster(*self.cluster)
+        m, n = place_in_cluster(*self.cluster, self.split_k)
         _, _, index = cute.arch.block_idx()
         split: Int32 | int = 0
         if self.split_k > 1:

@@ -1,6 +1,6 @@
 """The MMA role of CTAs that share the K of one tile: they send each other their sums.
 
-Each CTA of the cluster adds up and stores every split_k-th part of the tile. The others send it
+Each of these CTAs adds up and stores every split_k-th part of the tile. The others send it
 their sums of these parts by st.async, whose bytes count on a barrier of the receiver: no thread
 waits for another CTA's smem to answer, and no fence for the memory of the whole GPU, as a cluster
 barrier that releases memory has it. A thread has the same elements in every CTA, so what it
@@ -15,7 +15,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from cutex.device.atoms.mma import Wgmma
-from cutex.device.atoms.multicast import SharedRing
+from cutex.device.atoms.multicast import Cluster, SharedRing
 from cutex.device.epilogue.sm90.fused_store import ElementStore, FusedStore
 from cutex.device.epilogue.sm90.tma_store import WarpgroupStore
 from cutex.device.pipeline import Barrier
@@ -30,12 +30,14 @@ PartStore = FusedStore | ElementStore | WarpgroupStore
 
 @dataclass(frozen=True)
 class SplitK(MmaRole):
-    """Each CTA of a cluster computes a share of one tile's K, sends the others its fp32 sums, adds
-    up its own parts of the tile, in the same order in every run, and stores them.
+    """A CTA computes a share of one tile's K, sends the CTAs of the other shares its fp32 sums,
+    adds up its own parts of the tile, in the same order in every run, and stores them. They are in
+    one cluster, where those of one share may share loads, too.
 
     What is sent lies where the ring was, A's slots first; the cluster's wgmma are done by then.
     """
 
+    cluster: Cluster
     sums: Barrier  # 1 arrival, and the bytes that the other CTAs send
 
     @cute.jit
@@ -87,6 +89,7 @@ class SplitK(MmaRole):
         """Send each CTA the sums of its parts; keep this one's in its own smem, where they have a
         place, too."""
         c = self.tiles
+        at = cute.arch.block_idx_in_cluster() % self.cluster.size if self.cluster.size > 1 else 0
         for part in cutlass.range_constexpr(cute.size(parts, mode=[1])):
             receiver, turn = part % c.split_k, part // c.split_k
             values = thread_vectors(parts[None, part])  # (VECTOR, NumVectors)
@@ -98,7 +101,8 @@ class SplitK(MmaRole):
                 for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
                     vector = tuple(words[j, i] for j in range(VECTOR))
                     to = there[None, i].iterator
-                    cute.arch.store_async_dsmem(to, vector, self.sums[0], receiver)
+                    rank = receiver * self.cluster.size + at
+                    cute.arch.store_async_dsmem(to, vector, self.sums[0], rank)
 
     @cute.jit
     def store_parts(
