@@ -7,15 +7,13 @@ stream, beside others, so captured launches get memory of their own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from cutex.kernels.gemm.config import Workspace
-
-T = TypeVar("T")
 
 RESERVE = 1 << 20  # zeroed words that are kept for captures, 4 MB
 
@@ -31,16 +29,24 @@ def buffers(needs: Workspace, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def buffers_of(needs: Workspace, device: torch.device) -> Callable[[], tuple[Tensor, Tensor]]:
-    """A function that returns `buffers(needs, device)`, in less time."""
-    index = index_of(device)
+    """A function that returns `buffers(needs, device)`, in less time: it looks the device up only
+    once."""
+    if device.type != "cuda":
+        return lambda: buffers(needs, device)
+    index = device.index
+    is_capturing = torch._C._cuda_isCurrentStreamCapturing
+    stream_of = torch._C._cuda_getCurrentRawStream
 
-    def kept(stream: int) -> tuple[Tensor, Tensor] | None:
+    def found() -> tuple[Tensor, Tensor]:
+        if is_capturing():
+            return buffers(needs, device)
+        stream = stream_of(index)
         sums, flags = _sums.get((index, stream)), _flags.get((index, stream, needs.flags))
         if sums is None or flags is None or sums.numel() < needs.sums:
-            return None
+            return buffers(needs, device)
         return sums, flags
 
-    return _kept_or(kept, lambda: buffers(needs, device), device)
+    return found
 
 
 def flags(device: torch.device, count: int) -> Tensor:
@@ -60,11 +66,19 @@ def flags(device: torch.device, count: int) -> Tensor:
 
 
 def flags_of(device: torch.device, count: int) -> Callable[[], Tensor]:
-    """A function that returns `flags(device, count)`, in less time."""
-    index = index_of(device)
-    return _kept_or(
-        lambda stream: _flags.get((index, stream, count)), lambda: flags(device, count), device
-    )
+    """A function that returns `flags(device, count)`, in less time: it looks the device up only
+    once."""
+    if device.type != "cuda":
+        return lambda: flags(device, count)
+    index = device.index
+    is_capturing = torch._C._cuda_isCurrentStreamCapturing
+    stream_of = torch._C._cuda_getCurrentRawStream
+
+    def found() -> Tensor:
+        kept = None if is_capturing() else _flags.get((index, stream_of(index), count))
+        return flags(device, count) if kept is None else kept
+
+    return found
 
 
 def sums(device: torch.device, count: int) -> Tensor:
@@ -82,24 +96,6 @@ def sums(device: torch.device, count: int) -> Tensor:
 def index_of(device: torch.device) -> int:
     """The index of a GPU; -1 for the CPU."""
     return device.index if device.type == "cuda" else -1
-
-
-def _kept_or(
-    kept: Callable[[int], T | None], make: Callable[[], T], device: torch.device
-) -> Callable[[], T]:
-    """A function that returns what is `kept` for the current stream, or, where that is None or
-    launches are captured, what `make` returns; it looks the device up only once."""
-    if device.type != "cuda":
-        return make
-    index = device.index
-    is_capturing = torch._C._cuda_isCurrentStreamCapturing
-    stream_of = torch._C._cuda_getCurrentRawStream
-
-    def found() -> T:
-        there = None if is_capturing() else kept(stream_of(index))
-        return make() if there is None else there
-
-    return found
 
 
 def _zeros(device: torch.device, count: int) -> Tensor:

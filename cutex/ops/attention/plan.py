@@ -169,7 +169,7 @@ class Plan:
         )  # fmt: skip
         scalars, dtype = self.scalars, self.dtype
         with_lse, dynamic = self.config.lse, self.dynamic
-        empty = empty_of(self.device, SEVERAL_GPUS)
+        empty, of_lse = empty_of(self.device, SEVERAL_GPUS), torch.float32
         counter = flags_of(self.device, COUNTER)
 
         def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Any:
@@ -179,7 +179,7 @@ class Plan:
             if not with_lse:
                 launch(q, k, v, out, *rest, *scalars)
                 return out
-            lse = empty(lse_shape, lse_strides, torch.float32)
+            lse = empty(lse_shape, lse_strides, of_lse)
             launch(q, k, v, out, lse, *rest, *scalars)
             return out, lse
 
@@ -191,7 +191,7 @@ class Plan:
             """The same without unpacking, which costs as much as looking up the plan."""
             out = empty(shape, strides, dtype)
             if with_lse:
-                lse = empty(lse_shape, lse_strides, torch.float32)
+                lse = empty(lse_shape, lse_strides, of_lse)
                 if dynamic:
                     launch(q, k, v, out, lse, counter(), scale)
                 else:
