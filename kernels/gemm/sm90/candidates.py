@@ -212,7 +212,7 @@ def _together() -> Iterator[tuple[int, int, int]]:
 
 def _tile_rows(sharers: int, split_k: int) -> tuple[int, ...]:
     """The rows of the tiles for which so many CTAs may share loads: eight only for the smallest,
-    which L2 limits, and none of many where they share K as well."""
+    which L2 limits, and few where they share K as well, as what they send each other grows."""
     if sharers > 1 and split_k > 1:
         return 64, 128
     return (64,) if sharers == 8 else tuple(WARPGROUPS)
