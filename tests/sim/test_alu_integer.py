@@ -53,10 +53,32 @@ def test_add_sub_min_max(execute, op, reference, kind):
     check(execute, f"{op}.{kind}", kind, reference)
 
 
+@pytest.mark.parametrize("op", [
+    "add.s16", "sub.s16", "min.s16", "max.s16", "min.relu.s16", "max.relu.s16",
+    "add.u16", "sub.u16", "min.u16", "max.u16",
+])  # fmt: skip
+def test_two_integers_of_16_bits_at_once(execute, op):
+    name, *relu, kind = op.split(".")
+    f = {"add": int.__add__, "sub": int.__sub__, "min": min, "max": max}[name]
+
+    def halves(a: int, b: int) -> int:
+        parts = (f(wrap(a >> at, kind), wrap(b >> at, kind)) for at in (0, 16))
+        low, high = ((max(p, 0) if relu else p) & 0xFFFF for p in parts)
+        return high << 16 | low
+
+    check(execute, f"{op}x2", "b32", halves)
+
+
 @pytest.mark.parametrize(("op", "sign"), [("add", 1), ("sub", -1)])
 def test_saturating_add_and_sub(execute, op, sign):
     clamp = lambda v: max(-(1 << 31), min((1 << 31) - 1, v))
     check(execute, f"{op}.sat.s32", "s32", lambda a, b: clamp(a + sign * b))
+
+
+def test_saturating_mad(execute):
+    clamp = lambda v: max(-(1 << 31), min((1 << 31) - 1, v))
+    reference = lambda a, b, c: clamp((a * b >> 32) + c)
+    check(execute, "mad.hi.sat.s32", "s32", reference, "s32", "s32", "s32")
 
 
 @pytest.mark.parametrize("kind", INTEGERS)

@@ -66,6 +66,19 @@ def test_bulk_stores_move_bytes(execute):
     np.testing.assert_array_equal(copy.tensor.data, want)
 
 
+@pytest.mark.parametrize("policy", ["", ", %d9"])
+def test_bulk_stores_leave_out_the_bytes_that_a_mask_does_not_name(policy):
+    copy = Copy(Tensor("u8", (4096,)), (16,), (0,))
+    hint = ".L2::cache_hint" if policy else ""
+    store = f"@%p0 cp.async.bulk.global.shared::cta.bulk_group{hint}.cp_mask [%x+1024], [%r0], 304"
+    body = f"createpolicy.fractional.L2::evict_first.b64 %d9, 0.5; {store}{policy}, 0x80F1;" + DONE
+    want = copy.tensor.data.copy()
+    where = 1024 + np.flatnonzero([0x80F1 >> i % 16 & 1 for i in range(304)])
+    want[where] = FILL
+    run(simulate_ptx, copy, body)
+    np.testing.assert_array_equal(copy.tensor.data, want)
+
+
 PLAIN_REDUCTIONS = [
     ("add.f32", np.float32, np.add), ("add.noftz.f16", np.float16, np.add),
     ("add.noftz.bf16", ml_dtypes.bfloat16, np.add), ("add.f64", np.float64, np.add),

@@ -207,6 +207,20 @@ def test_compare_and_swap(execute):
     assert a.tolist() == [0, 77] * 16 and out.tolist() == [0, 1] * 16
 
 
+def test_atomics_of_128_bits(execute):
+    """One lane after another exchanges; a swap needs both words to be equal."""
+    a, out = np.array([1, 2], np.uint64), np.zeros(6, np.uint64)
+    body = """
+    .reg .b128 %q<3>; setp.eq.u32 %p0, %i, 0; mov.u64 %d0, 1; mov.u64 %d1, 2; mov.u64 %d2, 3;
+    mov.b128 %q0, {%d0, %d1}; mov.b128 %q1, {%d0, %d2};
+    @%p0 atom.global.cas.b128 %q2, [%a], %q1, %q1; @%p0 st.global.b128 [%out], %q2;
+    @%p0 atom.global.cas.b128 %q2, [%a], %q0, %q1; @%p0 st.global.b128 [%out+16], %q2;
+    @%p0 atom.global.exch.b128 %q2, [%a], %q0; @%p0 st.global.b128 [%out+32], %q2;
+    """
+    execute(body, {"a": a, "out": out})
+    assert out.tolist() == [1, 2, 1, 2, 1, 3] and a.tolist() == [1, 2]
+
+
 def test_a_lock_made_of_compare_and_swap_lets_one_lane_in_at_a_time():
     """The simulator's behaviour: whether hardware lets lanes leave a loop alone is the compiler's
     choice.

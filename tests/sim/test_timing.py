@@ -41,6 +41,7 @@ from cutex.sim.timing.lengths import handed_out
 from cutex.sim.timing.machine_code import costs, read
 from cutex.sim.timing.predict import predict
 from cutex.sim.timing.replay import Replay
+from cutex.sim.timing.report import time_launch
 from cutex.sim.timing.roles import distinct
 from cutex.sim.timing.sampled import Sampled, numbers, sample
 from cutex.sim.timing.timed import Whole
@@ -106,8 +107,6 @@ def test_more_sms_are_never_slower(arch, name, number):
 
 
 def time_of(traced, whole, name: str) -> float:
-    from cutex.sim.timing.report import time_launch
-
     return time_launch(traced, gpu(name), whole).us
 
 
@@ -346,6 +345,13 @@ def test_a_timed_run_still_computes_each_element_once():
     (timed,) = report.times
     assert timed.gpu == "H200"
     assert timed.us_band[0] < timed.us < timed.us_band[1]
+
+
+def test_a_report_says_so_where_no_unit_is_busy():
+    traced, whole = recorded("sm_90a", 2)
+    report = time_launch(traced, gpu("h200"), whole)
+    idle = replace(report, busy={"TMA bytes": 0.04})
+    assert "; busy " in str(report) and f"binds: {idle.binds}; no unit is busy for" in str(idle)
 
 
 def test_the_command_line_predicts_and_draws(capsys, tmp_path):

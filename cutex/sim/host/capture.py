@@ -407,6 +407,14 @@ class _Capsule:
         return _CUDA, 0
 
 
+def describe_on_gpu(capsule: Any) -> None:
+    """Make a tensor in host memory, given as DLPack's capsule, one on a GPU by its description."""
+    pointer = C.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = C.c_void_p, [C.py_object, C.c_char_p]
+    managed = _ManagedTensor.from_address(pointer(capsule, b"dltensor"))
+    managed.tensor.device = _Device(_CUDA, 0)
+
+
 def _item(value: Any, keep: list[Any]) -> Any:
     """An item of a tuple, nested to any depth, in the form that TVM-FFI takes."""
     import tvm_ffi

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from typing import Any
@@ -17,11 +17,13 @@ import cuda.bindings.driver as driver
 import cuda.bindings.runtime as cuda_runtime
 import cutlass.cute.testing
 import cutlass.testing
+import torch
 from cutlass._mlir import ir
 from cutlass._mlir.passmanager import PassManager
 from cutlass.base_dsl import compiler
 from cutlass.base_dsl.dsl import BaseDSL
 from cutlass.base_dsl.export import ExternalBinaryModule
+from cutlass.cute.runtime import _Tensor
 
 from cutex.arch import Arch
 from cutex.cache import plain_folder
@@ -29,6 +31,7 @@ from cutex.debug_info import recording
 from cutex.sim.errors import SimError
 from cutex.sim.host.arguments import holds_tensors, stand_for, takes_stream
 from cutex.sim.host.calls import Calls
+from cutex.sim.host.capture import describe_on_gpu
 from cutex.sim.host.cuda_stand_in import CudaDevice, CudaMemory
 from cutex.sim.host.loaded import is_stream
 from cutex.sim.host.simulated import PlainSimulated, Simulated
@@ -161,6 +164,17 @@ def _benchmark_for_autotune(callable: Any, *arguments: Any, **named: Any) -> flo
     return 0.0
 
 
+def _on_gpu(make: Callable[..., None]) -> Callable[..., None]:
+    """``_Tensor.__init__`` of from_dlpack, for which the script's GPU tensors are global memory."""
+
+    def init(self: Any, tensor: Any, *arguments: Any, **named: Any) -> None:
+        make(self, tensor, *arguments, **named)
+        if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+            describe_on_gpu(self._dlpack_data)
+
+    return init
+
+
 def _no_object_files(module: Any, file_path: str, *_: Any, **__: Any) -> None:
     """ExternalBinaryModule.__init__"""
     raise NotImplementedError(
@@ -193,6 +207,7 @@ def dsl_on_cpu(arch: Arch, calls: Calls) -> Iterator[None]:
                 **device.driver_functions(), **cuda.driver_functions(),
             }),
             (cuda_runtime, {**device.runtime_functions(), **cuda.runtime_functions()}),
+            (_Tensor, {"__init__": _on_gpu(_Tensor.__init__)}),
             (ExternalBinaryModule, {"__init__": _no_object_files}),
             (cutlass.cuda, {"initialize_cuda_context": lambda *_, **__: None}),
         ):  # fmt: skip

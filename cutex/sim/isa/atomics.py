@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cutex.sim.isa.access import SPACES, Access
-from cutex.sim.isa.data import HINTS, elements, vector_length
+from cutex.sim.isa.data import HINTS, elements, vector_length, words_128
 from cutex.sim.machine.batch import Batch
 from cutex.sim.numerics.rounding import narrow, widen
 from cutex.sim.ptx.declarations import WIDTH
@@ -43,13 +43,21 @@ def atomic(d: Decoder) -> Execute:
     access = Access(d, at, size * count)
     name = next((p for p in d.parts if p in _COMBINE), "")
     swaps = "cas" in d.mods
-    xs = [d.read(o, word) for o in elements(d, at + 1, count)]
-    ys = [d.read(o, word) for o in elements(d, at + 2, count)] if swaps else []
-    writes = [d.write(o, word) for o in elements(d, 0, count)] if at else []
+    if d.type == "b128":
+        count, word = 2, "b64"
+        xs = [read for read, _ in words_128(d, d.ins.operands[2])]
+        ys = [read for read, _ in words_128(d, d.ins.operands[3])] if swaps else []
+        writes = [write for _, write in words_128(d, d.ins.operands[0])]
+    else:
+        xs = [d.read(o, word) for o in elements(d, at + 1, count)]
+        ys = [d.read(o, word) for o in elements(d, at + 2, count)] if swaps else []
+        writes = [d.write(o, word) for o in elements(d, 0, count)] if at else []
     dtype = TYPES[word]
 
     def updated(old: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        return np.where(old == x, y, old) if swaps else combine(name, d.type, old, x)
+        if swaps:
+            return np.where((old == x).all(1, keepdims=True), y, old)
+        return combine(name, d.type, old, x)
 
     def execute(b: Batch) -> None:
         where = access.lanes(b)

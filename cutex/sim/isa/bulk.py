@@ -45,7 +45,8 @@ def bulk_copy(d: Decoder) -> Execute:
             d.src(1, "u32")
         return lambda b: None
     to_shared = d.ins.op.split("global")[0].find("shared") >= 0
-    d.only(*MODS, *(["im2col"] if to_shared else []))
+    plain_store = not to_shared and "tensor" not in d.mods
+    d.only(*MODS, *(["im2col"] if to_shared else []), *(["cp_mask"] if plain_store else []))
     if "tensor" in d.mods:
         return tensor_load(d) if to_shared else tensor_store(d, None)
     if "global" not in d.mods:
@@ -181,11 +182,15 @@ def _combined(d: Decoder, reduction: str | None, old: np.ndarray, new: np.ndarra
 
 
 def _plain_store(d: Decoder, reduction: str | None) -> Execute:
+    """Contiguous bytes, a multiple of 16, from shared to global memory (9.7.9.25.4.1): all, or with
+    .cp_mask those of each 16 that the last operand has a bit for.
+    """
     m, ins = d.m, d.ins
     to, frm, size = Value(d.address(0)), Value(d.address(1)), Value(d.src(2, "u32"))
+    byte_mask = Value(d.src(len(d) - 1, "u16") if "cp_mask" in d.mods else lambda b: 0xFFFF)
 
     def execute(b: Batch) -> None:
-        t, f, s = to(b), frm(b), size(b)
+        t, f, s, masks = to(b), frm(b), size(b), byte_mask(b)
         for row, lane in active_lanes(b):
             n, target = int(s[row, lane]), int(t[row, lane])
             _check_plain(d, n, target)
@@ -196,7 +201,7 @@ def _plain_store(d: Decoder, reduction: str | None) -> Execute:
             op = Operation(
                 "the bulk store", thread[0], ins, ("store", m.flight.issued),
                 _bulk_storer(
-                    d, reduction, target, (cta, offset), n, group
+                    d, reduction, target, (cta, offset), n, int(masks[row, lane]), group
                 ),
                 Engine.TMA_STORE, n, reads=[Span(cta, offset, offset + n)],
                 agents=[(m.clocks.agent(Kind.BULK, thread[0]), group.last)],
@@ -212,22 +217,25 @@ def _bulk_storer(
     target: int,
     source: tuple[int, int],
     n: int,
+    byte_mask: int,
     group: BulkGroup,
 ) -> Callable[[], None]:
     m = d.m
+    copied = np.flatnonzero(byte_mask >> np.arange(n) % 16 & 1) if byte_mask != 0xFFFF else None
 
     def complete() -> None:
         old = m.memory.view(target, n, f"the bulk store at {d.ins.where()}")
         new = _combined(d, reduction, old, m.smem[source[0], source[1] : source[1] + n])
         region = m.memory.find(target)
+        values = new[None] if copied is None else new[copied, None]
         if region is not None:
-            place = np.array([target - region.base])
+            place = target - region.base + (np.array([0]) if copied is None else copied)
             if reduction is None:
-                m.global_races.note(region, place, new[None], group.by, d.ins)
+                m.global_races.note(region, place, values, group.by, d.ins)
             else:
                 m.global_races.reduced(region, place, n, group.by, d.ins)
-            m.grid_order.wrote(region, place, n)
-        old[:] = new
+            m.grid_order.wrote(region, place, values.shape[1])
+        old[slice(None) if copied is None else copied] = values.reshape(-1)
         group.finished()
 
     return complete

@@ -34,7 +34,7 @@ def mov(d: Decoder) -> Execute:
 
 def _mov_128(d: Decoder) -> Execute:
     """mov between a 128-bit register and another, or two of 64 bits."""
-    halves = [_halves(d, o) for o in d.ins.operands[:2]]
+    halves = [words_128(d, o) for o in d.ins.operands[:2]]
 
     def execute(b: Batch) -> None:
         for (_, write), (read, _) in zip(halves[0], halves[1], strict=True):
@@ -43,7 +43,7 @@ def _mov_128(d: Decoder) -> Execute:
     return execute
 
 
-def _halves(d: Decoder, operand: Operand) -> list[tuple[Any, Any]]:
+def words_128(d: Decoder, operand: Operand) -> list[tuple[Any, Any]]:
     """Functions (read, write) of the low and of the high 64 bits of an operand."""
     if isinstance(operand, Vector):
         return [(d.read(o, "b64"), d.write(o, "b64")) for o in operand.items]
@@ -134,7 +134,7 @@ def ld(d: Decoder) -> Execute:
 
 
 def _ld_128(d: Decoder) -> Execute:
-    access, writes = Access(d, 1, 16), [w for _, w in _halves(d, d.ins.operands[0])]
+    access, writes = Access(d, 1, 16), [w for _, w in words_128(d, d.ins.operands[0])]
 
     def execute(b: Batch) -> None:
         values = np.ascontiguousarray(access.load(b)).view(np.uint64).reshape(b.n, 32, 2)
@@ -152,7 +152,7 @@ def st(d: Decoder) -> Execute:
     access, kind = Access(d, 0, size * count), f"b{8 * size}"
     if d.type == "b128":
         count, kind = 2, "b64"
-        reads = [r for r, _ in _halves(d, d.ins.operands[1])]
+        reads = [r for r, _ in words_128(d, d.ins.operands[1])]
     else:
         reads = [d.read(s, kind) for s in elements(d, 1, count)]
 

@@ -13,22 +13,42 @@ from cutex.sim.ptx.declarations import WIDTH
 from cutex.sim.ptx.decode import TYPES, UNSIGNED, Decoder, Execute, instruction
 
 _WIDE = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
+_PAIRS = {"s16x2": np.int16, "u16x2": np.uint16}
 
 
 @instruction("add", "sub")
 def add_sub(d: Decoder) -> Execute:
     """add, sub (9.7.1.1, 9.7.1.2): modulo 2^n, or saturated; .cc (9.7.2) keeps the carry or
     borrow."""
+    f = np.add if d.ins.name == "add" else np.subtract
+    if pair := _pair(d):
+        return _on_pairs(d, pair, f)
     if is_float(d):
         return arithmetic(d, d.ins.name)
     d.only("sat", "cc")
     if "cc" in d.mods:
         return _with_carry(d, lambda x, y: (x, y), False)
-    f = np.add if d.ins.name == "add" else np.subtract
     if "sat" not in d.mods:
         return d.map(f, 2)
     info = np.iinfo(np.int32)
     return d.map(lambda x, y: np.clip(f(x, y, dtype=np.int64), info.min, info.max), 2)
+
+
+def _pair(d: Decoder) -> str | None:
+    """The type of two integers of 16 bits in each operand, if the instruction names one."""
+    return next((p for p in d.parts if p in _PAIRS), None)
+
+
+def _on_pairs(d: Decoder, pair: str, f: Any) -> Execute:
+    """``f`` of the halves of two operands, half by half."""
+    d.only(pair, "relu")
+    d.type = "b32"
+
+    def both(x: Any, y: Any) -> Any:
+        x, y = (np.ascontiguousarray(v).view(_PAIRS[pair]) for v in np.broadcast_arrays(x, y))
+        return f(x, y).view(np.uint32)
+
+    return d.map(both, 2)
 
 
 @instruction("addc", "subc")
@@ -109,16 +129,21 @@ def _high_64_signed(x: Any, y: Any) -> Any:
 
 @instruction("mad", "madc")
 def mad(d: Decoder) -> Execute:
-    """mad, madc (9.7.1.4, 9.7.2.5, 9.7.2.6): a * b + c, with the halves of mul."""
+    """mad, madc (9.7.1.4, 9.7.2.5, 9.7.2.6): a * b + c, with the halves of mul, or saturated."""
     if is_float(d):
         return arithmetic(d, "fma")
-    d.only("lo", "hi", "wide", "cc")
+    d.only("lo", "hi", "wide", "cc", "sat")
     product = _product(d)
     if "cc" in d.mods or d.ins.name == "madc":
         return _with_carry(d, lambda x, y, z: (z, product(x, y)), d.ins.name == "madc")
     kind = _WIDE[d.type] if "wide" in d.mods else d.type
+    if "sat" in d.mods:
+        info = np.iinfo(np.int32)
+        add = lambda x, y: np.clip(np.add(x, y, dtype=np.int64), info.min, info.max)
+    else:
+        add = np.add
     a, b2, c, write = d.src(1), d.src(2), d.src(3, kind), d.dst(0, kind)
-    return lambda b: write(b, product(a(b), b2(b)) + c(b))
+    return lambda b: write(b, add(product(a(b), b2(b)), c(b)))
 
 
 @instruction("mul24", "mad24")
@@ -199,13 +224,14 @@ def rem(d: Decoder) -> Execute:
 
 @instruction("min", "max")
 def minimum(d: Decoder) -> Execute:
-    """min, max (9.7.1.12, 9.7.1.13)."""
+    """min, max (9.7.1.12, 9.7.1.13); .relu makes what is below zero zero."""
+    pick = np.minimum if d.ins.name == "min" else np.maximum
+    f = (lambda x, y: np.maximum(pick(x, y), 0)) if "relu" in d.mods else pick
+    if pair := _pair(d):
+        return _on_pairs(d, pair, f)
     if is_float(d):
         return extremum(d)
     d.only("relu")
-    f = np.minimum if d.ins.name == "min" else np.maximum
-    if "relu" in d.mods:
-        return d.map(lambda x, y: np.maximum(f(x, y), 0), 2)
     return d.map(f, 2)
 
 

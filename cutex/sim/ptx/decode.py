@@ -153,7 +153,8 @@ class Decoder:
         if not self.checked:
             self.only()
         if "cache_hint" in self.mods:
-            self.src(len(self) - 1, "b64")  # the policy, which changes no value
+            # NOTE: the policy changes no value; a byte mask stands behind it
+            self.src(len(self) - 1 - ("cp_mask" in self.mods), "b64")
         for k, operand in enumerate(self.ins.operands):
             if k not in self.ins.operands.asked:
                 raise self.unknown(f"operand {k + 1}, {operand}")

@@ -67,6 +67,8 @@ class TimeReport:
         low, high = self.us_band
         ran, count = self.timed.sampled
         top = sorted(self.busy.items(), key=lambda item: -item[1])
+        busy = ", ".join(f"{name} {100 * part:.0f} %" for name, part in top if part >= 0.05)
+        used = f"busy {busy}" if busy else "no unit is busy for 5 % of it"
         lines = [
             f"{self.kernel} on {self.gpu}: predicted, not measured",
             f"  {self.cycles:12,.0f} cycles (+-{100 * self.band:.0f} %) "
@@ -74,8 +76,7 @@ class TimeReport:
             f"  {self.us:12,.1f} us ({low:,.1f} to {high:,.1f})"
             + (f", {self.tflops:,.0f} TFLOPS" if self.flops else ""),
             *([f"  clusters differ: {ran} of {count} were recorded"] if ran else []),
-            f"  binds: {self.binds}; busy "
-            + ", ".join(f"{name} {100 * part:.0f} %" for name, part in top if part >= 0.05),
+            f"  binds: {self.binds}; {used}",
             f"  {'role':<16}{'warps':>6}{'works':>8}   waits for",
         ]
         for role in self.roles:
