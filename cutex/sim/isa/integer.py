@@ -22,6 +22,7 @@ def add_sub(d: Decoder) -> Execute:
     borrow."""
     f = np.add if d.ins.name == "add" else np.subtract
     if pair := _pair(d):
+        d.only(pair)
         return _on_pairs(d, pair, f)
     if is_float(d):
         return arithmetic(d, d.ins.name)
@@ -41,7 +42,6 @@ def _pair(d: Decoder) -> str | None:
 
 def _on_pairs(d: Decoder, pair: str, f: Any) -> Execute:
     """``f`` of the halves of two operands, half by half."""
-    d.only(pair, "relu")
     d.type = "b32"
 
     def both(x: Any, y: Any) -> Any:
@@ -228,6 +228,7 @@ def minimum(d: Decoder) -> Execute:
     pick = np.minimum if d.ins.name == "min" else np.maximum
     f = (lambda x, y: np.maximum(pick(x, y), 0)) if "relu" in d.mods else pick
     if pair := _pair(d):
+        d.only(pair, "relu")
         return _on_pairs(d, pair, f)
     if is_float(d):
         return extremum(d)
