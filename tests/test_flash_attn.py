@@ -380,6 +380,10 @@ def test_what_torch_watches_goes_through_the_dispatcher(stand_in):
     mapped = torch.func.vmap(cutex.flash_attn_func)(*(torch.stack((x, -x)) for x in (q, k, v)))
     for i, sign in enumerate((1, -1)):
         assert torch.equal(mapped[i], cutex.flash_attn_func(sign * q, sign * k, sign * v))
+    ends = torch.tensor([[0, 5, 14], [0, 7, 14]], dtype=torch.int32)
+    mapped = torch.func.vmap(lambda x: cutex.flash_attn_varlen_func(*p[:3], x, p[4], 9))(ends)
+    for got, x in zip(mapped, ends, strict=True):
+        assert torch.equal(got, cutex.flash_attn_varlen_func(*p[:3], x, p[4], 9))
     none = (torch.empty(0, *x.shape, dtype=x.dtype) for x in (q, k, v))
     assert torch.func.vmap(cutex.flash_attn_func)(*none).shape == (0, *q.shape)
     with pytest.raises(ValueError, match="score_mod cannot be given under"), FakeTensorMode():

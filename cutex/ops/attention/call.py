@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cutex.compile.user_function import arguments_taken
+from cutex.ops.plain import is_plain
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -198,12 +199,8 @@ def _check_lengths(call: AttentionCall) -> None:
             raise TypeError(f"{name} must be an int or None, got {type(most).__name__}")
         if most < 0:
             raise ValueError(f"{name}={most}: must be at least 0")
-    if call.q.device.type == "cpu" and not _is_fake(call.q):
+    if call.q.device.type == "cpu" and all(map(is_plain, call.tensors)):
         _check_values(call)
-
-
-def _is_fake(x: Tensor) -> bool:
-    return type(x) not in (Tensor, torch.nn.Parameter)
 
 
 def _check_values(call: AttentionCall) -> None:
