@@ -104,6 +104,11 @@ def flash_on_cpu():
     ):  # fmt: skip
         assert dropout == 0 and rng.dtype == torch.uint64
         assert not (lse == -torch.inf).any(), "torch's kernel would give NaN"
+        for x in (grad, q, k, v, out):  # what torch's kernel refuses, or reads wrongly
+            strides = [s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
+            assert x.stride(-1) == 1 and all(s % 8 == 0 for s in (x.storage_offset(), *strides))
+        assert all(x is None or (x.is_contiguous() and len(x) > 1) for x in (cu_q, cu_k))
+        assert min(max_q, max_k) > 0 and max(window_size_left, window_size_right) < 2**31
         left, right = (
             None if x in (None, -1) else x for x in (window_size_left, window_size_right)
         )

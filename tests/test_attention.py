@@ -143,6 +143,15 @@ def test_scores_that_move_with_every_key_and_one_that_dwarfs_all(place):
         hold(place, replace(PLAIN, seqlen_q=140, seqlen_k=300, init=init))
 
 
+def test_a_sink_of_minus_infinity_is_none(place):
+    case = replace(PLAIN, seqlen_q=130, seqlen_k=7, sink=True)  # most rows see no key
+    inputs = case.inputs(place.device)
+    inputs.sink[1] = -torch.inf
+    with place.prepared():
+        found = case.check(inputs, *call(case, inputs))
+    assert found.ok, found.message
+
+
 def test_orders_do_not_change_a_bit(place):
     case = replace(PLAIN, seqlen_q=200, seqlen_k=330, batch=2)
     inputs = case.inputs(place.device)

@@ -70,6 +70,9 @@ def test_what_the_kernel_does_not_take_runs_as_before(active, more):
     assert F.scaled_dot_product_attention(q, q, q, **more).isfinite().all()
     odd = heads_first(head_dim=40)
     assert F.scaled_dot_product_attention(odd, odd, odd).shape == odd.shape
+    q, k, v = packed(9, head_dim=192), packed(9, head_dim=192), packed(9, head_dim=128)
+    with pytest.raises(ValueError, match="neither cutex nor torch has a kernel"):
+        varlen_attn(q, k, v, ends(9), ends(9), 9, 9)  # torch's outputs have the shape of q
     assert not active.launches
 
 

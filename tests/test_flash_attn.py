@@ -201,6 +201,23 @@ def test_a_number_of_numpy_is_a_number(stand_in, name):
         assert torch.equal(got, want)
 
 
+def test_whole_numbers_of_numpy_are_whole_numbers(stand_in):
+    q, k, v = SMALL.inputs()[:3]
+    packed = PACKED.inputs()[:5]
+    for leaf in (q, q.clone().requires_grad_()):
+        want, got = (cutex.flash_attn_func(leaf, k, v, window_size=(kind(3), kind(2)))
+                     for kind in (int, np.uint8))  # fmt: skip
+        assert torch.equal(got, want)
+        eager.forget()
+        cutex.flash_attn_varlen_func(
+            *packed, np.int64(9), np.int32(7), window_size=(np.uint8(3), 0)
+        )
+        given = stand_in.launches[-1][1]
+        assert [type(given[name]) for name in ("lo", "max_seqlen_q")] == [int, int]
+        assert (given["lo"], given["max_seqlen_q"]) == (-3, 9)
+        packed = [packed[0].clone().requires_grad_(), *packed[1:]]
+
+
 def test_after_a_misaligned_tensor_aligned_ones_are_not_copied(stand_in):
     q, k, v = SMALL.inputs()[:3]
     shifted = torch.cat((q.new_zeros(1), q.flatten()))[1:].view(q.shape)
@@ -298,6 +315,45 @@ def test_compiled_by_torch_it_is_one_node(stand_in, dynamic):
     torch._dynamo.reset()
 
 
+def test_packed_sequences_of_any_number_compile_once(stand_in):
+    graphs = []
+
+    def backend(module, _):
+        graphs.append(module)
+        return module.forward
+
+    function = torch.compile(
+        lambda *x: cutex.flash_attn_varlen_func(*x), backend=backend, dynamic=True, fullgraph=True
+    )
+    for lengths in ((5, 9), (3, 4, 7), (2, 3, 4, 5)):
+        problem = replace(PACKED, batch=len(lengths), lengths_q=lengths, lengths_k=lengths)
+        inputs = problem.inputs()
+        assert problem.check(inputs, function(*inputs[:5], max(lengths)), None).ok
+    assert len(graphs) == 1
+    torch._dynamo.reset()
+
+
+def test_a_users_function_breaks_the_graph_and_is_not_traced_by_dynamo(stand_in):
+    q, k, v = SMALL.inputs()[:3]
+    traced = []
+
+    def backend(module, _):
+        traced.append(module.code)
+        return module.forward
+
+    def mod(score, b, h, i, j):
+        return score
+
+    function = torch.compile(
+        lambda q: cutex.flash_attn_func(2 * q, k, v, score_mod=mod) + 1, backend=backend
+    )
+    for _ in range(2):
+        assert function(q).shape == q.shape
+        assert stand_in.launches[-1][0].score_mod.function is mod
+    assert len(traced) <= 2, traced  # at most what is before the call, and after
+    torch._dynamo.reset()
+
+
 def test_what_torch_watches_goes_through_the_dispatcher(stand_in):
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -324,5 +380,11 @@ def test_what_torch_watches_goes_through_the_dispatcher(stand_in):
     mapped = torch.func.vmap(cutex.flash_attn_func)(*(torch.stack((x, -x)) for x in (q, k, v)))
     for i, sign in enumerate((1, -1)):
         assert torch.equal(mapped[i], cutex.flash_attn_func(sign * q, sign * k, sign * v))
+    ends = torch.tensor([[0, 5, 14], [0, 7, 14]], dtype=torch.int32)
+    mapped = torch.func.vmap(lambda x: cutex.flash_attn_varlen_func(*p[:3], x, p[4], 9))(ends)
+    for got, x in zip(mapped, ends, strict=True):
+        assert torch.equal(got, cutex.flash_attn_varlen_func(*p[:3], x, p[4], 9))
+    none = (torch.empty(0, *x.shape, dtype=x.dtype) for x in (q, k, v))
+    assert torch.func.vmap(cutex.flash_attn_func)(*none).shape == (0, *q.shape)
     with pytest.raises(ValueError, match="score_mod cannot be given under"), FakeTensorMode():
         cutex.flash_attn_func(q, k, v, score_mod=lambda s, *_: s)

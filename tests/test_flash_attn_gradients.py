@@ -28,6 +28,7 @@ GRADIENTS = {
     "window": {"window": (6, 3)},
     "192/128": {"head_dim": 192, "head_dim_v": 128},
     "sink": {"sink": True, "window": (4, None)},
+    "a window of more than 32 bits": {"window": (2**40, 3)},
     "packed": {"lengths_q": (12, 9), "lengths_k": (7, 30), "causal": True},
     "packed with a sink": {"lengths_q": (12, 0), "lengths_k": (7, 30), "sink": True},
 }
@@ -52,6 +53,49 @@ def test_gradients_are_those_of_the_definition(stand_in, name, compiled):
     want.backward(grad.double())
     for x, y in zip(leaves, wide, strict=True):
         torch.testing.assert_close(x.grad.double(), y.grad, rtol=0.02, atol=0.01)
+
+
+@pytest.mark.parametrize(
+    "views", [("transposed", "shifted", "padded"), ("shifted", "interleaved", "transposed")]
+)
+def test_gradients_of_views_that_torchs_backward_cannot_read(stand_in, views):
+    problem = replace(SMALL, dtype="fp16", views=views)
+    q, k, v = (x.requires_grad_() for x in problem.inputs()[:3])
+    with flash_on_cpu():
+        cutex.flash_attn_func(q, k, v).square().sum().backward()
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    definition(problem, *wide).square().sum().backward()
+    for x, y in zip((q, k, v), wide, strict=True):
+        torch.testing.assert_close(x.grad.double(), y.grad, rtol=0.02, atol=0.02)
+
+
+def test_rows_of_no_sequence_leave_the_gradient_of_a_sink_alone(stand_in):
+    problem = replace(SMALL, lengths_q=(5, 9), lengths_k=(7, 3), tail=3, sink=True)
+    inputs = problem.inputs()
+    q, k, v = (torch.nan_to_num(x) for x in inputs[:3])
+    starts = [torch.stack((x, x), 1)[:, 0] for x in inputs[3:5]]  # lengths of any stride, too
+    found = []
+    for unwritten in (torch.nan, 1e4):
+        sink = inputs.sink.clone().requires_grad_()
+        with flash_on_cpu():
+            out = cutex.flash_attn_varlen_func(q, k, v, *starts, learnable_sink=sink)
+            out.data[14:] = unwritten
+            out.backward(torch.ones_like(out))
+        found.append(sink.grad)
+    assert found[0].isfinite().all() and torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("ends", "longest"), [((0,), None), ((0, 0), 0)], ids=["no batch", "no row"]
+)
+def test_gradients_without_sequences_are_zero(stand_in, ends, longest):
+    q, k, v = (torch.ones(3, 2, 64, dtype=torch.float16, requires_grad=True) for _ in range(3))
+    sink = torch.zeros(2, requires_grad=True)
+    cu = torch.tensor(ends, dtype=torch.int32)
+    with flash_on_cpu():
+        out = cutex.flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, learnable_sink=sink)
+        out.nan_to_num().sum().backward()
+    assert not any(x.grad.any() for x in (q, k, v, sink))
 
 
 def definition(problem, q, k, v, sink=None):

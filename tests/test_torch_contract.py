@@ -160,6 +160,20 @@ def test_a_function_needs_no_hash(stand_in: StandIn) -> None:
         assert agree(out, plain_torch(A, B, alpha=factor, out_dtype=torch.float32))
 
 
+def test_a_users_activation_breaks_the_graph_and_is_not_traced_by_dynamo(stand_in) -> None:
+    traced: list[str] = []
+
+    def backend(module, _):
+        traced.append(module.code)
+        return module.forward
+
+    function = torch.compile(lambda a: cutex.matmul(a, B, activation=Times(2.0)), backend=backend)
+    for _ in range(2):
+        assert agree(function(A), plain_torch(A, B, alpha=2.0))
+    assert len(traced) <= 1, traced
+    torch._dynamo.reset()
+
+
 def test_alpha_and_beta_are_read_at_each_call(stand_in: StandIn) -> None:
     for alpha in (2, 3.0, np.float32(0.5), np.int64(4), True, 2):
         assert agree(cutex.matmul(A, B, alpha=alpha), float(alpha) * (A @ B))

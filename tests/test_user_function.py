@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import subprocess
 import sys
 import types
@@ -134,6 +135,15 @@ def test_what_changes_in_place_is_read_again_each_time(monkeypatch):
     assert key(function) != before.key
 
 
+def test_attributes_of_a_function_count(monkeypatch):
+    function = lambda x: x * helper.factor
+    monkeypatch.setattr(helper, "factor", 2.0, raising=False)
+    before = UserFunction(function)
+    assert before.cacheable and not before.is_current()
+    monkeypatch.setattr(helper, "factor", 3.0)
+    assert key(function) != before.key
+
+
 def test_inner_functions_partials_and_methods_count(monkeypatch):
     def outer(x):
         def inner(y):
@@ -165,6 +175,9 @@ def test_the_dsl_and_python_are_taken_by_name():
     assert key(scaled(Float32(2.0))) != key(scaled(Float32(3.0)))
 
 
+MODULE = types.ModuleType("of_a_user")
+
+
 class Holder:
     value = 1.0
 
@@ -181,6 +194,9 @@ class Holder:
         lambda x: x * globals()["FACTOR"],
         lambda x: x * not_defined_anywhere,  # noqa: F821
         scaled(Holder()),
+        lambda x, module=MODULE: x * module.factor,
+        scaled(MODULE),
+        lambda x: operator.attrgetter("factor")(MODULE) * x,
     ],
 )
 def test_what_cannot_be_known_is_never_equal_to_anything(function):

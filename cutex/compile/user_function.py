@@ -109,6 +109,9 @@ class _Reader:
             for item in sorted(items, key=repr) if kind in (set, frozenset) else items:
                 yield from self.parts(item)
         elif kind is types.ModuleType:
+            # NOTE: of a module in a closure, a default or another name, any attribute may be read
+            if value.__name__.partition(".")[0] not in _FIXED:
+                raise Unkeyable(f"it reads of module {value.__name__} what its code does not say")
             yield f"module {value.__name__}"
         elif kind is types.CodeType:
             yield from self._code(value)
@@ -159,6 +162,8 @@ class _Reader:
             yield from self.parts(held)
         if wrapped is not None:
             yield from self.parts(wrapped)
+        if own := {name: x for name, x in vars(function).items() if not name.startswith("_")}:
+            yield from self.parts(own)  # its attributes, which any code that reaches it may read
         yield from self._names(function.__code__, function.__globals__)
 
     def _code(self, code: types.CodeType) -> Iterator[str]:

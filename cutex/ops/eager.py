@@ -21,7 +21,7 @@ from cutex.ops import autocast, tuner
 from cutex.ops.arrange import Arranged, arrange
 from cutex.ops.checks import Call, check, check_memory, extents, number
 from cutex.ops.device import SEVERAL_GPUS, arch_of, current, launcher, per_device
-from cutex.ops.plain import empty_of, guard, is_plain, nobody_watches
+from cutex.ops.plain import empty_of, guard, is_plain, nobody_watches, untraced
 from cutex.ops.plan import config_for, kernel_for, user_functions
 
 Activation = str | Callable[..., Any] | None
@@ -88,6 +88,7 @@ def written(*tensors: Tensor | None) -> None:
     _increment_version([x for x in tensors if x is not None])
 
 
+@untraced
 def _unplanned(call: Call) -> Tensor:
     """Run a call without a plan: through the operator if torch has more to do than to run it."""
     if isinstance(call.a, Tensor) and autocast.is_on(call.a.device):
@@ -215,6 +216,7 @@ def distinct(call: Call) -> list[Tensor]:
     return given[:1] + given[2:] if call.a is call.b else given
 
 
+@untraced
 def planned(
     a: Tensor,
     b: Tensor,

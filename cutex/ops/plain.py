@@ -8,7 +8,8 @@ a transform, a mode, a tracer or forward differentiation is active.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 _guards: Any = torch._C._dynamo.guards
+_eval_frame: Any = torch._C._dynamo.eval_frame
 _PLAIN = (Tensor, torch.nn.Parameter)
 _transforms_active = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -72,6 +74,23 @@ def empty_of(device: torch.device, several: bool) -> Callable[..., Tensor]:
     return lambda shape, strides, dtype: torch.empty_strided(
         shape, strides, dtype=dtype, device=device
     )
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def untraced(function: Function) -> Function:
+    """`function`, which runs as it is, with all that it calls, where a graph of torch.compile
+    breaks, as at a function of the user's; within a graph dynamo still traces it.
+
+    NOTE: dynamo would trace plans, the compiler and the simulator, each function for itself.
+    torch.compiler.disable would import dynamo, which takes a second, and stay between.
+    """
+    assert isinstance(function, FunctionType)
+    skip = _eval_frame._FrameAction.SKIP
+    strategy = _eval_frame._FrameExecStrategy(skip, skip)
+    _eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
 
 
 def bare(x: Any) -> Any:

@@ -176,7 +176,8 @@ class Softmax:
                 sink_log2 = sinks[r] * LOG2_E
                 new = cute.arch.fmax(highest, sink_log2) if total > 0.0 else sink_log2
                 scaled = exp2(highest - new) if total > 0.0 else Float32(0.0)
-                total = total * scaled + exp2(sink_log2 - new)
+                # NOTE: -inf less -inf; a row without keys and a sink of -inf has a sum of 0
+                total = total * scaled + exp2(sink_log2 - self._finite(new))
                 highest = new
             empty = total == 0.0
             factors[r] = Float32(0.0) if empty else scaled * reciprocal(total)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cutex.compile.user_function import arguments_taken
+from cutex.ops.plain import is_plain
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
 SCORE_MOD = ("score", "batch", "head", "query", "key")  # its parameters; mask_mod lacks score
 NUMBERS: Any = (Real, torch.SymFloat)  # such as a float of Python or of numpy
+INTEGERS: Any = (Integral, torch.SymInt)
 MAX_LENGTH = 2**30 - 1  # rows of a sequence
 
 Window = tuple[int | None, int | None]
@@ -91,7 +93,7 @@ class AttentionCall:
     def window(self) -> Window:
         """The window without bounds that have no effect at these lengths; its right side is 0 if
         causal."""
-        left, right = self.window_size
+        left, right = (None if x is None else int(x) for x in self.window_size)
         right = 0 if self.causal else right
         longest_q, longest_k = (x.shape[-3] for x in (self.q, self.k))
         # the first query of a sequence sees keys up to seqlen_k - seqlen_q + right, ...
@@ -184,24 +186,21 @@ def _check_lengths(call: AttentionCall) -> None:
     for name, x in call.lengths.items():
         if x.dtype != torch.int32:
             raise TypeError(f"{name} has dtype {x.dtype}, which is not int32")
-        expected = call.batch + name.startswith("cu")
-        if x.dim() != 1 or x.shape[0] != expected or expected < name.startswith("cu"):
-            due = max(expected, int(name.startswith("cu")))
+        fewest = int(name.startswith("cu"))
+        expected = call.batch + fewest
+        if x.dim() != 1 or x.shape[0] != expected or expected < fewest:
+            due = max(expected, fewest)
             raise ValueError(f"{name} has shape {tuple(x.shape)}, it must be ({due},)")
     for name in ("max_seqlen_q", "max_seqlen_k"):
         most = getattr(call, name)
         if most is None:
             continue
-        if isinstance(most, bool) or not isinstance(most, (int, torch.SymInt)):
+        if isinstance(most, bool) or not isinstance(most, INTEGERS):
             raise TypeError(f"{name} must be an int or None, got {type(most).__name__}")
         if most < 0:
             raise ValueError(f"{name}={most}: must be at least 0")
-    if call.q.device.type == "cpu" and not _is_fake(call.q):
+    if call.q.device.type == "cpu" and all(map(is_plain, call.tensors)):
         _check_values(call)
-
-
-def _is_fake(x: Tensor) -> bool:
-    return type(x) not in (Tensor, torch.nn.Parameter)
 
 
 def _check_values(call: AttentionCall) -> None:
@@ -236,7 +235,7 @@ def _check_numbers(call: AttentionCall) -> None:
     for bound in window:
         if bound is None:
             continue
-        if isinstance(bound, bool) or not isinstance(bound, (int, torch.SymInt)):
+        if isinstance(bound, bool) or not isinstance(bound, INTEGERS):
             raise TypeError(f"window_size={tuple(window)}: a side is a whole number or None")
         if bound == -1:
             raise ValueError(f"window_size={tuple(window)}: write None, not -1, for an open side")

@@ -16,7 +16,7 @@ from cutex.ops.attention.call import AttentionCall, Window, check
 from cutex.ops.attention.plan import ALIGN, Plan, check_device, longest_q
 from cutex.ops.checks import number
 from cutex.ops.device import current, per_device
-from cutex.ops.plain import guard, is_plain, nobody_watches
+from cutex.ops.plain import guard, is_plain, nobody_watches, untraced
 
 Mod = Callable[..., Any] | None
 
@@ -158,6 +158,7 @@ class Known(NamedTuple):
     plan: Plan
     launch: Callable[..., Any]  # has the same result as the functions
 
+    @untraced
     def still(self) -> bool:
         return not (self.wants_gradient and _grad_enabled()) and self.plan.is_current()
 
@@ -171,6 +172,7 @@ _grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
+@untraced
 def _find(options: tuple[Any, ...], given: tuple[Tensor, ...]) -> Known | None:
     """The plan for these options that takes the tensors `given` as they are: that of the latest
     call with them, as where a model's layers are alike, or another.
@@ -188,6 +190,7 @@ def _find(options: tuple[Any, ...], given: tuple[Tensor, ...]) -> Known | None:
     return None
 
 
+@untraced
 def _key(options: tuple[Any, ...], given: tuple[Tensor, ...]) -> tuple[Any, ...]:
     return given[0].numel(), given[1].numel(), *options
 
@@ -199,6 +202,7 @@ def forget() -> None:
     _plans.clear()
 
 
+@untraced
 def _unknown(
     call: AttentionCall, return_lse: bool, key: tuple[Any, ...] | None
 ) -> Tensor | tuple[Tensor, Tensor]:

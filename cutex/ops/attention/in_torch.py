@@ -105,6 +105,7 @@ class Overrides:
 def _takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return (
         q.dtype in DTYPES
+        and q.shape[-1] == v.shape[-1]  # as torch's outputs are shaped like q
         and (q.shape[-1], v.shape[-1]) in HEAD_DIMS
         and k.shape[-2] > 0
         and q.shape[-2] % k.shape[-2] == 0

@@ -21,7 +21,7 @@ from cutex.compile.user_function import UserFunction
 from cutex.kernels.attention.choose import CONFIGS, AnyConfig, Shape, fill, on_gpu
 from cutex.ops.attention.call import DTYPES, AttentionCall
 from cutex.ops.device import SEVERAL_GPUS, current, launcher, simulated_arch
-from cutex.ops.plain import empty_of
+from cutex.ops.plain import empty_of, untraced
 from cutex.ops.workspace import flags, flags_of
 from cutex.problem.stage import package
 
@@ -95,7 +95,7 @@ class Plan:
         if right:
             scalars.append(right)
         if self.config.varlen_q:
-            scalars.append(longest_q(call))
+            scalars.append(int(longest_q(call)))
         self.scalars = tuple(scalars)
         self.launch: Callable[..., None] | None = None
         sink = call.learnable_sink
@@ -172,6 +172,7 @@ class Plan:
         empty, of_lse = empty_of(self.device, SEVERAL_GPUS), torch.float32
         counter = flags_of(self.device, COUNTER)
 
+        @untraced
         def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Any:
             out = empty(shape, strides, dtype)
             if dynamic:
@@ -187,6 +188,7 @@ class Plan:
             return run
         scale = scalars[0]
 
+        @untraced
         def run_dense(q: Tensor, k: Tensor, v: Tensor) -> Any:
             """The same without unpacking, which costs as much as looking up the plan."""
             out = empty(shape, strides, dtype)
@@ -253,7 +255,8 @@ def config_for(
         score_mod=functions[0],
         mask_mod=functions[1],
     )
-    shape = Shape(call.batch, *call.heads, longest_q(call), longest_k(call))
+    longest = int(longest_q(call)), int(longest_k(call))
+    shape = Shape(call.batch, *call.heads, *longest)
     target = arch_of(call.q.device)
     gpu = resources(call.q.device, target)
     return on_gpu(fill(what, shape, arch(target)), shape, *gpu)

@@ -100,7 +100,8 @@ def _mapped(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
     dims = zip(args[:3], in_dims[:3], strict=True)
     each = [x.expand(n, *x.shape) if d is None else x.movedim(d, 0) for x, d in dims]
     out, lse = torch.ops.cutex.flash_attn(*(x.flatten(0, 1) for x in each), *args[3:])
-    return (out.unflatten(0, (n, -1)), lse.unflatten(0, (n, -1))), (0, 0)
+    sizes = n, each[0].shape[1]
+    return (out.unflatten(0, sizes), lse.unflatten(0, sizes)), (0, 0)
 
 
 def _flops(
