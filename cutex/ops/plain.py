@@ -84,12 +84,13 @@ def untraced(function: Function) -> Function:
     breaks, as at a function of the user's; within a graph dynamo still traces it.
 
     NOTE: dynamo would trace plans, the compiler and the simulator, each function for itself.
-    torch.compiler.disable would import dynamo, which takes a second, and stay between.
+    torch.compiler.disable would import dynamo, which takes a second, and stay between. A torch
+    without this hook of its own only takes longer to break the graph.
     """
     assert isinstance(function, FunctionType)
-    skip = _eval_frame._FrameAction.SKIP
-    strategy = _eval_frame._FrameExecStrategy(skip, skip)
-    _eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    if (set_strategy := getattr(_eval_frame, "set_code_exec_strategy", None)) is not None:
+        skip = _eval_frame._FrameAction.SKIP
+        set_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
     return function
 
 
