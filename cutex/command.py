@@ -68,6 +68,17 @@ def print_nowhere() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def open_closed() -> None:
+    """Open on nothing the standard streams that were closed before this process began (`>&-`): the
+    next file that is opened would take the place of one, and its text be mixed with what is
+    printed."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            nothing = os.open(os.devnull, os.O_RDWR)  # its number is the stream's: the lowest free
+            os.set_inheritable(nothing, True)
+            setattr(sys, name, os.fdopen(nothing, "r" if name == "stdin" else "w"))
+
+
 def answered(main: Callable[P, int]) -> Callable[P, int]:
     """Wrap the `main` of a command: bad options, a reader that leaves (`| head`), Ctrl-C, an error
     of the disk, a lack of memory and a missing installation end it with one sentence at most, never
@@ -75,9 +86,11 @@ def answered(main: Callable[P, int]) -> Callable[P, int]:
 
     @wraps(main)
     def run(*args: P.args, **kwargs: P.kwargs) -> int:
+        open_closed()
         try:
             code = main(*args, **kwargs)
-            sys.stdout.flush()
+            if not (sys.stdout is None or sys.stdout.closed):  # a script may do so
+                sys.stdout.flush()
             return code
         except BrokenPipeError:
             print_nowhere()

@@ -266,3 +266,20 @@ def test_nobody_is_told_to_install_what_is_not_ours():
     ]:
         for line in file.read_text().splitlines():
             assert not re.search(r"pip install '?cutex", line), f"{file}: {line}"
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_is_no_error(closed, tmp_path):
+    """A file that is opened does not take the stream's place: nothing printed goes into it."""
+    (tmp_path / "x.py").write_text(
+        "import sys\nfrom cutex.command import answered\n\n"
+        "@answered\ndef main():\n    print('seen' + sys.stdin.read())\n"
+        "    with open('kept', 'w') as file:\n        file.write('whole')\n    return 3\n\n"
+        "raise SystemExit(main())\n"
+    )
+    done = subprocess.run(
+        ["bash", "-c", f'"$0" x.py {closed}', sys.executable], cwd=tmp_path, capture_output=True,
+        text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (3, "")
+    assert (tmp_path / "kept").read_text() == "whole"
