@@ -6,6 +6,7 @@ import ast
 import errno
 import importlib
 import importlib.metadata
+import json
 import os
 import re
 import subprocess
@@ -283,3 +284,23 @@ def test_a_closed_stream_is_no_error(closed, tmp_path):
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (3, "")
     assert (tmp_path / "kept").read_text() == "whole"
+
+
+def test_what_a_script_leaves_with_is_told_as_python_tells_it(tmp_path, capfd):
+    from cutex.sim.__main__ import main
+
+    script = tmp_path / "mine.py"
+    script.write_text("import sys\nsys.exit(['lost', 2])\n")
+    assert main([str(script)]) == 1
+    assert capfd.readouterr().err.startswith("['lost', 2]\n")
+
+
+def test_a_script_that_goes_elsewhere_has_its_report_where_it_was_asked_for(tmp_path, monkeypatch):
+    from cutex.sim.__main__ import main
+
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "mine.py").write_text("import os\nos.chdir('sub')\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["--json", "found.json", "mine.py"]) == 0
+    assert json.loads((tmp_path / "found.json").read_text())["launches"] == {}
+    assert not list((tmp_path / "sub").iterdir())

@@ -94,7 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if why := _bad_clock(options):
         return refuse(why)
     if options.json is not None:
-        writable("--json", str(options.json)).write_text("")  # an earlier run's goes
+        # NOTE: absolute, since the script may change the working directory
+        options.json = writable("--json", str(options.json)).absolute()
+        options.json.write_text("")  # an earlier run's goes
     os.environ["CUTE_DSL_ARCH"] = options.arch  # the DSL reads it once, when it is imported
     os.environ.update(NO_DISK_CACHES | INTERPRETED)
     from cutex.sim.host.calls import Calls, Clock
@@ -132,7 +134,7 @@ def _run(script: str) -> int:
     except Missing:  # as a C compiler
         raise
     except SystemExit as left:
-        if isinstance(left.code, str):
+        if not isinstance(left.code, int | None):
             print(left.code, file=sys.stderr)
         return left.code if isinstance(left.code, int) else int(left.code is not None)
     except LaunchError as error:
@@ -174,7 +176,7 @@ def _bad_clock(options: argparse.Namespace) -> str:
     if board.arch != options.arch:
         return f"--gpu {options.gpu}: is a GPU of {board.arch}, the script runs for {options.arch}"
     if options.trace is not None:
-        writable("--trace", options.trace)
+        options.trace = str(writable("--trace", options.trace).absolute())
     return ""
 
 
