@@ -67,6 +67,15 @@ def test_rows_from_before_run_ids_all_count(tmp_path):
     assert len(read(path)) == 2
 
 
+def test_rows_from_before_run_ids_are_merged_once(tmp_path, capsys):
+    other, results = tmp_path / "other.jsonl", tmp_path / "results"
+    for us in (100.0, 101.0):
+        append(other, row(us, id=""))
+    for added in (2, 0):
+        assert main(["merge", str(other), "--results", str(results)]) == 0
+        assert capsys.readouterr().out.startswith(f"{added} of 2 rows added")
+
+
 def test_a_row_reads_the_same_however_its_fields_are_ordered(tmp_path):
     path = tmp_path / "gemm.jsonl"
     data = json.loads(row(peers=[Peer("cublas", "torch 2", took(90.0))]).to_json())

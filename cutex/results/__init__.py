@@ -42,14 +42,17 @@ def slug(device_name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")[:_LONGEST]
 
 
-def append(path: Path, result: Result) -> bool:
-    """Add one line to the ledger at `path`; return False if it has this very result already.
+def append(path: Path, result: Result, *, once: bool = False) -> bool:
+    """Add one line to the ledger at `path`; return False if it has this very result already. Of
+    rows without a run id, which may be repetitions, all are added, unless `once`.
 
     The line is written completely or not at all, under a lock (cutex/results/appending.py): a
     retried call cannot record its rows twice.
     """
     with appending(path) as add:
         if result.id and any(r.key == result.key for r in _of_run(path, result.id)):
+            return False
+        if once and not result.id and any(r == result for r in read(path)):
             return False
         add(result.to_json())
         return True

@@ -201,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _merge(files: Sequence[Path], folder: Path) -> int:
     """Append the rows in `files` that the ledgers in `folder` lack."""
     rows = [row for file in files for row in read(file, notice)]
-    added = sum(append(ledger(folder, row), row) for row in rows)
+    added = sum(append(ledger(folder, row), row, once=True) for row in rows)
     print(f"{added} of {len(rows)} rows added to {folder}")
     return 0
 
