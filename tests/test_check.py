@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -102,6 +105,9 @@ def test_resources_and_bank_conflicts_are_told(stride, tmp_path, capsys, monkeyp
 
 ARGUMENTS = """
 import os
+import signal
+import subprocess
+import sys
 import sys
 
 print("order", sys.argv[1:], os.getcwd(), flush=True)
@@ -128,6 +134,23 @@ def test_the_end_of_what_runs_the_orders_is_told(tmp_path, capsys, monkeypatch):
     script.write_text("")
     assert check.main([str(script)]) == 1
     assert "14 orders, 1 report" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda s: s.name)
+def test_what_is_killed_leaves_no_run_behind(number):
+    text = (
+        "from cutex.bench.check import _group\n"
+        "with _group(['sleep', '600']) as runs:\n"
+        "    print(runs.pid, flush=True)\n"
+        "    runs.wait()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
+    with process:
+        runs = int(process.stdout.readline())
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+    with pytest.raises(ProcessLookupError):
+        os.kill(runs, 0)
 
 
 def test_a_script_that_fails_by_itself_is_told_once(tmp_path, capsys):

@@ -16,11 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from cutex.arch import ALL
 from cutex.command import Parser, answered, refuse
@@ -82,7 +83,7 @@ def orders(seeds: int) -> list[tuple[str, int]]:
     return [(o, s) for o in ORDERS for s in range(1 if o in ALIKE else seeds)]
 
 
-def runs(args: argparse.Namespace) -> Iterator[Run]:
+def runs(args: argparse.Namespace) -> Generator[Run, None, None]:
     """Run the script in every order, as many at a time as there are cores; yield in the order of
     `orders`."""
     wanted, ended = orders(args.seeds), dict[int, int]()  # exit codes
@@ -112,12 +113,33 @@ def runs(args: argparse.Namespace) -> Iterator[Run]:
 @contextmanager
 def _group(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
     """A context with `command` in a process group of its own, which ends with the block."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
+    with (
+        _ends_in_order(),
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process,
+    ):
         try:
             yield process
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
+
+
+@contextmanager
+def _ends_in_order() -> Iterator[None]:
+    """A context in which the signals of `kill` and of a terminal that closes raise SystemExit: by
+    default they end a process without its `finally`."""
+    signals = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_DFL]
+    for number in signals:
+        signal.signal(number, _leave)
+    try:
+        yield
+    finally:
+        for number in signals:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def _text(file: Path) -> str:
@@ -130,20 +152,21 @@ def check(args: argparse.Namespace) -> int:
     by_report: dict[str, list[str]] = {}
     kernels: list[str] = []
     count, started = 0, time.monotonic()
-    for done in runs(args):
-        count += 1
-        if done.refused:
-            print(done.output, end="", file=sys.stderr)
-            return 2
-        if done.found and not done.launched and not done.code:
-            return refuse(f"{args.script} launches no kernel, so there is nothing to check")
-        verdict = f"{len(done.reports)} found" if done.reports else "nothing found"
-        print(f"{done.name:<12} {verdict}", file=sys.stderr, flush=True)
-        kernels += [kernel["text"] for kernel in done.found.get("kernels", [])]
-        for report in done.reports:
-            by_report.setdefault(_cause(report), [report]).append(done.name)
-        if done.found and not done.launched:
-            break
+    with closing(runs(args)) as ended:
+        for done in ended:
+            count += 1
+            if done.refused:
+                print(done.output, end="", file=sys.stderr)
+                return 2
+            if done.found and not done.launched and not done.code:
+                return refuse(f"{args.script} launches no kernel, so there is nothing to check")
+            verdict = f"{len(done.reports)} found" if done.reports else "nothing found"
+            print(f"{done.name:<12} {verdict}", file=sys.stderr, flush=True)
+            kernels += [kernel["text"] for kernel in done.found.get("kernels", [])]
+            for report in done.reports:
+                by_report.setdefault(_cause(report), [report]).append(done.name)
+            if done.found and not done.launched:
+                break
     for report, *names in by_report.values():
         print(f"\n{report}\n  in order {', '.join(names)}")
     if kernels:
