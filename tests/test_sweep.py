@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from ast import literal_eval
 from contextlib import nullcontext
 from dataclasses import replace
@@ -131,6 +132,31 @@ def test_a_row_that_was_cut_off_costs_no_other(tmp_path: Path):
         out.write(ROW.to_json()[:50])  # the sweep was killed here
     rows.append(file, replace(ROW, name="b"))
     assert [r.name for r in rows.read(file)] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '"a row"',
+        b"\xff".decode(errors="surrogateescape"),
+        *(
+            json.dumps(json.loads(ROW.to_json()) | changed)
+            for changed in (
+                {"us": 0}, {"us": "10"}, {"us": float("nan")}, {"peers": {"cublas": None}},
+                {"peers": {"cublas": 0}}, {"mnk": [0, 1, 1]}, {"mnk": [1]}, {"direction": "x"},
+                {"dtype": "fp1"}, {"environment": None}, {"device_name": None}, {"run": None},
+                {"name": ["a"]},
+            )
+        ),
+    ],
+    ids=lambda line: line[-40:],
+)  # fmt: skip
+def test_a_row_from_elsewhere_costs_no_other(line: str, tmp_path: Path):
+    file = rows.file_of(tmp_path, "NVIDIA H200")
+    rows.append(file, ROW)
+    with file.open("a", errors="surrogateescape") as out:
+        out.write(line + "\n")
+    assert rows.read(file) == [ROW]
 
 
 def test_a_problem_is_timed_again_beside_a_peer_that_was_not_asked_for():

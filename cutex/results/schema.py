@@ -39,7 +39,8 @@ def _problem(value: Any) -> bool:
     )
 
 
-def _positive(value: Any) -> bool:
+def positive(value: Any) -> bool:
+    """Whether a value read from JSON is a finite number above 0, as a time is."""
     return _number(value) and value > 0
 
 
@@ -49,7 +50,7 @@ _BY_NAME: Mapping[tuple[type, str], Holds] = {  # where the type alone says too 
     (Result, "peers"): lambda v: type(v) is list and all(type(p) is Peer for p in v),
     (Result, "timing"): lambda v: v is None or type(v) is Timing,
     (Peer, "timing"): lambda v: type(v) is Timing,
-    **{(Timing, name): _positive for name in ("median_us", "p20_us", "p80_us")},
+    **{(Timing, name): positive for name in ("median_us", "p20_us", "p80_us")},
 }
 _BY_TYPE: Mapping[Any, Holds] = {
     Any: lambda v: True,
@@ -65,12 +66,14 @@ def _holds(hint: Any) -> Holds:
     """The predicate whether a value read from JSON is of the annotated type."""
     if hint in _BY_TYPE:
         return _BY_TYPE[hint]
-    inner = [_holds(argument) for argument in get_args(hint)]
+    inner = [_holds(argument) for argument in get_args(hint) if argument is not ...]
     match get_origin(hint):
         case origin if origin in (Union, UnionType):
             return lambda v: any(holds(v) for holds in inner)
         case origin if origin is list:
             return lambda v: type(v) is list and all(map(inner[0], v))
+        case origin if origin is tuple:  # a list, in JSON
+            return lambda v: type(v) in (list, tuple) and all(map(inner[0], v))
         case origin if origin is dict:
             return lambda v: type(v) is dict and all(map(inner[1], v.values()))
     raise TypeError(f"no field of a row may be {hint}")

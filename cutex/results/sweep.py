@@ -15,8 +15,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from cutex.problem.models import DTYPES
 from cutex.results import slug
 from cutex.results.appending import appending
+from cutex.results.schema import fields_of, positive
 
 LOW, LOWEST = 0.97, 0.90  # ratios below which a summary counts problems
 
@@ -69,9 +71,20 @@ class SweepRow:
     @staticmethod
     def from_json(line: str) -> SweepRow:
         row = json.loads(line)
+        if type(row) is not dict:
+            raise ValueError(f"{type(row).__name__} where a row belongs")
         known = {f.name for f in fields(SweepRow)}
         row = {k: v for k, v in row.items() if k in known}
         return SweepRow(**{**row, "mnk": (*row["mnk"],), "asked": (*row.get("asked", ()),)})
+
+
+_RULES = fields_of(SweepRow) | {  # what a summary computes with
+    "mnk": lambda v: len(v) == 3 and all(type(size) is int and size > 0 for size in v),
+    "direction": lambda v: v in LAYOUTS,
+    "dtype": lambda v: v in DTYPES,
+    "us": lambda v: v is None or positive(v),
+    "peers": lambda v: type(v) is dict and all(map(positive, v.values())),
+}
 
 
 def file_of(folder: Path, device_name: str) -> Path:
@@ -85,14 +98,17 @@ def append(file: Path, row: SweepRow) -> None:
 
 
 def read(file: Path) -> list[SweepRow]:
-    """The newest row of each problem, tuned and not; a line that was cut off is left out."""
+    """The newest row of each problem, tuned and not; a line that was cut off or holds invalid
+    values is left out."""
     newest: dict[tuple[str, str, bool], SweepRow] = {}
-    for line in file.read_text().splitlines() if file.exists() else ():
+    for line in file.read_text(errors="replace").splitlines() if file.exists() else ():
         try:
             row = SweepRow.from_json(line)
-        except (ValueError, KeyError, TypeError):
+            valid = all(holds(getattr(row, name)) for name, holds in _RULES.items())
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue
-        newest[row.device_name, row.name, row.tuned] = row
+        if valid:
+            newest[row.device_name, row.name, row.tuned] = row
     return list(newest.values())
 
 
