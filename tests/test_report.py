@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import resource
+
 import pytest
 
 from cutex.kernels.gemm import stages
@@ -115,6 +117,38 @@ def test_where_no_page_can_be_written_nothing_is(tmp_path, monkeypatch, capsys, 
     assert main(["--html", name]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
     assert {p: p.read_text() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_a_readme_is_written_whole_or_not_at_all(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "there.md").write_text(README + 20_000 * "kept\n")
+    (tmp_path / "README.md").symlink_to("there.md")
+    before = (tmp_path / "there.md").read_text()
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (80_000, most[1]))  # as a disk that is full there
+    try:
+        assert main(["--html", "page.html"]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    assert capsys.readouterr().err.count("\n") == 1
+    assert (tmp_path / "there.md").read_text() == before
+    assert main(["--html", "page.html"]) == 0
+    assert (tmp_path / "README.md").is_symlink()
+    assert (tmp_path / "there.md").read_text() != before
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("line", ['{"op": "ge', "[1]", '{"op": "gemm"}'])
+def test_damaged_predictions_are_one_sentence(line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results" / "timing").mkdir(parents=True)
+    (tmp_path / "README.md").write_text(README)
+    (tmp_path / "results" / "timing" / "predicted-sm_100a.jsonl").write_text(line)
+    assert main([]) == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert "predicted-sm_100a.jsonl is damaged: python -m cutex.clock --predict" in sentence
+    assert (tmp_path / "README.md").read_text() == README
 
 
 def test_a_page_takes_the_place_of_an_older_one(tmp_path, monkeypatch, capsys):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -136,7 +139,14 @@ def predicted(op: str, arch: str) -> list[dict[str, Any]]:
     """The rows that `python -m cutex.clock --predict` wrote for a ladder without measurements."""
     file = PREDICTED / f"predicted-{arch}.jsonl"
     lines = file.read_text().splitlines() if file.is_file() else []
-    return [row for row in map(json.loads, lines) if row["op"] == op]
+    fields = ("op", "stage", "size", "tflops", "low", "high")
+    try:
+        rows = [{name: row[name] for name in fields} for row in map(json.loads, lines)]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(
+            f"{file} is damaged: python -m cutex.clock --predict writes it anew"
+        ) from None
+    return [row for row in rows if row["op"] == op]
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
@@ -196,6 +206,27 @@ def parser() -> Parser:
     return p
 
 
+def _replace(file: Path, text: str) -> None:
+    """Write a file that has more than this command can make again: completely or not at all."""
+    file = file.resolve()  # a link stays one
+    fd, scratch = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
+    try:
+        with os.fdopen(fd, "w") as out:
+            out.write(text)
+        shutil.copymode(file, scratch)
+        os.replace(scratch, file)
+    except BaseException:
+        os.unlink(scratch)
+        raise
+
+
+def _readme(file: Path) -> str:
+    try:
+        return file.read_text()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--readme {file}: {error}") from None
+
+
 def _check_page(file: Path) -> None:
     """Raise BadOption unless a page can be written to `file`, which holds nothing else."""
     writable("--html", str(file))
@@ -210,14 +241,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         rows = [r for r in read_all(folder_given(args.results), notice) if r.known]
         models = sweeps.read_sweeps(args.results)
-        text = rewrite(args.readme.read_text(), rows, models)
+        text = rewrite(_readme(args.readme), rows, models)
         html = page(rows, sweeps.sections(models))
         _check_page(args.html)
+        writable("--readme", str(args.readme))
         for name, svg in {**pictures(rows), **sweeps.pictures(models)}.items():
             picture = args.readme.parent / PICTURES / name
             picture.parent.mkdir(exist_ok=True)
             picture.write_text(svg)
-        args.readme.write_text(text)
+        _replace(args.readme, text)
         args.html.write_text(html)
     except ValueError as error:
         print(f"cutex: {error}", file=sys.stderr)
