@@ -60,6 +60,10 @@ def refused(capsys, argv: list[str]) -> str:
         (["--time", "--trace", "/dev/null"], "--trace keeps one run, these are 10 stages"),
         (["--emit", "ptx", "--time"], "--time does not go with --emit ptx"),
         (["--emit", "ptx", "--seeds", "2"], "--seeds does not go with --emit ptx"),
+        (
+            ["--emit", "ptx", "--mnk", "64,64,64", "--mnk", "128,128,64"],
+            "--emit ptx prints what one size takes, these are 2",
+        ),
         (["--stage", "list", "--arch", "sm_103a"], "arch 'sm_103a' has no GEMM ladder"),
     ],
 )

@@ -210,6 +210,8 @@ def job(
     clock, emit = _clock(args, wanted[0], device), getattr(args, "emit", None)
     if emit:
         _refuse_beside(f"--emit {emit}", args, ("time", *RUNNING, "json"))
+        if len(given := kind.sizes_given(args)) > 1:
+            raise ValueError(f"--emit {emit} prints what one size takes, these are {len(given)}")
     case = "cuda" if clock and case is None else case
     problems = [
         kind.of(sizes, args.dtype, args.init, args.seed)
