@@ -94,6 +94,8 @@ def test_each_picture_is_a_file_that_stands_alone(argv, tmp_path):
     [
         (["layout", "(4,8)"], "a layout is shape:stride"),
         (["layout", "(4,8):(8)"], "nested alike"),
+        (["layout", f"(4,8):(8,{10**23})"], "takes numbers up to 281474976710656"),
+        (["layout", f"4:-{10**23}"], "takes numbers up to 281474976710656"),
         (["layout", "(4,-8):(8,1)"], "whole numbers"),
         (["layout", "(__import__('os'),1):(1,1)"], "a layout is shape:stride"),
         (["layout", "(400,800):(8,1)"], "cannot be read"),

@@ -6,11 +6,13 @@ No GPU is needed; the objects are those that the kernels use.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 MOST_CELLS = 4096
+LARGEST = 1 << 48  # of a shape or a stride: offsets of MOST_CELLS cells fit 64 bits
 BANKS, BANK_BYTES, UNIT = 32, 4, 16  # shared memory; swizzles permute units of UNIT bytes
 MMAS = {"wgmma": "sm_90a", "tcgen05": "sm_100a", "tcgen05-pair": "sm_100a"}
 
@@ -40,6 +42,8 @@ def parse_layout(text: str) -> tuple[Shape, Shape]:
         raise ValueError(f"layout {text!r}: a layout is shape:stride, as (4,8):(8,1)") from None
     if not colon or not _alike(shape, stride, positive=True):
         raise ValueError(f"layout {text!r}: shape and stride must be whole numbers, nested alike")
+    if any(int(number) > LARGEST for number in re.findall(r"[0-9]+", f"{shape} {stride}")):
+        raise ValueError(f"layout {text!r}: takes numbers up to {LARGEST}")
     return shape, stride
 
 
