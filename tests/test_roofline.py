@@ -59,6 +59,11 @@ def test_a_gpu_is_known_by_its_drivers_name():
     assert of_device("NVIDIA L4") is None
 
 
+def test_a_problem_too_large_for_any_gpu_is_described_at_once(capsys):
+    assert main(["--op", "attention", "--size", f"1,{10**15},1,128"]) == 0
+    assert "bound by tensor cores" in capsys.readouterr().out
+
+
 def test_the_command_says_what_binds_and_what_was_measured(capsys, tmp_path):
     append(tmp_path / "gemm-nvidia-h200.jsonl", result(700.0))
     argv = ["--op", "gemm", "--mnk", "8192,8192,4096", "--gpu", "h200", "--results", str(tmp_path)]

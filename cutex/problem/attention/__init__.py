@@ -179,6 +179,8 @@ class AttentionProblem(Problem):
         n, m = self.seqlen_q, self.seqlen_k
         if self.causal and left is None and n == m:
             return self.batch * n * n // 2
+        if left is None and right is None:
+            return self.batch * n * m
         seen = 0
         for q in range(n):
             last = m - 1 if right is None else min(m - 1, q + m - n + right)
