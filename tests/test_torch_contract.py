@@ -113,6 +113,20 @@ def test_out_may_not_share_memory_with_what_is_read(stand_in: StandIn) -> None:
     assert agree(columns[:, 16:], want)
 
 
+def test_amax_may_not_share_memory_with_what_is_read(stand_in: StandIn) -> None:
+    """As where a history of scales and of maxima is one tensor."""
+    history = torch.ones(4)
+    for _ in range(2):
+        cutex.matmul(A, B, scale_a=history[:1], scale_b=history[1:2], amax=history[2:3])
+        for i in range(2):
+            with pytest.raises(ValueError, match="amax shares memory with scale_" + "ab"[i]):
+                cutex.matmul(
+                    A, B, scale_a=history[:1], scale_b=history[1:2], amax=history[i : i + 1]
+                )
+    with pytest.raises(ValueError, match="amax shares memory with bias"):
+        cutex.matmul(A, B, bias=(row := torch.ones(8)), amax=row[3:4])
+
+
 def test_a_lazily_negated_out_is_written_as_torch_writes_it(stand_in: StandIn) -> None:
     for beta in (0.0, 0.5):
         out = torch._neg_view(torch.ones(16, 8, dtype=bf16))
