@@ -269,6 +269,14 @@ def test_derivatives_of_any_order_are_those_of_torch(
 # ---- plans and operators
 
 
+def test_gradients_of_fp8_are_rounded_to_it_only_at_the_end(stand_in: StandIn) -> None:
+    a, b = (torch.ones(2, 2).to(torch.float8_e4m3fn).requires_grad_() for _ in "ab")
+    beyond = torch.tensor([[1000.0, -996.0], [-996.0, 1000.0]], dtype=bf16)  # fp8 ends at 448
+    cutex.matmul(a, b).backward(beyond)
+    assert a.grad is not None and b.grad is not None
+    assert (a.grad.float() == 4.0).all() and (b.grad.float() == 4.0).all()
+
+
 def test_operators_take_plans_too(stand_in: StandIn, monkeypatch) -> None:
     """Within torch.compile, under autocast, in training, with one tensor as both operands."""
     arranged = []
