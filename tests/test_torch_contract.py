@@ -137,6 +137,16 @@ def test_a_lazily_negated_out_is_written_as_torch_writes_it(stand_in: StandIn) -
     assert agree(amax[0], (A.float() @ B.float()).abs().max())
 
 
+@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 4)])
+def test_scales_are_one_row_or_column(stand_in: StandIn, shape: tuple[int, ...]) -> None:
+    """One for each matrix of as many as there are rows is no scale of the rows."""
+    a, b = normal(8, 8, 24).to(torch.float8_e4m3fn), B.to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"^scale_a has shape .* its 8 elements must be in one of"):
+        cutex.matmul(a, b, scale_a=torch.ones(shape))
+    for ones in (torch.ones(8), torch.ones(8, 1), torch.ones(1, 1, 1)):
+        assert cutex.matmul(a, b, scale_a=ones).shape == (8, 8, 8)
+
+
 # ---- numbers and gradients
 
 

@@ -247,3 +247,8 @@ def _check_fused(call: Call) -> None:
         if x.numel() not in (1, size):
             takes = "1 element" if size == 1 else f"1 or {size} elements"
             raise ValueError(f"{name} must have {takes}, got {x.numel()}")
+        if x.numel() > 1 and x.numel() != max(x.shape[-2:]):
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}: its {size} elements must be in one of its "
+                "last two dimensions"
+            )
