@@ -205,6 +205,20 @@ def test_a_function_of_ones_own_runs_in_the_epilogue(arch: str, place: str) -> N
     assert close(c, want, by=1e-4)
 
 
+def test_a_function_is_given_the_row_within_its_matrix_of_a_batch() -> None:
+    a, b = torch.ones(2, 16, 8, dtype=bf16), torch.ones(8, 8, dtype=bf16)
+    with ops.simulated("sm_90a"):
+        c = cutex.matmul(a, b, activation=lambda x, m, n: x + m)
+    assert torch.equal(c, (8.0 + torch.arange(16)[:, None]).expand(2, 16, 8).to(bf16))
+
+
+def test_a_batch_of_single_rows_takes_a_row_bias_of_one_number() -> None:
+    a, b = torch.ones(4, 1, 8, dtype=bf16), torch.ones(8, 8, dtype=bf16)
+    with ops.simulated("sm_90a"):
+        c = cutex.matmul(a, b, bias=torch.tensor([[3.0]]))
+    assert torch.equal(c, torch.full((4, 1, 8), 11.0, dtype=bf16))
+
+
 def test_two_functions_of_one_name_are_two_kernels() -> None:
     def scaled(by: float) -> Elementwise:
         return Elementwise.of(lambda x: x * by)

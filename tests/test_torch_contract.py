@@ -113,6 +113,20 @@ def test_out_may_not_share_memory_with_what_is_read(stand_in: StandIn) -> None:
     assert agree(columns[:, 16:], want)
 
 
+def test_amax_may_not_share_memory_with_what_is_read(stand_in: StandIn) -> None:
+    """As where a history of scales and of maxima is one tensor."""
+    history = torch.ones(4)
+    for _ in range(2):
+        cutex.matmul(A, B, scale_a=history[:1], scale_b=history[1:2], amax=history[2:3])
+        for i in range(2):
+            with pytest.raises(ValueError, match="amax shares memory with scale_" + "ab"[i]):
+                cutex.matmul(
+                    A, B, scale_a=history[:1], scale_b=history[1:2], amax=history[i : i + 1]
+                )
+    with pytest.raises(ValueError, match="amax shares memory with bias"):
+        cutex.matmul(A, B, bias=(row := torch.ones(8)), amax=row[3:4])
+
+
 def test_a_lazily_negated_out_is_written_as_torch_writes_it(stand_in: StandIn) -> None:
     for beta in (0.0, 0.5):
         out = torch._neg_view(torch.ones(16, 8, dtype=bf16))
@@ -121,6 +135,16 @@ def test_a_lazily_negated_out_is_written_as_torch_writes_it(stand_in: StandIn) -
     amax = torch._neg_view(torch.zeros(1))
     assert agree(cutex.matmul(A, B, amax=amax), A @ B)
     assert agree(amax[0], (A.float() @ B.float()).abs().max())
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 4)])
+def test_scales_are_one_row_or_column(stand_in: StandIn, shape: tuple[int, ...]) -> None:
+    """One for each matrix of as many as there are rows is no scale of the rows."""
+    a, b = normal(8, 8, 24).to(torch.float8_e4m3fn), B.to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"^scale_a has shape .* its 8 elements must be in one of"):
+        cutex.matmul(a, b, scale_a=torch.ones(shape))
+    for ones in (torch.ones(8), torch.ones(8, 1), torch.ones(1, 1, 1)):
+        assert cutex.matmul(a, b, scale_a=ones).shape == (8, 8, 8)
 
 
 # ---- numbers and gradients
@@ -253,6 +277,14 @@ def test_derivatives_of_any_order_are_those_of_torch(
 
 
 # ---- plans and operators
+
+
+def test_gradients_of_fp8_are_rounded_to_it_only_at_the_end(stand_in: StandIn) -> None:
+    a, b = (torch.ones(2, 2).to(torch.float8_e4m3fn).requires_grad_() for _ in "ab")
+    beyond = torch.tensor([[1000.0, -996.0], [-996.0, 1000.0]], dtype=bf16)  # fp8 ends at 448
+    cutex.matmul(a, b).backward(beyond)
+    assert a.grad is not None and b.grad is not None
+    assert (a.grad.float() == 4.0).all() and (b.grad.float() == 4.0).all()
 
 
 def test_operators_take_plans_too(stand_in: StandIn, monkeypatch) -> None:

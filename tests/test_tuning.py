@@ -29,6 +29,7 @@ from cutex.ops.plan import (
     forget,
     problem_of,
 )
+from cutex.ops.warming import _classes
 
 
 @pytest.fixture
@@ -316,6 +317,14 @@ def test_rows_are_counted_from_none_on(monkeypatch):
     monkeypatch.setattr(building, "build", lambda jobs: None)
     with simulated("sm_90a"):
         assert cutex.warm_up([(range(17), 64, 64)]) == cutex.warm_up([(range(1, 17), 64, 64)]) > 0
+
+
+@pytest.mark.parametrize("rows", [range(10**12), range(10**12, -1, -1)])
+def test_a_range_of_rows_may_have_no_end_in_sight(rows):
+    sizes = list(_classes((rows, 64, 64)))
+    assert sizes[0] == (1, 64, 64)
+    assert sizes[-1][0] == rows[-1] + rows[0]
+    assert {rows_class(m) for m, *_ in sizes} >= {rows_class(m) for m in range(1, 8193)}
 
 
 def test_what_is_added_to_a_product_of_fp8_is_bfloat16(monkeypatch):

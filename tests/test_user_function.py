@@ -70,6 +70,15 @@ def test_a_function_that_returns_nothing_is_named():
         UserFunction(forgetful)(1.0)
 
 
+@pytest.mark.parametrize("value", [(1.0, 2.0), [1.0], "1"])
+def test_a_function_that_returns_several_things_is_named(value):
+    def generous(x):
+        return value
+
+    with pytest.raises(TypeError, match=rf"generous returns {type(value).__name__}, not a number"):
+        UserFunction(generous)(1.0)
+
+
 def test_two_lambdas_on_one_line_differ():
     first, second = lambda x: x + 1, lambda x: x + 2  # fmt: skip
     assert key(first) != key(second)

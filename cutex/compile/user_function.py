@@ -17,7 +17,7 @@ import hashlib
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 from uuid import uuid4
@@ -58,9 +58,10 @@ class UserFunction:
 
     def __call__(self, *args: Any) -> Any:
         result = self.function(*args)
-        if result is None:
+        if result is None or isinstance(result, Collection):
             inner = inspect.unwrap(self.function)
-            raise TypeError(f"{getattr(inner, '__qualname__', inner)} returns None, not a number")
+            kind = "None" if result is None else type(result).__name__
+            raise TypeError(f"{getattr(inner, '__qualname__', inner)} returns {kind}, not a number")
         return result
 
     def __eq__(self, other: object) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 from cutex import dtypes
 from cutex.arch import arch
 from cutex.compile import ALIGN
+from cutex.compile.user_function import arguments_taken
 from cutex.ops.checks import Call, by_row
 
 if TYPE_CHECKING:
@@ -124,11 +125,8 @@ def arrange(call: Call, out: Tensor, arch_name: str) -> Arranged:
         residual, expanded = residual.expand(out.shape), True
     if a.shape[-1] == 0:  # nothing to add up: the epilogue of zeros
         a, b = a.new_zeros((a.shape[-2], ALIGN)), b.new_zeros((ALIGN, b.shape[-1]))
-    row_wise = any(x is not None and x.numel() > 1 and by_row(x, call) for x in (call.bias,)) or (
-        call.scale_a is not None and call.scale_a.numel() > 1
-    )
     is_tall = False
-    if b.dim() == 2 and a.dim() > 2 and not row_wise:
+    if b.dim() == 2 and a.dim() > 2 and not row_wise(call):
         tall = [x if x is None else as_one(x) for x in (a, out, residual)]
         if tall[0] is not None and tall[1] is not None and (tall[2] is None) == (residual is None):
             a, out, residual = tall
@@ -170,6 +168,15 @@ def arrange(call: Call, out: Tensor, arch_name: str) -> Arranged:
     )
     return Arranged(
         tensors, a_layout, b_layout, out_layout, ops, names, notes, sizes, as_given, is_tall
+    )
+
+
+def row_wise(call: Call) -> bool:
+    """Whether the epilogue of `call` tells the rows of a matrix apart."""
+    return (
+        (call.bias is not None and by_row(call.bias, call))
+        or (call.scale_a is not None and call.scale_a.numel() > 1)
+        or (callable(call.activation) and arguments_taken(call.activation, (1, 3)) == 3)
     )
 
 

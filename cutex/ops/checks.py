@@ -126,19 +126,27 @@ def check_memory(call: Call) -> None:
                 f"{name} is an inference tensor, which is not written to outside inference mode: "
                 "clone it first"
             )
-    out = call.out
-    if out is None or not out.numel():
+    _check_apart("out", call)
+    _check_apart("amax", call)
+
+
+def _check_apart(written: str, call: Call) -> None:
+    """Check that the tensor of the name `written` shares memory with no other."""
+    y = getattr(call, written)
+    if y is None or not y.numel():
         return
     for name, x in call.tensors.items():
-        of_out, of_x = extents(out, x)
-        apart = out.data_ptr() >= x.data_ptr() + of_x or x.data_ptr() >= out.data_ptr() + of_out
-        if name == "out" or apart or not x.numel():
+        of_y, of_x = extents(y, x)
+        apart = y.data_ptr() >= x.data_ptr() + of_x or x.data_ptr() >= y.data_ptr() + of_y
+        if name == written or apart or not x.numel():
             continue
-        if name == "residual" and (x.data_ptr(), x.shape, x.stride(), x.dtype) == (
-            out.data_ptr(), out.shape, out.stride(), out.dtype,
-        ):  # fmt: skip
+        if (written, name) == ("out", "residual") and (
+            x.data_ptr(), x.shape, x.stride(), x.dtype,
+        ) == (y.data_ptr(), y.shape, y.stride(), y.dtype):  # fmt: skip
             continue  # each element is read by the thread that then writes it
-        raise ValueError(f"out shares memory with {name}, which is read while out is written")
+        raise ValueError(
+            f"{written} shares memory with {name}, which is read while {written} is written"
+        )
 
 
 def extents(x: Tensor, y: Tensor) -> tuple[int, int]:
@@ -239,3 +247,8 @@ def _check_fused(call: Call) -> None:
         if x.numel() not in (1, size):
             takes = "1 element" if size == 1 else f"1 or {size} elements"
             raise ValueError(f"{name} must have {takes}, got {x.numel()}")
+        if x.numel() > 1 and x.numel() != max(x.shape[-2:]):
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}: its {size} elements must be in one of its "
+                "last two dimensions"
+            )

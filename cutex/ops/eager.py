@@ -58,7 +58,7 @@ def matmul(
     out_dtype: bfloat16, float16 or float32; by default that of a, bfloat16 for fp8.
     scale_a, scale_b: float32, one number each, or one for each row of a and each column of b.
     amax: float32 of one element, raised to the largest magnitude of the result before rounding, to
-        NaN if there is one.
+        NaN if there is one. It may overlap no input, as a scale.
 
     Differentiable in a, b, bias and residual, forward and backward, to any order, except where out,
     a scale, amax or a function of the user's is given. torch.autocast casts a and b as those of
@@ -260,6 +260,10 @@ def planned(
         else plan.overlaps(out, a, b, bias, residual, scale_a, scale_b, amax)
     ):
         return None
+    if amax is not None:
+        for scale in (scale_a, scale_b):
+            if scale is not None and 0 <= amax.data_ptr() - scale.data_ptr() < scale.nbytes:
+                return None
     result = plan.empty(plan.shape, plan.strides, plan.dtype) if out is None else out
     try:
         if plan.plain:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cutex.ops import autocast, differentiation
-from cutex.ops.checks import Call, check
+from cutex.ops.checks import FLOAT8, Call, check
 from cutex.ops.eager import planned, run, written
 from cutex.ops.plain import bare
 
@@ -98,6 +98,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad = _activation_gradient(ctx.activation, grad.float(), before)
     if needs_bias:
         grads[2] = grad.float().sum_to_size(bias.shape).to(bias.dtype)
+    if a.dtype in FLOAT8:
+        # NOTE: without a scale, few gradients are within fp8's range; bfloat16 holds all its values
+        a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)
     grad = grad.to(a.dtype)
     if needs_a:
         full = product(grad, b.mT, None, None, None, None, None, None, ctx.alpha)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
-from itertools import compress, groupby
+from itertools import compress
 from pathlib import Path
 
 import torch
@@ -162,7 +163,9 @@ def _classes(shape: Shape) -> Iterator[tuple[int, int, int]]:
     ):
         raise TypeError(f"shapes holds {shape!r}: (M, N, K) of whole numbers is due, M or a range")
     rows, n, k = shape
-    least = min(rows, default=0) if isinstance(rows, range) else rows
+    if isinstance(rows, range):
+        rows = rows if rows.step > 0 else rows[::-1]
+    least = rows if isinstance(rows, int) else rows[0] if rows else 0
     if min(least, n, k) < 0:
         raise ValueError(f"shapes holds {shape!r}: sizes are at least 0")
     if n == 0 or rows == 0:
@@ -170,9 +173,11 @@ def _classes(shape: Shape) -> Iterator[tuple[int, int, int]]:
     if isinstance(rows, int):
         yield rows, n, k
         return
-    for _, members in groupby(sorted(m for m in rows if m), rows_class):
-        of_class = list(members)
-        yield from ((m, n, k) for m in {of_class[0], of_class[-1]})
+    rest = rows[least == 0 :]
+    while rest:
+        count = bisect_right(rest, rows_class(rest[0]), key=rows_class)
+        yield from ((m, n, k) for m in sorted({rest[0], rest[count - 1]}))
+        rest = rest[count:]
 
 
 def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
