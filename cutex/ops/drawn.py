@@ -56,6 +56,9 @@ class Drawn:
 KINDS: dict[str, Callable[[Drawn], bool]] = {
     "all": lambda d: True,
     "K split": lambda d: d.config.split_k > 1,
+    "K split, loads shared": lambda d: (
+        d.config.split_k > 1 and d.config.cluster_m * d.config.cluster_n > 1
+    ),
     "rows outside of an operand": lambda d: d.config.split_k == 1 and d.outside,
     "one round of tiles": lambda d: d.config.one_tile,
     "ping-pong": lambda d: d.config.pingpong,

@@ -8,10 +8,10 @@ new, and small problems need them:
 - `swap_ab`: wgmma computes at least 64 rows, so with M = 16 three quarters of it were for nothing.
   C^T = B A^T has N rows and M columns, which may be as few as 16. stmatrix transposes it, so C is
   written as before.
-- `split_k`: where there are fewer tiles than SMs, a cluster of CTAs shares the K of one tile. Each
-  leaves its fp32 sums in its own smem, and each adds up an equal part of the tile from all of them,
-  through distributed shared memory and always in the same order: no workspace, no second kernel,
-  and the same bits in every run.
+- `split_k`: where there are fewer tiles than SMs, CTAs of a cluster share the K of one tile. Each
+  sends the others its fp32 sums of the parts that they store, into their smem, and adds up its own
+  part always in the same order: no workspace, no second kernel, and the same bits in every run.
+  CTAs of one share may have loads in common, too, as without it (`cluster_m`, `cluster_n`).
 - `spread`: where the tiles nearly fill the SMs once, as many as there are SMs, which overlap
   (spread.py). `columns`: where one round of tiles covers C, a tile for each cluster, and no raster
   to look it up in (one_round.py). With one tile a CTA nothing hides its epilogue: up to 32 columns
