@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib import import_module
 from unittest import mock
 
 import pytest
@@ -131,6 +132,50 @@ def test_columns_of_q_in_registers_and_the_others_in_smem(place, head_dim, in_re
     eager.forget()
     assert case.check(inputs, *results[0]).ok
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+LONG = [
+    # a CTA takes several tiles, so heads and directions change between them
+    {"seqlen_q": 391, "seqlen_k": 391, "heads_q": 3, "heads_kv": 3},
+    # 300 rows without keys, of which a tile may be without any
+    {"seqlen_q": 500, "seqlen_k": 200, "heads_q": 2, "heads_kv": 1},
+    {"seqlen_q": 5, "seqlen_k": 700, "heads_q": 16, "heads_kv": 2},  # heads packed into rows
+    {"batch": 3, "lengths_q": (300, 0, 190), "lengths_k": (410, 64, 190), "heads_q": 2},
+    # tiles that are computed again
+    {"seqlen_q": 391, "seqlen_k": 600, "heads_q": 2, "init": "rising"},
+    {"seqlen_q": 391, "seqlen_k": 600, "heads_q": 2, "init": "huge"},
+]
+
+
+@pytest.fixture
+def long_from_one_key(monkeypatch):
+    """Sequences of any length have the kernels that are chosen for long ones."""
+    module = import_module(fill.__module__)
+    kernels = {dims: (1, better) for dims, (_, better) in module._LONG.items()}
+    monkeypatch.setattr(module, "_LONG", kernels)
+    eager.forget()
+    yield
+    eager.forget()
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("shape", range(len(LONG)))
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_kernels_for_long_sequences(place, long_from_one_key, head_dim, shape):
+    """They take the keys of every other wave of tiles forwards."""
+    case = replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim, **LONG[shape])
+    hold(place, case, **place.orders[(shape + head_dim // 128) % len(place.orders)])
+    assert all(p.config.alternates for p in eager._plans.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(200))
+def test_randomized_cases_of_kernels_for_long_sequences(place, long_from_one_key, number):
+    case = draw(20000 + number, place.largest, place.most_work, 300 + number // 4)
+    d = 128 << number % 2
+    causal = number % 8 != 0
+    window = (None, None) if causal else case.window
+    hold(place, replace(case, head_dim=d, head_dim_v=d, causal=causal, window=window))
 
 
 @pytest.mark.parametrize("columns", [32, -64, 192])

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
+from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
-from cutex.kernels.attention.order import TileOrder
+from cutex.device.attention.block_info import Blocks
+from cutex.kernels.attention.config import ForwardConfig
+from cutex.kernels.attention.order import TileOrder, Wave, wave_of
 
 SIZES = [*itertools.product((1, 2, 7), (1, 3, 8), (1, 2, 5), (1, 2, 4))]
 
@@ -45,3 +50,58 @@ def test_without_a_band_the_tiles_of_a_head_follow_one_another():
     order = TileOrder(3, 2, 2, False, 1000, 1, 1 << 20)
     tiles = places(order)
     assert tiles[:4] == [(0, 0, 0), (1, 0, 0), (2, 0, 0), (0, 1, 0)]
+
+
+@pytest.mark.parametrize("wave", [1, 2, 3, 100])
+def test_an_order_in_waves_is_a_bijection(wave):
+    for num_m_blocks, heads, batch, heads_per_kv in SIZES:
+        for l2_rows in (0, 5000):
+            order = TileOrder(
+                num_m_blocks, heads, batch, True, 1000, heads_per_kv, l2_rows, Wave(wave, 2 * wave)
+            )
+            every = itertools.product(range(num_m_blocks), range(heads), range(batch))
+            assert sorted(places(order)) == sorted(every)
+
+
+@pytest.mark.parametrize(
+    ("num_m_blocks", "heads"), [(8, 256), (32, 64), (86, 32), (128, 16), (128, 7), (256, 5)]
+)
+def test_ctas_end_together_though_few_heads_are_in_work(num_m_blocks, heads):
+    """Causal tiles, each taken by the CTA that is free first: the last CTA ends within 2 % of the
+    mean, and the heads in work at one time are those of a few waves."""
+    ctas = 132
+    wave = wave_of(ForwardConfig(num_ctas=ctas), num_m_blocks)
+    assert wave is not None
+    order = TileOrder(num_m_blocks, heads, 1, True, 1000, 1, 1 << 30, wave)
+    free = [0] * ctas
+    first: dict[int, int] = {}
+    end: dict[int, int] = {}
+    for m, head, _ in places(order):
+        begin = heapq.heappop(free)
+        heapq.heappush(free, begin + m + 1)
+        first.setdefault(head, begin)
+        end[head] = max(end.get(head, 0), begin + m + 1)
+    mean = sum(range(1, num_m_blocks + 1)) * heads / ctas
+    assert max(free) <= 1.02 * mean
+    assert max(sum(first[h] <= begin < end[h] for h in end) for begin in first.values()) <= (
+        2 * wave.units + wave.last
+    )
+
+
+def test_tiles_that_begin_or_end_together_read_the_same_keys():
+    """Causal tiles of heads in waves on as many CTAs as a head has tiles: keys are read by half of
+    the CTAs at one time if every other wave is taken forwards, by few if none is."""
+    ctas = 16
+    order = TileOrder(ctas, 6, 1, True, 1000, 1, 1 << 30, Wave(1, 2))
+
+    def sharing(is_forwards: Callable[[int], int]) -> float:
+        free = [(0, cta) for cta in range(ctas)]
+        reads: Counter[tuple[int, int, int]] = Counter()
+        for index, (m, head, _) in enumerate(places(order)):
+            begin, cta = heapq.heappop(free)
+            heapq.heappush(free, (begin + m + 1, cta))
+            path = Blocks(0, m + 1, 0, m).path(is_forwards(index))
+            reads.update((begin + i, head, path.block(i)) for i in range(m + 1))
+        return sum(reads.values()) / len(reads)
+
+    assert sharing(lambda index: TileOrder.is_forwards(index, ctas)) > 3 * sharing(lambda _: 0) / 2

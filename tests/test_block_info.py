@@ -65,6 +65,29 @@ def expect(blocks: Blocks, touched: np.ndarray, clean: np.ndarray) -> None:
     assert list(range(clean_first, clean_end)) == list(np.flatnonzero(clean & touched))
 
 
+def expect_paths(tile: Blocks, part: Blocks) -> None:
+    """Both paths over a tile visit every block once and mask those that are not clean; `part`, of
+    one of its warpgroups, lies on it between the blocks that the warpgroup passes over."""
+    blocks = list(range(tile.first, tile.end))
+    clean = range(tile.clean_first, tile.clean_end)
+    for forwards in (None, 0, 1):
+        path = tile.path(forwards)
+        visited = [path.block(i) for i in range(len(blocks))]
+        assert visited == (blocks if forwards else blocks[::-1])
+        if not blocks:
+            continue
+        masked, unmasked, again = tile.runs(forwards)
+        assert min(masked, unmasked, again) >= 0 and masked + unmasked + again == len(blocks) - 1
+        kinds = [x in clean for x in visited[1:]]
+        assert all(kinds[masked : masked + unmasked]) and sum(kinds) == unmasked
+        if part.end > part.first:
+            before, after = tile.around(part, forwards)
+            first = part.path(forwards).start
+            assert (
+                visited[before] == first and len(blocks) - before - after == part.end - part.first
+            )
+
+
 def hold(info: BlockInfo, seqlen_q: int, seqlen_k: int) -> None:
     """Compare all blocks of both directions with the matrix."""
     touched, clean = tiled(info, seqlen_q, seqlen_k)
@@ -72,6 +95,10 @@ def hold(info: BlockInfo, seqlen_q: int, seqlen_k: int) -> None:
     for m_block in range(touched.shape[0]):
         blocks = info.n_blocks(m_block, seqlen_q, seqlen_k)
         expect(blocks, touched[m_block], clean[m_block])
+        half = info._replace(tile_m=info.tile_m // 2)
+        for mine in (2 * m_block, 2 * m_block + 1):
+            if mine * half.tile_m < seqlen_q * info.pack:
+                expect_paths(blocks, half.n_blocks(mine, seqlen_q, seqlen_k))
     for n_block in range(touched.shape[1]):
         blocks = info.m_blocks(n_block, seqlen_q, seqlen_k)
         expect(blocks, touched[:, n_block], clean[:, n_block])

@@ -29,11 +29,15 @@ _TILES: dict[tuple[int, int], dict[str, Any]] = {
     (128, 128): {"tile_m": 128, "tile_n": 128},
     (192, 128): {"tile_m": 128, "tile_n": 112, "q_stages": 1},
     (192, 192): {"tile_m": 128, "tile_n": 96, "q_stages": 1, "o_parts": 2},
-    # not optimistic: tensor cores are busy anyway, and Q's only slot is released before the tile
-    # is known to be valid
+    # not optimistic where tiles are short: Q's only slot is released before the tile is known to be
+    # valid, and tensor cores are busy anyway
     (256, 256): {"tile_m": 128, "tile_n": 64, "q_stages": 1, "o_parts": 2, "optimistic": False},
 }
-LONG = 8192  # keys from which on Q in registers is faster
+# what is faster from a number of keys on
+_LONG: dict[tuple[int, int], tuple[int, dict[str, Any]]] = {
+    (128, 128): (8192, {"q_in_registers": 128, "alternate": True}),
+    (256, 256): (4096, {"q_in_registers": 64, "alternate": True, "optimistic": True}),
+}
 MOST_PACKED = 64  # packed heads, at most the rows of a warpgroup
 
 
@@ -58,8 +62,9 @@ def fill(config: AnyConfig, shape: Shape, arch: Arch) -> AnyConfig:
     if config.modified:  # a user's functions need registers of their own
         tiles = {"tile_m": 128, "tile_n": min(config.tile_n, 96), "q_in_registers": 0}
         config = replace(config, **tiles)
-    elif config.head_dim == config.head_dim_v == 128 and shape.longest_k >= LONG:
-        config = replace(config, q_in_registers=128)
+    elif (config.head_dim, config.head_dim_v) in _LONG:
+        keys, better = _LONG[config.head_dim, config.head_dim_v]
+        config = replace(config, **better if shape.longest_k >= keys else {})
     group = shape.heads_q // shape.heads_kv
     pack = gcd(group, MOST_PACKED) if shape.longest_q < config.tile_m else 1
     return replace(config, pack=pack)

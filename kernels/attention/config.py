@@ -81,6 +81,7 @@ class ForwardConfig(Computed):
     own_o: bool = True  # O is stored through smem of its own, not through Q's
     o_parts: int = 1  # parts of O's columns that are stored through it one after the other
     q_in_registers: int = 0  # columns of operand A of QK that come from registers, not from smem
+    alternate: bool = False  # every other wave of causal tiles takes its keys forwards (order.py)
     slack: float = 8.0  # powers of two before sums and outputs are scaled down
     optimistic: bool = True  # blocks without a mask are not searched for a larger score
     dispatch: str = "dynamic"  # how tiles are handed out: "one" (a CTA each), "static", "dynamic"
@@ -88,6 +89,11 @@ class ForwardConfig(Computed):
     l2_bytes: int = 50 * 2**20  # bytes that heads in work at one time should fit into
 
     ctas: ClassVar[int] = 1  # CTAs that work on a tile together
+    in_waves: ClassVar[bool] = True  # heads come in groups with one tile for each CTA (order.py)
+
+    @property
+    def alternates(self) -> bool:
+        return self.alternate and self.causal and not any(self.window)
 
     @property
     def warpgroups(self) -> int:

@@ -38,6 +38,7 @@ class LadderConfig:
 
     pack: ClassVar[int] = 1
     ctas: ClassVar[int] = 1
+    in_waves: ClassVar[bool] = False
     l2_bytes: ClassVar[int] = 50 * 2**20  # bytes that heads in work at one time should fit into
     # the stages take no argument but Q, K, V, O, LSE and a scale
     lse: ClassVar[bool] = True

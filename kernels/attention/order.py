@@ -4,18 +4,19 @@ Units are (head, batch entry) pairs, heads first. Without a band all tiles take 
 the order is plain: the blocks of rows of one unit after the other, so that those in work at one
 time share K and V. With a band, blocks of rows differ: those that see the most keys go first, so
 that the short ones fill the gaps at the end; and since a wave of long blocks spans many units,
-units come in groups whose K and V fit into L2 together.
+units come in groups whose K and V fit into L2 together, on Hopper in groups with one tile for each
+CTA: the fewer heads are in work, the more SMs read the same.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
 from cutlass import Int32, cute
 
-from cutex.device.attention.block_info import Band, BlockInfo, larger, smaller
+from cutex.device.attention.block_info import Band, BlockInfo, any_in, larger, smaller
 from cutex.device.work_tile import WorkTile
 
 if TYPE_CHECKING:
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
     from cutex.kernels.attention.ladder import LadderConfig
     from cutex.kernels.attention.signature import Sizes
     from cutex.problem.attention import AttentionProblem
+
+
+class Wave(NamedTuple):
+    """Units with as many tiles as there are CTAs."""
+
+    units: Any  # whose tiles are about one for each CTA
+    last: Any  # of the last group at least, for CTAs to end together
 
 
 @dataclass(frozen=True)
@@ -36,11 +44,13 @@ class TileOrder:
     rows_k: Any  # keys of a sequence
     heads_per_kv: Any  # owners of tiles that read one head of K and V
     l2_rows: int  # keys of one head, with their values, that fit into L2
+    wave: Wave | None = None  # None: groups as L2 allows
 
     @staticmethod
     def of(config: AnyConfig, sizes: Sizes) -> TileOrder:
         """The order in which a production kernel takes the tiles of a problem."""
         c = config
+        rows_q = sizes.rows_q // sizes.batch if c.varlen_q else sizes.rows_q  # the mean
         return TileOrder(
             num_m_blocks=cute.ceil_div(sizes.longest_q * c.pack, c.tile_m),
             heads=sizes.heads // c.pack,
@@ -49,6 +59,7 @@ class TileOrder:
             rows_k=sizes.rows_k // sizes.batch if c.varlen_k else sizes.rows_k,  # the mean
             heads_per_kv=sizes.heads_per_kv(c.pack),
             l2_rows=c.l2_bytes // ((c.k_bytes + c.v_bytes) * c.ctas) * c.tile_n,
+            wave=wave_of(c, cute.ceil_div(rows_q * c.pack, c.tile_m)),
         )
 
     @property
@@ -66,13 +77,39 @@ class TileOrder:
             return WorkTile(m, head=unit % self.heads, batch=unit // self.heads)
         group = larger(self.l2_rows // larger(self.rows_k, 1), 1) * self.heads_per_kv
         group = smaller(group, self.units)  # units in a group
-        number = index // (group * self.num_m_blocks)
+        if self.wave is None:
+            last = (self.units - 1) // group  # the last group may be smaller
+        else:
+            group = smaller(group, self.wave.units)
+            last = larger(self.units - self.wave.last, 0) // group
+        number = smaller(index // (group * self.num_m_blocks), last)
         rest = index - number * (group * self.num_m_blocks)
-        here = smaller(group, self.units - number * group)  # the last group may be smaller
+        here = group + (1 - any_in(number, last)) * (self.units - last * group - group)
         row = rest // here
         unit = number * group + rest - row * here
         m = self.num_m_blocks - 1 - row
         return WorkTile(m, head=unit % self.heads, batch=unit // self.heads)
+
+    @staticmethod
+    def is_forwards(index: Any, ctas: int) -> Any:
+        """1 if a causal tile should take its keys from the first to the last, 0 if from the last to
+        the first: of each two waves the first, so that CTAs read the same keys at the same time.
+
+        Tiles of the first wave begin together. A CTA whose tile was short gets a long one in the
+        second, so these end together. Where L2 serves many SMs one block at one time, it needs less
+        power.
+        """
+        return 1 - index // ctas % 2
+
+
+def wave_of(config: AnyConfig | LadderConfig, num_m_blocks: Any) -> Wave | None:
+    """The wave of units that have `num_m_blocks` tiles each; None if the order of this config has
+    none."""
+    if not config.in_waves:
+        return None
+    tiles, ctas = larger(num_m_blocks, 1), config.num_ctas
+    most = ctas * 7 // 4  # two waves, if the second need not be whole
+    return Wave(larger((ctas + tiles // 2) // tiles, 1), (most + tiles - 1) // tiles)
 
 
 def grid(config: AnyConfig, total: Int32) -> Int32:
@@ -101,6 +138,7 @@ def key_blocks(problem: AttentionProblem, config: AnyConfig | LadderConfig) -> l
         rows_k=problem.seqlen_k,
         heads_per_kv=problem.heads_q // pack // problem.heads_kv,
         l2_rows=config.l2_bytes // config.ctas // (config.k_bytes + config.v_bytes) * tile_n,
+        wave=wave_of(config, info.num_m_blocks(problem.seqlen_q)),
     )
     of_block = []
     for m_block in range(order.num_m_blocks):

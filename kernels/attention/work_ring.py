@@ -21,7 +21,7 @@ from cutex.device.pipeline import PipelineState, Ring
 from cutex.device.work_tile import WorkTile
 
 END, NORMAL, SAFE = 0, 1, 2  # how a slot's tile is to be computed; END: there are no more tiles
-WORDS = 8  # words of a slot; the last is unused, because three words are loaded as four
+WORDS = 8  # words of a slot
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class WorkRing:
     """
 
     q: Ring
-    words: cute.Tensor  # (WORDS, SLOT): mode; m, head, batch; offset, length; length of keys
+    # (WORDS, SLOT): mode; m, head, batch; offset, length; length of keys; whether forwards
+    words: cute.Tensor
     failed: cute.Tensor  # (consumer warps, SLOT): whether a warp's rows must be done again
 
     event: ClassVar[str] = "q"
@@ -69,6 +70,7 @@ class WorkRing:
         work: WorkTile,
         seq_q: SeqlenInfo | None = None,
         seq_k: SeqlenInfo | None = None,
+        forwards: Int32 | None = None,
     ) -> cute.Pointer:
         """Fill the words of an empty slot, arm its barrier and return it."""
         words = self.words
@@ -76,6 +78,8 @@ class WorkRing:
             values: tuple[Int32 | int, ...] = (mode, work.m, work.head, work.batch)
             if seq_q is not None and seq_k is not None:
                 values = (*values, seq_q.offset, seq_q.length, seq_k.length)
+            if forwards is not None:
+                values = (*values, forwards)
             for i, value in enumerate(values):
                 words[i, state.slot] = value
             self._arm(state.slot)
@@ -118,6 +122,10 @@ class WorkRing:
         """The rows of the queries' sequence, and the number of keys."""
         q = SeqlenInfo(self.words[4, slot], self.words[5, slot])
         return q, self.words[6, slot]
+
+    def forwards(self, slot: Int32) -> Int32:
+        """1 if the tile's keys are taken from the first to the last, 0 if the other way."""
+        return self.words[7, slot]
 
     # ---- the consumers' side
 

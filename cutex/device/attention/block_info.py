@@ -47,6 +47,20 @@ class Band(NamedTuple):
         return self.lo is not None or self.hi is not None
 
 
+class Path(NamedTuple):
+    """The order in which blocks are visited: `start`, then every `step` (1 or -1) from it."""
+
+    start: Int
+    step: Int
+
+    def block(self, i: Int) -> Int:
+        return self.start + self.step * i
+
+    def after(self, count: Int) -> Path:
+        """What is left of the path after `count` blocks."""
+        return Path(self.block(count), self.step)
+
+
 class Blocks(NamedTuple):
     """A range of blocks [first, end), of which [clean_first, clean_end) need no mask.
 
@@ -57,6 +71,39 @@ class Blocks(NamedTuple):
     end: Int
     clean_first: Int
     clean_end: Int
+
+    def path(self, forwards: Int | None) -> Path:
+        """The path from the last block to the first, or from the first to the last if `forwards` is
+        1 (else it is 0 or None)."""
+        if forwards is None:
+            return Path(self.end - 1, -1)
+        last = self.end - 1
+        return Path(last - forwards * (last - self.first), 2 * forwards - 1)
+
+    def around(self, part: Blocks, forwards: Int | None) -> tuple[Int, Int]:
+        """The numbers of blocks on the path before those of `part`, and behind them."""
+        above, below = self.end - part.end, part.first - self.first
+        if forwards is None:
+            return above, below
+        before = above + forwards * (below - above)
+        return before, above + below - before
+
+    def runs(self, forwards: Int | None) -> tuple[Int, Int, Int]:
+        """The blocks that follow the first one on the path, in three runs: how many are masked, are
+        clean, are masked again."""
+        back = _runs_down(self.first, self.end, self.clean_first, self.clean_end)
+        if forwards is None:
+            return back
+        mirrored = _runs_down(-self.end, -self.first, -self.clean_end, -self.clean_first)
+        masked, clean, again = (b + forwards * (m - b) for b, m in zip(back, mirrored, strict=True))
+        return masked, clean, again
+
+
+def _runs_down(first: Int, end: Int, clean_first: Int, clean_end: Int) -> tuple[Int, Int, Int]:
+    masked = larger(end - 1 - clean_end, 0)
+    rest = end - 1 - masked
+    again = smaller(clean_first, rest)
+    return masked, rest - again, again - first
 
 
 class BlockInfo(NamedTuple):

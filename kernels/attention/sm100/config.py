@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from cutex.kernels.attention.config import BARRIERS, ELEMENT, Computed
 
@@ -31,6 +31,8 @@ class Sm100Config(Computed):
     dispatch: str = "dynamic"  # how tiles are handed out: "one", "static", "dynamic", "clc"
     num_ctas: int = 148  # CTAs of a persistent grid
     l2_bytes: int = 105 * 2**20  # bytes that the heads in work at one time should fit into
+
+    in_waves: ClassVar[bool] = False  # was not timed on a GPU
 
     @property
     def may_fail(self) -> bool:

@@ -1,6 +1,8 @@
 """BlockLoop: one warpgroup's loop over the blocks of keys of its 64 rows.
 
-    S = Q K[n]^T, P = exponentials of S, O += P V[n],  from the last block to the first
+    S = Q K[n]^T, P = exponentials of S, O += P V[n]
+
+from the last block to the first, or from the first to the last where the tile says so.
 
 It releases blocks that only the rows of the other warpgroups see without computing.
 
@@ -18,7 +20,7 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from cutex.device.attention.block_info import Blocks
+from cutex.device.attention.block_info import Blocks, Path
 from cutex.device.attention.products import MixedProduct, Operand, Product, round_to
 from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.softmax import Softmax, rows_of
@@ -49,31 +51,25 @@ class BlockLoop:
         return self.score_ops.mask.tile_n
 
     @cute.jit
-    def run(self, blocks: Blocks, state: State, safe: Boolean) -> State:
+    def run(self, blocks: Blocks, state: State, safe: Boolean, forwards: Int32 | None) -> State:
         """Compute O over all blocks, of which there is at least one, without the last PV and
-        unscaled; return the states after."""
+        unscaled; return the states after. `forwards` is given only with a band."""
         band = self.score_ops.mask.band
-        n_block = blocks.end - 1
-        state = self.first(n_block, state)
-        n_block -= 1
+        path, (before, clean, after) = blocks.path(forwards), blocks.runs(forwards)
+        state = self.first(path.start, state)
+        path = path.after(1)
         if cutlass.const_expr(band.hi is not None):
-            count = cutlass.max(blocks.end - 1 - blocks.clean_end, 0)
-            state = self.steps(n_block, count, state, "masked")
-            n_block -= count
-        clean_first = blocks.first
-        if cutlass.const_expr(band.lo is not None):
-            clean_first = cutlass.min(blocks.clean_first, n_block + 1)
-        clean = n_block + 1 - clean_first
+            state = self.steps(path, before, state, "masked")
+            path = path.after(before)
         if cutlass.const_expr(self.optimistic):
             # NOTE: with a band, a row may see no key before the first block that it sees whole
             count = clean if safe else cutlass.min(clean, 1 if band.hi is not None else 0)
-            state = self.steps(n_block, count, state, "clean")
-            n_block -= count
+            state = self.steps(path, count, state, "clean")
+            path = path.after(count)
             clean -= count
-        state = self.steps(n_block, clean, state, "add" if self.optimistic else "clean")
-        n_block -= clean
-        if cutlass.const_expr(band.lo is not None):
-            state = self.steps(n_block, n_block + 1 - blocks.first, state, "masked")
+        state = self.steps(path, clean, state, "add" if self.optimistic else "clean")
+        if cutlass.const_expr(band.lo is not None or forwards is not None):
+            state = self.steps(path.after(clean), after, state, "masked")
         return state
 
     @cute.jit
@@ -94,13 +90,11 @@ class BlockLoop:
         return k, v
 
     @cute.jit
-    def steps(
-        self, n_block: Int32, count: Int32, state: State, kind: cutlass.Constexpr[str]
-    ) -> State:
-        """Run `count` steps from `n_block` down."""
+    def steps(self, path: Path, count: Int32, state: State, kind: cutlass.Constexpr[str]) -> State:
+        """Run `count` steps along `path`."""
         k, v = state
         for i in cutlass.range(count, unroll=1):
-            k, v = self.step(n_block - i, (k, v), kind)
+            k, v = self.step(path.block(i), (k, v), kind)
         return k, v
 
     @cute.jit

@@ -242,13 +242,15 @@ class Forward:
                 query.qk, pv, query.of_slot(q_slot), acc_o, tOrP, shared.k, shared.v,
                 score_ops, softmax, factors, turns, wg, c.warpgroups, self.optimistic,
             )  # fmt: skip
+            forwards = work_ring.forwards(q_take.slot) if c.alternates else None
+            before, after = tile.around(blocks, forwards)  # what only other warpgroups' rows see
             if blocks.end > blocks.first and m_block * ROWS < seq_q.length * c.pack:
-                state = loop.pass_over(tile.end - blocks.end, state, True)
-                state = loop.run(blocks, state, mode == SAFE)
+                state = loop.pass_over(before, state, True)
+                state = loop.run(blocks, state, mode == SAFE, forwards)
                 if cutlass.const_expr(self.releases_early):
                     work_ring.release(q_take, trusted)
                 state = loop.last(state)
-                state = loop.pass_over(blocks.first - tile.first, state, True)
+                state = loop.pass_over(after, state, True)
                 sinks = self.sinks(shared.passed, rows, work)
                 trusted = softmax.finish(sinks, factors, lse)
                 trusted = trusted & (acc_o[0] * 0.0 == 0.0) & (acc_o[2] * 0.0 == 0.0)

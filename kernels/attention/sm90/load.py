@@ -88,26 +88,28 @@ class Load:
         k_fill, v_fill = fills
         seq_q, seq_k = lengths
         blocks = shared.info.n_blocks(work.m, seq_q.length, seq_k.length)
+        forwards = self.order.is_forwards(turn.index, c.num_ctas) if c.alternates else None
+        path = blocks.path(forwards)
         head_kv = work.head // self.order.heads_per_kv
         loads_q = tile_loads(self.q, shared.sQ, (work.head, work.batch, seq_q))
         loads_k = tile_loads(self.k, shared.sK, (head_kv, work.batch, seq_k))
         loads_v = tile_loads(self.v, shared.sV, (head_kv, work.batch, seq_k))
-        full = shared.work.announce(q_fill, mode, work, seq_q, seq_k)
+        full = shared.work.announce(q_fill, mode, work, seq_q, seq_k, forwards)
         for wg in cutlass.range_constexpr(c.warpgroups):
             slot = q_fill.slot * c.warpgroups + wg
             loads_q.load(work.m * c.warpgroups + wg, slot, full)
         asked = Int32(0)
         if blocks.end > blocks.first:
-            loads_k.load(blocks.end - 1, k_fill.slot, shared.k.acquire(k_fill))
+            loads_k.load(path.block(0), k_fill.slot, shared.k.acquire(k_fill))
             k_fill.advance()
             for i in cutlass.range(blocks.end - 1 - blocks.first, unroll=1):
-                n_block = blocks.end - 2 - i
-                loads_k.load(n_block, k_fill.slot, shared.k.acquire(k_fill))
+                loads_k.load(path.block(i + 1), k_fill.slot, shared.k.acquire(k_fill))
                 k_fill.advance()
-                loads_v.load(n_block + 1, v_fill.slot, shared.v.acquire(v_fill))
+                loads_v.load(path.block(i), v_fill.slot, shared.v.acquire(v_fill))
                 v_fill.advance()
             asked = self.ask(mode, turn)
-            loads_v.load(blocks.first, v_fill.slot, shared.v.acquire(v_fill))
+            last = path.block(blocks.end - 1 - blocks.first)
+            loads_v.load(last, v_fill.slot, shared.v.acquire(v_fill))
             v_fill.advance()
         else:
             asked = self.ask(mode, turn)
