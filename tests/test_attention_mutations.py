@@ -18,6 +18,7 @@ from cutex.device.attention.products import Product
 from cutex.kernels.attention.config import ForwardConfig
 from cutex.kernels.attention.sm90.block_loop import BlockLoop
 from cutex.kernels.attention.sm90.forward import Forward
+from cutex.kernels.attention.work_ring import WorkRing
 from cutex.problem.attention.case import AttentionCase
 from cutex.sim import SimError, simulate
 
@@ -45,10 +46,11 @@ def wrong(kernel, case=CASE, orders=ORDERS) -> str | None:
     """The error of a kernel, under the first order that shows one."""
     inputs = case.inputs()
     left, _ = case.window
+    band = () if left is None else (-left,)
     for order in orders:
         out, lse = case.outputs()
         counter = torch.zeros(2, dtype=torch.int32)
-        arguments = (*inputs[:3], out, lse, counter, case.softmax_scale, -left)
+        arguments = (*inputs[:3], out, lse, counter, case.softmax_scale, *band)
         try:
             simulate(kernel, *arguments, **order)
         except SimError as error:
@@ -114,6 +116,23 @@ def test_a_mask_that_is_off_by_one_is_found(monkeypatch, side, by):
     monkeypatch.setattr(Mask, "_bounds", off)
     message = wrong(compiled(), orders=({},))
     assert message is not None and "further off than" in message
+
+
+def test_keys_that_are_taken_the_wrong_way_are_found(monkeypatch):
+    """MMA goes the other way than LOAD, in some tiles: in those that may go both."""
+    config = ForwardConfig(head_dim=64, head_dim_v=64, causal=True, tile_n=64, num_ctas=1)
+    case = replace(CASE, window=(None, None))
+
+    def found(alternate: bool) -> str | None:
+        changed = replace(config, alternate=alternate)
+        return wrong(compile(Forward(changed), "bf16", "sm_90a", cache=False), case, ({},))
+
+    assert found(True) is None
+    forwards = WorkRing.forwards
+    monkeypatch.setattr(WorkRing, "forwards", lambda self, slot: 1 - forwards(self, slot))
+    message = found(True)
+    assert message is not None and "further off than" in message
+    assert found(False) is None
 
 
 def test_a_scale_that_is_forgotten_is_found(monkeypatch):

@@ -18,7 +18,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cutex.ops.plain import guard, is_plain, nobody_watches
+from cutex.ops.plain import guard, is_plain, is_watched_unseen, nobody_watches
 
 
 def matrix() -> Tensor:
@@ -109,12 +109,14 @@ def test_a_guard_knows_the_modes_that_change_dispatch(mode) -> None:
     assert outside(x) and not inside(x)
 
 
-def seen_within(run: Callable[[Callable[[Tensor], Tensor]], object]) -> bool:
-    """The result of nobody_watches within a transform."""
+def seen_within(
+    run: Callable[[Callable[[Tensor], Tensor]], object], look: Callable[[], bool]
+) -> bool:
+    """The result of `look` within a transform."""
     found: list[bool] = []
 
     def function(x: Tensor) -> Tensor:
-        found.append(nobody_watches())
+        found.append(look())
         return x.sum()
 
     run(function)
@@ -139,9 +141,12 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
 def test_modes_watch(mode: Callable[[], AbstractContextManager[object]]) -> None:
+    x = matrix()
+    takes = guard((x,))
     with mode():
         assert not nobody_watches()
-    assert nobody_watches()
+        assert is_watched_unseen() or not takes(x)
+    assert nobody_watches() and takes(x) and not is_watched_unseen()
 
 
 TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], object]] = {
@@ -158,8 +163,11 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], object]] = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
 def test_transforms_watch(transform: Callable[[Callable[[Tensor], Tensor]], object]) -> None:
-    assert not seen_within(transform)
-    assert nobody_watches()
+    x = matrix()
+    takes = guard((x,))
+    assert not seen_within(transform, nobody_watches)
+    assert seen_within(transform, lambda: is_watched_unseen() or not takes(x))
+    assert nobody_watches() and takes(x) and not is_watched_unseen()
 
 
 @pytest.mark.parametrize(

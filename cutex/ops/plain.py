@@ -46,6 +46,12 @@ def nobody_watches() -> bool:
     )
 
 
+def is_watched_unseen() -> bool:
+    """Whether a mode is active that guards may not notice: transforms and tracers change the
+    dispatch keys that they compare, these need not. A default device counts here."""
+    return bool(_function_modes() or _dispatch_modes() or forward_ad._current_level >= 0)
+
+
 def is_plain(x: Tensor) -> bool:
     """Whether x is plain memory of the CPU or of a GPU, by its class and all its dispatch keys."""
     return type(x) in _PLAIN and not _keys(x).raw_repr() & _FOREIGN_BITS

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cutex.ops import autocast
 from cutex.ops.attention.call import AttentionCall, Window, check
 from cutex.ops.attention.plan import ALIGN, Plan, check_device, longest_q
 from cutex.ops.checks import number
 from cutex.ops.device import current, per_device
-from cutex.ops.plain import guard, is_plain, nobody_watches, untraced
+from cutex.ops.plain import guard, is_plain, is_watched_unseen, nobody_watches, untraced
 
 Mod = Callable[..., Any] | None
 
@@ -61,21 +62,27 @@ def flash_attn_func(
     fit, and where there is no Hopper or Blackwell GPU.
     """
     key: tuple[Any, ...] | None = None
-    if not _is_compiling() and nobody_watches():
+    if not _is_compiling():
         try:
             options = (
                 softmax_scale, causal, window_size, softcap, return_lse, score_mod, mask_mod,
                 learnable_sink is None,
             )  # fmt: skip
             known = _latest.get(options) if learnable_sink is None else None
-            # NOTE: as in _find; most calls end here, and each step of Python costs 0.1 us
-            if known is not None and known.takes(q, k, v) and (known.always or known.still()):
+            # NOTE: most calls end here, and each step of Python costs 0.1 us
+            if (
+                known is not None
+                and known.takes(q, k, v)
+                and not is_watched_unseen()
+                and (known.always or known.still())
+            ):
                 return known.launch(q, k, v)
-            given = (q, k, v) if learnable_sink is None else (q, k, v, learnable_sink)
-            known = _find(options, given)
-            if known is not None:
-                return known.launch(*given)
-            key = _key(options, given)
+            if nobody_watches():
+                given = (q, k, v) if learnable_sink is None else (q, k, v, learnable_sink)
+                known = _find(options, given)
+                if known is not None:
+                    return known.launch(*given)
+                key = _key(options, given)
         except (AttributeError, TypeError, ValueError, RuntimeError):
             key = None  # not a tensor, or a base that is not aligned: the checks raise for it
     return _unknown(
@@ -170,6 +177,9 @@ _latest: dict[tuple[Any, ...], Known] = per_device({})  # by options
 _plans: dict[tuple[Any, ...] | None, Plan] = per_device({})  # by everything that a plan depends on
 _grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
+# what watches without being noticed by a guard, unlike transforms and tracers
+_function_modes = torch._C._len_torch_function_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 @untraced

@@ -7,7 +7,8 @@ into rows, of one sequence. What makes it fast, each with its figure in docs/fac
   warpgroups alternate (block_loop.py).
 - Only blocks that the band cuts are masked, and in those that it does not cut no larger score is
   looked for; a tile whose sums overflow that way is computed again (work_ring.py).
-- Tiles go to CTAs as they ask for them, the longest first, heads that share L2 together. Q of the
+- Tiles go to CTAs as they ask for them, the longest first, of as few heads at a time as fill the
+  SMs; long causal ones take their keys so that CTAs read the same at one time (order.py). Q of the
   next tile is loaded before it begins, O of the one before is stored by TMA while it runs.
 """
 
