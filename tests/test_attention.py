@@ -6,7 +6,9 @@ Kernels and the shapes that they run are drawn separately, so that few kernels g
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
+from collections import ChainMap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -151,8 +153,8 @@ LONG = [
 def long_from_one_key(monkeypatch):
     """Sequences of any length have the kernels that are chosen for long ones."""
     module = import_module(fill.__module__)
-    kernels = {dims: (1, better) for dims, (_, better) in module._LONG.items()}
-    monkeypatch.setattr(module, "_LONG", kernels)
+    kernels = {dims: ChainMap(*steps.values()) for dims, steps in module._LONG.items()}
+    monkeypatch.setattr(module, "_LONG", {dims: {1: all_of} for dims, all_of in kernels.items()})
     eager.forget()
     yield
     eager.forget()
@@ -162,10 +164,10 @@ def long_from_one_key(monkeypatch):
 @pytest.mark.parametrize("shape", range(len(LONG)))
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_kernels_for_long_sequences(place, long_from_one_key, head_dim, shape):
-    """They take the keys of every other wave of tiles forwards."""
+    """At head dim 256 they take the keys of every other wave of tiles forwards."""
     case = replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim, **LONG[shape])
     hold(place, case, **place.orders[(shape + head_dim // 128) % len(place.orders)])
-    assert all(p.config.alternates for p in eager._plans.values())
+    assert all(p.config.alternates == (head_dim == 256) for p in eager._plans.values())
 
 
 @pytest.mark.gpu
@@ -176,6 +178,25 @@ def test_randomized_cases_of_kernels_for_long_sequences(place, long_from_one_key
     causal = number % 8 != 0
     window = (None, None) if causal else case.window
     hold(place, replace(case, head_dim=d, head_dim_v=d, causal=causal, window=window))
+
+
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
+def test_a_sequence_has_the_same_bits_alone_and_among_others(place, head_dim):
+    lengths = (200, 230, 5, 391)
+    case = replace(
+        PLAIN, head_dim=head_dim, head_dim_v=head_dim, batch=4, lengths_q=lengths, lengths_k=lengths
+    )
+    inputs = case.inputs(place.device)
+    with place.prepared():
+        together, _ = call(case, inputs)
+        for begin, end in itertools.pairwise((0, *itertools.accumulate(lengths))):
+            mine = [x[begin:end] for x in inputs[:3]]
+            ends = torch.tensor([0, end - begin], dtype=torch.int32, device=place.device)
+            longest = max(lengths), max(lengths)
+            alone = cutex.flash_attn_varlen_func(
+                *mine, ends, ends, *longest, case.scale, causal=True
+            )
+            assert torch.equal(alone, together[begin:end])
 
 
 @pytest.mark.parametrize("columns", [32, -64, 192])

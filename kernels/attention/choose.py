@@ -34,9 +34,10 @@ _TILES: dict[tuple[int, int], dict[str, Any]] = {
     (256, 256): {"tile_m": 128, "tile_n": 64, "q_stages": 1, "o_parts": 2, "optimistic": False},
 }
 # what is faster from a number of keys on
-_LONG: dict[tuple[int, int], tuple[int, dict[str, Any]]] = {
-    (128, 128): (8192, {"q_in_registers": 128, "alternate": True}),
-    (256, 256): (4096, {"q_in_registers": 64, "alternate": True, "optimistic": True}),
+_LONG: dict[tuple[int, int], dict[int, dict[str, Any]]] = {
+    (128, 128): {8192: {"q_in_registers": 128}},
+    # not at head dim 128, for 1 %: a row's last bits then depend on the tiles before its own
+    (256, 256): {4096: {"q_in_registers": 64, "optimistic": True}, 8192: {"alternate": True}},
 }
 MOST_PACKED = 64  # packed heads, at most the rows of a warpgroup
 
@@ -62,9 +63,9 @@ def fill(config: AnyConfig, shape: Shape, arch: Arch) -> AnyConfig:
     if config.modified:  # a user's functions need registers of their own
         tiles = {"tile_m": 128, "tile_n": min(config.tile_n, 96), "q_in_registers": 0}
         config = replace(config, **tiles)
-    elif (config.head_dim, config.head_dim_v) in _LONG:
-        keys, better = _LONG[config.head_dim, config.head_dim_v]
-        config = replace(config, **better if shape.longest_k >= keys else {})
+    else:
+        for keys, better in _LONG.get((config.head_dim, config.head_dim_v), {}).items():
+            config = replace(config, **better if shape.longest_k >= keys else {})
     group = shape.heads_q // shape.heads_kv
     pack = gcd(group, MOST_PACKED) if shape.longest_q < config.tile_m else 1
     return replace(config, pack=pack)

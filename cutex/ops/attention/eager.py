@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from cutex.ops import autocast
 from cutex.ops.attention.call import AttentionCall, Window, check
