@@ -103,7 +103,15 @@ def test_nothing_is_launched_where_there_is_nothing_to_see(stand_in, monkeypatch
         "new_empty",
         lambda *args, **options: new_empty(*args, **options).fill_(torch.nan),
     )
-    for changes in (*empty, {"lengths_q": (0, 0), "lengths_k": (3, 4), "tail": 2}):
+    packed = {"lengths_q": (5, 0, 9), "lengths_k": (0, 0, 0), "batch": 3}
+    others = (
+        {"lengths_q": (0, 0), "lengths_k": (3, 4), "tail": 2},
+        packed,
+        {**packed, "sink": True},
+        {**packed, "used_q": (4, 0, 9), "used_k": (0, 0, 0)},
+        {"seqlen_k": 0, "used_q": (3, 24)},
+    )
+    for changes in (*empty, *others):
         problem = replace(SMALL, **changes)
         inputs = problem.inputs()
         found = problem.check(inputs, *call(problem, inputs))

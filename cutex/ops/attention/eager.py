@@ -312,16 +312,33 @@ def _nothing_to_see(
     call: AttentionCall, with_lse: bool, out: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """O and LSE of rows that see no key; for no rows nothing is written."""
-    rows = longest_q(call) > 0
     out = call.q.new_empty(call.out_shape) if out is None else out
     lse = call.q.new_empty(call.lse_shape, dtype=torch.float32) if with_lse else None
-    if rows:
-        out.zero_()
-    if rows and lse is not None:
-        lse.fill_(-torch.inf)
-        if call.learnable_sink is not None:
-            lse.copy_(call.learnable_sink[:, None].expand(lse.shape))
+    mine = _rows_of_sequences(call)
+    out.masked_fill_(mine[..., None, None], 0.0)
+    if lse is not None:
+        nothing, sink = torch.full_like(lse, -torch.inf), call.learnable_sink
+        if sink is not None:
+            nothing.copy_(sink[:, None].expand(lse.shape))
+        lse.copy_(torch.where(mine[..., None, :], nothing, lse))
     return out, lse
+
+
+def _rows_of_sequences(call: AttentionCall) -> Tensor:
+    """Which rows of q are computed, those that belong to a sequence: (batch, seqlen_q) or, of
+    packed sequences, (total_q)."""
+    rows = torch.arange(call.q.shape[-3], dtype=torch.int32, device=call.q.device)
+    begins = call.cu_seqlens_q
+    if begins is None:
+        longest = longest_q(call) if call.seqused_q is None else call.seqused_q[:, None]
+        return (rows < longest).expand(call.q.shape[:-2])
+    if call.batch == 0:
+        return rows < 0
+    ends = begins[1:].contiguous()
+    sequence = torch.searchsorted(ends, rows, right=True).clamp(max=call.batch - 1)
+    lengths = begins.diff() if call.seqused_q is None else call.seqused_q
+    place = rows - begins[sequence]
+    return (place >= 0) & (place < lengths[sequence]) & (place < longest_q(call))
 
 
 def _through_operator(call: AttentionCall, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
