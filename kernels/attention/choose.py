@@ -36,7 +36,7 @@ _TILES: dict[tuple[int, int], dict[str, Any]] = {
 # what is faster from a number of keys on
 _LONG: dict[tuple[int, int], dict[int, dict[str, Any]]] = {
     (128, 128): {8192: {"q_in_registers": 128}},
-    # not at head dim 128, for 1 %: a row's last bits then depend on the tiles before its own
+    # `alternate` would give head dim 128 1 %, too; a row's last bits then depend on other tiles
     (256, 256): {4096: {"q_in_registers": 64, "optimistic": True}, 8192: {"alternate": True}},
 }
 MOST_PACKED = 64  # packed heads, at most the rows of a warpgroup

@@ -21,7 +21,7 @@ from cutex.device.pipeline import PipelineState, Ring
 from cutex.device.work_tile import WorkTile
 
 END, NORMAL, SAFE = 0, 1, 2  # how a slot's tile is to be computed; END: there are no more tiles
-WORDS = 8  # words of a slot
+WORDS = 8  # words of a slot; the last is read in any case, because three are loaded as four
 
 
 @dataclass(frozen=True)

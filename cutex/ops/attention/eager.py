@@ -176,9 +176,6 @@ _latest: dict[tuple[Any, ...], Known] = per_device({})  # by options
 _plans: dict[tuple[Any, ...] | None, Plan] = per_device({})  # by everything that a plan depends on
 _grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
-# what watches without being noticed by a guard, unlike transforms and tracers
-_function_modes = torch._C._len_torch_function_stack
-_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 @untraced
