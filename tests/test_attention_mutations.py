@@ -133,6 +133,16 @@ def test_keys_that_are_taken_the_wrong_way_are_found(monkeypatch):
     assert message is not None and "further off than" in message
 
 
+@pytest.mark.parametrize("half", [0, 1])
+def test_rows_that_are_taken_to_end_elsewhere_in_their_last_block(monkeypatch, half):
+    """Taken to end in its first half, keys are missing; in its second, all are there."""
+    config = replace(CONFIG, window=(False, False), tile_n=128, halves=True)
+    monkeypatch.setattr(BlockInfo, "ends_in_first_half", lambda self, *_: cutlass.Int32(half))
+    mutant = compile(Forward(config), "bf16", "sm_90a", cache=False)
+    message = wrong(mutant, replace(CASE, window=(None, None)), ({},))
+    assert (message is not None and "further off than" in message) == bool(half), message
+
+
 def test_a_scale_that_is_forgotten_is_found(monkeypatch):
     monkeypatch.setattr(BlockLoop, "scale_output", lambda self: None)
     message = wrong(compiled(), replace(CASE, init="falling"), orders=({},))

@@ -95,6 +95,10 @@ def hold(info: BlockInfo, seqlen_q: int, seqlen_k: int) -> None:
     for m_block in range(touched.shape[0]):
         blocks = info.n_blocks(m_block, seqlen_q, seqlen_k)
         expect(blocks, touched[m_block], clean[m_block])
+        if blocks.end > blocks.first:
+            seen = tiled(info._replace(tile_n=info.tile_n // 2), seqlen_q, seqlen_k)[0][m_block]
+            half = not seen[2 * blocks.end - 1 :].any()  # the matrix may end before that half
+            assert info.ends_in_first_half(m_block, seqlen_q, seqlen_k) == half
         half = info._replace(tile_m=info.tile_m // 2)
         for mine in (2 * m_block, 2 * m_block + 1):
             if mine * half.tile_m < seqlen_q * info.pack:

@@ -49,14 +49,16 @@ def _record_lengths(problem: Problem, stage: AnyStage, tiles: tuple[int, ...]) -
     longest = max(tiles)
     # NOTE: enough tiles that a persistent CTA computes several of them here, too
     count = min(len(tiles), WALKED * arch(stage.arch).num_sms + 1)
-    records, lengths = [], []
+    records, lengths, flops = [], [], []
     for wanted in (min(STEPS[0], max(1, longest // 2)), min(STEPS[1], longest)):
         brief = problem.with_steps(config, wanted, count)
-        records.append(_record(brief, stage, (WALKED + 0.3) * brief.work(config)[1], look=False))
-        lengths.append(brief.tile_steps(config)[0])
+        steps, (all_flops, of_cta) = brief.tile_steps(config), brief.work(config)
+        records.append(_record(brief, stage, (WALKED + 0.3) * of_cta, look=False))
+        lengths.append(steps[0])
+        flops.append(all_flops / len(steps))
     long = launched(problem, stage, lambda h, p, a, r: look_at(h, p, a, r, records[1]))
     short = replace(records[0], grid=long.grid, sharing=long.sharing)
-    return Lengths(short, long, (lengths[0], lengths[1]), tiles)
+    return Lengths(short, long, (lengths[0], lengths[1]), tiles, (flops[0], flops[1]))
 
 
 def _record(problem: Problem, stage: AnyStage, limit: float, look: bool = True) -> Traced:

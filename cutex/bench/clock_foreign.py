@@ -39,12 +39,6 @@ class ForeignRow:
     mhz: float
     work: Whole | None = None
 
-    def whole(self, traced: Traced | Lengths) -> Whole:
-        if isinstance(traced, Lengths):
-            step = traced.record.flops / traced.steps[1]
-            return Whole(step * sum(traced.tiles))
-        return self.work or Whole()
-
 
 @dataclass(frozen=True)
 class ForeignError:
@@ -106,7 +100,7 @@ def errors(
     """The errors of the rows whose kernel was recorded."""
     for row in rows:
         if one := traced.get(row.key):
-            timed = predict(one, gpu.at(row.mhz / 1e3), row.whole(one))
+            timed = predict(one, gpu.at(row.mhz / 1e3), row.work)
             yield ForeignError(row, timed.cycles / row.cycles - 1)
 
 

@@ -117,7 +117,8 @@ def fa4(calls: Recording, row: Mapping[str, Any]) -> Lengths:
     short, brief = records
     sizes = (p[name] for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv"))
     long = calls.of(partial(forward, *sizes), lambda h, p, a, r: look_at(h, p, a, r, brief))
-    return Lengths(replace(short, grid=long.grid, sharing=long.sharing), long, steps, tiles)
+    flops = short.record.flops, brief.record.flops
+    return Lengths(replace(short, grid=long.grid, sharing=long.sharing), long, steps, tiles, flops)
 
 
 def fa4_tiles(p: Mapping[str, Any]) -> tuple[int, ...]:

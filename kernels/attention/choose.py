@@ -24,9 +24,9 @@ CONFIGS: dict[str, type[AnyConfig]] = {
 
 # by head dims of K and of V: the tiles that fit smem and registers
 _TILES: dict[tuple[int, int], dict[str, Any]] = {
-    (64, 64): {"tile_m": 192, "tile_n": 128, "num_stages": 4},
+    (64, 64): {"tile_m": 192, "tile_n": 128, "num_stages": 4, "halves": True},
     (96, 96): {"tile_m": 192, "tile_n": 80, "num_stages": 3, "q_in_registers": 64},
-    (128, 128): {"tile_m": 128, "tile_n": 128},
+    (128, 128): {"tile_m": 128, "tile_n": 128, "halves": True},
     (192, 128): {"tile_m": 128, "tile_n": 112, "q_stages": 1},
     (192, 192): {"tile_m": 128, "tile_n": 96, "q_stages": 1, "o_parts": 2},
     # not optimistic where tiles are short: Q's only slot is released before the tile is known to be
@@ -35,7 +35,7 @@ _TILES: dict[tuple[int, int], dict[str, Any]] = {
 }
 # what is faster from a number of keys on
 _LONG: dict[tuple[int, int], dict[int, dict[str, Any]]] = {
-    (128, 128): {8192: {"q_in_registers": 128}},
+    (128, 128): {8192: {"q_in_registers": 128, "halves": False}},
     # `alternate` would give head dim 128 1 %, too; a row's last bits then depend on other tiles
     (256, 256): {4096: {"q_in_registers": 64, "optimistic": True}, 8192: {"alternate": True}},
 }
@@ -62,7 +62,7 @@ def fill(config: AnyConfig, shape: Shape, arch: Arch) -> AnyConfig:
     config = replace(config, **tiles)
     if config.modified:  # a user's functions need registers of their own
         tiles = {"tile_m": 128, "tile_n": min(config.tile_n, 96), "q_in_registers": 0}
-        config = replace(config, **tiles)
+        config = replace(config, **tiles, halves=False)
     else:
         for keys, better in _LONG.get((config.head_dim, config.head_dim_v), {}).items():
             config = replace(config, **better if shape.longest_k >= keys else {})

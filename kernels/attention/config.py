@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from cutex.problem.attention import AttentionProblem
 
 ELEMENT = 2  # bytes of bf16 and fp16
+ROWS = 64  # rows of a warpgroup
 BARRIERS = 1024  # bytes of smem kept for barriers and the like
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
 
@@ -59,6 +60,12 @@ class Computed:
 
         return key_blocks(problem, cast("AnyConfig", self))
 
+    def tile_flops(self, problem: AttentionProblem) -> list[float]:
+        """The MMA FLOPs of each tile, in the same order."""
+        config = cast("AnyConfig", self)
+        block = 2.0 * config.tile_m * config.tile_n * (self.head_dim + self.head_dim_v)
+        return [block * n for n in self.key_blocks(problem)]
+
     def why_not_computed(self) -> str | None:
         """The reason why no kernel computes it, as one sentence, or None."""
         if (self.head_dim, self.head_dim_v) not in HEAD_DIMS:
@@ -81,6 +88,7 @@ class ForwardConfig(Computed):
     own_o: bool = True  # O is stored through smem of its own, not through Q's
     o_parts: int = 1  # parts of O's columns that are stored through it one after the other
     q_in_registers: int = 0  # columns of operand A of QK that come from registers, not from smem
+    halves: bool = False  # of a last causal block, rows that end in its first half take only that
     alternate: bool = False  # every other wave of causal tiles takes its keys forwards (order.py)
     slack: float = 8.0  # powers of two before sums and outputs are scaled down
     optimistic: bool = True  # blocks without a mask are not searched for a larger score
@@ -94,6 +102,33 @@ class ForwardConfig(Computed):
     @property
     def alternates(self) -> bool:
         return self.alternate and self.causal and not any(self.window)
+
+    @property
+    def takes_halves(self) -> bool:
+        """Whether rows of a warpgroup may end in the first half of their first block."""
+        return self.halves and (self.causal or self.window[1]) and not self.alternates
+
+    def tile_flops(self, problem: AttentionProblem) -> list[float]:
+        """The MMA FLOPs of each tile: a warpgroup leaves out the blocks that its own rows do not
+        see, and may take half of the last."""
+        from cutex.kernels.attention.order import block_info, tiles_of
+
+        m_blocks, lengths = tiles_of(problem, self), (problem.seqlen_q, problem.seqlen_k)
+        own = block_info(problem, self)._replace(tile_m=ROWS)
+        column = 2.0 * ROWS * self.tile_n
+        qk, pv = column * self.head_dim, column * self.head_dim_v
+
+        def flops(m_block: int) -> float:
+            blocks = own.n_blocks(m_block, *lengths)
+            count = blocks.end - blocks.first
+            half = self.takes_halves and count and own.ends_in_first_half(m_block, *lengths)
+            return count * (qk + pv) - half * qk / 2
+
+        existing = own.num_m_blocks(problem.seqlen_q)
+        of_tile = [0.0] * (max(m_blocks) + 1)
+        for m_block in range(existing):
+            of_tile[m_block // self.warpgroups] += flops(m_block)
+        return [of_tile[m] for m in m_blocks]
 
     @property
     def warpgroups(self) -> int:
@@ -134,6 +169,8 @@ class ForwardConfig(Computed):
             return f"tile_m={self.tile_m}: one to three warpgroups take 64 rows each"
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             return f"tile_n={self.tile_n}: a multiple of 16, up to 256"
+        if self.halves and self.tile_n % 32:
+            return f"tile_n={self.tile_n}: half of it must be a multiple of 16"
         if self.pack < 1 or 64 % self.pack:
             return f"pack={self.pack}: must divide the 64 rows of a warpgroup"
         if self.dispatch not in ("one", "static", "dynamic"):

@@ -82,6 +82,11 @@ class LadderConfig:
 
         return key_blocks(problem, self)
 
+    def tile_flops(self, problem: AttentionProblem) -> list[float]:
+        """The MMA FLOPs of each tile, in the same order."""
+        block = 4.0 * self.tile_m * self.tile_n * self.head_dim
+        return [block * n for n in self.key_blocks(problem)]
+
     def why_not(self, problem: AttentionProblem | None, arch: Arch) -> str | None:
         """The reason why this config cannot run `problem` (or, for None, any problem) on `arch`, or
         None."""

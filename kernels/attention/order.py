@@ -122,26 +122,35 @@ def grid(config: AnyConfig, total: Int32) -> Int32:
 
 def key_blocks(problem: AttentionProblem, config: AnyConfig | LadderConfig) -> list[int]:
     """The number of key blocks of each tile, in the order in which CTAs, or pairs of them, take the
-    tiles.
+    tiles."""
+    info, m_blocks = block_info(problem, config), tiles_of(problem, config)
+    blocks = [
+        info.n_blocks(m, problem.seqlen_q, problem.seqlen_k) for m in range(max(m_blocks) + 1)
+    ]
+    return [blocks[m].end - blocks[m].first for m in m_blocks]
+
+
+def block_info(problem: AttentionProblem, config: AnyConfig | LadderConfig) -> BlockInfo:
+    left, right = problem.bounds
+    band = Band(None if left is None else -left, 0 if problem.causal else right)
+    return BlockInfo(config.tile_m, config.tile_n, band, config.pack)
+
+
+def tiles_of(problem: AttentionProblem, config: AnyConfig | LadderConfig) -> list[int]:
+    """The block of rows of each tile, in the order in which CTAs, or pairs of them, take the tiles.
 
     The sequences of a packed problem have equal lengths, so no lengths are needed.
     """
-    pack, tile_m, tile_n = config.pack, config.tile_m, config.tile_n
-    left, right = problem.bounds
-    band = Band(None if left is None else -left, 0 if problem.causal else right)
-    info = BlockInfo(tile_m, tile_n, band, pack)
+    pack, tile_n = config.pack, config.tile_n
+    info = block_info(problem, config)
     order = TileOrder(
         num_m_blocks=info.num_m_blocks(problem.seqlen_q),
         heads=problem.heads_q // pack,
         batch=problem.batch,
-        longest_first=band.bounded and config.dispatch != "one",
+        longest_first=info.band.bounded and config.dispatch != "one",
         rows_k=problem.seqlen_k,
         heads_per_kv=problem.heads_q // pack // problem.heads_kv,
         l2_rows=config.l2_bytes // config.ctas // (config.k_bytes + config.v_bytes) * tile_n,
         wave=wave_of(config, info.num_m_blocks(problem.seqlen_q)),
     )
-    of_block = []
-    for m_block in range(order.num_m_blocks):
-        blocks = info.n_blocks(m_block, problem.seqlen_q, problem.seqlen_k)
-        of_block.append(blocks.end - blocks.first)
-    return [of_block[order.tile(index).m] for index in range(order.total)]
+    return [order.tile(index).m for index in range(order.total)]

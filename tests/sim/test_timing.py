@@ -45,7 +45,7 @@ from cutex.sim.timing.report import time_launch
 from cutex.sim.timing.roles import distinct
 from cutex.sim.timing.sampled import Sampled, numbers, sample
 from cutex.sim.timing.timed import Whole
-from cutex.sim.timing.trace import Traced
+from cutex.sim.timing.trace import Traced, trace
 from cutex.sim.timing.units import Interval, Memory
 
 SMALL = GemmProblem(512, 512, 256)
@@ -239,6 +239,23 @@ def test_causal_tiles_have_the_blocks_of_keys_that_they_see(dispatch, steps):
     alike = problem.with_steps(config, 3)
     assert alike.tile_steps(config) == (3,)
     assert alike.work(config) == (3 * block, 3 * block)
+
+
+@pytest.mark.parametrize(
+    "head_dim, queries, keys",
+    [(64, 192, 384), (64, 192, 448), (64, 70, 300), (128, 128, 256), (128, 128, 320),
+     (128, 100, 130), (256, 128, 192)],
+)  # fmt: skip
+def test_the_work_of_a_tile_is_what_its_warpgroups_issue(head_dim, queries, keys):
+    """They leave out blocks that only others' rows see, and halves of blocks."""
+    problem = problem_class("attention").of(
+        {"batch": 1, "seqlen_q": queries, "seqlen_k": keys, "heads_q": 1, "heads_kv": 1,
+         "head_dim": head_dim, "head_dim_v": head_dim, "causal": True}
+    )  # fmt: skip
+    one = settle(stage("attention", "sm_90a", 9), problem, timed=False)
+    traced = launched(problem, one, lambda *call: trace(*call, look=False)[0])
+    assert problem.grid(problem.tile(one.config())) == 1
+    assert traced.record.flops == problem.work(one.config())[0]
 
 
 @pytest.mark.slow

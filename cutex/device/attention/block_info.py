@@ -145,6 +145,12 @@ class BlockInfo(NamedTuple):
             clean_end = larger(smaller(first_q + shift + self.band.hi + 1, seqlen_k), 0)
         return self._blocks(begin, end, clean_begin, clean_end, self.tile_n)
 
+    def ends_in_first_half(self, m_block: Int, seqlen_q: Int, seqlen_k: Int) -> Int:
+        """1 if the rows of `m_block`, which see a key, see none in the second half of the last
+        block that they touch, else 0; tile_n is even."""
+        halves = self._replace(tile_n=self.tile_n // 2).n_blocks(m_block, seqlen_q, seqlen_k)
+        return halves.end % 2
+
     def m_blocks(self, n_block: Int, seqlen_q: Int, seqlen_k: Int) -> Blocks:
         """The blocks of rows that see a key of `n_block`."""
         first_k = n_block * self.tile_n

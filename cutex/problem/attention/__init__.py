@@ -209,10 +209,9 @@ class AttentionProblem(Problem):
         return (config.tile_m,)
 
     def work(self, config: Any) -> tuple[float, float]:
-        blocks = config.key_blocks(self)
-        block = 2.0 * config.tile_m * config.tile_n * (self.head_dim + self.head_dim_v)
-        alike = min(blocks) == max(blocks)
-        return block * sum(blocks), block * blocks[0] / getattr(config, "ctas", 1) * alike
+        flops = config.tile_flops(self)
+        alike = min(flops) == max(flops)
+        return sum(flops), flops[0] / getattr(config, "ctas", 1) * alike
 
     def tile_steps(self, config: Any) -> tuple[int, ...]:
         return tuple(config.key_blocks(self))

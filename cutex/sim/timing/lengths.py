@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from cutex.sim.timing.events import Record
 from cutex.sim.timing.gpus import Gpu
 from cutex.sim.timing.replay import Replay, Run, when
-from cutex.sim.timing.timed import Timed, Whole
+from cutex.sim.timing.timed import Timed
 from cutex.sim.timing.trace import Traced
 from cutex.sim.timing.traffic import clusters_at_once, loaded, shared, stored
 from cutex.sim.timing.units import Memory
@@ -33,6 +33,7 @@ class Lengths:
     long: Traced
     steps: tuple[int, int]  # main loop steps of a tile of ``short`` and of ``long``
     tiles: tuple[int, ...]  # steps of each tile of the grid, in the order of their assignment
+    tile_flops: tuple[float, float]  # MMA FLOPs of both tiles
 
     @property
     def record(self) -> Record:
@@ -41,6 +42,11 @@ class Lengths:
     @property
     def name(self) -> str:
         return self.long.name
+
+    @property
+    def flops(self) -> float:
+        """The MMA FLOPs of the whole grid."""
+        return sum(self.at(self.tile_flops, n) for n in self.tiles)
 
     def at(self, pair: tuple[float, float], steps: float) -> float:
         """Return the value at ``steps`` steps, linear in the ``pair`` of values at the two
@@ -60,12 +66,11 @@ class TileTime:
     last: float
 
 
-def predict_lengths(traced: Lengths, gpu: Gpu, whole: Whole, log: bool = False) -> Timed:
+def predict_lengths(traced: Lengths, gpu: Gpu, log: bool = False) -> Timed:
     record, tiles = traced.record, traced.tiles
     size = record.cluster_size
     groups = clusters_at_once(gpu, size)
-    step = whole.flops / sum(tiles)
-    both = [(traced.short, traced.steps[0] * step), (traced.long, traced.steps[1] * step)]
+    both = list(zip((traced.short, traced.long), traced.tile_flops, strict=True))
     slots = min(traced.long.per_sm, math.ceil(len(tiles) / groups))
     loads, stores = _moved(traced, both)
     total = sum(loads.values())
@@ -102,7 +107,7 @@ def predict_lengths(traced: Lengths, gpu: Gpu, whole: Whole, log: bool = False) 
         intervals=run.intervals,
         miss=memory.miss,
         rounds=math.ceil(len(tiles) / groups),
-        flops=whole.flops,
+        flops=traced.flops,
         loaded=total,
         stored=stores,
         dram=missed,

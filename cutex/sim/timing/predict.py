@@ -30,7 +30,7 @@ def predict(
     """
     whole = whole or Whole()
     if isinstance(traced, Lengths):
-        return predict_lengths(traced, gpu, whole, log)
+        return predict_lengths(traced, gpu, log)
     if isinstance(traced, Sampled):
         return predict_sampled(traced, gpu, log)
     record = traced.record

@@ -31,7 +31,9 @@ def save(traced: Mapping[str, Traced | Lengths], file: Path) -> None:
     for name, t in traced.items():
         if isinstance(t, Lengths):
             both = [_row(one, programs) for one in (t.short, t.long)]
-            rows[name] = {"records": both, "steps": t.steps, "tiles": t.tiles}
+            rows[name] = {
+                "records": both, "steps": t.steps, "tiles": t.tiles, "tile_flops": t.tile_flops,
+            }  # fmt: skip
         else:
             rows[name] = _row(t, programs)
     whole = {"rows": rows, "programs": [json.loads(p) for p in programs]}
@@ -67,7 +69,8 @@ def load(file: Path) -> dict[str, Traced | Lengths]:
     for name, row in whole["rows"].items():
         if "steps" in row:
             short, long = (_traced(one, programs) for one in row["records"])
-            found[name] = Lengths(short, long, tuple(row["steps"]), tuple(row["tiles"]))
+            rest = (tuple(row[name]) for name in ("steps", "tiles", "tile_flops"))
+            found[name] = Lengths(short, long, *rest)
         else:
             found[name] = _traced(row, programs)
     return found

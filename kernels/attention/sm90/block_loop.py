@@ -32,6 +32,7 @@ State = tuple[PipelineState, PipelineState]  # states in the rings of K and of V
 @dataclass(frozen=True)
 class BlockLoop:
     qk: Product | MixedProduct
+    half_qk: Product | MixedProduct | None  # of the first half of a block's keys
     pv: Product
     tSrQ: Operand
     acc_o: cute.Tensor  # (MMA, 1, 1) fp32
@@ -51,12 +52,25 @@ class BlockLoop:
         return self.score_ops.mask.tile_n
 
     @cute.jit
-    def run(self, blocks: Blocks, state: State, safe: Boolean, forwards: Int32 | None) -> State:
+    def run(
+        self,
+        blocks: Blocks,
+        half: Int32 | None,
+        state: State,
+        safe: Boolean,
+        forwards: Int32 | None,
+    ) -> State:
         """Compute O over all blocks, of which there is at least one, without the last PV and
-        unscaled; return the states after. `forwards` is given only with a band."""
+        unscaled; return the states after. `half` says whether these rows see only the first half of
+        the first block (None: no), `forwards` is given only with a band."""
         band = self.score_ops.mask.band
         path, (before, clean, after) = blocks.path(forwards), blocks.runs(forwards)
-        state = self.first(path.start, state)
+        if cutlass.const_expr(self.half_qk is None):
+            state = self.first(path.start, state, self.qk)
+        elif half:
+            state = self.first(path.start, state, self.half_qk)
+        else:
+            state = self.first(path.start, state, self.qk)
         path = path.after(1)
         if cutlass.const_expr(band.hi is not None):
             state = self.steps(path, before, state, "masked")
@@ -73,18 +87,23 @@ class BlockLoop:
         return state
 
     @cute.jit
-    def first(self, n_block: Int32, state: State) -> State:
-        """Run QK and softmax of the first block, which may contain the end of the keys."""
+    def first(
+        self, n_block: Int32, state: State, qk: cutlass.Constexpr[Product | MixedProduct]
+    ) -> State:
+        """Run QK and softmax of the first block, which may contain the end of the keys, or of its
+        first half."""
         k, v = state
-        acc_s = self.qk.accumulator(self.tile_n)
+        acc_s = qk.accumulator(self.tile_n if qk is self.qk else self.tile_n // 2)
         self.k.wait_full(k)
-        self.qk.issue(acc_s, self.tSrQ, k.slot, False)
+        qk.issue(acc_s, self.tSrQ, k.slot, False)
         warpgroup.wait_group(0)
         self.k.release(k)
         k.advance()
         scores = rows_of(acc_s)
         self.score_ops.apply(scores, n_block, True)
         self.softmax.first(scores)
+        if cutlass.const_expr(qk is not self.qk):
+            self.tOrP.fill(0.0)
         round_to(self.tOrP, acc_s)
         self.acc_o.fill(0.0)
         return k, v

@@ -211,6 +211,10 @@ class Forward:
         thread, _, _ = cute.arch.thread_idx()
         wg = cute.arch.make_warp_uniform(thread // WARPGROUP)
         query = Query.of(sQ, sK, c.q_in_registers)
+        half_qk = None
+        if cutlass.const_expr(c.takes_halves):
+            halves = cute.local_tile(sK, (c.tile_n // 2, c.head_dim, c.num_stages), (0, 0, 0))
+            half_qk = Query.of(sQ, halves, c.q_in_registers).qk
         transposed = contiguous_rows_layout(dtype, c.head_dim_v, c.tile_n, c.num_stages)
         sVt = cute.make_tensor(sV.iterator, transposed.outer)  # (DV, bN, SLOT)
         pv = product(make_mma(1, c.head_dim_v, dtype, True, True), sVt)
@@ -240,14 +244,17 @@ class Forward:
                 softmax = softmax.keeping_shift()
             trusted = Boolean(True)
             loop = BlockLoop(
-                query.qk, pv, query.of_slot(q_slot), acc_o, tOrP, shared.k, shared.v,
+                query.qk, half_qk, pv, query.of_slot(q_slot), acc_o, tOrP, shared.k, shared.v,
                 score_ops, softmax, factors, turns, wg, c.warpgroups, self.optimistic,
             )  # fmt: skip
             forwards = work_ring.forwards(q_take.slot) if c.alternates else None
             before, after = tile.around(blocks, forwards)  # what only other warpgroups' rows see
             if blocks.end > blocks.first and m_block * ROWS < seq_q.length * c.pack:
                 state = loop.pass_over(before, state, True)
-                state = loop.run(blocks, state, mode == SAFE, forwards)
+                half = None
+                if cutlass.const_expr(c.takes_halves):
+                    half = own_info.ends_in_first_half(m_block, seq_q.length, seqlen_k)
+                state = loop.run(blocks, half, state, mode == SAFE, forwards)
                 if cutlass.const_expr(self.releases_early):
                     work_ring.release(q_take, trusted)
                 state = loop.last(state)
