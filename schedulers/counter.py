@@ -21,14 +21,16 @@ DEPTH = 2  # indices that may be unread
 
 @dataclass(frozen=True)
 class Counter:
-    """A source of tiles for CTAs of a grid along x, with no more CTAs than there are tiles."""
+    """A source of tiles for CTAs of a grid along x, or for clusters of `ctas` of which one asks,
+    with no more of these than there are tiles."""
 
     words: cute.Tensor  # Int32 in global memory, of which the first counts; 0 before and after
+    ctas: int = 1
     barriers: tuple[()] = ()
 
     def first(self) -> Turn:
         index, _, _ = cute.arch.block_idx()
-        return Turn(index, Int32(0))
+        return Turn(index // self.ctas, Int32(0))
 
     @cute.jit
     def ask(self, turn: Turn) -> Int32:
@@ -44,7 +46,7 @@ class Counter:
         if cute.arch.lane_idx() == 0 and asked == total - 1:
             words[0] = Int32(0)  # the counter is asked once for each tile: this was the last time
         ctas, _, _ = cute.arch.grid_dim()
-        return Turn(ctas + cute.arch.shuffle_sync(asked, 0), turn.phase)
+        return Turn(ctas // self.ctas + cute.arch.shuffle_sync(asked, 0), turn.phase)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections import ChainMap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -22,7 +21,7 @@ from flash_attn_calls import call
 import cutex
 from cutex.arch import local_arch
 from cutex.kernels.attention.choose import fill
-from cutex.kernels.attention.config import ForwardConfig
+from cutex.kernels.attention.config import HEAD_DIMS, ForwardConfig
 from cutex.ops.attention import eager, plan
 from cutex.problem.attention.case import AttentionCase, Inputs
 from cutex.problem.attention.randomized import draw
@@ -151,33 +150,51 @@ LONG = [
 
 @pytest.fixture
 def long_from_one_key(monkeypatch):
-    """Sequences of any length have the kernels that are chosen for long ones."""
+    """Sequences of any length have the kernels that are chosen for long ones, where two CTAs load
+    K and V for each other. A list of the configs chosen so."""
     module = import_module(fill.__module__)
-    kernels = {dims: ChainMap(*steps.values()) for dims, steps in module._LONG.items()}
-    monkeypatch.setattr(module, "_LONG", {dims: {1: all_of} for dims, all_of in kernels.items()})
+    shares, longest = module.shares, 2**20
+
+    def of_long(config, shape, arch):
+        return fill(config, replace(shape, longest_k=longest), arch)
+
+    def shares_long(config, shape, num_sms):
+        many = replace(shape, batch=num_sms, longest_k=longest, mean_q=longest)
+        return shares(config, many, num_sms)
+
+    chosen = []
+
+    def on_gpu(*of):
+        chosen.append(module.on_gpu(*of))
+        return chosen[-1]
+
+    monkeypatch.setattr(plan, "fill", of_long)
+    monkeypatch.setattr(plan, "on_gpu", on_gpu)
+    monkeypatch.setattr(module, "shares", shares_long)
     eager.forget()
-    yield
+    yield chosen
     eager.forget()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("shape", range(len(LONG)))
-@pytest.mark.parametrize("head_dim", [128, 256])
-def test_kernels_for_long_sequences(place, long_from_one_key, head_dim, shape):
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_kernels_for_long_sequences(place, long_from_one_key, dims, shape):
     """At head dim 256 they take the keys of every other wave of tiles forwards."""
-    case = replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim, **LONG[shape])
-    hold(place, case, **place.orders[(shape + head_dim // 128) % len(place.orders)])
-    assert all(p.config.alternates == (head_dim == 256) for p in eager._plans.values())
+    case = replace(PLAIN, head_dim=dims[0], head_dim_v=dims[1], **LONG[shape])
+    hold(place, case, **place.orders[(shape + dims[1] // 64) % len(place.orders)])
+    (config,) = long_from_one_key
+    assert config.share and config.alternates == (dims[0] == 256)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", range(200))
 def test_randomized_cases_of_kernels_for_long_sequences(place, long_from_one_key, number):
     case = draw(20000 + number, place.largest, place.most_work, 300 + number // 4)
-    d = 128 << number % 2
+    d, dv = HEAD_DIMS[number % len(HEAD_DIMS)]
     causal = number % 8 != 0
-    window = (None, None) if causal else case.window
-    hold(place, replace(case, head_dim=d, head_dim_v=d, causal=causal, window=window))
+    window = (None, None) if causal or number % 16 else case.window
+    hold(place, replace(case, head_dim=d, head_dim_v=dv, causal=causal, window=window))
 
 
 @pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])

@@ -12,12 +12,15 @@ from cutlass import cute
 from mutations import Mutant
 
 from cutex.compile import compile
+from cutex.device.atoms.multicast import Cluster, SharedRing
 from cutex.device.attention.block_info import Band, BlockInfo
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.products import Product
+from cutex.device.pipeline import Ring
 from cutex.kernels.attention.config import ForwardConfig
 from cutex.kernels.attention.sm90.block_loop import BlockLoop
 from cutex.kernels.attention.sm90.forward import Forward
+from cutex.kernels.attention.vote import Vote
 from cutex.kernels.attention.work_ring import WorkRing
 from cutex.problem.attention.case import AttentionCase
 from cutex.sim import SimError, simulate
@@ -141,6 +144,37 @@ def test_rows_that_are_taken_to_end_elsewhere_in_their_last_block(monkeypatch, h
     mutant = compile(Forward(config), "bf16", "sm_90a", cache=False)
     message = wrong(mutant, replace(CASE, window=(None, None)), ({},))
     assert (message is not None and "further off than" in message) == bool(half), message
+
+
+# ---- two CTAs that load for each other
+
+SHARED = replace(CONFIG, window=(False, False), share=True, tile_m=256, num_ctas=2)
+
+
+def of_shared(init: str = "normal") -> str | None:
+    case = replace(CASE, window=(None, None), seqlen_q=700, seqlen_k=700, init=init)
+    kernel = compile(Forward(SHARED), "bf16", "sm_90a", cache=False)
+    return wrong(kernel, case, (*ORDERS, {"order": "peer-late"}))
+
+
+def test_a_slot_that_only_this_cta_has_read_is_not_empty(monkeypatch):
+    assert of_shared() is None
+
+    def of_cluster(smem, name, num_slots, slot_bytes, warps, cluster):
+        ring = Ring.allocate(smem, name, num_slots, slot_bytes, warps)
+        return SharedRing(num_slots, slot_bytes, ring.full, ring.empty, Cluster(1, 1))
+
+    monkeypatch.setattr(SharedRing, "of_cluster", of_cluster)
+    message = of_shared()
+    assert message is not None and "the TMA load of" in message, message
+
+
+def test_a_failure_that_the_other_cta_is_not_told_is_found(monkeypatch):
+    assert of_shared("offset") is None
+    exchange = Vote.exchange
+    monkeypatch.setattr(Vote, "exchange", lambda *of: exchange(*of) // 2 * 2)
+    message = of_shared("offset")
+    assert message is not None and "deadlock" in message, message
 
 
 def test_a_scale_that_is_forgotten_is_found(monkeypatch):

@@ -6,13 +6,19 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
+from cutex.arch import arch
 from cutex.device.attention.block_info import Blocks
+from cutex.kernels.attention.choose import Shape, choose, fill, on_gpu
 from cutex.kernels.attention.config import ForwardConfig
 from cutex.kernels.attention.order import TileOrder, Wave, wave_of
+from cutex.problem.attention import AttentionProblem
 
+SM90 = arch("sm_90a")
+LONG = Shape(batch=1, heads_q=16, heads_kv=4, longest_q=16384, longest_k=16384, mean_q=16384)
 SIZES = [*itertools.product((1, 2, 7), (1, 3, 8), (1, 2, 5), (1, 2, 4))]
 
 
@@ -105,3 +111,42 @@ def test_tiles_that_begin_or_end_together_read_the_same_keys():
         return sum(reads.values()) / len(reads)
 
     assert sharing(lambda index: TileOrder.is_forwards(index, ctas)) > 3 * sharing(lambda _: 0) / 2
+
+
+# ---- two CTAs that load for each other
+
+
+def chosen(shape: Shape, **what) -> ForwardConfig:
+    return on_gpu(fill(ForwardConfig(**what), shape, SM90), shape, SM90.num_sms, SM90.l2_bytes)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_two_ctas_share_k_and_v_of_long_sequences(head_dim):
+    dims = {"head_dim": head_dim, "head_dim_v": head_dim}
+    config, alone = chosen(LONG, **dims, causal=True), chosen(LONG, **dims, window=(True, False))
+    assert config.share and config.why_not(arch=SM90) is None
+    assert not alone.share and alone.tile_m == config.tile_m // 2 == config.rows
+    assert chosen(LONG, **dims).share == (head_dim != 256)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        replace(LONG, longest_q=1024, longest_k=1024, mean_q=1024, batch=16),
+        replace(LONG, mean_q=500, batch=100),  # packed, most of them short
+        replace(LONG, longest_q=1, mean_q=1, batch=200),
+        replace(LONG, heads_q=1, heads_kv=1),  # no more tiles than CTAs
+    ],
+    ids=["short", "packed", "one query", "few tiles"],
+)
+def test_each_cta_loads_its_own_elsewhere(shape):
+    assert not chosen(shape, causal=True).share
+    assert not chosen(LONG, causal=True, score_mod=lambda score, *_: score).share
+
+
+def test_the_tiles_of_two_ctas_have_the_flops_of_their_own_rows():
+    problem = AttentionProblem(1, 16384, 16384, 16, 16, 128, 128, causal=True)
+    both = choose(problem, SM90)
+    alone = replace(both, share=False, tile_m=both.tile_m // 2)
+    assert both.share and problem.work(both)[0] == problem.work(alone)[0]
+    assert 2 * len(both.key_blocks(problem)) == len(alone.key_blocks(problem))

@@ -25,7 +25,7 @@ from cutex.problem.attention.randomized import draw
 SLOW = pytest.mark.slow
 ORDERS = (*SIMULATOR.orders, {"order": "peer-late"}, {"order": "random", "seed": 7})
 PLACE = replace(SIMULATOR, arch="sm_100a", orders=ORDERS)
-LONG = Shape(batch=1, heads_q=4, heads_kv=4, longest_q=4096, longest_k=4096)
+LONG = Shape(batch=1, heads_q=4, heads_kv=4, longest_q=4096, longest_k=4096, mean_q=4096)
 
 
 # ---- randomized cases

@@ -172,6 +172,15 @@ class Ring:
         with cute.arch.elect_one():
             self.empty.arrive(state.slot)
 
+    @cute.jit
+    def drain(self, state: PipelineState) -> None:
+        """Wait until every slot is empty; called by the load warp of a cluster's CTA, after its
+        last load. No other CTA then has anything left to write here or to signal, so this one may
+        exit."""
+        for _ in cutlass.range(self.num_slots, unroll=1):
+            self.empty.wait(state.phase, state.slot)
+            state.advance()
+
 
 @dataclass(frozen=True)
 class PairRing(Ring):

@@ -35,22 +35,34 @@ _TILES: dict[tuple[int, int], dict[str, Any]] = {
 }
 # what is faster from a number of keys on
 _LONG: dict[tuple[int, int], dict[int, dict[str, Any]]] = {
-    (128, 128): {8192: {"q_in_registers": 128, "halves": False}},
+    (128, 128): {8192: {"q_in_registers": 128}, 16384: {"halves": False}},
     # `alternate` would give head dim 128 1 %, too; a row's last bits then depend on other tiles
-    (256, 256): {4096: {"q_in_registers": 64, "optimistic": True}, 8192: {"alternate": True}},
+    (256, 256): {
+        4096: {"q_in_registers": 64, "optimistic": True},
+        8192: {"q_in_registers": 128},
+        16384: {"alternate": True},
+    },
 }
+# the number of keys from which on two CTAs load K and V for each other
+_SHARED = {
+    (64, 64): 16384, (96, 96): 8192, (128, 128): 4096, (192, 128): 8192, (192, 192): 8192,
+    (256, 256): 4096,
+}  # fmt: skip
+MANY_TILES = 16  # blocks of rows of a sequence: two CTAs leave little of their last tile empty
 MOST_PACKED = 64  # packed heads, at most the rows of a warpgroup
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes that the choice depends on: no sequence has more than `longest_q` queries."""
+    """The sizes that the choice depends on. No sequence has more than `longest_q` queries; what is
+    said of keys, and the mean number of queries, only decides what is fast."""
 
     batch: int
     heads_q: int
     heads_kv: int
     longest_q: int
     longest_k: int
+    mean_q: int
 
 
 def fill(config: AnyConfig, shape: Shape, arch: Arch) -> AnyConfig:
@@ -73,10 +85,28 @@ def fill(config: AnyConfig, shape: Shape, arch: Arch) -> AnyConfig:
 
 def on_gpu(config: AnyConfig, shape: Shape, num_sms: int, l2_bytes: int) -> AnyConfig:
     """`config` fitted to a GPU's SMs and its L2, of which Q and O take a share."""
+    if isinstance(config, ForwardConfig) and shares(config, shape, num_sms):
+        config = replace(config, share=True, tile_m=2 * config.tile_m)
     m_blocks = -(-shape.longest_q * config.pack // config.tile_m)
     if m_blocks * (shape.heads_q // config.pack) * shape.batch <= num_sms:
         config = replace(config, dispatch="one")  # there is nothing to hand out
     return replace(config, num_ctas=num_sms, l2_bytes=l2_bytes * 5 // 6)
+
+
+def shares(config: ForwardConfig, shape: Shape, num_sms: int) -> bool:
+    """Whether two CTAs should load K and V for each other, which saves power where sequences are
+    long, as the clock is what limits.
+
+    Not where they see other keys, with a window; nor at head dim 256 without a band, where all CTAs
+    read the same keys at one time anyway.
+    """
+    dims = config.head_dim, config.head_dim_v
+    if config.modified or any(config.window) or (config.head_dim == 256 and not config.causal):
+        return False
+    m_blocks = shape.mean_q * config.pack // config.tile_m
+    tiles = m_blocks * (shape.heads_q // config.pack) * shape.batch
+    few = m_blocks < MANY_TILES or tiles < 2 * num_sms
+    return not few and shape.longest_k >= _SHARED.get(dims, shape.longest_k + 1)
 
 
 def choose(problem: AttentionProblem, arch: Arch) -> AnyConfig:
@@ -92,6 +122,7 @@ def choose(problem: AttentionProblem, arch: Arch) -> AnyConfig:
         softcap=bool(problem.softcap),
     )
     shape = Shape(
-        problem.batch, problem.heads_q, problem.heads_kv, problem.seqlen_q, problem.seqlen_k
-    )
+        problem.batch, problem.heads_q, problem.heads_kv, problem.seqlen_q, problem.seqlen_k,
+        problem.seqlen_q,
+    )  # fmt: skip
     return on_gpu(fill(config, shape, arch), shape, arch.num_sms, arch.l2_bytes)

@@ -78,8 +78,8 @@ class Computed:
 
 @dataclass(frozen=True)
 class ForwardConfig(Computed):
-    """The Hopper tiling: one CTA computes tile_m rows of O, tile_n keys at a time, from rings of
-    num_stages slots."""
+    """The Hopper tiling: one CTA, or two that share K and V, computes tile_m rows of O, tile_n keys
+    at a time, from rings of num_stages slots."""
 
     tile_m: int = 128
     tile_n: int = 128
@@ -89,6 +89,7 @@ class ForwardConfig(Computed):
     o_parts: int = 1  # parts of O's columns that are stored through it one after the other
     q_in_registers: int = 0  # columns of operand A of QK that come from registers, not from smem
     halves: bool = False  # of a last causal block, rows that end in its first half take only that
+    share: bool = False  # two CTAs have half a tile's rows each, and each loads half of K and V
     alternate: bool = False  # every other wave of causal tiles takes its keys forwards (order.py)
     slack: float = 8.0  # powers of two before sums and outputs are scaled down
     optimistic: bool = True  # blocks without a mask are not searched for a larger score
@@ -96,8 +97,17 @@ class ForwardConfig(Computed):
     num_ctas: int = 132  # CTAs of a persistent grid
     l2_bytes: int = 50 * 2**20  # bytes that heads in work at one time should fit into
 
-    ctas: ClassVar[int] = 1  # CTAs that work on a tile together
     in_waves: ClassVar[bool] = True  # heads come in groups with one tile for each CTA (order.py)
+
+    @property
+    def ctas(self) -> int:
+        """The number of CTAs that work on a tile together."""
+        return 2 if self.share else 1
+
+    @property
+    def rows(self) -> int:
+        """The rows of a tile that one CTA computes."""
+        return self.tile_m // self.ctas
 
     @property
     def alternates(self) -> bool:
@@ -127,16 +137,16 @@ class ForwardConfig(Computed):
         existing = own.num_m_blocks(problem.seqlen_q)
         of_tile = [0.0] * (max(m_blocks) + 1)
         for m_block in range(existing):
-            of_tile[m_block // self.warpgroups] += flops(m_block)
+            of_tile[m_block * ROWS // self.tile_m] += flops(m_block)
         return [of_tile[m] for m in m_blocks]
 
     @property
     def warpgroups(self) -> int:
-        return self.tile_m // 64
+        return self.rows // ROWS
 
     @property
     def q_bytes(self) -> int:
-        return self.tile_m * self.head_dim * ELEMENT
+        return self.rows * self.head_dim * ELEMENT
 
     @property
     def k_bytes(self) -> int:
@@ -148,7 +158,7 @@ class ForwardConfig(Computed):
 
     @property
     def o_bytes(self) -> int:
-        return self.tile_m * self.head_dim_v * ELEMENT
+        return self.rows * self.head_dim_v * ELEMENT
 
     @property
     def smem_bytes(self) -> int:
@@ -165,8 +175,8 @@ class ForwardConfig(Computed):
         """The reason why this config cannot run, as one sentence, or None."""
         if reason := self.why_not_computed():
             return reason
-        if self.tile_m % 64 or not 64 <= self.tile_m <= 192:
-            return f"tile_m={self.tile_m}: one to three warpgroups take 64 rows each"
+        if self.tile_m % (ROWS * self.ctas) or not 64 <= self.rows <= 192:
+            return f"tile_m={self.tile_m}: one to three warpgroups of a CTA take 64 rows each"
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             return f"tile_n={self.tile_n}: a multiple of 16, up to 256"
         if self.halves and self.tile_n % 32:

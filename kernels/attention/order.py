@@ -107,7 +107,7 @@ def wave_of(config: AnyConfig | LadderConfig, num_m_blocks: Any) -> Wave | None:
     none."""
     if not config.in_waves:
         return None
-    tiles, ctas = larger(num_m_blocks, 1), config.num_ctas
+    tiles, ctas = larger(num_m_blocks, 1), config.num_ctas // config.ctas
     most = ctas * 7 // 4  # two waves, if the second need not be whole
     return Wave(larger((ctas + tiles // 2) // tiles, 1), (most + tiles - 1) // tiles)
 

@@ -268,11 +268,3 @@ class SharedRing(Ring):
             if lane < self.cluster.neighbours:
                 peer = self.cluster.neighbour(lane)
                 cute.arch.mbarrier_arrive(self.empty[state.slot], peer)
-
-    @cute.jit
-    def drain(self, state: PipelineState) -> None:
-        """Wait until every slot is empty; called by the load warp, after its last load. No
-        neighbour then has anything left to write here or to signal, so this CTA may exit."""
-        for _ in cutlass.range(self.num_slots, unroll=1):
-            self.empty.wait(state.phase, state.slot)
-            state.advance()

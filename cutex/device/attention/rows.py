@@ -20,10 +20,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Int16, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
 from cutex.device.atoms.mma import slots_layout
+from cutex.device.atoms.multicast import SharedTileLoads
 from cutex.device.atoms.tma import TileLoads
 from cutex.device.attention.seqlen_info import SeqlenInfo
 
@@ -108,15 +109,21 @@ class Rows(NamedTuple):
 
 
 def tma_operand(
-    op: Any, mX: cute.Tensor, rows: Rows, tile: tuple[int, int], num_slots: int
+    op: Any,
+    mX: cute.Tensor,
+    rows: Rows,
+    tile: tuple[int, int],
+    num_slots: int,
+    sharers: int = 1,
 ) -> cpasync.TmaInfo:
     """The TMA atom and tensor that move tiles (rows, columns) between mX and smem slots, columns
-    contiguous, with the widest swizzle that divides a row evenly."""
+    contiguous, with the widest swizzle that divides a row evenly; each of `sharers` CTAs moves an
+    equal part of a tile's rows."""
     row_bytes = tile[1] * mX.element_type.width // 8
     swizzle = next(s for s in (128, 64, 32) if row_bytes % s == 0)
     slots = slots_layout(mX.element_type, *tile, num_slots, swizzle)
     view = tma_view(mX, rows.pack, rows.ragged)
-    return cpasync.make_tiled_tma_atom(op, view, slots, rows.tiler(*tile))
+    return cpasync.make_tiled_tma_atom(op, view, slots, rows.tiler(*tile), num_multicast=sharers)
 
 
 @cute.jit
@@ -125,15 +132,20 @@ def tile_loads(
     sX: cute.Tensor,
     of: tuple[Int32, Int32, SeqlenInfo],
     part: Int32 | int = 0,
-) -> TileLoads:
+    sharers: cutlass.Constexpr[int] = 1,
+) -> TileLoads | SharedTileLoads:
     """The loads of one head of one sequence, `of` (head, batch, seqlen), from column tile `part`,
-    into sX (rows, columns, SLOT)."""
+    into sX (rows, columns, SLOT); with `sharers`, those of this CTA's part of each tile, into the
+    smem of all CTAs of its cluster."""
     gX = rows.tiles(*of, (cute.size(sX, mode=[0]), cute.size(sX, mode=[1])), part)
+    number = cute.arch.block_idx_in_cluster() if sharers > 1 else 0
     tXsX, tXgX = cpasync.tma_partition(
         rows.info.atom,
-        0,
-        cute.make_layout(1),
+        number,
+        cute.make_layout(sharers),
         cute.group_modes(sX, 0, 2),
         cute.group_modes(gX, 0, 2),
     )  # (TMA, SLOT), (TMA, Rest)
+    if cutlass.const_expr(sharers > 1):
+        return SharedTileLoads(rows.info.atom, tXgX, tXsX, Int16((1 << sharers) - 1))
     return TileLoads(rows.info.atom, tXgX, tXsX)

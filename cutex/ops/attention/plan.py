@@ -232,6 +232,18 @@ def longest_k(call: AttentionCall) -> int:
     return rows if most is None else min(most, rows)
 
 
+def mean_q(call: AttentionCall) -> int:
+    """The mean number of queries of a sequence, as far as shapes tell it."""
+    rows = call.q.shape[-3]
+    return rows // call.batch if call.cu_seqlens_q is not None else rows
+
+
+def mean_k(call: AttentionCall) -> int:
+    """The mean number of keys of a sequence, as far as shapes tell it."""
+    rows = call.k.shape[-3]
+    return rows // call.batch if call.cu_seqlens_k is not None else rows
+
+
 # ---- the kernel
 
 
@@ -255,8 +267,13 @@ def config_for(
         score_mod=functions[0],
         mask_mod=functions[1],
     )
-    longest = int(longest_q(call)), int(longest_k(call))
-    shape = Shape(call.batch, *call.heads, *longest)
+    shape = Shape(
+        call.batch,
+        *call.heads,
+        longest_q=int(longest_q(call)),
+        longest_k=mean_k(call) if call.max_seqlen_k is None else int(longest_k(call)),
+        mean_q=mean_q(call),
+    )
     target = arch_of(call.q.device)
     gpu = resources(call.q.device, target)
     return on_gpu(fill(what, shape, arch(target)), shape, *gpu)

@@ -33,7 +33,7 @@ from cutex.kernels.attention.sm100.config import ROWS, Sm100Config
 
 ARCH = "sm_100a"
 FILE, PAGE = Path("results/attention-bounds/sm_100a.jsonl"), Path("docs/attention-bounds.md")
-SHAPE = Shape(batch=1, heads_q=16, heads_kv=16, longest_q=4096, longest_k=4096)
+SHAPE = Shape(batch=1, heads_q=16, heads_kv=16, longest_q=4096, longest_k=4096, mean_q=4096)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from cutex.kernels.attention.sm100.load import Load
 from cutex.kernels.attention.sm100.mma import Mma, follow
 from cutex.kernels.attention.sm100.softmax import SoftmaxRole
 from cutex.kernels.attention.sm100.tiles import Barriers, Shared, TileRing
-from cutex.kernels.attention.sm100.vote import Vote
+from cutex.kernels.attention.vote import Vote
 from cutex.schedulers.clc import LaunchControl
 from cutex.schedulers.counter import Counter
 from cutex.schedulers.dispatch import Source

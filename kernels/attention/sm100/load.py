@@ -18,7 +18,7 @@ from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.order import TileOrder
 from cutex.kernels.attention.sm100.config import Sm100Config
 from cutex.kernels.attention.sm100.tiles import Shared
-from cutex.kernels.attention.sm100.vote import Vote
+from cutex.kernels.attention.vote import Vote
 from cutex.kernels.attention.work_ring import NORMAL, SAFE
 from cutex.schedulers.dispatch import Source
 

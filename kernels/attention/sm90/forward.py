@@ -5,6 +5,8 @@ into rows, of one sequence. What makes it fast, each with its figure in docs/fac
 
 - K and V stream through rings; QK of a block runs under the softmax of the one before, and the
   warpgroups alternate (block_loop.py).
+- Of long sequences two CTAs take neighbouring rows, and each loads half of every block of K and V
+  for both (load.py): L2 reads half as much, and what power that saves goes into the clock.
 - Only blocks that the band cuts are masked, and in those that it does not cut no larger score is
   looked for; a tile whose sums overflow that way is computed again (work_ring.py).
 - Tiles go to CTAs as they ask for them, the longest first, of as few heads at a time as fill the
@@ -24,6 +26,7 @@ from cutlass.memory import SmemAllocator
 
 from cutex.compile import Argument
 from cutex.device.atoms.mma import WARPGROUP, allocate_slots, contiguous_rows_layout
+from cutex.device.atoms.multicast import Cluster, SharedRing
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.products import (
@@ -45,6 +48,7 @@ from cutex.kernels.attention.signature import Passed, Sizes, arguments
 from cutex.kernels.attention.sm90.block_loop import BlockLoop
 from cutex.kernels.attention.sm90.load import Load
 from cutex.kernels.attention.sm90.shared import Shared
+from cutex.kernels.attention.vote import Vote
 from cutex.kernels.attention.work_ring import END, SAFE, WorkRing
 from cutex.schedulers.counter import Counter
 from cutex.schedulers.dispatch import Source
@@ -70,14 +74,16 @@ class Forward:
     q.empty[slot]    1 an MMA warp, done with the tile, or  LOAD
                      with its last QK (releases_early)
     k.full, v.full   1: LOAD, and the bytes by TMA          MMA
-    k.empty, v.empty 1 an MMA warp, its product being done  LOAD
+    k.empty, v.empty 1 an MMA warp, its product being done;  LOAD
+                     of both CTAs that share the loads
+    vote[slot]       see vote.py                            LOAD, of CTAs that share
     (turn)           the warpgroup that issued a step       the next, before it issues its own
     (warpgroup)      its threads, O being in smem           the same, before TMA stores it
 
     smem       bytes                                        hd 128   hd 64    hd 256
-    sQ         tile_m * D * 2 * q_stages                    65536    49152    65536
+    sQ         rows * D * 2 * q_stages                      65536    49152    65536
     sK, sV     tile_n * (D + DV) * 2 * num_stages           131072   131072   131072
-    sO         tile_m * DV * 2 / o_parts, or Q's place      32768    24576    32768
+    sO         rows * DV * 2 / o_parts, or Q's place        32768    24576    32768
     words      less than 1024
 
     registers  threads                       of each: two warpgroups, three
@@ -132,8 +138,9 @@ class Forward:
     def source(self, passed: Passed) -> Source:
         """The source of LOAD's tiles."""
         if self.config.dispatch == "dynamic":
-            return Counter(passed.counter)
-        return OwnNumber() if self.config.dispatch == "one" else EqualSteps()
+            return Counter(passed.counter, self.config.ctas)
+        ctas = self.config.ctas
+        return OwnNumber(ctas) if self.config.dispatch == "one" else EqualSteps(ctas)
 
     def rows(self, info: Any, side: str) -> Rows:
         """The rows of Q and O (side "q") or of K and V ("k"), as TMA sees them."""
@@ -151,12 +158,14 @@ class Forward:
         of_q, of_k = self.rows(None, "q"), self.rows(None, "k")
         o_slots = c.warpgroups * (1 if c.own_o else c.q_stages)
         q = tma_operand(load, mQ, of_q, (ROWS, c.head_dim), c.warpgroups * c.q_stages)
-        k = tma_operand(load, mK, of_k, (c.tile_n, c.head_dim), c.num_stages)
-        v = tma_operand(load, mV, of_k, (c.tile_n, c.head_dim_v), c.num_stages)
+        of_kv = cpasync.CopyBulkTensorTileG2SMulticastOp() if c.share else load
+        k = tma_operand(of_kv, mK, of_k, (c.tile_n, c.head_dim), c.num_stages, c.ctas)
+        v = tma_operand(of_kv, mV, of_k, (c.tile_n, c.head_dim_v), c.num_stages, c.ctas)
         o = tma_operand(store, mO, of_q, (ROWS, c.head_dim_v // c.o_parts), o_slots)
         self.kernel(q, k, v, o, passed, sizes).launch(
             grid=(grid(c, TileOrder.of(c, sizes).total), 1, 1),
             block=(self.num_threads, 1, 1),
+            cluster=(c.ctas, 1, 1) if c.share else None,
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -183,11 +192,13 @@ class Forward:
             sO = cute.make_tensor(sQ.iterator, o.smem_layout.outer)
         consumers = self.mma_warps.count
         work = WorkRing.allocate(smem, c.q_stages, c.q_bytes, consumers)
-        k_ring = Ring.allocate(smem, "k", c.num_stages, c.k_bytes, consumers)
-        v_ring = Ring.allocate(smem, "v", c.num_stages, c.v_bytes, consumers)
-        publish_barriers((work.q, k_ring, v_ring))
+        k_ring = self.ring(smem, "k", c.k_bytes)
+        v_ring = self.ring(smem, "v", c.v_bytes)
+        vote = Vote.allocate(smem) if c.share else None
+        cast = () if vote is None else (vote.cast,)
+        publish_barriers((work.q, k_ring, v_ring, *cast), cluster=c.share)
         info = BlockInfo(c.tile_m, c.tile_n, passed.band(c.causal), c.pack)
-        shared = Shared(sQ, sK, sV, sO, work, k_ring, v_ring, info, passed, sizes)
+        shared = Shared(sQ, sK, sV, sO, work, k_ring, v_ring, info, passed, sizes, c.ctas)
 
         warp = cute.arch.warp_idx()
         if warp >= self.load_warps.first:
@@ -195,10 +206,18 @@ class Forward:
             if warp == self.load_warps.first:
                 operands = self.rows(q, "q"), self.rows(k, "k"), self.rows(v, "k")
                 order, source = TileOrder.of(c, sizes), self.source(passed)
-                Load(c, order, *operands, source, shared).run()
+                Load(c, order, *operands, source, vote, shared).run()
         else:
             cute.arch.setmaxregister_increase(self.registers.mma)
             self.compute(o, shared)
+
+    def ring(self, smem: SmemAllocator, name: str, slot_bytes: int) -> Ring:
+        """The ring of K or V."""
+        c, consumers = self.config, self.mma_warps.count
+        if not c.share:
+            return Ring.allocate(smem, name, c.num_stages, slot_bytes, consumers)
+        cluster = Cluster(c.ctas, 1)
+        return SharedRing.of_cluster(smem, name, c.num_stages, slot_bytes, consumers, cluster)
 
     # ---- MMA
 
@@ -234,10 +253,10 @@ class Forward:
             work = work_ring.work(q_take.slot)
             seq_q, seqlen_k = work_ring.lengths(q_take.slot)
             tile = shared.info.n_blocks(work.m, seq_q.length, seqlen_k)
-            m_block = work.m * c.warpgroups + wg  # of this warpgroup's rows
+            m_block = shared.m_block(work, wg)  # of this warpgroup's rows
             blocks = own_info.n_blocks(m_block, seq_q.length, seqlen_k)
             q_slot = q_take.slot * c.warpgroups + wg
-            rows = self.thread_rows(work, wg)
+            rows = self.thread_rows(m_block)
             score_ops = self.score_ops(shared, rows, work, seq_q.length, seqlen_k)
             softmax = Softmax.start(score_ops.scale_log2(), self.slack(dtype))
             if cutlass.const_expr(self.optimistic):
@@ -275,7 +294,7 @@ class Forward:
             o_slot = wg if c.own_o else q_slot
             if cutlass.const_expr(c.own_o and not self.releases_early):
                 work_ring.release(q_take, trusted)
-            self.store(o, shared, acc_o, work, seq_q, o_slot)
+            self.store(o, shared, acc_o, work, m_block, seq_q, o_slot)
             if cutlass.const_expr(c.lse):
                 self.store_lse(shared.passed.lse, lse, work, seq_q, rows)
             if cutlass.const_expr(not c.own_o):
@@ -291,11 +310,10 @@ class Forward:
         `Softmax.add` should not reach either."""
         return min(self.config.slack, 4.0) if dtype is cutlass.Float16 else self.config.slack
 
-    def thread_rows(self, work: WorkTile, wg: Int32) -> tuple[Int32, Int32]:
+    def thread_rows(self, m_block: Int32) -> tuple[Int32, Int32]:
         """The two packed rows of a sequence's head that this thread holds."""
         thread, _, _ = cute.arch.thread_idx()
-        first = work.m * self.config.tile_m + wg * ROWS
-        row = first + thread % WARPGROUP // 32 * 16 + thread % 32 // 4
+        row = m_block * ROWS + thread % WARPGROUP // 32 * 16 + thread % 32 // 4
         return row, row + 8
 
     def score_ops(self, shared: Shared, rows, work: WorkTile, seqlen_q, seqlen_k) -> ScoreOps:
@@ -325,6 +343,7 @@ class Forward:
         shared: Shared,
         acc_o,
         work: WorkTile,
+        m_block: Int32,
         seq_q: SeqlenInfo,
         slot: Int32,
     ) -> None:
@@ -362,8 +381,7 @@ class Forward:
                 bSG_sO, bSG_gO = cpasync.tma_partition(
                     o.atom, 0, cute.make_layout(1), from_smem, to_gmem
                 )
-                m = work.m * c.warpgroups + wg
-                cute.copy(o.atom, bSG_sO[None, slot], bSG_gO[None, m])
+                cute.copy(o.atom, bSG_sO[None, slot], bSG_gO[None, m_block])
                 cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit

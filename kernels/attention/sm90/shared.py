@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from cutlass import Int32, cute
 
 from cutex.device.attention.block_info import BlockInfo
+from cutex.device.attention.products import ROWS
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.pipeline import Ring
+from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.signature import Passed, Sizes
 from cutex.kernels.attention.work_ring import WorkRing
 
@@ -27,6 +29,13 @@ class Shared:
     info: BlockInfo
     passed: Passed
     sizes: Sizes
+    ctas: int  # that share K and V
+
+    def m_block(self, work: WorkTile, warpgroup: Int32 | int) -> Int32:
+        """The block of 64 rows that a warpgroup of this CTA computes."""
+        warpgroups = self.info.tile_m // ROWS
+        rank = 0 if self.ctas == 1 else cute.arch.block_idx_in_cluster()
+        return work.m * warpgroups + rank * (warpgroups // self.ctas) + warpgroup
 
     @cute.jit
     def lengths(self, batch: Int32) -> tuple[SeqlenInfo, SeqlenInfo]:
