@@ -17,7 +17,7 @@ from cutex.device.pipeline import Barrier, PairRing
 from cutex.kernels.attention.sm100 import mma, softmax
 from cutex.kernels.attention.sm100.config import Sm100Config
 from cutex.kernels.attention.sm100.forward import Forward
-from cutex.kernels.attention.sm100.vote import Vote
+from cutex.kernels.attention.vote import Vote
 from cutex.problem.attention.case import AttentionCase
 from cutex.sim import SimError, simulate
 
