@@ -43,12 +43,13 @@ _LONG: dict[tuple[int, int], dict[int, dict[str, Any]]] = {
         16384: {"alternate": True},
     },
 }
-# the number of keys from which on two CTAs load K and V for each other
-_SHARED = {
-    (64, 64): 16384, (96, 96): 8192, (128, 128): 4096, (192, 128): 8192, (192, 192): 8192,
-    (256, 256): 4096,
+# the number of keys from which on two CTAs load K and V for each other: causal; full, where at head
+# dim 256 all CTAs read the same keys at one time anyway
+_SHARED: dict[tuple[int, int], tuple[int, int | None]] = {
+    (64, 64): (16384, 16384), (96, 96): (8192, 8192), (128, 128): (8192, 4096),
+    (192, 128): (8192, 8192), (192, 192): (8192, 8192), (256, 256): (8192, None),
 }  # fmt: skip
-MANY_TILES = 16  # blocks of rows of a sequence: two CTAs leave little of their last tile empty
+MANY_BLOCKS = 16  # of rows, in a sequence: little of the last tile of two CTAs is empty
 MOST_PACKED = 64  # packed heads, at most the rows of a warpgroup
 
 
@@ -94,19 +95,16 @@ def on_gpu(config: AnyConfig, shape: Shape, num_sms: int, l2_bytes: int) -> AnyC
 
 
 def shares(config: ForwardConfig, shape: Shape, num_sms: int) -> bool:
-    """Whether two CTAs should load K and V for each other, which saves power where sequences are
-    long, as the clock is what limits.
-
-    Not where they see other keys, with a window; nor at head dim 256 without a band, where all CTAs
-    read the same keys at one time anyway.
-    """
-    dims = config.head_dim, config.head_dim_v
-    if config.modified or any(config.window) or (config.head_dim == 256 and not config.causal):
+    """Whether two CTAs should load K and V for each other: in long sequences, which run at the
+    power limit, where less traffic is a higher clock. Never with a window, where the two see other
+    keys."""
+    causal, full = _SHARED.get((config.head_dim, config.head_dim_v), (None, None))
+    keys = causal if config.causal else full
+    if keys is None or shape.longest_k < keys or config.modified or any(config.window):
         return False
     m_blocks = shape.mean_q * config.pack // config.tile_m
     tiles = m_blocks * (shape.heads_q // config.pack) * shape.batch
-    few = m_blocks < MANY_TILES or tiles < 2 * num_sms
-    return not few and shape.longest_k >= _SHARED.get(dims, shape.longest_k + 1)
+    return m_blocks >= MANY_BLOCKS and tiles >= 2 * num_sms
 
 
 def choose(problem: AttentionProblem, arch: Arch) -> AnyConfig:
