@@ -103,7 +103,7 @@ class BlockLoop:
         self.score_ops.apply(scores, n_block, True)
         self.softmax.first(scores)
         if cutlass.const_expr(qk is not self.qk):
-            self.tOrP.fill(0.0)
+            self.tOrP.fill(0.0)  # of the other half
         round_to(self.tOrP, acc_s)
         self.acc_o.fill(0.0)
         return k, v
