@@ -26,6 +26,7 @@ from cutex.bench.clock_page import MEASURED
 from cutex.command import answered, refuse
 from cutex.problem import problem_class
 from cutex.sim.__main__ import NO_DISK_CACHES
+from cutex.sim.host.calls import Loaded
 from cutex.sim.host.capture import HostTensor
 from cutex.sim.host.dsl_stand_in import Calls, PlainSimulated, Simulated, dsl_on_cpu
 from cutex.sim.host.torch_stand_in import DeviceMemory, torch_on_cpu
@@ -50,7 +51,7 @@ class Recording(Calls):
 
     def run(
         self,
-        function: Simulated | PlainSimulated,
+        function: Simulated | PlainSimulated | Loaded,
         arguments: list[Any],
         tensors: Sequence[HostTensor] = (),
     ) -> None:

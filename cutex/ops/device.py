@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -13,6 +11,8 @@ import torch
 from cutex.arch import ALL, ARCHS, local_arch
 from cutex.compile import Compiled
 from cutex.ops.workspace import buffers_of
+from cutex.simulation import Simulation, simulating
+from cutex.simulation import current as simulation_here
 
 if TYPE_CHECKING:
     from cutex.kernels.gemm.config import Workspace
@@ -31,17 +31,6 @@ def per_device(cache: Cache) -> Cache:
     return cache
 
 
-@dataclass(frozen=True, eq=False)
-class Simulation:
-    """The simulator that CPU tensors run on within `simulated`."""
-
-    arch: str
-    orders: dict[str, Any]
-
-
-_simulation: ContextVar[Simulation | None] = ContextVar("simulation", default=None)
-
-
 @contextmanager
 def simulated(arch: str = "sm_90a", **orders: Any) -> Iterator[None]:
     """A context in which this thread's CPU tensors run in the simulator.
@@ -55,13 +44,18 @@ def simulated(arch: str = "sm_90a", **orders: Any) -> Iterator[None]:
         if name not in ORDERS:
             known = ", ".join(ORDERS)
             raise TypeError(f"simulated() has no option {name!r}, it takes arch, {known}")
-    token = _simulation.set(Simulation(arch, orders))
-    forget_plans()
-    try:
-        yield
-    finally:
-        _simulation.reset(token)
+
+    def launch(compiled: Compiled, tensors: tuple[Any, ...]) -> None:
+        from cutex.sim import simulate
+
+        simulate(compiled, *tensors, **orders)
+
+    with simulating(Simulation(arch, launch)):
         forget_plans()
+        try:
+            yield
+        finally:
+            forget_plans()
 
 
 def forget_plans() -> None:
@@ -72,7 +66,7 @@ def forget_plans() -> None:
 
 def simulated_arch() -> str | None:
     """The arch that this thread's CPU tensors are simulated on, or None."""
-    simulation = _simulation.get()
+    simulation = simulation_here()
     return None if simulation is None else simulation.arch
 
 
@@ -127,14 +121,13 @@ def launcher(
         buffers = buffers_of(needs, device)
         launch_with = launcher(compiled, [*arguments, *buffers()])
         return lambda *tensors: launch_with(*tensors, *buffers())
-    simulation = _simulation.get()
+    simulation = simulation_here()
     if simulation is None or not arguments[0].is_cpu:
         return compiled.function(*arguments)
-    from cutex.sim import simulate
 
     def launch(*tensors: Any) -> None:
-        if _simulation.get() is not simulation:
+        if simulation_here() is not simulation:
             raise ValueError("this plan was made for another simulator")
-        simulate(compiled, *tensors, **simulation.orders)
+        simulation.launch(compiled, tensors)
 
     return launch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -497,3 +498,59 @@ def test_what_the_script_has_on_the_gpu_is_what_lives():
         assert first.is_cuda and view[0] == 9, "a view of what is there stays one"
     assert torch.cuda.is_available is before
     assert not kept.is_cuda
+
+
+# ---- cutex's own functions
+
+OWN = """
+import sys
+import torch
+import cutex
+
+torch.manual_seed(0)
+a, b = (torch.randn(200, 136, device="cuda").bfloat16() for _ in range(2))
+out = cutex.matmul(a, b.mT)
+assert out.is_cuda and type(out) is torch.Tensor
+torch.testing.assert_close(out.float(), a.float() @ b.float().mT, rtol=2**-7, atol=1e-2)
+
+q, k, v = (torch.randn(2, 100, 2, 64, device="cuda").half() for _ in range(3))
+ends = torch.tensor([0, 100, 200], dtype=torch.int32, device="cuda")
+
+
+def expected():
+    heads = (x.transpose(1, 2).float() for x in (q, k, v))
+    found = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+    return found.transpose(1, 2)
+
+
+packed = [x.flatten(0, 1) for x in (q, k, v)]
+o, lse = cutex.flash_attn_varlen_func(*packed, ends, ends, 100, 100, causal=True, return_lse=True)
+assert o.is_cuda and lse.shape == (2, 200)
+torch.testing.assert_close(o.float().view(q.shape), expected(), rtol=2**-9, atol=2e-3)
+
+cutex.flash_attn_func(q, k, v, causal=True)  # compiles, before the graph
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    o = cutex.flash_attn_func(q, k, v, causal=True)
+q.mul_(2)
+graph.replay()
+torch.testing.assert_close(o.float(), expected(), rtol=2**-9, atol=4e-3)
+print("right")
+"""
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
+def test_cutexs_own_functions_run_in_a_script_and_are_counted(tmp_path, arch):
+    found = tmp_path / "found.json"
+    done = run(tmp_path, OWN, "--arch", arch, "--order", "random", "--json", str(found))
+    assert done.returncode == 0 and "right" in done.stdout, done.stderr
+    launches = json.loads(found.read_text())["launches"]
+    kernels = {name: n for name, n in launches.items() if "attention" in name}
+    assert len(launches) == len(kernels) + 1 and sum(kernels.values()) >= 3
+    assert "no findings" in done.stderr
+
+
+def test_their_time_is_predicted(tmp_path):
+    done = run(tmp_path, OWN[: OWN.index("q, k, v")], "--arch", "sm_90a", "--time")
+    assert done.returncode == 0, done.stderr
+    assert "on H200: predicted, not measured" in done.stderr and "1 launch of" in done.stderr

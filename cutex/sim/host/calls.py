@@ -7,19 +7,23 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cuda.bindings.runtime as cuda_runtime
 from cutlass.base_dsl.runtime.cuda import create_cuda_runtime_error
 
 from cutex.sim.errors import CooperativeTooLarge, Finding, SimError
 from cutex.sim.host.arguments import tensors_in
-from cutex.sim.host.capture import HostTensor, Launch
+from cutex.sim.host.capture import HostFunction, HostTensor, Launch
+from cutex.sim.host.cuda_graphs import deferred
+from cutex.sim.host.loaded import captured
 from cutex.sim.host.torch_stand_in import DeviceMemory
+from cutex.sim.ptx.parse import Program
 from cutex.sim.reports import around, folded
 from cutex.sim.run import SimReport, Simulation
 
 if TYPE_CHECKING:
+    from cutex.compile import Compiled
     from cutex.sim.host.simulated import PlainSimulated, Simulated
 
 
@@ -33,7 +37,7 @@ class Clock:
 
     def run(
         self,
-        function: Simulated | PlainSimulated,
+        function: Simulated | PlainSimulated | Loaded,
         arguments: list[Any],
         regions: list[HostTensor],
     ) -> None:
@@ -54,6 +58,14 @@ class Clock:
                 print(f"cutex: {report}", file=sys.stderr)
             if self.trace:
                 report.write_trace(Path(self.trace))
+
+
+class Loaded(NamedTuple):
+    """A kernel of cutex.compile in the simulator's form."""
+
+    host: HostFunction
+    programs: dict[str, Program]
+    ptx: str
 
 
 @dataclass
@@ -78,7 +90,7 @@ class Calls:
 
     def run(
         self,
-        function: Simulated | PlainSimulated,
+        function: Simulated | PlainSimulated | Loaded,
         arguments: list[Any],
         tensors: Sequence[HostTensor] = (),
     ) -> None:
@@ -120,6 +132,13 @@ class Calls:
         if untimed is not None:
             self.errors.append((untimed, function.ptx))
             raise untimed
+
+    def launch(self, compiled: Compiled, tensors: tuple[Any, ...]) -> None:
+        """Simulate a launch of one of cutex's own kernels."""
+        if deferred(lambda: self.launch(compiled, tensors)):
+            return
+        host, programs, arguments, _ = captured(compiled, tensors)
+        self.run(Loaded(host, programs, compiled.ptx), arguments)
 
     @property
     def failed(self) -> bool:

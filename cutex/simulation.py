@@ -1,0 +1,41 @@
+"""Whether the operators' CPU tensors run in the simulator, in this thread, and by whose launches.
+
+Apart from cutex.ops, so that `python -m cutex.sim` may say so before a script imports them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cutex.compile import Compiled
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """The simulator that CPU tensors run on: its arch, and a function that launches a kernel on
+    tensors."""
+
+    arch: str
+    launch: Callable[[Compiled, tuple[Any, ...]], None]
+
+
+_current: ContextVar[Simulation | None] = ContextVar("simulation", default=None)
+
+
+def current() -> Simulation | None:
+    return _current.get()
+
+
+@contextmanager
+def simulating(simulation: Simulation) -> Iterator[None]:
+    """A context in which this thread's CPU tensors run on `simulation`; the innermost counts."""
+    token = _current.set(simulation)
+    try:
+        yield
+    finally:
+        _current.reset(token)
