@@ -9,19 +9,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from cutex.compile import Compiled
+from typing import Any
 
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """The simulator that CPU tensors run on: its arch, and a function that launches a kernel on
-    tensors."""
+    """The simulator that CPU tensors run on: its arch, and a function that launches a compiled
+    kernel on its arguments."""
 
     arch: str
-    launch: Callable[[Compiled, tuple[Any, ...]], None]
+    launch: Callable[[Any, tuple[Any, ...]], None]
 
 
 _current: ContextVar[Simulation | None] = ContextVar("simulation", default=None)

@@ -19,7 +19,7 @@ from cutex.sim import SimError
 # cutex/; "doors" are the modules behind `python -m cutex.X`, and cutex itself, which loads lazily.
 LAYERS = (
     ("errors", "orders", "svg"),
-    ("arch", "cache", "command", "cubin", "debug_info", "dtypes", "tracing"),
+    ("arch", "cache", "command", "cubin", "debug_info", "dtypes", "simulation", "tracing"),
     ("compile",),
     ("problem",),
     ("results",),
@@ -42,6 +42,7 @@ SIM_KNOWS = {
         "errors",
         "orders",
         "sim",
+        "simulation",
         "svg",
         "tracing",
     )

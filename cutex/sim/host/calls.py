@@ -23,7 +23,6 @@ from cutex.sim.reports import around, folded
 from cutex.sim.run import SimReport, Simulation
 
 if TYPE_CHECKING:
-    from cutex.compile import Compiled
     from cutex.sim.host.simulated import PlainSimulated, Simulated
 
 
@@ -133,7 +132,7 @@ class Calls:
             self.errors.append((untimed, function.ptx))
             raise untimed
 
-    def launch(self, compiled: Compiled, tensors: tuple[Any, ...]) -> None:
+    def launch(self, compiled: Any, tensors: tuple[Any, ...]) -> None:
         """Simulate a launch of one of cutex's own kernels."""
         if deferred(lambda: self.launch(compiled, tensors)):
             return

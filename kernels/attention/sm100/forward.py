@@ -8,7 +8,7 @@ into rows, of one sequence. This file holds the kernel: its memory, and which wa
     softmax.py   S to P, of each Q tile by four warps, one row per thread
     epilogue.py  O to memory, under the next tile
     tiles.py     barriers, and the state that the roles share
-    vote.py      a pair agrees which tiles to compute again
+    ../vote.py   a pair agrees which tiles to compute again
 
 A source gives the next tile (schedulers/dispatch.py).
 
