@@ -13,23 +13,23 @@ from typing import Any
 
 
 @dataclass(frozen=True, eq=False)
-class Simulation:
-    """The simulator that CPU tensors run on: its arch, and a function that launches a compiled
+class SimulatedDevice:
+    """The device that CPU tensors stand for: its arch, and a function that launches a compiled
     kernel on its arguments."""
 
     arch: str
     launch: Callable[[Any, tuple[Any, ...]], None]
 
 
-_current: ContextVar[Simulation | None] = ContextVar("simulation", default=None)
+_current: ContextVar[SimulatedDevice | None] = ContextVar("simulation", default=None)
 
 
-def current() -> Simulation | None:
+def current() -> SimulatedDevice | None:
     return _current.get()
 
 
 @contextmanager
-def simulating(simulation: Simulation) -> Iterator[None]:
+def simulating(simulation: SimulatedDevice) -> Iterator[None]:
     """A context in which this thread's CPU tensors run on `simulation`; the innermost counts."""
     token = _current.set(simulation)
     try:

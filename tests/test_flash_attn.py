@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,7 +13,9 @@ from attention_stand_in import StandIn
 from flash_attn_calls import PACKED, SMALL, call
 
 import cutex
+from cutex.kernels.attention.config import ForwardConfig
 from cutex.ops.attention import eager, plan
+from cutex.ops.attention.call import AttentionCall
 from cutex.problem.attention.case import VIEWS, AttentionCase
 from cutex.problem.attention.randomized import draw
 
@@ -396,3 +399,20 @@ def test_what_torch_watches_goes_through_the_dispatcher(stand_in):
     assert torch.func.vmap(cutex.flash_attn_func)(*none).shape == (0, *q.shape)
     with pytest.raises(ValueError, match="score_mod cannot be given under"), FakeTensorMode():
         cutex.flash_attn_func(q, k, v, score_mod=lambda s, *_: s)
+
+
+# ---- the kernel for long sequences
+
+
+def config_of(lengths: list[int], **given) -> ForwardConfig:
+    """The config of packed sequences of these lengths at head dim 256."""
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    q = torch.empty(sum(lengths), 1, 256, dtype=torch.bfloat16)
+    return plan.config_for(AttentionCall(q, q, q, ends, ends, **given), False, (None, None))
+
+
+def test_many_short_sequences_are_not_taken_for_one_long_one(stand_in):
+    many, few = [512] * 10, [4096, 4096]
+    assert not config_of(many).optimistic and config_of(few).optimistic
+    assert not config_of(many, max_seqlen_q=512, max_seqlen_k=512).optimistic
+    assert config_of([4600, *[100] * 5], max_seqlen_q=4600, max_seqlen_k=4600).optimistic

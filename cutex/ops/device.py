@@ -11,7 +11,7 @@ import torch
 from cutex.arch import ALL, ARCHS, local_arch
 from cutex.compile import Compiled
 from cutex.ops.workspace import buffers_of
-from cutex.simulation import Simulation, simulating
+from cutex.simulation import SimulatedDevice, simulating
 from cutex.simulation import current as simulation_here
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def simulated(arch: str = "sm_90a", **orders: Any) -> Iterator[None]:
 
         simulate(compiled, *tensors, **orders)
 
-    with simulating(Simulation(arch, launch)):
+    with simulating(SimulatedDevice(arch, launch)):
         forget_plans()
         try:
             yield

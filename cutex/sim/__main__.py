@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from cutex.sim.host.calls import Calls, Clock
     from cutex.sim.host.dsl_stand_in import dsl_on_cpu
     from cutex.sim.host.torch_stand_in import torch_on_cpu
-    from cutex.simulation import Simulation, simulating
+    from cutex.simulation import SimulatedDevice, simulating
 
     gpu = arch(options.arch)
     sys.argv = [options.script, *options.arguments]
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.resources, options.jobs, not options.unchecked, options.clusters,
         )  # fmt: skip
         try:
-            own = Simulation(options.arch, calls.launch)  # cutex.matmul and the like
+            own = SimulatedDevice(options.arch, calls.launch)  # cutex.matmul and the like
             with dsl_on_cpu(gpu, calls), simulating(own):
                 code = _run(options.script)
         finally:

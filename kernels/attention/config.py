@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from cutex.problem.attention import AttentionProblem
 
 ELEMENT = 2  # bytes of bf16 and fp16
-ROWS = 64  # rows of a warpgroup
+WARPGROUP_ROWS = 64  # of one wgmma
 BARRIERS = 1024  # bytes of smem kept for barriers and the like
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
 
@@ -124,8 +124,8 @@ class ForwardConfig(Computed):
         from cutex.kernels.attention.order import block_info, tiles_of
 
         m_blocks, lengths = tiles_of(problem, self), (problem.seqlen_q, problem.seqlen_k)
-        own = block_info(problem, self)._replace(tile_m=ROWS)
-        column = 2.0 * ROWS * self.tile_n
+        own = block_info(problem, self)._replace(tile_m=WARPGROUP_ROWS)
+        column = 2.0 * WARPGROUP_ROWS * self.tile_n
         qk, pv = column * self.head_dim, column * self.head_dim_v
 
         def flops(m_block: int) -> float:
@@ -137,12 +137,12 @@ class ForwardConfig(Computed):
         existing = own.num_m_blocks(problem.seqlen_q)
         of_tile = [0.0] * (max(m_blocks) + 1)
         for m_block in range(existing):
-            of_tile[m_block * ROWS // self.tile_m] += flops(m_block)
+            of_tile[m_block * WARPGROUP_ROWS // self.tile_m] += flops(m_block)
         return [of_tile[m] for m in m_blocks]
 
     @property
     def warpgroups(self) -> int:
-        return self.rows // ROWS
+        return self.rows // WARPGROUP_ROWS
 
     @property
     def q_bytes(self) -> int:
@@ -175,7 +175,7 @@ class ForwardConfig(Computed):
         """The reason why this config cannot run, as one sentence, or None."""
         if reason := self.why_not_computed():
             return reason
-        if self.tile_m % (ROWS * self.ctas) or not 64 <= self.rows <= 192:
+        if self.tile_m % (WARPGROUP_ROWS * self.ctas) or not 64 <= self.rows <= 192:
             return f"tile_m={self.tile_m}: one to three warpgroups of a CTA take 64 rows each"
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             return f"tile_n={self.tile_n}: a multiple of 16, up to 256"

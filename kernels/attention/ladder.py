@@ -9,14 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+from cutex.kernels.attention.config import BARRIERS, ELEMENT, WARPGROUP_ROWS
+
 if TYPE_CHECKING:
     from cutex.arch import Arch
     from cutex.problem.attention import AttentionProblem
 
-ELEMENT = 2  # bytes of bf16 and fp16
-BARRIERS = 1024  # bytes of smem kept for barriers and the like
 HEAD_DIMS = (64, 128, 256)
-WARPGROUP_ROWS = 64  # of one wgmma
 PLAIN = {"window": "", "softcap": 0.0, "varlen": False}  # the fields of a problem that they take
 
 

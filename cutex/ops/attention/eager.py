@@ -119,7 +119,8 @@ def flash_attn_varlen_func(
         heads, head dim), and the last one ends; without it q is (batch, seqlen_q, heads, head dim).
         cu_seqlens_k: the same of k and v.
     max_seqlen_q: no sequence of q is longer; rows beyond it are not computed. By default the rows
-        of q, which costs time where sequences are many. max_seqlen_k: not needed.
+        of q, which costs time where sequences are many. max_seqlen_k: not needed;
+        without it the kernel is chosen for the mean.
     seqused_q, seqused_k: (batch,) int32, how many rows of each sequence count.
 
     Returns out (total_q, heads, head dim of v) and lse (heads, total_q), or as flash_attn_func

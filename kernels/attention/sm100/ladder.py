@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cutex.kernels.attention.ladder import BARRIERS, ELEMENT, LadderConfig
+from cutex.kernels.attention.config import BARRIERS, ELEMENT
+from cutex.kernels.attention.ladder import LadderConfig
 from cutex.kernels.attention.sm100.config import ROWS, Sm100Config
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from cutex.device.attention.softmax import LOG2_E, Softmax, rows_of
 from cutex.device.epilogue.vector_store import store_vectors
 from cutex.device.pipeline import Barrier, Ring, publish_barriers
 from cutex.device.work_tile import WorkTile
-from cutex.kernels.attention.ladder import WARPGROUP_ROWS
+from cutex.kernels.attention.config import WARPGROUP_ROWS
 from cutex.kernels.attention.launch import Attention, Loads, Operands, Out, Slots
 
 P_BARRIER = 1  # the first of one named barrier for each warpgroup; 0 is the whole CTA's

@@ -37,7 +37,7 @@ from cutex.device.atoms.tma import TileStores
 from cutex.device.attention.block_info import Blocks
 from cutex.device.pipeline import PipelineState, Ring, publish_barriers
 from cutex.device.work_tile import WorkTile
-from cutex.kernels.attention.ladder import WARPGROUP_ROWS
+from cutex.kernels.attention.config import WARPGROUP_ROWS
 from cutex.kernels.attention.launch import Operands, Slots, partition
 from cutex.kernels.attention.order import TileOrder
 from cutex.kernels.attention.sm90.stage0 import Part, round_to_smem
