@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from cutex.kernels.attention.sm90.forward import Forward
+from cutex.kernels.attention.forward.sm90.forward import Forward
 from cutex.ops.attention import eager, plan
 from cutex.problem.attention.case import AttentionCase, Inputs
 from cutex.problem.attention.reference import attend

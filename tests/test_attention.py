@@ -20,8 +20,8 @@ from flash_attn_calls import call
 
 import cutex
 from cutex.arch import local_arch
-from cutex.kernels.attention.choose import fill
-from cutex.kernels.attention.config import HEAD_DIMS, ForwardConfig
+from cutex.kernels.attention.forward.choose import fill
+from cutex.kernels.attention.forward.config import HEAD_DIMS, ForwardConfig
 from cutex.ops.attention import eager, plan
 from cutex.problem.attention.case import AttentionCase, Inputs
 from cutex.problem.attention.randomized import draw

@@ -13,16 +13,16 @@ import torch
 from cutex.arch import arch
 from cutex.compile import Compiled, compile
 from cutex.compile.resources import resources
-from cutex.kernels.attention import Forward, Stage, stage, stages
-from cutex.kernels.attention.sm90.stage7 import Stage7
-from cutex.kernels.attention.sm90.stage8 import Stage8
+from cutex.kernels.attention.forward import Forward, Stage, stage, stages
+from cutex.kernels.attention.forward.sm90.stage7 import Stage7
+from cutex.kernels.attention.forward.sm90.stage8 import Stage8
 from cutex.problem.attention import AttentionProblem
 from cutex.sim import simulate
 
 LADDER = [s for s in stages("sm_90a") if not isinstance(s, Forward)]
 BLACKWELL = [s for s in stages("sm_100a") if not isinstance(s, Forward)]
 PERSISTENT = [s.number for s in LADDER if s.config().dispatch == "dynamic"]
-FOLDER = Path(__file__).parents[1] / "kernels" / "attention"
+FOLDER = Path(__file__).parents[1] / "kernels" / "attention" / "forward"
 SLOW = pytest.mark.slow
 each_of_hopper = pytest.mark.parametrize("stage", LADDER, ids=[str(s.number) for s in LADDER])
 

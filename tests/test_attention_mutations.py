@@ -17,9 +17,9 @@ from cutex.device.attention.block_info import Band, BlockInfo
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.products import Product
 from cutex.device.pipeline import Ring
-from cutex.kernels.attention.config import ForwardConfig
-from cutex.kernels.attention.sm90.block_loop import BlockLoop
-from cutex.kernels.attention.sm90.forward import Forward
+from cutex.kernels.attention.forward.config import ForwardConfig
+from cutex.kernels.attention.forward.sm90.block_loop import BlockLoop
+from cutex.kernels.attention.forward.sm90.forward import Forward
 from cutex.kernels.attention.vote import Vote
 from cutex.kernels.attention.work_ring import WorkRing
 from cutex.problem.attention.case import AttentionCase

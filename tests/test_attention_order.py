@@ -12,8 +12,8 @@ import pytest
 
 from cutex.arch import arch
 from cutex.device.attention.block_info import Blocks
-from cutex.kernels.attention.choose import Shape, choose, fill, on_gpu
-from cutex.kernels.attention.config import ForwardConfig
+from cutex.kernels.attention.forward.choose import Shape, choose, fill, on_gpu
+from cutex.kernels.attention.forward.config import ForwardConfig
 from cutex.kernels.attention.order import TileOrder, Wave, wave_of
 from cutex.problem.attention import AttentionProblem
 

@@ -14,11 +14,11 @@ import cutex
 from cutex.arch import arch
 from cutex.compile import compile
 from cutex.compile.resources import resources
-from cutex.kernels.attention.choose import Shape, fill
-from cutex.kernels.attention.config import HEAD_DIMS
-from cutex.kernels.attention.sm100 import bounds
-from cutex.kernels.attention.sm100.config import Sm100Config
-from cutex.kernels.attention.sm100.forward import Forward
+from cutex.kernels.attention.forward.choose import Shape, fill
+from cutex.kernels.attention.forward.config import HEAD_DIMS
+from cutex.kernels.attention.forward.sm100 import bounds
+from cutex.kernels.attention.forward.sm100.config import Sm100Config
+from cutex.kernels.attention.forward.sm100.forward import Forward
 from cutex.problem.attention.case import AttentionCase
 from cutex.problem.attention.randomized import draw
 

@@ -14,9 +14,9 @@ from cutex.compile import compile
 from cutex.device.attention import tmem_rows
 from cutex.device.attention.mask import Mask
 from cutex.device.pipeline import Barrier, PairRing
-from cutex.kernels.attention.sm100 import mma, softmax
-from cutex.kernels.attention.sm100.config import Sm100Config
-from cutex.kernels.attention.sm100.forward import Forward
+from cutex.kernels.attention.forward.sm100 import mma, softmax
+from cutex.kernels.attention.forward.sm100.config import Sm100Config
+from cutex.kernels.attention.forward.sm100.forward import Forward
 from cutex.kernels.attention.vote import Vote
 from cutex.problem.attention.case import AttentionCase
 from cutex.sim import SimError, simulate

@@ -13,7 +13,7 @@ import cutex.sim
 from cutex import attention
 from cutex.bench.run import Options
 from cutex.gemm import main
-from cutex.kernels.attention import stages as of_attention
+from cutex.kernels.attention.forward import stages as of_attention
 from cutex.kernels.gemm import stages
 from cutex.problem import PeerKernel
 from cutex.problem.gemm import GemmProblem

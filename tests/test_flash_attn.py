@@ -13,7 +13,7 @@ from attention_stand_in import StandIn
 from flash_attn_calls import PACKED, SMALL, call
 
 import cutex
-from cutex.kernels.attention.config import ForwardConfig
+from cutex.kernels.attention.forward.config import ForwardConfig
 from cutex.ops.attention import eager, plan
 from cutex.ops.attention.call import AttentionCall
 from cutex.problem.attention.case import VIEWS, AttentionCase

@@ -14,11 +14,13 @@ from cutex.analysis import roofline
 from cutex.bench import cli
 from cutex.cloud import rental
 from cutex.kernels import gemm
-from cutex.problem import OPS, Check, PeerKernel, Problem, problem_class
+from cutex.problem import OPS, Check, Operator, PeerKernel, Problem, problem_class
 from cutex.problem.stage import Ladders, Stage
 from cutex.report import ladders, pictures
 from cutex.report.page import page
 from cutex.results import Timing, history, read, read_all
+
+KERNELS = "cutex.kernels.gemm.gram"  # an operator may live below another
 
 
 @dataclass(frozen=True)
@@ -127,13 +129,13 @@ def gram(monkeypatch) -> type[Problem]:
         GramStage(s.number, s.arch, s.title, f"X twice: {s.idea}", fitting(s.default))
         for s in gemm.stages("sm_90a")[:2]
     ]
-    module = ModuleType("cutex.kernels.gram")
+    module = ModuleType(KERNELS)
     module.LADDERS = Ladders("Gram", tuple(rungs))
-    monkeypatch.setitem(sys.modules, "cutex.kernels.gram", module)
+    monkeypatch.setitem(sys.modules, KERNELS, module)
     problems = ModuleType("gram_problem")
     problems.GramProblem = GramProblem
     monkeypatch.setitem(sys.modules, "gram_problem", problems)
-    monkeypatch.setitem(OPS, "gram", "gram_problem:GramProblem")
+    monkeypatch.setitem(OPS, "gram", Operator("gram_problem:GramProblem", KERNELS))
     return problem_class("gram")
 
 
@@ -164,6 +166,24 @@ def test_its_command_lists_emits_and_refuses_as_every_command(gram, capsys, tmp_
     ):
         assert cli.main(gram, argv) == 2
         assert says in capsys.readouterr().err
+
+
+def test_a_ladder_may_have_one_rung(gram, monkeypatch, capsys, tmp_path):
+    module = sys.modules[KERNELS]
+    (rung,) = alone = module.LADDERS.rungs[:1]
+    monkeypatch.setattr(module, "LADDERS", Ladders("Gram", alone))
+    assert rung.module == "cutex.kernels.gemm.gram.sm90.stage0"
+    assert cli.main(gram, [*SIM, "--stage", "all", "--out", str(tmp_path)]) == 0
+    (row,) = read(tmp_path / "gram-sim.jsonl")
+    assert row.stage == 0
+    capsys.readouterr()
+    assert cli.main(gram, [*SIM, "--stage", "1"]) == 2
+    assert "stage 1 is not in the ladder of sm_90a, which has 0\n" in capsys.readouterr().err
+    timings = Timing(10.0, 9.0, 11.0, 50, 6, "cold", 3.0)
+    facts = {"device": "cuda", "device_name": "NVIDIA H200", "timing": timings, "tflops": 0.2}
+    rows = [replace(row, **facts)]
+    assert "### Gram matrix on Hopper (sm_90a)" in ladders(rows)
+    assert "ladder-gram-sm_90a.svg" in pictures(rows) and "Gram matrix" in page(rows)
 
 
 def timed(folder, capsys, gram) -> list:

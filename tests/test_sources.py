@@ -50,7 +50,7 @@ KERNELS = {
     },
     **{
         f"{name} attention": f"""
-            from cutex.kernels.attention import stage
+            from cutex.kernels.attention.forward import stage
             kernel = stage("{name}", 9).kernel()
             """
         for name in ARCHS

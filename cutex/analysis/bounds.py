@@ -35,7 +35,7 @@ from typing import Any
 from cutex.arch import arch
 from cutex.command import Parser, answered, in_clone
 from cutex.compile.resources import Code, resources, sass
-from cutex.problem import DEFAULT_OP, Problem, problem_class
+from cutex.problem import DEFAULT_OP, Problem, operator, problem_class
 from cutex.problem.stage import Stage, stages
 from cutex.sim.timing.gpus import Gpu, gpu, of_arch
 
@@ -215,7 +215,7 @@ def stage_row(stage: Stage[Any, Any], dtype: str = "bf16") -> Row:
 
 def peer_row(clone: Path) -> Row:
     """CUTLASS's own example of the operator, compiled from a clone of CUTLASS."""
-    example = import_module(f"cutex.kernels.{PROBLEM.op}.cutlass_example").compiled(clone)
+    example = import_module(f"{operator(PROBLEM.op).kernels}.cutlass_example").compiled(clone)
     found = row(example, "CUTLASS", "its persistent example", tile=example.tile, ring_bytes=0)
     return replace(found, ring_bytes=example.num_stages * found.step_bytes // found.ctas)
 

@@ -3,28 +3,43 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import NamedTuple
 
 from cutex.problem.protocol import BESIDE_SIZES, Check, Launch, PeerKernel, Problem, Sizes
 
-# the Problem class of each operator, in the order in which reports show them; the first is the
-# default of commands
+
+class Operator(NamedTuple):
+    """The address of an operator."""
+
+    problem: str  # its Problem, as module:Class
+    kernels: str  # the package that has its LADDERS; an operator may live below another
+
+
+# by name, in the order in which reports show them; the first is the default of commands
 OPS = {
-    "gemm": "cutex.problem.gemm:GemmProblem",
-    "attention": "cutex.problem.attention:AttentionProblem",
+    "gemm": Operator("cutex.problem.gemm:GemmProblem", "cutex.kernels.gemm"),
+    "attention": Operator(
+        "cutex.problem.attention:AttentionProblem", "cutex.kernels.attention.forward"
+    ),
 }
 DEFAULT_OP = next(iter(OPS))
 
 __all__ = [
-    "BESIDE_SIZES", "DEFAULT_OP", "OPS", "Check", "Launch", "PeerKernel", "Problem", "Sizes",
-    "problem_class", "size_name",
+    "BESIDE_SIZES", "DEFAULT_OP", "OPS", "Check", "Launch", "Operator", "PeerKernel", "Problem",
+    "Sizes", "operator", "problem_class", "size_name",
 ]  # fmt: skip
+
+
+def operator(op: str) -> Operator:
+    """The address of an operator; ValueError for one that cutex does not have."""
+    if op not in OPS:
+        raise ValueError(f"op {op!r} is not one of {', '.join(OPS)}")
+    return OPS[op]
 
 
 def problem_class(op: str) -> type[Problem]:
     """The Problem of an operator; ValueError for one that cutex does not have."""
-    if op not in OPS:
-        raise ValueError(f"op {op!r} is not one of {', '.join(OPS)}")
-    module, _, name = OPS[op].partition(":")
+    module, _, name = operator(op).problem.partition(":")
     return getattr(import_module(module), name)
 
 

@@ -1,7 +1,7 @@
 """The interface of an operator, by which it is checked, timed, tuned and reported.
 
 bench, results, report, analysis and cloud use an operator only through its subclass of Problem; its
-stages are found as `cutex.kernels.<op>` (cutex/problem/stage.py).
+stages are found by its entry in OPS (cutex/problem/stage.py).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Problem(Computation):
     valid.
     """
 
-    op: ClassVar[str]  # its name in ledgers, `python -m cutex.<op>` and `cutex.kernels.<op>`
+    op: ClassVar[str]  # its name in OPS, ledgers and `python -m cutex.<op>`
     title: ClassVar[str]
     about: ClassVar[str]  # the ladder's computation in a phrase, for --help
     dtypes: ClassVar[tuple[str, ...]]

@@ -1,7 +1,8 @@
 """A stage of a ladder, of any operator, and the functions that find one.
 
-The ladders of an operator are `cutex.kernels.<op>.LADDERS`; a stage that chooses its config for
-each problem calls `cutex.kernels.<op>.choose`. Importing this loads neither torch nor the DSL.
+The package of an operator's kernels (cutex.problem.OPS) has its `LADDERS`; a stage that chooses its
+config for each problem calls `choose`, a module there. Importing this loads neither torch nor the
+DSL.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeAlias, TypeVar
 
 from cutex.arch import RELATIVES, Arch, arch, kernels_of
+from cutex.problem import operator
 from cutex.problem.protocol import Problem
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ class Stage(Generic[P_contra, C_co]):
     title: str
     idea: str
     default: C_co
-    chooses: bool = False  # chooses a config per problem (cutex.kernels.<op>.choose), or by timing
+    chooses: bool = False  # chooses a config per problem (`choose` beside LADDERS), or by timing
 
     @property
     def module(self) -> str:
@@ -77,7 +79,7 @@ class Stage(Generic[P_contra, C_co]):
     @property
     def chooser(self) -> str:
         """The module that ranks configs."""
-        return f"cutex.kernels.{self.op}.choose"
+        return f"{operator(self.op).kernels}.choose"
 
     def choose(self, problem: P_contra) -> C_co:
         """The config that the model ranks first."""
@@ -132,8 +134,14 @@ class Ladders(Generic[S]):
             if s.number == number:
                 return s
         raise ValueError(
-            f"stage {number} is not in the ladder of {arch}, which has 0 to {len(ladder) - 1}"
+            f"stage {number} is not in the ladder of {arch}, which has {_numbers(ladder)}"
         )
+
+
+def _numbers(ladder: list[S]) -> str:
+    """The numbers of the stages of one arch, such as "0 to 9", or "0" of a ladder of one."""
+    first, last = ladder[0].number, ladder[-1].number
+    return f"{first} to {last}" if first < last else f"{first}"
 
 
 def _in_order(archs: Iterable[str]) -> list[str]:
@@ -142,12 +150,12 @@ def _in_order(archs: Iterable[str]) -> list[str]:
 
 def package(op: str, arch: str) -> str:
     """The package of an operator's kernels on `arch`, such as cutex.kernels.gemm.sm90."""
-    return f"cutex.kernels.{op}.{kernels_of(arch).rstrip('a').replace('_', '')}"
+    return f"{operator(op).kernels}.{kernels_of(arch).rstrip('a').replace('_', '')}"
 
 
 def ladders(op: str) -> Ladders[AnyStage]:
     """The ladders of an operator."""
-    return import_module(f"cutex.kernels.{op}").LADDERS
+    return import_module(operator(op).kernels).LADDERS
 
 
 def stages(op: str, arch: str) -> list[AnyStage]:

@@ -20,8 +20,8 @@ from cutex.device.attention.block_info import Band, BlockInfo, any_in, larger, s
 from cutex.device.work_tile import WorkTile
 
 if TYPE_CHECKING:
-    from cutex.kernels.attention.choose import AnyConfig
-    from cutex.kernels.attention.ladder import LadderConfig
+    from cutex.kernels.attention.forward.choose import AnyConfig
+    from cutex.kernels.attention.forward.ladder import LadderConfig
     from cutex.kernels.attention.signature import Sizes
     from cutex.problem.attention import AttentionProblem
 

@@ -9,7 +9,7 @@ from cutlass import Int32, cute
 from cutex.compile import Argument, Operand, Scalar
 from cutex.device.attention.block_info import Band
 from cutex.device.attention.seqlen_info import Seqlens
-from cutex.kernels.attention.choose import AnyConfig
+from cutex.kernels.attention.forward.choose import AnyConfig
 
 
 def arguments(config: AnyConfig, dtype: str) -> tuple[Argument, ...]:

@@ -15,11 +15,12 @@ import torch
 
 from cutex.compile import compile
 from cutex.device.epilogue.epilogue_ops import Activation, Add, Alpha, Amax, Bias, Scale
-from cutex.kernels import attention, gemm
-from cutex.kernels.attention.config import ForwardConfig
-from cutex.kernels.attention.sm90.forward import Forward as Forward90
-from cutex.kernels.attention.sm100.config import Sm100Config
-from cutex.kernels.attention.sm100.forward import Forward as Forward100
+from cutex.kernels import gemm
+from cutex.kernels.attention.forward import stage as attention_stage
+from cutex.kernels.attention.forward.config import ForwardConfig
+from cutex.kernels.attention.forward.sm90.forward import Forward as Forward90
+from cutex.kernels.attention.forward.sm100.config import Sm100Config
+from cutex.kernels.attention.forward.sm100.forward import Forward as Forward100
 from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
 from cutex.kernels.gemm.sm90.general import General as General90
 from cutex.kernels.gemm.sm100 import cost_model
@@ -200,7 +201,7 @@ def _attention_stage(arch: str, number: int) -> Subject:
         batch=1, seqlen_q=150, seqlen_k=264, heads_q=2, heads_kv=1, head_dim=64, head_dim_v=64,
         causal=True, init="falling",
     )  # fmt: skip
-    stage = attention.stage(arch, number).fitted(problem)
+    stage = attention_stage(arch, number).fitted(problem)
     config = stage.config()
     if config.dispatch == "dynamic":
         config = replace(config, num_ctas=2)

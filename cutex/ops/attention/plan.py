@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cutex.arch import ALL, arch
 from cutex.compile.user_function import UserFunction
-from cutex.kernels.attention.choose import CONFIGS, AnyConfig, Shape, fill, on_gpu
+from cutex.kernels.attention.forward.choose import CONFIGS, AnyConfig, Shape, fill, on_gpu
 from cutex.ops.attention.call import DTYPES, AttentionCall
 from cutex.ops.device import SEVERAL_GPUS, current, launcher, simulated_arch
 from cutex.ops.plain import empty_of, untraced

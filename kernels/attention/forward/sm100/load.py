@@ -1,0 +1,129 @@
+"""The load role: one warp hands out tiles, and loads Q, K and V by TMA.
+
+Each CTA of a pair has one: it loads its own rows of Q and its half of K and V.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Boolean, Int32, cute
+from cutlass.cute.nvgpu import cpasync
+
+from cutex.device.attention.rows import Rows, tile_loads
+from cutex.device.attention.seqlen_info import SeqlenInfo
+from cutex.device.pipeline import PipelineState
+from cutex.device.work_tile import WorkTile
+from cutex.kernels.attention.forward.sm100.config import Sm100Config
+from cutex.kernels.attention.forward.sm100.tiles import Shared
+from cutex.kernels.attention.order import TileOrder
+from cutex.kernels.attention.vote import Vote
+from cutex.kernels.attention.work_ring import NORMAL, SAFE
+from cutex.schedulers.dispatch import Source
+
+Fills = tuple[PipelineState, PipelineState, PipelineState]  # states in the rings of Q, K and V
+
+
+@dataclass(frozen=True)
+class Load:
+    config: Sm100Config
+    q: cpasync.TmaInfo
+    k: cpasync.TmaInfo
+    v: cpasync.TmaInfo
+    order: TileOrder
+    source: Source
+    vote: Vote | None  # of a pair, where a tile may fail
+
+    @cute.jit
+    def run(self, shared: Shared) -> None:
+        """Announce and load tile after tile.
+
+        When a slot of the tiles' ring comes back, its result is checked: a tile that failed is
+        announced again in safe mode, before any other. When no tile is left, the remaining slots
+        are waited for in turn.
+        """
+        c, tiles = self.config, shared.work
+        for operand in (self.q, self.k, self.v):
+            cpasync.prefetch_descriptor(operand.atom)
+        fill = tiles.q.producer()
+        b = shared.barriers
+        q_fill, k_fill, v_fill = (
+            PipelineState(1, Int32(0), Int32(1)),
+            b.k.producer(),
+            b.v.producer(),
+        )
+        tiles.clear()
+        turn, votes = self.source.first(), Vote.first()
+        looked_at = Int32(0)  # slots checked and valid since the last tile was announced
+        while turn.index < self.order.total or looked_at < c.work_slots:
+            back = PipelineState(c.work_slots, fill.slot, fill.phase)
+            back.skip(looked_at)
+            tiles.q.empty.wait(back.phase, back.slot)
+            failed = tiles.take_back(back.slot)
+            failed, votes = self.agree(failed, votes)
+            if failed or turn.index < self.order.total:
+                work, mode = tiles.work(back.slot), Int32(SAFE)
+                if not failed:
+                    work = self.order.tile(turn.index)
+                    mode = Int32(NORMAL)
+                seq_q, seq_k = shared.lengths(work.batch)
+                looked_at = Int32(0)
+                if work.m * c.tile_m < seq_q.length * c.pack:
+                    tiles.announce(fill, mode, work, seq_q, seq_k)
+                    fill.advance()
+                    q_fill, k_fill, v_fill = self.load_tile(
+                        shared, work, (seq_q, seq_k), (q_fill, k_fill, v_fill)
+                    )
+                if not failed:
+                    # ask only after these loads are issued: a CTA that is late gets fewer tiles
+                    asked = self.source.ask(turn)
+                    turn = self.source.next(turn, asked, self.order.total)
+            else:
+                looked_at += 1
+        tiles.end(fill)
+        if cutlass.const_expr(c.pair):
+            # NOTE: the peer's MMA may still arrive here, so this CTA must not have exited
+            for ring, state in ((b.k, k_fill), (b.v, v_fill)):
+                for _ in cutlass.range_constexpr(c.num_stages):
+                    ring.empty.wait(state.phase, state.slot)
+                    state.advance()
+            for t in cutlass.range_constexpr(c.q_tiles):
+                b.q.empty.wait(q_fill.phase, t)
+
+    def agree(self, failed: Boolean, votes: PipelineState) -> tuple[Boolean, PipelineState]:
+        """Whether a tile failed in this CTA or in the other one of its pair, and the state of the
+        next vote."""
+        if self.vote is not None:
+            failed = self.vote.either(failed, votes)
+            votes.advance()
+        return failed, votes
+
+    @cute.jit
+    def load_tile(
+        self, shared: Shared, work: WorkTile, lengths: tuple[SeqlenInfo, SeqlenInfo], fills: Fills
+    ) -> Fills:
+        """Load Q, and K and V block by block in the order in which the products need them; return
+        the states after."""
+        c, b = self.config, shared.barriers
+        seq_q, seq_k = lengths
+        q_fill, k_fill, v_fill = fills
+        end, count, _ = shared.spans(work, seq_q.length, seq_k.length)
+        rank = shared.rank()
+        head_kv = work.head // self.order.heads_per_kv
+        of_q, of_k = Rows(self.q, c.pack, c.ragged_q), Rows(self.k, 1, c.ragged_k)
+        of_v = Rows(self.v, 1, c.ragged_k)
+        loads_q = tile_loads(of_q, shared.sQ, (work.head, work.batch, seq_q), 0)
+        loads_k = tile_loads(of_k, shared.sK, (head_kv, work.batch, seq_k), 0)
+        loads_v = tile_loads(of_v, shared.sV, (head_kv, work.batch, seq_k), rank)
+        for t in cutlass.range_constexpr(c.q_tiles):
+            state = PipelineState(c.q_tiles, Int32(t), q_fill.phase)
+            loads_q.load(shared.row_block(work, t), t, b.q.acquire(state))
+        q_fill.advance()
+        for i in cutlass.range(count, unroll=1):
+            n_block = end - 1 - i
+            loads_k.load(n_block * c.ctas + rank, k_fill.slot, b.k.acquire(k_fill))
+            k_fill.advance()
+            loads_v.load(n_block, v_fill.slot, b.v.acquire(v_fill))
+            v_fill.advance()
+        return q_fill, k_fill, v_fill

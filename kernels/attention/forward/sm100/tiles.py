@@ -1,0 +1,174 @@
+"""The state that all roles of a CTA share: its tiles, and the barriers between the roles.
+
+Every role walks the same sequence of tiles, which the load warp announces in a ring of words, and
+derives from the words, by BlockInfo, the blocks of keys that each Q tile touches. So roles need not
+communicate loop bounds, only data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import cutlass
+from cutlass import Int32, cute
+from cutlass.memory import SmemAllocator
+
+from cutex.device.attention.block_info import BlockInfo, Blocks
+from cutex.device.attention.seqlen_info import SeqlenInfo
+from cutex.device.pipeline import Barrier, PairRing, Ring
+from cutex.device.work_tile import WorkTile
+from cutex.kernels.attention.forward.sm100.config import Sm100Config
+from cutex.kernels.attention.signature import Passed, Sizes
+from cutex.kernels.attention.work_ring import WorkRing
+
+
+@dataclass(frozen=True)
+class TileRing(WorkRing):
+    """The ring of announced tiles.
+
+    barrier         arrives                                   waits
+    q.full[slot]    1: LOAD, having written the words         all other roles
+    q.empty[slot]   1 a warp of these, done with the tile     LOAD
+    """
+
+    event: ClassVar[str] = "tile"
+
+    def _arm(self, slot: Int32) -> None:
+        self.q.full.arrive(slot)
+
+
+class Span(NamedTuple):
+    """The blocks of keys of one Q tile, counted down from the last block that any Q tile of the CTA
+    touches: `count` of them, the first `start` blocks later."""
+
+    start: Int32
+    count: Int32
+
+
+@dataclass(frozen=True)
+class Barriers:
+    """The barriers between the roles.
+
+    barrier          arrives                                    waits
+    q.full[t]        1: LOAD, and the bytes by TMA              MMA, before a tile's first QK
+    q.empty[t]       1: the commit of a tile's last QK          LOAD
+    k.full, v.full   1: LOAD, and the bytes by TMA              MMA
+    k.empty, v.empty 1: the commit of the last MMA that reads   LOAD
+    s_full[b]        1: the commit of QK                        SOFTMAX
+    p_first[b]       1 a SOFTMAX warp: S is read, O is scaled,  MMA, before PV
+                     the first columns of P are there
+    p_rest[b]        1 a SOFTMAX warp: the others are           MMA, within PV
+    pv_done          1: the commit of PV, where q_tiles is 1    SOFTMAX, before it scales O
+    scaled[t, slot]  1 a SOFTMAX warp: its rows' factors        EPILOGUE
+    o_full[t]        1: the commit of a tile's last PV          EPILOGUE
+    o_empty[t]       1 an EPILOGUE warp: O is in registers      MMA, before a tile's first PV
+
+    t counts the Q tiles of a CTA, b the blocks of scores in tensor memory, and a slot is one of the
+    tiles' ring, because SOFTMAX may be a tile ahead of EPILOGUE. Of a pair, MMA is the
+    leader's; commits arrive in both CTAs, and what MMA waits for counts the warps of both.
+    """
+
+    q: Ring
+    k: Ring
+    v: Ring
+    s_full: Barrier
+    p_first: Barrier
+    p_rest: Barrier
+    pv_done: Barrier
+    scaled: Barrier
+    o_full: Barrier
+    o_empty: Barrier
+
+    @staticmethod
+    def allocate(smem: SmemAllocator, c: Sm100Config) -> Barriers:
+        ring = PairRing if c.pair else Ring
+        stages, tiles, warps = c.num_stages, c.q_tiles, 4
+        return Barriers(
+            ring.allocate(smem, "q", tiles, c.q_bytes * c.ctas, consumers=1),
+            ring.allocate(smem, "k", stages, c.k_bytes * c.ctas, consumers=1),
+            ring.allocate(smem, "v", stages, c.v_bytes * c.ctas, consumers=1),
+            Barrier.allocate(smem, "s full", arrivals=1, slots=2),
+            Barrier.allocate(smem, "first of p", arrivals=warps * c.ctas, slots=2),
+            Barrier.allocate(smem, "rest of p", arrivals=warps * c.ctas, slots=2),
+            Barrier.allocate(smem, "p v done", arrivals=1),
+            Barrier.allocate(smem, "scaled", arrivals=warps, slots=tiles * c.work_slots),
+            Barrier.allocate(smem, "o full", arrivals=1, slots=tiles),
+            Barrier.allocate(smem, "o empty", arrivals=warps * c.ctas, slots=tiles),
+        )
+
+    @property
+    def all(self) -> tuple[Barrier | Ring, ...]:
+        return (
+            self.q, self.k, self.v, self.s_full, self.p_first, self.p_rest, self.pv_done,
+            self.scaled, self.o_full, self.o_empty,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The smem, barriers, lengths and arguments that all roles of a CTA use."""
+
+    config: Sm100Config
+    sQ: cute.Tensor  # (128, D, TILE)
+    sK: cute.Tensor  # (bN / ctas, D, SLOT)
+    sV: cute.Tensor  # (bN, DV / ctas, SLOT)
+    sO: cute.Tensor  # (128, O_PART, SLOT)
+    factors: cute.Tensor  # (128, TILE, work SLOT) fp32
+    work: TileRing
+    barriers: Barriers
+    tmem: cute.Pointer
+    info: BlockInfo  # for blocks of the rows of one MMA
+    passed: Passed
+    sizes: Sizes
+
+    @cute.jit
+    def lengths(self, batch: Int32) -> tuple[SeqlenInfo, SeqlenInfo]:
+        """The lengths of the queries and of the keys of a sequence."""
+        q, k = self.sizes.seqlens(self.passed)
+        return q.of(batch), k.of(batch)
+
+    @cute.jit
+    def blocks(
+        self, work: WorkTile, t: Int32 | int, seqlen_q: Int32, seqlen_k: Int32
+    ) -> tuple[Blocks, Int32]:
+        """The blocks that Q tile t touches, and their number; 0 for a Q tile beyond the last
+        row."""
+        c = self.config
+        m_block = work.m * c.q_tiles + t
+        found = self.info.n_blocks(m_block, seqlen_q, seqlen_k)
+        beyond = m_block * c.mma_rows >= seqlen_q * c.pack
+        return found, Int32(0) if beyond else cutlass.max(found.end - found.first, 0)
+
+    @cute.jit
+    def spans(self, work: WorkTile, seqlen_q: Int32, seqlen_k: Int32) -> tuple[Int32, Int32, tuple]:
+        """The end of the blocks that `work` touches, their number, and the span of each Q tile."""
+        found = [self.blocks(work, t, seqlen_q, seqlen_k) for t in range(self.config.q_tiles)]
+        blocks, count = found[0]
+        end, first = blocks.end, blocks.end - count
+        for other, more in found[1:]:
+            mine = count > 0
+            both = mine & (more > 0)
+            other_first = other.end - more
+            higher = cutlass.max(end, other.end) if both else (end if mine else other.end)
+            lower = cutlass.min(first, other_first) if both else (first if mine else other_first)
+            end, first = higher, lower
+        return end, end - first, tuple(Span(end - b.end, n) for b, n in found)
+
+    @cute.jit
+    def signal(self, barrier: Barrier, slot: Int32) -> None:
+        """Arrive once for this warp where MMA waits: for a pair, at the leader's barrier."""
+        with cute.arch.elect_one():
+            if cutlass.const_expr(self.config.pair):
+                barrier.arrive_at_leader(slot)
+            else:
+                barrier.arrive(slot)
+
+    def rank(self) -> Int32 | int:
+        """The rank of this CTA among those of its tile."""
+        return cute.arch.block_idx_in_cluster() if self.config.pair else 0
+
+    def row_block(self, work: WorkTile, t: Int32 | int) -> Int32:
+        """The index of this CTA's 128 rows of a Q tile, counted in blocks of 128 rows."""
+        c = self.config
+        return (work.m * c.q_tiles + t) * c.ctas + self.rank()

@@ -1,0 +1,153 @@
+"""Load: the warp of the Hopper forward that hands out tiles and loads their Q, K and V.
+
+Of two CTAs that share K and V the first asks for tiles; before each tile the two exchange which it
+is, and whether the one that came back failed. Each loads half the rows of a block, into the smem of
+both, once the consumers of both have released the slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Boolean, Int32, cute
+
+from cutex.device.attention.rows import Rows, tile_loads
+from cutex.device.attention.seqlen_info import SeqlenInfo
+from cutex.device.pipeline import PipelineState
+from cutex.device.work_tile import WorkTile
+from cutex.kernels.attention.forward.config import ForwardConfig
+from cutex.kernels.attention.forward.sm90.shared import Shared
+from cutex.kernels.attention.order import TileOrder
+from cutex.kernels.attention.vote import Vote
+from cutex.kernels.attention.work_ring import NORMAL, SAFE
+from cutex.schedulers.dispatch import Source, Turn
+
+Fills = tuple[PipelineState, PipelineState]  # states in the rings of K and of V
+Lengths = tuple[SeqlenInfo, SeqlenInfo]  # of queries and of keys
+
+
+@dataclass(frozen=True)
+class Load:
+    config: ForwardConfig
+    order: TileOrder
+    q: Rows  # with the TMA operand each
+    k: Rows
+    v: Rows
+    source: Source
+    vote: Vote | None  # of CTAs that share their loads
+    shared: Shared
+
+    @cute.jit
+    def run(self) -> None:
+        """Announce and load tile after tile.
+
+        When a slot of Q comes back, its result is checked: a tile that failed is announced again in
+        safe mode, before any other. When no tile is left, the remaining slots are waited for in
+        turn.
+        """
+        c, order, ring = self.config, self.order, self.shared.work
+        q_fill, fills = ring.q.producer(), (self.shared.k.producer(), self.shared.v.producer())
+        ring.clear()
+        turn, votes = self.source.first(), Vote.first()
+        looked_at = Int32(0)  # slots checked and valid since the last tile was announced
+        while turn.index < order.total or looked_at < c.q_stages:
+            back = PipelineState(c.q_stages, q_fill.slot, q_fill.phase)
+            back.skip(looked_at)
+            ring.q.empty.wait(back.phase, back.slot)
+            failed = ring.take_back(back.slot)
+            failed, turn, votes = self.agree(failed, turn, votes)
+            work, mode = ring.work(back.slot), Int32(SAFE)
+            if not failed:
+                work = order.tile(cutlass.min(turn.index, order.total - 1))
+                mode = Int32(NORMAL)
+            if not failed and turn.index >= order.total:
+                looked_at += 1
+            else:
+                looked_at = Int32(0)
+                lengths = self.shared.lengths(work.batch)
+                asked = Int32(0)
+                if lengths[0].length * c.pack > work.m * c.tile_m:
+                    fills, asked = self.tile(work, mode, turn, lengths, q_fill, fills)
+                    q_fill.advance()
+                else:
+                    asked = self.ask(mode, turn)
+                if not failed and self.asks():
+                    turn = self.source.next(turn, asked, order.total)
+        ring.end(q_fill)
+        for kv, fill in zip((self.shared.k, self.shared.v), fills, strict=True):
+            if cutlass.const_expr(c.share):
+                kv.drain(fill)
+
+    def agree(
+        self, failed: Boolean, turn: Turn, votes: PipelineState
+    ) -> tuple[Boolean, Turn, PipelineState]:
+        """Whether a tile failed in a CTA that shares these loads, and the turn of the one that
+        asks; and the state of the next vote."""
+        if self.vote is not None:
+            other = self.vote.exchange(2 * turn.index + Int32(failed), votes)
+            votes.advance()
+            failed = failed | (other % 2 == 1)
+            follows = cute.arch.block_idx_in_cluster()  # 0: this CTA asks
+            turn = Turn(turn.index + follows * (other // 2 - turn.index), turn.phase)
+        return failed, turn, votes
+
+    def asks(self) -> Boolean:
+        """Whether this CTA asks for tiles: of two that share loads the first."""
+        return Boolean(True) if self.vote is None else cute.arch.block_idx_in_cluster() == 0
+
+    @cute.jit
+    def tile(
+        self,
+        work: WorkTile,
+        mode: Int32,
+        turn: Turn,
+        lengths: Lengths,
+        q_fill: PipelineState,
+        fills: Fills,
+    ) -> tuple[Fills, Int32]:
+        """Load Q, and K and V block by block in the order in which the products need them. Return
+        the states after, and the result of `ask`.
+
+        NOTE: it asks for the next tile when all but the last load are issued: the answer is there
+        when the last slot is empty, and a CTA that is late still gets fewer tiles.
+        """
+        shared, c = self.shared, self.config
+        k_fill, v_fill = fills
+        seq_q, seq_k = lengths
+        blocks = shared.info.n_blocks(work.m, seq_q.length, seq_k.length)
+        wave = c.num_ctas // c.ctas
+        forwards = self.order.is_forwards(turn.index, wave) if c.alternates else None
+        path = blocks.path(forwards)
+        head_kv = work.head // self.order.heads_per_kv
+        loads_q = tile_loads(self.q, shared.sQ, (work.head, work.batch, seq_q))
+        loads_k = tile_loads(self.k, shared.sK, (head_kv, work.batch, seq_k), sharers=c.ctas)
+        loads_v = tile_loads(self.v, shared.sV, (head_kv, work.batch, seq_k), sharers=c.ctas)
+        full = shared.work.announce(q_fill, mode, work, seq_q, seq_k, forwards)
+        for wg in cutlass.range_constexpr(c.warpgroups):
+            slot = q_fill.slot * c.warpgroups + wg
+            loads_q.load(shared.m_block(work, wg), slot, full)
+        asked = Int32(0)
+        if blocks.end > blocks.first:
+            loads_k.load(path.block(0), k_fill.slot, shared.k.acquire(k_fill))
+            k_fill.advance()
+            for i in cutlass.range(blocks.end - 1 - blocks.first, unroll=1):
+                loads_k.load(path.block(i + 1), k_fill.slot, shared.k.acquire(k_fill))
+                k_fill.advance()
+                loads_v.load(path.block(i), v_fill.slot, shared.v.acquire(v_fill))
+                v_fill.advance()
+            asked = self.ask(mode, turn)
+            last = path.block(blocks.end - 1 - blocks.first)
+            loads_v.load(last, v_fill.slot, shared.v.acquire(v_fill))
+            v_fill.advance()
+        else:
+            asked = self.ask(mode, turn)
+        return (k_fill, v_fill), asked
+
+    @cute.jit
+    def ask(self, mode: Int32, turn: Turn) -> Int32:
+        """Ask for the next tile, unless this tile is a repeated one."""
+        asked = Int32(0)
+        if mode == NORMAL and self.asks():
+            asked = self.source.ask(turn)
+        return asked
