@@ -31,13 +31,43 @@ _RESERVED_SMEM = 1024  # the system's, at the bottom of every CTA's smem; counte
 _WITH_LENGTH = 4  # EIFMT_SVAL: a 16-bit length follows, then the value; else a 16-bit value
 
 
+class Elf:
+    """The sections and symbols of a 64-bit little-endian ELF file."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        (table,) = struct.unpack_from("<Q", data, 0x28)
+        width, count, names = struct.unpack_from("<3H", data, 0x3A)
+        self.rows = [struct.unpack_from("<IIQQQQ", data, table + i * width) for i in range(count)]
+        self.names = [self.string(self.rows[names][4], row[0]) for row in self.rows]
+        # (type, offset, size) of each section
+        self.sections = {
+            name: (row[1], row[4], row[5]) for name, row in zip(self.names, self.rows, strict=True)
+        }
+
+    def string(self, table: int, offset: int) -> str:
+        start = table + offset
+        return self.data[start : self.data.index(b"\0", start)].decode()
+
+    def content(self, section: str) -> bytes:
+        """The bytes of a section; none if there is no such section."""
+        _, offset, size = self.sections.get(section, (0, 0, 0))
+        return self.data[offset : offset + size]
+
+    def section_of(self, symbol: int) -> str:
+        """The name of the section in which a symbol lies."""
+        _, offset, _ = self.sections[".symtab"]
+        (index,) = struct.unpack_from("<H", self.data, offset + symbol * 24 + 6)
+        return self.names[index]
+
+
 class Cubin:
-    """The registers, memory and threads of a kernel in a cubin, a 64-bit little-endian ELF file."""
+    """The registers, memory and threads of a kernel in a cubin."""
 
     def __init__(self, data: bytes, kernel: str | None = None) -> None:
         """``kernel``: its name; None for the only one."""
-        self._data = data
-        sections = dict(self._sections())
+        self._data, self._elf = data, Elf(data)
+        sections = self._elf.sections
         kernels = [name.removeprefix(".text.") for name in sections if name.startswith(".text.")]
         if kernel is not None:
             kernels = [name for name in kernels if name == kernel]
@@ -57,24 +87,12 @@ class Cubin:
         _, _, smem = sections.get(f".nv.shared.{self.kernel}", (0, 0, 0))
         self.static_smem = max(0, smem - _RESERVED_SMEM)
 
-    def _sections(self) -> Iterator[tuple[str, tuple[int, int, int]]]:
-        """Yield (name, (type, offset, size)) of each section."""
-        (table,) = struct.unpack_from("<Q", self._data, 0x28)
-        width, count, names = struct.unpack_from("<3H", self._data, 0x3A)
-        rows = [struct.unpack_from("<IIQQQQ", self._data, table + i * width) for i in range(count)]
-        for name, kind, _, _, offset, size in rows:
-            yield self._string(rows[names][4], name), (kind, offset, size)
-
-    def _string(self, table: int, offset: int) -> str:
-        start = table + offset
-        return self._data[start : self._data.index(b"\0", start)].decode()
-
     def _symbol_index(self, sections: dict[str, tuple[int, int, int]]) -> int:
         _, offset, size = sections[".symtab"]
         strings = sections[".strtab"][1]
         for i in range(size // 24):
             name, info = struct.unpack_from("<IB", self._data, offset + i * 24)
-            if info & 0xF == 2 and self._string(strings, name) == self.kernel:  # STT_FUNC
+            if info & 0xF == 2 and self._elf.string(strings, name) == self.kernel:  # STT_FUNC
                 return i
         raise ValueError(f"no symbol {self.kernel} in the cubin")
 

@@ -53,8 +53,10 @@ def load(
     if cached is not None:
         return cached
     if hasattr(compiled, "object_path") and hasattr(compiled, "symbol"):
-        loaded = HostFunction(Path(compiled.object_path), compiled.symbol), parse(compiled.ptx)
-        loaded[0].cubin = getattr(compiled, "cubin", None)
+        cubin = getattr(compiled, "cubin", None)
+        programs = parse(compiled.ptx, cubin)
+        loaded = HostFunction(Path(compiled.object_path), compiled.symbol), programs
+        loaded[0].cubin = cubin
     else:
         if not hasattr(compiled, "export_to_c"):
             compiled = _compile(compiled, tensors, arch)
@@ -67,8 +69,9 @@ def load(
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "kernel.o"
             compiled.export_to_c(str(path), "kernel")
-            loaded = HostFunction(path, "kernel"), _programs(ptx)
-            loaded[0].cubin = getattr(compiled, "__cubin__", None)
+            cubin = getattr(compiled, "__cubin__", None)
+            loaded = HostFunction(path, "kernel"), _programs(ptx, cubin)
+            loaded[0].cubin = cubin
     with suppress(AttributeError, TypeError):
         compiled._cutex_sim = loaded
     return loaded
@@ -82,14 +85,14 @@ def load_plain(compiled: Any) -> tuple[HostFunction, dict[str, Program]]:
         host = PlainHostFunction(path, "kernel")
     host.cubin = getattr(compiled, "__cubin__", None)
     ptx = getattr(compiled, "_cutex_ptx", None) or getattr(compiled, "__ptx__", None)
-    return host, _programs(ptx or "")
+    return host, _programs(ptx or "", host.cubin)
 
 
-def _programs(ptx: str) -> dict[str, Program]:
+def _programs(ptx: str, cubin: bytes | None) -> dict[str, Program]:
     """The programs in ``ptx``; none for a function without a kernel, whose PTX the DSL gives as a
     file name.
     """
-    return parse(ptx) if "\n" in ptx else {}
+    return parse(ptx, cubin) if "\n" in ptx else {}
 
 
 def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:

@@ -20,6 +20,7 @@ from cutex.sim.ptx.forms import has_form, misfit
 from cutex.sim.ptx.operands import (
     Address,
     Imm,
+    Minus,
     Not,
     Operand,
     Pair,
@@ -177,6 +178,8 @@ class Decoder:
         if isinstance(operand, Not):
             plain = self._read_register(operand.reg, 1, bool)
             return lambda b: ~plain(b)
+        if isinstance(operand, Minus):
+            return self._negated(operand, bits, dtype)
         if isinstance(operand, Imm):
             if not _may_be(operand, kind, bits, self.types):
                 raise self.unknown(f"the constant {operand.value}")
@@ -200,6 +203,11 @@ class Decoder:
             narrow = UNSIGNED[bits]
             return lambda b: array[b.sel].astype(narrow).view(dtype)
         raise self.unknown(f"{reg.name} has {reg.bank} bits, and {bits} are wanted")
+
+    def _negated(self, operand: Minus, bits: int, dtype: Any) -> Read:
+        plain, word = self.read(operand.of, f"b{bits}"), UNSIGNED[bits]
+        signs = word(operand.signs)
+        return lambda b: (np.asarray(plain(b), word) ^ signs).view(dtype)
 
     def _special(self, operand: Special, dtype: Any) -> Read:
         read = _SPECIAL.get(operand.name.removeprefix("%"))

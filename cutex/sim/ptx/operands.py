@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import SupportsIndex, overload
 
@@ -61,11 +61,40 @@ class Not:
 
 
 @dataclass(frozen=True)
+class Minus:
+    """A float operand of a contracted multiplication (`contraction`), negated."""
+
+    of: Operand
+    signs: int  # its sign bits
+
+
+@dataclass(frozen=True)
 class Sink:
     pass
 
 
-Operand = Reg | Imm | Special | Symbol | Address | Vector | Pair | Not | Sink
+Operand = Reg | Imm | Special | Symbol | Address | Vector | Pair | Not | Minus | Sink
+Place = tuple[int, int]  # of a register: bank, index
+
+
+def places_of(operand: object) -> Iterator[Place]:
+    """The registers in an operand."""
+    if isinstance(operand, Reg):
+        yield operand.bank, operand.index
+    elif isinstance(operand, Not):
+        yield operand.reg.bank, operand.reg.index
+    elif isinstance(operand, Minus):
+        yield from places_of(operand.of)
+    elif isinstance(operand, Vector):
+        for item in operand.items:
+            yield from places_of(item)
+    elif isinstance(operand, Pair):
+        yield from places_of(operand.first)
+        yield from places_of(operand.second)
+    elif isinstance(operand, Address):
+        yield from places_of(operand.base)
+        for item in operand.coords or ():
+            yield from places_of(item)
 
 
 class Operands(list[Operand]):

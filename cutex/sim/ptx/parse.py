@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from cutex.debug_info import Buffer, DebugInfo, Stack, debug_info_of, where
+from cutex.sim.ptx.contraction import contract
 from cutex.sim.ptx.declarations import (
     SPACES,
     Param,
@@ -25,6 +26,7 @@ from cutex.sim.ptx.declarations import (
     variable,
 )
 from cutex.sim.ptx.operands import Address, Operand, Operands, Reg
+from cutex.sim.ptx.sass_lines import sass_lines
 from cutex.sim.ptx.scopes import Scopes
 
 BRANCHES = ("bra", "ret", "exit", "trap")  # opcodes that the scheduler itself executes
@@ -133,10 +135,11 @@ def _without_comments(text: str) -> str:
     return _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), "\n".join(lines))
 
 
-def parse(text: str) -> dict[str, Program]:
+def parse(text: str, cubin: bytes | None = None) -> dict[str, Program]:
     """Every ``.entry`` of a PTX module, by name. Raises UnknownInstruction, with the line, for PTX
-    that the simulator does not define.
+    that the simulator does not define. ``cubin``: what ptxas made of it, if that is known.
     """
+    compiled = sass_lines(cubin) if cubin else {}
     debug_info = debug_info_of(text)
     text = _without_comments(text.rstrip("\0"))
     target = re.search(r"\.target\s+(\w+)", text)
@@ -154,6 +157,7 @@ def parse(text: str) -> dict[str, Program]:
         if entry.group(1) in programs:
             raise unreadable(began, entry.group(), "a second kernel of that name")
         reader = _Body(text, body_at, files, dict(module), debug_info)
+        contract(reader.code, compiled.get(entry.group(1)))
         params, size = parameters(header, began)
         threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+(?:\s*,\s*\d+)*)", header)
         limit = None

@@ -9,13 +9,11 @@ have storage of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from cutex.sim.ptx.flow import LEAVES
 from cutex.sim.ptx.once import once
-from cutex.sim.ptx.operands import Address, Not, Pair, Reg, Vector
+from cutex.sim.ptx.operands import Place, places_of
 from cutex.sim.ptx.parse import Instruction, Program
 
 # Instructions that read and write the registers of their own lane only, and immediately.
@@ -27,8 +25,6 @@ _LOCAL = frozenset((
 ))  # fmt: skip
 _LATER = frozenset(("async", "bulk"))  # modifiers of stores that read registers on completion
 _SHARED_BANKS = (1, 16, 32, 64)
-
-Place = tuple[int, int]  # bank, index
 
 
 @once
@@ -108,23 +104,6 @@ def touched(ins: Instruction) -> tuple[set[Place], set[Place]]:
     operands = list(ins.operands)
     written = {p for o in operands[:split] for p in places_of(o)}
     return written, {p for o in operands[split:] for p in places_of(o)}
-
-
-def places_of(operand: object) -> Iterator[Place]:
-    if isinstance(operand, Reg):
-        yield operand.bank, operand.index
-    elif isinstance(operand, Not):
-        yield operand.reg.bank, operand.reg.index
-    elif isinstance(operand, Vector):
-        for item in operand.items:
-            yield from places_of(item)
-    elif isinstance(operand, Pair):
-        yield from places_of(operand.first)
-        yield from places_of(operand.second)
-    elif isinstance(operand, Address):
-        yield from places_of(operand.base)
-        for item in operand.coords or ():
-            yield from places_of(item)
 
 
 def _blocks(code: list[Instruction]) -> list[int]:
