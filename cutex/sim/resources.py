@@ -12,7 +12,7 @@ from cutex.sim.machine.tmem import COLUMNS
 
 if TYPE_CHECKING:
     from cutex.sim.host.capture import Launch
-    from cutex.sim.machine.banks import Wavefronts
+    from cutex.sim.machine.banks import BankConflicts, Wavefronts
     from cutex.sim.machine.machine import Machine
 
 # registers of an SM, parts of an SM, and the unit in which a warp gets registers
@@ -71,7 +71,9 @@ class KernelResources:
         return "\n".join(lines)
 
 
-def resources(machine: Machine, launch: Launch, cubin: bytes | None) -> KernelResources:
+def resources(
+    machine: Machine, launch: Launch, cubin: bytes | None, banks: BankConflicts
+) -> KernelResources:
     """The resources of the kernel that ``machine`` has run; ``cubin`` is its code, for the
     registers.
     """
@@ -95,14 +97,14 @@ def resources(machine: Machine, launch: Launch, cubin: bytes | None) -> KernelRe
     limit, ctas = min(room.items(), key=lambda item: item[1])
     return KernelResources(
         launch.kernel, launch.num_threads, code.registers if code else None,
-        code.stack_bytes if code else None, smem, columns, ctas, limit, tuple(_conflicts(machine)),
+        code.stack_bytes if code else None, smem, columns, ctas, limit, tuple(_conflicts(banks)),
     )  # fmt: skip
 
 
-def _conflicts(machine: Machine) -> list[Conflict]:
+def _conflicts(banks: BankConflicts) -> list[Conflict]:
     """The bank conflicts, the worst first."""
-    seen = machine.banks.by_line.values() if machine.banks else ()
     worse: list[Wavefronts] = sorted(
-        (w for w in seen if w.taken > w.needed), key=lambda w: w.needed - w.taken
+        (w for w in banks.by_line.values() if w.taken > w.needed),
+        key=lambda w: w.needed - w.taken,
     )
     return [Conflict(w.instruction.place(), w.instruction.op, w.needed, w.taken) for w in worse]

@@ -16,13 +16,13 @@ from cutex.arch import arch as arch_named
 from cutex.orders import MOST_JOBS, ORDERS
 from cutex.sim import division, sampling
 from cutex.sim.errors import CooperativeTooLarge, Finding, Hazards, SimError
-from cutex.sim.hazards.findings import Findings
+from cutex.sim.hazards.checks import Checks
 from cutex.sim.hazards.global_races import orders_clusters
 from cutex.sim.hazards.grid_order import Stream
 from cutex.sim.host.capture import HostTensor, Launch
 from cutex.sim.host.loaded import captured
-from cutex.sim.isa.tma import box_places
 from cutex.sim.machine.banks import BankConflicts
+from cutex.sim.machine.findings import Findings
 from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.memory import MODULE_WINDOW, GlobalMemory, Region
 from cutex.sim.machine.pending_clusters import PendingClusters
@@ -219,12 +219,13 @@ class Simulation:
         with uncollected(), _blas().limit(limits=1, user_api="blas"):
             if self.jobs > 1 and self._run_divided(program, what, memory):
                 return
-            scheduler = self._scheduler(program, what, memory, where)
+            scheduler, checks = self._scheduler(program, what, memory, where)
             try:
                 self._run(scheduler, what)
+                checks.finish()
             finally:  # NOTE: findings before an error count
                 self._add_up(scheduler, what)
-                self._sample(program, what, memory, [scheduler.m.global_races.written()])
+                self._sample(program, what, memory, [checks.global_races.written()])
                 scheduler.m.release()
 
     def _clusters(self, program: Program, what: Launch) -> list[int]:
@@ -256,12 +257,13 @@ class Simulation:
 
         def run(clusters: list[int]) -> division.Part | None:
             here = replace(where, ctas=min(where.ctas, len(clusters) * size))
-            scheduler = self._scheduler(program, what, memory, here)
+            scheduler, checks = self._scheduler(program, what, memory, here)
             self._run_clusters(scheduler, clusters)
+            checks.finish()
             machine = scheduler.m
             if len(machine.findings):
                 return None
-            return division.Part(scheduler.executed, machine.global_races.touched(box_places))
+            return division.Part(scheduler.executed, checks.global_races.touched())
 
         clusters = order.start_order(self._clusters(program, what))
         parts = division.run_parts(memory, division.shares(clusters, self.jobs), run)
@@ -273,17 +275,22 @@ class Simulation:
 
     def _scheduler(
         self, program: Program, what: Launch, memory: GlobalMemory, where: Residency
-    ) -> Scheduler:
+    ) -> tuple[Scheduler, Checks]:
         params = np.zeros(-(-program.param_bytes // 64) * 64 + 64, np.uint8)
         for p, raw in zip(
             program.params, what.param_bytes([p.size for p in program.params]), strict=True
         ):
             params[p.offset : p.offset + p.size] = np.frombuffer(raw, np.uint8)
         order = policy(self.order, self.seed + self.report.launches)
-        machine = Machine(program, what, memory, params, where, order, self.stream, self.checks)
-        machine.banks = None if self.cubin is None else BankConflicts()
+        machine = Machine(program, what, memory, params, where, order)
+        checks = Checks(machine, what, self.stream)
+        if self.checks:
+            machine.watchers.append(checks.observers)
+        self.banks = BankConflicts()
+        if self.cubin is not None:
+            machine.watchers.append(lambda: [self.banks])
         _add_module_variables(machine)
-        return Scheduler(machine, self.limit)
+        return Scheduler(machine, self.limit), checks
 
     def _residency(self, program: Program, what: Launch) -> Residency:
         return residency(program, what, len(self._clusters(program, what)) * what.cluster_size)
@@ -303,14 +310,12 @@ class Simulation:
             except SimError as error:
                 raise _told(error, machine.findings) from None
             scheduler.leftovers()
-        machine.grid_order.finish()
-        machine.global_races.finish(box_places)
 
     def _add_up(self, scheduler: Scheduler, what: Launch) -> None:
         report, machine = self.report, scheduler.m
         self._count(machine.program, what, scheduler.executed)
         if self.cubin is not None:
-            report.kernels[what.kernel] = resources(machine, what, self.cubin)
+            report.kernels[what.kernel] = resources(machine, what, self.cubin, self.banks)
         for finding in machine.findings:
             self._found.setdefault((finding.rule, finding.where, finding.advisory), finding)
         report.findings = [f for f in self._found.values() if not f.advisory]

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cutex.sim.errors import BadOperand, Deadlock, Endless, SimError
-from cutex.sim.hazards.tmem_loads import watched
 from cutex.sim.isa import definitions, wgmma  # noqa: F401 - the first registers instructions
 from cutex.sim.machine.batch import ARRIVED, RETRY, Batch
 from cutex.sim.machine.divergence import BLOCKED, DONE, RUNNING, YIELDED
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
     from cutex.sim.machine.operation import Operation
     from cutex.sim.machine.waits import Wait
-    from cutex.sim.timing.record import Recorder
 
 # Rounds of a loop without any progress elsewhere, after which a warp yields: for a loop that reads
 # memory that others may write, and for any other.
@@ -47,7 +45,6 @@ class Scheduler:
         self.code = machine.program.code
         self.decoded: list[Execute | None] = [None] * len(self.code)
         self.watched = _watched(machine.program)
-        self.loading = watched(machine.program).steps
         self.guards = [None if i.guard is None else machine.register(i.guard) for i in self.code]
         self.polls, self.whole = _polling(machine.program), _whole_warp(machine.program)
         self.executed = np.zeros(len(self.code), np.int64)  # warp-instructions
@@ -55,7 +52,6 @@ class Scheduler:
         self.idle = np.zeros(machine.grid.num_warps, np.int64)  # loop rounds since any progress
         self.computes = np.zeros(machine.grid.num_warps, bool)  # yielded, but waits for nothing
         self.limit = limit
-        self.recorder: Recorder | None = None  # of the warps' events, for the clock
 
     def run(self) -> None:
         m = self.m
@@ -152,15 +148,16 @@ class Scheduler:
         """
         m, code, guards, decoded = self.m, self.code, self.guards, self.decoded
         base, at_once = batch.mask, self.policy.completes_at_once
-        recorder = self.recorder
+        events, places = m.events, m.events.places
+        steps = events.step
         polled = False
         for _ in range(limit):
             ins = code[pc]
             name = ins.name
             batch.mask = base
             guard = guards[pc]
-            if recorder is not None:
-                recorder.step(batch, pc)
+            if steps:
+                events.executing(batch, pc)
             if name == "bra" or name in LEAVES:
                 self.executed[pc] += batch.n
                 taken = self._guarded(batch, base, guard, ins.negated)
@@ -204,8 +201,8 @@ class Scheduler:
             execute = decoded[pc]
             if execute is None:
                 execute = decoded[pc] = decode(ins, m)
-            if pc in self.loading:
-                m.tmem.accesses.step(batch, self.loading[pc], ins)
+            if pc in places:
+                events.using_registers(batch, pc)
             if pc in self.watched:
                 m.warpgroups.access(batch, *self.watched[pc], ins)
             try:
@@ -214,8 +211,8 @@ class Scheduler:
                 raise
             except Exception as error:
                 raise BadOperand.at(ins, f"{type(error).__name__}: {error}") from error
-            if recorder is not None:
-                recorder.done(batch, pc, verdict)
+            if steps:
+                events.executed(batch, pc, verdict)
             polled = polled or self.polls[pc]
             if at_once and m.flight.count:
                 m.flight.complete_all()
@@ -291,7 +288,7 @@ class Scheduler:
         gone = self.lanes.leave(batch, leaving, pc)
         m.progress += 1
         if len(gone):
-            m.lifetimes.warps_left(gone)
+            m.events.warps_left(gone)
         for cta in np.unique(m.grid.warp_cta[batch.idx]).tolist():
             m.named.threads_left(cta)
         for cta in np.unique(m.grid.warp_cta[gone]).tolist():

@@ -15,6 +15,7 @@ from ptx_kernel import simulate_ptx
 
 from cutex.sim.errors import BadOperand, Hazards
 from cutex.sim.machine.bulk_groups import BulkGroups
+from cutex.sim.machine.events import Events
 from cutex.sim.machine.flight import Flight
 from cutex.sim.machine.operation import Engine
 from cutex.sim.scheduler import Scheduler
@@ -149,9 +150,8 @@ def test_bulk_copies_of_other_than_16_bytes_are_refused(size, at):
 
 
 def test_a_group_is_overdue_while_an_older_one_than_allowed_is_in_flight():
-    nothing = lambda *_: 0
-    clocks = SimpleNamespace(agent=nothing, written_slot=nothing, learn=nothing)
-    machine = SimpleNamespace(wake=nothing, clocks=clocks, flight=SimpleNamespace(issued=0))
+    nothing, flight = lambda *_: None, SimpleNamespace(issued=0)
+    machine = SimpleNamespace(wake=nothing, events=Events(), flight=flight)
     groups, thread = BulkGroups(machine), (0, 0)
     made = []
     for _ in range(3):
@@ -296,8 +296,8 @@ def test_the_clock_has_each_byte_sent_to_another_cta_once(text, monkeypatch):
     start, recorders = Scheduler.run, []
 
     def recorded(self: Scheduler) -> None:
-        self.recorder = Recorder(self.m, {})
-        recorders.append(self.recorder)
+        recorders.append(Recorder(self.m, {}))
+        self.m.observe(recorders[-1])
         start(self)
 
     monkeypatch.setattr(Scheduler, "run", recorded)

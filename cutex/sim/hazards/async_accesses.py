@@ -19,8 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cutex.sim.hazards.clocks import NEVER
-from cutex.sim.machine.operation import Agent, Engine, Operation, Place, Rectangle, Span
+from cutex.sim.hazards.clocks import NEVER, Clocks
+from cutex.sim.hazards.mbarrier_order import MBarrierOrder
+from cutex.sim.hazards.smem_shadow import SmemShadow
+from cutex.sim.hazards.tmem_shadow import PEERS, TmemShadow
+from cutex.sim.machine.events import Observer, SharedBytes
+from cutex.sim.machine.operation import Engine, Operation, Place, Rectangle, Span
 from cutex.sim.ptx.parse import Instruction
 
 if TYPE_CHECKING:
@@ -61,11 +65,20 @@ class Track:
         self.covers: list[Track] = []  # the tracks inside of it, itself included
 
 
-class AsyncAccesses:
+class AsyncAccesses(Observer):
     """The asynchronous accesses of all resident CTAs."""
 
-    def __init__(self, machine: Machine) -> None:
-        self.m = machine
+    def __init__(
+        self,
+        machine: Machine,
+        clocks: Clocks,
+        mbarriers: MBarrierOrder,
+        smem_shadow: SmemShadow,
+        tmem_shadow: TmemShadow | None,
+    ) -> None:
+        """``tmem_shadow``: None for a program without tensor memory."""
+        self.m, self.clocks, self.mbarriers = machine, clocks, mbarriers
+        self.smem_shadow, self.tmem_shadow = smem_shadow, tmem_shadow
         self.tracks: dict[Hashable, Track] = {}
         self.spans: list[Track] = []  # in shared memory
         self._bounds: tuple[np.ndarray, np.ndarray] | None = None
@@ -91,17 +104,25 @@ class AsyncAccesses:
 
     # -- operations --------------------------------------------------------------------------------
 
-    def issue(self, op: Operation) -> None:
+    def issued(self, ops: Sequence[Operation]) -> None:
+        """Record and check operations in flight: together, if they are alike."""
+        if len(ops) == 1:
+            self._issue(ops[0])
+        else:
+            self._issue_alike(ops)
+
+    def _issue(self, op: Operation) -> None:
         """Record that ``op`` accesses its places from here on, and check that it is ordered after
         earlier accesses.
         """
-        shadow = self.m.smem_shadow
+        shadow = self.smem_shadow
         tracks: list[Track] = []
         for write, places in ((False, op.reads), (True, op.writes)):
             for place in places:
                 issuers = op.issuers if place.part is None else [op.issuers[place.part]]
                 if not isinstance(place, Span):
-                    self.m.tmem.shadow.issue(op.warp, place, write, op.what, op.instruction)
+                    if self.tmem_shadow is not None:
+                        self.tmem_shadow.issue(op.warp, place, write, op.what, op.instruction)
                 elif shadow.touched(place):
                     for warp in issuers:
                         shadow.asynchronous(warp, place, write, op)
@@ -115,13 +136,13 @@ class AsyncAccesses:
             ((slot, count),) = self._agents(op, place)
             track.write.set(place.cta, slot, count, op)
 
-    def issue_alike(self, ops: Sequence[Operation]) -> None:
-        """As `issue`, for operations of one instruction in different clusters, with the same places
-        in each: checked together, or one by one where a race is possible.
+    def _issue_alike(self, ops: Sequence[Operation]) -> None:
+        """As `_issue`, for operations of one instruction in different clusters, with the same
+        places in each: checked together, or one by one where a race is possible.
         """
         first, columns = ops[0], list(zip(*(op.reads + op.writes for op in ops), strict=True))
         issuers = np.array([op.issuers for op in ops])
-        of_warps = np.array([op.agents for op in ops]) if first.agents else None
+        of_warps = self._of_warps(ops) if first.agents else None
         accesses: list[tuple[bool, Track, np.ndarray, np.ndarray]] = []
         for i, places in enumerate(columns):
             place, write = places[0], i >= len(first.reads)
@@ -134,7 +155,7 @@ class AsyncAccesses:
             same = bool((agents[..., 0] == agents[0, :, 0]).all())  # slots, of other clusters
             if not same or not self._come_after(track, place, write, ctas, by):
                 for op in ops:
-                    self.issue(op)
+                    self._issue(op)
                 return
             accesses.append((write, track, ctas, agents))
         operations = np.array(ops, object)
@@ -151,14 +172,14 @@ class AsyncAccesses:
         """Whether accesses to a place in ``ctas`` (n,), by warps (n, those of an operation), are
         certainly ordered after all others there.
         """
-        if not isinstance(place, Span) or self.m.smem_shadow.touched_any(place, ctas):
+        if not isinstance(place, Span) or self.smem_shadow.touched_any(place, ctas):
             return False
         for other in track.meets:
             for last, _ in self._lasts(other, write):
                 count = last.count[ctas]
                 if not np.count_nonzero(count):
                     continue
-                known = self.m.clocks.known[issuers, last.slot[ctas, None]]
+                known = self.clocks.known[issuers, last.slot[ctas, None]]
                 if np.count_nonzero(count[:, None] > known):
                     return False
         return True
@@ -172,7 +193,7 @@ class AsyncAccesses:
         self, op: Operation, track: Track, place: Place, write: bool, issuers: list[int]
     ) -> None:
         """Report a race unless all ``issuers`` are ordered after earlier accesses to the place."""
-        cta, known = place.cta, self.m.clocks.known.item
+        cta, known = place.cta, self.clocks.known.item
         for other in track.meets:
             lasts = [other.write, *other.reads.values()] if write else [other.write]
             for last in lasts:
@@ -202,7 +223,13 @@ class AsyncAccesses:
             for last in track.reads.values():
                 yield last, "read"
 
-    def complete(self, op: Operation) -> None:
+    def _of_warps(self, ops: Sequence[Operation]) -> np.ndarray:
+        """The slots and counts of the agents of each operation, (n, agents, 2)."""
+        agents = np.array([op.agents for op in ops])  # warp, number
+        agents[..., 0] = ops[0].kind * self.clocks.warps + self.clocks.slot[agents[..., 0]]
+        return agents
+
+    def completing(self, op: Operation) -> None:
         """Record the completion of ``op``: the number of its mbarrier's phase then identifies
         it."""
         if op.agents:
@@ -213,7 +240,7 @@ class AsyncAccesses:
                 if barrier is None:
                     continue
                 track = self._track(place)
-                last = track.write if write else track.reads[barrier.slot]
+                last = track.write if write else track.reads[self.mbarriers.slot(barrier)]
                 if last.operation[place.cta] is op and last.count[place.cta]:
                     last.count[place.cta] = barrier.phases + 1
 
@@ -228,15 +255,25 @@ class AsyncAccesses:
                     assert op is not None
                     yield op, "writes" if did == "write" else "reads"
 
-    def _agents(self, op: Operation, place: Place) -> list[Agent]:
-        """The agents whose counts mark the end of its access to ``place``."""
+    def _agents(self, op: Operation, place: Place) -> list[tuple[int, int]]:
+        """The slots and counts that mark the end of its access to ``place``."""
         if op.agents:
-            return op.agents if place.part is None else [op.agents[place.part]]
-        return [(self.m.mbarriers.barriers[op.signal_on(place.cta)].slot, NEVER)]
+            agents = op.agents if place.part is None else [op.agents[place.part]]
+            return [(self.clocks.agent(op.kind, warp), number) for warp, number in agents]
+        barrier = self.m.mbarriers.barriers[op.signal_on(place.cta)]
+        return [(self.mbarriers.slot(barrier), NEVER)]
 
     # -- accesses by warps -------------------------------------------------------------------------
 
-    def touch(
+    def tmem_accessed(self, warp: int, place: Rectangle, write: bool, ins: Instruction) -> None:
+        what = "tcgen05.st" if write else "tcgen05.ld"
+        self._touch(place, write, what, warp, ins, self.clocks.usable[warp])
+
+    def tmem_freeing(self, warp: int, place: Rectangle, own: bool, ins: Instruction) -> None:
+        usable = np.maximum(self.clocks.usable[warp], self.clocks.ordered[warp])
+        self._touch(place, True, "tcgen05.dealloc", warp, ins, usable, "" if own else PEERS)
+
+    def _touch(
         self,
         place: Rectangle,
         write: bool,
@@ -252,7 +289,7 @@ class AsyncAccesses:
         if not self.tracks:
             return
         # NOTE: tcgen05's fences compose with what orders execution (9.7.16.6.3)
-        known, cta = self.m.clocks.follows[warp], place.cta
+        known, cta = self.clocks.follows[warp], place.cta
         verb = "overwrites" if write else "reads"
         for other in self._track(place).meets:
             for last, did in self._lasts(other, write):
@@ -275,7 +312,7 @@ class AsyncAccesses:
                         cause=before.instruction.line,
                     )
 
-    def forget(self, place: Place) -> None:
+    def tmem_freed(self, place: Rectangle) -> None:
         """Drop the accesses to a place that is freed."""
         if self.tracks:
             self._forget(self._track(place), place.cta)
@@ -287,28 +324,23 @@ class AsyncAccesses:
             for last in inner.reads.values():
                 last.count[cta] = 0
 
-    def lanes(
-        self,
-        warps: np.ndarray,
-        cta: np.ndarray,
-        offset: np.ndarray,
-        width: int,
-        write: bool,
-        ins: Instruction,
-    ) -> None:
-        """Check ordinary accesses by lanes: each ``width`` bytes of shared memory, (lanes,)
-        arrays."""
+    def copying(self, at: SharedBytes, op: Operation, ins: Instruction) -> None:
+        self.shared(at, True, True, ins)
+
+    def shared(self, at: SharedBytes, write: bool, ordinary: bool, ins: Instruction) -> None:
+        """Check an access by lanes."""
+        warps, _, cta, offset, width = at
         near = self._near(int(offset.min()), int(offset.max()) + width)
         if not near:
             return
         heads = np.flatnonzero(np.diff(warps, prepend=-1) | np.diff(cta, prepend=-1))
-        at, by = cta[heads], warps[heads]
+        first, by = cta[heads], warps[heads]
         for track in near:
             for last, did in self._lasts(track, write):
-                known = self.m.clocks.known[by, last.slot[at]]
-                if not (last.count[at] > known).any():
+                known = self.clocks.known[by, last.slot[first]]
+                if not (last.count[first] > known).any():
                     continue
-                unknown = last.count[cta] > self.m.clocks.known[warps, last.slot[cta]]
+                unknown = last.count[cta] > self.clocks.known[warps, last.slot[cta]]
                 assert isinstance(track.place, Span)
                 unknown &= track.place.holds(offset, width)
                 if unknown.any():
@@ -379,8 +411,9 @@ class AsyncAccesses:
         To the PTX ISA (9.7.15.7.3) a wgmma is one operation of the warpgroup, whose end one warp
         may pass on, and NVIDIA's kernels rely on it; but its tensor cores are four.
         """
-        clocks = self.m.clocks
-        if any(clocks.known[warp, slot] >= count for slot, count in before.agents):
+        clocks = self.clocks
+        agents = ((clocks.agent(before.kind, w), number) for w, number in before.agents)
+        if any(clocks.known[warp, slot] >= number for slot, number in agents):
             return (
                 "what this warp has waited for says that it is complete for some of the four "
                 "warps, not for all"

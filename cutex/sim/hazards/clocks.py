@@ -19,31 +19,21 @@ in that barrier's slot: the number of its phases, acquired by the warps whose wa
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cutex.sim.machine.events import Observer
+from cutex.sim.machine.operation import Kind
+
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
-    from cutex.sim.machine.mbarrier import Made
 
 NEVER = np.iinfo(np.int32).max  # the count of an operation that is not complete
 _BARRIERS = 32  # slots for mbarriers at the start
 
 
-class Kind(IntEnum):
-    """The agents of a warp."""
-
-    ITSELF = 0
-    TENSOR = 1  # wgmma, tcgen05
-    BULK = 2  # bulk stores
-    COPY = 3  # non-bulk cp.async
-    LOAD = 4  # tcgen05.ld
-    STORE = 5  # tcgen05.st
-
-
-class Clocks:
+class Clocks(Observer):
     """The vector clocks of the resident warps; a warp's slot is its number within its cluster,
     followed by the slots of its other agents, by kind, and then those of mbarriers.
     """
@@ -60,7 +50,7 @@ class Clocks:
         self.rows = np.zeros((4, machine.grid.num_warps, width), np.int32)
         self.known, self.visible, self.follows, self.ordered = self.rows
         self.usable = np.zeros_like(self.ordered)  # the part of ``ordered`` that a fence took over
-        self.fenced = np.zeros_like(self.rows)  # the clock that a fence of the warp released
+        self.released = np.zeros_like(self.rows)  # the clock that a fence of the warp released
         self.known[warps, self.slot] = self.follows[warps, self.slot] = 1
 
     # -- synchronisation ---------------------------------------------------------------------------
@@ -69,7 +59,7 @@ class Clocks:
         """The clock that ``warp`` releases, (4, slots); its later accesses get a higher count.
         ``whole``: whether all of its lanes release.
         """
-        given = (self.fenced if relaxed else self.rows)[:, warp].copy()
+        given = (self.released if relaxed else self.rows)[:, warp].copy()
         given[2:] = self.rows[2:, warp]
         if whole:
             given[3, self.slot[warp]] = given[0, self.slot[warp]]
@@ -95,6 +85,17 @@ class Clocks:
         """Include the agent's first ``count`` operations in ``given``: those of a commit."""
         given[[0, 2, 3], slot] = np.maximum(given[[0, 2, 3], slot], count)
 
+    def waited(self, warp: int, kind: Kind, number: int) -> None:
+        """Order ``warp`` after its operations of a kind."""
+        slot = self.agent(kind, warp)
+        self.learn(warp, slot, number)
+        if kind is Kind.COPY:
+            self.ordered[warp, slot] = max(self.ordered[warp, slot], number)
+
+    def waited_writes(self, warp: int, number: int) -> None:
+        """Order it after what its bulk stores have written."""
+        self.learn(warp, self.written_slot(warp), number)
+
     def learn(self, warp: int, slot: int, count: int) -> None:
         """Order ``warp`` after the agent's first ``count`` operations (or phases), for which it has
         waited.
@@ -119,20 +120,22 @@ class Clocks:
             return b
         return np.maximum(a, b)
 
-    def fence_proxy(self, warps: np.ndarray) -> None:
-        """fence.proxy.async: everything ordered before these warps becomes visible to the async
+    def proxy_fenced(self, warps: np.ndarray) -> None:
+        """Everything ordered before these warps becomes visible to the async
         proxy.
         """
         self.visible[warps] = np.maximum(self.visible[warps], self.known[warps])
         self.count(warps)
 
-    def fence_release(self, warps: np.ndarray) -> None:
-        """A fence that releases to the cluster: later relaxed arrivals carry the present clock."""
-        self.fenced[:, warps] = self.rows[:, warps]
+    def fenced(self, warps: np.ndarray, releases: bool, of_all: bool) -> None:
+        """Later relaxed arrivals carry the present clock, if the fence releases."""
+        if not releases:
+            return
+        self.released[:, warps] = self.rows[:, warps]
         self.count(warps)
 
-    def lanes_meet(self, warps: np.ndarray) -> None:
-        """bar.warp.sync: each lane's later accesses are ordered after the others' earlier ones."""
+    def lanes_met(self, warps: np.ndarray) -> None:
+        """Each lane's later accesses are ordered after the others' earlier ones."""
         self.ordered[warps, self.slot[warps]] = self.known[warps, self.slot[warps]]
         self.count(warps)
 
@@ -178,7 +181,9 @@ class Clocks:
 
     def _widen(self) -> None:
         """Double the number of slots."""
-        self.rows, self.fenced = (np.concatenate([a, 0 * a], 2) for a in (self.rows, self.fenced))
+        self.rows, self.released = (
+            np.concatenate([a, 0 * a], 2) for a in (self.rows, self.released)
+        )
         self.known, self.visible, self.follows, self.ordered = self.rows
         self.usable = np.concatenate([self.usable, 0 * self.usable], 1)
 
@@ -188,10 +193,3 @@ class Clocks:
         rank, inside = divmod(slot % self.warps, m.grid.warps_per_cta)
         own = int(m.grid.warp_cta[warp])
         return inside * m.grid.num_ctas + own - int(m.grid.cta_rank[own]) + rank
-
-    def knows(self, warp: int, made: Made) -> bool:
-        """Whether ``warp`` is ordered after the initialisation of an mbarrier."""
-        slot = self.slot[made.warp]
-        if made.warp == warp or self.known[warp, slot] >= made.count:
-            return True
-        return made.fenced is not None and self.follows[warp, slot] >= made.fenced

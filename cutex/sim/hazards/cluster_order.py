@@ -12,50 +12,19 @@ from other clusters are kept separately, and the clocks of its own cluster count
 
 from __future__ import annotations
 
-import re
-from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cutex.sim.hazards.clocks import Clocks
+from cutex.sim.machine.events import Observer
 from cutex.sim.ptx.parse import Program
+from cutex.sim.ptx.strength import Strength, is_fence, strength
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
 Known = dict[int, np.ndarray]  # a clock: by cluster of the grid, counts of its agents, by slot
-
-_FENCE = re.compile(r"(fence(?!\.proxy)|membar)\.[\w.]*(gpu|gl|sys)")
-_NARROW = re.compile(r"\.(cta|cluster)(?!::)\b")
-
-
-class Strength(NamedTuple):
-    """The role of an access in the order of clusters."""
-
-    strong: bool  # another strong one does not race with it (8.7.1)
-    atomic: bool
-    acquires: bool
-    releases: bool
-
-
-@lru_cache(maxsize=1024)
-def strength(op: str) -> Strength:
-    """The strength of an opcode; one with the scope of a CTA or a cluster orders nothing across
-    clusters.
-    """
-    parts = op.split(".")
-    if _NARROW.search(op) or parts[0] not in ("ld", "st", "atom", "red"):
-        return Strength(False, False, False, False)
-    atomic = parts[0] in ("atom", "red")
-    both = "acq_rel" in parts
-    acquires, releases = both or "acquire" in parts, both or "release" in parts
-    strong = atomic or acquires or releases or not {"relaxed", "volatile", "mmio"}.isdisjoint(parts)
-    return Strength(strong, atomic, acquires, releases)
-
-
-def is_fence(op: str) -> bool:
-    """Whether an opcode is a fence with the scope of the GPU or the system."""
-    return _FENCE.match(op) is not None
 
 
 def _releases(program: Program) -> bool:
@@ -67,31 +36,31 @@ def _releases(program: Program) -> bool:
     )
 
 
-class ClusterOrder:
+class ClusterOrder(Observer):
     """The order of a grid's clusters; costs nothing if no instruction could order them."""
 
     def __init__(self, machine: Machine) -> None:
         self.m = machine
-        self.active = machine.checks and _releases(machine.program)
+        self.active = _releases(machine.program)
         self.released: dict[int, Known] = {}  # by address
-        self.start()
 
-    def start(self) -> None:
-        """Reset the state for other resident clusters."""
-        self.fenced: dict[int, Known] = {}  # by warp: the clock that its last fence released
+    def start(self, clocks: Clocks) -> None:
+        """Begin with other resident clusters."""
+        self.clocks = clocks
+        self.at_fence: dict[int, Known] = {}  # by warp: the clock that its last fence released
         self.observed: dict[int, Known] = {}  # by warp: clocks read strongly since its last fence
         self.acquired: dict[int, list[Known]] = {}  # by warp: its clock after each acquire
         self.latest: dict[int, Known] = {}  # by warp: the clock that it has acquired last
 
-    def fence(self, warps: np.ndarray, releases: bool) -> None:
-        """A fence of the whole GPU, called before the clocks count it."""
-        if not self.active:
+    def fenced(self, warps: np.ndarray, releases: bool, of_all: bool) -> None:
+        """NOTE: the clocks have to count the fence after this."""
+        if not self.active or not of_all:
             return
         for warp in warps.tolist():
             if warp in self.observed:
                 self._acquire(warp, self.observed.pop(warp))
             if releases:
-                self.fenced[warp] = self._now(warp)
+                self.at_fence[warp] = self._now(warp)
 
     def read(self, warp: int, address: int, how: Strength) -> None:
         """A strong read."""
@@ -106,9 +75,9 @@ class ClusterOrder:
 
     def write(self, warp: int, address: int, how: Strength) -> None:
         """A strong write: the clock released there before is kept, as with an atomic."""
-        given = self._now(warp) if how.releases else self.fenced.get(warp)
+        given = self._now(warp) if how.releases else self.at_fence.get(warp)
         if how.releases:
-            self.m.clocks.count(warp)
+            self.clocks.count(warp)
         if given is not None:
             self.released[address] = _joined(self.released.get(address, {}), given)
 
@@ -120,7 +89,7 @@ class ClusterOrder:
     def _now(self, warp: int) -> Known:
         m = self.m
         own = int(m.grid.cta_cluster[m.grid.warp_cta[warp]])
-        return {**self._foreign(warp), own: m.clocks.known[warp].copy()}
+        return {**self._foreign(warp), own: self.clocks.known[warp].copy()}
 
     def _foreign(self, warp: int) -> Known:
         """The clocks of other clusters that ``warp`` has, through acquires of its cluster that
@@ -131,7 +100,7 @@ class ClusterOrder:
         for other, steps in self.acquired.items():
             if m.grid.first_cta[other] != first:
                 continue
-            count = int(m.clocks.known[warp, m.clocks.acquire_slot(other)])
+            count = int(self.clocks.known[warp, self.clocks.acquire_slot(other)])
             if count:
                 out = _joined(out, steps[count - 1])
         return out
@@ -142,7 +111,7 @@ class ClusterOrder:
         after = _joined(before, what)
         if after is not before:
             steps.append(after)
-            self.m.clocks.learn(warp, self.m.clocks.acquire_slot(warp), len(steps))
+            self.clocks.learn(warp, self.clocks.acquire_slot(warp), len(steps))
 
 
 def _joined(a: Known, b: Known) -> Known:

@@ -13,14 +13,20 @@ with earlier writes when they are issued.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cutex.sim.hazards.cluster_order import ClusterOrder, Strength, is_fence, strength
-from cutex.sim.machine.memory import Region
+from cutex.sim.hazards.clocks import Clocks
+from cutex.sim.hazards.cluster_order import ClusterOrder
+from cutex.sim.isa.boxes import box_places
+from cutex.sim.machine.batch import Lanes
+from cutex.sim.machine.bulk_groups import BulkGroup
+from cutex.sim.machine.events import Observer
+from cutex.sim.machine.memory import Part, Region
 from cutex.sim.ptx.parse import Instruction, Program
+from cutex.sim.ptx.strength import Strength, is_fence, strength
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
@@ -49,11 +55,6 @@ class Touched(NamedTuple):
         if self.loaded & other.written.keys() or other.loaded & self.written.keys():
             return True
         return any(bool((a[base] & b[base]).any()) for a, b in pairs for base in a.keys() & b)
-
-
-Places = Callable[
-    ["Machine", Any, tuple[int, ...], Container[int]], tuple[Region, np.ndarray] | None
-]
 
 
 class BoxRead(NamedTuple):
@@ -112,22 +113,26 @@ def orders_clusters(program: Program) -> bool:
     )
 
 
-class GlobalRaces:
+class GlobalRaces(Observer):
     """The last write to each byte of the launch's tensors, and its readers."""
 
     def __init__(self, machine: Machine) -> None:
         self.m = machine
         code = machine.program.code
-        self.active = machine.checks and not any(ins.name == "multimem" for ins in code)
+        self.active = not any(ins.name == "multimem" for ins in code)
         self.order = ClusterOrder(machine)
         self.writes: dict[int, Last] = {}  # by the region's address
         self.reads: dict[int, Last] = {}
         self.boxes: dict[tuple[Any, ...], BoxRead] = {}
 
+    def start(self, clocks: Clocks) -> None:
+        """Begin with other resident clusters."""
+        self.clocks = clocks
+
     # -- accesses ----------------------------------------------------------------------------------
 
-    def load(self, addresses: np.ndarray, size: int, warps: np.ndarray, ins: Instruction) -> None:
-        """A load of ``size`` bytes at each address, all in tensors, by ``warps`` (n,)."""
+    def global_loaded(self, where: Lanes, size: int, ins: Instruction) -> None:
+        warps, _, addresses = where
         if not self.active or not len(addresses):
             return
         region = self.m.memory.find(int(addresses[0]))
@@ -150,28 +155,46 @@ class GlobalRaces:
                 if how.atomic:
                     self.order.write(warp, address, how)
 
-    def store(
-        self, addresses: np.ndarray, values: np.ndarray, complain: Any, warps: np.ndarray, ins: Any
+    def global_stores(
+        self, where: Lanes, values: np.ndarray, parts: Sequence[Part], ins: Instruction
     ) -> None:
-        """A store with the arguments of `GlobalMemory.store`, by ``warps`` (n,)."""
-        memory, how = self.m.memory, strength(ins.op)
-        if not self.active or how.atomic:  # NOTE: an atomic was recorded by `load`, as both
-            memory.store(addresses, values, complain)
+        how = strength(ins.op)
+        if not self.active or how.atomic:  # NOTE: an atomic was recorded as a load, as both
             return
-        owners = self._clusters(warps)
-        alone = len(np.unique(addresses)) == len(addresses) or len(np.unique(owners)) == 1
-        for owner in (None,) if alone else np.unique(owners).tolist():
-            some = slice(None) if owner is None else owners == owner
-            where, new, by = addresses[some], values[some], self._lanes(warps[some])
-            for region, members, offsets in memory.by_region(where, values.shape[1], complain):
-                mine = By(*(x[members] for x in by))
-                self.note(region, offsets, new[members], mine, ins, how)
-            memory.store(where, new, complain)
+        by = self._lanes(where.warps)
+        for region, members, offsets in parts:
+            mine = By(*(x[members] for x in by))
+            self._write(region, offsets, values[members], mine, ins, how)
         if how.strong and self.order.active:
-            for warp, address in set(zip(warps.tolist(), addresses.tolist(), strict=True)):
+            written = zip(where.warps.tolist(), where.addresses.tolist(), strict=True)
+            for warp, address in set(written):
                 self.order.write(warp, address, how)
 
-    def note(
+    def bulk_writes(
+        self,
+        region: Region,
+        offsets: np.ndarray,
+        values: np.ndarray,
+        group: BulkGroup,
+        ins: Instruction,
+    ) -> None:
+        self._write(region, offsets, values, self._stores(group), ins)
+
+    def bulk_reduced(
+        self, region: Region, offsets: np.ndarray, size: int, group: BulkGroup, ins: Instruction
+    ) -> None:
+        """An element at a time."""
+        if self.active and len(region.data) <= LARGEST:
+            places = offsets[:, None] + np.arange(size)
+            self._atomic(region, places, self._stores(group), ins)
+
+    def _stores(self, group: BulkGroup) -> By:
+        """The agent of the group's writes."""
+        warp = group.thread[0]
+        slot = self.clocks.written_slot(warp)
+        return By(*(np.array([x]) for x in (warp, slot, group.last)))
+
+    def _write(
         self,
         region: Region,
         offsets: np.ndarray,
@@ -200,34 +223,29 @@ class GlobalRaces:
         self._after_loads(region, places, differs, by, ins, how)
         last.set(places, self._mine(by, places), by, ins.line, _STRONG if how.strong else _PLAIN)
 
-    def reduced(self, region: Region, offsets: np.ndarray, size: int, by: By, ins: Any) -> None:
-        """A bulk reduction of ``size`` bytes at each offset, an element at a time, after it
-        happened.
-        """
-        if self.active and len(region.data) <= LARGEST:
-            self._atomic(region, offsets[:, None] + np.arange(size), by, ins)
-
-    def box(self, tmap: Any, at: tuple[int, ...], warp: int, places: Places, ins: Any) -> None:
-        """A TMA load that ``warp`` issues."""
-        if not self.active:
+    def box_issued(
+        self, warp: int, tmap: Any, at: tuple[int, ...], write: bool, ins: Instruction
+    ) -> None:
+        """Record a TMA load."""
+        if not self.active or write:
             return
         read = BoxRead(tmap, at, int(self._clusters(np.array([warp]))[0]), ins)
         if not self.order.active:
             self.boxes.setdefault((id(tmap), at, read.owner), read)
         elif self.writes:
-            self._check_box(read, places, warp)
+            self._check_box(read, warp)
 
     def written(self) -> dict[int, np.ndarray]:
         """The written bytes of the watched tensors, as packed bits by the regions' addresses."""
         return {base: np.packbits(last.who != 0) for base, last in self.writes.items()}
 
-    def touched(self, places: Places) -> Touched:
+    def touched(self) -> Touched:
         """The accesses of the clusters that have run."""
         written = self.writes
         read = {base: last.who != 0 for base, last in self.reads.items()}
         loaded = set()
         for box in self.boxes.values():
-            found = places(self.m, box.tmap, box.at, written)
+            found = box_places(self.m.memory, box.tmap, box.at, written)
             if found is not None:
                 region, offsets = found
                 marks = read.setdefault(region.base, np.zeros(len(region.data), bool))
@@ -240,13 +258,11 @@ class GlobalRaces:
             loaded - written.keys(),
         )
 
-    def finish(self, places: Places) -> None:
-        """Check the recorded boxes at the end of the grid. ``places``: a function that gives the
-        tensor and the bytes that a TMA load reads.
-        """
+    def finish(self) -> None:
+        """Check the recorded boxes at the end of the grid."""
         if self.writes:
             for read in self.boxes.values():
-                self._check_box(read, places)
+                self._check_box(read)
 
     # -- checks ------------------------------------------------------------------------------------
 
@@ -317,8 +333,8 @@ class GlobalRaces:
         self._after_loads(region, places, np.ones(places.shape, bool), by, ins, _CHANGES)
         last.set(places, self._mine(by, places), by, ins.line, _ATOMIC)
 
-    def _check_box(self, read: BoxRead, places: Places, warp: int | None = None) -> None:
-        found = places(self.m, read.tmap, read.at, self.writes)
+    def _check_box(self, read: BoxRead, warp: int | None = None) -> None:
+        found = box_places(self.m.memory, read.tmap, read.at, self.writes)
         if found is None:
             return
         region, offsets = found
@@ -377,8 +393,8 @@ class GlobalRaces:
         return self.m.grid.cta_cluster[self.m.grid.warp_cta[warps]]
 
     def _lanes(self, warps: np.ndarray) -> By:
-        slots = self.m.clocks.slot[warps]
-        return By(warps, slots, self.m.clocks.known[warps, slots])
+        slots = self.clocks.slot[warps]
+        return By(warps, slots, self.clocks.known[warps, slots])
 
     def _mine(self, by: By, places: np.ndarray) -> np.ndarray:
         who = (self._clusters(by.warps) + 1).astype(np.uint32)

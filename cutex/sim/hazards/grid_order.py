@@ -11,12 +11,18 @@ kernels and wrong after others: an advisory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cutex.sim.machine.memory import MODULE_WINDOW, Region
+from cutex.sim.hazards.clocks import Clocks
+from cutex.sim.isa.boxes import box_range
+from cutex.sim.machine.batch import Lanes
+from cutex.sim.machine.bulk_groups import BulkGroup
+from cutex.sim.machine.events import Observer
+from cutex.sim.machine.memory import MODULE_WINDOW, Part, Region
 from cutex.sim.ptx.parse import Instruction
 
 if TYPE_CHECKING:
@@ -57,7 +63,7 @@ class Stream:
         self.running: list[Footprint] = []
 
 
-class GridOrder:
+class GridOrder(Observer):
     """The order of the current launch after earlier ones. Costs nothing if it neither waits nor
     lets the next one start.
     """
@@ -67,32 +73,48 @@ class GridOrder:
         names = [ins.op for ins in machine.program.code]
         self.footprint = Footprint(kernel)
         self.lets_start = "griddepcontrol.launch_dependents" in names
-        self.active = machine.checks and (programmatic or self.lets_start)
-        self.waited = False
+        self.active = programmatic or self.lets_start
+        self.has_waited = False
         if not programmatic:
             stream.running.clear()
 
-    def wait(self, warps: np.ndarray) -> None:
-        self.waited = True
+    def start(self, clocks: Clocks) -> None:
+        """Begin with other resident clusters."""
+        self.clocks = clocks
+
+    def grids_waited(self, warps: np.ndarray) -> None:
+        self.has_waited = True
         if self.programmatic:
-            slot = self.m.clocks.grid_slot()
+            slot = self.clocks.grid_slot()
             for warp in warps.tolist():
-                self.m.clocks.learn(warp, slot, 1)
+                self.clocks.learn(warp, slot, 1)
 
     def finish(self) -> None:
         """Record the end of the grid."""
-        if self.waited:
+        if self.has_waited:
             self.stream.running.clear()
         if self.lets_start:
             self.stream.running.append(self.footprint)
 
     # -- accesses ----------------------------------------------------------------------------------
 
-    def lanes(
+    def global_loaded(self, where: Lanes, size: int, ins: Instruction) -> None:
+        self._lanes(where.warps, where.addresses, size, False, ins)
+
+    def global_stores(
+        self,
+        where: Lanes,
+        values: np.ndarray,
+        parts: Sequence[Part],
+        ins: Instruction,
+    ) -> None:
+        self._lanes(where.warps, where.addresses, values.shape[1], True, ins)
+
+    def _lanes(
         self, warps: np.ndarray, addresses: np.ndarray, size: int, write: bool, ins: Instruction
     ) -> None:
         """Accesses to ``size`` bytes at each address (n,), by lanes of ``warps`` (n,)."""
-        if not self.active or not len(addresses):
+        if not len(addresses):
             return
         if self.lets_start:
             for region, members in self._by_region(addresses):
@@ -103,29 +125,52 @@ class GridOrder:
                     self.footprint.load(region, int(offsets.min()), int(offsets.max()) + size)
         if not self.programmatic:
             return
-        slot = self.m.clocks.grid_slot()
-        early = self.m.clocks.known[warps, slot] == 0
+        slot = self.clocks.grid_slot()
+        early = self.clocks.known[warps, slot] == 0
         for warp in np.unique(warps[early]).tolist():
             mine = addresses[warps == warp]
             for region, members in self._by_region(mine):
                 low, high = int(mine[members].min()), int(mine[members].max()) + size
                 self._early(warp, region, low, high, write, ins)
 
-    def box(self, warp: int, address: int, size: int, write: bool, ins: Instruction) -> None:
-        """A bulk copy issued by ``warp``, of ``size`` bytes from ``address`` on."""
-        if not self.active:
-            return
+    def box_issued(
+        self, warp: int, tmap: Any, at: tuple[int, ...], write: bool, ins: Instruction
+    ) -> None:
+        address, size = box_range(self.m.memory, tmap, at)
+        if size:
+            self.bulk_issued(warp, address, size, write, ins)
+
+    def bulk_issued(
+        self, warp: int, address: int, size: int, write: bool, ins: Instruction
+    ) -> None:
         region = self.m.memory.find(address)
         if region is None:
             return
         if self.lets_start and not write:
             self.footprint.load(region, address - region.base, address + size - region.base)
-        slot = self.m.clocks.grid_slot()
-        if self.programmatic and not self.m.clocks.known[warp, slot]:
+        slot = self.clocks.grid_slot()
+        if self.programmatic and not self.clocks.known[warp, slot]:
             self._early(warp, region, address, address + size, write, ins)
 
-    def wrote(self, region: Region, offsets: np.ndarray, size: int) -> None:
-        """A bulk store that has written ``size`` bytes at each offset."""
+    def bulk_writes(
+        self,
+        region: Region,
+        offsets: np.ndarray,
+        values: np.ndarray,
+        group: BulkGroup,
+        ins: Instruction,
+    ) -> None:
+        if self.lets_start:
+            self.footprint.write(region, offsets, values.shape[1])
+
+    def bulk_reduced(
+        self,
+        region: Region,
+        offsets: np.ndarray,
+        size: int,
+        group: BulkGroup,
+        ins: Instruction,
+    ) -> None:
         if self.lets_start:
             self.footprint.write(region, offsets, size)
 

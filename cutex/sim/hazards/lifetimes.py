@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cutex.sim.hazards.async_accesses import AsyncAccesses
+from cutex.sim.hazards.clocks import Clocks
+from cutex.sim.hazards.mbarrier_order import MBarrierOrder
+from cutex.sim.machine.events import LateArrival, Observer, SharedBytes
 from cutex.sim.ptx.parse import Instruction
 
 if TYPE_CHECKING:
@@ -31,17 +35,36 @@ class RemoteUse:
     instruction: Instruction
 
 
-class Lifetimes:
+class Lifetimes(Observer):
     """The resident CTAs that have ended, and the clocks of their warps at that time."""
 
-    def __init__(self, machine: Machine) -> None:
-        self.m = machine
+    def __init__(
+        self,
+        machine: Machine,
+        clocks: Clocks,
+        mbarriers: MBarrierOrder,
+        async_accesses: AsyncAccesses,
+    ) -> None:
+        self.m, self.clocks, self.mbarriers = machine, clocks, mbarriers
+        self.async_accesses = async_accesses
         self.ended = np.zeros(machine.grid.num_ctas, bool)
         # the joined clocks of the warps that have returned, (4, slots), by CTA
         self.known: dict[int, np.ndarray] = {}
         self.uses: dict[int, dict[tuple[int, int], RemoteUse]] = {}  # by CTA; slot, barrier's slot
 
-    def use(self, cta: int, slot: int, use: RemoteUse, barrier: MBarrier | None = None) -> None:
+    def mbarrier_reached(self, barrier: MBarrier, warp: int, what: str, ins: Instruction) -> None:
+        use = RemoteUse(self.clocks.now(warp), barrier.phases + 1, what, warp, ins)
+        self._use(barrier.cta, int(self.clocks.slot[warp]), use, barrier)
+
+    def mbarrier_arrives_late(self, barrier: MBarrier, arrival: LateArrival) -> None:
+        if barrier.remote:
+            warp, slot = arrival.warp, self.clocks.agent(arrival.kind, arrival.warp)
+            number = int(self.mbarriers.late[arrival][0, slot])
+            phase = barrier.phases + 1
+            use = RemoteUse(number, phase, "the commit", warp, arrival.instruction)
+            self._use(barrier.cta, slot, use, barrier)
+
+    def _use(self, cta: int, slot: int, use: RemoteUse, barrier: MBarrier | None = None) -> None:
         """Record that an agent of another CTA uses shared memory, or an mbarrier, of ``cta``."""
         if self.ended[cta]:
             m = self.m
@@ -51,11 +74,12 @@ class Lifetimes:
                 "has exited",
                 use.instruction,
             )
-        self.uses.setdefault(cta, {})[slot, -1 if barrier is None else barrier.slot] = use
+        of = -1 if barrier is None else self.mbarriers.slot(barrier)
+        self.uses.setdefault(cta, {})[slot, of] = use
 
-    def lanes(self, warps: np.ndarray, cta: np.ndarray, write: bool, ins: Instruction) -> None:
-        """Accesses by lanes to shared memory of ``cta`` (lanes,), where that is another CTA."""
-        m = self.m
+    def shared(self, at: SharedBytes, write: bool, ordinary: bool, ins: Instruction) -> None:
+        """Record accesses by lanes to the shared memory of other CTAs."""
+        m, warps, cta = self.m, at.warps, at.cta
         if m.grid.cluster_size == 1:
             return
         remote = np.nonzero(cta != m.grid.warp_cta[warps])[0]
@@ -63,15 +87,15 @@ class Lifetimes:
             return
         what = "a store" if write else "a load"
         for warp, target in set(zip(warps[remote].tolist(), cta[remote].tolist(), strict=True)):
-            use = RemoteUse(m.clocks.now(warp), 0, what, warp, ins)
-            self.use(target, int(m.clocks.slot[warp]), use)
+            use = RemoteUse(self.clocks.now(warp), 0, what, warp, ins)
+            self._use(target, int(self.clocks.slot[warp]), use)
 
     def warps_left(self, warps: np.ndarray) -> None:
         """Record that warps have returned, and end the CTAs whose last warps they were."""
         m = self.m
         for warp in warps.tolist():
-            cta, known = int(m.grid.warp_cta[warp]), m.clocks.rows[:, warp]
-            self.known[cta] = m.clocks.join(self.known.get(cta), known.copy())
+            cta, known = int(m.grid.warp_cta[warp]), self.clocks.rows[:, warp]
+            self.known[cta] = self.clocks.join(self.known.get(cta), known.copy())
         for cta in np.unique(m.grid.warp_cta[warps]).tolist():
             if not m.live[cta :: m.grid.num_ctas].any():
                 self._end(cta)
@@ -79,10 +103,10 @@ class Lifetimes:
     def _end(self, cta: int) -> None:
         m = self.m
         self.ended[cta] = True
-        known = np.zeros((4, m.clocks.rows.shape[2]), np.int32)
+        known = np.zeros((4, self.clocks.rows.shape[2]), np.int32)
         gone = self.known.pop(cta)
         known[:, : gone.shape[1]] = gone
-        for op, did in m.async_accesses.unknown(cta, np.maximum(known[0], known[2])):
+        for op, did in self.async_accesses.unknown(cta, np.maximum(known[0], known[2])):
             m.findings.add(
                 "exit",
                 f"{m.grid.name_cta(cta)} returns, and its shared memory with it, which {op.what} "

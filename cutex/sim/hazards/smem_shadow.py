@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cutex.sim.hazards.clocks import Kind
-from cutex.sim.machine.operation import CHUNK, WORD, Engine, Operation, Span
+from cutex.sim.hazards.clocks import Clocks
+from cutex.sim.machine.events import Observer, SharedBytes
+from cutex.sim.machine.operation import CHUNK, WORD, Engine, Kind, Operation, Span
 from cutex.sim.ptx.parse import Instruction
 
 if TYPE_CHECKING:
@@ -53,34 +54,26 @@ class _Last:
         self.slot[at], self.count[at] = slot, count
 
 
-class SmemShadow:
+class SmemShadow(Observer):
     """The shadow of all resident CTAs' shared memory."""
 
-    def __init__(self, machine: Machine) -> None:
-        self.m, self.clocks = machine, machine.clocks
+    def __init__(self, machine: Machine, clocks: Clocks) -> None:
+        self.m, self.clocks = machine, clocks
         shape = (machine.grid.num_ctas, machine.smem_bytes // WORD)
         self.writes, self.reads = _Last(shape, "wrote"), _Last(shape, "read")
         self.line = np.zeros(shape, np.int32)  # 32 * the PTX line of the last write + its lane
         # further readers: by CTA and page, (word of the page, warp's slot) of counts
         self.pages: dict[tuple[int, int], np.ndarray] = {}
-        self.shared = np.zeros(shape, bool)  # words that have further readers
+        self.crowded = np.zeros(shape, bool)  # words that have further readers
         # bounds of the words touched by ordinary accesses: most TMA and MMA spans are outside
         self.low = np.full(machine.grid.num_ctas, shape[1])
         self.high = np.full(machine.grid.num_ctas, -1)
 
-    def generic(
-        self,
-        warps: np.ndarray,
-        lanes: np.ndarray,
-        cta: np.ndarray,
-        offset: np.ndarray,
-        width: int,
-        write: bool,
-        ins: Instruction,
-    ) -> None:
-        """Ordinary loads or stores of ``width`` bytes each, given as flat arrays of warp, lane, CTA
-        and offset.
-        """
+    def shared(self, at: SharedBytes, write: bool, ordinary: bool, ins: Instruction) -> None:
+        """Check and record an access of lanes, if it is ordinary."""
+        if not ordinary:
+            return
+        warps, lanes, cta, offset, width = at
         alone = len(warps) == 1 or bool((warps[1:] != warps[:-1]).all())
         words = max(width // WORD, 1)
         word = (offset // WORD)[:, None] + np.arange(words)
@@ -92,18 +85,19 @@ class SmemShadow:
         self._check(warps, lanes, cta, word, part, write, "", ins)
         np.minimum.at(self.low, cta, word)
         np.maximum.at(self.high, cta, word)
-        slot, at = self.clocks.slot[warps], (cta, word)
+        slot, where = self.clocks.slot[warps], (cta, word)
         count = self.clocks.known[warps, slot]
         if write:
-            self.writes.set(at, slot, count, part)
+            self.writes.set(where, slot, count, part)
             if alone:
-                self.writes.bytes[at] |= _ALONE
-            self.line[at] = ins.line << 5 | lanes
+                self.writes.bytes[where] |= _ALONE
+            self.line[where] = ins.line << 5 | lanes
             return
-        before, when = self.reads.slot[at], self.reads.count[at]
-        self._keep((when > self.clocks.known[warps, before]) & (before != slot), at, before, when)
-        self.reads.set(at, slot, count, part)
-        self._keep(self.reads.slot[at] != slot, at, slot, count)  # several readers in one batch
+        before, when = self.reads.slot[where], self.reads.count[where]
+        other = (when > self.clocks.known[warps, before]) & (before != slot)
+        self._keep(other, where, before, when)
+        self.reads.set(where, slot, count, part)
+        self._keep(self.reads.slot[where] != slot, where, slot, count)  # several in one batch
 
     def _keep(
         self,
@@ -117,7 +111,7 @@ class SmemShadow:
             return
         cta, word = at[0][which], at[1][which]
         slot, count = slot[which], count[which]
-        self.shared[cta, word] = True
+        self.crowded[cta, word] = True
         for key in set(zip(cta.tolist(), (word // _PAGE).tolist(), strict=True)):
             mine = (cta == key[0]) & (word // _PAGE == key[1])
             page = self.pages.setdefault(key, np.zeros((_PAGE, self.clocks.warps), np.int32))
@@ -153,11 +147,10 @@ class SmemShadow:
             self.writes.count[cta, word] = self.reads.count[cta, word] = 0
             self._forget(cta, word)
 
-    def copy(
-        self, warp: int, lanes: np.ndarray, word: np.ndarray, number: int, ins: Instruction
-    ) -> None:
-        """The ``number``-th cp.async of ``warp``: ``lanes`` (n,) write words (n, words) of its
-        CTA."""
+    def copying(self, at: SharedBytes, op: Operation, ins: Instruction) -> None:
+        """A cp.async of a warp writes there."""
+        warp, lanes, number = int(at.warps[0]), at.lanes, op.number
+        word = at.offset[:, None] // WORD + np.arange(at.width // WORD)
         lanes = np.broadcast_to(lanes[:, None], word.shape).reshape(-1)
         word = word.reshape(-1)
         cta = np.full(len(word), self.m.grid.warp_cta[warp])
@@ -174,11 +167,11 @@ class SmemShadow:
 
     def _forget(self, cta: np.ndarray, word: np.ndarray) -> None:
         """Drop the further readers of words that are overwritten."""
-        again = self.shared[cta, word]
+        again = self.crowded[cta, word]
         if again.any():
             for c, w in zip(cta[again].tolist(), word[again].tolist(), strict=True):
                 self.pages[c, w // _PAGE][w % _PAGE] = 0
-            self.shared[cta, word] = False
+            self.crowded[cta, word] = False
 
     # -- checks ------------------------------------------------------------------------------------
 
@@ -209,7 +202,7 @@ class SmemShadow:
             elif last is self.writes:
                 self._check_lanes(late, warps, lanes, (cta, word), write, what, ins)
         if write and len(self.pages):
-            for k in np.nonzero(self.shared[cta, word])[0].tolist():
+            for k in np.nonzero(self.crowded[cta, word])[0].tolist():
                 place, warp = (int(cta[k]), int(word[k])), int(warps[k])
                 counts = self.pages[place[0], place[1] // _PAGE][place[1] % _PAGE]
                 unknown = counts > self.clocks.known[warp, : self.clocks.warps]
@@ -304,7 +297,7 @@ class SmemShadow:
         slot, count = last.slot[at], last.count[at]
         unseen = (count > visible[slot]) & (count <= known[slot])
         if last is self.reads and len(self.pages):
-            for k in np.nonzero(self.shared[at])[0].tolist():
+            for k in np.nonzero(self.crowded[at])[0].tolist():
                 page = self.pages[int(at[0][k]), int(at[1][k]) // _PAGE][at[1][k] % _PAGE]
                 few = self.clocks.warps
                 unseen[k] |= ((page > visible[:few]) & (page <= known[:few])).any()

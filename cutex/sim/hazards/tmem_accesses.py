@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cutex.sim.hazards.clocks import Kind
-from cutex.sim.hazards.tmem_loads import Step, watched
+from cutex.sim.hazards.clocks import Clocks
+from cutex.sim.hazards.tmem_loads import watched
+from cutex.sim.machine.events import Observer
+from cutex.sim.machine.operation import Kind
 from cutex.sim.ptx.parse import Instruction
 
 if TYPE_CHECKING:
@@ -19,14 +21,14 @@ if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
 
-class TmemAccesses:
+class TmemAccesses(Observer):
     """Accesses of all resident warps to tensor memory."""
 
-    def __init__(self, machine: Machine) -> None:
-        self.m, self.clocks = machine, machine.clocks
+    def __init__(self, machine: Machine, clocks: Clocks) -> None:
+        self.m, self.clocks = machine, clocks
         warps = machine.grid.num_warps
-        self.issued = {Kind.LOAD: np.zeros(warps, int), Kind.STORE: np.zeros(warps, int)}
-        self.waited = {Kind.LOAD: np.zeros(warps, int), Kind.STORE: np.zeros(warps, int)}
+        self.begun = {Kind.LOAD: np.zeros(warps, int), Kind.STORE: np.zeros(warps, int)}
+        self.done = {Kind.LOAD: np.zeros(warps, int), Kind.STORE: np.zeros(warps, int)}
         self.watched = watched(machine.program)
         # by warp and watched register: the number of the last load into it
         self.filled_by = np.zeros((warps, self.watched.columns), int)
@@ -39,18 +41,18 @@ class TmemAccesses:
 
     def issue(self, kind: Kind, warp: int, ins: Instruction) -> int:
         """The number of a new ld or st of the warp."""
-        self.issued[kind][warp] += 1
-        number = int(self.issued[kind][warp])
+        self.begun[kind][warp] += 1
+        number = int(self.begun[kind][warp])
         if ins.line in self.watched.loads:
             self.filled_by[warp, self.watched.loads[ins.line]] = number
             self.lines[warp][number] = ins.line
             self.in_flight = True
         return number
 
-    def wait(self, kind: Kind, warps: np.ndarray) -> None:
+    def tmem_waited(self, kind: Kind, warps: np.ndarray) -> None:
         """A wait::ld or wait::st of these warps."""
-        slots, counts = self._slots(kind, warps), self.issued[kind][warps]
-        self.waited[kind][warps] = counts
+        slots, counts = self._slots(kind, warps), self.begun[kind][warps]
+        self.done[kind][warps] = counts
         for row in (self.clocks.known, self.clocks.follows, self.clocks.usable):
             row[warps, slots] = counts
         if kind is Kind.LOAD:
@@ -59,12 +61,16 @@ class TmemAccesses:
             for warp in warps.tolist():
                 self.lines[warp].clear()
                 self.used[warp].clear()
-            self.in_flight = bool((self.issued[kind] > self.complete).any())
+            self.in_flight = bool((self.begun[kind] > self.complete).any())
 
-    def step(self, b: Batch, step: Step, ins: Instruction) -> None:
-        """An instruction that reads or writes watched registers."""
-        if not self.in_flight:
+    def watched_places(self) -> set[int]:
+        return set(self.watched.steps)
+
+    def using_registers(self, b: Batch, pc: int) -> None:
+        """Follow watched registers through an instruction that reads or writes them."""
+        if not self.in_flight or pc not in self.watched.steps:
             return
+        step, ins = self.watched.steps[pc], self.m.program.code[pc]
         warps = b.idx if b.mask is None else b.idx[b.any_active()]
         filled_by = np.zeros(len(warps), int)
         if len(step.reads):
@@ -105,13 +111,12 @@ class TmemAccesses:
         self.complete[warp] = known
         self.clocks.learn(warp, self.clocks.agent(Kind.LOAD, warp), known)
 
-    def before_sync(self, warps: np.ndarray) -> None:
-        """tcgen05.fence::before_thread_sync."""
-        for kind in (Kind.LOAD, Kind.STORE):
-            self.clocks.ordered[warps, self._slots(kind, warps)] = self.waited[kind][warps]
-
-    def after_sync(self, warps: np.ndarray) -> None:
-        """tcgen05.fence::after_thread_sync."""
+    def tmem_fenced(self, before: bool, warps: np.ndarray) -> None:
+        """Order what the warps have waited for, or take over what others have ordered."""
+        if before:
+            for kind in (Kind.LOAD, Kind.STORE):
+                self.clocks.ordered[warps, self._slots(kind, warps)] = self.done[kind][warps]
+            return
         usable = self.clocks.usable
         usable[warps] = np.maximum(usable[warps], self.clocks.ordered[warps])
 

@@ -19,22 +19,26 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cutex.sim.hazards.clocks import Kind
-from cutex.sim.machine.operation import Rectangle
+from cutex.sim.hazards.clocks import Clocks
+from cutex.sim.hazards.tmem_accesses import TmemAccesses
+from cutex.sim.machine.events import Observer
+from cutex.sim.machine.operation import Kind, Rectangle
 from cutex.sim.ptx.parse import Instruction
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
+PEERS = "only the peer's tcgen05.dealloc, for which this one need not wait"  # comes after that
+
 _LANES = 16  # lanes of a unit: half of a warp's quarter
 _UNITS, _COLUMNS = 128 // _LANES, 512
 
 
-class TmemShadow:
+class TmemShadow(Observer):
     """The shadow by CTA, 16 lanes and column."""
 
-    def __init__(self, machine: Machine) -> None:
-        self.m, self.clocks = machine, machine.clocks
+    def __init__(self, machine: Machine, clocks: Clocks, accesses: TmemAccesses) -> None:
+        self.m, self.clocks, self.accesses = machine, clocks, accesses
         shape = (machine.grid.num_ctas, _UNITS, _COLUMNS)
         self.writer, self.reader = np.zeros(shape, np.int16), np.zeros(shape, np.int16)  # slots
         self.written, self.read = np.zeros(shape, np.int32), np.zeros(shape, np.int32)  # 0: none
@@ -45,13 +49,12 @@ class TmemShadow:
         # by CTA of a pair: the warp that has allocated last, its count at that, and the PTX line
         self.allocated: dict[int, tuple[int, int, int]] = {}
 
-    def access(self, warp: int, place: Rectangle, write: bool, ins: Instruction) -> None:
+    def tmem_accessed(self, warp: int, place: Rectangle, write: bool, ins: Instruction) -> None:
         """Check and record a tcgen05.ld or st of ``warp``."""
         what = "tcgen05.st" if write else "tcgen05.ld"
         self._check(warp, place, write, what, ins, self.clocks.usable[warp])
-        self.m.async_accesses.touch(place, write, what, warp, ins, self.clocks.usable[warp])
         kind = Kind.STORE if write else Kind.LOAD
-        number = self.m.tmem.accesses.issue(kind, warp, ins)
+        number = self.accesses.issue(kind, warp, ins)
         self.overwritten.pop(place.cta, None)
         at = _units(place)
         who, when = (self.writer, self.written) if write else (self.reader, self.read)
@@ -70,11 +73,12 @@ class TmemShadow:
             self._forget(place)
             overwritten.add(place.key)
 
-    def allocate(self, warp: int, cta: int, ins: Instruction) -> None:
+    def tmem_allocated(self, warp: int, cta: int, pair: bool, ins: Instruction) -> None:
         """Record that a pair's CTA has allocated."""
-        self.allocated[cta] = warp, self.clocks.now(warp), ins.line
+        if pair:
+            self.allocated[cta] = warp, self.clocks.now(warp), ins.line
 
-    def before_free(self, warp: int, place: Rectangle, own: bool, ins: Instruction) -> None:
+    def tmem_freeing(self, warp: int, place: Rectangle, own: bool, ins: Instruction) -> None:
         """Check a tcgen05.dealloc, which is synchronous and so needs no fence before it. ``own``:
         whether the place is in the warp's CTA.
 
@@ -87,9 +91,7 @@ class TmemShadow:
         if not own and place.cta in self.allocated:
             self._after_alloc(warp, place.cta, ins)
         usable = np.maximum(self.clocks.usable[warp], self.clocks.ordered[warp])
-        why = "" if own else "only the peer's tcgen05.dealloc, for which this one need not wait"
-        self._check(warp, place, True, "tcgen05.dealloc", ins, usable, why)
-        self.m.async_accesses.touch(place, True, "tcgen05.dealloc", warp, ins, usable, why)
+        self._check(warp, place, True, "tcgen05.dealloc", ins, usable, "" if own else PEERS)
 
     def _after_alloc(self, warp: int, peer: int, ins: Instruction) -> None:
         by, count, line = self.allocated[peer]
@@ -104,9 +106,8 @@ class TmemShadow:
                 "tcgen05.dealloc of the other",
             )
 
-    def free(self, place: Rectangle) -> None:
-        """Drop the accesses to a freed place."""
-        self.m.async_accesses.forget(place)
+    def tmem_freed(self, place: Rectangle) -> None:
+        """Drop the accesses there."""
         self._forget(place)
 
     def _forget(self, place: Rectangle) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from cutex.sim.errors import BadAddress
-from cutex.sim.machine.batch import Batch
+from cutex.sim.machine.batch import Batch, Lanes
+from cutex.sim.machine.events import SharedBytes
 from cutex.sim.machine.memory import (
     LOCAL_WINDOW,
     PARAM_WINDOW,
@@ -20,17 +21,6 @@ from cutex.sim.ptx.decode import Decoder
 
 SPACES = ("param", "global", "shared", "local", "const")
 _SYNCHRONISES = {"volatile", "relaxed", "acquire", "release"}
-
-
-class Lanes(NamedTuple):
-    """The active lanes of a batch, flattened: the warp, number and address of each."""
-
-    warps: np.ndarray
-    lanes: np.ndarray
-    addresses: np.ndarray
-
-    def pick(self, which: Any) -> Lanes:
-        return Lanes(self.warps[which], self.lanes[which], self.addresses[which])
 
 
 class Access:
@@ -98,8 +88,7 @@ class Access:
         if space == "param":
             return self.m.params[self._private(where, "parameter", len(self.m.params))]
         got = self.m.memory.load(where.addresses, self.width, self.refuse(where, "loads"))
-        self.m.global_races.load(where.addresses, self.width, where.warps, self.d.ins)
-        self.m.grid_order.lanes(where.warps, where.addresses, self.width, False, self.d.ins)
+        self.m.events.global_loaded(where, self.width, self.d.ins)
         return got
 
     def _put(self, space: str, where: Lanes, values: np.ndarray) -> None:
@@ -112,11 +101,26 @@ class Access:
             at = self._private(where, "local", self.m.local_bytes)
             self.m.local[where.warps[:, None], where.lanes[:, None], at] = values
         elif space == "global":
-            refuse = self.refuse(where, "stores")
-            self.m.global_races.store(where.addresses, values, refuse, where.warps, self.d.ins)
-            self.m.grid_order.lanes(where.warps, where.addresses, self.width, True, self.d.ins)
+            self._put_global(where, values)
         else:
             raise self.d.unknown("a store to read-only memory")
+
+    def _put_global(self, where: Lanes, values: np.ndarray) -> None:
+        """Store to global memory; lanes of different clusters that store to the same places do so
+        one after another.
+        """
+        m, refuse = self.m, self.refuse(where, "stores")
+        owners = m.grid.cta_cluster[m.grid.warp_cta[where.warps]]
+        several = bool((owners != owners[0]).any())
+        if several and len(np.unique(where.addresses)) < len(where.addresses):
+            turns: list[Any] = [owners == owner for owner in np.unique(owners).tolist()]
+        else:
+            turns = [slice(None)]
+        for turn in turns:
+            part, new = where.pick(turn), values[turn]
+            places = m.memory.by_region(part.addresses, self.width, refuse)
+            m.events.global_stores(part, new, places, self.d.ins)
+            m.memory.write(places, new)
 
     def _shared(self, where: Lanes, write: bool) -> tuple[np.ndarray, np.ndarray]:
         """All shared memory as words, and the first word of each lane."""
@@ -126,10 +130,6 @@ class Access:
         cta, offset = m.grid.shared_location(where.warps, offsets)
         m.check_shared(where.warps, where.lanes, cta, offset, self.width, self.d.ins)
         self.observe(where, cta, offset, self.width, write)
-        if m.banks is not None:
-            m.banks.note(where.warps, where.lanes, offset, self.width, self.d.ins)
-        if write:
-            m.box_swizzle[cta, offset >> 4] = 0
         word = min(self.width, 8)
         return m.smem_words(word), (cta * m.smem_bytes + offset) // word
 
@@ -184,14 +184,10 @@ class Access:
     def observe(
         self, where: Lanes, cta: np.ndarray, offset: np.ndarray, width: int, write: bool
     ) -> None:
-        """Report races of this access with other accesses, and with asynchronous operations on
-        these bytes.
-        """
-        m, warps = self.m, where.warps
-        if not self.synchronises:
-            m.smem_shadow.generic(warps, where.lanes, cta, offset, width, write, self.d.ins)
-        m.async_accesses.lanes(warps, cta, offset, width, write, self.d.ins)
-        m.lifetimes.lanes(warps, cta, write, self.d.ins)
+        """Tell of an access to shared memory; what a store writes, no TMA load has swizzled."""
+        m = self.m
+        at = SharedBytes(where.warps, where.lanes, cta, offset, width)
+        m.events.shared(at, write, not self.synchronises, self.d.ins)
         if write:
             m.box_swizzle[cta, offset >> 4] = 0
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from cutex.sim.errors import BadOperand
-from cutex.sim.hazards.clocks import Kind
 from cutex.sim.isa import atomics
 from cutex.sim.isa.bulk_operands import (
     MODS,
@@ -90,7 +89,7 @@ def _plain_load(d: Decoder) -> Execute:
             cta, offset = shared_place(d, b, row, lane, int(t[row, lane]), n, 16)
             bar_cta, bar = shared_place(d, b, row, lane, int(bars[row, lane]), 8, 8)
             mask = int(masks[row, lane]) if masks is not None else None
-            m.grid_order.box(int(b.idx[row]), source, n, False, ins)
+            m.events.bulk_issued(int(b.idx[row]), source, n, False, ins)
             for target in targets(d, cta, mask):
                 signal = (bar_cta if mask is None else target, bar)
                 m.mbarriers.use(*signal, int(b.idx[row]), ins)
@@ -197,14 +196,14 @@ def _plain_store(d: Decoder, reduction: str | None) -> Execute:
             cta, offset = shared_place(d, b, row, lane, int(f[row, lane]), n, 16)
             thread = (int(b.idx[row]), lane)
             group = m.bulk_groups.joined(thread)
-            m.grid_order.box(thread[0], target, n, True, ins)
+            m.events.bulk_issued(thread[0], target, n, True, ins)
             op = Operation(
                 "the bulk store", thread[0], ins, ("store", m.flight.issued),
                 _bulk_storer(
                     d, reduction, target, (cta, offset), n, int(masks[row, lane]), group
                 ),
                 Engine.TMA_STORE, n, reads=[Span(cta, offset, offset + n)],
-                agents=[(m.clocks.agent(Kind.BULK, thread[0]), group.last)],
+                agents=[(thread[0], group.last)],
             )  # fmt: skip
             m.flight.issue(op)
 
@@ -231,10 +230,9 @@ def _bulk_storer(
         if region is not None:
             place = target - region.base + (np.array([0]) if copied is None else copied)
             if reduction is None:
-                m.global_races.note(region, place, values, group.by, d.ins)
+                m.events.bulk_writes(region, place, values, group, d.ins)
             else:
-                m.global_races.reduced(region, place, n, group.by, d.ins)
-            m.grid_order.wrote(region, place, values.shape[1])
+                m.events.bulk_reduced(region, place, n, group, d.ins)
         old[slice(None) if copied is None else copied] = values.reshape(-1)
         group.finished()
 

@@ -13,17 +13,16 @@ from functools import partial
 import numpy as np
 
 from cutex.sim.errors import BadOperand
-from cutex.sim.isa.access import Access, Lanes
+from cutex.sim.isa.access import Access
 from cutex.sim.isa.mbarrier import BarrierOperand
 from cutex.sim.machine.async_copies import Part
-from cutex.sim.machine.batch import RETRY, Batch
+from cutex.sim.machine.batch import RETRY, Batch, Lanes
+from cutex.sim.machine.events import LateArrival, SharedBytes
 from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.memory import shared_addresses
-from cutex.sim.machine.operation import WORD
 from cutex.sim.machine.waits import Wait
 from cutex.sim.ptx.decode import Decoder, Execute
 from cutex.sim.ptx.operands import Reg
-from cutex.sim.ptx.parse import Instruction
 
 _MODS = (
     "async", "ca", "cg", "shared", "cta", "global", "L2", "cache_hint", "64B", "128B", "256B",
@@ -65,20 +64,15 @@ class _Copy:
             return
         cta, offset = m.grid.shared_location(to.warps, shared_addresses(to.addresses))
         m.check_shared(to.warps, to.lanes, cta, offset, self.size, self.ins)
-        m.async_accesses.lanes(to.warps, cta, offset, self.size, True, self.ins)
         sizes = self._sizes(b)
-        some = source.pick(sizes > 0)
-        m.grid_order.lanes(some.warps, some.addresses, self.size, False, self.ins)
         for n in np.unique(sizes[sizes > 0]).tolist():
-            these = source.pick(sizes == n)
-            m.global_races.load(these.addresses, n, these.warps, self.ins)
+            m.events.global_loaded(source.pick(sizes == n), n, self.ins)
         for warp in np.unique(to.warps).tolist():
             mine = to.warps == warp
             where = Lanes(to.warps[mine], to.lanes[mine], offset[mine])
             copy = partial(self._complete, where, source.addresses[mine], sizes[mine])
-            words = offset[mine, None] // WORD + np.arange(self.size // WORD)
-            size = self.size * len(words)
-            m.async_copies.issue(warp, Part(where, copy), words, size, self.ins)
+            at = SharedBytes(where.warps, where.lanes, cta[mine], offset[mine], self.size)
+            m.async_copies.issue(warp, Part(where, copy), at, self.ins)
 
     def _sizes(self, b: Batch) -> np.ndarray:
         """The number of bytes that each active lane reads."""
@@ -154,18 +148,14 @@ def _arrive(d: Decoder) -> Execute:
                     object_.pending += len(numbers)
                 lanes = np.zeros(32, bool)
                 lanes[numbers] = True
-                m.async_copies.after(warp, lanes, _arriver(m, warp, (cta, offset), numbers, ins))
+                arrive = _arriver(m, warp, (cta, offset), len(numbers))
+                m.async_copies.after(warp, lanes, arrive, ins)
 
     return execute
 
 
 def _arriver(
-    m: Machine, warp: int, barrier: tuple[int, int], lanes: np.ndarray, ins: Instruction
-) -> Callable[[np.ndarray], None]:
-    def arrive(given: np.ndarray) -> None:
-        who = f"cp.async of {m.grid.name_warp(warp)}"
-        after = m.mbarriers.get(*barrier, ins)
-        m.mbarriers.give(after, given)
-        m.mbarriers.arrive(after, len(lanes), who, ins)
-
-    return arrive
+    m: Machine, warp: int, barrier: tuple[int, int], count: int
+) -> Callable[[LateArrival], None]:
+    who = f"cp.async of {m.grid.name_warp(warp)}"
+    return lambda arrival: m.mbarriers.arrive_late(*barrier, count, who, arrival)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from cutex.sim.isa.access import Access, Lanes
+from cutex.sim.isa.access import Access
 from cutex.sim.isa.sync import require_whole_warp
-from cutex.sim.machine.batch import Batch
+from cutex.sim.machine.batch import Batch, Lanes
 from cutex.sim.machine.memory import shared_addresses
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.operands import Operand, Vector
@@ -55,10 +55,6 @@ class _Matrices:
         cta, offset = m.grid.shared_location(warps, own)
         m.check_shared(warps, lanes, cta, offset, 16, self.d.ins)
         self.access.observe(Lanes(warps, lanes, own), cta, offset, 16, write)
-        if m.banks is not None:
-            m.banks.note(warps, lanes, offset, 16, self.d.ins)
-        if write:
-            m.box_swizzle[cta, offset >> 4] = 0
         first = (cta * m.smem_bytes + offset).reshape(b.n, n, 1) // self.itemsize
         return first + np.arange(16 // self.itemsize)
 

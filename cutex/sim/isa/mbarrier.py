@@ -9,7 +9,6 @@ import numpy as np
 
 from cutex.sim.machine.batch import RETRY, Batch
 from cutex.sim.machine.machine import Machine
-from cutex.sim.machine.mbarrier import Made
 from cutex.sim.machine.memory import shared_addresses
 from cutex.sim.machine.waits import PassedWait, Wait
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
@@ -78,9 +77,8 @@ def mbarrier_init(d: Decoder) -> Execute:
     def execute(b: Batch) -> None:
         counts = b.lanes(count(b))
         for row, lane, cta, offset in barrier.each(b):
-            warp = int(b.idx[row])
-            made = Made(warp, lane, d.m.clocks.now(warp), d.ins)
-            d.m.mbarriers.init(cta, offset, int(counts[row, lane]), made)
+            warp, expected = int(b.idx[row]), int(counts[row, lane])
+            d.m.mbarriers.init(cta, offset, expected, warp, lane, d.ins)
 
     return execute
 
@@ -116,19 +114,15 @@ def mbarrier_arrive(d: Decoder) -> Execute:
         amounts = b.lanes(amount(b)) if amount else None
         tokens = np.zeros((b.n, 32), np.uint64)
         places = list(barrier.each(b))
-        warps, mbarriers, found = b.idx.tolist(), d.m.mbarriers, []
+        warps, mbarriers, events, found = b.idx.tolist(), d.m.mbarriers, d.m.events, []
         for row, _, cta, offset in places:
             found.append(mbarriers.use(cta, offset, warps[row], d.ins))
             mbarriers.reach(found[-1], warps[row], "an arrival", d.ins)
         whole = np.ones(b.n, bool) if b.mask is None else ~(d.m.live[b.idx] & ~b.mask).any(1)
-        active, ctas = b.any_active(), d.m.grid.warp_cta[b.idx].tolist()
-        given = d.m.clocks.give_each(b.idx[active], whole[active])
+        active = b.any_active()
+        events.arriving(b.idx[active], whole[active])
         for (row, lane, _, _), at in zip(places, found, strict=True):
-            mine = given[warps[row]]
-            if not to_cluster and at.cta != ctas[row]:
-                mine = mine.copy()
-                mine[3, : d.m.clocks.warps] = 0
-            mbarriers.give(at, mine)
+            events.mbarrier_arrives(at, warps[row], to_cluster, d.ins)
             who = f"{d.m.grid.name_warp(warps[row])} lane {lane}"
             n = int(amounts[row, lane]) if amounts is not None else 1
             if state:
@@ -199,7 +193,7 @@ def mbarrier_wait(d: Decoder) -> Execute:
                 waited = m.mbarriers.use(cta, offset, warp, ins)
                 if not passed(waited.phases, value):
                     continue
-                m.mbarriers.acquire(waited, warp)
+                m.events.mbarrier_passed(waited, warp)
                 some = True
                 result[row, _all_or(lanes)] = True
                 if by_parity:

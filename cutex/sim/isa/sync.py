@@ -9,12 +9,12 @@ from collections.abc import Callable
 import numpy as np
 
 from cutex.sim.errors import BarrierMisuse
-from cutex.sim.hazards.cluster_order import is_fence
 from cutex.sim.machine.batch import ARRIVED, RETRY, Batch
 from cutex.sim.machine.machine import Machine, RegisterPool
 from cutex.sim.machine.memory import SHARED_WINDOW
 from cutex.sim.machine.waits import Wait
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
+from cutex.sim.ptx.strength import is_fence
 
 
 def require_whole_warp(d: Decoder, b: Batch) -> None:
@@ -75,7 +75,7 @@ def bar(d: Decoder) -> Execute:
             one = Batch(b.idx[row : row + 1], here[row : row + 1])
             on_wake = (lambda one=one, key=key: tell_all(one, key)) if tell_all else None
             if done:
-                m.clocks.take(warp, m.named.barriers[key].released)
+                m.events.named_passed(key, warp)
                 if on_wake:
                     on_wake()
             else:
@@ -108,7 +108,7 @@ def _warp_sync(d: Decoder) -> Execute:
 
     def execute(b: Batch) -> np.ndarray | None:
         if b.mask is None:
-            m.clocks.lanes_meet(b.idx)
+            m.events.lanes_met(b.idx)
             return None
         masks, out = b.one(mask(b)), np.zeros(b.n, np.int8)
         for row in np.nonzero(b.any_active())[0].tolist():
@@ -125,7 +125,7 @@ def _warp_sync(d: Decoder) -> Execute:
                 m.progress += 1
                 m.wake(key)
                 if not (m.live[warp] & ~wanted).any():
-                    m.clocks.lanes_meet(b.idx[row : row + 1])
+                    m.events.lanes_met(b.idx[row : row + 1])
         return out if out.any() else None
 
     return execute
@@ -184,7 +184,7 @@ def getctarank(d: Decoder) -> Execute:
 @instruction("fence", "membar")
 def fence(d: Decoder) -> Execute:
     """fence, membar (9.7.13.4): memory is sequentially consistent here, so fences change no value;
-    the order that they establish is recorded for the hazard checks (see clocks, cluster_order).
+    those who watch are told.
     """
     m = d.m
     if "mbarrier_init" in d.mods:
@@ -193,20 +193,13 @@ def fence(d: Decoder) -> Execute:
         if {"tensormap", "acquire"} <= d.mods:
             return _fence_map(d)
         if "async" in d.mods and "global" not in d.mods:
-            return lambda b: m.clocks.fence_proxy(b.idx[b.any_active()])
+            return lambda b: m.events.proxy_fenced(b.idx[b.any_active()])
         return lambda b: None
     if not {"cluster", "gpu", "sys", "gl"} & d.mods:
         return lambda b: None
     releases, of_all = "acquire" not in d.mods, is_fence(d.ins.op)
 
-    def execute(b: Batch) -> None:
-        warps = b.idx[b.any_active()]
-        if of_all:
-            m.global_races.order.fence(warps, releases)
-        if releases:
-            m.clocks.fence_release(warps)
-
-    return execute
+    return lambda b: m.events.fenced(b.idx[b.any_active()], releases, of_all)
 
 
 def _fence_map(d: Decoder) -> Execute:
@@ -220,7 +213,7 @@ def _fence_map(d: Decoder) -> Execute:
     def execute(b: Batch) -> None:
         addresses = b.lanes(address(b))
         for row, lane in np.argwhere(b.active()).tolist():
-            m.tensor_maps.acquire(int(b.idx[row]), int(addresses[row, lane]))
+            m.events.map_fenced(int(b.idx[row]), int(addresses[row, lane]))
 
     return execute
 
@@ -228,16 +221,16 @@ def _fence_map(d: Decoder) -> Execute:
 def _fence_init(m: Machine, b: Batch) -> None:
     active = b.active()
     for row in np.nonzero(active.any(1))[0].tolist():
-        m.mbarriers.fence_init(int(b.idx[row]), active[row])
+        m.events.mbarrier_init_fenced(int(b.idx[row]), active[row])
 
 
 @instruction("griddepcontrol")
 def griddepcontrol(d: Decoder) -> Execute:
     """griddepcontrol (9.7.13.13): launches run one after another, so the grids before are complete;
-    which warps have waited for them is recorded (see GridOrder).
+    who watches is told which warps have waited for them.
     """
     if "wait" in d.mods:
-        return lambda b: d.m.grid_order.wait(b.idx[b.any_active()])
+        return lambda b: d.m.events.grids_waited(b.idx[b.any_active()])
     return lambda b: None
 
 

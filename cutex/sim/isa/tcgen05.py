@@ -12,39 +12,38 @@ from dataclasses import dataclass
 import numpy as np
 
 from cutex.sim.errors import BadOperand, BarrierMisuse
-from cutex.sim.hazards.clocks import Kind
-from cutex.sim.hazards.lifetimes import RemoteUse
 from cutex.sim.isa.sync import require_whole_warp
 from cutex.sim.machine.batch import Batch
+from cutex.sim.machine.events import LateArrival
 from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.memory import shared_addresses
-from cutex.sim.machine.operation import Engine, Operation, Place, Span
+from cutex.sim.machine.operation import Engine, Kind, Operation, Place, Span
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.parse import Instruction
 
 
 @instruction("tcgen05.wait")
 def wait(d: Decoder) -> Execute:
-    """tcgen05.wait (9.7.16.8.3): ld and st take effect when they execute; which warps have waited
-    is recorded.
+    """tcgen05.wait (9.7.16.8.3): ld and st take effect when they execute; of the wait
+    who watches is told.
     """
     d.only("wait", "ld", "st", "sync", "aligned")
     kind = Kind.LOAD if "ld" in d.mods else Kind.STORE
 
     def execute(b: Batch) -> None:
         require_whole_warp(d, b)
-        d.m.tmem.accesses.wait(kind, b.idx[b.any_active()])
+        d.m.events.tmem_waited(kind, b.idx[b.any_active()])
 
     return execute
 
 
 @instruction("tcgen05.fence")
 def fence(d: Decoder) -> Execute:
-    """tcgen05.fence (9.7.16.11.1): the order that it establishes is recorded (see TmemAccesses)."""
+    """tcgen05.fence (9.7.16.11.1): who watches is told."""
     d.only("fence", "before_thread_sync", "after_thread_sync")
     if "before_thread_sync" in d.mods:
-        return lambda b: d.m.tmem.accesses.before_sync(b.idx[b.any_active()])
-    return lambda b: d.m.tmem.accesses.after_sync(b.idx[b.any_active()])
+        return lambda b: d.m.events.tmem_fenced(True, b.idx[b.any_active()])
+    return lambda b: d.m.events.tmem_fenced(False, b.idx[b.any_active()])
 
 
 def cta_group(d: Decoder) -> int:
@@ -105,32 +104,26 @@ class Issuer:
         size = sum(place.size for place in reads if isinstance(place, Span))
         op = Operation(
             what, self.warp, self.ins, queue, complete, engine, size, flops, reads, writes,
-            agents=[(self._slot, self.m.flight.issued + 1)],
+            agents=[(self.warp, self.m.flight.issued + 1)],
         )  # fmt: skip
         self.m.flight.issue(op)
         self.m.flight.latest.setdefault(self._thread, []).append(op)
 
-    @property
-    def _slot(self) -> int:
-        return self.m.clocks.agent(Kind.TENSOR, self.warp)
-
-    def commit(self, barrier: tuple[int, int], arrive: Callable[[np.ndarray], None]) -> None:
+    def commit(self, barrier: tuple[int, int], arrive: Callable[[LateArrival], None]) -> None:
         """Call ``arrive`` when the operations that this thread issued before are complete; those of
-        other threads do not count. Its argument is the clock released then.
+        other threads do not count.
         """
         self.require_peer()
-        given = self.m.clocks.give(self.warp)
         tracked = self.m.flight.latest.get(self._thread)
-        if not tracked:
-            arrive(given)
-            return
-        self.m.clocks.release(given, self._slot, tracked[-1].number)
-        if tracked[-1].done:
-            arrive(given)
+        number = tracked[-1].number if tracked else 0
+        arrival = LateArrival(self.warp, Kind.TENSOR, number, self.ins)
+        self.m.events.arrives_late(arrival)
+        if not tracked or tracked[-1].done:
+            arrive(arrival)
             return
         for op in tracked:
             op.signals = op.signals or [barrier]
-        tracked[-1].then.append(lambda: arrive(given))
+        tracked[-1].then.append(lambda: arrive(arrival))
         self.m.flight.latest[self._thread] = tracked[-1:]
 
 
@@ -175,24 +168,18 @@ def commit(d: Decoder) -> Execute:
             for target in targets:
                 m.mbarriers.use(target, int(offset[0]), warp, ins)
             barrier = own if own in targets else min(targets, default=own), int(offset[0])
-            arrive = _arriver(m, targets, int(offset[0]), warp, ins)
+            arrive = _arriver(m, targets, int(offset[0]), warp)
             Issuer(m, warp, lane, group, ins).commit(barrier, arrive)
 
     return execute
 
 
 def _arriver(
-    m: Machine, targets: list[int], offset: int, warp: int, ins: Instruction
-) -> Callable[[np.ndarray], None]:
-    def complete(given: np.ndarray) -> None:
+    m: Machine, targets: list[int], offset: int, warp: int
+) -> Callable[[LateArrival], None]:
+    def complete(arrival: LateArrival) -> None:
         for target in targets:
-            after = m.mbarriers.get(target, offset, ins)
-            after.remote = bool(target != m.grid.warp_cta[warp])
-            if after.remote:
-                number = int(given[0, m.clocks.agent(Kind.TENSOR, warp)])
-                use = RemoteUse(number, after.phases + 1, "the commit", warp, ins)
-                m.lifetimes.use(target, m.clocks.agent(Kind.TENSOR, warp), use, after)
-            m.mbarriers.give(after, given)
-            m.mbarriers.arrive(after, 1, f"tcgen05.commit of {m.grid.name_warp(warp)}", ins)
+            who = f"tcgen05.commit of {m.grid.name_warp(warp)}"
+            m.mbarriers.arrive_late(target, offset, 1, who, arrival)
 
     return complete

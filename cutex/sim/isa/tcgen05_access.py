@@ -145,7 +145,7 @@ class _TmemAccess:
                 int(column[k].min()),
                 int(column[k].max()) + 1,
             )
-            self.m.tmem.shadow.access(int(b.idx[row]), place, write, self.d.ins)
+            self.m.events.tmem_accessed(int(b.idx[row]), place, write, self.d.ins)
 
 
 @instruction("tcgen05.ld")

@@ -10,6 +10,7 @@ from cutex.sim.errors import BadOperand, BarrierMisuse
 from cutex.sim.isa.sync import require_whole_warp
 from cutex.sim.isa.tcgen05 import cta_group
 from cutex.sim.machine.batch import RETRY, Batch
+from cutex.sim.machine.events import SharedBytes
 from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.memory import as_bytes, shared_addresses
 from cutex.sim.machine.operation import Rectangle
@@ -51,10 +52,10 @@ def alloc(d: Decoder) -> Execute:
             target, offset = m.grid.shared_location(b.idx[row : row + 1], where[row : row + 1])
             m.check_shared(b.idx[row : row + 1], np.zeros(1, int), target, offset, 4, ins)
             lane = np.zeros(1, int)
-            m.smem_shadow.generic(b.idx[row : row + 1], lane, target, offset, 4, True, ins)
+            at = SharedBytes(b.idx[row : row + 1], lane, target, offset, 4)
+            m.events.shared(at, True, True, ins)
             m.box_swizzle[target, offset >> 4] = 0
-            if pair:
-                m.tmem.shadow.allocate(warp, cta, ins)
+            m.events.tmem_allocated(warp, cta, pair, ins)
             m.smem[target[0], offset[0] : offset[0] + 4] = as_bytes(np.array([first], np.uint32))[0]
             m.progress += 1
         return out if out.any() else None
@@ -89,14 +90,14 @@ def dealloc(d: Decoder) -> Execute:
             if cta not in m.tmem.came["dealloc"]:
                 m.tmem.check(cta, first, n, m.grid.name_warp(warp), ins)
                 for place in places:
-                    m.tmem.shadow.before_free(warp, place, place.cta == cta, ins)
+                    m.events.tmem_freeing(warp, place, place.cta == cta, ins)
             if not m.tmem.meet("dealloc", cta, pair):
                 m.tmem.freeing[cta] = first, first + n, by
                 out[row] = RETRY
                 m.sleep(warp, Wait("tensor memory", ("tmem", cta), ins, _peer_teller(m, cta, ins)))
                 continue
             for place in places:
-                m.tmem.shadow.free(place)
+                m.events.tmem_freed(place)
                 m.tmem.free(place.cta, first, n, by)
                 m.wake(("tmem", place.cta))
             m.progress += 1

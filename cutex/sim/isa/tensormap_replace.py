@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from cutex.sim.errors import BadOperand
-from cutex.sim.isa.access import Access, Lanes
+from cutex.sim.isa.access import Access
 from cutex.sim.isa.sync import require_whole_warp
 from cutex.sim.isa.tensormap import MAP_BYTES
-from cutex.sim.machine.batch import Batch
+from cutex.sim.machine.batch import Batch, Lanes
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 
 
@@ -105,7 +105,7 @@ def replace(d: Decoder) -> Execute:
             access.put(at, words.view(np.uint8).reshape(-1, 4))
         if "global" in d.mods:
             for address in set(where.addresses.tolist()):
-                m.tensor_maps.change(address, d.ins)
+                m.events.map_changed(address, d.ins)
 
     return execute
 
@@ -133,6 +133,6 @@ def cp_fenceproxy(d: Decoder) -> Execute:
         )
         target.put(to, source.fetch(frm))
         for address in addresses[1].tolist():
-            m.tensor_maps.change(int(address), d.ins)
+            m.events.map_changed(int(address), d.ins)
 
     return execute

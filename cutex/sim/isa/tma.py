@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 
 from cutex.sim.errors import BadOperand
-from cutex.sim.hazards.clocks import Kind
 from cutex.sim.isa import atomics, im2col
+from cutex.sim.isa.boxes import places_under, window, word_of
 from cutex.sim.isa.bulk_operands import (
     Value,
     active_lanes,
@@ -22,7 +22,6 @@ from cutex.sim.isa.bulk_operands import (
 from cutex.sim.isa.im2col import PixelBox
 from cutex.sim.isa.tensormap import (
     MAP_BYTES,
-    Overlap,
     TensorMap,
     decode_map,
     overlap,
@@ -31,7 +30,7 @@ from cutex.sim.isa.tensormap import (
 from cutex.sim.machine.batch import Batch
 from cutex.sim.machine.bulk_groups import BulkGroup
 from cutex.sim.machine.machine import Machine
-from cutex.sim.machine.memory import PARAM_WINDOW, Region
+from cutex.sim.machine.memory import PARAM_WINDOW
 from cutex.sim.machine.operation import Engine, Operation, Span
 from cutex.sim.ptx.decode import Decoder, Execute
 from cutex.sim.ptx.operands import Vector
@@ -56,7 +55,7 @@ class MapOperand:
             at = address & (PARAM_WINDOW - 1)
             raw = m.params[at : at + MAP_BYTES].tobytes()
         else:
-            m.tensor_maps.use(warp, address, ins)
+            m.events.map_used(warp, address, ins)
             raw = m.memory.view(address, MAP_BYTES, f"the tensor map of {ins.op}").tobytes()
         tmap = decode_map(raw)
         why = tmap.why_not()
@@ -97,8 +96,7 @@ def tensor_load(d: Decoder) -> Execute:
             bar_cta, bar = shared_place(d, b, row, lane, int(bars[row, lane]), 8, 8)
             mask = int(masks[row, lane]) if masks is not None else None
             for at in places:
-                _order_grids(m, tmap, at, int(b.idx[row]), False, ins)
-                m.global_races.box(tmap, at, int(b.idx[row]), box_places, ins)
+                m.events.box_issued(int(b.idx[row]), tmap, at, False, ins)
             for target in targets(d, cta, mask):
                 signal = (bar_cta if mask is None else signalled(m, target, bar_cta, pair), bar)
                 m.mbarriers.use(*signal, int(b.idx[row]), ins)
@@ -137,7 +135,7 @@ class Box:
         """The tensor's elements under the box, of which there must be some, as `_window`."""
         what = "load" if "mbarrier" in self.ins.parts else "store"
         why = f"the TMA {what} at {self.ins.where()}"
-        return _window(self.m, self.tmap, self.part, why)
+        return window(self.m.memory, self.tmap, self.part, why)
 
     def chunks(self) -> np.ndarray:
         """The data that a load writes to shared memory, in chunks of 16 bytes before the swizzle,
@@ -228,41 +226,6 @@ def _place(d: Decoder, tmap: TensorMap, at: tuple[int, ...]) -> tuple[int, ...]:
     return place
 
 
-def _order_grids(
-    m: Machine, tmap: TensorMap, at: tuple[int, ...], warp: int, write: bool, ins: Any
-) -> None:
-    if tmap.pixels is not None:
-        places = PixelBox(m.memory, tmap, at).places() if m.grid_order.active else None
-        if places is not None:
-            region, first = places
-            low, size = int(first.min()), int(first.max() - first.min()) + tmap.itemsize
-            m.grid_order.box(warp, region.base + low, size, write, ins)
-    elif m.grid_order.active and not (part := overlap(tmap, at)).empty:
-        m.grid_order.box(warp, tmap.address_of(part), _extent(tmap, part), write, ins)
-
-
-def _extent(tmap: TensorMap, part: Overlap) -> int:
-    """The bytes from the first element of the tensor under the box to the end of the last."""
-    steps = zip(part.slices, tmap.strides, [1, *tmap.steps[1:]], strict=True)
-    return sum((s.stop - s.start - 1) * stride * n for s, stride, n in steps) + tmap.itemsize
-
-
-def _window(m: Machine, tmap: TensorMap, part: Overlap, why: str) -> np.ndarray:
-    """The tensor's elements under the box, a strided view (outermost first) of unsigned words."""
-    counts = [s.stop - s.start for s in part.slices]
-    step = [1, *tmap.steps[1:]]
-    strides = [st * s for st, s in zip(tmap.strides, step, strict=True)]
-    raw = m.memory.view(tmap.address_of(part), _extent(tmap, part), why)
-    return np.lib.stride_tricks.as_strided(
-        raw[: tmap.itemsize].view(_word(tmap)), counts[::-1], strides[::-1]
-    )
-
-
-def _word(tmap: TensorMap) -> np.dtype:
-    """The numpy type of one element of the map in global memory."""
-    return np.dtype(f"V{tmap.itemsize}" if tmap.padded else f"u{tmap.itemsize}")
-
-
 def _padded(box: np.ndarray) -> np.ndarray:
     """Each element padded to 16 bytes; the padding is not specified, and here fp8 NaNs."""
     packed = np.ascontiguousarray(box).view(np.uint8).reshape(-1, box.dtype.itemsize)
@@ -271,41 +234,10 @@ def _padded(box: np.ndarray) -> np.ndarray:
     return out
 
 
-def _places(
-    m: Machine, tmap: TensorMap, part: Overlap, window: np.ndarray
-) -> tuple[Region, np.ndarray]:
-    """The tensor that contains the `window`, and the offset of each element of it, in order."""
-    address = tmap.address_of(part)
-    region = m.memory.find(address)
-    assert region is not None
-    places = np.array(address - region.base)
-    for count, stride in zip(window.shape, window.strides, strict=True):
-        places = places[..., None] + np.arange(count) * stride
-    return region, places.reshape(-1)
-
-
-def box_places(
-    m: Machine, tmap: TensorMap, at: tuple[int, ...], among: Container[int]
-) -> tuple[Region, np.ndarray] | None:
-    """The tensor that a load reads, and the offset of each element's first byte; None outside of
-    it, or if its address is not ``among`` these.
-    """
-    if tmap.pixels is not None:
-        found = PixelBox(m.memory, tmap, at).places()
-        return None if found is None or found[0].base not in among else found
-    part = overlap(tmap, at)
-    if part.empty:
-        return None
-    region = m.memory.find(tmap.address_of(part))
-    if region is None or region.base not in among:
-        return None
-    return _places(m, tmap, part, _window(m, tmap, part, "a TMA load"))
-
-
 def _filled(of: Box) -> np.ndarray:
     """The elements of a box that is not simply a part of its tensor."""
     tmap, part = of.tmap, of.part
-    box = np.zeros(tmap.traversed[::-1], _word(tmap))
+    box = np.zeros(tmap.traversed[::-1], word_of(tmap))
     if tmap.nan_fill:
         box[...] = tmap.fill
     if not part.empty:
@@ -379,14 +311,14 @@ def tensor_store(d: Decoder, combine: str | None) -> Execute:
             found, size = [boxes.of(tmap, where) for where in places], tmap.bytes * len(places)
             for where in places:
                 _check_stored_rows(d, tmap, where)
-                _order_grids(m, tmap, where, warp, True, ins)
+                m.events.box_issued(warp, tmap, where, True, ins)
             cta, offset = shared_place(d, b, row, lanes[0], source, size, 16)
             groups = [m.bulk_groups.joined((warp, lane)) for lane in lanes]
             op = Operation(
                 f"the TMA store of {_named(found)}", warp, ins, None,
                 _storer(m, found, cta, offset, combine, groups, ins),
                 Engine.TMA_STORE, size, reads=[Span(cta, offset, offset + size)],
-                agents=[(m.clocks.agent(Kind.BULK, warp), groups[0].last)],
+                agents=[(warp, groups[0].last)],
             )  # fmt: skip
             m.flight.issue(op)
 
@@ -430,18 +362,17 @@ def _storer(
         if combine is not None:
             old = np.ascontiguousarray(target)
             new = atomics.combine(combine, _KINDS[tmap.kind], old, new)
-        region, places = _places(m, tmap, part, target)
+        region, places = places_under(m.memory, tmap, part, target)
         if combine is None:
             words = new.reshape(-1, 1).view(np.uint8)
-            m.global_races.note(region, places, words, groups[0].by, ins)
+            m.events.bulk_writes(region, places, words, groups[0], ins)
         else:
-            m.global_races.reduced(region, places, tmap.itemsize, groups[0].by, ins)
-        m.grid_order.wrote(region, places, tmap.itemsize)
+            m.events.bulk_reduced(region, places, tmap.itemsize, groups[0], ins)
         target[...] = new
 
     def complete() -> None:
         where = _swizzled(offset >> 4, tmap.bytes * len(boxes) // 16, tmap.swizzle)
-        stored = m.smem_chunks[cta].take(where).view(_word(tmap))
+        stored = m.smem_chunks[cta].take(where).view(word_of(tmap))
         for of, box in zip(boxes, np.split(stored, len(boxes)), strict=True):
             if not of.part.empty:
                 store(of, box.reshape(tmap.traversed[::-1]))

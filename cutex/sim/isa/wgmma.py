@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from cutex.sim.errors import BadOperand
-from cutex.sim.hazards.clocks import Kind
 from cutex.sim.isa.matrices import (
     ELEMENTS,
     ITEMSIZE,
@@ -20,7 +19,7 @@ from cutex.sim.isa.matrices import (
 )
 from cutex.sim.isa.sync import require_whole_warp
 from cutex.sim.machine.batch import RETRY, Batch
-from cutex.sim.machine.operation import Engine, Operation, Place, Span
+from cutex.sim.machine.operation import Engine, Kind, Operation, Place, Span
 from cutex.sim.machine.waits import Wait
 from cutex.sim.machine.warpgroup import Descriptors, Group, Registers, Rendezvous, Unwaited
 from cutex.sim.numerics.fp8_sum import add_products
@@ -90,7 +89,7 @@ def wait(d: Decoder) -> Execute:
                     Wait("wgmma group", ("wgmma", warp), ins, lambda: "waits for its wgmma groups"),
                 )
             else:
-                m.clocks.learn(warp, m.clocks.agent(Kind.TENSOR, warp), state.commits - n)
+                m.events.waited(warp, Kind.TENSOR, state.commits - n)
                 m.warpgroups.waited(warp, state.commits - n)
         return out if out.any() else None
 
@@ -213,7 +212,7 @@ class Wgmma:
             state = m.warpgroups.warps[warp]
             state.open.in_flight += 1
             meeting.groups.append((warp, state.open))
-            meeting.agents.append((m.clocks.agent(Kind.TENSOR, warp), state.commits + 1))
+            meeting.agents.append((warp, state.commits + 1))
             if not fenced:
                 m.warpgroups.check_fence(warp, self.touches, self.ins)
             unwaited = Unwaited(state.commits + 1, self.ins)  # in flight, in the open group

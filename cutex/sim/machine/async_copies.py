@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from cutex.sim.hazards.clocks import Kind
-from cutex.sim.machine.operation import Engine, Operation
+from cutex.sim.machine.batch import Lanes
+from cutex.sim.machine.events import LateArrival, SharedBytes
+from cutex.sim.machine.operation import Engine, Kind, Operation
 from cutex.sim.ptx.parse import Instruction
 
 if TYPE_CHECKING:
-    from cutex.sim.isa.access import Lanes
     from cutex.sim.machine.machine import Machine
 
 
@@ -53,11 +53,11 @@ class AsyncCopies:
     def groups(self, warp: int) -> np.ndarray:
         return self.committed.setdefault(warp, np.zeros(32, int))
 
-    def issue(self, warp: int, part: Part, words: np.ndarray, size: int, ins: Instruction) -> None:
-        """Add a copy of ``size`` bytes to ``words`` of shared memory to the operation of the same
-        lanes and group, if that is still in flight and no one waits for its end; else start a new
-        one.
+    def issue(self, warp: int, part: Part, at: SharedBytes, ins: Instruction) -> None:
+        """Add a copy to these bytes of shared memory to the operation of the same lanes and group,
+        if that is still in flight and no one waits for its end; else start a new one.
         """
+        size = at.width * len(at.offset)
         group = np.full(32, -1)
         group[part.to.lanes] = self.groups(warp)[part.to.lanes]
         pending = self.pending.setdefault(warp, [])
@@ -66,7 +66,7 @@ class AsyncCopies:
             last.parts.append(part)
             last.op.bytes += size
             self.m.progress += 1
-            self.m.smem_shadow.copy(warp, part.to.lanes, words, last.op.number, ins)
+            self.m.events.copying(at, last.op, ins)
             return
         op = Operation(
             "the cp.async",
@@ -81,7 +81,7 @@ class AsyncCopies:
         pending.append(copy)
         self.unwaited.setdefault(warp, []).append(copy)
         self.m.flight.issue(op)
-        self.m.smem_shadow.copy(warp, part.to.lanes, words, op.number, ins)
+        self.m.events.copying(at, op, ins)
 
     def _complete(self, copy: PendingCopy) -> None:
         warp = copy.op.warp
@@ -100,22 +100,22 @@ class AsyncCopies:
         if not all(c.op.done for c in older):
             return True
         if older:
-            clocks = self.m.clocks
-            slot, number = clocks.agent(Kind.COPY, warp), older[-1].op.number
-            clocks.learn(warp, slot, number)
-            clocks.ordered[warp, slot] = max(clocks.ordered[warp, slot], number)
+            self.m.events.waited(warp, Kind.COPY, older[-1].op.number)
             self.unwaited[warp] = [c for c in copies if c not in older]
         return False
 
-    def after(self, warp: int, lanes: np.ndarray, then: Callable[[np.ndarray], None]) -> None:
-        """Call ``then`` once all copies issued by the ``lanes`` are complete, with the clock that
-        this releases.
-        """
-        clocks = self.m.clocks
-        given = clocks.give(warp)
+    def after(
+        self,
+        warp: int,
+        lanes: np.ndarray,
+        then: Callable[[LateArrival], None],
+        ins: Instruction,
+    ) -> None:
+        """Call ``then`` once all copies issued by the ``lanes`` are complete."""
         issued = [c for c in self.unwaited.get(warp, ()) if (lanes & (c.group >= 0)).any()]
-        if issued:
-            clocks.release(given, clocks.agent(Kind.COPY, warp), issued[-1].op.number)
+        number = issued[-1].op.number if issued else 0
+        arrival = LateArrival(warp, Kind.COPY, number, ins)
+        self.m.events.arrives_late(arrival)
         waited = [c for c in issued if not c.op.done]
         left = len(waited)
 
@@ -123,9 +123,9 @@ class AsyncCopies:
             nonlocal left
             left -= 1
             if not left:
-                then(given)
+                then(arrival)
 
         for copy in waited:
             copy.op.then.append(one_is)
         if not waited:
-            then(given)
+            then(arrival)

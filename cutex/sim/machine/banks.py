@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cutex.sim.machine.events import Observer, SharedBytes
 from cutex.sim.machine.operation import WORD
 from cutex.sim.ptx.parse import Instruction
 
@@ -28,18 +29,15 @@ class Wavefronts:
     taken: int = 0
 
 
-class BankConflicts:
+class BankConflicts(Observer):
     """The wavefronts of every access of lanes to shared memory."""
 
     def __init__(self) -> None:
         self.by_line: dict[int, Wavefronts] = {}
 
-    def note(
-        self, warps: np.ndarray, lanes: np.ndarray, offset: np.ndarray, width: int, ins: Instruction
-    ) -> None:
-        """Count an access to ``width`` bytes at each offset, given as flat arrays of warp, lane and
-        offset.
-        """
+    def shared(self, at: SharedBytes, write: bool, ordinary: bool, ins: Instruction) -> None:
+        """Count an access of lanes."""
+        warps, lanes, _, offset, width = at
         if not len(offset):
             return
         words = max(width // WORD, 1)

@@ -23,12 +23,6 @@ class NamedBarrier:
     voters: int = 0  # of bar.red: threads that arrived
     votes: int = 0  # of bar.red: arrived threads whose predicate holds
     result: tuple[int, int] = (0, 0)  # votes and voters of the phase that completed last
-    given: np.ndarray | None = None  # the clock that the arrived warps release (see clocks)
-    released: np.ndarray | None = None  # the clock of the last completed phase
-    # warps that have arrived in this phase with all lanes, with their counts (see clocks); and for
-    # each warp, those of the last phase in which it arrived
-    present: dict[int, int] = field(default_factory=dict)
-    last: dict[int, dict[int, int]] = field(default_factory=dict)
 
 
 class NamedBarriers:
@@ -70,32 +64,8 @@ class NamedBarriers:
         barrier.arrived += 32 if expected and whole else threads
         barrier.voters += threads
         barrier.votes += votes
-        if whole:
-            self._check_again(barrier, warp, number, ins)
-            barrier.present[warp] = m.clocks.now(warp)
-            barrier.last[warp] = barrier.present
-        barrier.given = m.clocks.join(barrier.given, m.clocks.give(warp))
+        m.events.named_arrives(key, warp, whole, ins)
         return self._release_if_full(key)
-
-    def _check_again(self, barrier: NamedBarrier, warp: int, number: int, ins: Instruction) -> None:
-        """Report a warp that did not wait at its last arrival and arrives again without being
-        ordered after that phase's completion: it may arrive twice in one phase, and not at all in
-        the next (9.7.13.1). A warp may count twice in one phase where that is intended: in
-        FlashAttention-4 one arrives as all do, then waits as the one that stores.
-        """
-        m, last = self.machine, barrier.last.get(warp, {})
-        for peer, count in last.items() if last is not barrier.present else ():
-            if m.clocks.known[warp, m.clocks.slot[peer]] < count:
-                m.findings.add(
-                    "barrier",
-                    f"{m.grid.name_warp(warp)} arrives at named barrier {number} again, and "
-                    "nothing that it has waited for says that the barrier has completed: its own "
-                    "last arrival was a bar.arrive, which does not wait",
-                    ins,
-                    remedy="bar.sync at the arrival before, or a wait for another barrier behind "
-                    "which all have arrived at this one",
-                )
-                return
 
     def threads_left(self, cta: int) -> None:
         """Threads of ``cta`` have returned: barriers that wait for all threads wait for fewer."""
@@ -120,10 +90,9 @@ class NamedBarriers:
             return False
         barrier.result = barrier.votes, barrier.voters
         barrier.arrived = barrier.voters = barrier.votes = 0
-        barrier.present = {}
-        barrier.released, barrier.given = barrier.given, None
+        self.machine.events.named_completed(key)
         for warp, _ in self.machine.sleepers.get(("bar", *key), ()):
-            self.machine.clocks.take(warp, barrier.released)
+            self.machine.events.named_passed(key, warp)
         self.machine.wake(("bar", *key))
         return True
 
@@ -132,8 +101,17 @@ class NamedBarriers:
 class ClusterBarrier:
     arrived: set[int] = field(default_factory=set)  # warps
     phase: int = 0
-    given: np.ndarray | None = None
-    released: np.ndarray | None = None
+
+
+def arrived_again(who: str, ins: Instruction) -> BarrierMisuse:
+    """The error of a warp that arrives at the cluster barrier and has not waited since its last
+    arrival.
+    """
+    return BarrierMisuse.at(
+        ins,
+        f"{who} arrives at the cluster barrier again without a barrier.cluster.wait since its last "
+        "arrival: that may not have completed",
+    )
 
 
 class ClusterBarriers:
@@ -156,28 +134,13 @@ class ClusterBarriers:
     def arrive(self, warp: int, relaxed: bool, ins: Instruction) -> None:
         which = self.of(warp)
         barrier = self.barriers.setdefault(which, ClusterBarrier())
-        if warp in self.arrived_in and not self._knows(warp, barrier):
-            raise BarrierMisuse.at(
-                ins,
-                f"{self.machine.grid.name_warp(warp)} arrives at the cluster barrier again without "
-                "a barrier.cluster.wait since its last arrival: that may not have completed",
-            )
+        if warp in barrier.arrived:
+            raise arrived_again(self.machine.grid.name_warp(warp), ins)
+        self.machine.events.cluster_arrives(which, warp, relaxed, ins)
         barrier.arrived.add(warp)
-        barrier.given = self.machine.clocks.join(
-            barrier.given, self.machine.clocks.give(warp, relaxed)
-        )
         self.arrived_in[warp] = barrier.phase
         self.machine.progress += 1
         self._release_if_full(which)
-
-    def _knows(self, warp: int, barrier: ClusterBarrier) -> bool:
-        """Whether the phase of the warp's last arrival is complete, and the warp is ordered after
-        it by other barriers.
-        """
-        if warp in barrier.arrived or barrier.released is None:
-            return False
-        released = barrier.released[2]
-        return bool((released <= self.machine.clocks.follows[warp, : len(released)]).all())
 
     def passed(self, warp: int, ins: Instruction) -> bool:
         """Whether the phase in which the warp arrived is complete."""
@@ -191,7 +154,7 @@ class ClusterBarriers:
         if barrier.phase == self.arrived_in[warp]:
             return False
         del self.arrived_in[warp]
-        self.machine.clocks.take(warp, barrier.released)
+        self.machine.events.cluster_passed(self.of(warp), warp)
         return True
 
     def warps_left(self, cta: int) -> None:
@@ -217,5 +180,5 @@ class ClusterBarriers:
         if barrier.arrived and set(self._live(which)) <= barrier.arrived:
             barrier.arrived = set()
             barrier.phase += 1
-            barrier.released, barrier.given = barrier.given, None
+            self.machine.events.cluster_completed(which)
             self.machine.wake(("cluster", which))

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 # The outcome of an instruction for each warp of its batch, if not all continue:
 GO, RETRY, ARRIVED = 0, 1, 2  # next instruction; blocked, executes again; blocked, has executed
+
+
+class Lanes(NamedTuple):
+    """The active lanes of a batch, flattened: the warp, number and address of each."""
+
+    warps: np.ndarray
+    lanes: np.ndarray
+    addresses: np.ndarray
+
+    def pick(self, which: Any) -> Lanes:
+        return Lanes(self.warps[which], self.lanes[which], self.addresses[which])
 
 
 class Batch:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from cutex.sim.hazards.clocks import Kind
-from cutex.sim.hazards.global_races import By
+from cutex.sim.machine.operation import Kind
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
@@ -21,12 +18,6 @@ class BulkGroup:
     def __init__(self, machine: Machine, thread: Thread) -> None:
         self.m, self.thread, self.in_flight = machine, thread, 0
         self.last = 0  # number of its last operation
-
-    @property
-    def by(self) -> By:
-        """The agent of the group's writes to global memory."""
-        slot = self.m.clocks.written_slot(self.thread[0])
-        return By(*(np.array([x]) for x in (self.thread[0], slot, self.last)))
 
     def finished(self) -> None:
         self.in_flight -= 1
@@ -84,12 +75,12 @@ class BulkGroups:
         older = groups[: max(0, len(groups) - allowed)]
         if any(g.in_flight for g in older):
             return True
-        clocks, warp = self.m.clocks, thread[0]
+        events, warp = self.m.events, thread[0]
         if written and (unwritten := self.unwritten.get(thread)):
             known = unwritten[: max(0, len(unwritten) - allowed)]
-            clocks.learn(warp, clocks.written_slot(warp), max(known, default=0))
+            events.waited_writes(warp, max(known, default=0))
             del unwritten[: len(known)]
         if older:
-            clocks.learn(warp, clocks.agent(Kind.BULK, warp), max(g.last for g in older))
+            events.waited(warp, Kind.BULK, max(g.last for g in older))
             del groups[: len(older)]
         return False

@@ -42,16 +42,12 @@ class Flight:
             yield from queue
 
     def issue(self, *ops: Operation) -> None:
-        """Put operations in flight, after checking that they are ordered after earlier accesses to
-        their places. Several operations are of one instruction, in different clusters, with the
+        """Put operations in flight. Several are of one instruction, in different clusters, with the
         same places in all.
         """
         for op in ops:
             self._add(op)
-        if len(ops) == 1:
-            self.machine.async_accesses.issue(ops[0])
-        else:
-            self.machine.async_accesses.issue_alike(ops)
+        self.machine.events.issued(ops)
 
     def _add(self, op: Operation) -> None:
         self.machine.progress += 1
@@ -89,7 +85,7 @@ class Flight:
             del self.queues[op.queue]
         self.count -= 1
         op.done = True
-        self.machine.async_accesses.complete(op)
+        self.machine.events.completing(op)
         self.machine.progress += 1
         op.complete()
         for consequence in op.then:

@@ -8,28 +8,20 @@ call executes an instruction for every warp at the same place in the program.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from cutex.sim.errors import BadAddress
-from cutex.sim.hazards.async_accesses import AsyncAccesses
-from cutex.sim.hazards.clocks import Clocks
-from cutex.sim.hazards.findings import Findings
-from cutex.sim.hazards.global_races import GlobalRaces
-from cutex.sim.hazards.grid_order import GridOrder, Stream
-from cutex.sim.hazards.lifetimes import Lifetimes
-from cutex.sim.hazards.map_changes import TensorMapChanges
-from cutex.sim.hazards.smem_shadow import SmemShadow
-from cutex.sim.hazards.unchecked import Unchecked
 from cutex.sim.host.capture import Launch
 from cutex.sim.machine.async_copies import AsyncCopies
-from cutex.sim.machine.banks import BankConflicts
 from cutex.sim.machine.barriers import ClusterBarriers, NamedBarriers
 from cutex.sim.machine.bulk_groups import BulkGroups
 from cutex.sim.machine.divergence import BLOCKED, Divergence
+from cutex.sim.machine.events import Events, Observer
+from cutex.sim.machine.findings import Findings
 from cutex.sim.machine.flight import Flight
 from cutex.sim.machine.grid import Grid
 from cutex.sim.machine.mbarrier import MBarriers
@@ -68,11 +60,7 @@ class Machine:
         params: np.ndarray,
         residency: Residency,
         policy: Policy,
-        stream: Stream,
-        checks: bool = True,
     ) -> None:
-        """``checks``: whether races are looked for, in any memory."""
-        self.checks = checks
         self.program, self.memory, self.params = program, memory, params
         self.residency, self.policy = residency, policy
         self.grid: Grid = Grid(launch, residency.ctas)
@@ -104,10 +92,10 @@ class Machine:
         self.named = NamedBarriers(self)
         self.clusters = ClusterBarriers(self)
         self.tmem = TensorMemory(self)
-        self.global_races = GlobalRaces(self)
-        self.grid_order = GridOrder(self, launch.kernel, launch.programmatic, stream)
-        self.tensor_maps = TensorMapChanges(self)
-        self.banks: BankConflicts | None = None  # counted where asked for
+        # functions that give those who observe the clusters that become resident
+        self.watchers: list[Callable[[], Sequence[Observer]]] = []
+        self.observers: list[Observer] = []
+        self.events = Events()
 
     @property
     def live(self) -> np.ndarray:
@@ -145,12 +133,13 @@ class Machine:
         self.clusters.clear()
         self.last_wait: dict[int, dict[tuple[int, int], PassedWait]] = defaultdict(dict)
         self.register_pools: dict[int, RegisterPool] = {}  # by cta
-        self.clocks = Clocks(self)
-        unchecked: Any = Unchecked()
-        self.smem_shadow = SmemShadow(self) if self.checks else unchecked
-        self.async_accesses = AsyncAccesses(self) if self.checks else unchecked
-        self.lifetimes = Lifetimes(self) if self.checks else unchecked
-        self.global_races.order.start()
+        self.observers = [each for observers in self.watchers for each in observers()]
+        self.events = Events(self.observers)
+
+    def observe(self, observer: Observer) -> None:
+        """Tell ``observer`` of what the resident clusters do from now on."""
+        self.observers.append(observer)
+        self.events = Events(self.observers)
 
     def register(self, reg: Reg) -> np.ndarray:
         """The storage of a register, (warps, 32); see `homes`."""

@@ -6,13 +6,11 @@ offset). A phase completes when its pending arrivals and its tx-count are both z
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from cutex.sim.errors import BarrierMisuse
-from cutex.sim.hazards.lifetimes import RemoteUse
+from cutex.sim.machine.events import LateArrival
 from cutex.sim.ptx.parse import Instruction
 
 if TYPE_CHECKING:
@@ -23,25 +21,12 @@ _FEW_CTAS = 2  # CTAs of a cluster; larger ones hung (see `MBarriers._parked`)
 
 
 @dataclass
-class Made:
-    """The initialisation of an mbarrier: its thread, and its time (see clocks)."""
-
-    warp: int
-    lane: int
-    count: int
-    instruction: Instruction
-    fenced: int | None = None  # when its thread executed fence.mbarrier_init
-
-
-@dataclass
 class MBarrier:
     cta: int
     offset: int
     expected: int  # arrivals per phase
     pending: int
-    made: Made
-    slot: int  # its slot in the vector clocks, which count its phases
-    known_to: set[int] = field(default_factory=set)  # warps ordered after its initialisation
+    made: Instruction
     tx: int = 0
     phases: int = 0  # completed
     tx_expected: int = 0  # bytes announced, and bytes arrived, in this phase
@@ -49,8 +34,6 @@ class MBarrier:
     last: tuple[str, Instruction] | None = None  # the last thread that used it, and how
     remote: bool = False  # the last arrival came from another CTA
     announced: Instruction | None = None  # the last instruction that announced bytes
-    given: np.ndarray | None = None  # the clock that this phase's arrivals release (see clocks)
-    released: np.ndarray | None = None  # the clock of the last completed phase
 
 
 class MBarriers:
@@ -61,8 +44,9 @@ class MBarriers:
     def clear(self) -> None:
         self.barriers: dict[tuple[int, int], MBarrier] = {}
 
-    def init(self, cta: int, offset: int, count: int, made: Made) -> None:
-        ins, warp = made.instruction, made.warp
+    def init(
+        self, cta: int, offset: int, count: int, warp: int, lane: int, ins: Instruction
+    ) -> None:
         if not 1 <= count <= MAX_COUNT:
             raise BarrierMisuse.at(
                 ins, f"mbarrier.init with count {count}; it takes 1..{MAX_COUNT}"
@@ -84,70 +68,31 @@ class MBarriers:
                 ins,
                 advisory=True,
             )
-        slot = self.machine.clocks.barrier_slot(cta, offset, old is not None)
-        self.barriers[cta, offset] = MBarrier(cta, offset, count, count, made, slot)
+        barrier = self.barriers[cta, offset] = MBarrier(cta, offset, count, count, ins)
         self.machine.progress += 1
-
-    def fence_init(self, warp: int, lanes: np.ndarray) -> None:
-        """A fence.mbarrier_init by ``lanes`` (32,) of a warp, for the barriers that these threads
-        initialised.
-        """
-        now = self.machine.clocks.now(warp)
-        for barrier in self.barriers.values():
-            if barrier.made.warp == warp and lanes[barrier.made.lane]:
-                barrier.made.fenced = barrier.made.fenced or now
+        self.machine.events.mbarrier_made(barrier, warp, lane, old is not None)
 
     def use(self, cta: int, offset: int, warp: int, ins: Instruction) -> MBarrier:
-        """The mbarrier that a warp uses. Reports a race unless its initialisation is ordered before
-        (9.7.13.15.1), which needs a barrier in between; across CTAs, one that releases it to the
-        cluster. No fence of the async proxy: copies and commits use their barriers through the
-        generic one (9.7.9.25.4.1).
-        """
+        """The mbarrier that a warp uses."""
         barrier = self.get(cta, offset, ins)
-        if warp not in barrier.known_to:
-            if not self.machine.clocks.knows(warp, barrier.made):
-                self._unordered(cta, offset, barrier.made, warp, ins)
-            barrier.known_to.add(warp)
+        self.machine.events.mbarrier_used(barrier, warp, ins)
         return barrier
 
-    def _unordered(self, cta: int, offset: int, made: Made, warp: int, ins: Instruction) -> None:
-        m = self.machine
-        why = "no barrier orders the two"
-        if m.clocks.follows[warp, m.clocks.slot[made.warp]] >= made.count:
-            why = (
-                "barrier.cluster.arrive.relaxed does not release it without a "
-                "fence.mbarrier_init.release.cluster of that thread before it"
-            )
-        m.findings.add(
-            "race",
-            f"{m.grid.name_warp(warp)} uses {self.name(cta, offset)}, which "
-            f"{m.grid.name_warp(made.warp)} lane {made.lane} initialised: {why}",
-            ins,
-            remedy="sync_threads() behind mbarrier_init, or a barrier of the cluster for its CTAs",
-        )
-
-    def give(self, barrier: MBarrier, given: np.ndarray) -> None:
-        """Add the clock of an arrival to the clock that a wait for this phase acquires; called
-        before it arrives.
-        """
-        barrier.given = self.machine.clocks.join(barrier.given, given)
-
-    def acquire(self, barrier: MBarrier, warp: int) -> None:
-        """Order ``warp``, whose wait has passed, after the phase's arrivals, and after the
-        operations that the phases waited for.
-        """
-        clocks = self.machine.clocks
-        clocks.take(warp, barrier.released)
-        clocks.learn(warp, barrier.slot, barrier.phases)
-
     def reach(self, barrier: MBarrier, warp: int, what: str, ins: Instruction) -> None:
-        """Record that a warp, perhaps of another CTA, is about to arrive or to change the
-        tx-count."""
-        m = self.machine
-        barrier.remote = barrier.cta != m.grid.cta_of(warp)
+        """A warp, perhaps of another CTA, is about to arrive or to change the tx-count."""
+        barrier.remote = barrier.cta != self.machine.grid.cta_of(warp)
         if barrier.remote:
-            use = RemoteUse(m.clocks.now(warp), barrier.phases + 1, what, warp, ins)
-            m.lifetimes.use(barrier.cta, int(m.clocks.slot[warp]), use, barrier)
+            self.machine.events.mbarrier_reached(barrier, warp, what, ins)
+
+    def arrive_late(
+        self, cta: int, offset: int, count: int, who: str, arrival: LateArrival
+    ) -> None:
+        """An arrival that was bound to the end of operations."""
+        ins = arrival.instruction
+        barrier = self.get(cta, offset, ins)
+        barrier.remote = cta != self.machine.grid.cta_of(arrival.warp)
+        self.machine.events.mbarrier_arrives_late(barrier, arrival)
+        self.arrive(barrier, count, who, ins)
 
     def invalidate(self, cta: int, offset: int, ins: Instruction) -> None:
         self.get(cta, offset, ins)
@@ -205,7 +150,7 @@ class MBarriers:
             barrier.phases += 1
             barrier.pending = barrier.expected
             barrier.tx_expected = barrier.tx_arrived = 0
-            barrier.released, barrier.given = barrier.given, None
+            self.machine.events.mbarrier_completed(barrier)
             if barrier.remote and self.machine.grid.cluster_size > _FEW_CTAS:
                 self._parked(barrier.cta, barrier.offset)
             self.machine.wake((barrier.cta, barrier.offset))
@@ -232,7 +177,7 @@ class MBarriers:
         barrier = self.barriers.get((cta, offset))
         made = ""
         if barrier is not None:
-            made = f" (initialised at {barrier.made.instruction.place()})"
+            made = f" (initialised at {barrier.made.place()})"
         return f"mbarrier 0x{offset:x} of {self.machine.grid.name_cta(cta)}{made}"
 
     def describe(self, cta: int, offset: int) -> str:
@@ -263,13 +208,13 @@ class MBarriers:
             # NOTE: bytes announced in a last phase without a copy or a wait, as some pipelines do
             # when they drain, are harmless
             if b.tx and b.tx_arrived:
-                out.append((f"at the end {self.describe(cta, offset)}", b.made.instruction))
+                out.append((f"at the end {self.describe(cta, offset)}", b.made))
         return out
 
     def half_counted(self) -> list[tuple[str, Instruction]]:
         """Barriers with some but not all arrivals in their last phase, at the end of a run."""
         return [
-            (f"at the end {self.describe(*key)}", b.made.instruction)
+            (f"at the end {self.describe(*key)}", b.made)
             for key, b in self.barriers.items()
             if b.pending != b.expected
         ]

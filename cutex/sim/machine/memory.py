@@ -11,6 +11,7 @@ shared, local and parameter windows are far above any host address.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +85,10 @@ class Region:
         last = len(self.data) - 1
         at = np.clip(offsets[:, None] + np.arange(size), 0, last)
         return inside & self.valid[at].all(1)
+
+
+# of some addresses, those in a region: the region, which they are, and their offsets there
+Part = tuple[Region, Any, np.ndarray]
 
 
 class GlobalMemory:
@@ -162,19 +167,21 @@ class GlobalMemory:
 
     def store(self, addresses: np.ndarray, values: np.ndarray, complain: Any) -> None:
         """Store ``values``, (n, size) bytes; where addresses repeat, the last lane wins."""
-        size = values.shape[1]
-        for region, members, offsets in self.by_region(addresses, size, complain):
-            region.data[offsets[:, None] + np.arange(size)] = values[members]
+        self.write(self.by_region(addresses, values.shape[1], complain), values)
 
-    def by_region(
-        self, addresses: np.ndarray, size: int, complain: Any
-    ) -> list[tuple[Region, Any, np.ndarray]]:
+    @staticmethod
+    def write(parts: Sequence[Part], values: np.ndarray) -> None:
+        """Store as `store`, to addresses that `by_region` has found."""
+        for region, members, offsets in parts:
+            region.data[offsets[:, None] + np.arange(values.shape[1])] = values[members]
+
+    def by_region(self, addresses: np.ndarray, size: int, complain: Any) -> list[Part]:
         """For each region: the region, the addresses in it, and their offsets, all within bounds;
         otherwise it complains as `load` does.
         """
         if not len(addresses):
             return []
-        parts: list[tuple[Region, Any, np.ndarray]] = []
+        parts: list[Part] = []
         region = self.find(int(addresses.min()))
         if region is not None and int(addresses.max()) + size <= region.end:
             parts.append((region, slice(None), self._offsets(region, addresses)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from functools import cached_property
 
 import numpy as np
@@ -131,7 +131,20 @@ class Engine(StrEnum):
 
 
 Barrier = tuple[int, int]  # cta, offset
-Agent = tuple[int, int]  # its slot in the vector clocks, and its count there: see clocks
+
+
+class Kind(IntEnum):
+    """Who does the work of a warp: the warp, or a unit that executes its operations."""
+
+    ITSELF = 0
+    TENSOR = 1  # wgmma, tcgen05
+    BULK = 2  # bulk stores
+    COPY = 3  # non-bulk cp.async
+    LOAD = 4  # tcgen05.ld
+    STORE = 5  # tcgen05.st
+
+
+Agent = tuple[int, int]  # the warp of a unit, and the operation's number among those of the unit
 
 
 @dataclass
@@ -164,6 +177,11 @@ class Operation:
 
     def __post_init__(self) -> None:
         self.issuers = self.issuers or [self.warp]
+
+    @property
+    def kind(self) -> Kind:
+        """The unit of each of its agents."""
+        return Kind.BULK if self.is_store else Kind.TENSOR
 
     @property
     def is_store(self) -> bool:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cutex.sim.errors import BadAddress
-from cutex.sim.hazards.tmem_accesses import TmemAccesses
-from cutex.sim.hazards.tmem_shadow import TmemShadow
-from cutex.sim.hazards.unchecked import Unchecked
 from cutex.sim.machine.memory import POISON32
 from cutex.sim.ptx.parse import Instruction
 
@@ -29,8 +26,6 @@ class TensorMemory:
 
     def clear(self) -> None:
         self._cells: np.ndarray | None = None
-        self._shadow: TmemShadow | None = None
-        self._accesses: TmemAccesses | None = None
         # cta -> (512,) PTX line of the tcgen05.alloc that took the column, 0 where it is free
         self.owner: dict[int, np.ndarray] = {}
         self.freed: dict[
@@ -51,21 +46,6 @@ class TensorMemory:
             shape = (self.machine.grid.num_ctas, LANES, COLUMNS)
             self._cells = np.full(shape, POISON32, np.uint32)
         return self._cells
-
-    @property
-    def shadow(self) -> TmemShadow:
-        """The race checks, made when first used."""
-        if self._shadow is None:
-            nothing: Any = Unchecked()
-            self._shadow = TmemShadow(self.machine) if self.machine.checks else nothing
-        return self._shadow
-
-    @property
-    def accesses(self) -> TmemAccesses:
-        if self._accesses is None:
-            nothing: Any = Unchecked()
-            self._accesses = TmemAccesses(self.machine) if self.machine.checks else nothing
-        return self._accesses
 
     def request(self, cta: int, pair: bool, count: int, ins: Instruction) -> int | None:
         """The first of ``count`` columns allocated to the CTA; None if it must wait, for free

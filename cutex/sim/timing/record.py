@@ -1,9 +1,9 @@
 """The events of each warp of a run, in its own order: the input of the clock.
 
-The scheduler calls a `Recorder` for every instruction that executes (`step` before it, `done` after
-it). Ordinary instructions add up to a piece of work; one that is asynchronous, signals or waits
-becomes an event of the warp's program. Waits are recorded with their values in the run: the phase
-of a barrier that a warp needed, the number of groups that it left in flight.
+A `Recorder` observes a machine and is told of every instruction, before and after it executes.
+Ordinary instructions add up to a piece of work; one that is asynchronous, signals or waits becomes
+an event of the warp's program. Waits are recorded with their values in the run: the phase of a
+barrier that a warp needed, the number of groups that it left in flight.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from cutex.errors import CutexError
 from cutex.sim.isa.mbarrier import BarrierOperand
 from cutex.sim.isa.tensormap import MAP_BYTES, TensorMap, decode_map
 from cutex.sim.machine.batch import RETRY, Batch
+from cutex.sim.machine.events import Observer
 from cutex.sim.machine.memory import PARAM_WINDOW
 from cutex.sim.machine.operation import Engine, Operation, Rectangle, Span
 from cutex.sim.ptx.decode import Decoder
@@ -66,7 +67,7 @@ class Enough(CutexError):
     """Ends a run whose recorder has all that it needs."""
 
 
-class Recorder:
+class Recorder(Observer):
     """Records the resident warps of a machine, until ``limit`` MMA FLOPs have been issued."""
 
     def __init__(
@@ -96,18 +97,14 @@ class Recorder:
         self.columns = 0  # columns of tensor memory of a CTA's largest allocation
         self.counts = np.zeros((machine.grid.num_warps, len(code)), np.int64)
         self.loads = np.zeros(machine.grid.num_ctas, int)
-        issue = machine.flight.issue
 
-        def recorded(*ops: Operation) -> None:
-            for op in ops:
-                self._operation(op)
-            issue(*ops)
+    # -- events ------------------------------------------------------------------------------------
 
-        machine.flight.issue = recorded  # type: ignore[method-assign]
+    def issued(self, ops: Sequence[Operation]) -> None:
+        for op in ops:
+            self._operation(op)
 
-    # -- called by the scheduler -------------------------------------------------------------------
-
-    def step(self, batch: Batch, pc: int) -> None:
+    def executing(self, batch: Batch, pc: int) -> None:
         if (before := self.before[pc]) is not None:
             before(batch)
         self.fetches.step(batch, pc)
@@ -117,7 +114,7 @@ class Recorder:
         self.counts[batch.idx, pc] += 1
         self.steps += batch.n
 
-    def done(self, batch: Batch, pc: int, verdict: np.ndarray | None) -> None:
+    def executed(self, batch: Batch, pc: int, verdict: np.ndarray | None) -> None:
         kind = self.kinds[pc]
         if kind is not None:
             kind(batch, verdict)
@@ -165,7 +162,7 @@ class Recorder:
             size = sum(s.high - s.low for s in op.writes if isinstance(s, Span))
             self._add(op.warp, Send(op.signals[0], size))
         elif op.engine is Engine.TMA_LOAD:
-            source = (op.what, op.number)
+            source = (op.what, 0)
             loads = self.programs[op.warp]
             last = loads[-1] if loads and not self.work[op.warp].any() else None
             size = op.bytes

@@ -180,7 +180,7 @@ class Few(Simulation):
             sharing.footprint = _footprint(machine, tmap)
 
     def _until_enough(self, scheduler: Scheduler, recorder: Recorder) -> bool:
-        scheduler.recorder = recorder
+        scheduler.m.observe(recorder)
         try:
             scheduler.run()
         except Enough:

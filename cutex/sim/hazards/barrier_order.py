@@ -1,0 +1,103 @@
+"""The order that named barriers and the barriers of clusters establish (PTX ISA 9.7.13.1,
+9.7.13.4).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cutex.sim.hazards.clocks import Clocks
+from cutex.sim.machine.barriers import arrived_again
+from cutex.sim.machine.events import Observer
+from cutex.sim.ptx.parse import Instruction
+
+if TYPE_CHECKING:
+    from cutex.sim.machine.machine import Machine
+
+
+@dataclass
+class _Known:
+    """The clocks of one barrier."""
+
+    given: np.ndarray | None = None  # the clock that the arrived warps release
+    released: np.ndarray | None = None  # the clock of the last completed phase
+    # warps that have arrived in this phase with all lanes, with their counts; and for each warp,
+    # those of the last phase in which it arrived
+    present: dict[int, int] = field(default_factory=dict)
+    last: dict[int, dict[int, int]] = field(default_factory=dict)
+
+    def complete(self) -> None:
+        self.present = {}
+        self.released, self.given = self.given, None
+
+
+class BarrierOrder(Observer):
+    """The clocks of the named barriers of all resident CTAs, and of the clusters' barriers."""
+
+    def __init__(self, machine: Machine, clocks: Clocks) -> None:
+        self.m, self.clocks = machine, clocks
+        self.named: dict[tuple[int, int], _Known] = defaultdict(_Known)
+        self.clusters: dict[int, _Known] = defaultdict(_Known)
+        self.waiting: set[int] = set()  # warps that have not waited since their cluster arrival
+
+    def named_arrives(self, key: tuple[int, int], warp: int, whole: bool, ins: Instruction) -> None:
+        barrier = self.named[key]
+        if whole:
+            self._check_again(barrier, warp, key[1], ins)
+            barrier.present[warp] = self.clocks.now(warp)
+            barrier.last[warp] = barrier.present
+        barrier.given = self.clocks.join(barrier.given, self.clocks.give(warp))
+
+    def _check_again(self, barrier: _Known, warp: int, number: int, ins: Instruction) -> None:
+        """Report a warp that did not wait at its last arrival and arrives again without being
+        ordered after that phase's completion: it may arrive twice in one phase, and not at all in
+        the next (9.7.13.1). A warp may count twice in one phase where that is intended: in
+        FlashAttention-4 one arrives as all do, then waits as the one that stores.
+        """
+        last = barrier.last.get(warp, {})
+        for peer, count in last.items() if last is not barrier.present else ():
+            if self.clocks.known[warp, self.clocks.slot[peer]] < count:
+                self.m.findings.add(
+                    "barrier",
+                    f"{self.m.grid.name_warp(warp)} arrives at named barrier {number} again, and "
+                    "nothing that it has waited for says that the barrier has completed: its own "
+                    "last arrival was a bar.arrive, which does not wait",
+                    ins,
+                    remedy="bar.sync at the arrival before, or a wait for another barrier behind "
+                    "which all have arrived at this one",
+                )
+                return
+
+    def named_completed(self, key: tuple[int, int]) -> None:
+        self.named[key].complete()
+
+    def named_passed(self, key: tuple[int, int], warp: int) -> None:
+        self.clocks.take(warp, self.named[key].released)
+
+    # -- clusters ----------------------------------------------------------------------------------
+
+    def cluster_arrives(self, which: int, warp: int, relaxed: bool, ins: Instruction) -> None:
+        """Raises BarrierMisuse for a warp that has not waited since its last arrival, and is not
+        ordered after that phase by other barriers.
+        """
+        barrier = self.clusters[which]
+        if warp in self.waiting and not self._knows(warp, barrier.released):
+            raise arrived_again(self.m.grid.name_warp(warp), ins)
+        self.waiting.add(warp)
+        barrier.given = self.clocks.join(barrier.given, self.clocks.give(warp, relaxed))
+
+    def _knows(self, warp: int, released: np.ndarray | None) -> bool:
+        if released is None:
+            return False
+        return bool((released[2] <= self.clocks.follows[warp, : released.shape[1]]).all())
+
+    def cluster_completed(self, which: int) -> None:
+        self.clusters[which].complete()
+
+    def cluster_passed(self, which: int, warp: int) -> None:
+        self.waiting.discard(warp)
+        self.clocks.take(warp, self.clusters[which].released)

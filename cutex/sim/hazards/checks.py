@@ -1,0 +1,60 @@
+"""All checks of a launch: the observers that look for hazards."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cutex.sim.hazards.async_accesses import AsyncAccesses
+from cutex.sim.hazards.barrier_order import BarrierOrder
+from cutex.sim.hazards.clocks import Clocks
+from cutex.sim.hazards.global_races import GlobalRaces
+from cutex.sim.hazards.grid_order import GridOrder, Stream
+from cutex.sim.hazards.lifetimes import Lifetimes
+from cutex.sim.hazards.map_changes import TensorMapChanges
+from cutex.sim.hazards.mbarrier_order import MBarrierOrder
+from cutex.sim.hazards.smem_shadow import SmemShadow
+from cutex.sim.hazards.tmem_accesses import TmemAccesses
+from cutex.sim.hazards.tmem_shadow import TmemShadow
+from cutex.sim.machine.events import Observer
+
+if TYPE_CHECKING:
+    from cutex.sim.host.capture import Launch
+    from cutex.sim.machine.machine import Machine
+
+
+class Checks:
+    """The checks of one launch, on one machine."""
+
+    def __init__(self, machine: Machine, launch: Launch, stream: Stream) -> None:
+        self.m = machine
+        self.global_races = GlobalRaces(machine)
+        self.grid_order = GridOrder(machine, launch.kernel, launch.programmatic, stream)
+        self.tensor_maps = TensorMapChanges(machine)
+
+    def observers(self) -> list[Observer]:
+        """The observers of the clusters that become resident now."""
+        m, clocks = self.m, Clocks(self.m)
+        mbarriers = MBarrierOrder(m, clocks)
+        tmem: list[Observer] = []
+        tmem_shadow = None
+        if any(ins.name == "tcgen05" for ins in m.program.code):
+            accesses = TmemAccesses(m, clocks)
+            tmem_shadow = TmemShadow(m, clocks, accesses)
+            tmem = [tmem_shadow, accesses]
+        smem_shadow = SmemShadow(m, clocks)
+        asynchronous = AsyncAccesses(m, clocks, mbarriers, smem_shadow, tmem_shadow)
+        lifetimes = Lifetimes(m, clocks, mbarriers, asynchronous)
+        self.global_races.start(clocks)
+        self.global_races.order.start(clocks)
+        self.grid_order.start(clocks)
+        grids = [self.grid_order] if self.grid_order.active else []
+        return [
+            smem_shadow, *tmem, asynchronous, lifetimes, mbarriers, BarrierOrder(m, clocks),
+            self.global_races, self.global_races.order, *grids, self.tensor_maps,
+            clocks,  # NOTE: after the order of clusters, which a fence releases before it counts
+        ]  # fmt: skip
+
+    def finish(self) -> None:
+        """The grid has ended."""
+        self.grid_order.finish()
+        self.global_races.finish()

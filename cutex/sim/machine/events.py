@@ -1,0 +1,263 @@
+"""The events of a simulated launch: what the machine and its instructions tell whoever watches.
+
+An instruction computes, and says what it has done; checks and clocks subscribe by deriving from
+`Observer` and defining the events that they want. Nothing here knows them. An event that nobody
+watches costs one call of a function that does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from cutex.sim.machine.operation import Kind, Operation, Rectangle
+from cutex.sim.ptx.parse import Instruction
+
+if TYPE_CHECKING:
+    from cutex.sim.machine.batch import Batch, Lanes
+    from cutex.sim.machine.bulk_groups import BulkGroup
+    from cutex.sim.machine.mbarrier import MBarrier
+    from cutex.sim.machine.memory import Part, Region
+
+
+class SharedBytes(NamedTuple):
+    """Bytes of shared memory, ``width`` for each lane of an access: flat arrays of warp, lane, CTA
+    and offset.
+    """
+
+    warps: np.ndarray
+    lanes: np.ndarray
+    cta: np.ndarray
+    offset: np.ndarray
+    width: int
+
+
+@dataclass(eq=False)
+class LateArrival:
+    """An arrival on mbarriers that comes when operations issued before it are complete: those of a
+    warp of one kind, up to ``number`` (0: none).
+    """
+
+    warp: int
+    kind: Kind
+    number: int
+    instruction: Instruction
+
+
+class Observer:
+    """The events, each a method that does nothing. Each comes before the state changes, unless it
+    says otherwise; arrays are flat, (n,).
+    """
+
+    # -- instructions ------------------------------------------------------------------------------
+
+    def executing(self, batch: Batch, pc: int) -> None:
+        """Warps are about to execute the instruction at ``pc``."""
+
+    def executed(self, batch: Batch, pc: int, verdict: np.ndarray | None) -> None:
+        """They have; ``verdict``: GO, RETRY or ARRIVED for each, None if all go on."""
+
+    def using_registers(self, batch: Batch, pc: int) -> None:
+        """As `executing`, with the guard's lanes only, of an instruction in `watched_places`."""
+
+    def watched_places(self) -> set[int]:
+        """The places of the program of which it wants `using_registers`."""
+        return set()
+
+    def warps_left(self, warps: np.ndarray) -> None:
+        """Warps have returned."""
+
+    # -- shared memory -----------------------------------------------------------------------------
+
+    def shared(self, at: SharedBytes, write: bool, ordinary: bool, ins: Instruction) -> None:
+        """Lanes load or store; ``ordinary``: not as an atomic, volatile or the like."""
+
+    def copying(self, at: SharedBytes, op: Operation, ins: Instruction) -> None:
+        """Lanes of one warp issue a non-bulk cp.async that writes there, as a part of ``op``."""
+
+    # -- asynchronous operations -------------------------------------------------------------------
+
+    def issued(self, ops: Sequence[Operation]) -> None:
+        """An operation is in flight; several are of one instruction, in different clusters, with
+        the same places in all.
+        """
+
+    def completing(self, op: Operation) -> None:
+        """It takes effect now."""
+
+    def waited(self, warp: int, kind: Kind, number: int) -> None:
+        """The warp has waited for its operations of this kind up to ``number``; groups, of
+        wgmma.
+        """
+
+    def waited_writes(self, warp: int, number: int) -> None:
+        """It has, and for what these bulk stores write."""
+
+    # -- mbarriers ---------------------------------------------------------------------------------
+
+    def mbarrier_made(self, barrier: MBarrier, warp: int, lane: int, again: bool) -> None:
+        """Initialised; ``again``: where one was before."""
+
+    def mbarrier_init_fenced(self, warp: int, lanes: np.ndarray) -> None:
+        """fence.mbarrier_init of some of a warp's lanes, (32,) bool."""
+
+    def mbarrier_used(self, barrier: MBarrier, warp: int, ins: Instruction) -> None:
+        """A warp's instruction names it."""
+
+    def mbarrier_reached(self, barrier: MBarrier, warp: int, what: str, ins: Instruction) -> None:
+        """A thread of another CTA is about to arrive, or to change the tx-count."""
+
+    def arriving(self, warps: np.ndarray, whole: np.ndarray) -> None:
+        """Warps, each with all of its lanes or not, are about to arrive on mbarriers."""
+
+    def mbarrier_arrives(
+        self, barrier: MBarrier, warp: int, to_cluster: bool, ins: Instruction
+    ) -> None:
+        """One lane of them arrives; ``to_cluster``: with a scope wider than the CTA."""
+
+    def arrives_late(self, arrival: LateArrival) -> None:
+        """An arrival is bound to the end of operations."""
+
+    def mbarrier_arrives_late(self, barrier: MBarrier, arrival: LateArrival) -> None:
+        """It comes, perhaps on one of several barriers."""
+
+    def mbarrier_completed(self, barrier: MBarrier) -> None:
+        """A phase has."""
+
+    def mbarrier_passed(self, barrier: MBarrier, warp: int) -> None:
+        """A warp's wait for a phase that is complete has passed."""
+
+    # -- other barriers and fences -----------------------------------------------------------------
+
+    def named_arrives(self, key: tuple[int, int], warp: int, whole: bool, ins: Instruction) -> None:
+        """A warp, or some of its lanes, arrives at a named barrier, by CTA and number."""
+
+    def named_completed(self, key: tuple[int, int]) -> None:
+        """All have arrived."""
+
+    def named_passed(self, key: tuple[int, int], warp: int) -> None:
+        """A warp that waited goes on."""
+
+    def cluster_arrives(self, which: int, warp: int, relaxed: bool, ins: Instruction) -> None:
+        """A warp arrives at the barrier of a cluster."""
+
+    def cluster_completed(self, which: int) -> None:
+        """All have arrived."""
+
+    def cluster_passed(self, which: int, warp: int) -> None:
+        """A warp that waited goes on."""
+
+    def lanes_met(self, warps: np.ndarray) -> None:
+        """bar.warp.sync of all of their lanes."""
+
+    def fenced(self, warps: np.ndarray, releases: bool, of_all: bool) -> None:
+        """A fence of cluster scope or wider; ``of_all``: of the GPU or the system."""
+
+    def proxy_fenced(self, warps: np.ndarray) -> None:
+        """fence.proxy.async."""
+
+    def grids_waited(self, warps: np.ndarray) -> None:
+        """griddepcontrol.wait."""
+
+    # -- tensor memory -----------------------------------------------------------------------------
+
+    def tmem_accessed(self, warp: int, place: Rectangle, write: bool, ins: Instruction) -> None:
+        """tcgen05.ld or st."""
+
+    def tmem_waited(self, kind: Kind, warps: np.ndarray) -> None:
+        """tcgen05.wait."""
+
+    def tmem_fenced(self, before: bool, warps: np.ndarray) -> None:
+        """tcgen05.fence::before_thread_sync, or ::after_thread_sync."""
+
+    def tmem_allocated(self, warp: int, cta: int, pair: bool, ins: Instruction) -> None:
+        """tcgen05.alloc has."""
+
+    def tmem_freeing(self, warp: int, place: Rectangle, own: bool, ins: Instruction) -> None:
+        """tcgen05.dealloc of a warp; ``own``: of its CTA's columns, not the peer's."""
+
+    def tmem_freed(self, place: Rectangle) -> None:
+        """Both CTAs of a pair have come to it."""
+
+    # -- global memory -----------------------------------------------------------------------------
+
+    def global_loaded(self, where: Lanes, size: int, ins: Instruction) -> None:
+        """Lanes have loaded ``size`` bytes each."""
+
+    def global_stores(
+        self, where: Lanes, values: np.ndarray, parts: Sequence[Part], ins: Instruction
+    ) -> None:
+        """Lanes store ``values``, (n, size) bytes, in the regions of ``parts``."""
+
+    def bulk_issued(
+        self, warp: int, address: int, size: int, write: bool, ins: Instruction
+    ) -> None:
+        """A bulk copy of contiguous bytes from or to global memory."""
+
+    def box_issued(
+        self, warp: int, tmap: Any, at: tuple[int, ...], write: bool, ins: Instruction
+    ) -> None:
+        """A TMA copy of a box of a tensor."""
+
+    def bulk_writes(
+        self,
+        region: Region,
+        offsets: np.ndarray,
+        values: np.ndarray,
+        group: BulkGroup,
+        ins: Instruction,
+    ) -> None:
+        """A bulk store of a group writes ``values``, (n, size) bytes, at these offsets."""
+
+    def bulk_reduced(
+        self, region: Region, offsets: np.ndarray, size: int, group: BulkGroup, ins: Instruction
+    ) -> None:
+        """A bulk reduction has changed ``size`` bytes at each offset."""
+
+    def map_changed(self, address: int, ins: Instruction) -> None:
+        """A tensor map in global memory has."""
+
+    def map_fenced(self, warp: int, address: int) -> None:
+        """fence.proxy.tensormap, acquire."""
+
+    def map_used(self, warp: int, address: int, ins: Instruction) -> None:
+        """An operation takes a tensor map from global memory."""
+
+
+EVENTS = tuple({name for name in vars(Observer) if name[0] != "_"} - {"watched_places"})
+
+
+class Events(Observer):
+    """Tells each event to the observers that define it, in their order."""
+
+    def __init__(self, observers: Sequence[Observer] = ()) -> None:
+        for name in EVENTS:
+            told = [getattr(o, name) for o in observers if _defines(o, name)]
+            setattr(self, name, _to_all(told))
+        # the places of the program of which somebody wants `using_registers`
+        self.places = set[int]().union(*(o.watched_places() for o in observers))
+        self.step = any(_defines(o, "executing") or _defines(o, "executed") for o in observers)
+
+
+def _defines(observer: Observer, name: str) -> bool:
+    return getattr(type(observer), name) is not getattr(Observer, name)
+
+
+def _to_all(told: list[Callable[..., None]]) -> Callable[..., None]:
+    if not told:
+        return _to_nobody
+    if len(told) == 1:
+        return told[0]
+
+    def tell(*what: Any) -> None:
+        for each in told:
+            each(*what)
+
+    return tell
+
+
+def _to_nobody(*_: Any) -> None:
+    return None

@@ -1,0 +1,39 @@
+"""The strength of memory accesses and fences (PTX ISA 8.5, 8.6, 8.8), as their opcodes give it."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import NamedTuple
+
+_FENCE = re.compile(r"(fence(?!\.proxy)|membar)\.[\w.]*(gpu|gl|sys)")
+_NARROW = re.compile(r"\.(cta|cluster)(?!::)\b")
+
+
+class Strength(NamedTuple):
+    """The role of an access in the order of clusters."""
+
+    strong: bool  # another strong one does not race with it (8.7.1)
+    atomic: bool
+    acquires: bool
+    releases: bool
+
+
+@lru_cache(maxsize=1024)
+def strength(op: str) -> Strength:
+    """The strength of an opcode; one with the scope of a CTA or a cluster orders nothing across
+    clusters.
+    """
+    parts = op.split(".")
+    if _NARROW.search(op) or parts[0] not in ("ld", "st", "atom", "red"):
+        return Strength(False, False, False, False)
+    atomic = parts[0] in ("atom", "red")
+    both = "acq_rel" in parts
+    acquires, releases = both or "acquire" in parts, both or "release" in parts
+    strong = atomic or acquires or releases or not {"relaxed", "volatile", "mmio"}.isdisjoint(parts)
+    return Strength(strong, atomic, acquires, releases)
+
+
+def is_fence(op: str) -> bool:
+    """Whether an opcode is a fence with the scope of the GPU or the system."""
+    return _FENCE.match(op) is not None
