@@ -153,6 +153,75 @@ def test_no_module_is_loaded_in_a_circle(package, trees):
             del left[module]
 
 
+# The circles that are left if annotations and imports within functions count, too: each is a set of
+# modules none of which can be read without the others. They may only shrink.
+CIRCLES = (
+    "kernels.attention.forward.choose kernels.attention.forward.config "
+    "kernels.attention.forward.ladder kernels.attention.forward.sm100.choose "
+    "kernels.attention.forward.sm100.config kernels.attention.order "
+    "kernels.attention.signature",
+    "kernels.attention.forward.sm100.bounds kernels.attention.forward.sm100.fa4",
+    "kernels.gemm.config kernels.gemm.signature",
+    "kernels.gemm.sm90.cost_model kernels.gemm.sm90.measured",
+    "ops.eager ops.tuner",
+    "problem.attention problem.attention.case problem.attention.check problem.attention.reference",
+    "results.lines results.result results.schema",
+    "sim.errors sim.ptx.contraction sim.ptx.declarations sim.ptx.parse sim.ptx.scopes "
+    "sim.reports sim.sides",
+    "sim.host.calls sim.host.simulated",
+    "sim.run sim.timing.call sim.timing.lengths sim.timing.predict sim.timing.report "
+    "sim.timing.sampled sim.timing.trace sim.timing.traffic",
+    "sim.timing.replay sim.timing.warp",
+)
+
+
+def circles(needs: dict[str, set[str]]) -> list[set[str]]:
+    """The sets of modules that import each other, directly or not."""
+    reached = {module: set(names) for module, names in needs.items()}
+    for via in needs:
+        for names in reached.values():
+            if via in names:
+                names |= reached[via]
+    found = {
+        frozenset(other for other in names if module in reached[other])
+        for module, names in reached.items()
+        if module in names
+    }
+    return sorted(map(set, found), key=sorted)
+
+
+def test_circles_of_annotations_and_late_imports_only_shrink(package, trees):
+    needs = {
+        module: {
+            name
+            for name, _ in imports(tree, package.keys(), at_run_time=False)
+            if name != module and name in package
+        }
+        for module, tree in trees.items()
+    }
+    found = [{name.removeprefix("cutex.") for name in circle} for circle in circles(needs)]
+    listed = [set(circle.split()) for circle in CIRCLES]
+    grown = [sorted(c) for c in found if not any(c <= known for known in listed)]
+    assert grown == [], "a new circle of imports, or one that has grown: let one way go"
+    shrunk = [sorted(known) for known in listed if known not in found]
+    assert shrunk == [], "a circle has shrunk: list it so in CIRCLES"
+
+
+WATCHED, WATCHES = ("ptx", "isa", "machine", "scheduler"), ("hazards", "timing")
+
+
+def test_what_the_simulator_runs_knows_nothing_of_who_watches(package, trees):
+    """An instruction computes and tells events; checks and clocks subscribe."""
+    known = [
+        f"{module} imports {name}"
+        for module, tree in trees.items()
+        if module.startswith("cutex.sim.") and module.split(".")[2] in WATCHED
+        for name, _ in imports(tree, package.keys(), at_run_time=False)
+        if name.startswith("cutex.sim.") and name.split(".")[2] in WATCHES
+    ]
+    assert known == []
+
+
 def words(file: Path) -> Iterator[str]:
     """Names and strings of a source file without comments and docstrings, and without the DSL's
     `cute.gemm`, which every operator uses."""

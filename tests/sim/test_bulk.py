@@ -150,9 +150,8 @@ def test_bulk_copies_of_other_than_16_bytes_are_refused(size, at):
 
 
 def test_a_group_is_overdue_while_an_older_one_than_allowed_is_in_flight():
-    nothing, flight = lambda *_: None, SimpleNamespace(issued=0)
-    machine = SimpleNamespace(wake=nothing, events=Events(), flight=flight)
-    groups, thread = BulkGroups(machine), (0, 0)
+    machine = SimpleNamespace(wake=lambda *_: None, events=Events())
+    groups, thread = BulkGroups(machine, SimpleNamespace(issued=0)), (0, 0)
     made = []
     for _ in range(3):
         made.append(groups.joined(thread))

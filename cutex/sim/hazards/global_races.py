@@ -22,8 +22,7 @@ from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.hazards.cluster_order import ClusterOrder
 from cutex.sim.isa.boxes import box_places
 from cutex.sim.machine.batch import Lanes
-from cutex.sim.machine.bulk_groups import BulkGroup
-from cutex.sim.machine.events import Observer
+from cutex.sim.machine.events import Observer, Storing
 from cutex.sim.machine.memory import Part, Region
 from cutex.sim.ptx.parse import Instruction, Program
 from cutex.sim.ptx.strength import Strength, is_fence, strength
@@ -175,24 +174,23 @@ class GlobalRaces(Observer):
         region: Region,
         offsets: np.ndarray,
         values: np.ndarray,
-        group: BulkGroup,
+        by: Storing,
         ins: Instruction,
     ) -> None:
-        self._write(region, offsets, values, self._stores(group), ins)
+        self._write(region, offsets, values, self._stores(by), ins)
 
     def bulk_reduced(
-        self, region: Region, offsets: np.ndarray, size: int, group: BulkGroup, ins: Instruction
+        self, region: Region, offsets: np.ndarray, size: int, by: Storing, ins: Instruction
     ) -> None:
         """An element at a time."""
         if self.active and len(region.data) <= LARGEST:
             places = offsets[:, None] + np.arange(size)
-            self._atomic(region, places, self._stores(group), ins)
+            self._atomic(region, places, self._stores(by), ins)
 
-    def _stores(self, group: BulkGroup) -> By:
-        """The agent of the group's writes."""
-        warp = group.thread[0]
-        slot = self.clocks.written_slot(warp)
-        return By(*(np.array([x]) for x in (warp, slot, group.last)))
+    def _stores(self, by: Storing) -> By:
+        """The agent of its writes."""
+        slot = self.clocks.written_slot(by.warp)
+        return By(*(np.array([x]) for x in (by.warp, slot, by.number)))
 
     def _write(
         self,

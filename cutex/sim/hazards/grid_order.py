@@ -20,8 +20,7 @@ import numpy as np
 from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.isa.boxes import box_range
 from cutex.sim.machine.batch import Lanes
-from cutex.sim.machine.bulk_groups import BulkGroup
-from cutex.sim.machine.events import Observer
+from cutex.sim.machine.events import Observer, Storing
 from cutex.sim.machine.memory import MODULE_WINDOW, Part, Region
 from cutex.sim.ptx.parse import Instruction
 
@@ -157,7 +156,7 @@ class GridOrder(Observer):
         region: Region,
         offsets: np.ndarray,
         values: np.ndarray,
-        group: BulkGroup,
+        by: Storing,
         ins: Instruction,
     ) -> None:
         if self.lets_start:
@@ -168,7 +167,7 @@ class GridOrder(Observer):
         region: Region,
         offsets: np.ndarray,
         size: int,
-        group: BulkGroup,
+        by: Storing,
         ins: Instruction,
     ) -> None:
         if self.lets_start:

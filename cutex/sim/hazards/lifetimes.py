@@ -21,7 +21,7 @@ from cutex.sim.ptx.parse import Instruction
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
-    from cutex.sim.machine.mbarrier import MBarrier
+    from cutex.sim.machine.phase import MBarrier
 
 
 @dataclass

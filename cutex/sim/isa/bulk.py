@@ -230,9 +230,9 @@ def _bulk_storer(
         if region is not None:
             place = target - region.base + (np.array([0]) if copied is None else copied)
             if reduction is None:
-                m.events.bulk_writes(region, place, values, group, d.ins)
+                m.events.bulk_writes(region, place, values, group.storing, d.ins)
             else:
-                m.events.bulk_reduced(region, place, n, group, d.ins)
+                m.events.bulk_reduced(region, place, n, group.storing, d.ins)
         old[slice(None) if copied is None else copied] = values.reshape(-1)
         group.finished()
 

@@ -365,9 +365,9 @@ def _storer(
         region, places = places_under(m.memory, tmap, part, target)
         if combine is None:
             words = new.reshape(-1, 1).view(np.uint8)
-            m.events.bulk_writes(region, places, words, groups[0], ins)
+            m.events.bulk_writes(region, places, words, groups[0].storing, ins)
         else:
-            m.events.bulk_reduced(region, places, tmap.itemsize, groups[0], ins)
+            m.events.bulk_reduced(region, places, tmap.itemsize, groups[0].storing, ins)
         target[...] = new
 
     def complete() -> None:

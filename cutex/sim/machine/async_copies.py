@@ -17,7 +17,8 @@ from cutex.sim.machine.operation import Engine, Kind, Operation
 from cutex.sim.ptx.parse import Instruction
 
 if TYPE_CHECKING:
-    from cutex.sim.machine.machine import Machine
+    from cutex.sim.machine.core import Core
+    from cutex.sim.machine.flight import Flight
 
 
 class Part(NamedTuple):
@@ -41,8 +42,8 @@ class PendingCopy:
 class AsyncCopies:
     """Asynchronous copies of all resident warps."""
 
-    def __init__(self, machine: Machine) -> None:
-        self.m = machine
+    def __init__(self, machine: Core, flight: Flight) -> None:
+        self.m, self.flight = machine, flight
         self.clear()
 
     def clear(self) -> None:
@@ -72,7 +73,7 @@ class AsyncCopies:
             "the cp.async",
             warp,
             ins,
-            ("cp.async", self.m.flight.issued),
+            ("cp.async", self.flight.issued),
             lambda: self._complete(copy),
             Engine.CP_ASYNC,
             size,
@@ -80,7 +81,7 @@ class AsyncCopies:
         copy = PendingCopy(op, group, [part])
         pending.append(copy)
         self.unwaited.setdefault(warp, []).append(copy)
-        self.m.flight.issue(op)
+        self.flight.issue(op)
         self.m.events.copying(at, op, ins)
 
     def _complete(self, copy: PendingCopy) -> None:

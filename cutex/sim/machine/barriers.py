@@ -11,7 +11,7 @@ from cutex.sim.errors import BarrierMisuse
 from cutex.sim.ptx.parse import Instruction
 
 if TYPE_CHECKING:
-    from cutex.sim.machine.machine import Machine
+    from cutex.sim.machine.core import Core
 
 NUM_NAMED_BARRIERS = 16
 
@@ -28,7 +28,7 @@ class NamedBarrier:
 class NamedBarriers:
     """The barriers of all resident CTAs, by (cta, number)."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Core) -> None:
         self.machine = machine
         self.clear()
 
@@ -117,7 +117,7 @@ def arrived_again(who: str, ins: Instruction) -> BarrierMisuse:
 class ClusterBarriers:
     """The barrier of each resident cluster."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Core) -> None:
         self.machine = machine
         self.clear()
 

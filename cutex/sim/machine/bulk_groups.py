@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cutex.sim.machine.events import Storing
 from cutex.sim.machine.operation import Kind
 
 if TYPE_CHECKING:
-    from cutex.sim.machine.machine import Machine
+    from cutex.sim.machine.core import Core
+    from cutex.sim.machine.flight import Flight
 
 Thread = tuple[int, int]  # warp, lane
 
@@ -15,9 +17,13 @@ Thread = tuple[int, int]  # warp, lane
 class BulkGroup:
     """Bulk copies of one thread that were (or will be) committed together."""
 
-    def __init__(self, machine: Machine, thread: Thread) -> None:
+    def __init__(self, machine: Core, thread: Thread) -> None:
         self.m, self.thread, self.in_flight = machine, thread, 0
         self.last = 0  # number of its last operation
+
+    @property
+    def storing(self) -> Storing:
+        return Storing(self.thread[0], self.last)
 
     def finished(self) -> None:
         self.in_flight -= 1
@@ -27,8 +33,8 @@ class BulkGroup:
 class BulkGroups:
     """Per thread: the open group, and the committed ones."""
 
-    def __init__(self, machine: Machine) -> None:
-        self.m = machine
+    def __init__(self, machine: Core, flight: Flight) -> None:
+        self.m, self.flight = machine, flight
         self.clear()
 
     def clear(self) -> None:
@@ -41,7 +47,7 @@ class BulkGroups:
         """The open group, with one more operation in flight: the one that is issued next."""
         group = self.open.setdefault(thread, BulkGroup(self.m, thread))
         group.in_flight += 1
-        group.last = self.m.flight.issued + 1
+        group.last = self.flight.issued + 1
         return group
 
     def commit(self, thread: Thread) -> None:

@@ -16,7 +16,7 @@ from cutex.sim.ptx.flow import flow_of
 
 if TYPE_CHECKING:
     from cutex.sim.machine.batch import Batch
-    from cutex.sim.machine.machine import Machine
+    from cutex.sim.ptx.parse import Program
 
 RUNNING, BLOCKED, YIELDED, DONE = 0, 1, 2, 3  # states of a warp
 
@@ -29,9 +29,8 @@ class Divergence:
     ``pc`` is the place of a warp's lanes that run next.
     """
 
-    def __init__(self, machine: Machine) -> None:
-        self.m = machine
-        self.flow = flow_of(machine.program)
+    def __init__(self, program: Program) -> None:
+        self.flow, self.end = flow_of(program), len(program.code) + 1
 
     def clear(self, live: np.ndarray) -> None:
         """Put all lanes of ``live`` (warps, 32) at the start of the program."""
@@ -62,10 +61,10 @@ class Divergence:
         """
         others = self.live[idx] & self.apart[idx][:, None] & ~mask
         if not others.any():
-            return len(self.m.program.code) + 1, frozenset()
+            return self.end, frozenset()
         above = self.lane_pc[idx][others]
         above = above[above > place]
-        stop = int(above.min()) if len(above) else len(self.m.program.code) + 1
+        stop = int(above.min()) if len(above) else self.end
         others &= ~self.held[idx] & ~self.alone[idx][:, None]
         behind = set(self.lane_pc[idx][others].tolist()) - {place}
         return stop, frozenset().union(*(self.flow.beyond(pc) for pc in behind))
@@ -174,7 +173,7 @@ class Divergence:
         """Set ``pc``, ``apart`` and ``state`` of warps whose lanes moved, slept or woke."""
         live = self.live[idx]
         lanes = self.lane_pc[idx]
-        far = len(self.m.program.code) + 1
+        far = self.end
         low = np.where(live, lanes, far).min(1)
         high = np.where(live, lanes, -1).max(1)
         sleepy = (self.asleep[idx] & live).any(1)

@@ -18,9 +18,8 @@ from cutex.sim.ptx.parse import Instruction
 
 if TYPE_CHECKING:
     from cutex.sim.machine.batch import Batch, Lanes
-    from cutex.sim.machine.bulk_groups import BulkGroup
-    from cutex.sim.machine.mbarrier import MBarrier
     from cutex.sim.machine.memory import Part, Region
+    from cutex.sim.machine.phase import MBarrier
 
 
 class SharedBytes(NamedTuple):
@@ -33,6 +32,13 @@ class SharedBytes(NamedTuple):
     cta: np.ndarray
     offset: np.ndarray
     width: int
+
+
+class Storing(NamedTuple):
+    """A bulk store: the warp that issued it, and the number of the last operation of its group."""
+
+    warp: int
+    number: int
 
 
 @dataclass(eq=False)
@@ -207,13 +213,13 @@ class Observer:
         region: Region,
         offsets: np.ndarray,
         values: np.ndarray,
-        group: BulkGroup,
+        by: Storing,
         ins: Instruction,
     ) -> None:
-        """A bulk store of a group writes ``values``, (n, size) bytes, at these offsets."""
+        """A bulk store writes ``values``, (n, size) bytes, at these offsets."""
 
     def bulk_reduced(
-        self, region: Region, offsets: np.ndarray, size: int, group: BulkGroup, ins: Instruction
+        self, region: Region, offsets: np.ndarray, size: int, by: Storing, ins: Instruction
     ) -> None:
         """A bulk reduction has changed ``size`` bytes at each offset."""
 

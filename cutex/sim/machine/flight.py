@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from cutex.sim.machine.operation import Operation
 
 if TYPE_CHECKING:
-    from cutex.sim.machine.machine import Machine
+    from cutex.sim.machine.core import Core
 
 _number = attrgetter("number")
 
@@ -23,7 +23,7 @@ _number = attrgetter("number")
 class Flight:
     """All operations in flight, by queue, in order of issue."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Core) -> None:
         self.machine = machine
         self.clear()
 

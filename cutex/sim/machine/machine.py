@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -19,8 +18,8 @@ from cutex.sim.host.capture import Launch
 from cutex.sim.machine.async_copies import AsyncCopies
 from cutex.sim.machine.barriers import ClusterBarriers, NamedBarriers
 from cutex.sim.machine.bulk_groups import BulkGroups
-from cutex.sim.machine.divergence import BLOCKED, Divergence
-from cutex.sim.machine.events import Events, Observer
+from cutex.sim.machine.core import Core
+from cutex.sim.machine.events import Observer
 from cutex.sim.machine.findings import Findings
 from cutex.sim.machine.flight import Flight
 from cutex.sim.machine.grid import Grid
@@ -29,7 +28,7 @@ from cutex.sim.machine.memory import POISON16, POISON32, POISON64, SYSTEM_SMEM, 
 from cutex.sim.machine.pending_clusters import PendingClusters
 from cutex.sim.machine.residency import Residency
 from cutex.sim.machine.tmem import TensorMemory
-from cutex.sim.machine.waits import PassedWait, Wait
+from cutex.sim.machine.waits import PassedWait
 from cutex.sim.machine.warpgroup import WarpgroupMma
 from cutex.sim.policy import Policy
 from cutex.sim.ptx.operands import Reg
@@ -49,7 +48,7 @@ class RegisterPool:
     held: dict[int, int] = field(default_factory=dict)
 
 
-class Machine:
+class Machine(Core):
     """The state that instructions read and write while a set of CTAs is resident."""
 
     def __init__(
@@ -63,44 +62,27 @@ class Machine:
     ) -> None:
         self.program, self.memory, self.params = program, memory, params
         self.residency, self.policy = residency, policy
-        self.grid: Grid = Grid(launch, residency.ctas)
         self.pending_clusters = PendingClusters([])
         self.static_smem = self._place_variables()
         self.smem_end = SYSTEM_SMEM + self.static_smem + launch.smem
         self.smem_bytes = -(-self.smem_end // 128) * 128
 
         names = SmemNames.of(program, SYSTEM_SMEM + self.static_smem, launch.smem)
-        self.findings = Findings(program, names)
-        self.progress = 0  # grows with every visible effect; distinguishes a spin loop from work
-        num_warps = self.grid.num_warps
-        banks = {1: bool, 16: np.uint16, 32: np.uint32, 64: np.uint64, 128: np.uint64}
-        self.registers = {
-            bank: np.zeros((count, num_warps, 32, *((2,) if bank == 128 else ())), banks[bank])
-            for bank, count in program.registers.items()
-        }  # NOTE: temporaries share storage, and untouched pages take no memory
-        self.lanes = Divergence(self)
-        self.sleepers: dict[Any, list[tuple[int, Wait]]] = {}  # by key
+        super().__init__(program, Grid(launch, residency.ctas), Findings(program, names))
         self.ticks = 0
-        self.carry = np.zeros((num_warps, 32), bool)  # the carry of add.cc and the like
+        self.carry = np.zeros((self.grid.num_warps, 32), bool)  # the carry of add.cc and the like
         self.smem = np.empty((residency.ctas, self.smem_bytes), np.uint8)
         self.smem_chunks = self.smem.view(np.complex128)  # the same by 16 bytes
-        self.mbarriers = MBarriers(self)
         self.flight = Flight(self)
-        self.bulk_groups = BulkGroups(self)
-        self.async_copies = AsyncCopies(self)
+        self.mbarriers = MBarriers(self, self.flight)
+        self.bulk_groups = BulkGroups(self, self.flight)
+        self.async_copies = AsyncCopies(self, self.flight)
         self.warpgroups = WarpgroupMma(self)
         self.named = NamedBarriers(self)
         self.clusters = ClusterBarriers(self)
         self.tmem = TensorMemory(self)
         # functions that give those who observe the clusters that become resident
         self.watchers: list[Callable[[], Sequence[Observer]]] = []
-        self.observers: list[Observer] = []
-        self.events = Events()
-
-    @property
-    def live(self) -> np.ndarray:
-        """The lanes, (warps, 32), that have not returned."""
-        return self.lanes.live
 
     # -- residency ---------------------------------------------------------------------------------
 
@@ -125,21 +107,13 @@ class Machine:
         self.tmem.clear()
         self.local = np.full((num_warps, 32, self.local_bytes), 0x7F, np.uint8)
         self.local[..., ::2] = 0xFF
-        self.lanes.clear(self.grid.threads())
-        self.sleepers.clear()
-        self.waits: dict[int, list[Wait]] = {}  # by warp
-        self.timed_out = np.zeros((num_warps, 32), bool)
+        self.start()
         self.named.clear()
         self.clusters.clear()
         self.last_wait: dict[int, dict[tuple[int, int], PassedWait]] = defaultdict(dict)
         self.register_pools: dict[int, RegisterPool] = {}  # by cta
-        self.observers = [each for observers in self.watchers for each in observers()]
-        self.events = Events(self.observers)
-
-    def observe(self, observer: Observer) -> None:
-        """Tell ``observer`` of what the resident clusters do from now on."""
-        self.observers.append(observer)
-        self.events = Events(self.observers)
+        self.observers = []
+        self.observe(*(each for observers in self.watchers for each in observers()))
 
     def register(self, reg: Reg) -> np.ndarray:
         """The storage of a register, (warps, 32); see `homes`."""
@@ -173,35 +147,6 @@ class Machine:
         """The value of the clock registers: it grows with every read, and has no other meaning."""
         self.ticks += 256
         return self.ticks
-
-    # -- blocking and waking -----------------------------------------------------------------------
-
-    def sleep(self, warp: int, wait: Wait) -> None:
-        """Put the executing lanes of ``warp`` to sleep until `wake` is called with ``wait.key``."""
-        self.waits.setdefault(warp, []).append(wait)
-        self.sleepers.setdefault(wait.key, []).append((warp, wait))
-        self.lanes.state[warp] = BLOCKED
-
-    def wake(self, key: Any) -> None:
-        for warp, wait in self.sleepers.pop(key, ()):
-            self._forget(warp, wait)
-            if wait.on_wake is not None:
-                wait.on_wake()
-            self.lanes.wake(warp, wait.lanes)
-
-    def time_out(self, warp: int, wait: Wait) -> None:
-        """Let a try_wait return false once."""
-        self.sleepers[wait.key].remove((warp, wait))
-        if not self.sleepers[wait.key]:
-            del self.sleepers[wait.key]
-        self._forget(warp, wait)
-        self.timed_out[warp, slice(None) if wait.lanes is None else wait.lanes] = True
-        self.lanes.wake(warp, wait.lanes)
-
-    def _forget(self, warp: int, wait: Wait) -> None:
-        self.waits[warp].remove(wait)
-        if not self.waits[warp]:
-            del self.waits[warp]
 
     # -- shared memory -----------------------------------------------------------------------------
 

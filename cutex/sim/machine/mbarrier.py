@@ -6,39 +6,24 @@ offset). A phase completes when its pending arrivals and its tx-count are both z
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cutex.sim.errors import BarrierMisuse
 from cutex.sim.machine.events import LateArrival
+from cutex.sim.machine.phase import MBarrier
 from cutex.sim.ptx.parse import Instruction
 
 if TYPE_CHECKING:
-    from cutex.sim.machine.machine import Machine
+    from cutex.sim.machine.core import Core
+    from cutex.sim.machine.flight import Flight
 
 MAX_COUNT = (1 << 20) - 1
 _FEW_CTAS = 2  # CTAs of a cluster; larger ones hung (see `MBarriers._parked`)
 
 
-@dataclass
-class MBarrier:
-    cta: int
-    offset: int
-    expected: int  # arrivals per phase
-    pending: int
-    made: Instruction
-    tx: int = 0
-    phases: int = 0  # completed
-    tx_expected: int = 0  # bytes announced, and bytes arrived, in this phase
-    tx_arrived: int = 0
-    last: tuple[str, Instruction] | None = None  # the last thread that used it, and how
-    remote: bool = False  # the last arrival came from another CTA
-    announced: Instruction | None = None  # the last instruction that announced bytes
-
-
 class MBarriers:
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
+    def __init__(self, machine: Core, flight: Flight) -> None:
+        self.machine, self.flight = machine, flight
         self.clear()
 
     def clear(self) -> None:
@@ -189,7 +174,7 @@ class MBarriers:
             f"{self.name(cta, offset)}: {b.phases} phase{'s' if b.phases != 1 else ''} complete, "
             f"{b.pending} of {b.expected} arrivals pending, tx-count {b.tx}"
         )
-        if b.tx > 0 and not any((cta, offset) in op.signals for op in self.machine.flight):
+        if b.tx > 0 and not any((cta, offset) in op.signals for op in self.flight):
             text += (
                 f" (expect_tx announced {b.tx_expected} bytes, {b.tx_arrived} came and no copy is "
                 f"in flight), announced at {announced}"

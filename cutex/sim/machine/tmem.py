@@ -11,7 +11,7 @@ from cutex.sim.machine.memory import POISON32
 from cutex.sim.ptx.parse import Instruction
 
 if TYPE_CHECKING:
-    from cutex.sim.machine.machine import Machine
+    from cutex.sim.machine.core import Core
 
 LANES, COLUMNS = 128, 512
 
@@ -19,7 +19,7 @@ LANES, COLUMNS = 128, 512
 class TensorMemory:
     """The tensor memory of all resident CTAs."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Core) -> None:
         self.machine = machine
         self.most = 0  # columns that a CTA has held at once
         self.clear()

@@ -15,7 +15,7 @@ from cutex.sim.ptx.parse import Instruction
 
 if TYPE_CHECKING:
     from cutex.sim.machine.batch import Batch
-    from cutex.sim.machine.machine import Machine
+    from cutex.sim.machine.core import Core
 
 
 class Registers:
@@ -120,7 +120,7 @@ def _pack(values: np.ndarray, kind: str) -> np.ndarray:
 class WarpgroupMma:
     """wgmma groups and accumulators of the resident warps."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Core) -> None:
         self.m = machine
         self.clear()
 
