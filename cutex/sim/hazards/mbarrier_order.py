@@ -124,7 +124,7 @@ class MBarrierOrder(Observer):
 
     def _give(self, barrier: MBarrier, given: np.ndarray) -> None:
         known = self.barriers[barrier.cta, barrier.offset]
-        known.given = self.clocks.join(known.given, given)
+        known.given = given if known.given is None else self.clocks.join(known.given, given)
 
     def mbarrier_completed(self, barrier: MBarrier) -> None:
         known = self.barriers[barrier.cta, barrier.offset]
