@@ -105,7 +105,9 @@ def test_the_pictures_are_those_that_the_ledgers_render(root, readme):
 
 def test_the_tables_are_those_that_the_ledgers_render(root, readme):
     models = sweeps.read_sweeps(root / "results")
-    assert report.rewrite(readme, report.read_all(root / "results"), models) == readme
+    rows = report.read_all(root / "results")
+    assert report.rewrite(readme, rows, models) == readme
+    assert report.results_page(rows, models) == (root / "docs" / report.TABLES).read_text()
     for name, svg in sweeps.pictures(models).items():
         assert (root / "docs" / name).read_text() == svg
 

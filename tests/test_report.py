@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import re
 import resource
 
 import pytest
 
 from cutex.kernels.gemm import stages
-from cutex.report import BEGIN, END, ladders, main, rewrite
+from cutex.report import BEGIN, END, ladders, main, results_page, rewrite
 from cutex.report.page import all_ladders
 from cutex.results import Peer, Result, Timing, append
 
@@ -72,6 +73,20 @@ def test_each_size_has_its_column():
     assert "| 8192x8192x4096 | 4096x8192x4096 |" in text
 
 
+def test_a_readme_has_the_main_sizes_and_the_page_of_tables_has_all():
+    rows = [result(1000.0), result(500.0, m=4000)]
+    assert "| 8192x8192x4096 | 4000x8192x4096 |" in results_page(rows)
+    text = rewrite(README, rows)
+    assert "| 8192x8192x4096 |" in text and "4000x" not in text
+    assert "(docs/results.md)" in text and "(docs/results.md)" not in results_page(rows)
+
+
+def test_links_of_both_pages_lead_to_files(root):
+    for page, base in ((rewrite(README, []), root), (results_page([]), root / "docs")):
+        named = re.findall(r"\]\(([^)#]+)", page)
+        assert named and all((base / name).is_file() for name in named)
+
+
 def test_only_what_stands_between_the_marks_is_rewritten():
     text = rewrite(README, [])
     assert text.startswith(f"before\n{BEGIN}\n")
@@ -92,6 +107,7 @@ def test_the_command_writes_the_file(tmp_path, capsys):
     argv = ["--results", str(tmp_path / "results"), "--readme", str(readme)]
     assert main(argv) == 0
     assert "550 (0.80)" in readme.read_text()
+    assert "550 (0.80)" in (tmp_path / "docs" / "results.md").read_text()
     readme.write_text("nothing here")
     assert main(argv) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1

@@ -128,11 +128,25 @@ def _write(parts: dict[str, str]) -> int:
     return 0
 
 
+def _draw() -> int:
+    """Draw a tile of each stage, for report.html."""
+    in_clone(FOLDER / "timeline")
+    for op, arch in product(OPS, ARCHS):
+        if html := timelines(op, arch, stages(op, arch)):
+            file = FOLDER / f"timeline-{op}-{arch}.html"
+            file.write_text(html)
+            print(f"wrote {file}")
+    return 0
+
+
 @answered
 def main(argv: Sequence[str] | None = None) -> int:
     p = Parser(prog="python -m cutex.clock", description="How far off the simulator's clock is.")
     p.add_argument("--page", action="store_true", help=f"write {PAGE}")
     p.add_argument("--store", action="store_true", help="record all measured rows anew")
+    p.add_argument(
+        "--timelines", action="store_true", help="draw a tile of each stage, for report.html"
+    )
     p.add_argument("--predict", action="store_true", help=f"write {PREDICTED}")
     p.add_argument("--rows", action="store_true", help="print every row")
     p.add_argument("--b200", nargs="?", type=Path, const=ROWS, metavar="FILE",
@@ -147,6 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         PREDICTED.write_text("".join(json.dumps(row) + "\n" for row in found_))
         print(f"wrote {PREDICTED}")
         return 0
+    if args.timelines:
+        return _draw()
     every = measured(MEASURED)
     rows, configs = ladder(every), clock_configs.configs(every)
     if args.store:
@@ -172,9 +188,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{text}\n\n{others}\n\n{chosen}")
     if args.page:
         parts = {"constants": constants(), "errors": text, "foreign": others, "configs": chosen}
-        if code := _write(parts):
-            return code
-        for op, arch in product(OPS, ARCHS):
-            if html := timelines(op, arch, stages(op, arch)):
-                (FOLDER / f"timeline-{op}-{arch}.html").write_text(html)
+        return _write(parts)
     return 0

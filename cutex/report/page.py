@@ -32,7 +32,8 @@ from cutex.results.rate import rate, rate_of
 from cutex.svg import colour
 
 DOCTYPE = "<!doctype html>"
-TIMELINES = Path("results/timing")  # written by python -m cutex.clock --page
+TIMELINES = Path("results/timing")
+DRAW = "python -m cutex.clock --timelines"  # writes them
 NEWEST = 300  # rows of history; more would make the page heavy
 WIDTHS = (("wide", 1000), ("narrow", 360))  # each chart is drawn for two kinds of screen
 
@@ -92,6 +93,8 @@ def _ladders(rows: Rows) -> str:
         picture = TIMELINES / f"timeline-{op}-{target.name}.html"
         if picture.is_file():
             parts.append(picture.read_text())
+        else:
+            parts.append(f"<p><code>{DRAW}</code> draws where its time goes.</p>")
     return "".join(parts)
 
 

@@ -53,20 +53,20 @@ def others(rows: Sequence[SweepRow]) -> str:
     return " and ".join(sorted({name for r in rows for name in r.peers}))
 
 
-def markdown(sweeps: dict[str, list[SweepRow]], pictures: str) -> list[str]:
-    """The README's section: a picture and a table by class for each device and dtype."""
+def markdown(sweeps: dict[str, list[SweepRow]], docs: str = "", main: bool = False) -> list[str]:
+    """A section for each device: a picture and a table by class for each dtype; with `main` one row
+    a dtype. docs: the way to the folder of pictures."""
     parts = []
     for device_name, rows in sweeps.items():
         parts.append(f"### Layers of public models on {device_name}")
         for dtype, members in by_dtype(rows).items():
-            parts.append(
-                f"![Sorted ratios, {dtype}]({pictures}/{picture_name(device_name, dtype)})"
-            )
-            parts += table(dtype, members)
+            parts.append(f"![Sorted ratios, {dtype}]({docs}{picture_name(device_name, dtype)})")
+            parts += table(dtype, members, main)
     return parts
 
 
-def table(dtype: str, rows: Sequence[SweepRow]) -> tuple[str, str]:
+def table(dtype: str, rows: Sequence[SweepRow], main: bool = False) -> tuple[str, str]:
+    """A caption, and the summary of all problems and, but for `main`, of each class of them."""
     when = max(r.run for r in rows)[:10]
     of = sum(not e.fits for e in corpus(dtype))
     caption = (
@@ -75,7 +75,8 @@ def table(dtype: str, rows: Sequence[SweepRow]) -> tuple[str, str]:
         f"on, {sweep.commits(rows)}."
     )
     cells = [("all", Summary.of(rows))]
-    cells += [(f"{title} {name}", summary) for title, name, summary in sweep.by_class(rows)]
+    by_class = () if main else sweep.by_class(rows)
+    cells += [(f"{title} {name}", summary) for title, name, summary in by_class]
     lines = [
         "| problems | count | geometric mean | worst | below 0.97 |",
         "|---|---:|---:|---:|---:|",

@@ -1,0 +1,141 @@
+"""The ladders and the sweeps as Markdown tables: all of them, or those of a README."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cutex.arch import Arch
+from cutex.problem import DEFAULT_OP, problem_class
+from cutex.problem.stage import AnyStage
+from cutex.report.rows import CACHE, DATA, Sizes, all_ladders, baseline, heading, peer_title
+from cutex.results import Result
+from cutex.results.rate import rate, rate_of
+
+PREDICTED = Path("results/timing")
+
+Kind = tuple[str, str, str, str]  # device, dtype, data, state of the L2
+
+
+def ladders(results: Iterable[Result], docs: str = "", main: bool = False) -> str:
+    """Return the ladders as Markdown: for each operator and arch one table per GPU and kind of
+    data, or the bare ladder if it is untimed.
+
+    docs: the way from the page to the folder of pictures and pages, such as "docs/". With `main`
+    only the problems that --op confirm of modal_app.py times.
+    """
+    timed: dict[tuple[str, str], dict[Kind, list[Result]]] = {}
+    for r in results:
+        if r.ok and r.timing is not None:
+            kind = r.device_name, r.problem["dtype"], r.problem["init"], r.timing.cache_state
+            timed.setdefault((r.op, r.arch), {}).setdefault(kind, []).append(r)
+    parts = []
+    for op, target, ladder in all_ladders():
+        tables = timed.get((op, target.name), {})
+        parts.append(f"### {heading(op, target)} ({target.name})")
+        if tables:
+            parts.append(f"![The ladder as bars]({docs}{picture_name(op, target)})")
+        for kind, found in tables.items():
+            if shown := [r for r in found if not main or _is_main(r)]:
+                parts += _timed_table(target, ladder, kind, shown)
+        if not tables:
+            parts += _untimed_table(target, ladder, docs)
+    return "\n\n".join(parts)
+
+
+def _is_main(r: Result) -> bool:
+    cases = problem_class(r.op).cases["confirm"]
+    return any(all(r.problem.get(name) == value for name, value in c.items()) for c in cases)
+
+
+def _timed_table(
+    target: Arch, ladder: Sequence[AnyStage], kind: Kind, results: list[Result]
+) -> tuple[str, str]:
+    device_name, dtype, init, cache_state = kind
+    newest: dict[tuple[int, Sizes], Result] = {}
+    for r in sorted(results, key=lambda r: r.run):
+        newest[r.stage, r.sizes] = r
+    sizes = {r.sizes: r.size for r in results}
+    peers = sorted({peer.name for r in newest.values() for peer in r.peers})
+    first = baseline(ladder[0].op)
+
+    def cell(r: Result | None) -> str:
+        found = rate_of(r) if r is not None else None
+        if r is None or found is None:
+            return "–"
+        ratio = r.ratio(first)
+        return f"{found}" + (f" ({ratio:.2f})" if ratio is not None else "")
+
+    rows = [
+        [str(s.number), s.idea, *(cell(newest.get((s.number, which))) for which in sizes)]
+        for s in ladder
+    ]
+    for name in peers:
+        cells, version = [], ""
+        for which in sizes:
+            same = [r for (_, size), r in newest.items() if size == which]
+            last = max(same, key=lambda r: (r.run, r.stage))
+            peer = next((p for p in last.peers if p.name == name), None)
+            if peer is None:
+                cells.append("–")
+                continue
+            version = peer.version
+            cells.append(str(rate(last.case, last.arch, peer.timing.median_us)))
+        rows.append(["", f"{peer_title(name)} ({version})", *cells])
+    dates = sorted({r.run[:10] for r in newest.values()})
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    beside = f" (and ratio to {peer_title(first)} in the same run)" if first in peers else ""
+    memory = any((x := rate_of(r)) and x.by_memory for r in newest.values())
+    other = ", GB/s and microseconds where memory binds" if memory else ""
+    caption = (
+        f"TFLOPS{other}{beside}, median, on one {device_name}: {dtype}, {DATA.get(init, init)}, "
+        f"{CACHE.get(cache_state, cache_state)}, "
+        f"{when}. Stated dense peak: {target.dense_tflops[dtype]:.0f}."
+    )
+    return caption, _table(["stage", "what it adds", *sizes.values()], rows)
+
+
+def _untimed_table(target: Arch, ladder: Sequence[AnyStage], docs: str) -> tuple[str, str]:
+    caption = f"Not timed yet: no {target.board} has run it. The tests check it in the simulator."
+    head, rows = ["stage", "what it adds"], [[str(s.number), s.idea] for s in ladder]
+    found = predicted(ladder[0].op, target.name)
+    sizes = list(dict.fromkeys(r["size"] for r in found))
+    if found:
+        caption += (
+            " TFLOPS are predicted, not measured: by the simulator's clock, on Gaussian data, with "
+            f"the band in which they should be ([time.md]({docs}time.md))."
+        )
+        by = {(r["stage"], r["size"]): r for r in found}
+        head += [f"{size}, predicted" for size in sizes]
+        for row, s in zip(rows, ladder, strict=True):
+            row += [_band(by.get((s.number, size))) for size in sizes]
+    return caption, _table(head, rows)
+
+
+def _band(row: dict[str, Any] | None) -> str:
+    return f"{row['tflops']} ({row['low']} to {row['high']})" if row else "–"
+
+
+def predicted(op: str, arch: str) -> list[dict[str, Any]]:
+    """The rows that `python -m cutex.clock --predict` wrote for a ladder without measurements."""
+    file = PREDICTED / f"predicted-{arch}.jsonl"
+    lines = file.read_text().splitlines() if file.is_file() else []
+    fields = ("op", "stage", "size", "tflops", "low", "high")
+    try:
+        rows = [{name: row[name] for name in fields} for row in map(json.loads, lines)]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(
+            f"{file} is damaged: python -m cutex.clock --predict writes it anew"
+        ) from None
+    return [row for row in rows if row["op"] == op]
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    rule = ["---", "---", *("---:" for _ in head[2:])]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows))
+
+
+def picture_name(op: str, target: Arch) -> str:
+    return f"ladder-{target.name}.svg" if op == DEFAULT_OP else f"ladder-{op}-{target.name}.svg"
