@@ -6,6 +6,7 @@ W). The source of each figure is in docs/facts.md.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 
@@ -88,15 +89,53 @@ RELATIVES: dict[str, Arch] = {
 }
 
 
-ALL: dict[str, Arch] = ARCHS | RELATIVES
+ALL: dict[str, Arch] = ARCHS | RELATIVES  # those that have kernels of their own, or another's
+
+# archs on which only kernels written for any arch run
+PORTABLE: dict[str, Arch] = {
+    a.name: a
+    for a in (
+        Arch(
+            name="sm_80",
+            title="Ampere",
+            board="A100",
+            capability=(8, 0),
+            num_sms=108,
+            smem_per_cta=166912,
+            tmem_columns=0,
+            l2_bytes=40 << 20,
+            hbm_gbs=2039.0,
+            dense_tflops={"bf16": 312.0, "fp16": 312.0},
+            mma_flops=2048,
+            smem_bytes_per_clock=128,
+            l2_bytes_per_clock=5120,
+        ),
+        Arch(
+            name="sm_120a",
+            title="Blackwell RTX",
+            board="RTX 5090",
+            capability=(12, 0),
+            num_sms=170,
+            smem_per_cta=101376,
+            tmem_columns=0,
+            l2_bytes=96 << 20,
+            hbm_gbs=1792.0,
+            dense_tflops={"bf16": 209.5, "fp16": 209.5},
+            mma_flops=512,
+            smem_bytes_per_clock=128,
+            l2_bytes_per_clock=5_440,
+        ),
+    )
+}
+KNOWN: dict[str, Arch] = ALL | PORTABLE
 
 
 def arch(name: str) -> Arch:
-    """Return the facts of `name`. Raises ValueError if cutex has no kernels for it."""
+    """Return the facts of `name`. Raises ValueError if cutex does not know it."""
     try:
-        return ALL[name]
+        return KNOWN[name]
     except KeyError:
-        raise ValueError(f"arch {name!r} is not one of {', '.join(ALL)}") from None
+        raise ValueError(f"arch {name!r} is not one of {', '.join(KNOWN)}") from None
 
 
 def kernels_of(name: str) -> str:
@@ -104,9 +143,9 @@ def kernels_of(name: str) -> str:
     return RELATIVES[name].kernels if name in RELATIVES else name
 
 
-def local_arch() -> Arch | None:
-    """The arch of this process's CUDA device; None without a device, or for one that is not in
-    ARCHS."""
+def local_arch(among: Iterable[str] = ARCHS) -> Arch | None:
+    """The arch of this process's CUDA device; None without a device, or if it is not `among`
+    these."""
     try:
         import torch
     except ImportError:
@@ -114,4 +153,4 @@ def local_arch() -> Arch | None:
     if not torch.cuda.is_available():
         return None
     capability = torch.cuda.get_device_capability()
-    return next((a for a in ARCHS.values() if a.capability == capability), None)
+    return next((a for a in map(arch, among) if a.capability == capability), None)

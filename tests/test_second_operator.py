@@ -1,18 +1,26 @@
-"""Adding an operator takes a Problem, a ladder, and an entry in OPS. Here: G = X @ X^T."""
+"""Adding an operator takes a Problem, a ladder, and an entry in OPS. Here: G = X @ X^T, and sums of
+rows in two launches on any arch (row_sum)."""
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import ClassVar
 
 import pytest
+import row_sum
 import torch
+from cutlass import cute
+from row_sum.stage0 import Stage0
 
 from cutex.analysis import roofline
+from cutex.arch import KNOWN, kernels_of
 from cutex.bench import cli
 from cutex.cloud import rental
+from cutex.compile import compile
+from cutex.compile.resources import all_resources, count_instructions, resources, sass
 from cutex.kernels import gemm
 from cutex.problem import OPS, Check, Operator, PeerKernel, Problem, problem_class
 from cutex.problem.stage import Ladders, Stage
@@ -228,3 +236,100 @@ def test_a_gpu_is_rented_for_it(gram, capsys):
     assert "stage 0,1 on 4096r1024c bf16 beside mm" in capsys.readouterr().out
     sweep = rental.plan(rental.parser().parse_args(["--op", "sweep", "--gpu", "H200"]))
     assert {r.op for r in sweep.requests} == {*OPS}
+
+
+# an operator of two launches, on any arch, without MMAs
+
+
+@pytest.fixture
+def rowsum(monkeypatch) -> type[Problem]:
+    monkeypatch.setitem(OPS, "rowsum", Operator("row_sum:RowSumProblem", "row_sum"))
+    return problem_class("rowsum")
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_two_launches_run_and_are_checked_on_any_arch(rowsum, name, capsys, tmp_path):
+    for dtype in rowsum.dtypes:
+        argv = ["--arch", name, "--device", "sim", "--stage", "0", "--out", str(tmp_path)]
+        assert cli.main(rowsum, [*argv, "--dtype", dtype, "--rows", "131,1003"]) == 0
+    rows = read(tmp_path / "rowsum-sim.jsonl")
+    assert [(r.ok, r.arch, r.sizes) for r in rows] == [(True, name, (131, 1003))] * 3
+    assert all(r.max_error > 0 for r in rows)
+
+
+class LosesAPart(Stage0):
+    @cute.kernel
+    def combine(self, mParts: cute.Tensor, mSums: cute.Tensor):
+        row = cute.arch.block_idx()[0] * self.config.threads + cute.arch.thread_idx()[0]
+        if row < mSums.shape[0]:
+            mSums[row] = mParts[row, 0] + mParts[row, 1]
+
+
+def test_what_is_wrong_in_the_second_launch_is_found(rowsum, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(row_sum.RowSumStage, "kernel", lambda self: LosesAPart(self.default))
+    argv = ["--arch", "sm_90a", "--device", "sim", "--stage", "0", "--out", str(tmp_path)]
+    assert cli.main(rowsum, argv) == 1
+    assert "off by" in capsys.readouterr().err
+
+
+def test_each_kernel_of_a_call_has_resources_of_its_own(rowsum, capsys):
+    compiled = compile(Stage0(row_sum.Config(64)), "bf16", "sm_90a")
+    first, second = all_resources(compiled)
+    names = [f"sm90_rowsum_bf16_stage0_{role}" for role in ("partial_0", "combine_1")]
+    assert [first.kernel, second.kernel] == names == list(compiled.dynamic_smem)
+    assert (first.num_threads, first.smem_bytes, second.smem_bytes) == (64, 8, 0)
+    assert first.registers > second.registers > 0
+    assert first.instructions["barrier"] == 1 and second.instructions["barrier"] == 0
+    total = first.instructions["total"] + second.instructions["total"]
+    assert total == count_instructions(sass(compiled))["total"]
+    with pytest.raises(ValueError, match=r"one kernel was due, .*combine_1.*partial_0"):
+        resources(compiled)
+    assert cli.main(rowsum, ["--arch", "sm_120a", "--stage", "0", "--emit", "resources"]) == 0
+    out = capsys.readouterr().out
+    assert "sm120_rowsum_bf16_stage0_partial_0" in out and "combine_1" in out
+
+
+def test_a_device_function_that_a_kernel_does_not_name_is_refused():
+    class Silent(Stage0):
+        kernels: ClassVar = {"partial": Stage0.partial}
+
+    Stage0.combine.set_name_prefix("")
+    with pytest.raises(ValueError, match=r"launches .*combine.* not among its kernels: partial"):
+        compile(Silent(row_sum.Config()), "fp32", "sm_90a", cache=False)
+
+
+def test_a_kernel_for_several_archs_names_them_where_it_is_refused():
+    class Two(Stage0):
+        archs = ("sm_80", "sm_100a")
+
+    with pytest.raises(ValueError, match="rowsum_stage0 is a kernel for sm_80, sm_100a, not for"):
+        compile(Two(row_sum.Config()), "fp32", "sm_90a")
+    assert kernels_of("sm_103a") == "sm_100a"
+    assert compile(Two(row_sum.Config()), "fp32", "sm_103a").arch == "sm_103a"
+
+
+def test_the_time_of_each_launch_is_predicted(rowsum, capsys, tmp_path):
+    for name in ("sm_90a", "sm_100a"):
+        argv = ["--arch", name, "--device", "sim", "--stage", "0", "--rows", "512,4096", "--time"]
+        assert cli.main(rowsum, argv) == 0
+        out = capsys.readouterr().out
+        times = [float(x) for x in re.findall(r"^ +([\d.]+) us \(", out, re.M)]
+        total = float(re.search(r"2 launches: ([\d.]+) us in all", out)[1])
+        assert len(times) == 2 and total == pytest.approx(sum(times), abs=0.2)
+        assert "partial_0" in out and "combine_1" in out
+    assert cli.main(rowsum, ["--arch", "sm_80", *argv[2:]]) == 2
+    assert "arch 'sm_80': there are constants for h200, b200" in capsys.readouterr().err
+
+
+def test_two_launches_are_reported_and_rented_like_the_others(rowsum, capsys, tmp_path, root):
+    argv = ["--arch", "sm_90a", "--device", "sim", "--stage", "0", "--out", str(tmp_path)]
+    assert cli.main(rowsum, argv) == 0
+    (row,) = read(tmp_path / "rowsum-sim.jsonl")
+    took = Timing(10.0, 9.0, 11.0, 50, 6, "cold", 3.0)
+    facts = {"device": "cuda", "device_name": "NVIDIA H200", "timing": took, "tflops": 0.2}
+    rows = [*read_all(root / "results"), replace(row, **facts)]
+    assert "### row sum on Hopper (sm_90a)" in ladders(rows)
+    assert "ladder-rowsum-sm_90a.svg" in pictures(rows) and "row sum on Hopper" in page(rows)
+    argv = ["--op", "rowsum", "--gpu", "B200", "--compare", "sum", "--dry-run", "--no-preflight"]
+    assert rental.main(argv, rent=None) == 0
+    assert "stage 0 on 8192x4096 bf16 beside sum" in capsys.readouterr().out

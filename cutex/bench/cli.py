@@ -179,8 +179,8 @@ def plan(kind: type[Problem], args: argparse.Namespace) -> Job:
     ones."""
     if args.device not in DEVICES:
         raise ValueError(f"--device {args.device!r} is not one of {', '.join(DEVICES)}")
-    here = local_arch() if args.arch is None and args.device != "sim" else None
     archs = ladders(kind.op).archs
+    here = local_arch(archs) if args.arch is None and args.device != "sim" else None
     usual = DEFAULT_ARCH if DEFAULT_ARCH in archs else archs[0]
     target = arch((here.name if here else usual) if args.arch is None else args.arch)
     if args.emit == "bounds" and not target.tmem_columns:
@@ -301,7 +301,7 @@ def list_stages(kind: type[Problem], only: str | None) -> None:
 
 def emit(stage: AnyStage, dtype: str, what: str) -> None:
     """Print the PTX, the SASS or the resources of one stage as compiled."""
-    from cutex.compile.resources import resources, sass
+    from cutex.compile.resources import all_resources, sass
 
     compiled = compile_stage(stage, dtype)
     print(f"// stage {stage.number} of {stage.arch}, {dtype}: {compiled.symbol}")
@@ -311,7 +311,7 @@ def emit(stage: AnyStage, dtype: str, what: str) -> None:
         case "sass":
             print(sass(compiled))
         case "resources":
-            print(resources(compiled))
+            print("\n\n".join(map(str, all_resources(compiled))))
         case "bounds":
             from cutex.analysis import bounds
 
@@ -357,19 +357,22 @@ def run(job: Job, out: Path, as_json: bool) -> int:
 
 
 def predict(job: Job, clock: Clock, as_json: bool) -> int:
-    """Print the predicted time of each problem and stage; no ledger, for nothing was measured."""
-    from cutex.bench.clock import time_stage
+    """Print the predicted time of each problem and stage, by launch; no ledger, for nothing was
+    measured. A trace is that of the longest launch."""
+    from cutex.bench.clock import time_launches
     from cutex.sim.timing.gpus import gpu
 
     for problem in job.problems:
         for stage in job.stages:
-            report = time_stage(problem, stage, gpu(clock.gpu), log=clock.trace is not None)
-            if as_json:
-                print(report.to_json(), flush=True)
-            else:
-                print(f"stage {stage.number}, {problem.size}: {report}", flush=True)
+            reports = time_launches(problem, stage, gpu(clock.gpu), log=clock.trace is not None)
+            us = sum(report.us for report in reports)
+            for report in reports:
+                told = f"stage {stage.number}, {problem.size}: {report}"
+                print(report.to_json() if as_json else told, flush=True)
+            if len(reports) > 1 and not as_json:
+                print(f"{len(reports)} launches: {us:,.1f} us in all", flush=True)
             if clock.trace:
-                report.write_trace(clock.trace)
+                max(reports, key=lambda report: report.us).write_trace(clock.trace)
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cutex.arch import arch
 from cutex.bench.run import compile_stage, settle
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cutex.sim.timing.timed import Whole
     from cutex.sim.timing.trace import Traced
 
+T = TypeVar("T")
 TILES = 2.6  # recorded tiles of a cluster, for each warpgroup that has tiles of its own
 DETAILED_FLOPS = 6e8  # recorded MMA FLOPs of a CTA, where tiles differ
 WALKED = 3  # recorded tiles of a CTA, where they differ in their steps
@@ -67,13 +68,13 @@ def _record(problem: Problem, stage: AnyStage, limit: float, look: bool = True) 
     return launched(problem, stage, lambda h, p, a, r: trace(h, p, a, r, limit, look)[0])
 
 
-def launched(problem: Problem, stage: AnyStage, how: Callable[..., Traced]) -> Traced:
-    """Return ``how``'s record of a launch, on zeros where the problem may have them: they cost
+def launched(problem: Problem, stage: AnyStage, how: Callable[..., T]) -> T:
+    """Return ``how``'s record of a call, on zeros where the problem may have them: they cost
     nothing."""
     from cutex.sim.host.loaded import captured
 
     compiled = compile_stage(stage, problem.dtype)
-    found: list[Traced] = []
+    found: list[T] = []
 
     def launched(*tensors: Any) -> None:
         found.append(how(*captured(compiled, tensors)))
@@ -85,9 +86,25 @@ def launched(problem: Problem, stage: AnyStage, how: Callable[..., Traced]) -> T
 
 
 def time_stage(problem: Problem, stage: AnyStage, gpu: Gpu, log: bool = False) -> TimeReport:
+    """The time of a stage that is one launch."""
     from cutex.sim.timing.report import time_launch
 
     traced, whole = record(problem, stage)
     report = time_launch(traced, gpu, whole, log=log, data=problem.init)
     report.flops = problem.flops
     return report
+
+
+def time_launches(
+    problem: Problem, stage: AnyStage, gpu: Gpu, log: bool = False
+) -> list[TimeReport]:
+    """The time of each launch of a stage. Of several launches no work is known beforehand: clusters
+    spread over the grid of each are recorded whole."""
+    from cutex.sim.timing.report import time_launch
+    from cutex.sim.timing.sampled import sample
+
+    stage = settle(stage, problem, timed=False)
+    if len(compile_stage(stage, problem.dtype).dynamic_smem) == 1:
+        return [time_stage(problem, stage, gpu, log)]
+    found = launched(problem, stage, sample)
+    return [time_launch(one, gpu, log=log, data=problem.init) for one in found]

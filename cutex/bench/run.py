@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 
-from cutex.arch import Arch, arch, local_arch
+from cutex.arch import KNOWN, Arch, arch, local_arch
 from cutex.bench import timing
 from cutex.problem import Check, Launch, Problem
 from cutex.problem.stage import AnyStage
@@ -49,11 +49,11 @@ def choose_device(name: str, target: Arch) -> str:
         raise ValueError(f"device {name!r} is not one of {', '.join(DEVICES)}")
     if name == "sim":
         return "sim"
-    here = local_arch()
-    if here is not None and here.name == target.name:
+    if local_arch([target.name]) is not None:
         return "cuda"
     if name == "auto":
         return "sim"
+    here = local_arch(KNOWN)
     found = f"the GPU here is {here.name}" if here else "there is no GPU here that cutex knows"
     raise ValueError(f"device cuda cannot run {target.name}: {found}; use device sim")
 

@@ -58,6 +58,7 @@ def read(
             meta["key"] == key
             and meta.pop("checksum") == digest(canonical(meta))
             and isinstance(meta["places"], dict)
+            and isinstance(meta["dynamic_smem"], dict)
             and meta["checksums"] == {kind: digest(content) for kind, content in data.items()}
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

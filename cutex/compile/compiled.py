@@ -24,7 +24,8 @@ class Compiled:
     ptx: str
     cubin: bytes
     object_path: Path
-    dynamic_smem: int  # bytes that the launch requests, beside the static smem in the cubin
+    # bytes that launches request, beside the static smem in the cubin, by kernel in their order
+    dynamic_smem: dict[str, int]
     key: str
     compile_seconds: float  # time of the compilation, in this process or an earlier one
     from_cache: bool

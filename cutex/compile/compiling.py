@@ -9,7 +9,7 @@ import platform
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,12 +30,14 @@ DSL_DEFAULT = "sm_100a"  # the arch that the DSL takes to be this machine's if t
 
 class Kernel(Protocol):
     """An object that can be compiled. It also has a jit `__call__`, which takes its operands and a
-    stream, and a `kernel`, the device function that it launches.
+    stream, and launches device functions.
 
+    These are `kernels`, a mapping of roles, such as "preprocess" and "main", to functions decorated
+    with @cute.kernel; one that launches a single function has it as `kernel` instead. A kernel is
+    compiled for one of `archs`; one that is written for a single arch has that as `arch` instead.
     It may name the input dtypes that it takes in `dtypes`; the default is bf16 and fp16.
     """
 
-    arch: str
     config: Any  # a frozen dataclass, whole in the compile key
 
     @property
@@ -54,11 +56,11 @@ def compile(kernel: Kernel, dtype: str, arch: str, *, cache: bool = True) -> Com
     """
     if dtype not in (known := getattr(kernel, "dtypes", ("bf16", "fp16"))):
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(known)}")
-    if kernel.arch != kernels_of(arch):
-        raise ValueError(f"{kernel.name} is a kernel for {kernel.arch}, not for {arch}")
+    if not {arch, kernels_of(arch)} & {*(archs := archs_of(kernel))}:
+        raise ValueError(f"{kernel.name} is a kernel for {', '.join(archs)}, not for {arch}")
     ingredients = _ingredients(kernel, dtype, arch)
     key = digest(canonical(ingredients))[:32]
-    symbol = f"{_device_name(kernel, dtype)}_{key[:8]}"
+    symbol = f"{_device_name(kernel, dtype, arch)}_{key[:8]}"
     operands = kernel.operands(dtype)
 
     def places() -> dict[str, str]:
@@ -105,24 +107,54 @@ def _build(
         debug_info.recording() as recorder,
         no_gpu_looked_for(),
     ):
-        # NOTE: "cutlass" in a kernel's name makes ptxas choose registers by other rules
-        # (NVIDIA/cutlass issue 3389), so the name is ours, whole.
-        type(kernel).kernel.set_name_prefix(  # type: ignore[attr-defined]
-            _device_name(kernel, dtype), remove_cutlass_symbol=True, keep_mangled_name=False
-        )
+        name_kernels(kernel, _device_name(kernel, dtype, arch))
         # NOTE: PTX and cubin would otherwise land in the working directory
         function = cute.compile[(*options, DumpDir(dumped))](kernel, *arguments, stream)
         function.export_to_c(str(folder / FILES["object"]), ingredients["symbol"])
     (folder / FILES["ptx"]).write_text(recorder.annotate(function.__ptx__))
     (folder / FILES["cubin"]).write_bytes(function.__cubin__)
+    smem = launched_smem(str(function.ir_module))
+    for name in smem:
+        if "cutlass" in name:
+            raise ValueError(
+                f"{kernel.name} launches {name}, which is not among its kernels: "
+                f"{', '.join(filter(None, kernels_of_call(kernel))) or 'kernel'}"
+            )
     meta = {
         **ingredients,
-        "dynamic_smem": launched_smem(str(function.ir_module)),
+        "dynamic_smem": smem,
         "compile_seconds": round(time.perf_counter() - start, 3),
         "checksums": {kind: digest((folder / n).read_bytes()) for kind, n in FILES.items()},
     }
     meta["checksum"] = digest(canonical(meta))
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+
+
+def archs_of(kernel: Kernel) -> tuple[str, ...]:
+    """The archs that `kernel` can be compiled for, beside those that run another's kernels."""
+    of_one = (kernel.arch,) if hasattr(kernel, "arch") else ()
+    return tuple(getattr(kernel, "archs", of_one))
+
+
+def kernels_of_call(kernel: Kernel) -> Mapping[str, Any]:
+    """The device functions that a call of `kernel` launches, by role; the role of an only one is
+    ""."""
+    found: Mapping[str, Any] = getattr(kernel, "kernels", None) or {"": type(kernel).kernel}  # type: ignore[attr-defined]
+    return found
+
+
+def name_kernels(kernel: Kernel, name: str) -> None:
+    """Name the device functions of `kernel`: `name`, and each one's role.
+
+    NOTE: "cutlass" in a kernel's name makes ptxas choose registers by other rules (NVIDIA/cutlass
+    issue 3389), so the name is ours, whole.
+    """
+    for role, function in kernels_of_call(kernel).items():
+        function.set_name_prefix(
+            f"{name}_{role}" if role else name,
+            remove_cutlass_symbol=True,
+            keep_mangled_name=False,
+        )
 
 
 @contextmanager
@@ -155,28 +187,45 @@ def _sees_gpu() -> bool:
 
 
 _LAUNCH_CONFIG = r"!llvm.struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>"
+_SMEM = re.compile(r"(%\w+) = llvm.getelementptr %\w+\[0, 2\] : .*" + re.escape(_LAUNCH_CONFIG))
+_LAUNCH = re.compile(r"addressof @kernels_(\w+) :.*\n.*llvm.load.*\n.*call @_cudaLaunchKernelEx\(")
 
 
-def launched_smem(host_ir: str) -> int:
-    """The dynamic smem, in bytes, of the first launch: member 2 of its cudaLaunchConfig_t, a
-    constant.
+def launched_smem(host_ir: str) -> dict[str, int]:
+    """The dynamic smem, in bytes, of each kernel in the order of their launches: member 2 of a
+    launch's cudaLaunchConfig_t, a constant. RuntimeError where it is none.
 
     The DSL computes it while it compiles and stores it nowhere else.
     """
-    for member in re.finditer(
-        r"(%\w+) = llvm.getelementptr %\w+\[0, 2\] : .*" + re.escape(_LAUNCH_CONFIG), host_ir
-    ):
-        before, after = host_ir[: member.start()], host_ir[member.end() :]
-        stored = re.search(rf"llvm.store (%\w+), {member[1]} : i64", after)
-        values = stored and re.findall(rf"{stored[1]} = llvm.mlir.constant\((\d+) : i64\)", before)
-        if values:
-            return int(values[-1])  # the nearest above: names repeat from function to function
-    raise RuntimeError("no launch with a constant amount of smem in the host code of the DSL")
+    members = list(_SMEM.finditer(host_ir))
+    found: dict[str, int] = {}
+    for launch in _LAUNCH.finditer(host_ir):
+        before = [m for m in members if m.start() < launch.start()]
+        smem = _stored(host_ir, before[-1]) if before else None
+        if smem is None:
+            raise RuntimeError(f"the launch of {launch[1]} has no constant amount of smem")
+        found[launch[1]] = max(smem, found.get(launch[1], 0))
+    if not found:
+        raise RuntimeError("no launch in the host code of the DSL")
+    return found
 
 
-def _device_name(kernel: Kernel, dtype: str) -> str:
-    arch, op, rest = kernel.name.split("_", 2)
-    return f"{arch}_{op}_{dtype}_{rest}"  # sm90_gemm_stage3 -> sm90_gemm_bf16_stage3
+def _stored(host_ir: str, member: re.Match[str]) -> int | None:
+    """The constant that is stored to a member of a struct; None if it is no constant."""
+    before, after = host_ir[: member.start()], host_ir[member.end() :]
+    stored = re.search(rf"llvm.store (%\w+), {member[1]} : i64", after)
+    values = stored and re.findall(rf"{stored[1]} = llvm.mlir.constant\((\d+) : i64\)", before)
+    return int(values[-1]) if values else None  # the nearest above: names repeat by function
+
+
+def _device_name(kernel: Kernel, dtype: str, arch: str) -> str:
+    """The name of a kernel's code: sm90_gemm_stage3 is sm90_gemm_bf16_stage3; a name without an
+    arch, of a kernel for several, takes that of the arch it is compiled for."""
+    name = kernel.name
+    if not re.match(r"sm\d+_", name):
+        name = f"{arch.rstrip('af').replace('_', '')}_{name}"
+    sm, op, *rest = name.split("_", 2)
+    return "_".join([sm, op, dtype, *rest])
 
 
 def _ingredients(kernel: Kernel, dtype: str, arch: str) -> dict[str, Any]:

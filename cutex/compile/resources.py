@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -63,20 +63,26 @@ class Resources:
 
 
 class Code(Protocol):
-    """A compiled kernel, of cutex or of others."""
+    """Compiled code, of cutex or of others: one kernel, or those that a call launches."""
 
     @property
     def ptx(self) -> str: ...
     @property
     def cubin(self) -> bytes: ...
     @property
-    def dynamic_smem(self) -> int: ...
+    def dynamic_smem(self) -> Mapping[str, int]: ...
 
 
-def resources(compiled: Code) -> Resources:
-    cubin = Cubin(compiled.cubin)
+def all_resources(compiled: Code) -> list[Resources]:
+    """The resources of each kernel, in the order of their launches."""
+    return [resources(compiled, kernel) for kernel in compiled.dynamic_smem]
+
+
+def resources(compiled: Code, kernel: str | None = None) -> Resources:
+    """The resources of the kernel of that name; None for the only one."""
+    cubin = Cubin(compiled.cubin, kernel)
     try:
-        instructions, note = count_instructions(sass(compiled)), ""
+        instructions, note = count_instructions(sass(compiled, cubin.kernel)), ""
     except NoDisassembler as missing:
         instructions, note = {}, f"no instruction counts: {missing}"
     return Resources(
@@ -84,11 +90,21 @@ def resources(compiled: Code) -> Resources:
         num_threads=cubin.num_threads,
         registers=cubin.registers,
         spill_bytes=cubin.stack_bytes,
-        smem_bytes=cubin.static_smem + compiled.dynamic_smem,
-        tmem_columns=tmem_columns(compiled.ptx),
+        smem_bytes=cubin.static_smem + compiled.dynamic_smem[cubin.kernel],
+        tmem_columns=tmem_columns(_entry(compiled.ptx, cubin.kernel)),
         instructions=instructions,
         note=note,
     )
+
+
+def _entry(ptx: str, kernel: str) -> str:
+    """The part of a PTX module that defines `kernel`."""
+    start = re.search(rf"\.entry\s+{kernel}\s*\(", ptx)
+    if start is None:
+        raise ValueError(f"no entry {kernel} in the PTX")
+    rest = ptx[start.end() :]
+    end = re.search(r"^[^/\n]*\.entry\s", rest, re.M)
+    return rest[: end.start()] if end else rest
 
 
 def tmem_columns(ptx: str) -> int:
@@ -126,8 +142,9 @@ def opcodes(text: str) -> Iterator[str]:
         yield line[1]
 
 
-def sass(compiled: Code) -> str:
-    """The machine code as text. Raises NoDisassembler if there is no nvdisasm."""
+def sass(compiled: Code, kernel: str | None = None) -> str:
+    """The machine code as text, of all kernels or of one. Raises NoDisassembler if there is no
+    nvdisasm."""
     with tempfile.TemporaryDirectory(prefix="cutex-") as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(compiled.cubin)
@@ -136,4 +153,7 @@ def sass(compiled: Code) -> str:
         )
     if done.returncode:
         raise RuntimeError(f"nvdisasm failed: {done.stderr.strip()}")
-    return done.stdout
+    if kernel is None:
+        return done.stdout
+    _, *sections = re.split(r"^\t\.section\t", done.stdout, flags=re.M)
+    return "".join(s for s in sections if s.startswith(f".text.{kernel},"))

@@ -106,9 +106,10 @@ class Problem(Computation):
     def grid(self, tile: Sequence[int]) -> int:
         """The number of tiles of this extent that cover the output."""
 
-    @abstractmethod
     def steps(self, tile: Sequence[int], step_flops: int) -> int:
-        """The number of steps of `step_flops` FLOPs that the mainloop takes over one tile."""
+        """The number of steps of `step_flops` FLOPs that the mainloop takes over one tile; only for
+        operators with one."""
+        raise NotImplementedError
 
     # ---- other data and sizes
 

@@ -42,6 +42,7 @@ class Stage(Generic[P_contra, C_co]):
     """
 
     op: ClassVar[str]
+    by_arch: ClassVar[bool] = True  # whether the kernels of each arch are in a folder of their own
 
     number: int
     arch: str
@@ -52,7 +53,8 @@ class Stage(Generic[P_contra, C_co]):
 
     @property
     def module(self) -> str:
-        return f"{package(self.op, self.arch)}.stage{self.number}"
+        where = package(self.op, self.arch) if self.by_arch else operator(self.op).kernels
+        return f"{where}.stage{self.number}"
 
     def config(self) -> C_co:
         return self.default
@@ -136,6 +138,11 @@ class Ladders(Generic[S]):
         raise ValueError(
             f"stage {number} is not in the ladder of {arch}, which has {_numbers(ladder)}"
         )
+
+
+def on_each(archs: Iterable[str], *rungs: S) -> tuple[S, ...]:
+    """`rungs` on each of `archs`, for an operator whose kernels run on all of them."""
+    return tuple(replace(rung, arch=name) for name in archs for rung in rungs)
 
 
 def _numbers(ladder: list[S]) -> str:

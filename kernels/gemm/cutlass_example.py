@@ -20,7 +20,7 @@ class Example:
 
     ptx: str
     cubin: bytes
-    dynamic_smem: int
+    dynamic_smem: dict[str, int]
     tile: tuple[int, int]
     num_stages: int
 

@@ -51,14 +51,15 @@ def test_a_line_that_is_reached_twice_has_two_call_stacks():
 def test_the_parts_of_shared_memory_have_the_names_of_the_kernel(key):
     compiled = compile(stage(*key).kernel(), "bf16", key[0])
     (program,) = parse(compiled.ptx).values()
-    names = SmemNames.of(program, 1024, compiled.dynamic_smem)
+    (smem,) = compiled.dynamic_smem.values()
+    names = SmemNames.of(program, 1024, smem)
     assert [b.name for b in program.buffers[:2]] == ["sA", "sB"]
     b, full = program.buffers[1], next(b for b in program.buffers if b.name == "ab.full")
     assert names.at(1024 + full.offset + 16) == "ab.full[2]"
     assert names.told(f"reads shared memory 0x{1024 + b.offset:x}..0x{1024 + b.offset + 64:x}") == (
         f"reads shared memory sB[0..31] (0x{1024 + b.offset:x}..0x{1024 + b.offset + 64:x})"
     )
-    assert SmemNames.of(program, 1024, compiled.dynamic_smem + 16).buffers == [], "not certain"
+    assert SmemNames.of(program, 1024, smem + 16).buffers == [], "not certain"
 
 
 def matrices():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cutex.arch import ARCHS, Arch
+from cutex.arch import ARCHS, KNOWN, Arch
 from cutex.sim.host.capture import Launch
 from cutex.sim.machine.memory import SYSTEM_SMEM
 from cutex.sim.ptx.parse import Program
@@ -48,7 +48,7 @@ def residency(program: Program, launch: Launch, ctas: int | None = None) -> Resi
 
 
 def _gpu(program: Program) -> Arch:
-    return ARCHS["sm_90a" if program.target.startswith("sm_90") else "sm_100a"]
+    return KNOWN.get(program.target, ARCHS["sm_100a"])
 
 
 def _per_sm(program: Program, launch: Launch) -> int:

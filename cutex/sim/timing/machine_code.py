@@ -102,7 +102,7 @@ _SECOND = re.compile(r"^\s*/\* 0x(\w{16}) \*/")
 
 
 def disassemble(cubin: bytes) -> list[Sass]:
-    """Return the SASS of the one kernel of ``cubin``. Raises NoDisassembler without an nvdisasm,
+    """Return the SASS of the kernels of ``cubin``. Raises NoDisassembler without an nvdisasm,
     and ValueError where the cubin has no line information.
     """
     with tempfile.TemporaryDirectory(prefix="cutex-") as folder:
@@ -125,7 +125,7 @@ def read(text: str) -> list[Sass]:
     for row in text.splitlines():
         if found := _LINE.search(row):
             line = int(found[1])
-        elif re.match(r"\.L_x_\d+:", row) or ends:
+        elif re.match(r"\.L_x_\d+:|\.text\.", row) or ends:
             block, ends = block + 1, False
         if found := _CODE.search(row):
             waiting = Sass(int(found[1], 16), found[2], line, 1, (), 0, block)

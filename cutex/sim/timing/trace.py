@@ -83,7 +83,7 @@ class Few(Simulation):
     ) -> None:
         super().__init__(programs, tensors)
         self.cost: dict[int, Cost] = costs(disassemble(cubin), BESIDE, H200.mufu_lost_beside_mma)
-        self.registers, self.flops = Cubin(cubin).registers, flops
+        self.machine_code, self.flops = cubin, flops
         self.traced: list[Traced] = []
         self.all_at_once, self.number = False, 0
         self.counters: set[Counter] = set()  # that cluster 0 takes tiles from
@@ -140,10 +140,11 @@ class Few(Simulation):
         if self.number == 0:
             self.counters = counters.asked_again if counters else set()
         threads = 32 * what.warps_per_cta
+        registers = Cubin(self.machine_code, what.kernel).registers
         held = min(
             SM_THREADS // threads,
             SM_SMEM // (1024 + machine.static_smem + what.smem),
-            SM_REGISTERS // (threads * max(self.registers, 16)),
+            SM_REGISTERS // (threads * max(registers, 16)),
             TMEM_COLUMNS // recorder.columns if recorder.columns else SM_THREADS,
         )
         self.traced.append(

@@ -19,7 +19,7 @@ HEAD_DIMS = (64, 96, 128)
 class Compiled:
     ptx: str
     cubin: bytes
-    dynamic_smem: int
+    dynamic_smem: dict[str, int]
 
 
 def compiled(kernel: Any, head_dim: int) -> Compiled:
