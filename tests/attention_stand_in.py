@@ -14,6 +14,7 @@ import torch
 
 from cutex.kernels.attention.forward.sm90.forward import Forward
 from cutex.ops.attention import eager, plan
+from cutex.ops.attention.call import DTYPES
 from cutex.problem.attention.case import AttentionCase, Inputs
 from cutex.problem.attention.reference import attend
 
@@ -56,7 +57,7 @@ def by_definition(config: Any, given: dict[str, Any]) -> None:
     inputs = Inputs(q, k, v, sink=given.get("sink"))
     for s in problem.sequences:
         rows = [problem.rows(x, s, side) for x, side in ((q, "q"), (k, "k"), (v, "k"))]
-        o, lse = attend(problem, *rows, inputs.sink, exact=False)
+        o, lse = attend(problem, *rows, inputs.sink, exact=q.dtype == torch.float64)
         if config.varlen_q:
             o, lse = o[: given["max_seqlen_q"]], lse[:, : given["max_seqlen_q"]]
             s = s._replace(queries=min(s.queries, given["max_seqlen_q"]))
@@ -84,7 +85,7 @@ def problem_of(config: Any, given: dict[str, Any]) -> AttentionCase:
         heads_kv=k.shape[-2],
         head_dim=q.shape[-1],
         head_dim_v=given["v"].shape[-1],
-        dtype={torch.bfloat16: "bf16", torch.float16: "fp16"}[q.dtype],
+        dtype=DTYPES[q.dtype],
         causal=config.causal,
         window=(None if lo is None else -lo, hi),
         softcap=given.get("softcap", 0.0),

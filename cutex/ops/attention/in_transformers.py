@@ -1,4 +1,10 @@
-"""`attn_implementation="cutex"` of transformers' models."""
+"""`attn_implementation="cutex"` of transformers' models.
+
+What it computes is what "sdpa" computes, or, where that has no softcap and no sinks, "eager": masks
+are those that transformers makes for a model, never guessed from its name. What our kernel does not
+express runs on torch. One thing follows transformers' flash attention instead: sequences
+that are packed into a row are kept apart with a cache, too (`_packed`).
+"""
 
 from __future__ import annotations
 
@@ -7,17 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import flash_attention_mask
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from cutex.ops import autocast
+from cutex.ops.attention.backward import why_no_gradient
+from cutex.ops.attention.call import DTYPES, HEAD_DIMS, AttentionCall
 from cutex.ops.attention.eager import flash_attn_func, flash_attn_varlen_func
+from cutex.ops.attention.transformers_masks import Layout, Mask, mask_of, packed_by
 
 NAME = "cutex"
+SPARSE = ("indices", "block_indices")  # keys chosen by the model; "sdpa" gets a mask of them
+FOR_TORCH = ("position_bias", "cache")  # arguments that sdpa_attention_forward knows
 
 
 def register() -> None:
     AttentionInterface.register(NAME, attention)
-    # a mask is then None, or (batch, keys), True where a key is no padding, as in flash attention
-    AttentionMaskInterface.register(NAME, flash_attention_mask)
+    AttentionMaskInterface.register(NAME, mask_of)
 
 
 def attention(
@@ -28,68 +39,154 @@ def attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
     is_causal: bool | None = None,
+    softcap: float | None = None,
     s_aux: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
     """The output (batch, rows, heads, D) for query, key and value (batch, heads, rows, D).
 
-    Padding is left out, and sequences that are packed into one row of the batch are kept apart.
-    Raises ValueError for dropout, and for masks of more than padding.
+    Which keys a query sees is what `attention_mask` says, made by `mask_of` or any that sdpa takes;
+    without one `is_causal` counts as in sdpa. Padded queries are 0 where our kernel runs. Raises
+    ValueError for keys that a model selects sparsely.
     """
-    if dropout:
-        raise ValueError(f"dropout={dropout}: attn_implementation {NAME!r} has none")
-    if attention_mask is not None and attention_mask.dim() != 2:
-        shape = tuple(attention_mask.shape)
-        raise ValueError(f"attention_mask has shape {shape}, {NAME!r} takes (batch, keys)")
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    for name in SPARSE:
+        if more.get(name) is not None:
+            raise ValueError(
+                f"{name}: attn_implementation {NAME!r} has no sparse attention; use 'sdpa'"
+            )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    options: dict[str, Any] = {
-        "softmax_scale": scaling,
-        "causal": causal,
-        "softcap": softcap or 0.0,
-        "learnable_sink": s_aux,
-    }
-    if sliding_window is not None:  # keys that are seen, the query's own among them
-        options["window_size"] = (sliding_window - 1, sliding_window - 1)
-    if attention_mask is not None:
-        return _without_padding(q, k, v, attention_mask.bool(), options), None
-    ends = [more.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
-    if None in ends and _is_packed(more.get("position_ids"), q, k):
-        starts = (more["position_ids"].flatten() == 0).nonzero().flatten()
-        ends = [torch.cat((starts, starts.new_tensor([q.shape[1]])))] * 2
-    if None not in ends:
-        lengths = [x.to(torch.int32) for x in ends if x is not None]
-        longest = [int(x.diff().max()) for x in lengths]
-        rows = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
-        out = flash_attn_varlen_func(*rows, *lengths, *longest, **options)
-        assert isinstance(out, Tensor)
-        return out.view(*q.shape[:3], v.shape[-1]), None
-    out = flash_attn_func(q, k, v, **options)
-    assert isinstance(out, Tensor)
-    return out, None
+    options = {"softmax_scale": scaling, "softcap": softcap or 0.0, "learnable_sink": s_aux}
+    layout = None
+    if not dropout and all(more.get(name) is None for name in FOR_TORCH):
+        layout = _layout(query, key, attention_mask, causal, more)
+    if layout is not None and _takes(query, key, value, options):
+        return _attend(query, key, value, layout, options), None
+    if not softcap and s_aux is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
+            is_causal=is_causal, **{name: more.get(name) for name in FOR_TORCH},
+        )  # fmt: skip
+    if dropout:
+        raise ValueError(
+            f"dropout={dropout}: attn_implementation {NAME!r} has none with softcap or sinks"
+        )
+    return _by_definition(query, key, value, attention_mask, causal, options), None
 
 
-def _is_packed(position_ids: Tensor | None, q: Tensor, k: Tensor) -> bool:
-    """Whether one row of a batch holds several sequences, each counting from 0."""
-    if position_ids is None or q.shape[0] != 1 or q.shape[1] == 1 or q.shape[1] != k.shape[1]:
+def _layout(
+    query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, more: dict[str, Any]
+) -> Layout | None:
+    """Which rows see which keys, as our kernel takes it; None if it cannot."""
+    batch, (rows, keys) = query.shape[0], (x.shape[2] for x in (query, key))
+    if isinstance(mask, Mask):
+        layout = mask.expressed
+        if layout is None or mask.shape[0] != batch or mask.shape[2:] != (rows, keys):
+            return None
+    elif mask is not None:
+        return None
+    elif not causal or rows == 1:
+        layout = Layout((None, None), keys)
+    elif keys < rows:
+        return None  # sdpa aligns it top left
+    else:
+        layout = Layout((None, 0), rows)  # the other keys are a static cache's, not yet written
+    if layout.cu_seqlens_q is not None or layout.keys != rows or rows == 1:
+        return layout
+    known = mask.packed if isinstance(mask, Mask) else {}  # one for all layers
+    key_of = tuple(more.get(x) for x in ("cu_seq_lens_q", "cu_seq_lens_k", "position_ids"))
+    if (found := known.get(tuple(map(id, key_of)))) is None:
+        found = _packed(layout, batch, *key_of)
+        known[tuple(map(id, key_of))] = found, key_of  # which keeps the ids from others
+        return found
+    return found[0]
+
+
+def _packed(
+    layout: Layout, batch: int, cu_q: Tensor | None, cu_k: Tensor | None, positions: Tensor | None
+) -> Layout:
+    """`layout` for the sequences of a row that a user packed, where transformers' flash attention
+    looks for them: at cu_seq_lens, or, of one row of positions, where they are lowest.
+
+    NOTE: flash attention does so with a cache and with a mask of ones, too, where sdpa lets
+    sequences see each other. Without either sdpa's mask tells, which wants positions to rise by 1.
+    """
+    if cu_q is not None and cu_k is not None:
+        ends = [x.to(torch.int32) for x in (cu_q, cu_k)]
+        longest = int(ends[0].diff().max()), int(ends[1].diff().max())
+        return layout._replace(cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], longest=longest)
+    if positions is None or layout.window[1] != 0 or batch != 1:
+        return layout
+    if positions.shape != (1, layout.keys) or bool((positions.diff() == 1).all()):
+        return layout
+    begins = positions == positions.min()
+    begins[:, 0] = True  # the rest of a sequence that began in a chunk before this one
+    return layout._replace(**packed_by(begins))
+
+
+def _takes(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
+    """Whether our kernel computes this, and its gradients where they are wanted."""
+    scale, heads, heads_kv = options["softmax_scale"], query.shape[1], key.shape[1]
+    if not (scale is None or (isinstance(scale, (int, float)) and scale > 0)):
         return False
-    return int((position_ids == 0).sum()) > 1
+    types = {x.dtype for x in (query, key, value)}
+    if not (autocast.is_on(query.device) or (len(types) == 1 and types <= set(DTYPES))):
+        return False
+    if (query.shape[-1], value.shape[-1]) not in HEAD_DIMS or heads_kv == 0 or heads % heads_kv:
+        return False
+    wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    call = AttentionCall(query, key, value, **options)
+    return not (wants_gradient and why_no_gradient(call) is not None)
 
 
-def _without_padding(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any]
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, options: dict[str, Any]
 ) -> Tensor:
-    """Attention over the rows that `mask` (batch, keys) keeps; the queries are the last rows. Other
-    rows are 0."""
-    masks = mask[:, -q.shape[1] :], mask
-    lengths = [m.sum(-1, dtype=torch.int32) for m in masks]
-    ends = [torch.nn.functional.pad(n.cumsum(0, dtype=torch.int32), (1, 0)) for n in lengths]
-    longest = [int(n.max()) for n in lengths]
-    kept = q[masks[0]], k[:, : mask.shape[1]][mask], v[:, : mask.shape[1]][mask]
-    out = flash_attn_varlen_func(*kept, *ends, *longest, **options)
-    assert isinstance(out, Tensor)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    k, v = k[:, : layout.keys], v[:, : layout.keys]
+    options = {**options, **layout.options}
+    if layout.cu_seqlens_q is None:
+        return _tensor(flash_attn_func(q, k, v, **options))
+    if layout.rows_q is None:
+        rows = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+    else:
+        rows = [q[layout.rows_q], k[layout.rows_k], v[layout.rows_k]]
+    ends = layout.cu_seqlens_q, layout.cu_seqlens_k, *(layout.longest or ())
+    out = _tensor(flash_attn_varlen_func(*rows, *ends, **options))
+    if layout.rows_q is None:
+        return out.view(*q.shape[:3], v.shape[-1])
     padded = out.new_zeros(*q.shape[:3], v.shape[-1])
-    return padded.masked_scatter(masks[0][..., None, None], out)
+    return padded.masked_scatter(layout.rows_q[..., None, None], out)
+
+
+def _tensor(out: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _by_definition(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool,
+    options: dict[str, Any],
+) -> Tensor:  # fmt: skip
+    """Attention with softcap and sinks as torch's own operations, for masks that our kernel does
+    not express, and for gradients that torch's flash backward does not know."""
+    heads, rows = query.shape[1:3]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    k, v = (x.repeat_interleave(heads // x.shape[1], 1).to(wide) for x in (key, value))
+    scale, softcap, sink = options["softmax_scale"], options["softcap"], options["learnable_sink"]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = query.to(wide) @ k.transpose(-1, -2) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        allowed = mask if mask.dtype == torch.bool else None
+        scores = scores + mask if allowed is None else scores.masked_fill(~allowed, -torch.inf)
+    elif causal and rows > 1:
+        seen = torch.ones(rows, k.shape[2], dtype=torch.bool, device=k.device).tril()
+        scores = scores.masked_fill(~seen, -torch.inf)
+    if sink is not None:
+        column = sink.to(wide).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, column), -1)
+    weights = torch.softmax(scores, -1)
+    out = (weights if sink is None else weights[..., :-1]) @ v
+    return out.to(query.dtype).transpose(1, 2).contiguous()

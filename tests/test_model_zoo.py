@@ -1,0 +1,395 @@
+"""Models of transformers with attn_implementation="cutex" give what they give with sdpa.
+
+Tiny models of every type in transformers' registry that can be made so; a kernel by definition
+stands in for ours and all is float64, so that a mask that is off by one key cannot hide behind
+rounding. Some run by default; `-m slow` has the others and the simulator.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from attention_stand_in import StandIn, flash_on_cpu
+from model_zoo import MAPPINGS, VOCABULARY, model_of
+
+import cutex
+from cutex.ops.attention import call
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import masking_utils  # noqa: E402
+from transformers.generation import configuration_utils as generation  # noqa: E402
+
+from cutex.ops.attention import in_transformers  # noqa: E402
+from cutex.ops.attention.transformers_masks import Mask, pattern_of  # noqa: E402
+
+# one for each kind of attention: grouped heads, windows, alternating and chunked layers, softcap,
+# sinks, QK norm, latent attention, hybrids with Mamba and linear attention, biases of positions
+DECODERS = ("llama", "mistral", "gemma2", "gemma3_text", "llama4_text", "gpt_oss", "qwen3", "phi",
+            "deepseek_v3", "jamba", "qwen3_next", "gpt2", "bloom", "opt")  # fmt: skip
+ENCODERS = ("bert", "roberta", "modernbert")
+SEQ2SEQ = ("t5", "bart")
+CACHES = ("dynamic", "static")
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    """transformers on a stand-in for the kernel that takes float64."""
+    monkeypatch.setitem(call.DTYPES, torch.float64, "bf16")
+    monkeypatch.setattr(call, "SINK_DTYPES", (*call.SINK_DTYPES, torch.float64))
+    stand_in = StandIn(monkeypatch)
+    in_transformers.register()
+    with cutex.ops.simulated("sm_90a"), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield stand_in
+    from cutex.ops.attention import eager
+
+    eager.forget()
+
+
+def zoo(task, *quick):
+    """The types of a task: those named run always, the others in the slow tests."""
+    return [
+        pytest.param(kind, marks=() if kind in quick else pytest.mark.slow)
+        for kind in sorted(MAPPINGS[task])
+    ]
+
+
+def made(kind, task="causal"):
+    """The model with sdpa, or eager attention if it has none, and the same with ours."""
+    try:
+        return [model_of(kind, task, torch.float64, name) for name in (None, "cutex")]
+    except Exception as reason:
+        pytest.skip(f"{kind} cannot be made small: {reason}")
+
+
+def tokens(rows, batch=2, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (batch, rows), generator=g)
+
+
+def same(models, run):
+    """Assert that `run` returns the same for the reference and for ours, where that is finite."""
+    results = []
+    for model in models:
+        torch.manual_seed(0)
+        try:
+            results.append(run(model))
+        except Exception as error:
+            if model is not models[0] and "no sparse attention" not in str(error):
+                raise
+            pytest.skip(str(error))
+    want, mine = results
+    close(mine.where(want.isfinite(), 0.0), want.where(want.isfinite(), 0.0))
+
+
+def close(mine, want):
+    error = (mine - want).norm() / want.norm().clamp(min=1e-9)
+    assert error < 1e-4, float(error)  # transformers' eager softmax is float32
+
+
+def paddings(ids):
+    """Padding masks by name."""
+    ones = torch.ones_like(ids)
+    left, right, sides, hole = (ones.clone() for _ in range(4))
+    left[1, :7] = 0
+    right[1, 15:] = 0
+    sides[0, :3] = sides[1, 15:] = 0
+    hole[0, 4:6] = hole[1, 9] = 0
+    return {"none": None, "ones": ones, "left": left, "right": right, "sides": sides, "hole": hole}
+
+
+# ---- each kind of model
+
+
+def logits(model, ids, mask, **more):
+    """Those of all tokens that are no padding."""
+    given = {} if mask is None else {"attention_mask": mask}
+    found = model(ids, **given, **more).logits
+    return found if mask is None or "decoder_input_ids" in more else found[mask.bool()]
+
+
+def generated(model, ids, mask, cache):
+    found = model.generate(
+        ids, attention_mask=mask, max_new_tokens=6, do_sample=False, cache_implementation=cache,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    logits = torch.stack(found.logits)
+    if not logits.isfinite().all():
+        raise ArithmeticError("logits that are not finite: every token after them is arbitrary")
+    return logits
+
+
+@pytest.mark.parametrize("kind", zoo("causal", *DECODERS))
+def test_a_decoders_logits_and_gradients(wide, kind):
+    models, ids = made(kind), tokens(21)
+    for mask in paddings(ids).values():
+        same(models, lambda model, mask=mask: logits(model, ids, mask, use_cache=False))
+
+    def gradients(model):
+        with torch.enable_grad(), flash_on_cpu():
+            model.train()(ids, use_cache=False).logits.square().mean().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    same(models, gradients)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("kind", zoo("causal", *DECODERS))
+def test_a_decoder_generates_the_same_with_each_cache(wide, kind, cache):
+    models, ids = made(kind), tokens(13)
+    if getattr(models[0].config, "is_decoder", None) is False:
+        pytest.skip("an encoder: generate gives it a decoder's masks")
+    left = torch.ones_like(ids)
+    left[1, :5] = 0
+    for mask in (torch.ones_like(ids), left):
+        same(models, lambda model, mask=mask: generated(model, ids, mask, cache))
+
+
+@pytest.mark.parametrize("kind", zoo("masked", *ENCODERS))
+def test_an_encoders_logits(wide, kind):
+    models, ids = made(kind, "masked"), tokens(21)
+    for mask in paddings(ids).values():
+        same(models, lambda model, mask=mask: logits(model, ids, mask))
+
+
+@pytest.mark.parametrize("kind", zoo("seq2seq", *SEQ2SEQ))
+def test_an_encoder_decoder(wide, kind):
+    """Also with as many queries as keys, whose padding is none of the queries'."""
+    models, ids = made(kind, "seq2seq"), tokens(21)
+    for mask in paddings(ids).values():
+        for rows in (21, 8):
+            given = {"decoder_input_ids": tokens(rows, seed=2)}
+            same(models, lambda model, m=mask, given=given: logits(model, ids, m, **given))
+    mask = paddings(ids)["sides"]
+    for cache in CACHES:
+        same(models, lambda model, cache=cache: generated(model, ids, mask, cache))
+
+
+@pytest.mark.parametrize("kind", zoo("speech", "whisper"))
+def test_a_model_of_speech(wide, kind):
+    heard = torch.randn(2, 16, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    run = lambda model: model(input_features=heard, decoder_input_ids=tokens(9)).logits
+    same(made(kind, "speech"), run)
+
+
+@pytest.mark.parametrize("kind", zoo("image", "vit"))
+def test_a_model_of_images(wide, kind):
+    seen = torch.randn(
+        2, 3, 48, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
+    same(made(kind, "image"), lambda model: model(pixel_values=seen).logits)
+
+
+def test_the_zoo_runs_on_our_kernel(wide):
+    """Otherwise all of the above would compare torch with itself."""
+    for kind, launches in (("llama", 2), ("gemma2", 2), ("gpt_oss", 2), ("llama4_text", 1)):
+        model = made(kind)[1]
+        wide.launches.clear()
+        model(tokens(21), use_cache=False)
+        assert len(wide.launches) == launches, kind  # chunks are left to torch
+
+
+# ---- packed sequences
+
+PACKED = {
+    "from 0": [range(12), range(13)],
+    "from 2, as RoBERTa counts": [range(2, 14), range(2, 15)],
+    "the first goes on": [range(5, 14), range(16)],
+    "of one token": [range(1), range(23), range(1)],
+}
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "gpt_oss", "opt"])
+@pytest.mark.parametrize("places", PACKED.values(), ids=PACKED)
+def test_packed_sequences_do_not_see_each_other(wide, kind, places, use_cache):
+    """With a cache as well, where transformers' flash attention does so and sdpa does not."""
+    model, ours = made(kind)
+    ids, at, apart = tokens(25, batch=1), 0, []
+    for part in places:
+        rows, at = slice(at, at + len(part)), at + len(part)
+        apart.append(model(ids[:, rows], position_ids=torch.tensor([[*part]])).logits)
+    positions = torch.tensor([[i for part in places for i in part]])
+    together = ours(ids, position_ids=positions, use_cache=use_cache).logits
+    close(together, torch.cat(apart, 1))
+
+
+@pytest.mark.parametrize("places", [[*range(0, 50, 2)], [*range(12), *range(20, 33)]])
+def test_positions_that_step_otherwise(wide, places):
+    """Without a cache sdpa's mask splits where they do not rise by 1."""
+    ids, places = tokens(25, batch=1), torch.tensor([places])
+    same(made("llama"), lambda model: model(ids, position_ids=places, use_cache=False).logits)
+
+
+def test_a_chunk_that_goes_on_from_a_cache(wide):
+    models, ids = made("mistral"), tokens(25, batch=1)
+
+    def in_chunks(model):
+        cache = transformers.DynamicCache(config=model.config)
+        parts = [
+            model(ids[:, rows], position_ids=torch.arange(25)[None, rows], past_key_values=cache)
+            for rows in (slice(0, 9), slice(9, 20), slice(20, 25))
+        ]
+        return torch.cat([x.logits for x in parts], 1)
+
+    same(models, in_chunks)
+    close(in_chunks(models[1]), models[0](ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("begin", [0, 3, 30])
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_a_chunk_into_a_static_cache(wide, begin, rows):
+    """Of full and of sliding layers; the cache is longer than what is valid in it, or has slid."""
+    ids = tokens(begin + rows)
+
+    def run(model):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=50)
+        if begin:
+            model(ids[:, :begin], past_key_values=cache)
+        return model(ids[:, begin:], past_key_values=cache).logits
+
+    same(made("gemma3_text"), run)
+
+
+# ---- masks: values by definition, and what transformers may add
+
+
+def every_mask_function():
+    """Each mask function that transformers can make, with whether a band expresses it."""
+    m = masking_utils
+    ids = torch.tensor([[0] * 5 + [1] * 39])
+    places = torch.tensor([[*range(2, 7), *range(39)]])
+    plain = {
+        "causal_mask_function": (m.causal_mask_function, True),
+        "bidirectional_mask_function": (m.bidirectional_mask_function, True),
+        "sliding_window_overlay": (m.sliding_window_overlay(7), True),
+        "sliding_window_causal_mask_function": (m.sliding_window_causal_mask_function(7), True),
+        "sliding_window_bidirectional_overlay": (m.sliding_window_bidirectional_overlay(7), True),
+        "sliding_window_bidirectional_mask_function": (
+            m.sliding_window_bidirectional_mask_function(7), True),
+        "chunked_overlay": (m.chunked_overlay(8, ids[:, 0]), False),
+        "chunked_causal_mask_function": (m.chunked_causal_mask_function(8, ids[:, 0]), False),
+        "blockwise_overlay": (m.blockwise_overlay(ids), False),
+        "padding_mask_function": (m.padding_mask_function(ids.bool()), False),
+        "packed_sequence_mask_function": (m.packed_sequence_mask_function(ids), False),
+        "packed_sequence_compatibility_function": (
+            m.packed_sequence_compatibility_function(m.causal_mask_function, places, ids), True),
+    }  # fmt: skip
+    return plain
+
+
+def test_each_mask_function_of_transformers_is_known():
+    names = {
+        name
+        for name, f in inspect.getmembers(masking_utils, inspect.isfunction)
+        if name.endswith(("_overlay", "_mask_function", "compatibility_function"))
+        and f.__module__ == masking_utils.__name__
+    } - {"add_offsets_to_mask_function"}
+    assert names == set(every_mask_function())
+    for name, (function, expressed) in every_mask_function().items():
+        if not name.startswith("packed_sequence_mask"):
+            assert (pattern_of(function, 40) is not None) == expressed, name
+    whole = masking_utils.chunked_causal_mask_function(8, torch.tensor([0]))
+    assert pattern_of(whole, 8) is not None, "all in one chunk"
+    either = masking_utils.or_masks(masking_utils.causal_mask_function, whole)
+    assert pattern_of(either, 40) is None
+    assert pattern_of(lambda b, h, q, k: k <= q, 40) is None, "a user's own"
+
+
+@pytest.mark.parametrize("name", every_mask_function())
+@pytest.mark.parametrize("sizes", [(40, 40, 0, 0), (1, 40, 30, 0), (6, 40, 20, 4), (9, 40, 0, 0)])
+def test_a_mask_is_what_sdpa_has(name, sizes):
+    """As a tensor, and as the layout that it is taken for, over all queries and keys."""
+    queries, keys, q_offset, kv_offset = sizes
+    function = every_mask_function()[name][0]
+    packed = name.startswith("packed")
+    if packed and sizes != (40, 40, 0, 0):
+        return
+    given = {
+        "batch_size": 1, "q_length": queries, "kv_length": keys, "q_offset": q_offset,
+        "kv_offset": kv_offset, "mask_function": function,
+    }  # fmt: skip
+    want = masking_utils.sdpa_mask(**given, allow_is_causal_skip=False)
+    mask = in_transformers.mask_of(**given, dtype=torch.float32)
+    assert isinstance(mask, Mask)
+    assert torch.equal(mask + 0 == 0, want)
+    assert torch.equal(mask[:, :, -1:] == 0, want[:, :, -1:])
+    layout = mask.expressed
+    if layout is None:
+        return
+    left, right = layout.window
+    offset = torch.arange(keys) - torch.arange(queries)[:, None] - (layout.keys - queries)
+    seen = torch.arange(keys).expand(queries, keys) < layout.keys
+    if left is not None:
+        seen &= offset >= -left
+    if right is not None:
+        seen &= offset <= right
+    if layout.cu_seqlens_k is not None:
+        number = torch.searchsorted(layout.cu_seqlens_k[1:], torch.arange(keys), right=True)
+        seen &= number == number[:, None]
+    assert torch.equal(seen, want[0, 0])
+
+
+def test_models_pass_nothing_to_attention_that_we_do_not_know():
+    """The arguments in the calls of all models of transformers."""
+    known = {
+        *inspect.signature(in_transformers.attention).parameters, *in_transformers.SPARSE,
+        *in_transformers.FOR_TORCH, "sliding_window", "position_ids", "output_attentions",
+        "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "deterministic",
+    }  # fmt: skip
+    folder = Path(transformers.__file__).parent / "models"
+    found = {}
+    for path in folder.glob("*/modeling_*.py"):
+        text = path.read_text()
+        for call_ in re.finditer(r"= attention_interface\((.*?)\n[ ]*\)\n", text, re.S):
+            found.update(dict.fromkeys(re.findall(r"^\s*(\w+)=", call_[1], re.M), path.name))
+    assert len(found) > 10
+    assert not {k: v for k, v in found.items() if k not in known | {"sinks"}}
+
+
+def test_transformers_caches_and_patterns_of_layers_are_those_that_we_tried():
+    tried = {"dynamic", "static", "offloaded", "offloaded_static", "quantized"}
+    usual = set(generation.STATIC_CACHE_IMPLEMENTATIONS + generation.DYNAMIC_CACHE_IMPLEMENTATIONS)
+    assert usual == tried  # offloaded and quantised ones hand out tensors as the other two do
+    assert set(masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING) == {
+        "full_attention", "sliding_attention", "chunked_attention", "compressed_sparse_attention",
+        "heavily_compressed_attention", "minimax_m3_sparse", "indexed_attention",
+        "linear_attention", "conv", "hybrid", "hybrid_sliding",
+    }  # fmt: skip
+
+
+def test_sparse_attention_is_refused_in_a_sentence(wide):
+    q = torch.zeros(1, 2, 9, 64, dtype=torch.float64)
+    with pytest.raises(ValueError, match="indices: attn_implementation 'cutex' has no sparse"):
+        in_transformers.attention(torch.nn.Module(), q, q, q, None, indices=torch.zeros(1))
+
+
+# ---- the simulator
+
+
+def test_a_static_cache_in_the_simulator():
+    in_transformers.register()
+    found, ids = {}, tokens(13)
+    with cutex.ops.simulated("sm_90a"), torch.no_grad():
+        for name in ("sdpa", "cutex"):
+            model = model_of("llama", dtype=torch.bfloat16, implementation=name)
+            cache = transformers.StaticCache(config=model.config, max_cache_len=40)
+            first = model(ids[:, :9], past_key_values=cache).logits
+            found[name] = torch.cat((first, model(ids[:, 9:], past_key_values=cache).logits), 1)
+    error = (found["cutex"] - found["sdpa"]).float().norm() / found["sdpa"].float().norm()
+    assert error < 0.03, float(error)
+
+
+def test_a_mask_that_a_compiler_is_given():
+    """A compiled layer takes the mask of an eager model, and leaves it to torch."""
+    torch._dynamo.reset()
+    q = torch.randn(1, 2, 9, 64, dtype=torch.float64)
+    mask = in_transformers.mask_of(1, 9, 9, dtype=torch.float64)
+    compiled = torch.compile(lambda q, mask: q + (mask == 0).sum(), backend="eager")
+    assert torch.equal(compiled(q, mask), q + 45)
