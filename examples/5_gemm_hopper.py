@@ -7,8 +7,9 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import from_dlpack
 from cutlass.memory import SmemAllocator
 
-from cutex.device.atoms.mma import allocate_slots, make_wgmma, slots_layout
+from cutex.device.atoms.mma import allocate_slots, slots_layout
 from cutex.device.atoms.tma import AbLoads, load_operand, tile_loads
+from cutex.device.atoms.wgmma import Wgmma
 from cutex.device.pipeline import Barrier, publish_barriers
 
 BM, BN, BK = 128, 64, 64  # two warpgroups of 64 rows; one wgmma takes 16 of K
@@ -48,7 +49,7 @@ def gemm_kernel(tiled_mma: cute.TiledMma, a: cpasync.TmaInfo, b: cpasync.TmaInfo
 def gemm(mA: cute.Tensor, mB: cute.Tensor, mC: cute.Tensor):
     a = load_operand(mA, slots_layout(BFloat16, BM, BK, num_slots=1, swizzle=128))
     b = load_operand(mB, slots_layout(BFloat16, BN, BK, num_slots=1, swizzle=128))
-    mma, grid = make_wgmma(2, BN, BFloat16), cute.ceil_div(mC.shape, (BM, BN))
+    mma, grid = Wgmma(BN, BFloat16, warpgroups=2).tiled(), cute.ceil_div(mC.shape, (BM, BN))
     gemm_kernel(mma, a, b, mC).launch(grid=[*grid, 1], block=[mma.size, 1, 1])
 
 

@@ -5,9 +5,10 @@ from cutlass import BFloat16, Float32, cute
 from cutlass.cute.runtime import from_dlpack
 from cutlass.memory import SmemAllocator
 
-from cutex.device.atoms.mma import allocate_slots, make_umma, slots_layout, umma
+from cutex.device.atoms.mma import allocate_slots, slots_layout
 from cutex.device.atoms.tma import AbLoads, load_operand, tile_loads
 from cutex.device.atoms.tmem import Tmem, fence_after_sync, fence_before_sync, make_load
+from cutex.device.atoms.umma import Umma, umma
 from cutex.device.pipeline import Barrier, publish_barriers
 
 BM, BN, K = 128, 64, 192  # all of K is in shared memory at once
@@ -22,7 +23,7 @@ def gemm_kernel(a, b, mC: cute.Tensor):
     if warp == 0:
         tmem.acquire()
     publish_barriers([loaded, done])
-    mma = umma(make_umma(BM, BN, BFloat16), sA, sB, tmem.pointer())
+    mma = umma(Umma(BM, BN, BFloat16), sA, sB, tmem.pointer())
     if warp == 0:
         with cute.arch.elect_one():
             loaded.arrive_expecting((BM + BN) * K * 2)
@@ -32,7 +33,7 @@ def gemm_kernel(a, b, mC: cute.Tensor):
         mma.commit(done[0])
     done.wait(0)
     fence_after_sync()
-    tAcc = mma.tCtAcc[(None, None), 0, 0]  # (bM, bN) in tensor memory
+    tAcc = mma.acc[(None, None), 0, 0]  # (bM, bN) in tensor memory
     load = make_load(tAcc).get_slice(cute.arch.thread_idx()[0])
     tTR_gC = load.partition_D(cute.local_tile(mC, (BM, BN), (m, n)))  # (T2R, T2R_M, T2R_N)
     tTR_rC = cute.make_rmem_tensor(tTR_gC.shape, Float32)

@@ -13,9 +13,9 @@ from mutations import Mutant
 
 from cutex.compile import compile
 from cutex.device.atoms.multicast import Cluster, SharedRing
+from cutex.device.atoms.wgmma import WgmmaProduct
 from cutex.device.attention.block_info import Band, BlockInfo
 from cutex.device.attention.mask import Mask
-from cutex.device.attention.products import Product
 from cutex.device.pipeline import Ring
 from cutex.kernels.attention.forward.config import ForwardConfig
 from cutex.kernels.attention.forward.sm90.block_loop import BlockLoop
@@ -190,12 +190,12 @@ def test_a_scale_that_is_forgotten_is_found(monkeypatch):
 
 
 def test_a_slot_of_k_that_is_read_after_its_release_is_found(monkeypatch):
-    issue = Product.issue
+    issue = WgmmaProduct.issue
 
-    def again(self, acc, a, slot, accumulate):
-        return issue(self, acc, a, slot if accumulate else slot ^ 1, accumulate)
+    def again(self, slot, accumulate):
+        return issue(self, slot if accumulate else slot ^ 1, accumulate)
 
-    monkeypatch.setattr(Product, "issue", again)
+    monkeypatch.setattr(WgmmaProduct, "issue", again)
     message = wrong(compiled(), orders=({},))
     assert message is not None and "TMA load" in message
 

@@ -181,15 +181,16 @@ def mma(name: str, tile: tuple[int, int], dtype: str) -> Mma:
     def body() -> Mma:
         from cutlass import cute
 
-        from cutex.device.atoms import mma as atoms
+        from cutex.device.atoms.umma import Umma
+        from cutex.device.atoms.wgmma import Wgmma
 
         if name == "wgmma":
-            tiled = atoms.make_wgmma(m, n, _dtype(dtype))
+            tiled = Wgmma(n, _dtype(dtype), warpgroups=m // 64).tiled()
             corner = owners(tiled.tv_layout_C, (m, n))
             lanes, columns = [], []
         else:
             pair = name == "tcgen05-pair"
-            tiled = atoms.make_umma(m, n, _dtype(dtype), pair=pair)
+            tiled = Umma(m, n, _dtype(dtype), pair=pair).tiled()
             acc = tiled.make_fragment_C(tiled.partition_shape_C((m, n)))
             layout, corner = acc.layout, {}
             per_cta = cute.size(layout, mode=[0, 0])
@@ -256,10 +257,10 @@ def tmem_reads(tile: tuple[int, int], dtype: str) -> tuple[list[int], list[int],
     def body() -> tuple[list[int], list[int], list[list[int]]]:
         from cutlass import cute
 
-        from cutex.device.atoms import mma as atoms
         from cutex.device.atoms import tmem
+        from cutex.device.atoms.umma import Umma
 
-        tiled = atoms.make_umma(m, n, _dtype(dtype))
+        tiled = Umma(m, n, _dtype(dtype)).tiled()
         acc = tiled.make_fragment_C(tiled.partition_shape_C((m, n)))[(None, None), 0, 0]
         width = tmem.load_columns(n)
         part = cute.flat_divide(acc, (tmem.LANES, width))[None, None, 0, 0]

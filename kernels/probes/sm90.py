@@ -18,9 +18,9 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.memory import SmemAllocator
 
 from cutex.compile import Operand
-from cutex.device.atoms.mma import WARPGROUP, allocate_slots, slots_layout
+from cutex.device.atoms.mma import allocate_slots, slots_layout
 from cutex.device.atoms.scalar import exp2
-from cutex.device.attention.products import a_from_smem, a_registers, make_mma, product
+from cutex.device.atoms.wgmma import WARPGROUP, Wgmma, WgmmaProduct
 from cutex.device.pipeline import Barrier, OrderedBarrier, publish_barriers, sync_cluster
 from cutex.kernels.probes.sm100 import clock
 
@@ -183,19 +183,20 @@ class Busy(Probe):
         c = self.config
         dtype = sA.element_type
         groups = cute.size(sA, mode=[0]) // 64
-        b = product(make_mma(groups, c.n, dtype, how == "registers", False), sB)
-        acc = b.accumulator(c.n)
+        mma = Wgmma(c.n, dtype, warpgroups=groups)
         if cutlass.const_expr(how == "registers"):
-            tCrA = a_registers(BOX_K, dtype)
+            tCrA = mma.a_registers(BOX_K)
             for i in cutlass.range(cute.size(tCrA), unroll_full=True):
                 tCrA[i] = sA[thread % 64, i, 0]
         else:
-            tCrA = a_from_smem(b.tiled_mma, sA)[None, None, None, 0]
-        b.issue(acc, tCrA, Int32(0), False)
+            tCrA = mma.a_slots(sA)[None, None, None, 0]
+        acc = mma.accumulator()
+        product = WgmmaProduct(mma, tCrA, mma.b_slots(sB), acc)
+        product.issue(0, accumulate=False)
         warpgroup.wait_group(0)
         start = clock()
         for _ in cutlass.range(c.count, unroll=1):
-            b.issue(acc, tCrA, Int32(0), True)
+            product.issue(0, accumulate=True)
             warpgroup.wait_group(0 if how == "serial" else 1)
         warpgroup.wait_group(0)
         cycles = clock() - start

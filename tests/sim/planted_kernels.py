@@ -8,9 +8,11 @@ from cutlass import BFloat16, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import CopyUniversalOp, cpasync, tcgen05, warpgroup
 from cutlass.memory import SmemAllocator
 
-from cutex.device.atoms.mma import allocate_slots, make_umma, make_wgmma, slots_layout, umma
+from cutex.device.atoms.mma import allocate_slots, slots_layout
 from cutex.device.atoms.tma import load_operand, tile_loads
 from cutex.device.atoms.tmem import make_load
+from cutex.device.atoms.umma import Umma, umma
+from cutex.device.atoms.wgmma import Wgmma
 
 TILE = (32, 64)  # rows, columns
 TILE_BYTES = 32 * 64 * 4
@@ -177,7 +179,7 @@ def hopper_kernel(
 def hopper(mA: cute.Tensor, mB: cute.Tensor, mC: cute.Tensor):
     a = load_operand(mA, slots_layout(BFloat16, BM, BK, 1, 128))
     b = load_operand(mB, slots_layout(BFloat16, BN, BK, 1, 128))
-    hopper_kernel(make_wgmma(1, BN, BFloat16), a, b, mC).launch(grid=[1, 1, 1], block=[128, 1, 1])
+    hopper_kernel(Wgmma(BN, BFloat16).tiled(), a, b, mC).launch(grid=[1, 1, 1], block=[128, 1, 1])
 
 
 @cute.kernel
@@ -200,7 +202,7 @@ def blackwell_kernel(a: cpasync.TmaInfo, b: cpasync.TmaInfo, mC: cute.Tensor):
     cute.arch.sync_threads()
     acc = cute.arch.retrieve_tmem_ptr(Float32, 16, address)
     load_a, load_b = tile_loads(a, sA, 0), tile_loads(b, sB, 0)
-    mma = umma(make_umma(128, 32, BFloat16), sA, sB, acc)
+    mma = umma(Umma(128, 32, BFloat16), sA, sB, acc)
     if warp == 0:
         for k_tile in cutlass.range(cute.size(load_a.gmem, mode=[1]), unroll=1):
             with cute.arch.elect_one():
@@ -213,9 +215,9 @@ def blackwell_kernel(a: cpasync.TmaInfo, b: cpasync.TmaInfo, mC: cute.Tensor):
                 tcgen05.commit(done)
             cute.arch.mbarrier_wait(done, k_tile % 2)
     cute.arch.sync_threads()  # of the accumulator
-    load = make_load(mma.tCtAcc[(None, None), 0, 0])
+    load = make_load(mma.acc[(None, None), 0, 0])
     thr_load = load.get_slice(thread)
-    tTR_tAcc = thr_load.partition_S(mma.tCtAcc[(None, None), 0, 0])
+    tTR_tAcc = thr_load.partition_S(mma.acc[(None, None), 0, 0])
     tTR_gC = thr_load.partition_D(mC)
     tTR_rAcc = cute.make_rmem_tensor(tTR_gC.shape, Float32)
     cute.copy(load, tTR_tAcc, tTR_rAcc)

@@ -1,97 +1,198 @@
-"""The tcgen05.mma of attention, with operand A in shared or in tensor memory.
+"""tcgen05.mma (Blackwell): the product of 128 rows of A with B, accumulated in tensor memory.
 
-Each CTA of a pair holds half the rows of A and of the accumulator, and half of B.
+    mma = Umma(rows=128, columns=256, a_dtype=BFloat16)
+    product = UmmaProduct(mma, mma.a_slots(sA), mma.b_slots(sB), mma.accumulator(tmem))
+    product.issue(slot, accumulate=False)
+
+One thread starts it for a CTA, or for a pair of CTAs, each of which holds half the rows of A, of B
+and of the accumulator. Operand A is in slots of smem or, with K contiguous, in tensor memory; B is
+in slots of smem. Elements of 16 and 8 bits and tf32 may be contiguous along either mode in smem.
+A block-scaled kind is one more case of `Umma.op`; its scale factors, in tensor memory, are two more
+fields of the UmmaProduct, which `issue` sets for each block of K.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, cute
+from cutlass import Float32, Int32, TFloat32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
-from cutex.device.atoms.mma import instruction_tiles
-from cutex.device.atoms.tmem import LANES
+from cutex.device.atoms.mma import INST_BYTES, as_tf32, k_block_of
 
-K = 16  # elements of 16 bits along K in one instruction
+PAIR_MASK = 0b11  # the multicast mask of the two CTAs of a pair, from the leader's rank on
 
 
-def make_umma16(
-    columns: int,
-    dtype: type[cutlass.Numeric],
-    ctas: int,
-    a_in_tmem: bool,
-    b_rows_contiguous: bool,
-) -> cute.TiledMma:
-    """The tiled tcgen05.mma of 16-bit elements, 128 rows per CTA by `columns`."""
-    group = tcgen05.CtaGroup.TWO if ctas == 2 else tcgen05.CtaGroup.ONE
-    source = tcgen05.OperandSource.TMEM if a_in_tmem else tcgen05.OperandSource.SMEM
-    b_major = OperandMajorMode.MN if b_rows_contiguous else OperandMajorMode.K
-    shape = (LANES * ctas, columns, K)
-    op = tcgen05.MmaF16BF16Op(dtype, Float32, shape, group, source, OperandMajorMode.K, b_major)
-    return cute.make_tiled_mma(op)
+@dataclass(frozen=True)
+class Umma:
+    """A kind of tcgen05.mma: `rows` rows of A, of both CTAs of a pair, by `columns` rows of B, 32
+    bytes of K an instruction."""
+
+    rows: int
+    columns: int
+    a_dtype: type[cutlass.Numeric]
+    b_dtype: type[cutlass.Numeric] | None = None  # None: A's; else another 8-bit type
+    a_major: OperandMajorMode = OperandMajorMode.K  # of A in smem
+    b_major: OperandMajorMode = OperandMajorMode.K
+    pair: bool = False
+
+    @property
+    def ctas(self) -> int:
+        return 2 if self.pair else 1
+
+    # NOTE: the two methods that let the DSL carry a Umma, all of which is known when tracing
+    def __extract_mlir_values__(self) -> list:
+        return []
+
+    def __new_from_mlir_values__(self, values: list) -> Umma:
+        return self
+
+    @property
+    def k(self) -> int:
+        """The elements of K in one instruction."""
+        return 8 * INST_BYTES // self.a_dtype.width
+
+    def op(self, source: tcgen05.OperandSource) -> tcgen05.MmaOp:
+        """The instruction, with A from `source`."""
+        shape = (self.rows, self.columns, self.k)
+        group = tcgen05.CtaGroup.TWO if self.pair else tcgen05.CtaGroup.ONE
+        # NOTE: tensor memory holds A by K
+        in_smem = source is tcgen05.OperandSource.SMEM
+        how = shape, group, source, self.a_major if in_smem else OperandMajorMode.K, self.b_major
+        if self.a_dtype.width == 8:
+            return tcgen05.MmaF8F6F4Op(self.a_dtype, self.b_dtype or self.a_dtype, Float32, *how)
+        if self.a_dtype.width == 32:
+            return tcgen05.MmaTF32Op(*how)
+        return tcgen05.MmaF16BF16Op(self.a_dtype, Float32, *how)
+
+    def tiled(self, source: tcgen05.OperandSource = tcgen05.OperandSource.SMEM) -> cute.TiledMma:
+        """The tiled MMA, with A from `source`."""
+        return cute.make_tiled_mma(self.op(source))
+
+    @cute.jit
+    def a_slots(self, sA: cute.Tensor) -> cute.Tensor:
+        """The descriptors of this CTA's sA (bM, bK, SLOT), which may hold several blocks of the
+        rows that one instruction takes."""
+        if cutlass.const_expr(sA.element_type is Float32):
+            sA = as_tf32(sA)
+        tiles = instruction_tiles(sA, self.rows // self.ctas)
+        return self.tiled().make_fragment_A(tiles)  # (MMA, MMA_M, MMA_K, SLOT)
+
+    @cute.jit
+    def b_slots(self, sB: cute.Tensor) -> cute.Tensor:
+        """The descriptors of this CTA's sB (bN, bK, SLOT)."""
+        if cutlass.const_expr(sB.element_type is Float32):
+            sB = as_tf32(sB)
+        tiles = instruction_tiles(sB, self.columns // self.ctas)
+        return self.tiled().make_fragment_B(tiles)  # (MMA, MMA_N, MMA_K, SLOT)
+
+    @cute.jit
+    def a_tmem(
+        self, tmem: cute.Pointer, column: Int32 | int, k: cutlass.Constexpr[int]
+    ) -> cute.Tensor:
+        """A in tensor memory, `k` elements of K from `column` on."""
+        tiled_mma = self.tiled(tcgen05.OperandSource.TMEM)
+        shape = tiled_mma.partition_shape_A((self.rows, k))
+        layout = tiled_mma.make_fragment_A(shape).layout
+        dtype = TFloat32 if self.a_dtype.width == 32 else self.a_dtype
+        pointer = cute.recast_ptr(tmem + column, dtype=dtype)
+        return cute.make_tensor(pointer, layout)  # (MMA, MMA_M, MMA_K)
+
+    @cute.jit
+    def accumulator(self, tmem: cute.Pointer, slots: cutlass.Constexpr[int] = 0) -> cute.Tensor:
+        """The fp32 accumulator at `tmem`; with `slots` > 0, so many side by side, in a mode of
+        their own."""
+        tiled_mma = self.tiled()
+        shape = tiled_mma.partition_shape_C((self.rows, self.columns))
+        if cutlass.const_expr(slots > 0):
+            shape = cute.append(shape, slots)
+        layout = tiled_mma.make_fragment_C(shape).layout
+        return cute.make_tensor(tmem, layout)  # (MMA, MMA_M, MMA_N), or with a mode ACC
 
 
 class UmmaProduct(NamedTuple):
-    """The product acc = A B^T, issued by one thread: B in a slot of smem, acc at a column of tensor
-    memory."""
+    """acc = A @ B^T over all of K, or acc += A @ B^T, as the MMA warp starts it."""
 
-    tiled_mma: cute.TiledMma
-    tCrB: cute.Tensor  # (MMA, MMA_N, MMA_K, SLOT) descriptors
-    tCtAcc: cute.Tensor  # (MMA, 1, 1) fp32 at column 0
+    mma: Umma
+    a: Any  # (MMA, MMA_M, MMA_K), SLOT behind if in slots; None: given by `of`
+    b: cute.Tensor  # (MMA, MMA_N, MMA_K, SLOT) descriptors
+    acc: cute.Tensor  # (MMA, MMA_M, MMA_N) fp32 in tensor memory, here maybe with a mode ACC
 
-    @cute.jit
+    def of(self, a: cute.Tensor) -> UmmaProduct:
+        """The product of another A."""
+        return self._replace(a=a)
+
+    def of_rows(self, block: int) -> UmmaProduct:
+        """The product of row block `block` of A, of those in a slot."""
+        one = (None, (None, block), None, None)  # (MMA, (1, MMA_M), MMA_K, SLOT)
+        return self.of(cute.logical_divide(self.a, (None, 1, None, None))[one])
+
+    def into(self, slot: Int32) -> UmmaProduct:
+        """The product into accumulator `slot` of several."""
+        return self._replace(acc=self.acc[None, None, None, slot])
+
+    def at(self, column: Int32) -> UmmaProduct:
+        """The product into the accumulator `column` columns further on."""
+        return self._replace(acc=cute.make_tensor(self.acc.iterator + column, self.acc.layout))
+
     def issue(
         self,
-        column: Int32,
-        tCrA: cute.Tensor,
-        slot: Int32,
-        accumulate: Boolean,
-        k_blocks: cutlass.Constexpr[tuple[int, int]],
+        slot: Int32 | int,
+        accumulate: cutlass.Boolean | bool,
+        k_blocks: Iterable[int] | None = None,
     ) -> None:
-        """Start A B[slot]^T over `k_blocks` [first, end), added to acc, which the first block
-        overwrites unless `accumulate`. A whole warp calls it.
-
-        tCrA (MMA, MMA_M, MMA_K) is smem descriptors or tensor memory; acc begins at `column`.
-        """
+        """Start acc = A @ B[slot]^T, plus acc if `accumulate`, over `k_blocks` or all of K; block 0
+        overwrites, the others add. A whole warp calls it."""
         # NOTE: setting a field changes the object, which must not outlive the loop it is set in
-        tiled_mma = cute.make_tiled_mma(self.tiled_mma.op)
-        acc = cute.make_tensor(self.tCtAcc.iterator + column, self.tCtAcc.layout)
-        for k_block in cutlass.range_constexpr(*k_blocks):
+        tiled_mma = self.mma.tiled(source_of(self.a))
+        for k_block in range(cute.size(self.a, mode=[2])) if k_blocks is None else k_blocks:
             tiled_mma.set(tcgen05.Field.ACCUMULATE, accumulate if k_block == 0 else True)
-            cute.gemm(
-                tiled_mma,
-                acc,
-                tCrA[None, None, k_block],
-                self.tCrB[None, None, k_block, slot],
-                acc,
-            )
+            a, b = (k_block_of(x, k_block, slot) for x in (self.a, self.b))
+            cute.gemm(tiled_mma, self.acc, a, b, self.acc)
+
+    def commit(self, barrier: cute.Pointer) -> None:
+        """Arrive once on `barrier`, for a pair in both CTAs, when every MMA started so far is
+        complete. A whole warp calls it."""
+        commit(barrier, self.mma.pair)
+
+
+def source_of(tCrA: cute.Tensor) -> tcgen05.OperandSource:
+    """Whether fragments of A are in tensor memory or smem descriptors."""
+    in_tmem = isinstance(tCrA.iterator, cute.Pointer)
+    return tcgen05.OperandSource.TMEM if in_tmem else tcgen05.OperandSource.SMEM
 
 
 @cute.jit
-def umma_product(
-    tiled_mma: cute.TiledMma, sB: cute.Tensor, tmem: cute.Pointer, columns: cutlass.Constexpr[int]
-) -> UmmaProduct:
-    """The product with sB (bN / ctas, bK, SLOT), whose accumulators have `columns` columns in the
-    tensor memory from `tmem` on."""
-    ctas = cute.size(tiled_mma.thr_id)
-    acc = tiled_mma.make_fragment_C(tiled_mma.partition_shape_C((LANES * ctas, columns)))
-    tCrB = tiled_mma.make_fragment_B(instruction_tiles(sB, columns // ctas))
-    return UmmaProduct(tiled_mma, tCrB, cute.make_tensor(tmem, acc.layout))
-
-
-@cute.jit
-def a_from_tmem(
-    tiled_mma: cute.TiledMma,
+def umma(
+    mma: Umma,
+    sA: cute.Tensor,
+    sB: cute.Tensor,
     tmem: cute.Pointer,
-    column: Int32,
-    k: cutlass.Constexpr[int],
-    dtype: cutlass.Constexpr[type[cutlass.Numeric]],
-) -> cute.Tensor:
-    """Operand A (MMA, MMA_M, MMA_K) of 128 rows per CTA and `k` elements, in tensor memory from
-    `column` on."""
-    ctas = cute.size(tiled_mma.thr_id)
-    shape = tiled_mma.partition_shape_A((LANES * ctas, k))
-    layout = tiled_mma.make_fragment_A(shape).layout
-    return cute.make_tensor(cute.recast_ptr(tmem + column, dtype=dtype), layout)
+    num_acc: cutlass.Constexpr[int] = 0,
+) -> UmmaProduct:
+    """The product of the same slot each of this CTA's sA (bM, bK, SLOT) and sB (bN, bK, SLOT), into
+    the accumulator at `tmem` or, with `num_acc` > 0, several."""
+    return UmmaProduct(mma, mma.a_slots(sA), mma.b_slots(sB), mma.accumulator(tmem, num_acc))
+
+
+@cute.jit
+def commit(barrier: cute.Pointer, pair: cutlass.Constexpr[bool]) -> None:
+    """Arrive once on `barrier` (with `pair`, on that of both CTAs) when every MMA started so far is
+    complete. A whole warp calls it."""
+    with cute.arch.elect_one():
+        if cutlass.const_expr(pair):
+            mask = Int32(PAIR_MASK) << (cute.arch.block_idx_in_cluster() // 2 * 2)
+            tcgen05.commit(barrier, mask, tcgen05.CtaGroup.TWO)
+        else:
+            tcgen05.commit(barrier)
+
+
+@cute.jit
+def instruction_tiles(sX: cute.Tensor, rows: cutlass.Constexpr[int]) -> cute.Tensor:
+    """sX (bRows, bK, SLOT) as (MMA, MMA_ROWS, MMA_K, SLOT): one instruction takes `rows` rows and
+    32 bytes of K."""
+    k = 8 * INST_BYTES // sX.element_type.width
+    return cute.group_modes(cute.flat_divide(sX, (rows, k)), 0, 2)

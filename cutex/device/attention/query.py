@@ -9,19 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cutlass import Int32, cute
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp
 
-from cutex.device.atoms.mma import WARPGROUP
-from cutex.device.attention.products import (
-    ROWS,
-    MixedProduct,
-    Operand,
-    Product,
-    a_from_smem,
-    a_registers,
-    make_mma,
-    product,
-)
+from cutex.device.atoms.wgmma import ROWS, WARPGROUP, OperandA, Wgmma, WgmmaProduct
 
 
 @dataclass(frozen=True)
@@ -29,7 +20,7 @@ class Query:
     """The Q tiles of a warpgroup, 64 rows in each slot."""
 
     sQ: cute.Tensor  # (64, D, WG * SLOT)
-    qk: Product | MixedProduct
+    qk: WgmmaProduct  # of the Q that `of_slot` returns
     registers: cute.Tensor | None  # ((2, 2, 2), 1, MMA_K), for the columns that are kept there
     smem: cute.Tensor | None  # (MMA, MMA_M, MMA_K, WG * SLOT) descriptors; None: all in registers
 
@@ -38,14 +29,12 @@ class Query:
         """The Query for K in sK (bN, D, SLOT), with `in_registers` columns of Q kept in
         registers."""
         dtype, keys, columns = sQ.element_type, cute.size(sK, mode=[0]), cute.size(sQ, mode=[1])
-        rs, ss = (product(make_mma(1, keys, dtype, kept, False), sK) for kept in (True, False))
-        registers = a_registers(in_registers, dtype) if in_registers else None
-        if in_registers == columns:
-            return Query(sQ, rs, registers, None)
-        qk = MixedProduct(rs, ss) if in_registers else ss
-        return Query(sQ, qk, registers, a_from_smem(ss.tiled_mma, sQ))
+        mma = Wgmma(keys, dtype)
+        qk = WgmmaProduct(mma, None, mma.b_slots(sK), None)
+        registers = mma.a_registers(in_registers) if in_registers else None
+        return Query(sQ, qk, registers, None if in_registers == columns else mma.a_slots(sQ))
 
-    def of_slot(self, slot: Int32) -> Operand:
+    def of_slot(self, slot: Int32) -> OperandA:
         """Operand A for the tile in `slot`; its registers are loaded when this returns."""
         smem = None if self.smem is None else self.smem[None, None, None, slot]
         if self.registers is None:
@@ -55,7 +44,7 @@ class Query:
 
     def load(self, registers: cute.Tensor, sQ: cute.Tensor) -> None:
         """Load the first columns of sQ (64, D) into `registers`, as many as they hold."""
-        tiled_mma = (self.qk.rs if isinstance(self.qk, MixedProduct) else self.qk).tiled_mma
+        tiled_mma = self.qk.mma.tiled(warpgroup.OperandSource.RMEM)
         columns = cute.size(registers) * WARPGROUP // ROWS
         kept = sQ if self.smem is None else cute.local_tile(sQ, (ROWS, columns), (0, 0))
         thread, _, _ = cute.arch.thread_idx()

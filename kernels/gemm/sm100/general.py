@@ -20,21 +20,21 @@ from typing import Any
 
 import cutlass
 from cutlass import Int32, cute
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cutex.arch import arch as arch_named
 from cutex.compile import Argument
 from cutex.device.atoms.mma import (
+    MAJORS,
     allocate_slots,
     contiguous_lanes_layout,
     contiguous_rows_layout,
-    make_umma,
     slots_layout,
-    umma,
 )
 from cutex.device.atoms.tma import PairOperands, load_operand, store_operand
 from cutex.device.atoms.tmem import LANES, Tmem, fence_after_sync
+from cutex.device.atoms.umma import Umma, umma
 from cutex.device.epilogue.sm100.fused_store import FusedEpilogueStore
 from cutex.device.pipeline import AccRing, PairRing, is_leader, publish_barriers, sync_cluster
 from cutex.kernels.gemm.signature import GeneralConfig, modes, transposed
@@ -202,9 +202,9 @@ class General:
         publish_barriers((ab, acc, *dispatch.barriers), cluster=True, with_data=True)
         pointer = tmem.pointer()
 
-        majors = tuple(OperandMajorMode.K if k else OperandMajorMode.MN for k in config.k_major)
-        tiled_mma = make_umma(256, c.tile_n, *kinds, majors, pair=True)
-        mma = umma(tiled_mma, sA, sB, pointer, c.num_acc)
+        a_major, b_major = (MAJORS[k_major] for k_major in config.k_major)
+        instruction = Umma(256, c.tile_n, *kinds, a_major, b_major, pair=True)
+        mma = umma(instruction, sA, sB, pointer, c.num_acc)
         if warp == Warp.LOAD:
             Load(c).run(PairOperands(a, b, sA, sB), ab, dispatch)
         elif warp == Warp.MMA:
@@ -212,13 +212,13 @@ class General:
                 num_k_tiles = cute.ceil_div(cute.size(a.tma_tensor, mode=[1]), config.k_elements)
                 Mma(c).run(mma, ab, acc, k_share(c, num_k_tiles), dispatch)
         elif warp < Warp.LOAD:
-            epilogue.run(mma.tCtAcc, store, acc, dispatch)
+            epilogue.run(mma.acc, store, acc, dispatch)
         else:
             dispatch.schedule()
         sync_cluster()
         if cutlass.const_expr(c.split_k > 1):
             if warp < Warp.LOAD:
-                epilogue.finish(mma.tCtAcc, store, dispatch)
+                epilogue.finish(mma.acc, store, dispatch)
             sync_cluster()
         if warp == Warp.MMA:
             fence_after_sync()

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Int32, cute
 
-from cutex.device.atoms.mma import Umma
 from cutex.device.atoms.tma import PairOperands
 from cutex.device.atoms.tmem import fence_after_sync
+from cutex.device.atoms.umma import UmmaProduct
 from cutex.device.pipeline import AccRing, PipelineState, Ring
 from cutex.kernels.gemm.sm100.config import Sm100Config
 from cutex.schedulers.dispatch import Dispatcher
@@ -65,7 +65,7 @@ class Mma:
     @cute.jit
     def run(
         self,
-        mma: Umma,
+        mma: UmmaProduct,
         ab: Ring,
         acc: AccRing,
         num_k_tiles: Int32,
@@ -80,17 +80,19 @@ class Mma:
             for block in cutlass.range_constexpr(self.tiles.num_blocks):
                 acc.acquire(fill)
                 fence_after_sync()
-                self.steps(mma.into(first + block, block), ab, take, head, block, fresh=True)
+                into = mma.of_rows(block).into(first + block)
+                self.steps(into, ab, take, head, block, fresh=True)
                 fill.advance()
             take.skip(head)
             for _ in cutlass.range(num_k_tiles - head - tail, unroll=1):
                 ab.wait_full(take)
                 for block in cutlass.range_constexpr(self.tiles.num_blocks):
-                    mma.into(first + block, block).issue(take.slot, accumulate=True)
+                    mma.of_rows(block).into(first + block).issue(take.slot, accumulate=True)
                 mma.commit(ab.empty[take.slot])
                 take.advance()
             for block in cutlass.range_constexpr(self.tiles.num_blocks):
-                self.steps(mma.into(first + block, block), ab, take, tail, block, fresh=False)
+                into = mma.of_rows(block).into(first + block)
+                self.steps(into, ab, take, tail, block, fresh=False)
                 mma.commit(acc.full[first + block])
             take.skip(tail)
             ticket = dispatch.next(ticket)
@@ -98,7 +100,7 @@ class Mma:
     @cute.jit
     def steps(
         self,
-        mma: Umma,
+        mma: UmmaProduct,
         ab: Ring,
         take: PipelineState,
         count: Int32,

@@ -19,9 +19,10 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex.device.atoms.mma import Umma, allocate_slots, make_umma, umma
+from cutex.device.atoms.mma import allocate_slots
 from cutex.device.atoms.tma import AbLoads, tile_loads
 from cutex.device.atoms.tmem import LANES, Tmem, fence_after_sync, fence_before_sync
+from cutex.device.atoms.umma import Umma, UmmaProduct, umma
 from cutex.device.epilogue.sm100.register_store import store_accumulator
 from cutex.device.pipeline import Barrier, Ring, publish_barriers
 from cutex.kernels.gemm.launch import Gemm
@@ -78,7 +79,7 @@ class Stage0(Gemm):
 
         tile = OneTilePerCta.work_tile()
         loads = AbLoads(tile_loads(a, sA, tile.m), tile_loads(b, sB, tile.n))
-        mma = umma(make_umma(c.tile_m, c.tile_n, dtype), sA, sB, acc)
+        mma = umma(Umma(c.tile_m, c.tile_n, dtype), sA, sB, acc)
         if warp == 0:
             self.mainloop(loads, mma, barriers)
         cute.arch.sync_threads()
@@ -92,7 +93,7 @@ class Stage0(Gemm):
             tmem.free(acc)
 
     @cute.jit
-    def mainloop(self, loads: AbLoads, mma: Umma, barriers: Barriers) -> None:
+    def mainloop(self, loads: AbLoads, mma: UmmaProduct, barriers: Barriers) -> None:
         """Compute the accumulator, which is complete when this returns. Warp 0 alone calls it."""
         loaded, mma_done = barriers.loaded, barriers.mma_done
         phase = Int32(0)

@@ -18,8 +18,8 @@ import cutlass
 from cutlass import cute
 from cutlass.memory import SmemAllocator
 
-from cutex.device.atoms.mma import Umma
 from cutex.device.atoms.tma import AbLoads
+from cutex.device.atoms.umma import UmmaProduct
 from cutex.device.pipeline import Barrier, Ring
 from cutex.kernels.gemm.sm100.stage1 import Stage1
 
@@ -55,7 +55,7 @@ class Stage2(Stage1):
         )
 
     @cute.jit
-    def mainloop(self, loads: AbLoads, mma: Umma, barriers: Barriers) -> None:
+    def mainloop(self, loads: AbLoads, mma: UmmaProduct, barriers: Barriers) -> None:
         """Compute the accumulator, which is complete when this returns. Warp 0 alone calls it."""
         ab, acc_full = barriers.ab, barriers.acc_full
         num_k_tiles = loads.num_k_tiles

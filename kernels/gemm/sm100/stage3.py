@@ -20,9 +20,10 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex.device.atoms.mma import Umma, allocate_slots, make_umma, umma
+from cutex.device.atoms.mma import allocate_slots
 from cutex.device.atoms.tma import AbLoads, tile_loads
 from cutex.device.atoms.tmem import LANES, Tmem, fence_after_sync, fence_before_sync
+from cutex.device.atoms.umma import Umma, UmmaProduct, umma
 from cutex.device.epilogue.sm100.register_store import store_accumulator
 from cutex.device.pipeline import Barrier, Ring, publish_barriers
 from cutex.kernels.gemm.sm90.stage3 import Stage3 as HopperStage3
@@ -73,7 +74,7 @@ class Stage3(Stage2):
 
         tile = OneTilePerCta.work_tile()
         loads = AbLoads(tile_loads(a, sA, tile.m), tile_loads(b, sB, tile.n))
-        mma = umma(make_umma(c.tile_m, c.tile_n, dtype), sA, sB, acc)
+        mma = umma(Umma(c.tile_m, c.tile_n, dtype), sA, sB, acc)
         if warp == Warp.LOAD:
             self.load(loads, ab)
         elif warp == Warp.MMA:
@@ -90,7 +91,7 @@ class Stage3(Stage2):
             tmem.free(acc)
 
     @cute.jit
-    def mma(self, mma: Umma, ab: Ring, acc_full: Barrier, num_k_tiles: Int32) -> None:
+    def mma(self, mma: UmmaProduct, ab: Ring, acc_full: Barrier, num_k_tiles: Int32) -> None:
         take = ab.consumer()
         for k_tile in cutlass.range(num_k_tiles, unroll=1):
             ab.wait_full(take)

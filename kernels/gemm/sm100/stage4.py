@@ -21,7 +21,7 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex.device.atoms.mma import allocate_slots, make_umma, slots_layout, umma
+from cutex.device.atoms.mma import allocate_slots, slots_layout
 from cutex.device.atoms.tma import (
     AbLoads,
     TileStores,
@@ -31,6 +31,7 @@ from cutex.device.atoms.tma import (
     tile_stores,
 )
 from cutex.device.atoms.tmem import Tmem, fence_after_sync, fence_before_sync
+from cutex.device.atoms.umma import Umma, umma
 from cutex.device.epilogue.sm100.tma_store import SubTiles, drain_stores, sub_tiles
 from cutex.device.pipeline import Barrier, publish_barriers
 from cutex.kernels.gemm.config import ELEMENT
@@ -88,14 +89,14 @@ class Stage4(Stage3):
 
         tile = OneTilePerCta.work_tile()
         loads = AbLoads(tile_loads(a, sA, tile.m), tile_loads(b, sB, tile.n))
-        mma = umma(make_umma(c.tile_m, c.tile_n, dtype), sA, sB, acc)
+        mma = umma(Umma(c.tile_m, c.tile_n, dtype), sA, sB, acc)
         if warp == Warp.LOAD:
             self.load(loads, ab)
         elif warp == Warp.MMA:
             self.mma(mma, ab, acc_full, loads.num_k_tiles)
         else:
             thread, _, _ = cute.arch.thread_idx()
-            parts = sub_tiles(mma.tCtAcc[(None, None), 0, 0], sC, thread)
+            parts = sub_tiles(mma.acc[(None, None), 0, 0], sC, thread)
             self.epilogue(parts, tile_stores(out, sC, tile.m), tile.n, acc_full)
         cute.arch.sync_threads()
         if warp == Warp.MMA:

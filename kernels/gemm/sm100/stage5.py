@@ -22,9 +22,10 @@ from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex.device.atoms.mma import allocate_slots, make_umma, umma
+from cutex.device.atoms.mma import allocate_slots
 from cutex.device.atoms.tma import AbLoads, load_operand, store_operand, tile_loads, tile_stores
 from cutex.device.atoms.tmem import Tmem, fence_after_sync
+from cutex.device.atoms.umma import Umma, umma
 from cutex.device.epilogue.sm100.tma_store import sub_tiles
 from cutex.device.pipeline import Barrier, PairRing, is_leader, publish_barriers, sync_cluster
 from cutex.kernels.gemm.sm100.stage2 import Barriers
@@ -92,7 +93,7 @@ class Stage5(Stage4):
 
         tile = OneTilePerCta.work_tile()  # tile.m counts the rows of a CTA, tile.n those of a pair
         loads = AbLoads(tile_loads(a, sA, tile.m), tile_loads(b, sB, 2 * tile.n + rank))
-        mma = umma(make_umma(c.tile_m, c.tile_n, dtype, pair=True), sA, sB, acc)
+        mma = umma(Umma(c.tile_m, c.tile_n, dtype, pair=True), sA, sB, acc)
         if warp == Warp.LOAD:
             self.load(loads, ab)
         elif warp == Warp.MMA:
@@ -100,7 +101,7 @@ class Stage5(Stage4):
                 self.mma(mma, ab, acc_full, loads.num_k_tiles)
         else:
             thread, _, _ = cute.arch.thread_idx()
-            parts = sub_tiles(mma.tCtAcc[(None, None), 0, 0], sC, thread)
+            parts = sub_tiles(mma.acc[(None, None), 0, 0], sC, thread)
             self.epilogue(parts, tile_stores(out, sC, tile.m), tile.n, acc_full)
         sync_cluster()
         if warp == Warp.MMA:

@@ -22,9 +22,10 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cutex.arch import arch as arch_named
-from cutex.device.atoms.mma import Umma, allocate_slots, make_umma, umma
+from cutex.device.atoms.mma import allocate_slots
 from cutex.device.atoms.tma import PairOperands, load_operand, store_operand
 from cutex.device.atoms.tmem import LANES, Tmem, fence_after_sync, fence_before_sync
+from cutex.device.atoms.umma import Umma, UmmaProduct, umma
 from cutex.device.epilogue.sm100.tma_store import EpilogueStore, drain_stores
 from cutex.device.pipeline import AccRing, PairRing, Ring, is_leader, publish_barriers, sync_cluster
 from cutex.kernels.gemm.sm100.stage3 import Warp
@@ -107,8 +108,7 @@ class Stage6(Stage5):
         publish_barriers((ab, acc, *dispatch.barriers), cluster=True, with_data=True)
         pointer = tmem.pointer()
 
-        tiled_mma = make_umma(256, c.tile_n, dtype, pair=True)
-        mma = umma(tiled_mma, sA, sB, pointer, c.num_acc)
+        mma = umma(Umma(256, c.tile_n, dtype, pair=True), sA, sB, pointer, c.num_acc)
         if warp == Warp.LOAD:
             self.load_tiles(PairOperands(a, b, sA, sB), ab, dispatch)
         elif warp == Warp.MMA:
@@ -116,7 +116,7 @@ class Stage6(Stage5):
                 num_k_tiles = cute.ceil_div(cute.size(a.tma_tensor, mode=[1]), c.tile_k)
                 self.compute_tiles(mma, ab, acc, num_k_tiles, dispatch)
         elif warp < Warp.LOAD:
-            self.store_tiles(mma.tCtAcc, EpilogueStore(out, sC), acc, dispatch)
+            self.store_tiles(mma.acc, EpilogueStore(out, sC), acc, dispatch)
         else:
             dispatch.schedule()
         sync_cluster()
@@ -140,7 +140,7 @@ class Stage6(Stage5):
     @cute.jit
     def compute_tiles(
         self,
-        mma: Umma,
+        mma: UmmaProduct,
         ab: Ring,
         acc: AccRing,
         num_k_tiles: Int32,

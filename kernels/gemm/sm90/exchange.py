@@ -12,7 +12,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
 
-from cutex.device.atoms.mma import WARPGROUP
+from cutex.device.atoms.wgmma import WARPGROUP
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.schedulers.stream_k import StreamedWalk
 
@@ -26,6 +26,7 @@ class Exchange:
     same rank in another cluster."""
 
     tiles: Sm90Config
+    sA: cute.Tensor  # (bM, bK, SLOT), the ring of A
     sums: cute.Tensor  # fp32: one tile for each CTA
     flags: cute.Tensor  # Int32, one for each MMA warp of each CTA; 0 before and after a launch
 
@@ -39,7 +40,7 @@ class Exchange:
             cute.arch.store(self.flag(share), Int32(1), sem="release", scope="gpu")
 
     @cute.jit
-    def add_others(self, acc: cute.Tensor, sA: cute.Tensor, walk: StreamedWalk) -> None:
+    def add_others(self, acc: cute.Tensor, walk: StreamedWalk) -> None:
         """Add to the accumulators the sums that later shares computed of the rest of this tile, one
         after the other, in the same order in every run.
 
@@ -52,7 +53,7 @@ class Exchange:
         total = thread_vectors(acc)  # (VECTOR, NumVectors)
         count = cute.size(total, mode=[1])
         depth = self.depth(count)
-        first = cute.recast_ptr(sA.iterator, dtype=Float32)
+        first = cute.recast_ptr(self.sA.iterator, dtype=Float32)
         held = of_thread(first, depth, self.num_threads)  # (VECTOR, DEPTH)
         past_l1 = cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL)
         copy = cute.make_copy_atom(past_l1, Float32, num_bits_per_copy=32 * VECTOR)

@@ -20,19 +20,18 @@ from typing import Any
 
 import cutlass
 from cutlass import Int32, cute
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cutex.arch import arch as arch_named
 from cutex.compile import Argument
 from cutex.device.atoms.mma import (
+    MAJORS,
     allocate_slots,
     contiguous_rows_layout,
-    make_wgmma,
     rows_layout,
     slots_layout,
     transposed_slots_layout,
-    wgmma,
 )
 from cutex.device.atoms.multicast import (
     AbOperands,
@@ -42,6 +41,7 @@ from cutex.device.atoms.multicast import (
     shared_operand,
 )
 from cutex.device.atoms.tma import load_operand, store_operand
+from cutex.device.atoms.wgmma import Wgmma, wgmma
 from cutex.device.epilogue.epilogue_ops import Add, BoundOps
 from cutex.device.epilogue.sm90.fused_store import ElementStore, fused_store
 from cutex.device.epilogue.sm90.tma_store import warp_store, warpgroup_store
@@ -172,20 +172,19 @@ class General:
         return LoadTiles(self.tiles, self.cluster, self.scheduler)
 
     def mma_role(
-        self, workspace: tuple[cute.Tensor, cute.Tensor] | None, sums: Barrier | None
+        self,
+        sA: cute.Tensor,
+        workspace: tuple[cute.Tensor, cute.Tensor] | None,
+        sums: Barrier | None,
     ) -> MmaRole:
         c, scheduler = self.tiles, self.scheduler
         if isinstance(scheduler, StreamedTiles):
             assert workspace is not None  # as the config has it
-            return StreamK(self.config, c, scheduler, Exchange(c, *workspace))
+            return StreamK(self.config, c, scheduler, Exchange(c, sA, *workspace))
         if sums is not None:
-            return SplitK(self.config, c, scheduler, self.cluster, sums)
+            return SplitK(self.config, c, scheduler, self.cluster, sums, sA)
         role = PingPong if c.pingpong else Cooperative
         return role(self.config, c, scheduler)
-
-    @property
-    def majors(self) -> tuple[OperandMajorMode, ...]:
-        return tuple(OperandMajorMode.K if k else OperandMajorMode.MN for k in self.config.k_major)
 
     # ---- on the host
 
@@ -318,7 +317,7 @@ class General:
             sums = Barrier.allocate(smem, "sums", arrivals=1)
         a, out = self.from_first_row(a, out)
         operands = AbOperands(a, b, sA, sB, self.config.k_major)
-        load, mma_role = self.load_role, self.mma_role(workspace, sums)
+        load, mma_role = self.load_role, self.mma_role(sA, workspace, sums)
         warp = cute.arch.warp_idx()
         if warp == self.load_warps.first:
             load.start(operands, mProduct)
@@ -333,7 +332,9 @@ class General:
         else:
             self.take_registers()
             warpgroups = 1 if c.pingpong else c.mma_warpgroups
-            mma = wgmma(make_wgmma(warpgroups, c.tile_n, *kinds, *self.majors), sA, sB)
+            a_major, b_major = (MAJORS[k_major] for k_major in self.config.k_major)
+            instruction = Wgmma(c.tile_n, *kinds, a_major, b_major, warpgroups)
+            mma = wgmma(instruction, sA, sB)
             epilogue = self.epilogue(out, sC, rows, self.config.bind(mProduct, passed), held)
             mma_role.run(mma, ab, epilogue, operands.num_k_tiles, mProduct)
             epilogue.drain()

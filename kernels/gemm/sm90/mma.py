@@ -15,8 +15,8 @@ import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from cutex.device.atoms.mma import WARPGROUP, Wgmma
 from cutex.device.atoms.multicast import SharedRing
+from cutex.device.atoms.wgmma import WARPGROUP, WgmmaProduct
 from cutex.device.epilogue.sm90.fused_store import ElementStore, FusedStore
 from cutex.device.epilogue.sm90.tma_store import WarpgroupStore, WarpStore
 from cutex.device.pipeline import OrderedBarrier, PipelineState
@@ -49,7 +49,7 @@ class MmaRole:
 
     def run(
         self,
-        mma: Wgmma,
+        mma: WgmmaProduct,
         ab: SharedRing,
         epilogue: EpilogueStore,
         num_k_tiles: Int32,
@@ -60,7 +60,7 @@ class MmaRole:
 
     @cute.jit
     def mainloop(
-        self, mma: Wgmma, ab: SharedRing, take: PipelineState, num_k_tiles: Int32
+        self, mma: WgmmaProduct, ab: SharedRing, take: PipelineState, num_k_tiles: Int32
     ) -> PipelineState:
         """Run the MMAs over all of K, from slot `take` on; return the state after. On return the
         accumulators are complete, and all slots are released."""
@@ -71,7 +71,7 @@ class MmaRole:
 
     @cute.jit
     def issue(
-        self, mma: Wgmma, ab: SharedRing, take: PipelineState, num_k_tiles: Int32
+        self, mma: WgmmaProduct, ab: SharedRing, take: PipelineState, num_k_tiles: Int32
     ) -> tuple[PipelineState, PipelineState]:
         """Start all MMAs and release all slots but the last; return the states of that slot and of
         the next.
@@ -104,12 +104,12 @@ class MmaRole:
             done.advance()
         return done, take
 
-    def store(self, mma: Wgmma, epilogue: EpilogueStore, tile: WorkTile) -> None:
+    def store(self, mma: WgmmaProduct, epilogue: EpilogueStore, tile: WorkTile) -> None:
         """Store this warpgroup's accumulators to its rows of `tile`."""
         row, step, column = self.origin(tile)
         if isinstance(epilogue, FusedStore | ElementStore):
             epilogue = replace(epilogue, batch=tile.batch)
-        epilogue.store(mma.tCrAcc, row, step, column)
+        epilogue.store(mma.acc, row, step, column)
 
     def origin(self, tile: WorkTile) -> tuple[Int32, int, Int32]:
         """The first row of this warpgroup in a tile, the step to its next row, and the first
@@ -128,7 +128,7 @@ class Cooperative(MmaRole):
     @cute.jit
     def run(
         self,
-        mma: Wgmma,
+        mma: WgmmaProduct,
         ab: SharedRing,
         epilogue: EpilogueStore,
         num_k_tiles: Int32,
@@ -152,7 +152,7 @@ class PingPong(MmaRole):
     @cute.jit
     def run(
         self,
-        mma: Wgmma,
+        mma: WgmmaProduct,
         ab: SharedRing,
         epilogue: EpilogueStore,
         num_k_tiles: Int32,
@@ -193,7 +193,7 @@ class StreamK(MmaRole):
     @cute.jit
     def run(
         self,
-        mma: Wgmma,
+        mma: WgmmaProduct,
         ab: SharedRing,
         epilogue: EpilogueStore,
         num_k_tiles: Int32,
@@ -205,8 +205,8 @@ class StreamK(MmaRole):
             segment = walk.segment(turn)
             take = self.mainloop(mma, ab, take, segment.count)
             if segment.first > 0:
-                self.exchange.leave(mma.tCrAcc, walk)
+                self.exchange.leave(mma.acc, walk)
             else:
                 if segment.count < num_k_tiles:
-                    self.exchange.add_others(mma.tCrAcc, mma.sA, walk)
+                    self.exchange.add_others(mma.acc, walk)
                 self.store(mma, epilogue, walk.tile(segment))

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from cutex.device.atoms.mma import Wgmma
 from cutex.device.atoms.multicast import Cluster, SharedRing
+from cutex.device.atoms.wgmma import WgmmaProduct
 from cutex.device.epilogue.sm90.fused_store import ElementStore, FusedStore
 from cutex.device.epilogue.sm90.tma_store import WarpgroupStore
 from cutex.device.pipeline import Barrier
@@ -39,19 +39,20 @@ class SplitK(MmaRole):
 
     cluster: Cluster
     sums: Barrier  # 1 arrival, and the bytes that the other CTAs send
+    sA: cute.Tensor  # (bM, bK, SLOT), where the ring begins
 
     @cute.jit
     def run(
         self,
-        mma: Wgmma,
+        mma: WgmmaProduct,
         ab: SharedRing,
         epilogue: PartStore,
         num_k_tiles: Int32,
         mC: cute.Tensor,
     ) -> None:
         walk = self.scheduler.walk(mC)
-        parts = epilogue.parts(mma.tCrAcc)  # (V, PART)
-        place = self.place(parts, cute.recast_ptr(mma.sA.iterator, dtype=Float32))
+        parts = epilogue.parts(mma.acc)  # (V, PART)
+        place = self.place(parts, cute.recast_ptr(self.sA.iterator, dtype=Float32))
         self.expect(parts, walk.split)
         self.mainloop(mma, ab, ab.consumer(), k_share(self.tiles, num_k_tiles))
         # NOTE: relaxed: it says that this warp's wgmma have read the ring, and publishes no data
@@ -106,12 +107,12 @@ class SplitK(MmaRole):
 
     @cute.jit
     def store_parts(
-        self, mma: Wgmma, epilogue: PartStore, place: cute.Tensor, walk: StaticWalk
+        self, mma: WgmmaProduct, epilogue: PartStore, place: cute.Tensor, walk: StaticWalk
     ) -> None:
         """Add up and store every split_k-th part of the tile, beginning with part `walk.split`."""
         c = self.tiles
         row, step, column = self.origin(walk.tile_at(walk.start))
-        num_parts = cute.size(epilogue.parts(mma.tCrAcc), mode=[1])
+        num_parts = cute.size(epilogue.parts(mma.acc), mode=[1])
         per_row = c.tile_n // c.epi_n
         for turn in cutlass.range_constexpr(cute.size(place, mode=[3])):
             part = turn * c.split_k + walk.split

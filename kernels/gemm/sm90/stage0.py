@@ -21,8 +21,9 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from cutex.device.atoms.mma import WARPGROUP, Wgmma, allocate_slots, make_wgmma, wgmma
+from cutex.device.atoms.mma import allocate_slots
 from cutex.device.atoms.tma import AbLoads, tile_loads
+from cutex.device.atoms.wgmma import WARPGROUP, Wgmma, WgmmaProduct, wgmma
 from cutex.device.epilogue.sm90.register_store import store_accumulators
 from cutex.device.pipeline import Barrier, Ring, publish_barriers
 from cutex.kernels.gemm.launch import Gemm
@@ -71,13 +72,13 @@ class Stage0(Gemm):
 
         tile = OneTilePerCta.work_tile()
         loads = AbLoads(tile_loads(a, sA, tile.m), tile_loads(b, sB, tile.n))
-        mma = wgmma(make_wgmma(c.mma_warpgroups, c.tile_n, dtype), sA, sB)
+        mma = wgmma(Wgmma(c.tile_n, dtype, warpgroups=c.mma_warpgroups), sA, sB)
         self.mainloop(loads, mma, barriers)
         thread, _, _ = cute.arch.thread_idx()
         store_accumulators(mma, mC, tile, (c.tile_m, c.tile_n), thread)
 
     @cute.jit
-    def mainloop(self, loads: AbLoads, mma: Wgmma, barriers: Barriers) -> None:
+    def mainloop(self, loads: AbLoads, mma: WgmmaProduct, barriers: Barriers) -> None:
         loaded = barriers.loaded
         warp = cute.arch.warp_idx()
         phase = Int32(0)

@@ -26,8 +26,8 @@ from cutlass import cute
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
-from cutex.device.atoms.mma import Wgmma
 from cutex.device.atoms.tma import AbLoads
+from cutex.device.atoms.wgmma import WgmmaProduct
 from cutex.device.pipeline import Ring
 from cutex.kernels.gemm.sm90.stage1 import Stage1
 
@@ -58,7 +58,7 @@ class Stage2(Stage1):
         return Barriers(Ring.allocate(smem, "ab", c.num_stages, c.stage_bytes, consumers))
 
     @cute.jit
-    def mainloop(self, loads: AbLoads, mma: Wgmma, barriers: Barriers) -> None:
+    def mainloop(self, loads: AbLoads, mma: WgmmaProduct, barriers: Barriers) -> None:
         ab = barriers.ab
         warp = cute.arch.warp_idx()
         num_k_tiles = loads.num_k_tiles

@@ -22,8 +22,9 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from cutex.device.atoms.mma import WARPGROUP, Wgmma, allocate_slots, make_wgmma, wgmma
+from cutex.device.atoms.mma import allocate_slots
 from cutex.device.atoms.tma import AbLoads, tile_loads
+from cutex.device.atoms.wgmma import WARPGROUP, Wgmma, WgmmaProduct, wgmma
 from cutex.device.epilogue.sm90.register_store import store_accumulators
 from cutex.device.pipeline import Ring, Warps, publish_barriers
 from cutex.kernels.gemm.sm90.stage2 import Stage2
@@ -70,7 +71,7 @@ class Stage3(Stage2):
         if warp == self.load_warp.first:
             self.load(loads, ab)
         else:
-            mma = wgmma(make_wgmma(c.mma_warpgroups, c.tile_n, dtype), sA, sB)
+            mma = wgmma(Wgmma(c.tile_n, dtype, warpgroups=c.mma_warpgroups), sA, sB)
             self.mma(mma, ab, loads.num_k_tiles)
             thread, _, _ = cute.arch.thread_idx()
             store_accumulators(mma, mC, tile, (c.tile_m, c.tile_n), thread)
@@ -83,7 +84,7 @@ class Stage3(Stage2):
             fill.advance()
 
     @cute.jit
-    def mma(self, mma: Wgmma, ab: Ring, num_k_tiles: Int32) -> None:
+    def mma(self, mma: WgmmaProduct, ab: Ring, num_k_tiles: Int32) -> None:
         take, done = ab.consumer(), ab.consumer()
         ab.wait_full(take)
         mma.issue(take.slot, accumulate=False)

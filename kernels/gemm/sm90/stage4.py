@@ -19,8 +19,9 @@ from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex.device.atoms.mma import allocate_slots, make_wgmma, wgmma
+from cutex.device.atoms.mma import allocate_slots
 from cutex.device.atoms.tma import AbLoads, tile_loads
+from cutex.device.atoms.wgmma import Wgmma, wgmma
 from cutex.device.epilogue.sm90.register_store import store_accumulators
 from cutex.device.pipeline import Ring, Warps, publish_barriers
 from cutex.kernels.gemm.sm90.stage3 import Stage3
@@ -82,7 +83,7 @@ class Stage4(Stage3):
                 self.load(loads, ab)
         else:
             self.take_registers()
-            mma = wgmma(make_wgmma(c.mma_warpgroups, c.tile_n, dtype), sA, sB)
+            mma = wgmma(Wgmma(c.tile_n, dtype, warpgroups=c.mma_warpgroups), sA, sB)
             self.mma(mma, ab, loads.num_k_tiles)
             thread, _, _ = cute.arch.thread_idx()
             store_accumulators(mma, mC, tile, (c.tile_m, c.tile_n), thread)

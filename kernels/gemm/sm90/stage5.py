@@ -21,9 +21,10 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex.device.atoms.mma import Wgmma, allocate_slots, make_wgmma, rows_layout, wgmma
+from cutex.device.atoms.mma import allocate_slots, rows_layout
 from cutex.device.atoms.multicast import AbOperands, Cluster
 from cutex.device.atoms.tma import load_operand, store_operand
+from cutex.device.atoms.wgmma import Wgmma, WgmmaProduct, wgmma
 from cutex.device.epilogue.sm90.tma_store import WarpgroupStore, warpgroup_store
 from cutex.device.pipeline import Ring, publish_barriers
 from cutex.device.work_tile import WorkTile
@@ -92,7 +93,7 @@ class Stage5(Stage4):
         else:
             self.take_registers()
             warpgroups = 1 if c.pingpong else c.mma_warpgroups
-            mma = wgmma(make_wgmma(warpgroups, c.tile_n, dtype), sA, sB)
+            mma = wgmma(Wgmma(c.tile_n, dtype, warpgroups=warpgroups), sA, sB)
             epilogue = warpgroup_store(out, sC, c.epi_stages)
             num_k_tiles = cute.ceil_div(cute.size(a.tma_tensor, mode=[1]), c.tile_k)
             self.compute_tiles(mma, ab, epilogue, num_k_tiles, out.tma_tensor)
@@ -105,7 +106,7 @@ class Stage5(Stage4):
     @cute.jit
     def compute_tiles(
         self,
-        mma: Wgmma,
+        mma: WgmmaProduct,
         ab: Ring,
         epilogue: WarpgroupStore,
         num_k_tiles: Int32,
@@ -115,9 +116,9 @@ class Stage5(Stage4):
         self.store(mma, epilogue, OneTilePerCta.work_tile())
 
     @cute.jit
-    def store(self, mma: Wgmma, epilogue: WarpgroupStore, tile: WorkTile) -> None:
+    def store(self, mma: WgmmaProduct, epilogue: WarpgroupStore, tile: WorkTile) -> None:
         row, step, column = self.origin(tile)
-        epilogue.store(mma.tCrAcc, row, step, column)
+        epilogue.store(mma.acc, row, step, column)
 
     def origin(self, tile: WorkTile) -> tuple[Int32, int, Int32]:
         """The first row of this warpgroup in a tile, the step to its next row, and the first

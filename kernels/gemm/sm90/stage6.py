@@ -23,9 +23,9 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
-from cutex.device.atoms.mma import Wgmma
 from cutex.device.atoms.multicast import AbOperands, Cluster, SharedRing, shared_operand
 from cutex.device.atoms.tma import AbLoads, store_operand
+from cutex.device.atoms.wgmma import WgmmaProduct
 from cutex.device.epilogue.sm90.tma_store import WarpgroupStore
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.gemm.sm90.stage5 import Stage5
@@ -85,7 +85,7 @@ class Stage6(Stage5):
     @cute.jit
     def compute_tiles(
         self,
-        mma: Wgmma,
+        mma: WgmmaProduct,
         ab: SharedRing,
         epilogue: WarpgroupStore,
         num_k_tiles: Int32,
@@ -114,7 +114,7 @@ class Stage6(Stage5):
 
     @cute.jit
     def mainloop(
-        self, mma: Wgmma, ab: SharedRing, take: PipelineState, num_k_tiles: Int32
+        self, mma: WgmmaProduct, ab: SharedRing, take: PipelineState, num_k_tiles: Int32
     ) -> PipelineState:
         """Run the MMAs over all of K, from state `take` on; return the state after. On return all
         slots are released, and the accumulators are complete."""
@@ -125,7 +125,7 @@ class Stage6(Stage5):
 
     @cute.jit
     def issue(
-        self, mma: Wgmma, ab: SharedRing, take: PipelineState, num_k_tiles: Int32
+        self, mma: WgmmaProduct, ab: SharedRing, take: PipelineState, num_k_tiles: Int32
     ) -> tuple[PipelineState, PipelineState]:
         """Start all MMAs, and release all slots but the last; return the states of that slot and of
         the next."""

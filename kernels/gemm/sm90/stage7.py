@@ -18,8 +18,8 @@ import cutlass
 from cutlass import Int32, cute
 
 from cutex.arch import arch as arch_named
-from cutex.device.atoms.mma import Wgmma
 from cutex.device.atoms.multicast import AbOperands, SharedRing
+from cutex.device.atoms.wgmma import WgmmaProduct
 from cutex.device.epilogue.sm90.tma_store import WarpgroupStore
 from cutex.kernels.gemm.sm90.stage6 import Stage6
 from cutex.schedulers.persistent import StaticPersistent
@@ -56,7 +56,7 @@ class Stage7(Stage6):
     @cute.jit
     def compute_tiles(
         self,
-        mma: Wgmma,
+        mma: WgmmaProduct,
         ab: SharedRing,
         epilogue: WarpgroupStore,
         num_k_tiles: Int32,

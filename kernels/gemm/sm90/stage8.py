@@ -23,8 +23,8 @@ import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from cutex.device.atoms.mma import Wgmma
 from cutex.device.atoms.multicast import SharedRing
+from cutex.device.atoms.wgmma import WgmmaProduct
 from cutex.device.epilogue.sm90.tma_store import WarpgroupStore
 from cutex.device.pipeline import OrderedBarrier
 from cutex.kernels.gemm.sm90.stage7 import Stage7
@@ -51,7 +51,7 @@ class Stage8(Stage7):
     @cute.jit
     def compute_tiles(
         self,
-        mma: Wgmma,
+        mma: WgmmaProduct,
         ab: SharedRing,
         epilogue: WarpgroupStore,
         num_k_tiles: Int32,

@@ -6,19 +6,19 @@ import cutlass
 from cutlass import Int32, cute
 
 from cutex.device.atoms import tmem
-from cutex.device.atoms.mma import Umma
+from cutex.device.atoms.umma import UmmaProduct
 from cutex.device.epilogue.vector_store import store_vectors
 from cutex.device.work_tile import WorkTile
 
 
 @cute.jit
-def store_accumulator(mma: Umma, mC: cute.Tensor, tile: WorkTile, thread: Int32) -> None:
+def store_accumulator(mma: UmmaProduct, mC: cute.Tensor, tile: WorkTile, thread: Int32) -> None:
     """Load the accumulator, round it and store it to its tile of mC (M, N). Threads 0 to 127 call
     it.
 
     Each thread holds a whole row, so it stores 16 bytes at a time.
     """
-    tAcc = mma.tCtAcc[(None, None), 0, 0]  # (bM, bN)
+    tAcc = mma.acc[(None, None), 0, 0]  # (bM, bN)
     tile_mn = tAcc.shape
     gC = cute.local_tile(mC, tile_mn, (tile.m, tile.n))  # (bM, bN)
     cC = cute.local_tile(cute.make_identity_tensor(mC.shape), tile_mn, (tile.m, tile.n))

@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp
 
-from cutex.device.atoms.mma import WARPGROUP, make_wgmma
+from cutex.device.atoms.wgmma import WARPGROUP, Wgmma
 from cutex.device.epilogue.epilogue_ops import BoundOps, Fragment
 from cutex.device.epilogue.sm90.tma_store import WarpgroupStore, registers_of, warpgroup_store
 from cutex.device.pipeline import Barrier
@@ -136,7 +136,7 @@ def part_loads(
         to_registers = cute.make_copy_atom(
             CopyUniversalOp(), sX.element_type, num_bits_per_copy=bits
         )
-    s2r = cute.make_tiled_copy_C(to_registers, make_wgmma(1, part[1], cutlass.BFloat16))
+    s2r = cute.make_tiled_copy_C(to_registers, Wgmma(part[1], cutlass.BFloat16).tiled())
     tSR_sX = s2r.get_slice(thread % WARPGROUP).partition_S(sX)  # (S2R, S2R_M, S2R_N, SLOT)
     num_bytes = part[0] * part[1] * width // 8
     first = warpgroup * num_slots

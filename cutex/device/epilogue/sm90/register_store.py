@@ -5,25 +5,25 @@ from __future__ import annotations
 import cutlass
 from cutlass import Int32, cute
 
-from cutex.device.atoms.mma import Wgmma
+from cutex.device.atoms.wgmma import WgmmaProduct
 from cutex.device.epilogue.vector_store import store_vectors
 from cutex.device.work_tile import WorkTile
 
 
 @cute.jit
 def store_accumulators(
-    mma: Wgmma, mC: cute.Tensor, tile: WorkTile, tile_mn: cutlass.Constexpr, thread: Int32
+    mma: WgmmaProduct, mC: cute.Tensor, tile: WorkTile, tile_mn: cutlass.Constexpr, thread: Int32
 ) -> None:
     """Round this thread's accumulators and store them to its tile, (bM, bN), of mC (M, N).
 
     A wgmma accumulator holds 2 neighbours of a row in one thread, 4 bytes; 4 threads fill a row of
     8 columns.
     """
-    thr_mma = mma.tiled_mma.get_slice(thread)
+    thr_mma = mma.mma.tiled().get_slice(thread)
     gC = cute.local_tile(mC, tile_mn, (tile.m, tile.n))  # (bM, bN)
     cC = cute.local_tile(cute.make_identity_tensor(mC.shape), tile_mn, (tile.m, tile.n))
     tCgC = thr_mma.partition_C(gC)  # (MMA, MMA_M, MMA_N)
     tCcC = thr_mma.partition_C(cC)  # (MMA, MMA_M, MMA_N)
-    tCrC = cute.make_rmem_tensor_like(mma.tCrAcc, mC.element_type)
-    tCrC.store(mma.tCrAcc.load().to(mC.element_type))
+    tCrC = cute.make_rmem_tensor_like(mma.acc, mC.element_type)
+    tCrC.store(mma.acc.load().to(mC.element_type))
     store_vectors(tCrC, tCgC, tCcC, mC.shape, width=2)

@@ -13,7 +13,7 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 
-from cutex.device.atoms.mma import WARPGROUP, make_wgmma
+from cutex.device.atoms.wgmma import WARPGROUP, Wgmma
 
 WARP_ROWS = 16  # rows of a wgmma's 64 that each of its warps holds
 FIRST_WARPGROUP_BARRIER = 1  # the named barrier of warpgroup 0; each warpgroup has one
@@ -197,7 +197,7 @@ def warpgroup_slots(
     how = {"num_bits_per_copy": bits} if bits else {}
     to_smem = cute.make_copy_atom(op, sC.element_type, **how)
     # NOTE: every wgmma of fp32 accumulators lays them out alike, whatever it multiplies
-    mma = make_wgmma(1, cute.size(sC, mode=[1]), cutlass.BFloat16)
+    mma = Wgmma(cute.size(sC, mode=[1]), cutlass.BFloat16).tiled()
     r2s = cute.make_tiled_copy_C(to_smem, mma)
     return r2s, r2s.get_slice(thread % WARPGROUP).partition_D(sC), sC
 

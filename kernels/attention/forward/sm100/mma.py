@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import cutlass
 from cutlass import Boolean, Int32, cute
+from cutlass.cute.nvgpu import OperandMajorMode
 
-from cutex.device.atoms.mma import commit, contiguous_rows_layout, instruction_tiles
-from cutex.device.atoms.tmem import LANES, fence_after_sync
-from cutex.device.atoms.umma import K, UmmaProduct, a_from_tmem, make_umma16, umma_product
+from cutex.device.atoms.mma import contiguous_rows_layout
+from cutex.device.atoms.tmem import fence_after_sync
+from cutex.device.atoms.umma import Umma, UmmaProduct, commit
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.forward.sm100.config import Sm100Config
 from cutex.kernels.attention.forward.sm100.tiles import Shared, Span
@@ -22,34 +23,29 @@ class Products:
     memory."""
 
     config: Sm100Config
-    qk: UmmaProduct
-    pv: UmmaProduct
-    tSrQ: cute.Tensor  # (MMA, MMA_M, MMA_K, TILE) descriptors
-    dtype: type[cutlass.Numeric]
+    qk: UmmaProduct  # of all Q tiles; S at column 0
+    pv: UmmaProduct  # O at column 0
 
     @staticmethod
     @cute.jit
     def of(shared: Shared) -> Products:
         c, dtype = shared.config, shared.sQ.element_type
-        qk_mma = make_umma16(c.tile_n, dtype, c.ctas, False, b_rows_contiguous=False)
-        pv_mma = make_umma16(c.head_dim_v, dtype, c.ctas, True, b_rows_contiguous=True)
+        qk_mma = Umma(c.mma_rows, c.tile_n, dtype, pair=c.pair)
+        pv_mma = Umma(c.mma_rows, c.head_dim_v, dtype, b_major=OperandMajorMode.MN, pair=c.pair)
         columns = c.head_dim_v // c.ctas
         transposed = contiguous_rows_layout(dtype, columns, c.tile_n, c.num_stages)
         sVt = cute.make_tensor(shared.sV.iterator, transposed.outer)  # (DV / ctas, bN, SLOT)
-        return Products(
-            c,
-            umma_product(qk_mma, shared.sK, shared.tmem, c.tile_n),
-            umma_product(pv_mma, sVt, shared.tmem, c.head_dim_v),
-            qk_mma.make_fragment_A(instruction_tiles(shared.sQ, LANES)),
-            dtype,
-        )
+        acc_s, tSrK = qk_mma.accumulator(shared.tmem), qk_mma.b_slots(shared.sK)
+        acc_o, tOrV = pv_mma.accumulator(shared.tmem), pv_mma.b_slots(sVt)
+        tSrQ = qk_mma.a_slots(shared.sQ)  # (MMA, MMA_M, MMA_K, TILE)
+        qk = UmmaProduct(qk_mma, tSrQ, tSrK, acc_s)
+        return Products(c, qk, UmmaProduct(pv_mma, None, tOrV, acc_o))
 
     @cute.jit
     def scores(self, tile: cutlass.Constexpr[int], buffer: Int32, slot: Int32) -> None:
         """Start S[buffer] = Q[tile] K[slot]^T."""
-        tSrQ = self.tSrQ[None, None, None, tile]
-        blocks = (0, self.config.head_dim // K)
-        self.qk.issue(buffer * self.config.tile_n, tSrQ, slot, Boolean(False), blocks)
+        tSrQ = self.qk.a[None, None, None, tile]  # (MMA, MMA_M, MMA_K)
+        self.qk.of(tSrQ).at(buffer * self.config.tile_n).issue(slot, accumulate=Boolean(False))
 
     @cute.jit
     def outputs(
@@ -62,10 +58,10 @@ class Products:
     ) -> None:
         """Start O[tile] += P[buffer] V[slot] over the keys [first, end) of the block."""
         c, pv = self.config, self.pv
-        p = buffer * c.tile_n
-        tOrP = a_from_tmem(pv.tiled_mma, pv.tCtAcc.iterator, p, c.tile_n, self.dtype)
+        p, k = buffer * c.tile_n, pv.mma.k
+        tOrP = pv.mma.a_tmem(pv.acc.iterator, p, c.tile_n)  # (MMA, MMA_M, MMA_K)
         column = Int32(c.o_column + tile * c.head_dim_v)
-        pv.issue(column, tOrP, slot, accumulate, (keys[0] // K, keys[1] // K))
+        pv.of(tOrP).at(column).issue(slot, accumulate, range(keys[0] // k, keys[1] // k))
 
 
 @dataclass(frozen=True)

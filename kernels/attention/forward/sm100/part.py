@@ -8,7 +8,7 @@ from typing import Protocol
 import cutlass
 from cutlass import Boolean, Int32, cute
 
-from cutex.device.atoms.umma import K, UmmaProduct
+from cutex.device.atoms.umma import UmmaProduct
 from cutex.device.attention.tmem_rows import ScoreRow
 
 
@@ -31,9 +31,8 @@ class Probabilities(Protocol):
 class Part:
     """A Q tile: its products, and this thread's row of it."""
 
-    qk: UmmaProduct
-    pv: UmmaProduct
-    tSrQ: cute.Tensor  # (MMA, MMA_M, MMA_K) descriptors
+    qk: UmmaProduct  # S at column 0
+    pv: UmmaProduct  # O at column 0
     p: Probabilities
     s_column: Int32 | int  # first column of S in tensor memory
     o_column: Int32 | int
@@ -42,10 +41,8 @@ class Part:
 
     @cute.jit
     def start_scores(self, slot: Int32) -> None:
-        k_blocks = (0, cute.size(self.tSrQ, mode=[2]))
-        self.qk.issue(Int32(self.s_column), self.tSrQ, slot, Boolean(False), k_blocks)
+        self.qk.at(Int32(self.s_column)).issue(slot, accumulate=Boolean(False))
 
     @cute.jit
     def start_outputs(self, slot: Int32, accumulate: Boolean) -> None:
-        blocks = (0, self.row.tile_n // K)
-        self.pv.issue(Int32(self.o_column), self.p.tCrA, slot, accumulate, blocks)
+        self.pv.of(self.p.tCrA).at(Int32(self.o_column)).issue(slot, accumulate)

@@ -23,17 +23,12 @@ from typing import NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
+from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.memory import SmemAllocator
 
-from cutex.device.atoms.mma import (
-    allocate_slots,
-    commit,
-    contiguous_rows_layout,
-    instruction_tiles,
-    slots_layout,
-)
+from cutex.device.atoms.mma import allocate_slots, contiguous_rows_layout, slots_layout
 from cutex.device.atoms.tmem import LANES, Tmem, fence_after_sync, fence_before_sync
-from cutex.device.atoms.umma import make_umma16, umma_product
+from cutex.device.atoms.umma import Umma, UmmaProduct, commit
 from cutex.device.attention.block_info import Blocks
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.row_softmax import RowSoftmax
@@ -165,22 +160,22 @@ class Stage0(Attention):
     ) -> Part:
         """The Part of Q tile t."""
         c, dtype = self.config, operands.dtype
-        qk_mma = make_umma16(c.tile_n, dtype, 1, a_in_tmem=False, b_rows_contiguous=False)
-        pv_mma = make_umma16(c.head_dim, dtype, 1, not c.p_in_smem, b_rows_contiguous=True)
+        qk_mma = Umma(LANES, c.tile_n, dtype)
+        pv_mma = Umma(LANES, c.head_dim, dtype, b_major=OperandMajorMode.MN)
         transposed = contiguous_rows_layout(dtype, c.head_dim, c.tile_n, c.num_stages)
         sVt = cute.make_tensor(slots.sV.iterator, transposed.outer)  # (D, bN, SLOT)
         s_column, o_column = t * c.tile_n, c.o_column + t * c.head_dim
-        tSrQ = qk_mma.make_fragment_A(instruction_tiles(slots.sQ, LANES))[None, None, None, t]
+        tSrQ = qk_mma.a_slots(slots.sQ)[None, None, None, t]  # (MMA, MMA_M, MMA_K)
         lengths = operands.seqlen_q, operands.seqlen_k
         mask = Mask(self.band, c.tile_n, *lengths, (self.query(tile, t),))
         ops = ScoreOps(mask, scale, None, None, None, tile.batch, (tile.head,))
         softmax = RowSoftmax.start(scale * LOG2_E, self.slack)
         softmax.reference[0] = -Float32.inf
         softmax.sums[0] = Float32(0.0)
+        acc_s, acc_o = qk_mma.accumulator(tmem), pv_mma.accumulator(tmem)
         return Part(
-            umma_product(qk_mma, slots.sK, tmem, c.tile_n),
-            umma_product(pv_mma, sVt, tmem, c.head_dim),
-            tSrQ,
+            UmmaProduct(qk_mma, tSrQ, qk_mma.b_slots(slots.sK), acc_s),
+            UmmaProduct(pv_mma, None, pv_mma.b_slots(sVt), acc_o),
             self.probabilities(pv_mma, sP, tmem, s_column, dtype),
             s_column,
             o_column,
@@ -192,9 +187,9 @@ class Stage0(Attention):
         """The smem slots of P, (128, bN, SLOT)."""
         return allocate_slots(smem, dtype, slots_layout(dtype, LANES, self.config.tile_n, 1, 128))
 
-    def probabilities(self, pv_mma: cute.TiledMma, sP, tmem, column, dtype) -> Probabilities:
-        tCrA = pv_mma.make_fragment_A(instruction_tiles(sP, LANES))
-        return SmemP(sP[None, None, 0], tCrA[None, None, None, 0])
+    def probabilities(self, pv_mma: Umma, sP, tmem, column, dtype) -> Probabilities:
+        tCrA = pv_mma.a_slots(sP)[None, None, None, 0]  # (MMA, MMA_M, MMA_K)
+        return SmemP(sP[None, None, 0], tCrA)
 
     # ---- over the keys
 

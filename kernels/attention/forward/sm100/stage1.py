@@ -19,7 +19,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.memory import SmemAllocator
 
-from cutex.device.atoms.umma import a_from_tmem
+from cutex.device.atoms.umma import Umma
 from cutex.device.attention.tmem_rows import rounded, store_columns
 from cutex.kernels.attention.forward.sm100.stage0 import Stage0
 
@@ -59,6 +59,6 @@ class Stage1(Stage0):
     def p_slots(self, smem: SmemAllocator, dtype: type[cutlass.Numeric]) -> None:
         return None
 
-    def probabilities(self, pv_mma: cute.TiledMma, sP, tmem, column, dtype) -> TmemP:
-        tCrA = a_from_tmem(pv_mma, tmem, column, self.config.tile_n, dtype)
+    def probabilities(self, pv_mma: Umma, sP, tmem, column, dtype) -> TmemP:
+        tCrA = pv_mma.a_tmem(tmem, column, self.config.tile_n)
         return TmemP(tmem, column, tCrA)

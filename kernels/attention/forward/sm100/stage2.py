@@ -20,8 +20,8 @@ import cutlass
 from cutlass import Int32, cute
 from cutlass.memory import SmemAllocator
 
-from cutex.device.atoms.mma import commit
 from cutex.device.atoms.tmem import fence_after_sync, fence_before_sync
+from cutex.device.atoms.umma import commit
 from cutex.device.attention.block_info import Blocks
 from cutex.device.pipeline import Barrier, Ring, Warps
 from cutex.device.work_tile import WorkTile

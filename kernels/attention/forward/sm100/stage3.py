@@ -18,8 +18,8 @@ from __future__ import annotations
 import cutlass
 from cutlass import Int32, cute
 
-from cutex.device.atoms.mma import commit
 from cutex.device.atoms.tmem import fence_after_sync
+from cutex.device.atoms.umma import commit
 from cutex.device.attention.block_info import Blocks
 from cutex.kernels.attention.forward.sm100.part import Part
 from cutex.kernels.attention.forward.sm100.stage2 import Barriers, Stage2

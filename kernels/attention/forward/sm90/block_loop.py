@@ -20,8 +20,8 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
+from cutex.device.atoms.wgmma import WgmmaProduct, round_to
 from cutex.device.attention.block_info import Blocks, Path
-from cutex.device.attention.products import MixedProduct, Operand, Product, round_to
 from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.softmax import Softmax, rows_of
 from cutex.device.pipeline import OrderedBarrier, PipelineState, Ring
@@ -31,12 +31,9 @@ State = tuple[PipelineState, PipelineState]  # states in the rings of K and of V
 
 @dataclass(frozen=True)
 class BlockLoop:
-    qk: Product | MixedProduct
-    half_qk: Product | MixedProduct | None  # of the first half of a block's keys
-    pv: Product
-    tSrQ: Operand
-    acc_o: cute.Tensor  # (MMA, 1, 1) fp32
-    tOrP: cute.Tensor  # ((2, 2, 2), 1, MMA_K), rounded
+    qk: WgmmaProduct  # into an accumulator of each step's own
+    half_qk: WgmmaProduct | None  # of the first half of a block's keys
+    pv: WgmmaProduct
     k: Ring
     v: Ring
     score_ops: ScoreOps
@@ -48,8 +45,14 @@ class BlockLoop:
     optimistic: bool
 
     @property
-    def tile_n(self) -> int:
-        return self.score_ops.mask.tile_n
+    def acc_o(self) -> cute.Tensor:
+        """O, (MMA, 1, 1) fp32."""
+        return self.pv.acc
+
+    @property
+    def tOrP(self) -> cute.Tensor:
+        """P, ((2, 2, 2), 1, MMA_K), rounded."""
+        return self.pv.a
 
     @cute.jit
     def run(
@@ -87,15 +90,13 @@ class BlockLoop:
         return state
 
     @cute.jit
-    def first(
-        self, n_block: Int32, state: State, qk: cutlass.Constexpr[Product | MixedProduct]
-    ) -> State:
+    def first(self, n_block: Int32, state: State, qk: cutlass.Constexpr[WgmmaProduct]) -> State:
         """Run QK and softmax of the first block, which may contain the end of the keys, or of its
         first half."""
         k, v = state
-        acc_s = qk.accumulator(self.tile_n if qk is self.qk else self.tile_n // 2)
+        acc_s = qk.mma.accumulator()
         self.k.wait_full(k)
-        qk.issue(acc_s, self.tSrQ, k.slot, False)
+        qk.into(acc_s).issue(k.slot, accumulate=False)
         warpgroup.wait_group(0)
         self.k.release(k)
         k.advance()
@@ -125,12 +126,12 @@ class BlockLoop:
         """
         k, v = state
         # NOTE: an accumulator that outlives its step would keep its registers in the next
-        acc_s = self.qk.accumulator(self.tile_n)
+        acc_s = self.qk.mma.accumulator()
         self.k.wait_full(k)
         self.await_turn()
-        self.qk.issue(acc_s, self.tSrQ, k.slot, False)
+        self.qk.into(acc_s).issue(k.slot, accumulate=False)
         self.v.wait_full(v)
-        self.pv.issue(self.acc_o, self.tOrP, v.slot, True)
+        self.pv.issue(v.slot, accumulate=True)
         self.end_turn()
         warpgroup.wait_group(1)
         self.k.release(k)
@@ -182,7 +183,7 @@ class BlockLoop:
         """Run PV of the last block."""
         k, v = state
         self.v.wait_full(v)
-        self.pv.issue(self.acc_o, self.tOrP, v.slot, True)
+        self.pv.issue(v.slot, accumulate=True)
         warpgroup.wait_group(0)
         self.v.release(v)
         v.advance()

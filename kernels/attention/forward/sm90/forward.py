@@ -20,21 +20,16 @@ from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
-from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.memory import SmemAllocator
 
 from cutex.compile import Argument
-from cutex.device.atoms.mma import WARPGROUP, allocate_slots, contiguous_rows_layout
+from cutex.device.atoms.mma import allocate_slots, contiguous_rows_layout
 from cutex.device.atoms.multicast import Cluster, SharedRing
+from cutex.device.atoms.wgmma import ROWS, WARPGROUP, Wgmma, WgmmaProduct
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.attention.mask import Mask
-from cutex.device.attention.products import (
-    ROWS,
-    a_registers,
-    make_mma,
-    product,
-)
 from cutex.device.attention.query import Query
 from cutex.device.attention.rows import Rows, tma_operand
 from cutex.device.attention.scores import ScoreOps
@@ -236,9 +231,10 @@ class Forward:
             half_qk = Query.of(sQ, halves, c.q_in_registers).qk
         transposed = contiguous_rows_layout(dtype, c.head_dim_v, c.tile_n, c.num_stages)
         sVt = cute.make_tensor(sV.iterator, transposed.outer)  # (DV, bN, SLOT)
-        pv = product(make_mma(1, c.head_dim_v, dtype, True, True), sVt)
-        acc_o = pv.accumulator(c.head_dim_v)
-        tOrP = a_registers(c.tile_n, dtype)
+        pv_mma = Wgmma(c.head_dim_v, dtype, b_major=OperandMajorMode.MN)
+        tOrV = pv_mma.b_slots(sVt)  # (MMA, MMA_N, MMA_K, SLOT)
+        acc_o = pv_mma.accumulator()
+        pv = WgmmaProduct(pv_mma, pv_mma.a_registers(c.tile_n), tOrV, acc_o)
         factors = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         own_info = shared.info._replace(tile_m=ROWS)
@@ -262,8 +258,10 @@ class Forward:
             if cutlass.const_expr(self.optimistic):
                 softmax = softmax.keeping_shift()
             trusted = Boolean(True)
+            tSrQ = query.of_slot(q_slot)
+            qk_of_half = None if half_qk is None else half_qk.of(tSrQ)
             loop = BlockLoop(
-                query.qk, half_qk, pv, query.of_slot(q_slot), acc_o, tOrP, shared.k, shared.v,
+                query.qk.of(tSrQ), qk_of_half, pv, shared.k, shared.v,
                 score_ops, softmax, factors, turns, wg, c.warpgroups, self.optimistic,
             )  # fmt: skip
             forwards = work_ring.forwards(q_take.slot) if c.alternates else None
@@ -359,7 +357,7 @@ class Forward:
         stores = cute.arch.warp_idx() % 4 == 0
         columns = c.head_dim_v // c.o_parts
         to_smem = cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), sO.element_type)
-        r2s = cute.make_tiled_copy_C(to_smem, make_mma(1, columns, sO.element_type, True, True))
+        r2s = cute.make_tiled_copy_C(to_smem, Wgmma(columns, sO.element_type).tiled())
         tRS_sO = r2s.get_slice(thread % WARPGROUP).partition_D(sO[None, None, slot])
         tRS_rO = cute.make_rmem_tensor(tRS_sO.shape, sO.element_type)
         units = cute.size(acc_o) // 8 // c.o_parts  # of 8 registers, in a part

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from cutlass import Int32, cute
 
+from cutex.device.atoms.wgmma import ROWS
 from cutex.device.attention.block_info import BlockInfo
-from cutex.device.attention.products import ROWS
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.pipeline import Ring
 from cutex.device.work_tile import WorkTile

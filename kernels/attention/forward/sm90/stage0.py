@@ -25,14 +25,14 @@ from typing import NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.memory import SmemAllocator
 
-from cutex.device.atoms.mma import WARPGROUP, allocate_slots, contiguous_rows_layout, slots_layout
+from cutex.device.atoms.mma import allocate_slots, contiguous_rows_layout, slots_layout
+from cutex.device.atoms.wgmma import WARPGROUP, Wgmma, WgmmaProduct
 from cutex.device.attention.block_info import Blocks
 from cutex.device.attention.mask import Mask
-from cutex.device.attention.products import Product, a_from_smem, make_mma, product
 from cutex.device.attention.softmax import LOG2_E, Softmax, rows_of
 from cutex.device.epilogue.vector_store import store_vectors
 from cutex.device.pipeline import Barrier, Ring, publish_barriers
@@ -49,14 +49,12 @@ class Barriers(NamedTuple):
 
 
 @cute.jit
-def round_to_smem(
-    acc: cute.Tensor, tiled_mma: cute.TiledMma, sX: cute.Tensor, barrier: Int32
-) -> None:
+def round_to_smem(acc: cute.Tensor, mma: Wgmma, sX: cute.Tensor, barrier: Int32) -> None:
     """Round a warpgroup's accumulator into sX (64, columns), which wgmma or TMA may read when this
     returns. All threads of the warpgroup call it; `barrier` is theirs."""
     thread, _, _ = cute.arch.thread_idx()
     to_smem = cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), sX.element_type)
-    r2s = cute.make_tiled_copy_C(to_smem, tiled_mma)
+    r2s = cute.make_tiled_copy_C(to_smem, mma.tiled())
     tRS_sX = r2s.get_slice(thread % WARPGROUP).partition_D(sX)
     tRS_rX = cute.make_rmem_tensor(tRS_sX.shape, sX.element_type)
     flat = cute.make_layout(cute.size(acc))
@@ -70,7 +68,7 @@ def round_to_smem(
 class SmemP(NamedTuple):
     """The probabilities of a warpgroup's rows in smem, as operand A of the second product."""
 
-    qk_mma: cute.TiledMma
+    qk_mma: Wgmma
     sP: cute.Tensor  # (64, bN)
     tCrA: cute.Tensor  # (MMA, MMA_M, MMA_K) descriptors
     barrier: Int32
@@ -84,14 +82,17 @@ class SmemP(NamedTuple):
 class Part(NamedTuple):
     """A warpgroup's 64 rows of a tile: their two products, and the softmax between them."""
 
-    qk: Product
-    pv: Product
-    tSrQ: cute.Tensor  # (MMA, MMA_M, MMA_K) descriptors
+    qk: WgmmaProduct  # Q K^T, into an accumulator of each block's own
+    pv: WgmmaProduct  # O += P V
     p: SmemP
-    acc_o: cute.Tensor  # (MMA, 1, 1) fp32 registers
     mask: Mask
     softmax: Softmax
     factors: cute.Tensor  # (2) the factors of the rows of O
+
+    @property
+    def acc_o(self) -> cute.Tensor:
+        """O, (MMA, 1, 1) fp32 registers."""
+        return self.pv.acc
 
     @cute.jit
     def scale_o(self, when: Boolean) -> None:
@@ -174,28 +175,30 @@ class Stage0(Attention):
         c = self.config
         dtype = operands.dtype
         thread, _, _ = cute.arch.thread_idx()
-        qk = product(self.qk_mma(dtype), slots.sK)
+        qk_mma, pv_mma = self.qk_mma(dtype), self.pv_mma(dtype)
+        tSrK = qk_mma.b_slots(slots.sK)  # (MMA, MMA_N, MMA_K, SLOT)
         transposed = contiguous_rows_layout(dtype, c.head_dim, c.tile_n, c.num_stages)
         sVt = cute.make_tensor(slots.sV.iterator, transposed.outer)  # (D, bN, SLOT)
-        pv = product(self.pv_mma(dtype), sVt)
-        tSrQ = a_from_smem(qk.tiled_mma, slots.sQ)  # (MMA, MMA_M, MMA_K, WG * SLOT)
+        tOrV = pv_mma.b_slots(sVt)  # (MMA, MMA_N, MMA_K, SLOT)
+        tSrQ = qk_mma.a_slots(slots.sQ)  # (MMA, MMA_M, MMA_K, WG * SLOT)
         tSrQ = tSrQ[None, None, None, q_slot * c.warpgroups + self.warpgroup()]
         lengths = operands.seqlen_q, operands.seqlen_k
         mask = Mask(self.band, c.tile_n, *lengths, self.rows(tile), thread % 4)
         softmax = Softmax.start(scale * LOG2_E, self.slack(dtype))
         softmax.reference.fill(-Float32.inf)
         softmax.sums.fill(0.0)
-        acc_o = pv.accumulator(c.head_dim)
+        acc_o = pv_mma.accumulator()
         acc_o.fill(0.0)
         factors = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-        return Part(qk, pv, tSrQ, p, acc_o, mask, softmax, factors)
+        qk = WgmmaProduct(qk_mma, tSrQ, tSrK, None)
+        pv = WgmmaProduct(pv_mma, p.tCrA, tOrV, acc_o)
+        return Part(qk, pv, p, mask, softmax, factors)
 
-    def qk_mma(self, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
-        return make_mma(1, self.config.tile_n, dtype, False, b_rows_contiguous=False)
+    def qk_mma(self, dtype: type[cutlass.Numeric]) -> Wgmma:
+        return Wgmma(self.config.tile_n, dtype)
 
-    def pv_mma(self, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
-        c = self.config
-        return make_mma(1, c.head_dim, dtype, not c.p_in_smem, b_rows_contiguous=True)
+    def pv_mma(self, dtype: type[cutlass.Numeric]) -> Wgmma:
+        return Wgmma(self.config.head_dim, dtype, b_major=OperandMajorMode.MN)
 
     @cute.jit
     def probabilities(self, smem: SmemAllocator, dtype: type[cutlass.Numeric]) -> SmemP:
@@ -203,7 +206,7 @@ class Stage0(Attention):
         layout = slots_layout(dtype, WARPGROUP_ROWS, c.tile_n, c.warpgroups, swizzle=128)
         sP = allocate_slots(smem, dtype, layout)  # (64, bN, WG)
         mine = self.warpgroup()
-        tCrA = a_from_smem(self.pv_mma(dtype), sP)[None, None, None, mine]
+        tCrA = self.pv_mma(dtype).a_slots(sP)[None, None, None, mine]
         return SmemP(self.qk_mma(dtype), sP[None, None, mine], tCrA, P_BARRIER + mine)
 
     # ---- over the keys
@@ -230,12 +233,12 @@ class Stage0(Attention):
                 loads.v.load(n_block, 0, loaded[0])
             loaded.wait(phase)
             phase ^= 1
-            acc_s = part.qk.accumulator(c.tile_n)
-            part.qk.issue(acc_s, part.tSrQ, 0, False)
+            acc_s = part.qk.mma.accumulator()
+            part.qk.into(acc_s).issue(0, accumulate=False)
             warpgroup.wait_group(0)
             part.scale_o(self.weigh(part, acc_s, n_block, "masked"))
             part.p.write(acc_s)
-            part.pv.issue(part.acc_o, part.p.tCrA, 0, True)
+            part.pv.issue(0, accumulate=True)
             warpgroup.wait_group(0)
             cute.arch.sync_threads()
 
@@ -270,7 +273,7 @@ class Stage0(Attention):
         mO = out.mO[tile.batch, None, tile.head, None]  # (seqlen_q, D)
         rows_d = (WARPGROUP_ROWS, self.config.head_dim)
         block = (tile.m * self.config.warpgroups + self.warpgroup(), 0)
-        thr_mma = part.pv.tiled_mma.get_slice(thread % WARPGROUP)
+        thr_mma = part.pv.mma.tiled().get_slice(thread % WARPGROUP)
         tOgO = thr_mma.partition_C(cute.local_tile(mO, rows_d, block))  # (MMA, 1, 1)
         cO = cute.local_tile(cute.make_identity_tensor(mO.shape), rows_d, block)
         tOcO = thr_mma.partition_C(cO)  # (MMA, 1, 1)

@@ -21,7 +21,7 @@ import cutlass
 from cutlass import cute
 from cutlass.memory import SmemAllocator
 
-from cutex.device.attention.products import a_registers, round_to
+from cutex.device.atoms.wgmma import round_to
 from cutex.kernels.attention.forward.sm90.stage0 import Stage0
 
 
@@ -51,4 +51,4 @@ class Stage1(Stage0):
 
     @cute.jit
     def probabilities(self, smem: SmemAllocator, dtype: type[cutlass.Numeric]) -> RegisterP:
-        return RegisterP(a_registers(self.config.tile_n, dtype))
+        return RegisterP(self.pv_mma(dtype).a_registers(self.config.tile_n))

@@ -92,9 +92,9 @@ class Stage2(Stage1):
         for i in cutlass.range(blocks.end - blocks.first, unroll=1):
             n_block = blocks.end - 1 - i
             refill = n_block - c.num_stages
-            acc_s = part.qk.accumulator(c.tile_n)
+            acc_s = part.qk.mma.accumulator()
             k.wait_full(take)
-            part.qk.issue(acc_s, part.tSrQ, take.slot, False)
+            part.qk.into(acc_s).issue(take.slot, accumulate=False)
             warpgroup.wait_group(0)
             k.release(take)
             if loader and refill >= blocks.first:
@@ -102,7 +102,7 @@ class Stage2(Stage1):
             part.scale_o(self.weigh(part, acc_s, n_block, "masked"))
             part.p.write(acc_s)
             v.wait_full(take)
-            part.pv.issue(part.acc_o, part.p.tCrA, take.slot, True)
+            part.pv.issue(take.slot, accumulate=True)
             warpgroup.wait_group(0)
             v.release(take)
             if loader and refill >= blocks.first:

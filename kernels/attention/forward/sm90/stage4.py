@@ -61,9 +61,9 @@ class Stage4(Stage3):
 
     @cute.jit
     def first_scores(self, part: Part, barriers: Barriers, at: Places, n_block: Int32) -> Places:
-        acc_s = part.qk.accumulator(self.config.tile_n)
+        acc_s = part.qk.mma.accumulator()
         barriers.k.wait_full(at.k)
-        part.qk.issue(acc_s, part.tSrQ, at.k.slot, False)
+        part.qk.into(acc_s).issue(at.k.slot, accumulate=False)
         warpgroup.wait_group(0)
         barriers.k.release(at.k)
         at.k.advance()
@@ -101,7 +101,7 @@ class Stage4(Stage3):
         kind: cutlass.Constexpr[str],
     ) -> Places:
         """Compute scores and exponentials of a block, and P V of the one before."""
-        acc_s = part.qk.accumulator(self.config.tile_n)
+        acc_s = part.qk.mma.accumulator()
         barriers.k.wait_full(at.k)
         self.issue(part, barriers, at, acc_s)
         warpgroup.wait_group(1)
@@ -118,14 +118,14 @@ class Stage4(Stage3):
     @cute.jit
     def issue(self, part: Part, barriers: Barriers, at: Places, acc_s: cute.Tensor) -> None:
         """Start Q K^T of this block and P V of the one before, in this order."""
-        part.qk.issue(acc_s, part.tSrQ, at.k.slot, False)
+        part.qk.into(acc_s).issue(at.k.slot, accumulate=False)
         barriers.v.wait_full(at.v)
-        part.pv.issue(part.acc_o, part.p.tCrA, at.v.slot, True)
+        part.pv.issue(at.v.slot, accumulate=True)
 
     @cute.jit
     def last_product(self, part: Part, barriers: Barriers, at: Places) -> Places:
         barriers.v.wait_full(at.v)
-        part.pv.issue(part.acc_o, part.p.tCrA, at.v.slot, True)
+        part.pv.issue(at.v.slot, accumulate=True)
         warpgroup.wait_group(0)
         barriers.v.release(at.v)
         at.v.advance()

@@ -32,8 +32,9 @@ from cutlass.memory import SmemAllocator
 
 from cutex.arch import arch as arch_named
 from cutex.compile import Operand, Scalar
-from cutex.device.atoms.mma import WARPGROUP, allocate_slots
+from cutex.device.atoms.mma import allocate_slots
 from cutex.device.atoms.tma import TileStores
+from cutex.device.atoms.wgmma import WARPGROUP
 from cutex.device.attention.block_info import Blocks
 from cutex.device.pipeline import PipelineState, Ring, publish_barriers
 from cutex.device.work_tile import WorkTile
@@ -265,7 +266,7 @@ class Stage7(Stage6):
         mine = self.warpgroup()
         self.wait_stores()
         cute.arch.barrier(barrier_id=O_BARRIER + mine, number_of_threads=WARPGROUP)
-        mma, sO_mine = part.pv.tiled_mma, sO[None, None, mine]  # (64, D)
+        mma, sO_mine = part.pv.mma, sO[None, None, mine]  # (64, D)
         round_to_smem(part.acc_o, mma, sO_mine, O_BARRIER + mine)
         if cute.arch.warp_idx() % 4 == 0:
             bSG_sO, bSG_gO = partition(out.o, sO, tile.head, tile.batch)
