@@ -206,6 +206,35 @@ def test_inits_are_what_they_say():
     assert largest[-1] > 8 * largest[-2]
 
 
+def test_families_of_scores_are_what_they_say():
+    def scores(init, head=0, **sizes):
+        case = replace(SMALL, seqlen_q=40, seqlen_k=512, scale=0.125, init=init, **sizes)
+        q, k = (x[-1, :, head].double() for x in case.inputs()[:2])
+        return q @ k.T * 0.125
+
+    sizes = {"heads_q": 9, "heads_kv": 9, "head_dim": 64, "head_dim_v": 64}
+    for factor in (2, 4, 8, 16):
+        assert scores(f"x{factor}", **sizes).std() == pytest.approx(factor, rel=0.1)
+    assert (scores("zeros", **sizes) == 0).all()
+    spread = [float(scores("wild", head, **sizes).std()) for head in range(9)]
+    assert spread[0] == pytest.approx(8, rel=0.1) and spread[8] == pytest.approx(8, rel=0.1)
+    assert max(spread[1:8]) < 1.2
+    sink = scores("sink", **sizes)
+    assert (sink.argmax(1) == 0).all() and 50 < sink[:, 0].mean() < 70
+    hot = scores("hot", **sizes).reshape(40, 4, 128)
+    assert hot.amax(2).min() > 9 and len(set(hot.mean(0).argmax(1).tolist())) > 1
+    gains = scores("qk-norm", **sizes)
+    assert 2 < gains.std() < 12 and gains.abs().max() < 1.5 * 1.5 * 8 * 10
+
+
+def test_keys_that_are_hot_belong_to_their_sequence():
+    packed = replace(PACKED, init="sink", tail=0)
+    k = packed.inputs().k.double()
+    firsts = [s.first_k for s in packed.sequences if s.keys]
+    alike = (k == k[:, :, :1]).all(2).all(1).nonzero().flatten().tolist()
+    assert alike == firsts
+
+
 def test_the_seed_fixes_the_inputs_and_a_copy_changes_them():
     a, b, c = SMALL.inputs(), SMALL.inputs(), SMALL.inputs(copy=1)
     assert all(torch.equal(x, y) for x, y in zip(a[:3], b[:3], strict=True))

@@ -38,6 +38,7 @@ def refused(capsys, argv: list[str]) -> str:
         (["--mnk", "99999999999,8,8"], "M=99999999999"),
         (["--dtype", "fp8"], "dtype 'fp8' is not one of bf16, fp16"),
         (["--init", "ones"], "init 'ones' is not one of int, normal, uniform, zeros"),
+        (["--data", "normal,ones"], "init 'ones' is not one of int, normal, uniform, zeros"),
         (["--order", "lifo"], "--order"),
         (["--seeds", "0"], "--seeds 0"),
         (["--seeds", "3", "--order", "fifo"], "--seeds 3"),

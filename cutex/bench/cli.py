@@ -77,7 +77,14 @@ def add_problem(what: argparse._ArgumentGroup, kinds: Sequence[type[Problem]]) -
         kind.add_options(what)
     dtypes, inits = _names(*(k.dtypes for k in kinds)), _names(*(k.inits for k in kinds))
     what.add_argument("--dtype", default="bf16", metavar="|".join(dtypes), help="default: bf16")
-    what.add_argument("--init", default="normal", metavar="|".join(inits), help="default: normal")
+    what.add_argument(
+        "--data",
+        "--init",
+        dest="init",
+        default="normal",
+        metavar="FAMILY,FAMILY",
+        help=f"out of {', '.join(inits)}; or all, one after the other; default: normal",
+    )
     what.add_argument("--seed", type=int, default=0, help="of the data and of random orders")
 
 
@@ -214,8 +221,9 @@ def job(
             raise ValueError(f"--emit {emit} prints what one size takes, these are {len(given)}")
     case = "cuda" if clock and case is None else case
     problems = [
-        kind.of(sizes, args.dtype, args.init, args.seed)
+        kind.of(sizes, args.dtype, init, args.seed)
         for sizes in kind.sizes_given(args) or kind.cases[case or device]
+        for init in (kind.inits if args.init == "all" else args.init.split(","))
     ]
     options = _options(kind, args, device)
     for problem in problems:

@@ -71,6 +71,8 @@ def _record(problem: Problem, stage: AnyStage, limit: float, look: bool = True) 
 def launched(problem: Problem, stage: AnyStage, how: Callable[..., T]) -> T:
     """Return ``how``'s record of a call, on zeros where the problem may have them: they cost
     nothing."""
+    """Return ``how``'s record of a call; on zeros, which cost nothing, where the data does not
+    change what is computed."""
     from cutex.sim.host.loaded import captured
 
     compiled = compile_stage(stage, problem.dtype)
@@ -79,7 +81,8 @@ def launched(problem: Problem, stage: AnyStage, how: Callable[..., T]) -> T:
     def launched(*tensors: Any) -> None:
         found.append(how(*captured(compiled, tensors)))
 
-    data = "zeros" if "zeros" in problem.inits else problem.init
+    blind = "zeros" in problem.inits and not problem.data_steers
+    data = "zeros" if blind else problem.init
     empty = replace(problem, init=data)  # type: ignore[type-var]
     problem.launcher(launched, compiled.argument_names)(*empty.inputs(), *empty.outputs())
     return found[0]

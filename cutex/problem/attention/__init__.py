@@ -11,6 +11,7 @@ from functools import cached_property
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from cutex.problem.attention.families import FAMILIES
 from cutex.problem.protocol import Check, Launch, PeerKernel, Problem, Sizes
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from cutex.problem.attention.case import AttentionCase
 
 DTYPES = ("bf16", "fp16")
-INITS = ("normal", "offset", "rising", "falling", "huge")
+INITS = tuple(FAMILIES)
 TOKENS, WIDTH = 16384, 2048  # batch * seqlen and heads * head_dim of a case that is timed
 
 
@@ -103,6 +104,7 @@ class AttentionProblem(Problem):
         "fa4": PeerKernel("FlashAttention-4", _fa4, 40.0),
     }
     confirm_peers = ("cudnn", "fa4")
+    data_steers = True  # how often a reference of the softmax moves
     wave_tile = (128,)
 
     batch: int

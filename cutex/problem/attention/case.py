@@ -20,6 +20,7 @@ from torch import Tensor
 from cutex.dtypes import DTYPES as ELEMENTS
 from cutex.problem.attention import DTYPES, INITS
 from cutex.problem.attention.check import check
+from cutex.problem.attention.families import FAMILIES
 from cutex.problem.protocol import Check
 
 VIEWS = ("contiguous", "interleaved", "padded", "heads first", "expanded", "shifted", "transposed")
@@ -62,11 +63,8 @@ class AttentionCase:
     cu_seqlens; seqlen_q or seqlen_k is then their maximum). used_q, used_k: how many rows of each
     sequence count (seqused). tail: rows after the last packed sequence. window (left, right): keys
     that a query sees on either side of its own, None for all. scale: 1 / sqrt(head_dim) by default.
-    init: q, k and v are Gaussian; "offset": q and k are around 20, so that scores are large and
-    nearly equal; "rising", "falling": the scores of a row rise or fall by 0.1 per key, so that its
-    maximum moves with every block, in whichever order they come; "huge": one key in each sequence
-    is 64 times as large. Memory that holds no data (around views, rows past `used`, the tail) is
-    NaN. views: the memory layouts of q, k and v, out of VIEWS.
+    init: the family of data, out of families.py. Memory that holds no data (around views, rows past
+    `used`, the tail) is NaN. views: the memory layouts of q, k and v, out of VIEWS.
 
     Raises ValueError, in one sentence, for values that are no valid problem.
     """
@@ -248,36 +246,15 @@ class AttentionCase:
         shape = batch, rows, heads, head_dim
         x, expanded = laid_out(self.views[which], shape, ELEMENTS[self.dtype].torch, device)
         x.normal_(generator=generator)
-        if which < 2:
-            self._distort(x, side, generator)
+        change = FAMILIES[self.init]
+        if change is not None and which < 2:
+            change(self, x, side, generator)
         data = torch.zeros(x.shape[:2], dtype=torch.bool, device=device)
         for s in self.sequences:
             self.rows(data.expand(batch, -1) if lengths is None else data[0], s, side).fill_(True)
         x.masked_fill_(~data[:, :, None, None], torch.nan)
         x = x.expand(shape) if expanded else x
         return x if lengths is None else x[0]
-
-    def _distort(self, x: Tensor, side: str, generator: torch.Generator) -> None:
-        """Change a Gaussian q or k (batch or 1, rows, heads, head_dim) to the data of `init`."""
-        if self.init == "offset":
-            x.add_(20.0)
-        elif self.init in ("rising", "falling"):
-            x.mul_(0.1)
-            rise = 1.0
-            if side == "k":
-                step = (0.1 if self.init == "rising" else -0.1) / (
-                    self.head_dim * self.softmax_scale
-                )
-                rise = step * torch.arange(x.shape[1], device=x.device)[:, None, None].float()
-            x.add_(rise)
-        elif self.init == "huge" and side == "k":
-            for s in self.sequences:
-                if s.keys:
-                    at = int(torch.randint(s.keys, (), generator=generator, device=x.device))
-                    entries = (
-                        x[0] if self.lengths_k is not None else x.expand(self.batch, -1, -1, -1)
-                    )
-                    self.rows(entries, s, "k")[at].mul_(64.0)
 
     def outputs(self, device: str | torch.device = "cpu") -> tuple[Tensor, Tensor]:
         """The outputs, every element NaN until a kernel writes it: O like q with head_dim_v; LSE
