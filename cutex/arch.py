@@ -9,6 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+# the input dtypes of each kind of MMA, by the names that PTX has for the kinds of tcgen05.mma; with
+# scale factors of blocks, by SCALED
+KINDS: dict[str, tuple[str, ...]] = {
+    "tf32": ("fp32",),
+    "f16": ("bf16", "fp16"),
+    "f8f6f4": ("e4m3", "e5m2", "e2m1"),
+    "i8": ("int8",),
+}
+SCALED: dict[str, tuple[str, ...]] = {"mxf8f6f4": ("e4m3", "e5m2"), "mxf4nvf4": ("e2m1",)}
+
+
+def mma_kind(dtype: str, scaled: bool = False) -> str:
+    """The kind of MMA for inputs of `dtype`, `scaled` by factors of blocks or not. Raises
+    ValueError if there is none."""
+    for kind, dtypes in (SCALED if scaled else KINDS).items():
+        if dtype in dtypes:
+            return kind
+    raise ValueError(f"no MMA takes {dtype}{' with scale factors' if scaled else ''}")
+
 
 @dataclass(frozen=True)
 class Arch:
@@ -23,7 +42,8 @@ class Arch:
     tmem_columns: int  # 128-lane columns of tensor memory per SM; 0: no tensor memory
     l2_bytes: int
     hbm_gbs: float  # GB/s
-    dense_tflops: dict[str, float]  # by input dtype, fp32 accumulation
+    mma_tflops: dict[str, float]  # dense, by kind of MMA, 32-bit accumulation
+    fp32_tflops: float  # of the FMA pipes
     mma_flops: int  # dense tensor core FLOPs per cycle and SM, 16-bit inputs
     smem_bytes_per_clock: int  # per cycle and SM
     l2_bytes_per_clock: int  # per cycle, of all SMs
@@ -33,7 +53,13 @@ class Arch:
     @property
     def clock_hz(self) -> float:
         """The SM clock at which the stated dense peak holds."""
-        return self.dense_tflops["bf16"] * 1e12 / (self.mma_flops * self.num_sms)
+        return self.mma_tflops["f16"] * 1e12 / (self.mma_flops * self.num_sms)
+
+    @property
+    def dense_tflops(self) -> dict[str, float]:
+        """The peak of MMAs without scale factors, by input dtype."""
+        rates = self.mma_tflops
+        return {t: rates[k] for k, dtypes in KINDS.items() if k in rates for t in dtypes}
 
 
 ARCHS: dict[str, Arch] = {
@@ -49,7 +75,8 @@ ARCHS: dict[str, Arch] = {
             tmem_columns=0,
             l2_bytes=60 << 20,
             hbm_gbs=4800.0,
-            dense_tflops={"bf16": 989.0, "fp16": 989.0},
+            mma_tflops={"tf32": 494.5, "f16": 989.0, "f8f6f4": 1979.0, "i8": 1979.0},
+            fp32_tflops=67.0,
             mma_flops=4096,
             smem_bytes_per_clock=128,
             l2_bytes_per_clock=4620,
@@ -64,7 +91,15 @@ ARCHS: dict[str, Arch] = {
             tmem_columns=512,
             l2_bytes=126 << 20,
             hbm_gbs=8000.0,
-            dense_tflops={"bf16": 2250.0, "fp16": 2250.0},
+            mma_tflops={
+                "tf32": 1125.0,
+                "f16": 2250.0,
+                "f8f6f4": 4500.0,
+                "i8": 4500.0,
+                "mxf8f6f4": 4500.0,
+                "mxf4nvf4": 9000.0,
+            },
+            fp32_tflops=75.0,
             mma_flops=8192,
             smem_bytes_per_clock=128,
             l2_bytes_per_clock=12_700,
@@ -82,6 +117,13 @@ RELATIVES: dict[str, Arch] = {
             title="Blackwell Ultra",
             board="B300",
             capability=(10, 3),
+            mma_tflops={
+                "tf32": 1125.0,
+                "f16": 2250.0,
+                "f8f6f4": 4500.0,
+                "mxf8f6f4": 4500.0,
+                "mxf4nvf4": 13500.0,
+            },
             exponentials=32,
             kernels="sm_100a",
         ),
@@ -105,7 +147,8 @@ PORTABLE: dict[str, Arch] = {
             tmem_columns=0,
             l2_bytes=40 << 20,
             hbm_gbs=2039.0,
-            dense_tflops={"bf16": 312.0, "fp16": 312.0},
+            mma_tflops={"tf32": 156.0, "f16": 312.0, "i8": 624.0},
+            fp32_tflops=19.5,
             mma_flops=2048,
             smem_bytes_per_clock=128,
             l2_bytes_per_clock=5120,
@@ -120,7 +163,15 @@ PORTABLE: dict[str, Arch] = {
             tmem_columns=0,
             l2_bytes=96 << 20,
             hbm_gbs=1792.0,
-            dense_tflops={"bf16": 209.5, "fp16": 209.5},
+            mma_tflops={
+                "tf32": 104.8,
+                "f16": 209.5,
+                "f8f6f4": 419.0,
+                "i8": 838.0,
+                "mxf8f6f4": 838.0,
+                "mxf4nvf4": 1676.0,
+            },
+            fp32_tflops=104.8,
             mma_flops=512,
             smem_bytes_per_clock=128,
             l2_bytes_per_clock=5_440,

@@ -68,7 +68,7 @@ def test_no_config_is_expected_to_beat_the_tensor_cores() -> None:
 # in fp16 with pairs of 256 rows; microseconds by the columns of a tile
 MEASURED = Path(__file__).parent / "b200_gemm_1300mhz.csv"
 LOCKED = replace(
-    B200, dense_tflops={name: x * 1.3e9 / B200.clock_hz for name, x in B200.dense_tflops.items()}
+    B200, mma_tflops={kind: x * 1.3e9 / B200.clock_hz for kind, x in B200.mma_tflops.items()}
 )
 
 

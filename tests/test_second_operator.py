@@ -333,3 +333,12 @@ def test_two_launches_are_reported_and_rented_like_the_others(rowsum, capsys, tm
     argv = ["--op", "rowsum", "--gpu", "B200", "--compare", "sum", "--dry-run", "--no-preflight"]
     assert rental.main(argv, rent=None) == 0
     assert "stage 0 on 8192x4096 bf16 beside sum" in capsys.readouterr().out
+
+
+def test_its_limits_are_memory_and_the_fma_pipes(rowsum, capsys):
+    assert roofline.main(["--op", "rowsum", "--gpu", "h200", "--rows", "8192,4096"]) == 0
+    out = capsys.readouterr().out
+    assert "FMA pipes" in out and "tensor cores" not in out
+    assert "bound by memory: at best 14.0 us" in out
+    assert cli.main(rowsum, ["--arch", "sm_100a", "--stage", "0", "--emit", "bounds"]) == 2
+    assert "MMAs of one kind, this code has none" in capsys.readouterr().err

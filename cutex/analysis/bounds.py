@@ -45,7 +45,8 @@ BOARD = gpu(of_arch(ARCH)).at(GHZ)
 PROBLEM = problem_class(DEFAULT_OP).of(problem_class(DEFAULT_OP).cases["cuda"][0])
 FOLDER, PAGE = Path("results/bounds"), Path("docs/bounds.md")
 PREDICTED = Path("results/timing") / f"predicted-{ARCH}.jsonl"
-INST_BYTES = 32  # bytes of each row of A and of B that one MMA reads: 16 elements
+INST_BYTES = 32  # bytes of each row of A and of B that one MMA reads, whatever its kind
+INST_K = {"tf32": 8, "f16": 16, "f8f6f4": 32, "i8": 32, "mxf8f6f4": 32, "mxf4nvf4": 64}
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,15 @@ class Row:
     step_mmas: int
     step_bytes: int  # bytes that all `ctas` CTAs load
     ring_bytes: int  # bytes of A and B that one CTA can have in flight
+    kind: str = "f16"  # of MMA (cutex.arch)
 
     @property
     def mma_cycles(self) -> float:
         """Cycles that one MMA occupies the tensor cores."""
         m, n, k = self.mma
-        return 2 * m * n * k / (BOARD.mma_flops * self.ctas)
+        rates = arch(ARCH).mma_tflops
+        faster = rates[self.kind] / rates["f16"]
+        return 2 * m * n * k / (BOARD.mma_flops * faster * self.ctas)
 
     @property
     def mma_smem_bytes(self) -> int:
@@ -121,6 +125,7 @@ def row(compiled: Code, kernel: str, title: str, **config: Any) -> Row:
     """The Row of a compiled kernel; `config` has the fields that the code does not show."""
     found = resources(compiled)
     m, n, ctas = mma_shape(compiled.ptx)
+    kind = one_kind(compiled.ptx)
     return Row(
         kernel=kernel,
         title=title,
@@ -129,7 +134,8 @@ def row(compiled: Code, kernel: str, title: str, **config: Any) -> Row:
         smem_bytes=found.smem_bytes,
         tmem_columns=found.tmem_columns,
         ctas=ctas,
-        mma=(m, n, 16),
+        mma=(m, n, INST_K[kind]),
+        kind=kind,
         step_mmas=step_mmas(sass(compiled)),
         step_bytes=max(constants(compiled.ptx, r"mbarrier\.arrive\.expect_tx\S*\s+\S+ \[\S+\], ")),
         **config,
@@ -159,6 +165,15 @@ def _possible(ptx: str, operand: str) -> set[int]:
     if last[1] == "or":
         return {x | y for x in sources[0] for y in sources[1]}
     return set().union(*sources)
+
+
+def one_kind(ptx: str) -> str:
+    """The one kind of tcgen05.mma in `ptx`."""
+    found = set(re.findall(r"tcgen05\.mma\S*\.kind::(\w+)", ptx))
+    if len(found) != 1 or not found <= INST_K.keys():
+        kinds = ", ".join(sorted(found)) or "none"
+        raise ValueError(f"bounds are of tcgen05 MMAs of one kind, this code has {kinds}")
+    return found.pop()
 
 
 def mma_shape(ptx: str) -> tuple[int, int, int]:
@@ -203,9 +218,11 @@ def _count(opcode: str, lines: Sequence[str]) -> int:
 def stage_row(stage: Stage[Any, Any], dtype: str = "bf16") -> Row:
     from cutex.compile import compile
 
+    compiled = compile(stage.kernel(), dtype, stage.arch)
+    one_kind(compiled.ptx)  # ValueError for a kernel without MMAs, whose config has no such tiles
     c = stage.config()
     return row(
-        compile(stage.kernel(), dtype, stage.arch),
+        compiled,
         f"stage {stage.number}",
         stage.title,
         tile=(c.tile_m, c.tile_n),

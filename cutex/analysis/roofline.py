@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cutex.arch import Arch, arch
 from cutex.command import Parser, answered
 from cutex.problem import DEFAULT_OP, OPS, Problem, problem_class
+from cutex.problem.work import FMA, LEVELS, MUFU, TENSOR
 from cutex.results import Result, folder_given, gbs, notice, read_all, tflops
 
 
@@ -30,33 +31,41 @@ class Ceiling:
 class Gpu:
     """A board: its stated limits, and the rates reached on it, in TFLOPS and GB/s."""
 
-    name: str
-    arch: str
-    num_sms: int
-    hbm_gbs: float
-    dense_tflops: float  # for bf16 and fp16
-    reached_tflops: Ceiling | None = None  # measured on Gaussian data
+    facts: Arch
+    reached_tflops: Ceiling | None = None  # of 16-bit MMAs, measured on Gaussian data
     reached_gbs: Ceiling | None = None
 
+    @property
+    def name(self) -> str:
+        return self.facts.board
 
-def _gpu(name: str, facts: Arch, tflops: Ceiling | None, gbs: Ceiling | None) -> Gpu:
-    peak = facts.dense_tflops["bf16"]
-    return Gpu(name, facts.name, facts.num_sms, facts.hbm_gbs, peak, tflops, gbs)
+    @property
+    def num_sms(self) -> int:
+        return self.facts.num_sms
+
+    @property
+    def hbm_gbs(self) -> float:
+        return self.facts.hbm_gbs
+
+    @property
+    def dense_tflops(self) -> float:
+        """The stated peak of 16-bit MMAs."""
+        return self.facts.mma_tflops["f16"]
 
 
+H100 = replace(arch("sm_90a"), board="H100", hbm_gbs=3350.0, l2_bytes=50 << 20)
 USUAL = Path("results")  # which need not be there
 
 GPUS = {
     gpu.name.lower(): gpu
     for gpu in (
-        _gpu(
-            "B200",
+        Gpu(
             arch("sm_100a"),
             Ceiling(1723, "published, a B200 on Modal"),
             Ceiling(5982, "a copy, published, a B200 on Modal"),
         ),
-        _gpu("H200", arch("sm_90a"), None, Ceiling(4270, "a copy, one H200")),
-        Gpu("H100", "sm_90a", 132, 3350.0, 989.0),
+        Gpu(arch("sm_90a"), None, Ceiling(4270, "a copy, one H200")),
+        Gpu(H100),
     )
 }
 
@@ -80,9 +89,9 @@ def of_device(device_name: str) -> Gpu | None:
 class Limit:
     """The least time that one resource allows, in microseconds."""
 
-    resource: str  # "tensor cores" | "memory"
+    resource: str  # a unit of cutex.problem.work
     rate: float
-    unit: str  # "TFLOPS" | "GB/s"
+    unit: str  # "TFLOPS" | "GB/s" | "G/s"
     us: float
     how: str
     stated: bool
@@ -90,33 +99,35 @@ class Limit:
 
 def limits(problem: Problem, on: Gpu, results: Iterable[Result] = ()) -> list[Limit]:
     """The limits of `problem`, stated ones first; rates in the ledger count as reached."""
-    flops, traffic = problem.flops, problem.bytes
+    needs = problem.needs
+    amounts = {TENSOR: (sum(needs.mma.values()), "TFLOPS", 1e6), FMA: (needs.fp32, "TFLOPS", 1e6),
+               MUFU: (needs.exponentials, "G/s", 1e3)}  # fmt: skip
+    amounts |= {LEVELS[level]: (n, "GB/s", 1e3) for level, n in needs.bytes.items()}
+    hows = {TENSOR: "stated dense peak", MUFU: "MUFU; more if FMA pipes compute some of them"}
 
-    def tensor(rate: float, how: str, stated: bool) -> Limit:
-        return Limit("tensor cores", rate, "TFLOPS", flops / rate / 1e6, how, stated)
+    def limit(resource: str, us: float, how: str, stated: bool) -> Limit:
+        amount, unit, scale = amounts[resource]
+        return Limit(resource, amount / us / scale, unit, us, how, stated)
 
-    def memory(rate: float, how: str, stated: bool) -> Limit:
-        return Limit("memory", rate, "GB/s", traffic / rate / 1e3, how, stated)
-
-    found = [
-        tensor(on.dense_tflops, "stated dense peak", True),
-        memory(on.hbm_gbs, "stated", True),
-    ]
-    best = reached(on, results)
+    found = [limit(x, us, hows.get(x, "stated"), True) for x, us in needs.us(on.facts).items()]
+    kinds = list(needs.mma)
+    best = reached(on, results, kinds[0]) if len(kinds) == 1 else None
     if best is not None:
-        found.append(tensor(best.rate, best.how, False))
-    if on.reached_gbs is not None:
-        found.append(memory(on.reached_gbs.rate, on.reached_gbs.how, False))
+        found.append(limit(TENSOR, amounts[TENSOR][0] / best.rate / 1e6, best.how, False))
+    if on.reached_gbs is not None and (traffic := needs.bytes.get("hbm")):
+        rate, how = on.reached_gbs.rate, on.reached_gbs.how
+        found.append(limit("memory", traffic / rate / 1e3, how, False))
     return found
 
 
-def reached(on: Gpu, results: Iterable[Result]) -> Ceiling | None:
-    """The highest rate that any kernel reached on Gaussian data, ours, a peer's or published."""
-    best = on.reached_tflops
+def reached(on: Gpu, results: Iterable[Result], kind: str = "f16") -> Ceiling | None:
+    """The highest rate of one kind of MMA that any kernel reached on Gaussian data, ours, a peer's
+    or published."""
+    best = on.reached_tflops if kind == "f16" else None
     for r in results:
         if r.timing is None or not r.ok or of_device(r.device_name) != on:
             continue
-        if r.problem["init"] != "normal":
+        if r.problem["init"] != "normal" or list(r.case.needs.mma) != [kind]:
             continue
         flops = r.case.flops
         times = [(r.timing.median_us, f"stage {r.stage}")]
@@ -129,7 +140,8 @@ def reached(on: Gpu, results: Iterable[Result]) -> Ceiling | None:
 
 
 def binding(found: Sequence[Limit]) -> Limit:
-    return max(found, key=lambda limit: limit.us)
+    """The limit that allows the least; exponentials are none (`Work`)."""
+    return max((x for x in found if x.resource != MUFU), key=lambda limit: limit.us)
 
 
 def waves(problem: Problem, on: Gpu) -> tuple[int, float]:
@@ -174,7 +186,7 @@ def describe(problem: Problem, on: Gpu, results: Sequence[Result] = ()) -> str:
 
 def _practice(problem: Problem, found: Sequence[Limit]) -> str:
     known = [x for x in found if not x.stated]
-    if {x.resource for x in known} != {"tensor cores", "memory"}:
+    if {x.resource for x in known} != {x.resource for x in found if x.resource != MUFU}:
         return ""
     us = binding(known).us
     return f"; by what has been reached, {us:.1f} us, {tflops(problem.flops, us):.0f} TFLOPS"

@@ -162,8 +162,11 @@ def main(kind: type[Problem], argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         return refuse(str(error))
     if args.emit:
-        for stage in job.stages:
-            emit(stage.fitted(job.problems[0]), args.dtype, args.emit)
+        try:
+            for stage in job.stages:
+                emit(stage.fitted(job.problems[0]), args.dtype, args.emit)
+        except ValueError as error:
+            return refuse(f"--emit {args.emit}: {error}")
         return 0
     if job.clock:
         return predict(job, job.clock, as_json=args.json)

@@ -254,12 +254,12 @@ def _run_cuda(
         facts: dict[str, Any] = {}
         took = measured.timings.get(f"stage {stage.number}")
         if took is not None and checks[stage.number].ok:
-            rate = tflops(problem.flops, took.median_us)
+            rate, peak = tflops(problem.flops, took.median_us), problem.needs.peak_tflops(target)
             facts = {
                 "timing": took,
                 "tflops": rate,
                 "gbs": gbs(problem.bytes, took.median_us),
-                "percent_of_peak": 100 * rate / target.dense_tflops[problem.dtype],
+                "percent_of_peak": 100 * rate / peak if peak else None,
                 "peers": peers,
                 "gpu_before": measured.gpu_before,
                 "gpu_after": measured.gpu_after,

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from cutex.problem.protocol import BESIDE_SIZES, Check, Launch, PeerKernel, Problem, Sizes
+from cutex.problem.work import Work
 
 
 class Operator(NamedTuple):
@@ -26,7 +27,7 @@ DEFAULT_OP = next(iter(OPS))
 
 __all__ = [
     "BESIDE_SIZES", "DEFAULT_OP", "OPS", "Check", "Launch", "Operator", "PeerKernel", "Problem",
-    "Sizes", "operator", "problem_class", "size_name",
+    "Sizes", "Work", "operator", "problem_class", "size_name",
 ]  # fmt: skip
 
 

@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
+from cutex.arch import mma_kind
+from cutex.problem.work import Work
+
 if TYPE_CHECKING:
     import torch
     from _typeshed import DataclassInstance
@@ -49,14 +52,23 @@ class PeerKernel:
 class Computation(ABC):
     """Inputs, and the check of the outputs that were computed from them."""
 
+    dtype: str  # of the inputs
+
     @property
     @abstractmethod
-    def flops(self) -> int: ...
+    def flops(self) -> int:
+        """The FLOPs that a rate is counted in."""
 
     @property
     @abstractmethod
     def bytes(self) -> int:
         """The least traffic with global memory: inputs read once, outputs written once."""
+
+    @property
+    def needs(self) -> Work:
+        """The least work by unit: MMAs of the inputs' dtype, and `bytes`; to override where other
+        units compute, or several kinds of MMA."""
+        return Work({mma_kind(self.dtype): self.flops}, bytes={"hbm": self.bytes})
 
     @abstractmethod
     def inputs(self, device: str | torch.device = "cpu", copy: int = 0) -> tuple[torch.Tensor, ...]:

@@ -33,12 +33,12 @@ class Rate:
 
 def rate(problem: Problem, arch_name: str, us: float) -> Rate:
     """The rate of a time of `us` microseconds. Memory limits where a problem's bytes take longer at
-    the stated bandwidth than its FLOPs take at the stated dense peak."""
-    target = arch(arch_name)
-    dense = target.dense_tflops.get(problem.dtype, max(target.dense_tflops.values()))
-    if problem.bytes / target.hbm_gbs / 1e3 > problem.flops / dense / 1e6:
+    the stated bandwidth than its FLOPs take at the stated peak of the units that compute them."""
+    target, needs = arch(arch_name), problem.needs
+    peak = needs.peak_tflops(target)
+    if peak is None or problem.bytes / target.hbm_gbs / 1e3 > problem.flops / peak / 1e6:
         return Rate(gbs(problem.bytes, us), "GB/s", us, target.hbm_gbs)
-    return Rate(tflops(problem.flops, us), "TFLOPS", us, dense)
+    return Rate(tflops(problem.flops, us), "TFLOPS", us, peak)
 
 
 def rate_of(result: Result) -> Rate | None:

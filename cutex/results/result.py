@@ -58,7 +58,7 @@ class Result:
     timing: Timing | None = None
     tflops: float | None = None
     gbs: float | None = None
-    percent_of_peak: float | None = None  # of the stated dense peak
+    percent_of_peak: float | None = None  # of the stated peak of the units that compute
     peers: list[Peer] = field(default_factory=list)
     gpu_before: dict[str, float | None] | None = (
         None  # clock_mhz, power_w, temperature_c under load

@@ -9,7 +9,7 @@ import torch
 
 from cutex.arch import KNOWN
 from cutex.dtypes import DTYPES
-from cutex.problem import Check, PeerKernel, Problem
+from cutex.problem import Check, PeerKernel, Problem, Work
 from cutex.problem.stage import Ladders, Stage, on_each
 
 PARTS = 4  # of a row, one for each CTA
@@ -57,6 +57,10 @@ class RowSumProblem(Problem):
     @property
     def bytes(self):
         return DTYPES[self.dtype].bytes(self.rows * self.columns) + 4 * self.rows
+
+    @property
+    def needs(self):
+        return Work(fp32=self.flops, bytes={"hbm": self.bytes})
 
     def grid(self, tile):
         return -(-self.rows // tile[0])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutex.problem.attention.families import FAMILIES
 from cutex.problem.protocol import Check, Launch, PeerKernel, Problem, Sizes
+from cutex.problem.work import Work
 
 if TYPE_CHECKING:
     import torch
@@ -200,6 +201,12 @@ class AttentionProblem(Problem):
         rows = self.seqlen_q * self.heads_q + self.seqlen_k * self.heads_kv
         lse = 4 * self.seqlen_q * self.heads_q
         return self.batch * (2 * rows * (self.head_dim + self.head_dim_v) + lse)
+
+    @property
+    def needs(self) -> Work:
+        """Beside the two products, an exponential of each score."""
+        scores = self.flops / 2 / (self.head_dim + self.head_dim_v)
+        return replace(super().needs, exponentials=scores)
 
     def grid(self, tile: Sequence[int]) -> int:
         return self.batch * self.heads_q * -(-self.seqlen_q // tile[0])
