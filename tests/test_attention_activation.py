@@ -122,6 +122,13 @@ def test_torchs_varlen_attention_runs_on_it(active):
         again = torch.full_like(out, torch.nan)
         varlen.varlen_attn_out(again, q, k, v, cu, cu, 20, 20, window_size=(4, 0))
         assert torch.equal(again, out)
+        over_q = q.clone()
+        varlen.varlen_attn_out(over_q, over_q, k, v, cu, cu, 20, 20, window_size=(4, 0))
+        assert torch.equal(over_q, out)
+        with pytest.raises(ValueError, match="its elements overlap"):
+            memory = torch.zeros(9000, dtype=q.dtype)
+            overlapping = memory.as_strided(q.shape, (64, 64, 1))
+            varlen.varlen_attn_out(overlapping, q, k, v, cu, cu, 20, 20)
     if "seqused_k" in inspect.signature(varlen_attn).parameters:  # since torch 2.12
         used = torch.tensor([3, 0, 5], dtype=torch.int32)
         fewer = varlen_attn(q, k, v, cu, cu, 20, 20, seqused_k=used)

@@ -443,7 +443,7 @@ BAD: dict[str, tuple[Callable[[], Tensor], type[Exception], str]] = {
     "overlap": (
         lambda: cutex.matmul(A, B, out=torch.zeros(1, 16, dtype=bf16).expand(4, 16)),
         ValueError,
-        "out has strides",
+        "has strides (0, 1): its elements overlap",
     ),
     "beta": (lambda: cutex.matmul(A, B, beta=1.0), ValueError, "out must be given"),
     "scale": (lambda: cutex.matmul(A, B, scale_a=A), TypeError, "scale_a must be float32"),

@@ -213,6 +213,32 @@ def test_an_edit_to_what_a_users_stage_imports_compiles_it_anew(python, root, us
         keys.append(key)
 
 
+@pytest.mark.parametrize("name", ["profile", "code", "wave", "mailbox"])  # torch loads none
+def test_a_users_module_named_like_one_of_python_is_the_users(python, root, tmp_path, name):
+    """Python itself has such modules; where the file is decides."""
+    (tmp_path / "acts.py").write_text(f"from {name} import act\n")
+    package = tmp_path / name
+    for path in (tmp_path / f"{name}.py", package / "__init__.py"):
+        path.parent.mkdir(exist_ok=True)
+        digests = []
+        for factor in (2, 3):
+            path.write_text(f"def act(x):\n    return {factor} * x\n")
+            code = "from cutex.compile.sources import *; print(sources_digest(['acts']));"
+            code += "print(*[s.file for s in closure(['acts'])])"
+            digest, *files = python(code, root, tmp_path).split()
+            assert str(path) in files
+            digests.append(digest)
+        assert digests[0] != digests[1]
+
+
+def test_pythons_own_modules_are_not_read(python, root, tmp_path):
+    (tmp_path / "acts.py").write_text("import profile, code, token, queue, json.decoder, os, sys\n")
+    code = (
+        "from cutex.compile.sources import closure; print(*[s.module for s in closure(['acts'])])"
+    )
+    assert python(code, root, tmp_path).split() == ["acts"]
+
+
 def test_a_key_does_not_depend_on_where_the_files_are(python, root, tmp_path):
     copy = tmp_path / "copy"
     code = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import statistics
 import subprocess
 import sys
 import types
@@ -115,6 +116,44 @@ def test_a_helper_in_another_module_counts(monkeypatch):
     assert before.is_current() and key(function) == before.key
     exec("def twice(x): return 3.0 * x", vars(module))
     assert not before.is_current() and key(function) != before.key
+
+
+# as Python has them, and as a user names files, too
+STANDARD_NAMES = ("profile", "code", "token", "queue", "statistics", "calendar")
+
+
+@pytest.mark.parametrize("name", STANDARD_NAMES)
+def test_a_users_module_named_like_one_of_python_counts(monkeypatch, tmp_path, name):
+    """Its functions, and what is read of it, whether by name, in a default or in a closure."""
+    path = tmp_path / f"{name}.py"
+
+    def load(factor):
+        path.write_text(f"FACTOR = {factor}\ndef scaled(x): return {factor} * x\n")
+        found = types.ModuleType(name)
+        found.__file__ = str(path)
+        exec(compile(path.read_text(), path, "exec"), vars(found))
+        monkeypatch.setitem(sys.modules, name, found)
+        return found
+
+    def keys(module):
+        scope = {name: module}
+        by_name = eval(f"lambda x: {name}.scaled(x)", scope)
+        constant = eval(f"lambda x: {name}.FACTOR * x", scope)
+        return [key(f) for f in (module.scaled, by_name, constant)]
+
+    first, again, other = keys(load(2.0)), keys(load(2.0)), keys(load(3.0))
+    assert first == again
+    assert not set(first) & set(other)
+    module = load(2.0)
+    assert not UserFunction(lambda x, m=module: m.FACTOR * x).cacheable
+    assert not UserFunction(scaled(module)).cacheable
+
+
+def test_pythons_own_modules_are_known_by_name():
+    for module in (math, operator, functools, sys, subprocess, types):
+        found = UserFunction(lambda x, m=module: x)
+        assert found.cacheable and found.is_current(), module
+    assert UserFunction(lambda x: x * statistics.mean((1.0, 2.0))).cacheable
 
 
 def test_a_helper_whose_code_is_replaced_changes_the_key(monkeypatch):

@@ -5,6 +5,7 @@ kernel could execute, a user's own included. The search starts at the modules th
 kernel's class, its bases and the objects in its config, and follows every import statement, inside
 functions too, to modules and to the packages around them. Two things are identified by their
 version: the standard library, and installed distributions other than cutex and the kernel's own.
+Where its file is decides what a module belongs to: a user's profile.py or code.py is the user's.
 
 Nothing is imported for the search; reading and scanning all of cutex takes some milliseconds.
 """
@@ -16,6 +17,7 @@ import hashlib
 import inspect
 import re
 import sys
+import sysconfig
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -24,6 +26,9 @@ from uuid import uuid4
 
 PACKAGE = __name__.partition(".")[0]
 INSTALLED = ("site-packages", "dist-packages")  # folders of installed distributions
+STANDARD = {  # folders of the standard library
+    Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")
+}
 # Packages that cutex depends on: pinned by version even where a config holds one of their objects.
 DEPENDENCIES = {"cuda", "cutlass", "ml_dtypes", "numpy", "torch", "tvm_ffi"}
 
@@ -149,9 +154,35 @@ def _parts(value: Any) -> Iterable[object]:
 
 def _is_pinned(top: str, own: set[str]) -> bool:
     """Whether the version of a top-level module identifies its content."""
-    if top in sys.stdlib_module_names or top in DEPENDENCIES:
+    if is_standard(top) or top in DEPENDENCIES:
         return True
     return top not in own and _is_installed(top)
+
+
+@cache
+def is_standard(top: str) -> bool:
+    """Whether the top-level module of this name is one of the standard library."""
+    if top not in sys.stdlib_module_names:
+        return False
+    file, folders = _locate(top)
+    where = [*([file] if file else []), *map(Path, folders or ())]
+    return all(map(in_standard, where)) if where else is_built_in(top)
+
+
+def in_standard(place: Path) -> bool:
+    """Whether a file or folder belongs to the standard library."""
+    place = place.resolve()
+    if any(folder in place.parts for folder in INSTALLED):
+        return False
+    zipped = f"python{sys.version_info.major}{sys.version_info.minor}.zip"
+    return bool(STANDARD & {place, *place.parents}) or zipped in place.parts
+
+
+def is_built_in(name: str) -> bool:
+    """Whether a module without a file is one of the interpreter's."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    origin = getattr(spec, "origin", None)
+    return name in sys.builtin_module_names or origin in ("built-in", "frozen")
 
 
 @cache
@@ -173,7 +204,7 @@ def _is_recorded(top: str, place: Path) -> bool:
 
 
 def _is_fileless(name: str) -> bool:
-    return name not in sys.stdlib_module_names and _locate(name) == (None, None)
+    return _locate(name) == (None, None) and not is_built_in(name)
 
 
 def _locate(name: str) -> Place:

@@ -19,13 +19,15 @@ import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from cutex.compile.sources import in_standard, is_built_in
 from cutex.errors import CutexError
 
 _VALUES = (type(None), bool, int, float, complex, str, bytes, type(...))
-_FIXED = {"cutlass", "numpy", "torch", *sys.stdlib_module_names}  # packages fixed by their versions
+_FIXED = ("cutlass", "numpy", "torch")  # fixed by their versions, as the standard library is
 _EVASIVE = {"eval", "exec", "globals", "locals", "vars", "getattr", "__import__"}
 
 
@@ -111,7 +113,7 @@ class _Reader:
                 yield from self.parts(item)
         elif kind is types.ModuleType:
             # NOTE: of a module in a closure, a default or another name, any attribute may be read
-            if value.__name__.partition(".")[0] not in _FIXED:
+            if not _is_of_fixed(vars(value)):
                 raise Unkeyable(f"it reads of module {value.__name__} what its code does not say")
             yield f"module {value.__name__}"
         elif kind is types.CodeType:
@@ -144,7 +146,7 @@ class _Reader:
 
     def _function(self, function: types.FunctionType) -> Iterator[str]:
         wrapped = getattr(function, "__wrapped__", None)
-        if wrapped is not None and _written_in(function) in _FIXED:
+        if wrapped is not None and _is_of_fixed(function.__globals__):
             yield "decorated"  # by the DSL, which traces the wrapped function
             yield from self.parts(wrapped)
             return
@@ -187,7 +189,7 @@ class _Reader:
             self._watch(functools.partial(home.get, name), value)
             yield f"global {'.'.join(path)}"
             while attributes and type(value) is types.ModuleType:
-                if value.__name__.partition(".")[0] in _FIXED:
+                if _is_of_fixed(vars(value)):
                     break
                 owner, attribute = value, attributes.pop(0)
                 if not hasattr(owner, attribute):
@@ -225,10 +227,36 @@ def _is_fixed(value: Any) -> bool:
     if isinstance(value, types.BuiltinFunctionType):
         return isinstance(value.__self__, (type(None), types.ModuleType))
     if isinstance(value, types.FunctionType):
-        return _written_in(value) in _FIXED and _written_in(inspect.unwrap(value)) in _FIXED
-    return isinstance(value, type) and value.__module__.partition(".")[0] in _FIXED
+        inner = getattr(inspect.unwrap(value), "__globals__", {})
+        return _is_of_fixed(value.__globals__) and _is_of_fixed(inner)
+    return isinstance(value, type) and _is_of_fixed(_scope_of(value))
 
 
-def _written_in(function: Any) -> str:
-    """The package in whose files a function is written, whatever its `__module__` says."""
-    return str(getattr(function, "__globals__", {}).get("__name__", "")).partition(".")[0]
+def _scope_of(kind: type) -> dict[str, Any]:
+    """The globals of the module that a class is written in."""
+    module = sys.modules.get(kind.__module__)
+    return {"__name__": kind.__module__} if module is None else vars(module)
+
+
+def _is_of_fixed(scope: dict[str, Any]) -> bool:
+    """Whether the globals `scope` are those of a module whose version says what it computes: by
+    where its file is, not by its name, which a module of the user's may have, too."""
+    name, file = str(scope.get("__name__", "")), scope.get("__file__")
+    top = name.partition(".")[0]
+    if file is None:
+        folders = scope.get("__path__")
+        if folders is None:  # built into the interpreter, or of such a package
+            return is_built_in(name) or top in _FIXED
+        file = next(iter(folders), "")
+    return _is_fixed_place(top, str(file))
+
+
+@functools.cache
+def _is_fixed_place(top: str, file: str) -> bool:
+    place = Path(file)
+    if top in sys.stdlib_module_names and in_standard(place):
+        return True
+    if top not in _FIXED:
+        return False
+    folders = sys.modules[top].__path__ if top in sys.modules else ()
+    return any(Path(folder) in (place, *place.parents) for folder in folders)

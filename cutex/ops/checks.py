@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cutex import dtypes
 from cutex.compile.user_function import arguments_taken
+from cutex.ops.overlap import overlaps_itself, share_memory
 
 IN_DTYPES = tuple(dtypes.DTYPES[name] for name in ("bf16", "fp16", "e4m3", "e5m2", "fp32"))
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -136,9 +137,7 @@ def _check_apart(written: str, call: Call) -> None:
     if y is None or not y.numel():
         return
     for name, x in call.tensors.items():
-        of_y, of_x = extents(y, x)
-        apart = y.data_ptr() >= x.data_ptr() + of_x or x.data_ptr() >= y.data_ptr() + of_y
-        if name == written or apart or not x.numel():
+        if name == written or not share_memory(x, y):
             continue
         if (written, name) == ("out", "residual") and (
             x.data_ptr(), x.shape, x.stride(), x.dtype,
@@ -147,20 +146,6 @@ def _check_apart(written: str, call: Call) -> None:
         raise ValueError(
             f"{written} shares memory with {name}, which is read while {written} is written"
         )
-
-
-def extents(x: Tensor, y: Tensor) -> tuple[int, int]:
-    """The bytes that x and y occupy from their bases on; 1 for both if one of them has gaps."""
-    return (x.nbytes, y.nbytes) if _is_dense(x) and _is_dense(y) else (1, 1)
-
-
-def _is_dense(x: Tensor) -> bool:
-    size = 1
-    for stride, n in sorted((s, n) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1):
-        if stride != size:
-            return False
-        size *= n
-    return True
 
 
 def _check_inputs(call: Call) -> None:
@@ -196,8 +181,9 @@ def _check_result(call: Call) -> None:
     if call.out is not None:
         if tuple(call.out.shape) != shape:
             raise ValueError(f"out has shape {tuple(call.out.shape)}, the result has {shape}")
-        if any(n > 1 and s == 0 for n, s in zip(call.out.shape, call.out.stride(), strict=True)):
-            raise ValueError(f"out has strides {call.out.stride()}: its elements overlap")
+        if overlaps_itself(call.out):
+            shape, strides = tuple(call.out.shape), call.out.stride()
+            raise ValueError(f"out of shape {shape} has strides {strides}: its elements overlap")
     if call.beta and call.out is None:
         raise ValueError(f"beta={call.beta} scales what out held before: out must be given")
 

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from cutex.ops import autocast, tuner
 from cutex.ops.arrange import Arranged, arrange
-from cutex.ops.checks import Call, check, check_memory, extents, number
+from cutex.ops.checks import Call, check, check_memory, number
 from cutex.ops.device import SEVERAL_GPUS, arch_of, current, launcher, per_device
+from cutex.ops.overlap import share_memory, span
 from cutex.ops.plain import empty_of, guard, is_plain, nobody_watches, untraced
 from cutex.ops.plan import config_for, kernel_for, user_functions
 
@@ -148,11 +149,11 @@ class _Plan:
         given = dict(zip(self.names, arranged.tensors[3:], strict=True))
         self.copies_out = "c" in given and given["c"].data_ptr() != arranged.tensors[2].data_ptr()
         self.functions = user_functions(arranged.ops)
-        # the range of distances from the base of a to that of out at which they overlap; same for b
+        # the distances from the base of a to that of out between which they may overlap; same of b
         self.distances: tuple[int, ...] = ()
         if call.out is not None:
-            bounds = [extents(call.out, x) for x in (call.a, call.b)]
-            self.distances = tuple(x for of_out, of_x in bounds for x in (-of_out, of_x))
+            of_out = span(call.out)
+            self.distances = (-of_out, span(call.a), -of_out, span(call.b))
 
     def is_current(self) -> bool:
         """Whether the user's functions in it still compute the same."""
@@ -162,14 +163,11 @@ class _Plan:
         """Whether out shares memory with another of the tensors."""
         start = out.data_ptr()
         low_a, high_a, low_b, high_b = self.distances
-        if low_a < start - a.data_ptr() < high_a or low_b < start - b.data_ptr() < high_b:
+        if low_a < start - a.data_ptr() < high_a and share_memory(out, a):
             return True
-        for x in rest:
-            if x is not None:
-                of_out, of_x = extents(out, x)
-                if -of_out < start - x.data_ptr() < of_x:
-                    return True
-        return False
+        if low_b < start - b.data_ptr() < high_b and share_memory(out, b):
+            return True
+        return any(x is not None and share_memory(out, x) for x in rest)
 
     def __call__(
         self,
@@ -261,8 +259,8 @@ def planned(
     ):
         return None
     if amax is not None:
-        for scale in (scale_a, scale_b):
-            if scale is not None and 0 <= amax.data_ptr() - scale.data_ptr() < scale.nbytes:
+        for x in (a, b, bias, residual, scale_a, scale_b):
+            if x is not None and share_memory(amax, x):
                 return None
     result = plan.empty(plan.shape, plan.strides, plan.dtype) if out is None else out
     try:

@@ -19,6 +19,7 @@ from cutex.ops.attention.call import DTYPES, HEAD_DIMS, AttentionCall
 from cutex.ops.attention.eager import attend
 from cutex.ops.attention.plan import runs_on
 from cutex.ops.device import simulated_arch
+from cutex.ops.overlap import overlaps_itself, share_memory
 
 NAME = "cutex"
 _FLASH = torch_attention.SDPBackend.FLASH_ATTENTION.value
@@ -152,8 +153,15 @@ def _flash_attention_forward(
         query, key, value, cum_seq_q, cum_seq_k, max_q if cum_seq_q is not None else None, None,
         None, seqused_k, scale, is_causal, (left, right),
     )  # fmt: skip
-    out = torch.empty_like(query) if out is None else out
+    wanted = out
+    if out is not None and overlaps_itself(out):
+        shape, strides = tuple(out.shape), out.stride()
+        raise ValueError(f"out of shape {shape} has strides {strides}: its elements overlap")
+    if out is None or any(share_memory(out, x) for x in (query, key, value)):
+        out = torch.empty_like(query)
     out, lse = attend(call, with_lse=True, out=out)
+    if wanted is not None and wanted is not out:
+        out = wanted.copy_(out)
     assert lse is not None
     if cum_seq_q is not None or seqused_k is not None or query.shape[1] > key.shape[-3]:
         # NOTE: torch's backward takes +inf for a row that sees no key
