@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cutex.ops import kernels_built, matmul, tune, tuning, warm_up
     from cutex.ops.attention import flash_attn_func, flash_attn_varlen_func
+    from cutex.ops.matmul import kernels_built, matmul, tune, tuning, warm_up
     from cutex.sim import simulate
 
 __version__ = "0.1.0"
@@ -18,12 +18,12 @@ __version__ = "0.1.0"
 _HOMES = {
     "flash_attn_func": "cutex.ops.attention",
     "flash_attn_varlen_func": "cutex.ops.attention",
-    "kernels_built": "cutex.ops",
-    "matmul": "cutex.ops",
+    "kernels_built": "cutex.ops.matmul",
+    "matmul": "cutex.ops.matmul",
     "simulate": "cutex.sim",
-    "tune": "cutex.ops",
-    "tuning": "cutex.ops",
-    "warm_up": "cutex.ops",
+    "tune": "cutex.ops.matmul",
+    "tuning": "cutex.ops.matmul",
+    "warm_up": "cutex.ops.matmul",
 }
 
 _MODULES = ("attention", "ops")  # cutex.attention.activate, cutex.ops.simulated

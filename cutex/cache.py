@@ -3,7 +3,7 @@
     <cache>/kernels/<key>/   compiled kernels (cutex/compile/cache.py)
     <cache>/sim/<key>/       their host code, linked for the simulator (cutex/sim/host/capture.py)
     <cache>/tuned/<key>.json configs chosen by time (cutex/bench/autotune.py)
-    <cache>/choices/<key>.json  tiles of cutex.matmul chosen by time (cutex/ops/choices.py)
+    <cache>/choices/<key>.json  tiles of cutex.matmul chosen by time (cutex/ops/matmul/choices.py)
 
 An entry is a folder, named by the hash of everything that it was made from. It is written under
 another name and renamed, so it is complete or absent; a damaged one is made anew.

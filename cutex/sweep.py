@@ -8,8 +8,9 @@ from cutex.bench import sweep
 
 
 def ours() -> sweep.Ours:
-    from cutex.ops import matmul, simulated, tuning
-    from cutex.ops.warming import build_ahead, tiles_of
+    from cutex.ops import simulated
+    from cutex.ops.matmul import matmul, tuning
+    from cutex.ops.matmul.warming import build_ahead, tiles_of
 
     return sweep.Ours(matmul, tuning, build_ahead, tiles_of, simulated)
 

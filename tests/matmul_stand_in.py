@@ -23,7 +23,7 @@ from cutex.device.epilogue.epilogue_ops import (
     Gate,
     Scale,
 )
-from cutex.ops import eager
+from cutex.ops.matmul import eager
 from cutex.ops.plain import is_plain
 from cutex.problem.matmul import ACTIVATIONS, FLOAT8
 

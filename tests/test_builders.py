@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from cutex.ops import building
-from cutex.ops.arrange import arrange
-from cutex.ops.checks import Call
-from cutex.ops.plan import call_class, candidates
+from cutex.ops.matmul.arrange import arrange
+from cutex.ops.matmul.checks import Call
+from cutex.ops.matmul.plan import call_class, candidates, job
 
 ANSWERS = """
 import os, struct, sys, time
@@ -45,7 +45,7 @@ def jobs(count: int) -> list[building.Job]:
     arranged = arrange(Call(a, a.mT), torch.empty(64, 64, dtype=torch.bfloat16), "sm_90a")
     layouts = arranged.a, arranged.b, arranged.out
     calls = call_class(arranged.sizes, layouts, arranged.ops, "sm_90a")
-    return [(config, "sm_90a") for config in islice(candidates(calls), count)]
+    return [job(config, "sm_90a") for config in islice(candidates(calls), count)]
 
 
 def test_threads_that_build_at_once_hear_of_their_own_jobs() -> None:

@@ -18,7 +18,7 @@ from cutex.ops import building
 from cutex.ops.attention import eager
 from cutex.ops.attention.eager import forget as forget_attention
 from cutex.ops.device import forget_plans
-from cutex.ops.plan import forget, kernel_for
+from cutex.ops.matmul.plan import forget, kernel_for
 
 HERE = local_arch() if torch.cuda.is_available() else None
 pytestmark = [

@@ -222,7 +222,7 @@ def test_an_absurd_seed_is_refused(argv, says, capsys):
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_999", ""])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_999", ""])
 def test_simulate_names_the_archs_that_it_knows(arch):
     import torch
 

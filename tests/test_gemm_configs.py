@@ -18,7 +18,8 @@ from cutex.kernels.gemm.sm90.candidates import at_once, candidates
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.cost_model import count
 from cutex.kernels.gemm.sm100.config import Sm100Config
-from cutex.ops import choices, device, plan
+from cutex.ops import device
+from cutex.ops.matmul import choices, plan
 from cutex.problem.gemm import GemmProblem
 
 LEDGER = Path(__file__).parent.parent / "results" / "gemm-nvidia-h200.jsonl"

@@ -26,8 +26,8 @@ from cutex.device.epilogue.epilogue_ops import (
 from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
 from cutex.kernels.gemm.sm100 import cost_model
 from cutex.kernels.gemm.sm100.general import General
-from cutex.ops.arrange import arrange
-from cutex.ops.checks import Call
+from cutex.ops.matmul.arrange import arrange
+from cutex.ops.matmul.checks import Call
 from cutex.problem.matmul import draw
 from cutex.sim import Hazards
 

@@ -163,7 +163,7 @@ CIRCLES = (
     "kernels.attention.forward.sm100.bounds kernels.attention.forward.sm100.fa4",
     "kernels.gemm.config kernels.gemm.signature",
     "kernels.gemm.sm90.cost_model kernels.gemm.sm90.measured",
-    "ops.eager ops.tuner",
+    "ops.matmul.eager ops.matmul.tuner",
     "problem.attention problem.attention.case problem.attention.check problem.attention.reference",
     "results.lines results.result results.schema",
     "sim.errors sim.ptx.contraction sim.ptx.declarations sim.ptx.parse sim.ptx.scopes "

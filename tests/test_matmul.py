@@ -20,8 +20,8 @@ from cutex.kernels.gemm import stage
 from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.general import General
-from cutex.ops.arrange import result
-from cutex.ops.plan import config_for
+from cutex.ops.matmul.arrange import result
+from cutex.ops.matmul.plan import config_for
 from cutex.problem.matmul import MatmulProblem, draw
 
 ARCH = ["sm_90a", "sm_100a"]

@@ -1,4 +1,4 @@
-"""python -m cutex.ops.measuring: configs timed for the fit of Hopper's cost model."""
+"""python -m cutex.ops.matmul.measuring: configs timed for the fit of Hopper's cost model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from cutex.errors import BadOption
 from cutex.kernels.gemm.sm90 import fit
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.measured import CAUTION
-from cutex.ops import measuring, simulated, unmeasured
+from cutex.ops import simulated
+from cutex.ops.matmul import measuring, unmeasured
 from cutex.problem.models import corpus
 
 NARROW = {"tile_m": 64, "tile_n": 16, "tile_k": 128, "num_stages": 3, "epi_n": 16,
@@ -145,7 +146,7 @@ def test_the_builders_compile_what_is_asked_for(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(measuring.building, "build", build)
     assert measuring.main([str(written(tmp_path, LINE)), "--preflight"]) == 0
-    assert [config.tiles for config, _ in jobs] == [
+    assert [job.there.config.tiles for job in jobs] == [
         Sm90Config.from_row(NARROW), Sm90Config.from_row(WIDE)
     ]  # fmt: skip
     assert not capsys.readouterr().out

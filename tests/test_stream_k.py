@@ -22,8 +22,9 @@ from cutex.kernels.gemm.sm90 import cost_model
 from cutex.kernels.gemm.sm90.candidates import MOST_STREAMED
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.general import General
-from cutex.ops import choices, workspace
-from cutex.ops.plan import forget
+from cutex.ops import workspace
+from cutex.ops.matmul import choices
+from cutex.ops.matmul.plan import forget
 from cutex.problem.gemm import GemmProblem
 from cutex.schedulers.raster import Raster, TileOrder
 from cutex.schedulers.stream_k import FINISH, LEAST, Segment, Shares, StreamedWalk, whole_rounds

@@ -15,11 +15,12 @@ import torch
 
 from cutex.bench import sweep
 from cutex.kernels.gemm.sm90.config import Sm90Config
-from cutex.ops import building, simulated, warming
-from cutex.ops.arrange import arrange
-from cutex.ops.checks import Call, check
-from cutex.ops.plan import config_for
-from cutex.ops.warming import build_ahead, tiles_of
+from cutex.ops import building, simulated
+from cutex.ops.matmul import warming
+from cutex.ops.matmul.arrange import arrange
+from cutex.ops.matmul.checks import Call, check
+from cutex.ops.matmul.plan import config_for
+from cutex.ops.matmul.warming import build_ahead, tiles_of
 from cutex.problem.layer import PASSES, LayerProblem
 from cutex.problem.models import DTYPES, MODELS, corpus, draw
 from cutex.report import sweeps
@@ -291,8 +292,8 @@ def test_what_is_built_ahead_is_what_the_calls_take(dtype, monkeypatch):
         built = build_ahead([p.inputs("meta") for p in problems], torch.bfloat16)
         taken = {plan_for(p.inputs(), p.outputs()[0]) for p in problems}
         said = {tiles_of(*p.inputs("meta"), torch.bfloat16) for p in problems}
-    assert built == [Path(f"of {config}") for config, _ in jobs] and len(jobs) == len(taken)
-    assert {config for config, _ in jobs} == taken
+    assert built == [Path(f"of {job.there.config}") for job in jobs] and len(jobs) == len(taken)
+    assert {job.there.config for job in jobs} == taken
     assert {read_back(x) for x in said} == {config.tiles for config in taken}
 
 

@@ -18,7 +18,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import cutex
-from cutex.ops import eager
+from cutex.ops.matmul import eager
 from cutex.problem.matmul import FLOAT8, draw
 
 bf16 = torch.bfloat16

@@ -16,7 +16,7 @@ from matmul_stand_in import StandIn, agree, plain_torch
 from torch import Tensor
 
 import cutex
-from cutex.ops import eager
+from cutex.ops.matmul import eager
 
 bf16 = torch.bfloat16
 inf, nan = torch.inf, torch.nan

@@ -19,17 +19,19 @@ from cutex.arch import arch
 from cutex.kernels.gemm.choose import rows_class, sizes_class
 from cutex.kernels.gemm.signature import OperandLayout
 from cutex.kernels.gemm.sm90 import fit
-from cutex.ops import building, choices, drawn, shipping, simulated, tuner
-from cutex.ops.arrange import Arranged, arrange
-from cutex.ops.checks import Call
-from cutex.ops.plan import (
+from cutex.ops import building, simulated
+from cutex.ops.matmul import choices, drawn, shipping, tuner
+from cutex.ops.matmul.arrange import Arranged, arrange
+from cutex.ops.matmul.checks import Call
+from cutex.ops.matmul.plan import (
     call_class,
     candidates,
     config_for,
     forget,
+    job,
     problem_of,
 )
-from cutex.ops.warming import _classes
+from cutex.ops.matmul.warming import _classes
 
 
 @pytest.fixture
@@ -168,7 +170,7 @@ def test_processes_build_what_they_are_given_and_leave_what_does_not_compile(gpu
     arranged = call(64, 128, 64)
     first = next(candidates(classed(arranged)))
     ended = []
-    jobs = [(first, "sm_90a"), (first, "sm_1")]
+    jobs = [job(first, "sm_90a"), job(first, "sm_1")]
     with pytest.warns(UserWarning, match="not built ahead: .*sm1"):
         assert building.build(jobs, ended=lambda: ended.append(None)) == [True, False]
     assert len(ended) == 2
@@ -177,7 +179,7 @@ def test_processes_build_what_they_are_given_and_leave_what_does_not_compile(gpu
 
 
 def test_what_nobody_waits_for_does_not_hold_up_what_comes_next(gpu):
-    some = [(c, "sm_90a") for c in islice(candidates(classed(call(64, 128, 64))), 40)]
+    some = [job(c, "sm_90a") for c in islice(candidates(classed(call(64, 128, 64))), 40)]
     assert building.build(some, seconds=0.0) == [False] * 40, "the time is over"
     assert building.build(some[-1:]) == [True]
     assert len(list(gpu.glob("kernels/*/meta.json"))) <= building.MOST + 1, "the others were left"
@@ -189,14 +191,14 @@ def test_a_process_that_was_killed_is_replaced(gpu):
     assert building.start(1) == [builder]
     builder.process.kill()
     builder.process.wait()
-    assert building.build([(first, "sm_90a")]) == [True]
+    assert building.build([job(first, "sm_90a")]) == [True]
     (builder,) = building.start(1)
     assert builder.ready
     builder.process.send_signal(signal.SIGSTOP)
     threading.Timer(0.5, builder.process.kill).start()  # in the middle of its job
     with pytest.warns(UserWarning, match="not built ahead: the compiler ended with -9"):
-        assert building.build([(second, "sm_90a")]) == [False]
-    assert building.build([(second, "sm_90a")]) == [True]
+        assert building.build([job(second, "sm_90a")]) == [False]
+    assert building.build([job(second, "sm_90a")]) == [True]
 
 
 NOISY = """
@@ -211,7 +213,7 @@ worker.work()
 def test_the_processes_do_without_torch(gpu):
     """Whose import takes twice as long as that of the compiler."""
     first = next(candidates(classed(call(64, 128, 64))))
-    assert building.build([(first, "sm_90a")]) == [True]
+    assert building.build([job(first, "sm_90a")]) == [True]
     (builder,) = building.start(1)
     maps = Path(f"/proc/{builder.process.pid}/maps").read_text()
     assert "_cutlass_ir" in maps and "libtorch" not in maps
@@ -222,12 +224,13 @@ def test_kernels_with_a_function_of_the_users_are_compiled_here(gpu, monkeypatch
     a, b = torch.ones(64, 64, dtype=torch.bfloat16), torch.ones(128, 64, dtype=torch.bfloat16)
     shown = Call(a, b.mT, activation=lambda x: x + 1)
     arranged = arrange(shown, torch.empty(64, 128, dtype=torch.bfloat16), "sm_90a")
-    some = [(c, "sm_90a") for c in islice(candidates(classed(arranged)), 3)]
+    configs = list(islice(candidates(classed(arranged)), 3))
+    some = [job(c, "sm_90a") for c in configs]
     monkeypatch.setattr(building, "start", lambda *_: pytest.fail("a process was started"))
     assert building.build(some[:1]) == [True]
     assert len(list(gpu.glob("kernels/*/meta.json"))) == 1
     assert building.build(some, seconds=0.0) == [False] * 3, "the time is over"
-    wrong = [(some[0][0], "sm_2")]
+    wrong = [job(configs[0], "sm_2")]
     with pytest.warns(UserWarning, match="not built ahead: .*sm2"):
         assert building.build(wrong) == [False]
 
@@ -245,7 +248,7 @@ def test_a_call_with_a_users_function_is_tuned(gpu, monkeypatch):
 def test_prints_of_the_compiler_are_no_answers(gpu, monkeypatch):
     monkeypatch.setattr(building, "START", NOISY)
     first = next(candidates(classed(call(64, 128, 64))))
-    assert building.build([(first, "sm_90a")]) == [True]
+    assert building.build([job(first, "sm_90a")]) == [True]
 
 
 def test_classes_of_rows_are_never_smaller_than_what_is_in_them():
@@ -276,7 +279,7 @@ def test_serving_a_70b_model_takes_few_kernels(monkeypatch, layers):
     """Kernels for every M from 1 to 8192."""
     asked = []
     monkeypatch.setattr(building, "build", lambda jobs, seconds=None: asked.extend(jobs))
-    monkeypatch.setattr("cutex.ops.warming.kernel_for", lambda *_: None)
+    monkeypatch.setattr("cutex.ops.matmul.warming.kernel_for", lambda *_: None)
     with simulated("sm_90a"):
         count = cutex.warm_up([(range(1, 8193), n, k) for n, k in layers])
     assert count == len(asked) <= 24
@@ -313,7 +316,7 @@ def test_for_an_empty_result_nothing_is_warmed_up(shape):
 
 
 def test_rows_are_counted_from_none_on(monkeypatch):
-    monkeypatch.setattr("cutex.ops.warming.kernel_for", lambda *_: None)
+    monkeypatch.setattr("cutex.ops.matmul.warming.kernel_for", lambda *_: None)
     monkeypatch.setattr(building, "build", lambda jobs: None)
     with simulated("sm_90a"):
         assert cutex.warm_up([(range(17), 64, 64)]) == cutex.warm_up([(range(1, 17), 64, 64)]) > 0
@@ -329,11 +332,11 @@ def test_a_range_of_rows_may_have_no_end_in_sight(rows):
 
 def test_what_is_added_to_a_product_of_fp8_is_bfloat16(monkeypatch):
     asked = []
-    monkeypatch.setattr("cutex.ops.warming.kernel_for", lambda *_: None)
+    monkeypatch.setattr("cutex.ops.matmul.warming.kernel_for", lambda *_: None)
     monkeypatch.setattr(building, "build", asked.extend)
     with simulated("sm_90a"):
         cutex.warm_up([(64, 64, 64)], torch.float8_e4m3fn, bias=True, residual=True)
-    ((config, _),) = asked
+    config = asked[0].there.config
     assert [op.dtype for op in config.ops] == ["bf16", "bf16"]
 
 

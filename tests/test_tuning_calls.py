@@ -17,10 +17,11 @@ from torch import Tensor
 
 import cutex
 from cutex.cache import NoCache
-from cutex.ops import building, choices, eager, plan, tuner
-from cutex.ops.arrange import arrange
-from cutex.ops.checks import Call
-from cutex.ops.plan import forget
+from cutex.ops import building
+from cutex.ops.matmul import choices, eager, plan, tuner
+from cutex.ops.matmul.arrange import arrange
+from cutex.ops.matmul.checks import Call
+from cutex.ops.matmul.plan import forget
 
 bf16, fp32 = torch.bfloat16, torch.float32
 

@@ -13,10 +13,11 @@ import torch
 from cuda.bindings import driver
 
 import cutex
-from cutex.kernels.gemm.config import Workspace
+from cutex.compile import Workspace
 from cutex.kernels.gemm.sm90.config import Sm90Config
-from cutex.ops import choices, workspace
-from cutex.ops.plan import forget
+from cutex.ops import workspace
+from cutex.ops.matmul import choices
+from cutex.ops.matmul.plan import forget
 
 GPU = torch.device("cuda", 0)
 

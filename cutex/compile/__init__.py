@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from cutex.cache import cache_dir
-from cutex.compile.arguments import ALIGN, Argument, Operand, Scalar
+from cutex.compile.arguments import ALIGN, Argument, Operand, Scalar, Workspace
 from cutex.compile.cache import FILES
 from cutex.compile.compiled import Compiled
 from cutex.compile.compiling import Kernel, compile, launched_smem
 
 __all__ = [
-    "ALIGN", "FILES", "Argument", "Compiled", "Kernel", "Operand", "Scalar", "cache_dir", "compile",
+    "ALIGN",
+    "FILES",
+    "Argument",
+    "Compiled",
+    "Kernel",
+    "Operand",
+    "Scalar",
+    "Workspace",
+    "cache_dir",
+    "compile",
     "launched_smem",
 ]  # fmt: skip

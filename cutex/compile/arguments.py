@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cutex.dtypes import DTYPES
 
@@ -37,6 +37,13 @@ class Scalar:
 
     name: str
     dtype: str = "fp32"
+
+
+class Workspace(NamedTuple):
+    """Global memory that a launch needs beside its operands, such as for partial sums of CTAs."""
+
+    sums: int  # fp32 elements, of any values
+    flags: int  # words of int32: 0 before and after each launch
 
 
 Argument = Operand | Scalar

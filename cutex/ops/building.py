@@ -25,25 +25,30 @@ from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, NamedTuple
 
-from cutex.arch import ARCHS
 from cutex.cache import VARIABLE, cache_dir
 from cutex.compile import worker
-from cutex.ops.plan import kernel_for, user_functions
-from cutex.problem.stage import package
-
-if TYPE_CHECKING:
-    from cutex.kernels.gemm.signature import GeneralConfig
 
 MOST = 16  # processes
-MODULES = tuple(f"{package('gemm', arch)}.general" for arch in ARCHS)
 PATH = "import sys; sys.path[:] = sys.argv[1:]\n"
-START = f"from cutex.compile.worker import work; work{MODULES}"
+START = "from cutex.compile.worker import work; work(*MODULES)"
 STARTING = 300.0  # seconds after which a process that is not ready is given up
 LOOK = 10.0  # seconds between looks at processes that say nothing
 
-Job = tuple["GeneralConfig", str]  # a config and its arch
+_modules: list[str] = []
+
+
+def preload(*modules: str) -> None:
+    """Have every process import these modules before it is ready."""
+    _modules.extend(name for name in modules if name not in _modules)
+
+
+class Job(NamedTuple):
+    """A kernel to compile."""
+
+    there: worker.Job | None  # by another process; None where only this one can
+    here: Callable[[], object]  # in this process
 
 
 @dataclass(eq=False)
@@ -101,7 +106,9 @@ class _Batch:
         self.number = next(_batches)
         self.jobs, self.ended = jobs, ended
         self.done = [False] * len(jobs)
-        self.messages = {i: m for i, job in enumerate(jobs) if (m := message_of(job)) is not None}
+        self.messages = {
+            i: worker.message_of(job.there) for i, job in enumerate(jobs) if job.there is not None
+        }
         self.ours = [i for i in range(len(jobs)) if i not in self.messages]  # no message
         self.waiting = deque(self.messages)
         self.left = len(self.messages)  # that the processes have to compile
@@ -147,22 +154,12 @@ class _Batch:
         for number in self.ours:
             if until is not None and time.monotonic() >= until:
                 return
-            config, arch = self.jobs[number]
             try:
-                kernel_for(config, arch)
+                self.jobs[number].here()
             except Exception as error:
                 self.note(number, worker.failure_of(error))
             else:
                 self.note(number, None)
-
-
-def message_of(job: Job) -> bytes | None:
-    """What has a process compile `job`; None if it has to be compiled here."""
-    config, arch = job
-    if config.ops and user_functions(config.ops):
-        return None
-    module = f"{package('gemm', arch)}.general"
-    return worker.message_of(worker.Job(module, "General", config, config.a.dtype, arch))
 
 
 def build(
@@ -243,7 +240,7 @@ def _filled(most: int) -> list[Builder]:
         environment = _environment()
         errors = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process runs)
         process = subprocess.Popen(
-            [sys.executable, "-c", PATH + START, *path],
+            [sys.executable, "-c", f"{PATH}MODULES = {_modules}\n{START}", *path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from cutex.arch import ALL, ARCHS, local_arch
-from cutex.compile import Compiled
+from cutex.compile import Compiled, Workspace
 from cutex.ops.workspace import buffers_of
 from cutex.simulation import SimulatedDevice, simulating
 from cutex.simulation import current as simulation_here
-
-if TYPE_CHECKING:
-    from cutex.kernels.gemm.config import Workspace
 
 ORDERS = ("order", "seed", "memory")  # options of `simulated` that are passed to cutex.simulate
 SEVERAL_GPUS = torch.cuda.is_available() and torch.cuda.device_count() > 1

@@ -7,13 +7,11 @@ stream, beside others, so captured launches get memory of their own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from cutex.kernels.gemm.config import Workspace
+from cutex.compile import Workspace
 
 RESERVE = 1 << 20  # zeroed words that are kept for captures, 4 MB
 

@@ -9,10 +9,11 @@ Sizes are in units of 2 bytes: tile_k = 64 is 128 elements of fp8, epi_n = 64 is
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
+    from cutex.compile import Workspace
     from cutex.kernels.gemm.signature import GeneralConfig
     from cutex.problem.gemm import GemmProblem
 
@@ -20,13 +21,6 @@ ELEMENT = 2  # bytes of bf16 and fp16
 BARRIERS = 1024  # bytes of smem kept for barriers and the like
 MAX_INT = 2**31 - 1  # sizes and TMA coordinates are 32-bit
 MAX_GRID = 65535  # CTAs along grid y
-
-
-class Workspace(NamedTuple):
-    """Global memory through which CTAs exchange partial sums."""
-
-    sums: int  # fp32 elements
-    flags: int  # words of int32: 0 before and after each launch
 
 
 @dataclass(frozen=True)

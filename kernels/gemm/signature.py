@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from cutlass import cute
 
-from cutex.compile import Argument, Operand
+from cutex.compile import Argument, Operand, Workspace
 from cutex.device.epilogue.epilogue_ops import BoundOps, EpilogueOp, has_gate, op_arguments
 from cutex.dtypes import DTYPES
-from cutex.kernels.gemm.config import GemmConfig, Workspace
+from cutex.kernels.gemm.config import GemmConfig
 
 if TYPE_CHECKING:
     from cutex.arch import Arch

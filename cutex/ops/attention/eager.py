@@ -14,8 +14,8 @@ from torch import Tensor
 from cutex.ops import autocast
 from cutex.ops.attention.call import AttentionCall, Window, check
 from cutex.ops.attention.plan import ALIGN, Plan, check_device, longest_q
-from cutex.ops.checks import number
 from cutex.ops.device import current, per_device
+from cutex.ops.number import number
 from cutex.ops.plain import guard, is_plain, is_watched_unseen, nobody_watches, untraced
 
 Mod = Callable[..., Any] | None

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cutex.arch import arch as arch_named
+from cutex.compile import Workspace
 from cutex.dtypes import DTYPES
-from cutex.kernels.gemm.config import ELEMENT, GemmConfig, Workspace, ceil_div
+from cutex.kernels.gemm.config import ELEMENT, GemmConfig, ceil_div
 
 if TYPE_CHECKING:
     from cutex.arch import Arch

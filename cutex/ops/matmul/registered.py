@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cutex.ops import autocast, differentiation
-from cutex.ops.checks import FLOAT8, Call, check
-from cutex.ops.eager import planned, run, written
+from cutex.ops.matmul.checks import FLOAT8, Call, check
+from cutex.ops.matmul.eager import planned, run, written
 from cutex.ops.plain import bare
 
 _FUSED = (

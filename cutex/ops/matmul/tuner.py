@@ -25,15 +25,24 @@ from torch import Tensor
 from cutex.arch import arch
 from cutex.bench import timing
 from cutex.errors import NoCache
-from cutex.ops import building, choices
-from cutex.ops.checks import number
+from cutex.ops import building
 from cutex.ops.device import forget_plans, launcher
-from cutex.ops.plan import call_class, candidates, config_for, fitted, forget, kernel_for
+from cutex.ops.matmul import choices
+from cutex.ops.matmul.plan import (
+    call_class,
+    candidates,
+    config_for,
+    fitted,
+    forget,
+    job,
+    kernel_for,
+)
+from cutex.ops.number import number
 
 if TYPE_CHECKING:
     from cutex.kernels.gemm.config import GemmConfig
     from cutex.kernels.gemm.signature import GeneralConfig
-    from cutex.ops.arrange import Arranged
+    from cutex.ops.matmul.arrange import Arranged
 
 SECONDS = 3.0  # the limit of one call's tuning
 CANDIDATES = 16
@@ -83,7 +92,7 @@ def tune(a: Tensor, b: Tensor, *, seconds: float = SECONDS, **options: Any) -> G
 
     Raises what `cutex.matmul` raises, and ValueError for a call that launches nothing.
     """
-    from cutex.ops.eager import matmul
+    from cutex.ops.matmul.eager import matmul
 
     found: list[GeneralConfig] = []
     token = _found.set(found)
@@ -137,7 +146,7 @@ def _timed(arranged: Arranged, arch_name: str, seconds: float, timer: Timer) -> 
             forget()  # another process has tuned such calls since this one first made them
         return config_for(arranged.sizes, layouts, arranged.ops, arch_name)
     proposed = list(dict.fromkeys((untuned, *islice(candidates(calls), CANDIDATES))))[:CANDIDATES]
-    built = building.build([(c, arch_name) for c in proposed], COMPILING * seconds)
+    built = building.build([job(c, arch_name) for c in proposed], COMPILING * seconds)
     until = time.monotonic() + (1 - COMPILING) * seconds
     ready = [c for c, ok in zip(proposed, built, strict=True) if ok]
     if len(ready) < min(2, len(proposed)):

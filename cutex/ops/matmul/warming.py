@@ -15,18 +15,20 @@ from cutex.arch import local_arch
 from cutex.bench.progress import progress
 from cutex.kernels.gemm.choose import cover, predictions, rows_class
 from cutex.kernels.gemm.signature import GeneralConfig
-from cutex.ops import building, choices
-from cutex.ops.arrange import arrange
-from cutex.ops.checks import FLOAT8, Call, check
-from cutex.ops.choices import CallClass
+from cutex.ops import building
 from cutex.ops.device import forget_plans, simulated_arch
-from cutex.ops.plan import (
+from cutex.ops.matmul import choices
+from cutex.ops.matmul.arrange import arrange
+from cutex.ops.matmul.checks import FLOAT8, Call, check
+from cutex.ops.matmul.choices import CallClass
+from cutex.ops.matmul.plan import (
     BUILT,
     bits_of,
     call_class,
     config_for,
     fitted,
     forget,
+    job,
     kernel_for,
     majors_of,
     problem_of,
@@ -84,7 +86,7 @@ def warm_up(
             layouts = arranged.a, arranged.b, arranged.out
             classes[call_class(arranged.sizes, layouts, arranged.ops, arch)] = None
     configs = list(dict.fromkeys(_few_for(list(classes), most).values()))
-    building.build([(config, arch) for config in configs])
+    building.build([job(config, arch) for config in configs])
     for config in configs:
         kernel_for(config, arch)
     return len(configs)
@@ -96,7 +98,7 @@ def build_ahead(operands: Iterable[tuple[Tensor, Tensor]], out_dtype: torch.dtyp
     cache, without those that do not compile."""
     configs = list(dict.fromkeys(_config(a, b, out_dtype) for a, b in operands))
     with progress("kernels are built", len(configs)) as step:
-        built = building.build([(config, _arch()) for config in configs], ended=step)
+        built = building.build([job(config, _arch()) for config in configs], ended=step)
     return [kernel_for(c, _arch()).object_path.parent for c in compress(configs, built)]
 
 

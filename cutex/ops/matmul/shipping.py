@@ -1,4 +1,4 @@
-"""python -m cutex.ops.shipping: make the table of choices for Hopper that cutex ships (see --help).
+"""python -m cutex.ops.matmul.shipping: make the shipped choices for Hopper (see --help).
 
 A class of calls is in the table if a config measured on H200s is faster than the cost model's first
 by the factor SLOWER, or if that first was not measured and at least MEASURED others were. To be run
@@ -23,8 +23,8 @@ from cutex.kernels.gemm.signature import OperandLayout
 from cutex.kernels.gemm.sm90 import fit
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.cost_model import candidates as all_candidates
-from cutex.ops.choices import CallClass, name_of
-from cutex.ops.plan import call_class, candidates, fitted, majors_of, problem_of
+from cutex.ops.matmul.choices import CallClass, name_of
+from cutex.ops.matmul.plan import call_class, candidates, fitted, majors_of, problem_of
 
 FILE = Path(fit.__file__).with_name("choices.json")
 SLOWER = 1.03
@@ -88,7 +88,7 @@ def text(rows: dict[str, dict[str, Any]]) -> str:
 @answered
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
-        prog="python -m cutex.ops.shipping",
+        prog="python -m cutex.ops.matmul.shipping",
         description="Find the classes of calls whose best measured config the cost model of "
         "Hopper's GEMM does not choose. Run after it was fitted.",
     )

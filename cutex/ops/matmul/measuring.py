@@ -1,10 +1,10 @@
-"""python -m cutex.ops.measuring: time configs of Hopper's general kernel for the fit (see --help).
+"""python -m cutex.ops.matmul.measuring: time Hopper's configs for the fit (see --help).
 
-    python -m cutex.ops.measuring --draw 300 > problems.txt                  # what is least known
-    python -m cutex.ops.measuring problems.txt --out timed.jsonl             # on a GPU
-    python -m cutex.ops.measuring --merge timed.jsonl                        # into results/configs
-    python -m cutex.kernels.gemm.sm90.fit --write
-    python -m cutex.ops.shipping --write
+  python -m cutex.ops.matmul.measuring --draw 300 > problems.txt          # what is least known
+  python -m cutex.ops.matmul.measuring problems.txt --out timed.jsonl     # on a GPU
+  python -m cutex.ops.matmul.measuring --merge timed.jsonl                # into results/configs
+  python -m cutex.kernels.gemm.sm90.fit --write
+  python -m cutex.ops.matmul.shipping --write
 
 A line of problems.txt is the name of a problem as cutex.sweep --list prints it, "MxNxK pass dtype",
 and after it, if others are to be timed than what the model ranks first, a JSON list of configs.
@@ -36,9 +36,9 @@ from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.fit import TIMES, geometry, problem_of
 from cutex.ops import building
 from cutex.ops.device import launcher
-from cutex.ops.plan import candidates, config_for, fitted, kernel_for
-from cutex.ops.tuner import Timer, time_on_gpu
-from cutex.ops.unmeasured import ARCH, arranged, proposals
+from cutex.ops.matmul.plan import candidates, config_for, fitted, job, kernel_for
+from cutex.ops.matmul.tuner import Timer, time_on_gpu
+from cutex.ops.matmul.unmeasured import ARCH, arranged, proposals
 from cutex.problem.layer import PASSES, PEERS, LayerProblem
 from cutex.problem.models import DTYPES, corpus
 
@@ -173,10 +173,11 @@ def measure(problems: Sequence[Asked], first: int, out: Path, seconds: float | N
 
 def build(configs: Iterable[Sequence[GeneralConfig]]) -> list[Path]:
     """Compile the configs in parallel, and return the folders of the kernels."""
-    jobs = list(dict.fromkeys((c, ARCH) for of_problem in configs for c in of_problem))
-    with progress("kernels are built", len(jobs)) as step:
-        built = building.build(jobs, ended=step)
-    return [kernel_for(*j).object_path.parent for j, ok in zip(jobs, built, strict=True) if ok]
+    all_of_them = list(dict.fromkeys(c for of_problem in configs for c in of_problem))
+    with progress("kernels are built", len(all_of_them)) as step:
+        built = building.build([job(c, ARCH) for c in all_of_them], ended=step)
+    done = [c for c, ok in zip(all_of_them, built, strict=True) if ok]
+    return [kernel_for(c, ARCH).object_path.parent for c in done]
 
 
 def merge(file: Path, times: Path = TIMES) -> int:
@@ -229,7 +230,7 @@ def _identity(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def _parser() -> Parser:
     p = Parser(
-        prog="python -m cutex.ops.measuring",
+        prog="python -m cutex.ops.matmul.measuring",
         description="Time configs of Hopper's general GEMM kernel beside cuBLAS on this GPU, for "
         "the fit of the cost model that chooses among them.",
     )

@@ -17,13 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutex.ops import autocast, tuner
-from cutex.ops.arrange import Arranged, arrange
-from cutex.ops.checks import Call, check, check_memory, number
+from cutex.ops import autocast
 from cutex.ops.device import SEVERAL_GPUS, arch_of, current, launcher, per_device
+from cutex.ops.matmul import tuner
+from cutex.ops.matmul.arrange import Arranged, arrange
+from cutex.ops.matmul.checks import Call, check, check_memory
+from cutex.ops.matmul.plan import config_for, kernel_for, user_functions
+from cutex.ops.number import number
 from cutex.ops.overlap import share_memory, span
 from cutex.ops.plain import empty_of, guard, is_plain, nobody_watches, untraced
-from cutex.ops.plan import config_for, kernel_for, user_functions
 
 Activation = str | Callable[..., Any] | None
 

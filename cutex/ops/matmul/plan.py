@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cutex.arch import arch
+from cutex.arch import ARCHS, arch
+from cutex.compile import worker
 from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.choose import ranked, sizes_class
 from cutex.kernels.gemm.config import GemmConfig
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm100.config import Sm100Config
-from cutex.ops import choices
-from cutex.ops.choices import CallClass
+from cutex.ops import building
 from cutex.ops.device import other_sms
+from cutex.ops.matmul import choices
+from cutex.ops.matmul.choices import CallClass
 from cutex.problem.gemm import GemmProblem
 from cutex.problem.stage import package
 
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
 
     Layouts = tuple[OperandLayout, OperandLayout, OperandLayout]
+
+building.preload(*(f"{package('gemm', name)}.general" for name in ARCHS))
 
 
 def proposals(calls: CallClass) -> Iterator[GemmConfig]:
@@ -158,6 +162,16 @@ def kernel_for(config: GeneralConfig, arch_name: str) -> Compiled:
     compiled = compile(kernel, config.a.dtype, arch_name, cache=cache)
     BUILT.count += not compiled.from_cache
     return compiled
+
+
+def job(config: GeneralConfig, arch_name: str) -> building.Job:
+    """The compilation of a kernel, in this process or, without a function of the user's, in
+    another."""
+    general = worker.Job(
+        f"{package('gemm', arch_name)}.general", "General", config, config.a.dtype, arch_name
+    )
+    there = None if config.ops and user_functions(config.ops) else general
+    return building.Job(there, lambda: kernel_for(config, arch_name))
 
 
 @dataclass

@@ -21,10 +21,10 @@ from cutex.kernels.gemm.sm90 import fit
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.cost_model import candidates, predictions
 from cutex.kernels.gemm.sm90.measured import CAUTION
-from cutex.ops.arrange import Arranged, arrange
-from cutex.ops.checks import Call, check
-from cutex.ops.choices import CallClass
-from cutex.ops.plan import bits_of, call_class, config_for, fitted, majors_of, problem_of
+from cutex.ops.matmul.arrange import Arranged, arrange
+from cutex.ops.matmul.checks import Call, check
+from cutex.ops.matmul.choices import CallClass
+from cutex.ops.matmul.plan import bits_of, call_class, config_for, fitted, majors_of, problem_of
 from cutex.problem.models import DTYPES, Entry, corpus, fitting
 
 ARCH = "sm_90a"

@@ -20,7 +20,7 @@ from cutex import dtypes
 from cutex.arch import arch
 from cutex.compile import ALIGN
 from cutex.compile.user_function import arguments_taken
-from cutex.ops.checks import Call, by_row
+from cutex.ops.matmul.checks import Call, by_row
 
 if TYPE_CHECKING:
     from cutex.device.epilogue import epilogue_ops

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from numbers import Real
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from cutex import dtypes
 from cutex.compile.user_function import arguments_taken
+from cutex.ops.number import number
 from cutex.ops.overlap import overlaps_itself, share_memory
 
 IN_DTYPES = tuple(dtypes.DTYPES[name] for name in ("bf16", "fp16", "e4m3", "e5m2", "fp32"))
@@ -98,19 +98,6 @@ def check(call: Call) -> None:
     _check_inputs(call)
     _check_result(call)
     _check_fused(call)
-
-
-def number(name: str, x: Any) -> float:
-    """x as a float; TypeError if it is not a number on the host, such as a tensor, ValueError if no
-    float is as large."""
-    if isinstance(x, torch.SymInt | torch.SymFloat):
-        return x
-    if not isinstance(x, Real):
-        raise TypeError(f"{name} must be a number, got {type(x).__name__}")
-    try:
-        return float(x)
-    except OverflowError:
-        raise ValueError(f"{name} is too large for a float") from None
 
 
 def check_memory(call: Call) -> None:

@@ -1,4 +1,4 @@
-"""python -m cutex.ops.drawn: the simulator's clock on kernels that nobody chose (see --help).
+"""python -m cutex.ops.matmul.drawn: the clock on kernels that nobody chose (see --help).
 
 They are pairs of a problem and a config drawn from those that were measured for the choice of tiles
 (results/configs), M from 1 to 16384. Their times are microseconds of short samples in turns, launch
@@ -115,7 +115,7 @@ def table(drawn: Iterable[Drawn]) -> str:
 @answered
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
-        prog="python -m cutex.ops.drawn",
+        prog="python -m cutex.ops.matmul.drawn",
         description="Hold the simulator's clock against GEMM kernels drawn from those whose time "
         "was measured on H200s for the choice of tiles.",
     )
