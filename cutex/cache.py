@@ -41,10 +41,19 @@ def cache_dir() -> Path:
     """$CUTEX_CACHE, if that is set and not empty; else cutex in the platform's cache folder."""
     given = os.environ.get(VARIABLE)
     if given:
-        return Path(given).absolute()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "cutex"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cutex"
+        folder = Path(given).absolute()
+    elif sys.platform == "darwin":
+        folder = Path.home() / "Library" / "Caches" / "cutex"
+    else:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cutex"
+    try:
+        str(folder).encode("utf-8")
+    except UnicodeEncodeError:  # bytes that Python keeps as surrogates
+        raise NoCache(
+            f"the cache {str(folder)!a} has a name that is no UTF-8, which kernels cannot be "
+            "loaded from: set CUTEX_CACHE to another folder"
+        ) from None
+    return folder
 
 
 def find_or_build(
@@ -98,7 +107,7 @@ def write_file(path: Path, text: str) -> None:
             _remove(path)
         fd, scratch = tempfile.mkstemp(prefix=f"{_SCRATCH}{path.name}-", dir=path.parent)
         try:
-            with os.fdopen(fd, "w") as file:
+            with os.fdopen(fd, "w", encoding="utf-8") as file:
                 file.write(text)
             os.replace(scratch, path)
         except BaseException:

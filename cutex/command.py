@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import argparse
 import ast
+import errno
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
-from typing import NoReturn, ParamSpec
+from typing import TYPE_CHECKING, NoReturn, ParamSpec
 
 from cutex.errors import BadOption, Missing
 
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 INTERRUPTED = 130  # exit code after Ctrl-C
 INSTALL = "pip install -e '.[cu13]' in cutex's clone installs it"
 
@@ -25,6 +32,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise BadOption(message)
 
+    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
+        # NOTE: argparse hides that its help could not be written
+        if message:
+            print(message, end="", file=file or sys.stderr, flush=True)
+
 
 def commands() -> Iterator[tuple[str, str]]:
     """Each `python -m cutex.X` and what it does, as the first line of its module says."""
@@ -32,7 +44,8 @@ def commands() -> Iterator[tuple[str, str]]:
     files = {file.stem: file for file in here.glob("[!_]*.py")}
     files |= {file.parent.name: file for file in here.glob("*/__main__.py")}
     for name, file in sorted(files.items()):
-        says = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
+        module = ast.parse(file.read_text(encoding="utf-8"))
+        says = (ast.get_docstring(module) or "").partition("\n")[0]
         command, _, what = says.partition(": ")
         if command.startswith(f"python -m cutex.{name}"):
             yield command, what.removesuffix(".").removesuffix(" (see --help)")
@@ -40,8 +53,14 @@ def commands() -> Iterator[tuple[str, str]]:
 
 def refuse(sentence: str) -> int:
     """Print why a command does nothing, and return the exit code of bad input."""
-    print(f"cutex: {sentence}", file=sys.stderr)
+    tell(sentence)
     return 2
+
+
+def tell(sentence: str) -> None:
+    """Print a sentence on stderr, if that can be written."""
+    with suppress(OSError):
+        print(f"cutex: {sentence}", file=sys.stderr, flush=True)
 
 
 def writable(option: str, text: str) -> Path:
@@ -49,7 +68,8 @@ def writable(option: str, text: str) -> Path:
     be written."""
     file = Path(text)
     try:
-        with file.open("a"):  # keeps the file's text until there is something to write
+        # NOTE: for appending, which keeps the file's text until there is something to write
+        with file.open("a", encoding="utf-8"):
             pass
     except OSError as error:
         raise BadOption(f"{option} {text or repr(text)}: {error.strerror}") from None
@@ -76,7 +96,25 @@ def open_closed() -> None:
         if getattr(sys, name) is None:
             nothing = os.open(os.devnull, os.O_RDWR)  # its number is the stream's: the lowest free
             os.set_inheritable(nothing, True)
-            setattr(sys, name, os.fdopen(nothing, "r" if name == "stdin" else "w"))
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, os.fdopen(nothing, mode, encoding="utf-8"))
+
+
+def print_anything() -> None:
+    """Have characters that the standard streams' encoding lacks printed as escapes: those of a file
+    name that is no UTF-8, or of any but ASCII in the locale C."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def of_the_disk(error: BaseException | None) -> OSError | None:
+    """The error of a full or unwritable disk that `error` is, or was raised for by the DSL."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in FULL:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def answered(main: Callable[P, int]) -> Callable[P, int]:
@@ -87,6 +125,7 @@ def answered(main: Callable[P, int]) -> Callable[P, int]:
     @wraps(main)
     def run(*args: P.args, **kwargs: P.kwargs) -> int:
         open_closed()
+        print_anything()
         try:
             code = main(*args, **kwargs)
             if not (sys.stdout is None or sys.stdout.closed):  # a script may do so
@@ -96,7 +135,7 @@ def answered(main: Callable[P, int]) -> Callable[P, int]:
             print_nowhere()
             return 0
         except KeyboardInterrupt:
-            print("cutex: interrupted", file=sys.stderr)
+            tell("interrupted")
             return INTERRUPTED
         except (BadOption, Missing) as error:
             return refuse(str(error))
@@ -112,5 +151,11 @@ def answered(main: Callable[P, int]) -> Callable[P, int]:
                 raise
             where = f"{error.filename}: " if error.filename else ""
             return refuse(f"{where}{error.strerror}")
+        except Exception as error:
+            cause = of_the_disk(error)
+            if cause is None:
+                raise
+            where = f"{cause.filename}: " if cause.filename else ""
+            return refuse(f"{where}{cause.strerror}")
 
     return run

@@ -135,7 +135,7 @@ def test_every_command_refuses_with_one_sentence(command, says, tmp_path, monkey
 def test_python_m_cutex_lists_every_command(capsys):
     from cutex.__main__ import main
 
-    assert main() == 0
+    assert main([]) == 0
     lines = re.findall(
         r"^python -m cutex\.(\w+)\S*( script\.py)?  +(.+)$", capsys.readouterr().out, re.M
     )
@@ -304,3 +304,109 @@ def test_a_script_that_goes_elsewhere_has_its_report_where_it_was_asked_for(tmp_
     assert main(["--json", "found.json", "mine.py"]) == 0
     assert json.loads((tmp_path / "found.json").read_text())["launches"] == {}
     assert not list((tmp_path / "sub").iterdir())
+
+
+# ---- what a shell, a locale and a disk can do
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["nosuch"], "'nosuch' is no command: python -m cutex lists them"),
+        (["--bogus"], "'--bogus' is no command: python -m cutex lists them"),
+        (["gem"], "'gem' is no command: python -m cutex lists them; did you mean python -m cutex."),
+        (["gemm", "--stage", "3"], "the command is python -m cutex.gemm --stage 3"),
+        (["cutex.sim", "x.py"], "the command is python -m cutex.sim x.py"),
+        (["--help", "gemm"], "'--help' is no command"),
+        ([""], "'' is no command"),
+    ],
+)
+def test_python_m_cutex_with_arguments_does_not_pretend(capsys, argv, says):
+    from cutex.__main__ import main
+
+    assert main(argv) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.startswith(f"cutex: {says}") and told.err.count("\n") == 1
+    assert main(["--help"]) == main(["-h"]) == 0
+
+
+def in_shell(line, **env):
+    return subprocess.run(
+        ["bash", "-c", line.replace("python", f"{sys.executable} -m")],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), **env}, capture_output=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "python cutex.gemm --help", "python cutex.layout swizzle 128 --out -",
+        "python cutex.results best", "python cutex",
+    ],
+)  # fmt: skip
+def test_a_full_disk_behind_the_output_is_one_sentence(line):
+    done = in_shell(f"{line} > /dev/full")
+    assert done.returncode == 2
+    assert done.stderr.decode() == "cutex: No space left on device\n"
+
+
+def test_a_sentence_that_cannot_be_written_still_has_its_exit_code():
+    assert in_shell("python cutex.gemm --stage 99 2> /dev/full").returncode == 2
+    assert in_shell("python cutex.gemm --stage 99 2>&-").returncode == 2
+
+
+@pytest.mark.parametrize("line", ["python cutex", "python cutex.gemm --stage list"])
+def test_a_locale_that_is_ascii_alone(line):
+    """Not Python's own UTF-8 mode either, which the locale C switches on."""
+    done = in_shell(line, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    assert done.returncode == 0 and not done.stderr and done.stdout
+
+
+def test_every_file_is_read_and_written_as_utf_8():
+    """Whatever the locale: each call that opens a text names the encoding."""
+    silent = []
+    for file in sorted({*ROOT.glob("cutex/**/*.py"), *ROOT.glob("kernels/**/*.py")}):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            name, given = ast.unparse(node.func), {k.arg: k.value for k in node.keywords}
+            texts = [
+                x.value for x in (*node.args, given.get("mode")) if isinstance(x, ast.Constant)
+            ]
+            binary = any(isinstance(x, str) and len(x) < 4 and "b" in x for x in texts)
+            opens = name.endswith((".read_text", ".write_text")) or (
+                name.rpartition(".")[2] in ("open", "fdopen") and not binary
+                and name not in ("os.open", "tarfile.open", "self.scopes.open")
+            ) or (name.startswith("subprocess.") and "text" in given)  # fmt: skip
+            if opens and "encoding" not in given:
+                silent.append(f"{file.relative_to(ROOT)}:{node.lineno}")
+    assert not silent
+
+
+def test_a_cache_whose_name_is_no_utf_8_is_refused():
+    line = r"CUTEX_CACHE=$'/tmp/caf\xe9' python cutex.gemm --stage 0 --device sim --mnk 64,64,64"
+    done = in_shell(line)
+    assert done.returncode == 2
+    sentence = done.stderr.decode().splitlines()[-1]
+    assert sentence.startswith(r"cutex: the cache '/tmp/caf\udce9' has a name that is no UTF-8")
+
+
+def test_a_file_whose_name_is_no_utf_8_is_named(tmp_path):
+    done = in_shell(r"python cutex.sim $'/nowhere/caf\xe9.py'")
+    assert done.returncode == 2
+    assert done.stderr == b"cutex: /nowhere/caf\\udce9.py is not a file\n"
+
+
+def test_a_full_disk_under_the_c_compiler_is_one_sentence(tmp_path):
+    """Its temporary files are in the cache, whose folder the sentence names, and not in TMPDIR."""
+    compiler = tmp_path / "cc"
+    compiler.write_text(
+        '#!/bin/sh\ncase "$TMPDIR" in *cutex-cache/sim*) ;; *) exit 3;; esac\n'
+        'echo "error writing to x.s: No space left on device" >&2; exit 1\n'
+    )
+    compiler.chmod(0o755)
+    line = "python cutex.gemm --stage 0 --device sim --mnk 64,64,64"
+    done = in_shell(line, CC=str(compiler), CUTEX_CACHE=str(tmp_path / "cutex-cache"))
+    sentence = done.stderr.decode().splitlines()[-1]
+    assert done.returncode == 2, done.stderr.decode()
+    assert sentence.startswith("cutex: the cache ") and "No space left on device" in sentence

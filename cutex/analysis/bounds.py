@@ -284,7 +284,11 @@ def cells(r: Row, problem: Problem, board: Gpu, model: Mapping[str, float]) -> l
 def predicted(problem: Problem, file: Path) -> dict[str, float]:
     """The TFLOPS of each stage at the same clock rate, predicted by the simulator's clock
     (docs/time.md)."""
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    rows = (
+        [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        if file.exists()
+        else []
+    )
     cycles = {f"stage {r['stage']}": r["cycles"] for r in rows if r["size"] == problem.size}
     return {k: problem.flops * GHZ / c / 1e3 for k, c in cycles.items()}
 
@@ -321,7 +325,7 @@ names, for the same problem, 256x256 tiles and clusters of 2x1.
 def read(folder: Path) -> list[Row]:
     rows = []
     for file in sorted(folder.glob("*.jsonl")):
-        for line in file.read_text().splitlines():
+        for line in file.read_text(encoding="utf-8").splitlines():
             values = json.loads(line)
             values["tile"], values["mma"] = tuple(values["tile"]), tuple(values["mma"])
             rows.append(Row(**values))
@@ -335,7 +339,7 @@ def in_order(rows: Iterable[Row]) -> list[Row]:
 
 def write(rows: Iterable[Row], file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(asdict(r)) + "\n" for r in rows))
+    file.write_text("".join(json.dumps(asdict(r)) + "\n" for r in rows), encoding="utf-8")
 
 
 @answered
@@ -359,6 +363,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"cutex: {error}", file=sys.stderr)
         return 2
     rows = in_order(read(FOLDER))
-    PAGE.write_text(page(rows))
+    PAGE.write_text(page(rows), encoding="utf-8")
     print(table(rows))
     return 0

@@ -336,6 +336,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(picture, end="")
         return 0
     path = Path(args.out or f"{args.kind}.svg")
-    path.write_text(picture)
+    path.write_text(picture, encoding="utf-8")
     print(f"wrote {path}")
     return 0

@@ -143,7 +143,7 @@ def _digest(key: dict[str, Any]) -> str:
 def _read(file: Path, key: dict[str, Any], stage: AnyStage) -> Config | None:
     """The config in `file`; None if it is missing, incomplete or of another key."""
     try:
-        entry = json.loads(file.read_text())
+        entry = json.loads(file.read_text(encoding="utf-8"))
         return stage.config_from_row(entry["config"]) if entry["key"] == key else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

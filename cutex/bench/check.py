@@ -95,7 +95,7 @@ def runs(args: argparse.Namespace) -> Generator[Run, None, None]:
              str(args.script), *args.arguments]
             for i, (order, seed) in enumerate(wanted)
         ]  # fmt: skip
-        (folder / "runs.json").write_text(json.dumps(commands))
+        (folder / "runs.json").write_text(json.dumps(commands), encoding="utf-8")
         command = [sys.executable, "-m", "cutex.sim.each_order", name, str(os.cpu_count() or 1)]
         with _group(command) as process:
             assert process.stdout is not None
@@ -115,7 +115,9 @@ def _group(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
     """A context with `command` in a process group of its own, which ends with the block."""
     with (
         _ends_in_order(),
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, process_group=0, encoding="utf-8"
+        ) as process,
     ):
         try:
             yield process
@@ -143,7 +145,7 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _text(file: Path) -> str:
-    return file.read_text(errors="replace") if file.exists() else ""
+    return file.read_text(errors="replace", encoding="utf-8") if file.exists() else ""
 
 
 def check(args: argparse.Namespace) -> int:

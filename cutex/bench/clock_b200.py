@@ -78,7 +78,7 @@ class B200Error:
 
 def measured(file: Path = ROWS) -> list[B200Row]:
     """Return the rows of the published file. Raises ValueError for another file."""
-    with file.open() as text:
+    with file.open(encoding="utf-8") as text:
         found = list(csv.DictReader(text))
     if not found or not set(COLUMNS) <= set(found[0]):
         raise ValueError(f"{file} is no table of {', '.join(COLUMNS)}")

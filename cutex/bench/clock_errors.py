@@ -78,7 +78,7 @@ class Error:
 def measured(file: Path, arch: str = "sm_90a") -> list[Row]:
     """Rows of our stages; kernels of other libraries are left out."""
     found = []
-    for line in file.read_text().splitlines():
+    for line in file.read_text(encoding="utf-8").splitlines():
         r = json.loads(line)
         if "stage" not in r:
             continue

@@ -47,7 +47,7 @@ class ForeignError:
 
 
 def measured(file: Path) -> list[ForeignRow]:
-    rows = map(json.loads, file.read_text().splitlines())
+    rows = map(json.loads, file.read_text(encoding="utf-8").splitlines())
     return [row_of(r) for r in rows if r.get("kernel") in LIBRARIES]
 
 

@@ -119,12 +119,12 @@ def _of_b200(file: Path, fit: bool, page: bool) -> int:
 def _write(parts: dict[str, str]) -> int:
     """Write each of the parts between its marks on the page."""
     try:
-        page = PAGE.read_text()
+        page = PAGE.read_text(encoding="utf-8")
         for name, text in parts.items():
             page = written(page, name, text)
     except ValueError as error:
         return refuse(str(error))
-    PAGE.write_text(page)
+    PAGE.write_text(page, encoding="utf-8")
     return 0
 
 
@@ -134,7 +134,7 @@ def _draw() -> int:
     for op, arch in product(OPS, ARCHS):
         if html := timelines(op, arch, stages(op, arch)):
             file = FOLDER / f"timeline-{op}-{arch}.html"
-            file.write_text(html)
+            file.write_text(html, encoding="utf-8")
             print(f"wrote {file}")
     return 0
 
@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.predict:
         in_clone(PREDICTED)
         found_ = [row for op in OPS for row in predicted(op, "sm_100a")]
-        PREDICTED.write_text("".join(json.dumps(row) + "\n" for row in found_))
+        PREDICTED.write_text("".join(json.dumps(row) + "\n" for row in found_), encoding="utf-8")
         print(f"wrote {PREDICTED}")
         return 0
     if args.timelines:

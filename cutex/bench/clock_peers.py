@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.environ.get("CUTE_DSL_ARCH") != ARCH:
         return refuse(f"CUTE_DSL_ARCH must be {ARCH}: the CuTe DSL reads it when it is imported")
     os.environ.update(NO_DISK_CACHES)
-    rows = [json.loads(line) for line in MEASURED.read_text().splitlines()]
+    rows = [json.loads(line) for line in MEASURED.read_text(encoding="utf-8").splitlines()]
     with recording() as calls:
         for name in libraries:
             found: dict[str, Traced | Lengths] = {}

@@ -157,5 +157,7 @@ def keep(rows: Sequence[dict[str, Any]], name: str, when: str, clock: float, res
     path = results / "timing" / constants_file(of_arch(name)).name
     path.parent.mkdir(parents=True, exist_ok=True)
     measured = {key: round(value, 2) for key, value in constants(rows, clock).items()}
-    path.write_text(json.dumps({"when": when, "constants": measured}, indent=1) + "\n")
+    path.write_text(
+        json.dumps({"when": when, "constants": measured}, indent=1) + "\n", encoding="utf-8"
+    )
     return path

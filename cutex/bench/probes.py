@@ -155,7 +155,7 @@ def record(rows: list[dict[str, Any]], when: str, folder: Path) -> Path:
     constants replace the older ones."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"probes-sm100-{when[:19].replace(':', '')}.json"
-    path.write_text(json.dumps(rows, indent=1) + "\n")
+    path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     for row in rows:
         if "clock_rows" in row:
             clock_probes.keep(row["clock_rows"], row["arch"], when, row["ghz"], folder)

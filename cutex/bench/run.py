@@ -347,7 +347,9 @@ def commit() -> str | None:
     parts = [package, *(link.resolve() for link in package.iterdir() if link.is_symlink())]
 
     def git(*args: str) -> str:
-        ran = subprocess.run(("git", "-C", root, *args), capture_output=True, text=True, check=True)
+        ran = subprocess.run(
+            ("git", "-C", root, *args), capture_output=True, text=True, check=True, encoding="utf-8"
+        )
         return ran.stdout.strip()
 
     try:

@@ -249,7 +249,7 @@ def asked(args: argparse.Namespace) -> Asked:
 def listed(entries: Sequence[Entry], file: str) -> list[Entry]:
     """The entries whose names begin the lines of `file`."""
     try:
-        lines = Path(file).read_text().splitlines()
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--only {file}: {getattr(error, 'strerror', None) or error}") from None
     by_name = {e.name: e for e in entries}

@@ -85,10 +85,14 @@ def _preflight_layers(
     """Compile the kernels of all layers in `requests`, which are of one arch."""
     with tempfile.TemporaryDirectory(prefix="cutex-") as folder:
         only = Path(folder) / "only"
-        only.write_text("\n".join(name for request in requests for name in request.layers))
+        only.write_text(
+            "\n".join(name for request in requests for name in request.layers), encoding="utf-8"
+        )
         command = [sys.executable, "-m", "cutex.sweep", *requests[0].arguments]
         command += ["--preflight", target, "--only", str(only)]
-        ran = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
+        ran = subprocess.run(
+            command, check=False, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+        )
     folders |= {Path(line) for line in ran.stdout.splitlines()}
     if ran.returncode:
         say(f"preflight: layers of models on {target}: exit code {ran.returncode}")

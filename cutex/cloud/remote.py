@@ -80,7 +80,7 @@ def _layers(request: dict[str, Any]) -> dict[str, Any]:
     root = Path(__file__).resolve().parents[2]
     with tempfile.TemporaryDirectory() as folder:
         only = Path(folder) / "only"
-        only.write_text("\n".join(request["layers"]))
+        only.write_text("\n".join(request["layers"]), encoding="utf-8")
         command = (sys.executable, "-m", "cutex.sweep", *request["arguments"])
         # NOTE: its output goes to the container's log, which Modal shows while it runs
         ran = subprocess.run((*command, "--only", only, "--out", folder), cwd=root, check=False)
@@ -106,7 +106,7 @@ def _tests(arguments: list[str]) -> dict[str, Any]:
         command = (sys.executable, "-m", "pytest", *arguments, "--junitxml", str(junit))
         # NOTE: its output goes to the container's log, which Modal shows while it runs
         ran = subprocess.run(command, cwd=root, check=False)
-        text = junit.read_text() if junit.exists() else ""
+        text = junit.read_text(encoding="utf-8") if junit.exists() else ""
     return {"code": ran.returncode, "junit": text}
 
 
@@ -139,8 +139,8 @@ class _Clock:
 def _process_seconds() -> float:
     """The seconds for which this process has been running; 0 if /proc does not say."""
     try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        up = float(Path("/proc/uptime").read_text().split()[0])
+        fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        up = float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
         return max(0.0, up - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
     except (OSError, ValueError, IndexError):
         return 0.0

@@ -183,7 +183,9 @@ class Ledger:
             return
         name = f"junit-{self.made.requests[0].run[:19].replace(':', '')}.xml"
         path = self.recorder.folder / name
-        self.recorder.attempt("junit", lambda: path.write_text(junit, errors="replace"), junit)
+        self.recorder.attempt(
+            "junit", lambda: path.write_text(junit, errors="replace", encoding="utf-8"), junit
+        )
         self.say(f"pytest's report is in {path}")
 
 

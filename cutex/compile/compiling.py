@@ -111,7 +111,7 @@ def _build(
         # NOTE: PTX and cubin would otherwise land in the working directory
         function = cute.compile[(*options, DumpDir(dumped))](kernel, *arguments, stream)
         function.export_to_c(str(folder / FILES["object"]), ingredients["symbol"])
-    (folder / FILES["ptx"]).write_text(recorder.annotate(function.__ptx__))
+    (folder / FILES["ptx"]).write_text(recorder.annotate(function.__ptx__), encoding="utf-8")
     (folder / FILES["cubin"]).write_bytes(function.__cubin__)
     smem = launched_smem(str(function.ir_module))
     for name in smem:
@@ -127,7 +127,7 @@ def _build(
         "checksums": {kind: digest((folder / n).read_bytes()) for kind, n in FILES.items()},
     }
     meta["checksum"] = digest(canonical(meta))
-    (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
 
 
 def archs_of(kernel: Kernel) -> tuple[str, ...]:

@@ -149,7 +149,11 @@ def sass(compiled: Code, kernel: str | None = None) -> str:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(compiled.cubin)
         done = subprocess.run(
-            [str(nvdisasm()), "-c", str(file)], capture_output=True, text=True, check=False
+            [str(nvdisasm()), "-c", str(file)],
+            capture_output=True,
+            text=True,
+            check=False,
+            encoding="utf-8",
         )
     if done.returncode:
         raise RuntimeError(f"nvdisasm failed: {done.stderr.strip()}")

@@ -200,7 +200,9 @@ def _is_recorded(top: str, place: Path) -> bool:
     root = (place if place.name in (top, f"{top}.py") else place.parent).parent
     start = re.compile(rf"^{re.escape(top)}(/|\.py,)", re.MULTILINE)
     records = root.glob("*.dist-info/RECORD")
-    return any(start.search(record.read_text(errors="replace")) for record in records)
+    return any(
+        start.search(record.read_text(errors="replace", encoding="utf-8")) for record in records
+    )
 
 
 def _is_fileless(name: str) -> bool:

@@ -41,7 +41,7 @@ def message_of(job: Job) -> bytes:
 
 def work(*modules: str) -> None:
     """Import `modules`, then compile jobs until standard input closes."""
-    out = os.fdopen(os.dup(1), "w")
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # prints of others must not mix with the answers
     with no_torch():
         import tvm_ffi  # noqa: F401  # it imports torch where there is one, and needs none

@@ -92,7 +92,7 @@ def _replace(file: Path, text: str) -> None:
     file = file.resolve()  # a link stays one
     fd, scratch = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
     try:
-        with os.fdopen(fd, "w") as out:
+        with os.fdopen(fd, "w", encoding="utf-8") as out:
             out.write(text)
         if file.exists():
             shutil.copymode(file, scratch)
@@ -104,7 +104,7 @@ def _replace(file: Path, text: str) -> None:
 
 def _readme(file: Path) -> str:
     try:
-        return file.read_text()
+        return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"--readme {file}: {error}") from None
 
@@ -130,10 +130,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         docs = args.readme.parent / DOCS
         docs.mkdir(exist_ok=True)
         for name, svg in {**pictures(rows), **sweeps.pictures(models)}.items():
-            (docs / name).write_text(svg)
+            (docs / name).write_text(svg, encoding="utf-8")
         _replace(docs / TABLES, results_page(rows, models))
         _replace(args.readme, text)
-        args.html.write_text(html)
+        args.html.write_text(html, encoding="utf-8")
     except ValueError as error:
         print(f"cutex: {error}", file=sys.stderr)
         return 2

@@ -92,7 +92,7 @@ def _ladders(rows: Rows) -> str:
             parts.append(_ladder(target, ladder, kind, found))
         picture = TIMELINES / f"timeline-{op}-{target.name}.html"
         if picture.is_file():
-            parts.append(picture.read_text())
+            parts.append(picture.read_text(encoding="utf-8"))
         else:
             parts.append(f"<p><code>{DRAW}</code> draws where its time goes.</p>")
     return "".join(parts)

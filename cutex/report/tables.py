@@ -121,7 +121,7 @@ def _band(row: dict[str, Any] | None) -> str:
 def predicted(op: str, arch: str) -> list[dict[str, Any]]:
     """The rows that `python -m cutex.clock --predict` wrote for a ladder without measurements."""
     file = PREDICTED / f"predicted-{arch}.jsonl"
-    lines = file.read_text().splitlines() if file.is_file() else []
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     fields = ("op", "stage", "size", "tflops", "low", "high")
     try:
         rows = [{name: row[name] for name in fields} for row in map(json.loads, lines)]

@@ -61,7 +61,7 @@ def append(path: Path, result: Result, *, once: bool = False) -> bool:
 def _of_run(path: Path, run_id: str) -> Iterator[Result]:
     """The rows of one run, read without parsing those of others."""
     mark = json.dumps({"id": run_id}, separators=(",", ":"))[1:-1]
-    with path.open(errors="replace") as lines:
+    with path.open(errors="replace", encoding="utf-8") as lines:
         for _, result in _parsed((line for line in lines if mark in line), lambda *_: None):
             yield result
 
@@ -86,7 +86,7 @@ def read(path: Path, report: Notice = lambda sentence: None) -> list[Result]:
         if passed_over <= _MOST_NOTICES:
             report(f"{path} line {number} is no row, and is passed over: {why}")
 
-    with _no_garbage_collection(), path.open(errors="replace") as lines:
+    with _no_garbage_collection(), path.open(errors="replace", encoding="utf-8") as lines:
         for number, result in _parsed(lines, damaged):
             # NOTE: rows without a run id may be repetitions, but all count
             found.setdefault(result.key if result.id else number, result)

@@ -85,7 +85,7 @@ class Recorder:
                 fd, name = tempfile.mkstemp(prefix="cutex-rescue-", suffix=".jsonl")
                 os.close(fd)
                 self._rescue = Path(name)
-            with self._rescue.open("a", errors="replace") as file:
+            with self._rescue.open("a", errors="replace", encoding="utf-8") as file:
                 file.write(line + "\n")
                 file.flush()
                 os.fsync(file.fileno())

@@ -101,7 +101,9 @@ def read(file: Path) -> list[SweepRow]:
     """The newest row of each problem, tuned and not; a line that was cut off or holds invalid
     values is left out."""
     newest: dict[tuple[str, str, bool], SweepRow] = {}
-    for line in file.read_text(errors="replace").splitlines() if file.exists() else ():
+    for line in (
+        file.read_text(errors="replace", encoding="utf-8").splitlines() if file.exists() else ()
+    ):
         try:
             row = SweepRow.from_json(line)
             valid = all(holds(getattr(row, name)) for name, holds in _RULES.items())

@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json is not None:
         # NOTE: absolute, since the script may change the working directory
         options.json = writable("--json", str(options.json)).absolute()
-        options.json.write_text("")  # an earlier run's goes
+        options.json.write_text("", encoding="utf-8")  # an earlier run's goes
     os.environ["CUTE_DSL_ARCH"] = options.arch  # the DSL reads it once, when it is imported
     os.environ.update(NO_DISK_CACHES | INTERPRETED)
     from cutex.sim.host.calls import Calls, Clock
@@ -121,7 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             calls.tell(options.ptx)
             print(f"cutex: {calls}", file=sys.stderr)
             if options.json is not None:
-                options.json.write_text(json.dumps(calls.as_dict(), indent=1) + "\n")
+                options.json.write_text(
+                    json.dumps(calls.as_dict(), indent=1) + "\n", encoding="utf-8"
+                )
     return code or int(calls.failed)
 
 

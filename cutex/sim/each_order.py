@@ -65,6 +65,6 @@ def _import_once(arch: str) -> None:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    wanted = json.loads((folder / "runs.json").read_text())
+    wanted = json.loads((folder / "runs.json").read_text(encoding="utf-8"))
     _import_once(parser().parse_args(wanted[0]).arch)
     raise SystemExit(fork_each(folder, int(sys.argv[2]), wanted))

@@ -86,7 +86,7 @@ def remembered(calls: CallClass) -> GemmConfig | None:
     if key is None:
         return None
     try:
-        entry = json.loads(_file(key).read_text())
+        entry = json.loads(_file(key).read_text(encoding="utf-8"))
         if entry["key"] != key:
             return None
         config = stages(calls.arch)[-1].config_from_row(entry["config"])
@@ -149,5 +149,7 @@ def _shipped(arch_name: str) -> dict[str, dict[str, Any]]:
     package_file = import_module(package("gemm", arch_name)).__file__
     assert package_file is not None
     file = Path(package_file).parent / "choices.json"
-    found: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.exists() else {}
+    found: dict[str, dict[str, Any]] = (
+        json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    )
     return found

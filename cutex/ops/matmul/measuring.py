@@ -67,7 +67,7 @@ def asked(file: Path) -> list[Asked]:
     reported = {e.name for dtype in DTYPES for e in corpus(dtype) if not e.fits}
     found = {}
     try:
-        lines = file.read_text().splitlines()
+        lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise BadOption(f"{file}: {getattr(error, 'strerror', None) or error}") from None
     for number, line in enumerate(lines, 1):
@@ -155,7 +155,10 @@ def measure(problems: Sequence[Asked], first: int, out: Path, seconds: float | N
     configs = {one.name: configs_of(one, first) for one in problems}
     build(configs.values())
     begin = time.monotonic()
-    with progress("problems are timed", len(problems)) as step, out.open("a") as file:
+    with (
+        progress("problems are timed", len(problems)) as step,
+        out.open("a", encoding="utf-8") as file,
+    ):
         for i, one in enumerate(problems):
             if seconds is not None and time.monotonic() - begin > seconds:
                 print(f"stopped after {seconds:g} s; {len(problems) - i} are left", file=sys.stderr)
@@ -184,7 +187,7 @@ def merge(file: Path, times: Path = TIMES) -> int:
     """Append the rows of one run in `file` to results/configs, as those of a further card; return
     how many. Raises BadOption, and adds none, for lines that are no such rows or are there
     already."""
-    head, *rows = map(json.loads, times.read_text().splitlines())
+    head, *rows = map(json.loads, times.read_text(encoding="utf-8").splitlines())
     numbers = {geometry(Sm90Config.from_row(row)): i for i, row in enumerate(head["configs"])}
     known = {_identity(row) for row in rows}
     card = max((row["card"] for row in rows), default=0) + 1
@@ -201,7 +204,7 @@ def merge(file: Path, times: Path = TIMES) -> int:
             raise BadOption(f"{file}: {m}x{n}x{k} {direction} {dtype} is in {times.name} already")
     text = "".join(json.dumps(row) + "\n" for row in (head, *rows, *added))
     scratch = times.with_suffix(".tmp")
-    scratch.write_text(text)
+    scratch.write_text(text, encoding="utf-8")
     scratch.replace(times)
     return len(added)
 
@@ -209,7 +212,7 @@ def merge(file: Path, times: Path = TIMES) -> int:
 def timed(file: Path) -> Iterator[tuple[dict[str, Any], list[Sm90Config]]]:
     """The rows that `measure` wrote, without their configs, and these. Raises BadOption for a line
     that is none."""
-    for number, line in enumerate(file.read_text().splitlines(), 1):
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         try:
             row = json.loads(line)
             tiles = [Sm90Config.from_row(fields) for fields in row.pop("configs")]

@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = table()
     print(f"{len(rows)} classes of calls")
     if args.write:
-        FILE.write_text(text(rows))
+        FILE.write_text(text(rows), encoding="utf-8")
     return 0
 
 

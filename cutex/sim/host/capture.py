@@ -9,6 +9,7 @@ launch that it requested.
 from __future__ import annotations
 
 import ctypes as C
+import errno
 import hashlib
 import os
 import re
@@ -176,7 +177,7 @@ def link(object_file: Path) -> Path:
 
     def build(folder: Path) -> None:
         _link(shim, object_file, folder / _LIBRARY)
-        (folder / _CHECKSUM).write_text(_digest(folder / _LIBRARY))
+        (folder / _CHECKSUM).write_text(_digest(folder / _LIBRARY), encoding="utf-8")
 
     return cache.find_or_build("sim", made_of[:32], _whole, build)
 
@@ -192,8 +193,13 @@ def _link(shim: Path, object_file: Path, library: Path) -> None:
         ],
         capture_output=True,
         text=True,
+        encoding="utf-8",
+        errors="replace",
+        env={**os.environ, "TMPDIR": str(library.parent), "LC_ALL": "C"},
     )
     if done.returncode:
+        if (why := os.strerror(errno.ENOSPC)) in done.stderr:
+            raise OSError(errno.ENOSPC, why, str(library.parent))
         raise SimError(
             f"the host code of {object_file.name} does not link with the simulator's "
             f"shim:\n{done.stderr}"
@@ -204,7 +210,7 @@ def _whole(entry: Path) -> Path | None:
     """The library of a cache entry, or None if its checksum is wrong."""
     library = entry / _LIBRARY
     try:
-        right = (entry / _CHECKSUM).read_text() == _digest(library)
+        right = (entry / _CHECKSUM).read_text(encoding="utf-8") == _digest(library)
     except (OSError, ValueError):
         return None
     return library if right else None

@@ -199,7 +199,7 @@ def measured(board: Gpu, file: Path) -> Gpu:
     """
     if not file.exists():
         return board
-    kept = json.loads(file.read_text())
+    kept = json.loads(file.read_text(encoding="utf-8"))
     for name in kept["constants"]:
         ours, _ = SOURCES[name]
         SOURCES[name] = ours, f"probe, {kept['when'][:10]}"

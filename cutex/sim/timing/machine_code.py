@@ -111,7 +111,7 @@ def disassemble(cubin: bytes) -> list[Sass]:
         done = subprocess.run(
             [str(nvdisasm()), "-c", "-gp", "-hex", str(file)],
             capture_output=True, text=True, check=False,
-        )  # fmt: skip
+         encoding="utf-8")  # fmt: skip
     if done.returncode:
         raise NoDisassembler(f"nvdisasm failed: {done.stderr.strip()}")
     return read(done.stdout)

@@ -105,9 +105,9 @@ class TimeReport:
         """Write a picture of the first CTA if ``file`` ends in .svg; else JSON for Perfetto."""
         if file.suffix == ".svg":
             title = f"the first CTA on {self.gpu}, predicted: {self.cycles:,.0f} cycles in all"
-            file.write_text(draw(self.intervals, title))
+            file.write_text(draw(self.intervals, title), encoding="utf-8")
         else:
-            file.write_text(json.dumps(self.chrome_trace()))
+            file.write_text(json.dumps(self.chrome_trace()), encoding="utf-8")
 
 
 def time_launch(

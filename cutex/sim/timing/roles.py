@@ -145,7 +145,7 @@ def _called_by_kernel(path: str) -> frozenset[str]:
 @cache
 def _tree(path: str) -> ast.Module:
     try:
-        return ast.parse(Path(path).read_text())
+        return ast.parse(Path(path).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return ast.Module([], [])
 

@@ -60,7 +60,7 @@ class Pairs(NamedTuple):
 
 def measured_rows(file: Path = TIMES) -> tuple[list[Sm90Config], list[dict[str, Any]]]:
     """The file's configs, and its rows except those of problems that are only for reporting."""
-    head, *rows = map(json.loads, file.read_text().splitlines())
+    head, *rows = map(json.loads, file.read_text(encoding="utf-8").splitlines())
     reported = {
         (*e.problem.mnk, e.problem.direction, dtype)
         for dtype in DTYPES
@@ -241,13 +241,13 @@ def write(model: Model, pairs: Pairs) -> None:
     with measured.FILE.open("wb") as file:
         np.savez_compressed(file, places=places, errors=errors)
     source = Path(cost_model.__file__)
-    text = source.read_text()
+    text = source.read_text(encoding="utf-8")
     for name, costs in (("ROUND", model.round), ("WALK", model.walk)):
         lines = "".join(f"    {field}={value!r},\n" for field, value in asdict(costs).items())
         text = re.sub(
             rf"{name} = Costs\(\n(.*?\n)??\)\n", f"{name} = Costs(\n{lines})\n", text, flags=re.S
         )
-    source.write_text(text)
+    source.write_text(text, encoding="utf-8")
 
 
 def rounded(model: Model) -> Model:

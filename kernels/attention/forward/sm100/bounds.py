@@ -177,7 +177,7 @@ the loop that it has for all blocks without a mask, of its kernel of one CTA a t
 
 
 def read(file: Path) -> list[Row]:
-    return [Row(**json.loads(line)) for line in file.read_text().splitlines()]
+    return [Row(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 @answered
@@ -189,8 +189,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [row(c) for c in configs()]
     rows += fa4.rows() or [r for r in (read(FILE) if FILE.exists() else []) if r.kernel != "cutex"]
     FILE.parent.mkdir(parents=True, exist_ok=True)
-    FILE.write_text("".join(json.dumps(asdict(r)) + "\n" for r in rows))
-    PAGE.write_text(page(rows))
+    FILE.write_text("".join(json.dumps(asdict(r)) + "\n" for r in rows), encoding="utf-8")
+    PAGE.write_text(page(rows), encoding="utf-8")
     print(table(rows))
     return 0
 
