@@ -9,9 +9,14 @@ from cutex.sim.hazards.barrier_order import BarrierOrder
 from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.hazards.global_races import GlobalRaces
 from cutex.sim.hazards.grid_order import GridOrder, Stream
+from cutex.sim.hazards.launch_requests import LaunchRequests
 from cutex.sim.hazards.lifetimes import Lifetimes
 from cutex.sim.hazards.map_changes import TensorMapChanges
+from cutex.sim.hazards.map_strides import MapStrides
 from cutex.sim.hazards.mbarrier_order import MBarrierOrder
+from cutex.sim.hazards.mbarrier_phases import MBarrierPhases
+from cutex.sim.hazards.one_store import OneStore
+from cutex.sim.hazards.register_moves import RegisterMoves
 from cutex.sim.hazards.smem_shadow import SmemShadow
 from cutex.sim.hazards.tmem_accesses import TmemAccesses
 from cutex.sim.hazards.tmem_shadow import TmemShadow
@@ -29,7 +34,7 @@ class Checks:
         self.m = machine
         self.global_races = GlobalRaces(machine)
         self.grid_order = GridOrder(machine, launch.kernel, launch.programmatic, stream)
-        self.tensor_maps = TensorMapChanges(machine)
+        self.of_launch = [TensorMapChanges(machine), MapStrides(machine)]
 
     def observers(self) -> list[Observer]:
         """The observers of the clusters that become resident now."""
@@ -49,8 +54,10 @@ class Checks:
         self.grid_order.start(clocks)
         grids = [self.grid_order] if self.grid_order.active else []
         return [
-            smem_shadow, *tmem, asynchronous, lifetimes, mbarriers, BarrierOrder(m, clocks),
-            self.global_races, self.global_races.order, *grids, self.tensor_maps,
+            smem_shadow, *tmem, asynchronous, lifetimes, mbarriers,
+            MBarrierPhases(m, clocks, mbarriers), BarrierOrder(m, clocks),
+            OneStore(m), RegisterMoves(m, clocks), LaunchRequests(m, clocks),
+            self.global_races, self.global_races.order, *grids, *self.of_launch,
             clocks,  # NOTE: after the order of clusters, which a fence releases before it counts
         ]  # fmt: skip
 

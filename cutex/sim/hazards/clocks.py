@@ -7,9 +7,13 @@ runs: a ``barrier.cluster.arrive.relaxed`` orders execution, but of memory it re
 earlier fence released. ``ordered[w, v]`` is the strict order of the ISA: for tensor memory, by
 tcgen05's own model, which requires a tcgen05.fence on either side (9.7.16.6.3); for a warp, the
 accesses of all of its lanes, though only one of them arrived (9.7.13.2), or arrived with the scope
-of its CTA for another (8.5). An access is ordered after another iff its warp's clock includes the
-other's count; this does not depend on the order in which the simulator ran them. The method is that
-of happens-before race detectors (FastTrack); the rules are PTX ISA chapter 8 and 9.7.13.5.
+of its CTA for another (8.5). ``caused[w, v]`` is what ``follows`` is, and what came before the
+issue of an asynchronous operation for whose bytes the warp has waited: it orders when things
+happen, and no memory (see mbarrier_phases).
+
+An access is ordered after another iff its warp's clock includes the other's count; this does not
+depend on the order in which the simulator ran them. The method is that of happens-before race
+detectors (FastTrack); the rules are PTX ISA chapter 8 and 9.7.13.5.
 
 The asynchronous operations of a warp are executed by agents with slots of their own: its
 tensor-core operations, its bulk stores and its non-bulk copies. The warp acquires their counts when
@@ -47,16 +51,17 @@ class Clocks(Observer):
         rank = machine.grid.cta_rank[machine.grid.warp_cta]
         self.slot = rank * machine.grid.warps_per_cta + machine.grid.warp_in_cta
         self._slots: list[int] = self.slot.tolist()
-        self.rows = np.zeros((4, machine.grid.num_warps, width), np.int32)
-        self.known, self.visible, self.follows, self.ordered = self.rows
+        self.rows = np.zeros((5, machine.grid.num_warps, width), np.int32)
+        self.known, self.visible, self.follows, self.ordered, self.caused = self.rows
         self.usable = np.zeros_like(self.ordered)  # the part of ``ordered`` that a fence took over
         self.released = np.zeros_like(self.rows)  # the clock that a fence of the warp released
-        self.known[warps, self.slot] = self.follows[warps, self.slot] = 1
+        for row in (self.known, self.follows, self.caused):
+            row[warps, self.slot] = 1
 
     # -- synchronisation ---------------------------------------------------------------------------
 
     def give(self, warp: int, relaxed: bool = False, whole: bool = True) -> np.ndarray:
-        """The clock that ``warp`` releases, (4, slots); its later accesses get a higher count.
+        """The clock that ``warp`` releases, (5, slots); its later accesses get a higher count.
         ``whole``: whether all of its lanes release.
         """
         given = (self.released if relaxed else self.rows)[:, warp].copy()
@@ -68,7 +73,7 @@ class Clocks(Observer):
 
     def give_each(self, warps: np.ndarray, whole: np.ndarray) -> dict[int, np.ndarray]:
         """The clock that each of several warps (n,) releases; ``whole`` (n,)."""
-        given = self.rows[:, warps].swapaxes(0, 1).copy()  # (n, 4, slots)
+        given = self.rows[:, warps].swapaxes(0, 1).copy()  # (n, 5, slots)
         own, of = self.slot[warps][whole], np.flatnonzero(whole)
         given[of, 3, own] = given[of, 0, own]
         self.count(warps)
@@ -83,7 +88,7 @@ class Clocks(Observer):
     @staticmethod
     def release(given: np.ndarray, slot: int, count: int) -> None:
         """Include the agent's first ``count`` operations in ``given``: those of a commit."""
-        given[[0, 2, 3], slot] = np.maximum(given[[0, 2, 3], slot], count)
+        given[[0, 2, 3, 4], slot] = np.maximum(given[[0, 2, 3, 4], slot], count)
 
     def waited(self, warp: int, kind: Kind, number: int) -> None:
         """Order ``warp`` after its operations of a kind."""
@@ -100,14 +105,16 @@ class Clocks(Observer):
         """Order ``warp`` after the agent's first ``count`` operations (or phases), for which it has
         waited.
         """
-        for row in (self.known, self.follows):
+        for row in (self.known, self.follows, self.caused):
             if row.item(warp, slot) < count:
                 row[warp, slot] = count
 
     def count(self, warps: int | np.ndarray) -> None:
         """Give later accesses of these warps a higher count."""
-        self.known[warps, self.slot[warps]] += 1
-        self.follows[warps, self.slot[warps]] += 1
+        slots = self.slot[warps]
+        self.known[warps, slots] += 1
+        self.follows[warps, slots] += 1
+        self.caused[warps, slots] += 1
 
     @staticmethod
     def join(a: np.ndarray | None, b: np.ndarray) -> np.ndarray:
@@ -184,7 +191,7 @@ class Clocks(Observer):
         self.rows, self.released = (
             np.concatenate([a, 0 * a], 2) for a in (self.rows, self.released)
         )
-        self.known, self.visible, self.follows, self.ordered = self.rows
+        self.known, self.visible, self.follows, self.ordered, self.caused = self.rows
         self.usable = np.concatenate([self.usable, 0 * self.usable], 1)
 
     def peer(self, warp: int, slot: int) -> int:

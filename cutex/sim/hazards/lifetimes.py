@@ -48,7 +48,7 @@ class Lifetimes(Observer):
         self.m, self.clocks, self.mbarriers = machine, clocks, mbarriers
         self.async_accesses = async_accesses
         self.ended = np.zeros(machine.grid.num_ctas, bool)
-        # the joined clocks of the warps that have returned, (4, slots), by CTA
+        # the joined clocks of the warps that have returned, (5, slots), by CTA
         self.known: dict[int, np.ndarray] = {}
         self.uses: dict[int, dict[tuple[int, int], RemoteUse]] = {}  # by CTA; slot, barrier's slot
 
@@ -103,7 +103,7 @@ class Lifetimes(Observer):
     def _end(self, cta: int) -> None:
         m = self.m
         self.ended[cta] = True
-        known = np.zeros((4, self.clocks.rows.shape[2]), np.int32)
+        known = np.zeros((len(self.clocks.rows), self.clocks.rows.shape[2]), np.int32)
         gone = self.known.pop(cta)
         known[:, : gone.shape[1]] = gone
         for op, did in self.async_accesses.unknown(cta, np.maximum(known[0], known[2])):

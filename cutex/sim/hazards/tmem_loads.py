@@ -43,13 +43,13 @@ def watched(program: Program) -> Watched:
     code = program.code
     heads = {ins.target for ins in code if ins.name == "bra"}
     loads = [pc for pc, ins in enumerate(code) if is_load(ins) and not _waited(code, pc, heads)]
-    columns = _copied(code, {place for pc in loads for place in _effects(code[pc])[0]})
+    columns = _copied(code, {place for pc in loads for place in effects(code[pc])[0]})
     steps = {}
     for pc, ins in enumerate(code if loads else ()):
-        written, read = (_columns(columns, places) for places in _effects(ins))
+        written, read = (_columns(columns, places) for places in effects(ins))
         if len(read) or (len(written) and not is_load(ins)):
             steps[pc] = Step(read, written, _copies(ins))
-    filled = {code[pc].line: _columns(columns, _effects(code[pc])[0]) for pc in loads}
+    filled = {code[pc].line: _columns(columns, effects(code[pc])[0]) for pc in loads}
     return Watched(filled, steps, len(columns))
 
 
@@ -65,14 +65,14 @@ def _waited(code: list[Instruction], pc: int, heads: set[int]) -> bool:
     """Whether the block of a load waits for it before an instruction other than a copy uses its
     registers.
     """
-    filled = _effects(code[pc])[0]
+    filled = effects(code[pc])[0]
     for at in range(pc + 1, len(code)):
         ins = code[at]
         if at in heads or ins.name == "bra" or ins.name in LEAVES:
             return False
         if ins.op.startswith("tcgen05.wait::ld"):
             return ins.guard is None
-        written, read = _effects(ins)
+        written, read = effects(ins)
         if read & filled:
             if not _copies(ins):
                 return False
@@ -82,7 +82,7 @@ def _waited(code: list[Instruction], pc: int, heads: set[int]) -> bool:
 
 def _copied(code: list[Instruction], filled: set[Place]) -> dict[Place, int]:
     """A column for each of these registers, and for each that copies of them may reach."""
-    moves = [_effects(ins) for ins in code if _copies(ins)] if filled else []
+    moves = [effects(ins) for ins in code if _copies(ins)] if filled else []
     reached, more = set(filled), True
     while more:
         found = {p for written, read in moves if read & reached for p in written} - reached
@@ -95,7 +95,7 @@ def _columns(columns: dict[Place, int], places: Iterable[Place]) -> np.ndarray:
     return np.array([columns[p] for p in places if p in columns], np.int64)
 
 
-def _effects(ins: Instruction) -> tuple[set[Place], set[Place]]:
+def effects(ins: Instruction) -> tuple[set[Place], set[Place]]:
     """The registers that an instruction writes, and those that it reads."""
     split = int(ins.name not in _READS_ALL and ins.parts[1:2] != ("dealloc",))
     written, read = set[Place](), set[Place]()

@@ -130,6 +130,7 @@ class HostTensor:
     itemsize: int
     owner: object
     name: str = ""
+    views: tuple[HostTensor, ...] = ()  # if it is memory: the tensors of the launch in it
 
     @staticmethod
     def of(tensor: Any, name: str) -> HostTensor | None:

@@ -68,7 +68,7 @@ class DeviceMemory:
         """All live memory, each part as the tensor of ``named`` that fills it, else as bytes; and
         the tensors of ``named`` that are outside of it."""
         self._held = {at: a for at, a in self._held.items() if not a.storage.expired()}
-        names: dict[int, list[str]] = {a.address: [] for a in self._held.values()}
+        inside: dict[int, list[HostTensor]] = {a.address: [] for a in self._held.values()}
         filling: dict[int, HostTensor] = {}
         others = []
         for tensor in named:
@@ -77,7 +77,7 @@ class DeviceMemory:
             if home is None:
                 others.append(tensor)
             else:
-                names[home.address].append(tensor.name)
+                inside[home.address].append(tensor)
                 elements = math.prod(tensor.shape)
                 steps = zip(tensor.shape, tensor.strides, strict=True)
                 dense = 1 + sum((n - 1) * s for n, s in steps) == elements
@@ -87,7 +87,8 @@ class DeviceMemory:
             replace(
                 filling.get(a.address) or HostTensor(a.address, (a.size,), (1,), "uint8", 1, None),
                 owner=a.storage,
-                name="/".join(dict.fromkeys(names[a.address])) or "a tensor",
+                name="/".join(dict.fromkeys(t.name for t in inside[a.address])) or "a tensor",
+                views=tuple(inside[a.address]),
             )
             for a in self._held.values()
         ]

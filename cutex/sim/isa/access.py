@@ -95,6 +95,7 @@ class Access:
         self.m.progress += space != "local"  # no other thread sees local memory
         if space == "shared":
             words, first = self._shared(where, write=True)
+            self.m.events.shared_stores(where, first * words.itemsize, values, self.d.ins)
             values = np.ascontiguousarray(values).view(words.dtype)
             words[first[:, None] + np.arange(self.width // words.itemsize)] = values
         elif space == "local":

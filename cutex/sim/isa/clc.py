@@ -57,6 +57,7 @@ def _try_cancel(d: Decoder) -> Execute:
             m.check_shared(
                 b.idx[row : row + 1], np.array([lane]), here, np.array([offset]), 16, ins
             )
+            m.events.launch_requested(warp, ins)
             for cta in ctas:
                 m.mbarriers.use(cta, bar, warp, ins)
             op = Operation(
@@ -98,10 +99,16 @@ def _query(d: Decoder) -> Execute:
         raise d.unknown("reply operand")
     reply = d.m.register(operand)  # (warps, 32, 2)
 
-    def words(b: Batch) -> Any:
-        return np.ascontiguousarray(reply[b.sel]).view(np.uint32).reshape(b.n, 32, 4)
+    asks = "is_canceled" in d.mods
 
-    if "is_canceled" in d.mods:
+    def words(b: Batch) -> Any:
+        found = np.ascontiguousarray(reply[b.sel]).view(np.uint32).reshape(b.n, 32, 4)
+        refused = (found[:, :, 0] != 1) & b.active()
+        if refused.any():
+            d.m.events.reply_read(b.idx[refused.any(1)], not asks, d.ins)
+        return found
+
+    if asks:
         write = d.dst(0, "pred")
         return lambda b: write(b, words(b)[:, :, 0] == 1)
     axis = next((a for a in "xyz" if a in d.mods), None)

@@ -110,7 +110,13 @@ def stmatrix(d: Decoder) -> Execute:
             rows = rows.view(np.uint16).reshape(b.n, -1, 8, 8)
             rows = rows.swapaxes(2, 3) if matrices.transposed else rows
         where = matrices.elements(b, True)
-        d.m.smem_words(matrices.itemsize)[where] = rows.reshape(where.shape)
+        rows = np.ascontiguousarray(rows).reshape(where.shape)
+        places = where[..., 0].reshape(-1) * matrices.itemsize
+        lanes = np.tile(np.arange(matrices.lanes), b.n)
+        stored = Lanes(np.repeat(b.idx, matrices.lanes), lanes, places)
+        values = rows.view(np.uint8).reshape(len(places), 16)
+        d.m.events.shared_stores(stored, places, values, d.ins)
+        d.m.smem_words(matrices.itemsize)[where] = rows
         d.m.progress += 1
 
     return execute

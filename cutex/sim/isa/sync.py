@@ -231,7 +231,7 @@ def griddepcontrol(d: Decoder) -> Execute:
     """
     if "wait" in d.mods:
         return lambda b: d.m.events.grids_waited(b.idx[b.any_active()])
-    return lambda b: None
+    return lambda b: d.m.events.dependents_let_start(b.idx[b.any_active()])
 
 
 @instruction("nanosleep", "pmevent")
@@ -272,6 +272,7 @@ def setmaxnreg(d: Decoder) -> Execute:
                 continue
             pool.free -= need
             pool.held[warp] = wanted
+            m.events.registers_set(warp, wanted, ins)
             if need < 0:
                 m.progress += 1
                 m.wake(("registers", cta))

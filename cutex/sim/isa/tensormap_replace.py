@@ -96,6 +96,7 @@ def replace(d: Decoder) -> Execute:
     def execute(b: Batch) -> None:
         where = access.lanes(b)
         given = b.lanes(value(b))[b.active()].tolist()
+        _check_units(d, field, given)
         for piece in pieces:
             at = where._replace(addresses=where.addresses + np.uint64(4 * piece.word))
             mask = (1 << piece.bits) - 1 << piece.shift
@@ -108,6 +109,20 @@ def replace(d: Decoder) -> Execute:
                 m.events.map_changed(address, d.ins)
 
     return execute
+
+
+def _check_units(d: Decoder, field: str, given: list[int]) -> None:
+    """Report an address or a stride of which the map would lose bits (9.7.9.29)."""
+    what = {"global_address": "an address", "global_stride": "a stride"}.get(field)
+    bad = [v for v in given if v % 16 or (field == "global_stride" and v >= 1 << 40)]
+    if what and bad:
+        d.m.findings.add(
+            "tensor map",
+            f"{d.ins.op} gives a tensor map {what} of {bad[0]} (0x{bad[0]:x}) bytes: it takes "
+            f"multiples of 16{' below 2^40' if field == 'global_stride' else ''}, and drops other "
+            "bits",
+            d.ins,
+        )
 
 
 @instruction("tensormap.cp_fenceproxy")

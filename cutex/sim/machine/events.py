@@ -81,6 +81,13 @@ class Observer:
     def shared(self, at: SharedBytes, write: bool, ordinary: bool, ins: Instruction) -> None:
         """Lanes load or store; ``ordinary``: not as an atomic, volatile or the like."""
 
+    def shared_stores(
+        self, where: Lanes, places: np.ndarray, values: np.ndarray, ins: Instruction
+    ) -> None:
+        """Lanes store ``values``, (n, width) bytes, of which `shared` has told; ``places``
+        (n,): the number of the first byte among those of all CTAs.
+        """
+
     def copying(self, at: SharedBytes, op: Operation, ins: Instruction) -> None:
         """Lanes of one warp issue a non-bulk cp.async that writes there, as a part of ``op``."""
 
@@ -167,6 +174,20 @@ class Observer:
 
     def grids_waited(self, warps: np.ndarray) -> None:
         """griddepcontrol.wait."""
+
+    def dependents_let_start(self, warps: np.ndarray) -> None:
+        """griddepcontrol.launch_dependents."""
+
+    def registers_set(self, warp: int, registers: int, ins: Instruction) -> None:
+        """setmaxnreg of a warp, which has them now."""
+
+    def launch_requested(self, warp: int, ins: Instruction) -> None:
+        """clusterlaunchcontrol.try_cancel."""
+
+    def reply_read(self, warps: np.ndarray, coordinates: bool, ins: Instruction) -> None:
+        """clusterlaunchcontrol.query_cancel of a reply that refuses; ``coordinates``: not only
+        whether it does.
+        """
 
     # -- tensor memory -----------------------------------------------------------------------------
 

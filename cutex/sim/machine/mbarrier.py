@@ -134,8 +134,8 @@ class MBarriers:
         if barrier.pending == 0 and barrier.tx == 0:
             barrier.phases += 1
             barrier.pending = barrier.expected
-            barrier.tx_expected = barrier.tx_arrived = 0
             self.machine.events.mbarrier_completed(barrier)
+            barrier.tx_expected = barrier.tx_arrived = 0
             if barrier.remote and self.machine.grid.cluster_size > _FEW_CTAS:
                 self._parked(barrier.cta, barrier.offset)
             self.machine.wake((barrier.cta, barrier.offset))
