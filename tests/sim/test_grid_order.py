@@ -20,17 +20,21 @@ FIRST = f"{LET} ld.global.u32 %r0, [%x_i]; add.u32 %r0, %r0, 7; st.global.u32 [%
 READ = "ld.global.u32 %r0, [%y_i]; st.global.u32 [%z_i], %r0;"
 
 
-def found(first: str, second: str, programmatic: bool = True) -> list[Finding]:
-    """All reports of the two launches, advisories included."""
+def found(first: str, *others: str, programmatic: bool = True) -> list[Finding]:
+    """All reports of the launches, advisories included."""
     arrays = {name: np.zeros(128, np.uint32) for name in "xyz"}
-    texts = [module(body, arrays, SHAPE, "sm_90a", "") for body in (first, second)]
-    programs = parse(texts[0]) | parse(texts[1].replace("snippet", "second"))
+    names = ("second", "third", "fourth")
+    texts = [module(body, arrays, SHAPE, "sm_90a", "") for body in (first, *others)]
+    programs = parse(texts[0])
+    for name, text in zip(names, texts[1:], strict=False):
+        programs |= parse(text.replace("snippet", name))
     tensors = [HostTensor.of(array, name) for name, array in arrays.items()]
     values = [ctypes.c_uint64(t.address) for t in tensors]
     params = (ctypes.c_void_p * len(values))(*[ctypes.addressof(v) for v in values])
     run = Simulation(programs, tensors)
     run.launch(SHAPE.launch("snippet", params))
-    run.launch(replace(SHAPE.launch("second", params), programmatic=programmatic))
+    for name, _ in zip(names, others, strict=False):
+        run.launch(replace(SHAPE.launch(name, params), programmatic=programmatic))
     assert (arrays["y"] == 7).all()
     return [*run.report.findings, *run.report.advisories]
 
@@ -73,3 +77,51 @@ def test_launches_in_order_need_no_wait() -> None:
 def test_a_kernel_that_lets_none_start_early_ends_first() -> None:
     """Only an advisory remains, for the unknown kernel before it."""
     assert all(f.advisory for f in found(FIRST.replace(LET, ""), READ))
+
+
+# -- chains of three: the last one waits for the second, and reads what the first writes --------
+
+SECOND = "add.u32 %r0, %i, 1;"  # touches nothing
+LAST = f"{WAIT} {READ}"
+ONE = "setp.eq.u32 %p0, %i, 0;"
+
+
+@pytest.mark.parametrize("second", [
+    f"{LET} {SECOND}", SECOND, f"{ONE} @%p0 {LET}",
+], ids=["lets start", "only ends", "of one thread"])  # fmt: skip
+def test_a_wait_is_not_for_what_the_kernel_before_has_not_waited_for(second: str) -> None:
+    (first, *_) = found(FIRST, second, LAST)
+    assert not first.advisory and "PTX line" in str(first)
+    assert "snippet, launched before it, does not write it any more" in str(first)
+    assert "griddepcontrol.wait waits for second, which has not waited for it" in str(first)
+
+
+@pytest.mark.parametrize("second", [
+    f"{WAIT} {LET} {SECOND}", f"{LET} {SECOND} {WAIT}", f"{WAIT} {SECOND}",
+    f"{ONE} @%p0 {WAIT} {LET}",
+], ids=["waits first", "waits last", "only waits", "of one thread"])  # fmt: skip
+def test_a_wait_is_for_what_the_kernel_before_has_waited_for(second: str) -> None:
+    assert not found(FIRST, second, LAST)
+
+
+def test_a_write_after_the_wait_races_with_a_read_of_the_kernel_before_the_last() -> None:
+    (first, *_) = found(FIRST, f"{LET} {SECOND}", f"{WAIT} st.global.u32 [%x_i], 3;")
+    assert not first.advisory and "does not read it any more" in str(first)
+
+
+def test_a_chain_of_four_is_as_long_as_its_waits() -> None:
+    waits, starts = f"{WAIT} {LET}", f"{LET} {SECOND}"
+    assert not found(FIRST, f"{LET} {WAIT}", f"{LET} {WAIT}", LAST)
+    assert [f for f in found(FIRST, starts, f"{LET} {WAIT}", LAST) if not f.advisory]
+    assert [f for f in found(FIRST, f"{LET} {WAIT}", starts, LAST) if not f.advisory]
+    assert not found(FIRST, waits, starts, LAST)  # the third starts behind the first's end
+
+
+@pytest.mark.parametrize(("second", "safe"), [
+    (f"{WAIT} {LET}", True), (f"{LET} {WAIT}", False),
+], ids=["after its wait", "before"])  # fmt: skip
+def test_who_does_not_wait_starts_with_the_letting_of_the_kernel_before(
+    second: str, safe: bool
+) -> None:
+    races = [f for f in found(FIRST, second, READ) if not f.advisory]
+    assert bool(races) != safe

@@ -30,9 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Footprint:
-    """The bytes written, and the ranges read, by a grid that lets the next one start."""
+    """The bytes written, and the ranges read, by a grid that may still run when others start."""
 
     kernel: str
+    waited: bool = False  # for the grid before it, so that its end is that one's, too
+    ended: bool = False  # before the next grid starts
     written: dict[int, np.ndarray] = field(default_factory=dict)  # by a tensor's address
     read: dict[int, tuple[int, int]] = field(default_factory=dict)  # the same; from, to
 
@@ -72,28 +74,58 @@ class GridOrder(Observer):
         names = [ins.op for ins in machine.program.code]
         self.footprint = Footprint(kernel)
         self.lets_start = "griddepcontrol.launch_dependents" in names
+        self.early: set[int] = set()  # CTAs that let the next grid start before they have waited
         self.active = programmatic or self.lets_start
-        self.has_waited = False
         if not programmatic:
             stream.running.clear()
+        self.before = list(stream.running)  # grids that may still run
+        self.beyond = self._beyond()
+
+    def _beyond(self) -> list[Footprint]:
+        """The grids for which a wait of this one does not wait."""
+        last = len(self.before) - 1
+        while last > 0 and self.before[last].waited:
+            last -= 1
+        return [grid for grid in self.before[: max(last, 0)] if not grid.ended]
 
     def start(self, clocks: Clocks) -> None:
         """Begin with other resident clusters."""
         self.clocks = clocks
 
     def grids_waited(self, warps: np.ndarray) -> None:
-        self.has_waited = True
+        self.footprint.waited = True
         if self.programmatic:
             slot = self.clocks.grid_slot()
             for warp in warps.tolist():
                 self.clocks.learn(warp, slot, 1)
 
+    def dependents_let_start(self, warps: np.ndarray) -> None:
+        """A CTA lets the next grid start with the first of its threads that executes this, whichever
+        that is.
+        """
+        m = self.m
+        ctas, slot = m.grid.warp_cta[warps], self.clocks.grid_slot()
+        number = m.grid.cta_cluster[ctas] * m.grid.cluster_size + m.grid.cta_rank[ctas]
+        early = self.clocks.known[warps, slot] == 0
+        self.early |= set(number[early].tolist())
+
     def finish(self) -> None:
         """Record the end of the grid."""
-        if self.has_waited:
-            self.stream.running.clear()
+        running, mine = self.stream.running, self.footprint
+        if not self.active:
+            running.clear()
+            return
+        x, y, z = self.m.grid.dims
+        # NOTE: the next grid starts when all CTAs have let it, or have ended: if one of them does
+        # so after its wait, the grids before are at their end then
+        before_waits = self.lets_start and len(self.early) == x * y * z
+        if mine.waited and not before_waits:
+            running.clear()
         if self.lets_start:
-            self.stream.running.append(self.footprint)
+            running.append(mine)
+        elif running:
+            mine.ended = True
+            running.append(mine)
 
     # -- accesses ----------------------------------------------------------------------------------
 
@@ -124,13 +156,12 @@ class GridOrder(Observer):
                     self.footprint.load(region, int(offsets.min()), int(offsets.max()) + size)
         if not self.programmatic:
             return
-        slot = self.clocks.grid_slot()
-        early = self.clocks.known[warps, slot] == 0
-        for warp in np.unique(warps[early]).tolist():
+        early = self.clocks.known[warps, self.clocks.grid_slot()] == 0
+        for warp in np.unique(warps if self.beyond else warps[early]).tolist():
             mine = addresses[warps == warp]
             for region, members in self._by_region(mine):
                 low, high = int(mine[members].min()), int(mine[members].max()) + size
-                self._early(warp, region, low, high, write, ins)
+                self._check(warp, region, low, high, write, ins)
 
     def box_issued(
         self, warp: int, tmap: Any, at: tuple[int, ...], write: bool, ins: Instruction
@@ -147,9 +178,8 @@ class GridOrder(Observer):
             return
         if self.lets_start and not write:
             self.footprint.load(region, address - region.base, address + size - region.base)
-        slot = self.clocks.grid_slot()
-        if self.programmatic and not self.clocks.known[warp, slot]:
-            self._early(warp, region, address, address + size, write, ins)
+        if self.programmatic:
+            self._check(warp, region, address, address + size, write, ins)
 
     def bulk_writes(
         self,
@@ -184,12 +214,18 @@ class GridOrder(Observer):
                 left &= ~inside
         return found
 
-    def _early(
+    def _check(
         self, warp: int, region: Region, low: int, high: int, write: bool, ins: Instruction
     ) -> None:
+        """Report an access that grids which may still run race with."""
+        waited = bool(self.clocks.known[warp, self.clocks.grid_slot()])
         who, what = self.m.grid.name_warp(warp), region.description or region.name
         verb = "writes" if write else "reads"
-        for before in self.stream.running:
+        why = "no griddepcontrol.wait comes before"
+        if waited:
+            last = self.before[-1].kernel
+            why = f"griddepcontrol.wait waits for {last}, which has not waited for it"
+        for before in self.beyond if waited else [g for g in self.before if not g.ended]:
             did = "write" if before.wrote(low, high) else ""
             if write and before.reads(low, high):
                 did = did or "read"
@@ -197,11 +233,11 @@ class GridOrder(Observer):
                 self.m.findings.add(
                     "race",
                     f"{who} {verb} {what}, and nothing says that {before.kernel}, launched before "
-                    f"it, does not {did} it any more: no griddepcontrol.wait comes before",
+                    f"it, does not {did} it any more: {why}",
                     ins,
                 )
                 return
-        if region.base < MODULE_WINDOW:
+        if not waited and region.base < MODULE_WINDOW:
             others = "neither reads nor writes" if write else "does not write"
             self.m.findings.add(
                 "race",

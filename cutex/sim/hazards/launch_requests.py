@@ -77,7 +77,7 @@ class LaunchRequests(Observer):
             return
         (written, read), ins = self.coordinates.steps[pc], self.m.program.code[pc]
         warps = b.idx if b.mask is None else b.idx[b.any_active()]
-        wrong: np.ndarray = self.refused[warps[:, None], read].any(axis=1)
+        wrong = np.any(self.refused[warps[:, None], read], axis=1)
         if wrong.any() and ins.name in _ACCESSES and "prefetch" not in ins.parts:
             self.m.findings.add(
                 "launch control",
@@ -89,7 +89,7 @@ class LaunchRequests(Observer):
         if ins.name in ("selp", *_ACCESSES):
             wrong[:] = False  # NOTE: a selp takes the other where the reply refuses
         if b.mask is not None:
-            wrong |= self.refused[warps[:, None], written].any(1)
+            wrong |= np.any(self.refused[warps[:, None], written], axis=1)
         self.refused[warps[:, None], written] = wrong[:, None]
 
     def reply_read(self, warps: np.ndarray, coordinates: bool, ins: Instruction) -> None:
