@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from cutex.sim.hazards.async_accesses import AsyncAccesses
 from cutex.sim.hazards.barrier_order import BarrierOrder
 from cutex.sim.hazards.clocks import Clocks
+from cutex.sim.hazards.flag_order import FlagOrder, has_flags
 from cutex.sim.hazards.global_races import GlobalRaces
 from cutex.sim.hazards.grid_order import GridOrder, Stream
 from cutex.sim.hazards.launch_requests import LaunchRequests
@@ -52,12 +53,13 @@ class Checks:
         self.global_races.start(clocks)
         self.global_races.order.start(clocks)
         self.grid_order.start(clocks)
+        flags = [FlagOrder(m, clocks)] if has_flags(m.program) else []
         grids = [self.grid_order] if self.grid_order.active else []
         return [
             smem_shadow, *tmem, asynchronous, lifetimes, mbarriers,
             MBarrierPhases(m, clocks, mbarriers), BarrierOrder(m, clocks),
             OneStore(m), RegisterMoves(m, clocks), LaunchRequests(m, clocks),
-            self.global_races, self.global_races.order, *grids, *self.of_launch,
+            self.global_races, *flags, self.global_races.order, *grids, *self.of_launch,
             clocks,  # NOTE: after the order of clusters, which a fence releases before it counts
         ]  # fmt: skip
 

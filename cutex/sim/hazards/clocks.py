@@ -134,11 +134,14 @@ class Clocks(Observer):
         self.visible[warps] = np.maximum(self.visible[warps], self.known[warps])
         self.count(warps)
 
-    def fenced(self, warps: np.ndarray, releases: bool, of_all: bool) -> None:
-        """Later relaxed arrivals carry the present clock, if the fence releases."""
+    def fenced(self, warps: np.ndarray, releases: bool, scope: str) -> None:
+        """Later relaxed arrivals carry the present clock, if the fence releases it to the
+        cluster.
+        """
         if not releases:
             return
-        self.released[:, warps] = self.rows[:, warps]
+        if scope != "cta":
+            self.released[:, warps] = self.rows[:, warps]
         self.count(warps)
 
     def lanes_met(self, warps: np.ndarray) -> None:

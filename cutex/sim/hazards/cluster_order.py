@@ -30,9 +30,8 @@ Known = dict[int, np.ndarray]  # a clock: by cluster of the grid, counts of its 
 def _releases(program: Program) -> bool:
     """Whether any instruction releases to other clusters, or acquires from them."""
     return any(
-        is_fence(ins.op) or strength(ins.op)[2:] != (False, False)
+        is_fence(ins.op) or (strength(ins.op).far and strength(ins.op)[2:4] != (False, False))
         for ins in program.code
-        if "shared" not in ins.op
     )
 
 
@@ -52,9 +51,9 @@ class ClusterOrder(Observer):
         self.acquired: dict[int, list[Known]] = {}  # by warp: its clock after each acquire
         self.latest: dict[int, Known] = {}  # by warp: the clock that it has acquired last
 
-    def fenced(self, warps: np.ndarray, releases: bool, of_all: bool) -> None:
+    def fenced(self, warps: np.ndarray, releases: bool, scope: str) -> None:
         """NOTE: the clocks have to count the fence after this."""
-        if not self.active or not of_all:
+        if not self.active or scope != "gpu":
             return
         for warp in warps.tolist():
             if warp in self.observed:

@@ -1,14 +1,18 @@
-"""Races of two clusters on global memory, where at least one of them writes.
+"""Races on global memory, where at least one of two accesses writes.
 
-Only communication through global memory orders the clusters of a grid (PTX ISA 8.8, 8.9; see
-cluster_order). Unordered accesses are a race, in whichever order they were simulated: the place
-keeps the last write, and a load may return either value. Writing the same bytes twice is no fault.
-Two strong accesses, atomics among them, never race (8.7.1); a strong and an ordinary access race by
-the letter, and in fact if an atomic and an ordinary store meet: one is lost.
+The warps of a cluster are ordered by the vector clocks (see clocks), which follow barriers of every
+kind and flags (see flag_order). Only communication through global memory orders the clusters of a
+grid (PTX ISA 8.8, 8.9; see cluster_order). Unordered accesses are a race, in whichever order they
+were simulated: the place keeps the last write, and a load may return either value. Writing the same
+bytes twice is no fault. Two strong accesses, atomics among them, never race (8.7.1); a strong and
+an ordinary access race by the letter, and in fact if an atomic and an ordinary store meet: one is
+lost.
 
-Loads by ordinary instructions are recorded by byte. TMA loads are recorded as boxes if clusters
-have no order, and compared at the end with all writes to their tensors; otherwise they are compared
-with earlier writes when they are issued.
+Of a bulk store the write counts: it is complete after ``wait_group``, not after ``.read``, and it
+comes after what its thread knew when it issued it. Loads by ordinary instructions are recorded by
+byte: the last one, and one before that it is not ordered after. TMA loads are compared with earlier
+writes when they are issued and, recorded as boxes, at the end with those of other clusters; if
+clusters have an order, only when they are issued.
 """
 
 from __future__ import annotations
@@ -20,23 +24,22 @@ import numpy as np
 
 from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.hazards.cluster_order import ClusterOrder
+from cutex.sim.hazards.global_marks import ATOMIC, LANE, PLAIN, STRONG, BoxRead, By, Clash, Records
+from cutex.sim.hazards.global_reports import GlobalReports
 from cutex.sim.isa.boxes import box_places
 from cutex.sim.machine.batch import Lanes
 from cutex.sim.machine.events import Observer, Storing
 from cutex.sim.machine.memory import Part, Region
+from cutex.sim.machine.operation import Operation
 from cutex.sim.ptx.parse import Instruction, Program
-from cutex.sim.ptx.strength import Strength, is_fence, strength
+from cutex.sim.ptx.strength import WEAK, Strength, is_fence, strength
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
-LARGEST = 1 << 26  # bytes of the largest watched tensor: the state takes 9 or 15 times as many
-LARGEST_READ = 1 << 18  # bytes of the largest tensor whose loads are watched, at the same cost
-MANY = np.uint32(0xFFFFFFFF)  # marks a byte that several clusters have read
-_PLAIN, _STRONG, _ATOMIC = range(3)  # kinds of writes
+LARGEST = 1 << 26  # bytes of the largest watched tensor: a mark takes four times as many
+LARGEST_READ = 1 << 18  # bytes of the largest tensor whose loads are watched
 
-_REMEDY = "an atomic instead, or one CTA that does both, or a flag with release and acquire"
-_WEAK = Strength(False, False, False, False)
 _CHANGES = Strength(True, True, False, False)
 
 
@@ -56,77 +59,37 @@ class Touched(NamedTuple):
         return any(bool((a[base] & b[base]).any()) for a, b in pairs for base in a.keys() & b)
 
 
-class BoxRead(NamedTuple):
-    """A TMA load of a box, by the cluster ``owner`` of the grid."""
-
-    tmap: Any
-    at: tuple[int, ...]
-    owner: int
-    instruction: Instruction
-
-
-class By(NamedTuple):
-    """The agents of an access: warps, their slots and their counts, (n,) each or (1,)."""
-
-    warps: np.ndarray
-    slots: np.ndarray
-    counts: np.ndarray
-
-
-class Clash(NamedTuple):
-    """Two unordered accesses of a byte by different clusters: the numbers of the later and of the
-    earlier one, as in `Last.who`, and the byte's place in its region.
-    """
-
-    later: int
-    earlier: int
-    place: int
-
-
-class Last:
-    """The last access of a kind to each byte of a tensor."""
-
-    def __init__(self, size: int, counted: bool) -> None:
-        """``counted``: whether clusters may have an order, so that counts matter."""
-        self.who = np.zeros(size, np.uint32)  # 1 + the number of the cluster in the grid; 0: none
-        self.line = np.zeros(size, np.int32)  # of the PTX
-        self.how = np.zeros(size, np.uint8)
-        self.slot = np.zeros(size if counted else 0, np.int16)
-        self.count = np.zeros(size if counted else 0, np.int32)
-
-    def set(self, at: np.ndarray, who: np.ndarray, by: By, line: int, how: int = 0) -> None:
-        """Set the last access of the places ``at`` (n, bytes) by ``who``, of the same shape."""
-        self.who[at], self.line[at], self.how[at] = who, line, how
-        if len(self.slot):
-            self.slot[at], self.count[at] = by.slots[:, None], by.counts[:, None]
-
-
 def orders_clusters(program: Program) -> bool:
     """Whether the program's clusters may communicate, or order their accesses, through global
     memory.
     """
     return any(
-        (strength(ins.op).strong or is_fence(ins.op) or ins.name == "multimem")
+        (strength(ins.op).far or is_fence(ins.op) or ins.name == "multimem")
         and "shared" not in ins.op
         for ins in program.code
     )
 
 
 class GlobalRaces(Observer):
-    """The last write to each byte of the launch's tensors, and its readers."""
+    """The last write to each byte of the launch's tensors, and its last two readers, as marks of
+    the records; by the region's address.
+    """
 
     def __init__(self, machine: Machine) -> None:
         self.m = machine
         code = machine.program.code
         self.active = not any(ins.name == "multimem" for ins in code)
         self.order = ClusterOrder(machine)
-        self.writes: dict[int, Last] = {}  # by the region's address
-        self.reads: dict[int, Last] = {}
+        self.records = Records()
+        self.reports = GlobalReports(machine, self.records)
+        self.writes: dict[int, np.ndarray] = {}
+        self.reads: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.boxes: dict[tuple[Any, ...], BoxRead] = {}
 
     def start(self, clocks: Clocks) -> None:
         """Begin with other resident clusters."""
-        self.clocks = clocks
+        self.clocks = self.reports.clocks = clocks
+        self.at_issue: dict[int, np.ndarray] = {}  # by bulk store in flight: its thread's clock
 
     # -- accesses ----------------------------------------------------------------------------------
 
@@ -138,17 +101,22 @@ class GlobalRaces(Observer):
         if region is None:
             return
         how = strength(ins.op)
-        if len(region.data) > (LARGEST if how.strong else LARGEST_READ):
+        size_now = len(region.data)
+        watched = how.strong or region.base in self.writes or size_now <= LARGEST_READ
+        if not watched or size_now > LARGEST:
             return
         ends = addresses + np.uint64(size)
         inside = (addresses >= np.uint64(region.base)) & (ends <= np.uint64(region.end))
-        addresses, warps = addresses[inside], warps[inside]
+        if not inside.all():
+            where = where.pick(inside)
+            warps, _, addresses = where
         places = (addresses - np.uint64(region.base)).astype(np.int64)[:, None] + np.arange(size)
+        by = self._lanes(where, how, ins)
         if how.atomic:
-            self._atomic(region, places, self._lanes(warps), ins)
+            self._atomic(region, places, by, ins)
         else:
-            self._read(region, places, warps, how, ins)
-        if how.strong and self.order.active:
+            self._read(region, places, by, ins)
+        if how.far and self.order.active:
             for warp, address in set(zip(warps.tolist(), addresses.tolist(), strict=True)):
                 self.order.read(warp, address, how)
                 if how.atomic:
@@ -160,14 +128,18 @@ class GlobalRaces(Observer):
         how = strength(ins.op)
         if not self.active or how.atomic:  # NOTE: an atomic was recorded as a load, as both
             return
-        by = self._lanes(where.warps)
         for region, members, offsets in parts:
-            mine = By(*(x[members] for x in by))
-            self._write(region, offsets, values[members], mine, ins, how)
-        if how.strong and self.order.active:
+            by = self._lanes(where.pick(members), how, ins)
+            self._write(region, offsets, values[members], by, ins)
+        if how.far and self.order.active:
             written = zip(where.warps.tolist(), where.addresses.tolist(), strict=True)
             for warp, address in set(written):
                 self.order.write(warp, address, how)
+
+    def issued(self, ops: Sequence[Operation]) -> None:
+        for op in ops:
+            if op.is_store:
+                self.at_issue[op.number] = self.clocks.known[op.warp].copy()
 
     def bulk_writes(
         self,
@@ -177,7 +149,7 @@ class GlobalRaces(Observer):
         by: Storing,
         ins: Instruction,
     ) -> None:
-        self._write(region, offsets, values, self._stores(by), ins)
+        self._write(region, offsets, values, self._stores(by, WEAK, ins), ins)
 
     def bulk_reduced(
         self, region: Region, offsets: np.ndarray, size: int, by: Storing, ins: Instruction
@@ -185,41 +157,18 @@ class GlobalRaces(Observer):
         """An element at a time."""
         if self.active and len(region.data) <= LARGEST:
             places = offsets[:, None] + np.arange(size)
-            self._atomic(region, places, self._stores(by), ins)
+            self._atomic(region, places, self._stores(by, _CHANGES, ins), ins)
 
-    def _stores(self, by: Storing) -> By:
-        """The agent of its writes."""
-        slot = self.clocks.written_slot(by.warp)
-        return By(*(np.array([x]) for x in (by.warp, slot, by.number)))
+    def _stores(self, by: Storing, how: Strength, ins: Instruction) -> By:
+        """The agent of a bulk store's writes."""
+        slot, clock = self.clocks.written_slot(by.warp), self.at_issue.get(by.number)
+        warp, lane, slots, counts = (np.array([x]) for x in (by.warp, 0, slot, by.number))
+        return By(warp, lane, slots, counts, how, ins.line, clock)
 
-    def _write(
-        self,
-        region: Region,
-        offsets: np.ndarray,
-        values: np.ndarray,
-        by: By,
-        ins: Instruction,
-        how: Strength = _WEAK,
-    ) -> None:
-        """A write of ``values`` (n, size) bytes at ``offsets`` (n,) of the region, before it
-        happens.
-        """
-        if not self.active or len(region.data) > LARGEST:
-            return
-        places = offsets[:, None] + np.arange(values.shape[1])
-        differs = region.data[places] != values
-        last = self._last(region, self.writes)
-        among = differs & (last.how[places] == _PLAIN) if how.strong else differs
-        if clash := self._clash(last, places, by, among):
-            before = last.how[clash.place]
-            self._race(
-                f"{self._name(clash.later)} writes {region.element(clash.place)}, and "
-                f"{self._name(clash.earlier)} {_DID[before]} (PTX line {last.line[clash.place]})",
-                ins,
-                how.strong or before == _STRONG,
-            )
-        self._after_loads(region, places, differs, by, ins, how)
-        last.set(places, self._mine(by, places), by, ins.line, _STRONG if how.strong else _PLAIN)
+    def _lanes(self, where: Lanes, how: Strength, ins: Instruction) -> By:
+        slots = self.clocks.slot[where.warps]
+        counts = self.clocks.known[where.warps, slots]
+        return By(where.warps, where.lanes, slots, counts, how, ins.line)
 
     def box_issued(
         self, warp: int, tmap: Any, at: tuple[int, ...], write: bool, ins: Instruction
@@ -230,17 +179,32 @@ class GlobalRaces(Observer):
         read = BoxRead(tmap, at, int(self._clusters(np.array([warp]))[0]), ins)
         if not self.order.active:
             self.boxes.setdefault((id(tmap), at, read.owner), read)
-        elif self.writes:
+        if self.writes:
             self._check_box(read, warp)
+
+    def bulk_issued(
+        self, warp: int, address: int, size: int, write: bool, ins: Instruction
+    ) -> None:
+        """Check a bulk load of contiguous bytes against the writes so far."""
+        region = self.m.memory.find(address)
+        if write or region is None or region.base not in self.writes:
+            return
+        places = address - region.base + np.arange(size)[None]
+        one = np.array([warp])
+        by = self._lanes(Lanes(one, 0 * one, one), WEAK, ins)
+        last = self.writes[region.base][places[0, 0] : places[0, 0] + size][None]
+        if clash := self._clash(last, places, by):
+            letter = self.records.kind[clash.earlier] != PLAIN
+            self.reports.race(by, clash, region, "reads", "wrote it", ins, letter)
 
     def written(self) -> dict[int, np.ndarray]:
         """The written bytes of the watched tensors, as packed bits by the regions' addresses."""
-        return {base: np.packbits(last.who != 0) for base, last in self.writes.items()}
+        return {base: np.packbits(marks != 0) for base, marks in self.writes.items()}
 
     def touched(self) -> Touched:
         """The accesses of the clusters that have run."""
         written = self.writes
-        read = {base: last.who != 0 for base, last in self.reads.items()}
+        read = {base: last != 0 for base, (last, _) in self.reads.items()}
         loaded = set()
         for box in self.boxes.values():
             found = box_places(self.m.memory, box.tmap, box.at, written)
@@ -264,156 +228,203 @@ class GlobalRaces(Observer):
 
     # -- checks ------------------------------------------------------------------------------------
 
-    def _read(
-        self,
-        region: Region,
-        places: np.ndarray,
-        warps: np.ndarray,
-        how: Strength,
-        ins: Instruction,
-    ) -> None:
-        by = self._lanes(warps)
+    def _read(self, region: Region, places: np.ndarray, by: By, ins: Instruction) -> None:
         if region.base in self.writes:
-            last = self.writes[region.base]
-            among = last.how[places] == _PLAIN if how.strong else True
-            if clash := self._clash(last, places, by, among):
-                self._race(
-                    f"{self._name(clash.later)} reads {region.element(clash.place)}, and "
-                    f"{self._name(clash.earlier)} wrote it (PTX line {last.line[clash.place]})",
-                    ins,
-                    how.strong or last.how[clash.place] != _PLAIN,
-                )
-        if how.strong:
+            last = self.writes[region.base][places]
+            if clash := self._clash(last, places, by):
+                kind = self.records.kind[clash.earlier]
+                self.reports.race(by, clash, region, "reads", "wrote it", ins,
+                           by.how.strong or kind != PLAIN)  # fmt: skip
+            elif not by.how.strong:
+                self._check_lanes(last, places, by, region, ins)
+        if by.how.far or len(region.data) > LARGEST_READ:
             return
-        mine, readers = self._mine(by, places), self._last(region, self.reads)
-        other = self._others(readers, places, by)
-        readers.set(places, np.where(other, MANY, mine), by, ins.line)
-        readers.who[places[readers.who[places] != mine]] = MANY  # several readers in one batch
+        first, second = self._readers(region)
+        mine, before = self._mark(by)[:, None], first[places]
+        other = self._late(before, by, reads=True)
+        if other is not None:
+            second[places[other]] = before[other]
+        first[places] = mine
+        several = first[places] >> LANE != mine >> LANE  # several warps in one batch
+        if several.any():
+            second[places[several]] = np.broadcast_to(mine, places.shape)[several]
+
+    def _write(
+        self, region: Region, offsets: np.ndarray, values: np.ndarray, by: By, ins: Instruction
+    ) -> None:
+        """A write of ``values`` (n, size) bytes at ``offsets`` (n,) of the region, before it
+        happens.
+        """
+        if not self.active or len(region.data) > LARGEST:
+            return
+        places = offsets[:, None] + np.arange(values.shape[1])
+        marks = self._marks(region)
+        last = marks[places]
+        differs: np.ndarray | None = None
+        if last.any() or region.base in self.reads:
+            differs = region.data[places] != values
+            if clash := self._clash(last, places, by, differs):
+                kind = int(self.records.kind[clash.earlier])
+                did = "changes it by atomics" if kind == ATOMIC else "wrote another value there"
+                did = "set it by a strong store" if kind == STRONG else did
+                letter = by.how.strong or kind not in (PLAIN, ATOMIC)
+                self.reports.race(by, clash, region, "writes", did, ins, letter)
+            self._after_loads(region, places, differs, by, ins)
+        marks[places] = self._mark(by)[:, None]
 
     def _after_loads(
-        self,
-        region: Region,
-        places: np.ndarray,
-        differs: np.ndarray,
-        by: By,
-        ins: Instruction,
-        how: Strength,
+        self, region: Region, places: np.ndarray, differs: np.ndarray, by: By, ins: Instruction
     ) -> None:
-        """Report a write that is not ordered after the loads of other clusters."""
-        readers = self.reads.get(region.base)
-        if readers is None:
+        """Report a write that is not ordered after loads."""
+        if region.base not in self.reads:
             return
-        if self.order.active:  # NOTE: only one of several readers' counts is kept
-            differs = differs & (readers.who[places] != MANY)
-        clash = self._clash(readers, places, by, differs)
+        first, second = self._readers(region)
+        for marks in (first[places], second[places]):
+            if self.order.active:  # NOTE: of several readers' counts only two are kept
+                who = self.records.who
+                alone = (second[places] == 0) | (
+                    who[first[places] >> LANE] == who[second[places] >> LANE]
+                )
+                clash = self._clash(marks, places, by, differs & alone)
+            else:
+                clash = self._clash(marks, places, by, differs)
+            if clash:
+                self.reports.race(by, clash, region, "writes", "has read", ins, by.how.strong)
+                break
         if self.order.active:
-            readers.who[places] = 0
-        if clash:
-            several = clash.earlier == MANY
-            peer = "others have" if several else f"{self._name(clash.earlier)} has"
-            self._race(
-                f"{self._name(clash.later)} writes {region.element(clash.place)}, which {peer} "
-                "read",
-                ins,
-                how.strong,
-            )
+            first[places] = second[places] = 0
 
     def _atomic(self, region: Region, places: np.ndarray, by: By, ins: Instruction) -> None:
         """An atomic, which is a read and a write; ordinary accesses must be ordered with it."""
-        last = self._last(region, self.writes)
-        if clash := self._clash(last, places, by, last.how[places] == _PLAIN):
-            self._race(
-                f"{self._name(clash.later)} changes {region.element(clash.place)} by an atomic, "
-                f"and {self._name(clash.earlier)} {_DID[_PLAIN]} by an ordinary store (PTX line "
-                f"{last.line[clash.place]})",
-                ins,
-            )
-        self._after_loads(region, places, np.ones(places.shape, bool), by, ins, _CHANGES)
-        last.set(places, self._mine(by, places), by, ins.line, _ATOMIC)
+        marks = self._marks(region)
+        if clash := self._clash(marks[places], places, by):
+            self.reports.race(by, clash, region, "changes", "by an ordinary store", ins)
+        self._after_loads(region, places, np.ones(places.shape, bool), by, ins)
+        marks[places] = self._mark(by)[:, None]
 
     def _check_box(self, read: BoxRead, warp: int | None = None) -> None:
+        """Check a TMA load against the writes so far: when it is issued by ``warp``, or at the end
+        against those of other clusters.
+        """
         found = box_places(self.m.memory, read.tmap, read.at, self.writes)
         if found is None:
             return
         region, offsets = found
-        last, at = self.writes[region.base], offsets[:, None]
-        other = (last.who[at] != 0) & (last.who[at] != read.owner + 1)
+        last, places = self.writes[region.base][offsets][:, None], offsets[:, None]
+        who = self.records.who[last >> LANE]
+        wrong: np.ndarray | None = (last != 0) & (who != read.owner + 1)
         if warp is not None:
-            self._unordered(other, last, at, self._lanes(np.array([warp])))
-        if other.any():
-            place = int(offsets[int(other.argmax())])
-            self._race(
-                f"a TMA load of {self._name(read.owner + 1)} reads byte {place} of "
-                f"{region.description or region.name}, which {self._name(last.who[place])} "
-                f"writes (PTX line {last.line[place]})",
-                read.instruction,
-            )
+            one = np.array([warp])
+            by = self._lanes(Lanes(one, 0 * one, one), WEAK, read.instruction)
+            mine = last if self.order.active else np.where(who == read.owner + 1, last, 0)
+            wrong = self._late(mine, by)
+        if wrong is not None and wrong.any():
+            k = int(wrong.reshape(-1).argmax())
+            self.reports.race_of_box(read, region, int(places[k, 0]), int(last[k, 0]) >> LANE, warp)
+
+    def _check_lanes(
+        self, last: np.ndarray, places: np.ndarray, by: By, region: Region, ins: Instruction
+    ) -> None:
+        """Report lanes that read what other lanes of their warp have stored, with no sync between:
+        an advisory if both are instructions of the whole warp, which executes them one after
+        another.
+        """
+        if not last.any():
+            return
+        rec, r = last >> LANE, self.records
+        own, lanes = by.slots[:, None], by.lanes[:, None]
+        late = (last != 0) & (r.slot[rec] == own) & (r.who[rec] == self._who(by)[:, None])
+        late &= ((last & 31) != lanes) & (r.kind[rec] == PLAIN)
+        late &= r.count[rec] > self.clocks.ordered[by.warps, by.slots][:, None]
+        if not late.any():
+            return
+        part = (r.partial[rec] != 0) | self._partial(by)[:, None]
+        sure = late & part
+        at = tuple(int(v[0]) for v in np.nonzero(sure if sure.any() else late))
+        place = region.element(int(places[at]))
+        self.reports.lanes(by, at[0], place, int(last[at]), not sure.any(), ins)
 
     def _clash(
-        self, last: Last, places: np.ndarray, by: By, among: np.ndarray | bool
+        self, last: np.ndarray, places: np.ndarray, by: By, among: np.ndarray | None = None
     ) -> Clash | None:
-        """The first of the places of ``_others`` at which ``among`` holds, or None."""
-        other = self._others(last, places, by, among)
-        if not other.any():
+        """The first of the places at which the last access is not ordered before this one, of those
+        ``among``; None if there is none.
+        """
+        late = self._late(last, by, among)
+        if late is None or not late.any():
             return None
-        at = tuple(int(v[0]) for v in np.nonzero(other))
-        place = int(places[at])
-        return Clash(int(self._mine(by, places)[at]), int(last.who[place]), place)
+        at = tuple(int(v[0]) for v in np.nonzero(late))
+        return Clash(at[0], int(last[at]) >> LANE, int(places[at]))
 
-    def _others(
-        self, last: Last, places: np.ndarray, by: By, among: np.ndarray | bool = True
-    ) -> np.ndarray:
-        """The places (n, bytes) whose last access was another cluster's and is not ordered before
-        the warps of ``by``; only where ``among`` holds.
+    def _late(
+        self, last: np.ndarray, by: By, among: np.ndarray | None = None, reads: bool = False
+    ) -> np.ndarray | None:
+        """Which of the accesses ``last`` (n, bytes), as marks, are not ordered before this one, and
+        race with it; ``reads``: as readers, which do not race. None if there are none.
         """
-        who = last.who[places]
-        other = (who != 0) & (who != self._mine(by, places)) & among
-        self._unordered(other, last, places, by)
-        return other
+        some = last != 0
+        if among is not None:
+            some &= among
+        if not some.any():
+            return None
+        row, column = np.nonzero(some)
+        rec, r, one = last[row, column] >> LANE, self.records, len(by.warps) == 1
+        row_of = 0 * row if one else row
+        other = r.who[rec] != self._who(by)[row_of]
+        late = other.copy()
+        if self.order.active and other.any():
+            late[other] = self._unknown(rec[other], by.warps[row_of[other]])
+        inside = ~other & (r.slot[rec] != by.slots[row_of])
+        if inside.any():
+            slots, counts = r.slot[rec[inside]], r.count[rec[inside]]
+            late[inside] = counts > self._known(by, slots, row_of[inside])
+        if not reads and by.how.strong:
+            kind = r.kind[rec]
+            late &= ~((kind != PLAIN) & (~other | (by.how.far & (kind <= ATOMIC))))
+        out = np.zeros(last.shape, bool)
+        out[row, column] = late
+        return out
 
-    def _unordered(self, other: np.ndarray, last: Last, places: np.ndarray, by: By) -> None:
-        """Keep of ``other``, places whose last access was another cluster's, those not ordered
-        before the warps of ``by``.
-        """
-        if not self.order.active or not other.any():
-            return
-        row, column = np.nonzero(other)
-        at = places[row, column]
-        warps = np.broadcast_to(by.warps, len(places))[row]
-        keys = np.stack([warps, last.who[at].astype(np.int64) - 1, last.slot[at]])
+    def _known(self, by: By, slots: np.ndarray, row: np.ndarray) -> np.ndarray:
+        """The counts of these agents that an access of the cluster is ordered after."""
+        if by.clock is None:
+            return self.clocks.known[by.warps[row], slots]
+        inside = slots < len(by.clock)  # NOTE: slots may have been added since
+        return np.where(inside, by.clock[np.minimum(slots, len(by.clock) - 1)], 0)
+
+    def _unknown(self, rec: np.ndarray, warps: np.ndarray) -> np.ndarray:
+        """Which of these accesses of other clusters are not ordered before the warps'."""
+        r = self.records
+        keys = np.stack([warps, r.who[rec].astype(np.int64) - 1, r.slot[rec]])
         found, which = np.unique(keys, axis=1, return_inverse=True)
         limits = np.array([self.order.known(*map(int, key)) for key in found.T])
-        other[row, column] = last.count[at] > limits[which.reshape(-1)]
+        return r.count[rec] > limits[which.reshape(-1)]
 
-    # -- names -------------------------------------------------------------------------------------
+    # -- marks and names ---------------------------------------------------------------------------
 
     def _clusters(self, warps: np.ndarray) -> np.ndarray:
         return self.m.grid.cta_cluster[self.m.grid.warp_cta[warps]]
 
-    def _lanes(self, warps: np.ndarray) -> By:
-        slots = self.clocks.slot[warps]
-        return By(warps, slots, self.clocks.known[warps, slots])
+    def _who(self, by: By) -> np.ndarray:
+        return self._clusters(by.warps) + 1
 
-    def _mine(self, by: By, places: np.ndarray) -> np.ndarray:
-        who = (self._clusters(by.warps) + 1).astype(np.uint32)
-        return np.broadcast_to(who[:, None], places.shape)
+    def _partial(self, by: By) -> np.ndarray:
+        """Whether some lanes of each warp take no part."""
+        heads = np.flatnonzero(np.diff(by.warps, prepend=-1))
+        counts = np.diff(heads, append=len(by.warps))
+        return np.repeat(counts < self.m.live[by.warps[heads]].sum(1), counts)
 
-    def _last(self, region: Region, accesses: dict[int, Last]) -> Last:
-        if region.base not in accesses:
-            accesses[region.base] = Last(len(region.data), self.order.active)
-        return accesses[region.base]
+    def _mark(self, by: By) -> np.ndarray:
+        partial = self._partial(by) if by.clock is None else np.zeros(1, bool)
+        return self.records.add(by, self._who(by), partial)
 
-    def _race(self, message: str, ins: Instruction, letter: Any = False) -> None:
-        """Report a race; ``letter``: whether one of the two accesses is strong."""
-        message += ": nothing orders the two"
-        if letter:
-            message += ", and only one of them is an atomic, volatile, relaxed or the like"
-        self.m.findings.add("race", message, ins, bool(letter), remedy=_REMEDY)
+    def _marks(self, region: Region) -> np.ndarray:
+        if region.base not in self.writes:
+            self.writes[region.base] = np.zeros(len(region.data), np.uint32)
+        return self.writes[region.base]
 
-    def _name(self, who: int) -> str:
-        x, y, z = self.m.grid.coordinates((int(who) - 1) * self.m.grid.cluster_size)
-        what = "CTA" if self.m.grid.cluster_size == 1 else "the cluster of CTA"
-        return f"{what} ({x},{y},{z})"
-
-
-_DID = ("wrote another value there", "set it by a strong store", "changes it by atomics")
+    def _readers(self, region: Region) -> tuple[np.ndarray, np.ndarray]:
+        if region.base not in self.reads:
+            first, second = (np.zeros(len(region.data), np.uint32) for _ in range(2))
+            self.reads[region.base] = first, second
+        return self.reads[region.base]

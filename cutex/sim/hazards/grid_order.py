@@ -100,8 +100,8 @@ class GridOrder(Observer):
                 self.clocks.learn(warp, slot, 1)
 
     def dependents_let_start(self, warps: np.ndarray) -> None:
-        """A CTA lets the next grid start with the first of its threads that executes this, whichever
-        that is.
+        """A CTA lets the next grid start with the first of its threads that executes this,
+        whichever that is.
         """
         m = self.m
         ctas, slot = m.grid.warp_cta[warps], self.clocks.grid_slot()

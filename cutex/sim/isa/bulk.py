@@ -219,7 +219,7 @@ def _bulk_storer(
     byte_mask: int,
     group: BulkGroup,
 ) -> Callable[[], None]:
-    m = d.m
+    m, by = d.m, group.storing
     copied = np.flatnonzero(byte_mask >> np.arange(n) % 16 & 1) if byte_mask != 0xFFFF else None
 
     def complete() -> None:
@@ -230,9 +230,9 @@ def _bulk_storer(
         if region is not None:
             place = target - region.base + (np.array([0]) if copied is None else copied)
             if reduction is None:
-                m.events.bulk_writes(region, place, values, group.storing, d.ins)
+                m.events.bulk_writes(region, place, values, by, d.ins)
             else:
-                m.events.bulk_reduced(region, place, n, group.storing, d.ins)
+                m.events.bulk_reduced(region, place, n, by, d.ins)
         old[slice(None) if copied is None else copied] = values.reshape(-1)
         group.finished()
 

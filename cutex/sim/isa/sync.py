@@ -195,11 +195,13 @@ def fence(d: Decoder) -> Execute:
         if "async" in d.mods and "global" not in d.mods:
             return lambda b: m.events.proxy_fenced(b.idx[b.any_active()])
         return lambda b: None
-    if not {"cluster", "gpu", "sys", "gl"} & d.mods:
+    if not {"cta", "cluster", "gpu", "sys", "gl"} & d.mods:
         return lambda b: None
-    releases, of_all = "acquire" not in d.mods, is_fence(d.ins.op)
+    releases, scope = "acquire" not in d.mods, "cluster" if "cluster" in d.mods else "cta"
+    if is_fence(d.ins.op):
+        scope = "gpu"
 
-    return lambda b: m.events.fenced(b.idx[b.any_active()], releases, of_all)
+    return lambda b: m.events.fenced(b.idx[b.any_active()], releases, scope)
 
 
 def _fence_map(d: Decoder) -> Execute:

@@ -354,7 +354,7 @@ def _storer(
     groups: list[BulkGroup],
     ins: Any,
 ) -> Callable[[], None]:
-    tmap = boxes[0].tmap
+    tmap, by = boxes[0].tmap, groups[0].storing
 
     def store(of: Box, box: np.ndarray) -> None:
         part, target = of.part, of.window
@@ -365,9 +365,9 @@ def _storer(
         region, places = places_under(m.memory, tmap, part, target)
         if combine is None:
             words = new.reshape(-1, 1).view(np.uint8)
-            m.events.bulk_writes(region, places, words, groups[0].storing, ins)
+            m.events.bulk_writes(region, places, words, by, ins)
         else:
-            m.events.bulk_reduced(region, places, tmap.itemsize, groups[0].storing, ins)
+            m.events.bulk_reduced(region, places, tmap.itemsize, by, ins)
         target[...] = new
 
     def complete() -> None:

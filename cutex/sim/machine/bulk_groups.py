@@ -23,6 +23,7 @@ class BulkGroup:
 
     @property
     def storing(self) -> Storing:
+        """The operation that has joined it last."""
         return Storing(self.thread[0], self.last)
 
     def finished(self) -> None:

@@ -35,7 +35,7 @@ class SharedBytes(NamedTuple):
 
 
 class Storing(NamedTuple):
-    """A bulk store: the warp that issued it, and the number of the last operation of its group."""
+    """A bulk store: the warp that issued it, and its number among the operations."""
 
     warp: int
     number: int
@@ -166,8 +166,8 @@ class Observer:
     def lanes_met(self, warps: np.ndarray) -> None:
         """bar.warp.sync of all of their lanes."""
 
-    def fenced(self, warps: np.ndarray, releases: bool, of_all: bool) -> None:
-        """A fence of cluster scope or wider; ``of_all``: of the GPU or the system."""
+    def fenced(self, warps: np.ndarray, releases: bool, scope: str) -> None:
+        """A fence with the scope of a "cta", a "cluster" or the "gpu" (or the system)."""
 
     def proxy_fenced(self, warps: np.ndarray) -> None:
         """fence.proxy.async."""

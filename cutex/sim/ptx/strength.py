@@ -7,33 +7,49 @@ from functools import lru_cache
 from typing import NamedTuple
 
 _FENCE = re.compile(r"(fence(?!\.proxy)|membar)\.[\w.]*(gpu|gl|sys)")
+_NEAR_FENCE = re.compile(r"(fence(?!\.proxy)|membar)\.[\w.]*(cta|cluster)\b")
 _NARROW = re.compile(r"\.(cta|cluster)(?!::)\b")
 
 
 class Strength(NamedTuple):
-    """The role of an access in the order of clusters."""
+    """The role of an access in the order of threads; ``near``: of those of its cluster only."""
 
     strong: bool  # another strong one does not race with it (8.7.1)
     atomic: bool
     acquires: bool
     releases: bool
+    near: bool = False
+
+    @property
+    def far(self) -> bool:
+        """Whether it is strong for other clusters, too."""
+        return self.strong and not self.near
+
+
+WEAK = Strength(False, False, False, False)
 
 
 @lru_cache(maxsize=1024)
 def strength(op: str) -> Strength:
-    """The strength of an opcode; one with the scope of a CTA or a cluster orders nothing across
-    clusters.
+    """The strength of an opcode; one with the scope of a CTA or a cluster, or on shared memory,
+    orders nothing across clusters.
     """
     parts = op.split(".")
-    if _NARROW.search(op) or parts[0] not in ("ld", "st", "atom", "red"):
-        return Strength(False, False, False, False)
+    if parts[0] not in ("ld", "st", "atom", "red"):
+        return WEAK
     atomic = parts[0] in ("atom", "red")
     both = "acq_rel" in parts
     acquires, releases = both or "acquire" in parts, both or "release" in parts
     strong = atomic or acquires or releases or not {"relaxed", "volatile", "mmio"}.isdisjoint(parts)
-    return Strength(strong, atomic, acquires, releases)
+    near = _NARROW.search(op) is not None or any(part.startswith("shared") for part in parts)
+    return Strength(strong, atomic, acquires, releases, near) if strong else WEAK
 
 
 def is_fence(op: str) -> bool:
     """Whether an opcode is a fence with the scope of the GPU or the system."""
     return _FENCE.match(op) is not None
+
+
+def is_near_fence(op: str) -> bool:
+    """Whether it is a fence with the scope of a CTA or a cluster."""
+    return _NEAR_FENCE.match(op) is not None

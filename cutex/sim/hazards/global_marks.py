@@ -1,0 +1,88 @@
+"""Marks of accesses to global memory: who has touched a byte last, and how.
+
+An access of a warp, or a bulk store, is one row of `Records`; the bytes that it touches are marked
+with the row's number and the lane, so that a byte needs one word.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.strength import Strength
+
+PLAIN, STRONG, ATOMIC, NEAR = range(4)  # kinds of accesses; NEAR: strong within a cluster only
+LANE = 5  # bits of the lane in a mark
+
+
+class By(NamedTuple):
+    """The agents of an access: of each place, (n,) or (1,), the warp and lane, and the slot and
+    count of the agent. ``clock``: the clock at the issue of a bulk store, if it is one.
+    """
+
+    warps: np.ndarray
+    lanes: np.ndarray
+    slots: np.ndarray
+    counts: np.ndarray
+    how: Strength
+    line: int
+    clock: np.ndarray | None = None
+
+    @property
+    def kind(self) -> int:
+        if self.how.near and self.how.strong:
+            return NEAR
+        return ATOMIC if self.how.atomic else STRONG if self.how.strong else PLAIN
+
+
+class Clash(NamedTuple):
+    """Two unordered accesses of a byte: the place of the later one in its access, the number of the
+    earlier one in the records, and the byte's place in its region.
+    """
+
+    later: int
+    earlier: int
+    place: int
+
+
+class BoxRead(NamedTuple):
+    """A TMA load of a box, by the cluster ``owner`` of the grid."""
+
+    tmap: Any
+    at: tuple[int, ...]
+    owner: int
+    instruction: Instruction
+
+
+class Records:
+    """The accesses of a launch, by number from 1: the cluster's number in the grid plus 1, the
+    agent's slot and count, the warp, the PTX line, the kind, and whether some lanes of the warp
+    took no part.
+    """
+
+    FIELDS = ("who", "slot", "count", "warp", "line", "kind", "partial")
+
+    def __init__(self) -> None:
+        self.n = 1
+        self._table = np.zeros((len(self.FIELDS), 1024), np.int32)
+
+    def __getattr__(self, name: str) -> np.ndarray:
+        return self._table[self.FIELDS.index(name)]
+
+    def add(self, by: By, who: np.ndarray, partial: np.ndarray) -> np.ndarray:
+        """Add an access and return the marks of its places; ``who``, ``partial`` as in ``by``."""
+        heads = np.flatnonzero(np.diff(by.warps, prepend=-1))
+        end = self.n + len(heads)
+        if end > self._table.shape[1]:
+            more = np.zeros((len(self.FIELDS), max(end, self._table.shape[1])), np.int32)
+            self._table = np.concatenate([self._table, more], 1)
+        new = self._table[:, self.n : end]
+        fields = (who, by.slots, by.counts, by.warps)
+        for row, field in zip(new, fields, strict=False):
+            row[:] = field[heads]
+        new[4], new[5], new[6] = by.line, by.kind, partial[heads]
+        which = np.repeat(np.arange(self.n, end), np.diff(heads, append=len(by.warps)))
+        self.n = end
+        return (which.astype(np.uint32) << np.uint32(LANE)) | by.lanes.astype(np.uint32)

@@ -1,0 +1,105 @@
+"""The reports of races on global memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cutex.sim.hazards.clocks import Clocks
+from cutex.sim.hazards.global_marks import LANE, BoxRead, By, Clash, Records
+from cutex.sim.machine.memory import Region
+from cutex.sim.ptx.parse import Instruction
+
+if TYPE_CHECKING:
+    from cutex.sim.machine.machine import Machine
+
+_REMEDY = "an atomic instead, or one CTA that does both, or a flag with release and acquire"
+_BARRIER = "a barrier that both warps pass in between, as sync_threads()"
+_WRITTEN = (
+    "cp.async.bulk.wait_group without .read by the thread that stores, then a barrier of both"
+)
+_LANES = "sync_warp() in between"
+
+
+class GlobalReports:
+    """Words the races of a launch."""
+
+    clocks: Clocks  # of the resident clusters
+
+    def __init__(self, machine: Machine, records: Records) -> None:
+        self.m, self.records = machine, records
+
+    def lanes(
+        self, by: By, row: int, place: str, mark: int, advisory: bool, ins: Instruction
+    ) -> None:
+        """A lane that reads what another of its warp has stored."""
+        line = self.records.line[mark >> LANE]
+        self.m.findings.add(
+            "race",
+            f"lane {by.lanes[row]} of {self.m.grid.name_warp(int(by.warps[row]))} reads {place}, "
+            f"and its lane {mark & 31} wrote it (PTX line {line}): no bar.warp.sync orders the two "
+            "lanes",
+            ins,
+            advisory=advisory,
+            remedy=_LANES,
+        )
+
+    def race_of_box(
+        self, read: BoxRead, region: Region, place: int, earlier: int, warp: int | None
+    ) -> None:
+        who, line = self._name(read.owner + 1), self.records.line[earlier]
+        by, remedy = self._name(int(self.records.who[earlier])), _REMEDY
+        if warp is not None and self.records.who[earlier] == read.owner + 1:
+            who, by, remedy = self.m.grid.name_warp(warp), self._agent(earlier), _BARRIER
+        self.m.findings.add(
+            "race",
+            f"a TMA load of {who} reads byte {place} of {region.description or region.name}, which "
+            f"{by} writes (PTX line {line}): nothing orders the two",
+            read.instruction,
+            remedy=remedy,
+        )
+
+    def race(
+        self,
+        by: By,
+        clash: Clash,
+        region: Region,
+        verb: str,
+        did: str,
+        ins: Instruction,
+        letter: Any = False,
+    ) -> None:
+        """Report a race; ``letter``: whether one of the two accesses is strong."""
+        r, place = self.records, region.element(clash.place)
+        warp, earlier = int(by.warps[clash.later if len(by.warps) > 1 else 0]), clash.earlier
+        who = int(self.m.grid.cta_cluster[self.m.grid.warp_cta[warp]]) + 1
+        later, before, remedy = self._name(who), self._name(int(r.who[earlier])), _REMEDY
+        why = "nothing orders the two"
+        if who == r.who[earlier]:
+            later, before, remedy = self.m.grid.name_warp(warp), self._agent(earlier), _BARRIER
+            later = later if by.clock is None else f"a bulk store of {later}"
+            why = "no barrier orders the two"
+            if r.slot[earlier] >= self.clocks.warps:
+                why, remedy = "nothing that this warp has waited for says that it is done", _WRITTEN
+        line = f"(PTX line {r.line[earlier]})"
+        if did == "has read":
+            message = f"{later} {verb} {place}, which {before} has read {line}"
+        elif verb == "changes":
+            message = f"{later} changes {place} by an atomic, and {before} "
+            message += f"wrote another value there by an ordinary store {line}"
+        else:
+            message = f"{later} {verb} {place}, and {before} {did} {line}"
+        message += f": {why}"
+        if letter:
+            message += ", and only one of them is an atomic, volatile, relaxed or the like"
+        self.m.findings.add("race", message, ins, bool(letter), remedy=remedy)
+
+    def _agent(self, record: int) -> str:
+        """Who made an access: a warp, or a bulk store of one."""
+        name = self.m.grid.name_warp(int(self.records.warp[record]))
+        bulk = self.records.slot[record] >= self.clocks.warps
+        return f"a bulk store of {name}" if bulk else name
+
+    def _name(self, who: int) -> str:
+        x, y, z = self.m.grid.coordinates((int(who) - 1) * self.m.grid.cluster_size)
+        what = "CTA" if self.m.grid.cluster_size == 1 else "the cluster of CTA"
+        return f"{what} ({x},{y},{z})"
