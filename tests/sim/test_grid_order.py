@@ -125,3 +125,20 @@ def test_who_does_not_wait_starts_with_the_letting_of_the_kernel_before(
 ) -> None:
     races = [f for f in found(FIRST, second, READ) if not f.advisory]
     assert bool(races) != safe
+
+
+def test_a_first_kernel_may_be_launched_so_that_it_waits() -> None:
+    """Its bulk loads, too: before it nothing of the call runs."""
+    copy = """.reg .b32 bar; mov.u32 bar, smem; setp.eq.u32 %p0, %tid.x, 0;
+    @%p0 mbarrier.init.shared.b64 [bar], 1; bar.sync 0; griddepcontrol.wait;
+    @%p0 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 64; mov.u32 %r9, smem;
+    @%p0 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r9+64], [%x], 64,
+    [bar]; W: mbarrier.try_wait.parity.shared.b64 %p3, [bar], 0; @!%p3 bra W;"""
+    arrays = {"x": np.zeros(64, np.uint32)}
+    shape = Shape(block=64, smem=256)
+    tensors = [HostTensor.of(arrays["x"], "x")]
+    value = ctypes.c_uint64(tensors[0].address)
+    params = (ctypes.c_void_p * 1)(ctypes.addressof(value))
+    run = Simulation(parse(module(copy, arrays, shape, "sm_90a", "")), tensors)
+    run.launch(replace(shape.launch("snippet", params), programmatic=True))
+    assert not run.report.findings and not run.report.advisories

@@ -222,7 +222,7 @@ class GridOrder(Observer):
         who, what = self.m.grid.name_warp(warp), region.description or region.name
         verb = "writes" if write else "reads"
         why = "no griddepcontrol.wait comes before"
-        if waited:
+        if waited and self.before:
             last = self.before[-1].kernel
             why = f"griddepcontrol.wait waits for {last}, which has not waited for it"
         for before in self.beyond if waited else [g for g in self.before if not g.ended]:

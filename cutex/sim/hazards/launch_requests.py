@@ -73,7 +73,7 @@ class LaunchRequests(Observer):
 
     def using_registers(self, b: Batch, pc: int) -> None:
         """Follow refused coordinates through the registers; report an access by them."""
-        if not self.refused.any():
+        if pc not in self.coordinates.steps or not self.refused.any():
             return
         (written, read), ins = self.coordinates.steps[pc], self.m.program.code[pc]
         warps = b.idx if b.mask is None else b.idx[b.any_active()]
