@@ -20,7 +20,7 @@ from cutlass.memory import SmemAllocator
 from cutex.device.pipeline import Barrier, PipelineState, is_leader
 from cutex.device.work_tile import WorkTile
 from cutex.schedulers.dispatch import Ticket, Turn
-from cutex.schedulers.raster import TileOrder
+from cutex.schedulers.raster import RasterOrder
 
 CTAS = 2  # CTAs of a pair, along M
 REPLY_BYTES = 16
@@ -140,12 +140,12 @@ class ClcDispatch:
                    both CTAs, at the leader's
     """
 
-    order: TileOrder
+    order: RasterOrder
     replies: Replies
     read: Barrier
 
     @staticmethod
-    def allocate(smem: SmemAllocator, order: TileOrder, readers: int) -> ClcDispatch:
+    def allocate(smem: SmemAllocator, order: RasterOrder, readers: int) -> ClcDispatch:
         """Allocate the barriers; `readers` is the number of warps of both CTAs that follow the
         sequence, the asking one included."""
         replies = Replies.allocate(smem, CTAS, DEPTH)

@@ -14,7 +14,8 @@ from cutlass.memory import SmemAllocator
 
 from cutex.device.pipeline import Barrier, PipelineState
 from cutex.device.work_tile import WorkTile
-from cutex.schedulers.dispatch import Order, Ticket, Turn
+from cutex.schedulers.dispatch import Ticket, Turn
+from cutex.schedulers.order import Order
 
 DEPTH = 2  # indices that may be unread
 
@@ -60,7 +61,6 @@ class CounterDispatch:
     """
 
     order: Order
-    total: Int32  # tiles
     source: Counter
     indices: cute.Tensor  # (SLOT) Int32 in smem
     announced: Barrier
@@ -68,14 +68,14 @@ class CounterDispatch:
 
     @staticmethod
     def allocate(
-        smem: SmemAllocator, order: Order, total: Int32, counter: cute.Tensor, readers: int
+        smem: SmemAllocator, order: Order, counter: cute.Tensor, readers: int
     ) -> CounterDispatch:
         """Allocate the ring and its barriers; `readers` is the number of warps of this CTA that
         follow the sequence, the asking one not included."""
         indices = smem.allocate_tensor(Int32, cute.make_layout(DEPTH), byte_alignment=16)
         announced = Barrier.allocate(smem, "tile announced", arrivals=1, slots=DEPTH)
         read = Barrier.allocate(smem, "tile read", arrivals=readers, slots=DEPTH)
-        return CounterDispatch(order, total, Counter(counter), indices, announced, read)
+        return CounterDispatch(order, Counter(counter), indices, announced, read)
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
@@ -83,7 +83,7 @@ class CounterDispatch:
 
     def first(self) -> Ticket:
         index = self.source.first().index
-        return Ticket(index, index < self.total, Int32(0), Int32(0))
+        return Ticket(index, index < self.order.total, Int32(0), Int32(0))
 
     @cute.jit
     def next(self, ticket: Ticket) -> Ticket:
@@ -95,7 +95,7 @@ class CounterDispatch:
             self.read.arrive(ticket.slot)
         state = PipelineState(DEPTH, ticket.slot, ticket.phase)
         state.advance()
-        return Ticket(index, index < self.total, state.slot, state.phase)
+        return Ticket(index, index < self.order.total, state.slot, state.phase)
 
     def tile(self, ticket: Ticket) -> WorkTile:
         return self.order.tile(ticket.index)
@@ -107,8 +107,8 @@ class CounterDispatch:
         state = PipelineState(DEPTH, Int32(0), Int32(1))
         indices = self.indices
         turn = self.source.first()
-        while turn.index < self.total:
-            turn = self.source.next(turn, self.source.ask(turn), self.total)
+        while turn.index < self.order.total:
+            turn = self.source.next(turn, self.source.ask(turn), self.order.total)
             self.read.wait(state.phase, state.slot)
             with cute.arch.elect_one():
                 indices[state.slot] = turn.index

@@ -1,15 +1,16 @@
 """The protocols of a scheduler: which work tile a CTA computes next.
 
-A scheduler is an order times a source. An order (raster.py; of attention kernels/attention/
-order.py) is a pure bijection from an index to a work tile, which Python ints run too. A source
-hands out the indices:
+A scheduler is an order times a source. An order (order.py) is a pure bijection from an index to a
+work tile, which Python ints run too. A source hands out the indices:
 
     one_tile.py    each CTA or cluster has one, its own number
     persistent.py  as many as run at one time take equal steps
     counter.py     CTAs take them from a counter while the kernel runs
     clc.py         the hardware hands them out while the kernel runs (sm_100a)
 
-stream_k.py hands out no indices: it cuts the steps along K of all tiles into equal shares.
+Three hand out no indices. one_round.py and spread.py give each cluster one tile, which its number
+says, where one round covers the result. stream_k.py cuts the steps along K of all tiles into equal
+shares.
 
 One warp of a CTA asks a source, `Source`, and may do other work before it needs the answer:
 
@@ -59,12 +60,6 @@ class Ticket:
 
     def __new_from_mlir_values__(self, values: list) -> Ticket:
         return Ticket(Int32(values[0]), Boolean(values[1]), Int32(values[2]), Int32(values[3]))
-
-
-class Order(Protocol):
-    """A bijection from the indices 0, 1, ... to the work tiles of a problem."""
-
-    def tile(self, index: Int32) -> WorkTile: ...
 
 
 class Turn(NamedTuple):

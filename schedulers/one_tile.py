@@ -8,18 +8,17 @@ from cutlass import Boolean, Int32, cute
 
 from cutex.device.work_tile import WorkTile
 from cutex.schedulers.dispatch import Ticket, Turn
-from cutex.schedulers.raster import TileOrder
+from cutex.schedulers.order import TileCounts
+from cutex.schedulers.raster import RasterOrder
 
 
 class OneTilePerCta:
     """One tile for each CTA of a two-dimensional grid: x runs along M, y along N."""
 
     @staticmethod
-    @cute.jit
-    def grid(mC: cute.Tensor, tile: cute.Tile) -> tuple[Int32, Int32, int]:
-        """The grid that covers mC (M, N) with `tile` (bM, bN)."""
-        m, n = cute.ceil_div(mC.shape, tile)
-        return m, n, 1
+    def grid(counts: TileCounts) -> tuple[Int32, Int32, int]:
+        """The grid that covers a matrix of so many tiles."""
+        return counts.m, counts.n, 1
 
     @staticmethod
     @cute.jit
@@ -51,7 +50,7 @@ class OneTilePerCluster:
     """A dispatcher of one tile for each cluster of `ctas` along x: cluster_m CTAs along M for each
     share of K, `WorkTile.split`."""
 
-    order: TileOrder
+    order: RasterOrder
     ctas: int
     barriers: tuple[()] = ()
 

@@ -14,7 +14,8 @@ from cutlass import Int32, cute
 from cutex.device.work_tile import WorkTile, place_in_cluster
 from cutex.schedulers.dispatch import Ticket, Turn
 from cutex.schedulers.one_tile import OwnNumber
-from cutex.schedulers.raster import Raster, TileOrder, clusters
+from cutex.schedulers.order import TileCounts
+from cutex.schedulers.raster import Raster, RasterOrder
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class StaticWalk:
     CTAs that share the K of a tile take the same indices, and differ in `split`.
     """
 
-    order: TileOrder
+    order: RasterOrder
     start: Int32
     end: Int32
     step: Int32
@@ -66,43 +67,30 @@ class StaticWalk:
 
 @dataclass(frozen=True)
 class StaticPersistent:
-    """A grid of clusters (x along M, y along N, z counts them) that loops over the tiles of C,
-    which is (M, N) or, with a batch, (M, N, L).
+    """A grid of clusters (x along M, y along N, z counts them) that loops over all tiles.
 
     With `split_k` > 1 a cluster has as many layers of CTAs along z, which share the K of its tiles;
     the grid then covers all tiles at once.
     """
 
     raster: Raster
-    tile: tuple[int, int]
     cluster: tuple[int, int]
     num_ctas: int  # CTAs that run at one time
     split_k: int = 1
 
-    def counts(self, mC: cute.Tensor) -> tuple[Int32, Int32]:
-        """The numbers of clusters along M and N that cover one matrix of mC."""
-        m, n = cute.ceil_div(mC.shape[:2], self.tile)
-        return clusters(m, self.cluster[0]), clusters(n, self.cluster[1])
-
-    def total(self, mC: cute.Tensor) -> Int32:
-        """The number of clusters that cover all of mC."""
-        clusters_m, clusters_n = self.counts(mC)
-        total = clusters_m * clusters_n
-        return total * cute.size(mC, mode=[2]) if cute.rank(mC) == 3 else total
-
-    def grid(self, mC: cute.Tensor) -> tuple[int, int, Int32]:
-        total = self.total(mC)
+    def grid(self, counts: TileCounts) -> tuple[int, int, Int32]:
+        total = RasterOrder.of(self.raster, counts, self.cluster).total
         across, down = self.cluster
         if self.split_k > 1:
             return across, down, total * self.split_k
         at_once = max(1, self.num_ctas // (across * down))
         return across, down, cutlass.min(at_once, total)
 
-    def walk(self, mC: cute.Tensor) -> StaticWalk:
+    def walk(self, counts: TileCounts) -> StaticWalk:
         """The walk of this CTA's cluster."""
-        order = TileOrder(self.raster, *self.counts(mC), *self.cluster, cute.rank(mC) == 3)
+        order = RasterOrder.of(self.raster, counts, self.cluster)
         _, _, first = cute.arch.block_idx()
         _, _, step = cute.arch.grid_dim()
         split = first % self.split_k
-        first, step, end = first // self.split_k, step // self.split_k, self.total(mC)
-        return StaticWalk(order, first, end, step, split, self.split_k)
+        first, step = first // self.split_k, step // self.split_k
+        return StaticWalk(order, first, order.total, step, split, self.split_k)

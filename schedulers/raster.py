@@ -12,14 +12,12 @@ Plain operators only: Python ints run it, and the same code traces in the DSL.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
 
 import cutlass
 from cutlass import Int32
 
 from cutex.device.work_tile import WorkTile
-
-Index = TypeVar("Index", int, Int32)
+from cutex.schedulers.order import Index, TileCounts
 
 ALONG = ("m", "n")
 
@@ -47,7 +45,7 @@ class Raster:
 
 
 @dataclass(frozen=True)
-class TileOrder:
+class RasterOrder:
     """The tiles of a matrix in raster order, or of a batch of matrices, one after the other.
 
     An index counts clusters of cluster_m x cluster_n CTAs, each with a tile of its own.
@@ -58,13 +56,24 @@ class TileOrder:
     clusters_n: Int32 | int
     cluster_m: int = 1
     cluster_n: int = 1
-    batched: bool = False
+    batch: Int32 | int | None = None  # matrices; None: there is no batch
+
+    @staticmethod
+    def of(raster: Raster, counts: TileCounts, cluster: tuple[int, int] = (1, 1)) -> RasterOrder:
+        """The order of clusters of CTAs that cover `counts` tiles."""
+        m, n = clusters(counts.m, cluster[0]), clusters(counts.n, cluster[1])
+        return RasterOrder(raster, m, n, *cluster, counts.batch)
+
+    @property
+    def total(self) -> Int32 | int:
+        """The number of clusters."""
+        return TileCounts(self.clusters_m, self.clusters_n, self.batch).total
 
     def tile(self, index: Int32 | int) -> WorkTile:
         """The tile of the first CTA of cluster `index`; its CTA (m, n) has the tile m rows below
         and n columns to the right."""
         batch: Int32 | int = 0
-        if self.batched:
+        if self.batch is not None:
             clusters = self.clusters_m * self.clusters_n
             batch = index // clusters
             index = index - batch * clusters

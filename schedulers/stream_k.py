@@ -16,16 +16,15 @@ Plain operators only: Python ints run it, and the same code traces in the DSL.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Int32, cute
 
 from cutex.device.work_tile import WorkTile, place_in_cluster
+from cutex.schedulers.order import Index, TileCounts, select
 from cutex.schedulers.persistent import StaticPersistent
-from cutex.schedulers.raster import TileOrder
-
-Index = TypeVar("Index", int, Int32)
+from cutex.schedulers.raster import RasterOrder
 
 LEAST = 4  # K tiles of a part, at least: fewer cost more than they save
 FINISH = 4  # the time of a tile's end, adding others' sums and the store, in K tiles
@@ -76,7 +75,7 @@ class StreamedWalk:
     """The segments of cluster `cluster`: whole tiles in the first `rounds`, then its share of the
     rest."""
 
-    order: TileOrder
+    order: RasterOrder
     shares: Shares
     rounds: Int32 | int
     cluster: Int32 | int
@@ -140,25 +139,18 @@ class StreamedTiles(StaticPersistent):
         across, down = self.cluster
         return max(1, self.num_ctas // (across * down))
 
-    def grid(self, mC: cute.Tensor) -> tuple[int, int, int]:
+    def grid(self, counts: TileCounts) -> tuple[int, int, int]:
         return *self.cluster, self.clusters
 
-    def streamed_walk(self, mC: cute.Tensor, num_k_tiles: Int32) -> StreamedWalk:
+    def streamed_walk(self, counts: TileCounts, num_k_tiles: Int32) -> StreamedWalk:
         """The walk of this CTA's cluster."""
-        order = TileOrder(self.raster, *self.counts(mC), *self.cluster, cute.rank(mC) == 3)
+        order = RasterOrder.of(self.raster, counts, self.cluster)
         _, _, cluster = cute.arch.block_idx()
-        rounds = whole_rounds(self.total(mC), self.clusters, self.rounds)
-        shares = Shares(self.total(mC) - rounds * self.clusters, num_k_tiles, self.clusters)
+        rounds = whole_rounds(order.total, self.clusters, self.rounds)
+        shares = Shares(order.total - rounds * self.clusters, num_k_tiles, self.clusters)
         return StreamedWalk(order, shares, rounds, cluster)
 
 
 def whole_rounds(tiles: Index, clusters: int, streamed: int) -> Index:
     """The number of rounds of whole tiles, before the last `streamed` rounds."""
     return cutlass.max((tiles + (clusters - 1)) // clusters - streamed, 0)
-
-
-def select(condition: Any, if_so: Any, if_not: Any) -> Any:
-    """`if_so` or `if_not`; both are computed."""
-    if isinstance(condition, bool):
-        return if_so if condition else if_not
-    return Int32(cutlass.select_(condition, Int32(if_so), Int32(if_not)))

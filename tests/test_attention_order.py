@@ -1,4 +1,4 @@
-"""TileOrder: every tile once, in every order."""
+"""AttentionOrder: every tile once, in every order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cutex.arch import arch
 from cutex.device.attention.block_info import Blocks
 from cutex.kernels.attention.forward.choose import Shape, choose, fill, on_gpu
 from cutex.kernels.attention.forward.config import ForwardConfig
-from cutex.kernels.attention.order import TileOrder, Wave, wave_of
+from cutex.kernels.attention.order import AttentionOrder, Wave, wave_of
 from cutex.problem.attention import AttentionProblem
 
 SM90 = arch("sm_90a")
@@ -22,7 +22,7 @@ LONG = Shape(batch=1, heads_q=16, heads_kv=4, longest_q=16384, longest_k=16384, 
 SIZES = [*itertools.product((1, 2, 7), (1, 3, 8), (1, 2, 5), (1, 2, 4))]
 
 
-def places(order: TileOrder) -> list[tuple[int, int, int]]:
+def places(order: AttentionOrder) -> list[tuple[int, int, int]]:
     """(m, head, batch) of every tile, in its turn; the other modes of a work tile are 0."""
     tiles = [order.tile(index) for index in range(order.total)]
     assert not any(tile.n or tile.split for tile in tiles)
@@ -33,14 +33,16 @@ def places(order: TileOrder) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("l2_rows", [0, 1000, 5000, 1 << 30])
 def test_an_order_is_a_bijection(longest_first, l2_rows):
     for num_m_blocks, heads, batch, heads_per_kv in SIZES:
-        order = TileOrder(num_m_blocks, heads, batch, longest_first, 1000, heads_per_kv, l2_rows)
+        order = AttentionOrder(
+            num_m_blocks, heads, batch, longest_first, 1000, heads_per_kv, l2_rows
+        )
         tiles = places(order)
         every = itertools.product(range(num_m_blocks), range(heads), range(batch))
         assert sorted(tiles) == sorted(every)
 
 
 def test_the_longest_tiles_of_a_group_come_first_and_its_heads_share_l2():
-    order = TileOrder(
+    order = AttentionOrder(
         num_m_blocks=4, heads=6, batch=2, longest_first=True, rows_k=1000, heads_per_kv=2,
         l2_rows=2500,
     )  # fmt: skip
@@ -53,7 +55,7 @@ def test_the_longest_tiles_of_a_group_come_first_and_its_heads_share_l2():
 
 
 def test_without_a_band_the_tiles_of_a_head_follow_one_another():
-    order = TileOrder(3, 2, 2, False, 1000, 1, 1 << 20)
+    order = AttentionOrder(3, 2, 2, False, 1000, 1, 1 << 20)
     tiles = places(order)
     assert tiles[:4] == [(0, 0, 0), (1, 0, 0), (2, 0, 0), (0, 1, 0)]
 
@@ -62,7 +64,7 @@ def test_without_a_band_the_tiles_of_a_head_follow_one_another():
 def test_an_order_in_waves_is_a_bijection(wave):
     for num_m_blocks, heads, batch, heads_per_kv in SIZES:
         for l2_rows in (0, 5000):
-            order = TileOrder(
+            order = AttentionOrder(
                 num_m_blocks, heads, batch, True, 1000, heads_per_kv, l2_rows, Wave(wave, 2 * wave)
             )
             every = itertools.product(range(num_m_blocks), range(heads), range(batch))
@@ -78,7 +80,7 @@ def test_ctas_end_together_though_few_heads_are_in_work(num_m_blocks, heads):
     ctas = 132
     wave = wave_of(ForwardConfig(num_ctas=ctas), num_m_blocks)
     assert wave is not None
-    order = TileOrder(num_m_blocks, heads, 1, True, 1000, 1, 1 << 30, wave)
+    order = AttentionOrder(num_m_blocks, heads, 1, True, 1000, 1, 1 << 30, wave)
     free = [0] * ctas
     first: dict[int, int] = {}
     end: dict[int, int] = {}
@@ -98,7 +100,7 @@ def test_tiles_that_begin_or_end_together_read_the_same_keys():
     """Causal tiles of heads in waves on as many CTAs as a head has tiles: keys are read by half of
     the CTAs at one time if every other wave is taken forwards, by few if none is."""
     ctas = 16
-    order = TileOrder(ctas, 6, 1, True, 1000, 1, 1 << 30, Wave(1, 2))
+    order = AttentionOrder(ctas, 6, 1, True, 1000, 1, 1 << 30, Wave(1, 2))
 
     def sharing(is_forwards: Callable[[int], int]) -> float:
         free = [(0, cta) for cta in range(ctas)]
@@ -110,7 +112,10 @@ def test_tiles_that_begin_or_end_together_read_the_same_keys():
             reads.update((begin + i, head, path.block(i)) for i in range(m + 1))
         return sum(reads.values()) / len(reads)
 
-    assert sharing(lambda index: TileOrder.is_forwards(index, ctas)) > 3 * sharing(lambda _: 0) / 2
+    assert (
+        sharing(lambda index: AttentionOrder.is_forwards(index, ctas))
+        > 3 * sharing(lambda _: 0) / 2
+    )
 
 
 # ---- two CTAs that load for each other

@@ -15,8 +15,9 @@ from cutex.compile import Operand, compile
 from cutex.device.pipeline import publish_barriers
 from cutex.schedulers.counter import CounterDispatch
 from cutex.schedulers.dispatch import Dispatcher
+from cutex.schedulers.order import TileCounts
 from cutex.schedulers.persistent import StaticPersistent
-from cutex.schedulers.raster import Raster, TileOrder
+from cutex.schedulers.raster import Raster, RasterOrder
 from cutex.sim import simulate
 
 ROLES = 3  # warps that follow the sequence
@@ -62,15 +63,14 @@ class Walks:
         )
 
     def dispatcher(self, smem: SmemAllocator, mC: Any, counter: cute.Tensor) -> Dispatcher:
-        raster = Raster(3)
+        raster, counts = Raster(3), TileCounts.of(mC, (1, 1))
         if self.config.dispatch == "static":
-            return StaticPersistent(raster, (1, 1), (1, 1), self.config.num_ctas).walk(mC)
-        m, n = mC.shape[:2]
-        order = TileOrder(raster, m, n, batched=True)
+            return StaticPersistent(raster, (1, 1), self.config.num_ctas).walk(counts)
+        order = RasterOrder.of(raster, counts)
         count = cute.make_tensor(
             cute.recast_ptr(counter.iterator, dtype=Int32), cute.make_layout(1)
         )
-        return CounterDispatch.allocate(smem, order, cute.size(mC), count, readers=ROLES)
+        return CounterDispatch.allocate(smem, order, count, readers=ROLES)
 
     @cute.kernel
     def kernel(self, mSeen: cute.Tensor, mSum: cute.Tensor, counter: cute.Tensor) -> None:

@@ -8,9 +8,9 @@ from cutex.arch import arch
 from cutex.kernels.gemm.choose import choose, cover, ranked, shortlist
 from cutex.kernels.gemm.sm90.config import Sm90Config, placed_unevenly
 from cutex.kernels.gemm.sm90.pace import Pace
-from cutex.kernels.gemm.sm90.spread import first_row
 from cutex.problem.gemm import GemmProblem
-from cutex.schedulers.raster import ALONG, Raster, TileOrder, clusters
+from cutex.schedulers.raster import ALONG, Raster, RasterOrder, clusters
+from cutex.schedulers.spread import first_row
 
 CLUSTERS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
 
@@ -61,7 +61,7 @@ def test_a_batch_is_ordered_entry_by_entry_and_every_tile_comes_once(
     cluster: tuple[int, int],
 ) -> None:
     raster = Raster(3)
-    order = TileOrder(raster, 5, 4, *cluster, batched=True)
+    order = RasterOrder(raster, 5, 4, *cluster, batch=3)
     tiles = [order.tile(i) for i in range(3 * 20)]
     assert len(set(tiles)) == 60
     assert [t.batch for t in tiles] == [0] * 20 + [1] * 20 + [2] * 20

@@ -26,7 +26,7 @@ from cutex.ops import workspace
 from cutex.ops.matmul import choices
 from cutex.ops.matmul.plan import forget
 from cutex.problem.gemm import GemmProblem
-from cutex.schedulers.raster import Raster, TileOrder
+from cutex.schedulers.raster import Raster, RasterOrder
 from cutex.schedulers.stream_k import FINISH, LEAST, Segment, Shares, StreamedWalk, whole_rounds
 from cutex.sim import Hazards
 
@@ -47,7 +47,7 @@ def segments(walk: StreamedWalk) -> list[Segment]:
 def walks(tiles: int, k_tiles: int, clusters: int, rounds: int) -> list[StreamedWalk]:
     whole = whole_rounds(tiles, clusters, rounds)
     shares = Shares(tiles - whole * clusters, k_tiles, clusters)
-    order = TileOrder(Raster(), tiles, 1)
+    order = RasterOrder(Raster(), tiles, 1)
     return [StreamedWalk(order, shares, whole, cluster) for cluster in range(clusters)]
 
 

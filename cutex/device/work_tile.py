@@ -17,6 +17,7 @@ class WorkTile(NamedTuple):
     n: Int32 | int = 0
     head: Int32 | int = 0  # attention's
     batch: Int32 | int = 0  # entry of a batch
+    group: Int32 | int = 0  # of a grouped order, such as an expert of a mixture
     split: Int32 | int = 0  # number of this part of the reduction, of those that share the tile
 
 

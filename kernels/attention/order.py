@@ -1,4 +1,4 @@
-"""TileOrder: the order in which the tiles of attention are computed.
+"""The order in which the tiles of attention are computed, one of those of schedulers/order.py.
 
 Units are (head, batch entry) pairs, heads first. Without a band all tiles take equally long, and
 the order is plain: the blocks of rows of one unit after the other, so that those in work at one
@@ -34,7 +34,7 @@ class Wave(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TileOrder:
+class AttentionOrder:
     """A bijection from 0 <= index < total to work tiles, in Python ints or the DSL's Int32."""
 
     num_m_blocks: Any
@@ -47,11 +47,11 @@ class TileOrder:
     wave: Wave | None = None  # None: groups as L2 allows
 
     @staticmethod
-    def of(config: AnyConfig, sizes: Sizes) -> TileOrder:
+    def of(config: AnyConfig, sizes: Sizes) -> AttentionOrder:
         """The order in which a production kernel takes the tiles of a problem."""
         c = config
         rows_q = sizes.rows_q // sizes.batch if c.varlen_q else sizes.rows_q  # the mean
-        return TileOrder(
+        return AttentionOrder(
             num_m_blocks=cute.ceil_div(sizes.longest_q * c.pack, c.tile_m),
             heads=sizes.heads // c.pack,
             batch=sizes.batch,
@@ -143,7 +143,7 @@ def tiles_of(problem: AttentionProblem, config: AnyConfig | LadderConfig) -> lis
     """
     pack, tile_n = config.pack, config.tile_n
     info = block_info(problem, config)
-    order = TileOrder(
+    order = AttentionOrder(
         num_m_blocks=info.num_m_blocks(problem.seqlen_q),
         heads=problem.heads_q // pack,
         batch=problem.batch,

@@ -13,6 +13,7 @@ from cutex.device.atoms import tma
 from cutex.device.atoms.mma import slots_layout
 from cutex.kernels.gemm.config import GemmConfig
 from cutex.schedulers.one_tile import OneTilePerCta
+from cutex.schedulers.order import TileCounts
 
 
 def row_major(dtype: str) -> tuple[Operand, ...]:
@@ -57,12 +58,16 @@ class Gemm:
         c = self.config
         return slots_layout(dtype, rows, c.tile_k, c.num_stages, self.swizzle)
 
+    def counts(self, mC: cute.Tensor) -> TileCounts:
+        """The numbers of tiles of a CTA that cover mC (M, N)."""
+        return TileCounts.of(mC, (self.config.tile_m, self.config.tile_n))
+
     @cute.jit
     def __call__(self, mA: cute.Tensor, mB: cute.Tensor, mC: cute.Tensor, stream) -> None:
         c = self.config
         a = tma.load_operand(mA, self.slots(mA.element_type, c.tile_m))
         b = tma.load_operand(mB, self.slots(mB.element_type, c.tile_n))
-        grid = OneTilePerCta.grid(mC, (c.tile_m, c.tile_n))
+        grid = OneTilePerCta.grid(self.counts(mC))
         self.kernel(a, b, mC).launch(
             grid=grid, block=(self.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )

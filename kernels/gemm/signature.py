@@ -15,6 +15,7 @@ from cutex.compile import Argument, Operand, Workspace
 from cutex.device.epilogue.epilogue_ops import BoundOps, EpilogueOp, has_gate, op_arguments
 from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.config import GemmConfig
+from cutex.schedulers.order import TileCounts
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
@@ -138,6 +139,11 @@ def modes(mX: cute.Tensor, columns_first: bool) -> cute.Tensor:
     if cute.rank(mX) == 3:
         order = [order[0] + 1, order[1] + 1, 0]
     return cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=order))
+
+
+def tile_counts(tiles: GemmConfig, mProduct: cute.Tensor) -> TileCounts:
+    """The numbers of tiles that cover the product."""
+    return TileCounts.of(mProduct, (tiles.tile_m, tiles.tile_n))
 
 
 def transposed(mX: cute.Tensor) -> cute.Tensor:

@@ -19,7 +19,7 @@ from enum import IntEnum
 from typing import Any
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -37,14 +37,14 @@ from cutex.device.atoms.tmem import LANES, Tmem, fence_after_sync
 from cutex.device.atoms.umma import Umma, umma
 from cutex.device.epilogue.sm100.fused_store import FusedEpilogueStore
 from cutex.device.pipeline import AccRing, PairRing, is_leader, publish_barriers, sync_cluster
-from cutex.kernels.gemm.signature import GeneralConfig, modes, transposed
+from cutex.kernels.gemm.signature import GeneralConfig, modes, tile_counts, transposed
 from cutex.kernels.gemm.sm100.config import Sm100Config
 from cutex.kernels.gemm.sm100.epilogue import SplitK, StoreTiles
 from cutex.kernels.gemm.sm100.roles import Load, Mma, k_share
 from cutex.schedulers.clc import CTAS, ClcDispatch
 from cutex.schedulers.dispatch import Dispatcher
 from cutex.schedulers.one_tile import OneTilePerCluster
-from cutex.schedulers.raster import Raster, TileOrder
+from cutex.schedulers.raster import Raster, RasterOrder
 
 
 class Warp(IntEnum):
@@ -129,10 +129,9 @@ class General:
         out = mOut
         if cutlass.const_expr(self.config.out.tma):
             out = store_operand(mOut, self.epilogue_slots(mOut.element_type))
-        m, n, batch = self.tile_counts(self.config.product(mOut))
         cluster = (CTAS * c.split_k, 1, 1)
         self.kernel(a, b, out, passed).launch(
-            grid=(cluster[0] * (m * n * batch), 1, 1),
+            grid=(cluster[0] * tile_counts(c, self.config.product(mOut)).total, 1, 1),
             block=(self.num_threads, 1, 1),
             cluster=cluster,
             min_blocks_per_mp=1,  # smem takes a whole SM: ptxas need not save registers
@@ -157,18 +156,12 @@ class General:
             return slots_layout(dtype, LANES, columns, num_slots, swizzle)
         return contiguous_lanes_layout(columns, num_slots)
 
-    def tile_counts(self, mProduct: cute.Tensor) -> tuple[Int32, Int32, Int32 | int]:
-        """The numbers of tiles along M, N and L that cover the product."""
-        m, n = cute.ceil_div(mProduct.shape[:2], (self.tiles.tile_m, self.tiles.tile_n))
-        return m, n, cute.size(mProduct, mode=[2]) if cute.rank(mProduct) == 3 else 1
-
     # ---- on the device
 
     def dispatcher(self, smem: SmemAllocator, mProduct: cute.Tensor) -> Dispatcher:
         c = self.tiles
-        m, n, _ = self.tile_counts(mProduct)
-        raster = Raster(c.raster_group, c.raster_along)
-        order = TileOrder(raster, m, n, CTAS, batched=cute.rank(mProduct) == 3)
+        m, n, batch = tile_counts(c, mProduct)
+        order = RasterOrder(Raster(c.raster_group, c.raster_along), m, n, CTAS, batch=batch)
         if c.split_k > 1:
             return OneTilePerCluster(order, CTAS * c.split_k)
         load, epilogue, mma, schedule = 1, Warp.LOAD, 1, 1  # warps

@@ -62,7 +62,7 @@ class Stage5(Stage4):
         a = load_operand(mA, self.slots(mA.element_type, c.tile_m // 2), pair=True)
         b = load_operand(mB, self.slots(mB.element_type, c.tile_n // 2), pair=True)
         out = store_operand(mC, self.epilogue_slots(mC.element_type))
-        m, n, _ = OneTilePerCta.grid(mC, (c.tile_m, c.tile_n))
+        m, n, _ = self.counts(mC)
         self.kernel(a, b, out).launch(
             grid=(2 * m, n, 1), block=(self.num_threads, 1, 1), cluster=(2, 1, 1), stream=stream
         )

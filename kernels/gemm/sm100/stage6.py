@@ -32,6 +32,7 @@ from cutex.kernels.gemm.sm100.stage3 import Warp
 from cutex.kernels.gemm.sm100.stage5 import Stage5
 from cutex.schedulers.clc import CTAS
 from cutex.schedulers.dispatch import Dispatcher
+from cutex.schedulers.order import TileCounts
 from cutex.schedulers.persistent import StaticPersistent
 from cutex.schedulers.raster import Raster
 
@@ -67,7 +68,6 @@ class Stage6(Stage5):
         c = self.config
         return StaticPersistent(
             self.raster,
-            tile=(c.tile_m // 2, c.tile_n),
             cluster=(2, 1),
             num_ctas=c.num_ctas or arch_named(self.arch).num_sms,
         )
@@ -79,16 +79,20 @@ class Stage6(Stage5):
         b = load_operand(mB, self.slots(mB.element_type, c.tile_n // 2), pair=True)
         out = store_operand(mC, self.epilogue_slots(mC.element_type))
         self.kernel(a, b, out).launch(
-            grid=self.scheduler().grid(mC),
+            grid=self.scheduler().grid(self.counts(mC)),
             block=(self.num_threads, 1, 1),
             cluster=(2, 1, 1),
             min_blocks_per_mp=1,  # smem takes a whole SM: ptxas need not save registers
             stream=stream,
         )
 
+    def counts(self, mC: cute.Tensor) -> TileCounts:
+        """The numbers of tiles of one CTA of a pair."""
+        return TileCounts.of(mC, (self.config.tile_m // 2, self.config.tile_n))
+
     def dispatcher(self, smem: SmemAllocator, mC: cute.Tensor) -> Dispatcher:
         """The dispatcher that hands out the tiles of mC (M, N) to the roles."""
-        return self.scheduler().walk(mC)
+        return self.scheduler().walk(self.counts(mC))
 
     @cute.kernel
     def kernel(self, a: cpasync.TmaInfo, b: cpasync.TmaInfo, out: cpasync.TmaInfo) -> None:

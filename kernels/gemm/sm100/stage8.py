@@ -15,14 +15,15 @@ public ladders report it only together with the raster order (1.15 times for bot
 
 from __future__ import annotations
 
-from cutlass import Int32, cute
+from cutlass import cute
 from cutlass.memory import SmemAllocator
 
 from cutex.device.atoms.tma import load_operand, store_operand
 from cutex.kernels.gemm.sm100.stage3 import Warp
 from cutex.kernels.gemm.sm100.stage7 import Stage7
 from cutex.schedulers.clc import CTAS, ClcDispatch
-from cutex.schedulers.raster import TileOrder
+from cutex.schedulers.order import TileCounts
+from cutex.schedulers.raster import RasterOrder
 
 
 class Stage8(Stage7):
@@ -37,7 +38,7 @@ class Stage8(Stage7):
         a = load_operand(mA, self.slots(mA.element_type, c.tile_m // 2), pair=True)
         b = load_operand(mB, self.slots(mB.element_type, c.tile_n // 2), pair=True)
         out = store_operand(mC, self.epilogue_slots(mC.element_type))
-        m, n = self.tile_counts(mC)
+        m, n, _ = self.counts(mC)
         self.kernel(a, b, out).launch(
             grid=(CTAS * (m * n), 1, 1),
             block=(self.num_threads, 1, 1),
@@ -46,13 +47,13 @@ class Stage8(Stage7):
             stream=stream,
         )
 
-    def tile_counts(self, mC: cute.Tensor) -> tuple[Int32, Int32]:
-        """The numbers of a pair's tiles along M and N that cover mC."""
-        m, n = cute.ceil_div(mC.shape, (self.config.tile_m, self.config.tile_n))
-        return m, n
+    def counts(self, mC: cute.Tensor) -> TileCounts:
+        """The numbers of tiles of a pair."""
+        return TileCounts.of(mC, (self.config.tile_m, self.config.tile_n))
 
     def dispatcher(self, smem: SmemAllocator, mC: cute.Tensor) -> ClcDispatch:
-        order = TileOrder(self.raster, *self.tile_counts(mC), CTAS)
+        m, n, _ = self.counts(mC)
+        order = RasterOrder(self.raster, m, n, CTAS)
         load, mma, schedule = 1, 1, 1  # warps
         readers = CTAS * (load + self.num_epilogue_warps) + mma + schedule
         return ClcDispatch.allocate(smem, order, readers)

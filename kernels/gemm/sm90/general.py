@@ -46,7 +46,7 @@ from cutex.device.epilogue.epilogue_ops import Add, BoundOps
 from cutex.device.epilogue.sm90.fused_store import ElementStore, fused_store
 from cutex.device.epilogue.sm90.tma_store import warp_store, warpgroup_store
 from cutex.device.pipeline import Barrier, Warps, publish_barriers
-from cutex.kernels.gemm.signature import GeneralConfig, modes, transposed
+from cutex.kernels.gemm.signature import GeneralConfig, modes, tile_counts, transposed
 from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config
 from cutex.kernels.gemm.sm90.exchange import Exchange
 from cutex.kernels.gemm.sm90.load import LoadOneTile, LoadSegments, LoadTiles, Scheduler
@@ -57,12 +57,12 @@ from cutex.kernels.gemm.sm90.mma import (
     PingPong,
     StreamK,
 )
-from cutex.kernels.gemm.sm90.one_round import OneRound
 from cutex.kernels.gemm.sm90.pace import Pace
 from cutex.kernels.gemm.sm90.split_k import SplitK
-from cutex.kernels.gemm.sm90.spread import Spread
+from cutex.schedulers.one_round import OneRound
 from cutex.schedulers.persistent import StaticPersistent
 from cutex.schedulers.raster import Raster
+from cutex.schedulers.spread import Spread
 from cutex.schedulers.stream_k import StreamedTiles
 
 
@@ -149,11 +149,11 @@ class General:
         if c.spread:
             return Spread(num_ctas)
         if c.columns or c.rows:
-            return OneRound((c.tile_m, c.tile_n), cluster, c.columns, c.rows, c.split_k)
+            return OneRound(cluster, c.columns, c.rows, c.split_k)
         raster = Raster(c.raster_group, c.raster_along)
         if c.stream_k:
-            return StreamedTiles(raster, (c.tile_m, c.tile_n), cluster, num_ctas, rounds=c.stream_k)
-        return StaticPersistent(raster, (c.tile_m, c.tile_n), cluster, num_ctas, c.split_k)
+            return StreamedTiles(raster, cluster, num_ctas, rounds=c.stream_k)
+        return StaticPersistent(raster, cluster, num_ctas, c.split_k)
 
     @property
     def pace(self) -> Pace:
@@ -225,7 +225,7 @@ class General:
             passed = self.preload(passed, slots)
         rows = mOut if self.config.out.whole else None
         self.kernel(a, b, out, rows, passed, workspace).launch(
-            grid=self.scheduler.grid(self.config.product(mOut)),
+            grid=self.scheduler.grid(tile_counts(c, self.config.product(mOut))),
             block=(self.num_threads, 1, 1),
             cluster=(c.cluster_m, c.cluster_n, c.split_k),
             min_blocks_per_mp=1,
@@ -344,7 +344,8 @@ class General:
         scheduler = self.scheduler
         if not isinstance(scheduler, Spread):
             return a, out
-        first = scheduler.first_row(out.tma_tensor)
+        _, _, cta = cute.arch.block_idx()
+        first = scheduler.first_row(cta, cute.size(out.tma_tensor, mode=[0]))
         return from_row(a, first), from_row(out, first)
 
     def give_registers(self) -> None:
@@ -373,7 +374,10 @@ class General:
         scheduler = self.scheduler
         few = c.one_tile and c.few_columns and c.split_k == 1
         if rows is not None and c.swap_ab and few:
-            first_row = scheduler.first_row(rows) if isinstance(scheduler, Spread) else Int32(0)
+            first_row = Int32(0)
+            if isinstance(scheduler, Spread):
+                _, _, cta = cute.arch.block_idx()
+                first_row = scheduler.first_row(cta, cute.size(rows, mode=[0]))
             return warp_store(rows, sC, c.epi_stages, first_row)
         if rows is not None:
             return warpgroup_store(out, sC, c.epi_stages, transpose=c.swap_ab)

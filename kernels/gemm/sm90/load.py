@@ -13,12 +13,13 @@ from cutex.device.atoms.multicast import AbOperands, Cluster, SharedRing
 from cutex.device.atoms.tma import AbLoads
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.gemm.config import ELEMENT
+from cutex.kernels.gemm.signature import tile_counts
 from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config, placed_unevenly
-from cutex.kernels.gemm.sm90.one_round import OneRound
 from cutex.kernels.gemm.sm90.pace import Pace, now, wait_until
-from cutex.kernels.gemm.sm90.spread import Spread
+from cutex.schedulers.one_round import OneRound
 from cutex.schedulers.persistent import StaticPersistent
-from cutex.schedulers.stream_k import StreamedTiles
+from cutex.schedulers.spread import Spread
+from cutex.schedulers.stream_k import StreamedTiles, StreamedWalk
 
 Scheduler = StaticPersistent | OneRound | Spread
 
@@ -70,14 +71,14 @@ class LoadTiles:
     @cute.jit
     def begin(self, operands: AbOperands, mC: cute.Tensor) -> tuple[AbLoads, Int32 | int, Int32]:
         """The loads of the first tile, its first K tile, and the number of K tiles."""
-        walk = self.scheduler.walk(mC)
+        walk = self.scheduler.walk(tile_counts(self.tiles, mC))
         tile = walk.tile_at(walk.start)
         loads = operands.loads(tile, self.cluster)
         return loads, *self.share(tile.split, loads.num_k_tiles)
 
     @cute.jit
     def run(self, operands: AbOperands, ab: SharedRing, mC: cute.Tensor) -> None:
-        walk = self.scheduler.walk(mC)
+        walk = self.scheduler.walk(tile_counts(self.tiles, mC))
         cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(not (self.streams_a or self.streams_b)):
             cute.arch.griddepcontrol_launch_dependents()
@@ -102,15 +103,19 @@ class LoadSegments(LoadTiles):
 
     scheduler: StreamedTiles
 
+    def streamed_walk(self, operands: AbOperands, mC: cute.Tensor) -> StreamedWalk:
+        counts = tile_counts(self.tiles, mC)
+        return self.scheduler.streamed_walk(counts, operands.num_k_tiles)
+
     @cute.jit
     def begin(self, operands: AbOperands, mC: cute.Tensor) -> tuple[AbLoads, Int32, Int32]:
-        walk = self.scheduler.streamed_walk(mC, operands.num_k_tiles)
+        walk = self.streamed_walk(operands, mC)
         segment = walk.segment(Int32(0))
         return operands.loads(walk.tile(segment), self.cluster), segment.first, segment.count
 
     @cute.jit
     def run(self, operands: AbOperands, ab: SharedRing, mC: cute.Tensor) -> None:
-        walk = self.scheduler.streamed_walk(mC, operands.num_k_tiles)
+        walk = self.streamed_walk(operands, mC)
         cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(not (self.streams_a or self.streams_b)):
             cute.arch.griddepcontrol_launch_dependents()
@@ -130,7 +135,7 @@ class LoadOneTile(LoadTiles):
 
     @cute.jit
     def run(self, operands: AbOperands, ab: SharedRing, mC: cute.Tensor) -> None:
-        walk = self.scheduler.walk(mC)
+        walk = self.scheduler.walk(tile_counts(self.tiles, mC))
         cute.arch.griddepcontrol_wait()
         tile = walk.tile_at(walk.start)
         loads = operands.loads(tile, self.cluster)

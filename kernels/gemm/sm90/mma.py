@@ -21,7 +21,7 @@ from cutex.device.epilogue.sm90.fused_store import ElementStore, FusedStore
 from cutex.device.epilogue.sm90.tma_store import WarpgroupStore, WarpStore
 from cutex.device.pipeline import OrderedBarrier, PipelineState
 from cutex.device.work_tile import WorkTile
-from cutex.kernels.gemm.signature import GeneralConfig
+from cutex.kernels.gemm.signature import GeneralConfig, tile_counts
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.exchange import Exchange
 from cutex.kernels.gemm.sm90.load import Scheduler
@@ -134,7 +134,7 @@ class Cooperative(MmaRole):
         num_k_tiles: Int32,
         mC: cute.Tensor,
     ) -> None:
-        walk = self.scheduler.walk(mC)
+        walk = self.scheduler.walk(tile_counts(self.tiles, mC))
         take = ab.consumer()
         for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
             take = self.mainloop(mma, ab, take, num_k_tiles)
@@ -158,7 +158,7 @@ class PingPong(MmaRole):
         num_k_tiles: Int32,
         mC: cute.Tensor,
     ) -> None:
-        walk = self.scheduler.walk(mC)
+        walk = self.scheduler.walk(tile_counts(self.tiles, mC))
         order = OrderedBarrier(ORDER_BARRIER)
         mine = cute.arch.warp_idx() // 4
         take = ab.consumer()
@@ -199,7 +199,7 @@ class StreamK(MmaRole):
         num_k_tiles: Int32,
         mC: cute.Tensor,
     ) -> None:
-        walk = self.scheduler.streamed_walk(mC, num_k_tiles)
+        walk = self.scheduler.streamed_walk(tile_counts(self.tiles, mC), num_k_tiles)
         take = ab.consumer()
         for turn in cutlass.range(walk.turns, unroll=1):
             segment = walk.segment(turn)

@@ -20,6 +20,7 @@ from cutex.device.epilogue.sm90.fused_store import ElementStore, FusedStore
 from cutex.device.epilogue.sm90.tma_store import WarpgroupStore
 from cutex.device.pipeline import Barrier
 from cutex.kernels.gemm.config import ceil_div
+from cutex.kernels.gemm.signature import tile_counts
 from cutex.kernels.gemm.sm90.exchange import VECTOR, thread_vectors
 from cutex.kernels.gemm.sm90.load import k_share
 from cutex.kernels.gemm.sm90.mma import MmaRole
@@ -50,7 +51,7 @@ class SplitK(MmaRole):
         num_k_tiles: Int32,
         mC: cute.Tensor,
     ) -> None:
-        walk = self.scheduler.walk(mC)
+        walk = self.scheduler.walk(tile_counts(self.tiles, mC))
         parts = epilogue.parts(mma.acc)  # (V, PART)
         place = self.place(parts, cute.recast_ptr(self.sA.iterator, dtype=Float32))
         self.expect(parts, walk.split)

@@ -59,7 +59,7 @@ class Stage5(Stage4):
         a = load_operand(mA, self.slots(mA.element_type, c.tile_m))
         b = load_operand(mB, self.slots(mB.element_type, c.tile_n))
         out = store_operand(mC, self.epilogue_slots(mC.element_type))
-        grid = OneTilePerCta.grid(mC, (c.tile_m, c.tile_n))
+        grid = OneTilePerCta.grid(self.counts(mC))
         self.kernel(a, b, out).launch(
             grid=grid, block=(self.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )

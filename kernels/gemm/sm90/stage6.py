@@ -55,7 +55,7 @@ class Stage6(Stage5):
 
     def grid(self, mC: cute.Tensor) -> tuple[Int32, Int32, int]:
         c = self.config
-        m, n, _ = OneTilePerCta.grid(mC, (c.tile_m, c.tile_n))
+        m, n, _ = self.counts(mC)
         return clusters(m, c.cluster_m) * c.cluster_m, clusters(n, c.cluster_n) * c.cluster_n, 1
 
     @cute.jit

@@ -36,17 +36,16 @@ class Stage7(Stage6):
         c = self.config
         return StaticPersistent(
             Raster(c.raster_group, c.raster_along),
-            tile=(c.tile_m, c.tile_n),
             cluster=(c.cluster_m, c.cluster_n),
             num_ctas=c.num_ctas or arch_named(self.arch).num_sms,
         )
 
     def grid(self, mC: cute.Tensor) -> tuple[int, int, Int32]:
-        return self.tiles.grid(mC)
+        return self.tiles.grid(self.counts(mC))
 
     @cute.jit
     def load_tiles(self, ab_operands: AbOperands, ab: SharedRing, mC: cute.Tensor) -> None:
-        walk = self.tiles.walk(mC)
+        walk = self.tiles.walk(self.counts(mC))
         fill = ab.producer()
         for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
             loads = ab_operands.loads(walk.tile_at(index), self.cluster)
@@ -62,7 +61,7 @@ class Stage7(Stage6):
         num_k_tiles: Int32,
         mC: cute.Tensor,
     ) -> None:
-        walk = self.tiles.walk(mC)
+        walk = self.tiles.walk(self.counts(mC))
         take = ab.consumer()
         for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
             take = self.mainloop(mma, ab, take, num_k_tiles)

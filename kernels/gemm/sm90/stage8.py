@@ -57,7 +57,7 @@ class Stage8(Stage7):
         num_k_tiles: Int32,
         mC: cute.Tensor,
     ) -> None:
-        walk = self.tiles.walk(mC)
+        walk = self.tiles.walk(self.counts(mC))
         order = OrderedBarrier(first_barrier=3)  # behind those of the warpgroups
         mine = cute.arch.warp_idx() // 4
         take = ab.consumer()

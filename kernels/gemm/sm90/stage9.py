@@ -13,9 +13,10 @@ new, and small problems need them:
   part always in the same order: no workspace, no second kernel, and the same bits in every run.
   CTAs of one share may have loads in common, too, as without it (`cluster_m`, `cluster_n`).
 - `spread`: where the tiles nearly fill the SMs once, as many as there are SMs, which overlap
-  (spread.py). `columns`: where one round of tiles covers C, a tile for each cluster, and no raster
-  to look it up in (one_round.py). With one tile a CTA nothing hides its epilogue: up to 32 columns
-  each warp stores its own rows, and waits for no other warp and for no TMA (`WarpStore`).
+  (schedulers/spread.py). `columns`: where one round of tiles covers C, a tile for each cluster, and
+  no raster to look it up in (schedulers/one_round.py). With one tile a CTA nothing hides its
+  epilogue: up to 32 columns each warp stores its own rows, and waits for no other warp and for no
+  TMA (`WarpStore`).
 - Swapped, two CTAs may share a tile of the weights (`cluster_n`), each with half of the columns: L2
   is asked for 2 MB for each, not 3, at M = 128.
 - The next kernel in the stream may start its CTAs when this one's end (programmatic dependent

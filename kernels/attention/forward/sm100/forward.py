@@ -42,7 +42,7 @@ from cutex.kernels.attention.forward.sm100.load import Load
 from cutex.kernels.attention.forward.sm100.mma import Mma, follow
 from cutex.kernels.attention.forward.sm100.softmax import SoftmaxRole
 from cutex.kernels.attention.forward.sm100.tiles import Barriers, Shared, TileRing
-from cutex.kernels.attention.order import TileOrder, grid
+from cutex.kernels.attention.order import AttentionOrder, grid
 from cutex.kernels.attention.signature import Passed, Sizes, arguments
 from cutex.kernels.attention.vote import Vote
 from cutex.schedulers.clc import LaunchControl
@@ -146,7 +146,7 @@ class Forward:
         store = cpasync.CopyBulkTensorTileS2GOp()
         o = tma_operand(store, mO, of_o, (ROWS, O_PART), c.o_slots)
         self.kernel(q, k, v, o, passed, sizes).launch(
-            grid=(grid(c, TileOrder.of(c, sizes).total), 1, 1),
+            grid=(grid(c, AttentionOrder.of(c, sizes).total), 1, 1),
             block=(self.roles.threads, 1, 1),
             cluster=(c.ctas, 1, 1),
             min_blocks_per_mp=1,
@@ -207,7 +207,7 @@ class Forward:
             if warp == roles.mma.first:
                 self.mma(shared)
             elif warp == roles.load.first:
-                order = TileOrder.of(c, sizes)
+                order = AttentionOrder.of(c, sizes)
                 Load(c, q, k, v, order, source, vote).run(shared)
         elif warp < roles.epilogue.end:
             cute.arch.setmaxregister_decrease(roles.registers.epilogue)

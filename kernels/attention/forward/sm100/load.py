@@ -17,7 +17,7 @@ from cutex.device.pipeline import PipelineState
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.forward.sm100.config import Sm100Config
 from cutex.kernels.attention.forward.sm100.tiles import Shared
-from cutex.kernels.attention.order import TileOrder
+from cutex.kernels.attention.order import AttentionOrder
 from cutex.kernels.attention.vote import Vote
 from cutex.kernels.attention.work_ring import NORMAL, SAFE
 from cutex.schedulers.dispatch import Source
@@ -31,7 +31,7 @@ class Load:
     q: cpasync.TmaInfo
     k: cpasync.TmaInfo
     v: cpasync.TmaInfo
-    order: TileOrder
+    order: AttentionOrder
     source: Source
     vote: Vote | None  # of a pair, where a tile may fail
 

@@ -41,7 +41,7 @@ from cutex.kernels.attention.forward.config import ForwardConfig
 from cutex.kernels.attention.forward.sm90.block_loop import BlockLoop
 from cutex.kernels.attention.forward.sm90.load import Load
 from cutex.kernels.attention.forward.sm90.shared import Shared
-from cutex.kernels.attention.order import TileOrder, grid
+from cutex.kernels.attention.order import AttentionOrder, grid
 from cutex.kernels.attention.signature import Passed, Sizes, arguments
 from cutex.kernels.attention.vote import Vote
 from cutex.kernels.attention.work_ring import END, SAFE, WorkRing
@@ -158,7 +158,7 @@ class Forward:
         v = tma_operand(of_kv, mV, of_k, (c.tile_n, c.head_dim_v), c.num_stages, c.ctas)
         o = tma_operand(store, mO, of_q, (ROWS, c.head_dim_v // c.o_parts), o_slots)
         self.kernel(q, k, v, o, passed, sizes).launch(
-            grid=(grid(c, TileOrder.of(c, sizes).total), 1, 1),
+            grid=(grid(c, AttentionOrder.of(c, sizes).total), 1, 1),
             block=(self.num_threads, 1, 1),
             cluster=(c.ctas, 1, 1) if c.share else None,
             min_blocks_per_mp=1,
@@ -200,7 +200,7 @@ class Forward:
             cute.arch.setmaxregister_decrease(self.registers.load)
             if warp == self.load_warps.first:
                 operands = self.rows(q, "q"), self.rows(k, "k"), self.rows(v, "k")
-                order, source = TileOrder.of(c, sizes), self.source(passed)
+                order, source = AttentionOrder.of(c, sizes), self.source(passed)
                 Load(c, order, *operands, source, vote, shared).run()
         else:
             cute.arch.setmaxregister_increase(self.registers.mma)

@@ -18,7 +18,7 @@ from cutex.device.pipeline import PipelineState
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.forward.config import ForwardConfig
 from cutex.kernels.attention.forward.sm90.shared import Shared
-from cutex.kernels.attention.order import TileOrder
+from cutex.kernels.attention.order import AttentionOrder
 from cutex.kernels.attention.vote import Vote
 from cutex.kernels.attention.work_ring import NORMAL, SAFE
 from cutex.schedulers.dispatch import Source, Turn
@@ -30,7 +30,7 @@ Lengths = tuple[SeqlenInfo, SeqlenInfo]  # of queries and of keys
 @dataclass(frozen=True)
 class Load:
     config: ForwardConfig
-    order: TileOrder
+    order: AttentionOrder
     q: Rows  # with the TMA operand each
     k: Rows
     v: Rows

@@ -44,7 +44,7 @@ from cutex.kernels.attention.forward.sm90.stage0 import Part, round_to_smem
 from cutex.kernels.attention.forward.sm90.stage1 import RegisterP
 from cutex.kernels.attention.forward.sm90.stage4 import Places
 from cutex.kernels.attention.forward.sm90.stage6 import Stage6
-from cutex.kernels.attention.order import TileOrder
+from cutex.kernels.attention.order import AttentionOrder
 from cutex.kernels.attention.work_ring import END, NORMAL, WorkRing
 from cutex.schedulers.counter import Counter
 
@@ -133,10 +133,10 @@ class Stage7(Stage6):
             stream=stream,
         )
 
-    def order(self, operands: Operands) -> TileOrder:
+    def order(self, operands: Operands) -> AttentionOrder:
         c = self.config
         _, _, heads, batch = operands.q.tma_tensor.shape
-        return TileOrder(
+        return AttentionOrder(
             num_m_blocks=cute.ceil_div(operands.seqlen_q, c.tile_m),
             heads=Int32(heads),
             batch=Int32(batch),

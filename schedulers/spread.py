@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cutlass import Int32, cute
+from cutlass import Int32
 
 from cutex.device.work_tile import WorkTile
-from cutex.kernels.gemm.sm90.one_round import OneStep
+from cutex.schedulers.one_round import OneStep
+from cutex.schedulers.order import TileCounts
 
 UNIT = 8  # rows: 16 contiguous bytes, which a TMA store writes whole
 
@@ -30,14 +31,13 @@ class Spread:
 
     num_ctas: int
 
-    def grid(self, mC: cute.Tensor) -> tuple[int, int, int]:
+    def grid(self, counts: TileCounts) -> tuple[int, int, int]:
         return 1, 1, self.num_ctas
 
-    def walk(self, mC: cute.Tensor) -> OneStep:
+    def walk(self, counts: TileCounts) -> OneStep:
         """The walk of this CTA, whose rows are counted from its first one."""
         return OneStep(WorkTile(Int32(0), Int32(0)))
 
-    def first_row(self, mC: cute.Tensor) -> Int32:
-        """The first row of this CTA's tile of mC (M, N)."""
-        _, _, cta = cute.arch.block_idx()
-        return first_row(cta, cute.size(mC, mode=[0]), self.num_ctas)
+    def first_row(self, cta: Int32, rows: Int32) -> Int32:
+        """The first row of the tile of CTA `cta` along z, of `rows` in all."""
+        return first_row(cta, rows, self.num_ctas)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from cutlass import Int32, cute
 
 from cutex.device.work_tile import WorkTile, place_in_cluster
+from cutex.schedulers.order import TileCounts
 from cutex.schedulers.raster import clusters
 
 
@@ -41,19 +42,18 @@ class OneRound:
     With `split_k` > 1 a cluster has as many layers of them along z, which share the K of its tiles.
     """
 
-    tile: tuple[int, int]
     cluster: tuple[int, int]  # CTAs along M and N
     columns: int
     rows: int = 0
     split_k: int = 1
 
-    def grid(self, mC: cute.Tensor) -> tuple[int, int, Int32]:
+    def grid(self, counts: TileCounts) -> tuple[int, int, Int32]:
         across, down = self.cluster
         side = 1 if self.rows else 0
-        along = clusters(cute.ceil_div(mC.shape[side], self.tile[side]), self.cluster[side])
+        along = clusters((counts.m, counts.n)[side], self.cluster[side])
         return across, down, along * ((self.rows or self.columns) * self.split_k)
 
-    def walk(self, mC: cute.Tensor) -> OneStep:
+    def walk(self, counts: TileCounts) -> OneStep:
         m, n = place_in_cluster(*self.cluster, self.split_k)
         _, _, index = cute.arch.block_idx()
         split: Int32 | int = 0
