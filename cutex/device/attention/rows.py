@@ -2,9 +2,10 @@
 write nothing, also where another sequence's rows follow.
 
 A dense side, (batch, seqlen, heads, D), has a mode for the batch, so TMA's own bounds end it. A
-ragged one, (total, heads, D), or a dense one of which only some rows count, needs an end that
-moves. Its tensor map has three modes along the rows, x, y and z, whose coordinates for row r of a
-sequence of `length` rows at `offset` are
+ragged one, (total, heads, D), or a dense one of which only some rows count, needs an end that moves
+(as in device/row_source.py, which also has pages and single rows). Its tensor map has three modes
+along the rows, x, y and z, whose coordinates for row r of a sequence of `length` rows at `offset`
+are
 
     x = END - length + r,  y = offset + length,  z = END,  with END = 2^30 the size of mode x
 
@@ -27,9 +28,7 @@ from cutex.device.atoms.mma import slots_layout
 from cutex.device.atoms.multicast import SharedTileLoads
 from cutex.device.atoms.tma import TileLoads
 from cutex.device.attention.seqlen_info import SeqlenInfo
-
-END = 2**30  # rows of mode x; no sequence is longer
-WRAP = 2**34  # bytes: END times this is 2^64
+from cutex.device.row_source import END, WRAP, swizzle_bytes
 
 
 def tma_view(mX: cute.Tensor, pack: int, ragged: bool) -> cute.Tensor:
@@ -119,8 +118,7 @@ def tma_operand(
     """The TMA atom and tensor that move tiles (rows, columns) between mX and smem slots, columns
     contiguous, with the widest swizzle that divides a row evenly; each of `sharers` CTAs moves an
     equal part of a tile's rows."""
-    row_bytes = tile[1] * mX.element_type.width // 8
-    swizzle = next(s for s in (128, 64, 32) if row_bytes % s == 0)
+    swizzle = swizzle_bytes(tile[1] * mX.element_type.width // 8)
     slots = slots_layout(mX.element_type, *tile, num_slots, swizzle)
     view = tma_view(mX, rows.pack, rows.ragged)
     return cpasync.make_tiled_tma_atom(op, view, slots, rows.tiler(*tile), num_multicast=sharers)
