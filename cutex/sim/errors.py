@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from cutex.sim.sides import Side
 
 
+NO_NAME = "no instruction of that name"
+
+
 @dataclass(frozen=True)
 class Finding:
     """A rule that a kernel breaks, at one place.
@@ -81,6 +84,23 @@ class UnknownInstruction(SimError):
     """PTX that this simulator does not define; continuing would give a wrong result."""
 
     rule = "unknown instruction"
+    exists = True  # whether the PTX ISA may have it
+
+    @classmethod
+    def of(cls, ins: Instruction, wrong: str) -> Self:
+        """The error of an instruction that the PTX ISA does not have; ``wrong``: what of it."""
+        from cutex.sim.reports import headed
+        from cutex.sim.sides import Side
+
+        what = "it" if wrong == NO_NAME else "this form"
+        sides = (Side.of(ins),)
+        text = (
+            f"{cls.rule} {ins.op}: the simulator does not define {what}, nor has the PTX ISA "
+            f"any such ({wrong})\n    at {ins.where()}"
+        )
+        error = cls(headed(text, sides))
+        error.sides, error.exists = sides, False
+        return error
 
 
 class Hazards(SimError):

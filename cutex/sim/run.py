@@ -14,7 +14,7 @@ from threadpoolctl import ThreadpoolController
 
 from cutex.arch import arch as arch_named
 from cutex.orders import MOST_JOBS, ORDERS
-from cutex.sim import division, sampling
+from cutex.sim import division, sampling, unreached
 from cutex.sim.errors import CooperativeTooLarge, Finding, Hazards, SimError
 from cutex.sim.hazards.checks import Checks
 from cutex.sim.hazards.global_races import orders_clusters
@@ -223,6 +223,7 @@ class Simulation:
             try:
                 self._run(scheduler, what)
                 checks.finish()
+                unreached.tell(program, scheduler.m, scheduler.executed)
             finally:  # NOTE: findings before an error count
                 self._add_up(scheduler, what)
                 self._sample(program, what, memory, [checks.global_races.written()])

@@ -105,7 +105,8 @@ def decode(ins: Instruction, machine: Machine) -> Execute:
     except SimError:
         raise
     except Exception as error:  # NOTE: malformed PTX must not crash the simulator
-        raise d.unknown(_MISSING.get(type(error)) or f"{type(error).__name__}: {error}") from error
+        why = _MISSING.get(type(error)) or f"{type(error).__name__}: {error}"
+        raise d.malformed(why) from error
     return execute
 
 
@@ -138,6 +139,12 @@ class Decoder:
             f"    at {self.ins.where()}"
         )
 
+    def malformed(self, why: str) -> UnknownInstruction:
+        """The error for operands that no PTX instruction of this form has."""
+        error = self.unknown(why)
+        error.exists = False
+        return error
+
     def only(self, *allowed: str) -> None:
         """Raise UnknownInstruction for a modifier not in ``allowed``: a wrong result is worse than
         an error.
@@ -158,7 +165,7 @@ class Decoder:
             self.src(len(self) - 1 - ("cp_mask" in self.mods), "b64")
         for k, operand in enumerate(self.ins.operands):
             if k not in self.ins.operands.asked:
-                raise self.unknown(f"operand {k + 1}, {operand}")
+                raise self.malformed(f"operand {k + 1}, {operand}")
 
     def __len__(self) -> int:
         return len(self.ins.operands)
@@ -182,7 +189,7 @@ class Decoder:
             return self._negated(operand, bits, dtype)
         if isinstance(operand, Imm):
             if not _may_be(operand, kind, bits, self.types):
-                raise self.unknown(f"the constant {operand.value}")
+                raise self.malformed(f"the constant {operand.value}")
             value = _immediate(operand.value, bits, dtype)
             return lambda b: value
         if isinstance(operand, Special):
@@ -191,7 +198,7 @@ class Decoder:
             return self._symbol(operand, dtype)
         if isinstance(operand, Vector) and WIDTH[kind] > 1:
             return self._pack(operand, kind)
-        raise self.unknown(f"operand {operand}")
+        raise self.malformed(f"operand {operand}")
 
     def _read_register(self, reg: Reg, bits: int, dtype: Any) -> Read:
         array = self.m.register(reg)
@@ -202,7 +209,7 @@ class Decoder:
         if reg.bank > bits and (bits == 8 or self.ins.name in WIDER):
             narrow = UNSIGNED[bits]
             return lambda b: array[b.sel].astype(narrow).view(dtype)
-        raise self.unknown(f"{reg.name} has {reg.bank} bits, and {bits} are wanted")
+        raise self.malformed(f"{reg.name} has {reg.bank} bits, and {bits} are wanted")
 
     def _negated(self, operand: Minus, bits: int, dtype: Any) -> Read:
         plain, word = self.read(operand.of, f"b{bits}"), UNSIGNED[bits]
@@ -224,7 +231,7 @@ class Decoder:
                 return lambda b: value
         v = m.program.variables.get(operand.name)
         if v is None:
-            raise self.unknown(f"symbol {operand.name}")
+            raise self.malformed(f"symbol {operand.name}")
         offset = m.offsets[v.name] + operand.offset
         if v.space == "shared":
             return lambda b: ((m.grid.cta_rank[m.grid.warp_cta[b.idx]] << 24) + offset).astype(
@@ -259,14 +266,14 @@ class Decoder:
         if isinstance(operand, Vector):
             return self._unpack(operand, kind)
         if not isinstance(operand, Reg):
-            raise self.unknown(f"destination {operand}")
+            raise self.malformed(f"destination {operand}")
         array = self.m.register(operand)
         unsigned = UNSIGNED[WIDTH[kind]]
         signed = TYPES[kind] in (np.int8, np.int16, np.int32, np.int64)
         wide = operand.bank > WIDTH[kind]
         fits = not wide or WIDTH[kind] == 8 or self.ins.name in WIDER
         if not fits or (operand.bank < WIDTH[kind] and kind != "b128"):
-            raise self.unknown(f"{operand.name} has {operand.bank} bits, and .{kind} is written")
+            raise self.malformed(f"{operand.name} has {operand.bank} bits, and .{kind} is written")
 
         def write(b: Batch, v: Any) -> None:
             v = np.asarray(v)
@@ -291,7 +298,7 @@ class Decoder:
         """The bits of each item of a vector that is one value of ``kind``."""
         count = len(operand.items)
         if count not in (2, 4, 8) or WIDTH[kind] // count not in (8, 16, 32, 64):
-            raise self.unknown(f"{count} items in a .{kind}")
+            raise self.malformed(f"{count} items in a .{kind}")
         return WIDTH[kind] // count
 
     def _unpack(self, operand: Vector, kind: str) -> Write:
@@ -318,7 +325,7 @@ class Decoder:
     def immediate(self, k: int) -> int:
         operand = self.ins.operands[k]
         if not isinstance(operand, Imm):
-            raise self.unknown(f"operand {operand}, where a constant belongs")
+            raise self.malformed(f"operand {operand}, where a constant belongs")
         return int(operand.value)
 
     def pair(self, k: int = 0) -> tuple[Operand, Operand | None]:
@@ -334,7 +341,7 @@ class Decoder:
         """
         operand = self.ins.operands[k]
         if not isinstance(operand, Address) or coordinates == (operand.coords is None):
-            raise self.unknown("address expected")
+            raise self.malformed("address expected")
         base, offset = operand.base, np.uint64(operand.offset & 0xFFFFFFFFFFFFFFFF).astype(np.int64)
         if isinstance(base, Reg):
             array = self.m.register(base)
@@ -357,7 +364,7 @@ class Decoder:
     def coordinates(self, k: int) -> list[Read]:
         operand = self.ins.operands[k]
         if not isinstance(operand, Address) or operand.coords is None:
-            raise self.unknown("coordinates expected")
+            raise self.malformed("coordinates expected")
         return [self.read(c, "s32") for c in operand.coords]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from functools import cache, lru_cache
 
-from cutex.sim.ptx.parse import opcode_parts
+BRANCHES = ("bra", "ret", "exit", "trap")  # opcodes that the scheduler itself executes
 
 _INT = r"\.[us](16|32|64)"
 _ANY = r"\.(b8|u8|s8|b16|u16|s16|b32|u32|s32|f32|b64|u64|s64|f64|b128)"
@@ -37,6 +37,21 @@ _CONVERTED = r"\.([us](8|16|32|64)|f(16|32|64)|bf16|b?f16x2|tf32|e\wm\w(x[24])?|
 _FLOAT = rf"{_ROUND}(\.ftz)?(\.sat)?(\.f(32|64|32x2)|{_HALF})"
 _MIXED = rf"{_ROUND}(\.sat)?\.f32\.b?f16"  # f32 with a half (PTX ISA 9.7.5)
 _EXTREMUM = rf"(\.ftz)?(\.NaN)?(\.xorsign\.abs)?(\.relu)?(\.f(32|64)|{_HALF})"
+
+_HINT = r"(\.L2::cache_hint)?"
+_BYTES = r"\.mbarrier::complete_tx::bytes"
+_BYTES_OF = rf"(\.shared::cluster{_BYTES}|{_BYTES}\.shared::cluster|{_BYTES})"
+_LOADED = r"(\.(tile(::gather4)?|im2col(::w(::128)?)?(_no_offs)?))?"
+_CAST = r"(\.multicast::cluster)?(\.cta_group::[12])?"
+_BULK = (
+    rf"bulk\.(commit_group|wait_group(\.read)?|prefetch\.L2\.global{_HINT}|"
+    rf"prefetch\.tensor\.[1-5]d\.L2(\.global)?{_LOADED}{_HINT}|"
+    rf"shared::(cta|cluster)\.(global|shared::cta){_BYTES}{_CAST}(\.ignore_oob)?{_HINT}|"
+    rf"global\.shared::cta\.bulk_group{_HINT}(\.cp_mask)?|"
+    rf"tensor\.[1-5]d\.shared::(cta|cluster)\.global{_LOADED}{_BYTES}{_CAST}{_HINT}|"
+    rf"tensor\.[1-5]d\.global\.shared::cta(\.(tile(::scatter4)?|im2col_no_offs))?"
+    rf"\.bulk_group{_HINT})"
+)
 
 
 def _matrices(shapes: str) -> str:
@@ -131,7 +146,10 @@ FORMS = {
     rf"(\.relaxed)?(\.(cta|cluster))?({_SHARED})?\.b64",
     "mbarrier.test_wait mbarrier.try_wait": r"\.(test|try)_wait(\.parity)?"
     r"(\.(acquire|relaxed)(\.(cta|cluster))?)?(\.shared(::cta)?)?\.b64",
-    "st.async red.async": r"\.async.*",  # as their definitions say
+    "st.async": rf"\.async(\.weak)?{_BYTES_OF}(\.v[24])?\.([bus](32|64)|f(32|64))|"
+    rf"\.async(\.mmio)?\.release{_SCOPE}(\.global)?\.([bus](8|16|32|64)|f(32|64))",
+    "red.async": rf"\.async\.relaxed\.cluster{_BYTES_OF}\.(inc|dec|min|max|add|and|or|xor)"
+    rf"\.[bus](32|64)|\.async(\.mmio)?\.release{_SCOPE}(\.global)?\.add\.[us](32|64)",
     "ldmatrix": rf"{_ALIGNED}{_matrices('m8n8|m16n16')}(\.shared(::cta)?)?\.b(8|16)",
     "movmatrix": rf"{_ALIGNED}\.m8n8\.trans\.b16",
     "stmatrix": rf"{_ALIGNED}{_matrices('m8n8|m16n8')}(\.shared(::cta)?)?\.b(8|16)",
@@ -151,8 +169,16 @@ FORMS = {
     "tensormap.cp_fenceproxy": rf"\.cp_fenceproxy\.global\.shared::cta\.tensormap::generic"
     rf"\.release{_SCOPE}\.sync\.aligned",
     "cp.async": r"\.async\.(c[ag]\.shared(::cta)?\.global(\.L2::cache_hint)?(\.L2::(64|128|256)B)?|"
-    r"commit_group|wait_group|wait_all|mbarrier\.arrive(\.noinc)?(\.shared(::cta)?)?\.b64|bulk.*)",
+    rf"commit_group|wait_group|wait_all|mbarrier\.arrive(\.noinc)?(\.shared(::cta)?)?\.b64|{_BULK})",
 }
+
+
+@lru_cache(maxsize=4096)
+def opcode_parts(op: str) -> tuple[str, ...]:
+    """The parts of an opcode: ("mbarrier", "test_wait", "shared", "cta") of
+    "mbarrier.test_wait.shared::cta".
+    """
+    return tuple(p for p in re.split(r"\.|::", op) if p)
 
 
 @cache

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from cutex.debug_info import Buffer, DebugInfo, Stack, debug_info_of, where
+from cutex.sim.errors import UnknownInstruction
 from cutex.sim.ptx.contraction import contract
 from cutex.sim.ptx.declarations import (
     SPACES,
@@ -25,11 +25,11 @@ from cutex.sim.ptx.declarations import (
     unreadable,
     variable,
 )
+from cutex.sim.ptx.forms import BRANCHES, opcode_parts
 from cutex.sim.ptx.operands import Address, Operand, Operands, Reg
-from cutex.sim.ptx.sass_lines import sass_lines
+from cutex.sim.ptx.sass_lines import assembled_text, sass_lines
 from cutex.sim.ptx.scopes import Scopes
-
-BRANCHES = ("bra", "ret", "exit", "trap")  # opcodes that the scheduler itself executes
+from cutex.sim.ptx.vocabulary import nonexistent
 
 
 class Source(NamedTuple):
@@ -58,14 +58,6 @@ class Source(NamedTuple):
         from_elsewhere = (c for c in self.stack if os.path.dirname(c.file) != folder)
         own = next(from_elsewhere, None) or next(c for c in self.stack if c.file == kernel)
         return f"{here}, called at {where(own)}"
-
-
-@lru_cache(maxsize=4096)
-def opcode_parts(op: str) -> tuple[str, ...]:
-    """The parts of an opcode: ("mbarrier", "test_wait", "shared", "cta") of
-    "mbarrier.test_wait.shared::cta".
-    """
-    return tuple(p for p in re.split(r"\.|::", op) if p)
 
 
 @dataclass
@@ -108,6 +100,7 @@ class Program:
     max_threads: int | None = None
     labels: dict[str, int] = field(default_factory=dict)
     buffers: list[Buffer] = field(default_factory=list)  # of dynamic shared memory, where named
+    assembled: bool = False  # whether ptxas is known to have taken this text
     derived: dict[object, Any] = field(default_factory=dict, repr=False)  # by `once`
 
 
@@ -139,7 +132,8 @@ def parse(text: str, cubin: bytes | None = None) -> dict[str, Program]:
     """Every ``.entry`` of a PTX module, by name. Raises UnknownInstruction, with the line, for PTX
     that the simulator does not define. ``cubin``: what ptxas made of it, if that is known.
     """
-    compiled = sass_lines(cubin) if cubin else {}
+    assembled = cubin is not None and _code_of(text) == _code_of(assembled_text(cubin))
+    compiled = sass_lines(cubin) if assembled and cubin else {}
     debug_info = debug_info_of(text)
     text = _without_comments(text.rstrip("\0"))
     target = re.search(r"\.target\s+(\w+)", text)
@@ -157,6 +151,8 @@ def parse(text: str, cubin: bytes | None = None) -> dict[str, Program]:
         if entry.group(1) in programs:
             raise unreadable(began, entry.group(), "a second kernel of that name")
         reader = _Body(text, body_at, files, dict(module), debug_info)
+        if not assembled:
+            _refuse_nonexistent(reader.code)
         contract(reader.code, compiled.get(entry.group(1)))
         params, size = parameters(header, began)
         threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+(?:\s*,\s*\d+)*)", header)
@@ -169,8 +165,24 @@ def parse(text: str, cubin: bytes | None = None) -> dict[str, Program]:
             entry.group(1), target.group(1) if target else "", reader.code, params, size,
             reader.variables, {b: len(r) for b, r in reader.scopes.banks.items()}, limit,
             reader.all_labels, debug_info.of_kernel(entry.group(1), entries),
+            assembled,
         )  # fmt: skip
     return programs
+
+
+def _code_of(text: str) -> list[str]:
+    """The lines of PTX without those that say where they come from."""
+    lines = (line.strip() for line in text.rstrip("\0").split("\n"))
+    return [line for line in lines if line and not line.startswith((".loc", ".file", "//"))]
+
+
+def _refuse_nonexistent(code: list[Instruction]) -> None:
+    """Raise UnknownInstruction for the first instruction that the PTX ISA does not have, whether
+    or not a run would reach it.
+    """
+    for ins in code:
+        if wrong := nonexistent(ins.op):
+            raise UnknownInstruction.of(ins, wrong)
 
 
 class _Body:

@@ -45,6 +45,11 @@ def sass_lines(cubin: bytes) -> dict[str, Lines]:
     return found
 
 
+def assembled_text(cubin: bytes) -> str:
+    """The PTX that a cubin with line information was made of; its lines end with zeros there."""
+    return Elf(cubin).content(".nv_debug_ptx_txt").decode(errors="replace").replace("\0", "\n")
+
+
 def _relocated(elf: Elf) -> dict[int, str]:
     """The kernel whose code the address at each offset of the line table is in."""
     entries = elf.content(".rela.nv_debug_line_sass")

@@ -1,0 +1,183 @@
+"""PTX that a run never reaches is checked too: what does not exist is an error with its line, what
+only the simulator lacks an advisory."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import numpy as np
+import pytest
+from ptx_kernel import module, simulate_ptx
+from test_broken_ptx import BODIES, SHAPE, WORDS, told
+
+from cutex.compile import compile
+from cutex.kernels.gemm import stage
+from cutex.sim import UnknownInstruction
+from cutex.sim.isa import definitions  # noqa: F401 - registers them
+from cutex.sim.ptx.decode import _DEFINITIONS
+from cutex.sim.ptx.forms import FORMS, opcode_parts
+from cutex.sim.ptx.parse import parse
+from cutex.sim.ptx.vocabulary import BEYOND, nonexistent
+
+OUT = {"out": np.zeros(32, np.uint32)}
+UNREACHED = "mov.u32 %r0, 1; bra END; {} END: st.global.u32 [%out_i], %r0;"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "add.zzz.u32 %r1, %r1, %r1;",
+        "frobnicate.u32 %r1, %r1;",
+        "add.release.u32 %r1, %r1, %r1;",
+        "ld.global.u24 %r1, [%out];",
+        "atom.global.nand.b32 %r1, [%out], 1;",
+        "red.global.add.u16 [%out], %h1;",
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.s8 {%r1}, %d0, %d1, 1, 1, 1, 0, 0;",
+        "mma.sync.aligned.m16n8k8.row.col.f32.f16.zzz.f32 {%r1}, {%r1}, {%r1}, {%r1};",
+        "tcgen05.mma.cta_group::3.kind::f16 [%r1], %d0, %d1, %r2, %p0;",
+        "tcgen05.commit.cta_group::1.mbarrier::arrive::two.shared::cluster.b64 [%r1];",
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_rx::bytes [%r1], [%out],"
+        " 16, [%r2];",
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.div.u32 [%out], [%r1], 16;",
+        "tensormap.replace.tile.rank.global.b512.b32 [%out], 1;",
+        "fence.acq_rel.warp;",
+        "barrier.cluster.arrive.aligned.aligned;",
+        "shfl.idx.b32 %r1, %r1, 0, 31;",
+    ],
+)
+def test_what_does_not_exist_is_an_error_before_the_run(statement):
+    op = re.escape(statement.split()[0].rstrip(";"))
+    line = rf"unknown instruction {op}: the simulator does not define .*, nor has the PTX ISA"
+    with pytest.raises(UnknownInstruction, match=rf"{line}(.|\n)*at PTX line \d+: ") as error:
+        simulate_ptx(UNREACHED.format(statement), OUT, assembles=False)
+    assert statement[:18] in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "tex.2d.v4.f32.s32 {%r1, %r2, %r3, %r4}, [%d0, {%r5, %r6}];",
+        "wmma.load.a.sync.aligned.row.m16n16k16.global.f16 {%r1, %r2}, [%out], 16;",
+        "mma.sp.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32 {%r1, %r2, %r3, %r4},"
+        " {%r1, %r2, %r3, %r4}, {%r1, %r2, %r3, %r4}, {%r1, %r2, %r3, %r4}, %r5, 0;",
+        "st.bulk.weak.shared::cta [%r1], %d0, 0;",
+        "vadd2.s32.s32.s32 %r1, %r2, %r3, %r4;",
+        "multimem.ld_reduce.relaxed.sys.global.add.v4.f32 {%r1, %r2, %r3, %r4}, [%out];",
+        "rcp.rm.f64 %d0, %d1;",
+    ],
+)
+def test_what_the_simulator_lacks_is_an_advisory_where_it_is_not_reached(statement):
+    out = np.zeros(32, np.uint32)
+    report = simulate_ptx(UNREACHED.format(statement), {"out": out}, assembles=False)
+    assert (out == 1).all()
+    (advisory,) = report.advisories
+    assert advisory.rule == "unknown instruction"
+    assert "is not reached by this run" in advisory.message and "PTX line" in advisory.where
+    with pytest.raises(UnknownInstruction, match="PTX line"):
+        simulate_ptx(UNREACHED.replace("bra END;", "").format(statement), OUT, assembles=False)
+
+
+@pytest.mark.parametrize(
+    "statement", ["add.u32 %r1, %r1;", "add.u32 %d0, %r1, %r1;", "mov.u32 %r1, [%r2];"]
+)
+def test_malformed_operands_are_an_error_where_they_are_not_reached(statement):
+    with pytest.raises(UnknownInstruction, match="PTX line"):
+        simulate_ptx(UNREACHED.format(statement), OUT, assembles=False)
+
+
+def test_an_instruction_that_is_known_is_told_of_nothing():
+    report = simulate_ptx(UNREACHED.format("ex2.approx.ftz.f32 %r1, %r2;"), OUT)
+    assert not report.advisories
+
+
+def test_every_definition_and_every_form_is_of_a_known_name():
+    for name in _DEFINITIONS:
+        assert nonexistent(f"{name}.zzz") not in ("", "no instruction of that name")
+    assert nonexistent("zzz") == "no instruction of that name"
+    assert not set(FORMS) & {"tex", "wmma"} and {"tex", "wmma"} <= set(BEYOND)
+
+
+@pytest.mark.parametrize(("arch", "number"), [("sm_90a", 8), ("sm_100a", 6)])
+def test_what_ptxas_has_taken_is_never_refused(arch, number, monkeypatch):
+    """A compiled kernel whose text the cubin holds is valid, whatever the tables here say."""
+    compiled = compile(stage(arch, number).kernel(), "bf16", arch)
+    (program,) = parse(compiled.ptx, compiled.cubin).values()
+    assert program.assembled
+    assert not {ins.op: wrong for ins in program.code if (wrong := nonexistent(ins.op))}
+    changed = compiled.ptx.replace("ret;", "frobnicate.b32 %r1;\nret;")
+    with pytest.raises(UnknownInstruction, match="PTX line"):
+        parse(changed, compiled.cubin)
+    monkeypatch.setattr("cutex.sim.ptx.parse.nonexistent", lambda op: "everything")
+    parse(compiled.ptx, compiled.cubin)
+
+
+# ---- mutated texts
+
+
+def opcodes(text: str) -> list[re.Match[str]]:
+    body = text.index("{", text.index(".entry"))
+    found = re.finditer(r"(?<![\w.%:])[a-z]\w*(?:(?:\.|::)\w+)+(?=[\s;])", text)
+    return [m for m in found if m.start() > body]
+
+
+def with_another_modifier(text: str, choose: random.Random) -> tuple[str, str]:
+    """The text with one modifier of one opcode dropped, doubled or exchanged, and the opcode."""
+    m = choose.choice(opcodes(text))
+    parts = re.findall(r"(?:\.|::)?\w+", m.group())
+    at = choose.randrange(1, len(parts))
+    match choose.randrange(4):
+        case 0:
+            parts.pop(at)
+        case 1:
+            parts.insert(at, parts[at])
+        case 2:
+            parts[at] = "." + choose.choice(WORDS)
+        case _:
+            parts.insert(at, "." + choose.choice([*WORDS, "zzz"]))
+    op = "".join(parts)
+    return text[: m.start()] + op + text[m.end() :], op
+
+
+def unreached(body: str) -> str:
+    """A kernel that never comes to `body`."""
+    body = re.sub(r"\.reg \.b(32|64) (\w+);", r"", body)
+    declared = "".join(re.findall(r"\.reg \.b\d+ \w+;", body))
+    return f"{declared} bra.uni OVER; {body} OVER: mov.u32 %r0, 0;"
+
+
+def test_mutated_modifiers_in_code_that_never_runs_are_told():
+    """Of 300 texts with a changed modifier, each is told, or is an instruction that exists."""
+    choose = random.Random(8)
+    modules = [
+        module(unreached(body), {"a": np.zeros(64, np.uint32)}, SHAPE, "sm_90a", "")
+        for body in BODIES
+        if ".reg" not in body and "{ " not in body
+    ]
+    for text in modules:
+        assert told(text) == "right", text
+    verdicts: dict[str, int] = {}
+    for _ in range(300):
+        text, op = with_another_modifier(choose.choice(modules), choose)
+        verdict = told(text)
+        verdicts[verdict] = verdicts.get(verdict, 0) + 1
+        assert verdict == "UnknownInstruction" or not nonexistent(op), op
+    assert verdicts["UnknownInstruction"] > 150, verdicts
+    assert verdicts["right"] < 100, verdicts
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_a_modifier_that_no_instruction_has_is_told_of_every_opcode_of_a_kernel(arch):
+    compiled = compile(stage(arch, 4).kernel(), "bf16", arch)
+    seen = set()
+    for m in opcodes(compiled.ptx):
+        if m.group() in seen:
+            continue
+        seen.add(m.group())
+        for at in range(1, len(opcode_parts(m.group()))):
+            parts = re.findall(r"(?:\.|::)?\w+", m.group())
+            parts.insert(at, ".zzz")
+            text = compiled.ptx[: m.start()] + "".join(parts) + compiled.ptx[m.end() :]
+            with pytest.raises(UnknownInstruction, match=r"zzz|any such"):
+                parse(text)
+    assert len(seen) > 30
