@@ -9,17 +9,18 @@ column changes no instruction). It writes its findings as one comment at the end
 
 from __future__ import annotations
 
-import ast
 import json
-import linecache
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
+
+from cutex.assigned_names import assigned_name
 
 FORMAT = 1  # version of the comment's format
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
@@ -128,6 +129,7 @@ class Recorder:
         self.buffers: dict[str, list[Buffer]] = {}
         self._codes: dict[tuple[str, int], int] = {}  # columns in use, by file and line
         self._columns: dict[Stack, int] = {}
+        self.turns: Counter[Stack] = Counter()  # allocations so far, by their place
         self._paths = _Paths()
         self._known: dict[int, Any] = {}  # locations, by path
 
@@ -192,7 +194,8 @@ class Recorder:
             alignment = max(alignment, dtype.width // 8)
             end = buffers[-1].offset + buffers[-1].size if buffers else 0
             at = -(-end // alignment) * alignment
-            name = _assigned(stack)
+            name = assigned_name(stack, self.turns[stack])
+            self.turns[stack] += 1
             if not fields:
                 buffers.append(Buffer(name, at, size, _element_bytes(frame)))
                 return
@@ -317,52 +320,3 @@ def _element_bytes(frame: FrameType | None) -> int:
             return int(getattr(frame.f_locals.get("element_type"), "width", 0)) // 8
         frame = frame.f_back
     return 0
-
-
-def _assigned(stack: Stack) -> str:
-    """The name of a call's result: the variables to which it is assigned on the way from the
-    kernel, as `ab.full` for a `full` in the call that the kernel assigns to `ab`."""
-    names: list[str] = []
-    for call in stack:
-        name = _target(call)
-        if name and name not in names[-1:]:
-            names.append(name)
-    return ".".join(reversed(names))
-
-
-def _target(call: Call) -> str:
-    statement, expression = _parsed(call)
-    target: ast.expr | None = None
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        target = statement.targets[0]
-    elif isinstance(statement, ast.AnnAssign):
-        target = statement.target
-    if isinstance(target, ast.Name | ast.Attribute):
-        return ast.unparse(target).removeprefix("self.")
-    texts = [a.value for a in getattr(expression, "args", ()) if isinstance(a, ast.Constant)]
-    return next((t for t in texts if isinstance(t, str)), "")
-
-
-def _parsed(call: Call) -> tuple[ast.stmt | None, ast.expr | None]:
-    """The statement at a place, and the call in it that begins there."""
-    statements, calls = _parsed_text("".join(linecache.getlines(call.file)))
-    return statements.get(call.line), calls.get(call[1:3])
-
-
-@lru_cache(maxsize=256)
-def _parsed_text(text: str) -> tuple[dict[int, ast.stmt], dict[tuple[int, int], ast.Call]]:
-    """The innermost statement of each line, and the innermost call that begins at a line and
-    column."""
-    statements: dict[int, ast.stmt] = {}
-    calls: dict[tuple[int, int], ast.Call] = {}
-    try:
-        tree = ast.parse(text)
-    except SyntaxError:
-        return statements, calls
-    for node in ast.walk(tree):  # the innermost come last
-        if isinstance(node, ast.stmt):
-            for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):
-                statements[line] = node
-        elif isinstance(node, ast.Call):
-            calls[node.lineno, node.col_offset + 1] = node
-    return statements, calls
