@@ -11,8 +11,7 @@ import torch
 from cutlass import BFloat16, Float32, Int64, cute
 from cutlass.memory import SmemAllocator
 
-from cutex.assigned_names import assigned_name
-from cutex.debug_info import Call, _position
+from cutex.debug_info import Call, _position, assigned_name
 from cutex.sim.host.loaded import load
 
 STATEMENTS = {

@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from cutex.sim.sides import Side
 
 
-NO_NAME = "no instruction of that name"
-
-
 @dataclass(frozen=True)
 class Finding:
     """A rule that a kernel breaks, at one place.
@@ -87,12 +84,13 @@ class UnknownInstruction(SimError):
     exists = True  # whether the PTX ISA may have it
 
     @classmethod
-    def of(cls, ins: Instruction, wrong: str) -> Self:
-        """The error of an instruction that the PTX ISA does not have; ``wrong``: what of it."""
+    def of(cls, ins: Instruction, what: str, wrong: str) -> Self:
+        """The error of an instruction that the PTX ISA does not have: ``what`` of it, and the
+        modifier that is wrong.
+        """
         from cutex.sim.reports import headed
         from cutex.sim.sides import Side
 
-        what = "it" if wrong == NO_NAME else "this form"
         sides = (Side.of(ins),)
         text = (
             f"{cls.rule} {ins.op}: the simulator does not define {what}, nor has the PTX ISA "

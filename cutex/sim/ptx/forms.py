@@ -38,21 +38,6 @@ _FLOAT = rf"{_ROUND}(\.ftz)?(\.sat)?(\.f(32|64|32x2)|{_HALF})"
 _MIXED = rf"{_ROUND}(\.sat)?\.f32\.b?f16"  # f32 with a half (PTX ISA 9.7.5)
 _EXTREMUM = rf"(\.ftz)?(\.NaN)?(\.xorsign\.abs)?(\.relu)?(\.f(32|64)|{_HALF})"
 
-_HINT = r"(\.L2::cache_hint)?"
-_BYTES = r"\.mbarrier::complete_tx::bytes"
-_BYTES_OF = rf"(\.shared::cluster{_BYTES}|{_BYTES}\.shared::cluster|{_BYTES})"
-_LOADED = r"(\.(tile(::gather4)?|im2col(::w(::128)?)?(_no_offs)?))?"
-_CAST = r"(\.multicast::cluster)?(\.cta_group::[12])?"
-_BULK = (
-    rf"bulk\.(commit_group|wait_group(\.read)?|prefetch\.L2\.global{_HINT}|"
-    rf"prefetch\.tensor\.[1-5]d\.L2(\.global)?{_LOADED}{_HINT}|"
-    rf"shared::(cta|cluster)\.(global|shared::cta){_BYTES}{_CAST}(\.ignore_oob)?{_HINT}|"
-    rf"global\.shared::cta\.bulk_group{_HINT}(\.cp_mask)?|"
-    rf"tensor\.[1-5]d\.shared::(cta|cluster)\.global{_LOADED}{_BYTES}{_CAST}{_HINT}|"
-    rf"tensor\.[1-5]d\.global\.shared::cta(\.(tile(::scatter4)?|im2col_no_offs))?"
-    rf"\.bulk_group{_HINT})"
-)
-
 
 def _matrices(shapes: str) -> str:
     """Shape and number of the matrices of an ldmatrix or stmatrix.
@@ -146,10 +131,7 @@ FORMS = {
     rf"(\.relaxed)?(\.(cta|cluster))?({_SHARED})?\.b64",
     "mbarrier.test_wait mbarrier.try_wait": r"\.(test|try)_wait(\.parity)?"
     r"(\.(acquire|relaxed)(\.(cta|cluster))?)?(\.shared(::cta)?)?\.b64",
-    "st.async": rf"\.async(\.weak)?{_BYTES_OF}(\.v[24])?\.([bus](32|64)|f(32|64))|"
-    rf"\.async(\.mmio)?\.release{_SCOPE}(\.global)?\.([bus](8|16|32|64)|f(32|64))",
-    "red.async": rf"\.async\.relaxed\.cluster{_BYTES_OF}\.(inc|dec|min|max|add|and|or|xor)"
-    rf"\.[bus](32|64)|\.async(\.mmio)?\.release{_SCOPE}(\.global)?\.add\.[us](32|64)",
+    "st.async red.async": r"\.async.*",  # see `vocabulary`
     "ldmatrix": rf"{_ALIGNED}{_matrices('m8n8|m16n16')}(\.shared(::cta)?)?\.b(8|16)",
     "movmatrix": rf"{_ALIGNED}\.m8n8\.trans\.b16",
     "stmatrix": rf"{_ALIGNED}{_matrices('m8n8|m16n8')}(\.shared(::cta)?)?\.b(8|16)",
@@ -169,7 +151,7 @@ FORMS = {
     "tensormap.cp_fenceproxy": rf"\.cp_fenceproxy\.global\.shared::cta\.tensormap::generic"
     rf"\.release{_SCOPE}\.sync\.aligned",
     "cp.async": r"\.async\.(c[ag]\.shared(::cta)?\.global(\.L2::cache_hint)?(\.L2::(64|128|256)B)?|"
-    rf"commit_group|wait_group|wait_all|mbarrier\.arrive(\.noinc)?(\.shared(::cta)?)?\.b64|{_BULK})",
+    r"commit_group|wait_group|wait_all|mbarrier\.arrive(\.noinc)?(\.shared(::cta)?)?\.b64|bulk.*)",
 }
 
 

@@ -29,7 +29,7 @@ from cutex.sim.ptx.forms import BRANCHES, opcode_parts
 from cutex.sim.ptx.operands import Address, Operand, Operands, Reg
 from cutex.sim.ptx.sass_lines import assembled_text, sass_lines
 from cutex.sim.ptx.scopes import Scopes
-from cutex.sim.ptx.vocabulary import nonexistent
+from cutex.sim.ptx.vocabulary import NO_NAME, nonexistent
 
 
 class Source(NamedTuple):
@@ -182,7 +182,8 @@ def _refuse_nonexistent(code: list[Instruction]) -> None:
     """
     for ins in code:
         if wrong := nonexistent(ins.op):
-            raise UnknownInstruction.of(ins, wrong)
+            what = "it" if wrong == NO_NAME else "this form"
+            raise UnknownInstruction.of(ins, what, wrong)
 
 
 class _Body:

@@ -13,14 +13,26 @@ import re
 from collections.abc import Iterator
 from functools import cache, lru_cache
 
-from cutex.sim.errors import NO_NAME
 from cutex.sim.ptx.forms import BRANCHES, has_form, misfit, opcode_parts
 
+_HINT = r"(\.L2::cache_hint)?"
+_BYTES = r"\.mbarrier::complete_tx::bytes"
+_BYTES_OF = rf"(\.shared::cluster{_BYTES}|{_BYTES}\.shared::cluster|{_BYTES})"
+_LOADED = r"(\.(tile(::gather4)?|im2col(::w(::128)?)?(_no_offs)?))?"
+_CAST = r"(\.multicast::cluster)?(\.cta_group::[12])?"
+_BULK = (
+    rf"bulk\.(commit_group|wait_group(\.read)?|prefetch\.L2\.global{_HINT}|"
+    rf"prefetch\.tensor\.[1-5]d\.L2(\.global)?{_LOADED}{_HINT}|"
+    rf"shared::(cta|cluster)\.(global|shared::cta){_BYTES}{_CAST}(\.ignore_oob)?{_HINT}|"
+    rf"global\.shared::cta\.bulk_group{_HINT}(\.cp_mask)?|"
+    rf"tensor\.[1-5]d\.shared::(cta|cluster)\.global{_LOADED}{_BYTES}{_CAST}{_HINT}|"
+    rf"tensor\.[1-5]d\.global\.shared::cta(\.(tile(::scatter4)?|im2col_no_offs))?"
+    rf"\.bulk_group{_HINT})"
+)
 _SCOPE = r"\.(cta|cluster|gpu|sys)"
 _SHARED = r"\.shared(::cta|::cluster)?"
 # NOTE: the assembler takes the order, the scope and the space of an atomic in any order
 _WHERE = rf"(\.(weak|relaxed|acquire|release|acq_rel)|{_SCOPE}|\.global|{_SHARED}){{0,4}}"
-_HINT = r"(\.L2::cache_hint)?"
 _HALF = r"\.(f16|f16x2|bf16|bf16x2)"
 _SUMS = (
     r"\.(and|or|xor)HINT\.b(32|64)|\.addHINT\.([us](32|64)|f(32|64))|\.(inc|dec)HINT\.u32|"
@@ -28,7 +40,6 @@ _SUMS = (
     r"\.addHINT\.v[24]\.f32"
 ).replace("HINT", _HINT)
 _TENSOR = r"\.tensor\.[1-5]d"
-_BYTES = r"\.mbarrier::complete_tx::bytes"
 _GROUP = r"\.cta_group::[12]"
 _EIGHT = r"\.(e4m3|e5m2|e3m2|e2m3|e2m1)"
 _TRANSPOSED = r"\.(row|col)\.(row|col)"
@@ -51,6 +62,12 @@ BEYOND = {
     "atom": rf"{_WHERE}({_SUMS}|\.exch{_HINT}\.b(32|64|128)|\.cas{_HINT}\.b(16|32|64|128))",
     "red": rf"{_WHERE}({_SUMS})",
     "call": r"(\.uni)?",
+    "st.async": rf"\.async(\.weak)?{_BYTES_OF}(\.v[24])?\.([bus](32|64)|f(32|64))|"
+    rf"\.async(\.mmio)?\.release{_SCOPE}(\.global)?\.([bus](8|16|32|64)|f(32|64))",
+    "red.async": rf"\.async\.relaxed\.cluster{_BYTES_OF}\.(inc|dec|min|max|add|and|or|xor)"
+    rf"\.[bus](32|64)|\.async(\.mmio)?\.release{_SCOPE}(\.global)?\.add\.[us](32|64)",
+    "cp.async": r"\.async\.(c[ag]\.shared(::cta)?\.global(\.L2::cache_hint)?(\.L2::(64|128|256)B)?|"
+    rf"commit_group|wait_group|wait_all|mbarrier\.arrive(\.noinc)?(\.shared(::cta)?)?\.b64|{_BULK})",
     "cp.reduce": r"\.reduce\.async\.bulk("
     rf"\.shared::cluster\.shared::cta{_BYTES}\.(and|or|xor|add|inc|dec|min|max)\.[bus](32|64)|"
     rf"\.global\.shared::cta\.bulk_group{_HINT}\.(and|or|xor|add|inc|dec|min|max)(\.noftz)?"
@@ -111,6 +128,11 @@ BEYOND = {
 }  # fmt: skip
 
 
+NO_NAME = "no instruction of that name"
+# opcodes whose forms for their definitions say little, as these check the modifiers themselves
+_STRICT = ("cp.async", "st.async", "red.async")
+
+
 @cache
 def _patterns() -> dict[str, re.Pattern[str]]:
     return {name: re.compile(form) for names, form in BEYOND.items() for name in names.split()}
@@ -120,24 +142,24 @@ def _patterns() -> dict[str, re.Pattern[str]]:
 def nonexistent(op: str) -> str:
     """What is wrong with an opcode that the PTX ISA does not have; "" if it has it."""
     parts = opcode_parts(op)
-    name = parts[0]
-    beyond = _patterns().get(".".join(parts[:2])) or _patterns().get(name)
+    name, two = parts[0], ".".join(parts[:2])
+    beyond = _patterns().get(two) or _patterns().get(name)
     if name in BRANCHES:
         return ""
     if not has_form(op) and beyond is None:
         return NO_NAME
-    if has_form(op) and not misfit(op):
+    runs = has_form(op) and two not in _STRICT
+    if runs and not misfit(op):
         return ""
     modifiers = re.findall(r"\.\w+(?:::\w+)*", op.removeprefix(name))
-    if any(_fits(f"{name}{''.join(order)}", beyond) for order in _reordered(modifiers)):
-        return ""
-    return misfit(op) if has_form(op) else _first_unknown(op, name, beyond)
-
-
-def _fits(op: str, beyond: re.Pattern[str] | None) -> bool:
-    if has_form(op) and not misfit(op):
-        return True
-    return beyond is not None and bool(beyond.fullmatch(op.removeprefix(opcode_parts(op)[0])))
+    for order in _reordered(modifiers):
+        text = "".join(order)
+        other = f"{name}{text}"
+        if runs and has_form(other) and not misfit(other):
+            return ""
+        if beyond is not None and beyond.fullmatch(text):
+            return ""
+    return misfit(op) if runs else _first_unknown(op, name, beyond)
 
 
 def _reordered(modifiers: list[str]) -> Iterator[list[str]]:
