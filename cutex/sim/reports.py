@@ -17,6 +17,9 @@ _WHERE = re.compile(
     r"(PTX line \d+): [^()]*? \((?=[^()\s]+:\d+)"
 )  # a PTX line with its instruction
 _PTX = re.compile(r"PTX line (\d+)")
+_SIGNALS = re.compile(r"(?:completes on|phase \d+ of) mbarrier .*?\(initialised at ([^)]*)\)")
+_NEVER = "on which this warp never waited"
+BYTES = "bytes announced"  # the rule of a cause that stands before whatever follows from it
 _TOLD = 4  # findings of one cause that its report lists
 
 
@@ -50,11 +53,14 @@ class Report:
 
 
 def folded(findings: Iterable[Finding]) -> list[Report]:
-    """One report per cause, those with the most findings first; see `_cause`."""
+    """One report per cause: first those that are the cause of others, then those with the most
+    findings; see `_cause`."""
+    ordered = sorted(findings, key=lambda f: (f.rule != BYTES, f.rule == "exit"))
+    causes = _barriers(ordered)
     groups: dict[object, Report] = {}
     first: object = None
-    for number, finding in enumerate(findings):
-        cause = _cause(finding) or number
+    for number, finding in enumerate(ordered):
+        cause = causes.get(_signalled(finding)) or _cause(finding) or number
         if first is None and _WAITED.search(finding.message):
             first = cause
         if finding.rule == "exit" and first is not None:
@@ -63,7 +69,25 @@ def folded(findings: Iterable[Finding]) -> list[Report]:
             groups[cause].followers.append(finding)
         else:
             groups[cause] = Report(finding)
-    return sorted(groups.values(), key=lambda report: -len(report.followers))
+    return sorted(groups.values(), key=lambda r: (r.root.rule != BYTES, -len(r.followers)))
+
+
+def _signalled(finding: Finding) -> str:
+    """The place at which the mbarriers are initialised that a finding's operation completes on."""
+    found = _SIGNALS.search(finding.message)
+    return found[1] if found else ""
+
+
+def _barriers(findings: Iterable[Finding]) -> dict[str, object]:
+    """The causes that lie in the use of a ring of mbarriers, by the place of its initialisation:
+    too few bytes were announced on it, or nobody waits on it.
+    """
+    causes: dict[str, object] = {}
+    for finding in findings:
+        place = _signalled(finding)
+        if place and (finding.rule == BYTES or _NEVER in finding.message):
+            causes.setdefault(place, (finding.advisory, place))
+    return causes
 
 
 def _cause(finding: Finding) -> object:

@@ -15,7 +15,7 @@ from threadpoolctl import ThreadpoolController
 from cutex.arch import arch as arch_named
 from cutex.orders import MOST_JOBS, ORDERS
 from cutex.sim import division, sampling, unreached
-from cutex.sim.errors import CooperativeTooLarge, Finding, Hazards, SimError
+from cutex.sim.errors import CooperativeTooLarge, Deadlock, Finding, Hazards, SimError
 from cutex.sim.hazards.checks import Checks
 from cutex.sim.hazards.global_races import orders_clusters
 from cutex.sim.hazards.grid_order import Stream
@@ -29,7 +29,7 @@ from cutex.sim.machine.pending_clusters import PendingClusters
 from cutex.sim.machine.residency import Residency, residency
 from cutex.sim.policy import policy
 from cutex.sim.ptx.parse import Program
-from cutex.sim.reports import headed, told
+from cutex.sim.reports import BYTES, folded, headed, told
 from cutex.sim.resources import KernelResources, resources
 from cutex.sim.sampling import Sampled
 from cutex.sim.scheduler import Scheduler
@@ -309,6 +309,9 @@ class Simulation:
             try:
                 scheduler.run()
             except SimError as error:
+                if isinstance(error, Deadlock):
+                    for message, ins in machine.mbarriers.miscounted():
+                        machine.findings.add(BYTES, message, ins)
                 raise _told(error, machine.findings) from None
             scheduler.leftovers()
 
@@ -337,11 +340,17 @@ class Simulation:
 def _told(error: SimError, findings: Findings) -> SimError:
     """The error that ended a run, as a report, together with the findings before it."""
     before = [f for f in findings if not f.advisory]
+    causes = [r for r in folded(before) if r.root.rule == BYTES]
     text = findings.names.told(str(error))
     sides = sides_of(text, findings.program)
     text = headed(text, sides)
-    if before:
-        text = f"{text}\nfound before that:\n{told(before)}"
+    if causes:  # the cause first, with what became of it in its first line
+        head, _, rest = str(causes[0]).partition("\n")
+        text = f"{head}; the run ends by {error.rule}\n{rest}\nthe end of the run:\n{text}"
+        sides = causes[0].root.sides + sides
+    others = [r for r in folded(before) if not causes or r.root != causes[0].root]
+    if others:
+        text = "\n".join([text, "found before that:", *map(str, others)])
     out = type(error)(text)
     out.sides = sides
     return out

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from cutex.sim.hazards.async_accesses import AsyncAccesses
 from cutex.sim.hazards.barrier_order import BarrierOrder
+from cutex.sim.hazards.byte_counts import ByteCounts
 from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.hazards.flag_order import FlagOrder, has_flags
 from cutex.sim.hazards.global_races import GlobalRaces
@@ -57,7 +58,7 @@ class Checks:
         grids = [self.grid_order] if self.grid_order.active else []
         return [
             smem_shadow, *tmem, asynchronous, lifetimes, mbarriers,
-            MBarrierPhases(m, clocks, mbarriers), BarrierOrder(m, clocks),
+            ByteCounts(m, m.mbarriers), MBarrierPhases(m, clocks, mbarriers), BarrierOrder(m, clocks),
             OneStore(m), RegisterMoves(m, clocks), LaunchRequests(m, clocks),
             self.global_races, *flags, self.global_races.order, *grids, *self.of_launch,
             clocks,  # NOTE: after the order of clusters, which a fence releases before it counts

@@ -107,11 +107,14 @@ class Lifetimes(Observer):
         gone = self.known.pop(cta)
         known[:, : gone.shape[1]] = gone
         for op, did in self.async_accesses.unknown(cta, np.maximum(known[0], known[2])):
+            on = m.mbarriers.name(*op.signal_on(cta)) if op.signals else ""
             m.findings.add(
                 "exit",
                 f"{m.grid.name_cta(cta)} returns, and its shared memory with it, which {op.what} "
-                f"of {m.grid.name_warp(op.warp)} {did}: no thread of the CTA has waited for that",
+                f"of {m.grid.name_warp(op.warp)} {did}: no thread of the CTA has waited for that"
+                + (f"; it completes on {on}" if on else ""),
                 op.instruction,
+                remedy=f"a wait for the phase of {on}" if on else "",
             )
         for (slot, barrier), use in self.uses.pop(cta, {}).items():
             if max(known[0, slot], known[2, slot]) >= use.count:

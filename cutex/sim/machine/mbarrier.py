@@ -186,6 +186,23 @@ class MBarriers:
             )
         return f"{text}, last touched by {last}"
 
+    def miscounted(self) -> list[tuple[str, Instruction]]:
+        """The barriers that warps wait for in vain because of the bytes announced, with the
+        instruction that announced them: if nothing is in flight, these will never fit.
+        """
+        found = []
+        for key, b in self.barriers.items():
+            if key in self.machine.sleepers and b.tx and b.announced and not b.pending:
+                came = f"{b.tx_arrived} bytes came" if b.tx_arrived else "no bytes came"
+                found.append(
+                    (
+                        f"phase {b.phases} of {self.name(*key)} never completes: expect_tx "
+                        f"announced {b.tx_expected} bytes, and {came}",
+                        b.announced,
+                    )
+                )
+        return found[:1]
+
     def leftovers(self) -> list[tuple[str, Instruction]]:
         """Barriers whose tx-count is not zero at the end of a run."""
         out = []

@@ -1,0 +1,80 @@
+"""Reports begin with the cause: one report for it, at its line, with what follows folded below."""
+
+from __future__ import annotations
+
+import re
+
+import mutants
+import pytest
+import torch
+from mutations import Mutant
+
+from cutex.compile import compile
+from cutex.kernels.gemm import stage
+from cutex.sim import Deadlock, SimError, simulate
+from cutex.sim.reports import folded
+
+ANNOUNCES = r"arrive\.expect_tx\S*\s+\S+, \S+, (%r\d+|\d+);"
+
+
+def matrices(k: int) -> list[torch.Tensor]:
+    return [
+        torch.randn(256, k).bfloat16(),
+        torch.randn(256, k).bfloat16(),
+        torch.zeros(256, 256, dtype=torch.bfloat16),
+    ]
+
+
+def announcing(arch: str, number: int, size: int) -> Mutant:
+    """A stage that announces `size` bytes for the loads of a slot."""
+    compiled = compile(stage(arch, number).kernel(), "bf16", arch)
+    ptx = re.sub(ANNOUNCES, lambda m: m[0].replace(f", {m[1]};", f", {size};"), compiled.ptx)
+    assert ptx != compiled.ptx
+    return Mutant(compiled.object_path, compiled.symbol, ptx)
+
+
+@pytest.mark.parametrize(("arch", "number", "size"), [("sm_90a", 3, 16384), ("sm_100a", 3, 16384)])
+def test_of_two_loads_one_is_announced(arch, number, size):
+    """The phase completes with A's bytes while B's are under way: not B's reader is at fault."""
+    with pytest.raises(SimError) as raised:
+        simulate(announcing(arch, number, size), *matrices(512))
+    first = re.sub(r"^\d+ hazards? found\n", "", str(raised.value)).partition("\n")[0]
+    assert re.match(r"cutex/device/pipeline.py:\d+:\d+, called at \S+: bytes announced: ", first)
+    assert f"the {size} bytes that were announced for it, while 2 copies of" in first
+    assert "mbarrier ab.full[" in first and "the TMA load of m" in first
+    assert str(raised.value).count(": bytes announced: ") == 1
+
+
+def test_more_bytes_than_come_are_told_where_they_are_announced():
+    with pytest.raises(Deadlock) as raised:
+        simulate(announcing("sm_90a", 3, 65536), *matrices(512))
+    text = str(raised.value)
+    first = text.partition("\n")[0]
+    assert "bytes announced: phase 0 of mbarrier ab.full[0]" in first
+    assert "announced 65536 bytes, and 49152 bytes came; the run ends by deadlock" in first
+    assert "mbarrier.arrive.expect_tx" in text.split("\n")[1]
+    assert ": deadlock: no warp can run" in text
+
+
+@pytest.mark.parametrize("k", [64, 512])
+@pytest.mark.parametrize("number", [0, 3])
+def test_nobody_waits_for_the_mma(number, k):
+    """The access that comes too early is told first, and the barrier that it should have waited
+    for; that the CTA returns too early follows from that."""
+    compiled = compile(stage("sm_100a", number).kernel(), "bf16", "sm_100a")
+    waits = list(mutants.sites(compiled, "an mbarrier's wait"))
+    report = None
+    for site in waits:
+        try:
+            report = simulate(site.mutant, *matrices(k), raise_findings=False)
+        except SimError:
+            continue
+        told = [str(r) for r in folded(report.findings)]
+        if not any("tcgen05.mma" in text.partition("\n")[0] for text in told):
+            continue
+        first = told[0].partition("\n")[0]
+        assert ": race: " in first, first
+        assert "it completes on mbarrier" in first and "never waited" in first, first
+        assert re.search(r"what would order the two: a wait, .* phase of mbarrier \w+", told[0])
+        assert not any(": exit: " in text.partition("\n")[0] for text in told)
+    assert report is not None
