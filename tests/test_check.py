@@ -251,3 +251,88 @@ def test_what_the_simulator_cannot_run_is_one_sentence(text, options, says, tmp_
     assert sim([*options, str(script)]) == 2
     (sentence,) = capsys.readouterr().err.splitlines()
     assert says in sentence
+
+
+TWO = """
+import os
+import torch
+from cutlass import cute
+from cutlass.cute.runtime import from_dlpack
+
+print("compiled by", os.getpid())
+
+@cute.kernel
+def first(a: cute.Tensor):
+    t, _, _ = cute.arch.thread_idx()
+    a[t] = a[t] + 1
+
+@cute.kernel
+def second(a: cute.Tensor, s: cute.Tensor):
+    t, _, _ = cute.arch.thread_idx()
+    a[t] = a[t] * s[t]
+
+@cute.jit
+def launch_first(a: cute.Tensor):
+    first(a).launch(grid=(1, 1, 1), block=(32, 1, 1))
+
+@cute.jit
+def launch_second(a: cute.Tensor, s: cute.Tensor):
+    second(a, s).launch(grid=(1, 1, 1), block=(32, 1, 1))
+
+x, s = torch.randn(32, device="cuda"), torch.randn(1 << 20, device="cuda")
+before = x.clone()
+launch_first(from_dlpack(x))
+launch_second(from_dlpack(x), from_dlpack(s))
+assert torch.allclose(x, (before + 1) * s[:32])
+print("right", os.getpid())
+raise SystemExit(3)
+"""
+
+
+def test_imports_and_the_first_compile_are_shared_and_later_kernels_compile(
+    tmp_path, capsys, monkeypatch
+):
+    """Each order goes on from the first launch with the script's own state."""
+    monkeypatch.setattr(check, "ORDERS", ("fifo", "eager", "random"))
+    seen = []
+    reports = check.Run.reports.fget
+    monkeypatch.setattr(
+        check.Run, "reports", property(lambda r: (seen.append(r.output), reports(r))[1])
+    )
+    script = tmp_path / "mine.py"
+    script.write_text(TWO)
+    assert check.main(["--seeds", "2", "--arch", "sm_90a", str(script)]) == 1
+    outputs = dict.fromkeys(seen)
+    assert len(outputs) == 4
+    assert len({re.search(r"compiled by (\d+)", o)[1] for o in outputs}) == 1
+    assert len({re.search(r"right (\d+)", o)[1] for o in outputs}) == 4
+    assert "exit code 3" in capsys.readouterr().out
+
+
+ADVISED = KERNEL.replace(
+    "    a[t SHIFT] = a[t]",
+    "    s = SmemAllocator().allocate_tensor("
+    "cutlass.Float32, cute.make_layout(32))\n    s[t] = a[t]\n    a[t] = s[t ^ 1]",
+).replace("import torch", "import cutlass\nimport torch\nfrom cutlass.memory import SmemAllocator")
+
+
+def test_advisories_are_told_behind_findings_and_fail_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(check, "ORDERS", ("fifo", "eager"))
+    script = tmp_path / "mine.py"
+    script.write_text(ADVISED)
+    assert check.main(["--arch", "sm_90a", str(script)]) == 0
+    told = capsys.readouterr()
+    assert told.out.count(": advisory, ") == 1 and "in order fifo, eager" in told.out
+    assert "2 orders, nothing found, 1 advisory" in told.out
+    assert "copies and MMAs complete as late as the program allows" in told.err
+
+
+def test_what_an_order_adds_is_told(tmp_path, capsys, monkeypatch):
+    """elect.sync may return any lane, so only the order that does finds what relies on lane 0."""
+    monkeypatch.setattr(check, "ORDERS", ("fifo", "elected"))
+    script = tmp_path / "mine.py"
+    relies = "    with cute.arch.elect_one():\n        a[t * 4096] = a[t]"
+    script.write_text(KERNEL.replace("    a[t SHIFT] = a[t]", relies))
+    assert check.main(["--seeds", "1", "--arch", "sm_90a", str(script)]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert "nothing found" in lines[0] and "1 found, 1 new" in lines[1]

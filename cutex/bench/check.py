@@ -1,8 +1,10 @@
 """python -m cutex.check FILE.py: a kernel author's inner loop.
 
-The script runs in the simulator once in every order of events, and with several seeds where an
-order has them; each finding is printed once, with the orders in which it occurs. The first run also
-prints the resources that each kernel takes of an SM, and the bank conflicts of shared memory.
+The script runs in the simulator up to its first launch, and from there once in every order of
+events, and with several seeds where an order has them; each finding is printed once, with the
+orders in which it occurs, and of each order what it adds to those before. Advisories follow. The
+first run also prints the resources that each kernel takes of an SM, and the bank conflicts of
+shared memory.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any, NoReturn
 
 from cutex.arch import ALL
 from cutex.command import Parser, answered, refuse
-from cutex.orders import ORDERS
+from cutex.orders import ABOUT, ORDERS
 
 ALIKE = ("fifo", "eager")  # orders that no seed changes
 _RULE = re.compile(r"(?:^|:\d+: )([a-z][a-z -]*): ")  # the rule, in a report's first line
@@ -62,6 +64,10 @@ class Run:
         found = [r["text"] for r in self.found.get("findings", [])]
         found += [e["report"] for e in self.found.get("errors", [])]
         return found or ([f"exit code {self.code}\n{self.output.rstrip()}"] if self.code else [])
+
+    @property
+    def advisories(self) -> list[str]:
+        return [r["text"] for r in self.found.get("advisories", [])]
 
 
 def parser() -> Parser:
@@ -152,6 +158,7 @@ def check(args: argparse.Namespace) -> int:
     """Run all orders, print their findings, and return the exit code. A script that ends before it
     has launched anything would end so in every order, and is run in the first only."""
     by_report: dict[str, list[str]] = {}
+    advised: dict[str, list[str]] = {}
     kernels: list[str] = []
     count, started = 0, time.monotonic()
     with closing(runs(args)) as ended:
@@ -162,14 +169,15 @@ def check(args: argparse.Namespace) -> int:
                 return 2
             if done.found and not done.launched and not done.code:
                 return refuse(f"{args.script} launches no kernel, so there is nothing to check")
-            verdict = f"{len(done.reports)} found" if done.reports else "nothing found"
-            print(f"{done.name:<12} {verdict}", file=sys.stderr, flush=True)
+            before = len(by_report)
+            for kind, reports in ((by_report, done.reports), (advised, done.advisories)):
+                for report in reports:
+                    kind.setdefault(_cause(report), [report]).append(done.name)
+            print(_verdict(done, len(by_report) - before), file=sys.stderr, flush=True)
             kernels += [kernel["text"] for kernel in done.found.get("kernels", [])]
-            for report in done.reports:
-                by_report.setdefault(_cause(report), [report]).append(done.name)
             if done.found and not done.launched:
                 break
-    for report, *names in by_report.values():
+    for report, *names in (*by_report.values(), *advised.values()):
         print(f"\n{report}\n  in order {', '.join(names)}")
     if kernels:
         print("", *kernels, sep="\n")
@@ -177,8 +185,19 @@ def check(args: argparse.Namespace) -> int:
     found = (
         f"{len(by_report)} report{'s' * (len(by_report) != 1)}" if by_report else "nothing found"
     )
+    if advised:
+        found += f", {len(advised)} advisor{'y' if len(advised) == 1 else 'ies'}"
     print(f"\n{args.script}: {count} order{'s' * (count != 1)}, {found}, {seconds:.1f} s")
     return 1 if by_report else 0
+
+
+def _verdict(done: Run, new: int) -> str:
+    """One line of what a run found, what of it is new, and what its order of events is."""
+    found = len(done.reports)
+    said = f"{found} found" if found else "nothing found"
+    if found:
+        said += f", {new or 'none'} new"
+    return f"{done.name:<12} {said:<18} {ABOUT[done.order]}"
 
 
 def _cause(report: str) -> str:

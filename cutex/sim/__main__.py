@@ -12,14 +12,18 @@ import json
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
 
 from cutex.arch import ALL, arch
 from cutex.command import INTERRUPTED, Parser, answered, print_nowhere, refuse, writable
 from cutex.errors import Missing
 from cutex.orders import MOST_JOBS, add_order
+
+if TYPE_CHECKING:
+    from cutex.sim.host.calls import Calls
 
 # Libraries that keep compiled kernels on disk and load them from there, past the simulator.
 NO_DISK_CACHES = {"QUACK_CACHE_ENABLED": "0", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}
@@ -69,7 +73,11 @@ def parser() -> Parser:
 
 
 @answered
-def main(argv: Sequence[str] | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None,
+    at_launch: Callable[[argparse.Namespace, Calls], None] | None = None,
+) -> int:
+    """``at_launch``: called before the script's first launch, with what it may still change."""
     options = parser().parse_args(argv)
     script = Path(options.script)
     if not script.is_file():
@@ -113,24 +121,40 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.order or "fifo", options.seed, memory, options.max_instructions, clock,
             options.resources, options.jobs, not options.unchecked, options.clusters,
         )  # fmt: skip
+        if at_launch is not None:
+            calls.at_launch = lambda: at_launch(options, calls)
+        end = _End()
         try:
             own = SimulatedDevice(options.arch, calls.launch)  # cutex.matmul and the like
             with dsl_on_cpu(gpu, calls), simulating(own):
-                code = _run(options.script)
+                end = _run(options.script)
         finally:
-            calls.tell(options.ptx)
+            calls.tell(options.ptx)  # before the script's own traceback, of which it is the cause
+            end.tell()
             print(f"cutex: {calls}", file=sys.stderr)
             if options.json is not None:
                 options.json.write_text(
                     json.dumps(calls.as_dict(), indent=1) + "\n", encoding="utf-8"
                 )
-    return code or int(calls.failed)
+    return end.code or int(calls.failed)
 
 
-def _run(script: str) -> int:
-    """Run the script as Python would, and return its exit code. Errors of kernels are printed
-    later.
-    """
+class _End(NamedTuple):
+    """How a script ended: its exit code, and the error that it raised, or its last words."""
+
+    code: int = 0
+    error: Exception | None = None
+    text: str = ""
+
+    def tell(self) -> None:
+        if self.error is not None:
+            sys.excepthook(type(self.error), self.error, self.error.__traceback__)
+        elif self.text:
+            print(self.text, file=sys.stderr)
+
+
+def _run(script: str) -> _End:
+    """Run the script as Python would. Errors of kernels and the script's own are told later."""
     from cutex.sim.errors import LaunchError, SimError
 
     try:
@@ -139,23 +163,21 @@ def _run(script: str) -> int:
         raise
     except SystemExit as left:
         if not isinstance(left.code, int | None):
-            print(left.code, file=sys.stderr)
-        return left.code if isinstance(left.code, int) else int(left.code is not None)
+            return _End(1, text=str(left.code))
+        return _End(left.code or 0)
     except LaunchError as error:
         print(f"cutex: {error}", file=sys.stderr)
-        return 1
+        return _End(1)
     except SimError:
-        return 1
+        return _End(1)
     except BrokenPipeError:  # as in ... | head
         print_nowhere()
     except KeyboardInterrupt:
         print("cutex: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return _End(INTERRUPTED)
     except Exception as error:
-        told = error.with_traceback(_within(script, error.__traceback__))
-        sys.excepthook(type(told), told, told.__traceback__)
-        return 1
-    return 0
+        return _End(1, error.with_traceback(_within(script, error.__traceback__)))
+    return _End()
 
 
 def _within(script: str, trace: TracebackType | None) -> TracebackType | None:

@@ -96,7 +96,7 @@ def resources(
         room["tensor memory"] = COLUMNS // columns
     limit, ctas = min(room.items(), key=lambda item: item[1])
     return KernelResources(
-        launch.kernel, launch.num_threads, code.registers if code else None,
+        machine.program.title, launch.num_threads, code.registers if code else None,
         code.stack_bytes if code else None, smem, columns, ctas, limit, tuple(_conflicts(banks)),
     )  # fmt: skip
 

@@ -242,7 +242,7 @@ class Simulation:
         """Record the clusters that were not run; ``written``: the bytes that the others wrote."""
         ran, count = len(self._clusters(program, what)), what.num_ctas // what.cluster_size
         if ran < count:
-            self.report.sampled.append(Sampled(what.kernel, ran, count))
+            self.report.sampled.append(Sampled(program.title, ran, count))
             self.report.written |= sampling.elements(self.tensors, memory, written)
 
     def _run_divided(self, program: Program, what: Launch, memory: GlobalMemory) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -82,6 +82,7 @@ class Calls:
     jobs: int = 1  # processes that simulate a grid together
     checks: bool = True  # look for races
     clusters: int | None = None  # clusters of a grid that are simulated; None: all
+    at_launch: Callable[[], None] | None = None  # called once, before the first call
     launches: dict[str, int] = field(default_factory=dict)
     report: SimReport = field(default_factory=SimReport)
     errors: list[tuple[SimError, str]] = field(default_factory=list)  # with the kernel's PTX
@@ -94,6 +95,9 @@ class Calls:
         tensors: Sequence[HostTensor] = (),
     ) -> None:
         """Simulate one call; ``tensors`` are those that ``arguments`` hold only as addresses."""
+        first, self.at_launch = self.at_launch, None
+        if first is not None:
+            first()
         started = time.perf_counter()
         named = [*tensors, *tensors_in(arguments)]
         regions = self.memory.regions(named)
@@ -146,14 +150,15 @@ class Calls:
     def __str__(self) -> str:
         done, kernels, launches = self.report, len(self.launches), sum(self.launches.values())
         found, advised = len(self.report.findings), len(self.report.advisories)
+        told = f", {found or 'no'} finding{'s' * (found != 1)}" if found or not self.errors else ""
         more = f", {advised} advisor{'y' if advised == 1 else 'ies'}" if advised else ""
         names = ", ".join(dict.fromkeys(type(e).__name__ for e, _ in self.errors))
         ended = f", ended by {names}" if names else ""
         return (
             f"{launches} launch{'es' * (launches != 1)} of {kernels} "
             f"kernel{'s' * (kernels != 1)} in order {self.order}, {done.instructions} "
-            f"warp-instructions, {done.seconds:.1f} s, {found or 'no'} "
-            f"finding{'s' * (found != 1)}{more}{ended}{'' if self.checks else ', races unchecked'}"
+            f"warp-instructions, {done.seconds:.1f} s{told}{more}{ended}"
+            f"{'' if self.checks else ', races unchecked'}"
             + "".join(f"; {text}" for text in dict.fromkeys(map(str, done.sampled)))
         )
 
@@ -173,17 +178,21 @@ class Calls:
         }
 
     def tell(self, with_ptx: bool) -> None:
-        """Print all findings to stderr, with the surrounding PTX if asked for."""
+        """Print all findings to stderr, those that ended a run first and advisories last, with the
+        surrounding PTX if asked for.
+        """
+        texts = [str(error) for error, _ in self.errors]
+        told = [(text, ptx) for text, (_, ptx) in zip(texts, self.errors, strict=True)]
+        for report in (*folded(self.report.findings), *folded(self.report.advisories)):
+            text = str(report)
+            if not any(text.partition("\n")[0] in end for end in texts):  # told with the end
+                told.append((text, self._ptx[report.root]))
+        for text, ptx in told:
+            print(f"cutex: {text}", file=sys.stderr)
+            if with_ptx:
+                print(around(ptx, text), file=sys.stderr)
         for kernel in self.report.kernels.values():
             print(f"cutex: {kernel}", file=sys.stderr)
-        for report in (*folded(self.report.findings), *folded(self.report.advisories)):
-            print(f"cutex: {report}", file=sys.stderr)
-            if with_ptx:
-                print(around(self._ptx[report.root], str(report.root)), file=sys.stderr)
-        for error, ptx in self.errors:
-            print(f"cutex: {error}", file=sys.stderr)
-            if with_ptx:
-                print(around(ptx, str(error)), file=sys.stderr)
 
     def _add(self, new: SimReport, ptx: str) -> None:
         total = self.report

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -103,7 +104,24 @@ class Program:
     assembled: bool = False  # whether ptxas is known to have taken this text
     derived: dict[object, Any] = field(default_factory=dict, repr=False)  # by `once`
 
+    @property
+    def title(self) -> str:
+        """The name for people: that of the kernel's function where the DSL made the entry's name
+        of its arguments' types.
+        """
+        if not self.name.startswith(_MANGLED):
+            return self.name
+        stacks = [i.source.stack for i in self.code if i.source is not None and i.source.stack]
+        functions = Counter(stack[-1].function for stack in stacks if stack[-1].function)
+        if functions:
+            function = functions.most_common(1)[0][0]
+            of = re.search(r"_([A-Za-z0-9]+)_object_at_", self.name)  # of a method
+            return f"{of[1]}.{function}" if of and "." not in function else function
+        return re.split(_TYPES_FOLLOW, self.name.removeprefix(_MANGLED))[0]
 
+
+_MANGLED = "kernel_cutlass_"  # begins what the DSL calls an entry: then the function, and types
+_TYPES_FOLLOW = r"_(?:tensorptr|Tensor|tensor|CopyAtom|TiledMMA|TiledCopy|Tmem|None_|\d+_)"
 _STATEMENT = re.compile(
     r"(?:@(!?)([\w$%.]+)\s+)?([a-z]\w*(?:(?:\.|::)\w+)*)(?:\s+(.*)|(?=\()(.*))?", re.S
 )

@@ -134,8 +134,8 @@ class Few(Simulation):
             if clusters == 1:
                 raise
             raise ValueError(
-                f"one cluster of {what.kernel} does not come to its end alone: what it waits for "
-                "from others, by global memory, is nothing that the clock knows"
+                f"one cluster of {machine.program.title} does not come to its end alone: what it "
+                "waits for from others, by global memory, is nothing that the clock knows"
             ) from error
         if self.number == 0:
             self.counters = counters.asked_again if counters else set()
@@ -149,7 +149,7 @@ class Few(Simulation):
         )
         self.traced.append(
             Traced(
-                recorder.record(complete), what.grid, max(1, held), {}, what.kernel
+                recorder.record(complete), what.grid, max(1, held), {}, machine.program.title
             )
         )  # fmt: skip
 
