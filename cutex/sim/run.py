@@ -28,7 +28,7 @@ from cutex.sim.machine.memory import MODULE_WINDOW, GlobalMemory, Region
 from cutex.sim.machine.pending_clusters import PendingClusters
 from cutex.sim.machine.residency import Residency, residency
 from cutex.sim.policy import policy
-from cutex.sim.ptx.parse import Program
+from cutex.sim.ptx.parse import Instruction, Program
 from cutex.sim.reports import BYTES, folded, headed, told
 from cutex.sim.resources import KernelResources, resources
 from cutex.sim.sampling import Sampled
@@ -59,6 +59,14 @@ class SimReport:
     # tensor of up to 64 MB were written
     sampled: list[Sampled] = field(default_factory=list)
     written: dict[str, np.ndarray] = field(default_factory=dict)
+    rings: dict[str, tuple[int, int]] = field(default_factory=dict)  # slots, most phases of one
+
+    @property
+    def unwrapped(self) -> list[str]:
+        """The rings of mbarriers of which no slot was used twice, so that a wait for a free slot
+        which is missing, or one phase off, cannot show: a larger problem would tell.
+        """
+        return [name for name, (slots, phases) in self.rings.items() if slots > 1 and phases == 1]
 
     def __str__(self) -> str:
         """What was found, how long launches take where that was asked for, and one line of all."""
@@ -310,10 +318,12 @@ class Simulation:
                 scheduler.run()
             except SimError as error:
                 if isinstance(error, Deadlock):
-                    for message, ins in machine.mbarriers.miscounted():
-                        machine.findings.add(BYTES, message, ins)
+                    error = _with_cause(error, machine.mbarriers.miscounted())
                 raise _told(error, machine.findings) from None
             scheduler.leftovers()
+            for name, (slots, phases) in machine.mbarriers.uses().items():
+                most = max(phases, self.report.rings.get(name, (0, 0))[1])
+                self.report.rings[name] = slots, most
 
     def _add_up(self, scheduler: Scheduler, what: Launch) -> None:
         report, machine = self.report, scheduler.m
@@ -335,6 +345,13 @@ class Simulation:
             if n:
                 counts[ins.op] += n
         report.counts = dict(counts.most_common())
+
+
+def _with_cause(error: Deadlock, causes: Sequence[tuple[str, Instruction]]) -> Deadlock:
+    """The deadlock, with the announcement of bytes that causes it told before the warps."""
+    head, _, rest = str(error).partition("\n")
+    lines = [f"  {message}\n    at {ins.where()}" for message, ins in causes]
+    return Deadlock("\n".join([head, *lines, rest]))
 
 
 def _told(error: SimError, findings: Findings) -> SimError:

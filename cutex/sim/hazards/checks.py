@@ -58,7 +58,8 @@ class Checks:
         grids = [self.grid_order] if self.grid_order.active else []
         return [
             smem_shadow, *tmem, asynchronous, lifetimes, mbarriers,
-            ByteCounts(m, m.mbarriers), MBarrierPhases(m, clocks, mbarriers), BarrierOrder(m, clocks),
+            ByteCounts(m, m.mbarriers),
+            MBarrierPhases(m, clocks, mbarriers), BarrierOrder(m, clocks),
             OneStore(m), RegisterMoves(m, clocks), LaunchRequests(m, clocks),
             self.global_races, *flags, self.global_races.order, *grids, *self.of_launch,
             clocks,  # NOTE: after the order of clusters, which a fence releases before it counts

@@ -186,6 +186,20 @@ class MBarriers:
             )
         return f"{text}, last touched by {last}"
 
+    def uses(self) -> dict[str, tuple[int, int]]:
+        """Of the mbarriers of each array, or of each place where several are initialised: how many
+        a CTA has, and the most phases that one of them has completed.
+        """
+        names = self.machine.findings.names
+        slots: dict[str, set[int]] = {}
+        phases: dict[str, int] = {}
+        for b in self.barriers.values():
+            name = names.at(b.offset).partition("[")[0]
+            name = name or f"the mbarriers initialised at {b.made.place()}"
+            slots.setdefault(name, set()).add(b.offset)
+            phases[name] = max(phases.get(name, 0), b.phases)
+        return {name: (len(offsets), phases[name]) for name, offsets in slots.items()}
+
     def miscounted(self) -> list[tuple[str, Instruction]]:
         """The barriers that warps wait for in vain because of the bytes announced, with the
         instruction that announced them: if nothing is in flight, these will never fit.
