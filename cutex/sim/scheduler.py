@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cutex.sim.errors import BadOperand, Deadlock, Endless, SimError
-from cutex.sim.isa import definitions, wgmma  # noqa: F401 - the first registers instructions
+from cutex.sim.isa import definitions  # noqa: F401 - it registers instructions
 from cutex.sim.machine.batch import ARRIVED, RETRY, Batch
 from cutex.sim.machine.divergence import BLOCKED, DONE, RUNNING, YIELDED
 from cutex.sim.ptx.decode import Execute, decode
 from cutex.sim.ptx.flow import LEAVES
 from cutex.sim.ptx.once import once
-from cutex.sim.ptx.operands import Reg, Vector
 from cutex.sim.ptx.parse import Instruction, Program
 from cutex.sim.ptx.temporaries import used
 
@@ -44,7 +43,6 @@ class Scheduler:
         self.late = self.policy.late(machine.grid)
         self.code = machine.program.code
         self.decoded: list[Execute | None] = [None] * len(self.code)
-        self.watched = _watched(machine.program)
         self.guards = [None if i.guard is None else machine.register(i.guard) for i in self.code]
         self.polls, self.whole = _polling(machine.program), _whole_warp(machine.program)
         self.executed = np.zeros(len(self.code), np.int64)  # warp-instructions
@@ -203,8 +201,6 @@ class Scheduler:
                 execute = decoded[pc] = decode(ins, m)
             if pc in places:
                 events.using_registers(batch, pc)
-            if pc in self.watched:
-                m.warpgroups.access(batch, *self.watched[pc], ins)
             try:
                 verdict = execute(batch)
             except SimError:
@@ -402,31 +398,3 @@ def _without_place(text: str) -> str:
     return re.sub(
         r"CTA \([\d,]+\)( \(rank \d+ of its cluster\))?( warp \d+)?( lane \d+)?", "CTA", text
     )
-
-
-@once
-def _watched(program: Program) -> dict[int, tuple[set[int], set[int]]]:
-    """The instructions, other than wgmma's own, that read or write registers used by a wgmma."""
-    used = wgmma.accumulator_registers(program.code)
-    out: dict[int, tuple[set[int], set[int]]] = {}
-    if not used:
-        return out
-    for pc, ins in enumerate(program.code):
-        if ins.op.startswith("wgmma"):
-            continue
-        touched = [_indices(o) & used for o in ins.operands]
-        if any(touched):
-            stores = ins.name in ("st", "stmatrix", "red", "bar") or not ins.operands
-            written = set() if stores else touched[0]
-            read = set().union(*(touched if stores else touched[1:]))
-            out[pc] = (read, written)
-    return out
-
-
-def _indices(operand: object) -> set[int]:
-    if isinstance(operand, Reg):
-        return {operand.index} if operand.bank == 32 else set()
-    if isinstance(operand, Vector):
-        return set().union(*map(_indices, operand.items)) if operand.items else set()
-    base = getattr(operand, "base", None)
-    return _indices(base) if base is not None else set()

@@ -22,6 +22,7 @@ from cutex.sim.hazards.register_moves import RegisterMoves
 from cutex.sim.hazards.smem_shadow import SmemShadow
 from cutex.sim.hazards.tmem_accesses import TmemAccesses
 from cutex.sim.hazards.tmem_shadow import TmemShadow
+from cutex.sim.hazards.wgmma_registers import WgmmaRegisters
 from cutex.sim.machine.events import Observer
 
 if TYPE_CHECKING:
@@ -54,13 +55,14 @@ class Checks:
         self.global_races.start(clocks)
         self.global_races.order.start(clocks)
         self.grid_order.start(clocks)
+        wgmma = [WgmmaRegisters(m)] if any(i.name == "wgmma" for i in m.program.code) else []
         flags = [FlagOrder(m, clocks)] if has_flags(m.program) else []
         grids = [self.grid_order] if self.grid_order.active else []
         return [
             smem_shadow, *tmem, asynchronous, lifetimes, mbarriers,
             ByteCounts(m, m.mbarriers),
             MBarrierPhases(m, clocks, mbarriers), BarrierOrder(m, clocks),
-            OneStore(m), RegisterMoves(m, clocks), LaunchRequests(m, clocks),
+            OneStore(m), *wgmma, RegisterMoves(m, clocks), LaunchRequests(m, clocks),
             self.global_races, *flags, self.global_races.order, *grids, *self.of_launch,
             clocks,  # NOTE: after the order of clusters, which a fence releases before it counts
         ]  # fmt: skip

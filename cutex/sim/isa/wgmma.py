@@ -19,35 +19,25 @@ from cutex.sim.isa.matrices import (
 )
 from cutex.sim.isa.sync import require_whole_warp
 from cutex.sim.machine.batch import RETRY, Batch
+from cutex.sim.machine.events import RegisterUse
 from cutex.sim.machine.operation import Engine, Kind, Operation, Place, Span
+from cutex.sim.machine.registers import Registers
 from cutex.sim.machine.waits import Wait
-from cutex.sim.machine.warpgroup import Descriptors, Group, Registers, Rendezvous, Unwaited
+from cutex.sim.machine.warpgroup import Descriptors, Group, Rendezvous
 from cutex.sim.numerics.fp8_sum import add_products
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.operands import Imm, Operand, Reg, Vector
-from cutex.sim.ptx.parse import Instruction
-
-
-def accumulator_registers(code: list[Instruction]) -> set[int]:
-    """The 32-bit registers that any wgmma of the program uses, for `WarpgroupMma.access`."""
-    found: set[int] = set()
-    for ins in code:
-        if ins.op.startswith("wgmma.mma_async"):
-            for operand in ins.operands[:2]:
-                if isinstance(operand, Vector):
-                    found |= {r.index for r in operand.items if isinstance(r, Reg)}
-    return found
 
 
 @instruction("wgmma.fence")
 def fence(d: Decoder) -> Execute:
-    """wgmma.fence (9.7.15.7.1): registers are written in program order here; the order that it
-    establishes is recorded.
+    """wgmma.fence (9.7.15.7.1): registers are written in program order here; of the fence who
+    watches is told.
     """
 
     def execute(b: Batch) -> None:
         require_whole_warp(d, b)
-        d.m.warpgroups.fence(b.idx[b.any_active()])
+        d.m.events.wgmma_fenced(b.idx[b.any_active()])
 
     return execute
 
@@ -90,7 +80,6 @@ def wait(d: Decoder) -> Execute:
                 )
             else:
                 m.events.waited(warp, Kind.TENSOR, state.commits - n)
-                m.warpgroups.waited(warp, state.commits - n)
         return out if out.any() else None
 
     return execute
@@ -169,12 +158,14 @@ class Wgmma:
         m = self.m
         parts: dict[tuple[int, int, int], dict[int, Descriptors]] = {}
         rows = np.nonzero(b.any_active())[0]
-        fenced = m.warpgroups.take_hold(b.idx[rows], self.touches)
         ctas, groups = m.grid.warp_cta[b.idx].tolist(), (m.grid.warp_in_cta[b.idx] // 4).tolist()
         all_b, all_keep = bs.tolist(), keep.tolist()
         all_a = [None] * b.n if a_s is None else a_s.tolist()
         warps = b.idx.tolist()
         states = m.warpgroups.warps
+        numbers = [states[warps[row]].commits + 1 for row in rows.tolist()]
+        use = RegisterUse(self.results, self.sources, self.touches, numbers)
+        m.events.wgmma_executes(b.idx[rows], use, self.ins)
         for row in rows.tolist():
             warp = warps[row]
             state = states[warp]
@@ -184,19 +175,15 @@ class Wgmma:
             state.issued += 1
         alike: dict[Hashable, list[Operation]] = {}
         for where, by_warp in parts.items():
-            meeting = self._join(where, by_warp, fenced)
+            meeting = self._join(where, by_warp)
             if len(meeting.groups) == 4:
                 del m.warpgroups.meeting[where]
                 self._issue(where[:2], meeting, alike)
         for ops in alike.values():
             m.flight.issue(*ops)
 
-    def _join(
-        self, where: tuple[int, int, int], by_warp: dict[int, Descriptors], fenced: bool
-    ) -> Rendezvous:
-        """Let warps of a warpgroup, perhaps all of it, arrive at their wgmma. ``fenced``: whether
-        all registers that it accesses are ordered by a fence.
-        """
+    def _join(self, where: tuple[int, int, int], by_warp: dict[int, Descriptors]) -> Rendezvous:
+        """Let warps of a warpgroup, perhaps all of it, arrive at their wgmma."""
         m, key = self.m, where[:2]
         inside = [warp // m.grid.num_ctas % 4 for warp in by_warp]
         acc = m.warpgroups.take(key, inside, self.results, self.n, self.d_kind, self.ins)
@@ -213,12 +200,6 @@ class Wgmma:
             state.open.in_flight += 1
             meeting.groups.append((warp, state.open))
             meeting.agents.append((warp, state.commits + 1))
-            if not fenced:
-                m.warpgroups.check_fence(warp, self.touches, self.ins)
-            unwaited = Unwaited(state.commits + 1, self.ins)  # in flight, in the open group
-            state.results[self.results] = unwaited
-            if self.sources is not None:
-                state.sources[self.sources] = unwaited
         if self.a_registers:
             words = m.registers[32][np.ix_(self.a_registers, list(by_warp))]
             fragments = _a_fragment(words, self.a_form.kind)

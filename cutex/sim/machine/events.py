@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from cutex.sim.machine.batch import Batch, Lanes
     from cutex.sim.machine.memory import Part, Region
     from cutex.sim.machine.phase import MBarrier
+    from cutex.sim.machine.registers import Registers
 
 
 class SharedBytes(NamedTuple):
@@ -39,6 +40,17 @@ class Storing(NamedTuple):
 
     warp: int
     number: int
+
+
+class RegisterUse(NamedTuple):
+    """The registers of a wgmma: the accumulator, A if it is there, and all of them; and for each
+    warp, the number of its open group, which the wgmma joins.
+    """
+
+    results: Registers
+    sources: Registers | None
+    all: np.ndarray
+    groups: list[int]
 
 
 @dataclass(eq=False)
@@ -108,6 +120,12 @@ class Observer:
 
     def waited_writes(self, warp: int, number: int) -> None:
         """It has, and for what these bulk stores write."""
+
+    def wgmma_executes(self, warps: np.ndarray, use: RegisterUse, ins: Instruction) -> None:
+        """Warps execute a wgmma, which their warpgroups issue when all four have."""
+
+    def wgmma_fenced(self, warps: np.ndarray) -> None:
+        """wgmma.fence."""
 
     # -- mbarriers ---------------------------------------------------------------------------------
 

@@ -11,26 +11,11 @@ import numpy as np
 
 from cutex.sim.machine.memory import POISON32
 from cutex.sim.machine.operation import Agent
+from cutex.sim.machine.registers import Registers
 from cutex.sim.ptx.parse import Instruction
 
 if TYPE_CHECKING:
-    from cutex.sim.machine.batch import Batch
     from cutex.sim.machine.core import Core
-
-
-class Registers:
-    """32-bit registers of an operand, in fragment order; one object per tuple of indices."""
-
-    __slots__ = ("array", "indices", "members")
-
-    def __init__(self, indices: tuple[int, ...]) -> None:
-        self.indices, self.members = indices, frozenset(indices)
-        self.array = np.array(indices, np.intp)
-
-    @staticmethod
-    @lru_cache(maxsize=4096)
-    def of(indices: tuple[int, ...]) -> Registers:
-        return Registers(indices)
 
 
 @dataclass
@@ -51,24 +36,12 @@ class Group:
     in_flight: int = 0
 
 
-class Unwaited(NamedTuple):
-    """Registers of wgmmas that their warp has not waited for."""
-
-    group: int  # number of the last one's group
-    by: Instruction
-
-
-SEEN, CHANGED = 1, 2  # how a register was accessed
-
-
 @dataclass
 class WarpState:
     open: Group = field(default_factory=Group)
     committed: list[Group] = field(default_factory=list)
     issued: int = 0
     commits: int = 0
-    results: dict[Registers, Unwaited] = field(default_factory=dict)  # accumulators
-    sources: dict[Registers, Unwaited] = field(default_factory=dict)  # A
 
 
 class Descriptors(NamedTuple):
@@ -126,11 +99,6 @@ class WarpgroupMma:
 
     def clear(self) -> None:
         self.warps: dict[int, WarpState] = defaultdict(WarpState)
-        self.fenced = np.zeros(self.m.grid.num_warps, bool)  # at least once
-        shape = self.m.grid.num_warps, self.m.program.registers.get(32, 0)
-        # accesses by other instructions since the last wgmma.fence: CHANGED, or SEEN (read, or mov)
-        self.touched = np.zeros(shape, np.uint8)
-        self.held = np.zeros(shape, bool)  # by wgmmas that the warp has not waited for
         self.accumulators: dict[tuple[int, int], list[Accumulator]] = {}  # by (cta, warpgroup)
         self.meeting: dict[tuple[int, int, int], Rendezvous] = {}  # by (cta, warpgroup, number)
 
@@ -200,77 +168,3 @@ class WarpgroupMma:
         acc.loaded = [loaded and i not in done for i, loaded in enumerate(acc.loaded)]
         if not any(acc.loaded):
             self.accumulators[key].remove(acc)
-
-    # -- accesses to registers ---------------------------------------------------------------------
-
-    def take_hold(self, warps: np.ndarray, registers: np.ndarray) -> bool:
-        """Mark the registers as used by wgmmas of the warps. Return whether all of them are ordered
-        by a fence.
-        """
-        at = warps[:, None], registers
-        self.held[at] = True
-        return bool(self.fenced[warps].all()) and not self.touched[at].any()
-
-    def waited(self, warp: int, group: int) -> None:
-        """Record that the warp has waited for its first ``group`` groups."""
-        state = self.state(warp)
-        for unwaited in (state.results, state.sources):
-            for registers in [r for r, u in unwaited.items() if u.group <= group]:
-                del unwaited[registers]
-        self.held[warp] = False
-        for registers in (*state.results, *state.sources):
-            self.held[warp, registers.array] = True
-
-    def fence(self, warps: np.ndarray) -> None:
-        """wgmma.fence of these warps."""
-        self.touched[warps] = 0
-        self.fenced[warps] = True
-
-    def access(self, b: Batch, read: set[int], written: set[int], ins: Instruction) -> None:
-        """Check an instruction other than a wgmma that reads and writes registers used by some
-        wgmma.
-        """
-        at = b.idx[:, None], list(read | written)
-        self.touched[at] = np.maximum(self.touched[at], SEEN)
-        if written and ins.name != "mov":
-            self.touched[b.idx[:, None], list(written)] = CHANGED
-        for warp in b.idx[self.held[at].any(1)].tolist():
-            state = self.state(warp)
-            for registers, unwaited in state.results.items():
-                if not registers.members.isdisjoint(read | written):
-                    verb = "writes" if registers.members.isdisjoint(read) else "reads"
-                    self.m.findings.add(
-                        "race",
-                        f"{self.m.grid.name_warp(warp)} {verb} an accumulator register before "
-                        f"wgmma.wait_group; it is in flight since {unwaited.by.where()}",
-                        ins,
-                    )
-            for registers, unwaited in state.sources.items():
-                if not registers.members.isdisjoint(written):
-                    self.m.findings.add(
-                        "race",
-                        f"{self.m.grid.name_warp(warp)} writes an A register that the wgmma issued "
-                        f"at {unwaited.by.where()} may still read: no wgmma.wait_group says that "
-                        "it is complete",
-                        ins,
-                    )
-
-    def check_fence(self, warp: int, registers: np.ndarray, ins: Instruction) -> None:
-        """Report wgmma registers whose ordinary accesses are not followed by a wgmma.fence
-        (9.7.15.7.1).
-
-        NOTE: a mov may be the compiler's, for a loop that carries an accumulator, and vanish in the
-        end: such movs follow the fence of NVIDIA's persistent GEMM of Hopper. And its GEMM of fp8
-        with two accumulators reads one, then has wgmma overwrite it, with no fence in between.
-        """
-        touched = self.touched[warp, registers]
-        if self.fenced[warp] and not touched.any():
-            return
-        why = "its first wgmma comes without a wgmma.fence before it"
-        if touched.any():
-            why = (
-                "its wgmma accesses a register that the warp has accessed since its last "
-                "wgmma.fence"
-            )
-        seen = bool(self.fenced[warp]) and int(touched.max()) == SEEN
-        self.m.findings.add("race", f"{self.m.grid.name_warp(warp)}: {why}", ins, advisory=seen)

@@ -1,0 +1,181 @@
+"""The registers of wgmmas (PTX ISA 9.7.15.7): a fence before, a wait after.
+
+Ordinary accesses to registers of a wgmma come before a ``wgmma.fence`` that comes before it; its
+accumulators are neither read nor written, and its A not written, before a ``wgmma.wait_group`` of
+the warp that waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from cutex.sim.machine.events import Observer, RegisterUse
+from cutex.sim.machine.operation import Kind
+from cutex.sim.machine.registers import Registers
+from cutex.sim.ptx.once import once
+from cutex.sim.ptx.operands import Reg, Vector
+from cutex.sim.ptx.parse import Instruction, Program
+
+if TYPE_CHECKING:
+    from cutex.sim.machine.batch import Batch
+    from cutex.sim.machine.machine import Machine
+
+SEEN, CHANGED = 1, 2  # how a register was accessed
+
+
+class _Unwaited(NamedTuple):
+    """Registers of wgmmas that their warp has not waited for."""
+
+    group: int  # number of the last one's group
+    by: Instruction
+
+
+@dataclass
+class _Warp:
+    """The registers of a warp's wgmmas in flight."""
+
+    results: dict[Registers, _Unwaited] = field(default_factory=dict)  # accumulators
+    sources: dict[Registers, _Unwaited] = field(default_factory=dict)  # A
+
+
+class WgmmaRegisters(Observer):
+    """The registers that wgmmas of the resident warps use."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.m = machine
+        shape = machine.grid.num_warps, machine.program.registers.get(32, 0)
+        self.at_once = np.zeros(machine.grid.num_warps, bool)  # fenced at least once
+        # accesses by other instructions since the last wgmma.fence: CHANGED, or SEEN (read, or mov)
+        self.touched = np.zeros(shape, np.uint8)
+        self.held = np.zeros(shape, bool)  # by wgmmas that the warp has not waited for
+        self.warps: dict[int, _Warp] = defaultdict(_Warp)
+        self.steps = _steps(machine.program)
+
+    def wgmma_executes(self, warps: np.ndarray, use: RegisterUse, ins: Instruction) -> None:
+        at = warps[:, None], use.all
+        self.held[at] = True
+        fenced = bool(self.at_once[warps].all()) and not self.touched[at].any()
+        for warp, group in zip(warps.tolist(), use.groups, strict=True):
+            if not fenced:
+                self._check_fence(warp, use.all, ins)
+            unwaited, mine = _Unwaited(group, ins), self.warps[warp]
+            mine.results[use.results] = unwaited
+            if use.sources is not None:
+                mine.sources[use.sources] = unwaited
+
+    def waited(self, warp: int, kind: Kind, number: int) -> None:
+        """It has, for its first groups."""
+        if kind is not Kind.TENSOR or warp not in self.warps:
+            return
+        mine = self.warps[warp]
+        for unwaited in (mine.results, mine.sources):
+            for registers in [r for r, u in unwaited.items() if u.group <= number]:
+                del unwaited[registers]
+        self.held[warp] = False
+        for registers in (*mine.results, *mine.sources):
+            self.held[warp, registers.array] = True
+
+    def wgmma_fenced(self, warps: np.ndarray) -> None:
+        self.touched[warps] = 0
+        self.at_once[warps] = True
+
+    def watched_places(self) -> set[int]:
+        return set(self.steps)
+
+    def using_registers(self, b: Batch, pc: int) -> None:
+        """Check an instruction other than a wgmma that reads and writes registers used by some
+        wgmma.
+        """
+        if pc not in self.steps:
+            return
+        (read, written), ins = self.steps[pc], self.m.program.code[pc]
+        at = b.idx[:, None], list(read | written)
+        self.touched[at] = np.maximum(self.touched[at], SEEN)
+        if written and ins.name != "mov":
+            self.touched[b.idx[:, None], list(written)] = CHANGED
+        for warp in b.idx[self.held[at].any(1)].tolist():
+            self._check_waited(warp, read, written, ins)
+
+    def _check_waited(self, warp: int, read: set[int], written: set[int], ins: Instruction) -> None:
+        mine, name = self.warps[warp], self.m.grid.name_warp(warp)
+        for registers, unwaited in mine.results.items():
+            if not registers.members.isdisjoint(read | written):
+                verb = "writes" if registers.members.isdisjoint(read) else "reads"
+                self.m.findings.add(
+                    "race",
+                    f"{name} {verb} an accumulator register before wgmma.wait_group; it is in "
+                    f"flight since {unwaited.by.where()}",
+                    ins,
+                )
+        for registers, unwaited in mine.sources.items():
+            if not registers.members.isdisjoint(written):
+                self.m.findings.add(
+                    "race",
+                    f"{name} writes an A register that the wgmma issued at "
+                    f"{unwaited.by.where()} may still read: no wgmma.wait_group says that it is "
+                    "complete",
+                    ins,
+                )
+
+    def _check_fence(self, warp: int, registers: np.ndarray, ins: Instruction) -> None:
+        """Report wgmma registers whose ordinary accesses are not followed by a wgmma.fence
+        (9.7.15.7.1).
+
+        NOTE: a mov may be the compiler's, for a loop that carries an accumulator, and vanish in the
+        end: such movs follow the fence of NVIDIA's persistent GEMM of Hopper. And its GEMM of fp8
+        with two accumulators reads one, then has wgmma overwrite it, with no fence in between.
+        """
+        touched = self.touched[warp, registers]
+        if self.at_once[warp] and not touched.any():
+            return
+        why = "its first wgmma comes without a wgmma.fence before it"
+        if touched.any():
+            why = (
+                "its wgmma accesses a register that the warp has accessed since its last "
+                "wgmma.fence"
+            )
+        seen = bool(self.at_once[warp]) and int(touched.max()) == SEEN
+        self.m.findings.add("race", f"{self.m.grid.name_warp(warp)}: {why}", ins, advisory=seen)
+
+
+@once
+def _steps(program: Program) -> dict[int, tuple[set[int], set[int]]]:
+    """The instructions, other than wgmma's own, that read or write registers used by a wgmma."""
+    used = _used(program.code)
+    out: dict[int, tuple[set[int], set[int]]] = {}
+    if not used:
+        return out
+    for pc, ins in enumerate(program.code):
+        if ins.op.startswith("wgmma"):
+            continue
+        touched = [_indices(o) & used for o in ins.operands]
+        if any(touched):
+            stores = ins.name in ("st", "stmatrix", "red", "bar") or not ins.operands
+            written = set() if stores else touched[0]
+            read = set().union(*(touched if stores else touched[1:]))
+            out[pc] = (read, written)
+    return out
+
+
+def _indices(operand: object) -> set[int]:
+    if isinstance(operand, Reg):
+        return {operand.index} if operand.bank == 32 else set()
+    if isinstance(operand, Vector):
+        return set().union(*map(_indices, operand.items)) if operand.items else set()
+    base = getattr(operand, "base", None)
+    return _indices(base) if base is not None else set()
+
+
+def _used(code: list[Instruction]) -> set[int]:
+    """The 32-bit registers that any wgmma of the program uses."""
+    found: set[int] = set()
+    for ins in code:
+        if ins.op.startswith("wgmma.mma_async"):
+            for operand in ins.operands[:2]:
+                if isinstance(operand, Vector):
+                    found |= {r.index for r in operand.items if isinstance(r, Reg)}
+    return found
