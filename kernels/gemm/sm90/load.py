@@ -16,6 +16,7 @@ from cutex.kernels.gemm.config import ELEMENT
 from cutex.kernels.gemm.signature import tile_counts
 from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config, placed_unevenly
 from cutex.kernels.gemm.sm90.pace import Pace, now, wait_until
+from cutex.kernels.gemm.sm90.roles import fill_ring
 from cutex.schedulers.one_round import OneRound
 from cutex.schedulers.persistent import StaticPersistent
 from cutex.schedulers.spread import Spread
@@ -205,14 +206,3 @@ class LoadOneTile(LoadTiles):
 def k_share(tiles: Sm90Config, num_k_tiles: Int32) -> Int32:
     """The number of K tiles of each of the split_k CTAs that share them."""
     return (num_k_tiles + (tiles.split_k - 1)) // tiles.split_k
-
-
-@cute.jit
-def fill_ring(
-    loads: AbLoads, ab: SharedRing, fill: PipelineState, first: Int32 | int, end: Int32
-) -> PipelineState:
-    """Load K tiles `first` to `end`, from slot `fill` on; return the state after."""
-    for k_tile in cutlass.range(first, end, unroll=1):
-        loads.load(k_tile, fill.slot, ab.acquire(fill))
-        fill.advance()
-    return fill

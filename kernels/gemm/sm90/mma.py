@@ -10,25 +10,29 @@ StreamK:     all work on a tile or a part of its K; CTAs exchange their sums in 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import cutlass
 from cutlass import Int32, cute
-from cutlass.cute.nvgpu import warpgroup
 
 from cutex.device.atoms.multicast import SharedRing
 from cutex.device.atoms.wgmma import WARPGROUP, WgmmaProduct
 from cutex.device.epilogue.sm90.fused_store import ElementStore, FusedStore
 from cutex.device.epilogue.sm90.tma_store import WarpgroupStore, WarpStore
-from cutex.device.pipeline import OrderedBarrier, PipelineState
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.signature import GeneralConfig, tile_counts
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.exchange import Exchange
 from cutex.kernels.gemm.sm90.load import Scheduler
+from cutex.kernels.gemm.sm90.roles import (
+    Issue,
+    cooperative,
+    issue,
+    issue_as_filled,
+    mainloop,
+    ping_pong,
+)
 from cutex.schedulers.stream_k import StreamedTiles
-
-# named barriers: 0 is the CTA's, 1 to 3 are the warpgroups' own, 5 is exchange.py's
-ORDER_BARRIER = 3  # and 4: the order of two warpgroups in ping-pong
 
 PartStore = FusedStore | ElementStore | WarpgroupStore
 EpilogueStore = PartStore | WarpStore
@@ -58,51 +62,11 @@ class MmaRole:
         """Compute and store this CTA's tiles of mC."""
         raise NotImplementedError
 
-    @cute.jit
-    def mainloop(
-        self, mma: WgmmaProduct, ab: SharedRing, take: PipelineState, num_k_tiles: Int32
-    ) -> PipelineState:
-        """Run the MMAs over all of K, from slot `take` on; return the state after. On return the
-        accumulators are complete, and all slots are released."""
-        done, take = self.issue(mma, ab, take, num_k_tiles)
-        warpgroup.wait_group(0)
-        ab.release(done)
-        return take
-
-    @cute.jit
-    def issue(
-        self, mma: WgmmaProduct, ab: SharedRing, take: PipelineState, num_k_tiles: Int32
-    ) -> tuple[PipelineState, PipelineState]:
-        """Start all MMAs and release all slots but the last; return the states of that slot and of
-        the next.
-
-        An MMA is waited for when the next is issued. Where memory limits, it is waited for at once
-        if the next slot is not yet full: its own slot can then be loaded meanwhile.
-        """
-        done = PipelineState(take.num_slots, take.slot, take.phase)
-        ab.wait_full(take)
-        mma.issue(take.slot, accumulate=False)
-        take.advance()
-        for _ in cutlass.range(1, num_k_tiles, unroll=1):
-            if cutlass.const_expr(self.tiles.one_tile and not self.tiles.few_columns):
-                full = ab.is_full(take)
-                if not full:
-                    warpgroup.wait_group(0)
-                    ab.release(done)
-                    ab.wait_full(take)
-                mma.issue(take.slot, accumulate=True)
-                take.advance()
-                if full:
-                    warpgroup.wait_group(1)
-                    ab.release(done)
-            else:
-                ab.wait_full(take)
-                mma.issue(take.slot, accumulate=True)
-                take.advance()
-                warpgroup.wait_group(1)
-                ab.release(done)
-            done.advance()
-        return done, take
+    @property
+    def issue(self) -> Issue:
+        """How MMAs are started and waited for."""
+        c = self.tiles
+        return issue_as_filled if c.one_tile and not c.few_columns else issue
 
     def store(self, mma: WgmmaProduct, epilogue: EpilogueStore, tile: WorkTile) -> None:
         """Store this warpgroup's accumulators to its rows of `tile`."""
@@ -135,19 +99,13 @@ class Cooperative(MmaRole):
         mC: cute.Tensor,
     ) -> None:
         walk = self.scheduler.walk(tile_counts(self.tiles, mC))
-        take = ab.consumer()
-        for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
-            take = self.mainloop(mma, ab, take, num_k_tiles)
-            self.store(mma, epilogue, walk.tile_at(index))
+        store = partial(self.store, mma, epilogue)
+        cooperative(mma, ab, num_k_tiles, walk, store, self.issue)
 
 
 @dataclass(frozen=True)
 class PingPong(MmaRole):
-    """Two warpgroups take every second tile each: one stores while the other's wgmma run.
-
-    NOTE: a warpgroup issues only when the other has issued its tile. Correctness needs this, too: a
-    wait distinguishes only odd from even phases of a slot, so at most one phase may be outstanding.
-    """
+    """Two warpgroups take every second tile each: one stores while the other's wgmma run."""
 
     @cute.jit
     def run(
@@ -159,22 +117,7 @@ class PingPong(MmaRole):
         mC: cute.Tensor,
     ) -> None:
         walk = self.scheduler.walk(tile_counts(self.tiles, mC))
-        order = OrderedBarrier(ORDER_BARRIER)
-        mine = cute.arch.warp_idx() // 4
-        take = ab.consumer()
-        if mine == 1:
-            order.signal(0)
-            take.skip(num_k_tiles)
-        first = walk.start + mine * walk.step
-        for index in cutlass.range(first, walk.end, 2 * walk.step, unroll=1):
-            order.wait(mine)
-            done, take = self.issue(mma, ab, take, num_k_tiles)
-            if index + walk.step < walk.end:
-                order.signal(1 - mine)
-            warpgroup.wait_group(0)
-            ab.release(done)
-            take.skip(num_k_tiles)
-            self.store(mma, epilogue, walk.tile_at(index))
+        ping_pong(mma, ab, num_k_tiles, walk, partial(self.store, mma, epilogue))
 
 
 @dataclass(frozen=True)
@@ -203,7 +146,7 @@ class StreamK(MmaRole):
         take = ab.consumer()
         for turn in cutlass.range(walk.turns, unroll=1):
             segment = walk.segment(turn)
-            take = self.mainloop(mma, ab, take, segment.count)
+            take = mainloop(mma, ab, take, segment.count)
             if segment.first > 0:
                 self.exchange.leave(mma.acc, walk)
             else:

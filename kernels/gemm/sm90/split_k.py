@@ -24,6 +24,7 @@ from cutex.kernels.gemm.signature import tile_counts
 from cutex.kernels.gemm.sm90.exchange import VECTOR, thread_vectors
 from cutex.kernels.gemm.sm90.load import k_share
 from cutex.kernels.gemm.sm90.mma import MmaRole
+from cutex.kernels.gemm.sm90.roles import mainloop
 from cutex.schedulers.persistent import StaticWalk
 
 PartStore = FusedStore | ElementStore | WarpgroupStore
@@ -55,7 +56,8 @@ class SplitK(MmaRole):
         parts = epilogue.parts(mma.acc)  # (V, PART)
         place = self.place(parts, cute.recast_ptr(self.sA.iterator, dtype=Float32))
         self.expect(parts, walk.split)
-        self.mainloop(mma, ab, ab.consumer(), k_share(self.tiles, num_k_tiles))
+        count = k_share(self.tiles, num_k_tiles)
+        mainloop(mma, ab, ab.consumer(), count, self.issue)
         # NOTE: relaxed: it says that this warp's wgmma have read the ring, and publishes no data
         cute.arch.cluster_arrive_relaxed()
         cute.arch.cluster_wait()

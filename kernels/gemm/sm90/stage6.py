@@ -6,8 +6,8 @@ smem of both.
 
 Changed since stage 5: the operands are loaded in parts (`AbOperands.loads` with a real cluster), a
 slot is empty when the MMA warps of all its readers say so (`SharedRing`), and a CTA stays until its
-neighbours have nothing left to send: the MMA role releases its last slot too, and the load role
-waits for all slots to be empty.
+neighbours have nothing left to send: the MMA role (`mainloop` in roles.py, as of all stages from
+here on) releases its last slot too, and the load role waits for all slots to be empty.
 
 Two CTAs of 128x256 side by side load 40 KB each instead of 48 for the same MMA.
 
@@ -18,16 +18,14 @@ more through L2 (53 bytes a cycle with 128x192), where it costs nothing and at t
 
 from __future__ import annotations
 
-import cutlass
 from cutlass import Int32, cute
-from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from cutex.device.atoms.multicast import AbOperands, Cluster, SharedRing, shared_operand
-from cutex.device.atoms.tma import AbLoads, store_operand
+from cutex.device.atoms.tma import store_operand
 from cutex.device.atoms.wgmma import WgmmaProduct
 from cutex.device.epilogue.sm90.tma_store import WarpgroupStore
-from cutex.device.pipeline import PipelineState
+from cutex.kernels.gemm.sm90.roles import fill_ring, mainloop
 from cutex.kernels.gemm.sm90.stage5 import Stage5
 from cutex.schedulers.one_tile import OneTilePerCta
 from cutex.schedulers.raster import clusters
@@ -79,8 +77,8 @@ class Stage6(Stage5):
 
     @cute.jit
     def load_tiles(self, ab_operands: AbOperands, ab: SharedRing, mC: cute.Tensor) -> None:
-        tile = OneTilePerCta.work_tile()
-        ab.drain(self.fill(ab_operands.loads(tile, self.cluster), ab, ab.producer()))
+        loads = ab_operands.loads(OneTilePerCta.work_tile(), self.cluster)
+        ab.drain(fill_ring(loads, ab, ab.producer(), 0, loads.num_k_tiles))
 
     @cute.jit
     def compute_tiles(
@@ -91,53 +89,5 @@ class Stage6(Stage5):
         num_k_tiles: Int32,
         mC: cute.Tensor,
     ) -> None:
-        self.mainloop(mma, ab, ab.consumer(), num_k_tiles)
+        mainloop(mma, ab, ab.consumer(), num_k_tiles)
         self.store(mma, epilogue, OneTilePerCta.work_tile())
-
-    @cute.jit
-    def fill(
-        self,
-        loads: AbLoads,
-        ab: SharedRing,
-        fill: PipelineState,
-        first: Int32 | int = 0,
-        end: Int32 | None = None,
-    ) -> PipelineState:
-        """Load a tile's K, or its K tiles `first` to `end`, from state `fill` on; return the state
-        after."""
-        if cutlass.const_expr(end is None):
-            end = loads.num_k_tiles
-        for k_tile in cutlass.range(first, end, unroll=1):
-            loads.load(k_tile, fill.slot, ab.acquire(fill))
-            fill.advance()
-        return fill
-
-    @cute.jit
-    def mainloop(
-        self, mma: WgmmaProduct, ab: SharedRing, take: PipelineState, num_k_tiles: Int32
-    ) -> PipelineState:
-        """Run the MMAs over all of K, from state `take` on; return the state after. On return all
-        slots are released, and the accumulators are complete."""
-        done, take = self.issue(mma, ab, take, num_k_tiles)
-        warpgroup.wait_group(0)
-        ab.release(done)
-        return take
-
-    @cute.jit
-    def issue(
-        self, mma: WgmmaProduct, ab: SharedRing, take: PipelineState, num_k_tiles: Int32
-    ) -> tuple[PipelineState, PipelineState]:
-        """Start all MMAs, and release all slots but the last; return the states of that slot and of
-        the next."""
-        done = PipelineState(take.num_slots, take.slot, take.phase)
-        ab.wait_full(take)
-        mma.issue(take.slot, accumulate=False)
-        take.advance()
-        for _ in cutlass.range(1, num_k_tiles, unroll=1):
-            ab.wait_full(take)
-            mma.issue(take.slot, accumulate=True)
-            take.advance()
-            warpgroup.wait_group(1)
-            ab.release(done)
-            done.advance()
-        return done, take

@@ -21,6 +21,7 @@ from cutex.arch import arch as arch_named
 from cutex.device.atoms.multicast import AbOperands, SharedRing
 from cutex.device.atoms.wgmma import WgmmaProduct
 from cutex.device.epilogue.sm90.tma_store import WarpgroupStore
+from cutex.kernels.gemm.sm90.roles import fill_ring, mainloop
 from cutex.kernels.gemm.sm90.stage6 import Stage6
 from cutex.schedulers.persistent import StaticPersistent
 from cutex.schedulers.raster import Raster
@@ -49,7 +50,7 @@ class Stage7(Stage6):
         fill = ab.producer()
         for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
             loads = ab_operands.loads(walk.tile_at(index), self.cluster)
-            fill = self.fill(loads, ab, fill)
+            fill = fill_ring(loads, ab, fill, 0, loads.num_k_tiles)
         ab.drain(fill)
 
     @cute.jit
@@ -64,5 +65,5 @@ class Stage7(Stage6):
         walk = self.tiles.walk(self.counts(mC))
         take = ab.consumer()
         for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
-            take = self.mainloop(mma, ab, take, num_k_tiles)
+            take = mainloop(mma, ab, take, num_k_tiles)
             self.store(mma, epilogue, walk.tile_at(index))
