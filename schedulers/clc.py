@@ -19,7 +19,7 @@ from cutlass.memory import SmemAllocator
 
 from cutex.device.pipeline import Barrier, PipelineState, is_leader
 from cutex.device.work_tile import WorkTile
-from cutex.schedulers.dispatch import Ticket, Turn
+from cutex.schedulers.dispatch import Ticket
 from cutex.schedulers.raster import RasterOrder
 
 CTAS = 2  # CTAs of a pair, along M
@@ -102,22 +102,22 @@ class LaunchControl:
     def barriers(self) -> tuple[Barrier, ...]:
         return (self.replies.asked, self.heard) if self.pair else (self.replies.asked,)
 
-    def first(self) -> Turn:
-        return Turn(self.replies.first(), Int32(0))
+    def first(self) -> Ticket:
+        return Ticket(self.replies.first(), Int32(0))
 
     @cute.jit
-    def ask(self, turn: Turn) -> Int32:
+    def ask(self, ticket: Ticket) -> Int32:
         if cutlass.const_expr(self.pair):
             if is_leader():
-                self.heard.wait(turn.phase ^ 1)
+                self.heard.wait(ticket.phase ^ 1)
                 self.replies.ask(0)
         else:
             self.replies.ask(0)
         return Int32(0)
 
     @cute.jit
-    def next(self, turn: Turn, asked: Int32, total: Int32) -> Turn:
-        x, taken = self.replies.read(0, turn.phase)
+    def next(self, ticket: Ticket, asked: Int32, total: Int32) -> Ticket:
+        x, taken = self.replies.read(0, ticket.phase)
         cute.arch.sync_warp()
         if cutlass.const_expr(self.pair):  # noqa: SIM102 - known when tracing
             if not is_leader():
@@ -126,7 +126,7 @@ class LaunchControl:
         index = self.replies.index(x)
         if not taken:
             index = total
-        return Turn(index, turn.phase ^ 1)
+        return Ticket(index, ticket.phase ^ 1)
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class ClcDispatch:
         return self.replies.asked, self.read
 
     def first(self) -> Ticket:
-        return Ticket(self.replies.first(), Boolean(True), Int32(0), Int32(0))
+        return Ticket(self.replies.first(), Int32(0), Boolean(True), Int32(0))
 
     @cute.jit
     def next(self, ticket: Ticket) -> Ticket:
@@ -167,7 +167,7 @@ class ClcDispatch:
             self.read.arrive_at_leader(ticket.slot)
         state = PipelineState(DEPTH, ticket.slot, ticket.phase)
         state.advance()
-        return Ticket(self.replies.index(x), taken, state.slot, state.phase)
+        return Ticket(self.replies.index(x), state.phase, taken, state.slot)
 
     @cute.jit
     def schedule(self) -> None:

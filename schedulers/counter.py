@@ -14,7 +14,7 @@ from cutlass.memory import SmemAllocator
 
 from cutex.device.pipeline import Barrier, PipelineState
 from cutex.device.work_tile import WorkTile
-from cutex.schedulers.dispatch import Ticket, Turn
+from cutex.schedulers.dispatch import Ticket
 from cutex.schedulers.order import Order
 
 DEPTH = 2  # indices that may be unread
@@ -29,12 +29,12 @@ class Counter:
     ctas: int = 1
     barriers: tuple[()] = ()
 
-    def first(self) -> Turn:
+    def first(self) -> Ticket:
         index, _, _ = cute.arch.block_idx()
-        return Turn(index // self.ctas, Int32(0))
+        return Ticket(index // self.ctas, Int32(0))
 
     @cute.jit
-    def ask(self, turn: Turn) -> Int32:
+    def ask(self, ticket: Ticket) -> Int32:
         """Increment the counter; return its old value, in lane 0."""
         asked = Int32(0)
         if cute.arch.lane_idx() == 0:
@@ -42,12 +42,12 @@ class Counter:
         return asked
 
     @cute.jit
-    def next(self, turn: Turn, asked: Int32, total: Int32) -> Turn:
+    def next(self, ticket: Ticket, asked: Int32, total: Int32) -> Ticket:
         words = self.words
         if cute.arch.lane_idx() == 0 and asked == total - 1:
             words[0] = Int32(0)  # the counter is asked once for each tile: this was the last time
         ctas, _, _ = cute.arch.grid_dim()
-        return Turn(ctas // self.ctas + cute.arch.shuffle_sync(asked, 0), turn.phase)
+        return Ticket(ctas // self.ctas + cute.arch.shuffle_sync(asked, 0), ticket.phase)
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class CounterDispatch:
 
     def first(self) -> Ticket:
         index = self.source.first().index
-        return Ticket(index, index < self.order.total, Int32(0), Int32(0))
+        return Ticket(index, Int32(0), index < self.order.total, Int32(0))
 
     @cute.jit
     def next(self, ticket: Ticket) -> Ticket:
@@ -95,7 +95,7 @@ class CounterDispatch:
             self.read.arrive(ticket.slot)
         state = PipelineState(DEPTH, ticket.slot, ticket.phase)
         state.advance()
-        return Ticket(index, index < self.order.total, state.slot, state.phase)
+        return Ticket(index, state.phase, index < self.order.total, state.slot)
 
     def tile(self, ticket: Ticket) -> WorkTile:
         return self.order.tile(ticket.index)
@@ -106,11 +106,11 @@ class CounterDispatch:
         it."""
         state = PipelineState(DEPTH, Int32(0), Int32(1))
         indices = self.indices
-        turn = self.source.first()
-        while turn.index < self.order.total:
-            turn = self.source.next(turn, self.source.ask(turn), self.order.total)
+        ticket = self.source.first()
+        while ticket.index < self.order.total:
+            ticket = self.source.next(ticket, self.source.ask(ticket), self.order.total)
             self.read.wait(state.phase, state.slot)
             with cute.arch.elect_one():
-                indices[state.slot] = turn.index
+                indices[state.slot] = ticket.index
                 self.announced.arrive(state.slot)
             state.advance()

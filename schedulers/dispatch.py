@@ -14,12 +14,12 @@ shares.
 
 One warp of a CTA asks a source, `Source`, and may do other work before it needs the answer:
 
-    turn = source.first()
-    while turn.index < total:
+    ticket = source.first()
+    while ticket.index < total:
         ...
-        asked = source.ask(turn)
+        asked = source.ask(ticket)
         ...
-        turn = source.next(turn, asked, total)
+        ticket = source.next(ticket, asked, total)
 
 Where the asking warp also loads the operands, their ring announces the tile (attention:
 work_ring.py). Elsewhere every role follows a `Dispatcher`, which asks its source in a warp of its
@@ -34,7 +34,7 @@ own, if it has to be asked. All roles of a CTA then see the same sequence, each 
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from cutlass import Boolean, Int32
 
@@ -43,31 +43,35 @@ from cutex.device.work_tile import WorkTile
 
 
 class Ticket:
-    """A role's position in the sequence: an index of the order, and whether there is such a tile.
+    """A position in a sequence of indices: of the warp that asks for them, or of a role.
 
-    `slot` and `phase` are those of the ring that announces the next index, if there is one.
+    An asking warp's has the index, at least the number of tiles if none was left, and the parity
+    of the barrier phase that its next answer completes. A role's also says whether there is such a
+    tile, and the slot of the ring that announces the next index.
     """
 
-    def __init__(self, index: Int32, valid: Boolean, slot: Int32, phase: Int32) -> None:
+    def __init__(
+        self,
+        index: Int32,
+        phase: Int32,
+        valid: Boolean | None = None,
+        slot: Int32 | None = None,
+    ) -> None:
         self.index = index
+        self.phase = phase
         self.valid = valid
         self.slot = slot
-        self.phase = phase
 
     # NOTE: the two methods that let the DSL carry a Ticket through a loop.
     def __extract_mlir_values__(self) -> list:
-        return [x.ir_value() for x in (self.index, self.valid, self.slot, self.phase)]
+        values = (self.index, self.valid, self.slot, self.phase)
+        return [x.ir_value() for x in values if x is not None]
 
     def __new_from_mlir_values__(self, values: list) -> Ticket:
-        return Ticket(Int32(values[0]), Boolean(values[1]), Int32(values[2]), Int32(values[3]))
-
-
-class Turn(NamedTuple):
-    """An asking warp's position: its index, at least the number of tiles if none was left, and the
-    parity of the barrier phase that its next answer completes."""
-
-    index: Int32
-    phase: Int32
+        if self.valid is None:
+            return Ticket(Int32(values[0]), Int32(values[1]))
+        index, valid, slot, phase = values
+        return Ticket(Int32(index), Int32(phase), Boolean(valid), Int32(slot))
 
 
 class Source(Protocol):
@@ -78,14 +82,14 @@ class Source(Protocol):
     def barriers(self) -> tuple[Barrier, ...]:
         """The barriers that a kernel initialises before any warp asks."""
 
-    def first(self) -> Turn:
-        """The turn with the first index of a CTA or pair."""
+    def first(self) -> Ticket:
+        """The ticket with the first index of a CTA or pair."""
 
-    def ask(self, turn: Turn) -> Int32:
+    def ask(self, ticket: Ticket) -> Int32:
         """Ask for the next index; return the value that `next` takes."""
 
-    def next(self, turn: Turn, asked: Int32, total: Int32) -> Turn:
-        """Wait for the answer; return the turn with the next of `total` indices, if there is one
+    def next(self, ticket: Ticket, asked: Int32, total: Int32) -> Ticket:
+        """Wait for the answer; return the ticket with the next of `total` indices, if there is one
         left."""
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from cutlass import Boolean, Int32, cute
 
 from cutex.device.work_tile import WorkTile
-from cutex.schedulers.dispatch import Ticket, Turn
+from cutex.schedulers.dispatch import Ticket
 from cutex.schedulers.order import TileCounts
 from cutex.schedulers.raster import RasterOrder
 
@@ -34,15 +34,15 @@ class OwnNumber:
     ctas: int = 1
     barriers: tuple[()] = ()
 
-    def first(self) -> Turn:
+    def first(self) -> Ticket:
         x, _, _ = cute.arch.block_idx()
-        return Turn(x // self.ctas, Int32(0))
+        return Ticket(x // self.ctas, Int32(0))
 
-    def ask(self, turn: Turn) -> Int32:
+    def ask(self, ticket: Ticket) -> Int32:
         return Int32(0)
 
-    def next(self, turn: Turn, asked: Int32, total: Int32) -> Turn:
-        return Turn(total, turn.phase)
+    def next(self, ticket: Ticket, asked: Int32, total: Int32) -> Ticket:
+        return Ticket(total, ticket.phase)
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class OneTilePerCluster:
         """Do nothing: tiles need not be asked for."""
 
     def first(self) -> Ticket:
-        turn = OwnNumber(self.ctas).first()
-        return Ticket(turn.index, Boolean(True), Int32(0), turn.phase)
+        ticket = OwnNumber(self.ctas).first()
+        return Ticket(ticket.index, ticket.phase, Boolean(True), Int32(0))
 
     def next(self, ticket: Ticket) -> Ticket:
-        return Ticket(ticket.index, Boolean(False), ticket.slot, ticket.phase)
+        return Ticket(ticket.index, ticket.phase, Boolean(False), ticket.slot)
 
     def tile(self, ticket: Ticket) -> WorkTile:
         tile = self.order.tile(ticket.index)

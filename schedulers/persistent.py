@@ -12,7 +12,7 @@ import cutlass
 from cutlass import Int32, cute
 
 from cutex.device.work_tile import WorkTile, place_in_cluster
-from cutex.schedulers.dispatch import Ticket, Turn
+from cutex.schedulers.dispatch import Ticket
 from cutex.schedulers.one_tile import OwnNumber
 from cutex.schedulers.order import TileCounts
 from cutex.schedulers.raster import Raster, RasterOrder
@@ -23,9 +23,9 @@ class EqualSteps(OwnNumber):
     """A source for CTAs, or clusters of `ctas`, of a grid along x: number c of G gets c, c + G, c +
     2 G, ..."""
 
-    def next(self, turn: Turn, asked: Int32, total: Int32) -> Turn:
+    def next(self, ticket: Ticket, asked: Int32, total: Int32) -> Ticket:
         ctas, _, _ = cute.arch.grid_dim()
-        return Turn(turn.index + ctas // self.ctas, turn.phase)
+        return Ticket(ticket.index + ctas // self.ctas, ticket.phase)
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class StaticWalk:
         """Do nothing: tiles need not be asked for."""
 
     def first(self) -> Ticket:
-        return Ticket(self.start, self.start < self.end, Int32(0), Int32(0))
+        return Ticket(self.start, Int32(0), self.start < self.end, Int32(0))
 
     @cute.jit
     def next(self, ticket: Ticket) -> Ticket:
         index = ticket.index + self.step
-        return Ticket(index, index < self.end, ticket.slot, ticket.phase)
+        return Ticket(index, ticket.phase, index < self.end, ticket.slot)
 
     def tile(self, ticket: Ticket) -> WorkTile:
         return self.tile_at(ticket.index)

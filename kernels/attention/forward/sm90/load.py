@@ -21,7 +21,7 @@ from cutex.kernels.attention.forward.sm90.shared import Shared
 from cutex.kernels.attention.order import AttentionOrder
 from cutex.kernels.attention.vote import Vote
 from cutex.kernels.attention.work_ring import NORMAL, SAFE
-from cutex.schedulers.dispatch import Source, Turn
+from cutex.schedulers.dispatch import Source, Ticket
 
 Fills = tuple[PipelineState, PipelineState]  # states in the rings of K and of V
 Lengths = tuple[SeqlenInfo, SeqlenInfo]  # of queries and of keys
@@ -80,8 +80,8 @@ class Load:
                 kv.drain(fill)
 
     def agree(
-        self, failed: Boolean, turn: Turn, votes: PipelineState
-    ) -> tuple[Boolean, Turn, PipelineState]:
+        self, failed: Boolean, turn: Ticket, votes: PipelineState
+    ) -> tuple[Boolean, Ticket, PipelineState]:
         """Whether a tile failed in a CTA that shares these loads, and the turn of the one that
         asks; and the state of the next vote."""
         if self.vote is not None:
@@ -89,7 +89,7 @@ class Load:
             votes.advance()
             failed = failed | (other % 2 == 1)
             follows = cute.arch.block_idx_in_cluster()  # 0: this CTA asks
-            turn = Turn(turn.index + follows * (other // 2 - turn.index), turn.phase)
+            turn = Ticket(turn.index + follows * (other // 2 - turn.index), turn.phase)
         return failed, turn, votes
 
     def asks(self) -> Boolean:
@@ -101,7 +101,7 @@ class Load:
         self,
         work: WorkTile,
         mode: Int32,
-        turn: Turn,
+        turn: Ticket,
         lengths: Lengths,
         q_fill: PipelineState,
         fills: Fills,
@@ -145,7 +145,7 @@ class Load:
         return (k_fill, v_fill), asked
 
     @cute.jit
-    def ask(self, mode: Int32, turn: Turn) -> Int32:
+    def ask(self, mode: Int32, turn: Ticket) -> Int32:
         """Ask for the next tile, unless this tile is a repeated one."""
         asked = Int32(0)
         if mode == NORMAL and self.asks():
