@@ -153,7 +153,9 @@ def shared_tile_loads(
     sX, gX = cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
     parts = parts_of(tile[0], sharers)
     part = number if parts > 1 else 0
-    tXsX, tXgX = cpasync.tma_partition(operand.atom, part, cute.make_layout(parts), sX, gX)
+    tXsX, tXgX = cpasync.tma_partition(
+        operand.atom, part, cute.make_layout(parts), sX, gX
+    )  # (TMA, SLOT), (TMA, RestK)
     if cutlass.const_expr(parts > 1):
         return SharedTileLoads(operand.atom, tXgX, tXsX, mask)
     return TileLoadsInTurn(operand.atom, tXgX, tXsX, mask, number, sharers)
@@ -195,8 +197,8 @@ def k_shared_tile_loads(
         return tile_loads(operand, sX, row_tile)
     tile = cute.size(sX, mode=[0]), cute.size(sX, mode=[1]) // sharers
     gX = cute.local_tile(operand.tma_tensor, tile, (row_tile, None))  # (bRows, partK, RestPartK)
-    gX = cute.logical_divide(gX, (None, None, sharers))[None, None, (part, None)]
-    sX = cute.logical_divide(sX, (None, tile[1], None))[None, (None, part), None]
+    gX = cute.logical_divide(gX, (None, None, sharers))[None, None, (part, None)]  # (.., RestK)
+    sX = cute.logical_divide(sX, (None, tile[1], None))[None, (None, part), None]  # (.., SLOT)
     tXsX, tXgX = cpasync.tma_partition(
         operand.atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
     )  # (TMA, SLOT), (TMA, RestK)

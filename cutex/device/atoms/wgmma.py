@@ -102,7 +102,7 @@ class Wgmma:
         """The descriptors of this warpgroup's rows of sA (bM, bK, SLOT)."""
         if cutlass.const_expr(sA.element_type is Float32):
             sA = as_tf32(sA)
-        tCsA = self.slice().partition_A(sA)
+        tCsA = self.slice().partition_A(sA)  # (MMA, MMA_M, MMA_K, SLOT)
         return self.tiled().make_fragment_A(tCsA)  # (MMA, MMA_M, MMA_K, SLOT)
 
     @cute.jit
@@ -110,7 +110,7 @@ class Wgmma:
         """The descriptors of sB (bN, bK, SLOT)."""
         if cutlass.const_expr(sB.element_type is Float32):
             sB = as_tf32(sB)
-        tCsB = self.slice().partition_B(sB)
+        tCsB = self.slice().partition_B(sB)  # (MMA, MMA_N, MMA_K, SLOT)
         return self.tiled().make_fragment_B(tCsB)  # (MMA, MMA_N, MMA_K, SLOT)
 
     def a_registers(self, k: int) -> cute.Tensor:

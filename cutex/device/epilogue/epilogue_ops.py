@@ -188,7 +188,7 @@ class Gate:
     def apply(self, x: Fragment) -> Fragment:
         rows, columns = x.shape
         function = _FUNCTIONS[self.kind]
-        values = cute.make_rmem_tensor((rows, columns // 2), Float32)
+        values = cute.make_rmem_tensor((rows, columns // 2), Float32)  # (R, C / 2)
         for r in range(rows):
             for c in range(columns // 2):
                 gate = function(x.values[r, 2 * c])

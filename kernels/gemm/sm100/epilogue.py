@@ -130,7 +130,8 @@ class SplitK:
         tile = dispatch.tile(dispatch.first())
         parts = epilogue.tile(tCtAcc[(None, None), 0, 0, 0], tile, tile.m).parts
         count = self.vectors(parts)
-        mine = cute.logical_divide(self.sums[None, None, thread], (None, count))
+        sums = self.sums[None, None, thread]
+        mine = cute.logical_divide(sums, (None, count))  # (VECTOR, (NumVectors, PART))
         acc.wait_full(acc.consumer())
         fence_after_sync()
         for part in cutlass.range_constexpr(parts.num_parts):
@@ -159,14 +160,15 @@ class SplitK:
         for turn in cutlass.range_constexpr(-(-parts.num_parts // c.split_k)):
             part = turn * c.split_k + tile.split
             if part < parts.num_parts:
-                total = cute.make_rmem_tensor((VECTOR, count), Float32)
+                total = cute.make_rmem_tensor((VECTOR, count), Float32)  # (VECTOR, NumVectors)
                 total.fill(0.0)
                 for pair in cutlass.range_constexpr(c.split_k):
                     rank = CTAS * pair + cute.arch.block_idx_in_cluster() % CTAS
                     theirs = cute.make_tensor(
                         cute.arch.map_dsmem_ptr(sums.iterator, rank), sums.layout
                     )
-                    theirs = cute.logical_divide(theirs[None, None, thread], (None, count))
+                    theirs = theirs[None, None, thread]
+                    theirs = cute.logical_divide(theirs, (None, count))  # as mine in `run`
                     values = cute.make_rmem_tensor_like(total)
                     cute.copy(load, theirs[None, (None, part)], values)
                     total.store(total.load() + values.load())

@@ -120,7 +120,7 @@ class SplitK(MmaRole):
         for turn in cutlass.range_constexpr(cute.size(place, mode=[3])):
             part = turn * c.split_k + walk.split
             if part < num_parts:
-                total = cute.make_rmem_tensor(place.shape[:2], Float32)
+                total = cute.make_rmem_tensor(place.shape[:2], Float32)  # (VECTOR, NumVectors)
                 total.fill(0.0)
                 for peer in cutlass.range_constexpr(c.split_k):
                     total.store(total.load() + place[None, None, peer, turn].load())

@@ -21,16 +21,20 @@ def store_accumulator(mma: UmmaProduct, mC: cute.Tensor, tile: WorkTile, thread:
     tAcc = mma.acc[(None, None), 0, 0]  # (bM, bN)
     tile_mn = tAcc.shape
     gC = cute.local_tile(mC, tile_mn, (tile.m, tile.n))  # (bM, bN)
-    cC = cute.local_tile(cute.make_identity_tensor(mC.shape), tile_mn, (tile.m, tile.n))
+    cC = cute.make_identity_tensor(mC.shape)
+    cC = cute.local_tile(cC, tile_mn, (tile.m, tile.n))  # (bM, bN)
     part = (tmem.LANES, tmem.load_columns(tile_mn[1]))
-    tAcc, gC, cC = (cute.flat_divide(x, part)[None, None, 0, None] for x in (tAcc, gC, cC))
+    tAcc, gC, cC = (
+        cute.flat_divide(x, part)[None, None, 0, None] for x in (tAcc, gC, cC)
+    )  # (128, columns, NumParts)
     load = tmem.make_load(tAcc[None, None, 0])
     thr_load = load.get_slice(thread)
     tTR_tAcc = thr_load.partition_S(tAcc)  # (T2R, T2R_M, T2R_N, NumParts)
     tTR_gC = thr_load.partition_D(gC)  # (T2R, T2R_M, T2R_N, NumParts)
     tTR_cC = thr_load.partition_D(cC)  # (T2R, T2R_M, T2R_N, NumParts)
     for i in cutlass.range_constexpr(cute.size(tTR_gC, mode=[3])):
-        tTR_rAcc = cute.make_rmem_tensor(tTR_gC[None, None, None, 0].shape, cutlass.Float32)
+        shape = tTR_gC[None, None, None, 0].shape
+        tTR_rAcc = cute.make_rmem_tensor(shape, cutlass.Float32)  # (T2R, T2R_M, T2R_N)
         cute.copy(load, tTR_tAcc[None, None, None, i], tTR_rAcc)
         cute.arch.fence_view_async_tmem_load()
         tTR_rC = cute.make_rmem_tensor_like(tTR_rAcc, mC.element_type)

@@ -48,7 +48,9 @@ class SubTiles(NamedTuple):
     @cute.jit
     def start_load(self, part: cutlass.Constexpr[int]) -> cute.Tensor:
         """Start the load of sub-tile `part`; the registers returned hold it after `wait_loads`."""
-        tTR_rAcc = cute.make_rmem_tensor(self.tTR_cAcc.shape, cutlass.Float32)
+        tTR_rAcc = cute.make_rmem_tensor(
+            self.tTR_cAcc.shape, cutlass.Float32
+        )  # (T2R, T2R_M, T2R_N)
         self.start_load_into(tTR_rAcc, part)
         return tTR_rAcc
 
@@ -93,8 +95,8 @@ class SubTiles(NamedTuple):
     ) -> None:
         """Store through `slot`; the last `pending` stores started before may still read their
         slots."""
-        tTR_sC = self.tTR_sC[None, None, None, slot]
-        tTR_rC = cute.make_rmem_tensor(tTR_sC.shape, tTR_sC.element_type)
+        tTR_sC = self.tTR_sC[None, None, None, slot]  # (T2R, T2R_M, T2R_N)
+        tTR_rC = cute.make_rmem_tensor(tTR_sC.shape, tTR_sC.element_type)  # (T2R, T2R_M, T2R_N)
         flat = cute.make_layout(cute.size(tTR_rC))
         rounded = cute.make_tensor(tTR_rAcc.iterator, flat).load().to(tTR_sC.element_type)
         cute.make_tensor(tTR_rC.iterator, flat).store(rounded)
@@ -136,13 +138,15 @@ def sub_tiles(
     SLOT). In tAcc they are `columns` wide, by default epiN."""
     if cutlass.const_expr(columns == 0):
         columns = cute.size(sC, mode=[1])
-    parts = cute.flat_divide(tAcc, (tmem.LANES, columns))[None, None, 0, None]
-    load = tmem.make_load(parts[None, None, 0])  # of (128, columns, NumParts)
+    part = (tmem.LANES, columns)
+    parts = cute.flat_divide(tAcc, part)[None, None, 0, None]  # (128, columns, NumParts)
+    load = tmem.make_load(parts[None, None, 0])
     thr_load = load.get_slice(thread)
-    tTR_cAcc = thr_load.partition_D(cute.make_identity_tensor((tmem.LANES, columns)))
+    tTR_cAcc = thr_load.partition_D(cute.make_identity_tensor(part))  # (T2R, T2R_M, T2R_N)
     tTR_sC = None
     if cutlass.const_expr(sC is not None):
-        narrow = cute.flat_divide(tAcc, (tmem.LANES, cute.size(sC, mode=[1])))
+        slot = (tmem.LANES, cute.size(sC, mode=[1]))
+        narrow = cute.flat_divide(tAcc, slot)  # (128, epiN, 1, NumParts)
         row = tmem.make_load(narrow[None, None, 0, 0]).get_slice(thread)
         tTR_sC = row.partition_D(sC)  # (T2R, T2R_M, T2R_N, SLOT)
     return SubTiles(load, thr_load.partition_S(parts), tTR_cAcc, tTR_sC)

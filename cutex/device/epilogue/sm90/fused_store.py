@@ -38,7 +38,7 @@ def apply_to_part(
     thread, _, _ = cute.arch.thread_idx()
     lane, warp = thread % 32, thread // 32 % 4
     eights = cute.size(values) // 4
-    rX = cute.make_rmem_tensor(cute.size(values), Float32)
+    rX = cute.make_rmem_tensor(cute.size(values), Float32)  # (V)
     rX.store(values.load())
     across, along = (2, 2), ((2, eights), (1, 4))
     row, column = corner[0] + 16 * warp + lane // 4, corner[1] + 2 * (lane % 4)
@@ -98,8 +98,8 @@ class PartLoads:
         """This thread's values (V) of the tile's `use`-th part in `slot`, in the order of the
         accumulator's."""
         self.full.wait(use % 2, self.first + slot)
-        tSR_sX = self.tSR_sX[None, None, None, slot]
-        tSR_rX = cute.make_rmem_tensor(tSR_sX.shape, tSR_sX.element_type)
+        tSR_sX = self.tSR_sX[None, None, None, slot]  # (S2R, S2R_M, S2R_N)
+        tSR_rX = cute.make_rmem_tensor(tSR_sX.shape, tSR_sX.element_type)  # (S2R, S2R_M, S2R_N)
         cute.copy(self.s2r, tSR_sX, tSR_rX)
         return cute.make_tensor(tSR_rX.iterator, cute.make_layout(cute.size(tSR_rX)))
 
@@ -123,7 +123,8 @@ def part_loads(
     thread, _, _ = cute.arch.thread_idx()
     warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP)
     part = cute.size(sX, mode=[0]), cute.size(sX, mode=[1])
-    sX = cute.logical_divide(sX, (None, None, num_slots))[None, None, (None, warpgroup)]
+    slots = cute.logical_divide(sX, (None, None, num_slots))
+    sX = slots[None, None, (None, warpgroup)]  # (64, epiN, SLOT)
     gX = cute.flat_divide(operand.tma_tensor, part)  # (64, epiN, RestM, RestN)
     bGS_sX, bGS_gX = cpasync.tma_partition(
         operand.atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
@@ -243,7 +244,7 @@ class FusedStore:
         size = cute.size(plain.bSG_sC, mode=[0]) // WARPGROUP  # gates leave half
         tRS_rC = registers_of(plain.tRS_sC[None, None, None, slot], size)
         flat = cute.make_layout(size)
-        rounded = cute.make_rmem_tensor(size, plain.dtype)
+        rounded = cute.make_rmem_tensor(size, plain.dtype)  # (V)
         rounded.store(cute.make_tensor(x.values.iterator, flat).load().to(plain.dtype))
         if cutlass.const_expr(self.ops.gated):
             rounded = neighbours(rounded)
@@ -272,7 +273,7 @@ def neighbours(gated: cute.Tensor) -> cute.Tensor:
     """
     size = cute.size(gated)
     across = cute.make_layout((2, 2, size // 4), stride=(2, 1, 4))  # (FOUR, ROW, EIGHT)
-    pairs = cute.make_rmem_tensor(size, gated.element_type)
+    pairs = cute.make_rmem_tensor(size, gated.element_type)  # (V)
     pairs.store(cute.make_tensor(gated.iterator, across).load().reshape((size,)))
     words = cute.recast_tensor(pairs, Int32)  # ((ROW, EIGHT)): of both fours
     lane = cute.arch.lane_idx() % 4

@@ -21,7 +21,8 @@ def store_accumulators(
     """
     thr_mma = mma.mma.tiled().get_slice(thread)
     gC = cute.local_tile(mC, tile_mn, (tile.m, tile.n))  # (bM, bN)
-    cC = cute.local_tile(cute.make_identity_tensor(mC.shape), tile_mn, (tile.m, tile.n))
+    cC = cute.make_identity_tensor(mC.shape)
+    cC = cute.local_tile(cC, tile_mn, (tile.m, tile.n))  # (bM, bN)
     tCgC = thr_mma.partition_C(gC)  # (MMA, MMA_M, MMA_N)
     tCcC = thr_mma.partition_C(cC)  # (MMA, MMA_M, MMA_N)
     tCrC = cute.make_rmem_tensor_like(mma.acc, mC.element_type)

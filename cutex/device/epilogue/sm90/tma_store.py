@@ -152,7 +152,7 @@ class WarpStore(NamedTuple):
         place, lane_column = warp * of_warp + lane % of_warp, lane // of_warp
         vectors = cute.logical_divide(self.sC[None, None, slot], (width, 1))  # ((V, ROW), (1, COL))
         passes = cute.size(self.sC, mode=[1]) // columns_at_once
-        values = cute.make_rmem_tensor((width, passes), self.mC.element_type)
+        values = cute.make_rmem_tensor((width, passes), self.mC.element_type)  # (V, PASS)
         for i in cutlass.range_constexpr(passes):
             here = lane_column + i * columns_at_once
             cute.copy(vector, vectors[(None, place), (0, here)], values[None, i])
