@@ -27,6 +27,7 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
 ATOM_ROWS = 8  # of a swizzle
+WARP = 32  # lanes
 UNROLLED = 8  # boxes whose copies are unrolled
 END = 2**30  # rows of mode X of a view whose end moves; no sequence is longer
 WRAP = 2**34  # bytes: END times this is 2^64
@@ -195,17 +196,23 @@ class BoxLoads:
         rows, box = self.tile[0], self.box
         boxes, columns = rows // box[0], self.tile[1] // box[1]
         sX = cute.flat_divide(self.sX, box)  # (boxRows, boxD, BOX, COLUMN, SLOT)
-        for i in cutlass.range(boxes, unroll_full=boxes <= UNROLLED):
-            gX = self.columns_of(self.source.box(tile * rows + i * box[0], box[0]))
-            for c in cutlass.range_constexpr(columns):
-                tXsX, tXgX = cpasync.tma_partition(
-                    self.info.atom,
-                    0,
-                    cute.make_layout(1),
-                    cute.group_modes(sX[None, None, i, c, slot], 0, 2),
-                    cute.group_modes(gX[None, None, column * columns + c], 0, 2),
-                )  # (TMA), (TMA)
-                cute.copy(self.info.atom, tXgX, tXsX, tma_bar_ptr=full)
+        # NOTE: each lane looks up a box, so that a tile waits for its table or index once for every
+        # 32 boxes, not for each
+        for first in cutlass.range_constexpr(0, boxes, WARP):
+            row = tile * rows + (first + cute.arch.lane_idx()) * box[0]
+            found = self.source.box(row, box[0])
+            count = min(WARP, boxes - first)
+            for i in cutlass.range(count, unroll_full=count <= UNROLLED):
+                gX = self.columns_of(Box(*(cute.arch.shuffle_sync(x, i) for x in found)))
+                for c in cutlass.range_constexpr(columns):
+                    tXsX, tXgX = cpasync.tma_partition(
+                        self.info.atom,
+                        0,
+                        cute.make_layout(1),
+                        cute.group_modes(sX[None, None, first + i, c, slot], 0, 2),
+                        cute.group_modes(gX[None, None, column * columns + c], 0, 2),
+                    )  # (TMA), (TMA)
+                    cute.copy(self.info.atom, tXgX, tXsX, tma_bar_ptr=full)
 
     def columns_of(self, box: Box) -> cute.Tensor:
         """A box of all columns, (boxRows, boxD, RestD)."""
