@@ -52,3 +52,36 @@ def test_different_values_at_one_place_are_found(text):
 @pytest.mark.parametrize("text", FINE.values(), ids=FINE)
 def test_the_same_value_or_other_places_are_not(text):
     store(text)
+
+
+WARPS = {
+    "global": "mov.u32 %r1, %tid.x; shr.u32 %r1, %r1, 5; st.global.u32 [%out], %r1;",
+    "shared": "mov.u32 %r1, %tid.x; shr.u32 %r1, %r1, 5; mov.u32 %r0, smem; st.shared.u32 [%r0],"
+    "%r1;",
+    "one lane each": "mov.u32 %r1, %tid.x; shr.u32 %r1, %r1, 5; setp.eq.u32 %p0, %lane, 4;"
+    "@%p0 st.global.u32 [%out+8], %r1;",
+    "across": "xor.b32 %r1, %lane, 31; mad.wide.u32 %d0, %r1, 4, %out; st.global.u32 [%d0], %i;",
+}
+
+
+@pytest.mark.parametrize("text", WARPS.values(), ids=WARPS)
+def test_warps_that_store_side_by_side_are_found(text):
+    with pytest.raises(Hazards) as told:
+        simulate_ptx(text, {"out": np.zeros(64, np.uint32)}, Shape(block=96, smem=1024))
+    first = str(told.value.findings[0])
+    assert re.search(r"^race: CTA .* warp \d and CTA .* warp \d store different values", first)
+
+
+@pytest.mark.parametrize("text", [
+    "st.global.u32 [%out], 7;", "mov.u32 %r0, smem; st.shared.u32 [%r0], 7;",
+    "st.relaxed.gpu.global.u32 [%out], 7;",
+    "mov.u32 %r1, %tid.x; shr.u32 %r1, %r1, 5; setp.eq.u32 %p0, %lane, 4;"
+    "@%p0 st.relaxed.gpu.global.u32 [%out+8], %r1;",
+], ids=["global", "shared", "strong", "strong, of different values"])  # fmt: skip
+def test_warps_that_store_the_same_or_strongly_are_not(text):
+    simulate_ptx(text, {"out": np.zeros(64, np.uint32)}, Shape(block=96, smem=1024))
+
+
+def test_clusters_that_store_side_by_side_are_a_race_of_clusters():
+    with pytest.raises(Hazards, match="writes out"):
+        simulate_ptx("st.global.u32 [%out], %cta;", {"out": np.zeros(64, np.uint32)}, Shape(grid=3))

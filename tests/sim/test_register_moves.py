@@ -19,10 +19,13 @@ WRONG = {
     "nothing between two": f"{DEC} 40; {INC} 80;",
     "a barrier of others between": f"{DEC} 40; {WARP} setp.lt.u32 %p0, %r0, 2; @!%p0 bra ON;"
     f"bar.sync 1, 64; ON: {INC} 80;",
+    "an increase to fewer": f"{DEC} 40; bar.sync 0; {INC} 32;",
+    "a decrease to more": f"{DEC} 40; bar.sync 0; {DEC} 48;",
     "the barrier before both": f"bar.sync 0; {DEC} 40; {DEC} 32;",
 }
 RIGHT = {
     "once": f"{DEC} 40;",
+    "as many again": f"{DEC} 40; bar.sync 0; {INC} 40; bar.sync 0; {DEC} 40;",
     "a barrier between two": f"{DEC} 40; bar.sync 0; {INC} 80;",
     "another count in another warpgroup": f"{WARP} setp.lt.u32 %p0, %r0, 4; @%p0 bra A; {INC} 200;"
     f"bra END; A: {DEC} 40; END:",

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
 LARGEST = 1 << 26  # bytes of the largest watched tensor: a mark takes four times as many
-LARGEST_READ = 1 << 18  # bytes of the largest tensor whose loads are watched
+LARGEST_READ = 1 << 22  # bytes of the largest tensor whose loads are watched
 
 _CHANGES = Strength(True, True, False, False)
 

@@ -56,6 +56,14 @@ class RegisterMoves(Observer):
                     "a barrier of the warpgroup's warps between the two setmaxnreg",
                 )
                 break
+        more = registers - mine[-1].registers if mine else 0
+        if more > 0 if "dec" in ins.parts else more < 0:
+            self._add(
+                f"{name(warp)} has {mine[-1].registers} registers, by the setmaxnreg at "
+                f"{mine[-1].instruction.where()}, and {ins.op} gives it {registers}: .dec takes "
+                "no more than it has, .inc no fewer",
+                ins,
+            )
         mine.append(_Move(registers, self.clocks.now(warp), ins))
 
     def warps_left(self, warps: np.ndarray) -> None:
