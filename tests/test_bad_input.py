@@ -24,6 +24,9 @@ def refused(capsys, argv: list[str]) -> str:
         (["--stage", "99"], "stage 99 is not in the ladder of sm_100a"),
         (["--stage", "-1"], "stage -1 is not in the ladder"),
         (["--stage", "fast"], "--stage 'fast' is neither a number nor all nor list"),
+        (["--stage", "2,fast"], "--stage '2,fast' is neither a number nor all nor list; several"),
+        (["--stage", "2,,5"], "--stage '2,,5' is neither a number nor all nor list; several are"),
+        (["--stage", "2,99"], "stage 99 is not in the ladder of sm_100a"),
         (["--arch", "sm_80"], "arch 'sm_80' is not one of sm_90a, sm_100a"),
         (["--arch", "sm_80", "--stage", "list"], "arch 'sm_80' is not one of"),
         (["--mnk", "128,128,100"], "K=100: must be a multiple of 8"),
@@ -122,3 +125,41 @@ def test_no_traceback_reaches_a_shell(python):
     ran = python("-m", "cutex.gemm", "--mnk", "8,8,7", "--device", "sim")
     assert ran.returncode == 2
     assert ran.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (None, "is in the ladder, but cutex/kernels/gemm/sm90/mine.py is not there"),
+        (
+            "class Other: pass\nclass Third: pass",
+            "mine.py has no class Stage3, but Other and Third",
+        ),
+        ("", "mine.py has no class Stage3, but none at all"),
+        ("class Stage3\n", "mine.py:1 is no Python: expected ':'"),
+    ],
+)
+def test_a_stage_file_of_another_name_or_class_is_one_sentence(
+    capsys, monkeypatch, tmp_path, code, says
+):
+    from cutex.kernels import gemm
+    from cutex.kernels.gemm import sm90
+
+    monkeypatch.setattr(sm90, "__path__", [*sm90.__path__, str(tmp_path)])
+    monkeypatch.setattr(gemm.Stage, "module", "cutex.kernels.gemm.sm90.mine")
+    if code is not None:
+        (tmp_path / "mine.py").write_text(code)
+    sentence = refused(capsys, [*SIM, "--arch", "sm_90a", "--stage", "3"])
+    assert sentence.startswith("cutex: stage 3 of sm_90a (warp roles)") and says in sentence
+    with pytest.raises(ValueError, match="stage 3 of sm_90a"):
+        gemm.stage("sm_90a", 3).kernel()
+
+
+def test_several_stages_can_be_asked_for():
+    from cutex.arch import arch
+    from cutex.bench.cli import choose_stages
+    from cutex.problem.gemm import GemmProblem
+
+    for text, numbers in (("2,5,9", [2, 5, 9]), ("9,2", [9, 2]), ("3,3,03", [3]), ("4", [4])):
+        found = choose_stages(GemmProblem, text, arch("sm_90a"))
+        assert [stage.number for stage in found] == numbers

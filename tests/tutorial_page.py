@@ -16,6 +16,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,8 +112,70 @@ def steps(readme: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """A sentence of the page with numbers of the simulator's clock, and the runs that print
+    them."""
+
+    sentence: str  # a pattern with a group for each number
+    script: str
+    edits: tuple[tuple[str, str], ...]  # one run for each, of the script so changed
+    numbers: str  # a pattern of what a run prints, with the groups of its numbers
+
+    def shown(self, page: str) -> re.Match[str]:
+        found = re.search(self.sentence.replace(" ", r"\s+"), page)
+        assert found, f"the page does not say: {self.sentence}"
+        return found
+
+    def told(self, run: Callable[[str], str] = in_process) -> list[str]:
+        """The numbers, in the order of the sentence."""
+        found: list[str] = []
+        for old, new in self.edits:
+            code = (ROOT / self.script).read_text()
+            assert old in code
+            Path("broken.py").write_text(code.replace(old, new))
+            told = run("python -m cutex.sim --arch sm_90a --time broken.py")
+            numbers = re.search(self.numbers, told, re.DOTALL)
+            assert numbers, told
+            found += numbers.groups()
+        return found
+
+    def written(self, page: str) -> str:
+        """The page with the numbers that the runs print."""
+        shown, numbers = self.shown(page), self.told()
+        for group in reversed(range(1, len(numbers) + 1)):
+            start, end = shown.span(group)
+            page = page[:start] + numbers[group - 1] + page[end:]
+        return page
+
+
+PREDICTIONS = (
+    Prediction(
+        r"Of ([\d,]+) predicted cycles the warp works in (\d+) %, waits for TMA's load in (\d+) % "
+        r"and for its store in (\d+) %",
+        "examples/2_tma_copy.py", (("", ""),),
+        r"([\d,]+) cycles .*? load +1 +(\d+)% +TMA (\d+) %, TMA store (\d+) %",
+    ),
+    Prediction(
+        r"are predicted to take ([\d,]+) cycles instead of ([\d,]+)",
+        "examples/3_reduction.py",
+        (("SLOTS, ADDERS = 2", "SLOTS, ADDERS = 8"), ("SLOTS, ADDERS = 2", "SLOTS, ADDERS = 2")),
+        r"([\d,]+) cycles",
+    ),
+)  # fmt: skip
+
+
+def own_stage(page: str) -> str:
+    """The page with what its last program, a stage of one's own, prints."""
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    Path("mine.py").write_text(program)
+    printed = in_shell("python mine.py")
+    return re.sub(r"(```text\n).*?(```)", lambda m: m[1] + printed + m[2], page, flags=re.DOTALL)
+
+
 def written(page: str) -> str:
-    """The page with the output of its commands, and the steps of the README."""
+    """The page with the output of its commands, its predicted numbers, and the steps of the
+    README."""
 
     def block(found: re.Match[str]) -> str:
         (inside,) = commands(found[0])
@@ -126,7 +189,9 @@ def written(page: str) -> str:
 
     readme = Path("README.md").read_text()
     page = _STEPS.sub(lambda found: found[1] + steps(readme) + found[2], page)
-    return _BLOCK.sub(block, page)
+    for prediction in PREDICTIONS:
+        page = prediction.written(page)
+    return _BLOCK.sub(block, own_stage(page))
 
 
 if __name__ == "__main__":

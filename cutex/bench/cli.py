@@ -45,7 +45,7 @@ def parser(kind: type[Problem]) -> Parser:
         "a GPU time them.",
     )
     what = p.add_argument_group("what to run")
-    what.add_argument("--stage", default="all", metavar="N|all|list", help="default: all")
+    what.add_argument("--stage", default="all", metavar="N,N|all|list", help="default: all")
     what.add_argument(
         "--arch",
         metavar="|".join(ladders(kind.op).runs_on),
@@ -200,12 +200,21 @@ def plan(kind: type[Problem], args: argparse.Namespace) -> Job:
 
 
 def choose_stages(kind: type[Problem], text: str, target: Arch) -> list[AnyStage]:
-    found = ladders(kind.op)
+    """The stages that `text`, the value of --stage, names. Raises ValueError, with one sentence,
+    for one that is not there."""
+    found, numbers = ladders(kind.op), dict.fromkeys(text.split(","))
     if text == "all":
-        return found.stages(target.name)
-    if text.removeprefix("-").isdecimal():
-        return [found.stage(target.name, int(text))]
-    raise ValueError(f"--stage {text!r} is neither a number nor all nor list")
+        chosen = found.stages(target.name)
+    elif all(n.removeprefix("-").isdecimal() for n in numbers):
+        chosen = [found.stage(target.name, n) for n in dict.fromkeys(map(int, numbers))]
+    else:
+        raise ValueError(
+            f"--stage {text!r} is neither a number nor all nor list; several are 2,5,9"
+        )
+    for stage in chosen:
+        if why := stage.why_no_kernel():
+            raise ValueError(why)
+    return chosen
 
 
 def job(

@@ -95,7 +95,7 @@ def parser() -> Parser:
         metavar="|".join(prices.RENTALS),
         help="default: B200; for sweep and layers several, as B200,H200",
     )
-    what.add_argument("--stage", default="all", metavar="N|all|list", help="default: all")
+    what.add_argument("--stage", default="all", metavar="N,N|all|list", help="default: all")
     cli.add_problem(what, kinds())
     what.add_argument(
         "--tests",
@@ -232,6 +232,7 @@ def _asked(
 ) -> Iterator[dict[str, Any]]:
     """The fields of the Requests for one operator on one GPU, one for each problem."""
     args = argparse.Namespace(**{**vars(args), "seeds": None, "order": None, "jobs": None})
+    args.compare = _peers_of(kind, _kinds(args, rental), args.compare)
     case = None if args.op in OPS else args.op
     if args.op == "confirm":
         args.compare = args.compare or ",".join(kind.confirm_peers or list(kind.peers)[:1])
@@ -245,6 +246,20 @@ def _asked(
             "problem": problem.as_dict(),
             "options": _plain(job.options),
         }
+
+
+def _peers_of(
+    kind: type[Problem], kinds: Sequence[type[Problem]], compare: str | None
+) -> str | None:
+    """The peers of --compare that are one operator's: with several operators each has its own."""
+    if compare is None or len(kinds) == 1:
+        return compare
+    names = compare.split(",")
+    known = list(dict.fromkeys(name for k in kinds for name in k.peers))
+    for name in names:
+        if name not in known:
+            raise ValueError(f"--compare {name!r} is not one of {', '.join(known)}")
+    return ",".join(name for name in names if name in kind.peers) or None
 
 
 def _plain(options: Options) -> dict[str, Any]:

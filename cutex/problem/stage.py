@@ -7,9 +7,12 @@ DSL.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeAlias, TypeVar
 
 from cutex.arch import RELATIVES, Arch, arch, kernels_of
@@ -65,8 +68,39 @@ class Stage(Generic[P_contra, C_co]):
 
     def kernel(self, config: Config | None = None) -> Kernel:
         """The kernel object, ready for cutex.compile.compile. Imports the DSL."""
-        cls = getattr(import_module(self.module), f"Stage{self.number}")
+        if why := self.why_no_kernel():
+            raise ValueError(why)
+        cls = getattr(import_module(self.module), self.class_name)
         return cls(config or self.default)
+
+    @property
+    def class_name(self) -> str:
+        return f"Stage{self.number}"
+
+    def why_no_kernel(self) -> str | None:
+        """The reason why `module` has no kernel, or None. It is read, and not imported, which needs
+        the DSL."""
+        if type(self).kernel is not Stage.kernel:
+            return None  # it finds its class by itself
+        place, _, name = self.module.rpartition(".")
+        what = f"stage {self.number} of {self.arch} ({self.title})"
+        try:
+            spec = find_spec(self.module)
+        except ModuleNotFoundError:
+            spec = None
+        if spec is None or spec.origin is None:
+            return f"{what} is in the ladder, but {place.replace('.', '/')}/{name}.py is not there"
+        try:
+            tree = ast.parse(Path(spec.origin).read_bytes())
+        except SyntaxError as error:
+            return f"{what}: {spec.origin}:{error.lineno} is no Python: {error.msg}"
+        if self.class_name in _defined(tree):
+            return None
+        there = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+        return (
+            f"{what}: {spec.origin} has no class {self.class_name}, "
+            f"but {' and '.join(there) or 'none at all'}"
+        )
 
     def with_config(self, config: Any) -> Self:
         """The same stage with `config`, a C_co, as its default."""
@@ -138,6 +172,20 @@ class Ladders(Generic[S]):
         raise ValueError(
             f"stage {number} is not in the ladder of {arch}, which has {_numbers(ladder)}"
         )
+
+
+def _defined(tree: ast.Module) -> set[str]:
+    """The names that a module defines or imports at its top level."""
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            names |= {x.id for target in node.targets for x in ast.walk(target)
+                      if isinstance(x, ast.Name)}  # fmt: skip
+    return names
 
 
 def on_each(archs: Iterable[str], *rungs: S) -> tuple[S, ...]:

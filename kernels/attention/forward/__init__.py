@@ -5,8 +5,7 @@ Importing this loads neither torch nor the DSL.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from cutex.arch import arch
 from cutex.kernels.attention.forward.choose import AnyConfig, choose
@@ -16,10 +15,6 @@ from cutex.kernels.attention.forward.sm100.config import Sm100Config
 from cutex.kernels.attention.forward.sm100.ladder import Sm100LadderConfig
 from cutex.problem import stage as stage_of_any
 from cutex.problem.attention import AttentionProblem
-
-if TYPE_CHECKING:
-    from cutex.compile import Kernel
-    from cutex.problem.stage import Config
 
 
 class Stage(stage_of_any.Stage[AttentionProblem, LadderConfig]):
@@ -43,8 +38,9 @@ class Forward(stage_of_any.Stage[AttentionProblem, AnyConfig]):
     def module(self) -> str:
         return f"{stage_of_any.package(self.op, self.arch)}.forward"
 
-    def kernel(self, config: Config | None = None) -> Kernel:
-        return import_module(self.module).Forward(config or self.default)
+    @property
+    def class_name(self) -> str:
+        return "Forward"
 
 
 _IN_ORDER = LadderConfig(p_in_smem=True)
