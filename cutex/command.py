@@ -35,7 +35,10 @@ class Parser(argparse.ArgumentParser):
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         # NOTE: argparse hides that its help could not be written
         if message:
-            print(message, end="", file=file or sys.stderr, flush=True)
+            stream = file or sys.stderr
+            stream.write(message)
+            if stream is sys.stdout:
+                sys.stdout.flush()
 
 
 def commands() -> Iterator[tuple[str, str]]:

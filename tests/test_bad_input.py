@@ -27,8 +27,11 @@ def refused(capsys, argv: list[str]) -> str:
         (["--stage", "2,fast"], "--stage '2,fast' is neither a number nor all nor list; several"),
         (["--stage", "2,,5"], "--stage '2,,5' is neither a number nor all nor list; several are"),
         (["--stage", "2,99"], "stage 99 is not in the ladder of sm_100a"),
-        (["--arch", "sm_80"], "arch 'sm_80' is not one of sm_90a, sm_100a"),
-        (["--arch", "sm_80", "--stage", "list"], "arch 'sm_80' is not one of"),
+        (
+            ["--arch", "sm_80"],
+            "arch 'sm_80' has no GEMM ladder, there are ladders for sm_90a, sm_100a",
+        ),
+        (["--arch", "sm_70", "--stage", "list"], "arch 'sm_70' is not one of"),
         (["--mnk", "128,128,100"], "K=100: must be a multiple of 8"),
         (["--mnk", "128,100,128"], "N=100: must be a multiple of 8"),
         (["--mnk", "0,128,128"], "M=0: every size must be at least 1"),
