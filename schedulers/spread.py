@@ -1,4 +1,4 @@
-"""One tile for each SM where the rows do not divide so: neighbouring tiles overlap.
+"""Exactly one tile per SM: where M does not divide evenly, neighbouring tiles overlap.
 
 128 tiles of 64 rows leave 4 of 132 SMs idle. Spread evenly, 132 tiles begin 56 or 64 rows apart;
 the rows that two of them share are computed twice, with the same result, and stored twice. Worth it

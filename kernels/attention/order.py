@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class Wave(NamedTuple):
-    """Units with as many tiles as there are CTAs."""
+    """A group of (head, batch entry) units that together have about one tile per CTA."""
 
-    units: Any  # whose tiles are about one for each CTA
-    last: Any  # of the last group at least, for CTAs to end together
+    units: Any  # of a group
+    last: Any  # of the last group, at least, so that CTAs end together
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class AttentionOrder:
 
     @staticmethod
     def is_forwards(index: Any, ctas: int) -> Any:
-        """1 if a causal tile should take its keys from the first to the last, 0 if from the last to
-        the first: of each two waves the first, so that CTAs read the same keys at the same time.
+        """1 if a causal tile visits its K blocks in ascending order (even waves), 0 if descending:
+        concurrent CTAs then read the same K blocks from L2.
 
         Tiles of the first wave begin together. A CTA whose tile was short gets a long one in the
         second, so these end together. Where L2 serves many SMs one block at one time, it needs less
