@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cutex.compile import Operand, Scalar, compile
 from cutex.device.atoms.mma import allocate_slots, slots_layout
-from cutex.device.atoms.tma import load_operand, tile_loads
+from cutex.device.atoms.tma import AbLoads, load_operand, tile_loads
 from cutex.device.atoms.wgmma import Wgmma, wgmma
 from cutex.device.pipeline import Barrier, publish_barriers
 from cutex.device.row_source import (
@@ -260,14 +260,13 @@ class GatherGemm:
         publish_barriers([loaded])
         m, n, _ = cute.arch.block_idx()
         source = GatheredRows(index, cute.size(index, mode=[0]))
-        loads_a, loads_b = BoxLoads(a, source, sA).of(m), tile_loads(b, sB, n)
+        loads = AbLoads(BoxLoads(a, source, sA).of(m), tile_loads(b, sB, n))
         mma = wgmma(Wgmma(tile_n, dtype), sA, sB)
-        for k_tile in cutlass.range(loads_a.num_k_tiles, unroll=1):
+        for k_tile in cutlass.range(loads.num_k_tiles, unroll=1):
             if cute.arch.warp_idx() == 0:
                 with cute.arch.elect_one():
                     loaded.arrive_expecting((self.TILE_M + tile_n) * self.TILE_K * 2)
-                loads_a.load(k_tile, Int32(0), loaded[0])
-                loads_b.load(k_tile, 0, loaded[0])
+                loads.load(k_tile, Int32(0), loaded[0])
             loaded.wait(k_tile % 2)
             mma.issue(0, accumulate=k_tile > 0)
             warpgroup.wait_group(0)

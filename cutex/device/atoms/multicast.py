@@ -112,6 +112,10 @@ class SharedTileLoads(NamedTuple):
     smem: cute.Tensor  # (TMA, SLOT)
     mask: Int16
 
+    @property
+    def num_k_tiles(self) -> Int32:
+        return cute.size(self.gmem, mode=[1])
+
     @cute.jit
     def load(self, k_tile: Int32, slot: Int32, full: cute.Pointer) -> None:
         gX, sX = self.gmem[None, k_tile], self.smem[None, slot]
@@ -128,6 +132,10 @@ class TileLoadsInTurn(NamedTuple):
     mask: Int16
     turn: Int32
     sharers: int
+
+    @property
+    def num_k_tiles(self) -> Int32:
+        return cute.size(self.gmem, mode=[1])
 
     @cute.jit
     def load(self, k_tile: Int32, slot: Int32, full: cute.Pointer) -> None:

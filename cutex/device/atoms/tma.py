@@ -3,7 +3,7 @@ thread."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import cutlass
 from cutlass import Int32, Int64, cute
@@ -38,12 +38,27 @@ def matrix(operand: cpasync.TmaInfo, tile: WorkTile) -> cpasync.TmaInfo:
     return cpasync.TmaInfo(operand.atom, mX, operand.smem_layout)
 
 
+class KLoads(Protocol):
+    """The loads of one row of tiles of an operand, wherever its rows are in memory (also those of
+    device/row_source.py)."""
+
+    @property
+    def num_k_tiles(self) -> Int32: ...
+
+    def load(self, k_tile: Int32, slot: Int32, full: cute.Pointer) -> None:
+        """Start the load of tile `k_tile` into `slot`; its bytes arrive on `full`."""
+
+
 class TileLoads(NamedTuple):
     """The loads of one row of tiles of an operand, a tile for each step of K."""
 
     atom: cute.CopyAtom
     gmem: cute.Tensor  # (TMA, RestK)
     smem: cute.Tensor  # (TMA, SLOT)
+
+    @property
+    def num_k_tiles(self) -> Int32:
+        return cute.size(self.gmem, mode=[1])
 
     @cute.jit
     def load(self, k_tile: Int32, slot: Int32, full: cute.Pointer) -> None:
@@ -66,12 +81,12 @@ def tile_loads(operand: cpasync.TmaInfo, sX: cute.Tensor, row_tile: Int32) -> Ti
 class AbLoads(NamedTuple):
     """The loads of A and B that one CTA's tile of C needs."""
 
-    a: TileLoads
-    b: TileLoads
+    a: Any  # KLoads each
+    b: Any
 
     @property
     def num_k_tiles(self) -> Int32:
-        return cute.size(self.a.gmem, mode=[1])
+        return self.a.num_k_tiles
 
     @cute.jit
     def load(self, k_tile: Int32, slot: Int32, full: cute.Pointer) -> None:
