@@ -8,8 +8,9 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, ParamSpec
@@ -35,10 +36,8 @@ class Parser(argparse.ArgumentParser):
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         # NOTE: argparse hides that its help could not be written
         if message:
-            stream = file or sys.stderr
-            stream.write(message)
-            if stream is sys.stdout:
-                sys.stdout.flush()
+            (file or sys.stderr).write(message)
+            sys.stdout.flush()
 
 
 def commands() -> Iterator[tuple[str, str]]:
@@ -52,6 +51,17 @@ def commands() -> Iterator[tuple[str, str]]:
         command, _, what = says.partition(": ")
         if command.startswith(f"python -m cutex.{name}"):
             yield command, what.removesuffix(".").removesuffix(" (see --help)")
+
+
+def instead(given: Sequence[str]) -> str:
+    """What to type instead of `python -m cutex` with arguments."""
+    name = given[0].removeprefix("cutex.")
+    known = [command.split()[2].removeprefix("cutex.") for command, _ in commands()]
+    if name in known:
+        return f"the command is python -m cutex.{' '.join([name, *given[1:]])}"
+    near = get_close_matches(name, known, 1)
+    meant = f"; did you mean python -m cutex.{near[0]}?" if near else ""
+    return f"{given[0]!r} is no command: python -m cutex lists them{meant}"
 
 
 def refuse(sentence: str) -> int:
