@@ -47,6 +47,7 @@ class Arch:
     mma_flops: int  # dense tensor core FLOPs per cycle and SM, 16-bit inputs
     smem_bytes_per_clock: int  # per cycle and SM
     l2_bytes_per_clock: int  # per cycle, of all SMs
+    sm_threads: int = 2048  # that an SM holds
     exponentials: int = 16  # exponentials per cycle and SM, by MUFU
     kernels: str = ""  # the arch whose kernels it runs, if it has none of its own
 
@@ -175,6 +176,7 @@ PORTABLE: dict[str, Arch] = {
             mma_flops=512,
             smem_bytes_per_clock=128,
             l2_bytes_per_clock=5_440,
+            sm_threads=1536,
         ),
     )
 }

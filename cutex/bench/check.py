@@ -25,9 +25,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from cutex.arch import ALL
+from cutex.arch import KNOWN
 from cutex.command import Parser, answered, refuse
 from cutex.orders import ABOUT, ORDERS
+from cutex.sim.reports import used_once
 
 ALIKE = ("fifo", "eager")  # orders that no seed changes
 _RULE = re.compile(r"(?:^|:\d+: )([a-z][a-z -]*): ")  # the rule, in a report's first line
@@ -76,7 +77,7 @@ def parser() -> Parser:
         description="Run a script that asks for a GPU in the simulator, in every order of events.",
         epilog="Exit codes: 0 nothing found in any order; 1 something; 2 bad input.",
     )
-    p.add_argument("--arch", default="sm_100a", choices=ALL, help="default: %(default)s")
+    p.add_argument("--arch", default="sm_100a", choices=KNOWN, help="default: %(default)s")
     p.add_argument("--seeds", type=int, default=3, metavar="N", help="of each order; default: 3")
     p.add_argument("--watch", action="store_true", help="again whenever the file is saved")
     p.add_argument("script", type=Path, metavar="FILE.py")
@@ -160,6 +161,7 @@ def check(args: argparse.Namespace) -> int:
     by_report: dict[str, list[str]] = {}
     advised: dict[str, list[str]] = {}
     kernels: list[str] = []
+    once: set[str] | None = None  # the rings of which no order has used a slot twice
     count, started = 0, time.monotonic()
     with closing(runs(args)) as ended:
         for done in ended:
@@ -175,12 +177,16 @@ def check(args: argparse.Namespace) -> int:
                     kind.setdefault(_cause(report), [report]).append(done.name)
             print(_verdict(done, len(by_report) - before), file=sys.stderr, flush=True)
             kernels += [kernel["text"] for kernel in done.found.get("kernels", [])]
+            rings = set(done.found.get("used_once", ()))
+            once = rings if once is None else once & rings
             if done.found and not done.launched:
                 break
     for report, *names in (*by_report.values(), *advised.values()):
         print(f"\n{report}\n  in order {', '.join(names)}")
     if kernels:
         print("", *kernels, sep="\n")
+    if once:
+        print(f"\n{used_once(sorted(once))}")
     seconds = time.monotonic() - started
     found = (
         f"{len(by_report)} report{'s' * (len(by_report) != 1)}" if by_report else "nothing found"

@@ -18,6 +18,7 @@ from cutex.bench import timing
 from cutex.bench.progress import progress
 from cutex.bench.run import (
     DEVICES,
+    NOTE,
     Options,
     admit,
     choose_device,
@@ -436,6 +437,8 @@ class Lines:
         self._line(cells, style=None if result.ok else "red")
         if not result.ok:
             print(result.message, file=sys.stderr)
+        elif note := result.message.partition(NOTE)[2]:
+            self.note(f"stage {result.stage}: {note}")
 
     def peers(self, result: Result) -> None:
         for peer in () if self.as_json else result.peers:

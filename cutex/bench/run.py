@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from cutex.sim import SimReport
 
 DEVICES = ("auto", "cuda", "sim")
+NOTE = "; note: "  # before what a right result's message says besides
 
 
 @dataclass(frozen=True)
@@ -160,13 +161,14 @@ def _result(
 def _simulate(problem: Problem, stage: AnyStage, options: Options) -> Result:
     """Simulate all orders, up to the first that fails, and return one Result."""
     from cutex.sim import SimError, simulate
+    from cutex.sim.reports import used_once
 
     compiled, config = compile_stage(stage, problem.dtype), stage.config()
     inputs = problem.inputs()
     orders = [("fifo", 0)]
     if options.order != "fifo":
         orders = [(options.order, problem.seed + i) for i in range(options.seeds)]
-    seconds, instructions, done = 0.0, 0, []
+    seconds, instructions, done, once = 0.0, 0, [], list[str]()
     for order, seed in orders:
         name = order if order == "fifo" else f"{order}:{seed}"
         tensors = *inputs, *problem.outputs()
@@ -181,12 +183,15 @@ def _simulate(problem: Problem, stage: AnyStage, options: Options) -> Result:
         done.append(name)
         seconds += report.seconds
         instructions += report.instructions
+        once = report.unwrapped
         check = problem.check(*tensors, tile=problem.tile(config))
         if check.ok and report.findings:
             check = replace(check, ok=False, message="\n".join(str(f) for f in report.findings))
         if not check.ok:
             check = replace(check, message=f"order {name}: {check.message}")
             break
+    if check.ok and once:
+        check = replace(check, message=f"{check.message}{NOTE}{used_once(once)}")
     return _result(
         problem,
         stage,

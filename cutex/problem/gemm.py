@@ -63,7 +63,7 @@ class GemmProblem(Problem):
     size_options = ("--mnk",)
     cases: ClassVar[Mapping[str, Sequence[Sizes]]] = {
         "cuda": _mnk((8192, 8192, 4096)),
-        "sim": _mnk((512, 512, 256)),
+        "sim": _mnk((512, 512, 1024)),  # each slot of a ring of operands is used twice or more
         "sweep": _mnk(
             *((size, size, size) for size in (1024, 2048, 4096, 8192, 16384)),
             *((m, 8192, 8192) for m in (16, 64, 256, 1024)),

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
-from cutex.arch import ALL, arch
+from cutex.arch import KNOWN, arch
 from cutex.command import INTERRUPTED, Parser, answered, print_nowhere, refuse, writable
 from cutex.errors import Missing
 from cutex.orders import MOST_JOBS, add_order
@@ -36,7 +36,7 @@ def parser() -> Parser:
         description="Run a script that asks for a GPU, with the simulator in its place.",
         epilog="Exit codes: the script's own; 1 for a finding; 2 for bad input.",
     )
-    out.add_argument("--arch", default="sm_100a", choices=ALL, help="default: %(default)s")
+    out.add_argument("--arch", default="sm_100a", choices=KNOWN, help="default: %(default)s")
     add_order(out)
     out.add_argument("--seed", type=int, default=0, metavar="N", help="of the order; default: 0")
     out.add_argument(

@@ -145,3 +145,11 @@ def around(ptx: str, text: str, lines: int = 4) -> str:
         shown = [f"  {'>' if n == number else ' '}{n:6} {code[n - 1].strip()}" for n in near]
         parts += [f"  PTX around line {number}:", *shown]
     return "\n".join(parts)
+
+
+def used_once(rings: Sequence[str]) -> str:
+    """A sentence on rings of mbarriers of which no slot was used twice."""
+    return (
+        f"no slot of {', '.join(rings)} was used twice, so a wait that is missing before its reuse "
+        "does not show: a larger problem tells"
+    )

@@ -26,7 +26,7 @@ from cutex.sim.machine.findings import Findings
 from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.memory import MODULE_WINDOW, GlobalMemory, Region
 from cutex.sim.machine.pending_clusters import PendingClusters
-from cutex.sim.machine.residency import Residency, residency
+from cutex.sim.machine.residency import Residency, gpu_of, residency
 from cutex.sim.policy import policy
 from cutex.sim.ptx.parse import Instruction, Program
 from cutex.sim.reports import BYTES, folded, headed, told
@@ -64,9 +64,18 @@ class SimReport:
     @property
     def unwrapped(self) -> list[str]:
         """The rings of mbarriers of which no slot was used twice, so that a wait for a free slot
-        which is missing, or one phase off, cannot show: a larger problem would tell.
+        which is missing, or one phase off, cannot show: a larger problem would tell. Arrays of one
+        object, as `ab.full` and `ab.empty`, are one ring.
         """
-        return [name for name, (slots, phases) in self.rings.items() if slots > 1 and phases == 1]
+        most: dict[str, int] = {}
+        for name, (_, phases) in self.rings.items():
+            ring = name.rpartition(".")[0] or name
+            most[ring] = max(phases, most.get(ring, 0))
+        return [
+            name
+            for name, (slots, _) in self.rings.items()
+            if slots > 1 and most[name.rpartition(".")[0] or name] == 1
+        ]
 
     def __str__(self) -> str:
         """What was found, how long launches take where that was asked for, and one line of all."""
@@ -392,10 +401,11 @@ def _check_launch(program: Program, what: Launch) -> None:
             f"launch of {what.kernel}: grid {what.grid} is no multiple of the cluster "
             f"{what.cluster}"
         )
-    if what.smem > 232448:
+    gpu = gpu_of(program)
+    if what.smem > gpu.smem_per_cta:
         raise ValueError(
-            f"launch of {what.kernel}: {what.smem} bytes of shared memory, an SM gives a CTA at "
-            "most 232448"
+            f"launch of {what.kernel}: {what.smem} bytes of shared memory, an SM of {gpu.name} "
+            f"gives a CTA at most {gpu.smem_per_cta}"
         )
 
 

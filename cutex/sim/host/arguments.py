@@ -23,7 +23,19 @@ from cutex.sim.host.loaded import is_stream
 
 
 def is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or hasattr(value, "_dltensor_wrapper")
+    return isinstance(value, torch.Tensor) or hasattr(value, "_dltensor_wrapper") or lends(value)
+
+
+def lends(value: Any) -> bool:
+    """Whether ``value`` is no tensor that is known here, and lends its memory by DLPack."""
+    known = isinstance(value, torch.Tensor | type) or hasattr(value, "_dltensor_wrapper")
+    return not known and hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__")
+
+
+def _of_torch(value: Any) -> torch.Tensor:
+    """The memory that ``value`` lends, as torch's tensor."""
+    with torch._C.DisableTorchFunction():
+        return torch.from_dlpack(value)
 
 
 def is_record(value: Any) -> bool:
@@ -59,6 +71,8 @@ def takes_stream(arguments: Any) -> bool:
 
 def captured(given: Any, name: str) -> Any:
     """An argument in the form that the captured host code takes."""
+    if lends(given):
+        given = _of_torch(given)
     if isinstance(given, torch.Tensor):
         return HostTensor.of(given, name)
     if hasattr(given, "_dltensor_wrapper"):
@@ -98,6 +112,8 @@ def stand_for(value: Any, own_stream: bool) -> Any:
     """The stand-in for an argument when a function is compiled: its type and layout."""
     if is_stream(value):
         return runtime.make_fake_stream(use_tvm_ffi_env_stream=own_stream)
+    if lends(value):
+        value = _of_torch(value)
     if isinstance(value, torch.Tensor):  # as the DSL's own TensorAdapter takes it
         value = runtime.from_dlpack(value).mark_layout_dynamic()
     if hasattr(value, "_dltensor_wrapper"):

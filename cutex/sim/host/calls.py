@@ -171,6 +171,7 @@ class Calls:
             "warp_instructions": self.report.instructions,
             "seconds": self.report.seconds,
             "sampled": [str(s) for s in self.report.sampled],
+            "used_once": self.report.unwrapped,
             "errors": [{"type": type(e).__name__, "report": str(e)} for e, _ in self.errors],
             "kernels": [k.as_dict() for k in self.report.kernels.values()],
             "findings": [r.as_dict() for r in folded(self.report.findings)],
@@ -202,6 +203,8 @@ class Calls:
         total.seconds += new.seconds
         total.kernels.update(new.kernels)
         total.sampled += new.sampled
+        for name, (slots, phases) in new.rings.items():
+            total.rings[name] = slots, max(phases, total.rings.get(name, (0, 0))[1])
         for mine, theirs in ((total.findings, new.findings), (total.advisories, new.advisories)):
             known = {(f.rule, f.where) for f in mine}
             for finding in theirs:

@@ -134,7 +134,9 @@ class HostTensor:
 
     @staticmethod
     def of(tensor: Any, name: str) -> HostTensor | None:
-        """The HostTensor of a torch tensor or numpy array; None if ``tensor`` is neither."""
+        """The HostTensor of a torch tensor, of a numpy array, or of what lends its memory by
+        DLPack; None if ``tensor`` is none of these.
+        """
         if hasattr(tensor, "data_ptr") and hasattr(tensor, "stride"):  # torch
             if tensor.device.type != "cpu":
                 raise TypeError(f"{name} lies on {tensor.device}: the simulator takes CPU tensors")
@@ -148,6 +150,10 @@ class HostTensor:
                 tensor.__array_interface__["data"][0], tensor.shape,
                 tuple(s // size for s in tensor.strides), str(tensor.dtype), size, tensor, name,
             )  # fmt: skip
+        if hasattr(tensor, "__dlpack_device__") and not isinstance(tensor, type | HostTensor):
+            import torch
+
+            return HostTensor.of(torch.from_dlpack(tensor), name)
         return None
 
 

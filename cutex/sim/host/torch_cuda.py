@@ -63,11 +63,11 @@ class _Properties:
         self.total_memory = 128 << 30
         self.warp_size = 32
         self.max_threads_per_block = 1024
-        self.max_threads_per_multi_processor = 2048
+        self.max_threads_per_multi_processor = arch.sm_threads
         self.regs_per_multiprocessor = 65536
         self.shared_memory_per_block = 48 << 10
-        self.shared_memory_per_block_optin = 227 << 10
-        self.shared_memory_per_multiprocessor = 228 << 10
+        self.shared_memory_per_block_optin = arch.smem_per_cta
+        self.shared_memory_per_multiprocessor = arch.smem_per_cta + 1024
         self.is_integrated = self.is_multi_gpu_board = 0
         self.uuid = "GPU-00000000-0000-0000-0000-000000000000"
 

@@ -29,6 +29,8 @@ from cutex.sim.host.torch_cuda import (
     marks,
     uncompiled,
 )
+from cutex.sim.host.torch_profiler import of_activities, of_devices
+from cutex.sim.host.torch_scaled import SCALED
 
 ALIGNMENT = 512  # bytes, of the CUDA caching allocator
 CPU = torch.device("cpu")
@@ -206,7 +208,8 @@ class OnCpu(TorchFunctionMode):
         if func in (torch.Tensor.cuda, torch.Tensor.cpu):
             out = args[0].clone()
         else:
-            call = _PRODUCTS.get(func, func) if "out_dtype" in kwargs else func
+            rounded = _PRODUCTS if "out_dtype" in kwargs else {}
+            call = SCALED.get(func) or rounded.get(func, func)
             out = call(*map(_on_cpu, args), **{k: _on_cpu(v) for k, v in kwargs.items()})
         return self._placed(out, args, to_gpu, to_host)
 
@@ -326,6 +329,15 @@ def torch_on_cpu(arch: Arch) -> Iterator[DeviceMemory]:
         stack.enter_context(TritonTesting())
         stack.enter_context(patched(torch.cuda.nvtx, **marks()))
         stack.enter_context(patched(torch.cuda.profiler, start=lambda: None, stop=lambda: None))
+        for profiler, only_cpu in (
+            (torch.profiler._KinetoProfile, of_activities),
+            (torch.autograd.profiler.profile, of_devices),
+        ):
+            stack.enter_context(patched(profiler, __init__=only_cpu(profiler.__init__)))
+        emits = torch.autograd.profiler.emit_nvtx
+        stack.enter_context(
+            patched(emits, __enter__=lambda marks: marks, __exit__=lambda *_: False)
+        )
         mode = stack.enter_context(OnCpu(memory))
         # NOTE: torch calls this one without asking a mode
         stack.enter_context(

@@ -33,7 +33,7 @@ def residency(program: Program, launch: Launch, ctas: int | None = None) -> Resi
     memory if that is less. ``ctas``: the CTAs of the grid that run.
     """
     num_ctas = launch.num_ctas if ctas is None else ctas
-    gpu = _gpu(program)
+    gpu = gpu_of(program)
     per_sm = _per_sm(program, launch)
     limits = [
         (gpu.num_sms * per_sm, f"{per_sm} on each of the {gpu.num_sms} SMs of one {gpu.board}"),
@@ -47,14 +47,15 @@ def residency(program: Program, launch: Launch, ctas: int | None = None) -> Resi
     return Residency(min(num_ctas, max(1, most // size) * size), why, limits[0][0])
 
 
-def _gpu(program: Program) -> Arch:
+def gpu_of(program: Program) -> Arch:
     return KNOWN.get(program.target, ARCHS["sm_100a"])
 
 
 def _per_sm(program: Program, launch: Launch) -> int:
     static = sum(v.size for v in program.variables.values() if v.space == "shared")
-    by_threads = SM_THREADS // (32 * launch.warps_per_cta)
-    by_smem = SM_SMEM // (SYSTEM_SMEM + static + launch.smem)
+    gpu = gpu_of(program)
+    by_threads = gpu.sm_threads // (32 * launch.warps_per_cta)
+    by_smem = (gpu.smem_per_cta + SYSTEM_SMEM) // (SYSTEM_SMEM + static + launch.smem)
     return max(1, min(SM_CTAS, by_threads, by_smem))
 
 

@@ -118,6 +118,12 @@ H200 = Gpu(
     hbm_gbs=4500.0, store_bytes=2550.0, tma_bytes=106.0, l2_latency=227.0, hbm_latency=600.0,
     launch=1800.0, cta_turnover=450.0, clusters_of_four=30, shared_registers=True,
 )  # fmt: skip
+# The same chip with another memory (vendor: 3.35 TB/s, 50 MB of L2). The rest is the H200's, by
+# whose probes it was measured, so the bands are wider.
+H100 = replace(
+    H200, name="H100", hbm_gbs=H200.hbm_gbs * 3.35 / 4.8, l2_capacity=H200.l2_capacity * 50 / 60,
+    band=0.15, clock_band=0.1,
+)  # fmt: skip
 
 # By constant: the source and the error of the H200's value, then of the B200's. "probe" is a kernel
 # of kernels/probes/sm90.py, measured 2026-11-22 (results/timing/); "fit" is to the rows of
@@ -206,7 +212,7 @@ def measured(board: Gpu, file: Path) -> Gpu:
     return replace(board, **kept["constants"])
 
 
-GPUS = {"h200": H200, "b200": measured(B200, constants_file("b200"))}
+GPUS = {"h200": H200, "h100": H100, "b200": measured(B200, constants_file("b200"))}
 
 
 def of_arch(arch: str) -> str:
