@@ -400,7 +400,7 @@ def test_dataclasses_are_passed_field_by_field(run_script):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [(("none.py",), "none.py is not a file"), (("--seed", "-1", __file__), "--seed -1: takes"),
-     (("--arch", "sm_80", "x.py"), "invalid choice: 'sm_80'"),
+     (("--arch", "sm_70", "x.py"), "invalid choice: 'sm_70'"),
      (("--order", "new", "x.py"), "invalid choice: 'new'"), ((), "script")],
 )  # fmt: skip
 def test_bad_input_is_one_sentence(options, sentence):

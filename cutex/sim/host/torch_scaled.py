@@ -62,7 +62,7 @@ def scaled_grouped_mm(
         )
     dtype = out_dtype or torch.bfloat16
     if a.dim() == b.dim():  # groups of K, or one per matrix of the batch
-        ends = offs if a.dim() == 2 else torch.arange(1, a.shape[0] + 1)
+        ends = offs if offs is not None else torch.arange(1, a.shape[0] + 1)
         count = len(ends)
         factors = scale_a.reshape(count, -1), scale_b.reshape(count, -1)
         made = [

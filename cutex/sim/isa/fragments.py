@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from cutex.sim.isa.access import Access
+from cutex.sim.isa.matrices import PADDED, spread
 from cutex.sim.isa.sync import require_whole_warp
 from cutex.sim.machine.batch import Batch, Lanes
 from cutex.sim.machine.memory import shared_addresses
@@ -24,12 +25,15 @@ class _Matrices:
     """
 
     def __init__(self, d: Decoder, operand: int, narrow: str) -> None:
-        d.only("sync", "aligned", "m8n8", narrow, "x1", "x2", "x4", "trans", "shared", "cta")
+        self.padded = next((PADDED[p] for p in PADDED if p in d.mods and operand), None)
+        unpacks = ("m8n16", "b8x16", *PADDED) if self.padded else ("m8n8", narrow)
+        d.only("sync", "aligned", *unpacks, "x1", "x2", "x4", "trans", "shared", "cta")
         self.d, self.count = d, next(n for n in (1, 2, 4) if f"x{n}" in d.mods)
         self.transposed, self.narrow = "trans" in d.mods, narrow in d.mods
         self.lanes = self.count * (16 if narrow == "m16n16" and self.narrow else 8)
-        wanted = ("b8", True) if self.narrow else ("b16", self.transposed)
-        if (d.type, self.transposed) != wanted or self.lanes > 32:
+        kind = "b16" if self.padded else d.type
+        wanted = ("b8", True) if self.narrow else ("b16", self.transposed and not self.padded)
+        if (kind, self.transposed) != wanted or self.lanes > 32:
             raise d.unknown()
         self.access = Access(d, operand, 16)
 
@@ -68,7 +72,8 @@ def ldmatrix(d: Decoder) -> Execute:
     """ldmatrix: 8x8 matrices of 16-bit elements; lane t gets row t/4, columns 2(t%4)+{0,1}.
 
     8-bit elements form 16x16 matrices, transposed: lane t gets from the rows 4(t%4)+{0..3} the
-    elements t/4 in one register, t/4 + 8 in the next.
+    elements t/4 in one register, t/4 + 8 in the next. Of 4 or 6 bits, 16 of them padded to 16
+    bytes, each becomes a byte, and a row of 16 is then as one of 8 elements of 16 bits.
     """
     matrices = _Matrices(d, 1, "m16n16")
     registers = matrices.count * (2 if matrices.narrow else 1)
@@ -82,6 +87,10 @@ def ldmatrix(d: Decoder) -> Execute:
         if matrices.narrow:  # rows are (t % 4, byte), columns (register, t / 4)
             rows = rows.reshape(b.n, -1, 4, 4, 2, 8).transpose(0, 1, 4, 5, 2, 3)
         else:
+            if matrices.padded is not None:
+                bits, shift = matrices.padded
+                raw = np.ascontiguousarray(rows).view(np.uint8).reshape(-1, 16)
+                rows = np.ascontiguousarray(spread(raw, bits) << shift).view(np.uint16)
             rows = rows.reshape(b.n, -1, 8, 8)
             rows = rows.swapaxes(2, 3) if matrices.transposed else rows
         words = np.ascontiguousarray(rows).reshape(b.n, -1).view(np.uint32).reshape(b.n, -1, 32)

@@ -176,6 +176,10 @@ def _nibbles(raw: np.ndarray) -> np.ndarray:
     return np.stack([raw & 15, raw >> 4], -1).reshape(*raw.shape[:-1], -1)
 
 
+# 16 elements of 4 or 6 bits padded to 16 bytes: bits of an element; its shift in a byte of its own
+PADDED = {"b4x16_p64": (4, 2), "b6x16_p32": (6, 0)}
+
+
 def spread(raw: np.ndarray, bits: int) -> np.ndarray:
     """(..., 16 n) bytes, each 16 of which begin with 16 elements of ``bits`` bits, as one byte per
     element.

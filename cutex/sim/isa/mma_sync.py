@@ -12,6 +12,7 @@ import re
 import numpy as np
 
 from cutex.sim.isa.matrices import ELEMENTS, ITEMSIZE, accumulate
+from cutex.sim.isa.mma_scaled import scaled_mma
 from cutex.sim.isa.sync import require_whole_warp
 from cutex.sim.machine.batch import Batch
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
@@ -37,6 +38,8 @@ def _values(words: list[np.ndarray], kind: str) -> np.ndarray:
 @instruction("mma")
 def mma(d: Decoder) -> Execute:
     """mma.sync (9.7.14.5): D = A B + C, with sums in float32, as for wgmma."""
+    if "kind" in d.mods:
+        return scaled_mma(d)
     shape = next((m for p in d.parts if (m := re.fullmatch(r"m(\d+)n(\d+)k(\d+)", p))), None)
     kinds = [p for p in d.parts if p in ELEMENTS or p in ("f32", "s32")]
     if shape is None or shape.groups()[:2] != ("16", "8") or len(kinds) != 4:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cutex.sim.isa.matrices import Form, SharedOperand, read_descriptor, spread
+from cutex.sim.isa.matrices import PADDED, Form, SharedOperand, read_descriptor, spread
 from cutex.sim.isa.tcgen05 import Issuer, cta_group
 from cutex.sim.machine.batch import Batch
 from cutex.sim.machine.machine import Machine
@@ -22,7 +22,6 @@ _LANES: dict[str, Callable[[np.ndarray], list[np.ndarray]]] = {
 }
 _FORMS = {"128x256b": ("",), "128x128b": ("",), "64x128b": ("02_13", "01_23"),
           "32x128b": ("warpx4",)}  # fmt: skip
-_PADDED = {"b4x16_p64": (4, 2), "b6x16_p32": (6, 0)}  # bits of an element; its shift in a byte
 
 
 @instruction("tcgen05.cp")
@@ -31,9 +30,9 @@ def copy(d: Decoder) -> Execute:
     or repeated, in order with later MMAs. With cta_group::2 each CTA of the pair copies its own.
     Elements of 4 or 6 bits, 16 of them padded to 16 bytes, may be unpacked to a byte each.
     """
-    d.only("cp", "cta_group", "1", "2", "warpx2", "warpx4", "02_13", "01_23", *_FORMS, *_PADDED,
+    d.only("cp", "cta_group", "1", "2", "warpx2", "warpx4", "02_13", "01_23", *_FORMS, *PADDED,
            "b8x16")  # fmt: skip
-    padded = next((_PADDED[p] for p in _PADDED if p in d.mods), None)
+    padded = next((PADDED[p] for p in PADDED if p in d.mods), None)
     shape = next(s for s in _FORMS if s in d.mods)
     spread = next((f for f in _FORMS[shape] if f in d.mods or not f), None)
     if spread is None:

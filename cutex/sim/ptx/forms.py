@@ -132,7 +132,8 @@ FORMS = {
     "mbarrier.test_wait mbarrier.try_wait": r"\.(test|try)_wait(\.parity)?"
     r"(\.(acquire|relaxed)(\.(cta|cluster))?)?(\.shared(::cta)?)?\.b64",
     "st.async red.async": r"\.async.*",  # see `vocabulary`
-    "ldmatrix": rf"{_ALIGNED}{_matrices('m8n8|m16n16')}(\.shared(::cta)?)?\.b(8|16)",
+    "ldmatrix": rf"{_ALIGNED}{_matrices('m8n8|m16n16')}(\.shared(::cta)?)?\.b(8|16)|"
+    rf"{_ALIGNED}\.m8n16\.x[124](\.shared(::cta)?)?\.b8x16\.b(4x16_p64|6x16_p32)",
     "movmatrix": rf"{_ALIGNED}\.m8n8\.trans\.b16",
     "stmatrix": rf"{_ALIGNED}{_matrices('m8n8|m16n8')}(\.shared(::cta)?)?\.b(8|16)",
     "wgmma.fence wgmma.commit_group wgmma.wait_group": r"\.(fence|commit_group|wait_group)"
