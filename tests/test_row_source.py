@@ -27,6 +27,7 @@ from cutex.device.row_source import (
     box_operand,
     page_pitch,
     swizzle_bytes,
+    why_not_pages,
 )
 from cutex.sim import simulate
 
@@ -67,6 +68,17 @@ def test_a_page_is_loaded_at_once_where_it_is_of_whole_swizzle_atoms():
         return PagedRows([0], 1, page_size, page_size).box_rows(64)
 
     assert [box_rows(n) for n in (1, 4, 8, 16, 24, 64, 128, 192)] == [1, 1, 8, 16, 8, 64, 64, 64]
+
+
+def test_pages_whose_rows_make_no_list_are_refused():
+    pages = torch.empty(5, 2, 16, 4, 64)  # K and V in turn
+    for x in (pages[:, 0], pages[:, 1], pages.transpose(2, 3)[:, 0].transpose(1, 2)):
+        assert why_not_pages(x.stride()) is None
+    apart = torch.empty(5, 16 * 256 + 8)[:, : 16 * 256].view(5, 16, 4, 64)
+    assert "4104 elements apart, no multiple of its rows' 256" in (
+        why_not_pages(apart.stride()) or ""
+    )
+    assert "rows' 0" in (why_not_pages(pages[:, 0, :1].expand(5, 16, 4, 64).stride()) or "")
 
 
 @dataclass(frozen=True)

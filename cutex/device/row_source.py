@@ -18,6 +18,7 @@ rows 128 bytes a copy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Any, NamedTuple, Protocol
@@ -114,9 +115,17 @@ def clamp(x: Any, most: int) -> Any:
 # ---- in memory
 
 
+def why_not_pages(stride: Sequence[int]) -> str | None:
+    """The reason why pages (pages, page size, heads, D) of these strides are no list of rows, or
+    None. Pages of all heads, of one head after the other, and of K and V in turn are one."""
+    if stride[1] < 1 or stride[0] % stride[1]:
+        return f"its pages begin {stride[0]} elements apart, no multiple of its rows' {stride[1]}"
+    return None
+
+
 def page_pitch(mX: cute.Tensor) -> Int32:
-    """How many rows of mX (pages, page size, heads, D) apart its pages begin. Their stride is a
-    multiple of the rows': of pages of all heads, of one head, and of K and V in turn it is."""
+    """How many rows of mX (pages, page size, heads, D) apart its pages begin, if `why_not_pages` is
+    None."""
     return Int32(mX.stride[0] // mX.stride[1])
 
 
