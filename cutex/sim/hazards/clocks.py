@@ -105,6 +105,8 @@ class Clocks(Observer):
         """Order ``warp`` after the agent's first ``count`` operations (or phases), for which it has
         waited.
         """
+        if self.known.item(warp, slot) >= count:
+            return  # NOTE: the others include what is known
         for row in (self.known, self.follows, self.caused):
             if row.item(warp, slot) < count:
                 row[warp, slot] = count

@@ -30,7 +30,7 @@ from cutex.sim.isa.boxes import box_places
 from cutex.sim.machine.batch import Lanes
 from cutex.sim.machine.events import Observer, Storing
 from cutex.sim.machine.memory import Part, Region
-from cutex.sim.machine.operation import Operation
+from cutex.sim.machine.operation import Engine, Operation
 from cutex.sim.ptx.parse import Instruction, Program
 from cutex.sim.ptx.strength import WEAK, Strength, is_fence, strength
 
@@ -138,7 +138,7 @@ class GlobalRaces(Observer):
 
     def issued(self, ops: Sequence[Operation]) -> None:
         for op in ops:
-            if op.is_store:
+            if op.engine is Engine.TMA_STORE:
                 self.at_issue[op.number] = self.clocks.known[op.warp].copy()
 
     def bulk_writes(

@@ -296,6 +296,14 @@ def _to_all(told: list[Callable[..., None]]) -> Callable[..., None]:
         return _to_nobody
     if len(told) == 1:
         return told[0]
+    if len(told) == 2:  # NOTE: as most events; a loop takes twice as long
+        one, two = told
+
+        def tell_both(*what: Any) -> None:
+            one(*what)
+            two(*what)
+
+        return tell_both
 
     def tell(*what: Any) -> None:
         for each in told:
