@@ -9,7 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cutex.ops.attention import flash_attn_func, flash_attn_varlen_func
+    from cutex.ops.attention import (
+        flash_attn_func,
+        flash_attn_kvpacked_func,
+        flash_attn_qkvpacked_func,
+        flash_attn_varlen_func,
+        flash_attn_varlen_kvpacked_func,
+        flash_attn_varlen_qkvpacked_func,
+    )
     from cutex.ops.matmul import kernels_built, matmul, tune, tuning, warm_up
     from cutex.sim import simulate
 
@@ -17,7 +24,11 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "flash_attn_func": "cutex.ops.attention",
+    "flash_attn_kvpacked_func": "cutex.ops.attention",
+    "flash_attn_qkvpacked_func": "cutex.ops.attention",
     "flash_attn_varlen_func": "cutex.ops.attention",
+    "flash_attn_varlen_kvpacked_func": "cutex.ops.attention",
+    "flash_attn_varlen_qkvpacked_func": "cutex.ops.attention",
     "kernels_built": "cutex.ops.matmul",
     "matmul": "cutex.ops.matmul",
     "simulate": "cutex.sim",
@@ -31,7 +42,11 @@ _MODULES = ("attention", "ops")  # cutex.attention.activate, cutex.ops.simulated
 __all__ = [
     "__version__",
     "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "kernels_built",
     "matmul",
     "simulate",

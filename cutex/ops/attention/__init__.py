@@ -5,5 +5,19 @@ from __future__ import annotations
 
 from cutex.ops.attention import registered
 from cutex.ops.attention.eager import flash_attn_func, flash_attn_varlen_func
+from cutex.ops.attention.packed_operands import (
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 
-__all__ = ["flash_attn_func", "flash_attn_varlen_func", "registered"]
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "registered",
+]

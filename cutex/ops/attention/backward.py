@@ -23,6 +23,11 @@ def why_no_gradient(call: AttentionCall) -> str | None:
     for name in ("seqused_q", "seqused_k"):
         if getattr(call, name) is not None:
             return f"{name}, which torch's flash backward does not know"
+    if call.head_dims[1] > call.head_dims[0]:
+        return (
+            f"head dims {call.head_dims[0]} of q and {call.head_dims[1]} of v, of which v's is "
+            "larger"
+        )
     if (call.cu_seqlens_q is None) != (call.cu_seqlens_k is None):
         return "cu_seqlens_q or cu_seqlens_k alone: torch's flash backward takes both or none"
     return None

@@ -16,6 +16,7 @@ from cutex.ops.plain import is_plain
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
+LARGEST_HEAD_DIM = 256
 SCORE_MOD = ("score", "batch", "head", "query", "key")  # its parameters; mask_mod lacks score
 NUMBERS: Any = (Real, torch.SymFloat)  # such as a float of Python or of numpy
 INTEGERS: Any = (Integral, torch.SymInt)
@@ -93,7 +94,7 @@ class AttentionCall:
     def window(self) -> Window:
         """The window without bounds that have no effect at these lengths; its right side is 0 if
         causal."""
-        left, right = (None if x is None else int(x) for x in self.window_size)
+        left, right = (None if x in (None, -1) else int(x) for x in self.window_size)
         right = 0 if self.causal else right
         longest_q, longest_k = (x.shape[-3] for x in (self.q, self.k))
         # the first query of a sequence sees keys up to seqlen_k - seqlen_q + right, ...
@@ -103,6 +104,15 @@ class AttentionCall:
         if left is not None and left >= longest_k - 1:
             left = None
         return left, right
+
+
+def kernel_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
+    """The head dims of the kernel that computes these: of its columns TMA reads those as 0 that the
+    tensors do not have, and does not store them. None if there is none."""
+    if head_dim % 8 or head_dim_v % 8 or not (head_dim and head_dim_v):
+        return None  # TMA steps by 16 bytes
+    able = [x for x in HEAD_DIMS if x[0] >= head_dim and x[1] >= head_dim_v]
+    return min(able, key=sum, default=None)
 
 
 def check(call: AttentionCall) -> None:
@@ -160,11 +170,10 @@ def _check_operands(call: AttentionCall) -> None:
                 f"{name} has {x.dim()} dimensions, {given} cu_seqlens_{side} it has {rank}: "
                 f"({modes}, heads, head dim)"
             )
-    if call.head_dims not in HEAD_DIMS:
-        known = ", ".join(str(d) if d == dv else f"{d}/{dv}" for d, dv in HEAD_DIMS)
+    if kernel_dims(*call.head_dims) is None:
         raise ValueError(
-            f"q and v have head dims {call.head_dims[0]} and {call.head_dims[1]}, "
-            f"there are kernels for {known}"
+            f"q and v have head dims {call.head_dims[0]} and {call.head_dims[1]}, each must be a "
+            f"multiple of 8 up to {LARGEST_HEAD_DIM}"
         )
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(f"k has head dim {k.shape[-1]}, but q has {q.shape[-1]}")
@@ -237,10 +246,10 @@ def _check_numbers(call: AttentionCall) -> None:
             continue
         if isinstance(bound, bool) or not isinstance(bound, INTEGERS):
             raise TypeError(f"window_size={tuple(window)}: a side is a whole number or None")
-        if bound == -1:
-            raise ValueError(f"window_size={tuple(window)}: write None, not -1, for an open side")
-        if bound < 0:
-            raise ValueError(f"window_size={tuple(window)}: a side is at least 0, or None if open")
+        if bound < -1:
+            raise ValueError(
+                f"window_size={tuple(window)}: a side is at least 0, or None or -1 if open"
+            )
     if not isinstance(call.causal, (int, torch.SymBool)) or call.causal not in (0, 1):
         raise TypeError(f"causal must be True or False, got {call.causal!r}")
     for name in ("softcap", "softmax_scale"):

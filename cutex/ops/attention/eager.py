@@ -13,12 +13,14 @@ from torch import Tensor
 
 from cutex.ops import autocast
 from cutex.ops.attention.call import AttentionCall, Window, check
+from cutex.ops.attention.flash_arguments import NEUTRAL, in_flash2_order, named, taken
 from cutex.ops.attention.plan import ALIGN, Plan, check_device, longest_q
 from cutex.ops.device import current, per_device
 from cutex.ops.number import number
 from cutex.ops.plain import guard, is_plain, is_watched_unseen, nobody_watches, untraced
 
 Mod = Callable[..., Any] | None
+OPTIONS = ("softmax_scale", "causal", "window_size", "softcap", "learnable_sink", "return_lse")
 
 
 def flash_attn_func(
@@ -34,23 +36,26 @@ def flash_attn_func(
     *,
     score_mod: Mod = None,
     mask_mod: Mod = None,
+    **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(mask(softmax_scale * q @ k.T)) @ v, as FlashAttention's function of this name.
 
     q (batch, seqlen_q, heads, head dim), k (batch, seqlen_k, heads_kv, head dim), v (batch,
     seqlen_k, heads_kv, head dim of v): bfloat16 or float16, all alike, accumulated in fp32; heads a
-    multiple of heads_kv; head dims 64, 96, 128, 192, 256, or 192 with 128 of v. Any strides; a
-    tensor that TMA cannot read (a head dim that is not contiguous; a base or another stride that is
-    no multiple of 16 bytes) is copied first.
+    multiple of heads_kv; head dims multiples of 8 up to 256, computed as the next of 64, 96, 128,
+    192, 256, or 192 with 128 of v. Any strides; a tensor that TMA cannot read (a head dim that is
+    not contiguous; a base or another stride that is no multiple of 16 bytes) is copied first.
     softmax_scale: 1 / sqrt(head dim) by default.
     causal: query i sees keys j <= i + seqlen_k - seqlen_q, so that the last query sees all.
-    window_size: (left, right), how many keys on either side of that last one a query sees; None is
-        all of them. causal closes the right side.
+    window_size: (left, right), how many keys on either side of that last one a query sees; None,
+        or -1, is all of them. causal closes the right side.
     softcap: scores s become softcap * tanh(s / softcap); 0 is none.
     learnable_sink: (heads,), one more score for each row, whose value is zero.
     score_mod: a function of (score, batch, head, query, key), DSL numbers, that returns the score;
         mask_mod: one of (batch, head, query, key) that returns whether the key is seen. @cute.jit
         if they branch. What they read besides is compiled in.
+    others: arguments that only FlashAttention's functions have, with the value that changes nothing
+        (dropout_p, alibi_slopes, deterministic, num_splits, ..); also flash-attn 2's order.
     return_lse: return (out, lse), lse (batch, heads, seqlen_q) float32, the natural logarithm of
         the sum of the exponentials of a row's scores, the sink's included.
 
@@ -60,6 +65,10 @@ def flash_attn_func(
     TypeError or ValueError, with one sentence that names the argument, for arguments that do not
     fit, and where there is no Hopper or Blackwell GPU.
     """
+    if others or causal is None or causal.__class__ is float:
+        functions = {"score_mod": score_mod, "mask_mod": mask_mod}
+        asked = (softmax_scale, causal, window_size, softcap, learnable_sink, return_lse)
+        return _translated(flash_attn_func, (q, k, v), asked, functions, others)
     key: tuple[Any, ...] | None = None
     if not _is_compiling():
         try:
@@ -112,6 +121,7 @@ def flash_attn_varlen_func(
     seqused_k: Tensor | None = None,
     score_mod: Mod = None,
     mask_mod: Mod = None,
+    **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """flash_attn_func for sequences of different lengths, as FlashAttention's of this name.
 
@@ -128,6 +138,12 @@ def flash_attn_varlen_func(
     errors are those of flash_attn_func. What the int32 tensors hold is checked on the CPU only: on
     a GPU that would have to wait for it. No gradient where seqused is given.
     """
+    if others or causal is None or causal.__class__ is float:
+        more = {"seqused_q": seqused_q, "seqused_k": seqused_k,
+                "score_mod": score_mod, "mask_mod": mask_mod}  # fmt: skip
+        operands = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        asked = (softmax_scale, causal, window_size, softcap, learnable_sink, return_lse)
+        return _translated(flash_attn_varlen_func, operands, asked, more, others)
     key: tuple[Any, ...] | None = None
     if not _is_compiling() and nobody_watches():
         try:
@@ -151,6 +167,26 @@ def flash_attn_varlen_func(
         return_lse,
         key,
     )  # fmt: skip
+
+
+def _translated(
+    function: Callable[..., Any],
+    operands: tuple[Any, ...],
+    given: tuple[Any, ...],
+    rest: dict[str, Any],
+    others: dict[str, Any],
+) -> Any:
+    """`function` with `given`, the arguments behind the operands, in our order or flash-attn 2's,
+    and with `others`, which only FlashAttention's functions have."""
+    options = dict(zip(OPTIONS, given, strict=True))
+    if in_flash2_order(*given[:3]):
+        defaults = (None, False, (None, None), 0.0, None, False)
+        asked = [None if x is d else x for x, d in zip(given, defaults, strict=True)]
+        options = {name: x for name, x in named(*asked).items() if x is not None}
+        others = {**{name: options.pop(name) for name in NEUTRAL if name in options}, **others}
+    elif options["causal"] is None or isinstance(options["causal"], float):
+        raise TypeError(f"causal must be True or False, got {options['causal']!r}")
+    return function(*operands, **{**options, **rest, **taken(function.__name__, others)})
 
 
 # ---- plans

@@ -7,6 +7,7 @@ everything else to the kernels registered before. Backward is torch's own, from 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import attention as torch_attention
 
-from cutex.ops.attention.call import DTYPES, HEAD_DIMS, AttentionCall
+from cutex.ops.attention.call import DTYPES, AttentionCall, kernel_dims
 from cutex.ops.attention.eager import attend
 from cutex.ops.attention.plan import runs_on
 from cutex.ops.device import simulated_arch
@@ -38,7 +39,9 @@ def activate() -> None:
             'as in `with cutex.ops.simulated("sm_90a"): cutex.attention.activate()`'
         )
     register(NAME, register_fn=Overrides.install)
-    torch_attention.activate_flash_attention_impl(NAME)
+    with warnings.catch_warnings():  # torch warns of each operator that is overridden
+        warnings.simplefilter("ignore", UserWarning)
+        torch_attention.activate_flash_attention_impl(NAME)
 
 
 def deactivate() -> None:
@@ -107,7 +110,7 @@ def _takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return (
         q.dtype in DTYPES
         and q.shape[-1] == v.shape[-1]  # as torch's outputs are shaped like q
-        and (q.shape[-1], v.shape[-1]) in HEAD_DIMS
+        and kernel_dims(q.shape[-1], v.shape[-1]) is not None
         and k.shape[-2] > 0
         and q.shape[-2] % k.shape[-2] == 0
         and runs_on(q.device)

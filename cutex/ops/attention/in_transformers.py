@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from cutex.ops import autocast
 from cutex.ops.attention.backward import why_no_gradient
-from cutex.ops.attention.call import DTYPES, HEAD_DIMS, AttentionCall
+from cutex.ops.attention.call import DTYPES, AttentionCall, kernel_dims
 from cutex.ops.attention.eager import flash_attn_func, flash_attn_varlen_func
 from cutex.ops.attention.transformers_masks import Layout, Mask, mask_of, packed_by
 
@@ -132,7 +132,7 @@ def _takes(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -
     types = {x.dtype for x in (query, key, value)}
     if not (autocast.is_on(query.device) or (len(types) == 1 and types <= set(DTYPES))):
         return False
-    if (query.shape[-1], value.shape[-1]) not in HEAD_DIMS or heads_kv == 0 or heads % heads_kv:
+    if kernel_dims(query.shape[-1], value.shape[-1]) is None or heads_kv == 0 or heads % heads_kv:
         return False
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     call = AttentionCall(query, key, value, **options)

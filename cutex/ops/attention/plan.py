@@ -19,7 +19,7 @@ from torch import Tensor
 from cutex.arch import ALL, arch
 from cutex.compile.user_function import UserFunction
 from cutex.kernels.attention.forward.choose import CONFIGS, AnyConfig, Shape, fill, on_gpu
-from cutex.ops.attention.call import DTYPES, AttentionCall
+from cutex.ops.attention.call import DTYPES, AttentionCall, kernel_dims
 from cutex.ops.device import SEVERAL_GPUS, current, launcher, simulated_arch
 from cutex.ops.plain import empty_of, untraced
 from cutex.ops.workspace import flags, flags_of
@@ -251,7 +251,9 @@ def config_for(
     call: AttentionCall, with_lse: bool, functions: tuple[UserFunction | None, ...]
 ) -> AnyConfig:
     left, right = call.window
-    head_dim, head_dim_v = call.head_dims
+    dims = kernel_dims(*call.head_dims)
+    assert dims is not None, "check refuses other head dims"
+    head_dim, head_dim_v = dims
     what = CONFIGS[arch_of(call.q.device)](
         head_dim=head_dim,
         head_dim_v=head_dim_v,

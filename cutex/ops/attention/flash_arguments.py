@@ -1,0 +1,86 @@
+"""Arguments of flash-attn 2, 3 and 4 that cutex has no use for.
+
+An argument passes with the value that changes nothing, and is refused in a sentence otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Neutral(NamedTuple):
+    """The values of an argument that change nothing, and why others are refused."""
+
+    values: tuple[Any, ...]
+    instead: str
+
+
+_NONE = (None,)
+_PAGES = Neutral(_NONE, "there are no pages of keys here")
+_SCALE = Neutral(_NONE, "operands are bfloat16 or float16, which need no scale")
+_SPARSE = Neutral(_NONE, "there is no block sparsity here; mask_mod hides keys")
+_PROBABILITIES = Neutral(
+    (False, None), "probabilities are never written; return_lse=True returns (out, lse)"
+)
+NEUTRAL = {
+    "dropout_p": Neutral((0, None), "there is no dropout here"),
+    "deterministic": Neutral(
+        (False, None), "the forward always is; gradients are those of torch's flash backward"
+    ),
+    "alibi_slopes": Neutral(_NONE, "give the bias as score_mod"),
+    "return_attn_probs": _PROBABILITIES,
+    "return_softmax": _PROBABILITIES,
+    "block_table": _PAGES,
+    "page_table": _PAGES,
+    "num_splits": Neutral((0, 1, None), "keys are not split"),
+    "pack_gqa": Neutral((False, None), "heads are packed where it helps"),
+    "sm_margin": Neutral((0, None), "the kernel takes all SMs"),
+    "attention_chunk": Neutral((0, None), "there are no chunks here; mask_mod can be one"),
+    "qv": Neutral(_NONE, "there is no second product with v"),
+    "leftpad_k": Neutral(_NONE, "keys begin at the first row"),
+    "scheduler_metadata": Neutral(_NONE, "tiles are handed out while the kernel runs"),
+    "zero_tensors": Neutral((False, None), "rows of no sequence are left unwritten"),
+    "q_descale": _SCALE,
+    "k_descale": _SCALE,
+    "v_descale": _SCALE,
+    "aux_tensors": Neutral(_NONE, "what score_mod and mask_mod read is compiled in"),
+    "block_sparse_tensors": _SPARSE,
+    "full_block_cnt": _SPARSE,
+    "full_block_idx": _SPARSE,
+    "mask_block_cnt": _SPARSE,
+    "mask_block_idx": _SPARSE,
+}
+OTHER_NAMES = {"return_softmax_lse": "return_lse", "s_aux": "learnable_sink"}
+ORDER = ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes",
+         "deterministic", "return_attn_probs")  # of flash-attn 2, behind the operands  # fmt: skip
+
+
+def taken(function: str, others: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `function` that `others`, which it does not name, stand for. Raises
+    TypeError or ValueError for one that would change the result."""
+    found: dict[str, Any] = {}
+    for name, value in others.items():
+        if name in OTHER_NAMES:
+            found[OTHER_NAMES[name]] = value
+        elif (known := NEUTRAL.get(name)) is None:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        elif isinstance(value, Tensor) or value not in known.values:
+            shown = "a tensor" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"{name} is {shown}: {known.instead}")
+    return found
+
+
+def in_flash2_order(softmax_scale: Any, causal: Any, window_size: Any) -> bool:
+    """Whether the arguments behind the operands came in the order of flash-attn 2: dropout_p,
+    softmax_scale, causal."""
+    is_scale = causal is None or isinstance(causal, float)
+    return is_scale and (isinstance(window_size, bool) or isinstance(softmax_scale, int | float))
+
+
+def named(*values: Any) -> dict[str, Any]:
+    """Arguments in the order of flash-attn 2 by their names, which may be fewer."""
+    if len(values) > len(ORDER):
+        raise TypeError(f"{len(values)} arguments behind the operands: at most {len(ORDER)}")
+    return dict(zip(ORDER, values, strict=False))
