@@ -18,6 +18,8 @@ _WHERE = re.compile(
 )  # a PTX line with its instruction
 _PTX = re.compile(r"PTX line (\d+)")
 _SIGNALS = re.compile(r"(?:completes on|phase \d+ of) mbarrier .*?\(initialised at ([^)]*)\)")
+_EARLY = re.compile(r"reads tensor memory column \d+ before ")  # see `EarlyLoads`
+_BACKWARDS = re.compile(r"overwrites tensor memory column \d+, which .* loaded at (PTX line \d+):")
 _NEVER = "on which this warp never waited"
 BYTES = "bytes announced"  # the rule of a cause that stands before whatever follows from it
 _TOLD = 4  # findings of one cause that its report lists
@@ -55,12 +57,16 @@ class Report:
 def folded(findings: Iterable[Finding]) -> list[Report]:
     """One report per cause: first those that are the cause of others, then those with the most
     findings; see `_cause`."""
-    ordered = sorted(findings, key=lambda f: (f.rule != BYTES, f.rule == "exit"))
-    causes = _barriers(ordered)
+    ordered = sorted(
+        findings,
+        key=lambda f: (f.rule != BYTES, not _EARLY.search(f.message), f.rule == "exit"),
+    )
+    causes, early = _barriers(ordered), _early(ordered)
     groups: dict[object, Report] = {}
     first: object = None
     for number, finding in enumerate(ordered):
-        cause = causes.get(_signalled(finding)) or _cause(finding) or number
+        cause = early.get(_overwritten(finding)) or causes.get(_signalled(finding))
+        cause = cause or _cause(finding) or number
         if first is None and _WAITED.search(finding.message):
             first = cause
         if finding.rule == "exit" and first is not None:
@@ -76,6 +82,28 @@ def _signalled(finding: Finding) -> str:
     """The place at which the mbarriers are initialised that a finding's operation completes on."""
     found = _SIGNALS.search(finding.message)
     return found[1] if found else ""
+
+
+def _early(findings: Iterable[Finding]) -> dict[str, object]:
+    """The causes of findings about loads that came before the MMA that they wait for, by what
+    follows from them: the place of the load, which the MMA then overwrites, and a dealloc.
+    """
+    causes: dict[str, object] = {}
+    for finding in findings:
+        if _EARLY.search(finding.message):
+            cause = finding.advisory, _signalled(finding) or finding.where
+            causes.setdefault("dealloc", cause)
+            causes[finding.where.partition(":")[0]] = cause
+    return causes
+
+
+def _overwritten(finding: Finding) -> str:
+    """The key of a finding in `_early`."""
+    if finding.rule == "race" and finding.message.startswith("tcgen05.dealloc"):
+        return "dealloc"
+    if found := _BACKWARDS.search(finding.message):
+        return found[1]
+    return finding.where.partition(":")[0] if _EARLY.search(finding.message) else ""
 
 
 def _barriers(findings: Iterable[Finding]) -> dict[str, object]:

@@ -79,3 +79,21 @@ def test_nobody_waits_for_the_mma(number, k):
         assert re.search(r"what would order the two: a wait, .* phase of mbarrier \w+", told[0])
         assert not any(": exit: " in text.partition("\n")[0] for text in told)
     assert report is not None
+
+
+def test_a_load_that_comes_before_the_mma_is_told_at_the_load():
+    """The epilogue's warps load before the MMA is issued: one report, of the load, which names the
+    barrier that the last commit arrives on; that the MMA overwrites what was loaded follows."""
+    compiled = compile(stage("sm_100a", 3).kernel(), "bf16", "sm_100a")
+    *_, site = mutants.sites(compiled, "an mbarrier's wait")
+    report = simulate(site.mutant, *matrices(512), raise_findings=False)
+    (told,) = folded(report.findings)
+    first = str(told).partition("\n")[0]
+    assert re.match(r"cutex/device/epilogue/\S+, called at \S+: race: tcgen05.ld of CTA ", first)
+    assert "before the tcgen05.mma of CTA (0,0,0) warp 5" in first and "has written it" in first
+    assert "it completes on mbarrier acc full" in first and "never waited" in first
+    assert (
+        "a wait, by this warp or one that it waits for, for the phase of mbarrier acc full"
+        in str(told)
+    )
+    assert any("overwrites" in f.message for f in told.followers)

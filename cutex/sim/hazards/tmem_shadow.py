@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cutex.sim.hazards.clocks import Clocks
+from cutex.sim.hazards.early_loads import EarlyLoads
 from cutex.sim.hazards.tmem_accesses import TmemAccesses
 from cutex.sim.machine.events import Observer
 from cutex.sim.machine.operation import Kind, Rectangle
@@ -27,6 +28,7 @@ from cutex.sim.ptx.parse import Instruction
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
+    from cutex.sim.machine.phase import MBarrier
 
 PEERS = "only the peer's tcgen05.dealloc, for which this one need not wait"  # comes after that
 
@@ -44,6 +46,7 @@ class TmemShadow(Observer):
         self.written, self.read = np.zeros(shape, np.int32), np.zeros(shape, np.int32)  # 0: none
         self.line = np.zeros(shape, np.int32)  # PTX line of the last store
         self.read_line = np.zeros(shape, np.int32)
+        self.early = EarlyLoads(machine, shape)
         # by CTA: places that operations have overwritten since its last ld or st
         self.overwritten: dict[int, set[Hashable]] = {}
         # by CTA of a pair: the warp that has allocated last, its count at that, and the PTX line
@@ -60,6 +63,7 @@ class TmemShadow(Observer):
         who, when = (self.writer, self.written) if write else (self.reader, self.read)
         who[at], when[at] = self.clocks.agent(kind, warp), number
         (self.line if write else self.read_line)[at] = ins.line
+        self.early.accessed(at, write)
 
     def issue(self, warp: int, place: Rectangle, write: bool, what: str, ins: Instruction) -> None:
         """Check an operation of the tensor cores issued by ``warp``; ``write``: whether it
@@ -72,6 +76,7 @@ class TmemShadow(Observer):
         if write:
             self._forget(place)
             overwritten.add(place.key)
+            self.early.filled[_units(place)] = True
 
     def tmem_allocated(self, warp: int, cta: int, pair: bool, ins: Instruction) -> None:
         """Record that a pair's CTA has allocated."""
@@ -109,6 +114,14 @@ class TmemShadow(Observer):
     def tmem_freed(self, place: Rectangle) -> None:
         """Drop the accesses there."""
         self._forget(place)
+        self.early.filled[_units(place)] = False
+
+    def mbarrier_used(self, barrier: MBarrier, warp: int, ins: Instruction) -> None:
+        if ins.name == "tcgen05":
+            self.early.committed((barrier.cta, barrier.offset), warp)
+
+    def warps_left(self, warps: np.ndarray) -> None:
+        self.early.warps_left(warps)
 
     def _forget(self, place: Rectangle) -> None:
         at = _units(place)
@@ -153,6 +166,9 @@ class TmemShadow(Observer):
                 why += f", and that warp has not waited with tcgen05.wait::{wait}"
             if bearable and not advisory:
                 why, advisory = f"{bearable}, comes after that", True
+            if did == "loaded" and not advisory:
+                cell = place.cta, at[1].start + unit, place.low + column
+                self.early.raced(cell, peer, int(lines[at][unit, column]), warp, what, ins)
             self.m.findings.add(
                 "race",
                 f"{what} of {self.m.grid.name_warp(warp)} {'overwrites' if write else 'reads'} "
