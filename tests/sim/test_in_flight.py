@@ -145,9 +145,8 @@ def test_pairs_need_clusters_of_even_size():
 # -- tensor memory between warps -------------------------------------------------------------------
 
 
-MET = (
-    r"tcgen05\.(st|ld) of .* while it is still being written"  # in orders that start the MMA first
-)
+# in orders that start the MMA first
+MET = r"tcgen05\.(st|ld) of .* while it is still being (written|read)"
 
 
 def simulate_text(case: Mma, text: str, **order) -> None:
