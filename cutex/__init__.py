@@ -18,11 +18,15 @@ if TYPE_CHECKING:
         flash_attn_varlen_qkvpacked_func,
     )
     from cutex.ops.matmul import kernels_built, matmul, tune, tuning, warm_up
+    from cutex.ops.row.cross_entropy import cross_entropy
+    from cutex.ops.row.norm import layer_norm, rms_norm
+    from cutex.ops.row.softmax import softmax
     from cutex.sim import simulate
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "cross_entropy": "cutex.ops.row",
     "flash_attn_func": "cutex.ops.attention",
     "flash_attn_kvpacked_func": "cutex.ops.attention",
     "flash_attn_qkvpacked_func": "cutex.ops.attention",
@@ -30,8 +34,11 @@ _HOMES = {
     "flash_attn_varlen_kvpacked_func": "cutex.ops.attention",
     "flash_attn_varlen_qkvpacked_func": "cutex.ops.attention",
     "kernels_built": "cutex.ops.matmul",
+    "layer_norm": "cutex.ops.row",
     "matmul": "cutex.ops.matmul",
+    "rms_norm": "cutex.ops.row",
     "simulate": "cutex.sim",
+    "softmax": "cutex.ops.row",
     "tune": "cutex.ops.matmul",
     "tuning": "cutex.ops.matmul",
     "warm_up": "cutex.ops.matmul",
@@ -41,6 +48,7 @@ _MODULES = ("attention", "ops")  # cutex.attention.activate, cutex.ops.simulated
 
 __all__ = [
     "__version__",
+    "cross_entropy",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -48,8 +56,11 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "kernels_built",
+    "layer_norm",
     "matmul",
+    "rms_norm",
     "simulate",
+    "softmax",
     "tune",
     "tuning",
     "warm_up",

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from cutex.arch import ALL, ARCHS, local_arch
+from cutex.arch import ARCHS, KNOWN, local_arch
 from cutex.compile import Compiled, Workspace
 from cutex.ops.workspace import buffers_of
 from cutex.simulation import SimulatedDevice, simulating
@@ -33,10 +33,10 @@ def simulated(arch: str = "sm_90a", **orders: Any) -> Iterator[None]:
     """A context in which this thread's CPU tensors run in the simulator.
 
     orders: order, seed and memory, see cutex.simulate. The innermost of nested contexts counts.
-    Raises ValueError for an arch without kernels, TypeError for another option.
+    Raises ValueError for an unknown arch, TypeError for another option.
     """
-    if arch not in ALL:
-        raise ValueError(f"arch {arch!r}: cutex has kernels for {', '.join(ALL)}")
+    if arch not in KNOWN:
+        raise ValueError(f"arch {arch!r} is not one of {', '.join(KNOWN)}")
     for name in orders:
         if name not in ORDERS:
             known = ", ".join(ORDERS)

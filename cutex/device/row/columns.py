@@ -1,0 +1,141 @@
+"""The columns of a row that a thread holds: loads to registers, and stores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, cute
+
+from cutex.device.row.tile import VECTOR_BYTES, RowTile
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The vectors of a row of `n` elements that this thread holds.
+
+    A row that is not `aligned` begins `shift` elements behind a multiple of a vector; its vectors
+    are those of memory, and only those at its ends are loaded and stored by the element.
+    """
+
+    tile: RowTile
+    n: Int32
+    first: Int32  # the column of the first vector; negative if that begins before the row
+
+    @staticmethod
+    def of(tile: RowTile, gX: cute.Tensor) -> Columns:
+        """This thread's columns of gX (N), and of every row that lies as gX to the vectors."""
+        thread = cute.arch.thread_idx()[0] % tile.threads
+        if tile.ctas > 1:
+            thread += cute.arch.block_idx_in_cluster() * tile.threads
+        first = thread * tile.width
+        if not tile.aligned:
+            bytes_ = gX.element_type.width // 8
+            first -= Int32(gX.iterator.toint() // bytes_ % tile.width)
+        return Columns(tile, cute.size(gX), first)
+
+    def moved(self, chunk: Int32) -> Columns:
+        """The same thread's columns, so many tiles further on, of a row longer than a tile."""
+        return replace(self, first=self.first + chunk * (self.step * self.tile.vectors))
+
+    @property
+    def step(self) -> int:
+        """The columns from one vector of a thread to its next."""
+        return self.tile.threads * self.tile.ctas * self.tile.width
+
+    def has(self, vector: int) -> Boolean:
+        """Whether a vector lies whole in the row."""
+        column = self.first + vector * self.step
+        if self.tile.aligned:
+            return column < self.n
+        return (column >= 0) & (column + self.tile.width <= self.n)
+
+    def holds(self, column: Int32) -> Boolean:
+        return (column >= 0) & (column < self.n)
+
+    @cute.jit
+    def load(self, gX: cute.Tensor, fill: cutlass.Constexpr[Any] = 0) -> cute.Tensor:
+        """The elements of gX (N) in registers (V, NumV); `fill` where there are none."""
+        tile = self.tile
+        rX = cute.make_rmem_tensor((tile.width, tile.vectors), gX.element_type)
+        rX.fill(fill)
+        for i in cutlass.range_constexpr(tile.vectors):
+            if self.has(i):
+                cute.autovec_copy(self.vector(gX, i), rX[None, i])
+            elif cutlass.const_expr(not tile.aligned):
+                for j in cutlass.range_constexpr(tile.width):
+                    column = self.first + i * self.step + j
+                    if self.holds(column):
+                        rX[j, i] = gX[column]
+        return rX
+
+    @cute.jit
+    def store(self, rX: cute.Tensor, gX: cute.Tensor) -> None:
+        """Write rX (V, NumV) to gX (N)."""
+        tile = self.tile
+        for i in cutlass.range_constexpr(tile.vectors):
+            if self.has(i):
+                cute.autovec_copy(rX[None, i], self.vector(gX, i))
+            elif cutlass.const_expr(not tile.aligned):
+                for j in cutlass.range_constexpr(tile.width):
+                    column = self.first + i * self.step + j
+                    if self.holds(column):
+                        gX[column] = rX[j, i]
+
+    def load_whole(self, mW: cute.Tensor) -> Any:
+        """The elements of mW (N), which all rows share and which begins at a multiple of a vector,
+        in these columns, in fp32 (V, NumV)."""
+        if self.tile.aligned:
+            return self.load(mW).load().to(Float32)
+        return self.gathered(mW).load()
+
+    @cute.jit
+    def gathered(self, mW: cute.Tensor) -> cute.Tensor:
+        rW = self.zeros()
+        for i in cutlass.range_constexpr(self.tile.vectors):
+            for j in cutlass.range_constexpr(self.tile.width):
+                column = self.first + i * self.step + j
+                if self.holds(column):
+                    rW[j, i] = mW[column].to(Float32)
+        return rW
+
+    @cute.jit
+    def where_held(self, x: Any) -> Any:
+        """x (V, NumV), 0 in columns that are behind the row's end or before its beginning."""
+        rX = cute.make_rmem_tensor((self.tile.width, self.tile.vectors), Float32)
+        rX.store(x)
+        for i in cutlass.range_constexpr(self.tile.vectors):
+            for j in cutlass.range_constexpr(self.tile.width):
+                held = (
+                    self.has(i) if self.tile.aligned else self.holds(self.first + i * self.step + j)
+                )
+                rX[j, i] = cutlass.select_(held, rX[j, i], Float32(0))
+        return rX.load()
+
+    def is_first_of_row(self) -> Boolean:
+        """Whether this is the first of the threads that share the row."""
+        first = cute.arch.thread_idx()[0] % self.tile.threads == 0
+        if self.tile.ctas > 1:
+            first = first & (cute.arch.block_idx_in_cluster() == 0)
+        return first
+
+    def zeros(self) -> cute.Tensor:
+        """Zeros in fp32 registers (V, NumV)."""
+        rX = cute.make_rmem_tensor((self.tile.width, self.tile.vectors), Float32)
+        rX.fill(0.0)
+        return rX
+
+    def rounded(self, x: Any, mX: cute.Tensor) -> cute.Tensor:
+        """x (V, NumV) in registers of mX's type."""
+        rX = cute.make_rmem_tensor((self.tile.width, self.tile.vectors), mX.element_type)
+        rX.store(x.to(mX.element_type))
+        return rX
+
+    def vector(self, gX: cute.Tensor, i: int) -> cute.Tensor:
+        """Vector i of this thread in gX (N), which begins at a multiple of its size."""
+        width, bits = self.tile.width, gX.element_type.width
+        start = (gX.iterator + (self.first + i * self.step)).toint()
+        align = min(width * bits // 8, VECTOR_BYTES)
+        p = cute.make_ptr(gX.element_type, start, cute.AddressSpace.gmem, assumed_align=align)
+        return cute.make_tensor(p, cute.make_layout(width))

@@ -1,0 +1,147 @@
+"""Reductions over the threads of a row: of a part of a warp, of a CTA, or of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.memory import SmemAllocator
+
+from cutex.device.pipeline import Barrier
+from cutex.device.row.tile import WARP, RowTile
+
+Values = tuple[Float32, ...]
+Combine = Callable[[Values, Values], Values]  # associative and commutative
+SLOTS = 2  # a warp may be a reduction ahead of another, never two
+
+
+def add(x: Values, y: Values) -> Values:
+    """The sums, value by value."""
+    return tuple(a + b for a, b in zip(x, y, strict=True))
+
+
+@dataclass(frozen=True)
+class RowReduction:
+    """Reductions of `count` values of each thread over the threads of its row.
+
+    Lanes combine by shuffles; the first lane of each warp writes what it has into the smem of
+    every CTA that shares the row, and each warp combines all that was written.
+
+    barrier     arrives                                       waits
+    full[slot]  1: thread 0 of this CTA, and 4 * count bytes  all threads; only of a cluster,
+                from each warp of the cluster                 else a barrier of the CTA
+    read[slot]  1 a warp of the cluster, the slot being read  all threads, before they send; only
+                                                              where reductions are repeated
+    """
+
+    tile: RowTile
+    count: int
+    words: Any  # (WARP of the row, row, count, SLOT); None if lanes of one warp share a row
+    full: Any  # Barrier; None if one CTA has the row
+    read: Any  # Barrier; None if reductions are not repeated
+
+    @staticmethod
+    def allocate(
+        smem: SmemAllocator, tile: RowTile, count: int = 1, repeated: bool = False
+    ) -> RowReduction:
+        """A reduction of `count` values; `repeated`: called more than twice."""
+        full = read = None
+        if tile.warps * tile.ctas <= 1:
+            return RowReduction(tile, count, None, full, read)
+        shape = tile.warps * tile.ctas, tile.rows, count, SLOTS
+        words = smem.allocate_tensor(Float32, cute.make_layout(shape), 16)
+        if tile.ctas > 1:
+            full = Barrier.allocate(smem, "full", 1, SLOTS)
+        if tile.ctas > 1 and repeated:
+            read = Barrier.allocate(smem, "read", tile.num_threads // WARP * tile.ctas, SLOTS)
+        return RowReduction(tile, count, words, full, read)
+
+    @property
+    def barriers(self) -> tuple[Barrier, ...]:
+        """To be published to the cluster before the first reduction."""
+        return tuple(b for b in (self.full, self.read) if b is not None)
+
+    @cute.jit
+    def __call__(
+        self, values: Values, combine: cutlass.Constexpr[Combine], turn: Int32 | int = 0
+    ) -> Values:
+        """`combine` of the values of all threads of the row. All threads of the CTA, and of the
+        cluster, call it; `turn` counts the reductions of this kind from 0."""
+        values = lanes(values, combine, min(self.tile.threads, WARP))
+        if cutlass.const_expr(self.words is None):
+            return values
+        slot = turn % SLOTS
+        row = cute.arch.thread_idx()[0] // self.tile.threads
+        warp = cute.arch.warp_idx() % self.tile.warps
+        if cutlass.const_expr(self.full is None):
+            self.keep(values, row, warp, slot)
+            cute.arch.sync_threads()
+        else:
+            phase = turn // SLOTS % 2
+            if cutlass.const_expr(self.read is not None):
+                self.read.wait(phase ^ 1, slot)  # at once in the first round
+            self.send(values, row, warp, slot)
+            self.full.wait(phase, slot)
+        found = self.gathered(combine, row, slot)
+        if cutlass.const_expr(self.read is not None):
+            cute.arch.sync_warp()
+            lane = cute.arch.lane_idx()
+            if lane < self.tile.ctas:  # one lane for each CTA
+                cute.arch.mbarrier_arrive(self.read[slot], lane)
+        return found
+
+    def finish(self) -> None:
+        """Wait for the CTAs that still signal this one. All threads call it behind repeated
+        reductions, before any returns."""
+        if self.read is not None:
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def keep(self, values: Values, row: Int32, warp: Int32, slot: Int32 | int) -> None:
+        """Write this warp's values into the smem of its CTA."""
+        count = cutlass.const_expr(self.count)
+        if cute.arch.lane_idx() == 0:  # NOTE: elect.sync begins with sm_90
+            for i in cutlass.range_constexpr(count):
+                self.words[warp, row, i, slot] = values[i]
+
+    @cute.jit
+    def send(self, values: Values, row: Int32, warp: Int32, slot: Int32 | int) -> None:
+        """Write this warp's values into the smem of every CTA of the cluster."""
+        tile = self.tile
+        if cute.arch.thread_idx()[0] == 0:
+            words = tile.rows * tile.warps * tile.ctas * self.count
+            self.full.arrive_expecting(4 * words, slot)
+        place = cute.arch.block_idx_in_cluster() * tile.warps + warp
+        lane = cute.arch.lane_idx()
+        if lane < tile.ctas:  # one lane for each CTA
+            for i in cutlass.range_constexpr(self.count):
+                to = cute.domain_offset((place, row, i, slot), self.words).iterator
+                word = values[i].bitcast(Int32)
+                cute.arch.store_async_dsmem(to, word, self.full[slot], lane)
+
+    @cute.jit
+    def gathered(
+        self, combine: cutlass.Constexpr[Combine], row: Int32, slot: Int32 | int
+    ) -> Values:
+        """`combine` of what all warps of the row have written."""
+        parts = self.tile.warps * self.tile.ctas
+        lane = cute.arch.lane_idx()
+        found = tuple(self.words[lane % parts, row, i, slot] for i in range(self.count))
+        for more in cutlass.range_constexpr(1, -(-parts // WARP)):
+            other = tuple(self.words[more * WARP + lane, row, i, slot] for i in range(self.count))
+            found = combine(found, other)
+        return lanes(found, combine, min(parts, WARP))
+
+
+def lanes(values: Values, combine: Combine, group: int) -> Values:
+    """`combine` of the values of `group` neighbouring lanes, by shuffles."""
+    distance = group // 2
+    while distance:
+        other = tuple(cute.arch.shuffle_sync_bfly(x, offset=distance) for x in values)
+        values = combine(values, other)
+        distance //= 2
+    return values

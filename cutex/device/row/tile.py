@@ -1,0 +1,61 @@
+"""The threads that share a row, and what each of them holds of it. Loads no DSL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WARP = 32
+VECTOR_BYTES = 16  # the widest load and store of a thread
+
+
+@dataclass(frozen=True)
+class RowTile:
+    """Rows of one CTA, or of a cluster whose CTAs share a row, kept whole in registers.
+
+    The vectors of a row go round: one to each of its threads, CTA by CTA, then again from the
+    first thread, so that neighbouring lanes load neighbouring vectors.
+    """
+
+    rows: int = 1  # rows of a CTA at one time
+    threads: int = 128  # threads of a CTA that share a row; a power of two
+    ctas: int = 1  # CTAs of a cluster that share a row
+    vectors: int = 1  # vectors of a row in one thread
+    width: int = 8  # elements of a vector
+    # whether all rows begin at a multiple of a vector, and are a whole number of them; if not, the
+    # first and the last vector of a row are loaded and stored by the element
+    aligned: bool = True
+
+    @property
+    def num_threads(self) -> int:
+        """The threads of a CTA."""
+        return self.rows * self.threads
+
+    @property
+    def warps(self) -> int:
+        """The warps of a CTA that share a row; 0 if several rows share a warp."""
+        return self.threads // WARP
+
+    @property
+    def columns(self) -> int:
+        """The longest row that the tile holds."""
+        return self.threads * self.ctas * self.vectors * self.width - self.slack
+
+    @property
+    def slack(self) -> int:
+        """The elements of the first vector that may lie before a row."""
+        return 0 if self.aligned else self.width - 1
+
+    def why_not(self, clusters: bool = True) -> str | None:
+        """The reason why there is no such tile, or none on an arch without `clusters`; None if
+        there is."""
+        if self.threads & (self.threads - 1) or not 1 <= self.threads <= 1024:
+            return f"threads={self.threads} must be a power of two up to 1024"
+        if self.num_threads % WARP or self.num_threads > 1024:
+            return f"rows={self.rows} of {self.threads} threads must be whole warps, at most 1024"
+        if self.ctas > 1 and self.threads < WARP:
+            return f"ctas={self.ctas}: a row of several CTAs needs whole warps of each"
+        if self.ctas not in (1, 2, 4, 8):
+            return f"ctas={self.ctas} must be 1, 2, 4 or 8"
+        if self.ctas > 1 and not clusters:
+            return f"ctas={self.ctas}: the arch has no clusters"
+        return None

@@ -1,0 +1,10 @@
+"""Functions of rows as PyTorch functions: softmax, norms, cross-entropy. Importing this registers
+the operators."""
+
+from __future__ import annotations
+
+from cutex.ops.row.cross_entropy import cross_entropy
+from cutex.ops.row.norm import layer_norm, rms_norm
+from cutex.ops.row.softmax import softmax
+
+__all__ = ["cross_entropy", "layer_norm", "rms_norm", "softmax"]

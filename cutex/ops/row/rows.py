@@ -1,0 +1,169 @@
+"""Rows of torch tensors as the kernels for rows take them, and the launch of such a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cutex.arch import KNOWN, kernels_of
+from cutex.dtypes import of_torch
+from cutex.kernels.row import choose
+from cutex.ops.device import current, launcher, simulated_arch
+
+if TYPE_CHECKING:
+    from cutex.compile import Compiled
+    from cutex.device.row.tile import RowTile
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+VECTOR = 16  # bytes
+
+
+# ---- checks
+
+
+def check(name: str, x: Any, like: Tensor | None = None) -> None:
+    """Raise TypeError or ValueError, in one sentence, unless x is a strided tensor of a dtype that
+    the kernels take, on the device of `like`."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.layout is not torch.strided or x.is_nested:
+        layout = "a nested tensor" if x.is_nested else x.layout
+        raise ValueError(f"{name} must be a strided tensor, got {layout}")
+    if x.dtype not in DTYPES:
+        known = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+        raise TypeError(f"{name} must be of {known}, got {x.dtype}")
+    if like is not None and x.device != like.device:
+        raise ValueError(f"{name} is on {x.device}, not on {like.device} as the others")
+
+
+def check_rows(name: str, x: Any) -> None:
+    """The same, and that x has rows."""
+    check(name, x)
+    if x.dim() < 1:
+        raise ValueError(f"{name} must have at least one dimension, got a scalar")
+
+
+def check_alike(name: str, x: Any, other: str, y: Tensor) -> None:
+    """Raise unless x has the dtype, the shape and the device of y, which is called `other`."""
+    check(name, x, y)
+    if x.dtype != y.dtype:
+        raise TypeError(f"{name} is {x.dtype}, but {other} is {y.dtype}: they must be alike")
+    if x.shape != y.shape:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}, but {other} has {tuple(y.shape)}")
+
+
+def check_vector(name: str, x: Any, like: Tensor) -> None:
+    """Raise unless x has one element for each column of `like`."""
+    check(name, x, like)
+    if x.shape != like.shape[-1:]:
+        raise ValueError(f"{name} must have shape {tuple(like.shape[-1:])}, got {tuple(x.shape)}")
+
+
+def arch_of(device: torch.device, function: str) -> str:
+    """The arch that kernels for rows are compiled for on `device`; ValueError, in one sentence, if
+    there is none."""
+    from cutex.kernels.row.kernel import ARCHS
+
+    if device.type == "cpu" and (simulated := simulated_arch()) is not None:
+        if not {simulated, kernels_of(simulated)} & {*ARCHS}:
+            raise ValueError(f"arch {simulated!r}: {function} has kernels for {', '.join(ARCHS)}")
+        return simulated
+    if device.type != "cuda":
+        raise ValueError(
+            f"x is on {device}: {function} runs on an NVIDIA GPU from Ampere on; move its tensors "
+            "there, or run them in the simulator with `with cutex.ops.simulated():`"
+        )
+    major, minor = torch.cuda.get_device_capability(device)
+    exact = [x.name for x in KNOWN.values() if x.capability == (major, minor)]
+    if exact:
+        return exact[0]
+    if major == 8:
+        return "sm_80"  # whose code runs on all of them
+    raise ValueError(
+        f"x is on {device}, a GPU of compute capability {major}.{minor}: {function} has kernels "
+        f"for {', '.join(ARCHS)}"
+    )
+
+
+# ---- rows
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x as rows (M, N), contiguous in N: a view where there is one, else a copy."""
+    n = x.shape[-1]
+    if x.stride(-1) != 1 and n > 1:
+        x = x.contiguous()
+    try:
+        rows = x.view(-1, n) if x.numel() else x.reshape(x.shape[:-1].numel(), n)
+    except RuntimeError:
+        rows = x.contiguous().view(-1, n)
+    return rows
+
+
+def empty_rows(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A contiguous tensor of x's shape."""
+    return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+
+
+def tile_of(
+    rows: Sequence[Tensor], vectors: Sequence[Tensor], arch: str, shifts: bool = True
+) -> RowTile:
+    """The tile for `rows` (M, N), whole, and `vectors` (N) that all rows share."""
+    x = rows[0]
+    return choose.tile(
+        x.shape[-1], 8 * x.element_size(), kernels_of(arch), *_loads(rows, vectors, shifts)
+    )
+
+
+def part_of(rows: Sequence[Tensor]) -> RowTile:
+    """The tile for a part of a row."""
+    return choose.part(8 * rows[0].element_size(), *_loads(rows, (), True))
+
+
+def _loads(rows: Sequence[Tensor], vectors: Sequence[Tensor], shifts: bool) -> tuple[int, bool]:
+    """The elements of a vector by which all are loaded, and whether rows begin anywhere.
+
+    With `shifts`, rows that begin anywhere, but all alike, are loaded by the widest vectors, and
+    by the element at their ends; otherwise by the widest vector that begins every row.
+    """
+    widest = VECTOR // rows[0].element_size()
+    unit = min(_unit(y, widest) for y in (*rows, *vectors))
+    alike = {(y.element_size(), y.data_ptr() % VECTOR, _step(y) % VECTOR) for y in rows}
+    shifted = shifts and unit < widest and len(alike) == 1
+    return (widest if shifted else unit), shifted
+
+
+def _unit(x: Tensor, widest: int) -> int:
+    """The elements of the widest vector of which every row of x is a whole number."""
+    places = x.data_ptr() // x.element_size() | x.shape[-1] | _step(x) // x.element_size()
+    return min(widest, places & -places)
+
+
+def _step(x: Tensor) -> int:
+    """The bytes from one row to the next."""
+    return x.stride(0) * x.element_size() if x.dim() == 2 and x.shape[0] > 1 else 0
+
+
+# ---- launches
+
+
+@lru_cache(maxsize=4096)
+def kernel_for(kind: Callable[[Any], Any], config: Any, dtype: str, arch: str) -> Compiled:
+    from cutex.compile import compile
+
+    return compile(kind(config), dtype, arch)
+
+
+def launch(kind: Callable[[Any], Any], config: Any, x: Tensor, arch: str, *arguments: Any) -> None:
+    """Launch the kernel of a config on `arguments`, of which x, of its input's dtype, is the
+    first."""
+    dtype = of_torch(x.dtype)
+    assert dtype is not None
+    compiled = kernel_for(kind, config, dtype.name, arch)
+    given = [x, *arguments]
+    with current(x.device):
+        launcher(compiled, given)(*given)

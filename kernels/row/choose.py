@@ -1,0 +1,44 @@
+"""The tile of rows of a length: few threads for short rows, a cluster for long ones."""
+
+from __future__ import annotations
+
+from cutex.arch import arch
+from cutex.device.row.tile import VECTOR_BYTES, RowTile
+
+WIDE = 4  # vectors of a thread, from which on more threads share a row
+CTA = 128  # threads of a CTA, before a cluster shares a row
+CLUSTER = 8  # the largest that every GPU with clusters takes
+MOST = 8  # vectors of a thread of the longest rows that are taken whole
+
+
+def tile(n: int, bits: int, arch_name: str, unit: int, shifted: bool = False) -> RowTile:
+    """The tile of rows of `n` elements of so many bits.
+
+    unit: the elements of the widest vector that every row can be loaded by. shifted: rows begin
+    anywhere, all operands alike. Raises ValueError, in one sentence, for a row that no tile holds.
+    """
+    width = min(unit, VECTOR_BYTES * 8 // bits)
+    vectors = -(-(n + (width - 1) * shifted) // width)
+    most_ctas = CLUSTER if arch(arch_name).capability >= (9, 0) else 1
+    # measured on an H100, docs/facts.md: 4 vectors a thread; then more threads, then more CTAs
+    threads = _power(-(-vectors // WIDE), 8, CTA)
+    ctas = _power(-(-vectors // (WIDE * threads)), 1, most_ctas)
+    threads = max(threads, _power(-(-vectors // (MOST * ctas)), 8, 1024))
+    per_thread = -(-vectors // (threads * ctas))
+    if per_thread > 2 * MOST:
+        raise ValueError(
+            f"a row of {n} elements of {bits} bits does not fit into the registers of "
+            f"{ctas} CTA{'s' * (ctas > 1)} of {arch_name}"
+        )
+    rows = max(1, CTA // threads) * (2 if threads <= 8 and per_thread < WIDE else 1)
+    return RowTile(rows, threads, ctas, per_thread, width, not shifted)
+
+
+def part(bits: int, unit: int, shifted: bool = False) -> RowTile:
+    """The tile of a part of a row, for kernels that take each part for itself."""
+    return RowTile(1, CTA, 1, WIDE, min(unit, VECTOR_BYTES * 8 // bits), not shifted)
+
+
+def _power(x: int, least: int, most: int) -> int:
+    """The smallest power of two that is at least x, within bounds."""
+    return min(most, max(least, 1 << (x - 1).bit_length()))

@@ -1,0 +1,105 @@
+"""What all row kernels share: archs and dtypes, operands, and which row a thread works on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import cutlass
+from cutlass import Int32, cute
+from cutlass.memory import SmemAllocator
+
+from cutex.compile import Operand
+from cutex.device.pipeline import publish_barriers
+from cutex.device.row.reduction import RowReduction
+from cutex.device.row.tile import VECTOR_BYTES, RowTile
+from cutex.dtypes import DTYPES
+
+LOG2_E = 1.4426950408889634
+
+
+ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
+
+
+class RowKernel:
+    """A kernel for rows: its name, its config with a tile, the archs and dtypes that it takes."""
+
+    archs = ARCHS
+    dtypes = ("bf16", "fp16", "fp32")
+    title: ClassVar[str]  # in its name
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        if reason := self.tile.why_not():
+            raise ValueError(reason)
+
+    @property
+    def tile(self) -> RowTile:
+        return self.config if isinstance(self.config, RowTile) else self.config.tile
+
+    @property
+    def name(self) -> str:
+        return f"row_{self.title}"
+
+
+@dataclass(frozen=True)
+class ThisRow:
+    """The row of a thread. Behind the last row it reads the last one, and stores nothing."""
+
+    row: Int32
+    rows: Int32
+
+    @staticmethod
+    def of(tile: RowTile, mX: cute.Tensor) -> ThisRow:
+        row = cute.arch.block_idx()[0] // tile.ctas * tile.rows
+        return ThisRow(row + cute.arch.thread_idx()[0] // tile.threads, cute.size(mX, mode=[0]))
+
+    @property
+    def exists(self) -> cutlass.Boolean:
+        return self.row < self.rows
+
+    def __call__(self, mX: cute.Tensor) -> cute.Tensor:
+        """This row of mX (M, N)."""
+        return mX[cutlass.min(self.row, self.rows - 1), None]  # (N)
+
+
+def matrix(name: str, dtype: str, tile: RowTile) -> Operand:
+    """An operand of rows (M, N)."""
+    whole = by_vectors(tile, dtype)
+    return Operand(name, ("m", "n"), dtype, aligned=whole, whole=whole)
+
+
+def column_vector(name: str, dtype: str, tile: RowTile) -> Operand:
+    """An operand with one element for each column (N)."""
+    whole = by_vectors(tile, dtype)
+    return Operand(name, ("n",), dtype, aligned=whole, whole=whole)
+
+
+def by_vectors(tile: RowTile, dtype: str) -> bool:
+    """Whether the tile loads all elements of this dtype by the widest vectors."""
+    return tile.aligned and DTYPES[dtype].bytes(tile.width) >= VECTOR_BYTES
+
+
+def row_vector(name: str, dtype: str = "fp32") -> Operand:
+    """An operand with one element for each row (M)."""
+    return Operand(name, ("m",), dtype, aligned=False, whole=False)
+
+
+def launch_of(tile: RowTile, mX: cute.Tensor, stream: Any) -> dict[str, Any]:
+    """The arguments of the launch of a kernel whose clusters take the rows of mX in order."""
+    blocks = cute.ceil_div(cute.size(mX, mode=[0]), tile.rows) * tile.ctas
+    return {
+        "grid": (blocks, 1, 1),
+        "block": (tile.num_threads, 1, 1),
+        "cluster": (tile.ctas, 1, 1) if tile.ctas > 1 else None,
+        "stream": stream,
+    }
+
+
+def reductions(tile: RowTile, *counts: int, repeated: bool = False) -> list[RowReduction]:
+    """Reductions of so many values each, ready to be called by all threads."""
+    smem = SmemAllocator()
+    made = [RowReduction.allocate(smem, tile, count, repeated) for count in counts]
+    if tile.ctas > 1:
+        publish_barriers(tuple(b for r in made for b in r.barriers), cluster=True)
+    return made

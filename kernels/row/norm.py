@@ -1,0 +1,109 @@
+"""Norms of rows, each read once: y = (x - mean) * rstd * weight + bias, or without the mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Float32, cute
+
+from cutex.compile import Argument, Scalar
+from cutex.device.row.columns import Columns
+from cutex.device.row.reduction import add
+from cutex.device.row.tile import RowTile
+from cutex.kernels.row.kernel import (
+    RowKernel,
+    ThisRow,
+    column_vector,
+    launch_of,
+    matrix,
+    reductions,
+    row_vector,
+)
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """A norm of rows: what it computes, and the tile.
+
+    The optional operands come in this order: residual, weight, bias, summed (x + residual), mean,
+    rstd.
+    """
+
+    tile: RowTile
+    centred: bool = False  # subtracts the mean (layer norm)
+    residual: bool = False  # is added to x first; the sum is written, too
+    weight: str = ""  # its dtype; "": none
+    bias: str = ""
+    out: str = ""  # y's dtype, if not x's
+    saves: bool = False  # writes rstd, and the mean of a layer norm, for the gradient
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        wanted = {
+            "residual": self.residual, "weight": self.weight, "bias": self.bias,
+            "summed": self.residual, "mean": self.saves and self.centred, "rstd": self.saves,
+        }  # fmt: skip
+        return tuple(name for name, is_wanted in wanted.items() if is_wanted)
+
+
+class Norm(RowKernel):
+    """y = (x + residual - mean) * rstd * weight + bias; rstd = 1 / sqrt(mean square + eps)."""
+
+    title = "norm"
+
+    def operands(self, dtype: str) -> tuple[Argument, ...]:
+        c, tile = self.config, self.config.tile
+        vectors = {"weight": c.weight, "bias": c.bias}
+        made: list[Argument] = [matrix("x", dtype, tile), matrix("y", c.out or dtype, tile)]
+        for name in c.optional:
+            if name in vectors:
+                made.append(column_vector(name, vectors[name], tile))
+            elif name in ("mean", "rstd"):
+                made.append(row_vector(name))
+            else:
+                made.append(matrix(name, dtype, tile))
+        return (*made, Scalar("eps"))
+
+    @cute.jit
+    def __call__(self, mX: cute.Tensor, mY: cute.Tensor, *rest) -> None:
+        optional = dict(zip(self.config.optional, rest[:-2], strict=True))
+        eps, stream = rest[-2:]
+        self.kernel(mX, mY, optional, eps).launch(**launch_of(self.config.tile, mX, stream))
+
+    @cute.kernel
+    def kernel(
+        self, mX: cute.Tensor, mY: cute.Tensor, optional: dict[str, cute.Tensor], eps: Float32
+    ) -> None:
+        c, tile = self.config, self.config.tile
+        sums = reductions(tile, *([1] * (1 + c.centred)))
+        this = ThisRow.of(tile, mX)
+        columns = Columns.of(tile, this(mX))
+        x = columns.load(this(mX)).load().to(Float32)  # (V, NumV)
+        if cutlass.const_expr(c.residual):
+            # the norm is that of the sum as it is written, and its gradient, too
+            x = x + columns.load(this(optional["residual"])).load().to(Float32)
+            rSum = columns.rounded(x, mX)  # (V, NumV)
+            x = rSum.load().to(Float32)
+        length = Float32(columns.n)
+        mean = Float32(0)
+        if cutlass.const_expr(c.centred):
+            (total,) = sums[1]((x.reduce(cute.ReductionOp.ADD, Float32(0), 0),), add)
+            mean = total / length
+        apart = columns.where_held(x - mean) if c.centred else x
+        (squares,) = sums[0](((apart * apart).reduce(cute.ReductionOp.ADD, Float32(0), 0),), add)
+        rstd = cute.math.rsqrt(squares / length + eps)
+        y = apart * rstd
+        if cutlass.const_expr(c.weight):
+            y = y * columns.load_whole(optional["weight"])
+        if cutlass.const_expr(c.bias):
+            y = y + columns.load_whole(optional["bias"])
+        if this.exists:
+            columns.store(columns.rounded(y, mY), this(mY))
+            if cutlass.const_expr(c.residual):
+                summed = optional["summed"]
+                columns.store(rSum, this(summed))
+            if columns.is_first_of_row():
+                for name, value in (("mean", mean), ("rstd", rstd)):
+                    if cutlass.const_expr(name in c.optional):
+                        optional[name][this.row] = value

@@ -1,0 +1,158 @@
+"""The gradient of a norm: dx in one pass over the rows, and those of its weight and bias, summed
+first by groups of threads and then by columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.memory import SmemAllocator
+
+from cutex.compile import Argument, Operand, Scalar
+from cutex.device.row.columns import Columns
+from cutex.device.row.reduction import add
+from cutex.device.row.tile import WARP, RowTile
+from cutex.kernels.row.kernel import (
+    RowKernel,
+    ThisRow,
+    by_vectors,
+    column_vector,
+    matrix,
+    reductions,
+    row_vector,
+)
+
+SUM_WARPS = 16  # warps that share 32 columns of the partial sums
+
+
+@dataclass(frozen=True)
+class NormBackwardConfig:
+    """What of a norm's gradient is computed, and the tile.
+
+    The optional operands come in this order: weight, mean, dsummed (the gradient of x + residual),
+    then dweight and its partial sums (P, N), dbias and its own.
+    """
+
+    tile: RowTile
+    centred: bool = False  # the norm subtracts the mean
+    weight: str = ""  # its dtype; "": none
+    bias: str = ""
+    summed: bool = False
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """The gradients that are sums over all rows."""
+        return tuple(f"d{name}" for name in ("weight", "bias") if getattr(self, name))
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        wanted = {"weight": self.weight, "mean": self.centred, "dsummed": self.summed}
+        names = [name for name, is_wanted in wanted.items() if is_wanted]
+        return (*names, *(name for x in self.sums for name in (x, f"{x}_parts")))
+
+
+class NormBackward(RowKernel):
+    """dx = (g - mean(g) - xhat * mean(g * xhat)) * rstd + dsummed, where g = dy * weight, and
+    mean(g) is that of a layer norm alone; dweight = sum of dy * xhat, dbias = sum of dy.
+
+    `groups` groups of threads, a multiple of the rows of a tile, take rows in turn; each keeps sums
+    of its rows in registers.
+    """
+
+    title = "norm_backward"
+
+    def operands(self, dtype: str) -> tuple[Argument, ...]:
+        c, whole = self.config, by_vectors(self.tile, "fp32")
+        kinds: dict[str, Argument] = {
+            "weight": column_vector("weight", c.weight or dtype, self.tile),
+            "mean": row_vector("mean"),
+            "dsummed": matrix("dsummed", dtype, self.tile),
+        }
+        for name in c.sums:
+            of = getattr(c, name.removeprefix("d"))
+            kinds[name] = Operand(name, ("n",), of, aligned=False, whole=False)
+            parts = f"{name}_parts"
+            kinds[parts] = Operand(parts, ("p", "n"), "fp32", aligned=whole, whole=whole)
+        made = [matrix(name, dtype, self.tile) for name in ("x", "dy", "dx")]
+        optional = (kinds[name] for name in c.optional)
+        return (*made, row_vector("rstd"), *optional, Scalar("groups", "int32"))
+
+    @cute.jit
+    def __call__(self, mX, mdY, mdX, mRstd, *rest) -> None:
+        tile, (*given, groups, stream) = self.tile, rest
+        optional = dict(zip(self.config.optional, given, strict=True))
+        # NOTE: tracing a kernel puts its own values into a dict that it is given
+        self.main(mX, mdY, mdX, mRstd, groups, {**optional}).launch(
+            grid=(groups // tile.rows * tile.ctas, 1, 1),
+            block=(tile.num_threads, 1, 1),
+            cluster=(tile.ctas, 1, 1) if tile.ctas > 1 else None,
+            stream=stream,
+        )
+        self.launch_sums(optional, stream)
+
+    def launch_sums(self, optional: dict[str, cute.Tensor], stream) -> None:
+        for name in self.config.sums:
+            mSum = optional[name]
+            self.sums(optional[f"{name}_parts"], mSum).launch(
+                grid=(cute.ceil_div(cute.size(mSum), WARP), 1, 1),
+                block=(WARP * SUM_WARPS, 1, 1),
+                stream=stream,
+            )
+
+    @cute.kernel
+    def main(self, mX, mdY, mdX, mRstd, groups: Int32, optional: dict[str, cute.Tensor]) -> None:
+        c, tile = self.config, self.tile
+        (reduction,) = reductions(tile, 1 + c.centred, repeated=True)
+        this = ThisRow.of(tile, mX)
+        columns = Columns.of(tile, mX[0, None])
+        sums = {name: columns.zeros() for name in c.sums}
+        if cutlass.const_expr(c.weight):
+            w = columns.load(optional["weight"]).load().to(Float32)  # (V, NumV)
+        # all groups of a CTA take the same number of turns, since they meet at its barriers
+        turns = cute.ceil_div(this.rows - (this.row - this.row % tile.rows), groups)
+        for turn in cutlass.range(turns, unroll=1):
+            row = this.row + turn * groups
+            here = cutlass.min(row, this.rows - 1)
+            x = columns.load(mX[here, None]).load().to(Float32)  # (V, NumV)
+            dy = columns.load(mdY[here, None]).load().to(Float32)  # (V, NumV)
+            rstd = mRstd[here]
+            xhat = (x - optional["mean"][here]) * rstd if c.centred else x * rstd
+            g = dy * w if c.weight else dy
+            along = (g * xhat).reduce(cute.ReductionOp.ADD, Float32(0), 0)
+            values = (along, g.reduce(cute.ReductionOp.ADD, Float32(0), 0))[: 1 + c.centred]
+            means = [total / columns.n for total in reduction(values, add, turn)]
+            dx = (g - sum(means[1:]) - xhat * means[0]) * rstd
+            if cutlass.const_expr(c.summed):
+                dx = dx + columns.load(optional["dsummed"][here, None]).load().to(Float32)
+            if row < this.rows:
+                columns.store(columns.rounded(dx, mdX), mdX[row, None])
+                for name, part in (("dweight", dy * xhat), ("dbias", dy)):
+                    if cutlass.const_expr(name in c.sums):
+                        sums[name].store(sums[name].load() + part)
+        for name in ("dweight", "dbias"):
+            if cutlass.const_expr(name in c.sums):
+                columns.store(sums[name], optional[f"{name}_parts"][this.row, None])
+        reduction.finish()
+
+    @cute.kernel
+    def sums(self, mParts: cute.Tensor, mSum: cute.Tensor) -> None:
+        """The sums of the columns of mParts (P, N): a warp has 32 of them, the warps of a CTA share
+        the rows."""
+        layout = cute.make_layout((WARP, SUM_WARPS))
+        sums = SmemAllocator().allocate_tensor(Float32, layout, 16)
+        lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
+        column = cute.arch.block_idx()[0] * WARP + lane
+        total = Float32(0)
+        if column < cute.size(mSum):
+            for row in cutlass.range(warp, cute.size(mParts, mode=[0]), SUM_WARPS, unroll=4):
+                total += mParts[row, column]
+        sums[lane, warp] = total
+        cute.arch.sync_threads()
+        if (warp == 0) & (column < cute.size(mSum)):
+            total = Float32(0)
+            for other in cutlass.range_constexpr(SUM_WARPS):
+                total += sums[lane, other]
+            mSum[column] = total.to(mSum.element_type)
+
+    kernels = {"main": main, "sums": sums}  # noqa: RUF012

@@ -1,0 +1,84 @@
+"""Softmax of rows, each read once, and its gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, cute
+
+from cutex.compile import Argument
+from cutex.device.row.columns import Columns
+from cutex.device.row.reduction import Values, add
+from cutex.kernels.row.kernel import LOG2_E, RowKernel, ThisRow, launch_of, matrix, reductions
+
+
+def exp(x: Any) -> Any:
+    """The exponential, by MUFU."""
+    return cute.math.exp2(x * LOG2_E, fastmath=True)
+
+
+def above(top: Float32) -> Float32:
+    """What scores are taken relative to: their maximum, or 0 where all are -inf."""
+    return cutlass.select_(top == -Float32.inf, Float32(0), top)
+
+
+def merged(x: Values, y: Values) -> Values:
+    """The maximum of two sets of scores, and the sum of their exponentials relative to it."""
+    top = cute.arch.fmax(x[0], y[0])
+    shift = above(top)
+    return top, sum(s * exp(t - shift) for t, s in (x, y))
+
+
+class Softmax(RowKernel):
+    """y = exp(x - max) / sum of exp(x - max), in one pass: each thread's exponentials are relative
+    to its own maximum until those of the row meet."""
+
+    title = "softmax"
+
+    def operands(self, dtype: str) -> tuple[Argument, ...]:
+        return matrix("x", dtype, self.config), matrix("y", dtype, self.config)
+
+    @cute.jit
+    def __call__(self, mX: cute.Tensor, mY: cute.Tensor, stream) -> None:
+        self.kernel(mX, mY).launch(**launch_of(self.config, mX, stream))
+
+    @cute.kernel
+    def kernel(self, mX: cute.Tensor, mY: cute.Tensor) -> None:
+        tile = self.config
+        (reduction,) = reductions(tile, 2)
+        this = ThisRow.of(tile, mX)
+        columns = Columns.of(tile, this(mX))
+        x = columns.load(this(mX), -Float32.inf).load().to(Float32)  # (V, NumV)
+        own = x.reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+        e = exp(x - above(own))
+        total = e.reduce(cute.ReductionOp.ADD, Float32(0), 0)
+        top, total = reduction((own, total), merged)
+        factor = exp(above(own) - above(top)) * cute.arch.rcp_approx(total)
+        if this.exists:
+            columns.store(columns.rounded(e * factor, mY), this(mY))
+
+
+class SoftmaxBackward(RowKernel):
+    """dx = y * (dy - sum of y * dy)."""
+
+    title = "softmax_backward"
+
+    def operands(self, dtype: str) -> tuple[Argument, ...]:
+        return tuple(matrix(name, dtype, self.config) for name in ("y", "dy", "dx"))
+
+    @cute.jit
+    def __call__(self, mY: cute.Tensor, mdY: cute.Tensor, mdX: cute.Tensor, stream) -> None:
+        self.kernel(mY, mdY, mdX).launch(**launch_of(self.config, mY, stream))
+
+    @cute.kernel
+    def kernel(self, mY: cute.Tensor, mdY: cute.Tensor, mdX: cute.Tensor) -> None:
+        tile = self.config
+        (reduction,) = reductions(tile, 1)
+        this = ThisRow.of(tile, mY)
+        columns = Columns.of(tile, this(mY))
+        y = columns.load(this(mY)).load().to(Float32)  # (V, NumV)
+        dy = columns.load(this(mdY)).load().to(Float32)  # (V, NumV)
+        (total,) = reduction(((y * dy).reduce(cute.ReductionOp.ADD, Float32(0), 0),), add)
+        if this.exists:
+            columns.store(columns.rounded(y * (dy - total), mdX), this(mdX))

@@ -1,0 +1,295 @@
+"""Functions of rows: right against float64, whatever the lengths, the strides and the values."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cutex
+from cutex.arch import arch
+from cutex.kernels.row import choose
+from cutex.kernels.row.kernel import ARCHS
+from cutex.ops.row.rows import tile_of
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# half an ulp of the result, with what float32 sums of a row lose
+ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
+LENGTHS = (1, 7, 64, 99, 264, 1000, 1024)
+
+
+@pytest.fixture
+def device():
+    """The device: a GPU, or the simulator."""
+    if torch.cuda.is_available():
+        yield "cuda"
+    else:
+        with cutex.ops.simulated("sm_90a"):
+            yield "cpu"
+
+
+def rows(device, shape, dtype, scale=1.0, seed=0) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(shape, generator=g)).to(dtype).to(device)
+
+
+def near(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, terms: float = 1.0) -> None:
+    """Check that found is wanted, rounded; `terms` is the size of what was added up for it."""
+    bound = ROUNDING[dtype] * (wanted.abs() + terms * 2**-3) + 1e-30
+    error = (found.double().cpu() - wanted.cpu()).abs()
+    assert bool((error <= bound.cpu()).all()), float((error / bound.cpu()).max())
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", LENGTHS)
+def test_softmax_and_its_gradient(device, n, dtype):
+    x = rows(device, (3, 2, n), dtype, 4.0).requires_grad_()
+    y = cutex.softmax(x)
+    wide = x.detach().double().requires_grad_()
+    wanted = wide.softmax(-1)
+    near(y.detach(), wanted.detach(), dtype, 2**-6)
+    dy = rows(device, x.shape, dtype, seed=1)
+    y.backward(dy)
+    own = y.detach().double()  # the gradient is that of the rounded result
+    near(x.grad, own * (dy.double() - (own * dy.double()).sum(-1, keepdim=True)), dtype)
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("centred", [False, True])
+def test_norms_and_their_gradients(device, n, dtype, centred):
+    x, r = (rows(device, (5, n), dtype, seed=i).requires_grad_() for i in range(2))
+    weight = (1 + rows(device, (n,), torch.float32, 0.1, 2)).requires_grad_()
+    bias = rows(device, (n,), torch.float32, seed=3).requires_grad_()
+    function = cutex.layer_norm if centred else cutex.rms_norm
+    given = (weight, bias) if centred else (weight,)
+    y, summed = function(x, *given, eps=1e-5, residual=r)
+    near(summed.detach(), x.detach().double() + r.detach().double(), dtype)
+    # the norm is that of the rounded sum
+    h, *wide = (t.detach().double().requires_grad_() for t in (summed, *given))
+    norm = F.layer_norm if centred else F.rms_norm
+    wanted = norm(h, (n,), *wide, eps=1e-5)
+    near(y.detach(), wanted.detach(), dtype, 8)
+    dy, ds = (rows(device, x.shape, dtype, seed=i) for i in (4, 5))
+    torch.autograd.backward((y, summed), (dy, ds))
+    wanted.backward(dy.double())
+    scale = float(h.grad.abs().max()) + 8
+    for t in (x, r):
+        near(t.grad, h.grad + ds.double(), dtype, scale)
+    for t, w in zip(given, wide, strict=True):
+        near(t.grad, w.grad, torch.float32, 64)
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [2, 99, 1000])
+@pytest.mark.parametrize("smoothing, z_loss", [(0.0, 0.0), (0.1, 1e-2)])
+def test_cross_entropy_and_its_gradient(device, n, dtype, smoothing, z_loss):
+    x = rows(device, (6, n), dtype, 3.0).requires_grad_()
+    target = torch.tensor([0, n - 1, -100, n // 2, 1, 0], device=device)
+    wide = x.detach().double().requires_grad_()
+    plain = F.cross_entropy(wide, target, reduction="none", label_smoothing=smoothing)
+    wanted = plain + z_loss * wide.logsumexp(1) ** 2 * (target != -100)
+    options = {"label_smoothing": smoothing, "z_loss": z_loss}
+    loss = cutex.cross_entropy(x, target, reduction="none", **options)
+    near(loss.detach(), wanted.detach(), torch.float32, 64)
+    total = cutex.cross_entropy(x, target.int(), **options)
+    near(total.detach(), wanted.detach().sum() / 5, torch.float32, 64)
+    total.backward()
+    (wanted.sum() / 5).backward()
+    near(x.grad, wide.grad, dtype)
+
+
+def test_views_that_begin_anywhere_and_what_lies_around_them(device):
+    whole = torch.full((7, 131), torch.nan, dtype=torch.bfloat16, device=device)
+    for start, end in ((1, 100), (3, 131), (8, 72), (5, 6)):
+        x = whole[1:6, start:end]
+        x.copy_(rows(device, x.shape, torch.bfloat16))
+        near(cutex.softmax(x), x.double().softmax(-1), torch.bfloat16, 2**-6)
+        y = cutex.rms_norm(x, None, eps=1e-6)
+        near(y, F.rms_norm(x.double(), x.shape[-1:], eps=1e-6), torch.bfloat16, 8)
+        x.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -2])
+def test_softmax_over_another_dim(device, dim):
+    x = rows(device, (9, 4, 5), torch.float32)
+    near(cutex.softmax(x, dim), x.double().softmax(dim), torch.float32)
+
+
+def test_expanded_and_transposed_inputs(device):
+    x = rows(device, (40, 3), torch.float16).mT
+    near(cutex.softmax(x), x.double().softmax(-1), torch.float16, 2**-6)
+    x = rows(device, (40,), torch.float16).expand(3, 40)
+    near(cutex.layer_norm(x), F.layer_norm(x.double(), (40,)), torch.float16, 8)
+
+
+def test_rows_that_several_ctas_share(device):
+    for n, dtype in ((33_000, torch.bfloat16), (20_001, torch.float32)):
+        x = rows(device, (2, n), dtype, 4.0)
+        near(cutex.softmax(x), x.double().softmax(-1), dtype, 2**-6)
+        y = cutex.layer_norm(x + 100, eps=1e-5)
+        near(y, F.layer_norm((x + 100).double(), (n,), eps=1e-5), dtype, 8)
+
+
+def test_special_values_are_those_of_torch(device):
+    inf, nan = torch.inf, torch.nan
+    x = torch.zeros(6, 200, device=device)
+    x[0] = -inf
+    x[1, 5], x[2, 70], x[3, 199] = inf, nan, -inf
+    x[4, :100], x[4, 100:] = 1e30, -1e30
+    x[5] = torch.linspace(-1e-38, 1e-38, 200)
+    close = partial(torch.testing.assert_close, equal_nan=True, rtol=1e-5, atol=1e-7)
+    close(cutex.softmax(x), x.softmax(-1))
+    y, wanted = cutex.rms_norm(x, eps=1e-6), F.rms_norm(x, (200,), eps=1e-6)
+    keep = [0, 1, 2, 3, 5]  # of 1e30 the squares overflow
+    close(y[keep], wanted[keep])
+
+
+def test_a_row_far_from_zero_keeps_its_variance(device):
+    x = rows(device, (3, 700), torch.float32) + 10_000
+    wanted = F.layer_norm(x.double(), (700,))
+    error = (cutex.layer_norm(x).double() - wanted).abs().max()
+    assert float(error) < 4 * 2**-24 * 10_000  # the mean's rounding
+
+
+def test_a_target_that_is_no_class_gives_nan(device):
+    x = rows(device, (3, 50), torch.float32).requires_grad_()
+    target = torch.tensor([50, 3, 2**40], device=device)
+    loss = cutex.cross_entropy(x, target, reduction="none")
+    assert loss.isnan().tolist() == [True, False, True]
+    loss.nansum().backward()
+    assert not x.grad[1].isnan().any()
+
+
+def test_nothing_in_nothing_out(device):
+    for shape in ((0, 5), (3, 0), (0,)):
+        x = torch.empty(shape, device=device, requires_grad=True)
+        for y in (cutex.softmax(x), cutex.rms_norm(x), cutex.layer_norm(x)):
+            assert y.shape == x.shape
+            y.sum().backward()
+    target = torch.empty(0, dtype=torch.int64, device=device)
+    assert cutex.cross_entropy(torch.empty(0, 7, device=device), target, reduction="sum") == 0
+
+
+def test_torch_compile_takes_them_whole(device):
+    x = rows(device, (4, 96), torch.bfloat16)
+    w = rows(device, (96,), torch.bfloat16)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(x, w):
+        return cutex.softmax(cutex.rms_norm(x, w)).float().square().sum()
+
+    one, two = (w.clone().requires_grad_() for _ in range(2))
+    step(x, one).backward()
+    cutex.softmax(cutex.rms_norm(x, two)).float().square().sum().backward()
+    torch.testing.assert_close(one.grad, two.grad)
+
+
+def test_a_second_derivative_is_refused(device):
+    x = rows(device, (2, 8), torch.float32).requires_grad_()
+    (g,) = torch.autograd.grad(cutex.softmax(x)[0, 0], x, create_graph=False)
+    assert g.isfinite().all()
+    with pytest.raises(ValueError, match="cannot be differentiated again"):
+        torch.autograd.grad(cutex.softmax(x)[0, 0], x, create_graph=True)
+
+
+BAD = [
+    (lambda x: cutex.softmax("x"), TypeError, "x must be a torch.Tensor, got str"),
+    (lambda x: cutex.softmax(x.long()), TypeError, "x must be of bfloat16, float16, float32"),
+    (lambda x: cutex.softmax(x, 2), ValueError, "dim=2: x has 2 dimensions"),
+    (lambda x: cutex.softmax(x[0, 0]), ValueError, "at least one dimension"),
+    (lambda x: cutex.rms_norm(x, x[0, :3]), ValueError, r"weight must have shape \(8,\)"),
+    (lambda x: cutex.rms_norm(x, residual=x.half()), TypeError, "residual is torch.float16"),
+    (lambda x: cutex.layer_norm(x, residual=x[:1]), ValueError, r"residual has shape \(1, 8\)"),
+    (lambda x: cutex.rms_norm(x, eps=None), TypeError, "eps must be a number"),
+    (lambda x: cutex.cross_entropy(x, x), TypeError, "target must be a tensor of int32 or int64"),
+    (lambda x: cutex.cross_entropy(x, torch.zeros(3).long()), ValueError, r"shape \(2,\)"),
+    (lambda x: cutex.cross_entropy(x, torch.zeros(2).long(), reduction="x"), ValueError, "one of"),
+    (lambda x: cutex.softmax(torch.empty(1, 1 << 21)), ValueError, "does not fit into the regis"),
+]
+
+
+@pytest.mark.parametrize("call, error, said", BAD)
+def test_bad_input_is_one_sentence(call, error, said):
+    with cutex.ops.simulated("sm_90a"), pytest.raises(error, match=said) as found:
+        call(torch.zeros(2, 8))
+    assert "\n" not in str(found.value)
+
+
+def test_without_a_gpu_it_says_what_to_do():
+    with pytest.raises(ValueError, match=r"cutex\.softmax runs on an NVIDIA GPU from Ampere on"):
+        cutex.softmax(torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize("name", [x for x in ARCHS if x != "sm_90a"])
+def test_they_run_on_any_arch(name):
+    with cutex.ops.simulated(name):
+        x = rows("cpu", (3, 2999), torch.bfloat16).requires_grad_()
+        h = cutex.layer_norm(x)
+        near(h.detach(), F.layer_norm(x.detach().double(), (2999,)), torch.bfloat16, 8)
+        y = cutex.softmax(h)
+        near(y.detach(), h.detach().double().softmax(-1), torch.bfloat16, 2**-6)
+        y.backward(torch.ones_like(y) * torch.linspace(0, 1, 2999).bfloat16())
+        assert x.grad.isfinite().all()
+
+
+# ---- tiles
+
+
+@given(
+    n=st.integers(1, 200_000),
+    bits=st.sampled_from([16, 32]),
+    name=st.sampled_from(["sm_80", "sm_90a", "sm_100a", "sm_120a"]),
+    unit=st.sampled_from([1, 2, 4, 8]),
+    shifted=st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_a_tile_holds_its_row_and_wastes_little(n, bits, name, unit, shifted):
+    try:
+        tile = choose.tile(n, bits, name, unit, shifted)
+    except ValueError as error:
+        assert "does not fit" in str(error)
+        assert n * bits // 8 > 1024 * 2 * choose.MOST * bits // 8 * min(unit, 128 // bits) - 16
+        return
+    assert tile.why_not(clusters=arch(name).capability >= (9, 0)) is None
+    assert n <= tile.columns
+    assert tile.columns - n < tile.threads * tile.ctas * tile.width + tile.width
+    assert tile.vectors <= 2 * choose.MOST
+
+
+@pytest.mark.parametrize(
+    "start, stride, n, wanted",
+    [
+        (0, 64, 64, (8, True)),
+        (0, 99, 99, (8, False)),  # all begin anywhere, alike
+        (8, 64, 40, (8, True)),
+        (4, 64, 60, (8, False)),
+    ],
+)
+def test_rows_are_loaded_by_the_widest_vectors(start, stride, n, wanted):
+    x = torch.zeros(4 * stride + 64, dtype=torch.bfloat16)[start:].as_strided((3, n), (stride, 1))
+    tile = tile_of([x], [], "sm_90a")
+    assert (tile.width, tile.aligned) == wanted
+    assert tile_of([x], [], "sm_90a", shifts=False).aligned
+
+
+ORDERS = [("random", 1), ("random", 2), ("starved", 0), ("peer-late", 0)]
+
+
+@pytest.mark.parametrize("order, seed", ORDERS)
+def test_in_every_order_of_events(order, seed):
+    if torch.cuda.is_available():
+        pytest.skip("of the simulator")
+    with cutex.ops.simulated("sm_90a", order=order, seed=seed):
+        x = rows("cpu", (3, 17_000), torch.float32).requires_grad_()
+        w = torch.ones(17_000, requires_grad=True)
+        y = cutex.layer_norm(cutex.softmax(x), w)
+        y.square().sum().backward()
+        assert x.grad.isfinite().all()
