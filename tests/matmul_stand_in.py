@@ -38,7 +38,7 @@ class StandIn:
         )
         monkeypatch.setattr(eager, "launcher", self.launcher)
         monkeypatch.setattr(eager, "arch_of", lambda device: "sm_90a")
-        eager._plans.clear()
+        eager.PLANS.forget()
 
     def launcher(self, compiled: Any, *_: Any) -> Any:
         def launch(*arguments: Any) -> None:

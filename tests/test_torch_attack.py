@@ -32,7 +32,7 @@ class Subclass(Tensor):
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     yield StandIn(monkeypatch)
-    eager._plans.clear()
+    eager.PLANS.forget()
 
 
 def minus(x: Tensor) -> Tensor:

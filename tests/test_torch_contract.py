@@ -25,7 +25,7 @@ inf, nan = torch.inf, torch.nan
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     yield StandIn(monkeypatch)
-    eager._plans.clear()
+    eager.PLANS.forget()
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = bf16) -> Tensor:
@@ -491,7 +491,7 @@ def test_simulators_nest_and_belong_to_their_thread() -> None:
         assert agree(cutex.matmul(A, B), want)
     assert "runs on a Hopper or Blackwell GPU" in str(found["outside"])
     assert found["inside"][0] == "sm_100a" and agree(found["inside"][1], want)
-    assert cutex.ops.device.simulated_arch() is None and not eager._plans
+    assert cutex.ops.device.simulated_arch() is None and not eager.PLANS
     with pytest.raises(ValueError, match="runs on a Hopper or Blackwell GPU"):
         cutex.matmul(A, B)
 
@@ -510,7 +510,7 @@ def test_a_plan_of_another_threads_simulator_is_not_run() -> None:
     thread.start()
     made.wait(60)
     try:
-        assert eager._plans
+        assert eager.PLANS
         with pytest.raises(ValueError, match="runs on a Hopper or Blackwell GPU"):
             cutex.matmul(A, B)
     finally:

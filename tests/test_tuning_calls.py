@@ -60,7 +60,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Timed]:
     )
     forget()
     yield timed
-    eager._plans.clear()
+    eager.PLANS.forget()
     choices._preferred.clear()
     forget()
 
@@ -133,7 +133,7 @@ def test_a_cache_that_cannot_be_written_costs_the_file_only(timed, monkeypatch, 
     monkeypatch.setenv("CUTEX_CACHE", str(file))
     with pytest.warns(UserWarning, match=re.escape("kept in this process only: the cache")):
         tiles = cutex.tune(A, B)
-    eager._plans.clear()
+    eager.PLANS.forget()
     assert tuner.config_for(*_arranged(), "sm_90a").tiles == tiles
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ from cutex.ops.attention.flash_arguments import NEUTRAL, in_flash2_order, named,
 from cutex.ops.attention.plan import ALIGN, Plan, check_device, longest_q
 from cutex.ops.device import current, per_device
 from cutex.ops.number import number
-from cutex.ops.plain import guard, is_plain, is_watched_unseen, nobody_watches, untraced
+from cutex.ops.plain import is_plain, is_watched_unseen, nobody_watches, untraced
+from cutex.ops.plans import Known, PlanCache
 
 Mod = Callable[..., Any] | None
 OPTIONS = ("softmax_scale", "causal", "window_size", "softcap", "learnable_sink", "return_lse")
@@ -192,24 +193,8 @@ def _translated(
 # ---- plans
 
 
-class Known(NamedTuple):
-    """A plan that takes its tensors as they are given, in the form that the functions above use."""
-
-    takes: Callable[..., bool]  # whether tensors are like those that it was made for
-    always: bool  # whether it is valid with gradients on, and has no function that may change
-    wants_gradient: bool
-    plan: Plan
-    launch: Callable[..., Any]  # has the same result as the functions
-
-    @untraced
-    def still(self) -> bool:
-        return not (self.wants_gradient and _grad_enabled()) and self.plan.is_current()
-
-
-MOST_ALIKE = 16  # plans for the same options and numbers of elements
-
-_known: dict[tuple[Any, ...], tuple[Known, ...]] = per_device({})  # by options and sizes
-_latest: dict[tuple[Any, ...], Known] = per_device({})  # by options
+PLANS = PlanCache()
+_known, _latest = PLANS.known, PLANS.latest  # by options and sizes; by options
 _plans: dict[tuple[Any, ...] | None, Plan] = per_device({})  # by everything that a plan depends on
 _grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -218,11 +203,7 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 @untraced
 def _find(options: tuple[Any, ...], given: tuple[Tensor, ...]) -> Known | None:
     """The plan for these options that takes the tensors `given` as they are: that of the latest
-    call with them, as where a model's layers are alike, or another.
-
-    NOTE: options are found by hash, so that one that is a tensor, which `check` refuses, is not
-    taken for the number that it holds; on a GPU that would wait for it.
-    """
+    call with them, as where a model's layers are alike, or another."""
     known = _latest.get(options)
     if known is not None and known.takes(*given) and (known.always or known.still()):
         return known
@@ -240,8 +221,7 @@ def _key(options: tuple[Any, ...], given: tuple[Tensor, ...]) -> tuple[Any, ...]
 
 def forget() -> None:
     """Drop all plans."""
-    _known.clear()
-    _latest.clear()
+    PLANS.forget()
     _plans.clear()
 
 
@@ -323,19 +303,9 @@ def run(
             forget()
         _plans[whole] = plan
     if key is not None and plan.short is not None:
-        _remember(key, plan, plan.short, call.tensors)
+        functions = [f for f in plan.functions if f is not None]
+        PLANS.remember(key, call.tensors, plan.short, functions)
     return result
-
-
-def _remember(
-    key: tuple[Any, ...], plan: Plan, launch: Callable[..., Any], tensors: tuple[Tensor, ...]
-) -> None:
-    if len(set(map(id, tensors))) < len(tensors):
-        return  # a guard never accepts one tensor twice
-    wants_gradient = any(x.requires_grad for x in tensors)
-    always = not (wants_gradient or plan.has_functions)
-    known = Known(guard(tensors), always, wants_gradient, plan, launch)
-    _known[key] = (known, *_known.get(key, ())[: MOST_ALIKE - 1])
 
 
 def _described(x: Tensor | None) -> tuple[Any, ...] | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -18,14 +17,15 @@ import torch
 from torch import Tensor
 
 from cutex.ops import autocast
-from cutex.ops.device import SEVERAL_GPUS, arch_of, current, launcher, per_device
+from cutex.ops.device import arch_of, current, launcher
 from cutex.ops.matmul import tuner
 from cutex.ops.matmul.arrange import Arranged, arrange
 from cutex.ops.matmul.checks import Call, check, check_memory
+from cutex.ops.matmul.launch import launch_of
 from cutex.ops.matmul.plan import config_for, kernel_for, user_functions
 from cutex.ops.number import number
-from cutex.ops.overlap import share_memory, span
-from cutex.ops.plain import empty_of, guard, is_plain, nobody_watches, untraced
+from cutex.ops.plain import is_plain, nobody_watches, untraced
+from cutex.ops.plans import PlanCache
 
 Activation = str | Callable[..., Any] | None
 
@@ -129,82 +129,8 @@ def _cast(call: Call) -> Call:
 # ---- plans
 
 
-class _Plan:
-    """A call whose operands are passed unchanged: its launch, and the result to allocate.
-
-    The launcher checks what neither the key nor `takes` covers: that bases are aligned.
-    """
-
-    def __init__(self, function: Callable[..., None], call: Call, arranged: Arranged) -> None:
-        self.function = function
-        self.takes = guard(distinct(call))
-        self.wants_gradient = any(x.requires_grad for x in call.tensors.values())
-        self.shape = call.shape
-        self.strides = torch.empty(call.shape, device="meta").stride()
-        self.dtype = call.dtype
-        # NOTE: with several GPUs the current one must be that of the tensors
-        self.plain = not (arranged.names or arranged.tall or SEVERAL_GPUS)
-        self.device = call.a.device
-        self.empty = empty_of(call.a.device, SEVERAL_GPUS)
-        self.tall = arranged.tall
-        self.names = arranged.names  # names of the arguments beside a, b and out
-        given = dict(zip(self.names, arranged.tensors[3:], strict=True))
-        self.copies_out = "c" in given and given["c"].data_ptr() != arranged.tensors[2].data_ptr()
-        self.functions = user_functions(arranged.ops)
-        # the distances from the base of a to that of out between which they may overlap; same of b
-        self.distances: tuple[int, ...] = ()
-        if call.out is not None:
-            of_out = span(call.out)
-            self.distances = (-of_out, span(call.a), -of_out, span(call.b))
-
-    def is_current(self) -> bool:
-        """Whether the user's functions in it still compute the same."""
-        return all(f.is_current() for f in self.functions)
-
-    def overlaps(self, out: Tensor, a: Tensor, b: Tensor, *rest: Tensor | None) -> bool:
-        """Whether out shares memory with another of the tensors."""
-        start = out.data_ptr()
-        low_a, high_a, low_b, high_b = self.distances
-        if low_a < start - a.data_ptr() < high_a and share_memory(out, a):
-            return True
-        if low_b < start - b.data_ptr() < high_b and share_memory(out, b):
-            return True
-        return any(x is not None and share_memory(out, x) for x in rest)
-
-    def __call__(
-        self,
-        a: Tensor,
-        b: Tensor,
-        out: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        scale_a: Tensor | None,
-        scale_b: Tensor | None,
-        amax: Tensor | None,
-        alpha: float,
-        beta: float,
-    ) -> None:
-        if self.tall:
-            a, out = a.view(-1, a.shape[-1]), out.view(-1, out.shape[-1])
-            residual = residual if residual is None else residual.view(-1, residual.shape[-1])
-        passed: Any = ()
-        if self.names == ("bias",):
-            passed = (bias,)
-        elif self.names:
-            given = {
-                "bias": bias, "residual": residual, "amax": amax,
-                "c": out.clone() if self.copies_out else out,
-                "scale_a": scale_a, "scale_b": scale_b, "alpha": float(alpha), "beta": float(beta),
-            }  # fmt: skip
-            passed = [given[name] for name in self.names]
-        if SEVERAL_GPUS and self.device.index != torch.cuda.current_device():
-            with torch.cuda.device(self.device):
-                self.function(a, b, out, *passed)
-        else:
-            self.function(a, b, out, *passed)
-
-
-_plans: dict[tuple[Any, ...], tuple[_Plan, ...]] = per_device({})
+PLANS = PlanCache(most_alike=8)
+_known = PLANS.known
 _grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
 _increment_version = torch._C._increment_version
@@ -233,7 +159,7 @@ def planned(
 ) -> Tensor | None:
     """The result by a plan that takes these tensors, or None if there is none."""
     try:
-        plans = _plans.get(
+        plans = _known.get(
             (a.shape, b.shape, activation, out_dtype, alpha, beta, a is b, bias is None,
              residual is None, out is None, scale_a is None, scale_b is None, amax is None)
         )  # fmt: skip
@@ -247,48 +173,31 @@ def planned(
         given = (*given, *[x for x in rest if x is not None])
     elif out is not None:
         given = (a, out) if a is b else (a, b, out)
-    for plan in plans:
-        if plan.takes(*given):
+    for known in plans:
+        if known.takes(*given):
             break
     else:
         return None
-    if (plan.wants_gradient and _grad_enabled()) or (plan.functions and not plan.is_current()):
+    if not (known.always or known.still()):
         return None
-    if out is not None and (
-        plan.overlaps(out, a, b)
-        if plan.plain
-        else plan.overlaps(out, a, b, bias, residual, scale_a, scale_b, amax)
-    ):
-        return None
-    if amax is not None:
-        for x in (a, b, bias, residual, scale_a, scale_b):
-            if x is not None and share_memory(amax, x):
-                return None
-    result = plan.empty(plan.shape, plan.strides, plan.dtype) if out is None else out
     try:
-        if plan.plain:
-            plan.function(a, b, result)
-        else:
-            plan(a, b, result, bias, residual, scale_a, scale_b, amax, alpha, beta)
+        return known.launch(*given)
     except (ValueError, TypeError):
-        return None  # a base that is not aligned: as the first time
-    return result
+        return None  # a base that is not aligned, or memory that is shared: as the first time
 
 
-def _remember(plan: _Plan, call: Call) -> None:
-    if len(_plans) >= 4096:
-        _plans.clear()
+def _remember(function: Callable[..., None], call: Call, arranged: Arranged) -> None:
     a, b, bias, residual, out, scale_a, scale_b, amax, *options = call.arguments
     rest = (bias, residual, out, scale_a, scale_b, amax)
     key = (a.shape, b.shape, *options, a is b, *[x is None for x in rest])
-    with suppress(TypeError):  # a function without a hash, as of a dataclass, is not looked up
-        _plans[key] = (plan, *_plans.get(key, ())[:7])
+    launch = launch_of(function, call, arranged)
+    PLANS.remember(key, distinct(call), launch, user_functions(arranged.ops))
 
 
 def run(call: Call) -> Tensor:
     """Run a checked call on plain tensors, preparing its operands; keep its plan."""
     check_memory(call)
-    return _run(call, remember=len(set(map(id, distinct(call)))) == len(distinct(call)))
+    return _run(call, remember=True)
 
 
 def _run(call: Call, remember: bool) -> Tensor:
@@ -316,7 +225,7 @@ def _run(call: Call, remember: bool) -> Tensor:
         function = launcher(compiled, arranged.tensors, config.tiles.workspace)
         function(*arranged.tensors)
     if remember and arranged.as_given:
-        _remember(_Plan(function, call, arranged), call)
+        _remember(function, call, arranged)
     return out
 
 

@@ -1,0 +1,78 @@
+"""The plans of an operator's calls: from options and sizes, and a guard of tensors, to a launch.
+
+Most calls of a program repeat one that was made before. A plan takes a call if its options are the
+same, by hash, and a guard of torch.compile finds its tensors alike; it is then launched without
+what the first call had to decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cutex.ops.device import per_device
+from cutex.ops.plain import guard, untraced
+
+_grad_enabled = torch.is_grad_enabled
+
+
+class Known(NamedTuple):
+    """A plan that takes its tensors as they are given."""
+
+    takes: Callable[..., bool]  # whether tensors are like those that it was made for
+    always: bool  # whether it is valid with gradients on, and has no function that may change
+    wants_gradient: bool
+    is_current: Callable[[], bool]  # whether the user's functions in it still compute the same
+    launch: Callable[..., Any]  # of the tensors; has the result of the operator's function
+
+    @untraced
+    def still(self) -> bool:
+        """Whether it is valid now, where it is not always."""
+        return not (self.wants_gradient and _grad_enabled()) and self.is_current()
+
+
+class PlanCache:
+    """The plans of one operator, by the options and sizes of calls.
+
+    NOTE: options are found by hash, so that one that is a tensor, which checks refuse, is not taken
+    for the number that it holds; on a GPU that would wait for it.
+    """
+
+    def __init__(self, most: int = 4096, most_alike: int = 16) -> None:
+        self.most, self.most_alike = most, most_alike
+        self.known: dict[Hashable, tuple[Known, ...]] = per_device({})
+        self.latest: dict[Hashable, Known] = per_device({})  # by what an operator chooses
+
+    def __bool__(self) -> bool:
+        return bool(self.known)
+
+    def remember(
+        self,
+        key: Hashable,
+        tensors: Sequence[Tensor],
+        launch: Callable[..., Any],
+        functions: Sequence[Any] = (),
+    ) -> None:
+        """Keep a plan for calls with this key whose tensors are like `tensors`; `functions` are the
+        user's in it."""
+        if len(set(map(id, tensors))) < len(tensors):
+            return  # a guard never accepts one tensor twice
+        if len(self.known) >= self.most:
+            self.forget()
+        wants_gradient = any(x.requires_grad for x in tensors)
+        always = not (wants_gradient or functions)
+
+        def is_current() -> bool:
+            return all(f.is_current() for f in functions)
+
+        found = Known(guard(tensors), always, wants_gradient, is_current, launch)
+        with suppress(TypeError):  # a function without a hash, as of a dataclass, is not looked up
+            self.known[key] = (found, *self.known.get(key, ())[: self.most_alike - 1])
+
+    def forget(self) -> None:
+        self.known.clear()
+        self.latest.clear()
