@@ -8,7 +8,8 @@ modal run modal_app.py --op layers --gpu H200,B200 --compare cublas,quack
 modal run modal_app.py --op confirm --gpu B200
 
 python modal_app.py takes the same options, needs no token for --help and --dry-run, and starts
-nothing on Modal, not even an image, before the preflight has passed.
+nothing on Modal, not even an image, before the preflight has passed. modal run builds the image and
+uploads the code before it calls cutex, and so before the preflight; a GPU is rented after it.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ FOREIGN = [
     {"index": 0, "seconds": 1.0, "results": 5, "notices": []},
     {"index": 0, "seconds": 1.0, "results": [b"\xff"], "notices": None},
     {"index": 0, "seconds": 1.0, "results": ["{}", "[" * 99999, '{"op": NaN}'], "notices": []},
-    {"index": 0, "seconds": 1.0, "results": [], "notices": ["\ud800"]},
+    {"index": 0, "seconds": 1.0, "results": [], "notices": 5},
     {"index": 0, "seconds": 1.0, "results": [], "notices": [], "probes": "none"},
     {"index": 0, "seconds": 1.0, "results": [], "notices": [], "junit": 5},
 ]
@@ -122,6 +122,13 @@ def test_a_foreign_reply_costs_no_other(foreign, cloud, run, tmp_path):
     assert len(stages_kept(tmp_path)) == 2
     assert rescued(tmp_path)
     assert "a reply is not as it should be" in told.err or "was not written" in told.err
+
+
+def test_a_notice_of_characters_that_no_terminal_has_is_printed(cloud, run, tmp_path):
+    change_replies(cloud, lambda reply, number: {**reply, "notices": ["\ud800"]})
+    code, told = run(*THREE)
+    assert code == 0 and len(stages_kept(tmp_path)) == 3
+    assert "cutex: \\ud800" in told.err
 
 
 def test_the_right_rows_of_a_reply_with_a_wrong_one_are_kept(cloud, run, tmp_path):

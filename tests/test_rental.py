@@ -377,7 +377,7 @@ def test_layers_are_compiled_here_in_one_go(monkeypatch, tmp_path):
     made = rental.plan(args(*LAYERS, "--gpu", "H200,B200,H100!", "--out", str(tmp_path)))
     calls = []
 
-    def run(command, check, stdout, text):
+    def run(command, check, stdout, text, encoding):
         given = sweep.parser().parse_args(command[3:])
         calls.append((given.preflight, len(sweep.asked(given).entries)))
         return SimpleNamespace(returncode=0, stdout=f"{tmp_path}\n")
@@ -446,3 +446,22 @@ def test_a_script_is_asked_for_by_its_op(cloud, run, argv, says):
     ran = run(*argv)
     assert ran.code == 2 and says in ran.err
     assert cloud.asked == []
+
+
+def test_what_calls_that_were_cut_off_may_cost_is_told(tmp_path, monkeypatch):
+    """As when a user interrupts a minute of work, of which nothing was measured."""
+    made = rental.plan(args("--gpu", "B200", "--stage", "3", "--out", str(tmp_path)))
+    said = []
+    now = [100.0]
+    monkeypatch.setattr("cutex.cloud.replies.time.monotonic", lambda: now[0])
+    ledger = rental.Ledger(made, args("--out", str(tmp_path)), said.append)
+    now[0] += 60
+    ledger.account()
+    usd = made.rentals[0].usd(60)
+    count = len(made.requests)
+    calls = "1 call" if count == 1 else f"{count} calls"
+    assert f"; {calls} cut off, 60 s or ${usd:.2f} more at most" in said[-1]
+    for request in made.requests:
+        ledger.take(made.rentals[0], {"index": request.index, "seconds": 2.0, "results": []})
+    ledger.account()
+    assert "cut off" not in said[-1]

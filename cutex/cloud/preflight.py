@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from cutex.bench.progress import progress
 from cutex.bench.run import compile_stage, run_stages
 from cutex.cloud import remote
 from cutex.cloud.calls import Plan, Request
@@ -24,7 +25,8 @@ def preflight(made: Plan, say: Callable[[str], None]) -> tuple[bool, dict[str, b
     """
     entries: dict[str, set[Path]] = {}
     layers: dict[str, list[Request]] = {}
-    right, seen = True, set()
+    staged: list[Request] = []
+    right = True
     for request in made.requests:
         folders = entries.setdefault(request.arch, set())
         if request.probes:
@@ -33,26 +35,38 @@ def preflight(made: Plan, say: Callable[[str], None]) -> tuple[bool, dict[str, b
             right &= _preflight_script(request, say)
         if request.layers:
             layers.setdefault(request.arch, []).append(request)
-        if request.problem is None:
-            continue
-        problem = problem_class(request.op)(**request.problem)
-        for number in request.stages:
-            stage = stage_named(request.op, request.arch, number).fitted(problem)
-            for config in _configs(stage, problem):
-                compiled = compile_stage(stage.with_config(config), problem.dtype)
-                folders.add(compiled.object_path.parent)
-            small = problem.reduced()
-            if (stage, small) in seen:
-                continue
-            seen.add((stage, small))
-            result = run_stages(small, [stage], "sim")[0]
-            if not result.ok:
-                right = False
-                what = f"stage {stage.number} of {stage.arch} on {small.size}"
-                say(f"preflight: {what}: {result.message}")
+        if request.problem is not None:
+            staged.append(request)
+    right &= _preflight_stages(staged, entries, say)
     for name, requests in layers.items():
         right &= _preflight_layers(name, requests, entries[name], say)
     return right, {name: remote.pack(folders) for name, folders in entries.items()}
+
+
+def _preflight_stages(
+    requests: list[Request], entries: dict[str, set[Path]], say: Callable[[str], None]
+) -> bool:
+    """Compile the stages of all `requests` and simulate each once, on a reduced problem. Return
+    whether all results were right."""
+    right, seen = True, set()
+    with progress("preflight: stages", sum(len(r.stages) for r in requests)) as step:
+        for request in requests:
+            problem = problem_class(request.op)(**(request.problem or {}))
+            for number in request.stages:
+                stage = stage_named(request.op, request.arch, number).fitted(problem)
+                for config in _configs(stage, problem):
+                    compiled = compile_stage(stage.with_config(config), problem.dtype)
+                    entries[request.arch].add(compiled.object_path.parent)
+                small = problem.reduced()
+                if (stage, small) not in seen:
+                    seen.add((stage, small))
+                    result = run_stages(small, [stage], "sim")[0]
+                    if not result.ok:
+                        right = False
+                        what = f"stage {stage.number} of {stage.arch} on {small.size}"
+                        say(f"preflight: {what}: {result.message}")
+                step()
+    return right
 
 
 def _configs(stage: AnyStage, problem: Problem) -> list[Config]:

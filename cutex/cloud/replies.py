@@ -91,7 +91,8 @@ class Ledger:
             self.say(sweeps.text_by_device(found))
         for rental in self.made.rentals:
             spent = self.seconds[rental.gpu]
-            self.say(f"{rental.gpu}: {spent:.0f} s measured, about ${rental.usd(spent):.2f}")
+            told = f"{rental.gpu}: {spent:.0f} s measured, about ${rental.usd(spent):.2f}"
+            self.say(told + self._cut_off(rental))
         missing = len(self.made.requests) - len(self.answered - {-1}) - self.failed
         if missing > 0:
             self._fails()
@@ -100,6 +101,16 @@ class Ledger:
         for sentence in self.recorder.summary():
             self._fails()
             print(f"cutex: {sentence}", file=sys.stderr)
+
+    def _cut_off(self, rental: Rental) -> str:
+        """What the calls may have cost that were still running, as when a user interrupts them."""
+        running = [r for r in self.made.on(rental.gpu) if r.index not in self.answered]
+        if not running or self.failed:
+            return ""
+        most = STARTUP_LIMIT + self.made.limit(rental)
+        more = min(time.monotonic() - self.since[rental.gpu], most)
+        calls = "1 call" if len(running) == 1 else f"{len(running)} calls"
+        return f"; {calls} cut off, {more:.0f} s or ${rental.usd(more):.2f} more at most"
 
     def _fails(self, code: int = 1) -> None:
         self.code = self.code or code
