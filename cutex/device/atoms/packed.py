@@ -31,6 +31,12 @@ def add2(a: Pair, b: Pair, *, loc=None, ip=None) -> Pair:
 
 
 @dsl_user_op
+def mul2(a: Pair, b: Pair, *, loc=None, ip=None) -> Pair:
+    """a * b (PTX ISA, mul.f32x2)."""
+    return _packed("mul.rn.f32x2", (a, b), loc, ip)
+
+
+@dsl_user_op
 def sub2(a: Pair, b: Pair, *, loc=None, ip=None) -> Pair:
     """a - b, as a multiply-add: there is no packed subtraction."""
     return _packed("fma.rn.f32x2", (b, (-1.0, -1.0), a), loc, ip)
@@ -62,14 +68,12 @@ def _packed(instruction: str, operands: tuple[Pair, ...], loc, ip) -> Pair:
     return Float32(first), Float32(second)
 
 
-def exp2_by_fma(x: Pair) -> tuple[Pair, Pair]:
-    """Return 2^x of both values, computed without MUFU, and the shifted x that tells whether they
-    are valid.
+def exp2_by_fma(x: Pair) -> Pair:
+    """Return 2^x of both values, computed without MUFU.
 
     2^x = 2^whole * 2^fraction (Cody and Waite): the first factor is an addition to the exponent,
-    the second a polynomial; the relative error is below 3e-6. For x < -127 the result is 2^-127.
-    For x >= 128 or NaN the result is undefined, and the second value returned is at least ROUND +
-    128, or NaN.
+    the second a polynomial; the relative error is below 3e-6. For x <= -127 the result is 0; for x
+    >= 128 or NaN it is undefined.
     """
     x = at_least(x[0], -127.0), at_least(x[1], -127.0)
     shifted = add2_down(x, (ROUND, ROUND))
@@ -77,7 +81,7 @@ def exp2_by_fma(x: Pair) -> tuple[Pair, Pair]:
     value = (COEFFICIENTS[-1],) * 2
     for c in (*reversed(COEFFICIENTS[:-1]), 1.0):
         value = fma2(value, fraction, (c, c))
-    return (_scale(value[0], shifted[0]), _scale(value[1], shifted[1])), shifted
+    return _scale(value[0], shifted[0]), _scale(value[1], shifted[1])
 
 
 @dsl_user_op

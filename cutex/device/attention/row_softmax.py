@@ -1,6 +1,14 @@
 """The softmax of one whole row per thread, as loads of tensor memory return it, two columns at a
 time.
 
+A row keeps a reference, the largest score that was seen when it was last set or more, and the sum
+of 2^(scale * (score - reference)). It need not be the maximum: it is raised, and sum and output are
+scaled, only where a score exceeds it by more than `slack` powers of two (as in FlashAttention-4).
+
+A block's exponentials may be computed before its maximum is known, with the reference of the blocks
+before: while no score exceeds the reference by more than the slack, which `holds` tells, they are
+those that the maximum would have given.
+
 A share of the exponentials is computed on the FMA units (as in FlashAttention-4): for a block of
 128 keys at head dim 128, the tensor cores of an sm_100 take as long as MUFU takes for the
 exponentials, while the FMA units, eight times as wide, would idle.
@@ -9,64 +17,189 @@ exponentials, while the FMA units, eight times as wide, would idle.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Self
 
 import cutlass
 from cutlass import Boolean, Float32, cute
 
-from cutex.device.atoms.packed import ROUND, add2, exp2_by_fma, fma2, largest
-from cutex.device.atoms.scalar import exp2
-from cutex.device.attention.softmax import Softmax
+from cutex.device.atoms.packed import Pair, add2, at_least, exp2_by_fma, fma2, largest
+from cutex.device.atoms.scalar import exp2, log2, reciprocal
 
+LN2 = 0.6931471805599453
+LOG2_E = 1.4426950408889634
 PAIRS = 16  # pairs of columns in one group; `by_fma` of them use the FMA units, the rest MUFU
-TRUSTED = 30.0  # the largest trusted exponent of 2, the same as for sums
+# powers of two: beyond, the rounding of a scaled reference could be felt in the result
+LARGEST_SHIFT = 2.0**12
 
 
 @dataclass(frozen=True)
-class RowSoftmax(Softmax):
+class RowSoftmax:
     """The reference and the sum of a thread's row.
 
-    by_fma: how many of 16 pairs of columns use the FMA units. There a score of -inf becomes 2^-127,
-    not 0, so blocks with a mask use none; large scores become anything, see `by_fma_is_exact`.
+    headroom: powers of two by which exponentials are lowered, so that their products with a large V
+        stay as far from the end of float32 as those with a small one.
+    margin: powers of two by which a reference is raised beyond the largest score, except for the
+        first time: scores that have grown may grow again.
+    by_fma: how many of 16 pairs of columns use the FMA units, for exponents of at most 127.
     """
 
-    top: cute.Tensor = None  # (1) the largest shifted number from exp2_by_fma; `start` makes it
+    reference: cute.Tensor  # (1) in units of scores; -inf before the first key
+    sums: cute.Tensor  # (1)
+    lost: cute.Tensor  # (1) what rounding has taken from the largest probabilities
+    unit: Float32  # what a score of 1 is as a natural exponent
+    scale_log2: Float32  # and in powers of two
+    slack: float  # powers of two by which the maximum may exceed the reference
+    headroom: float = 0.0
+    margin: float = 0.0
     by_fma: int = 0
 
-    rows: ClassVar[int] = 1
-    over_row: ClassVar[Any] = staticmethod(lambda x, op: x)
-
     @classmethod
-    def start(cls, scale_log2: Float32, slack: float) -> Self:
-        top = cute.make_rmem_tensor(cute.make_layout(1), Float32)
-        top[0] = Float32(0.0)
-        return replace(super().start(scale_log2, slack), top=top)
+    def start(cls, unit: Float32, slack: float, headroom: float = 0.0, margin: float = 0.0) -> Self:
+        """The state before the first block."""
+        reference = cute.make_rmem_tensor(cute.make_layout(1), Float32)
+        sums = cute.make_rmem_tensor(cute.make_layout(1), Float32)
+        lost = cute.make_rmem_tensor(cute.make_layout(1), Float32)
+        reference[0] = -Float32.inf
+        sums[0], lost[0] = Float32(0.0), Float32(0.0)
+        return cls(reference, sums, lost, unit, unit * LOG2_E, slack, headroom, margin)
 
     def partly_by_fma(self, share: int) -> Self:
-        """The same, with `share` of 16 pairs of exponentials on the FMA units."""
+        """A copy that computes `share` of every 16 pairs of exponentials by the FMA units."""
         return replace(self, by_fma=share)
 
+    # ---- the reference
+
     @cute.jit
-    def _exponentials(self, scores: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
-        top, by_fma = self.top, self.by_fma
-        reference = self._finite(self.reference[r]) * self.scale_log2
-        scale, shift = (self.scale_log2,) * 2, (-reference,) * 2
+    def raise_reference(self, highest: Float32, factors: cute.Tensor) -> Boolean:
+        """Raise the reference to the `highest` score of a block, if some row of this warp exceeds
+        its own by more than the slack, and scale the sum by `factors` (1). Returns whether it
+        did."""
+        # NOTE: NaN, and infinity, as both would give; exponentials by FMA units might not
+        self.sums[0] += at_least(highest, 0.0) * 0.0
+        above = (highest - self.reference[0]) * self.scale_log2
+        raised = cute.arch.vote_any_sync(above > self.slack)
+        goal = self._goal(highest)
+        if raised:
+            reference = cute.arch.fmax(goal, self.reference[0])
+            # NOTE: -inf less -inf; a row without keys keeps its sum of 0
+            lowered = self.reference[0] - _finite(reference)
+            factors[0] = exp2(lowered * self.scale_log2)
+            self.sums[0] *= factors[0]
+            self.lost[0] *= factors[0]
+            self.reference[0] = reference
+        return raised
+
+    @cute.jit
+    def _goal(self, highest: Float32) -> Float32:
+        """What to raise the reference to: with the margin, if it was set before, and is of a size
+        to which that can be added."""
+        if cutlass.const_expr(self.margin > 0.0):
+            grows = (self.reference[0] > -Float32.inf) & self._is_moderate(highest)
+            margin = self.margin * reciprocal(self.scale_log2)
+            highest = highest + margin if grows else highest
+        return highest
+
+    @cute.jit
+    def is_tame(self) -> Boolean:
+        """Whether `tentative` may be used for this warp's rows: each has a reference, and none is
+        so large that its product with the scale is inexact."""
+        return cute.arch.vote_all_sync(self._is_moderate(self.reference[0]))
+
+    def _is_moderate(self, score: Float32) -> Boolean:
+        scaled = score * self.scale_log2
+        return (scaled <= LARGEST_SHIFT) & (scaled >= -LARGEST_SHIFT)
+
+    @cute.jit
+    def holds(self, highest: Float32) -> Boolean:
+        """Whether no row of this warp, whose `highest` score of a block is NaN if one of them is,
+        exceeds its reference by more than the slack."""
+        within = (highest - self.reference[0]) * self.scale_log2 <= self.slack
+        return cute.arch.vote_all_sync(within)
+
+    # ---- exponentials
+
+    def exponentials(self, scores: cute.Tensor, columns: tuple[int, int], exact: bool) -> Float32:
+        """Turn columns [begin, end) of a part of a row into exponentials; return their sum. They
+        need not be `exact` where rows are tame."""
         total: tuple[Float32, ...] = ()
-        seen = top[0]
-        for pair in cutlass.range_constexpr(cute.size(scores, mode=[1]) // 2):
-            c = 2 * pair
-            x = fma2((scores[r, c], scores[r, c + 1]), scale, shift)
+        for c in range(*columns, 2):
+            x, pair = self.exponents((scores[c], scores[c + 1]), exact), c // 2
             # evenly spread, so that both units always have some
-            if cutlass.const_expr((pair + 1) * by_fma // PAIRS > pair * by_fma // PAIRS):
-                y, whole = exp2_by_fma(x)
-                seen = largest(seen, *whole)
-            else:
-                y = exp2(x[0]), exp2(x[1])
-            scores[r, c], scores[r, c + 1] = y
-            total = y if pair == 0 else add2((total[0], total[1]), y)
-        top[0] = seen
+            by_fma = (pair + 1) * self.by_fma // PAIRS > pair * self.by_fma // PAIRS
+            y = exp2_by_fma(x) if by_fma else (exp2(x[0]), exp2(x[1]))
+            scores[c], scores[c + 1] = y
+            total = add2((total[0], total[1]), y) if total else y
         return total[0] + total[1]
 
-    def by_fma_is_exact(self) -> Boolean:
-        """Whether every number that went through the FMA units was small enough for them."""
-        return self.top[0] <= ROUND + TRUSTED
+    def exponents(self, scores: Pair, exact: bool) -> Pair:
+        """The powers of two of a pair of scores.
+
+        NOTE: `exact`, the difference of two scores is taken first, and is exact where it matters,
+        whatever their size; subtracted from a product, in one multiply-add, it would be off by what
+        the product is rounded by.
+        """
+        scale = (self.scale_log2,) * 2
+        if exact:
+            below = (-_finite(self.reference[0]),) * 2
+            return fma2(add2(scores, below), scale, (Float32(-self.headroom),) * 2)
+        shift = self.reference[0] * self.scale_log2 + self.headroom
+        return fma2(scores, scale, (-shift,) * 2)
+
+    @cute.jit
+    def count_rounding(
+        self,
+        highest: Float32,
+        dtype: cutlass.Constexpr[type[cutlass.Numeric]],
+        counts: Boolean | bool,
+        exact: cutlass.Constexpr[bool],
+    ) -> None:
+        """Add what rounding takes from the largest probability of a block, if the block `counts`.
+
+        NOTE: the largest ones of a row make most of its error; divided by a sum in which they are
+        what they were rounded to, they have none, as if each were a power of two.
+        """
+        largest = exp2(self.exponents((highest, highest), exact)[0])
+        lost = largest - Float32(dtype(largest))
+        self.lost[0] += lost if counts else Float32(0.0)
+
+    # ---- the end
+
+    @cute.jit
+    def finish(self, sinks: tuple[Float32, ...], factors: cute.Tensor, lse: cute.Tensor) -> None:
+        """Finish the row after the last block. Sets `factors` (1), by which the output must be
+        multiplied, and `lse` (1), the natural logarithm of the sum; a row without keys gets 0 and
+        -inf.
+
+        `sinks` holds the score, natural and scaled, of one more key that has no value; empty if
+        there is no such key.
+        """
+        lifted = 2.0**self.headroom
+        total, lost = self.sums[0] * lifted, self.lost[0] * lifted
+        highest = _finite(self.reference[0]) * self.unit
+        scaled = Float32(1.0)
+        if cutlass.const_expr(len(sinks) > 0):
+            new = cute.arch.fmax(highest, sinks[0]) if total > 0.0 else sinks[0]
+            scaled = exp2((highest - new) * LOG2_E) if total > 0.0 else Float32(0.0)
+            # NOTE: -inf less -inf; a row without keys and a sink of -inf has a sum of 0
+            total = total * scaled + exp2((sinks[0] - _finite(new)) * LOG2_E)
+            highest, lost = new, lost * scaled
+        empty = total == 0.0
+        factors[0] = Float32(0.0) if empty else scaled * lifted * reciprocal(total - lost)
+        lse[0] = -Float32.inf if empty else highest + log2(total) * LN2
+
+
+def row_max(scores: cute.Tensor, highest: Float32) -> Float32:
+    """The largest of `highest` and of a part of a row, (columns), by two chains of maxima of three;
+    NaN if one of them is."""
+    columns = cute.size(scores)
+    a, b = highest, scores[0]
+    for c in range(1, columns - 1, 4):
+        a = largest(a, scores[c], scores[c + 1])
+        if c + 3 < columns:
+            b = largest(b, scores[c + 2], scores[c + 3])
+    return largest(a, b, scores[columns - 1])
+
+
+@cute.jit
+def _finite(x: Float32) -> Float32:
+    return Float32(0.0) if x == -Float32.inf else x

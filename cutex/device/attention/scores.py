@@ -37,12 +37,15 @@ class ScoreOps:
         functions = self.softcap, self.score_mod, self.mask_mod
         return any(f is not None for f in functions)
 
+    def unit(self) -> Float32:
+        """The factor that turns a score as `apply` leaves it into a natural one."""
+        if self.score_mod is not None:
+            return Float32(1.0)
+        return self.scale if self.softcap is None else self.softcap
+
     def scale_log2(self) -> Float32:
         """The factor that turns a score as `apply` leaves it into a power of two."""
-        if self.score_mod is not None:
-            return Float32(LOG2_E)
-        unit = self.scale if self.softcap is None else self.softcap
-        return unit * LOG2_E
+        return Float32(LOG2_E) if self.score_mod is not None else self.unit() * LOG2_E
 
     @cute.jit
     def apply(

@@ -1,24 +1,29 @@
 """Rows of tensor memory: each thread of a warpgroup owns one, and moves parts of it.
 
 A row of scores becomes probabilities part by part. Where its largest score is needed first, the row
-is read twice: 128 scores in registers would leave none for anything else.
+is read twice: 128 scores in registers would leave none for anything else. Where the reference of
+the blocks before will probably do, the row is read once, and its first parts are held back, 16 bits
+each, until the last scores are known.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import tcgen05
 
+from cutex.device.atoms.packed import mul2
 from cutex.device.atoms.tmem import LANES
-from cutex.device.attention.row_softmax import RowSoftmax
+from cutex.device.attention.row_softmax import RowSoftmax, row_max
 from cutex.device.attention.scores import ScoreOps
-from cutex.device.attention.softmax import row_max
 from cutex.device.epilogue.sm100.tma_store import SubTiles, sub_tiles
 
 PART = 32  # columns of one load or store
+Store = Callable[[cute.Tensor, int], None]  # of part `part` of a row of P, (PART) of 16 bits
 
 
 @cute.jit
@@ -49,12 +54,20 @@ def scale_columns(
 ) -> None:
     """Multiply this thread's row of `count` columns by `factor`."""
     parts = columns_of(tmem, column, count)
+    following = parts.start_load(0)
     for part in cutlass.range_constexpr(parts.num_parts):
-        values = parts.load(part)
-        for i in cutlass.range_constexpr(PART):
-            values[i] *= factor
-        flat = cute.make_tensor(values.iterator, cute.make_layout(PART))
-        store_columns(tmem, column + part * PART, flat)
+        values = following
+        parts.wait_loads()
+        if cutlass.const_expr(part < parts.num_parts - 1):
+            following = parts.start_load(part + 1)
+        for i in cutlass.range_constexpr(0, PART, 2):
+            values[i], values[i + 1] = mul2((values[i], values[i + 1]), (factor, factor))
+        store_columns(tmem, column + part * PART, flat(values))
+
+
+def flat(columns: cute.Tensor) -> cute.Tensor:
+    """A part of a row as (PART)."""
+    return cute.make_tensor(columns.iterator, cute.make_layout(PART))
 
 
 @cute.jit
@@ -75,53 +88,135 @@ class ScoreRow:
     softmax: RowSoftmax
     score_ops: ScoreOps
 
-    @cute.jit
-    def search(self, column: Int32, n_block: Int32, masked: Boolean | bool) -> Float32:
-        """The largest score of the row. Scores that masking or other operations change are written
-        back, for `exponentials` to read."""
-        changed = masked
-        if cutlass.const_expr(self.score_ops.elementwise):
-            changed = True
-        any_masked = masked is not False
+    def search(
+        self, column: Int32, n_block: Int32, masked: Boolean | bool
+    ) -> tuple[Float32, cute.Tensor]:
+        """The largest score of the row, NaN if one is, and the first part, in registers. Scores of
+        the others that masking or other operations change are written back, for `exponentials` to
+        read."""
         parts = columns_of(self.tmem, column, self.tile_n)
+        order = [*range(1, parts.num_parts), 0]
         highest = Float32(-Float32.inf)
-        for part in cutlass.range(parts.num_parts, unroll_full=True):
-            columns = cute.make_rmem_tensor(parts.tTR_cAcc.shape, Float32)
-            parts.start_load_into(columns, part)
+        following = parts.start_load(order[0])
+        for part, after in zip(order, (*order[1:], None), strict=True):
+            columns = following
             parts.wait_loads()
-            scores = cute.make_tensor(columns.iterator, cute.make_layout((1, PART)))
-            if changed:
-                # NOTE: of blocks without a mask it changes nothing
-                self.score_ops.apply(scores, n_block, any_masked, part * PART)
-                flat = cute.make_tensor(columns.iterator, cute.make_layout(PART))
-                store_columns(self.tmem, column + part * PART, flat)
-            highest = cute.arch.fmax(highest, row_max(scores, 0))
-        if changed:
+            if after is not None:
+                following = parts.start_load(after)
+            self.make_final(columns, column, n_block, masked, part)
+            highest = row_max(flat(columns), highest)
+        if self.changes(masked) is not False:
             cute.arch.fence_view_async_tmem_store()
-        return highest
+        return highest, columns
+
+    def changes(self, masked: Boolean | bool) -> Boolean | bool:
+        """Whether scores do not stay as the tensor core leaves them."""
+        return True if self.score_ops.elementwise else masked
 
     @cute.jit
+    def make_final(
+        self,
+        columns: cute.Tensor,
+        column: Int32,
+        n_block: Int32,
+        masked: Boolean | bool,
+        part: cutlass.Constexpr[int],
+    ) -> None:
+        """Apply the operations to part `part` of a row; the first is not written back."""
+        any_masked = masked is not False
+        if self.changes(masked):
+            scores = cute.make_tensor(columns.iterator, cute.make_layout((1, PART)))
+            # NOTE: of blocks without a mask it changes nothing
+            self.score_ops.apply(scores, n_block, any_masked, part * PART)
+            if cutlass.const_expr(part > 0):
+                store_columns(self.tmem, column + part * PART, flat(columns))
+
     def exponentials(
         self,
         column: Int32,
-        n_block: Int32,
-        searched: cutlass.Constexpr[bool],
-        by_fma: cutlass.Constexpr[int],
-        store: cutlass.Constexpr,
+        found: tuple[Float32, cute.Tensor],
+        dtype: type[cutlass.Numeric],
+        store: Store,
     ) -> None:
-        """Turn the scores into exponentials, passed part by part, (1, PART) each, to `store(scores,
-        part)`; the next part is loaded while one is computed. Scores that have been `searched` are
-        final."""
-        softmax = self.softmax.partly_by_fma(by_fma)
+        """Turn the scores, final as `search` has `found` them, into probabilities, and store them
+        part by part; the next part is loaded while one is computed."""
+        highest, following = found
         parts = columns_of(self.tmem, column, self.tile_n)
-        following = parts.start_load(0)
-        for part in cutlass.range_constexpr(parts.num_parts):
+        for part in range(parts.num_parts):
             columns = following
-            parts.wait_loads()
-            if cutlass.const_expr(part < parts.num_parts - 1):
+            if part > 0:
+                parts.wait_loads()
+            if part < parts.num_parts - 1:
                 following = parts.start_load(part + 1)
-            scores = cute.make_tensor(columns.iterator, cute.make_layout((1, PART)))
-            if cutlass.const_expr(not searched):
-                self.score_ops.apply(scores, n_block, False, part * PART)
-            softmax.add(scores)
-            store(scores, part)
+            self.softmax.sums[0] += self.softmax.exponentials(flat(columns), (0, PART), exact=True)
+            store(rounded(columns, dtype), part)
+        self.softmax.count_rounding(highest, dtype, True, exact=True)
+
+    def tentative(
+        self,
+        column: Int32,
+        n_block: Int32,
+        num_held: int,
+        dtype: type[cutlass.Numeric],
+        store: Store,
+    ) -> Boolean:
+        """Turn scores without a mask into exponentials with the present reference, and return True;
+        or return False, having changed nothing, if a row of this warp exceeds it by too much.
+
+        The first `num_held` parts are stored together, as soon as all scores are known.
+        """
+        softmax, parts = self.softmax, columns_of(self.tmem, column, self.tile_n)
+        loaded, held = [parts.start_load(0)], []
+        parts.wait_loads()
+        total, highest = Float32(0.0), Float32(-Float32.inf)
+        for part in range(num_held):
+            scores = flat(loaded[part])
+            is_last = part == num_held - 1
+            following = range(part + 1, parts.num_parts if is_last else part + 2)
+            loaded += [parts.start_load(i) for i in following]
+            if part == 0:
+                highest = self.highest_of(scores, n_block, 0, highest)
+            total += softmax.exponentials(scores, (0, PART // 2), exact=False)
+            # NOTE: half a part early, so that the vote is under exponentials, not behind them
+            parts.wait_loads()
+            for i in following:
+                highest = self.highest_of(flat(loaded[i]), n_block, i, highest)
+            kept = softmax.holds(highest) if is_last else None
+            total += softmax.exponentials(scores, (PART // 2, PART), exact=False)
+            held.append(rounded(scores, dtype))
+        others = [flat(x) for x in loaded[num_held:]]
+        of_others = partial(softmax.exponentials, columns=(0, PART), exact=False)
+        softmax.sums[0] += keep(kept, held, others, total, of_others, store)
+        softmax.count_rounding(highest, dtype, kept, exact=False)
+        return kept
+
+    def highest_of(
+        self, scores: cute.Tensor, n_block: Int32, part: int, highest: Float32
+    ) -> Float32:
+        """The largest of `highest` and of part `part` of a row, whose scores are made final."""
+        row = cute.make_tensor(scores.iterator, cute.make_layout((1, PART)))
+        self.score_ops.apply(row, n_block, False, part * PART)
+        return row_max(scores, highest)
+
+
+@cute.jit
+def keep(
+    kept: Boolean,
+    held: list[cute.Tensor],
+    others: list[cute.Tensor],
+    total: Float32,
+    exponentials: cutlass.Constexpr,
+    store: cutlass.Constexpr[Store],
+) -> Float32:
+    """If `kept`, store a row, the parts `held` of P and `others`, which are still scores, and
+    return the sum of its exponentials, those held being `total`; else 0."""
+    found = Float32(0.0)
+    if kept:
+        for part in cutlass.range_constexpr(len(held)):
+            store(held[part], part)
+        found = total
+        for part in cutlass.range_constexpr(len(held), len(held) + len(others)):
+            scores = others[part - len(held)]
+            found += exponentials(scores)
+            store(rounded(scores, held[0].element_type), part)
+    return found

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from cutex.kernels.attention.forward.choose import Shape
 
 # by head dims of K and of V; where a block's MMAs take twice as long as its exponentials on MUFU,
-# neither FMA exponentials nor the optimistic mode are used: the simulator's clock predicts no gain
+# neither FMA exponentials nor tentative ones are used: the simulator's clock predicts no gain
 PAIR = {"pair": True, "dispatch": "static"}
-_BOUND_BY_MMA = {**PAIR, "q_tiles": 1, "by_fma": 0, "optimistic": False}
+_BOUND_BY_MMA = {**PAIR, "q_tiles": 1, "by_fma": 0, "tentative": False}
 _TILES: dict[tuple[int, int], dict[str, Any]] = {
     (64, 64): {"num_stages": 4},
     (96, 96): {"num_stages": 3},
-    (128, 128): {"by_fma": 3},
+    (128, 128): {"by_fma": 1},
     (192, 128): PAIR,
     (192, 192): {**_BOUND_BY_MMA, "num_stages": 3},
     (256, 256): _BOUND_BY_MMA,
@@ -31,8 +31,6 @@ def fill(config: Sm100Config, shape: Shape, arch: Arch) -> Sm100Config:
     """`config`, whose fields of `Computed` are set, with tiles and rings chosen for `shape` and
     `arch`."""
     config = replace(config, **_TILES.get((config.head_dim, config.head_dim_v), {}))
-    if config.banded and config.head_dim == 128:  # the edges keep the FMA units busy enough
-        config = replace(config, by_fma=2)
     if arch.exponentials > 16:  # MUFU has time to spare, beside 8192 FLOP a cycle
         config = replace(config, by_fma=0)
     if config.pair and (config.banded or config.ragged_q):

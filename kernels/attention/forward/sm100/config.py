@@ -26,8 +26,8 @@ class Sm100Config(Computed):
     o_slots: int = 4  # smem slots through which O is stored
     p_first: int = 96  # columns of P after which the second product starts; tile_n: all
     by_fma: int = 4  # of 16 exponentials, those on FMA units, in blocks without a mask
-    slack: float = 8.0  # powers of two before sums and outputs are scaled down
-    optimistic: bool = True  # blocks without a mask are not searched for a larger score
+    slack: float = 30.0  # powers of two before sums and outputs are scaled down; fp16: 15
+    tentative: bool = True  # exponentials of blocks without a mask do not wait for their maximum
     dispatch: str = "dynamic"  # how tiles are handed out: "one", "static", "dynamic", "clc"
     num_ctas: int = 148  # CTAs of a persistent grid
     l2_bytes: int = 105 * 2**20  # bytes that the heads in work at one time should fit into
@@ -35,10 +35,10 @@ class Sm100Config(Computed):
     in_waves: ClassVar[bool] = False  # was not timed on a GPU
 
     @property
-    def may_fail(self) -> bool:
-        """Whether a tile may have to be computed again. Never with a user's functions, which might
-        leave a row a single key."""
-        return self.optimistic and not self.modified
+    def is_tentative(self) -> bool:
+        """Whether blocks without a mask are taken with the reference of those before, until that
+        does not hold. Not with a user's functions, which are long enough to be written once."""
+        return self.tentative and not self.modified
 
     @property
     def ctas(self) -> int:

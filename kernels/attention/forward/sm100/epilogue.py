@@ -18,7 +18,7 @@ from cutex.device.pipeline import PipelineState
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.forward.sm100.config import O_PART, Sm100Config
 from cutex.kernels.attention.forward.sm100.tiles import Shared
-from cutex.kernels.attention.work_ring import END, SAFE
+from cutex.kernels.attention.work_ring import END
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,6 @@ class Epilogue:
         while mode != END:
             work = tiles.work(take.slot)
             seq_q, seqlen_k = tiles.lengths(take.slot)
-            if mode == SAFE and cute.arch.warp_idx() == 0:
-                # NOTE: the tile has been stored before; this store must complete after that one
-                cute.arch.cp_async_bulk_wait_group(0)
-            trusted = mode == SAFE
-            well = Boolean(True)
             for t in cutlass.range(c.q_tiles, unroll=1):
                 shared.barriers.scaled.wait(take.phase, t * c.work_slots + take.slot)
                 factor = shared.factors[cute.arch.thread_idx()[0], t, take.slot]
@@ -55,8 +50,8 @@ class Epilogue:
                 fence_after_sync()
                 _, count = shared.blocks(work, t, seq_q.length, seqlen_k)
                 stores = self.stores(work, seq_q, t)
-                well = self.store(stores, t, factor, count > 0, well)
-            tiles.release(take, trusted | well)
+                self.store(stores, t, factor, count > 0)
+            tiles.q.release(take)
             turn.advance()
             take.advance()
             tiles.q.wait_full(take)
@@ -64,16 +59,8 @@ class Epilogue:
         drain_stores()
 
     @cute.jit
-    def store(
-        self,
-        stores: TileStores,
-        t: Int32,
-        factor: Float32,
-        any_keys: Boolean,
-        well: Boolean,
-    ) -> Boolean:
-        """Scale and store O of one Q tile. Return `well` if this thread's row is finite, else
-        False."""
+    def store(self, stores: TileStores, t: Int32, factor: Float32, any_keys: Boolean) -> None:
+        """Scale and store O of one Q tile."""
         parts = self.parts(t)
         for part in cutlass.range_constexpr(parts.num_parts):
             values = cute.make_rmem_tensor(parts.tTR_cAcc.shape, Float32)
@@ -81,16 +68,12 @@ class Epilogue:
             if any_keys:
                 parts.start_load_into(values, part)
                 parts.wait_loads()
-                if cutlass.const_expr(part == 0):
-                    # NOTE: 0 times infinity; P that overflowed makes all columns infinite
-                    well = well & (values[0] * 0.0 == 0.0)
                 for i in cutlass.range_constexpr(cute.size(values)):
                     values[i] *= factor
             if cutlass.const_expr(part == parts.num_parts - 1):
                 fence_before_sync()
                 self.shared.signal(self.shared.barriers.o_empty, t)
             parts.store(values, stores, part, part)
-        return well
 
     @cute.jit
     def parts(self, t: Int32) -> SubTiles:

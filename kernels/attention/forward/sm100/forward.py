@@ -8,14 +8,12 @@ into rows, of one sequence. This file holds the kernel: its memory, and which wa
     softmax.py   S to P, of each Q tile by four warps, one row per thread
     epilogue.py  O to memory, under the next tile
     tiles.py     barriers, and the state that the roles share
-    ../vote.py   a pair agrees which tiles to compute again
 
 A source gives the next tile (schedulers/dispatch.py).
 
-- Only blocks that the band cuts are masked, and in those that it does not cut no larger score is
-  looked for: the softmax is then a multiply-add, an exponential and a rounding, column by column,
-  and only the tensor core writes O. A tile whose sums overflow that way is computed again.
-- So no warpgroup is needed that scales O after every block; where a reference moves, which a slack
+- Only blocks that the band cuts are masked; of the others no column waits for the maximum of its
+  row, as long as that does not exceed the row's reference by far.
+- No warpgroup is needed that scales O after every block; where a reference moves, which a slack
   makes rare, the softmax warps scale their rows of O themselves.
 - A share of the exponentials is computed on FMA units (row_softmax.py).
 """
@@ -44,7 +42,6 @@ from cutex.kernels.attention.forward.sm100.softmax import SoftmaxRole
 from cutex.kernels.attention.forward.sm100.tiles import Barriers, Shared, TileRing
 from cutex.kernels.attention.order import AttentionOrder, grid
 from cutex.kernels.attention.signature import Passed, Sizes, arguments
-from cutex.kernels.attention.vote import Vote
 from cutex.schedulers.clc import LaunchControl
 from cutex.schedulers.counter import Counter
 from cutex.schedulers.dispatch import Source
@@ -191,12 +188,10 @@ class Forward:
         work = TileRing.allocate(smem, c.work_slots, 0, roles.mma.end)
         barriers = Barriers.allocate(smem, c)
         source = self.source(smem, passed)
-        vote = Vote.allocate(smem) if c.pair and c.may_fail else None
         tmem = Tmem.allocate(smem, columns=c.columns, pair=c.pair)
         if warp == roles.mma.first:
             tmem.acquire()
-        cast = () if vote is None else (vote.cast,)
-        shared_barriers = (work.q, *barriers.all, *source.barriers, *cast)
+        shared_barriers = (work.q, *barriers.all, *source.barriers)
         publish_barriers(shared_barriers, cluster=c.pair, with_data=True)
         pointer = tmem.pointer()
         info = BlockInfo(c.mma_rows, c.tile_n, passed.band(c.causal), c.pack)
@@ -208,7 +203,7 @@ class Forward:
                 self.mma(shared)
             elif warp == roles.load.first:
                 order = AttentionOrder.of(c, sizes)
-                Load(c, q, k, v, order, source, vote).run(shared)
+                Load(c, q, k, v, order, source).run(shared)
         elif warp < roles.epilogue.end:
             cute.arch.setmaxregister_decrease(roles.registers.epilogue)
             Epilogue(shared, o).run()

@@ -48,7 +48,7 @@ class Sm100LadderConfig(LadderConfig):
             q_tiles=self.q_tiles,
             num_stages=self.num_stages,
             num_ctas=self.num_ctas or Sm100Config.num_ctas,
-            optimistic=False,
+            tentative=False,
             p_first=self.tile_n,
             by_fma=0,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Boolean, Int32, cute
+from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
 from cutex.device.attention.rows import Rows, tile_loads
@@ -18,8 +18,7 @@ from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.forward.sm100.config import Sm100Config
 from cutex.kernels.attention.forward.sm100.tiles import Shared
 from cutex.kernels.attention.order import AttentionOrder
-from cutex.kernels.attention.vote import Vote
-from cutex.kernels.attention.work_ring import NORMAL, SAFE
+from cutex.kernels.attention.work_ring import NORMAL
 from cutex.schedulers.dispatch import Source
 
 Fills = tuple[PipelineState, PipelineState, PipelineState]  # states in the rings of Q, K and V
@@ -33,16 +32,11 @@ class Load:
     v: cpasync.TmaInfo
     order: AttentionOrder
     source: Source
-    vote: Vote | None  # of a pair, where a tile may fail
 
     @cute.jit
     def run(self, shared: Shared) -> None:
-        """Announce and load tile after tile.
-
-        When a slot of the tiles' ring comes back, its result is checked: a tile that failed is
-        announced again in safe mode, before any other. When no tile is left, the remaining slots
-        are waited for in turn.
-        """
+        """Announce and load tile after tile; when none is left, wait for the roles to be done with
+        all, and say so."""
         c, tiles = self.config, shared.work
         for operand in (self.q, self.k, self.v):
             cpasync.prefetch_descriptor(operand.atom)
@@ -53,34 +47,21 @@ class Load:
             b.k.producer(),
             b.v.producer(),
         )
-        tiles.clear()
-        turn, votes = self.source.first(), Vote.first()
-        looked_at = Int32(0)  # slots checked and valid since the last tile was announced
-        while turn.index < self.order.total or looked_at < c.work_slots:
-            back = PipelineState(c.work_slots, fill.slot, fill.phase)
-            back.skip(looked_at)
-            tiles.q.empty.wait(back.phase, back.slot)
-            failed = tiles.take_back(back.slot)
-            failed, votes = self.agree(failed, votes)
-            if failed or turn.index < self.order.total:
-                work, mode = tiles.work(back.slot), Int32(SAFE)
-                if not failed:
-                    work = self.order.tile(turn.index)
-                    mode = Int32(NORMAL)
-                seq_q, seq_k = shared.lengths(work.batch)
-                looked_at = Int32(0)
-                if work.m * c.tile_m < seq_q.length * c.pack:
-                    tiles.announce(fill, mode, work, seq_q, seq_k)
-                    fill.advance()
-                    q_fill, k_fill, v_fill = self.load_tile(
-                        shared, work, (seq_q, seq_k), (q_fill, k_fill, v_fill)
-                    )
-                if not failed:
-                    # ask only after these loads are issued: a CTA that is late gets fewer tiles
-                    asked = self.source.ask(turn)
-                    turn = self.source.next(turn, asked, self.order.total)
-            else:
-                looked_at += 1
+        turn = self.source.first()
+        while turn.index < self.order.total:
+            work = self.order.tile(turn.index)
+            seq_q, seq_k = shared.lengths(work.batch)
+            if work.m * c.tile_m < seq_q.length * c.pack:
+                tiles.q.empty.wait(fill.phase, fill.slot)
+                tiles.announce(fill, Int32(NORMAL), work, seq_q, seq_k)
+                fill.advance()
+                q_fill, k_fill, v_fill = self.load_tile(
+                    shared, work, (seq_q, seq_k), (q_fill, k_fill, v_fill)
+                )
+            # ask only after these loads are issued: a CTA that is late gets fewer tiles
+            asked = self.source.ask(turn)
+            turn = self.source.next(turn, asked, self.order.total)
+        tiles.q.drain(fill)
         tiles.end(fill)
         if cutlass.const_expr(c.pair):
             # NOTE: the peer's MMA may still arrive here, so this CTA must not have exited
@@ -90,14 +71,6 @@ class Load:
                     state.advance()
             for t in cutlass.range_constexpr(c.q_tiles):
                 b.q.empty.wait(q_fill.phase, t)
-
-    def agree(self, failed: Boolean, votes: PipelineState) -> tuple[Boolean, PipelineState]:
-        """Whether a tile failed in this CTA or in the other one of its pair, and the state of the
-        next vote."""
-        if self.vote is not None:
-            failed = self.vote.either(failed, votes)
-            votes.advance()
-        return failed, votes
 
     @cute.jit
     def load_tile(

@@ -99,7 +99,7 @@ class Mma:
         while mode != END:
             seq_q, seqlen_k = tiles.lengths(take.slot)
             _, total, spans = shared.spans(tiles.work(take.slot), seq_q.length, seqlen_k)
-            tiles.release(take, Boolean(True))
+            tiles.q.release(take)
             for i in cutlass.range(total + 1, unroll=1):
                 for t in cutlass.range_constexpr(self.config.q_tiles):
                     if cutlass.const_expr(self.config.q_tiles == 1):
@@ -209,7 +209,7 @@ def follow(shared: Shared) -> None:
     tiles.q.wait_full(take)
     mode = tiles.mode(take.slot)
     while mode != END:
-        tiles.release(take, Boolean(True))
+        tiles.q.release(take)
         take.advance()
         tiles.q.wait_full(take)
         mode = tiles.mode(take.slot)

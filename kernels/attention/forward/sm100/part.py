@@ -20,8 +20,11 @@ class Probabilities(Protocol):
     def tCrA(self) -> cute.Tensor:
         """Operand A of the second product, (MMA, MMA_M, MMA_K)."""
 
-    def store(self, scores: cute.Tensor, part: cutlass.Constexpr[int]) -> None:
-        """Round part `part` of this thread's row of `scores`, and store it."""
+    @property
+    def dtype(self) -> type[cutlass.Numeric]: ...
+
+    def store(self, probabilities: cute.Tensor, part: cutlass.Constexpr[int]) -> None:
+        """Store part `part` of this thread's row, (PART)."""
 
     def fence(self) -> None:
         """Fence the stores, before the barrier after which the MMA reads them."""

@@ -2,14 +2,18 @@
 
     S[n] -> registers -> exponentials -> 16 bits -> P[n], over S, 32 columns at a time
 
-Where no larger score is looked for, the columns of a row need not wait for each other: the first
-part of P is written before the last of S is read. Where references do move, by more than `slack`
-powers of two, these warps scale their rows of O themselves, which is too rare to deserve a role.
+A block without a mask is taken tentatively: exponentials with the reference of the blocks before,
+while the maximum is searched under them, so that S is read only once. Where a row of the warp
+exceeds its reference by more than `slack` powers of two, which S, not yet overwritten, shows in
+time, the block is taken again as one with a mask is, the maximum first; and so are those after it,
+until one raises no reference. References move so seldom that these warps scale their rows of O
+themselves.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
@@ -20,15 +24,50 @@ from cutex.device.attention.mask import Mask
 from cutex.device.attention.row_softmax import RowSoftmax
 from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.seqlen_info import SeqlenInfo
-from cutex.device.attention.tmem_rows import PART, ScoreRow, rounded, scale_columns, store_columns
+from cutex.device.attention.tmem_rows import PART, ScoreRow, scale_columns, store_columns
 from cutex.device.pipeline import PipelineState
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.forward.sm100.config import Sm100Config
 from cutex.kernels.attention.forward.sm100.tiles import Shared
-from cutex.kernels.attention.work_ring import END, SAFE
+from cutex.kernels.attention.work_ring import END
 
-State = tuple[Int32, Int32]  # blocks of this tile so far; parities, see `wait_scores`
 ALL_BLOCKS = 0b100
+
+
+class Backoff(NamedTuple):
+    """When a warp may take a block tentatively: after one whose maximum came first and raised no
+    reference, and later after each that was taken in vain, which costs as much as several others.
+
+    NOTE: it outlives the tile, because a head with wild scores stays wild.
+    """
+
+    calm: Int32  # blocks since one raised a reference, less those to wait for
+    failures: Int32  # blocks taken in vain
+
+    @staticmethod
+    def start() -> Backoff:
+        return Backoff(Int32(1), Int32(0))
+
+    @property
+    def is_over(self) -> Boolean:
+        return self.calm > 0
+
+    def of_next_tile(self) -> Backoff:
+        return Backoff(self.calm, self.failures // 2)
+
+    def after_search(self, raised: Boolean) -> Backoff:
+        calm = cutlass.select_(raised, cutlass.min(self.calm, 0), self.calm + 1)
+        return Backoff(calm, self.failures)
+
+    def after_failure(self) -> Backoff:
+        failures = cutlass.min(self.failures + 1, 3)
+        return Backoff(1 - failures * failures, failures)
+
+
+class State(NamedTuple):
+    done: Int32  # blocks of this tile so far
+    parities: Int32  # see `wait_scores`
+    backoff: Backoff
 
 
 @dataclass(frozen=True)
@@ -46,20 +85,14 @@ class RowLoop:
     def config(self) -> Sm100Config:
         return self.shared.config
 
-    @property
-    def optimistic(self) -> bool:
-        return self.config.may_fail
-
-    @property
-    def row(self) -> ScoreRow:
-        return ScoreRow(self.shared.tmem, self.config.tile_n, self.softmax, self.score_ops)
+    def row(self, by_fma: int = 0) -> ScoreRow:
+        softmax = self.softmax.partly_by_fma(by_fma)
+        return ScoreRow(self.shared.tmem, self.config.tile_n, softmax, self.score_ops)
 
     @cute.jit
-    def run(self, blocks: Blocks, state: State, safe: Boolean) -> State:
+    def run(self, blocks: Blocks, state: State) -> State:
         """Compute P of all blocks, of which there is at least one, from the last one down."""
         band = self.score_ops.mask.band
-        self.softmax.reference[0] = -Float32.inf
-        self.softmax.sums[0] = Float32(0.0)
         n_block = blocks.end - 1
         cut = Int32(1)  # blocks to mask first; the end of the keys may be in the last one
         if cutlass.const_expr(band.hi is not None):
@@ -67,59 +100,59 @@ class RowLoop:
         clean_first = blocks.first
         if cutlass.const_expr(band.lo is not None):
             clean_first = cutlass.min(blocks.clean_first, blocks.end - cut)
-        clean = blocks.end - cut - clean_first
-        if cutlass.const_expr(self.optimistic):
-            # NOTE: with a band, a row may see no key before the first block that it sees whole
-            searched = clean if safe else cutlass.min(clean, 1 if band.hi is not None else 0)
-            state = self.steps(n_block, cut + searched, state, "searched", cut)
-            n_block -= cut + searched
-            clean -= searched
-            state = self.steps(n_block, clean, state, "add")
-        else:
-            state = self.steps(n_block, cut, state, "masked")
-            n_block -= cut
-            state = self.steps(n_block, clean, state, "clean")
-        n_block -= clean
+        while n_block >= clean_first:
+            is_tentative = Boolean(False)
+            while (n_block >= clean_first) & ~is_tentative:
+                masked = n_block >= blocks.end - cut
+                state, tame = self.searched(n_block, state, masked)
+                n_block -= 1
+                is_tentative = tame & (n_block < blocks.end - cut)
+            if cutlass.const_expr(self.config.is_tentative):
+                while (n_block >= clean_first) & is_tentative:
+                    state, is_tentative = self.tentative(n_block, state)
+                    n_block -= Int32(is_tentative)
         if cutlass.const_expr(band.lo is not None):
-            state = self.steps(n_block, n_block + 1 - blocks.first, state, "masked")
+            for i in cutlass.range(n_block + 1 - blocks.first, unroll=1):
+                state, _ = self.searched(n_block - i, state, True)
         return state
 
     @cute.jit
-    def steps(
-        self,
-        n_block: Int32,
-        count: Int32,
-        state: State,
-        kind: cutlass.Constexpr[str],
-        cut: Int32 | int = 0,
-    ) -> State:
-        """Run `count` steps from `n_block` down; the first `cut` of "searched" blocks are
-        masked."""
-        done, parities = state
-        for i in cutlass.range(count, unroll=1):
-            masked = kind == "masked"
-            if cutlass.const_expr(kind == "searched"):
-                masked = i < cut
-            done, parities = self.step(n_block - i, (done, parities), kind, masked)
-        return done, parities
+    def searched(
+        self, n_block: Int32, state: State, masked: Boolean | bool
+    ) -> tuple[State, Boolean]:
+        """Compute P of one block, its maximum first. Return the state, and whether the next block
+        may be taken tentatively."""
+        c = self.config
+        buffer, (done, parities, backoff) = self.wait_scores(state)
+        column, row = buffer * c.tile_n, self.row(c.by_fma)
+        found = row.search(column, n_block, masked)
+        raised = self.softmax.raise_reference(found[0], self.factors)
+        raised = raised & (done > 1)  # the first block's product does not add to O
+        if raised:
+            self.scale_output(parities)
+        row.exponentials(column, found, self.dtype, lambda p, part: self.store(buffer, p, part))
+        tame = Boolean(False)
+        if cutlass.const_expr(c.is_tentative):
+            backoff = backoff.after_search(raised)
+            tame = self.softmax.is_tame() & backoff.is_over
+        return State(done, parities, backoff), tame
 
     @cute.jit
-    def step(
-        self, n_block: Int32, state: State, kind: cutlass.Constexpr[str], masked: Boolean | bool
-    ) -> State:
-        """Compute P of one block.
-
-        kind: "masked"; "clean", without a mask; "searched", with a mask if `masked`; or "add",
-        without a mask and without looking for a larger score.
-        """
-        buffer, state = self.wait_scores(state)
-        if cutlass.const_expr(kind != "add"):
-            highest = self.row.search(buffer * self.config.tile_n, n_block, masked)
-            rescale = self.softmax.raise_references([highest], self.factors)
-            if rescale & (state[0] > 1):  # the first block's product does not add to O
-                self.scale_output(state)
-        self.exponentials(buffer, n_block, kind)
-        return state
+    def tentative(self, n_block: Int32, state: State) -> tuple[State, Boolean]:
+        """Compute P of one block without a mask with the present references. Return the state, and
+        whether they held; if not, nothing has changed."""
+        c = self.config
+        buffer, after = self.wait_scores(state)
+        kept = self.row(c.by_fma).tentative(
+            buffer * c.tile_n, n_block, c.p_first // PART, self.dtype,
+            lambda p, part: self.store(buffer, p, part),
+        )  # fmt: skip
+        done, parities, backoff = state
+        if kept:
+            done, parities, backoff = after
+        else:
+            backoff = backoff.after_failure()
+        return State(done, parities, backoff), kept
 
     @cute.jit
     def wait_scores(self, state: State) -> tuple[Int32, State]:
@@ -127,32 +160,20 @@ class RowLoop:
 
         Parities are those of S, one bit per buffer, and above them that of all blocks so far.
         """
-        done, parities = state
+        done, parities, backoff = state
         buffer = self.tile if self.config.q_tiles > 1 else done & 1
         self.shared.barriers.s_full.wait((parities >> buffer) & 1, buffer)
         fence_after_sync()
-        return buffer, (done + 1, parities ^ (1 << buffer) ^ ALL_BLOCKS)
+        return buffer, State(done + 1, parities ^ (1 << buffer) ^ ALL_BLOCKS, backoff)
 
     @cute.jit
-    def exponentials(self, buffer: Int32, n_block: Int32, kind: cutlass.Constexpr[str]) -> None:
-        """Turn S into P. FMA units are used only where nothing is masked, and not in a tile that is
-        computed again because it overflowed or has a NaN."""
-        c = self.config
-        fast = kind == ("add" if c.may_fail else "clean") and not c.modified
-        self.row.exponentials(
-            buffer * c.tile_n,
-            n_block,
-            kind != "add",
-            c.by_fma if fast else 0,
-            lambda scores, part: self.store(buffer, scores, part),
-        )
-
-    @cute.jit
-    def store(self, buffer: Int32, scores: cute.Tensor, part: cutlass.Constexpr[int]) -> None:
-        """Store a part of a row over S, and signal MMA when the columns that it waits for are
-        complete."""
+    def store(
+        self, buffer: Int32, probabilities: cute.Tensor, part: cutlass.Constexpr[int]
+    ) -> None:
+        """Store a part of a row, (PART), over S, and signal MMA when the columns that it waits for
+        are complete."""
         c, b = self.config, self.shared.barriers
-        words = cute.recast_tensor(rounded(scores, self.dtype), Float32)
+        words = cute.recast_tensor(probabilities, Float32)
         column = buffer * c.tile_n + part * cute.size(words)
         store_columns(self.shared.tmem, column, words)
         done = (part + 1) * PART
@@ -162,7 +183,7 @@ class RowLoop:
             self.shared.signal(b.p_first if done == c.p_first else b.p_rest, buffer)
 
     @cute.jit
-    def scale_output(self, state: State) -> None:
+    def scale_output(self, parities: Int32) -> None:
         """Multiply this thread's row of O by its factor.
 
         NOTE: with two Q tiles, QK of a block is started after PV of the one before, so when its
@@ -170,7 +191,6 @@ class RowLoop:
         """
         c = self.config
         if cutlass.const_expr(c.q_tiles == 1):
-            _, parities = state
             self.shared.barriers.pv_done.wait(cutlass.min(parities & ALL_BLOCKS, 1))
             fence_after_sync()
         column = c.o_column + self.tile * c.head_dim_v
@@ -192,14 +212,15 @@ class SoftmaxRole:
     def run(self) -> None:
         tiles = self.shared.work
         take = tiles.q.consumer()
-        parities = Int32(0)
+        parities, backoff = Int32(0), Backoff.start()
         tiles.q.wait_full(take)
         mode = tiles.mode(take.slot)
         while mode != END:
             work = tiles.work(take.slot)
             seq_q, seqlen_k = tiles.lengths(take.slot)
-            parities, trusted = self.tile_rows(work, seq_q, seqlen_k, take, mode == SAFE, parities)
-            tiles.release(take, trusted)
+            state = State(Int32(0), parities, backoff.of_next_tile())
+            _, parities, backoff = self.tile_rows(work, seq_q, seqlen_k, take, state)
+            tiles.q.release(take)
             take.advance()
             tiles.q.wait_full(take)
             mode = tiles.mode(take.slot)
@@ -211,33 +232,25 @@ class SoftmaxRole:
         seq_q: SeqlenInfo,
         seqlen_k: Int32,
         take: PipelineState,
-        safe: Boolean,
-        parities: Int32,
-    ) -> tuple[Int32, Boolean]:
-        """Compute P of all blocks of a tile, then write the row's factor and LSE. Return the
-        parities, and whether the row's sum is in the range where the first blocks' reference is
-        valid."""
+        state: State,
+    ) -> State:
+        """Compute P of all blocks of a tile, then write the row's factor and LSE. Return the state
+        after."""
         c, shared = self.config, self.shared
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % LANES
         blocks, count = shared.blocks(work, self.tile, seq_q.length, seqlen_k)
         row = shared.row_block(work, self.tile) * LANES + lane
         score_ops = self.score_ops(work, row, seq_q.length, seqlen_k)
-        softmax = RowSoftmax.start(score_ops.scale_log2(), self.slack)
+        softmax = RowSoftmax.start(score_ops.unit(), *self.range)
         factors = cute.make_rmem_tensor(cute.make_layout(1), Float32)
         lse = cute.make_rmem_tensor(cute.make_layout(1), Float32)
-        sinks = self.sinks(work, row)
-        trusted = Boolean(True)
         if count > 0:
             loop = RowLoop(
                 shared, self.tile, softmax, score_ops, factors, shared.sQ.element_type
             )  # fmt: skip
-            _, parities = loop.run(blocks, (Int32(0), parities), safe)
-            trusted = softmax.finish(sinks, factors, lse)
-            trusted = trusted & softmax.by_fma_is_exact() | safe
-        else:
-            factors[0] = Float32(0.0)
-            lse[0] = sinks[0] if len(sinks) > 0 else -Float32.inf
+            state = loop.run(blocks, state)
+        softmax.finish(self.sinks(work, row), factors, lse)
         into = shared.factors
         into[lane, self.tile, take.slot] = factors[0]
         cute.arch.sync_warp()
@@ -245,14 +258,16 @@ class SoftmaxRole:
             shared.barriers.scaled.arrive(self.tile * c.work_slots + take.slot)
         if cutlass.const_expr(c.lse):
             self.store_lse(lse[0], work, seq_q, row)
-        return parities, trusted
+        return state
 
     @property
-    def slack(self) -> float:
-        """The slack in powers of two; smaller for fp16, whose range ends at 2^16, which
-        `Softmax.add` should not reach either."""
-        c = self.config
-        return min(c.slack, 4.0) if self.shared.sQ.element_type is cutlass.Float16 else c.slack
+    def range(self) -> tuple[float, float, float]:
+        """The slack, the headroom and the margin: of bf16, whose exponents reach as far down as
+        up, half of the slack and all of it; fp16 ends at 2^15, and is coarse far below 1."""
+        slack = self.config.slack
+        if self.shared.sQ.element_type is cutlass.Float16:
+            return min(slack, 15.0), 0.0, 0.0
+        return slack, slack / 2, slack
 
     def score_ops(self, work: WorkTile, row: Int32, seqlen_q: Int32, seqlen_k: Int32) -> ScoreOps:
         c, passed = self.config, self.shared.passed

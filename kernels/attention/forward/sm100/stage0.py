@@ -33,7 +33,6 @@ from cutex.device.attention.block_info import Blocks
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.row_softmax import RowSoftmax
 from cutex.device.attention.scores import ScoreOps
-from cutex.device.attention.softmax import LOG2_E
 from cutex.device.attention.tmem_rows import PART, ScoreRow, columns_of, rounded, scale_columns
 from cutex.device.pipeline import Barrier, Ring, publish_barriers
 from cutex.device.work_tile import WorkTile
@@ -54,13 +53,16 @@ class SmemP(NamedTuple):
     sP: cute.Tensor  # (128, bN)
     tCrA: cute.Tensor  # (MMA, MMA_M, MMA_K) descriptors
 
+    @property
+    def dtype(self) -> type[cutlass.Numeric]:
+        return self.sP.element_type
+
     @cute.jit
-    def store(self, scores: cute.Tensor, part: cutlass.Constexpr[int]) -> None:
-        """Round part `part` of this thread's row of `scores`, and store it."""
+    def store(self, probabilities: cute.Tensor, part: cutlass.Constexpr[int]) -> None:
+        """Store part `part` of this thread's row, (PART)."""
         thread, _, _ = cute.arch.thread_idx()
         row = self.sP[thread % LANES, None]
-        x = rounded(scores, self.sP.element_type)
-        cute.autovec_copy(x, cute.local_tile(row, (PART,), (part,)))
+        cute.autovec_copy(probabilities, cute.local_tile(row, (PART,), (part,)))
 
     def fence(self) -> None:
         """Fence the stores, before the barrier after which the MMA reads them."""
@@ -169,9 +171,7 @@ class Stage0(Attention):
         lengths = operands.seqlen_q, operands.seqlen_k
         mask = Mask(self.band, c.tile_n, *lengths, (self.query(tile, t),))
         ops = ScoreOps(mask, scale, None, None, None, tile.batch, (tile.head,))
-        softmax = RowSoftmax.start(scale * LOG2_E, self.slack)
-        softmax.reference[0] = -Float32.inf
-        softmax.sums[0] = Float32(0.0)
+        softmax = RowSoftmax.start(scale, self.slack)
         acc_s, acc_o = qk_mma.accumulator(tmem), pv_mma.accumulator(tmem)
         return Part(
             UmmaProduct(qk_mma, tSrQ, qk_mma.b_slots(slots.sK), acc_s),
@@ -241,11 +241,11 @@ class Stage0(Attention):
         kind: "masked", or "clean" where no score is to be left out.
         """
         row = part.row
-        highest = row.search(part.s_column, n_block, kind == "masked")
-        moved = row.softmax.raise_references([highest], part.factors)
+        found = row.search(part.s_column, n_block, kind == "masked")
+        moved = row.softmax.raise_reference(found[0], part.factors)
         if moved and not is_first:
             scale_columns(row.tmem, part.o_column, self.config.head_dim, part.factors[0])
-        row.exponentials(part.s_column, n_block, True, 0, part.p.store)
+        row.exponentials(part.s_column, found, part.p.dtype, part.p.store)
 
     # ---- out
 

@@ -20,7 +20,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.memory import SmemAllocator
 
 from cutex.device.atoms.umma import Umma
-from cutex.device.attention.tmem_rows import rounded, store_columns
+from cutex.device.attention.tmem_rows import store_columns
 from cutex.kernels.attention.forward.sm100.stage0 import Stage0
 
 
@@ -32,10 +32,14 @@ class TmemP:
     column: Int32 | int
     tCrA: cute.Tensor  # (MMA, MMA_M, MMA_K)
 
+    @property
+    def dtype(self) -> type[cutlass.Numeric]:
+        return self.tCrA.element_type
+
     @cute.jit
-    def store(self, scores: cute.Tensor, part: cutlass.Constexpr[int]) -> None:
-        """Round part `part` of this thread's row of `scores`, and store it."""
-        words = cute.recast_tensor(rounded(scores, self.tCrA.element_type), Float32)
+    def store(self, probabilities: cute.Tensor, part: cutlass.Constexpr[int]) -> None:
+        """Store part `part` of this thread's row, (PART)."""
+        words = cute.recast_tensor(probabilities, Float32)
         store_columns(self.tmem, self.column + part * cute.size(words), words)
 
     def fence(self) -> None:

@@ -1,15 +1,15 @@
-"""Stage 7: no maximum, so that a row is one stream.
+"""Stage 7: exponentials do not wait for the maximum, so that a row is one stream.
 
-Idea: where references need not be maxima, the maxima need not be computed either. The first blocks
-set the references, blocks without a mask keep them, and the sums show at the end whether a row
-overflowed; such a tile is computed again, with maxima (as in Hopper's stage 8). Then no column
-waits for another: the first 32 become probabilities while the next are loaded, S is read only once,
-and PV starts when three quarters of P are complete, while the rest is still S.
+Idea: where references need not be maxima, they need not be known first either. A block without a
+mask is taken with the reference of those before, and its maximum is searched beside the
+exponentials; P is held back, in registers, until the last scores are seen. If a row then exceeds
+its reference by too much, S is still whole, and the block is taken again, the maximum first. Else
+no column has waited for another: S is read only once, and PV starts when three quarters of P are
+complete, while the rest is still S.
 
-Changed since stage 6: `optimistic` and `p_first` (softmax.py: kind "add").
+Changed since stage 6: `tentative` and `p_first` (softmax.py).
 
-The clean step has 2.7 instructions for each score instead of 3.5, and from S to the first P it is a
-quarter of a row instead of two whole ones.
+From S to the first P it is one pass over a row instead of two.
 """
 
 from __future__ import annotations
@@ -28,4 +28,4 @@ class Stage7(Stage6):
 
     def cut(self, config: Sm100LadderConfig) -> Sm100Config:
         before = super().cut(config)
-        return replace(before, optimistic=True, p_first=config.tile_n * 3 // 4)
+        return replace(before, tentative=True, p_first=config.tile_n * 3 // 4)
