@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from attention_gradients import definition, wide
 from attention_stand_in import StandIn, flash_on_cpu
 from flash_attn_calls import SMALL, call
 from torch.nn import functional as F
@@ -34,25 +35,43 @@ GRADIENTS = {
 }
 
 
+@pytest.mark.parametrize("of_lse", [False, True], ids=["out", "out and lse"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", GRADIENTS)
-def test_gradients_are_those_of_the_definition(stand_in, name, compiled):
+def test_gradients_are_those_of_the_definition(stand_in, name, compiled, of_lse):
     problem = replace(SMALL, dtype="fp16", **GRADIENTS[name])
     inputs = problem.inputs()
     leaves = [x.clone().requires_grad_() for x in (*inputs[:3], inputs.sink) if x is not None]
     sink = leaves[3] if problem.sink else None
     mine = inputs._replace(q=leaves[0], k=leaves[1], v=leaves[2], sink=sink)
     function = torch.compile(call, backend="aot_eager") if compiled else call
+    exact = wide(inputs)
+    want = definition(problem, exact)[: 1 + of_lse]
     with flash_on_cpu():
-        out, _ = function(problem, mine)
-        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).half()
-        out.backward(grad)
+        found = function(problem, mine)[: 1 + of_lse]
+        g = torch.Generator().manual_seed(1)
+        grads = [torch.randn(x.shape, generator=g).to(x.dtype) for x in found]
+        torch.autograd.backward(found, grads)
     torch._dynamo.reset()
-    wide = [x.detach().double().requires_grad_() for x in leaves]
-    want = definition(problem, *wide)
-    want.backward(grad.double())
-    for x, y in zip(leaves, wide, strict=True):
+    torch.autograd.backward(want, [x.double() for x in grads])
+    names = ("q", "k", "v", "sink")
+    for x, name in zip(leaves, names, strict=False):
+        want_grad = getattr(exact, name).grad
+        torch.testing.assert_close(x.grad.double(), want_grad, rtol=0.02, atol=0.01)
+
+
+def test_a_gradient_of_lse_alone(stand_in):
+    """As where parts of attention are merged, and only one part's LSE counts."""
+    problem = replace(SMALL, dtype="fp16")
+    inputs = problem.inputs()
+    mine, exact = [inputs[i].clone().requires_grad_() for i in range(3)], wide(inputs)
+    with flash_on_cpu():
+        _, lse = cutex.flash_attn_func(*mine, return_lse=True)
+        lse.sum().backward()
+    definition(problem, exact)[1].sum().backward()
+    for x, y in zip(mine, exact[:2], strict=False):
         torch.testing.assert_close(x.grad.double(), y.grad, rtol=0.02, atol=0.01)
+    assert not mine[2].grad.any()  # LSE does not depend on v
 
 
 @pytest.mark.parametrize(
@@ -63,9 +82,9 @@ def test_gradients_of_views_that_torchs_backward_cannot_read(stand_in, views):
     q, k, v = (x.requires_grad_() for x in problem.inputs()[:3])
     with flash_on_cpu():
         cutex.flash_attn_func(q, k, v).square().sum().backward()
-    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    definition(problem, *wide).square().sum().backward()
-    for x, y in zip((q, k, v), wide, strict=True):
+    exact = wide(problem.inputs())
+    definition(problem, exact)[0].square().sum().backward()
+    for x, y in zip((q, k, v), exact[:3], strict=True):
         torch.testing.assert_close(x.grad.double(), y.grad, rtol=0.02, atol=0.02)
 
 
@@ -98,28 +117,6 @@ def test_gradients_without_sequences_are_zero(stand_in, ends, longest):
     assert not any(x.grad.any() for x in (q, k, v, sink))
 
 
-def definition(problem, q, k, v, sink=None):
-    """O in float64, by autograd's own operations."""
-    outs = []
-    group = problem.heads_q // problem.heads_kv
-    for s in problem.sequences:
-        a, b, c = (problem.rows(x, s, side) for x, side in ((q, "q"), (k, "k"), (v, "k")))
-        b, c = (x.repeat_interleave(group, 1) for x in (b, c))
-        scores = torch.einsum("qhd,khd->hqk", a, b) * problem.softmax_scale
-        offset = torch.arange(s.keys) - torch.arange(s.queries)[:, None] - (s.keys - s.queries)
-        lo, hi = problem.band
-        hidden = torch.zeros_like(offset, dtype=torch.bool)
-        hidden |= offset < lo if lo is not None else hidden
-        hidden |= offset > hi if hi is not None else hidden
-        scores = scores.masked_fill(hidden, -1e30)
-        if sink is not None:
-            column = sink[:, None, None].expand(*scores.shape[:2], 1)
-            scores = torch.cat((scores, column), -1)
-        p = scores.softmax(-1)[..., : s.keys].masked_fill(hidden, 0.0)
-        outs.append(torch.einsum("hqk,khd->qhd", p, c))
-    return torch.cat(outs) if problem.lengths_q is not None else torch.stack(outs)
-
-
 NO_GRADIENT = {
     "softcap=3.0, which torch's flash backward does not know": {"softcap": 3.0},
     "seqused_k, which torch's flash backward does not know": {"used_k": (3, 4)},
@@ -138,12 +135,20 @@ def test_where_there_is_no_gradient_it_says_so_at_once(stand_in, sentence):
         assert problem.check(inputs, *call(problem, mine)).ok
 
 
-def test_there_is_no_gradient_through_lse_nor_through_a_users_function(stand_in):
+def test_there_is_no_gradient_through_a_users_function(stand_in):
     q, k, v = (x.requires_grad_() for x in SMALL.inputs()[:3])
-    out, lse = cutex.flash_attn_func(q, k, v, return_lse=True)
-    assert out.requires_grad and not lse.requires_grad
     with pytest.raises(ValueError, match="score_mod cannot be given"):
         cutex.flash_attn_func(q, k, v, score_mod=lambda s, *_: s)
+
+
+def test_there_is_no_second_derivative(stand_in):
+    q, k, v = (x.requires_grad_() for x in SMALL.inputs()[:3])
+    with flash_on_cpu():
+        (dq,) = torch.autograd.grad(
+            cutex.flash_attn_func(q, k, v).float().sum(), q, create_graph=True
+        )
+        with pytest.raises(ValueError, match="attention has no second derivative"):
+            dq.float().sum().backward()
 
 
 def test_a_plan_changes_nothing_about_gradients(stand_in):

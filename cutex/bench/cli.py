@@ -28,7 +28,7 @@ from cutex.bench.run import (
 )
 from cutex.command import Parser, answered, refuse, writable
 from cutex.orders import MOST_JOBS, add_order
-from cutex.problem import Problem
+from cutex.problem import Problem, problem_class
 from cutex.problem.stage import AnyStage, ladders
 from cutex.results import Result, Timing, gbs
 from cutex.results.rate import rate
@@ -153,6 +153,8 @@ def main(kind: type[Problem], argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` of an operator, and return the exit code."""
     try:
         given = sys.argv[1:] if argv is None else argv
+        for option, op in kind.variants.items():
+            kind = problem_class(op) if option in given else kind
         args = parser(kind).parse_args(join_sizes(given, kind.size_options))
         if args.stage == "list":
             list_stages(kind, args.arch)

@@ -27,7 +27,7 @@ from cutex.cloud.replies import Ledger, Reply
 from cutex.command import INTERRUPTED, answered, print_nowhere, refuse
 from cutex.errors import Missing
 from cutex.problem import DEFAULT_OP, OPS, Problem, problem_class
-from cutex.problem.stage import AnyStage, ladders
+from cutex.problem.stage import AnyStage, ladders, stages
 from cutex.results import sweep as rows
 from cutex.results.recorder import try_folder
 
@@ -220,10 +220,13 @@ def _layers(args: argparse.Namespace, rental: Rental) -> Iterator[dict[str, Any]
 
 def _kinds(args: argparse.Namespace, rental: Rental) -> list[type[Problem]]:
     """The operators that `args` mean: the one named; else those whose sizes are given, or all that
-    have a ladder for the GPU."""
+    have a ladder for the GPU, with the stage if one is named."""
     if args.op in OPS:
         return [problem_class(args.op)]
     able = [kind for kind in kinds() if rental.arch in ladders(kind.op).archs]
+    there = {kind: {str(s.number) for s in stages(kind.op, rental.arch)} for kind in able}
+    named = any(args.stage in numbers for numbers in there.values())
+    able = [kind for kind in able if not named or args.stage in there[kind]]
     return [kind for kind in kinds() if kind.sizes_given(args)] or able
 
 

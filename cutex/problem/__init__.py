@@ -22,6 +22,9 @@ OPS = {
     "attention": Operator(
         "cutex.problem.attention:AttentionProblem", "cutex.kernels.attention.forward"
     ),
+    "attention_backward": Operator(
+        "cutex.problem.attention.backward:BackwardProblem", "cutex.kernels.attention.backward"
+    ),
 }
 DEFAULT_OP = next(iter(OPS))
 

@@ -106,6 +106,8 @@ class Problem(Computation):
     peers: ClassVar[Mapping[str, PeerKernel]]  # by name; ratios in reports are to the first
     # those that --op confirm of modal_app.py times beside the ladder; none: the first
     confirm_peers: ClassVar[tuple[str, ...]] = ()
+    # operators that an option of `python -m cutex.<op>` stands for instead, by option
+    variants: ClassVar[Mapping[str, str]] = {}
     data_steers: ClassVar[bool] = False  # whether a kernel's work depends on its data
     wave_tile: ClassVar[tuple[int, ...]]  # an SM's tile of the output in a large kernel's wave
 

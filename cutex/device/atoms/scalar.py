@@ -49,3 +49,14 @@ def low_bits(count: Int32, *, loc=None, ip=None) -> Int32:
     return Int32(
         llvm.inline_asm(T.i32(), [value], ptx, "=r,r", has_side_effects=False, loc=loc, ip=ip)
     )
+
+
+@dsl_user_op
+def pinned(word: Int32, *, loc=None, ip=None) -> Int32:
+    """`word`, computed where this is written: before the wgmma.fence that follows, say, which the
+    compiler would else move a conversion across."""
+    value = Int32(word).ir_value(loc=loc, ip=ip)
+    ptx = "mov.b32 $0, $1;"
+    return Int32(
+        llvm.inline_asm(T.i32(), [value], ptx, "=r,r", has_side_effects=True, loc=loc, ip=ip)
+    )

@@ -47,25 +47,16 @@ class Mask(NamedTuple):
             return n_block * self.tile_n + c
         return n_block * self.tile_n + 2 * self.quad + (8 * (c // 2) + c % 2)
 
+    @property
+    def has_begin(self) -> bool:
+        """Whether a row may see keys only from some key on."""
+        return self.band.lo is not None
+
     @cute.jit
     def apply(self, scores: cute.Tensor, n_block: Int32, column: int = 0) -> None:
         """Set the `scores` (rows, columns) that do not count to -inf; they are this thread's
         columns of block `n_block` from `column` on."""
-        first_key = n_block * self.tile_n + column
-        num_columns = cute.size(scores, mode=[1])
-        for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-            end, begin = self._bounds(r, first_key)
-            below = count_below(end, self.quad)
-            if cutlass.const_expr(self.band.lo is not None):
-                before = count_below(begin, self.quad)
-            for word in cutlass.range_constexpr((num_columns + WORD - 1) // WORD):
-                keep = low_bits(cutlass.max(below - word * WORD, 0))
-                if cutlass.const_expr(self.band.lo is not None):
-                    keep &= ~low_bits(cutlass.max(before - word * WORD, 0))
-                for bit in cutlass.range_constexpr(min(WORD, num_columns - word * WORD)):
-                    c = word * WORD + bit
-                    kept = (keep & (1 << bit)) != 0
-                    scores[r, c] = scores[r, c] if kept else -Float32.inf
+        hide(self, scores, n_block * self.tile_n + column)
 
     def _bounds(self, r: int, first_key: Int32) -> tuple[Int32, Int32]:
         """The keys that row r sees, as an (end, begin) pair relative to `first_key`."""
@@ -76,3 +67,58 @@ class Mask(NamedTuple):
         if self.band.lo is not None:
             begin = cutlass.max(shift + self.band.lo, 0)
         return end - first_key, begin - first_key
+
+
+class KeyMask(NamedTuple):
+    """The queries that may see the keys that are the rows of one thread, in a block of transposed
+    scores; its columns are tile_m queries."""
+
+    band: Band
+    tile_m: int
+    seqlen_q: Int32
+    seqlen_k: Int32
+    keys: tuple[Int32, ...]
+    quad: Int32 | None = None
+
+    @property
+    def has_begin(self) -> bool:
+        """Whether a key may be seen only from some query on."""
+        return self.band.hi is not None
+
+    @cute.jit
+    def apply(self, scores: cute.Tensor, m_block: Int32) -> None:
+        """Set the `scores` (rows, columns) of block `m_block` that do not count to -inf."""
+        hide(self, scores, m_block * self.tile_m)
+
+    def _bounds(self, r: int, first_query: Int32) -> tuple[Int32, Int32]:
+        """The queries that see the key of row r, as an (end, begin) pair relative to
+        `first_query`."""
+        key = self.keys[r]
+        shift = key - (self.seqlen_k - self.seqlen_q)
+        end, begin = self.seqlen_q, Int32(0)
+        if self.band.lo is not None:
+            end = cutlass.min(end, shift - self.band.lo + 1)
+        if self.band.hi is not None:
+            begin = cutlass.max(shift - self.band.hi, 0)
+        exists = cutlass.min(cutlass.max(self.seqlen_k - key, 0), 1)
+        return exists * (end - first_query), begin - first_query
+
+
+@cute.jit
+def hide(mask: Mask | KeyMask, scores: cute.Tensor, first: Int32) -> None:
+    """Set the `scores` (rows, columns) outside of the mask's bounds to -inf; `first` is the index
+    of column 0."""
+    num_columns = cute.size(scores, mode=[1])
+    for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+        end, begin = mask._bounds(r, first)
+        below = count_below(end, mask.quad)
+        if cutlass.const_expr(mask.has_begin):
+            before = count_below(begin, mask.quad)
+        for word in cutlass.range_constexpr((num_columns + WORD - 1) // WORD):
+            keep = low_bits(cutlass.max(below - word * WORD, 0))
+            if cutlass.const_expr(mask.has_begin):
+                keep &= ~low_bits(cutlass.max(before - word * WORD, 0))
+            for bit in cutlass.range_constexpr(min(WORD, num_columns - word * WORD)):
+                c = word * WORD + bit
+                kept = (keep & (1 << bit)) != 0
+                scores[r, c] = scores[r, c] if kept else -Float32.inf

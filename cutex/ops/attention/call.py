@@ -45,6 +45,7 @@ class AttentionCall:
     learnable_sink: Tensor | None = None
     score_mod: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None
+    deterministic: bool = False  # gradients have the same bits in every run
 
     @property
     def lengths(self) -> dict[str, Tensor]:
@@ -260,6 +261,8 @@ def _check_numbers(call: AttentionCall) -> None:
             raise TypeError(f"{name} must be a number, got {type(x).__name__}")
         if not isinstance(x, torch.SymFloat) and not -3e38 < x < 3e38:
             raise ValueError(f"{name}={x}: must be finite")
+    if not isinstance(call.deterministic, (bool, torch.SymBool)):
+        raise TypeError(f"deterministic must be True or False, got {call.deterministic!r}")
     if call.softmax_scale is not None and not call.softmax_scale > 0:
         raise ValueError(f"softmax_scale={call.softmax_scale}: must be positive")
     if call.softcap < 0:

@@ -37,6 +37,7 @@ def flash_attn_func(
     *,
     score_mod: Mod = None,
     mask_mod: Mod = None,
+    deterministic: bool = False,
     **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(mask(softmax_scale * q @ k.T)) @ v, as FlashAttention's function of this name.
@@ -56,18 +57,21 @@ def flash_attn_func(
         mask_mod: one of (batch, head, query, key) that returns whether the key is seen. @cute.jit
         if they branch. What they read besides is compiled in.
     others: arguments that only FlashAttention's functions have, with the value that changes nothing
-        (dropout_p, alibi_slopes, deterministic, num_splits, ..); also flash-attn 2's order.
+        (dropout_p, alibi_slopes, num_splits, ..); also flash-attn 2's order.
     return_lse: return (out, lse), lse (batch, heads, seqlen_q) float32, the natural logarithm of
         the sum of the exponentials of a row's scores, the sink's included.
+    deterministic: the gradients have the same bits in every run, as under
+        torch.use_deterministic_algorithms; out always has.
 
     Returns out (batch, seqlen_q, heads, head dim of v), contiguous. A row that sees no key is 0 and
-    has an lse of -inf, or of its sink. Differentiable in q, k, v and learnable_sink by torch's own
-    flash backward, except with softcap, score_mod or mask_mod; lse is not differentiable. Raises
+    has an lse of -inf, or of its sink. out and lse are differentiable in q, k, v and
+    learnable_sink, once, except with score_mod or mask_mod; with softcap on Hopper only, at head
+    dims 64, 96 and 128 (docs/attention-backward.md). Raises
     TypeError or ValueError, with one sentence that names the argument, for arguments that do not
     fit, and where there is no Hopper or Blackwell GPU.
     """
     if others or causal is None or causal.__class__ is float:
-        functions = {"score_mod": score_mod, "mask_mod": mask_mod}
+        functions = {"score_mod": score_mod, "mask_mod": mask_mod, "deterministic": deterministic}
         asked = (softmax_scale, causal, window_size, softcap, learnable_sink, return_lse)
         return _translated(flash_attn_func, (q, k, v), asked, functions, others)
     key: tuple[Any, ...] | None = None
@@ -97,7 +101,7 @@ def flash_attn_func(
     return _unknown(
         AttentionCall(q, k, v, softmax_scale=softmax_scale, causal=causal,
                       window_size=window_size, softcap=softcap, learnable_sink=learnable_sink,
-                      score_mod=score_mod, mask_mod=mask_mod),
+                      score_mod=score_mod, mask_mod=mask_mod, deterministic=deterministic),
         return_lse,
         key,
     )  # fmt: skip
@@ -122,6 +126,7 @@ def flash_attn_varlen_func(
     seqused_k: Tensor | None = None,
     score_mod: Mod = None,
     mask_mod: Mod = None,
+    deterministic: bool = False,
     **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """flash_attn_func for sequences of different lengths, as FlashAttention's of this name.
@@ -137,11 +142,12 @@ def flash_attn_varlen_func(
     Returns out (total_q, heads, head dim of v) and lse (heads, total_q), or as flash_attn_func
     where q is not packed. Rows that belong to no sequence are left unwritten. Other arguments and
     errors are those of flash_attn_func. What the int32 tensors hold is checked on the CPU only: on
-    a GPU that would have to wait for it. No gradient where seqused is given.
+    a GPU that would have to wait for it. With seqused, or cu_seqlens of one side only, there are
+    gradients where there are with softcap.
     """
     if others or causal is None or causal.__class__ is float:
-        more = {"seqused_q": seqused_q, "seqused_k": seqused_k,
-                "score_mod": score_mod, "mask_mod": mask_mod}  # fmt: skip
+        more = {"seqused_q": seqused_q, "seqused_k": seqused_k, "score_mod": score_mod,
+                "mask_mod": mask_mod, "deterministic": deterministic}  # fmt: skip
         operands = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         asked = (softmax_scale, causal, window_size, softcap, learnable_sink, return_lse)
         return _translated(flash_attn_varlen_func, operands, asked, more, others)
@@ -164,6 +170,7 @@ def flash_attn_varlen_func(
         AttentionCall(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
             softmax_scale, causal, window_size, softcap, learnable_sink, score_mod, mask_mod,
+            deterministic,
         ),
         return_lse,
         key,
@@ -359,5 +366,6 @@ def _through_operator(call: AttentionCall, return_lse: bool) -> Tensor | tuple[T
         call.max_seqlen_k, call.seqused_q, call.seqused_k,
         scale if scale is None else number("softmax_scale", scale), call.causal,
         *call.window_size, number("softcap", call.softcap), call.learnable_sink,
+        call.deterministic,
     )  # fmt: skip
     return (out, lse) if return_lse else out

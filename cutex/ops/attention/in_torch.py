@@ -2,7 +2,7 @@
 
 torch lets others implement the operators behind its flash backend
 (torch.nn.attention.register_flash_attention_impl). Ours run what the kernel supports, and pass
-everything else to the kernels registered before. Backward is torch's own, from our O and LSE.
+everything else to the kernels registered before. So do their backwards, from O and LSE of either.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import attention as torch_attention
 
+from cutex.ops.attention import own_backward
+from cutex.ops.attention.backward import gradients
 from cutex.ops.attention.call import DTYPES, AttentionCall, kernel_dims
 from cutex.ops.attention.eager import attend
 from cutex.ops.attention.plan import runs_on
@@ -62,7 +64,7 @@ class Overrides:
     def install(cls) -> Overrides:
         installed = cls(torch.library.Library("aten", "IMPL"))
         if torch.cuda.is_available():
-            for name, function in _OPERATORS.items():
+            for name, function in {**_OPERATORS, **_BACKWARDS}.items():
                 installed.replace(name, function, "CUDA")
             installed.prefer_flash()
         if simulated_arch() is not None:
@@ -231,6 +233,71 @@ def _scaled_dot_product_flash_attention_for_cpu(
     return None if found is None else found[:2]
 
 
+def _flash_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> Any:
+    """Returns the gradients of query, key and value, (batch, rows, heads, D) or packed."""
+    if dropout_p != 0 or (scale is not None and scale <= 0) or not _takes(query, key, value):
+        return None
+    left, right = (None if x is None or x < 0 else x for x in (window_size_left, window_size_right))
+    packed = cum_seq_q is not None
+    call = AttentionCall(
+        query, key, value, cum_seq_q, cum_seq_k, max_q if packed else None,
+        max_k if packed else None, softmax_scale=scale, causal=is_causal, window_size=(left, right),
+    )  # fmt: skip
+    if own_backward.why_not(call) is not None or logsumexp.shape != call.lse_shape:
+        return None
+    return gradients(call, grad_out, out, logsumexp, None)
+
+
+def _scaled_dot_product_flash_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> Any:
+    """The same for q (batch, heads, rows, D)."""
+    do, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    found = _flash_attention_backward(
+        do, q, k, v, o, logsumexp, None, None, max_q, max_k, dropout_p, is_causal, philox_seed,
+        philox_offset, scale=scale,
+    )  # fmt: skip
+    return None if found is None else tuple(x.transpose(1, 2) for x in found)
+
+
+_BACKWARDS: dict[str, Callable[..., Any]] = {
+    "_flash_attention_backward": _flash_attention_backward,
+    "_scaled_dot_product_flash_attention_backward": _scaled_dot_product_flash_attention_backward,
+}
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "_flash_attention_forward": _flash_attention_forward,
     "_flash_attention_forward_no_dropout_inplace": _flash_attention_forward_no_dropout_inplace,

@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cutex.ops import autocast, differentiation
-from cutex.ops.attention.backward import gradients, why_no_gradient
+from cutex.ops.attention import registered_backward
+from cutex.ops.attention.backward import gradients, sink_gradient, why_no_gradient
 from cutex.ops.attention.call import AttentionCall, check
 from cutex.ops.attention.eager import run
-from cutex.ops.plain import bare, is_plain
+from cutex.ops.attention.registered_backward import TENSORS
+from cutex.ops.plain import bare, is_plain, nobody_watches
 
 _library = torch.library.Library("cutex", "FRAGMENT")
 _library.define(
@@ -23,22 +25,25 @@ _library.define(
     "Tensor? cu_seqlens_k=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "
     "Tensor? seqused_q=None, Tensor? seqused_k=None, float? softmax_scale=None, "
     "bool causal=False, SymInt? window_left=None, SymInt? window_right=None, float softcap=0.0, "
-    "Tensor? learnable_sink=None) -> (Tensor out, Tensor lse)"
+    "Tensor? learnable_sink=None, bool deterministic=False) -> (Tensor out, Tensor lse)"
 )
 
 
-_TENSORS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
-            "seqused_q", "seqused_k")  # fmt: skip
+SINK = 14  # the place of learnable_sink among the operator's arguments
 
 
 def _call(*args: Any) -> AttentionCall:
     """The call from the operator's arguments; torch leaves out trailing defaults."""
-    tensors, options = args[: len(_TENSORS)], args[len(_TENSORS) :]
-    defaults = (None, False, None, None, 0.0, None)
-    scale, causal, left, right, softcap, sink = options + defaults[len(options) :]
+    tensors, options = (
+        args[: len(TENSORS)],
+        args[len(TENSORS) :],
+    )
+    defaults = (None, False, None, None, 0.0, None, False)
+    scale, causal, left, right, softcap, sink, deterministic = options + defaults[len(options) :]
     return AttentionCall(
-        **dict(zip(_TENSORS, tensors, strict=False)), softmax_scale=scale, causal=causal,
+        **dict(zip(TENSORS, tensors, strict=False)), softmax_scale=scale, causal=causal,
         window_size=(left, right), softcap=softcap, learnable_sink=sink,
+        deterministic=deterministic,
     )  # fmt: skip
 
 
@@ -63,25 +68,34 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
     reason = why_no_gradient(call)
     if reason is not None:
         raise ValueError(f"there is no gradient with {reason}; call it under torch.no_grad()")
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(
-        call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k, call.learnable_sink, *output
-    )
+    ctx.set_materialize_grads(False)
+    lengths = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k
+    ctx.save_for_backward(call.q, call.k, call.v, *lengths, call.learnable_sink, *output)
     ctx.longest = call.max_seqlen_q, call.max_seqlen_k
-    ctx.options = call.softmax_scale, call.causal, call.window_size
+    ctx.options = call.softmax_scale, call.causal, call.window_size, call.softcap
+    ctx.deterministic = call.deterministic
     ctx.count = len(inputs)
 
 
-def _backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, cu_seqlens_q, cu_seqlens_k, sink, out, lse = ctx.saved_tensors
-    scale, causal, window = ctx.options
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, cu_q, cu_k, used_q, used_k, sink, out, lse = ctx.saved_tensors
+    scale, causal, window, softcap = ctx.options
+    if grad_out is None:  # only LSE has one
+        grad_out = torch.zeros_like(out)
     longest_q, longest_k = ctx.longest
     call = AttentionCall(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, softmax_scale=scale,
-        causal=causal, window_size=window, learnable_sink=sink,
+        q, k, v, cu_q, cu_k, longest_q, longest_k, used_q, used_k, scale, causal, window, softcap,
+        sink, deterministic=ctx.deterministic,
     )  # fmt: skip
-    dq, dk, dv, dsink = gradients(call, grad_out, out, lse)
-    grads = (dq, dk, dv, *(None,) * 11, dsink)
+    given = (*call.tensors, grad_out, out, lse, *(() if grad_lse is None else (grad_lse,)))
+    if nobody_watches() and not torch.is_grad_enabled() and all(map(is_plain, given)):
+        dq, dk, dv = gradients(call, grad_out, out, lse, grad_lse)
+    else:
+        dq, dk, dv = registered_backward.call(call, grad_out, out, lse, grad_lse)
+    dsink = None
+    if sink is not None and ctx.needs_input_grad[SINK]:
+        dsink = sink_gradient(call, grad_out, out, lse, grad_lse)
+    grads = (dq, dk, dv, *(None,) * (SINK - 3), dsink, None)
     return grads[: ctx.count]
 
 
@@ -110,14 +124,7 @@ def _flops(
 ) -> int:  # fmt: skip
     """The FLOPs as torch counts attention: every pair of a query and a key of one sequence, seen or
     not."""
-    pairs = q.shape[-3] * k.shape[-3]
-    if cu_q is None and cu_k is None:
-        pairs *= q.shape[0]
-    elif cu_q is not None and cu_k is not None:
-        if is_plain(cu_q):
-            pairs = int((cu_q.diff().long() * cu_k.diff()).sum())
-        else:  # the lengths are unknown: taken to be equal
-            pairs //= max(cu_q.shape[0] - 1, 1)
+    pairs = registered_backward.pairs_of(q, k, cu_q, cu_k)
     return 2 * pairs * q.shape[-2] * (q.shape[-1] + v.shape[-1])
 
 

@@ -25,7 +25,7 @@ INITS = tuple(FAMILIES)
 TOKENS, WIDTH = 16384, 2048  # batch * seqlen and heads * head_dim of a case that is timed
 
 
-def _sizes(seqlen: int, head_dim: int, causal: bool) -> Sizes:
+def sizes_of(seqlen: int, head_dim: int, causal: bool) -> Sizes:
     return {
         "batch": TOKENS // seqlen, "seqlen_q": seqlen, "seqlen_k": seqlen,
         "heads_q": WIDTH // head_dim, "heads_kv": WIDTH // head_dim,
@@ -34,7 +34,7 @@ def _sizes(seqlen: int, head_dim: int, causal: bool) -> Sizes:
 
 
 def _both(head_dim: int, *seqlens: int) -> tuple[Sizes, ...]:
-    return tuple(_sizes(n, head_dim, causal) for causal in (False, True) for n in seqlens)
+    return tuple(sizes_of(n, head_dim, causal) for causal in (False, True) for n in seqlens)
 
 
 def _cudnn(problem: AttentionProblem) -> tuple[Launch, str]:
@@ -94,8 +94,8 @@ class AttentionProblem(Problem):
     inits = INITS
     size_options = ("--size", "--window")
     cases: ClassVar[Mapping[str, Sequence[Sizes]]] = {
-        "cuda": (_sizes(4096, 128, True),),
-        "sim": ({**_sizes(TOKENS, 128, True), "seqlen_q": 256, "seqlen_k": 256, "heads_q": 2,
+        "cuda": (sizes_of(4096, 128, True),),
+        "sim": ({**sizes_of(TOKENS, 128, True), "seqlen_q": 256, "seqlen_k": 256, "heads_q": 2,
                  "heads_kv": 1},),
         "sweep": (*_both(128, 1024, 2048, 4096, 8192, 16384), *_both(64, 4096, 16384)),
         "confirm": _both(128, 4096),
@@ -105,6 +105,7 @@ class AttentionProblem(Problem):
         "fa4": PeerKernel("FlashAttention-4", _fa4, 40.0),
     }
     confirm_peers = ("cudnn", "fa4")
+    variants: ClassVar[Mapping[str, str]] = {"--backward": "attention_backward"}
     data_steers = True  # how often a reference of the softmax moves
     wave_tile = (128,)
 
@@ -327,6 +328,12 @@ class AttentionProblem(Problem):
 
     @classmethod
     def sizes_given(cls, args: argparse.Namespace) -> list[Sizes]:
+        if getattr(args, "backward", None):  # those of the backward
+            return []
+        return cls._sizes_given(args)
+
+    @classmethod
+    def _sizes_given(cls, args: argparse.Namespace) -> list[Sizes]:
         names = ("causal", "varlen", "window", "softcap")
         more = {name: x for name in names if (x := getattr(args, name)) is not None}
         if more and not args.size:

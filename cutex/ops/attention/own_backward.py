@@ -1,0 +1,185 @@
+"""Gradients of attention by our kernels: preprocess, main and convert, in one call.
+
+They need, besides the gradients, fp32 sums of dQ, as large as q in fp32 with each sequence's rows
+rounded up to a tile, and two numbers a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cutex.kernels.attention.backward.choose import fitted
+from cutex.kernels.attention.backward.config import HEAD_DIMS, BackwardConfig
+from cutex.ops.attention.call import DTYPES, AttentionCall
+from cutex.ops.attention.plan import (
+    ALIGN,
+    arch_name,
+    longest_k,
+    longest_q,
+    packed,
+    stepped,
+    why_copied,
+)
+from cutex.ops.device import current, launcher, per_device
+
+if TYPE_CHECKING:
+    from cutex.compile import Compiled
+
+ARCHS = ("sm_90a",)
+
+
+def why_not(call: AttentionCall) -> str | None:
+    """The reason why our kernels do not compute the gradients of the call, or None."""
+    arch = arch_name(call.q.device)
+    if arch not in ARCHS:
+        return f"the backward's kernels are for {', '.join(ARCHS)}, q is on {arch}"
+    if call.head_dims not in HEAD_DIMS:
+        return f"head dims {call.head_dims}: there are backward kernels for {HEAD_DIMS}"
+    if call.score_mod is not None or call.mask_mod is not None:
+        return "score_mod or mask_mod, whose derivative is not known"
+    return None
+
+
+def gradients(
+    call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, contiguous; those of rows of no sequence are 0."""
+    tensors = (call.q, call.k, call.v, grad_out, out, grad_lse, *call.lengths.values())
+    key = (
+        *((x.shape, x.stride(), x.data_ptr() % ALIGN) for x in tensors if x is not None),
+        grad_lse is None, *call.lengths, call.q.dtype, call.q.device, call.max_seqlen_q,
+        call.max_seqlen_k, call.softmax_scale, call.causal, tuple(call.window_size), call.softcap,
+        call.deterministic, torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
+        plan = _plans[key] = Plan(call, grad_out, out, grad_lse is not None)
+    return plan(call, grad_out, out, lse, grad_lse)
+
+
+MOST_PLANS = 1024
+_plans: dict[tuple[Any, ...], Plan] = per_device({})
+
+
+class Plan:
+    """The kernel for one call's gradients, and what is allocated and prepared for them."""
+
+    def __init__(self, call: AttentionCall, grad_out: Tensor, out: Tensor, dlse: bool) -> None:
+        c = self.config = config_for(call, dlse)
+        self.compiled = kernel_for(c, DTYPES[call.q.dtype])
+        self.device = call.q.device
+        one_list = {"q": c.used_q and not c.varlen_q, "k": c.used_k and not c.varlen_k}
+        given = {"q": call.q, "k": call.k, "v": call.v, "do": grad_out, "o": out}
+        # how each operand is prepared: None if TMA can step through it as it is
+        self.prepare: dict[str, Callable[[Tensor], Tensor] | None] = {}
+        for name, x in given.items():
+            lists = one_list["k" if name in "kv" else "q"]
+            self.prepare[name] = None if takes(x, lists) else partial(prepared, one_list=lists)
+        # NOTE: rows that belong to no sequence are not written
+        self.empty_q = torch.zeros_like if c.ragged_q else torch.empty_like
+        self.empty_k = torch.zeros_like if c.ragged_k else torch.empty_like
+        self.tiles = num_tiles(call, c)
+        self.numbers = scalars(call, c)
+        self.launch: Callable[..., None] | None = None
+
+    def operand(self, name: str, x: Tensor) -> Tensor:
+        prepare = self.prepare[name]
+        return x if prepare is None else prepare(x)
+
+    def __call__(
+        self,
+        call: AttentionCall,
+        grad_out: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        grad_lse: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        c, operand = self.config, self.operand
+        q, k, v = operand("q", call.q), operand("k", call.k), operand("v", call.v)
+        do, o = operand("do", grad_out), operand("o", out)
+        dq = self.empty_q(q, memory_format=torch.contiguous_format)
+        dk, dv = (self.empty_k(x, memory_format=torch.contiguous_format) for x in (k, v))
+        kind: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
+        stats = torch.empty((self.tiles, 2 * c.tile_m), **kind)
+        sums = torch.empty((self.tiles, c.tile_m * c.head_dim), **kind)
+        kind["dtype"] = torch.int32
+        in_turn = [torch.empty((self.tiles, 4), **kind)] if c.deterministic else []
+        of_lse = [] if grad_lse is None else [grad_lse.float()]
+        lengths = [x.contiguous() for x in call.lengths.values()]
+        arguments = (
+            q, k, v, o, do, lse, dq, dk, dv, stats, sums, *in_turn, *of_lse, *lengths, *self.numbers
+        )  # fmt: skip
+        with current(self.device):
+            if self.launch is None:
+                self.launch = launcher(self.compiled, list(arguments))
+            self.launch(*arguments)
+        return dq, dk, dv
+
+
+def config_for(call: AttentionCall, dlse: bool) -> BackwardConfig:
+    left, right = call.window
+    head_dim, head_dim_v = call.head_dims
+    return fitted(
+        BackwardConfig(
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            causal=right == 0,
+            window=(left is not None, bool(right)),
+            varlen_q=call.cu_seqlens_q is not None,
+            varlen_k=call.cu_seqlens_k is not None,
+            used_q=call.seqused_q is not None,
+            used_k=call.seqused_k is not None,
+            softcap=call.softcap != 0,
+            dlse=dlse,
+            deterministic=call.deterministic or torch.are_deterministic_algorithms_enabled(),
+        )
+    )
+
+
+def takes(x: Tensor, one_list: bool) -> bool:
+    """Whether TMA can step through x as it is."""
+    return why_copied(x, one_list) is None and stepped(x, one_list) is x
+
+
+def prepared(x: Tensor, one_list: bool) -> Tensor:
+    """x with strides that TMA takes, or a copy."""
+    return packed(x) if why_copied(x, one_list) is not None else stepped(x, one_list)
+
+
+def num_tiles(call: AttentionCall, config: BackwardConfig) -> int:
+    """The tiles of queries of all heads (signature.RowTiles)."""
+    tile, rows = config.tile_m, call.q.shape[-3]
+    if config.varlen_q:
+        return (rows // tile + call.batch) * call.heads[0]
+    return -(-rows // tile) * call.batch * call.heads[0]
+
+
+def scalars(call: AttentionCall, config: BackwardConfig) -> list[float | int]:
+    left, right = call.window
+    found: list[float | int] = [call.scale]
+    if config.softcap:
+        found.append(float(call.softcap))
+    if left is not None:
+        found.append(-left)
+    if right:
+        found.append(right)
+    if config.varlen_q:
+        found.append(int(longest_q(call)))
+    if config.varlen_k:
+        found.append(int(longest_k(call)))
+    return found
+
+
+@lru_cache(maxsize=1024)
+def kernel_for(config: BackwardConfig, dtype: str) -> Compiled:
+    from cutex.compile import compile
+    from cutex.kernels.attention.backward.sm90.backward import Backward
+
+    return compile(Backward(config), dtype, "sm_90a")

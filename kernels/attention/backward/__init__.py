@@ -1,0 +1,55 @@
+"""The ladder of attention's backward: dQ, dK and dV given dO.
+
+Importing this loads neither torch nor the DSL.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Self
+
+from cutex.kernels.attention.backward.choose import fitted
+from cutex.kernels.attention.backward.config import BackwardConfig
+from cutex.problem import stage as stage_of_any
+from cutex.problem.attention.backward import BackwardProblem
+
+if TYPE_CHECKING:
+    from cutex.compile import Kernel
+    from cutex.problem.stage import Config
+
+
+class Stage(stage_of_any.Stage[BackwardProblem, BackwardConfig]):
+    """A stage: the same kernel with another schedule of its products."""
+
+    op = "attention_backward"
+
+    def fitted(self, problem: BackwardProblem) -> Self:
+        return self.with_config(self.default.of(problem))
+
+    @property
+    def module(self) -> str:
+        return f"{stage_of_any.package(self.op, self.arch)}.backward"
+
+    def kernel(self, config: Config | None = None) -> Kernel:
+        return import_module(self.module).Backward(config or self.default)
+
+
+class Chosen(Stage):
+    """The top of the ladder, with the config chosen for each problem."""
+
+    def fitted(self, problem: BackwardProblem) -> Self:
+        return self.with_config(fitted(self.default.of(problem)))
+
+
+_STAGES = (
+    Stage(0, "sm_90a", "in order", "S, dP, P, dS, dV, dK, each waited for", BackwardConfig(
+        num_stages=2, overlap=False)),
+    Stage(1, "sm_90a", "overlap", "dV and dK under the next exponentials", BackwardConfig(
+        num_stages=2)),
+    Stage(2, "sm_90a", "three slots", "loads run two blocks ahead", BackwardConfig()),
+    Chosen(3, "sm_90a", "backward", "the kernel behind flash_attn_func's gradient",
+           BackwardConfig()),
+)  # fmt: skip
+
+LADDERS = stage_of_any.Ladders("attention backward", _STAGES)
+stages, stage = LADDERS.stages, LADDERS.stage

@@ -1,0 +1,153 @@
+"""The configs of the attention backward: what its kernels compute, and the tiling on Hopper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cutex.problem.attention.backward import TILE
+
+if TYPE_CHECKING:
+    from cutex.problem.attention.backward import BackwardProblem
+
+ELEMENT = 2  # bytes of bf16 and fp16
+WARPGROUP_ROWS = 64  # of one wgmma
+WARPGROUP_THREADS = 128
+REGISTERS = 65536  # of an SM
+SCALARS = 24  # registers of a thread for everything else
+BARRIERS = 1024  # bytes of smem kept for barriers and the like
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128))
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """What the backward computes, and its Hopper tiling: a CTA owns tile_n keys of one head, whose
+    dK and dV it keeps in registers, and takes the queries tile_m at a time.
+
+    dQ is summed in fp32 in global memory, in tiles of tile_m rows.
+    """
+
+    head_dim: int = 128
+    head_dim_v: int = 128
+    causal: bool = False
+    window: tuple[bool, bool] = (False, False)  # whether lo and hi of the band are passed
+    varlen_q: bool = False  # cu_seqlens_q is passed
+    varlen_k: bool = False
+    used_q: bool = False  # seqused_q is passed
+    used_k: bool = False
+    softcap: bool = False
+    dlse: bool = False  # the gradient of LSE is passed, too
+    deterministic: bool = False  # CTAs add to a tile of dQ in one order
+
+    tile_n: int = 128
+    num_stages: int = 3  # slots of Q, with the rows' LSE and delta, of dO and of dS
+    dq_columns: int = 32  # columns of dQ that are computed at one time
+    num_ctas: int = 132  # SMs
+    overlap: bool = True  # dV and dK of a block are computed under the exponentials of the next
+    registers: tuple[int, int] = (224, 56)  # a thread of those that own keys; of dQ
+
+    tile_m: ClassVar[int] = TILE
+
+    def of(self, problem: BackwardProblem) -> BackwardConfig:
+        """This config for another problem."""
+        left, right = problem.bounds
+        return replace(
+            self,
+            head_dim=problem.head_dim,
+            head_dim_v=problem.head_dim_v,
+            causal=problem.causal,
+            window=(left is not None, right is not None and not problem.causal),
+            varlen_q=problem.varlen,
+            varlen_k=problem.varlen,
+            softcap=problem.softcap != 0,
+        )
+
+    @property
+    def ragged_q(self) -> bool:
+        return self.varlen_q or self.used_q
+
+    @property
+    def ragged_k(self) -> bool:
+        return self.varlen_k or self.used_k
+
+    @property
+    def last_first(self) -> bool:
+        """Whether, of key blocks that add to one tile of dQ in turn, the last is the first: where
+        the band leaves out early queries, a block is there before those of earlier keys are."""
+        return self.deterministic and (self.causal or self.window[1])
+
+    @property
+    def longest_first(self) -> bool:
+        """Whether key blocks that see the most queries, the first ones, are taken first."""
+        return not self.deterministic and (self.causal or self.window[1]) and not self.window[0]
+
+    @property
+    def reversed(self) -> bool:
+        """Whether key blocks are counted from the last: the order's longest rows are its last."""
+        return self.longest_first or self.last_first
+
+    @property
+    def warpgroups(self) -> int:
+        """The warpgroups that own keys; one more computes dQ."""
+        return self.tile_n // WARPGROUP_ROWS
+
+    @property
+    def stats_bytes(self) -> int:
+        """Bytes of LSE and delta of a block of queries."""
+        return 2 * 4 * self.tile_m
+
+    @property
+    def q_bytes(self) -> int:
+        return self.tile_m * self.head_dim * ELEMENT
+
+    @property
+    def do_bytes(self) -> int:
+        return self.tile_m * self.head_dim_v * ELEMENT
+
+    @property
+    def ds_bytes(self) -> int:
+        return self.tile_m * self.tile_n * ELEMENT
+
+    @property
+    def smem_bytes(self) -> int:
+        kv = self.tile_n * (self.head_dim + self.head_dim_v) * ELEMENT
+        block = self.q_bytes + self.stats_bytes + self.do_bytes + self.ds_bytes
+        return kv + self.num_stages * block
+
+    @property
+    def accumulators(self) -> int:
+        """The registers of a thread that hold dK, dV, S and dP."""
+        return (self.head_dim + self.head_dim_v + 2 * self.tile_m) // 2
+
+    def why_not(self, problem: Any = None, arch: Any = None) -> str | None:
+        """The reason why this config cannot run, as one sentence, or None."""
+        if (self.head_dim, self.head_dim_v) not in HEAD_DIMS:
+            known = ", ".join(f"{k}" if k == v else f"{k}/{v}" for k, v in HEAD_DIMS)
+            return f"head dim {self.head_dim}/{self.head_dim_v}: there are kernels for {known}"
+        if self.causal and self.window[1]:
+            return "causal=True: it is the right side of the window"
+        if problem is not None and (self.head_dim, self.head_dim_v) != (
+            problem.head_dim, problem.head_dim_v,
+        ):  # fmt: skip
+            return f"head_dim={self.head_dim}: the problem has {problem.head_dim}"
+        if self.tile_n % WARPGROUP_ROWS or self.warpgroups not in (2, 3):
+            return f"tile_n={self.tile_n}: two or three warpgroups own 64 keys each"
+        of_keys, of_dq = self.registers
+        threads = WARPGROUP_THREADS * (self.warpgroups + 1)
+        at_launch = REGISTERS // threads // 8 * 8 * threads
+        if WARPGROUP_THREADS * (self.warpgroups * of_keys + of_dq) > at_launch:
+            return f"registers={self.registers}: more than the {at_launch} of {threads} threads"
+        if self.num_stages < 2:
+            return f"num_stages={self.num_stages}: at least 2"
+        if self.head_dim % self.dq_columns or self.dq_columns % 32:
+            return f"dq_columns={self.dq_columns}: a multiple of 32 that divides the head dim"
+        if self.softcap and self.overlap:
+            return "softcap: its derivative takes the registers that overlap=True needs"
+        if self.accumulators > of_keys - SCALARS:
+            return (
+                f"tile_n={self.tile_n}: {self.accumulators} registers of accumulators a thread, "
+                f"those that own keys have {of_keys}"
+            )
+        if arch is not None and self.smem_bytes + BARRIERS > arch.smem_per_cta:
+            return f"tile_n={self.tile_n}: {self.smem_bytes} bytes of smem, too many for a CTA"
+        return None

@@ -1,0 +1,86 @@
+"""Convert: dQ in 16 bits from its fp32 sums, times the scale.
+
+A tile of the sums is stored as the accumulators of the warpgroup that added them lie in its
+registers: 64 rows by dq_columns at a time, each 8 columns wide unit of which has 4 numbers of each
+of 128 threads. A thread here reads the 64 bytes of four neighbouring threads, which are 8 columns
+of two rows.
+"""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from cutex.device.attention.seqlen_info import SeqlenInfo
+from cutex.kernels.attention.backward.config import BackwardConfig
+from cutex.kernels.attention.backward.preprocess import row_block, row_sizes, rows_of
+from cutex.kernels.attention.backward.signature import Passed, RowTiles, Tensors, queries
+
+THREADS = 128
+WIDE = 8  # columns of a unit
+UNIT = 4 * 128  # numbers of a unit: 64 rows of 8 columns
+
+
+class Convert:
+    """The kernel: a CTA for each tile of a head's queries."""
+
+    def __init__(self, config: BackwardConfig) -> None:
+        self.config = config
+
+    @cute.jit
+    def launch(self, tensors: Tensors, passed: Passed, stream) -> None:
+        batch, longest, tiles = row_sizes(self.config, tensors.dq, passed)
+        num_m_blocks = cute.ceil_div(longest, self.config.tile_m)
+        self.kernel(tensors.dq_sums, tensors.dq, passed, tiles, Int32(num_m_blocks)).launch(
+            grid=(num_m_blocks * tiles.heads * batch, 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, mSums, mdQ, passed: Passed, tiles: RowTiles, num_m_blocks: Int32) -> None:
+        c = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        m_block, head, batch = row_block(num_m_blocks, tiles.heads)
+        seqlen = queries(passed, cute.size(mdQ, mode=[0 if c.varlen_q else 1])).of(batch)
+        if m_block * c.tile_m < seqlen.length:
+            size = c.tile_m * c.head_dim
+            sums = mSums[tiles.tile(c, head, batch, seqlen) + m_block, None]  # (bM * D)
+            gdQ = rows_of(mdQ, c.varlen_q, head, batch)  # (seqlen, D)
+            units = c.head_dim // WIDE
+            for i in cutlass.range_constexpr(size // (4 * 4 * THREADS)):
+                item = i * THREADS + thread
+                unit, four = item % units, item // units  # 8 columns; four threads, of two rows
+                numbers = self.read(sums, unit, four)
+                row = m_block * c.tile_m + four // 8 * 16 + four % 8
+                self.write(numbers, 0, gdQ, seqlen, row, unit, passed.scale)
+                self.write(numbers, 1, gdQ, seqlen, row + 8, unit, passed.scale)
+
+    @cute.jit
+    def read(self, sums: cute.Tensor, unit: Int32, four: Int32) -> cute.Tensor:
+        """Two rows (column, row, thread) of 8 columns, of unit `unit` of a tile: what the threads 4
+        * `four` and the three after it added."""
+        numbers = cute.make_rmem_tensor(cute.make_layout((2, 2, 4)), Float32)
+        vectors = cute.logical_divide(sums, cute.make_layout(4))  # (4, NumV)
+        flat = cute.make_tensor(numbers.iterator, cute.make_layout((4, 4)))
+        for t in cutlass.range_constexpr(4):
+            cute.autovec_copy(vectors[None, unit * (UNIT // 4) + four * 4 + t], flat[None, t])
+        return numbers
+
+    @cute.jit
+    def write(
+        self,
+        numbers: cute.Tensor,
+        r: cutlass.Constexpr[int],
+        gdQ: cute.Tensor,
+        seqlen: SeqlenInfo,
+        row: Int32,
+        unit: Int32,
+        scale: Float32,
+    ) -> None:
+        """Write 8 columns of a row, if the sequence has it."""
+        at = seqlen.offset + row if self.config.varlen_q else row
+        rounded = cute.make_rmem_tensor(WIDE, gdQ.element_type)
+        for c in cutlass.range_constexpr(WIDE):
+            rounded[c] = (numbers[c % 2, r, c // 2] * scale).to(gdQ.element_type)
+        if row < seqlen.length:
+            to = cute.logical_divide(gdQ[at, None], cute.make_layout(WIDE))
+            cute.autovec_copy(rounded, to[None, unit])

@@ -1,0 +1,137 @@
+"""The arguments of the backward, the same for its kernels, and where the tiles of dQ are."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from cutlass import Int32
+
+from cutex.compile import Argument, Operand, Scalar
+from cutex.device.attention.block_info import Band, ceil_div
+from cutex.device.attention.seqlen_info import SeqlenInfo, Seqlens
+from cutex.kernels.attention.backward.config import BackwardConfig
+
+
+def tensor(config: BackwardConfig, name: str, dtype: str) -> Operand:
+    """The tensor argument `name`."""
+    c = config
+    q = ("tq", "h") if c.varlen_q else ("b", "sq", "h")
+    k = ("tk", "hk") if c.varlen_k else ("b", "sk", "hk")
+    vectors = {
+        "lse": (("h", "tq") if c.varlen_q else ("b", "h", "sq"), "fp32"),
+        "dlse": (("h", "tq") if c.varlen_q else ("b", "h", "sq"), "fp32"),
+        "cu_seqlens_q": (("b1",), "int32"),
+        "cu_seqlens_k": (("b1",), "int32"),
+        "seqused_q": (("b",), "int32"),
+        "seqused_k": (("b",), "int32"),
+    }
+    if name == "dlse":  # a gradient that is expanded has any strides
+        return Operand(name, *vectors[name], contiguous=None, aligned=False, whole=False)
+    if name == "turns":
+        return Operand(name, ("tiles", "warps"), "int32", aligned=False, whole=False)
+    if name in vectors:
+        return Operand(name, *vectors[name], aligned=False, whole=False)
+    if name in ("stats", "dq_sums"):
+        return Operand(name, ("tiles", name), "fp32")
+    rows = q if name in ("q", "o", "do", "dq") else k
+    width = "dv" if name in ("v", "o", "do", "dv") else "d"
+    return Operand(name, (*rows, width), dtype)
+
+
+def arguments(config: BackwardConfig, dtype: str) -> tuple[Argument, ...]:
+    """The fields of Tensors, and those of Passed that `config` has."""
+    c = config
+    found: list[Argument] = [tensor(c, name, dtype) for name in Tensors._fields]
+    present = {
+        "turns": c.deterministic,
+        "dlse": c.dlse,
+        "cu_seqlens_q": c.varlen_q,
+        "cu_seqlens_k": c.varlen_k,
+        "seqused_q": c.used_q,
+        "seqused_k": c.used_k,
+    }
+    found += [tensor(c, name, dtype) for name, there in present.items() if there]
+    numbers = {
+        "scale": (True, "fp32"),
+        "softcap": (c.softcap, "fp32"),
+        "lo": (c.window[0], "int32"),
+        "hi": (c.window[1], "int32"),
+        "max_seqlen_q": (c.varlen_q, "int32"),
+        "max_seqlen_k": (c.varlen_k, "int32"),
+    }
+    found += [Scalar(name, kind) for name, (there, kind) in numbers.items() if there]
+    return tuple(found)
+
+
+class Tensors(NamedTuple):
+    """The first arguments: inputs, the gradients to write, and what the kernels pass on."""
+
+    q: Any  # (batch, seqlen_q, heads, D) or (total_q, heads, D)
+    k: Any
+    v: Any
+    o: Any
+    do: Any
+    lse: Any  # (batch, heads, seqlen_q) or (heads, total_q)
+    dq: Any
+    dk: Any
+    dv: Any
+    stats: Any  # (tiles, 2 * bM) LSE in powers of two, then delta, of the rows of a tile
+    dq_sums: Any  # (tiles, bM * D)
+
+
+class Passed(NamedTuple):
+    """The arguments after Tensors; None for those that the config does not have."""
+
+    turns: Any = None  # (tiles, 4) how many key blocks have added to a warp's part of a tile of dQ
+    dlse: Any = None  # (batch, heads, seqlen_q) or (heads, total_q)
+    cu_seqlens_q: Any = None  # (batch + 1)
+    cu_seqlens_k: Any = None
+    seqused_q: Any = None  # (batch)
+    seqused_k: Any = None
+    scale: Any = None
+    softcap: Any = None
+    lo: Any = None
+    hi: Any = None
+    max_seqlen_q: Any = None  # no sequence is longer
+    max_seqlen_k: Any = None
+
+    @staticmethod
+    def of(config: BackwardConfig, values: tuple[Any, ...]) -> Passed:
+        rest = [a.name for a in arguments(config, "bf16")[len(Tensors._fields) :]]
+        return Passed(**dict(zip(rest, values, strict=True)))
+
+    def band(self, causal: bool) -> Band:
+        return Band(self.lo, 0 if causal else self.hi)
+
+
+class RowTiles(NamedTuple):
+    """Where the tiles of tile_m queries of each sequence and head are, in LSE, delta and the sums
+    of dQ: rows past a sequence's end are padding, so that a tile belongs to one sequence.
+
+    Of packed sequences, sequence b with `offset` rows before it has the tiles from offset // tile_m
+    + b on, which leaves it as many as it needs.
+    """
+
+    heads: Int32
+    per_head: Int32  # tiles of one head: of one batch entry or, packed, of all sequences
+
+    @staticmethod
+    def of(config: BackwardConfig, heads: Int32, rows: Int32, batch: Int32) -> RowTiles:
+        """The tiles of `rows` queries a batch entry, or of all of a packed batch."""
+        tile_m = config.tile_m
+        per_head = rows // tile_m + batch if config.varlen_q else ceil_div(rows, tile_m)
+        return RowTiles(heads, per_head)
+
+    def tile(self, config: BackwardConfig, head: Int32, batch: Int32, seqlen: SeqlenInfo) -> Int32:
+        """The first tile of one head of one sequence."""
+        if config.varlen_q:
+            return head * self.per_head + seqlen.offset // config.tile_m + batch
+        return (batch * self.heads + head) * self.per_head
+
+
+def queries(passed: Passed, rows: Int32) -> Seqlens:
+    return Seqlens(rows, passed.cu_seqlens_q, passed.seqused_q)
+
+
+def keys(passed: Passed, rows: Int32) -> Seqlens:
+    return Seqlens(rows, passed.cu_seqlens_k, passed.seqused_k)

@@ -1,0 +1,59 @@
+"""Load: the loads of a CTA of the Hopper backward, by the first warp of the group that computes dQ.
+
+K and V once; of each block of queries, Q with its rows' LSE and delta, and dO. That warpgroup
+follows the others by a block, and waits for slots that they have just released.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Int32, cute
+
+from cutex.device.attention.rows import Rows, tile_loads
+from cutex.device.pipeline import PipelineState
+from cutex.kernels.attention.backward.config import BackwardConfig
+from cutex.kernels.attention.backward.sm90.shared import Shared, bulk_load
+
+
+@dataclass(frozen=True)
+class Load:
+    config: BackwardConfig
+    q: Rows  # with the TMA operand each
+    k: Rows
+    v: Rows
+    do: Rows
+    stats: cute.Tensor  # (tiles, 2 * bM) LSE, then delta
+    shared: Shared
+
+    @cute.jit
+    def keys(self) -> None:
+        """Load K and V, 64 keys for each warpgroup. A whole warp calls it, as the next."""
+        c, s = self.config, self.shared
+        of = (s.tile.head_kv, s.tile.batch, s.tile.seq_k)
+        loads_k, loads_v = tile_loads(self.k, s.sK, of), tile_loads(self.v, s.sV, of)
+        with cute.arch.elect_one():
+            s.k_loaded.arrive_expecting(c.tile_n * c.head_dim * 2)
+            s.v_loaded.arrive_expecting(c.tile_n * c.head_dim_v * 2)
+        for wg in cutlass.range_constexpr(c.warpgroups):
+            loads_k.load(s.tile.n_block * c.warpgroups + wg, wg, s.k_loaded[0])
+        for wg in cutlass.range_constexpr(c.warpgroups):
+            loads_v.load(s.tile.n_block * c.warpgroups + wg, wg, s.v_loaded[0])
+
+    @cute.jit
+    def queries(self, number: Int32, state: PipelineState) -> None:
+        """Load block `number` of those that the CTA takes, of all its heads, once its slots are
+        empty."""
+        c, s = self.config, self.shared
+        blocks = s.m_blocks()
+        count = blocks.end - blocks.first
+        turn = number // count
+        m_block = blocks.first + number - turn * count
+        of = (s.first_head() + turn, s.tile.batch, s.tile.seq_q)
+        tile = s.tiles.tile(c, *of) + m_block
+        full = s.q.acquire(state)
+        tile_loads(self.q, s.sQ, of).load(m_block, state.slot, full)
+        bulk_load(self.stats[tile, None], s.stats[None, state.slot], full)
+        full = s.do.acquire(state)
+        tile_loads(self.do, s.sdO, of).load(m_block, state.slot, full)

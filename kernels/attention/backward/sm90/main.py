@@ -1,0 +1,231 @@
+"""Main: the kernel of the Hopper backward that does the work. A CTA owns 128 keys, whose dK and dV
+stay in registers.
+
+Its three warpgroups wait for each other only through rings, so that the tensor cores have one's
+products during the others' exponentials:
+
+- two own 64 keys each (keys.py): scores transposed, P and dS from registers as operands A;
+- the third (queries.py) computes dQ from dS in smem, adds it to fp32 sums in global memory straight
+  from its registers, and starts all loads.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from cutex.device.atoms.mma import allocate_slots, slots_layout
+from cutex.device.attention.block_info import BlockInfo
+from cutex.device.attention.rows import Rows, tma_operand
+from cutex.device.pipeline import Barrier, Ring, Warps, publish_barriers
+from cutex.device.row_source import END
+from cutex.kernels.attention.backward.config import WARPGROUP_ROWS, BackwardConfig
+from cutex.kernels.attention.backward.signature import (
+    Passed,
+    RowTiles,
+    Tensors,
+    keys,
+    queries,
+)
+from cutex.kernels.attention.backward.sm90.keys import KeyGradients
+from cutex.kernels.attention.backward.sm90.load import Load
+from cutex.kernels.attention.backward.sm90.queries import QueryGradients
+from cutex.kernels.attention.backward.sm90.shared import Handover, Shared, Tile
+from cutex.kernels.attention.order import AttentionOrder, Wave
+
+
+class Operands(NamedTuple):
+    """The TMA operands: those loaded, and dK and dV, which are stored."""
+
+    q: cpasync.TmaInfo
+    k: cpasync.TmaInfo
+    v: cpasync.TmaInfo
+    do: cpasync.TmaInfo
+    dk: cpasync.TmaInfo
+    dv: cpasync.TmaInfo
+
+
+class Sizes(NamedTuple):
+    """The extents of a problem."""
+
+    heads_kv: Int32
+    heads_per_kv: Int32
+    rows_q: Int32  # size of mode seqlen; packed, the rows of all sequences
+    rows_k: Int32
+    num_n_blocks: Int32  # of the longest sequence
+    batch: Int32
+
+
+def tile_order(config: BackwardConfig, sizes: Sizes) -> AttentionOrder:
+    """The order in which key blocks are taken, which are its `m`. Causal, the first keys see the
+    most queries: they go first, of as many heads at a time as fill the SMs twice."""
+    two_waves = 2 * config.num_ctas
+    units = (two_waves + sizes.num_n_blocks - 1) // sizes.num_n_blocks
+    return AttentionOrder(
+        num_m_blocks=sizes.num_n_blocks,
+        heads=sizes.heads_kv,
+        batch=sizes.batch,
+        longest_first=config.longest_first,
+        rows_k=1,
+        heads_per_kv=1,
+        l2_rows=END,  # groups are as large as a wave
+        wave=Wave(units, 2 * units),
+    )
+
+
+class Main:
+    """The kernel: its barriers, memory and registers.
+
+    barrier          arrives                                   waits
+    k, v loaded      1: the load warp, and the bytes by TMA    all warpgroups, before they begin
+    q, do full       1: the load warp, and the bytes by TMA    the warpgroups that own keys
+    q, do empty      1 a warp of these, its products being     the load warp
+                     done
+    ds full          1 a warp of these, its dS being written   the warpgroup of dQ
+    ds empty         1 a warp of that one, dQ being computed   those that own keys
+    k read           1 a warp of that one, after its last dQ   those that own keys, which store dK
+                                                               through K's slots
+
+    smem       bytes                                 hd 128   hd 64
+    sK, sV     tile_n * (D + DV) * 2                 65536    32768
+    sQ         tile_m * D * 2 * num_stages           32768    32768
+    sdO        tile_m * DV * 2 * num_stages         32768    32768
+    sdS        tile_m * tile_n * 2 * num_stages     32768    65536
+    stats      tile_m * 8 * num_stages               1024     2048
+
+    registers  threads    each    of which accumulators
+    keys       256        224     192: dK, dV, S^T, dP^T
+    queries    128        64      32: a part of dQ
+    """
+
+    def __init__(self, config: BackwardConfig) -> None:
+        self.config = config
+
+    @property
+    def key_warps(self) -> Warps:
+        return Warps(first=0, count=4 * self.config.warpgroups)
+
+    @property
+    def query_warps(self) -> Warps:
+        return Warps(first=self.key_warps.end, count=4)
+
+    @property
+    def num_threads(self) -> int:
+        return 32 * self.query_warps.end
+
+    def rows(self, info: Any, side: str) -> Rows:
+        """The rows of Q and dO (side "q") or of K and V ("k"), as TMA sees them."""
+        c = self.config
+        return Rows(info, 1, c.ragged_q if side == "q" else c.ragged_k)
+
+    @cute.jit
+    def launch(self, tensors: Tensors, passed: Passed, stream) -> None:
+        c = self.config
+        mQ, mK, mV, mdO = tensors.q, tensors.k, tensors.v, tensors.do
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        of_q, of_k = self.rows(None, "q"), self.rows(None, "k")
+        k_tile, v_tile = (WARPGROUP_ROWS, c.head_dim), (WARPGROUP_ROWS, c.head_dim_v)
+        operands = Operands(
+            tma_operand(load, mQ, of_q, (c.tile_m, c.head_dim), c.num_stages),
+            tma_operand(load, mK, of_k, k_tile, c.warpgroups),
+            tma_operand(load, mV, of_k, v_tile, c.warpgroups),
+            tma_operand(load, mdO, of_q, (c.tile_m, c.head_dim_v), c.num_stages),
+            tma_operand(store, tensors.dk, of_k, k_tile, c.warpgroups),
+            tma_operand(store, tensors.dv, of_k, v_tile, c.warpgroups),
+        )
+        at_q, at_k = (0 if c.varlen_q else 1), (0 if c.varlen_k else 1)
+        rows_q, rows_k = Int32(cute.size(mQ, mode=[at_q])), Int32(cute.size(mK, mode=[at_k]))
+        heads, heads_kv = cute.size(mQ, mode=[at_q + 1]), cute.size(mK, mode=[at_k + 1])
+        batch = cute.size(mQ, mode=[0])
+        if cutlass.const_expr(c.varlen_q):
+            batch = cute.size(passed.cu_seqlens_q, mode=[0]) - 1
+        longest_k = passed.max_seqlen_k if c.varlen_k else rows_k
+        num_n_blocks = cute.ceil_div(longest_k, c.tile_n)
+        tiles = RowTiles.of(c, Int32(heads), rows_q, Int32(batch))
+        sizes = Sizes(
+            Int32(heads_kv), Int32(heads // heads_kv), rows_q, rows_k, Int32(num_n_blocks),
+            Int32(batch),
+        )  # fmt: skip
+        self.kernel(operands, tensors.stats, tensors.dq_sums, passed, sizes, tiles).launch(
+            grid=(num_n_blocks * heads_kv * batch, 1, 1),
+            block=(self.num_threads, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        operands: Operands,
+        stats: cute.Tensor,
+        dq_sums: cute.Tensor,
+        passed: Passed,
+        sizes: Sizes,
+        tiles: RowTiles,
+    ) -> None:
+        c = self.config
+        tile = self.own_tile(passed, sizes)
+        if tile.n_block * c.tile_n < tile.seq_k.length:
+            shared = self.shared(operands, passed, sizes, tiles, tile)
+            warp = cute.arch.warp_idx()
+            of_keys, of_dq = c.registers
+            if warp >= self.query_warps.first:
+                cute.arch.setmaxregister_decrease(of_dq)
+                q, k, v, do = (
+                    self.rows(x, side)
+                    for x, side in zip(operands[:4], ("q", "k", "k", "q"), strict=True)
+                )
+                load = Load(c, q, k, v, do, stats, shared)
+                QueryGradients(c, shared, load, dq_sums).run()
+            else:
+                cute.arch.setmaxregister_increase(of_keys)
+                gradients = KeyGradients.of(c, shared)
+                gradients.run()
+                gradients.store(operands.dk, operands.dv)
+
+    @cute.jit
+    def own_tile(self, passed: Passed, sizes: Sizes) -> Tile:
+        """The keys of this CTA."""
+        index, _, _ = cute.arch.block_idx()
+        work = tile_order(self.config, sizes).tile(index)
+        n_block = work.m
+        if cutlass.const_expr(self.config.reversed):
+            n_block = sizes.num_n_blocks - 1 - work.m
+        batch = work.batch
+        seq_q, seq_k = queries(passed, sizes.rows_q).of(batch), keys(passed, sizes.rows_k).of(batch)
+        return Tile(n_block, work.head, batch, seq_q, seq_k)
+
+    @cute.jit
+    def shared(
+        self, operands: Operands, passed: Passed, sizes: Sizes, tiles: RowTiles, tile: Tile
+    ) -> Shared:
+        """Allocate smem, and publish the barriers."""
+        c = self.config
+        dtype = operands.q.atom.value_type
+        smem = SmemAllocator()
+        sK = allocate_slots(smem, dtype, operands.k.smem_layout)
+        sV = allocate_slots(smem, dtype, operands.v.smem_layout)
+        sQ = allocate_slots(smem, dtype, operands.q.smem_layout)
+        sdO = allocate_slots(smem, dtype, operands.do.smem_layout)
+        ds = slots_layout(dtype, WARPGROUP_ROWS, c.tile_m, c.warpgroups * c.num_stages, 128)
+        sdS = allocate_slots(smem, dtype, ds)
+        stats = smem.allocate_tensor(
+            Float32, cute.make_layout((2 * c.tile_m, c.num_stages)), byte_alignment=128
+        )
+        k_loaded = Barrier.allocate(smem, "k loaded", arrivals=1)
+        v_loaded = Barrier.allocate(smem, "v loaded", arrivals=1)
+        q = Ring.allocate(smem, "q", c.num_stages, c.q_bytes + c.stats_bytes, self.key_warps.count)
+        do = Ring.allocate(smem, "do", c.num_stages, c.do_bytes, self.key_warps.count)
+        fillers, readers = self.key_warps.count, self.query_warps.count
+        handover = Handover.allocate(smem, "ds", c.num_stages, fillers, readers)
+        k_read = Barrier.allocate(smem, "k read", arrivals=readers)
+        publish_barriers((k_loaded, v_loaded, q, do, handover, k_read))
+        info = BlockInfo(c.tile_m, c.tile_n, passed.band(c.causal))
+        return Shared(
+            sK, sV, sQ, sdO, sdS, stats, k_loaded, v_loaded, q, do, handover, k_read, info, passed,
+            tiles, tile, sizes.heads_per_kv,
+        )  # fmt: skip

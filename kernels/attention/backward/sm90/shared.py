@@ -1,0 +1,104 @@
+"""The smem, rings and arguments that the roles of a CTA of the Hopper backward share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cutlass import Int32, cute
+from cutlass.cute.nvgpu import cpasync
+
+from cutex.device.attention.block_info import BlockInfo, Blocks
+from cutex.device.attention.seqlen_info import SeqlenInfo
+from cutex.device.pipeline import Barrier, PipelineState, Ring
+from cutex.kernels.attention.backward.signature import Passed, RowTiles
+
+
+@dataclass(frozen=True)
+class Handover:
+    """A ring of slots that warps fill and other warps empty.
+
+    full[slot]:  1 arrival of each warp that fills, when its part of the slot is written.
+    empty[slot]: 1 arrival of each warp that empties, when its reads are complete.
+    """
+
+    num_slots: int
+    full: Barrier
+    empty: Barrier
+
+    @staticmethod
+    def allocate(smem, name: str, num_slots: int, fillers: int, readers: int) -> Handover:
+        full = Barrier.allocate(smem, f"{name} full", arrivals=fillers, slots=num_slots)
+        empty = Barrier.allocate(smem, f"{name} empty", arrivals=readers, slots=num_slots)
+        return Handover(num_slots, full, empty)
+
+    def init(self) -> None:
+        self.full.init()
+        self.empty.init()
+
+    def wait_empty(self, state: PipelineState) -> None:
+        """Wait until the slot is empty; `state` is a consumer's."""
+        # NOTE: a wait for parity 1 on a fresh barrier returns at once: every slot starts empty.
+        self.empty.wait(state.phase ^ 1, state.slot)
+
+    def hand_over(self, state: PipelineState) -> None:
+        """Arrive once for this warp: its part of the slot is written, also for wgmma to read."""
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            self.full.arrive(state.slot)
+
+    def release(self, state: PipelineState) -> None:
+        with cute.arch.elect_one():
+            self.empty.arrive(state.slot)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A CTA's keys, and the lengths of their sequence."""
+
+    n_block: Int32
+    head_kv: Int32
+    batch: Int32
+    seq_q: SeqlenInfo
+    seq_k: SeqlenInfo
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all roles of a CTA use."""
+
+    sK: cute.Tensor  # (64, D, WG)
+    sV: cute.Tensor  # (64, DV, WG)
+    sQ: cute.Tensor  # (bM, D, SLOT)
+    sdO: cute.Tensor  # (bM, DV, SLOT)
+    sdS: cute.Tensor  # (64, bM, WG * SLOT): a warpgroup's keys by queries
+    stats: cute.Tensor  # (2 * bM, SLOT) LSE, then delta
+    k_loaded: Barrier
+    v_loaded: Barrier
+    q: Ring
+    do: Ring
+    ds: Handover
+    k_read: Barrier  # by the warpgroup that computes dQ
+    info: BlockInfo
+    passed: Passed
+    tiles: RowTiles
+    tile: Tile
+    heads_per_kv: Int32
+
+    def m_blocks(self) -> Blocks:
+        """The blocks of queries that see one of the CTA's keys."""
+        return self.info.m_blocks(self.tile.n_block, self.tile.seq_q.length, self.tile.seq_k.length)
+
+    def first_head(self) -> Int32:
+        return self.tile.head_kv * self.heads_per_kv
+
+
+@cute.jit
+def bulk_load(from_gmem: cute.Tensor, to_smem: cute.Tensor, full: cute.Pointer) -> None:
+    """Start the copy of a vector whose bytes arrive on `full`. A whole warp calls it."""
+    op = cpasync.CopyBulkG2SOp()
+    bits = cute.size(to_smem) * to_smem.element_type.width
+    atom = cute.make_copy_atom(op, from_gmem.element_type, num_bits_per_copy=bits)
+    source = cute.make_tensor(from_gmem.iterator, to_smem.layout)  # its size is known
+    with cute.arch.elect_one():
+        cute.copy(atom, source, to_smem, mbar_ptr=full)

@@ -1,0 +1,134 @@
+"""Gradients by the Hopper backward's kernels, simulated, against autograd in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_gradients import definition, far_off, upstream, wide
+from flash_attn_calls import call
+
+import cutex
+from cutex.device.attention.block_info import Band, BlockInfo
+from cutex.kernels.attention.backward.config import BackwardConfig
+from cutex.kernels.attention.backward.sm90.main import Sizes, tile_order
+from cutex.problem.attention.case import AttentionCase
+
+UNIT = {"bf16": 2.0**-8, "fp16": 2.0**-11}
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128))
+
+
+def errors(
+    case: AttentionCase, of_lse: bool = False, order: str = "fifo", seed: int = 0, **options
+) -> list[str]:
+    """What is wrong with the gradients of the case, simulated."""
+    inputs = case.inputs()
+    leaves = [
+        None if x is None else x.detach().requires_grad_()
+        for x in (inputs.q, inputs.k, inputs.v, inputs.sink)
+    ]
+    mine = inputs._replace(q=leaves[0], k=leaves[1], v=leaves[2], sink=leaves[3])
+    grads = upstream(case, seed + 1, of_lse)
+    with cutex.ops.simulated("sm_90a", order=order, seed=seed):
+        out, lse = call(case, mine, **options)
+        torch.autograd.backward([out, lse][: 1 + of_lse], [x for x in grads if x is not None])
+    exact = wide(inputs)
+    results = definition(case, exact)[: 1 + of_lse]
+    torch.autograd.backward(results, [x.double().nan_to_num() for x in grads if x is not None])
+    found = []
+    for name, x in zip(("q", "k", "v", "sink"), leaves, strict=True):
+        if x is not None:
+            unit = 2 * UNIT[case.dtype] + 2.0**-9 * bool(case.softcap)
+            message = far_off(x.grad, getattr(exact, name).grad, unit)
+            found += [f"d{name}: {message}"] if message else []
+    return found
+
+
+CASES = {
+    "full": {},
+    "causal": {"causal": True, "seqlen_q": 200, "seqlen_k": 330},
+    "more queries than keys": {"causal": True, "seqlen_q": 300, "seqlen_k": 100},
+    "window": {"window": (40, 20), "seqlen_q": 150, "seqlen_k": 150},
+    "left window": {"window": (17, None), "seqlen_q": 65, "seqlen_k": 257, "dtype": "fp16"},
+    "grouped heads": {"heads_q": 3, "heads_kv": 1, "seqlen_q": 70, "causal": True},
+    "a batch of views": {"batch": 2, "views": ("interleaved", "shifted", "heads first")},
+    "softcap": {"softcap": 3.0, "seqlen_q": 70, "seqlen_k": 140, "causal": True},
+    "sink": {"sink": True, "heads_q": 2, "heads_kv": 2, "window": (4, None)},
+    "packed": {"lengths_q": (12, 0, 130), "lengths_k": (7, 30, 200), "causal": True, "tail": 3},
+    "packed, unused rows": {
+        "lengths_q": (70, 9), "lengths_k": (80, 30), "used_q": (66, 9), "used_k": (80, 20),
+    },
+    "used": {"batch": 2, "seqlen_q": 90, "used_q": (65, 90), "used_k": (100, 0)},
+}  # fmt: skip
+
+
+def case_of(name: str, **more) -> AttentionCase:
+    fields = {"heads_q": 1, "heads_kv": 1, **CASES[name], **more}
+    batch = len(fields.get("lengths_q", fields.get("used_k", (0,))))
+    return AttentionCase(**{"batch": batch, **fields})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_the_definition(name):
+    dims = HEAD_DIMS[list(CASES).index(name) % len(HEAD_DIMS)]
+    case = case_of(name, head_dim=dims[0], head_dim_v=dims[1])
+    assert errors(case, of_lse=True) == []
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "window", "left window", "packed"])
+def test_deterministic_gradients_are_right(name):
+    """CTAs wait for each other; none waits for one that never comes."""
+    case = case_of(
+        name, head_dim=64, head_dim_v=64, **{} if name == "packed" else {"seqlen_k": 300}
+    )
+    assert errors(case, order="random", seed=4, deterministic=True) == []
+
+
+def test_deterministic_adds_come_in_one_order():
+    """Under any order of CTAs the bits are the same; without it they need not be."""
+    case = AttentionCase(seqlen_q=130, seqlen_k=520, heads_q=1, heads_kv=1)
+    found = {}
+    for deterministic in (True, False):
+        for seed in range(3):
+            q, k, v = (x.detach().requires_grad_() for x in case.inputs()[:3])
+            with cutex.ops.simulated("sm_90a", order="random", seed=seed):
+                out = cutex.flash_attn_func(q, k, v, deterministic=deterministic)
+                out.backward(torch.ones_like(out))
+            found.setdefault(deterministic, []).append(q.grad)
+    assert all(torch.equal(found[True][0], x) for x in found[True][1:])
+
+
+@pytest.mark.parametrize(
+    ("order", "dims"), list(zip(("random", "starved", "eager"), HEAD_DIMS, strict=True))
+)
+def test_gradients_under_other_orders(order, dims):
+    case = case_of("causal", head_dim=dims[0], head_dim_v=dims[1], heads_q=2)
+    assert errors(case, order=order, seed=3) == []
+
+
+BANDS = [Band(), Band(None, 0), Band(None, 30), Band(-70, None), Band(-150, 0), Band(-3, 90)]
+
+
+@pytest.mark.parametrize("band", BANDS)
+def test_key_blocks_that_add_to_a_tile_of_dq_are_those_that_take_its_queries(band):
+    """Else a deterministic CTA would wait for a turn that nobody passes on."""
+    info = BlockInfo(64, 128, band)
+    for seqlen_q, seqlen_k in ((1, 1), (64, 700), (700, 64), (333, 333), (300, 515), (129, 1000)):
+        m_blocks, n_blocks = info.num_m_blocks(seqlen_q), info.num_n_blocks(seqlen_k)
+        taken = [info.m_blocks(n, seqlen_q, seqlen_k) for n in range(n_blocks)]
+        for m in range(m_blocks):
+            adding = info.n_blocks(m, seqlen_q, seqlen_k)
+            mine = [n for n in range(n_blocks) if taken[n].first <= m < taken[n].end]
+            assert mine == list(range(adding.first, adding.end)), (seqlen_q, seqlen_k, m)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 2, 5), (64, 8, 1), (128, 16, 2), (7, 400, 3)])
+def test_each_key_block_is_taken_once(sizes, causal, deterministic):
+    num_n_blocks, heads_kv, batch = sizes
+    config = BackwardConfig(causal=causal, deterministic=deterministic)
+    order = tile_order(config, Sizes(heads_kv, 1, 0, 0, num_n_blocks, batch))
+    tiles = [order.tile(index) for index in range(order.total)]
+    assert len({(t.m, t.head, t.batch) for t in tiles}) == num_n_blocks * heads_kv * batch
+    if config.longest_first:  # m counts from the last key block
+        assert tiles[0].m == num_n_blocks - 1

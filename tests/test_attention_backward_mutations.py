@@ -1,0 +1,143 @@
+"""A fault in the backward's kernels is found: as a wrong gradient, or by the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_gradients import definition, far_off, upstream, wide
+from cutlass import Float32, Int32, cute
+
+from cutex.compile import compile
+from cutex.device.attention.block_info import BlockInfo
+from cutex.device.attention.mask import KeyMask
+from cutex.device.pipeline import Barrier
+from cutex.kernels.attention.backward.choose import fitted
+from cutex.kernels.attention.backward.config import BackwardConfig
+from cutex.kernels.attention.backward.convert import Convert
+from cutex.kernels.attention.backward.sm90.backward import Backward
+from cutex.kernels.attention.backward.sm90.keys import KeyGradients
+from cutex.kernels.attention.backward.sm90.shared import Handover
+from cutex.problem.attention.case import AttentionCase
+from cutex.sim import SimError, simulate
+
+CONFIG = fitted(BackwardConfig(head_dim=64, head_dim_v=64, causal=True, window=(True, False)))
+CASE = AttentionCase(
+    seqlen_q=200, seqlen_k=270, heads_q=1, heads_kv=1, head_dim=64, head_dim_v=64, causal=True,
+    window=(150, None),
+)  # fmt: skip
+ORDERS = ({}, {"order": "random", "seed": 1}, {"order": "starved"}, {"order": "eager"})
+
+
+def wrong(config: BackwardConfig = CONFIG, orders=ORDERS) -> str | None:
+    """The error of the kernels as they are now, under the first order that shows one."""
+    kernel = compile(Backward(config), "bf16", "sm_90a", cache=False)
+    inputs, (do, _) = CASE.inputs(), upstream(CASE, 1, False)
+    exact = wide(inputs)
+    out, lse = definition(CASE, exact)
+    out.backward(do.double())
+    given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "do": do, "o": out.detach().bfloat16()}
+    given |= {"lse": lse.detach().float(), "scale": CASE.softmax_scale, "lo": -150}
+    tiles = -(-CASE.seqlen_q // config.tile_m)
+    for order in orders:
+        found = {f"d{name}": torch.full_like(given[name], torch.nan) for name in "qkv"}
+        found["stats"] = torch.full((tiles, 2 * config.tile_m), torch.nan)
+        found["dq_sums"] = torch.full((tiles, config.tile_m * config.head_dim), torch.nan)
+        found["turns"] = torch.full((tiles, 4), 9, dtype=torch.int32)
+        values = [(given | found)[name] for name in kernel.argument_names]
+        try:
+            simulate(kernel, *values, **order)
+        except SimError as error:
+            return str(error)
+        for name in "qkv":
+            message = far_off(found[f"d{name}"], getattr(exact, name).grad, 2.0**-7)
+            if message is not None:
+                return f"d{name} {message}"
+    return None
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_unchanged_kernels_are_right(deterministic):
+    assert wrong(replace(CONFIG, deterministic=deterministic)) is None
+
+
+@pytest.mark.parametrize(("side", "by"), [("end", 1), ("end", -1), ("begin", 1), ("begin", -1)])
+def test_a_mask_that_is_off_by_one_is_found(monkeypatch, side, by):
+    bounds = KeyMask._bounds
+
+    def off(self, r, first_query):
+        end, begin = bounds(self, r, first_query)
+        return (end + by, begin) if side == "end" else (end, begin + by)
+
+    monkeypatch.setattr(KeyMask, "_bounds", off)
+    message = wrong(orders=({},))
+    assert message is not None and "off by" in message
+
+
+def test_ds_that_wgmma_may_not_see_yet_is_found(monkeypatch):
+    """Handed over without the fence between a thread's stores and the tensor core's reads."""
+
+    def hand_over(self, state):
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            self.full.arrive(state.slot)
+
+    monkeypatch.setattr(Handover, "hand_over", hand_over)
+    message = wrong()
+    assert message is not None and "proxy" in message, message
+
+
+def test_a_slot_of_ds_that_is_still_read_is_found(monkeypatch):
+    monkeypatch.setattr(Handover, "wait_empty", lambda self, state: None)
+    message = wrong(replace(CONFIG, num_stages=2))  # slots that are used again
+    assert message is not None and "hazard" in message, message
+
+
+def test_keys_that_are_overwritten_before_the_last_dq_are_found(monkeypatch):
+    """dK is stored through the smem of K."""
+    wait = Barrier.wait
+
+    def careless(self, phase, slot=0):
+        if self.event != "k read":
+            wait(self, phase, slot)
+
+    monkeypatch.setattr(Barrier, "wait", careless)
+    message = wrong()
+    assert message is not None and "race" in message, message
+
+
+def test_a_delta_that_is_forgotten_is_found(monkeypatch):
+    of_columns = KeyGradients.of_columns
+
+    def none(self, which, state):
+        found = of_columns(self, which, state)
+        if which == 1:
+            found.fill(0.0)
+        return found
+
+    monkeypatch.setattr(KeyGradients, "of_columns", none)
+    message = wrong(orders=({},))
+    assert message is not None and message.startswith("dq off by")
+
+
+def test_a_scale_that_is_forgotten_is_found(monkeypatch):
+    write = Convert.write
+    monkeypatch.setattr(Convert, "write", lambda self, *a: write(self, *a[:-1], Float32(1.0)))
+    message = wrong(orders=({},))
+    assert message is not None and message.startswith("dq off by")
+
+
+def test_a_turn_that_is_taken_early_is_found(monkeypatch):
+    """CTAs of a deterministic kernel that do not wait pass on the wrong turn, or none."""
+    monkeypatch.setattr(BlockInfo, "n_blocks", shifted(BlockInfo.n_blocks))
+    message = wrong(replace(CONFIG, deterministic=True), orders=({},))
+    assert (message is not None and "deadlock" in message) or "never" in message, message
+
+
+def shifted(n_blocks):
+    def later(self, *of):
+        blocks = n_blocks(self, *of)
+        return blocks._replace(end=blocks.end + Int32(1))
+
+    return later
