@@ -69,8 +69,6 @@ def _record(problem: Problem, stage: AnyStage, limit: float, look: bool = True) 
 
 
 def launched(problem: Problem, stage: AnyStage, how: Callable[..., T]) -> T:
-    """Return ``how``'s record of a call, on zeros where the problem may have them: they cost
-    nothing."""
     """Return ``how``'s record of a call; on zeros, which cost nothing, where the data does not
     change what is computed."""
     from cutex.sim.host.loaded import captured
