@@ -66,6 +66,7 @@ class Softmax:
     shift: cute.Tensor | None = None  # (rows) the reference in powers of two; 0, not -inf
 
     rows: ClassVar[int] = 2
+    trusted_sum: ClassVar[float] = TRUSTED_SUM
     over_row: ClassVar[Any] = staticmethod(over_quad)  # the reduction over the threads of a row
 
     @classmethod
@@ -133,6 +134,10 @@ class Softmax:
             return self.shift[r]
         return self._finite(self.reference[r]) * self.scale_log2
 
+    def reference_log2(self, r: int) -> Float32:
+        """The reference of row r in powers of two."""
+        return self.shift_of(r)
+
     @cute.jit
     def add(self, scores: cute.Tensor) -> None:
         """Turn a further block of scores into exponentials, with the references left as they
@@ -143,7 +148,12 @@ class Softmax:
     @cute.jit
     def _exponentials(self, scores: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
         """Turn row r into exponentials; return their sum."""
-        shift, columns = self.shift_of(r), cute.size(scores, mode=[1])
+        return self._by_shift(scores, r, self.shift_of(r))
+
+    @cute.jit
+    def _by_shift(self, scores: cute.Tensor, r: cutlass.Constexpr[int], shift: Float32) -> Float32:
+        """Turn row r, lowered by `shift` powers of two, into exponentials; return their sum."""
+        columns = cute.size(scores, mode=[1])
         for c in cutlass.range_constexpr(columns):
             scores[r, c] = exp2(scores[r, c] * self.scale_log2 - shift)
         a, b = scores[r, 0], scores[r, 1]
@@ -169,8 +179,8 @@ class Softmax:
         trusted = Boolean(True)
         for r in cutlass.range_constexpr(self.rows):
             total = self.over_row(self.sums[r], lambda x, y: x + y)
-            trusted = trusted & (total <= TRUSTED_SUM)
-            highest = self.shift_of(r)
+            trusted = trusted & (total <= self.trusted_sum)
+            highest = self.reference_log2(r)
             scaled = Float32(1.0)
             if cutlass.const_expr(len(sinks) > 0):
                 sink_log2 = sinks[r] * LOG2_E

@@ -22,8 +22,9 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cutex.device.atoms.wgmma import WgmmaProduct, round_to
 from cutex.device.attention.block_info import Blocks, Path
+from cutex.device.attention.guarded_softmax import GuardedSoftmax
 from cutex.device.attention.scores import ScoreOps
-from cutex.device.attention.softmax import Softmax, rows_of
+from cutex.device.attention.softmax import rows_of
 from cutex.device.pipeline import OrderedBarrier, PipelineState, Ring
 
 State = tuple[PipelineState, PipelineState]  # states in the rings of K and of V
@@ -37,7 +38,7 @@ class BlockLoop:
     k: Ring
     v: Ring
     score_ops: ScoreOps
-    softmax: Softmax
+    softmax: GuardedSoftmax
     factors: cute.Tensor  # (2)
     turns: OrderedBarrier | None
     warpgroup: Int32

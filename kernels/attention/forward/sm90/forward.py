@@ -8,7 +8,8 @@ into rows, of one sequence. What makes it fast, each with its figure in docs/fac
 - Of long sequences two CTAs take neighbouring rows, and each loads half of every block of K and V
   for both (load.py): L2 reads half as much, and what power that saves goes into the clock.
 - Only blocks that the band cuts are masked, and in those that it does not cut no larger score is
-  looked for; a tile whose sums overflow that way is computed again (work_ring.py).
+  looked for; a tile whose sums overflow that way is computed again (guarded_softmax.py,
+  work_ring.py).
 - Tiles go to CTAs as they ask for them, the longest first, of as few heads at a time as fill the
   SMs; long causal ones take their keys so that CTAs read the same at one time (order.py). Q of the
   next tile is loaded before it begins, O of the one before is stored by TMA while it runs.
@@ -29,12 +30,12 @@ from cutex.device.atoms.mma import allocate_slots, contiguous_rows_layout
 from cutex.device.atoms.multicast import Cluster, SharedRing
 from cutex.device.atoms.wgmma import ROWS, WARPGROUP, Wgmma, WgmmaProduct
 from cutex.device.attention.block_info import BlockInfo
+from cutex.device.attention.guarded_softmax import GuardedSoftmax
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.query import Query
 from cutex.device.attention.rows import Rows, tma_operand
 from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.seqlen_info import SeqlenInfo
-from cutex.device.attention.softmax import Softmax
 from cutex.device.pipeline import OrderedBarrier, Ring, Warps, publish_barriers
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.forward.config import ForwardConfig
@@ -254,9 +255,8 @@ class Forward:
             q_slot = q_take.slot * c.warpgroups + wg
             rows = self.thread_rows(m_block)
             score_ops = self.score_ops(shared, rows, work, seq_q.length, seqlen_k)
-            softmax = Softmax.start(score_ops.scale_log2(), self.slack(dtype))
-            if cutlass.const_expr(self.optimistic):
-                softmax = softmax.keeping_shift()
+            slack = self.slack(dtype)
+            softmax = GuardedSoftmax.of(score_ops.scale_log2(), slack, self.optimistic)
             trusted = Boolean(True)
             tSrQ = query.of_slot(q_slot)
             qk_of_half = None if half_qk is None else half_qk.of(tSrQ)
@@ -278,7 +278,9 @@ class Forward:
                 state = loop.pass_over(after, state, True)
                 sinks = self.sinks(shared.passed, rows, work)
                 trusted = softmax.finish(sinks, factors, lse)
-                trusted = trusted & (acc_o[0] * 0.0 == 0.0) & (acc_o[2] * 0.0 == 0.0)
+                if cutlass.const_expr(dtype is cutlass.Float16):
+                    # an infinite probability makes every column of O infinite or NaN
+                    trusted = trusted & (acc_o[0] * 0.0 == 0.0) & (acc_o[2] * 0.0 == 0.0)
                 trusted = trusted | (mode == SAFE)
                 loop.scale_output()
             else:

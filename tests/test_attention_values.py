@@ -1,0 +1,107 @@
+"""Attention on Hopper is right whatever the values are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cutlass import Float32, cute
+from flash_attn_calls import call
+from torch import Tensor
+
+import cutex
+from cutex.problem.attention import INITS
+from cutex.problem.attention.case import AttentionCase, Inputs
+from cutex.problem.attention.reference import attend
+
+CASE = AttentionCase(seqlen_q=70, seqlen_k=520, heads_q=1, heads_kv=1, head_dim=64, head_dim_v=64)
+BIG = torch.finfo(torch.float32).min
+
+
+def computed(case: AttentionCase, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    with cutex.ops.simulated("sm_90a"):
+        return call(case, inputs)
+
+
+def wanted(case: AttentionCase, inputs: Inputs, exact: bool = True) -> tuple[Tensor, Tensor]:
+    """O (rows, heads, head_dim_v) and LSE (heads, rows) of the only sequence."""
+    return attend(case, inputs.q[0], inputs.k[0], inputs.v[0], None, exact=exact)
+
+
+@pytest.mark.parametrize("init", INITS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_every_family_of_data(init, causal, dtype):
+    case = replace(CASE, init=init, causal=causal, dtype=dtype)
+    inputs = case.inputs()
+    found = case.check(inputs, *computed(case, inputs))
+    assert found.ok, found.message
+
+
+@pytest.mark.parametrize("column", [0, 5, 31, 63])
+@pytest.mark.parametrize("value", [1e30, float("inf")])
+def test_a_large_value_in_any_column_of_v_stays_there(column, value):
+    inputs = CASE.inputs()
+    inputs.v[:, 7, :, column] = value
+    out, lse = computed(CASE, inputs)
+    want, want_lse = wanted(CASE, inputs)
+    others = [c for c in range(64) if c != column]
+    assert (out[0][..., others].double() - want[..., others]).abs().max() < 0.02
+    assert torch.allclose(out[0][..., column].double(), want[..., column], rtol=0.02)
+    assert (lse[0].double() - want_lse).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("rest", [-50.0, -150.0, -1000.0])
+def test_keys_of_minus_infinity_first_and_small_scores_after(rest):
+    """Whichever block is taken first: the end, the beginning, both."""
+    for hidden in (slice(384, None), slice(0, 128), slice(128, None), slice(0, 519)):
+        inputs = CASE.inputs()
+        inputs.q.fill_(1.0)
+        inputs.k.fill_(rest / 8)  # 64 products, times 1 / 8
+        inputs.k[:, hidden, :, 0] = -torch.inf
+        out, lse = computed(CASE, inputs)
+        want, want_lse = wanted(CASE, inputs)
+        assert (out[0].double() - want).abs().max() < 0.02, hidden
+        assert (lse[0].double() - want_lse).abs().max() < 1e-3, hidden
+
+
+@pytest.mark.parametrize("hidden", [-1e9, -1e10, -1e30, BIG, -float("inf")])
+def test_a_score_mod_that_hides_keys_by_a_large_negative_score(hidden):
+    """In row 3 it hides all keys: the softmax is then that of equal scores."""
+    inputs = CASE.inputs()
+
+    @cute.jit
+    def mod(score, batch, head, q, k):
+        return Float32(hidden) if (k % 3 == 0) | (q == 3) else score
+
+    with cutex.ops.simulated("sm_90a"):
+        out, lse = cutex.flash_attn_func(*inputs[:3], score_mod=mod, return_lse=True)
+    q, k, v = (x[0, :, 0].double() for x in inputs[:3])
+    scores = q @ k.T / 8
+    scores[:, ::3] = hidden
+    scores[3] = hidden
+    shown = slice(0, None) if hidden > -float("inf") else [i for i in range(70) if i != 3]
+    want = torch.softmax(scores, 1) @ v
+    assert (out[0, :, 0].double() - want)[shown].abs().max() < 0.02
+    want_lse = torch.logsumexp(scores, 1)
+    error = (lse[0, 0].double() - want_lse) / want_lse.abs().clamp(min=1)
+    assert error[shown].abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("size", [1e3, 1e5, 1e7, 1e10, 1e20])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_scores_of_any_size(size, sign):
+    """Nearly all scores of a row are alike, some are a little larger."""
+    case = replace(CASE, scale=1.0)
+    inputs = case.inputs()
+    inputs.q.zero_()
+    inputs.k.zero_()
+    inputs.q[..., 0] = 1.0
+    inputs.k[..., 0] = sign * size
+    inputs.q[..., 1] = 1.0
+    inputs.k[:, 40:50, :, 1] = abs(float(inputs.k[0, 0, 0, 0])) * 2**-20
+    out, lse = computed(case, inputs)
+    want, want_lse = wanted(case, inputs, exact=False)  # scores in float32, as ours
+    assert (out[0].double() - want).abs().max() < 0.02
+    assert ((lse[0].double() - want_lse) / want_lse).abs().max() < 1e-6
