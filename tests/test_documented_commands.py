@@ -16,7 +16,6 @@ import pytest
 
 from cutex.cloud import rental  # isort: skip
 
-from cutex import attention, gemm
 from cutex.bench import cli
 from cutex.command import commands
 from cutex.problem.attention import AttentionProblem
@@ -24,7 +23,7 @@ from cutex.problem.gemm import GemmProblem
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = re.compile(r"(?:python -m cutex|python modal_app\.py|modal run modal_app\.py)(?!\.X)[^`\[]*")
-KINDS = {"cutex.gemm": (GemmProblem, gemm), "cutex.attention": (AttentionProblem, attention)}
+KINDS = {"cutex.gemm": GemmProblem, "cutex.attention": AttentionProblem}
 
 
 def in_page(text):
@@ -94,8 +93,7 @@ def test_a_documented_command_is_taken(line, monkeypatch, tmp_path, request):
     if module in KINDS and "list" not in argv:
         if "--compare" in argv:  # times, which needs a GPU
             request.getfixturevalue("fake_gpu")
-        kind, door = KINDS[module]
-        assert cli.plan(kind, door.parser().parse_args(argv)).stages
+        assert cli.plan(*cli.parsed(KINDS[module], argv)).stages
         return
     request.getfixturevalue("parse_only")
     main = main_of(module)

@@ -148,14 +148,19 @@ class Clock:
     trace: Path | None
 
 
+def parsed(kind: type[Problem], argv: Sequence[str]) -> tuple[type[Problem], argparse.Namespace]:
+    """The operator that a command line of `kind` is about, and its options."""
+    for option, op in kind.variants.items():
+        kind = problem_class(op) if option in argv else kind
+    return kind, parser(kind).parse_args(join_sizes(argv, kind.size_options))
+
+
 @answered
 def main(kind: type[Problem], argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` of an operator, and return the exit code."""
     try:
         given = sys.argv[1:] if argv is None else argv
-        for option, op in kind.variants.items():
-            kind = problem_class(op) if option in given else kind
-        args = parser(kind).parse_args(join_sizes(given, kind.size_options))
+        kind, args = parsed(kind, given)
         if args.stage == "list":
             list_stages(kind, args.arch)
             return 0
