@@ -47,8 +47,7 @@ def gemm_kernel(tiled_mma: cute.TiledMma, a: cpasync.TmaInfo, b: cpasync.TmaInfo
 
 @cute.jit
 def gemm(mA: cute.Tensor, mB: cute.Tensor, mC: cute.Tensor):
-    a = load_operand(mA, slots_layout(BFloat16, BM, BK, num_slots=1, swizzle=128))
-    b = load_operand(mB, slots_layout(BFloat16, BN, BK, num_slots=1, swizzle=128))
+    a, b = (load_operand(m, slots_layout(BFloat16, n, BK, 1, 128)) for m, n in ((mA, BM), (mB, BN)))
     mma, grid = Wgmma(BN, BFloat16, warpgroups=2).tiled(), cute.ceil_div(mC.shape, (BM, BN))
     gemm_kernel(mma, a, b, mC).launch(grid=[*grid, 1], block=[mma.size, 1, 1])
 

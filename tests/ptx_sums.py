@@ -69,7 +69,7 @@ def stages(arch: str) -> Iterator[tuple[str, Subject]]:
 
     for op in OPS:
         kind = problem_class(op)
-        for stage in ladders(op).stages(arch):
+        for stage in ladders(op).stages(arch) if arch in ladders(op).archs else ():
             for sizes, dtype in itertools.product(kind.cases["sweep"], kind.dtypes):
                 problem = kind(**sizes, dtype=dtype)
                 if not stage.chooses and (sizes, dtype) != (kind.cases["sweep"][0], kind.dtypes[0]):

@@ -107,7 +107,7 @@ def kernels(monkeypatch):
 
     def simulate(compiled, a, b, c, order, seed, jobs):
         compiled(a, b, c)
-        return SimpleNamespace(seconds=0.5, instructions=1000, findings=[])
+        return SimpleNamespace(seconds=0.5, instructions=1000, findings=[], unwrapped=[])
 
     monkeypatch.setattr(cutex.bench.run, "compile_stage", compile_stage)
     monkeypatch.setattr(cutex.sim, "simulate", simulate)
@@ -199,7 +199,9 @@ def test_a_finding_is_exit_code_1_even_with_the_right_numbers(
 ):
     def simulate(compiled, a, b, c, order, seed, jobs):
         compiled(a, b, c)
-        return SimpleNamespace(seconds=0.5, instructions=1000, findings=["race: two writers"])
+        return SimpleNamespace(
+            seconds=0.5, instructions=1000, findings=["race: two writers"], unwrapped=[]
+        )
 
     monkeypatch.setattr(cutex.sim, "simulate", simulate)
     assert main([*SIM, "--stage", "0", "--out", str(tmp_path)]) == 1

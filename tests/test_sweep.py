@@ -391,5 +391,5 @@ def test_the_report_draws_what_was_only_for_reporting(tmp_path):
     ((name, svg),) = sweeps.pictures(found).items()
     assert name == "sweep-nvidia-h200-bf16.svg"
     assert svg.count("<circle") == 3 + 1  # the problems, and the name of their class
-    text = "\n".join(sweeps.markdown(found, "docs"))
+    text = "\n".join(sweeps.markdown(found, "docs/"))
     assert f"docs/{name}" in text and "| M 1-16 | 3 |" in text

@@ -11,6 +11,7 @@ from cutex.problem.stage import AnyStage, ladders
 from cutex.report import charts
 from cutex.results import Peer, Result, history
 from cutex.results.rate import rate, rate_of
+from cutex.svg import HUES
 
 DATA = {
     "normal": "Gaussian data",
@@ -32,7 +33,10 @@ def peer_title(name: str) -> str:
 def peer_hue(name: str) -> int:
     """The colour of "ours" or of a peer."""
     names = ["ours", *_peer_titles()]
-    return names.index(name) if name in names else OTHER_HUE
+    if name not in names:
+        return OTHER_HUE
+    index = names.index(name)  # the first hue is ours alone
+    return index if index < HUES else 1 + (index - 1) % (HUES - 1)
 
 
 def _peer_titles() -> dict[str, str]:

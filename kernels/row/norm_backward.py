@@ -83,7 +83,7 @@ class NormBackward(RowKernel):
         tile, (*given, groups, stream) = self.tile, rest
         optional = dict(zip(self.config.optional, given, strict=True))
         # NOTE: tracing a kernel puts its own values into a dict that it is given
-        self.main(mX, mdY, mdX, mRstd, groups, {**optional}).launch(
+        self.by_rows(mX, mdY, mdX, mRstd, groups, {**optional}).launch(
             grid=(groups // tile.rows * tile.ctas, 1, 1),
             block=(tile.num_threads, 1, 1),
             cluster=(tile.ctas, 1, 1) if tile.ctas > 1 else None,
@@ -101,7 +101,7 @@ class NormBackward(RowKernel):
             )
 
     @cute.kernel
-    def main(self, mX, mdY, mdX, mRstd, groups: Int32, optional: dict[str, cute.Tensor]) -> None:
+    def by_rows(self, mX, mdY, mdX, mRstd, groups: Int32, optional: dict[str, cute.Tensor]) -> None:
         c, tile = self.config, self.tile
         (reduction,) = reductions(tile, 1 + c.centred, repeated=True)
         this = ThisRow.of(tile, mX)
@@ -155,4 +155,4 @@ class NormBackward(RowKernel):
                 total += sums[lane, other]
             mSum[column] = total.to(mSum.element_type)
 
-    kernels = {"main": main, "sums": sums}  # noqa: RUF012
+    kernels = {"rows": by_rows, "sums": sums}  # noqa: RUF012

@@ -243,7 +243,7 @@ _SM90 = ForwardConfig(
 _SM100 = Sm100Config(
     head_dim=64, head_dim_v=64, causal=True, window=(True, False), tile_n=64, p_first=32, num_ctas=1
 )
-_SM100_PAIR = replace(_SM100, pair=True, optimistic=False, dispatch="static", num_ctas=2)
+_SM100_PAIR = replace(_SM100, pair=True, dispatch="static", num_ctas=2)
 _OPS = (Scale("scale", "row"), Add("held", "bf16"), Amax())
 
 SUBJECTS = {

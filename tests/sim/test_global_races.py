@@ -60,7 +60,7 @@ def test_the_same_value_from_all_is_none() -> None:
 
 def test_neither_are_places_of_ones_own_nor_two_writes_of_one_cluster() -> None:
     run("mad.wide.u32 %d0, %cta, 4, %x; st.global.u32 [%d0], %cta; st.global.u32 [%d0], 9;")
-    run("st.global.u32 [%x], %cta;", cluster=4)
+    run("st.global.u32 [%x], 7;", cluster=4)
 
 
 # -- order between clusters ------------------------------------------------------------------------

@@ -391,7 +391,7 @@ def test_the_command_line_predicts_and_draws(capsys, tmp_path):
     "options, says",
     [
         ("--time --gpu h200,clock=-1", "takes a number above 0"),
-        ("--time --gpu h300", "there are constants for h200, b200"),
+        ("--time --gpu h300", "there are constants for h200, h100, b200"),
         ("--time --gpu b200", "is no GPU of sm_90a"),
         ("--time --gpu h200,colour=3", "takes clock, l2, hbm, sms or one of"),
         ("--gpu h200", "goes with --time"),
