@@ -48,8 +48,7 @@ def gemm_kernel(a, b, mC: cute.Tensor):
 
 @cute.jit
 def gemm(mA: cute.Tensor, mB: cute.Tensor, mC: cute.Tensor):
-    a = load_operand(mA, slots_layout(BFloat16, BM, K, num_slots=1, swizzle=128))
-    b = load_operand(mB, slots_layout(BFloat16, BN, K, num_slots=1, swizzle=128))
+    a, b = (load_operand(m, slots_layout(BFloat16, n, K, 1, 128)) for m, n in ((mA, BM), (mB, BN)))
     gemm_kernel(a, b, mC).launch(grid=[*cute.ceil_div(mC.shape, (BM, BN)), 1], block=[128, 1, 1])
 
 
