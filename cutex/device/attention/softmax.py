@@ -17,7 +17,7 @@ reaches, so `add` takes the reference of the blocks before as it is and looks fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import cutlass
@@ -76,14 +76,6 @@ class Softmax:
         reference = cute.make_rmem_tensor(rows, Float32)
         sums = cute.make_rmem_tensor(rows, Float32)
         return cls(reference, sums, scale_log2, slack)
-
-    def keeping_shift(self) -> Self:
-        """The same, with `shift` in registers of its own, the only value that `add` reads.
-
-        NOTE: with `shift` computed in `add` from the reference, which LSE needs in the end, LSE
-        cost 3 % at head dim 64; `next` is faster without.
-        """
-        return replace(self, shift=cute.make_rmem_tensor(cute.make_layout(self.rows), Float32))
 
     @cute.jit
     def first(self, scores: cute.Tensor) -> None:
