@@ -1,7 +1,7 @@
 """Facts per GPU: the resources that a kernel may use, and the peak rates.
 
 Peaks are the vendor's dense figures, never sparse, of the SXM boards: H200 (700 W) and B200 (1000
-W). The source of each figure is in docs/facts.md.
+W). The source of each figure is in docs/facts/hardware.md.
 """
 
 from __future__ import annotations

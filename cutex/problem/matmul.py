@@ -257,10 +257,10 @@ class MatmulProblem(Computation):
         """The largest error that tensor cores may make in adding up K products, 32 bytes at a time.
 
         Hopper's fp8 steps align 32 products and the sum so far to the largest of them, truncate
-        each 13 bits below it, and then the sum (docs/facts.md). A loss between 0 and one such unit,
-        of either sign, has a mean square of a third; the root of the sum of all 34 per step, at the
-        unit of the largest sum, is 1.8 times the largest error of 113 randomized cases. Other types
-        keep the bits of fp32.
+        each 13 bits below it, and then the sum (docs/facts/matmul.md#hopper-tensor-core-fp8). A
+        loss between 0 and one such unit, of either sign, has a mean square of a third; the root
+        of the sum of all 34 per step, at the unit of the largest sum, is 1.8 times the largest
+        error of 113 randomized cases. Other types keep the bits of fp32.
         """
         steps = -(-self.k * self.dtype.itemsize // 32)
         largest = 6 * max(self.k, 1) ** 0.5 * abs(self.alpha) * (2.25 if self.scales else 1)

@@ -20,7 +20,7 @@ def tile(n: int, bits: int, arch_name: str, unit: int, shifted: bool = False) ->
     width = min(unit, VECTOR_BYTES * 8 // bits)
     vectors = -(-(n + (width - 1) * shifted) // width)
     most_ctas = CLUSTER if arch(arch_name).capability >= (9, 0) else 1
-    # measured on an H100, docs/facts.md: 4 vectors a thread; then more threads, then more CTAs
+    # 4 vectors a thread; then more threads, then more CTAs (docs/facts/rows.md#tile, an H100)
     threads = _power(-(-vectors // WIDE), 8, CTA)
     ctas = _power(-(-vectors // (WIDE * threads)), 1, most_ctas)
     threads = max(threads, _power(-(-vectors // (MOST * ctas)), 8, 1024))

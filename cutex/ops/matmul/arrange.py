@@ -216,7 +216,7 @@ def fused(
         op = matrix("c", out, beta=True)
         # NOTE: on Hopper, whole rows are loaded by TMA. With loads by threads from the matrix that
         # TMA then stores to, a call takes 1.9 to 5.8 times as long; from a copy, 1.05 times (H200;
-        # docs/facts.md)
+        # docs/facts/matmul.md#threads-load-tensor-tma)
         in_place = op.whole and not arch(arch_name).tmem_columns
         add(op, ("c", out if in_place else out.clone()), ("beta", float(call.beta)))
     if call.bias is not None:

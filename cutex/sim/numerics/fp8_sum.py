@@ -3,8 +3,8 @@
 For 32 of K at a time, one wgmma: align the products and the sum so far to the largest exponent
 among them (of a product: the sum of its two elements' exponents), truncate each 13 bits below it,
 towards zero, add, and truncate the sum 13 bits below its own exponent. Determined from one H200,
-where it gives the bits of every element at K = 32, 64 and 256 of e4m3 (docs/facts.md); e5m2 is
-assumed to be the same.
+where it gives the bits of every element at K = 32, 64 and 256 of e4m3
+(docs/facts/matmul.md#hopper-tensor-core-fp8); e5m2 is assumed to be the same.
 """
 
 from __future__ import annotations

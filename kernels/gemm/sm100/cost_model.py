@@ -30,8 +30,8 @@ DEEPEST = 12  # most slots of a ring: more only cost barriers
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of a B200, in cycles, beside the rates of its Arch (docs/facts.md): the first three
-    and the last two are fitted on measured rows, the others are estimates from the code."""
+    """The costs of a B200, in cycles, beside the rates of its Arch (docs/facts/blackwell.md): the
+    first three and the last two are fitted on measured rows, the others are estimates from code."""
 
     l2_share: float = 0.8915  # achieved share of the Arch's L2 rate
     overlap: float = 6.3  # exponent of MMAs and loads: infinite if the longer hid the shorter

@@ -158,7 +158,8 @@ class General:
     @property
     def pace(self) -> Pace:
         """The pace of CTAs with one tile; with more columns its share of the memory rate is lower,
-        because L2 and the tensor cores limit, too (docs/facts.md)."""
+        because L2 and the tensor cores limit, too
+        (docs/facts/gemm.md#round-tiles-without-raster)."""
         few = self.tiles.cluster_columns <= FEW_COLUMNS and not self.tiles.rows
         share = 0.93 if few else 0.89
         return Pace.of(arch_named(self.arch), share)

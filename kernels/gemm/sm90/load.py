@@ -152,7 +152,8 @@ class LoadOneTile(LoadTiles):
 
         Clusters that start early are placed on the SMs that are idle, and so unevenly over the GPU.
         Where memory limits, a kernel like this one then takes up to 1.2 times as long: it is left
-        to start when this one has ended, a microsecond later (docs/facts.md).
+        to start when this one has ended, a microsecond later
+        (docs/facts/gemm.md#next-kernel-allowed-start).
         """
         c = self.tiles
         if cutlass.const_expr(c.clusters_stream):

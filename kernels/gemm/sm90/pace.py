@@ -4,7 +4,8 @@ load may not start.
 SMs that get their answers sooner request more, and end up to 8 us of 30 before the others. That
 gains nothing, since memory is busy all the time, and it costs: requests for shared data that come
 at the same time are merged on their way to L2, later ones are not. If no SM is faster than memory
-could serve them all, they stay together: 1.01 to 1.03 times as fast (docs/facts.md).
+could serve them all, they stay together: 1.01 to 1.03 times as fast
+(docs/facts/gemm.md#cta-loads-faster-memory).
 """
 
 from __future__ import annotations

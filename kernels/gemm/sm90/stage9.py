@@ -30,7 +30,7 @@ new, and small problems need them:
 Measured, times stage 8: 1.00 at 8192x8192x4096, where the choice is stage 8's own tile, 1.15 at
 4096x4096x4096 (128x128), 1.5 at 2048x2048x2048, 2.5 with M = 16, 1.7 with M = 128. Beside the best
 of cuBLAS and quack: 1.02 in the mean of seven large problems, 0.995 to 1.047; for few rows see
-docs/facts.md. The pace gives 1.01 to 1.02 of it, 1.05 with N = 7168. Of the 31 us with M = 16,
+docs/facts/gemm.md. The pace gives 1.01 to 1.02 of it, 1.05 with N = 7168. Of the 31 us with M = 16,
 N = K = 8192, memory is idle for 2, between one kernel's last load and the next one's first.
 """
 

@@ -1,7 +1,7 @@
 """The FlashAttention forward on Hopper: persistent CTAs, one load warp, up to three warpgroups.
 
 A CTA takes tiles of 64 rows for each warpgroup, of one head, or of a group of query heads packed
-into rows, of one sequence. What makes it fast, each with its figure in docs/facts.md:
+into rows, of one sequence. What makes it fast, each with its figure in docs/facts/attention.md:
 
 - K and V stream through rings; QK of a block runs under the softmax of the one before, and the
   warpgroups alternate (block_loop.py).
