@@ -10,7 +10,7 @@ python -m cutex.clock --fit b200     and rates and latencies to the rows of the 
 
 from __future__ import annotations
 
-from cutex.bench.clock_page import main
+from cutex.clock_errors.page import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -13,10 +13,11 @@ import pytest
 
 from cutex.arch import arch
 from cutex.dtypes import DTYPES
-from cutex.kernels.gemm.sm90 import fit
+from cutex.fit import costs as fit
 from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.kernels.gemm.sm90.cost_model import MEASURED as MODEL
 from cutex.kernels.gemm.sm90.cost_model import candidates, predictions
-from cutex.kernels.gemm.sm90.measured import FILE as MEASURED_PAIRS
+from cutex.measured.nearby import file_of
 from cutex.problem.gemm import GemmProblem
 from cutex.problem.models import corpus
 
@@ -101,9 +102,9 @@ def pairs() -> fit.Pairs:
 
 
 def test_what_is_known_of_pairs_is_what_was_measured(pairs: fit.Pairs) -> None:
-    """measured.npz is what fit --write makes of results/configs and the present costs."""
+    """cutex/measured keeps what fit --write makes of results/configs and the present costs."""
     places, errors = fit.known(fit.Model(), pairs)
-    with np.load(MEASURED_PAIRS) as file:
+    with np.load(file_of(MODEL)) as file:
         assert np.array_equal(file["places"], places)
         assert np.abs(file["errors"] - errors).max() < 2e-3
 

@@ -19,8 +19,12 @@ from cutex.sim import SimError
 # cutex/; "doors" are the modules behind `python -m cutex.X`, and cutex itself, which loads lazily.
 LAYERS = (
     ("errors", "orders", "svg"),
-    ("arch", "cache", "command", "cubin", "debug_info", "dtypes", "simulation", "tracing"),
+    (
+        *("arch", "cache", "command", "cubin", "debug_info", "dtypes"),
+        *("measured", "simulation", "tracing"),
+    ),
     ("compile",),
+    ("peers",),
     ("problem",),
     ("results",),
     ("device", "schedulers"),
@@ -29,6 +33,8 @@ LAYERS = (
     ("analysis",),
     ("bench", "report"),
     ("ops", "cloud"),
+    ("fit",),
+    ("clock_errors",),
     ("doors",),
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
@@ -47,7 +53,8 @@ SIM_KNOWS = {
         "tracing",
     )
 }
-OPERATORS = ("problem", "ops", "kernels")  # the rest names no operator
+# parts with files of one operator; the rest names none
+OPERATORS = ("problem", "ops", "kernels", "peers", "fit", "clock_errors")
 
 
 def sources(root: Path) -> dict[str, Path]:
@@ -160,9 +167,7 @@ CIRCLES = (
     "kernels.attention.forward.ladder kernels.attention.forward.sm100.choose "
     "kernels.attention.forward.sm100.config kernels.attention.order "
     "kernels.attention.signature",
-    "kernels.attention.forward.sm100.bounds kernels.attention.forward.sm100.fa4",
     "kernels.gemm.config kernels.gemm.signature",
-    "kernels.gemm.sm90.cost_model kernels.gemm.sm90.measured",
     "ops.matmul.eager ops.matmul.tuner",
     "problem.attention problem.attention.case problem.attention.check problem.attention.reference",
     "results.lines results.result results.schema",

@@ -1,4 +1,4 @@
-"""python -m cutex.ops.matmul.measuring: configs timed for the fit of Hopper's cost model."""
+"""python -m cutex.fit.measuring: configs timed for the fit of Hopper's cost model."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from cutex.errors import BadOption
-from cutex.kernels.gemm.sm90 import fit
+from cutex.fit import costs as fit
+from cutex.fit import measuring, proposals
 from cutex.kernels.gemm.sm90.config import Sm90Config
-from cutex.kernels.gemm.sm90.measured import CAUTION
+from cutex.measured.nearby import CAUTION
 from cutex.ops import simulated
-from cutex.ops.matmul import measuring, unmeasured
 from cutex.problem.models import corpus
 
 NARROW = {"tile_m": 64, "tile_n": 16, "tile_k": 128, "num_stages": 3, "epi_n": 16,
@@ -157,14 +157,14 @@ def test_what_is_drawn_may_be_faster_than_the_choice_and_was_not_timed(tmp_path,
     told = capsys.readouterr().out
     drawn = measuring.asked(written(tmp_path, told))  # none of the reporting half
     assert len(drawn) == 4 and {x.problem.dtype for x in drawn} == {"bf16", "e4m3"}
-    known = unmeasured.timed()
+    known = proposals.timed()
     assert sum(map(len, known.values())) > 5000
     for one in drawn:
         choice, *others = (c.tiles for c in measuring.configs_of(one, 3))
         assert 1 <= len(others) <= 2
         assert not {fit.geometry(c) for c in others} & known[one.name]
-        call = unmeasured.arranged(*one.problem.inputs("meta"), *one.problem.outputs("meta"))[1]
-        hoped, feared = (unmeasured.predicted(call, x) for x in (-CAUTION, CAUTION))
+        call = proposals.arranged(*one.problem.inputs("meta"), *one.problem.outputs("meta"))[1]
+        hoped, feared = (proposals.predicted(call, x) for x in (-CAUTION, CAUTION))
         assert hoped[others[0]] <= 1.01 * feared[choice] and hoped[choice] <= feared[choice]
     assert measuring.main(["--draw", "4", "--first", "3", "--seed", "5"]) == 0
     assert capsys.readouterr().out == told

@@ -16,11 +16,13 @@ import torch
 
 import cutex
 from cutex.arch import arch
+from cutex.clock_errors import unseen
+from cutex.fit import costs as fit
+from cutex.fit import shipping
 from cutex.kernels.gemm.choose import rows_class, sizes_class
 from cutex.kernels.gemm.signature import OperandLayout
-from cutex.kernels.gemm.sm90 import fit
 from cutex.ops import building, simulated
-from cutex.ops.matmul import choices, drawn, shipping, tuner
+from cutex.ops.matmul import choices, tuner
 from cutex.ops.matmul.arrange import Arranged, arrange
 from cutex.ops.matmul.checks import Call
 from cutex.ops.matmul.plan import (
@@ -131,7 +133,7 @@ def test_without_time_to_compile_the_models_first_is_taken(gpu, monkeypatch):
 
 
 def test_what_cutex_comes_with_fits_its_problems_and_is_taken():
-    """kernels/gemm/sm90/choices.json, by the sizes and layouts in its names."""
+    """cutex/measured's choices, by the sizes and layouts in its names."""
     table = choices._shipped("sm_90a")
     assert len(table) > 50
     for name in table:
@@ -375,12 +377,12 @@ def test_one_graph_serves_every_number_of_rows():
 
 
 def test_the_clocks_error_on_drawn_kernels_is_reported_by_kind(capsys):
-    assert drawn.main(["--count", "1"]) == 0
+    assert unseen.main(["--count", "1"]) == 0
     assert "| all | 1 |" in capsys.readouterr().out
-    assert list(drawn.draw(1, 5)) == list(drawn.draw(1, 5)) != list(drawn.draw(2, 5))
+    assert list(unseen.draw(1, 5)) == list(unseen.draw(1, 5)) != list(unseen.draw(2, 5))
     _, rows = fit.measured_rows()
     rows = [r for r in rows if r.get("dtype", "bf16") == "bf16"]
     timed = {(r["m"], r["n"], r["k"], us) for r in rows for us in r["us"].values()}
-    assert all((*p.mnk, us) in timed for p, _, us in drawn.draw(3, 500)), "of its problem's dtype"
-    assert drawn.main(["--count", "0"]) == 2
+    assert all((*p.mnk, us) in timed for p, _, us in unseen.draw(3, 500)), "of its problem's dtype"
+    assert unseen.main(["--count", "0"]) == 2
     assert "--count 0: from 1 to" in capsys.readouterr().err

@@ -28,14 +28,14 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from cutex.arch import arch
 from cutex.command import Parser, answered, in_clone
 from cutex.compile.resources import Code, resources, sass
-from cutex.problem import DEFAULT_OP, Problem, operator, problem_class
+from cutex.peers import cutlass_example
+from cutex.problem import DEFAULT_OP, Problem, problem_class
 from cutex.problem.stage import Stage, stages
 from cutex.sim.timing.gpus import Gpu, gpu, of_arch
 
@@ -232,7 +232,7 @@ def stage_row(stage: Stage[Any, Any], dtype: str = "bf16") -> Row:
 
 def peer_row(clone: Path) -> Row:
     """CUTLASS's own example of the operator, compiled from a clone of CUTLASS."""
-    example = import_module(f"{operator(PROBLEM.op).kernels}.cutlass_example").compiled(clone)
+    example = cutlass_example.compiled(clone)
     found = row(example, "CUTLASS", "its persistent example", tile=example.tile, ring_bytes=0)
     return replace(found, ring_bytes=example.num_stages * found.step_bytes // found.ctas)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutex.dtypes import DTYPES as ELEMENTS
 from cutex.dtypes import DType
-from cutex.problem.protocol import Check, Launch, PeerKernel, Problem, Sizes
+from cutex.peers import cublas, quack
+from cutex.problem.protocol import Check, PeerKernel, Problem, Sizes
 
 if TYPE_CHECKING:
     import torch
@@ -18,29 +18,6 @@ if TYPE_CHECKING:
 DTYPES = ("bf16", "fp16")
 INITS = ("int", "normal", "uniform", "zeros")
 TMA_BYTES = 16  # a TMA stride is a multiple of so many bytes
-
-
-def _cublas() -> tuple[Launch, str]:
-    import torch
-
-    return lambda a, b, c: torch.mm(a, b.T, out=c), f"torch {torch.__version__}"
-
-
-def _quack(tuned: bool) -> tuple[Launch, str]:
-    from quack.gemm_interface import gemm
-
-    version = metadata.version("quack-kernels")
-    return lambda a, b, c: gemm(a, b.T, out=c, tuned=tuned), f"quack-kernels {version}"
-
-
-def _quack_with(config: Mapping[str, Any]) -> Launch:
-    """quack's kernel with a given config, the fields of quack's own GemmConfig."""
-    from quack.gemm_config import GemmConfig as QuackConfig
-    from quack.gemm_interface import gemm_tuned
-
-    more = {"cluster_n": 1, "is_dynamic_persistent": False, "device_capacity": 9}
-    chosen = QuackConfig(**config, **more)
-    return lambda a, b, c: gemm_tuned.fn(a, b.T, c, config=chosen)
 
 
 def _mnk(*sizes: tuple[int, int, int]) -> tuple[Sizes, ...]:
@@ -71,12 +48,12 @@ class GemmProblem(Problem):
         "confirm": _mnk((8192, 8192, 4096), (4096, 4096, 4096)),
     }
     peers: ClassVar[Mapping[str, PeerKernel]] = {
-        "cublas": PeerKernel("cuBLAS", lambda _: _cublas()),
+        "cublas": PeerKernel("cuBLAS", lambda _: cublas.gemm()),
         "quack": PeerKernel(
-            "quack, default config", lambda _: _quack(tuned=False), 15.0, _quack_with
+            "quack, default config", lambda _: quack.gemm(tuned=False), 15.0, quack.gemm_with
         ),
         # tries all its configs first
-        "quack-tuned": PeerKernel("quack, tuned", lambda _: _quack(tuned=True), 150.0),
+        "quack-tuned": PeerKernel("quack, tuned", lambda _: quack.gemm(tuned=True), 150.0),
     }
     wave_tile = (256, 128)
 

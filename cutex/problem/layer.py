@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cutex.dtypes import DTYPES
+from cutex.peers import cublas, quack
 from cutex.problem.protocol import Check, Computation, Launch
 
 if TYPE_CHECKING:
@@ -124,25 +125,8 @@ class LayerProblem(Computation):
 
 # ---- others
 
-
-def _cublas(problem: LayerProblem) -> Launch:
-    import torch
-
-    if problem.dtype != "e4m3":
-        return lambda a, b, out: torch.mm(a, b, out=out)
-    one = torch.ones((), device="cuda")
-    return lambda a, b, out: torch._scaled_mm(
-        a, b, one, one, out_dtype=out.dtype, use_fast_accum=True, out=out
-    )
-
-
-def _quack(problem: LayerProblem) -> Launch:
-    from quack.gemm_interface import gemm
-
-    if problem.dtype == "e4m3":
-        raise ValueError("quack's gemm is timed with 16-bit operands")
-    return lambda a, b, out: gemm(a, b, out=out, tuned=False)
-
-
 # launches of (a, b, out); may raise ImportError, or ValueError for problems they do not support
-PEERS: Mapping[str, Callable[[LayerProblem], Launch]] = {"cublas": _cublas, "quack": _quack}
+PEERS: Mapping[str, Callable[[LayerProblem], Launch]] = {
+    "cublas": lambda problem: cublas.layer(problem.dtype),
+    "quack": lambda problem: quack.layer(problem.dtype),
+}

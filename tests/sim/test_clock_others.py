@@ -8,11 +8,11 @@ from functools import cache
 import numpy as np
 import pytest
 
-from cutex.bench import clock_b200
-from cutex.bench import clock_foreign as foreign
-from cutex.bench.clock_errors import Summary, board
-from cutex.bench.clock_fit import descend
-from cutex.bench.clock_page import MEASURED, main
+from cutex.clock_errors import b200 as clock_b200
+from cutex.clock_errors import foreign
+from cutex.clock_errors.fit import descend
+from cutex.clock_errors.page import MEASURED, main
+from cutex.clock_errors.rows import Summary, board
 from cutex.sim.ptx.operands import Reg
 from cutex.sim.ptx.parse import Instruction
 from cutex.sim.timing import stored

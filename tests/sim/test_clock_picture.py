@@ -8,8 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from cutex.bench.clock_errors import traces_file
-from cutex.bench.clock_picture import BARRIER, MMA, WARPS, WORK, kind, svg, tile_end
+from cutex.clock_errors.picture import BARRIER, MMA, WARPS, WORK, kind, svg, tile_end
+from cutex.clock_errors.rows import traces_file
 from cutex.problem import problem_class
 from cutex.problem.stage import stage
 from cutex.sim.timing import stored

@@ -12,9 +12,11 @@ import pytest
 import torch
 from cutlass import Float32, cute
 
-from cutex.bench import clock_configs
 from cutex.bench.clock import launched, record, time_stage
-from cutex.bench.clock_errors import (
+from cutex.bench.run import settle
+from cutex.clock_errors import configs as clock_configs
+from cutex.clock_errors.page import MEASURED, PAGE, constants
+from cutex.clock_errors.rows import (
     Error,
     Row,
     Summary,
@@ -26,8 +28,6 @@ from cutex.bench.clock_errors import (
     stored_traces,
     traces_file,
 )
-from cutex.bench.clock_page import MEASURED, PAGE, constants
-from cutex.bench.run import settle
 from cutex.gemm import main as gemm_main
 from cutex.problem import problem_class
 from cutex.problem.gemm import GemmProblem

@@ -2,8 +2,8 @@
 layers.
 
 A choice is the tiles for a class of calls: device, sizes, layouts and epilogue. Shipped choices,
-from an H200, are in choices.json beside the arch's kernels, where they are at least 3 % faster than
-the model's choice, or where that was not timed. Those of this machine are files in the cache,
+from an H200, are in cutex/measured, where they are at least 3 % faster than the model's choice, or
+where that was not timed. Those of this machine are files in the cache,
 
     <cache>/choices/<key>.json
 
@@ -17,12 +17,13 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cutex import measured
 from cutex.arch import Arch, arch
 from cutex.cache import cache_dir, write_file
 from cutex.compile.sources import sources_digest
@@ -142,13 +143,16 @@ def name_of(calls: CallClass) -> str:
     return f"{'x'.join(map(str, mnk))} {majors}{narrow}"
 
 
+def shipped_file(arch_name: str) -> Path:
+    """The file of the shipped choices for an arch; there may be none."""
+    return Path(measured.__file__).with_name(f"matmul-{arch_name}.json")
+
+
 @lru_cache
 def _shipped(arch_name: str) -> dict[str, dict[str, Any]]:
     """The shipped choices, by the name of a class of calls: fields that differ from the
     defaults."""
-    package_file = import_module(package("gemm", arch_name)).__file__
-    assert package_file is not None
-    file = Path(package_file).parent / "choices.json"
+    file = shipped_file(arch_name)
     found: dict[str, dict[str, Any]] = (
         json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     )

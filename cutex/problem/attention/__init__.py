@@ -8,9 +8,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib import metadata
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from cutex.peers import flash_attention, torch_attention
 from cutex.problem.attention.families import FAMILIES
 from cutex.problem.protocol import Check, Launch, PeerKernel, Problem, Sizes
 from cutex.problem.work import Work
@@ -37,47 +37,6 @@ def _both(head_dim: int, *seqlens: int) -> tuple[Sizes, ...]:
     return tuple(sizes_of(n, head_dim, causal) for causal in (False, True) for n in seqlens)
 
 
-def _cudnn(problem: AttentionProblem) -> tuple[Launch, str]:
-    """cuDNN through torch, whose operator takes (batch, heads, rows, D): views of q, k and v, and
-    copies of K and V where query heads share them."""
-    import torch
-
-    if problem.varlen or problem.window or problem.softcap:
-        raise ValueError("torch gives cuDNN no varlen, window or softcap")
-    if problem.causal and problem.seqlen_q != problem.seqlen_k:
-        raise ValueError("torch aligns cuDNN's causal mask top left")
-    group = problem.heads_q // problem.heads_kv
-
-    def launch(q: Any, k: Any, v: Any, out: Any, lse: Any) -> tuple[Any, Any]:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        if group > 1:  # as scaled_dot_product_attention with enable_gqa does it
-            k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-        found = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, problem.causal
-        )
-        return found[0].transpose(1, 2), found[1].view(lse.shape)
-
-    version = torch.backends.cudnn.version()
-    return launch, f"cuDNN {version} in torch {torch.__version__}"
-
-
-def _fa4(problem: AttentionProblem) -> tuple[Launch, str]:
-    from flash_attn.cute.interface import _flash_attn_fwd
-
-    left, right = problem.bounds
-    more = {"causal": problem.causal, "softcap": problem.softcap or None}
-    more |= {"window_size_left": left, "window_size_right": right}
-
-    def launch(q: Any, k: Any, v: Any, *rest: Any) -> object:
-        *lengths, out, lse = rest
-        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-        longest = (problem.seqlen_q, problem.seqlen_k) if lengths else ()
-        given = dict(zip(names, (*lengths, *longest), strict=False))
-        return _flash_attn_fwd(q, k, v, out=out, lse=lse, **given, **more)[:2]
-
-    return launch, f"flash-attn-4 {metadata.version('flash-attn-4')}"
-
-
 @dataclass(frozen=True)
 class AttentionProblem(Problem):
     """O = softmax(Q K^T / sqrt(head_dim)) V, and LSE, of sequences of equal length.
@@ -101,8 +60,8 @@ class AttentionProblem(Problem):
         "confirm": _both(128, 4096),
     }  # fmt: skip
     peers: ClassVar[Mapping[str, PeerKernel]] = {
-        "cudnn": PeerKernel("cuDNN (torch)", _cudnn),
-        "fa4": PeerKernel("FlashAttention-4", _fa4, 40.0),
+        "cudnn": PeerKernel("cuDNN (torch)", torch_attention.cudnn),
+        "fa4": PeerKernel("FlashAttention-4", flash_attention.forward, 40.0),
     }
     confirm_peers = ("cudnn", "fa4")
     variants: ClassVar[Mapping[str, str]] = {"--backward": "attention_backward"}

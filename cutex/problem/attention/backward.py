@@ -4,11 +4,11 @@ LSE as further inputs."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from cutex.peers import flash_attention, torch_attention
 from cutex.problem.attention import AttentionProblem, sizes_of
 from cutex.problem.protocol import Check, Launch, PeerKernel, Sizes
 from cutex.problem.work import Work
@@ -19,69 +19,6 @@ if TYPE_CHECKING:
 INPUTS = ("q", "k", "v", "o", "do", "lse")
 OUTPUTS = ("dq", "dk", "dv")
 TILE = 64  # rows of a tile of the sums of dQ
-
-
-def _by_autograd(forward: Callable[..., Any]) -> Launch:
-    """The backward of `forward`, a differentiable function of q, k and v, whose graph is built at
-    the first launch on these inputs."""
-    import torch
-
-    graphs: dict[int, Any] = {}
-
-    def launch(q: Any, k: Any, v: Any, o: Any, do: Any, *rest: Any) -> tuple[Any, ...]:
-        if q.data_ptr() not in graphs:
-            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            out = forward(*leaves)
-            graphs[q.data_ptr()] = leaves, out[0] if isinstance(out, tuple) else out
-        leaves, out = graphs[q.data_ptr()]
-        return torch.autograd.grad(out, leaves, do, retain_graph=True)
-
-    return launch
-
-
-def _in_torch(problem: AttentionProblem, name: str) -> Launch:
-    """The backward of torch's scaled_dot_product_attention by one of its backends."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
-
-    if problem.varlen or problem.window or problem.softcap:
-        raise ValueError("torch gives its backends no varlen, window or softcap")
-    if problem.causal and problem.seqlen_q != problem.seqlen_k:
-        raise ValueError("torch aligns causal masks top left")
-    grouped = problem.heads_q != problem.heads_kv
-
-    def forward(q: Any, k: Any, v: Any) -> Any:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        with sdpa_kernel(SDPBackend[name]):
-            out = scaled_dot_product_attention(
-                q, k, v, is_causal=problem.causal, enable_gqa=grouped
-            )
-        return out.transpose(1, 2)
-
-    return _by_autograd(forward)
-
-
-def _cudnn(problem: AttentionProblem) -> tuple[Launch, str]:
-    import torch
-
-    version = f"cuDNN {torch.backends.cudnn.version()} in torch {torch.__version__}"
-    return _in_torch(problem, "CUDNN_ATTENTION"), version
-
-
-def _torch(problem: AttentionProblem) -> tuple[Launch, str]:
-    import torch
-
-    return _in_torch(problem, "FLASH_ATTENTION"), f"torch {torch.__version__}"
-
-
-def _fa4(problem: AttentionProblem) -> tuple[Launch, str]:
-    from flash_attn.cute import flash_attn_func
-
-    if problem.varlen:
-        raise ValueError("varlen: compared with dense sequences only")
-    more = {"causal": problem.causal, "window_size": problem.bounds, "softcap": problem.softcap}
-    launch = _by_autograd(lambda q, k, v: flash_attn_func(q, k, v, **more))
-    return launch, f"flash-attn-4 {metadata.version('flash-attn-4')}"
 
 
 @dataclass(frozen=True)
@@ -97,9 +34,9 @@ class BackwardProblem(AttentionProblem):
         "sweep": (sizes_of(4096, 128, True), sizes_of(16384, 128, False)),
     }
     peers: ClassVar[Mapping[str, PeerKernel]] = {
-        "cudnn": PeerKernel("cuDNN (torch)", _cudnn),
-        "fa4": PeerKernel("FlashAttention-4", _fa4, 60.0),
-        "flash": PeerKernel("torch (FlashAttention-2)", _torch),
+        "cudnn": PeerKernel("cuDNN (torch)", torch_attention.cudnn_backward),
+        "fa4": PeerKernel("FlashAttention-4", flash_attention.backward, 60.0),
+        "flash": PeerKernel("torch (FlashAttention-2)", torch_attention.flash_backward),
     }
 
     @property

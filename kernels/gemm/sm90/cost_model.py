@@ -4,8 +4,8 @@ The model counts the resources that a config uses: tensor core cycles, bytes thr
 shared memory, bytes of each SM through L2, bytes from memory, energy, and everything that is not
 hidden: the first loads, the last stores, the exchange of sums. Configs whose tiles all run at once
 and configs of persistent CTAs have constants of their own. The model's error at measured pairs
-nearby (measured.py) is added. Constants and errors are fitted (fit.py) on times of pairs
-of a problem and a config on H200s (results/configs): all of the half of the corpus that is
+nearby (cutex/measured) is added. Constants and errors are fitted (cutex/fit) on times of pairs of a
+problem and a config on H200s (results/configs): all of the half of the corpus that is
 for fitting (cutex/problem/models.py), and other such problems.
 
 Imports neither torch nor the DSL.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import log2
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,14 +23,15 @@ import numpy as np
 from cutex.kernels.gemm.config import ELEMENT, ceil_div
 from cutex.kernels.gemm.sm90.candidates import Majors, at_once, candidates
 from cutex.kernels.gemm.sm90.config import Sm90Config, placed_unevenly
-from cutex.kernels.gemm.sm90.measured import CAUTION, errors_nearby, place
+from cutex.measured.nearby import CAUTION, errors_nearby
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
     from cutex.problem.gemm import GemmProblem
 
-__all__ = ["Costs", "Counts", "candidates", "count", "modelled", "predict", "predictions"]
+__all__ = ["Costs", "Counts", "candidates", "count", "modelled", "place", "predict", "predictions"]
 
+MEASURED = "gemm-sm_90a"  # the model's name in cutex/measured
 MOST_SHARERS = 4  # clusters whose requests of the larger operand cost more than the first's
 ROWS_OUTSIDE = 8  # rows of a box outside of the operand that cost nothing
 SPREAD = 0.99  # time, relative to tiles that leave a few SMs idle
@@ -286,6 +288,22 @@ def columns(counts: Sequence[Counts]) -> Counts:
     return Counts(*map(np.array, zip(*counts, strict=True)))
 
 
+def place(
+    config: Sm90Config, problem: GemmProblem, counts: Counts, majors: Majors, bits: int = 16
+) -> tuple[float, ...]:
+    """The point of the pair of `problem`, whose elements have `bits`, and `config`."""
+    c = config
+    return (
+        *(log2(problem.m), 1.4 * log2(problem.n), log2(problem.k)),
+        *(2.0 * log2(c.tile_m), 1.5 * log2(c.tile_n)),
+        *(2.8 * log2(c.cluster_m), 4.0 * log2(c.cluster_n), 1.4 * log2(c.split_k)),
+        *(1.5 * c.swap_ab, 3.0 * c.pingpong, 2.8 * (c.rows > 0), 2.8 * (c.columns > 0)),
+        *(5.0 * c.spread - 5.0 * (c.stream_k > 0), 0.5 * c.mma_warpgroups),
+        *(6.3 * counts.ctas / counts.sms / counts.rounds, log2(counts.rounds)),
+        *(2.1 * counts.narrow, 0.5 * (1.0 - majors[0]), 1.5 * log2(16 / bits)),
+    )
+
+
 def predictions(
     configs: Sequence[Sm90Config],
     problem: GemmProblem,
@@ -303,7 +321,7 @@ def predictions(
     times = modelled(columns(counts))
     near = np.flatnonzero(times <= NEAR * times.min())
     places = [place(configs[i], problem, counts[i], majors, bits) for i in near.tolist()]
-    times[near] *= np.exp(errors_nearby(np.array(places, np.float32), caution))
+    times[near] *= np.exp(errors_nearby(MEASURED, np.array(places, np.float32), caution))
     return times.tolist()
 
 

@@ -30,6 +30,7 @@ from cutex.kernels.attention.forward.choose import Shape
 from cutex.kernels.attention.forward.config import ELEMENT, HEAD_DIMS
 from cutex.kernels.attention.forward.sm100.choose import fill
 from cutex.kernels.attention.forward.sm100.config import ROWS, Sm100Config
+from cutex.peers import flash_attention, flash_attention_code
 
 ARCH = "sm_100a"
 MODULE = "cutex.kernels.attention.forward.sm100.bounds"  # as `python -m` takes it
@@ -115,6 +116,24 @@ def row(config: Sm100Config) -> Row:
     )
 
 
+def peer_rows() -> list[Row]:
+    """The rows of FlashAttention-4's kernels; none if it is not installed."""
+    return [
+        read_code(
+            code,
+            tile_n=128,
+            kernel=flash_attention.version(),
+            head_dim=d,
+            head_dim_v=d,
+            causal=False,
+            ctas=1,
+            q_tiles=2,
+            registers=registers,
+        )
+        for d, registers, code in flash_attention_code.kernels()
+    ]
+
+
 def read_code(compiled: Code, tile_n: int, **known: Any) -> Row:
     found = resources(compiled)
     loop, by_mufu = softmax_loop(sass(compiled), tile_n)
@@ -184,10 +203,8 @@ def read(file: Path) -> list[Row]:
 def main(argv: Sequence[str] | None = None) -> int:
     Parser(prog=f"python -m {MODULE}", description=f"Write {PAGE} anew.").parse_args(argv)
     in_clone(PAGE)
-    from cutex.kernels.attention.forward.sm100 import fa4
-
     rows = [row(c) for c in configs()]
-    rows += fa4.rows() or [r for r in (read(FILE) if FILE.exists() else []) if r.kernel != "cutex"]
+    rows += peer_rows() or [r for r in (read(FILE) if FILE.exists() else []) if r.kernel != "cutex"]
     FILE.parent.mkdir(parents=True, exist_ok=True)
     FILE.write_text("".join(json.dumps(asdict(r)) + "\n" for r in rows), encoding="utf-8")
     PAGE.write_text(page(rows), encoding="utf-8")

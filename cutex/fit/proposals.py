@@ -1,7 +1,8 @@
 """The problems and configs whose times would say most to the model that chooses for Hopper.
 
 A problem is worth timing if a config that was not timed on it might be faster than today's choice:
-if it is by the model where doubt counts for a config instead of against it (measured.py).
+if it is by the model where doubt counts for a config instead of against it
+(cutex/measured/nearby.py).
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from torch import Tensor
 
 from cutex.arch import arch
 from cutex.bench.progress import progress
-from cutex.kernels.gemm.sm90 import fit
+from cutex.fit import costs as fit
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.cost_model import candidates, predictions
-from cutex.kernels.gemm.sm90.measured import CAUTION
+from cutex.measured.nearby import CAUTION
 from cutex.ops.matmul.arrange import Arranged, arrange
 from cutex.ops.matmul.checks import Call, check
 from cutex.ops.matmul.choices import CallClass

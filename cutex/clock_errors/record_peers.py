@@ -1,6 +1,6 @@
 """Records of quack's GEMM and of flash-attn-4's forward, as their users call them, on sm_90a.
 
-    CUTE_DSL_ARCH=sm_90a python -m cutex.bench.clock_peers quack fa4
+    CUTE_DSL_ARCH=sm_90a python -m cutex.clock_errors.record_peers quack fa4
 
 needs the extra `peers` and takes a quarter of an hour. For the rows that were measured it writes
 results/timing/traces-*-sm_90a.json.gz; `python -m cutex.clock` computes their errors.
@@ -21,8 +21,8 @@ import torch
 
 from cutex.arch import arch
 from cutex.bench.clock import STEPS, TILES
-from cutex.bench.clock_foreign import QUACK, row_of, traces_file
-from cutex.bench.clock_page import MEASURED
+from cutex.clock_errors.foreign import QUACK, row_of, traces_file
+from cutex.clock_errors.page import MEASURED
 from cutex.command import answered, refuse
 from cutex.problem import problem_class
 from cutex.sim.__main__ import NO_DISK_CACHES

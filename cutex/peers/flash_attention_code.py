@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from cutex.kernels.attention.forward.sm100.bounds import Row
+from typing import Any
 
 ARCH = "sm_100a"
 HEAD_DIMS = (64, 96, 128)
@@ -46,34 +43,17 @@ def compiled(kernel: Any, head_dim: int) -> Compiled:
     return Compiled(function.__ptx__.rstrip("\0"), function.__cubin__, smem)
 
 
-def rows() -> list[Row]:
-    """The rows of FlashAttention-4's kernel, one for each head dim, with one CTA per tile; none if
-    it is not installed."""
+def kernels() -> Iterator[tuple[int, str, Compiled]]:
+    """For each head dim: its kernel with one CTA per tile, compiled, and the registers of its
+    roles; none if it is not installed."""
     if find_spec("flash_attn") is None:
-        return []
+        return
     from flash_attn.cute.flash_fwd_sm100 import FlashAttentionForwardSm100
 
-    from cutex.kernels.attention.forward.sm100.bounds import read_code
-
-    found = []
     for d in HEAD_DIMS:
         kernel = FlashAttentionForwardSm100(d, is_static_persistent=False)
-        code = compiled(kernel, d)
         registers = ", ".join(
             str(getattr(kernel, f"num_regs_{role}", "?"))
             for role in ("correction", "softmax", "other")
         )
-        found.append(
-            read_code(
-                code,
-                tile_n=128,
-                kernel=f"flash-attn-4 {metadata.version('flash-attn-4')}",
-                head_dim=d,
-                head_dim_v=d,
-                causal=False,
-                ctas=1,
-                q_tiles=2,
-                registers=registers,
-            )
-        )
-    return found
+        yield d, registers, compiled(kernel, d)

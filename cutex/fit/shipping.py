@@ -1,8 +1,8 @@
-"""python -m cutex.ops.matmul.shipping: make the shipped choices for Hopper (see --help).
+"""python -m cutex.fit.shipping: make the shipped choices for Hopper (see --help).
 
 A class of calls is in the table if a config measured on H200s is faster than the cost model's first
 by the factor SLOWER, or if that first was not measured and at least MEASURED others were. To be run
-after fitting the model (cutex/kernels/gemm/sm90/fit.py).
+after fitting the model (cutex/fit/costs.py).
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from cutex.arch import arch
 from cutex.command import Parser, answered
 from cutex.dtypes import DTYPES
+from cutex.fit import costs as fit
 from cutex.kernels.gemm.signature import OperandLayout
-from cutex.kernels.gemm.sm90 import fit
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.cost_model import candidates as all_candidates
-from cutex.ops.matmul.choices import CallClass, name_of
+from cutex.ops.matmul.choices import CallClass, name_of, shipped_file
 from cutex.ops.matmul.plan import call_class, candidates, fitted, majors_of, problem_of
 
-FILE = Path(fit.__file__).with_name("choices.json")
+FILE = shipped_file("sm_90a")
 SLOWER = 1.03
 MEASURED = 3
 
@@ -88,7 +87,7 @@ def text(rows: dict[str, dict[str, Any]]) -> str:
 @answered
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
-        prog="python -m cutex.ops.matmul.shipping",
+        prog="python -m cutex.fit.shipping",
         description="Find the classes of calls whose best measured config the cost model of "
         "Hopper's GEMM does not choose. Run after it was fitted.",
     )

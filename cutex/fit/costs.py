@@ -1,4 +1,4 @@
-"""python -m cutex.kernels.gemm.sm90.fit: fit the cost model to measured times (see --help).
+"""python -m cutex.fit.costs: fit the cost model to measured times (see --help).
 
 The costs minimise the weighted squares of the errors' logarithms (Gauss-Newton steps in logarithms
 of the costs, regularised towards the current ones; errors above LARGE count linearly). Configs
@@ -24,13 +24,14 @@ from cutex.arch import arch as arch_named
 from cutex.command import Parser, answered
 from cutex.dtypes import DTYPES as ELEMENTS
 from cutex.kernels.gemm.choose import sizes_class
-from cutex.kernels.gemm.sm90 import cost_model, measured
+from cutex.kernels.gemm.sm90 import cost_model
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.cost_model import ROUND, WALK, Costs, Counts, columns, count, modelled
+from cutex.measured.nearby import estimate, file_of
 from cutex.problem.gemm import GemmProblem
 from cutex.problem.models import DTYPES, corpus
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 TIMES = ROOT / "results" / "configs" / "gemm-nvidia-h200.jsonl"
 MAJORS = {"forward": (True, True), "dgrad": (True, False), "wgrad": (False, False)}
 # costs that no measured pair depends on
@@ -103,7 +104,7 @@ def read(file: Path = TIMES) -> Pairs:
         for i, us in times.items():
             spent = count(configs[i], problem, arch, 1, majors)
             ratios = us / min(times.values()), us / min(row["others"].values())
-            where = measured.place(configs[i], problem, spent, majors, bits)
+            where = cost_model.place(configs[i], problem, spent, majors, bits)
             found.append((spent, where, math.log(us), *map(math.log, ratios), number, i))
     counts, places, *rest = zip(*found, strict=True)
     return Pairs(columns(counts), np.array(places), *map(np.array, rest))
@@ -183,7 +184,7 @@ def fitted(start: Model, pairs: Pairs, passes: int = PASSES) -> Model:
 
 
 def known(model: Model, pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
-    """The places and errors that measured.npz is to hold."""
+    """The places and errors that are kept in cutex/measured."""
     kept = pairs.over_best < math.log(KEPT)
     return (
         pairs.places[kept].astype(np.float16),
@@ -202,7 +203,7 @@ def held_out(model: Model, pairs: Pairs, passes: int = 4) -> np.ndarray:
         places, errors = known(of_fold, others)
         places, errors = places.astype(np.float32), errors.astype(np.float32)
         for some in np.array_split(np.flatnonzero(here), 8):
-            near = measured.estimate(pairs.places[some].astype(np.float32), places, errors)
+            near = estimate(pairs.places[some].astype(np.float32), places, errors)
             expected[some] = pairs.times[some] - of_fold.errors(part(pairs, some)) + near
     return expected
 
@@ -236,9 +237,9 @@ def judge(pairs: Pairs, expected: np.ndarray) -> str:
 
 
 def write(model: Model, pairs: Pairs) -> None:
-    """Write the costs into cost_model.py, and places and errors into measured.npz."""
+    """Write the costs into cost_model.py, and places and errors into cutex/measured."""
     places, errors = known(model, pairs)
-    with measured.FILE.open("wb") as file:
+    with file_of(cost_model.MEASURED).open("wb") as file:
         np.savez_compressed(file, places=places, errors=errors)
     source = Path(cost_model.__file__)
     text = source.read_text(encoding="utf-8")
@@ -259,12 +260,14 @@ def rounded(model: Model) -> Model:
 @answered
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
-        prog="python -m cutex.kernels.gemm.sm90.fit",
+        prog="python -m cutex.fit.costs",
         description="Fit the cost model of Hopper's GEMM to results/configs, and say how good its "
         "choices are on problems that it was not fitted on.",
     )
     parser.add_argument(
-        "--write", action="store_true", help="change cost_model.py and measured.npz, not only look"
+        "--write",
+        action="store_true",
+        help="change cost_model.py and cutex/measured, not only look",
     )
     args = parser.parse_args(argv)
     pairs = read()

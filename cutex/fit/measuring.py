@@ -1,10 +1,10 @@
-"""python -m cutex.ops.matmul.measuring: time Hopper's configs for the fit (see --help).
+"""python -m cutex.fit.measuring: time Hopper's configs for the fit (see --help).
 
-  python -m cutex.ops.matmul.measuring --draw 300 > problems.txt          # what is least known
-  python -m cutex.ops.matmul.measuring problems.txt --out timed.jsonl     # on a GPU
-  python -m cutex.ops.matmul.measuring --merge timed.jsonl                # into results/configs
-  python -m cutex.kernels.gemm.sm90.fit --write
-  python -m cutex.ops.matmul.shipping --write
+  python -m cutex.fit.measuring --draw 300 > problems.txt          # what is least known
+  python -m cutex.fit.measuring problems.txt --out timed.jsonl     # on a GPU
+  python -m cutex.fit.measuring --merge timed.jsonl                # into results/configs
+  python -m cutex.fit.costs --write
+  python -m cutex.fit.shipping --write
 
 A line of problems.txt is the name of a problem as cutex.sweep --list prints it, "MxNxK pass dtype",
 and after it, if others are to be timed than what the model ranks first, a JSON list of configs.
@@ -30,15 +30,15 @@ from cutex.bench import timing
 from cutex.bench.progress import progress
 from cutex.command import Parser, answered, in_clone, writable
 from cutex.errors import BadOption
+from cutex.fit.costs import TIMES, geometry, problem_of
+from cutex.fit.proposals import ARCH, arranged, proposals
 from cutex.kernels.gemm.config import GemmConfig
 from cutex.kernels.gemm.signature import GeneralConfig
 from cutex.kernels.gemm.sm90.config import Sm90Config
-from cutex.kernels.gemm.sm90.fit import TIMES, geometry, problem_of
 from cutex.ops import building
 from cutex.ops.device import launcher
 from cutex.ops.matmul.plan import candidates, config_for, fitted, job, kernel_for
 from cutex.ops.matmul.tuner import Timer, time_on_gpu
-from cutex.ops.matmul.unmeasured import ARCH, arranged, proposals
 from cutex.problem.layer import PASSES, PEERS, LayerProblem
 from cutex.problem.models import DTYPES, corpus
 
@@ -233,7 +233,7 @@ def _identity(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def _parser() -> Parser:
     p = Parser(
-        prog="python -m cutex.ops.matmul.measuring",
+        prog="python -m cutex.fit.measuring",
         description="Time configs of Hopper's general GEMM kernel beside cuBLAS on this GPU, for "
         "the fit of the cost model that chooses among them.",
     )

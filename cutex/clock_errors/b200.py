@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from cutex.bench.clock_errors import FOLDER, Summary
+from cutex.clock_errors.rows import FOLDER, Summary
 from cutex.sim.timing.gpus import Gpu, gpu
 from cutex.sim.timing.replay import Replay, Run, when
 from cutex.sim.timing.trace import Traced

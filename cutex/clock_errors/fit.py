@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from cutex.bench.clock_b200 import B200Error, B200Model, B200Row
-from cutex.bench.clock_b200 import errors as b200_errors
-from cutex.bench.clock_errors import Error, Summary
+from cutex.clock_errors.b200 import B200Error, B200Model, B200Row
+from cutex.clock_errors.b200 import errors as b200_errors
+from cutex.clock_errors.rows import Error, Summary
 from cutex.sim.timing.gpus import Gpu
 from cutex.sim.timing.power import clock_ghz
 from cutex.sim.timing.trace import Traced

@@ -1,4 +1,4 @@
-"""python -m cutex.ops.matmul.drawn: the clock on kernels that nobody chose (see --help).
+"""python -m cutex.clock_errors.unseen: the clock on kernels that nobody chose (see --help).
 
 They are pairs of a problem and a config drawn from those that were measured for the choice of tiles
 (results/configs), M from 1 to 16384. Their times are microseconds of short samples in turns, launch
@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cutex.bench.clock import time_stage
-from cutex.bench.clock_errors import Summary, board
 from cutex.bench.progress import progress
+from cutex.clock_errors.rows import Summary, board
 from cutex.command import Parser, answered
 from cutex.errors import BadOption
-from cutex.kernels.gemm.sm90.fit import dtype_of, measured_rows
+from cutex.fit.costs import dtype_of, measured_rows
 from cutex.problem.gemm import GemmProblem
 from cutex.problem.stage import stage
 
@@ -115,7 +115,7 @@ def table(drawn: Iterable[Drawn]) -> str:
 @answered
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
-        prog="python -m cutex.ops.matmul.drawn",
+        prog="python -m cutex.clock_errors.unseen",
         description="Hold the simulator's clock against GEMM kernels drawn from those whose time "
         "was measured on H200s for the choice of tiles.",
     )

@@ -2,7 +2,8 @@
 flash-attn-4's forward.
 
 Their cycles were measured on the H200 beside ours. CUTLASS's records were made from a clone of its
-examples (commit of 2026-08-20), the others by cutex/bench/clock_peers.py. Nothing is fitted to any.
+examples (commit of 2026-08-20), the others by cutex/clock_errors/record_peers.py. Nothing is fitted
+to any.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cutex.bench.clock_errors import FOLDER, Summary
+from cutex.clock_errors.rows import FOLDER, Summary
 from cutex.problem import problem_class
 from cutex.sim.timing import stored
 from cutex.sim.timing.gpus import Gpu

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
-from cutex.bench.clock_errors import traces_file
+from cutex.clock_errors.rows import traces_file
 from cutex.problem import Problem, problem_class
 from cutex.problem.stage import AnyStage
 from cutex.sim.timing import stored

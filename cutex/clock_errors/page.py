@@ -9,11 +9,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from cutex.bench import clock_b200, clock_configs
-from cutex.bench import clock_foreign as foreign
 from cutex.bench.clock import record
-from cutex.bench.clock_b200 import ROWS
-from cutex.bench.clock_errors import (
+from cutex.bench.run import settle
+from cutex.clock_errors import b200, foreign
+from cutex.clock_errors import configs as clock_configs
+from cutex.clock_errors.b200 import ROWS
+from cutex.clock_errors.fit import report_b200, report_power
+from cutex.clock_errors.picture import ARCHS, timelines
+from cutex.clock_errors.rows import (
     FOLDER,
     board,
     errors,
@@ -24,9 +27,6 @@ from cutex.bench.clock_errors import (
     table,
     traces_file,
 )
-from cutex.bench.clock_fit import report_b200, report_power
-from cutex.bench.clock_picture import ARCHS, timelines
-from cutex.bench.run import settle
 from cutex.command import Parser, answered, in_clone, refuse
 from cutex.problem import OPS, problem_class
 from cutex.problem.stage import stages
@@ -101,15 +101,15 @@ def predicted(op: str, arch: str) -> list[dict[str, Any]]:
 
 def _of_b200(file: Path, fit: bool, page: bool) -> int:
     try:
-        rows = clock_b200.measured(file)
+        rows = b200.measured(file)
     except ValueError as error:
         return refuse(f"--b200: {error}")
-    traced: dict[str, Any] = stored.load(clock_b200.TRACES)
+    traced: dict[str, Any] = stored.load(b200.TRACES)
     if fit:
         print(report_b200(rows, traced))
     else:
-        model = clock_b200.B200Model(traced)
-        found = clock_b200.table(list(clock_b200.errors(rows, model)))
+        model = b200.B200Model(traced)
+        found = b200.table(list(b200.errors(rows, model)))
         print(found)
         if page:
             return _write({"constants": constants(), "b200": found})

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cutex.bench.clock import record
-from cutex.bench.clock_errors import FOLDER, Error, Row, Summary, board, errors
+from cutex.clock_errors.rows import FOLDER, Error, Row, Summary, board, errors
 from cutex.sim.timing import stored
 from cutex.sim.timing.lengths import Lengths
 from cutex.sim.timing.trace import Traced

@@ -1,0 +1,1 @@
+"""Studies of the error of the simulator's clock: ladders, configs, other libraries' kernels."""
